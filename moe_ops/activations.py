@@ -1,0 +1,124 @@
+"""Activation: one table of names, formulas and gate layouts.
+
+g is the gate half and u the up half of a gated activation's input; L is `limit`. All math is fp32 with a
+single rounding to the input's dtype at the end.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+NO_LIMIT = 3.0e38  # finite stand-in for "no limit": AOTInductor cannot serialise inf
+
+_GATED = ("silu", "gelu", "gelu_tanh", "swigluoai", "swigluoai_uninterleave", "swiglustep")
+_NOT_GATED = ("silu_no_mul", "gelu_no_mul", "gelu_tanh_no_mul", "relu2_no_mul")
+NAMES = _GATED + _NOT_GATED
+_DEFAULTS = {  # (alpha, beta, limit)
+    "swigluoai": (1.702, 1.0, 7.0),
+    "swigluoai_uninterleave": (1.702, 1.0, 7.0),
+    "swiglustep": (1.0, 0.0, 7.0),
+}
+
+
+@dataclass(frozen=True, init=False)
+class Activation:
+    """The function between the two expert GEMMs.
+
+    | name | formula |
+    |---|---|
+    | silu | silu(min(g, L)) * clamp(u, -L, L) |
+    | gelu, gelu_tanh | gelu(g) * u, exact (erf) or tanh approximation |
+    | swigluoai | g * sigmoid(alpha * g) * (u + beta), g = min(g, L), u = clamp(u, -L, L); rows interleaved |
+    | swigluoai_uninterleave | the same on gate rows first, then up rows |
+    | swiglustep | min(silu(g), L) * clamp(u, -L, L) |
+    | silu_no_mul, gelu_no_mul, gelu_tanh_no_mul, relu2_no_mul | f(x), not gated; relu2 = relu(x)^2 |
+
+    Args:
+        name: one of the names above.
+        alpha, beta, limit: parameters where the formula has them; None takes the name's default (1.702,
+            1.0, 7.0 for swigluoai, limit 7.0 for swiglustep, no limit for silu).
+
+    Raises:
+        ValueError: unknown name, a parameter the formula does not have, or a limit that is not positive.
+    """
+
+    name: str
+    alpha: float
+    beta: float
+    limit: float
+
+    def __init__(
+        self,
+        name: str,
+        alpha: float | None = None,
+        beta: float | None = None,
+        limit: float | None = None,
+    ):
+        if name not in NAMES:
+            raise ValueError(f"activation must be one of {', '.join(NAMES)}; got {name!r}")
+        oai = name in ("swigluoai", "swigluoai_uninterleave")
+        if not oai and (alpha is not None or beta is not None):
+            raise ValueError(f"activation {name!r} takes no alpha or beta; only swigluoai does")
+        if limit is not None and not (oai or name in ("silu", "swiglustep")):
+            raise ValueError(f"activation {name!r} takes no limit; silu, swiglustep, swigluoai do")
+        if limit is not None and not limit > 0:
+            raise ValueError(f"limit must be positive, got {limit}")
+        defaults = _DEFAULTS.get(name, (1.0, 0.0, NO_LIMIT))
+        object.__setattr__(self, "name", name)
+        object.__setattr__(self, "alpha", defaults[0] if alpha is None else float(alpha))
+        object.__setattr__(self, "beta", defaults[1] if beta is None else float(beta))
+        limit = defaults[2] if limit is None else min(float(limit), NO_LIMIT)
+        object.__setattr__(self, "limit", limit)
+
+    @property
+    def gated(self) -> bool:
+        """Whether the input has two halves (N = 2I)."""
+        return self.name in _GATED
+
+    @property
+    def interleaved(self) -> bool:
+        """Whether gate and up rows alternate instead of lying in two halves."""
+        return self.name == "swigluoai"
+
+
+def resolve(activation: str | Activation) -> Activation:
+    """The Activation of a name; an Activation is returned as it is."""
+    return activation if isinstance(activation, Activation) else Activation(activation)
+
+
+def apply(gate_up: Tensor, activation: Activation) -> Tensor:
+    """Apply an activation to the output of the first GEMM.
+
+    Args:
+        gate_up: (..., N) any float dtype; never written.
+
+    Returns:
+        (..., I) in gate_up's dtype.
+    """
+    name, limit = activation.name, activation.limit
+    x = gate_up if gate_up.dtype == torch.float64 else gate_up.float()
+    if not activation.gated:
+        if name == "silu_no_mul":
+            y = F.silu(x)
+        elif name == "relu2_no_mul":
+            y = F.relu(x).square()
+        else:
+            y = F.gelu(x, approximate="tanh" if name == "gelu_tanh_no_mul" else "none")
+        return y.to(gate_up.dtype)
+    if activation.interleaved:
+        g, u = x[..., 0::2], x[..., 1::2]
+    else:
+        g, u = x.chunk(2, dim=-1)
+    if name in ("gelu", "gelu_tanh"):
+        return (F.gelu(g, approximate="tanh" if name == "gelu_tanh" else "none") * u).to(gate_up.dtype)
+    if name == "swiglustep":
+        return (F.silu(g).clamp(max=limit) * u.clamp(-limit, limit)).to(gate_up.dtype)
+    if limit < NO_LIMIT:
+        g, u = g.clamp(max=limit), u.clamp(-limit, limit)
+    if name == "silu":
+        return (F.silu(g) * u).to(gate_up.dtype)
+    return (g * torch.sigmoid(activation.alpha * g) * (u + activation.beta)).to(gate_up.dtype)

@@ -1,0 +1,202 @@
+"""The op schemas and `register`: the only place that talks to torch.library.
+
+Each schema is a NamedTuple of its arguments; the schema string is generated from it, the dispatcher
+hands launchers and fakes an instance of it, and callers build one. Ops are void: they write `out` and
+the workspaces and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple, get_type_hints
+
+import torch
+from torch import Tensor
+
+from moe_ops.meta import fake
+from moe_ops.problem import Machine, Problem, Workspaces
+
+LIB = torch.library.Library("moe_ops", "DEF")
+_TYPES = {Tensor: "Tensor", Tensor | None: "Tensor?", str: "str", float: "float", bool: "bool"}
+_TYPES[int] = "int"
+_WRITTEN = ("out", "workspace13", "workspace2", "index_workspace")
+
+
+class ExpertsArgs(NamedTuple):
+    """Arguments of `moe_ops::<backend>_experts`."""
+
+    out: Tensor  # (M, K), written
+    workspace13: Tensor  # written
+    workspace2: Tensor  # written
+    index_workspace: Tensor  # int32, written
+    hidden_states: Tensor  # (M, K)
+    w13: Tensor  # (E, N, K), gate rows first, then up; or the packed data of a scheme
+    w2: Tensor  # (E, K, I)
+    topk_weights: Tensor  # (M, top_k), any float dtype
+    topk_ids: Tensor  # (M, top_k), int32 or int64
+    w13_scale: Tensor | None
+    w2_scale: Tensor | None
+    w13_zero_point: Tensor | None
+    w2_zero_point: Tensor | None
+    w13_global_scale: Tensor | None
+    w2_global_scale: Tensor | None
+    w13_bias: Tensor | None  # (E, N)
+    w2_bias: Tensor | None  # (E, K)
+    a13_scale: Tensor | None  # static scale of hidden_states
+    a2_scale: Tensor | None  # static scale of the activation's output
+    expert_map: Tensor | None  # (global E,) integer: global id -> local id or -1
+    scheme: str
+    layout: str
+    activation: str
+    alpha: float
+    beta: float
+    limit: float
+    router_weight_on_input: bool
+    deterministic: bool
+    ep_rank: int
+    ep_size: int
+    tiers: str  # "max_M:backend,...,*:backend" for `auto`, else ""
+
+
+class BatchedExpertsArgs(NamedTuple):
+    """Arguments of `moe_ops::<backend>_batched_experts`."""
+
+    out: Tensor  # (E, T, K), written in the rows before each expert's count
+    workspace13: Tensor  # written
+    workspace2: Tensor  # written
+    index_workspace: Tensor  # int32, written
+    hidden_states: Tensor  # (E, T, K)
+    w13: Tensor  # (E, N, K)
+    w2: Tensor  # (E, K, I)
+    expert_num_tokens: Tensor  # (E,) int32 or int64
+    w13_scale: Tensor | None
+    w2_scale: Tensor | None
+    w13_zero_point: Tensor | None
+    w2_zero_point: Tensor | None
+    w13_global_scale: Tensor | None
+    w2_global_scale: Tensor | None
+    w13_bias: Tensor | None
+    w2_bias: Tensor | None
+    a13_scale: Tensor | None
+    a2_scale: Tensor | None
+    scheme: str
+    layout: str
+    activation: str
+    alpha: float
+    beta: float
+    limit: float
+    tiers: str
+
+
+class GroupedLinearArgs(NamedTuple):
+    """Arguments of `moe_ops::<backend>_grouped_linear`."""
+
+    out: Tensor  # (S, N), written; rows past offsets[-1] become zero
+    workspace13: Tensor  # written
+    workspace2: Tensor  # written
+    index_workspace: Tensor  # int32, written
+    x: Tensor  # (S, K), rows sorted by expert
+    weight: Tensor  # (E, N, K)
+    offsets: Tensor  # (E,) int32, cumulative end row of each expert
+    weight_scale: Tensor | None
+    weight_zero_point: Tensor | None
+    weight_global_scale: Tensor | None
+    bias: Tensor | None  # (E, N)
+    activation_scale: Tensor | None
+    scheme: str
+    layout: str
+    tiers: str
+
+
+class Kind(NamedTuple):
+    """One of the three op families: its name, its arguments and the checks that fake and kernel share."""
+
+    name: str
+    args: type
+    check: Callable
+
+
+KINDS = {
+    "experts": Kind("experts", ExpertsArgs, fake.check_experts),
+    "batched_experts": Kind("batched_experts", BatchedExpertsArgs, fake.check_batched_experts),
+    "grouped_linear": Kind("grouped_linear", GroupedLinearArgs, fake.check_grouped_linear),
+}
+
+
+def schema(args: type) -> str:
+    """The schema string of an argument tuple, e.g. `(Tensor(a!) out, ..., str tiers) -> ()`."""
+    parts = []
+    for name, hint in get_type_hints(args).items():
+        kind = _TYPES[hint]
+        if name in _WRITTEN:
+            kind = f"Tensor({chr(ord('a') + _WRITTEN.index(name))}!)"
+        parts.append(f"{kind} {name}")
+    return f"({', '.join(parts)}) -> ()"
+
+
+@dataclass(frozen=True)
+class Backend:
+    """One row of the registry. `launch` and `ops` are keyed by `Problem.kind`."""
+
+    name: str
+    available: Callable[[], str | None]  # None, or why not and what to install
+    supports: Callable[[Problem, Machine], list[str]]  # reasons why not; empty means yes
+    workspace_shapes: Callable[[int, Problem], Workspaces]  # first argument: M (or T, or S)
+    launch: dict[str, Callable]
+    ops: dict[str, Callable]
+    differentiable: bool = False
+
+
+def register(
+    name: str,
+    *,
+    available: Callable[[], str | None],
+    supports: Callable[[Problem, Machine], list[str]],
+    workspace_shapes: Callable[[int, Problem], Workspaces],
+    launch: dict[str, Callable],
+    devices: tuple[str, ...],
+    differentiable: bool = False,
+) -> Backend:
+    """Define `moe_ops::<name>_<kind>` for every kind in `launch` and return the registry row.
+
+    Args:
+        launch: kind -> function of one argument tuple; imports its library when first called.
+        devices: dispatch keys that have a kernel ("CPU", "CUDA"). Fakes serve every other purpose, so
+            that a missing kernel is an error and not a silent use of the fake.
+    """
+    ops = {}
+    for kind_name, function in launch.items():
+        kind = KINDS[kind_name]
+        op_name = f"{name}_{kind.name}"
+        LIB.define(op_name + schema(kind.args))
+        for device in devices:
+            LIB.impl(op_name, _entry(function, kind, device), device)
+        torch.library.register_fake(f"moe_ops::{op_name}", _fake(kind), lib=LIB)
+        ops[kind_name] = getattr(torch.ops.moe_ops, op_name).default
+    return Backend(name, available, supports, workspace_shapes, launch, ops, differentiable)
+
+
+def _entry(launch: Callable, kind: Kind, device: str) -> Callable:
+    """The dispatcher's entry: checks on real sizes before anything is launched, then the launcher."""
+
+    def run(*values) -> None:
+        args = kind.args._make(values)
+        kind.check(args)
+        launch(args)
+
+    def run_on_device(*values) -> None:
+        index = values[0].device.index
+        if index == torch.cuda.current_device():
+            return run(*values)
+        with torch.cuda.device(index):
+            run(*values)
+
+    return run_on_device if device == "CUDA" else run
+
+
+def _fake(kind: Kind) -> Callable:
+    def fake_kernel(*values) -> None:
+        kind.check(kind.args._make(values))
+
+    return fake_kernel

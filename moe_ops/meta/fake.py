@@ -1,0 +1,59 @@
+"""The shared fake kernels: shape and dtype checks of each op, run by fakes and repeated by launchers.
+
+Comparisons stay on single dimensions, so that dynamic and unbacked row counts can be traced.
+"""
+
+from __future__ import annotations
+
+import torch
+
+_IDS = (torch.int32, torch.int64)
+
+
+def _check(condition, message: str) -> None:
+    torch._check(condition, lambda: message)
+
+
+def _check_workspaces(a) -> None:
+    _check(a.index_workspace.dtype == torch.int32, "index_workspace must be int32")
+
+
+def check_experts(a) -> None:
+    """Checks of `<backend>_experts`; `a` holds the op's arguments by name."""
+    _check_workspaces(a)
+    x, ids, weights = a.hidden_states, a.topk_ids, a.topk_weights
+    _check(x.ndim == 2 and a.out.ndim == 2, "hidden_states and out must be 2-D")
+    _check(ids.ndim == 2 and weights.ndim == 2, "topk_ids and topk_weights must be 2-D")
+    _check(x.shape[0] == ids.shape[0], "topk_ids must have one row per row of hidden_states")
+    _check(x.shape[0] == weights.shape[0], "topk_weights must have one row per hidden_states row")
+    _check(x.shape[0] == a.out.shape[0], "out must have one row per row of hidden_states")
+    _check(ids.shape[1] == weights.shape[1], "topk_ids and topk_weights must have equal top_k")
+    _check(x.shape[1] == a.out.shape[1], "out must have hidden_states' width")
+    _check(x.dtype == a.out.dtype, "out must have hidden_states' dtype")
+    _check(ids.dtype in _IDS, "topk_ids must be int32 or int64")
+    _check(weights.dtype.is_floating_point, "topk_weights must be floating point")
+
+
+def check_batched_experts(a) -> None:
+    """Checks of `<backend>_batched_experts`."""
+    _check_workspaces(a)
+    x = a.hidden_states
+    _check(x.ndim == 3 and a.out.ndim == 3, "hidden_states and out must be 3-D")
+    _check(x.shape[0] == a.w13.shape[0], "hidden_states must have one block per expert")
+    _check(x.shape[1] == a.out.shape[1], "out must have hidden_states' rows")
+    _check(x.shape[2] == a.out.shape[2], "out must have hidden_states' width")
+    _check(x.dtype == a.out.dtype, "out must have hidden_states' dtype")
+    _check(a.expert_num_tokens.ndim == 1, "expert_num_tokens must be 1-D")
+    _check(a.expert_num_tokens.shape[0] == x.shape[0], "expert_num_tokens must have E entries")
+    _check(a.expert_num_tokens.dtype in _IDS, "expert_num_tokens must be int32 or int64")
+
+
+def check_grouped_linear(a) -> None:
+    """Checks of `<backend>_grouped_linear`."""
+    _check_workspaces(a)
+    _check(a.x.ndim == 2 and a.out.ndim == 2, "x and out must be 2-D")
+    _check(a.x.shape[0] == a.out.shape[0], "out must have one row per row of x")
+    _check(a.x.dtype == a.out.dtype, "out must have the dtype of x")
+    _check(a.offsets.ndim == 1, "offsets must be 1-D")
+    _check(a.offsets.shape[0] == a.weight.shape[0], "offsets must have E entries")
+    _check(a.offsets.dtype == torch.int32, "offsets must be int32")

@@ -1,0 +1,68 @@
+"""Workspace shapes of the layouts of the permuted problem. Arithmetic only, int or SymInt alike.
+
+M tokens, N rows of w13, K hidden size, I intermediate size, E local experts. Every size is an upper
+bound from (M, top_k, E), never from the routing data.
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+def cdiv(a, b):
+    """ceil(a / b)."""
+    return (a + b - 1) // b
+
+
+def round_up(a, b):
+    """The least multiple of b that is at least a."""
+    return (a + b - 1) // b * b
+
+
+def maximum(a, b):
+    """max(a, b) that never guards on a symbolic size."""
+    if isinstance(a, int) and isinstance(b, int):
+        return a if a > b else b
+    return torch.sym_max(a, b)
+
+
+def minimum(a, b):
+    """min(a, b) that never guards on a symbolic size."""
+    if isinstance(a, int) and isinstance(b, int):
+        return a if a < b else b
+    return torch.sym_min(a, b)
+
+
+def dense(M, N, K, I, top_k):  # noqa: E741
+    """Rows are the M * top_k pairs in token order.
+
+    Returns (workspace13 shape, workspace2 shape): workspace13 holds the activation's output (.., I) or
+    permuted inputs (.., K); workspace2 holds gate/up (.., N) and the expert outputs (.., K).
+    """
+    rows = M * top_k
+    return (rows, maximum(I, K)), (rows, maximum(N, K))
+
+
+def padded_rows(M, top_k, E, alignment):
+    """Rows of the contiguous layout: pairs grouped by expert, every group padded to `alignment`."""
+    pairs = M * top_k
+    return round_up(pairs + minimum(pairs, E) * (alignment - 1), alignment)
+
+
+def contiguous(M, N, K, I, top_k, E, alignment):  # noqa: E741
+    """Rows grouped by expert, each group padded to `alignment` rows.
+
+    Returns (workspace13 shape, workspace2 shape): workspace13 holds permuted inputs (.., K) and the
+    activation's output (.., I); workspace2 holds gate/up (.., N) and the expert outputs (.., K).
+    """
+    rows = padded_rows(M, top_k, E, alignment)
+    return (rows, maximum(I, K)), (rows, maximum(N, K))
+
+
+def masked(E, T, N, K, I):  # noqa: E741
+    """One padded block of T rows per expert.
+
+    Returns (workspace13 shape, workspace2 shape): workspace13 holds gate/up (E, T, N) and expert outputs
+    (E, T, K); workspace2 holds the activation's output (E, T, I).
+    """
+    return (E, T, maximum(K, N)), (E, T, I)

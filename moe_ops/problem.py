@@ -1,0 +1,61 @@
+"""What a plan is made from: the static facts of a call (`Problem`) and of the place it runs (`Machine`).
+
+Dimensions used throughout the package: M tokens, K hidden size, I intermediate size, N rows of w13
+(2I for gated activations, I otherwise), E local experts, top_k experts per token, S = M * top_k pairs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from moe_ops.activations import Activation
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Static facts of one call. The number of tokens is absent on purpose: no plan depends on it."""
+
+    kind: str  # "experts", "batched_experts" or "grouped_linear"
+    num_experts: int  # E
+    hidden_size: int  # K: columns of the first weight
+    intermediate_size: int  # I; for grouped_linear 0
+    num_rows: int  # N: rows of w13 (or of the single weight of grouped_linear)
+    top_k: int  # 0 where there is no routing (batched_experts, grouped_linear)
+    dtype: torch.dtype  # of hidden_states and of the output
+    scheme: str = ""  # quantization scheme of the weights, "" for plain ones
+    layout: str = ""  # prepared layout of the weights, "" for the natural one
+    activation: Activation = Activation("silu")
+    has_bias: bool = False
+    has_expert_map: bool = False
+    router_weight_on_input: bool = False
+    deterministic: bool = True
+    needs_grad: bool = False
+    contiguous_weights: bool = True
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Where a call runs. Tests build one by hand, so every GPU's plan can be made on a CPU."""
+
+    device_type: str  # "cpu", "cuda", ...
+    capability: tuple[int, int] = (0, 0)  # CUDA compute capability, (0, 0) elsewhere
+    gpu_name: str = ""
+    available: tuple[str, ...] = ()  # names of the backends whose libraries are installed
+
+
+class Buffer(NamedTuple):
+    """Shape and dtype of one workspace; entries of `shape` are int or SymInt."""
+
+    shape: tuple
+    dtype: torch.dtype
+
+
+class Workspaces(NamedTuple):
+    """The three scratch buffers of an op call. Their contents are undefined before and after."""
+
+    workspace13: Buffer
+    workspace2: Buffer
+    index: Buffer  # int32: sort order, offsets, counters

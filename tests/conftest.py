@@ -1,0 +1,8 @@
+"""Test-wide settings: on a machine without a GPU every Triton kernel runs under its interpreter."""
+
+import os
+
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # before triton is imported anywhere
