@@ -1,0 +1,23 @@
+"""Shapes of scale tensors. Arithmetic only: every size may be an int or a SymInt."""
+
+from __future__ import annotations
+
+
+def scale_shape(rows, cols, group_rows: int, group_cols: int) -> tuple:
+    """Shape of the scales of a (rows, cols) matrix with one scale per group of elements.
+
+    A group spans ``group_rows`` x ``group_cols`` elements, -1 meaning all of that dimension; groups
+    at the end of a dimension may be smaller. One scale for the whole matrix has shape ().
+    """
+    if group_rows == -1 and group_cols == -1:
+        return ()
+    return (_count(rows, group_rows), _count(cols, group_cols))
+
+
+def batched_scale_shape(batch, rows, cols, group_rows: int, group_cols: int) -> tuple:
+    """``scale_shape`` of each of ``batch`` matrices, stacked: (batch,) for one scale a matrix."""
+    return (batch, *scale_shape(rows, cols, group_rows, group_cols))
+
+
+def _count(size, group: int):
+    return 1 if group == -1 else (size + group - 1) // group
