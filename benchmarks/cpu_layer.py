@@ -1,0 +1,284 @@
+"""One expert layer on the CPU: moe_ops against the three experts implementations of transformers.
+
+    python benchmarks/cpu_layer.py [--tokens 1 8 64 512] [--dtypes bf16 fp32] [--only eager moe_ops]
+
+Every implementation gets the same random weights and the same routing sets; calls are interleaved
+and rotate through the routing sets, so weights come from memory as they do in a model. Each time
+stands beside its error against fp64. The floor of a cell is the larger of (bytes of the experts
+hit) / (measured read bandwidth) and FLOPs / (measured square matrix product rate).
+Writes benchmarks/results/cpu_layer.json and cpu_layer.png.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import math
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from harness import (
+    RESULTS,
+    format_table,
+    interleaved_ms,
+    machine_facts,
+    matmul_gflop_s,
+    read_bandwidth_gb_s,
+    relative_error,
+    summary,
+    write_json,
+)
+from torch import Tensor
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+PEERS = ("eager", "grouped_mm", "batched_mm")
+IMPLEMENTATIONS = (*PEERS, "moe_ops")
+NUM_SETS = 16
+# batched_mm copies both weights of every (token, expert) pair; past this it is not run.
+MAX_GATHER_BYTES = 2 << 30
+
+Layer = Callable[[Tensor, Tensor, Tensor], Tensor]  # (hidden, topk_weights, topk_ids) -> (M, K)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One cell: a layer of E experts (w13 (E, 2I, K), w2 (E, K, I)) applied to M tokens."""
+
+    num_tokens: int
+    dtype: str
+    num_experts: int = 32
+    top_k: int = 4
+    hidden_size: int = 1024
+    intermediate_size: int = 512
+
+    @property
+    def bytes_per_expert(self) -> int:
+        return 3 * self.hidden_size * self.intermediate_size * DTYPES[self.dtype].itemsize
+
+    @property
+    def flops(self) -> int:
+        return self.num_tokens * self.top_k * 6 * self.hidden_size * self.intermediate_size
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Hidden states (M, K) and NUM_SETS routings of them: ids (M, top_k), weights that sum to 1."""
+
+    hidden_states: Tensor
+    topk_weights: tuple[Tensor, ...]
+    topk_ids: tuple[Tensor, ...]
+
+
+def make_weights(case: Case) -> tuple[Tensor, Tensor]:
+    """w13 (E, 2I, K) and w2 (E, K, I), scaled so that unit inputs give near-unit outputs."""
+    generator = torch.Generator().manual_seed(0)
+    e, k, i = case.num_experts, case.hidden_size, case.intermediate_size
+    w13 = torch.randn(e, 2 * i, k, generator=generator) / math.sqrt(k)
+    w2 = torch.randn(e, k, i, generator=generator) / math.sqrt(i)
+    return w13.to(DTYPES[case.dtype]), w2.to(DTYPES[case.dtype])
+
+
+def make_inputs(case: Case) -> Inputs:
+    """Unit-scale hidden states and random routings, as a softmax router makes them."""
+    generator = torch.Generator().manual_seed(case.num_tokens)
+    m, dtype = case.num_tokens, DTYPES[case.dtype]
+    hidden_states = torch.randn(m, case.hidden_size, generator=generator).to(dtype)
+    weights, ids = [], []
+    for _ in range(NUM_SETS):
+        scores = torch.randn(m, case.num_experts, generator=generator).softmax(-1)
+        top = scores.topk(case.top_k, dim=-1)
+        weights.append((top.values / top.values.sum(-1, keepdim=True)).to(dtype))
+        ids.append(top.indices)
+    return Inputs(hidden_states, tuple(weights), tuple(ids))
+
+
+def reference(inputs: Inputs, w13: Tensor, w2: Tensor, which: int) -> Tensor:
+    """The layer in fp64, one expert at a time."""
+    x = inputs.hidden_states.double()
+    weights, ids = inputs.topk_weights[which].double(), inputs.topk_ids[which]
+    out = torch.zeros_like(x)
+    for expert in ids.unique().tolist():
+        rows, slot = torch.where(ids == expert)
+        gate, up = (x[rows] @ w13[expert].double().T).chunk(2, dim=-1)
+        y = (torch.nn.functional.silu(gate) * up) @ w2[expert].double().T
+        out.index_add_(0, rows, y * weights[rows, slot, None])
+    return out
+
+
+def transformers_layers(case: Case, w13: Tensor, w2: Tensor) -> dict[str, Layer]:
+    """The experts module of Qwen3-MoE holding these very weights, once per implementation."""
+    from transformers import Qwen3MoeConfig
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+
+    layers: dict[str, Layer] = {}
+    for name in PEERS:
+        config = Qwen3MoeConfig(
+            hidden_size=case.hidden_size,
+            moe_intermediate_size=case.intermediate_size,
+            num_experts=case.num_experts,
+            num_experts_per_tok=case.top_k,
+        )
+        config._experts_implementation = name
+        with torch.device("meta"):
+            experts = Qwen3MoeExperts(config)
+        experts.gate_up_proj = torch.nn.Parameter(w13, requires_grad=False)
+        experts.down_proj = torch.nn.Parameter(w2, requires_grad=False)
+        layers[name] = lambda x, weights, ids, experts=experts: experts(x, ids, weights)
+    return layers
+
+
+def make_layers(case: Case, w13: Tensor, w2: Tensor, only: list[str]) -> dict[str, Layer]:
+    """The implementations that this case runs."""
+    layers = transformers_layers(case, w13, w2)
+    if "moe_ops" in only:
+        import moe_ops
+
+        layers["moe_ops"] = lambda x, weights, ids: moe_ops.fused_experts(
+            x, w13, w2, weights, ids, backend="torch"
+        )
+    if case.num_tokens * case.top_k * case.bytes_per_expert > MAX_GATHER_BYTES:
+        del layers["batched_mm"]
+    return {name: layer for name, layer in layers.items() if name in only}
+
+
+def floor_ms(case: Case, inputs: Inputs, gb_s: float, gflop_s: float) -> float:
+    """The larger of the time to read the experts hit and the time to do the arithmetic."""
+    hit = sum(int(ids.unique().numel()) for ids in inputs.topk_ids) / NUM_SETS
+    return max(hit * case.bytes_per_expert / gb_s, case.flops / gflop_s) / 1e6
+
+
+def run_case(case: Case, only: list[str], limits: tuple[float, float], seconds: float) -> dict:
+    """Time and check every implementation on ``case``; return its row of the results."""
+    w13, w2 = make_weights(case)
+    inputs = make_inputs(case)
+    layers = make_layers(case, w13, w2, only)
+    expected = reference(inputs, w13, w2, which=0)
+
+    def call(layer: Layer) -> Callable[[int], Tensor]:
+        return lambda which: layer(
+            inputs.hidden_states, inputs.topk_weights[which], inputs.topk_ids[which]
+        )
+
+    calls = {name: call(layer) for name, layer in layers.items()}
+    errors = {name: relative_error(run(0), expected) for name, run in calls.items()}
+    probe = interleaved_ms(calls, rounds=2, num_sets=NUM_SETS)
+    round_ms = sum(min(times) for times in probe.values())
+    sweeps = min(40, max(1, round(seconds * 1e3 / round_ms / NUM_SETS)))
+    times = interleaved_ms(calls, rounds=sweeps * NUM_SETS, num_sets=NUM_SETS)
+    return {
+        "case": asdict(case),
+        "floor_ms": round(floor_ms(case, inputs, *limits), 4),
+        "rounds": sweeps * NUM_SETS,
+        "ms": {name: summary(values) for name, values in times.items()},
+        "relative_error": {name: float(f"{error:.2e}") for name, error in errors.items()},
+    }
+
+
+def best_peer(row: dict) -> str:
+    """The fastest transformers implementation of this row by median."""
+    return min((name for name in row["ms"] if name in PEERS), key=lambda n: row["ms"][n]["median"])
+
+
+def print_table(rows: list[dict]) -> None:
+    """Median milliseconds (relative error in brackets), the best peer and our speed-up over it."""
+    names = [name for name in IMPLEMENTATIONS if any(name in row["ms"] for row in rows)]
+    table, ratios = [], []
+    for row in rows:
+        cells = [
+            f"{row['ms'][name]['median']:.3f} ({row['relative_error'][name]:.0e})"
+            if name in row["ms"]
+            else "not run"
+            for name in names
+        ]
+        verdict = []
+        if any(name in PEERS for name in row["ms"]):
+            best = best_peer(row)
+            verdict = [best]
+            if "moe_ops" in row["ms"]:
+                ratio = row["ms"][best]["median"] / row["ms"]["moe_ops"]["median"]
+                ratios.append(ratio)
+                verdict.append(f"{ratio:.2f}x")
+        verdict += ["-"] * (2 - len(verdict))
+        case = row["case"]
+        table.append([case["dtype"], case["num_tokens"], row["floor_ms"], *cells, *verdict])
+    print(format_table(["dtype", "M", "floor ms", *names, "best peer", "moe_ops vs it"], table))
+    if ratios:
+        mean = math.exp(sum(math.log(ratio) for ratio in ratios) / len(ratios))
+        print(f"geometric mean against the best peer of each cell: {mean:.2f}x")
+
+
+def draw(rows: list[dict], facts: dict[str, Any]) -> None:
+    """Bars of median milliseconds for each M, one panel a dtype, the floor as a line."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    dtypes = list(dict.fromkeys(row["case"]["dtype"] for row in rows))
+    figure, panels = pyplot.subplots(1, len(dtypes), figsize=(5.2 * len(dtypes), 3.8), squeeze=False)
+    for panel, dtype in zip(panels[0], dtypes, strict=True):
+        mine = [row for row in rows if row["case"]["dtype"] == dtype]
+        for number, name in enumerate(IMPLEMENTATIONS):
+            points = [(x, row["ms"][name]["median"]) for x, row in enumerate(mine) if name in row["ms"]]
+            panel.bar(
+                [x + (number - 1.5) * 0.2 for x, _ in points],
+                [ms for _, ms in points],
+                width=0.2,
+                label="moe_ops" if name == "moe_ops" else f"transformers {name}",
+                color=["#9aa5b1", "#5b84b1", "#c9b26b", "#d1495b"][number],
+            )
+        for x, row in enumerate(mine):
+            panel.hlines(row["floor_ms"], x - 0.42, x + 0.42, colors="black", linestyles="dotted")
+        panel.plot([], [], "k:", label="floor")
+        panel.set_yscale("log")
+        panel.set_xticks(range(len(mine)), [str(row["case"]["num_tokens"]) for row in mine])
+        panel.set_xlabel("tokens M")
+        panel.set_ylabel("ms a layer (median)")
+        panel.set_title(dtype)
+    panels[0][0].legend(fontsize=7)
+    case = rows[0]["case"]
+    figure.suptitle(
+        f"One expert layer, E={case['num_experts']} top_k={case['top_k']} K={case['hidden_size']} "
+        f"I={case['intermediate_size']}\n{facts['processor']}, {facts['threads']} threads, "
+        f"torch {facts['torch']}",
+        fontsize=9,
+    )
+    figure.tight_layout()
+    figure.savefig(RESULTS / "cpu_layer.png", dpi=110)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--tokens", type=int, nargs="+", default=[1, 8, 64, 512])
+    parser.add_argument("--dtypes", nargs="+", choices=list(DTYPES), default=list(DTYPES))
+    parser.add_argument(
+        "--only", nargs="+", choices=IMPLEMENTATIONS, default=list(IMPLEMENTATIONS)
+    )
+    parser.add_argument("--seconds", type=float, default=8.0, help="time spent on each cell")
+    parser.add_argument("--no-write", action="store_true", help="print only; keep the results")
+    arguments = parser.parse_args()
+    torch.set_num_threads(2)
+    torch.set_grad_enabled(False)
+    import transformers
+
+    facts = machine_facts() | {"transformers": transformers.__version__}
+    gb_s = read_bandwidth_gb_s()
+    gflop_s = {name: matmul_gflop_s(DTYPES[name]) for name in arguments.dtypes}
+    facts["read_gb_s"] = round(gb_s, 1)
+    facts["matmul_gflop_s"] = {name: round(rate) for name, rate in gflop_s.items()}
+    print(facts)
+
+    rows = []
+    for dtype, tokens in itertools.product(arguments.dtypes, arguments.tokens):
+        case = Case(num_tokens=tokens, dtype=dtype)
+        rows.append(run_case(case, arguments.only, (gb_s, gflop_s[dtype]), arguments.seconds))
+    print_table(rows)
+    if not arguments.no_write:
+        print(write_json("cpu_layer", {"machine": facts, "rows": rows}))
+        draw(rows, facts)
+
+
+if __name__ == "__main__":
+    main()

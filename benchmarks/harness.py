@@ -1,0 +1,112 @@
+"""What the benchmarks share: fair timing, the machine's measured limits, errors, JSON and the table."""
+
+from __future__ import annotations
+
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def interleaved_ms(
+    calls: Mapping[str, Callable[[int], object]], rounds: int, num_sets: int
+) -> dict[str, list[float]]:
+    """Time every call ``rounds`` times in turn (A B C A B C ...), in milliseconds.
+
+    Each call gets the number of an input set. Neighbours in time never get the same set, so none
+    finds its predecessor's weights in cache; each sees every set equally often when ``rounds`` is a
+    multiple of ``num_sets``. The order rotates, so a peer that evicts the cache harms all alike.
+    """
+    names = list(calls)
+    times: dict[str, list[float]] = {name: [] for name in names}
+    stride = max(1, num_sets // len(names))
+    for step in range(-1, rounds):  # step -1 warms up
+        for turn in range(len(names)):
+            name = names[(turn + step) % len(names)]
+            which = (step + names.index(name) * stride) % num_sets
+            start = time.perf_counter_ns()
+            calls[name](which)
+            elapsed = (time.perf_counter_ns() - start) / 1e6
+            if step >= 0:
+                times[name].append(elapsed)
+    return times
+
+
+def read_bandwidth_gb_s(num_bytes: int = 512 << 20) -> float:
+    """Bytes a second of one streaming read of memory, by all torch threads, in GB/s."""
+    data = torch.ones(num_bytes // 4)
+    times = interleaved_ms({"sum": lambda _: data.sum()}, rounds=7, num_sets=1)["sum"]
+    return num_bytes / min(times) / 1e6
+
+
+def matmul_gflop_s(dtype: torch.dtype, size: int = 2048) -> float:
+    """FLOPs a second of one square matrix product in ``dtype``, in GFLOP/s."""
+    a, b = torch.randn(size, size).to(dtype), torch.randn(size, size).to(dtype)
+    times = interleaved_ms({"mm": lambda _: a @ b}, rounds=7, num_sets=1)["mm"]
+    return 2 * size**3 / min(times) / 1e6
+
+
+def relative_error(value: Tensor, reference: Tensor) -> float:
+    """||value - reference|| / ||reference||, computed in fp64."""
+    reference = reference.double()
+    return float((value.double() - reference).norm() / reference.norm())
+
+
+def summary(times: Sequence[float]) -> dict[str, float]:
+    """Median, minimum and lower quartile of ``times``, in the unit they came in."""
+    quartile = statistics.quantiles(times, n=4)[0] if len(times) > 1 else times[0]
+    return {
+        "median": round(statistics.median(times), 5),
+        "min": round(min(times), 5),
+        "p25": round(quartile, 5),
+    }
+
+
+def machine_facts() -> dict[str, Any]:
+    """Processor, threads, GPU and versions, to stand beside every number."""
+    facts: dict[str, Any] = {
+        "processor": processor_name(),
+        "threads": torch.get_num_threads(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+    }
+    if torch.cuda.is_available():
+        facts["gpu"] = torch.cuda.get_device_name()
+    return facts
+
+
+def processor_name() -> str:
+    """The processor as the kernel names it, with the widest bf16 or vector extension it has."""
+    cpuinfo = Path("/proc/cpuinfo")
+    name = platform.processor() or platform.machine()
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text().splitlines():
+            if line.startswith("model name"):
+                name = line.split(":", 1)[1].strip()
+                break
+    return f"{name}, {torch.backends.cpu.get_cpu_capability()}"
+
+
+def write_json(name: str, content: Mapping[str, Any]) -> Path:
+    """Write ``content`` to benchmarks/results/<name>.json and return the path."""
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / f"{name}.json"
+    path.write_text(json.dumps(content, indent=1) + "\n")
+    return path
+
+
+def format_table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """A plain-text table with right-aligned columns."""
+    cells = [[str(cell) for cell in row] for row in [header, *rows]]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
+    return "\n".join(
+        "  ".join(cell.rjust(w) for cell, w in zip(row, widths, strict=True)) for row in cells
+    )
