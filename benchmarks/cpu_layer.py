@@ -217,11 +217,15 @@ def draw(rows: list[dict], facts: dict[str, Any]) -> None:
     from matplotlib import pyplot
 
     dtypes = list(dict.fromkeys(row["case"]["dtype"] for row in rows))
-    figure, panels = pyplot.subplots(1, len(dtypes), figsize=(5.2 * len(dtypes), 3.8), squeeze=False)
+    figure, panels = pyplot.subplots(
+        1, len(dtypes), figsize=(5.2 * len(dtypes), 3.8), squeeze=False
+    )
     for panel, dtype in zip(panels[0], dtypes, strict=True):
         mine = [row for row in rows if row["case"]["dtype"] == dtype]
         for number, name in enumerate(IMPLEMENTATIONS):
-            points = [(x, row["ms"][name]["median"]) for x, row in enumerate(mine) if name in row["ms"]]
+            points = [
+                (x, row["ms"][name]["median"]) for x, row in enumerate(mine) if name in row["ms"]
+            ]
             panel.bar(
                 [x + (number - 1.5) * 0.2 for x, _ in points],
                 [ms for _, ms in points],

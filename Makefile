@@ -1,0 +1,44 @@
+# Every target sets up .venv by itself; a fresh machine needs python3 (3.11 or later) and make.
+PYTHON ?= python3
+VENV := .venv
+PY := $(VENV)/bin/python
+STAMP := $(VENV)/.moe_ops_dev
+
+.PHONY: venv demo test test-gpu lint bench clean
+
+venv: $(STAMP)
+
+# A torch that python3 already has is reused: a GPU box keeps the one built for its driver. Otherwise
+# torch comes first and alone, so that nothing after it chooses another build of it.
+$(STAMP): pyproject.toml
+	@if [ ! -x $(PY) ]; then \
+	  if $(PYTHON) -c 'import torch' 2>/dev/null; then \
+	    $(PYTHON) -m venv --system-site-packages $(VENV); \
+	  else \
+	    $(PYTHON) -m venv $(VENV); \
+	  fi; \
+	fi
+	@$(PY) -c 'import torch' 2>/dev/null || $(PY) -m pip install -q torch==2.13.0
+	$(PY) -m pip install -q -e '.[dev]'
+	@touch $@
+
+demo: venv
+	$(PY) examples/generate.py
+
+test: venv
+	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n 2 tests
+
+test-gpu: venv
+	$(PY) -m pytest -q -m gpu tests
+
+lint: venv
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+
+bench: venv
+	$(PY) benchmarks/cpu_layer.py
+	$(PY) benchmarks/host_overhead.py
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
