@@ -1,0 +1,215 @@
+"""Fused router: scores, choice of groups, top-k and weights, one launch for all of them.
+
+M tokens, E = G * S experts in G groups of S (G = 1 without groups), TOP_K experts per token,
+ROWS tokens per program. A program holds its rows as (ROWS, BLOCK_G, BLOCK_S), padded to powers
+of two. `moe_ops.routing` states the formulas; what is here must give the same ids and, up to
+rounding, the same weights.
+"""
+
+from contextlib import nullcontext
+
+import torch
+import triton
+import triton.language as tl
+
+_LOWEST = tl.constexpr(-3.4028234663852886e38)  # finfo(float32).min, -_LOWEST is its max
+_TAKEN = tl.constexpr(-(2**63))  # below every ranked key
+
+_WARM: set[tuple] = set()
+
+
+@triton.jit
+def _finite(x, mask):
+    """x with NaN, -inf and masked entries at the lowest finite number, +inf at the highest."""
+    x = x.to(tl.float32)
+    return tl.where(mask & (x == x) & (x > _LOWEST), tl.minimum(x, -_LOWEST), _LOWEST)
+
+
+@triton.jit
+def _ranked(key, position, SIZE: tl.constexpr):
+    """int64 ordered like key, the lower position first among equals; key must not be NaN."""
+    key = tl.where(key == 0.0, 0.0, key)  # -0.0 equals 0.0 but its bits do not
+    bits = key.to(tl.int32, bitcast=True)
+    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    return (ordered.to(tl.int64) << 32) | (SIZE - 1 - position).to(tl.int64)
+
+
+@triton.jit
+def _score(x, row_max, row_scale, SCORING: tl.constexpr):
+    """Scores of finite logits; zero for the lowest finite number, which stands for none."""
+    if SCORING == "softmax":
+        score = tl.exp(x - row_max) * row_scale
+    elif SCORING == "sigmoid":
+        score = 1.0 / (1.0 + tl.exp(-x))
+    elif SCORING == "sqrtsoftplus":
+        # log1p(y) = log(u) * y / (u - 1) with u = 1 + y keeps its precision for small y
+        y = tl.exp(tl.minimum(x, 20.0))
+        u = 1.0 + y
+        log1p = tl.where(u == 1.0, y, tl.log(u) * y / tl.where(u == 1.0, 1.0, u - 1.0))
+        score = tl.sqrt(tl.where(x > 20.0, x, log1p))
+    else:
+        score = x
+    return tl.where(x > _LOWEST, score, 0.0)
+
+
+_RUNTIME = (
+    "weights_ptr",
+    "ids_ptr",
+    "logits_ptr",
+    "bias_ptr",
+    "M",
+    "stride_m",
+    "stride_e",
+    "stride_bias",
+)
+
+
+# Not specialised on its run-time arguments: one binary a configuration, so that whether a launch
+# would compile is known before it (see launch).
+@triton.jit(do_not_specialize=_RUNTIME)
+def _route_kernel(
+    weights_ptr,  # (M, TOP_K) fp32, contiguous
+    ids_ptr,  # (M, TOP_K) int32, contiguous
+    logits_ptr,  # (M, E)
+    bias_ptr,  # (E,)
+    M,
+    stride_m,
+    stride_e,
+    stride_bias,
+    scaling_factor,
+    G: tl.constexpr,
+    S: tl.constexpr,
+    TOP_K: tl.constexpr,
+    TOPK_GROUPS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    SCORING: tl.constexpr,
+    RENORMALIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    in_rows = row < M
+    group = tl.arange(0, BLOCK_G)[None, :, None]
+    member = tl.arange(0, BLOCK_S)[None, None, :]
+    expert = group * S + member
+    is_expert = (group < G) & (member < S)
+    mask = in_rows[:, None, None] & is_expert
+    logits_row = logits_ptr + row * stride_m
+    logits = tl.load(logits_row[:, None, None] + expert * stride_e, mask=mask, other=0.0)
+    x = _finite(logits, mask)
+
+    row_max = tl.max(tl.max(x, 2), 1)
+    row_scale = row_max
+    if SCORING == "softmax":
+        exps = tl.where(x > _LOWEST, tl.exp(x - row_max[:, None, None]), 0.0)
+        total = tl.sum(tl.sum(exps, 2), 1)
+        row_scale = tl.where(total > 0.0, 1.0 / tl.where(total > 0.0, total, 1.0), 0.0)
+
+    # Every scoring grows with its logit, so without a bias the logits themselves choose: the ids
+    # do not depend on how exp rounds.
+    key = x
+    if HAS_BIAS:
+        bias = tl.load(bias_ptr + expert * stride_bias, mask=is_expert, other=0.0)
+        biased = _score(x, row_max[:, None, None], row_scale[:, None, None], SCORING) + bias.to(
+            tl.float32
+        )
+        chooses = (x > _LOWEST) & (biased == biased)
+        key = tl.where(chooses, tl.where(biased > _LOWEST, biased, _LOWEST), _LOWEST)
+    key = tl.where(is_expert, key, float("-inf"))
+
+    if TOPK_GROUPS < G:
+        group_score = tl.max(key, 2)
+        if HAS_BIAS and S > 1:
+            is_first = key == group_score[:, :, None]
+            first = tl.min(tl.where(is_first, member, BLOCK_S), 2)
+            group_score += tl.max(tl.where(member == first[:, :, None], float("-inf"), key), 2)
+        groups = _ranked(group_score, tl.arange(0, BLOCK_G)[None, :], BLOCK_G)
+        for _ in range(TOPK_GROUPS):
+            groups = tl.where(groups == tl.max(groups, 1)[:, None], _TAKEN, groups)
+        key = tl.where((groups == _TAKEN)[:, :, None], key, float("-inf"))
+
+    SIZE: tl.constexpr = BLOCK_G * BLOCK_S
+    ranked = _ranked(key, group * BLOCK_S + member, SIZE)
+    slot = tl.arange(0, BLOCK_K)[None, :]
+    ids = tl.zeros((ROWS, BLOCK_K), dtype=tl.int32)
+    for k in range(TOP_K):
+        best = tl.max(tl.max(ranked, 2), 1)
+        position = SIZE - 1 - (best & 0x7FFFFFFF).to(tl.int32)
+        chosen = position // BLOCK_S * S + position % BLOCK_S
+        ids = tl.where(slot == k, chosen[:, None], ids)
+        ranked = tl.where(ranked == best[:, None, None], _TAKEN, ranked)
+
+    # The logits of the chosen are read again (a cache hit) instead of carrying the scores along.
+    out_mask = in_rows[:, None] & (slot < TOP_K)
+    logits = tl.load(logits_row[:, None] + ids * stride_e, mask=out_mask, other=0.0)
+    weights = _score(_finite(logits, out_mask), row_max[:, None], row_scale[:, None], SCORING)
+    if RENORMALIZE:
+        weights = weights / (tl.sum(weights, 1)[:, None] + 1e-20)
+    out = row[:, None] * TOP_K + slot
+    tl.store(weights_ptr + out, weights * scaling_factor, mask=out_mask)
+    tl.store(ids_ptr + out, ids, mask=out_mask)
+
+
+def launch(
+    topk_weights: torch.Tensor,  # (M, top_k) fp32, contiguous, written
+    topk_ids: torch.Tensor,  # (M, top_k) int32, contiguous, written
+    router_logits: torch.Tensor,  # (M, E), any strides
+    correction_bias: torch.Tensor | None,  # (E,)
+    scoring: str,
+    renormalize: bool,
+    num_expert_groups: int,
+    topk_groups: int,
+    scaling_factor: float,
+) -> None:
+    """Route M tokens in one launch; see `moe_ops.route` for the meaning of the arguments.
+
+    Raises:
+        RuntimeError: a CUDA graph is being captured and this configuration was never launched
+            before, so that it would have to be compiled during the capture.
+    """
+    num_tokens, num_experts = router_logits.shape
+    if num_tokens == 0:
+        return
+    group_size = num_experts // num_expert_groups
+    block_g = triton.next_power_of_2(num_expert_groups)
+    block_s = triton.next_power_of_2(group_size)
+    rows = 4 if block_g * block_s <= 256 else 1
+    bias = router_logits if correction_bias is None else correction_bias
+    constants = {
+        "G": num_expert_groups,
+        "S": group_size,
+        "TOP_K": topk_ids.shape[1],
+        "TOPK_GROUPS": topk_groups,
+        "HAS_BIAS": correction_bias is not None,
+        "SCORING": scoring,
+        "RENORMALIZE": renormalize,
+        "ROWS": rows,
+        "BLOCK_G": block_g,
+        "BLOCK_S": block_s,
+        "BLOCK_K": triton.next_power_of_2(topk_ids.shape[1]),
+    }
+    key = (router_logits.device, router_logits.dtype, bias.dtype, *constants.values())
+    on_cuda = router_logits.is_cuda
+    if on_cuda and key not in _WARM and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "route must have run once with these arguments before a CUDA graph captures it, got "
+            f"a first call with E={num_experts}, top_k={topk_ids.shape[1]}; call it once on the "
+            "same shapes, dtypes and device, then capture"
+        )
+    with torch.cuda.device(router_logits.device) if on_cuda else nullcontext():
+        _route_kernel[(triton.cdiv(num_tokens, rows),)](
+            topk_weights,
+            topk_ids,
+            router_logits,
+            bias,
+            num_tokens,
+            router_logits.stride(0),
+            router_logits.stride(1),
+            bias.stride(0),
+            scaling_factor,
+            **constants,
+            num_warps=4,
+        )
+    _WARM.add(key)

@@ -1,0 +1,138 @@
+"""Grouped GEMMs in plain torch: rows sorted by expert times one weight matrix per expert.
+
+S rows sorted by expert, E experts, `offsets` (E,) int32 the cumulative end row of each on the device.
+Three ways, none of which reads a device tensor on the host when that device is a GPU:
+- CPU: one matrix product per expert that has rows;
+- GPU, bf16 and aligned: torch's grouped GEMM;
+- GPU, everything else: rows padded to blocks of one expert each, weights gathered per block.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from moe_ops import numerics
+
+_BLOCK = 32  # rows per block of the gather path
+_CHUNK = 1 << 27  # weight elements dequantized or gathered at a time (0.5 GB in fp32)
+
+
+def grouped_mm(
+    x: Tensor,  # (S, K)
+    weight: Tensor,  # (E, N, K), any strides
+    offsets: Tensor,  # (E,)
+    *,
+    scale: Tensor | None = None,
+    scheme: str = "",
+    bias: Tensor | None = None,  # (E, N)
+    transpose: bool = False,
+    out: Tensor | None = None,
+) -> Tensor:
+    """x @ weight[e].T + bias[e] for the rows of each expert, or x @ weight[e] with `transpose`.
+
+    Quantized weights are dequantized to x's dtype, which the caller makes fp32. Returns (S, N), or
+    (S, K) transposed; rows past offsets[-1] are zero. `out` is written and returned where it helps.
+    """
+    width = weight.shape[2] if transpose else weight.shape[1]
+    if x.device.type == "cpu":
+        if out is None:
+            out = x.new_empty(x.shape[0], width)
+        start = 0
+        for e, end in enumerate(offsets.tolist()):
+            if end > start:
+                w = weight[e]
+                if scheme:
+                    w = numerics.dequantize_weight(w, scale[e], scheme, x.dtype)
+                w = w if transpose else w.t()
+                if bias is None:
+                    torch.mm(x[start:end], w, out=out[start:end])
+                else:
+                    torch.addmm(bias[e].to(x.dtype), x[start:end], w, out=out[start:end])
+                start = end
+        out[start:] = 0
+        return out
+    if not scheme and _native(x, weight):
+        y = F.grouped_mm(x, weight if transpose else weight.transpose(1, 2), offs=offsets)
+    else:
+        y = _grouped_mm_blocks(x, weight, offsets, scale, scheme, transpose)
+    rows = torch.arange(x.shape[0], device=x.device)
+    if bias is not None:
+        experts = torch.searchsorted(offsets, rows, right=True).clamp(max=weight.shape[0] - 1)
+        y = (y.to(torch.float32) + bias.index_select(0, experts)).to(y.dtype)
+    y = torch.where((rows < offsets[-1]).unsqueeze(1), y, 0)
+    return y if out is None else out.copy_(y)
+
+
+def grouped_outer(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
+    """a[rows of e].T @ b[rows of e]: (S, N), (S, K) -> (E, N, K); zero for experts without rows."""
+    num_experts = offsets.shape[0]
+    if a.device.type == "cpu":
+        out = a.new_zeros(num_experts, a.shape[1], b.shape[1])
+        start = 0
+        for e, end in enumerate(offsets.tolist()):
+            if end > start:
+                torch.mm(a[start:end].t(), b[start:end], out=out[e])
+                start = end
+        return out
+    if _native(a, b):
+        y = F.grouped_mm(a.t(), b, offs=offsets)
+        starts = F.pad(offsets[:-1], (1, 0))
+        return torch.where((offsets > starts)[:, None, None], y, 0)
+    rows, experts = _blocks(offsets, a.shape[0])
+    pa, pb = _take(a, rows).float(), _take(b, rows).float()
+    out = torch.zeros(num_experts, a.shape[1], b.shape[1], device=a.device)
+    for i in range(rows.shape[0]):  # one block at a time keeps the sum's order fixed
+        out.index_add_(0, experts[i : i + 1], (pa[i].t() @ pb[i]).unsqueeze(0))
+    return out.to(a.dtype)
+
+
+def _native(x: Tensor, other: Tensor) -> bool:
+    """Whether torch's grouped GEMM runs without its synchronising fallback."""
+    aligned = x.shape[1] % 8 == 0 and all(s % 8 == 0 for s in other.stride() if s != 1)
+    aligned = aligned and other.shape[-1] % 8 == 0 and other.shape[-2] % 8 == 0
+    bf16 = x.dtype == other.dtype == torch.bfloat16
+    return bf16 and aligned and torch.cuda.get_device_capability(x.device) >= (9, 0)
+
+
+def _blocks(offsets: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
+    """Sorted rows cut into blocks of one expert: rows (nb, _BLOCK) with -1 as padding, experts (nb,)."""
+    num_experts = offsets.shape[0]
+    starts = F.pad(offsets[:-1], (1, 0))
+    ends = torch.cumsum((offsets - starts + _BLOCK - 1) // _BLOCK, 0)
+    count = min(num_rows, num_rows // _BLOCK + num_experts)
+    block = torch.arange(count, device=offsets.device)
+    experts = torch.searchsorted(ends, block, right=True)
+    known = experts < num_experts
+    experts = experts.clamp(max=num_experts - 1)
+    first = F.pad(ends[:-1], (1, 0)).index_select(0, experts)
+    rows = starts.index_select(0, experts) + (block - first) * _BLOCK
+    rows = rows.unsqueeze(1) + torch.arange(_BLOCK, device=offsets.device)
+    inside = known.unsqueeze(1) & (rows < offsets.index_select(0, experts).unsqueeze(1))
+    return torch.where(inside, rows, -1), experts
+
+
+def _take(x: Tensor, rows: Tensor) -> Tensor:
+    """x[rows] with zeros where rows is -1."""
+    taken = x.index_select(0, rows.clamp(min=0).reshape(-1)).unflatten(0, rows.shape)
+    return torch.where((rows >= 0).unsqueeze(-1), taken, 0)
+
+
+def _grouped_mm_blocks(x, weight, offsets, scale, scheme, transpose):
+    rows, experts = _blocks(offsets, x.shape[0])
+    px = _take(x, rows)
+    step = max(1, _CHUNK // (weight.shape[1] * weight.shape[2]))
+    parts = []
+    for i in range(0, rows.shape[0], step):
+        chosen = experts[i : i + step]
+        w = weight.index_select(0, chosen)
+        if scheme:
+            w = numerics.dequantize_weight(w, scale.index_select(0, chosen), scheme, x.dtype)
+        parts.append(torch.bmm(px[i : i + step], w if transpose else w.transpose(1, 2)))
+    width = weight.shape[2] if transpose else weight.shape[1]
+    y = x.new_zeros(x.shape[0] + 1, width)
+    if parts:
+        target = torch.where(rows >= 0, rows, x.shape[0]).reshape(-1)
+        y.index_copy_(0, target, torch.cat(parts).flatten(0, 1))  # padding lands in the spare row
+    return y[:-1]

@@ -1,0 +1,390 @@
+"""route(): router logits -> (topk_weights, topk_ids), by every routing method in use.
+
+Dimensions: M tokens, E experts, G groups of S = E / G experts, top_k experts per token.
+
+Rules shared by all methods: weights are fp32 and ids int32; among equal scores the lower index
+wins; a logit that is NaN or -inf is no candidate: it has weight 0 and is chosen only when fewer
+than top_k others are left, so every id is valid for every input.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import guard_or_false
+
+from moe_ops.config import RoutingMethod, check_scoring, resolve_routing_method
+from moe_ops.library import LIB
+
+_LOWEST = torch.finfo(torch.float32).min  # stands for "no candidate": -inf would make NaN
+_MAX_EXPERTS_FUSED = 1024  # one program of the fused kernel holds a whole row
+
+
+@dataclass(frozen=True)
+class _Recipe:
+    """What one method does; `scoring` is applied to all logits, or to the chosen ones only."""
+
+    scoring: str  # one of config.SCORINGS, or "none"
+    renormalize: bool = False
+    after_topk: bool = False  # score the chosen logits only; takes no bias and no groups
+    any_scoring: bool = False  # the caller may name another scoring
+    needs_bias: bool = False
+    needs_groups: bool = False
+
+
+_RECIPES = {
+    RoutingMethod.DEFAULT: _Recipe("softmax", any_scoring=True),
+    RoutingMethod.RENORMALIZE: _Recipe("softmax", after_topk=True),
+    RoutingMethod.RENORMALIZE_NAIVE: _Recipe("softmax", renormalize=True, any_scoring=True),
+    RoutingMethod.DEEPSEEK_V3: _Recipe("sigmoid", renormalize=True, needs_bias=True),
+    RoutingMethod.GROUPED_SOFTMAX: _Recipe("softmax", needs_groups=True),
+    RoutingMethod.GROUPED_SOFTMAX_RENORMALIZE: _Recipe(
+        "softmax", renormalize=True, needs_groups=True
+    ),
+    RoutingMethod.LLAMA4: _Recipe("sigmoid", after_topk=True),
+    RoutingMethod.SIGMOID: _Recipe("sigmoid"),
+    RoutingMethod.SIGMOID_RENORMALIZE: _Recipe("sigmoid", renormalize=True),
+    RoutingMethod.TOPK: _Recipe("none", after_topk=True),
+    RoutingMethod.SQRTSOFTPLUS: _Recipe("sqrtsoftplus", renormalize=True, needs_bias=True),
+}
+
+
+def route(
+    router_logits: Tensor,
+    top_k: int,
+    method: RoutingMethod | str | Callable[[Tensor, int], tuple[Tensor, Tensor]] = "renormalize",
+    *,
+    num_expert_groups: int | None = None,
+    topk_groups: int | None = None,
+    correction_bias: Tensor | None = None,
+    scaling_factor: float = 1.0,
+    scoring: str | None = None,
+    generator: torch.Generator | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Choose top_k experts for each token and weight them.
+
+    | method | what it does |
+    |---|---|
+    | default | softmax -> top-k |
+    | renormalize | top-k -> softmax over the chosen (Mixtral, Qwen3-MoE, GPT-OSS) |
+    | renormalize_naive | softmax -> top-k -> divide by their sum; equals renormalize |
+    | deepseek_v3 | sigmoid, + bias, top groups, top-k -> unbiased scores over their sum |
+    | grouped_softmax | softmax, top groups, top-k (DeepSeek-V2); `_renormalize` divides by the sum |
+    | llama4 | top-1 -> sigmoid |
+    | sigmoid | sigmoid -> top-k; `_renormalize` divides by their sum |
+    | topk | top-k of the logits, which are the weights |
+    | sqrtsoftplus | sqrt(softplus), + bias, top-k -> unbiased scores over their sum (DeepSeek-V4) |
+    | custom | a callable given in place of the name: (router_logits, top_k) -> (weights, ids) |
+    | simulated | top_k distinct experts drawn uniformly, each of weight 1 / top_k, for load tests |
+    | unspecified | names no method: an error here |
+
+    The bias takes part in the choice only, never in the weights. Groups (every method that
+    scores before the top-k) restrict the choice to the topk_groups best of num_expert_groups
+    equal groups; a group is worth its best score, or with a bias the sum of its two best biased
+    ones (DeepSeek-V3, arXiv:2412.19437, equations 13 to 16 and its reference code, which also
+    gives the 1e-20 added to each sum that is divided by).
+
+    On CUDA one fused kernel does it all, unless gradients of router_logits are wanted. The
+    weights are differentiable in router_logits; the ids are not.
+
+    Args:
+        router_logits: (M, E), any float dtype, any strides. Computed with in fp32.
+        top_k: experts per token, 1..E.
+        num_expert_groups, topk_groups: both or neither.
+        correction_bias: (E,), any float dtype, on the device of router_logits.
+        scaling_factor: multiplies the weights.
+        scoring: "softmax", "sigmoid" or "sqrtsoftplus", for default and renormalize_naive.
+        generator: for simulated, on the device of router_logits; None uses the default one.
+
+    Returns:
+        topk_weights (M, top_k) fp32 and topk_ids (M, top_k) int32, best expert first.
+
+    Raises:
+        ValueError: an unknown method or scoring, a wrong shape, dtype or device, a top_k or group
+            numbers out of range, or an argument that the method needs or does not take.
+    """
+    if router_logits.dim() != 2:
+        raise ValueError(
+            f"router_logits must have shape (M, E), got {_shape(router_logits)}; "
+            "flatten the leading dimensions"
+        )
+    if not router_logits.is_floating_point():
+        raise ValueError(f"router_logits must be floating point, got {router_logits.dtype}")
+    num_experts = router_logits.shape[1]
+    if not 1 <= top_k <= num_experts:
+        raise ValueError(f"top_k must be in 1..E={num_experts}, got {top_k}")
+    if callable(method):
+        _check_unused(
+            "custom", correction_bias, num_expert_groups, topk_groups, scoring, generator
+        )
+        return _route_custom(router_logits, top_k, method, scaling_factor)
+    method = resolve_routing_method(method)
+    if method == RoutingMethod.SIMULATED:
+        _check_unused(method, correction_bias, num_expert_groups, topk_groups, scoring, None)
+        return _route_simulated(router_logits, top_k, scaling_factor, generator)
+    if method not in _RECIPES:
+        raise ValueError(
+            f"method must be a callable (router_logits, top_k) -> (topk_weights, topk_ids) or one "
+            f"of {', '.join((*_RECIPES, RoutingMethod.SIMULATED))}, got {str(method)!r}, which "
+            "says that the router is none of these; pass the callable itself"
+        )
+    recipe = _RECIPES[method]
+    _check_arguments(
+        method, recipe, router_logits, top_k, num_expert_groups, topk_groups, correction_bias
+    )
+    if generator is not None:
+        raise ValueError(
+            f"generator must be None for method {str(method)!r}; only simulated draws"
+        )
+    num_groups = num_expert_groups or 1
+    kept_groups = topk_groups or 1
+    scoring = _scoring(method, recipe, scoring)
+    fused = router_logits.is_cuda and num_experts <= _MAX_EXPERTS_FUSED
+    if fused and not (torch.is_grad_enabled() and router_logits.requires_grad):
+        shape = (router_logits.shape[0], top_k)
+        topk_weights = router_logits.new_empty(shape, dtype=torch.float32)
+        topk_ids = router_logits.new_empty(shape, dtype=torch.int32)
+        # softmax over the chosen is softmax over all, divided by the sum over the chosen
+        renormalize = recipe.renormalize or (recipe.after_topk and scoring == "softmax")
+        _ROUTE_OP(
+            topk_weights,
+            topk_ids,
+            router_logits,
+            correction_bias,
+            scoring,
+            renormalize,
+            num_groups,
+            kept_groups,
+            float(scaling_factor),
+        )
+        return topk_weights, topk_ids
+
+    logits = _candidates(router_logits)
+    topk_ids = _choose(logits, top_k, scoring, correction_bias, num_groups, kept_groups)
+    if recipe.after_topk:
+        topk_weights = _score(logits.gather(1, topk_ids), scoring)
+    else:
+        topk_weights = _score(logits, scoring).gather(1, topk_ids)
+    if recipe.renormalize:
+        topk_weights = topk_weights / (topk_weights.sum(-1, keepdim=True) + 1e-20)
+    return topk_weights * scaling_factor, topk_ids.to(torch.int32)
+
+
+def router_probabilities(
+    router_logits: Tensor,  # (M, E)
+    method: RoutingMethod | str | Callable,
+    scoring: str | None = None,
+) -> Tensor:
+    """(M, E) fp32 scores of all experts by a method's scoring, divided by their sum per token.
+
+    Methods without a scoring (topk, simulated, callables) count as softmax. Sigmoid and
+    sqrtsoftplus scores are normalised as in DeepSeek-V3 (arXiv:2412.19437, equation 19).
+    """
+    recipe = None if callable(method) else _RECIPES.get(resolve_routing_method(method))
+    name = scoring or (recipe.scoring if recipe else "none")
+    logits = _candidates(router_logits)
+    if name in ("softmax", "none"):
+        return _score(logits, "softmax")
+    scores = _score(logits, name)
+    return scores / (scores.sum(-1, keepdim=True) + 1e-20)
+
+
+def _candidates(router_logits: Tensor) -> Tensor:
+    """fp32 logits without NaN or infinities; _LOWEST stands for "no candidate"."""
+    return torch.nan_to_num(router_logits.float(), nan=_LOWEST, neginf=_LOWEST)
+
+
+def _score(logits: Tensor, scoring: str) -> Tensor:
+    """Scores of _candidates(); zero where there is none."""
+    if scoring == "softmax":
+        scores = torch.softmax(logits, -1)
+    elif scoring == "sigmoid":
+        scores = torch.sigmoid(logits)
+    elif scoring == "sqrtsoftplus":
+        # sqrt has no finite gradient at 0, which softplus reaches by underflow
+        scores = F.softplus(logits).clamp_min(torch.finfo(torch.float32).tiny).sqrt()
+    else:
+        scores = logits
+    return scores.masked_fill(logits == _LOWEST, 0.0)
+
+
+def _choose(
+    logits: Tensor,  # (M, E), from _candidates
+    top_k: int,
+    scoring: str,
+    correction_bias: Tensor | None,
+    num_groups: int,
+    topk_groups: int,
+) -> Tensor:
+    """(M, top_k) int64 ids of the best experts, best first."""
+    # Every scoring grows with its logit, so without a bias the logits themselves choose: the ids
+    # do not depend on how exp rounds.
+    key = logits.detach()
+    if correction_bias is not None:
+        biased = _score(key, scoring) + correction_bias.detach().float()
+        biased = torch.nan_to_num(biased, nan=_LOWEST, neginf=_LOWEST)
+        key = biased.masked_fill(key == _LOWEST, _LOWEST)
+    if topk_groups < num_groups:
+        key = key.unflatten(1, (num_groups, -1))
+        if correction_bias is None:
+            group_score = key.amax(-1)
+        else:
+            group_score = key.topk(min(2, key.shape[2]), -1).values.sum(-1)
+        groups = _best_first(group_score)[:, :topk_groups]
+        kept = torch.zeros_like(group_score, dtype=torch.bool).scatter(1, groups, True)
+        key = key.masked_fill(~kept.unsqueeze(-1), float("-inf")).flatten(1)
+    return _best_first(key)[:, :top_k]
+
+
+def _best_first(key: Tensor) -> Tensor:
+    # not torch.topk: it leaves the order of equal values open
+    return torch.sort(key, dim=-1, descending=True, stable=True).indices
+
+
+def _route_custom(
+    router_logits: Tensor, top_k: int, method: Callable, scaling_factor: float
+) -> tuple[Tensor, Tensor]:
+    topk_weights, topk_ids = method(router_logits, top_k)
+    for name, value in (("topk_weights", topk_weights), ("topk_ids", topk_ids)):
+        wrong = value.dim() != 2 or value.shape[1] != top_k
+        if wrong or guard_or_false(value.shape[0] != router_logits.shape[0]):
+            raise ValueError(
+                f"{name} of the routing callable must have shape (M, top_k={top_k}) for "
+                f"router_logits {_shape(router_logits)}, got {_shape(value)}"
+            )
+    return topk_weights.float() * scaling_factor, topk_ids.to(torch.int32)
+
+
+def _route_simulated(
+    router_logits: Tensor, top_k: int, scaling_factor: float, generator: torch.Generator | None
+) -> tuple[Tensor, Tensor]:
+    draws = torch.rand(router_logits.shape, device=router_logits.device, generator=generator)
+    topk_ids = _best_first(draws)[:, :top_k].to(torch.int32)
+    weight = scaling_factor / top_k
+    return torch.full_like(topk_ids, weight, dtype=torch.float32), topk_ids
+
+
+def _check_arguments(
+    method: RoutingMethod,
+    recipe: _Recipe,
+    router_logits: Tensor,
+    top_k: int,
+    num_expert_groups: int | None,
+    topk_groups: int | None,
+    correction_bias: Tensor | None,
+) -> None:
+    num_experts = router_logits.shape[1]
+    if method == RoutingMethod.LLAMA4 and top_k != 1:
+        raise ValueError(f"top_k must be 1 for method 'llama4', got {top_k}; use method='sigmoid'")
+    if recipe.after_topk:
+        _check_unused(method, correction_bias, num_expert_groups, topk_groups, None, None)
+    if recipe.needs_bias and correction_bias is None:
+        raise ValueError(
+            f"correction_bias must be a tensor of shape (E={num_experts},) for method "
+            f"{str(method)!r}, got None; without one use 'sigmoid_renormalize', or "
+            "'renormalize_naive' with scoring="
+        )
+    if correction_bias is not None:
+        if correction_bias.shape != (num_experts,):
+            raise ValueError(
+                f"correction_bias must have shape (E={num_experts},), "
+                f"got {_shape(correction_bias)}"
+            )
+        if correction_bias.device != router_logits.device:
+            raise ValueError(
+                f"correction_bias must be on the device of router_logits, {router_logits.device}, "
+                f"got {correction_bias.device}"
+            )
+    if (num_expert_groups is None) != (topk_groups is None):
+        raise ValueError(
+            "num_expert_groups and topk_groups must be given together, got "
+            f"num_expert_groups={num_expert_groups} and topk_groups={topk_groups}"
+        )
+    if num_expert_groups is None:
+        if recipe.needs_groups:
+            raise ValueError(
+                f"num_expert_groups must be given for method {str(method)!r}, got None; without "
+                "groups use 'default' or 'renormalize'"
+            )
+        return
+    if num_expert_groups < 1 or num_experts % num_expert_groups:
+        raise ValueError(f"num_expert_groups must divide E={num_experts}, got {num_expert_groups}")
+    if not 1 <= topk_groups <= num_expert_groups:
+        raise ValueError(
+            f"topk_groups must be in 1..num_expert_groups={num_expert_groups}, got {topk_groups}"
+        )
+    available = topk_groups * (num_experts // num_expert_groups)
+    if available < top_k:
+        raise ValueError(
+            f"top_k must be at most the {available} experts of topk_groups={topk_groups} groups, "
+            f"got {top_k}; raise topk_groups"
+        )
+
+
+def _check_unused(
+    method: str,
+    correction_bias: Tensor | None,
+    num_expert_groups: int | None,
+    topk_groups: int | None,
+    scoring: str | None,
+    generator: torch.Generator | None,
+) -> None:
+    """Arguments that a method would ignore are errors, not ignored."""
+    remedy = "use 'renormalize_naive', 'default' or another method that scores before the top-k"
+    for name, value in (
+        ("correction_bias", correction_bias),
+        ("num_expert_groups", num_expert_groups),
+        ("topk_groups", topk_groups),
+        ("scoring", scoring),
+        ("generator", generator),
+    ):
+        if value is not None:
+            raise ValueError(f"{name} must be None for method {str(method)!r}; {remedy}")
+
+
+def _scoring(method: RoutingMethod, recipe: _Recipe, scoring: str | None) -> str:
+    if scoring is None:
+        return recipe.scoring
+    check_scoring(scoring)
+    if scoring != recipe.scoring and not recipe.any_scoring:
+        raise ValueError(
+            f"scoring must be {recipe.scoring!r} or None for method {str(method)!r}, "
+            f"got {scoring!r}; 'default' and 'renormalize_naive' take any"
+        )
+    return scoring
+
+
+def _shape(tensor: Tensor) -> tuple:
+    return tuple(tensor.shape)
+
+
+def _launch(*args) -> None:
+    from moe_ops.kernels import routing as kernels  # triton is imported at the first launch
+
+    kernels.launch(*args)
+
+
+def _fake(
+    topk_weights: Tensor, topk_ids: Tensor, router_logits: Tensor, bias: Tensor | None, *_
+) -> None:
+    torch._check(router_logits.dim() == 2, lambda: "router_logits must have shape (M, E)")
+    torch._check(topk_weights.shape == topk_ids.shape, lambda: "outputs must have equal shapes")
+    torch._check(topk_weights.dtype == torch.float32, lambda: "topk_weights must be float32")
+    torch._check(topk_ids.dtype == torch.int32, lambda: "topk_ids must be int32")
+    if bias is not None:
+        torch._check(bias.dim() == 1, lambda: "correction_bias must have shape (E,)")
+
+
+LIB.define(
+    "route(Tensor(a!) topk_weights, Tensor(b!) topk_ids, Tensor router_logits, "
+    "Tensor? correction_bias, str scoring, bool renormalize, int num_expert_groups, "
+    "int topk_groups, float scaling_factor) -> ()"
+)
+for _key in ("CPU", "CUDA"):  # on the CPU under Triton's interpreter
+    LIB.impl("route", _launch, _key)
+torch.library.register_fake("moe_ops::route", _fake, lib=LIB)
+_ROUTE_OP = torch.ops.moe_ops.route.default
