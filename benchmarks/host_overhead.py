@@ -1,0 +1,144 @@
+"""Host time of one eager fused_experts call outside its kernel launches, and where it goes.
+
+    python benchmarks/host_overhead.py [--device cuda]
+
+A backend whose launcher is empty is registered with the workspaces of a real one, so what remains
+is this library and the dispatcher: validation, plan, allocation, operator call. Target: 25 us.
+Writes benchmarks/results/host_overhead_<cpu or GPU name>.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+
+import torch
+from harness import format_table, machine_facts, write_json
+
+import moe_ops
+from moe_ops import library, registry
+
+TARGET_US = 25.0
+NUM_EXPERTS, TOP_K, HIDDEN_SIZE, INTERMEDIATE_SIZE = 32, 4, 256, 128
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call: its number of tokens and the scheme of its weights, "" for plain bf16."""
+
+    num_tokens: int
+    scheme: str
+
+
+CASES = (Case(1, ""), Case(64, ""), Case(1, "fp8_block"))
+
+
+def register_empty(like: library.Backend) -> None:
+    """Add a backend "empty" that takes every problem, allocates as `like` does and runs nothing."""
+    empty = library.register(
+        "empty",
+        available=lambda: None,
+        supports=lambda problem, machine: [],
+        workspace_shapes=like.workspace_shapes,
+        launch={"experts": lambda args: None},
+        devices=("CPU", "CUDA"),
+    )
+    registry.BACKENDS = (*registry.BACKENDS, empty)
+
+
+def microseconds(call: Callable[[], object], calls: int = 500, batches: int = 21) -> float:
+    """Median over batches of the mean host time of one call, in microseconds."""
+    times = []
+    for _ in range(batches):
+        start = time.perf_counter_ns()
+        for _ in range(calls):
+            call()
+        times.append((time.perf_counter_ns() - start) / calls / 1e3)
+    return statistics.median(times[1:])
+
+
+def run_case(case: Case, device: torch.device, like: library.Backend) -> dict:
+    """Total time of the call, and of its allocations and its operator call alone."""
+    generator = torch.Generator().manual_seed(0)
+    e, k, i = NUM_EXPERTS, HIDDEN_SIZE, INTERMEDIATE_SIZE
+    w13 = torch.randn(e, 2 * i, k, generator=generator).to(device, torch.bfloat16)
+    w2 = torch.randn(e, k, i, generator=generator).to(device, torch.bfloat16)
+    if case.scheme:
+        w13, w2 = moe_ops.quantize(w13, case.scheme), moe_ops.quantize(w2, case.scheme)
+    x = torch.randn(case.num_tokens, k, generator=generator).to(device, torch.bfloat16)
+    logits = torch.randn(case.num_tokens, e, generator=generator).to(device)
+    weights, ids = moe_ops.route(logits, TOP_K)
+
+    captured: list[tuple] = []
+    plan = moe_ops.explain(x, w13, w2, ids, backend="empty")
+    shapes = plan.workspace_shapes(case.num_tokens)
+    op = plan.op
+
+    def call() -> torch.Tensor:
+        return moe_ops.fused_experts(x, w13, w2, weights, ids, backend="empty")
+
+    def allocate() -> None:
+        x.new_empty((case.num_tokens, k))
+        for buffer in shapes:
+            x.new_empty(buffer.shape, dtype=buffer.dtype)
+
+    class Capture(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func is op:
+                captured.append(args)
+            return func(*args, **(kwargs or {}))
+
+    with Capture():
+        call()
+    op_arguments = captured[0]
+    total, allocation = microseconds(call), microseconds(allocate)
+    operator = microseconds(lambda: op(*op_arguments))
+    return {
+        "case": asdict(case),
+        "workspaces_of": like.name,
+        "total_us": round(total, 2),
+        "allocation_us": round(allocation, 2),
+        "operator_us": round(operator, 2),
+        "python_us": round(total - allocation - operator, 2),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    default = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", type=torch.device, default=torch.device(default))
+    device = parser.parse_args().device
+    torch.set_grad_enabled(False)
+    wanted = "triton" if device.type == "cuda" else "torch"
+    like = next(backend for backend in registry.BACKENDS if backend.name == wanted)
+    register_empty(like)
+    facts = machine_facts()
+    rows = [run_case(case, device, like) for case in CASES]
+    print(facts)
+    header = ["M", "scheme", "total us", "allocations", "operator call", "Python", "target"]
+    print(
+        format_table(
+            header,
+            [
+                [
+                    row["case"]["num_tokens"],
+                    row["case"]["scheme"] or "plain",
+                    row["total_us"],
+                    row["allocation_us"],
+                    row["operator_us"],
+                    row["python_us"],
+                    "met" if row["total_us"] <= TARGET_US else f"{TARGET_US:.0f} us missed",
+                ]
+                for row in rows
+            ],
+        )
+    )
+    where = facts["gpu"].replace(" ", "_") if device.type == "cuda" else "cpu"
+    print(write_json(f"host_overhead_{where}", {"machine": facts, "rows": rows}))
+
+
+if __name__ == "__main__":
+    main()

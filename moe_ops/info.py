@@ -1,0 +1,257 @@
+"""What this machine can run, and why not the rest: ``python -m moe_ops.info``.
+
+    python -m moe_ops.info [--json]
+    python -m moe_ops.info --explain E K I TOP_K SCHEME [--dtype bfloat16] [--activation silu]
+                           [--device cuda] [--backend auto] [--m 1 8 64] [--json]
+
+``--explain`` prints which backend runs an expert layer at each number of tokens M, what workspace
+it takes and, for every backend left out, why. SCHEME is a scheme's name, or ``plain`` for weights
+that are not quantized.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from moe_ops import activations, registry, schemes, tuning
+from moe_ops.problem import Problem
+
+# distributions that backends and integrations use; read from metadata, so none is imported
+DISTRIBUTIONS = (
+    "torch",
+    "triton",
+    "torchao",
+    "numpy",
+    "transformers",
+    "accelerate",
+    "peft",
+    "safetensors",
+    "sgl-deep-gemm",
+    "flashinfer-python",
+)
+DTYPES = ("bfloat16", "float16", "float32")
+DEFAULT_M = (1, 8, 64, 512, 4096)
+
+
+def facts() -> dict[str, Any]:
+    """Everything ``python -m moe_ops.info --json`` prints, in types that JSON knows.
+
+    Keys: ``python``, ``versions`` (distribution -> version or None), ``cuda`` (runtime and driver,
+    or None), ``gpus`` (name, capability, memory_gib), ``backends`` (name -> None if available, else
+    why not and what to install), ``tuning`` (GPU name -> number of measured problems).
+    """
+    return {
+        "python": platform.python_version(),
+        "platform": f"{platform.system()} {platform.machine()}",
+        "versions": {name: _version(name) for name in ("moe-ops", *DISTRIBUTIONS)},
+        "cuda": _cuda(),
+        "gpus": _gpus(),
+        "backends": {backend.name: backend.available() for backend in registry.BACKENDS},
+        "tuning": {
+            name: len(json.loads(path.read_text())["entries"])
+            for name, path in tuning.tables().items()
+        },
+    }
+
+
+def explain(
+    problem: Problem, device: torch.device, backend: str, token_counts: Sequence[int]
+) -> dict[str, Any]:
+    """The plan of a problem on a device, tier by tier.
+
+    Returns:
+        ``problem`` (one line), ``rows`` (for each M: ``tokens``, ``backend``, ``native``,
+        ``workspace_bytes``) and ``refused`` (backend name -> reasons).
+
+    Raises:
+        ValueError: no backend, or not the one asked for, takes the problem; all reasons are listed.
+        ImportError: the library of the backend asked for is not installed.
+    """
+    plan = registry.plan(problem, registry.machine(device), backend)
+    rows = []
+    for tokens in token_counts:
+        if tokens < 0:
+            raise ValueError(f"numbers of tokens must not be negative, got {tokens}")
+        chosen = next(b for limit, b in plan.tiers if limit < 0 or tokens <= limit)
+        buffers = plan.workspace_shapes(tokens)
+        rows.append(
+            {
+                "tokens": tokens,
+                "backend": chosen.name,
+                "native": not problem.scheme or chosen.native(problem.scheme),
+                "workspace_bytes": sum(_num_bytes(buffer) for buffer in buffers),
+            }
+        )
+    return {
+        "problem": str(plan).splitlines()[0],
+        "rows": rows,
+        "refused": {name: list(reasons) for name, reasons in plan.refused},
+    }
+
+
+def format_facts(found: dict[str, Any]) -> str:
+    """The text form of :func:`facts`."""
+    lines = [f"moe_ops {found['versions']['moe-ops'] or '(not installed, imported from source)'}"]
+    lines.append(f"  {found['platform']}, Python {found['python']}")
+    if found["gpus"]:
+        cuda = found["cuda"]
+        lines.append(f"  CUDA {cuda['runtime']}, driver {cuda['driver'] or 'unknown'}")
+        for index, gpu in enumerate(found["gpus"]):
+            major, minor = gpu["capability"]
+            memory = f"{gpu['memory_gib']:.0f} GiB"
+            lines.append(f"  GPU {index}: {gpu['name']}, SM{major}{minor}, {memory}")
+    else:
+        built = found["cuda"]["runtime"]
+        lines.append(
+            f"  no CUDA device (torch is built for {'CUDA ' + built if built else 'CPU'})"
+        )
+    lines.append("versions")
+    for name, version in found["versions"].items():
+        if name != "moe-ops":
+            lines.append(f"  {name:18} {version or '-'}")
+    lines.append("backends")
+    for name, reason in found["backends"].items():
+        lines.append(f"  {name:18} {'available' if reason is None else 'no: ' + reason}")
+    lines.append("tuning tables")
+    for gpu_name, count in found["tuning"].items():
+        lines.append(f"  {gpu_name:18} {count} measured problems")
+    if not found["tuning"]:
+        lines.append("  none: backends are taken in the order above")
+    return "\n".join(lines)
+
+
+def format_explanation(found: dict[str, Any]) -> str:
+    """The text form of :func:`explain`."""
+    lines = [found["problem"], f"  {'M':>8}  {'backend':10} {'workspace':>12}"]
+    for row in found["rows"]:
+        mib = row["workspace_bytes"] / 2**20
+        emulated = "" if row["native"] else "  emulated: weights dequantized, products in fp32"
+        lines.append(f"  {row['tokens']:>8}  {row['backend']:10} {mib:>8.2f} MiB{emulated}")
+    for name, reasons in found["refused"].items():
+        lines.append(f"  not {name}: {'; '.join(reasons)}")
+    return "\n".join(lines)
+
+
+def _problem(arguments: argparse.Namespace) -> Problem:
+    """The problem that the command line describes; sizes are checked here, names where they are used."""
+    sizes = {}
+    for name, text in zip(("E", "K", "I", "TOP_K"), arguments.explain[:4], strict=True):
+        if not text.isdecimal() or int(text) == 0:
+            raise ValueError(f"{name} must be a positive integer, got {text!r}")
+        sizes[name] = int(text)
+    if sizes["TOP_K"] > sizes["E"]:
+        raise ValueError(f"TOP_K must be at most E = {sizes['E']}, got {sizes['TOP_K']}")
+    scheme = arguments.explain[4]
+    activation = activations.resolve(arguments.activation)
+    return Problem(
+        kind="experts",
+        num_experts=sizes["E"],
+        hidden_size=sizes["K"],
+        intermediate_size=sizes["I"],
+        num_rows=sizes["I"] * (2 if activation.gated else 1),
+        top_k=sizes["TOP_K"],
+        dtype=getattr(torch, arguments.dtype),
+        scheme=schemes.get_scheme("" if scheme == "plain" else scheme).name,
+        activation=activation,
+    )
+
+
+def _device(name: str | None) -> torch.device:
+    """The device named, or the GPU if there is one, else the CPU."""
+    if name is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ValueError(f"device must be a torch device such as 'cpu', got {name!r}") from error
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ValueError(
+            f"device must exist on this machine, got {name!r} with "
+            f"{torch.cuda.device_count()} CUDA devices; use --device cpu"
+        )
+    return device
+
+
+def _num_bytes(buffer: Any) -> int:
+    size: int = buffer.dtype.itemsize
+    for extent in buffer.shape:
+        size *= extent
+    return size
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _cuda() -> dict[str, str | None]:
+    driver = None
+    tool = shutil.which("nvidia-smi")
+    if tool is not None:
+        query = [tool, "--query-gpu=driver_version", "--format=csv,noheader"]
+        answer = subprocess.run(query, capture_output=True, text=True, timeout=30)
+        if answer.returncode == 0:
+            driver = answer.stdout.strip().splitlines()[0]
+    return {"runtime": torch.version.cuda, "driver": driver}
+
+
+def _gpus() -> list[dict[str, Any]]:
+    found = []
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        found.append(
+            {
+                "name": properties.name,
+                "capability": [properties.major, properties.minor],
+                "memory_gib": round(properties.total_memory / 2**30, 1),
+            }
+        )
+    return found
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit status, 1 for a question that has no answer."""
+    parser = argparse.ArgumentParser(
+        prog="python -m moe_ops.info",
+        description="What this machine can run, and why not the rest.",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument(
+        "--explain",
+        nargs=5,
+        metavar=("E", "K", "I", "TOP_K", "SCHEME"),
+        help="print the plan of an expert layer; SCHEME 'plain' for weights as they are",
+    )
+    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of hidden_states")
+    parser.add_argument("--activation", default="silu")
+    parser.add_argument("--device", help="default: the GPU if there is one")
+    parser.add_argument("--backend", default="auto")
+    parser.add_argument("--m", type=int, nargs="+", default=DEFAULT_M, help="numbers of tokens")
+    parsed = parser.parse_args(arguments)
+    if parsed.explain is None:
+        found = facts()
+        print(json.dumps(found, indent=1) if parsed.json else format_facts(found))
+        return 0
+    try:
+        found = explain(_problem(parsed), _device(parsed.device), parsed.backend, parsed.m)
+    except (ValueError, ImportError) as error:
+        print(error, file=sys.stderr)
+        return 1
+    print(json.dumps(found, indent=1) if parsed.json else format_explanation(found))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
