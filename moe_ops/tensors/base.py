@@ -1,0 +1,433 @@
+"""ExpertTensor: expert weights in a quantized format, behaving as the weights they stand for.
+
+Shape and dtype of an ExpertTensor are those of the weights it replaces; the data sits in plain
+tensors. Operators never see one: ``fused_experts`` hands them ``qdata``, ``scale`` and so on.
+Everything here holds for formats whose ``qdata`` has one element for each weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import return_and_correct_aliasing
+from torchao.utils import TorchAOBaseTensor, fill_defaults
+
+from moe_ops.schemes import get_scheme
+
+aten = torch.ops.aten
+
+TRANSPOSED = "transposed"
+_HIGH_PRECISION = (torch.bfloat16, torch.float16, torch.float32)
+
+
+class ExpertTensor(TorchAOBaseTensor):
+    """Quantized weights of all experts (E, N, K), or of one expert (N, K).
+
+    Tensors:
+        qdata: the quantized elements.
+        scale: fp32, see ``moe_ops.schemes.QuantScheme.batched_scale_shape``.
+        zero_point, global_scale: of formats that have them, else None.
+        activation_scale: () fp32, of schemes whose activations have one static scale, else None.
+
+    Attributes:
+        scheme: full name, e.g. "fp8_w8a16:block".
+        weight_layout: how the data lies: "" as the shape says; "transposed" for (E, K, N), where qdata and
+            scale are the natural ones with their last two dimensions exchanged.
+        dtype: of the weights this stands for and of ``dequantize()``; ``.to(dtype)`` changes it alone.
+
+    Views (along E, N and K, transposed, chunked) carry their scales. Slices must begin at a scale
+    group. Matrix products with activations dequantize, so eager code that multiplies by one expert
+    keeps running, without the speed of a kernel and with unquantized activations. Gradients flow to
+    the other operand and never to the quantized weight.
+
+    ``cls(tensor, requires_grad=False)`` returns ``tensor``, as ``nn.Parameter`` would: libraries that
+    move models rebuild a parameter by calling its type this way.
+    """
+
+    tensor_data_names = ["qdata", "scale"]
+    tensor_attribute_names = ["scheme", "weight_layout", "dtype"]
+    optional_tensor_data_names = ["zero_point", "global_scale", "activation_scale"]
+
+    def __new__(
+        cls,
+        qdata: Tensor,
+        scale: Tensor | None = None,
+        scheme: str = "",
+        weight_layout: str = "",
+        dtype: torch.dtype = torch.bfloat16,
+        zero_point: Tensor | None = None,
+        global_scale: Tensor | None = None,
+        activation_scale: Tensor | None = None,
+        requires_grad: bool = False,
+    ):
+        _refuse_grad(requires_grad)
+        if isinstance(qdata, ExpertTensor):
+            return qdata
+        # an inference tensor could not be the view of a weight made outside inference_mode
+        with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
+            return torch.Tensor._make_wrapper_subclass(
+                cls, qdata.shape, strides=qdata.stride(), dtype=dtype, device=qdata.device
+            )
+
+    def __init__(
+        self,
+        qdata: Tensor,
+        scale: Tensor | None = None,
+        scheme: str = "",
+        weight_layout: str = "",
+        dtype: torch.dtype = torch.bfloat16,
+        zero_point: Tensor | None = None,
+        global_scale: Tensor | None = None,
+        activation_scale: Tensor | None = None,
+        requires_grad: bool = False,
+    ):
+        if qdata is self:
+            return
+        super().__init__()
+        self.qdata = qdata
+        self.scale = scale
+        self.zero_point = zero_point
+        self.global_scale = global_scale
+        self.activation_scale = activation_scale
+        self.scheme = scheme
+        self.weight_layout = weight_layout
+
+    def __repr__(self) -> str:
+        layout = f", weight_layout={self.weight_layout!r}" if self.weight_layout else ""
+        return (
+            f"{type(self).__name__}(shape={tuple(self.shape)}, scheme={self.scheme!r}{layout}, "
+            f"dtype={self.dtype}, device={str(self.device)!r})"
+        )
+
+    @classmethod
+    def from_hp(cls, weight: Tensor, scheme: str) -> ExpertTensor:
+        """Quantize plain weights (E, N, K) or (N, K)."""
+        raise NotImplementedError
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
+        """The weights as a plain tensor of this shape, in ``dtype`` (default: ``self.dtype``)."""
+        raise NotImplementedError
+
+    def _stable_hash_for_caching(self) -> str:
+        """What compiled code depends on, for the keys of compile caches."""
+        tensors, attributes = self.__tensor_flatten__()
+        data = [
+            (name, t.shape, t.stride(), t.storage_offset(), t.dtype, t.device)
+            for name, t in ((name, getattr(self, name)) for name in tensors)
+        ]
+        return str((type(self).__qualname__, sorted(attributes.items(), key=str), data))
+
+    def _replace(self, **changed) -> ExpertTensor:
+        """This tensor with some of its tensors and attributes replaced."""
+        names, attributes = self.__tensor_flatten__()
+        return type(self)(**({name: getattr(self, name) for name in names} | attributes | changed))
+
+    def _map(self, function: Callable[[Tensor], Tensor], **changed) -> ExpertTensor:
+        """This tensor with ``function`` applied to each of its tensors and attributes replaced."""
+        names = self.__tensor_flatten__()[0]
+        return self._replace(**{name: function(getattr(self, name)) for name in names}, **changed)
+
+    def _with_weights(self, function: Callable[[Tensor], Tensor]) -> ExpertTensor:
+        """This tensor with ``function`` applied to all that has one entry for each expert."""
+        names = [name for name in self.__tensor_flatten__()[0] if name != "activation_scale"]
+        return self._replace(**{name: function(getattr(self, name)) for name in names})
+
+    def _axis(self, dim: int) -> tuple[str, int]:
+        """("expert", "row" or "col", the dimension counted from the end)."""
+        if not -self.dim() <= dim < self.dim():
+            raise IndexError(f"dim must be in [{-self.dim()}, {self.dim() - 1}], got {dim}")
+        dim = dim - self.dim() if dim >= 0 else dim
+        if dim == -3:
+            return "expert", dim
+        return ("row" if (dim == -2) != (self.weight_layout == TRANSPOSED) else "col"), dim
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        handler = cls._ATEN_OP_TABLE[cls].get(func)
+        if handler is not None:
+            return handler(func, types, args, kwargs)
+        # under inference_mode composite operators arrive whole
+        result = func.decompose(*args, **kwargs)
+        if result is NotImplemented:
+            raise NotImplementedError(
+                f"{func} has no meaning for a quantized {cls.__name__}; "
+                f"call it on weight.dequantize()"
+            )
+        return result
+
+
+implements = ExpertTensor.implements
+implements_torch_function = ExpertTensor.implements_torch_function
+
+
+def _refuse_grad(requires_grad: bool) -> None:
+    if requires_grad:
+        raise ValueError(
+            "requires_grad must be False for quantized weights, which receive no gradient; "
+            "use nn.Parameter(weight, requires_grad=False)"
+        )
+
+
+@implements_torch_function([torch.Tensor.requires_grad_, torch.Tensor.requires_grad.__set__])
+def _(func, types, args, kwargs):
+    _refuse_grad(args[1] if len(args) > 1 else kwargs.get("requires_grad", True))
+    return args[0]
+
+
+@implements_torch_function(
+    [
+        torch.nn.functional.linear,
+        torch.nn.functional.grouped_mm,
+        torch._grouped_mm,
+        torch.matmul,
+        torch.Tensor.matmul,
+        torch.Tensor.__matmul__,
+        torch.Tensor.__rmatmul__,
+        torch.mm,
+        torch.Tensor.mm,
+        torch.bmm,
+        torch.Tensor.bmm,
+        torch.addmm,
+        torch.Tensor.addmm,
+        torch.baddbmm,
+        torch.Tensor.baddbmm,
+    ]
+)
+@implements(
+    [
+        aten.linear.default,
+        aten._grouped_mm.default,
+        aten.matmul.default,
+        aten.mm.default,
+        aten.bmm.default,
+        aten.addmm.default,
+        aten.baddbmm.default,
+    ]
+)
+def _(func, types, args, kwargs):
+    plain = [a.dequantize() if isinstance(a, ExpertTensor) else a for a in args]
+    named = {k: a.dequantize() if isinstance(a, ExpertTensor) else a for k, a in kwargs.items()}
+    return func(*plain, **named)
+
+
+@implements(aten._to_copy.default)
+def _(func, types, args, kwargs):
+    self = args[0]
+    dtype = kwargs.get("dtype") or self.dtype
+    if dtype not in _HIGH_PRECISION:
+        raise ValueError(
+            f"dtype of quantized weights must be one of {_HIGH_PRECISION}, got {dtype}; "
+            f"dequantize() takes any dtype"
+        )
+    where = {k: kwargs[k] for k in ("device", "non_blocking") if kwargs.get(k) is not None}
+    return self._map(lambda t: func(t, **where), dtype=dtype)
+
+
+@implements(aten.empty_like.default)
+def _(func, types, args, kwargs):
+    dtype = kwargs.pop("dtype", None) or args[0].dtype
+    return args[0]._map(lambda t: func(t, **kwargs), dtype=dtype)
+
+
+@implements(aten.copy_.default)
+def _(func, types, args, kwargs):
+    self, src = args[0], args[1]
+    if not isinstance(src, ExpertTensor):
+        raise ValueError(
+            f"source of a copy into {self} must be quantized alike, got a plain tensor; "
+            f"pass it through moe_ops.quantize first"
+        )
+    if not isinstance(self, ExpertTensor):
+        raise ValueError(
+            f"target of a copy from {src} must be quantized alike, got a plain tensor; copy from "
+            f"dequantize(), or replace the target (load_state_dict: assign=True)"
+        )
+    own, other = (
+        (*t.__tensor_flatten__()[0], t.scheme, t.weight_layout, *t.shape) for t in (self, src)
+    )
+    if own != other:
+        raise ValueError(f"source of a copy into {self} must be quantized alike, got {src}")
+    for name in self.__tensor_flatten__()[0]:
+        getattr(self, name).copy_(getattr(src, name), *args[2:])
+    return self
+
+
+# Views are registered twice: as torch functions, for tracers that would otherwise see an operator on
+# a tensor they do not know, and as operators, for all that arrives below them. Neither knows the
+# other's argument conventions, so both call the functions below.
+
+
+def _slice(self: ExpertTensor, dim: int, start, end, step) -> ExpertTensor:
+    axis, dim = self._axis(dim)
+    if axis == "expert":
+        return self._with_weights(lambda t: aten.slice.Tensor(t, 0, start, end, step))
+    desc = get_scheme(self.scheme).weight
+    group = desc.group.rows if axis == "row" else desc.group.cols
+    qdata = aten.slice.Tensor(self.qdata, dim, start, end, step)
+    scale = self.scale
+    if group > 1:
+        start, end, step = slice(start, end, step).indices(self.shape[dim])
+        if start % group or step != 1:
+            raise ValueError(
+                f"slices of {self} along dim {dim + self.dim()} must start at a multiple of {group}, "
+                f"where a scale begins, with step 1, got start {start} and step {step}"
+            )
+        end = (max(end, start) + group - 1) // group
+        scale = aten.slice.Tensor(scale, scale.dim() + dim, start // group, end, 1)
+    elif group == 1:
+        scale = aten.slice.Tensor(scale, scale.dim() + dim, start, end, step)
+    return self._replace(qdata=qdata, scale=scale)
+
+
+def _require_experts(self: ExpertTensor, dim: int, what: str) -> None:
+    if self.dim() != 3 or dim not in (0, -3):
+        raise ValueError(
+            f"{what} of {self} must be along the expert dimension 0 of a 3-D tensor, got dim {dim}; "
+            f"take a slice, or dequantize()"
+        )
+
+
+def _select(self: ExpertTensor, dim: int, index) -> ExpertTensor:
+    _require_experts(self, dim, "select")
+    return self._with_weights(lambda t: t.select(0, index))
+
+
+def _index(self: ExpertTensor, index: Tensor) -> ExpertTensor:
+    _require_experts(self, 0, "indexing by a tensor")
+    if index.dim() > 1:
+        raise ValueError(f"an index into {self} must be 0-D or 1-D, got {index.dim()}-D")
+    return self._with_weights(lambda t: aten.index.Tensor(t, [index]))
+
+
+def _split(self: ExpertTensor, sizes: int | list[int], dim: int = 0) -> tuple[ExpertTensor, ...]:
+    total = self.shape[dim]
+    if isinstance(sizes, int):
+        sizes = [min(sizes, total - start) for start in range(0, total, sizes)]
+    parts, start = [], 0
+    for size in sizes:
+        parts.append(_slice(self, dim, start, start + size, 1))
+        start += size
+    return tuple(parts)
+
+
+def _unbind(self: ExpertTensor, dim: int = 0) -> tuple[ExpertTensor, ...]:
+    _require_experts(self, dim, "unbind")
+    return tuple(_select(self, 0, index) for index in range(self.shape[0]))
+
+
+def _transpose(self: ExpertTensor, first: int = -2, second: int = -1) -> ExpertTensor:
+    if {self._axis(first)[0], self._axis(second)[0]} != {"row", "col"}:
+        raise ValueError(
+            f"transpose of {self} must exchange its last two dimensions, got {first} and {second}"
+        )
+    scale = self.scale
+    if not get_scheme(self.scheme).weight.group.is_tensor:
+        scale = scale.transpose(-2, -1)
+    return self._replace(
+        qdata=self.qdata.transpose(-2, -1),
+        scale=scale,
+        weight_layout="" if self.weight_layout == TRANSPOSED else TRANSPOSED,
+    )
+
+
+def _getitem(self: ExpertTensor, key) -> ExpertTensor:
+    keys = key if isinstance(key, tuple) else (key,)
+    if Ellipsis in [k for k in keys if not isinstance(k, Tensor)]:
+        at = [k is Ellipsis for k in keys].index(True)
+        missing = self.dim() - len(keys) + 1
+        keys = keys[:at] + (slice(None),) * missing + keys[at + 1 :]
+    dim = 0
+    for k in keys:
+        if isinstance(k, slice):
+            self = _slice(self, dim, k.start, k.stop, 1 if k.step is None else k.step)
+        elif isinstance(k, (Tensor, list)):
+            _require_experts(self, dim, "indexing by a tensor")
+            before = self.dim()
+            self = _index(self, torch.as_tensor(k, device=self.device))
+            dim -= before - self.dim()
+        elif k is None or isinstance(k, bool):
+            raise ValueError(f"an index into {self} must not be {k}; index dequantize()")
+        else:
+            self, dim = _select(self, dim, k), dim - 1
+        dim += 1
+    return self
+
+
+@implements_torch_function([torch.Tensor.__getitem__])
+def _(func, types, args, kwargs):
+    return _getitem(*args)
+
+
+@implements_torch_function([torch.select, torch.Tensor.select])
+def _(func, types, args, kwargs):
+    return _select(*args, **kwargs)
+
+
+@implements_torch_function([torch.narrow, torch.Tensor.narrow])
+def _(func, types, args, kwargs):
+    def narrow(self, dim, start, length):
+        return _slice(self, dim, start, start + length, 1)
+
+    return narrow(*args, **kwargs)
+
+
+@implements_torch_function([torch.unbind, torch.Tensor.unbind, torch.Tensor.__iter__])
+def _(func, types, args, kwargs):
+    parts = _unbind(*args, **kwargs)
+    return iter(parts) if func is torch.Tensor.__iter__ else parts
+
+
+@implements_torch_function([torch.transpose, torch.Tensor.transpose, torch.t, torch.Tensor.t])
+def _(func, types, args, kwargs):
+    return _transpose(*args)
+
+
+@implements_torch_function([torch.Tensor.mT.__get__, torch.Tensor.T.__get__])
+def _(func, types, args, kwargs):
+    return _transpose(args[0])
+
+
+@implements(aten.slice.Tensor)
+def _(func, types, args, kwargs):
+    new = _slice(*fill_defaults(args, 5, [0, None, None, 1]))
+    return return_and_correct_aliasing(func, args, kwargs, new)
+
+
+@implements(aten.select.int)
+def _(func, types, args, kwargs):
+    return return_and_correct_aliasing(func, args, kwargs, _select(*args))
+
+
+@implements([aten.transpose.int, aten.t.default])
+def _(func, types, args, kwargs):
+    return return_and_correct_aliasing(func, args, kwargs, _transpose(*args))
+
+
+@implements([aten.split.Tensor, aten.split_with_sizes.default])
+def _(func, types, args, kwargs):
+    return list(_split(*args, **kwargs))
+
+
+@implements(aten.unbind.int)
+def _(func, types, args, kwargs):
+    return list(_unbind(*args))
+
+
+@implements(aten.index_select.default)
+def _(func, types, args, kwargs):
+    self, dim, index = args
+    _require_experts(self, dim, "index_select")
+    return _index(self, index)
+
+
+@implements(aten.index.Tensor)
+def _(func, types, args, kwargs):
+    self, indices = args
+    for dim, index in enumerate(indices):
+        if index is not None:
+            _require_experts(self, dim, "indexing by a tensor")
+    return _index(self, indices[0])

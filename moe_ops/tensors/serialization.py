@@ -1,0 +1,80 @@
+"""Quantized weights in files that hold plain tensors only, such as safetensors.
+
+    tensors, metadata = flatten(model.state_dict())
+    safetensors.torch.save_file(tensors, path, metadata)
+
+    with safetensors.safe_open(path, "pt") as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}
+        model.load_state_dict(unflatten(tensors, file.metadata()), assign=True)
+
+``torch.save`` and ``torch.load(weights_only=True)`` need none of this.
+"""
+
+from __future__ import annotations
+
+import json
+
+import torch
+from torch import Tensor
+
+from moe_ops.tensors.base import ExpertTensor
+from moe_ops.tensors.float8 import Float8ExpertTensor
+
+_CLASSES = {cls.__name__: cls for cls in (Float8ExpertTensor,)}
+_PREFIX = "moe_ops:"
+
+
+def flatten(state_dict: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Replace each ExpertTensor ``name`` by plain contiguous tensors "name.qdata", "name.scale", ...
+
+    Returns:
+        The tensors, others unchanged, and a metadata entry "moe_ops:name" for each ExpertTensor: JSON
+        with its class, scheme, weight_layout and dtype.
+
+    Raises:
+        ValueError: if a new name is taken.
+    """
+    tensors: dict[str, Tensor] = {}
+    metadata: dict[str, str] = {}
+    for name, value in state_dict.items():
+        parts = {name: value}
+        if isinstance(value, ExpertTensor):
+            data_names, attributes = value.__tensor_flatten__()
+            parts = {f"{name}.{part}": getattr(value, part).contiguous() for part in data_names}
+            attributes = {k: str(v).removeprefix("torch.") for k, v in attributes.items()}
+            metadata[_PREFIX + name] = json.dumps({"class": type(value).__name__, **attributes})
+        for part, tensor in parts.items():
+            if part in tensors:
+                raise ValueError(
+                    f"state_dict must not have the name {part!r} twice once flattened"
+                )
+            tensors[part] = tensor
+    return tensors, metadata
+
+
+def unflatten(tensors: dict[str, Tensor], metadata: dict[str, str] | None) -> dict[str, Tensor]:
+    """The inverse of ``flatten``; metadata entries of others are ignored.
+
+    Raises:
+        ValueError: if the metadata name a class that is not ours, or a tensor is missing.
+    """
+    state_dict = dict(tensors)
+    for key, text in (metadata or {}).items():
+        if not key.startswith(_PREFIX):
+            continue
+        name = key.removeprefix(_PREFIX)
+        attributes = json.loads(text)
+        cls = _CLASSES.get(attributes.pop("class"))
+        if cls is None:
+            raise ValueError(f"metadata of {name!r} must name one of {list(_CLASSES)}, got {text}")
+        parts = {}
+        for part in (*cls.tensor_data_names, *cls.optional_tensor_data_names):
+            if f"{name}.{part}" in state_dict:
+                parts[part] = state_dict.pop(f"{name}.{part}")
+            elif part in cls.tensor_data_names:
+                raise ValueError(
+                    f"tensors must have {name + '.' + part!r}, which the metadata name"
+                )
+        attributes["dtype"] = getattr(torch, attributes["dtype"])
+        state_dict[name] = cls(**parts, **attributes)
+    return state_dict
