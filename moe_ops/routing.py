@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -304,7 +305,7 @@ def _check_arguments(
             "num_expert_groups and topk_groups must be given together, got "
             f"num_expert_groups={num_expert_groups} and topk_groups={topk_groups}"
         )
-    if num_expert_groups is None:
+    if num_expert_groups is None or topk_groups is None:
         if recipe.needs_groups:
             raise ValueError(
                 f"num_expert_groups must be given for method {str(method)!r}, got None; without "
@@ -362,17 +363,20 @@ def _shape(tensor: Tensor) -> tuple:
     return tuple(tensor.shape)
 
 
-def _launch(*args) -> None:
+def _launch(*args: Any) -> None:
     from moe_ops.kernels import routing as kernels  # triton is imported at the first launch
 
     kernels.launch(*args)
 
 
 def _fake(
-    topk_weights: Tensor, topk_ids: Tensor, router_logits: Tensor, bias: Tensor | None, *_
+    topk_weights: Tensor, topk_ids: Tensor, router_logits: Tensor, bias: Tensor | None, *_: Any
 ) -> None:
     torch._check(router_logits.dim() == 2, lambda: "router_logits must have shape (M, E)")
-    torch._check(topk_weights.shape == topk_ids.shape, lambda: "outputs must have equal shapes")
+    rows, experts = topk_weights.shape[0], topk_weights.shape[1]
+    torch._check(rows == router_logits.shape[0], lambda: "topk_weights must have M rows")
+    torch._check(rows == topk_ids.shape[0], lambda: "topk_ids must have M rows")
+    torch._check(experts == topk_ids.shape[1], lambda: "outputs must have top_k columns")
     torch._check(topk_weights.dtype == torch.float32, lambda: "topk_weights must be float32")
     torch._check(topk_ids.dtype == torch.int32, lambda: "topk_ids must be int32")
     if bias is not None:

@@ -1,9 +1,10 @@
 """Fused router: scores, choice of groups, top-k and weights, one launch for all of them.
 
-M tokens, E = G * S experts in G groups of S (G = 1 without groups), TOP_K experts per token,
-ROWS tokens per program. A program holds its rows as (ROWS, BLOCK_G, BLOCK_S), padded to powers
-of two. `moe_ops.routing` states the formulas; what is here must give the same ids and, up to
-rounding, the same weights.
+M tokens, E = G * S experts in G groups of S (G = 1 without groups), TOP_K experts per token. A
+program routes one token and holds its row as (BLOCK_G, BLOCK_S), padded to powers of two: several
+rows a program spread each row over warps, and every reduction through shared memory.
+`moe_ops.routing` states the formulas; what is here must give the same ids and, up to rounding,
+the same weights.
 """
 
 from contextlib import nullcontext
@@ -57,7 +58,6 @@ _RUNTIME = (
     "ids_ptr",
     "logits_ptr",
     "bias_ptr",
-    "M",
     "stride_m",
     "stride_e",
     "stride_bias",
@@ -72,7 +72,6 @@ def _route_kernel(
     ids_ptr,  # (M, TOP_K) int32, contiguous
     logits_ptr,  # (M, E)
     bias_ptr,  # (E,)
-    M,
     stride_m,
     stride_e,
     stride_bias,
@@ -84,27 +83,22 @@ def _route_kernel(
     HAS_BIAS: tl.constexpr,
     SCORING: tl.constexpr,
     RENORMALIZE: tl.constexpr,
-    ROWS: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_S: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    in_rows = row < M
-    group = tl.arange(0, BLOCK_G)[None, :, None]
-    member = tl.arange(0, BLOCK_S)[None, None, :]
+    row = tl.program_id(0).to(tl.int64)
+    group = tl.arange(0, BLOCK_G)[:, None]
+    member = tl.arange(0, BLOCK_S)[None, :]
     expert = group * S + member
     is_expert = (group < G) & (member < S)
-    mask = in_rows[:, None, None] & is_expert
     logits_row = logits_ptr + row * stride_m
-    logits = tl.load(logits_row[:, None, None] + expert * stride_e, mask=mask, other=0.0)
-    x = _finite(logits, mask)
+    x = _finite(tl.load(logits_row + expert * stride_e, mask=is_expert, other=0.0), is_expert)
 
-    row_max = tl.max(tl.max(x, 2), 1)
+    row_max = tl.max(tl.max(x, 1), 0)
     row_scale = row_max
     if SCORING == "softmax":
-        exps = tl.where(x > _LOWEST, tl.exp(x - row_max[:, None, None]), 0.0)
-        total = tl.sum(tl.sum(exps, 2), 1)
+        total = tl.sum(tl.sum(tl.where(x > _LOWEST, tl.exp(x - row_max), 0.0), 1), 0)
         row_scale = tl.where(total > 0.0, 1.0 / tl.where(total > 0.0, total, 1.0), 0.0)
 
     # Every scoring grows with its logit, so without a bias the logits themselves choose: the ids
@@ -112,44 +106,40 @@ def _route_kernel(
     key = x
     if HAS_BIAS:
         bias = tl.load(bias_ptr + expert * stride_bias, mask=is_expert, other=0.0)
-        biased = _score(x, row_max[:, None, None], row_scale[:, None, None], SCORING) + bias.to(
-            tl.float32
-        )
-        chooses = (x > _LOWEST) & (biased == biased)
-        key = tl.where(chooses, tl.where(biased > _LOWEST, biased, _LOWEST), _LOWEST)
+        biased = _score(x, row_max, row_scale, SCORING) + bias.to(tl.float32)
+        key = tl.where((x > _LOWEST) & (biased > _LOWEST), biased, _LOWEST)  # NaN is not greater
     key = tl.where(is_expert, key, float("-inf"))
 
     if TOPK_GROUPS < G:
-        group_score = tl.max(key, 2)
+        group_score = tl.max(key, 1)
         if HAS_BIAS and S > 1:
-            is_first = key == group_score[:, :, None]
-            first = tl.min(tl.where(is_first, member, BLOCK_S), 2)
-            group_score += tl.max(tl.where(member == first[:, :, None], float("-inf"), key), 2)
-        groups = _ranked(group_score, tl.arange(0, BLOCK_G)[None, :], BLOCK_G)
+            is_first = key == group_score[:, None]
+            first = tl.min(tl.where(is_first, member, BLOCK_S), 1)
+            group_score += tl.max(tl.where(member == first[:, None], float("-inf"), key), 1)
+        groups = _ranked(group_score, tl.arange(0, BLOCK_G), BLOCK_G)
         for _ in range(TOPK_GROUPS):
-            groups = tl.where(groups == tl.max(groups, 1)[:, None], _TAKEN, groups)
-        key = tl.where((groups == _TAKEN)[:, :, None], key, float("-inf"))
+            groups = tl.where(groups == tl.max(groups, 0), _TAKEN, groups)
+        key = tl.where((groups == _TAKEN)[:, None], key, float("-inf"))
 
     SIZE: tl.constexpr = BLOCK_G * BLOCK_S
     ranked = _ranked(key, group * BLOCK_S + member, SIZE)
-    slot = tl.arange(0, BLOCK_K)[None, :]
-    ids = tl.zeros((ROWS, BLOCK_K), dtype=tl.int32)
+    slot = tl.arange(0, BLOCK_K)
+    ids = tl.zeros((BLOCK_K,), dtype=tl.int32)
     for k in range(TOP_K):
-        best = tl.max(tl.max(ranked, 2), 1)
+        best = tl.max(tl.max(ranked, 1), 0)
         position = SIZE - 1 - (best & 0x7FFFFFFF).to(tl.int32)
-        chosen = position // BLOCK_S * S + position % BLOCK_S
-        ids = tl.where(slot == k, chosen[:, None], ids)
-        ranked = tl.where(ranked == best[:, None, None], _TAKEN, ranked)
+        ids = tl.where(slot == k, position // BLOCK_S * S + position % BLOCK_S, ids)
+        ranked = tl.where(ranked == best, _TAKEN, ranked)
 
     # The logits of the chosen are read again (a cache hit) instead of carrying the scores along.
-    out_mask = in_rows[:, None] & (slot < TOP_K)
-    logits = tl.load(logits_row[:, None] + ids * stride_e, mask=out_mask, other=0.0)
-    weights = _score(_finite(logits, out_mask), row_max[:, None], row_scale[:, None], SCORING)
+    is_slot = slot < TOP_K
+    chosen = _finite(tl.load(logits_row + ids * stride_e, mask=is_slot, other=0.0), is_slot)
+    weights = _score(chosen, row_max, row_scale, SCORING)
     if RENORMALIZE:
-        weights = weights / (tl.sum(weights, 1)[:, None] + 1e-20)
-    out = row[:, None] * TOP_K + slot
-    tl.store(weights_ptr + out, weights * scaling_factor, mask=out_mask)
-    tl.store(ids_ptr + out, ids, mask=out_mask)
+        weights = weights / (tl.sum(weights, 0) + 1e-20)
+    out = row * TOP_K + slot
+    tl.store(weights_ptr + out, weights * scaling_factor, mask=is_slot)
+    tl.store(ids_ptr + out, ids, mask=is_slot)
 
 
 def launch(
@@ -175,7 +165,6 @@ def launch(
     group_size = num_experts // num_expert_groups
     block_g = triton.next_power_of_2(num_expert_groups)
     block_s = triton.next_power_of_2(group_size)
-    rows = 4 if block_g * block_s <= 256 else 1
     bias = router_logits if correction_bias is None else correction_bias
     constants = {
         "G": num_expert_groups,
@@ -185,7 +174,6 @@ def launch(
         "HAS_BIAS": correction_bias is not None,
         "SCORING": scoring,
         "RENORMALIZE": renormalize,
-        "ROWS": rows,
         "BLOCK_G": block_g,
         "BLOCK_S": block_s,
         "BLOCK_K": triton.next_power_of_2(topk_ids.shape[1]),
@@ -199,17 +187,17 @@ def launch(
             "same shapes, dtypes and device, then capture"
         )
     with torch.cuda.device(router_logits.device) if on_cuda else nullcontext():
-        _route_kernel[(triton.cdiv(num_tokens, rows),)](
+        _route_kernel[(num_tokens,)](
             topk_weights,
             topk_ids,
             router_logits,
             bias,
-            num_tokens,
             router_logits.stride(0),
             router_logits.stride(1),
             bias.stride(0),
             scaling_factor,
             **constants,
-            num_warps=4,
+            # one warp a row needs no barrier and no shared memory; long rows need more lanes
+            num_warps=1 if block_g * block_s <= 256 else 4,
         )
     _WARM.add(key)
