@@ -6,6 +6,7 @@ single rounding to the input's dtype at the end.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -85,6 +86,15 @@ class Activation:
         return self.name == "swigluoai"
 
 
+@functools.lru_cache(maxsize=64)
+def from_op(name: str, alpha: float, beta: float, limit: float) -> Activation:
+    """The Activation an op call carries as four scalars."""
+    activation = Activation(name)
+    for field, value in (("alpha", alpha), ("beta", beta), ("limit", limit)):
+        object.__setattr__(activation, field, value)
+    return activation
+
+
 def resolve(activation: str | Activation) -> Activation:
     """The Activation of a name; an Activation is returned as it is."""
     return activation if isinstance(activation, Activation) else Activation(activation)
@@ -114,7 +124,9 @@ def apply(gate_up: Tensor, activation: Activation) -> Tensor:
     else:
         g, u = x.chunk(2, dim=-1)
     if name in ("gelu", "gelu_tanh"):
-        return (F.gelu(g, approximate="tanh" if name == "gelu_tanh" else "none") * u).to(gate_up.dtype)
+        return (F.gelu(g, approximate="tanh" if name == "gelu_tanh" else "none") * u).to(
+            gate_up.dtype
+        )
     if name == "swiglustep":
         return (F.silu(g).clamp(max=limit) * u.clamp(-limit, limit)).to(gate_up.dtype)
     if limit < NO_LIMIT:

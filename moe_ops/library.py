@@ -146,6 +146,7 @@ class Backend:
     launch: dict[str, Callable]
     ops: dict[str, Callable]
     differentiable: bool = False
+    native_schemes: tuple[str, ...] = ()  # schemes run without dequantizing to a wider product
 
 
 def register(
@@ -157,6 +158,7 @@ def register(
     launch: dict[str, Callable],
     devices: tuple[str, ...],
     differentiable: bool = False,
+    native_schemes: tuple[str, ...] = (),
 ) -> Backend:
     """Define `moe_ops::<name>_<kind>` for every kind in `launch` and return the registry row.
 
@@ -174,7 +176,16 @@ def register(
             LIB.impl(op_name, _entry(function, kind, device), device)
         torch.library.register_fake(f"moe_ops::{op_name}", _fake(kind), lib=LIB)
         ops[kind_name] = getattr(torch.ops.moe_ops, op_name).default
-    return Backend(name, available, supports, workspace_shapes, launch, ops, differentiable)
+    return Backend(
+        name,
+        available,
+        supports,
+        workspace_shapes,
+        launch,
+        ops,
+        differentiable,
+        native_schemes,
+    )
 
 
 def _entry(launch: Callable, kind: Kind, device: str) -> Callable:
@@ -200,3 +211,24 @@ def _fake(kind: Kind) -> Callable:
         kind.check(kind.args._make(values))
 
     return fake_kernel
+
+
+def register_function(
+    name: str,
+    signature: str,
+    function: Callable,
+    fake_function: Callable,
+    devices: tuple[str, ...] = ("CPU", "CUDA"),
+) -> Callable:
+    """Define `moe_ops::<name>`, an op outside the three families (router, training products).
+
+    Args:
+        signature: schema behind the name, e.g. "(Tensor x) -> Tensor".
+        fake_function: its fake kernel.
+        devices: dispatch keys that run `function`.
+    """
+    LIB.define(name + signature)
+    for device in devices:
+        LIB.impl(name, function, device)
+    torch.library.register_fake(f"moe_ops::{name}", fake_function, lib=LIB)
+    return getattr(torch.ops.moe_ops, name).default

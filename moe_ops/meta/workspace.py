@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import torch
 
+maximum, minimum = torch.sym_max, torch.sym_min  # never guard on a symbolic size; ints give an int
+
 
 def cdiv(a, b):
     """ceil(a / b)."""
@@ -19,21 +21,7 @@ def round_up(a, b):
     return (a + b - 1) // b * b
 
 
-def maximum(a, b):
-    """max(a, b) that never guards on a symbolic size."""
-    if isinstance(a, int) and isinstance(b, int):
-        return a if a > b else b
-    return torch.sym_max(a, b)
-
-
-def minimum(a, b):
-    """min(a, b) that never guards on a symbolic size."""
-    if isinstance(a, int) and isinstance(b, int):
-        return a if a < b else b
-    return torch.sym_min(a, b)
-
-
-def dense(M, N, K, I, top_k):  # noqa: E741
+def dense(M, N, K, I, top_k):
     """Rows are the M * top_k pairs in token order.
 
     Returns (workspace13 shape, workspace2 shape): workspace13 holds the activation's output (.., I) or
@@ -49,7 +37,7 @@ def padded_rows(M, top_k, E, alignment):
     return round_up(pairs + minimum(pairs, E) * (alignment - 1), alignment)
 
 
-def contiguous(M, N, K, I, top_k, E, alignment):  # noqa: E741
+def contiguous(M, N, K, I, top_k, E, alignment):
     """Rows grouped by expert, each group padded to `alignment` rows.
 
     Returns (workspace13 shape, workspace2 shape): workspace13 holds permuted inputs (.., K) and the
@@ -59,10 +47,21 @@ def contiguous(M, N, K, I, top_k, E, alignment):  # noqa: E741
     return (rows, maximum(I, K)), (rows, maximum(N, K))
 
 
-def masked(E, T, N, K, I):  # noqa: E741
+def masked(E, T, N, K, I):
     """One padded block of T rows per expert.
 
     Returns (workspace13 shape, workspace2 shape): workspace13 holds gate/up (E, T, N) and expert outputs
     (E, T, K); workspace2 holds the activation's output (E, T, I).
     """
     return (E, T, maximum(K, N)), (E, T, I)
+
+
+def carve(buffer, shape, dtype):
+    """The first bytes of `buffer` (contiguous, of any shape and dtype) seen as a tensor.
+
+    Kernels only ever take workspaces this way, because the tiered op hands every tier the same bytes.
+    """
+    size = 1
+    for s in shape:
+        size *= s
+    return buffer.reshape(-1).view(dtype)[:size].view(shape)

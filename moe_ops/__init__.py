@@ -1,0 +1,57 @@
+"""Mixture-of-experts kernels as first-class PyTorch operators.
+
+Importing this package loads no optional library and does not initialise CUDA. Everything that quantized
+tensors need (and with it torchao) is loaded on first use.
+"""
+
+from __future__ import annotations
+
+import importlib
+
+from moe_ops.activations import Activation
+from moe_ops.config import MoEConfig, ParallelConfig, RoutingMethod
+from moe_ops.experts import batched_experts, explain, fused_experts, grouped_linear
+from moe_ops.registry import list_backends
+from moe_ops.routing import route
+from moe_ops.schemes import QuantScheme
+
+__version__ = "0.1.0"
+
+_LAZY = {
+    "MoELayer": "moe_ops.layer",
+    "ExpertTensor": "moe_ops.tensors",
+    "Float8ExpertTensor": "moe_ops.tensors",
+    "from_quantized": "moe_ops.tensors",
+    "prepare": "moe_ops.tensors",
+    "quantize": "moe_ops.tensors",
+}
+
+__all__ = [
+    "Activation",
+    "ExpertTensor",
+    "Float8ExpertTensor",
+    "MoEConfig",
+    "MoELayer",
+    "ParallelConfig",
+    "QuantScheme",
+    "RoutingMethod",
+    "batched_experts",
+    "explain",
+    "from_quantized",
+    "fused_experts",
+    "grouped_linear",
+    "list_backends",
+    "prepare",
+    "quantize",
+    "route",
+]
+
+
+def __getattr__(name: str):
+    if name in _LAZY:
+        return getattr(importlib.import_module(_LAZY[name]), name)
+    raise AttributeError(f"module 'moe_ops' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

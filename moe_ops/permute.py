@@ -1,0 +1,90 @@
+"""Sorting token-expert pairs by expert and putting the results back, in plain torch.
+
+Traceable with any M, free of host reads, deterministic: the sort is stable and sums over top_k run in
+a fixed order. Pairs whose id names no local expert sort behind all others and contribute zero.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Pairs(NamedTuple):
+    """The S = M * top_k token-expert pairs, sorted by local expert."""
+
+    order: Tensor  # (S,) int64: pair m * top_k + j at each sorted row
+    inverse: Tensor  # (S,) int64: sorted row of each pair
+    experts: Tensor  # (S,) int64: local expert of each sorted row, E behind the last valid one
+    offsets: Tensor  # (E,) int32: cumulative end row of each expert
+    valid: Tensor  # (M, top_k) bool: whether the pair's expert is here
+
+
+def local_ids(topk_ids: Tensor, num_experts: int, expert_map: Tensor | None = None) -> Tensor:
+    """Local expert ids, int64, with `num_experts` for every id that is not here.
+
+    Args:
+        topk_ids: (M, top_k) int32 or int64; any value is allowed.
+        expert_map: (global E,) integers, global id -> local id or -1.
+    """
+    ids = topk_ids.to(torch.int64)
+    if expert_map is not None:
+        known = (ids >= 0) & (ids < expert_map.shape[0])
+        mapped = expert_map.to(torch.int64)[ids.clamp(0, expert_map.shape[0] - 1)]
+        ids = torch.where(known, mapped, -1)
+    return torch.where((ids >= 0) & (ids < num_experts), ids, num_experts)
+
+
+def sort_pairs(topk_ids: Tensor, num_experts: int, expert_map: Tensor | None = None) -> Pairs:
+    """Sort the pairs of a batch by local expert; arguments as for `local_ids`."""
+    ids = local_ids(topk_ids, num_experts, expert_map)
+    experts, order = torch.sort(ids.reshape(-1), stable=True)
+    ends = torch.arange(num_experts, device=ids.device)
+    offsets = torch.searchsorted(experts, ends, right=True, out_int32=True)
+    inverse = torch.empty_like(order)
+    inverse.scatter_(0, order, torch.arange(order.shape[0], device=order.device))
+    return Pairs(order, inverse, experts, offsets, ids < num_experts)
+
+
+class _Gather(torch.autograd.Function):
+    """x[order // top_k] whose gradient is a gather and a fixed-order sum, not an atomic scatter."""
+
+    @staticmethod
+    def forward(ctx, x, order, inverse, top_k):
+        ctx.save_for_backward(inverse)
+        ctx.shape = (x.shape[0], top_k, x.shape[1])
+        return x.index_select(0, order // top_k)
+
+    @staticmethod
+    def backward(ctx, grad):
+        (inverse,) = ctx.saved_tensors
+        pairs = grad.index_select(0, inverse).view(ctx.shape)
+        return pairs.sum(1, dtype=_wide(grad.dtype)).to(grad.dtype), None, None, None
+
+
+def gather_tokens(x: Tensor, pairs: Pairs) -> Tensor:
+    """Rows of x (M, K) in sorted pair order, (S, K). Differentiable."""
+    return _Gather.apply(x, pairs.order, pairs.inverse, pairs.valid.shape[1])
+
+
+def combine(y: Tensor, topk_weights: Tensor, pairs: Pairs, dtype: torch.dtype) -> Tensor:
+    """Weighted sum of expert outputs over top_k, in fp32, with one cast at the end.
+
+    Args:
+        y: (S, K) expert outputs in sorted pair order; rows of pairs that are not here may hold anything.
+        topk_weights: (M, top_k), any float dtype.
+
+    Returns:
+        (M, K) of `dtype`. Differentiable in y and topk_weights.
+    """
+    wide = _wide(y.dtype)
+    valid = pairs.valid.unsqueeze(-1)
+    weights = torch.where(valid, topk_weights.to(wide).unsqueeze(-1), 0)
+    rows = y.index_select(0, pairs.inverse).view(*pairs.valid.shape, y.shape[1]).to(wide)
+    return (torch.where(valid, rows, 0) * weights).sum(1).to(dtype)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32

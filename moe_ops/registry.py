@@ -1,0 +1,275 @@
+"""The ordered tuple of backends, and the plan: which of them runs a problem at which token count.
+
+A plan depends on static facts alone, never on M, so one captured graph serves every M. It is built in
+traced code; only facts of the machine and the measured tables are looked up as constants.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+
+from moe_ops import library, tuning
+from moe_ops.backends import torch as torch_backend
+from moe_ops.problem import Buffer, Machine, Problem, Workspaces
+
+# Order is preference where nothing was measured.
+BACKENDS: tuple[library.Backend, ...] = (torch_backend.BACKEND,)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What will run: tiers (largest M, backend), ascending, -1 for no bound; and who was left out."""
+
+    problem: Problem
+    machine: Machine
+    tiers: tuple[tuple[int, library.Backend], ...]
+    refused: tuple[tuple[str, tuple[str, ...]], ...] = ()
+
+    @property
+    def backend(self) -> str:
+        """The name of the op's backend: that of the only tier, or "auto"."""
+        return self.tiers[0][1].name if len(self.tiers) == 1 else "auto"
+
+    @property
+    def op(self):
+        """The registered op of this plan."""
+        if len(self.tiers) == 1:
+            return self.tiers[0][1].ops[self.problem.kind]
+        return AUTO.ops[self.problem.kind]
+
+    @property
+    def tiers_text(self) -> str:
+        """The tiers as the op's `tiers` argument carries them; empty for a single tier."""
+        if len(self.tiers) == 1:
+            return ""
+        return ",".join([f"{limit}:{backend.name}" for limit, backend in self.tiers])
+
+    @property
+    def differentiable(self) -> bool:
+        """Whether gradients can flow."""
+        return all([backend.differentiable for _, backend in self.tiers])
+
+    def workspace_shapes(self, M) -> Workspaces:
+        """Shapes and dtypes of the three workspaces; M tokens (T for batched, S rows for linear)."""
+        first = self.tiers[0][1].workspace_shapes(M, self.problem)
+        if len(self.tiers) == 1:
+            return first
+        sizes = [_bytes(buffer) for buffer in first]
+        for _, backend in self.tiers[1:]:
+            more = backend.workspace_shapes(M, self.problem)
+            sizes = [torch.sym_max(a, _bytes(b)) for a, b in zip(sizes, more, strict=True)]
+        return Workspaces(
+            Buffer((sizes[0],), torch.uint8),
+            Buffer((sizes[1],), torch.uint8),
+            Buffer(((sizes[2] + 3) // 4,), torch.int32),
+        )
+
+    def __str__(self) -> str:
+        p, m = self.problem, self.machine
+        where = m.gpu_name or m.device_type
+        lines = [
+            f"{p.kind}: E={p.num_experts} top_k={p.top_k} K={p.hidden_size} "
+            f"I={p.intermediate_size} {p.scheme or 'plain'} {_name(p.dtype)} on {where}"
+        ]
+        low = 0
+        for limit, backend in self.tiers:
+            reach = f"M >= {low}" if limit < 0 else f"M in {low}..{limit}"
+            how = " (emulated: weights dequantized, products in fp32)"
+            native = not p.scheme or p.scheme in backend.native_schemes
+            lines.append(f"  {reach}: {backend.name}{'' if native else how}")
+            low = limit + 1
+        for M in (1, 64, 4096):
+            total = sum(_bytes(buffer) for buffer in self.workspace_shapes(M))
+            lines.append(f"  workspace at M={M}: {total / 2**20:.2f} MiB")
+        for name, reasons in self.refused:
+            lines.append(f"  not {name}: {'; '.join(reasons)}")
+        return "\n".join(lines)
+
+
+def plan(problem: Problem, machine: Machine, backend: str = "auto") -> Plan:
+    """Choose the backends of a problem.
+
+    Args:
+        backend: "auto", or a backend's name: that one runs or the call raises, it never falls back.
+
+    Raises:
+        ValueError: the name is unknown, or no backend takes the problem; every reason is listed.
+        ImportError: the named backend's library is not installed.
+    """
+    if backend != "auto":
+        chosen = _named(backend)
+        reasons = _reasons(chosen, problem, machine)
+        if reasons:
+            error = ImportError if backend not in machine.available else ValueError
+            raise error(f"backend {backend!r} cannot run this call: {'; '.join(reasons)}")
+        return Plan(problem, machine, ((-1, chosen),))
+    accepted, refused = [], []
+    for candidate in BACKENDS:
+        reasons = _reasons(candidate, problem, machine)
+        if reasons:
+            refused.append((candidate.name, tuple(reasons)))
+        else:
+            accepted.append(candidate)
+    if not accepted:
+        why = " | ".join([f"{name}: {'; '.join(reasons)}" for name, reasons in refused])
+        raise ValueError(f"no backend can run this call: {why}")
+    return Plan(problem, machine, _tiers(problem, machine, accepted), tuple(refused))
+
+
+def _tiers(problem, machine, accepted) -> tuple[tuple[int, library.Backend], ...]:
+    """The measured tiers whose backends are accepted, else the first accepted backend alone."""
+    tiers: list[tuple[int, library.Backend]] = []
+    for limit, name in _measured(
+        machine.gpu_name,
+        problem.num_experts,
+        problem.hidden_size,
+        problem.intermediate_size,
+        problem.top_k,
+        problem.scheme,
+        _name(problem.dtype),
+    ):
+        for candidate in accepted:
+            if candidate.name == name:
+                if tiers and tiers[-1][1] is candidate:
+                    tiers.pop()
+                tiers.append((limit, candidate))
+    if not tiers:
+        return ((-1, accepted[0]),)
+    tiers[-1] = (-1, tiers[-1][1])
+    return tuple(tiers)
+
+
+def _reasons(backend: library.Backend, problem: Problem, machine: Machine) -> list[str]:
+    if problem.kind not in backend.ops:
+        return [f"has no {problem.kind}"]
+    if backend.name not in machine.available:
+        return [_why_not_available(backend.name)]
+    reasons = backend.supports(problem, machine)
+    if problem.needs_grad and not backend.differentiable:
+        reasons.append(
+            "has no backward: wrap the call in torch.no_grad() or use backend='auto' or 'torch'"
+        )
+    return reasons
+
+
+def _named(name: str) -> library.Backend:
+    for candidate in BACKENDS:
+        if candidate.name == name:
+            return candidate
+    raise ValueError(
+        f"backend must be one of {', '.join(('auto', *list_backends()))}; got {name!r}"
+    )
+
+
+def list_backends() -> tuple[str, ...]:
+    """Names of all backends, installed or not, in order of preference."""
+    return tuple([backend.name for backend in BACKENDS])
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _bytes(buffer: Buffer):
+    size = buffer.dtype.itemsize
+    for s in buffer.shape:
+        size = size * s
+    return (size + 127) // 128 * 128
+
+
+# --- facts looked up once, constants to the compiler -------------------------------------------
+
+
+@torch.compiler.assume_constant_result
+def _measured(*key) -> tuple[tuple[int, str], ...]:
+    return tuning.look_up(*key)
+
+
+@torch.compiler.assume_constant_result
+def _why_not_available(name: str) -> str:
+    return _named(name).available() or "is not available on this machine"
+
+
+@torch.compiler.assume_constant_result
+def _machine_facts(device_type: str, index: int) -> tuple:
+    return _machine_facts_cached(device_type, index)
+
+
+@functools.cache
+def _machine_facts_cached(device_type: str, index: int) -> tuple:
+    available = tuple([b.name for b in BACKENDS if b.available() is None])
+    if device_type != "cuda":
+        return (device_type, (0, 0), "", available)
+    properties = torch.cuda.get_device_properties(index)
+    return (device_type, (properties.major, properties.minor), properties.name, available)
+
+
+def machine(device: torch.device) -> Machine:
+    """The Machine that tensors on `device` run on."""
+    if _pretended is not None:
+        return _pretended
+    index = device.index
+    return Machine(*_machine_facts(device.type, 0 if index is None else index))
+
+
+_pretended: Machine | None = None
+
+
+def pretending() -> bool:
+    """Whether a `pretend` block is active."""
+    return _pretended is not None
+
+
+class pretend:
+    """Context manager that plans for another Machine: traces a GPU's plan where there is no GPU."""
+
+    def __init__(self, machine: Machine):
+        self.machine = machine
+
+    def __enter__(self) -> Machine:
+        global _pretended
+        self.before, _pretended = _pretended, self.machine
+        return self.machine
+
+    def __exit__(self, *_) -> None:
+        global _pretended
+        _pretended = self.before
+
+
+# --- the tiered op: picks the tier from the real M, calls launchers and never ops --------------
+
+
+@functools.lru_cache(maxsize=256)
+def _parse_tiers(text: str) -> tuple[tuple[int, library.Backend], ...]:
+    pairs = [tier.split(":") for tier in text.split(",")]
+    return tuple([(int(limit), _named(name)) for limit, name in pairs])
+
+
+def _launch_auto(kind: str, rows_of: int):
+    """Launcher of the tiered op; `rows_of` is the dimension of the first input that holds M."""
+
+    def launch(args) -> None:
+        rows = args[4].shape[rows_of]
+        for limit, backend in _parse_tiers(args.tiers):
+            if limit < 0 or rows <= limit:
+                return backend.launch[kind](args)
+        raise AssertionError(f"tiers {args.tiers!r} do not reach M={rows}")
+
+    return launch
+
+
+AUTO = library.register(
+    "auto",
+    available=lambda: None,
+    supports=lambda problem, machine: [],
+    workspace_shapes=torch_backend.workspace_shapes,
+    launch={
+        "experts": _launch_auto("experts", 0),
+        "batched_experts": _launch_auto("batched_experts", 1),
+        "grouped_linear": _launch_auto("grouped_linear", 0),
+    },
+    devices=("CPU", "CUDA"),
+)

@@ -1,0 +1,335 @@
+"""What no backend may assume: ranks, shapes, dtypes and devices of every argument, checked once per call
+signature. Sizes that depend on the number of tokens are left to experts.py, which compares them without
+guarding on a symbolic size.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import guard_scalar
+
+from moe_ops.activations import Activation
+from moe_ops.problem import Problem
+from moe_ops.schemes import get_scheme
+
+_FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+_INTS = (torch.int32, torch.int64)
+
+
+class Meta(NamedTuple):
+    """The facts of a tensor without an M dimension."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    contiguous: bool
+
+
+class Rows(NamedTuple):
+    """The facts of a tensor (M, width) but for M."""
+
+    width: int
+    dtype: torch.dtype
+    device: torch.device
+
+
+class Weight(NamedTuple):
+    """An expert weight taken apart: plain tensors only, as the ops carry them."""
+
+    data: Tensor
+    scale: Tensor | None = None
+    zero_point: Tensor | None = None
+    global_scale: Tensor | None = None
+    activation_scale: Tensor | None = None
+    scheme: str = ""
+    layout: str = ""
+
+    def facts(self) -> WeightFacts:
+        """The weight's signature."""
+        return WeightFacts(meta(self.data), meta(self.scale), self.scheme, self.layout)
+
+
+class WeightFacts(NamedTuple):
+    """The signature of an expert weight."""
+
+    data: Meta
+    scale: Meta | None
+    scheme: str
+    layout: str
+
+
+def static_size(size) -> int:
+    """A size as a constant of the traced graph, also under dynamic=True: plans depend on all but M."""
+    if torch.compiler.is_compiling() or type(size) is not int:
+        return guard_scalar(size)
+    return size
+
+
+def meta(tensor: Tensor | None) -> Meta | None:
+    """The Meta of a tensor."""
+    if tensor is None:
+        return None
+    shape = tuple([static_size(size) for size in tensor.shape])
+    return Meta(shape, tensor.dtype, tensor.device, tensor.is_contiguous())
+
+
+def rows(name: str, tensor: Tensor, shape: str) -> Rows:
+    """The Rows of a tensor that must be 2-D; `shape` is its documented shape."""
+    check_rank(name, tensor, shape)
+    return Rows(static_size(tensor.shape[1]), tensor.dtype, tensor.device)
+
+
+def check_rank(name: str, tensor: Tensor, shape: str) -> None:
+    """Raise unless the tensor has as many dimensions as `shape`, e.g. "(M, K)", names."""
+    rank = shape.count(",") + 1
+    if tensor.ndim != rank:
+        raise ValueError(f"{name} must have shape {shape}, got a {tensor.ndim}-D tensor")
+
+
+class ExpertsCall(NamedTuple):
+    """The signature of a `fused_experts` call."""
+
+    hidden_states: Rows
+    w13: WeightFacts
+    w2: WeightFacts
+    topk_weights: Rows
+    topk_ids: Rows
+    activation: Activation
+    w13_bias: Meta | None
+    w2_bias: Meta | None
+    expert_map: Meta | None
+    router_weight_on_input: bool
+    deterministic: bool
+    needs_grad: bool
+
+    @property
+    def device(self) -> torch.device:
+        """Where the call runs."""
+        return self.hidden_states.device
+
+    def problem(self) -> Problem:
+        """Validate and state the problem. Raises ValueError naming the argument and the remedy."""
+        x = self.hidden_states
+        _check_float("hidden_states", x.dtype)
+        E, N, K, I = _check_weights(self.w13, self.w2, x, self.activation)
+        top_k = self.topk_ids.width
+        _check_dtype("topk_ids", self.topk_ids.dtype, _INTS)
+        _check_float("topk_weights", self.topk_weights.dtype)
+        _check_device("topk_ids", self.topk_ids.device, x.device)
+        _check_device("topk_weights", self.topk_weights.device, x.device)
+        if self.topk_weights.width != top_k:
+            raise ValueError(
+                f"topk_weights must have shape (M, {top_k}) like topk_ids, "
+                f"got (M, {self.topk_weights.width})"
+            )
+        if top_k == 0:
+            raise ValueError("topk_ids must have shape (M, top_k) with top_k >= 1, got (M, 0)")
+        if self.router_weight_on_input and top_k != 1:
+            raise ValueError(
+                f"router_weight_on_input must be False unless top_k is 1, got top_k {top_k}: "
+                "an input shared by several experts cannot carry their different weights"
+            )
+        _check_bias("w13_bias", self.w13_bias, (E, N), x.device)
+        _check_bias("w2_bias", self.w2_bias, (E, K), x.device)
+        if self.expert_map is not None:
+            if len(self.expert_map.shape) != 1 or self.expert_map.shape[0] == 0:
+                raise ValueError(
+                    f"expert_map must have shape (global E,), got {self.expert_map.shape}"
+                )
+            _check_dtype("expert_map", self.expert_map.dtype, _INTS)
+            _check_device("expert_map", self.expert_map.device, x.device)
+        return Problem(
+            kind="experts",
+            num_experts=E,
+            hidden_size=K,
+            intermediate_size=I,
+            num_rows=N,
+            top_k=top_k,
+            dtype=x.dtype,
+            scheme=self.w13.scheme,
+            layout=self.w13.layout,
+            activation=self.activation,
+            has_bias=self.w13_bias is not None or self.w2_bias is not None,
+            has_expert_map=self.expert_map is not None,
+            router_weight_on_input=self.router_weight_on_input,
+            deterministic=self.deterministic,
+            needs_grad=self.needs_grad,
+            contiguous_weights=self.w13.data.contiguous and self.w2.data.contiguous,
+        )
+
+
+class BatchedCall(NamedTuple):
+    """The signature of a `batched_experts` call."""
+
+    num_blocks: int
+    hidden_states: Rows
+    w13: WeightFacts
+    w2: WeightFacts
+    expert_num_tokens: Meta
+    activation: Activation
+    w13_bias: Meta | None
+    w2_bias: Meta | None
+    needs_grad: bool
+
+    @property
+    def device(self) -> torch.device:
+        """Where the call runs."""
+        return self.hidden_states.device
+
+    def problem(self) -> Problem:
+        """Validate and state the problem."""
+        x, counts = self.hidden_states, self.expert_num_tokens
+        _check_float("hidden_states", x.dtype)
+        E, N, K, I = _check_weights(self.w13, self.w2, x, self.activation)
+        if self.num_blocks != E:
+            raise ValueError(
+                f"hidden_states must have shape (E, T, K) with E={E} experts as in w13, "
+                f"got {self.num_blocks} blocks"
+            )
+        if counts.shape != (E,):
+            raise ValueError(f"expert_num_tokens must have shape ({E},), got {counts.shape}")
+        _check_dtype("expert_num_tokens", counts.dtype, _INTS)
+        _check_device("expert_num_tokens", counts.device, x.device)
+        _check_bias("w13_bias", self.w13_bias, (E, N), x.device)
+        _check_bias("w2_bias", self.w2_bias, (E, K), x.device)
+        if self.needs_grad:
+            raise ValueError(
+                "batched_experts has no backward: wrap the call in torch.no_grad() or use "
+                "fused_experts, which has one"
+            )
+        return Problem(
+            kind="batched_experts",
+            num_experts=E,
+            hidden_size=K,
+            intermediate_size=I,
+            num_rows=N,
+            top_k=0,
+            dtype=x.dtype,
+            scheme=self.w13.scheme,
+            layout=self.w13.layout,
+            activation=self.activation,
+            has_bias=self.w13_bias is not None or self.w2_bias is not None,
+            contiguous_weights=self.w13.data.contiguous and self.w2.data.contiguous,
+        )
+
+
+class LinearCall(NamedTuple):
+    """The signature of a `grouped_linear` call."""
+
+    x: Rows
+    weight: WeightFacts
+    offsets: Meta
+    bias: Meta | None
+    needs_grad: bool
+
+    @property
+    def device(self) -> torch.device:
+        """Where the call runs."""
+        return self.x.device
+
+    def problem(self) -> Problem:
+        """Validate and state the problem."""
+        x = self.x
+        _check_float("x", x.dtype)
+        E, N, K = _check_weight("weight", self.weight, x, "x")
+        if x.width != K:
+            raise ValueError(f"weight must have shape (E, N, {x.width}) for x, got {(E, N, K)}")
+        if self.offsets.shape != (E,):
+            raise ValueError(f"offsets must have shape ({E},), got {self.offsets.shape}")
+        _check_dtype("offsets", self.offsets.dtype, (torch.int32,))
+        _check_device("offsets", self.offsets.device, x.device)
+        _check_bias("bias", self.bias, (E, N), x.device)
+        return Problem(
+            kind="grouped_linear",
+            num_experts=E,
+            hidden_size=K,
+            intermediate_size=0,
+            num_rows=N,
+            top_k=0,
+            dtype=x.dtype,
+            scheme=self.weight.scheme,
+            layout=self.weight.layout,
+            has_bias=self.bias is not None,
+            needs_grad=self.needs_grad,
+            contiguous_weights=self.weight.data.contiguous,
+        )
+
+
+def _check_weights(w13: WeightFacts, w2: WeightFacts, x: Rows, activation: Activation) -> tuple:
+    """(E, N, K, I) of a pair of expert weights that fit together, the input and the activation."""
+    E, N, K = _check_weight("w13", w13, x, "hidden_states")
+    if x.width != K:
+        raise ValueError(
+            f"w13 must have shape (E, N, {x.width}) for hidden_states (M, {x.width}), got {(E, N, K)}; "
+            "a weight stored as (E, K, N) is passed as weight.transpose(1, 2)"
+        )
+    if activation.gated and N % 2:
+        raise ValueError(f"w13 must have an even number of rows for {activation.name}, got {N}")
+    I = N // 2 if activation.gated else N
+    shape = _check_weight("w2", w2, x, "hidden_states")
+    if shape != (E, K, I):
+        raise ValueError(
+            f"w2 must have shape (E, K, I) = {(E, K, I)} for w13 {(E, N, K)} and the "
+            f"{'gated' if activation.gated else 'not gated'} activation {activation.name}, got {shape}"
+        )
+    for what, one, other in (
+        ("scheme", w13.scheme, w2.scheme),
+        ("layout", w13.layout, w2.layout),
+    ):
+        if one != other:
+            raise ValueError(f"w2 must have the {what} of w13, {one!r}, got {other!r}")
+    return E, N, K, I
+
+
+def _check_weight(name: str, weight: WeightFacts, x: Rows, x_name: str) -> tuple:
+    """The logical (E, N, K) of a weight."""
+    data, scale = weight.data, weight.scale
+    if len(data.shape) != 3:
+        raise ValueError(f"{name} must have shape (E, N, K), got {data.shape}")
+    _check_device(name, data.device, x.device)
+    if data.shape[0] == 0:
+        raise ValueError(f"{name} must hold at least one expert, got shape {data.shape}")
+    if not weight.scheme:
+        if data.dtype != x.dtype:
+            raise ValueError(
+                f"{name} must have dtype {x.dtype} like {x_name}, got {data.dtype}; convert one of "
+                "them, run under torch.autocast, or wrap quantized data with moe_ops.from_quantized"
+            )
+        return data.shape
+    desc = get_scheme(weight.scheme).weight
+    assert desc is not None and scale is not None
+    expected = desc.batched_scale_shape(*data.shape)
+    if scale.shape != expected:
+        raise ValueError(
+            f"{name}'s scale must have shape {expected} for scheme {weight.scheme}, got {scale.shape}"
+        )
+    _check_device(f"{name}'s scale", scale.device, x.device)
+    return data.shape
+
+
+def _check_bias(name: str, bias: Meta | None, shape: tuple, device: torch.device) -> None:
+    if bias is None:
+        return
+    if bias.shape != shape:
+        raise ValueError(f"{name} must have shape {shape}, got {bias.shape}")
+    _check_float(name, bias.dtype)
+    _check_device(name, bias.device, device)
+
+
+def _check_float(name: str, dtype: torch.dtype) -> None:
+    if dtype not in _FLOATS:
+        raise ValueError(f"{name} must be a floating-point tensor, got {dtype}")
+
+
+def _check_dtype(name: str, dtype: torch.dtype, expected: tuple) -> None:
+    if dtype not in expected:
+        names = " or ".join([str(d).removeprefix("torch.") for d in expected])
+        raise ValueError(f"{name} must be {names}, got {dtype}; convert it with .to()")
+
+
+def _check_device(name: str, device: torch.device, expected: torch.device) -> None:
+    if device != expected:
+        raise ValueError(f"{name} must be on {expected}, got {device}; move it with .to()")
