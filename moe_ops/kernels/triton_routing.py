@@ -1,0 +1,164 @@
+"""Triton kernels that turn routing into a table of blocks. Imported at first launch only.
+
+Legend: M tokens, S = M * top_k pairs (pair p is entry p % top_k of token p // top_k), E local experts,
+TILE rows a block holds at most, EP a power of two above E, CHUNK elements handled at a time.
+
+index workspace, int32:
+    blocks (num_blocks, 4): expert (-1: unused, E: rows to zero), first row, end row of the expert
+    order (S,):             the pairs sorted by expert, stable; absent where rows are sorted already
+A block covers rows [first, min(first + TILE, end)) of `order`, or of the sorted input itself.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def local_expert(
+    ids_ptr,
+    map_ptr,
+    pair,
+    mask,
+    E,
+    num_ids,
+    top_k,
+    stride_im,
+    stride_ik,
+    stride_map,
+    HAS_MAP: tl.constexpr,
+):
+    """Local expert of each pair; -1 where the id means "not here". The range is checked before narrowing."""
+    token = (pair // top_k).to(tl.int64)
+    e = tl.load(ids_ptr + token * stride_im + (pair % top_k) * stride_ik, mask=mask, other=-1)
+    if HAS_MAP:
+        e = tl.load(map_ptr + e * stride_map, mask=(e >= 0) & (e < num_ids), other=-1)
+    return tl.where((e >= 0) & (e < E), e, -1).to(tl.int32)
+
+
+@triton.jit
+def write_blocks(
+    index_ptr, group, base, first, count, used, num_blocks, TILE: tl.constexpr, CHUNK: tl.constexpr
+):
+    """Store the blocks of one group from slot `base` on, and this program's share of the unused slots."""
+    lane = tl.arange(0, CHUNK)
+    mine = tl.minimum(tl.cdiv(count, TILE), num_blocks - base)
+    for start in range(0, mine, CHUNK):
+        i = start + lane
+        slot = index_ptr + 4 * (base + i)
+        tl.store(slot, group + tl.zeros_like(i), mask=i < mine)
+        tl.store(slot + 1, first + i * TILE, mask=i < mine)
+        tl.store(slot + 2, first + count + tl.zeros_like(i), mask=i < mine)
+    for start in range(used + group * CHUNK, num_blocks, tl.num_programs(0) * CHUNK):
+        i = start + lane
+        slot = index_ptr + 4 * i
+        tl.store(slot, tl.full((CHUNK,), -1, tl.int32), mask=i < num_blocks)
+        tl.store(
+            slot + 1, tl.zeros_like(i), mask=i < num_blocks
+        )  # no rows, wherever they would be
+        tl.store(slot + 2, tl.zeros_like(i), mask=i < num_blocks)
+
+
+@triton.jit(
+    do_not_specialize=["S", "E", "num_ids", "num_blocks", "stride_im", "stride_ik", "stride_map"]
+)
+def moe_ops_route(
+    index_ptr,  # written
+    ids_ptr,  # (M, top_k)
+    map_ptr,  # (num_ids,) global id -> local id, or absent
+    S,
+    E,
+    num_ids,
+    num_blocks,
+    top_k,
+    stride_im,
+    stride_ik,
+    stride_map,
+    EP: tl.constexpr,
+    TILE: tl.constexpr,
+    CHUNK: tl.constexpr,
+    HAS_MAP: tl.constexpr,
+):
+    """Sort pairs by expert. One program an expert, each counting all pairs: no atomics, no barrier, stable."""
+    expert = tl.program_id(0)
+    lane = tl.arange(0, CHUNK)
+    counts = tl.zeros((EP,), tl.int32)
+    for start in range(0, S, CHUNK):
+        p = start + lane
+        e = local_expert(
+            ids_ptr,
+            map_ptr,
+            p,
+            p < S,
+            E,
+            num_ids,
+            top_k,
+            stride_im,
+            stride_ik,
+            stride_map,
+            HAS_MAP,
+        )
+        counts += tl.histogram(tl.where(e >= 0, e, 0), EP, mask=e >= 0)
+    group = tl.arange(0, EP)
+    blocks = tl.cdiv(counts, TILE)
+    base = tl.sum(tl.where(group < expert, blocks, 0))
+    first = tl.sum(tl.where(group < expert, counts, 0))
+    count = tl.sum(tl.where(group == expert, counts, 0))
+    write_blocks(index_ptr, expert, base, first, count, tl.sum(blocks), num_blocks, TILE, CHUNK)
+    if count > 0:
+        row = index_ptr + 4 * num_blocks + first
+        for start in range(0, S, CHUNK):
+            p = start + lane
+            e = local_expert(
+                ids_ptr,
+                map_ptr,
+                p,
+                p < S,
+                E,
+                num_ids,
+                top_k,
+                stride_im,
+                stride_ik,
+                stride_map,
+                HAS_MAP,
+            )
+            hit = (e == expert).to(tl.int32)
+            tl.store(row + tl.cumsum(hit) - 1, p, mask=hit > 0)
+            row += tl.sum(hit)
+
+
+@triton.jit(do_not_specialize=["S", "T", "E", "num_blocks", "stride"])
+def moe_ops_group_blocks(
+    index_ptr,  # written
+    sizes_ptr,  # (E,) rows of each group, or cumulative end rows
+    S,
+    T,
+    E,
+    num_blocks,
+    stride,
+    EP: tl.constexpr,
+    TILE: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BATCHED: tl.constexpr,
+):
+    """Blocks of rows that lie sorted already. One program a group.
+
+    BATCHED: expert e owns rows [e * T, e * T + sizes[e]). Else rows [sizes[e - 1], sizes[e]) of S, and
+    program E owns the rest, which the GEMM zeroes.
+    """
+    program = tl.program_id(0)
+    group = tl.arange(0, EP)
+    if BATCHED:
+        size = tl.load(sizes_ptr + group * stride, mask=group < E, other=0)
+        first = group * T
+        counts = tl.minimum(tl.maximum(size, 0), T).to(tl.int32)
+    else:
+        first = tl.load(sizes_ptr + (group - 1) * stride, mask=(group > 0) & (group <= E), other=0)
+        end = tl.load(sizes_ptr + group * stride, mask=group < E, other=S)
+        first = tl.minimum(tl.maximum(first, 0), S)
+        end = tl.minimum(tl.maximum(end, 0), S)
+        counts = tl.where(group <= E, tl.maximum(end - first, 0), 0)
+    blocks = tl.cdiv(counts, TILE)
+    base = tl.sum(tl.where(group < program, blocks, 0))
+    row = tl.sum(tl.where(group == program, first, 0))
+    count = tl.sum(tl.where(group == program, counts, 0))
+    write_blocks(index_ptr, program, base, row, count, tl.sum(blocks), num_blocks, TILE, CHUNK)
