@@ -1,0 +1,100 @@
+"""What the examples share: tidy output, checked claims, and counting what really ran."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+def quiet() -> None:
+    """Keeps start-up chatter of other libraries off the terminal; errors still show."""
+    for name in ("torchao", "torch.utils._pytree"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    warnings.filterwarnings("ignore", category=UserWarning, module="torch._inductor")
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    # Inductor warns that the matmuls of an fp32 model could use TF32; equality with eager is wanted.
+    warnings.filterwarnings("ignore", message=".*TensorFloat32.*")
+
+
+def title(text: str) -> None:
+    """A section heading."""
+    print(f"\n\033[1m{text}\033[0m" if sys.stdout.isatty() else f"\n== {text}", flush=True)
+
+
+def table(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+    """Prints rows under headers: the first column to the left, the others to the right."""
+    cells = [[str(cell) for cell in row] for row in [headers, *rows]]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(headers))]
+    for index, row in enumerate(cells):
+        line = [row[0].ljust(widths[0])]
+        line += [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
+        print("  " + "  ".join(line))
+        if index == 0:
+            print("  " + "  ".join("-" * width for width in widths))
+
+
+def check(holds: bool, claim: str) -> None:
+    """Prints the claim with its outcome; a claim that does not hold ends the example with status 1."""
+    print(f"  {'ok    ' if holds else 'FAILED'}  {claim}", flush=True)
+    if not holds:
+        sys.exit(1)
+
+
+def max_error(got: torch.Tensor, want: torch.Tensor) -> float:
+    """Largest absolute difference, relative to the largest magnitude wanted."""
+    return ((got.double() - want.double()).abs().max() / want.double().abs().max()).item()
+
+
+class _CountOps(TorchDispatchMode):
+    def __init__(self, namespace: str) -> None:
+        super().__init__()
+        self.namespace, self.counts = namespace, Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == self.namespace:
+            self.counts[func._opname] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def ops_called(fn: Callable[[], object], namespace: str = "moe_ops") -> Counter[str]:
+    """Runs fn() once and counts the calls of that namespace's registered operators by name."""
+    with _CountOps(namespace) as mode:
+        fn()
+    return mode.counts
+
+
+def stored_bytes(tensor: torch.Tensor) -> int:
+    """Bytes `tensor` occupies; for a quantized (wrapper) tensor its data and its scales."""
+    if not hasattr(tensor, "__tensor_flatten__"):
+        return tensor.nbytes
+    names, _ = tensor.__tensor_flatten__()
+    return sum(stored_bytes(getattr(tensor, name)) for name in names)
+
+
+def expert_bytes(model: torch.nn.Module) -> tuple[int, int]:
+    """(bytes, number of weights) of all expert parameters of a transformers model."""
+    params = [p for name, p in model.named_parameters() if ".experts." in name]
+    return sum(stored_bytes(p.data) for p in params), sum(p.numel() for p in params)
+
+
+def cuda_graphs_recorded(device: torch.device) -> int:
+    """How many CUDA graphs Inductor holds for this device."""
+    from torch._inductor.cudagraph_trees import get_manager
+
+    manager = get_manager(device.index or 0, create_if_none_exists=False)
+    pending = [] if manager is None else [n for nodes in manager.roots.values() for n in nodes]
+    count = 0
+    while pending:
+        count, node = count + 1, pending.pop()
+        pending += [child for nodes in node.children.values() for child in nodes]
+    return count
