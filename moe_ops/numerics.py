@@ -25,7 +25,7 @@ def quantize_weight(weight: Tensor, scheme: str | QuantScheme) -> tuple[Tensor, 
         qdata, shaped like the weight, in the scheme's storage dtype, and scale: (...) for one scale
         per expert, (..., N, 1) per channel, (..., ceil(N/128), ceil(K/128)) per block, fp32.
     """
-    desc = _weight_desc(scheme)
+    desc = get_scheme(scheme).quantized_weight
     n, k = weight.shape[-2:]
     grouped = _split(_split(weight, -1, desc.group.cols), -3, desc.group.rows)
     scale = _scale(
@@ -52,7 +52,7 @@ def dequantize_weight(
     Returns:
         A tensor shaped like ``qdata``.
     """
-    desc = _weight_desc(scheme)
+    desc = get_scheme(scheme).quantized_weight
     n, k = qdata.shape[-2:]
     scale = scale.to(torch.float32)
     scale = scale[..., None, None] if desc.group.is_tensor else scale
@@ -116,12 +116,6 @@ def fake_quantize_activation(
     if desc.group.is_tensor:
         return values * scale
     return (_split(values, -1, desc.group.cols) * scale[..., None]).flatten(-2)[..., : x.shape[-1]]
-
-
-def _weight_desc(scheme: str | QuantScheme) -> QuantDesc:
-    desc = get_scheme(scheme).weight
-    assert desc is not None, f"{scheme!r} has plain weights"
-    return desc
 
 
 def _split(t: Tensor, dim: int, size: int) -> Tensor:

@@ -39,7 +39,7 @@ class GroupShape:
     rows: int
     cols: int
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         for size in (self.rows, self.cols):
             if size != -1 and size < 1:
                 raise ValueError(
@@ -91,7 +91,7 @@ class QuantDesc:
     global_scale: bool = False
     zero_point: bool = False
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.dtype not in ELEMENT_FORMATS:
             raise ValueError(
                 f"QuantDesc.dtype must be one of {sorted(ELEMENT_FORMATS)}, got {self.dtype!r}"
@@ -115,11 +115,11 @@ class QuantDesc:
         """The torch dtype in which the quantized elements are stored."""
         return self.format.storage
 
-    def scale_shape(self, rows, cols) -> tuple:
+    def scale_shape(self, rows: int, cols: int) -> tuple[int, ...]:
         """Shape of the scales of a (rows, cols) operand: () for one scale, else 2-D."""
         return scales.scale_shape(rows, cols, self.group.rows, self.group.cols)
 
-    def batched_scale_shape(self, batch, rows, cols) -> tuple:
+    def batched_scale_shape(self, batch: int, rows: int, cols: int) -> tuple[int, ...]:
         """Shape of the scales of a (batch, rows, cols) operand: (batch,) for one scale a matrix."""
         return scales.batched_scale_shape(batch, rows, cols, self.group.rows, self.group.cols)
 
@@ -139,7 +139,7 @@ class QuantScheme:
     weight: QuantDesc | None
     activation: QuantDesc | None
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         reason = _illegal(self.weight, self.activation)
         if reason:
             raise ValueError(f"scheme {self.name!r} is not possible: {reason}")
@@ -150,22 +150,24 @@ class QuantScheme:
         return self.weight is not None and self.activation is None
 
     @property
+    def quantized_weight(self) -> QuantDesc:
+        """``weight`` of a scheme that must have one; ValueError for plain weights."""
+        if self.weight is None:
+            raise ValueError(f"scheme must be one that quantizes weights, got {self.name!r}")
+        return self.weight
+
+    @property
     def config_name(self) -> str:
         """The scheme's name inside a file name, as tuning tables use it."""
         return self.name.replace(":", "-") or "unquantized"
 
-    def scale_shape(self, n, k) -> tuple:
+    def scale_shape(self, n: int, k: int) -> tuple[int, ...]:
         """Shape of the scales of one expert's (N, K) weight."""
-        return self._quantized_weight().scale_shape(n, k)
+        return self.quantized_weight.scale_shape(n, k)
 
-    def batched_scale_shape(self, num_experts, n, k) -> tuple:
+    def batched_scale_shape(self, num_experts: int, n: int, k: int) -> tuple[int, ...]:
         """Shape of the scales of an (E, N, K) weight."""
-        return self._quantized_weight().batched_scale_shape(num_experts, n, k)
-
-    def _quantized_weight(self) -> QuantDesc:
-        if self.weight is None:
-            raise ValueError(f"scheme {self.name!r} has plain weights, which have no scales")
-        return self.weight
+        return self.quantized_weight.batched_scale_shape(num_experts, n, k)
 
 
 def _illegal(weight: QuantDesc | None, activation: QuantDesc | None) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 
-def scale_shape(rows, cols, group_rows: int, group_cols: int) -> tuple:
+def scale_shape(rows: int, cols: int, group_rows: int, group_cols: int) -> tuple[int, ...]:
     """Shape of the scales of a (rows, cols) matrix with one scale per group of elements.
 
     A group spans ``group_rows`` x ``group_cols`` elements, -1 meaning all of that dimension; groups
@@ -14,10 +14,12 @@ def scale_shape(rows, cols, group_rows: int, group_cols: int) -> tuple:
     return (_count(rows, group_rows), _count(cols, group_cols))
 
 
-def batched_scale_shape(batch, rows, cols, group_rows: int, group_cols: int) -> tuple:
+def batched_scale_shape(
+    batch: int, rows: int, cols: int, group_rows: int, group_cols: int
+) -> tuple[int, ...]:
     """``scale_shape`` of each of ``batch`` matrices, stacked: (batch,) for one scale a matrix."""
     return (batch, *scale_shape(rows, cols, group_rows, group_cols))
 
 
-def _count(size, group: int):
+def _count(size: int, group: int) -> int:
     return 1 if group == -1 else (size + group - 1) // group

@@ -46,7 +46,7 @@ def quantize(
         ValueError: a wrong rank, dtype or scheme, an activation_scale that is missing or unused, a
             weight that is quantized already or not finite (the message names the experts).
     """
-    scheme = _quantized_scheme(scheme)
+    scheme = get_scheme(scheme)
     if isinstance(weight, ExpertTensor):
         raise ValueError(
             f"weight must be a plain tensor, got {weight}; quantize weight.dequantize() to change "
@@ -90,17 +90,17 @@ def from_quantized(
         ValueError: a wrong rank, shape, dtype, device or scheme, a scale that is not finite, or an
             activation_scale that is missing or unused.
     """
-    scheme = _quantized_scheme(scheme)
+    scheme = get_scheme(scheme)
+    desc = scheme.quantized_weight
     for name, value in (("zero_point", zero_point), ("global_scale", global_scale)):
         if value is not None:
             raise ValueError(f"{name} must be None: scheme {scheme.name!r} has none")
     for name, value in (("qdata", qdata), ("scale", scale)):
         if isinstance(value, ExpertTensor):
             raise ValueError(f"{name} must be a plain tensor, got {value}")
-    if qdata.dtype != scheme.weight.storage_dtype:
+    if qdata.dtype != desc.storage_dtype:
         raise ValueError(
-            f"qdata must be {scheme.weight.storage_dtype} for scheme {scheme.name!r}, "
-            f"got {qdata.dtype}"
+            f"qdata must be {desc.storage_dtype} for scheme {scheme.name!r}, got {qdata.dtype}"
         )
     _check_matrices("qdata", qdata)
     expected = scheme.batched_scale_shape(*qdata.shape)
@@ -111,8 +111,8 @@ def from_quantized(
         )
     if scale.dtype == torch.float8_e8m0fnu:
         scale = scale.to(torch.float32)
-    if scale.dtype != scheme.weight.scale_dtype:
-        raise ValueError(f"scale must be {scheme.weight.scale_dtype}, got {scale.dtype}")
+    if scale.dtype != desc.scale_dtype:
+        raise ValueError(f"scale must be {desc.scale_dtype}, got {scale.dtype}")
     if scale.device != qdata.device:
         raise ValueError(
             f"scale must be on the device of qdata, {qdata.device}, got {scale.device}"
@@ -139,13 +139,6 @@ def prepare(weight: Tensor, backend: str) -> Tensor:
     return weight
 
 
-def _quantized_scheme(scheme: str | QuantScheme) -> QuantScheme:
-    found = get_scheme(scheme)
-    if found.weight is None:
-        raise ValueError(f"scheme must be one that quantizes weights, got {found.name!r}")
-    return found
-
-
 def _check_matrices(name: str, t: Tensor) -> None:
     if t.dim() != 3 or 0 in t.shape:
         raise ValueError(
@@ -158,8 +151,8 @@ def _check_finite(name: str, scale: Tensor) -> None:
     """Scales are maxima, so a NaN or Inf anywhere in an expert's weights stands in its scales."""
     if scale.device.type == "meta":
         return
-    bad = (~torch.isfinite(scale)).flatten(1).any(1) if scale.dim() > 1 else ~torch.isfinite(scale)
-    experts = bad.nonzero().flatten().tolist()
+    finite = torch.isfinite(scale).reshape(scale.shape[0], -1).all(1)
+    experts = (~finite).nonzero().flatten().tolist()
     if experts:
         raise ValueError(f"{name} must be finite, got NaN or Inf in experts {experts}")
 
@@ -167,15 +160,17 @@ def _check_finite(name: str, scale: Tensor) -> None:
 def _activation_scale(
     value: Tensor | float | None, scheme: QuantScheme, device: torch.device
 ) -> Tensor | None:
-    static = scheme.activation is not None and scheme.activation.static
+    desc = scheme.activation
+    if desc is not None and not desc.static:
+        desc = None
     if value is None:
-        if static:
+        if desc is not None:
             raise ValueError(
                 f"activation_scale must be given for scheme {scheme.name!r}: its activations have "
-                f"one static scale (largest magnitude seen / {scheme.activation.format.max})"
+                f"one static scale (largest magnitude seen / {desc.format.max})"
             )
         return None
-    if not static:
+    if desc is None:
         raise ValueError(f"activation_scale must be None: scheme {scheme.name!r} does not use it")
     scale = torch.as_tensor(value, dtype=torch.float32, device=device).detach()
     if scale.numel() != 1:

@@ -15,11 +15,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import return_and_correct_aliasing
 from torchao.utils import TorchAOBaseTensor, fill_defaults
 
-from moe_ops.schemes import get_scheme
+from moe_ops.tensors import views
 
 aten = torch.ops.aten
 
-TRANSPOSED = "transposed"
 _HIGH_PRECISION = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -34,8 +33,9 @@ class ExpertTensor(TorchAOBaseTensor):
 
     Attributes:
         scheme: full name, e.g. "fp8_w8a16:block".
-        weight_layout: how the data lies: "" as the shape says; "transposed" for (E, K, N), where qdata and
-            scale are the natural ones with their last two dimensions exchanged.
+        weight_layout: how the data lies: "" as the shape says; "transposed" for (E, K, N), where qdata
+            and scale are the natural ones with their last two dimensions exchanged. (``layout`` is
+            torch's: strided.)
         dtype: of the weights this stands for and of ``dequantize()``; ``.to(dtype)`` changes it alone.
 
     Views (along E, N and K, transposed, chunked) carry their scales. Slices must begin at a scale
@@ -50,6 +50,14 @@ class ExpertTensor(TorchAOBaseTensor):
     tensor_data_names = ["qdata", "scale"]
     tensor_attribute_names = ["scheme", "weight_layout", "dtype"]
     optional_tensor_data_names = ["zero_point", "global_scale", "activation_scale"]
+
+    qdata: Tensor
+    scale: Tensor
+    zero_point: Tensor | None
+    global_scale: Tensor | None
+    activation_scale: Tensor | None
+    scheme: str
+    weight_layout: str
 
     def __new__(
         cls,
@@ -86,6 +94,7 @@ class ExpertTensor(TorchAOBaseTensor):
     ):
         if qdata is self:
             return
+        assert scale is not None
         super().__init__()
         self.qdata = qdata
         self.scale = scale
@@ -103,7 +112,9 @@ class ExpertTensor(TorchAOBaseTensor):
         )
 
     @classmethod
-    def from_hp(cls, weight: Tensor, scheme: str) -> ExpertTensor:
+    def from_hp(
+        cls, weight: Tensor, scheme: str, activation_scale: Tensor | None = None
+    ) -> ExpertTensor:
         """Quantize plain weights (E, N, K) or (N, K)."""
         raise NotImplementedError
 
@@ -135,15 +146,6 @@ class ExpertTensor(TorchAOBaseTensor):
         names = [name for name in self.__tensor_flatten__()[0] if name != "activation_scale"]
         return self._replace(**{name: function(getattr(self, name)) for name in names})
 
-    def _axis(self, dim: int) -> tuple[str, int]:
-        """("expert", "row" or "col", the dimension counted from the end)."""
-        if not -self.dim() <= dim < self.dim():
-            raise IndexError(f"dim must be in [{-self.dim()}, {self.dim() - 1}], got {dim}")
-        dim = dim - self.dim() if dim >= 0 else dim
-        if dim == -3:
-            return "expert", dim
-        return ("row" if (dim == -2) != (self.weight_layout == TRANSPOSED) else "col"), dim
-
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -172,7 +174,9 @@ def _refuse_grad(requires_grad: bool) -> None:
         )
 
 
-@implements_torch_function([torch.Tensor.requires_grad_, torch.Tensor.requires_grad.__set__])
+@implements_torch_function(
+    [torch.Tensor.requires_grad_, torch.Tensor.requires_grad.__set__]  # type: ignore[attr-defined]
+)
 def _(func, types, args, kwargs):
     _refuse_grad(args[1] if len(args) > 1 else kwargs.get("requires_grad", True))
     return args[0]
@@ -257,171 +261,76 @@ def _(func, types, args, kwargs):
 
 
 # Views are registered twice: as torch functions, for tracers that would otherwise see an operator on
-# a tensor they do not know, and as operators, for all that arrives below them. Neither knows the
-# other's argument conventions, so both call the functions below.
-
-
-def _slice(self: ExpertTensor, dim: int, start, end, step) -> ExpertTensor:
-    axis, dim = self._axis(dim)
-    if axis == "expert":
-        return self._with_weights(lambda t: aten.slice.Tensor(t, 0, start, end, step))
-    desc = get_scheme(self.scheme).weight
-    group = desc.group.rows if axis == "row" else desc.group.cols
-    qdata = aten.slice.Tensor(self.qdata, dim, start, end, step)
-    scale = self.scale
-    if group > 1:
-        start, end, step = slice(start, end, step).indices(self.shape[dim])
-        if start % group or step != 1:
-            raise ValueError(
-                f"slices of {self} along dim {dim + self.dim()} must start at a multiple of {group}, "
-                f"where a scale begins, with step 1, got start {start} and step {step}"
-            )
-        end = (max(end, start) + group - 1) // group
-        scale = aten.slice.Tensor(scale, scale.dim() + dim, start // group, end, 1)
-    elif group == 1:
-        scale = aten.slice.Tensor(scale, scale.dim() + dim, start, end, step)
-    return self._replace(qdata=qdata, scale=scale)
-
-
-def _require_experts(self: ExpertTensor, dim: int, what: str) -> None:
-    if self.dim() != 3 or dim not in (0, -3):
-        raise ValueError(
-            f"{what} of {self} must be along the expert dimension 0 of a 3-D tensor, got dim {dim}; "
-            f"take a slice, or dequantize()"
-        )
-
-
-def _select(self: ExpertTensor, dim: int, index) -> ExpertTensor:
-    _require_experts(self, dim, "select")
-    return self._with_weights(lambda t: t.select(0, index))
-
-
-def _index(self: ExpertTensor, index: Tensor) -> ExpertTensor:
-    _require_experts(self, 0, "indexing by a tensor")
-    if index.dim() > 1:
-        raise ValueError(f"an index into {self} must be 0-D or 1-D, got {index.dim()}-D")
-    return self._with_weights(lambda t: aten.index.Tensor(t, [index]))
-
-
-def _split(self: ExpertTensor, sizes: int | list[int], dim: int = 0) -> tuple[ExpertTensor, ...]:
-    total = self.shape[dim]
-    if isinstance(sizes, int):
-        sizes = [min(sizes, total - start) for start in range(0, total, sizes)]
-    parts, start = [], 0
-    for size in sizes:
-        parts.append(_slice(self, dim, start, start + size, 1))
-        start += size
-    return tuple(parts)
-
-
-def _unbind(self: ExpertTensor, dim: int = 0) -> tuple[ExpertTensor, ...]:
-    _require_experts(self, dim, "unbind")
-    return tuple(_select(self, 0, index) for index in range(self.shape[0]))
-
-
-def _transpose(self: ExpertTensor, first: int = -2, second: int = -1) -> ExpertTensor:
-    if {self._axis(first)[0], self._axis(second)[0]} != {"row", "col"}:
-        raise ValueError(
-            f"transpose of {self} must exchange its last two dimensions, got {first} and {second}"
-        )
-    scale = self.scale
-    if not get_scheme(self.scheme).weight.group.is_tensor:
-        scale = scale.transpose(-2, -1)
-    return self._replace(
-        qdata=self.qdata.transpose(-2, -1),
-        scale=scale,
-        weight_layout="" if self.weight_layout == TRANSPOSED else TRANSPOSED,
-    )
-
-
-def _getitem(self: ExpertTensor, key) -> ExpertTensor:
-    keys = key if isinstance(key, tuple) else (key,)
-    if Ellipsis in [k for k in keys if not isinstance(k, Tensor)]:
-        at = [k is Ellipsis for k in keys].index(True)
-        missing = self.dim() - len(keys) + 1
-        keys = keys[:at] + (slice(None),) * missing + keys[at + 1 :]
-    dim = 0
-    for k in keys:
-        if isinstance(k, slice):
-            self = _slice(self, dim, k.start, k.stop, 1 if k.step is None else k.step)
-        elif isinstance(k, (Tensor, list)):
-            _require_experts(self, dim, "indexing by a tensor")
-            before = self.dim()
-            self = _index(self, torch.as_tensor(k, device=self.device))
-            dim -= before - self.dim()
-        elif k is None or isinstance(k, bool):
-            raise ValueError(f"an index into {self} must not be {k}; index dequantize()")
-        else:
-            self, dim = _select(self, dim, k), dim - 1
-        dim += 1
-    return self
+# a tensor they do not know, and as operators, for all that arrives below them.
 
 
 @implements_torch_function([torch.Tensor.__getitem__])
 def _(func, types, args, kwargs):
-    return _getitem(*args)
+    return views.getitem(*args)
 
 
 @implements_torch_function([torch.select, torch.Tensor.select])
 def _(func, types, args, kwargs):
-    return _select(*args, **kwargs)
+    return views.select(*args, **kwargs)
 
 
 @implements_torch_function([torch.narrow, torch.Tensor.narrow])
 def _(func, types, args, kwargs):
     def narrow(self, dim, start, length):
-        return _slice(self, dim, start, start + length, 1)
+        return views.slice_(self, dim, start, start + length, 1)
 
     return narrow(*args, **kwargs)
 
 
 @implements_torch_function([torch.unbind, torch.Tensor.unbind, torch.Tensor.__iter__])
 def _(func, types, args, kwargs):
-    parts = _unbind(*args, **kwargs)
+    parts = views.unbind(*args, **kwargs)
     return iter(parts) if func is torch.Tensor.__iter__ else parts
 
 
 @implements_torch_function([torch.transpose, torch.Tensor.transpose, torch.t, torch.Tensor.t])
 def _(func, types, args, kwargs):
-    return _transpose(*args)
+    return views.transpose(*args, **kwargs)
 
 
-@implements_torch_function([torch.Tensor.mT.__get__, torch.Tensor.T.__get__])
+@implements_torch_function(
+    [torch.Tensor.mT.__get__, torch.Tensor.T.__get__]  # type: ignore[attr-defined]
+)
 def _(func, types, args, kwargs):
-    return _transpose(args[0])
+    return views.transpose(args[0])
 
 
 @implements(aten.slice.Tensor)
 def _(func, types, args, kwargs):
-    new = _slice(*fill_defaults(args, 5, [0, None, None, 1]))
+    new = views.slice_(*fill_defaults(args, 5, [0, None, None, 1]))
     return return_and_correct_aliasing(func, args, kwargs, new)
 
 
 @implements(aten.select.int)
 def _(func, types, args, kwargs):
-    return return_and_correct_aliasing(func, args, kwargs, _select(*args))
+    return return_and_correct_aliasing(func, args, kwargs, views.select(*args))
 
 
 @implements([aten.transpose.int, aten.t.default])
 def _(func, types, args, kwargs):
-    return return_and_correct_aliasing(func, args, kwargs, _transpose(*args))
+    return return_and_correct_aliasing(func, args, kwargs, views.transpose(*args))
 
 
 @implements([aten.split.Tensor, aten.split_with_sizes.default])
 def _(func, types, args, kwargs):
-    return list(_split(*args, **kwargs))
+    return list(views.split(*args, **kwargs))
 
 
 @implements(aten.unbind.int)
 def _(func, types, args, kwargs):
-    return list(_unbind(*args))
+    return list(views.unbind(*args))
 
 
 @implements(aten.index_select.default)
 def _(func, types, args, kwargs):
     self, dim, index = args
-    _require_experts(self, dim, "index_select")
-    return _index(self, index)
+    views.require_experts(self, dim, "index_select")
+    return views.index(self, index)
 
 
 @implements(aten.index.Tensor)
@@ -429,5 +338,5 @@ def _(func, types, args, kwargs):
     self, indices = args
     for dim, index in enumerate(indices):
         if index is not None:
-            _require_experts(self, dim, "indexing by a tensor")
-    return _index(self, indices[0])
+            views.require_experts(self, dim, "indexing by a tensor")
+    return views.index(self, indices[0])

@@ -7,7 +7,8 @@ from torch import Tensor
 
 from moe_ops.numerics import dequantize_weight, quantize_weight
 from moe_ops.schemes import get_scheme
-from moe_ops.tensors.base import TRANSPOSED, ExpertTensor
+from moe_ops.tensors.base import ExpertTensor
+from moe_ops.tensors.views import TRANSPOSED
 
 
 class Float8ExpertTensor(ExpertTensor):
@@ -31,7 +32,7 @@ class Float8ExpertTensor(ExpertTensor):
         if self.weight_layout != TRANSPOSED:
             return dequantize_weight(self.qdata, self.scale, self.scheme, dtype)
         scale = self.scale
-        if not get_scheme(self.scheme).weight.group.is_tensor:
+        if not get_scheme(self.scheme).quantized_weight.group.is_tensor:
             scale = scale.transpose(-2, -1)
         qdata = self.qdata.transpose(-2, -1)
         return dequantize_weight(qdata, scale, self.scheme, dtype).transpose(-2, -1)

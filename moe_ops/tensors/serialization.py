@@ -67,7 +67,7 @@ def unflatten(tensors: dict[str, Tensor], metadata: dict[str, str] | None) -> di
         cls = _CLASSES.get(attributes.pop("class"))
         if cls is None:
             raise ValueError(f"metadata of {name!r} must name one of {list(_CLASSES)}, got {text}")
-        parts = {}
+        parts: dict = {}
         for part in (*cls.tensor_data_names, *cls.optional_tensor_data_names):
             if f"{name}.{part}" in state_dict:
                 parts[part] = state_dict.pop(f"{name}.{part}")
