@@ -1,0 +1,86 @@
+"""Finding the MoE layers of a model, and reading and replacing their expert weights."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from moe_ops.integrations import _outside as outside
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One MoE layer found in a model."""
+
+    name: str  # module name in the model
+    module: nn.Module
+    family: outside.Family | None  # None on transformers' experts hook
+
+    @property
+    def owner(self) -> nn.Module:
+        """The module that owns the weights."""
+        if self.family is None or not self.family.owner:
+            return self.module
+        return getattr(self.module, self.family.owner)
+
+    @property
+    def weights(self) -> tuple[str, ...]:
+        """Names of the expert weights in `owner`."""
+        if self.family is not None:
+            return self.family.weights
+        return ("gate_up_proj" if self.module.has_gate else "up_proj", "down_proj")
+
+    def columns_first(self, name: str) -> bool:
+        """Whether the module keeps this weight as (E, columns, rows)."""
+        if self.family is not None:
+            return name in self.family.columns_first
+        return bool(getattr(self.module, "is_transposed", False))
+
+    def natural_weight(self, name: str) -> Tensor:
+        """A weight as (E, rows, columns), contiguous."""
+        weight = getattr(self.owner, name).detach()
+        if weight.dim() == 2:  # dbrx joins experts and rows
+            weight = weight.view(self.owner.moe_num_experts, -1, weight.shape[1])
+        # longcat_flash gives its identity experts rows in gate_up_proj, which nothing reads
+        weight = weight[: getattr(self.owner, "num_routed_experts", None)]
+        weight = weight.transpose(1, 2) if self.columns_first(name) else weight
+        return weight.contiguous()
+
+    def set_weight(self, name: str, weight: Tensor) -> None:
+        """Replace a weight by one given as (E, rows, columns), frozen."""
+        weight = weight.transpose(1, 2) if self.columns_first(name) else weight
+        setattr(self.owner, name, nn.Parameter(weight, requires_grad=False))
+
+
+def find(model: nn.Module) -> list[Layer]:
+    """The MoE layers of a model.
+
+    Raises:
+        ValueError: there are none, or only some that nothing here can serve.
+    """
+    found, unknown = [], []
+    for name, module in model.named_modules():
+        kind = type(module).__name__
+        family = outside.family_of(module)
+        if family is not None:
+            found.append(Layer(name, module, family))
+        elif hasattr(module, "is_transposed") and hasattr(module, "has_gate"):
+            found.append(Layer(name, module, None))
+        elif kind == "Mxfp4GptOssExperts":
+            raise ValueError(
+                f"{name} holds experts packed as MXFP4, which bypass transformers' experts hook; "
+                f"load the model with quantization_config=Mxfp4Config(dequantize=True)"
+            )
+        elif re.search(r"Experts|MoE|Moe|Sparse.*MLP", kind) and name:
+            unknown.append(f"{name} ({kind})")
+    if found:
+        return found
+    if unknown:
+        raise ValueError(
+            f"model must have MoE layers on transformers' experts hook (the decorator "
+            f"use_experts_implementation) or of {', '.join(outside.FAMILIES)}; got "
+            f"{', '.join(unknown[:3])}; call moe_ops.fused_experts in that module's forward instead"
+        )
+    raise ValueError(f"model must contain MoE layers, got {type(model).__name__} without any")
