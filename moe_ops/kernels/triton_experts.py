@@ -339,10 +339,9 @@ def moe_ops_gemm2(
         + row.to(tl.int64)[None, :] * stride_yn
     )
     y_mask = ok[:, None] & w_ok[None, :]
-    if ZERO_TAIL:
-        if e >= E:
-            tl.store(y_ptrs, tl.zeros((BM, WN), y_ptr.dtype.element_ty), mask=y_mask)
-            return
+    if ZERO_TAIL and e >= E:
+        tl.store(y_ptrs, tl.zeros((BM, WN), y_ptr.dtype.element_ty), mask=y_mask)
+        return
     k = tl.arange(0, BK)
     x_ptrs = (
         x_ptr + position.to(tl.int64)[:, None] * stride_xm + k.to(tl.int64)[None, :] * stride_xk

@@ -76,6 +76,11 @@ def choose(
     if itemsize == 4:  # fp32 products run on the ordinary units, exactly
         tokens = 16 if average <= 12 else 32
         gemm1 = gemm2 = Tile(64, 32, 3, 4)
+    elif (
+        K % 16 or I % 16
+    ):  # rows out of 16-byte step load element by element: few registers a tile
+        tokens = 16 if average <= 12 else 32
+        gemm1 = gemm2 = Tile(64, 32, 2, 4)
     elif direct or average <= 12:
         tokens = 16
         gemm1 = Tile(64 if I <= 2048 and average <= 2 else 128, 128, 4, 4)
