@@ -146,7 +146,7 @@ class ParallelConfig:
         return self.dp_size > 1 and self.use_ep
 
     @property
-    def use_naive_all2all_kernels(self) -> bool:
+    def use_naive_kernels(self) -> bool:
         return self._uses("naive")
 
     @property

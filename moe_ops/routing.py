@@ -263,7 +263,8 @@ def _route_custom(
 def _route_simulated(
     router_logits: Tensor, top_k: int, scaling_factor: float, generator: torch.Generator | None
 ) -> tuple[Tensor, Tensor]:
-    draws = torch.rand(router_logits.shape, device=router_logits.device, generator=generator)
+    # not torch.rand: it takes no symbolic sizes together with a generator argument
+    draws = torch.empty_like(router_logits, dtype=torch.float32).uniform_(generator=generator)
     topk_ids = _best_first(draws)[:, :top_k].to(torch.int32)
     weight = scaling_factor / top_k
     return torch.full_like(topk_ids, weight, dtype=torch.float32), topk_ids
