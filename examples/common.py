@@ -11,19 +11,13 @@ from collections.abc import Callable, Sequence
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-
-def quiet() -> None:
-    """Keeps start-up chatter of other libraries off the terminal; errors still show."""
-    for name in ("torchao", "torch.utils._pytree"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-    import transformers
-
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    warnings.filterwarnings("ignore", category=UserWarning, module="torch._inductor")
-    warnings.filterwarnings("ignore", category=FutureWarning)
-    # Inductor warns that the matmuls of an fp32 model could use TF32; equality with eager is wanted.
-    warnings.filterwarnings("ignore", message=".*TensorFloat32.*")
+# Start-up chatter of other libraries; it must be off before they are imported. Errors still show.
+for _name in ("torchao", "torch.utils._pytree"):
+    logging.getLogger(_name).setLevel(logging.ERROR)
+warnings.filterwarnings("ignore", category=UserWarning, module="torch._inductor")
+warnings.filterwarnings("ignore", category=FutureWarning)
+# Inductor advises TF32 for the matmuls of an fp32 model; here they are to equal eager's.
+warnings.filterwarnings("ignore", message=".*TensorFloat32.*")
 
 
 def title(text: str) -> None:
@@ -87,11 +81,11 @@ def expert_bytes(model: torch.nn.Module) -> tuple[int, int]:
     return sum(stored_bytes(p.data) for p in params), sum(p.numel() for p in params)
 
 
-def cuda_graphs_recorded(device: torch.device) -> int:
-    """How many CUDA graphs Inductor holds for this device."""
+def cuda_graphs_recorded() -> int:
+    """How many CUDA graphs Inductor holds for the current device."""
     from torch._inductor.cudagraph_trees import get_manager
 
-    manager = get_manager(device.index or 0, create_if_none_exists=False)
+    manager = get_manager(torch.cuda.current_device(), create_if_none_exists=False)
     pending = [] if manager is None else [n for nodes in manager.roots.values() for n in nodes]
     count = 0
     while pending:

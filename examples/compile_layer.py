@@ -13,7 +13,7 @@ import argparse
 import re
 
 import torch
-from common import check, max_error, quiet, table, title
+from common import check, max_error, table, title
 
 import moe_ops
 
@@ -54,7 +54,6 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args()
 
-    quiet()
     from torch._dynamo.testing import CompileCounterWithBackend
     from torch._inductor.utils import run_and_get_code
 

@@ -13,8 +13,10 @@ import argparse
 import time
 
 import torch
-from common import check, quiet, title
+from common import check, title
 from tiny_moe.model import decode, encode, load
+
+import moe_ops.integrations.transformers  # noqa: F401  registers "moe_ops"
 
 PROMPT = "import os\nimport sys\n\n\ndef main():\n    "
 
@@ -87,8 +89,6 @@ def main() -> None:
     if not torch.cuda.is_available():
         print("This example captures a CUDA graph and needs a GPU; none found, nothing done.")
         return
-    quiet()
-    import moe_ops.integrations.transformers  # noqa: F401  registers "moe_ops"
 
     ids = encode(args.prompt, "cuda")
     length = ids.shape[1] + args.tokens

@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 
 import torch
-from common import check, max_error, quiet, title
+from common import check, max_error, title
 from compile_layer import Layer, oracle
 
 import moe_ops
@@ -43,7 +43,6 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--scheme", default="fp8_block", help="scheme of the quantized layer")
     args = parser.parse_args()
-    quiet()
 
     tokens = torch.export.Dim("M", min=1, max=4096)
     for scheme in ("", args.scheme):

@@ -13,9 +13,11 @@ from __future__ import annotations
 import argparse
 
 import torch
-from common import check, quiet, title
+from common import check, title
 from cuda_graph_decode import DecodeStep, capture
 from tiny_moe.model import encode, held_out, load
+
+import moe_ops.integrations.transformers  # noqa: F401  registers "moe_ops"
 
 BATCH, PROMPT_LENGTH, STEPS = 8, 64, 12
 SCHEDULE = ((1, 1, 1, 1, 1, 0, 0, 0), (1, 0, 1, 0, 1, 0, 0, 0), (0, 0, 1, 0, 0, 0, 0, 0))
@@ -60,8 +62,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args()
-    quiet()
-    import moe_ops.integrations.transformers  # noqa: F401  registers "moe_ops"
 
     text = held_out()
     prompts = [text[4096 * row :][:PROMPT_LENGTH] for row in range(BATCH)]

@@ -13,8 +13,10 @@ from __future__ import annotations
 import argparse
 
 import torch
-from common import check, max_error, quiet, title
+from common import check, max_error, title
 from tiny_moe.model import held_out, load, windows
+
+import moe_ops.integrations.transformers as moe_transformers
 
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
@@ -51,7 +53,8 @@ def train(model, batch: torch.Tensor, steps: int, lr: float) -> None:
     )
     moved = [n for n, p in frozen.items() if not torch.equal(values(p), before[n])]
     moved += [n for n, p in frozen.items() if p.grad is not None]
-    check(not moved, f"{len(frozen)} frozen tensors did not move {moved or ''}".rstrip())
+    if frozen:
+        check(not moved, f"{len(frozen)} frozen tensors did not move {moved or ''}".rstrip())
 
 
 def full(batch: torch.Tensor, args: argparse.Namespace) -> None:
@@ -77,7 +80,6 @@ def lora(batch: torch.Tensor, args: argparse.Namespace) -> None:
 
 
 def qlora(batch: torch.Tensor, args: argparse.Namespace) -> None:
-    import moe_ops.integrations.transformers as moe_transformers
     from peft import LoraConfig, get_peft_model
 
     title(f"QLoRA: LoRA on attention over frozen {args.scheme} experts")
@@ -112,8 +114,6 @@ def main() -> None:
     parser.add_argument("--scheme", default="fp8_block", help="scheme of the frozen experts")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args()
-    quiet()
-    import moe_ops.integrations.transformers  # noqa: F401  registers "moe_ops"
 
     batch = next(windows(held_out(), batch_size=4)).to(args.device)
     print(f"fine-tuning on {batch.numel()} bytes of held-out text")
