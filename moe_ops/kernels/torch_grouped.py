@@ -2,7 +2,7 @@
 
 S rows sorted by expert, E experts, `offsets` (E,) int32 the cumulative end row of each on the device.
 Three ways, none of which reads a device tensor on the host when that device is a GPU:
-- CPU: one matrix product per expert that has rows;
+- CPU: our own kernel while experts have few rows, else one matrix product per expert that has rows;
 - GPU, bf16 and aligned: torch's grouped GEMM;
 - GPU, everything else: rows padded to blocks of one expert each, weights gathered per block.
 """
@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moe_ops import numerics
+from moe_ops.kernels import cpu_grouped
 
 _BLOCK = 32  # rows per block of the gather path
 _CHUNK = 1 << 27  # weight elements dequantized or gathered at a time (0.5 GB in fp32)
@@ -39,6 +40,10 @@ def grouped_mm(
     if x.device.type == "cpu":
         if out is None:
             out = x.new_empty(x.shape[0], width)
+        if not scheme and not transpose and cpu_grouped.usable(x, weight, bias):
+            cpu_grouped.grouped_mm(x, weight, offsets, bias, out)
+            out[int(offsets[-1]) :] = 0
+            return out
         start = 0
         for e, end in enumerate(offsets.tolist()):
             if end > start:
