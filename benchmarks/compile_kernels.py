@@ -114,8 +114,8 @@ def main() -> None:
             print(f"route tile {tile} map {has_map}: {describe(kernel, warps)}")
     kernel = compile_kernel(
         triton_experts.moe_ops_combine,
-        {"out_ptr": "*bf16", "y_ptr": "*fp32", "ids_ptr": "*i32"},
-        {"map_ptr": None, "TOP_K": 8, "HAS_MAP": False, "BN": 512},
+        {"out_ptr": "*bf16", "y_ptr": "*fp32", "ids_ptr": "*i32", "topk_weights_ptr": "*fp32"},
+        {"map_ptr": None, "TOP_K": 8, "HAS_MAP": False, "WEIGHTED": True, "BN": 512},
         ("K", "stride_om"),
         ("stride_ok",),
         arch,
@@ -147,6 +147,7 @@ def report(
             pointers["h_ptr"] = POINTERS[dtype]
             constants |= {
                 "WEIGHT_ON_INPUT": False,
+                "topk_weights_ptr": None,
                 "ACTIVATION": activation.removesuffix("_no_mul").removesuffix("_uninterleave"),
                 "GATED": gated,
                 "INTERLEAVED": activation == "swigluoai",
@@ -155,7 +156,7 @@ def report(
             even = ("K",) * (K % 16 == 0) + ("I",) * (I % 16 == 0) + ("stride_xe",)
         else:
             pointers["y_ptr"] = "*fp32"
-            constants |= {"WEIGHTED": True, "ZERO_TAIL": False}
+            constants |= {"ZERO_TAIL": False}
             even = ("K",) * (I % 16 == 0) + ("N",) * (K % 16 == 0) + ("stride_ye",)
             ones += ("stride_yn",)
         if K % 16 == 0 and I % 16 == 0:

@@ -1,7 +1,7 @@
 """Backend `triton`: plain bf16, fp16 and fp32 weights on any CUDA GPU from SM80 on.
 
-Four launches a layer: route (or none for one token), GEMM1 with the activation in its epilogue, GEMM2
-times the router weight, combine. Nothing is permuted, allocated or read by the host. On a machine without
+Four launches a layer: route (or none for one token), GEMM1 with the activation in its epilogue, GEMM2,
+the weighted sum. Nothing is permuted, allocated or read by the host. On a machine without
 a GPU the kernels run under Triton's interpreter if TRITON_INTERPRET=1 was set before this import.
 """
 
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from moe_ops.activations import NO_LIMIT, Activation
 from moe_ops.kernels import triton_tiles
-from moe_ops.kernels.triton_tiles import GROUP, SMALLEST_TILE, block_bound
+from moe_ops.kernels.triton_tiles import GROUP, SMALLEST_TILE, Tile, block_bound
 from moe_ops.library import BatchedExpertsArgs, ExpertsArgs, GroupedLinearArgs, register
 from moe_ops.meta.workspace import carve, cdiv
 from moe_ops.problem import Buffer, Machine, Problem, Workspaces
@@ -53,8 +53,8 @@ def supports(problem: Problem, machine: Machine) -> list[str]:
 
 
 def workspace_shapes(M, problem: Problem) -> Workspaces:
-    """workspace13 holds the activation's output h (rows, I) in the input's dtype, workspace2 the weighted
-    rows y (M * top_k, K) in fp32, the index workspace the table of blocks (.., 4) and the sort order.
+    """workspace13 holds the activation's output h (rows, I) in the input's dtype, workspace2 its
+    product y (M * top_k, K) with w2 in fp32, the index workspace the table of blocks (.., 4) and the sort order.
 
     M is T for batched_experts and S for grouped_linear, which writes `out` at once and needs no rows.
     """
@@ -157,6 +157,25 @@ def _check_dtype(name: str, weight: Tensor, dtype: torch.dtype) -> None:
         )
 
 
+class _Rows(NamedTuple):
+    """How the blocks of a GEMM find their rows (kernels/triton_experts.py), and how large blocks are."""
+
+    name: str  # constant ROWS
+    has_map: bool
+    tokens: int
+    args: tuple  # index, ids, map; num_blocks, E, num_ids, top_k; strides of ids (2) and map
+
+    @property
+    def blocks(self) -> int:
+        return self.args[3]
+
+
+def _sorted_rows(index: Tensor, blocks: int, experts: int, tokens: int) -> _Rows:
+    """Rows of an input that is sorted by expert already."""
+    args = (index, None, None, blocks, experts, 0, 1, 0, 0, 0)
+    return _Rows("plain", False, tokens, args)
+
+
 def _strides(bias: Tensor | None) -> tuple[int, ...]:
     return (0, 0) if bias is None else bias.stride()
 
@@ -169,220 +188,159 @@ def _activation(name: str) -> tuple[str, bool, bool]:
     return function, activation.gated, activation.interleaved
 
 
+def _gemm1(
+    a: ExpertsArgs | BatchedExpertsArgs,
+    rows: _Rows,
+    tile: Tile,
+    h: Tensor,
+    x_strides: tuple,  # of an expert (beyond its rows), a row, a column
+    input_weights: Tensor | None = None,  # router weights to scale the input by
+) -> _Launch:
+    _, K, I = a.w2.shape  # noqa: E741
+    function, gated, interleaved = _activation(a.activation)
+    columns = tile.rows // 2 if gated else tile.rows  # of h
+    args = (h, a.hidden_states, a.w13, a.w13_bias, *rows.args)
+    args += (input_weights, *_strides(input_weights), K, I, *x_strides, *a.w13.stride())
+    args += (*_strides(a.w13_bias), a.alpha, a.beta, a.limit)
+    args += (rows.name, rows.has_map, a.w13_bias is not None, input_weights is not None)
+    args += (function, gated, interleaved, a.limit < NO_LIMIT)
+    args += (K % tile.k == 0, I % columns == 0, GROUP, rows.tokens, *tile[:3])
+    return _Launch("gemm1", (rows.blocks * cdiv(I, columns), 1, 1), args, tile.warps)
+
+
+def _gemm2(
+    y: Tensor,
+    x: Tensor,
+    w: Tensor,  # (E, N, K)
+    bias: Tensor | None,
+    rows: _Rows,
+    tile: Tile,
+    x_strides: tuple,  # of a row, a column
+    y_strides: tuple,  # of an expert (beyond its rows), a row, a column
+    zero_tail: bool = False,
+) -> _Launch:
+    _, N, K = w.shape
+    args = (y, x, w, bias, *rows.args, K, N, *x_strides, *w.stride(), *_strides(bias), *y_strides)
+    args += (rows.name, rows.has_map, bias is not None, zero_tail)
+    args += (K % tile.k == 0, N % tile.rows == 0, GROUP, rows.tokens, *tile[:3])
+    return _Launch("gemm2", (rows.blocks * cdiv(N, tile.rows), 1, 1), args, tile.warps)
+
+
 def _launch_experts(a: ExpertsArgs) -> None:
-    x, w13, w2, ids, weights, out = a.hidden_states, a.w13, a.w2, a.topk_ids, a.topk_weights, a.out
+    x, ids, weights, out = a.hidden_states, a.topk_ids, a.topk_weights, a.out
     M, top_k = ids.shape
     if M == 0:
         return
-    E, K, I = w2.shape  # noqa: E741
+    E, K, I = a.w2.shape  # noqa: E741
     dtype, device = x.dtype, x.get_device()
-    _check_dtype("w13", w13, dtype)
-    _check_dtype("w2", w2, dtype)
+    _check_dtype("w13", a.w13, dtype)
+    _check_dtype("w2", a.w2, dtype)
     pairs = M * top_k
     tiles = triton_tiles.choose(pairs, E, K, I, dtype.itemsize, M == 1, _shared_memory(device))
-    tokens, gemm1, gemm2 = tiles.tokens, tiles.gemm1, tiles.gemm2
-    blocks = pairs if tiles.direct else block_bound(pairs, E, tokens)
-    rows = "direct" if tiles.direct else "sorted"
-    function, gated, interleaved = _activation(a.activation)
-    columns = gemm1.rows // 2 if gated else gemm1.rows  # of h, per tile
+    blocks = pairs if tiles.direct else block_bound(pairs, E, tiles.tokens)
     h, y = _typed(a.workspace13, pairs * I, dtype), _typed(a.workspace2, pairs * K, torch.float32)
-    index, expert_map = a.index_workspace, a.expert_map
-    has_map, on_input, limited = (
-        expert_map is not None,
-        a.router_weight_on_input,
-        a.limit < NO_LIMIT,
+    index, expert_map, on_input = a.index_workspace, a.expert_map, a.router_weight_on_input
+    has_map = expert_map is not None
+    num_ids, map_stride = (expert_map.shape[0], expert_map.stride(0)) if has_map else (E, 0)
+    strides = (*ids.stride(), map_stride)
+    rows = _Rows(
+        "direct" if tiles.direct else "sorted",
+        has_map,
+        tiles.tokens,
+        (index, ids, expert_map, blocks, E, num_ids, top_k, *strides),
     )
-    num_ids, stride_map = (expert_map.shape[0], expert_map.stride(0)) if has_map else (E, 0)
-    routing = (index, ids, expert_map)
-    id_strides = (*ids.stride(), stride_map)
-    counts = (blocks, E, num_ids, top_k)
-    launches = []
-    if not tiles.direct:
-        padded = max(16, 1 << (E - 1).bit_length())
-        sizes = (pairs, E, num_ids, blocks, top_k)
-        constants = (padded, tokens, tiles.chunk, has_map)
-        warps = 4 if tiles.chunk <= 1024 else 8
-        launches.append(
-            _Launch("route", (E, 1, 1), (*routing, *sizes, *id_strides, *constants), warps)
-        )
+    launches = [] if tiles.direct else [_route(rows, pairs, tiles.chunk)]
+    input_weights = weights if on_input else None
     launches += (
-        _Launch(
-            "gemm1",
-            (blocks * cdiv(I, columns), 1, 1),
-            (
-                h,
-                x,
-                w13,
-                a.w13_bias,
-                weights,
-                *routing,
-                *counts,
-                K,
-                I,
-                *id_strides,
-                *weights.stride(),
-            )
-            + (0, *x.stride(), *w13.stride(), *_strides(a.w13_bias), a.alpha, a.beta, a.limit)
-            + (
-                rows,
-                has_map,
-                a.w13_bias is not None,
-                on_input,
-                function,
-                gated,
-                interleaved,
-                limited,
-            )
-            + (K % gemm1.k == 0, I % columns == 0, GROUP, tokens, *gemm1[:3]),
-            gemm1.warps,
-        ),
-        _Launch(
-            "gemm2",
-            (blocks * cdiv(K, gemm2.rows), 1, 1),
-            (y, h, w2, a.w2_bias, weights, *routing, *counts, I, K, *id_strides, *weights.stride())
-            + (I, 1, *w2.stride(), *_strides(a.w2_bias), 0, K, 1)
-            + (rows, has_map, a.w2_bias is not None, not on_input, False)
-            + (I % gemm2.k == 0, K % gemm2.rows == 0, GROUP, tokens, *gemm2[:3]),
-            gemm2.warps,
-        ),
+        _gemm1(a, rows, tiles.gemm1, h, (0, *x.stride()), input_weights),
+        _gemm2(y, h, a.w2, a.w2_bias, rows, tiles.gemm2, (I, 1), (0, K, 1)),
         _Launch(
             "combine",
             (M, cdiv(K, _COMBINE_COLUMNS), 1),
-            (out, y, ids, expert_map, E, num_ids, K, *id_strides, *out.stride())
-            + (top_k, has_map, _COMBINE_COLUMNS),
+            (out, y, weights, ids, expert_map, E, num_ids, K, *strides, *weights.stride())
+            + (*out.stride(), top_k, has_map, not on_input, _COMBINE_COLUMNS),
         ),
     )
-    pointers = _pointers(
-        x, w13, w2, weights, ids, out, h, y, index, expert_map, a.w13_bias, a.w2_bias
-    )
-    strides = (
-        x.stride(),
-        w13.stride(),
-        w2.stride(),
-        out.stride(),
-        _strides(a.w13_bias),
-        _strides(a.w2_bias),
-    )
-    key = (device, tiles, E, K, I, top_k, a.activation, limited, on_input, pointers, strides)
-    _run(launches, key, device)
+    key = (device, tiles, E, top_k, x.stride(), out.stride(), on_input, _layer_key(a))
+    _run(launches, (key, _pointers(x, weights, ids, out, h, y, index, expert_map)), device)
 
 
 def _launch_batched_experts(a: BatchedExpertsArgs) -> None:
-    x, w13, w2, sizes, out = a.hidden_states, a.w13, a.w2, a.expert_num_tokens, a.out
+    x, out = a.hidden_states, a.out
     E, T, K = x.shape
     if T == 0:
         return
-    I = w2.shape[2]  # noqa: E741
+    I = a.w2.shape[2]  # noqa: E741
     dtype, device = x.dtype, x.get_device()
-    _check_dtype("w13", w13, dtype)
-    _check_dtype("w2", w2, dtype)
+    _check_dtype("w13", a.w13, dtype)
+    _check_dtype("w2", a.w2, dtype)
     tiles = triton_tiles.choose(E * T, E, K, I, dtype.itemsize, False, _shared_memory(device))
-    tokens, gemm1, gemm2 = tiles.tokens, tiles.gemm1, tiles.gemm2
-    blocks = E * cdiv(T, tokens)
-    function, gated, interleaved = _activation(a.activation)
-    columns = gemm1.rows // 2 if gated else gemm1.rows
-    limited = a.limit < NO_LIMIT
     h, index = _typed(a.workspace13, E * T * I, dtype), a.index_workspace
-    # Rows are numbered e * T + t throughout; what (e, t) is off by from that times the row stride is the
-    # expert's own term, zero for a contiguous tensor whatever T is.
+    rows = _sorted_rows(index, E * cdiv(T, tiles.tokens), E, tiles.tokens)
+    # Rows are numbered e * T + t throughout; what (e, t) is off by from that times the row stride is
+    # the expert's own term, zero for a contiguous tensor whatever T is.
     x_strides = (x.stride(0) - T * x.stride(1), x.stride(1), x.stride(2))
     out_strides = (out.stride(0) - T * out.stride(1), out.stride(1), out.stride(2))
-    unused = (
-        None,
-        index,
-        None,
-        None,
-        blocks,
-        E,
-        0,
-        1,
-    )  # router weights; ids, their map and counts
     launches = [
-        _group_blocks(index, sizes, E * T, T, E, blocks, E, tokens, True),
-        _Launch(
-            "gemm1",
-            (blocks * cdiv(I, columns), 1, 1),
-            (h, x, w13, a.w13_bias, *unused, K, I, 0, 0, 0, 0, 0)
-            + (*x_strides, *w13.stride(), *_strides(a.w13_bias), a.alpha, a.beta, a.limit)
-            + (
-                "plain",
-                False,
-                a.w13_bias is not None,
-                False,
-                function,
-                gated,
-                interleaved,
-                limited,
-            )
-            + (K % gemm1.k == 0, I % columns == 0, GROUP, tokens, *gemm1[:3]),
-            gemm1.warps,
-        ),
-        _Launch(
-            "gemm2",
-            (blocks * cdiv(K, gemm2.rows), 1, 1),
-            (out, h, w2, a.w2_bias, *unused, I, K, 0, 0, 0, 0, 0)
-            + (I, 1, *w2.stride(), *_strides(a.w2_bias), *out_strides)
-            + ("plain", False, a.w2_bias is not None, False, False)
-            + (I % gemm2.k == 0, K % gemm2.rows == 0, GROUP, tokens, *gemm2[:3]),
-            gemm2.warps,
-        ),
+        _group_blocks(rows, a.expert_num_tokens, E, E * T, T),
+        _gemm1(a, rows, tiles.gemm1, h, x_strides),
+        _gemm2(out, h, a.w2, a.w2_bias, rows, tiles.gemm2, (I, 1), out_strides),
     ]
-    pointers = _pointers(x, w13, w2, sizes, out, h, index, a.w13_bias, a.w2_bias)
-    strides = (
-        x_strides,
-        w13.stride(),
-        w2.stride(),
-        out_strides,
-        _strides(a.w13_bias),
-        _strides(a.w2_bias),
-    )
-    key = (device, "batched", tiles, E, K, I, a.activation, limited, pointers, strides)
-    _run(launches, key, device)
+    key = (device, "batched", tiles, E, x_strides, out_strides, _layer_key(a))
+    _run(launches, (key, _pointers(x, a.expert_num_tokens, out, h, index)), device)
 
 
 def _launch_grouped_linear(a: GroupedLinearArgs) -> None:
-    x, weight, offsets, out = a.x, a.weight, a.offsets, a.out
+    x, weight, out, index = a.x, a.weight, a.out, a.index_workspace
     S, K = x.shape
     if S == 0:
         return
-    E, N, _ = weight.shape
-    dtype, device = x.dtype, x.get_device()
-    _check_dtype("weight", weight, dtype)
-    tiles = triton_tiles.choose(S, E, K, K, dtype.itemsize, False, _shared_memory(device))
-    tokens, gemm = tiles.tokens, tiles.gemm2
-    blocks = block_bound(S, E + 1, tokens)  # the rows past the last group are a group of zeros
-    index = a.index_workspace
+    E, device = weight.shape[0], x.get_device()
+    _check_dtype("weight", weight, x.dtype)
+    shared_memory = _shared_memory(device)
+    tiles = triton_tiles.choose(S, E, K, K, x.dtype.itemsize, False, shared_memory)
+    # The rows past the last group are one more group, of zeros.
+    rows = _sorted_rows(index, block_bound(S, E + 1, tiles.tokens), E, tiles.tokens)
     launches = [
-        _group_blocks(index, offsets, S, 0, E, blocks, E + 1, tokens, False),
-        _Launch(
-            "gemm2",
-            (blocks * cdiv(N, gemm.rows), 1, 1),
-            (out, x, weight, a.bias, None, index, None, None, blocks, E, 0, 1, K, N, 0, 0, 0, 0, 0)
-            + (*x.stride(), *weight.stride(), *_strides(a.bias), 0, *out.stride())
-            + ("plain", False, a.bias is not None, False, True)
-            + (K % gemm.k == 0, N % gemm.rows == 0, GROUP, tokens, *gemm[:3]),
-            gemm.warps,
+        _group_blocks(rows, a.offsets, E + 1, S, 0),
+        _gemm2(
+            out,
+            x,
+            weight,
+            a.bias,
+            rows,
+            tiles.gemm2,
+            x.stride(),
+            (0, *out.stride()),
+            zero_tail=True,
         ),
     ]
-    pointers = _pointers(x, weight, offsets, out, index, a.bias)
-    strides = (x.stride(), weight.stride(), out.stride(), _strides(a.bias))
-    _run(launches, (device, "grouped", tiles, E, K, N, pointers, strides), device)
+    key = (device, "grouped", tiles, weight.shape, x.stride(), out.stride(), weight.stride())
+    pointers = _pointers(x, weight, a.offsets, out, index, a.bias)
+    _run(launches, (key, pointers, _strides(a.bias)), device)
 
 
-def _group_blocks(
-    index: Tensor,
-    sizes: Tensor,
-    S: int,
-    T: int,
-    E: int,
-    blocks: int,
-    groups: int,
-    tile: int,
-    batched: bool,
-) -> _Launch:
-    padded = max(16, 1 << E.bit_length())
-    args = (index, sizes, S, T, E, blocks, sizes.stride(0), padded, tile, 128, batched)
-    return _Launch("group_blocks", (groups, 1, 1), args)
+def _layer_key(a: ExpertsArgs | BatchedExpertsArgs) -> tuple:
+    """The part of a specialisation that weights and activation decide."""
+    w13, w2, b13, b2 = a.w13, a.w2, a.w13_bias, a.w2_bias
+    strides = (w2.shape, w13.stride(), w2.stride(), _strides(b13), _strides(b2))
+    return (a.activation, a.limit < NO_LIMIT, strides, _pointers(w13, w2, b13, b2))
+
+
+def _route(rows: _Rows, pairs: int, chunk: int) -> _Launch:
+    index, ids, expert_map, blocks, experts, num_ids, top_k, *strides = rows.args
+    padded = max(16, 1 << (experts - 1).bit_length())
+    args = (index, ids, expert_map, pairs, experts, num_ids, blocks, top_k, *strides)
+    args += (padded, rows.tokens, chunk, rows.has_map)
+    return _Launch("route", (experts, 1, 1), args, 4 if chunk <= 1024 else 8)
+
+
+def _group_blocks(rows: _Rows, sizes: Tensor, groups: int, S: int, T: int) -> _Launch:
+    """`groups` programs; T > 0 for batches of T rows whose counts `sizes` holds, else its end rows."""
+    index, experts = rows.args[0], rows.args[4]
+    padded = max(16, 1 << experts.bit_length())
+    args = (index, sizes, S, T, experts, rows.blocks, sizes.stride(0))
+    return _Launch("group_blocks", (groups, 1, 1), (*args, padded, rows.tokens, 128, T > 0))
 
 
 BACKEND = register(

@@ -1,4 +1,4 @@
-"""Triton kernels of the expert layer: two grouped GEMMs and the weighted sum. Imported at first launch only.
+"""Triton kernels of the expert layer: two grouped GEMMs and the weighted sum of their rows. Imported at first launch only.
 
 Legend: S pairs sorted by expert, E local experts, K columns of the GEMM's input and weight, N its output
 columns (GEMM1: I = N, its weight has WN rows a tile that give BN columns, WN = 2 BN where gated),
@@ -17,6 +17,11 @@ import triton.language as tl
 from moe_ops.kernels.triton_routing import local_expert
 
 INTERPRET = tl.constexpr(triton.knobs.runtime.interpret)
+# Arguments that follow M or the routing tensors: no kernel is compiled anew for a value of theirs.
+ROUTING = [
+    *("num_blocks", "E", "num_ids", "top_k"),
+    *("stride_im", "stride_ik", "stride_map", "stride_tm", "stride_tk"),
+]
 
 
 @triton.jit
@@ -35,7 +40,6 @@ def block_rows(
     ids_ptr,
     map_ptr,
     b,
-    num_blocks,
     E,
     num_ids,
     top_k,
@@ -46,33 +50,27 @@ def block_rows(
     ROWS: tl.constexpr,
     HAS_MAP: tl.constexpr,
 ):
-    """(expert, positions (BM,), validity (BM,), pairs (BM,)) of block b; expert -1 where it is unused."""
+    """(expert, positions (BM,), their validity (BM,)) of block b; the expert is -1 where b is unused."""
     lane = tl.arange(0, BM)
     if ROWS == "direct":
         e = local_expert(
-            ids_ptr,
-            map_ptr,
-            b,
-            b >= 0,
-            E,
-            num_ids,
-            top_k,
-            stride_im,
-            stride_ik,
-            stride_map,
-            HAS_MAP,
-        )
-        position = b + lane
-        return e, position, lane < 1, position
+            ids_ptr, map_ptr, b, b >= 0, E, num_ids, top_k,
+            stride_im, stride_ik, stride_map, HAS_MAP,
+        )  # fmt: skip
+        return e, b + lane, lane < 1
     else:
         slot = index_ptr + 4 * b
-        e = tl.load(slot)
         position = tl.load(slot + 1) + lane
-        ok = position < tl.load(slot + 2)
-        pair = position
-        if ROWS == "sorted":
-            pair = tl.load(index_ptr + 4 * num_blocks + position, mask=ok, other=0)
-        return e, position, ok, pair
+        return tl.load(slot), position, position < tl.load(slot + 2)
+
+
+@triton.jit
+def pairs_at(index_ptr, num_blocks, position, ok, ROWS: tl.constexpr):
+    """The pair at each position; the position itself where rows are not sorted by us."""
+    if ROWS == "sorted":
+        return tl.load(index_ptr + 4 * num_blocks + position, mask=ok, other=0)
+    else:
+        return position
 
 
 @triton.jit
@@ -161,17 +159,12 @@ def activate_two(g, u, alpha, beta, limit, ACTIVATION: tl.constexpr, HAS_LIMIT: 
             return g * tl.sigmoid(alpha * g) * (u + beta)
 
 
-@triton.jit(
-    do_not_specialize=[
-        "num_blocks", "E", "num_ids", "top_k", "stride_im", "stride_ik", "stride_map", "stride_tm", "stride_tk",
-    ]
-)  # fmt: skip
+@triton.jit(do_not_specialize=ROUTING)
 def moe_ops_gemm1(
     h_ptr,  # (S, I) written at the block's positions
     x_ptr,  # (M, K), or (E, T, K) seen as rows
     w_ptr,  # (E, N, K)
     bias_ptr,  # (E, N) or absent
-    topk_weights_ptr,  # (M, top_k)
     index_ptr,
     ids_ptr,
     map_ptr,
@@ -179,13 +172,14 @@ def moe_ops_gemm1(
     E,
     num_ids,
     top_k,
-    K,
-    I,  # noqa: E741
     stride_im,
     stride_ik,
     stride_map,
+    topk_weights_ptr,  # (M, top_k)
     stride_tm,
     stride_tk,
+    K,
+    I,  # noqa: E741
     stride_xe,  # what an expert's rows are off by from row * stride_xm
     stride_xm,
     stride_xk,
@@ -216,12 +210,13 @@ def moe_ops_gemm1(
     """h = activation(x @ w13.T + bias), the activation applied while gate and up are in registers."""
     BN: tl.constexpr = WN // 2 if GATED else WN
     b, n = block_and_tile(num_blocks, tl.cdiv(I, BN), GROUP)
-    e, position, ok, pair = block_rows(
-        index_ptr, ids_ptr, map_ptr, b, num_blocks, E, num_ids, top_k, stride_im, stride_ik, stride_map,
+    e, position, ok = block_rows(
+        index_ptr, ids_ptr, map_ptr, b, E, num_ids, top_k, stride_im, stride_ik, stride_map,
         BM, ROWS, HAS_MAP,
     )  # fmt: skip
     if e < 0:
         return
+    pair = pairs_at(index_ptr, num_blocks, position, ok, ROWS)
     r = tl.arange(0, WN)
     if GATED and not INTERLEAVED:
         # Eight gate rows, then their eight up rows: a thread's accumulators hold rows i and i + 8, so gate
@@ -273,17 +268,12 @@ def moe_ops_gemm1(
     tl.store(h_ptrs, h.T.to(h_ptr.dtype.element_ty), mask=ok[:, None] & (column < I)[None, :])
 
 
-@triton.jit(
-    do_not_specialize=[
-        "num_blocks", "E", "num_ids", "top_k", "stride_im", "stride_ik", "stride_map", "stride_tm", "stride_tk",
-    ]
-)  # fmt: skip
+@triton.jit(do_not_specialize=ROUTING)
 def moe_ops_gemm2(
     y_ptr,  # (S, N) written at the pairs, or where rows are plain at the block's positions
     x_ptr,  # (S, K) read at the block's positions
     w_ptr,  # (E, N, K)
     bias_ptr,  # (E, N) or absent
-    topk_weights_ptr,  # (M, top_k)
     index_ptr,
     ids_ptr,
     map_ptr,
@@ -291,13 +281,11 @@ def moe_ops_gemm2(
     E,
     num_ids,
     top_k,
-    K,
-    N,
     stride_im,
     stride_ik,
     stride_map,
-    stride_tm,
-    stride_tk,
+    K,
+    N,
     stride_xm,
     stride_xk,
     stride_we,
@@ -311,7 +299,6 @@ def moe_ops_gemm2(
     ROWS: tl.constexpr,
     HAS_MAP: tl.constexpr,
     HAS_BIAS: tl.constexpr,
-    WEIGHTED: tl.constexpr,
     ZERO_TAIL: tl.constexpr,
     EVEN_K: tl.constexpr,
     EVEN_N: tl.constexpr,
@@ -321,27 +308,19 @@ def moe_ops_gemm2(
     BK: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """y = (x @ w.T + bias) * router weight, rounded once, to y's dtype. Also the GEMM of grouped_linear."""
+    """y = x @ w.T + bias, rounded once, to y's dtype. Also the GEMM of grouped_linear."""
     b, n = block_and_tile(num_blocks, tl.cdiv(N, WN), GROUP)
-    e, position, ok, pair = block_rows(
-        index_ptr, ids_ptr, map_ptr, b, num_blocks, E, num_ids, top_k, stride_im, stride_ik, stride_map,
+    e, position, ok = block_rows(
+        index_ptr, ids_ptr, map_ptr, b, E, num_ids, top_k, stride_im, stride_ik, stride_map,
         BM, ROWS, HAS_MAP,
     )  # fmt: skip
     if e < 0:
         return
     row = n * WN + tl.arange(0, WN)
     w_ok = row < N
+    if ZERO_TAIL:  # rows that belong to no expert: a sum of nothing, without bias
+        K = tl.where(e < E, K, 0)
     e64 = e.to(tl.int64)
-    y_ptrs = (
-        y_ptr
-        + e64 * stride_ye
-        + pair.to(tl.int64)[:, None] * stride_ym
-        + row.to(tl.int64)[None, :] * stride_yn
-    )
-    y_mask = ok[:, None] & w_ok[None, :]
-    if ZERO_TAIL and e >= E:
-        tl.store(y_ptrs, tl.zeros((BM, WN), y_ptr.dtype.element_ty), mask=y_mask)
-        return
     k = tl.arange(0, BK)
     x_ptrs = (
         x_ptr + position.to(tl.int64)[:, None] * stride_xm + k.to(tl.int64)[None, :] * stride_xk
@@ -356,21 +335,26 @@ def moe_ops_gemm2(
         x_ptrs, w_ptrs, ok, w_ok, K, stride_xk, stride_wk, BM, WN, BK, EVEN_K, EVEN_N, STAGES
     )
     if HAS_BIAS:
-        bias = tl.load(bias_ptr + e64 * stride_be + row * stride_bn, mask=w_ok, other=0.0)
+        bias_ok = w_ok
+        if ZERO_TAIL:
+            bias_ok = row < tl.where(e < E, N, 0)
+        bias = tl.load(bias_ptr + e64 * stride_be + row * stride_bn, mask=bias_ok, other=0.0)
         acc += bias.to(tl.float32)[:, None]
-    if WEIGHTED:
-        token = (pair // top_k).to(tl.int64)
-        scale = tl.load(
-            topk_weights_ptr + token * stride_tm + (pair % top_k) * stride_tk, mask=ok, other=0.0
-        )
-        acc *= scale.to(tl.float32)[None, :]
-    tl.store(y_ptrs, acc.T.to(y_ptr.dtype.element_ty), mask=y_mask)
+    pair = pairs_at(index_ptr, num_blocks, position, ok, ROWS)  # late: not held through the loop
+    y_ptrs = (
+        y_ptr
+        + e64 * stride_ye
+        + pair.to(tl.int64)[:, None] * stride_ym
+        + row.to(tl.int64)[None, :] * stride_yn
+    )
+    tl.store(y_ptrs, acc.T.to(y_ptr.dtype.element_ty), mask=ok[:, None] & w_ok[None, :])
 
 
-@triton.jit(do_not_specialize=["E", "num_ids", "stride_im", "stride_ik", "stride_map"])
+@triton.jit(do_not_specialize=ROUTING)
 def moe_ops_combine(
     out_ptr,  # (M, K) written
     y_ptr,  # (M * TOP_K, K) fp32; rows of pairs that are not here were never written
+    topk_weights_ptr,  # (M, TOP_K)
     ids_ptr,
     map_ptr,
     E,
@@ -379,32 +363,34 @@ def moe_ops_combine(
     stride_im,
     stride_ik,
     stride_map,
+    stride_tm,
+    stride_tk,
     stride_om,
     stride_ok,
     TOP_K: tl.constexpr,
     HAS_MAP: tl.constexpr,
+    WEIGHTED: tl.constexpr,
     BN: tl.constexpr,
 ):
-    """out[m] = sum of the token's weighted rows, in the order of its top_k entries, rounded once."""
+    """out[m] = sum of router weight * y over the token's entries, in their order, rounded once."""
     m = tl.program_id(0)
     column = tl.program_id(1) * BN + tl.arange(0, BN)
     total = tl.zeros((BN,), tl.float32)
     for j in tl.static_range(TOP_K):
         pair = m * TOP_K + j
         e = local_expert(
-            ids_ptr,
-            map_ptr,
-            pair,
-            pair >= 0,
-            E,
-            num_ids,
-            TOP_K,
-            stride_im,
-            stride_ik,
-            stride_map,
-            HAS_MAP,
-        )
+            ids_ptr, map_ptr, pair, pair >= 0, E, num_ids, TOP_K,
+            stride_im, stride_ik, stride_map, HAS_MAP,
+        )  # fmt: skip
         end = tl.where(e >= 0, K, 0)  # nothing of a pair that is not here
-        total += tl.load(y_ptr + pair.to(tl.int64) * K + column, mask=column < end, other=0.0)
+        y = tl.load(y_ptr + pair.to(tl.int64) * K + column, mask=column < end, other=0.0)
+        if WEIGHTED:
+            scale = tl.load(
+                topk_weights_ptr + m.to(tl.int64) * stride_tm + j * stride_tk,
+                mask=e >= 0,
+                other=0.0,
+            )
+            y *= scale.to(tl.float32)
+        total += y
     out_ptrs = out_ptr + m.to(tl.int64) * stride_om + column.to(tl.int64) * stride_ok
     tl.store(out_ptrs, total.to(out_ptr.dtype.element_ty), mask=column < K)

@@ -85,18 +85,9 @@ def moe_ops_route(
     for start in range(0, S, CHUNK):
         p = start + lane
         e = local_expert(
-            ids_ptr,
-            map_ptr,
-            p,
-            p < S,
-            E,
-            num_ids,
-            top_k,
-            stride_im,
-            stride_ik,
-            stride_map,
-            HAS_MAP,
-        )
+            ids_ptr, map_ptr, p, p < S, E, num_ids, top_k,
+            stride_im, stride_ik, stride_map, HAS_MAP,
+        )  # fmt: skip
         counts += tl.histogram(tl.where(e >= 0, e, 0), EP, mask=e >= 0)
     group = tl.arange(0, EP)
     blocks = tl.cdiv(counts, TILE)
@@ -109,18 +100,9 @@ def moe_ops_route(
         for start in range(0, S, CHUNK):
             p = start + lane
             e = local_expert(
-                ids_ptr,
-                map_ptr,
-                p,
-                p < S,
-                E,
-                num_ids,
-                top_k,
-                stride_im,
-                stride_ik,
-                stride_map,
-                HAS_MAP,
-            )
+                ids_ptr, map_ptr, p, p < S, E, num_ids, top_k,
+                stride_im, stride_ik, stride_map, HAS_MAP,
+            )  # fmt: skip
             hit = (e == expert).to(tl.int32)
             tl.store(row + tl.cumsum(hit) - 1, p, mask=hit > 0)
             row += tl.sum(hit)
