@@ -119,10 +119,11 @@ def fake_quantize_activation(
 
 
 def _split(t: Tensor, dim: int, size: int) -> Tensor:
-    """View ``dim`` (negative) as (groups, size), padding it with zeros to a multiple of ``size``."""
+    """View ``dim`` (negative) as (groups, size), padding it with zeros to a multiple of ``size``;
+    -1 makes one group."""
     length = t.shape[dim]
     if size == -1:
-        size = length
+        return t.unsqueeze(dim - 1)
     groups = (length + size - 1) // size
     if groups * size != length:
         t = F.pad(t, (0, 0) * (-dim - 1) + (0, groups * size - length))
