@@ -27,7 +27,7 @@ class KernelBuildHook(BuildHookInterface):
             self.app.display_warning(f"{LIBRARY} is not built: it needs x86-64 and a C++ compiler")
             return
         # no -march: the kernel names its instruction sets itself and is entered only where they exist
-        flags = ["-O3", "-std=c++17", "-shared", "-fPIC", "-fopenmp"]
+        flags = ["-O3", "-std=c++20", "-shared", "-fPIC", "-fopenmp"]
         command = [compiler, *flags, "-o", str(library), str(Path(self.root, SOURCE))]
         result = subprocess.run(command, capture_output=True, text=True)
         if result.returncode:

@@ -107,30 +107,31 @@ def apply(gate_up: Tensor, activation: Activation) -> Tensor:
         gate_up: (..., N) any float dtype; never written.
 
     Returns:
-        (..., I) in gate_up's dtype.
+        (..., I) in gate_up's dtype: fp32 math (fp64 for fp64), one rounding.
     """
+    wide = gate_up if gate_up.dtype == torch.float64 else gate_up.to(torch.float32)
+    return formula(wide, activation).to(gate_up.dtype)
+
+
+def formula(x: Tensor, activation: Activation) -> Tensor:
+    """The activation of x (..., N) in x's own dtype, (..., I)."""
     name, limit = activation.name, activation.limit
-    x = gate_up if gate_up.dtype == torch.float64 else gate_up.float()
     if not activation.gated:
         if name == "silu_no_mul":
-            y = F.silu(x)
-        elif name == "relu2_no_mul":
-            y = F.relu(x).square()
-        else:
-            y = F.gelu(x, approximate="tanh" if name == "gelu_tanh_no_mul" else "none")
-        return y.to(gate_up.dtype)
+            return F.silu(x)
+        if name == "relu2_no_mul":
+            return F.relu(x).square()
+        return F.gelu(x, approximate="tanh" if name == "gelu_tanh_no_mul" else "none")
     if activation.interleaved:
         g, u = x[..., 0::2], x[..., 1::2]
     else:
         g, u = x.chunk(2, dim=-1)
     if name in ("gelu", "gelu_tanh"):
-        return (F.gelu(g, approximate="tanh" if name == "gelu_tanh" else "none") * u).to(
-            gate_up.dtype
-        )
+        return F.gelu(g, approximate="tanh" if name == "gelu_tanh" else "none") * u
     if name == "swiglustep":
-        return (F.silu(g).clamp(max=limit) * u.clamp(-limit, limit)).to(gate_up.dtype)
+        return F.silu(g).clamp(max=limit) * u.clamp(-limit, limit)
     if limit < NO_LIMIT:
         g, u = g.clamp(max=limit), u.clamp(-limit, limit)
     if name == "silu":
-        return (F.silu(g) * u).to(gate_up.dtype)
-    return (g * torch.sigmoid(activation.alpha * g) * (u + activation.beta)).to(gate_up.dtype)
+        return F.silu(g) * u
+    return g * torch.sigmoid(activation.alpha * g) * (u + activation.beta)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from moe_ops import activations, library, numerics, permute
+from moe_ops.kernels import cpu_grouped
 from moe_ops.kernels.torch_grouped import grouped_mm
 from moe_ops.meta import workspace
 from moe_ops.problem import Buffer, Machine, Problem, Workspaces
@@ -66,10 +67,9 @@ def _launch_experts(a: library.ExpertsArgs) -> None:
         weights = torch.ones_like(weights)
     if a.scheme:
         x = numerics.fake_quantize_activation(x, a.scheme, a.a13_scale, pairs.valid.any(1))
-    rows = workspace.carve(a.workspace13, (S, K), dtype)
-    torch.index_select(x, 0, tokens, out=rows)
+    x = torch.index_select(x, 0, tokens, out=workspace.carve(a.workspace13, (S, K), dtype))
     gate_up = grouped_mm(
-        rows,
+        x,
         a.w13,
         pairs.offsets,
         scale=a.w13_scale,
@@ -78,7 +78,7 @@ def _launch_experts(a: library.ExpertsArgs) -> None:
         out=workspace.carve(a.workspace2, (S, N), dtype),
     )
     hidden = workspace.carve(a.workspace13, (S, width), dtype)
-    hidden.copy_(activations.apply(gate_up, act))
+    _activate(gate_up, act, hidden)
     if a.scheme:
         valid = pairs.experts < E
         hidden.copy_(numerics.fake_quantize_activation(hidden, a.scheme, a.a2_scale, valid))
@@ -91,7 +91,19 @@ def _launch_experts(a: library.ExpertsArgs) -> None:
         bias=a.w2_bias,
         out=workspace.carve(a.workspace2, (S, K), dtype),
     )
-    a.out.copy_(permute.combine(y, weights, pairs, a.out.dtype))
+    if cpu_grouped.can_combine(y, a.out):
+        rows = torch.where(pairs.valid, pairs.inverse.view(M, -1), -1)
+        cpu_grouped.combine(y, weights, rows, a.out)
+    else:
+        a.out.copy_(permute.combine(y, weights, pairs, a.out.dtype))
+
+
+def _activate(gate_up: Tensor, activation: activations.Activation, out: Tensor) -> None:
+    """out (S, I) = activation(gate_up (S, N)); on a CPU in pieces whose fp32 values stay in cache."""
+    step = 64 if out.device.type == "cpu" else out.shape[0]
+    for i in range(0, out.shape[0], step):
+        piece = gate_up[i : i + step].to(torch.promote_types(out.dtype, torch.float32))
+        out[i : i + step] = activations.formula(piece, activation)
 
 
 def _launch_batched_experts(a: library.BatchedExpertsArgs) -> None:
@@ -110,7 +122,7 @@ def _launch_batched_experts(a: library.BatchedExpertsArgs) -> None:
     gate_up = workspace.carve(a.workspace13, (E, T, N), dtype)
     _batched_mm(x, a.w13, counts, a.w13_scale, a.w13_bias, a.scheme, gate_up)
     hidden = workspace.carve(a.workspace2, (E, T, width), dtype)
-    hidden.copy_(activations.apply(gate_up, act))
+    _activate(gate_up.flatten(0, 1), act, hidden.flatten(0, 1))
     if a.scheme:
         hidden.copy_(numerics.fake_quantize_activation(hidden, a.scheme, a.a2_scale, valid))
     y = workspace.carve(a.workspace13, (E, T, K), dtype)

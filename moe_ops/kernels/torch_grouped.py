@@ -40,7 +40,7 @@ def grouped_mm(
     if x.device.type == "cpu":
         if out is None:
             out = x.new_empty(x.shape[0], width)
-        if not scheme and not transpose and cpu_grouped.usable(x, weight, bias):
+        if not scheme and not transpose and cpu_grouped.can_multiply(x, weight, bias):
             cpu_grouped.grouped_mm(x, weight, offsets, bias, out)
             out[int(offsets[-1]) :] = 0
             return out
