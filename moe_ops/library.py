@@ -147,6 +147,7 @@ class Backend:
     ops: dict[str, Callable]
     differentiable: bool = False
     native_schemes: tuple[str, ...] = ()  # schemes run without dequantizing to a wider product
+    interpreted: bool = False  # on a CPU: by an interpreter, for tests; never chosen by "auto"
 
 
 def register(
@@ -159,6 +160,7 @@ def register(
     devices: tuple[str, ...],
     differentiable: bool = False,
     native_schemes: tuple[str, ...] = (),
+    interpreted: bool = False,
 ) -> Backend:
     """Define `moe_ops::<name>_<kind>` for every kind in `launch` and return the registry row.
 
@@ -172,7 +174,7 @@ def register(
         kind = KINDS[kind_name]
         op_name = f"{name}_{kind.name}"
         LIB.define(op_name + schema(kind.args))
-        for device in devices:
+        for device in (*devices, "CPU") if interpreted else devices:
             LIB.impl(op_name, _entry(function, kind, device), device)
         torch.library.register_fake(f"moe_ops::{op_name}", _fake(kind), lib=LIB)
         ops[kind_name] = getattr(torch.ops.moe_ops, op_name).default
@@ -185,6 +187,7 @@ def register(
         ops,
         differentiable,
         native_schemes,
+        interpreted,
     )
 
 

@@ -13,10 +13,11 @@ import torch
 
 from moe_ops import library, tuning
 from moe_ops.backends import torch as torch_backend
+from moe_ops.backends import triton as triton_backend
 from moe_ops.problem import Buffer, Machine, Problem, Workspaces
 
 # Order is preference where nothing was measured.
-BACKENDS: tuple[library.Backend, ...] = (torch_backend.BACKEND,)
+BACKENDS: tuple[library.Backend, ...] = (triton_backend.BACKEND, torch_backend.BACKEND)
 
 
 @dataclass(frozen=True)
@@ -109,6 +110,8 @@ def plan(problem: Problem, machine: Machine, backend: str = "auto") -> Plan:
     accepted, refused = [], []
     for candidate in BACKENDS:
         reasons = _reasons(candidate, problem, machine)
+        if candidate.interpreted and machine.device_type == "cpu":
+            reasons.append("runs in an interpreter on a CPU: only when named")
         if reasons:
             refused.append((candidate.name, tuple(reasons)))
         else:

@@ -353,5 +353,6 @@ BACKEND = register(
         "batched_experts": _launch_batched_experts,
         "grouped_linear": _launch_grouped_linear,
     },
-    devices=("CPU", "CUDA") if INTERPRETED else ("CUDA",),
+    devices=("CUDA",),
+    interpreted=INTERPRETED,
 )
