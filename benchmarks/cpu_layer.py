@@ -1,11 +1,13 @@
 """One expert layer on the CPU: moe_ops against the three experts implementations of transformers.
 
     python benchmarks/cpu_layer.py [--tokens 1 8 64 512] [--dtypes bf16 fp32] [--only eager moe_ops]
+                                   [--threads 1] [--seconds 8] [--no-write]
 
 Every implementation gets the same random weights and the same routing sets; calls are interleaved
 and rotate through the routing sets, so weights come from memory as they do in a model. Each time
 stands beside its error against fp64. The floor of a cell is the larger of (bytes of the experts
 hit) / (measured read bandwidth) and FLOPs / (measured square matrix product rate).
+On a busy machine use ``--threads 1``: it is timed by CPU time, which others disturb little.
 Writes benchmarks/results/cpu_layer.json and cpu_layer.png.
 """
 
@@ -267,10 +269,13 @@ def main() -> None:
     parser.add_argument(
         "--only", nargs="+", choices=IMPLEMENTATIONS, default=list(IMPLEMENTATIONS)
     )
+    parser.add_argument(
+        "--threads", type=int, default=2, help="1: timed by CPU time, not the clock"
+    )
     parser.add_argument("--seconds", type=float, default=8.0, help="time spent on each cell")
     parser.add_argument("--no-write", action="store_true", help="print only; keep the results")
     arguments = parser.parse_args()
-    torch.set_num_threads(2)
+    torch.set_num_threads(arguments.threads)
     torch.set_grad_enabled(False)
     import transformers
 
