@@ -128,9 +128,8 @@ class MoELayer(nn.Module):
         self.track_load = track_load
         self.backend = backend
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
-        self.gate = _Gate(
-            num_experts, hidden_size, router_bias, correction_bias, router_logits_dtype, factory
-        )
+        self.gate = _Gate(num_experts, hidden_size, router_bias, correction_bias, factory)
+        self.gate.logits_dtype = router_logits_dtype
         local = num_experts if num_local_experts is None else num_local_experts
         self.experts = _Experts(
             local, hidden_size, intermediate_size, self.activation.gated, expert_bias, factory
@@ -138,9 +137,8 @@ class MoELayer(nn.Module):
         self.shared_expert: _SharedExpert | None = None
         self.shared_expert_gate: nn.Linear | None = None
         if shared_expert_intermediate_size:
-            self.shared_expert = _SharedExpert(
-                hidden_size, shared_expert_intermediate_size, self.activation, factory
-            )
+            width = shared_expert_intermediate_size
+            self.shared_expert = _SharedExpert(hidden_size, width, self.activation, factory)
             if shared_expert_gate:
                 self.shared_expert_gate = nn.Linear(hidden_size, 1, bias=False, **factory)
         self.register_buffer("expert_map", expert_map, persistent=False)
@@ -153,7 +151,7 @@ class MoELayer(nn.Module):
 
         With expert parallelism it holds num_local_experts experts of a linear placement; with
         tensor parallelism intermediate_size_per_partition columns of each. Either way its output
-        is this device's share: sum it over the devices.
+        is this device's share: sum it over the devices, and give a residual to one of them only.
 
         Args:
             options: keyword arguments of the constructor that the configuration does not have;
@@ -183,14 +181,13 @@ class MoELayer(nn.Module):
         sharded = parallel.use_ep or parallel.tp_size > 1
         if sharded and settings.get("shared_expert_intermediate_size"):
             raise ValueError(
-                "shared_expert_intermediate_size must be 0 for a layer spread over devices, got "
-                f"{settings['shared_expert_intermediate_size']}; it would be added once per "
-                "device: add the shared expert after the sum"
+                "shared_expert_intermediate_size must be 0 for a layer spread over devices: each "
+                "would add the shared expert; add it after the sum"
             )
         if parallel.tp_size > 1 and settings["expert_bias"]:
             raise ValueError(
-                f"has_bias must be False with tp_size={parallel.tp_size}, got True; the bias of "
-                "the second projection would be added once per device: use expert parallelism"
+                f"has_bias must be False with tp_size={parallel.tp_size}: each device would add "
+                "the bias of the second projection; use expert parallelism"
             )
         return cls(
             config.hidden_dim,
@@ -264,7 +261,8 @@ class MoELayer(nn.Module):
 
         if self.training or self.track_load:
             with torch.no_grad():
-                self.expert_load += tokens_per_expert(topk_ids, self.num_experts)
+                # not +=: torch.export (2.13) takes the attribute's assignment for a write to an input
+                self.expert_load.add_(tokens_per_expert(topk_ids, self.num_experts))
         if not return_aux_loss:
             return out
         probabilities = router_probabilities(router_logits, self.routing_method, self.scoring)
@@ -305,16 +303,10 @@ class _Gate(nn.Module):
     e_score_correction_bias: Tensor | None
 
     def __init__(
-        self,
-        num_experts: int,
-        hidden_size: int,
-        bias: bool,
-        correction_bias: bool,
-        logits_dtype: torch.dtype | None,
-        factory: dict[str, Any],
+        self, num_experts: int, hidden_size: int, bias: bool, correction_bias: bool, factory: dict
     ) -> None:
         super().__init__()
-        self.logits_dtype = logits_dtype
+        self.logits_dtype: torch.dtype | None = None  # None: whatever linear makes of its input
         self.weight = _parameter(num_experts, hidden_size, **factory)
         self.bias = nn.Parameter(torch.zeros(num_experts, **factory)) if bias else None
         correction = (

@@ -531,10 +531,10 @@ def test_opcheck():
         torch.library.opcheck(_ROUTE_OP, (*outputs, logits, *arguments))
 
 
-def test_cpu_routing_loads_no_triton():
+def test_cpu_routing_does_not_load_the_kernel():
     code = (
         "import sys, torch; from moe_ops.routing import route; route(torch.randn(2, 4), 2); "
-        "sys.exit(' '.join({'triton', 'moe_ops.kernels.routing'} & set(sys.modules)))"
+        "sys.exit('moe_ops.kernels.routing' in sys.modules)"
     )
     root = Path(__file__).parents[1]
     done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True)
