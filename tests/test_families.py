@@ -195,7 +195,9 @@ def build(family: str, layers: int):
     )
     config._attn_implementation = "eager"
     config._experts_implementation = "eager"
-    model = cls(config).eval()
+    with torch.random.fork_rng():
+        torch.manual_seed(0)  # vectors keep transformers' own initialisation
+        model = cls(config).eval()
     rng = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, p in model.named_parameters():

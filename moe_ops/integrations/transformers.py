@@ -169,7 +169,7 @@ def quantize(model: nn.Module, scheme: str) -> AttachReport:
     layers = layers_of.find(model)
     for layer in layers:
         for weight_name in layer.weights:
-            _check_quantizable(f"{layer.name}.{weight_name}", layer.owner, weight_name)
+            _check_quantizable(layer, weight_name)
     report = attach(model)
     pairs = [(layer, name) for layer in layers for name in layer.weights]
     for layer, name in _progress(pairs):
@@ -294,12 +294,12 @@ def _first(output):
     return output[0] if isinstance(output, tuple) else output
 
 
-def _check_quantizable(name: str, owner: nn.Module, weight_name: str) -> None:
-    if parametrize.is_parametrized(owner, weight_name):
-        raise ValueError(
-            f"{name} must carry no adapter; quantize the model before adding adapters"
-        )
-    weight = getattr(owner, weight_name)
+def _check_quantizable(layer: Layer, weight_name: str) -> None:
+    name = f"{layer.name}.{weight_name}"
+    # PEFT wraps the module, as "base_layer", and parametrizes its weights during the forward only
+    if "base_layer" in name.split(".") or parametrize.is_parametrized(layer.owner, weight_name):
+        raise ValueError(f"{name} must carry no adapter; quantize the model before adding adapters")
+    weight = getattr(layer.owner, weight_name)
     if _is_quantized(weight) or weight.element_size() == 1:
         what = getattr(weight, "scheme", weight.dtype)
         raise ValueError(f"{name} must be a plain tensor, got {what}: it is quantized already")
