@@ -143,8 +143,8 @@ def _round(x: Tensor, scale: Tensor, desc: QuantDesc) -> Tensor:
 
 
 def _to_float32(q: Tensor) -> Tensor:
-    """``q.to(torch.float32)``, exact for all 256 codes; torch's own cast from e4m3 takes 4 to 10
-    times as long on a CPU (3.2 against 0.3 ms a million elements on one core)."""
+    """``q.to(torch.float32)``, exact for all 256 codes; torch's own cast from e4m3 takes six
+    times as long on a CPU (3.2 against 0.5 ms for 2**20 elements on one core)."""
     if q.device.type != "cpu" or q.dtype != torch.float8_e4m3fn or torch.compiler.is_compiling():
         return q.to(torch.float32)
     # place sign, exponent and mantissa where fp16 has them; the exponent biases differ by 8
