@@ -6,7 +6,6 @@ in the captured graph and Inductor reuses them from layer to layer.
 
 from __future__ import annotations
 
-import functools
 import warnings
 
 import torch
@@ -15,7 +14,7 @@ from torch.fx.experimental.symbolic_shapes import guard_or_false
 
 from moe_ops import activations, registry, training, validation
 from moe_ops.activations import Activation
-from moe_ops.library import BatchedExpertsArgs, ExpertsArgs, GroupedLinearArgs
+from moe_ops.library import ExpertsArgs
 from moe_ops.validation import BatchedCall, ExpertsCall, LinearCall, Weight, meta
 
 
@@ -66,50 +65,28 @@ def fused_experts(
         RuntimeError: a CUDA graph is being captured before the call has run once.
     """
     act = activations.resolve(activation)
-    hidden_states, w13, w2, w13_bias, w2_bias = _autocast(
-        hidden_states, w13, w2, w13_bias, w2_bias
-    )
+    if torch.is_autocast_enabled(hidden_states.device.type):
+        hidden_states, w13, w2, w13_bias, w2_bias = _autocast(
+            hidden_states, w13, w2, w13_bias, w2_bias
+        )
     a, b = _unwrap(w13), _unwrap(w2)
     needs_grad = torch.is_grad_enabled() and _requires_grad(
         hidden_states, topk_weights, a.data, b.data, w13_bias, w2_bias
     )
-    call = ExpertsCall(
-        validation.rows("hidden_states", hidden_states, "(M, K)"),
-        a.facts(),
-        b.facts(),
-        validation.rows("topk_weights", topk_weights, "(M, top_k)"),
-        validation.rows("topk_ids", topk_ids, "(M, top_k)"),
-        act,
-        meta(w13_bias),
-        meta(w2_bias),
-        meta(expert_map),
-        router_weight_on_input,
-        deterministic,
-        needs_grad,
+    options = (act, router_weight_on_input, deterministic, needs_grad)
+    inputs = (hidden_states, topk_weights, topk_ids)
+    ready = _prepare(
+        _experts_call, inputs, (a, b), (w13_bias, w2_bias, expert_map), options, backend
     )
-    plan = _plan(call, backend)
     M, K = hidden_states.shape
-    rows = topk_ids.shape[0]
-    if guard_or_false(rows != M):
-        raise ValueError(f"topk_ids must have one row per token: expected {M} rows, got {rows}")
-    rows = topk_weights.shape[0]
-    if guard_or_false(rows != M):
-        raise ValueError(f"topk_weights must have one row per token: expected {M}, got {rows}")
-    if needs_grad:
-        _warn_training_path(hidden_states)
-        out = workspace13 = workspace2 = index = hidden_states  # not written on this path
-    else:
-        shapes = plan.workspace_shapes(M)
-        new_empty = hidden_states.new_empty
-        out = new_empty((M, K))
-        workspace13 = new_empty(shapes.workspace13.shape, dtype=shapes.workspace13.dtype)
-        workspace2 = new_empty(shapes.workspace2.shape, dtype=shapes.workspace2.dtype)
-        index = new_empty(shapes.index.shape, dtype=shapes.index.dtype)
-    args = ExpertsArgs(
+    if needs_grad or torch.compiler.is_compiling():  # else the op compares them, on real sizes
+        _check_rows("topk_ids", topk_ids, M)
+        _check_rows("topk_weights", topk_weights, M)
+    new_empty = hidden_states.new_empty
+    out = hidden_states if needs_grad else new_empty((M, K))  # gradients allocate their own
+    values = (
         out,
-        workspace13,
-        workspace2,
-        index,
+        *((out, out, out) if needs_grad else ready.workspaces(M, new_empty)),
         hidden_states,
         a.data,
         b.data,
@@ -136,11 +113,12 @@ def fused_experts(
         deterministic,
         0,
         1,
-        plan.tiers_text,
+        ready.tiers,
     )
     if needs_grad:
-        return training.fused_experts(args, act)
-    plan.op(*args)
+        _warn_training_path(hidden_states)
+        return training.fused_experts(ExpertsArgs._make(values), act)
+    ready.op(*values)
     return out
 
 
@@ -169,33 +147,20 @@ def batched_experts(
         ValueError, ImportError, RuntimeError: as `fused_experts`; also when gradients are required.
     """
     act = activations.resolve(activation)
-    hidden_states, w13, w2, w13_bias, w2_bias = _autocast(
-        hidden_states, w13, w2, w13_bias, w2_bias
-    )
+    if torch.is_autocast_enabled(hidden_states.device.type):
+        hidden_states, w13, w2, w13_bias, w2_bias = _autocast(
+            hidden_states, w13, w2, w13_bias, w2_bias
+        )
     a, b = _unwrap(w13), _unwrap(w2)
-    validation.check_rank("hidden_states", hidden_states, "(E, T, K)")
-    E, T, K = hidden_states.shape
-    call = BatchedCall(
-        validation.static_size(E),
-        validation.Rows(validation.static_size(K), hidden_states.dtype, hidden_states.device),
-        a.facts(),
-        b.facts(),
-        meta(expert_num_tokens),
-        act,
-        meta(w13_bias),
-        meta(w2_bias),
-        torch.is_grad_enabled()
-        and _requires_grad(hidden_states, a.data, b.data, w13_bias, w2_bias),
+    needs_grad = torch.is_grad_enabled() and _requires_grad(
+        hidden_states, a.data, b.data, w13_bias, w2_bias
     )
-    plan = _plan(call, backend)
-    shapes = plan.workspace_shapes(T)
-    new_empty = hidden_states.new_empty
-    out = new_empty((E, T, K))
-    args = BatchedExpertsArgs(
+    others = (w13_bias, w2_bias, expert_num_tokens)
+    ready = _prepare(_batched_call, (hidden_states,), (a, b), others, (act, needs_grad), backend)
+    out = hidden_states.new_empty(hidden_states.shape)
+    ready.op(
         out,
-        new_empty(shapes.workspace13.shape, dtype=shapes.workspace13.dtype),
-        new_empty(shapes.workspace2.shape, dtype=shapes.workspace2.dtype),
-        new_empty(shapes.index.shape, dtype=shapes.index.dtype),
+        *ready.workspaces(hidden_states.shape[1], hidden_states.new_empty),
         hidden_states,
         a.data,
         b.data,
@@ -216,9 +181,8 @@ def batched_experts(
         act.alpha,
         act.beta,
         act.limit,
-        plan.tiers_text,
+        ready.tiers,
     )
-    plan.op(*args)
     return out
 
 
@@ -247,13 +211,11 @@ def grouped_linear(
     Raises:
         ValueError, ImportError, RuntimeError: as `fused_experts`.
     """
-    x, weight, _, bias, _ = _autocast(x, weight, None, bias, None)
+    if torch.is_autocast_enabled(x.device.type):
+        x, weight, bias = _autocast(x, weight, bias)
     a = _unwrap(weight)
     needs_grad = torch.is_grad_enabled() and _requires_grad(x, a.data, bias)
-    call = LinearCall(
-        validation.rows("x", x, "(S, K)"), a.facts(), meta(offsets), meta(bias), needs_grad
-    )
-    plan = _plan(call, backend)
+    ready = _prepare(_linear_call, (x,), (a,), (bias, offsets), (needs_grad,), backend)
     if needs_grad:
         _warn_training_path(x)
         y = training.grouped_linear(
@@ -261,13 +223,10 @@ def grouped_linear(
         )
         return y.to(x.dtype)
     S = x.shape[0]
-    shapes = plan.workspace_shapes(S)
     out = x.new_empty((S, a.data.shape[1]))
-    args = GroupedLinearArgs(
+    ready.op(
         out,
-        x.new_empty(shapes.workspace13.shape, dtype=shapes.workspace13.dtype),
-        x.new_empty(shapes.workspace2.shape, dtype=shapes.workspace2.dtype),
-        x.new_empty(shapes.index.shape, dtype=shapes.index.dtype),
+        *ready.workspaces(S, x.new_empty),
         x,
         a.data,
         offsets,
@@ -278,9 +237,8 @@ def grouped_linear(
         a.activation_scale,
         a.scheme,
         a.layout,
-        plan.tiers_text,
+        ready.tiers,
     )
-    plan.op(*args)
     return out
 
 
@@ -307,22 +265,14 @@ def explain(
     Raises:
         ValueError, ImportError: as `fused_experts`.
     """
-    ids = validation.rows("topk_ids", topk_ids, "(M, top_k)")
-    call = ExpertsCall(
-        validation.rows("hidden_states", hidden_states, "(M, K)"),
-        _unwrap(w13).facts(),
-        _unwrap(w2).facts(),
-        ids._replace(dtype=torch.float32),
-        ids,
-        activations.resolve(activation),
-        meta(w13_bias),
-        meta(w2_bias),
-        meta(expert_map),
-        router_weight_on_input,
-        deterministic,
-        False,
+    weights = topk_ids if topk_ids.ndim != 2 else topk_ids.to(torch.float32)
+    call = _experts_call(
+        (hidden_states, weights, topk_ids),
+        (_unwrap(w13), _unwrap(w2)),
+        (w13_bias, w2_bias, expert_map),
+        (activations.resolve(activation), router_weight_on_input, deterministic, False),
     )
-    return _plan(call, backend)
+    return _make_plan(call, backend)
 
 
 def _unwrap(weight: Tensor) -> Weight:
@@ -340,10 +290,94 @@ def _unwrap(weight: Tensor) -> Weight:
     )
 
 
-def _plan(call: ExpertsCall | BatchedCall | LinearCall, backend: str) -> registry.Plan:
+def _experts_call(inputs, weights, others, options) -> ExpertsCall:
+    hidden_states, topk_weights, topk_ids = inputs
+    act, router_weight_on_input, deterministic, needs_grad = options
+    return ExpertsCall(
+        validation.rows("hidden_states", hidden_states, "(M, K)"),
+        *[weight.facts() for weight in weights],
+        validation.rows("topk_weights", topk_weights, "(M, top_k)"),
+        validation.rows("topk_ids", topk_ids, "(M, top_k)"),
+        act,
+        *[meta(other) for other in others],
+        router_weight_on_input,
+        deterministic,
+        needs_grad,
+    )
+
+
+def _batched_call(inputs, weights, others, options) -> BatchedCall:
+    return BatchedCall(
+        *validation.blocks("hidden_states", inputs[0], "(E, T, K)"),
+        *[weight.facts() for weight in weights],
+        *[meta(other) for other in others],
+        *options,
+    )
+
+
+def _linear_call(inputs, weights, others, options) -> LinearCall:
+    return LinearCall(
+        validation.rows("x", inputs[0], "(S, K)"),
+        weights[0].facts(),
+        *[meta(other) for other in others],
+        *options,
+    )
+
+
+class _Ready:
+    """A plan at hand for a call: its op, and what to allocate, remembered per M outside of graphs."""
+
+    __slots__ = ("op", "tiers", "plan", "buffers")
+
+    def __init__(self, plan: registry.Plan):
+        self.plan, self.op, self.tiers = plan, plan.op, plan.tiers_text
+        self.buffers: dict[int, tuple] = {}
+
+    def workspaces(self, M, new_empty) -> tuple[Tensor, Tensor, Tensor]:
+        """The three workspaces for M rows, uninitialised."""
+        if torch.compiler.is_compiling() or type(M) is not int:
+            buffers: tuple = self.plan.workspace_shapes(M)
+        else:
+            buffers = self.buffers.get(M, ())
+            if not buffers:
+                if len(self.buffers) >= 256:
+                    self.buffers.clear()
+                buffers = self.buffers[M] = self.plan.workspace_shapes(M)
+        (shape13, dtype13), (shape2, dtype2), (index_shape, index_dtype) = buffers
+        return (
+            new_empty(shape13, dtype=dtype13),
+            new_empty(shape2, dtype=dtype2),
+            new_empty(index_shape, dtype=index_dtype),
+        )
+
+
+_ready: dict[tuple, _Ready] = {}
+
+
+def _prepare(make_call, inputs, weights, others, options, backend: str) -> _Ready:
+    """Validate and plan. Eager calls look a plan up by what it depends on: all facts but M.
+
+    The key is made of attributes as they come (3 us); spelling the call out takes 20.
+    """
     if torch.compiler.is_compiling() or registry.pretending():
-        return _make_plan(call, backend)
-    return _cached_plan(call, backend)
+        return _Ready(_make_plan(make_call(inputs, weights, others, options), backend))
+    key = [make_call, backend, options]
+    for t in inputs:
+        key += (t.shape[1:], t.dtype, t.device)
+    for data, scale, *_, scheme, layout in weights:
+        key += (data.shape, data.dtype, data.device, data.is_contiguous(), scheme, layout)
+        if scale is not None:
+            key += (scale.shape, scale.device)
+    for t in others:
+        key += (None,) if t is None else (t.shape, t.dtype, t.device)
+    lookup = tuple(key)
+    ready = _ready.get(lookup)
+    if ready is None:
+        if len(_ready) >= 4096:
+            _ready.clear()
+        call = make_call(inputs, weights, others, options)
+        ready = _ready[lookup] = _Ready(_make_plan(call, backend))
+    return ready
 
 
 def _make_plan(call: ExpertsCall | BatchedCall | LinearCall, backend: str) -> registry.Plan:
@@ -351,21 +385,21 @@ def _make_plan(call: ExpertsCall | BatchedCall | LinearCall, backend: str) -> re
     return registry.plan(problem, registry.machine(call.device), backend)
 
 
-_cached_plan = functools.lru_cache(maxsize=1024)(_make_plan)
+def _check_rows(name: str, tensor: Tensor, M) -> None:
+    rows = tensor.shape[0]
+    if guard_or_false(rows != M):
+        raise ValueError(f"{name} must have one row per row of hidden_states, {M}, got {rows}")
 
 
 def _requires_grad(*tensors: Tensor | None) -> bool:
     return any([t is not None and t.requires_grad for t in tensors])
 
 
-def _autocast(x: Tensor, w13, w2, w13_bias, w2_bias) -> tuple:
-    """Cast as torch.nn.functional.linear is cast: everything but fp64 and quantized weights."""
-    kind = x.device.type
-    if not torch.is_autocast_enabled(kind):
-        return x, w13, w2, w13_bias, w2_bias
-    dtype = torch.get_autocast_dtype(kind)
+def _autocast(x: Tensor, *others: Tensor | None) -> tuple:
+    """Cast as torch.nn.functional.linear's arguments are: all but fp64 and quantized weights."""
+    dtype = torch.get_autocast_dtype(x.device.type)
     cast = []
-    for t in (x, w13, w2, w13_bias, w2_bias):
+    for t in (x, *others):
         plain = t is not None and getattr(t, "scheme", None) is None
         eligible = plain and t.dtype.is_floating_point and t.dtype != torch.float64
         cast.append(t.to(dtype) if eligible else t)

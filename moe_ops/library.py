@@ -110,17 +110,25 @@ class GroupedLinearArgs(NamedTuple):
 
 
 class Kind(NamedTuple):
-    """One of the three op families: its name, its arguments and the checks that fake and kernel share."""
+    """One of the three op families: its name, its arguments, the fake's checks and the kernel's."""
 
     name: str
     args: type
     check: Callable
+    check_rows: Callable
 
 
 KINDS = {
-    "experts": Kind("experts", ExpertsArgs, fake.check_experts),
-    "batched_experts": Kind("batched_experts", BatchedExpertsArgs, fake.check_batched_experts),
-    "grouped_linear": Kind("grouped_linear", GroupedLinearArgs, fake.check_grouped_linear),
+    "experts": Kind("experts", ExpertsArgs, fake.check_experts, fake.rows_experts),
+    "batched_experts": Kind(
+        "batched_experts",
+        BatchedExpertsArgs,
+        fake.check_batched_experts,
+        fake.rows_batched_experts,
+    ),
+    "grouped_linear": Kind(
+        "grouped_linear", GroupedLinearArgs, fake.check_grouped_linear, fake.rows_grouped_linear
+    ),
 }
 
 
@@ -193,10 +201,11 @@ def register(
 
 def _entry(launch: Callable, kind: Kind, device: str) -> Callable:
     """The dispatcher's entry: checks on real sizes before anything is launched, then the launcher."""
+    make, check_rows = kind.args._make, kind.check_rows
 
     def run(*values) -> None:
-        args = kind.args._make(values)
-        kind.check(args)
+        args = make(values)
+        check_rows(args)
         launch(args)
 
     def run_on_device(*values) -> None:

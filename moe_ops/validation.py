@@ -82,6 +82,13 @@ def rows(name: str, tensor: Tensor, shape: str) -> Rows:
     return Rows(static_size(tensor.shape[1]), tensor.dtype, tensor.device)
 
 
+def blocks(name: str, tensor: Tensor, shape: str) -> tuple[int, Rows]:
+    """The number of blocks of a 3-D tensor (E, T, width) and its Rows."""
+    check_rank(name, tensor, shape)
+    width = static_size(tensor.shape[2])
+    return static_size(tensor.shape[0]), Rows(width, tensor.dtype, tensor.device)
+
+
 def check_rank(name: str, tensor: Tensor, shape: str) -> None:
     """Raise unless the tensor has as many dimensions as `shape`, e.g. "(M, K)", names."""
     rank = shape.count(",") + 1
@@ -168,10 +175,10 @@ class BatchedCall(NamedTuple):
     hidden_states: Rows
     w13: WeightFacts
     w2: WeightFacts
-    expert_num_tokens: Meta
-    activation: Activation
     w13_bias: Meta | None
     w2_bias: Meta | None
+    expert_num_tokens: Meta
+    activation: Activation
     needs_grad: bool
 
     @property
@@ -221,8 +228,8 @@ class LinearCall(NamedTuple):
 
     x: Rows
     weight: WeightFacts
-    offsets: Meta
     bias: Meta | None
+    offsets: Meta
     needs_grad: bool
 
     @property

@@ -1,4 +1,4 @@
-"""The shared fake kernels: shape and dtype checks of each op, run by fakes and repeated by launchers.
+"""The shared fake kernels, which check shapes and dtypes, and the row checks that launchers repeat.
 
 Comparisons stay on single dimensions, so that dynamic and unbacked row counts can be traced.
 """
@@ -16,6 +16,33 @@ def _check(condition, message: str) -> None:
 
 def _check_workspaces(a) -> None:
     _check(a.index_workspace.dtype == torch.int32, "index_workspace must be int32")
+
+
+def _rows(name: str, rows: int, of: str, expected: int) -> None:
+    raise ValueError(f"{name} must have one row per row of {of}, {expected}, got {rows}")
+
+
+def rows_experts(a) -> None:
+    """The row counts of `<backend>_experts`, on real sizes, before anything is launched."""
+    rows = a.hidden_states.shape[0]
+    if a.topk_ids.shape[0] != rows:
+        _rows("topk_ids", a.topk_ids.shape[0], "hidden_states", rows)
+    if a.topk_weights.shape[0] != rows:
+        _rows("topk_weights", a.topk_weights.shape[0], "hidden_states", rows)
+    if a.out.shape[0] != rows:
+        _rows("out", a.out.shape[0], "hidden_states", rows)
+
+
+def rows_batched_experts(a) -> None:
+    """The row counts of `<backend>_batched_experts`."""
+    if a.out.shape != a.hidden_states.shape:
+        _rows("out", a.out.shape[1], "hidden_states", a.hidden_states.shape[1])
+
+
+def rows_grouped_linear(a) -> None:
+    """The row counts of `<backend>_grouped_linear`."""
+    if a.out.shape[0] != a.x.shape[0]:
+        _rows("out", a.out.shape[0], "x", a.x.shape[0])
 
 
 def check_experts(a) -> None:
