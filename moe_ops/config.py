@@ -268,17 +268,20 @@ def flatten_tp_across_dp_and_pcp(
     return size, dp_rank * pcp_size * tp_size + pcp_rank * tp_size + tp_rank
 
 
+_METHODS = tuple(RoutingMethod)  # a tuple: Dynamo of torch 2.11 cannot iterate over an enum class
+
+
 def resolve_routing_method(method: RoutingMethod | str) -> RoutingMethod:
     """The RoutingMethod of a name.
 
     Raises:
         ValueError: unknown name, listing the known ones.
     """
-    for known in RoutingMethod:
+    for known in _METHODS:
         if method == known:
             return known
     raise ValueError(
-        f"routing method must be one of {', '.join(RoutingMethod)}, got {method!r}; "
+        f"routing method must be one of {', '.join(_METHODS)}, got {method!r}; "
         "pass a callable for a method of your own"
     )
 
