@@ -12,6 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._dynamo.testing import CompileCounter
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from moe_ops.config import RoutingMethod
 from moe_ops.routing import _RECIPES, _ROUTE_OP, route, router_probabilities
@@ -520,6 +522,18 @@ def test_kernel_takes_strides_and_half_precision():
 
 
 @interpreter_only
+def test_kernel_keeps_small_scores():
+    """sqrt(softplus) of negative logits: 1 + exp(x) alone would round most of exp(x) away."""
+    logits, bias = torch.randn(4, 8) - 12.0, torch.randn(8)
+    result = run_op(logits, 3, "sqrtsoftplus", {"correction_bias": bias}, 1.0)
+    check(result, oracle(logits, 3, "sqrtsoftplus", bias=bias))
+    check(
+        route(logits, 3, "sqrtsoftplus", correction_bias=bias),
+        oracle(logits, 3, "sqrtsoftplus", bias=bias),
+    )
+
+
+@interpreter_only
 def test_opcheck():
     logits, bias = torch.randn(3, 8), torch.randn(8)
     for arguments in (
@@ -529,6 +543,28 @@ def test_opcheck():
     ):
         outputs = torch.zeros(3, 2), torch.zeros(3, 2, dtype=torch.int32)
         torch.library.opcheck(_ROUTE_OP, (*outputs, logits, *arguments))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_cuda_traces_to_one_op(method):
+    """On fake CUDA tensors, which need no GPU."""
+    top_k = 1 if method == "llama4" else 3
+    with FakeTensorMode():
+        logits = torch.empty(5, 16, device="cuda")
+        bias = torch.empty(16, device="cuda") if method in NEEDS_BIAS else None
+        groups = {"num_expert_groups": 4, "topk_groups": 2} if method in NEEDS_GROUPS else {}
+
+        def run(logits):
+            return route(logits, top_k, method, correction_bias=bias, **groups)
+
+        def op_names(logits):
+            graph = make_fx(run)(logits).graph
+            return [str(node.target) for node in graph.nodes if node.op == "call_function"]
+
+        assert op_names(logits) == ["aten.new_empty.default"] * 2 + ["moe_ops.route.default"]
+        weights, ids = run(logits)
+        assert (weights.shape, weights.dtype) == ((5, top_k), torch.float32)
+        assert (ids.shape, ids.dtype, ids.device.type) == ((5, top_k), torch.int32, "cuda")
 
 
 def test_cpu_routing_does_not_load_the_kernel():
