@@ -250,15 +250,16 @@ def draw(rows: list[dict], facts: dict[str, Any]) -> None:
         panel.set_xlabel("tokens M")
         panel.set_ylabel("ms a layer (median)")
         panel.set_title(dtype)
-    panels[0][0].legend(fontsize=7)
+    handles, labels = panels[0][0].get_legend_handles_labels()
+    figure.legend(handles, labels, fontsize=7, ncols=len(labels), loc="lower center")
     case = rows[0]["case"]
     figure.suptitle(
         f"One expert layer, E={case['num_experts']} top_k={case['top_k']} K={case['hidden_size']} "
-        f"I={case['intermediate_size']}\n{facts['processor']}, {facts['threads']} threads, "
+        f"I={case['intermediate_size']}\n{facts['processor']}, threads: {facts['threads']}, "
         f"torch {facts['torch']}",
         fontsize=9,
     )
-    figure.tight_layout()
+    figure.tight_layout(rect=(0, 0.05, 1, 1))
     figure.savefig(RESULTS / "cpu_layer.png", dpi=110)
 
 
