@@ -40,16 +40,16 @@ def package_files() -> list[Path]:
 def imports_at_load(path: Path) -> set[str]:
     """Dotted names that a file imports when it is loaded: imports inside functions are left out."""
     found: set[str] = set()
-    todo: list[ast.AST] = [ast.parse(path.read_text())]
-    while todo:
-        node = todo.pop()
+    pending: list[ast.AST] = [ast.parse(path.read_text())]
+    while pending:
+        node = pending.pop()
         if isinstance(node, ast.Import):
             found.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative import"
             found.update(f"{node.module}.{alias.name}" for alias in node.names)
         elif not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
-            todo.extend(ast.iter_child_nodes(node))
+            pending.extend(ast.iter_child_nodes(node))
     return found
 
 
