@@ -91,7 +91,13 @@ def grouped_mm(
 
 def can_combine(y: Tensor, out: Tensor) -> bool:
     """Whether `combine` takes these."""
-    return y.dtype in _kernels() and out.dtype == y.dtype and y.is_contiguous()
+    return (
+        y.device.type == "cpu"  # a GPU's pointers would crash the process
+        and y.dtype in _kernels()
+        and out.dtype == y.dtype
+        and y.is_contiguous()
+        and out.is_contiguous()
+    )
 
 
 def combine(
