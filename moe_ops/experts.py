@@ -65,7 +65,7 @@ def fused_experts(
         RuntimeError: a CUDA graph is being captured before the call has run once.
     """
     act = activations.resolve(activation)
-    if torch.is_autocast_enabled(hidden_states.device.type):
+    if _autocasting(hidden_states):
         hidden_states, w13, w2, w13_bias, w2_bias = _autocast(
             hidden_states, w13, w2, w13_bias, w2_bias
         )
@@ -147,7 +147,7 @@ def batched_experts(
         ValueError, ImportError, RuntimeError: as `fused_experts`; also when gradients are required.
     """
     act = activations.resolve(activation)
-    if torch.is_autocast_enabled(hidden_states.device.type):
+    if _autocasting(hidden_states):
         hidden_states, w13, w2, w13_bias, w2_bias = _autocast(
             hidden_states, w13, w2, w13_bias, w2_bias
         )
@@ -211,7 +211,7 @@ def grouped_linear(
     Raises:
         ValueError, ImportError, RuntimeError: as `fused_experts`.
     """
-    if torch.is_autocast_enabled(x.device.type):
+    if _autocasting(x):
         x, weight, bias = _autocast(x, weight, bias)
     a = _unwrap(weight)
     needs_grad = torch.is_grad_enabled() and _requires_grad(x, a.data, bias)
@@ -393,6 +393,11 @@ def _check_rows(name: str, tensor: Tensor, M) -> None:
 
 def _requires_grad(*tensors: Tensor | None) -> bool:
     return any([t is not None and t.requires_grad for t in tensors])
+
+
+def _autocasting(x: Tensor) -> bool:
+    device = x.device.type
+    return device != "meta" and torch.is_autocast_enabled(device)  # autocast knows no meta device
 
 
 def _autocast(x: Tensor, *others: Tensor | None) -> tuple:
