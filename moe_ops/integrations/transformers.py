@@ -100,7 +100,7 @@ class LayerReport:
     family: str  # class of the module
     path: str  # which functions of moe_ops
     activation: str  # ours, or the module's own
-    runs: str  # the operators that ran in the check, or how they will be chosen
+    runs: str  # the backends by number of tokens M, or the operators that ran in the check
     check: str  # largest difference from the module's own forward, or why there was no check
 
     def __str__(self) -> str:
@@ -188,15 +188,41 @@ def _attach_layer(layer: Layer, backend: str) -> LayerReport:
             outside.set_forward(owner, family.owner_forward)
         path = family.path
     owner._moe_ops_backend = backend
-    activation = families.activation_of(owner)
-    runs, check = _check(layer)
+    operators, check = _check(layer)
     return LayerReport(
         layer.name,
         type(owner).__name__,
         path,
-        _activation_text(owner, activation),
-        runs,
+        _activation_text(owner, families.activation_of(owner)),
+        _plan_text(layer) or operators,
         check,
+    )
+
+
+def _plan_text(layer: Layer) -> str:
+    """The backends of the layer's fused_experts call; empty where the weights do not show them yet."""
+    owner = layer.owner
+    weights = [getattr(owner, name) for name in layer.weights]
+    if layer.family is not None or families.path_of(owner) != families.FUSED:
+        return ""
+    if weights[0].device.type == "meta" or weights[0].dtype == torch.float8_e4m3fn:
+        return ""
+    w13, w2 = (families.rows_first(w, owner) for w in weights)
+    bias = [getattr(owner, f"{name}_bias", None) for name in layer.weights]
+    top_k = getattr(owner.config, "num_experts_per_tok", None) or 1
+    plan = moe_ops.explain(
+        torch.empty(1, w13.shape[2], dtype=w13.dtype, device=w13.device),
+        w13,
+        w2,
+        torch.zeros(1, top_k, dtype=torch.int64, device=w13.device),
+        activation=families.activation_of(owner),
+        w13_bias=bias[0],
+        w2_bias=bias[1],
+        backend=families.backend_of(owner),
+    )
+    return ", ".join(
+        backend.name if limit < 0 else f"{backend.name} up to M = {limit}"
+        for limit, backend in plan.tiers
     )
 
 
@@ -223,7 +249,7 @@ class _Recorder(TorchDispatchMode):
 def _check(layer: Layer) -> tuple[str, str]:
     """Call a layer once as it is and once as its own forward is: (operators, difference)."""
     weights = [getattr(layer.owner, name) for name in layer.weights]
-    unchecked = "operators chosen when first called"
+    unchecked = "backend chosen when first called"
     if any(w.device.type == "meta" for w in weights):
         return unchecked, "not checked: weights are not loaded"
     if any(_is_quantized(w) or w.element_size() == 1 for w in weights):
@@ -243,6 +269,9 @@ def _check(layer: Layer) -> tuple[str, str]:
         )
     with torch.no_grad():
         want = _first(_own_forward(layer, inputs))
+    operators = ", ".join(sorted(recorder.names))
+    if not want.isfinite().all():
+        return operators, "not checked: its own forward is not finite on random tokens"
     error = (got.float() - want.float()).abs().max().item()
     scale = want.float().abs().max().item()
     if not error <= (1e-3 if want.dtype == torch.float32 else 5e-2) * max(scale, 1e-6):
@@ -250,7 +279,6 @@ def _check(layer: Layer) -> tuple[str, str]:
             f"{layer.name} differs from its own forward by {error:.3g} at magnitude {scale:.3g}; "
             f"{type(layer.owner).__name__} computes something moe_ops does not know"
         )
-    operators = ", ".join(sorted(recorder.names))
     return operators, f"differs from its own forward by {error:.1e} at magnitude {scale:.1e}"
 
 
@@ -298,7 +326,9 @@ def _check_quantizable(layer: Layer, weight_name: str) -> None:
     name = f"{layer.name}.{weight_name}"
     # PEFT wraps the module, as "base_layer", and parametrizes its weights during the forward only
     if "base_layer" in name.split(".") or parametrize.is_parametrized(layer.owner, weight_name):
-        raise ValueError(f"{name} must carry no adapter; quantize the model before adding adapters")
+        raise ValueError(
+            f"{name} must carry no adapter; quantize the model before adding adapters"
+        )
     weight = getattr(layer.owner, weight_name)
     if _is_quantized(weight) or weight.element_size() == 1:
         what = getattr(weight, "scheme", weight.dtype)
