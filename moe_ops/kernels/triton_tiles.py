@@ -93,7 +93,8 @@ def choose(
         gemm1, gemm2 = Tile(128, 64, 4, 4), Tile(128, 64, 4, 4)
     else:
         tokens = 128
-        gemm1, gemm2 = Tile(256, 64, 4, 8), Tile(128, 64, 4, 8)
+        wide = 256 if shared_memory > 200 * 1024 else 128  # before SM90 the wider tile spills
+        gemm1, gemm2 = Tile(wide, 64, 4, 8), Tile(128, 64, 4, 8)
     return Tiles(
         direct,
         tokens,
