@@ -18,7 +18,7 @@ from tiny_moe.model import decode, encode, load
 
 import moe_ops.integrations.transformers  # noqa: F401  registers "moe_ops"
 
-PROMPT = "import os\nimport sys\n\n\ndef main():\n    "
+PROMPT = "def main():\n    import sys\n    args = sys.argv[1:]\n    if not args:\n        "
 
 
 class DecodeStep:

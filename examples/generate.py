@@ -20,10 +20,11 @@ from tiny_moe.model import decode, encode, held_out, load, perplexity
 
 import moe_ops.integrations.transformers as moe_transformers
 
-PROMPT = '''class Queue:
-    """A first-in, first-out queue.
+PROMPT = """class Queue:
+    def __init__(self, items=None):
+        self.items = items
 
-    '''
+    def """
 
 
 def generate(model, ids: torch.Tensor, tokens: int, compile_config=None) -> torch.Tensor:
