@@ -186,17 +186,23 @@ def _bytes(buffer: Buffer):
 # --- facts looked up once, constants to the compiler -------------------------------------------
 
 
-@torch.compiler.assume_constant_result
+def _constant(function):
+    """torch.compiler.assume_constant_result without its import of torch._dynamo and triton (1.5 s)."""
+    function._dynamo_marked_constant = True
+    return function
+
+
+@_constant
 def _measured(*key) -> tuple[tuple[int, str], ...]:
     return tuning.look_up(*key)
 
 
-@torch.compiler.assume_constant_result
+@_constant
 def _why_not_available(name: str) -> str:
     return _named(name).available() or "is not available on this machine"
 
 
-@torch.compiler.assume_constant_result
+@_constant
 def _machine_facts(device_type: str, index: int) -> tuple:
     return _machine_facts_cached(device_type, index)
 
