@@ -371,7 +371,10 @@ def _prepare(make_call, inputs, weights, others, options, backend: str) -> _Read
     for t in others:
         key += (None,) if t is None else (t.shape, t.dtype, t.device)
     lookup = tuple(key)
-    ready = _ready.get(lookup)
+    try:
+        ready = _ready.get(lookup)
+    except TypeError:  # sizes without a hash: make_fx traces with symbols
+        return _Ready(_make_plan(make_call(inputs, weights, others, options), backend))
     if ready is None:
         if len(_ready) >= 4096:
             _ready.clear()
