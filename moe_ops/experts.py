@@ -156,7 +156,9 @@ def batched_experts(
         hidden_states, a.data, b.data, w13_bias, w2_bias
     )
     others = (w13_bias, w2_bias, expert_num_tokens)
-    ready = _prepare(_batched_call, (hidden_states,), (a, b), others, (act, needs_grad), backend)
+    options = (act, needs_grad)
+    blocks = hidden_states.shape[0]
+    ready = _prepare(_batched_call, (hidden_states,), (a, b), others, options, backend, blocks)
     out = hidden_states.new_empty(hidden_states.shape)
     ready.op(
         out,
@@ -354,14 +356,15 @@ class _Ready:
 _ready: dict[tuple, _Ready] = {}
 
 
-def _prepare(make_call, inputs, weights, others, options, backend: str) -> _Ready:
+def _prepare(make_call, inputs, weights, others, options, backend: str, blocks=0) -> _Ready:
     """Validate and plan. Eager calls look a plan up by what it depends on: all facts but M.
 
-    The key is made of attributes as they come (3 us); spelling the call out takes 20.
+    The key is made of attributes as they come (3 us); spelling the call out takes 20. `blocks` is the
+    first size of inputs whose first dimension is not M.
     """
     if torch.compiler.is_compiling() or registry.pretending():
         return _Ready(_make_plan(make_call(inputs, weights, others, options), backend))
-    key = [make_call, backend, options]
+    key = [make_call, backend, options, blocks]
     for t in inputs:
         key += (t.shape[1:], t.dtype, t.device)
     for data, scale, *_, scheme, layout in weights:
