@@ -25,9 +25,7 @@ from moe_ops.problem import Buffer, Machine, Problem, Workspaces
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _COMBINE_COLUMNS = 512
-_blocks = lru_cache(maxsize=8192)(block_bound)  # for real sizes: spares two sym_min, 0.8 us each
-    block_bound
-)  # for real sizes: 2 us less than symbolic arithmetic
+_blocks = lru_cache(maxsize=8192)(block_bound)  # spares two sym_min of 0.8 us a call
 _compiled: dict[tuple, tuple] = {}  # specialisation -> its compiled kernels; filled by warm calls
 
 
