@@ -19,6 +19,10 @@ warnings.filterwarnings("ignore", category=FutureWarning)
 # Inductor advises TF32 for the matmuls of an fp32 model; here they are to equal eager's.
 warnings.filterwarnings("ignore", message=".*TensorFloat32.*")
 
+# A decode step of the tiny model is too small to share, and on busy cores the threads of one step
+# wait for each other: ten times slower was seen.
+torch.set_num_threads(1)
+
 
 def title(text: str) -> None:
     """A section heading."""
