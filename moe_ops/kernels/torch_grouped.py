@@ -88,8 +88,10 @@ def grouped_outer(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
     rows, experts = _blocks(offsets, a.shape[0])
     pa, pb = _take(a, rows).float(), _take(b, rows).float()
     out = torch.zeros(num_experts, a.shape[1], b.shape[1], device=a.device)
+    product = torch.empty_like(out[:1])
     for i in range(rows.shape[0]):  # one block at a time keeps the sum's order fixed
-        out.index_add_(0, experts[i : i + 1], (pa[i].t() @ pb[i]).unsqueeze(0))
+        torch.mm(pa[i].t(), pb[i], out=product[0])
+        out.index_add_(0, experts[i : i + 1], product)
     return out.to(a.dtype)
 
 
@@ -128,16 +130,17 @@ def _grouped_mm_blocks(x, weight, offsets, scale, scheme, transpose):
     rows, experts = _blocks(offsets, x.shape[0])
     px = _take(x, rows)
     step = max(1, _CHUNK // (weight.shape[1] * weight.shape[2]))
-    parts = []
+    width = weight.shape[2] if transpose else weight.shape[1]
+    products = x.new_empty(*rows.shape, width)
     for i in range(0, rows.shape[0], step):
         chosen = experts[i : i + step]
         w = weight.index_select(0, chosen)
         if scheme:
             w = numerics.dequantize_weight(w, scale.index_select(0, chosen), scheme, x.dtype)
-        parts.append(torch.bmm(px[i : i + step], w if transpose else w.transpose(1, 2)))
-    width = weight.shape[2] if transpose else weight.shape[1]
+        # `out` also keeps autocast, which is still on inside an op, from casting fp32 operands
+        w = w if transpose else w.transpose(1, 2)
+        torch.bmm(px[i : i + step], w, out=products[i : i + step])
     y = x.new_zeros(x.shape[0] + 1, width)
-    if parts:
-        target = torch.where(rows >= 0, rows, x.shape[0]).reshape(-1)
-        y.index_copy_(0, target, torch.cat(parts).flatten(0, 1))  # padding lands in the spare row
+    target = torch.where(rows >= 0, rows, x.shape[0]).reshape(-1)
+    y.index_copy_(0, target, products.flatten(0, 1))  # padding lands in the spare row
     return y[:-1]
