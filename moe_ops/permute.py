@@ -69,6 +69,16 @@ def gather_tokens(x: Tensor, pairs: Pairs) -> Tensor:
     return _Gather.apply(x, pairs.order, pairs.inverse, pairs.valid.shape[1])
 
 
+def weigh_inputs(x: Tensor, topk_weights: Tensor, pairs: Pairs) -> Tensor:
+    """x (M, K) times its one router weight (M, 1), in fp32 with one cast at the end. Differentiable.
+
+    Rows whose expert is not here become zero, so that NaN in them reaches no result and no gradient.
+    """
+    wide = torch.promote_types(x.dtype, torch.float32)
+    weights = torch.where(pairs.valid, topk_weights.to(wide), 0)
+    return (torch.where(pairs.valid, x.to(wide), 0) * weights).to(x.dtype)
+
+
 def combine(y: Tensor, topk_weights: Tensor, pairs: Pairs, dtype: torch.dtype) -> Tensor:
     """Weighted sum of expert outputs over top_k, in fp32, with one cast at the end.
 

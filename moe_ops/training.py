@@ -96,7 +96,7 @@ def fused_experts(
     pairs = permute.sort_pairs(a.topk_ids, a.w13.shape[0], a.expert_map)
     rows = hidden_states
     if a.router_weight_on_input:
-        rows = (rows.to(torch.float32) * weights).to(rows.dtype)
+        rows = permute.weigh_inputs(rows, weights, pairs)
         weights = torch.ones_like(weights)
     if a.scheme:
         rows = _straight_through(rows, a.scheme, a.a13_scale, pairs.valid.any(1))

@@ -63,7 +63,7 @@ def _launch_experts(a: library.ExpertsArgs) -> None:
     tokens = torch.floor_divide(pairs.order, a.topk_ids.shape[1])
     x = a.hidden_states
     if a.router_weight_on_input:
-        x = (x.to(torch.float32) * weights).to(a.out.dtype)
+        x = permute.weigh_inputs(x, weights, pairs)
         weights = torch.ones_like(weights)
     if a.scheme:
         x = numerics.fake_quantize_activation(x, a.scheme, a.a13_scale, pairs.valid.any(1))
