@@ -1,0 +1,155 @@
+"""Inputs of the value tests: unit-scale data, distinct router weights, every kind of expert id; and poison.
+
+Dimensions as everywhere: M tokens, K hidden size, I intermediate size, N rows of w13, E local experts.
+"""
+
+from __future__ import annotations
+
+import math
+from contextlib import contextmanager
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+import moe_ops
+from moe_ops.activations import Activation
+from tests import oracle
+
+FP64, FP32, BF16, FP16 = torch.float64, torch.float32, torch.bfloat16, torch.float16
+# Four independent roundings to the dtype (gate_up, hidden, expert output, output) of at most half a unit
+# each, 2^-8 and 2^-11, add up to twice that in the norm; in fp32 the order of sums adds its share.
+TOLERANCE = {FP64: 1e-13, FP32: 5e-6, BF16: 2 * 2.0**-8, FP16: 2 * 2.0**-11}
+# Quantized like the oracle's, activations differ where the last bit of fp32 chose the e4m3 neighbour, 2^-4
+# away: at most one in a thousand elements. Another scale, or none, is off by 2e-2 and more.
+QUANTIZED = 2e-3
+# 1 / 0.01 would be halfway between two e4m3 values, but for the last bit of fp32
+STATIC_SCALE = 0.0113
+
+
+def tolerance(dtype: torch.dtype, scheme: str = "") -> float:
+    return TOLERANCE[dtype] + (QUANTIZED if oracle.SCALES[scheme] else 0.0)
+
+
+def garbage(tensor: Tensor) -> Tensor:
+    """Fill with NaN, with integers that make no address, and with bytes that are NaN in every float."""
+    if tensor.device.type == "meta":
+        return tensor
+    if tensor.dtype.is_floating_point:
+        return tensor.fill_(math.nan)
+    return tensor.fill_(255 if tensor.dtype == torch.uint8 else -(2**30))
+
+
+@contextmanager
+def poisoned_memory():
+    """Whatever an eager call allocates by new_empty or empty_like holds garbage."""
+    new_empty, empty_like = torch.Tensor.new_empty, torch.empty_like
+    with (
+        mock.patch.object(torch.Tensor, "new_empty", lambda *a, **k: garbage(new_empty(*a, **k))),
+        mock.patch.object(torch, "empty_like", lambda *a, **k: garbage(empty_like(*a, **k))),
+    ):
+        yield
+
+
+def router_weights(M: int, top_k: int) -> Tensor:
+    """(M, top_k) in [0.25, 1.25), no two near each other."""
+    return ((torch.arange(M * top_k) * 0.618034) % 1.0 + 0.25).view(M, top_k)
+
+
+class Case:
+    """One `fused_experts` call. `args` and `options` are its arguments; `nowhere` marks rows without experts.
+
+    Expert 1 of more than two has no tokens. From M = 4 on, row 0 repeats one expert, row 1 has only ids
+    that name none and holds NaN in hidden_states and topk_weights, row 2 mixes both kinds.
+    """
+
+    def __init__(
+        self,
+        device="cpu",
+        dtype=FP32,
+        scheme="",
+        activation="silu",
+        *,
+        M=7,
+        E=4,
+        top_k=2,
+        K=48,
+        I=24,  # noqa: E741
+        ids=None,
+        ids_dtype=torch.int32,
+        weights_dtype=FP32,
+        bias=False,
+        expert_map=False,
+        on_input=False,
+        seed=0,
+    ):
+        g = torch.Generator().manual_seed(seed)
+        act = activation if isinstance(activation, Activation) else Activation(activation)
+        N = 2 * I if act.gated else I
+        self.device, self.dtype, self.scheme = device, dtype, scheme
+
+        def normal(*shape, scale=1.0, to=dtype):
+            return (torch.randn(shape, generator=g) * scale).to(to).to(device)
+
+        x = normal(M, K)
+        w13, w2 = normal(E, N, K, scale=K**-0.5), normal(E, K, I, scale=I**-0.5)
+        if scheme:
+            static = {"activation_scale": STATIC_SCALE} if scheme == "fp8_tensor_static" else {}
+            w13, w2 = [moe_ops.quantize(w, scheme, **static) for w in (w13, w2)]
+        self.options = {"activation": activation}
+        if bias:
+            self.options |= {"w13_bias": normal(E, N), "w2_bias": normal(E, K)}
+        num_ids = E
+        if expert_map:  # of E + 3 global experts, one entry out of range, some held elsewhere
+            num_ids = E + 3
+            table = [-1, *range(E - 1, -1, -1), E + 5, -1]
+            self.options["expert_map"] = torch.tensor(table, dtype=ids_dtype, device=device)
+        if on_input:
+            self.options["router_weight_on_input"] = True
+        if ids is None:
+            ids = torch.randint(-1, num_ids + 1, (M, top_k), generator=g)
+            ids = torch.where(ids == 1, 2 if E > 2 else 0, ids)
+            if M >= 4:
+                far = [-1, num_ids, 2**31 - 1, -(2**31)]
+                ids[0] = 0 if not expert_map else 1
+                ids[1] = torch.tensor([far[j % 4] for j in range(top_k)])
+                ids[2, -1] = -7
+        weights = router_weights(M, top_k).to(weights_dtype)
+        if ids_dtype == torch.int64:  # ids that are valid only if their upper half is dropped
+            ids = torch.where(ids < 0, ids - 2**32, ids)
+        ids, weights = ids.to(ids_dtype).to(device), weights.to(device)
+        pairs = oracle.local_pairs(ids, E, self.options.get("expert_map"))
+        here = {m for m, _, _ in pairs}
+        self.nowhere = torch.tensor([m not in here for m in range(M)], dtype=torch.bool)
+        self.nowhere = self.nowhere.to(device)
+        x[self.nowhere] = math.nan
+        weights[self.nowhere] = math.nan
+        self.args = [x, w13, w2, weights, ids]
+
+    def run(self, backend="auto", poison=True) -> Tensor:
+        """The library's answer, out of memory that held garbage."""
+        if not poison:
+            return moe_ops.fused_experts(*self.args, **self.options, backend=backend)
+        with poisoned_memory():
+            return moe_ops.fused_experts(*self.args, **self.options, backend=backend)
+
+    def reference(self) -> Tensor:
+        act = self.options["activation"]
+        if isinstance(act, Activation):
+            act = {"name": act.name, "alpha": act.alpha, "beta": act.beta, "limit": act.limit}
+        return oracle.experts(*self.args, **{**self.options, "activation": act})
+
+    def check(self, backend="auto", floor: float = 0.0) -> Tensor:
+        """Compare with the oracle; the rows of tokens without experts are exactly zero."""
+        out = self.run(backend)
+        assert_matches(out, self.reference(), tolerance(self.dtype, self.scheme), floor)
+        assert out.dtype == self.dtype and (out[self.nowhere] == 0).all()
+        return out
+
+
+def assert_matches(out: Tensor, expected: Tensor, within: float, floor: float = 0.0) -> None:
+    """Relative error of the norms at most `within`; norms under `floor` count as `floor`."""
+    assert out.shape == expected.shape
+    assert torch.isfinite(out).all()
+    error = oracle.relative_error(out, expected, floor)
+    assert error <= within, f"relative error {error:.2e}, allowed {within:.2e}"
