@@ -278,6 +278,8 @@ def explain(
 
 
 def _unwrap(weight: Tensor) -> Weight:
+    if type(weight) is Tensor or type(weight) is torch.nn.Parameter:
+        return Weight(weight)
     scheme = getattr(weight, "scheme", None)  # quantized and prepared tensors say what they are
     if scheme is None:
         return Weight(weight)

@@ -27,7 +27,7 @@ class Problem:
     dtype: torch.dtype  # of hidden_states and of the output
     scheme: str = ""  # quantization scheme of the weights, "" for plain ones
     layout: str = ""  # prepared layout of the weights, "" for the natural one
-    activation: Activation = Activation("silu")
+    activation: Activation | None = None  # None for grouped_linear
     has_bias: bool = False
     has_expert_map: bool = False
     router_weight_on_input: bool = False

@@ -259,7 +259,6 @@ class LinearCall(NamedTuple):
             dtype=x.dtype,
             scheme=self.weight.scheme,
             layout=self.weight.layout,
-            activation=Activation("silu"),  # unused; Dynamo cannot trace the field's default
             has_bias=self.bias is not None,
             needs_grad=self.needs_grad,
             contiguous_weights=self.weight.data.contiguous,
