@@ -90,7 +90,8 @@ def compare(args: argparse.Namespace) -> torch.Tensor:
     for index, (a, b) in enumerate(zip(got[0].tolist(), want[0].tolist(), strict=True)):
         if a != b:
             place = index - ids.shape[1]
-            check(False, f"tokens must equal eager's, got {a} for {b} at generated token {place}")
+            hint = "" if dtype == torch.float32 else f"; {args.dtype} may break ties: try float32"
+            check(False, f"token {place} must equal eager's {b}, got {a}{hint}")
     check(True, f"all {args.tokens} tokens equal eager's")
     rows = {"eager transformers": eager_seconds, "moe_ops": plain_seconds}
     rows["moe_ops, compiled"] = seconds
