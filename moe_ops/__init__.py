@@ -7,6 +7,7 @@ tensors need (and with it torchao) is loaded on first use.
 from __future__ import annotations
 
 import importlib
+from typing import Any
 
 from moe_ops.activations import Activation
 from moe_ops.config import MoEConfig, ParallelConfig, RoutingMethod
@@ -47,7 +48,7 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str):
+def __getattr__(name: str) -> Any:
     if name in _LAZY:
         return getattr(importlib.import_module(_LAZY[name]), name)
     raise AttributeError(f"module 'moe_ops' has no attribute {name!r}")

@@ -7,6 +7,8 @@ in the captured graph and Inductor reuses them from layer to layer.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -277,7 +279,7 @@ def explain(
     return _make_plan(call, backend)
 
 
-def _unwrap(weight: Tensor) -> Weight:
+def _unwrap(weight: Any) -> Weight:
     if type(weight) is Tensor or type(weight) is torch.nn.Parameter:
         return Weight(weight)
     scheme = getattr(weight, "scheme", None)  # quantized and prepared tensors say what they are
@@ -294,36 +296,43 @@ def _unwrap(weight: Tensor) -> Weight:
     )
 
 
-def _experts_call(inputs, weights, others, options) -> ExpertsCall:
+def _metas(tensors: Any) -> Any:
+    return [meta(tensor) for tensor in tensors]
+
+
+def _experts_call(inputs: Any, weights: Any, others: Any, options: Any) -> ExpertsCall:
     hidden_states, topk_weights, topk_ids = inputs
     act, router_weight_on_input, deterministic, needs_grad = options
     return ExpertsCall(
         validation.rows("hidden_states", hidden_states, "(M, K)"),
-        *[weight.facts() for weight in weights],
+        weights[0].facts(),
+        weights[1].facts(),
         validation.rows("topk_weights", topk_weights, "(M, top_k)"),
         validation.rows("topk_ids", topk_ids, "(M, top_k)"),
         act,
-        *[meta(other) for other in others],
+        meta(others[0]),
+        meta(others[1]),
+        meta(others[2]),
         router_weight_on_input,
         deterministic,
         needs_grad,
     )
 
 
-def _batched_call(inputs, weights, others, options) -> BatchedCall:
+def _batched_call(inputs: Any, weights: Any, others: Any, options: Any) -> BatchedCall:
     return BatchedCall(
         *validation.blocks("hidden_states", inputs[0], "(E, T, K)"),
         *[weight.facts() for weight in weights],
-        *[meta(other) for other in others],
+        *_metas(others),
         *options,
     )
 
 
-def _linear_call(inputs, weights, others, options) -> LinearCall:
+def _linear_call(inputs: Any, weights: Any, others: Any, options: Any) -> LinearCall:
     return LinearCall(
         validation.rows("x", inputs[0], "(S, K)"),
         weights[0].facts(),
-        *[meta(other) for other in others],
+        *_metas(others),
         *options,
     )
 
@@ -337,7 +346,9 @@ class _Ready:
         self.plan, self.op, self.tiers = plan, plan.op, plan.tiers_text
         self.buffers: dict[int, tuple] = {}
 
-    def workspaces(self, M, new_empty) -> tuple[Tensor, Tensor, Tensor]:
+    def workspaces(
+        self, M: int, new_empty: Callable[..., Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """The three workspaces for M rows, uninitialised."""
         if torch.compiler.is_compiling() or type(M) is not int:
             buffers: tuple = self.plan.workspace_shapes(M)
@@ -358,7 +369,15 @@ class _Ready:
 _ready: dict[tuple, _Ready] = {}
 
 
-def _prepare(make_call, inputs, weights, others, options, backend: str, blocks=0) -> _Ready:
+def _prepare(
+    make_call: Callable,
+    inputs: Any,
+    weights: Any,
+    others: Any,
+    options: Any,
+    backend: str,
+    blocks: int = 0,
+) -> _Ready:
     """Validate and plan. Eager calls look a plan up by what it depends on: all facts but M.
 
     The key is made of attributes as they come (3 us); spelling the call out takes 20. `blocks` is the
@@ -393,7 +412,7 @@ def _make_plan(call: ExpertsCall | BatchedCall | LinearCall, backend: str) -> re
     return registry.plan(problem, registry.machine(call.device), backend)
 
 
-def _check_rows(name: str, tensor: Tensor, M) -> None:
+def _check_rows(name: str, tensor: Tensor, M: int) -> None:
     rows = tensor.shape[0]
     if guard_or_false(rows != M):
         raise ValueError(f"{name} must have one row per row of hidden_states, {M}, got {rows}")
@@ -408,10 +427,11 @@ def _autocasting(x: Tensor) -> bool:
     return device != "meta" and torch.is_autocast_enabled(device)  # autocast knows no meta device
 
 
-def _autocast(x: Tensor, *others: Tensor | None) -> tuple:
+def _autocast(x: Tensor, *others: Any) -> tuple:
     """Cast as torch.nn.functional.linear's arguments are: all but fp64 and quantized weights."""
     dtype = torch.get_autocast_dtype(x.device.type)
     cast = []
+    t: Any
     for t in (x, *others):
         plain = t is not None and getattr(t, "scheme", None) is None
         eligible = plain and t.dtype.is_floating_point and t.dtype != torch.float64

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple, get_type_hints
+from typing import Any, NamedTuple, get_type_hints
 
 import torch
 from torch import Tensor
@@ -18,7 +18,13 @@ from moe_ops.meta import fake
 from moe_ops.problem import Machine, Problem, Workspaces
 
 LIB = torch.library.Library("moe_ops", "DEF")
-_TYPES = {Tensor: "Tensor", Tensor | None: "Tensor?", str: "str", float: "float", bool: "bool"}
+_TYPES: dict[Any, str] = {
+    Tensor: "Tensor",
+    Tensor | None: "Tensor?",
+    str: "str",
+    float: "float",
+    bool: "bool",
+}
 _TYPES[int] = "int"
 _WRITTEN = ("out", "workspace13", "workspace2", "index_workspace")
 
@@ -113,7 +119,7 @@ class Kind(NamedTuple):
     """One of the three op families: its name, its arguments, the fake's checks and the kernel's."""
 
     name: str
-    args: type
+    args: Any  # the NamedTuple class
     check: Callable
     check_rows: Callable
 
@@ -203,12 +209,12 @@ def _entry(launch: Callable, kind: Kind, device: str) -> Callable:
     """The dispatcher's entry: checks on real sizes before anything is launched, then the launcher."""
     make, check_rows = kind.args._make, kind.check_rows
 
-    def run(*values) -> None:
+    def run(*values: Any) -> None:
         args = make(values)
         check_rows(args)
         launch(args)
 
-    def run_on_device(*values) -> None:
+    def run_on_device(*values: Any) -> None:
         index = values[0].device.index
         if index == torch.cuda.current_device():
             return run(*values)
@@ -219,7 +225,7 @@ def _entry(launch: Callable, kind: Kind, device: str) -> Callable:
 
 
 def _fake(kind: Kind) -> Callable:
-    def fake_kernel(*values) -> None:
+    def fake_kernel(*values: Any) -> None:
         kind.check(kind.args._make(values))
 
     return fake_kernel

@@ -58,4 +58,4 @@ class Workspaces(NamedTuple):
 
     workspace13: Buffer
     workspace2: Buffer
-    index: Buffer  # int32: sort order, offsets, counters
+    index: Buffer  # type: ignore[assignment]  # shadows tuple.index. int32: sort order, offsets, counters

@@ -7,7 +7,9 @@ traced code; only facts of the machine and the measured tables are looked up as 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -35,7 +37,7 @@ class Plan:
         return self.tiers[0][1].name if len(self.tiers) == 1 else "auto"
 
     @property
-    def op(self):
+    def op(self) -> Callable:
         """The registered op of this plan."""
         if len(self.tiers) == 1:
             return self.tiers[0][1].ops[self.problem.kind]
@@ -53,7 +55,7 @@ class Plan:
         """Whether gradients can flow."""
         return all([backend.differentiable for _, backend in self.tiers])
 
-    def workspace_shapes(self, M) -> Workspaces:
+    def workspace_shapes(self, M: int) -> Workspaces:
         """Shapes and dtypes of the three workspaces; M tokens (T for batched, S rows for linear)."""
         first = self.tiers[0][1].workspace_shapes(M, self.problem)
         if len(self.tiers) == 1:
@@ -122,7 +124,9 @@ def plan(problem: Problem, machine: Machine, backend: str = "auto") -> Plan:
     return Plan(problem, machine, _tiers(problem, machine, accepted), tuple(refused))
 
 
-def _tiers(problem, machine, accepted) -> tuple[tuple[int, library.Backend], ...]:
+def _tiers(
+    problem: Problem, machine: Machine, accepted: Sequence[library.Backend]
+) -> tuple[tuple[int, library.Backend], ...]:
     """The measured tiers whose backends are accepted, else the first accepted backend alone."""
     tiers: list[tuple[int, library.Backend]] = []
     for limit, name in _measured(
@@ -176,7 +180,7 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _bytes(buffer: Buffer):
+def _bytes(buffer: Buffer) -> int:
     size = buffer.dtype.itemsize
     for s in buffer.shape:
         size = size * s
@@ -186,14 +190,14 @@ def _bytes(buffer: Buffer):
 # --- facts looked up once, constants to the compiler -------------------------------------------
 
 
-def _constant(function):
+def _constant(function: Any) -> Any:
     """torch.compiler.assume_constant_result without its import of torch._dynamo and triton (1.5 s)."""
     function._dynamo_marked_constant = True
     return function
 
 
 @_constant
-def _measured(*key) -> tuple[tuple[int, str], ...]:
+def _measured(*key: Any) -> tuple[tuple[int, str], ...]:
     return tuning.look_up(*key)
 
 
@@ -243,7 +247,7 @@ class pretend:
         self.before, _pretended = _pretended, self.machine
         return self.machine
 
-    def __exit__(self, *_) -> None:
+    def __exit__(self, *_: object) -> None:
         global _pretended
         _pretended = self.before
 
@@ -257,10 +261,10 @@ def _parse_tiers(text: str) -> tuple[tuple[int, library.Backend], ...]:
     return tuple([(int(limit), _named(name)) for limit, name in pairs])
 
 
-def _launch_auto(kind: str, rows_of: int):
+def _launch_auto(kind: str, rows_of: int) -> Callable[[Any], None]:
     """Launcher of the tiered op; `rows_of` is the dimension of the first input that holds M."""
 
-    def launch(args) -> None:
+    def launch(args: Any) -> None:
         rows = args[4].shape[rows_of]
         for limit, backend in _parse_tiers(args.tiers):
             if limit < 0 or rows <= limit:

@@ -49,7 +49,9 @@ class Weight(NamedTuple):
 
     def facts(self) -> WeightFacts:
         """The weight's signature."""
-        return WeightFacts(meta(self.data), meta(self.scale), self.scheme, self.layout)
+        data = meta(self.data)
+        assert data is not None
+        return WeightFacts(data, meta(self.scale), self.scheme, self.layout)
 
 
 class WeightFacts(NamedTuple):
@@ -61,10 +63,10 @@ class WeightFacts(NamedTuple):
     layout: str
 
 
-def static_size(size) -> int:
+def static_size(size: int) -> int:
     """A size as a constant of the traced graph, also under dynamic=True: plans depend on all but M."""
     if torch.compiler.is_compiling() or type(size) is not int:
-        return guard_scalar(size)
+        return int(guard_scalar(size))
     return size
 
 

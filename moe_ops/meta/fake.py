@@ -5,16 +5,25 @@ Comparisons stay on single dimensions, so that dynamic and unbacked row counts c
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+from torch.fx.experimental.symbolic_shapes import guard_or_false
 
 _IDS = (torch.int32, torch.int64)
 
 
-def _check(condition, message: str) -> None:
+def _check(condition: bool, message: str) -> None:
     torch._check(condition, lambda: message)
 
 
-def _check_workspaces(a) -> None:
+def _check_rows(rows, expected, message: str) -> None:
+    # An assertion about unbacked rows would become a guard, whose failure Dynamo calls its own bug. They
+    # are left to the launcher, which names the argument.
+    _check(not guard_or_false(rows != expected), message)
+
+
+def _check_workspaces(a: Any) -> None:
     _check(a.index_workspace.dtype == torch.int32, "index_workspace must be int32")
 
 
@@ -22,7 +31,7 @@ def _rows(name: str, rows: int, of: str, expected: int) -> None:
     raise ValueError(f"{name} must have one row per row of {of}, {expected}, got {rows}")
 
 
-def rows_experts(a) -> None:
+def rows_experts(a: Any) -> None:
     """The row counts of `<backend>_experts`, on real sizes, before anything is launched."""
     rows = a.hidden_states.shape[0]
     if a.topk_ids.shape[0] != rows:
@@ -33,27 +42,28 @@ def rows_experts(a) -> None:
         _rows("out", a.out.shape[0], "hidden_states", rows)
 
 
-def rows_batched_experts(a) -> None:
+def rows_batched_experts(a: Any) -> None:
     """The row counts of `<backend>_batched_experts`."""
     if a.out.shape != a.hidden_states.shape:
         _rows("out", a.out.shape[1], "hidden_states", a.hidden_states.shape[1])
 
 
-def rows_grouped_linear(a) -> None:
+def rows_grouped_linear(a: Any) -> None:
     """The row counts of `<backend>_grouped_linear`."""
     if a.out.shape[0] != a.x.shape[0]:
         _rows("out", a.out.shape[0], "x", a.x.shape[0])
 
 
-def check_experts(a) -> None:
+def check_experts(a: Any) -> None:
     """Checks of `<backend>_experts`; `a` holds the op's arguments by name."""
     _check_workspaces(a)
     x, ids, weights = a.hidden_states, a.topk_ids, a.topk_weights
     _check(x.ndim == 2 and a.out.ndim == 2, "hidden_states and out must be 2-D")
     _check(ids.ndim == 2 and weights.ndim == 2, "topk_ids and topk_weights must be 2-D")
-    _check(x.shape[0] == ids.shape[0], "topk_ids must have one row per row of hidden_states")
-    _check(x.shape[0] == weights.shape[0], "topk_weights must have one row per hidden_states row")
-    _check(x.shape[0] == a.out.shape[0], "out must have one row per row of hidden_states")
+    rows = x.shape[0]
+    _check_rows(ids.shape[0], rows, "topk_ids must have one row per row of hidden_states")
+    _check_rows(weights.shape[0], rows, "topk_weights must have one row per row of hidden_states")
+    _check_rows(a.out.shape[0], rows, "out must have one row per row of hidden_states")
     _check(ids.shape[1] == weights.shape[1], "topk_ids and topk_weights must have equal top_k")
     _check(x.shape[1] == a.out.shape[1], "out must have hidden_states' width")
     _check(x.dtype == a.out.dtype, "out must have hidden_states' dtype")
@@ -61,13 +71,13 @@ def check_experts(a) -> None:
     _check(weights.dtype.is_floating_point, "topk_weights must be floating point")
 
 
-def check_batched_experts(a) -> None:
+def check_batched_experts(a: Any) -> None:
     """Checks of `<backend>_batched_experts`."""
     _check_workspaces(a)
     x = a.hidden_states
     _check(x.ndim == 3 and a.out.ndim == 3, "hidden_states and out must be 3-D")
     _check(x.shape[0] == a.w13.shape[0], "hidden_states must have one block per expert")
-    _check(x.shape[1] == a.out.shape[1], "out must have hidden_states' rows")
+    _check_rows(a.out.shape[1], x.shape[1], "out must have hidden_states' rows")
     _check(x.shape[2] == a.out.shape[2], "out must have hidden_states' width")
     _check(x.dtype == a.out.dtype, "out must have hidden_states' dtype")
     _check(a.expert_num_tokens.ndim == 1, "expert_num_tokens must be 1-D")
@@ -75,11 +85,11 @@ def check_batched_experts(a) -> None:
     _check(a.expert_num_tokens.dtype in _IDS, "expert_num_tokens must be int32 or int64")
 
 
-def check_grouped_linear(a) -> None:
+def check_grouped_linear(a: Any) -> None:
     """Checks of `<backend>_grouped_linear`."""
     _check_workspaces(a)
     _check(a.x.ndim == 2 and a.out.ndim == 2, "x and out must be 2-D")
-    _check(a.x.shape[0] == a.out.shape[0], "out must have one row per row of x")
+    _check_rows(a.out.shape[0], a.x.shape[0], "out must have one row per row of x")
     _check(a.x.dtype == a.out.dtype, "out must have the dtype of x")
     _check(a.offsets.ndim == 1, "offsets must be 1-D")
     _check(a.offsets.shape[0] == a.weight.shape[0], "offsets must have E entries")

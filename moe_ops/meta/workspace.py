@@ -8,20 +8,21 @@ from __future__ import annotations
 
 import torch
 
+Shapes = tuple[tuple[int, ...], tuple[int, ...]]
 maximum, minimum = torch.sym_max, torch.sym_min  # never guard on a symbolic size; ints give an int
 
 
-def cdiv(a, b):
+def cdiv(a: int, b: int) -> int:
     """ceil(a / b)."""
     return (a + b - 1) // b
 
 
-def round_up(a, b):
+def round_up(a: int, b: int) -> int:
     """The least multiple of b that is at least a."""
     return (a + b - 1) // b * b
 
 
-def dense(M, N, K, I, top_k):
+def dense(M: int, N: int, K: int, I: int, top_k: int) -> Shapes:
     """Rows are the M * top_k pairs in token order.
 
     Returns (workspace13 shape, workspace2 shape): workspace13 holds the activation's output (.., I) or
@@ -31,13 +32,13 @@ def dense(M, N, K, I, top_k):
     return (rows, maximum(I, K)), (rows, maximum(N, K))
 
 
-def padded_rows(M, top_k, E, alignment):
+def padded_rows(M: int, top_k: int, E: int, alignment: int) -> int:
     """Rows of the contiguous layout: pairs grouped by expert, every group padded to `alignment`."""
     pairs = M * top_k
     return round_up(pairs + minimum(pairs, E) * (alignment - 1), alignment)
 
 
-def contiguous(M, N, K, I, top_k, E, alignment):
+def contiguous(M: int, N: int, K: int, I: int, top_k: int, E: int, alignment: int) -> Shapes:
     """Rows grouped by expert, each group padded to `alignment` rows.
 
     Returns (workspace13 shape, workspace2 shape): workspace13 holds permuted inputs (.., K) and the
@@ -47,7 +48,7 @@ def contiguous(M, N, K, I, top_k, E, alignment):
     return (rows, maximum(I, K)), (rows, maximum(N, K))
 
 
-def masked(E, T, N, K, I):
+def masked(E: int, T: int, N: int, K: int, I: int) -> Shapes:
     """One padded block of T rows per expert.
 
     Returns (workspace13 shape, workspace2 shape): workspace13 holds gate/up (E, T, N) and expert outputs
@@ -56,7 +57,7 @@ def masked(E, T, N, K, I):
     return (E, T, maximum(K, N)), (E, T, I)
 
 
-def carve(buffer, shape, dtype):
+def carve(buffer: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """The first bytes of `buffer` (contiguous, of any shape and dtype) seen as a tensor.
 
     Kernels only ever take workspaces this way, because the tiered op hands every tier the same bytes.
