@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from moe_ops import activations, library, numerics, permute
 from moe_ops.activations import Activation
@@ -54,6 +55,7 @@ class _GroupedLinear(torch.autograd.Function):
         return _mm(x, weight, offsets, scale, bias, scheme, False)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad):
         x, weight, offsets, scale = ctx.saved_tensors
         grad = grad.contiguous()
