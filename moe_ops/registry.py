@@ -16,6 +16,7 @@ import torch
 from moe_ops import library, tuning
 from moe_ops.backends import torch as torch_backend
 from moe_ops.backends import triton as triton_backend
+from moe_ops.meta.workspace import maximum
 from moe_ops.problem import Buffer, Machine, Problem, Workspaces
 
 # Order is preference where nothing was measured.
@@ -63,7 +64,7 @@ class Plan:
         sizes = [_bytes(buffer) for buffer in first]
         for _, backend in self.tiers[1:]:
             more = backend.workspace_shapes(M, self.problem)
-            sizes = [torch.sym_max(a, _bytes(b)) for a, b in zip(sizes, more, strict=True)]
+            sizes = [maximum(a, _bytes(b)) for a, b in zip(sizes, more, strict=True)]
         return Workspaces(
             Buffer((sizes[0],), torch.uint8),
             Buffer((sizes[1],), torch.uint8),

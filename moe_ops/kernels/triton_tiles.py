@@ -9,7 +9,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import NamedTuple
 
-import torch
+from moe_ops.meta.workspace import minimum
 
 SMALLEST_TILE = 16  # tokens; the least a tensor core takes
 GROUP = 16  # blocks that pass over one weight tile before the next tile's turn
@@ -21,7 +21,7 @@ def block_bound(rows, groups, tile):
     A group of c > 0 rows needs ceil(c / tile) <= (c + tile - 1) / tile, and at most min(rows, groups) groups
     have rows. Falls as the tile grows.
     """
-    return torch.sym_min(rows, (rows + torch.sym_min(rows, groups) * (tile - 1)) // tile)
+    return minimum(rows, (rows + minimum(rows, groups) * (tile - 1)) // tile)
 
 
 class Tile(NamedTuple):

@@ -6,10 +6,22 @@ bound from (M, top_k, E), never from the routing data.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 Shapes = tuple[tuple[int, ...], tuple[int, ...]]
-maximum, minimum = torch.sym_max, torch.sym_min  # never guard on a symbolic size; ints give an int
+
+
+def maximum(a: Any, b: Any) -> Any:
+    """max(a, b) that never guards on a symbolic size."""
+    # Dynamo of torch 2.11 cannot trace sym_max of two ints, and turns max of symbolic ones into it.
+    return max(a, b) if type(a) is int and type(b) is int else torch.sym_max(a, b)
+
+
+def minimum(a: Any, b: Any) -> Any:
+    """min(a, b) that never guards on a symbolic size."""
+    return min(a, b) if type(a) is int and type(b) is int else torch.sym_min(a, b)
 
 
 def cdiv(a: int, b: int) -> int:
