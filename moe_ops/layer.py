@@ -25,6 +25,7 @@ from moe_ops import activations
 from moe_ops.activations import Activation
 from moe_ops.config import MoEConfig, RoutingMethod
 from moe_ops.experts import fused_experts
+from moe_ops.meta.workspace import maximum
 from moe_ops.routing import route, router_probabilities
 
 _INIT_STD = 0.02
@@ -284,7 +285,7 @@ def load_balancing_loss(
         A scalar fp32 tensor; 0 for M = 0.
     """
     num_tokens, num_experts = router_probabilities.shape
-    at_least_one = torch.sym_max(num_tokens, 1)
+    at_least_one = maximum(num_tokens, 1)
     fraction = tokens_per_expert(topk_ids, num_experts).float() / at_least_one
     mean_probability = router_probabilities.float().sum(0) / at_least_one
     return num_experts * (fraction * mean_probability).sum()
