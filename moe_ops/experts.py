@@ -269,9 +269,9 @@ def explain(
     Raises:
         ValueError, ImportError: as `fused_experts`.
     """
-    weights = topk_ids if topk_ids.ndim != 2 else topk_ids.to(torch.float32)
+    validation.check_rank("topk_ids", topk_ids, "(M, top_k)")
     call = _experts_call(
-        (hidden_states, weights, topk_ids),
+        (hidden_states, topk_ids.to(torch.float32), topk_ids),
         (_unwrap(w13), _unwrap(w2)),
         (w13_bias, w2_bias, expert_map),
         (activations.resolve(activation), router_weight_on_input, deterministic, False),
@@ -388,10 +388,10 @@ def _prepare(
     key = [make_call, backend, options, blocks]
     for t in inputs:
         key += (t.shape[1:], t.dtype, t.device)
-    for data, scale, *_, scheme, layout in weights:
+    for data, scale, _, _, static, scheme, layout in weights:
         key += (data.shape, data.dtype, data.device, data.is_contiguous(), scheme, layout)
         if scale is not None:
-            key += (scale.shape, scale.device)
+            key += (scale.shape, scale.device, None if static is None else static.device)
     for t in others:
         key += (None,) if t is None else (t.shape, t.dtype, t.device)
     lookup = tuple(key)
