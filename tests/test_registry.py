@@ -1,0 +1,375 @@
+"""Plans: which backend is chosen, what is said about the others, and that plans know nothing of M."""
+
+import ast
+import dataclasses
+import json
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+import moe_ops
+from moe_ops import experts, registry, tuning
+from moe_ops.activations import Activation
+from moe_ops.problem import Machine, Problem
+
+H200 = Machine("cuda", (9, 0), "NVIDIA H200", ("triton", "torch"))
+CPU = Machine("cpu", available=("triton", "torch"))
+PLAIN = Problem("experts", 8, 64, 32, 64, 2, torch.bfloat16)
+FP8 = dataclasses.replace(PLAIN, scheme="fp8_block")
+
+
+def names(plan: registry.Plan) -> list[tuple[int, str]]:
+    return [(limit, backend.name) for limit, backend in plan.tiers]
+
+
+@pytest.fixture
+def table(tmp_path, monkeypatch):
+    """Writes the measured table of an H200 for `PLAIN` and, with the same tiers, for `FP8`."""
+
+    def write(*tiers: tuple[int, str], **facts):
+        entry = {"num_experts": 8, "hidden_size": 64, "intermediate_size": 32, "top_k": 2}
+        entry |= {"scheme": "", "dtype": "bfloat16"} | facts
+        entry["tiers"] = [{"max_tokens": limit, "backend": name} for limit, name in tiers]
+        entries = [entry, entry | {"scheme": "fp8_block"}]
+        text = json.dumps({"gpu": "NVIDIA H200", "entries": entries})
+        (tmp_path / "nvidia_h200.json").write_text(text)
+        tuning._entries.cache_clear()
+
+    monkeypatch.setattr(tuning, "_FOLDER", tmp_path)
+    tuning._entries.cache_clear()
+    yield write
+    tuning._entries.cache_clear()
+
+
+# --- named backends --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", registry.list_backends())
+def test_a_named_backend_runs_alone(name, table):
+    other = [other for other in registry.list_backends() if other != name][0]
+    table((4, other), (-1, name))
+    plan = registry.plan(PLAIN, H200, name)
+    assert names(plan) == [(-1, name)]
+    assert plan.backend == name and plan.tiers_text == ""
+    assert plan.op.name() == f"moe_ops::{name}_experts"
+    assert plan.refused == ()
+
+
+def test_an_unknown_name_lists_the_known_ones():
+    with pytest.raises(ValueError) as error:
+        registry.plan(PLAIN, H200, "tritton")
+    assert str(error.value) == (
+        f"backend must be one of auto, {', '.join(registry.list_backends())}; got 'tritton'"
+    )
+    x, w13, w2, ids = torch.randn(1, 4), torch.randn(1, 4, 4), torch.randn(1, 4, 2), [[0]]
+    ids = torch.tensor(ids)
+    with pytest.raises(ValueError, match="backend must be one of auto, .*; got ''"):
+        moe_ops.fused_experts(x, w13, w2, torch.ones(1, 1), ids, backend="")
+
+
+def test_a_named_backend_never_falls_back():
+    problem = dataclasses.replace(FP8, layout="shuffled", dtype=torch.float64)
+    with pytest.raises(ValueError) as error:
+        registry.plan(problem, H200, "triton")
+    text = str(error.value)
+    assert text.startswith("backend 'triton' cannot run this call: ")
+    for reason in ("got scheme 'fp8_block'", "got 'shuffled'", "got torch.float64"):
+        assert reason in text, "every reason is told"
+    with pytest.raises(ValueError, match="got layout 'shuffled'"):
+        registry.plan(problem, H200, "torch")
+
+
+def test_a_missing_library_is_an_import_error(monkeypatch):
+    there = Machine("cuda", (9, 0), "NVIDIA H200", ("torch",))
+    lacking = dataclasses.replace(
+        registry._named("triton"), available=lambda: "triton is not installed; pip install triton"
+    )
+    monkeypatch.setattr(registry, "BACKENDS", (lacking, registry._named("torch")))
+    with pytest.raises(ImportError) as error:
+        registry.plan(PLAIN, there, "triton")
+    assert "pip install triton" in str(error.value)
+    plan = registry.plan(PLAIN, there, "auto")
+    assert names(plan) == [(-1, "torch")]
+    assert plan.refused == (("triton", ("triton is not installed; pip install triton",)),)
+
+
+def test_gradients_need_a_backward():
+    training = dataclasses.replace(PLAIN, needs_grad=True)
+    with pytest.raises(ValueError, match="has no backward: wrap the call in torch.no_grad()"):
+        registry.plan(training, H200, "triton")
+    assert names(registry.plan(training, H200)) == [(-1, "torch")]
+    assert registry.plan(training, H200).differentiable
+    assert not registry.plan(PLAIN, H200).differentiable
+
+
+def test_old_gpus_and_cpus_are_refused_by_triton():
+    old = Machine("cuda", (7, 5), "Tesla T4", ("triton", "torch"))
+    plan = registry.plan(PLAIN, old)
+    assert names(plan) == [(-1, "torch")]
+    assert plan.refused[0][1] == ("triton needs compute capability 8.0 or higher, got 7.5",)
+    assert names(registry.plan(PLAIN, CPU)) == [(-1, "torch")]  # the interpreter: only when named
+
+
+def test_no_backend_at_all_tells_why_of_each():
+    problem = dataclasses.replace(PLAIN, layout="shuffled")
+    with pytest.raises(ValueError) as error:
+        registry.plan(problem, H200)
+    text = str(error.value)
+    assert text.startswith("no backend can run this call: ")
+    for name in registry.list_backends():
+        assert f"{name}: " in text
+
+
+# --- measured tiers --------------------------------------------------------------------------------
+
+
+def test_tiers_come_from_the_table(table):
+    table((16, "torch"), (-1, "triton"))
+    plan = registry.plan(PLAIN, H200)
+    assert names(plan) == [(16, "torch"), (-1, "triton")]
+    assert plan.backend == "auto" and plan.tiers_text == "16:torch,-1:triton"
+    assert plan.op.name() == "moe_ops::auto_experts"
+    # no such entry: the first in order of preference
+    other = dataclasses.replace(PLAIN, hidden_size=128)
+    assert names(registry.plan(other, H200)) == [(-1, registry.list_backends()[0])]
+    elsewhere = dataclasses.replace(H200, gpu_name="NVIDIA B200")
+    assert names(registry.plan(PLAIN, elsewhere)) == [(-1, registry.list_backends()[0])]
+    for change in ({"top_k": 1}, {"dtype": torch.float16}, {"num_experts": 9}):
+        assert len(registry.plan(dataclasses.replace(PLAIN, **change), H200).tiers) == 1
+
+
+def test_tiers_skip_backends_that_refuse(table):
+    table((16, "triton"), (64, "torch"), (256, "triton"), (-1, "torch"))
+    assert names(registry.plan(PLAIN, H200)) == [
+        (16, "triton"),
+        (64, "torch"),
+        (256, "triton"),
+        (-1, "torch"),
+    ]
+    plan = registry.plan(FP8, H200)  # triton refuses; its neighbours become one tier
+    assert names(plan) == [(-1, "torch")]
+    assert plan.backend == "torch"
+    assert plan.refused[0][0] == "triton"
+
+
+def test_neighbours_of_one_backend_are_one_tier(table):
+    table((4, "torch"), (16, "torch"), (64, "triton"), (-1, "triton"))
+    assert names(registry.plan(PLAIN, H200)) == [(16, "torch"), (-1, "triton")]
+    # a table that ends at some size goes on with its last backend
+    table((4, "triton"), (64, "torch"))
+    assert names(registry.plan(PLAIN, H200)) == [(4, "triton"), (-1, "torch")]
+
+
+def test_unknown_names_in_a_table_are_left_out(table):
+    table((16, "gone"), (-1, "torch"))
+    assert names(registry.plan(PLAIN, H200)) == [(-1, "torch")]
+    table((16, "gone"))
+    assert names(registry.plan(PLAIN, H200)) == [(-1, registry.list_backends()[0])]
+
+
+def test_the_tiered_op_picks_by_the_real_size(monkeypatch):
+    """Values and launchers, at both sides of the tiers' bounds."""
+    torch_backend = registry._named("torch")
+    launched = []
+
+    def recording(name):
+        def launch(args):
+            launched.append(name)
+            torch_backend.launch["experts"](args)
+
+        return dataclasses.replace(torch_backend, name=name, launch={"experts": launch})
+
+    few, some, many = recording("few"), recording("some"), recording("many")
+    monkeypatch.setattr(registry, "BACKENDS", (few, some, many, torch_backend))
+    monkeypatch.setattr(registry, "_measured", lambda *_: ((2, "few"), (4, "some"), (-1, "many")))
+    w13, w2 = torch.randn(3, 8, 6), torch.randn(3, 6, 4)
+    with registry.pretend(Machine("cpu", available=("few", "some", "many", "torch"))):
+        for M in (0, 1, 2, 3, 4, 5, 50):
+            x, ids = torch.randn(M, 6), torch.randint(0, 3, (M, 2))
+            got = moe_ops.fused_experts(x, w13, w2, torch.ones(M, 2), ids)
+            want = moe_ops.fused_experts(x, w13, w2, torch.ones(M, 2), ids, backend="torch")
+            assert torch.equal(got, want)
+    assert launched == ["few"] * 3 + ["some"] * 2 + ["many"] * 2
+
+
+# --- what a plan says ------------------------------------------------------------------------------
+
+
+def test_a_plan_reads_well(table):
+    table((16, "torch"), (-1, "triton"))
+    # per pair: torch 2 * 64 and 2 * 64 bytes; triton 2 * 32 and 4 * 64, and its table of blocks
+    assert str(registry.plan(PLAIN, H200)) == (
+        "experts: E=8 top_k=2 K=64 I=32 plain bfloat16 on NVIDIA H200\n"
+        "  M in 0..16: torch\n"
+        "  M >= 17: triton\n"
+        "  workspace at M=1: 0.00 MiB\n"
+        "  workspace at M=64: 0.05 MiB\n"
+        "  workspace at M=4096: 3.04 MiB"
+    )
+    assert str(registry.plan(FP8, H200)) == (
+        "experts: E=8 top_k=2 K=64 I=32 fp8_block bfloat16 on NVIDIA H200\n"
+        "  M >= 0: torch (emulated: weights dequantized, products in fp32)\n"
+        "  workspace at M=1: 0.00 MiB\n"
+        "  workspace at M=64: 0.06 MiB\n"
+        "  workspace at M=4096: 4.00 MiB\n"
+        "  not triton: triton runs plain weights only so far, got scheme 'fp8_block'"
+    )
+
+
+def test_explain_plans_the_call_it_is_given():
+    x, ids = torch.randn(5, 64), torch.zeros(5, 2, dtype=torch.int64)
+    w13, w2 = torch.randn(8, 64, 64), torch.randn(8, 64, 32)
+    plan = moe_ops.explain(x, w13, w2, ids, activation=Activation("silu", limit=3.0))
+    problem = Problem(
+        "experts", 8, 64, 32, 64, 2, torch.float32, "", "", Activation("silu", limit=3)
+    )
+    assert plan.problem == problem
+    text = str(plan)
+    assert "E=8 top_k=2 K=64 I=32 plain float32 on cpu" in text and "M >= 0: torch" in text
+    quantized = [moe_ops.quantize(w, "fp8_channel") for w in (w13, w2)]
+    assert "emulated" in str(moe_ops.explain(x, *quantized, ids))
+    with pytest.raises(ValueError, match="topk_ids must have shape"):
+        moe_ops.explain(x, w13, w2, ids[0])
+    with pytest.raises(ValueError, match="cannot run this call"):
+        moe_ops.explain(x, *quantized, ids, backend="triton")
+    with registry.pretend(H200):
+        assert "on NVIDIA H200" in str(moe_ops.explain(x, w13, w2, ids))
+
+
+def test_pretending_ends():
+    here = registry.machine(torch.device("cpu"))
+    assert not registry.pretending() and here.device_type == "cpu"
+    assert "torch" in here.available
+    with registry.pretend(H200) as one:
+        assert registry.machine(torch.device("cpu")) is one is H200
+        with registry.pretend(CPU):
+            assert registry.machine(torch.device("cpu")) is CPU
+        assert registry.machine(torch.device("cpu")) is H200
+    with pytest.raises(KeyError), registry.pretend(H200):
+        raise KeyError
+    assert not registry.pretending()
+    assert registry.machine(torch.device("cpu")) == here
+
+
+# --- nothing of M, and safe to share ---------------------------------------------------------------
+
+
+def test_no_plan_knows_the_number_of_tokens(monkeypatch):
+    """The same plan object serves every M, and `supports` is asked once."""
+    fields = {field.name for field in dataclasses.fields(Problem)}
+    assert not fields & {"M", "T", "S", "num_tokens", "tokens", "rows", "batch_size"}
+    asked = []
+    backend = registry._named("torch")
+    counting = dataclasses.replace(
+        backend, supports=lambda p, m: asked.append(p) or backend.supports(p, m)
+    )
+    monkeypatch.setattr(registry, "BACKENDS", (counting,))
+    experts._ready.clear()
+    w13, w2 = torch.randn(2, 8, 6), torch.randn(2, 6, 4)
+    for M in (3, 1, 0, 700):
+        ids = torch.zeros(M, 1, dtype=torch.int64)
+        moe_ops.fused_experts(torch.randn(M, 6), w13, w2, torch.ones(M, 1), ids)
+    assert len(asked) == 1
+    experts._ready.clear()
+
+
+def test_every_difference_that_matters_is_planned_anew():
+    """Eager calls look plans up; each wrong call raises although a right one came before."""
+    x, w13, w2 = torch.randn(3, 6), torch.randn(2, 8, 6), torch.randn(2, 6, 4)
+    weights, ids = torch.rand(3, 1), torch.zeros(3, 1, dtype=torch.int64)
+    counts = torch.tensor([1, 2])
+    offsets = counts.int()
+    right = {"hidden_states": x, "w13": w13, "w2": w2, "topk_weights": weights, "topk_ids": ids}
+    moe_ops.fused_experts(**right)
+    moe_ops.batched_experts(torch.randn(2, 3, 6), w13, w2, counts)
+    moe_ops.grouped_linear(x, w13, offsets)
+    for name, wrong in (
+        ("hidden_states", x.int()),
+        ("hidden_states", x[:, :5]),
+        ("hidden_states", x[None]),
+        ("w13", w13.double()),
+        ("w13", w13[:1]),
+        ("w13", w13[0]),
+        ("w2", w2[:, :, :3]),
+        ("topk_weights", torch.rand(3, 2)),
+        ("topk_weights", torch.rand(2, 1)),
+        ("topk_weights", weights[:, 0]),
+        ("topk_ids", ids.float()),
+        ("topk_ids", ids[:2]),
+        ("w13_bias", torch.zeros(2, 7)),
+        ("w2_bias", torch.zeros(2, 6, dtype=torch.int32)),
+        ("expert_map", torch.zeros(2, 2, dtype=torch.int32)),
+        ("activation", "silu_no_mul"),
+    ):
+        with pytest.raises(ValueError):
+            moe_ops.fused_experts(**(right | {name: wrong}))
+    for blocks in (1, 3):
+        with pytest.raises(ValueError, match=f"got {blocks} blocks"):
+            moe_ops.batched_experts(torch.randn(blocks, 3, 6), w13, w2, counts)
+    with pytest.raises(ValueError, match="expert_num_tokens must have shape"):
+        moe_ops.batched_experts(torch.randn(2, 3, 6), w13, w2, counts[:1])
+    with pytest.raises(ValueError, match="offsets must be int32"):
+        moe_ops.grouped_linear(x, w13, offsets.long())
+
+
+def test_threads_share_the_plans():
+    """Eight threads, each with sizes of its own, meeting in an empty and overflowing look-up."""
+    experts._ready.clear()
+    problems = []
+    for i in range(24):
+        E, K, I = 2 + i % 3, 4 + 2 * i, 3 + i  # noqa: E741
+        M = 1 + i % 5
+        args = torch.randn(M, K), torch.randn(E, 2 * I, K), torch.randn(E, K, I)
+        args += torch.rand(M, 2), torch.randint(0, E, (M, 2))
+        problems.append((args, moe_ops.fused_experts(*args)))
+    experts._ready.clear()
+    wrong, start = [], threading.Barrier(8)
+
+    def work(seed: int) -> None:
+        start.wait()
+        for step in range(60):
+            args, want = problems[(seed * 7 + step * 5) % len(problems)]
+            if step % 20 == 0:
+                experts._ready.clear()
+            try:
+                if not torch.equal(moe_ops.fused_experts(*args), want):
+                    wrong.append("another result")
+            except Exception as error:
+                wrong.append(repr(error))
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+# --- the house's order -----------------------------------------------------------------------------
+
+
+def test_names_are_listed_in_order_of_preference():
+    assert moe_ops.list_backends() == tuple(backend.name for backend in registry.BACKENDS)
+    assert len(set(moe_ops.list_backends())) == len(registry.BACKENDS)
+
+
+@pytest.mark.parametrize("name", registry.list_backends())
+def test_backend_files_follow_one_order(name):
+    """available, supports, workspace_shapes, the launchers, and last the registration."""
+    path = Path(registry.__file__).parent / "backends" / f"{name}.py"
+    body = ast.parse(path.read_text()).body
+    defined = {
+        node.name: index for index, node in enumerate(body) if isinstance(node, ast.FunctionDef)
+    }
+    launchers = [name for name in defined if name.startswith("_launch_")]
+    assert len(launchers) == len(registry._named(name).launch)
+    order = [defined[n] for n in ("available", "supports", "workspace_shapes", *launchers)]
+    assert order == sorted(order)
+    assert isinstance(body[-1], ast.Assign) and body[-1].targets[0].id == "BACKEND"
+    assert (
+        body[-1].value.func.attr == "register"
+        if isinstance(body[-1].value.func, ast.Attribute)
+        else body[-1].value.func.id == "register"
+    )
