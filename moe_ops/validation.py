@@ -51,7 +51,8 @@ class Weight(NamedTuple):
         """The weight's signature."""
         data = meta(self.data)
         assert data is not None
-        return WeightFacts(data, meta(self.scale), self.scheme, self.layout)
+        static = None if self.activation_scale is None else self.activation_scale.device
+        return WeightFacts(data, meta(self.scale), self.scheme, self.layout, static)
 
 
 class WeightFacts(NamedTuple):
@@ -61,6 +62,7 @@ class WeightFacts(NamedTuple):
     scale: Meta | None
     scheme: str
     layout: str
+    activation_scale: torch.device | None = None  # where it is, of schemes that have one
 
 
 def static_size(size: int) -> int:
@@ -316,6 +318,8 @@ def _check_weight(name: str, weight: WeightFacts, x: Rows, x_name: str) -> tuple
             f"{name}'s scale must have shape {expected} for scheme {weight.scheme}, got {scale.shape}"
         )
     _check_device(f"{name}'s scale", scale.device, x.device)
+    if weight.activation_scale is not None:
+        _check_device(f"{name}'s activation_scale", weight.activation_scale, x.device)
     return data.shape
 
 
