@@ -58,6 +58,7 @@ def grouped_mm(
                 start = end
         out[start:] = 0
         return out
+    offsets = offsets.clamp(0, x.shape[0])  # they are data: row ranges must stay inside x
     if not scheme and _native(x, weight):
         y = F.grouped_mm(x, weight if transpose else weight.transpose(1, 2), offs=offsets)
     else:
@@ -81,6 +82,7 @@ def grouped_outer(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
                 torch.mm(a[start:end].t(), b[start:end], out=out[e])
                 start = end
         return out
+    offsets = offsets.clamp(0, a.shape[0])
     if _native(a, b):
         y = F.grouped_mm(a.t(), b, offs=offsets)
         starts = F.pad(offsets[:-1], (1, 0))
