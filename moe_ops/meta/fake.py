@@ -17,7 +17,7 @@ def _check(condition: bool, message: str) -> None:
     torch._check(condition, lambda: message)
 
 
-def _check_rows(rows, expected, message: str) -> None:
+def _check_rows(rows: Any, expected: Any, message: str) -> None:
     # An assertion about unbacked rows would become a guard, whose failure Dynamo calls its own bug. They
     # are left to the launcher, which names the argument.
     _check(not guard_or_false(rows != expected), message)
