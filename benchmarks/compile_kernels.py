@@ -21,10 +21,15 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from moe_ops.kernels import triton_experts, triton_routing, triton_tiles
+from moe_ops.kernels import triton_experts, triton_routing, triton_scales, triton_tiles
+from moe_ops.schemes import SCHEMES as NAMED
 
-POINTERS = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}
+POINTERS = {
+    **{torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"},
+    **{torch.float8_e4m3fn: "*fp8e4nv", torch.uint8: "*u8"},
+}
 SHARED_MEMORY = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024}
+SCHEMES = tuple(NAMED)
 SHAPES = {  # E, top_k, K, I
     "qwen3": (128, 8, 2048, 768),
     "mixtral": (8, 2, 4096, 14336),
@@ -71,6 +76,7 @@ def describe(kernel, warps: int) -> str:
         re.findall(r"(?:wgmma\.mma_async|mma)\.sync\.aligned\.(?:row\.col\.)?(m\d+n\d+k\d+)", ptx)
     )
     kind = "wgmma" if "wgmma" in ptx else "mma"
+    kind += " e4m3" if re.search(r"mma[^;]*\.e4m3\.e4m3", ptx) else ""
     spills = len(re.findall(r"\b(?:STL|LDL)\b", sass))
     copies = {
         width: len(re.findall(rf"LDGSTS\.E[A-Z.]*\.{width}\b", sass)) for width in ("64", "128")
@@ -87,6 +93,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--arch", type=int, default=90, choices=sorted(SHARED_MEMORY))
     parser.add_argument("--shape", choices=sorted(SHAPES), action="append")
+    parser.add_argument("--scheme", choices=SCHEMES, action="append")
+    parser.add_argument("--M", type=int, action="append")
     parser.add_argument("--transposed", action="store_true", help="weights stored (E, K, N)")
     parser.add_argument("--activation", default="silu")
     arguments = parser.parse_args()
@@ -95,9 +103,11 @@ def main() -> None:
     arch = arguments.arch
     print(f"triton {triton.__version__}, sm_{arch}")
     for shape in arguments.shape or SHAPES:
-        for dtype in (torch.bfloat16, torch.float32):
-            for M in (1, 8, 64, 256, 1024, 4096):
-                report(shape, dtype, M, arch, arguments.activation, arguments.transposed)
+        for scheme in arguments.scheme or SCHEMES:
+            for dtype in (torch.bfloat16, torch.float32)[: 1 if scheme else 2]:
+                for M in arguments.M or (1, 8, 64, 256, 1024, 4096):
+                    options = (arguments.activation, arguments.transposed)
+                    report(shape, dtype, M, arch, *options, scheme)
     for tile, chunk in ((16, 1024), (128, 4096)):
         for has_map in (False, True):
             warps = 4 if chunk == 1024 else 8
@@ -125,15 +135,28 @@ def main() -> None:
 
 
 def report(
-    shape: str, dtype: torch.dtype, M: int, arch: int, activation: str, transposed: bool
+    shape: str,
+    dtype: torch.dtype,
+    M: int,
+    arch: int,
+    activation: str,
+    transposed: bool,
+    scheme: str,
 ) -> None:
     """Compile the two GEMMs of a shape at M tokens and print a line each."""
     E, top_k, K, I = SHAPES[shape]  # noqa: E741
-    tiles = triton_tiles.choose(M * top_k, E, K, I, dtype.itemsize, M == 1, SHARED_MEMORY[arch])
     gated = not activation.endswith("_no_mul")
+    scales = triton_scales.scales(scheme)
+    memory = SHARED_MEMORY[arch]
+    tiles = triton_tiles.choose(M * top_k, E, K, I, dtype.itemsize, M == 1, memory, *scales, gated)
+    native = arch >= 89
+    codes = torch.float8_e4m3fn if native else torch.uint8
+    h_codes = scales.x == "static" or (scales.x == "group" and not tiles.wide_h)
+    h_dtype = codes if h_codes else torch.float32 if scales.x else dtype
+    h_scale = "" if scales.x == "group" and tiles.wide_h else scales.x
     types = {"ids_ptr": "*i32", "index_ptr": "*i32", "topk_weights_ptr": "*fp32"}
     types |= {name: "fp32" for name in ("alpha", "beta", "limit")}
-    strides = tuple(name for name in ("stride_we", "stride_xm", "stride_ym"))
+    strides = ("stride_we", "stride_xm", "stride_ym")
     inner, outer = ("stride_wk", "stride_wn") if not transposed else ("stride_wn", "stride_wk")
     shared = {"ROWS": "direct" if tiles.direct else "sorted", "HAS_MAP": False, "HAS_BIAS": False}
     shared |= {"GROUP": triton_tiles.GROUP, "BM": tiles.tokens, "map_ptr": None, "bias_ptr": None}
@@ -141,10 +164,15 @@ def report(
         columns = tile.rows // 2 if gated and name == "gemm1" else tile.rows
         constants = shared | {"WN": tile.rows, "BK": tile.k, "STAGES": tile.stages}
         constants |= {"EVEN_K": depth % tile.k == 0, "EVEN_N": width % columns == 0}
-        pointers = {"w_ptr": POINTERS[dtype], "x_ptr": POINTERS[dtype], **types}
+        x_dtype = h_dtype if name == "gemm2" else codes if tiles.quantize else dtype
+        pointers = {"w_ptr": POINTERS[codes if scheme else dtype], **types}
+        pointers |= {"x_ptr": POINTERS[x_dtype], "w_scale_ptr": "*fp32", "x_scale_ptr": "*fp32"}
+        constants |= {"W_SCALE": scales.weight, "X_SCALE": scales.x, "NATIVE": native}
+        constants |= {"PARTS": triton_scales.PARTS if scales.x == "tensor" else 1}
         ones = ("stride_xk", inner)
         if name == "gemm1":
-            pointers["h_ptr"] = POINTERS[dtype]
+            pointers |= {"h_ptr": POINTERS[h_dtype], "h_scale_ptr": "*fp32"}
+            constants |= {"H_SCALE": h_scale}
             constants |= {
                 "WEIGHT_ON_INPUT": False,
                 "topk_weights_ptr": None,
@@ -171,7 +199,7 @@ def report(
             tile.warps,
         )
         print(
-            f"{shape} {str(dtype)[6:]} M={M} {name} {tiles.tokens} x {tile.rows} x {tile.k} x {tile.stages}"
+            f"{shape} {scheme or str(dtype)[6:]} M={M} {name} {tiles.tokens} x {tile.rows} x {tile.k} x {tile.stages}"
             f" warps {tile.warps}: {describe(kernel, tile.warps)}",
             flush=True,
         )

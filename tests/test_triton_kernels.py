@@ -558,7 +558,7 @@ def test_supports_says_why_not():
         (text,) = backend.supports(dataclasses.replace(problem, **changes), machine)
         return text
 
-    assert "fp8_block" in reason(scheme="fp8_block")
+    assert backend.supports(dataclasses.replace(problem, scheme="fp8_block"), h200) == []
     assert "interleaved" in reason(layout="interleaved")
     assert "torch.float64" in reason(dtype=torch.float64)
     assert "8.0" in reason(Machine("cuda", (7, 5)))

@@ -1,14 +1,14 @@
-"""Backend `triton`: plain bf16, fp16 and fp32 weights on any CUDA GPU from SM80 on.
+"""Backend `triton`: plain and e4m3 weights on any CUDA GPU from SM80 on, bf16, fp16 or fp32 activations.
 
 Four launches a layer: route (or none for one token), GEMM1 with the activation in its epilogue, GEMM2,
-the weighted sum. Nothing is permuted, allocated or read by the host. On a machine without
-a GPU the kernels run under Triton's interpreter if TRITON_INTERPRET=1 was set before this import.
+the weighted sum; where activations are quantized one more may prepare them. Nothing is permuted, allocated or read
+by the host. On a machine without a GPU the kernels run under Triton's interpreter if TRITON_INTERPRET=1 was set
+before this import.
 """
 
 from __future__ import annotations
 
 import importlib.util
-import os
 from functools import cache, lru_cache
 from typing import NamedTuple
 
@@ -16,17 +16,18 @@ import torch
 from torch import Tensor
 
 from moe_ops.activations import NO_LIMIT, Activation
-from moe_ops.kernels import triton_tiles
-from moe_ops.kernels.triton_tiles import GROUP, SMALLEST_TILE, Tile, block_bound
+from moe_ops.kernels import triton_scales, triton_tiles
+from moe_ops.kernels.triton_launch import INTERPRETED, Gpu, Launch, gpu, pointers, run
+from moe_ops.kernels.triton_scales import Input, Scales, Validity
+from moe_ops.kernels.triton_tiles import GROUP, SMALLEST_TILE, Tile, Tiles, block_bound
 from moe_ops.library import BatchedExpertsArgs, ExpertsArgs, GroupedLinearArgs, register
-from moe_ops.meta.workspace import carve, cdiv
+from moe_ops.meta.workspace import carve, cdiv, maximum
 from moe_ops.problem import Buffer, Machine, Problem, Workspaces
+from moe_ops.schemes import SCHEMES
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _COMBINE_COLUMNS = 512
 _blocks = lru_cache(maxsize=8192)(block_bound)  # spares two sym_min of 0.8 us a call
-_compiled: dict[tuple, tuple] = {}  # specialisation -> its compiled kernels; filled by warm calls
 
 
 def available() -> str | None:
@@ -44,8 +45,6 @@ def supports(problem: Problem, machine: Machine) -> list[str]:
     elif machine.device_type == "cuda" and machine.capability < (8, 0):
         major, minor = machine.capability
         reasons.append(f"triton needs compute capability 8.0 or higher, got {major}.{minor}")
-    if problem.scheme:
-        reasons.append(f"triton runs plain weights only so far, got scheme {problem.scheme!r}")
     if problem.layout:
         reasons.append(f"triton takes weights in their natural layout, got {problem.layout!r}")
     if problem.dtype not in _DTYPES:
@@ -57,102 +56,41 @@ def workspace_shapes(M, problem: Problem) -> Workspaces:
     """workspace13 holds the activation's output h (rows, I) in the input's dtype, workspace2 its
     product y (M * top_k, K) with w2 in fp32, the index workspace the table of blocks (.., 4) and the sort order.
 
+    Where activations are quantized, workspace13 holds h and its scales, and workspace2 quantized x and its
+    scales before y takes its place.
+
     M is T for batched_experts and S for grouped_linear, which writes `out` at once and needs no rows.
     """
-    experts = problem.num_experts
+    experts, K, I = problem.num_experts, problem.hidden_size, problem.intermediate_size  # noqa: E741
+    h, y, rows = 0, 0, M
     if problem.kind == "experts":
         pairs = M * problem.top_k
-        h, y = (pairs, problem.intermediate_size), (pairs, problem.hidden_size)
+        h, y = pairs, pairs * K
         index = 4 * block_bound(pairs, experts, SMALLEST_TILE) + pairs
     elif problem.kind == "batched_experts":
-        h, y = (experts * M, problem.intermediate_size), (0,)
+        h = rows = experts * M
         index = 4 * experts * cdiv(M, SMALLEST_TILE)
     else:
-        h = y = (0,)
         index = 4 * block_bound(M, experts + 1, SMALLEST_TILE)
-    return Workspaces(
-        Buffer(h, problem.dtype), Buffer(y, torch.float32), Buffer((index,), torch.int32)
-    )
+    x_scale = triton_scales.scales(problem.scheme).x
+    if x_scale:
+        elements = triton_scales.h_elements(h, I, experts, x_scale, K % 16 == I % 16 == 0)
+        hidden = Buffer((elements,), torch.float32)
+        y = maximum(y, triton_scales.x_elements(rows, K, x_scale))
+    else:
+        hidden = Buffer((h * I,), problem.dtype)
+    return Workspaces(hidden, Buffer((y,), torch.float32), Buffer((index,), torch.int32))
 
 
-class _Launch(NamedTuple):
-    """One kernel launch: arguments in the order of the kernel's parameters, constants last."""
-
-    kernel: str
-    grid: tuple[int, int, int]
-    args: tuple
-    warps: int = 4
-
-
-@cache
-def _kernels() -> dict:
-    from moe_ops.kernels import triton_experts, triton_routing
-
-    return {
-        "route": triton_routing.moe_ops_route,
-        "group_blocks": triton_routing.moe_ops_group_blocks,
-        "gemm1": triton_experts.moe_ops_gemm1,
-        "gemm2": triton_experts.moe_ops_gemm2,
-        "combine": triton_experts.moe_ops_combine,
-    }
-
-
-@cache
-def _shared_memory(device: int) -> int:
-    """Bytes of shared memory one block may use; an H200's under the interpreter."""
-    if device < 0:
-        return 227 * 1024
-    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
-
-
-def _run(launches: list[_Launch], key: tuple, device: int) -> None:
-    """Launch in order. `key` holds everything that a kernel is specialised on.
-
-    Kernels are kept compiled and launched as such: a call never compiles by accident, which capture could
-    not survive, and Triton's own look-up on every launch is left out.
-    """
-    compiled = _compiled.get(key)
-    if compiled is not None:
-        from triton.runtime import driver
-
-        stream = driver.active.get_current_stream(device)
-        for kernel, launch in zip(compiled, launches, strict=True):
-            kernel[launch.grid](*launch.args, stream=stream)
-        return
-    if device >= 0 and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError(
-            "moe_ops backend 'triton' has no compiled kernel for this call and cannot compile one while a "
-            "CUDA graph is captured; warm up first: call the same function once with tensors of these "
-            "shapes, dtypes and strides outside of torch.cuda.graph(...), then capture"
-        )
-    functions = _kernels()
-    compiled = tuple(
-        functions[launch.kernel][launch.grid](*launch.args, num_warps=launch.warps)
-        for launch in launches
-    )
-    if not INTERPRETED:
-        _compiled[key] = compiled
-
-
-def _typed(workspace: Tensor, size: int, dtype: torch.dtype) -> Tensor:
-    """`size` elements of `dtype` in the workspace; the tiered op hands out bytes, others what was asked for."""
-    return workspace if workspace.dtype == dtype else carve(workspace, (size,), dtype)
-
-
-def _pointers(*tensors: Tensor | None) -> tuple:
-    """What kernels are specialised on in their pointers: dtypes, and alignment unless all have 16 bytes."""
-    bits = 0
-    for tensor in tensors:
-        if tensor is not None:
-            bits |= tensor.data_ptr()
-    dtypes = tuple([None if tensor is None else tensor.dtype for tensor in tensors])
-    if bits % 16 == 0:
-        return dtypes
-    return dtypes + tuple([0 if tensor is None else tensor.data_ptr() % 16 for tensor in tensors])
-
-
-def _check_dtype(name: str, weight: Tensor, dtype: torch.dtype) -> None:
-    if weight.dtype != dtype:
+def _check_dtype(name: str, weight: Tensor, dtype: torch.dtype, scheme: str) -> None:
+    """Kernels read a weight as what the call says it is."""
+    if scheme:
+        if weight.dtype != torch.float8_e4m3fn:
+            raise ValueError(
+                f"{name} must have dtype float8_e4m3fn for scheme {scheme}, got {weight.dtype}; "
+                "quantize it with moe_ops.quantize"
+            )
+    elif weight.dtype != dtype:
         raise ValueError(
             f"{name} must have the input's dtype {dtype}, got {weight.dtype}; convert one with .to()"
         )
@@ -189,42 +127,73 @@ def _activation(name: str) -> tuple[str, bool, bool]:
     return function, activation.gated, activation.interleaved
 
 
+class _Weight(NamedTuple):
+    """A weight and its scales as the kernels take them."""
+
+    data: Tensor  # (E, N, K)
+    scale: Tensor | None
+    scales: Scales
+    native: bool
+
+    @property
+    def scale_strides(self) -> tuple:
+        """Strides of an expert, a row or block of rows, and a block of columns."""
+        if self.scale is None:
+            return (0, 0, 0)
+        return (*self.scale.stride(), 0, 0)[:3]
+
+
+def _weight(
+    name: str, data: Tensor, scale: Tensor | None, scheme: str, dtype: torch.dtype, native: bool
+) -> _Weight:
+    _check_dtype(name, data, dtype, scheme)
+    if not scheme:
+        return _Weight(data, None, Scales("", ""), native)
+    data = triton_scales.quantized(data, native)
+    return _Weight(data, scale, triton_scales.scales(scheme), native)
+
+
 def _gemm1(
     a: ExpertsArgs | BatchedExpertsArgs,
+    w: _Weight,
     rows: _Rows,
     tile: Tile,
-    h: Tensor,
-    x_strides: tuple,  # of an expert (beyond its rows), a row, a column
+    h: Input,
+    h_scale: str,
+    x: Input,
     input_weights: Tensor | None = None,  # router weights to scale the input by
-) -> _Launch:
+) -> Launch:
     _, K, I = a.w2.shape  # noqa: E741
     function, gated, interleaved = _activation(a.activation)
     columns = tile.rows // 2 if gated else tile.rows  # of h
-    args = (h, a.hidden_states, a.w13, a.w13_bias, *rows.args)
-    args += (input_weights, *_strides(input_weights), K, I, *x_strides, *a.w13.stride())
+    args = (h.data, h.scale, x.data, x.scale, w.data, w.scale, a.w13_bias, *rows.args)
+    args += (input_weights, *_strides(input_weights), K, I, *x.strides, *w.data.stride())
+    args += (x.stride_scale, *w.scale_strides)
     args += (*_strides(a.w13_bias), a.alpha, a.beta, a.limit)
     args += (rows.name, rows.has_map, a.w13_bias is not None, input_weights is not None)
     args += (function, gated, interleaved, a.limit < NO_LIMIT)
+    args += (w.scales.weight, w.scales.x, h_scale, x.parts, w.native)
     args += (K % tile.k == 0, I % columns == 0, GROUP, rows.tokens, *tile[:3])
-    return _Launch("gemm1", (rows.blocks * cdiv(I, columns), 1, 1), args, tile.warps)
+    return Launch("gemm1", (rows.blocks * cdiv(I, columns), 1, 1), args, tile.warps)
 
 
 def _gemm2(
     y: Tensor,
-    x: Tensor,
-    w: Tensor,  # (E, N, K)
+    x: Input,
+    w: _Weight,
     bias: Tensor | None,
     rows: _Rows,
     tile: Tile,
-    x_strides: tuple,  # of a row, a column
     y_strides: tuple,  # of an expert (beyond its rows), a row, a column
     zero_tail: bool = False,
-) -> _Launch:
-    _, N, K = w.shape
-    args = (y, x, w, bias, *rows.args, K, N, *x_strides, *w.stride(), *_strides(bias), *y_strides)
+) -> Launch:
+    _, N, K = w.data.shape
+    args = (y, x.data, x.scale, w.data, w.scale, bias, *rows.args, K, N, *x.strides[1:])
+    args += (*w.data.stride(), x.stride_scale, *w.scale_strides, *_strides(bias), *y_strides)
     args += (rows.name, rows.has_map, bias is not None, zero_tail)
+    args += (w.scales.weight, w.scales.x, x.parts, w.native)
     args += (K % tile.k == 0, N % tile.rows == 0, GROUP, rows.tokens, *tile[:3])
-    return _Launch("gemm2", (rows.blocks * cdiv(N, tile.rows), 1, 1), args, tile.warps)
+    return Launch("gemm2", (rows.blocks * cdiv(N, tile.rows), 1, 1), args, tile.warps)
 
 
 def _launch_experts(a: ExpertsArgs) -> None:
@@ -234,12 +203,15 @@ def _launch_experts(a: ExpertsArgs) -> None:
         return
     E, K, I = a.w2.shape  # noqa: E741
     dtype, device = x.dtype, x.get_device()
-    _check_dtype("w13", a.w13, dtype)
-    _check_dtype("w2", a.w2, dtype)
+    chip = gpu(device)
+    w13 = _weight("w13", a.w13, a.w13_scale, a.scheme, dtype, chip.native)
+    w2 = _weight("w2", a.w2, a.w2_scale, a.scheme, dtype, chip.native)
     pairs = M * top_k
-    tiles = triton_tiles.choose(pairs, E, K, I, dtype.itemsize, M == 1, _shared_memory(device))
+    tiles = _tiles(a, pairs, E, K, I, M == 1, chip, w2.scales)
     blocks = pairs if tiles.direct else _blocks(pairs, E, tiles.tokens)
-    h, y = _typed(a.workspace13, pairs * I, dtype), _typed(a.workspace2, pairs * K, torch.float32)
+    y = a.workspace2
+    if y.dtype != torch.float32:  # the tiered op hands out bytes
+        y = carve(y, (pairs * K,), torch.float32)
     index, expert_map, on_input = a.index_workspace, a.expert_map, a.router_weight_on_input
     has_map = expert_map is not None
     num_ids, map_stride = (expert_map.shape[0], expert_map.stride(0)) if has_map else (E, 0)
@@ -252,96 +224,150 @@ def _launch_experts(a: ExpertsArgs) -> None:
     )
     launches = [] if tiles.direct else [_route(rows, pairs, tiles.chunk)]
     input_weights = weights if on_input else None
+    x_strides = (0, *x.stride())
+    h, h_scale = triton_scales.hidden(
+        a.workspace13, pairs, I, dtype, w2.scales.x, tiles, a.a2_scale, chip.native
+    )
+    source = Input(x, x_strides)
+    if w13.scales.x:
+        validity = Validity(
+            "pairs", has_map, (ids, expert_map, E, num_ids, top_k, *strides), input_weights
+        )
+        more, source = triton_scales.prepare(
+            source,
+            M,
+            M,
+            K,
+            w13.scales.x,
+            tiles,
+            y,
+            a.a13_scale,
+            validity,
+            h.scale,
+            top_k,
+            chip.native,
+        )
+        launches += more
     launches += (
-        _gemm1(a, rows, tiles.gemm1, h, (0, *x.stride()), input_weights),
-        _gemm2(y, h, a.w2, a.w2_bias, rows, tiles.gemm2, (I, 1), (0, K, 1)),
-        _Launch(
+        _gemm1(a, w13, rows, tiles.gemm1, h, h_scale, source, input_weights),
+        _gemm2(y, h, w2, a.w2_bias, rows, tiles.gemm2, (0, K, 1)),
+        Launch(
             "combine",
             (M, cdiv(K, _COMBINE_COLUMNS), 1),
             (out, y, weights, ids, expert_map, E, num_ids, K, *strides, *weights.stride())
             + (*out.stride(), top_k, has_map, not on_input, _COMBINE_COLUMNS),
         ),
     )
-    key = (device, tiles, E, top_k, x.stride(), out.stride(), on_input, _layer_key(a))
-    _run(launches, (key, _pointers(x, weights, ids, out, h, y, index, expert_map)), device)
+    key = (device, tiles, E, top_k, x_strides, out.stride(), on_input, _layer_key(a))
+    data = (h.data, h.scale, source.data, source.scale)
+    run(launches, (key, pointers(x, weights, ids, out, y, index, expert_map, *data)), device)
 
 
 def _launch_batched_experts(a: BatchedExpertsArgs) -> None:
-    x, out = a.hidden_states, a.out
+    x, out, counts = a.hidden_states, a.out, a.expert_num_tokens
     E, T, K = x.shape
     if T == 0:
         return
     I = a.w2.shape[2]  # noqa: E741
     dtype, device = x.dtype, x.get_device()
-    _check_dtype("w13", a.w13, dtype)
-    _check_dtype("w2", a.w2, dtype)
-    tiles = triton_tiles.choose(E * T, E, K, I, dtype.itemsize, False, _shared_memory(device))
-    h, index = _typed(a.workspace13, E * T * I, dtype), a.index_workspace
+    chip = gpu(device)
+    w13 = _weight("w13", a.w13, a.w13_scale, a.scheme, dtype, chip.native)
+    w2 = _weight("w2", a.w2, a.w2_scale, a.scheme, dtype, chip.native)
+    tiles = _tiles(a, E * T, E, K, I, False, chip, w2.scales)
+    index = a.index_workspace
     rows = _sorted_rows(index, E * cdiv(T, tiles.tokens), E, tiles.tokens)
     # Rows are numbered e * T + t throughout; what (e, t) is off by from that times the row stride is
     # the expert's own term, zero for a contiguous tensor whatever T is.
     x_strides = (x.stride(0) - T * x.stride(1), x.stride(1), x.stride(2))
     out_strides = (out.stride(0) - T * out.stride(1), out.stride(1), out.stride(2))
-    launches = [
-        _group_blocks(rows, a.expert_num_tokens, E, E * T, T),
-        _gemm1(a, rows, tiles.gemm1, h, x_strides),
-        _gemm2(out, h, a.w2, a.w2_bias, rows, tiles.gemm2, (I, 1), out_strides),
-    ]
+    h, h_scale = triton_scales.hidden(
+        a.workspace13, E * T, I, dtype, w2.scales.x, tiles, a.a2_scale, chip.native
+    )
+    launches = [_group_blocks(rows, counts, E, E * T, T)]
+    source = Input(x, x_strides)
+    if w13.scales.x:
+        validity = Validity("batched", False, (counts, None, E, 0, 1, counts.stride(0), 0, 0))
+        more, source = triton_scales.prepare(
+            source, E * T, T, K, w13.scales.x, tiles, a.workspace2, a.a13_scale, validity, h.scale, 1,
+            chip.native,
+        )  # fmt: skip
+        launches += more
+    launches += (
+        _gemm1(a, w13, rows, tiles.gemm1, h, h_scale, source),
+        _gemm2(out, h, w2, a.w2_bias, rows, tiles.gemm2, out_strides),
+    )
     key = (device, "batched", tiles, E, x_strides, out_strides, _layer_key(a))
-    _run(launches, (key, _pointers(x, a.expert_num_tokens, out, h, index)), device)
+    data = (h.data, h.scale, source.data, source.scale)
+    run(launches, (key, pointers(x, counts, out, index, *data)), device)
 
 
 def _launch_grouped_linear(a: GroupedLinearArgs) -> None:
-    x, weight, out, index = a.x, a.weight, a.out, a.index_workspace
+    x, out, offsets, index = a.x, a.out, a.offsets, a.index_workspace
     S, K = x.shape
     if S == 0:
         return
-    E, device = weight.shape[0], x.get_device()
-    _check_dtype("weight", weight, x.dtype)
-    shared_memory = _shared_memory(device)
-    tiles = triton_tiles.choose(S, E, K, K, x.dtype.itemsize, False, shared_memory)
+    E, device = a.weight.shape[0], x.get_device()
+    chip = gpu(device)
+    w = _weight("weight", a.weight, a.weight_scale, a.scheme, x.dtype, chip.native)
+    itemsize, memory = x.dtype.itemsize, chip.shared_memory
+    tiles = triton_tiles.choose(S, E, K, K, itemsize, False, memory, *w.scales, False)
     # The rows past the last group are one more group, of zeros.
     rows = _sorted_rows(index, _blocks(S, E + 1, tiles.tokens), E, tiles.tokens)
-    launches = [
-        _group_blocks(rows, a.offsets, E + 1, S, 0),
-        _gemm2(
-            out,
-            x,
-            weight,
-            a.bias,
-            rows,
-            tiles.gemm2,
-            x.stride(),
-            (0, *out.stride()),
-            zero_tail=True,
-        ),
-    ]
-    key = (device, "grouped", tiles, weight.shape, x.stride(), out.stride(), weight.stride())
-    pointers = _pointers(x, weight, a.offsets, out, index, a.bias)
-    _run(launches, (key, pointers, _strides(a.bias)), device)
+    launches = [_group_blocks(rows, offsets, E + 1, S, 0)]
+    source = Input(x, (0, *x.stride()))
+    if w.scales.x:
+        validity = Validity("groups", False, (offsets, None, E, 0, 1, offsets.stride(0), 0, 0))
+        more, source = triton_scales.prepare(
+            source, S, S, K, w.scales.x, tiles, a.workspace2, a.activation_scale, validity, None, 0,
+            chip.native,
+        )  # fmt: skip
+        launches += more
+    tile = tiles.gemm1 if w.scales.x else tiles.gemm2
+    launches.append(_gemm2(out, source, w, a.bias, rows, tile, (0, *out.stride()), zero_tail=True))
+    key = (device, "grouped", tiles, a.weight.shape, x.stride(), out.stride(), w.data.stride())
+    key += (a.scheme, w.scale_strides, _strides(a.bias))
+    data = (w.data, w.scale, source.data, source.scale)
+    run(launches, (key, pointers(x, offsets, out, index, a.bias, *data)), device)
+
+
+def _tiles(
+    a: ExpertsArgs | BatchedExpertsArgs,
+    rows: int,
+    E: int,
+    K: int,
+    I: int,  # noqa: E741
+    direct: bool,
+    chip: Gpu,
+    scales: Scales,
+) -> Tiles:
+    gated = _activation(a.activation)[1]
+    size = a.hidden_states.dtype.itemsize
+    return triton_tiles.choose(rows, E, K, I, size, direct, chip.shared_memory, *scales, gated)
 
 
 def _layer_key(a: ExpertsArgs | BatchedExpertsArgs) -> tuple:
     """The part of a specialisation that weights and activation decide."""
-    w13, w2, b13, b2 = a.w13, a.w2, a.w13_bias, a.w2_bias
+    w13, w2, b13, b2, s13, s2 = a.w13, a.w2, a.w13_bias, a.w2_bias, a.w13_scale, a.w2_scale
     strides = (w2.shape, w13.stride(), w2.stride(), _strides(b13), _strides(b2))
-    return (a.activation, a.limit < NO_LIMIT, strides, _pointers(w13, w2, b13, b2))
+    scaled = () if s13 is None else (a.scheme, s13.stride(), s2.stride())
+    tensors = pointers(w13, w2, b13, b2, s13, s2)
+    return (a.activation, a.limit < NO_LIMIT, strides, scaled, tensors)
 
 
-def _route(rows: _Rows, pairs: int, chunk: int) -> _Launch:
+def _route(rows: _Rows, pairs: int, chunk: int) -> Launch:
     index, ids, expert_map, blocks, experts, num_ids, top_k, *strides = rows.args
     padded = max(16, 1 << (experts - 1).bit_length())
     args = (index, ids, expert_map, pairs, experts, num_ids, blocks, top_k, *strides)
     args += (padded, rows.tokens, chunk, rows.has_map)
-    return _Launch("route", (experts, 1, 1), args, 4 if chunk <= 1024 else 8)
+    return Launch("route", (experts, 1, 1), args, 4 if chunk <= 1024 else 8)
 
 
-def _group_blocks(rows: _Rows, sizes: Tensor, groups: int, S: int, T: int) -> _Launch:
+def _group_blocks(rows: _Rows, sizes: Tensor, groups: int, S: int, T: int) -> Launch:
     """`groups` programs; T > 0 for batches of T rows whose counts `sizes` holds, else its end rows."""
     index, experts = rows.args[0], rows.args[4]
     padded = max(16, 1 << experts.bit_length())
     args = (index, sizes, S, T, experts, rows.blocks, sizes.stride(0))
-    return _Launch("group_blocks", (groups, 1, 1), (*args, padded, rows.tokens, 128, T > 0))
+    return Launch("group_blocks", (groups, 1, 1), (*args, padded, rows.tokens, 128, T > 0))
 
 
 BACKEND = register(
@@ -355,5 +381,6 @@ BACKEND = register(
         "grouped_linear": _launch_grouped_linear,
     },
     devices=("CUDA",),
+    native_schemes=tuple(name for name in SCHEMES if name),
     interpreted=INTERPRETED,
 )

@@ -4,7 +4,6 @@ Legend: S pairs sorted by expert, E local experts, K columns of the GEMM's input
 columns (GEMM1: I = N, its weight has WN rows a tile that give BN columns, WN = 2 BN where gated),
 BM rows (tokens) a block, BN output columns a tile, BK the step along K.
 
-Weights are the left operand (`w (WN, BK) @ x.T (BK, BM)`), so that 16 tokens fill a tensor-core tile.
 A program handles one block (kernels/triton_routing.py) and one tile of columns. Rows reach it by
     ROWS = "sorted": position p of `order` is a pair; tokens are gathered, pairs scattered
     ROWS = "direct": block b is pair b, its expert is read from the ids; no routing kernel ran
@@ -14,9 +13,10 @@ A program handles one block (kernels/triton_routing.py) and one tile of columns.
 import triton
 import triton.language as tl
 
-from moe_ops.kernels.triton_routing import local_expert
+from moe_ops.kernels.triton_fp8 import clamp, e4m3_scale, quotient, reciprocal, stored
+from moe_ops.kernels.triton_matmul import matmul
+from moe_ops.kernels.triton_routing import block_rows, local_expert, pairs_at
 
-INTERPRET = tl.constexpr(triton.knobs.runtime.interpret)
 # Arguments that follow M or the routing tensors: no kernel is compiled anew for a value of theirs.
 ROUTING = [
     *("num_blocks", "E", "num_ids", "top_k"),
@@ -35,95 +35,9 @@ def block_and_tile(num_blocks, num_tiles, GROUP: tl.constexpr):
 
 
 @triton.jit
-def block_rows(
-    index_ptr,
-    ids_ptr,
-    map_ptr,
-    b,
-    E,
-    num_ids,
-    top_k,
-    stride_im,
-    stride_ik,
-    stride_map,
-    BM: tl.constexpr,
-    ROWS: tl.constexpr,
-    HAS_MAP: tl.constexpr,
-):
-    """(expert, positions (BM,), their validity (BM,)) of block b; the expert is -1 where b is unused."""
-    lane = tl.arange(0, BM)
-    if ROWS == "direct":
-        e = local_expert(
-            ids_ptr, map_ptr, b, b >= 0, E, num_ids, top_k,
-            stride_im, stride_ik, stride_map, HAS_MAP,
-        )  # fmt: skip
-        return e, b + lane, lane < 1
-    else:
-        slot = index_ptr + 4 * b
-        position = tl.load(slot + 1) + lane
-        return tl.load(slot), position, position < tl.load(slot + 2)
-
-
-@triton.jit
-def pairs_at(index_ptr, num_blocks, position, ok, ROWS: tl.constexpr):
-    """The pair at each position; the position itself where rows are not sorted by us."""
-    if ROWS == "sorted":
-        return tl.load(index_ptr + 4 * num_blocks + position, mask=ok, other=0)
-    else:
-        return position
-
-
-@triton.jit
-def matmul(
-    x_ptrs,  # (BM, BK)
-    w_ptrs,  # (WN, BK)
-    x_ok,  # (BM,)
-    w_ok,  # (WN,)
-    K,
-    stride_xk,
-    stride_wk,
-    BM: tl.constexpr,
-    WN: tl.constexpr,
-    BK: tl.constexpr,
-    EVEN_K: tl.constexpr,
-    EVEN_N: tl.constexpr,
-    STAGES: tl.constexpr,
-):
-    """w @ x.T, (WN, BM) in fp32. Both operands are masked along K: zero times garbage may be NaN."""
-    k = tl.arange(0, BK)
-    acc = tl.zeros((WN, BM), tl.float32)
-    for start in tl.range(0, K, BK, num_stages=STAGES):
-        x_mask = x_ok[:, None]
-        if not EVEN_K:
-            x_mask = x_mask & (start + k < K)[None, :]
-        x = tl.load(x_ptrs, mask=x_mask, other=0.0)
-        if EVEN_N and EVEN_K:
-            w = tl.load(w_ptrs)
-        elif EVEN_K:
-            w = tl.load(w_ptrs, mask=w_ok[:, None], other=0.0)
-        elif EVEN_N:
-            w = tl.load(w_ptrs, mask=(start + k < K)[None, :], other=0.0)
-        else:
-            w = tl.load(w_ptrs, mask=w_ok[:, None] & (start + k < K)[None, :], other=0.0)
-        if INTERPRET:  # the interpreter's 16-bit products are wrong
-            x = x.to(tl.float32)
-            w = w.to(tl.float32)
-        acc = tl.dot(w, x.T, acc, input_precision="ieee")
-        x_ptrs += BK * stride_xk
-        w_ptrs += BK * stride_wk
-    return acc
-
-
-@triton.jit
 def above(x, limit):
     """min(x, limit) that keeps NaN."""
     return tl.where(x > limit, limit, x)
-
-
-@triton.jit
-def clamp(x, limit):
-    """x within [-limit, limit]; keeps NaN."""
-    return tl.where(x < -limit, -limit, above(x, limit))
 
 
 @triton.jit
@@ -162,8 +76,11 @@ def activate_two(g, u, alpha, beta, limit, ACTIVATION: tl.constexpr, HAS_LIMIT: 
 @triton.jit(do_not_specialize=ROUTING)
 def moe_ops_gemm1(
     h_ptr,  # (S, I) written at the block's positions
+    h_scale_ptr,  # by H_SCALE: see below
     x_ptr,  # (M, K), or (E, T, K) seen as rows
+    x_scale_ptr,  # scales of x, absent where it is quantized here by group or not at all
     w_ptr,  # (E, N, K)
+    w_scale_ptr,  # scales of w, absent where it is plain
     bias_ptr,  # (E, N) or absent
     index_ptr,
     ids_ptr,
@@ -186,6 +103,10 @@ def moe_ops_gemm1(
     stride_we,
     stride_wn,
     stride_wk,
+    stride_xs,
+    stride_se,
+    stride_sn,
+    stride_sk,
     stride_be,
     stride_bn,
     alpha,
@@ -199,6 +120,11 @@ def moe_ops_gemm1(
     GATED: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     HAS_LIMIT: tl.constexpr,
+    W_SCALE: tl.constexpr,
+    X_SCALE: tl.constexpr,
+    H_SCALE: tl.constexpr,
+    PARTS: tl.constexpr,
+    NATIVE: tl.constexpr,
     EVEN_K: tl.constexpr,
     EVEN_N: tl.constexpr,
     GROUP: tl.constexpr,
@@ -207,7 +133,14 @@ def moe_ops_gemm1(
     BK: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """h = activation(x @ w13.T + bias), the activation applied while gate and up are in registers."""
+    """h = activation(x @ w13.T + bias), the activation applied while gate and up are in registers.
+
+    H_SCALE ""       h as it is, in h_ptr's dtype
+            "group"  h in e4m3, h_scale (S, ceil(I / 128)) its scales; BN is 128
+            "static" h in e4m3, h_scale (1,) its known scale
+            "row"    h as it is, and the largest magnitude of each row into h_scale (S,), zeros before
+            "tensor" h as it is, and the largest magnitude of all into h_scale (1,), zero before
+    """
     BN: tl.constexpr = WN // 2 if GATED else WN
     b, n = block_and_tile(num_blocks, tl.cdiv(I, BN), GROUP)
     e, position, ok = block_rows(
@@ -227,6 +160,13 @@ def moe_ops_gemm1(
     else:
         row = n * WN + r
         w_ok = row < (2 * I if GATED else I)
+    HALVES: tl.constexpr = GATED and not INTERLEAVED
+    # Blocks of 128 weight rows in a tile: those of each half, one more where up rows begin inside a block
+    BLOCKS: tl.constexpr = (2 if EVEN_N else 3) if HALVES else (WN + 127) // 128
+    last_block = tl.cdiv(2 * I if GATED else I, 128) - 1
+    block0 = n * (BN if HALVES else WN) // 128
+    block1 = tl.minimum((I + n * BN) // 128 if HALVES else block0 + 1, last_block)
+    block2 = tl.minimum(block1 + 1, last_block)
     e64 = e.to(tl.int64)
     k = tl.arange(0, BK)
     x_ptrs = (
@@ -241,15 +181,19 @@ def moe_ops_gemm1(
         + row.to(tl.int64)[:, None] * stride_wn
         + k.to(tl.int64)[None, :] * stride_wk
     )
-    acc = matmul(
-        x_ptrs, w_ptrs, ok, w_ok, K, stride_xk, stride_wk, BM, WN, BK, EVEN_K, EVEN_N, STAGES
-    )
-    if WEIGHT_ON_INPUT:  # linear: scaling the product in fp32 is scaling the input, unrounded
+    factor = None
+    if WEIGHT_ON_INPUT:
         token = (pair // top_k).to(tl.int64)
-        scale = tl.load(
-            topk_weights_ptr + token * stride_tm + (pair % top_k) * stride_tk, mask=ok, other=0.0
-        )
-        acc *= scale.to(tl.float32)[None, :]
+        factor_ptrs = topk_weights_ptr + token * stride_tm + (pair % top_k) * stride_tk
+        factor = tl.load(factor_ptrs, mask=ok, other=0.0).to(tl.float32)
+    acc = matmul(
+        x_ptrs, w_ptrs, ok, w_ok, K, stride_xk, stride_wk,
+        x_scale_ptr, stride_xs, pair // top_k, factor,
+        w_scale_ptr if W_SCALE == "" else w_scale_ptr + e64 * stride_se,
+        stride_sn, stride_sk, row, block0, block1, block2,
+        BM, WN, BK, EVEN_K, EVEN_N, STAGES,
+        W_SCALE, X_SCALE, PARTS, BLOCKS, WEIGHT_ON_INPUT, NATIVE,
+    )  # fmt: skip
     if HAS_BIAS:
         bias = tl.load(bias_ptr + e64 * stride_be + row * stride_bn, mask=w_ok, other=0.0)
         acc += bias.to(tl.float32)[:, None]
@@ -264,15 +208,37 @@ def moe_ops_gemm1(
     else:
         h = activate_one(acc, ACTIVATION)
     column = n * BN + tl.arange(0, BN)
-    h_ptrs = h_ptr + position.to(tl.int64)[:, None] * I + column[None, :]
-    tl.store(h_ptrs, h.T.to(h_ptr.dtype.element_ty), mask=ok[:, None] & (column < I)[None, :])
+    place = position.to(tl.int64)
+    h_ptrs = h_ptr + place[:, None] * I + column[None, :]
+    h_ok = ok[:, None] & (column < I)[None, :]
+    if H_SCALE == "row" or H_SCALE == "tensor":
+        amax = tl.where(ok, tl.max(tl.abs(h), 0), 0.0)
+        # Bits of floats that are not negative are ordered as the floats are; no order of maxima changes the last.
+        slot = h_scale_ptr.to(tl.pointer_type(tl.int32))
+        if H_SCALE == "row":
+            tl.atomic_max(slot + place, amax.to(tl.int32, bitcast=True), mask=ok, sem="relaxed")
+        else:
+            tl.atomic_max(slot, tl.max(amax, 0).to(tl.int32, bitcast=True), sem="relaxed")
+    if H_SCALE == "group":
+        tl.static_assert(BN == 128)
+        scale = e4m3_scale(tl.max(tl.abs(h), 0))
+        tl.store(h_scale_ptr + place * tl.cdiv(I, 128) + n, scale, mask=ok)
+        h = stored(quotient(h, scale[None, :], reciprocal(scale)[None, :]), NATIVE)
+    elif H_SCALE == "static":
+        scale = tl.load(h_scale_ptr).to(tl.float32)
+        h = stored(quotient(clamp(h, 448.0 * scale), scale, reciprocal(scale)), NATIVE)
+    else:
+        h = h.to(h_ptr.dtype.element_ty)
+    tl.store(h_ptrs, h.T, mask=h_ok)
 
 
 @triton.jit(do_not_specialize=ROUTING)
 def moe_ops_gemm2(
     y_ptr,  # (S, N) written at the pairs, or where rows are plain at the block's positions
     x_ptr,  # (S, K) read at the block's positions
+    x_scale_ptr,  # as in GEMM1
     w_ptr,  # (E, N, K)
+    w_scale_ptr,
     bias_ptr,  # (E, N) or absent
     index_ptr,
     ids_ptr,
@@ -291,6 +257,10 @@ def moe_ops_gemm2(
     stride_we,
     stride_wn,
     stride_wk,
+    stride_xs,
+    stride_se,
+    stride_sn,
+    stride_sk,
     stride_be,
     stride_bn,
     stride_ye,  # what an expert's rows are off by from row * stride_ym
@@ -300,6 +270,10 @@ def moe_ops_gemm2(
     HAS_MAP: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     ZERO_TAIL: tl.constexpr,
+    W_SCALE: tl.constexpr,
+    X_SCALE: tl.constexpr,
+    PARTS: tl.constexpr,
+    NATIVE: tl.constexpr,
     EVEN_K: tl.constexpr,
     EVEN_N: tl.constexpr,
     GROUP: tl.constexpr,
@@ -331,9 +305,17 @@ def moe_ops_gemm2(
         + row.to(tl.int64)[:, None] * stride_wn
         + k.to(tl.int64)[None, :] * stride_wk
     )
+    block0 = n * WN // 128
+    block1 = tl.minimum(block0 + 1, tl.cdiv(N, 128) - 1)
+    if W_SCALE != "":  # the zeroed tail has no scales: any will do
+        w_scale_ptr += (tl.minimum(e, E - 1) if ZERO_TAIL else e).to(tl.int64) * stride_se
     acc = matmul(
-        x_ptrs, w_ptrs, ok, w_ok, K, stride_xk, stride_wk, BM, WN, BK, EVEN_K, EVEN_N, STAGES
-    )
+        x_ptrs, w_ptrs, ok, w_ok, K, stride_xk, stride_wk,
+        x_scale_ptr, stride_xs, position, None,
+        w_scale_ptr, stride_sn, stride_sk, row, block0, block1, block1,
+        BM, WN, BK, EVEN_K, EVEN_N, STAGES,
+        W_SCALE, X_SCALE, PARTS, (WN + 127) // 128, False, NATIVE,
+    )  # fmt: skip
     if HAS_BIAS:
         bias_ok = w_ok
         if ZERO_TAIL:

@@ -1,4 +1,4 @@
-"""Triton kernels that turn routing into a table of blocks. Imported at first launch only.
+"""Triton kernels that turn routing into a table of blocks, and how the GEMMs read it. Imported at first launch only.
 
 Legend: M tokens, S = M * top_k pairs (pair p is entry p % top_k of token p // top_k), E local experts,
 TILE rows a block holds at most, EP a power of two above E, CHUNK elements handled at a time.
@@ -33,6 +33,45 @@ def local_expert(
     if HAS_MAP:
         e = tl.load(map_ptr + e * stride_map, mask=(e >= 0) & (e < num_ids), other=-1)
     return tl.where((e >= 0) & (e < E), e, -1).to(tl.int32)
+
+
+@triton.jit
+def block_rows(
+    index_ptr,
+    ids_ptr,
+    map_ptr,
+    b,
+    E,
+    num_ids,
+    top_k,
+    stride_im,
+    stride_ik,
+    stride_map,
+    BM: tl.constexpr,
+    ROWS: tl.constexpr,
+    HAS_MAP: tl.constexpr,
+):
+    """(expert, positions (BM,), their validity (BM,)) of block b; the expert is -1 where b is unused."""
+    lane = tl.arange(0, BM)
+    if ROWS == "direct":
+        e = local_expert(
+            ids_ptr, map_ptr, b, b >= 0, E, num_ids, top_k,
+            stride_im, stride_ik, stride_map, HAS_MAP,
+        )  # fmt: skip
+        return e, b + lane, lane < 1
+    else:
+        slot = index_ptr + 4 * b
+        position = tl.load(slot + 1) + lane
+        return tl.load(slot), position, position < tl.load(slot + 2)
+
+
+@triton.jit
+def pairs_at(index_ptr, num_blocks, position, ok, ROWS: tl.constexpr):
+    """The pair at each position; the position itself where rows are not sorted by us."""
+    if ROWS == "sorted":
+        return tl.load(index_ptr + 4 * num_blocks + position, mask=ok, other=0)
+    else:
+        return position
 
 
 @triton.jit

@@ -13,6 +13,9 @@ from moe_ops.meta.workspace import minimum
 
 SMALLEST_TILE = 16  # tokens; the least a tensor core takes
 GROUP = 16  # blocks that pass over one weight tile before the next tile's turn
+# Up to so many rows an expert, on average, the GEMMs quantize their input by groups themselves: reading it often
+# costs less than a launch.
+FEW_ROWS = 2
 
 
 def block_bound(rows, groups, tile):
@@ -41,19 +44,27 @@ class Tiles(NamedTuple):
     gemm1: Tile
     gemm2: Tile
     chunk: int  # pairs the routing kernel handles at a time
+    quantize: bool = False  # x is quantized by a kernel of its own, not by GEMM1
+    wide_h: bool = False  # h is fp32 and quantized by GEMM2, not by GEMM1
 
 
-def _fit(tile: Tile, tokens: int, K: int, itemsize: int, shared_memory: int) -> Tile:
-    """`tile` with its step fitted to K and its stages to the shared memory of a block."""
+def _fit(tile: Tile, tokens: int, K: int, w_size: int, x_size: int, shared_memory: int) -> Tile:
+    """`tile` with its step fitted to K and its stages to the shared memory of a block.
+
+    `w_size` and `x_size` are bytes an element. Weights of one byte keep the step: scales follow it.
+    """
     rows, k, stages, warps = tile
-    if k == 128 and K % 128 and K % 64 == 0:  # 2880: no masks, the same bytes in flight
-        k, stages = 64, stages + 2
-    while k > 16 and k >= 2 * K:
-        k //= 2
+    if w_size > 1:
+        if k == 128 and K % 128 and K % 64 == 0:  # 2880: no masks, the same bytes in flight
+            k, stages = 64, stages + 2
+        while k > 16 and k >= 2 * K:
+            k //= 2
     room = shared_memory - 8192
-    while rows > 64 and (rows + tokens) * k * itemsize * 2 > room:
+    if w_size < x_size:
+        room -= tokens * k * 2  # one of the operands is converted on its way
+    while rows > 64 and (rows * w_size + tokens * x_size) * k * 2 > room:
         rows //= 2
-    stages = max(2, min(stages, room // ((rows + tokens) * k * itemsize)))
+    stages = max(2, min(stages, room // ((rows * w_size + tokens * x_size) * k)))
     return Tile(rows, k, stages, warps)
 
 
@@ -63,15 +74,22 @@ def choose(
     groups: int,  # experts that share them
     K: int,
     I: int,  # noqa: E741
-    itemsize: int,
+    itemsize: int,  # bytes of an element of x
     direct: bool,
     shared_memory: int,  # bytes a block may use
+    weight_scale: str = "",  # of the weights and of the activations, as triton_matmul names them
+    x_scale: str = "",
+    gated: bool = True,
 ) -> Tiles:
     """Tiles of the two GEMMs. An expert's rows should usually fit one block, so weights are read once.
 
-    The 16-token entries were timed on an H200 (64 x 128 x 4 stages streams weights at 92 to 98 % of its
-    bandwidth); the larger ones follow register and shared-memory limits.
+    Those of 16 tokens keep 96 to 192 KiB of weights in flight on an SM90 multiprocessor in blocks of about 110
+    registers a thread, which is what streaming takes; larger ones follow register and shared-memory limits.
     """
+    if weight_scale:
+        return _choose_fp8(
+            rows / groups, K, I, itemsize, direct, shared_memory, weight_scale, x_scale, gated
+        )
     average = rows / groups
     if itemsize == 4:  # fp32 products run on the ordinary units, exactly
         tokens = 16 if average <= 12 else 32
@@ -98,7 +116,61 @@ def choose(
     return Tiles(
         direct,
         tokens,
-        _fit(gemm1, tokens, K, itemsize, shared_memory),
-        _fit(gemm2, tokens, I, itemsize, shared_memory),
+        _fit(gemm1, tokens, K, itemsize, itemsize, shared_memory),
+        _fit(gemm2, tokens, I, itemsize, itemsize, shared_memory),
         chunk=1024 if tokens <= 32 else 4096,
     )
+
+
+def _choose_fp8(
+    average: float,  # rows an expert
+    K: int,
+    I: int,  # noqa: E741
+    itemsize: int,
+    direct: bool,
+    shared_memory: int,
+    weight_scale: str,
+    x_scale: str,
+    gated: bool,
+) -> Tiles:
+    """Tiles for e4m3 weights: steps of 128, the group that shares a scale.
+
+    A group's sum and the total are held side by side, so accumulators are half as large as for plain weights.
+    """
+    odd = bool(K % 16 or I % 16)
+    wide = x_scale in ("row", "tensor") or x_scale == "group" and quantized_late(average, odd)
+    quantize = x_scale == "row" or x_scale == "group" and not (direct or average <= FEW_ROWS)
+    tokens = 16 if direct or average <= 12 else 32 if average <= 25 or odd else 64
+    if odd or (
+        itemsize == 4 and not x_scale
+    ):  # element by element, or fp32 products: few registers
+        tokens = min(tokens, 32)
+        gemm1 = gemm2 = Tile(64, 128 if weight_scale == "block" or x_scale else 32, 2, 4)
+    elif not x_scale:
+        narrow = I <= 2048 and average <= 2 or direct
+        gemm1, gemm2 = Tile(64 if narrow else 128, 128, 4, 4), Tile(64, 128, 4, 4)
+        if tokens == 64:
+            gemm1 = gemm2 = Tile(128, 128, 3, 8)
+    else:
+        # GEMM1 quantizes groups of 128 columns of h: 256 rows of gate and up
+        gemm1 = Tile(256 if x_scale == "group" and not wide and gated else 128, 128, 4, 4)
+        if gemm1.rows == 256:
+            gemm1 = Tile(256, 128, 3, 4 if tokens == 16 else 8)
+        gemm2 = Tile(128, 128, 4, 4)
+    x_size = 1 if quantize else itemsize
+    h_size = 4 if wide else 1 if x_scale else itemsize
+    return Tiles(
+        direct,
+        tokens,
+        _fit(gemm1, tokens, K, 1, x_size, shared_memory),
+        _fit(gemm2, tokens, I, 1, h_size, shared_memory),
+        chunk=1024 if tokens <= 32 else 4096,
+        quantize=quantize,
+        wide_h=wide,
+    )
+
+
+def quantized_late(average: float, odd: bool) -> bool:
+    """Whether GEMM2 quantizes h by groups, from fp32: for few rows an expert, and where rows of h have no
+    16-byte step."""
+    return odd or average <= FEW_ROWS

@@ -1,0 +1,224 @@
+"""e4m3 in Triton: scales, rounding, codes, and the kernels that prepare activations. Imported at first launch only.
+
+Scales and elements are those of `moe_ops.numerics`: scale = amax / 448, 1 where that is zero; element = x / scale
+rounded to nearest even. NATIVE says whether the GPU knows e4m3; elsewhere its codes travel as uint8 and its
+values as fp16, which holds each of them.
+"""
+
+import triton
+import triton.language as tl
+
+from moe_ops.kernels.triton_routing import local_expert
+
+INTERPRET = tl.constexpr(triton.knobs.runtime.interpret)
+
+
+@triton.jit
+def quotient(x, scale, inverse):
+    """x / scale as a division rounds it, fp32; `inverse` is 1 / scale within a few units.
+
+    One step of Newton's method on the quotient: three instructions where a division takes ten.
+    """
+    if INTERPRET:  # its fma rounds twice
+        return x / scale
+    else:
+        q = x * inverse
+        return tl.fma(tl.fma(-q, scale, x), inverse, q)
+
+
+@triton.jit
+def reciprocal(scale):
+    """1 / scale within two units; finite where the scale is subnormal."""
+    return tl.minimum(1.0 / scale, 3.0e38)
+
+
+@triton.jit
+def e4m3_scale(amax):
+    """The scale of elements of which the largest has magnitude `amax`."""
+    scale = quotient(amax, 448.0, 1.0 / 448.0)
+    return tl.where(scale == 0.0, 1.0, scale)
+
+
+@triton.jit
+def clamp(x, limit):
+    """x within [-limit, limit]; keeps NaN."""
+    return tl.where(x < -limit, -limit, tl.where(x > limit, limit, x))
+
+
+@triton.jit
+def round_e4m3(v):
+    """The e4m3 value nearest to v, ties to even; |v| at most 448 but for rounding. Keeps NaN."""
+    bits = v.to(tl.int32, bitcast=True)
+    normal = (bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000
+    small = (v + 24576.0) - 24576.0  # 1.5 * 2^14, of which one unit is e4m3's least value, 2^-9
+    return tl.where(tl.abs(v) < 0.015625, small, normal.to(tl.float32, bitcast=True))
+
+
+@triton.jit
+def encode(v):
+    """The e4m3 code (uint8) of fp32 v."""
+    v = round_e4m3(v)
+    magnitude = tl.abs(v)
+    normal = (magnitude.to(tl.int32, bitcast=True) >> 20) - 960  # exponent bias 127 becomes 7
+    small = (magnitude * 512.0).to(tl.int32)
+    code = tl.where(magnitude < 0.015625, small, normal)
+    code = tl.where(v == v, code, 0x7F)
+    return (code | ((v.to(tl.int32, bitcast=True) >> 24) & 0x80)).to(tl.uint8)
+
+
+@triton.jit
+def decode(code, dtype: tl.constexpr):
+    """The value of e4m3 codes (uint8 or e4m3) in `dtype`, exact; the NaN code becomes 480.
+
+    Sign, exponent and mantissa move to where `dtype` has them, one product mends the exponent's bias. Cheaper than
+    the GPU's own cast to bf16.
+    """
+    c = code.to(tl.uint8, bitcast=True).to(tl.int16)
+    if dtype == tl.bfloat16 and not INTERPRET:
+        bits = ((c & 0x80) << 8) | ((c & 0x7F) << 4)
+        return bits.to(tl.bfloat16, bitcast=True) * 1.329227995784916e36  # 2^120
+    else:
+        bits = ((c & 0x80) << 8) | ((c & 0x7F) << 7)
+        return (bits.to(tl.float16, bitcast=True) * 256.0).to(dtype)
+
+
+@triton.jit
+def operand(v, NATIVE: tl.constexpr):
+    """fp32 v (BM, BK) rounded to e4m3, as an operand of a product: e4m3, or fp16 where there is no such product."""
+    if NATIVE:
+        return v.to(tl.float8e4nv)
+    else:
+        return round_e4m3(v).to(tl.float16)
+
+
+@triton.jit
+def stored(v, NATIVE: tl.constexpr):
+    """fp32 v rounded to e4m3, as memory holds it."""
+    if NATIVE:
+        return v.to(tl.float8e4nv)
+    else:
+        return encode(v)
+
+
+@triton.jit
+def quantize_groups(x):
+    """(fp32 quotients not yet rounded, scales (R,)) of x (R, 128): one scale a row."""
+    x = x.to(tl.float32)
+    scale = e4m3_scale(tl.max(tl.abs(x), 1))
+    return quotient(x, scale[:, None], reciprocal(scale)[:, None]), scale
+
+
+@triton.jit(do_not_specialize=["T", "zeros"])
+def moe_ops_quantize(
+    q_ptr,  # (rows, K) e4m3, written
+    scale_ptr,  # written: BY_GROUP (rows, ceil(K / 128)) scales, else (rows,) largest magnitudes
+    zero_ptr,  # (rows * zeros,) fp32 set to zero, or absent
+    x_ptr,  # (rows, K)
+    T,
+    zeros,
+    K,
+    stride_xe,  # what rows of batch m // T are off by from m * stride_xm
+    stride_xm,
+    stride_xk,
+    BY_GROUP: tl.constexpr,
+    GROUPS: tl.constexpr,
+    NATIVE: tl.constexpr,
+):
+    """Quantize rows, GROUPS * 128 columns at a time: each 128 columns alone (a program each), or whole rows."""
+    m = tl.program_id(0).to(tl.int64)
+    x_ptr += m // T * stride_xe + m * stride_xm
+    q_ptr += m * K
+    group = tl.arange(0, GROUPS)
+    lane = group[:, None] * 128 + tl.arange(0, 128)[None, :]
+    if BY_GROUP:
+        first = tl.program_id(1) * GROUPS
+        k = first * 128 + lane
+        x = tl.load(x_ptr + k.to(tl.int64) * stride_xk, mask=k < K, other=0.0)
+        v, scale = quantize_groups(x)
+        tl.store(q_ptr + k, stored(v, NATIVE), mask=k < K)
+        count = tl.cdiv(K, 128)
+        tl.store(scale_ptr + m * count + first + group, scale, mask=first + group < count)
+    else:
+        amax = tl.zeros((GROUPS, 128), tl.float32)
+        for start in range(0, K, GROUPS * 128):
+            k = start + lane
+            x = tl.load(x_ptr + k.to(tl.int64) * stride_xk, mask=k < K, other=0.0)
+            amax = tl.maximum(amax, tl.abs(x.to(tl.float32)))
+        largest = tl.max(tl.max(amax, 1), 0)
+        tl.store(scale_ptr + m, largest)
+        scale = e4m3_scale(largest)
+        inverse = reciprocal(scale)
+        for start in range(0, K, GROUPS * 128):
+            k = start + lane
+            x = tl.load(x_ptr + k.to(tl.int64) * stride_xk, mask=k < K, other=0.0)
+            v = quotient(x.to(tl.float32), scale, inverse)
+            tl.store(q_ptr + k, stored(v, NATIVE), mask=k < K)
+        if zero_ptr is not None:
+            for i in range(zeros):
+                tl.store(zero_ptr + m * zeros + i, 0.0)
+
+
+@triton.jit(
+    do_not_specialize=[
+        *("rows", "T", "E", "num_ids", "top_k"),
+        *("stride_im", "stride_ik", "stride_map", "stride_tm", "stride_tk"),
+    ]
+)
+def moe_ops_amax(
+    parts_ptr,  # (programs,) fp32, written: largest magnitude of each program's rows
+    zero_ptr,  # (1,) fp32 set to zero, or absent
+    x_ptr,  # (rows, K)
+    ids_ptr,  # "pairs": ids (rows, top_k); "batched": rows of each batch (E,); "groups": end rows (E,)
+    map_ptr,
+    topk_weights_ptr,  # (rows, 1)
+    rows,
+    T,
+    E,
+    num_ids,
+    top_k,
+    stride_im,
+    stride_ik,
+    stride_map,
+    stride_tm,
+    stride_tk,
+    K,
+    stride_xe,
+    stride_xm,
+    stride_xk,
+    VALID: tl.constexpr,
+    HAS_MAP: tl.constexpr,
+    WEIGHT_ON_INPUT: tl.constexpr,
+    LANES: tl.constexpr,  # a power of two, at least top_k
+    CHUNK: tl.constexpr,
+):
+    """Largest magnitude of the rows that an expert here will see; the others may hold anything."""
+    lane = tl.arange(0, CHUNK)
+    largest = 0.0
+    for m in range(tl.program_id(0), rows, tl.num_programs(0)):
+        row = tl.zeros((), tl.int64) + m
+        if VALID == "pairs":
+            j = tl.arange(0, LANES)
+            e = local_expert(
+                ids_ptr, map_ptr, m * top_k + j, j < top_k, E, num_ids, top_k,
+                stride_im, stride_ik, stride_map, HAS_MAP,
+            )  # fmt: skip
+            valid = tl.max(e, 0) >= 0
+        elif VALID == "batched":
+            valid = m % T < tl.load(ids_ptr + m // T * stride_im)
+        else:
+            valid = m < tl.load(ids_ptr + (E - 1) * stride_im)
+        end = tl.where(valid, K, 0)
+        amax = tl.zeros((CHUNK,), tl.float32)
+        start_ptr = x_ptr + row // T * stride_xe + row * stride_xm
+        for start in range(0, end, CHUNK):
+            k = start + lane
+            x = tl.load(start_ptr + k.to(tl.int64) * stride_xk, mask=k < K, other=0.0)
+            amax = tl.maximum(amax, tl.abs(x.to(tl.float32)))
+        of_row = tl.max(amax, 0)
+        if WEIGHT_ON_INPUT:
+            weight = tl.load(topk_weights_ptr + row * stride_tm, mask=valid, other=0.0)
+            of_row *= tl.abs(weight.to(tl.float32))
+        largest = tl.maximum(largest, of_row)
+    tl.store(parts_ptr + tl.program_id(0), largest)
+    if zero_ptr is not None:
+        tl.store(zero_ptr, 0.0, mask=tl.program_id(0) == 0)

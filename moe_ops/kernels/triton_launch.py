@@ -1,0 +1,98 @@
+"""Launching the Triton kernels: compiled once per specialisation, started by their compiled form after that."""
+
+from __future__ import annotations
+
+import os
+from functools import cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+_compiled: dict[tuple, tuple] = {}  # specialisation -> its compiled kernels; filled by warm calls
+
+
+class Launch(NamedTuple):
+    """One kernel launch: arguments in the order of the kernel's parameters, constants last."""
+
+    kernel: str
+    grid: tuple[int, int, int]
+    args: tuple
+    warps: int = 4
+
+
+class Gpu(NamedTuple):
+    """What tiles and kernels depend on."""
+
+    shared_memory: int  # bytes one block may use
+    native: bool  # has e4m3 products and conversions
+
+
+@cache
+def gpu(device: int) -> Gpu:
+    """Facts of a CUDA device; under the interpreter (-1) an H200's memory, and e4m3 by arithmetic."""
+    if device < 0:
+        return Gpu(227 * 1024, False)
+    properties = torch.cuda.get_device_properties(device)
+    native = (properties.major, properties.minor) >= (8, 9)
+    return Gpu(properties.shared_memory_per_block_optin, native)
+
+
+@cache
+def _kernels() -> dict:
+    from moe_ops.kernels import triton_experts, triton_fp8, triton_routing
+
+    return {
+        "route": triton_routing.moe_ops_route,
+        "group_blocks": triton_routing.moe_ops_group_blocks,
+        "quantize": triton_fp8.moe_ops_quantize,
+        "amax": triton_fp8.moe_ops_amax,
+        "gemm1": triton_experts.moe_ops_gemm1,
+        "gemm2": triton_experts.moe_ops_gemm2,
+        "combine": triton_experts.moe_ops_combine,
+    }
+
+
+def run(launches: list[Launch], key: tuple, device: int) -> None:
+    """Launch in order. `key` holds everything that a kernel is specialised on.
+
+    Kernels are kept compiled and launched as such: a call never compiles by accident, which capture could
+    not survive, and Triton's own look-up on every launch is left out.
+
+    Raises:
+        RuntimeError: a CUDA graph is being captured and the specialisation was never run before.
+    """
+    compiled = _compiled.get(key)
+    if compiled is not None:
+        from triton.runtime import driver
+
+        stream = driver.active.get_current_stream(device)
+        for kernel, launch in zip(compiled, launches, strict=True):
+            kernel[launch.grid](*launch.args, stream=stream)
+        return
+    if device >= 0 and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "moe_ops backend 'triton' has no compiled kernel for this call and cannot compile one while a "
+            "CUDA graph is captured; warm up first: call the same function once with tensors of these "
+            "shapes, dtypes and strides outside of torch.cuda.graph(...), then capture"
+        )
+    functions = _kernels()
+    compiled = tuple(
+        functions[launch.kernel][launch.grid](*launch.args, num_warps=launch.warps)
+        for launch in launches
+    )
+    if not INTERPRETED:
+        _compiled[key] = compiled
+
+
+def pointers(*tensors: Tensor | None) -> tuple:
+    """What kernels are specialised on in their pointers: dtypes, and alignment unless all have 16 bytes."""
+    bits = 0
+    for tensor in tensors:
+        if tensor is not None:
+            bits |= tensor.data_ptr()
+    dtypes = tuple([None if tensor is None else tensor.dtype for tensor in tensors])
+    if bits % 16 == 0:
+        return dtypes
+    return dtypes + tuple([0 if tensor is None else tensor.data_ptr() % 16 for tensor in tensors])

@@ -1,0 +1,185 @@
+"""How a quantization scheme runs on the Triton kernels: which scales there are, where they and quantized
+activations live in the workspaces, and the launch that prepares x."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from moe_ops.kernels.triton_launch import Launch
+from moe_ops.kernels.triton_tiles import FEW_ROWS, Tiles
+from moe_ops.meta.workspace import carve, cdiv, maximum, minimum, round_up
+from moe_ops.schemes import get_scheme
+
+PARTS = 128  # programs that look for the largest magnitude of x
+_CHUNK = 16  # groups of 128 columns that a quantizing program handles at a time
+_GAP = 32  # fp32 elements that align what comes second in a workspace
+
+
+class Scales(NamedTuple):
+    """The scales of a scheme, in the words of kernels/triton_matmul.py; "" where there are none."""
+
+    weight: str
+    x: str
+
+
+@cache
+def scales(scheme: str) -> Scales:
+    """The Scales of a scheme's name; "" means plain weights."""
+    found = get_scheme(scheme)
+    if found.weight is None:
+        return Scales("", "")
+    group = found.weight.group
+    weight = "tensor" if group.is_tensor else "channel" if group.is_row else "block"
+    activation = found.activation
+    if activation is None:
+        return Scales(weight, "")
+    if activation.static:
+        return Scales(weight, "static")
+    group = activation.group
+    return Scales(weight, "tensor" if group.is_tensor else "row" if group.is_row else "group")
+
+
+def h_elements(rows, I: int, experts: int, x_scale: str, aligned: bool):  # noqa: E741
+    """fp32 elements that h (rows, I) and its scales need, whatever the tiles. int or SymInt.
+
+    `aligned`: rows of all operands have a 16-byte step.
+    """
+    if x_scale == "static":
+        return cdiv(rows * I, 4)
+    if x_scale == "row":
+        return rows * I + _GAP + rows
+    if x_scale == "tensor":
+        return rows * I + _GAP + 1
+    if not aligned:
+        return rows * I
+    quantized = cdiv(rows * I, 4) + _GAP + rows * cdiv(I, 128)
+    return maximum(quantized, minimum(rows, FEW_ROWS * experts) * I)
+
+
+def x_elements(rows, K: int, x_scale: str):
+    """fp32 elements that quantized x (rows, K) and its scales need at most. int or SymInt."""
+    if x_scale == "tensor":
+        return PARTS
+    if x_scale in ("group", "row"):
+        return cdiv(rows * K, 4) + _GAP + rows * (cdiv(K, 128) if x_scale == "group" else 1)
+    return 0
+
+
+class Input(NamedTuple):
+    """A GEMM's input and its scales as the kernels take them."""
+
+    data: Tensor
+    strides: tuple  # of an expert (beyond its rows), a row, a column
+    scale: Tensor | None = None
+    stride_scale: int = 0
+    parts: int = 1
+
+    @property
+    def key(self) -> tuple:
+        return (self.strides, self.stride_scale, self.parts)
+
+
+class Validity(NamedTuple):
+    """Which rows of x count for a scale that all share: arguments of the kernel `amax`."""
+
+    name: str  # "pairs", "batched" or "groups"
+    has_map: bool
+    args: tuple  # ids, map; E, num_ids, top_k; strides of ids (2) and map
+    input_weights: Tensor | None = None
+
+
+def quantized(data: Tensor, native: bool) -> Tensor:
+    """e4m3 data as the kernels take it: bytes where the GPU does not know e4m3."""
+    return data if native else data.view(torch.uint8)
+
+
+def split(
+    workspace: Tensor,
+    rows: int,
+    columns: int,
+    dtype: torch.dtype,
+    scales_a_row: int,
+    more: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """(rows, columns) of `dtype` and fp32 scales behind it: `scales_a_row` a row, and `more`."""
+    data = carve(workspace, (rows, columns), dtype)
+    start = round_up(rows * columns * dtype.itemsize, 4 * _GAP) // 4
+    size = rows * scales_a_row + more
+    behind = carve(workspace, (start + size,), torch.float32)
+    return data, behind[start:]
+
+
+def hidden(
+    workspace: Tensor,
+    rows: int,
+    I: int,  # noqa: E741
+    dtype: torch.dtype,
+    x_scale: str,
+    tiles: Tiles,
+    static: Tensor | None,
+    native: bool,
+) -> tuple[Input, str]:
+    """h as GEMM2 reads it, and GEMM1's H_SCALE."""
+    strides = (0, I, 1)
+    codes = torch.float8_e4m3fn if native else torch.uint8
+    if not x_scale:
+        if workspace.dtype != dtype:
+            workspace = carve(workspace, (rows * I,), dtype)
+        return Input(workspace, strides), ""
+    if x_scale == "static":
+        return Input(carve(workspace, (rows, I), codes), strides, static), "static"
+    if x_scale == "group":
+        if tiles.wide_h:
+            return Input(carve(workspace, (rows, I), torch.float32), strides), ""
+        count = cdiv(I, 128)
+        data, scale = split(workspace, rows, I, codes, count)
+        return Input(data, strides, scale, count), "group"
+    if x_scale == "row":
+        data, scale = split(workspace, rows, I, torch.float32, 1)
+        return Input(data, strides, scale, 1), "row"
+    data, scale = split(workspace, rows, I, torch.float32, 0, 1)
+    return Input(data, strides, scale, 0, 1), "tensor"
+
+
+def prepare(
+    source: Input,  # x as the caller has it
+    rows: int,
+    rows_of_expert: int,  # of batched x, else all
+    K: int,
+    x_scale: str,
+    tiles: Tiles,
+    workspace: Tensor,
+    static: Tensor | None,
+    validity: Validity,
+    zeros: Tensor | None,  # of h: largest magnitudes, which GEMM1 raises
+    zeros_a_row: int,
+    native: bool,
+) -> tuple[list[Launch], Input]:
+    """Launches that come before GEMM1, and what it reads as x."""
+    x, strides = source.data, source.strides
+    if x_scale == "static":
+        return [], Input(x, strides, static)
+    if x_scale == "tensor":
+        parts = carve(workspace, (PARTS,), torch.float32)
+        ids, expert_map, experts, num_ids, top_k, *routing_strides = validity.args
+        weights = validity.input_weights
+        weight_strides = (0, 0) if weights is None else weights.stride()
+        args = (parts, zeros, x, ids, expert_map, weights, rows, rows_of_expert, experts, num_ids)
+        args += (top_k, *routing_strides, *weight_strides, K, *strides, validity.name)
+        lanes = 1 << max(top_k - 1, 1).bit_length()
+        args += (validity.has_map, weights is not None, lanes, 1024)
+        return [Launch("amax", (PARTS, 1, 1), args)], Input(x, strides, parts, 0, PARTS)
+    if not tiles.quantize:
+        return [], source
+    by_group = x_scale == "group"
+    count = cdiv(K, 128) if by_group else 1
+    data, scale = split(workspace, rows, K, torch.float8_e4m3fn if native else torch.uint8, count)
+    columns = _CHUNK * 128
+    args = (data, scale, zeros, x, rows_of_expert, zeros_a_row, K, *strides)
+    args += (by_group, _CHUNK, native)
+    grid = (rows, cdiv(K, columns) if by_group else 1, 1)
+    return [Launch("quantize", grid, args)], Input(data, (0, K, 1), scale, count)
