@@ -72,11 +72,11 @@ def gather_tokens(x: Tensor, pairs: Pairs) -> Tensor:
 def weigh_inputs(x: Tensor, topk_weights: Tensor, pairs: Pairs) -> Tensor:
     """x (M, K) times its one router weight (M, 1), in fp32 with one cast at the end. Differentiable.
 
-    Rows whose expert is not here become zero, so that NaN in them reaches no result and no gradient.
+    Rows whose expert is not here may hold anything; no gradient flows to them or their weights.
     """
     wide = torch.promote_types(x.dtype, torch.float32)
     weights = torch.where(pairs.valid, topk_weights.to(wide), 0)
-    return (torch.where(pairs.valid, x.to(wide), 0) * weights).to(x.dtype)
+    return (x.to(wide) * weights).to(x.dtype)
 
 
 def combine(y: Tensor, topk_weights: Tensor, pairs: Pairs, dtype: torch.dtype) -> Tensor:
