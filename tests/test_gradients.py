@@ -418,3 +418,21 @@ def test_gather_tokens(where):
     expected.index_add_(0, pairs.order // 4, grad.double())
     assert oracle.relative_error(results[0], expected) < TOLERANCE[dtype] / 4
     assert torch.equal(pairs.order[pairs.inverse], torch.arange(120, device=device))
+
+
+@everywhere
+def test_combine_reads_no_row_that_is_not_here(where):
+    """Neither do its gradients: such rows and their weights hold NaN."""
+    device, dtype = where
+    ids = torch.tensor([[0, -1], [3, 1], [-1, -1]], device=device)
+    pairs = permute.sort_pairs(ids, 3)
+    y = torch.randn(6, 8, generator=torch.Generator().manual_seed(1)).to(dtype).to(device)
+    y[2:] = math.nan
+    weights = torch.where(pairs.valid, 0.5, math.nan)
+    y.requires_grad_(), weights.requires_grad_()
+    out = permute.combine(y, weights, pairs, dtype)
+    expected = torch.stack((y[0] / 2, y[1] / 2, torch.zeros_like(y[0])))
+    assert torch.equal(out, expected)
+    dy, dweights = torch.autograd.grad(out.sum(), (y, weights))
+    assert torch.equal(dy, torch.tensor([0.5, 0.5, 0, 0, 0, 0]).to(dy)[:, None].expand(6, 8))
+    assert torch.equal(dweights != 0, pairs.valid)
