@@ -4,7 +4,7 @@ VENV := .venv
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.moe_ops_dev
 
-.PHONY: venv demo test test-gpu lint bench clean
+.PHONY: venv demo test test-gpu lint bench bench-gpu clean
 
 venv: $(STAMP)
 
@@ -40,6 +40,11 @@ lint: venv
 bench: venv
 	$(PY) benchmarks/cpu_layer.py
 	$(PY) benchmarks/host_overhead.py
+
+# Needs a GPU; peers run where they are installed.
+bench-gpu: venv
+	$(PY) benchmarks/experts.py --schemes bf16 fp8_block
+	$(PY) benchmarks/experts.py --report
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

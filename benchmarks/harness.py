@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import platform
 import statistics
@@ -40,6 +41,80 @@ def interleaved_ms(
             if step >= 0:
                 times[name].append(elapsed)
     return times
+
+
+def capture(
+    call: Callable[[int], Tensor], num_sets: int
+) -> tuple[torch.cuda.CUDAGraph, list[Tensor]]:
+    """A CUDA graph of one pass over the input sets, and the output of each set.
+
+    The outputs stay alive, so that no later call writes over them. `call` must have run before: first
+    calls compile, which capture does not survive.
+    """
+    graph = torch.cuda.CUDAGraph()
+    # The outer context restores the stream where a failed capture does not.
+    with torch.cuda.stream(torch.cuda.current_stream()), torch.cuda.graph(graph):
+        outputs = [call(which) for which in range(num_sets)]
+    return graph, outputs
+
+
+def interleaved_replays_us(
+    graphs: Mapping[str, torch.cuda.CUDAGraph],
+    replays: int,
+    num_sets: int,
+    warm_up_seconds: float = 0.25,
+) -> dict[str, list[float]]:
+    """Replay every graph ``replays`` times in turn (A B C A B C ...): us a set, one figure a replay.
+
+    Rounds run untimed first until the clocks are up. The host never waits in between, so the GPU always
+    has work queued and host time stays out of the events.
+    """
+    start = time.perf_counter()
+    while time.perf_counter() - start < warm_up_seconds:
+        for graph in graphs.values():
+            graph.replay()
+        torch.cuda.synchronize()
+    events: dict[str, list] = {name: [] for name in graphs}
+    torch.cuda._sleep(4_000_000)  # about 2 ms, in which the host gets ahead
+    for _ in range(replays):
+        for name, graph in graphs.items():
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            graph.replay()
+            end.record()
+            events[name].append((begin, end))
+    torch.cuda.synchronize()
+    return {
+        name: [begin.elapsed_time(end) * 1e3 / num_sets for begin, end in pairs]
+        for name, pairs in events.items()
+    }
+
+
+def gpu_limits() -> dict[str, float]:
+    """What large operations reach now: a copy (bytes read plus written) and a bf16 matrix product."""
+    source = torch.randn(1 << 28, device="cuda")
+    a, b = (torch.randn(8192, 8192, device="cuda").to(torch.bfloat16) for _ in range(2))
+    target = torch.empty_like(source)
+    times = {}
+    for name, call in (("copy", lambda: target.copy_(source)), ("matmul", lambda: a @ b)):
+        call()
+        graph, _ = capture(lambda _, call=call: call(), 4)
+        times[name] = statistics.median(interleaved_replays_us({name: graph}, 5, 4)[name])
+    return {
+        "copy_tb_s": round(2 * source.nbytes / times["copy"] / 1e6, 3),
+        "bf16_matmul_tflop_s": round(2 * 8192**3 / times["matmul"] / 1e6, 1),
+    }
+
+
+def versions(*distributions: str) -> dict[str, str]:
+    """Versions of those distributions that are installed."""
+    found = {}
+    for name in distributions:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
 
 
 def read_bandwidth_gb_s(num_bytes: int = 512 << 20) -> float:

@@ -1,0 +1,293 @@
+"""Cases of the expert-layer benchmark: shapes, routing sets, weights, floors, and the fp64 oracle.
+
+M tokens, K hidden size, I intermediate size, E experts held here, top_k experts a token.
+w13 is (E, 2I, K), gate rows first; w2 is (E, K, I).
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+import moe_ops
+from moe_ops import numerics
+from moe_ops.schemes import get_scheme
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One model's expert layer. With ep_size > 1 tokens are routed over ep_size * num_experts experts,
+    of which the first num_experts are held here; ids of the others contribute nothing."""
+
+    num_experts: int
+    top_k: int
+    hidden_size: int
+    intermediate_size: int
+    ep_size: int = 1
+
+
+SHAPES = {
+    "qwen3": Shape(128, 8, 2048, 768),
+    "mixtral": Shape(8, 2, 4096, 14336),
+    "dsv3": Shape(256, 8, 7168, 2048),
+    "gptoss20": Shape(32, 4, 2880, 2880),
+    "gptoss120": Shape(128, 4, 2880, 2880),
+    "glm45air": Shape(128, 8, 4096, 1408),
+    "scout": Shape(16, 1, 5120, 8192),
+    "dsv3_ep8": Shape(32, 8, 7168, 2048, ep_size=8),
+    "e64": Shape(64, 6, 2048, 1408),
+    "e160": Shape(160, 6, 5120, 1536),
+    "tiny": Shape(8, 2, 256, 128),  # --dry-run only
+    "tiny_ep": Shape(4, 2, 128, 256, ep_size=2),  # --dry-run only
+}
+SCHEMES = ("", "fp8_block", "fp8_channel", "fp8_tensor")
+TOKENS = (1, 8, 32, 64, 256, 1024, 4096)
+ROUTINGS = ("uniform", "zipf")
+ZIPF_EXPONENT = 1.1
+# Above this many tokens, errors are taken over SAMPLED_TOKENS of them.
+MAX_CHECKED_TOKENS, SAMPLED_TOKENS = 1024, 256
+QUANTIZE_CHUNK_BYTES = (
+    512 << 20
+)  # bf16 weights quantized at a time; fp32 temporaries take 4x of it
+
+
+class Limits(NamedTuple):
+    """What a GPU can do at best: bytes a second, FLOPs a second in bf16 and in fp8."""
+
+    bytes_per_s: float
+    bf16_flops_per_s: float
+    fp8_flops_per_s: float
+
+
+# Measured with torch 2.11: a large copy moves 4.25 to 4.27 TB/s and a read-only stream 4.42 to 4.54, so a
+# kernel can pass this floor by 4 %; a square bf16 matrix product runs at 790 TFLOP/s.
+H200 = Limits(4.3e12, 790e12, 1580e12)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One cell of the table: a shape of SHAPES in a scheme ("" is plain bf16) on M tokens."""
+
+    shape: str
+    scheme: str
+    num_tokens: int
+    routing: str = "uniform"
+
+    @property
+    def layer(self) -> Shape:
+        return SHAPES[self.shape]
+
+    @property
+    def bytes_per_expert(self) -> int:
+        """Bytes of one expert's w13 and w2; scales (at most 0.1 % of them) are left out."""
+        return (
+            3 * self.layer.hidden_size * self.layer.intermediate_size * (1 if self.scheme else 2)
+        )
+
+    @property
+    def flops_per_pair(self) -> int:
+        """FLOPs of one token in one expert."""
+        return 6 * self.layer.hidden_size * self.layer.intermediate_size
+
+
+class RoutingSet(NamedTuple):
+    """A routing of M tokens: weights (M, top_k) fp32 that sum to about 1, ids (M, top_k) int32."""
+
+    weights: Tensor
+    ids: Tensor
+
+
+@dataclass(frozen=True)
+class Weights:
+    """The weights of one shape: bf16, and in the scheme (the same tensors where there is none)."""
+
+    shape: Shape
+    scheme: str
+    plain13: Tensor  # (E, 2I, K)
+    plain2: Tensor  # (E, K, I)
+    w13: Any
+    w2: Any
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A case with its data: hidden states (M, K) and the routing sets."""
+
+    case: Case
+    weights: Weights
+    hidden_states: Tensor
+    sets: tuple[RoutingSet, ...]
+
+
+def make_plain_weights(shape: Shape, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Random bf16 w13 and w2, scaled so that unit inputs give near-unit outputs.
+
+    Drawn in bf16, expert by expert: no fp32 copy exists at any time.
+    """
+    generator = torch.Generator(device).manual_seed(0)
+    E, K, I = shape.num_experts, shape.hidden_size, shape.intermediate_size  # noqa: E741
+    w13 = torch.empty(E, 2 * I, K, dtype=torch.bfloat16, device=device)
+    w2 = torch.empty(E, K, I, dtype=torch.bfloat16, device=device)
+    for e in range(E):
+        w13[e].normal_(0, 1 / math.sqrt(K), generator=generator)
+        w2[e].normal_(0, 1 / math.sqrt(I), generator=generator)
+    return w13, w2
+
+
+def make_weights(shape: Shape, scheme: str, plain13: Tensor, plain2: Tensor) -> Weights:
+    """The weights in `scheme`, quantized some experts at a time."""
+    if not scheme:
+        return Weights(shape, scheme, plain13, plain2, plain13, plain2)
+    w13, w2 = _quantize(plain13, scheme), _quantize(plain2, scheme)
+    return Weights(shape, scheme, plain13, plain2, w13, w2)
+
+
+def _quantize(plain: Tensor, scheme: str) -> Tensor:
+    storage = get_scheme(scheme).quantized_weight.storage_dtype
+    qdata = torch.empty(plain.shape, dtype=storage, device=plain.device)
+    step = max(1, QUANTIZE_CHUNK_BYTES // (plain[0].numel() * plain.itemsize))
+    scales = []
+    for e in range(0, plain.shape[0], step):
+        part = moe_ops.quantize(plain[e : e + step], scheme)
+        qdata[e : e + step].copy_(part.qdata)
+        scales.append(part.scale)
+    return moe_ops.from_quantized(scheme, qdata, torch.cat(scales))
+
+
+def make_sets(case: Case, l2_bytes: int) -> tuple[RoutingSet, ...]:
+    """Distinct random routings, in CPU memory; the same for every scheme and in every run.
+
+    Uniform: each token picks top_k distinct experts, all equally likely. Zipf: expert of rank r is picked
+    with probability proportional to r**-1.1; ranks are dealt anew for each set, else hot experts would
+    stay in cache. Few tokens get more sets, since their cost varies more; the sets together touch
+    more than twice `l2_bytes` of weights. The last set, whose result is checked, has the most
+    (token, expert) pairs here.
+    """
+    seed = zlib.crc32(f"{case.shape} {case.routing} {case.num_tokens}".encode())
+    generator = torch.Generator().manual_seed(seed)
+    count = 32 if case.num_tokens <= 8 else 16 if case.num_tokens <= 64 else 8
+    sets: list[RoutingSet] = []
+    touched = 0
+    while len(sets) < count or (touched <= 2 * l2_bytes and len(sets) < 256):
+        sets.append(_make_set(case, generator))
+        touched += _hit(case, sets[-1]) * case.bytes_per_expert
+    return tuple(sorted(sets, key=lambda routing: _pairs(case, routing)))
+
+
+def _make_set(case: Case, generator: torch.Generator) -> RoutingSet:
+    shape, M = case.layer, case.num_tokens
+    total = shape.num_experts * shape.ep_size
+    log_probability = torch.zeros(total)
+    if case.routing == "zipf":
+        rank = torch.randperm(total, generator=generator) + 1
+        log_probability = -ZIPF_EXPONENT * rank.log()
+    # The top-k of log p + Gumbel noise is a draw of k without replacement.
+    noise = -torch.empty(M, total).exponential_(generator=generator).log()
+    ids = (log_probability + noise).topk(shape.top_k, dim=-1).indices.to(torch.int32)
+    weights = torch.randn(M, shape.top_k, generator=generator).softmax(-1)
+    # Exact in bf16, so that implementations that take bf16 weights solve the same problem.
+    return RoutingSet(weights.to(torch.bfloat16).float(), ids)
+
+
+def _hit(case: Case, routing: RoutingSet) -> int:
+    """Number of experts held here that at least one token picks."""
+    local = routing.ids[routing.ids < case.layer.num_experts]
+    return int(local.unique().numel())
+
+
+def _pairs(case: Case, routing: RoutingSet) -> int:
+    """Number of (token, expert) pairs whose expert is held here."""
+    return int((routing.ids < case.layer.num_experts).sum())
+
+
+def floor_us(case: Case, sets: tuple[RoutingSet, ...], limits: Limits) -> float:
+    """Mean over the sets of max(bytes of the experts hit / bandwidth, FLOPs / peak), in us."""
+    rate = limits.fp8_flops_per_s if case.scheme else limits.bf16_flops_per_s
+    times = [
+        max(
+            _hit(case, routing) * case.bytes_per_expert / limits.bytes_per_s,
+            _pairs(case, routing) * case.flops_per_pair / rate,
+        )
+        for routing in sets
+    ]
+    return sum(times) / len(times) * 1e6
+
+
+def make_cell(case: Case, weights: Weights, sets: tuple[RoutingSet, ...]) -> Cell:
+    """Unit-scale hidden states, and the sets on the weights' device."""
+    device = weights.plain13.device
+    generator = torch.Generator(device).manual_seed(case.num_tokens)
+    size = (case.num_tokens, case.layer.hidden_size)
+    x = torch.randn(size, generator=generator, device=device).to(torch.bfloat16)
+    return Cell(
+        case,
+        weights,
+        x,
+        tuple(RoutingSet(s.weights.to(device), s.ids.to(device)) for s in sets),
+    )
+
+
+def checked_tokens(num_tokens: int) -> Tensor:
+    """The tokens whose results are compared with the oracle."""
+    if num_tokens <= MAX_CHECKED_TOKENS:
+        return torch.arange(num_tokens)
+    return torch.linspace(0, num_tokens - 1, SAMPLED_TOKENS).long()
+
+
+def oracle(
+    cell: Cell,
+    which: int,
+    tokens: Tensor,
+    dequantized_weights: bool = False,
+    quantized_activations: bool = False,
+) -> Tensor:
+    """Rows `tokens` of the layer's result on set `which`, (len(tokens), K) fp64; products are in fp64.
+
+    Args:
+        dequantized_weights: the weights that the scheme makes of the bf16 ones, not those themselves.
+        quantized_activations: round activations as the scheme does. One whose activations share one scale
+            needs all tokens for it.
+    """
+    shape, scheme, weights = cell.case.layer, cell.case.scheme, cell.weights
+    tokens = tokens.to(cell.hidden_states.device)
+    x = cell.hidden_states[tokens]
+    ids, router = cell.sets[which].ids[tokens], cell.sets[which].weights[tokens]
+    valid = ids < shape.num_experts
+    row, slot = torch.where(valid)
+    x = x.double()
+    if quantized_activations:
+        x = numerics.fake_quantize_activation(x.float(), scheme, rows_valid=valid.any(1)).double()
+    h = x.new_empty(row.numel(), shape.intermediate_size)
+    groups = list(_groups(ids[row, slot], shape.num_experts))
+    for e, pairs in groups:
+        w13 = _matrix(weights.w13 if dequantized_weights else weights.plain13, e)
+        gate, up = (x[row[pairs]] @ w13.T).chunk(2, dim=-1)
+        h[pairs] = torch.nn.functional.silu(gate) * up
+    if quantized_activations:
+        h = numerics.fake_quantize_activation(h.float(), scheme).double()
+    out = torch.zeros_like(x)
+    for e, pairs in groups:
+        y = h[pairs] @ _matrix(weights.w2 if dequantized_weights else weights.plain2, e).T
+        out.index_add_(0, row[pairs], y * router[row[pairs], slot[pairs], None].double())
+    return out
+
+
+def _groups(experts: Tensor, num_experts: int) -> Iterator[tuple[int, Tensor]]:
+    """(expert, indices of its pairs) for every expert that has any."""
+    counts = torch.bincount(experts, minlength=num_experts).tolist()
+    parts = experts.argsort(stable=True).split(counts)
+    return ((e, part) for e, part in enumerate(parts) if part.numel())
+
+
+def _matrix(weight: Any, expert: int) -> Tensor:
+    """One expert's matrix in fp64, dequantized where it is quantized."""
+    if not isinstance(weight, moe_ops.ExpertTensor):
+        return weight[expert].double()
+    q, scale = weight.qdata[expert], weight.scale[expert]
+    return numerics.dequantize_weight(q, scale, weight.scheme, torch.float32).double()

@@ -1,0 +1,393 @@
+"""One expert layer on a GPU: moe_ops against its peers, time beside floor beside error.
+
+    python benchmarks/experts.py [--shapes qwen3 mixtral gptoss20] [--schemes bf16 fp8_block]
+                                 [--tokens 1 8 64] [--routing uniform zipf] [--only moe_ops ...]
+                                 [--replays 15] [--results FOLDER]
+    python benchmarks/experts.py --merge FILE ...   # add another run's rows to the results
+    python benchmarks/experts.py --report           # table, means, worst cells and plots of all rows
+    python benchmarks/experts.py --dry-run          # everything but graphs, tiny, on a CPU; keeps nothing
+
+A CUDA graph holds one pass over all routing sets of a cell; graphs of all implementations are replayed in
+turn, and a time is the median replay over the number of sets. Rows are written to
+FOLDER/experts_<GPU>.json after each cell, replacing older rows of the same cell and implementation, so
+several short runs complete one table. docs/performance.md describes the method.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import gc
+import hashlib
+import itertools
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Iterable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import experts_report
+import torch
+from cases import (
+    H200,
+    MAX_CHECKED_TOKENS,
+    ROUTINGS,
+    SCHEMES,
+    SHAPES,
+    TOKENS,
+    Case,
+    Cell,
+    Limits,
+    Weights,
+    checked_tokens,
+    floor_us,
+    make_cell,
+    make_plain_weights,
+    make_sets,
+    make_weights,
+    oracle,
+)
+from harness import (
+    RESULTS,
+    capture,
+    gpu_limits,
+    interleaved_ms,
+    interleaved_replays_us,
+    machine_facts,
+    relative_error,
+    summary,
+    versions,
+)
+from peers import DEFAULT, IMPLEMENTATIONS, OURS, Layer
+from torch import Tensor
+
+import moe_ops
+
+LIBRARIES = ("triton", "torchao", "transformers", "flashinfer-python", "sgl-deep-gemm")
+# A call slower than this is not replayed: emulation of large quantized weights takes seconds a call.
+MAX_CALL_MS = 100.0
+# Results this far from the bf16 weights' fp64 result are wrong, and not timed.
+MAX_ERROR = {"": 0.02, "fp8_block": 0.15, "fp8_channel": 0.15, "fp8_tensor": 0.15}
+DRY_RUN = {"shapes": ["tiny", "tiny_ep"], "tokens": [1, 64], "schemes": list(SCHEMES)}
+
+
+class Results:
+    """The rows of one results file. Each names the run that measured it: machine, versions, command, date."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        content = json.loads(path.read_text()) if path.exists() else {"runs": {}, "rows": []}
+        self.runs: dict[str, dict] = content["runs"]
+        self.rows: dict[tuple, dict] = {self.key(row): row for row in content["rows"]}
+
+    @staticmethod
+    def key(row: dict) -> tuple:
+        fields = ("shape", "scheme", "routing", "num_tokens")
+        return (*[row["case"][field] for field in fields], row["implementation"])
+
+    def add(self, row: dict) -> None:
+        """Keep the row in place of an older one; a peer that could not run leaves its older time."""
+        old = self.rows.get(self.key(row))
+        ours = row["implementation"].startswith(OURS)
+        if "us" in row or ours or old is None or "us" not in old:
+            self.rows[self.key(row)] = row
+
+    def merge(self, path: Path) -> None:
+        """Add the rows of another file, the later date winning."""
+        other = Results(path)
+        for key, row in other.rows.items():
+            old = self.rows.get(key)
+            if old is None or other.runs[row["run"]]["date"] >= self.runs[old["run"]]["date"]:
+                self.runs[row["run"]] = other.runs[row["run"]]
+                self.add(row)
+
+    def write(self) -> None:
+        rows = [self.rows[key] for key in sorted(self.rows, key=experts_report.order)]
+        used = {row["run"] for row in rows}
+        runs = {name: run for name, run in self.runs.items() if name in used}
+        # one line a run and a row keeps diffs readable
+        lines = [json.dumps(row) for row in rows]
+        named = [f"{json.dumps(name)}: {json.dumps(run)}" for name, run in sorted(runs.items())]
+        separator = ",\n  "
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.path.write_text(
+            f'{{\n "runs": {{\n  {separator.join(named)}\n }},\n'
+            f' "rows": [\n  {separator.join(lines)}\n ]\n}}\n'
+        )
+
+
+def describe_run(command: list[str], dry: bool) -> dict[str, Any]:
+    """What stands behind a row: machine, its measured limits, versions, sources, command, date (UTC)."""
+    package = Path(moe_ops.__file__).parent
+    source = hashlib.sha256()
+    for path in sorted(package.rglob("*.py")) + sorted(package.rglob("*.json")):
+        source.update(path.read_bytes())
+    return {
+        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "command": " ".join(command),
+        "machine": machine_facts() | ({} if dry else gpu_limits()),
+        "versions": {"moe_ops": moe_ops.__version__} | versions(*LIBRARIES),
+        "moe_ops_sources": source.hexdigest()[:12],
+    }
+
+
+def limits_of(run: dict[str, Any]) -> Limits:
+    """The H200's known limits; for another GPU what it reached in this run, fp8 at twice bf16."""
+    machine = run["machine"]
+    if "H200" in machine.get("gpu", "H200"):
+        return H200
+    rate = machine["bf16_matmul_tflop_s"] * 1e12
+    return Limits(machine["copy_tb_s"] * 1e12, rate, 2 * rate)
+
+
+def call_ms(layer: Layer) -> float:
+    """Time of one eager call on the last set, host included."""
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    layer.call(-1)
+    torch.cuda.synchronize()
+    return (time.perf_counter() - start) * 1e3
+
+
+def device_lost() -> bool:
+    """Whether an earlier kernel left the device unusable for this process."""
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError:
+        return True
+    return False
+
+
+def reason_of(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:200]}" if text else type(error).__name__
+
+
+class CellRun:
+    """Builds, captures, replays and checks the implementations of one cell."""
+
+    def __init__(self, cell: Cell, dry: bool):
+        self.cell, self.dry = cell, dry
+        self.layers: dict[str, Layer] = {}
+        self.graphs: dict[str, Any] = {}
+        self.outputs: dict[str, Tensor] = {}  # of the last set
+        self.reasons: dict[str, str] = {}
+
+    def prepare(self, name: str, builder: Any) -> None:
+        """Build, warm up and capture one implementation, or note why it cannot run."""
+        try:
+            if isinstance(builder, str):
+                raise RuntimeError(builder)
+            layer = builder(self.cell)
+            for _ in range(2):
+                output = layer.call(len(self.cell.sets) - 1)
+            if not self.dry:
+                elapsed = call_ms(layer)
+                if elapsed > MAX_CALL_MS:
+                    raise RuntimeError(f"a call takes {elapsed:.0f} ms; not replayed")
+                self.graphs[name], outputs = capture(layer.call, len(self.cell.sets))
+                output = outputs[-1]
+            self.layers[name], self.outputs[name] = layer, output
+        except (
+            Exception
+        ) as error:  # peers raise whatever they like; the table goes on without them
+            self.reasons[name] = builder if isinstance(builder, str) else reason_of(error)
+            self.graphs.pop(name, None)
+
+    def times_us(self, replays: int) -> dict[str, list[float]]:
+        """Times a set of every implementation that was captured (dry run: wall clock, CPU)."""
+        count = len(self.cell.sets)
+        if not self.dry:
+            return interleaved_replays_us(self.graphs, replays, count) if self.graphs else {}
+        calls = {name: layer.call for name, layer in self.layers.items()}
+        times = interleaved_ms(calls, rounds=2, num_sets=count)
+        return {name: [ms * 1e3 for ms in values] for name, values in times.items()}
+
+    def errors(self) -> dict[str, dict[str, float]]:
+        """Relative errors of what the replays left in the last set's output, by oracle.
+
+        "error": against fp64 with the bf16 weights. For quantized schemes also "error_of_activations":
+        against fp64 with the dequantized weights; and for moe_ops "error_of_kernel": with the
+        activations rounded as the scheme says too.
+        """
+        case, last = self.cell.case, len(self.cell.sets) - 1
+        tokens = checked_tokens(case.num_tokens)
+        results = {}
+        for name, output in self.outputs.items():
+            finish = self.layers[name].finish
+            results[name] = (finish(output) if finish else output)[tokens.to(output.device)]
+        errors: dict[str, dict[str, float]] = {name: {} for name in results}
+
+        def compare(kind: str, names: Iterable[str], *how: bool) -> None:
+            expected = oracle(self.cell, last, tokens, *how)
+            for name in names:
+                errors[name][kind] = float(f"{relative_error(results[name], expected):.3g}")
+
+        compare("error", results)
+        if case.scheme:
+            compare("error_of_activations", results, True)
+            # One scale for all activations cannot be had from a sample of the tokens.
+            if case.scheme != "fp8_tensor" or case.num_tokens <= MAX_CHECKED_TOKENS:
+                compare("error_of_kernel", [n for n in results if n.startswith(OURS)], True, True)
+        return errors
+
+
+def run_cell(
+    cell: Cell, builders: dict[str, Any], floor: float, replays: int, run: str, dry: bool
+) -> list[dict]:
+    """The rows of one cell, one for each implementation that ran or gave a reason."""
+    work = CellRun(cell, dry)
+    for name, builder in builders.items():
+        work.prepare(name, builder)
+        if not dry and device_lost():
+            raise SystemExit(
+                f"the GPU is unusable after {name!r} on {cell.case}; earlier rows are written, "
+                f"run the rest without it (--only)"
+            )
+    times = work.times_us(replays)
+    errors = work.errors() if work.outputs else {}
+    rows = []
+    for name in builders:
+        row: dict[str, Any] = {"case": asdict(cell.case), "implementation": name, "run": run}
+        row |= {"floor_us": round(floor, 3), "sets": len(cell.sets)}
+        if name in times:
+            error = errors[name]["error"]
+            if error <= MAX_ERROR[cell.case.scheme]:  # false for NaN
+                row["us"] = {key: round(us, 3) for key, us in summary(times[name]).items()}
+                row |= {"replays": len(times[name]), **errors[name]}
+            else:
+                row["reason"] = f"wrong result: relative error {error:.3g}"
+        else:
+            row["reason"] = work.reasons[name]
+        rows.append(row)
+    return rows
+
+
+def make_builders(weights: Weights, only: list[str]) -> dict[str, Any]:
+    """Name -> builder, or the reason why there is none."""
+    builders: dict[str, Any] = {}
+    for name in only:
+        implementation = IMPLEMENTATIONS[name]
+        if weights.scheme not in implementation.schemes:
+            continue
+        try:
+            builders[name] = implementation.make(weights)
+        except Exception as error:  # as in CellRun.prepare
+            builders[name] = reason_of(error)
+    return builders
+
+
+def describe_cell(case: Case, floor: float, rows: list[dict], seconds: float) -> str:
+    """One line of progress."""
+    parts = []
+    for row in rows:
+        if "us" in row:
+            us = row["us"]["median"]
+            parts.append(f"{row['implementation']} {us:.1f} ({row['error']:.1e})")
+    where = f"{case.shape} {case.scheme or 'bf16'} {case.routing} M={case.num_tokens}"
+    return f"{where}: floor {floor:.1f} us | {' | '.join(parts)} [{seconds:.0f} s]"
+
+
+def run_all(arguments: argparse.Namespace, results: Results, run: str, dry: bool) -> set[tuple]:
+    """Measure every cell asked for; weights are made once a shape, quantized once a scheme."""
+    device = torch.device("cpu" if dry else "cuda")
+    limits = limits_of(results.runs[run])
+    l2 = 0 if dry else torch.cuda.get_device_properties(device).L2_cache_size
+    l2 = l2 if dry else max(l2, 50 << 20)
+    told: set[tuple[str, str]] = set()
+    measured = set()
+    for shape in arguments.shapes:
+        plain = make_plain_weights(SHAPES[shape], device)
+        for scheme in arguments.schemes:
+            weights = make_weights(SHAPES[shape], scheme, *plain)
+            builders = make_builders(weights, arguments.only)
+            for routing, tokens in itertools.product(arguments.routing, arguments.tokens):
+                start = time.perf_counter()
+                case = Case(shape, scheme, tokens, routing)
+                sets = make_sets(case, l2)
+                floor = floor_us(case, sets, limits)
+                cell = make_cell(case, weights, sets)
+                rows = run_cell(cell, builders, floor, arguments.replays, run, dry)
+                for row in rows:
+                    results.add(row)
+                    measured.add(Results.key(row)[:4])
+                results.write()
+                print(describe_cell(case, floor, rows, time.perf_counter() - start), flush=True)
+                for row in rows:
+                    why = (row["implementation"], row.get("reason", ""))
+                    if why[1] and why not in told:
+                        told.add(why)
+                        print(f"  not {why[0]}: {why[1]}", flush=True)
+                del cell
+                release(device)
+            del weights, builders
+            release(device)
+    return measured
+
+
+def release(device: torch.device) -> None:
+    """Give graphs' and weights' memory back."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    shapes = [name for name in SHAPES if not name.startswith("tiny")]
+    parser.add_argument(
+        "--shapes", nargs="+", choices=shapes, default=["qwen3", "mixtral", "gptoss20"]
+    )
+    parser.add_argument("--schemes", nargs="+", choices=["bf16", *SCHEMES[1:]], default=["bf16"])
+    parser.add_argument("--tokens", type=int, nargs="+", default=list(TOKENS))
+    parser.add_argument("--routing", nargs="+", choices=ROUTINGS, default=["uniform"])
+    parser.add_argument("--only", nargs="+", choices=IMPLEMENTATIONS, default=list(DEFAULT))
+    parser.add_argument("--replays", type=int, default=15)
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder for JSON and plots")
+    parser.add_argument("--merge", type=Path, nargs="+", metavar="FILE", default=[])
+    parser.add_argument("--report", action="store_true")
+    parser.add_argument("--dry-run", action="store_true")
+    arguments = parser.parse_args(argv)
+    arguments.schemes = ["" if name == "bf16" else name for name in arguments.schemes]
+    return arguments
+
+
+def main() -> None:
+    arguments = parse()
+    torch.set_grad_enabled(False)
+    if arguments.merge or arguments.report:
+        for path in arguments.merge:
+            results = Results(arguments.results / path.name)
+            results.merge(path)
+            results.write()
+        for path in sorted(arguments.results.glob("experts_*.json")):
+            experts_report.report(Results(path), arguments.results)
+        return
+    if arguments.dry_run:
+        vars(arguments).update(DRY_RUN, routing=list(ROUTINGS), only=list(IMPLEMENTATIONS))
+        folder = Path(tempfile.mkdtemp(prefix="experts_dry_run_"))
+        results = Results(folder / "experts_dry_run.json")
+    elif not torch.cuda.is_available():
+        print("This benchmark needs a GPU; none found, nothing measured. --dry-run needs none.")
+        return
+    else:
+        gpu = torch.cuda.get_device_name().replace(" ", "_")
+        results = Results(arguments.results / f"experts_{gpu}.json")
+    facts = describe_run(sys.argv, arguments.dry_run)
+    run = f"{facts['date']} {facts['moe_ops_sources']}"
+    results.runs[run] = facts
+    print(facts, flush=True)
+    measured = run_all(arguments, results, run, arguments.dry_run)
+    if arguments.dry_run:
+        experts_report.report(results, results.path.parent)
+    else:
+        print(experts_report.table(results, measured))
+        print(experts_report.means(results, measured))
+    print(results.path)
+
+
+if __name__ == "__main__":
+    main()

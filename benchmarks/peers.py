@@ -1,0 +1,301 @@
+"""The implementations that the expert-layer benchmark runs: moe_ops, and its peers where they are installed.
+
+An implementation takes the weights of one shape and scheme (relayouts happen here, once) and returns a
+builder, which makes a `Layer` of a cell (tuning happens here). Whatever raises is left out of the table
+with its reason. Nothing outside of `Layer.call` is timed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from cases import Cell, Weights
+from torch import Tensor
+
+import moe_ops
+from moe_ops import numerics
+
+# batched_mm copies both weights of every (token, expert) pair; past this it is not run.
+MAX_GATHER_BYTES = 4 << 30
+# A layout padded to 128 rows an expert is not for fewer tokens than this.
+DEEP_GEMM_MIN_TOKENS = 64
+
+
+@dataclass(frozen=True)
+class Layer:
+    """`call(which)` runs on one routing set. `finish`, where the output is not yet the layer's, makes the
+    layer's result (M, K) on the last set of it, outside of the timed region."""
+
+    call: Callable[[int], Tensor]
+    finish: Callable[[Tensor], Tensor] | None = None
+
+
+Builder = Callable[[Cell], Layer]
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """How to run a library: `make` for the schemes it has. `whole_layer` is False for a mere part."""
+
+    make: Callable[[Weights], Builder]
+    schemes: tuple[str, ...]
+    whole_layer: bool = True
+
+
+def moe_ops_backend(backend: str) -> Callable[[Weights], Builder]:
+    """This library under one backend."""
+
+    def make(weights: Weights) -> Builder:
+        def build(cell: Cell) -> Layer:
+            return Layer(
+                lambda which: moe_ops.fused_experts(
+                    cell.hidden_states,
+                    weights.w13,
+                    weights.w2,
+                    cell.sets[which].weights,
+                    cell.sets[which].ids,
+                    backend=backend,
+                )
+            )
+
+        return build
+
+    return make
+
+
+def transformers_experts(implementation: str, compiled: bool) -> Callable[[Weights], Builder]:
+    """The experts module of Qwen3-MoE holding these weights, under one experts implementation.
+
+    It gets bf16 router weights, as the model's router gives it.
+    """
+
+    def make(weights: Weights) -> Builder:
+        from transformers import Qwen3MoeConfig
+        from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+
+        shape = weights.shape
+        config = Qwen3MoeConfig(
+            hidden_size=shape.hidden_size,
+            moe_intermediate_size=shape.intermediate_size,
+            num_experts=shape.num_experts,
+            num_experts_per_tok=shape.top_k,
+        )
+        config._experts_implementation = implementation
+        with torch.device("meta"):
+            experts = Qwen3MoeExperts(config)
+        experts.gate_up_proj = torch.nn.Parameter(weights.w13, requires_grad=False)
+        experts.down_proj = torch.nn.Parameter(weights.w2, requires_grad=False)
+
+        def build(cell: Cell) -> Layer:
+            if implementation == "batched_mm":
+                gather = cell.case.num_tokens * shape.top_k * cell.case.bytes_per_expert
+                if gather > MAX_GATHER_BYTES:
+                    raise ValueError(f"would copy {gather / 2**30:.0f} GiB of weights")
+                if shape.ep_size > 1:
+                    raise ValueError("does not leave out experts held elsewhere")
+
+            def run(x: Tensor, ids: Tensor, router: Tensor) -> Tensor:
+                return experts(x, ids, router)
+
+            if compiled:
+                torch._dynamo.reset()
+                run = torch.compile(run, fullgraph=True, dynamic=False)
+            router = [routing.weights.to(torch.bfloat16) for routing in cell.sets]
+            ids = [routing.ids.long() for routing in cell.sets]
+            return Layer(lambda which: run(cell.hidden_states, ids[which], router[which]))
+
+        return build
+
+    return make
+
+
+def torch_grouped_mm(weights: Weights) -> Builder:
+    """A plain layer around two torch.nn.functional.grouped_mm: sort, gather, products, weighted sum."""
+    E, top_k = weights.shape.num_experts, weights.shape.top_k
+    w13, w2 = weights.w13.transpose(-2, -1), weights.w2.transpose(-2, -1)
+    experts = torch.arange(E, device=w13.device, dtype=torch.int32)
+
+    def build(cell: Cell) -> Layer:
+        x = cell.hidden_states
+        M, K = x.shape
+        router = [routing.weights.to(x.dtype).unsqueeze(1) for routing in cell.sets]
+
+        def call(which: int) -> Tensor:
+            ids, order = cell.sets[which].ids.view(-1).sort()
+            offsets = torch.searchsorted(ids, experts, right=True, out_int32=True)
+            gate, up = F.grouped_mm(x[order // top_k], w13, offs=offsets).chunk(2, dim=-1)
+            y = F.grouped_mm(F.silu(gate) * up, w2, offs=offsets)
+            if cell.weights.shape.ep_size > 1:  # rows past the last offset are not written
+                y = torch.where((ids < E).unsqueeze(1), y, 0)
+            rows = torch.empty_like(order)
+            rows[order] = torch.arange(M * top_k, device=x.device)
+            return torch.bmm(router[which], y[rows].view(M, top_k, K)).squeeze(1)
+
+        return Layer(call)
+
+    return build
+
+
+def flashinfer_cutlass(weights: Weights) -> Builder:
+    """FlashInfer's CUTLASS layer, autotuned at each number of tokens. It wants up rows before gate rows."""
+    from flashinfer import autotune
+    from flashinfer.fused_moe import cutlass_fused_moe
+
+    def up_first(t: Tensor) -> Tensor:
+        gate, up = t.chunk(2, dim=1)
+        return torch.cat((up, gate), dim=1)
+
+    scheme = weights.scheme
+    if scheme:
+        if weights.shape.intermediate_size % 128:
+            raise ValueError("gate and up share a scale block: I is not a multiple of 128")
+        # concatenated as bytes: not every version of torch can concatenate e4m3
+        w13 = up_first(weights.w13.qdata.view(torch.uint8)).view(torch.float8_e4m3fn)
+        w2 = weights.w2.qdata
+        scales = [up_first(weights.w13.scale), weights.w2.scale]
+    else:
+        w13, w2, scales = up_first(weights.w13), weights.w2, []
+
+    def build(cell: Cell) -> Layer:
+        M = cell.case.num_tokens
+
+        def call(which: int, tune: bool = False) -> Tensor:
+            # One bucket, this M: the default ones would tune 21 numbers of tokens.
+            with autotune(tune, tuning_buckets=(M,)):
+                out = cutlass_fused_moe(
+                    cell.hidden_states,
+                    cell.sets[which].ids,
+                    cell.sets[which].weights,
+                    w13,
+                    w2,
+                    torch.bfloat16,
+                    quant_scales=scales,
+                    ep_size=weights.shape.ep_size,
+                    ep_rank=0,
+                    use_deepseek_fp8_block_scale=bool(scheme),
+                )
+            return out[0] if isinstance(out, (list, tuple)) else out
+
+        if not scheme:  # fp8_block has one tactic only
+            with contextlib.redirect_stderr(io.StringIO()):  # its progress bars
+                call(0, tune=True)
+        return Layer(call)
+
+    return build
+
+
+def deep_gemm_two_gemms(weights: Weights) -> Builder:
+    """DeepGEMM's two contiguous grouped GEMMs alone: no permutation, activation, quantization or combine.
+
+    The rows of the last set are arranged beforehand, and finished afterwards, so that its result can be
+    checked; other sets multiply the same rows by their own experts.
+    """
+    import deep_gemm
+
+    E, top_k = weights.shape.num_experts, weights.shape.top_k
+    fp8 = bool(weights.scheme)
+    if fp8:
+        gemm = deep_gemm.m_grouped_fp8_gemm_nt_contiguous
+        w13, w2 = ((w.qdata, w.scale.contiguous()) for w in (weights.w13, weights.w2))
+    else:
+        gemm = deep_gemm.m_grouped_bf16_gemm_nt_contiguous
+        w13, w2 = weights.w13, weights.w2
+
+    def operand(rows: Tensor):
+        if not fp8:
+            return rows
+        q, scale = numerics.quantize_activation(rows, weights.scheme)
+        # column-major, as TMA reads them, so that no call has to transpose them
+        return q.contiguous(), scale.t().contiguous().t()
+
+    def build(cell: Cell) -> Layer:
+        x = cell.hidden_states
+        M, K = x.shape
+        if M < DEEP_GEMM_MIN_TOKENS:
+            raise ValueError(f"padding to 128 rows an expert is for M >= {DEEP_GEMM_MIN_TOKENS}")
+        alignment = deep_gemm.get_mk_alignment_for_contiguous_layout()
+        placed = [padded_rows(routing.ids, E, alignment) for routing in cell.sets]
+        total = max(layout.numel() for layout, _, _ in placed)
+        layouts = [F.pad(layout, (0, total - layout.numel()), value=-1) for layout, _, _ in placed]
+        _, pairs, rows = placed[-1]
+        a13 = torch.randn(total, K, device=x.device).to(
+            x.dtype
+        )  # padding must not be zeros: too fast
+        a13[rows] = x[pairs // top_k]
+        d13 = x.new_zeros(total, 2 * weights.shape.intermediate_size)
+        d2 = x.new_zeros(total, K)
+        a13 = operand(a13)
+        gemm(a13, w13, d13, layouts[-1])
+        gate, up = d13.chunk(2, dim=-1)
+        a2 = operand(F.silu(gate) * up)
+
+        def call(which: int) -> Tensor:
+            gemm(a13, w13, d13, layouts[which])
+            gemm(a2, w2, d2, layouts[which])
+            return d2
+
+        def finish(y: Tensor) -> Tensor:
+            router = cell.sets[-1].weights.view(-1)[pairs]
+            out = torch.zeros(M, K, device=x.device)
+            return out.index_add_(0, pairs // top_k, y[rows].float() * router[:, None])
+
+        return Layer(call, finish)
+
+    return build
+
+
+def padded_rows(ids: Tensor, num_experts: int, alignment: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows grouped by expert, each group padded to `alignment` rows.
+
+    Returns:
+        layout (rows,) int32: each row's expert, -1 on padding; and for every pair whose expert is held
+        here its index in ids.view(-1) and its row.
+    """
+    flat = ids.view(-1)
+    order = flat.argsort(stable=True)
+    pairs = order[flat[order] < num_experts]
+    experts = flat[pairs].long()
+    counts = torch.bincount(experts, minlength=num_experts)
+    padded = (counts + alignment - 1) // alignment * alignment
+    shift = (padded.cumsum(0) - padded) - (counts.cumsum(0) - counts)
+    rows = torch.arange(pairs.numel(), device=ids.device) + shift[experts]
+    layout = torch.full((int(padded.sum()),), -1, dtype=torch.int32, device=ids.device)
+    layout[rows] = experts.to(torch.int32)
+    return layout, pairs, rows
+
+
+_ALL = ("", "fp8_block", "fp8_channel", "fp8_tensor")
+OURS = "moe_ops"
+IMPLEMENTATIONS = {
+    OURS: Implementation(moe_ops_backend("auto"), _ALL),
+    "moe_ops triton": Implementation(moe_ops_backend("triton"), _ALL),
+    "moe_ops torch": Implementation(moe_ops_backend("torch"), _ALL),
+    "HF grouped_mm": Implementation(transformers_experts("grouped_mm", False), ("",)),
+    "HF grouped_mm compiled": Implementation(transformers_experts("grouped_mm", True), ("",)),
+    "HF batched_mm": Implementation(transformers_experts("batched_mm", False), ("",)),
+    "F.grouped_mm": Implementation(torch_grouped_mm, ("",)),
+    "FlashInfer CUTLASS": Implementation(flashinfer_cutlass, ("", "fp8_block")),
+    "DeepGEMM two GEMMs only": Implementation(
+        deep_gemm_two_gemms, ("", "fp8_block"), whole_layer=False
+    ),
+}
+# The named backends of moe_ops run when asked for: "moe_ops" is the one of them that users get.
+DEFAULT = tuple(name for name in IMPLEMENTATIONS if not name.startswith(OURS + " "))
+
+# vLLM 0.26's Triton layer with its tuned H200 configurations where it has them (not for dsv3 and gptoss20),
+# under graph replay on an H200 with torch 2.11: us by (shape, scheme) and M. Measured once and not in the
+# runs of this benchmark; its sort is left out, its activation, quantization and sum are compiled torch.
+VLLM_NAME = "vLLM table"
+VLLM_US = {
+    ("qwen3", ""): {1: 28.7, 8: 124, 32: 252, 64: 291, 256: 324, 1024: 403, 4096: 887},
+    ("qwen3", "fp8_block"): {1: 24.8, 8: 74.2, 32: 140, 64: 158, 256: 201, 1024: 306, 4096: 890},
+    ("mixtral", ""): {1: 179, 8: 561, 32: 643, 64: 646, 256: 719, 1024: 1660, 4096: 5504},
+    ("mixtral", "fp8_block"): {1: 125, 8: 297, 32: 341, 64: 368, 256: 538, 1024: 1330, 4096: 4961},
+    ("dsv3", "fp8_block"): {1: 106, 8: 603, 64: 2253, 256: 2691, 1024: 3354, 4096: 7054},
+    ("gptoss20", ""): {1: 70.8, 8: 265, 64: 407, 256: 423, 4096: 2191},
+}
