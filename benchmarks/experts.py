@@ -24,6 +24,7 @@ import json
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
@@ -358,6 +359,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 def main() -> None:
     arguments = parse()
     torch.set_grad_enabled(False)
+    # transformers calls cached functions in what we compile; the warning returns with every cell
+    warnings.filterwarnings("ignore", "Dynamo detected a call to a `functools.lru_cache`")
     if arguments.merge or arguments.report:
         for path in arguments.merge:
             results = Results(arguments.results / path.name)

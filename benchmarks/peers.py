@@ -159,7 +159,7 @@ def flashinfer_cutlass(weights: Weights) -> Builder:
         w2 = weights.w2.qdata
         scales = [up_first(weights.w13.scale), weights.w2.scale]
     else:
-        w13, w2, scales = up_first(weights.w13), weights.w2, []
+        w13, w2, scales = up_first(weights.w13), weights.w2, None
 
     def build(cell: Cell) -> Layer:
         M = cell.case.num_tokens
