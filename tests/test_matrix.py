@@ -96,8 +96,7 @@ def attempt(where, problem: Problem, call):
         return call()
     # no backend passes by refusing what it is there for
     assert name != "torch"
-    runs_plain = device == "cuda" or interpreted(name, device)
-    assert not (name == "triton" and runs_plain and not problem.scheme)
+    assert not (name == "triton" and (device == "cuda" or interpreted(name, device)))
     with pytest.raises((ValueError, ImportError, torch._dynamo.exc.Unsupported)) as caught:
         call()
     for text in (repr(name), *reasons):
