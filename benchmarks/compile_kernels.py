@@ -169,7 +169,7 @@ def report(
         pointers |= {"x_ptr": POINTERS[x_dtype], "w_scale_ptr": "*fp32", "x_scale_ptr": "*fp32"}
         constants |= {"W_SCALE": scales.weight, "X_SCALE": scales.x, "NATIVE": native}
         constants |= {"PARTS": triton_scales.PARTS if scales.x == "tensor" else 1}
-        ones = ("stride_xk", inner)
+        ones = ("stride_xk", inner, *("stride_sk",) * (scales.weight == "block"))
         if name == "gemm1":
             pointers |= {"h_ptr": POINTERS[h_dtype], "h_scale_ptr": "*fp32"}
             constants |= {"H_SCALE": h_scale}

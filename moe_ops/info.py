@@ -88,7 +88,7 @@ def explain(
             {
                 "tokens": tokens,
                 "backend": chosen.name,
-                "native": not problem.scheme or problem.scheme in chosen.native_schemes,
+                "native": chosen.native(problem.scheme, plan.machine),
                 "workspace_bytes": sum(_num_bytes(buffer) for buffer in buffers),
             }
         )

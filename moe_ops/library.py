@@ -16,6 +16,7 @@ from torch import Tensor
 
 from moe_ops.meta import fake
 from moe_ops.problem import Machine, Problem, Workspaces
+from moe_ops.schemes import get_scheme
 
 LIB = torch.library.Library("moe_ops", "DEF")
 _TYPES: dict[Any, str] = {
@@ -162,6 +163,15 @@ class Backend:
     differentiable: bool = False
     native_schemes: tuple[str, ...] = ()  # schemes run without dequantizing to a wider product
     interpreted: bool = False  # on a CPU: by an interpreter, for tests; never chosen by "auto"
+    native_capability: tuple[int, int] = (0, 0)  # least one that multiplies quantized activations
+
+    def native(self, scheme: str, machine: Machine) -> bool:
+        """Whether products on `machine` are those of the scheme's own formats, not emulated."""
+        if not scheme:
+            return True
+        if scheme not in self.native_schemes:
+            return False
+        return get_scheme(scheme).weight_only or machine.capability >= self.native_capability
 
 
 def register(
@@ -175,6 +185,7 @@ def register(
     differentiable: bool = False,
     native_schemes: tuple[str, ...] = (),
     interpreted: bool = False,
+    native_capability: tuple[int, int] = (0, 0),
 ) -> Backend:
     """Define `moe_ops::<name>_<kind>` for every kind in `launch` and return the registry row.
 
@@ -202,6 +213,7 @@ def register(
         differentiable,
         native_schemes,
         interpreted,
+        native_capability,
     )
 
 

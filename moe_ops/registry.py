@@ -82,7 +82,7 @@ class Plan:
         for limit, backend in self.tiers:
             reach = f"M >= {low}" if limit < 0 else f"M in {low}..{limit}"
             how = " (emulated: weights dequantized, products in fp32)"
-            native = not p.scheme or p.scheme in backend.native_schemes
+            native = backend.native(p.scheme, m)
             lines.append(f"  {reach}: {backend.name}{'' if native else how}")
             low = limit + 1
         for M in (1, 64, 4096):

@@ -17,7 +17,15 @@ from torch import Tensor
 
 from moe_ops.activations import NO_LIMIT, Activation
 from moe_ops.kernels import triton_scales, triton_tiles
-from moe_ops.kernels.triton_launch import INTERPRETED, Gpu, Launch, gpu, pointers, run
+from moe_ops.kernels.triton_launch import (
+    INTERPRETED,
+    NATIVE_CAPABILITY,
+    Gpu,
+    Launch,
+    gpu,
+    pointers,
+    run,
+)
 from moe_ops.kernels.triton_scales import Input, Scales, Validity
 from moe_ops.kernels.triton_tiles import GROUP, SMALLEST_TILE, Tile, Tiles, block_bound
 from moe_ops.library import BatchedExpertsArgs, ExpertsArgs, GroupedLinearArgs, register
@@ -166,9 +174,19 @@ def _gemm1(
     _, K, I = a.w2.shape  # noqa: E741
     function, gated, interleaved = _activation(a.activation)
     columns = tile.rows // 2 if gated else tile.rows  # of h
-    args = (h.data, h.scale, x.data, x.scale, w.data, w.scale, a.w13_bias, *rows.args)
+    args = (
+        h.data,
+        h.scale,
+        h.stride_group,
+        x.data,
+        x.scale,
+        w.data,
+        w.scale,
+        a.w13_bias,
+        *rows.args,
+    )
     args += (input_weights, *_strides(input_weights), K, I, *x.strides, *w.data.stride())
-    args += (x.stride_scale, *w.scale_strides)
+    args += (x.stride_group, *w.scale_strides)
     args += (*_strides(a.w13_bias), a.alpha, a.beta, a.limit)
     args += (rows.name, rows.has_map, a.w13_bias is not None, input_weights is not None)
     args += (function, gated, interleaved, a.limit < NO_LIMIT)
@@ -189,7 +207,7 @@ def _gemm2(
 ) -> Launch:
     _, N, K = w.data.shape
     args = (y, x.data, x.scale, w.data, w.scale, bias, *rows.args, K, N, *x.strides[1:])
-    args += (*w.data.stride(), x.stride_scale, *w.scale_strides, *_strides(bias), *y_strides)
+    args += (*w.data.stride(), x.stride_group, *w.scale_strides, *_strides(bias), *y_strides)
     args += (rows.name, rows.has_map, bias is not None, zero_tail)
     args += (w.scales.weight, w.scales.x, x.parts, w.native)
     args += (K % tile.k == 0, N % tile.rows == 0, GROUP, rows.tokens, *tile[:3])
@@ -382,5 +400,6 @@ BACKEND = register(
     },
     devices=("CUDA",),
     native_schemes=tuple(name for name in SCHEMES if name),
+    native_capability=NATIVE_CAPABILITY,
     interpreted=INTERPRETED,
 )

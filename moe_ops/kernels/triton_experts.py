@@ -20,7 +20,7 @@ from moe_ops.kernels.triton_routing import block_rows, local_expert, pairs_at
 # Arguments that follow M or the routing tensors: no kernel is compiled anew for a value of theirs.
 ROUTING = [
     *("num_blocks", "E", "num_ids", "top_k"),
-    *("stride_im", "stride_ik", "stride_map", "stride_tm", "stride_tk"),
+    *("stride_im", "stride_ik", "stride_map", "stride_tm", "stride_tk", "stride_xg", "stride_hg"),
 ]
 
 
@@ -77,6 +77,7 @@ def activate_two(g, u, alpha, beta, limit, ACTIVATION: tl.constexpr, HAS_LIMIT: 
 def moe_ops_gemm1(
     h_ptr,  # (S, I) written at the block's positions
     h_scale_ptr,  # by H_SCALE: see below
+    stride_hg,
     x_ptr,  # (M, K), or (E, T, K) seen as rows
     x_scale_ptr,  # scales of x, absent where it is quantized here by group or not at all
     w_ptr,  # (E, N, K)
@@ -103,7 +104,7 @@ def moe_ops_gemm1(
     stride_we,
     stride_wn,
     stride_wk,
-    stride_xs,
+    stride_xg,
     stride_se,
     stride_sn,
     stride_sk,
@@ -136,7 +137,7 @@ def moe_ops_gemm1(
     """h = activation(x @ w13.T + bias), the activation applied while gate and up are in registers.
 
     H_SCALE ""       h as it is, in h_ptr's dtype
-            "group"  h in e4m3, h_scale (S, ceil(I / 128)) its scales; BN is 128
+            "group"  h in e4m3, h_scale (ceil(I / 128), S) its scales; BN is 128
             "static" h in e4m3, h_scale (1,) its known scale
             "row"    h as it is, and the largest magnitude of each row into h_scale (S,), zeros before
             "tensor" h as it is, and the largest magnitude of all into h_scale (1,), zero before
@@ -188,7 +189,7 @@ def moe_ops_gemm1(
         factor = tl.load(factor_ptrs, mask=ok, other=0.0).to(tl.float32)
     acc = matmul(
         x_ptrs, w_ptrs, ok, w_ok, K, stride_xk, stride_wk,
-        x_scale_ptr, stride_xs, pair // top_k, factor,
+        x_scale_ptr, stride_xg, pair // top_k, factor,
         w_scale_ptr if W_SCALE == "" else w_scale_ptr + e64 * stride_se,
         stride_sn, stride_sk, row, block0, block1, block2,
         BM, WN, BK, EVEN_K, EVEN_N, STAGES,
@@ -222,7 +223,7 @@ def moe_ops_gemm1(
     if H_SCALE == "group":
         tl.static_assert(BN == 128)
         scale = e4m3_scale(tl.max(tl.abs(h), 0))
-        tl.store(h_scale_ptr + place * tl.cdiv(I, 128) + n, scale, mask=ok)
+        tl.store(h_scale_ptr + n.to(tl.int64) * stride_hg + position, scale, mask=ok)
         h = stored(quotient(h, scale[None, :], reciprocal(scale)[None, :]), NATIVE)
     elif H_SCALE == "static":
         scale = tl.load(h_scale_ptr).to(tl.float32)
@@ -257,7 +258,7 @@ def moe_ops_gemm2(
     stride_we,
     stride_wn,
     stride_wk,
-    stride_xs,
+    stride_xg,
     stride_se,
     stride_sn,
     stride_sk,
@@ -311,7 +312,7 @@ def moe_ops_gemm2(
         w_scale_ptr += (tl.minimum(e, E - 1) if ZERO_TAIL else e).to(tl.int64) * stride_se
     acc = matmul(
         x_ptrs, w_ptrs, ok, w_ok, K, stride_xk, stride_wk,
-        x_scale_ptr, stride_xs, position, None,
+        x_scale_ptr, stride_xg, position, None,
         w_scale_ptr, stride_sn, stride_sk, row, block0, block1, block1,
         BM, WN, BK, EVEN_K, EVEN_N, STAGES,
         W_SCALE, X_SCALE, PARTS, (WN + 127) // 128, False, NATIVE,

@@ -108,14 +108,15 @@ def quantize_groups(x):
     return quotient(x, scale[:, None], reciprocal(scale)[:, None]), scale
 
 
-@triton.jit(do_not_specialize=["T", "zeros"])
+@triton.jit(do_not_specialize=["T", "zeros", "stride_sg"])
 def moe_ops_quantize(
     q_ptr,  # (rows, K) e4m3, written
-    scale_ptr,  # written: BY_GROUP (rows, ceil(K / 128)) scales, else (rows,) largest magnitudes
+    scale_ptr,  # written: BY_GROUP (ceil(K / 128), rows) scales, else (rows,) largest magnitudes
     zero_ptr,  # (rows * zeros,) fp32 set to zero, or absent
     x_ptr,  # (rows, K)
     T,
     zeros,
+    stride_sg,
     K,
     stride_xe,  # what rows of batch m // T are off by from m * stride_xm
     stride_xm,
@@ -136,8 +137,8 @@ def moe_ops_quantize(
         x = tl.load(x_ptr + k.to(tl.int64) * stride_xk, mask=k < K, other=0.0)
         v, scale = quantize_groups(x)
         tl.store(q_ptr + k, stored(v, NATIVE), mask=k < K)
-        count = tl.cdiv(K, 128)
-        tl.store(scale_ptr + m * count + first + group, scale, mask=first + group < count)
+        g = first + group
+        tl.store(scale_ptr + m + g.to(tl.int64) * stride_sg, scale, mask=g < tl.cdiv(K, 128))
     else:
         amax = tl.zeros((GROUPS, 128), tl.float32)
         for start in range(0, K, GROUPS * 128):

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+NATIVE_CAPABILITY = (8, 9)  # e4m3 products and conversions
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 _compiled: dict[tuple, tuple] = {}  # specialisation -> its compiled kernels; filled by warm calls
 
@@ -35,7 +36,7 @@ def gpu(device: int) -> Gpu:
     if device < 0:
         return Gpu(227 * 1024, False)
     properties = torch.cuda.get_device_properties(device)
-    native = (properties.major, properties.minor) >= (8, 9)
+    native = (properties.major, properties.minor) >= NATIVE_CAPABILITY
     return Gpu(properties.shared_memory_per_block_optin, native)
 
 

@@ -25,12 +25,10 @@ INTERPRET = tl.constexpr(triton.knobs.runtime.interpret)
 
 
 @triton.jit
-def row_scales(
-    scale_ptr, stride_xs, row, ok, BM: tl.constexpr, PARTS: tl.constexpr, X_SCALE: tl.constexpr
-):
+def row_scales(scale_ptr, row, ok, BM: tl.constexpr, PARTS: tl.constexpr, X_SCALE: tl.constexpr):
     """Scale of each row of x (BM,), of those that do not change along K."""
     if X_SCALE == "row":
-        return e4m3_scale(tl.load(scale_ptr + row.to(tl.int64) * stride_xs, mask=ok, other=0.0))
+        return e4m3_scale(tl.load(scale_ptr + row, mask=ok, other=0.0))
     elif X_SCALE == "tensor":
         parts = tl.load(scale_ptr + tl.arange(0, PARTS))
         return e4m3_scale(tl.max(parts, 0)) + tl.zeros((BM,), tl.float32)
@@ -60,7 +58,7 @@ def matmul(
     stride_xk,
     stride_wk,
     x_scale_ptr,
-    stride_xs,  # of a row of scales
+    stride_xg,  # of a group of columns in the scales of x, whose rows lie side by side
     x_row,  # (BM,) rows of x
     x_factor,  # (BM,) to scale x by
     w_scale_ptr,  # of this expert
@@ -94,7 +92,6 @@ def matmul(
     EARLY: tl.constexpr = HAS_FACTOR and (X_SCALE == "tensor" or X_SCALE == "static")
     if GROUPS or BLOCK:
         tl.static_assert(BK == 128)
-    last = tl.cdiv(K, 128) - 1
     if BLOCK:  # the scales of the next step are asked for one step early
         s0_ptr = w_scale_ptr + block0 * stride_sn
         s1_ptr = w_scale_ptr + block1 * stride_sn
@@ -108,10 +105,10 @@ def matmul(
             s2 = tl.load(s2_ptr).to(tl.float32)
     if GROUPS:
         if X8:
-            xs_ptrs = x_scale_ptr + x_row.to(tl.int64) * stride_xs
-            xs = tl.load(xs_ptrs, mask=x_ok, other=0.0)
+            x_row = tl.where(x_ok, x_row, 0)  # instead of a mask: what follows is not stored
+            xs = tl.load(x_scale_ptr + x_row)
     elif X_SCALE != "":
-        xs = row_scales(x_scale_ptr, stride_xs, x_row, x_ok, BM, PARTS, X_SCALE)
+        xs = row_scales(x_scale_ptr, x_row, x_ok, BM, PARTS, X_SCALE)
         if not X8:
             inverse = reciprocal(xs)
     k = tl.arange(0, BK)
@@ -156,19 +153,21 @@ def matmul(
         else:
             d = tl.dot(w, x.T, input_precision="ieee")
             if BLOCK:
-                step = tl.minimum(start // BK + 1, last) * stride_sk
+                step = tl.where(start + BK < K, stride_sk, 0)
                 scale = block_scale(s0, s1, s2, row, block0, block1, BLOCKS, WN)
-                s0 = tl.load(s0_ptr + step).to(tl.float32)
+                s0_ptr += step
+                s0 = tl.load(s0_ptr).to(tl.float32)
                 if BLOCKS > 1:
-                    s1 = tl.load(s1_ptr + step).to(tl.float32)
+                    s1_ptr += step
+                    s1 = tl.load(s1_ptr).to(tl.float32)
                 if BLOCKS > 2:
-                    s2 = tl.load(s2_ptr + step).to(tl.float32)
+                    s2_ptr += step
+                    s2 = tl.load(s2_ptr).to(tl.float32)
                 if GROUPS:
                     acc += d * (scale[:, None] * xs[None, :])
                     if X8:
-                        xs = tl.load(
-                            xs_ptrs + tl.minimum(start // BK + 1, last), mask=x_ok, other=0.0
-                        )
+                        x_scale_ptr += tl.where(start + BK < K, stride_xg, 0)
+                        xs = tl.load(x_scale_ptr + x_row)
                 else:
                     acc += d * scale[:, None]
             else:

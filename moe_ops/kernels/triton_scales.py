@@ -75,12 +75,8 @@ class Input(NamedTuple):
     data: Tensor
     strides: tuple  # of an expert (beyond its rows), a row, a column
     scale: Tensor | None = None
-    stride_scale: int = 0
+    stride_group: int = 0  # between the scales of groups of columns; rows lie side by side
     parts: int = 1
-
-    @property
-    def key(self) -> tuple:
-        return (self.strides, self.stride_scale, self.parts)
 
 
 class Validity(NamedTuple):
@@ -137,10 +133,10 @@ def hidden(
             return Input(carve(workspace, (rows, I), torch.float32), strides), ""
         count = cdiv(I, 128)
         data, scale = split(workspace, rows, I, codes, count)
-        return Input(data, strides, scale, count), "group"
+        return Input(data, strides, scale, rows), "group"
     if x_scale == "row":
         data, scale = split(workspace, rows, I, torch.float32, 1)
-        return Input(data, strides, scale, 1), "row"
+        return Input(data, strides, scale), "row"
     data, scale = split(workspace, rows, I, torch.float32, 0, 1)
     return Input(data, strides, scale, 0, 1), "tensor"
 
@@ -179,7 +175,7 @@ def prepare(
     count = cdiv(K, 128) if by_group else 1
     data, scale = split(workspace, rows, K, torch.float8_e4m3fn if native else torch.uint8, count)
     columns = _CHUNK * 128
-    args = (data, scale, zeros, x, rows_of_expert, zeros_a_row, K, *strides)
+    args = (data, scale, zeros, x, rows_of_expert, zeros_a_row, rows, K, *strides)
     args += (by_group, _CHUNK, native)
     grid = (rows, cdiv(K, columns) if by_group else 1, 1)
-    return [Launch("quantize", grid, args)], Input(data, (0, K, 1), scale, count)
+    return [Launch("quantize", grid, args)], Input(data, (0, K, 1), scale, rows)

@@ -140,11 +140,11 @@ def _choose_fp8(
     odd = bool(K % 16 or I % 16)
     wide = x_scale in ("row", "tensor") or x_scale == "group" and quantized_late(average, odd)
     quantize = x_scale == "row" or x_scale == "group" and not (direct or average <= FEW_ROWS)
-    tokens = 16 if direct or average <= 12 else 32 if average <= 25 or odd else 64
-    if odd or (
-        itemsize == 4 and not x_scale
-    ):  # element by element, or fp32 products: few registers
-        tokens = min(tokens, 32)
+    exact = itemsize == 4 and not x_scale  # fp32 products
+    # Masks along K take the registers that 64 tokens need, as do operands of 16 bits before SM90.
+    small = exact or K % 128 or I % 128 or shared_memory <= 200 * 1024
+    tokens = 16 if direct or average <= 12 else 32 if average <= 25 or small else 64
+    if odd or exact:  # element by element, or on the ordinary units: few registers a tile
         gemm1 = gemm2 = Tile(64, 128 if weight_scale == "block" or x_scale else 32, 2, 4)
     elif not x_scale:
         narrow = I <= 2048 and average <= 2 or direct
@@ -157,6 +157,10 @@ def _choose_fp8(
         if gemm1.rows == 256:
             gemm1 = Tile(256, 128, 3, 4 if tokens == 16 else 8)
         gemm2 = Tile(128, 128, 4, 4)
+        if tokens == 64 and not quantize:  # a conversion needs registers
+            gemm1 = gemm1._replace(warps=8)
+        if tokens == 64 and wide:
+            gemm2 = gemm2._replace(warps=8)
     x_size = 1 if quantize else itemsize
     h_size = 4 if wide else 1 if x_scale else itemsize
     return Tiles(
