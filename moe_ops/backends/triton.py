@@ -80,7 +80,7 @@ def workspace_shapes(M, problem: Problem) -> Workspaces:
         index = 4 * experts * cdiv(M, SMALLEST_TILE)
     else:
         index = 4 * block_bound(M, experts + 1, SMALLEST_TILE)
-    x_scale = triton_scales.scales(problem.scheme).x
+    x_scale = triton_scales.describe(problem.scheme).x
     if x_scale:
         elements = triton_scales.h_elements(h, I, experts, x_scale, K % 16 == I % 16 == 0)
         hidden = Buffer((elements,), torch.float32)

@@ -26,8 +26,7 @@ class Scales(NamedTuple):
     x: str
 
 
-@cache
-def scales(scheme: str) -> Scales:
+def describe(scheme: str) -> Scales:
     """The Scales of a scheme's name; "" means plain weights."""
     found = get_scheme(scheme)
     if found.weight is None:
@@ -41,6 +40,9 @@ def scales(scheme: str) -> Scales:
         return Scales(weight, "static")
     group = activation.group
     return Scales(weight, "tensor" if group.is_tensor else "row" if group.is_row else "group")
+
+
+scales = cache(describe)  # for launches; in traced code Dynamo warns of a cached function
 
 
 def h_elements(rows, I: int, experts: int, x_scale: str, aligned: bool):  # noqa: E741
