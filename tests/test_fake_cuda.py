@@ -16,6 +16,7 @@ from fake_cuda import H200, Recorder, fake_gpu
 
 import moe_ops
 from moe_ops import registry
+from moe_ops.problem import Machine, Problem
 
 E, K, I, TOP_K, M = 4, 64, 48, 2, 7  # noqa: E741
 HERE = Path(__file__).parent
@@ -59,10 +60,11 @@ def call_of(kind: str, scheme: str, rows, backend: str, dtype=torch.bfloat16):
         return lambda x, w, ids: moe_ops.fused_experts(x, w13, w2, w, ids, **options), tensors
 
 
-def takes(backend: str, scheme: str) -> bool:
-    return (
-        backend != "triton" or not scheme
-    )  # what supports() refuses, in words, in test_registry.py
+def takers(kind: str, scheme: str) -> list[str]:
+    """The backends that run a scheme, in order of preference."""
+    top_k = TOP_K if kind == "experts" else 0
+    problem = Problem(kind, E, K, I, 2 * I, top_k, torch.bfloat16, scheme)
+    return [b.name for b in registry.BACKENDS if not registry._reasons(b, problem, H200)]
 
 
 @pytest.mark.parametrize("rows", ("static", "dynamic", "unbacked"))
@@ -70,11 +72,11 @@ def takes(backend: str, scheme: str) -> bool:
 @pytest.mark.parametrize("scheme", ("", "fp8_channel"))
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_traces_for_a_gpu(backend, scheme, kind, rows, monkeypatch):
+    able = takers(kind, scheme)
     if backend == "tiers":  # a measured table with all backends that take the call
-        able = [name for name in registry.list_backends() if takes(name, scheme)]
         table = [(16 << i, name) for i, name in enumerate(able)]
         monkeypatch.setattr(registry, "_measured", lambda *_: tuple(table))
-    elif not takes(backend, scheme):
+    elif backend not in ("auto", *able):
         with fake_gpu(), pytest.raises(ValueError, match=f"got scheme {scheme!r}"):
             function, tensors = call_of(kind, scheme, M, backend)
             function(*tensors)
@@ -100,7 +102,7 @@ def test_traces_for_a_gpu(backend, scheme, kind, rows, monkeypatch):
         assert got.ndim == x.ndim and got.shape[-1] == width
 
     assert op is plan.op and args["tiers"] == plan.tiers_text
-    chosen = {"auto": "torch" if scheme else "triton", "tiers": "auto" if not scheme else "torch"}
+    chosen = {"auto": able[0], "tiers": "auto" if len(able) > 1 else able[0]}
     expected = chosen.get(backend, backend)
     assert op.name() == f"moe_ops::{expected}_{kind}"
     # the arguments are the op's own, and the workspaces what the plan says for this number of rows
@@ -120,7 +122,7 @@ def test_traces_for_a_gpu(backend, scheme, kind, rows, monkeypatch):
     assert args["scheme"] == scheme
 
 
-def problem_of(function, tensors, monkeypatch) -> moe_ops.registry.Problem:
+def problem_of(function, tensors, monkeypatch) -> Problem:
     """The problem an eager call of `function` states."""
     stated = []
     plan = registry.plan
@@ -136,9 +138,23 @@ def problem_of(function, tensors, monkeypatch) -> moe_ops.registry.Problem:
     return problem
 
 
+@pytest.mark.parametrize("scheme", ("", "fp8_channel"))
+@pytest.mark.parametrize("backend", (*registry.list_backends(), "auto"))
+def test_tracing_warns_of_nothing(backend, scheme, monkeypatch):
+    """Dynamo tells users of every cached function that it traces: plans must not meet one."""
+    if backend not in ("auto", *takers("experts", scheme)):
+        pytest.skip(f"{backend} does not run {scheme}")
+    warned = []
+    monkeypatch.setattr(torch._dynamo.utils, "warn_once", lambda text, **_: warned.append(text))
+    with fake_gpu():
+        function, tensors = call_of("experts", scheme, M, backend)
+        torch.compile(function, fullgraph=True, backend=Recorder().backend)(*tensors)
+    assert not warned
+
+
 @pytest.mark.parametrize("capability", ((7, 5), (8, 0), (9, 0), (10, 0), (12, 0)))
 def test_every_gpu_has_a_plan(capability):
-    machine = moe_ops.registry.Machine("cuda", capability, "some GPU", registry.list_backends())
+    machine = Machine("cuda", capability, "some GPU", registry.list_backends())
     recorder = Recorder()
     with fake_gpu(machine):
         function, tensors = call_of("experts", "", M, "auto")
@@ -163,7 +179,7 @@ def test_export_for_a_gpu(strict, scheme):
         shapes = (tuple({0: tokens} for _ in tensors),)
         program = torch.export.export(Module(), tensors, dynamic_shapes=shapes, strict=strict)
     ours = [str(node.target) for node in program.graph.nodes if "moe_ops" in str(node.target)]
-    assert ours == [f"moe_ops.{'torch' if scheme else 'triton'}_experts.default"]
+    assert ours == [f"moe_ops.{takers('experts', scheme)[0]}_experts.default"]
 
 
 def test_the_router_is_one_op_on_a_gpu():

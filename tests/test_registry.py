@@ -18,6 +18,7 @@ H200 = Machine("cuda", (9, 0), "NVIDIA H200", ("triton", "torch"))
 CPU = Machine("cpu", available=("triton", "torch"))
 PLAIN = Problem("experts", 8, 64, 32, 64, 2, torch.bfloat16)
 FP8 = dataclasses.replace(PLAIN, scheme="fp8_block")
+WIDE = dataclasses.replace(PLAIN, dtype=torch.float64)  # torch alone runs it
 
 
 def names(plan: registry.Plan) -> list[tuple[int, str]]:
@@ -26,13 +27,13 @@ def names(plan: registry.Plan) -> list[tuple[int, str]]:
 
 @pytest.fixture
 def table(tmp_path, monkeypatch):
-    """Writes the measured table of an H200 for `PLAIN` and, with the same tiers, for `FP8`."""
+    """Writes the measured table of an H200 for `PLAIN` and, with the same tiers, for `WIDE`."""
 
     def write(*tiers: tuple[int, str], **facts):
         entry = {"num_experts": 8, "hidden_size": 64, "intermediate_size": 32, "top_k": 2}
         entry |= {"scheme": "", "dtype": "bfloat16"} | facts
         entry["tiers"] = [{"max_tokens": limit, "backend": name} for limit, name in tiers]
-        entries = [entry, entry | {"scheme": "fp8_block"}]
+        entries = [entry, entry | {"dtype": "float64"}]
         text = json.dumps({"gpu": "NVIDIA H200", "entries": entries})
         (tmp_path / "nvidia_h200.json").write_text(text)
         tuning._entries.cache_clear()
@@ -70,12 +71,12 @@ def test_an_unknown_name_lists_the_known_ones():
 
 
 def test_a_named_backend_never_falls_back():
-    problem = dataclasses.replace(FP8, layout="shuffled", dtype=torch.float64)
+    problem = dataclasses.replace(WIDE, layout="shuffled")
     with pytest.raises(ValueError) as error:
         registry.plan(problem, H200, "triton")
     text = str(error.value)
     assert text.startswith("backend 'triton' cannot run this call: ")
-    for reason in ("got scheme 'fp8_block'", "got 'shuffled'", "got torch.float64"):
+    for reason in ("got 'shuffled'", "got torch.float64"):
         assert reason in text, "every reason is told"
     with pytest.raises(ValueError, match="got layout 'shuffled'"):
         registry.plan(problem, H200, "torch")
@@ -148,7 +149,7 @@ def test_tiers_skip_backends_that_refuse(table):
         (256, "triton"),
         (-1, "torch"),
     ]
-    plan = registry.plan(FP8, H200)  # triton refuses; its neighbours become one tier
+    plan = registry.plan(WIDE, H200)  # triton refuses; its neighbours become one tier
     assert names(plan) == [(-1, "torch")]
     assert plan.backend == "torch"
     assert plan.refused[0][0] == "triton"
@@ -208,14 +209,19 @@ def test_a_plan_reads_well(table):
         "  workspace at M=64: 0.05 MiB\n"
         "  workspace at M=4096: 3.04 MiB"
     )
-    assert str(registry.plan(FP8, H200)) == (
-        "experts: E=8 top_k=2 K=64 I=32 fp8_block bfloat16 on NVIDIA H200\n"
-        "  M >= 0: torch (emulated: weights dequantized, products in fp32)\n"
+    assert str(registry.plan(WIDE, H200)) == (
+        "experts: E=8 top_k=2 K=64 I=32 plain float64 on NVIDIA H200\n"
+        "  M >= 0: torch\n"
         "  workspace at M=1: 0.00 MiB\n"
-        "  workspace at M=64: 0.06 MiB\n"
-        "  workspace at M=4096: 4.00 MiB\n"
-        "  not triton: triton runs plain weights only so far, got scheme 'fp8_block'"
+        "  workspace at M=64: 0.12 MiB\n"
+        "  workspace at M=4096: 8.00 MiB\n"
+        "  not triton: triton takes bfloat16, float16 or float32, got torch.float64"
     )
+    emulated = str(registry.plan(FP8, H200, "torch")).splitlines()
+    assert emulated[:2] == [
+        "experts: E=8 top_k=2 K=64 I=32 fp8_block bfloat16 on NVIDIA H200",
+        "  M >= 0: torch (emulated: weights dequantized, products in fp32)",
+    ]
 
 
 def test_explain_plans_the_call_it_is_given():
@@ -233,7 +239,7 @@ def test_explain_plans_the_call_it_is_given():
     with pytest.raises(ValueError, match="topk_ids must have shape"):
         moe_ops.explain(x, w13, w2, ids[0])
     with pytest.raises(ValueError, match="cannot run this call"):
-        moe_ops.explain(x, *quantized, ids, backend="triton")
+        moe_ops.explain(x.double(), w13.double(), w2.double(), ids, backend="triton")
     with registry.pretend(H200):
         assert "on NVIDIA H200" in str(moe_ops.explain(x, w13, w2, ids))
 
