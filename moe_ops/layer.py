@@ -13,22 +13,19 @@ experts.up_proj for experts without a gate half (Nemotron-H).
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moe_ops import activations
 from moe_ops.activations import Activation
 from moe_ops.config import MoEConfig, RoutingMethod
 from moe_ops.experts import fused_experts
+from moe_ops.layer_parts import Experts, Gate, SharedExpert
 from moe_ops.meta.workspace import maximum
 from moe_ops.routing import route, router_probabilities
-
-_INIT_STD = 0.02
 
 
 class MoELayer(nn.Module):
@@ -129,17 +126,17 @@ class MoELayer(nn.Module):
         self.track_load = track_load
         self.backend = backend
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
-        self.gate = _Gate(num_experts, hidden_size, router_bias, correction_bias, factory)
+        self.gate = Gate(num_experts, hidden_size, router_bias, correction_bias, factory)
         self.gate.logits_dtype = router_logits_dtype
         local = num_experts if num_local_experts is None else num_local_experts
-        self.experts = _Experts(
+        self.experts = Experts(
             local, hidden_size, intermediate_size, self.activation.gated, expert_bias, factory
         )
-        self.shared_expert: _SharedExpert | None = None
+        self.shared_expert: SharedExpert | None = None
         self.shared_expert_gate: nn.Linear | None = None
         if shared_expert_intermediate_size:
             width = shared_expert_intermediate_size
-            self.shared_expert = _SharedExpert(hidden_size, width, self.activation, factory)
+            self.shared_expert = SharedExpert(hidden_size, width, self.activation, factory)
             if shared_expert_gate:
                 self.shared_expert_gate = nn.Linear(hidden_size, 1, bias=False, **factory)
         self.register_buffer("expert_map", expert_map, persistent=False)
@@ -298,90 +295,6 @@ def tokens_per_expert(topk_ids: Tensor, num_experts: int) -> Tensor:
     counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=ids.device)
     # neither bincount nor histc: the one reads its output size on the host, the other needs floats
     return counts.scatter_add(0, ids, torch.ones_like(ids))[:num_experts]
-
-
-class _Gate(nn.Module):
-    e_score_correction_bias: Tensor | None
-
-    def __init__(
-        self, num_experts: int, hidden_size: int, bias: bool, correction_bias: bool, factory: dict
-    ) -> None:
-        super().__init__()
-        self.logits_dtype: torch.dtype | None = None  # None: whatever linear makes of its input
-        self.weight = _parameter(num_experts, hidden_size, **factory)
-        self.bias = nn.Parameter(torch.zeros(num_experts, **factory)) if bias else None
-        correction = (
-            torch.zeros(num_experts, device=factory["device"]) if correction_bias else None
-        )
-        self.register_buffer("e_score_correction_bias", correction)
-
-    def forward(self, x: Tensor) -> Tensor:  # (M, H) -> (M, E)
-        dtype = self.logits_dtype
-        if dtype is None:
-            return F.linear(x, self.weight, self.bias)
-        bias = None if self.bias is None else self.bias.to(dtype)
-        with torch.autocast(x.device.type, enabled=False):
-            return F.linear(x.to(dtype), self.weight.to(dtype), bias)
-
-
-class _Experts(nn.Module):
-    down_proj_bias: Tensor | None
-
-    def __init__(
-        self,
-        num_experts: int,
-        hidden_size: int,
-        width: int,
-        gated: bool,
-        bias: bool,
-        factory: dict,
-    ) -> None:
-        super().__init__()
-        self.w13_name = "gate_up_proj" if gated else "up_proj"
-        rows = 2 * width if gated else width
-        w13_bias = down_proj_bias = None
-        if bias:
-            w13_bias = nn.Parameter(torch.zeros(num_experts, rows, **factory))
-            down_proj_bias = nn.Parameter(torch.zeros(num_experts, hidden_size, **factory))
-        w13 = _parameter(num_experts, rows, hidden_size, **factory)
-        self.register_parameter(self.w13_name, w13)
-        self.down_proj = _parameter(num_experts, hidden_size, width, **factory)
-        self.register_parameter(f"{self.w13_name}_bias", w13_bias)
-        self.register_parameter("down_proj_bias", down_proj_bias)
-
-    @property
-    def w13(self) -> Tensor:  # (E_local, N, H)
-        return getattr(self, self.w13_name)
-
-    @property
-    def w13_bias(self) -> Tensor | None:  # (E_local, N)
-        return getattr(self, f"{self.w13_name}_bias")
-
-
-class _SharedExpert(nn.Module):
-    def __init__(
-        self, hidden_size: int, width: int, activation: Activation, factory: dict
-    ) -> None:
-        super().__init__()
-        if activation.interleaved:  # its two halves are two projections here
-            activation = dataclasses.replace(activation, name="swigluoai_uninterleave")
-        self.activation = activation
-        linear = {"bias": False, **factory}
-        self.gate_proj: nn.Linear | None = None
-        if activation.gated:
-            self.gate_proj = nn.Linear(hidden_size, width, **linear)
-        self.up_proj = nn.Linear(hidden_size, width, **linear)
-        self.down_proj = nn.Linear(width, hidden_size, **linear)
-
-    def forward(self, x: Tensor) -> Tensor:  # (M, H) -> (M, H)
-        up = self.up_proj(x)
-        if self.gate_proj is not None:
-            up = torch.cat((self.gate_proj(x), up), -1)
-        return self.down_proj(activations.apply(up, self.activation))
-
-
-def _parameter(*shape: int, **factory: Any) -> nn.Parameter:
-    return nn.Parameter(torch.empty(shape, **factory).normal_(std=_INIT_STD))
 
 
 def _linear_expert_map(config: MoEConfig, device: torch.device | str | None) -> Tensor:
