@@ -22,6 +22,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from moe_ops.kernels import triton_experts, triton_routing, triton_scales, triton_tiles
+from moe_ops.kernels.triton_launch import DEPENDENT_LAUNCH
 from moe_ops.schemes import SCHEMES as NAMED
 
 POINTERS = {
@@ -114,7 +115,7 @@ def main() -> None:
             kernel = compile_kernel(
                 triton_routing.moe_ops_route,
                 {"index_ptr": "*i32", "ids_ptr": "*i64", "map_ptr": "*i32"},
-                {"EP": 128, "TILE": tile, "CHUNK": chunk, "HAS_MAP": has_map}
+                {"EP": 128, "TILE": tile, "CHUNK": chunk, "HAS_MAP": has_map, "DEPENDENT": False}
                 | ({} if has_map else {"map_ptr": None}),
                 (),
                 (),
@@ -125,7 +126,14 @@ def main() -> None:
     kernel = compile_kernel(
         triton_experts.moe_ops_combine,
         {"out_ptr": "*bf16", "y_ptr": "*fp32", "ids_ptr": "*i32", "topk_weights_ptr": "*fp32"},
-        {"map_ptr": None, "TOP_K": 8, "HAS_MAP": False, "WEIGHTED": True, "BN": 512},
+        {
+            "map_ptr": None,
+            "TOP_K": 8,
+            "HAS_MAP": False,
+            "WEIGHTED": True,
+            "BN": 512,
+            "DEPENDENT": False,
+        },
         ("K", "stride_om"),
         ("stride_ok",),
         arch,
@@ -149,7 +157,7 @@ def report(
     scales = triton_scales.scales(scheme)
     memory = SHARED_MEMORY[arch]
     tiles = triton_tiles.choose(M * top_k, E, K, I, dtype.itemsize, M == 1, memory, *scales, gated)
-    native = arch >= 89
+    native, dependent = arch >= 89, arch >= 90 and DEPENDENT_LAUNCH
     codes = torch.float8_e4m3fn if native else torch.uint8
     h_codes = scales.x == "static" or (scales.x == "group" and not tiles.wide_h)
     h_dtype = codes if h_codes else torch.float32 if scales.x else dtype
@@ -159,7 +167,13 @@ def report(
     strides = ("stride_we", "stride_xm", "stride_ym")
     inner, outer = ("stride_wk", "stride_wn") if not transposed else ("stride_wn", "stride_wk")
     shared = {"ROWS": "direct" if tiles.direct else "sorted", "HAS_MAP": False, "HAS_BIAS": False}
-    shared |= {"GROUP": triton_tiles.GROUP, "BM": tiles.tokens, "map_ptr": None, "bias_ptr": None}
+    shared |= {
+        "GROUP": triton_tiles.GROUP,
+        "DEPENDENT": dependent,
+        "BM": tiles.tokens,
+        "map_ptr": None,
+        "bias_ptr": None,
+    }
     for name, tile, depth, width in (("gemm1", tiles.gemm1, K, I), ("gemm2", tiles.gemm2, I, K)):
         columns = tile.rows // 2 if gated and name == "gemm1" else tile.rows
         constants = shared | {"WN": tile.rows, "BK": tile.k, "STAGES": tile.stages}
@@ -184,7 +198,7 @@ def report(
             even = ("K",) * (K % 16 == 0) + ("I",) * (I % 16 == 0) + ("stride_xe",)
         else:
             pointers["y_ptr"] = "*fp32"
-            constants |= {"ZERO_TAIL": False}
+            constants |= {"ZERO_TAIL": False, "PREFETCH": 2048 if dependent else 0}
             even = ("K",) * (I % 16 == 0) + ("N",) * (K % 16 == 0) + ("stride_ye",)
             ones += ("stride_yn",)
         if K % 16 == 0 and I % 16 == 0:

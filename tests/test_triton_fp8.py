@@ -18,7 +18,7 @@ tl = triton.language
 
 from moe_ops.backends import triton as backend  # noqa: E402
 from moe_ops.kernels import triton_fp8, triton_scales, triton_tiles  # noqa: E402
-from moe_ops.kernels.triton_launch import gpu  # noqa: E402
+from moe_ops.kernels.triton_launch import Gpu, gpu  # noqa: E402
 
 CUDA = torch.cuda.is_available()
 INTERPRETED = pytest.mark.skipif(CUDA, reason="with a GPU the kernels are compiled")
@@ -138,7 +138,7 @@ def test_quantized_rows_are_those_of_numerics(device, scheme, K):
     native = gpu(-1 if device == "cpu" else 0).native
     q = codes.view(torch.float8_e4m3fn) if native else codes
     triton_fp8.moe_ops_quantize[(5, -(-K // 2048) if by_group else 1)](
-        q, scale, zeros, x, 5, 2, 5, K, 0, *x.stride(), by_group, 16, native
+        q, scale, zeros, x, 5, 2, 5, K, 0, *x.stride(), by_group, 16, native, False
     )
     expected, expected_scale = numerics.quantize_activation(x, scheme)
     assert torch.equal(codes, expected.view(torch.uint8))
@@ -292,7 +292,7 @@ def test_grouped_linear(where, scheme, ends, S):
     g = torch.Generator().manual_seed(S)
     x = torch.randn(S, 272, generator=g).to(dtype).to(device)
     x[ends[-1] :] = math.nan
-    static = {"activation_scale": 0.0113} if scheme == "fp8_tensor_static" else {}
+    static = {"activation_scale": cases.STATIC_SCALES[0]} if scheme == "fp8_tensor_static" else {}
     w = (torch.randn(3, 144, 272, generator=g) / 272**0.5).to(dtype).to(device)
     w = moe_ops.quantize(w, scheme, **static)
     bias = torch.randn(3, 144, generator=g).to(dtype).to(device)
@@ -328,7 +328,18 @@ def test_workspaces_hold_whatever_tiles_are_chosen(scheme):
                 )
                 x = triton_scales.Input(torch.empty(M, K, device="meta"), (0, K, 1))
                 triton_scales.prepare(
-                    x, M, M, K, scales.x, tiles, ws2, static, validity, h.scale, top_k, native=True
+                    x,
+                    M,
+                    M,
+                    K,
+                    scales.x,
+                    tiles,
+                    ws2,
+                    static,
+                    validity,
+                    h.scale,
+                    top_k,
+                    Gpu(0, True, False),
                 )
                 assert h.data.shape == (pairs, I)
 

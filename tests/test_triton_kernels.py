@@ -483,7 +483,7 @@ def route(ids, E, tile, chunk, expert_map=None):
     padded = max(16, 1 << (E - 1).bit_length())
     moe_ops_route[(E,)](
         index, ids, expert_map, S, E, num_ids, blocks, ids.shape[1], *ids.stride(), stride,
-        padded, tile, chunk, expert_map is not None,
+        padded, tile, chunk, expert_map is not None, False,
     )  # fmt: skip
     assert (index[4 * blocks + S :] == GARBAGE).all()
     table = index[: 4 * blocks].view(blocks, 4)[:, :3].tolist()

@@ -26,7 +26,7 @@ from moe_ops.kernels.triton_launch import (
     pointers,
     run,
 )
-from moe_ops.kernels.triton_scales import Input, Scales, Validity
+from moe_ops.kernels.triton_scales import Input, Scales, Validity, Weight, weight_of
 from moe_ops.kernels.triton_tiles import GROUP, SMALLEST_TILE, Tile, Tiles, block_bound
 from moe_ops.library import BatchedExpertsArgs, ExpertsArgs, GroupedLinearArgs, register
 from moe_ops.meta.workspace import carve, cdiv, maximum
@@ -90,20 +90,6 @@ def workspace_shapes(M, problem: Problem) -> Workspaces:
     return Workspaces(hidden, Buffer((y,), torch.float32), Buffer((index,), torch.int32))
 
 
-def _check_dtype(name: str, weight: Tensor, dtype: torch.dtype, scheme: str) -> None:
-    """Kernels read a weight as what the call says it is."""
-    if scheme:
-        if weight.dtype != torch.float8_e4m3fn:
-            raise ValueError(
-                f"{name} must have dtype float8_e4m3fn for scheme {scheme}, got {weight.dtype}; "
-                "quantize it with moe_ops.quantize"
-            )
-    elif weight.dtype != dtype:
-        raise ValueError(
-            f"{name} must have the input's dtype {dtype}, got {weight.dtype}; convert one with .to()"
-        )
-
-
 class _Rows(NamedTuple):
     """How the blocks of a GEMM find their rows (kernels/triton_experts.py), and how large blocks are."""
 
@@ -135,35 +121,9 @@ def _activation(name: str) -> tuple[str, bool, bool]:
     return function, activation.gated, activation.interleaved
 
 
-class _Weight(NamedTuple):
-    """A weight and its scales as the kernels take them."""
-
-    data: Tensor  # (E, N, K)
-    scale: Tensor | None
-    scales: Scales
-    native: bool
-
-    @property
-    def scale_strides(self) -> tuple:
-        """Strides of an expert, a row or block of rows, and a block of columns."""
-        if self.scale is None:
-            return (0, 0, 0)
-        return (*self.scale.stride(), 0, 0)[:3]
-
-
-def _weight(
-    name: str, data: Tensor, scale: Tensor | None, scheme: str, dtype: torch.dtype, native: bool
-) -> _Weight:
-    _check_dtype(name, data, dtype, scheme)
-    if not scheme:
-        return _Weight(data, None, Scales("", ""), native)
-    data = triton_scales.quantized(data, native)
-    return _Weight(data, scale, triton_scales.scales(scheme), native)
-
-
 def _gemm1(
     a: ExpertsArgs | BatchedExpertsArgs,
-    w: _Weight,
+    w: Weight,
     rows: _Rows,
     tile: Tile,
     h: Input,
@@ -190,15 +150,15 @@ def _gemm1(
     args += (*_strides(a.w13_bias), a.alpha, a.beta, a.limit)
     args += (rows.name, rows.has_map, a.w13_bias is not None, input_weights is not None)
     args += (function, gated, interleaved, a.limit < NO_LIMIT)
-    args += (w.scales.weight, w.scales.x, h_scale, x.parts, w.native)
-    args += (K % tile.k == 0, I % columns == 0, GROUP, rows.tokens, *tile[:3])
+    args += (w.scales.weight, w.scales.x, h_scale, x.parts, w.chip.native)
+    args += (K % tile.k == 0, I % columns == 0, GROUP, rows.tokens, *tile[:3], w.chip.dependent)
     return Launch("gemm1", (rows.blocks * cdiv(I, columns), 1, 1), args, tile.warps)
 
 
 def _gemm2(
     y: Tensor,
     x: Input,
-    w: _Weight,
+    w: Weight,
     bias: Tensor | None,
     rows: _Rows,
     tile: Tile,
@@ -209,8 +169,9 @@ def _gemm2(
     args = (y, x.data, x.scale, w.data, w.scale, bias, *rows.args, K, N, *x.strides[1:])
     args += (*w.data.stride(), x.stride_group, *w.scale_strides, *_strides(bias), *y_strides)
     args += (rows.name, rows.has_map, bias is not None, zero_tail)
-    args += (w.scales.weight, w.scales.x, x.parts, w.native)
-    args += (K % tile.k == 0, N % tile.rows == 0, GROUP, rows.tokens, *tile[:3])
+    args += (w.scales.weight, w.scales.x, x.parts, w.chip.native)
+    args += (K % tile.k == 0, N % tile.rows == 0, GROUP, rows.tokens, *tile[:3], w.chip.dependent)
+    args += (w.prefetch_bytes if w.chip.dependent and not zero_tail else 0,)
     return Launch("gemm2", (rows.blocks * cdiv(N, tile.rows), 1, 1), args, tile.warps)
 
 
@@ -222,8 +183,8 @@ def _launch_experts(a: ExpertsArgs) -> None:
     E, K, I = a.w2.shape  # noqa: E741
     dtype, device = x.dtype, x.get_device()
     chip = gpu(device)
-    w13 = _weight("w13", a.w13, a.w13_scale, a.scheme, dtype, chip.native)
-    w2 = _weight("w2", a.w2, a.w2_scale, a.scheme, dtype, chip.native)
+    w13 = weight_of("w13", a.w13, a.w13_scale, a.scheme, dtype, chip)
+    w2 = weight_of("w2", a.w2, a.w2_scale, a.scheme, dtype, chip)
     pairs = M * top_k
     tiles = _tiles(a, pairs, E, K, I, M == 1, chip, w2.scales)
     blocks = pairs if tiles.direct else _blocks(pairs, E, tiles.tokens)
@@ -240,7 +201,7 @@ def _launch_experts(a: ExpertsArgs) -> None:
         tiles.tokens,
         (index, ids, expert_map, blocks, E, num_ids, top_k, *strides),
     )
-    launches = [] if tiles.direct else [_route(rows, pairs, tiles.chunk)]
+    launches = [] if tiles.direct else [_route(rows, pairs, tiles.chunk, chip)]
     input_weights = weights if on_input else None
     x_strides = (0, *x.stride())
     h, h_scale = triton_scales.hidden(
@@ -263,7 +224,7 @@ def _launch_experts(a: ExpertsArgs) -> None:
             validity,
             h.scale,
             top_k,
-            chip.native,
+            chip,
         )
         launches += more
     launches += (
@@ -273,12 +234,17 @@ def _launch_experts(a: ExpertsArgs) -> None:
             "combine",
             (M, cdiv(K, _COMBINE_COLUMNS), 1),
             (out, y, weights, ids, expert_map, E, num_ids, K, *strides, *weights.stride())
-            + (*out.stride(), top_k, has_map, not on_input, _COMBINE_COLUMNS),
+            + (*out.stride(), top_k, has_map, not on_input, _COMBINE_COLUMNS, chip.dependent),
         ),
     )
     key = (device, tiles, E, top_k, x_strides, out.stride(), on_input, _layer_key(a))
     data = (h.data, h.scale, source.data, source.scale)
-    run(launches, (key, pointers(x, weights, ids, out, y, index, expert_map, *data)), device)
+    run(
+        launches,
+        (key, pointers(x, weights, ids, out, y, index, expert_map, *data)),
+        device,
+        chip.dependent,
+    )
 
 
 def _launch_batched_experts(a: BatchedExpertsArgs) -> None:
@@ -289,8 +255,8 @@ def _launch_batched_experts(a: BatchedExpertsArgs) -> None:
     I = a.w2.shape[2]  # noqa: E741
     dtype, device = x.dtype, x.get_device()
     chip = gpu(device)
-    w13 = _weight("w13", a.w13, a.w13_scale, a.scheme, dtype, chip.native)
-    w2 = _weight("w2", a.w2, a.w2_scale, a.scheme, dtype, chip.native)
+    w13 = weight_of("w13", a.w13, a.w13_scale, a.scheme, dtype, chip)
+    w2 = weight_of("w2", a.w2, a.w2_scale, a.scheme, dtype, chip)
     tiles = _tiles(a, E * T, E, K, I, False, chip, w2.scales)
     index = a.index_workspace
     rows = _sorted_rows(index, E * cdiv(T, tiles.tokens), E, tiles.tokens)
@@ -301,13 +267,13 @@ def _launch_batched_experts(a: BatchedExpertsArgs) -> None:
     h, h_scale = triton_scales.hidden(
         a.workspace13, E * T, I, dtype, w2.scales.x, tiles, a.a2_scale, chip.native
     )
-    launches = [_group_blocks(rows, counts, E, E * T, T)]
+    launches = [_group_blocks(rows, counts, E, E * T, T, chip)]
     source = Input(x, x_strides)
     if w13.scales.x:
         validity = Validity("batched", False, (counts, None, E, 0, 1, counts.stride(0), 0, 0))
         more, source = triton_scales.prepare(
             source, E * T, T, K, w13.scales.x, tiles, a.workspace2, a.a13_scale, validity, h.scale, 1,
-            chip.native,
+            chip,
         )  # fmt: skip
         launches += more
     launches += (
@@ -316,7 +282,7 @@ def _launch_batched_experts(a: BatchedExpertsArgs) -> None:
     )
     key = (device, "batched", tiles, E, x_strides, out_strides, _layer_key(a))
     data = (h.data, h.scale, source.data, source.scale)
-    run(launches, (key, pointers(x, counts, out, index, *data)), device)
+    run(launches, (key, pointers(x, counts, out, index, *data)), device, chip.dependent)
 
 
 def _launch_grouped_linear(a: GroupedLinearArgs) -> None:
@@ -326,18 +292,18 @@ def _launch_grouped_linear(a: GroupedLinearArgs) -> None:
         return
     E, device = a.weight.shape[0], x.get_device()
     chip = gpu(device)
-    w = _weight("weight", a.weight, a.weight_scale, a.scheme, x.dtype, chip.native)
+    w = weight_of("weight", a.weight, a.weight_scale, a.scheme, x.dtype, chip)
     itemsize, memory = x.dtype.itemsize, chip.shared_memory
     tiles = triton_tiles.choose(S, E, K, K, itemsize, False, memory, *w.scales, False)
     # The rows past the last group are one more group, of zeros.
     rows = _sorted_rows(index, _blocks(S, E + 1, tiles.tokens), E, tiles.tokens)
-    launches = [_group_blocks(rows, offsets, E + 1, S, 0)]
+    launches = [_group_blocks(rows, offsets, E + 1, S, 0, chip)]
     source = Input(x, (0, *x.stride()))
     if w.scales.x:
         validity = Validity("groups", False, (offsets, None, E, 0, 1, offsets.stride(0), 0, 0))
         more, source = triton_scales.prepare(
             source, S, S, K, w.scales.x, tiles, a.workspace2, a.activation_scale, validity, None, 0,
-            chip.native,
+            chip,
         )  # fmt: skip
         launches += more
     tile = tiles.gemm1 if w.scales.x else tiles.gemm2
@@ -345,7 +311,7 @@ def _launch_grouped_linear(a: GroupedLinearArgs) -> None:
     key = (device, "grouped", tiles, a.weight.shape, x.stride(), out.stride(), w.data.stride())
     key += (a.scheme, w.scale_strides, _strides(a.bias))
     data = (w.data, w.scale, source.data, source.scale)
-    run(launches, (key, pointers(x, offsets, out, index, a.bias, *data)), device)
+    run(launches, (key, pointers(x, offsets, out, index, a.bias, *data)), device, chip.dependent)
 
 
 def _tiles(
@@ -372,20 +338,22 @@ def _layer_key(a: ExpertsArgs | BatchedExpertsArgs) -> tuple:
     return (a.activation, a.limit < NO_LIMIT, strides, scaled, tensors)
 
 
-def _route(rows: _Rows, pairs: int, chunk: int) -> Launch:
+def _route(rows: _Rows, pairs: int, chunk: int, chip: Gpu) -> Launch:
     index, ids, expert_map, blocks, experts, num_ids, top_k, *strides = rows.args
     padded = max(16, 1 << (experts - 1).bit_length())
     args = (index, ids, expert_map, pairs, experts, num_ids, blocks, top_k, *strides)
-    args += (padded, rows.tokens, chunk, rows.has_map)
+    args += (padded, rows.tokens, chunk, rows.has_map, chip.dependent)
     return Launch("route", (experts, 1, 1), args, 4 if chunk <= 1024 else 8)
 
 
-def _group_blocks(rows: _Rows, sizes: Tensor, groups: int, S: int, T: int) -> Launch:
+def _group_blocks(rows: _Rows, sizes: Tensor, groups: int, S: int, T: int, chip: Gpu) -> Launch:
     """`groups` programs; T > 0 for batches of T rows whose counts `sizes` holds, else its end rows."""
     index, experts = rows.args[0], rows.args[4]
     padded = max(16, 1 << experts.bit_length())
     args = (index, sizes, S, T, experts, rows.blocks, sizes.stride(0))
-    return Launch("group_blocks", (groups, 1, 1), (*args, padded, rows.tokens, 128, T > 0))
+    return Launch(
+        "group_blocks", (groups, 1, 1), (*args, padded, rows.tokens, 128, T > 0, chip.dependent)
+    )
 
 
 BACKEND = register(

@@ -13,9 +13,16 @@ A program handles one block (kernels/triton_routing.py) and one tile of columns.
 import triton
 import triton.language as tl
 
+from moe_ops.kernels.triton_activations import activate_one, activate_two
 from moe_ops.kernels.triton_fp8 import clamp, e4m3_scale, quotient, reciprocal, stored
 from moe_ops.kernels.triton_matmul import matmul
-from moe_ops.kernels.triton_routing import block_rows, local_expert, pairs_at
+from moe_ops.kernels.triton_routing import (
+    block_rows,
+    local_expert,
+    pairs_at,
+    start_dependent,
+    wait,
+)
 
 # Arguments that follow M or the routing tensors: no kernel is compiled anew for a value of theirs.
 ROUTING = [
@@ -32,45 +39,6 @@ def block_and_tile(num_blocks, num_tiles, GROUP: tl.constexpr):
     size = tl.minimum(num_blocks - first, GROUP)
     local = pid % (GROUP * num_tiles)
     return first + local % size, local // size
-
-
-@triton.jit
-def above(x, limit):
-    """min(x, limit) that keeps NaN."""
-    return tl.where(x > limit, limit, x)
-
-
-@triton.jit
-def activate_one(x, ACTIVATION: tl.constexpr):
-    """The function of one variable in an activation, fp32."""
-    if ACTIVATION == "silu":
-        return x * tl.sigmoid(x)
-    elif ACTIVATION == "gelu":
-        return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
-    elif ACTIVATION == "gelu_tanh":  # (1 + tanh(z)) / 2 = sigmoid(2 z)
-        return x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
-    else:
-        tl.static_assert(ACTIVATION == "relu2")
-        y = tl.where(x < 0.0, 0.0, x)
-        return y * y
-
-
-@triton.jit
-def activate_two(g, u, alpha, beta, limit, ACTIVATION: tl.constexpr, HAS_LIMIT: tl.constexpr):
-    """A gated activation of gate g and up u, fp32 (formulas: moe_ops.activations.Activation)."""
-    if ACTIVATION == "swiglustep":
-        return above(activate_one(g, "silu"), limit) * clamp(u, limit)
-    elif ACTIVATION == "gelu" or ACTIVATION == "gelu_tanh":
-        return activate_one(g, ACTIVATION) * u
-    else:
-        if HAS_LIMIT:
-            g = above(g, limit)
-            u = clamp(u, limit)
-        if ACTIVATION == "silu":
-            return activate_one(g, "silu") * u
-        else:
-            tl.static_assert(ACTIVATION == "swigluoai")
-            return g * tl.sigmoid(alpha * g) * (u + beta)
 
 
 @triton.jit(do_not_specialize=ROUTING)
@@ -133,6 +101,7 @@ def moe_ops_gemm1(
     WN: tl.constexpr,
     BK: tl.constexpr,
     STAGES: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """h = activation(x @ w13.T + bias), the activation applied while gate and up are in registers.
 
@@ -143,6 +112,8 @@ def moe_ops_gemm1(
             "tensor" h as it is, and the largest magnitude of all into h_scale (1,), zero before
     """
     BN: tl.constexpr = WN // 2 if GATED else WN
+    wait(DEPENDENT)
+    start_dependent(DEPENDENT)
     b, n = block_and_tile(num_blocks, tl.cdiv(I, BN), GROUP)
     e, position, ok = block_rows(
         index_ptr, ids_ptr, map_ptr, b, E, num_ids, top_k, stride_im, stride_ik, stride_map,
@@ -233,6 +204,20 @@ def moe_ops_gemm1(
     tl.store(h_ptrs, h.T, mask=h_ok)
 
 
+@triton.jit
+def prefetch(ptrs, sizes):
+    """Ask L2 for `sizes` bytes, a multiple of 16, from each of `ptrs`, none where that is zero."""
+    tl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.gt.s32 p, $2, 0; "
+        "@p cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }",
+        "=r,l,r",
+        [ptrs, sizes],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
 @triton.jit(do_not_specialize=ROUTING)
 def moe_ops_gemm2(
     y_ptr,  # (S, N) written at the pairs, or where rows are plain at the block's positions
@@ -282,17 +267,27 @@ def moe_ops_gemm2(
     WN: tl.constexpr,
     BK: tl.constexpr,
     STAGES: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+    PREFETCH: tl.constexpr,  # bytes of each row of the weight to ask L2 for while the input is waited for
 ):
     """y = x @ w.T + bias, rounded once, to y's dtype. Also the GEMM of grouped_linear."""
+    if ZERO_TAIL:  # the kernel before this one wrote the table of blocks
+        wait(DEPENDENT)
     b, n = block_and_tile(num_blocks, tl.cdiv(N, WN), GROUP)
     e, position, ok = block_rows(
         index_ptr, ids_ptr, map_ptr, b, E, num_ids, top_k, stride_im, stride_ik, stride_map,
         BM, ROWS, HAS_MAP,
     )  # fmt: skip
-    if e < 0:
-        return
     row = n * WN + tl.arange(0, WN)
     w_ok = row < N
+    if PREFETCH > 0:
+        first = tl.maximum(e, 0).to(tl.int64) * stride_we + row.to(tl.int64) * stride_wn
+        prefetch(w_ptr + first, tl.where(w_ok & (e >= 0), PREFETCH, 0))
+    if not ZERO_TAIL:
+        wait(DEPENDENT)
+    start_dependent(DEPENDENT)
+    if e < 0:
+        return
     if ZERO_TAIL:  # rows that belong to no expert: a sum of nothing, without bias
         K = tl.where(e < E, K, 0)
     e64 = e.to(tl.int64)
@@ -354,8 +349,10 @@ def moe_ops_combine(
     HAS_MAP: tl.constexpr,
     WEIGHTED: tl.constexpr,
     BN: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """out[m] = sum of router weight * y over the token's entries, in their order, rounded once."""
+    wait(DEPENDENT)
     m = tl.program_id(0)
     column = tl.program_id(1) * BN + tl.arange(0, BN)
     total = tl.zeros((BN,), tl.float32)

@@ -8,7 +8,7 @@ values as fp16, which holds each of them.
 import triton
 import triton.language as tl
 
-from moe_ops.kernels.triton_routing import local_expert
+from moe_ops.kernels.triton_routing import local_expert, start_dependent, wait
 
 INTERPRET = tl.constexpr(triton.knobs.runtime.interpret)
 
@@ -124,8 +124,10 @@ def moe_ops_quantize(
     BY_GROUP: tl.constexpr,
     GROUPS: tl.constexpr,
     NATIVE: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """Quantize rows, GROUPS * 128 columns at a time: each 128 columns alone (a program each), or whole rows."""
+    start_dependent(DEPENDENT)
     m = tl.program_id(0).to(tl.int64)
     x_ptr += m // T * stride_xe + m * stride_xm
     q_ptr += m * K
@@ -157,6 +159,7 @@ def moe_ops_quantize(
         if zero_ptr is not None:
             for i in range(zeros):
                 tl.store(zero_ptr + m * zeros + i, 0.0)
+    wait(DEPENDENT)
 
 
 @triton.jit(
@@ -191,8 +194,10 @@ def moe_ops_amax(
     WEIGHT_ON_INPUT: tl.constexpr,
     LANES: tl.constexpr,  # a power of two, at least top_k
     CHUNK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """Largest magnitude of the rows that an expert here will see; the others may hold anything."""
+    start_dependent(DEPENDENT)
     lane = tl.arange(0, CHUNK)
     largest = 0.0
     for m in range(tl.program_id(0), rows, tl.num_programs(0)):
@@ -223,3 +228,4 @@ def moe_ops_amax(
     tl.store(parts_ptr + tl.program_id(0), largest)
     if zero_ptr is not None:
         tl.store(zero_ptr, 0.0, mask=tl.program_id(0) == 0)
+    wait(DEPENDENT)

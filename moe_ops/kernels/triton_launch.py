@@ -9,6 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+# Let each kernel of a call but the first start while the one before it ends (SM90 on).
+DEPENDENT_LAUNCH = False
 NATIVE_CAPABILITY = (8, 9)  # e4m3 products and conversions
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 _compiled: dict[tuple, tuple] = {}  # specialisation -> its compiled kernels; filled by warm calls
@@ -28,16 +30,19 @@ class Gpu(NamedTuple):
 
     shared_memory: int  # bytes one block may use
     native: bool  # has e4m3 products and conversions
+    dependent: bool  # kernels wait for the one before them themselves
 
 
 @cache
 def gpu(device: int) -> Gpu:
     """Facts of a CUDA device; under the interpreter (-1) an H200's memory, and e4m3 by arithmetic."""
     if device < 0:
-        return Gpu(227 * 1024, False)
+        return Gpu(227 * 1024, False, False)
     properties = torch.cuda.get_device_properties(device)
-    native = (properties.major, properties.minor) >= NATIVE_CAPABILITY
-    return Gpu(properties.shared_memory_per_block_optin, native)
+    capability = (properties.major, properties.minor)
+    dependent = DEPENDENT_LAUNCH and capability >= (9, 0)
+    memory = properties.shared_memory_per_block_optin
+    return Gpu(memory, capability >= NATIVE_CAPABILITY, dependent)
 
 
 @cache
@@ -55,8 +60,10 @@ def _kernels() -> dict:
     }
 
 
-def run(launches: list[Launch], key: tuple, device: int) -> None:
+def run(launches: list[Launch], key: tuple, device: int, dependent: bool) -> None:
     """Launch in order. `key` holds everything that a kernel is specialised on.
+
+    `dependent`: kernels were told by their constant DEPENDENT to wait for the one before them.
 
     Kernels are kept compiled and launched as such: a call never compiles by accident, which capture could
     not survive, and Triton's own look-up on every launch is left out.
@@ -79,10 +86,12 @@ def run(launches: list[Launch], key: tuple, device: int) -> None:
             "shapes, dtypes and strides outside of torch.cuda.graph(...), then capture"
         )
     functions = _kernels()
-    compiled = tuple(
-        functions[launch.kernel][launch.grid](*launch.args, num_warps=launch.warps)
-        for launch in launches
-    )
+    compiled = ()
+    for launch in launches:
+        # what ran before the call knows nothing of us, so its end is waited for as usual
+        options = {"launch_pdl": True} if dependent and compiled else {}
+        kernel = functions[launch.kernel][launch.grid]
+        compiled += (kernel(*launch.args, num_warps=launch.warps, **options),)
     if not INTERPRETED:
         _compiled[key] = compiled
 

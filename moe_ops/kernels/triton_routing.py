@@ -11,6 +11,25 @@ A block covers rows [first, min(first + TILE, end)) of `order`, or of the sorted
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+
+@triton.jit
+def start_dependent(DEPENDENT: tl.constexpr):
+    """Let the next kernel start beside this one; it waits before it reads what this one writes."""
+    if DEPENDENT:
+        gdc_launch_dependents()
+
+
+@triton.jit
+def wait(DEPENDENT: tl.constexpr):
+    """Wait until the kernel before this one has ended and its writes are visible.
+
+    Every program of every kernel waits before it ends, and lets the next kernel start only then (kernels that read
+    nothing of their predecessor excepted): so once a kernel runs, all but its direct predecessor have ended.
+    """
+    if DEPENDENT:
+        gdc_wait()
 
 
 @triton.jit
@@ -116,8 +135,10 @@ def moe_ops_route(
     TILE: tl.constexpr,
     CHUNK: tl.constexpr,
     HAS_MAP: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """Sort pairs by expert. One program an expert, each counting all pairs: no atomics, no barrier, stable."""
+    start_dependent(DEPENDENT)
     expert = tl.program_id(0)
     lane = tl.arange(0, CHUNK)
     counts = tl.zeros((EP,), tl.int32)
@@ -160,12 +181,14 @@ def moe_ops_group_blocks(
     TILE: tl.constexpr,
     CHUNK: tl.constexpr,
     BATCHED: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """Blocks of rows that lie sorted already. One program a group.
 
     BATCHED: expert e owns rows [e * T, e * T + sizes[e]). Else rows [sizes[e - 1], sizes[e]) of S, and
     program E owns the rest, which the GEMM zeroes.
     """
+    start_dependent(DEPENDENT)
     program = tl.program_id(0)
     group = tl.arange(0, EP)
     if BATCHED:

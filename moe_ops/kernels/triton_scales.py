@@ -9,13 +9,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from moe_ops.kernels.triton_launch import Launch
+from moe_ops.kernels.triton_launch import Gpu, Launch
 from moe_ops.kernels.triton_tiles import FEW_ROWS, Tiles
 from moe_ops.meta.workspace import carve, cdiv, maximum, minimum, round_up
 from moe_ops.schemes import get_scheme
 
 PARTS = 128  # programs that look for the largest magnitude of x
 _CHUNK = 16  # groups of 128 columns that a quantizing program handles at a time
+_PREFETCH = 2048  # bytes of each row of W2 asked for while GEMM1 ends
 _GAP = 32  # fp32 elements that align what comes second in a workspace
 
 
@@ -79,6 +80,56 @@ class Input(NamedTuple):
     scale: Tensor | None = None
     stride_group: int = 0  # between the scales of groups of columns; rows lie side by side
     parts: int = 1
+
+
+class Weight(NamedTuple):
+    """A weight and its scales as the kernels take them."""
+
+    data: Tensor  # (E, N, K)
+    scale: Tensor | None
+    scales: Scales
+    chip: Gpu
+
+    @property
+    def scale_strides(self) -> tuple:
+        """Strides of an expert, a row or block of rows, and a block of columns."""
+        if self.scale is None:
+            return (0, 0, 0)
+        return (*self.scale.stride(), 0, 0)[:3]
+
+    @property
+    def prefetch_bytes(self) -> int:
+        """Bytes of each row that are asked for early; 0 unless rows lie as bulk copies need them."""
+        w, size = self.data, self.data.dtype.itemsize
+        steps = w.stride(0) * size | w.stride(1) * size | w.data_ptr()
+        return (
+            0 if w.stride(2) != 1 or steps % 16 else min(w.shape[2] * size, _PREFETCH) // 16 * 16
+        )
+
+
+def _check_dtype(name: str, weight: Tensor, dtype: torch.dtype, scheme: str) -> None:
+    """Kernels read a weight as what the call says it is."""
+    if scheme:
+        if weight.dtype != torch.float8_e4m3fn:
+            raise ValueError(
+                f"{name} must have dtype float8_e4m3fn for scheme {scheme}, got {weight.dtype}; "
+                "quantize it with moe_ops.quantize"
+            )
+    elif weight.dtype != dtype:
+        raise ValueError(
+            f"{name} must have the input's dtype {dtype}, got {weight.dtype}; convert one with .to()"
+        )
+
+
+def weight_of(
+    name: str, data: Tensor, scale: Tensor | None, scheme: str, dtype: torch.dtype, chip: Gpu
+) -> Weight:
+    """The Weight of an op's tensors; ValueError where the dtype is not what the scheme says."""
+    _check_dtype(name, data, dtype, scheme)
+    if not scheme:
+        return Weight(data, None, Scales("", ""), chip)
+    data = quantized(data, chip.native)
+    return Weight(data, scale, scales(scheme), chip)
 
 
 class Validity(NamedTuple):
@@ -155,7 +206,7 @@ def prepare(
     validity: Validity,
     zeros: Tensor | None,  # of h: largest magnitudes, which GEMM1 raises
     zeros_a_row: int,
-    native: bool,
+    chip: Gpu,
 ) -> tuple[list[Launch], Input]:
     """Launches that come before GEMM1, and what it reads as x."""
     x, strides = source.data, source.strides
@@ -169,15 +220,17 @@ def prepare(
         args = (parts, zeros, x, ids, expert_map, weights, rows, rows_of_expert, experts, num_ids)
         args += (top_k, *routing_strides, *weight_strides, K, *strides, validity.name)
         lanes = 1 << max(top_k - 1, 1).bit_length()
-        args += (validity.has_map, weights is not None, lanes, 1024)
+        args += (validity.has_map, weights is not None, lanes, 1024, chip.dependent)
         return [Launch("amax", (PARTS, 1, 1), args)], Input(x, strides, parts, 0, PARTS)
     if not tiles.quantize:
         return [], source
     by_group = x_scale == "group"
     count = cdiv(K, 128) if by_group else 1
-    data, scale = split(workspace, rows, K, torch.float8_e4m3fn if native else torch.uint8, count)
+    data, scale = split(
+        workspace, rows, K, torch.float8_e4m3fn if chip.native else torch.uint8, count
+    )
     columns = _CHUNK * 128
     args = (data, scale, zeros, x, rows_of_expert, zeros_a_row, rows, K, *strides)
-    args += (by_group, _CHUNK, native)
+    args += (by_group, _CHUNK, chip.native, chip.dependent)
     grid = (rows, cdiv(K, columns) if by_group else 1, 1)
     return [Launch("quantize", grid, args)], Input(data, (0, K, 1), scale, rows)
