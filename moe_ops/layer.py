@@ -52,7 +52,8 @@ class MoELayer(nn.Module):
             projection, as Qwen2-MoE does.
         residual_scale: multiplies the layer's output before the residual is added.
         expert_map: (E,) int32, global expert id -> local id or -1; the layer then holds
-            num_local_experts experts and returns their share of the sum.
+            num_local_experts experts and returns their share of the sum. It is copied to `device`
+            and keeps its values when a layer built on the meta device is materialized.
         num_local_experts: E_local; with expert_map only.
         track_load: count tokens per expert in evaluation too, not in training alone.
         backend: as in `fused_experts`.
@@ -63,7 +64,8 @@ class MoELayer(nn.Module):
             expert since it was last zeroed. Updated in training, and always with track_load.
 
     Raises:
-        ValueError: a size below 1, top_k outside 1..E, or arguments that contradict each other.
+        ValueError: a size below 1, top_k outside 1..E, an expert_map of another shape or without
+            values, or arguments that contradict each other.
     """
 
     expert_load: Tensor
@@ -108,6 +110,11 @@ class MoELayer(nn.Module):
         if expert_map is not None and expert_map.shape != (num_experts,):
             shape = tuple(expert_map.shape)
             raise ValueError(f"expert_map must have shape (E={num_experts},), got {shape}")
+        if expert_map is not None and expert_map.is_meta:
+            raise ValueError(
+                "expert_map must hold values, got a tensor on the meta device; create it with "
+                "device='cpu', also for a layer on the meta device"
+            )
         if shared_expert_gate and not shared_expert_intermediate_size:
             raise ValueError(
                 "shared_expert_gate must be False with shared_expert_intermediate_size=0, got True"
@@ -139,9 +146,18 @@ class MoELayer(nn.Module):
             self.shared_expert = SharedExpert(hidden_size, width, self.activation, factory)
             if shared_expert_gate:
                 self.shared_expert_gate = nn.Linear(hidden_size, 1, bias=False, **factory)
-        self.register_buffer("expert_map", expert_map, persistent=False)
-        load = torch.zeros(num_experts, dtype=torch.int64, device=device)
-        self.register_buffer("expert_load", load, persistent=False)
+        load = torch.zeros(num_experts, dtype=torch.int64, device="cpu")
+        # Not in the state dict, whose names are those of whole checkpoints, equal on every device.
+        # Values that a meta buffer cannot hold wait here until there is a device for them.
+        self._values = {"expert_load": load}
+        if expert_map is not None:
+            self._values["expert_map"] = expert_map.detach().cpu()
+        where = torch.empty(0, device=device).device
+        for name in ("expert_map", "expert_load"):
+            value = self._values.get(name)
+            value = None if value is None else value.to(where, copy=True)
+            self.register_buffer(name, value, persistent=False)
+        self.register_load_state_dict_post_hook(_fill_buffers)
 
     @classmethod
     def from_config(cls, config: MoEConfig, **options: Any) -> MoELayer:
@@ -174,7 +190,7 @@ class MoELayer(nn.Module):
         if parallel.use_ep:
             settings["num_local_experts"] = config.num_local_experts
             if "expert_map" not in options:
-                settings["expert_map"] = _linear_expert_map(config, options.get("device"))
+                settings["expert_map"] = _linear_expert_map(config)
         settings |= options
         sharded = parallel.use_ep or parallel.tp_size > 1
         if sharded and settings.get("shared_expert_intermediate_size"):
@@ -194,6 +210,20 @@ class MoELayer(nn.Module):
             config.experts_per_token,
             **settings,
         )
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> MoELayer:
+        """Behind to(), to_empty() and the like: the buffers keep their values, through meta too."""
+        before = dict(self._buffers)
+        super()._apply(fn, recurse)
+        for name, old in before.items():
+            new = self._buffers[name]
+            if old is None or new is None or new is old:
+                continue
+            if not new.is_meta:
+                new.copy_(self._values[name] if old.is_meta else old)
+            elif not old.is_meta:
+                self._values[name] = old.cpu()
+        return self
 
     def forward(
         self,
@@ -297,7 +327,16 @@ def tokens_per_expert(topk_ids: Tensor, num_experts: int) -> Tensor:
     return counts.scatter_add(0, ids, torch.ones_like(ids))[:num_experts]
 
 
-def _linear_expert_map(config: MoEConfig, device: torch.device | str | None) -> Tensor:
+def _fill_buffers(layer: MoELayer, incompatible_keys: object) -> None:
+    """After load_state_dict(assign=True) replaced the parameters of a layer on the meta device."""
+    device = layer.gate.weight.device
+    for name, value in layer._values.items():
+        buffer = layer._buffers[name]
+        if buffer is not None and buffer.is_meta and device.type != "meta":
+            layer._buffers[name] = value.to(device, copy=True)
+
+
+def _linear_expert_map(config: MoEConfig) -> Tensor:
     """Global id -> local id or -1: ranks hold runs of experts, the first ones the larger runs."""
     size, rank = config.parallel.ep_size, config.parallel.ep_rank
     share, extra = divmod(config.num_experts, size)
@@ -308,5 +347,5 @@ def _linear_expert_map(config: MoEConfig, device: torch.device | str | None) -> 
             f"than the {count} of a linear placement"
         )
     start = rank * share + min(rank, extra)
-    ids = torch.arange(config.num_experts, dtype=torch.int32, device=device) - start
+    ids = torch.arange(config.num_experts, dtype=torch.int32, device="cpu") - start
     return torch.where((ids >= 0) & (ids < count), ids, -1)

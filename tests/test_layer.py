@@ -1,5 +1,6 @@
 """MoELayer: values against an fp64 oracle and transformers' blocks, counters, loss, sharding, tracing."""
 
+import copy
 import math
 from types import SimpleNamespace
 
@@ -11,6 +12,7 @@ from torch._dynamo.testing import CompileCounter
 
 from moe_ops.config import MoEConfig, ParallelConfig
 from moe_ops.layer import MoELayer, load_balancing_loss, tokens_per_expert
+from tests.cases import poisoned_memory
 
 H, I, E, TOP_K = 32, 16, 8, 3  # noqa: E741
 
@@ -442,6 +444,56 @@ def test_shards_add_up_to_the_whole(expert_parallel):
     torch.testing.assert_close(total.double(), oracle(whole, x)[0], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("built", ["from_config", "explicit map", "context"])
+@pytest.mark.parametrize("materialized", ["to_empty", "assign"])
+def test_buffers_survive_the_meta_device(built, materialized):
+    """They are in no state dict: whatever memory held would choose the experts."""
+    parallel = ParallelConfig.make(tp_size=2, tp_rank=1, enable_expert_parallel=True)
+    table = torch.tensor([-1, 0, -1, 3, 2, -1, 1, -1], dtype=torch.int32)
+    if built == "from_config":
+        build = lambda **device: MoELayer.from_config(config(parallel=parallel), **device)  # noqa: E731
+    else:
+        options = {"expert_map": table, "num_local_experts": 4}
+        build = lambda **device: MoELayer(H, I, E, TOP_K, **options, **device)  # noqa: E731
+    good = build().eval()
+    assert set(good.state_dict()) == {"gate.weight", "experts.gate_up_proj", "experts.down_proj"}
+    if built == "context":
+        with torch.device("meta"):
+            layer = build()
+    else:
+        layer = build(device="meta")
+    assert layer.expert_map.is_meta and layer.expert_load.is_meta
+    model = nn.Sequential(layer)
+    if materialized == "to_empty":
+        with poisoned_memory():
+            model.to_empty(device="cpu")
+    state = {f"0.{name}": tensor for name, tensor in good.state_dict().items()}
+    model.load_state_dict(state, assign=materialized == "assign")
+    assert torch.equal(layer.expert_map, good.expert_map)
+    assert layer.expert_map.dtype == torch.int32
+    assert layer.expert_load.tolist() == [0] * E
+    x = torch.randn(5, H)
+    with torch.no_grad():
+        assert torch.equal(layer.eval()(x), good(x))
+    assert torch.equal(table, torch.tensor([-1, 0, -1, 3, 2, -1, 1, -1], dtype=torch.int32))
+
+
+def test_buffers_keep_what_was_written_to_them():
+    """Experts that were placed anew, and counts, outlive every move."""
+    table = torch.tensor([0, 1, -1, -1, 2, -1, 3, -1], dtype=torch.int32)
+    layer = MoELayer(H, I, E, TOP_K, expert_map=table, num_local_experts=4)
+    layer.expert_map.copy_(table.flip(0))
+    layer.expert_load.copy_(torch.arange(E))
+    moves = [lambda m: m.bfloat16(), lambda m: m.share_memory(), copy.deepcopy]
+    moves += [lambda m: m.to("meta").to_empty(device="cpu"), lambda m: m.to_empty(device="cpu")]
+    moves.append(lambda m: copy.deepcopy(m.to("meta")).to_empty(device="cpu"))
+    for move in moves:
+        with poisoned_memory():
+            layer = move(layer)
+        assert torch.equal(layer.expert_map, table.flip(0))
+        assert torch.equal(layer.expert_load, torch.arange(E))
+
+
 def test_router_logits_dtype_holds_under_autocast():
     layer = make_layer(router_logits_dtype=torch.float32)
     x = torch.randn(3, H)
@@ -464,6 +516,10 @@ def test_router_logits_dtype_holds_under_autocast():
         (
             {"num_local_experts": 4, "expert_map": torch.zeros(4, dtype=torch.int32)},
             r"expert_map must have shape \(E=8,\), got \(4,\)",
+        ),
+        (
+            {"num_local_experts": 4, "expert_map": torch.zeros(8, device="meta")},
+            "expert_map must hold values, got a tensor on the meta device; create it with",
         ),
     ],
 )
