@@ -21,7 +21,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from moe_ops.kernels import triton_experts, triton_routing, triton_scales, triton_tiles
+from moe_ops.kernels import triton_experts, triton_fp8, triton_routing, triton_scales, triton_tiles
 from moe_ops.kernels.triton_launch import DEPENDENT_LAUNCH
 from moe_ops.schemes import SCHEMES as NAMED
 
@@ -140,6 +140,7 @@ def main() -> None:
         4,
     )
     print(f"combine: {describe(kernel, 4)}")
+    report_quantizing(arch)
 
 
 def report(
@@ -217,6 +218,29 @@ def report(
             f" warps {tile.warps}: {describe(kernel, tile.warps)}",
             flush=True,
         )
+
+
+def report_quantizing(arch: int) -> None:
+    """Compile the kernels that prepare activations and print a line each."""
+    native, dependent = arch >= 89, arch >= 90 and DEPENDENT_LAUNCH
+    pointers = {"x_ptr": "*bf16", "q_ptr": "*fp8e4nv" if native else "*u8"}
+    pointers |= {"scale_ptr": "*fp32", "zero_ptr": "*fp32", "parts_ptr": "*fp32"}
+    pointers |= {"ids_ptr": "*i32", "map_ptr": "*i32", "topk_weights_ptr": "*fp32"}
+    even = ("K", "stride_xe", "stride_xm")
+    for by_group in (True, False):
+        constants = {"BY_GROUP": by_group, "GROUPS": 16, "NATIVE": native, "DEPENDENT": dependent}
+        constants |= {"zero_ptr": None} if by_group else {}
+        function = triton_fp8.moe_ops_quantize
+        kernel = compile_kernel(function, pointers, constants, even, ("stride_xk",), arch, 4)
+        print(f"quantize by {'group' if by_group else 'row'}: {describe(kernel, 4)}")
+    for valid in ("pairs", "batched", "groups"):
+        constants = {"VALID": valid, "HAS_MAP": valid == "pairs", "WEIGHT_ON_INPUT": False}
+        constants |= {"LANES": 8, "CHUNK": 1024, "DEPENDENT": dependent, "topk_weights_ptr": None}
+        constants |= {} if valid == "pairs" else {"map_ptr": None}
+        constants |= {"zero_ptr": None} if valid == "groups" else {}
+        function = triton_fp8.moe_ops_amax
+        kernel = compile_kernel(function, pointers, constants, even, ("stride_xk",), arch, 4)
+        print(f"amax of {valid}: {describe(kernel, 4)}")
 
 
 if __name__ == "__main__":
