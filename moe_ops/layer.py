@@ -62,6 +62,9 @@ class MoELayer(nn.Module):
     Attributes:
         expert_load: (E,) int64 buffer on the device, not in the state dict: tokens sent to each
             expert since it was last zeroed. Updated in training, and always with track_load.
+            Activation checkpointing runs a forward again during the backward; that run is not
+            counted. A compiled layer cannot tell: around one, torch.utils.checkpoint counts tokens
+            twice, with use_reentrant=False too, unless the checkpoint itself is compiled.
 
     Raises:
         ValueError: a size below 1, top_k outside 1..E, an expert_map of another shape or without
@@ -287,7 +290,7 @@ class MoELayer(nn.Module):
         if residual is not None:
             out = residual + out
 
-        if self.training or self.track_load:
+        if (self.training or self.track_load) and not _recomputing():
             with torch.no_grad():
                 # not +=: torch.export (2.13) takes the attribute's assignment for a write to an input
                 self.expert_load.add_(tokens_per_expert(topk_ids, self.num_experts))
@@ -325,6 +328,12 @@ def tokens_per_expert(topk_ids: Tensor, num_experts: int) -> Tensor:
     counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=ids.device)
     # neither bincount nor histc: the one reads its output size on the host, the other needs floats
     return counts.scatter_add(0, ids, torch.ones_like(ids))[:num_experts]
+
+
+def _recomputing() -> bool:
+    """Whether a backward is running, which is when checkpoints call a forward again."""
+    # use_reentrant=False alone does not help: a run stops early only behind the last saved tensor
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 
 def _fill_buffers(layer: MoELayer, incompatible_keys: object) -> None:

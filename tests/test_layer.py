@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch._dynamo.testing import CompileCounter
+from torch.utils.checkpoint import checkpoint
 
 from moe_ops.config import MoEConfig, ParallelConfig
 from moe_ops.layer import MoELayer, load_balancing_loss, tokens_per_expert
@@ -267,6 +268,31 @@ def test_load_is_counted_in_training_and_on_request():
     layer(x)
     assert torch.equal(layer.expert_load, 3 * counts)
     assert layer.bfloat16().expert_load.dtype == torch.int64
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpointing_counts_tokens_once(use_reentrant, compiled):
+    """Also where operators behind the layer save tensors, so that it runs again to its end."""
+    layer = make_layer().train()
+    norm = nn.LayerNorm(H)
+
+    def block(x):
+        out, loss = layer(x, return_aux_loss=True)
+        return torch.sigmoid(norm(out)) * loss
+
+    def step(x):
+        return checkpoint(block, x, use_reentrant=use_reentrant)
+
+    x = torch.randn(10, H, requires_grad=True)
+    if compiled:
+        torch._dynamo.reset()
+        step = torch.compile(step, backend="aot_eager", fullgraph=True)
+    step(x).sum().backward()
+    _, ids = oracle(layer, x)
+    assert torch.equal(layer.expert_load, torch.bincount(ids.flatten(), minlength=E))
+    block(x)  # the next forward counts again
+    assert layer.expert_load.sum() == 2 * 10 * TOP_K
 
 
 def test_ids_out_of_range_are_not_counted():
