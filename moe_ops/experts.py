@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.fx.experimental.symbolic_shapes import guard_or_false
 
 from moe_ops import activations, registry, training, validation
@@ -72,6 +73,8 @@ def fused_experts(
             hidden_states, w13, w2, w13_bias, w2_bias
         )
     a, b = _unwrap(w13), _unwrap(w2)
+    if forward_ad._current_level >= 0:
+        _refuse_tangents(hidden_states, topk_weights, a.data, b.data, w13_bias, w2_bias)
     needs_grad = torch.is_grad_enabled() and _requires_grad(
         hidden_states, topk_weights, a.data, b.data, w13_bias, w2_bias
     )
@@ -154,6 +157,8 @@ def batched_experts(
             hidden_states, w13, w2, w13_bias, w2_bias
         )
     a, b = _unwrap(w13), _unwrap(w2)
+    if forward_ad._current_level >= 0:
+        _refuse_tangents(hidden_states, a.data, b.data, w13_bias, w2_bias)
     needs_grad = torch.is_grad_enabled() and _requires_grad(
         hidden_states, a.data, b.data, w13_bias, w2_bias
     )
@@ -218,6 +223,8 @@ def grouped_linear(
     if _autocasting(x):
         x, weight, bias = _autocast(x, weight, bias)
     a = _unwrap(weight)
+    if forward_ad._current_level >= 0:
+        _refuse_tangents(x, a.data, bias)
     needs_grad = torch.is_grad_enabled() and _requires_grad(x, a.data, bias)
     ready = _prepare(_linear_call, (x,), (a,), (bias, offsets), (needs_grad,), backend)
     if needs_grad:
@@ -418,6 +425,16 @@ def _check_rows(name: str, tensor: Tensor, M: int) -> None:
         raise ValueError(f"{name} must have one row per row of hidden_states, {M}, got {rows}")
 
 
+def _refuse_tangents(*tensors: Tensor | None) -> None:
+    """Raise inside forward-mode AD: an operator without a formula would drop tangents in silence."""
+    for t in tensors:
+        if t is not None and forward_ad.unpack_dual(t).tangent is not None:
+            raise RuntimeError(
+                "moe_ops has no forward-mode derivative (torch.func.jvp, dual tensors): use reverse "
+                "mode, e.g. torch.autograd.grad or torch.func.vjp outside of jvp"
+            )
+
+
 def _requires_grad(*tensors: Tensor | None) -> bool:
     return any([t is not None and t.requires_grad for t in tensors])
 
@@ -445,7 +462,7 @@ _warned = False
 def _warn_training_path(x: Tensor) -> None:
     """Say once that recording gradients on a GPU leaves the fast kernels unused."""
     global _warned
-    if _warned or x.device.type != "cuda" or torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or _warned or x.device.type != "cuda":
         return
     _warned = True
     warnings.warn(

@@ -10,20 +10,28 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from moe_ops import activations, library, numerics, permute
 from moe_ops.activations import Activation
 from moe_ops.kernels import torch_grouped
 
 
+def _check(x, weight, offsets, transpose):
+    columns = weight.shape[1 if transpose else 2]
+    torch._check(x.shape[1] == columns, lambda: f"x must have {columns} columns as weight has")
+    torch._check(offsets.dtype == torch.int32, lambda: "offsets must be int32")
+    torch._check(offsets.shape[0] == weight.shape[0], lambda: "offsets must have E entries")
+
+
 def _grouped_mm(x, weight, offsets, scale, bias, scheme, transpose):
+    _check(x, weight, offsets, transpose)
     return torch_grouped.grouped_mm(
         x, weight, offsets, scale=scale, scheme=scheme, bias=bias, transpose=transpose
     )
 
 
 def _grouped_mm_fake(x, weight, offsets, scale, bias, scheme, transpose):
+    _check(x, weight, offsets, transpose)
     return x.new_empty(x.shape[0], weight.shape[2 if transpose else 1])
 
 
@@ -47,28 +55,52 @@ _outer = library.register_function(
 
 
 class _GroupedLinear(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, weight, offsets, scale, bias, scheme):
-        ctx.save_for_backward(x, weight, offsets, scale)
-        ctx.scheme = scheme
-        ctx.bias_dtype = None if bias is None else bias.dtype
-        return _mm(x, weight, offsets, scale, bias, scheme, False)
+    """x @ weight[e].T + bias[e]; its derivative is made of the same products, so it has one itself."""
 
     @staticmethod
-    @once_differentiable
+    def forward(ctx, x, weight, offsets, scale, bias, scheme, transpose):
+        ctx.save_for_backward(x, weight, offsets, scale)
+        ctx.scheme, ctx.transpose = scheme, transpose
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        return _mm(x, weight, offsets, scale, bias, scheme, transpose)
+
+    @staticmethod
     def backward(ctx, grad):
         x, weight, offsets, scale = ctx.saved_tensors
         grad = grad.contiguous()
         dx = dweight = dbias = None
         if ctx.needs_input_grad[0]:
-            dx = _mm(grad, weight, offsets, scale, None, ctx.scheme, True)
+            dx = _GroupedLinear.apply(
+                grad, weight, offsets, scale, None, ctx.scheme, not ctx.transpose
+            )
         if ctx.needs_input_grad[1]:
-            dweight = _outer(grad, x, offsets)
+            a, b = (x, grad) if ctx.transpose else (grad, x)
+            dweight = _GroupedOuter.apply(a, b, offsets)
         if ctx.needs_input_grad[4]:
             # a product with ones sums each expert's rows in a fixed order, as index_add would not
             ones = grad.new_ones(grad.shape[0], 8)
-            dbias = _outer(grad, ones, offsets)[..., 0].to(ctx.bias_dtype)
-        return dx, dweight, None, None, dbias, None
+            dbias = _GroupedOuter.apply(grad, ones, offsets)[..., 0].to(ctx.bias_dtype)
+        return dx, dweight, None, None, dbias, None, None
+
+
+class _GroupedOuter(torch.autograd.Function):
+    """a[rows of e].T @ b[rows of e]."""
+
+    @staticmethod
+    def forward(ctx, a, b, offsets):
+        ctx.save_for_backward(a, b, offsets)
+        return _outer(a, b, offsets)
+
+    @staticmethod
+    def backward(ctx, grad):
+        a, b, offsets = ctx.saved_tensors
+        grad = grad.contiguous()
+        da = db = None
+        if ctx.needs_input_grad[0]:
+            da = _GroupedLinear.apply(b, grad, offsets, None, None, "", False)
+        if ctx.needs_input_grad[1]:
+            db = _GroupedLinear.apply(a, grad, offsets, None, None, "", True)
+        return da, db, None
 
 
 def grouped_linear(
@@ -86,7 +118,7 @@ def grouped_linear(
         if rows_valid is None:
             rows_valid = torch.arange(x.shape[0], device=x.device) < offsets[-1]
         x = _straight_through(x, scheme, activation_scale, rows_valid)
-    return _GroupedLinear.apply(x, weight, offsets, scale, bias, scheme)
+    return _GroupedLinear.apply(x, weight, offsets, scale, bias, scheme, False)
 
 
 def fused_experts(
@@ -103,12 +135,14 @@ def fused_experts(
     if a.scheme:
         rows = _straight_through(rows, a.scheme, a.a13_scale, pairs.valid.any(1))
     rows = permute.gather_tokens(rows, pairs)
-    gate_up = _GroupedLinear.apply(rows, a.w13, pairs.offsets, a.w13_scale, a.w13_bias, a.scheme)
+    gate_up = _GroupedLinear.apply(
+        rows, a.w13, pairs.offsets, a.w13_scale, a.w13_bias, a.scheme, False
+    )
     hidden = activations.apply(gate_up, activation)
     if a.scheme:
         valid = pairs.experts < a.w13.shape[0]
         hidden = _straight_through(hidden, a.scheme, a.a2_scale, valid)
-    y = _GroupedLinear.apply(hidden, a.w2, pairs.offsets, a.w2_scale, a.w2_bias, a.scheme)
+    y = _GroupedLinear.apply(hidden, a.w2, pairs.offsets, a.w2_scale, a.w2_bias, a.scheme, False)
     return permute.combine(y, weights, pairs, hidden_states.dtype)
 
 

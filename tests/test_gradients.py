@@ -231,13 +231,40 @@ def test_gradcheck():
     assert torch.autograd.gradcheck(function, tuple(given.values()))
 
 
-def test_second_derivatives_are_refused():
+def test_second_derivatives():
+    """Of every argument, among them where another path reaches the input too (a gradient penalty)."""
+    case = Case(dtype=FP64, bias=True)
+    given = leaves(case, FP64)
+
+    def function(*values):
+        return call(moe_ops.fused_experts, case, dict(zip(given, values, strict=True)))
+
+    assert torch.autograd.gradgradcheck(function, tuple(given.values()))
+
+    def penalised(function, **options):
+        inputs = leaves(case, FP64)
+        out = call(function, case, inputs, **options)
+        (first,) = torch.autograd.grad(out.sum(), inputs["hidden_states"], create_graph=True)
+        loss = out.sum() + first.square().sum()
+        return torch.autograd.grad(loss, inputs["w13"])[0]
+
+    want = penalised(oracle.experts, activation="silu")
+    torch.testing.assert_close(penalised(moe_ops.fused_experts), want)
+
+
+@pytest.mark.parametrize("name", ["hidden_states", "w13", "topk_weights"])
+def test_forward_mode_is_refused(name):
     case = Case()
-    given = leaves(case)
-    out = call(moe_ops.fused_experts, case, given)
-    (grad,) = torch.autograd.grad(out.sum(), given["w2"], create_graph=True)
-    with pytest.raises(RuntimeError, match="differentiate twice"):
-        grad.sum().backward()
+    given = {k: t.detach() for k, t in leaves(case).items()}
+
+    def function(value):
+        return call(moe_ops.fused_experts, case, given | {name: value})
+
+    tangent = torch.ones_like(given[name])
+    with pytest.raises(
+        RuntimeError, match="moe_ops has no forward-mode derivative .* reverse mode"
+    ):
+        torch.func.jvp(function, (given[name],), (tangent,))
 
 
 @pytest.mark.parametrize("dtype", [FP32, FP64])

@@ -65,7 +65,7 @@ def can_multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
 def grouped_mm(
     x: Tensor,  # (S, K)
     weight: Tensor,  # (E, N, K)
-    offsets: Tensor,  # (E,)
+    offsets: Tensor,  # (E,) int32
     bias: Tensor | None,  # (E, N)
     out: Tensor,  # (S, N), contiguous; rows past offsets[-1] are left alone
 ) -> None:

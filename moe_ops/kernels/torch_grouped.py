@@ -42,7 +42,7 @@ def grouped_mm(
             out = x.new_empty(x.shape[0], width)
         if not scheme and not transpose and cpu_grouped.can_multiply(x, weight, bias):
             cpu_grouped.grouped_mm(x, weight, offsets, bias, out)
-            out[int(offsets[-1]) :] = 0
+            out[max(0, int(offsets[-1])) :] = 0
             return out
         start = 0
         for e, end in enumerate(offsets.tolist()):
@@ -74,6 +74,7 @@ def grouped_mm(
 def grouped_outer(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
     """a[rows of e].T @ b[rows of e]: (S, N), (S, K) -> (E, N, K); zero for experts without rows."""
     num_experts = offsets.shape[0]
+    offsets = offsets.clamp(0, a.shape[0])
     if a.device.type == "cpu":
         out = a.new_zeros(num_experts, a.shape[1], b.shape[1])
         start = 0
@@ -82,7 +83,6 @@ def grouped_outer(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
                 torch.mm(a[start:end].t(), b[start:end], out=out[e])
                 start = end
         return out
-    offsets = offsets.clamp(0, a.shape[0])
     if _native(a, b):
         y = F.grouped_mm(a.t(), b, offs=offsets)
         starts = F.pad(offsets[:-1], (1, 0))
@@ -97,12 +97,16 @@ def grouped_outer(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
     return out.to(a.dtype)
 
 
-def _native(x: Tensor, other: Tensor) -> bool:
-    """Whether torch's grouped GEMM runs without its synchronising fallback."""
-    aligned = x.shape[1] % 8 == 0 and all(s % 8 == 0 for s in other.stride() if s != 1)
-    aligned = aligned and other.shape[-1] % 8 == 0 and other.shape[-2] % 8 == 0
-    bf16 = x.dtype == other.dtype == torch.bfloat16
-    return bf16 and aligned and torch.cuda.get_device_capability(x.device) >= (9, 0)
+def _native(*operands: Tensor) -> bool:
+    """Whether torch's grouped GEMM takes these, and without its synchronising fallback."""
+    for t in operands:
+        row, column = t.stride()[-2:]
+        steps = [s for s in t.stride() if s != 1]
+        if t.dtype != torch.bfloat16 or 1 not in (row, column) or t.data_ptr() % 16:
+            return False
+        if any(s % 8 for s in (*steps, *t.shape[-1:])) or (t.ndim == 3 and t.shape[1] % 8):
+            return False
+    return torch.cuda.get_device_capability(operands[0].device) >= (9, 0)
 
 
 def _blocks(offsets: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:

@@ -27,31 +27,56 @@ def _check_workspaces(a: Any) -> None:
     _check(a.index_workspace.dtype == torch.int32, "index_workspace must be int32")
 
 
+def _check_weights(a: Any, width: int) -> None:
+    _check(a.w13.ndim == 3 and a.w2.ndim == 3, "w13 and w2 must be 3-D")
+    _check(a.w13.shape[0] == a.w2.shape[0], "w13 and w2 must hold the same experts")
+    _check(a.w13.shape[2] == width, "w13 must have as many columns as hidden_states")
+    _check(a.w2.shape[1] == width, "w2 must have as many rows as hidden_states has columns")
+    N, I = a.w13.shape[1], a.w2.shape[2]
+    _check(N == I or N == 2 * I, "w13 must have as many rows as w2 has columns, or twice that")
+
+
 def _rows(name: str, rows: int, of: str, expected: int) -> None:
     raise ValueError(f"{name} must have one row per row of {of}, {expected}, got {rows}")
 
 
+def _widths(x: str, K: int, w13: tuple[int, ...], w2: tuple[int, ...]) -> None:
+    (E, N, K13), (E2, K2, I) = w13, w2
+    if K13 != K or E2 != E or K2 != K or (I != N and 2 * I != N):
+        raise ValueError(
+            f"w13 and w2 must have shapes (E, N, K) and (E, K, I) for {x} of width {K}, "
+            f"got {tuple(w13)} and {tuple(w2)}"
+        )
+
+
 def rows_experts(a: Any) -> None:
-    """The row counts of `<backend>_experts`, on real sizes, before anything is launched."""
-    rows = a.hidden_states.shape[0]
+    """The sizes of `<backend>_experts`, real ones, before anything is launched."""
+    rows, width = a.hidden_states.shape
     if a.topk_ids.shape[0] != rows:
         _rows("topk_ids", a.topk_ids.shape[0], "hidden_states", rows)
     if a.topk_weights.shape[0] != rows:
         _rows("topk_weights", a.topk_weights.shape[0], "hidden_states", rows)
     if a.out.shape[0] != rows:
         _rows("out", a.out.shape[0], "hidden_states", rows)
+    _widths("hidden_states", width, a.w13.shape, a.w2.shape)
 
 
 def rows_batched_experts(a: Any) -> None:
-    """The row counts of `<backend>_batched_experts`."""
+    """The sizes of `<backend>_batched_experts`."""
     if a.out.shape != a.hidden_states.shape:
         _rows("out", a.out.shape[1], "hidden_states", a.hidden_states.shape[1])
+    _widths("hidden_states", a.hidden_states.shape[2], a.w13.shape, a.w2.shape)
 
 
 def rows_grouped_linear(a: Any) -> None:
-    """The row counts of `<backend>_grouped_linear`."""
+    """The sizes of `<backend>_grouped_linear`."""
     if a.out.shape[0] != a.x.shape[0]:
         _rows("out", a.out.shape[0], "x", a.x.shape[0])
+    if a.weight.shape[2] != a.x.shape[1] or a.out.shape[1] != a.weight.shape[1]:
+        raise ValueError(
+            f"weight must have shape (E, N, K) for x of width {a.x.shape[1]} and out of width "
+            f"{a.out.shape[1]}, got {tuple(a.weight.shape)}"
+        )
 
 
 def check_experts(a: Any) -> None:
@@ -69,6 +94,7 @@ def check_experts(a: Any) -> None:
     _check(x.dtype == a.out.dtype, "out must have hidden_states' dtype")
     _check(ids.dtype in _IDS, "topk_ids must be int32 or int64")
     _check(weights.dtype.is_floating_point, "topk_weights must be floating point")
+    _check_weights(a, x.shape[1])
 
 
 def check_batched_experts(a: Any) -> None:
@@ -83,6 +109,7 @@ def check_batched_experts(a: Any) -> None:
     _check(a.expert_num_tokens.ndim == 1, "expert_num_tokens must be 1-D")
     _check(a.expert_num_tokens.shape[0] == x.shape[0], "expert_num_tokens must have E entries")
     _check(a.expert_num_tokens.dtype in _IDS, "expert_num_tokens must be int32 or int64")
+    _check_weights(a, x.shape[2])
 
 
 def check_grouped_linear(a: Any) -> None:
@@ -91,6 +118,8 @@ def check_grouped_linear(a: Any) -> None:
     _check(a.x.ndim == 2 and a.out.ndim == 2, "x and out must be 2-D")
     _check_rows(a.out.shape[0], a.x.shape[0], "out must have one row per row of x")
     _check(a.x.dtype == a.out.dtype, "out must have the dtype of x")
+    _check(a.x.shape[1] == a.weight.shape[2], "weight must have as many columns as x")
+    _check(a.out.shape[1] == a.weight.shape[1], "out must have as many columns as weight has rows")
     _check(a.offsets.ndim == 1, "offsets must be 1-D")
     _check(a.offsets.shape[0] == a.weight.shape[0], "offsets must have E entries")
     _check(a.offsets.dtype == torch.int32, "offsets must be int32")
