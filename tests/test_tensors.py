@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from moe_ops.layer import MoELayer
 from moe_ops.schemes import PER_BLOCK, SCHEMES
 from moe_ops.tensors import (
     ExpertTensor,
@@ -427,6 +428,59 @@ def test_torch_save_and_state_dict(scheme):
         first.load_state_dict(plain.state_dict())
     plain.load_state_dict(first.state_dict(), assign=True)
     assert same(plain.weight.detach(), first.weight.detach())
+
+
+class Plain(nn.Module):
+    """Experts as a model declares them, trainable, beside a parameter that stays so."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(sample(E, N, K))
+        self.norm = nn.Parameter(torch.ones(N, dtype=torch.bfloat16))
+
+
+def plain_layer(device="cpu"):
+    return MoELayer(K, 128, E, 2, dtype=torch.bfloat16, device=device)
+
+
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("fresh", [Plain, plain_layer, lambda: plain_layer("meta")])
+def test_quantized_state_loads_into_a_fresh_plain_module(fresh, whole):
+    """By the remedy that the errors name, for the model or for the experts' parameters alone."""
+    quantized = Plain() if fresh is Plain else plain_layer()
+    experts = [name for name, p in quantized.named_parameters() if p.dim() == 3]
+    for name in experts:
+        holder, _, last = name.rpartition(".")
+        q = quantize(quantized.get_parameter(name).detach(), "fp8_block")
+        setattr(quantized.get_submodule(holder), last, nn.Parameter(q, requires_grad=False))
+    file = io.BytesIO()
+    torch.save(quantized.state_dict(), file)
+    file.seek(0)
+    state = torch.load(file, weights_only=True)
+    remedy = r"requires_grad_\(False\) .*experts' parameters"
+    model = fresh()
+    if next(model.parameters()).device.type != "meta":
+        with pytest.raises(RuntimeError, match=rf"quantized alike.*{remedy}.*assign=True"):
+            model.load_state_dict(state)
+    with pytest.raises((RuntimeError, ValueError), match=rf"assign=True\) call {remedy}"):
+        fresh().load_state_dict(state, assign=True)
+    if whole:
+        model.requires_grad_(False)
+    else:
+        for name in experts:
+            model.get_parameter(name).requires_grad_(False)
+    model.load_state_dict(state, assign=True)
+    for name, p in quantized.named_parameters():
+        got = model.get_parameter(name)
+        assert isinstance(got, nn.Parameter)
+        assert got.requires_grad == (not whole and name not in experts)
+        if name in experts:
+            assert same(got.detach(), p.detach())
+        else:
+            assert torch.equal(got, p)
+    if fresh is not Plain:
+        x = sample(4, K)
+        assert torch.equal(model.eval()(x), quantized.eval()(x))
 
 
 def test_modules_move():

@@ -170,7 +170,8 @@ def _refuse_grad(requires_grad: bool) -> None:
     if requires_grad:
         raise ValueError(
             "requires_grad must be False for quantized weights, which receive no gradient; "
-            "use nn.Parameter(weight, requires_grad=False)"
+            "use nn.Parameter(weight, requires_grad=False), and before load_state_dict(assign=True) "
+            "call requires_grad_(False) on the model or on its experts' parameters"
         )
 
 
@@ -248,7 +249,8 @@ def _(func, types, args, kwargs):
     if not isinstance(self, ExpertTensor):
         raise ValueError(
             f"target of a copy from {src} must be quantized alike, got a plain tensor; copy from "
-            f"dequantize(), or replace the target (load_state_dict: assign=True)"
+            f"dequantize(), or call model.requires_grad_(False) (enough: on the experts' parameters) "
+            f"and then load_state_dict(..., assign=True)"
         )
     own, other = (
         (*t.__tensor_flatten__()[0], t.scheme, t.weight_layout, *t.shape) for t in (self, src)

@@ -5,9 +5,11 @@
 
     with safetensors.safe_open(path, "pt") as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}
+        model.requires_grad_(False)  # a plain model: assigned parameters keep its requires_grad
         model.load_state_dict(unflatten(tensors, file.metadata()), assign=True)
 
-``torch.save`` and ``torch.load(weights_only=True)`` need none of this.
+``torch.save`` and ``torch.load(weights_only=True)`` need no flattening. To train the rest of the model,
+call ``requires_grad_(False)`` on the parameters of the experts alone.
 """
 
 from __future__ import annotations
