@@ -7,7 +7,6 @@ in the captured graph and Inductor reuses them from layer to layer.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,10 +14,10 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.fx.experimental.symbolic_shapes import guard_or_false
 
-from moe_ops import activations, registry, training, validation
+from moe_ops import activations, plans, registry, training, validation
 from moe_ops.activations import Activation
 from moe_ops.library import ExpertsArgs
-from moe_ops.validation import BatchedCall, ExpertsCall, LinearCall, Weight, meta
+from moe_ops.validation import Weight
 
 
 def fused_experts(
@@ -80,8 +79,8 @@ def fused_experts(
     )
     options = (act, router_weight_on_input, deterministic, needs_grad)
     inputs = (hidden_states, topk_weights, topk_ids)
-    ready = _prepare(
-        _experts_call, inputs, (a, b), (w13_bias, w2_bias, expert_map), options, backend
+    ready = plans.prepare(
+        plans.experts_call, inputs, (a, b), (w13_bias, w2_bias, expert_map), options, backend
     )
     M, K = hidden_states.shape
     if needs_grad or torch.compiler.is_compiling():  # else the op compares them, on real sizes
@@ -165,7 +164,9 @@ def batched_experts(
     others = (w13_bias, w2_bias, expert_num_tokens)
     options = (act, needs_grad)
     blocks = hidden_states.shape[0]
-    ready = _prepare(_batched_call, (hidden_states,), (a, b), others, options, backend, blocks)
+    ready = plans.prepare(
+        plans.batched_call, (hidden_states,), (a, b), others, options, backend, blocks
+    )
     out = hidden_states.new_empty(hidden_states.shape)
     ready.op(
         out,
@@ -226,7 +227,7 @@ def grouped_linear(
     if forward_ad._current_level >= 0:
         _refuse_tangents(x, a.data, bias)
     needs_grad = torch.is_grad_enabled() and _requires_grad(x, a.data, bias)
-    ready = _prepare(_linear_call, (x,), (a,), (bias, offsets), (needs_grad,), backend)
+    ready = plans.prepare(plans.linear_call, (x,), (a,), (bias, offsets), (needs_grad,), backend)
     if needs_grad:
         _warn_training_path(x)
         y = training.grouped_linear(
@@ -277,13 +278,13 @@ def explain(
         ValueError, ImportError: as `fused_experts`.
     """
     validation.check_rank("topk_ids", topk_ids, "(M, top_k)")
-    call = _experts_call(
+    call = plans.experts_call(
         (hidden_states, topk_ids.to(torch.float32), topk_ids),
         (_unwrap(w13), _unwrap(w2)),
         (w13_bias, w2_bias, expert_map),
         (activations.resolve(activation), router_weight_on_input, deterministic, False),
     )
-    return _make_plan(call, backend)
+    return plans.make_plan(call, backend)
 
 
 def _unwrap(weight: Any) -> Weight:
@@ -301,122 +302,6 @@ def _unwrap(weight: Any) -> Weight:
         scheme,
         weight.weight_layout,
     )
-
-
-def _metas(tensors: Any) -> Any:
-    return [meta(tensor) for tensor in tensors]
-
-
-def _experts_call(inputs: Any, weights: Any, others: Any, options: Any) -> ExpertsCall:
-    hidden_states, topk_weights, topk_ids = inputs
-    act, router_weight_on_input, deterministic, needs_grad = options
-    return ExpertsCall(
-        validation.rows("hidden_states", hidden_states, "(M, K)"),
-        weights[0].facts(),
-        weights[1].facts(),
-        validation.rows("topk_weights", topk_weights, "(M, top_k)"),
-        validation.rows("topk_ids", topk_ids, "(M, top_k)"),
-        act,
-        meta(others[0]),
-        meta(others[1]),
-        meta(others[2]),
-        router_weight_on_input,
-        deterministic,
-        needs_grad,
-    )
-
-
-def _batched_call(inputs: Any, weights: Any, others: Any, options: Any) -> BatchedCall:
-    return BatchedCall(
-        *validation.blocks("hidden_states", inputs[0], "(E, T, K)"),
-        *[weight.facts() for weight in weights],
-        *_metas(others),
-        *options,
-    )
-
-
-def _linear_call(inputs: Any, weights: Any, others: Any, options: Any) -> LinearCall:
-    return LinearCall(
-        validation.rows("x", inputs[0], "(S, K)"),
-        weights[0].facts(),
-        *_metas(others),
-        *options,
-    )
-
-
-class _Ready:
-    """A plan at hand for a call: its op, and what to allocate, remembered per M outside of graphs."""
-
-    __slots__ = ("op", "tiers", "plan", "buffers")
-
-    def __init__(self, plan: registry.Plan):
-        self.plan, self.op, self.tiers = plan, plan.op, plan.tiers_text
-        self.buffers: dict[int, tuple] = {}
-
-    def workspaces(
-        self, M: int, new_empty: Callable[..., Tensor]
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """The three workspaces for M rows, uninitialised."""
-        if torch.compiler.is_compiling() or type(M) is not int:
-            buffers: tuple = self.plan.workspace_shapes(M)
-        else:
-            buffers = self.buffers.get(M, ())
-            if not buffers:
-                if len(self.buffers) >= 256:
-                    self.buffers.clear()
-                buffers = self.buffers[M] = self.plan.workspace_shapes(M)
-        (shape13, dtype13), (shape2, dtype2), (index_shape, index_dtype) = buffers
-        return (
-            new_empty(shape13, dtype=dtype13),
-            new_empty(shape2, dtype=dtype2),
-            new_empty(index_shape, dtype=index_dtype),
-        )
-
-
-_ready: dict[tuple, _Ready] = {}
-
-
-def _prepare(
-    make_call: Callable,
-    inputs: Any,
-    weights: Any,
-    others: Any,
-    options: Any,
-    backend: str,
-    blocks: int = 0,
-) -> _Ready:
-    """Validate and plan. Eager calls look a plan up by what it depends on: all facts but M.
-
-    The key is made of attributes as they come (3 us); spelling the call out takes 20. `blocks` is the
-    first size of inputs whose first dimension is not M.
-    """
-    if torch.compiler.is_compiling() or registry.pretending():
-        return _Ready(_make_plan(make_call(inputs, weights, others, options), backend))
-    key = [make_call, backend, options, blocks]
-    for t in inputs:
-        key += (t.shape[1:], t.dtype, t.device)
-    for data, scale, _, _, static, scheme, layout in weights:
-        key += (data.shape, data.dtype, data.device, data.is_contiguous(), scheme, layout)
-        if scale is not None:
-            key += (scale.shape, scale.device, None if static is None else static.device)
-    for t in others:
-        key += (None,) if t is None else (t.shape, t.dtype, t.device)
-    lookup = tuple(key)
-    try:
-        ready = _ready.get(lookup)
-    except TypeError:  # sizes without a hash: make_fx traces with symbols
-        return _Ready(_make_plan(make_call(inputs, weights, others, options), backend))
-    if ready is None:
-        if len(_ready) >= 4096:
-            _ready.clear()
-        call = make_call(inputs, weights, others, options)
-        ready = _ready[lookup] = _Ready(_make_plan(call, backend))
-    return ready
-
-
-def _make_plan(call: ExpertsCall | BatchedCall | LinearCall, backend: str) -> registry.Plan:
-    problem = call.problem()
-    return registry.plan(problem, registry.machine(call.device), backend)
 
 
 def _check_rows(name: str, tensor: Tensor, M: int) -> None:

@@ -17,7 +17,7 @@ from torch._inductor.utils import fresh_cache, run_and_get_code
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import moe_ops
-from moe_ops import experts, registry, tuning
+from moe_ops import plans, registry, tuning
 from moe_ops.meta import workspace
 from moe_ops.problem import Machine
 
@@ -588,7 +588,7 @@ def test_make_fx(scheme, tracing_mode):
 
 def test_eager_plans_of_one_size_serve_another():
     """Eager calls after a compiled one, and the reverse, at other sizes."""
-    experts._ready.clear()
+    plans._ready.clear()
     layers = Layers()
     compiled = torch.compile(layers, fullgraph=True, backend="aot_eager", dynamic=True)
     for run, M in ((compiled, 4), (layers, 9), (compiled, 3), (layers, 1), (layers, 0)):

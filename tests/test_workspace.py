@@ -250,7 +250,7 @@ def test_kernels_stay_inside_their_workspaces(name, kind, M):
             return tuple(found)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(moe_ops.experts._Ready, "workspaces", new_workspaces)
+            patch.setattr(moe_ops.plans.Ready, "workspaces", new_workspaces)
             results.append(call())
     assert len(fences) == 6 and all(fences_hold(whole) for whole in fences)
     assert torch.isfinite(results[0]).all()

@@ -1,0 +1,128 @@
+"""From the arguments of a call to its plan: the call's signature, and the look-up of plans made before."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_ops import registry, validation
+from moe_ops.validation import BatchedCall, ExpertsCall, LinearCall, meta
+
+
+def experts_call(inputs: Any, weights: Any, others: Any, options: Any) -> ExpertsCall:
+    hidden_states, topk_weights, topk_ids = inputs
+    act, router_weight_on_input, deterministic, needs_grad = options
+    return ExpertsCall(
+        validation.rows("hidden_states", hidden_states, "(M, K)"),
+        weights[0].facts(),
+        weights[1].facts(),
+        validation.rows("topk_weights", topk_weights, "(M, top_k)"),
+        validation.rows("topk_ids", topk_ids, "(M, top_k)"),
+        act,
+        meta(others[0]),
+        meta(others[1]),
+        meta(others[2]),
+        router_weight_on_input,
+        deterministic,
+        needs_grad,
+    )
+
+
+def batched_call(inputs: Any, weights: Any, others: Any, options: Any) -> BatchedCall:
+    return BatchedCall(
+        *validation.blocks("hidden_states", inputs[0], "(E, T, K)"),
+        *[weight.facts() for weight in weights],
+        *_metas(others),
+        *options,
+    )
+
+
+def linear_call(inputs: Any, weights: Any, others: Any, options: Any) -> LinearCall:
+    return LinearCall(
+        validation.rows("x", inputs[0], "(S, K)"),
+        weights[0].facts(),
+        *_metas(others),
+        *options,
+    )
+
+
+class Ready:
+    """A plan at hand for a call: its op, and what to allocate, remembered per M outside of graphs."""
+
+    __slots__ = ("op", "tiers", "plan", "buffers")
+
+    def __init__(self, plan: registry.Plan):
+        self.plan, self.op, self.tiers = plan, plan.op, plan.tiers_text
+        self.buffers: dict[int, tuple] = {}
+
+    def workspaces(
+        self, M: int, new_empty: Callable[..., Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The three workspaces for M rows, uninitialised."""
+        if torch.compiler.is_compiling() or type(M) is not int:
+            buffers: tuple = self.plan.workspace_shapes(M)
+        else:
+            buffers = self.buffers.get(M, ())
+            if not buffers:
+                if len(self.buffers) >= 256:
+                    self.buffers.clear()
+                buffers = self.buffers[M] = self.plan.workspace_shapes(M)
+        (shape13, dtype13), (shape2, dtype2), (index_shape, index_dtype) = buffers
+        return (
+            new_empty(shape13, dtype=dtype13),
+            new_empty(shape2, dtype=dtype2),
+            new_empty(index_shape, dtype=index_dtype),
+        )
+
+
+_ready: dict[tuple, Ready] = {}
+
+
+def prepare(
+    make_call: Callable,
+    inputs: Any,
+    weights: Any,
+    others: Any,
+    options: Any,
+    backend: str,
+    blocks: int = 0,
+) -> Ready:
+    """Validate and plan. Eager calls look a plan up by what it depends on: all facts but M.
+
+    The key is made of attributes as they come (3 us); spelling the call out takes 20. `blocks` is the
+    first size of inputs whose first dimension is not M.
+    """
+    if torch.compiler.is_compiling() or registry.pretending():
+        return Ready(make_plan(make_call(inputs, weights, others, options), backend))
+    key = [make_call, backend, options, blocks]
+    for t in inputs:
+        key += (t.shape[1:], t.dtype, t.device)
+    for data, scale, _, _, static, scheme, layout in weights:
+        key += (data.shape, data.dtype, data.device, data.is_contiguous(), scheme, layout)
+        if scale is not None:
+            key += (scale.shape, scale.device, None if static is None else static.device)
+    for t in others:
+        key += (None,) if t is None else (t.shape, t.dtype, t.device)
+    lookup = tuple(key)
+    try:
+        ready = _ready.get(lookup)
+    except TypeError:  # sizes without a hash: make_fx traces with symbols
+        return Ready(make_plan(make_call(inputs, weights, others, options), backend))
+    if ready is None:
+        if len(_ready) >= 4096:
+            _ready.clear()
+        call = make_call(inputs, weights, others, options)
+        ready = _ready[lookup] = Ready(make_plan(call, backend))
+    return ready
+
+
+def make_plan(call: ExpertsCall | BatchedCall | LinearCall, backend: str) -> registry.Plan:
+    problem = call.problem()
+    return registry.plan(problem, registry.machine(call.device), backend)
+
+
+def _metas(tensors: Any) -> Any:
+    return [meta(tensor) for tensor in tensors]
