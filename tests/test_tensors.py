@@ -287,6 +287,26 @@ def test_views_and_gathers(scheme):
         assert torch.equal(q.index_select(0, ids).dequantize(), want[ids])
 
 
+@schemes
+def test_empty_slices(scheme):
+    """They may begin anywhere: no scale belongs to them."""
+    q = make(scheme)
+    want = q.dequantize()
+    for key in (
+        (slice(None), slice(200, 200)),
+        (slice(None), slice(None), slice(200, 100)),
+        (slice(None), slice(200, 130, 2)),
+        (0, slice(-5, -5), slice(300, None)),
+        (slice(2, 1), slice(128, None)),
+    ):
+        for got, expected in ((q[key], want[key]), (q.mT[key], want.mT[key])):
+            assert got.shape == expected.shape and got.dequantize().shape == expected.shape
+            shape = (got.mT if got.weight_layout else got).shape
+            scale = got.mT.scale if got.weight_layout else got.scale
+            if len(shape) == 3:
+                assert scale.shape == SCHEMES[scheme].batched_scale_shape(*shape)
+
+
 def test_views_refuse_what_would_lose_scales():
     q = make("fp8_block")
     for bad in (

@@ -41,12 +41,14 @@ def slice_(self: ExpertTensor, dim: int, start, end, step) -> ExpertTensor:
     scale = self.scale
     if group > 1:
         start, end, step = slice(start, end, step).indices(self.shape[dim])
-        if start % group or step != 1:
+        if end <= start:  # no elements, no scales
+            start = end = 0
+        elif start % group or step != 1:
             raise ValueError(
                 f"slices of {self} along dim {dim + self.dim()} must start at a multiple of {group}, "
                 f"where a scale begins, with step 1, got start {start} and step {step}"
             )
-        end = (max(end, start) + group - 1) // group
+        end = (end + group - 1) // group
         scale = aten.slice.Tensor(scale, scale.dim() + dim, start // group, end, 1)
     elif group == 1:
         scale = aten.slice.Tensor(scale, scale.dim() + dim, start, end, step)
