@@ -310,7 +310,8 @@ def _check_weight(name: str, weight: WeightFacts, x: Rows, x_name: str) -> tuple
                 "them, run under torch.autocast, or wrap quantized data with moe_ops.from_quantized"
             )
         return data.shape
-    desc = get_scheme(weight.scheme).weight
+    scheme = get_scheme(weight.scheme)
+    desc = scheme.weight
     assert desc is not None and scale is not None
     expected = desc.batched_scale_shape(*data.shape)
     if scale.shape != expected:
@@ -318,6 +319,13 @@ def _check_weight(name: str, weight: WeightFacts, x: Rows, x_name: str) -> tuple
             f"{name}'s scale must have shape {expected} for scheme {weight.scheme}, got {scale.shape}"
         )
     _check_device(f"{name}'s scale", scale.device, x.device)
+    static = scheme.activation is not None and scheme.activation.static
+    if static != (weight.activation_scale is not None):
+        must, got = ("an", "None") if static else ("no", "one")
+        raise ValueError(
+            f"{name} must have {must} activation_scale for scheme {weight.scheme}, got {got}; "
+            "moe_ops.quantize and moe_ops.from_quantized make weights that fit their scheme"
+        )
     if weight.activation_scale is not None:
         _check_device(f"{name}'s activation_scale", weight.activation_scale, x.device)
     return data.shape

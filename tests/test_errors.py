@@ -216,6 +216,21 @@ FUSED = {
         },
         DEVICE.format("w2's activation_scale"),
     ),
+    **{
+        f"{name} without activation_scale": (
+            {"scheme": "fp8_tensor_static", name: lambda w: w._replace(activation_scale=None)},
+            f"{name} must have an activation_scale for scheme fp8_tensor_static, got None; "
+            "moe_ops.quantize and moe_ops.from_quantized make weights that fit their scheme",
+        )
+        for name in ("w13", "w2")
+    },
+    "activation_scale of a scheme that takes none": (
+        {
+            "scheme": "fp8_channel",
+            "w13": lambda w: w._replace(activation_scale=torch.tensor(0.1)),
+        },
+        "w13 must have no activation_scale for scheme fp8_channel, got one; ",
+    ),
     "scale of a tensor": (
         {"scheme": "fp8_tensor", "w13": with_scale(3)},
         "w13's scale must have shape (4,) for scheme fp8_tensor, got (3,)",
