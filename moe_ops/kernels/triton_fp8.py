@@ -83,6 +83,13 @@ def decode(code, dtype: tl.constexpr):
 
 
 @triton.jit
+def decode_activation(code):
+    """As `decode`, in fp16, but NaN stays NaN."""
+    c = code.to(tl.uint8, bitcast=True)
+    return tl.where((c & 0x7F) == 0x7F, float("nan"), decode(c, tl.float16)).to(tl.float16)
+
+
+@triton.jit
 def operand(v, NATIVE: tl.constexpr):
     """fp32 v (BM, BK) rounded to e4m3, as an operand of a product: e4m3, or fp16 where there is no such product."""
     if NATIVE:

@@ -14,6 +14,7 @@ import triton.language as tl
 from moe_ops.kernels.triton_fp8 import (
     clamp,
     decode,
+    decode_activation,
     e4m3_scale,
     operand,
     quantize_groups,
@@ -129,7 +130,7 @@ def matmul(
         if X_SCALE != "":
             if X8:
                 if not NATIVE:
-                    x = decode(x, tl.float16)
+                    x = decode_activation(x)
             else:
                 if GROUPS:
                     v, xs = quantize_groups(x)

@@ -145,7 +145,7 @@ def _choose_fp8(
     small = exact or K % 128 or I % 128 or shared_memory <= 200 * 1024
     tokens = 16 if direct or average <= 12 else 32 if average <= 25 or small else 64
     if odd or exact:  # element by element, or on the ordinary units: few registers a tile
-        gemm1 = gemm2 = Tile(64, 128 if weight_scale == "block" or x_scale else 32, 2, 4)
+        gemm1 = gemm2 = Tile(64, 128 if weight_scale == "block" or x_scale else 32, 2, 8)
     elif not x_scale:
         narrow = I <= 2048 and average <= 2 or direct
         gemm1, gemm2 = Tile(64 if narrow else 128, 128, 4, 4), Tile(64, 128, 4, 4)
@@ -155,7 +155,8 @@ def _choose_fp8(
         # GEMM1 quantizes groups of 128 columns of h: 256 rows of gate and up
         gemm1 = Tile(256 if x_scale == "group" and not wide and gated else 128, 128, 4, 4)
         if gemm1.rows == 256:
-            gemm1 = Tile(256, 128, 3, 4 if tokens == 16 else 8)
+            # 16 tokens leave registers for two blocks a multiprocessor, more tokens for one
+            gemm1 = Tile(256, 128, 3, 4) if tokens == 16 else Tile(256, 128, 5, 8)
         gemm2 = Tile(128, 128, 4, 4)
         if tokens == 64 and not quantize:  # a conversion needs registers
             gemm1 = gemm1._replace(warps=8)
