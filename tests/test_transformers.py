@@ -200,6 +200,73 @@ def test_attach_notices_a_layer_that_computes_something_else(monkeypatch):
         integration.attach(model)
 
 
+def switches(model):
+    """All that says how a model's experts run."""
+    state = []
+    for name, module in model.named_modules():
+        if hasattr(module, "config"):
+            state.append((name, module.config._experts_implementation))
+        for key in ("forward", "_old_forward", "_moe_ops_backend"):
+            state.append((name, key, vars(module).get(key)))
+    return state
+
+
+@pytest.mark.parametrize("attached", [False, True])
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss", "llama4", "dbrx"])
+def test_attach_that_fails_leaves_the_model_as_it_was(family, attached):
+    """The first layer passes its check, the second does not."""
+    model = build(family, 2)
+    name = {"llama4": "act_fn", "dbrx": "activation_fn"}.get(family)
+    if attached:
+        integration.attach(model, backend="torch")
+    before, want = switches(model), logits(model)
+    if name is None:
+        broken = [m for m in model.modules() if hasattr(m, "is_transposed")][1]
+        broken.forward = lambda x, ids, weights: x
+    else:
+        broken = [m for m in model.modules() if hasattr(m, name)][-1]
+        kept = getattr(broken, name)
+        setattr(broken, name, nn.Mish())
+    with pytest.raises((RuntimeError, ValueError), match="did not call moe_ops|the activation of"):
+        integration.attach(model)
+    if name is None:
+        assert broken.forward(1, 2, 3) == 1  # a replacement of the user's stays
+        del broken.forward
+    else:
+        setattr(broken, name, kept)
+    assert switches(model) == before
+    with Calls() as calls:
+        assert torch.equal(logits(model), want)
+    assert bool(calls.names) == attached
+    report = integration.attach(model)
+    assert all("differs from its own forward by" in layer.check for layer in report.layers)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "llama4", "dbrx", "longcat_flash"])
+def test_shapes_that_quantize_keeps(family):
+    """All but the two that its documentation names."""
+    model = build(family, 1)
+    before = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    integration.quantize(model, "fp8_w8a16:channel")
+    changed = {}
+    for name, p in model.named_parameters():
+        if tuple(p.shape) != before[name]:
+            changed[name.rpartition(".")[2]] = (before[name], tuple(p.shape))
+    if family == "dbrx":
+        config = model.config
+        shape = (config.ffn_config.moe_num_experts, config.ffn_config.ffn_hidden_size)
+        wide = (*shape, config.d_model)
+        assert changed == dict.fromkeys(("w1", "v1", "w2"), ((wide[0] * wide[1], wide[2]), wide))
+    elif family == "longcat_flash":
+        experts = next(m for m in model.modules() if hasattr(m, "num_routed_experts"))
+        (old, new) = changed.pop("gate_up_proj")
+        assert not changed
+        assert (old[0], new[0]) == (experts.total_experts, experts.num_routed_experts)
+        assert old[1:] == new[1:]
+    else:
+        assert not changed
+
+
 def test_a_gate_that_was_overridden_is_not_taken_for_the_original():
     model = build("mixtral", 1)
     experts = experts_of(model)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -84,3 +86,32 @@ def find(model: nn.Module) -> list[Layer]:
             f"{', '.join(unknown[:3])}; call moe_ops.fused_experts in that module's forward instead"
         )
     raise ValueError(f"model must contain MoE layers, got {type(model).__name__} without any")
+
+
+def snapshot(model: nn.Module, layers: list[Layer]) -> Callable[[], None]:
+    """A function that undoes all that attaching changes: forwards, backends, experts implementations."""
+    objects: dict[int, tuple[Any, tuple[str, ...]]] = {}
+    for layer in layers:
+        for module in (layer.module, layer.owner):
+            objects[id(module)] = (module, ("forward", "_old_forward", "_moe_ops_backend"))
+    configs = [getattr(module, "config", None) for module in model.modules()]
+    while configs:
+        config = configs.pop()
+        if not hasattr(config, "__dict__") or id(config) in objects:
+            continue
+        # transformers keeps the name under the second; a stand-in without its property has the first
+        names = ("_experts_implementation", "_experts_implementation_internal")
+        objects[id(config)] = (config, names)
+        configs += [getattr(config, key, None) for key in getattr(config, "sub_configs", ())]
+    saved = [
+        (vars(thing), names, {name: vars(thing)[name] for name in names if name in vars(thing)})
+        for thing, names in objects.values()
+    ]
+
+    def undo() -> None:
+        for attributes, names, values in saved:
+            for name in names:
+                attributes.pop(name, None)
+            attributes.update(values)
+
+    return undo

@@ -135,17 +135,24 @@ def attach(model: nn.Module, backend: str = "auto") -> AttachReport:
         ValueError: no MoE layer, one of a family nobody taught us, experts that are packed FP4 or
             MXFP4, or an unknown backend.
         RuntimeError: a layer did not call moe_ops or differs from its own forward.
+
+    After an error the model is as it was before the call.
     """
     if backend not in ("auto", *moe_ops.list_backends()):
         raise ValueError(
             f"backend must be one of {', '.join(('auto', *moe_ops.list_backends()))}; got {backend!r}"
         )
     layers = layers_of.find(model)
-    if hasattr(model, "set_experts_implementation") and any(
-        layer.family is None for layer in layers
-    ):
-        model.set_experts_implementation(NAME)
-    return AttachReport(tuple([_attach_layer(layer, backend) for layer in layers]))
+    undo = layers_of.snapshot(model, layers)
+    try:
+        if hasattr(model, "set_experts_implementation") and any(
+            layer.family is None for layer in layers
+        ):
+            model.set_experts_implementation(NAME)
+        return AttachReport(tuple([_attach_layer(layer, backend) for layer in layers]))
+    except BaseException:
+        undo()
+        raise
 
 
 def quantize(model: nn.Module, scheme: str) -> AttachReport:
@@ -153,7 +160,9 @@ def quantize(model: nn.Module, scheme: str) -> AttachReport:
 
     Each weight is replaced by an `ExpertTensor` parameter with requires_grad=False, one at a time, so
     that at most one weight exists twice. A parameter keeps the shape it had: where a family keeps
-    (E, columns, rows), the quantized data lies as (E, rows, columns) under a transposed view.
+    (E, columns, rows), the quantized data lies as (E, rows, columns) under a transposed view. Two
+    families are exceptions: dbrx's three (E * I, H) become (E, I, H), and longcat_flash's gate_up_proj
+    loses the rows of its identity experts, which nothing reads.
 
     Args:
         model: as for `attach`.
