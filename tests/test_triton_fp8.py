@@ -309,7 +309,7 @@ def test_grouped_linear(where, scheme, ends, S):
 
 @pytest.mark.parametrize("scheme", QUANTIZING)
 def test_workspaces_hold_whatever_tiles_are_chosen(scheme):
-    """Taking a buffer apart raises where it is too small."""
+    """Taking a buffer apart fails where it is too small."""
     scales = triton_scales.scales(scheme)
     validity = triton_scales.Validity("groups", False, (None, None, 1, 0, 1, 0, 0, 0))
     static = torch.ones(1)
@@ -341,7 +341,7 @@ def test_workspaces_hold_whatever_tiles_are_chosen(scheme):
                     top_k,
                     Gpu(0, True, False),
                 )
-                assert h.data.shape == (pairs, I)
+                assert h.data.numel() >= pairs * I
 
 
 def test_supports_quantized_weights_and_says_where_they_are_emulated():
@@ -358,5 +358,5 @@ def test_supports_quantized_weights_and_says_where_they_are_emulated():
 def test_weights_must_be_e4m3(where):
     case = Case(*where, "fp8_channel", M=3)
     case.args[2] = case.args[2]._replace(qdata=case.args[2].qdata.to(torch.float8_e5m2))
-    with pytest.raises(ValueError, match="w2 must have dtype float8_e4m3fn"):
+    with pytest.raises(ValueError, match="w2 must have dtype torch.float8_e4m3fn"):
         case.run("triton")

@@ -29,7 +29,7 @@ from moe_ops.kernels.triton_launch import (
 from moe_ops.kernels.triton_scales import Input, Scales, Validity, Weight, weight_of
 from moe_ops.kernels.triton_tiles import GROUP, SMALLEST_TILE, Tile, Tiles, block_bound
 from moe_ops.library import BatchedExpertsArgs, ExpertsArgs, GroupedLinearArgs, register
-from moe_ops.meta.workspace import carve, cdiv, maximum
+from moe_ops.meta.workspace import cdiv, maximum
 from moe_ops.problem import Buffer, Machine, Problem, Workspaces
 from moe_ops.schemes import SCHEMES
 
@@ -134,24 +134,18 @@ def _gemm1(
     _, K, I = a.w2.shape  # noqa: E741
     function, gated, interleaved = _activation(a.activation)
     columns = tile.rows // 2 if gated else tile.rows  # of h
-    args = (
-        h.data,
-        h.scale,
-        h.stride_group,
-        x.data,
-        x.scale,
-        w.data,
-        w.scale,
-        a.w13_bias,
+    bias, chip, has_weights = a.w13_bias, w.chip, input_weights is not None
+    weight_strides = input_weights.stride() if has_weights else (0, 0)
+    limited = a.limit < NO_LIMIT
+    args = (  # one tuple: every sum of tuples copies
+        *(h.data, h.scale, h.stride_group, x.data, x.scale, w.data, w.scale, bias),
         *rows.args,
+        *(input_weights, *weight_strides, K, I, *x.strides, *w.data.stride()),
+        *(x.stride_group, *w.scale_strides, *_strides(bias), a.alpha, a.beta, a.limit),
+        *(rows.name, rows.has_map, bias is not None, has_weights),
+        *(function, gated, interleaved, limited, *w.scales, h_scale, x.parts, chip.native),
+        *(K % tile.k == 0, I % columns == 0, GROUP, rows.tokens, *tile[:3], chip.dependent),
     )
-    args += (input_weights, *_strides(input_weights), K, I, *x.strides, *w.data.stride())
-    args += (x.stride_group, *w.scale_strides)
-    args += (*_strides(a.w13_bias), a.alpha, a.beta, a.limit)
-    args += (rows.name, rows.has_map, a.w13_bias is not None, input_weights is not None)
-    args += (function, gated, interleaved, a.limit < NO_LIMIT)
-    args += (w.scales.weight, w.scales.x, h_scale, x.parts, w.chip.native)
-    args += (K % tile.k == 0, I % columns == 0, GROUP, rows.tokens, *tile[:3], w.chip.dependent)
     return Launch("gemm1", (rows.blocks * cdiv(I, columns), 1, 1), args, tile.warps)
 
 
@@ -166,12 +160,16 @@ def _gemm2(
     zero_tail: bool = False,
 ) -> Launch:
     _, N, K = w.data.shape
-    args = (y, x.data, x.scale, w.data, w.scale, bias, *rows.args, K, N, *x.strides[1:])
-    args += (*w.data.stride(), x.stride_group, *w.scale_strides, *_strides(bias), *y_strides)
-    args += (rows.name, rows.has_map, bias is not None, zero_tail)
-    args += (w.scales.weight, w.scales.x, x.parts, w.chip.native)
-    args += (K % tile.k == 0, N % tile.rows == 0, GROUP, rows.tokens, *tile[:3], w.chip.dependent)
-    args += (w.prefetch_bytes if w.chip.dependent and not zero_tail else 0,)
+    chip = w.chip
+    args = (
+        *(y, x.data, x.scale, w.data, w.scale, bias),
+        *rows.args,
+        *(K, N, *x.strides[1:], *w.data.stride(), x.stride_group, *w.scale_strides),
+        *(*_strides(bias), *y_strides, rows.name, rows.has_map, bias is not None, zero_tail),
+        *(*w.scales, x.parts, chip.native, K % tile.k == 0, N % tile.rows == 0, GROUP),
+        *(rows.tokens, *tile[:3], chip.dependent),
+        w.prefetch_bytes if chip.dependent and not zero_tail else 0,
+    )
     return Launch("gemm2", (rows.blocks * cdiv(N, tile.rows), 1, 1), args, tile.warps)
 
 
@@ -188,9 +186,7 @@ def _launch_experts(a: ExpertsArgs) -> None:
     pairs = M * top_k
     tiles = _tiles(a, pairs, E, K, I, M == 1, chip, w2.scales)
     blocks = pairs if tiles.direct else _blocks(pairs, E, tiles.tokens)
-    y = a.workspace2
-    if y.dtype != torch.float32:  # the tiered op hands out bytes
-        y = carve(y, (pairs * K,), torch.float32)
+    y = triton_scales.flat(a.workspace2, torch.float32, pairs * K)
     index, expert_map, on_input = a.index_workspace, a.expert_map, a.router_weight_on_input
     has_map = expert_map is not None
     num_ids, map_stride = (expert_map.shape[0], expert_map.stride(0)) if has_map else (E, 0)
@@ -238,7 +234,7 @@ def _launch_experts(a: ExpertsArgs) -> None:
         ),
     )
     key = (device, tiles, E, top_k, x_strides, out.stride(), on_input, _layer_key(a))
-    data = (h.data, h.scale, source.data, source.scale)
+    data = (h.data, h.scale, source.data, source.scale) if a.scheme else (h.data,)
     run(
         launches,
         (key, pointers(x, weights, ids, out, y, index, expert_map, *data)),
@@ -331,11 +327,13 @@ def _tiles(
 
 def _layer_key(a: ExpertsArgs | BatchedExpertsArgs) -> tuple:
     """The part of a specialisation that weights and activation decide."""
-    w13, w2, b13, b2, s13, s2 = a.w13, a.w2, a.w13_bias, a.w2_bias, a.w13_scale, a.w2_scale
+    w13, w2, b13, b2 = a.w13, a.w2, a.w13_bias, a.w2_bias
     strides = (w2.shape, w13.stride(), w2.stride(), _strides(b13), _strides(b2))
-    scaled = () if s13 is None else (a.scheme, s13.stride(), s2.stride())
-    tensors = pointers(w13, w2, b13, b2, s13, s2)
-    return (a.activation, a.limit < NO_LIMIT, strides, scaled, tensors)
+    key = (a.activation, a.limit < NO_LIMIT, strides, pointers(w13, w2, b13, b2))
+    if a.scheme:
+        s13, s2 = a.w13_scale, a.w2_scale
+        key += (a.scheme, s13.stride(), s2.stride(), pointers(s13, s2))
+    return key
 
 
 def _route(rows: _Rows, pairs: int, chunk: int, chip: Gpu) -> Launch:

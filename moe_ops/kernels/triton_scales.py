@@ -11,7 +11,7 @@ from torch import Tensor
 
 from moe_ops.kernels.triton_launch import Gpu, Launch
 from moe_ops.kernels.triton_tiles import FEW_ROWS, Tiles
-from moe_ops.meta.workspace import carve, cdiv, maximum, minimum, round_up
+from moe_ops.meta.workspace import cdiv, maximum, minimum, round_up
 from moe_ops.schemes import get_scheme
 
 PARTS = 128  # programs that look for the largest magnitude of x
@@ -27,11 +27,14 @@ class Scales(NamedTuple):
     x: str
 
 
+_PLAIN = Scales("", "")
+
+
 def describe(scheme: str) -> Scales:
     """The Scales of a scheme's name; "" means plain weights."""
     found = get_scheme(scheme)
     if found.weight is None:
-        return Scales("", "")
+        return _PLAIN
     group = found.weight.group
     weight = "tensor" if group.is_tensor else "channel" if group.is_row else "block"
     activation = found.activation
@@ -107,27 +110,20 @@ class Weight(NamedTuple):
         )
 
 
-def _check_dtype(name: str, weight: Tensor, dtype: torch.dtype, scheme: str) -> None:
-    """Kernels read a weight as what the call says it is."""
-    if scheme:
-        if weight.dtype != torch.float8_e4m3fn:
-            raise ValueError(
-                f"{name} must have dtype float8_e4m3fn for scheme {scheme}, got {weight.dtype}; "
-                "quantize it with moe_ops.quantize"
-            )
-    elif weight.dtype != dtype:
-        raise ValueError(
-            f"{name} must have the input's dtype {dtype}, got {weight.dtype}; convert one with .to()"
-        )
-
-
 def weight_of(
     name: str, data: Tensor, scale: Tensor | None, scheme: str, dtype: torch.dtype, chip: Gpu
 ) -> Weight:
     """The Weight of an op's tensors; ValueError where the dtype is not what the scheme says."""
-    _check_dtype(name, data, dtype, scheme)
+    expected = torch.float8_e4m3fn if scheme else dtype
+    if data.dtype != expected:
+        raise ValueError(
+            f"{name} must have dtype {expected} for scheme {scheme}, got {data.dtype}; quantize it "
+            "with moe_ops.quantize"
+            if scheme
+            else f"{name} must have the input's dtype {dtype}, got {data.dtype}; convert one with .to()"
+        )
     if not scheme:
-        return Weight(data, None, Scales("", ""), chip)
+        return Weight(data, None, _PLAIN, chip)
     data = quantized(data, chip.native)
     return Weight(data, scale, scales(scheme), chip)
 
@@ -146,20 +142,20 @@ def quantized(data: Tensor, native: bool) -> Tensor:
     return data if native else data.view(torch.uint8)
 
 
+def flat(workspace: Tensor, dtype: torch.dtype, size: int) -> Tensor:
+    """The workspace as `dtype`, of which `size` elements are used; kernels take no more of it than its address."""
+    found = workspace if workspace.dtype == dtype else workspace.view(dtype)
+    assert found.numel() >= size, (found.shape, size)
+    return found
+
+
 def split(
-    workspace: Tensor,
-    rows: int,
-    columns: int,
-    dtype: torch.dtype,
-    scales_a_row: int,
-    more: int = 0,
+    workspace: Tensor, rows: int, columns: int, dtype: torch.dtype, scales: int
 ) -> tuple[Tensor, Tensor]:
-    """(rows, columns) of `dtype` and fp32 scales behind it: `scales_a_row` a row, and `more`."""
-    data = carve(workspace, (rows, columns), dtype)
+    """rows * columns elements of `dtype`, and behind them so many fp32 scales."""
     start = round_up(rows * columns * dtype.itemsize, 4 * _GAP) // 4
-    size = rows * scales_a_row + more
-    behind = carve(workspace, (start + size,), torch.float32)
-    return data, behind[start:]
+    behind = flat(workspace, torch.float32, start + scales)[start:]
+    return flat(workspace, dtype, rows * columns), behind
 
 
 def hidden(
@@ -176,21 +172,18 @@ def hidden(
     strides = (0, I, 1)
     codes = torch.float8_e4m3fn if native else torch.uint8
     if not x_scale:
-        if workspace.dtype != dtype:
-            workspace = carve(workspace, (rows * I,), dtype)
-        return Input(workspace, strides), ""
+        return Input(flat(workspace, dtype, rows * I), strides), ""
     if x_scale == "static":
-        return Input(carve(workspace, (rows, I), codes), strides, static), "static"
+        return Input(flat(workspace, codes, rows * I), strides, static), "static"
     if x_scale == "group":
         if tiles.wide_h:
-            return Input(carve(workspace, (rows, I), torch.float32), strides), ""
-        count = cdiv(I, 128)
-        data, scale = split(workspace, rows, I, codes, count)
+            return Input(flat(workspace, torch.float32, rows * I), strides), ""
+        data, scale = split(workspace, rows, I, codes, rows * cdiv(I, 128))
         return Input(data, strides, scale, rows), "group"
     if x_scale == "row":
-        data, scale = split(workspace, rows, I, torch.float32, 1)
+        data, scale = split(workspace, rows, I, torch.float32, rows)
         return Input(data, strides, scale), "row"
-    data, scale = split(workspace, rows, I, torch.float32, 0, 1)
+    data, scale = split(workspace, rows, I, torch.float32, 1)
     return Input(data, strides, scale, 0, 1), "tensor"
 
 
@@ -213,7 +206,7 @@ def prepare(
     if x_scale == "static":
         return [], Input(x, strides, static)
     if x_scale == "tensor":
-        parts = carve(workspace, (PARTS,), torch.float32)
+        parts = flat(workspace, torch.float32, PARTS)
         ids, expert_map, experts, num_ids, top_k, *routing_strides = validity.args
         weights = validity.input_weights
         weight_strides = (0, 0) if weights is None else weights.stride()
@@ -226,9 +219,8 @@ def prepare(
         return [], source
     by_group = x_scale == "group"
     count = cdiv(K, 128) if by_group else 1
-    data, scale = split(
-        workspace, rows, K, torch.float8_e4m3fn if chip.native else torch.uint8, count
-    )
+    codes = torch.float8_e4m3fn if chip.native else torch.uint8
+    data, scale = split(workspace, rows, K, codes, rows * count)
     columns = _CHUNK * 128
     args = (data, scale, zeros, x, rows_of_expert, zeros_a_row, rows, K, *strides)
     args += (by_group, _CHUNK, chip.native, chip.dependent)
