@@ -89,7 +89,7 @@ def run(launches: list[Launch], key: tuple, device: int, dependent: bool) -> Non
     compiled = ()
     for launch in launches:
         # what ran before the call knows nothing of us, so its end is waited for as usual
-        options = {"launch_pdl": True} if dependent and compiled else {}
+        options: dict[str, bool] = {"launch_pdl": True} if dependent and compiled else {}
         kernel = functions[launch.kernel][launch.grid]
         compiled += (kernel(*launch.args, num_warps=launch.warps, **options),)
     if not INTERPRETED:

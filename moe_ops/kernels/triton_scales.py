@@ -210,7 +210,18 @@ def prepare(
         ids, expert_map, experts, num_ids, top_k, *routing_strides = validity.args
         weights = validity.input_weights
         weight_strides = (0, 0) if weights is None else weights.stride()
-        args = (parts, zeros, x, ids, expert_map, weights, rows, rows_of_expert, experts, num_ids)
+        args: tuple = (
+            parts,
+            zeros,
+            x,
+            ids,
+            expert_map,
+            weights,
+            rows,
+            rows_of_expert,
+            experts,
+            num_ids,
+        )
         args += (top_k, *routing_strides, *weight_strides, K, *strides, validity.name)
         lanes = 1 << max(top_k - 1, 1).bit_length()
         args += (validity.has_map, weights is not None, lanes, 1024, chip.dependent)
