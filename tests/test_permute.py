@@ -34,7 +34,9 @@ def routing(seed=0, dtype=torch.int64):
     g = torch.Generator().manual_seed(seed)
     ids = torch.randint(-2, E + 2, (M, TOP_K), generator=g)
     ids = torch.where(ids == 1, 2, ids)  # expert 1 has no rows
-    ids[0], ids[1], ids[2, 0] = 3, -1, 2**31 - 1
+    ids[0], ids[1], ids[2, 0], ids[2, 1] = 3, -1, 2**31 - 1, 2**8 + 3
+    if dtype == torch.int64:
+        ids[3, 0] = 2**32 + 3  # expert 3 if its upper half is dropped
     weights = (torch.arange(M * TOP_K) * 0.618034) % 1.0 + 0.25 + 2.0**-13
     return ids.to(dtype), weights.view(M, TOP_K)
 
