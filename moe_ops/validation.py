@@ -5,6 +5,7 @@ guarding on a symbolic size.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -95,9 +96,19 @@ def blocks(name: str, tensor: Tensor, shape: str) -> tuple[int, Rows]:
 
 def check_rank(name: str, tensor: Tensor, shape: str) -> None:
     """Raise unless the tensor has as many dimensions as `shape`, e.g. "(M, K)", names."""
+    check_tensors({name: tensor})
     rank = shape.count(",") + 1
     if tensor.ndim != rank:
         raise ValueError(f"{name} must have shape {shape}, got a {tensor.ndim}-D tensor")
+
+
+def check_tensors(
+    required: Mapping[str, object], optional: Mapping[str, object] | None = None
+) -> None:
+    """Raise for the first of these, by name, that is no tensor; optional ones may be None."""
+    for name, value in (*required.items(), *(optional or {}).items()):
+        if not isinstance(value, Tensor) and (value is not None or name in required):
+            raise ValueError(f"{name} must be a tensor, got {type(value).__name__}")
 
 
 class ExpertsCall(NamedTuple):

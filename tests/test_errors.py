@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import moe_ops
-from moe_ops import registry
+from moe_ops import registry, validation
 from moe_ops.problem import Machine
 from tests.cases import BF16, Case
 
@@ -265,6 +265,11 @@ FUSED = {
         "activation must be one of silu, gelu, gelu_tanh, swigluoai, swigluoai_uninterleave, "
         "swiglustep, silu_no_mul, gelu_no_mul, gelu_tanh_no_mul, relu2_no_mul; got 'swish'",
     ),
+    "activation in a list": (
+        {"activation": ["silu"]},
+        "activation must be one of silu, gelu, gelu_tanh, swigluoai, swigluoai_uninterleave, "
+        "swiglustep, silu_no_mul, gelu_no_mul, gelu_tanh_no_mul, relu2_no_mul; got ['silu']",
+    ),
     "backend": (
         {"backend": "vllm"},
         f"backend must be one of {', '.join(('auto', *registry.list_backends()))}; got 'vllm'",
@@ -409,6 +414,23 @@ def test_rows_are_checked_again_when_an_unbacked_graph_runs():
     with pytest.raises((ValueError, RuntimeError, AssertionError)) as caught:
         compiled(*marked(5), **good)
     assert "5" in everything_said(caught.value) and "7" in everything_said(caught.value)
+
+
+def test_what_is_no_tensor():
+    good = torch.ones(2)
+    validation.check_tensors({"w13": good, "w2": torch.nn.Parameter(good)}, {"w2_bias": None})
+    for bad, kind in (("x", "str"), ([good], "list"), (None, "NoneType"), (1.0, "float")):
+        with pytest.raises(ValueError, match=f"w2 must be a tensor, got {kind}"):
+            validation.check_tensors({"w13": good, "w2": bad})
+    with pytest.raises(ValueError, match="w2_bias must be a tensor, got list"):
+        validation.check_tensors({"w13": good}, {"w13_bias": None, "w2_bias": [1.0]})
+    named = good_arguments(moe_ops.fused_experts)
+    hidden_states, w13, w2, _, ids = [named.pop(name) for name in EXPERTS]
+    for bad in (ids.tolist(), None):
+        with pytest.raises(ValueError, match="topk_ids must be a tensor, got"):
+            moe_ops.explain(hidden_states, w13, w2, bad, **named)
+    with pytest.raises(ValueError, match="hidden_states must be a tensor, got str"):
+        moe_ops.explain("x", w13, w2, ids, **named)
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
