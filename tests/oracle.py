@@ -88,6 +88,11 @@ def e4m3(x: Tensor) -> Tensor:
     return torch.round(x / step) * step
 
 
+def _over_max(amax):
+    # A GPU divides by a Python number through its reciprocal, which breaks the ties that 16-bit data have.
+    return amax / torch.full_like(amax, E4M3_MAX)
+
+
 def quantized_activation(rows: Tensor, scheme: str, static_scale: Tensor | None = None) -> Tensor:
     """Rows (S, K) as the scheme's GEMM sees them; every row counts for a scale shared by all."""
     shared = SCALES[scheme]
@@ -99,10 +104,10 @@ def quantized_activation(rows: Tensor, scheme: str, static_scale: Tensor | None 
     elif shared == "tensor":
         scale = x.abs().max() / E4M3_MAX
     elif shared == "token":
-        scale = x.abs().amax(1, keepdim=True) / E4M3_MAX
+        scale = _over_max(x.abs().amax(1, keepdim=True))
     else:
         parts = [p.abs().amax(1, keepdim=True).expand_as(p) for p in x.split(128, 1)]
-        scale = torch.cat(parts, 1) / E4M3_MAX
+        scale = _over_max(torch.cat(parts, 1))
     scale = torch.where(torch.as_tensor(scale) == 0, 1.0, scale)
     return rows + (e4m3(x / scale) * scale - x)
 
