@@ -58,6 +58,21 @@ def main() -> None:
             ends = torch.sort(torch.randint(0, M, (E,), generator=generator, device="cuda")).values
             moe_ops.grouped_linear(x, w13, ends.int(), backend="triton")
             cases += 2
+    for scheme in ("fp8_block", "fp8_channel", "fp8_tensor", "fp8_w8a16:block", "fp8_w8a16"):
+        for M, E, K, I in (
+            (1, 4, 256, 128),
+            (7, 5, 272, 144),
+            (70, 3, 384, 256),
+            (300, 3, 129, 65),
+        ):
+            w13 = moe_ops.quantize(randn(E, 2 * I, K, dtype=torch.bfloat16) / K**0.5, scheme)
+            w2 = moe_ops.quantize(randn(E, K, I, dtype=torch.bfloat16) / I**0.5, scheme)
+            x = randn(M, K, dtype=torch.bfloat16)
+            ids = torch.randint(-1, E + 2, (M, 2), generator=generator, device="cuda")
+            weights = torch.rand(M, 2, generator=generator, device="cuda")
+            out = moe_ops.fused_experts(x, w13, w2, weights, ids, backend="triton")
+            assert out.isfinite().all()
+            cases += 1
     for E, groups in ((5, None), (128, None), (64, 8), (256, 8)):
         logits = randn(33, E, dtype=torch.bfloat16)
         bias = randn(E, dtype=torch.float32)

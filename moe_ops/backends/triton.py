@@ -26,8 +26,8 @@ from moe_ops.kernels.triton_launch import (
     pointers,
     run,
 )
-from moe_ops.kernels.triton_scales import Input, Scales, Validity, Weight, weight_of
-from moe_ops.kernels.triton_tiles import GROUP, SMALLEST_TILE, Tile, Tiles, block_bound
+from moe_ops.kernels.triton_scales import Input, Validity, Weight, weight_of
+from moe_ops.kernels.triton_tiles import GROUP, SMALLEST_TILE, Tile, block_bound
 from moe_ops.library import BatchedExpertsArgs, ExpertsArgs, GroupedLinearArgs, register
 from moe_ops.meta.workspace import cdiv, maximum
 from moe_ops.problem import Buffer, Machine, Problem, Workspaces
@@ -184,7 +184,8 @@ def _launch_experts(a: ExpertsArgs) -> None:
     w13 = weight_of("w13", a.w13, a.w13_scale, a.scheme, dtype, chip)
     w2 = weight_of("w2", a.w2, a.w2_scale, a.scheme, dtype, chip)
     pairs = M * top_k
-    tiles = _tiles(a, pairs, E, K, I, M == 1, chip, w2.scales)
+    gated = _activation(a.activation)[1]
+    tiles = triton_tiles.for_experts(M, top_k, E, K, I, dtype, chip, a.scheme, w2.scales, gated)
     blocks = pairs if tiles.direct else _blocks(pairs, E, tiles.tokens)
     y = triton_scales.flat(a.workspace2, torch.float32, pairs * K)
     index, expert_map, on_input = a.index_workspace, a.expert_map, a.router_weight_on_input
@@ -253,7 +254,9 @@ def _launch_batched_experts(a: BatchedExpertsArgs) -> None:
     chip = gpu(device)
     w13 = weight_of("w13", a.w13, a.w13_scale, a.scheme, dtype, chip)
     w2 = weight_of("w2", a.w2, a.w2_scale, a.scheme, dtype, chip)
-    tiles = _tiles(a, E * T, E, K, I, False, chip, w2.scales)
+    gated, memory = _activation(a.activation)[1], chip.shared_memory
+    size = a.hidden_states.dtype.itemsize
+    tiles = triton_tiles.choose(E * T, E, K, I, size, False, memory, *w2.scales, gated)
     index = a.index_workspace
     rows = _sorted_rows(index, E * cdiv(T, tiles.tokens), E, tiles.tokens)
     # Rows are numbered e * T + t throughout; what (e, t) is off by from that times the row stride is
@@ -308,21 +311,6 @@ def _launch_grouped_linear(a: GroupedLinearArgs) -> None:
     key += (a.scheme, w.scale_strides, _strides(a.bias))
     data = (w.data, w.scale, source.data, source.scale)
     run(launches, (key, pointers(x, offsets, out, index, a.bias, *data)), device, chip.dependent)
-
-
-def _tiles(
-    a: ExpertsArgs | BatchedExpertsArgs,
-    rows: int,
-    E: int,
-    K: int,
-    I: int,  # noqa: E741
-    direct: bool,
-    chip: Gpu,
-    scales: Scales,
-) -> Tiles:
-    gated = _activation(a.activation)[1]
-    size = a.hidden_states.dtype.itemsize
-    return triton_tiles.choose(rows, E, K, I, size, direct, chip.shared_memory, *scales, gated)
 
 
 def _layer_key(a: ExpertsArgs | BatchedExpertsArgs) -> tuple:

@@ -31,6 +31,7 @@ class Gpu(NamedTuple):
     shared_memory: int  # bytes one block may use
     native: bool  # has e4m3 products and conversions
     dependent: bool  # kernels wait for the one before them themselves
+    name: str = ""  # by which measured tables are found
 
 
 @cache
@@ -42,7 +43,7 @@ def gpu(device: int) -> Gpu:
     capability = (properties.major, properties.minor)
     dependent = DEPENDENT_LAUNCH and capability >= (9, 0)
     memory = properties.shared_memory_per_block_optin
-    return Gpu(memory, capability >= NATIVE_CAPABILITY, dependent)
+    return Gpu(memory, capability >= NATIVE_CAPABILITY, dependent, properties.name)
 
 
 @cache

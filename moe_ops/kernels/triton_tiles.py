@@ -6,9 +6,15 @@ of blocks is sized for the smallest tile.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import NamedTuple
 
+import torch
+
+from moe_ops import tuning
+from moe_ops.kernels.triton_launch import Gpu
 from moe_ops.meta.workspace import minimum
 
 SMALLEST_TILE = 16  # tokens; the least a tensor core takes
@@ -120,6 +126,60 @@ def choose(
         _fit(gemm2, tokens, I, itemsize, itemsize, shared_memory),
         chunk=1024 if tokens <= 32 else 4096,
     )
+
+
+@lru_cache(maxsize=8192)
+def _for_experts(
+    M: int,
+    top_k: int,
+    E: int,
+    K: int,
+    I: int,  # noqa: E741
+    dtype: torch.dtype,
+    chip: Gpu,
+    scheme: str,
+    scales: tuple[str, str],
+    gated: bool,
+    tables: bool = True,
+) -> Tiles:
+    base = choose(M * top_k, E, K, I, dtype.itemsize, M == 1, chip.shared_memory, *scales, gated)
+    names = (scheme, str(dtype).removeprefix("torch."))
+    fields = tuning.triton_tiles(chip.name, E, K, I, top_k, *names, M) if tables else None
+    if fields is None:
+        return base
+    direct, tokens, gemm1, gemm2, chunk, quantize, wide_h = fields
+    tiles = Tiles(direct, tokens, Tile(*gemm1), Tile(*gemm2), chunk, quantize, wide_h)
+    # Where x and h are quantized decides what the workspace holds, so there M's own way has the word.
+    same = (direct, quantize, wide_h) == (base.direct, base.quantize, base.wide_h)
+    return tiles if same else base
+
+
+def for_experts(*problem) -> Tiles:
+    """Tiles of an expert layer: those measured for its shape on its GPU, else what `choose` says.
+
+    Arguments: M, top_k, E, K, I, dtype, Gpu, scheme, scales, gated.
+    """
+    if _search is None:
+        return _for_experts(*problem)
+    tiles, seen = _search
+    tiles = tiles or _for_experts(*problem, tables=False)
+    seen.append(tiles)
+    return tiles
+
+
+_search: tuple[Tiles | None, list[Tiles]] | None = None
+
+
+@contextmanager
+def searching(tiles: Tiles | None) -> Iterator[list[Tiles]]:
+    """Run expert layers with these tiles, or without tables if None; yields the list of tiles used."""
+    global _search
+    before, seen = _search, []
+    _search = (tiles, seen)
+    try:
+        yield seen
+    finally:
+        _search = before
 
 
 def _choose_fp8(

@@ -1,0 +1,129 @@
+"""The measured tables: files, look-up, and that no tuned tile changes a result."""
+
+import json
+
+import pytest
+import torch
+
+import moe_ops
+from moe_ops import tuning
+from moe_ops.kernels import triton_tiles
+from moe_ops.kernels.triton_launch import Gpu
+from moe_ops.kernels.triton_tiles import Tile, Tiles
+from tests.cases import BF16, assert_matches, router_weights, tolerance
+
+TARGET = {
+    "num_experts": 8,
+    "hidden_size": 512,
+    "intermediate_size": 256,
+    "top_k": 2,
+    "scheme": "",
+    "dtype": "bfloat16",
+}
+ONE = Tiles(True, 16, Tile(64, 128, 4, 4), Tile(64, 64, 3, 4), 1024)
+MANY = Tiles(False, 32, Tile(128, 64, 3, 4), Tile(64, 64, 2, 4), 1024)
+CHIP = Gpu(227 * 1024, True, False, "Test GPU")
+
+
+@pytest.fixture
+def table(tmp_path, monkeypatch):
+    """A table of its own for "Test GPU"."""
+    monkeypatch.setattr(tuning, "_FOLDER", tmp_path)
+    for cached in (tuning._entries, triton_tiles._for_experts):
+        cached.cache_clear()
+    yield tuning.path_of("Test GPU")
+    for cached in (tuning._entries, triton_tiles._for_experts):
+        cached.cache_clear()
+
+
+def fill(path, **changes):
+    target = TARGET | changes
+    tuning.record(path, "Test GPU", target, 1, ONE, 10.0)
+    tuning.record(path, "Test GPU", target, 64, MANY, 20.0)
+    tuning.record(path, "Test GPU", target, 64, MANY._replace(tokens=64), 19.0)
+
+
+def chosen(M, **changes):
+    t = TARGET | changes
+    shape = (t["num_experts"], t["hidden_size"], t["intermediate_size"])
+    return triton_tiles.for_experts(M, t["top_k"], *shape, BF16, CHIP, t["scheme"], ("", ""), True)
+
+
+def test_record_replaces_and_keeps_others(table):
+    fill(table)
+    fill(table, top_k=4)
+    content = json.loads(table.read_text())
+    assert content["gpu"] == "Test GPU"
+    assert [entry["top_k"] for entry in content["entries"]] == [2, 4]
+    assert [(r["num_tokens"], r["us"]) for r in content["entries"][0]["triton"]] == [
+        (1, 10.0),
+        (64, 19.0),
+    ]
+    assert tuning.measured_tokens(table, TARGET) == {1, 64}
+    assert tuning.measured_tokens(table, TARGET | {"scheme": "fp8_block"}) == set()
+    assert tuning.tables() == {"Test GPU": table}
+
+
+def test_measured_tiles_are_chosen(table):
+    default = chosen(64)
+    fill(table)
+    tuning._entries.cache_clear()
+    triton_tiles._for_experts.cache_clear()
+    tuned = MANY._replace(tokens=64)
+    assert default != tuned
+    assert chosen(1) == ONE
+    assert chosen(2) == chosen(64) == chosen(5000) == tuned  # M = 1 lends its tiles to no other M
+    assert chosen(64, top_k=1) != tuned
+    with triton_tiles.searching(None) as seen:
+        assert chosen(64) == default
+    assert seen == [default]
+    with triton_tiles.searching(ONE):
+        assert chosen(64) == ONE
+
+
+def test_tiles_that_want_another_workspace_are_passed_over(table):
+    tuning.record(table, "Test GPU", TARGET, 64, MANY._replace(wide_h=True), 1.0)
+    assert not chosen(64).wide_h
+    assert chosen(64) == triton_tiles.choose(128, 8, 512, 256, 2, False, CHIP.shared_memory)
+
+
+def entries():
+    return [
+        pytest.param(entry, row, id=f"{entry['scheme'] or 'plain'}-{key}-{row['num_tokens']}")
+        for path in tuning.tables().values()
+        for entry in json.loads(path.read_text())["entries"]
+        for key in [f"{entry['hidden_size']}x{entry['intermediate_size']}"]
+        for row in entry.get("triton", [])
+    ]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("entry, row", entries())
+def test_tuned_tiles_keep_the_values(entry, row):
+    """Every tile of the tables, on fewer experts: tiles do not depend on their number."""
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    direct, tokens, gemm1, gemm2, chunk, quantize, wide_h = row["tiles"]
+    tiles = Tiles(direct, tokens, Tile(*gemm1), Tile(*gemm2), chunk, quantize, wide_h)
+    M = 1 if direct else 2 if wide_h else 3 * tokens // 2
+    K, I = entry["hidden_size"], entry["intermediate_size"]
+    dtype, scheme = getattr(torch, entry["dtype"]), entry["scheme"]
+    g = torch.Generator("cuda").manual_seed(0)
+
+    def normal(*shape):
+        return (torch.randn(shape, generator=g, device="cuda") * shape[-1] ** -0.5).to(dtype)
+
+    x, w13, w2 = normal(M, K) * K**0.5, normal(3, 2 * I, K), normal(3, K, I)
+    ids = torch.randint(-1, 3, (M, 2), generator=g, device="cuda")
+    ids[0, 0] = 1
+    weights = router_weights(M, 2).cuda()
+    if scheme:
+        w13, w2 = moe_ops.quantize(w13, scheme), moe_ops.quantize(w2, scheme)
+        wide = (x.float(), w13, w2)
+    else:
+        wide = (x.float(), w13.float(), w2.float())
+    expected = moe_ops.fused_experts(*wide, weights, ids, backend="torch")  # in fp32
+    with triton_tiles.searching(tiles) as seen:
+        out = moe_ops.fused_experts(x, w13, w2, weights, ids, backend="triton")
+    assert seen and set(seen) == {tiles}
+    assert_matches(out, expected.double(), tolerance(dtype, scheme, "cuda"))
