@@ -21,6 +21,7 @@ import gc
 import hashlib
 import itertools
 import json
+import re
 import sys
 import tempfile
 import time
@@ -128,7 +129,7 @@ def describe_run(command: list[str], dry: bool) -> dict[str, Any]:
         source.update(path.read_bytes())
     return {
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
-        "command": " ".join(command),
+        "command": re.sub(r" --results \S+", "", " ".join(command)),  # where rows go says nothing
         "machine": machine_facts() | ({} if dry else gpu_limits()),
         "versions": {"moe_ops": moe_ops.__version__} | versions(*LIBRARIES),
         "moe_ops_sources": source.hexdigest()[:12],

@@ -81,9 +81,9 @@ def run_case(case: Case, device: torch.device, like: library.Backend) -> dict:
         return moe_ops.fused_experts(x, w13, w2, weights, ids, backend="empty")
 
     def allocate() -> None:
-        x.new_empty((case.num_tokens, k))
+        torch.empty(case.num_tokens, k, dtype=x.dtype, device=x.device)
         for buffer in shapes:
-            x.new_empty(buffer.shape, dtype=buffer.dtype)
+            torch.empty(*buffer.shape, dtype=buffer.dtype, device=x.device)
 
     class Capture(torch.utils._python_dispatch.TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):

@@ -86,11 +86,14 @@ def fused_experts(
     if needs_grad or torch.compiler.is_compiling():  # else the op compares them, on real sizes
         _check_rows("topk_ids", topk_ids, M)
         _check_rows("topk_weights", topk_weights, M)
-    new_empty = hidden_states.new_empty
-    out = hidden_states if needs_grad else new_empty((M, K))  # gradients allocate their own
+    if needs_grad:  # gradients allocate their own
+        outputs = (hidden_states, hidden_states, hidden_states, hidden_states)
+    else:
+        device = hidden_states.device
+        out = torch.empty(M, K, dtype=hidden_states.dtype, device=device)
+        outputs = (out, *ready.workspaces(M, device))
     values = (
-        out,
-        *((out, out, out) if needs_grad else ready.workspaces(M, new_empty)),
+        *outputs,
         hidden_states,
         a.data,
         b.data,
@@ -170,7 +173,7 @@ def batched_experts(
     out = hidden_states.new_empty(hidden_states.shape)
     ready.op(
         out,
-        *ready.workspaces(hidden_states.shape[1], hidden_states.new_empty),
+        *ready.workspaces(hidden_states.shape[1], hidden_states.device),
         hidden_states,
         a.data,
         b.data,
@@ -238,7 +241,7 @@ def grouped_linear(
     out = x.new_empty((S, a.data.shape[1]))
     ready.op(
         out,
-        *ready.workspaces(S, x.new_empty),
+        *ready.workspaces(S, x.device),
         x,
         a.data,
         offsets,

@@ -58,23 +58,21 @@ class Ready:
         self.plan, self.op, self.tiers = plan, plan.op, plan.tiers_text
         self.buffers: dict[int, tuple] = {}
 
-    def workspaces(
-        self, M: int, new_empty: Callable[..., Tensor]
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def workspaces(self, M: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
         """The three workspaces for M rows, uninitialised."""
         if torch.compiler.is_compiling() or type(M) is not int:
-            buffers: tuple = self.plan.workspace_shapes(M)
+            buffers: Any = self.plan.workspace_shapes(M)
         else:
-            buffers = self.buffers.get(M, ())
-            if not buffers:
+            buffers = self.buffers.get(M)
+            if buffers is None:
                 if len(self.buffers) >= 256:
                     self.buffers.clear()
                 buffers = self.buffers[M] = self.plan.workspace_shapes(M)
         (shape13, dtype13), (shape2, dtype2), (index_shape, index_dtype) = buffers
-        return (
-            new_empty(shape13, dtype=dtype13),
-            new_empty(shape2, dtype=dtype2),
-            new_empty(index_shape, dtype=index_dtype),
+        return (  # sizes one by one: 1.1 us each, against 1.7 for new_empty or a tuple
+            torch.empty(*shape13, dtype=dtype13, device=device),
+            torch.empty(*shape2, dtype=dtype2, device=device),
+            torch.empty(*index_shape, dtype=index_dtype, device=device),
         )
 
 

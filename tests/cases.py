@@ -48,10 +48,11 @@ def garbage(tensor: Tensor) -> Tensor:
 
 @contextmanager
 def poisoned_memory():
-    """Whatever an eager call allocates by new_empty or empty_like holds garbage."""
-    new_empty, empty_like = torch.Tensor.new_empty, torch.empty_like
+    """Whatever an eager call allocates by empty, new_empty or empty_like holds garbage."""
+    new_empty, empty_like, empty = torch.Tensor.new_empty, torch.empty_like, torch.empty
     with (
         mock.patch.object(torch.Tensor, "new_empty", lambda *a, **k: garbage(new_empty(*a, **k))),
+        mock.patch.object(torch, "empty", lambda *a, **k: garbage(empty(*a, **k))),
         mock.patch.object(torch, "empty_like", lambda *a, **k: garbage(empty_like(*a, **k))),
     ):
         yield
@@ -151,9 +152,9 @@ class Case:
     def check(self, backend="auto", floor: float = 0.0) -> Tensor:
         """Compare with the oracle; the rows of tokens without experts are exactly zero."""
         out = self.run(backend)
-        assert_matches(
-            out, self.reference(), tolerance(self.dtype, self.scheme, self.device), floor
-        )
+        within = tolerance(self.dtype, self.scheme, self.device)
+        squared = str(self.options["activation"]).startswith("relu2")  # doubles relative errors
+        assert_matches(out, self.reference(), within * (2 if squared else 1), floor)
         assert out.dtype == self.dtype and (out[self.nowhere] == 0).all()
         return out
 
