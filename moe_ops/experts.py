@@ -328,6 +328,8 @@ def _requires_grad(*tensors: Tensor | None) -> bool:
 
 
 def _autocasting(x: Tensor) -> bool:
+    if not (torch.compiler.is_compiling() or torch._C._is_any_autocast_enabled()):
+        return False
     device = x.device.type
     return device != "meta" and torch.is_autocast_enabled(device)  # autocast knows no meta device
 

@@ -40,32 +40,33 @@ def _rows(name: str, rows: int, of: str, expected: int) -> None:
     raise ValueError(f"{name} must have one row per row of {of}, {expected}, got {rows}")
 
 
-def _widths(x: str, K: int, w13: tuple[int, ...], w2: tuple[int, ...]) -> None:
-    (E, N, K13), (E2, K2, I) = w13, w2
-    if K13 != K or E2 != E or K2 != K or (I != N and 2 * I != N):
+def _widths(x: str, K: int, w13: Any, w2: Any) -> None:
+    N, I = w13.size(1), w2.size(2)  # size() of one dimension costs half of shape
+    fits = w13.size(2) == K and w2.size(1) == K and w13.size(0) == w2.size(0)
+    if not fits or (I != N and 2 * I != N):
         raise ValueError(
             f"w13 and w2 must have shapes (E, N, K) and (E, K, I) for {x} of width {K}, "
-            f"got {tuple(w13)} and {tuple(w2)}"
+            f"got {tuple(w13.shape)} and {tuple(w2.shape)}"
         )
 
 
 def rows_experts(a: Any) -> None:
     """The sizes of `<backend>_experts`, real ones, before anything is launched."""
-    rows, width = a.hidden_states.shape
-    if a.topk_ids.shape[0] != rows:
-        _rows("topk_ids", a.topk_ids.shape[0], "hidden_states", rows)
-    if a.topk_weights.shape[0] != rows:
-        _rows("topk_weights", a.topk_weights.shape[0], "hidden_states", rows)
-    if a.out.shape[0] != rows:
-        _rows("out", a.out.shape[0], "hidden_states", rows)
-    _widths("hidden_states", width, a.w13.shape, a.w2.shape)
+    rows = a.hidden_states.size(0)
+    if a.topk_ids.size(0) != rows:
+        _rows("topk_ids", a.topk_ids.size(0), "hidden_states", rows)
+    if a.topk_weights.size(0) != rows:
+        _rows("topk_weights", a.topk_weights.size(0), "hidden_states", rows)
+    if a.out.size(0) != rows:
+        _rows("out", a.out.size(0), "hidden_states", rows)
+    _widths("hidden_states", a.hidden_states.size(1), a.w13, a.w2)
 
 
 def rows_batched_experts(a: Any) -> None:
     """The sizes of `<backend>_batched_experts`."""
     if a.out.shape != a.hidden_states.shape:
         _rows("out", a.out.shape[1], "hidden_states", a.hidden_states.shape[1])
-    _widths("hidden_states", a.hidden_states.shape[2], a.w13.shape, a.w2.shape)
+    _widths("hidden_states", a.hidden_states.size(2), a.w13, a.w2)
 
 
 def rows_grouped_linear(a: Any) -> None:
