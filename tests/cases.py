@@ -6,6 +6,7 @@ Dimensions as everywhere: M tokens, K hidden size, I intermediate size, N rows o
 from __future__ import annotations
 
 import math
+import sys
 from contextlib import contextmanager
 from unittest import mock
 
@@ -51,9 +52,16 @@ def garbage(tensor: Tensor) -> Tensor:
 def poisoned_memory():
     """Whatever an eager call allocates by empty, new_empty or empty_like holds garbage."""
     new_empty, empty_like, empty = torch.Tensor.new_empty, torch.empty_like, torch.empty
+
+    def poisoned_empty(*args, **options):  # torch's compiler allocates by it too: that is let be
+        if torch.compiler.is_compiling():
+            return empty(*args, **options)
+        ours = sys._getframe(1).f_globals["__name__"].startswith("moe_ops")
+        return garbage(empty(*args, **options)) if ours else empty(*args, **options)
+
     with (
         mock.patch.object(torch.Tensor, "new_empty", lambda *a, **k: garbage(new_empty(*a, **k))),
-        mock.patch.object(torch, "empty", lambda *a, **k: garbage(empty(*a, **k))),
+        mock.patch.object(torch, "empty", poisoned_empty),
         mock.patch.object(torch, "empty_like", lambda *a, **k: garbage(empty_like(*a, **k))),
     ):
         yield
