@@ -16,7 +16,6 @@ from torch.fx.experimental.symbolic_shapes import guard_or_false
 
 from moe_ops import activations, plans, registry, training, validation
 from moe_ops.activations import Activation
-from moe_ops.library import ExpertsArgs
 from moe_ops.validation import Weight
 
 
@@ -87,45 +86,35 @@ def fused_experts(
         _check_rows("topk_ids", topk_ids, M)
         _check_rows("topk_weights", topk_weights, M)
     if needs_grad:  # gradients allocate their own
-        outputs = (hidden_states, hidden_states, hidden_states, hidden_states)
-    else:
-        device = hidden_states.device
-        out = torch.empty(M, K, dtype=hidden_states.dtype, device=device)
-        outputs = (out, *ready.workspaces(M, device))
-    values = (
-        *outputs,
+        _warn_training_path(hidden_states)
+        return training.fused_experts(
+            hidden_states,
+            a,
+            b,
+            topk_weights,
+            topk_ids,
+            w13_bias,
+            w2_bias,
+            expert_map,
+            act,
+            router_weight_on_input,
+        )
+    device = hidden_states.device
+    out = torch.empty(M, K, dtype=hidden_states.dtype, device=device)
+    ready.op(
+        out,
+        *ready.workspaces(M, device),
         hidden_states,
         a.data,
         b.data,
         topk_weights,
         topk_ids,
-        a.scale,
-        b.scale,
-        a.zero_point,
-        b.zero_point,
-        a.global_scale,
-        b.global_scale,
+        _scales(a, b),
         w13_bias,
         w2_bias,
-        a.activation_scale,
-        b.activation_scale,
         expert_map,
-        a.scheme,
-        a.layout,
-        act.name,
-        act.alpha,
-        act.beta,
-        act.limit,
-        router_weight_on_input,
-        deterministic,
-        0,
-        1,
-        ready.tiers,
+        ready.options,
     )
-    if needs_grad:
-        _warn_training_path(hidden_states)
-        return training.fused_experts(ExpertsArgs._make(values), act)
-    ready.op(*values)
     return out
 
 
@@ -178,23 +167,10 @@ def batched_experts(
         a.data,
         b.data,
         expert_num_tokens,
-        a.scale,
-        b.scale,
-        a.zero_point,
-        b.zero_point,
-        a.global_scale,
-        b.global_scale,
+        _scales(a, b),
         w13_bias,
         w2_bias,
-        a.activation_scale,
-        b.activation_scale,
-        a.scheme,
-        a.layout,
-        act.name,
-        act.alpha,
-        act.beta,
-        act.limit,
-        ready.tiers,
+        ready.options,
     )
     return out
 
@@ -245,14 +221,9 @@ def grouped_linear(
         x,
         a.data,
         offsets,
-        a.scale,
-        a.zero_point,
-        a.global_scale,
+        _scales(a),
         bias,
-        a.activation_scale,
-        a.scheme,
-        a.layout,
-        ready.tiers,
+        ready.options,
     )
     return out
 
@@ -305,6 +276,15 @@ def _unwrap(weight: Any) -> Weight:
         scheme,
         weight.weight_layout,
     )
+
+
+def _scales(*weights: Weight) -> list[Tensor | None]:
+    """The op argument `scales`."""
+    if not weights[0].scheme:
+        return []
+    return [
+        t for w in weights for t in (w.scale, w.zero_point, w.global_scale, w.activation_scale)
+    ]
 
 
 def _check_rows(name: str, tensor: Tensor, M: int) -> None:

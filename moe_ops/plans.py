@@ -52,10 +52,10 @@ def linear_call(inputs: Any, weights: Any, others: Any, options: Any) -> LinearC
 class Ready:
     """A plan at hand for a call: its op, and what to allocate, remembered per M outside of graphs."""
 
-    __slots__ = ("op", "tiers", "plan", "buffers")
+    __slots__ = ("op", "options", "plan", "buffers")
 
     def __init__(self, plan: registry.Plan):
-        self.plan, self.op, self.tiers = plan, plan.op, plan.tiers_text
+        self.plan, self.op, self.options = plan, plan.op, plan.options
         self.buffers: dict[int, tuple] = {}
 
     def workspaces(self, M: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.fx.experimental.symbolic_shapes import guard_scalar
 
 from moe_ops import library, tuning
 from moe_ops.backends import torch as torch_backend
@@ -46,10 +47,25 @@ class Plan:
 
     @property
     def tiers_text(self) -> str:
-        """The tiers as the op's `tiers` argument carries them; empty for a single tier."""
+        """The tiers as the op's options carry them; empty for a single tier."""
         if len(self.tiers) == 1:
             return ""
         return ",".join([f"{limit}:{backend.name}" for limit, backend in self.tiers])
+
+    @property
+    def options(self) -> str:
+        """The `options` argument of the op: everything it needs to know that is not a tensor."""
+        p, act = self.problem, self.problem.activation
+        values: tuple = (p.scheme, p.layout)
+        if act is not None:
+            numbers = [float(guard_scalar(x)) for x in (act.alpha, act.beta, act.limit)]
+            values += (
+                act.name,
+                *numbers,
+            )  # constants, also where dynamic=True makes symbols of them
+        if p.kind == "experts":
+            values += (p.router_weight_on_input, p.deterministic)
+        return library.options_text(p.kind, (*values, self.tiers_text))
 
     @property
     def differentiable(self) -> bool:

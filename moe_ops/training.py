@@ -14,6 +14,7 @@ from torch import Tensor
 from moe_ops import activations, library, numerics, permute
 from moe_ops.activations import Activation
 from moe_ops.kernels import torch_grouped
+from moe_ops.validation import Weight
 
 
 def _check(x, weight, offsets, transpose):
@@ -122,27 +123,35 @@ def grouped_linear(
 
 
 def fused_experts(
-    a: library.ExpertsArgs,
+    hidden_states: Tensor,  # (M, K)
+    w13: Weight,  # (E, N, K)
+    w2: Weight,  # (E, K, I)
+    topk_weights: Tensor,  # (M, top_k)
+    topk_ids: Tensor,  # (M, top_k)
+    w13_bias: Tensor | None,
+    w2_bias: Tensor | None,
+    expert_map: Tensor | None,
     activation: Activation,
+    router_weight_on_input: bool,
 ) -> Tensor:
-    """Differentiable experts, (M, K); of `a` only the inputs are read."""
-    hidden_states, weights = a.hidden_states, a.topk_weights
-    pairs = permute.sort_pairs(a.topk_ids, a.w13.shape[0], a.expert_map)
-    rows = hidden_states
-    if a.router_weight_on_input:
+    """Differentiable experts, (M, K) in hidden_states' dtype."""
+    num_experts, scheme = w13.data.shape[0], w13.scheme
+    pairs = permute.sort_pairs(topk_ids, num_experts, expert_map)
+    weights, rows = topk_weights, hidden_states
+    if router_weight_on_input:
         rows = permute.weigh_inputs(rows, weights, pairs)
         weights = torch.ones_like(weights)
-    if a.scheme:
-        rows = _straight_through(rows, a.scheme, a.a13_scale, pairs.valid.any(1))
+    if scheme:
+        rows = _straight_through(rows, scheme, w13.activation_scale, pairs.valid.any(1))
     rows = permute.gather_tokens(rows, pairs)
     gate_up = _GroupedLinear.apply(
-        rows, a.w13, pairs.offsets, a.w13_scale, a.w13_bias, a.scheme, False
+        rows, w13.data, pairs.offsets, w13.scale, w13_bias, scheme, False
     )
     hidden = activations.apply(gate_up, activation)
-    if a.scheme:
-        valid = pairs.experts < a.w13.shape[0]
-        hidden = _straight_through(hidden, a.scheme, a.a2_scale, valid)
-    y = _GroupedLinear.apply(hidden, a.w2, pairs.offsets, a.w2_scale, a.w2_bias, a.scheme, False)
+    if scheme:
+        valid = pairs.experts < num_experts
+        hidden = _straight_through(hidden, scheme, w2.activation_scale, valid)
+    y = _GroupedLinear.apply(hidden, w2.data, pairs.offsets, w2.scale, w2_bias, scheme, False)
     return permute.combine(y, weights, pairs, hidden_states.dtype)
 
 

@@ -1,5 +1,6 @@
 """Under torch.compile, torch.export and make_fx: how many graphs, what is in them, and right values."""
 
+import ast
 import dataclasses
 import json
 import re
@@ -494,7 +495,7 @@ def tiers_in(graph: torch.fx.GraphModule) -> list[str]:
     found = []
     for node in graph.graph.nodes:
         if node.op == "call_function" and str(node.target).startswith("auto_functionalized"):
-            found.append(node.kwargs["tiers"])
+            found.append(ast.literal_eval(node.kwargs["options"])["tiers"])
     return found
 
 

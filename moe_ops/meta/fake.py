@@ -41,9 +41,8 @@ def _rows(name: str, rows: int, of: str, expected: int) -> None:
 
 
 def _widths(x: str, K: int, w13: Any, w2: Any) -> None:
-    N, I = w13.size(1), w2.size(2)  # size() of one dimension costs half of shape
-    fits = w13.size(2) == K and w2.size(1) == K and w13.size(0) == w2.size(0)
-    if not fits or (I != N and 2 * I != N):
+    (E, N, width), (experts, rows, I) = w13.shape, w2.shape
+    if width != K or rows != K or experts != E or (I != N and 2 * I != N):
         raise ValueError(
             f"w13 and w2 must have shapes (E, N, K) and (E, K, I) for {x} of width {K}, "
             f"got {tuple(w13.shape)} and {tuple(w2.shape)}"
@@ -52,21 +51,22 @@ def _widths(x: str, K: int, w13: Any, w2: Any) -> None:
 
 def rows_experts(a: Any) -> None:
     """The sizes of `<backend>_experts`, real ones, before anything is launched."""
-    rows = a.hidden_states.size(0)
-    if a.topk_ids.size(0) != rows:
-        _rows("topk_ids", a.topk_ids.size(0), "hidden_states", rows)
-    if a.topk_weights.size(0) != rows:
-        _rows("topk_weights", a.topk_weights.size(0), "hidden_states", rows)
-    if a.out.size(0) != rows:
-        _rows("out", a.out.size(0), "hidden_states", rows)
-    _widths("hidden_states", a.hidden_states.size(1), a.w13, a.w2)
+    rows, K = a.hidden_states.shape
+    ids, weights, out = a.topk_ids.shape[0], a.topk_weights.shape[0], a.out.shape[0]
+    if ids != rows:
+        _rows("topk_ids", ids, "hidden_states", rows)
+    if weights != rows:
+        _rows("topk_weights", weights, "hidden_states", rows)
+    if out != rows:
+        _rows("out", out, "hidden_states", rows)
+    _widths("hidden_states", K, a.w13, a.w2)
 
 
 def rows_batched_experts(a: Any) -> None:
     """The sizes of `<backend>_batched_experts`."""
     if a.out.shape != a.hidden_states.shape:
         _rows("out", a.out.shape[1], "hidden_states", a.hidden_states.shape[1])
-    _widths("hidden_states", a.hidden_states.size(2), a.w13, a.w2)
+    _widths("hidden_states", a.hidden_states.shape[2], a.w13, a.w2)
 
 
 def rows_grouped_linear(a: Any) -> None:
