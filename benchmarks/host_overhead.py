@@ -3,7 +3,9 @@
     python benchmarks/host_overhead.py [--device cuda]
 
 A backend whose launcher is empty is registered with the workspaces of a real one, so what remains
-is this library and the dispatcher: validation, plan, allocation, operator call. Target: 25 us.
+is this library: validation, plan, allocation, the way to the launcher. Target: 25 us. "as an operator" is
+the same call where something listens to the dispatcher (a profiler, a mode), which an ordinary eager call
+does not pass through.
 Writes benchmarks/results/host_overhead_<cpu or GPU name>.json.
 """
 
@@ -14,6 +16,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from unittest import mock
 
 import torch
 from harness import format_table, machine_facts, write_json
@@ -61,7 +64,7 @@ def microseconds(call: Callable[[], object], calls: int = 500, batches: int = 21
 
 
 def run_case(case: Case, device: torch.device, like: library.Backend) -> dict:
-    """Total time of the call, and of its allocations and its operator call alone."""
+    """Time of the call, of its allocations alone, and of the call by way of the dispatcher."""
     generator = torch.Generator().manual_seed(0)
     e, k, i = NUM_EXPERTS, HIDDEN_SIZE, INTERMEDIATE_SIZE
     w13 = torch.randn(e, 2 * i, k, generator=generator).to(device, torch.bfloat16)
@@ -72,10 +75,8 @@ def run_case(case: Case, device: torch.device, like: library.Backend) -> dict:
     logits = torch.randn(case.num_tokens, e, generator=generator).to(device)
     weights, ids = moe_ops.route(logits, TOP_K)
 
-    captured: list[tuple] = []
     plan = moe_ops.explain(x, w13, w2, ids, backend="empty")
     shapes = plan.workspace_shapes(case.num_tokens)
-    op = plan.op
 
     def call() -> torch.Tensor:
         return moe_ops.fused_experts(x, w13, w2, weights, ids, backend="empty")
@@ -85,24 +86,15 @@ def run_case(case: Case, device: torch.device, like: library.Backend) -> dict:
         for buffer in shapes:
             torch.empty(*buffer.shape, dtype=buffer.dtype, device=x.device)
 
-    class Capture(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            if func is op:
-                captured.append(args)
-            return func(*args, **(kwargs or {}))
-
-    with Capture():
-        call()
-    op_arguments = captured[0]
     total, allocation = microseconds(call), microseconds(allocate)
-    operator = microseconds(lambda: op(*op_arguments))
+    with mock.patch("moe_ops.plans.dispatcher_is_idle", lambda: False):
+        operator = microseconds(call)
     return {
         "case": asdict(case),
         "workspaces_of": like.name,
         "total_us": round(total, 2),
         "allocation_us": round(allocation, 2),
-        "operator_us": round(operator, 2),
-        "python_us": round(total - allocation - operator, 2),
+        "as_operator_us": round(operator, 2),
     }
 
 
@@ -118,7 +110,7 @@ def main() -> None:
     facts = machine_facts()
     rows = [run_case(case, device, like) for case in CASES]
     print(facts)
-    header = ["M", "scheme", "total us", "allocations", "operator call", "Python", "target"]
+    header = ["M", "scheme", "total us", "of it allocations", "as an operator", "target"]
     print(
         format_table(
             header,
@@ -128,8 +120,7 @@ def main() -> None:
                     row["case"]["scheme"] or "plain",
                     row["total_us"],
                     row["allocation_us"],
-                    row["operator_us"],
-                    row["python_us"],
+                    row["as_operator_us"],
                     "met" if row["total_us"] <= TARGET_US else f"{TARGET_US:.0f} us missed",
                 ]
                 for row in rows

@@ -101,7 +101,7 @@ def fused_experts(
         )
     device = hidden_states.device
     out = torch.empty(M, K, dtype=hidden_states.dtype, device=device)
-    ready.op(
+    ready.run(
         out,
         *ready.workspaces(M, device),
         hidden_states,
@@ -160,7 +160,7 @@ def batched_experts(
         plans.batched_call, (hidden_states,), (a, b), others, options, backend, blocks
     )
     out = hidden_states.new_empty(hidden_states.shape)
-    ready.op(
+    ready.run(
         out,
         *ready.workspaces(hidden_states.shape[1], hidden_states.device),
         hidden_states,
@@ -215,7 +215,7 @@ def grouped_linear(
         return y.to(x.dtype)
     S = x.shape[0]
     out = x.new_empty((S, a.data.shape[1]))
-    ready.op(
+    ready.run(
         out,
         *ready.workspaces(S, x.device),
         x,

@@ -181,6 +181,9 @@ class Backend:
     workspace_shapes: Callable[[int, Problem], Workspaces]  # first argument: M (or T, or S)
     launch: dict[str, Callable]
     ops: dict[str, Callable]
+    kernels: dict[
+        str, dict[str, Callable]
+    ]  # kind -> device type -> what the dispatcher calls there
     differentiable: bool = False
     native_schemes: tuple[str, ...] = ()  # schemes run without dequantizing to a wider product
     interpreted: bool = False  # on a CPU: by an interpreter, for tests; never chosen by "auto"
@@ -215,13 +218,15 @@ def register(
         devices: dispatch keys that have a kernel ("CPU", "CUDA"). Fakes serve every other purpose, so
             that a missing kernel is an error and not a silent use of the fake.
     """
-    ops = {}
+    ops, kernels = {}, {}
     for kind_name, function in launch.items():
         kind = KINDS[kind_name]
         op_name = f"{name}_{kind_name}"
         LIB.define(op_name + schema(kind.args))
-        for device in (*devices, "CPU") if interpreted else devices:
-            LIB.impl(op_name, _entry(function, kind, device), device)
+        keys = (*devices, "CPU") if interpreted else devices
+        kernels[kind_name] = {key.lower(): _entry(function, kind, key) for key in keys}
+        for key in keys:
+            LIB.impl(op_name, kernels[kind_name][key.lower()], key)
         torch.library.register_fake(f"moe_ops::{op_name}", _fake(kind), lib=LIB)
         ops[kind_name] = getattr(torch.ops.moe_ops, op_name).default
     return Backend(
@@ -231,6 +236,7 @@ def register(
         workspace_shapes,
         launch,
         ops,
+        kernels,
         differentiable,
         native_schemes,
         interpreted,
@@ -255,6 +261,21 @@ def _entry(launch: Callable, kind: Kind, device: str) -> Callable:
             run(*values)
 
     return run_on_device if device == "CUDA" else run
+
+
+_ALWAYS = torch._C.DispatchKeySet(torch._C.DispatchKey.BackendSelect)
+_ALWAYS = _ALWAYS.add(torch._C.DispatchKey.ADInplaceOrView)
+_UNUSUAL = ~_ALWAYS.raw_repr()
+
+
+def dispatcher_is_idle() -> bool:
+    """Whether the dispatcher would take an op on plain tensors to its kernel and do nothing else.
+
+    So it is outside of modes (FakeTensorMode, make_fx, FlopCounterMode, ...), transforms (torch.func), tracers
+    and profilers.
+    """
+    keys = torch._C._dispatch_tls_local_include_set().raw_repr()
+    return keys & _UNUSUAL == 0 and not torch.autograd._profiler_enabled()
 
 
 def _fake(kind: Kind) -> Callable:

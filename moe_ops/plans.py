@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from moe_ops import registry, validation
+from moe_ops.library import dispatcher_is_idle
 from moe_ops.validation import BatchedCall, ExpertsCall, LinearCall, meta
 
 
@@ -50,13 +51,24 @@ def linear_call(inputs: Any, weights: Any, others: Any, options: Any) -> LinearC
 
 
 class Ready:
-    """A plan at hand for a call: its op, and what to allocate, remembered per M outside of graphs."""
+    """A plan at hand for a call: how to run it, and what to allocate, remembered per M outside of graphs."""
 
-    __slots__ = ("op", "options", "plan", "buffers")
+    __slots__ = ("op", "kernel", "options", "plan", "buffers")
 
-    def __init__(self, plan: registry.Plan):
+    def __init__(self, plan: registry.Plan, plain: bool = False):
         self.plan, self.op, self.options = plan, plan.op, plan.options
+        self.kernel = plan.kernel if plain else None
         self.buffers: dict[int, tuple] = {}
+
+    def run(self, *values: Any) -> None:
+        """Call the op. On plain tensors, where nothing listens to the dispatcher, call what it would call.
+
+        That saves 5 us of 24, the cost of handing arguments to C++ and back.
+        """
+        if self.kernel is not None and dispatcher_is_idle():
+            self.kernel(*values)
+        else:
+            self.op(*values)
 
     def workspaces(self, M: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
         """The three workspaces for M rows, uninitialised."""
@@ -76,6 +88,7 @@ class Ready:
         )
 
 
+_PLAIN = (Tensor, torch.nn.Parameter)
 _ready: dict[tuple, Ready] = {}
 
 
@@ -97,13 +110,14 @@ def prepare(
         return Ready(make_plan(make_call(inputs, weights, others, options), backend))
     key = [make_call, backend, options, blocks]
     for t in inputs:
-        key += (t.shape[1:], t.dtype, t.device)
+        key += (type(t), t.shape[1:], t.dtype, t.device)
     for data, scale, _, _, static, scheme, layout in weights:
-        key += (data.shape, data.dtype, data.device, data.is_contiguous(), scheme, layout)
+        key += (type(data), data.shape, data.dtype, data.device, data.is_contiguous())
+        key += (scheme, layout)
         if scale is not None:
             key += (scale.shape, scale.device, None if static is None else static.device)
     for t in others:
-        key += (None,) if t is None else (t.shape, t.dtype, t.device)
+        key += (None,) if t is None else (type(t), t.shape, t.dtype, t.device)
     lookup = tuple(key)
     try:
         ready = _ready.get(lookup)
@@ -112,8 +126,9 @@ def prepare(
     if ready is None:
         if len(_ready) >= 4096:
             _ready.clear()
-        call = make_call(inputs, weights, others, options)
-        ready = _ready[lookup] = Ready(make_plan(call, backend))
+        plan = make_plan(make_call(inputs, weights, others, options), backend)
+        plain = all([entry in _PLAIN for entry in lookup if isinstance(entry, type)])
+        ready = _ready[lookup] = Ready(plan, plain)
     return ready
 
 

@@ -46,6 +46,12 @@ class Plan:
         return AUTO.ops[self.problem.kind]
 
     @property
+    def kernel(self) -> Callable:
+        """What the dispatcher calls for that op on this plan's device."""
+        backend = self.tiers[0][1] if len(self.tiers) == 1 else AUTO
+        return backend.kernels[self.problem.kind][self.machine.device_type]
+
+    @property
     def tiers_text(self) -> str:
         """The tiers as the op's options carry them; empty for a single tier."""
         if len(self.tiers) == 1:
