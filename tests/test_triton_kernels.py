@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from moe_ops.activations import NAMES, Activation
 from moe_ops.kernels import triton_tiles
+from moe_ops.library import options_text
 from moe_ops.problem import Machine, Problem
 
 triton = pytest.importorskip("triton")
@@ -152,11 +153,11 @@ class Case:
             shapes = backend.workspace_shapes(self.x.shape[0], self.problem())
             workspaces = [poisoned(b.shape, b.dtype, self.device) for b in shapes]
         act = self.act
+        options = ("", "", act.name, act.alpha, act.beta, act.limit, self.on_input, True, "")
         backend.BACKEND.ops["experts"](
-            out, *workspaces, self.x, self.w13, self.w2, self.weights, self.ids, *[None] * 6,
-            self.b13, self.b2, None, None, self.expert_map, "", "", act.name, act.alpha, act.beta,
-            act.limit, self.on_input, True, 0, 1, "",
-        )  # fmt: skip
+            *(out, *workspaces, self.x, self.w13, self.w2, self.weights, self.ids, []),
+            *(self.b13, self.b2, self.expert_map, options_text("experts", options)),
+        )
         return out
 
     def check(self, tolerance=None) -> torch.Tensor:
@@ -381,10 +382,11 @@ def run_batched(c: Case, x, counts):
     workspaces = [poisoned(b.shape, b.dtype, c.device) for b in shapes]
     out = poisoned(x.shape, c.dtype, c.device)
     act = c.act
+    options = ("", "", act.name, act.alpha, act.beta, act.limit, "")
     backend.BACKEND.ops["batched_experts"](
-        out, *workspaces, x, c.w13, c.w2, counts, *[None] * 6, c.b13, c.b2, None, None,
-        "", "", act.name, act.alpha, act.beta, act.limit, "",
-    )  # fmt: skip
+        *(out, *workspaces, x, c.w13, c.w2, counts, [], c.b13, c.b2),
+        options_text("batched_experts", options),
+    )
     return out
 
 
@@ -428,7 +430,8 @@ def run_grouped(x, weight, offsets, bias=None, out=None):
     workspaces = [poisoned(b.shape, b.dtype, x.device) for b in shapes]
     out = poisoned((x.shape[0], N), x.dtype, x.device) if out is None else out
     backend.BACKEND.ops["grouped_linear"](
-        out, *workspaces, x, weight, offsets, None, None, None, bias, None, "", "", ""
+        *(out, *workspaces, x, weight, offsets, [], bias),
+        options_text("grouped_linear", ("", "", "")),
     )
     return out
 
