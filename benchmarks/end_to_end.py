@@ -1,10 +1,14 @@
 """Decode and prefill of compiled transformers models on a GPU, under each experts implementation.
 
-    python benchmarks/end_to_end.py [--models qwen3 mixtral] [--layers 4] [--batch 1 8 64]
+    python benchmarks/end_to_end.py [--models qwen3 mixtral dsv3 gptoss] [--only grouped_mm moe_ops ...]
+                                    [--batch 1 8 64] [--layers N] [--results FOLDER]
+    python benchmarks/end_to_end.py --merge FILE ...   # add another run's rows to the results
+    python benchmarks/end_to_end.py --report           # table and plot of all rows
+    python benchmarks/end_to_end.py --dry-run          # tiny models on a CPU; keeps nothing
 
 Models have their full layer width, random weights and few layers. Decoding: static cache, fullgraph,
-mode="reduce-overhead"; CUDA graphs must be recorded and none skipped, else the row says so. Prefill: 4096
-tokens, fullgraph. Writes benchmarks/results/end_to_end_<GPU>.json.
+mode="reduce-overhead"; a time counts only if its steps replayed a CUDA graph. Prefill: 4096 tokens, fullgraph.
+Rows are written to FOLDER/end_to_end_<GPU>.json after each implementation of a model, replacing older ones.
 """
 
 from __future__ import annotations
@@ -12,146 +16,230 @@ from __future__ import annotations
 import argparse
 import gc
 import statistics
+import sys
+import tempfile
+import time
+import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
+import end_to_end_report
 import torch
-from harness import format_table, machine_facts, write_json
+from end_to_end_cases import IMPLEMENTATIONS, MODELS, Model
+from harness import RESULTS, relative_error
+from records import Results
+from torch import Tensor
 
 import moe_ops.integrations.transformers as moe_transformers
 
-
-@dataclass(frozen=True)
-class Model:
-    """A published model's layer width; `config` are fields of its transformers config class."""
-
-    config_class: str
-    config: dict
-
-
-ATTENTION = {"num_attention_heads": 32, "head_dim": 128, "vocab_size": 32000}
-MODELS = {
-    "qwen3": Model(
-        "Qwen3MoeConfig",
-        {
-            **ATTENTION,
-            "hidden_size": 2048,
-            "moe_intermediate_size": 768,
-            "intermediate_size": 6144,
-            "num_experts": 128,
-            "num_experts_per_tok": 8,
-            "num_key_value_heads": 4,
-            "norm_topk_prob": True,
-        },
-    ),
-    "mixtral": Model(
-        "MixtralConfig",
-        {
-            **ATTENTION,
-            "hidden_size": 4096,
-            "intermediate_size": 14336,
-            "num_local_experts": 8,
-            "num_experts_per_tok": 2,
-            "num_key_value_heads": 8,
-        },
-    ),
-}
-# name -> (experts implementation, scheme)
-IMPLEMENTATIONS = {
-    "grouped_mm": ("grouped_mm", ""),
-    "batched_mm": ("batched_mm", ""),
-    "moe_ops": ("moe_ops", ""),
-    "moe_ops fp8_block": ("moe_ops", "fp8_block"),
-}
-PROMPT, STEPS, PREFILL = 64, 64, 4096
+PROMPT, WARM_UP, STEPS, PREFILL, VOCABULARY = 64, 8, 64, 4096, 32000
+# batched_mm copies both weights of every (token, expert) pair; past this it is not run.
+MAX_GATHER_BYTES = 4 << 30
+# The first layer's experts run on a few tokens with given ids: logits would not do, since rounding alone moves
+# tokens to other experts. A row whose experts differ by more from the first implementation's is wrong.
+CHECKED_TOKENS, MAX_DIFFERENCE = 8, {"": 0.02, "fp8_block": 0.15}
 
 
-def build(model: Model, layers: int, implementation: str, scheme: str):
-    """A model with random weights on the GPU, bf16."""
-    import transformers
+class Bench:
+    """One model, built once and then run under each implementation."""
 
-    torch.manual_seed(0)
-    config = getattr(transformers, model.config_class)(
-        **model.config, num_hidden_layers=layers, max_position_embeddings=8192
-    )
-    with torch.device("cuda"):
-        built = transformers.AutoModelForCausalLM.from_config(
-            config, dtype=torch.bfloat16, experts_implementation=implementation
-        ).eval()
-    if scheme:
-        moe_transformers.quantize(built, scheme)
-    return built
+    def __init__(self, name: str, layers: int | None, dry: bool):
+        import transformers
 
+        self.dry = dry
+        self.model: Model = MODELS[name]
+        self.device = torch.device("cpu" if dry else "cuda")
+        layers = layers or self.model.layers
+        fields = self.model.config | (self.model.tiny if dry else {})
+        if self.model.config_class == "GptOssConfig":
+            # Its sliding cache counts tokens in a Python int: a decode step is then compiled for one length.
+            fields = fields | {"layer_types": ["full_attention"] * layers}
+        self.config = getattr(transformers, self.model.config_class)(
+            **fields,
+            num_hidden_layers=layers,
+            vocab_size=VOCABULARY,
+            max_position_embeddings=8192,
+        )
+        torch.manual_seed(0)
+        with self.device:
+            self.module = transformers.AutoModelForCausalLM.from_config(
+                self.config, dtype=torch.bfloat16, experts_implementation="grouped_mm"
+            ).eval()
+        (self.experts, *_) = (m for n, m in self.module.named_modules() if n.endswith(".experts"))
+        for module in self.module.modules():
+            for name, bias in module.named_parameters(recurse=False):
+                if name.endswith("_proj_bias"):  # of experts; transformers makes them zero
+                    bias.normal_(0, 0.02)
+        self.reference: Tensor | None = None
 
-def events_ms(call: Callable[[], object], count: int) -> float:
-    """Median time of a call, from events around each, in milliseconds."""
-    events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(count)]
-    for start, end in events:
-        start.record()
-        call()
-        end.record()
-    torch.cuda.synchronize()
-    return statistics.median(start.elapsed_time(end) for start, end in events)
+    def use(self, implementation: str, scheme: str) -> None:
+        """Switch the experts; weights once quantized stay so."""
+        self.module.set_experts_implementation(implementation)
+        if scheme:
+            moe_transformers.quantize(self.module, scheme)
 
+    def tokens(self, batch: int, length: int) -> Tensor:
+        generator = torch.Generator().manual_seed(batch)
+        return torch.randint(0, VOCABULARY, (batch, length), generator=generator).to(self.device)
 
-@torch.no_grad()
-def decode_ms(model, batch: int) -> tuple[float, str]:
-    """(time of one greedy decode step, what became of CUDA graphs)."""
-    from torch._dynamo.utils import counters
-    from transformers import StaticCache
+    def difference(self) -> float:
+        """||y - that of the first implementation|| / ||that||, y the first layer's experts on given ids."""
+        generator = torch.Generator().manual_seed(0)
+        count = self.experts.down_proj.shape[0]
+        size = (CHECKED_TOKENS, self.config.num_experts_per_tok)
+        ids = torch.rand(CHECKED_TOKENS, count, generator=generator).argsort(-1)[:, : size[1]]
+        x = torch.randn(CHECKED_TOKENS, self.config.hidden_size, generator=generator)
+        weights = torch.rand(size, generator=generator)
+        inputs = (x.bfloat16(), ids, weights.bfloat16())
+        y = self.experts(*[t.to(self.device) for t in inputs])
+        if self.reference is None:
+            self.reference = y
+        return float(f"{relative_error(y, self.reference):.3g}")
 
-    torch._dynamo.reset()
-    counters.clear()
-    cache = StaticCache(config=model.config, max_cache_len=PROMPT + 8 * STEPS)
-    prompt = torch.randint(0, 32000, (batch, PROMPT), device="cuda")
-    logits = model(input_ids=prompt, past_key_values=cache, use_cache=True).logits
-    tokens = logits[:, -1].argmax(-1, keepdim=True)
+    def gather_bytes(self, tokens: int) -> int:
+        """Bytes of weights that batched_mm copies in one layer."""
+        pair = sum(p[0].numel() * p.element_size() for p in self.experts.parameters())
+        return tokens * self.config.num_experts_per_tok * pair
 
-    def forward(tokens):
-        logits = model(input_ids=tokens, past_key_values=cache, use_cache=True).logits
-        return logits[:, -1].argmax(-1, keepdim=True)
+    def median_ms(self, call: Callable[[], object], count: int) -> float:
+        """Median time of a call: events around each; wall clock on a CPU."""
+        if self.dry:
+            times = []
+            for _ in range(count):
+                start = time.perf_counter()
+                call()
+                times.append((time.perf_counter() - start) * 1e3)
+            return statistics.median(times)
+        events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(count)]
+        for start, end in events:
+            start.record()
+            call()
+            end.record()
+        torch.cuda.synchronize()
+        return statistics.median(start.elapsed_time(end) for start, end in events)
 
-    compiled = torch.compile(forward, fullgraph=True, mode="reduce-overhead")
+    def compile(self, function: Callable, **options: Any) -> Callable:
+        """Compiled as a user would; the dry run traces the same graph but generates no code."""
+        torch._dynamo.reset()
+        options = {"backend": "aot_eager"} if self.dry else options
+        return torch.compile(function, fullgraph=True, dynamic=False, **options)
 
-    def step() -> None:
-        torch.compiler.cudagraph_mark_step_begin()
-        tokens.copy_(compiled(tokens))
+    def decode(self, batch: int) -> dict:
+        """Time of one greedy decode step at `batch` sequences, and what became of CUDA graphs."""
+        from torch._dynamo.utils import counters
+        from transformers import StaticCache
 
-    for _ in range(8):
-        step()
-    time = events_ms(step, STEPS)
-    skipped = counters["inductor"]["cudagraph_skips"]
-    return time, f"{skipped} skipped" if skipped else "recorded"
+        start = time.perf_counter()
+        cache = StaticCache(config=self.config, max_cache_len=PROMPT + WARM_UP + STEPS)
+        experts = self.config._experts_implementation
+        if experts == "batched_mm":  # a prompt has too many tokens for it
+            self.module.set_experts_implementation("grouped_mm")
+        prompt = self.tokens(batch, PROMPT)
+        logits = self.module(input_ids=prompt, past_key_values=cache, logits_to_keep=1).logits
+        self.module.set_experts_implementation(experts)
+        tokens = logits[:, -1].argmax(-1, keepdim=True)
 
+        def forward(tokens: Tensor) -> Tensor:
+            logits = self.module(input_ids=tokens, past_key_values=cache, use_cache=True).logits
+            return logits[:, -1].argmax(-1, keepdim=True)
 
-@torch.no_grad()
-def prefill_ms(model) -> float:
-    """Time of one forward over PREFILL tokens."""
-    torch._dynamo.reset()
-    tokens = torch.randint(0, 32000, (1, PREFILL), device="cuda")
-    compiled = torch.compile(
-        lambda t: model(input_ids=t, use_cache=False, logits_to_keep=1).logits, fullgraph=True
-    )
-    for _ in range(3):
-        compiled(tokens)
-    return events_ms(lambda: compiled(tokens), 10)
+        compiled = self.compile(forward, mode="reduce-overhead")
+        counters.clear()
 
+        def step() -> None:
+            torch.compiler.cudagraph_mark_step_begin()
+            tokens.copy_(compiled(tokens))
 
-def measure(model, batches: list[int], prefill: bool) -> dict:
-    """All cells of one built model; a cell that cannot run says why."""
-    row: dict = {}
-    for batch in batches:
+        for _ in range(WARM_UP):
+            step()
+        compiled_after, recorded = time.perf_counter() - start, self.recorded_graphs()
+        ms = self.median_ms(step, STEPS)
+        graphs = counters["stats"]["unique_graphs"]
+        skips = counters["inductor"]["cudagraph_skips"]
+        if graphs != 1:
+            return {"reason": f"one decode step became {graphs} graphs"}
+        if not self.dry and (skips or not recorded or self.recorded_graphs() != recorded + 1):
+            return {"reason": f"CUDA graphs: {recorded} recorded and {skips} skipped in warm-up"}
+        return {"ms": round(ms, 4), "tokens": batch, "compile_s": round(compiled_after, 1)}
+
+    def recorded_graphs(self) -> int:
+        """A number that grows by one with each call, and with each CUDA graph that inductor records."""
+        if self.dry:
+            return 0
+        from torch._inductor.cudagraph_trees import get_manager
+
+        manager = get_manager(torch.cuda.current_device(), create_if_none_exists=False)
+        return next(manager.graph_counter) if manager else 0
+
+    def prefill(self, length: int) -> dict:
+        """Time of one forward over `length` tokens."""
+        start = time.perf_counter()
+        tokens = self.tokens(1, length)
+
+        def forward(tokens: Tensor) -> Tensor:
+            return self.module(input_ids=tokens, use_cache=False, logits_to_keep=1).logits
+
+        compiled = self.compile(forward)
+        for _ in range(3):
+            compiled(tokens)
+        compiled_after = time.perf_counter() - start
+        ms = self.median_ms(lambda: compiled(tokens), 10)
+        return {"ms": round(ms, 4), "tokens": length, "compile_s": round(compiled_after, 1)}
+
+    def cell(self, measure: Callable[[int], dict], size: int) -> dict:
+        """One cell, or why there is none."""
+        gather = self.gather_bytes(size)
+        if self.config._experts_implementation == "batched_mm" and gather > MAX_GATHER_BYTES:
+            return {"reason": f"would copy {gather / 2**30:.0f} GiB of weights a layer"}
         try:
-            row[f"decode_{batch}_ms"], row[f"decode_{batch}_graphs"] = decode_ms(model, batch)
-        except (RuntimeError, torch.OutOfMemoryError) as error:
-            row[f"decode_{batch}_ms"] = f"{type(error).__name__}: {str(error)[:200]}"
-        torch.cuda.empty_cache()
-    if prefill:
-        try:
-            row["prefill_ms"] = prefill_ms(model)
-        except (RuntimeError, torch.OutOfMemoryError) as error:
-            row["prefill_ms"] = type(error).__name__
-    return row
+            return measure(size)
+        except Exception as error:  # a cell that fails leaves the others
+            return {"reason": f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"}
+        finally:
+            self.release()
+
+    def release(self) -> None:
+        """Give back what compiled functions and their graphs hold."""
+        torch._dynamo.reset()
+        gc.collect()
+        if not self.dry:
+            torch.cuda.empty_cache()
+
+
+def run(arguments: argparse.Namespace, results: Results, dry: bool) -> None:
+    """Measure model by model; the implementation that quantizes the weights comes last."""
+    name_of_run = results.begin(sys.argv, dry)
+    print(results.runs[name_of_run], flush=True)
+    for name in arguments.models:
+        start = time.perf_counter()
+        bench = Bench(name, arguments.layers, dry)
+        print(f"{name}: built in {time.perf_counter() - start:.1f} s", flush=True)
+        for implementation in [i for i in IMPLEMENTATIONS if i in arguments.only]:
+            start = time.perf_counter()
+            bench.use(*IMPLEMENTATIONS[implementation])
+            row: dict[str, Any] = {"model": name, "implementation": implementation}
+            row |= {"layers": bench.config.num_hidden_layers, "run": name_of_run}
+            row["difference"] = bench.difference()
+            setup = time.perf_counter() - start
+            cells = {f"decode {b}": bench.cell(bench.decode, b) for b in arguments.batch}
+            cells[f"prefill {arguments.prefill}"] = bench.cell(bench.prefill, arguments.prefill)
+            if not row["difference"] <= MAX_DIFFERENCE[IMPLEMENTATIONS[implementation][1]]:
+                row["reason"] = f"wrong result: experts differ by {row['difference']}"
+            else:
+                row["cells"] = cells
+            results.add(row)
+            results.write()
+            print(f"{row} [set-up {setup:.1f} s, all {time.perf_counter() - start:.1f} s]")
+            sys.stdout.flush()
+        del bench
+        gc.collect()
+        if not dry:
+            torch.cuda.empty_cache()
+
+
+def open_results(path: Path) -> Results:
+    return Results(path, end_to_end_report.key, end_to_end_report.order)
 
 
 def main() -> None:
@@ -160,41 +248,40 @@ def main() -> None:
     parser.add_argument(
         "--only", nargs="+", choices=IMPLEMENTATIONS, default=list(IMPLEMENTATIONS)
     )
-    parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 64])
-    parser.add_argument("--no-prefill", action="store_true")
-    args = parser.parse_args()
-    if not torch.cuda.is_available():
-        print("This benchmark needs a GPU; none found, nothing measured.")
+    parser.add_argument("--layers", type=int, help="in place of each model's own number")
+    parser.add_argument("--prefill", type=int, default=PREFILL, metavar="TOKENS")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder for JSON and plot")
+    parser.add_argument("--merge", type=Path, nargs="+", metavar="FILE", default=[])
+    parser.add_argument("--report", action="store_true")
+    parser.add_argument("--dry-run", action="store_true")
+    arguments = parser.parse_args()
+    torch.set_grad_enabled(False)
+    # transformers calls cached functions in what we compile; the warning returns with every cell
+    warnings.filterwarnings("ignore", "Dynamo detected a call to a `functools.lru_cache`")
+    if arguments.merge or arguments.report:
+        for path in arguments.merge:
+            results = open_results(arguments.results / path.name)
+            results.merge(path)
+            results.write()
+        for path in sorted(arguments.results.glob("end_to_end_*.json")):
+            end_to_end_report.report(open_results(path), arguments.results)
         return
-    import transformers
-
-    facts = {**machine_facts(), "transformers": transformers.__version__}
-    rows = []
-    for name in args.models:
-        for implementation in args.only:
-            model = build(MODELS[name], args.layers, *IMPLEMENTATIONS[implementation])
-            row = {"model": name, "layers": args.layers, "implementation": implementation}
-            row |= measure(model, args.batch, not args.no_prefill)
-            rows.append(row)
-            print(row, flush=True)
-            del model
-            torch._dynamo.reset()
-            gc.collect()
-            torch.cuda.empty_cache()
-    columns = [f"decode_{b}_ms" for b in args.batch] + ["prefill_ms"]
-    shown = [
-        [
-            row["model"],
-            row["implementation"],
-            *[f"{row[c]:.3f}" if isinstance(row.get(c), float) else "-" for c in columns],
-        ]
-        for row in rows
-    ]
-    print(facts)
-    print(format_table(["model", "experts", *columns], shown))
-    where = facts["gpu"].replace(" ", "_")
-    print(write_json(f"end_to_end_{where}", {"machine": facts, "rows": rows}))
+    if arguments.dry_run:
+        folder = Path(tempfile.mkdtemp(prefix="end_to_end_dry_run_"))
+        vars(arguments).update(results=folder, batch=[1, 8], prefill=64, layers=2)
+        where = "dry_run"
+    elif not torch.cuda.is_available():
+        print("This benchmark needs a GPU; none found, nothing measured. --dry-run needs none.")
+        return
+    else:
+        where = torch.cuda.get_device_name().replace(" ", "_")
+    results = open_results(arguments.results / f"end_to_end_{where}.json")
+    run(arguments, results, arguments.dry_run)
+    if arguments.dry_run:
+        end_to_end_report.report(results, arguments.results)
+    else:
+        print(end_to_end_report.table(results))
 
 
 if __name__ == "__main__":

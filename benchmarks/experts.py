@@ -16,12 +16,8 @@ several short runs complete one table. docs/performance.md describes the method.
 from __future__ import annotations
 
 import argparse
-import datetime
 import gc
-import hashlib
 import itertools
-import json
-import re
 import sys
 import tempfile
 import time
@@ -55,85 +51,20 @@ from cases import (
 from harness import (
     RESULTS,
     capture,
-    gpu_limits,
     interleaved_ms,
     interleaved_replays_us,
-    machine_facts,
     relative_error,
     summary,
-    versions,
 )
-from peers import DEFAULT, IMPLEMENTATIONS, OURS, Layer
+from peers import DEFAULT, IMPLEMENTATIONS, Layer
+from records import OURS, Results
 from torch import Tensor
 
-import moe_ops
-
-LIBRARIES = ("triton", "torchao", "transformers", "flashinfer-python", "sgl-deep-gemm")
 # A call slower than this is not replayed: emulation of large quantized weights takes seconds a call.
 MAX_CALL_MS = 100.0
 # Results this far from the bf16 weights' fp64 result are wrong, and not timed.
 MAX_ERROR = {"": 0.02, "fp8_block": 0.15, "fp8_channel": 0.15, "fp8_tensor": 0.15}
 DRY_RUN = {"shapes": ["tiny", "tiny_ep"], "tokens": [1, 64], "schemes": list(SCHEMES)}
-
-
-class Results:
-    """The rows of one results file. Each names the run that measured it: machine, versions, command, date."""
-
-    def __init__(self, path: Path):
-        self.path = path
-        content = json.loads(path.read_text()) if path.exists() else {"runs": {}, "rows": []}
-        self.runs: dict[str, dict] = content["runs"]
-        self.rows: dict[tuple, dict] = {self.key(row): row for row in content["rows"]}
-
-    @staticmethod
-    def key(row: dict) -> tuple:
-        fields = ("shape", "scheme", "routing", "num_tokens")
-        return (*[row["case"][field] for field in fields], row["implementation"])
-
-    def add(self, row: dict) -> None:
-        """Keep the row in place of an older one; a peer that could not run leaves its older time."""
-        old = self.rows.get(self.key(row))
-        ours = row["implementation"].startswith(OURS)
-        if "us" in row or ours or old is None or "us" not in old:
-            self.rows[self.key(row)] = row
-
-    def merge(self, path: Path) -> None:
-        """Add the rows of another file, the later date winning."""
-        other = Results(path)
-        for key, row in other.rows.items():
-            old = self.rows.get(key)
-            if old is None or other.runs[row["run"]]["date"] >= self.runs[old["run"]]["date"]:
-                self.runs[row["run"]] = other.runs[row["run"]]
-                self.add(row)
-
-    def write(self) -> None:
-        rows = [self.rows[key] for key in sorted(self.rows, key=experts_report.order)]
-        used = {row["run"] for row in rows}
-        runs = {name: run for name, run in self.runs.items() if name in used}
-        # one line a run and a row keeps diffs readable
-        lines = [json.dumps(row) for row in rows]
-        named = [f"{json.dumps(name)}: {json.dumps(run)}" for name, run in sorted(runs.items())]
-        separator = ",\n  "
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.path.write_text(
-            f'{{\n "runs": {{\n  {separator.join(named)}\n }},\n'
-            f' "rows": [\n  {separator.join(lines)}\n ]\n}}\n'
-        )
-
-
-def describe_run(command: list[str], dry: bool) -> dict[str, Any]:
-    """What stands behind a row: machine, its measured limits, versions, sources, command, date (UTC)."""
-    package = Path(moe_ops.__file__).parent
-    source = hashlib.sha256()
-    for path in sorted(package.rglob("*.py")) + sorted(package.rglob("*.json")):
-        source.update(path.read_bytes())
-    return {
-        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
-        "command": re.sub(r" --results \S+", "", " ".join(command)),  # where rows go says nothing
-        "machine": machine_facts() | ({} if dry else gpu_limits()),
-        "versions": {"moe_ops": moe_ops.__version__} | versions(*LIBRARIES),
-        "moe_ops_sources": source.hexdigest()[:12],
-    }
 
 
 def limits_of(run: dict[str, Any]) -> Limits:
@@ -315,7 +246,7 @@ def run_all(arguments: argparse.Namespace, results: Results, run: str, dry: bool
                 rows = run_cell(cell, builders, floor, arguments.replays, run, dry)
                 for row in rows:
                     results.add(row)
-                    measured.add(Results.key(row)[:4])
+                    measured.add(experts_report.key(row)[:4])
                 results.write()
                 print(describe_cell(case, floor, rows, time.perf_counter() - start), flush=True)
                 for row in rows:
@@ -357,6 +288,10 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     return arguments
 
 
+def open_results(path: Path) -> Results:
+    return Results(path, experts_report.key, experts_report.order)
+
+
 def main() -> None:
     arguments = parse()
     torch.set_grad_enabled(False)
@@ -364,26 +299,24 @@ def main() -> None:
     warnings.filterwarnings("ignore", "Dynamo detected a call to a `functools.lru_cache`")
     if arguments.merge or arguments.report:
         for path in arguments.merge:
-            results = Results(arguments.results / path.name)
+            results = open_results(arguments.results / path.name)
             results.merge(path)
             results.write()
         for path in sorted(arguments.results.glob("experts_*.json")):
-            experts_report.report(Results(path), arguments.results)
+            experts_report.report(open_results(path), arguments.results)
         return
     if arguments.dry_run:
         vars(arguments).update(DRY_RUN, routing=list(ROUTINGS), only=list(IMPLEMENTATIONS))
         folder = Path(tempfile.mkdtemp(prefix="experts_dry_run_"))
-        results = Results(folder / "experts_dry_run.json")
+        results = open_results(folder / "experts_dry_run.json")
     elif not torch.cuda.is_available():
         print("This benchmark needs a GPU; none found, nothing measured. --dry-run needs none.")
         return
     else:
         gpu = torch.cuda.get_device_name().replace(" ", "_")
-        results = Results(arguments.results / f"experts_{gpu}.json")
-    facts = describe_run(sys.argv, arguments.dry_run)
-    run = f"{facts['date']} {facts['moe_ops_sources']}"
-    results.runs[run] = facts
-    print(facts, flush=True)
+        results = open_results(arguments.results / f"experts_{gpu}.json")
+    run = results.begin(sys.argv, arguments.dry_run)
+    print(results.runs[run], flush=True)
     measured = run_all(arguments, results, run, arguments.dry_run)
     if arguments.dry_run:
         experts_report.report(results, results.path.parent)

@@ -9,7 +9,8 @@ from typing import Any
 
 from cases import ROUTINGS, SCHEMES, SHAPES
 from harness import format_table
-from peers import IMPLEMENTATIONS, OURS, VLLM_NAME, VLLM_US
+from peers import IMPLEMENTATIONS, VLLM_NAME, VLLM_US
+from records import OURS, Results
 
 SMALL_TOKENS = 256  # means are taken up to here and above
 WORST = 8
@@ -27,9 +28,16 @@ STYLES = {
     "DeepGEMM two GEMMs only": ("#CC79A7", "<"),
     VLLM_NAME: ("#000000", "*"),
 }
+ZIPF_BOUND = 1.1  # what time over floor may grow by under Zipf routing
 MAX_SHOWN = 8.0  # times over the floor above this are left out of the plots
 
 CellKey = tuple[str, str, str, int]  # shape, scheme, routing, M
+
+
+def key(row: dict) -> tuple:
+    """What a row is about: its cell and implementation."""
+    fields = ("shape", "scheme", "routing", "num_tokens")
+    return (*[row["case"][field] for field in fields], row["implementation"])
 
 
 def order(key: tuple) -> tuple:
@@ -47,7 +55,7 @@ def order(key: tuple) -> tuple:
 class View:
     """One cell's rows by implementation."""
 
-    def __init__(self, results: Any, key: CellKey):
+    def __init__(self, results: Results, key: CellKey):
         self.key = key
         self.rows = {
             name: results.rows[(*key, name)]
@@ -90,13 +98,13 @@ class View:
         return best in self.rows and self.rows[best]["run"] == self.rows[OURS]["run"]
 
 
-def views(results: Any, keys: Collection[CellKey] | None = None) -> list[View]:
+def views(results: Results, keys: Collection[CellKey] | None = None) -> list[View]:
     """The cells of `keys` (all, if None), in the order of the table."""
     cells = {key[:4] for key in results.rows} if keys is None else set(keys)
     return [View(results, key) for key in sorted(cells, key=order)]
 
 
-def table(results: Any, keys: Collection[CellKey] | None = None) -> str:
+def table(results: Results, keys: Collection[CellKey] | None = None) -> str:
     """One line a cell: floor, every implementation's median us and error, ratio, share of the floor."""
     cells = views(results, keys)
     names = [name for name in NAMES if any(view.us(name) is not None for view in cells)]
@@ -127,7 +135,7 @@ def number(us: float) -> str:
     return f"{us:.1f}" if us < 100 else f"{us:.0f}"
 
 
-def means(results: Any, keys: Collection[CellKey] | None = None) -> str:
+def means(results: Results, keys: Collection[CellKey] | None = None) -> str:
     """Geometric means of ours / best peer, the worst cells, Zipf beside uniform, errors of schemes."""
     cells = views(results, keys)
     lines = []
@@ -183,7 +191,7 @@ def _mean_line(scheme: str, text: str, cells: Iterable[View]) -> list[str]:
 
 
 def _zipf_lines(cells: list[View]) -> list[str]:
-    """How our time over its floor changes when routing becomes Zipf."""
+    """How our time over its floor changes when routing becomes Zipf; starred where it grows too much."""
     over = {view.key: ours / view.floor for view in cells if (ours := view.us(OURS))}
     lines = []
     for (shape, scheme, routing, tokens), value in over.items():
@@ -191,7 +199,7 @@ def _zipf_lines(cells: list[View]) -> list[str]:
         if routing == "zipf" and uniform:
             lines.append(
                 f"zipf: {shape} {scheme or 'bf16'} M={tokens}: {value:.2f} floors, uniform "
-                f"{uniform:.2f}, {value / uniform - 1:+.0%}"
+                f"{uniform:.2f}, {value / uniform - 1:+.1%}{'*' * (value > ZIPF_BOUND * uniform)}"
             )
     return lines
 
@@ -201,7 +209,7 @@ def cell_name(key: CellKey) -> str:
     return f"{shape} {scheme or 'bf16'} {routing} M={tokens}"
 
 
-def report(results: Any, folder: Path) -> None:
+def report(results: Results, folder: Path) -> None:
     """Print table and means of all rows, and draw a plot for every scheme and routing into `folder`."""
     print(table(results))
     print(means(results))
@@ -214,7 +222,7 @@ def report(results: Any, folder: Path) -> None:
                 print(path)
 
 
-def draw(cells: list[View], results: Any, path: Path) -> None:
+def draw(cells: list[View], results: Results, path: Path) -> None:
     """Time over floor against M, one panel a shape, the floor a line at 1."""
     import matplotlib
 

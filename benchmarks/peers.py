@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from cases import Cell, Weights
+from records import OURS
 from torch import Tensor
 
 import moe_ops
@@ -270,7 +271,6 @@ def padded_rows(ids: Tensor, num_experts: int, alignment: int) -> tuple[Tensor, 
 
 
 _ALL = ("", "fp8_block", "fp8_channel", "fp8_tensor")
-OURS = "moe_ops"
 IMPLEMENTATIONS = {
     OURS: Implementation(moe_ops_backend("auto"), _ALL),
     "moe_ops triton": Implementation(moe_ops_backend("triton"), _ALL),
