@@ -198,7 +198,8 @@ def _launch_experts(a: ExpertsArgs) -> None:
         tiles.tokens,
         (index, ids, expert_map, blocks, E, num_ids, top_k, *strides),
     )
-    launches = [] if tiles.direct else [_route(rows, pairs, tiles.chunk, chip)]
+    route = None if tiles.direct else _route(rows, pairs, tiles.chunk, chip)
+    launches = [] if route is None else [route]
     input_weights = weights if on_input else None
     x_strides = (0, *x.stride())
     h, h_scale = triton_scales.hidden(
@@ -209,7 +210,7 @@ def _launch_experts(a: ExpertsArgs) -> None:
         validity = Validity(
             "pairs", has_map, (ids, expert_map, E, num_ids, top_k, *strides), input_weights
         )
-        more, source = triton_scales.prepare(
+        launches, source = triton_scales.prepare(
             source,
             M,
             M,
@@ -222,8 +223,8 @@ def _launch_experts(a: ExpertsArgs) -> None:
             h.scale,
             top_k,
             chip,
+            route,
         )
-        launches += more
     launches += (
         _gemm1(a, w13, rows, tiles.gemm1, h, h_scale, source, input_weights),
         _gemm2(y, h, w2, a.w2_bias, rows, tiles.gemm2, (0, K, 1)),

@@ -8,7 +8,7 @@ values as fp16, which holds each of them.
 import triton
 import triton.language as tl
 
-from moe_ops.kernels.triton_routing import local_expert, start_dependent, wait
+from moe_ops.kernels.triton_routing import local_expert, sort_expert, start_dependent, wait
 
 INTERPRET = tl.constexpr(triton.knobs.runtime.interpret)
 
@@ -115,33 +115,33 @@ def quantize_groups(x):
     return quotient(x, scale[:, None], reciprocal(scale)[:, None]), scale
 
 
-@triton.jit(do_not_specialize=["T", "zeros", "stride_sg"])
-def moe_ops_quantize(
-    q_ptr,  # (rows, K) e4m3, written
-    scale_ptr,  # written: BY_GROUP (ceil(K / 128), rows) scales, else (rows,) largest magnitudes
-    zero_ptr,  # (rows * zeros,) fp32 set to zero, or absent
-    x_ptr,  # (rows, K)
+@triton.jit
+def quantize_row(
+    q_ptr,
+    scale_ptr,
+    zero_ptr,
+    x_ptr,
+    m,
+    part,
     T,
     zeros,
     stride_sg,
     K,
-    stride_xe,  # what rows of batch m // T are off by from m * stride_xm
+    stride_xe,
     stride_xm,
     stride_xk,
     BY_GROUP: tl.constexpr,
     GROUPS: tl.constexpr,
     NATIVE: tl.constexpr,
-    DEPENDENT: tl.constexpr,
 ):
-    """Quantize rows, GROUPS * 128 columns at a time: each 128 columns alone (a program each), or whole rows."""
-    start_dependent(DEPENDENT)
-    m = tl.program_id(0).to(tl.int64)
+    """Quantize columns [part, part + 1) * GROUPS * 128 of row m, each 128 alone, or the whole row."""
+    m = m.to(tl.int64)
     x_ptr += m // T * stride_xe + m * stride_xm
     q_ptr += m * K
     group = tl.arange(0, GROUPS)
     lane = group[:, None] * 128 + tl.arange(0, 128)[None, :]
     if BY_GROUP:
-        first = tl.program_id(1) * GROUPS
+        first = part * GROUPS
         k = first * 128 + lane
         x = tl.load(x_ptr + k.to(tl.int64) * stride_xk, mask=k < K, other=0.0)
         v, scale = quantize_groups(x)
@@ -166,7 +166,87 @@ def moe_ops_quantize(
         if zero_ptr is not None:
             for i in range(zeros):
                 tl.store(zero_ptr + m * zeros + i, 0.0)
+
+
+@triton.jit(do_not_specialize=["T", "zeros", "stride_sg"])
+def moe_ops_quantize(
+    q_ptr,  # (rows, K) e4m3, written
+    scale_ptr,  # written: BY_GROUP (ceil(K / 128), rows) scales, else (rows,) largest magnitudes
+    zero_ptr,  # (rows * zeros,) fp32 set to zero, or absent
+    x_ptr,  # (rows, K)
+    T,
+    zeros,
+    stride_sg,
+    K,
+    stride_xe,  # what rows of batch m // T are off by from m * stride_xm
+    stride_xm,
+    stride_xk,
+    BY_GROUP: tl.constexpr,
+    GROUPS: tl.constexpr,
+    NATIVE: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """Quantize rows, GROUPS * 128 columns at a time: each 128 columns alone (a program each), or whole rows."""
+    start_dependent(DEPENDENT)
+    quantize_row(
+        q_ptr, scale_ptr, zero_ptr, x_ptr, tl.program_id(0), tl.program_id(1), T, zeros, stride_sg,
+        K, stride_xe, stride_xm, stride_xk, BY_GROUP, GROUPS, NATIVE,
+    )  # fmt: skip
     wait(DEPENDENT)
+
+
+@triton.jit(
+    do_not_specialize=[
+        *("S", "E", "num_ids", "num_blocks", "stride_im", "stride_ik", "stride_map"),
+        *("T", "zeros", "rows"),
+    ]
+)
+def moe_ops_route_quantize(
+    index_ptr,  # as in moe_ops_route
+    ids_ptr,
+    map_ptr,
+    S,
+    E,
+    num_ids,
+    num_blocks,
+    top_k,
+    stride_im,
+    stride_ik,
+    stride_map,
+    EP: tl.constexpr,
+    TILE: tl.constexpr,
+    CHUNK: tl.constexpr,
+    HAS_MAP: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+    q_ptr,  # as in moe_ops_quantize
+    scale_ptr,
+    zero_ptr,
+    x_ptr,
+    T,
+    zeros,
+    rows,
+    K,
+    stride_xe,
+    stride_xm,
+    stride_xk,
+    BY_GROUP: tl.constexpr,
+    GROUPS: tl.constexpr,
+    NATIVE: tl.constexpr,
+):
+    """moe_ops_route in the first E programs, moe_ops_quantize in the others: neither waits for the other."""
+    start_dependent(DEPENDENT)
+    program = tl.program_id(0)
+    if program < E:
+        sort_expert(
+            index_ptr, ids_ptr, map_ptr, program, S, E, num_ids, num_blocks, top_k,
+            stride_im, stride_ik, stride_map, EP, TILE, CHUNK, HAS_MAP,
+        )  # fmt: skip
+    else:
+        program -= E
+        quantize_row(
+            q_ptr, scale_ptr, zero_ptr, x_ptr, program % rows, program // rows, T, zeros, rows,
+            K, stride_xe, stride_xm, stride_xk, BY_GROUP, GROUPS, NATIVE,
+        )  # fmt: skip
 
 
 @triton.jit(

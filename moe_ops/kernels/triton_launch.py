@@ -54,6 +54,7 @@ def _kernels() -> dict:
         "route": triton_routing.moe_ops_route,
         "group_blocks": triton_routing.moe_ops_group_blocks,
         "quantize": triton_fp8.moe_ops_quantize,
+        "route_quantize": triton_fp8.moe_ops_route_quantize,
         "amax": triton_fp8.moe_ops_amax,
         "gemm1": triton_experts.moe_ops_gemm1,
         "gemm2": triton_experts.moe_ops_gemm2,

@@ -42,7 +42,7 @@ def row_scales(scale_ptr, row, ok, BM: tl.constexpr, PARTS: tl.constexpr, X_SCAL
 def block_scale(s0, s1, s2, row, block0, block1, BLOCKS: tl.constexpr, WN: tl.constexpr):
     """(WN,) scales of a tile's rows, which lie in BLOCKS blocks of 128 rows."""
     if BLOCKS == 1:
-        return s0 + tl.zeros((WN,), tl.float32)
+        return tl.full((WN,), 1.0, tl.float32) * s0
     elif BLOCKS == 2:
         return tl.where(row // 128 == block0, s0, s1)
     else:
@@ -106,8 +106,8 @@ def matmul(
             s2 = tl.load(s2_ptr).to(tl.float32)
     if GROUPS:
         if X8:
-            x_row = tl.where(x_ok, x_row, 0)  # instead of a mask: what follows is not stored
-            xs = tl.load(x_scale_ptr + x_row)
+            # rows of nobody read the first row's scales, not masked ones: their sums are not stored
+            xs_ptrs = x_scale_ptr + tl.where(x_ok, x_row, 0)
     elif X_SCALE != "":
         xs = row_scales(x_scale_ptr, x_row, x_ok, BM, PARTS, X_SCALE)
         if not X8:
@@ -119,6 +119,11 @@ def matmul(
         if not EVEN_K:
             x_mask = x_mask & (start + k < K)[None, :]
         x = tl.load(x_ptrs, mask=x_mask, other=0.0)
+        if (
+            GROUPS and X8
+        ):  # here they travel with the operands; a load near its use would stall every step
+            xs = tl.load(xs_ptrs)
+            xs_ptrs += stride_xg
         if EVEN_N and EVEN_K:
             w = tl.load(w_ptrs)
         elif EVEN_K:
@@ -166,9 +171,6 @@ def matmul(
                     s2 = tl.load(s2_ptr).to(tl.float32)
                 if GROUPS:
                     acc += d * (scale[:, None] * xs[None, :])
-                    if X8:
-                        x_scale_ptr += tl.where(start + BK < K, stride_xg, 0)
-                        xs = tl.load(x_scale_ptr + x_row)
                 else:
                     acc += d * scale[:, None]
             else:

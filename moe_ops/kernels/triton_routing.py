@@ -95,9 +95,10 @@ def pairs_at(index_ptr, num_blocks, position, ok, ROWS: tl.constexpr):
 
 @triton.jit
 def write_blocks(
-    index_ptr, group, base, first, count, used, num_blocks, TILE: tl.constexpr, CHUNK: tl.constexpr
-):
-    """Store the blocks of one group from slot `base` on, and this program's share of the unused slots."""
+    index_ptr, group, groups, base, first, count, used, num_blocks,
+    TILE: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Store the blocks of one of `groups` groups from slot `base` on, and its share of the unused slots."""
     lane = tl.arange(0, CHUNK)
     mine = tl.minimum(tl.cdiv(count, TILE), num_blocks - base)
     for start in range(0, mine, CHUNK):
@@ -106,7 +107,7 @@ def write_blocks(
         tl.store(slot, group + tl.zeros_like(i), mask=i < mine)
         tl.store(slot + 1, first + i * TILE, mask=i < mine)
         tl.store(slot + 2, first + count + tl.zeros_like(i), mask=i < mine)
-    for start in range(used + group * CHUNK, num_blocks, tl.num_programs(0) * CHUNK):
+    for start in range(used + group * CHUNK, num_blocks, groups * CHUNK):
         i = start + lane
         slot = index_ptr + 4 * i
         tl.store(slot, tl.full((CHUNK,), -1, tl.int32), mask=i < num_blocks)
@@ -114,6 +115,55 @@ def write_blocks(
             slot + 1, tl.zeros_like(i), mask=i < num_blocks
         )  # no rows, wherever they would be
         tl.store(slot + 2, tl.zeros_like(i), mask=i < num_blocks)
+
+
+@triton.jit
+def sort_expert(
+    index_ptr,
+    ids_ptr,
+    map_ptr,
+    expert,
+    S,
+    E,
+    num_ids,
+    num_blocks,
+    top_k,
+    stride_im,
+    stride_ik,
+    stride_map,
+    EP: tl.constexpr,
+    TILE: tl.constexpr,
+    CHUNK: tl.constexpr,
+    HAS_MAP: tl.constexpr,
+):
+    """Write the blocks of one expert and its part of the order."""
+    lane = tl.arange(0, CHUNK)
+    counts = tl.zeros((EP,), tl.int32)
+    for start in range(0, S, CHUNK):
+        p = start + lane
+        e = local_expert(
+            ids_ptr, map_ptr, p, p < S, E, num_ids, top_k,
+            stride_im, stride_ik, stride_map, HAS_MAP,
+        )  # fmt: skip
+        counts += tl.histogram(tl.where(e >= 0, e, 0), EP, mask=e >= 0)
+    group = tl.arange(0, EP)
+    blocks = tl.cdiv(counts, TILE)
+    base = tl.sum(tl.where(group < expert, blocks, 0))
+    first = tl.sum(tl.where(group < expert, counts, 0))
+    count = tl.sum(tl.where(group == expert, counts, 0))
+    used = tl.sum(blocks)
+    write_blocks(index_ptr, expert, E, base, first, count, used, num_blocks, TILE, CHUNK)
+    if count > 0:
+        row = index_ptr + 4 * num_blocks + first
+        for start in range(0, S, CHUNK):
+            p = start + lane
+            e = local_expert(
+                ids_ptr, map_ptr, p, p < S, E, num_ids, top_k,
+                stride_im, stride_ik, stride_map, HAS_MAP,
+            )  # fmt: skip
+            hit = (e == expert).to(tl.int32)
+            tl.store(row + tl.cumsum(hit) - 1, p, mask=hit > 0)
+            row += tl.sum(hit)
 
 
 @triton.jit(
@@ -139,33 +189,10 @@ def moe_ops_route(
 ):
     """Sort pairs by expert. One program an expert, each counting all pairs: no atomics, no barrier, stable."""
     start_dependent(DEPENDENT)
-    expert = tl.program_id(0)
-    lane = tl.arange(0, CHUNK)
-    counts = tl.zeros((EP,), tl.int32)
-    for start in range(0, S, CHUNK):
-        p = start + lane
-        e = local_expert(
-            ids_ptr, map_ptr, p, p < S, E, num_ids, top_k,
-            stride_im, stride_ik, stride_map, HAS_MAP,
-        )  # fmt: skip
-        counts += tl.histogram(tl.where(e >= 0, e, 0), EP, mask=e >= 0)
-    group = tl.arange(0, EP)
-    blocks = tl.cdiv(counts, TILE)
-    base = tl.sum(tl.where(group < expert, blocks, 0))
-    first = tl.sum(tl.where(group < expert, counts, 0))
-    count = tl.sum(tl.where(group == expert, counts, 0))
-    write_blocks(index_ptr, expert, base, first, count, tl.sum(blocks), num_blocks, TILE, CHUNK)
-    if count > 0:
-        row = index_ptr + 4 * num_blocks + first
-        for start in range(0, S, CHUNK):
-            p = start + lane
-            e = local_expert(
-                ids_ptr, map_ptr, p, p < S, E, num_ids, top_k,
-                stride_im, stride_ik, stride_map, HAS_MAP,
-            )  # fmt: skip
-            hit = (e == expert).to(tl.int32)
-            tl.store(row + tl.cumsum(hit) - 1, p, mask=hit > 0)
-            row += tl.sum(hit)
+    sort_expert(
+        index_ptr, ids_ptr, map_ptr, tl.program_id(0), S, E, num_ids, num_blocks, top_k,
+        stride_im, stride_ik, stride_map, EP, TILE, CHUNK, HAS_MAP,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["S", "T", "E", "num_blocks", "stride"])
@@ -205,4 +232,7 @@ def moe_ops_group_blocks(
     base = tl.sum(tl.where(group < program, blocks, 0))
     row = tl.sum(tl.where(group == program, first, 0))
     count = tl.sum(tl.where(group == program, counts, 0))
-    write_blocks(index_ptr, program, base, row, count, tl.sum(blocks), num_blocks, TILE, CHUNK)
+    used = tl.sum(blocks)
+    write_blocks(
+        index_ptr, program, tl.num_programs(0), base, row, count, used, num_blocks, TILE, CHUNK
+    )

@@ -200,11 +200,13 @@ def prepare(
     zeros: Tensor | None,  # of h: largest magnitudes, which GEMM1 raises
     zeros_a_row: int,
     chip: Gpu,
+    route: Launch | None = None,
 ) -> tuple[list[Launch], Input]:
-    """Launches that come before GEMM1, and what it reads as x."""
+    """Launches that come before GEMM1, `route` among them, and what it reads as x."""
     x, strides = source.data, source.strides
+    before = [] if route is None else [route]
     if x_scale == "static":
-        return [], Input(x, strides, static)
+        return before, Input(x, strides, static)
     if x_scale == "tensor":
         parts = flat(workspace, torch.float32, PARTS)
         ids, expert_map, experts, num_ids, top_k, *routing_strides = validity.args
@@ -225,15 +227,20 @@ def prepare(
         args += (top_k, *routing_strides, *weight_strides, K, *strides, validity.name)
         lanes = 1 << max(top_k - 1, 1).bit_length()
         args += (validity.has_map, weights is not None, lanes, 1024, chip.dependent)
-        return [Launch("amax", (PARTS, 1, 1), args)], Input(x, strides, parts, 0, PARTS)
+        before.append(Launch("amax", (PARTS, 1, 1), args))
+        return before, Input(x, strides, parts, 0, PARTS)
     if not tiles.quantize:
-        return [], source
+        return before, source
     by_group = x_scale == "group"
     count = cdiv(K, 128) if by_group else 1
     codes = torch.float8_e4m3fn if chip.native else torch.uint8
     data, scale = split(workspace, rows, K, codes, rows * count)
     columns = _CHUNK * 128
     args = (data, scale, zeros, x, rows_of_expert, zeros_a_row, rows, K, *strides)
-    args += (by_group, _CHUNK, chip.native, chip.dependent)
-    grid = (rows, cdiv(K, columns) if by_group else 1, 1)
-    return [Launch("quantize", grid, args)], Input(data, (0, K, 1), scale, rows)
+    args += (by_group, _CHUNK, chip.native)
+    parts_of_row = cdiv(K, columns) if by_group else 1
+    quantized_x = Input(data, (0, K, 1), scale, rows)
+    if route is None:
+        return [Launch("quantize", (rows, parts_of_row, 1), (*args, chip.dependent))], quantized_x
+    grid = (route.grid[0] + rows * parts_of_row, 1, 1)
+    return [Launch("route_quantize", grid, route.args + args, route.warps)], quantized_x
