@@ -4,8 +4,8 @@
 
 Every Python installation carries the text. A file is held out when the hash of its path says so, so
 that the same files are held out whatever the Python version; `held_out.txt` is made of such files.
-Each layer's router is trained with a weak load-balancing loss: every expert lives, and which bytes it
-serves is for the router to learn.
+Each layer's router is trained with a very weak load-balancing loss: every expert lives, and which bytes it
+serves, and how many, is for the router to learn.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def training_text() -> bytes:
     return b"\n\n".join((root / name).read_bytes() for name in kept)
 
 
-def build(experts: str):
+def build(experts: str, balance: float):
     """A freshly initialised model; 1.84 million parameters, of which an eighth is not experts."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM, logging
 
@@ -63,7 +63,7 @@ def build(experts: str):
         norm_topk_prob=True,
         max_position_embeddings=1024,
         initializer_range=0.05,
-        router_aux_loss_coef=0.002,
+        router_aux_loss_coef=balance,
         bos_token_id=None,
         eos_token_id=None,
         pad_token_id=None,
@@ -142,18 +142,20 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=8, help=f"windows of {WINDOW} bytes")
     parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--balance", type=float, default=2e-4, help="weight of load balancing")
     parser.add_argument("--experts", default="moe_ops", help="experts implementation")
+    parser.add_argument("--device", type=torch.device, default=torch.device("cpu"))
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
 
     torch.manual_seed(args.seed)
-    model = build(args.experts)
+    model = build(args.experts, args.balance).to(args.device)
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True
     )
     history, first = {"train": [], "held out": []}, 0
     if (args.out / "checkpoint.pt").exists():
-        state = torch.load(args.out / "checkpoint.pt", weights_only=True)
+        state = torch.load(args.out / "checkpoint.pt", args.device, weights_only=True)
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         history, first = json.loads(state["history"]), state["step"]
@@ -167,7 +169,7 @@ def main() -> None:
         # The batch depends on (seed, step) alone: a resumed run reads what the unbroken run reads.
         rng = torch.Generator().manual_seed(args.seed * 1_000_003 + step)
         starts = torch.randint(len(text) - WINDOW, (args.batch_size,), generator=rng)
-        batch = text[starts[:, None] + torch.arange(WINDOW)].long()
+        batch = text[starts[:, None] + torch.arange(WINDOW)].long().to(args.device)
         cross_entropy, balance = losses(model, batch)
         (cross_entropy + balance).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -175,10 +177,10 @@ def main() -> None:
             group["lr"] = learning_rate(step, args)
         optimizer.step()
         optimizer.zero_grad()
-        recent.append(cross_entropy.item() / math.log(2))
+        recent.append(cross_entropy.detach() / math.log(2))
         if (step + 1) % 25 == 0:
             read = (step + 1) * batch.numel() / 1e6
-            history["train"].append((read, sum(recent) / len(recent)))
+            history["train"].append((read, (sum(recent) / len(recent)).item()))
             speed = len(recent) * batch.numel() / (time.perf_counter() - since)
             bar.set_postfix_str(f"{history['train'][-1][1]:.3f} bits/byte, {speed:.0f} bytes/s")
             recent, since = [], time.perf_counter()
