@@ -15,9 +15,10 @@ import os
 import re
 import subprocess
 import tempfile
+import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing import get_context
@@ -206,13 +207,22 @@ def compile_call(call: Call, chip: Gpu, arch: int) -> list[Compiled]:
 
 
 def _compile_one(chip: Gpu, arch: int, call: Call) -> None:
-    compile_call(call, chip, arch)
+    with suppress(Exception):  # the launch itself will say what is wrong
+        compile_call(call, chip, arch)
 
 
-def compile_all(calls: list[Call], chip: Gpu, arch: int, processes: int) -> None:
-    """Compile many calls in parallel: Triton keeps them on disk, where a later launch finds them."""
-    with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
+def compile_all(calls: list[Call], chip: Gpu, arch: int) -> None:
+    """Compile many calls on all cores: Triton keeps kernels on disk, where a later launch finds them."""
+    with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
         list(pool.map(partial(_compile_one, chip, arch), calls))
+
+
+def compile_here(calls: list[Call]) -> None:
+    """`compile_all` for the GPU of this machine: one process would take some seconds a call."""
+    start = time.perf_counter()
+    major, minor = torch.cuda.get_device_capability()
+    compile_all(calls, triton_launch.gpu(torch.cuda.current_device()), 10 * major + minor)
+    print(f"compiled {len(calls)} calls in {time.perf_counter() - start:.0f} s", flush=True)
 
 
 class Usage(NamedTuple):

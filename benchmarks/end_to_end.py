@@ -21,6 +21,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ import end_to_end_report
 import torch
 from end_to_end_cases import IMPLEMENTATIONS, MODELS, Model
 from harness import RESULTS, relative_error
-from records import Results
+from records import OURS, Results
 from torch import Tensor
 
 import moe_ops.integrations.transformers as moe_transformers
@@ -207,10 +208,31 @@ class Bench:
             torch.cuda.empty_cache()
 
 
+def compile_kernels(arguments: argparse.Namespace) -> None:
+    """Compile this library's kernels for all models at once."""
+    from compile_kernels import Call, compile_here
+
+    sizes = {CHECKED_TOKENS, arguments.prefill, *arguments.batch}
+    sizes |= {PROMPT * batch for batch in arguments.batch}
+    calls = []
+    for name in arguments.models:
+        oss = (
+            MODELS[name].config_class == "GptOssConfig"
+        )  # interleaved gate and up, weights (E, K, N)
+        call = Call(MODELS[name].shape, 1, ids=torch.int64, bias=oss)
+        call = replace(call, activation="swigluoai") if oss else call
+        for scheme in sorted({IMPLEMENTATIONS[i][1] for i in arguments.only}):
+            plain = replace(call, scheme=scheme, transposed=oss and not scheme)
+            calls += [replace(plain, M=M) for M in sorted(sizes)]
+    compile_here(calls)
+
+
 def run(arguments: argparse.Namespace, results: Results, dry: bool) -> None:
     """Measure model by model; the implementation that quantizes the weights comes last."""
     name_of_run = results.begin(sys.argv, dry)
     print(results.runs[name_of_run], flush=True)
+    if not dry and any(name.startswith(OURS) for name in arguments.only):
+        compile_kernels(arguments)
     for name in arguments.models:
         start = time.perf_counter()
         bench = Bench(name, arguments.layers, dry)

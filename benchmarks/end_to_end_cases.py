@@ -15,6 +15,14 @@ class Model:
     config: dict[str, Any]
     tiny: dict[str, Any]  # replace those of `config` in a dry run
 
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """E, top_k, K, I of its expert layers."""
+        names = ("num_experts", "num_local_experts", "n_routed_experts")
+        (experts,) = (self.config[name] for name in names if name in self.config)
+        width = self.config.get("moe_intermediate_size", self.config["intermediate_size"])
+        return experts, self.config["num_experts_per_tok"], self.config["hidden_size"], width
+
 
 _TINY = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
 MODELS = {

@@ -22,7 +22,8 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -108,6 +109,13 @@ class CellRun:
         self.graphs: dict[str, Any] = {}
         self.outputs: dict[str, Tensor] = {}  # of the last set
         self.reasons: dict[str, str] = {}
+        self.seconds: dict[str, float] = {}  # spent on each implementation, on replays and errors
+
+    @contextmanager
+    def spending(self, what: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self.seconds[what] = time.perf_counter() - start
 
     def prepare(self, name: str, builder: Any) -> None:
         """Build, warm up and capture one implementation, or note why it cannot run."""
@@ -170,18 +178,21 @@ class CellRun:
 
 def run_cell(
     cell: Cell, builders: dict[str, Any], floor: float, replays: int, run: str, dry: bool
-) -> list[dict]:
-    """The rows of one cell, one for each implementation that ran or gave a reason."""
+) -> tuple[list[dict], dict[str, float]]:
+    """The rows of one cell, one for each implementation that ran or gave a reason; what took how many s."""
     work = CellRun(cell, dry)
     for name, builder in builders.items():
-        work.prepare(name, builder)
+        with work.spending(name):
+            work.prepare(name, builder)
         if not dry and device_lost():
             raise SystemExit(
                 f"the GPU is unusable after {name!r} on {cell.case}; earlier rows are written, "
                 f"run the rest without it (--only)"
             )
-    times = work.times_us(replays)
-    errors = work.errors() if work.outputs else {}
+    with work.spending("replays"):
+        times = work.times_us(replays)
+    with work.spending("errors"):
+        errors = work.errors() if work.outputs else {}
     rows = []
     for name in builders:
         row: dict[str, Any] = {"case": asdict(cell.case), "implementation": name, "run": run}
@@ -196,7 +207,7 @@ def run_cell(
         else:
             row["reason"] = work.reasons[name]
         rows.append(row)
-    return rows
+    return rows, work.seconds
 
 
 def make_builders(weights: Weights, only: list[str]) -> dict[str, Any]:
@@ -213,15 +224,31 @@ def make_builders(weights: Weights, only: list[str]) -> dict[str, Any]:
     return builders
 
 
-def describe_cell(case: Case, floor: float, rows: list[dict], seconds: float) -> str:
-    """One line of progress."""
+def describe_cell(case: Case, floor: float, rows: list[dict], seconds: dict[str, float]) -> str:
+    """One line of progress, with what took longest."""
     parts = []
     for row in rows:
         if "us" in row:
             us = row["us"]["median"]
             parts.append(f"{row['implementation']} {us:.1f} ({row['error']:.1e})")
     where = f"{case.shape} {case.scheme or 'bf16'} {case.routing} M={case.num_tokens}"
-    return f"{where}: floor {floor:.1f} us | {' | '.join(parts)} [{seconds:.0f} s]"
+    longest = sorted(seconds.items(), key=lambda item: -item[1])[:3]
+    spent = ", ".join(f"{name} {value:.1f}" for name, value in longest)
+    total = sum(seconds.values())
+    return f"{where}: floor {floor:.1f} us | {' | '.join(parts)} [{total:.1f} s: {spent}]"
+
+
+def compile_kernels(arguments: argparse.Namespace) -> None:
+    """Compile this library's kernels for all cells at once."""
+    from compile_kernels import Call, compile_here
+
+    cells = itertools.product(arguments.shapes, arguments.schemes, arguments.tokens)
+    calls = []
+    for shape, scheme, tokens in cells:
+        layer = SHAPES[shape]
+        sizes = (layer.num_experts, layer.top_k, layer.hidden_size, layer.intermediate_size)
+        calls.append(Call(sizes, tokens, scheme))
+    compile_here(calls)
 
 
 def run_all(arguments: argparse.Namespace, results: Results, run: str, dry: bool) -> set[tuple]:
@@ -232,23 +259,24 @@ def run_all(arguments: argparse.Namespace, results: Results, run: str, dry: bool
     l2 = l2 if dry else max(l2, 50 << 20)
     told: set[tuple[str, str]] = set()
     measured = set()
+    if not dry and any(name.startswith(OURS) for name in arguments.only):
+        compile_kernels(arguments)
     for shape in arguments.shapes:
         plain = make_plain_weights(SHAPES[shape], device)
         for scheme in arguments.schemes:
             weights = make_weights(SHAPES[shape], scheme, *plain)
             builders = make_builders(weights, arguments.only)
             for routing, tokens in itertools.product(arguments.routing, arguments.tokens):
-                start = time.perf_counter()
                 case = Case(shape, scheme, tokens, routing)
                 sets = make_sets(case, l2)
                 floor = floor_us(case, sets, limits)
                 cell = make_cell(case, weights, sets)
-                rows = run_cell(cell, builders, floor, arguments.replays, run, dry)
+                rows, seconds = run_cell(cell, builders, floor, arguments.replays, run, dry)
                 for row in rows:
                     results.add(row)
                     measured.add(experts_report.key(row)[:4])
                 results.write()
-                print(describe_cell(case, floor, rows, time.perf_counter() - start), flush=True)
+                print(describe_cell(case, floor, rows, seconds), flush=True)
                 for row in rows:
                     why = (row["implementation"], row.get("reason", ""))
                     if why[1] and why not in told:
