@@ -103,9 +103,9 @@ def test_tuned_tiles_keep_the_values(entry, row):
     """Every tile of the tables, on fewer experts: tiles do not depend on their number."""
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
-    direct, tokens, gemm1, gemm2, chunk, quantize, wide_h = row["tiles"]
-    tiles = Tiles(direct, tokens, Tile(*gemm1), Tile(*gemm2), chunk, quantize, wide_h)
-    M = 1 if direct else 2 if wide_h else 3 * tokens // 2
+    direct, tokens, gemm1, gemm2, *rest = row["tiles"]
+    tiles = Tiles(direct, tokens, Tile(*gemm1), Tile(*gemm2), *rest)
+    M = 1 if direct else 2 if tiles.wide_h else 3 * tokens // 2
     K, I = entry["hidden_size"], entry["intermediate_size"]
     dtype, scheme = getattr(torch, entry["dtype"]), entry["scheme"]
     g = torch.Generator("cuda").manual_seed(0)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from moe_ops.activations import NO_LIMIT, Activation
-from moe_ops.kernels import triton_scales, triton_tiles
+from moe_ops.kernels import triton_large_launch, triton_scales, triton_tiles
 from moe_ops.kernels.triton_launch import (
     INTERPRETED,
     NATIVE_CAPABILITY,
@@ -27,7 +27,7 @@ from moe_ops.kernels.triton_launch import (
     run,
 )
 from moe_ops.kernels.triton_scales import Input, Validity, Weight, weight_of
-from moe_ops.kernels.triton_tiles import GROUP, SMALLEST_TILE, Tile, block_bound
+from moe_ops.kernels.triton_tiles import GROUP, LARGE_ROWS, SMALLEST_TILE, Tile, block_bound
 from moe_ops.library import BatchedExpertsArgs, ExpertsArgs, GroupedLinearArgs, register
 from moe_ops.meta.workspace import cdiv, maximum
 from moe_ops.problem import Buffer, Machine, Problem, Workspaces
@@ -184,8 +184,13 @@ def _launch_experts(a: ExpertsArgs) -> None:
     w13 = weight_of("w13", a.w13, a.w13_scale, a.scheme, dtype, chip)
     w2 = weight_of("w2", a.w2, a.w2_scale, a.scheme, dtype, chip)
     pairs = M * top_k
-    gated = _activation(a.activation)[1]
-    tiles = triton_tiles.for_experts(M, top_k, E, K, I, dtype, chip, a.scheme, w2.scales, gated)
+    function, gated, interleaved = _activation(a.activation)
+    large = pairs >= LARGE_ROWS * E and triton_large_launch.possible(
+        w13, w2, dtype.itemsize, gated, interleaved
+    )
+    tiles = triton_tiles.for_experts(
+        M, top_k, E, K, I, dtype, chip, a.scheme, w2.scales, gated, large
+    )
     blocks = pairs if tiles.direct else _blocks(pairs, E, tiles.tokens)
     y = triton_scales.flat(a.workspace2, torch.float32, pairs * K)
     index, expert_map, on_input = a.index_workspace, a.expert_map, a.router_weight_on_input
@@ -225,15 +230,28 @@ def _launch_experts(a: ExpertsArgs) -> None:
             chip,
             route,
         )
-    launches += (
-        _gemm1(a, w13, rows, tiles.gemm1, h, h_scale, source, input_weights),
-        _gemm2(y, h, w2, a.w2_bias, rows, tiles.gemm2, (0, K, 1)),
+    if tiles.large:
+        scalars = (a.alpha, a.beta, a.limit)
+        activation = (*scalars, function, gated, interleaved, a.limit < NO_LIMIT)
+        routing = (index, blocks)
+        launches += (
+            triton_large_launch.gemm1(
+                w13, a.w13_bias, h, source, input_weights, (*routing, top_k), activation, tiles
+            ),
+            triton_large_launch.gemm2(w2, a.w2_bias, y, h, pairs, routing, tiles),
+        )
+    else:
+        launches += (
+            _gemm1(a, w13, rows, tiles.gemm1, h, h_scale, source, input_weights),
+            _gemm2(y, h, w2, a.w2_bias, rows, tiles.gemm2, (0, K, 1)),
+        )
+    launches.append(
         Launch(
             "combine",
             (M, cdiv(K, _COMBINE_COLUMNS), 1),
             (out, y, weights, ids, expert_map, E, num_ids, K, *strides, *weights.stride())
             + (*out.stride(), top_k, has_map, not on_input, _COMBINE_COLUMNS, chip.dependent),
-        ),
+        )
     )
     key = (device, tiles, E, top_k, x_strides, out.stride(), on_input, _layer_key(a))
     data = (h.data, h.scale, source.data, source.scale) if a.scheme else (h.data,)

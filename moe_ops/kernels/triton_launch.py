@@ -48,7 +48,7 @@ def gpu(device: int) -> Gpu:
 
 @cache
 def _kernels() -> dict:
-    from moe_ops.kernels import triton_experts, triton_fp8, triton_routing
+    from moe_ops.kernels import triton_experts, triton_fp8, triton_large, triton_routing
 
     return {
         "route": triton_routing.moe_ops_route,
@@ -58,6 +58,8 @@ def _kernels() -> dict:
         "amax": triton_fp8.moe_ops_amax,
         "gemm1": triton_experts.moe_ops_gemm1,
         "gemm2": triton_experts.moe_ops_gemm2,
+        "large_gemm1": triton_large.moe_ops_large_gemm1,
+        "large_gemm2": triton_large.moe_ops_large_gemm2,
         "combine": triton_experts.moe_ops_combine,
     }
 

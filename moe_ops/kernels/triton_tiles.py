@@ -22,6 +22,10 @@ GROUP = 16  # blocks that pass over one weight tile before the next tile's turn
 # Up to so many rows an expert, on average, the GEMMs quantize their input by groups themselves: reading it often
 # costs less than a launch.
 FEW_ROWS = 2
+# From so many rows an expert on, the kernels of triton_large.py may run, on GPUs whose blocks have more than this
+# shared memory: those have the copy engine that fills it.
+LARGE_ROWS = 24
+LARGE_MEMORY = 200 * 1024
 
 
 def block_bound(rows, groups, tile):
@@ -52,6 +56,8 @@ class Tiles(NamedTuple):
     chunk: int  # pairs the routing kernel handles at a time
     quantize: bool = False  # x is quantized by a kernel of its own, not by GEMM1
     wide_h: bool = False  # h is fp32 and quantized by GEMM2, not by GEMM1
+    large: bool = False  # the GEMMs are those of triton_large.py
+    parts: int = 1  # programs of the large GEMM2 that share a block's rows
 
 
 def _fit(tile: Tile, tokens: int, K: int, w_size: int, x_size: int, shared_memory: int) -> Tile:
@@ -86,12 +92,15 @@ def choose(
     weight_scale: str = "",  # of the weights and of the activations, as triton_matmul names them
     x_scale: str = "",
     gated: bool = True,
+    large: bool = False,  # the kernels of triton_large.py can run
 ) -> Tiles:
     """Tiles of the two GEMMs. An expert's rows should usually fit one block, so weights are read once.
 
     Those of 16 tokens keep 96 to 192 KiB of weights in flight on an SM90 multiprocessor in blocks of about 110
     registers a thread, which is what streaming takes; larger ones follow register and shared-memory limits.
     """
+    if large and rows >= LARGE_ROWS * groups and itemsize == 2:
+        return _choose_large(rows / groups, I, bool(weight_scale), gated)
     if weight_scale:
         return _choose_fp8(
             rows / groups, K, I, itemsize, direct, shared_memory, weight_scale, x_scale, gated
@@ -140,24 +149,26 @@ def _for_experts(
     scheme: str,
     scales: tuple[str, str],
     gated: bool,
+    large: bool = False,
     tables: bool = True,
 ) -> Tiles:
-    base = choose(M * top_k, E, K, I, dtype.itemsize, M == 1, chip.shared_memory, *scales, gated)
+    facts = (dtype.itemsize, M == 1, chip.shared_memory, *scales, gated, large)
+    base = choose(M * top_k, E, K, I, *facts)
     names = (scheme, str(dtype).removeprefix("torch."))
     fields = tuning.triton_tiles(chip.name, E, K, I, top_k, *names, M) if tables else None
     if fields is None:
         return base
-    direct, tokens, gemm1, gemm2, chunk, quantize, wide_h = fields
-    tiles = Tiles(direct, tokens, Tile(*gemm1), Tile(*gemm2), chunk, quantize, wide_h)
+    direct, tokens, gemm1, gemm2, *rest = fields
+    tiles = Tiles(direct, tokens, Tile(*gemm1), Tile(*gemm2), *rest)
     # Where x and h are quantized decides what the workspace holds, so there M's own way has the word.
-    same = (direct, quantize, wide_h) == (base.direct, base.quantize, base.wide_h)
-    return tiles if same else base
+    same = (direct, tiles.quantize, tiles.wide_h) == (base.direct, base.quantize, base.wide_h)
+    return tiles if same and (large or not tiles.large) else base
 
 
 def for_experts(*problem) -> Tiles:
     """Tiles of an expert layer: those measured for its shape on its GPU, else what `choose` says.
 
-    Arguments: M, top_k, E, K, I, dtype, Gpu, scheme, scales, gated.
+    Arguments: M, top_k, E, K, I, dtype, Gpu, scheme, scales, gated, and whether the large kernels can run.
     """
     if _search is None:
         return _for_experts(*problem)
@@ -233,6 +244,21 @@ def _choose_fp8(
         quantize=quantize,
         wide_h=wide,
     )
+
+
+def _choose_large(average: float, I: int, quantized: bool, gated: bool) -> Tiles:  # noqa: E741
+    """Tiles of the kernels of triton_large.py, as measured on an H200.
+
+    e4m3: 64 x 128 in GEMM2 leaves room for three programs, which scale their sums while others multiply; 128 x 256
+    in GEMM1 pays from 512 rows an expert on. 16 bits: where GEMM2's sums are short, two programs hide each other's
+    start and end.
+    """
+    if quantized:
+        parts = 1 if average < 512 else 2
+        gemm1, gemm2 = Tile(256 if gated else 128, 128, 4, 8), Tile(128, 128, 3, 4)
+        return Tiles(False, 64 * parts, gemm1, gemm2, 4096, True, large=True, parts=parts)
+    gemm2 = Tile(128, 64, 3, 4) if I <= 1024 else Tile(256, 64, 4, 8)
+    return Tiles(False, 128, Tile(256, 64, 4, 8), gemm2, 4096, large=True)
 
 
 def quantized_late(average: float, odd: bool) -> bool:
