@@ -43,8 +43,14 @@ bench: venv
 
 # Needs a GPU; peers run where they are installed.
 bench-gpu: venv
-	$(PY) benchmarks/experts.py --schemes bf16 fp8_block
+	$(PY) benchmarks/experts.py --schemes bf16
+	$(PY) benchmarks/experts.py --schemes fp8_block --shapes qwen3 mixtral dsv3
+	$(PY) benchmarks/experts.py --schemes bf16 fp8_block --shapes qwen3 mixtral --routing zipf \
+	  --tokens 64 1024 --only moe_ops
+	$(PY) benchmarks/experts.py --shapes gptoss120 glm45air scout dsv3_ep8 e64 e160 --only moe_ops
+	$(PY) benchmarks/end_to_end.py
 	$(PY) benchmarks/experts.py --report
+	$(PY) benchmarks/end_to_end.py --report
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
