@@ -107,8 +107,17 @@ def check_tensors(
 ) -> None:
     """Raise for the first of these, by name, that is no tensor; optional ones may be None."""
     for name, value in (*required.items(), *(optional or {}).items()):
-        if not isinstance(value, Tensor) and (value is not None or name in required):
-            raise ValueError(f"{name} must be a tensor, got {type(value).__name__}")
+        if value is not None or name in required:
+            check_tensor(name, value)
+
+
+def check_tensor(name: str, value: object) -> None:
+    """Raise unless `value` is a tensor."""
+    if not isinstance(value, Tensor):
+        raise ValueError(
+            f"{name} must be a torch.Tensor, got {type(value).__name__}; torch.as_tensor converts "
+            "arrays and lists"
+        )
 
 
 class ExpertsCall(NamedTuple):

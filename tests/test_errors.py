@@ -420,16 +420,16 @@ def test_what_is_no_tensor():
     good = torch.ones(2)
     validation.check_tensors({"w13": good, "w2": torch.nn.Parameter(good)}, {"w2_bias": None})
     for bad, kind in (("x", "str"), ([good], "list"), (None, "NoneType"), (1.0, "float")):
-        with pytest.raises(ValueError, match=f"w2 must be a tensor, got {kind}"):
+        with pytest.raises(ValueError, match=f"w2 must be a torch.Tensor, got {kind}"):
             validation.check_tensors({"w13": good, "w2": bad})
-    with pytest.raises(ValueError, match="w2_bias must be a tensor, got list"):
+    with pytest.raises(ValueError, match="w2_bias must be a torch.Tensor, got list"):
         validation.check_tensors({"w13": good}, {"w13_bias": None, "w2_bias": [1.0]})
     named = good_arguments(moe_ops.fused_experts)
     hidden_states, w13, w2, _, ids = [named.pop(name) for name in EXPERTS]
     for bad in (ids.tolist(), None):
-        with pytest.raises(ValueError, match="topk_ids must be a tensor, got"):
+        with pytest.raises(ValueError, match="topk_ids must be a torch.Tensor, got"):
             moe_ops.explain(hidden_states, w13, w2, bad, **named)
-    with pytest.raises(ValueError, match="hidden_states must be a tensor, got str"):
+    with pytest.raises(ValueError, match="hidden_states must be a torch.Tensor, got str"):
         moe_ops.explain("x", w13, w2, ids, **named)
 
 
