@@ -14,7 +14,9 @@ import pytest
 
 pytest.importorskip("triton.backends.nvidia")
 ROOT = Path(__file__).resolve().parent.parent
-MAX_SPILLED = 64  # bytes a thread; 24 was the most when this bound was set
+MAX_SPILLED = (
+    96  # bytes a thread; the most when this bound was set: 24 with triton 3.9, 72 with 3.6
+)
 # a block's static and dynamic shared memory at most, CUDA C programming guide, table of compute capabilities
 SHARED_MEMORY = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024}
 CODE = """
