@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+from moe_ops import pickling as _pickling  # noqa: F401 - torch.load knows it from here on
 from moe_ops.activations import Activation
 from moe_ops.config import MoEConfig, ParallelConfig, RoutingMethod
 from moe_ops.experts import batched_experts, explain, fused_experts, grouped_linear

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import return_and_correct_aliasing
 from torchao.utils import TorchAOBaseTensor, fill_defaults
 
+from moe_ops.pickling import rebuild_expert_tensor
 from moe_ops.tensors import views
 
 aten = torch.ops.aten
@@ -121,6 +122,13 @@ class ExpertTensor(TorchAOBaseTensor):
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """The weights as a plain tensor of this shape, in ``dtype`` (default: ``self.dtype``)."""
         raise NotImplementedError
+
+    def __reduce_ex__(self, protocol):
+        names, attributes = self.__tensor_flatten__()
+        arguments = {name: getattr(self, name) for name in names} | attributes
+        own = (*self.tensor_data_names, *self.optional_tensor_data_names, *attributes)
+        others = {name: value for name, value in vars(self).items() if name not in own}
+        return rebuild_expert_tensor, (type(self).__name__, arguments, others)
 
     def _stable_hash_for_caching(self) -> str:
         """What compiled code depends on, for the keys of compile caches."""

@@ -36,7 +36,3 @@ class Float8ExpertTensor(ExpertTensor):
             scale = scale.transpose(-2, -1)
         qdata = self.qdata.transpose(-2, -1)
         return dequantize_weight(qdata, scale, self.scheme, dtype).transpose(-2, -1)
-
-
-# torch.load(weights_only=True) accepts files that hold this class once moe_ops.tensors is imported
-torch.serialization.add_safe_globals([Float8ExpertTensor])

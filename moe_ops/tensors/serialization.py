@@ -8,7 +8,8 @@
         model.requires_grad_(False)  # a plain model: assigned parameters keep its requires_grad
         model.load_state_dict(unflatten(tensors, file.metadata()), assign=True)
 
-``torch.save`` and ``torch.load(weights_only=True)`` need no flattening. To train the rest of the model,
+``torch.save`` and ``torch.load(weights_only=True)`` need no flattening, only an ``import moe_ops`` before
+the load. To train the rest of the model,
 call ``requires_grad_(False)`` on the parameters of the experts alone.
 """
 
@@ -24,6 +25,15 @@ from moe_ops.tensors.float8 import Float8ExpertTensor
 
 _CLASSES = {cls.__name__: cls for cls in (Float8ExpertTensor,)}
 _PREFIX = "moe_ops:"
+
+
+def class_named(name: str) -> type[ExpertTensor]:
+    """The class of a name in a file. Raises ValueError unless it is one of ours."""
+    if name not in _CLASSES:
+        raise ValueError(
+            f"class of a quantized weight must be one of {list(_CLASSES)}, got {name!r}"
+        )
+    return _CLASSES[name]
 
 
 def flatten(state_dict: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -66,9 +76,7 @@ def unflatten(tensors: dict[str, Tensor], metadata: dict[str, str] | None) -> di
             continue
         name = key.removeprefix(_PREFIX)
         attributes = json.loads(text)
-        cls = _CLASSES.get(attributes.pop("class"))
-        if cls is None:
-            raise ValueError(f"metadata of {name!r} must name one of {list(_CLASSES)}, got {text}")
+        cls = class_named(attributes.pop("class"))
         parts: dict = {}
         for part in (*cls.tensor_data_names, *cls.optional_tensor_data_names):
             if f"{name}.{part}" in state_dict:
