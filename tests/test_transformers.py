@@ -388,6 +388,43 @@ def test_quantize_refuses():
         integration.quantize(build("mixtral", 1), "int3")
 
 
+@pytest.mark.parametrize("family", ["gpt_oss", "llama4", "dbrx", "longcat_flash"])
+def test_quantize_that_fails_leaves_the_model_as_it_was(family):
+    """The last weight of two layers is not finite, which the message says; mended, it is quantized."""
+    model = build(family, 2)
+    before, names = switches(model), [n for n, p in model.named_parameters() if p.dim() == 3]
+    if family == "dbrx":
+        names = [n for n, _ in model.named_parameters() if n.endswith((".w1", ".v1", ".w2"))]
+    weight = model.get_parameter(names[-1])
+    where = (-1,) * weight.dim()
+    kept = weight[where].item()
+    tensors = {name: p for name, p in model.named_parameters()}
+    with torch.no_grad():
+        weight[where] = float("nan")
+    expert = weight.shape[0] - 1
+    if family == "dbrx":
+        expert = model.config.ffn_config.moe_num_experts - 1
+    message = rf"{re.escape(names[-1])} must be finite, got NaN or Inf in experts \[{expert}\]"
+    with pytest.raises(ValueError, match=message):
+        integration.quantize(model, "fp8_channel")
+    with torch.no_grad():
+        weight[where] = kept
+    with pytest.raises(ValueError, match="scheme must be one of .*got 'fp9'"):
+        integration.quantize(model, "fp9")
+    with pytest.raises(ValueError, match="scheme must be one that quantizes weights"):
+        integration.quantize(model, "")
+    double = model.get_parameter(names[-1]).double()
+    owner, _, last = names[-1].rpartition(".")
+    setattr(model.get_submodule(owner), last, nn.Parameter(double))
+    with pytest.raises(ValueError, match=rf"{re.escape(names[-1])} must be bfloat16, .*float64"):
+        integration.quantize(model, "fp8_channel")
+    setattr(model.get_submodule(owner), last, weight)
+    assert switches(model) == before
+    assert all(model.get_parameter(name) is p for name, p in tensors.items())
+    integration.quantize(model, "fp8_channel")
+    assert all(model.get_parameter(name).scheme == "fp8_channel" for name in names)
+
+
 # --- FP8 checkpoints ----------------------------------------------------------------------------
 
 

@@ -34,6 +34,11 @@ class Layer:
             return self.family.weights
         return ("gate_up_proj" if self.module.has_gate else "up_proj", "down_proj")
 
+    def parameter_name(self, name: str) -> str:
+        """The name in the model of one of `weights`."""
+        owner = "" if self.family is None else self.family.owner
+        return ".".join(filter(None, (self.name, owner, name)))
+
     def columns_first(self, name: str) -> bool:
         """Whether the module keeps this weight as (E, columns, rows)."""
         if self.family is not None:
@@ -41,14 +46,13 @@ class Layer:
         return bool(getattr(self.module, "is_transposed", False))
 
     def natural_weight(self, name: str) -> Tensor:
-        """A weight as (E, rows, columns), contiguous."""
+        """A weight as (E, rows, columns), a view."""
         weight = getattr(self.owner, name).detach()
         if weight.dim() == 2:  # dbrx joins experts and rows
             weight = weight.view(self.owner.moe_num_experts, -1, weight.shape[1])
         # longcat_flash gives its identity experts rows in gate_up_proj, which nothing reads
         weight = weight[: getattr(self.owner, "num_routed_experts", None)]
-        weight = weight.transpose(1, 2) if self.columns_first(name) else weight
-        return weight.contiguous()
+        return weight.transpose(1, 2) if self.columns_first(name) else weight
 
     def set_weight(self, name: str, weight: Tensor) -> None:
         """Replace a weight by one given as (E, rows, columns), frozen."""

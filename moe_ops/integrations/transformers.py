@@ -27,6 +27,8 @@ from moe_ops.integrations import _families as families
 from moe_ops.integrations import _layers as layers_of
 from moe_ops.integrations import _outside as outside
 from moe_ops.integrations._layers import Layer
+from moe_ops.schemes import QuantScheme, get_scheme
+from moe_ops.tensors import check_quantizable
 
 __all__ = ["AttachReport", "LayerReport", "attach", "quantize"]
 
@@ -155,11 +157,12 @@ def attach(model: nn.Module, backend: str = "auto") -> AttachReport:
         raise
 
 
-def quantize(model: nn.Module, scheme: str) -> AttachReport:
+def quantize(model: nn.Module, scheme: str | QuantScheme) -> AttachReport:
     """Quantize the expert weights of a model in place, and attach the model if it is not yet.
 
-    Each weight is replaced by an `ExpertTensor` parameter with requires_grad=False, one at a time, so
-    that at most one weight exists twice. A parameter keeps the shape it had: where a family keeps
+    All weights are checked before the first one changes: after a ValueError or RuntimeError the model is
+    as it was before the call. Then each is replaced by an `ExpertTensor` parameter with
+    requires_grad=False, one at a time, so that at most one weight exists twice. A parameter keeps the shape it had: where a family keeps
     (E, columns, rows), the quantized data lies as (E, rows, columns) under a transposed view. Two
     families are exceptions: dbrx's three (E * I, H) become (E, I, H), and longcat_flash's gate_up_proj
     loses the rows of its identity experts, which nothing reads.
@@ -172,17 +175,18 @@ def quantize(model: nn.Module, scheme: str) -> AttachReport:
         The report of `attach`, made before the weights were quantized.
 
     Raises:
-        ValueError: as `attach` and `moe_ops.quantize`; also weights that are quantized already, carry
-            adapters, or are not loaded (meta device).
+        ValueError: as `attach` and `moe_ops.quantize`, naming the parameter; also weights that are
+            quantized already, carry adapters, or are not loaded (meta device).
+        RuntimeError: as `attach`.
     """
-    layers = layers_of.find(model)
-    for layer in layers:
-        for weight_name in layer.weights:
-            _check_quantizable(layer, weight_name)
+    get_scheme(scheme).quantized_weight  # noqa: B018 - raises for plain weights
+    pairs = [(layer, name) for layer in layers_of.find(model) for name in layer.weights]
+    for layer, name in pairs:
+        _check_quantizable(layer, name)
     report = attach(model)
-    pairs = [(layer, name) for layer in layers for name in layer.weights]
     for layer, name in _progress(pairs):
-        layer.set_weight(name, moe_ops.quantize(layer.natural_weight(name), scheme))
+        weight = layer.natural_weight(name).contiguous()
+        layer.set_weight(name, moe_ops.quantize(weight, scheme))
     return report
 
 
@@ -332,7 +336,7 @@ def _first(output):
 
 
 def _check_quantizable(layer: Layer, weight_name: str) -> None:
-    name = f"{layer.name}.{weight_name}"
+    name = layer.parameter_name(weight_name)
     # PEFT wraps the module, as "base_layer", and parametrizes its weights during the forward only
     if "base_layer" in name.split(".") or parametrize.is_parametrized(layer.owner, weight_name):
         raise ValueError(
@@ -344,6 +348,7 @@ def _check_quantizable(layer: Layer, weight_name: str) -> None:
         raise ValueError(f"{name} must be a plain tensor, got {what}: it is quantized already")
     if weight.device.type == "meta":
         raise ValueError(f"{name} must be loaded, got the meta device; quantize before offloading")
+    check_quantizable(name, layer.natural_weight(weight_name))
 
 
 def _progress(pairs: list) -> Iterable:

@@ -5,6 +5,8 @@ Importing this package imports torchao; ``import moe_ops`` alone does not.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -12,6 +14,7 @@ from moe_ops.schemes import QuantScheme, get_scheme
 from moe_ops.tensors.base import ExpertTensor
 from moe_ops.tensors.float8 import Float8ExpertTensor
 from moe_ops.tensors.serialization import flatten, unflatten
+from moe_ops.validation import check_tensor
 
 __all__ = [
     "ExpertTensor",
@@ -47,17 +50,7 @@ def quantize(
             weight that is quantized already or not finite (the message names the experts).
     """
     scheme = get_scheme(scheme)
-    if isinstance(weight, ExpertTensor):
-        raise ValueError(
-            f"weight must be a plain tensor, got {weight}; quantize weight.dequantize() to change "
-            f"its scheme"
-        )
-    if weight.dtype not in _HIGH_PRECISION:
-        raise ValueError(
-            f"weight must be bfloat16, float16 or float32, got {weight.dtype}; weights that are "
-            f"quantized already go through moe_ops.from_quantized"
-        )
-    _check_matrices("weight", weight)
+    _check_plain("weight", weight)
     activation_scale = _activation_scale(activation_scale, scheme, weight.device)
     out = Float8ExpertTensor.from_hp(weight, scheme.name, activation_scale)
     _check_finite("weight", out.scale)
@@ -96,6 +89,7 @@ def from_quantized(
         if value is not None:
             raise ValueError(f"{name} must be None: scheme {scheme.name!r} has none")
     for name, value in (("qdata", qdata), ("scale", scale)):
+        check_tensor(name, value)
         if isinstance(value, ExpertTensor):
             raise ValueError(f"{name} must be a plain tensor, got {value}")
     if qdata.dtype != desc.storage_dtype:
@@ -130,13 +124,35 @@ def prepare(weight: Tensor, backend: str) -> Tensor:
     Every present backend reads the natural layout, so the weight is returned as it is.
 
     Raises:
-        ValueError: an unknown backend, or a weight that is a transposed view.
+        ValueError: an unknown backend, no tensor, or a weight that is a transposed view.
     """
+    check_tensor("weight", weight)
     if backend not in _NATURAL_BACKENDS:
         raise ValueError(f"backend must be one of {_NATURAL_BACKENDS}, got {backend!r}")
     if isinstance(weight, ExpertTensor) and weight.weight_layout:
         raise ValueError(f"weight must have the natural layout, got {weight}; transpose it back")
     return weight
+
+
+def check_quantizable(name: str, weight: Tensor) -> None:
+    """Raise ValueError, naming the weight, unless `quantize` takes it: reads it once, keeps nothing."""
+    _check_plain(name, weight)
+    _check_finite(name, torch.linalg.vector_norm(weight, math.inf, (1, 2)))
+
+
+def _check_plain(name: str, weight: Tensor) -> None:
+    check_tensor(name, weight)
+    if isinstance(weight, ExpertTensor):
+        raise ValueError(
+            f"{name} must be a plain tensor, got {weight}; quantize its dequantize() to change "
+            f"its scheme"
+        )
+    if weight.dtype not in _HIGH_PRECISION:
+        raise ValueError(
+            f"{name} must be bfloat16, float16 or float32, got {weight.dtype}; weights that are "
+            f"quantized already go through moe_ops.from_quantized"
+        )
+    _check_matrices(name, weight)
 
 
 def _check_matrices(name: str, t: Tensor) -> None:
