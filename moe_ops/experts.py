@@ -299,7 +299,7 @@ def _refuse_tangents(*tensors: Tensor | None) -> None:
         if t is not None and forward_ad.unpack_dual(t).tangent is not None:
             raise RuntimeError(
                 "moe_ops has no forward-mode derivative (torch.func.jvp, dual tensors): use reverse "
-                "mode, e.g. torch.autograd.grad or torch.func.vjp outside of jvp"
+                "mode, torch.autograd.grad"
             )
 
 

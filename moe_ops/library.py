@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, NamedTuple, get_type_hints
@@ -226,7 +227,7 @@ def register(
         keys = (*devices, "CPU") if interpreted else devices
         kernels[kind_name] = {key.lower(): _entry(function, kind, key) for key in keys}
         for key in keys:
-            LIB.impl(op_name, kernels[kind_name][key.lower()], key)
+            LIB.impl(op_name, _below_autograd(kernels[kind_name][key.lower()]), key)
         torch.library.register_fake(f"moe_ops::{op_name}", _fake(kind), lib=LIB)
         ops[kind_name] = getattr(torch.ops.moe_ops, op_name).default
     return Backend(
@@ -263,6 +264,32 @@ def _entry(launch: Callable, kind: Kind, device: str) -> Callable:
     return run_on_device if device == "CUDA" else run
 
 
+def _below_autograd(kernel: Callable) -> Callable:
+    """`kernel` for the dispatcher: it records nothing, in a graph captured without gradients and run with them."""
+
+    def run(*values: Any) -> None:
+        if torch.is_grad_enabled():
+            _warn_of_gradients(values)
+        with torch._C._AutoDispatchBelowAutograd():
+            kernel(*values)
+
+    return run
+
+
+_warned = False
+
+
+def _warn_of_gradients(values: Sequence[Any]) -> None:
+    global _warned
+    if not _warned and any([isinstance(t, Tensor) and t.requires_grad for t in values]):
+        _warned = True
+        warnings.warn(
+            "a graph captured without gradients runs moe_ops experts on tensors that require them: none flow "
+            "through the experts. Run it in torch.no_grad(), or capture it in grad mode to train it.",
+            stacklevel=2,
+        )
+
+
 _ALWAYS = torch._C.DispatchKeySet(torch._C.DispatchKey.BackendSelect)
 _ALWAYS = _ALWAYS.add(torch._C.DispatchKey.ADInplaceOrView)
 _UNUSUAL = ~_ALWAYS.raw_repr()
@@ -290,6 +317,7 @@ def register_function(
     signature: str,
     function: Callable,
     fake_function: Callable,
+    derivative: tuple[Callable, Callable] | None = None,
     devices: tuple[str, ...] = ("CPU", "CUDA"),
 ) -> Callable:
     """Define `moe_ops::<name>`, an op outside the three families (router, training products).
@@ -297,10 +325,14 @@ def register_function(
     Args:
         signature: schema behind the name, e.g. "(Tensor x) -> Tensor".
         fake_function: its fake kernel.
+        derivative: backward and setup_context, as torch.library.register_autograd takes them.
         devices: dispatch keys that run `function`.
     """
     LIB.define(name + signature)
     for device in devices:
         LIB.impl(name, function, device)
     torch.library.register_fake(f"moe_ops::{name}", fake_function, lib=LIB)
+    if derivative is not None:
+        backward, save = derivative
+        torch.library.register_autograd(f"moe_ops::{name}", backward, setup_context=save, lib=LIB)
     return getattr(torch.ops.moe_ops, name).default

@@ -48,25 +48,14 @@ def sort_pairs(topk_ids: Tensor, num_experts: int, expert_map: Tensor | None = N
     return Pairs(order, inverse, experts, offsets, ids < num_experts)
 
 
-class _Gather(torch.autograd.Function):
-    """x[order // top_k] whose gradient is a gather and a fixed-order sum, not an atomic scatter."""
-
-    @staticmethod
-    def forward(ctx, x, order, inverse, top_k):
-        ctx.save_for_backward(inverse)
-        ctx.shape = (x.shape[0], top_k, x.shape[1])
-        return x.index_select(0, order // top_k)
-
-    @staticmethod
-    def backward(ctx, grad):
-        (inverse,) = ctx.saved_tensors
-        pairs = grad.index_select(0, inverse).view(ctx.shape)
-        return pairs.sum(1, dtype=_wide(grad.dtype)).to(grad.dtype), None, None, None
-
-
 def gather_tokens(x: Tensor, pairs: Pairs) -> Tensor:
-    """Rows of x (M, K) in sorted pair order, (S, K). Differentiable."""
-    return _Gather.apply(x, pairs.order, pairs.inverse, pairs.valid.shape[1])
+    """Rows of x (M, K) in sorted pair order, (S, K). Differentiable.
+
+    A row is repeated before it is gathered: so the gradient is a permutation and a sum over top_k in a fixed
+    order, where that of x[order // top_k] adds rows in any order.
+    """
+    repeated = x.unsqueeze(1).expand(-1, pairs.valid.shape[1], -1).flatten(0, 1)
+    return repeated.index_select(0, pairs.order)
 
 
 def weigh_inputs(x: Tensor, topk_weights: Tensor, pairs: Pairs) -> Tensor:

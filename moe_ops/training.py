@@ -17,6 +17,15 @@ from moe_ops.kernels import torch_grouped
 from moe_ops.validation import Weight
 
 
+def _refuse_transforms() -> None:
+    """RuntimeError inside torch.func.grad and the like, for which operators in Python cannot be differentiated."""
+    if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
+        raise RuntimeError(
+            "moe_ops cannot be differentiated by torch.func (grad, vjp, jacrev, ...): use torch.autograd.grad "
+            "or Tensor.backward"
+        )
+
+
 def _check(x, weight, offsets, transpose):
     columns = weight.shape[1 if transpose else 2]
     torch._check(x.shape[1] == columns, lambda: f"x must have {columns} columns as weight has")
@@ -40,68 +49,57 @@ def _grouped_outer_fake(a, b, offsets):
     return a.new_empty(offsets.shape[0], a.shape[1], b.shape[1])
 
 
+def _save_mm(ctx, inputs, output):
+    x, weight, offsets, scale, bias, ctx.scheme, ctx.transpose = inputs
+    ctx.save_for_backward(x, weight, offsets, scale)
+    ctx.bias_dtype = None if bias is None else bias.dtype
+
+
+def _mm_backward(ctx, grad):
+    x, weight, offsets, scale = ctx.saved_tensors
+    grad = grad.contiguous()
+    dx = dweight = dbias = None
+    if ctx.needs_input_grad[0]:
+        dx = _mm(grad, weight, offsets, scale, None, ctx.scheme, not ctx.transpose)
+    if ctx.needs_input_grad[1]:
+        a, b = (x, grad) if ctx.transpose else (grad, x)
+        dweight = _outer(a, b, offsets)
+    if ctx.needs_input_grad[4]:
+        # a product with ones sums each expert's rows in a fixed order, as index_add would not
+        ones = grad.new_ones(grad.shape[0], 8)
+        dbias = _outer(grad, ones, offsets)[..., 0].to(ctx.bias_dtype)
+    return dx, dweight, None, None, dbias, None, None
+
+
+def _save_outer(ctx, inputs, output):
+    ctx.save_for_backward(*inputs)
+
+
+def _outer_backward(ctx, grad):
+    a, b, offsets = ctx.saved_tensors
+    grad = grad.contiguous()
+    da = _mm(b, grad, offsets, None, None, "", False) if ctx.needs_input_grad[0] else None
+    db = _mm(a, grad, offsets, None, None, "", True) if ctx.needs_input_grad[1] else None
+    return da, db, None
+
+
+# Derivatives are made of the same two products, so they have derivatives themselves. They belong to the ops,
+# not to a torch.autograd.Function around them: a graph that torch.export or make_fx traced keeps them.
 _mm = library.register_function(
     "grouped_mm",
     "(Tensor x, Tensor weight, Tensor offsets, Tensor? scale, Tensor? bias, str scheme, "
     "bool transpose) -> Tensor",
     _grouped_mm,
     _grouped_mm_fake,
+    (_mm_backward, _save_mm),
 )
 _outer = library.register_function(
     "grouped_outer",
     "(Tensor a, Tensor b, Tensor offsets) -> Tensor",
     torch_grouped.grouped_outer,
     _grouped_outer_fake,
+    (_outer_backward, _save_outer),
 )
-
-
-class _GroupedLinear(torch.autograd.Function):
-    """x @ weight[e].T + bias[e]; its derivative is made of the same products, so it has one itself."""
-
-    @staticmethod
-    def forward(ctx, x, weight, offsets, scale, bias, scheme, transpose):
-        ctx.save_for_backward(x, weight, offsets, scale)
-        ctx.scheme, ctx.transpose = scheme, transpose
-        ctx.bias_dtype = None if bias is None else bias.dtype
-        return _mm(x, weight, offsets, scale, bias, scheme, transpose)
-
-    @staticmethod
-    def backward(ctx, grad):
-        x, weight, offsets, scale = ctx.saved_tensors
-        grad = grad.contiguous()
-        dx = dweight = dbias = None
-        if ctx.needs_input_grad[0]:
-            dx = _GroupedLinear.apply(
-                grad, weight, offsets, scale, None, ctx.scheme, not ctx.transpose
-            )
-        if ctx.needs_input_grad[1]:
-            a, b = (x, grad) if ctx.transpose else (grad, x)
-            dweight = _GroupedOuter.apply(a, b, offsets)
-        if ctx.needs_input_grad[4]:
-            # a product with ones sums each expert's rows in a fixed order, as index_add would not
-            ones = grad.new_ones(grad.shape[0], 8)
-            dbias = _GroupedOuter.apply(grad, ones, offsets)[..., 0].to(ctx.bias_dtype)
-        return dx, dweight, None, None, dbias, None, None
-
-
-class _GroupedOuter(torch.autograd.Function):
-    """a[rows of e].T @ b[rows of e]."""
-
-    @staticmethod
-    def forward(ctx, a, b, offsets):
-        ctx.save_for_backward(a, b, offsets)
-        return _outer(a, b, offsets)
-
-    @staticmethod
-    def backward(ctx, grad):
-        a, b, offsets = ctx.saved_tensors
-        grad = grad.contiguous()
-        da = db = None
-        if ctx.needs_input_grad[0]:
-            da = _GroupedLinear.apply(b, grad, offsets, None, None, "", False)
-        if ctx.needs_input_grad[1]:
-            db = _GroupedLinear.apply(a, grad, offsets, None, None, "", True)
-        return da, db, None
 
 
 def grouped_linear(
@@ -115,11 +113,12 @@ def grouped_linear(
     rows_valid: Tensor | None = None,  # (S,) bool
 ) -> Tensor:
     """Differentiable grouped linear, (S, N) in x's dtype (fp32 inside where the scheme quantizes)."""
+    _refuse_transforms()
     if scheme:
         if rows_valid is None:
             rows_valid = torch.arange(x.shape[0], device=x.device) < offsets[-1]
         x = _straight_through(x, scheme, activation_scale, rows_valid)
-    return _GroupedLinear.apply(x, weight, offsets, scale, bias, scheme, False)
+    return _mm(x, weight, offsets, scale, bias, scheme, False)
 
 
 def fused_experts(
@@ -135,6 +134,7 @@ def fused_experts(
     router_weight_on_input: bool,
 ) -> Tensor:
     """Differentiable experts, (M, K) in hidden_states' dtype."""
+    _refuse_transforms()
     num_experts, scheme = w13.data.shape[0], w13.scheme
     pairs = permute.sort_pairs(topk_ids, num_experts, expert_map)
     weights, rows = topk_weights, hidden_states
@@ -144,14 +144,12 @@ def fused_experts(
     if scheme:
         rows = _straight_through(rows, scheme, w13.activation_scale, pairs.valid.any(1))
     rows = permute.gather_tokens(rows, pairs)
-    gate_up = _GroupedLinear.apply(
-        rows, w13.data, pairs.offsets, w13.scale, w13_bias, scheme, False
-    )
+    gate_up = _mm(rows, w13.data, pairs.offsets, w13.scale, w13_bias, scheme, False)
     hidden = activations.apply(gate_up, activation)
     if scheme:
         valid = pairs.experts < num_experts
         hidden = _straight_through(hidden, scheme, w2.activation_scale, valid)
-    y = _GroupedLinear.apply(hidden, w2.data, pairs.offsets, w2.scale, w2_bias, scheme, False)
+    y = _mm(hidden, w2.data, pairs.offsets, w2.scale, w2_bias, scheme, False)
     return permute.combine(y, weights, pairs, hidden_states.dtype)
 
 

@@ -1,0 +1,129 @@
+"""Graphs that were captured keep the gradients of the experts; torch.func is refused."""
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import moe_ops
+from moe_ops import library
+
+M, E, TOP_K, K, I = 6, 4, 2, 32, 16
+
+
+class Experts(nn.Module):
+    def __init__(self, backend: str = "auto"):
+        super().__init__()
+        self.router = nn.Linear(K, E, bias=False)
+        self.w13 = nn.Parameter(torch.randn(E, 2 * I, K) / K**0.5)
+        self.w2 = nn.Parameter(torch.randn(E, K, I) / I**0.5)
+        self.backend = backend
+
+    def forward(self, x):
+        weights, ids = moe_ops.route(self.router(x), TOP_K)
+        return moe_ops.fused_experts(x, self.w13, self.w2, weights, ids, backend=self.backend)
+
+
+def reference(module: Experts, x: torch.Tensor) -> torch.Tensor:
+    """The layer in fp64 torch operators; every expert runs every token."""
+    router, w13, w2 = (p.double() for p in (module.router.weight, module.w13, module.w2))
+    weights, ids = (x @ router.T).softmax(-1).topk(TOP_K)
+    weights = weights / weights.sum(-1, keepdim=True)
+    gate, up = torch.einsum("mk,enk->emn", x, w13).chunk(2, dim=-1)
+    y = torch.einsum("emi,eki->mek", nn.functional.silu(gate) * up, w2)
+    return (y.gather(1, ids[..., None].expand(-1, -1, K)) * weights[..., None]).sum(1)
+
+
+def gradients(function, module: Experts, x: torch.Tensor) -> list[torch.Tensor]:
+    leaves = [x, *module.parameters()]
+    loss = (function(x) * torch.linspace(-1, 1, K, dtype=x.dtype)).sum()
+    return list(torch.autograd.grad(loss, leaves))
+
+
+def check(got: list, module: Experts, x: torch.Tensor) -> None:
+    wide = x.detach().double().requires_grad_()
+    expected = gradients(lambda x: reference(module, x), module, wide)
+    for a, b in zip(got, expected, strict=True):
+        assert (a.double() - b).norm() < 1e-5 * b.norm()
+
+
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("decompose", [True, False])
+def test_an_exported_program_trains(strict, decompose):
+    module, x = Experts(), torch.randn(M, K, requires_grad=True)
+    program = torch.export.export(module, (x,), strict=strict)
+    if decompose:
+        program = program.run_decompositions()
+    exported = program.module()
+    leaves = [x, *[exported.get_parameter(name) for name, _ in module.named_parameters()]]
+    loss = (exported(x) * torch.linspace(-1, 1, K)).sum()
+    check(list(torch.autograd.grad(loss, leaves)), module, x)
+
+
+@pytest.mark.parametrize("tracing", ["real", "fake", "symbolic"])
+def test_make_fx_keeps_gradients(tracing):
+    module, x = Experts(), torch.randn(M, K, requires_grad=True)
+    names = [name for name, _ in module.named_parameters()]
+
+    def function(x, *parameters):
+        return torch.func.functional_call(module, dict(zip(names, parameters, strict=True)), (x,))
+
+    traced = make_fx(function, tracing_mode=tracing)(x, *module.parameters())
+    check(gradients(lambda x: traced(x, *module.parameters()), module, x), module, x)
+
+
+def test_transforms_are_refused_in_a_sentence():
+    module, x = Experts(), torch.randn(M, K)
+    for transform in (torch.func.grad, torch.func.jacrev):
+        with pytest.raises(RuntimeError, match="moe_ops cannot be differentiated by torch.func"):
+            transform(lambda x: module(x).sum())(x)
+    offsets = torch.tensor([2, 3, 3, 6], dtype=torch.int32)
+    with pytest.raises(RuntimeError, match="moe_ops cannot be differentiated by torch.func"):
+        torch.func.vjp(lambda x: moe_ops.grouped_linear(x, module.w13, offsets), x)
+
+
+def test_a_strictly_exported_grouped_linear_trains():
+    class Linear(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(E, I, K) / K**0.5)
+
+        def forward(self, x, offsets):
+            return moe_ops.grouped_linear(x, self.weight, offsets)
+
+    module, x = Linear(), torch.randn(M, K, requires_grad=True)
+    offsets = torch.tensor([2, 3, 3, 6], dtype=torch.int32)
+    exported = torch.export.export(module, (x, offsets), strict=True).module()
+    weigh = torch.linspace(-1, 1, I)
+    got = torch.autograd.grad((exported(x, offsets) * weigh).sum(), [x, exported.weight])
+    expert = torch.tensor([0, 0, 1, 3, 3, 3])
+    wide, weight = x.detach().double().requires_grad_(), module.weight.double()
+    y = torch.einsum("mk,mnk->mn", wide, weight[expert])
+    expected = torch.autograd.grad((y * weigh).sum(), [wide, module.weight])
+    for a, b in zip(got, expected, strict=True):
+        assert (a.double() - b).norm() < 1e-5 * b.double().norm()
+
+
+@pytest.mark.parametrize("scheme", ["", "fp8_block"])
+def test_a_graph_without_gradients_runs_in_grad_mode_and_says_so(scheme, monkeypatch):
+    module, x = Experts("torch"), torch.randn(M, K)
+    if scheme:
+        for name in ("w13", "w2"):
+            weight = moe_ops.quantize(getattr(module, name).detach(), scheme)
+            setattr(module, name, nn.Parameter(weight, requires_grad=False))
+    with torch.no_grad():
+        expected = module(x)
+        exported = torch.export.export(module, (x,)).module()
+    monkeypatch.setattr(library, "_warned", False)
+    x.requires_grad_()
+    with pytest.warns(UserWarning, match="captured without gradients"):
+        out = exported(x)
+    torch.testing.assert_close(out, expected, rtol=1e-6, atol=1e-6)
+    assert not out.requires_grad
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        exported(x)  # said once
+        with torch.no_grad():
+            exported(x)
