@@ -413,6 +413,10 @@ def test_quantize_that_fails_leaves_the_model_as_it_was(family):
         integration.quantize(model, "fp9")
     with pytest.raises(ValueError, match="scheme must be one that quantizes weights"):
         integration.quantize(model, "")
+    with pytest.raises(
+        ValueError, match="'fp8_tensor_static'.*use 'fp8_tensor'.*activation_scale="
+    ):
+        integration.quantize(model, "fp8_tensor_static")
     double = model.get_parameter(names[-1]).double()
     owner, _, last = names[-1].rpartition(".")
     setattr(model.get_submodule(owner), last, nn.Parameter(double))

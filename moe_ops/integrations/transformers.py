@@ -169,7 +169,8 @@ def quantize(model: nn.Module, scheme: str | QuantScheme) -> AttachReport:
 
     Args:
         model: as for `attach`.
-        scheme: as for `moe_ops.quantize`.
+        scheme: as for `moe_ops.quantize`, but for those with static activation scales, which only
+            its `activation_scale` can give ("fp8_tensor_static").
 
     Returns:
         The report of `attach`, made before the weights were quantized.
@@ -179,7 +180,14 @@ def quantize(model: nn.Module, scheme: str | QuantScheme) -> AttachReport:
             quantized already, carry adapters, or are not loaded (meta device).
         RuntimeError: as `attach`.
     """
-    get_scheme(scheme).quantized_weight  # noqa: B018 - raises for plain weights
+    scheme = get_scheme(scheme)
+    _ = scheme.quantized_weight  # raises for plain weights
+    if scheme.activation is not None and scheme.activation.static:
+        raise ValueError(
+            f"scheme must not have static activation scales, got {scheme.name!r}: no model carries them; "
+            "use 'fp8_tensor', whose scales come from the data of each call, or quantize each weight "
+            "by moe_ops.quantize(weight, scheme, activation_scale=...)"
+        )
     pairs = [(layer, name) for layer in layers_of.find(model) for name in layer.weights]
     for layer, name in pairs:
         _check_quantizable(layer, name)
