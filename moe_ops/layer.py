@@ -26,6 +26,7 @@ from moe_ops.experts import fused_experts
 from moe_ops.layer_parts import Experts, Gate, SharedExpert
 from moe_ops.meta.workspace import maximum
 from moe_ops.routing import route, router_probabilities
+from moe_ops.validation import check_tensor
 
 
 class MoELayer(nn.Module):
@@ -110,6 +111,8 @@ class MoELayer(nn.Module):
             raise ValueError(f"top_k must be in 1..num_experts={num_experts}, got {top_k}")
         if (expert_map is None) != (num_local_experts is None):
             raise ValueError("expert_map and num_local_experts must be given together, got one")
+        if expert_map is not None:
+            check_tensor("expert_map", expert_map)
         if expert_map is not None and expert_map.shape != (num_experts,):
             shape = tuple(expert_map.shape)
             raise ValueError(f"expert_map must have shape (E={num_experts},), got {shape}")
@@ -175,10 +178,12 @@ class MoELayer(nn.Module):
                 those that it has may be overridden (a callable routing_method for "custom").
 
         Raises:
-            ValueError: as the constructor; or a term that would be added once per device (a
+            ValueError: config is no MoEConfig; as the constructor; or a term that would be added once per device (a
                 shared expert, or with tensor parallelism an expert bias); or replicated experts
                 without an expert_map.
         """
+        if not isinstance(config, MoEConfig):
+            raise ValueError(f"config must be a moe_ops.MoEConfig, got {type(config).__name__}")
         parallel = config.parallel
         same_dtype = config.router_logits_dtype == config.in_dtype
         settings: dict[str, Any] = {
@@ -247,8 +252,11 @@ class MoELayer(nn.Module):
             (..., H) in hidden_states' dtype (autocast's under torch.autocast), or (that, loss).
 
         Raises:
-            ValueError: a wrong last dimension, and as `route` and `fused_experts`.
+            ValueError: no tensor, a wrong last dimension, and as `route` and `fused_experts`.
         """
+        check_tensor("hidden_states", hidden_states)
+        if residual is not None:
+            check_tensor("residual", residual)
         if hidden_states.dim() < 2 or hidden_states.shape[-1] != self.hidden_size:
             raise ValueError(
                 f"hidden_states must have shape (..., H={self.hidden_size}) with at least one "

@@ -20,6 +20,7 @@ from torch.fx.experimental.symbolic_shapes import guard_or_false
 
 from moe_ops.config import RoutingMethod, check_scoring, resolve_routing_method
 from moe_ops.library import LIB
+from moe_ops.validation import check_tensor
 
 _LOWEST = torch.finfo(torch.float32).min  # stands for "no candidate": -inf would make NaN
 _MAX_EXPERTS_FUSED = 1024  # one program of the fused kernel holds a whole row
@@ -108,6 +109,9 @@ def route(
         ValueError: an unknown method or scoring, a wrong shape, dtype or device, a top_k or group
             numbers out of range, or an argument that the method needs or does not take.
     """
+    check_tensor("router_logits", router_logits)
+    if correction_bias is not None:
+        check_tensor("correction_bias", correction_bias)
     if router_logits.dim() != 2:
         raise ValueError(
             f"router_logits must have shape (M, E), got {_shape(router_logits)}; "

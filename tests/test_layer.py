@@ -544,6 +544,10 @@ def test_router_logits_dtype_holds_under_autocast():
             r"expert_map must have shape \(E=8,\), got \(4,\)",
         ),
         (
+            {"num_local_experts": 4, "expert_map": [0] * 8},
+            "expert_map must be a torch.Tensor, got list",
+        ),
+        (
             {"num_local_experts": 4, "expert_map": torch.zeros(8, device="meta")},
             "expert_map must hold values, got a tensor on the meta device; create it with",
         ),
@@ -557,6 +561,8 @@ def test_bad_arguments(options, message):
 
 def test_bad_configurations():
     expert_parallel = ParallelConfig.make(tp_size=2, enable_expert_parallel=True)
+    with pytest.raises(ValueError, match="config must be a moe_ops.MoEConfig, got NoneType"):
+        MoELayer.from_config(None)
     with pytest.raises(ValueError, match="shared_expert_intermediate_size must be 0"):
         MoELayer.from_config(config(parallel=expert_parallel), shared_expert_intermediate_size=8)
     with pytest.raises(ValueError, match="has_bias must be False with tp_size=2"):
@@ -571,3 +577,9 @@ def test_bad_input():
     for x in (torch.randn(3, H + 1), torch.randn(H)):
         with pytest.raises(ValueError, match=r"hidden_states must have shape \(\.\.\., H=32\)"):
             layer(x)
+    x = torch.randn(3, H)
+    for bad, kind in ((None, "NoneType"), (x.tolist(), "list"), (x.numpy(), "ndarray")):
+        with pytest.raises(ValueError, match=f"hidden_states must be a torch.Tensor, got {kind}"):
+            layer(bad)
+    with pytest.raises(ValueError, match="residual must be a torch.Tensor, got float"):
+        layer(x, 1.0)

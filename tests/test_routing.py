@@ -296,6 +296,9 @@ SIGMOID_BIASED = {"method": "deepseek_v3", "correction_bias": BIAS8}
     [
         ({"router_logits": torch.zeros(3)}, r"router_logits must have shape \(M, E\), got \(3,\)"),
         ({"router_logits": torch.zeros(1, 8, dtype=torch.int64)}, "must be floating point"),
+        ({"router_logits": [[0.0] * 8]}, "router_logits must be a torch.Tensor, got list"),
+        ({"router_logits": None}, "router_logits must be a torch.Tensor, got NoneType"),
+        ({"correction_bias": [0.0] * 8}, "correction_bias must be a torch.Tensor, got list"),
         ({"top_k": 0}, r"top_k must be in 1..E=8, got 0"),
         ({"top_k": 9}, r"top_k must be in 1..E=8, got 9"),
         ({"method": "softmax"}, "must be one of default, .*sqrtsoftplus, .*got 'softmax'"),

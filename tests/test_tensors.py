@@ -124,6 +124,10 @@ BAD_QUANTIZE = {
     "bfloat16, float16 or float32, got torch.int8": lambda: quantize(
         torch.ones(2, 3, 4, dtype=torch.int8), "fp8_block"
     ),
+    "weight must be a torch.Tensor, got ndarray": lambda: quantize(
+        torch.ones(2, 3, 4).numpy(), "fp8_block"
+    ),
+    "weight must be a torch.Tensor, got NoneType": lambda: quantize(None, "fp8_block"),
     "got torch.float64": lambda: quantize(torch.ones(1, 1, 1).double(), "fp8_block"),
     "scheme must be one of": lambda: quantize(torch.ones(2, 3, 4), "fp8"),
     "scheme must be one that quantizes": lambda: quantize(torch.ones(2, 3, 4), ""),
@@ -183,6 +187,8 @@ BAD_FROM = {
     r"qdata must have shape \(E, N, K\)": (Q[0], S),
     r"scale must have shape \(2, 2, 3\).*got \(2, 130, 1\)": (Q, torch.ones(2, 130, 1)),
     "scale must be torch.float32, got torch.bfloat16": (Q, S.bfloat16()),
+    "scale must be a torch.Tensor, got ndarray": (Q, S.numpy()),
+    "qdata must be a torch.Tensor, got list": ([1.0], S),
     "scale must be on the device": (Q, S.to("meta")),
     r"scale must be finite.*experts \[1\]": (Q, torch.stack([S[0], S[1] / 0])),
 }
@@ -211,6 +217,8 @@ def test_prepare():
         assert prepare(q, backend) is q and prepare(plain, backend) is plain
     with pytest.raises(ValueError, match="backend must be one of"):
         prepare(q, "tritron")
+    with pytest.raises(ValueError, match="weight must be a torch.Tensor, got NoneType"):
+        prepare(None, "torch")
     with pytest.raises(ValueError, match="transpose it back"):
         prepare(q.mT, "torch")
 

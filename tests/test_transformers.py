@@ -183,6 +183,10 @@ def test_attach_refuses_what_it_cannot_serve():
     )
     with pytest.raises(ValueError, match="use_experts_implementation.*SwitchTransformers"):
         integration.attach(transformers.SwitchTransformersModel(switch))
+    for call in (integration.attach, lambda model: integration.quantize(model, "fp8_channel")):
+        for what, kind in (("x", "str"), (None, "NoneType")):
+            with pytest.raises(ValueError, match=f"model must be a torch.nn.Module, got {kind}"):
+                call(what)
     with pytest.raises(ValueError, match="backend must be one of auto, .*got 'cuda'"):
         integration.attach(build("mixtral", 1), backend="cuda")
 

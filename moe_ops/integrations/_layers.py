@@ -64,8 +64,10 @@ def find(model: nn.Module) -> list[Layer]:
     """The MoE layers of a model.
 
     Raises:
-        ValueError: there are none, or only some that nothing here can serve.
+        ValueError: it is no module, there are none, or only some that nothing here can serve.
     """
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     found, unknown = [], []
     for name, module in model.named_modules():
         kind = type(module).__name__
