@@ -18,6 +18,8 @@ from moe_ops import activations, plans, registry, training, validation
 from moe_ops.activations import Activation
 from moe_ops.validation import Weight
 
+_EXPERTS = "hidden_states w13 w2 topk_weights topk_ids w13_bias w2_bias expert_map"
+
 
 def fused_experts(
     hidden_states: Tensor,  # (M, K)
@@ -65,6 +67,8 @@ def fused_experts(
         ImportError: the named backend's library is not installed.
         RuntimeError: a CUDA graph is being captured before the call has run once.
     """
+    tensors = (hidden_states, w13, w2, topk_weights, topk_ids, w13_bias, w2_bias, expert_map)
+    _check_tensors(_EXPERTS, 5, *tensors)
     act = activations.resolve(activation)
     if _autocasting(hidden_states):
         hidden_states, w13, w2, w13_bias, w2_bias = _autocast(
@@ -142,6 +146,8 @@ def batched_experts(
     Raises:
         ValueError, ImportError, RuntimeError: as `fused_experts`; also when gradients are required.
     """
+    tensors = (hidden_states, w13, w2, expert_num_tokens, w13_bias, w2_bias)
+    _check_tensors("hidden_states w13 w2 expert_num_tokens w13_bias w2_bias", 4, *tensors)
     act = activations.resolve(activation)
     if _autocasting(hidden_states):
         hidden_states, w13, w2, w13_bias, w2_bias = _autocast(
@@ -200,6 +206,7 @@ def grouped_linear(
     Raises:
         ValueError, ImportError, RuntimeError: as `fused_experts`.
     """
+    _check_tensors("x weight offsets bias", 3, x, weight, offsets, bias)
     if _autocasting(x):
         x, weight, bias = _autocast(x, weight, bias)
     a = _unwrap(weight)
@@ -251,6 +258,8 @@ def explain(
     Raises:
         ValueError, ImportError: as `fused_experts`.
     """
+    tensors = (hidden_states, w13, w2, topk_ids, topk_ids, w13_bias, w2_bias, expert_map)
+    _check_tensors(_EXPERTS.replace("topk_weights", "topk_ids"), 5, *tensors)
     validation.check_rank("topk_ids", topk_ids, "(M, top_k)")
     call = plans.experts_call(
         (hidden_states, topk_ids.to(torch.float32), topk_ids),
@@ -259,6 +268,13 @@ def explain(
         (activations.resolve(activation), router_weight_on_input, deterministic, False),
     )
     return plans.make_plan(call, backend)
+
+
+def _check_tensors(names: str, required: int, *values: Any) -> None:
+    """ValueError for the first value that is no tensor; those after the `required` ones may be None."""
+    for i, value in enumerate(values):
+        if not isinstance(value, Tensor) and (value is not None or i < required):
+            validation.check_tensor(names.split()[i], value)
 
 
 def _unwrap(weight: Any) -> Weight:

@@ -306,12 +306,13 @@ def _check_weights(w13: WeightFacts, w2: WeightFacts, x: Rows, activation: Activ
             f"w2 must have shape (E, K, I) = {(E, K, I)} for w13 {(E, N, K)} and the "
             f"{'gated' if activation.gated else 'not gated'} activation {activation.name}, got {shape}"
         )
-    for what, one, other in (
-        ("scheme", w13.scheme, w2.scheme),
-        ("layout", w13.layout, w2.layout),
+    for what, one, other, remedy in (
+        ("scheme", w13.scheme, w2.scheme, "quantize both with one scheme, or neither"),
+        ("layout", w13.layout, w2.layout, "prepare both for one backend, or neither"),
     ):
         if one != other:
-            raise ValueError(f"w2 must have the {what} of w13, {one!r}, got {other!r}")
+            one, other = one or "none", other or "none"
+            raise ValueError(f"w2 must have the {what} of w13, {one}, got {other}; {remedy}")
     return E, N, K, I
 
 

@@ -241,15 +241,15 @@ FUSED = {
     ),
     "two schemes": (
         {"scheme": "fp8_channel", "w2": quantized("fp8_tensor")},
-        "w2 must have the scheme of w13, 'fp8_channel', got 'fp8_tensor'",
+        "w2 must have the scheme of w13, fp8_channel, got fp8_tensor; quantize both with one scheme",
     ),
     "one weight quantized": (
         {"w2": quantized("fp8_channel")},
-        "w2 must have the scheme of w13, '', got 'fp8_channel'",
+        "w2 must have the scheme of w13, none, got fp8_channel; quantize both with one scheme",
     ),
     "two layouts": (
         {"scheme": "fp8_channel", "w2": laid_out},
-        "w2 must have the layout of w13, '', got 'other'",
+        "w2 must have the layout of w13, none, got other; prepare both for one backend",
     ),
     "unknown layout": (
         {"scheme": "fp8_channel", "w13": laid_out, "w2": laid_out, "backend": "torch"},
@@ -414,6 +414,20 @@ def test_rows_are_checked_again_when_an_unbacked_graph_runs():
     with pytest.raises((ValueError, RuntimeError, AssertionError)) as caught:
         compiled(*marked(5), **good)
     assert "5" in everything_said(caught.value) and "7" in everything_said(caught.value)
+
+
+@pytest.mark.parametrize(
+    "function", [moe_ops.fused_experts, moe_ops.batched_experts, moe_ops.grouped_linear]
+)
+def test_every_argument_that_is_no_tensor_is_named(function):
+    good = good_arguments(function)
+    for name in [name for name, value in good.items() if isinstance(value, torch.Tensor)]:
+        for bad, kind in (([1.0], "list"), (good[name].float().numpy(), "ndarray"), ("x", "str")):
+            with pytest.raises(ValueError, match=f"{name} must be a torch.Tensor, got {kind}"):
+                function(**{**good, name: bad})
+        if "bias" not in name and name != "expert_map":
+            with pytest.raises(ValueError, match=f"{name} must be a torch.Tensor, got NoneType"):
+                function(**{**good, name: None})
 
 
 def test_what_is_no_tensor():
