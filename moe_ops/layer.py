@@ -23,7 +23,7 @@ from moe_ops import activations
 from moe_ops.activations import Activation
 from moe_ops.config import MoEConfig, RoutingMethod
 from moe_ops.experts import fused_experts
-from moe_ops.layer_parts import Experts, Gate, SharedExpert
+from moe_ops.layer_parts import Experts, Gate, SharedExpert, expert_map_on_host
 from moe_ops.meta.workspace import maximum
 from moe_ops.routing import route, router_probabilities
 from moe_ops.validation import check_tensor
@@ -68,8 +68,8 @@ class MoELayer(nn.Module):
             twice, with use_reentrant=False too, unless the checkpoint itself is compiled.
 
     Raises:
-        ValueError: a size below 1, top_k outside 1..E, an expert_map of another shape or without
-            values, or arguments that contradict each other.
+        ValueError: a size below 1, top_k outside 1..E, an expert_map of another shape, without
+            values or with ids of experts that the layer does not hold, or arguments that contradict each other.
     """
 
     expert_load: Tensor
@@ -111,16 +111,11 @@ class MoELayer(nn.Module):
             raise ValueError(f"top_k must be in 1..num_experts={num_experts}, got {top_k}")
         if (expert_map is None) != (num_local_experts is None):
             raise ValueError("expert_map and num_local_experts must be given together, got one")
+        local = num_experts if num_local_experts is None else num_local_experts
+        if local < 1:
+            raise ValueError(f"num_local_experts must be at least 1, got {local}")
         if expert_map is not None:
-            check_tensor("expert_map", expert_map)
-        if expert_map is not None and expert_map.shape != (num_experts,):
-            shape = tuple(expert_map.shape)
-            raise ValueError(f"expert_map must have shape (E={num_experts},), got {shape}")
-        if expert_map is not None and expert_map.is_meta:
-            raise ValueError(
-                "expert_map must hold values, got a tensor on the meta device; create it with "
-                "device='cpu', also for a layer on the meta device"
-            )
+            expert_map = expert_map_on_host(expert_map, num_experts, local)
         if shared_expert_gate and not shared_expert_intermediate_size:
             raise ValueError(
                 "shared_expert_gate must be False with shared_expert_intermediate_size=0, got True"
@@ -141,7 +136,6 @@ class MoELayer(nn.Module):
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         self.gate = Gate(num_experts, hidden_size, router_bias, correction_bias, factory)
         self.gate.logits_dtype = router_logits_dtype
-        local = num_experts if num_local_experts is None else num_local_experts
         self.experts = Experts(
             local, hidden_size, intermediate_size, self.activation.gated, expert_bias, factory
         )
@@ -157,7 +151,7 @@ class MoELayer(nn.Module):
         # Values that a meta buffer cannot hold wait here until there is a device for them.
         self._values = {"expert_load": load}
         if expert_map is not None:
-            self._values["expert_map"] = expert_map.detach().cpu()
+            self._values["expert_map"] = expert_map
         where = torch.empty(0, device=device).device
         for name in ("expert_map", "expert_load"):
             value = self._values.get(name)

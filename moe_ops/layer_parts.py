@@ -1,4 +1,4 @@
-"""The modules inside MoELayer: router gate, experts' parameters, shared expert.
+"""The parts of MoELayer: router gate, experts' parameters, shared expert, placement of experts.
 
 Dimensions as in layer.py: M tokens, H hidden size, I intermediate size, E experts.
 """
@@ -11,9 +11,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from moe_ops import activations
 from moe_ops.activations import Activation
+from moe_ops.validation import check_tensor
 
 _INIT_STD = 0.02
 
@@ -102,6 +104,34 @@ class SharedExpert(nn.Module):
         if self.gate_proj is not None:
             up = torch.cat((self.gate_proj(x), up), -1)
         return self.down_proj(activations.apply(up, self.activation))
+
+
+def expert_map_on_host(expert_map: Tensor, num_experts: int, num_local_experts: int) -> Tensor:
+    """A copy of the map that outlives the device it is on.
+
+    Raises:
+        ValueError: no tensor of shape (E,) with values, or ids that no local expert has.
+    """
+    check_tensor("expert_map", expert_map)
+    if expert_map.shape != (num_experts,):
+        shape = tuple(expert_map.shape)
+        raise ValueError(f"expert_map must have shape (E={num_experts},), got {shape}")
+    if expert_map.is_meta:
+        raise ValueError(
+            "expert_map must hold values, got a tensor on the meta device; create it with "
+            "device='cpu', also for a layer on the meta device"
+        )
+    if expert_map.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"expert_map must be int32 or int64, got {expert_map.dtype}")
+    values = expert_map.detach().cpu()
+    if not isinstance(values, FakeTensor):
+        low, high = values.min().item(), values.max().item()
+        if low < -1 or high >= num_local_experts:
+            raise ValueError(
+                f"expert_map must hold local ids below num_local_experts={num_local_experts}, and -1 "
+                f"for experts elsewhere, got ids from {low} to {high}"
+            )
+    return values
 
 
 def parameter(*shape: int, **factory: Any) -> nn.Parameter:

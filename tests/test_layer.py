@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch._dynamo.testing import CompileCounter
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from moe_ops.config import MoEConfig, ParallelConfig
@@ -520,6 +521,14 @@ def test_buffers_keep_what_was_written_to_them():
         assert torch.equal(layer.expert_load, torch.arange(E))
 
 
+def test_expert_map_of_a_fake_layer():
+    """FakeTensorMode has no values to look at: layers are built there to see sizes."""
+    parallel = ParallelConfig.make(tp_size=2, tp_rank=1, enable_expert_parallel=True)
+    with FakeTensorMode():
+        layer = MoELayer.from_config(config(parallel=parallel))
+        assert layer(torch.randn(3, H)).shape == (3, H)
+
+
 def test_router_logits_dtype_holds_under_autocast():
     layer = make_layer(router_logits_dtype=torch.float32)
     x = torch.randn(3, H)
@@ -550,6 +559,22 @@ def test_router_logits_dtype_holds_under_autocast():
         (
             {"num_local_experts": 4, "expert_map": torch.zeros(8, device="meta")},
             "expert_map must hold values, got a tensor on the meta device; create it with",
+        ),
+        (
+            {"num_local_experts": 2, "expert_map": torch.arange(8)},
+            "expert_map must hold local ids below num_local_experts=2, .*got ids from 0 to 7",
+        ),
+        (
+            {"num_local_experts": 8, "expert_map": torch.arange(8) - 2},
+            "expert_map must hold .*got ids from -2 to 5",
+        ),
+        (
+            {"num_local_experts": 8, "expert_map": torch.arange(8.0)},
+            "expert_map must be int32 or int64, got torch.float32",
+        ),
+        (
+            {"num_local_experts": 0, "expert_map": torch.full((8,), -1)},
+            "num_local_experts must be at least 1, got 0",
         ),
     ],
 )
