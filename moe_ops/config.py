@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+from numbers import Integral, Real
 
 import torch
 
@@ -47,8 +48,8 @@ class ParallelConfig:
     expert is cut along its intermediate dimension over all dp * pcp * tp devices and ep_size is 1.
 
     Raises:
-        ValueError: a size below 1, a rank outside its size, sizes that contradict use_ep, or an
-            unknown all2all_backend.
+        ValueError: a size that is no integer or below 1, a rank outside its size, sizes that
+            contradict use_ep, or an unknown all2all_backend.
     """
 
     tp_size: int = 1
@@ -188,9 +189,9 @@ class MoEConfig:
     device hands to a dispatcher in one step (the T of the batched format is made of it).
 
     Raises:
-        ValueError: a size below 1, experts_per_token outside 1..num_experts, an intermediate_size
-            that tp_size does not divide, a num_local_experts that contradicts the placement, or an
-            unknown dtype, activation or routing method.
+        ValueError: a size that is no integer or below 1, experts_per_token outside 1..num_experts or
+            not 1 for llama4, an intermediate_size that tp_size does not divide, a num_local_experts
+            that contradicts the placement, or an unknown dtype, activation, routing method or backend.
     """
 
     num_experts: int
@@ -208,9 +209,14 @@ class MoEConfig:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
 
     def __post_init__(self) -> None:
+        from moe_ops.registry import check_backend  # here, since this file is a leaf
+
         for name in ("num_experts", "hidden_dim", "intermediate_size", "max_num_tokens"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+            check_size(name, getattr(self, name))
+        check_integer("experts_per_token", self.experts_per_token)
+        if self.num_local_experts is not None:
+            check_integer("num_local_experts", self.num_local_experts)
+        check_backend("moe_backend", self.moe_backend)
         if not 1 <= self.experts_per_token <= self.num_experts:
             raise ValueError(
                 f"experts_per_token must be in 1..num_experts={self.num_experts}, "
@@ -223,6 +229,7 @@ class MoEConfig:
             )
         resolve(self.activation)  # raises for an unknown name, listing the known ones
         object.__setattr__(self, "routing_method", resolve_routing_method(self.routing_method))
+        check_method_takes("experts_per_token", self.experts_per_token, self.routing_method)
         if self.router_logits_dtype is None:
             object.__setattr__(self, "router_logits_dtype", self.in_dtype)
         for name in ("in_dtype", "router_logits_dtype"):
@@ -314,13 +321,40 @@ def get_routing_method(
     return RoutingMethod.UNSPECIFIED
 
 
+def check_method_takes(name: str, top_k: int, method: RoutingMethod | str) -> None:
+    """Raise for a number of experts per token, the argument `name`, that the method does not take."""
+    if method == RoutingMethod.LLAMA4 and top_k != 1:
+        raise ValueError(f"{name} must be 1 for method 'llama4', got {top_k}; use 'sigmoid'")
+
+
 def check_scoring(scoring: str) -> None:
     if scoring not in SCORINGS:
         raise ValueError(f"scoring must be one of {', '.join(SCORINGS)}, got {scoring!r}")
 
 
+def check_integer(name: str, value: int) -> None:
+    """Raise unless `value` is an integer, also a symbolic one; True and False are none."""
+    if type(value) is int:  # route asks in every call
+        return
+    if isinstance(value, bool) or not isinstance(value, (Integral, torch.SymInt)):
+        raise ValueError(f"{name} must be an integer, got {value!r}")
+
+
+def check_size(name: str, value: int, least: int = 1) -> None:
+    """Raise unless `value` is an integer of at least `least`."""
+    check_integer(name, value)
+    if value < least:
+        raise ValueError(f"{name} must be at least {least}, got {value}")
+
+
+def check_number(name: str, value: float) -> None:
+    """Raise unless `value` is a number; a tensor is none."""
+    if type(value) is not float and not isinstance(value, (Real, torch.SymFloat)):
+        raise ValueError(f"{name} must be a number, got {value!r}")
+
+
 def _check_size_and_rank(name: str, size: int, rank: int) -> None:
-    if size < 1:
-        raise ValueError(f"{name}_size must be at least 1, got {size}")
+    check_size(f"{name}_size", size)
+    check_integer(f"{name}_rank", rank)
     if not 0 <= rank < size:
         raise ValueError(f"{name}_rank must be in 0..{name}_size - 1 = {size - 1}, got {rank}")

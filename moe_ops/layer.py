@@ -21,11 +21,13 @@ from torch import Tensor, nn
 
 from moe_ops import activations
 from moe_ops.activations import Activation
-from moe_ops.config import MoEConfig, RoutingMethod
+from moe_ops.config import MoEConfig, RoutingMethod, check_number, check_size
 from moe_ops.experts import fused_experts
 from moe_ops.layer_parts import Experts, Gate, SharedExpert, expert_map_on_host
 from moe_ops.meta.workspace import maximum
+from moe_ops.registry import check_backend
 from moe_ops.routing import route, router_probabilities
+from moe_ops.routing_methods import check_method
 from moe_ops.validation import check_tensor
 
 
@@ -68,7 +70,8 @@ class MoELayer(nn.Module):
             twice, with use_reentrant=False too, unless the checkpoint itself is compiled.
 
     Raises:
-        ValueError: a size below 1, top_k outside 1..E, an expert_map of another shape, without
+        ValueError: a size that is no integer or below 1, an unknown activation, backend, scoring or
+            routing method, arguments that the method needs or does not take, top_k outside 1..E, an expert_map of another shape, without
             values or with ids of experts that the layer does not hold, or arguments that contradict each other.
     """
 
@@ -104,16 +107,30 @@ class MoELayer(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        for name, size in (("hidden_size", hidden_size), ("intermediate_size", intermediate_size)):
-            if size < 1:
-                raise ValueError(f"{name} must be at least 1, got {size}")
-        if not 1 <= top_k <= num_experts:
-            raise ValueError(f"top_k must be in 1..num_experts={num_experts}, got {top_k}")
+        check_size("hidden_size", hidden_size)
+        check_size("intermediate_size", intermediate_size)
+        check_size("num_experts", num_experts)
+        check_size("shared_expert_intermediate_size", shared_expert_intermediate_size, 0)
+        check_number("routed_scaling_factor", routed_scaling_factor)
+        check_number("residual_scale", residual_scale)
+        check_backend("backend", backend)
+        check_method(
+            routing_method,
+            num_experts,
+            top_k,
+            num_expert_groups=num_expert_groups,
+            topk_groups=topk_groups,
+            correction_bias=correction_bias,
+            scoring=scoring,
+        )
+        if router_weight_on_input and top_k != 1:
+            raise ValueError(
+                f"router_weight_on_input must be False unless top_k is 1, got top_k {top_k}"
+            )
         if (expert_map is None) != (num_local_experts is None):
             raise ValueError("expert_map and num_local_experts must be given together, got one")
         local = num_experts if num_local_experts is None else num_local_experts
-        if local < 1:
-            raise ValueError(f"num_local_experts must be at least 1, got {local}")
+        check_size("num_local_experts", local)
         if expert_map is not None:
             expert_map = expert_map_on_host(expert_map, num_experts, local)
         if shared_expert_gate and not shared_expert_intermediate_size:
@@ -246,7 +263,7 @@ class MoELayer(nn.Module):
             (..., H) in hidden_states' dtype (autocast's under torch.autocast), or (that, loss).
 
         Raises:
-            ValueError: no tensor, a wrong last dimension, and as `route` and `fused_experts`.
+            ValueError: no tensor, a wrong last dimension, a dtype that is not the layer's, and as `route` and `fused_experts`.
         """
         check_tensor("hidden_states", hidden_states)
         if residual is not None:

@@ -40,6 +40,11 @@ class Gate(nn.Module):
     def forward(self, x: Tensor) -> Tensor:  # (M, H) -> (M, E)
         dtype = self.logits_dtype
         if dtype is None:
+            if x.dtype != self.weight.dtype and not torch.is_autocast_enabled(x.device.type):
+                raise ValueError(
+                    f"hidden_states must have the layer's dtype {self.weight.dtype}, got {x.dtype}; "
+                    "convert one of them with .to(), or run under torch.autocast"
+                )
             return F.linear(x, self.weight, self.bias)
         bias = None if self.bias is None else self.bias.to(dtype)
         with torch.autocast(x.device.type, enabled=False):

@@ -189,9 +189,15 @@ def _named(name: str) -> library.Backend:
     for candidate in BACKENDS:
         if candidate.name == name:
             return candidate
-    raise ValueError(
-        f"backend must be one of {', '.join(('auto', *list_backends()))}; got {name!r}"
-    )
+    check_backend("backend", name)
+    raise AssertionError(f"{name!r} is no single backend")
+
+
+def check_backend(argument: str, name: str) -> None:
+    """Raise ValueError, naming the argument, unless `name` is "auto" or that of a backend."""
+    known = ("auto", *list_backends())
+    if name not in known:
+        raise ValueError(f"{argument} must be one of {', '.join(known)}; got {name!r}")
 
 
 def list_backends() -> tuple[str, ...]:

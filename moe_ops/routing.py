@@ -10,7 +10,6 @@ than top_k others are left, so every id is valid for every input.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,41 +17,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import guard_or_false
 
-from moe_ops.config import RoutingMethod, check_scoring, resolve_routing_method
+from moe_ops.config import RoutingMethod, check_number, resolve_routing_method
 from moe_ops.library import LIB
+from moe_ops.routing_methods import RECIPES, check_method
 from moe_ops.validation import check_tensor
 
 _LOWEST = torch.finfo(torch.float32).min  # stands for "no candidate": -inf would make NaN
 _MAX_EXPERTS_FUSED = 1024  # one program of the fused kernel holds a whole row
-
-
-@dataclass(frozen=True)
-class _Recipe:
-    """What one method does; `scoring` is applied to all logits, or to the chosen ones only."""
-
-    scoring: str  # one of config.SCORINGS, or "none"
-    renormalize: bool = False
-    after_topk: bool = False  # score the chosen logits only; takes no bias and no groups
-    any_scoring: bool = False  # the caller may name another scoring
-    needs_bias: bool = False
-    needs_groups: bool = False
-
-
-_RECIPES = {
-    RoutingMethod.DEFAULT: _Recipe("softmax", any_scoring=True),
-    RoutingMethod.RENORMALIZE: _Recipe("softmax", after_topk=True),
-    RoutingMethod.RENORMALIZE_NAIVE: _Recipe("softmax", renormalize=True, any_scoring=True),
-    RoutingMethod.DEEPSEEK_V3: _Recipe("sigmoid", renormalize=True, needs_bias=True),
-    RoutingMethod.GROUPED_SOFTMAX: _Recipe("softmax", needs_groups=True),
-    RoutingMethod.GROUPED_SOFTMAX_RENORMALIZE: _Recipe(
-        "softmax", renormalize=True, needs_groups=True
-    ),
-    RoutingMethod.LLAMA4: _Recipe("sigmoid", after_topk=True),
-    RoutingMethod.SIGMOID: _Recipe("sigmoid"),
-    RoutingMethod.SIGMOID_RENORMALIZE: _Recipe("sigmoid", renormalize=True),
-    RoutingMethod.TOPK: _Recipe("none", after_topk=True),
-    RoutingMethod.SQRTSOFTPLUS: _Recipe("sqrtsoftplus", renormalize=True, needs_bias=True),
-}
 
 
 def route(
@@ -106,8 +77,8 @@ def route(
         topk_weights (M, top_k) fp32 and topk_ids (M, top_k) int32, best expert first.
 
     Raises:
-        ValueError: an unknown method or scoring, a wrong shape, dtype or device, a top_k or group
-            numbers out of range, or an argument that the method needs or does not take.
+        ValueError: an unknown method or scoring, a wrong type, shape, dtype or device, a top_k or
+            group numbers out of range, or an argument that the method needs or does not take.
     """
     check_tensor("router_logits", router_logits)
     if correction_bias is not None:
@@ -120,34 +91,27 @@ def route(
     if not router_logits.is_floating_point():
         raise ValueError(f"router_logits must be floating point, got {router_logits.dtype}")
     num_experts = router_logits.shape[1]
-    if not 1 <= top_k <= num_experts:
-        raise ValueError(f"top_k must be in 1..E={num_experts}, got {top_k}")
-    if callable(method):
-        _check_unused(
-            "custom", correction_bias, num_expert_groups, topk_groups, scoring, generator
-        )
-        return _route_custom(router_logits, top_k, method, scaling_factor)
-    method = resolve_routing_method(method)
-    if method == RoutingMethod.SIMULATED:
-        _check_unused(method, correction_bias, num_expert_groups, topk_groups, scoring, None)
-        return _route_simulated(router_logits, top_k, scaling_factor, generator)
-    if method not in _RECIPES:
-        raise ValueError(
-            f"method must be a callable (router_logits, top_k) -> (topk_weights, topk_ids) or one "
-            f"of {', '.join((*_RECIPES, RoutingMethod.SIMULATED))}, got {str(method)!r}, which "
-            "says that the router is none of these; pass the callable itself"
-        )
-    recipe = _RECIPES[method]
-    _check_arguments(
-        method, recipe, router_logits, top_k, num_expert_groups, topk_groups, correction_bias
+    recipe = check_method(
+        method,
+        num_experts,
+        top_k,
+        num_expert_groups=num_expert_groups,
+        topk_groups=topk_groups,
+        correction_bias=correction_bias is not None,
+        scoring=scoring,
     )
-    if generator is not None:
-        raise ValueError(
-            f"generator must be None for method {str(method)!r}; only simulated draws"
-        )
+    check_number("scaling_factor", scaling_factor)
+    if generator is not None and method != RoutingMethod.SIMULATED:
+        raise ValueError("generator must be None: only method 'simulated' draws")
+    if callable(method):
+        return _route_custom(router_logits, top_k, method, scaling_factor)
+    if recipe is None:
+        return _route_simulated(router_logits, top_k, scaling_factor, generator)
+    if correction_bias is not None:
+        _check_bias(correction_bias, router_logits)
     num_groups = num_expert_groups or 1
     kept_groups = topk_groups or 1
-    scoring = _scoring(method, recipe, scoring)
+    scoring = scoring or recipe.scoring
     fused = router_logits.is_cuda and num_experts <= _MAX_EXPERTS_FUSED
     if fused and not (torch.is_grad_enabled() and router_logits.requires_grad):
         shape = (router_logits.shape[0], top_k)
@@ -189,7 +153,7 @@ def router_probabilities(
     Methods without a scoring (topk, simulated, callables) count as softmax. Sigmoid and
     sqrtsoftplus scores are normalised as in DeepSeek-V3 (arXiv:2412.19437, equation 19).
     """
-    recipe = None if callable(method) else _RECIPES.get(resolve_routing_method(method))
+    recipe = None if callable(method) else RECIPES.get(resolve_routing_method(method))
     name = scoring or (recipe.scoring if recipe else "none")
     logits = _candidates(router_logits)
     if name in ("softmax", "none"):
@@ -274,94 +238,17 @@ def _route_simulated(
     return torch.full_like(topk_ids, weight, dtype=torch.float32), topk_ids
 
 
-def _check_arguments(
-    method: RoutingMethod,
-    recipe: _Recipe,
-    router_logits: Tensor,
-    top_k: int,
-    num_expert_groups: int | None,
-    topk_groups: int | None,
-    correction_bias: Tensor | None,
-) -> None:
+def _check_bias(correction_bias: Tensor, router_logits: Tensor) -> None:
     num_experts = router_logits.shape[1]
-    if method == RoutingMethod.LLAMA4 and top_k != 1:
-        raise ValueError(f"top_k must be 1 for method 'llama4', got {top_k}; use method='sigmoid'")
-    if recipe.after_topk:
-        _check_unused(method, correction_bias, num_expert_groups, topk_groups, None, None)
-    if recipe.needs_bias and correction_bias is None:
+    if correction_bias.shape != (num_experts,):
         raise ValueError(
-            f"correction_bias must be a tensor of shape (E={num_experts},) for method "
-            f"{str(method)!r}, got None; without one use 'sigmoid_renormalize', or "
-            "'renormalize_naive' with scoring="
+            f"correction_bias must have shape (E={num_experts},), got {_shape(correction_bias)}"
         )
-    if correction_bias is not None:
-        if correction_bias.shape != (num_experts,):
-            raise ValueError(
-                f"correction_bias must have shape (E={num_experts},), "
-                f"got {_shape(correction_bias)}"
-            )
-        if correction_bias.device != router_logits.device:
-            raise ValueError(
-                f"correction_bias must be on the device of router_logits, {router_logits.device}, "
-                f"got {correction_bias.device}"
-            )
-    if (num_expert_groups is None) != (topk_groups is None):
+    if correction_bias.device != router_logits.device:
         raise ValueError(
-            "num_expert_groups and topk_groups must be given together, got "
-            f"num_expert_groups={num_expert_groups} and topk_groups={topk_groups}"
+            f"correction_bias must be on the device of router_logits, {router_logits.device}, "
+            f"got {correction_bias.device}"
         )
-    if num_expert_groups is None or topk_groups is None:
-        if recipe.needs_groups:
-            raise ValueError(
-                f"num_expert_groups must be given for method {str(method)!r}, got None; without "
-                "groups use 'default' or 'renormalize'"
-            )
-        return
-    if num_expert_groups < 1 or num_experts % num_expert_groups:
-        raise ValueError(f"num_expert_groups must divide E={num_experts}, got {num_expert_groups}")
-    if not 1 <= topk_groups <= num_expert_groups:
-        raise ValueError(
-            f"topk_groups must be in 1..num_expert_groups={num_expert_groups}, got {topk_groups}"
-        )
-    available = topk_groups * (num_experts // num_expert_groups)
-    if available < top_k:
-        raise ValueError(
-            f"top_k must be at most the {available} experts of topk_groups={topk_groups} groups, "
-            f"got {top_k}; raise topk_groups"
-        )
-
-
-def _check_unused(
-    method: str,
-    correction_bias: Tensor | None,
-    num_expert_groups: int | None,
-    topk_groups: int | None,
-    scoring: str | None,
-    generator: torch.Generator | None,
-) -> None:
-    """Arguments that a method would ignore are errors, not ignored."""
-    remedy = "use 'renormalize_naive', 'default' or another method that scores before the top-k"
-    for name, value in (
-        ("correction_bias", correction_bias),
-        ("num_expert_groups", num_expert_groups),
-        ("topk_groups", topk_groups),
-        ("scoring", scoring),
-        ("generator", generator),
-    ):
-        if value is not None:
-            raise ValueError(f"{name} must be None for method {str(method)!r}; {remedy}")
-
-
-def _scoring(method: RoutingMethod, recipe: _Recipe, scoring: str | None) -> str:
-    if scoring is None:
-        return recipe.scoring
-    check_scoring(scoring)
-    if scoring != recipe.scoring and not recipe.any_scoring:
-        raise ValueError(
-            f"scoring must be {recipe.scoring!r} or None for method {str(method)!r}, "
-            f"got {scoring!r}; 'default' and 'renormalize_naive' take any"
-        )
-    return scoring
 
 
 def _shape(tensor: Tensor) -> tuple:

@@ -77,6 +77,8 @@ def test_exactly_one_all2all_predicate_holds(backend):
     ("fields", "message"),
     [
         ({"tp_size": 0}, "tp_size must be at least 1, got 0"),
+        ({"tp_size": 2.0}, "tp_size must be an integer, got 2.0"),
+        ({"tp_size": 2, "tp_rank": "1"}, "tp_rank must be an integer, got '1'"),
         ({"dp_size": 2, "dp_rank": 2}, r"dp_rank must be in 0..dp_size - 1 = 1, got 2"),
         ({"sp_rank": -1}, "sp_rank must be in"),
         ({"ep_size": 2}, "ep_size must be 1 without use_ep, got 2"),
@@ -108,7 +110,8 @@ def test_moe_config_defaults_follow_the_other_fields():
     assert config.is_act_and_mul
     assert config.routing_method is RoutingMethod.RENORMALIZE
     assert not moe_config(activation="relu2_no_mul").is_act_and_mul
-    assert moe_config(routing_method="llama4").routing_method is RoutingMethod.LLAMA4
+    llama4 = moe_config(routing_method="llama4", experts_per_token=1)
+    assert llama4.routing_method is RoutingMethod.LLAMA4
     sharded = moe_config(parallel=ParallelConfig.make(tp_size=4, tp_rank=1))
     assert sharded.intermediate_size_per_partition == 8
     with pytest.raises(dataclasses.FrozenInstanceError):
@@ -138,6 +141,13 @@ def test_local_experts_of_all_ranks_add_up():
     ("fields", "message"),
     [
         ({"hidden_dim": 0}, "hidden_dim must be at least 1, got 0"),
+        ({"hidden_dim": 64.0}, "hidden_dim must be an integer, got 64.0"),
+        ({"num_experts": "8"}, "num_experts must be an integer, got '8'"),
+        ({"max_num_tokens": True}, "max_num_tokens must be an integer, got True"),
+        ({"experts_per_token": 2.0}, "experts_per_token must be an integer, got 2.0"),
+        ({"num_local_experts": 8.0}, "num_local_experts must be an integer, got 8.0"),
+        ({"moe_backend": "cutlas"}, "moe_backend must be one of auto, .*got 'cutlas'"),
+        ({"routing_method": "llama4"}, "experts_per_token must be 1 for method 'llama4', got 2"),
         ({"experts_per_token": 9}, r"experts_per_token must be in 1..num_experts=8, got 9"),
         ({"activation": "swish"}, "activation must be one of silu, .*'swish'"),
         ({"routing_method": "best"}, "must be one of default, renormalize, .*got 'best'"),

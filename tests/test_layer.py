@@ -546,8 +546,30 @@ def test_router_logits_dtype_holds_under_autocast():
     ("options", "message"),
     [
         ({"hidden_size": 0}, "hidden_size must be at least 1, got 0"),
-        ({"top_k": 9}, r"top_k must be in 1..num_experts=8, got 9"),
+        ({"top_k": 9}, r"top_k must be in 1..E=8, got 9"),
         ({"activation": "swish"}, "activation must be one of"),
+        ({"hidden_size": 32.0}, "hidden_size must be an integer, got 32.0"),
+        ({"num_experts": "8"}, "num_experts must be an integer, got '8'"),
+        ({"top_k": 2.0}, "top_k must be an integer, got 2.0"),
+        ({"backend": "cutlas"}, "backend must be one of auto, .*got 'cutlas'"),
+        ({"routing_method": "best"}, "must be one of default, renormalize, .*got 'best'"),
+        ({"routing_method": "unspecified"}, "method must be a callable .*got 'unspecified'"),
+        ({"routing_method": "default", "scoring": "tanh"}, "scoring must be one of .*got 'tanh'"),
+        ({"scoring": "sigmoid"}, "scoring must be 'softmax' or None for method 'renormalize'"),
+        ({"routing_method": "llama4", "top_k": 2}, "top_k must be 1 for method 'llama4', got 2"),
+        ({"router_weight_on_input": True}, "router_weight_on_input must be False .*got top_k 3"),
+        ({"routing_method": "deepseek_v3"}, "correction_bias must be given for .*'deepseek_v3'"),
+        ({"correction_bias": True}, "correction_bias must not be given for method 'renormalize'"),
+        (
+            {"routing_method": "default", "num_expert_groups": 3, "topk_groups": 1},
+            "num_expert_groups must divide E=8, got 3",
+        ),
+        ({"routed_scaling_factor": "2"}, "routed_scaling_factor must be a number, got '2'"),
+        ({"residual_scale": None}, "residual_scale must be a number, got None"),
+        (
+            {"shared_expert_intermediate_size": -8},
+            "shared_expert_intermediate_size must be at least 0, got -8",
+        ),
         ({"shared_expert_gate": True}, "shared_expert_gate must be False"),
         ({"num_local_experts": 4}, "must be given together"),
         (
@@ -608,5 +630,9 @@ def test_bad_input():
     for bad, kind in ((None, "NoneType"), (x.tolist(), "list"), (x.numpy(), "ndarray")):
         with pytest.raises(ValueError, match=f"hidden_states must be a torch.Tensor, got {kind}"):
             layer(bad)
+    with pytest.raises(
+        ValueError, match="layer's dtype torch.float32, got torch.bfloat16; convert"
+    ):
+        layer(x.bfloat16())
     with pytest.raises(ValueError, match="residual must be a torch.Tensor, got float"):
         layer(x, 1.0)

@@ -16,7 +16,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from moe_ops.config import RoutingMethod
-from moe_ops.routing import _RECIPES, _ROUTE_OP, route, router_probabilities
+from moe_ops.routing import _ROUTE_OP, route, router_probabilities
+from moe_ops.routing_methods import RECIPES
 
 # method -> (scoring, divide by the sum, takes a bias, takes groups)
 METHODS = {
@@ -124,7 +125,7 @@ def test_scoring_can_be_named(method, scoring):
 
 def test_every_method_has_a_test():
     routed_otherwise = {"custom", "simulated", "unspecified"}
-    assert set(METHODS) == {str(method) for method in _RECIPES}
+    assert set(METHODS) == {str(method) for method in RECIPES}
     assert set(METHODS) | routed_otherwise == {str(method) for method in RoutingMethod}
 
 
@@ -300,19 +301,29 @@ SIGMOID_BIASED = {"method": "deepseek_v3", "correction_bias": BIAS8}
         ({"router_logits": None}, "router_logits must be a torch.Tensor, got NoneType"),
         ({"correction_bias": [0.0] * 8}, "correction_bias must be a torch.Tensor, got list"),
         ({"top_k": 0}, r"top_k must be in 1..E=8, got 0"),
+        ({"top_k": 2.0}, r"top_k must be an integer, got 2.0"),
+        ({"top_k": "2"}, r"top_k must be an integer, got '2'"),
+        ({"top_k": None}, r"top_k must be an integer, got None"),
+        ({"top_k": True}, r"top_k must be an integer, got True"),
+        ({"scaling_factor": "2"}, r"scaling_factor must be a number, got '2'"),
+        ({"scaling_factor": None, "method": "simulated"}, r"scaling_factor must be a number"),
+        (
+            {"method": "sigmoid", "num_expert_groups": 4.0, "topk_groups": 2},
+            "num_expert_groups must be an integer, got 4.0",
+        ),
         ({"top_k": 9}, r"top_k must be in 1..E=8, got 9"),
         ({"method": "softmax"}, "must be one of default, .*sqrtsoftplus, .*got 'softmax'"),
         ({"method": "unspecified"}, "must be a callable .*got 'unspecified'"),
         ({"method": "custom"}, "must be a callable .*got 'custom'"),
         ({"method": "llama4"}, "top_k must be 1 for method 'llama4', got 2"),
-        ({"method": "deepseek_v3"}, r"correction_bias must be a tensor of shape \(E=8,\).*None"),
-        ({"method": "sqrtsoftplus"}, "correction_bias must be a tensor"),
+        ({"method": "deepseek_v3"}, "correction_bias must be given for method 'deepseek_v3'"),
+        ({"method": "sqrtsoftplus"}, "correction_bias must be given"),
         ({"method": "sigmoid", "correction_bias": torch.zeros(7)}, r"\(E=8,\), got \(7,\)"),
         ({"method": "sigmoid", "correction_bias": BIAS8.to("meta")}, "on the device of router"),
-        ({"correction_bias": BIAS8}, "correction_bias must be None for method 'renormalize'"),
-        ({"method": "topk", **GROUPED}, "num_expert_groups must be None for method 'topk'"),
-        ({"method": "simulated", "scoring": "sigmoid"}, "scoring must be None .*'simulated'"),
-        ({"method": lambda x, k: x, **GROUPED}, "must be None for method 'custom'"),
+        ({"correction_bias": BIAS8}, "correction_bias must not be given for method 'renormalize'"),
+        ({"method": "topk", **GROUPED}, "num_expert_groups must not be given for method 'topk'"),
+        ({"method": "simulated", "scoring": "sigmoid"}, "scoring must not be given .*'simulated'"),
+        ({"method": lambda x, k: x, **GROUPED}, "must not be given for method 'custom'"),
         ({"method": "grouped_softmax"}, "num_expert_groups must be given"),
         ({"method": "default", "topk_groups": 1}, "must be given together"),
         ({**SIGMOID_BIASED, "num_expert_groups": 4}, "must be given together"),
@@ -322,12 +333,27 @@ SIGMOID_BIASED = {"method": "deepseek_v3", "correction_bias": BIAS8}
         ({**SIGMOID_BIASED, "num_expert_groups": 8, "topk_groups": 1}, "at most the 1 experts"),
         ({"scoring": "sigmoid"}, "scoring must be 'softmax' or None for method 'renormalize'"),
         ({"method": "default", "scoring": "tanh"}, "scoring must be one of softmax, .*'tanh'"),
-        ({"generator": torch.Generator()}, "generator must be None for method 'renormalize'"),
+        ({"generator": torch.Generator()}, "generator must be None: only method 'simulated'"),
     ],
 )
 def test_bad_input(arguments, message):
     with pytest.raises(ValueError, match=message):
         route(**({"router_logits": torch.zeros(2, 8), "top_k": 2} | arguments))
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_numbers_of_every_kind_are_taken(dynamic):
+    logits = torch.randn(3, 8)
+    expected = route(logits, 2, scaling_factor=3.0)
+    for top_k, factor in ((np.int64(2), np.float32(3)), (2, 3)):
+        for got, want in zip(route(logits, top_k, scaling_factor=factor), expected, strict=True):
+            assert torch.equal(got, want)
+    torch._dynamo.reset()
+    compiled = torch.compile(route, backend="eager", fullgraph=True, dynamic=dynamic)
+    for factor in (1.5, 2.5, 3.0):  # the second value makes a symbol of it
+        got = compiled(logits, 2, scaling_factor=factor)
+    assert all(map(torch.equal, got, expected))
+    torch._dynamo.reset()
 
 
 def test_bad_input_says_the_same_while_compiling():

@@ -27,6 +27,7 @@ from moe_ops.integrations import _families as families
 from moe_ops.integrations import _layers as layers_of
 from moe_ops.integrations import _outside as outside
 from moe_ops.integrations._layers import Layer
+from moe_ops.registry import check_backend
 from moe_ops.schemes import QuantScheme, get_scheme
 from moe_ops.tensors import check_quantizable
 
@@ -140,10 +141,7 @@ def attach(model: nn.Module, backend: str = "auto") -> AttachReport:
 
     After an error the model is as it was before the call.
     """
-    if backend not in ("auto", *moe_ops.list_backends()):
-        raise ValueError(
-            f"backend must be one of {', '.join(('auto', *moe_ops.list_backends()))}; got {backend!r}"
-        )
+    check_backend("backend", backend)
     layers = layers_of.find(model)
     undo = layers_of.snapshot(model, layers)
     try:
