@@ -83,8 +83,8 @@ def matmul_plain(
 
 @triton.jit
 def matmul_blocks(
-    x,  # as above, BK = 128
-    x_ok,
+    x,  # as above, BK = 128; every pointer is valid
+    x_ok,  # (BM,) rows that have scales
     x_scale_ptrs,  # (BM,) scales of the first group
     stride_xg,
     w,  # descriptor, box [1, 1, 128, 128]
@@ -120,7 +120,7 @@ def matmul_blocks(
         s1 = tl.load(s1_ptr).to(tl.float32)
     for k in tl.range(0, K, 128, num_stages=STAGES):
         if GATHERED:
-            xt = tl.load(x, mask=x_ok[:, None], other=0.0)
+            xt = tl.load(x)
             x += 128 * stride_xk
         else:
             xt = x.load([first, k])
@@ -199,7 +199,12 @@ def moe_ops_large_gemm1(
         return
     pair = pairs_at(index_ptr, num_blocks, position, ok, "sorted")
     token = pair // top_k
-    x_ptrs = x_ptr + token.to(tl.int64)[:, None] * stride_xm
+    row = token
+    if QUANTIZED:  # for a mask of x no registers are left: 15 % at mixtral's sizes. Instead, rows are repeated; one
+        # row for all would be asked for by all programs at once
+        again = first + (position - first) % tl.maximum(tl.sum(ok.to(tl.int32), 0), 1)
+        row = tl.load(index_ptr + 4 * num_blocks + again) // top_k
+    x_ptrs = x_ptr + row.to(tl.int64)[:, None] * stride_xm
     x_ptrs += tl.arange(0, BK).to(tl.int64)[None, :] * stride_xk
     e64 = e.to(tl.int64)
     column = n * BN + tl.arange(0, BN)

@@ -250,11 +250,11 @@ def _choose_large(average: float, I: int, quantized: bool, gated: bool) -> Tiles
     """Tiles of the kernels of triton_large.py, as measured on an H200.
 
     e4m3: 64 x 128 in GEMM2 leaves room for three programs, which scale their sums while others multiply; 128 x 256
-    in GEMM1 pays from 512 rows an expert on. 16 bits: where GEMM2's sums are short, two programs hide each other's
+    in GEMM1 pays from 96 rows an expert on. 16 bits: where GEMM2's sums are short, two programs hide each other's
     start and end.
     """
     if quantized:
-        parts = 1 if average < 512 else 2
+        parts = 1 if average < 96 else 2
         gemm1, gemm2 = Tile(256 if gated else 128, 128, 4, 8), Tile(128, 128, 3, 4)
         return Tiles(False, 64 * parts, gemm1, gemm2, 4096, True, large=True, parts=parts)
     gemm2 = Tile(128, 64, 3, 4) if I <= 1024 else Tile(256, 64, 4, 8)
