@@ -161,9 +161,17 @@ def _problem(arguments: argparse.Namespace) -> Problem:
         num_rows=sizes["I"] * (2 if activation.gated else 1),
         top_k=sizes["TOP_K"],
         dtype=getattr(torch, arguments.dtype),
-        scheme=schemes.get_scheme("" if scheme == "plain" else scheme).name,
+        scheme="" if scheme == "plain" else _scheme(scheme),
         activation=activation,
     )
+
+
+def _scheme(name: str) -> str:
+    """The full name of a scheme that quantizes."""
+    try:
+        return schemes.get_scheme(name).name
+    except ValueError as error:
+        raise ValueError(f"{error}; 'plain' is for weights as they are, in --dtype") from error
 
 
 def _device(name: str | None) -> torch.device:

@@ -153,7 +153,9 @@ class QuantScheme:
     def quantized_weight(self) -> QuantDesc:
         """``weight`` of a scheme that must have one; ValueError for plain weights."""
         if self.weight is None:
-            raise ValueError(f"scheme must be one that quantizes weights, got {self.name!r}")
+            raise ValueError(
+                f"scheme must be one that quantizes weights, {_known()}, got {self.name!r}"
+            )
         return self.weight
 
     @property
@@ -213,14 +215,17 @@ def get_scheme(scheme: str | QuantScheme) -> QuantScheme:
                 f"{scheme.name!r} that differs from all of them; use one of {_known()}"
             )
         return scheme
-    found = SCHEMES.get(DEFAULT_VARIANTS.get(scheme, scheme))
+    found = None
+    if isinstance(scheme, str):
+        found = SCHEMES.get(DEFAULT_VARIANTS.get(scheme, scheme))
     if found is None:
         raise ValueError(f"scheme must be one of {_known()}, got {scheme!r}")
     return found
 
 
 def _known() -> str:
-    return ", ".join(repr(name) for name in (*SCHEMES, *DEFAULT_VARIANTS))
+    """The names of all schemes that quantize."""
+    return ", ".join(repr(name) for name in (*SCHEMES, *DEFAULT_VARIANTS) if name)
 
 
 _E4M3_TENSOR = QuantDesc("e4m3", PER_TENSOR)

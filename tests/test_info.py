@@ -130,6 +130,7 @@ def test_not_gated_activations_have_half_the_rows():
         ("8 64 x 2 plain", "I must be a positive integer, got 'x'"),
         ("0 64 32 2 plain", "E must be a positive integer, got '0'"),
         ("8 64 32 2 fp9", "scheme must be one of .*got 'fp9'"),
+        ("8 64 32 2 bf16", "got 'bf16'; 'plain' is for weights as they are, in --dtype"),
         ("8 64 32 2 plain --activation sulu", "activation must be one of .*got 'sulu'"),
         ("8 64 32 2 plain --backend nobody", "backend must be one of .*got 'nobody'"),
         ("8 64 32 2 plain --device cuda:99", "device must exist on this machine, got 'cuda:99'"),

@@ -102,12 +102,16 @@ def test_names_and_variants():
 def test_unknown_name_lists_the_known():
     with pytest.raises(ValueError, match=r"scheme must be one of .*'fp8_block'.*got 'fp9'"):
         get_scheme("fp9")
+    for wrong in ("fp9", None, ["fp8_block"]):
+        with pytest.raises(ValueError, match=r"scheme must be one of 'fp8_") as caught:
+            get_scheme(wrong)
+        assert "''" not in str(caught.value)  # plain weights, which quantize would refuse
     with pytest.raises(ValueError, match="fp8_w8a16:block"):
         get_scheme("fp8_w8a16:row")
     mine = QuantScheme("mine", QuantDesc("e4m3", PER_ROW), None)
     with pytest.raises(ValueError, match="'mine'"):
         get_scheme(mine)
-    with pytest.raises(ValueError, match="quantizes weights"):
+    with pytest.raises(ValueError, match="quantizes weights, 'fp8_tensor', .*got ''"):
         get_scheme("").scale_shape(2, 3)
 
 
