@@ -113,8 +113,9 @@ class _Recorder:
 
 def chip_of(arch: int, name: str = "") -> Gpu:
     """A GPU of this architecture; `name` finds the tiles measured on it."""
-    dependent = triton_launch.DEPENDENT_LAUNCH and arch >= 90
-    native = (arch // 10, arch % 10) >= triton_launch.NATIVE_CAPABILITY
+    capability = (arch // 10, arch % 10)
+    dependent = capability >= triton_launch.DEPENDENT_CAPABILITY
+    native = capability >= triton_launch.NATIVE_CAPABILITY
     return Gpu(SHARED_MEMORY[arch], native=native, dependent=dependent, name=name)
 
 

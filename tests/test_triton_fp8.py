@@ -19,6 +19,7 @@ tl = triton.language
 from moe_ops.backends import triton as backend  # noqa: E402
 from moe_ops.kernels import triton_fp8, triton_scales, triton_tiles  # noqa: E402
 from moe_ops.kernels.triton_launch import Gpu, gpu  # noqa: E402
+from moe_ops.kernels.triton_tiles import Tile, Tiles  # noqa: E402
 
 CUDA = torch.cuda.is_available()
 INTERPRETED = pytest.mark.skipif(CUDA, reason="with a GPU the kernels are compiled")
@@ -162,12 +163,28 @@ def rows_an_expert(average, E=2):
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("average", [0, 1, 3, 20, 30])
 def test_every_number_of_rows(where, scheme, average):
-    """One token; x and h quantized in the loops; x before and h behind GEMM1, of 16, 32 and 64 rows a block."""
+    """One token; blocks of 16, 32 and 64 rows; x quantized before GEMM1 and h behind it."""
     device, dtype = where
     ids = rows_an_expert(average) if average else torch.tensor([[1]])
     K, I = (256, 128) if average == 30 else (160, 272)  # noqa: E741
     case = Case(device, dtype, scheme, M=len(ids), E=2, top_k=1, K=K, I=I, ids=ids, bias=True)
     case.check("triton")
+
+
+@everywhere
+@pytest.mark.parametrize("quantize", [False, True])
+@pytest.mark.parametrize("wide_h", [False, True])
+@pytest.mark.parametrize("M", [1, 3])
+def test_where_groups_are_quantized(where, quantize, wide_h, M):
+    """x by a kernel of its own or in GEMM1's loop, h behind GEMM1 or in GEMM2's loop: as tables may say."""
+    case = Case(
+        *where, "fp8_block", M=M, E=2, top_k=1, K=272, I=384, ids=torch.zeros(M, 1), bias=True
+    )
+    gemm1 = Tile(128 if wide_h else 256, 128, 3, 4)
+    tiles = Tiles(M == 1, 16, gemm1, Tile(64, 128, 2, 4), 64, quantize, wide_h)
+    with triton_tiles.searching(tiles) as seen:
+        case.check("triton")
+    assert set(seen) == {tiles}
 
 
 @everywhere

@@ -10,7 +10,7 @@ from moe_ops import tuning
 from moe_ops.kernels import triton_tiles
 from moe_ops.kernels.triton_launch import Gpu
 from moe_ops.kernels.triton_tiles import Tile, Tiles
-from tests.cases import BF16, assert_matches, router_weights, tolerance
+from tests.cases import BF16, assert_matches, poisoned_memory, router_weights, tolerance
 
 TARGET = {
     "num_experts": 8,
@@ -20,8 +20,15 @@ TARGET = {
     "scheme": "",
     "dtype": "bfloat16",
 }
-ONE = Tiles(True, 16, Tile(64, 128, 4, 4), Tile(64, 64, 3, 4), 1024)
-MANY = Tiles(False, 32, Tile(128, 64, 3, 4), Tile(64, 64, 2, 4), 1024)
+ONE = Tiles(True, 16, Tile(64, 128, 4, 4), Tile(64, 64, 3, 4), 64)
+MANY = Tiles(False, 32, Tile(128, 64, 3, 4), Tile(64, 64, 2, 4), 256)
+ON_GPU = (
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+)
+ON_CPU = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="with a GPU the kernels are compiled"
+)
 CHIP = Gpu(227 * 1024, True, False, "Test GPU")
 
 
@@ -72,7 +79,9 @@ def test_measured_tiles_are_chosen(table):
     tuned = MANY._replace(tokens=64)
     assert default != tuned
     assert chosen(1) == ONE
-    assert chosen(2) == chosen(64) == chosen(5000) == tuned  # M = 1 lends its tiles to no other M
+    assert chosen(2) == tuned._replace(chunk=64)  # M = 1 lends its tiles to no other M
+    assert chosen(5000) == tuned._replace(chunk=2048)  # how pairs are sorted follows M
+    assert chosen(64) == tuned
     assert chosen(64, top_k=1) != tuned
     with triton_tiles.searching(None) as seen:
         assert chosen(64) == default
@@ -81,49 +90,81 @@ def test_measured_tiles_are_chosen(table):
         assert chosen(64) == ONE
 
 
+def test_tiles_that_want_h_in_fp32_are_for_few_rows(table):
+    """A workspace for more than two rows an expert has no place for it."""
+    target = TARGET | {"scheme": "fp8_block"}
+    tuned = MANY._replace(tokens=16, quantize=True, wide_h=True, chunk=64)
+    tuning.record(table, "Test GPU", target, 8, tuned, 1.0)
+    problem = (2, 8, 512, 256, BF16, CHIP, "fp8_block", ("block", "group"), True)
+    assert triton_tiles.for_experts(8, *problem) == tuned
+    assert not triton_tiles.for_experts(9, *problem).wide_h
+
+
 def test_tiles_that_want_another_workspace_are_passed_over(table):
     tuning.record(table, "Test GPU", TARGET, 64, MANY._replace(wide_h=True), 1.0)
     assert not chosen(64).wide_h
     assert chosen(64) == triton_tiles.choose(128, 8, 512, 256, 2, False, CHIP.shared_memory)
 
 
-def entries():
+def rows_of_tables():
     return [
-        pytest.param(entry, row, id=f"{entry['scheme'] or 'plain'}-{key}-{row['num_tokens']}")
+        (entry, row)
         for path in tuning.tables().values()
         for entry in json.loads(path.read_text())["entries"]
-        for key in [f"{entry['hidden_size']}x{entry['intermediate_size']}"]
         for row in entry.get("triton", [])
     ]
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("entry, row", entries())
-def test_tuned_tiles_keep_the_values(entry, row):
-    """Every tile of the tables, on fewer experts: tiles do not depend on their number."""
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device")
+def tiles_of(row):
     direct, tokens, gemm1, gemm2, *rest = row["tiles"]
-    tiles = Tiles(direct, tokens, Tile(*gemm1), Tile(*gemm2), *rest)
-    M = 1 if direct else 2 if tiles.wide_h else 3 * tokens // 2
-    K, I = entry["hidden_size"], entry["intermediate_size"]
-    dtype, scheme = getattr(torch, entry["dtype"]), entry["scheme"]
-    g = torch.Generator("cuda").manual_seed(0)
+    return Tiles(direct, tokens, Tile(*gemm1), Tile(*gemm2), *rest)
+
+
+def on_gpu():
+    for entry, row in rows_of_tables():
+        shape = f"{entry['hidden_size']}x{entry['intermediate_size']}"
+        name = f"{entry['scheme'] or 'plain'}-{shape}-{row['num_tokens']}"
+        case = ("cuda", entry["dtype"], entry["scheme"], tiles_of(row))
+        sizes = (entry["hidden_size"], entry["intermediate_size"])
+        yield pytest.param(*case, *sizes, id=name, marks=ON_GPU)
+
+
+def interpreted():
+    """The interpreter has neither warps nor stages: tiles that differ in nothing else are run once."""
+    found = {}
+    for entry, row in rows_of_tables():
+        tiles = tiles_of(row)
+        alike = {f: getattr(tiles, f)._replace(stages=2, warps=4) for f in ("gemm1", "gemm2")}
+        found[entry["scheme"], tiles._replace(chunk=64, **alike)] = None
+    for scheme, tiles in found:
+        name = "-".join(str(f) for f in (scheme or "plain", tiles.tokens, *tiles.gemm1[:2]))
+        yield pytest.param("cpu", "float32", scheme, tiles, 384, 256, id=name, marks=ON_CPU)
+
+
+@pytest.mark.parametrize("device, dtype, scheme, tiles, K, I", [*interpreted(), *on_gpu()])
+def test_tuned_tiles_keep_the_values(device, dtype, scheme, tiles, K, I):  # noqa: E741
+    """Every tile of the tables, on fewer experts: tiles do not depend on their number."""
+    dtype = getattr(torch, dtype)
+    late = (
+        scheme == "fp8_block" and tiles.wide_h
+    )  # the workspace has no place for it with many rows
+    M = 1 if tiles.direct else 2 if late else tiles.tokens + 8
+    g = torch.Generator(device).manual_seed(0)
 
     def normal(*shape):
-        return (torch.randn(shape, generator=g, device="cuda") * shape[-1] ** -0.5).to(dtype)
+        return (torch.randn(shape, generator=g, device=device) * shape[-1] ** -0.5).to(dtype)
 
     x, w13, w2 = normal(M, K) * K**0.5, normal(3, 2 * I, K), normal(3, K, I)
-    ids = torch.randint(-1, 3, (M, 2), generator=g, device="cuda")
+    ids = torch.randint(-1, 3, (M, 2), generator=g, device=device)
     ids[0, 0] = 1
-    weights = router_weights(M, 2).cuda()
+    weights = router_weights(M, 2).to(device)
     if scheme:
         w13, w2 = moe_ops.quantize(w13, scheme), moe_ops.quantize(w2, scheme)
         wide = (x.float(), w13, w2)
     else:
         wide = (x.float(), w13.float(), w2.float())
     expected = moe_ops.fused_experts(*wide, weights, ids, backend="torch")  # in fp32
-    with triton_tiles.searching(tiles) as seen:
+    with triton_tiles.searching(tiles) as seen, poisoned_memory():
         out = moe_ops.fused_experts(x, w13, w2, weights, ids, backend="triton")
     assert seen and set(seen) == {tiles}
-    assert_matches(out, expected.double(), tolerance(dtype, scheme, "cuda"))
+    assert_matches(out, expected.double(), tolerance(dtype, scheme, device))

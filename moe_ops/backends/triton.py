@@ -168,7 +168,6 @@ def _gemm2(
         *(*_strides(bias), *y_strides, rows.name, rows.has_map, bias is not None, zero_tail),
         *(*w.scales, x.parts, chip.native, K % tile.k == 0, N % tile.rows == 0, GROUP),
         *(rows.tokens, *tile[:3], chip.dependent),
-        w.prefetch_bytes if chip.dependent and not zero_tail else 0,
     )
     return Launch("gemm2", (rows.blocks * cdiv(N, tile.rows), 1, 1), args, tile.warps)
 
@@ -348,7 +347,7 @@ def _route(rows: _Rows, pairs: int, chunk: int, chip: Gpu) -> Launch:
     padded = max(16, 1 << (experts - 1).bit_length())
     args = (index, ids, expert_map, pairs, experts, num_ids, blocks, top_k, *strides)
     args += (padded, rows.tokens, chunk, rows.has_map, chip.dependent)
-    return Launch("route", (experts, 1, 1), args, 4 if chunk <= 1024 else 8)
+    return Launch("route", (experts, 1, 1), args, 4 if chunk < 1024 else 8)
 
 
 def _group_blocks(rows: _Rows, sizes: Tensor, groups: int, S: int, T: int, chip: Gpu) -> Launch:

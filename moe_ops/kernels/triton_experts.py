@@ -112,13 +112,15 @@ def moe_ops_gemm1(
             "tensor" h as it is, and the largest magnitude of all into h_scale (1,), zero before
     """
     BN: tl.constexpr = WN // 2 if GATED else WN
-    wait(DEPENDENT)
-    start_dependent(DEPENDENT)
+    if ROWS != "direct":  # the kernel before this one wrote the table of blocks
+        wait(DEPENDENT)
     b, n = block_and_tile(num_blocks, tl.cdiv(I, BN), GROUP)
     e, position, ok = block_rows(
         index_ptr, ids_ptr, map_ptr, b, E, num_ids, top_k, stride_im, stride_ik, stride_map,
         BM, ROWS, HAS_MAP,
     )  # fmt: skip
+    if ROWS == "direct":
+        wait(DEPENDENT)
     if e < 0:
         return
     pair = pairs_at(index_ptr, num_blocks, position, ok, ROWS)
@@ -166,6 +168,7 @@ def moe_ops_gemm1(
         BM, WN, BK, EVEN_K, EVEN_N, STAGES,
         W_SCALE, X_SCALE, PARTS, BLOCKS, WEIGHT_ON_INPUT, NATIVE,
     )  # fmt: skip
+    start_dependent(DEPENDENT)
     if HAS_BIAS:
         bias = tl.load(bias_ptr + e64 * stride_be + row * stride_bn, mask=w_ok, other=0.0)
         acc += bias.to(tl.float32)[:, None]
@@ -202,20 +205,6 @@ def moe_ops_gemm1(
     else:
         h = h.to(h_ptr.dtype.element_ty)
     tl.store(h_ptrs, h.T, mask=h_ok)
-
-
-@triton.jit
-def prefetch(ptrs, sizes):
-    """Ask L2 for `sizes` bytes, a multiple of 16, from each of `ptrs`, none where that is zero."""
-    tl.inline_asm_elementwise(
-        "{ .reg .pred p; setp.gt.s32 p, $2, 0; "
-        "@p cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }",
-        "=r,l,r",
-        [ptrs, sizes],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
 
 
 @triton.jit(do_not_specialize=ROUTING)
@@ -268,7 +257,6 @@ def moe_ops_gemm2(
     BK: tl.constexpr,
     STAGES: tl.constexpr,
     DEPENDENT: tl.constexpr,
-    PREFETCH: tl.constexpr,  # bytes of each row of the weight to ask L2 for while the input is waited for
 ):
     """y = x @ w.T + bias, rounded once, to y's dtype. Also the GEMM of grouped_linear."""
     if ZERO_TAIL:  # the kernel before this one wrote the table of blocks
@@ -278,16 +266,12 @@ def moe_ops_gemm2(
         index_ptr, ids_ptr, map_ptr, b, E, num_ids, top_k, stride_im, stride_ik, stride_map,
         BM, ROWS, HAS_MAP,
     )  # fmt: skip
-    row = n * WN + tl.arange(0, WN)
-    w_ok = row < N
-    if PREFETCH > 0:
-        first = tl.maximum(e, 0).to(tl.int64) * stride_we + row.to(tl.int64) * stride_wn
-        prefetch(w_ptr + first, tl.where(w_ok & (e >= 0), PREFETCH, 0))
     if not ZERO_TAIL:
         wait(DEPENDENT)
-    start_dependent(DEPENDENT)
     if e < 0:
         return
+    row = n * WN + tl.arange(0, WN)
+    w_ok = row < N
     if ZERO_TAIL:  # rows that belong to no expert: a sum of nothing, without bias
         K = tl.where(e < E, K, 0)
     e64 = e.to(tl.int64)
@@ -312,6 +296,7 @@ def moe_ops_gemm2(
         BM, WN, BK, EVEN_K, EVEN_N, STAGES,
         W_SCALE, X_SCALE, PARTS, (WN + 127) // 128, False, NATIVE,
     )  # fmt: skip
+    start_dependent(DEPENDENT)
     if HAS_BIAS:
         bias_ok = w_ok
         if ZERO_TAIL:

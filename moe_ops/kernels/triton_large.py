@@ -192,7 +192,6 @@ def moe_ops_large_gemm1(
     BN: tl.constexpr = WN // 2 if GATED else WN
     SPLIT: tl.constexpr = GATED and not INTERLEAVED
     wait(DEPENDENT)
-    start_dependent(DEPENDENT)
     b, n = block_and_tile(num_blocks, tl.cdiv(I, BN), GROUP)
     e, first, position, ok = block_at(index_ptr, b, BM, 1)
     if e < 0:
@@ -227,6 +226,7 @@ def moe_ops_large_gemm1(
         else:
             g = acc
             u = acc
+    start_dependent(DEPENDENT)
     if WEIGHT_ON_INPUT:
         factor_ptrs = (
             topk_weights_ptr + token.to(tl.int64) * stride_tm + (pair % top_k) * stride_tk
@@ -285,7 +285,6 @@ def moe_ops_large_gemm2(
 ):
     """y = x @ w.T + bias in fp32."""
     wait(DEPENDENT)
-    start_dependent(DEPENDENT)
     b, n = block_and_tile(num_blocks * PARTS, tl.cdiv(N, WN), GROUP)
     e, first, position, ok = block_at(index_ptr, b, BM, PARTS)
     if e < 0 or tl.max(ok.to(tl.int32), 0) == 0:
@@ -300,6 +299,7 @@ def moe_ops_large_gemm2(
         )  # fmt: skip
     else:
         acc = matmul_plain(x, ok, w, first, e, n * WN, K, 1, False, True, BM, WN, BK, STAGES)
+    start_dependent(DEPENDENT)
     column = n * WN + tl.arange(0, WN)
     if HAS_BIAS:
         bias_ptrs = bias_ptr + e64 * stride_be + column * stride_bn

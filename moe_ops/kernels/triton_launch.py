@@ -9,8 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# Let each kernel of a call but the first start while the one before it ends (SM90 on).
-DEPENDENT_LAUNCH = False
+DEPENDENT_CAPABILITY = (9, 0)  # a kernel can start while the one before it ends
 NATIVE_CAPABILITY = (8, 9)  # e4m3 products and conversions
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 _compiled: dict[tuple, tuple] = {}  # specialisation -> its compiled kernels; filled by warm calls
@@ -41,9 +40,9 @@ def gpu(device: int) -> Gpu:
         return Gpu(227 * 1024, False, False)
     properties = torch.cuda.get_device_properties(device)
     capability = (properties.major, properties.minor)
-    dependent = DEPENDENT_LAUNCH and capability >= (9, 0)
     memory = properties.shared_memory_per_block_optin
-    return Gpu(memory, capability >= NATIVE_CAPABILITY, dependent, properties.name)
+    native, dependent = capability >= NATIVE_CAPABILITY, capability >= DEPENDENT_CAPABILITY
+    return Gpu(memory, native, dependent, properties.name)
 
 
 @cache

@@ -16,7 +16,10 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 @triton.jit
 def start_dependent(DEPENDENT: tl.constexpr):
-    """Let the next kernel start beside this one; it waits before it reads what this one writes."""
+    """Let the next kernel start once all programs are here; it waits before it reads what this one writes.
+
+    A GEMM comes here behind its sum: programs that started earlier would hold shared memory while they wait.
+    """
     if DEPENDENT:
         gdc_launch_dependents()
 

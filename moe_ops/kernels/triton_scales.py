@@ -16,7 +16,6 @@ from moe_ops.schemes import get_scheme
 
 PARTS = 128  # programs that look for the largest magnitude of x
 _CHUNK = 16  # groups of 128 columns that a quantizing program handles at a time
-_PREFETCH = 2048  # bytes of each row of W2 asked for while GEMM1 ends
 _GAP = 32  # fp32 elements that align what comes second in a workspace
 
 
@@ -99,15 +98,6 @@ class Weight(NamedTuple):
         if self.scale is None:
             return (0, 0, 0)
         return (*self.scale.stride(), 0, 0)[:3]
-
-    @property
-    def prefetch_bytes(self) -> int:
-        """Bytes of each row that are asked for early; 0 unless rows lie as bulk copies need them."""
-        w, size = self.data, self.data.dtype.itemsize
-        steps = w.stride(0) * size | w.stride(1) * size | w.data_ptr()
-        return (
-            0 if w.stride(2) != 1 or steps % 16 else min(w.shape[2] * size, _PREFETCH) // 16 * 16
-        )
 
 
 def weight_of(

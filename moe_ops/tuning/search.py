@@ -1,28 +1,38 @@
-"""The search for Triton tiles: which token tile and which two GEMM tiles are fastest for a shape and an M.
+"""The search for Triton tiles: which blocks of tokens, which two GEMM tiles, and where x and h are quantized by groups
+is fastest for a shape and an M.
 
-One M at a time: for every token tile that can pay, the best GEMM1 tile beside the heuristic's GEMM2, then the
+One M at a time: for every kind of block that can pay, the best GEMM1 tile beside the heuristic's GEMM2, then the
 best GEMM2 tile beside it. Times are of the whole layer under CUDA-graph replay, on random data, over routing
 sets whose weights exceed the L2. Kernels are compiled beforehand by one process a core.
 """
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import math
 import multiprocessing
 import os
 import statistics
+import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from functools import cache, lru_cache
 
 import torch
 
 import moe_ops
 from moe_ops.kernels import triton_tiles
+from moe_ops.kernels.triton_scales import scales
 from moe_ops.kernels.triton_tiles import Tile, Tiles
 
 _SETS = 8  # routing sets a timing rotates through
 _REPLAYS = 9
+_SHARED_MEMORY = 227 * 1024  # bytes of a multiprocessor that blocks share
+# Weight bytes on their way to a multiprocessor: less does not reach the memory's bandwidth. On an H200 the best tiles
+# of fp8_block and bf16 for up to 32 rows an expert had 96 to 180 KiB.
+_IN_FLIGHT = 88 * 1024
 
 
 @dataclass(frozen=True)
@@ -58,31 +68,50 @@ def _concatenate(parts: list, scheme: str) -> torch.Tensor:
     return moe_ops.from_quantized(scheme, data, torch.cat([part.scale for part in parts]))
 
 
-def candidates(base: Tiles, average: float, itemsize: int, columns: int) -> Iterator[Tile]:
-    """Tiles of one GEMM worth timing beside `base.tokens` tokens: they fit, and keep enough in flight.
+@dataclass(frozen=True)
+class Gemm:
+    """One of the two products as tiles see it."""
+
+    columns: int  # length of its sum (K or I)
+    w_size: int  # bytes a weight element
+    x_size: int  # bytes an element of its input
+    scaled: bool  # each step's sum is scaled before it is added to the total
+    rows: tuple[int, ...] = (64, 128, 256)  # of the weight, in a tile
+
+
+def in_flight(gemm: Gemm, tile: Tile, tokens: int) -> float:
+    """Model of the weight bytes that a multiprocessor has asked for at a time; 0 where a block does not fit."""
+    sums = tile.rows * tokens / (32 * tile.warps)
+    # as compiled: 48 at 8 plain sums, 72 at 16; 48 at 8 scaled ones, 156 at 32
+    registers = min(255, 40 + (3.5 if gemm.scaled else 2) * sums)
+    stage = (tile.rows * gemm.w_size + tokens * gemm.x_size) * tile.k
+    # one operand is converted on its way
+    converted = tokens * tile.k * 2 if gemm.x_size > gemm.w_size else 0
+    blocks = min(
+        _SHARED_MEMORY // (stage * tile.stages + converted + 1024),
+        65536 // (registers * 32 * tile.warps),
+    )
+    return blocks * (tile.stages - 1) * tile.rows * tile.k * gemm.w_size
+
+
+def candidates(gemm: Gemm, tokens: int, average: float) -> Iterator[Tile]:
+    """Tiles of a GEMM worth timing beside blocks of `tokens` tokens: they fit, and keep enough in flight.
 
     Args:
         average: rows an expert has on average; few of them stream weights, many of them multiply.
-        itemsize: bytes a weight element.
-        columns: length of the GEMM's sum (K or I).
     """
-    tokens = base.tokens
-    for rows in (64, 128, 256):
-        for k in (64, 128) if itemsize > 1 else (128,):
-            if columns % k:
+    for rows in gemm.rows:
+        for k in (64, 128) if gemm.w_size > 1 else (128,):
+            if gemm.w_size > 1 and gemm.columns % k:
                 continue
             for warps in (4, 8):
-                registers = rows * tokens / (32 * warps)  # fp32 accumulators a thread
-                if not 8 <= registers <= 128 or (itemsize == 1 and registers > 64):
+                sums = rows * tokens / (32 * warps) * (2 if gemm.scaled else 1)
+                if not 8 <= sums <= 128 or (warps == 8 and rows < 256 and average <= 32):
                     continue
-                for stages in (2, 3, 4, 5, 6):
-                    memory = (rows + tokens) * k * itemsize * stages
-                    flight = rows * k * itemsize * (stages - 1)
-                    if memory > 219 * 1024 or (average <= 32 and flight < 32 * 1024):
-                        continue
-                    if average > 32 and stages > 4 and memory > 160 * 1024:
-                        continue
-                    yield Tile(rows, k, stages, warps)
+                for stages in (2, 3, 4, 5, 6, 8)[: 6 if rows * gemm.w_size == 64 else 5]:
+                    tile = Tile(rows, k, stages, warps)
+                    if in_flight(gemm, tile, tokens) >= (_IN_FLIGHT if average <= 32 else 1):
+                        yield tile
 
 
 def token_tiles(average: float) -> list[int]:
@@ -109,7 +138,7 @@ class Bench:
             self.inputs.append((x, weights, ids.int()))
 
     @torch.no_grad()
-    def time_us(self, tiles: Tiles | None) -> float:
+    def time_us(self, tiles: Tiles | None, warm_up_seconds: float = 0.005) -> float:
         """Median microseconds a layer; infinite where the tiles cannot run."""
 
         def layer() -> None:
@@ -127,15 +156,18 @@ class Bench:
                 if "illegal" in str(error) or "assert" in str(error):
                     raise
                 return math.inf
+        begin = time.perf_counter()
+        while time.perf_counter() - begin < warm_up_seconds:
+            graph.replay()
+            torch.cuda.synchronize()
         times = []
-        for replay in range(_REPLAYS + 2):
+        for _ in range(_REPLAYS):
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()
             graph.replay()
             end.record()
             end.synchronize()
-            if replay >= 2:
-                times.append(start.elapsed_time(end) * 1e3 / _SETS)
+            times.append(start.elapsed_time(end) * 1e3 / _SETS)
         return statistics.median(times)
 
 
@@ -144,21 +176,19 @@ def tune(
 ) -> tuple[Tiles, float, float]:
     """Best tiles, their time and the heuristic's time, both in microseconds."""
     bench.prepare(num_tokens)
-    target, base = bench.target, heuristic(bench)
-    average = num_tokens * target.top_k / target.num_experts
-    default_us = best_us = bench.time_us(base)
+    base = heuristic(bench)
+    plan = search_space(bench.target, base, num_tokens)
+    compile_all(bench.target, num_tokens, [base, *_pairs(plan)])
+    # The GPU idled while kernels were compiled; short layers ran 10 % slower until its clocks were up.
+    default_us = best_us = bench.time_us(base, warm_up_seconds=0.25)
     best = base
-    plan = list(_search_space(target, base, average, num_tokens))
-    compile_all(target, num_tokens, [tiles for group in plan for tiles in group])
-    for first, second in progress(
-        list(zip(plan[0::2], plan[1::2], strict=True)), f"M={num_tokens}"
-    ):
-        local, local_us = None, math.inf
+    for first, second in progress(plan, f"M={num_tokens}"):
+        local, local_us = first[0], math.inf
         for tiles in first:
             us = bench.time_us(tiles)
             if us < local_us:
                 local, local_us = tiles, us
-        if local is None or local_us > 1.15 * best_us:
+        if local_us > 1.15 * best_us:
             continue
         for tiles in second:
             tiles = tiles._replace(gemm1=local.gemm1)
@@ -179,40 +209,85 @@ def heuristic(bench: Bench) -> Tiles:
     return seen[-1]
 
 
-def _search_space(
-    target: Target, base: Tiles, average: float, num_tokens: int
-) -> Iterator[list[Tiles]]:
-    """Alternating lists, a pair for each token tile: variants of GEMM1, variants of GEMM2."""
-    itemsize = 1 if target.scheme else getattr(torch, target.dtype).itemsize
-    tokens_choices = [16] if base.direct else token_tiles(average)
-    for tokens in tokens_choices:
-        shared = base._replace(tokens=tokens, chunk=1024 if tokens <= 32 else 4096)
-        lengths = (target.hidden_size, target.intermediate_size)
-        for name, columns in zip(("gemm1", "gemm2"), lengths, strict=True):
-            fixed = getattr(base, name).rows if target.scheme else None  # scales follow the rows
-            tiles = candidates(shared, average, itemsize, columns)
-            yield [shared._replace(**{name: tile}) for tile in tiles if fixed in (None, tile.rows)]
+def search_space(
+    target: Target, base: Tiles, num_tokens: int
+) -> list[tuple[list[Tiles], list[Tiles]]]:
+    """Variants of GEMM1 and of GEMM2, a pair of lists for each kind of block."""
+    K, I = target.hidden_size, target.intermediate_size  # noqa: E741
+    average = num_tokens * target.top_k / target.num_experts
+    size = getattr(torch, target.dtype).itemsize
+    w_size = 1 if target.scheme else size
+    x_scale = scales(target.scheme).x
+    space = []
+    for shared in _blocks(base, average, x_scale == "group" and not (K % 16 or I % 16)):
+        scaled = scales(target.scheme).weight == "block" or x_scale != ""
+        whole = x_scale == "group" and not shared.wide_h  # GEMM1 quantizes 128 columns of h
+        first = Gemm(K, w_size, 1 if shared.quantize else size, scaled, (256,))
+        if not whole and not shared.large:
+            first = dataclasses.replace(first, rows=(64, 128, 256))
+        x_size = size if not x_scale else 4 if shared.wide_h else 1
+        second = Gemm(I, w_size, x_size, scaled)
+        if shared.large:
+            second = dataclasses.replace(second, rows=(128,) if x_scale else (128, 256))
+        tokens = shared.tokens // shared.parts
+        ones = list(candidates(first, shared.tokens, average)) or [base.gemm1]
+        twos = list(candidates(second, tokens, average)) or [base.gemm2]
+        space.append(
+            (
+                [shared._replace(gemm1=tile) for tile in ones],
+                [shared._replace(gemm2=tile) for tile in twos],
+            )
+        )
+    return space
 
 
-def compile_all(target: Target, num_tokens: int, tiles: list[Tiles]) -> None:
+def _blocks(base: Tiles, average: float, by_group: bool) -> Iterator[Tiles]:
+    """`base` with other blocks of tokens, and with x and h quantized by groups elsewhere."""
+    if base.large:
+        for tokens, parts in ((64, 1), (128, 1), (128, 2)):
+            yield base._replace(tokens=tokens, parts=parts)
+        return
+    modes = [(base.quantize, base.wide_h)]
+    if by_group and base.direct:  # of more tokens, quantizing in the loops was 2 to 30 % slower
+        modes = [(True, False), (True, True), (False, False), (False, True)]
+    for tokens in [16] if base.direct else token_tiles(average):
+        for quantize, wide_h in modes:
+            yield base._replace(tokens=tokens, quantize=quantize, wide_h=wide_h)
+
+
+def _pairs(plan: list[tuple[list[Tiles], list[Tiles]]]) -> Iterator[Tiles]:
+    """As few tiles as compile every kernel of a plan."""
+    for first, second in plan:
+        for i in range(max(len(first), len(second))):
+            yield first[i % len(first)]._replace(gemm2=second[i % len(second)].gemm2)
+
+
+@cache
+def _pool() -> ProcessPoolExecutor:
+    workers = max(1, (os.cpu_count() or 1) - 1)
+    return ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn"))
+
+
+def compile_all(target: Target, num_tokens: int, tiles: Iterable[Tiles]) -> None:
     """Compile kernels into Triton's cache on disk, one process a core."""
-    workers = min(12, os.cpu_count() or 1, max(1, len(tiles) // 4))
-    chunks = [tiles[i::workers] for i in range(workers)]
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(workers, mp_context=context) as pool:
-        list(pool.map(_compile_some, [target] * workers, [num_tokens] * workers, chunks))
+    one = dataclasses.replace(target, num_experts=2)
+    jobs = [_pool().submit(_compile, one, num_tokens, choice) for choice in dict.fromkeys(tiles)]
+    for job in jobs:
+        job.result()
 
 
-def _compile_some(target: Target, num_tokens: int, tiles: list[Tiles]) -> None:
-    # No kernel is specialised on the number of experts, so two of them stand for all.
-    w13, w2 = target.weights(2)
+@lru_cache(maxsize=1)
+def _few_weights(target: Target) -> tuple[torch.Tensor, torch.Tensor]:
+    return target.weights(target.num_experts)
+
+
+def _compile(target: Target, num_tokens: int, tiles: Tiles) -> None:
+    # No kernel is specialised on the number of experts, so a few of them stand for all.
+    w13, w2 = _few_weights(target)
     rows = min(num_tokens, 2)
     x = torch.randn(rows, target.hidden_size, device="cuda").to(getattr(torch, target.dtype))
     ids = torch.zeros(rows, target.top_k, dtype=torch.int32, device="cuda")
     weights = torch.ones(rows, target.top_k, device="cuda")
-    for choice in tiles:
-        with torch.no_grad(), triton_tiles.searching(choice):
-            try:
-                moe_ops.fused_experts(x, w13, w2, weights, ids, backend="triton")
-            except Exception:  # noqa: S112  a candidate that cannot run is sorted out when timed
-                continue
+    # a candidate that cannot run is sorted out when timed
+    with torch.no_grad(), triton_tiles.searching(tiles), contextlib.suppress(Exception):
+        moe_ops.fused_experts(x, w13, w2, weights, ids, backend="triton")
