@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from moe_ops import activations, registry, schemes, tuning
+from moe_ops.kernels import cpu_grouped
 from moe_ops.problem import Problem
 
 # distributions that backends and integrations use; read from metadata, so none is imported
@@ -47,8 +48,9 @@ def facts() -> dict[str, Any]:
     """Everything ``python -m moe_ops.info --json`` prints, in types that JSON knows.
 
     Keys: ``python``, ``versions`` (distribution -> version or None), ``cuda`` (runtime and driver,
-    or None), ``gpus`` (name, capability, memory_gib), ``backends`` (name -> None if available, else
-    why not and what to install), ``tuning`` (GPU name -> number of measured problems).
+    or None), ``gpus`` (name, capability, memory_gib), ``backends`` (name -> None if backend="auto" may
+    choose it for a bf16 layer here, else why not and what to do), ``cpu_kernel`` (None if the CPU
+    kernel is in use, else why not), ``tuning`` (GPU name -> number of measured problems).
     """
     return {
         "python": platform.python_version(),
@@ -56,7 +58,8 @@ def facts() -> dict[str, Any]:
         "versions": {name: _version(name) for name in ("moe-ops", *DISTRIBUTIONS)},
         "cuda": _cuda(),
         "gpus": _gpus(),
-        "backends": {backend.name: backend.available() for backend in registry.BACKENDS},
+        "backends": _backends(),
+        "cpu_kernel": cpu_grouped.why_not(),
         "tuning": {
             name: len(json.loads(path.read_text())["entries"])
             for name, path in tuning.tables().items()
@@ -119,9 +122,11 @@ def format_facts(found: dict[str, Any]) -> str:
     for name, version in found["versions"].items():
         if name != "moe-ops":
             lines.append(f"  {name:18} {version or '-'}")
-    lines.append("backends")
+    lines.append("backends that 'auto' chooses from here")
     for name, reason in found["backends"].items():
         lines.append(f"  {name:18} {'available' if reason is None else 'no: ' + reason}")
+    in_use = found["cpu_kernel"] or "built and in use"
+    lines.append(f"  on a CPU, torch's kernel for AVX-512 bf16: {in_use}")
     lines.append("tuning tables")
     for gpu_name, count in found["tuning"].items():
         lines.append(f"  {gpu_name:18} {count} measured problems")
@@ -195,6 +200,14 @@ def _num_bytes(buffer: Any) -> int:
     for extent in buffer.shape:
         size *= extent
     return size
+
+
+def _backends() -> dict[str, str | None]:
+    silu = activations.resolve("silu")
+    layer = Problem("experts", 8, 256, 128, 256, 2, torch.bfloat16, activation=silu)
+    refused = registry.plan(layer, registry.machine(_device(None))).refused
+    reasons = {name: "; ".join(text) for name, text in refused}
+    return {name: reasons.get(name) for name in registry.list_backends()}
 
 
 def _version(distribution: str) -> str | None:

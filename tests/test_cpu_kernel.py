@@ -12,7 +12,7 @@ BF16, FP32 = torch.bfloat16, torch.float32
 # one rounding of the fp32 sum, half a unit; fp32 adds the order of the sum
 TOLERANCE = {FP32: 2e-6, BF16: 2.0**-8}
 pytestmark = pytest.mark.skipif(
-    not cpu_grouped.built(), reason="not built, or this processor lacks AVX-512 bf16"
+    cpu_grouped.why_not() is not None, reason=str(cpu_grouped.why_not())
 )
 dtypes = pytest.mark.parametrize("dtype", [BF16, FP32], ids=["bf16", "fp32"])
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from moe_ops import info, registry
+from moe_ops.kernels import cpu_grouped
 from moe_ops.problem import Buffer, Machine, Problem, Workspaces
 
 H200 = Machine("cuda", (9, 0), "NVIDIA H200", ("narrow", "wide"))
@@ -84,7 +85,7 @@ def test_explain_lists_why_not(two_backends, monkeypatch):
 
 def test_facts_tell_what_is_missing(monkeypatch):
     missing = dataclasses.replace(
-        registry.BACKENDS[0], name="missing", available=lambda: "pip install it"
+        registry.BACKENDS[0], name="missing", available=lambda: "pip install it", interpreted=False
     )
     monkeypatch.setattr(registry, "BACKENDS", (missing, *registry.BACKENDS))
     found = info.facts()
@@ -96,6 +97,34 @@ def test_facts_tell_what_is_missing(monkeypatch):
     text = info.format_facts(found)
     assert f"{'missing':18} no: pip install it" in text
     assert f"{'torch':18} available" in text
+
+
+def test_facts_tell_what_runs_without_a_gpu(monkeypatch):
+    """Triton can be imported here, which is not enough."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    triton, torch_backend = registry.BACKENDS
+    for interpreted, reason in (
+        (False, "triton needs a CUDA device, got cpu"),
+        (True, "runs in an interpreter on a CPU: only when named"),
+    ):
+        monkeypatch.setattr("moe_ops.backends.triton.INTERPRETED", interpreted)
+        backends = (dataclasses.replace(triton, interpreted=interpreted), torch_backend)
+        monkeypatch.setattr(registry, "BACKENDS", backends)
+        found = info.facts()
+        assert found["backends"] == {"triton": reason, "torch": None}
+        assert f"{'triton':18} no: {reason}" in info.format_facts(found)
+
+
+def test_facts_tell_whether_the_cpu_kernel_is_in_use(monkeypatch, tmp_path):
+    library = tmp_path / "cpu_grouped_mm.so"
+    monkeypatch.setattr(cpu_grouped, "_LIBRARY", library)
+    monkeypatch.setattr(cpu_grouped, "_kernels", dict)
+    assert info.facts()["cpu_kernel"].startswith("not built: ")
+    library.touch()
+    assert "AVX-512 bf16: built, but this processor lacks" in info.format_facts(info.facts())
+    monkeypatch.setattr(cpu_grouped, "_kernels", lambda: {torch.bfloat16: None})
+    assert info.facts()["cpu_kernel"] is None
+    assert "AVX-512 bf16: built and in use" in info.format_facts(info.facts())
 
 
 def test_command_line_prints_the_plan(capsys):

@@ -45,9 +45,11 @@ def _kernels() -> dict[torch.dtype, _Kernels]:
     return kernels
 
 
-def built() -> bool:
-    """Whether the kernels are there and run on this processor."""
-    return bool(_kernels())
+def why_not() -> str | None:
+    """None where the kernels are in use, else why they are not."""
+    if not _LIBRARY.exists():
+        return "not built: installing builds it on x86-64 Linux, where there is a C++ compiler"
+    return None if _kernels() else "built, but this processor lacks AVX-512 bf16"
 
 
 def can_multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
