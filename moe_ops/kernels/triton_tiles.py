@@ -219,8 +219,10 @@ def _choose_fp8(
     average = rows / groups
     odd = bool(K % 16 or I % 16)
     # By groups, quantizing in GEMM1's epilogue beat doing it in GEMM2's loop by 1 to 30 %, and a kernel for x beat
-    # GEMM1's loop by 2 to 4 %; but rows out of 16-byte step stay what they are.
-    wide = x_scale in ("row", "tensor") or x_scale == "group" and odd
+    # GEMM1's loop by 2 to 4 %; but rows out of 16-byte step stay what they are. For one token, GEMM1's wide tiles may
+    # leave multiprocessors idle: then GEMM2 quantizes, unless its sums are long.
+    few = direct and I <= 2048 and rows * I <= 96 * 128
+    wide = x_scale in ("row", "tensor") or x_scale == "group" and (odd or few)
     quantize = x_scale == "row" or x_scale == "group" and not (odd and average <= FEW_ROWS)
     exact = itemsize == 4 and not x_scale  # fp32 products
     # Masks along K take the registers that 64 tokens need, as do operands of 16 bits before SM90.
@@ -243,6 +245,8 @@ def _choose_fp8(
             gemm2 = Tile(64, 128, 3, 4)
             if min(rows, groups) * K <= 64 * 132:  # a block a multiprocessor: the more in flight
                 gemm2 = Tile(64, 128, 6, 4)
+        elif x_scale == "group" and few:
+            gemm1, gemm2 = Tile(64, 128, 6, 4), Tile(256, 128, 4, 4)
         if tokens == 64 and not quantize:  # a conversion needs registers
             gemm1 = gemm1._replace(warps=8)
         if tokens == 64 and wide:
