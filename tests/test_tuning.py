@@ -106,6 +106,15 @@ def test_tiles_that_want_another_workspace_are_passed_over(table):
     assert chosen(64) == triton_tiles.choose(128, 8, 512, 256, 2, False, CHIP.shared_memory)
 
 
+def test_quantized_layers_without_a_gate_have_tiles_of_their_own(table):
+    target = TARGET | {"scheme": "fp8_block"}
+    tuned = MANY._replace(gemm1=Tile(256, 128, 3, 4), quantize=True)
+    tuning.record(table, "Test GPU", target, 64, tuned, 1.0)
+    problem = (64, 2, 8, 512, 256, BF16, CHIP, "fp8_block", ("block", "group"))
+    assert triton_tiles.for_experts(*problem, True).gemm1 == tuned.gemm1
+    assert triton_tiles.for_experts(*problem, False).gemm1.rows == 128
+
+
 def rows_of_tables():
     return [
         (entry, row)

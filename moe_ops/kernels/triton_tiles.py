@@ -161,6 +161,8 @@ def _for_experts(
     facts = (dtype.itemsize, M == 1, chip.shared_memory, *scales, gated, large)
     base = choose(M * top_k, E, K, I, *facts)
     names = (scheme, str(dtype).removeprefix("torch."))
+    # Tables hold gated layers. Where GEMM1 quantizes what it writes, its tiles follow from that.
+    tables = tables and (gated or not scheme)
     fields = tuning.triton_tiles(chip.name, E, K, I, top_k, *names, M) if tables else None
     if fields is None:
         return base
