@@ -1,4 +1,4 @@
-"""What each routing method does and which arguments it takes, for `route` and those who call it later.
+"""What each routing method does and takes: asked by `route`, and by `MoELayer` when it is built.
 
 Dimensions as in routing.py: E experts, top_k experts per token.
 """
