@@ -337,7 +337,10 @@ aten.empty_like.default
 aten.arange.default
 aten.scatter.src
 aten.lt.Scalar
-aten.floor_divide.default
+aten.unsqueeze.default
+aten.expand.default
+aten.clone.default
+aten._unsafe_view.default
 aten.index_select.default
 moe_ops.grouped_mm.default
 aten.split.Tensor
