@@ -169,7 +169,8 @@ def _parse_options(text: str, names: tuple[str, ...]) -> tuple:
         raise ValueError(
             f"options must be a dict of {', '.join(names)}, in this order; got {text}"
         )
-    return tuple(options.values())
+    # Kernels are compiled for a whole number as for a constant: 1 and 1.702 would not be told apart.
+    return tuple([float(v) if type(v) is int else v for v in options.values()])
 
 
 @dataclass(frozen=True)

@@ -273,6 +273,26 @@ def test_nan_stays_in_its_token(where, scheme):
 
 
 @everywhere
+def test_blocks_of_nan_leave_the_scale_of_all_rows_alone(where):
+    """fp8_tensor: h of tokens that hold NaN, enough to fill blocks, does not enter the one scale of h."""
+    ids = torch.tensor([[0]] * 40 + [[1]] * 5)
+    case = Case(*where, "fp8_tensor", M=45, E=2, top_k=1, K=48, I=32, ids=ids)
+    case.args[0][:40] = 0
+    clean = case.run("triton")
+    case.args[0][:40] = math.nan
+    out = case.run("triton")
+    assert torch.isfinite(clean[40:]).all() and clean[40:].any()
+    assert torch.equal(out[40:], clean[40:])
+
+
+@everywhere
+@pytest.mark.parametrize("E", [1, 2])
+def test_one_token_with_more_pairs_than_twice_the_experts(where, E):
+    """As on a rank that holds few of a model's experts."""
+    Case(*where, "fp8_block", M=1, E=E, top_k=8, K=256, I=128).check("triton")
+
+
+@everywhere
 def test_static_scale_clamps(where):
     """Activations far beyond the scale's range become 448 times it."""
     case = Case(*where, "fp8_tensor_static", M=5, E=2, top_k=1, K=48, I=32)
@@ -303,12 +323,15 @@ def test_batched_experts(where, scheme, T):
 
 @everywhere
 @pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.parametrize("ends, S", [([1, 1, 3], 5), ([20, 20, 50], 52), ([0, 0, 0], 4)])
-def test_grouped_linear(where, scheme, ends, S):
+@pytest.mark.parametrize(
+    "ends, S, tail",
+    [([1, 1, 3], 5, math.nan), ([20, 20, 50], 52, math.inf), ([0, 0, 0], 4, math.inf)],
+)
+def test_grouped_linear(where, scheme, ends, S, tail):
     device, dtype = where
     g = torch.Generator().manual_seed(S)
     x = torch.randn(S, 272, generator=g).to(dtype).to(device)
-    x[ends[-1] :] = math.nan
+    x[ends[-1] :] = tail
     static = {"activation_scale": cases.STATIC_SCALES[0]} if scheme == "fp8_tensor_static" else {}
     w = (torch.randn(3, 144, 272, generator=g) / 272**0.5).to(dtype).to(device)
     w = moe_ops.quantize(w, scheme, **static)
@@ -324,6 +347,12 @@ def test_grouped_linear(where, scheme, ends, S):
 # --- host ---------------------------------------------------------------------------------------------------
 
 
+SHAPES = [  # E, top_k, K, I; the last two have more pairs of one token than twice their experts
+    *((1, 1, 1, 1), (4, 2, 130, 70), (8, 2, 256, 512), (64, 8, 64, 32)),
+    *((1, 8, 256, 256), (2, 8, 256, 512)),
+]
+
+
 @pytest.mark.parametrize("scheme", QUANTIZING)
 def test_workspaces_hold_whatever_tiles_are_chosen(scheme):
     """Taking a buffer apart fails where it is too small."""
@@ -331,7 +360,7 @@ def test_workspaces_hold_whatever_tiles_are_chosen(scheme):
     validity = triton_scales.Validity("groups", False, (None, None, 1, 0, 1, 0, 0, 0))
     static = torch.ones(1)
     for M in (1, 2, 3, 7, 33, 200, 4096):
-        for E, top_k, K, I in ((1, 1, 1, 1), (4, 2, 130, 70), (8, 2, 256, 512), (64, 8, 64, 32)):  # noqa: E741
+        for E, top_k, K, I in SHAPES:  # noqa: E741
             pairs = M * top_k
             problem = Problem("experts", E, K, I, 2 * I, top_k, BF16, scheme=scheme)
             ws13, ws2, _ = [

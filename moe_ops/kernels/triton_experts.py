@@ -193,6 +193,7 @@ def moe_ops_gemm1(
         if H_SCALE == "row":
             tl.atomic_max(slot + place, amax.to(tl.int32, bitcast=True), mask=ok, sem="relaxed")
         else:
+            amax = tl.where(amax == amax, amax, 0.0)  # NaN stays in its row
             tl.atomic_max(slot, tl.max(amax, 0).to(tl.int32, bitcast=True), sem="relaxed")
     if H_SCALE == "group":
         tl.static_assert(BN == 128)
@@ -297,6 +298,8 @@ def moe_ops_gemm2(
         W_SCALE, X_SCALE, PARTS, (WN + 127) // 128, False, NATIVE,
     )  # fmt: skip
     start_dependent(DEPENDENT)
+    if ZERO_TAIL:  # a scale that is not finite would make NaN of the tail's zeros
+        acc = tl.where(e < E, acc, 0.0)
     if HAS_BIAS:
         bias_ok = w_ok
         if ZERO_TAIL:

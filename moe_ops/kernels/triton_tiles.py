@@ -223,7 +223,9 @@ def _choose_fp8(
     # By groups, quantizing in GEMM1's epilogue beat doing it in GEMM2's loop by 1 to 30 %, and a kernel for x beat
     # GEMM1's loop by 2 to 4 %; but rows out of 16-byte step stay what they are. For one token, GEMM1's wide tiles may
     # leave multiprocessors idle: then GEMM2 quantizes, unless its sums are long.
-    few = direct and I <= 2048 and rows * I <= 96 * 128
+    few = (
+        direct and I <= 2048 and rows * I <= 96 * 128 and average <= FEW_ROWS
+    )  # else h has no room in fp32
     wide = x_scale in ("row", "tensor") or x_scale == "group" and (odd or few)
     quantize = x_scale == "row" or x_scale == "group" and not (odd and average <= FEW_ROWS)
     exact = itemsize == 4 and not x_scale  # fp32 products

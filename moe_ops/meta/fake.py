@@ -59,6 +59,8 @@ def rows_experts(a: Any) -> None:
         _rows("topk_weights", weights, "hidden_states", rows)
     if out != rows:
         _rows("out", out, "hidden_states", rows)
+    if a.topk_weights.shape[1] != a.topk_ids.shape[1]:
+        raise ValueError("topk_ids and topk_weights must have equal top_k")
     _widths("hidden_states", K, a.w13, a.w2)
 
 

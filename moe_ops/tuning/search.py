@@ -270,7 +270,7 @@ def _pool() -> ProcessPoolExecutor:
 
 def compile_all(target: Target, num_tokens: int, tiles: Iterable[Tiles]) -> None:
     """Compile kernels into Triton's cache on disk, one process a core."""
-    one = dataclasses.replace(target, num_experts=2)
+    one = dataclasses.replace(target, num_experts=max(2, target.top_k))
     jobs = [_pool().submit(_compile, one, num_tokens, choice) for choice in dict.fromkeys(tiles)]
     for job in jobs:
         job.result()
