@@ -298,9 +298,7 @@ def _scales(*weights: Weight) -> list[Tensor | None]:
     """The op argument `scales`."""
     if not weights[0].scheme:
         return []
-    return [
-        t for w in weights for t in (w.scale, w.zero_point, w.global_scale, w.activation_scale)
-    ]
+    return [tensor for weight in weights for tensor in weight[1:5]]  # scale to activation_scale
 
 
 def _check_rows(name: str, tensor: Tensor, M: int) -> None:
