@@ -273,7 +273,8 @@ def explain(
 def _check_tensors(names: str, required: int, *values: Any) -> None:
     """ValueError for the first value that is no tensor; those after the `required` ones may be None."""
     for i, value in enumerate(values):
-        if not isinstance(value, Tensor) and (value is not None or i < required):
+        # None first: asking whether it is a Tensor costs three times as much as of one
+        if (i < required) if value is None else not isinstance(value, Tensor):
             validation.check_tensor(names.split()[i], value)
 
 
