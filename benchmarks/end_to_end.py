@@ -29,7 +29,7 @@ import end_to_end_report
 import torch
 from end_to_end_cases import IMPLEMENTATIONS, MODELS, Model
 from harness import RESULTS, relative_error
-from records import OURS, Results
+from records import OURS, Results, merge
 from torch import Tensor
 
 import moe_ops.integrations.transformers as moe_transformers
@@ -282,12 +282,9 @@ def main() -> None:
     # transformers calls cached functions in what we compile; the warning returns with every cell
     warnings.filterwarnings("ignore", "Dynamo detected a call to a `functools.lru_cache`")
     if arguments.merge or arguments.report:
-        for path in arguments.merge:
-            results = open_results(arguments.results / path.name)
-            results.merge(path)
-            results.write()
-        for path in sorted(arguments.results.glob("end_to_end_*.json")):
-            end_to_end_report.report(open_results(path), arguments.results)
+        files = merge(arguments.merge, arguments.results, "end_to_end_*.json", open_results)
+        for results in files:
+            end_to_end_report.report(results, arguments.results)
         return
     if arguments.dry_run:
         folder = Path(tempfile.mkdtemp(prefix="end_to_end_dry_run_"))

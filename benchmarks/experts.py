@@ -58,7 +58,7 @@ from harness import (
     summary,
 )
 from peers import DEFAULT, IMPLEMENTATIONS, Layer
-from records import OURS, Results
+from records import OURS, Results, merge
 from torch import Tensor
 
 # A call slower than this is not replayed: emulation of large quantized weights takes seconds a call.
@@ -326,12 +326,9 @@ def main() -> None:
     # transformers calls cached functions in what we compile; the warning returns with every cell
     warnings.filterwarnings("ignore", "Dynamo detected a call to a `functools.lru_cache`")
     if arguments.merge or arguments.report:
-        for path in arguments.merge:
-            results = open_results(arguments.results / path.name)
-            results.merge(path)
-            results.write()
-        for path in sorted(arguments.results.glob("experts_*.json")):
-            experts_report.report(open_results(path), arguments.results)
+        files = merge(arguments.merge, arguments.results, "experts_*.json", open_results)
+        for results in files:
+            experts_report.report(results, arguments.results)
         return
     if arguments.dry_run:
         vars(arguments).update(DRY_RUN, routing=list(ROUTINGS), only=list(IMPLEMENTATIONS))

@@ -6,7 +6,7 @@ import datetime
 import hashlib
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +67,17 @@ class Results:
             f'{{\n "runs": {{\n  {separator.join(named)}\n }},\n'
             f' "rows": [\n  {separator.join(lines)}\n ]\n}}\n'
         )
+
+
+def merge(
+    paths: Sequence[Path], folder: Path, pattern: str, open_results: Callable[[Path], Results]
+) -> list[Results]:
+    """Add files to those of the same names in `folder`; all of its results that match `pattern`."""
+    for path in paths:
+        results = open_results(folder / path.name)
+        results.merge(path)
+        results.write()
+    return [open_results(path) for path in sorted(folder.glob(pattern))]
 
 
 def describe_run(command: list[str], dry: bool) -> dict[str, Any]:

@@ -71,8 +71,9 @@ class MoELayer(nn.Module):
 
     Raises:
         ValueError: a size that is no integer or below 1, an unknown activation, backend, scoring or
-            routing method, arguments that the method needs or does not take, top_k outside 1..E, an expert_map of another shape, without
-            values or with ids of experts that the layer does not hold, or arguments that contradict each other.
+            routing method, arguments that the method needs or does not take, top_k outside 1..E, an
+            expert_map of another shape, without values or with ids of experts that the layer does not
+            hold, or arguments that contradict each other.
     """
 
     expert_load: Tensor

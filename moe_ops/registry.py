@@ -64,11 +64,9 @@ class Plan:
         p, act = self.problem, self.problem.activation
         values: tuple = (p.scheme, p.layout)
         if act is not None:
+            # constants, also where dynamic=True makes symbols of them
             numbers = [float(guard_scalar(x)) for x in (act.alpha, act.beta, act.limit)]
-            values += (
-                act.name,
-                *numbers,
-            )  # constants, also where dynamic=True makes symbols of them
+            values += (act.name, *numbers)
         if p.kind == "experts":
             values += (p.router_weight_on_input, p.deterministic)
         return library.options_text(p.kind, (*values, self.tiers_text))

@@ -160,9 +160,9 @@ def quantize(model: nn.Module, scheme: str | QuantScheme) -> AttachReport:
 
     All weights are checked before the first one changes: after a ValueError or RuntimeError the model is
     as it was before the call. Then each is replaced by an `ExpertTensor` parameter with
-    requires_grad=False, one at a time, so that at most one weight exists twice. A parameter keeps the shape it had: where a family keeps
-    (E, columns, rows), the quantized data lies as (E, rows, columns) under a transposed view. Two
-    families are exceptions: dbrx's three (E * I, H) become (E, I, H), and longcat_flash's gate_up_proj
+    requires_grad=False, one at a time, so that at most one weight exists twice. A parameter keeps the
+    shape it had: where a family keeps (E, columns, rows), the quantized data lies as (E, rows, columns)
+    under a transposed view. Two families are exceptions: dbrx's three (E * I, H) become (E, I, H), and longcat_flash's gate_up_proj
     loses the rows of its identity experts, which nothing reads.
 
     Args:
