@@ -53,11 +53,12 @@ def register_empty(like: library.Backend) -> None:
 
 
 def microseconds(
-    functions: list[Callable[[], object]], calls: int = 200, rounds: int = 51
+    functions: list[Callable[[], object]], calls: int = 50, rounds: int = 201
 ) -> list:
     """Medians over rounds, in which all functions take turns, of the host time of one call in us.
 
-    Time of this thread: what other processes take is left out, what they do to clocks and caches is not.
+    Time of this thread: what other processes take is left out, what they do to clocks and caches is not. On rented
+    machines that lasts seconds and can double a time, so all cases are timed side by side.
     """
     times: list[list[float]] = [[] for _ in functions]
     for _ in range(rounds):
@@ -69,8 +70,8 @@ def microseconds(
     return [statistics.median(found[1:]) for found in times]
 
 
-def run_case(case: Case, device: torch.device, like: library.Backend) -> dict:
-    """Time of the call, of its allocations alone, and of the call by way of the dispatcher."""
+def calls_of(case: Case, device: torch.device) -> list[Callable[[], object]]:
+    """The call, its allocations alone, and 16 calls by way of the dispatcher."""
     generator = torch.Generator().manual_seed(0)
     e, k, i = NUM_EXPERTS, HIDDEN_SIZE, INTERMEDIATE_SIZE
     w13 = torch.randn(e, 2 * i, k, generator=generator).to(device, torch.bfloat16)
@@ -80,7 +81,6 @@ def run_case(case: Case, device: torch.device, like: library.Backend) -> dict:
     x = torch.randn(case.num_tokens, k, generator=generator).to(device, torch.bfloat16)
     logits = torch.randn(case.num_tokens, e, generator=generator).to(device)
     weights, ids = moe_ops.route(logits, TOP_K)
-
     plan = moe_ops.explain(x, w13, w2, ids, backend="empty")
     shapes = plan.workspace_shapes(case.num_tokens)
 
@@ -97,14 +97,23 @@ def run_case(case: Case, device: torch.device, like: library.Backend) -> dict:
             for _ in range(16):
                 call()
 
-    total, allocation, operators = microseconds([call, allocate, call_operator])
-    return {
-        "case": asdict(case),
-        "workspaces_of": like.name,
-        "total_us": round(total, 2),
-        "allocation_us": round(allocation, 2),
-        "as_operator_us": round(operators / 16, 2),
-    }
+    return [call, allocate, call_operator]
+
+
+def measure(device: torch.device, like: library.Backend) -> list[dict]:
+    """One row for each case."""
+    functions = [calls_of(case, device) for case in CASES]
+    times = iter(microseconds([function for calls in functions for function in calls]))
+    return [
+        {
+            "case": asdict(case),
+            "workspaces_of": like.name,
+            "total_us": round(next(times), 2),
+            "allocation_us": round(next(times), 2),
+            "as_operator_us": round(next(times) / 16, 2),
+        }
+        for case in CASES
+    ]
 
 
 def main() -> None:
@@ -117,7 +126,7 @@ def main() -> None:
     like = next(backend for backend in registry.BACKENDS if backend.name == wanted)
     register_empty(like)
     facts = machine_facts()
-    rows = [run_case(case, device, like) for case in CASES]
+    rows = measure(device, like)
     print(facts)
     header = ["M", "scheme", "total us", "of it allocations", "as an operator", "target"]
     print(
