@@ -289,5 +289,4 @@ def _matrix(weight: Any, expert: int) -> Tensor:
     """One expert's matrix in fp64, dequantized where it is quantized."""
     if not isinstance(weight, moe_ops.ExpertTensor):
         return weight[expert].double()
-    q, scale = weight.qdata[expert], weight.scale[expert]
-    return numerics.dequantize_weight(q, scale, weight.scheme, torch.float32).double()
+    return weight[expert].dequantize(torch.float32).double()

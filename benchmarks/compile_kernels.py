@@ -16,7 +16,7 @@ import re
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -35,10 +35,13 @@ from triton.runtime import driver
 from moe_ops import library
 from moe_ops.activations import Activation
 from moe_ops.backends import triton as backend
-from moe_ops.kernels import triton_launch
+from moe_ops.kernels import router, triton_launch
 from moe_ops.kernels.triton_launch import Gpu
+from moe_ops.meta.router import router_workspace
 from moe_ops.problem import Problem
-from moe_ops.schemes import SCHEMES, get_scheme
+from moe_ops.schemes import get_scheme
+
+SCHEMES = ("", *backend.BACKEND.native_schemes)
 
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 SHARED_MEMORY = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024}
@@ -66,6 +69,21 @@ class Call:
     transposed: bool = False  # weights stored (E, K, N)
     ids: torch.dtype = torch.int32
     router: torch.dtype = torch.float32
+
+
+@dataclass(frozen=True)
+class RouterCall:
+    """One call of `moe_ops::route_tokens`, of as many tokens as its own kernels serve."""
+
+    shape: tuple[int, int, int]  # E, top_k, K
+    M: int
+    dtype: torch.dtype = torch.bfloat16
+    logits: torch.dtype = torch.bfloat16
+    weights: torch.dtype = torch.float32  # of topk_weights
+    ids: torch.dtype = torch.int64
+    bias: bool = False  # of the linear layer
+    choice: tuple[str, bool, int, int] = ("softmax", True, 1, 1)  # scoring, renormalize, groups
+    correction_bias: bool = False
 
 
 class Compiled(NamedTuple):
@@ -131,6 +149,7 @@ def _compiling(chip: Gpu, arch: int) -> Iterator[list[Compiled]]:
             mock.patch.object(triton_launch, "_kernels", lambda: recorders),
             mock.patch.object(triton_launch, "_compiled", {}),
             mock.patch.object(backend, "gpu", lambda device: chip),
+            mock.patch.object(router, "gpu", lambda device: chip),
         ):
             yield found
     finally:
@@ -207,18 +226,40 @@ def compile_call(call: Call, chip: Gpu, arch: int) -> list[Compiled]:
     return found
 
 
-def _compile_one(chip: Gpu, arch: int, call: Call) -> None:
+def compile_router(call: RouterCall, chip: Gpu, arch: int) -> list[Compiled]:
+    """The kernels of a router, compiled for `arch`."""
+    E, top_k, K = call.shape
+    with _compiling(chip, arch) as found:
+        router.launch(
+            _empty(call.M, E, dtype=call.logits),
+            _empty(call.M, top_k, dtype=call.weights),
+            _empty(call.M, top_k, dtype=call.ids),
+            _empty(*router_workspace(call.M, E, K), dtype=torch.float32),
+            _empty(call.M, K, dtype=call.dtype),
+            _empty(E, K, dtype=call.dtype),
+            _empty(E, dtype=call.dtype) if call.bias else None,
+            _empty(E, dtype=torch.float32) if call.correction_bias else None,
+            *call.choice,
+            1.0,
+        )
+    return found
+
+
+def _compile_one(chip: Gpu, arch: int, call: Call | RouterCall) -> None:
     with suppress(Exception):  # the launch itself will say what is wrong
-        compile_call(call, chip, arch)
+        if isinstance(call, RouterCall):
+            compile_router(call, chip, arch)
+        else:
+            compile_call(call, chip, arch)
 
 
-def compile_all(calls: list[Call], chip: Gpu, arch: int) -> None:
+def compile_all(calls: Sequence[Call | RouterCall], chip: Gpu, arch: int) -> None:
     """Compile many calls on all cores: Triton keeps kernels on disk, where a later launch finds them."""
     with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
         list(pool.map(partial(_compile_one, chip, arch), calls))
 
 
-def compile_here(calls: list[Call]) -> None:
+def compile_here(calls: Sequence[Call | RouterCall]) -> None:
     """`compile_all` for the GPU of this machine: one process would take some seconds a call."""
     start = time.perf_counter()
     major, minor = torch.cuda.get_device_capability()
@@ -280,7 +321,7 @@ def main() -> None:
     parser.add_argument("--arch", type=int, default=90, choices=sorted(SHARED_MEMORY))
     parser.add_argument("--gpu", default="", help="whose measured tiles to use; default: none")
     parser.add_argument("--shape", choices=SHAPES, nargs="+", default=list(SHAPES))
-    parser.add_argument("--scheme", choices=tuple(SCHEMES), nargs="+", default=tuple(SCHEMES))
+    parser.add_argument("--scheme", choices=SCHEMES, nargs="+", default=SCHEMES)
     parser.add_argument("--M", type=int, nargs="+", default=[1, 8, 64, 256, 1024, 4096])
     parser.add_argument("--kind", choices=library.KINDS, default="experts")
     parser.add_argument("--transposed", action="store_true", help="weights stored (E, K, N)")

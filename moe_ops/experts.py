@@ -216,10 +216,7 @@ def grouped_linear(
     ready = plans.prepare(plans.linear_call, (x,), (a,), (bias, offsets), (needs_grad,), backend)
     if needs_grad:
         _warn_training_path(x)
-        y = training.grouped_linear(
-            x, a.data, offsets, bias, a.scale, a.activation_scale, a.scheme
-        )
-        return y.to(x.dtype)
+        return training.grouped_linear(x, a, offsets, bias).to(x.dtype)
     S = x.shape[0]
     out = x.new_empty((S, a.data.shape[1]))
     ready.run(
@@ -289,6 +286,7 @@ def _unwrap(weight: Any) -> Weight:
         weight.scale,
         weight.zero_point,
         weight.global_scale,
+        weight.channel_scale,
         weight.activation_scale,
         scheme,
         weight.weight_layout,
@@ -299,7 +297,7 @@ def _scales(*weights: Weight) -> list[Tensor | None]:
     """The op argument `scales`."""
     if not weights[0].scheme:
         return []
-    return [tensor for weight in weights for tensor in weight[1:5]]  # scale to activation_scale
+    return [tensor for weight in weights for tensor in weight[1:6]]  # scale to activation_scale
 
 
 def _check_rows(name: str, tensor: Tensor, M: int) -> None:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from moe_ops.meta import fake
 from moe_ops.problem import Machine, Problem, Workspaces
-from moe_ops.schemes import get_scheme
+from moe_ops.schemes import SCHEMES, get_scheme
 
 LIB = torch.library.Library("moe_ops", "DEF")
 Scale = Annotated[Tensor | None, "scale"]
@@ -39,17 +39,19 @@ class ExpertsArgs(NamedTuple):
     workspace2: Tensor  # written
     index_workspace: Tensor  # int32, written
     hidden_states: Tensor  # (M, K)
-    w13: Tensor  # (E, N, K), gate rows first, then up; or the packed data of a scheme
+    w13: Tensor  # (E, N, K), gate rows first, then up; fewer columns where elements share bytes
     w2: Tensor  # (E, K, I)
     topk_weights: Tensor  # (M, top_k), any float dtype
     topk_ids: Tensor  # (M, top_k), int32 or int64
     w13_scale: Scale
     w13_zero_point: Scale
     w13_global_scale: Scale
+    w13_channel_scale: Scale
     a13_scale: Scale  # static scale of hidden_states
     w2_scale: Scale
     w2_zero_point: Scale
     w2_global_scale: Scale
+    w2_channel_scale: Scale
     a2_scale: Scale  # static scale of the activation's output
     w13_bias: Tensor | None  # (E, N)
     w2_bias: Tensor | None  # (E, K)
@@ -79,10 +81,12 @@ class BatchedExpertsArgs(NamedTuple):
     w13_scale: Scale
     w13_zero_point: Scale
     w13_global_scale: Scale
+    w13_channel_scale: Scale
     a13_scale: Scale
     w2_scale: Scale
     w2_zero_point: Scale
     w2_global_scale: Scale
+    w2_channel_scale: Scale
     a2_scale: Scale
     w13_bias: Tensor | None
     w2_bias: Tensor | None
@@ -108,6 +112,7 @@ class GroupedLinearArgs(NamedTuple):
     weight_scale: Scale
     weight_zero_point: Scale
     weight_global_scale: Scale
+    weight_channel_scale: Scale
     activation_scale: Scale
     bias: Tensor | None  # (E, N)
     scheme: str
@@ -153,6 +158,8 @@ KINDS = {
     ),
     "grouped_linear": Kind(GroupedLinearArgs, fake.check_grouped_linear, fake.rows_grouped_linear),
 }
+# scheme -> bits of a stored element: how many columns the data of a weight stand for
+_BITS = {name: scheme.weight.format.bits for name, scheme in SCHEMES.items() if scheme.weight}
 _OPTIONS = {name: kind.options for name, kind in KINDS.items()}  # for traced code
 
 
@@ -252,7 +259,7 @@ def _entry(launch: Callable, kind: Kind, device: str) -> Callable:
 
     def run(*values: Any) -> None:
         args = unpack(values)
-        check_rows(args)
+        check_rows(args, _BITS.get(args.scheme, 8))
         launch(args)
 
     def run_on_device(*values: Any) -> None:
@@ -308,7 +315,8 @@ def dispatcher_is_idle() -> bool:
 
 def _fake(kind: Kind) -> Callable:
     def fake_kernel(*values: Any) -> None:
-        kind.check(kind.unpack(values))
+        args = kind.unpack(values)
+        kind.check(args, _BITS.get(args.scheme, 8))
 
     return fake_kernel
 

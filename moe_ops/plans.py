@@ -111,11 +111,14 @@ def prepare(
     key = [make_call, backend, options, blocks]
     for t in inputs:
         key += (type(t), t.shape[1:], t.dtype, t.device)
-    for data, scale, _, _, static, scheme, layout in weights:
+    for data, scale, zero, global_, channel, static, scheme, layout in weights:
         key += (type(data), data.shape, data.dtype, data.device, data.is_contiguous())
         key += (scheme, layout)
         if scale is not None:
             key += (scale.shape, scale.device, None if static is None else static.device)
+            if zero is not None or global_ is not None or channel is not None:
+                for other in (zero, global_, channel):
+                    key += (None,) if other is None else (other.shape, other.device)
     for t in others:
         key += (None,) if t is None else (type(t), t.shape, t.dtype, t.device)
     lookup = tuple(key)

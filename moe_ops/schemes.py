@@ -6,6 +6,8 @@ operator arguments, tuning files and quantized tensors; ``get_scheme`` turns a n
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -15,16 +17,42 @@ from moe_ops.meta import scales
 
 @dataclass(frozen=True)
 class ElementFormat:
-    """A number format of quantized elements: its torch storage dtype and largest magnitude."""
+    """A number format of quantized elements.
+
+    ``storage`` is the torch dtype that holds them, ``bits`` the bits of one: two of 4 bits share a
+    byte (the even one in the low half), four of 6 bits share three (the first in the lowest bits).
+    ``max`` is the largest magnitude. Floating-point formats have a sign, ``mantissa`` bits of mantissa
+    and an exponent of bias ``bias`` in between, without infinities.
+    """
 
     name: str
     storage: torch.dtype
+    bits: int
     max: float
-    is_float: bool
+    mantissa: int = 0
+    bias: int = 0
+
+    @property
+    def is_float(self) -> bool:
+        return self.mantissa > 0
+
+    @property
+    def max_exponent(self) -> int:
+        """floor(log2(max))."""
+        return int(self.max).bit_length() - 1
 
 
+# int4 elements are codes 0..15 that stand for code - 8, or for code - zero_point
 ELEMENT_FORMATS = {
-    "e4m3": ElementFormat("e4m3", torch.float8_e4m3fn, 448.0, True),
+    f.name: f
+    for f in (
+        ElementFormat("e4m3", torch.float8_e4m3fn, 8, 448.0, mantissa=3, bias=7),
+        ElementFormat("e3m2", torch.uint8, 6, 28.0, mantissa=2, bias=3),
+        ElementFormat("e2m3", torch.uint8, 6, 7.5, mantissa=3, bias=1),
+        ElementFormat("e2m1", torch.uint8, 4, 6.0, mantissa=1, bias=1),
+        ElementFormat("int8", torch.int8, 8, 127.0),
+        ElementFormat("int4", torch.uint8, 4, 7.0),
+    )
 }
 
 
@@ -70,15 +98,28 @@ PER_ROW = GroupShape(1, -1)
 PER_COLUMN = GroupShape(-1, 1)
 PER_BLOCK = GroupShape(128, 128)
 PER_TOKEN_GROUP = GroupShape(1, 128)
+PER_MX_BLOCK = GroupShape(1, 32)
+PER_NV_BLOCK = GroupShape(1, 16)
+
+SCALE_RULES = ("ocp", "round", "ceil")
 
 
 @dataclass(frozen=True)
 class QuantDesc:
-    """How one operand is quantized: value = (q - zero_point) * scale / global_scale.
+    """How one operand is quantized: value = (q - zero_point) * scale * channel_scale / global_scale.
 
-    ``dtype`` names an element format ("e4m3"); ``static`` scales are known beforehand, others are
-    computed from the data of each call. ``global_scale`` and ``zero_point`` say whether the operand
-    has one.
+    Args:
+        dtype: names an element format, e.g. "e4m3".
+        group: what shares one scale.
+        static: whether scales are known beforehand; others are computed from the data of each call.
+        scale_dtype: float32; float8_e8m0fnu (powers of two, stored as their uint8 code); float8_e4m3fn;
+            None for the dtype of the weights themselves.
+        global_scale: whether there is one more scale for a whole matrix, (E,) fp32 for weights.
+        channel_scale: whether there is one more scale for each row, (E, N, 1) fp32.
+        zero_point: whether elements are counted from a zero point, one for each scale.
+        scale_rule: of e8m0 scales, how their exponent follows from the largest magnitude of a group:
+            "ocp" floor(log2(amax)) - floor(log2(format's max)), as the OCP MX specification has it;
+            "round" the same of amax rounded to the format's mantissa; "ceil" ceil(log2(amax / format's max)).
 
     Raises:
         ValueError: for a combination that has no meaning; the message says why.
@@ -87,24 +128,20 @@ class QuantDesc:
     dtype: str
     group: GroupShape
     static: bool = True
-    scale_dtype: torch.dtype = torch.float32
+    scale_dtype: torch.dtype | None = torch.float32
     global_scale: bool = False
+    channel_scale: bool = False
     zero_point: bool = False
+    scale_rule: str = ""
 
     def __post_init__(self) -> None:
         if self.dtype not in ELEMENT_FORMATS:
             raise ValueError(
                 f"QuantDesc.dtype must be one of {sorted(ELEMENT_FORMATS)}, got {self.dtype!r}"
             )
-        if self.zero_point and self.format.is_float:
-            raise ValueError(
-                f"zero_point must be False for {self.dtype}: a floating-point format is symmetric"
-            )
-        if self.global_scale and self.scale_dtype == torch.float32:
-            raise ValueError(
-                "global_scale must be False with float32 scales: it exists to widen the range of "
-                "scales stored in fewer bits"
-            )
+        reason = _meaningless(self)
+        if reason:
+            raise ValueError(reason)
 
     @property
     def format(self) -> ElementFormat:
@@ -115,6 +152,16 @@ class QuantDesc:
         """The torch dtype in which the quantized elements are stored."""
         return self.format.storage
 
+    @property
+    def is_mx(self) -> bool:
+        """Whether scales are powers of two, stored as e8m0."""
+        return self.scale_dtype == torch.float8_e8m0fnu
+
+    @property
+    def whole_groups(self) -> bool:
+        """Whether the columns of a weight must be a multiple of the group's: true but for 2-D blocks."""
+        return self.group.cols > 1 and self.group.rows == 1
+
     def scale_shape(self, rows: int, cols: int) -> tuple[int, ...]:
         """Shape of the scales of a (rows, cols) operand: () for one scale, else 2-D."""
         return scales.scale_shape(rows, cols, self.group.rows, self.group.cols)
@@ -122,6 +169,28 @@ class QuantDesc:
     def batched_scale_shape(self, batch: int, rows: int, cols: int) -> tuple[int, ...]:
         """Shape of the scales of a (batch, rows, cols) operand: (batch,) for one scale a matrix."""
         return scales.batched_scale_shape(batch, rows, cols, self.group.rows, self.group.cols)
+
+
+def _meaningless(d: QuantDesc) -> str:
+    """Why a description has no meaning, "" if it has one."""
+    if d.zero_point and d.format.is_float:
+        return f"zero_point must be False for {d.dtype}: a floating-point format is symmetric"
+    if d.global_scale and d.scale_dtype == torch.float32:
+        return (
+            "global_scale must be False with float32 scales: it exists to widen the range of "
+            "scales stored in fewer bits"
+        )
+    if d.scale_dtype not in (torch.float32, torch.float8_e8m0fnu, torch.float8_e4m3fn, None):
+        return f"scale_dtype must be float32, float8_e8m0fnu, float8_e4m3fn or None, got {d.scale_dtype}"
+    if d.scale_dtype == torch.float8_e4m3fn and d.global_scale == d.channel_scale:
+        return "float8_e4m3fn scales must have either a global_scale or a channel_scale to widen their range"
+    if d.channel_scale and d.scale_dtype != torch.float8_e4m3fn:
+        return "channel_scale must be False unless scales are float8_e4m3fn, whose range it widens"
+    if d.is_mx != (d.scale_rule in SCALE_RULES):
+        return f"scale_rule must be one of {SCALE_RULES} with e8m0 scales and empty without, got {d.scale_rule!r}"
+    if (d.is_mx or d.global_scale) and not d.whole_groups:
+        return f"e8m0 scales and a global_scale need groups of one row, got {d.group}"
+    return ""
 
 
 @dataclass(frozen=True)
@@ -171,6 +240,45 @@ class QuantScheme:
         """Shape of the scales of an (E, N, K) weight."""
         return self.quantized_weight.batched_scale_shape(num_experts, n, k)
 
+    def scale_shapes(self, num_experts: int, n: int, k: int) -> dict[str, tuple[int, ...] | None]:
+        """Shapes of all tensors that belong to the elements of an (E, N, K) weight, by name; None for
+        those that the scheme does not have."""
+        desc = self.quantized_weight
+        scale = desc.batched_scale_shape(num_experts, n, k)
+        return {
+            "scale": scale,
+            "zero_point": scale if desc.zero_point else None,
+            "global_scale": (num_experts,) if desc.global_scale else None,
+            "channel_scale": (num_experts, n, 1) if desc.channel_scale else None,
+        }
+
+    def qdata_shape(self, *shape: int) -> tuple[int, ...]:
+        """Shape of the stored elements of a (..., K) weight: fewer columns where elements share bytes."""
+        bits = 8 if self.weight is None else self.weight.format.bits
+        return (*shape[:-1], scales.packed_size(shape[-1], bits))
+
+    def logical_shape(self, *shape: int) -> tuple[int, ...]:
+        """The inverse of ``qdata_shape``; plain weights are stored as they are."""
+        bits = 8 if self.weight is None else self.weight.format.bits
+        return (*shape[:-1], scales.unpacked_size(shape[-1], bits))
+
+    def why_not_shape(self, n: int, k: int) -> str:
+        """Why weights (N, K) cannot be quantized so, "" if they can."""
+        desc = self.quantized_weight
+        if not desc.whole_groups or k % desc.group.cols == 0:
+            even = 2 if desc.format.bits == 4 else 1
+            return f"its {k} columns must be even to share bytes in pairs" if k % even else ""
+        base = self.name.split(":")[0]
+        fitting = [
+            repr(name)
+            for name, other in SCHEMES.items()
+            if name.split(":")[0] == base
+            and ((cols := other.quantized_weight.group.cols) == -1 or k % cols == 0)
+            and other.quantized_weight.zero_point == desc.zero_point
+        ]
+        also = f"; {' and '.join(fitting)} take it" if fitting else ""
+        return f"its {k} columns must be a multiple of {desc.group.cols}, the size of a scale's group{also}"
+
 
 def _illegal(weight: QuantDesc | None, activation: QuantDesc | None) -> str:
     """Why the two descriptions do not go together, "" if they do."""
@@ -191,6 +299,8 @@ def _illegal(weight: QuantDesc | None, activation: QuantDesc | None) -> str:
         return "activations scaled by groups of columns must be scaled for each token"
     if activation.static and not activation.group.is_tensor:
         return "the tokens are not known beforehand, so only one scale for all can be static"
+    if weight.zero_point:
+        return "products of quantized activations need symmetric weights, without zero points"
     if weight.group.is_block and activation.group.is_block:
         small, large = sorted((weight.group.cols, activation.group.cols))
         if large % small:
@@ -199,7 +309,7 @@ def _illegal(weight: QuantDesc | None, activation: QuantDesc | None) -> str:
 
 
 def get_scheme(scheme: str | QuantScheme) -> QuantScheme:
-    """The scheme of a name such as "fp8_block" or "fp8_w8a16:block"; "" means plain weights.
+    """The scheme of a name such as "fp8_block" or "int4_w4a16:g64"; "" means plain weights.
 
     A name whose variant is left out stands for the default one: "fp8_w8a16" is
     "fp8_w8a16:channel". A QuantScheme is returned as it is.
@@ -217,7 +327,7 @@ def get_scheme(scheme: str | QuantScheme) -> QuantScheme:
         return scheme
     found = None
     if isinstance(scheme, str):
-        found = SCHEMES.get(DEFAULT_VARIANTS.get(scheme, scheme))
+        found = SCHEMES.get(OTHER_NAMES.get(scheme, scheme))
     if found is None:
         raise ValueError(f"scheme must be one of {_known()}, got {scheme!r}")
     return found
@@ -225,26 +335,70 @@ def get_scheme(scheme: str | QuantScheme) -> QuantScheme:
 
 def _known() -> str:
     """The names of all schemes that quantize."""
-    return ", ".join(repr(name) for name in (*SCHEMES, *DEFAULT_VARIANTS) if name)
+    return ", ".join(repr(name) for name in (*SCHEMES, *OTHER_NAMES) if name)
 
 
-_E4M3_TENSOR = QuantDesc("e4m3", PER_TENSOR)
-_E4M3_CHANNEL = QuantDesc("e4m3", PER_ROW)
-_E4M3_BLOCK = QuantDesc("e4m3", PER_BLOCK)
+def _mx(dtype: str, rule: str = "ocp", static: bool = True) -> QuantDesc:
+    e8m0 = torch.float8_e8m0fnu
+    return QuantDesc(dtype, PER_MX_BLOCK, static, scale_dtype=e8m0, scale_rule=rule)
 
-# name, weight, activation
-SCHEMES = {
-    name: QuantScheme(name, weight, activation)
-    for name, weight, activation in (
-        ("", None, None),
-        ("fp8_tensor", _E4M3_TENSOR, QuantDesc("e4m3", PER_TENSOR, static=False)),
-        ("fp8_tensor_static", _E4M3_TENSOR, QuantDesc("e4m3", PER_TENSOR, static=True)),
-        ("fp8_channel", _E4M3_CHANNEL, QuantDesc("e4m3", PER_ROW, static=False)),
-        ("fp8_block", _E4M3_BLOCK, QuantDesc("e4m3", PER_TOKEN_GROUP, static=False)),
-        ("fp8_w8a16:tensor", _E4M3_TENSOR, None),
-        ("fp8_w8a16:channel", _E4M3_CHANNEL, None),
-        ("fp8_w8a16:block", _E4M3_BLOCK, None),
-    )
+
+def _all_schemes() -> Iterator[tuple[str, QuantDesc | None, QuantDesc | None]]:
+    """(name, weight, activation) of every scheme."""
+    tensor, channel = QuantDesc("e4m3", PER_TENSOR), QuantDesc("e4m3", PER_ROW)
+    block = QuantDesc("e4m3", PER_BLOCK)
+    per_token = QuantDesc("e4m3", PER_ROW, static=False)
+    per_token_group = QuantDesc("e4m3", PER_TOKEN_GROUP, static=False)
+    yield "", None, None
+    yield "fp8_tensor", tensor, QuantDesc("e4m3", PER_TENSOR, static=False)
+    yield "fp8_tensor_static", tensor, QuantDesc("e4m3", PER_TENSOR)
+    yield "fp8_channel", channel, per_token
+    yield "fp8_block", block, per_token_group
+    yield "fp8_w8a16:tensor", tensor, None
+    yield "fp8_w8a16:channel", channel, None
+    yield "fp8_w8a16:block", block, None
+
+    int8 = QuantDesc("int8", PER_ROW)
+    yield "int8_w8a8", int8, QuantDesc("int8", PER_ROW, static=False)
+    yield "int8_w8a8_static", int8, QuantDesc("int8", PER_TENSOR)
+    for base, dtype in (("int8_w8a16", "int8"), ("int4_w4a16", "int4")):
+        for suffix, zero_point in (("", False), (":zp", True)):
+            for name, cols in (("channel", -1), ("g32", 32), ("g64", 64), ("g128", 128)):
+                group = GroupShape(1, cols)
+                desc = QuantDesc(dtype, group, scale_dtype=None, zero_point=zero_point)
+                yield f"{base}:{name}{suffix}", desc, None
+    e4m3 = torch.float8_e4m3fn
+    grouped = QuantDesc("int4", PER_TOKEN_GROUP, scale_dtype=e4m3, channel_scale=True)
+    yield "int4_w4a8", grouped, per_token
+
+    mxfp8 = _mx("e4m3", "ceil", static=False)
+    for suffix, rule in (("", "ocp"), (":round", "round"), (":ceil", "ceil")):
+        mxfp4 = _mx("e2m1", rule)
+        yield f"mxfp4_w4a16{suffix}", mxfp4, None
+        yield f"mxfp4_w4a8{suffix}", mxfp4, per_token_group
+        yield f"mxfp4_mxfp8{suffix}", mxfp4, mxfp8
+        yield f"mxfp4{suffix}", mxfp4, _mx("e2m1", rule, static=False)
+    for dtype in ("e3m2", "e2m3"):
+        mxfp6, dynamic = _mx(dtype), _mx(dtype, static=False)
+        yield f"mxfp6_{dtype}", mxfp6, dynamic
+        yield f"mxfp6_{dtype}:mxfp4", mxfp6, _mx("e2m1", static=False)
+        yield f"mxfp6_{dtype}:mxfp8", mxfp6, mxfp8
+        yield f"mxfp6_{dtype}_w6a16", mxfp6, None
+        yield f"mxfp4_mxfp6_{dtype}", _mx("e2m1"), dynamic
+    yield "mxfp8", _mx("e4m3", "ceil"), mxfp8
+
+    nvfp4 = QuantDesc("e2m1", PER_NV_BLOCK, scale_dtype=e4m3, global_scale=True)
+    yield "nvfp4", nvfp4, dataclasses.replace(nvfp4, static=False)
+    yield "nvfp4_w4a16", nvfp4, None
+
+
+SCHEMES = {name: QuantScheme(name, *operands) for name, *operands in _all_schemes()}
+# other spellings: names without their variant, and the default variant of names that have none
+OTHER_NAMES = {
+    "fp8_w8a16": "fp8_w8a16:channel",
+    "int8_w8a16": "int8_w8a16:channel",
+    "int8_w8a16:zp": "int8_w8a16:channel:zp",
+    "int4_w4a16": "int4_w4a16:g128",
+    "int4_w4a16:zp": "int4_w4a16:g128:zp",
+    **{f"{name}:ocp": name for name in ("mxfp4_w4a16", "mxfp4_w4a8", "mxfp4_mxfp8", "mxfp4")},
 }
-# names that may be written without their variant
-DEFAULT_VARIANTS = {"fp8_w8a16": "fp8_w8a16:channel"}

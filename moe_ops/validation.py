@@ -14,10 +14,11 @@ from torch.fx.experimental.symbolic_shapes import guard_scalar
 
 from moe_ops.activations import Activation
 from moe_ops.problem import Problem
-from moe_ops.schemes import get_scheme
+from moe_ops.schemes import QuantScheme, get_scheme
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _INTS = (torch.int32, torch.int64)
+TRANSPOSED = "transposed"  # the layout of a quantized weight's transposed view
 
 
 class Meta(NamedTuple):
@@ -44,26 +45,38 @@ class Weight(NamedTuple):
     scale: Tensor | None = None
     zero_point: Tensor | None = None
     global_scale: Tensor | None = None
+    channel_scale: Tensor | None = None
     activation_scale: Tensor | None = None
     scheme: str = ""
     layout: str = ""
+
+    @property
+    def scales(self) -> tuple[Tensor | None, ...]:
+        """scale, zero_point, global_scale, channel_scale: what `numerics.Scales` holds."""
+        return self[1:5]
 
     def facts(self) -> WeightFacts:
         """The weight's signature."""
         data = meta(self.data)
         assert data is not None
+        if not self.scheme:
+            return WeightFacts(data)
         static = None if self.activation_scale is None else self.activation_scale.device
-        return WeightFacts(data, meta(self.scale), self.scheme, self.layout, static)
+        scales = [meta(tensor) for tensor in self.scales]
+        return WeightFacts._make((data, *scales, static, self.scheme, self.layout))
 
 
 class WeightFacts(NamedTuple):
     """The signature of an expert weight."""
 
     data: Meta
-    scale: Meta | None
-    scheme: str
-    layout: str
+    scale: Meta | None = None
+    zero_point: Meta | None = None
+    global_scale: Meta | None = None
+    channel_scale: Meta | None = None
     activation_scale: torch.device | None = None  # where it is, of schemes that have one
+    scheme: str = ""
+    layout: str = ""
 
 
 def static_size(size: int) -> int:
@@ -318,7 +331,7 @@ def _check_weights(w13: WeightFacts, w2: WeightFacts, x: Rows, activation: Activ
 
 def _check_weight(name: str, weight: WeightFacts, x: Rows, x_name: str) -> tuple:
     """The logical (E, N, K) of a weight."""
-    data, scale = weight.data, weight.scale
+    data = weight.data
     if len(data.shape) != 3:
         raise ValueError(f"{name} must have shape (E, N, K), got {data.shape}")
     _check_device(name, data.device, x.device)
@@ -332,24 +345,39 @@ def _check_weight(name: str, weight: WeightFacts, x: Rows, x_name: str) -> tuple
             )
         return data.shape
     scheme = get_scheme(weight.scheme)
-    desc = scheme.weight
-    assert desc is not None and scale is not None
-    expected = desc.batched_scale_shape(*data.shape)
-    if scale.shape != expected:
+    if weight.layout == TRANSPOSED:
         raise ValueError(
-            f"{name}'s scale must have shape {expected} for scheme {weight.scheme}, got {scale.shape}"
+            f"{name} must have its natural layout, got a transposed view of {data.shape}"
         )
-    _check_device(f"{name}'s scale", scale.device, x.device)
-    static = scheme.activation is not None and scheme.activation.static
-    if static != (weight.activation_scale is not None):
+    shape = scheme.logical_shape(*data.shape)
+    _check_scales(name, weight, scheme, shape, x.device)
+    return shape
+
+
+def _check_scales(
+    name: str, weight: WeightFacts, scheme: QuantScheme, shape: tuple, device: torch.device
+) -> None:
+    """Raise unless a quantized weight has the scales of its scheme, of the right shapes, on the device."""
+    for what, expected in scheme.scale_shapes(*shape).items():
+        given = getattr(weight, what)
+        if given is not None:
+            _check_device(f"{name}'s {what}", given.device, device)
+        got = None if given is None else given.shape
+        if got != expected and (not weight.layout or (got is None) != (expected is None)):
+            raise ValueError(
+                f"{name}'s {what} must have shape {expected} for scheme {weight.scheme}, got {got}"
+            )
+    act = scheme.activation
+    static = act is not None and act.static
+    given = weight.activation_scale is not None
+    if static != given and not (given and act is not None and act.global_scale):
         must, got = ("an", "None") if static else ("no", "one")
         raise ValueError(
             f"{name} must have {must} activation_scale for scheme {weight.scheme}, got {got}; "
             "moe_ops.quantize and moe_ops.from_quantized make weights that fit their scheme"
         )
     if weight.activation_scale is not None:
-        _check_device(f"{name}'s activation_scale", weight.activation_scale, x.device)
-    return data.shape
+        _check_device(f"{name}'s activation_scale", weight.activation_scale, device)
 
 
 def _check_bias(name: str, bias: Meta | None, shape: tuple, device: torch.device) -> None:

@@ -18,6 +18,7 @@ import moe_ops
 from moe_ops import registry, schemes, tuning
 from moe_ops.activations import NAMES
 from moe_ops.kernels import torch_grouped
+from moe_ops.numerics import Scales
 from moe_ops.problem import Machine, Problem
 from tests import oracle
 from tests.cases import (
@@ -289,11 +290,11 @@ def test_block_path_of_gpus_without_one(scheme, autocast):
     offsets = torch.tensor([5, 5, 40, 71], dtype=torch.int32)
     x = torch.randn(80, 160)
     x[71:] = math.nan
-    scale = w.scale if scheme else None
+    scales = Scales(w.scale) if scheme else None
     data = w.qdata if scheme else w
     with torch.autocast("cpu", BF16, enabled=autocast), poisoned_memory():
-        y = torch_grouped._grouped_mm_blocks(x, data, offsets, scale, scheme, False)
-        back = torch_grouped._grouped_mm_blocks(y, data, offsets, scale, scheme, True)
+        y = torch_grouped._grouped_mm_blocks(x, data, offsets, scales, scheme, False)
+        back = torch_grouped._grouped_mm_blocks(y, data, offsets, scales, scheme, True)
     plain = oracle.weight(w)
     expected = oracle.grouped_linear(x, plain, offsets)
     assert_matches(y[:71], expected[:71], TOLERANCE[FP32])

@@ -72,7 +72,7 @@ def _launch_experts(a: library.ExpertsArgs) -> None:
         x,
         a.w13,
         pairs.offsets,
-        scale=a.w13_scale,
+        scales=_scales(a, "w13"),
         scheme=a.scheme,
         bias=a.w13_bias,
         out=workspace.carve(a.workspace2, (S, N), dtype),
@@ -86,7 +86,7 @@ def _launch_experts(a: library.ExpertsArgs) -> None:
         hidden,
         a.w2,
         pairs.offsets,
-        scale=a.w2_scale,
+        scales=_scales(a, "w2"),
         scheme=a.scheme,
         bias=a.w2_bias,
         out=workspace.carve(a.workspace2, (S, K), dtype),
@@ -120,13 +120,13 @@ def _launch_batched_experts(a: library.BatchedExpertsArgs) -> None:
     if a.scheme:
         x = numerics.fake_quantize_activation(x, a.scheme, a.a13_scale, valid)
     gate_up = workspace.carve(a.workspace13, (E, T, N), dtype)
-    _batched_mm(x, a.w13, counts, a.w13_scale, a.w13_bias, a.scheme, gate_up)
+    _batched_mm(x, a.w13, counts, _scales(a, "w13"), a.w13_bias, a.scheme, gate_up)
     hidden = workspace.carve(a.workspace2, (E, T, width), dtype)
     _activate(gate_up.flatten(0, 1), act, hidden.flatten(0, 1))
     if a.scheme:
         hidden.copy_(numerics.fake_quantize_activation(hidden, a.scheme, a.a2_scale, valid))
     y = workspace.carve(a.workspace13, (E, T, K), dtype)
-    _batched_mm(hidden, a.w2, counts, a.w2_scale, a.w2_bias, a.scheme, y)
+    _batched_mm(hidden, a.w2, counts, _scales(a, "w2"), a.w2_bias, a.scheme, y)
     a.out.copy_(y)
 
 
@@ -134,7 +134,7 @@ def _batched_mm(
     x: Tensor,  # (E, T, K)
     weight: Tensor,  # (E, N, K)
     counts: Tensor,  # (E,)
-    scale: Tensor | None,
+    scales: numerics.Scales | None,
     bias: Tensor | None,
     scheme: str,
     out: Tensor,  # (E, T, N)
@@ -147,8 +147,8 @@ def _batched_mm(
         if count <= 0:
             continue
         w = weight[e]
-        if scheme:
-            w = numerics.dequantize_weight(w, scale[e], scheme, x.dtype)
+        if scales is not None:
+            w = numerics.dequantize_weight(w, scheme, *scales.of(e), dtype=x.dtype)
         if bias is None:
             torch.mm(x[e, :count], w.t(), out=out[e, :count])
         else:
@@ -162,9 +162,18 @@ def _launch_grouped_linear(a: library.GroupedLinearArgs) -> None:
     if a.scheme:
         inside = torch.arange(x.shape[0], device=x.device) < a.offsets[-1]
         x = numerics.fake_quantize_activation(x, a.scheme, a.activation_scale, inside)
-    scale = a.weight_scale
-    y = grouped_mm(x, a.weight, a.offsets, scale=scale, scheme=a.scheme, bias=a.bias)
+    scales = _scales(a, "weight")
+    y = grouped_mm(x, a.weight, a.offsets, scales=scales, scheme=a.scheme, bias=a.bias)
     a.out.copy_(y)
+
+
+def _scales(
+    a: library.ExpertsArgs | library.BatchedExpertsArgs | library.GroupedLinearArgs, weight: str
+) -> numerics.Scales | None:
+    """Those of the weight of that name."""
+    if not a.scheme:
+        return None
+    return numerics.Scales(*[getattr(a, f"{weight}_{part}") for part in numerics.Scales._fields])
 
 
 def _compute_dtype(dtype: torch.dtype, scheme: str) -> torch.dtype:

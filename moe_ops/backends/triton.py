@@ -34,6 +34,7 @@ from moe_ops.problem import Buffer, Machine, Problem, Workspaces
 from moe_ops.schemes import SCHEMES
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_SCHEMES = tuple(name for name in SCHEMES if name.startswith("fp8_"))  # those with kernels
 _COMBINE_COLUMNS = 512
 _blocks = lru_cache(maxsize=8192)(block_bound)  # spares two sym_min of 0.8 us a call
 
@@ -55,6 +56,8 @@ def supports(problem: Problem, machine: Machine) -> list[str]:
         reasons.append(f"triton needs compute capability 8.0 or higher, got {major}.{minor}")
     if problem.layout:
         reasons.append(f"triton takes weights in their natural layout, got {problem.layout!r}")
+    if problem.scheme and problem.scheme not in _SCHEMES:
+        reasons.append(f"triton has no kernel for scheme {problem.scheme!r} yet")
     if problem.dtype not in _DTYPES:
         reasons.append(f"triton takes bfloat16, float16 or float32, got {problem.dtype}")
     return reasons
@@ -371,7 +374,7 @@ BACKEND = register(
         "grouped_linear": _launch_grouped_linear,
     },
     devices=("CUDA",),
-    native_schemes=tuple(name for name in SCHEMES if name),
+    native_schemes=_SCHEMES,
     native_capability=NATIVE_CAPABILITY,
     interpreted=INTERPRETED,
 )

@@ -13,8 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moe_ops import numerics
 from moe_ops.kernels import cpu_grouped
+from moe_ops.numerics import Scales, dequantize_weight
+from moe_ops.schemes import get_scheme
 
 _BLOCK = 32  # rows per block of the gather path
 _CHUNK = 1 << 27  # weight elements dequantized or gathered at a time (0.5 GB in fp32)
@@ -22,10 +23,10 @@ _CHUNK = 1 << 27  # weight elements dequantized or gathered at a time (0.5 GB in
 
 def grouped_mm(
     x: Tensor,  # (S, K)
-    weight: Tensor,  # (E, N, K), any strides
+    weight: Tensor,  # (E, N, K), any strides; or the data of quantized weights
     offsets: Tensor,  # (E,)
     *,
-    scale: Tensor | None = None,
+    scales: Scales | None = None,  # of quantized weights
     scheme: str = "",
     bias: Tensor | None = None,  # (E, N)
     transpose: bool = False,
@@ -36,7 +37,7 @@ def grouped_mm(
     Quantized weights are dequantized to x's dtype, which the caller makes fp32. Returns (S, N), or
     (S, K) transposed; rows past offsets[-1] are zero. `out` is written and returned where it helps.
     """
-    width = weight.shape[2] if transpose else weight.shape[1]
+    width = get_scheme(scheme).logical_shape(*weight.shape)[2 if transpose else 1]
     if x.device.type == "cpu":
         if out is None:
             out = x.new_empty(x.shape[0], width)
@@ -48,8 +49,8 @@ def grouped_mm(
         for e, end in enumerate(offsets.tolist()):
             if end > start:
                 w = weight[e]
-                if scheme:
-                    w = numerics.dequantize_weight(w, scale[e], scheme, x.dtype)
+                if scales is not None:
+                    w = dequantize_weight(w, scheme, *scales.of(e), dtype=x.dtype)
                 w = w if transpose else w.t()
                 if bias is None:
                     torch.mm(x[start:end], w, out=out[start:end])
@@ -62,7 +63,7 @@ def grouped_mm(
     if not scheme and _native(x, weight):
         y = F.grouped_mm(x, weight if transpose else weight.transpose(1, 2), offs=offsets)
     else:
-        y = _grouped_mm_blocks(x, weight, offsets, scale, scheme, transpose)
+        y = _grouped_mm_blocks(x, weight, offsets, scales, scheme, transpose)
     rows = torch.arange(x.shape[0], device=x.device)
     if bias is not None:
         experts = torch.searchsorted(offsets, rows, right=True).clamp(max=weight.shape[0] - 1)
@@ -132,17 +133,18 @@ def _take(x: Tensor, rows: Tensor) -> Tensor:
     return torch.where((rows >= 0).unsqueeze(-1), taken, 0)
 
 
-def _grouped_mm_blocks(x, weight, offsets, scale, scheme, transpose):
+def _grouped_mm_blocks(x, weight, offsets, scales, scheme, transpose):
     rows, experts = _blocks(offsets, x.shape[0])
     px = _take(x, rows)
-    step = max(1, _CHUNK // (weight.shape[1] * weight.shape[2]))
-    width = weight.shape[2] if transpose else weight.shape[1]
+    _, N, K = get_scheme(scheme).logical_shape(*weight.shape)
+    step = max(1, _CHUNK // (N * K))
+    width = K if transpose else N
     products = x.new_empty(*rows.shape, width)
     for i in range(0, rows.shape[0], step):
         chosen = experts[i : i + step]
         w = weight.index_select(0, chosen)
-        if scheme:
-            w = numerics.dequantize_weight(w, scale.index_select(0, chosen), scheme, x.dtype)
+        if scales is not None:
+            w = dequantize_weight(w, scheme, *scales.of(chosen), dtype=x.dtype)
         # `out` also keeps autocast, which is still on inside an op, from casting fp32 operands
         w = w if transpose else w.transpose(1, 2)
         torch.bmm(px[i : i + step], w, out=products[i : i + step])

@@ -1,6 +1,7 @@
 """The shared fake kernels, which check shapes and dtypes, and the row checks that launchers repeat.
 
-Comparisons stay on single dimensions, so that dynamic and unbacked row counts can be traced.
+Comparisons stay on single dimensions, so that dynamic and unbacked row counts can be traced. `bits` are those
+of a weight's stored element; the data of a weight have fewer columns where elements share bytes.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from typing import Any
 
 import torch
 from torch.fx.experimental.symbolic_shapes import guard_or_false
+
+from moe_ops.meta.scales import unpacked_size
 
 _IDS = (torch.int32, torch.int64)
 
@@ -27,12 +30,15 @@ def _check_workspaces(a: Any) -> None:
     _check(a.index_workspace.dtype == torch.int32, "index_workspace must be int32")
 
 
-def _check_weights(a: Any, width: int) -> None:
+def _check_weights(a: Any, width: int, bits: int) -> None:
     _check(a.w13.ndim == 3 and a.w2.ndim == 3, "w13 and w2 must be 3-D")
     _check(a.w13.shape[0] == a.w2.shape[0], "w13 and w2 must hold the same experts")
-    _check(a.w13.shape[2] == width, "w13 must have as many columns as hidden_states")
+    _check(
+        unpacked_size(a.w13.shape[2], bits) == width,
+        "w13 must have as many columns as hidden_states",
+    )
     _check(a.w2.shape[1] == width, "w2 must have as many rows as hidden_states has columns")
-    N, I = a.w13.shape[1], a.w2.shape[2]
+    N, I = a.w13.shape[1], unpacked_size(a.w2.shape[2], bits)
     _check(N == I or N == 2 * I, "w13 must have as many rows as w2 has columns, or twice that")
 
 
@@ -40,8 +46,10 @@ def _rows(name: str, rows: int, of: str, expected: int) -> None:
     raise ValueError(f"{name} must have one row per row of {of}, {expected}, got {rows}")
 
 
-def _widths(x: str, K: int, w13: Any, w2: Any) -> None:
+def _widths(x: str, K: int, w13: Any, w2: Any, bits: int) -> None:
     (E, N, width), (experts, rows, I) = w13.shape, w2.shape
+    if bits != 8:
+        width, I = unpacked_size(width, bits), unpacked_size(I, bits)
     if width != K or rows != K or experts != E or (I != N and 2 * I != N):
         raise ValueError(
             f"w13 and w2 must have shapes (E, N, K) and (E, K, I) for {x} of width {K}, "
@@ -49,7 +57,7 @@ def _widths(x: str, K: int, w13: Any, w2: Any) -> None:
         )
 
 
-def rows_experts(a: Any) -> None:
+def rows_experts(a: Any, bits: int) -> None:
     """The sizes of `<backend>_experts`, real ones, before anything is launched."""
     rows, K = a.hidden_states.shape
     ids, weights, out = a.topk_ids.shape[0], a.topk_weights.shape[0], a.out.shape[0]
@@ -61,28 +69,29 @@ def rows_experts(a: Any) -> None:
         _rows("out", out, "hidden_states", rows)
     if a.topk_weights.shape[1] != a.topk_ids.shape[1]:
         raise ValueError("topk_ids and topk_weights must have equal top_k")
-    _widths("hidden_states", K, a.w13, a.w2)
+    _widths("hidden_states", K, a.w13, a.w2, bits)
 
 
-def rows_batched_experts(a: Any) -> None:
+def rows_batched_experts(a: Any, bits: int) -> None:
     """The sizes of `<backend>_batched_experts`."""
     if a.out.shape != a.hidden_states.shape:
         _rows("out", a.out.shape[1], "hidden_states", a.hidden_states.shape[1])
-    _widths("hidden_states", a.hidden_states.shape[2], a.w13, a.w2)
+    _widths("hidden_states", a.hidden_states.shape[2], a.w13, a.w2, bits)
 
 
-def rows_grouped_linear(a: Any) -> None:
+def rows_grouped_linear(a: Any, bits: int) -> None:
     """The sizes of `<backend>_grouped_linear`."""
     if a.out.shape[0] != a.x.shape[0]:
         _rows("out", a.out.shape[0], "x", a.x.shape[0])
-    if a.weight.shape[2] != a.x.shape[1] or a.out.shape[1] != a.weight.shape[1]:
+    columns = unpacked_size(a.weight.shape[2], bits)
+    if columns != a.x.shape[1] or a.out.shape[1] != a.weight.shape[1]:
         raise ValueError(
             f"weight must have shape (E, N, K) for x of width {a.x.shape[1]} and out of width "
             f"{a.out.shape[1]}, got {tuple(a.weight.shape)}"
         )
 
 
-def check_experts(a: Any) -> None:
+def check_experts(a: Any, bits: int) -> None:
     """Checks of `<backend>_experts`; `a` holds the op's arguments by name."""
     _check_workspaces(a)
     x, ids, weights = a.hidden_states, a.topk_ids, a.topk_weights
@@ -97,10 +106,10 @@ def check_experts(a: Any) -> None:
     _check(x.dtype == a.out.dtype, "out must have hidden_states' dtype")
     _check(ids.dtype in _IDS, "topk_ids must be int32 or int64")
     _check(weights.dtype.is_floating_point, "topk_weights must be floating point")
-    _check_weights(a, x.shape[1])
+    _check_weights(a, x.shape[1], bits)
 
 
-def check_batched_experts(a: Any) -> None:
+def check_batched_experts(a: Any, bits: int) -> None:
     """Checks of `<backend>_batched_experts`."""
     _check_workspaces(a)
     x = a.hidden_states
@@ -112,16 +121,17 @@ def check_batched_experts(a: Any) -> None:
     _check(a.expert_num_tokens.ndim == 1, "expert_num_tokens must be 1-D")
     _check(a.expert_num_tokens.shape[0] == x.shape[0], "expert_num_tokens must have E entries")
     _check(a.expert_num_tokens.dtype in _IDS, "expert_num_tokens must be int32 or int64")
-    _check_weights(a, x.shape[2])
+    _check_weights(a, x.shape[2], bits)
 
 
-def check_grouped_linear(a: Any) -> None:
+def check_grouped_linear(a: Any, bits: int) -> None:
     """Checks of `<backend>_grouped_linear`."""
     _check_workspaces(a)
     _check(a.x.ndim == 2 and a.out.ndim == 2, "x and out must be 2-D")
     _check_rows(a.out.shape[0], a.x.shape[0], "out must have one row per row of x")
     _check(a.x.dtype == a.out.dtype, "out must have the dtype of x")
-    _check(a.x.shape[1] == a.weight.shape[2], "weight must have as many columns as x")
+    columns = unpacked_size(a.weight.shape[2], bits)
+    _check(a.x.shape[1] == columns, "weight must have as many columns as x")
     _check(a.out.shape[1] == a.weight.shape[1], "out must have as many columns as weight has rows")
     _check(a.offsets.ndim == 1, "offsets must be 1-D")
     _check(a.offsets.shape[0] == a.weight.shape[0], "offsets must have E entries")

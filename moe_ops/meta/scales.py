@@ -1,4 +1,4 @@
-"""Shapes of scale tensors. Arithmetic only: every size may be an int or a SymInt."""
+"""Shapes of scale tensors and of packed elements. Arithmetic only: every size may be an int or a SymInt."""
 
 from __future__ import annotations
 
@@ -23,3 +23,13 @@ def batched_scale_shape(
 
 def _count(size: int, group: int) -> int:
     return 1 if group == -1 else (size + group - 1) // group
+
+
+def packed_size(size: int, bits: int) -> int:
+    """Bytes of ``size`` elements of ``bits`` bits, packed without gaps; ``size`` must fill them."""
+    return size * bits // 8
+
+
+def unpacked_size(size: int, bits: int) -> int:
+    """How many elements of ``bits`` bits lie in ``size`` bytes."""
+    return size * 8 // bits

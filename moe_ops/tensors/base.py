@@ -1,8 +1,8 @@
 """ExpertTensor: expert weights in a quantized format, behaving as the weights they stand for.
 
 Shape and dtype of an ExpertTensor are those of the weights it replaces; the data sits in plain
-tensors. Operators never see one: ``fused_experts`` hands them ``qdata``, ``scale`` and so on.
-Everything here holds for formats whose ``qdata`` has one element for each weight.
+tensors. Operators never see one: ``fused_experts`` hands them ``qdata``, ``scale`` and so on. What the data
+look like is said by the scheme alone, so everything here holds for every format.
 """
 
 from __future__ import annotations
@@ -15,8 +15,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import return_and_correct_aliasing
 from torchao.utils import TorchAOBaseTensor, fill_defaults
 
+from moe_ops.numerics import dequantize_weight, quantize_weight
 from moe_ops.pickling import rebuild_expert_tensor
-from moe_ops.tensors import views
+from moe_ops.schemes import get_scheme
+from moe_ops.tensors import layouts, views
+from moe_ops.tensors.layouts import TRANSPOSED
 
 aten = torch.ops.aten
 
@@ -27,20 +30,20 @@ class ExpertTensor(TorchAOBaseTensor):
     """Quantized weights of all experts (E, N, K), or of one expert (N, K).
 
     Tensors:
-        qdata: the quantized elements.
-        scale: fp32, see ``moe_ops.schemes.QuantScheme.batched_scale_shape``.
-        zero_point, global_scale: of formats that have them, else None.
+        qdata: the quantized elements, with fewer columns than the shape where elements share bytes.
+        scale: see ``moe_ops.schemes.QuantScheme.batched_scale_shape``.
+        zero_point, global_scale, channel_scale: of schemes that have them, else None.
         activation_scale: () fp32, of schemes whose activations have one static scale, else None.
 
     Attributes:
         scheme: full name, e.g. "fp8_w8a16:block".
-        weight_layout: how the data lies: "" as the shape says; "transposed" for (E, K, N), where qdata
-            and scale are the natural ones with their last two dimensions exchanged. (``layout`` is
-            torch's: strided.)
+        weight_layout: how the data lies: "" as the shape says; "transposed" for (E, K, N), where the data
+            are the natural ones with their last two dimensions exchanged; else the name of a layout that
+            ``moe_ops.prepare`` made. (``layout`` is torch's: strided.)
         dtype: of the weights this stands for and of ``dequantize()``; ``.to(dtype)`` changes it alone.
 
     Views (along E, N and K, transposed, chunked) carry their scales. Slices must begin at a scale
-    group. Matrix products with activations dequantize, so eager code that multiplies by one expert
+    group, and end at one where groups are whole. Prepared weights are taken apart along E alone. Matrix products with activations dequantize, so eager code that multiplies by one expert
     keeps running, without the speed of a kernel and with unquantized activations. Gradients flow to
     the other operand and never to the quantized weight.
 
@@ -50,12 +53,18 @@ class ExpertTensor(TorchAOBaseTensor):
 
     tensor_data_names = ["qdata", "scale"]
     tensor_attribute_names = ["scheme", "weight_layout", "dtype"]
-    optional_tensor_data_names = ["zero_point", "global_scale", "activation_scale"]
+    optional_tensor_data_names = [
+        "zero_point",
+        "global_scale",
+        "channel_scale",
+        "activation_scale",
+    ]
 
     qdata: Tensor
     scale: Tensor
     zero_point: Tensor | None
     global_scale: Tensor | None
+    channel_scale: Tensor | None
     activation_scale: Tensor | None
     scheme: str
     weight_layout: str
@@ -69,6 +78,7 @@ class ExpertTensor(TorchAOBaseTensor):
         dtype: torch.dtype = torch.bfloat16,
         zero_point: Tensor | None = None,
         global_scale: Tensor | None = None,
+        channel_scale: Tensor | None = None,
         activation_scale: Tensor | None = None,
         requires_grad: bool = False,
     ):
@@ -77,8 +87,9 @@ class ExpertTensor(TorchAOBaseTensor):
             return qdata
         # an inference tensor could not be the view of a weight made outside inference_mode
         with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
+            shape, strides = layouts.logical(qdata, scheme, weight_layout)
             return torch.Tensor._make_wrapper_subclass(
-                cls, qdata.shape, strides=qdata.stride(), dtype=dtype, device=qdata.device
+                cls, shape, strides=strides, dtype=dtype, device=qdata.device
             )
 
     def __init__(
@@ -90,6 +101,7 @@ class ExpertTensor(TorchAOBaseTensor):
         dtype: torch.dtype = torch.bfloat16,
         zero_point: Tensor | None = None,
         global_scale: Tensor | None = None,
+        channel_scale: Tensor | None = None,
         activation_scale: Tensor | None = None,
         requires_grad: bool = False,
     ):
@@ -101,6 +113,7 @@ class ExpertTensor(TorchAOBaseTensor):
         self.scale = scale
         self.zero_point = zero_point
         self.global_scale = global_scale
+        self.channel_scale = channel_scale
         self.activation_scale = activation_scale
         self.scheme = scheme
         self.weight_layout = weight_layout
@@ -116,12 +129,26 @@ class ExpertTensor(TorchAOBaseTensor):
     def from_hp(
         cls, weight: Tensor, scheme: str, activation_scale: Tensor | None = None
     ) -> ExpertTensor:
-        """Quantize plain weights (E, N, K) or (N, K)."""
-        raise NotImplementedError
+        """Quantize plain weights (E, N, K) or (N, K); ``moe_ops.quantize`` adds the checks."""
+        name = get_scheme(scheme).name
+        qdata, scales = quantize_weight(weight.detach(), name)
+        return cls(
+            qdata,
+            scheme=name,
+            dtype=weight.dtype,
+            activation_scale=activation_scale,
+            **scales._asdict(),
+        )
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """The weights as a plain tensor of this shape, in ``dtype`` (default: ``self.dtype``)."""
-        raise NotImplementedError
+        dtype = self.dtype if dtype is None else dtype
+        if self.weight_layout == TRANSPOSED:
+            return views.transpose(self).dequantize(dtype).transpose(-2, -1)
+        if self.weight_layout:
+            return layouts.natural(self).dequantize(dtype)
+        scales = (self.scale, self.zero_point, self.global_scale, self.channel_scale)
+        return dequantize_weight(self.qdata, self.scheme, *scales, dtype=dtype)
 
     def __reduce_ex__(self, protocol):
         names, attributes = self.__tensor_flatten__()

@@ -22,8 +22,21 @@ from torch import Tensor
 
 from moe_ops.tensors.base import ExpertTensor
 from moe_ops.tensors.float8 import Float8ExpertTensor
+from moe_ops.tensors.int4 import Int4ExpertTensor
+from moe_ops.tensors.int8 import Int8ExpertTensor
+from moe_ops.tensors.mx import MXExpertTensor
+from moe_ops.tensors.nvfp4 import NVFP4ExpertTensor
 
-_CLASSES = {cls.__name__: cls for cls in (Float8ExpertTensor,)}
+_CLASSES: dict[str, type[ExpertTensor]] = {
+    cls.__name__: cls
+    for cls in (
+        Float8ExpertTensor,
+        Int8ExpertTensor,
+        Int4ExpertTensor,
+        MXExpertTensor,
+        NVFP4ExpertTensor,
+    )
+}
 _PREFIX = "moe_ops:"
 
 

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from moe_ops.schemes import get_scheme
+from moe_ops.meta.scales import packed_size
+from moe_ops.schemes import QuantDesc, get_scheme
+from moe_ops.tensors.layouts import TRANSPOSED
 
 if TYPE_CHECKING:
     from moe_ops.tensors.base import ExpertTensor
 
 aten = torch.ops.aten
-
-TRANSPOSED = "transposed"
 
 
 def axis(self: ExpertTensor, dim: int) -> tuple[str, int]:
@@ -28,6 +28,11 @@ def axis(self: ExpertTensor, dim: int) -> tuple[str, int]:
     dim = dim - self.dim() if dim >= 0 else dim
     if dim == -3:
         return "expert", dim
+    if self.weight_layout not in ("", TRANSPOSED):
+        raise ValueError(
+            f"views of {self} must be along the expert dimension 0: its rows and columns lie in another "
+            f"order; moe_ops.prepare(weight, 'torch') restores it"
+        )
     return ("row" if (dim == -2) != (self.weight_layout == TRANSPOSED) else "col"), dim
 
 
@@ -36,23 +41,57 @@ def slice_(self: ExpertTensor, dim: int, start, end, step) -> ExpertTensor:
     if kind == "expert":
         return self._with_weights(lambda t: aten.slice.Tensor(t, 0, start, end, step))
     desc = get_scheme(self.scheme).quantized_weight
-    group = desc.group.rows if kind == "row" else desc.group.cols
-    qdata = aten.slice.Tensor(self.qdata, dim, start, end, step)
-    scale = self.scale
+    size = self.shape[dim]
+    start, end, step = slice(start, end, step).indices(size)
+    if end <= start:  # no elements, no scales
+        start = end = 0
+        step = 1
+    if kind == "row":
+        return self._replace(**_rows(self, desc, dim, size, start, end, step))
+    return self._replace(**_columns(self, desc, dim, size, start, end, step))
+
+
+def _rows(self, desc: QuantDesc, dim, size, start, end, step) -> dict[str, Tensor]:
+    changed = {"qdata": aten.slice.Tensor(self.qdata, dim, start, end, step)}
+    if self.channel_scale is not None:
+        changed["channel_scale"] = aten.slice.Tensor(self.channel_scale, dim, start, end, step)
+    return changed | _scales(self, desc.group.rows, desc, dim, size, start, end, step)
+
+
+def _columns(self, desc: QuantDesc, dim, size, start, end, step) -> dict[str, Tensor]:
+    bits, group = desc.format.bits, desc.group.cols
+    if bits != 8 and group == -1:
+        _require_multiples(self, dim, 2, "a byte begins", None, start, end, step)
+    changed = _scales(self, group, desc, dim, size, start, end, step)
+    if bits != 8:
+        start, end = packed_size(start, bits), packed_size(end, bits)
+    return changed | {"qdata": aten.slice.Tensor(self.qdata, dim, start, end, step)}
+
+
+def _scales(self, group: int, desc: QuantDesc, dim, size, start, end, step) -> dict[str, Tensor]:
+    """The scales, and zero points, of a slice along a dimension whose groups have this size."""
+    if group == -1:
+        return {}
     if group > 1:
-        start, end, step = slice(start, end, step).indices(self.shape[dim])
-        if end <= start:  # no elements, no scales
-            start = end = 0
-        elif start % group or step != 1:
-            raise ValueError(
-                f"slices of {self} along dim {dim + self.dim()} must start at a multiple of {group}, "
-                f"where a scale begins, with step 1, got start {start} and step {step}"
-            )
-        end = (end + group - 1) // group
-        scale = aten.slice.Tensor(scale, scale.dim() + dim, start // group, end, 1)
-    elif group == 1:
-        scale = aten.slice.Tensor(scale, scale.dim() + dim, start, end, step)
-    return self._replace(qdata=qdata, scale=scale)
+        whole = size if not desc.whole_groups else None
+        _require_multiples(self, dim, group, "a scale begins", whole, start, end, step)
+        start, end = start // group, (end + group - 1) // group
+    names = ("scale",) if self.zero_point is None else ("scale", "zero_point")
+    return {n: aten.slice.Tensor(getattr(self, n), dim, start, end, step) for n in names}
+
+
+def _require_multiples(self, dim, of: int, where: str, last, start, end, step) -> None:
+    """Raise unless a slice begins and ends at multiples; one that may also end inside has ``last``."""
+    if start % of or step != 1:
+        raise ValueError(
+            f"slices of {self} along dim {dim + self.dim()} must start at a multiple of {of}, "
+            f"where {where}, with step 1, got start {start} and step {step}"
+        )
+    if last is None and end % of:
+        raise ValueError(
+            f"slices of {self} along dim {dim + self.dim()} must end at a multiple of {of}, "
+            f"where {where}, got end {end}"
+        )
 
 
 def require_experts(self: ExpertTensor, dim: int, what: str) -> None:
@@ -96,12 +135,12 @@ def transpose(self: ExpertTensor, dim0: int = -2, dim1: int = -1) -> ExpertTenso
         raise ValueError(
             f"transpose of {self} must exchange its last two dimensions, got {dim0} and {dim1}"
         )
-    scale = self.scale
+    names = ["qdata", "zero_point", "channel_scale"]
     if not get_scheme(self.scheme).quantized_weight.group.is_tensor:
-        scale = scale.transpose(-2, -1)
+        names.append("scale")
+    changed = {name: getattr(self, name) for name in names}
     return self._replace(
-        qdata=self.qdata.transpose(-2, -1),
-        scale=scale,
+        **{name: t.transpose(-2, -1) for name, t in changed.items() if t is not None},
         weight_layout="" if self.weight_layout == TRANSPOSED else TRANSPOSED,
     )
 

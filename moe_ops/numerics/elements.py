@@ -1,0 +1,115 @@
+"""Elements: numbers to codes and back, codes to bytes and back.
+
+A floating-point code is sign, exponent, mantissa from the highest bit down; int4 codes are 0..15.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moe_ops.schemes import ElementFormat
+
+
+def encode(x: Tensor, fmt: ElementFormat, zero_point: Tensor | None = None) -> Tensor:
+    """Round fp32 numbers (..., K), already divided by their scale, to stored elements.
+
+    Numbers beyond the format saturate; ties go to the even neighbour. Integers count from
+    ``zero_point``, which broadcasts; int4 without one counts from 8. The stored elements are
+    contiguous along K, packed where they have fewer than 8 bits.
+    """
+    if fmt.name == "e4m3":
+        return x.clamp(-fmt.max, fmt.max).to(fmt.storage)
+    if not fmt.is_float:
+        return pack(_encode_integer(x, fmt, zero_point), fmt)
+    return pack(_encode_float(x, fmt), fmt)
+
+
+def decode(q: Tensor, fmt: ElementFormat, zero_point: Tensor | None = None) -> Tensor:
+    """The fp32 numbers (..., K) that stored elements stand for, exactly; a new tensor."""
+    if fmt.name == "e4m3":
+        return e4m3_to_float32(q)
+    codes = unpack(q, fmt)
+    if fmt.is_float:
+        return _decode_float(codes, fmt)
+    values = codes.to(torch.float32)
+    if zero_point is not None:
+        return values.sub_(zero_point)
+    return values.sub_(8.0) if fmt.name == "int4" else values
+
+
+def pack(codes: Tensor, fmt: ElementFormat) -> Tensor:
+    """Codes (..., K) to bytes (..., K * bits / 8); those of 8 bits stay as they are."""
+    if fmt.bits == 8:
+        return codes
+    if fmt.bits == 4:
+        low, high = codes.unflatten(-1, (-1, 2)).unbind(-1)
+        return low | (high << 4)
+    a, b, c, d = codes.unflatten(-1, (-1, 4)).unbind(-1)
+    parts = (a | (b << 6), (b >> 2) | (c << 4), (c >> 4) | (d << 2))
+    return torch.stack(parts, -1).flatten(-2)
+
+
+def unpack(q: Tensor, fmt: ElementFormat) -> Tensor:
+    """The inverse of ``pack``."""
+    if fmt.bits == 8:
+        return q
+    if fmt.bits == 4:
+        return torch.stack((q & 15, q >> 4), -1).flatten(-2)
+    a, b, c = q.unflatten(-1, (-1, 3)).unbind(-1)
+    parts = (a & 63, (a >> 6) | ((b & 15) << 2), (b >> 4) | ((c & 3) << 4), c >> 2)
+    return torch.stack(parts, -1).flatten(-2)
+
+
+def _encode_integer(x: Tensor, fmt: ElementFormat, zero_point: Tensor | None) -> Tensor:
+    low, high = -fmt.max - 1, fmt.max
+    if fmt.name == "int4":
+        low, high = 0.0, 15.0
+        zero_point = torch.full_like(x[..., :1], 8.0) if zero_point is None else zero_point
+    x = torch.round(x)
+    x = x if zero_point is None else x + zero_point
+    # NaN has no integer: its scale is NaN too, and the product with it
+    return torch.nan_to_num(x, nan=0.0).clamp(low, high).to(fmt.storage)
+
+
+def _encode_float(x: Tensor, fmt: ElementFormat) -> Tensor:
+    magnitude = x.abs().clamp(max=fmt.max)
+    drop = 23 - fmt.mantissa  # bits of an fp32 mantissa that the format lacks
+    bits = magnitude.view(torch.int32)
+    even = (bits >> drop) & 1
+    normal = ((bits + ((1 << (drop - 1)) - 1) + even) >> drop) - ((127 - fmt.bias) << fmt.mantissa)
+    # below the least normal number steps are equal, and their count is the code
+    steps = torch.round(magnitude * 2.0 ** (fmt.bias - 1 + fmt.mantissa)).to(torch.int32)
+    code = torch.where(magnitude < 2.0 ** (1 - fmt.bias), steps, normal)
+    code = (code & ((1 << (fmt.bits - 1)) - 1)) | (
+        torch.signbit(x).to(torch.int32) << (fmt.bits - 1)
+    )
+    return code.to(torch.uint8)
+
+
+def _decode_float(codes: Tensor, fmt: ElementFormat) -> Tensor:
+    # Place sign, exponent and mantissa where fp16 has them; the exponents' biases differ.
+    wide = codes.to(torch.int16)
+    sign = (wide << (16 - fmt.bits)) & (0x8000 - 0x10000)
+    rest = (wide & ((1 << (fmt.bits - 1)) - 1)) << (10 - fmt.mantissa)
+    half = (sign | rest).view(torch.float16)
+    return half.to(torch.float32).mul_(2.0 ** (15 - fmt.bias))
+
+
+def e4m3_to_float32(q: Tensor) -> Tensor:
+    """``q.to(torch.float32)``, exact for all 256 codes; torch's own cast from e4m3 takes six
+    times as long on a CPU (3.2 against 0.5 ms for 2**20 elements on one core)."""
+    if q.device.type != "cpu" or q.dtype != torch.float8_e4m3fn or torch.compiler.is_compiling():
+        return q.to(torch.float32)
+    # place sign, exponent and mantissa where fp16 has them; the exponent biases differ by 8
+    bits = q.view(torch.int8).to(torch.int16)
+    nan = bits.bitwise_and(0x7F).add_(1).bitwise_and_(0x80).bitwise_left_shift_(7)
+    half = bits.bitwise_left_shift_(7).bitwise_and_(0xBF80 - 0x10000).bitwise_or_(nan)
+    return half.view(torch.float16).to(torch.float32).mul_(256.0)
+
+
+def e8m0_to_float32(code: Tensor) -> Tensor:
+    """2 ** (code - 127) of uint8 codes, exact for all of them; 255 is NaN."""
+    wide = code.to(torch.int32)
+    bits = torch.where(wide == 0, 1 << 22, wide << 23)  # 2 ** -127 is subnormal in fp32
+    return torch.where(wide == 255, 0x7FC00000, bits).view(torch.float32)

@@ -1,0 +1,81 @@
+"""Scales of groups, from the largest magnitudes of their elements.
+
+``amax`` is fp32 of any shape, one entry for each group. Divisors of ``amax`` are tensors: CUDA turns a
+division by a Python number into a product with its reciprocal, off by one ulp.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moe_ops.schemes import ELEMENT_FORMATS, QuantDesc
+
+_E4M3_MAX = ELEMENT_FORMATS["e4m3"].max
+# least magnitude that the "ceil" rule of mxfp4 sees, as DeepGEMM's quantizer has it
+_LEAST_MXFP4 = 1e-4
+
+
+def over(amax: Tensor, divisor: float) -> Tensor:
+    """amax / divisor, rounded as a division is."""
+    return amax / torch.full_like(amax, divisor)
+
+
+def one_where_zero(scale: Tensor) -> Tensor:
+    """A group of zeros is divided by 1."""
+    return torch.where(scale == 0, 1.0, scale)
+
+
+def plain(amax: Tensor, desc: QuantDesc) -> Tensor:
+    """amax / format's max in fp32."""
+    return one_where_zero(over(amax, desc.format.max))
+
+
+def exponents(amax: Tensor, desc: QuantDesc) -> Tensor:
+    """uint8 e8m0 codes by the rule of ``desc``; 255, which is NaN, where amax is not finite.
+
+    On bits: the exponent field of a number is floor(log2(number)) + 127.
+    """
+    fmt = desc.format
+    if desc.scale_rule == "ceil":
+        least = _LEAST_MXFP4 if desc.dtype == "e2m1" else 0.0
+        bits = over(amax.clamp(min=least), fmt.max).view(torch.int32)
+        code = (bits >> 23) + ((bits & 0x7FFFFF) != 0).to(torch.int32)
+    else:
+        bits = amax.view(torch.int32)
+        if desc.scale_rule == "round":
+            bits = bits + (1 << (22 - fmt.mantissa))
+        code = (bits >> 23) - fmt.max_exponent
+    return torch.where(torch.isfinite(amax), code.clamp(0, 254), 255).to(torch.uint8)
+
+
+def global_scale(amax: Tensor, desc: QuantDesc) -> Tensor:
+    """448 * format's max / amax, 1 where amax is 0: then the largest block scale is e4m3's largest."""
+    top = torch.full_like(amax, _E4M3_MAX * desc.format.max)
+    return torch.where(amax == 0, 1.0, (top / amax).clamp(max=torch.finfo(torch.float32).max))
+
+
+def block_scales(amax: Tensor, global_: Tensor, desc: QuantDesc) -> Tensor:
+    """e4m3 scales of groups under a global one: e4m3(min(global * amax / format's max, 448))."""
+    return (global_ * over(amax, desc.format.max)).clamp(max=_E4M3_MAX).to(torch.float8_e4m3fn)
+
+
+def channel_scale(amax: Tensor, desc: QuantDesc) -> Tensor:
+    """fp32 scale of a row from the largest magnitude in it, such that scales of its groups are at most
+    56 = 448 / 8 and their product with any of the codes -8..7 is within e4m3."""
+    return one_where_zero(over(over(amax, desc.format.max), _E4M3_MAX / 8))
+
+
+def group_scales(amax: Tensor, channel: Tensor, desc: QuantDesc) -> Tensor:
+    """e4m3 scales of groups under one for their row."""
+    return (over(amax, desc.format.max) / channel).to(torch.float8_e4m3fn)
+
+
+def with_zero_point(low: Tensor, high: Tensor, desc: QuantDesc, dtype: torch.dtype):
+    """(scale in ``dtype``, fp32 zero point) of groups whose elements lie in low..high; 0 is exact."""
+    first = 0.0 if desc.dtype == "int4" else -desc.format.max - 1
+    steps = 2 * desc.format.max + 1
+    low, high = low.clamp(max=0), high.clamp(min=0)
+    scale = one_where_zero(over(high - low, steps).to(dtype))
+    zero_point = torch.round(first - low / scale.to(torch.float32)).clamp(first, first + steps)
+    return scale, zero_point

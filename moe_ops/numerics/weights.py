@@ -1,0 +1,147 @@
+"""Quantized weights: elements with their scales, and back."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from moe_ops.numerics import scaling
+from moe_ops.numerics.elements import decode, e4m3_to_float32, e8m0_to_float32, encode
+from moe_ops.numerics.groups import grouped, ungrouped
+from moe_ops.schemes import QuantDesc, QuantScheme, get_scheme
+
+
+class Scales(NamedTuple):
+    """What belongs to the elements of weights (..., N, K), for (...) experts.
+
+    A scheme says which there are: `schemes.QuantDesc`. E.g. `dequantize_weight(qdata, scheme, *scales)`.
+    """
+
+    scale: Tensor
+    zero_point: Tensor | None = None  # shaped like scale
+    global_scale: Tensor | None = None  # (...) fp32
+    channel_scale: Tensor | None = None  # (..., N, 1) fp32
+
+    def of(self, experts: int | Tensor) -> Scales:
+        """Those of one expert, or of the experts that a 1-D tensor lists."""
+        if isinstance(experts, Tensor):
+            return Scales._make([t if t is None else t.index_select(0, experts) for t in self])
+        return Scales._make([t if t is None else t[experts] for t in self])
+
+
+def quantize_weight(weight: Tensor, scheme: str | QuantScheme) -> tuple[Tensor, Scales]:
+    """Quantize expert weights.
+
+    Args:
+        weight: (N, K) of one expert or (..., N, K), any float dtype.
+        scheme: a scheme with quantized weights, or its name. K must be a multiple of its group
+            (`QuantScheme.why_not_shape`).
+
+    Returns:
+        qdata (..., N, K) in the scheme's storage dtype, with fewer columns where elements share bytes, and
+        its Scales. The scale is (...) for one per expert, (..., N, 1) per channel, (..., N, K / group) per
+        group, (..., ceil(N/128), ceil(K/128)) per block; e8m0 scales are uint8.
+    """
+    desc = get_scheme(scheme).quantized_weight
+    n, k = weight.shape[-2:]
+    parts = grouped(weight, desc.group).to(
+        torch.float32
+    )  # (..., n groups, rows, k groups, columns)
+    scales, divisor, zero_point = _scales(parts, desc, weight.dtype)
+    parts = ungrouped(parts / divisor, n, k)
+    if zero_point is not None:
+        zero_point = _spread(zero_point, desc, n, k)
+    return encode(parts, desc.format, zero_point).contiguous(), scales
+
+
+def dequantize_weight(
+    qdata: Tensor,  # (..., N, K)
+    scheme: str | QuantScheme,
+    scale: Tensor,
+    zero_point: Tensor | None = None,
+    global_scale: Tensor | None = None,
+    channel_scale: Tensor | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """The values of quantized weights, (q - zero_point) * scale * channel_scale / global_scale: products in
+    fp32, then one rounding to ``dtype``.
+
+    Args:
+        qdata: (N, K) of one expert, or any number of experts (..., N, K), as stored.
+        scheme: the weights' scheme or its name.
+        scale, zero_point, global_scale, channel_scale: a `Scales` of such a qdata.
+
+    Returns:
+        A plain tensor (..., N, K), K counting elements.
+    """
+    scheme = get_scheme(scheme)
+    desc = scheme.quantized_weight
+    n, k = scheme.logical_shape(*qdata.shape[-2:])
+    if zero_point is not None:
+        zero_point = _spread(zero_point.to(torch.float32)[..., :, None, :, None], desc, n, k)
+    values = grouped(decode(qdata, desc.format, zero_point), desc.group)
+    scale = scale_to_float32(scale, desc)
+    scale = scale[..., None, None] if desc.group.is_tensor else scale
+    values = values.mul_(scale[..., :, None, :, None])  # in place: `decode` made a copy
+    values = ungrouped(values, n, k)
+    if channel_scale is not None:
+        values = values.mul_(channel_scale)
+    if global_scale is not None:
+        values = values.div_(global_scale[..., None, None])
+    return values.to(dtype)
+
+
+def scale_to_float32(scale: Tensor, desc: QuantDesc) -> Tensor:
+    """Stored scales as fp32 numbers."""
+    if desc.is_mx:
+        return e8m0_to_float32(scale)
+    return (
+        e4m3_to_float32(scale) if scale.dtype == torch.float8_e4m3fn else scale.to(torch.float32)
+    )
+
+
+def _scales(parts: Tensor, desc: QuantDesc, dtype: torch.dtype):
+    """(Scales, what elements are divided by, zero points) of grouped weights; the last two like parts."""
+    amax = parts.abs().amax((-3, -1), keepdim=True)
+    if desc.is_mx:
+        codes = scaling.exponents(amax, desc)
+        return Scales(_squeeze(codes, desc)), e8m0_to_float32(codes), None
+    if desc.global_scale:
+        global_ = scaling.global_scale(amax.amax((-4, -2), keepdim=True), desc)
+        scale = scaling.block_scales(amax, global_, desc)
+        divisor = _infinite_where_zero(e4m3_to_float32(scale)) / global_
+        per_expert = global_[..., 0, 0, 0, 0].contiguous()
+        return Scales(_squeeze(scale, desc), global_scale=per_expert), divisor, None
+    if desc.channel_scale:
+        channel = scaling.channel_scale(amax.amax(-2, keepdim=True), desc)
+        scale = scaling.group_scales(amax, channel, desc)
+        divisor = _infinite_where_zero(e4m3_to_float32(scale) * channel)
+        per_row = _squeeze(channel, desc).contiguous()
+        return Scales(_squeeze(scale, desc), channel_scale=per_row), divisor, None
+    dtype = desc.scale_dtype or dtype
+    if desc.zero_point:
+        low, high = parts.amin((-3, -1), keepdim=True), parts.amax((-3, -1), keepdim=True)
+        scale, zero_point = scaling.with_zero_point(low, high, desc, dtype)
+        stored = _squeeze(zero_point, desc).to(desc.storage_dtype)
+        return Scales(_squeeze(scale, desc), stored), scale.to(torch.float32), zero_point
+    scale = scaling.one_where_zero(scaling.plain(amax, desc).to(dtype))
+    return Scales(_squeeze(scale, desc)), scale.to(torch.float32), None
+
+
+def _infinite_where_zero(scale: Tensor) -> Tensor:
+    """A group whose scale rounds to zero has only zeros."""
+    return torch.where(scale == 0, torch.inf, scale)
+
+
+def _squeeze(scale: Tensor, desc: QuantDesc) -> Tensor:
+    scale = scale.squeeze(-1).squeeze(-2)
+    return scale[..., 0, 0].contiguous() if desc.group.is_tensor else scale
+
+
+def _spread(per_group: Tensor, desc: QuantDesc, n: int, k: int) -> Tensor:
+    """(..., groups of rows, 1, groups of columns, 1) to (..., N, K), or (..., N, 1) of whole rows."""
+    if desc.group.cols == -1:
+        return per_group.squeeze(-1).squeeze(-2)
+    return per_group.expand(*per_group.shape[:-1], desc.group.cols).flatten(-2).flatten(-3, -2)

@@ -1,0 +1,177 @@
+"""What weights, scales and their scheme must satisfy to become an ExpertTensor."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from moe_ops.schemes import QuantScheme, get_scheme
+from moe_ops.tensors.base import ExpertTensor
+from moe_ops.validation import check_tensor
+
+HIGH_PRECISION = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def check_quantizable(name: str, weight: Tensor, scheme: str | QuantScheme | None = None) -> None:
+    """Raise ValueError, naming the weight, unless `quantize` takes it: reads it once, keeps nothing."""
+    check_tensor(name, weight)
+    if isinstance(weight, ExpertTensor):
+        raise ValueError(
+            f"{name} must be a plain tensor, got {weight}; quantize its dequantize() to change "
+            f"its scheme"
+        )
+    if weight.dtype not in HIGH_PRECISION:
+        raise ValueError(
+            f"{name} must be bfloat16, float16 or float32, got {weight.dtype}; weights that are "
+            f"quantized already go through moe_ops.from_quantized"
+        )
+    _check_matrices(name, weight)
+    if scheme is not None:
+        check_groups(name, weight.shape, get_scheme(scheme))
+    _check_finite(name, torch.linalg.vector_norm(weight.detach(), math.inf, (1, 2)))
+
+
+def check_groups(name: str, shape: tuple[int, ...], scheme: QuantScheme) -> None:
+    """Raise unless (E, N, K) weights can have the scheme's groups."""
+    reason = scheme.why_not_shape(*shape[1:])
+    if reason:
+        raise ValueError(
+            f"{name} of shape {tuple(shape)} cannot have scheme {scheme.name!r}: {reason}"
+        )
+
+
+def checked_parts(scheme: QuantScheme, parts: dict[str, Tensor | None]) -> dict[str, Tensor]:
+    """The tensors of an ExpertTensor, by name, from those of a checkpoint; ValueError unless they fit.
+
+    Some arrive as another view of what is stored: e8m0 scales as float8_e8m0fnu, pairs of e2m1 as
+    float4_e2m1fn_x2.
+    """
+    desc = scheme.quantized_weight
+    qdata = parts["qdata"]
+    _check_plain("qdata", qdata)
+    assert qdata is not None
+    if desc.dtype == "e2m1" and qdata.dtype == torch.float4_e2m1fn_x2:
+        qdata = qdata.view(torch.uint8)
+    if qdata.dtype != desc.storage_dtype:
+        same = "; bytes of another dtype can be viewed as it" if desc.format.bits < 8 else ""
+        raise ValueError(
+            f"qdata must be {desc.storage_dtype} for scheme {scheme.name!r}, got {qdata.dtype}{same}"
+        )
+    _check_matrices("qdata", qdata)
+    shape = scheme.logical_shape(*qdata.shape)
+    if scheme.qdata_shape(*shape) != tuple(qdata.shape):
+        raise ValueError(
+            f"qdata must hold whole elements for scheme {scheme.name!r}, got shape {tuple(qdata.shape)}"
+        )
+    check_groups("qdata (counted in elements)", shape, scheme)
+    checked = {"qdata": qdata.detach()}
+    for name, expected in scheme.scale_shapes(*shape).items():
+        value = parts[name]
+        if expected is None:
+            if value is not None:
+                raise ValueError(f"{name} must be None: scheme {scheme.name!r} has none")
+            continue
+        if value is None and name != "scale":
+            raise ValueError(f"{name} must be given for scheme {scheme.name!r}, got None")
+        _check_plain(name, value)
+        assert value is not None
+        checked[name] = _checked_scale(name, value.detach(), expected, scheme, qdata)
+    return checked
+
+
+def _checked_scale(
+    name: str, value: Tensor, expected: tuple[int, ...], scheme: QuantScheme, qdata: Tensor
+) -> Tensor:
+    desc = scheme.quantized_weight
+    if tuple(value.shape) != expected:
+        raise ValueError(
+            f"{name} must have shape {expected} for scheme {scheme.name!r} and qdata of shape "
+            f"{tuple(qdata.shape)}, got {tuple(value.shape)}"
+        )
+    if value.device != qdata.device:
+        raise ValueError(
+            f"{name} must be on the device of qdata, {qdata.device}, got {value.device}"
+        )
+    if name == "scale" and value.dtype == torch.float8_e8m0fnu:
+        value = value.view(torch.uint8) if desc.is_mx else value.to(torch.float32)
+    dtypes = {
+        "scale": HIGH_PRECISION if desc.scale_dtype is None else (desc.scale_dtype,),
+        "zero_point": (desc.storage_dtype,),
+    }.get(name, (torch.float32,))
+    if name == "scale" and desc.is_mx:
+        dtypes = (torch.uint8,)
+    if value.dtype not in dtypes:
+        known = " or ".join([str(dtype) for dtype in dtypes])
+        raise ValueError(f"{name} must be {known}, got {value.dtype}")
+    if name == "zero_point":
+        _check_zero_points(value, desc.dtype)
+    elif name == "scale" and desc.is_mx:
+        _check_finite(name, torch.where(value == 255, torch.nan, 0.0))
+    else:
+        _check_finite(name, value.to(torch.float32))
+    if name in ("global_scale", "channel_scale"):
+        _check_positive(name, value)
+    return value
+
+
+def _check_zero_points(value: Tensor, dtype: str) -> None:
+    if dtype == "int4" and value.device.type != "meta" and bool((value > 15).any()):
+        raise ValueError(f"zero_point must be in 0..15 for int4, got {value.max().item()}")
+
+
+def _check_positive(name: str, value: Tensor) -> None:
+    if value.device.type != "meta" and not bool((value > 0).all()):
+        raise ValueError(f"{name} must be positive, got {value.min().item()}")
+
+
+def _check_plain(name: str, value: object) -> None:
+    check_tensor(name, value)
+    if isinstance(value, ExpertTensor):
+        raise ValueError(f"{name} must be a plain tensor, got {value}")
+
+
+def _check_matrices(name: str, t: Tensor) -> None:
+    if t.dim() != 3 or 0 in t.shape:
+        raise ValueError(
+            f"{name} must have shape (E, N, K) with no empty dimension, got {tuple(t.shape)}; "
+            f"one expert's (N, K) becomes (1, N, K) by unsqueeze(0)"
+        )
+
+
+def _check_finite(name: str, values: Tensor) -> None:
+    """Raise, naming the experts, unless all of these numbers (E, ...) are finite."""
+    if values.device.type == "meta":
+        return
+    finite = torch.isfinite(values).reshape(values.shape[0], -1).all(1)
+    experts = (~finite).nonzero().flatten().tolist()
+    if experts:
+        raise ValueError(f"{name} must be finite, got NaN or Inf in experts {experts}")
+
+
+def checked_activation_scale(
+    value: Tensor | float | None, scheme: QuantScheme, device: torch.device
+) -> Tensor | None:
+    """() fp32 of its own, or None where there is none and need not be; ValueError else."""
+    desc = scheme.activation
+    if desc is not None and not desc.static and not desc.global_scale:
+        desc = None
+    if value is None:
+        if desc is not None and desc.static:
+            raise ValueError(
+                f"activation_scale must be given for scheme {scheme.name!r}: its activations have "
+                f"one static scale (largest magnitude seen / {desc.format.max})"
+            )
+        return None
+    if desc is None:
+        raise ValueError(f"activation_scale must be None: scheme {scheme.name!r} does not use it")
+    scale = torch.as_tensor(value, dtype=torch.float32, device=device).detach()
+    if scale.numel() != 1:
+        raise ValueError(
+            f"activation_scale must be one number, got shape {tuple(scale.shape)}; "
+            f"of a scale for each expert, take the largest"
+        )
+    if scale.device.type != "meta" and not 0 < scale.item() < float("inf"):
+        raise ValueError(f"activation_scale must be positive and finite, got {scale.item()}")
+    return scale.reshape(()).clone()
