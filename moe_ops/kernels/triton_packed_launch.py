@@ -1,0 +1,249 @@
+"""Launches of kernels/triton_packed.py: which schemes run on them, and their arguments."""
+
+from __future__ import annotations
+
+from functools import cache, lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from moe_ops.activations import NO_LIMIT
+from moe_ops.kernels import triton_packed_tiles
+from moe_ops.kernels.triton_launch import Gpu, Launch, pointers, run
+from moe_ops.kernels.triton_rows import (
+    Rows,
+    activation_of,
+    combine,
+    group_blocks,
+    pair_rows,
+    route,
+    sorted_rows,
+)
+from moe_ops.kernels.triton_scales import flat
+from moe_ops.kernels.triton_tiles import GROUP, Tile, block_bound
+from moe_ops.library import BatchedExpertsArgs, ExpertsArgs, GroupedLinearArgs
+from moe_ops.meta.workspace import cdiv
+from moe_ops.schemes import get_scheme
+
+
+class Format(NamedTuple):
+    """A scheme's weights in the words of kernels/triton_packed_matmul.py."""
+
+    name: str
+    scale: str
+    group: int  # columns that share a scale, 0 for all
+    bits: int
+
+
+def describe(scheme: str) -> Format | None:
+    """The Format of a scheme that quantizes weights alone, None of others."""
+    found = get_scheme(scheme)
+    desc = found.weight
+    if desc is None or found.activation is not None:
+        return None
+    bits = desc.format.bits
+    if desc.dtype == "e2m1":
+        return Format("e2m1", "e8m0" if desc.is_mx else "e4m3", desc.group.cols, bits)
+    if desc.dtype not in ("e4m3", "int8", "int4") or desc.is_mx:
+        return None
+    if desc.group.is_tensor or desc.group.is_row:
+        return Format(desc.dtype, "end", 0, bits)
+    return Format(desc.dtype, "block" if desc.group.rows > 1 else "sum", desc.group.cols, bits)
+
+
+format_of = cache(describe)  # for launches; in traced code Dynamo warns of a cached function
+
+
+class Packed(NamedTuple):
+    """A weight and what belongs to it as the kernels take them."""
+
+    data: Tensor  # (E, N, K), or (E, N, K / 2) where two columns share a byte
+    scale: Tensor
+    zero: Tensor | None
+    global_scale: Tensor | None
+    format: Format
+    chip: Gpu
+
+    @property
+    def columns(self) -> int:
+        return self.data.shape[2] * (8 // self.format.bits)
+
+    def pointers(self) -> tuple:
+        return self.data, self.scale, self.zero, self.global_scale
+
+    def strides(self) -> tuple:
+        """Of the data, the scales and the zero points: an expert, a row, a column or group."""
+        zero = (0, 0, 0) if self.zero is None else self.zero.stride()
+        scale = (*self.scale.stride(), 0, 0)[:3]
+        if self.format.group == 0:  # one a row, if not one for all
+            scale, zero = (*scale[:2], 0), (*zero[:2], 0)
+        return (*self.data.stride(), *scale, *zero)
+
+    def constants(self, tile: Tile, dtype: torch.dtype) -> tuple:
+        """FORMAT to G, and how the kernel steps: DK."""
+        name, scale, group, _ = self.format
+        if group == 32 and name == "int4" and self.scale.dtype == dtype:
+            scale = "weight"  # products of 32 columns alone would be too short
+        step = min(tile.k, group) if scale == "sum" else tile.k
+        return (name, scale, group), step
+
+
+def packed(
+    name: str,
+    data: Tensor,
+    scale: Tensor,
+    zero: Tensor | None,
+    global_scale: Tensor | None,
+    scheme: str,
+    chip: Gpu,
+) -> Packed:
+    """The Packed of an op's tensors; ValueError where the dtype is not what the scheme says."""
+    found = format_of(scheme)
+    expected = get_scheme(scheme).quantized_weight.storage_dtype
+    if data.dtype != expected:
+        raise ValueError(
+            f"{name} must have dtype {expected} for scheme {scheme}, got {data.dtype}; quantize it "
+            "with moe_ops.quantize"
+        )
+    if not chip.native:  # compilers for such GPUs do not know e4m3
+        data = data.view(torch.uint8) if data.dtype == torch.float8_e4m3fn else data
+        scale = scale.view(torch.uint8) if scale.dtype == torch.float8_e4m3fn else scale
+    return Packed(data, scale, zero, global_scale, found, chip)
+
+
+def gemm1(
+    w: Packed,
+    bias: Tensor | None,
+    h: Tensor,
+    x: Tensor,
+    x_strides: tuple,  # of an expert (beyond its rows), a row, a column
+    rows: Rows,
+    input_weights: Tensor | None,  # router weights to scale the input by
+    activation: tuple,  # alpha, beta, limit; name, gated, interleaved, limited
+    tile: Tile,
+) -> Launch:
+    """h = activation(x @ w.T + bias)."""
+    gated = activation[4]
+    K, N = w.columns, w.data.shape[1]
+    I = N // 2 if gated else N  # noqa: E741
+    columns = tile.rows // 2 if gated else tile.rows  # of h
+    constants, step = w.constants(tile, x.dtype)
+    args = (
+        *(h, x, *w.pointers(), bias, *rows.args, input_weights),
+        *((0, 0) if input_weights is None else input_weights.stride()),
+        *(K, I, *x_strides, *w.strides(), *((0, 0) if bias is None else bias.stride())),
+        *(*activation[:3], rows.name, rows.has_map, input_weights is not None, *activation[3:]),
+        *(*constants, K % tile.k == 0, GROUP, rows.tokens, *tile[:3], step, w.chip.dependent),
+    )
+    return Launch("packed_gemm1", (rows.blocks * cdiv(I, columns), 1, 1), args, tile.warps)
+
+
+def gemm2(
+    w: Packed,
+    bias: Tensor | None,
+    y: Tensor,
+    y_strides: tuple,  # of an expert (beyond its rows), a row, a column
+    x: Tensor,
+    x_strides: tuple,  # of a row, a column
+    rows: Rows,
+    tile: Tile,
+    zero_tail: bool = False,
+) -> Launch:
+    """y = x @ w.T + bias."""
+    K, N = w.columns, w.data.shape[1]
+    constants, step = w.constants(tile, x.dtype)
+    args = (
+        *(y, x, *w.pointers(), bias, *rows.args, K, N, *x_strides, *w.strides()),
+        *(*((0, 0) if bias is None else bias.stride()), *y_strides),
+        *(rows.name, rows.has_map, zero_tail, *constants, K % tile.k == 0, GROUP),
+        *(rows.tokens, *tile[:3], step, w.chip.dependent),
+    )
+    return Launch("packed_gemm2", (rows.blocks * cdiv(N, tile.rows), 1, 1), args, tile.warps)
+
+
+_blocks = lru_cache(maxsize=8192)(block_bound)
+
+
+def launch_experts(a: ExpertsArgs, chip: Gpu) -> None:
+    x, ids, out = a.hidden_states, a.topk_ids, a.out
+    (M, top_k), (_, K) = ids.shape, x.shape
+    device, dtype, pairs = x.get_device(), x.dtype, M * top_k
+    w13 = packed("w13", a.w13, a.w13_scale, a.w13_zero_point, a.w13_global_scale, a.scheme, chip)
+    w2 = packed("w2", a.w2, a.w2_scale, a.w2_zero_point, a.w2_global_scale, a.scheme, chip)
+    E, I = a.w2.shape[0], w2.columns  # noqa: E741
+    tiles = triton_packed_tiles.for_experts(
+        M, top_k, E, K, I, dtype, chip, a.scheme, w2.format.bits
+    )
+    blocks = pairs if tiles.direct else _blocks(pairs, E, tiles.tokens)
+    rows = pair_rows(a, tiles.direct, tiles.tokens, blocks)
+    h = flat(a.workspace13, dtype, pairs * I)
+    y = flat(a.workspace2, torch.float32, pairs * K)
+    weights = a.topk_weights if a.router_weight_on_input else None
+    x_strides = (0, *x.stride())
+    launches = [] if tiles.direct else [route(rows, pairs, tiles.chunk, chip)]
+    launches += (
+        gemm1(w13, a.w13_bias, h, x, x_strides, rows, weights, _activation(a), tiles.gemm1),
+        gemm2(w2, a.w2_bias, y, (0, K, 1), h, (I, 1), rows, tiles.gemm2),
+        combine(a, y, rows, chip),
+    )
+    key = (device, tiles, E, top_k, x_strides, out.stride(), a.router_weight_on_input)
+    data = (x, a.topk_weights, ids, out, y, h, a.index_workspace, a.expert_map)
+    run(launches, (*key, _layer_key(a, w13, w2), pointers(*data)), device, chip.dependent)
+
+
+def launch_batched_experts(a: BatchedExpertsArgs, chip: Gpu) -> None:
+    x, out, counts, index = a.hidden_states, a.out, a.expert_num_tokens, a.index_workspace
+    E, T, K = x.shape
+    device, dtype = x.get_device(), x.dtype
+    w13 = packed("w13", a.w13, a.w13_scale, a.w13_zero_point, a.w13_global_scale, a.scheme, chip)
+    w2 = packed("w2", a.w2, a.w2_scale, a.w2_zero_point, a.w2_global_scale, a.scheme, chip)
+    I, bits = w2.columns, w2.format.bits  # noqa: E741
+    tiles = triton_packed_tiles.choose(
+        E * T, E, K, I, bits, dtype.itemsize, False, chip.shared_memory
+    )
+    rows = sorted_rows(index, E * cdiv(T, tiles.tokens), E, tiles.tokens)
+    # As in backends/triton.py: rows are numbered e * T + t throughout.
+    x_strides = (x.stride(0) - T * x.stride(1), x.stride(1), x.stride(2))
+    out_strides = (out.stride(0) - T * out.stride(1), out.stride(1), out.stride(2))
+    h = flat(a.workspace13, dtype, E * T * I)
+    launches = [
+        group_blocks(rows, counts, E, E * T, T, chip),
+        gemm1(w13, a.w13_bias, h, x, x_strides, rows, None, _activation(a), tiles.gemm1),
+        gemm2(w2, a.w2_bias, out, out_strides, h, (I, 1), rows, tiles.gemm2),
+    ]
+    key = (device, "batched", tiles, E, x_strides, out_strides, _layer_key(a, w13, w2))
+    run(launches, (*key, pointers(x, counts, out, h, index)), device, chip.dependent)
+
+
+def launch_grouped_linear(a: GroupedLinearArgs, chip: Gpu) -> None:
+    x, out, offsets, index = a.x, a.out, a.offsets, a.index_workspace
+    S, K = x.shape
+    E, device = a.weight.shape[0], x.get_device()
+    scales = (a.weight_scale, a.weight_zero_point, a.weight_global_scale)
+    w = packed("weight", a.weight, *scales, a.scheme, chip)
+    tiles = triton_packed_tiles.choose(
+        S, E, K, K, w.format.bits, x.dtype.itemsize, False, chip.shared_memory
+    )
+    # The rows past the last group are one more group, of zeros.
+    rows = sorted_rows(index, _blocks(S, E + 1, tiles.tokens), E, tiles.tokens)
+    launches = [
+        group_blocks(rows, offsets, E + 1, S, 0, chip),
+        gemm2(w, a.bias, out, (0, *out.stride()), x, x.stride(), rows, tiles.gemm2, True),
+    ]
+    key = (device, "grouped", tiles, a.weight.shape, x.stride(), out.stride(), w.strides())
+    key += (a.scheme, None if a.bias is None else a.bias.stride())
+    data = (x, offsets, out, index, a.bias, *w.pointers())
+    run(launches, (*key, pointers(*data)), device, chip.dependent)
+
+
+def _activation(a: ExpertsArgs | BatchedExpertsArgs) -> tuple:
+    return (a.alpha, a.beta, a.limit, *activation_of(a.activation), a.limit < NO_LIMIT)
+
+
+def _layer_key(a: ExpertsArgs | BatchedExpertsArgs, w13: Packed, w2: Packed) -> tuple:
+    """The part of a specialisation that weights and activation decide."""
+    strides = [None if bias is None else bias.stride() for bias in (a.w13_bias, a.w2_bias)]
+    key = (a.activation, a.limit < NO_LIMIT, a.scheme, a.w2.shape, w13.strides(), w2.strides())
+    data = pointers(a.w13_bias, a.w2_bias, *w13.pointers(), *w2.pointers())
+    return (*key, *strides, data)

@@ -1,0 +1,109 @@
+"""Tiles of the kernels of triton_packed.py: weights of 4 or 8 bits, activations that stay as they are.
+
+Two warps a block, as Triton would give four another instruction (kernels/triton_packed_matmul.py), until an expert has
+so many rows that products count for more than what precedes them.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+
+from moe_ops import tuning
+from moe_ops.kernels import triton_tiles
+from moe_ops.kernels.triton_launch import Gpu
+from moe_ops.kernels.triton_tiles import Tile, Tiles
+
+SMALLEST_TILE = 8  # tokens: the columns of one tensor-core product
+
+
+@lru_cache(maxsize=8192)
+def choose(
+    rows: int,  # pairs, or rows of the sorted input
+    groups: int,  # experts that share them
+    K: int,
+    I: int,  # noqa: E741
+    bits: int,  # of a weight
+    itemsize: int,  # bytes of an element of x
+    direct: bool,
+    shared_memory: int,  # bytes a block may use
+) -> Tiles:
+    """Tiles of the two GEMMs. An expert's rows should usually fit one block, so weights are read once."""
+    average = rows / groups
+    tokens = 8 if direct or average <= 4 else 16 if average <= 12 else 32 if average <= 25 else 64
+    if itemsize == 4:  # fp32 products run on the ordinary units
+        tokens = min(max(tokens, 16), 32)
+        first = second = Tile(64, 32, 2, 4)
+    elif tokens <= 16:
+        few = min(rows, groups)
+        first = Tile(_rows(few, 2 * I, bits), 128, 4, 2)
+        second = Tile(_rows(few, K, bits), 128, 4, 2)
+    elif tokens == 32:
+        first = second = Tile(64, 128, 4, 2)
+    else:
+        tokens = 64 if average <= 51 else 128
+        first = second = Tile(128, 128, 3, 4 if tokens == 64 else 8)
+    return Tiles(
+        direct,
+        tokens,
+        _fit(first, tokens, bits, itemsize, shared_memory),
+        _fit(second, tokens, bits, itemsize, shared_memory),
+        triton_tiles._chunk(rows),
+    )
+
+
+def _rows(experts: int, rows: int, bits: int) -> int:
+    """Rows of a tile: as many as leave each multiprocessor some blocks."""
+    widest = 128 if bits == 4 else 64
+    for size in (128, 64):
+        if size <= widest and experts * rows >= 4 * 132 * size:
+            return size
+    return 32
+
+
+def _fit(tile: Tile, tokens: int, bits: int, itemsize: int, shared_memory: int) -> Tile:
+    """`tile` with as many stages as the shared memory of a block holds."""
+    rows, k, stages, warps = tile
+    stage = rows * k * bits // 8 + tokens * k * itemsize
+    while rows > 64 and 2 * stage > shared_memory - 8192:
+        rows //= 2
+        stage = rows * k * bits // 8 + tokens * k * itemsize
+    return Tile(rows, k, max(2, min(stages, (shared_memory - 8192) // stage)), warps)
+
+
+@lru_cache(maxsize=8192)
+def _for_experts(
+    M: int,
+    top_k: int,
+    E: int,
+    K: int,
+    I: int,  # noqa: E741
+    dtype: torch.dtype,
+    chip: Gpu,
+    scheme: str,
+    bits: int,
+    tables: bool = True,
+) -> Tiles:
+    base = choose(M * top_k, E, K, I, bits, dtype.itemsize, M == 1, chip.shared_memory)
+    if not tables:
+        return base
+    names = (scheme, str(dtype).removeprefix("torch."))
+    fields = tuning.triton_tiles(chip.name, E, K, I, top_k, *names, M)
+    if fields is None:
+        return base
+    direct, tokens, gemm1, gemm2, *rest = fields
+    return Tiles(direct, tokens, Tile(*gemm1), Tile(*gemm2), *rest)._replace(chunk=base.chunk)
+
+
+def for_experts(*problem) -> Tiles:
+    """Tiles of an expert layer: those measured for its shape on its GPU, else what `choose` says.
+
+    Arguments: M, top_k, E, K, I, dtype, Gpu, scheme, bits of a weight.
+    """
+    if triton_tiles._search is None:
+        return _for_experts(*problem)
+    tiles, seen = triton_tiles._search
+    tiles = tiles or _for_experts(*problem, tables=False)
+    seen.append(tiles)
+    return tiles
