@@ -14,6 +14,7 @@ from moe_ops.activations import Activation
 from moe_ops.config import MoEConfig, ParallelConfig, RoutingMethod
 from moe_ops.experts import batched_experts, explain, fused_experts, grouped_linear
 from moe_ops.registry import list_backends
+from moe_ops.router import route_tokens
 from moe_ops.routing import route
 from moe_ops.schemes import QuantScheme
 
@@ -54,6 +55,7 @@ __all__ = [
     "prepare",
     "quantize",
     "route",
+    "route_tokens",
 ]
 
 

@@ -10,6 +10,7 @@ than top_k others are left, so every id is valid for every input.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,11 +20,11 @@ from torch.fx.experimental.symbolic_shapes import guard_or_false
 
 from moe_ops.config import RoutingMethod, check_number, resolve_routing_method
 from moe_ops.library import LIB
-from moe_ops.routing_methods import RECIPES, check_method
+from moe_ops.routing_methods import RECIPES, Recipe, check_method
 from moe_ops.validation import check_tensor
 
 _LOWEST = torch.finfo(torch.float32).min  # stands for "no candidate": -inf would make NaN
-_MAX_EXPERTS_FUSED = 1024  # one program of the fused kernel holds a whole row
+MAX_EXPERTS_FUSED = 1024  # one program of the fused kernel holds a whole row
 
 
 def route(
@@ -81,8 +82,6 @@ def route(
             group numbers out of range, or an argument that the method needs or does not take.
     """
     check_tensor("router_logits", router_logits)
-    if correction_bias is not None:
-        check_tensor("correction_bias", correction_bias)
     if router_logits.dim() != 2:
         raise ValueError(
             f"router_logits must have shape (M, E), got {_shape(router_logits)}; "
@@ -90,7 +89,91 @@ def route(
         )
     if not router_logits.is_floating_point():
         raise ValueError(f"router_logits must be floating point, got {router_logits.dtype}")
-    num_experts = router_logits.shape[1]
+    choice = check_routing(
+        router_logits.shape[1],
+        router_logits.device,
+        top_k,
+        method,
+        num_expert_groups=num_expert_groups,
+        topk_groups=topk_groups,
+        correction_bias=correction_bias,
+        scaling_factor=scaling_factor,
+        scoring=scoring,
+        generator=generator,
+    )
+    if callable(method):
+        return _route_custom(router_logits, top_k, method, scaling_factor)
+    if choice is None:
+        return _route_simulated(router_logits, top_k, scaling_factor, generator)
+    fused = router_logits.is_cuda and router_logits.shape[1] <= MAX_EXPERTS_FUSED
+    if fused and not (torch.is_grad_enabled() and router_logits.requires_grad):
+        shape = (router_logits.shape[0], top_k)
+        topk_weights = router_logits.new_empty(shape, dtype=torch.float32)
+        topk_ids = router_logits.new_empty(shape, dtype=torch.int32)
+        _ROUTE_OP(
+            topk_weights,
+            topk_ids,
+            router_logits,
+            correction_bias,
+            *choice.arguments,
+            float(scaling_factor),
+        )
+        return topk_weights, topk_ids
+
+    recipe, scoring = choice.recipe, choice.scoring
+    logits = _candidates(router_logits)
+    groups = choice.num_expert_groups, choice.topk_groups
+    topk_ids = _choose(logits, top_k, scoring, correction_bias, *groups)
+    if recipe.after_topk:
+        topk_weights = _score(logits.gather(1, topk_ids), scoring)
+    else:
+        topk_weights = _score(logits, scoring).gather(1, topk_ids)
+    if recipe.renormalize:
+        topk_weights = topk_weights / (topk_weights.sum(-1, keepdim=True) + 1e-20)
+    return topk_weights * scaling_factor, topk_ids.to(torch.int32)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A method with its arguments."""
+
+    recipe: Recipe
+    scoring: str
+    num_expert_groups: int
+    topk_groups: int
+
+    @property
+    def arguments(self) -> tuple[str, bool, int, int]:
+        """scoring, renormalize, num_expert_groups and topk_groups of the operators."""
+        # softmax over the chosen is softmax over all, divided by the sum over the chosen
+        after = self.recipe.after_topk and self.scoring == "softmax"
+        renormalize = self.recipe.renormalize or after
+        return self.scoring, renormalize, self.num_expert_groups, self.topk_groups
+
+
+def check_routing(
+    num_experts: int,
+    device: torch.device,
+    top_k: int,
+    method: RoutingMethod | str | Callable,
+    *,
+    num_expert_groups: int | None = None,
+    topk_groups: int | None = None,
+    correction_bias: Tensor | None = None,
+    scaling_factor: float = 1.0,
+    scoring: str | None = None,
+    generator: torch.Generator | None = None,
+) -> Choice | None:
+    """All that `route` refuses of arguments other than the logits; `device` is that of the logits.
+
+    Returns:
+        The method with its arguments; None for a callable and for simulated.
+
+    Raises:
+        ValueError: as `route`.
+    """
+    if correction_bias is not None:
+        check_tensor("correction_bias", correction_bias)
     recipe = check_method(
         method,
         num_experts,
@@ -103,44 +186,11 @@ def route(
     check_number("scaling_factor", scaling_factor)
     if generator is not None and method != RoutingMethod.SIMULATED:
         raise ValueError("generator must be None: only method 'simulated' draws")
-    if callable(method):
-        return _route_custom(router_logits, top_k, method, scaling_factor)
     if recipe is None:
-        return _route_simulated(router_logits, top_k, scaling_factor, generator)
+        return None
     if correction_bias is not None:
-        _check_bias(correction_bias, router_logits)
-    num_groups = num_expert_groups or 1
-    kept_groups = topk_groups or 1
-    scoring = scoring or recipe.scoring
-    fused = router_logits.is_cuda and num_experts <= _MAX_EXPERTS_FUSED
-    if fused and not (torch.is_grad_enabled() and router_logits.requires_grad):
-        shape = (router_logits.shape[0], top_k)
-        topk_weights = router_logits.new_empty(shape, dtype=torch.float32)
-        topk_ids = router_logits.new_empty(shape, dtype=torch.int32)
-        # softmax over the chosen is softmax over all, divided by the sum over the chosen
-        renormalize = recipe.renormalize or (recipe.after_topk and scoring == "softmax")
-        _ROUTE_OP(
-            topk_weights,
-            topk_ids,
-            router_logits,
-            correction_bias,
-            scoring,
-            renormalize,
-            num_groups,
-            kept_groups,
-            float(scaling_factor),
-        )
-        return topk_weights, topk_ids
-
-    logits = _candidates(router_logits)
-    topk_ids = _choose(logits, top_k, scoring, correction_bias, num_groups, kept_groups)
-    if recipe.after_topk:
-        topk_weights = _score(logits.gather(1, topk_ids), scoring)
-    else:
-        topk_weights = _score(logits, scoring).gather(1, topk_ids)
-    if recipe.renormalize:
-        topk_weights = topk_weights / (topk_weights.sum(-1, keepdim=True) + 1e-20)
-    return topk_weights * scaling_factor, topk_ids.to(torch.int32)
+        _check_bias(correction_bias, num_experts, device)
+    return Choice(recipe, scoring or recipe.scoring, num_expert_groups or 1, topk_groups or 1)
 
 
 def router_probabilities(
@@ -238,15 +288,14 @@ def _route_simulated(
     return torch.full_like(topk_ids, weight, dtype=torch.float32), topk_ids
 
 
-def _check_bias(correction_bias: Tensor, router_logits: Tensor) -> None:
-    num_experts = router_logits.shape[1]
+def _check_bias(correction_bias: Tensor, num_experts: int, device: torch.device) -> None:
     if correction_bias.shape != (num_experts,):
         raise ValueError(
             f"correction_bias must have shape (E={num_experts},), got {_shape(correction_bias)}"
         )
-    if correction_bias.device != router_logits.device:
+    if correction_bias.device != device:
         raise ValueError(
-            f"correction_bias must be on the device of router_logits, {router_logits.device}, "
+            f"correction_bias must be on the device of router_logits, {device}, "
             f"got {correction_bias.device}"
         )
 

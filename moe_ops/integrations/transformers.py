@@ -27,11 +27,26 @@ from moe_ops.integrations import _families as families
 from moe_ops.integrations import _layers as layers_of
 from moe_ops.integrations import _outside as outside
 from moe_ops.integrations._layers import Layer
+from moe_ops.integrations._routers import (
+    RouterReport,
+    RoutersReport,
+    fuse_routers,
+    unfuse_routers,
+)
 from moe_ops.registry import check_backend
 from moe_ops.schemes import QuantScheme, get_scheme
 from moe_ops.tensors import check_quantizable
 
-__all__ = ["AttachReport", "LayerReport", "attach", "quantize"]
+__all__ = [
+    "AttachReport",
+    "LayerReport",
+    "RouterReport",
+    "RoutersReport",
+    "attach",
+    "fuse_routers",
+    "quantize",
+    "unfuse_routers",
+]
 
 NAME = "moe_ops"
 

@@ -8,6 +8,7 @@ the same weights.
 """
 
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 import triton
@@ -53,27 +54,17 @@ def _score(x, row_max, row_scale, SCORING: tl.constexpr):
     return tl.where(x > _LOWEST, score, 0.0)
 
 
-_RUNTIME = (
-    "weights_ptr",
-    "ids_ptr",
-    "logits_ptr",
-    "bias_ptr",
-    "stride_m",
-    "stride_e",
-    "stride_bias",
-)
+@triton.jit
+def _ranked_value(ranked):
+    """The fp32 key in what `_ranked` made of it; -0.0 comes back as 0.0."""
+    ordered = (ranked >> 32).to(tl.int32)
+    return (ordered ^ ((ordered >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
-# Not specialised on its run-time arguments: one binary a configuration, so that whether a launch
-# would compile is known before it (see launch).
-@triton.jit(do_not_specialize=_RUNTIME)
-def _route_kernel(
-    weights_ptr,  # (M, TOP_K) fp32, contiguous
-    ids_ptr,  # (M, TOP_K) int32, contiguous
-    logits_ptr,  # (M, E)
+@triton.jit
+def choose(
+    logits,  # (BLOCK_G, BLOCK_S), any float dtype
     bias_ptr,  # (E,)
-    stride_m,
-    stride_e,
     stride_bias,
     scaling_factor,
     G: tl.constexpr,
@@ -87,13 +78,12 @@ def _route_kernel(
     BLOCK_S: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64)
+    """(weights, ids), each (BLOCK_K,), of one token; entries from TOP_K on mean nothing."""
     group = tl.arange(0, BLOCK_G)[:, None]
     member = tl.arange(0, BLOCK_S)[None, :]
     expert = group * S + member
     is_expert = (group < G) & (member < S)
-    logits_row = logits_ptr + row * stride_m
-    x = _finite(tl.load(logits_row + expert * stride_e, mask=is_expert, other=0.0), is_expert)
+    x = _finite(logits, is_expert)
 
     row_max = tl.max(tl.max(x, 1), 0)
     row_scale = row_max
@@ -125,26 +115,108 @@ def _route_kernel(
     ranked = _ranked(key, group * BLOCK_S + member, SIZE)
     slot = tl.arange(0, BLOCK_K)
     ids = tl.zeros((BLOCK_K,), dtype=tl.int32)
+    chosen = tl.full((BLOCK_K,), _LOWEST, dtype=tl.float32)
     for k in range(TOP_K):
         best = tl.max(tl.max(ranked, 1), 0)
         position = SIZE - 1 - (best & 0x7FFFFFFF).to(tl.int32)
         ids = tl.where(slot == k, position // BLOCK_S * S + position % BLOCK_S, ids)
+        # Without a bias the key is the logit. With one it is summed out of the row, which does not hold up
+        # the next maximum, as reading the row again would hold up the weights.
+        if HAS_BIAS:
+            logit = tl.sum(tl.sum(tl.where(ranked == best, x, 0.0), 1), 0)
+        else:
+            logit = _ranked_value(best)
+        chosen = tl.where(slot == k, logit, chosen)
         ranked = tl.where(ranked == best, _TAKEN, ranked)
 
-    # The logits of the chosen are read again (a cache hit) instead of carrying the scores along.
-    is_slot = slot < TOP_K
-    chosen = _finite(tl.load(logits_row + ids * stride_e, mask=is_slot, other=0.0), is_slot)
     weights = _score(chosen, row_max, row_scale, SCORING)
     if RENORMALIZE:
         weights = weights / (tl.sum(weights, 0) + 1e-20)
-    out = row * TOP_K + slot
-    tl.store(weights_ptr + out, weights * scaling_factor, mask=is_slot)
-    tl.store(ids_ptr + out, ids, mask=is_slot)
+    return weights * scaling_factor, ids
+
+
+_RUNTIME = (
+    "weights_ptr",
+    "ids_ptr",
+    "logits_ptr",
+    "bias_ptr",
+    "stride_m",
+    "stride_e",
+    "stride_bias",
+)
+
+
+# Not specialised on its run-time arguments: one binary a configuration, so that whether a launch
+# would compile is known before it (see launch).
+@triton.jit(do_not_specialize=_RUNTIME)
+def _route_kernel(
+    weights_ptr,  # (M, TOP_K), contiguous
+    ids_ptr,  # (M, TOP_K), contiguous
+    logits_ptr,  # (M, E)
+    bias_ptr,  # (E,)
+    stride_m,
+    stride_e,
+    stride_bias,
+    scaling_factor,
+    G: tl.constexpr,
+    S: tl.constexpr,
+    TOP_K: tl.constexpr,
+    TOPK_GROUPS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    SCORING: tl.constexpr,
+    RENORMALIZE: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    group = tl.arange(0, BLOCK_G)[:, None]
+    member = tl.arange(0, BLOCK_S)[None, :]
+    is_expert = (group < G) & (member < S)
+    place = logits_ptr + row * stride_m + (group * S + member) * stride_e
+    logits = tl.load(place, mask=is_expert, other=0.0)
+    weights, ids = choose(
+        logits, bias_ptr, stride_bias, scaling_factor, G, S, TOP_K, TOPK_GROUPS, HAS_BIAS, SCORING,
+        RENORMALIZE, BLOCK_G, BLOCK_S, BLOCK_K,
+    )  # fmt: skip
+    slot = tl.arange(0, BLOCK_K)
+    tl.store(weights_ptr + row * TOP_K + slot, weights, mask=slot < TOP_K)
+    tl.store(ids_ptr + row * TOP_K + slot, ids, mask=slot < TOP_K)
+
+
+def choose_constants(
+    num_experts: int,
+    top_k: int,
+    has_bias: bool,
+    scoring: str,
+    renormalize: bool,
+    num_expert_groups: int,
+    topk_groups: int,
+) -> dict[str, Any]:
+    """The constants of `choose`, in the order of its parameters."""
+    group_size = num_experts // num_expert_groups
+    return {
+        "G": num_expert_groups,
+        "S": group_size,
+        "TOP_K": top_k,
+        "TOPK_GROUPS": topk_groups,
+        "HAS_BIAS": has_bias,
+        "SCORING": scoring,
+        "RENORMALIZE": renormalize,
+        "BLOCK_G": triton.next_power_of_2(num_expert_groups),
+        "BLOCK_S": triton.next_power_of_2(group_size),
+        "BLOCK_K": triton.next_power_of_2(top_k),
+    }
+
+
+def choose_warps(constants: dict[str, Any]) -> int:
+    """One warp a row needs no barrier and no shared memory; long rows need more lanes."""
+    return 1 if constants["BLOCK_G"] * constants["BLOCK_S"] <= 256 else 4
 
 
 def launch(
-    topk_weights: torch.Tensor,  # (M, top_k) fp32, contiguous, written
-    topk_ids: torch.Tensor,  # (M, top_k) int32, contiguous, written
+    topk_weights: torch.Tensor,  # (M, top_k), contiguous, written
+    topk_ids: torch.Tensor,  # (M, top_k) int32 or int64, contiguous, written
     router_logits: torch.Tensor,  # (M, E), any strides
     correction_bias: torch.Tensor | None,  # (E,)
     scoring: str,
@@ -162,23 +234,18 @@ def launch(
     num_tokens, num_experts = router_logits.shape
     if num_tokens == 0:
         return
-    group_size = num_experts // num_expert_groups
-    block_g = triton.next_power_of_2(num_expert_groups)
-    block_s = triton.next_power_of_2(group_size)
     bias = router_logits if correction_bias is None else correction_bias
-    constants = {
-        "G": num_expert_groups,
-        "S": group_size,
-        "TOP_K": topk_ids.shape[1],
-        "TOPK_GROUPS": topk_groups,
-        "HAS_BIAS": correction_bias is not None,
-        "SCORING": scoring,
-        "RENORMALIZE": renormalize,
-        "BLOCK_G": block_g,
-        "BLOCK_S": block_s,
-        "BLOCK_K": triton.next_power_of_2(topk_ids.shape[1]),
-    }
-    key = (router_logits.device, router_logits.dtype, bias.dtype, *constants.values())
+    constants = choose_constants(
+        num_experts,
+        topk_ids.shape[1],
+        correction_bias is not None,
+        scoring,
+        renormalize,
+        num_expert_groups,
+        topk_groups,
+    )
+    dtypes = tuple([t.dtype for t in (router_logits, bias, topk_weights, topk_ids)])
+    key = (router_logits.device, dtypes, *constants.values())
     on_cuda = router_logits.is_cuda
     if on_cuda and key not in _WARM and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
@@ -197,7 +264,6 @@ def launch(
             bias.stride(0),
             scaling_factor,
             **constants,
-            # one warp a row needs no barrier and no shared memory; long rows need more lanes
-            num_warps=1 if block_g * block_s <= 256 else 4,
+            num_warps=choose_warps(constants),
         )
     _WARM.add(key)

@@ -47,9 +47,11 @@ def gpu(device: int) -> Gpu:
 
 @cache
 def _kernels() -> dict:
-    from moe_ops.kernels import triton_experts, triton_fp8, triton_large, triton_routing
+    from moe_ops.kernels import router, triton_experts, triton_fp8, triton_large, triton_routing
 
     return {
+        "router_sums": router.moe_ops_router_sums,
+        "router_choice": router.moe_ops_router_choice,
         "route": triton_routing.moe_ops_route,
         "group_blocks": triton_routing.moe_ops_group_blocks,
         "quantize": triton_fp8.moe_ops_quantize,
