@@ -22,7 +22,8 @@ import torch
 from harness import format_table, machine_facts, write_json
 
 import moe_ops
-from moe_ops import library, registry
+from moe_ops import library, plans, registry
+from moe_ops.problem import Buffer
 
 TARGET_US = 25.0
 NUM_EXPERTS, TOP_K, HIDDEN_SIZE, INTERMEDIATE_SIZE = 32, 4, 256, 128
@@ -82,15 +83,14 @@ def calls_of(case: Case, device: torch.device) -> list[Callable[[], object]]:
     logits = torch.randn(case.num_tokens, e, generator=generator).to(device)
     weights, ids = moe_ops.route(logits, TOP_K)
     plan = moe_ops.explain(x, w13, w2, ids, backend="empty")
-    shapes = plan.workspace_shapes(case.num_tokens)
+    ready = plans.Ready(plan)
+    out = Buffer((case.num_tokens, k), x.dtype)
 
     def call() -> torch.Tensor:
         return moe_ops.fused_experts(x, w13, w2, weights, ids, backend="empty")
 
-    def allocate() -> None:
-        torch.empty(case.num_tokens, k, dtype=x.dtype, device=x.device)
-        for buffer in shapes:
-            torch.empty(*buffer.shape, dtype=buffer.dtype, device=x.device)
+    def allocate() -> list[torch.Tensor]:
+        return ready.allocate(True, out, case.num_tokens, device)
 
     def call_operator() -> None:
         with mock.patch("moe_ops.plans.dispatcher_is_idle", lambda: False):
@@ -120,7 +120,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     default = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument("--device", type=torch.device, default=torch.device(default))
-    device = parser.parse_args().device
+    device = torch.empty(0, device=parser.parse_args().device).device
     torch.set_grad_enabled(False)
     wanted = "triton" if device.type == "cuda" else "torch"
     like = next(backend for backend in registry.BACKENDS if backend.name == wanted)

@@ -16,6 +16,7 @@ from torch.fx.experimental.symbolic_shapes import guard_or_false
 
 from moe_ops import activations, plans, registry, training, validation
 from moe_ops.activations import Activation
+from moe_ops.problem import Buffer
 from moe_ops.validation import Weight
 
 _EXPERTS = "hidden_states w13 w2 topk_weights topk_ids w13_bias w2_bias expert_map"
@@ -103,11 +104,10 @@ def fused_experts(
             act,
             router_weight_on_input,
         )
-    device = hidden_states.device
-    out = torch.empty(M, K, dtype=hidden_states.dtype, device=device)
-    ready.run(
-        out,
-        *ready.workspaces(M, device),
+    return ready.run(
+        Buffer((M, K), hidden_states.dtype),
+        M,
+        hidden_states.device,
         hidden_states,
         a.data,
         b.data,
@@ -119,7 +119,6 @@ def fused_experts(
         expert_map,
         ready.options,
     )
-    return out
 
 
 def batched_experts(
@@ -165,10 +164,11 @@ def batched_experts(
     ready = plans.prepare(
         plans.batched_call, (hidden_states,), (a, b), others, options, backend, blocks
     )
-    out = hidden_states.new_empty(hidden_states.shape)
-    ready.run(
-        out,
-        *ready.workspaces(hidden_states.shape[1], hidden_states.device),
+    E, T, K = hidden_states.shape
+    return ready.run(
+        Buffer((E, T, K), hidden_states.dtype),
+        T,
+        hidden_states.device,
         hidden_states,
         a.data,
         b.data,
@@ -178,7 +178,6 @@ def batched_experts(
         w2_bias,
         ready.options,
     )
-    return out
 
 
 def grouped_linear(
@@ -218,10 +217,10 @@ def grouped_linear(
         _warn_training_path(x)
         return training.grouped_linear(x, a, offsets, bias).to(x.dtype)
     S = x.shape[0]
-    out = x.new_empty((S, a.data.shape[1]))
-    ready.run(
-        out,
-        *ready.workspaces(S, x.device),
+    return ready.run(
+        Buffer((S, a.data.shape[1]), x.dtype),
+        S,
+        x.device,
         x,
         a.data,
         offsets,
@@ -229,7 +228,6 @@ def grouped_linear(
         bias,
         ready.options,
     )
-    return out
 
 
 def explain(

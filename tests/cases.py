@@ -15,6 +15,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensor
 
 import moe_ops
+from moe_ops import plans
 from moe_ops.activations import Activation
 from tests import oracle
 
@@ -62,6 +63,7 @@ def poisoned_memory():
     with (
         mock.patch.object(torch.Tensor, "new_empty", lambda *a, **k: garbage(new_empty(*a, **k))),
         mock.patch.object(torch, "empty", poisoned_empty),
+        mock.patch.object(plans, "_EMPTY", {}),
         mock.patch.object(torch, "empty_like", lambda *a, **k: garbage(empty_like(*a, **k))),
     ):
         yield

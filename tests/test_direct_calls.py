@@ -7,6 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import moe_ops
 from moe_ops import library, plans
 from moe_ops.library import dispatcher_is_idle
+from moe_ops.problem import Buffer
 
 M, E, TOP_K, K, I = 5, 4, 2, 64, 32
 
@@ -143,3 +144,19 @@ def test_options_are_told_apart():
     assert (args.scheme, args.layout, args.tiers) == ("fp8_block", "", "4:torch,-1:triton")
     with pytest.raises(ValueError, match="options must be a dict of scheme, layout, tiers"):
         kind.unpack((*range(7), [], None, "{'scheme': ''}"))
+
+
+@pytest.mark.parametrize("shape", [(3, 5), (0, 7), (4, 0), (2, 3, 4), (6,), (2, 0, 3)])
+def test_direct_calls_allocate_what_others_do(shape):
+    plan = moe_ops.explain(*arguments()[:3], arguments()[4], backend="torch")
+    ready = plans.Ready(plan)
+    device = torch.device("cpu")
+    found = [
+        ready.allocate(direct, Buffer(shape, torch.float16), 5, device) for direct in (True, False)
+    ]
+    for a, b in zip(*found, strict=True):
+        assert (a.shape, a.stride(), a.dtype, a.device) == (b.shape, b.stride(), b.dtype, b.device)
+    assert found[0][0].shape == shape and found[0][0].dtype == torch.float16
+    assert [t.shape for t in found[0][1:]] == [
+        torch.Size(b.shape) for b in plan.workspace_shapes(5)
+    ]
