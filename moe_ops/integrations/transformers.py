@@ -27,6 +27,7 @@ from moe_ops.integrations import _families as families
 from moe_ops.integrations import _layers as layers_of
 from moe_ops.integrations import _outside as outside
 from moe_ops.integrations._layers import Layer
+from moe_ops.integrations._quantizer import MoeOpsConfig, mark_quantized
 from moe_ops.integrations._routers import (
     RouterReport,
     RoutersReport,
@@ -40,6 +41,7 @@ from moe_ops.tensors import check_quantizable
 __all__ = [
     "AttachReport",
     "LayerReport",
+    "MoeOpsConfig",
     "RouterReport",
     "RoutersReport",
     "attach",
@@ -208,6 +210,7 @@ def quantize(model: nn.Module, scheme: str | QuantScheme) -> AttachReport:
     for layer, name in _progress(pairs):
         weight = layer.natural_weight(name).contiguous()
         layer.set_weight(name, moe_ops.quantize(weight, scheme))
+    mark_quantized(model, MoeOpsConfig(scheme))
     return report
 
 

@@ -1,0 +1,381 @@
+"""Quantized experts in `from_pretrained` and `save_pretrained`.
+
+transformers decides which tensors of a checkpoint belong to which parameter, and where it goes. The
+tensors themselves are read by `Checkpoint`, one expert at a time: transformers' own way would hold a
+layer's experts in bf16 several times over, and would convert the integers of quantized checkpoints to the
+dtype of the parameter they are meant for.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import core_model_loading as loading
+from transformers.modeling_utils import PreTrainedModel
+from transformers.quantizers import auto
+from transformers.quantizers.base import HfQuantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+import moe_ops
+from moe_ops.integrations import _conversions as conversions
+from moe_ops.integrations import _layers as layers_of
+from moe_ops.integrations._layers import Layer
+from moe_ops.integrations.checkpoints import files
+from moe_ops.integrations.checkpoints.experts import (
+    Checkpoint,
+    Source,
+    Weight,
+    experts_of,
+    scheme_for,
+)
+from moe_ops.registry import check_backend
+from moe_ops.schemes import QuantScheme, get_scheme
+from moe_ops.tensors import ExpertTensor, check_quantizable, flatten, layouts, unflatten
+from moe_ops.tensors.checks import check_groups
+
+METHOD = "moe_ops"
+
+
+@auto.register_quantization_config(METHOD)
+class MoeOpsConfig(QuantizationConfigMixin):
+    """The `quantization_config` of `from_pretrained` for experts that moe_ops runs.
+
+    Args:
+        scheme: how to quantize the experts of a plain checkpoint, e.g. "int4_w4a16"; None for a checkpoint
+            that is quantized already, whose weights are then used as they are (or another scheme with
+            the same weights, e.g. "nvfp4_w4a16" for an NVFP4 checkpoint).
+        backend: for every expert call, as in `moe_ops.fused_experts`.
+
+    Raises:
+        ValueError: an unknown scheme or backend, or a scheme that does not quantize weights.
+    """
+
+    def __init__(
+        self,
+        scheme: str | QuantScheme | None = None,
+        backend: str = "auto",
+        quant_method: str = METHOD,
+    ):
+        if quant_method != METHOD:
+            raise ValueError(f"quant_method must be {METHOD!r}, got {quant_method!r}")
+        if scheme is not None:
+            scheme = get_scheme(scheme)
+            _ = scheme.quantized_weight  # raises for plain weights
+        check_backend("backend", backend)
+        self.quant_method = METHOD
+        self.scheme = None if scheme is None else scheme.name
+        self.backend = backend
+
+
+class _ModelOptConfig(MoeOpsConfig):
+    """Lets `from_pretrained` read ModelOpt's checkpoints, which transformers does not know, unasked."""
+
+    @classmethod
+    def from_dict(cls, config_dict, return_unused_kwargs=False, **kwargs):
+        return MoeOpsConfig()
+
+
+if "modelopt" not in auto.AUTO_QUANTIZATION_CONFIG_MAPPING:
+    auto.register_quantization_config("modelopt")(_ModelOptConfig)
+
+
+@auto.register_quantizer(METHOD)
+class MoeOpsQuantizer(HfQuantizer):
+    """Loads and saves models whose experts are ExpertTensors."""
+
+    requires_calibration = False
+    is_trainable = True  # adapters: the experts themselves receive no gradients
+    is_compileable = True
+
+    def __init__(self, quantization_config: MoeOpsConfig, **kwargs):
+        super().__init__(quantization_config, **kwargs)
+        # False makes transformers ask for one tensor after the other; threads would read ahead
+        self.pre_quantized = False
+        self._checkpoint: Checkpoint | None = None
+        self._layers: dict[str, tuple[Layer, str]] = {}  # parameter -> its layer and weight
+        self._weights: dict[str, Weight] = {}
+        self._matrices: dict[str, Source] = {}
+        self._stored: dict[str, Source] = {}
+
+    def __deepcopy__(self, memo):
+        return self  # it has no state once a model is loaded
+
+    # --- before loading: what belongs where ---------------------------------------------------------
+
+    def _process_model_before_weight_loading(
+        self, model, checkpoint_files=None, device_map=None, **kwargs
+    ):
+        if not checkpoint_files or not str(checkpoint_files[0]).endswith(".safetensors"):
+            raise ValueError(
+                f"quantized experts are loaded from safetensors files, got {checkpoint_files}; convert the "
+                f"checkpoint, or load it plain and call moe_ops.integrations.transformers.quantize"
+            )
+        if isinstance(device_map, dict) and "disk" in device_map.values():
+            raise ValueError("device_map must not have 'disk', got one: offload to 'cpu' instead")
+        config = files.quantization_config(Path(checkpoint_files[0]).parent)
+        own = config.get("quant_method") == METHOD
+        self._checkpoint = Checkpoint(list(checkpoint_files), {} if own else config)
+        self._layers = {
+            layer.parameter_name(name): (layer, name)
+            for layer in layers_of.find(model)
+            for name in layer.weights
+        }
+        self._model = model
+
+    def update_weight_conversions(self, weight_conversions, model=None):
+        """Replace the conversions of expert weights, and check the whole checkpoint's headers."""
+        model = self._model if model is None else model
+        kept, table = conversions.own_readers(weight_conversions, self._layers, self._checkpoint)
+        self._assign(model, kept, table)
+        return kept
+
+    def _assign(self, model, transforms: list, table: conversions.Table) -> None:
+        """Decide from the headers what every parameter is read from, and check that it can be."""
+        renamings = [t for t in transforms if isinstance(t, loading.WeightRenaming)]
+        converters = [t for t in transforms if isinstance(t, loading.WeightConverter)]
+        state = model.state_dict()
+        found: dict[str, dict[str, tuple[int, str]]] = {}
+        foreign: set[str] = set()
+        for tensor in sorted(self._checkpoint.files.entries, key=loading.dot_natural_key):
+            target, pattern = loading.rename_source_key(
+                tensor, renamings, converters, model.base_model_prefix, state
+            )
+            if target in state and pattern in table:
+                found.setdefault(target, {})[tensor] = table[pattern]
+            elif target in state:
+                foreign.add(target)
+            elif pattern in table:
+                self._check_unclaimed(tensor, renamings, converters)
+        for target, tensors in found.items():
+            if target in self._layers:
+                self._assign_weight(target, tensors)
+            else:
+                source = {role: tensor for tensor, (_, role) in tensors.items()}
+                self._matrices[target] = source
+                self._checkpoint.plan(target, ((source,),))
+        for target in self._layers:
+            if target not in found and target not in foreign:
+                raise ValueError(f"{target} must be in the checkpoint, got no tensor for it")
+
+    def _check_unclaimed(self, tensor: str, renamings: list, converters: list) -> None:
+        """Raise for a quantized tensor that transformers would join or split by its own conversions."""
+        others = [c for c in converters if not isinstance(c, conversions.OwnReader)]
+        target, pattern = loading.rename_source_key(tensor, renamings, others)
+        if pattern is not None:
+            raise ValueError(
+                f"{self._checkpoint.files.entries[tensor]} must not be quantized: transformers converts it "
+                f"to {target}, which only plain weights can be"
+            )
+
+    def _assign_weight(self, target: str, tensors: dict[str, tuple[int, str]]) -> None:
+        if any(role in conversions.STORED for _, role in tensors.values()):
+            self._assign_stored(target, {role: tensor for tensor, (_, role) in tensors.items()})
+            return
+        count = 1 + max(projection for projection, _ in tensors.values())
+        stacked: list[Source] = [{} for _ in range(count)]
+        single: list[dict[int, Source]] = [{} for _ in range(count)]
+        for tensor, (projection, role) in tensors.items():
+            number = conversions.expert_number(tensor)
+            if number is None:
+                stacked[projection][role] = tensor
+            else:
+                single[projection].setdefault(number, {})[role] = tensor
+        layer, name = self._layers[target]
+        sources = experts_of(target, stacked, single)
+        columns_first = layer.columns_first(name)
+        weight = self._checkpoint.plan(target, sources, columns_first=columns_first)
+        expected = tuple(layer.natural_weight(name).shape)
+        if weight.shape != expected:
+            raise ValueError(
+                f"{target} must have shape {expected} as (experts, rows, columns), got {weight.shape} from "
+                f"{self._checkpoint.files.entries[next(iter(tensors))]}"
+            )
+        scheme = scheme_for(weight, self.quantization_config.scheme)
+        if scheme and weight.format is None:
+            check_scheme_fits(target, scheme, weight.shape)
+        self._weights[target] = weight
+
+    def _assign_stored(self, target: str, source: Source) -> None:
+        """A weight that `save_pretrained` wrote."""
+        key = _metadata_key(source)
+        attributes = self._checkpoint.files.metadata.get(key)
+        if attributes is None:
+            where = self._checkpoint.files.entries[next(iter(source.values()))]
+            raise ValueError(
+                f"metadata of {where} must have {key!r}, which says how {target} is stored"
+            )
+        stored, wanted = json.loads(attributes)["scheme"], self.quantization_config.scheme
+        if wanted not in (None, stored):
+            raise ValueError(
+                f"scheme must be {stored!r}, in which {target} is quantized already, got {wanted!r}; leave "
+                f"scheme out"
+            )
+        self._stored[target] = source
+
+    # --- while loading ------------------------------------------------------------------------------
+
+    def place(self, model, target: str, tensors: dict[str, Any]) -> None:
+        """Read a parameter and set it. ``tensors``: what transformers would call to read each itself."""
+        entries = self._checkpoint.files.entries
+        smallest = min(tensors, key=lambda name: _bytes(entries[name]))
+        device = tensors[smallest]().device  # transformers' device map, applied
+        if target in self._matrices:
+            value = self._read_matrix(model, target, device)
+        else:
+            value = self._read_weight(target, device)
+        module, name = model.get_submodule(target.rpartition(".")[0]), target.rpartition(".")[2]
+        if target in self._layers:
+            self._layers[target][0].set_weight(self._layers[target][1], value)
+        else:
+            setattr(module, name, nn.Parameter(value))
+        getattr(module, name)._is_hf_initialized = True
+
+    def _read_weight(self, target: str, device: torch.device) -> Tensor:
+        layer, name = self._layers[target]
+        dtype = getattr(layer.owner, name).dtype
+        if target in self._stored:
+            source = self._stored[target]
+            tensors = {t: self._checkpoint.files.read(t, device) for t in source.values()}
+            key = _metadata_key(source)
+            (weight,) = unflatten(tensors, {key: self._checkpoint.files.metadata[key]}).values()
+            return weight.to(dtype)
+        scheme = self.quantization_config.scheme
+        return self._checkpoint.load(self._weights[target], scheme, device=device, dtype=dtype)
+
+    def _read_matrix(self, model, target: str, device: torch.device) -> Tensor:
+        dtype = model.get_parameter(target).dtype
+        source = self._matrices[target]
+        if source.keys() == {"weight"}:
+            return self._checkpoint.files.read(source["weight"], device).to(dtype)
+        return self._checkpoint.matrix(target, source, dtype, device)
+
+    def param_needs_quantization(self, model, param_name: str, **kwargs) -> bool:
+        """True for experts that one of transformers' own conversions puts together."""
+        in_hand = param_name in self._weights or param_name in self._stored
+        return param_name in self._layers and not in_hand and bool(self.quantization_config.scheme)
+
+    def get_quantize_ops(self):
+        return _QuantizeConverted(self)
+
+    def param_element_size(self, model, param_name: str, param: Tensor) -> float:
+        """Bytes of one element, for transformers' device maps."""
+        weight = self._weights.get(param_name)
+        scheme = self.quantization_config.scheme or (weight.scheme if weight else "")
+        if param_name not in self._layers or not scheme:
+            return param.element_size()
+        return bytes_per_element(scheme)
+
+    # --- after loading, and saving ------------------------------------------------------------------
+
+    def _process_model_after_weight_loading(self, model, **kwargs):
+        from moe_ops.integrations.transformers import attach
+
+        for state in (self._layers, self._weights, self._matrices, self._stored):
+            state.clear()
+        self._checkpoint = self._model = None
+        mark_quantized(model, self.quantization_config)
+        attach(model, self.quantization_config.backend)
+        return model
+
+    def get_state_dict_and_metadata(self, model):
+        return flatten_natural(model.state_dict())
+
+    def is_serializable(self, *args, **kwargs) -> bool:
+        return True
+
+    def _dequantize(self, model, dtype=None):
+        for layer in layers_of.find(model):
+            for name in layer.weights:
+                weight = layer.natural_weight(name)
+                if isinstance(weight, ExpertTensor):
+                    layer.set_weight(name, weight.dequantize(dtype))
+        return model
+
+
+class _QuantizeConverted(loading.ConversionOps):
+    """Quantizes experts that one of transformers' own conversions put together."""
+
+    def __init__(self, quantizer: MoeOpsQuantizer):
+        self.quantizer = quantizer
+
+    def convert(self, input_dict, source_patterns, target_patterns, full_layer_name="", **kwargs):
+        (value,) = input_dict.values()
+        value = value[0] if isinstance(value, list) else value
+        layer, name = self.quantizer._layers[full_layer_name]
+        layer.set_weight(name, value)
+        natural = layer.natural_weight(name).contiguous()
+        check_quantizable(full_layer_name, natural)
+        scheme = self.quantizer.quantization_config.scheme
+        layer.set_weight(name, moe_ops.quantize(natural, scheme))
+        return {full_layer_name: getattr(layer.owner, name)}
+
+
+def mark_quantized(model: nn.Module, config: MoeOpsConfig) -> None:
+    """Make `save_pretrained` write the experts as they are."""
+    if not isinstance(model, PreTrainedModel):
+        return
+    model.hf_quantizer = MoeOpsQuantizer(config)
+    model.config.quantization_config = config
+    model.is_quantized = True
+    model.quantization_method = METHOD
+    # the tensors keep the model's names: conversions would take quantized weights apart as if plain
+    model._weight_conversions = []
+
+
+def flatten_natural(state_dict: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """`flatten` of quantized weights in their natural layout."""
+    natural = dict(state_dict)
+    for name, t in state_dict.items():
+        if isinstance(t, ExpertTensor):
+            transposed = t.weight_layout == layouts.TRANSPOSED
+            natural[name] = t.transpose(-2, -1) if transposed else layouts.natural(t)
+    return flatten(natural)
+
+
+def bytes_per_element(scheme: str) -> float:
+    """Bytes that one weight takes, its share of the scales included."""
+    desc = get_scheme(scheme).quantized_weight
+    columns = desc.group.cols
+    scale = 1 if desc.is_mx or desc.scale_dtype == torch.float8_e4m3fn else 4
+    return desc.format.bits / 8 + (scale / columns / max(desc.group.rows, 1) if columns > 1 else 0)
+
+
+def check_scheme_fits(name: str, scheme: str, shape: tuple[int, int, int]) -> None:
+    """Raise ValueError, naming the weight, unless plain weights (E, N, K) can be given this scheme."""
+    found = get_scheme(scheme)
+    if found.activation is not None and found.activation.static:
+        raise ValueError(
+            f"scheme must not have static activation scales, got {scheme!r}: no plain checkpoint carries them"
+        )
+    check_groups(name, shape, found)
+
+
+def _metadata_key(source: Source) -> str:
+    """Where the metadata of our own files describe the weight of these tensors."""
+    role, tensor = next(iter(source.items()))
+    return "moe_ops:" + tensor.removesuffix(f".{role}")
+
+
+def _bytes(entry: files.Entry) -> int:
+    return math.prod(entry.shape) * entry.dtype.itemsize
+
+
+def _merge_quantization_configs(original):
+    """Let a MoeOpsConfig read checkpoints of other quantizers, which transformers refuses to mix."""
+
+    def merge_quantization_configs(cls, quantization_config, quantization_config_from_args):
+        if isinstance(quantization_config_from_args, MoeOpsConfig):
+            return quantization_config_from_args
+        return original(quantization_config, quantization_config_from_args)
+
+    return classmethod(merge_quantization_configs)
+
+
+auto.AutoHfQuantizer.merge_quantization_configs = _merge_quantization_configs(
+    auto.AutoHfQuantizer.merge_quantization_configs
+)

@@ -1,0 +1,9 @@
+"""Quantized checkpoints as they are: safetensors files with the tensor names their authors gave them.
+
+`Checkpoint(folder).expert_weight(...)` reads one weight of a layer's experts. transformers models load
+through `moe_ops.integrations.transformers`, which uses the same code. Formats: docs/checkpoints.md.
+"""
+
+from moe_ops.integrations.checkpoints.experts import Checkpoint, Weight
+
+__all__ = ["Checkpoint", "Weight"]

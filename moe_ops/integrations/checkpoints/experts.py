@@ -1,0 +1,347 @@
+"""Expert weights of a checkpoint, stacked and quantized as its files hold them.
+
+    checkpoint = Checkpoint(folder)
+    w13 = checkpoint.expert_weight("model.layers.0.mlp.experts", ("gate_proj", "up_proj"))
+    w2 = checkpoint.expert_weight("model.layers.0.mlp.experts", ("down_proj",))
+
+Dimensions: E experts, N rows, K columns; I rows of gate and of up.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import moe_ops
+from moe_ops.integrations.checkpoints import files
+from moe_ops.integrations.checkpoints.formats import ROLES, Format, Matrix, config_for, format_of
+from moe_ops.schemes import QuantScheme, get_scheme
+
+Source = dict[str, str]  # role -> name of a tensor in the files
+_ELEMENTS = ("weight", "weight_packed", "qweight", "blocks")
+
+
+@dataclass(frozen=True)
+class Weight:
+    """Where one expert weight (E, N, K) comes from, checked against the files' headers."""
+
+    name: str
+    sources: tuple[tuple[Source, ...], ...]  # [projection][expert]; one "expert" if stacked
+    format: Format | None  # None for plain weights
+    scheme: str  # "" for plain weights
+    shape: tuple[int, int, int]
+    stacked: bool  # the files hold (E, N, K), not E matrices
+    columns_first: bool = False  # a stacked plain weight lies as (E, K, N)
+
+
+class Checkpoint:
+    """A checkpoint of safetensors files.
+
+    Args:
+        path: its folder, one of its files, or a list of them.
+        quantization_config: what config.json says of the quantization, as a dict; read from the
+            folder by default.
+
+    Raises:
+        ValueError: there are no files, or one is damaged.
+    """
+
+    def __init__(self, path: Any, quantization_config: dict[str, Any] | None = None):
+        self.files = files.TensorFiles(path)
+        folder = self.files.files[0].parent
+        if quantization_config is None:
+            quantization_config = files.quantization_config(folder)
+        self.config = quantization_config
+
+    def expert_weight(
+        self,
+        experts: str,
+        projections: tuple[str, ...] = ("gate_proj", "up_proj"),
+        scheme: str | QuantScheme | None = None,
+        *,
+        device: torch.device | str = "cpu",
+    ) -> Tensor:
+        """One weight of a layer's experts, as `moe_ops.fused_experts` takes it.
+
+        Args:
+            experts: what the names of its tensors begin with, e.g. "model.layers.0.mlp.experts".
+            projections: what follows the expert's number, in the order in which their rows are stacked:
+                ("gate_proj", "up_proj") for w13, ("down_proj",) for w2; or one name of a stacked
+                weight, e.g. ("gate_up_proj",) for ``gate_up_proj_blocks``.
+            scheme: of a plain checkpoint, how to quantize it (None: not at all). Of a quantized one, the
+                scheme its weights are used with, e.g. "nvfp4_w4a16" instead of "nvfp4".
+            device: where the weight is made.
+
+        Returns:
+            (E, N, K), an ExpertTensor or a plain tensor.
+
+        Raises:
+            ValueError: tensors are missing, contradict each other or are not finite; the message names
+                tensor and file.
+        """
+        return self.load(self.find(experts, projections), scheme, device=device)
+
+    def find(self, experts: str, projections: tuple[str, ...]) -> Weight:
+        """Where a weight is; arguments and errors as for `expert_weight`."""
+        name = f"{experts}.{'+'.join(projections)}"
+        stacked: list[Source] = [{} for _ in projections]
+        single: list[dict[int, Source]] = [{} for _ in projections]
+        for tensor in self.files.entries:
+            if not tensor.startswith(f"{experts}."):
+                continue
+            for i, projection in enumerate(projections):
+                match = re.fullmatch(
+                    rf"(?:(\d+)\.)?{re.escape(projection)}(?:[._](.+))?",
+                    tensor.removeprefix(f"{experts}."),
+                )
+                if match is None:
+                    continue
+                role = role_of(match.group(2) or "")
+                if role and match.group(1) is None:
+                    stacked[i][role] = tensor
+                elif role:
+                    single[i].setdefault(int(match.group(1)), {})[role] = tensor
+        return self.plan(name, experts_of(name, stacked, single))
+
+    def plan(self, name: str, sources: tuple, *, columns_first: bool = False) -> Weight:
+        """Check one weight against the files' headers: nothing of its data is read.
+
+        Args:
+            name: for messages.
+            sources: [projection][expert], as in `Weight`.
+            columns_first: a stacked plain weight lies as (E, K, N).
+        """
+        matrices = [[self._describe(source) for source in projection] for projection in sources]
+        form, first = matrices[0][0]
+        rows = 0
+        for projection, described in zip(sources, matrices, strict=True):
+            for source, (found, matrix) in zip(projection, described, strict=True):
+                if (found, matrix.scheme, matrix.columns) != (form, first.scheme, first.columns):
+                    raise ValueError(
+                        f"{self._where(source)} must be stored like {self._where(sources[0][0])}, "
+                        f"{_storage(first)}, got {_storage(matrix)}"
+                    )
+                if (matrix.rows, matrix.batch) != (described[0][1].rows, first.batch):
+                    raise ValueError(
+                        f"{self._where(source)} must have {described[0][1].rows} rows like the other "
+                        f"experts', got {matrix.rows}"
+                    )
+            rows += described[0][1].rows
+            if len(sources) > 1 and first.scheme == "fp8_block" and described[0][1].rows % 128:
+                raise ValueError(
+                    f"{self._where(projection[0])} must have a multiple of 128 rows to be stacked with "
+                    f"another projection, because 128 rows share a scale, got {described[0][1].rows}"
+                )
+        stacked = bool(first.batch)
+        columns_first = columns_first and stacked and form is None
+        shape = (first.batch[0] if stacked else len(sources[0]), rows, first.columns)
+        if columns_first:
+            shape = (shape[0], shape[2], shape[1])
+        return Weight(name, sources, form, first.scheme, shape, stacked, columns_first)
+
+    def load(
+        self,
+        weight: Weight,
+        scheme: str | QuantScheme | None = None,
+        *,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        """Read a weight that `find` or `plan` returned; ``dtype`` is that of the values it stands for."""
+        name = scheme_for(weight, scheme)
+        if not name:
+            parts = _stack(self._plain(weight, device), weight.shape[0])
+            return parts["plain"] if dtype is None else parts["plain"].to(dtype)
+        matrices = self._quantized if weight.format else self._quantizing
+        parts = _stack(matrices(weight, name, device), weight.shape[0])
+        if "activation_scale" in parts:  # one for all experts: the largest any of them saw
+            activation = get_scheme(name).activation
+            used = activation is not None and (activation.static or activation.global_scale)
+            largest = parts.pop("activation_scale").amax()
+            parts |= {"activation_scale": largest} if used else {}
+        try:
+            tensor = moe_ops.from_quantized(name, **parts)
+        except ValueError as error:
+            raise ValueError(
+                f"{weight.name} of {self._where(weight.sources[0][0])}: {error}"
+            ) from error
+        return tensor if dtype is None else tensor.to(dtype)
+
+    def _plain(self, weight: Weight, device: Any) -> Iterator[dict[str, Tensor]]:
+        for rows in self._rows(weight, device):
+            yield {"plain": rows}
+
+    def _rows(self, weight: Weight, device: Any) -> Iterator[Tensor]:
+        """The plain (N, K) matrices of a weight, one expert at a time."""
+        if weight.stacked:
+            stacks = [self._read(projection[0], device)["weight"] for projection in weight.sources]
+            for parts in zip(*stacks, strict=True):
+                rows = parts[0] if len(parts) == 1 else torch.cat(parts)
+                yield rows.T if weight.columns_first else rows
+            return
+        for expert in zip(*weight.sources, strict=True):
+            parts = [self._read(source, device)["weight"] for source in expert]
+            yield parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _quantizing(self, weight: Weight, scheme: str, device: Any) -> Iterator[dict[str, Tensor]]:
+        """Quantize plain weights, one expert at a time."""
+        for e, rows in enumerate(self._rows(weight, device)):
+            source = weight.sources[0][0 if weight.stacked else e]
+            try:
+                tensor = moe_ops.quantize(rows.unsqueeze(0), scheme)
+            except ValueError as error:
+                raise ValueError(f"{self._where(source)}, expert {e}: {error}") from error
+            names = tensor.__tensor_flatten__()[0]
+            yield {n: getattr(tensor, n).squeeze(0) for n in names}
+
+    def _quantized(self, weight: Weight, scheme: str, device: Any) -> Iterator[dict[str, Tensor]]:
+        """The quantized matrices of a weight, one expert at a time, projections stacked."""
+        if weight.stacked:
+            first = tuple(projection[0] for projection in weight.sources)
+            stacks = [self._convert(weight, source, device) for source in first]
+            for e in range(weight.shape[0]):
+                parts = [{n: t[e] if t.dim() else t for n, t in s.items()} for s in stacks]
+                yield self._join(parts, first)
+            return
+        for expert in zip(*weight.sources, strict=True):
+            yield self._join([self._convert(weight, s, device) for s in expert], expert)
+
+    def _convert(self, weight: Weight, source: Source, device: Any) -> dict[str, Tensor]:
+        assert weight.format is not None
+        tensors = self._read(source, device)
+        try:
+            parts = weight.format.convert(tensors, self._config(source))
+            for name, t in parts.items():
+                if (
+                    name != "qdata"
+                    and t.dtype.is_floating_point
+                    and not t.float().isfinite().all()
+                ):
+                    raise ValueError(f"{name.replace('_', ' ')} must be finite, got NaN or Inf")
+        except ValueError as error:
+            raise ValueError(f"{self._where(source)}: {error}") from error
+        return parts
+
+    def _join(
+        self, parts: list[dict[str, Tensor]], expert: tuple[Source, ...]
+    ) -> dict[str, Tensor]:
+        """One matrix of the projections' rows, in their order."""
+        joined = parts[0]
+        if len(parts) == 1:
+            return joined
+        out = {}
+        for name, t in joined.items():
+            others = [p[name] for p in parts]
+            if name == "activation_scale":
+                out[name] = torch.stack(others).amax()
+            elif t.dim():
+                out[name] = torch.cat(others)
+            elif any(not torch.equal(o, t) for o in others):
+                values = ", ".join(f"{o.item():.9g}" for o in others)
+                raise ValueError(
+                    f"{self._where(expert[0])} must have the {name.replace('_', ' ')} of the other "
+                    f"projections of its expert, because both are one matrix here, got {values}; quantize "
+                    f"again with one scale for gate and up"
+                )
+            else:
+                out[name] = t
+        return out
+
+    def _describe(self, source: Source) -> tuple[Format | None, Matrix]:
+        entries = {role: self.files.entries[tensor] for role, tensor in source.items()}
+        form = format_of(entries, self._where(source))
+        if form is None:
+            *batch, rows, columns = entries["weight"].shape
+            return None, Matrix("", rows, columns, tuple(batch))
+        try:
+            return form, form.describe(entries, self._config(source))
+        except ValueError as error:
+            raise ValueError(f"{self._where(source)}: {error}") from error
+
+    def _config(self, source: Source) -> dict[str, Any]:
+        tensor = next(iter(source.values()))
+        return config_for(self.config, tensor.rpartition(".")[0])
+
+    def _read(self, source: Source, device: Any) -> dict[str, Tensor]:
+        return {role: self.files.read(tensor, device) for role, tensor in source.items()}
+
+    def _where(self, source: Source) -> str:
+        """The tensor that holds the elements, and its file."""
+        elements = [role for role in _ELEMENTS if role in source]
+        return str(
+            self.files.entries[source[elements[0]] if elements else next(iter(source.values()))]
+        )
+
+    def matrix(self, name: str, source: Source, dtype: torch.dtype, device: Any = "cpu") -> Tensor:
+        """The values of one quantized matrix (N, K) outside the experts, in ``dtype``."""
+        weight = self.plan(name, ((source,),))
+        return self.load(weight, device=device, dtype=dtype).dequantize()[0]
+
+
+def _storage(matrix: Matrix) -> str:
+    return f"{matrix.scheme or 'plain'} with {matrix.columns} columns"
+
+
+def role_of(text: str) -> str:
+    """The role that a tensor's name ends with: "" -> "weight", "scale_inv" -> "weight_scale_inv"."""
+    if text in ("", "weight"):
+        return "weight"
+    if text in ROLES:
+        return text
+    return f"weight_{text}" if f"weight_{text}" in ROLES else ""
+
+
+def experts_of(name: str, stacked: list[Source], single: list[dict[int, Source]]) -> tuple:
+    """[projection][expert] of the tensors found for a weight; ValueError if some are missing."""
+    if all(stacked):
+        return tuple((source,) for source in stacked)
+    numbers = sorted(set().union(*single))
+    if not numbers:
+        raise ValueError(f"{name} must be in the checkpoint, got no tensor of its name")
+    for projection in single:
+        missing = sorted(set(range(numbers[-1] + 1)) - set(projection))
+        if missing:
+            raise ValueError(
+                f"{name} must have all projections of experts 0 to {numbers[-1]}, got none of experts "
+                f"{missing[:8]} for one of them"
+            )
+    return tuple(tuple(projection[e] for e in numbers) for projection in single)
+
+
+def scheme_for(weight: Weight, scheme: str | QuantScheme | None) -> str:
+    """The scheme a weight gets: its own, or the one asked for where its storage is the same.
+
+    Raises:
+        ValueError: it is quantized already, in another format.
+    """
+    if scheme is None:
+        return weight.scheme
+    wanted = get_scheme(scheme)
+    if not weight.scheme:
+        return wanted.name
+    own = get_scheme(weight.scheme).quantized_weight
+    asked = wanted.quantized_weight
+    same = dataclasses.replace(asked, scale_rule=own.scale_rule) == own
+    if not same:
+        raise ValueError(
+            f"scheme must be one whose weights are stored as those of {weight.scheme!r}, in which "
+            f"{weight.name} is quantized already, got {wanted.name!r}; leave scheme out"
+        )
+    return wanted.name
+
+
+def _stack(matrices: Iterator[dict[str, Tensor]], count: int) -> dict[str, Tensor]:
+    """Stack tensors as they come, so that no more than one matrix exists twice."""
+    out: dict[str, Tensor] = {}
+    for e, parts in enumerate(matrices):
+        for name, t in parts.items():
+            if name not in out:
+                out[name] = t.new_empty((count, *t.shape))
+            out[name][e] = t
+    return out

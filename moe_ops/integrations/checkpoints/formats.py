@@ -1,0 +1,138 @@
+"""The quantized formats of checkpoints: what their tensors are called, and what they become here.
+
+A matrix of a checkpoint is a set of tensors, each in one role: what follows the matrix's name, e.g.
+"qweight" of ``experts.3.up_proj.qweight`` or "blocks" of ``experts.gate_up_proj_blocks``. A `Format`
+looks at names, dtypes and shapes alone (`describe`), so that a whole checkpoint is checked before any
+weight is read, and turns the tensors into those of an ExpertTensor (`convert`). Neither changes the value of
+any element: integers and floats are moved to other places, scales are widened to fp32 where moe_ops
+wants that, and a global scale that multiplies becomes one that divides.
+
+Dimensions: N rows (outputs), K columns (inputs), g columns of one scale group.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moe_ops.integrations.checkpoints import floats, integers
+from moe_ops.integrations.checkpoints.common import FLOATS, Config, Matrix
+
+
+@dataclass(frozen=True)
+class Format:
+    """One way to store a quantized matrix.
+
+    ``describe`` takes the tensors by role (all that have dtype and shape will do) and the checkpoint's
+    quantization_config; it raises ValueError where they contradict each other or ask for what moe_ops
+    cannot compute. ``convert`` returns the arguments of `from_quantized` for this matrix.
+    """
+
+    name: str
+    required: tuple[str, ...]
+    optional: tuple[str, ...]
+    describe: Callable[[dict, Config], Matrix]
+    convert: Callable[[dict[str, Tensor], Config], dict[str, Tensor]]
+
+
+def format_of(tensors: dict, where: str) -> Format | None:
+    """The format of the tensors of one matrix, by role; None for a plain floating-point weight.
+
+    Raises:
+        ValueError: they are of no known format; the message names what there is.
+    """
+    for form in FORMATS:
+        roles = {*form.required, *form.optional}
+        if tensors.keys() >= set(form.required) and tensors.keys() <= roles:
+            if form.name == "modelopt" and tensors["weight"].dtype != torch.uint8:
+                continue
+            return form
+    if tensors.keys() == {"weight"} and tensors["weight"].dtype in FLOATS:
+        return None
+    known = "; ".join(f"{f.name}: {', '.join(f.required)}" for f in FORMATS)
+    found = ", ".join(
+        f"{role} ({str(t.dtype).removeprefix('torch.')})" for role, t in tensors.items()
+    )
+    raise ValueError(
+        f"tensors of {where} must be those of one known format ({known}; or one plain weight), "
+        f"got {found}"
+    )
+
+
+def _describe_weight_packed(t: dict, config: Config) -> Matrix:
+    if t["weight_packed"].dtype not in (torch.int32, torch.uint8):
+        raise ValueError(
+            f"weight_packed must be int32 (integers) or uint8 (mxfp4), got {t['weight_packed'].dtype}"
+        )
+    is_words = t["weight_packed"].dtype == torch.int32
+    return (integers.describe_packed if is_words else floats.describe_mxfp4)(t, config)
+
+
+def _convert_weight_packed(t: dict[str, Tensor], config: Config) -> dict[str, Tensor]:
+    is_words = t["weight_packed"].dtype == torch.int32
+    return (integers.convert_packed if is_words else floats.convert_mxfp4)(t, config)
+
+
+FORMATS = (
+    Format(
+        "fine-grained fp8",
+        ("weight", "weight_scale_inv"),
+        (),
+        floats.describe_fp8_block,
+        floats.convert_fp8_block,
+    ),
+    Format(
+        "mxfp4 blocks", ("blocks", "scales"), (), floats.describe_blocks, floats.convert_blocks
+    ),
+    Format(
+        "gptq or awq",
+        ("qweight", "qzeros", "scales"),
+        ("g_idx",),
+        integers.describe_int_words,
+        integers.convert_int_words,
+    ),
+    Format(
+        "compressed-tensors nvfp4",
+        ("weight_packed", "weight_scale", "weight_global_scale"),
+        ("input_global_scale",),
+        floats.describe_nvfp4,
+        floats.convert_nvfp4,
+    ),
+    Format(
+        "compressed-tensors packed",
+        ("weight_packed", "weight_scale"),
+        ("weight_shape", "weight_zero_point", "weight_g_idx"),
+        _describe_weight_packed,
+        _convert_weight_packed,
+    ),
+    Format(
+        "modelopt",
+        ("weight", "weight_scale", "weight_scale_2"),
+        ("input_scale",),
+        floats.describe_nvfp4,
+        floats.convert_nvfp4,
+    ),
+    Format(
+        "fp8 or int8 with weight_scale",
+        ("weight", "weight_scale"),
+        ("weight_zero_point", "input_scale"),
+        floats.describe_scaled,
+        floats.convert_scaled,
+    ),
+)
+ROLES = tuple(sorted({role for f in FORMATS for role in (*f.required, *f.optional)}))
+
+
+def config_for(config: Config, module: str) -> Config:
+    """What a quantization_config says of one module: compressed-tensors has groups of them."""
+    for group in (config.get("config_groups") or {}).values():
+        for target in group.get("targets") or ["Linear"]:
+            pattern = target.removeprefix("re:")
+            matches = re.match(pattern, module) if target != pattern else module.endswith(target)
+            if matches or target == "Linear":
+                return {**config, **group}
+    return config

@@ -1,0 +1,177 @@
+"""Checkpoints of integers in int32 words: GPTQ, AWQ and compressed-tensors' pack-quantized.
+
+Dimensions: N rows (outputs), K columns (inputs), g columns of one scale group. See `formats` for what
+describe and convert are.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from moe_ops.integrations.checkpoints.common import (
+    FLOATS,
+    Config,
+    Matrix,
+    activations,
+    require,
+    shape_of,
+)
+from moe_ops.integrations.checkpoints.packings import AWQ_ORDER, pack_nibbles, unpack_int32
+
+_ACT_ORDER = (
+    "{} must be off: with it neighbouring columns belong to different scale groups, so every row of "
+    "activations would have to be permuted between the two projections; quantize again without it"
+)
+
+
+def groups(k: int, count: int, config_size: int | None, sizes: tuple[int, ...]) -> str:
+    """The variant of an integer scheme, ":g128" or ":channel", of K columns with ``count`` groups."""
+    if count < 1 or k % count:
+        raise ValueError(f"scales must divide {k} columns evenly, got {count} groups")
+    size = k // count
+    if config_size not in (None, -1, size):
+        raise ValueError(
+            f"scales must have one group for each {config_size} columns, the checkpoint's group_size, "
+            f"got {count} groups in {k} columns"
+        )
+    if config_size in sizes or (config_size is None and size in sizes):
+        return f":g{size}"
+    if count == 1:
+        return ":channel"
+    raise ValueError(f"group_size must be one of {sizes} or a whole row, got {size}")
+
+
+def describe_packed(t: dict, config: Config) -> Matrix:
+    """pack-quantized: int32 words of 4 or 8 bits along the columns, signed values plus 2**(bits-1)."""
+    args = config.get("weights") or {}
+    bits = args.get("num_bits", 4)
+    if bits not in (4, 8):
+        raise ValueError(f"num_bits must be 4 or 8, got {bits}")
+    if "weight_g_idx" in t or args.get("actorder") in ("group", "dynamic", True):
+        raise ValueError(_ACT_ORDER.format("actorder"))
+    *batch, n, words = shape_of(t, "weight_packed")
+    k = words * 32 // bits
+    require(t, "weight_packed", (*batch, n, words), torch.int32)
+    groups = shape_of(t, "weight_scale")[-1]
+    require(t, "weight_scale", (*batch, n, groups), *FLOATS)
+    size = args.get("group_size") if args.get("strategy", "group") == "group" else -1
+    zp = ""
+    if "weight_zero_point" in t:
+        require(t, "weight_zero_point", (*batch, math.ceil(n * bits / 32), groups), torch.int32)
+        zp = ":zp"
+    elif args.get("symmetric") is False:
+        raise ValueError("weight_zero_point must be there: the checkpoint says symmetric is False")
+    acts = activations(config)
+    if acts is not None:
+        raise ValueError(
+            f"input_activations must be null beside packed {bits}-bit weights, got "
+            f"{acts.get('num_bits')}-bit {acts.get('type')} activations"
+        )
+    return Matrix(
+        f"int{bits}_w{bits}a16" + groups(k, groups, size, (32, 64, 128)) + zp, n, k, tuple(batch)
+    )
+
+
+def convert_packed(t: dict[str, Tensor], config: Config) -> dict[str, Tensor]:
+    bits = (config.get("weights") or {}).get("num_bits", 4)
+    zero = t.get("weight_zero_point")
+    if zero is not None:  # the last word may hold rows that are not there
+        zero = unpack_int32(zero, bits, -2)[..., : t["weight_packed"].shape[-2], :]
+    return _integers(unpack_int32(t["weight_packed"], bits, -1), zero, t["weight_scale"], bits)
+
+
+def _integers(codes: Tensor, zero: Tensor | None, scale: Tensor, bits: int) -> dict[str, Tensor]:
+    """Unsigned codes (N, K) and zero points (N, K/g) as int4 or int8 schemes keep them."""
+    if bits == 4:
+        parts = {"qdata": pack_nibbles(codes), "scale": scale.contiguous()}
+    else:
+        parts = {"qdata": (codes ^ 128).view(torch.int8), "scale": scale.contiguous()}
+    if zero is not None:
+        zero = zero.contiguous()
+        parts["zero_point"] = zero if bits == 4 else (zero ^ 128).view(torch.int8)
+    return parts
+
+
+def describe_gptq(t: dict, config: Config) -> Matrix:
+    """qweight (K * bits / 32, N) words down the columns' dimension, qzeros (K/g, N * bits / 32)."""
+    bits = config.get("bits", 4)
+    if bits not in (4, 8):
+        raise ValueError(f"bits must be 4 or 8, got {bits}")
+    if config.get("desc_act"):
+        raise ValueError(_ACT_ORDER.format("desc_act (act-order)"))
+    words, n = shape_of(t, "qweight")
+    k = words * 32 // bits
+    groups = shape_of(t, "scales")[0]
+    variant = groups(k, groups, config.get("group_size"), (32, 64, 128))
+    require(t, "qweight", (words, n), torch.int32)
+    require(t, "scales", (groups, n), *FLOATS)
+    require(t, "qzeros", (groups, n * bits // 32), torch.int32)
+    if "g_idx" in t:
+        require(t, "g_idx", (k,), torch.int32)
+    zp = "" if config.get("sym") else ":zp"
+    return Matrix(f"int{bits}_w{bits}a16{variant}{zp}", n, k)
+
+
+def convert_gptq(t: dict[str, Tensor], config: Config) -> dict[str, Tensor]:
+    bits = config.get("bits", 4)
+    codes = unpack_int32(t["qweight"], bits, 0).T
+    zero = unpack_int32(t["qzeros"], bits, 1).T
+    if config.get("checkpoint_format", "gptq") != "gptq_v2":
+        # files of the first version hold the zero point minus one, modulo 2**bits
+        zero = (zero + 1) & (2**bits - 1)
+    if "g_idx" in t:
+        k, groups = codes.shape[1], zero.shape[1]
+        expected = torch.arange(k, device=codes.device) // (k // groups)
+        if not torch.equal(t["g_idx"].long(), expected):
+            raise ValueError(_ACT_ORDER.format("act-order (a g_idx that does not ascend)"))
+    if config.get("sym"):
+        if not bool((zero == 2 ** (bits - 1)).all()):
+            raise ValueError(
+                f"qzeros must be {2 ** (bits - 1)} everywhere, as the checkpoint's sym=True says, got "
+                f"{zero.unique().tolist()[:8]}; is its checkpoint_format right?"
+            )
+        zero = None
+    return _integers(codes, zero, t["scales"].T, bits)
+
+
+def describe_awq(t: dict, config: Config) -> Matrix:
+    """qweight (K, N/8) and qzeros (K/g, N/8): words along the rows' dimension, in AWQ's order."""
+    bits = config.get("bits", config.get("w_bit", 4))
+    version = str(config.get("version", "gemm")).lower()
+    if bits != 4:
+        raise ValueError(f"bits must be 4 for AWQ, got {bits}")
+    if version != "gemm":
+        raise ValueError(f"version must be 'gemm', whose packing is known, got {version!r}")
+    k, words = shape_of(t, "qweight")
+    n = words * 8
+    groups = shape_of(t, "scales")[0]
+    require(t, "qweight", (k, words), torch.int32)
+    require(t, "scales", (groups, n), *FLOATS)
+    require(t, "qzeros", (groups, words), torch.int32)
+    size = config.get("group_size", config.get("q_group_size"))
+    return Matrix("int4_w4a16" + groups(k, groups, size, (32, 64, 128)) + ":zp", n, k)
+
+
+def convert_awq(t: dict[str, Tensor], config: Config) -> dict[str, Tensor]:
+    codes = unpack_int32(t["qweight"], 4, 1, AWQ_ORDER).T
+    zero = unpack_int32(t["qzeros"], 4, 1, AWQ_ORDER).T
+    return _integers(codes, zero, t["scales"].T, 4)
+
+
+def describe_int_words(t: dict, config: Config) -> Matrix:
+    return (describe_awq if _is_awq(t, config) else describe_gptq)(t, config)
+
+
+def convert_int_words(t: dict[str, Tensor], config: Config) -> dict[str, Tensor]:
+    return (convert_awq if _is_awq(t, config) else convert_gptq)(t, config)
+
+
+def _is_awq(t: dict, config: Config) -> bool:
+    """The two share their names; AWQ packs qweight along the rows, GPTQ along the columns."""
+    method = config.get("quant_method")
+    if method in ("gptq", "awq"):
+        return method == "awq"
+    return "g_idx" not in t and shape_of(t, "qweight")[1] * 8 == shape_of(t, "scales")[1]

@@ -1,0 +1,41 @@
+"""How checkpoints lay out integers of less than a byte, and the one layout that moe_ops keeps.
+
+All functions take any leading dimensions. Codes are unsigned: 0 to 2**bits - 1.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+# AutoAWQ stores element AWQ_ORDER[i] of eight neighbours in bits 4i to 4i + 3.
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+
+
+def unpack_int32(
+    words: Tensor, bits: int, dim: int, order: tuple[int, ...] | None = None
+) -> Tensor:
+    """Codes of int32 words that hold 32 / bits neighbours along ``dim``, the first in the low bits.
+
+    Args:
+        words: (..., n, ...) int32.
+        bits: 4 or 8.
+        order: which of the neighbours lies in the i-th lowest bits; None for ascending.
+
+    Returns:
+        uint8, with n * 32 / bits elements along ``dim``.
+    """
+    per_word = 32 // bits
+    octets = words.movedim(dim, -1).contiguous().view(torch.uint8)  # little endian: low bits first
+    codes = octets
+    if bits == 4:
+        codes = torch.stack((octets & 15, octets >> 4), -1).flatten(-2)
+    if order is not None:
+        places = [order.index(i) for i in range(per_word)]
+        codes = codes.unflatten(-1, (-1, per_word))[..., places].flatten(-2)
+    return codes.movedim(-1, dim)
+
+
+def pack_nibbles(codes: Tensor) -> Tensor:
+    """(..., K) codes of 4 bits -> (..., K/2) uint8, the even element in the low nibble."""
+    return codes[..., ::2] | (codes[..., 1::2] << 4)

@@ -1,0 +1,223 @@
+"""from_pretrained on quantized checkpoints in their original layouts, and on plain ones."""
+
+import copy
+import json
+
+import numpy as np
+import pytest
+import torch
+from checkpoint_writers import WRITERS, gpt_oss_blocks
+
+transformers = pytest.importorskip("transformers")
+files = pytest.importorskip("safetensors.torch")
+
+from moe_ops.integrations.transformers import MoeOpsConfig, quantize  # noqa: E402
+
+IDS = torch.tensor([[27, 54, 47, 78, 38], [4, 29, 33, 45, 61]])
+E, H, INNER = 4, 256, 128
+
+
+def qwen(layers=2, **options):
+    config = transformers.Qwen3MoeConfig(
+        hidden_size=H,
+        intermediate_size=256,
+        moe_intermediate_size=INNER,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_experts=E,
+        num_experts_per_tok=2,
+        vocab_size=96,
+        **options,
+    )
+    torch.manual_seed(0)
+    return transformers.Qwen3MoeForCausalLM(config).eval()
+
+
+def mixtral(layers=1):
+    config = transformers.MixtralConfig(
+        hidden_size=H,
+        intermediate_size=INNER,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_local_experts=E,
+        vocab_size=96,
+    )
+    torch.manual_seed(0)
+    return transformers.MixtralForCausalLM(config).eval()
+
+
+def logits(model):
+    with torch.no_grad():
+        return model(input_ids=IDS, use_cache=False).logits
+
+
+def relative(got, want):
+    return ((got.double() - want.double()).abs().max() / want.double().abs().max()).item()
+
+
+def load(folder, *args, **options):
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        folder, quantization_config=MoeOpsConfig(*args), dtype=torch.float32, **options
+    )
+
+
+def save_plain(model, folder, dtype=torch.bfloat16):
+    """The model's own checkpoint, as transformers writes it: one tensor for each expert's projection."""
+    with torch.no_grad():
+        for p in model.parameters():  # not its buffers, which no file holds
+            p.copy_(p.to(dtype))
+    copy.deepcopy(model).to(dtype).save_pretrained(folder)
+    return folder
+
+
+def requantize(folder, writer, original):
+    """Replace all matrices of the layers by a writer's; the plain model gets their values."""
+    save_plain(original, folder)
+    tensors = files.load_file(folder / "model.safetensors")
+    for name in list(tensors):
+        module = name.removesuffix(".weight")
+        if ".layers." not in name or tensors[name].dim() != 2 or module.endswith("gate"):
+            continue
+        parts, values = writer.matrix(*tensors.pop(name).shape)
+        tensors |= {f"{module}.{part}": t.contiguous() for part, t in parts.items()}
+        set_values(original, module, torch.from_numpy(values).float())
+    files.save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(
+        json.dumps(config | {"quantization_config": writer.config})
+    )
+
+
+def set_values(model, module, values):
+    with torch.no_grad():
+        if ".experts." not in module:
+            model.get_submodule(module).weight.copy_(values)
+            return
+        path, expert, name = module.replace("block_sparse_moe", "mlp").rsplit(".", 2)
+        experts = model.get_submodule(path)
+        if name in ("down_proj", "w2"):
+            experts.down_proj[int(expert)] = values
+        else:
+            first = name in ("gate_proj", "w1")
+            rows = slice(0, INNER) if first else slice(INNER, None)
+            experts.gate_up_proj[int(expert), rows] = values
+
+
+def weights_of(model):
+    return {n: p for n, p in model.named_parameters() if getattr(p, "scheme", None)}
+
+
+@pytest.mark.parametrize("form", WRITERS)
+def test_every_format_gives_the_logits_of_its_values(form, tmp_path):
+    """All matrices of the layers are quantized, attention too; two layers, so that names must fit."""
+    writer, original = WRITERS[form], qwen()
+    requantize(tmp_path, writer, original)
+    scheme = writer.weight_only or None
+    loaded = load(tmp_path, scheme)
+    assert len(weights_of(loaded)) == 4
+    rounded = form == "ct_int8"  # its activations always are
+    assert relative(logits(loaded), logits(original)) < (0.1 if rounded else 1e-5)
+    if scheme:  # with the scheme of the checkpoint activations are rounded too
+        loaded = load(tmp_path)
+        assert all(w.scheme != scheme for w in weights_of(loaded).values())
+        assert 1e-4 < relative(logits(loaded), logits(original)) < 0.3
+
+
+def test_gpt_oss_mxfp4_checkpoint(tmp_path):
+    """Blocks and scales of interleaved gate and up rows, as gpt-oss has them, beside its biases."""
+    config = transformers.GptOssConfig(
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_local_experts=E,
+        head_dim=16,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_experts_per_tok=2,
+        vocab_size=96,
+    )
+    torch.manual_seed(0)
+    original = transformers.GptOssForCausalLM(config).eval()
+    with torch.no_grad():
+        for p in original.parameters():
+            if p.dim() == 2 and p.shape[0] == E:
+                p.normal_()  # the biases
+    save_plain(original, tmp_path)
+    tensors = files.load_file(tmp_path / "model.safetensors")
+    rng = np.random.default_rng(1)
+    for name in [n for n in tensors if n.endswith(("gate_up_proj", "down_proj"))]:
+        weight = original.get_parameter(name)  # (E, columns, rows)
+        (blocks, scales), values = gpt_oss_blocks(rng, E, weight.shape[2], weight.shape[1])
+        tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        del tensors[name]
+        with torch.no_grad():
+            weight.copy_(torch.from_numpy(values).float().transpose(1, 2))
+    files.save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    text = json.loads((tmp_path / "config.json").read_text())
+    text["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": []}
+    (tmp_path / "config.json").write_text(json.dumps(text))
+    loaded = load(tmp_path)
+    assert {w.scheme for w in weights_of(loaded).values()} == {"mxfp4_w4a16"}
+    assert relative(logits(loaded), logits(original)) < 1e-5
+    saved = tmp_path / "saved"
+    loaded.save_pretrained(saved)
+    again = transformers.AutoModelForCausalLM.from_pretrained(saved, dtype=torch.float32)
+    assert torch.equal(logits(again), logits(loaded))
+    for name, weight in weights_of(again).items():
+        inner = weight.transpose(1, 2)
+        assert inner.qdata.is_contiguous() and inner.shape == (E, *weight.shape[:0:-1]), name
+
+
+@pytest.mark.parametrize("build", [qwen, mixtral])
+def test_plain_checkpoint_is_quantized_while_it_is_read(build, tmp_path):
+    """The same as loading it and then quantizing, to the bit."""
+    save_plain(build(), tmp_path)
+    loaded = load(tmp_path, "int4_w4a16:g64")
+    want = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    quantize(want.bfloat16(), "int4_w4a16:g64")
+    plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    assert weights_of(loaded).keys() == weights_of(want).keys() != set()
+    for name, weight in weights_of(loaded).items():
+        other = want.get_parameter(name)
+        assert torch.equal(weight.qdata, other.qdata) and torch.equal(weight.scale, other.scale)
+        values = weight.dequantize(torch.float32)
+        assert weight.dtype == torch.float32 and weight.scale.dtype == torch.bfloat16
+        plain.get_parameter(name).data.copy_(values)
+    assert relative(logits(loaded), logits(plain)) < 1e-5
+    assert loaded.config._experts_implementation == "moe_ops"
+    assert not any(
+        "experts" in n and not getattr(p, "scheme", None) for n, p in loaded.named_parameters()
+    )
+
+
+@pytest.mark.parametrize("way", ["on load", "in place"])
+@pytest.mark.parametrize("scheme", ["int4_w4a16:g32:zp", "fp8_block", "nvfp4", "mxfp4_w4a16"])
+def test_saved_and_loaded_again(way, scheme, tmp_path):
+    save_plain(mixtral(), tmp_path / "plain")
+    if way == "on load":
+        model = load(tmp_path / "plain", scheme)
+    else:
+        model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "plain")
+        quantize(model.float(), scheme)
+    want = logits(model)
+    model.save_pretrained(tmp_path / "saved", max_shard_size="200KB")
+    assert len(list((tmp_path / "saved").glob("*.safetensors"))) > 2
+    text = json.loads((tmp_path / "saved" / "config.json").read_text())
+    assert text["quantization_config"]["quant_method"] == "moe_ops"
+    again = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "saved", dtype=torch.float32
+    )
+    assert torch.equal(logits(again), want)
+    assert torch.equal(logits(copy.deepcopy(again)), want)
+    for name, weight in weights_of(model).items():
+        other = again.get_parameter(name)
+        assert other.scheme == weight.scheme == scheme
+        for part in weight.__tensor_flatten__()[0]:
+            a, b = getattr(weight, part), getattr(other, part)
+            assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+    with pytest.raises(
+        ValueError, match="scheme must be .* quantized already, got 'int8_w8a16:channel'"
+    ):
+        load(tmp_path / "saved", "int8_w8a16")
