@@ -9,22 +9,35 @@ before this import.
 from __future__ import annotations
 
 import importlib.util
-from functools import cache, lru_cache
-from typing import NamedTuple
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from moe_ops.activations import NO_LIMIT, Activation
-from moe_ops.kernels import triton_large_launch, triton_scales, triton_tiles
+from moe_ops.activations import NO_LIMIT
+from moe_ops.kernels import (
+    triton_large_launch,
+    triton_packed_launch,
+    triton_packed_tiles,
+    triton_scales,
+    triton_tiles,
+)
 from moe_ops.kernels.triton_launch import (
     INTERPRETED,
     NATIVE_CAPABILITY,
-    Gpu,
     Launch,
     gpu,
     pointers,
     run,
+)
+from moe_ops.kernels.triton_rows import (
+    Rows,
+    activation_of,
+    combine,
+    group_blocks,
+    pair_rows,
+    route,
+    sorted_rows,
 )
 from moe_ops.kernels.triton_scales import Input, Validity, Weight, weight_of
 from moe_ops.kernels.triton_tiles import GROUP, LARGE_ROWS, SMALLEST_TILE, Tile, block_bound
@@ -34,8 +47,8 @@ from moe_ops.problem import Buffer, Machine, Problem, Workspaces
 from moe_ops.schemes import SCHEMES
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-_SCHEMES = tuple(name for name in SCHEMES if name.startswith("fp8_"))  # those with kernels
-_COMBINE_COLUMNS = 512
+_QUANTIZING = ("fp8_tensor", "fp8_tensor_static", "fp8_channel", "fp8_block")
+_SCHEMES = (*_QUANTIZING, *filter(triton_packed_launch.describe, SCHEMES))  # those with kernels
 _blocks = lru_cache(maxsize=8192)(block_bound)  # spares two sym_min of 0.8 us a call
 
 
@@ -74,16 +87,18 @@ def workspace_shapes(M, problem: Problem) -> Workspaces:
     """
     experts, K, I = problem.num_experts, problem.hidden_size, problem.intermediate_size  # noqa: E741
     h, y, rows = 0, 0, M
+    packed = triton_packed_launch.describe(problem.scheme) is not None
+    tile = triton_packed_tiles.SMALLEST_TILE if packed else SMALLEST_TILE
     if problem.kind == "experts":
         pairs = M * problem.top_k
         h, y = pairs, pairs * K
-        index = 4 * block_bound(pairs, experts, SMALLEST_TILE) + pairs
+        index = 4 * block_bound(pairs, experts, tile) + pairs
     elif problem.kind == "batched_experts":
         h = rows = experts * M
-        index = 4 * experts * cdiv(M, SMALLEST_TILE)
+        index = 4 * experts * cdiv(M, tile)
     else:
-        index = 4 * block_bound(M, experts + 1, SMALLEST_TILE)
-    x_scale = triton_scales.describe(problem.scheme).x
+        index = 4 * block_bound(M, experts + 1, tile)
+    x_scale = "" if packed else triton_scales.describe(problem.scheme).x
     if x_scale:
         elements = triton_scales.h_elements(h, I, experts, x_scale, K % 16 == I % 16 == 0)
         hidden = Buffer((elements,), torch.float32)
@@ -93,41 +108,14 @@ def workspace_shapes(M, problem: Problem) -> Workspaces:
     return Workspaces(hidden, Buffer((y,), torch.float32), Buffer((index,), torch.int32))
 
 
-class _Rows(NamedTuple):
-    """How the blocks of a GEMM find their rows (kernels/triton_experts.py), and how large blocks are."""
-
-    name: str  # constant ROWS
-    has_map: bool
-    tokens: int
-    args: tuple  # index, ids, map; num_blocks, E, num_ids, top_k; strides of ids (2) and map
-
-    @property
-    def blocks(self) -> int:
-        return self.args[3]
-
-
-def _sorted_rows(index: Tensor, blocks: int, experts: int, tokens: int) -> _Rows:
-    """Rows of an input that is sorted by expert already."""
-    args = (index, None, None, blocks, experts, 0, 1, 0, 0, 0)
-    return _Rows("plain", False, tokens, args)
-
-
 def _strides(bias: Tensor | None) -> tuple[int, ...]:
     return (0, 0) if bias is None else bias.stride()
-
-
-@cache
-def _activation(name: str) -> tuple[str, bool, bool]:
-    """(function, gated, interleaved) of a name: the constants that GEMM1 is compiled for."""
-    activation = Activation(name)
-    function = name.removesuffix("_no_mul").removesuffix("_uninterleave")
-    return function, activation.gated, activation.interleaved
 
 
 def _gemm1(
     a: ExpertsArgs | BatchedExpertsArgs,
     w: Weight,
-    rows: _Rows,
+    rows: Rows,
     tile: Tile,
     h: Input,
     h_scale: str,
@@ -135,7 +123,7 @@ def _gemm1(
     input_weights: Tensor | None = None,  # router weights to scale the input by
 ) -> Launch:
     _, K, I = a.w2.shape  # noqa: E741
-    function, gated, interleaved = _activation(a.activation)
+    function, gated, interleaved = activation_of(a.activation)
     columns = tile.rows // 2 if gated else tile.rows  # of h
     bias, chip, has_weights = a.w13_bias, w.chip, input_weights is not None
     weight_strides = input_weights.stride() if has_weights else (0, 0)
@@ -157,7 +145,7 @@ def _gemm2(
     x: Input,
     w: Weight,
     bias: Tensor | None,
-    rows: _Rows,
+    rows: Rows,
     tile: Tile,
     y_strides: tuple,  # of an expert (beyond its rows), a row, a column
     zero_tail: bool = False,
@@ -183,10 +171,12 @@ def _launch_experts(a: ExpertsArgs) -> None:
     E, K, I = a.w2.shape  # noqa: E741
     dtype, device = x.dtype, x.get_device()
     chip = gpu(device)
+    if a.scheme and triton_packed_launch.format_of(a.scheme):
+        return triton_packed_launch.launch_experts(a, chip)
     w13 = weight_of("w13", a.w13, a.w13_scale, a.scheme, dtype, chip)
     w2 = weight_of("w2", a.w2, a.w2_scale, a.scheme, dtype, chip)
     pairs = M * top_k
-    function, gated, interleaved = _activation(a.activation)
+    function, gated, interleaved = activation_of(a.activation)
     large = pairs >= LARGE_ROWS * E and triton_large_launch.possible(
         w13, w2, dtype.itemsize, gated, interleaved
     )
@@ -195,18 +185,11 @@ def _launch_experts(a: ExpertsArgs) -> None:
     )
     blocks = pairs if tiles.direct else _blocks(pairs, E, tiles.tokens)
     y = triton_scales.flat(a.workspace2, torch.float32, pairs * K)
-    index, expert_map, on_input = a.index_workspace, a.expert_map, a.router_weight_on_input
-    has_map = expert_map is not None
-    num_ids, map_stride = (expert_map.shape[0], expert_map.stride(0)) if has_map else (E, 0)
-    strides = (*ids.stride(), map_stride)
-    rows = _Rows(
-        "direct" if tiles.direct else "sorted",
-        has_map,
-        tiles.tokens,
-        (index, ids, expert_map, blocks, E, num_ids, top_k, *strides),
-    )
-    route = None if tiles.direct else _route(rows, pairs, tiles.chunk, chip)
-    launches = [] if route is None else [route]
+    rows = pair_rows(a, tiles.direct, tiles.tokens, blocks)
+    index, _, expert_map, _, _, num_ids, _, *strides = rows.args
+    has_map, on_input = rows.has_map, a.router_weight_on_input
+    first = None if tiles.direct else route(rows, pairs, tiles.chunk, chip)
+    launches = [] if first is None else [first]
     input_weights = weights if on_input else None
     x_strides = (0, *x.stride())
     h, h_scale = triton_scales.hidden(
@@ -230,7 +213,7 @@ def _launch_experts(a: ExpertsArgs) -> None:
             h.scale,
             top_k,
             chip,
-            route,
+            first,
         )
     if tiles.large:
         scalars = (a.alpha, a.beta, a.limit)
@@ -247,14 +230,7 @@ def _launch_experts(a: ExpertsArgs) -> None:
             _gemm1(a, w13, rows, tiles.gemm1, h, h_scale, source, input_weights),
             _gemm2(y, h, w2, a.w2_bias, rows, tiles.gemm2, (0, K, 1)),
         )
-    launches.append(
-        Launch(
-            "combine",
-            (M, cdiv(K, _COMBINE_COLUMNS), 1),
-            (out, y, weights, ids, expert_map, E, num_ids, K, *strides, *weights.stride())
-            + (*out.stride(), top_k, has_map, not on_input, _COMBINE_COLUMNS, chip.dependent),
-        )
-    )
+    launches.append(combine(a, y, rows, chip))
     key = (device, tiles, E, top_k, x_strides, out.stride(), on_input, _layer_key(a))
     data = (h.data, h.scale, source.data, source.scale) if a.scheme else (h.data,)
     run(
@@ -273,13 +249,15 @@ def _launch_batched_experts(a: BatchedExpertsArgs) -> None:
     I = a.w2.shape[2]  # noqa: E741
     dtype, device = x.dtype, x.get_device()
     chip = gpu(device)
+    if a.scheme and triton_packed_launch.format_of(a.scheme):
+        return triton_packed_launch.launch_batched_experts(a, chip)
     w13 = weight_of("w13", a.w13, a.w13_scale, a.scheme, dtype, chip)
     w2 = weight_of("w2", a.w2, a.w2_scale, a.scheme, dtype, chip)
-    gated, memory = _activation(a.activation)[1], chip.shared_memory
+    gated, memory = activation_of(a.activation)[1], chip.shared_memory
     size = a.hidden_states.dtype.itemsize
     tiles = triton_tiles.choose(E * T, E, K, I, size, False, memory, *w2.scales, gated)
     index = a.index_workspace
-    rows = _sorted_rows(index, E * cdiv(T, tiles.tokens), E, tiles.tokens)
+    rows = sorted_rows(index, E * cdiv(T, tiles.tokens), E, tiles.tokens)
     # Rows are numbered e * T + t throughout; what (e, t) is off by from that times the row stride is
     # the expert's own term, zero for a contiguous tensor whatever T is.
     x_strides = (x.stride(0) - T * x.stride(1), x.stride(1), x.stride(2))
@@ -287,7 +265,7 @@ def _launch_batched_experts(a: BatchedExpertsArgs) -> None:
     h, h_scale = triton_scales.hidden(
         a.workspace13, E * T, I, dtype, w2.scales.x, tiles, a.a2_scale, chip.native
     )
-    launches = [_group_blocks(rows, counts, E, E * T, T, chip)]
+    launches = [group_blocks(rows, counts, E, E * T, T, chip)]
     source = Input(x, x_strides)
     if w13.scales.x:
         validity = Validity("batched", False, (counts, None, E, 0, 1, counts.stride(0), 0, 0))
@@ -312,12 +290,14 @@ def _launch_grouped_linear(a: GroupedLinearArgs) -> None:
         return
     E, device = a.weight.shape[0], x.get_device()
     chip = gpu(device)
+    if a.scheme and triton_packed_launch.format_of(a.scheme):
+        return triton_packed_launch.launch_grouped_linear(a, chip)
     w = weight_of("weight", a.weight, a.weight_scale, a.scheme, x.dtype, chip)
     itemsize, memory = x.dtype.itemsize, chip.shared_memory
     tiles = triton_tiles.choose(S, E, K, K, itemsize, False, memory, *w.scales, False)
     # The rows past the last group are one more group, of zeros.
-    rows = _sorted_rows(index, _blocks(S, E + 1, tiles.tokens), E, tiles.tokens)
-    launches = [_group_blocks(rows, offsets, E + 1, S, 0, chip)]
+    rows = sorted_rows(index, _blocks(S, E + 1, tiles.tokens), E, tiles.tokens)
+    launches = [group_blocks(rows, offsets, E + 1, S, 0, chip)]
     source = Input(x, (0, *x.stride()))
     if w.scales.x:
         validity = Validity("groups", False, (offsets, None, E, 0, 1, offsets.stride(0), 0, 0))
@@ -343,24 +323,6 @@ def _layer_key(a: ExpertsArgs | BatchedExpertsArgs) -> tuple:
         s13, s2 = a.w13_scale, a.w2_scale
         key += (a.scheme, s13.stride(), s2.stride(), pointers(s13, s2))
     return key
-
-
-def _route(rows: _Rows, pairs: int, chunk: int, chip: Gpu) -> Launch:
-    index, ids, expert_map, blocks, experts, num_ids, top_k, *strides = rows.args
-    padded = max(16, 1 << (experts - 1).bit_length())
-    args = (index, ids, expert_map, pairs, experts, num_ids, blocks, top_k, *strides)
-    args += (padded, rows.tokens, chunk, rows.has_map, chip.dependent)
-    return Launch("route", (experts, 1, 1), args, 4 if chunk < 1024 else 8)
-
-
-def _group_blocks(rows: _Rows, sizes: Tensor, groups: int, S: int, T: int, chip: Gpu) -> Launch:
-    """`groups` programs; T > 0 for batches of T rows whose counts `sizes` holds, else its end rows."""
-    index, experts = rows.args[0], rows.args[4]
-    padded = max(16, 1 << experts.bit_length())
-    args = (index, sizes, S, T, experts, rows.blocks, sizes.stride(0))
-    return Launch(
-        "group_blocks", (groups, 1, 1), (*args, padded, rows.tokens, 128, T > 0, chip.dependent)
-    )
 
 
 BACKEND = register(

@@ -47,7 +47,14 @@ def gpu(device: int) -> Gpu:
 
 @cache
 def _kernels() -> dict:
-    from moe_ops.kernels import router, triton_experts, triton_fp8, triton_large, triton_routing
+    from moe_ops.kernels import (
+        router,
+        triton_experts,
+        triton_fp8,
+        triton_large,
+        triton_packed,
+        triton_routing,
+    )
 
     return {
         "router_sums": router.moe_ops_router_sums,
@@ -61,6 +68,8 @@ def _kernels() -> dict:
         "gemm2": triton_experts.moe_ops_gemm2,
         "large_gemm1": triton_large.moe_ops_large_gemm1,
         "large_gemm2": triton_large.moe_ops_large_gemm2,
+        "packed_gemm1": triton_packed.moe_ops_packed_gemm1,
+        "packed_gemm2": triton_packed.moe_ops_packed_gemm2,
         "combine": triton_experts.moe_ops_combine,
     }
 

@@ -107,7 +107,11 @@ def moe_ops_packed_gemm1(
     x_ptrs = x_ptr + e64 * stride_xe + token[:, None] * stride_xm
     x_ptrs += tl.arange(0, DK).to(tl.int64)[None, :] * stride_xk
     BYTES: tl.constexpr = DK // 2 if FORMAT == "int4" or FORMAT == "e2m1" else DK
-    w_ptrs = w_ptr.to(tl.pointer_type(tl.uint8)) + e64 * stride_we + row.to(tl.int64)[:, None] * stride_wn
+    w_ptrs = (
+        w_ptr.to(tl.pointer_type(tl.uint8))
+        + e64 * stride_we
+        + row.to(tl.int64)[:, None] * stride_wn
+    )
     w_ptrs += tl.arange(0, BYTES).to(tl.int64)[None, :] * stride_wk
     acc = packed_matmul(
         x_ptrs, w_ptrs, ok, K, stride_xk, stride_wk,
@@ -131,9 +135,7 @@ def moe_ops_packed_gemm1(
         h = activate_one(acc, ACTIVATION)
     column = n * BN + tl.arange(0, BN)
     h_ptrs = h_ptr + position.to(tl.int64)[:, None] * I + column[None, :]
-    tl.store(
-        h_ptrs, h.to(h_ptr.dtype.element_ty).T, mask=ok[:, None] & (column < I)[None, :]
-    )
+    tl.store(h_ptrs, h.to(h_ptr.dtype.element_ty).T, mask=ok[:, None] & (column < I)[None, :])
 
 
 @triton.jit(do_not_specialize=ROUTING)
@@ -210,7 +212,11 @@ def moe_ops_packed_gemm2(
     x_ptrs = x_ptr + position.to(tl.int64)[:, None] * stride_xm
     x_ptrs += tl.arange(0, DK).to(tl.int64)[None, :] * stride_xk
     BYTES: tl.constexpr = DK // 2 if FORMAT == "int4" or FORMAT == "e2m1" else DK
-    w_ptrs = w_ptr.to(tl.pointer_type(tl.uint8)) + e64 * stride_we + row.to(tl.int64)[:, None] * stride_wn
+    w_ptrs = (
+        w_ptr.to(tl.pointer_type(tl.uint8))
+        + e64 * stride_we
+        + row.to(tl.int64)[:, None] * stride_wn
+    )
     w_ptrs += tl.arange(0, BYTES).to(tl.int64)[None, :] * stride_wk
     acc = packed_matmul(
         x_ptrs, w_ptrs, ok, K, stride_xk, stride_wk,

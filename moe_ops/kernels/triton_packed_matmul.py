@@ -325,7 +325,11 @@ def packed_matmul(
     scale_ptrs = scale_ptr + expert * stride_se + scale_row.to(tl.int64) * stride_sn
     zero_ptrs = scale_ptrs
     if HAS_ZERO:
-        zero_ptrs = zero_ptr.to(tl.pointer_type(tl.uint8)) + expert * stride_ze + row.to(tl.int64) * stride_zn
+        zero_ptrs = (
+            zero_ptr.to(tl.pointer_type(tl.uint8))
+            + expert * stride_ze
+            + row.to(tl.int64) * stride_zn
+        )
     if GROUPS > 1:
         scale_ptrs = scale_ptrs[:, None]
         zero_ptrs = zero_ptrs[:, None]
