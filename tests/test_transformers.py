@@ -449,7 +449,7 @@ def test_saving_a_quantized_model_with_tied_embeddings(tmp_path):
     model.save_pretrained(tmp_path)
     loaded = transformers.MixtralForCausalLM.from_pretrained(tmp_path)
     assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
-    assert torch.equal(logits(loaded), logits(model))
+    assert relative(logits(loaded), logits(model)) < 1e-6
 
 
 # --- FP8 checkpoints ----------------------------------------------------------------------------

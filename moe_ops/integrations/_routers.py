@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.utils import parametrize
 
 from moe_ops.integrations import _outside as outside
@@ -282,7 +281,7 @@ def _refusal(module: nn.Module, rule: _Rule | None) -> str:
     if parametrize.is_parametrized(module):
         return "its weight carries an adapter"
     weight = module.weight
-    if type(weight) not in (Tensor, nn.Parameter, FakeTensor) or weight.element_size() == 1:
+    if type(weight) not in (Tensor, nn.Parameter) or weight.element_size() == 1:
         return f"its weight is a {type(weight).__name__} of {weight.dtype}"
     hooked = hasattr(module, "_old_forward")  # by accelerate, above the module's own forward
     if "forward" in vars(module) and not hooked and not _is_fused(module):

@@ -27,7 +27,7 @@ _ACT_ORDER = (
 )
 
 
-def groups(k: int, count: int, config_size: int | None, sizes: tuple[int, ...]) -> str:
+def group_variant(k: int, count: int, config_size: int | None, sizes: tuple[int, ...]) -> str:
     """The variant of an integer scheme, ":g128" or ":channel", of K columns with ``count`` groups."""
     if count < 1 or k % count:
         raise ValueError(f"scales must divide {k} columns evenly, got {count} groups")
@@ -71,7 +71,10 @@ def describe_packed(t: dict, config: Config) -> Matrix:
             f"{acts.get('num_bits')}-bit {acts.get('type')} activations"
         )
     return Matrix(
-        f"int{bits}_w{bits}a16" + groups(k, groups, size, (32, 64, 128)) + zp, n, k, tuple(batch)
+        f"int{bits}_w{bits}a16" + group_variant(k, groups, size, (32, 64, 128)) + zp,
+        n,
+        k,
+        tuple(batch),
     )
 
 
@@ -105,7 +108,7 @@ def describe_gptq(t: dict, config: Config) -> Matrix:
     words, n = shape_of(t, "qweight")
     k = words * 32 // bits
     groups = shape_of(t, "scales")[0]
-    variant = groups(k, groups, config.get("group_size"), (32, 64, 128))
+    variant = group_variant(k, groups, config.get("group_size"), (32, 64, 128))
     require(t, "qweight", (words, n), torch.int32)
     require(t, "scales", (groups, n), *FLOATS)
     require(t, "qzeros", (groups, n * bits // 32), torch.int32)
@@ -152,7 +155,7 @@ def describe_awq(t: dict, config: Config) -> Matrix:
     require(t, "scales", (groups, n), *FLOATS)
     require(t, "qzeros", (groups, words), torch.int32)
     size = config.get("group_size", config.get("q_group_size"))
-    return Matrix("int4_w4a16" + groups(k, groups, size, (32, 64, 128)) + ":zp", n, k)
+    return Matrix("int4_w4a16" + group_variant(k, groups, size, (32, 64, 128)) + ":zp", n, k)
 
 
 def convert_awq(t: dict[str, Tensor], config: Config) -> dict[str, Tensor]:
