@@ -160,19 +160,28 @@ def _empty(*size: int, dtype: torch.dtype) -> Tensor:
     return torch.empty(size, dtype=dtype, device="meta")
 
 
-def _weight(call: Call, rows: int, columns: int) -> tuple[Tensor, Tensor | None]:
-    """A weight (E, rows, columns) and its scales."""
+def _weight(call: Call, rows: int, columns: int) -> tuple[Tensor, dict[str, Tensor]]:
+    """A weight (E, rows, columns) as it is stored, and the tensors that belong to it."""
     E = call.shape[0]
     scheme = get_scheme(call.scheme)
-    quantized = scheme.weight is not None
-    dtype = scheme.quantized_weight.storage_dtype if quantized else call.dtype
+    desc = scheme.weight
+    dtype = call.dtype if desc is None else desc.storage_dtype
     if call.transposed:
         data = _empty(E, columns, rows, dtype=dtype).transpose(1, 2)
     else:
-        data = _empty(E, rows, columns, dtype=dtype)
-    if not quantized:
-        return data, None
-    return data, _empty(*scheme.batched_scale_shape(E, rows, columns), dtype=torch.float32)
+        data = _empty(*scheme.qdata_shape(E, rows, columns), dtype=dtype)
+    if desc is None:
+        return data, {}
+    dtypes = {
+        "scale": torch.uint8 if desc.is_mx else desc.scale_dtype or call.dtype,
+        "zero_point": torch.int8 if desc.dtype == "int8" else torch.uint8,
+    }
+    shapes = scheme.scale_shapes(E, rows, columns)
+    return data, {
+        name: _empty(*shape, dtype=dtypes.get(name, torch.float32))
+        for name, shape in shapes.items()
+        if shape is not None
+    }
 
 
 def compile_call(call: Call, chip: Gpu, arch: int) -> list[Compiled]:
@@ -188,10 +197,11 @@ def compile_call(call: Call, chip: Gpu, arch: int) -> list[Compiled]:
     fields |= {name: getattr(activation, name) for name in ("alpha", "beta", "limit")}
     fields |= {"router_weight_on_input": False, "deterministic": True}
     fields |= {"a13_scale": scale, "a2_scale": scale, "activation_scale": scale}
-    w13, w13_scale = _weight(call, N, K)
-    w2, w2_scale = _weight(call, K, I)
-    fields |= {"w13": w13, "w13_scale": w13_scale, "w2": w2, "w2_scale": w2_scale}
-    fields |= {"weight": w13, "weight_scale": w13_scale}
+    for names, size in ((("w13", "weight"), (N, K)), (("w2",), (K, I))):
+        data, parts = _weight(call, *size)
+        for name in names:
+            fields[name] = data
+            fields |= {f"{name}_{part}": tensor for part, tensor in parts.items()}
     if call.bias:
         b13, b2 = _empty(E, N, dtype=call.dtype), _empty(E, K, dtype=call.dtype)
         fields |= {"w13_bias": b13, "w2_bias": b2, "bias": b13}
