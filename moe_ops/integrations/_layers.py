@@ -60,6 +60,16 @@ class Layer:
         setattr(self.owner, name, nn.Parameter(weight, requires_grad=False))
 
 
+def layer_of(name: str, module: nn.Module) -> Layer | None:
+    """The MoE layer that a module is, if it is one that we serve."""
+    family = outside.family_of(module)
+    if family is not None:
+        return Layer(name, module, family)
+    if hasattr(module, "is_transposed") and hasattr(module, "has_gate"):
+        return Layer(name, module, None)
+    return None
+
+
 def find(model: nn.Module) -> list[Layer]:
     """The MoE layers of a model.
 
@@ -71,11 +81,9 @@ def find(model: nn.Module) -> list[Layer]:
     found, unknown = [], []
     for name, module in model.named_modules():
         kind = type(module).__name__
-        family = outside.family_of(module)
-        if family is not None:
-            found.append(Layer(name, module, family))
-        elif hasattr(module, "is_transposed") and hasattr(module, "has_gate"):
-            found.append(Layer(name, module, None))
+        layer = layer_of(name, module)
+        if layer is not None:
+            found.append(layer)
         elif kind == "Mxfp4GptOssExperts":
             raise ValueError(
                 f"{name} holds experts packed as MXFP4, which bypass transformers' experts hook; "

@@ -24,6 +24,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 import moe_ops
 from moe_ops.integrations import _conversions as conversions
 from moe_ops.integrations import _layers as layers_of
+from moe_ops.integrations._attach import attach
 from moe_ops.integrations._layers import Layer
 from moe_ops.integrations.checkpoints import files
 from moe_ops.integrations.checkpoints.experts import (
@@ -273,8 +274,6 @@ class MoeOpsQuantizer(HfQuantizer):
     # --- after loading, and saving ------------------------------------------------------------------
 
     def _process_model_after_weight_loading(self, model, **kwargs):
-        from moe_ops.integrations.transformers import attach
-
         for state in (self._layers, self._weights, self._matrices, self._stored):
             state.clear()
         self._checkpoint = self._model = None
