@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import json
 import sys
 from collections.abc import Iterator
@@ -62,10 +63,11 @@ class Recorder:
 
 
 def compile_qwen3_moe(num_layers: int, dynamic: bool) -> dict:
-    """What stands in the graph of a Qwen3-MoE in bf16 whose experts run on moe_ops."""
+    """What stands in the graph of a Qwen3-MoE in bf16 whose routers and experts run on moe_ops."""
     import transformers
 
     import moe_ops.integrations.transformers  # noqa: F401  registers the implementation
+    from moe_ops.integrations import _outside, _routers
 
     config = transformers.Qwen3MoeConfig(
         vocab_size=64,
@@ -85,18 +87,26 @@ def compile_qwen3_moe(num_layers: int, dynamic: bool) -> dict:
         model = transformers.AutoModelForCausalLM.from_config(
             config, dtype=torch.bfloat16, experts_implementation="moe_ops"
         )
+        for module in model.modules():  # as fuse_routers does, but for its check
+            if (rule := _routers._rule_of(module)) is not None:
+                _outside.set_forward(module, functools.partial(_routers.router_forward, rule))
         ids = torch.empty(2, 5, dtype=torch.int64)
         if dynamic:
             torch._dynamo.mark_dynamic(ids, 1)
         compiled = torch.compile(model.eval(), fullgraph=True, backend=recorder.backend)
         logits = compiled(input_ids=ids, use_cache=False).logits
     calls = recorder.calls()
+    experts = [kwargs for op, kwargs in calls if "experts" in op.name()]
+    (graph,) = recorder.graphs
+    targets = [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
     return {
         "shape": list(logits.shape),
         "device": logits.device.type,
         "ops": [op.name() for op, _ in calls],
-        "rows_are_symbols": [type(kwargs["out"].shape[0]) is torch.SymInt for _, kwargs in calls],
-        "dtypes": [str(kwargs["w13"].dtype) for _, kwargs in calls],
+        "rows_are_symbols": [type(kwargs["out"].shape[0]) is torch.SymInt for kwargs in experts],
+        "dtypes": [str(kwargs["w13"].dtype) for kwargs in experts],
+        "router_dtypes": sorted({str(kwargs["topk_weights"].dtype) for kwargs in experts}),
+        "routed_by_torch": [name for name in targets if "topk" in name or "sort" in name],
     }
 
 

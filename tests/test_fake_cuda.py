@@ -246,7 +246,9 @@ def test_a_transformers_model_traces_for_a_gpu(noop_guard):
         assert found == {
             "shape": [2, 5, 64],
             "device": "cuda",
-            "ops": ["moe_ops::triton_experts"] * 2,  # one per layer, and no other
+            "ops": ["moe_ops::route_tokens", "moe_ops::triton_experts"] * 2,  # and no other
             "rows_are_symbols": [dynamic] * 2,
             "dtypes": ["torch.bfloat16"] * 2,
+            "router_dtypes": ["torch.bfloat16"],  # as the router itself would give them
+            "routed_by_torch": [],
         }

@@ -22,7 +22,7 @@ SHARED_MEMORY = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024}
 CODE = """
 import json, sys, torch
 sys.path.insert(0, "benchmarks")
-from compile_kernels import SHAPES, Call, chip_of, compile_call, usage
+from compile_kernels import SHAPES, Call, RouterCall, chip_of, compile_call, compile_router, usage
 from moe_ops.kernels import triton_launch
 arch = int(sys.argv[1])
 qwen3, gptoss = SHAPES["qwen3"], SHAPES["gptoss20"]
@@ -36,9 +36,16 @@ calls = [
     Call(qwen3, 256, kind="batched_experts"),
     Call(gptoss, 512, "fp8_block", kind="grouped_linear"),
 ]
+deepseek = {"logits": torch.float32, "choice": ("sigmoid", True, 8, 4), "correction_bias": True}
+calls += [
+    *[RouterCall((8, 2, 4096), M) for M in (1, 8)],
+    *[RouterCall((256, 8, 7168), M, **deepseek) for M in (1, 16)],
+    RouterCall((60, 4, 1000), 16, torch.float32, torch.float32, bias=True),
+]
 told, rows = set(), []
 for call in calls:
-    for kernel in compile_call(call, chip_of(arch), arch):
+    compile_one = compile_router if isinstance(call, RouterCall) else compile_call
+    for kernel in compile_one(call, chip_of(arch), arch):
         if kernel.binary.hash not in told:
             told.add(kernel.binary.hash)
             rows.append([str(call), kernel.binary.name, *usage(kernel.binary)])
