@@ -36,8 +36,8 @@ WHERE = [
     pytest.param(("cuda", FP16), id="cuda-fp16", marks=ON_GPU),
 ]
 everywhere = pytest.mark.parametrize("where", WHERE)
-SCHEMES = [name for name in oracle.SCALES if name]
-QUANTIZING = [name for name in SCHEMES if oracle.SCALES[name]]
+SCHEMES = [name for name in oracle.ACTIVATIONS if name.startswith("fp8_")]
+QUANTIZING = [name for name in SCHEMES if oracle.ACTIVATIONS[name]]
 FORMATS = ["fp8_block", "fp8_channel", "fp8_tensor", "fp8_tensor_static", "fp8_w8a16:block"]
 
 
@@ -139,7 +139,7 @@ def test_quantized_rows_are_those_of_numerics(device, scheme, K):
     native = gpu(-1 if device == "cpu" else 0).native
     q = codes.view(torch.float8_e4m3fn) if native else codes
     triton_fp8.moe_ops_quantize[(5, -(-K // 2048) if by_group else 1)](
-        q, scale, zeros, x, 5, 2, 5, K, 0, *x.stride(), by_group, 16, native, False
+        q, scale, zeros, x, 5, 2, 5, K, 0, *x.stride(), by_group, 16, native, False, False
     )
     expected, expected_scale, _ = numerics.quantize_activation(x, scheme)
     assert torch.equal(codes, expected.view(torch.uint8))
@@ -396,7 +396,7 @@ def test_supports_quantized_weights_and_says_where_they_are_emulated():
         for capability, native in (((8, 0), False), ((8, 9), True), ((9, 0), True)):
             machine = Machine("cuda", capability, "a GPU", ("triton",))
             assert backend.supports(problem, machine) == []
-            weight_only = not oracle.SCALES[scheme]
+            weight_only = not oracle.ACTIVATIONS[scheme]
             assert backend.BACKEND.native(scheme, machine) == (native or weight_only)
 
 
