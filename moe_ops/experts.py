@@ -278,6 +278,10 @@ def _unwrap(weight: Any) -> Weight:
         return Weight(weight)
     scheme = getattr(weight, "scheme", None)  # quantized and prepared tensors say what they are
     if scheme is None:
+        if hasattr(weight, "full_tensor"):  # a DTensor: all experts are gathered
+            from moe_ops.tensors.sharding import gathered
+
+            return _unwrap(gathered(weight))
         return Weight(weight)
     return Weight(
         weight.qdata,

@@ -8,7 +8,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from moe_ops.schemes import SCHEMES, QuantScheme, get_scheme
-from moe_ops.tensors import layouts
+from moe_ops.tensors import layouts, sharding  # noqa: F401 (registers operators on ExpertTensor)
 from moe_ops.tensors.base import ExpertTensor
 from moe_ops.tensors.checks import (
     check_quantizable,

@@ -1,0 +1,106 @@
+"""Quantized weights sharded over processes by experts: under FSDP2, and as DTensors.
+
+FSDP2 (`fully_shard`) keeps some experts of each weight on every process and gathers all of them for a layer's
+forward. It does so through the operators and the two methods below; their names and signatures are
+FSDP's. The weights' tensors travel as they are, quantized.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_ops.tensors.base import ExpertTensor, implements
+
+aten = torch.ops.aten
+
+
+def fsdp_pre_all_gather(self: ExpertTensor, mesh, outer_size, outer_stride, module, mp_policy):
+    """What FSDP gathers: bytes of all tensors with one entry for each expert, and how to undo that."""
+    if outer_size[0] % mesh.size():
+        raise ValueError(
+            f"quantized weights must have a number of experts that the {mesh.size()} processes of FSDP "
+            f"divide, got {outer_size[0]}; leave them out by fully_shard(ignored_params=...)"
+        )
+    names = _per_expert(self)
+    data = [getattr(self, name).contiguous() for name in names]
+    dtypes = [t.dtype for t in data]
+    return tuple(_bytes(t) for t in data), (names, dtypes, [t.shape[1:] for t in data])
+
+
+def fsdp_post_all_gather(
+    self: ExpertTensor, all_gather_outputs, metadata, param_dtype, *, out: Tensor | None = None
+):
+    """The weights of all experts, views of what was gathered."""
+    if out is not None:
+        return None  # a view of the same memory already
+    parts = {
+        name: t.view(-1).view(dtype).view(-1, *shape)
+        for t, name, dtype, shape in zip(all_gather_outputs, *metadata, strict=True)
+    }
+    return self._replace(**parts), ()
+
+
+def gathered(weight: Any) -> Tensor:
+    """The whole of a DTensor, plain or quantized, on every process."""
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    local = weight.to_local()
+    if not isinstance(local, ExpertTensor):
+        return weight.full_tensor()
+    mesh, placements = weight.device_mesh, weight.placements
+    if any(placement not in (Replicate(), Shard(0)) for placement in placements):
+        raise ValueError(
+            f"a DTensor of quantized weights must be replicated or sharded along experts, Shard(0), got "
+            f"placements {placements}"
+        )
+    parts = {}
+    for name in _per_expert(local):
+        t = getattr(local, name)
+        data = _bytes(t.contiguous())
+        shape = torch.Size((weight.shape[0], *data.shape[1:]))
+        stride = torch.empty(shape, device="meta").stride()
+        whole = DTensor.from_local(
+            data, mesh, placements, shape=shape, stride=stride
+        ).full_tensor()
+        parts[name] = whole.view(-1).view(t.dtype).view(-1, *t.shape[1:])
+    return local._replace(**parts)
+
+
+def _per_expert(weight: ExpertTensor) -> list[str]:
+    return [name for name in weight.__tensor_flatten__()[0] if name != "activation_scale"]
+
+
+def _bytes(t: Tensor) -> Tensor:
+    """(E, ...) as (E, bytes of an expert) uint8."""
+    return t.view(torch.uint8) if t.dim() > 1 else t.unsqueeze(-1).view(torch.uint8)
+
+
+@implements(aten.new_zeros.default)
+def _(func, types, args, kwargs):
+    self, size = args[0], tuple(args[1])
+    if size[1:] != tuple(self.shape[1:]):
+        raise ValueError(
+            f"zeros like {self} must differ in the number of experts alone, got shape {size}"
+        )
+    return self._with_weights(lambda t: t.new_zeros((size[0], *t.shape[1:])))
+
+
+@implements([aten.view.default, aten.as_strided.default])
+def _(func, types, args, kwargs):
+    """The same weights: FSDP flattens its shard, which it then keeps as it is, and restores the shape."""
+    self, size = args[0], tuple(args[1])
+    natural = torch.empty(self.shape, device="meta").stride()
+    strides = tuple(args[2]) if func is aten.as_strided.default else natural
+    if size not in ((-1,), (self.numel(),), tuple(self.shape)) or strides != natural:
+        raise ValueError(
+            f"a view of {self} must have its shape, or be flat where nothing reads it, got shape {size} and "
+            f"strides {strides}; view dequantize()"
+        )
+    return self._map(lambda t: t.view(t.shape))
+
+
+ExpertTensor.fsdp_pre_all_gather = fsdp_pre_all_gather
+ExpertTensor.fsdp_post_all_gather = fsdp_post_all_gather
