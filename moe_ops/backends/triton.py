@@ -48,6 +48,7 @@ from moe_ops.schemes import SCHEMES
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _QUANTIZING = ("fp8_tensor", "fp8_tensor_static", "fp8_channel", "fp8_block")
+_QUANTIZING += ("int8_w8a8", "int8_w8a8_static")
 _SCHEMES = (*_QUANTIZING, *filter(triton_packed_launch.describe, SCHEMES))  # those with kernels
 _blocks = lru_cache(maxsize=8192)(block_bound)  # spares two sym_min of 0.8 us a call
 
@@ -193,7 +194,7 @@ def _launch_experts(a: ExpertsArgs) -> None:
     input_weights = weights if on_input else None
     x_strides = (0, *x.stride())
     h, h_scale = triton_scales.hidden(
-        a.workspace13, pairs, I, dtype, w2.scales.x, tiles, a.a2_scale, chip.native
+        a.workspace13, pairs, I, dtype, w2.scales.x, tiles, a.a2_scale, w2.data.dtype
     )
     source = Input(x, x_strides)
     if w13.scales.x:
@@ -212,6 +213,7 @@ def _launch_experts(a: ExpertsArgs) -> None:
             validity,
             h.scale,
             top_k,
+            w13.data.dtype,
             chip,
             first,
         )
@@ -263,7 +265,7 @@ def _launch_batched_experts(a: BatchedExpertsArgs) -> None:
     x_strides = (x.stride(0) - T * x.stride(1), x.stride(1), x.stride(2))
     out_strides = (out.stride(0) - T * out.stride(1), out.stride(1), out.stride(2))
     h, h_scale = triton_scales.hidden(
-        a.workspace13, E * T, I, dtype, w2.scales.x, tiles, a.a2_scale, chip.native
+        a.workspace13, E * T, I, dtype, w2.scales.x, tiles, a.a2_scale, w2.data.dtype
     )
     launches = [group_blocks(rows, counts, E, E * T, T, chip)]
     source = Input(x, x_strides)
@@ -271,7 +273,7 @@ def _launch_batched_experts(a: BatchedExpertsArgs) -> None:
         validity = Validity("batched", False, (counts, None, E, 0, 1, counts.stride(0), 0, 0))
         more, source = triton_scales.prepare(
             source, E * T, T, K, w13.scales.x, tiles, a.workspace2, a.a13_scale, validity, h.scale, 1,
-            chip,
+            w13.data.dtype, chip,
         )  # fmt: skip
         launches += more
     launches += (
@@ -303,7 +305,7 @@ def _launch_grouped_linear(a: GroupedLinearArgs) -> None:
         validity = Validity("groups", False, (offsets, None, E, 0, 1, offsets.stride(0), 0, 0))
         more, source = triton_scales.prepare(
             source, S, S, K, w.scales.x, tiles, a.workspace2, a.activation_scale, validity, None, 0,
-            chip,
+            w.data.dtype, chip,
         )  # fmt: skip
         launches += more
     tile = tiles.gemm1 if w.scales.x else tiles.gemm2

@@ -14,7 +14,14 @@ import triton
 import triton.language as tl
 
 from moe_ops.kernels.triton_activations import activate_one, activate_two
-from moe_ops.kernels.triton_fp8 import clamp, e4m3_scale, quotient, reciprocal, stored
+from moe_ops.kernels.triton_fp8 import (
+    clamp,
+    e4m3_scale,
+    largest_magnitude,
+    quotient,
+    reciprocal,
+    stored,
+)
 from moe_ops.kernels.triton_matmul import matmul
 from moe_ops.kernels.triton_routing import (
     block_rows,
@@ -107,7 +114,7 @@ def moe_ops_gemm1(
 
     H_SCALE ""       h as it is, in h_ptr's dtype
             "group"  h in e4m3, h_scale (ceil(I / 128), S) its scales; BN is 128
-            "static" h in e4m3, h_scale (1,) its known scale
+            "static" h in e4m3 or int8 as the weights are, h_scale (1,) its known scale
             "row"    h as it is, and the largest magnitude of each row into h_scale (S,), zeros before
             "tensor" h as it is, and the largest magnitude of all into h_scale (1,), zero before
     """
@@ -134,6 +141,7 @@ def moe_ops_gemm1(
     else:
         row = n * WN + r
         w_ok = row < (2 * I if GATED else I)
+    INT8: tl.constexpr = w_ptr.dtype.element_ty == tl.int8
     HALVES: tl.constexpr = GATED and not INTERLEAVED
     # Blocks of 128 weight rows in a tile: those of each half, one more where up rows begin inside a block
     BLOCKS: tl.constexpr = (2 if EVEN_N else 3) if HALVES else (WN + 127) // 128
@@ -187,7 +195,7 @@ def moe_ops_gemm1(
     h_ptrs = h_ptr + place[:, None] * I + column[None, :]
     h_ok = ok[:, None] & (column < I)[None, :]
     if H_SCALE == "row" or H_SCALE == "tensor":
-        amax = tl.where(ok, tl.max(tl.abs(h), 0), 0.0)
+        amax = tl.where(ok, largest_magnitude(h, 0) if INT8 else tl.max(tl.abs(h), 0), 0.0)
         # Bits of floats that are not negative are ordered as the floats are; no order of maxima changes the last.
         slot = h_scale_ptr.to(tl.pointer_type(tl.int32))
         if H_SCALE == "row":
@@ -202,7 +210,8 @@ def moe_ops_gemm1(
         h = stored(quotient(h, scale[None, :], reciprocal(scale)[None, :]), NATIVE)
     elif H_SCALE == "static":
         scale = tl.load(h_scale_ptr).to(tl.float32)
-        h = stored(quotient(clamp(h, 448.0 * scale), scale, reciprocal(scale)), NATIVE)
+        h = clamp(h, (130.0 if INT8 else 448.0) * scale)
+        h = stored(quotient(h, scale, reciprocal(scale)), NATIVE, INT8)
     else:
         h = h.to(h_ptr.dtype.element_ty)
     tl.store(h_ptrs, h.T, mask=h_ok)

@@ -1,8 +1,9 @@
-"""e4m3 in Triton: scales, rounding, codes, and the kernels that prepare activations. Imported at first launch only.
+"""e4m3 and int8 in Triton: scales, rounding, codes, and the kernels that prepare activations. Imported at first
+launch only.
 
-Scales and elements are those of `moe_ops.numerics`: scale = amax / 448, 1 where that is zero; element = x / scale
-rounded to nearest even. NATIVE says whether the GPU knows e4m3; elsewhere its codes travel as uint8 and its
-values as fp16, which holds each of them.
+Scales and elements are those of `moe_ops.numerics`: scale = amax / 448 (INT8: 127), 1 where that is zero; element
+= x / scale rounded to nearest even. NATIVE says whether the GPU knows e4m3; elsewhere its codes travel as uint8 and
+its values as fp16, which holds each of them.
 """
 
 import triton
@@ -34,9 +35,35 @@ def reciprocal(scale):
 
 @triton.jit
 def e4m3_scale(amax):
-    """The scale of elements of which the largest has magnitude `amax`."""
+    """The scale of e4m3 elements of which the largest has magnitude `amax`."""
     scale = quotient(amax, 448.0, 1.0 / 448.0)
     return tl.where(scale == 0.0, 1.0, scale)
+
+
+@triton.jit
+def element_scale(amax, INT8: tl.constexpr):
+    """The scale of e4m3 or int8 elements of which the largest has magnitude `amax`."""
+    if INT8:
+        scale = quotient(amax, 127.0, 1.0 / 127.0)
+        return tl.where(scale == 0.0, 1.0, scale)
+    else:
+        return e4m3_scale(amax)
+
+
+@triton.jit
+def largest_magnitude(x, axis: tl.constexpr):
+    """The largest |x| along an axis, fp32; NaN where there is one, which int8 elements could not hold."""
+    bits = tl.max(
+        tl.abs(x).to(tl.int32, bitcast=True), axis
+    )  # ordered as magnitudes are, NaN last
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def round_int8(v):
+    """fp32 v rounded to int8, ties to even, within -128 and 127."""
+    v = (v + 12582912.0) - 12582912.0  # 1.5 * 2^23, of which one unit is 1
+    return tl.where(v < -128.0, -128.0, tl.where(v > 127.0, 127.0, v)).to(tl.int8)
 
 
 @triton.jit
@@ -90,18 +117,23 @@ def decode_activation(code):
 
 
 @triton.jit
-def operand(v, NATIVE: tl.constexpr):
-    """fp32 v (BM, BK) rounded to e4m3, as an operand of a product: e4m3, or fp16 where there is no such product."""
-    if NATIVE:
+def operand(v, NATIVE: tl.constexpr, INT8: tl.constexpr = False):
+    """fp32 v (BM, BK) rounded to int8, or to e4m3, as an operand of a product: e4m3, or fp16 where there is no such
+    product."""
+    if INT8:
+        return round_int8(v)
+    elif NATIVE:
         return v.to(tl.float8e4nv)
     else:
         return round_e4m3(v).to(tl.float16)
 
 
 @triton.jit
-def stored(v, NATIVE: tl.constexpr):
-    """fp32 v rounded to e4m3, as memory holds it."""
-    if NATIVE:
+def stored(v, NATIVE: tl.constexpr, INT8: tl.constexpr = False):
+    """fp32 v rounded to int8 or e4m3, as memory holds it."""
+    if INT8:
+        return round_int8(v)
+    elif NATIVE:
         return v.to(tl.float8e4nv)
     else:
         return encode(v)
@@ -133,6 +165,7 @@ def quantize_row(
     BY_GROUP: tl.constexpr,
     GROUPS: tl.constexpr,
     NATIVE: tl.constexpr,
+    INT8: tl.constexpr,
 ):
     """Quantize columns [part, part + 1) * GROUPS * 128 of row m, each 128 alone, or the whole row."""
     m = m.to(tl.int64)
@@ -153,16 +186,25 @@ def quantize_row(
         for start in range(0, K, GROUPS * 128):
             k = start + lane
             x = tl.load(x_ptr + k.to(tl.int64) * stride_xk, mask=k < K, other=0.0)
-            amax = tl.maximum(amax, tl.abs(x.to(tl.float32)))
-        largest = tl.max(tl.max(amax, 1), 0)
+            magnitude = tl.abs(x.to(tl.float32))
+            if INT8:
+                amax = tl.where(
+                    magnitude != magnitude, magnitude, tl.where(amax < magnitude, magnitude, amax)
+                )
+            else:
+                amax = tl.maximum(amax, magnitude)
+        if INT8:
+            largest = largest_magnitude(largest_magnitude(amax, 1), 0)
+        else:
+            largest = tl.max(tl.max(amax, 1), 0)
         tl.store(scale_ptr + m, largest)
-        scale = e4m3_scale(largest)
+        scale = element_scale(largest, INT8)
         inverse = reciprocal(scale)
         for start in range(0, K, GROUPS * 128):
             k = start + lane
             x = tl.load(x_ptr + k.to(tl.int64) * stride_xk, mask=k < K, other=0.0)
             v = quotient(x.to(tl.float32), scale, inverse)
-            tl.store(q_ptr + k, stored(v, NATIVE), mask=k < K)
+            tl.store(q_ptr + k, stored(v, NATIVE, INT8), mask=k < K)
         if zero_ptr is not None:
             for i in range(zeros):
                 tl.store(zero_ptr + m * zeros + i, 0.0)
@@ -170,7 +212,7 @@ def quantize_row(
 
 @triton.jit(do_not_specialize=["T", "zeros", "stride_sg"])
 def moe_ops_quantize(
-    q_ptr,  # (rows, K) e4m3, written
+    q_ptr,  # (rows, K) e4m3 or int8, written
     scale_ptr,  # written: BY_GROUP (ceil(K / 128), rows) scales, else (rows,) largest magnitudes
     zero_ptr,  # (rows * zeros,) fp32 set to zero, or absent
     x_ptr,  # (rows, K)
@@ -184,13 +226,14 @@ def moe_ops_quantize(
     BY_GROUP: tl.constexpr,
     GROUPS: tl.constexpr,
     NATIVE: tl.constexpr,
+    INT8: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     """Quantize rows, GROUPS * 128 columns at a time: each 128 columns alone (a program each), or whole rows."""
     start_dependent(DEPENDENT)
     quantize_row(
         q_ptr, scale_ptr, zero_ptr, x_ptr, tl.program_id(0), tl.program_id(1), T, zeros, stride_sg,
-        K, stride_xe, stride_xm, stride_xk, BY_GROUP, GROUPS, NATIVE,
+        K, stride_xe, stride_xm, stride_xk, BY_GROUP, GROUPS, NATIVE, INT8,
     )  # fmt: skip
     wait(DEPENDENT)
 
@@ -232,6 +275,7 @@ def moe_ops_route_quantize(
     BY_GROUP: tl.constexpr,
     GROUPS: tl.constexpr,
     NATIVE: tl.constexpr,
+    INT8: tl.constexpr,
 ):
     """moe_ops_route in the first E programs, moe_ops_quantize in the others: neither waits for the other."""
     start_dependent(DEPENDENT)
@@ -245,7 +289,7 @@ def moe_ops_route_quantize(
         program -= E
         quantize_row(
             q_ptr, scale_ptr, zero_ptr, x_ptr, program % rows, program // rows, T, zeros, rows,
-            K, stride_xe, stride_xm, stride_xk, BY_GROUP, GROUPS, NATIVE,
+            K, stride_xe, stride_xm, stride_xk, BY_GROUP, GROUPS, NATIVE, INT8,
         )  # fmt: skip
 
 

@@ -1,11 +1,12 @@
-"""The product inside both GEMMs, of plain and e4m3 operands. Imported at first launch only.
+"""The product inside both GEMMs, of operands that are both plain, both e4m3 or both int8. Imported at first launch
+only; weights that meet 16-bit activations have triton_packed_matmul.py.
 
 Weights are the left operand (`w (WN, BK) @ x.T (BK, BM)`), so that 16 tokens fill a tensor-core tile.
 
 W_SCALE  scales of w: "" none, "tensor" (E,), "channel" (E, N), "block" (E, ceil(N/128), ceil(K/128))
-X_SCALE  x is quantized to e4m3: "" not at all; by "group" of 128 columns, "row", "tensor" (scales computed by an
-         earlier kernel, or here from groups) or "static" (scale known). x that comes as e4m3 was quantized before
-         and has its scales in memory; other x is quantized here, tile by tile.
+X_SCALE  x is quantized to the weights' format: "" not at all; by "group" of 128 columns, "row", "tensor" (scales
+         computed by an earlier kernel, or here from groups) or "static" (scale known). x that comes in that format
+         was quantized before and has its scales in memory; other x is quantized here, tile by tile.
 """
 
 import triton
@@ -15,7 +16,7 @@ from moe_ops.kernels.triton_fp8 import (
     clamp,
     decode,
     decode_activation,
-    e4m3_scale,
+    element_scale,
     operand,
     quantize_groups,
     quotient,
@@ -26,13 +27,16 @@ INTERPRET = tl.constexpr(triton.knobs.runtime.interpret)
 
 
 @triton.jit
-def row_scales(scale_ptr, row, ok, BM: tl.constexpr, PARTS: tl.constexpr, X_SCALE: tl.constexpr):
+def row_scales(
+    scale_ptr, row, ok, BM: tl.constexpr, PARTS: tl.constexpr, X_SCALE: tl.constexpr,
+    INT8: tl.constexpr,
+):  # fmt: skip
     """Scale of each row of x (BM,), of those that do not change along K."""
     if X_SCALE == "row":
-        return e4m3_scale(tl.load(scale_ptr + row, mask=ok, other=0.0))
+        return element_scale(tl.load(scale_ptr + row, mask=ok, other=0.0), INT8)
     elif X_SCALE == "tensor":
         parts = tl.load(scale_ptr + tl.arange(0, PARTS))
-        return e4m3_scale(tl.max(parts, 0)) + tl.zeros((BM,), tl.float32)
+        return element_scale(tl.max(parts, 0), INT8) + tl.zeros((BM,), tl.float32)
     else:
         tl.static_assert(X_SCALE == "static")
         return tl.load(scale_ptr).to(tl.float32) + tl.zeros((BM,), tl.float32)
@@ -86,12 +90,14 @@ def matmul(
 
     Sums of e4m3 products leave the tensor core every BK <= 128 columns: it adds in fewer than fp32's bits.
     """
+    INT8: tl.constexpr = w_ptrs.dtype.element_ty == tl.int8
     X8: tl.constexpr = x_ptrs.dtype.element_ty.primitive_bitwidth == 8
     GROUPS: tl.constexpr = X_SCALE == "group"
     BLOCK: tl.constexpr = W_SCALE == "block"
+    tl.static_assert(BLOCK == GROUPS)
     # A scale shared by rows of several tokens saw the factor; elsewhere it commutes with quantization.
     EARLY: tl.constexpr = HAS_FACTOR and (X_SCALE == "tensor" or X_SCALE == "static")
-    if GROUPS or BLOCK:
+    if GROUPS:
         tl.static_assert(BK == 128)
     if BLOCK:  # the scales of the next step are asked for one step early
         s0_ptr = w_scale_ptr + block0 * stride_sn
@@ -109,11 +115,11 @@ def matmul(
             # rows of nobody read the first row's scales, not masked ones: their sums are not stored
             xs_ptrs = x_scale_ptr + tl.where(x_ok, x_row, 0)
     elif X_SCALE != "":
-        xs = row_scales(x_scale_ptr, x_row, x_ok, BM, PARTS, X_SCALE)
+        xs = row_scales(x_scale_ptr, x_row, x_ok, BM, PARTS, X_SCALE, INT8)
         if not X8:
             inverse = reciprocal(xs)
     k = tl.arange(0, BK)
-    acc = tl.zeros((WN, BM), tl.float32)
+    acc = tl.zeros((WN, BM), tl.int32 if INT8 else tl.float32)
     for start in tl.range(0, K, BK, num_stages=STAGES):
         x_mask = x_ok[:, None]
         if not EVEN_K:
@@ -134,7 +140,7 @@ def matmul(
             w = tl.load(w_ptrs, mask=w_ok[:, None] & (start + k < K)[None, :], other=0.0)
         if X_SCALE != "":
             if X8:
-                if not NATIVE:
+                if not NATIVE and not INT8:
                     x = decode_activation(x)
             else:
                 if GROUPS:
@@ -144,17 +150,17 @@ def matmul(
                     if EARLY:
                         v *= x_factor[:, None]
                     if X_SCALE == "static":
-                        v = clamp(v, 448.0 * xs[:, None])
+                        v = clamp(v, (130.0 if INT8 else 448.0) * xs[:, None])
                     v = quotient(v, xs[:, None], inverse[:, None])
-                x = operand(v, NATIVE)
-            if not NATIVE:
+                x = operand(v, NATIVE, INT8)
+            if not NATIVE and not INT8:
                 w = decode(w, tl.float16)
-        elif W_SCALE != "":
-            w = decode(w, x.dtype)
-        if INTERPRET:  # the interpreter's 16-bit products are wrong
+        if INTERPRET and not INT8:  # the interpreter's 16-bit products are wrong
             x = x.to(tl.float32)
             w = w.to(tl.float32)
-        if X_SCALE == "" and not BLOCK:
+        if INT8:
+            acc = tl.dot(w, x.T, acc, out_dtype=tl.int32)
+        elif X_SCALE == "":
             acc = tl.dot(w, x.T, acc, input_precision="ieee")
         else:
             d = tl.dot(w, x.T, input_precision="ieee")
@@ -169,14 +175,12 @@ def matmul(
                 if BLOCKS > 2:
                     s2_ptr += step
                     s2 = tl.load(s2_ptr).to(tl.float32)
-                if GROUPS:
-                    acc += d * (scale[:, None] * xs[None, :])
-                else:
-                    acc += d * scale[:, None]
+                acc += d * (scale[:, None] * xs[None, :])
             else:
                 acc += d
         x_ptrs += BK * stride_xk
         w_ptrs += BK * stride_wk
+    acc = acc.to(tl.float32)
     if X_SCALE != "" and not GROUPS:
         acc *= xs[None, :]
     if W_SCALE == "tensor":

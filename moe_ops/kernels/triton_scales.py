@@ -85,7 +85,7 @@ class Input(NamedTuple):
 
 
 class Weight(NamedTuple):
-    """A weight and its scales as the kernels take them."""
+    """A weight and its scales as the kernels take them. Quantized x and h have the data's dtype."""
 
     data: Tensor  # (E, N, K)
     scale: Tensor | None
@@ -104,7 +104,7 @@ def weight_of(
     name: str, data: Tensor, scale: Tensor | None, scheme: str, dtype: torch.dtype, chip: Gpu
 ) -> Weight:
     """The Weight of an op's tensors; ValueError where the dtype is not what the scheme says."""
-    expected = torch.float8_e4m3fn if scheme else dtype
+    expected = get_scheme(scheme).quantized_weight.storage_dtype if scheme else dtype
     if data.dtype != expected:
         raise ValueError(
             f"{name} must have dtype {expected} for scheme {scheme}, got {data.dtype}; quantize it "
@@ -128,8 +128,8 @@ class Validity(NamedTuple):
 
 
 def quantized(data: Tensor, native: bool) -> Tensor:
-    """e4m3 data as the kernels take it: bytes where the GPU does not know e4m3."""
-    return data if native else data.view(torch.uint8)
+    """e4m3 or int8 data as the kernels take it: bytes where the GPU does not know e4m3."""
+    return data if native or data.dtype == torch.int8 else data.view(torch.uint8)
 
 
 def flat(workspace: Tensor, dtype: torch.dtype, size: int) -> Tensor:
@@ -156,11 +156,10 @@ def hidden(
     x_scale: str,
     tiles: Tiles,
     static: Tensor | None,
-    native: bool,
+    codes: torch.dtype,
 ) -> tuple[Input, str]:
     """h as GEMM2 reads it, and GEMM1's H_SCALE."""
     strides = (0, I, 1)
-    codes = torch.float8_e4m3fn if native else torch.uint8
     if not x_scale:
         return Input(flat(workspace, dtype, rows * I), strides), ""
     if x_scale == "static":
@@ -189,6 +188,7 @@ def prepare(
     validity: Validity,
     zeros: Tensor | None,  # of h: largest magnitudes, which GEMM1 raises
     zeros_a_row: int,
+    codes: torch.dtype,
     chip: Gpu,
     route: Launch | None = None,
 ) -> tuple[list[Launch], Input]:
@@ -223,11 +223,10 @@ def prepare(
         return before, source
     by_group = x_scale == "group"
     count = cdiv(K, 128) if by_group else 1
-    codes = torch.float8_e4m3fn if chip.native else torch.uint8
     data, scale = split(workspace, rows, K, codes, rows * count)
     columns = _CHUNK * 128
     args = (data, scale, zeros, x, rows_of_expert, zeros_a_row, rows, K, *strides)
-    args += (by_group, _CHUNK, chip.native)
+    args += (by_group, _CHUNK, chip.native, codes == torch.int8)
     parts_of_row = cdiv(K, columns) if by_group else 1
     quantized_x = Input(data, (0, K, 1), scale, rows)
     if route is None:
