@@ -11,7 +11,7 @@ from checkpoint_writers import WRITERS, gpt_oss_blocks
 transformers = pytest.importorskip("transformers")
 files = pytest.importorskip("safetensors.torch")
 
-from moe_ops.integrations.transformers import MoeOpsConfig, quantize  # noqa: E402
+from moe_ops.integrations.transformers import MoeOpsConfig, attach, quantize  # noqa: E402
 
 IDS = torch.tensor([[27, 54, 47, 78, 38], [4, 29, 33, 45, 61]])
 E, H, INNER = 4, 256, 128
@@ -46,6 +46,27 @@ def mixtral(layers=1):
     )
     torch.manual_seed(0)
     return transformers.MixtralForCausalLM(config).eval()
+
+
+def gpt_oss():
+    config = transformers.GptOssConfig(
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_local_experts=E,
+        head_dim=16,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_experts_per_tok=2,
+        vocab_size=96,
+    )
+    torch.manual_seed(0)
+    model = transformers.GptOssForCausalLM(config).eval()
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.dim() == 2 and p.shape[0] == E:
+                p.normal_()  # the biases
+    return model
 
 
 def logits(model):
@@ -127,23 +148,7 @@ def test_every_format_gives_the_logits_of_its_values(form, tmp_path):
 
 def test_gpt_oss_mxfp4_checkpoint(tmp_path):
     """Blocks and scales of interleaved gate and up rows, as gpt-oss has them, beside its biases."""
-    config = transformers.GptOssConfig(
-        hidden_size=64,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_local_experts=E,
-        head_dim=16,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        num_experts_per_tok=2,
-        vocab_size=96,
-    )
-    torch.manual_seed(0)
-    original = transformers.GptOssForCausalLM(config).eval()
-    with torch.no_grad():
-        for p in original.parameters():
-            if p.dim() == 2 and p.shape[0] == E:
-                p.normal_()  # the biases
+    original = gpt_oss()
     save_plain(original, tmp_path)
     tensors = files.load_file(tmp_path / "model.safetensors")
     rng = np.random.default_rng(1)
@@ -168,6 +173,49 @@ def test_gpt_oss_mxfp4_checkpoint(tmp_path):
     for name, weight in weights_of(again).items():
         inner = weight.transpose(1, 2)
         assert inner.qdata.is_contiguous() and inner.shape == (E, *weight.shape[:0:-1]), name
+
+
+class Swizzled:
+    """Stands for triton_kernels' tensor on a GPU: data in another order than the checkpoint's."""
+
+    def __init__(self, natural):  # (E, N, columns) uint8
+        self.storage = self
+        self.layout = self
+        self.data = natural.transpose(1, 2).flip(1).contiguous()
+
+    def unswizzle_data(self, data):
+        return data.flip(1)
+
+
+def test_gpt_oss_of_transformers_own_mxfp4_kernels():
+    """attach() puts a GptOssMLP in the place of theirs; values are those of transformers' dequantization."""
+    mxfp4 = pytest.importorskip("transformers.integrations.mxfp4")
+    original, model = gpt_oss(), gpt_oss()
+    rng = np.random.default_rng(1)
+    for layer, plain in zip(model.model.layers, original.model.layers, strict=True):
+        with torch.device("meta"):
+            experts = mxfp4.Mxfp4GptOssExperts(model.config)
+        for name in ("gate_up_proj", "down_proj"):
+            weight = getattr(plain.mlp.experts, name)  # (E, columns, rows)
+            (blocks, scales), _ = gpt_oss_blocks(rng, E, weight.shape[2], weight.shape[1])
+            weight.data = mxfp4.convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
+            bias = getattr(plain.mlp.experts, f"{name}_bias")
+            setattr(experts, f"{name}_bias", torch.nn.Parameter(bias.detach().clone(), False))
+            delattr(experts, name)
+            setattr(experts, name, Swizzled(blocks.flatten(2)))
+            precision = type("PrecisionConfig", (), {"weight_scale": Swizzled(scales)})
+            setattr(experts, f"{name}_precision_config", precision)
+        layer.mlp.experts = experts
+    unloaded = copy.deepcopy(model)
+    delattr(unloaded.model.layers[1].mlp.experts, "down_proj")
+    unloaded.model.layers[1].mlp.experts.down_proj = torch.nn.Parameter(torch.zeros(2))
+    with pytest.raises(ValueError, match="layers.1.mlp.experts.down_proj must be loaded"):
+        attach(unloaded)
+    assert type(unloaded.model.layers[0].mlp.experts).__name__ == "Mxfp4GptOssExperts"
+    report = attach(model)
+    assert report.layers[0].path == "fused_experts" and "swigluoai" in str(report)
+    assert {w.scheme for w in weights_of(model).values()} == {"mxfp4_w4a16"}
+    assert relative(logits(model), logits(original)) < 1e-5
 
 
 @pytest.mark.parametrize("build", [qwen, mixtral])

@@ -14,6 +14,7 @@ from moe_ops.integrations import _fp8 as fp8
 from moe_ops.integrations import _layers as layers_of
 from moe_ops.integrations import _outside as outside
 from moe_ops.integrations._layers import Layer
+from moe_ops.integrations._mxfp4 import restore_modules
 from moe_ops.registry import check_backend
 
 NAME = "moe_ops"
@@ -59,13 +60,19 @@ def attach(model: nn.Module, backend: str = "auto") -> AttachReport:
         A report; print it to see what runs where.
 
     Raises:
-        ValueError: no MoE layer, one of a family nobody taught us, experts that are packed FP4 or
-            MXFP4, or an unknown backend.
+        ValueError: no MoE layer, one of a family nobody taught us, experts that are packed FP4, or an
+            unknown backend.
         RuntimeError: a layer did not call moe_ops or differs from its own forward.
 
-    After an error the model is as it was before the call.
+    After an error the model is as it was before the call. One thing stays done: gpt_oss that transformers
+    loaded with MXFP4 kernels of its own gets back its ordinary modules, with the same weights as
+    ExpertTensors of scheme "mxfp4_w4a16".
     """
     check_backend("backend", backend)
+    if isinstance(model, nn.Module) and restore_modules(model):
+        from moe_ops.integrations._quantizer import MoeOpsConfig, mark_quantized  # it imports this
+
+        mark_quantized(model, MoeOpsConfig())
     layers = layers_of.find(model)
     undo = layers_of.snapshot(model, layers)
     try:

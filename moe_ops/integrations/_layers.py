@@ -84,11 +84,6 @@ def find(model: nn.Module) -> list[Layer]:
         layer = layer_of(name, module)
         if layer is not None:
             found.append(layer)
-        elif kind == "Mxfp4GptOssExperts":
-            raise ValueError(
-                f"{name} holds experts packed as MXFP4, which bypass transformers' experts hook; "
-                f"load the model with quantization_config=Mxfp4Config(dequantize=True)"
-            )
         elif re.search(r"Experts|MoE|Moe|Sparse.*MLP", kind) and name:
             unknown.append(f"{name} ({kind})")
     if found:
