@@ -6,7 +6,7 @@ import json
 import numpy as np
 import pytest
 import torch
-from checkpoint_writers import WRITERS, gpt_oss_blocks
+from checkpoint_writers import GPTQ, WRITERS, gpt_oss_blocks
 
 transformers = pytest.importorskip("transformers")
 files = pytest.importorskip("safetensors.torch")
@@ -269,3 +269,131 @@ def test_saved_and_loaded_again(way, scheme, tmp_path):
         ValueError, match="scheme must be .* quantized already, got 'int8_w8a16:channel'"
     ):
         load(tmp_path / "saved", "int8_w8a16")
+
+
+# --- refusals -----------------------------------------------------------------------------------
+
+
+def rewrite(folder, change):
+    file = folder / "model.safetensors"
+    tensors = files.load_file(file)
+    change(tensors)
+    files.save_file({k: t.contiguous() for k, t in tensors.items()}, file, {"format": "pt"})
+
+
+LAST = "model.layers.1.mlp.experts.3"
+BAD = {
+    "missing expert": (
+        lambda t: t.pop(f"{LAST}.up_proj.weight"),
+        r"layers.1.mlp.experts.gate_up_proj must have all projections of experts 0 to 3, got none of experts \[3\]",
+    ),
+    "missing layer": (
+        lambda t: [
+            t.pop(n)
+            for n in list(t)
+            if n.startswith("model.layers.1.mlp.experts.") and "down" in n
+        ],
+        "layers.1.mlp.experts.down_proj must be in the checkpoint, got no tensor",
+    ),
+    "rows": (
+        lambda t: [
+            t.update({n: t[n][:64]}) for n in list(t) if "layers.1" in n and "up_proj" in n
+        ],
+        r"layers.1.mlp.experts.gate_up_proj must have shape \(4, 256, 256\).*got \(4, 192, 256\) from",
+    ),
+    "nan": (
+        lambda t: t[f"{LAST}.down_proj.weight"].fill_(float("nan")),
+        "experts.3.down_proj.weight in .*model.safetensors, expert 3: .*must be finite",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_plain_checkpoints(case, tmp_path):
+    change, message = BAD[case]
+    save_plain(qwen(), tmp_path)
+    rewrite(tmp_path, change)
+    with pytest.raises(ValueError, match=message):
+        load(tmp_path, "int4_w4a16:g64")
+
+
+def test_what_from_pretrained_refuses(tmp_path):
+    save_plain(mixtral(), tmp_path)
+    with pytest.raises(ValueError, match="scheme must be given to quantize a plain checkpoint"):
+        load(tmp_path)
+    with pytest.raises(ValueError, match="'int4_w4a16:g128:zp'|static activation scales"):
+        load(tmp_path, "fp8_tensor_static")
+    with pytest.raises(ValueError, match="device_map must not have 'disk'"):
+        load(
+            tmp_path,
+            "fp8_block",
+            device_map={"model": "cpu", "lm_head": "disk"},
+            offload_folder=tmp_path,
+        )
+    for arguments, message in (
+        (("int3",), "scheme must be one of"),
+        (("fp8_block", "cuda"), "backend must be"),
+        ((None, "auto", "gptq"), "quant_method must be 'moe_ops'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            MoeOpsConfig(*arguments)
+    odd = transformers.MixtralConfig(
+        hidden_size=96,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_local_experts=E,
+        vocab_size=96,
+    )
+    save_plain(transformers.MixtralForCausalLM(odd), tmp_path / "odd")
+    with pytest.raises(
+        ValueError,
+        match=r"experts.gate_up_proj of shape \(4, 128, 96\) cannot have scheme 'int4_w4a16:g128'",
+    ):
+        load(tmp_path / "odd", "int4_w4a16")
+    model = load(tmp_path / "odd", "int4_w4a16:g32")
+    with pytest.raises(ValueError, match="gate_up_proj must be a plain tensor.*quantized already"):
+        quantize(model, "int4_w4a16:g32")
+
+
+def test_quantized_checkpoints_that_are_damaged(tmp_path):
+    original = qwen()
+    requantize(tmp_path, GPTQ(), original)
+    rewrite(tmp_path, lambda t: t.pop(f"{LAST}.up_proj.scales"))
+    with pytest.raises(
+        ValueError, match=f"{LAST}.up_proj.qweight in .*model.safetensors must be those of one"
+    ):
+        load(tmp_path)
+    requantize(tmp_path, GPTQ(), original)
+    with pytest.raises(ValueError, match="is quantized already, got 'fp8_block'"):
+        load(tmp_path, "fp8_block")
+    rewrite(tmp_path, lambda t: t[f"{LAST}.up_proj.g_idx"].copy_(torch.arange(H).flip(0) // 128))
+    with pytest.raises(ValueError, match=f"{LAST}.up_proj.qweight in .*act-order"):
+        load(tmp_path)
+
+
+def test_biases_that_gptq_writes_for_every_matrix(tmp_path):
+    original = qwen()
+    requantize(tmp_path, GPTQ(), original)
+    rewrite(tmp_path, lambda t: t.update({f"{LAST}.up_proj.bias": torch.zeros(INNER)}))
+    assert relative(logits(load(tmp_path)), logits(original)) < 1e-5
+    rewrite(tmp_path, lambda t: t.update({f"{LAST}.up_proj.bias": torch.ones(INNER)}))
+    with pytest.raises(
+        ValueError, match=f"{LAST}.up_proj.bias in .* must be zero: the model's experts"
+    ):
+        load(tmp_path)
+
+
+def test_offloaded_and_dequantized(tmp_path):
+    accelerate = pytest.importorskip("accelerate")
+    save_plain(mixtral(), tmp_path)
+    model = load(tmp_path, "int4_w4a16:g64", device_map="cpu")
+    want = logits(model)
+    clone = copy.deepcopy(model)
+    accelerate.cpu_offload(clone, torch.device("cpu"))
+    assert all(p.device.type == "meta" for p in clone.parameters())
+    assert torch.equal(logits(clone), want)
+    model.dequantize()
+    assert not weights_of(model)
+    assert relative(logits(model), want) < 1e-5

@@ -19,6 +19,7 @@ from moe_ops.tensors import ExpertTensor
 
 # what `flatten` adds to the name of a quantized weight
 STORED = tuple(sorted({*ExpertTensor.tensor_data_names, *ExpertTensor.optional_tensor_data_names}))
+BIAS = "bias"  # GPTQ writes one for each matrix, of zeros where the model has none
 _COMPANIONS = tuple(role for role in ROLES if role != "weight")
 _START = r"(?<![a-zA-Z0-9_])"  # of a name's part: experts, but not shared_experts
 
@@ -105,10 +106,10 @@ def _bases(transform: loading.WeightConverter) -> list[str]:
     return [source.removesuffix(".weight") for source in transform.source_patterns]
 
 
-def _reader(bases: list[str], target: str, table: Table) -> OwnReader:
+def _reader(bases: list[str], target: str, table: Table, roles=(*ROLES, BIAS)) -> OwnReader:
     patterns = []
     for projection, base in enumerate(bases):
-        for role in ROLES:
+        for role in roles:
             pattern = rf"{base}.{role}$"
             table[pattern] = (projection, role)
             patterns.append(pattern)
@@ -148,7 +149,7 @@ def _matrix_readers(checkpoint: Checkpoint, transforms: list, table: Table) -> l
         renamed, pattern = loading.rename_source_key(f"{module}.weight", renamings, experts)
         if pattern is None:
             leaves.add(".".join(renamed.split(".")[-3:-1]))
-    return [_reader([_START + leaf], f"{leaf}.weight", table) for leaf in sorted(leaves)]
+    return [_reader([_START + leaf], f"{leaf}.weight", table, ROLES) for leaf in sorted(leaves)]
 
 
 def _is_quantized(entries: dict) -> bool:

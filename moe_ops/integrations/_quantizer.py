@@ -162,6 +162,12 @@ class MoeOpsQuantizer(HfQuantizer):
         for target in self._layers:
             if target not in found and target not in foreign:
                 raise ValueError(f"{target} must be in the checkpoint, got no tensor for it")
+        quantized = self._stored or any(w.scheme for w in self._weights.values())
+        if self.quantization_config.scheme is None and not quantized:
+            raise ValueError(
+                "scheme must be given to quantize a plain checkpoint, got None; leave quantization_config out "
+                "to load it plain"
+            )
 
     def _check_unclaimed(self, tensor: str, renamings: list, converters: list) -> None:
         """Raise for a quantized tensor that transformers would join or split by its own conversions."""
@@ -181,6 +187,9 @@ class MoeOpsQuantizer(HfQuantizer):
         stacked: list[Source] = [{} for _ in range(count)]
         single: list[dict[int, Source]] = [{} for _ in range(count)]
         for tensor, (projection, role) in tensors.items():
+            if role == conversions.BIAS:
+                self._check_zero(tensor)
+                continue
             number = conversions.expert_number(tensor)
             if number is None:
                 stacked[projection][role] = tensor
@@ -200,6 +209,12 @@ class MoeOpsQuantizer(HfQuantizer):
         if scheme and weight.format is None:
             check_scheme_fits(target, scheme, weight.shape)
         self._weights[target] = weight
+
+    def _check_zero(self, tensor: str) -> None:
+        if self._checkpoint.files.read(tensor).any():
+            raise ValueError(
+                f"{self._checkpoint.files.entries[tensor]} must be zero: the model's experts have no bias"
+            )
 
     def _assign_stored(self, target: str, source: Source) -> None:
         """A weight that `save_pretrained` wrote."""
