@@ -34,6 +34,18 @@ QUANTIZED_ON_TENSOR_CORES = 1.5e-2
 STATIC_SCALES = (0.0113, 0.0171)
 
 
+def fitting(size: int, scheme: str) -> int:
+    """The least size that is not smaller and that the scheme's groups, or bytes, divide."""
+    multiple = 2 if oracle.weight_format(scheme) == "int4" else 1
+    if ":g" in scheme:
+        multiple = int(scheme.split(":")[1][1:])
+    elif scheme == "int4_w4a8":
+        multiple = 128
+    elif scheme.startswith(("mx", "nv")):
+        multiple = 32 if scheme.startswith("mx") else 16
+    return -(-size // multiple) * multiple
+
+
 def tolerance(dtype: torch.dtype, scheme: str = "", device: str = "cpu") -> float:
     if oracle.ACTIVATIONS[scheme] is None:
         return TOLERANCE[dtype]
@@ -46,7 +58,8 @@ def garbage(tensor: Tensor) -> Tensor:
         return tensor
     if tensor.dtype.is_floating_point:
         return tensor.fill_(math.nan)
-    return tensor.fill_(255 if tensor.dtype == torch.uint8 else -(2**30))
+    lowest = torch.iinfo(tensor.dtype).min
+    return tensor.fill_(255 if tensor.dtype == torch.uint8 else max(lowest, -(2**30)))
 
 
 @contextmanager
@@ -75,7 +88,7 @@ def router_weights(M: int, top_k: int) -> Tensor:
 
 
 class Case:
-    """One `fused_experts` call. `args` and `options` are its arguments; `nowhere` marks rows without experts.
+    """One `fused_experts` call. K and I grow to what the scheme's groups divide. `args` and `options` are its arguments; `nowhere` marks rows without experts.
 
     Expert 1 of more than two has no tokens. From M = 4 on, row 0 repeats one expert, row 1 has only ids
     that name none and holds NaN in hidden_states and topk_weights, row 2 mixes both kinds.
@@ -103,6 +116,7 @@ class Case:
     ):
         g = torch.Generator().manual_seed(seed)
         act = activation if isinstance(activation, Activation) else Activation(activation)
+        K, I = fitting(K, scheme), fitting(I, scheme)  # noqa: E741
         N = 2 * I if act.gated else I
         self.device, self.dtype, self.scheme = device, dtype, scheme
 

@@ -36,7 +36,19 @@ from tests.cases import (
 
 CUDA = torch.cuda.is_available()
 ON_GPU = (pytest.mark.gpu, pytest.mark.skipif(not CUDA, reason="needs a CUDA device"))
+# with every activation and on every device; the others once, in torch on a CPU and natively on a GPU
 SCHEMES = [s for s in schemes.SCHEMES if s == "" or s.startswith("fp8_")]
+OTHERS = [s for s in schemes.SCHEMES if s not in SCHEMES]
+# one of each way to store weights, to quantize activations and to scale either
+VARIED = [
+    "int8_w8a8",
+    "int8_w8a8_static",
+    "int4_w4a16:g32:zp",
+    "int4_w4a8",
+    "mxfp4",
+    "mxfp6_e2m3:mxfp8",
+    "nvfp4",
+]
 H200 = Machine("cuda", (9, 0), "NVIDIA H200", ("triton", "torch"))
 
 
@@ -72,6 +84,14 @@ interpreter = pytest.mark.skipif(
 def matrix():
     for param in PLACES:
         name, device, _ = param.values[0]
+        for scheme in OTHERS:
+            slow = interpreted(name, device) or param not in PLACES_ONCE
+            if (
+                not slow
+            ):  # tests/test_triton_packed.py runs those with kernels under the interpreter
+                yield pytest.param(
+                    param.values[0], scheme, "silu", id=f"{param.id}-{scheme}", marks=param.marks
+                )
         for scheme in SCHEMES:
             for activation in NAMES:
                 slow = interpreted(name, device) and activation not in (
@@ -97,7 +117,8 @@ def attempt(where, problem: Problem, call):
         return call()
     # no backend passes by refusing what it is there for
     assert name != "torch"
-    assert not (name == "triton" and (device == "cuda" or interpreted(name, device)))
+    runs = device == "cuda" or interpreted(name, device)
+    assert not (name == "triton" and runs and problem.scheme in ("", *backend.native_schemes))
     with pytest.raises((ValueError, ImportError, torch._dynamo.exc.Unsupported)) as caught:
         call()
     for text in (repr(name), *reasons):
@@ -124,7 +145,7 @@ def check(where, **options):
 @pytest.mark.parametrize("where, scheme, activation", list(matrix()))
 def test_values(where, scheme, activation):
     sizes = (
-        {"K": 160, "I": 136} if "block" in scheme else {}
+        {"K": 160, "I": 136} if "block" in scheme or "w4a8" in scheme else {}
     )  # more than one block, and part of one
     check(where, scheme=scheme, activation=activation, bias=True, top_k=3, **sizes)
 
@@ -136,7 +157,7 @@ def test_token_counts(where, M, top_k):
     assert out.shape == (M, 48)
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("scheme", SCHEMES + VARIED)
 @pytest.mark.parametrize("M", [0, 1, 70])
 def test_token_counts_quantized(scheme, M):
     check(("torch", "cpu", FP32), scheme=scheme, M=M)
@@ -160,7 +181,7 @@ def test_options(where, options):
     check(where, **options)
 
 
-@pytest.mark.parametrize("scheme", [s for s in SCHEMES if s])
+@pytest.mark.parametrize("scheme", [s for s in SCHEMES if s] + VARIED)
 @pytest.mark.parametrize("options", [{"expert_map": True}, {"on_input": True, "top_k": 1}])
 def test_options_quantized(scheme, options):
     check(("torch", "cpu", FP32), scheme=scheme, bias=True, **options)
@@ -230,17 +251,17 @@ def test_fp64_is_fp64_throughout(activation, options):
 
 
 @everywhere
-@pytest.mark.parametrize("scheme", ["", "fp8_tensor", "fp8_block"])
+@pytest.mark.parametrize("scheme", ["", "fp8_tensor", "fp8_block", *VARIED])
 @pytest.mark.parametrize("counts", [[3, 0, 6, -1], [0, 0, 0, 0], [9, 1, 2, 6]])
 def test_batched_experts(where, scheme, counts):
     name, device, dtype = where
-    if interpreted(name, device) and counts[0] != 3:
+    if interpreted(name, device) and (counts[0] != 3 or scheme in VARIED):
         return
     case = Case(device, dtype, scheme, "swigluoai", K=160, I=136, bias=True)
     _, w13, w2, *_ = case.args
     T = 6
     g = torch.Generator().manual_seed(1)
-    x = torch.randn(4, T, 160, generator=g).to(dtype).to(device)
+    x = torch.randn(4, T, w13.shape[2], generator=g).to(dtype).to(device)
     counts = torch.tensor(counts, dtype=torch.int64 if counts[0] else torch.int32, device=device)
     for e, count in enumerate(counts.tolist()):
         x[e, max(count, 0) :] = math.nan  # rows nobody wrote
@@ -256,19 +277,19 @@ def test_batched_experts(where, scheme, counts):
 
 
 @everywhere
-@pytest.mark.parametrize("scheme", ["", "fp8_tensor", "fp8_block"])
+@pytest.mark.parametrize("scheme", ["", "fp8_tensor", "fp8_block", *VARIED])
 @pytest.mark.parametrize("ends", [[3, 3, 8, 11], [0, 0, 0, 0], [15, 15, 15, 15], [1, 40, 40, 40]])
 def test_grouped_linear(where, scheme, ends):
     """Rows past the last end are exactly zero, also where x holds NaN and there is a bias."""
     name, device, dtype = where
-    if interpreted(name, device) and ends[0] != 3:
+    if interpreted(name, device) and (ends[0] != 3 or scheme in VARIED):
         return
     case = Case(device, dtype, scheme, K=160, I=136, bias=True)
+    w, bias = case.args[1], case.options["w13_bias"]
     g = torch.Generator().manual_seed(2)
-    x = torch.randn(15, 160, generator=g).to(dtype).to(device)
+    x = torch.randn(15, w.shape[2], generator=g).to(dtype).to(device)
     x[min(ends[-1], 15) :] = math.nan
     offsets = torch.tensor(ends, dtype=torch.int32, device=device)
-    w, bias = case.args[1], case.options["w13_bias"]
 
     def call():
         with poisoned_memory():
@@ -281,16 +302,18 @@ def test_grouped_linear(where, scheme, ends):
     assert (out[ends[-1] :] == 0).all()
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("scheme", SCHEMES + VARIED)
 @pytest.mark.parametrize("autocast", [False, True])
 def test_block_path_of_gpus_without_one(scheme, autocast):
     """The grouped product that GPUs run where torch's own does not, here on the CPU."""
     case = Case("cpu", FP32, scheme, K=160, I=136)
     w = case.args[1]
     offsets = torch.tensor([5, 5, 40, 71], dtype=torch.int32)
-    x = torch.randn(80, 160)
+    x = torch.randn(80, w.shape[2])
     x[71:] = math.nan
-    scales = Scales(w.scale) if scheme else None
+    scales = None
+    if scheme:
+        scales = Scales(w.scale, w.zero_point, w.global_scale, w.channel_scale)
     data = w.qdata if scheme else w
     with torch.autocast("cpu", BF16, enabled=autocast), poisoned_memory():
         y = torch_grouped._grouped_mm_blocks(x, data, offsets, scales, scheme, False)
@@ -324,7 +347,7 @@ def test_bitwise_repeatable_and_inputs_stay(where, scheme):
 
 
 @once
-@pytest.mark.parametrize("scheme", ["", "fp8_tensor"])
+@pytest.mark.parametrize("scheme", ["", "fp8_tensor", "int4_w4a8", "nvfp4"])
 def test_compiled_equals_eager(where, scheme):
     """One dynamic graph, bitwise: the compiler sees one opaque op."""
     name, device, dtype = where
@@ -408,7 +431,7 @@ def test_any_shape_and_routing(data):
     integers = st.integers
     M, top_k, E = (data.draw(integers(*r)) for r in ((0, 12), (1, 4), (1, 6)))
     ids = data.draw(st.lists(integers(-2, E + 1), min_size=M * top_k, max_size=M * top_k))
-    scheme = data.draw(st.sampled_from(SCHEMES))
+    scheme = data.draw(st.sampled_from(SCHEMES + OTHERS))
     case = Case(
         "cpu",
         data.draw(st.sampled_from([FP32, BF16, FP16] + [FP64] * (not scheme))),
