@@ -74,11 +74,17 @@ class Bench:
                     bias.normal_(0, 0.02)
         self.reference: Tensor | None = None
 
-    def use(self, implementation: str, scheme: str) -> None:
-        """Switch the experts; weights once quantized stay so."""
+    def use(self, implementation: str, scheme: str) -> str:
+        """Switch the experts, and with ours the routers; weights once quantized stay so. Says whose routers run."""
         self.module.set_experts_implementation(implementation)
+        moe_transformers.unfuse_routers(self.module)
+        if implementation == "moe_ops":
+            report = moe_transformers.fuse_routers(self.module)
+            if not all(router.method for router in report.routers):
+                raise RuntimeError(f"some routers are still transformers' own:\n{report}")
         if scheme:
             moe_transformers.quantize(self.module, scheme)
+        return "moe_ops" if implementation == "moe_ops" else "transformers"
 
     def tokens(self, batch: int, length: int) -> Tensor:
         generator = torch.Generator().manual_seed(batch)
@@ -210,12 +216,15 @@ class Bench:
 
 def compile_kernels(arguments: argparse.Namespace) -> None:
     """Compile this library's kernels for all models at once."""
-    from compile_kernels import Call, compile_here
+    from compile_kernels import Call, RouterCall, compile_here
 
     sizes = {CHECKED_TOKENS, arguments.prefill, *arguments.batch}
     sizes |= {PROMPT * batch for batch in arguments.batch}
-    calls = []
+    calls: list[Call | RouterCall] = []
     for name in arguments.models:
+        E, top_k, K, _ = MODELS[name].shape
+        router = RouterCall((E, top_k, K), 1, **MODELS[name].router)
+        calls += [replace(router, M=M) for M in sorted({*arguments.batch} & {*range(17)})]
         oss = (
             MODELS[name].config_class == "GptOssConfig"
         )  # interleaved gate and up, weights (E, K, N)
@@ -239,8 +248,9 @@ def run(arguments: argparse.Namespace, results: Results, dry: bool) -> None:
         print(f"{name}: built in {time.perf_counter() - start:.1f} s", flush=True)
         for implementation in [i for i in IMPLEMENTATIONS if i in arguments.only]:
             start = time.perf_counter()
-            bench.use(*IMPLEMENTATIONS[implementation])
+            routers = bench.use(*IMPLEMENTATIONS[implementation])
             row: dict[str, Any] = {"model": name, "implementation": implementation}
+            row["routers"] = routers
             row |= {"layers": bench.config.num_hidden_layers, "run": name_of_run}
             row["difference"] = bench.difference()
             setup = time.perf_counter() - start

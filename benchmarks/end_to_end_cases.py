@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 
 @dataclass(frozen=True)
 class Model:
@@ -14,6 +16,7 @@ class Model:
     layers: int
     config: dict[str, Any]
     tiny: dict[str, Any]  # replace those of `config` in a dry run
+    router: dict[str, Any]  # fields of compile_kernels.RouterCall
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -41,6 +44,7 @@ MODELS = {
             "head_dim": 128,
         },
         {**_TINY, "moe_intermediate_size": 32, "num_experts": 8, "num_experts_per_tok": 2},
+        {"weights": torch.bfloat16},
     ),
     "mixtral": Model(  # Mixtral-8x7B
         "MixtralConfig",
@@ -55,6 +59,7 @@ MODELS = {
             "head_dim": 128,
         },
         {**_TINY, "intermediate_size": 128, "num_local_experts": 4},
+        {},
     ),
     "dsv3": Model(  # DeepSeek-V3, all layers MoE; its experts take 22.5 GB a layer in bf16
         "DeepseekV3Config",
@@ -94,6 +99,11 @@ MODELS = {
             "qk_rope_head_dim": 8,
             "v_head_dim": 16,
         },
+        {
+            "logits": torch.float32,
+            "choice": ("sigmoid", True, 8, 4),
+            "correction_bias": True,
+        },
     ),
     "gptoss": Model(  # gpt-oss-20b
         "GptOssConfig",
@@ -115,6 +125,7 @@ MODELS = {
             "num_local_experts": 4,
             "num_experts_per_tok": 2,
         },
+        {"weights": torch.bfloat16, "bias": True},
     ),
 }
 # name -> (experts implementation of transformers, scheme). The first is what results are compared with; schemes

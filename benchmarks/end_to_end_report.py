@@ -80,6 +80,8 @@ def table(results: Results) -> str:
             if name != BUILT_IN[0] and "difference" in row:
                 what = f"experts differ from {BUILT_IN[0]}'s by"
                 notes.append(f"{view.model} {name}: {what} {row['difference']:.1e}")
+            if row.get("routers") == "moe_ops":
+                notes.append(f"{view.model} {name}: routers too run through moe_ops")
     header = ["model", "layers", "cell", *[f"{name} ms" for name in IMPLEMENTATIONS]]
     header += [column for name in ours for column in (f"{name} speed-up", "aim")]
     notes.append(

@@ -9,12 +9,12 @@ import dataclasses
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from moe_ops import activations
 from moe_ops.activations import Activation
+from moe_ops.router import router_linear
 from moe_ops.validation import check_tensor
 
 _INIT_STD = 0.02
@@ -38,17 +38,13 @@ class Gate(nn.Module):
         self.register_buffer("e_score_correction_bias", correction)
 
     def forward(self, x: Tensor) -> Tensor:  # (M, H) -> (M, E)
-        dtype = self.logits_dtype
-        if dtype is None:
-            if x.dtype != self.weight.dtype and not torch.is_autocast_enabled(x.device.type):
-                raise ValueError(
-                    f"hidden_states must have the layer's dtype {self.weight.dtype}, got {x.dtype}; "
-                    "convert one of them with .to(), or run under torch.autocast"
-                )
-            return F.linear(x, self.weight, self.bias)
-        bias = None if self.bias is None else self.bias.to(dtype)
-        with torch.autocast(x.device.type, enabled=False):
-            return F.linear(x.to(dtype), self.weight.to(dtype), bias)
+        wrong = self.logits_dtype is None and x.dtype != self.weight.dtype
+        if wrong and not torch.is_autocast_enabled(x.device.type):
+            raise ValueError(
+                f"hidden_states must have the layer's dtype {self.weight.dtype}, got {x.dtype}; "
+                "convert one of them with .to(), or run under torch.autocast"
+            )
+        return router_linear(x, self.weight, self.bias, self.logits_dtype)
 
 
 class Experts(nn.Module):
