@@ -46,7 +46,11 @@ SHAPES = {
     "tiny": Shape(8, 2, 256, 128),  # --dry-run only
     "tiny_ep": Shape(4, 2, 128, 256, ep_size=2),  # --dry-run only
 }
-SCHEMES = ("", "fp8_block", "fp8_channel", "fp8_tensor")
+SCHEMES = (
+    *("", "fp8_block", "fp8_channel", "fp8_tensor", "int8_w8a8"),
+    *("fp8_w8a16:channel", "int8_w8a16:channel"),
+    *("int4_w4a16:g128", "int4_w4a16:g64", "mxfp4_w4a16", "nvfp4_w4a16"),
+)
 TOKENS = (1, 8, 32, 64, 256, 1024, 4096)
 ROUTINGS = ("uniform", "zipf")
 ZIPF_EXPONENT = 1.1
@@ -85,10 +89,23 @@ class Case:
 
     @property
     def bytes_per_expert(self) -> int:
-        """Bytes of one expert's w13 and w2; scales (at most 0.1 % of them) are left out."""
-        return (
-            3 * self.layer.hidden_size * self.layer.intermediate_size * (1 if self.scheme else 2)
-        )
+        """Bytes of one expert's w13 and w2 as they are stored. Scales of weights below 8 bits count, which are 3 to
+        13 % of those bytes; others (at most 0.1 %) are left out."""
+        K, I = self.layer.hidden_size, self.layer.intermediate_size  # noqa: E741
+        desc = get_scheme(self.scheme).weight
+        elements = 3 * K * I
+        if desc is None:
+            return 2 * elements
+        total = elements * desc.format.bits // 8
+        if desc.format.bits < 8:
+            size = 2 if desc.scale_dtype is None else desc.scale_dtype.itemsize
+            total += elements // desc.group.cols * size
+        return total
+
+    @property
+    def multiplies_8_bits(self) -> bool:
+        """Whether both operands of the products have 8 bits, which doubles their rate."""
+        return get_scheme(self.scheme).activation is not None
 
     @property
     def flops_per_pair(self) -> int:
@@ -150,14 +167,20 @@ def make_weights(shape: Shape, scheme: str, plain13: Tensor, plain2: Tensor) -> 
 
 def _quantize(plain: Tensor, scheme: str) -> Tensor:
     storage = get_scheme(scheme).quantized_weight.storage_dtype
-    qdata = torch.empty(plain.shape, dtype=storage, device=plain.device)
     step = max(1, QUANTIZE_CHUNK_BYTES // (plain[0].numel() * plain.itemsize))
-    scales = []
+    qdata_shape = get_scheme(scheme).qdata_shape(*plain.shape)
+    qdata = torch.empty(qdata_shape, dtype=storage, device=plain.device)
+    names = ("scale", "zero_point", "global_scale")
+    others: dict[str, list[Tensor]] = {name: [] for name in names}
     for e in range(0, plain.shape[0], step):
         part = moe_ops.quantize(plain[e : e + step], scheme)
         qdata[e : e + step].copy_(part.qdata)
-        scales.append(part.scale)
-    return moe_ops.from_quantized(scheme, qdata, torch.cat(scales))
+        for name in names:
+            if getattr(part, name) is not None:
+                others[name].append(getattr(part, name).view(torch.uint8))
+    dtypes = {name: getattr(part, name).dtype for name in names if others[name]}
+    found = {name: torch.cat(others[name]).view(dtype) for name, dtype in dtypes.items()}
+    return moe_ops.from_quantized(scheme, qdata, **found)
 
 
 def make_sets(case: Case, l2_bytes: int) -> tuple[RoutingSet, ...]:
@@ -208,7 +231,7 @@ def _pairs(case: Case, routing: RoutingSet) -> int:
 
 def floor_us(case: Case, sets: tuple[RoutingSet, ...], limits: Limits) -> float:
     """Mean over the sets of max(bytes of the experts hit / bandwidth, FLOPs / peak), in us."""
-    rate = limits.fp8_flops_per_s if case.scheme else limits.bf16_flops_per_s
+    rate = limits.fp8_flops_per_s if case.multiplies_8_bits else limits.bf16_flops_per_s
     times = [
         max(
             _hit(case, routing) * case.bytes_per_expert / limits.bytes_per_s,

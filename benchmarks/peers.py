@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from cases import Cell, Weights
+from cases import SCHEMES, Cell, Weights
 from records import OURS
 from torch import Tensor
 
@@ -270,7 +270,7 @@ def padded_rows(ids: Tensor, num_experts: int, alignment: int) -> tuple[Tensor, 
     return layout, pairs, rows
 
 
-_ALL = ("", "fp8_block", "fp8_channel", "fp8_tensor")
+_ALL = SCHEMES
 IMPLEMENTATIONS = {
     OURS: Implementation(moe_ops_backend("auto"), _ALL),
     "moe_ops triton": Implementation(moe_ops_backend("triton"), _ALL),
