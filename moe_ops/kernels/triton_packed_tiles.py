@@ -107,3 +107,34 @@ def for_experts(*problem) -> Tiles:
     tiles = tiles or _for_experts(*problem, tables=False)
     seen.append(tiles)
     return tiles
+
+
+def search_space(base: Tiles, average: float, bits: int) -> list[tuple[list[Tiles], list[Tiles]]]:
+    """For the search (moe_ops.tuning): variants of GEMM1 and of GEMM2, a pair of lists for each kind of block.
+
+    Args:
+        average: rows an expert has on average.
+    """
+    few = [t for t in (8, 16, 32, 64, 128) if average / 6 <= t <= max(8, 5 * average)]
+    space = []
+    for tokens in [8] if base.direct else few or [128]:
+        tiles = candidates(tokens, bits)
+        ones = [base._replace(tokens=tokens, gemm1=tile, gemm2=tiles[0]) for tile in tiles]
+        space.append((ones, [one._replace(gemm2=one.gemm1) for one in ones]))
+    return space
+
+
+def candidates(tokens: int, bits: int) -> list[Tile]:
+    """Tiles worth timing: sums and operands of a block fit its registers."""
+    found = []
+    for rows in (32, 64, 128):
+        for k in (64, 128):
+            for stages in (3, 4, 6):
+                for warps in (2, 4, 8):
+                    if tokens <= 32:
+                        wanted = warps == (4 if rows * tokens > 2048 else 2)
+                    else:
+                        wanted = rows >= 64 and warps == (8 if rows * tokens > 8192 else 4)
+                    if wanted and rows * k * bits >= 32 * 64 * 8:
+                        found.append(Tile(rows, k, stages, warps))
+    return found

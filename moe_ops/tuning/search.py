@@ -24,7 +24,7 @@ from functools import cache, lru_cache
 import torch
 
 import moe_ops
-from moe_ops.kernels import triton_tiles
+from moe_ops.kernels import triton_packed_launch, triton_packed_tiles, triton_tiles
 from moe_ops.kernels.triton_scales import scales
 from moe_ops.kernels.triton_tiles import Tile, Tiles
 
@@ -66,8 +66,13 @@ class Target:
 def _concatenate(parts: list, scheme: str) -> torch.Tensor:
     if not scheme:
         return torch.cat(parts)
-    data = torch.cat([part.qdata.view(torch.uint8) for part in parts]).view(parts[0].qdata.dtype)
-    return moe_ops.from_quantized(scheme, data, torch.cat([part.scale for part in parts]))
+    tensors = {}
+    for name in ("qdata", "scale", "zero_point", "global_scale"):
+        found = [getattr(part, name) for part in parts]
+        if found[0] is not None:  # concatenated as bytes, which every dtype can be
+            together = torch.cat([t.view(torch.uint8) for t in found])
+            tensors[name] = together.view(found[0].dtype)
+    return moe_ops.from_quantized(scheme, **tensors)
 
 
 @dataclass(frozen=True)
@@ -219,6 +224,9 @@ def search_space(
     """Variants of GEMM1 and of GEMM2, a pair of lists for each kind of block."""
     K, I = target.hidden_size, target.intermediate_size  # noqa: E741
     average = num_tokens * target.top_k / target.num_experts
+    packed = triton_packed_launch.describe(target.scheme)
+    if packed is not None:
+        return triton_packed_tiles.search_space(base, average, packed.bits)
     size = getattr(torch, target.dtype).itemsize
     w_size = 1 if target.scheme else size
     x_scale = scales(target.scheme).x
