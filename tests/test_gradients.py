@@ -187,8 +187,11 @@ def test_gradients_have_the_dtype_of_their_argument(biases):
     assert grads["topk_weights"].dtype == FP32 and grads["w13"].dtype == BF16
 
 
+PACKED = ["int8_w8a8", "int4_w4a16:g32:zp", "int4_w4a8", "mxfp4", "mxfp6_e3m2", "mxfp8", "nvfp4"]
+
+
 @everywhere
-@pytest.mark.parametrize("scheme", [s for s in schemes.SCHEMES if s.startswith("fp8_")])
+@pytest.mark.parametrize("scheme", [s for s in schemes.SCHEMES if s.startswith("fp8_")] + PACKED)
 def test_quantized_experts(where, scheme):
     """Rounding of activations counts as the identity; the quantized weights take no gradient."""
     case = Case(*where, scheme=scheme, K=160, I=136, bias=True)
@@ -334,7 +337,9 @@ def test_inductor(device):
 
 
 @everywhere
-@pytest.mark.parametrize("scheme", ["", "fp8_tensor", "fp8_channel", "fp8_w8a16:block"])
+@pytest.mark.parametrize(
+    "scheme", ["", "fp8_tensor", "fp8_channel", "fp8_w8a16:block", "int4_w4a8", "nvfp4"]
+)
 @pytest.mark.parametrize("compiled", [False, True])
 def test_grouped_linear(where, scheme, compiled):
     """Rows past the last end get zero, and their NaN reaches no weight."""
@@ -342,11 +347,12 @@ def test_grouped_linear(where, scheme, compiled):
     if compiled and (scheme or dtype != FP32):
         return
     case = Case(device, dtype, scheme, K=160, I=136, bias=True)
-    x = torch.randn(12, 160, generator=torch.Generator().manual_seed(5)).to(dtype).to(device)
+    w, bias = case.args[1], case.options["w13_bias"]
+    _, N, K = w.shape
+    x = torch.randn(12, K, generator=torch.Generator().manual_seed(5)).to(dtype).to(device)
     x[9:] = math.nan
     offsets = torch.tensor([4, 4, 5, 9], dtype=torch.int32, device=device)
-    grad = torch.randn(12, 272, generator=torch.Generator().manual_seed(6)).to(dtype).to(device)
-    w, bias = case.args[1], case.options["w13_bias"]
+    grad = torch.randn(12, N, generator=torch.Generator().manual_seed(6)).to(dtype).to(device)
     results = []
     for to, function in ((dtype, moe_ops.grouped_linear), (FP64, oracle.grouped_linear)):
         if compiled and to == dtype:

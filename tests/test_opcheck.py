@@ -9,6 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import moe_ops
 from moe_ops import registry
+from moe_ops.library import KINDS
 
 UTILITIES = (
     "test_schema",
@@ -17,7 +18,13 @@ UTILITIES = (
     "test_aot_dispatch_static",
     "test_aot_dispatch_dynamic",
 )
-E, K, I, TOP_K, M = 3, 16, 8, 2, 4  # noqa: E741
+E, K, I, TOP_K, M = 3, 16, 16, 2, 4  # noqa: E741
+# samples with quantized weights: their scheme
+QUANTIZED = {
+    "quantized": "fp8_channel",
+    "zero_points": "int4_w4a16:channel:zp",
+    "global_scale": "nvfp4",
+}
 CUDA = torch.cuda.is_available()
 OF_BACKENDS = {
     f"{backend.name}_{kind}": (backend, kind)
@@ -82,8 +89,8 @@ def experts_call(kind: str, variant: str, device: str, backend: str, training: b
         return torch.randn(*shape[:-1], 2 * shape[-1], device=device, dtype=dtype)[..., ::2]
 
     w13, w2 = strided(E, 2 * I, K), strided(E, K, I)
-    if variant == "quantized":
-        w13, w2 = moe_ops.quantize(w13, "fp8_channel"), moe_ops.quantize(w2, "fp8_channel")
+    if variant in QUANTIZED:
+        w13, w2 = [moe_ops.quantize(w, QUANTIZED[variant]) for w in (w13, w2)]
     options = {"backend": backend}
     integers = torch.int32
     if variant == "everything":
@@ -99,7 +106,7 @@ def experts_call(kind: str, variant: str, device: str, backend: str, training: b
         counts = torch.tensor([M, 0, 2], device=device, dtype=integers)
         return lambda: moe_ops.batched_experts(blocks, w13, w2, counts, **options)
     x = strided(M, K).requires_grad_(training)
-    if training and variant != "quantized":
+    if training and variant not in QUANTIZED:
         w13.requires_grad_()
     if kind == "grouped_linear":
         offsets = torch.tensor([1, 1, 3], device=device, dtype=torch.int32)
@@ -121,13 +128,13 @@ def backend_calls(name: str, variant: str, device: str) -> list[Call]:
         try:
             return recorded(experts_call(kind, variant, device, backend.name), name)
         except ValueError as error:
-            if variant == "quantized" and "got scheme" in str(error):
+            if variant in QUANTIZED and "got scheme" in str(error):
                 pytest.skip(str(error))
             raise
     torch_backend = registry._named("torch")
     machine = registry.machine(torch.device(device))
     with pytest.MonkeyPatch.context() as patch, registry.pretend(machine):
-        tiers = [b for b in registry.BACKENDS if variant != "quantized" and can_run(b, device)]
+        tiers = [b for b in registry.BACKENDS if variant not in QUANTIZED and can_run(b, device)]
         tiers = tiers if len(tiers) > 1 else [torch_backend] * 2
         limits = [*range(2, 2 * len(tiers), 2), -1]
         patch.setattr(registry, "_tiers", lambda *_: tuple(zip(limits, tiers, strict=True)))
@@ -154,7 +161,10 @@ def route_calls(name: str, variant: str, device: str) -> list[Call]:
 
 SAMPLES = {name: (backend_calls, ("plain", "everything", "quantized")) for name in OF_BACKENDS}
 SAMPLES |= {
-    "grouped_mm": (training_calls, ("plain", "everything", "quantized")),
+    f"torch_{kind}": (backend_calls, ("plain", "everything", *QUANTIZED)) for kind in KINDS
+}
+SAMPLES |= {
+    "grouped_mm": (training_calls, ("plain", "everything", *QUANTIZED)),
     "grouped_outer": (training_calls, ("plain", "everything")),
     "route": (route_calls, ("plain", "everything")),
 }
@@ -199,7 +209,7 @@ def test_opcheck(name, variant, device, monkeypatch):
     if not can_run(backend, device):
         pytest.skip(f"{backend.name} has no kernel for {device} here")
     calls = SAMPLES[name][0](name, variant, device)
-    if variant == "quantized":
+    if variant in QUANTIZED:
         allow_eight_bits(monkeypatch)
     for op, args, kwargs in calls:
         results = opcheck(op, args, kwargs, test_utils=UTILITIES)
