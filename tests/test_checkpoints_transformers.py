@@ -2,6 +2,8 @@
 
 import copy
 import json
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -397,3 +399,14 @@ def test_offloaded_and_dequantized(tmp_path):
     model.dequantize()
     assert not weights_of(model)
     assert relative(logits(model), want) < 1e-5
+
+
+def test_documented_code_runs(monkeypatch):
+    root = Path(__file__).parent.parent
+    monkeypatch.chdir(root)
+    blocks = re.findall(
+        r"^```python\n(.*?)^```", (root / "docs/checkpoints.md").read_text(), re.S | re.M
+    )
+    assert len(blocks) == 3
+    for block in blocks:
+        exec(compile(block, "docs/checkpoints.md", "exec"), {})
