@@ -1,6 +1,6 @@
 """Every Triton kernel compiles for SM80, SM89 and SM90 at the tiles picked there, within the GPU's limits.
 
-Compiled only: nothing runs, and no GPU is needed. Takes 70 s of one core in all. Left out to keep it there: fp16
+Compiled only: nothing runs, and no GPU is needed. Takes 130 s of one core in all. Left out to keep it there: fp16
 (compiles like bf16), static and weight-only scales, most shapes and row counts, SM86 and SM120.
 """
 
@@ -35,6 +35,12 @@ calls = [
     Call(SHAPES["odd"], 8, dtype=torch.float32, activation="gelu_tanh"),
     Call(qwen3, 256, kind="batched_experts"),
     Call(gptoss, 512, "fp8_block", kind="grouped_linear"),
+    Call(qwen3, 64, "int8_w8a8"),
+    *[Call(qwen3, M, "int4_w4a16:g128:zp") for M in (1, 64, 1024)],
+    Call(gptoss, 64, "mxfp4_w4a16", activation="swigluoai", bias=True),
+    Call(qwen3, 256, "nvfp4_w4a16"),
+    Call(qwen3, 64, "fp8_w8a16:block", kind="batched_experts"),
+    Call(gptoss, 64, "int8_w8a16:g64:zp", kind="grouped_linear"),
 ]
 deepseek = {"logits": torch.float32, "choice": ("sigmoid", True, 8, 4), "correction_bias": True}
 calls += [

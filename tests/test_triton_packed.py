@@ -254,14 +254,12 @@ def test_index_workspace_and_shared_memory_hold_every_tile(bits):
             pairs = M * top_k
             problem = Problem("experts", E, 256, 256, 512, top_k, BF16, scheme=scheme)
             (index,) = backend.workspace_shapes(M, problem).index.shape
-            for itemsize in (2, 4):
-                tiles = triton_packed_tiles.choose(
-                    pairs, E, 256, 256, bits, itemsize, M == 1, memory
-                )
+            for dtype in (FP32, BF16, FP16):
+                tiles = triton_packed_tiles.choose(pairs, E, 256, 256, bits, dtype, M == 1, memory)
                 assert tiles.tokens >= triton_packed_tiles.SMALLEST_TILE
                 assert 4 * block_bound(pairs, E, tiles.tokens) + pairs <= index
                 for tile in (tiles.gemm1, tiles.gemm2):
-                    stage = tile.k * (tile.rows * bits // 8 + tiles.tokens * itemsize)
+                    stage = tile.k * (tile.rows * bits // 8 + tiles.tokens * dtype.itemsize)
                     assert stage * tile.stages <= memory
 
 

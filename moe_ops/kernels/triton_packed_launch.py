@@ -199,9 +199,7 @@ def launch_batched_experts(a: BatchedExpertsArgs, chip: Gpu) -> None:
     w13 = packed("w13", a.w13, a.w13_scale, a.w13_zero_point, a.w13_global_scale, a.scheme, chip)
     w2 = packed("w2", a.w2, a.w2_scale, a.w2_zero_point, a.w2_global_scale, a.scheme, chip)
     I, bits = w2.columns, w2.format.bits  # noqa: E741
-    tiles = triton_packed_tiles.choose(
-        E * T, E, K, I, bits, dtype.itemsize, False, chip.shared_memory
-    )
+    tiles = triton_packed_tiles.choose(E * T, E, K, I, bits, dtype, False, chip.shared_memory)
     rows = sorted_rows(index, E * cdiv(T, tiles.tokens), E, tiles.tokens)
     # As in backends/triton.py: rows are numbered e * T + t throughout.
     x_strides = (x.stride(0) - T * x.stride(1), x.stride(1), x.stride(2))
@@ -223,7 +221,7 @@ def launch_grouped_linear(a: GroupedLinearArgs, chip: Gpu) -> None:
     scales = (a.weight_scale, a.weight_zero_point, a.weight_global_scale)
     w = packed("weight", a.weight, *scales, a.scheme, chip)
     tiles = triton_packed_tiles.choose(
-        S, E, K, K, w.format.bits, x.dtype.itemsize, False, chip.shared_memory
+        S, E, K, K, w.format.bits, x.dtype, False, chip.shared_memory
     )
     # The rows past the last group are one more group, of zeros.
     rows = sorted_rows(index, _blocks(S, E + 1, tiles.tokens), E, tiles.tokens)

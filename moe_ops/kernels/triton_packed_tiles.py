@@ -13,7 +13,7 @@ import torch
 from moe_ops import tuning
 from moe_ops.kernels import triton_tiles
 from moe_ops.kernels.triton_launch import Gpu
-from moe_ops.kernels.triton_tiles import Tile, Tiles
+from moe_ops.kernels.triton_tiles import LARGE_MEMORY, Tile, Tiles
 
 SMALLEST_TILE = 8  # tokens: the columns of one tensor-core product
 
@@ -25,30 +25,30 @@ def choose(
     K: int,
     I: int,  # noqa: E741
     bits: int,  # of a weight
-    itemsize: int,  # bytes of an element of x
+    dtype: torch.dtype,  # of x
     direct: bool,
     shared_memory: int,  # bytes a block may use
 ) -> Tiles:
     """Tiles of the two GEMMs. An expert's rows should usually fit one block, so weights are read once."""
     average = rows / groups
     tokens = 8 if direct or average <= 4 else 16 if average <= 12 else 32 if average <= 25 else 64
-    if itemsize == 4:  # fp32 products run on the ordinary units
+    if dtype != torch.bfloat16:  # weights are decoded by way of fp32, which takes registers
         tokens = min(max(tokens, 16), 32)
-        first = second = Tile(64, 32, 2, 4)
+        first = second = Tile(64, 32, 2, 4) if dtype == torch.float32 else Tile(64, 64, 3, 4)
     elif tokens <= 16:
         few = min(rows, groups)
         first = Tile(_rows(few, 2 * I, bits), 128, 4, 2)
         second = Tile(_rows(few, K, bits), 128, 4, 2)
-    elif tokens == 32:
-        first = second = Tile(64, 128, 4, 2)
+    elif tokens == 32 or shared_memory <= LARGE_MEMORY:  # before SM90 sums of more rows spill
+        tokens, first, second = 32, Tile(64, 128, 4, 2), Tile(64, 128, 4, 2)
     else:
         tokens = 64 if average <= 51 else 128
         first = second = Tile(128, 128, 3, 4 if tokens == 64 else 8)
     return Tiles(
         direct,
         tokens,
-        _fit(first, tokens, bits, itemsize, shared_memory),
-        _fit(second, tokens, bits, itemsize, shared_memory),
+        _fit(first, tokens, bits, dtype.itemsize, shared_memory),
+        _fit(second, tokens, bits, dtype.itemsize, shared_memory),
         triton_tiles._chunk(rows),
     )
 
@@ -85,7 +85,7 @@ def _for_experts(
     bits: int,
     tables: bool = True,
 ) -> Tiles:
-    base = choose(M * top_k, E, K, I, bits, dtype.itemsize, M == 1, chip.shared_memory)
+    base = choose(M * top_k, E, K, I, bits, dtype, M == 1, chip.shared_memory)
     if not tables:
         return base
     names = (scheme, str(dtype).removeprefix("torch."))
