@@ -63,6 +63,8 @@ def by_expert(weights, ids, num_experts):
 def test_equals_the_routers_of_the_model(family, fields, method, dtype):
     """In a whole model, with its own inputs: the same tuple with the same dtypes."""
     model = build(family, 1).to(dtype)
+    if not routers_of(model):
+        pytest.skip(f"transformers {transformers.__version__} routes {family} elsewhere")
     for router in routers_of(model):
         for name, value in fields.items():
             assert hasattr(router, name), name

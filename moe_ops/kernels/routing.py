@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 _LOWEST = tl.constexpr(-3.4028234663852886e38)  # finfo(float32).min, -_LOWEST is its max
-_TAKEN = tl.constexpr(-(2**63))  # below every ranked key
+_TAKEN = tl.constexpr(-(2**31))  # below every ordered key
 
 _WARM: set[tuple] = set()
 
@@ -28,12 +28,22 @@ def _finite(x, mask):
 
 
 @triton.jit
-def _ranked(key, position, SIZE: tl.constexpr):
-    """int64 ordered like key, the lower position first among equals; key must not be NaN."""
-    key = tl.where(key == 0.0, 0.0, key)  # -0.0 equals 0.0 but its bits do not
-    bits = key.to(tl.int32, bitcast=True)
-    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    return (ordered.to(tl.int64) << 32) | (SIZE - 1 - position).to(tl.int64)
+def _ordered(key):
+    """int32 ordered like the fp32 key, -0.0 as 0.0; key must not be NaN."""
+    bits = tl.where(key == 0.0, 0.0, key).to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def _unordered(ordered):
+    """The key that `_ordered` was given."""
+    return (ordered ^ ((ordered >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _flat(x):
+    """All elements along one axis: a whole warp then reduces at once."""
+    return tl.reshape(x, [x.numel])
 
 
 @triton.jit
@@ -85,10 +95,10 @@ def choose(
     is_expert = (group < G) & (member < S)
     x = _finite(logits, is_expert)
 
-    row_max = tl.max(tl.max(x, 1), 0)
+    row_max = tl.max(_flat(x), 0)
     row_scale = row_max
     if SCORING == "softmax":
-        total = tl.sum(tl.sum(tl.where(x > _LOWEST, tl.exp(x - row_max), 0.0), 1), 0)
+        total = tl.sum(_flat(tl.where(x > _LOWEST, tl.exp(x - row_max), 0.0)), 0)
         row_scale = tl.where(total > 0.0, 1.0 / tl.where(total > 0.0, total, 1.0), 0.0)
 
     # Every scoring grows with its logit, so without a bias the logits themselves choose: the ids
@@ -106,28 +116,32 @@ def choose(
             is_first = key == group_score[:, None]
             first = tl.min(tl.where(is_first, member, BLOCK_S), 1)
             group_score += tl.max(tl.where(member == first[:, None], float("-inf"), key), 1)
-        groups = _ranked(group_score, tl.arange(0, BLOCK_G), BLOCK_G)
+        groups = _ordered(group_score)
+        index = tl.arange(0, BLOCK_G)
         for _ in range(TOPK_GROUPS):
-            groups = tl.where(groups == tl.max(groups, 0), _TAKEN, groups)
+            best = tl.max(groups, 0)
+            lowest = tl.min(tl.where(groups == best, index, BLOCK_G), 0)
+            groups = tl.where(index == lowest, _TAKEN, groups)
         key = tl.where((groups == _TAKEN)[:, None], key, float("-inf"))
 
-    SIZE: tl.constexpr = BLOCK_G * BLOCK_S
-    ranked = _ranked(key, group * BLOCK_S + member, SIZE)
+    # Two reductions of 32 bits, the second for the lower index among equals: a warp has one instruction
+    # for each, where a pair of both in 64 bits takes ten shuffles.
+    ordered = _ordered(key)
     slot = tl.arange(0, BLOCK_K)
     ids = tl.zeros((BLOCK_K,), dtype=tl.int32)
     chosen = tl.full((BLOCK_K,), _LOWEST, dtype=tl.float32)
     for k in range(TOP_K):
-        best = tl.max(tl.max(ranked, 1), 0)
-        position = SIZE - 1 - (best & 0x7FFFFFFF).to(tl.int32)
-        ids = tl.where(slot == k, position // BLOCK_S * S + position % BLOCK_S, ids)
+        best = tl.max(_flat(ordered), 0)
+        winner = tl.min(_flat(tl.where(ordered == best, expert, G * S)), 0)
         # Without a bias the key is the logit. With one it is summed out of the row, which does not hold up
         # the next maximum, as reading the row again would hold up the weights.
         if HAS_BIAS:
-            logit = tl.sum(tl.sum(tl.where(ranked == best, x, 0.0), 1), 0)
+            logit = tl.sum(_flat(tl.where(is_expert & (expert == winner), x, 0.0)), 0)
         else:
-            logit = _ranked_value(best)
+            logit = _unordered(best)
+        ids = tl.where(slot == k, winner, ids)
         chosen = tl.where(slot == k, logit, chosen)
-        ranked = tl.where(ranked == best, _TAKEN, ranked)
+        ordered = tl.where(is_expert & (expert == winner), _TAKEN, ordered)
 
     weights = _score(chosen, row_max, row_scale, SCORING)
     if RENORMALIZE:
