@@ -319,6 +319,21 @@ def _(func, types, args, kwargs):
     return narrow(*args, **kwargs)
 
 
+@implements_torch_function([torch.chunk, torch.Tensor.chunk])
+def _(func, types, args, kwargs):
+    return views.chunk(*args, **kwargs)
+
+
+@implements_torch_function([torch.split, torch.Tensor.split])
+def _(func, types, args, kwargs):
+    return views.split(*args, **kwargs)
+
+
+@implements_torch_function([torch.index_select, torch.Tensor.index_select])
+def _(func, types, args, kwargs):
+    return views.index_select(*args, **kwargs)
+
+
 @implements_torch_function([torch.unbind, torch.Tensor.unbind, torch.Tensor.__iter__])
 def _(func, types, args, kwargs):
     parts = views.unbind(*args, **kwargs)
@@ -365,9 +380,7 @@ def _(func, types, args, kwargs):
 
 @implements(aten.index_select.default)
 def _(func, types, args, kwargs):
-    self, dim, index = args
-    views.require_experts(self, dim, "index_select")
-    return views.index(self, index)
+    return views.index_select(*args)
 
 
 @implements(aten.index.Tensor)
@@ -376,4 +389,4 @@ def _(func, types, args, kwargs):
     for dim, index in enumerate(indices):
         if index is not None:
             views.require_experts(self, dim, "indexing by a tensor")
-    return views.index(self, indices[0])
+    return views.take(self, indices[0])

@@ -107,15 +107,27 @@ def select(self: ExpertTensor, dim: int, index) -> ExpertTensor:
     return self._with_weights(lambda t: t.select(0, index))
 
 
-def index(self: ExpertTensor, index: Tensor) -> ExpertTensor:
+def take(self: ExpertTensor, index: Tensor) -> ExpertTensor:
     require_experts(self, 0, "indexing by a tensor")
     if index.dim() > 1:
         raise ValueError(f"an index into {self} must be 0-D or 1-D, got {index.dim()}-D")
     return self._with_weights(lambda t: aten.index.Tensor(t, [index]))
 
 
-def split(self: ExpertTensor, sizes: int | list[int], dim: int = 0) -> tuple[ExpertTensor, ...]:
+def index_select(self: ExpertTensor, dim: int, index: Tensor) -> ExpertTensor:
+    require_experts(self, dim, "index_select")
+    return take(self, index)
+
+
+def chunk(self: ExpertTensor, chunks: int, dim: int = 0) -> tuple[ExpertTensor, ...]:
+    return split(self, (self.shape[dim] + chunks - 1) // chunks, dim)
+
+
+def split(
+    self: ExpertTensor, split_size: int | list[int], dim: int = 0
+) -> tuple[ExpertTensor, ...]:
     total = self.shape[dim]
+    sizes = split_size
     if isinstance(sizes, int):
         sizes = [min(sizes, total - start) for start in range(0, total, sizes)]
     parts, start = [], 0
@@ -158,7 +170,7 @@ def getitem(self: ExpertTensor, key) -> ExpertTensor:
             view = slice_(view, dim, k.start, k.stop, 1 if k.step is None else k.step)
         elif isinstance(k, (Tensor, list)):
             require_experts(view, dim, "indexing by a tensor")
-            view = index(view, torch.as_tensor(k, device=view.device))
+            view = take(view, torch.as_tensor(k, device=view.device))
         elif k is None or isinstance(k, bool):
             raise ValueError(f"an index into {self} must not be {k}; index dequantize()")
         else:
