@@ -8,10 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from checkpoint_writers import GPTQ, WRITERS, gpt_oss_blocks
+from checkpoint_writers import GPTQ, WRITERS, Packed, gpt_oss_blocks
 
 transformers = pytest.importorskip("transformers")
 files = pytest.importorskip("safetensors.torch")
+
+import test_families  # noqa: E402
 
 from moe_ops.integrations.transformers import MoeOpsConfig, attach, quantize  # noqa: E402
 
@@ -240,6 +242,59 @@ def test_plain_checkpoint_is_quantized_while_it_is_read(build, tmp_path):
     assert not any(
         "experts" in n and not getattr(p, "scheme", None) for n, p in loaded.named_parameters()
     )
+
+
+@pytest.mark.parametrize(
+    "family",
+    ["gpt_oss", "llama4", "dbrx", "longcat_flash", "step3p7", "nemotron_h", "inkling2"],
+)
+def test_families_that_store_experts_in_other_ways(family, tmp_path):
+    """Stacked, transposed, joined with rows, without a gate, or converted by transformers first."""
+    if family not in test_families.FAMILIES:
+        pytest.skip(f"transformers {transformers.__version__} has no {family}")
+    want = test_families.build(family, 1)
+    want.save_pretrained(tmp_path)
+    config = MoeOpsConfig("int8_w8a16")
+    loaded = type(want).from_pretrained(tmp_path, quantization_config=config, dtype=torch.float32)
+    quantize(want, "int8_w8a16")
+    weights = weights_of(want)
+    assert weights_of(loaded).keys() == weights.keys() != set()
+    for name, p in loaded.named_parameters():
+        other = want.get_parameter(name)
+        if name not in weights:
+            assert torch.equal(p, other), name
+            continue
+        assert p.weight_layout == other.weight_layout and p.shape == other.shape
+        assert torch.equal(p.qdata, other.qdata) and torch.equal(p.scale, other.scale), name
+
+
+def test_single_quantized_experts_of_a_family_that_stacks_them(tmp_path):
+    """llama4's own files hold stacks (E, columns, rows); quantized ones hold experts one by one."""
+    writer, original = Packed(), test_families.build("llama4", 1)
+    save_plain(original, tmp_path)
+    tensors = files.load_file(tmp_path / "model.safetensors")
+    for name in [n for n in tensors if ".experts." in n]:
+        weight, module = original.get_parameter(name), name.rpartition(".")[0]
+        stack = weight.detach().transpose(1, 2)
+        del tensors[name]
+        projections = ("gate_proj", "up_proj") if "gate_up" in name else ("down_proj",)
+        for e in range(stack.shape[0]):
+            values = []
+            for projection in projections:
+                shape = stack.shape[1] // len(projections), stack.shape[2]
+                parts, value = writer.matrix(*shape)
+                tensors |= {f"{module}.{e}.{projection}.{part}": t for part, t in parts.items()}
+                values.append(torch.from_numpy(value))
+            weight.data[e] = torch.cat(values).float().T
+    files.save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    text = json.loads((tmp_path / "config.json").read_text())
+    text["quantization_config"] = writer.config
+    (tmp_path / "config.json").write_text(json.dumps(text))
+    loaded = type(original).from_pretrained(
+        tmp_path, quantization_config=MoeOpsConfig(), dtype=torch.float32
+    )
+    assert {w.scheme for w in weights_of(loaded).values()} == {"int4_w4a16:g32"}
+    assert relative(logits(loaded), logits(original)) < 1e-5
 
 
 @pytest.mark.parametrize("way", ["on load", "in place"])

@@ -74,7 +74,8 @@ def own_readers(
         reader.base_model_prefix = transform.base_model_prefix
         own.append(reader)
     for leaf, layer in leaves.items():
-        own.append(_stacked_reader(leaf, table))
+        converted = any(_converts_to(transform, leaf) for transform in kept)
+        own.append(_stacked_reader(leaf, table, plain=not converted))
         if leaf not in covered and getattr(layer.owner, "is_concatenated", True):
             own += _single_readers(leaf, table)
     own += _matrix_readers(checkpoint, [*own, *kept], table)
@@ -89,9 +90,7 @@ def expert_number(tensor: str) -> int | None:
 
 def _is_stack_of_experts(transform: Any, leaf: str) -> bool:
     """Whether a conversion stacks experts, or joins stacks, along the rows and does nothing else."""
-    if not isinstance(transform, loading.WeightConverter) or len(transform.target_patterns) > 1:
-        return False
-    if not re.search(_START + re.escape(leaf) + "$", transform.target_patterns[0]):
+    if not _converts_to(transform, leaf) or len(transform.target_patterns) > 1:
         return False
     if not all(source.endswith(".weight") for source in transform.source_patterns):
         return False
@@ -99,6 +98,13 @@ def _is_stack_of_experts(transform: Any, leaf: str) -> bool:
     stack, join = ("MergeModulelist", 0), ("Concatenate", 1)
     known = ([stack], [stack, join], [join])
     return len(steps) == len(transform.operations) and steps in known
+
+
+def _converts_to(transform: Any, leaf: str) -> bool:
+    if not isinstance(transform, loading.WeightConverter):
+        return False
+    end = _START + re.escape(leaf) + "$"
+    return any(re.search(end, target) for target in transform.target_patterns)
 
 
 def _bases(transform: loading.WeightConverter) -> list[str]:
@@ -116,9 +122,9 @@ def _reader(bases: list[str], target: str, table: Table, roles=(*ROLES, BIAS)) -
     return OwnReader(patterns, target)
 
 
-def _stacked_reader(leaf: str, table: Table) -> OwnReader:
-    """``experts.gate_up_proj``, ``experts.gate_up_proj_blocks``, ``experts.gate_up_proj.qdata``."""
-    names = {"": "weight"}
+def _stacked_reader(leaf: str, table: Table, plain: bool) -> OwnReader:
+    """``experts.gate_up_proj`` (if plain), ``experts.gate_up_proj_blocks``, ``experts.gate_up_proj.qdata``."""
+    names = {"": "weight"} if plain else {}
     names |= {"_" + role.removeprefix("weight_"): role for role in _COMPANIONS}
     names |= {rf"\.{role}": role for role in STORED}
     patterns = {rf"{_START}{leaf}{text}$": role for text, role in names.items()}

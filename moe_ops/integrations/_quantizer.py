@@ -196,10 +196,13 @@ class MoeOpsQuantizer(HfQuantizer):
             else:
                 single[projection].setdefault(number, {})[role] = tensor
         layer, name = self._layers[target]
-        sources = experts_of(target, stacked, single)
-        columns_first = layer.columns_first(name)
-        weight = self._checkpoint.plan(target, sources, columns_first=columns_first)
         expected = tuple(layer.natural_weight(name).shape)
+        sources = experts_of(target, stacked, single)
+        if hasattr(layer.owner, "num_routed_experts"):  # nothing reads those of identity experts
+            sources = tuple(projection[: expected[0]] for projection in sources)
+        joined = expected[0] if getattr(layer.owner, name).dim() == 2 else 0
+        columns_first = layer.columns_first(name)
+        weight = self._checkpoint.plan(target, sources, columns_first=columns_first, joined=joined)
         if weight.shape != expected:
             raise ValueError(
                 f"{target} must have shape {expected} as (experts, rows, columns), got {weight.shape} from "
@@ -321,7 +324,7 @@ class _QuantizeConverted(loading.ConversionOps):
         (value,) = input_dict.values()
         value = value[0] if isinstance(value, list) else value
         layer, name = self.quantizer._layers[full_layer_name]
-        layer.set_weight(name, value)
+        setattr(layer.owner, name, nn.Parameter(value, requires_grad=False))
         natural = layer.natural_weight(name).contiguous()
         check_quantizable(full_layer_name, natural)
         scheme = self.quantizer.quantization_config.scheme

@@ -109,13 +109,17 @@ class Checkpoint:
                     single[i].setdefault(int(match.group(1)), {})[role] = tensor
         return self.plan(name, experts_of(name, stacked, single))
 
-    def plan(self, name: str, sources: tuple, *, columns_first: bool = False) -> Weight:
+    def plan(
+        self, name: str, sources: tuple, *, columns_first: bool = False, joined: int = 0
+    ) -> Weight:
         """Check one weight against the files' headers: nothing of its data is read.
 
         Args:
             name: for messages.
             sources: [projection][expert], as in `Weight`.
             columns_first: a stacked plain weight lies as (E, K, N).
+            joined: a plain matrix holds this many experts, one after the other: (E * N, K) or, with
+                columns_first, (E * K, N).
         """
         matrices = [[self._describe(source) for source in projection] for projection in sources]
         form, first = matrices[0][0]
@@ -138,9 +142,16 @@ class Checkpoint:
                     f"{self._where(projection[0])} must have a multiple of 128 rows to be stacked with "
                     f"another projection, because 128 rows share a scale, got {described[0][1].rows}"
                 )
-        stacked = bool(first.batch)
+        joined = joined if form is None and not first.batch else 0
+        if joined and rows % joined:
+            raise ValueError(
+                f"{self._where(sources[0][0])} must have a multiple of {joined} rows, one block for each expert, "
+                f"got {rows}"
+            )
+        stacked = bool(first.batch) or joined > 0
         columns_first = columns_first and stacked and form is None
-        shape = (first.batch[0] if stacked else len(sources[0]), rows, first.columns)
+        count = first.batch[0] if first.batch else joined or len(sources[0])
+        shape = (count, rows // joined if joined else rows, first.columns)
         if columns_first:
             shape = (shape[0], shape[2], shape[1])
         return Weight(name, sources, form, first.scheme, shape, stacked, columns_first)
@@ -181,6 +192,7 @@ class Checkpoint:
         """The plain (N, K) matrices of a weight, one expert at a time."""
         if weight.stacked:
             stacks = [self._read(projection[0], device)["weight"] for projection in weight.sources]
+            stacks = [t.view(weight.shape[0], -1, t.shape[-1]) for t in stacks]  # if joined
             for parts in zip(*stacks, strict=True):
                 rows = parts[0] if len(parts) == 1 else torch.cat(parts)
                 yield rows.T if weight.columns_first else rows
