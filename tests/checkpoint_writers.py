@@ -214,11 +214,13 @@ class NVFP4(Writer):
         s = s.to(torch.float8_e4m3fn)
         values = E2M1[codes] * double(s).repeat(16, 1)
         if self.modelopt:
-            scale2, act = torch.tensor(2.0**-15 * 1.37), torch.tensor(0.004)
+            scale2 = torch.tensor(2.0**-15 * 1.37 * self.factor)
+            act = torch.tensor(0.004 * self.factor)
             tensors = {"weight": pairs(codes), "weight_scale": s}
             tensors |= {"weight_scale_2": scale2, "input_scale": act}
             return tensors, values * scale2.double().item()
-        scale2, act = torch.tensor([21345.0]), torch.tensor([260.0])
+        scale2 = torch.tensor([21345.0 / self.factor])
+        act = torch.tensor([260.0 / self.factor])
         tensors = {"weight_packed": pairs(codes), "weight_scale": s}
         tensors |= {"weight_global_scale": scale2, "input_global_scale": act}
         return tensors, values / scale2.double().item()

@@ -39,6 +39,7 @@ def write(folder, writer, change=None, names=("gate_proj", "up_proj", "down_proj
     for name in names:
         n, k = (K, I) if name == "down_proj" else (I, K)
         for e in range(E):
+            writer.factor = 1.0 + e
             parts, value = writer.matrix(n, k)
             tensors |= {f"{PREFIX}.{e}.{name}.{part}": t for part, t in parts.items()}
             values.setdefault(name, []).append(value)
@@ -64,6 +65,10 @@ def test_values_of_every_format(form, tmp_path):
     w2 = checkpoint.expert_weight(PREFIX, ("down_proj",))
     assert w13.scheme == w2.scheme == SCHEMES[form]
     assert w13.shape == (E, 2 * I, K) and w2.shape == (E, K, I)
+    if "nvfp4" in form:  # the largest of the three experts
+        largest = 3 * (0.004 if form == "modelopt_nvfp4" else 1 / 260)
+        assert abs(w13.activation_scale.item() - largest) < 1e-6 * largest
+        assert len(w13.global_scale.unique()) == E
     want13 = np.concatenate([values["gate_proj"], values["up_proj"]], 1)
     for got, want in ((w13, want13), (w2, values["down_proj"])):
         got = got.dequantize(torch.float32).double().numpy()

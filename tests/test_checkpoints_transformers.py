@@ -105,6 +105,8 @@ def requantize(folder, writer, original):
         module = name.removesuffix(".weight")
         if ".layers." not in name or tensors[name].dim() != 2 or module.endswith("gate"):
             continue
+        expert = re.search(r"experts\.(\d+)", name)
+        writer.factor = 1.0 + int(expert[1]) if expert else 1.0
         parts, values = writer.matrix(*tensors.pop(name).shape)
         tensors |= {f"{module}.{part}": t.contiguous() for part, t in parts.items()}
         set_values(original, module, torch.from_numpy(values).float())
@@ -147,7 +149,8 @@ def test_every_format_gives_the_logits_of_its_values(form, tmp_path):
     if scheme:  # with the scheme of the checkpoint activations are rounded too
         loaded = load(tmp_path)
         assert all(w.scheme != scheme for w in weights_of(loaded).values())
-        assert 1e-4 < relative(logits(loaded), logits(original)) < 0.3
+        limit = 0.6 if "nvfp4" in form else 0.3  # 4 or 8 bits, through two layers
+        assert 1e-4 < relative(logits(loaded), logits(original)) < limit
 
 
 def test_gpt_oss_mxfp4_checkpoint(tmp_path):

@@ -97,6 +97,7 @@ class MoeOpsQuantizer(HfQuantizer):
         super().__init__(quantization_config, **kwargs)
         # False makes transformers ask for one tensor after the other; threads would read ahead
         self.pre_quantized = False
+        self._model: PreTrainedModel | None = None
         self._checkpoint: Checkpoint | None = None
         self._layers: dict[str, tuple[Layer, str]] = {}  # parameter -> its layer and weight
         self._weights: dict[str, Weight] = {}
