@@ -15,7 +15,8 @@ from torch import Tensor
 from moe_ops.kernels import routing
 from moe_ops.kernels.triton_launch import Launch, gpu, pointers, run
 from moe_ops.kernels.triton_routing import start_dependent, wait
-from moe_ops.meta.router import MAX_TOKENS, router_tiles
+from moe_ops.meta.router import MAX_TOKENS, PROGRAM_TOKENS, router_tiles
+from moe_ops.meta.workspace import cdiv
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -30,13 +31,13 @@ def moe_ops_router_sums(
     stride_wk,
     E: tl.constexpr,
     K: tl.constexpr,
-    TOKENS: tl.constexpr,  # a power of two, M at least
+    TOKENS: tl.constexpr,  # of one program, a power of two
     BLOCK_E: tl.constexpr,
     SPAN: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Products of SPAN columns, for BLOCK_E experts and every token. No tensor cores: for 16 tokens the products
-    take less time than the weight, and fp32 weights need no other kernel."""
+    """Products of SPAN columns, for BLOCK_E experts and TOKENS tokens. No tensor cores: few tokens leave them no
+    work, and fp32 weights need no other kernel."""
     start_dependent(DEPENDENT)
     split = tl.program_id(0)
     e = tl.program_id(1) * BLOCK_E + tl.arange(0, BLOCK_E)
@@ -45,14 +46,15 @@ def moe_ops_router_sums(
     in_piece = (e < E)[:, None] & (k < K)[None, :]
     w = tl.load(place, mask=in_piece, other=0.0).to(tl.float32)
     columns = k.to(tl.int64)[None, :] * stride_hk
-    column = tl.arange(0, TOKENS)[None, :]
+    first = tl.program_id(2) * TOKENS
+    column = first + tl.arange(0, TOKENS)[None, :]
     sums = tl.zeros((BLOCK_E, TOKENS), tl.float32)
     for m in tl.static_range(TOKENS):
         # a pointer for each row of the piece: one for all rows would pass through shared memory
-        token = tl.full((BLOCK_E,), m, tl.int64)[:, None]
+        token = (first + tl.full((BLOCK_E,), m, tl.int64))[:, None]
         row = hidden_ptr + token * stride_hm + columns
         x = tl.load(row, mask=in_piece & (token < M), other=0.0).to(tl.float32)
-        sums = tl.where(column == m, tl.sum(w * x, 1)[:, None], sums)
+        sums = tl.where(column == first + m, tl.sum(w * x, 1)[:, None], sums)
     place = sums_ptr + (split * M + column) * E + e[:, None]
     tl.store(place, sums, mask=(e < E)[:, None] & (column < M))
 
@@ -169,7 +171,7 @@ def _few_tokens(
     constants = routing.choose_constants(
         E, topk_ids.shape[1], correction_bias is not None, *choice
     )
-    tokens = triton.next_power_of_2(M)
+    tokens = min(triton.next_power_of_2(M), PROGRAM_TOKENS)
     # the one row of one token may have any stride
     strides = (hidden_states.stride(0) if M > 1 else 0, hidden_states.stride(1))
     strides += router_weight.stride()
@@ -177,7 +179,7 @@ def _few_tokens(
     launches = [
         Launch(
             "router_sums",
-            (tiles.splits, -(-E // tiles.experts), 1),
+            (tiles.splits, cdiv(E, tiles.experts), cdiv(M, tokens)),
             (workspace, hidden_states, router_weight, M, *strides)
             + (E, K, tokens, tiles.experts, tiles.span, dependent),
             tiles.warps,

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 
 from moe_ops.meta.workspace import cdiv, minimum
 
-MAX_TOKENS = 16  # one program multiplies its piece of the weight with the rows of all tokens
+MAX_TOKENS = 16  # more run through torch's product
+PROGRAM_TOKENS = 8  # rows that one program multiplies its piece of the weight with
 _PROGRAMS = 128  # to start at least, about one for each multiprocessor
 _MIN_SPAN = 256  # 8 columns, or 16 bytes, for each lane of a warp
 _MAX_PIECE = 16384  # elements; 64 for each of 256 threads
