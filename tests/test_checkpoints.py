@@ -1,5 +1,6 @@
 """Quantized checkpoints read as they are: every element has the value its format gives it."""
 
+import copy
 import json
 
 import numpy as np
@@ -35,6 +36,7 @@ SCHEMES = {
 
 def write(folder, writer, change=None, names=("gate_proj", "up_proj", "down_proj")):
     """A folder of two files with one layer's experts; returns the values (E, N, K) by projection."""
+    writer = copy.deepcopy(writer)  # the same random numbers in any order of tests
     tensors, values = {}, {}
     for name in names:
         n, k = (K, I) if name == "down_proj" else (I, K)
