@@ -18,11 +18,24 @@ RUNS = {
     "cuda_graph_decode": (("--tokens", "4"), 0, ("transformers",)),
     "export_layer": ((), 12, ()),
     "generate": (
-        ("--tokens", "2", "--perplexity-bytes", "256", "--schemes", "fp8_channel"),
+        (
+            "--tokens",
+            "2",
+            "--perplexity-bytes",
+            "256",
+            "--schemes",
+            "fp8_channel,nvfp4",
+            "--no-compile-schemes",
+        ),
         1,
         ("transformers",),
     ),
     "padded_batch": ((), 3, ("transformers",)),
+    "quantize_and_compare": (
+        ("--perplexity-bytes", "2048", "--schemes", "fp8_block,int4_w4a16,mxfp4,nvfp4"),
+        4,
+        ("transformers",),
+    ),
     "train_step": (("--steps", "2"), 3, ("transformers", "peft")),
 }
 
