@@ -474,3 +474,20 @@ def test_documented_code_runs(monkeypatch):
     assert len(blocks) == 3
     for block in blocks:
         exec(compile(block, "docs/checkpoints.md", "exec"), {})
+
+
+def test_saved_under_the_models_own_names(tmp_path):
+    """mistral_large4's renamings would rename the model's own names again."""
+    if "mistral_large4" not in test_families.FAMILIES:
+        pytest.skip(f"transformers {transformers.__version__} has no mistral_large4")
+    model = test_families.build("mistral_large4", 1)
+    quantize(model, "fp8_block")
+    model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path, dtype=torch.float32)
+    assert weights_of(loaded).keys() == weights_of(model).keys() != set()
+    for name, p in model.named_parameters():
+        got, want = loaded.get_parameter(name), p
+        if getattr(p, "scheme", None):
+            assert torch.equal(got.scale, want.scale)
+            got, want = got.qdata.view(torch.uint8), want.qdata.view(torch.uint8)
+        assert torch.equal(got, want), name

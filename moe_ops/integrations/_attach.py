@@ -13,6 +13,7 @@ from moe_ops.integrations import _families as families
 from moe_ops.integrations import _fp8 as fp8
 from moe_ops.integrations import _layers as layers_of
 from moe_ops.integrations import _outside as outside
+from moe_ops.integrations._config import MoeOpsConfig
 from moe_ops.integrations._layers import Layer
 from moe_ops.integrations._mxfp4 import restore_modules
 from moe_ops.registry import check_backend
@@ -70,7 +71,7 @@ def attach(model: nn.Module, backend: str = "auto") -> AttachReport:
     """
     check_backend("backend", backend)
     if isinstance(model, nn.Module) and restore_modules(model):
-        from moe_ops.integrations._quantizer import MoeOpsConfig, mark_quantized  # it imports this
+        from moe_ops.integrations._quantizer import mark_quantized  # it imports this
 
         mark_quantized(model, MoeOpsConfig())
     layers = layers_of.find(model)

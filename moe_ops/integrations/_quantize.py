@@ -11,8 +11,9 @@ import moe_ops
 from moe_ops.integrations import _fp8 as fp8
 from moe_ops.integrations import _layers as layers_of
 from moe_ops.integrations._attach import AttachReport, attach
+from moe_ops.integrations._config import MoeOpsConfig
 from moe_ops.integrations._layers import Layer
-from moe_ops.integrations._quantizer import MoeOpsConfig, mark_quantized
+from moe_ops.integrations._quantizer import mark_quantized
 from moe_ops.schemes import QuantScheme, get_scheme
 from moe_ops.tensors import check_quantizable
 

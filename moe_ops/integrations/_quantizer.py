@@ -19,12 +19,12 @@ from transformers import core_model_loading as loading
 from transformers.modeling_utils import PreTrainedModel
 from transformers.quantizers import auto
 from transformers.quantizers.base import HfQuantizer
-from transformers.utils.quantization_config import QuantizationConfigMixin
 
 import moe_ops
 from moe_ops.integrations import _conversions as conversions
 from moe_ops.integrations import _layers as layers_of
 from moe_ops.integrations._attach import attach
+from moe_ops.integrations._config import METHOD, MoeOpsConfig
 from moe_ops.integrations._layers import Layer
 from moe_ops.integrations.checkpoints import files
 from moe_ops.integrations.checkpoints.experts import (
@@ -34,55 +34,9 @@ from moe_ops.integrations.checkpoints.experts import (
     experts_of,
     scheme_for,
 )
-from moe_ops.registry import check_backend
-from moe_ops.schemes import QuantScheme, get_scheme
+from moe_ops.schemes import get_scheme
 from moe_ops.tensors import ExpertTensor, check_quantizable, flatten, layouts, unflatten
 from moe_ops.tensors.checks import check_groups
-
-METHOD = "moe_ops"
-
-
-@auto.register_quantization_config(METHOD)
-class MoeOpsConfig(QuantizationConfigMixin):
-    """The `quantization_config` of `from_pretrained` for experts that moe_ops runs.
-
-    Args:
-        scheme: how to quantize the experts of a plain checkpoint, e.g. "int4_w4a16"; None for a checkpoint
-            that is quantized already, whose weights are then used as they are (or another scheme with
-            the same weights, e.g. "nvfp4_w4a16" for an NVFP4 checkpoint).
-        backend: for every expert call, as in `moe_ops.fused_experts`.
-
-    Raises:
-        ValueError: an unknown scheme or backend, or a scheme that does not quantize weights.
-    """
-
-    def __init__(
-        self,
-        scheme: str | QuantScheme | None = None,
-        backend: str = "auto",
-        quant_method: str = METHOD,
-    ):
-        if quant_method != METHOD:
-            raise ValueError(f"quant_method must be {METHOD!r}, got {quant_method!r}")
-        if scheme is not None:
-            scheme = get_scheme(scheme)
-            _ = scheme.quantized_weight  # raises for plain weights
-        check_backend("backend", backend)
-        self.quant_method = METHOD
-        self.scheme = None if scheme is None else scheme.name
-        self.backend = backend
-
-
-class _ModelOptConfig(MoeOpsConfig):
-    """Lets `from_pretrained` read ModelOpt's checkpoints, which transformers does not know, unasked."""
-
-    @classmethod
-    def from_dict(cls, config_dict, return_unused_kwargs=False, **kwargs):
-        return MoeOpsConfig()
-
-
-if "modelopt" not in auto.AUTO_QUANTIZATION_CONFIG_MAPPING:
-    auto.register_quantization_config("modelopt")(_ModelOptConfig)
 
 
 @auto.register_quantizer(METHOD)
@@ -98,6 +52,7 @@ class MoeOpsQuantizer(HfQuantizer):
         # False makes transformers ask for one tensor after the other; threads would read ahead
         self.pre_quantized = False
         self._model: PreTrainedModel | None = None
+        self._own_names = False  # whether the files were written by save_pretrained
         self._checkpoint: Checkpoint | None = None
         self._layers: dict[str, tuple[Layer, str]] = {}  # parameter -> its layer and weight
         self._weights: dict[str, Weight] = {}
@@ -120,8 +75,8 @@ class MoeOpsQuantizer(HfQuantizer):
         if isinstance(device_map, dict) and "disk" in device_map.values():
             raise ValueError("device_map must not have 'disk', got one: offload to 'cpu' instead")
         config = files.quantization_config(Path(checkpoint_files[0]).parent)
-        own = config.get("quant_method") == METHOD
-        self._checkpoint = Checkpoint(list(checkpoint_files), {} if own else config)
+        self._own_names = config.get("quant_method") == METHOD
+        self._checkpoint = Checkpoint(list(checkpoint_files), {} if self._own_names else config)
         self._layers = {
             layer.parameter_name(name): (layer, name)
             for layer in layers_of.find(model)
@@ -132,7 +87,10 @@ class MoeOpsQuantizer(HfQuantizer):
     def update_weight_conversions(self, weight_conversions, model=None):
         """Replace the conversions of expert weights, and check the whole checkpoint's headers."""
         model = self._model if model is None else model
-        kept, table = conversions.own_readers(weight_conversions, self._layers, self._checkpoint)
+        known = (
+            [] if self._own_names else weight_conversions
+        )  # we save under the model's own names
+        kept, table = conversions.own_readers(known, self._layers, self._checkpoint)
         self._assign(model, kept, table)
         return kept
 
@@ -249,6 +207,11 @@ class MoeOpsQuantizer(HfQuantizer):
         else:
             value = self._read_weight(target, device)
         module, name = model.get_submodule(target.rpartition(".")[0]), target.rpartition(".")[2]
+        if hasattr(getattr(module, name), "full_tensor"):
+            raise ValueError(
+                f"{target} must not be sharded while it is loaded, got a DTensor; load without tp_plan and "
+                f"distributed_config, then shard by fully_shard"
+            )
         if target in self._layers:
             self._layers[target][0].set_weight(self._layers[target][1], value)
         else:
@@ -381,19 +344,3 @@ def _metadata_key(source: Source) -> str:
 
 def _bytes(entry: files.Entry) -> int:
     return math.prod(entry.shape) * entry.dtype.itemsize
-
-
-def _merge_quantization_configs(original):
-    """Let a MoeOpsConfig read checkpoints of other quantizers, which transformers refuses to mix."""
-
-    def merge_quantization_configs(cls, quantization_config, quantization_config_from_args):
-        if isinstance(quantization_config_from_args, MoeOpsConfig):
-            return quantization_config_from_args
-        return original(quantization_config, quantization_config_from_args)
-
-    return classmethod(merge_quantization_configs)
-
-
-auto.AutoHfQuantizer.merge_quantization_configs = _merge_quantization_configs(
-    auto.AutoHfQuantizer.merge_quantization_configs
-)

@@ -19,9 +19,9 @@ from transformers.integrations.moe import ExpertsInterface
 
 from moe_ops.integrations import _families as families
 from moe_ops.integrations._attach import NAME, AttachReport, LayerReport, attach
+from moe_ops.integrations._config import MoeOpsConfig
 from moe_ops.integrations._fp8 import fp8_experts_forward
 from moe_ops.integrations._quantize import is_experts, quantize, quantize_weights
-from moe_ops.integrations._quantizer import MoeOpsConfig
 from moe_ops.integrations._routers import (
     RouterReport,
     RoutersReport,
