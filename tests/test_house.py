@@ -145,7 +145,9 @@ def python_blocks(document: str) -> list[str]:
     return re.findall(r"^```python\n(.*?)^```", (ROOT / document).read_text(), re.S | re.M)
 
 
-@pytest.mark.parametrize("document", ["README.md", "docs/compile.md", "docs/quantization.md"])
+@pytest.mark.parametrize(
+    "document", ["README.md", "docs/compile.md", "docs/quantization.md", "docs/from_vllm.md"]
+)
 def test_documented_code_runs(document):
     blocks = python_blocks(document)
     assert blocks
