@@ -106,11 +106,11 @@ def expected(weight: torch.Tensor, scheme: str, stored: torch.Tensor) -> Scales:
         sixth = (amax / 6).float()
         return Scales(oracle.e4m3((whole[:, None, None] * sixth).double()), global_scale=whole)
     if scheme == "int4_w4a8":
-        channel = (amax.amax(-1, keepdim=True) / 7 / 56).float()
-        return Scales(oracle.e4m3(((amax / 7).float() / channel).double()), channel_scale=channel)
+        channel = (amax.amax(-1, keepdim=True) / 7.5 / 56).float()
+        return Scales(oracle.e4m3(((amax / 7.5).float() / channel).double()), channel_scale=channel)
     dtype = torch.float32 if scheme.startswith("int8_w8a8") else weight.dtype
     if not scheme.endswith(":zp"):
-        return Scales((amax / (127 if fmt == "int8" else 7)).to(dtype))
+        return Scales((amax / (127.5 if fmt == "int8" else 7.5)).to(dtype))
     low, high = w.amin(-1).clamp(max=0), w.amax(-1).clamp(min=0)
     scale = ((high - low) / (255 if fmt == "int8" else 15)).to(dtype)
     first, last = (-128, 127) if fmt == "int8" else (0, 15)

@@ -126,7 +126,7 @@ def _scales(parts: Tensor, desc: QuantDesc, dtype: torch.dtype):
         scale, zero_point = scaling.with_zero_point(low, high, desc, dtype)
         stored = _squeeze(zero_point, desc).to(desc.storage_dtype)
         return Scales(_squeeze(scale, desc), stored), scale.to(torch.float32), zero_point
-    scale = scaling.one_where_zero(scaling.plain(amax, desc).to(dtype))
+    scale = scaling.one_where_zero(scaling.weight_steps(amax, desc).to(dtype))
     return Scales(_squeeze(scale, desc)), scale.to(torch.float32), None
 
 

@@ -11,7 +11,7 @@ class Int4ExpertTensor(ExpertTensor):
     qdata is (E, N, K/2) uint8: codes 0..15, the even column in the low half of a byte. "int4_w4a16" has
     scales (E, N, K/g) for groups of g = 32, 64 or 128 columns, or (E, N, 1), in the float dtype of the weights
     that were quantized (any of bf16, fp16, fp32 in ``from_quantized``); zero_point is uint8 0..15, shaped
-    like scale, in the variants that end in ":zp", and 8 in the others, where scale = amax / 7.
+    like scale, in the variants that end in ":zp", and 8 in the others, where scale = amax / 7.5.
 
     "int4_w4a8" has e4m3 scales (E, N, K/128) and channel_scale fp32 (E, N, 1): value = (code - 8) * scale *
     channel_scale. Its scales are at most 56, so that their products with codes fit e4m3 as well.
