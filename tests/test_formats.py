@@ -452,3 +452,39 @@ def test_prepare_lays_out_once_and_back(reversed_bytes):
     w13, w2 = [prepare(make("int4_w4a16:g32", 2, *s), "triton") for s in ((64, K), (K, 32))]
     with pytest.raises(ValueError, match="torch.*natural layout, got layout 'reversed'"):
         moe_ops.fused_experts(x, w13, w2, torch.ones(1, 1), ids, backend="torch")
+
+
+# --- models -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scheme", ["int4_w4a16:g32:zp", "mxfp6_e2m3_w6a16", "nvfp4_w4a16"])
+def test_transformers_own_experts_run_on_quantized_weights(scheme):
+    """Its loop, its grouped and its batched products, by index, transpose and product of the tensor."""
+    transformers = pytest.importorskip("transformers")
+    import moe_ops.integrations.transformers as integration
+
+    sizes = {"hidden_size": 64, "moe_intermediate_size": 64, "num_hidden_layers": 1}
+    config = transformers.Qwen3MoeConfig(
+        **sizes,
+        vocab_size=32,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        num_experts=4,
+        num_experts_per_tok=2,
+        experts_implementation="moe_ops",
+    )
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
+    integration.quantize(model, scheme)
+    experts = model.model.layers[0].mlp.experts
+    plain = copy.deepcopy(model)
+    for name, value in experts.named_parameters():
+        weight = nn.Parameter(value.dequantize(), requires_grad=False)
+        setattr(plain.model.layers[0].mlp.experts, name, weight)
+    ids = torch.arange(12).view(2, 6)
+    for implementation in ("moe_ops", "grouped_mm", "batched_mm", "eager"):
+        for m in (model, plain):
+            m.set_experts_implementation(implementation)
+        got, want = [m(input_ids=ids, use_cache=False).logits for m in (model, plain)]
+        assert oracle.relative_error(got, want) < 1e-5, implementation
