@@ -6,6 +6,7 @@ in the captured graph and Inductor reuses them from layer to layer.
 
 from __future__ import annotations
 
+import operator
 import warnings
 from typing import Any
 
@@ -16,9 +17,13 @@ from torch.fx.experimental.symbolic_shapes import guard_or_false
 
 from moe_ops import activations, plans, registry, training, validation
 from moe_ops.activations import Activation
-from moe_ops.problem import Buffer
 from moe_ops.validation import Weight
 
+_PARTS = (  # attributes of an ExpertTensor, as `Weight` orders them
+    *("qdata", "scale", "zero_point", "global_scale", "channel_scale", "activation_scale"),
+    *("scheme", "weight_layout"),
+)
+_parts = operator.itemgetter(*_PARTS)
 _EXPERTS = "hidden_states w13 w2 topk_weights topk_ids w13_bias w2_bias expert_map"
 
 
@@ -105,7 +110,8 @@ def fused_experts(
             router_weight_on_input,
         )
     return ready.run(
-        Buffer((M, K), hidden_states.dtype),
+        (M, K),
+        hidden_states.dtype,
         M,
         hidden_states.device,
         hidden_states,
@@ -166,7 +172,8 @@ def batched_experts(
     )
     E, T, K = hidden_states.shape
     return ready.run(
-        Buffer((E, T, K), hidden_states.dtype),
+        (E, T, K),
+        hidden_states.dtype,
         T,
         hidden_states.device,
         hidden_states,
@@ -218,7 +225,8 @@ def grouped_linear(
         return training.grouped_linear(x, a, offsets, bias).to(x.dtype)
     S = x.shape[0]
     return ready.run(
-        Buffer((S, a.data.shape[1]), x.dtype),
+        (S, a.data.shape[1]),
+        x.dtype,
         S,
         x.device,
         x,
@@ -283,23 +291,19 @@ def _unwrap(weight: Any) -> Weight:
 
             return _unwrap(gathered(weight))
         return Weight(weight)
-    return Weight(
-        weight.qdata,
-        weight.scale,
-        weight.zero_point,
-        weight.global_scale,
-        weight.channel_scale,
-        weight.activation_scale,
-        scheme,
-        weight.weight_layout,
-    )
+    if torch.compiler.is_compiling():
+        return Weight(*[getattr(weight, name) for name in _PARTS])
+    return Weight._make(_parts(vars(weight)))  # half the time of eight attributes
 
 
 def _scales(*weights: Weight) -> list[Tensor | None]:
     """The op argument `scales`."""
     if not weights[0].scheme:
         return []
-    return [tensor for weight in weights for tensor in weight[1:6]]  # scale to activation_scale
+    found: list[Tensor | None] = []
+    for weight in weights:
+        found += weight[1:6]  # scale to activation_scale
+    return found
 
 
 def _check_rows(name: str, tensor: Tensor, M: int) -> None:

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from moe_ops import registry, validation
-from moe_ops.library import dispatcher_is_idle
-from moe_ops.problem import Buffer
+from moe_ops.library import current_device, dispatcher_is_idle
 from moe_ops.validation import BatchedCall, ExpertsCall, LinearCall, meta
 
 
@@ -70,39 +69,43 @@ class Ready:
         self.kernel = plan.kernel if plain else None
         self.shapes: dict[int, list] = {}
 
-    def run(self, out: Buffer, M: int, device: torch.device, *values: Any) -> Tensor:
-        """Allocate `out` and the workspaces for M rows, call the op, return `out`.
+    def run(
+        self, shape: tuple, dtype: torch.dtype, M: int, device: torch.device, *values: Any
+    ) -> Tensor:
+        """Allocate the output, of a shape that the plan and M decide, and workspaces for M rows; call the op.
 
         On plain tensors, where nothing listens to the dispatcher, what the op would call is called: that saves 5 us of
-        24, the cost of handing arguments to C++ and back. `out` is a function of the plan and M.
+        24, the cost of handing arguments to C++ and back.
         """
         if torch.compiler.is_compiling() or type(M) is not int:
-            shapes = (out, *self.plan.workspace_shapes(M))
-            buffers = [torch.empty(*shape, dtype=t, device=device) for shape, t in shapes]
+            shapes = ((shape, dtype), *self.plan.workspace_shapes(M))
+            buffers = [torch.empty(*size, dtype=t, device=device) for size, t in shapes]
             self.op(*buffers, *values)
             return buffers[0]
         direct = self.kernel is not None and dispatcher_is_idle()
-        buffers = self.allocate(direct, out, M, device)
+        buffers = self.allocate(direct, shape, dtype, M, device)
         if direct:
             self.kernel(*buffers, *values)  # type: ignore[misc]
         else:
             self.op(*buffers, *values)
         return buffers[0]
 
-    def allocate(self, direct: bool, out: Buffer, M: int, device: torch.device) -> list[Tensor]:
-        """`out` and the three workspaces for M rows, uninitialised."""
+    def allocate(
+        self, direct: bool, shape: tuple, dtype: torch.dtype, M: int, device: torch.device
+    ) -> list[Tensor]:
+        """The output and the three workspaces, uninitialised."""
         shapes = self.shapes.get(M)
         if shapes is None:
             if len(self.shapes) >= 256:
                 self.shapes.clear()
-            buffers = (out, *self.plan.workspace_shapes(M))
-            shapes = self.shapes[M] = [(shape, _strides(shape), t) for shape, t in buffers]
+            buffers = ((shape, dtype), *self.plan.workspace_shapes(M))
+            shapes = self.shapes[M] = [(size, _strides(size), t) for size, t in buffers]
         empty = None
-        if direct and (device.index is None or device.index == torch.cuda.current_device()):
+        if direct and (device.index is None or device.index == current_device()):
             empty = _EMPTY.get(device.type)
         if empty is None:
-            return [torch.empty(*shape, dtype=t, device=device) for shape, _, t in shapes]
-        return [empty(shape, strides, t) for shape, strides, t in shapes]
+            return [torch.empty(*size, dtype=t, device=device) for size, _, t in shapes]
+        return [empty(size, strides, t) for size, strides, t in shapes]
 
 
 def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:

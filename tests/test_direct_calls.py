@@ -7,7 +7,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import moe_ops
 from moe_ops import library, plans
 from moe_ops.library import dispatcher_is_idle
-from moe_ops.problem import Buffer
 
 M, E, TOP_K, K, I = 5, 4, 2, 64, 32
 
@@ -151,9 +150,7 @@ def test_direct_calls_allocate_what_others_do(shape):
     plan = moe_ops.explain(*arguments()[:3], arguments()[4], backend="torch")
     ready = plans.Ready(plan)
     device = torch.device("cpu")
-    found = [
-        ready.allocate(direct, Buffer(shape, torch.float16), 5, device) for direct in (True, False)
-    ]
+    found = [ready.allocate(direct, shape, torch.float16, 5, device) for direct in (True, False)]
     for a, b in zip(*found, strict=True):
         assert (a.shape, a.stride(), a.dtype, a.device) == (b.shape, b.stride(), b.dtype, b.device)
     assert found[0][0].shape == shape and found[0][0].dtype == torch.float16

@@ -239,10 +239,10 @@ def test_kernels_stay_inside_their_workspaces(name, kind, M):
     results = []
     for factor in (1, 4):
 
-        def allocate(ready, direct, out, M, device, factor=factor):
+        def allocate(ready, direct, shape, dtype, M, device, factor=factor):
             plan = Fenced(ready.plan.problem, ready.plan.machine, ready.plan.tiers)
             object.__setattr__(plan, "factor", factor)
-            found = [torch.empty(*out.shape, dtype=out.dtype, device=device)]
+            found = [torch.empty(*shape, dtype=dtype, device=device)]
             for shape, dtype in plan.workspace_shapes(M):
                 inside, whole = fenced(shape, dtype)
                 found.append(inside)
