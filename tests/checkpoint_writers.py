@@ -24,9 +24,8 @@ class Writer:
     """Random matrices of one format; the same seed gives the same ones."""
 
     config: dict = {}
-    weight_only = (
-        ""  # a scheme with these weights and plain activations, if the default has others
-    )
+    weight_only = ""  # the scheme with plain activations, if the default rounds them
+    factor = 1.0  # of scales for a whole matrix; projections of one expert share it
 
     def __init__(self, seed=0):
         self.rng = np.random.default_rng(seed)
@@ -194,6 +193,31 @@ class BlockFP8(Writer):
         return {"weight": q, "weight_scale_inv": s}, double(q) * scale
 
 
+class DeepSeekFP4(Writer):
+    """DeepSeek-V4's experts: pairs of e2m1 in int8, e8m0 scales for each 32 of a row, named "scale"."""
+
+    config = BlockFP8.config
+    weight_only = "mxfp4_w4a16"
+
+    def matrix(self, n, k):
+        codes, exponents = mxfp4(self.rng, n, k)
+        scale = torch.from_numpy(exponents).view(torch.float8_e8m0fnu)
+        tensors = {"weight": pairs(codes).view(torch.int8), "scale": scale}
+        return tensors, E2M1[codes] * 2.0 ** (exponents.astype(int) - 127).repeat(32, 1)
+
+
+class MXFP8(Writer):
+    """e4m3 with e8m0 scales for each 32 of a row, stored as bytes."""
+
+    config = BlockFP8.config | {"weight_block_size": [1, 32]}
+
+    def matrix(self, n, k):
+        q = e4m3(self.rng, n, k)
+        exponents = self.rng.integers(112, 116, (n, k // 32)).astype(np.uint8)
+        values = double(q) * 2.0 ** (exponents.astype(int) - 127).repeat(32, 1)
+        return {"weight": q, "weight_scale_inv": torch.from_numpy(exponents)}, values
+
+
 class NVFP4(Writer):
     """compressed-tensors' nvfp4-pack-quantized; ``modelopt``: ModelOpt's."""
 
@@ -268,4 +292,6 @@ WRITERS = {
     "modelopt_nvfp4": NVFP4(modelopt=True),
     "fp8_block": BlockFP8(),
     "fp8_block_e8m0": BlockFP8(e8m0=True),
+    "deepseek_fp4": DeepSeekFP4(),
+    "mxfp8": MXFP8(),
 }

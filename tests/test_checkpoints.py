@@ -31,6 +31,8 @@ SCHEMES = {
     "modelopt_nvfp4": "nvfp4",
     "fp8_block": "fp8_block",
     "fp8_block_e8m0": "fp8_block",
+    "deepseek_fp4": "mxfp4_w4a8",
+    "mxfp8": "mxfp8",
 }
 
 
@@ -141,6 +143,16 @@ def test_compressed_tensors_own_packing(tmp_path):
     assert np.allclose(
         (elements.double() * scale.repeat_interleave(16, 1)).numpy(), values, rtol=1e-12
     )
+
+
+@pytest.mark.parametrize("form", ["fp8_block", "fp8_block_e8m0", "deepseek_fp4", "mxfp8"])
+def test_transformers_own_dequantization(form):
+    """The writer's values are those of transformers."""
+    fp8 = pytest.importorskip("transformers.integrations.finegrained_fp8")
+    tensors, values = copy.deepcopy(WRITERS[form]).matrix(128, 256)
+    weight, scale = tensors.values()
+    got = fp8.Fp8Dequantize(None)._dequantize_one(weight, scale, torch.float32)
+    assert np.allclose(got.double().numpy(), values, rtol=1e-6, atol=0)
 
 
 def drop(part):

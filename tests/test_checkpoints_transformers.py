@@ -144,7 +144,7 @@ def test_every_format_gives_the_logits_of_its_values(form, tmp_path):
     scheme = writer.weight_only or None
     loaded = load(tmp_path, scheme)
     assert len(weights_of(loaded)) == 4
-    rounded = form == "ct_int8"  # its activations always are
+    rounded = form in ("ct_int8", "mxfp8")  # their activations always are
     assert relative(logits(loaded), logits(original)) < (0.1 if rounded else 1e-5)
     if scheme:  # with the scheme of the checkpoint activations are rounded too
         loaded = load(tmp_path)
@@ -425,6 +425,11 @@ def test_what_from_pretrained_refuses(tmp_path):
 
 def test_quantized_checkpoints_that_are_damaged(tmp_path):
     original = qwen()
+    save_plain(original, tmp_path)
+    name = "model.layers.0.self_attn.q_proj.weight"
+    rewrite(tmp_path, lambda t: t.update({name: t[name].to(torch.float8_e4m3fn)}))
+    with pytest.raises(ValueError, match=f"{name} in .*must be a plain weight or have scales"):
+        load(tmp_path, "int8_w8a16")
     requantize(tmp_path, GPTQ(), original)
     rewrite(tmp_path, lambda t: t.pop(f"{LAST}.up_proj.scales"))
     with pytest.raises(

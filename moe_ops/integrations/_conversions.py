@@ -14,7 +14,7 @@ from transformers import core_model_loading as loading
 
 from moe_ops.integrations._layers import Layer
 from moe_ops.integrations.checkpoints.experts import Checkpoint
-from moe_ops.integrations.checkpoints.formats import ROLES, format_of
+from moe_ops.integrations.checkpoints.formats import ALIASES, ROLES, format_of
 from moe_ops.tensors import ExpertTensor
 
 # what `flatten` adds to the name of a quantized weight
@@ -115,9 +115,9 @@ def _bases(transform: loading.WeightConverter) -> list[str]:
 def _reader(bases: list[str], target: str, table: Table, roles=(*ROLES, BIAS)) -> OwnReader:
     patterns = []
     for projection, base in enumerate(bases):
-        for role in roles:
+        for role in (*roles, *ALIASES):
             pattern = rf"{base}.{role}$"
-            table[pattern] = (projection, role)
+            table[pattern] = (projection, ALIASES.get(role, role))
             patterns.append(pattern)
     return OwnReader(patterns, target)
 
@@ -146,6 +146,7 @@ def _matrix_readers(checkpoint: Checkpoint, transforms: list, table: Table) -> l
     modules: dict[str, dict] = {}
     for tensor, entry in checkpoint.files.entries.items():
         module, _, role = tensor.rpartition(".")
+        role = ALIASES.get(role, role)
         if role in ROLES:
             modules.setdefault(module, {})[role] = entry
     leaves = set()

@@ -27,6 +27,7 @@ from moe_ops.integrations._attach import attach
 from moe_ops.integrations._config import METHOD, MoeOpsConfig
 from moe_ops.integrations._layers import Layer
 from moe_ops.integrations.checkpoints import files
+from moe_ops.integrations.checkpoints.common import FLOATS
 from moe_ops.integrations.checkpoints.experts import (
     Checkpoint,
     Source,
@@ -108,6 +109,7 @@ class MoeOpsQuantizer(HfQuantizer):
             if target in state and pattern in table:
                 found.setdefault(target, {})[tensor] = table[pattern]
             elif target in state:
+                self._check_plain(tensor, state[target])
                 foreign.add(target)
             elif pattern in table:
                 self._check_unclaimed(tensor, renamings, converters)
@@ -126,6 +128,14 @@ class MoeOpsQuantizer(HfQuantizer):
             raise ValueError(
                 "scheme must be given to quantize a plain checkpoint, got None; leave quantization_config out "
                 "to load it plain"
+            )
+
+    def _check_plain(self, tensor: str, parameter: Tensor) -> None:
+        """Raise for a quantized tensor whose scales have names that nobody taught us."""
+        entry = self._checkpoint.files.entries[tensor]
+        if parameter.is_floating_point() and entry.dtype not in FLOATS:
+            raise ValueError(
+                f"{entry} must be a plain weight or have scales of a known name beside it, got {entry.dtype}"
             )
 
     def _check_unclaimed(self, tensor: str, renamings: list, converters: list) -> None:

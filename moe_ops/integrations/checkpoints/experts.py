@@ -20,7 +20,14 @@ from torch import Tensor
 
 import moe_ops
 from moe_ops.integrations.checkpoints import files
-from moe_ops.integrations.checkpoints.formats import ROLES, Format, Matrix, config_for, format_of
+from moe_ops.integrations.checkpoints.formats import (
+    ALIASES,
+    ROLES,
+    Format,
+    Matrix,
+    config_for,
+    format_of,
+)
 from moe_ops.schemes import QuantScheme, get_scheme
 
 Source = dict[str, str]  # role -> name of a tensor in the files
@@ -304,8 +311,8 @@ def role_of(text: str) -> str:
     """The role that a tensor's name ends with: "" -> "weight", "scale_inv" -> "weight_scale_inv"."""
     if text in ("", "weight"):
         return "weight"
-    if text in ROLES:
-        return text
+    if text in ROLES or text in ALIASES:
+        return ALIASES.get(text, text)
     return f"weight_{text}" if f"weight_{text}" in ROLES else ""
 
 

@@ -19,12 +19,19 @@ from moe_ops.integrations.checkpoints.common import (
     shape_of,
 )
 
-# --- fine-grained fp8: DeepSeek, Qwen3-FP8 and transformers' own FP8 quantizer ----------------------
+# --- weight_scale_inv: DeepSeek, Qwen3-FP8 and transformers' own FP8 quantizer ----------------------
 
 
-def describe_fp8_block(t: dict, config: Config) -> Matrix:
+def describe_scale_inv(t: dict, config: Config) -> Matrix:
+    """e4m3 with a scale for each 128 x 128; with e8m0 scales for each 32 of a row e4m3 or pairs of e2m1."""
     *batch, n, k = shape_of(t, "weight")
-    require(t, "weight", (*batch, n, k), torch.float8_e4m3fn)
+    is_fp4 = t["weight"].dtype == torch.int8
+    k *= 2 if is_fp4 else 1
+    powers_of_two = t["weight_scale_inv"].dtype in (torch.float8_e8m0fnu, torch.uint8)
+    if is_fp4 or (powers_of_two and shape_of(t, "weight_scale_inv") == (*batch, n, k // 32)):
+        e8m0 = torch.float8_e8m0fnu
+        require(t, "weight_scale_inv", (*batch, n, k // 32), e8m0, torch.uint8)
+        return Matrix("mxfp4_w4a8" if is_fp4 else "mxfp8", n, k, tuple(batch))
     block = tuple(config.get("weight_block_size") or (128, 128))
     if block != (128, 128):
         raise ValueError(f"weight_block_size must be (128, 128), got {block}")
@@ -37,8 +44,12 @@ def describe_fp8_block(t: dict, config: Config) -> Matrix:
     return Matrix("fp8_block", n, k, tuple(batch))
 
 
-def convert_fp8_block(t: dict[str, Tensor], config: Config) -> dict[str, Tensor]:
+def convert_scale_inv(t: dict[str, Tensor], config: Config) -> dict[str, Tensor]:
     scale = t["weight_scale_inv"]
+    if describe_scale_inv(t, config).scheme != "fp8_block":
+        weight = t["weight"]
+        weight = weight.view(torch.uint8) if weight.dtype == torch.int8 else weight
+        return {"qdata": weight, "scale": scale.view(torch.uint8)}
     scale = scale.view(torch.float8_e8m0fnu) if scale.dtype == torch.uint8 else scale
     return {"qdata": t["weight"], "scale": scale.float()}
 

@@ -37,6 +37,7 @@ class Format:
     optional: tuple[str, ...]
     describe: Callable[[dict, Config], Matrix]
     convert: Callable[[dict[str, Tensor], Config], dict[str, Tensor]]
+    dtypes: tuple[torch.dtype, ...] = ()  # of "weight", where the names do not tell
 
 
 def format_of(tensors: dict, where: str) -> Format | None:
@@ -47,9 +48,9 @@ def format_of(tensors: dict, where: str) -> Format | None:
     """
     for form in FORMATS:
         roles = {*form.required, *form.optional}
-        if tensors.keys() >= set(form.required) and tensors.keys() <= roles:
-            if form.name == "modelopt" and tensors["weight"].dtype != torch.uint8:
-                continue
+        if not set(form.required) <= tensors.keys() <= roles:
+            continue
+        if not form.dtypes or tensors["weight"].dtype in form.dtypes:
             return form
     if tensors.keys() == {"weight"} and tensors["weight"].dtype in FLOATS:
         return None
@@ -82,8 +83,9 @@ FORMATS = (
         "fine-grained fp8",
         ("weight", "weight_scale_inv"),
         (),
-        floats.describe_fp8_block,
-        floats.convert_fp8_block,
+        floats.describe_scale_inv,
+        floats.convert_scale_inv,
+        (torch.float8_e4m3fn, torch.int8),
     ),
     Format(
         "mxfp4 blocks", ("blocks", "scales"), (), floats.describe_blocks, floats.convert_blocks
@@ -115,6 +117,7 @@ FORMATS = (
         ("input_scale",),
         floats.describe_nvfp4,
         floats.convert_nvfp4,
+        (torch.uint8,),
     ),
     Format(
         "fp8 or int8 with weight_scale",
@@ -122,9 +125,14 @@ FORMATS = (
         ("weight_zero_point", "input_scale"),
         floats.describe_scaled,
         floats.convert_scaled,
+        (torch.float8_e4m3fn, torch.int8),
     ),
 )
 ROLES = tuple(sorted({role for f in FORMATS for role in (*f.required, *f.optional)}))
+
+
+# other names of a role
+ALIASES = {"scale": "weight_scale_inv", "qscale_weight": "weight_scale_inv"}
 
 
 def config_for(config: Config, module: str) -> Config:
