@@ -38,10 +38,10 @@ def route_tokens(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The whole router: `route(linear(hidden_states, router_weight, router_bias), top_k, method, ...)`.
 
-    On CUDA it is one operator. Up to 16 tokens it launches two kernels, which read the router's weight
-    with the whole GPU and then choose on the logits as a linear layer rounds them; with more, torch's
-    matrix product and `route`'s kernel. Where gradients are wanted, under autocast and on other
-    devices it is the two steps written above.
+    On CUDA it is one operator. Up to 16 tokens, 4 where the weight has 2**20 elements or more, it launches two
+    kernels, which read the router's weight with the whole GPU and then choose on the logits as a linear layer
+    rounds them; with more, torch's matrix product and `route`'s kernel. Where gradients are wanted, under autocast
+    and on other devices it is the two steps written above.
 
     Args:
         hidden_states: (M, K), bf16, fp16 or fp32, any strides; other float dtypes run in two steps.

@@ -15,7 +15,7 @@ from torch import Tensor
 from moe_ops.kernels import routing
 from moe_ops.kernels.triton_launch import Launch, gpu, pointers, run
 from moe_ops.kernels.triton_routing import start_dependent, wait
-from moe_ops.meta.router import MAX_TOKENS, PROGRAM_TOKENS, router_tiles
+from moe_ops.meta.router import PROGRAM_TOKENS, max_tokens, router_tiles
 from moe_ops.meta.workspace import cdiv
 
 
@@ -136,7 +136,8 @@ def launch(
     if M == 0:
         return
     choice = (scoring, renormalize, num_expert_groups, topk_groups)
-    if M > MAX_TOKENS:
+    few = max_tokens(*router_weight.shape)
+    if M > few:
         with torch.no_grad():
             _linear(router_logits, hidden_states, router_weight, router_bias)
         routing.launch(
