@@ -2,6 +2,7 @@
 
 import copy
 import json
+import weakref
 
 import numpy as np
 import pytest
@@ -124,6 +125,30 @@ def test_plain_checkpoints_are_quantized_expert_by_expert(tmp_path):
         for name in want.__tensor_flatten__()[0]:
             a, b = getattr(got, name), getattr(want, name)
             assert torch.equal(a.view(torch.uint8), b.view(torch.uint8)), (scheme, name)
+
+
+def test_no_more_than_one_expert_is_in_memory(tmp_path, monkeypatch):
+    """Beside the weight that is made: when a tensor is read, those of other experts are gone."""
+    tensors = {
+        f"{PREFIX}.{e}.{name}.weight": torch.randn(I, K).bfloat16()
+        for e in range(8)
+        for name in ("gate_proj", "up_proj")
+    }
+    save(tmp_path, tensors, {})
+    checkpoint, alive, most = Checkpoint(tmp_path, {}), [], 0
+    read = checkpoint.files.read
+
+    def watched(name, device="cpu"):
+        nonlocal most
+        tensor = read(name, device)
+        alive.append(weakref.ref(tensor))
+        most = max(most, sum(ref() is not None for ref in alive))
+        return tensor
+
+    monkeypatch.setattr(checkpoint.files, "read", watched)
+    weight = checkpoint.expert_weight(PREFIX, scheme="int4_w4a16:g64")
+    assert len(alive) == 16 and weight.shape == (8, 2 * I, K)
+    assert most == 2  # gate and up of one expert
 
 
 def test_compressed_tensors_own_packing(tmp_path):

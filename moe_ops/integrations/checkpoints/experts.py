@@ -205,8 +205,11 @@ class Checkpoint:
                 yield rows.T if weight.columns_first else rows
             return
         for expert in zip(*weight.sources, strict=True):
-            parts = [self._read(source, device)["weight"] for source in expert]
-            yield parts[0] if len(parts) == 1 else torch.cat(parts)
+            yield self._plain_rows(expert, device)
+
+    def _plain_rows(self, expert: tuple[Source, ...], device: Any) -> Tensor:
+        parts = [self._read(source, device)["weight"] for source in expert]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _quantizing(self, weight: Weight, scheme: str, device: Any) -> Iterator[dict[str, Tensor]]:
         """Quantize plain weights, one expert at a time."""
