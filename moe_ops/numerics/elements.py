@@ -25,17 +25,16 @@ def encode(x: Tensor, fmt: ElementFormat, zero_point: Tensor | None = None) -> T
     return pack(_encode_float(x, fmt), fmt)
 
 
-def decode(q: Tensor, fmt: ElementFormat, zero_point: Tensor | None = None) -> Tensor:
-    """The fp32 numbers (..., K) that stored elements stand for, exactly; a new tensor."""
+def decode(q: Tensor, fmt: ElementFormat, from_zero: bool = False) -> Tensor:
+    """The fp32 numbers (..., K) that stored elements stand for, exactly; a new tensor. int4 codes count from 8,
+    or ``from_zero``, for a zero point to be subtracted."""
     if fmt.name == "e4m3":
         return e4m3_to_float32(q)
     codes = unpack(q, fmt)
     if fmt.is_float:
         return _decode_float(codes, fmt)
     values = codes.to(torch.float32)
-    if zero_point is not None:
-        return values.sub_(zero_point)
-    return values.sub_(8.0) if fmt.name == "int4" else values
+    return values.sub_(8.0) if fmt.name == "int4" and not from_zero else values
 
 
 def pack(codes: Tensor, fmt: ElementFormat) -> Tensor:

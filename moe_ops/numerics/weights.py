@@ -79,9 +79,9 @@ def dequantize_weight(
     scheme = get_scheme(scheme)
     desc = scheme.quantized_weight
     n, k = scheme.logical_shape(*qdata.shape[-2:])
+    values = grouped(decode(qdata, desc.format, zero_point is not None), desc.group)
     if zero_point is not None:
-        zero_point = _spread(zero_point.to(torch.float32)[..., :, None, :, None], desc, n, k)
-    values = grouped(decode(qdata, desc.format, zero_point), desc.group)
+        values = values.sub_(zero_point[..., :, None, :, None])
     scale = scale_to_float32(scale, desc)
     scale = scale[..., None, None] if desc.group.is_tensor else scale
     values = values.mul_(scale[..., :, None, :, None])  # in place: `decode` made a copy
