@@ -137,7 +137,7 @@ def launch(
         return
     choice = (scoring, renormalize, num_expert_groups, topk_groups)
     few = max_tokens(*router_weight.shape)
-    if M > few:
+    if few < M:
         with torch.no_grad():
             _linear(router_logits, hidden_states, router_weight, router_bias)
         routing.launch(
