@@ -122,10 +122,11 @@ def draw(rows: list[Row], path: str) -> None:
         axis.set_xlabel(label)
         axis.grid(axis="x", alpha=0.3)
         axis.set_axisbelow(True)
+        axis.margins(y=0.01)
     axes[0].invert_yaxis()
     axes[0].tick_params(labelsize=8)
     handles = [pyplot.Rectangle((0, 0), 1, 1, color=c) for c in colors.values()]
-    axes[1].legend(handles, [f"{bits}-bit weights" for bits in colors], loc="best", fontsize=8)
+    axes[1].legend(handles, [f"{bits}-bit weights" for bits in colors], loc="upper right", fontsize=8)
     figure.tight_layout()
     figure.savefig(path, dpi=110)
     print(f"\n  drawn to {path}")
