@@ -302,6 +302,17 @@ def test_grouped_linear(where, scheme, ends):
     assert (out[ends[-1] :] == 0).all()
 
 
+def test_static_global_scales():
+    """nvfp4 activations whose global scale is known beforehand, other for either weight."""
+    case = Case("cpu", FP32, "nvfp4", K=80, I=48, bias=True)
+    dynamic = case.check("torch")
+    for position, scale in ((1, 0.0011), (2, 0.0017)):
+        w = case.args[position]
+        case.args[position] = w._replace(activation_scale=torch.tensor(scale))
+    static = case.check("torch")
+    assert oracle.relative_error(static, dynamic) > 0.01
+
+
 @pytest.mark.parametrize("scheme", SCHEMES + VARIED)
 @pytest.mark.parametrize("autocast", [False, True])
 def test_block_path_of_gpus_without_one(scheme, autocast):

@@ -100,6 +100,9 @@ def test_names_and_variants():
     assert get_scheme("fp8_w8a16").weight_only and not get_scheme("fp8_block").weight_only
     for name, scheme in SCHEMES.items():
         assert scheme.name == name and get_scheme(name) is scheme and get_scheme(scheme) is scheme
+    assert get_scheme("int4_w4a16").name == "int4_w4a16:g128"
+    assert get_scheme("int8_w8a16:zp").weight.zero_point
+    assert get_scheme("mxfp4:ocp") is get_scheme("mxfp4") != get_scheme("mxfp4:round")
     config_names = [scheme.config_name for scheme in SCHEMES.values()]
     assert len(set(config_names)) == len(config_names) and "unquantized" in config_names
     assert all(name.replace("-", "_").isidentifier() for name in config_names)
@@ -122,7 +125,20 @@ def test_unknown_name_lists_the_known():
 
 
 W = QuantDesc("e4m3", PER_ROW)
+E8M0, E4M3_SCALE = torch.float8_e8m0fnu, torch.float8_e4m3fn
+MX = {"scale_dtype": E8M0, "scale_rule": "ocp"}
 ILLEGAL = {
+    "scale_dtype must be": lambda: QuantDesc("e4m3", PER_ROW, scale_dtype=torch.float64),
+    "either a global_scale or a channel_scale": lambda: QuantDesc(
+        "e2m1", PER_TOKEN_GROUP, scale_dtype=E4M3_SCALE
+    ),
+    "channel_scale must be False": lambda: QuantDesc("int4", PER_TOKEN_GROUP, channel_scale=True),
+    "scale_rule must be one of": lambda: QuantDesc("e2m1", PER_TOKEN_GROUP, scale_dtype=E8M0),
+    "empty without, got 'ceil'": lambda: QuantDesc("int8", PER_ROW, scale_rule="ceil"),
+    "need groups of one row": lambda: QuantDesc("e2m1", PER_ROW, **MX),
+    "need symmetric weights": lambda: QuantScheme(
+        "x", QuantDesc("int8", PER_ROW, zero_point=True), QuantDesc("int8", PER_ROW, False)
+    ),
     "must be positive": lambda: GroupShape(0, 128),
     "must be one of": lambda: QuantDesc("e9m9", PER_ROW),
     "symmetric": lambda: QuantDesc("e4m3", PER_ROW, zero_point=True),
@@ -162,6 +178,36 @@ def test_scale_shapes():
     assert get_scheme("fp8_block").batched_scale_shape(5, 256, 384) == (5, 2, 3)
     assert get_scheme("fp8_block").activation.scale_shape(7, 300) == (7, 3)
     assert QuantDesc("e4m3", PER_COLUMN).scale_shape(7, 300) == (1, 300)
+
+
+def test_shapes_of_packed_weights():
+    for name, packed, scale in (
+        ("int8_w8a16:g64", 256, 4),
+        ("int4_w4a16:g32", 128, 8),
+        ("mxfp6_e3m2", 192, 8),
+        ("mxfp8", 256, 8),
+        ("nvfp4", 128, 16),
+        ("int4_w4a8", 128, 2),
+    ):
+        scheme = get_scheme(name)
+        assert scheme.qdata_shape(5, 7, 256) == (5, 7, packed)
+        assert scheme.logical_shape(5, 7, packed) == (5, 7, 256)
+        shapes = scheme.scale_shapes(5, 7, 256)
+        assert shapes["scale"] == (5, 7, scale) and shapes["zero_point"] is None
+        assert shapes["global_scale"] == ((5,) if name == "nvfp4" else None)
+        assert shapes["channel_scale"] == ((5, 7, 1) if name == "int4_w4a8" else None)
+    assert get_scheme("int4_w4a16:g32:zp").scale_shapes(5, 7, 256)["zero_point"] == (5, 7, 8)
+    assert get_scheme("").logical_shape(5, 7, 256) == (5, 7, 256)
+
+
+def test_columns_that_groups_do_not_divide():
+    assert get_scheme("fp8_block").why_not_shape(100, 130) == ""
+    assert get_scheme("int4_w4a16:g64").why_not_shape(100, 192) == ""
+    reason = get_scheme("int4_w4a16:g64:zp").why_not_shape(100, 96)
+    assert "96 columns must be a multiple of 64" in reason and "g32:zp' take it" in reason
+    assert "'int4_w4a16:g32'" not in reason
+    assert "must be even" in get_scheme("int4_w4a16:channel").why_not_shape(100, 97)
+    assert get_scheme("int8_w8a16:channel").why_not_shape(100, 97) == ""
 
 
 def test_scale_shapes_of_symbolic_sizes():
