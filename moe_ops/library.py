@@ -196,7 +196,7 @@ class Backend:
     differentiable: bool = False
     native_schemes: tuple[str, ...] = ()  # schemes run without dequantizing to a wider product
     interpreted: bool = False  # on a CPU: by an interpreter, for tests; never chosen by "auto"
-    native_capability: tuple[int, int] = (0, 0)  # least one that multiplies quantized activations
+    native_capability: tuple[int, int] = (0, 0)  # least one that multiplies fp8 activations
 
     def native(self, scheme: str, machine: Machine) -> bool:
         """Whether products on `machine` are those of the scheme's own formats, not emulated."""
@@ -204,7 +204,10 @@ class Backend:
             return True
         if scheme not in self.native_schemes:
             return False
-        return get_scheme(scheme).weight_only or machine.capability >= self.native_capability
+        activation = get_scheme(scheme).activation
+        if activation is None or activation.dtype == "int8":  # any tensor core multiplies int8
+            return True
+        return machine.capability >= self.native_capability
 
 
 def register(

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import moe_ops
-from moe_ops.problem import Problem
+from moe_ops.problem import Machine, Problem
 from moe_ops.schemes import SCHEMES, get_scheme
 from tests import cases, oracle
 from tests.cases import BF16, FP16, FP32, Case
@@ -51,16 +51,17 @@ def test_every_weight_only_scheme_but_6_bits_is_native():
     assert set(INT8) <= set(backend.BACKEND.native_schemes)
 
 
+@pytest.mark.parametrize("scheme", [*WEIGHT_ONLY, *INT8])
+def test_native_from_sm80_on(scheme):
+    machine = Machine("cuda", (8, 0), "a GPU", ("triton",))
+    assert backend.BACKEND.native(scheme, machine)
+
+
 def test_supports_no_scheme_without_a_kernel():
     scheme = "mxfp6_e2m3"
     problem = Problem("experts", 4, 64, 64, 128, 2, BF16, scheme=scheme)
-    assert any(scheme in reason for reason in backend.supports(problem, _machine()))
-
-
-def _machine():
-    from moe_ops.problem import Machine
-
-    return Machine("cuda", (9, 0), "a GPU", ("triton",))
+    machine = Machine("cuda", (9, 0), "a GPU", ("triton",))
+    assert any(scheme in reason for reason in backend.supports(problem, machine))
 
 
 # --- the expert layer ---------------------------------------------------------------------------------

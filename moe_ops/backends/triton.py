@@ -71,7 +71,7 @@ def supports(problem: Problem, machine: Machine) -> list[str]:
     if problem.layout:
         reasons.append(f"triton takes weights in their natural layout, got {problem.layout!r}")
     if problem.scheme and problem.scheme not in _SCHEMES:
-        reasons.append(f"triton has no kernel for scheme {problem.scheme!r} yet")
+        reasons.append(f"triton has no kernel for scheme {problem.scheme!r}")
     if problem.dtype not in _DTYPES:
         reasons.append(f"triton takes bfloat16, float16 or float32, got {problem.dtype}")
     return reasons

@@ -78,6 +78,8 @@ def moe_ops_packed_gemm1(
     BK: tl.constexpr,
     STAGES: tl.constexpr,
     DK: tl.constexpr,
+    S_ALIGN: tl.constexpr,
+    WARPS: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     """h = activation(x @ w13.T + bias), the activation applied while gate and up are in registers."""
@@ -117,7 +119,7 @@ def moe_ops_packed_gemm1(
         x_ptrs, w_ptrs, ok, K, stride_xk, stride_wk,
         scale_ptr, stride_se, stride_sn, stride_sk,
         zero_ptr, stride_ze, stride_zn, stride_zk, global_ptr, e64, row,
-        BM, WN, BK, DK, EVEN_K, STAGES, FORMAT, SCALE, G,
+        BM, WN, BK, DK, EVEN_K, STAGES, FORMAT, SCALE, G, S_ALIGN, WARPS,
     )  # fmt: skip
     start_dependent(DEPENDENT)
     if WEIGHT_ON_INPUT:
@@ -188,6 +190,8 @@ def moe_ops_packed_gemm2(
     BK: tl.constexpr,
     STAGES: tl.constexpr,
     DK: tl.constexpr,
+    S_ALIGN: tl.constexpr,
+    WARPS: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     """y = x @ w.T + bias, rounded once, to y's dtype. Also the GEMM of grouped_linear."""
@@ -222,7 +226,7 @@ def moe_ops_packed_gemm2(
         x_ptrs, w_ptrs, ok, K, stride_xk, stride_wk,
         scale_ptr, stride_se, stride_sn, stride_sk,
         zero_ptr, stride_ze, stride_zn, stride_zk, global_ptr, e64, row,
-        BM, WN, BK, DK, EVEN_K, STAGES, FORMAT, SCALE, G,
+        BM, WN, BK, DK, EVEN_K, STAGES, FORMAT, SCALE, G, S_ALIGN, WARPS,
     )  # fmt: skip
     start_dependent(DEPENDENT)
     if bias_ptr is not None:

@@ -31,19 +31,20 @@ def choose(
 ) -> Tiles:
     """Tiles of the two GEMMs. An expert's rows should usually fit one block, so weights are read once."""
     average = rows / groups
-    tokens = 8 if direct or average <= 4 else 16 if average <= 12 else 32 if average <= 25 else 64
+    tokens = 8 if direct or average <= 4 else 16 if average <= 16 else 32 if average <= 40 else 64
     if dtype != torch.bfloat16:  # weights are decoded by way of fp32, which takes registers
         tokens = min(max(tokens, 16), 32)
         first = second = Tile(64, 32, 2, 4) if dtype == torch.float32 else Tile(64, 64, 3, 4)
-    elif tokens <= 16:
+    elif tokens == 8:
         few = min(rows, groups)
-        first = Tile(_rows(few, 2 * I, bits), 128, 4, 2)
-        second = Tile(_rows(few, K, bits), 128, 4, 2)
-    elif tokens == 32 or shared_memory <= LARGE_MEMORY:  # before SM90 sums of more rows spill
+        first, second = _streaming(few * 2 * I, bits), _streaming(few * K, bits)
+    elif tokens == 16:
+        first = second = Tile(128 if bits == 4 else 64, 128, 4, 2)
+    elif shared_memory <= LARGE_MEMORY:  # before SM90 sums of more rows spill
         tokens, first, second = 32, Tile(64, 128, 4, 2), Tile(64, 128, 4, 2)
     else:
-        tokens = 64 if average <= 51 else 128
-        first = second = Tile(128, 128, 3, 4 if tokens == 64 else 8)
+        tokens = 128 if average > 64 else tokens
+        first = second = Tile(128, 128, 3, 8 if tokens == 128 else 4)
     return Tiles(
         direct,
         tokens,
@@ -53,13 +54,14 @@ def choose(
     )
 
 
-def _rows(experts: int, rows: int, bits: int) -> int:
-    """Rows of a tile: as many as leave each multiprocessor some blocks."""
-    widest = 128 if bits == 4 else 64
-    for size in (128, 64):
-        if size <= widest and experts * rows >= 4 * 132 * size:
-            return size
-    return 32
+def _streaming(rows: int, bits: int) -> Tile:
+    """Tile for few rows an expert, as measured on an H200, where `rows` rows of weights are read in all.
+
+    128 bytes of a row at a time, and smaller tiles where a multiprocessor would have fewer than three blocks.
+    """
+    if rows < 3 * 132 * 64:
+        return Tile(32, 128, 6, 2)
+    return Tile(64, 256, 3, 2) if bits == 4 else Tile(64, 128, 4, 2)
 
 
 def _fit(tile: Tile, tokens: int, bits: int, itemsize: int, shared_memory: int) -> Tile:
@@ -125,16 +127,16 @@ def search_space(base: Tiles, average: float, bits: int) -> list[tuple[list[Tile
 
 
 def candidates(tokens: int, bits: int) -> list[Tile]:
-    """Tiles worth timing: sums and operands of a block fit its registers."""
+    """Tiles worth timing: sums and operands of a block fit its registers, and 64 or 128 bytes of a row are read."""
     found = []
     for rows in (32, 64, 128):
-        for k in (64, 128):
+        for k in (64, 128) if bits == 8 else (128, 256):
             for stages in (3, 4, 6):
                 for warps in (2, 4, 8):
                     if tokens <= 32:
                         wanted = warps == (4 if rows * tokens > 2048 else 2)
                     else:
                         wanted = rows >= 64 and warps == (8 if rows * tokens > 8192 else 4)
-                    if wanted and rows * k * bits >= 32 * 64 * 8:
+                    if wanted and 32 * 64 * 8 <= rows * k * bits <= 128 * 128 * 8:
                         found.append(Tile(rows, k, stages, warps))
     return found

@@ -1,0 +1,294 @@
+"""Operands of the packed product: weights of 4 and 8 bits as 16-bit numbers, in registers. Imported at first launch only.
+
+The functions in assembly take 4 bytes of a row to bf16 and are elementwise: what comes of byte i is element i, in
+whatever order threads hold them. Those that take scales or zero points too expect that the four bytes share them.
+
+FORMAT and SCALE are explained in triton_packed_matmul.py.
+"""
+
+import triton
+import triton.language as tl
+
+from moe_ops.kernels.triton_fp8 import decode
+
+INTERPRET = tl.constexpr(triton.knobs.runtime.interpret)
+
+
+@triton.jit
+def int4_pair(p):
+    """bf16 of nibbles (even, odd columns), minus 8: 128 + n by its bits, then a difference."""
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .b32 a, b, c, d, q, r, o, m, u;
+        mov.b32 o, 0x43004300; mov.b32 m, 0xc308c308; mov.b32 u, 0x3f803f80;
+        prmt.b32 q, $4, 0, 0x3120; shr.u32 r, q, 8;
+        lop3.b32 a, q, 0x000f000f, o, 0xea;
+        lop3.b32 b, r, 0x000f000f, o, 0xea;
+        shr.u32 c, q, 4; lop3.b32 c, c, 0x000f000f, o, 0xea;
+        shr.u32 d, q, 12; lop3.b32 d, d, 0x000f000f, o, 0xea;
+        fma.rn.bf16x2 $0, a, u, m; fma.rn.bf16x2 $1, b, u, m;
+        fma.rn.bf16x2 $2, c, u, m; fma.rn.bf16x2 $3, d, u, m;
+        }""",
+        "=r,=r,=r,=r,r",
+        [p],
+        dtype=(tl.bfloat16, tl.bfloat16),
+        is_pure=True,
+        pack=4,
+    )
+
+
+@triton.jit
+def int4_pair_zero(p, zero):
+    """As int4_pair, minus a zero point (uint8) each."""
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .b32 a, b, c, d, q, r, o, m, u;
+        mov.b32 o, 0x43004300; mov.b32 m, 0xc300c300; mov.b32 u, 0x3f803f80;
+        lop3.b32 m, $5, 0x000f000f, m, 0xea;
+        prmt.b32 q, $4, 0, 0x3120; shr.u32 r, q, 8;
+        lop3.b32 a, q, 0x000f000f, o, 0xea;
+        lop3.b32 b, r, 0x000f000f, o, 0xea;
+        shr.u32 c, q, 4; lop3.b32 c, c, 0x000f000f, o, 0xea;
+        shr.u32 d, q, 12; lop3.b32 d, d, 0x000f000f, o, 0xea;
+        fma.rn.bf16x2 $0, a, u, m; fma.rn.bf16x2 $1, b, u, m;
+        fma.rn.bf16x2 $2, c, u, m; fma.rn.bf16x2 $3, d, u, m;
+        }""",
+        "=r,=r,=r,=r,r,r",
+        [p, zero],
+        dtype=(tl.bfloat16, tl.bfloat16),
+        is_pure=True,
+        pack=4,
+    )
+
+
+@triton.jit
+def e2m1_pair(p):
+    """bf16 of nibbles times 2^-126."""
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .b32 a, b, c, d, q, r;
+        prmt.b32 q, $4, 0, 0x3120; shr.u32 r, q, 8;
+        and.b32 a, q, 0x000f000f; mul.lo.u32 a, a, 0x1040; and.b32 $0, a, 0x81c081c0;
+        and.b32 b, r, 0x000f000f; mul.lo.u32 b, b, 0x1040; and.b32 $1, b, 0x81c081c0;
+        and.b32 c, q, 0x00f000f0; mul.lo.u32 c, c, 0x0104; and.b32 $2, c, 0x81c081c0;
+        and.b32 d, r, 0x00f000f0; mul.lo.u32 d, d, 0x0104; and.b32 $3, d, 0x81c081c0;
+        }""",
+        "=r,=r,=r,=r,r",
+        [p],
+        dtype=(tl.bfloat16, tl.bfloat16),
+        is_pure=True,
+        pack=4,
+    )
+
+
+@triton.jit
+def e2m1_pair_e8m0(p, scale):
+    """bf16 of nibbles times their e8m0 scale (uint8) times 2^-32.
+
+    A product puts sign and magnitude where bf16 has them, 2^-126 too small, as logic has half of the issue slots.
+    """
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .b32 a, b, c, d, q, r, s, z;
+        mov.b32 z, 0x80008000;
+        and.b32 s, $5, 0x00ff00ff; mad.lo.u32 s, s, 128, 0x2f002f00;
+        prmt.b32 q, $4, 0, 0x3120; shr.u32 r, q, 8;
+        and.b32 a, q, 0x000f000f; mul.lo.u32 a, a, 0x1040; and.b32 a, a, 0x81c081c0;
+        and.b32 b, r, 0x000f000f; mul.lo.u32 b, b, 0x1040; and.b32 b, b, 0x81c081c0;
+        and.b32 c, q, 0x00f000f0; mul.lo.u32 c, c, 0x0104; and.b32 c, c, 0x81c081c0;
+        and.b32 d, r, 0x00f000f0; mul.lo.u32 d, d, 0x0104; and.b32 d, d, 0x81c081c0;
+        fma.rn.bf16x2 $0, a, s, z; fma.rn.bf16x2 $1, b, s, z;
+        fma.rn.bf16x2 $2, c, s, z; fma.rn.bf16x2 $3, d, s, z;
+        }""",
+        "=r,=r,=r,=r,r,r",
+        [p, scale],
+        dtype=(tl.bfloat16, tl.bfloat16),
+        is_pure=True,
+        pack=4,
+    )
+
+
+@triton.jit
+def e2m1_pair_e4m3(p, scale):
+    """bf16 of nibbles times their e4m3 scale (its code, not negative) times 2^-8."""
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .b32 a, b, c, d, q, r, s, z;
+        mov.b32 z, 0x80008000;
+        and.b32 s, $5, 0x00ff00ff; shl.b32 s, s, 4;
+        mov.b32 a, 0x7f007f00; fma.rn.bf16x2 s, s, a, z;
+        mov.b32 a, 0x77007700; fma.rn.bf16x2 s, s, a, z;
+        prmt.b32 q, $4, 0, 0x3120; shr.u32 r, q, 8;
+        and.b32 a, q, 0x000f000f; mul.lo.u32 a, a, 0x1040; and.b32 a, a, 0x81c081c0;
+        and.b32 b, r, 0x000f000f; mul.lo.u32 b, b, 0x1040; and.b32 b, b, 0x81c081c0;
+        and.b32 c, q, 0x00f000f0; mul.lo.u32 c, c, 0x0104; and.b32 c, c, 0x81c081c0;
+        and.b32 d, r, 0x00f000f0; mul.lo.u32 d, d, 0x0104; and.b32 d, d, 0x81c081c0;
+        fma.rn.bf16x2 $0, a, s, z; fma.rn.bf16x2 $1, b, s, z;
+        fma.rn.bf16x2 $2, c, s, z; fma.rn.bf16x2 $3, d, s, z;
+        }""",
+        "=r,=r,=r,=r,r,r",
+        [p, scale],
+        dtype=(tl.bfloat16, tl.bfloat16),
+        is_pure=True,
+        pack=4,
+    )
+
+
+@triton.jit
+def int8_value(p):
+    """bf16 of int8 codes (given as uint8): 128 + the low 7 bits, minus 128 or 256."""
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .b32 a, b, c, d, q, r, o, m, u;
+        mov.b32 o, 0x43004300; mov.b32 m, 0xc300c300; mov.b32 u, 0x3f803f80;
+        prmt.b32 q, $2, 0, 0x3120; shr.u32 r, q, 8;
+        lop3.b32 a, q, 0x007f007f, o, 0xea; lop3.b32 b, q, 0x00800080, m, 0xea;
+        lop3.b32 c, r, 0x007f007f, o, 0xea; lop3.b32 d, r, 0x00800080, m, 0xea;
+        fma.rn.bf16x2 $0, a, u, b; fma.rn.bf16x2 $1, c, u, d;
+        }""",
+        "=r,=r,r",
+        [p],
+        dtype=tl.bfloat16,
+        is_pure=True,
+        pack=4,
+    )
+
+
+@triton.jit
+def e4m3_value(p):
+    """bf16 of e4m3 codes (as uint8); the NaN code becomes 480."""
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .b32 a, b, q, s, m, z;
+        mov.b32 m, 0x7b807b80; mov.b32 z, 0x80008000;
+        prmt.b32 q, $2, 0, 0x3120; shl.b32 s, q, 8; shl.b32 a, q, 4; and.b32 a, a, 0x07f007f0;
+        lop3.b32 a, s, 0x80008000, a, 0xea;
+        shr.u32 b, q, 4; and.b32 b, b, 0x07f007f0; lop3.b32 b, q, 0x80008000, b, 0xea;
+        fma.rn.bf16x2 $0, a, m, z; fma.rn.bf16x2 $1, b, m, z;
+        }""",
+        "=r,=r,r",
+        [p],
+        dtype=tl.bfloat16,
+        is_pure=True,
+        pack=4,
+    )
+
+
+@triton.jit
+def e2m1(code):
+    """fp32 of e2m1 codes, whose upper bits are zero."""
+    magnitude = (code & 7).to(tl.int32)
+    exponent, mantissa = magnitude >> 1, magnitude & 1
+    normal = ((2 + mantissa) << exponent).to(tl.float32) * 0.25
+    value = tl.where(exponent == 0, 0.5 * mantissa.to(tl.float32), normal)
+    return tl.where(code > 7, -value, value)
+
+
+@triton.jit
+def group_scale(s, SCALE: tl.constexpr):
+    """fp32 of loaded scales."""
+    if SCALE == "e8m0":
+        bits = s.to(tl.int32) << 23
+        return tl.where(bits == 0, 1 << 22, bits).to(tl.float32, bitcast=True)  # 2^-127
+    elif SCALE == "e4m3":
+        return decode(s, tl.float32)
+    else:
+        return s.to(tl.float32)
+
+
+@triton.jit
+def spread(s, WN: tl.constexpr, GROUPS: tl.constexpr, EACH: tl.constexpr):
+    """(WN, GROUPS) or (WN,) to (WN, GROUPS * EACH): one for each byte of a group."""
+    if GROUPS == 1:
+        return tl.broadcast_to(s[:, None], (WN, EACH))
+    else:
+        return tl.broadcast_to(s[:, :, None], (WN, GROUPS, EACH)).reshape(WN, GROUPS * EACH)
+
+
+@triton.jit
+def operands(
+    x,  # (BM, BK)
+    p,  # (WN, BK) or two columns a byte (WN, BK // 2), uint8
+    s,  # scales of these columns, (WN, GROUPS), where weights are scaled
+    zero,  # zero points of them, (WN,) or (WN, GROUPS)
+    BM: tl.constexpr,
+    WN: tl.constexpr,
+    BK: tl.constexpr,
+    GROUPS: tl.constexpr,
+    FORMAT: tl.constexpr,
+    SCALE: tl.constexpr,
+    HAS_ZERO: tl.constexpr,
+    TOGETHER: tl.constexpr,
+):
+    """(x0, x1, w0, w1): x @ w.T = x0 @ w0.T + x1 @ w1.T. Of 8-bit formats the second pair repeats the first."""
+    PAIRS: tl.constexpr = FORMAT == "int4" or FORMAT == "e2m1"
+    BYTES: tl.constexpr = BK // 2 if PAIRS else BK
+    SCALED: tl.constexpr = SCALE == "e8m0" or SCALE == "e4m3" or SCALE == "weight"
+    if PAIRS:
+        x0, x1 = x.reshape(BM, BYTES, 2).split()
+    else:
+        x0 = x
+        x1 = x
+    if x.dtype == tl.bfloat16 and not INTERPRET:
+        if SCALED:
+            s = spread(s, WN, GROUPS, BYTES // GROUPS)
+        if HAS_ZERO:
+            zero = spread(zero, WN, GROUPS, BYTES // GROUPS)
+        if FORMAT == "e2m1":
+            if not TOGETHER:
+                w0, w1 = e2m1_pair(p)
+                if SCALE == "e8m0":
+                    s = (s.to(tl.int16) * 128 + 0x2F00).to(tl.bfloat16, bitcast=True)
+                else:
+                    s = (decode(s, tl.bfloat16) * 3.3230699894622897e35).to(tl.bfloat16)  # 2^118
+                w0 *= s
+                w1 *= s
+            elif SCALE == "e8m0":
+                w0, w1 = e2m1_pair_e8m0(p, s)
+            else:
+                w0, w1 = e2m1_pair_e4m3(p, s)
+        elif PAIRS:
+            if HAS_ZERO and TOGETHER:
+                w0, w1 = int4_pair_zero(p, zero)
+            else:
+                w0, w1 = int4_pair(p)
+            if HAS_ZERO and not TOGETHER:
+                zero = 8.0 - zero.to(tl.bfloat16)
+                w0 += zero
+                w1 += zero
+        elif FORMAT == "int8":
+            w0 = int8_value(p)
+            if HAS_ZERO:  # at most 255, which bf16 holds
+                w0 -= zero.to(tl.int8, bitcast=True).to(tl.bfloat16)
+            w1 = w0
+        else:
+            w0 = e4m3_value(p)
+            w1 = w0
+        if SCALE == "weight":
+            w0 *= s
+            w1 *= s
+    else:
+        if PAIRS:
+            w0, w1 = p & 15, p >> 4
+            if FORMAT == "e2m1":
+                w0, w1 = e2m1(w0), e2m1(w1)
+        else:
+            w0 = p.to(tl.int8, bitcast=True) if FORMAT == "int8" else decode(p, tl.float32)
+            w1 = w0
+        w0, w1 = w0.to(tl.float32), w1.to(tl.float32)
+        if HAS_ZERO:
+            zero = zero.to(tl.int8, bitcast=True).to(tl.float32)
+            zero = spread(zero, WN, GROUPS, BYTES // GROUPS)
+            w0 -= zero
+            w1 -= zero
+        elif FORMAT == "int4":
+            w0 -= 8.0
+            w1 -= 8.0
+        if SCALED:
+            s = spread(group_scale(s, SCALE), WN, GROUPS, BYTES // GROUPS)
+            w0 *= s
+            w1 *= s
+        if INTERPRET:  # its 16-bit products are wrong
+            x0, x1 = x0.to(tl.float32), x1.to(tl.float32)
+        w0, w1 = w0.to(x0.dtype), w1.to(x1.dtype)
+    return x0, x1, w0, w1
