@@ -49,7 +49,8 @@ from moe_ops.schemes import SCHEMES
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _QUANTIZING = ("fp8_tensor", "fp8_tensor_static", "fp8_channel", "fp8_block")
 _QUANTIZING += ("int8_w8a8", "int8_w8a8_static")
-_SCHEMES = (*_QUANTIZING, *filter(triton_packed_launch.describe, SCHEMES))  # those with kernels
+_PACKED = frozenset(filter(triton_packed_launch.describe, SCHEMES))
+_SCHEMES = (*_QUANTIZING, *sorted(_PACKED))  # those with kernels
 _blocks = lru_cache(maxsize=8192)(block_bound)  # spares two sym_min of 0.8 us a call
 
 
@@ -172,7 +173,7 @@ def _launch_experts(a: ExpertsArgs) -> None:
     E, K, I = a.w2.shape  # noqa: E741
     dtype, device = x.dtype, x.get_device()
     chip = gpu(device)
-    if a.scheme and triton_packed_launch.format_of(a.scheme):
+    if a.scheme in _PACKED:
         return triton_packed_launch.launch_experts(a, chip)
     w13 = weight_of("w13", a.w13, a.w13_scale, a.scheme, dtype, chip)
     w2 = weight_of("w2", a.w2, a.w2_scale, a.scheme, dtype, chip)
@@ -186,9 +187,8 @@ def _launch_experts(a: ExpertsArgs) -> None:
     )
     blocks = pairs if tiles.direct else _blocks(pairs, E, tiles.tokens)
     y = triton_scales.flat(a.workspace2, torch.float32, pairs * K)
-    rows = pair_rows(a, tiles.direct, tiles.tokens, blocks)
-    index, _, expert_map, _, _, num_ids, _, *strides = rows.args
-    has_map, on_input = rows.has_map, a.router_weight_on_input
+    index, expert_map, on_input = a.index_workspace, a.expert_map, a.router_weight_on_input
+    rows = pair_rows(index, ids, expert_map, E, top_k, tiles.direct, tiles.tokens, blocks)
     first = None if tiles.direct else route(rows, pairs, tiles.chunk, chip)
     launches = [] if first is None else [first]
     input_weights = weights if on_input else None
@@ -199,7 +199,7 @@ def _launch_experts(a: ExpertsArgs) -> None:
     source = Input(x, x_strides)
     if w13.scales.x:
         validity = Validity(
-            "pairs", has_map, (ids, expert_map, E, num_ids, top_k, *strides), input_weights
+            "pairs", rows.has_map, (*rows.args[1:3], *rows.args[4:]), input_weights
         )
         launches, source = triton_scales.prepare(
             source,
@@ -232,7 +232,7 @@ def _launch_experts(a: ExpertsArgs) -> None:
             _gemm1(a, w13, rows, tiles.gemm1, h, h_scale, source, input_weights),
             _gemm2(y, h, w2, a.w2_bias, rows, tiles.gemm2, (0, K, 1)),
         )
-    launches.append(combine(a, y, rows, chip))
+    launches.append(combine(out, y, weights, rows, M, K, not on_input, chip))
     key = (device, tiles, E, top_k, x_strides, out.stride(), on_input, _layer_key(a))
     data = (h.data, h.scale, source.data, source.scale) if a.scheme else (h.data,)
     run(
@@ -251,7 +251,7 @@ def _launch_batched_experts(a: BatchedExpertsArgs) -> None:
     I = a.w2.shape[2]  # noqa: E741
     dtype, device = x.dtype, x.get_device()
     chip = gpu(device)
-    if a.scheme and triton_packed_launch.format_of(a.scheme):
+    if a.scheme in _PACKED:
         return triton_packed_launch.launch_batched_experts(a, chip)
     w13 = weight_of("w13", a.w13, a.w13_scale, a.scheme, dtype, chip)
     w2 = weight_of("w2", a.w2, a.w2_scale, a.scheme, dtype, chip)
@@ -292,7 +292,7 @@ def _launch_grouped_linear(a: GroupedLinearArgs) -> None:
         return
     E, device = a.weight.shape[0], x.get_device()
     chip = gpu(device)
-    if a.scheme and triton_packed_launch.format_of(a.scheme):
+    if a.scheme in _PACKED:
         return triton_packed_launch.launch_grouped_linear(a, chip)
     w = weight_of("weight", a.weight, a.weight_scale, a.scheme, x.dtype, chip)
     itemsize, memory = x.dtype.itemsize, chip.shared_memory

@@ -35,6 +35,7 @@ class Format(NamedTuple):
     scale: str
     group: int  # columns that share a scale, 0 for all
     bits: int
+    storage: torch.dtype
 
 
 def describe(scheme: str) -> Format | None:
@@ -43,14 +44,14 @@ def describe(scheme: str) -> Format | None:
     desc = found.weight
     if desc is None or found.activation is not None:
         return None
-    bits = desc.format.bits
+    kind = (desc.format.bits, desc.storage_dtype)
     if desc.dtype == "e2m1":
-        return Format("e2m1", "e8m0" if desc.is_mx else "e4m3", desc.group.cols, bits)
+        return Format("e2m1", "e8m0" if desc.is_mx else "e4m3", desc.group.cols, *kind)
     if desc.dtype not in ("e4m3", "int8", "int4") or desc.is_mx:
         return None
     if desc.group.is_tensor or desc.group.is_row:
-        return Format(desc.dtype, "end", 0, bits)
-    return Format(desc.dtype, "block" if desc.group.rows > 1 else "sum", desc.group.cols, bits)
+        return Format(desc.dtype, "end", 0, *kind)
+    return Format(desc.dtype, "block" if desc.group.rows > 1 else "sum", desc.group.cols, *kind)
 
 
 format_of = cache(describe)  # for launches; in traced code Dynamo warns of a cached function
@@ -64,6 +65,7 @@ class Packed(NamedTuple):
     zero: Tensor | None
     global_scale: Tensor | None
     format: Format
+    strides: tuple  # of data, scales, zero points: each of an expert, a row, a column or group
     chip: Gpu
 
     @property
@@ -73,29 +75,32 @@ class Packed(NamedTuple):
     def pointers(self) -> tuple:
         return self.data, self.scale, self.zero, self.global_scale
 
-    def strides(self) -> tuple:
-        """Of the data, the scales and the zero points: an expert, a row, a column or group."""
-        zero = (0, 0, 0) if self.zero is None else self.zero.stride()
-        scale = (*self.scale.stride(), 0, 0)[:3]
-        if self.format.group == 0:  # one a row, if not one for all
-            scale, zero = (*scale[:2], 0), (*zero[:2], 0)
-        return (*self.data.stride(), *scale, *zero)
-
     def constants(self, tile: Tile, dtype: torch.dtype) -> tuple[tuple, tuple]:
-        """FORMAT to G, and how the kernel steps: DK and S_ALIGN.
+        """FORMAT to G, and how the kernel steps: DK and S_ALIGN."""
+        scale, zero = self.scale, self.zero
+        strides = scale.stride() if zero is None else (*scale.stride(), *zero.stride())
+        return _constants(self.format, scale.dtype == dtype, tile.k, strides, scale.shape)
 
-        A product takes 128 columns at most, for more its operands would fill the registers. More of them in a step read
-        longer pieces of a row: mixtral in int4 at M = 8 took 225 us with 256 columns, 294 with 128.
-        """
-        name, scale, group, _ = self.format
-        if group == 32 and name == "int4" and self.scale.dtype == dtype:
-            scale = "weight"  # products of 32 columns alone would be too short
-        step = min(tile.k, group, 128) if scale == "sum" else min(tile.k, 128)
-        together = 16
-        for tensor in (self.scale, self.zero):
-            if tensor is not None:
-                together = math.gcd(together, *tensor.stride()[:-1], tensor.shape[-1])
-        return (name, scale, group), (step, together)
+
+@lru_cache(maxsize=1024)
+def _constants(
+    of: Format,
+    same_dtype: bool,  # of scales and activations
+    step: int,
+    strides: tuple[int, ...],  # of scales and zero points
+    shape: tuple[int, ...],  # of scales
+) -> tuple[tuple, tuple]:
+    """As Packed.constants.
+
+    A product takes 128 columns at most, for more its operands would fill the registers. More of them in a step read
+    longer pieces of a row: mixtral in int4 at M = 8 took 225 us with 256 columns, 294 with 128.
+    """
+    how = of.scale
+    if of.group == 32 and of.name == "int4" and same_dtype:
+        how = "weight"  # products of 32 columns alone would be too short
+    columns = min(step, of.group, 128) if how == "sum" else min(step, 128)
+    together = math.gcd(16, shape[-1], *[stride for stride in strides if stride != 1])
+    return (of.name, how, of.group), (columns, together)
 
 
 def packed(
@@ -109,7 +114,7 @@ def packed(
 ) -> Packed:
     """The Packed of an op's tensors; ValueError where the dtype is not what the scheme says."""
     found = format_of(scheme)
-    expected = get_scheme(scheme).quantized_weight.storage_dtype
+    expected = found.storage
     if data.dtype != expected:
         raise ValueError(
             f"{name} must have dtype {expected} for scheme {scheme}, got {data.dtype}; quantize it "
@@ -118,7 +123,12 @@ def packed(
     if not chip.native:  # compilers for such GPUs do not know e4m3
         data = data.view(torch.uint8) if data.dtype == torch.float8_e4m3fn else data
         scale = scale.view(torch.uint8) if scale.dtype == torch.float8_e4m3fn else scale
-    return Packed(data, scale, zero, global_scale, found, chip)
+    of_zero = (0, 0, 0) if zero is None else zero.stride()
+    of_scale = scale.stride() if scale.ndim == 3 else (scale.stride(0), 0, 0)
+    if found.group == 0:  # one a row, if not one for all
+        of_scale, of_zero = (*of_scale[:2], 0), (*of_zero[:2], 0)
+    strides = (*data.stride(), *of_scale, *of_zero)
+    return Packed(data, scale, zero, global_scale, found, strides, chip)
 
 
 def gemm1(
@@ -141,7 +151,7 @@ def gemm1(
     args = (
         *(h, x, *w.pointers(), bias, *rows.args, input_weights),
         *((0, 0) if input_weights is None else input_weights.stride()),
-        *(K, I, *x_strides, *w.strides(), *((0, 0) if bias is None else bias.stride())),
+        *(K, I, *x_strides, *w.strides, *((0, 0) if bias is None else bias.stride())),
         *(*activation[:3], rows.name, rows.has_map, input_weights is not None, *activation[3:]),
         *(
             *constants,
@@ -172,7 +182,7 @@ def gemm2(
     K, N = w.columns, w.data.shape[1]
     constants, steps = w.constants(tile, x.dtype)
     args = (
-        *(y, x, *w.pointers(), bias, *rows.args, K, N, *x_strides, *w.strides()),
+        *(y, x, *w.pointers(), bias, *rows.args, K, N, *x_strides, *w.strides),
         *(*((0, 0) if bias is None else bias.stride()), *y_strides),
         *(rows.name, rows.has_map, zero_tail, *constants, K % tile.k == 0, GROUP),
         *(rows.tokens, *tile[:3], *steps, tile.warps, w.chip.dependent),
@@ -194,7 +204,8 @@ def launch_experts(a: ExpertsArgs, chip: Gpu) -> None:
         M, top_k, E, K, I, dtype, chip, a.scheme, w2.format.bits
     )
     blocks = pairs if tiles.direct else _blocks(pairs, E, tiles.tokens)
-    rows = pair_rows(a, tiles.direct, tiles.tokens, blocks)
+    index, expert_map = a.index_workspace, a.expert_map
+    rows = pair_rows(index, ids, expert_map, E, top_k, tiles.direct, tiles.tokens, blocks)
     h = flat(a.workspace13, dtype, pairs * I)
     y = flat(a.workspace2, torch.float32, pairs * K)
     weights = a.topk_weights if a.router_weight_on_input else None
@@ -203,10 +214,10 @@ def launch_experts(a: ExpertsArgs, chip: Gpu) -> None:
     launches += (
         gemm1(w13, a.w13_bias, h, x, x_strides, rows, weights, _activation(a), tiles.gemm1),
         gemm2(w2, a.w2_bias, y, (0, K, 1), h, (I, 1), rows, tiles.gemm2),
-        combine(a, y, rows, chip),
+        combine(out, y, a.topk_weights, rows, M, K, weights is None, chip),
     )
     key = (device, tiles, E, top_k, x_strides, out.stride(), a.router_weight_on_input)
-    data = (x, a.topk_weights, ids, out, y, h, a.index_workspace, a.expert_map)
+    data = (x, a.topk_weights, ids, out, y, h, index, expert_map)
     run(launches, (*key, _layer_key(a, w13, w2), pointers(*data)), device, chip.dependent)
 
 
@@ -247,7 +258,7 @@ def launch_grouped_linear(a: GroupedLinearArgs, chip: Gpu) -> None:
         group_blocks(rows, offsets, E + 1, S, 0, chip),
         gemm2(w, a.bias, out, (0, *out.stride()), x, x.stride(), rows, tiles.gemm2, True),
     ]
-    key = (device, "grouped", tiles, a.weight.shape, x.stride(), out.stride(), w.strides())
+    key = (device, "grouped", tiles, a.weight.shape, x.stride(), out.stride(), w.strides)
     key += (a.scheme, None if a.bias is None else a.bias.stride())
     data = (x, offsets, out, index, a.bias, *w.pointers())
     run(launches, (*key, pointers(*data)), device, chip.dependent)
@@ -260,6 +271,6 @@ def _activation(a: ExpertsArgs | BatchedExpertsArgs) -> tuple:
 def _layer_key(a: ExpertsArgs | BatchedExpertsArgs, w13: Packed, w2: Packed) -> tuple:
     """The part of a specialisation that weights and activation decide."""
     strides = [None if bias is None else bias.stride() for bias in (a.w13_bias, a.w2_bias)]
-    key = (a.activation, a.limit < NO_LIMIT, a.scheme, a.w2.shape, w13.strides(), w2.strides())
+    key = (a.activation, a.limit < NO_LIMIT, a.scheme, a.w2.shape, w13.strides, w2.strides)
     data = pointers(a.w13_bias, a.w2_bias, *w13.pointers(), *w2.pointers())
     return (*key, *strides, data)

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from moe_ops.activations import Activation
 from moe_ops.kernels.triton_launch import Gpu, Launch
-from moe_ops.library import ExpertsArgs
 from moe_ops.meta.workspace import cdiv
 
 _COMBINE_COLUMNS = 512
@@ -28,16 +27,21 @@ class Rows(NamedTuple):
         return self.args[3]
 
 
-def pair_rows(a: ExpertsArgs, direct: bool, tokens: int, blocks: int) -> Rows:
+def pair_rows(
+    index: Tensor,
+    ids: Tensor,  # (M, top_k)
+    expert_map: Tensor | None,
+    experts: int,
+    top_k: int,
+    direct: bool,
+    tokens: int,
+    blocks: int,
+) -> Rows:
     """Rows of tokens that `route` sorts by expert; of one token (`direct`) each pair is a block."""
-    ids, expert_map, experts = a.topk_ids, a.expert_map, a.w2.shape[0]
     has_map = expert_map is not None
-    num_ids, map_stride = (
-        (expert_map.shape[0], expert_map.stride(0)) if expert_map is not None else (experts, 0)
-    )
-    args = (a.index_workspace, ids, expert_map, blocks, experts, num_ids, ids.shape[1])
-    name = "direct" if direct else "sorted"
-    return Rows(name, has_map, tokens, (*args, *ids.stride(), map_stride))
+    num_ids, map_stride = (expert_map.shape[0], expert_map.stride(0)) if has_map else (experts, 0)
+    args = (index, ids, expert_map, blocks, experts, num_ids, top_k, *ids.stride(), map_stride)
+    return Rows("direct" if direct else "sorted", has_map, tokens, args)
 
 
 def sorted_rows(index: Tensor, blocks: int, experts: int, tokens: int) -> Rows:
@@ -73,12 +77,22 @@ def group_blocks(rows: Rows, sizes: Tensor, groups: int, S: int, T: int, chip: G
     )
 
 
-def combine(a: ExpertsArgs, y: Tensor, rows: Rows, chip: Gpu) -> Launch:
-    """The weighted sum of a token's rows of y."""
-    out, weights, (M, K) = a.out, a.topk_weights, a.out.shape
-    _, ids, expert_map, _, experts, num_ids, top_k, *strides = rows.args
-    args = (out, y, weights, ids, expert_map, experts, num_ids, K, *strides, *weights.stride())
-    args += (*out.stride(), top_k, rows.has_map, not a.router_weight_on_input)
+def combine(
+    out: Tensor,  # (M, K), written
+    y: Tensor,
+    weights: Tensor,  # (M, top_k)
+    rows: Rows,
+    M: int,
+    K: int,
+    weighted: bool,
+    chip: Gpu,
+) -> Launch:
+    """The sum of a token's rows of y, by the router's weights or (not `weighted`) as they are."""
+    _, ids, expert_map, _, experts, num_ids, top_k, stride_m, stride_k, map_stride = rows.args
     return Launch(
-        "combine", (M, cdiv(K, _COMBINE_COLUMNS), 1), (*args, _COMBINE_COLUMNS, chip.dependent)
+        "combine",
+        (M, cdiv(K, _COMBINE_COLUMNS), 1),
+        (out, y, weights, ids, expert_map, experts, num_ids, K, stride_m, stride_k, map_stride)
+        + (*weights.stride(), *out.stride(), top_k, rows.has_map, weighted)
+        + (_COMBINE_COLUMNS, chip.dependent),
     )

@@ -45,6 +45,11 @@ def describe(scheme: str) -> Scales:
     return Scales(weight, "tensor" if group.is_tensor else "row" if group.is_row else "group")
 
 
+@cache
+def _storage(scheme: str) -> torch.dtype:
+    return get_scheme(scheme).quantized_weight.storage_dtype
+
+
 scales = cache(describe)  # for launches; in traced code Dynamo warns of a cached function
 
 
@@ -104,7 +109,7 @@ def weight_of(
     name: str, data: Tensor, scale: Tensor | None, scheme: str, dtype: torch.dtype, chip: Gpu
 ) -> Weight:
     """The Weight of an op's tensors; ValueError where the dtype is not what the scheme says."""
-    expected = get_scheme(scheme).quantized_weight.storage_dtype if scheme else dtype
+    expected = _storage(scheme) if scheme else dtype
     if data.dtype != expected:
         raise ValueError(
             f"{name} must have dtype {expected} for scheme {scheme}, got {data.dtype}; quantize it "
