@@ -2,13 +2,14 @@
 
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck python tests/sanitize.py
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool racecheck --kernel-regex kns=moe_ops \
-        python tests/sanitize.py
+        python tests/sanitize.py [plain] [fp8] [packed] [router]
 
 racecheck reports a reduction of torch's own, hence its filter by kernel name. Without the caching allocator
 every tensor has bounds of its own, so an access past any of them shows.
 """
 
 import itertools
+import sys
 
 import torch
 
@@ -16,82 +17,106 @@ import moe_ops
 from moe_ops.activations import NAMES
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+FP8 = ("fp8_block", "fp8_channel", "fp8_tensor", "fp8_w8a16:block", "fp8_w8a16")
+PACKED = (
+    "int4_w4a16:g32",
+    "int4_w4a16:g64:zp",
+    "int4_w4a16:channel",
+    "mxfp4_w4a16",
+    "nvfp4_w4a16",
+)
+PACKED += ("int8_w8a16:g32", "int8_w8a16:channel", "int8_w8a8")
+
+
+def randn(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.randn(shape, device="cuda").to(dtype)
+
+
+def routing(M: int, E: int, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Router weights and ids, some of no expert."""
+    ids = torch.randint(-1, E + 2, (M, top_k), device="cuda")
+    return torch.rand(M, top_k, device="cuda"), ids
+
+
+def plain() -> int:
+    """Layers, batched layers and grouped products in every dtype; number of cases."""
+    cases = 0
+    shapes = [(1, 4, 2, 64, 48), (7, 5, 3, 65, 33), (70, 4, 2, 128, 128), (300, 3, 2, 96, 80)]
+    for (M, E, top_k, K, I), dtype in itertools.product(shapes, DTYPES):
+        every = (M, dtype) == (7, torch.bfloat16)
+        for name in NAMES if every else ("silu", "swigluoai", "relu2_no_mul"):
+            N = 2 * I if moe_ops.Activation(name).gated else I
+            x, w13 = randn(M, K, dtype=dtype), randn(E, N, K, dtype=dtype) / K**0.5
+            w2 = randn(E, K, I, dtype=dtype) / I**0.5
+            weights, ids = routing(M, E, top_k)
+            more = {
+                "w13_bias": randn(E, N, dtype=dtype),
+                "w2_bias": randn(E, K, dtype=dtype),
+                "expert_map": torch.randperm(E + 1, device="cuda") - 1,
+            }
+            for options in ({}, more):
+                run(x, w13, w2, weights, ids, activation=name, **options)
+            counts = torch.randint(0, M + 2, (E,), device="cuda")
+            blocks = randn(E, M, K, dtype=dtype)
+            moe_ops.batched_experts(blocks, w13, w2, counts, activation=name, backend="triton")
+            ends = torch.sort(torch.randint(0, M, (E,), device="cuda")).values
+            moe_ops.grouped_linear(x, w13, ends.int(), backend="triton")
+            cases += 4
+    return cases
+
+
+def run(*args, **options) -> None:
+    out = moe_ops.fused_experts(*args, backend="triton", **options)
+    assert out.isfinite().all()
+
+
+def quantized(schemes, shapes) -> int:
+    """Layers with quantized weights of (M, E, K, I)."""
+    for scheme, (M, E, K, I) in itertools.product(schemes, shapes):
+        w13 = moe_ops.quantize(randn(E, 2 * I, K) / K**0.5, scheme)
+        w2 = moe_ops.quantize(randn(E, K, I) / I**0.5, scheme)
+        run(randn(M, K), w13, w2, *routing(M, E, 2))
+    return len(schemes) * len(shapes)
+
+
+def fp8() -> int:
+    """e4m3 weights, also with rows out of 16-byte step."""
+    return quantized(
+        FP8, [(1, 4, 256, 128), (7, 5, 272, 144), (70, 3, 384, 256), (300, 3, 129, 65)]
+    )
+
+
+def packed() -> int:
+    """Weights of 4 and 8 bits; 192 and 320 leave tails of their tiles."""
+    return quantized(
+        PACKED, [(1, 4, 256, 128), (7, 5, 320, 192), (70, 3, 384, 256), (300, 3, 192, 64)]
+    )
+
+
+def router() -> int:
+    """`route`, and `route_tokens` of few and many tokens."""
+    options = {"num_expert_groups": 8, "topk_groups": 4}
+    grouped = {"method": "deepseek_v3", **options}
+    cases = 0
+    for E, more in ((5, {}), (128, {}), (64, grouped), (256, grouped)):
+        if more:
+            more = more | {"correction_bias": randn(E, dtype=torch.float32)}
+        moe_ops.route(randn(33, E), 4, **more)
+        for M, K in ((1, 70), (3, 512), (16, 264), (33, 128)):
+            moe_ops.route_tokens(randn(M, K), randn(E, K), 4, **more)
+            cases += 1
+        cases += 1
+    return cases
 
 
 @torch.no_grad()
 def main() -> None:
-    generator = torch.Generator("cuda").manual_seed(0)
-
-    def randn(*shape: int, dtype: torch.dtype) -> torch.Tensor:
-        return torch.randn(shape, generator=generator, device="cuda").to(dtype)
-
-    cases = 0
-    shapes = [(1, 4, 2, 64, 48), (7, 5, 3, 65, 33), (70, 4, 2, 128, 128), (300, 3, 2, 96, 80)]
-    for (M, E, top_k, K, I), dtype in itertools.product(shapes, DTYPES):
-        names = (
-            NAMES if (M, dtype) == (7, torch.bfloat16) else ("silu", "swigluoai", "relu2_no_mul")
-        )
-        for name in names:
-            N = 2 * I if moe_ops.Activation(name).gated else I
-            x, w13, w2 = (
-                randn(M, K, dtype=dtype),
-                randn(E, N, K, dtype=dtype) / K**0.5,
-                randn(E, K, I, dtype=dtype) / I**0.5,
-            )
-            ids = torch.randint(-1, E + 2, (M, top_k), generator=generator, device="cuda")
-            weights = torch.rand(M, top_k, generator=generator, device="cuda")
-            expert_map = torch.randperm(E + 1, generator=generator, device="cuda") - 1
-            for extra in (False, True):
-                options = {}
-                if extra:
-                    options = {
-                        "w13_bias": randn(E, N, dtype=dtype),
-                        "w2_bias": randn(E, K, dtype=dtype),
-                        "expert_map": expert_map,
-                    }
-                out = moe_ops.fused_experts(
-                    x, w13, w2, weights, ids, activation=name, backend="triton", **options
-                )
-                assert out.isfinite().all()
-                cases += 1
-            counts = torch.randint(0, M + 2, (E,), generator=generator, device="cuda")
-            blocks = randn(E, M, K, dtype=dtype)
-            moe_ops.batched_experts(blocks, w13, w2, counts, activation=name, backend="triton")
-            ends = torch.sort(torch.randint(0, M, (E,), generator=generator, device="cuda")).values
-            moe_ops.grouped_linear(x, w13, ends.int(), backend="triton")
-            cases += 2
-    for scheme in ("fp8_block", "fp8_channel", "fp8_tensor", "fp8_w8a16:block", "fp8_w8a16"):
-        for M, E, K, I in (
-            (1, 4, 256, 128),
-            (7, 5, 272, 144),
-            (70, 3, 384, 256),
-            (300, 3, 129, 65),
-        ):
-            w13 = moe_ops.quantize(randn(E, 2 * I, K, dtype=torch.bfloat16) / K**0.5, scheme)
-            w2 = moe_ops.quantize(randn(E, K, I, dtype=torch.bfloat16) / I**0.5, scheme)
-            x = randn(M, K, dtype=torch.bfloat16)
-            ids = torch.randint(-1, E + 2, (M, 2), generator=generator, device="cuda")
-            weights = torch.rand(M, 2, generator=generator, device="cuda")
-            out = moe_ops.fused_experts(x, w13, w2, weights, ids, backend="triton")
-            assert out.isfinite().all()
-            cases += 1
-    for E, groups in ((5, None), (128, None), (64, 8), (256, 8)):
-        logits = randn(33, E, dtype=torch.bfloat16)
-        bias = randn(E, dtype=torch.float32)
-        if groups:
-            moe_ops.route(
-                logits,
-                4,
-                "deepseek_v3",
-                num_expert_groups=groups,
-                topk_groups=4,
-                correction_bias=bias,
-            )
-        else:
-            moe_ops.route(logits, 4)
-        cases += 1
-    torch.cuda.synchronize()
-    print(f"{cases} cases ran")
+    torch.manual_seed(0)
+    found = {kind.__name__: kind for kind in (plain, fp8, packed, router)}
+    for name in sys.argv[1:] or found:
+        cases = found[name]()
+        torch.cuda.synchronize()
+        print(f"{name}: {cases} cases ran", flush=True)
 
 
 if __name__ == "__main__":
