@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import moe_ops
+from moe_ops.numerics import weights
 from moe_ops.schemes import SCHEMES, get_scheme
 from moe_ops.tensors import (
     ExpertTensor,
@@ -92,6 +93,13 @@ def test_every_scheme_makes_and_takes_back_a_weight(scheme):
     assert repr(scheme) in repr(q)
     on_meta = quantize(torch.empty(2, 3, 256, device="meta"), scheme, **static)
     assert on_meta.shape == (2, 3, 256) and on_meta.scale.shape == q.scale.shape
+
+
+@schemes
+def test_experts_are_quantized_a_few_at_a_time(scheme, monkeypatch):
+    whole = make(scheme, 5, N, K)
+    monkeypatch.setattr(weights, "_AT_ONCE", 2 * N * K)
+    assert same(make(scheme, 5, N, K), whole)
 
 
 def test_other_views_of_the_same_bytes_are_taken():

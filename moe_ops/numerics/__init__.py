@@ -7,12 +7,13 @@ free of host synchronisation.
 """
 
 from moe_ops.numerics.activations import fake_quantize_activation, quantize_activation
-from moe_ops.numerics.weights import Scales, dequantize_weight, quantize_weight
+from moe_ops.numerics.weights import Scales, dequantize_weight, quantize_experts, quantize_weight
 
 __all__ = [
     "Scales",
     "dequantize_weight",
     "fake_quantize_activation",
     "quantize_activation",
+    "quantize_experts",
     "quantize_weight",
 ]

@@ -12,6 +12,8 @@ from moe_ops.numerics.elements import decode, e4m3_to_float32, e8m0_to_float32, 
 from moe_ops.numerics.groups import grouped, ungrouped
 from moe_ops.schemes import QuantDesc, QuantScheme, get_scheme
 
+_AT_ONCE = 1 << 24  # elements that quantize_experts works on at a time
+
 
 class Scales(NamedTuple):
     """What belongs to the elements of weights (..., N, K), for (...) experts.
@@ -54,6 +56,17 @@ def quantize_weight(weight: Tensor, scheme: str | QuantScheme) -> tuple[Tensor, 
     if zero_point is not None:
         zero_point = _spread(zero_point, desc, n, k)
     return encode(parts, desc.format, zero_point).contiguous(), scales
+
+
+def quantize_experts(weight: Tensor, scheme: str | QuantScheme) -> tuple[Tensor, Scales]:
+    """`quantize_weight` of (E, N, K) or (N, K), a few experts at a time: some ten fp32 copies exist meanwhile."""
+    experts = max(1, _AT_ONCE // (weight.shape[-2] * weight.shape[-1]))
+    if weight.dim() == 2 or experts >= weight.shape[0]:
+        return quantize_weight(weight, scheme)
+    parts = [quantize_weight(w, scheme) for w in weight.split(experts)]
+    scales = zip(*[scales for _, scales in parts], strict=True)
+    joined = [None if s[0] is None else torch.cat(s) for s in scales]
+    return torch.cat([qdata for qdata, _ in parts]), Scales._make(joined)
 
 
 def dequantize_weight(

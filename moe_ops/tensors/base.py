@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import return_and_correct_aliasing
 from torchao.utils import TorchAOBaseTensor, fill_defaults
 
-from moe_ops.numerics import dequantize_weight, quantize_weight
+from moe_ops.numerics import dequantize_weight, quantize_experts
 from moe_ops.pickling import rebuild_expert_tensor
 from moe_ops.schemes import get_scheme
 from moe_ops.tensors import layouts, views
@@ -118,6 +118,23 @@ class ExpertTensor(TorchAOBaseTensor):
         self.scheme = scheme
         self.weight_layout = weight_layout
 
+    @classmethod
+    def __tensor_unflatten__(cls, tensor_data_dict, tensor_attributes, outer_size, outer_stride):
+        arguments = tensor_data_dict | tensor_attributes
+        if outer_size is None or all([type(size) is int for size in outer_size]):
+            return cls(**arguments)
+        # A compiler that makes symbols of sizes names those of the weights. Sizes computed from packed data would
+        # be expressions it cannot guard on.
+        self = torch.Tensor._make_wrapper_subclass(
+            cls,
+            outer_size,
+            strides=outer_stride,
+            dtype=arguments["dtype"],
+            device=arguments["qdata"].device,
+        )
+        cls.__init__(self, **arguments)
+        return self
+
     def __repr__(self) -> str:
         layout = f", weight_layout={self.weight_layout!r}" if self.weight_layout else ""
         return (
@@ -131,7 +148,7 @@ class ExpertTensor(TorchAOBaseTensor):
     ) -> ExpertTensor:
         """Quantize plain weights (E, N, K) or (N, K); ``moe_ops.quantize`` adds the checks."""
         name = get_scheme(scheme).name
-        qdata, scales = quantize_weight(weight.detach(), name)
+        qdata, scales = quantize_experts(weight.detach(), name)
         return cls(
             qdata,
             scheme=name,
