@@ -126,7 +126,9 @@ def draw(rows: list[Row], path: str) -> None:
     axes[0].invert_yaxis()
     axes[0].tick_params(labelsize=8)
     handles = [pyplot.Rectangle((0, 0), 1, 1, color=c) for c in colors.values()]
-    axes[1].legend(handles, [f"{bits}-bit weights" for bits in colors], loc="upper right", fontsize=8)
+    axes[1].legend(
+        handles, [f"{bits}-bit weights" for bits in colors], loc="upper right", fontsize=8
+    )
     figure.tight_layout()
     figure.savefig(path, dpi=110)
     print(f"\n  drawn to {path}")
