@@ -117,18 +117,23 @@ def packed_matmul(
         scale_ptrs = scale_ptrs[:, None] + group * stride_sk
         zero_ptrs = zero_ptrs[:, None] + group * stride_zk
     PARTS: tl.constexpr = BK // DK
-    # Scales of all parts of a step come in one piece, as operands do, where that has the 4 bytes of an asynchronous copy.
-    BYTES_OF_SCALE: tl.constexpr = scale_ptr.dtype.element_ty.primitive_bitwidth // 8
+    # Scales travel with the operands where a thread's have the 4 bytes of an asynchronous copy: those of a product, or of
+    # all parts of a step in one piece. Elsewhere they are asked for one product early.
+    SIZE: tl.constexpr = 1 if HAS_ZERO else scale_ptr.dtype.element_ty.primitive_bitwidth // 8
     PIECE: tl.constexpr = (
         SCALE == "sum" and not HAS_ZERO and EVEN_K and G == DK and (PARTS == 2 or PARTS == 4)
-    ) and min(PARTS, S_ALIGN) * BYTES_OF_SCALE >= 4
+    ) and min(PARTS, S_ALIGN, WN * PARTS // (32 * WARPS)) * SIZE >= 4
+    COPIED: tl.constexpr = (SCALED and EVEN_K) and min(
+        GROUPS, S_ALIGN, WN * GROUPS // (32 * WARPS)
+    ) * SIZE >= 4
+    EARLY: tl.constexpr = (SUM or SCALED) and not PIECE and not COPIED
     if PIECE:
         piece_ptrs = scale_ptrs[:, None] + tl.arange(0, PARTS)[None, :] * stride_sk
     count = tl.cdiv(K, G) if SUM or SCALED else 1
     s, zero = scale_ptrs, zero_ptrs  # not used where there are none
-    if (SUM or SCALED) and not PIECE:
+    if EARLY:
         s = group_load(scale_ptrs, 0, stride_sk, group, count, EVEN_K, GROUPS, S_ALIGN)
-    if HAS_ZERO:
+    if HAS_ZERO and not COPIED:
         zero = group_load(zero_ptrs, 0, stride_zk, group, count, EVEN_K, GROUPS, S_ALIGN)
     acc = tl.zeros((WN, BM), tl.float32)
     for start in tl.range(0, K, BK, num_stages=STAGES):
@@ -147,9 +152,7 @@ def packed_matmul(
                 if G >= 32:  # which divides K
                     end = tl.multiple_of(end, 16)
                 p = tl.load(w_ptrs + part * BYTES * stride_wk, mask=(byte < end)[None, :], other=0)
-            if PIECE:
-                of_group = part_of(piece, part, WN, PARTS)
-            elif SUM or SCALED:  # those of the next product, one product early
+            if EARLY:
                 g = (k + DK) // G
                 g = tl.where(g < count, g, 0)
                 next_s = group_load(
@@ -159,20 +162,28 @@ def packed_matmul(
                     next_zero = group_load(
                         zero_ptrs, g, stride_zk, group, count, EVEN_K, GROUPS, S_ALIGN
                     )
+            if PIECE:
+                own = part_of(piece, part, WN, PARTS)
+            elif COPIED:
+                own = tl.load(scale_ptrs + k // G * stride_sk)
+            else:
+                own = s
+            own_zero = zero
+            if COPIED and HAS_ZERO:
+                own_zero = tl.load(zero_ptrs + k // G * stride_zk)
             x0, x1, w0, w1 = operands(
-                x, p, s, zero, BM, WN, DK, GROUPS, FORMAT, SCALE, HAS_ZERO,
-                TOGETHER,
-            )  # fmt: skip
+                x, p, own, own_zero, BM, WN, DK, GROUPS, FORMAT, SCALE, HAS_ZERO, TOGETHER
+            )
             if SUM:
                 d = tl.dot(w0, x0.T, input_precision="ieee")
                 if PAIRS:
                     d = tl.dot(w1, x1.T, d, input_precision="ieee")
-                acc += d * (of_group if PIECE else s).to(tl.float32)[:, None]
+                acc += d * own.to(tl.float32)[:, None]
             else:
                 acc = tl.dot(w0, x0.T, acc, input_precision="ieee")
                 if PAIRS:
                     acc = tl.dot(w1, x1.T, acc, input_precision="ieee")
-            if (SUM or SCALED) and not PIECE:
+            if EARLY:
                 s = next_s
                 if HAS_ZERO:
                     zero = next_zero
