@@ -99,8 +99,9 @@ def packed_matmul(
     SUM: tl.constexpr = SCALE == "sum" or SCALE == "block"
     GROUPS: tl.constexpr = DK // G if SCALED else 1
     HAS_ZERO: tl.constexpr = zero_ptr is not None
-    # Of `mma.sync` a thread holds four neighbours of a row, so that they share their scale; of `wgmma` two rows'.
-    TOGETHER: tl.constexpr = WARPS % 4 != 0 or BM < 16
+    # Of `mma.sync` a thread holds four neighbours of a row, so that they share their scale; of `wgmma`, which four warps
+    # may get, two rows'.
+    TOGETHER: tl.constexpr = WARPS % 4 != 0
     column = tl.arange(0, DK)
     byte = tl.arange(0, BYTES)
     group = tl.arange(0, GROUPS)[None, :] if GROUPS > 1 else 0
