@@ -107,7 +107,9 @@ def expected(weight: torch.Tensor, scheme: str, stored: torch.Tensor) -> Scales:
         return Scales(oracle.e4m3((whole[:, None, None] * sixth).double()), global_scale=whole)
     if scheme == "int4_w4a8":
         channel = (amax.amax(-1, keepdim=True) / 7.5 / 56).float()
-        return Scales(oracle.e4m3(((amax / 7.5).float() / channel).double()), channel_scale=channel)
+        return Scales(
+            oracle.e4m3(((amax / 7.5).float() / channel).double()), channel_scale=channel
+        )
     dtype = torch.float32 if scheme.startswith("int8_w8a8") else weight.dtype
     if not scheme.endswith(":zp"):
         return Scales((amax / (127.5 if fmt == "int8" else 7.5)).to(dtype))
