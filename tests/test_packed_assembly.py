@@ -93,28 +93,15 @@ def test_int4():
 
 @pytest.mark.parametrize("zero", range(16))
 def test_int4_with_zero_point(zero):
+    offsets = (0xC300 + zero) * 0x00010001  # -128 - zero, twice
     for word in words(5)[zero::16]:
-        found = run("int4_pair_zero", word, zero * 0x01010101)
+        found = run("int4_pair_zero", word, offsets, offsets)
         assert found == [n - zero for n in nibbles(word)]
 
 
 def test_e2m1():
     for word in words():
         assert run("e2m1_pair", word) == [E2M1[n] * 2.0**-126 for n in nibbles(word)]
-
-
-@pytest.mark.parametrize("code", [34, 100, 119, 127, 140, 160])
-def test_e2m1_with_e8m0(code):
-    for word in words(5)[:: 1 + code % 3]:
-        found = run("e2m1_pair_e8m0", word, code * 0x01010101)
-        assert found == [E2M1[n] * 2.0 ** (code - 127 - 32) for n in nibbles(word)]
-
-
-def test_e2m1_with_every_e4m3_scale():
-    for code in range(0x7F):
-        word = random.Random(code).getrandbits(32)
-        found = run("e2m1_pair_e4m3", word, code * 0x01010101)
-        assert found == [E2M1[n] * E4M3[code] / 256 for n in nibbles(word)]
 
 
 def test_int8():

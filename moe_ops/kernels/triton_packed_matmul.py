@@ -99,9 +99,6 @@ def packed_matmul(
     SUM: tl.constexpr = SCALE == "sum" or SCALE == "block"
     GROUPS: tl.constexpr = DK // G if SCALED else 1
     HAS_ZERO: tl.constexpr = zero_ptr is not None
-    # Of `mma.sync` a thread holds four neighbours of a row, so that they share their scale; of `wgmma`, which four warps
-    # may get, two rows'.
-    TOGETHER: tl.constexpr = WARPS % 4 != 0
     column = tl.arange(0, DK)
     byte = tl.arange(0, BYTES)
     group = tl.arange(0, GROUPS)[None, :] if GROUPS > 1 else 0
@@ -173,7 +170,7 @@ def packed_matmul(
             if COPIED and HAS_ZERO:
                 own_zero = tl.load(zero_ptrs + k // G * stride_zk)
             x0, x1, w0, w1 = operands(
-                x, p, own, own_zero, BM, WN, DK, GROUPS, FORMAT, SCALE, HAS_ZERO, TOGETHER
+                x, p, own, own_zero, BM, WN, DK, GROUPS, FORMAT, SCALE, HAS_ZERO
             )
             if SUM:
                 d = tl.dot(w0, x0.T, input_precision="ieee")

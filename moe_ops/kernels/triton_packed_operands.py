@@ -1,7 +1,7 @@
 """Operands of the packed product: weights of 4 and 8 bits as 16-bit numbers, in registers. Imported at first launch only.
 
 The functions in assembly take 4 bytes of a row to bf16 and are elementwise: what comes of byte i is element i, in
-whatever order threads hold them. Those that take scales or zero points too expect that the four bytes share them.
+whatever order threads hold them.
 
 FORMAT and SCALE are explained in triton_packed_matmul.py.
 """
@@ -38,23 +38,22 @@ def int4_pair(p):
 
 
 @triton.jit
-def int4_pair_zero(p, zero):
-    """As int4_pair, minus a zero point (uint8) each."""
+def int4_pair_zero(p, offset):
+    """As int4_pair, plus an offset (bf16) of -128 - its zero point each."""
     return tl.inline_asm_elementwise(
         """{
-        .reg .b32 a, b, c, d, q, r, o, m, u;
-        mov.b32 o, 0x43004300; mov.b32 m, 0xc300c300; mov.b32 u, 0x3f803f80;
-        lop3.b32 m, $5, 0x000f000f, m, 0xea;
+        .reg .b32 a, b, c, d, q, r, o, u;
+        mov.b32 o, 0x43004300; mov.b32 u, 0x3f803f80;
         prmt.b32 q, $4, 0, 0x3120; shr.u32 r, q, 8;
         lop3.b32 a, q, 0x000f000f, o, 0xea;
         lop3.b32 b, r, 0x000f000f, o, 0xea;
         shr.u32 c, q, 4; lop3.b32 c, c, 0x000f000f, o, 0xea;
         shr.u32 d, q, 12; lop3.b32 d, d, 0x000f000f, o, 0xea;
-        fma.rn.bf16x2 $0, a, u, m; fma.rn.bf16x2 $1, b, u, m;
-        fma.rn.bf16x2 $2, c, u, m; fma.rn.bf16x2 $3, d, u, m;
+        fma.rn.bf16x2 $0, a, u, $5; fma.rn.bf16x2 $1, b, u, $6;
+        fma.rn.bf16x2 $2, c, u, $5; fma.rn.bf16x2 $3, d, u, $6;
         }""",
-        "=r,=r,=r,=r,r,r",
-        [p, zero],
+        "=r,=r,=r,=r,r,r,r",
+        [p, offset],
         dtype=(tl.bfloat16, tl.bfloat16),
         is_pure=True,
         pack=4,
@@ -63,7 +62,10 @@ def int4_pair_zero(p, zero):
 
 @triton.jit
 def e2m1_pair(p):
-    """bf16 of nibbles times 2^-126."""
+    """bf16 of nibbles times 2^-126.
+
+    A product puts sign and magnitude where bf16 has them, as logic has half of the issue slots.
+    """
     return tl.inline_asm_elementwise(
         """{
         .reg .b32 a, b, c, d, q, r;
@@ -75,59 +77,6 @@ def e2m1_pair(p):
         }""",
         "=r,=r,=r,=r,r",
         [p],
-        dtype=(tl.bfloat16, tl.bfloat16),
-        is_pure=True,
-        pack=4,
-    )
-
-
-@triton.jit
-def e2m1_pair_e8m0(p, scale):
-    """bf16 of nibbles times their e8m0 scale (uint8) times 2^-32.
-
-    A product puts sign and magnitude where bf16 has them, 2^-126 too small, as logic has half of the issue slots.
-    """
-    return tl.inline_asm_elementwise(
-        """{
-        .reg .b32 a, b, c, d, q, r, s, z;
-        mov.b32 z, 0x80008000;
-        and.b32 s, $5, 0x00ff00ff; mad.lo.u32 s, s, 128, 0x2f002f00;
-        prmt.b32 q, $4, 0, 0x3120; shr.u32 r, q, 8;
-        and.b32 a, q, 0x000f000f; mul.lo.u32 a, a, 0x1040; and.b32 a, a, 0x81c081c0;
-        and.b32 b, r, 0x000f000f; mul.lo.u32 b, b, 0x1040; and.b32 b, b, 0x81c081c0;
-        and.b32 c, q, 0x00f000f0; mul.lo.u32 c, c, 0x0104; and.b32 c, c, 0x81c081c0;
-        and.b32 d, r, 0x00f000f0; mul.lo.u32 d, d, 0x0104; and.b32 d, d, 0x81c081c0;
-        fma.rn.bf16x2 $0, a, s, z; fma.rn.bf16x2 $1, b, s, z;
-        fma.rn.bf16x2 $2, c, s, z; fma.rn.bf16x2 $3, d, s, z;
-        }""",
-        "=r,=r,=r,=r,r,r",
-        [p, scale],
-        dtype=(tl.bfloat16, tl.bfloat16),
-        is_pure=True,
-        pack=4,
-    )
-
-
-@triton.jit
-def e2m1_pair_e4m3(p, scale):
-    """bf16 of nibbles times their e4m3 scale (its code, not negative) times 2^-8."""
-    return tl.inline_asm_elementwise(
-        """{
-        .reg .b32 a, b, c, d, q, r, s, z;
-        mov.b32 z, 0x80008000;
-        and.b32 s, $5, 0x00ff00ff; shl.b32 s, s, 4;
-        mov.b32 a, 0x7f007f00; fma.rn.bf16x2 s, s, a, z;
-        mov.b32 a, 0x77007700; fma.rn.bf16x2 s, s, a, z;
-        prmt.b32 q, $4, 0, 0x3120; shr.u32 r, q, 8;
-        and.b32 a, q, 0x000f000f; mul.lo.u32 a, a, 0x1040; and.b32 a, a, 0x81c081c0;
-        and.b32 b, r, 0x000f000f; mul.lo.u32 b, b, 0x1040; and.b32 b, b, 0x81c081c0;
-        and.b32 c, q, 0x00f000f0; mul.lo.u32 c, c, 0x0104; and.b32 c, c, 0x81c081c0;
-        and.b32 d, r, 0x00f000f0; mul.lo.u32 d, d, 0x0104; and.b32 d, d, 0x81c081c0;
-        fma.rn.bf16x2 $0, a, s, z; fma.rn.bf16x2 $1, b, s, z;
-        fma.rn.bf16x2 $2, c, s, z; fma.rn.bf16x2 $3, d, s, z;
-        }""",
-        "=r,=r,=r,=r,r,r",
-        [p, scale],
         dtype=(tl.bfloat16, tl.bfloat16),
         is_pure=True,
         pack=4,
@@ -218,7 +167,6 @@ def operands(
     FORMAT: tl.constexpr,
     SCALE: tl.constexpr,
     HAS_ZERO: tl.constexpr,
-    TOGETHER: tl.constexpr,
 ):
     """(x0, x1, w0, w1): x @ w.T = x0 @ w0.T + x1 @ w1.T. Of 8-bit formats the second pair repeats the first."""
     PAIRS: tl.constexpr = FORMAT == "int4" or FORMAT == "e2m1"
@@ -229,42 +177,32 @@ def operands(
     else:
         x0 = x
         x1 = x
+    EACH: tl.constexpr = BYTES // GROUPS
     if x.dtype == tl.bfloat16 and not INTERPRET:
-        if SCALED:
-            s = spread(s, WN, GROUPS, BYTES // GROUPS)
-        if HAS_ZERO:
-            zero = spread(zero, WN, GROUPS, BYTES // GROUPS)
+        if (
+            SCALE == "e8m0"
+        ):  # by its bits: times 2^94, so that 2^-32 is left of it and of e2m1_pair's 2^-126
+            s = (s.to(tl.int16) * 128 + 0x2F00).to(tl.bfloat16, bitcast=True)
+        elif SCALE == "e4m3":  # times 2^118, so that 2^-8 is left
+            s = decode(s, tl.bfloat16) * 3.3230699894622897e35
         if FORMAT == "e2m1":
-            if not TOGETHER:
-                w0, w1 = e2m1_pair(p)
-                if SCALE == "e8m0":
-                    s = (s.to(tl.int16) * 128 + 0x2F00).to(tl.bfloat16, bitcast=True)
-                else:
-                    s = (decode(s, tl.bfloat16) * 3.3230699894622897e35).to(tl.bfloat16)  # 2^118
-                w0 *= s
-                w1 *= s
-            elif SCALE == "e8m0":
-                w0, w1 = e2m1_pair_e8m0(p, s)
-            else:
-                w0, w1 = e2m1_pair_e4m3(p, s)
-        elif PAIRS:
-            if HAS_ZERO and TOGETHER:
-                w0, w1 = int4_pair_zero(p, zero)
+            w0, w1 = e2m1_pair(p)
+        elif FORMAT == "int4":
+            if HAS_ZERO:
+                w0, w1 = int4_pair_zero(p, spread(-128.0 - zero.to(tl.bfloat16), WN, GROUPS, EACH))
             else:
                 w0, w1 = int4_pair(p)
-            if HAS_ZERO and not TOGETHER:
-                zero = 8.0 - zero.to(tl.bfloat16)
-                w0 += zero
-                w1 += zero
         elif FORMAT == "int8":
             w0 = int8_value(p)
             if HAS_ZERO:  # at most 255, which bf16 holds
-                w0 -= zero.to(tl.int8, bitcast=True).to(tl.bfloat16)
+                zero = zero.to(tl.int8, bitcast=True).to(tl.bfloat16)
+                w0 -= spread(zero, WN, GROUPS, EACH)
             w1 = w0
         else:
             w0 = e4m3_value(p)
             w1 = w0
-        if SCALE == "weight":
+        if SCALED:
+            s = spread(s, WN, GROUPS, EACH)
             w0 *= s
             w1 *= s
     else:
@@ -278,14 +216,14 @@ def operands(
         w0, w1 = w0.to(tl.float32), w1.to(tl.float32)
         if HAS_ZERO:
             zero = zero.to(tl.int8, bitcast=True).to(tl.float32)
-            zero = spread(zero, WN, GROUPS, BYTES // GROUPS)
+            zero = spread(zero, WN, GROUPS, EACH)
             w0 -= zero
             w1 -= zero
         elif FORMAT == "int4":
             w0 -= 8.0
             w1 -= 8.0
         if SCALED:
-            s = spread(group_scale(s, SCALE), WN, GROUPS, BYTES // GROUPS)
+            s = spread(group_scale(s, SCALE), WN, GROUPS, EACH)
             w0 *= s
             w1 *= s
         if INTERPRET:  # its 16-bit products are wrong
