@@ -76,7 +76,7 @@ def fused_experts(
     tensors = (hidden_states, w13, w2, topk_weights, topk_ids, w13_bias, w2_bias, expert_map)
     _check_tensors(_EXPERTS, 5, *tensors)
     act = activations.resolve(activation)
-    if _autocasting(hidden_states):
+    if validation.autocasting(hidden_states.device):
         hidden_states, w13, w2, w13_bias, w2_bias = _autocast(
             hidden_states, w13, w2, w13_bias, w2_bias
         )
@@ -154,7 +154,7 @@ def batched_experts(
     tensors = (hidden_states, w13, w2, expert_num_tokens, w13_bias, w2_bias)
     _check_tensors("hidden_states w13 w2 expert_num_tokens w13_bias w2_bias", 4, *tensors)
     act = activations.resolve(activation)
-    if _autocasting(hidden_states):
+    if validation.autocasting(hidden_states.device):
         hidden_states, w13, w2, w13_bias, w2_bias = _autocast(
             hidden_states, w13, w2, w13_bias, w2_bias
         )
@@ -213,7 +213,7 @@ def grouped_linear(
         ValueError, ImportError, RuntimeError: as `fused_experts`.
     """
     _check_tensors("x weight offsets bias", 3, x, weight, offsets, bias)
-    if _autocasting(x):
+    if validation.autocasting(x.device):
         x, weight, bias = _autocast(x, weight, bias)
     a = _unwrap(weight)
     if forward_ad._current_level >= 0:
@@ -324,13 +324,6 @@ def _refuse_tangents(*tensors: Tensor | None) -> None:
 
 def _requires_grad(*tensors: Tensor | None) -> bool:
     return any([t is not None and t.requires_grad for t in tensors])
-
-
-def _autocasting(x: Tensor) -> bool:
-    if not (torch.compiler.is_compiling() or torch._C._is_any_autocast_enabled()):
-        return False
-    device = x.device.type
-    return device != "meta" and torch.is_autocast_enabled(device)  # autocast knows no meta device
 
 
 def _autocast(x: Tensor, *others: Any) -> tuple:

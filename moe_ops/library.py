@@ -238,7 +238,7 @@ def register(
         keys = (*devices, "CPU") if interpreted else devices
         kernels[kind_name] = {key.lower(): _entry(function, kind, key) for key in keys}
         for key in keys:
-            LIB.impl(op_name, _below_autograd(kernels[kind_name][key.lower()]), key)
+            LIB.impl(op_name, below_autograd(kernels[kind_name][key.lower()]), key)
         torch.library.register_fake(f"moe_ops::{op_name}", _fake(kind), lib=LIB)
         ops[kind_name] = getattr(torch.ops.moe_ops, op_name).default
     return Backend(
@@ -279,7 +279,7 @@ def _entry(launch: Callable, kind: Kind, device: str) -> Callable:
     return run_on_device if device == "CUDA" else run
 
 
-def _below_autograd(kernel: Callable) -> Callable:
+def below_autograd(kernel: Callable) -> Callable:
     """`kernel` for the dispatcher: it records nothing, in a graph captured without gradients and run with them."""
 
     def run(*values: Any) -> None:
@@ -299,8 +299,8 @@ def _warn_of_gradients(values: Sequence[Any]) -> None:
     if not _warned and any([isinstance(t, Tensor) and t.requires_grad for t in values]):
         _warned = True
         warnings.warn(
-            "a graph captured without gradients runs moe_ops experts on tensors that require them: none flow "
-            "through the experts. Run it in torch.no_grad(), or capture it in grad mode to train it.",
+            "a graph captured without gradients runs moe_ops operators on tensors that require them: none flow "
+            "through these. Run it in torch.no_grad(), or capture it in grad mode to train it.",
             stacklevel=2,
         )
 

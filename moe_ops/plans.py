@@ -101,6 +101,8 @@ class Ready:
             buffers = ((shape, dtype), *self.plan.workspace_shapes(M))
             shapes = self.shapes[M] = [(size, _strides(size), t) for size, t in buffers]
         empty = None
+        # determinism may mean that torch.empty fills what it allocates
+        direct = direct and not torch._C._get_deterministic_algorithms()
         if direct and (device.index is None or device.index == current_device()):
             empty = _EMPTY.get(device.type)
         if empty is None:

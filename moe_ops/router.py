@@ -6,17 +6,20 @@ Dimensions: M tokens, K hidden size, E experts, top_k experts per token.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import forward_ad
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from moe_ops.config import RoutingMethod
-from moe_ops.library import LIB
+from moe_ops.library import LIB, below_autograd
 from moe_ops.meta.router import router_workspace
 from moe_ops.routing import MAX_EXPERTS_FUSED, check_routing, route
-from moe_ops.validation import check_tensor
+from moe_ops.validation import autocasting, check_tensor
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)  # of the kernels
 
@@ -58,6 +61,7 @@ def route_tokens(
 
     Raises:
         ValueError: as `route`; wrong shapes, devices or dtypes of the linear layer's tensors.
+        RuntimeError: a CUDA graph is being captured and this router has not run before.
     """
     routing: dict[str, Any] = {
         "num_expert_groups": num_expert_groups,
@@ -127,7 +131,8 @@ def router_linear(
     if logits_dtype is None:
         return F.linear(hidden_states, router_weight, router_bias)
     bias = None if router_bias is None else router_bias.to(logits_dtype)
-    with torch.autocast(hidden_states.device.type, enabled=False):
+    device = hidden_states.device.type
+    with nullcontext() if device == "meta" else torch.autocast(device, enabled=False):
         return F.linear(hidden_states.to(logits_dtype), router_weight.to(logits_dtype), bias)
 
 
@@ -135,9 +140,15 @@ def _is_fused(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype
     tensors = (x, weight) if bias is None else (x, weight, bias)
     for tensor in tensors:
         # rounding before the product is not what the kernels do
-        if tensor.dtype not in _DTYPES or dtype not in (tensor.dtype, torch.float32):
+        if (
+            is_traceable_wrapper_subclass(tensor)
+            or tensor.dtype not in _DTYPES
+            or dtype not in (tensor.dtype, torch.float32)
+        ):
             return False
-    if not x.is_cuda or torch.is_autocast_enabled("cuda") or weight.shape[0] > MAX_EXPERTS_FUSED:
+    if not x.is_cuda or autocasting(x.device) or weight.shape[0] > MAX_EXPERTS_FUSED:
+        return False
+    if forward_ad._current_level >= 0:  # the operator knows no tangents
         return False
     return not (torch.is_grad_enabled() and any([t.requires_grad for t in tensors]))
 
@@ -175,7 +186,7 @@ def _check_linear(
                 f"got {tensor.device}"
             )
         wrong = logits_dtype is None and tensor.dtype != hidden_states.dtype
-        if wrong and not torch.is_autocast_enabled(hidden_states.device.type):
+        if wrong and not autocasting(hidden_states.device):
             raise ValueError(
                 f"{name} must have the dtype of hidden_states, {hidden_states.dtype}, got "
                 f"{tensor.dtype}; convert one of them, or give logits_dtype"
@@ -228,6 +239,6 @@ LIB.define(
     "int topk_groups, float scaling_factor) -> ()"
 )
 for _key in ("CPU", "CUDA"):  # on the CPU under Triton's interpreter
-    LIB.impl("route_tokens", _launch, _key)
+    LIB.impl("route_tokens", below_autograd(_launch), _key)
 torch.library.register_fake("moe_ops::route_tokens", _fake, lib=LIB)
 _OP = torch.ops.moe_ops.route_tokens.default

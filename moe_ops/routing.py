@@ -16,10 +16,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.fx.experimental.symbolic_shapes import guard_or_false
 
 from moe_ops.config import RoutingMethod, check_number, resolve_routing_method
-from moe_ops.library import LIB
+from moe_ops.library import LIB, below_autograd
 from moe_ops.routing_methods import RECIPES, Recipe, check_method
 from moe_ops.validation import check_tensor
 
@@ -106,7 +107,8 @@ def route(
     if choice is None:
         return _route_simulated(router_logits, top_k, scaling_factor, generator)
     fused = router_logits.is_cuda and router_logits.shape[1] <= MAX_EXPERTS_FUSED
-    if fused and not (torch.is_grad_enabled() and router_logits.requires_grad):
+    needs_grad = torch.is_grad_enabled() and router_logits.requires_grad
+    if fused and not needs_grad and forward_ad._current_level < 0:
         shape = (router_logits.shape[0], top_k)
         topk_weights = router_logits.new_empty(shape, dtype=torch.float32)
         topk_ids = router_logits.new_empty(shape, dtype=torch.int32)
@@ -330,6 +332,6 @@ LIB.define(
     "int topk_groups, float scaling_factor) -> ()"
 )
 for _key in ("CPU", "CUDA"):  # on the CPU under Triton's interpreter
-    LIB.impl("route", _launch, _key)
+    LIB.impl("route", below_autograd(_launch), _key)
 torch.library.register_fake("moe_ops::route", _fake, lib=LIB)
 _ROUTE_OP = torch.ops.moe_ops.route.default

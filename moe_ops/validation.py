@@ -79,6 +79,13 @@ class WeightFacts(NamedTuple):
     layout: str = ""
 
 
+def autocasting(device: torch.device) -> bool:
+    """Whether torch.autocast is on for a device; it knows no meta device."""
+    if not (torch.compiler.is_compiling() or torch._C._is_any_autocast_enabled()):
+        return False
+    return device.type != "meta" and torch.is_autocast_enabled(device.type)
+
+
 def static_size(size: int) -> int:
     """A size as a constant of the traced graph, also under dynamic=True: plans depend on all but M."""
     if torch.compiler.is_compiling() or type(size) is not int:

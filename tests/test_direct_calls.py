@@ -157,3 +157,15 @@ def test_direct_calls_allocate_what_others_do(shape):
     assert [t.shape for t in found[0][1:]] == [
         torch.Size(b.shape) for b in plan.workspace_shapes(5)
     ]
+
+
+def test_deterministic_algorithms_fill_what_nobody_writes():
+    x, w13, w2 = torch.randn(3, 5, 32), torch.randn(3, 32, 32), torch.randn(3, 32, 16)
+    counts = torch.tensor([2, 5, 0], dtype=torch.int32)
+    torch.use_deterministic_algorithms(True)
+    try:
+        out = moe_ops.batched_experts(x, w13, w2, counts, backend="torch")
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert out[0, 2:].isnan().all() and out[2].isnan().all()
+    assert out[0, :2].isfinite().all() and out[1].isfinite().all()

@@ -242,6 +242,57 @@ def test_overridden_and_replaced_forwards_stay():
     assert "its forward is replaced by something else" in reason(router)
 
 
+def test_replaced_forwards_below_hooks_stay():
+    hooks = pytest.importorskip("accelerate.hooks")
+    router = small_router()
+    router.forward = functools.partial(lambda self, x: x, router)
+    hooks.add_hook_to_module(router, hooks.ModelHook())
+    assert "its forward is replaced by something else" in reason(router)
+    router = small_router()  # one whose hook is gone is as good as new
+    hooks.add_hook_to_module(router, hooks.ModelHook())
+    hooks.remove_hook_from_module(router)
+    integration.fuse_routers(nn.ModuleDict({"gate": router}))
+    assert _routers._is_fused(router)
+
+
+def test_a_router_that_cannot_be_checked_leaves_the_others_whole():
+    model = nn.ModuleDict(
+        {
+            "a": small_router(),
+            "b": make_router("qwen3_moe", "Qwen3MoeTopKRouter", {"norm_topk_prob": True}),
+        }
+    )
+    del model["b"].norm_topk_prob
+    report = integration.fuse_routers(model)
+    assert [bool(line.method) for line in report.routers] == [True, False]
+    assert "AttributeError" in report.routers[1].check
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_a_wrong_rule_is_noticed_under_autocast_too(monkeypatch, autocast):
+    def wrong(module, x):
+        return _routers.Rule("sigmoid_renormalize", x.dtype)
+
+    monkeypatch.setitem(_routers._RULES, "MixtralTopKRouter.forward", wrong)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        assert "it differs from moe_ops" in reason(small_router())
+
+
+def test_meta_devices_and_names_of_arguments():
+    router = make_router("hy_v3", "HYV3TopKRouter", {"router_scaling_factor": 1.5})
+    bias = torch.zeros(router.weight.shape[0])
+    x = torch.randn(3, router.weight.shape[1])
+    with torch.no_grad():
+        want = router(x, bias)
+        integration.fuse_routers(nn.ModuleDict({"gate": router}))
+        got = router(x, e_score_correction_bias=bias)
+        torch.testing.assert_close(got[0], want[0])
+        dense = [by_expert(*output[1:], router.weight.shape[0]) for output in (got, want)]
+        torch.testing.assert_close(*dense)
+        router.to("meta")
+        assert router(x.to("meta"), bias.to("meta"))[2].shape == want[2].shape
+
+
 def test_a_router_that_computes_something_else_is_noticed(monkeypatch):
     rule = _routers.Rule
     for wrong, message in (

@@ -45,7 +45,7 @@ calls = [
 deepseek = {"logits": torch.float32, "choice": ("sigmoid", True, 8, 4), "correction_bias": True}
 calls += [
     *[RouterCall((8, 2, 4096), M) for M in (1, 8)],
-    *[RouterCall((256, 8, 7168), M, **deepseek) for M in (1, 16)],
+    *[RouterCall((256, 8, 7168), M, **deepseek) for M in (1, 4)],
     RouterCall((60, 4, 1000), 16, torch.float32, torch.float32, bias=True),
 ]
 told, rows = set(), []

@@ -18,12 +18,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from moe_ops.integrations import _outside as outside
 from moe_ops.router import fused_router, router_linear
 from moe_ops.routing import route
+from moe_ops.validation import autocasting
 
-_ROWS, _AGREEING = 8, 7  # tokens of the check; one may fall the other way where scores nearly tie
+_ROWS, _FEW, _AGREEING = (
+    8,
+    4,
+    7,
+)  # tokens of the check; one may fall the other way where scores nearly tie
 
 
 class Rule(NamedTuple):
@@ -150,12 +156,13 @@ def _rule_of(module: nn.Module) -> _Rule | None:
 
 
 def router_forward(
-    find_rule: _Rule, module: nn.Module, hidden_states: Tensor, *more: Any
+    find_rule: _Rule, module: nn.Module, hidden_states: Tensor, *more: Any, **named: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     """What the module's own forward returns: (router_logits, topk_weights, topk_ids int64).
 
     Its own forward runs where gradients are wanted, under autocast, and on dtypes that no kernel takes.
     """
+    more += tuple(named.values())  # no router takes more than one
     rule = find_rule(module, hidden_states, *more)
     bias = getattr(module, "bias", None)
     if rule is None or not _served(rule, module.weight, bias, hidden_states):
@@ -183,7 +190,9 @@ def _served(rule: Rule, weight: Tensor, bias: Tensor | None, x: Tensor) -> bool:
     tensors = (x, weight) if bias is None else (x, weight, bias)
     if torch.is_grad_enabled() and any([t.requires_grad for t in tensors]):
         return False
-    if torch.is_autocast_enabled(x.device.type) or not (rule.flattens or x.dim() == 2):
+    if autocasting(x.device) or not (rule.flattens or x.dim() == 2):
+        return False
+    if any([is_traceable_wrapper_subclass(t) for t in tensors]):
         return False
     return all([rule.logits in (t.dtype, torch.float32) for t in tensors])
 
@@ -266,8 +275,11 @@ def _fuse(name: str, module: nn.Module, rule: _Rule | None) -> RouterReport:
         assert rule is not None
         try:
             method, difference = _check(module, rule)
-        except (ValueError, RuntimeError) as error:
-            reason = str(error)
+        except Exception as error:  # whatever the forward of another version does
+            named = (
+                "" if isinstance(error, ValueError | RuntimeError) else f"{type(error).__name__}: "
+            )
+            reason = f"{named}{error}"
     if reason:
         return RouterReport(name, type(module).__name__, "", reason)
     outside.set_forward(module, functools.partial(router_forward, rule))
@@ -283,8 +295,10 @@ def _refusal(module: nn.Module, rule: _Rule | None) -> str:
     weight = module.weight
     if type(weight) not in (Tensor, nn.Parameter) or weight.element_size() == 1:
         return f"its weight is a {type(weight).__name__} of {weight.dtype}"
-    hooked = hasattr(module, "_old_forward")  # by accelerate, above the module's own forward
-    if "forward" in vars(module) and not hooked and not _is_fused(module):
+    # accelerate keeps the forward below its hooks as _old_forward, and leaves it behind as forward when they go
+    found = vars(module).get("_old_forward", vars(module).get("forward"))
+    is_own = found is None or getattr(found, "__func__", None) is type(module).forward
+    if not is_own and not _is_fused(module):
         return "its forward is replaced by something else"
     return ""
 
@@ -321,7 +335,7 @@ def _check(module: nn.Module, find_rule: _Rule) -> tuple[str, str]:
     rule = find_rule(clone, x, *more)
     if rule is None:
         raise ValueError("its settings make a formula that is none of moe_ops")
-    with torch.no_grad():
+    with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
         error = _difference(find_rule, clone, x, more, 1e-4)
         if weight.is_meta:
             return rule.method, "checked with random weights: its own are not loaded"
@@ -329,7 +343,8 @@ def _check(module: nn.Module, find_rule: _Rule) -> tuple[str, str]:
         more = tuple([t.to(weight.dtype) for t in more])
         tolerance = 3e-2 if low else 1e-4
         x = x.to(weight.dtype)
-        error = max(error, _difference(find_rule, module, x, more, tolerance, True))
+        for rows in (x, x[:_FEW]):  # few tokens of a large router run by other kernels than many
+            error = max(error, _difference(find_rule, module, rows, more, tolerance, True))
     return rule.method, f"differs from its own forward by {error:.1e} at most"
 
 

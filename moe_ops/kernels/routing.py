@@ -65,13 +65,6 @@ def _score(x, row_max, row_scale, SCORING: tl.constexpr):
 
 
 @triton.jit
-def _ranked_value(ranked):
-    """The fp32 key in what `_ranked` made of it; -0.0 comes back as 0.0."""
-    ordered = (ranked >> 32).to(tl.int32)
-    return (ordered ^ ((ordered >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
-
-
-@triton.jit
 def choose(
     logits,  # (BLOCK_G, BLOCK_S), any float dtype
     bias_ptr,  # (E,)

@@ -67,7 +67,7 @@ def _concatenate(parts: list, scheme: str) -> torch.Tensor:
     if not scheme:
         return torch.cat(parts)
     tensors = {}
-    for name in ("qdata", "scale", "zero_point", "global_scale"):
+    for name in ("qdata", "scale", "zero_point", "global_scale", "channel_scale"):
         found = [getattr(part, name) for part in parts]
         if found[0] is not None:  # concatenated as bytes, which every dtype can be
             together = torch.cat([t.view(torch.uint8) for t in found])
