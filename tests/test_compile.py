@@ -258,8 +258,8 @@ def test_ops_of_a_forward_graph():
     assert_expected_inline(
         op_names(graphs[0][0]),
         """\
-aten.empty.memory_format
 mul
+aten.empty.memory_format
 aten.empty.memory_format
 aten.empty.memory_format
 aten.empty.memory_format
@@ -284,8 +284,8 @@ def test_ops_of_a_quantized_forward_graph():
     assert_expected_inline(
         op_names(graphs[0][0]),
         """\
-aten.empty.memory_format
 mul
+aten.empty.memory_format
 aten.empty.memory_format
 aten.empty.memory_format
 aten.empty.memory_format
