@@ -184,6 +184,7 @@ def test_every_op_has_samples():
     names = {
         name for name in torch._C._dispatch_get_all_op_names() if name.startswith("moe_ops::")
     }
+    names -= {"moe_ops::route_tokens"}  # tests/test_router.py has its samples
     assert {name.removeprefix("moe_ops::") for name in names} == set(SAMPLES)
     for name in names:
         for key in ("CompositeImplicitAutograd", "CompositeExplicitAutograd"):
