@@ -372,7 +372,8 @@ class TestOnGpu:
         assert error <= ((2**-6 if low and few < M else 2**-7) if low else 2e-4) * 4
         kept = {k: v for k, v in options.items() if k not in ("logits_dtype", "router_bias")}
         two = moe_ops.route(logits, top_k, method, **kept)
-        assert torch.equal(two[1], ids) and torch.equal(two[0], weights)
+        assert torch.equal(two[1], ids)  # exp of another kernel may end in another bit
+        torch.testing.assert_close(weights, two[0], rtol=1e-6, atol=0)
 
     @pytest.mark.parametrize("name", ["qwen3", "deepseek_v3"])
     @pytest.mark.parametrize("M", [1, 8, 40])
