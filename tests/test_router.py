@@ -156,6 +156,8 @@ def test_opcheck():
         outputs = torch.zeros(2, 8), torch.zeros(2, 2), torch.zeros(2, 2, dtype=torch.int32)
         workspace = torch.zeros(router_workspace(2, 8, 40))
         torch.library.opcheck(_OP, (*outputs, workspace, x, w, bias, correction, *arguments))
+        with pytest.raises(ValueError, match="workspace must have .* elements for M=2, E=8, K=40"):
+            _OP(*outputs, workspace[1:], x, w, bias, correction, *arguments)
 
 
 @pytest.mark.parametrize(

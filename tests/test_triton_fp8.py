@@ -370,7 +370,7 @@ def test_workspaces_hold_whatever_tiles_are_chosen(scheme):
             for memory in (99 * 1024, 227 * 1024):
                 tiles = triton_tiles.choose(pairs, E, K, I, 2, M == 1, memory, *scales)
                 h, _ = triton_scales.hidden(
-                    ws13, pairs, I, BF16, scales.x, tiles, static, native=True
+                    ws13, pairs, I, BF16, scales.x, tiles, static, torch.float8_e4m3fn
                 )
                 x = triton_scales.Input(torch.empty(M, K, device="meta"), (0, K, 1))
                 triton_scales.prepare(
@@ -385,6 +385,7 @@ def test_workspaces_hold_whatever_tiles_are_chosen(scheme):
                     validity,
                     h.scale,
                     top_k,
+                    torch.float8_e4m3fn,
                     Gpu(0, True, False),
                 )
                 assert h.data.numel() >= pairs * I

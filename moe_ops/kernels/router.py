@@ -15,7 +15,7 @@ from torch import Tensor
 from moe_ops.kernels import routing
 from moe_ops.kernels.triton_launch import Launch, gpu, pointers, run
 from moe_ops.kernels.triton_routing import start_dependent, wait
-from moe_ops.meta.router import PROGRAM_TOKENS, max_tokens, router_tiles
+from moe_ops.meta.router import PROGRAM_TOKENS, max_tokens, router_tiles, router_workspace
 from moe_ops.meta.workspace import cdiv
 
 
@@ -167,6 +167,12 @@ def _few_tokens(
     topk_weights, topk_ids, router_logits, workspace, router_bias, correction_bias = tensors
     M = hidden_states.shape[0]
     E, K = router_weight.shape
+    (size,) = router_workspace(M, E, K)
+    if workspace.numel() < size:  # type: ignore[union-attr]
+        raise ValueError(
+            f"workspace must have {size} elements for M={M}, E={E}, K={K}, got {workspace.numel()}; "  # type: ignore[union-attr]
+            "moe_ops.route_tokens allocates it"
+        )
     tiles = router_tiles(E, K)
     dependent = gpu(device).dependent
     constants = routing.choose_constants(

@@ -108,9 +108,7 @@ def choose(
     if large and rows >= LARGE_ROWS * groups and itemsize == 2:
         return _choose_large(rows, groups, I, bool(weight_scale), gated)
     if weight_scale:
-        return _choose_fp8(
-            rows, groups, K, I, itemsize, direct, shared_memory, weight_scale, x_scale, gated
-        )
+        return _choose_fp8(rows, groups, K, I, itemsize, direct, shared_memory, x_scale, gated)
     average = rows / groups
     if itemsize == 4:  # fp32 products run on the ordinary units, exactly
         tokens = 16 if average <= 12 else 32
@@ -210,11 +208,10 @@ def _choose_fp8(
     itemsize: int,
     direct: bool,
     shared_memory: int,
-    weight_scale: str,
     x_scale: str,
     gated: bool,
 ) -> Tiles:
-    """Tiles for e4m3 weights: steps of 128, the group that shares a scale.
+    """Tiles for 8-bit weights whose activations are quantized too: steps of 128, the group that shares a scale.
 
     A group's sum and the total are held side by side, so accumulators are half as large as for plain weights.
     """
@@ -228,17 +225,11 @@ def _choose_fp8(
     )  # else h has no room in fp32
     wide = x_scale in ("row", "tensor") or x_scale == "group" and (odd or few)
     quantize = x_scale == "row" or x_scale == "group" and not (odd and average <= FEW_ROWS)
-    exact = itemsize == 4 and not x_scale  # fp32 products
     # Masks along K take the registers that 64 tokens need, as do operands of 16 bits before SM90.
-    small = exact or K % 128 or I % 128 or shared_memory <= 200 * 1024
+    small = K % 128 or I % 128 or shared_memory <= 200 * 1024
     tokens = 16 if direct or average <= 12 else 32 if average <= 25 or small else 64
-    if odd or exact:  # element by element, or on the ordinary units: few registers a tile
-        gemm1 = gemm2 = Tile(64, 128 if weight_scale == "block" or x_scale else 32, 2, 8)
-    elif not x_scale:
-        narrow = I <= 2048 and average <= 2 or direct
-        gemm1, gemm2 = Tile(64 if narrow else 128, 128, 4, 4), Tile(64, 128, 4, 4)
-        if tokens == 64:
-            gemm1 = gemm2 = Tile(128, 128, 3, 8)
+    if odd:  # element by element: few registers a tile
+        gemm1 = gemm2 = Tile(64, 128, 2, 8)
     else:
         # GEMM1 quantizes groups of 128 columns of h: 256 rows of gate and up
         gemm1 = Tile(256 if x_scale == "group" and not wide and gated else 128, 128, 4, 4)
@@ -256,7 +247,7 @@ def _choose_fp8(
         if tokens == 64 and wide:
             gemm2 = gemm2._replace(warps=8)
     x_size = 1 if quantize else itemsize
-    h_size = 4 if wide else 1 if x_scale else itemsize
+    h_size = 4 if wide else 1
     return Tiles(
         direct,
         tokens,
