@@ -269,3 +269,42 @@ def test_wrong_dtype_of_data(scheme):
     chip, data = gpu(-1), torch.zeros(2, 4, 16, dtype=torch.int32)
     with pytest.raises(ValueError, match=r"w2 must have dtype torch.uint8.*got torch.int32"):
         triton_packed_launch.packed("w2", data, data, None, None, get_scheme(scheme).name, chip)
+
+
+EVEN = [
+    *(("int4_w4a16:g64", 128), ("int8_w8a16:g32", 128), ("int4_w4a16:g32:zp", 128)),
+    *(("mxfp4_w4a16", 128), ("nvfp4_w4a16", 64)),
+]
+
+
+@everywhere
+@pytest.mark.parametrize("scheme, k", EVEN)
+def test_even_steps(where, scheme, k):
+    """Whole steps read the scales of several products in one piece, or with the operands."""
+    tiles = Tiles(False, 16, Tile(64, k, 2, 2), Tile(64, k, 2, 2), 64)
+    case = Case(*where, scheme, M=4, E=2, top_k=1, K=256, I=256)
+    with triton_tiles.searching(tiles):
+        case.check("triton")
+
+
+def inside_of_more(t, order):
+    """The same numbers, dimensions stored in another order, within a larger tensor of garbage."""
+    big = torch.empty([t.shape[d] + 3 for d in order], dtype=t.dtype, device=t.device)
+    big.view(torch.uint8).fill_(0x77)
+    view = big.permute([order.index(d) for d in range(3)])
+    return view[tuple(slice(1, 1 + n) for n in t.shape)].copy_(t)
+
+
+@everywhere
+@pytest.mark.parametrize(
+    "scheme", ["int4_w4a16:g64:zp", "mxfp4_w4a16", "nvfp4_w4a16", "fp8_w8a16:block"]
+)
+@pytest.mark.parametrize("order", [(0, 1, 2), (0, 2, 1)], ids=str)
+def test_strided_weights_and_scales(where, scheme, order):
+    case = Case(*where, scheme, M=5, E=3, top_k=2, K=256, I=128)
+    for i in (1, 2):
+        w = case.args[i]
+        names = [n for n in ("qdata", "scale", "zero_point") if getattr(w, n) is not None]
+        case.args[i] = w._replace(**{n: inside_of_more(getattr(w, n), order) for n in names})
+        assert not case.args[i].scale.is_contiguous()
+    case.check("triton")
