@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._prims_common import make_contiguous_strides_for
 
 from moe_ops import registry, validation
 from moe_ops.library import current_device, dispatcher_is_idle
@@ -99,7 +99,9 @@ class Ready:
             if len(self.shapes) >= 256:
                 self.shapes.clear()
             buffers = ((shape, dtype), *self.plan.workspace_shapes(M))
-            shapes = self.shapes[M] = [(size, _strides(size), t) for size, t in buffers]
+            shapes = self.shapes[M] = [
+                (size, make_contiguous_strides_for(size), t) for size, t in buffers
+            ]
         empty = None
         # determinism may mean that torch.empty fills what it allocates
         direct = direct and not torch._C._get_deterministic_algorithms()
@@ -108,11 +110,6 @@ class Ready:
         if empty is None:
             return [torch.empty(*size, dtype=t, device=device) for size, _, t in shapes]
         return [empty(size, strides, t) for size, strides, t in shapes]
-
-
-def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Strides of a contiguous tensor."""
-    return tuple([math.prod([max(size, 1) for size in shape[i + 1 :]]) for i in range(len(shape))])
 
 
 _PLAIN = (Tensor, torch.nn.Parameter)

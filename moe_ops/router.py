@@ -16,7 +16,7 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from moe_ops.config import RoutingMethod
-from moe_ops.library import LIB, below_autograd
+from moe_ops.library import below_autograd, register_function
 from moe_ops.meta.router import router_workspace
 from moe_ops.routing import MAX_EXPERTS_FUSED, check_routing, route
 from moe_ops.validation import autocasting, check_tensor
@@ -232,13 +232,12 @@ def _fake(
             torch._check(bias.dim() == 1, lambda: "biases must have shape (E,)")
 
 
-LIB.define(
-    "route_tokens(Tensor(a!) router_logits, Tensor(b!) topk_weights, Tensor(c!) topk_ids, "
+_OP = register_function(
+    "route_tokens",
+    "(Tensor(a!) router_logits, Tensor(b!) topk_weights, Tensor(c!) topk_ids, "
     "Tensor(d!) workspace, Tensor hidden_states, Tensor router_weight, Tensor? router_bias, "
     "Tensor? correction_bias, str scoring, bool renormalize, int num_expert_groups, "
-    "int topk_groups, float scaling_factor) -> ()"
+    "int topk_groups, float scaling_factor) -> ()",
+    below_autograd(_launch),  # on the CPU under Triton's interpreter
+    _fake,
 )
-for _key in ("CPU", "CUDA"):  # on the CPU under Triton's interpreter
-    LIB.impl("route_tokens", below_autograd(_launch), _key)
-torch.library.register_fake("moe_ops::route_tokens", _fake, lib=LIB)
-_OP = torch.ops.moe_ops.route_tokens.default

@@ -20,7 +20,7 @@ from torch.autograd import forward_ad
 from torch.fx.experimental.symbolic_shapes import guard_or_false
 
 from moe_ops.config import RoutingMethod, check_number, resolve_routing_method
-from moe_ops.library import LIB, below_autograd
+from moe_ops.library import below_autograd, register_function
 from moe_ops.routing_methods import RECIPES, Recipe, check_method
 from moe_ops.validation import check_tensor
 
@@ -326,12 +326,11 @@ def _fake(
         torch._check(bias.dim() == 1, lambda: "correction_bias must have shape (E,)")
 
 
-LIB.define(
-    "route(Tensor(a!) topk_weights, Tensor(b!) topk_ids, Tensor router_logits, "
+_ROUTE_OP = register_function(
+    "route",
+    "(Tensor(a!) topk_weights, Tensor(b!) topk_ids, Tensor router_logits, "
     "Tensor? correction_bias, str scoring, bool renormalize, int num_expert_groups, "
-    "int topk_groups, float scaling_factor) -> ()"
+    "int topk_groups, float scaling_factor) -> ()",
+    below_autograd(_launch),  # on the CPU under Triton's interpreter
+    _fake,
 )
-for _key in ("CPU", "CUDA"):  # on the CPU under Triton's interpreter
-    LIB.impl("route", below_autograd(_launch), _key)
-torch.library.register_fake("moe_ops::route", _fake, lib=LIB)
-_ROUTE_OP = torch.ops.moe_ops.route.default

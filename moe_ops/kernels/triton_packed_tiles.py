@@ -10,7 +10,6 @@ from functools import lru_cache
 
 import torch
 
-from moe_ops import tuning
 from moe_ops.kernels import triton_tiles
 from moe_ops.kernels.triton_launch import Gpu
 from moe_ops.kernels.triton_tiles import LARGE_MEMORY, Tile, Tiles
@@ -90,12 +89,7 @@ def _for_experts(
     base = choose(M * top_k, E, K, I, bits, dtype, M == 1, chip.shared_memory)
     if not tables:
         return base
-    names = (scheme, str(dtype).removeprefix("torch."))
-    fields = tuning.triton_tiles(chip.name, E, K, I, top_k, *names, M)
-    if fields is None:
-        return base
-    direct, tokens, gemm1, gemm2, *rest = fields
-    return Tiles(direct, tokens, Tile(*gemm1), Tile(*gemm2), *rest)._replace(chunk=base.chunk)
+    return triton_tiles.measured(base, chip, M, top_k, E, K, I, scheme, dtype)
 
 
 def for_experts(*problem) -> Tiles:
@@ -103,12 +97,7 @@ def for_experts(*problem) -> Tiles:
 
     Arguments: M, top_k, E, K, I, dtype, Gpu, scheme, bits of a weight.
     """
-    if triton_tiles._search is None:
-        return _for_experts(*problem)
-    tiles, seen = triton_tiles._search
-    tiles = tiles or _for_experts(*problem, tables=False)
-    seen.append(tiles)
-    return tiles
+    return triton_tiles.find(_for_experts, problem)
 
 
 def search_space(base: Tiles, average: float, bits: int) -> list[tuple[list[Tiles], list[Tiles]]]:

@@ -6,7 +6,7 @@ of blocks is sized for the smallest tile.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from typing import NamedTuple
@@ -141,6 +141,27 @@ def choose(
     )
 
 
+def measured(
+    base: Tiles,
+    chip: Gpu,
+    M: int,
+    top_k: int,
+    E: int,
+    K: int,
+    I: int,  # noqa: E741
+    scheme: str,
+    dtype: torch.dtype,
+) -> Tiles:
+    """The table's tiles for a layer on a GPU, `base` where it has none."""
+    names = (scheme, str(dtype).removeprefix("torch."))
+    fields = tuning.triton_tiles(chip.name, E, K, I, top_k, *names, M)
+    if fields is None:
+        return base
+    direct, tokens, gemm1, gemm2, *rest = fields
+    tiles = Tiles(direct, tokens, Tile(*gemm1), Tile(*gemm2), *rest)
+    return tiles._replace(chunk=base.chunk)  # that depends on M alone
+
+
 @lru_cache(maxsize=8192)
 def _for_experts(
     M: int,
@@ -158,15 +179,10 @@ def _for_experts(
 ) -> Tiles:
     facts = (dtype.itemsize, M == 1, chip.shared_memory, *scales, gated, large)
     base = choose(M * top_k, E, K, I, *facts)
-    names = (scheme, str(dtype).removeprefix("torch."))
     # Tables hold gated layers. Where GEMM1 quantizes what it writes, its tiles follow from that.
-    tables = tables and (gated or not scheme)
-    fields = tuning.triton_tiles(chip.name, E, K, I, top_k, *names, M) if tables else None
-    if fields is None:
+    if not tables or (scheme and not gated):
         return base
-    direct, tokens, gemm1, gemm2, *rest = fields
-    tiles = Tiles(direct, tokens, Tile(*gemm1), Tile(*gemm2), *rest)
-    tiles = tiles._replace(chunk=base.chunk)  # that depends on M alone
+    tiles = measured(base, chip, M, top_k, E, K, I, scheme, dtype)
     # The workspace of many rows has no place for h in fp32.
     room = tiles.wide_h == base.wide_h or scales[1] == "group" and M * top_k <= FEW_ROWS * E
     return tiles if room and (large or not tiles.large) else base
@@ -177,10 +193,15 @@ def for_experts(*problem) -> Tiles:
 
     Arguments: M, top_k, E, K, I, dtype, Gpu, scheme, scales, gated, and whether the large kernels can run.
     """
+    return find(_for_experts, problem)
+
+
+def find(function: Callable[..., Tiles], problem: tuple) -> Tiles:
+    """`function(*problem)`, unless a search says otherwise or wants no tables."""
     if _search is None:
-        return _for_experts(*problem)
+        return function(*problem)
     tiles, seen = _search
-    tiles = tiles or _for_experts(*problem, tables=False)
+    tiles = tiles or function(*problem, tables=False)
     seen.append(tiles)
     return tiles
 
