@@ -15,6 +15,7 @@ import ast
 import functools
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Annotated, Any, NamedTuple, get_type_hints
 
@@ -197,6 +198,8 @@ class Backend:
     native_schemes: tuple[str, ...] = ()  # schemes run without dequantizing to a wider product
     interpreted: bool = False  # on a CPU: by an interpreter, for tests; never chosen by "auto"
     native_capability: tuple[int, int] = (0, 0)  # least one that multiplies fp8 activations
+    # what `moe_ops.warmup` enters around a call of so many rows: there a library may tune, and save what it found
+    warm: Callable[[int], AbstractContextManager] | None = None
 
     def native(self, scheme: str, machine: Machine) -> bool:
         """Whether products on `machine` are those of the scheme's own formats, not emulated."""
@@ -222,6 +225,7 @@ def register(
     native_schemes: tuple[str, ...] = (),
     interpreted: bool = False,
     native_capability: tuple[int, int] = (0, 0),
+    warm: Callable[[int], AbstractContextManager] | None = None,
 ) -> Backend:
     """Define `moe_ops::<name>_<kind>` for every kind in `launch` and return the registry row.
 
@@ -229,6 +233,7 @@ def register(
         launch: kind -> function of one argument tuple; imports its library when first called.
         devices: dispatch keys that have a kernel ("CPU", "CUDA"). Fakes serve every other purpose, so
             that a missing kernel is an error and not a silent use of the fake.
+        warm: see `Backend`. What it saves goes below `caches.folder()`.
     """
     ops, kernels = {}, {}
     for kind_name, function in launch.items():
@@ -253,6 +258,7 @@ def register(
         native_schemes,
         interpreted,
         native_capability,
+        warm,
     )
 
 
