@@ -80,10 +80,24 @@ def quantized(schemes, shapes) -> int:
 
 
 def fp8() -> int:
-    """e4m3 weights, also with rows out of 16-byte step."""
-    return quantized(
+    """e4m3 weights, also with rows out of 16-byte step, and with rows in step that end out of it."""
+    for M in (1, 33):
+        weights = (
+            moe_ops.quantize(randn(3, 132, 130), "fp8_w8a16:block"),
+            moe_ops.quantize(randn(3, 130, 66), "fp8_w8a16:block"),
+        )
+        run(randn(M, 130), *map(ending_early, weights), *routing(M, 3, 2))
+    return 2 + quantized(
         FP8, [(1, 4, 256, 128), (7, 5, 272, 144), (70, 3, 384, 256), (300, 3, 129, 65)]
     )
+
+
+def ending_early(w: torch.Tensor) -> torch.Tensor:
+    """The weight with rows 160 bytes apart, in memory that ends with its last element."""
+    E, N, K = w.qdata.shape
+    memory = torch.empty((E * N - 1) * 160 + K, dtype=torch.uint8, device="cuda")
+    data = memory.as_strided((E, N, K), (N * 160, 160, 1)).view(w.qdata.dtype)
+    return w._replace(qdata=data.copy_(w.qdata))
 
 
 def packed() -> int:

@@ -166,6 +166,12 @@ BAD = {
         "mxfp4", MX.qdata, MX.scale.float()
     ),
     r"scale must be finite, .*experts \[1\]": lambda: from_quantized("mxfp4", MX.qdata, ONE_NAN),
+    r"scale must be at most 160 \(2\^33\) for e2m1 elements, got 161": lambda: from_quantized(
+        "mxfp4_w4a16", MX.qdata, torch.full_like(MX.scale, 161)
+    ),
+    r"weight must be at most 5.15396e\+10 for scheme 'mxfp4_w4a16'; scale it down, got 6": lambda: (
+        quantize(torch.full_like(W, 6e10), "mxfp4_w4a16")
+    ),
     "scale must be torch.bfloat16 or torch.float16 or torch.float32": lambda: from_quantized(
         "int4_w4a16:g32", I4.qdata, I4.scale.double()
     ),

@@ -271,6 +271,27 @@ def test_wrong_dtype_of_data(scheme):
         triton_packed_launch.packed("w2", data, data, None, None, get_scheme(scheme).name, chip)
 
 
+def test_scales_are_read_together_only_where_they_lie_together():
+    """How many scales of a row one load may take: they are side by side, and every row begins at such a multiple."""
+    scale, zero = torch.zeros(3, 64, 16), torch.zeros(3, 64, 16, dtype=torch.uint8)
+    data, chip = torch.zeros(3, 64, 512, dtype=torch.uint8), gpu(-1)
+
+    def together(scale, zero=None, scheme="int4_w4a16:g64"):
+        w = triton_packed_launch.packed("w", data, scale, zero, None, scheme, chip)
+        return w.constants(Tile(64, 128, 2, 2), BF16)[1][1]
+
+    assert together(scale) == 16
+    assert together(scale[..., :12]) == 4
+    assert together(scale.mT.contiguous().mT) == 1
+    assert together(scale.mT.contiguous().mT.contiguous()) == 16
+    assert together(torch.zeros(3, 64, 20)[..., :16]) == 4
+    for z, number in ((zero, 16), (zero.mT.contiguous().mT, 1)):
+        assert together(scale, z, "int4_w4a16:g64:zp") == number
+    data = torch.zeros(3, 64, 512, dtype=torch.float8_e4m3fn)
+    assert together(torch.zeros(3), None, "fp8_w8a16:tensor") == 1
+    assert together(torch.zeros(3, 64, 1), None, "fp8_w8a16:channel") == 1
+
+
 EVEN = [
     *(("int4_w4a16:g64", 128), ("int8_w8a16:g32", 128), ("int4_w4a16:g32:zp", 128)),
     *(("mxfp4_w4a16", 128), ("nvfp4_w4a16", 64)),

@@ -78,7 +78,7 @@ class Packed(NamedTuple):
     def constants(self, tile: Tile, dtype: torch.dtype) -> tuple[tuple, tuple]:
         """FORMAT to G, and how the kernel steps: DK and S_ALIGN."""
         scale, zero = self.scale, self.zero
-        strides = scale.stride() if zero is None else (*scale.stride(), *zero.stride())
+        strides = (scale.stride(),) if zero is None else (scale.stride(), zero.stride())
         return _constants(self.format, scale.dtype == dtype, tile.k, strides, scale.shape)
 
 
@@ -87,7 +87,7 @@ def _constants(
     of: Format,
     same_dtype: bool,  # of scales and activations
     step: int,
-    strides: tuple[int, ...],  # of scales and zero points
+    strides: tuple[tuple[int, ...], ...],  # of scales and zero points
     shape: tuple[int, ...],  # of scales
 ) -> tuple[tuple, tuple]:
     """As Packed.constants.
@@ -99,7 +99,11 @@ def _constants(
     if of.group == 32 and of.name == "int4" and same_dtype:
         how = "weight"  # products of 32 columns alone would be too short
     columns = min(step, of.group, 128) if how == "sum" else min(step, 128)
-    together = math.gcd(16, shape[-1], *[stride for stride in strides if stride != 1])
+    # scales that lie side by side and begin at a multiple of so many in every row
+    if all([len(found) == 3 and found[2] == 1 for found in strides]):
+        together = math.gcd(16, shape[-1], *[stride for found in strides for stride in found[:2]])
+    else:
+        together = 1
     return (of.name, how, of.group), (columns, together)
 
 

@@ -25,7 +25,7 @@ from moe_ops.kernels.triton_packed_operands import operands
 
 INTERPRET = tl.constexpr(triton.knobs.runtime.interpret)
 # bf16 has a wider range than scaled e2m1 may need: products carry these powers of two until the sum is finished.
-# Of e8m0, scales from 2^-93 to 2^33 are exact.
+# Of e8m0, scales from 2^-93 to 2^33 are exact; larger ones are refused when a tensor is made (tensors/checks.py).
 E8M0_SHIFT = tl.constexpr(4294967296.0)  # 2^32
 E4M3_SHIFT = tl.constexpr(256.0)
 
@@ -147,7 +147,7 @@ def packed_matmul(
                 p = tl.load(w_ptrs + part * BYTES * stride_wk)
             else:
                 end = (K - k) // 2 if PAIRS else K - k
-                if G >= 32:  # which divides K
+                if G >= 32 and SCALE != "block":  # which divides K
                     end = tl.multiple_of(end, 16)
                 p = tl.load(w_ptrs + part * BYTES * stride_wk, mask=(byte < end)[None, :], other=0)
             if EARLY:

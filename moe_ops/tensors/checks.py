@@ -12,6 +12,9 @@ from moe_ops.tensors.base import ExpertTensor
 from moe_ops.validation import check_tensor
 
 HIGH_PRECISION = (torch.bfloat16, torch.float16, torch.float32)
+# Largest e8m0 code of e2m1 elements, 2^33: kernels that scale them in bf16 have room from 2^-93 to there. One bit more
+# and they would return infinities, then zeros.
+LARGEST_E8M0 = 160
 
 
 def check_quantizable(name: str, weight: Tensor, scheme: str | QuantScheme | None = None) -> None:
@@ -30,7 +33,14 @@ def check_quantizable(name: str, weight: Tensor, scheme: str | QuantScheme | Non
     _check_matrices(name, weight)
     if scheme is not None:
         check_groups(name, weight.shape, get_scheme(scheme))
-    _check_finite(name, torch.linalg.vector_norm(weight.detach(), math.inf, (1, 2)))
+    largest = torch.linalg.vector_norm(weight.detach(), math.inf, (1, 2))
+    _check_finite(name, largest)
+    desc = None if scheme is None else get_scheme(scheme).weight
+    if desc is not None and desc.is_mx and desc.dtype == "e2m1":
+        most = desc.format.max * 2.0 ** (LARGEST_E8M0 - 127)
+        _check_at_most(
+            name, largest, most, f"for scheme {get_scheme(scheme).name!r}; scale it down"
+        )
 
 
 def check_groups(name: str, shape: tuple[int, ...], scheme: QuantScheme) -> None:
@@ -109,6 +119,8 @@ def _checked_scale(
         _check_zero_points(value, desc.dtype)
     elif name == "scale" and desc.is_mx:
         _check_finite(name, torch.where(value == 255, torch.nan, 0.0))
+        if desc.dtype == "e2m1":
+            _check_at_most(name, value, LARGEST_E8M0, "(2^33) for e2m1 elements")
     else:
         _check_finite(name, value.to(torch.float32))
     if name in ("global_scale", "channel_scale"):
@@ -124,6 +136,11 @@ def _check_zero_points(value: Tensor, dtype: str) -> None:
 def _check_positive(name: str, value: Tensor) -> None:
     if value.device.type != "meta" and not bool((value > 0).all()):
         raise ValueError(f"{name} must be positive, got {value.min().item()}")
+
+
+def _check_at_most(name: str, values: Tensor, most: float, why: str) -> None:
+    if values.device.type != "meta" and values.max() > most:
+        raise ValueError(f"{name} must be at most {most:g} {why}, got {values.max().item():g}")
 
 
 def _check_plain(name: str, value: object) -> None:
