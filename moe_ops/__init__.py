@@ -17,6 +17,7 @@ from moe_ops.registry import list_backends
 from moe_ops.router import route_tokens
 from moe_ops.routing import route
 from moe_ops.schemes import QuantScheme
+from moe_ops.warmup import warmup
 
 __version__ = "0.1.0"
 
@@ -56,6 +57,7 @@ __all__ = [
     "quantize",
     "route",
     "route_tokens",
+    "warmup",
 ]
 
 

@@ -275,6 +275,29 @@ class MoELayer(nn.Module):
                 f"leading dimension, got {tuple(hidden_states.shape)}"
             )
         x = hidden_states.flatten(0, -2)
+        out, router_logits, topk_ids = self._routed(x)
+        if self.shared_expert is not None:
+            shared = self.shared_expert(x)
+            if self.shared_expert_gate is not None:
+                shared = torch.sigmoid(self.shared_expert_gate(x)) * shared
+            out = out + shared
+        out = out.reshape(hidden_states.shape)
+        if self.residual_scale != 1.0:
+            out = out * self.residual_scale
+        if residual is not None:
+            out = residual + out
+
+        if (self.training or self.track_load) and not _recomputing():
+            with torch.no_grad():
+                # not +=: torch.export (2.13) takes the attribute's assignment for a write to an input
+                self.expert_load.add_(tokens_per_expert(topk_ids, self.num_experts))
+        if not return_aux_loss:
+            return out
+        probabilities = router_probabilities(router_logits, self.routing_method, self.scoring)
+        return out, load_balancing_loss(probabilities, topk_ids)
+
+    def _routed(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Router and experts alone: x (M, H) -> out (M, H), router_logits (M, E), topk_ids (M, top_k)."""
         router_logits = self.gate(x)
         topk_weights, topk_ids = route(
             router_logits,
@@ -299,25 +322,7 @@ class MoELayer(nn.Module):
             router_weight_on_input=self.router_weight_on_input,
             backend=self.backend,
         )
-        if self.shared_expert is not None:
-            shared = self.shared_expert(x)
-            if self.shared_expert_gate is not None:
-                shared = torch.sigmoid(self.shared_expert_gate(x)) * shared
-            out = out + shared
-        out = out.reshape(hidden_states.shape)
-        if self.residual_scale != 1.0:
-            out = out * self.residual_scale
-        if residual is not None:
-            out = residual + out
-
-        if (self.training or self.track_load) and not _recomputing():
-            with torch.no_grad():
-                # not +=: torch.export (2.13) takes the attribute's assignment for a write to an input
-                self.expert_load.add_(tokens_per_expert(topk_ids, self.num_experts))
-        if not return_aux_loss:
-            return out
-        probabilities = router_probabilities(router_logits, self.routing_method, self.scoring)
-        return out, load_balancing_loss(probabilities, topk_ids)
+        return out, router_logits, topk_ids
 
 
 def load_balancing_loss(

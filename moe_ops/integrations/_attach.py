@@ -194,8 +194,7 @@ def _probe(layer: Layer, weights: list[Tensor]) -> tuple[Tensor, ...]:
     """A few random tokens with distinct router weights, in the form the module takes."""
     rng = torch.Generator().manual_seed(0)
     like = {"device": weights[0].device, "dtype": weights[0].dtype}
-    columns = weights[0].shape[1 if layer.columns_first(layer.weights[0]) else -1]
-    x = torch.randn(3, columns, generator=rng).to(**like)
+    x = torch.randn(3, layer.columns, generator=rng).to(**like)
     if layer.family is not None and layer.family.routes:
         return (x,)
     is_dbrx = weights[0].dim() == 2

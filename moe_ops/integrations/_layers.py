@@ -45,6 +45,12 @@ class Layer:
             return name in self.family.columns_first
         return bool(getattr(self.module, "is_transposed", False))
 
+    @property
+    def columns(self) -> int:
+        """Size of the experts' input."""
+        name = self.weights[0]
+        return getattr(self.owner, name).shape[1 if self.columns_first(name) else -1]
+
     def natural_weight(self, name: str) -> Tensor:
         """A weight as (E, rows, columns), a view."""
         weight = getattr(self.owner, name).detach()
