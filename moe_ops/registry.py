@@ -43,6 +43,7 @@ class Plan:
         """The registered op of this plan."""
         if len(self.tiers) == 1:
             return self.tiers[0][1].ops[self.problem.kind]
+    basis: str = ""  # of the tiers: "measured", "heuristic", or "" where there was no choice
         return AUTO.ops[self.problem.kind]
 
     @property
@@ -116,6 +117,10 @@ class Plan:
 def plan(problem: Problem, machine: Machine, backend: str = "auto") -> Plan:
     """Choose the backends of a problem.
 
+        if self.basis == "measured":
+            lines += self._times()
+        elif self.basis and m.gpu_name:
+            lines.append("  chosen by a heuristic: this problem was not measured on this GPU")
     Args:
         backend: "auto", or a backend's name: that one runs or the call raises, it never falls back.
 
@@ -123,6 +128,16 @@ def plan(problem: Problem, machine: Machine, backend: str = "auto") -> Plan:
         ValueError: the name is unknown, or no backend takes the problem; every reason is listed.
         ImportError: the named backend's library is not installed.
     """
+    def _times(self) -> list[str]:
+        """Lines of a table: microseconds a layer of every backend that was measured, by M."""
+        times = tuning.backend_times(*_table_key(self.problem, self.machine))
+        names = [b.name for b in BACKENDS if any(b.name in us for _, us in times)]
+        lines = ["  measured, us a layer:", "".join([f"  {name:>10}" for name in ("M", *names)])]
+        for M, us in times:
+            cells = [f"{us[name]:.1f}" if name in us else "-" for name in names]
+            lines.append("".join([f"  {cell:>10}" for cell in (str(M), *cells)]))
+        return lines
+
     if backend != "auto":
         chosen = _named(backend)
         reasons = _reasons(chosen, problem, machine)
@@ -142,31 +157,29 @@ def plan(problem: Problem, machine: Machine, backend: str = "auto") -> Plan:
     if not accepted:
         why = " | ".join([f"{name}: {'; '.join(reasons)}" for name, reasons in refused])
         raise ValueError(f"no backend can run this call: {why}")
-    return Plan(problem, machine, _tiers(problem, machine, accepted), tuple(refused))
+    tiers, basis = _measured_tiers(problem, machine, accepted), "measured"
+    if not tiers:
+        tiers, basis = _heuristic(problem, accepted), "heuristic"
+    return Plan(problem, machine, tiers, tuple(refused), basis if len(accepted) > 1 else "")
 
 
-def _tiers(
+_Tiers = tuple[tuple[int, library.Backend], ...]
+
+
+def _measured_tiers(
     problem: Problem, machine: Machine, accepted: Sequence[library.Backend]
-) -> tuple[tuple[int, library.Backend], ...]:
-    """The measured tiers whose backends are accepted, else the first accepted backend alone."""
+) -> _Tiers:
+    """The tiers that follow from measured times of the accepted backends; () where there are none."""
     tiers: list[tuple[int, library.Backend]] = []
-    for limit, name in _measured(
-        machine.gpu_name,
-        problem.num_experts,
-        problem.hidden_size,
-        problem.intermediate_size,
-        problem.top_k,
-        problem.scheme,
-        _name(problem.dtype),
-    ):
+    names = tuple([candidate.name for candidate in accepted])
+    for limit, name in _measured(*_table_key(problem, machine), names):
         for candidate in accepted:
             if candidate.name == name:
                 if tiers and tiers[-1][1] is candidate:
                     tiers.pop()
                 tiers.append((limit, candidate))
-    if not tiers:
-        return ((-1, accepted[0]),)
-    tiers[-1] = (-1, tiers[-1][1])
+    if tiers:
+        tiers[-1] = (-1, tiers[-1][1])
     return tuple(tiers)
 
 
@@ -181,6 +194,24 @@ def _reasons(backend: library.Backend, problem: Problem, machine: Machine) -> li
             "has no backward: wrap the call in torch.no_grad() or use backend='auto' or 'torch'"
         )
     return reasons
+def _heuristic(problem: Problem, accepted: Sequence[library.Backend]) -> _Tiers:
+    """The first accepted backend alone; in fp8_block deep_gemm from DEEP_GEMM_ROWS rows an expert on."""
+    first = accepted[0]
+    for candidate in accepted:
+        large = candidate.name == "deep_gemm" and problem.scheme == "fp8_block"
+        if large and candidate is not first and DEEP_GEMM_ROWS and problem.kind == "experts":
+            fewer = (DEEP_GEMM_ROWS * problem.num_experts - 1) // problem.top_k
+            return ((fewer, first), (-1, candidate))
+    return ((-1, first),)
+
+
+def _table_key(problem: Problem, machine: Machine) -> tuple:
+    """What measured tables are looked up by."""
+    p = problem
+    sizes = (p.num_experts, p.hidden_size, p.intermediate_size, p.top_k)
+    return (machine.gpu_name, *sizes, p.scheme, _name(p.dtype))
+
+
 
 
 def _named(name: str) -> library.Backend:

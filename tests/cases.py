@@ -190,3 +190,18 @@ def assert_matches(out: Tensor, expected: Tensor, within: float, floor: float = 
     assert torch.isfinite(out).all()
     error = oracle.relative_error(out, expected, floor)
     assert error <= within, f"relative error {error:.2e}, allowed {within:.2e}"
+
+
+def measured_tiers(*tiers: tuple[int, str]) -> list[dict]:
+    """Rows of a measured table, as `python -m moe_ops.tuning --backends` writes them, that make these tiers."""
+    names = sorted({name for _, name in tiers})
+    fastest = {1: tiers[0][1]}
+    for i, (limit, name) in enumerate(tiers):
+        if limit > 0:
+            fastest[limit] = name
+            if i + 1 < len(tiers):
+                fastest[limit + 1] = tiers[i + 1][1]
+    return [
+        {"num_tokens": M, "us": {name: 1.0 if name == best else 2.0 for name in names}}
+        for M, best in sorted(fastest.items())
+    ]

@@ -21,6 +21,7 @@ import moe_ops
 from moe_ops import plans, registry, tuning
 from moe_ops.meta import workspace
 from moe_ops.problem import Machine
+from tests.cases import measured_tiers
 
 E, K, I, TOP_K = 4, 32, 24, 2  # noqa: E741
 N = 2 * I  # differs from K, so that no two of an op's buffers have equal sizes
@@ -534,7 +535,7 @@ def test_another_table_gives_another_graph(tmp_path, monkeypatch):
     def compile_with(tiers):
         table = {"num_experts": E, "hidden_size": K, "intermediate_size": I, "top_k": TOP_K}
         table |= {"scheme": "", "dtype": "float32"}
-        table["tiers"] = [{"max_tokens": limit, "backend": name} for limit, name in tiers]
+        table["backends"] = measured_tiers(*tiers)
         (tmp_path / "some.json").write_text(json.dumps({"gpu": "some", "entries": [table]}))
         tuning._entries.cache_clear()
         torch._dynamo.reset()

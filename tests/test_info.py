@@ -102,7 +102,7 @@ def test_facts_tell_what_is_missing(monkeypatch):
 def test_facts_tell_what_runs_without_a_gpu(monkeypatch):
     """Triton can be imported here, which is not enough."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    triton, torch_backend = registry.BACKENDS
+    triton, torch_backend = (registry._named(name) for name in ("triton", "torch"))
     for interpreted, reason in (
         (False, "triton needs a CUDA device, got cpu"),
         (True, "runs in an interpreter on a CPU: only when named"),

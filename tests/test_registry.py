@@ -13,6 +13,7 @@ import moe_ops
 from moe_ops import plans, registry, tuning
 from moe_ops.activations import Activation
 from moe_ops.problem import Machine, Problem
+from tests.cases import measured_tiers
 
 H200 = Machine("cuda", (9, 0), "NVIDIA H200", ("triton", "torch"))
 CPU = Machine("cpu", available=("triton", "torch"))
@@ -32,7 +33,7 @@ def table(tmp_path, monkeypatch):
     def write(*tiers: tuple[int, str], **facts):
         entry = {"num_experts": 8, "hidden_size": 64, "intermediate_size": 32, "top_k": 2}
         entry |= {"scheme": "", "dtype": "bfloat16"} | facts
-        entry["tiers"] = [{"max_tokens": limit, "backend": name} for limit, name in tiers]
+        entry["backends"] = measured_tiers(*tiers)
         entries = [entry, entry | {"dtype": "float64"}]
         text = json.dumps({"gpu": "NVIDIA H200", "entries": entries})
         (tmp_path / "nvidia_h200.json").write_text(text)
@@ -49,13 +50,20 @@ def table(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", registry.list_backends())
 def test_a_named_backend_runs_alone(name, table):
-    other = [other for other in registry.list_backends() if other != name][0]
-    table((4, other), (-1, name))
-    plan = registry.plan(PLAIN, H200, name)
+    others = [other for other in registry.list_backends() if other != name]
+    table((4, others[0]), (-1, name))
+    everything = dataclasses.replace(H200, available=registry.list_backends())
+    reasons = registry._reasons(registry._named(name), PLAIN, everything)
+    if reasons:
+        with pytest.raises(ValueError, match=f"backend '{name}' cannot run this call: ") as error:
+            registry.plan(PLAIN, everything, name)
+        assert str(error.value).endswith("; ".join(reasons))
+        return
+    plan = registry.plan(PLAIN, everything, name)
     assert names(plan) == [(-1, name)]
     assert plan.backend == name and plan.tiers_text == ""
     assert plan.op.name() == f"moe_ops::{name}_experts"
-    assert plan.refused == ()
+    assert plan.refused == () and plan.basis == ""
 
 
 def test_an_unknown_name_lists_the_known_ones():
@@ -170,6 +178,95 @@ def test_unknown_names_in_a_table_are_left_out(table):
     assert names(registry.plan(PLAIN, H200)) == [(-1, registry.list_backends()[0])]
 
 
+@pytest.mark.parametrize(
+    "times, accepted, tiers",
+    [
+        ([], "ab", ()),
+        ([(8, {"a": 1.0})], "b", ()),
+        ([(8, {"a": 1.0, "b": 2.0})], "ab", ((-1, "a"),)),
+        # twice as slow at 16, twice as fast at 64: equal halfway, at 32
+        ([(16, {"a": 1, "b": 2}), (64, {"a": 4, "b": 2})], "ab", ((32, "a"), (-1, "b"))),
+        # four times as slow, then twice as fast: two thirds of the way from 1 to 100
+        ([(1, {"a": 1, "b": 4}), (100, {"a": 4, "b": 2})], "ab", ((21, "a"), (-1, "b"))),
+        # one that was not measured at both sides: halfway
+        ([(4, {"a": 1}), (16, {"a": 4, "b": 2})], "ab", ((8, "a"), (-1, "b"))),
+        ([(4, {"a": 1}), (16, {"b": 2})], "ab", ((8, "a"), (-1, "b"))),
+        # neighbouring numbers of tokens leave nothing between them
+        ([(4, {"a": 1, "b": 9}), (5, {"a": 9, "b": 1})], "ab", ((4, "a"), (-1, "b"))),
+        # half a percent is noise, two are not
+        ([(1, {"a": 10, "b": 11}), (9, {"a": 10, "b": 9.95})], "ab", ((-1, "a"),)),
+        ([(1, {"a": 10, "b": 9.95}), (9, {"a": 10, "b": 11})], "ab", ((1, "b"), (-1, "a"))),
+        # as fast but for noise at the first, faster at the second: it begins right behind the first
+        ([(4, {"a": 1, "b": 1, "c": 0.995}), (9, {"a": 2, "b": 1, "c": 2})], "abc",
+         ((4, "c"), (-1, "b"))),
+        # the fastest is not there: the next has its place, and where that is slower another one
+        ([(1, {"a": 1, "b": 4, "c": 2}), (64, {"a": 1, "b": 2, "c": 4})], "bc",
+         ((8, "c"), (-1, "b"))),
+        ([(1, {"a": 1, "b": 2}), (2, {"c": 5}), (4, {"a": 4, "b": 2})], "ab",
+         ((2, "a"), (-1, "b"))),
+    ],
+)  # fmt: skip
+def test_crossovers(times, accepted, tiers):
+    assert tuning.crossovers(times, tuple(accepted)) == tiers
+
+
+def test_what_is_not_installed_leaves_its_tier_to_the_next(monkeypatch, table):
+    """Three backends measured, one of them gone: no other plan than one measured without it."""
+    torch_backend = registry._named("torch")
+    backends = [dataclasses.replace(torch_backend, name=name) for name in ("few", "some", "many")]
+    monkeypatch.setattr(registry, "BACKENDS", tuple(backends))
+    times = [
+        (1, {"few": 1, "some": 2, "many": 8}),
+        (16, {"few": 8, "some": 2, "many": 8}),
+        (256, {"few": 64, "some": 32, "many": 8}),
+    ]
+    monkeypatch.setattr(tuning, "backend_times", lambda *key: times)
+
+    def planned(*available):
+        plan = registry.plan(PLAIN, dataclasses.replace(H200, available=available))
+        assert plan.basis == ("measured" if len(available) > 1 else "")
+        return names(plan)
+
+    assert planned("few", "some", "many") == [(2, "few"), (64, "some"), (-1, "many")]
+    assert planned("few", "many") == [(16, "few"), (-1, "many")]
+    assert planned("some", "many") == [(64, "some"), (-1, "many")]
+    assert planned("few") == [(-1, "few")]
+
+
+def test_the_heuristic_for_what_was_not_measured(monkeypatch, table):
+    """`deep_gemm` alone knows a tier, in fp8_block and from so many rows an expert on."""
+    pair = [
+        dataclasses.replace(registry._named("torch"), name=name)
+        for name in ("triton", "deep_gemm")
+    ]
+    monkeypatch.setattr(registry, "BACKENDS", tuple(pair))
+    here = dataclasses.replace(H200, available=("triton", "deep_gemm"))
+    monkeypatch.setattr(registry, "DEEP_GEMM_ROWS", None)
+    assert names(registry.plan(FP8, here)) == [(-1, "triton")]
+    monkeypatch.setattr(registry, "DEEP_GEMM_ROWS", 100)
+    plan = registry.plan(FP8, here)
+    # 8 experts, two a token: 399 tokens are 99.75 rows an expert
+    assert names(plan) == [(399, "triton"), (-1, "deep_gemm")] and plan.basis == "heuristic"
+    for other in (PLAIN, dataclasses.replace(FP8, scheme="fp8_channel")):
+        assert names(registry.plan(other, here)) == [(-1, "triton")]
+    linear = dataclasses.replace(FP8, kind="grouped_linear", top_k=0)
+    assert names(registry.plan(linear, here)) == [(-1, "triton")]
+    table((4, "deep_gemm"), (-1, "triton"), scheme="fp8_block")
+    assert names(registry.plan(FP8, here)) == [(4, "deep_gemm"), (-1, "triton")]
+
+
+def test_one_workspace_serves_every_tier(table):
+    """At each M every buffer holds what any tier's backend asks for, whatever its tier's bound."""
+    table((16, "torch"), (-1, "triton"))
+    plan = registry.plan(PLAIN, H200)
+    assert len(plan.tiers) == 2
+    for M in (0, 1, 16, 17, 4096):
+        whole = [registry._bytes(buffer) for buffer in plan.workspace_shapes(M)]
+        for _, backend in plan.tiers:
+            needed = [registry._bytes(b) for b in backend.workspace_shapes(M, PLAIN)]
+            assert all(a >= b for a, b in zip(whole, needed, strict=True))
+
+
 def test_the_tiered_op_picks_by_the_real_size(monkeypatch):
     """Values and launchers, at both sides of the tiers' bounds."""
     torch_backend = registry._named("torch")
@@ -198,13 +295,24 @@ def test_the_tiered_op_picks_by_the_real_size(monkeypatch):
 # --- what a plan says ------------------------------------------------------------------------------
 
 
-def test_a_plan_reads_well(table):
+@pytest.fixture
+def two_backends(monkeypatch):
+    pair = (registry._named("triton"), registry._named("torch"))
+    monkeypatch.setattr(registry, "BACKENDS", pair)
+
+
+def test_a_plan_reads_well(table, two_backends):
     table((16, "torch"), (-1, "triton"))
     # per pair: torch 2 * 64 and 2 * 64 bytes; triton 2 * 32 and 4 * 64, and its table of blocks
     assert str(registry.plan(PLAIN, H200)) == (
         "experts: E=8 top_k=2 K=64 I=32 plain bfloat16 on NVIDIA H200\n"
         "  M in 0..16: torch\n"
         "  M >= 17: triton\n"
+        "  measured, us a layer:\n"
+        "           M      triton       torch\n"
+        "           1         2.0         1.0\n"
+        "          16         2.0         1.0\n"
+        "          17         1.0         2.0\n"
         "  workspace at M=1: 0.00 MiB\n"
         "  workspace at M=64: 0.05 MiB\n"
         "  workspace at M=4096: 3.04 MiB"
@@ -217,6 +325,11 @@ def test_a_plan_reads_well(table):
         "  workspace at M=4096: 8.00 MiB\n"
         "  not triton: triton takes bfloat16, float16 or float32, got torch.float64"
     )
+    unmeasured = str(registry.plan(dataclasses.replace(PLAIN, top_k=1), H200)).splitlines()
+    assert unmeasured[1:3] == [
+        "  M >= 0: triton",
+        "  chosen by a heuristic: this problem was not measured on this GPU",
+    ]
     emulated = str(registry.plan(FP8, H200, "torch")).splitlines()
     assert emulated[:2] == [
         "experts: E=8 top_k=2 K=64 I=32 fp8_block bfloat16 on NVIDIA H200",

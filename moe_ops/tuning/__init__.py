@@ -1,5 +1,8 @@
-"""Measured tables, one JSON file per GPU: which backend is fastest up to how many tokens, and the tiles with
-which the triton backend is. `python -m moe_ops.tuning` measures the tiles.
+"""Measured tables, one JSON file per GPU: how long each backend takes for how many tokens, and the tiles with
+which the triton backend is fastest. `python -m moe_ops.tuning` measures both.
+
+An entry is one problem (`_KEYS`). "backends" lists {num_tokens, us, versions}, where us has the microseconds a layer of
+each backend that was measured, in one go; "triton" lists {num_tokens, us, triton, tiles}.
 """
 
 from __future__ import annotations
@@ -7,11 +10,12 @@ from __future__ import annotations
 import functools
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 _FOLDER = Path(__file__).parent
+MARGIN = 0.01  # differences of the time of one layer below this are noise: the same cells repeat to within 1 %
 _KEYS = ("num_experts", "hidden_size", "intermediate_size", "top_k", "scheme", "dtype")
 
 
@@ -37,7 +41,7 @@ def _entries(gpu_name: str) -> dict[tuple, dict]:
     return {tuple(row[k] for k in _KEYS): row for row in rows}
 
 
-def look_up(
+def backend_times(
     gpu_name: str,
     num_experts: int,
     hidden_size: int,
@@ -45,11 +49,61 @@ def look_up(
     top_k: int,
     scheme: str,
     dtype: str,
-) -> tuple[tuple[int, str], ...]:
-    """Measured tiers (largest M, backend) of a problem, ascending, -1 for no bound; () if not measured."""
+) -> list[tuple[int, dict[str, float]]]:
+    """(M, backend -> microseconds a layer) of a problem, ascending; empty if it was not measured."""
     key = (num_experts, hidden_size, intermediate_size, top_k, scheme, dtype)
-    tiers = _entries(gpu_name).get(key, {}).get("tiers", [])
-    return tuple([(tier["max_tokens"], tier["backend"]) for tier in tiers])
+    rows = _entries(gpu_name).get(key, {}).get("backends", [])
+    return [(row["num_tokens"], row["us"]) for row in rows]
+
+
+def look_up(*problem: Any) -> tuple[tuple[int, str], ...]:
+    """Tiers (largest M, backend) of a problem, ascending, -1 for no bound; () if it was not measured.
+
+    Arguments: those of `backend_times`, then the names of the backends that accept the problem. Others' times
+    do not count, so where the fastest backend is not installed the next one has its place.
+    """
+    *key, accepted = problem
+    return crossovers(backend_times(*key), accepted)
+
+
+def crossovers(
+    times: Sequence[tuple[int, Mapping[str, float]]], accepted: Collection[str]
+) -> tuple[tuple[int, str], ...]:
+    """Tiers (largest M, backend) that follow from times measured at ascending numbers of tokens.
+
+    A backend gives way to one that is faster by more than MARGIN. Between the two measured M the tier ends where
+    straight lines through both backends' times, on logarithmic scales, cross.
+    """
+    tiers: list[tuple[int, str]] = []
+    before: tuple[int, Mapping[str, float]] | None = None
+    current = ""
+    for M, us in times:
+        us = {name: value for name, value in us.items() if name in accepted}
+        if not us:
+            continue
+        best = min(us, key=lambda name: us[name])
+        if before is None:
+            current = best
+        elif best != current and us[best] < us.get(current, math.inf) * (1 - MARGIN):
+            tiers.append((_crossing(before, (M, us), current, best), current))
+            current = best
+        before = (M, us)
+    return (*tiers, (-1, current)) if current else ()
+
+
+def _crossing(
+    low: tuple[int, Mapping[str, float]],
+    high: tuple[int, Mapping[str, float]],
+    old: str,
+    new: str,
+) -> int:
+    """The largest M from which `new` is not yet faster than `old`: low's at least, below high's."""
+    (first, at_first), (last, at_last) = low, high
+    part = 0.5  # one of them was not measured at both
+    if old in at_first and new in at_first and old in at_last:
+        slower = max(0.0, math.log(at_first[new] / at_first[old]))
+        part = slower / (slower + math.log(at_last[old] / at_last[new]))
+    return min(last - 1, int(first * (last / first) ** part))
 
 
 def triton_tiles(
@@ -81,27 +135,54 @@ def measured_tokens(path: Path, target: Mapping[str, Any]) -> set[int]:
     return {row["num_tokens"] for row in entry.get("triton", [])}
 
 
+def measured_backends(path: Path, target: Mapping[str, Any]) -> dict[int, dict[str, float]]:
+    """Token count -> backend -> microseconds, as a table file has them."""
+    entry = _find(_read(path, ""), target)
+    return {row["num_tokens"]: row["us"] for row in entry.get("backends", [])}
+
+
 def record(
     path: Path, gpu_name: str, target: Mapping[str, Any], num_tokens: int, tiles: list, us: float
 ) -> None:
     """Put the tiles measured for one M into a table file, in place of what it had for it."""
     import triton
 
+    row = {"us": round(us, 2), "triton": triton.__version__, "tiles": tiles}
+    _put(path, gpu_name, target, "triton", num_tokens, row)
+
+
+def record_backends(
+    path: Path,
+    gpu_name: str,
+    target: Mapping[str, Any],
+    num_tokens: int,
+    us: Mapping[str, float],
+    versions: Mapping[str, str],
+) -> None:
+    """Put the backends' times measured for one M into a table file, in place of what it had for it."""
+    times = {name: round(value, 2) for name, value in us.items()}
+    _put(path, gpu_name, target, "backends", num_tokens, {"us": times, "versions": dict(versions)})
+
+
+_LISTS = ("backends", "triton")  # fields of an entry that hold one row for each number of tokens
+
+
+def _put(
+    path: Path,
+    gpu_name: str,
+    target: Mapping[str, Any],
+    field: str,
+    num_tokens: int,
+    values: Mapping[str, Any],
+) -> None:
     table = _read(path, gpu_name)
     entry = _find(table, target)
     if not entry:
         entry = dict(target)
         table["entries"].append(entry)
-    rows = [row for row in entry.get("triton", []) if row["num_tokens"] != num_tokens]
-    rows.append(
-        {
-            "num_tokens": num_tokens,
-            "us": round(us, 2),
-            "triton": triton.__version__,
-            "tiles": tiles,
-        }
-    )
-    entry["triton"] = sorted(rows, key=lambda row: row["num_tokens"])
+    rows = [row for row in entry.get(field, []) if row["num_tokens"] != num_tokens]
+    rows.append({"num_tokens": num_tokens, **values})
+    entry[field] = sorted(rows, key=lambda row: row["num_tokens"])
     lines = ",\n".join([_entry_text(e) for e in table["entries"]])
     path.write_text(f'{{"gpu": {json.dumps(table["gpu"])}, "entries": [\n{lines}\n]}}\n')
 
@@ -119,6 +200,9 @@ def _find(table: dict, target: Mapping[str, Any]) -> dict:
 
 def _entry_text(entry: dict) -> str:
     """One entry with a line a measurement, so that changes read well."""
-    fields = {k: v for k, v in entry.items() if k != "triton"}
-    rows = ",\n  ".join([json.dumps(row) for row in entry.get("triton", [])])
-    return json.dumps(fields)[:-1] + f', "triton": [\n  {rows}]}}'
+    text = json.dumps({k: v for k, v in entry.items() if k not in _LISTS})[:-1]
+    for field in _LISTS:
+        if field in entry:
+            rows = ",\n  ".join([json.dumps(row) for row in entry[field]])
+            text += f', "{field}": [\n  {rows}]'
+    return text + "}"
