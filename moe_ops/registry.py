@@ -32,6 +32,7 @@ class Plan:
     machine: Machine
     tiers: tuple[tuple[int, library.Backend], ...]
     refused: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    basis: str = ""  # of the tiers: "measured", "heuristic", or "" where there was no choice
 
     @property
     def backend(self) -> str:
@@ -43,7 +44,6 @@ class Plan:
         """The registered op of this plan."""
         if len(self.tiers) == 1:
             return self.tiers[0][1].ops[self.problem.kind]
-    basis: str = ""  # of the tiers: "measured", "heuristic", or "" where there was no choice
         return AUTO.ops[self.problem.kind]
 
     @property
@@ -106,6 +106,10 @@ class Plan:
             native = backend.native(p.scheme, m)
             lines.append(f"  {reach}: {backend.name}{'' if native else how}")
             low = limit + 1
+        if self.basis == "measured":
+            lines += self._times()
+        elif self.basis and m.gpu_name:
+            lines.append("  chosen by a heuristic: this problem was not measured on this GPU")
         for M in (1, 64, 4096):
             total = sum(_bytes(buffer) for buffer in self.workspace_shapes(M))
             lines.append(f"  workspace at M={M}: {total / 2**20:.2f} MiB")
@@ -113,21 +117,6 @@ class Plan:
             lines.append(f"  not {name}: {'; '.join(reasons)}")
         return "\n".join(lines)
 
-
-def plan(problem: Problem, machine: Machine, backend: str = "auto") -> Plan:
-    """Choose the backends of a problem.
-
-        if self.basis == "measured":
-            lines += self._times()
-        elif self.basis and m.gpu_name:
-            lines.append("  chosen by a heuristic: this problem was not measured on this GPU")
-    Args:
-        backend: "auto", or a backend's name: that one runs or the call raises, it never falls back.
-
-    Raises:
-        ValueError: the name is unknown, or no backend takes the problem; every reason is listed.
-        ImportError: the named backend's library is not installed.
-    """
     def _times(self) -> list[str]:
         """Lines of a table: microseconds a layer of every backend that was measured, by M."""
         times = tuning.backend_times(*_table_key(self.problem, self.machine))
@@ -138,6 +127,17 @@ def plan(problem: Problem, machine: Machine, backend: str = "auto") -> Plan:
             lines.append("".join([f"  {cell:>10}" for cell in (str(M), *cells)]))
         return lines
 
+
+def plan(problem: Problem, machine: Machine, backend: str = "auto") -> Plan:
+    """Choose the backends of a problem.
+
+    Args:
+        backend: "auto", or a backend's name: that one runs or the call raises, it never falls back.
+
+    Raises:
+        ValueError: the name is unknown, or no backend takes the problem; every reason is listed.
+        ImportError: the named backend's library is not installed.
+    """
     if backend != "auto":
         chosen = _named(backend)
         reasons = _reasons(chosen, problem, machine)
@@ -183,17 +183,6 @@ def _measured_tiers(
     return tuple(tiers)
 
 
-def _reasons(backend: library.Backend, problem: Problem, machine: Machine) -> list[str]:
-    if problem.kind not in backend.ops:
-        return [f"has no {problem.kind}"]
-    if backend.name not in machine.available:
-        return [_why_not_available(backend.name)]
-    reasons = backend.supports(problem, machine)
-    if problem.needs_grad and not backend.differentiable:
-        reasons.append(
-            "has no backward: wrap the call in torch.no_grad() or use backend='auto' or 'torch'"
-        )
-    return reasons
 def _heuristic(problem: Problem, accepted: Sequence[library.Backend]) -> _Tiers:
     """The first accepted backend alone; in fp8_block deep_gemm from DEEP_GEMM_ROWS rows an expert on."""
     first = accepted[0]
@@ -212,6 +201,17 @@ def _table_key(problem: Problem, machine: Machine) -> tuple:
     return (machine.gpu_name, *sizes, p.scheme, _name(p.dtype))
 
 
+def _reasons(backend: library.Backend, problem: Problem, machine: Machine) -> list[str]:
+    if problem.kind not in backend.ops:
+        return [f"has no {problem.kind}"]
+    if backend.name not in machine.available:
+        return [_why_not_available(backend.name)]
+    reasons = backend.supports(problem, machine)
+    if problem.needs_grad and not backend.differentiable:
+        reasons.append(
+            "has no backward: wrap the call in torch.no_grad() or use backend='auto' or 'torch'"
+        )
+    return reasons
 
 
 def _named(name: str) -> library.Backend:
