@@ -183,6 +183,10 @@ def _measured_tiers(
     return tuple(tiers)
 
 
+# Rows an expert has on average from which deep_gemm runs fp8_block where a problem was not measured; None: never.
+DEEP_GEMM_ROWS: int | None = None
+
+
 def _heuristic(problem: Problem, accepted: Sequence[library.Backend]) -> _Tiers:
     """The first accepted backend alone; in fp8_block deep_gemm from DEEP_GEMM_ROWS rows an expert on."""
     first = accepted[0]
