@@ -15,13 +15,18 @@ import torch
 from torch.fx.experimental.symbolic_shapes import guard_scalar
 
 from moe_ops import library, tuning
+from moe_ops.backends import deep_gemm as deep_gemm_backend
 from moe_ops.backends import torch as torch_backend
 from moe_ops.backends import triton as triton_backend
 from moe_ops.meta.workspace import maximum
 from moe_ops.problem import Buffer, Machine, Problem, Workspaces
 
 # Order is preference where nothing was measured.
-BACKENDS: tuple[library.Backend, ...] = (triton_backend.BACKEND, torch_backend.BACKEND)
+BACKENDS: tuple[library.Backend, ...] = (
+    triton_backend.BACKEND,
+    deep_gemm_backend.BACKEND,
+    torch_backend.BACKEND,
+)
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from fake_cuda import H200, Recorder, fake_gpu
 
 import moe_ops
 from moe_ops import registry
+from moe_ops.activations import Activation
 from moe_ops.problem import Machine, Problem
 
 E, K, I, TOP_K, M = 4, 64, 48, 2, 7  # noqa: E741
@@ -60,10 +61,22 @@ def call_of(kind: str, scheme: str, rows, backend: str, dtype=torch.bfloat16):
         return lambda x, w, ids: moe_ops.fused_experts(x, w13, w2, w, ids, **options), tensors
 
 
+def problem_like(kind: str, scheme: str) -> Problem:
+    """The Problem of `call_of`, as far as backends ask."""
+    routed = kind == "experts"
+    bias = kind != "batched_experts"
+    activation = None if kind == "grouped_linear" else Activation("silu")
+    return Problem(
+        *(kind, E, K, I, 2 * I, TOP_K if routed else 0, torch.bfloat16, scheme),
+        activation=activation,
+        has_bias=bias,
+        has_expert_map=routed,
+    )
+
+
 def takers(kind: str, scheme: str) -> list[str]:
     """The backends that run a scheme, in order of preference."""
-    top_k = TOP_K if kind == "experts" else 0
-    problem = Problem(kind, E, K, I, 2 * I, top_k, torch.bfloat16, scheme)
+    problem = problem_like(kind, scheme)
     return [b.name for b in registry.BACKENDS if not registry._reasons(b, problem, H200)]
 
 
@@ -77,9 +90,11 @@ def test_traces_for_a_gpu(backend, scheme, kind, rows, monkeypatch):
         table = [(16 << i, name) for i, name in enumerate(able)]
         monkeypatch.setattr(registry, "_measured", lambda *_: tuple(table))
     elif backend not in ("auto", *able):
-        with fake_gpu(), pytest.raises(ValueError, match=f"got scheme {scheme!r}"):
+        reasons = registry._reasons(registry._named(backend), problem_like(kind, scheme), H200)
+        with fake_gpu(), pytest.raises(ValueError) as error:
             function, tensors = call_of(kind, scheme, M, backend)
             function(*tensors)
+        assert "; ".join(reasons) in str(error.value)
         return
     recorder = Recorder()
     with fake_gpu() as mode:

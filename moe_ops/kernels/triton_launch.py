@@ -48,6 +48,8 @@ def gpu(device: int) -> Gpu:
 @cache
 def _kernels() -> dict:
     from moe_ops.kernels import (
+        deep_gemm_routing,
+        deep_gemm_rows,
         router,
         triton_experts,
         triton_fp8,
@@ -71,6 +73,11 @@ def _kernels() -> dict:
         "packed_gemm1": triton_packed.moe_ops_packed_gemm1,
         "packed_gemm2": triton_packed.moe_ops_packed_gemm2,
         "combine": triton_experts.moe_ops_combine,
+        "deep_gemm_count": deep_gemm_routing.moe_ops_deep_gemm_count,
+        "deep_gemm_place": deep_gemm_routing.moe_ops_deep_gemm_place,
+        "deep_gemm_scatter": deep_gemm_rows.moe_ops_deep_gemm_scatter,
+        "deep_gemm_activate": deep_gemm_rows.moe_ops_deep_gemm_activate,
+        "deep_gemm_combine": deep_gemm_rows.moe_ops_deep_gemm_combine,
     }
 
 

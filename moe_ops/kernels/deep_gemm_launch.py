@@ -1,0 +1,252 @@
+"""How the kernels around DeepGEMM's products are launched, and how the library is called. Torch alone is imported here.
+
+DeepGEMM compiles a kernel with nvcc when a shape is first met, 1 to 3 s, and keeps it on disk.
+"""
+
+from __future__ import annotations
+
+import importlib
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from moe_ops.activations import NO_LIMIT
+from moe_ops.kernels.triton_launch import Gpu, Launch, pointers, run
+from moe_ops.kernels.triton_rows import activation_of
+from moe_ops.library import BatchedExpertsArgs, ExpertsArgs
+from moe_ops.meta.workspace import cdiv, round_up
+
+# Rows that a group is padded to: get_mk_alignment_for_contiguous_layout(), which is 128 unless set otherwise. On SM90
+# it is the products' BLOCK_M too, so that no block reaches into the next expert's rows.
+ALIGNMENT = 128
+PARTS = 128  # programs that place pairs, at most
+CHUNK = 128  # pairs that they handle at a time
+_SCATTER_GROUPS = 16  # groups of 128 columns that a program handles
+_ACTIVATE_GROUPS = 16
+_COMBINE_COLUMNS = 1024
+
+
+class Layout(NamedTuple):
+    """How the products find the rows of an expert in the contiguous layout.
+
+    ends: by the row behind each expert's last pair (E,), so that only blocks with pairs are multiplied. Else by the
+    expert of each row (rows,), -1 on padding: then blocks that hold padding alone, up to the most that a routing can
+    need, are loaded, and in bf16 multiplied too.
+    """
+
+    ends: bool
+
+
+LAYOUT = Layout(ends=True)
+
+
+@cache
+def library() -> Any:
+    """The module deep_gemm.
+
+    Raises:
+        ImportError: it is not installed, or does not load.
+        RuntimeError: groups are padded to more rows than workspaces have room for.
+    """
+    try:
+        module = importlib.import_module("deep_gemm")
+    except Exception as error:  # its import runs native code, whose errors are of many types
+        raise ImportError(
+            f"deep_gemm cannot be imported ({type(error).__name__}: {error}); "
+            "pip install 'moe-ops[deepgemm]'"
+        ) from error
+    return module
+
+
+@cache
+def alignment() -> int:
+    """Rows that a group is padded to; constant, as sizes of workspaces follow from it."""
+    rows = int(library().get_mk_alignment_for_contiguous_layout())
+    if ALIGNMENT % rows:
+        raise RuntimeError(
+            f"deep_gemm's alignment of contiguous layouts must divide {ALIGNMENT}, got {rows}; "
+            f"call deep_gemm.set_mk_alignment_for_contiguous_layout({ALIGNMENT})"
+        )
+    return rows
+
+
+# --- calls of the library -----------------------------------------------------------------------
+
+_warm: set[tuple] = set()  # products whose kernels are compiled and loaded
+
+
+def check_warm(keys: tuple[tuple, ...], device: int) -> None:
+    """Raise while a CUDA graph is captured, unless the products of these keys have run before."""
+    if _warm.issuperset(keys):
+        return
+    if device >= 0 and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "moe_ops backend 'deep_gemm' has no compiled kernel for this call and cannot compile one while a "
+            "CUDA graph is captured; warm up first: call the same function once with tensors of these shapes "
+            "and dtypes outside of torch.cuda.graph(...), then capture"
+        )
+
+
+def warmed(keys: tuple[tuple, ...]) -> None:
+    """The products of these keys have run."""
+    _warm.update(keys)
+
+
+class Operand(NamedTuple):
+    """Rows or weights as a product takes them; without scales in bf16."""
+
+    data: Tensor
+    scale: Tensor | None = None
+
+    @property
+    def argument(self) -> Any:
+        return self.data if self.scale is None else (self.data, self.scale)
+
+
+def product_key(kind: str, x: Operand, w: Operand, rows: int) -> tuple:
+    """What the choice of a kernel depends on; `rows` is what the library is told to expect."""
+    return (kind, rows, w.data.shape, x.data.dtype, w.data.dtype, w.data.device)
+
+
+def expected_rows(pairs: int, experts: int) -> int:
+    """Rows an expert is expected to have: its share of the pairs, in powers of two blocks.
+
+    So there are few kernels to compile: the library chooses one by how many blocks there will be.
+    """
+    blocks = cdiv(cdiv(pairs, experts), ALIGNMENT)
+    return ALIGNMENT << (blocks - 1).bit_length()
+
+
+def grouped_product(d: Tensor, x: Operand, w: Operand, groups: Tensor, expected: int) -> None:
+    """d (rows, N) = x (rows, K) @ w[expert of the row] (N, K).T, rows in the contiguous layout."""
+    module = library()
+    function = module.m_grouped_bf16_gemm_nt_contiguous
+    if x.scale is not None:
+        function = module.m_grouped_fp8_gemm_nt_contiguous
+    options: dict[str, Any] = {}
+    if LAYOUT.ends:
+        options = {"use_psum_layout": True, "expected_m_for_psum_layout": expected}
+    function(x.argument, w.argument, d, groups, **options)
+
+
+# --- the contiguous layout ----------------------------------------------------------------------
+
+
+class Index(NamedTuple):
+    """The int32 workspace: what each part of it starts at. int or SymInt."""
+
+    rows: int  # (S,) the row of each pair
+    counts: int  # (PARTS, EP) pairs of each expert in each part
+    experts: int  # (padded rows,) the expert of each row
+    end: int
+
+
+def padded_experts(E: int) -> int:
+    """EP of kernels/deep_gemm_routing.py."""
+    return max(16, 1 << (E - 1).bit_length())
+
+
+def index_parts(pairs: Any, E: int, rows: Any) -> Index:
+    """The parts behind the end rows (E,), each beginning on 16 bytes."""
+    starts = [round_up(E, 4)]
+    for size in (pairs, PARTS * padded_experts(E), rows):
+        starts.append(starts[-1] + (size + 3) // 4 * 4)
+    return Index(*starts)
+
+
+class Placed(NamedTuple):
+    """Where pairs lie in the contiguous layout of `size` rows."""
+
+    rows: Tensor  # (S,)
+    groups: Tensor  # what the products take: (E,) or (size,)
+    size: int
+
+
+def place(a: ExpertsArgs, size: int, chip: Gpu) -> tuple[list[Launch], Placed]:
+    """Launches that sort pairs by expert into the layout of `size` rows."""
+    ids, expert_map, index = a.topk_ids, a.expert_map, a.index_workspace
+    E, pairs = a.w13.shape[0], ids.numel()
+    at = index_parts(pairs, E, size)
+    rows, counts = index[at.rows : at.rows + pairs], index[at.counts : at.experts]
+    ends, experts = index[:E], index[at.experts : at.experts + size]
+    has_map = expert_map is not None
+    num_ids, map_stride = (expert_map.shape[0], expert_map.stride(0)) if has_map else (E, 0)
+    length = round_up(cdiv(pairs, PARTS), CHUNK)
+    routing = (ids, expert_map, pairs, E, num_ids, ids.shape[1], *ids.stride(), map_stride, length)
+    constants = (has_map, chip.dependent)
+    EP = padded_experts(E)
+    grid = (cdiv(pairs, length), 1, 1)
+    target = (rows, ends, None if LAYOUT.ends else experts, counts)
+    launches = [
+        Launch("deep_gemm_count", grid, (counts, *routing, EP, CHUNK, *constants)),
+        Launch(
+            "deep_gemm_place",
+            grid,
+            (*target, *routing, size, EP, CHUNK, alignment(), *constants),
+            8,
+        ),
+    ]
+    return launches, Placed(rows, ends if LAYOUT.ends else experts, size)
+
+
+def scatter(a: ExpertsArgs, y: Operand, placed: Placed, chip: Gpu) -> Launch:
+    """x quantized where y has scales, copied to the rows of its pairs."""
+    x, (M, top_k) = a.hidden_states, a.topk_ids.shape
+    K = x.shape[1]
+    args = (*kernel_arguments(y, chip), x, placed.rows, placed.size)
+    args += (K, *x.stride(), top_k, y.scale is not None, _SCATTER_GROUPS, chip.native)
+    grid = (M, cdiv(K, _SCATTER_GROUPS * 128), 1)
+    return Launch("deep_gemm_scatter", grid, (*args, chip.dependent))
+
+
+def activate(
+    a: ExpertsArgs | BatchedExpertsArgs,
+    h: Operand,
+    x: Tensor,
+    rows: Tensor,
+    size: int,
+    weights: Tensor | None,
+    chip: Gpu,
+) -> Launch:
+    """h = activation(x), quantized where h has scales; `size` rows lie between groups of scales.
+
+    `weights` (S, 1) multiply x first.
+    """
+    pairs, I = rows.numel(), h.data.shape[-1]  # noqa: E741
+    function, gated, interleaved = activation_of(a.activation)
+    args = (
+        *kernel_arguments(h, chip),
+        x,
+        rows,
+        weights,
+        0 if weights is None else weights.stride(0),
+    )
+    args += (pairs, size, I, a.alpha, a.beta, a.limit)
+    args += (function, gated, interleaved, a.limit < NO_LIMIT)
+    args += (h.scale is not None, _ACTIVATE_GROUPS, chip.native)
+    return Launch("deep_gemm_activate", (cdiv(pairs * (I // 128), _ACTIVATE_GROUPS), 1, 1), args)
+
+
+def combine(a: ExpertsArgs, y: Tensor, placed: Placed) -> Launch:
+    """The sum of a token's rows of y, by the router's weights unless they met the input."""
+    (M, top_k), K = a.topk_ids.shape, y.shape[1]
+    args = (a.out, y, a.topk_weights, placed.rows, K, *a.topk_weights.stride(), *a.out.stride())
+    args += (top_k, not a.router_weight_on_input, _COMBINE_COLUMNS)
+    return Launch("deep_gemm_combine", (M, cdiv(K, _COMBINE_COLUMNS), 1), args)
+
+
+def kernel_arguments(operand: Operand, chip: Gpu) -> tuple[Tensor, Tensor | None]:
+    """Data and scales for Triton, which takes e4m3 as bytes where the GPU does not know it."""
+    data, scale = operand
+    if scale is not None and not chip.native:
+        data = data.view(torch.uint8)
+    return data, scale
+
+
+def start(launches: list[Launch], key: tuple, device: int, dependent: bool = False) -> None:
+    """Run kernels; `key` holds what they are specialised on besides their tensors."""
+    tensors = [arg for launch in launches for arg in launch.args if isinstance(arg, Tensor)]
+    names = tuple([launch.kernel for launch in launches])
+    run(launches, (names, key, pointers(*tensors)), device, dependent)

@@ -1,0 +1,144 @@
+"""Triton kernels around DeepGEMM's two products: scatter, activate, combine. Imported at first launch only.
+
+Legend: M tokens, S = M * top_k pairs, K hidden size, I intermediate size, N columns of the first product (2 I where
+gated, else I). `rows` (S,) says in which row of the products a pair lies, -1 where its expert is not here; rows
+without a pair are neither read nor written, whatever they hold.
+
+Scales of e4m3 data are fp32, one for 128 columns, those of neighbouring rows side by side: (columns / 128, rows).
+SCALED says whether data are e4m3 with scales, else they are in the input's dtype.
+"""
+
+import triton
+import triton.language as tl
+
+from moe_ops.kernels.triton_activations import activate_one, activate_two
+from moe_ops.kernels.triton_fp8 import quantize_groups, stored
+from moe_ops.kernels.triton_routing import wait
+
+
+@triton.jit(do_not_specialize=["stride_sg"])
+def moe_ops_deep_gemm_scatter(
+    y_ptr,  # (rows, K) written
+    scale_ptr,  # (K / 128, rows) written, or absent
+    x_ptr,  # (M, K)
+    rows_ptr,
+    stride_sg,
+    K,
+    stride_xm,
+    stride_xk,
+    TOP_K: tl.constexpr,
+    SCALED: tl.constexpr,
+    GROUPS: tl.constexpr,
+    NATIVE: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """Read GROUPS * 128 columns of a token once, quantize them once, write them to all rows of the token."""
+    m = tl.program_id(0).to(tl.int64)
+    group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
+    k = group[:, None] * 128 + tl.arange(0, 128)[None, :]
+    x = tl.load(x_ptr + m * stride_xm + k.to(tl.int64) * stride_xk, mask=k < K, other=0.0)
+    if SCALED:
+        v, scale = quantize_groups(x)
+        y = stored(v, NATIVE)
+    else:
+        y = x.to(y_ptr.dtype.element_ty)
+    wait(DEPENDENT)  # the kernel before this one wrote `rows`, and may not have ended
+    for j in tl.static_range(TOP_K):
+        row = tl.load(rows_ptr + m * TOP_K + j).to(tl.int64)
+        end = tl.where(row >= 0, K, 0)
+        tl.store(y_ptr + row * K + k, y, mask=k < end)
+        if SCALED:
+            tl.store(
+                scale_ptr + row + group.to(tl.int64) * stride_sg, scale, mask=group * 128 < end
+            )
+
+
+@triton.jit(do_not_specialize=["S", "stride_sg", "stride_ts"])
+def moe_ops_deep_gemm_activate(
+    h_ptr,  # (rows, I) written
+    scale_ptr,  # (I / 128, rows) written, or absent
+    x_ptr,  # (rows, N)
+    rows_ptr,
+    weights_ptr,  # (S,) what x is to be multiplied by, or absent
+    stride_ts,
+    S,
+    stride_sg,
+    I,  # noqa: E741
+    alpha,
+    beta,
+    limit,
+    ACTIVATION: tl.constexpr,
+    GATED: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    HAS_LIMIT: tl.constexpr,
+    SCALED: tl.constexpr,
+    GROUPS: tl.constexpr,
+    NATIVE: tl.constexpr,
+):
+    """h = activation(x), GROUPS groups of 128 columns a program: those of one pair, then those of the next.
+
+    I is a multiple of 128. Router weights that belong to the input meet the product, which is linear in it: so they
+    are multiplied in fp32 and never rounded.
+    """
+    lane = tl.arange(0, 128)[None, :]
+    unit = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)
+    pair, group = unit // (I // 128), unit % (I // 128)
+    row = tl.load(rows_ptr + pair, mask=pair < S, other=-1).to(tl.int64)
+    ok = (row >= 0)[:, None]
+    column = group[:, None] * 128 + lane
+    weight = 1.0
+    if weights_ptr is not None:
+        weight = tl.load(weights_ptr + pair * stride_ts, mask=row >= 0, other=0.0)
+        weight = weight.to(tl.float32)[:, None]
+    if GATED:
+        start = x_ptr + row[:, None] * (2 * I)
+        if INTERLEAVED:
+            wide = group[:, None] * 256 + tl.arange(0, 256)[None, :]
+            both = tl.load(start + wide, mask=ok, other=0.0)
+            gate, up = tl.split(tl.reshape(both, (GROUPS, 128, 2)))
+        else:
+            gate = tl.load(start + column, mask=ok, other=0.0)
+            up = tl.load(start + I + column, mask=ok, other=0.0)
+        gate, up = gate.to(tl.float32) * weight, up.to(tl.float32) * weight
+        h = activate_two(gate, up, alpha, beta, limit, ACTIVATION, HAS_LIMIT)
+    else:
+        x = tl.load(x_ptr + row[:, None] * I + column, mask=ok, other=0.0)
+        h = activate_one(x.to(tl.float32) * weight, ACTIVATION)
+    if SCALED:
+        v, scale = quantize_groups(h)
+        h = stored(v, NATIVE)
+        tl.store(scale_ptr + row + group.to(tl.int64) * stride_sg, scale, mask=row >= 0)
+    else:
+        h = h.to(h_ptr.dtype.element_ty)
+    tl.store(h_ptr + row[:, None] * I + column, h, mask=ok)
+
+
+@triton.jit(do_not_specialize=["stride_tm", "stride_tk"])
+def moe_ops_deep_gemm_combine(
+    out_ptr,  # (M, K) written
+    y_ptr,  # (rows, K)
+    topk_weights_ptr,  # (M, TOP_K)
+    rows_ptr,
+    K,
+    stride_tm,
+    stride_tk,
+    stride_om,
+    stride_ok,
+    TOP_K: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """out[m] = sum of router weight * y over the token's pairs, fp32, in their order, rounded once."""
+    m = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    total = tl.zeros((COLUMNS,), tl.float32)
+    for j in tl.static_range(TOP_K):
+        row = tl.load(rows_ptr + m * TOP_K + j).to(tl.int64)
+        end = tl.where(row >= 0, K, 0)  # nothing of a pair that is not here
+        y = tl.load(y_ptr + row * K + column, mask=column < end, other=0.0).to(tl.float32)
+        if WEIGHTED:
+            weight_ptr = topk_weights_ptr + m * stride_tm + j * stride_tk
+            y *= tl.load(weight_ptr, mask=row >= 0, other=0.0).to(tl.float32)
+        total += y
+    out = out_ptr + m * stride_om + column.to(tl.int64) * stride_ok
+    tl.store(out, total.to(out_ptr.dtype.element_ty), mask=column < K)
