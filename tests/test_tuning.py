@@ -1,15 +1,20 @@
 """The measured tables: files, look-up, and that no tuned tile changes a result."""
 
 import json
+import math
+import sys
 
 import pytest
 import torch
 
 import moe_ops
-from moe_ops import tuning
+from moe_ops import registry, tuning
 from moe_ops.kernels import triton_tiles
 from moe_ops.kernels.triton_launch import Gpu
 from moe_ops.kernels.triton_tiles import Tile, Tiles
+from moe_ops.problem import Machine, Problem
+from moe_ops.tuning import __main__ as command
+from moe_ops.tuning import backends, search
 from tests.cases import BF16, assert_matches, poisoned_memory, router_weights, tolerance
 
 TARGET = {
@@ -177,3 +182,111 @@ def test_tuned_tiles_keep_the_values(device, dtype, scheme, tiles, K, I):  # noq
         out = moe_ops.fused_experts(x, w13, w2, weights, ids, backend="triton")
     assert seen and set(seen) == {tiles}
     assert_matches(out, expected.double(), tolerance(dtype, scheme, device))
+
+
+# --- times of backends -----------------------------------------------------------------------------
+
+
+class Stopwatch:
+    """In place of backends.Backends: times by rule, as (per token, fixed) of each backend."""
+
+    rules = {"triton": (1.0, 10.0), "deep_gemm": (0.5, 40.0)}
+    refused = {"flashinfer": "needs another GPU"}
+    measured: list[tuple] = []
+
+    def __init__(self, target):
+        self.layers = dict.fromkeys(self.rules)
+
+    def times_us(self, M, names):
+        self.measured.append((M, *names))
+        return {name: self.rules[name][0] * M + self.rules[name][1] for name in names}
+
+
+@pytest.fixture
+def tuner(table, monkeypatch):
+    """`python -m moe_ops.tuning` on a GPU that is none; returns what was measured meanwhile."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Test GPU")
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(backends, "Backends", Stopwatch)
+
+    def run(*arguments):
+        monkeypatch.setattr(Stopwatch, "measured", [])
+        shape = ("--shape", "8", "512", "256", "2")
+        monkeypatch.setattr(sys, "argv", ["tuning", *shape, *arguments])
+        command.main()
+        tuning._entries.cache_clear()
+        return Stopwatch.measured
+
+    return run
+
+
+def test_backends_are_timed_into_the_table(tuner, table, capsys):
+    fill(table)  # tiles stay
+    assert tuner("--backends", "--m", "16", "256") == [
+        (16, "triton", "deep_gemm"),
+        (256, "triton", "deep_gemm"),
+    ]
+    text = capsys.readouterr().out
+    # equal on straight lines through (16, 26), (256, 266) and (16, 48), (256, 168): at 78.1
+    assert "auto: triton to M=78, deep_gemm on" in text
+    assert "not flashinfer: needs another GPU" in text
+    (entry,) = json.loads(table.read_text())["entries"]
+    assert [row["us"] for row in entry["backends"]] == [
+        {"triton": 26.0, "deep_gemm": 48.0},
+        {"triton": 266.0, "deep_gemm": 168.0},
+    ]
+    assert entry["backends"][0]["versions"]["torch"] == torch.__version__
+    assert len(entry["triton"]) == 2
+    key = ("Test GPU", 8, 512, 256, 2, "", "bfloat16")
+    assert tuning.look_up(*key, ("triton", "deep_gemm")) == ((78, "triton"), (-1, "deep_gemm"))
+    assert tuning.look_up(*key, ("deep_gemm",)) == ((-1, "deep_gemm"),)
+    assert tuning.look_up("Another GPU", *key[1:], ("triton",)) == ()
+
+
+def test_timing_goes_on_where_it_stopped(tuner, table):
+    tuner("--backends", "triton", "--m", "16")
+    assert tuner("--backends", "triton", "--m", "16", "64") == [(64, "triton")]
+    # a backend that came later is measured beside the others, so that they compare
+    assert tuner("--backends", "--m", "16") == [(16, "triton", "deep_gemm")]
+    assert tuner("--backends", "--m", "16") == []
+    assert tuner("--backends", "deep_gemm", "--m", "16", "--again") == [(16, "deep_gemm")]
+    known = tuning.measured_backends(table, TARGET)
+    assert known == {16: {"triton": 26.0, "deep_gemm": 48.0}, 64: {"triton": 74.0}}
+    with pytest.raises(ValueError, match="--backends must be one of auto, .*; got 'deepgemm'"):
+        tuner("--backends", "deepgemm")
+
+
+def test_tables_in_the_package_name_backends_that_exist():
+    for path in tuning.tables().values():
+        for entry in json.loads(path.read_text())["entries"]:
+            rows = entry.get("backends", [])
+            counts = [row["num_tokens"] for row in rows]
+            assert counts == sorted(set(counts))
+            for row in rows:
+                assert set(row["us"]) <= set(registry.list_backends())
+                assert all(us > 0 and math.isfinite(us) for us in row["us"].values())
+
+
+@pytest.mark.parametrize("scheme", [pytest.param(s, marks=ON_GPU) for s in ("", "fp8_block")])
+def test_auto_runs_what_was_measured(scheme, tmp_path, monkeypatch):
+    """A small shape, every backend at hand, and a plan made from the table."""
+    name = torch.cuda.get_device_name()
+    path = tmp_path / "table.json"
+    target = search.Target(8, 1024, 512, 2, scheme)
+    backends.measure(target, [4, 2048], path, name, [], False)
+    times = tuning.measured_backends(path, vars(target))
+    assert set(times) == {4, 2048} and all("triton" in us for us in times.values())
+    monkeypatch.setattr(tuning, "_FOLDER", tmp_path)
+    tuning._entries.cache_clear()
+    properties = torch.cuda.get_device_properties(0)
+    capability = (properties.major, properties.minor)
+    here = Machine("cuda", capability, name, registry.machine(torch.device("cuda")).available)
+    silu = moe_ops.Activation("silu")
+    problem = Problem("experts", 8, 1024, 512, 1024, 2, BF16, scheme, activation=silu)
+    plan = registry.plan(problem, here)
+    tuning._entries.cache_clear()
+    for M, us in times.items():
+        chosen = registry._of_rows(plan.tiers, M).name
+        takes = {n: t for n, t in us.items() if n not in dict(plan.refused)}
+        assert takes[chosen] <= min(takes.values()) * (1 + tuning.MARGIN) * 1.001

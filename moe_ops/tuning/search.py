@@ -24,6 +24,7 @@ from functools import cache, lru_cache
 import torch
 
 import moe_ops
+from moe_ops import progress
 from moe_ops.kernels import triton_packed_launch, triton_packed_tiles, triton_tiles
 from moe_ops.kernels.triton_scales import scales
 from moe_ops.kernels.triton_tiles import Tile, Tiles
@@ -157,32 +158,43 @@ class Bench:
         with triton_tiles.searching(tiles):
             try:
                 layer()
-                torch.cuda.synchronize()
-                graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph):
-                    layer()
+                graph = captured(layer)
             except Exception as error:  # out of registers or shared memory: not a candidate
                 if "illegal" in str(error) or "assert" in str(error):
                     raise
                 return math.inf
-        begin = time.perf_counter()
-        while time.perf_counter() - begin < warm_up_seconds:
-            graph.replay()
-            torch.cuda.synchronize()
-        times = []
-        for _ in range(_REPLAYS):
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            times.append(start.elapsed_time(end) * 1e3 / _SETS)
-        return statistics.median(times)
+        replay_us([graph], warm_up_seconds)
+        return statistics.median([replay_us([graph])[0] / _SETS for _ in range(_REPLAYS)])
 
 
-def tune(
-    bench: Bench, num_tokens: int, progress: Callable[[Iterable, str], Iterable]
-) -> tuple[Tiles, float, float]:
+def captured(layer: Callable[[], None]) -> torch.cuda.CUDAGraph:
+    """A CUDA graph of a call that has run before."""
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        layer()
+    return graph
+
+
+def replay_us(graphs: list[torch.cuda.CUDAGraph], warm_up_seconds: float = 0.0) -> list[float]:
+    """Microseconds of a replay of each, after so many seconds of untimed ones that bring the clocks up."""
+    begin = time.perf_counter()
+    while time.perf_counter() - begin < warm_up_seconds:
+        for graph in graphs:
+            graph.replay()
+        torch.cuda.synchronize()
+    times = []
+    for graph in graphs:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1e3)
+    return times
+
+
+def tune(bench: Bench, num_tokens: int) -> tuple[Tiles, float, float]:
     """Best tiles, their time and the heuristic's time, both in microseconds."""
     bench.prepare(num_tokens)
     base = heuristic(bench)
@@ -191,7 +203,7 @@ def tune(
     # The GPU idled while kernels were compiled; short layers ran 10 % slower until its clocks were up.
     default_us = best_us = bench.time_us(base, warm_up_seconds=0.25)
     best = base
-    for first, second in progress(plan, f"M={num_tokens}"):
+    for first, second in progress.bar(plan, f"M={num_tokens}"):
         local, local_us = first[0], math.inf
         for tiles in first:
             us = bench.time_us(tiles)

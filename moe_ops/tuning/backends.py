@@ -1,0 +1,141 @@
+"""How long each backend takes for a shape, by number of tokens: what tiers of `backend="auto"` follow from.
+
+Whole layers under CUDA-graph replay, on the weights and routing sets of the search for tiles (search.py); graphs of
+all backends are replayed in turn, so that clocks which drift favour none.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+import moe_ops
+from moe_ops import progress, registry, tuning
+from moe_ops.tuning.search import Bench, Target, captured, replay_us
+
+_REPLAYS = 15
+_MAX_CALL_S = 0.1  # a layer slower than this is no candidate and is not replayed
+_LIBRARIES = ("torch", "triton", "sgl-deep-gemm", "flashinfer-python")
+
+
+class Backends:
+    """The backends that take a target, each with the weights in its layout."""
+
+    def __init__(self, target: Target):
+        self.bench = Bench(target)
+        self.bench.prepare(1)
+        self.layers: dict[str, Callable[..., None]] = {}
+        self.refused: dict[str, str] = {}  # name -> why
+        natural = (self.bench.w13, self.bench.w2)
+        for name in registry.list_backends():
+            reason = self._refusal(name, *natural)
+            weights = natural
+            if reason:  # of the natural layout, perhaps of that alone
+                try:
+                    prepared = moe_ops.prepare(natural[0], name, activation="silu")
+                    weights = (prepared, moe_ops.prepare(natural[1], name))
+                    reason = self._refusal(name, *weights)
+                except ValueError as error:
+                    reason = str(error)
+            if reason:
+                self.refused[name] = reason
+            else:
+                self.layers[name] = self._layer(name, *weights)
+
+    def _refusal(self, name: str, w13: torch.Tensor, w2: torch.Tensor) -> str:
+        x, _, ids = self.bench.inputs[0]
+        try:
+            moe_ops.explain(x, w13, w2, ids, backend=name)
+        except (ValueError, ImportError) as error:
+            return str(error)
+        return ""
+
+    def _layer(self, name: str, w13: torch.Tensor, w2: torch.Tensor) -> Callable[..., None]:
+        def layer(_num_tokens: int = 0) -> None:  # of the sets that were prepared
+            for x, weights, ids in self.bench.inputs:
+                moe_ops.fused_experts(x, w13, w2, weights, ids, backend=name)
+
+        return layer
+
+    def times_us(self, num_tokens: int, names: list[str]) -> dict[str, float]:
+        """Median microseconds a layer of each backend named; those that fail or are far too slow left out."""
+        self.bench.prepare(num_tokens)
+        graphs = {}
+        with torch.no_grad():
+            for name in names:
+                layer = self.layers[name]
+                try:
+                    moe_ops.warmup(layer, [num_tokens], show_progress=False)
+                    start = time.perf_counter()
+                    layer()
+                    torch.cuda.synchronize()
+                    if time.perf_counter() - start > _MAX_CALL_S * len(self.bench.inputs):
+                        self.refused[name] = f"takes more than {_MAX_CALL_S * 1e3:.0f} ms a layer"
+                        continue
+                    graphs[name] = captured(layer)
+                except Exception as error:
+                    if "illegal" in str(error) or "assert" in str(error):
+                        raise  # the device is lost
+                    self.refused[name] = f"M={num_tokens}: {' '.join(str(error).split())[:200]}"
+        times: dict[str, list[float]] = {name: [] for name in graphs}
+        replay_us(list(graphs.values()), warm_up_seconds=0.25)
+        for _ in range(_REPLAYS):
+            for name, graph in graphs.items():
+                times[name].append(replay_us([graph])[0] / len(self.bench.inputs))
+        return {name: statistics.median(values) for name, values in times.items()}
+
+
+def measure(
+    target: Target, token_counts: list[int], path: Path, gpu: str, only: list[str], again: bool
+) -> None:
+    """Time the backends at each number of tokens that the table lacks, and write it after each.
+
+    Args:
+        only: names of backends, the others' times stay; all that take the target if empty.
+        again: measure what the table has, too.
+
+    Raises:
+        ValueError: an unknown backend.
+    """
+    for name in only:
+        registry.check_backend("--backends", name)
+    facts = vars(target)
+    backends = Backends(target)
+    names = [name for name in backends.layers if not only or name in only]
+    known = tuning.measured_backends(path, facts)
+    todo = {}
+    for M in token_counts:
+        missing = [n for n in names if again or n not in known.get(M, {})]
+        if missing:
+            todo[M] = missing
+    print(
+        f"{target}: {', '.join(names)}; {len(todo)} of {len(token_counts)} M to measure",
+        flush=True,
+    )
+    for M in progress.bar(list(todo), "backends"):
+        # all of them, so that they compare
+        us = backends.times_us(M, names)
+        tuning.record_backends(path, gpu, facts, M, {**known.get(M, {}), **us}, versions())
+        cells = ", ".join([f"{name} {value:.1f}" for name, value in us.items()])
+        print(f"  M={M:5d}  {cells} us", flush=True)
+    for name, reason in backends.refused.items():
+        print(f"  not {name}: {reason}", flush=True)
+    times = sorted(tuning.measured_backends(path, facts).items())
+    tiers = tuning.crossovers(times, names)
+    print("  auto: " + ", ".join([f"{n} {'on' if m < 0 else f'to M={m}'}" for m, n in tiers]))
+
+
+def versions() -> dict[str, str]:
+    """Versions of the libraries that backends use, of those that are installed."""
+    found = {}
+    for name in _LIBRARIES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
