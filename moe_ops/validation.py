@@ -60,7 +60,7 @@ class Weight(NamedTuple):
         data = meta(self.data)
         assert data is not None
         if not self.scheme:
-            return WeightFacts(data)
+            return WeightFacts(data, layout=self.layout)
         static = None if self.activation_scale is None else self.activation_scale.device
         scales = [meta(tensor) for tensor in self.scales]
         return WeightFacts._make((data, *scales, static, self.scheme, self.layout))
@@ -328,12 +328,17 @@ def _check_weights(w13: WeightFacts, w2: WeightFacts, x: Rows, activation: Activ
         )
     for what, one, other, remedy in (
         ("scheme", w13.scheme, w2.scheme, "quantize both with one scheme, or neither"),
-        ("layout", w13.layout, w2.layout, "prepare both for one backend, or neither"),
+        ("layout", *_layouts(w13, w2), "prepare both for one backend, or neither"),
     ):
         if one != other:
             one, other = one or "none", other or "none"
             raise ValueError(f"w2 must have the {what} of w13, {one}, got {other}; {remedy}")
     return E, N, K, I
+
+
+def _layouts(w13: WeightFacts, w2: WeightFacts) -> tuple[str, str]:
+    """What must agree of two layouts: of w13's not the order of its rows, behind a colon."""
+    return w13.layout.partition(":")[0], w2.layout
 
 
 def _check_weight(name: str, weight: WeightFacts, x: Rows, x_name: str) -> tuple:

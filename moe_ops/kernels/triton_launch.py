@@ -50,6 +50,7 @@ def _kernels() -> dict:
     from moe_ops.kernels import (
         deep_gemm_routing,
         deep_gemm_rows,
+        flashinfer_inputs,
         router,
         triton_experts,
         triton_fp8,
@@ -73,6 +74,9 @@ def _kernels() -> dict:
         "packed_gemm1": triton_packed.moe_ops_packed_gemm1,
         "packed_gemm2": triton_packed.moe_ops_packed_gemm2,
         "combine": triton_experts.moe_ops_combine,
+        "flashinfer_route": flashinfer_inputs.moe_ops_flashinfer_route,
+        "flashinfer_rows": flashinfer_inputs.moe_ops_flashinfer_rows,
+        "flashinfer_biases": flashinfer_inputs.moe_ops_flashinfer_biases,
         "deep_gemm_count": deep_gemm_routing.moe_ops_deep_gemm_count,
         "deep_gemm_place": deep_gemm_routing.moe_ops_deep_gemm_place,
         "deep_gemm_scatter": deep_gemm_rows.moe_ops_deep_gemm_scatter,

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from moe_ops import activations
+from moe_ops.activations import Activation
 from moe_ops.schemes import SCHEMES, QuantScheme, get_scheme
-from moe_ops.tensors import layouts, sharding  # noqa: F401 (registers operators on ExpertTensor)
+from moe_ops.tensors import flashinfer, layouts, sharding  # noqa: F401 (register layouts and operators)
 from moe_ops.tensors.base import ExpertTensor
 from moe_ops.tensors.checks import (
     check_quantizable,
@@ -20,6 +22,7 @@ from moe_ops.tensors.int4 import Int4ExpertTensor
 from moe_ops.tensors.int8 import Int8ExpertTensor
 from moe_ops.tensors.mx import MXExpertTensor
 from moe_ops.tensors.nvfp4 import NVFP4ExpertTensor
+from moe_ops.tensors.plain import PlainExpertTensor
 from moe_ops.tensors.serialization import flatten, unflatten
 from moe_ops.validation import check_tensor
 
@@ -30,6 +33,7 @@ __all__ = [
     "Int8ExpertTensor",
     "MXExpertTensor",
     "NVFP4ExpertTensor",
+    "PlainExpertTensor",
     "check_quantizable",
     "flatten",
     "from_quantized",
@@ -38,7 +42,7 @@ __all__ = [
     "unflatten",
 ]
 
-_BACKENDS = ("auto", "torch", "triton")
+_BACKENDS = ("auto", "deep_gemm", "flashinfer", "triton", "torch")
 
 
 def _class_of(scheme: QuantScheme) -> type[ExpertTensor]:
@@ -128,20 +132,30 @@ def from_quantized(
     return _class_of(scheme)(**parts, scheme=scheme.name, activation_scale=activation_scale)
 
 
-def prepare(weight: Tensor, backend: str) -> Tensor:
+def prepare(weight: Tensor, backend: str, *, activation: str | Activation | None = None) -> Tensor:
     """Bring expert weights, plain or quantized, into the layout ``backend`` reads, once.
 
     A weight that is laid out so already is returned as it is; one prepared for another backend is brought
     back to its natural layout first, which "torch" reads. ``weight_layout`` and ``repr`` say which it is.
 
+        w13 = moe_ops.prepare(w13, "flashinfer", activation="silu")
+        w2 = moe_ops.prepare(w2, "flashinfer")
+
+    Args:
+        weight: (E, N, K). Not all backends want another layout: then it is returned as it is.
+        activation: for w13 the activation that follows it, for w2 None: some backends want up rows before gate
+            rows, from whichever order the activation is defined on.
+
     Raises:
-        ValueError: an unknown backend, no tensor, or a weight that is a transposed view.
+        ValueError: an unknown backend or activation, no tensor, a weight that is a transposed view, or one whose
+            shape or scales do not admit the layout.
     """
     check_tensor("weight", weight)
     if backend not in _BACKENDS:
         raise ValueError(f"backend must be one of {_BACKENDS}, got {backend!r}")
-    if not isinstance(weight, ExpertTensor) or backend == "auto":
+    if backend == "auto":
         return weight
-    if weight.weight_layout == layouts.TRANSPOSED:
+    if getattr(weight, "weight_layout", "") == layouts.TRANSPOSED:
         raise ValueError(f"weight must have the natural layout, got {weight}; transpose it back")
-    return layouts.change(weight, backend)
+    act = None if activation is None else activations.resolve(activation)
+    return layouts.change(weight, backend, act)

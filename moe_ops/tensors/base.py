@@ -107,10 +107,10 @@ class ExpertTensor(TorchAOBaseTensor):
     ):
         if qdata is self:
             return
-        assert scale is not None
+        assert scale is not None or not scheme
         super().__init__()
         self.qdata = qdata
-        self.scale = scale
+        self.scale = scale  # type: ignore[assignment]  # None for plain weights alone
         self.zero_point = zero_point
         self.global_scale = global_scale
         self.channel_scale = channel_scale
@@ -281,12 +281,16 @@ def _(func, types, args, kwargs):
             f"dequantize() takes any dtype"
         )
     where = {k: kwargs[k] for k in ("device", "non_blocking") if kwargs.get(k) is not None}
+    if not self.scheme:
+        where["dtype"] = dtype
     return self._map(lambda t: func(t, **where), dtype=dtype)
 
 
 @implements(aten.empty_like.default)
 def _(func, types, args, kwargs):
     dtype = kwargs.pop("dtype", None) or args[0].dtype
+    if not args[0].scheme:
+        kwargs["dtype"] = dtype
     return args[0]._map(lambda t: func(t, **kwargs), dtype=dtype)
 
 

@@ -8,15 +8,19 @@ A backend whose kernels read elements or scales in another order gets them so on
 A relayout may permute the bytes of each expert's elements and reshape and permute its scales. qdata keeps its
 shape (E, N, bytes of a row), from which the shape of the weights follows, and all tensors keep their first
 dimension, so that experts can be taken apart.
+
+A backend may want the rows of w13 in another order, which depends on the activation that follows. Its relayouts for
+that say so by ``rows``, and in their name behind a colon: w13 and w2 fit together if their layouts agree up to there.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
+from moe_ops.activations import Activation
 from moe_ops.meta.scales import unpacked_size
 from moe_ops.schemes import QuantScheme, get_scheme
 from moe_ops.validation import TRANSPOSED
@@ -25,6 +29,10 @@ if TYPE_CHECKING:
     from moe_ops.tensors.base import ExpertTensor
 
 __all__ = ["RELAYOUTS", "TRANSPOSED", "Relayout", "change", "logical", "natural"]
+
+# orders of w13's rows other than the natural one of its activation, by what they are made from
+UP_GATE = "up_gate"  # up rows, then gate rows; made from gate rows, then up rows
+UP_GATE_OF_PAIRS = "up_gate_of_pairs"  # the same, made from rows that alternate
 
 Tensors = dict[
     str, Tensor
@@ -38,6 +46,7 @@ class Relayout(NamedTuple):
     takes: Callable[[QuantScheme], bool]  # for which schemes
     apply: Callable[[ExpertTensor], Tensors]  # a natural tensor to the tensors that change
     undo: Callable[[ExpertTensor], Tensors]  # a tensor of this layout to the natural ones
+    rows: str = ""  # the order of w13's rows that it makes, "" for the natural one
 
 
 # backend -> the relayouts it wants; schemes that none of them takes stay natural
@@ -56,24 +65,46 @@ def logical(qdata: Tensor, scheme: str, layout: str) -> tuple[tuple[int, ...], t
     return (*shape[:packed], unpacked_size(shape[packed], bits), *shape[packed + 1 :]), strides
 
 
-def change(weight: ExpertTensor, backend: str) -> ExpertTensor:
-    """``weight`` in the layout that ``backend`` wants for its scheme; itself if it is so already."""
-    scheme = get_scheme(weight.scheme)
-    wanted = [r for r in RELAYOUTS.get(backend, ()) if r.takes(scheme)]
-    if weight.weight_layout == (wanted[0].layout if wanted else ""):
+def change(weight: Any, backend: str, activation: Activation | None = None) -> Tensor:
+    """``weight``, plain or an ExpertTensor, in the layout that ``backend`` wants for its scheme; itself if it is so already.
+
+    ``activation`` is what follows w13, None for w2. Raises ValueError for a layout that the weight's shape has not.
+    """
+    scheme = get_scheme(getattr(weight, "scheme", ""))
+    relayouts = [r for r in RELAYOUTS.get(backend, ()) if r.takes(scheme)]
+    wanted = [r for r in relayouts if r.rows == rows_before(activation)]
+    wanted = wanted or [r for r in relayouts if not r.rows]
+    layout = getattr(weight, "weight_layout", "")
+    if layout == (wanted[0].layout if wanted else ""):
         return weight
-    weight = natural(weight)
+    if activation is None and layout in [r.layout for r in relayouts]:
+        return weight  # w13, prepared before
+    if layout:
+        weight = natural(weight)
     if not wanted:
         return weight
+    if not hasattr(weight, "weight_layout"):
+        from moe_ops.tensors.plain import PlainExpertTensor  # which imports this file
+
+        weight = PlainExpertTensor(weight.detach(), dtype=weight.dtype)
     return weight._replace(**wanted[0].apply(weight), weight_layout=wanted[0].layout)
 
 
-def natural(weight: ExpertTensor) -> ExpertTensor:
-    """``weight`` in its natural layout."""
+def rows_before(activation: Activation | None) -> str:
+    """The order of rows that backends with up rows before gate rows want of a weight before ``activation``."""
+    if activation is None or not activation.gated:
+        return ""
+    return UP_GATE_OF_PAIRS if activation.interleaved else UP_GATE
+
+
+def natural(weight: ExpertTensor) -> Tensor:
+    """``weight`` in its natural layout; a plain tensor where it is not quantized."""
     if not weight.weight_layout:
         return weight
+    scheme = get_scheme(weight.scheme)
     for relayouts in RELAYOUTS.values():
         for relayout in relayouts:
-            if relayout.layout == weight.weight_layout:
-                return weight._replace(**relayout.undo(weight), weight_layout="")
+            if relayout.layout == weight.weight_layout and relayout.takes(scheme):
+                back = weight._replace(**relayout.undo(weight), weight_layout="")
+                return back if weight.scheme else back.qdata
     raise ValueError(f"weight must have a known layout, got {weight}")

@@ -26,6 +26,7 @@ from moe_ops.tensors.int4 import Int4ExpertTensor
 from moe_ops.tensors.int8 import Int8ExpertTensor
 from moe_ops.tensors.mx import MXExpertTensor
 from moe_ops.tensors.nvfp4 import NVFP4ExpertTensor
+from moe_ops.tensors.plain import PlainExpertTensor
 
 _CLASSES: dict[str, type[ExpertTensor]] = {
     cls.__name__: cls
@@ -35,6 +36,7 @@ _CLASSES: dict[str, type[ExpertTensor]] = {
         Int4ExpertTensor,
         MXExpertTensor,
         NVFP4ExpertTensor,
+        PlainExpertTensor,
     )
 }
 _PREFIX = "moe_ops:"

@@ -1,0 +1,152 @@
+"""Layouts of weights that FlashInfer's CUTLASS layer reads: up rows before gate rows, and its orders of 4-bit data.
+
+Registered for ``moe_ops.prepare(weight, "flashinfer")``; plain torch on any device.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from moe_ops.schemes import QuantScheme
+from moe_ops.tensors.layouts import RELAYOUTS, UP_GATE, UP_GATE_OF_PAIRS, Relayout, Tensors
+
+if TYPE_CHECKING:
+    from moe_ops.tensors.base import ExpertTensor
+
+MIXED = "flashinfer_mixed"  # 4-bit weights beside 16-bit activations on SM90
+
+NATURAL = ("", "fp8_tensor_static", "fp8_block")  # schemes whose elements stay where they are
+
+
+def up_first(t: Tensor, pairs: bool) -> Tensor:
+    """Up rows, then gate rows, of t (E, 2I, ...): gate and up rows alternating (``pairs``), or gate rows first."""
+    gate, up = (t[:, ::2], t[:, 1::2]) if pairs else t.chunk(2, 1)
+    return _cat(up, gate)
+
+
+def gate_first(t: Tensor, pairs: bool) -> Tensor:
+    """The inverse of `up_first`."""
+    up, gate = t.chunk(2, 1)
+    if not pairs:
+        return _cat(gate, up)
+    data = torch.stack((_raw(gate), _raw(up)), 2).flatten(1, 2)
+    return data.view(t.dtype)
+
+
+def _raw(t: Tensor) -> Tensor:
+    """As bytes where elements are bytes: not every version of torch can concatenate e4m3."""
+    return t.view(torch.uint8) if t.element_size() == 1 else t
+
+
+def _cat(*parts: Tensor) -> Tensor:
+    return torch.cat([_raw(t) for t in parts], 1).view(parts[0].dtype)
+
+
+def reorder_rows(w: ExpertTensor, order: str, undo: bool = False) -> Tensors:
+    """The tensors of ``w`` that have rows, with these in the order of its name, or back."""
+    if not order:
+        return {}
+    pairs = order == UP_GATE_OF_PAIRS
+    if w.scheme == "fp8_block" and (pairs or w.qdata.shape[1] % 256):
+        raise ValueError(
+            f"weight must have scales of 128 rows that are all gate or all up rows to be laid out for flashinfer, got "
+            f"{w.qdata.shape[1]} rows{' of which every other one is a gate row' if pairs else ''}; use backend 'triton'"
+        )
+    move = gate_first if undo else up_first
+    names = [name for name in ("qdata", "scale") if getattr(w, name) is not None]
+    return {name: move(getattr(w, name), pairs) for name in names if getattr(w, name).dim() == 3}
+
+
+def interleave_e2m1(q: Tensor) -> Tensor:
+    """Bytes (E, N, K/2) of e2m1 pairs as the SM90 kernels for e2m1 beside 16-bit activations read them.
+
+    In each tile of 16 rows and 64 columns, rows r and r + 8 exchange nibbles, so that a byte holds the two rows'
+    elements of one column, and bytes move so that a thread finds all of its own in one load. Formula:
+    interleave_fp4_weights_for_sm90_mixed_gemm of FlashInfer 0.6.13; N a multiple of 16, K of 64.
+    """
+    E, N, B = q.shape
+    upper, lower = q.view(E, N // 16, 2, 8, B // 32, 32).unbind(2)
+    pairs = torch.stack(((upper & 15) | (lower << 4), (lower & 240) | (upper >> 4)), -1)
+    # byte `lane` of the 32 is (half of the columns, quarter: row or row + 8, two, four)
+    pairs = pairs.unflatten(-2, (2, 2, 2, 4))  # (E, tile, 8, parts, half, quarter, two, four, 2)
+    pairs = pairs.permute(0, 1, 5, 2, 3, 4, 7, 6, 8)
+    return pairs.reshape(E, N, B)
+
+
+def separate_e2m1(q: Tensor) -> Tensor:
+    """The inverse of `interleave_e2m1`."""
+    E, N, B = q.shape
+    pairs = q.view(E, N // 16, 2, 8, B // 32, 2, 4, 2, 2)
+    pairs = pairs.permute(0, 1, 3, 4, 5, 2, 7, 6, 8).flatten(4, 7)  # (E, tile, 8, parts, 32, 2)
+    a, b = pairs.unbind(-1)
+    upper, lower = (a & 15) | (b << 4), (a >> 4) | (b & 240)
+    return torch.stack((upper, lower), 2).reshape(E, N, B)
+
+
+def interleave_scales(scale: Tensor) -> Tensor:
+    """e8m0 scales (E, N, K/32) as (E, K/128, 4N): the four of 128 columns side by side, then the next row's."""
+    E, N, G = scale.shape
+    return scale.view(E, N, G // 4, 4).transpose(1, 2).reshape(E, G // 4, 4 * N)
+
+
+def separate_scales(scale: Tensor) -> Tensor:
+    """The inverse of `interleave_scales`."""
+    E, parts, rows = scale.shape
+    return scale.view(E, parts, rows // 4, 4).transpose(1, 2).reshape(E, rows // 4, 4 * parts)
+
+
+def _mixed(w: ExpertTensor, order: str) -> Tensors:
+    E, N, B = w.qdata.shape
+    if N % 128 or B % 64:
+        raise ValueError(
+            f"weight must have rows and columns that 128 divides to be laid out for flashinfer, got {(N, 2 * B)}; "
+            "use backend 'triton'"
+        )
+    t = {"qdata": w.qdata, "scale": w.scale} | reorder_rows(w, order)
+    return {
+        "qdata": interleave_e2m1(t["qdata"].contiguous()),
+        "scale": interleave_scales(t["scale"].contiguous()),
+    }
+
+
+def _unmixed(w: ExpertTensor, order: str) -> Tensors:
+    w = w._replace(qdata=separate_e2m1(w.qdata), scale=separate_scales(w.scale))
+    return {"qdata": w.qdata, "scale": w.scale} | reorder_rows(w, order, undo=True)
+
+
+def _is_natural(scheme: QuantScheme) -> bool:
+    return scheme.name in NATURAL
+
+
+def _is_mixed(scheme: QuantScheme) -> bool:
+    return scheme.name.split(":")[0] == "mxfp4_w4a16"
+
+
+def _relayouts() -> tuple[Relayout, ...]:
+    found = []
+    for order in ("", UP_GATE, UP_GATE_OF_PAIRS):
+        suffix = f":{order}" if order else ""
+        if order:
+
+            def apply(w, order=order):
+                return reorder_rows(w, order)
+
+            def undo(w, order=order):
+                return reorder_rows(w, order, undo=True)
+
+            found.append(Relayout(suffix, _is_natural, apply, undo, order))
+
+        def mixed(w, order=order):
+            return _mixed(w, order)
+
+        def unmixed(w, order=order):
+            return _unmixed(w, order)
+
+        found.append(Relayout(MIXED + suffix, _is_mixed, mixed, unmixed, order))
+    return tuple(found)
+
+
+RELAYOUTS["flashinfer"] = _relayouts()
