@@ -15,10 +15,13 @@ from records import OURS, Results
 SMALL_TOKENS = 256  # means are taken up to here and above
 WORST = 8
 NAMES = (*IMPLEMENTATIONS, VLLM_NAME)
+BACKENDS = tuple(name for name in IMPLEMENTATIONS if name.startswith(f"{OURS} "))
 # Okabe and Ito's colours, which colour-blind readers tell apart; shapes of the marks differ too.
 STYLES = {
     OURS: ("#D55E00", "o"),
     "moe_ops triton": ("#E69F00", "P"),
+    "moe_ops deep_gemm": ("#009E73", "s"),
+    "moe_ops flashinfer": ("#0072B2", "D"),
     "moe_ops torch": ("#999999", "X"),
     "HF grouped_mm": ("#56B4E9", "v"),
     "HF grouped_mm compiled": ("#0072B2", "^"),
@@ -75,6 +78,11 @@ class View:
             return VLLM_US.get((shape, scheme), {}).get(tokens) if applies else None
         row = self.rows.get(name, {})
         return row["us"]["median"] if "us" in row else None
+
+    def backends(self) -> dict[str, float]:
+        """Median us of this library's backends that were measured by name."""
+        times = {name: self.us(name) for name in BACKENDS}
+        return {name: us for name, us in times.items() if us is not None}
 
     def best_peer(self, table: bool = True) -> str | None:
         """The fastest whole layer that is not ours; `table` admits vLLM's."""
@@ -210,20 +218,63 @@ def cell_name(key: CellKey) -> str:
 
 
 def report(results: Results, folder: Path) -> None:
-    """Print table and means of all rows, and draw a plot for every scheme and routing into `folder`."""
+    """Print table and means of all rows, and draw plots for every scheme and routing into `folder`.
+
+    One shows this library beside its peers. Where at least two of its backends were measured by name, another one shows
+    these beside "auto".
+    """
     print(table(results))
     print(means(results))
+    print(backends_table(results))
     for scheme in SCHEMES:
         for routing in ROUTINGS:
             cells = [view for view in views(results) if view.key[1:3] == (scheme, routing)]
-            if cells:
-                path = folder / f"{results.path.stem}_{scheme or 'bf16'}_{routing}.png"
-                draw(cells, results, path)
+            stem = f"{results.path.stem}_{scheme or 'bf16'}_{routing}"
+            peers = [name for name in NAMES if name not in BACKENDS]
+            if any(name in view.rows for view in cells for name in peers):
+                draw(cells, results, folder / f"{stem}.png", peers)
+                print(folder / f"{stem}.png")
+            compared = [view for view in cells if len(view.backends()) > 1]
+            if compared:
+                path = folder / f"{stem}_backends.png"
+                draw(compared, results, path, (OURS, *BACKENDS))
                 print(path)
 
 
-def draw(cells: list[View], results: Results, path: Path) -> None:
-    """Time over floor against M, one panel a shape, the floor a line at 1."""
+def backends_table(results: Results) -> str:
+    """One line a cell in which backends were measured by name: us of each, the fastest, and auto over it."""
+    cells = [view for view in views(results) if len(view.backends()) > 1]
+    names = [name for name in BACKENDS if any(name in view.backends() for view in cells)]
+    lines = []
+    for view in cells:
+        times = view.backends()
+        best = min(times, key=lambda name: times[name])
+        ours = view.us(OURS)
+        line = [view.key[0], view.key[1] or "bf16", *view.key[2:], number(view.floor)]
+        line += [number(times[name]) if name in times else "-" for name in names]
+        line += ["-" if ours is None else number(ours), best.removeprefix(f"{OURS} ")]
+        lines.append([*line, "-" if ours is None else f"{ours / times[best]:.2f}"])
+    if not lines:
+        return "backends by name: none measured; --only " + " ".join(
+            [f'"{name}"' for name in BACKENDS]
+        )
+    short = [name.removeprefix(f"{OURS} ") for name in names]
+    header = [
+        "shape",
+        "scheme",
+        "routing",
+        "M",
+        "floor",
+        *short,
+        "auto",
+        "fastest",
+        "auto/fastest",
+    ]
+    return format_table(header, lines)
+
+
+def draw(cells: list[View], results: Results, path: Path, shown: Collection[str]) -> None:
+    """Time over floor of the implementations `shown` against M, one panel a shape, the floor a line at 1."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -242,7 +293,7 @@ def draw(cells: list[View], results: Results, path: Path) -> None:
     for panel, shape in zip(panels.flat, shapes, strict=False):
         mine = {view.key[3]: view for view in cells if view.key[0] == shape}
         drawn["floor"] = panel.axhline(1, color="black", linestyle="--", linewidth=1.2)
-        for name in reversed(NAMES):  # ours last, on top
+        for name in reversed([name for name in NAMES if name in shown]):  # ours last, on top
             points = [
                 (x, us / mine[M].floor)
                 for x, M in enumerate(tokens)

@@ -20,6 +20,7 @@ from torch import Tensor
 
 import moe_ops
 from moe_ops import numerics
+from moe_ops.tuning.backends import laid_out
 
 # batched_mm copies both weights of every (token, expert) pair; past this it is not run.
 MAX_GATHER_BYTES = 4 << 30
@@ -49,20 +50,25 @@ class Implementation:
 
 
 def moe_ops_backend(backend: str) -> Callable[[Weights], Builder]:
-    """This library under one backend."""
+    """This library under one backend, with weights in its layout; "auto" with weights as they are."""
 
     def make(weights: Weights) -> Builder:
+        w13, w2 = weights.w13, weights.w2
+        if backend != "auto":
+            size = (1, weights.shape.top_k)
+            x = torch.empty(1, w13.shape[2], dtype=torch.bfloat16, device=w13.device)
+            ids = torch.zeros(size, dtype=torch.int32, device=w13.device)
+            w13, w2 = laid_out(backend, w13, w2, x, ids)
+
         def build(cell: Cell) -> Layer:
-            return Layer(
-                lambda which: moe_ops.fused_experts(
-                    cell.hidden_states,
-                    weights.w13,
-                    weights.w2,
-                    cell.sets[which].weights,
-                    cell.sets[which].ids,
-                    backend=backend,
+            def call(which: int) -> Tensor:
+                routing = cell.sets[which]
+                return moe_ops.fused_experts(
+                    cell.hidden_states, w13, w2, routing.weights, routing.ids, backend=backend
                 )
-            )
+
+            moe_ops.warmup(lambda _: call(0), [cell.case.num_tokens], show_progress=False)
+            return Layer(call)
 
         return build
 
@@ -273,8 +279,10 @@ def padded_rows(ids: Tensor, num_experts: int, alignment: int) -> tuple[Tensor, 
 _ALL = SCHEMES
 IMPLEMENTATIONS = {
     OURS: Implementation(moe_ops_backend("auto"), _ALL),
-    "moe_ops triton": Implementation(moe_ops_backend("triton"), _ALL),
-    "moe_ops torch": Implementation(moe_ops_backend("torch"), _ALL),
+    **{
+        f"{OURS} {name}": Implementation(moe_ops_backend(name), _ALL)
+        for name in moe_ops.list_backends()
+    },
     "HF grouped_mm": Implementation(transformers_experts("grouped_mm", False), ("",)),
     "HF grouped_mm compiled": Implementation(transformers_experts("grouped_mm", True), ("",)),
     "HF batched_mm": Implementation(transformers_experts("batched_mm", False), ("",)),

@@ -31,29 +31,14 @@ class Backends:
         self.bench.prepare(1)
         self.layers: dict[str, Callable[..., None]] = {}
         self.refused: dict[str, str] = {}  # name -> why
-        natural = (self.bench.w13, self.bench.w2)
+        x, _, ids = self.bench.inputs[0]
         for name in registry.list_backends():
-            reason = self._refusal(name, *natural)
-            weights = natural
-            if reason:  # of the natural layout, perhaps of that alone
-                try:
-                    prepared = moe_ops.prepare(natural[0], name, activation="silu")
-                    weights = (prepared, moe_ops.prepare(natural[1], name))
-                    reason = self._refusal(name, *weights)
-                except ValueError as error:
-                    reason = str(error)
-            if reason:
-                self.refused[name] = reason
+            try:
+                weights = laid_out(name, self.bench.w13, self.bench.w2, x, ids)
+            except (ValueError, ImportError) as error:
+                self.refused[name] = str(error)
             else:
                 self.layers[name] = self._layer(name, *weights)
-
-    def _refusal(self, name: str, w13: torch.Tensor, w2: torch.Tensor) -> str:
-        x, _, ids = self.bench.inputs[0]
-        try:
-            moe_ops.explain(x, w13, w2, ids, backend=name)
-        except (ValueError, ImportError) as error:
-            return str(error)
-        return ""
 
     def _layer(self, name: str, w13: torch.Tensor, w2: torch.Tensor) -> Callable[..., None]:
         def layer(_num_tokens: int = 0) -> None:  # of the sets that were prepared
@@ -88,6 +73,23 @@ class Backends:
             for name, graph in graphs.items():
                 times[name].append(replay_us([graph])[0] / len(self.bench.inputs))
         return {name: statistics.median(values) for name, values in times.items()}
+
+
+def laid_out(
+    backend: str, w13: torch.Tensor, w2: torch.Tensor, x: torch.Tensor, ids: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weights as a backend takes them before silu: as they are, else prepared for it.
+
+    Raises:
+        ValueError, ImportError: it takes neither.
+    """
+    try:
+        moe_ops.explain(x, w13, w2, ids, backend=backend)
+    except ValueError:
+        w13 = moe_ops.prepare(w13, backend, activation="silu")
+        w2 = moe_ops.prepare(w2, backend)
+        moe_ops.explain(x, w13, w2, ids, backend=backend)
+    return w13, w2
 
 
 def measure(

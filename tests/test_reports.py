@@ -1,0 +1,56 @@
+"""benchmarks/experts.py --report: what it says of backends that were measured by name."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import moe_ops
+
+pytest.importorskip("matplotlib")
+BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
+
+
+def row(tokens, implementation, us, scheme="fp8_block"):
+    case = {"shape": "qwen3", "scheme": scheme, "num_tokens": tokens, "routing": "uniform"}
+    times = {"us": {"median": us, "min": us, "p25": us}, "error": 1e-3}
+    return {"case": case, "implementation": implementation, "run": "r", "floor_us": 10.0} | times
+
+
+def report(folder, rows):
+    machine = {"gpu": "NVIDIA H200", "torch": "2", "processor": ""}
+    runs = {"r": {"date": "2026-01-01T00:00:00Z", "machine": machine}}
+    path = folder / "experts_NVIDIA_H200.json"
+    path.write_text(json.dumps({"runs": runs, "rows": rows}))
+    paths = [str(Path(moe_ops.__file__).parent.parent), os.environ.get("PYTHONPATH", "")]
+    answer = subprocess.run(
+        [sys.executable, str(BENCHMARKS / "experts.py"), "--report", "--results", str(folder)],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))},
+    )
+    assert answer.returncode == 0, answer.stderr
+    return answer.stdout
+
+
+def test_backends_are_compared_with_auto(tmp_path):
+    times = {"moe_ops triton": (20, 300), "moe_ops deep_gemm": (60, 150), "moe_ops": (20.2, 165)}
+    rows = [row(M, name, us[i]) for name, us in times.items() for i, M in enumerate((8, 4096))]
+    rows.append(row(8, "moe_ops triton", 31.0, scheme=""))  # alone: nothing to compare
+    text = report(tmp_path, rows)
+    lines = [re.split(r" {2,}", line.strip()) for line in text.splitlines()]
+    header = ["shape", "scheme", "routing", "M", "floor", "triton", "deep_gemm", "auto"]
+    assert [*header, "fastest", "auto/fastest"] in lines
+    qwen3 = ["qwen3", "fp8_block", "uniform"]
+    assert [*qwen3, "8", "10.0", "20.0", "60.0", "20.2", "triton", "1.01"] in lines
+    assert [*qwen3, "4096", "10.0", "300", "150", "165", "deep_gemm", "1.10"] in lines
+    drawn = {path.name for path in tmp_path.glob("*.png")}
+    assert drawn == {
+        "experts_NVIDIA_H200_fp8_block_uniform.png",
+        "experts_NVIDIA_H200_fp8_block_uniform_backends.png",
+    }
+    assert all(path.stat().st_size > 10_000 for path in tmp_path.glob("*.png"))
