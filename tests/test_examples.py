@@ -36,6 +36,7 @@ RUNS = {
         4,
         ("transformers",),
     ),
+    "warmup_and_capture": ((), 9, ()),
     "train_step": (("--steps", "2"), 3, ("transformers", "peft")),
 }
 
