@@ -161,12 +161,22 @@ class Case:
         weights[self.nowhere] = math.nan
         self.args = [x, w13, w2, weights, ids]
 
+    def args_for(self, backend="auto") -> list:
+        """`args` with the weights in the layout that a backend reads, if they can be laid out so."""
+        x, w13, w2, weights, ids = self.args
+        try:
+            w13 = moe_ops.prepare(w13, backend, activation=self.options["activation"])
+            return [x, w13, moe_ops.prepare(w2, backend), weights, ids]
+        except ValueError:
+            return self.args
+
     def run(self, backend="auto", poison=True) -> Tensor:
         """The library's answer, out of memory that held garbage."""
+        args = self.args_for(backend)
         if not poison:
-            return moe_ops.fused_experts(*self.args, **self.options, backend=backend)
+            return moe_ops.fused_experts(*args, **self.options, backend=backend)
         with poisoned_memory():
-            return moe_ops.fused_experts(*self.args, **self.options, backend=backend)
+            return moe_ops.fused_experts(*args, **self.options, backend=backend)
 
     def reference(self) -> Tensor:
         act = self.options["activation"]

@@ -115,7 +115,6 @@ class FakeRunner:
                 gate_up = w1[e] @ rows[m]
                 if fc1_expert_biases is not None:
                     gate_up = gate_up.to(self.output).double() + fc1_expert_biases[e].double()
-                limits = [t and float(t[e]) for t in (None,)]
                 limits = [
                     None if t is None else float(t[e])
                     for t in (swiglu_alpha, swiglu_beta, swiglu_limit)
@@ -163,9 +162,60 @@ class FakeRunner:
             w1 = w1.double() * dequant1.double().view(-1, 1, 1)
             w2 = w2.double() * dequant2.double().view(-1, 1, 1)
             return x.double(), w1, w2, lambda h: oracle.e4m3(h * quant2.double())
+        if self.weight == torch.int64:
+            return self.blackwell(x, x_scale, w1, w2, scales, K, I, to_output)
         assert self.input == self.weight == self.output and self.output in FLOATS
         assert scales is None
         return x.double(), w1.double(), w2.double(), to_output
+
+    def blackwell(self, x, x_scale, w1, w2, scales, K, I, to_output):  # noqa: E741
+        """nvfp4 of rows that come in 16 bits, and mxfp4 of rows quantized to mxfp8."""
+        group = 32 if self.mxfp8 else 16
+        if self.mxfp8:
+            s1, global1, s2, global2 = scales
+        else:
+            a1, s1, global1, a2, s2, global2 = scales
+            for a in (a1, a2):
+                assert a.dtype == torch.float32 and a.ndim == 0
+        weights = []
+        for w, s, factor, columns in ((w1, s1, global1, K), (w2, s2, global2, I)):
+            check(s, torch.int32, 3)
+            check(factor, torch.float32, 1)
+            assert s.shape == (*w.shape[:2], columns // group // 4)
+            codes = w.view(torch.uint8)
+            elements = NIBBLES[torch.stack((codes & 15, codes >> 4), -1).flatten(-2).long()]
+            plain = unswizzled(s.view(torch.uint8), *w.shape[1:2], columns // group)
+            plain = 2.0 ** (plain.double() - 127) if self.mxfp8 else e4m3_values(plain)
+            spread = plain.repeat_interleave(group, 2)
+            weights.append(elements * spread * factor.double().view(-1, 1, 1))
+        if self.mxfp8:
+            check(x_scale, torch.uint8, 2)  # linear: one row after the other
+            assert x_scale.shape == (len(x), K // 32)
+            rows = x.double() * (2.0 ** (x_scale.double() - 127)).repeat_interleave(32, 1)
+
+            def quantize(h):
+                return oracle.quantized_activation(to_output(h)[None], "mxfp4_mxfp8")[0]
+
+            return rows, *weights, quantize
+        assert x_scale is None
+
+        def nvfp4(t, scale):  # times the global scale: the factors take it away again
+            q = oracle.quantized_activation(t.double(), "nvfp4", 1 / scale.double())
+            return q * scale.double()
+
+        return nvfp4(x, a1), *weights, lambda h: nvfp4(to_output(h)[None], a2)[0]
+
+
+def e4m3_values(codes: Tensor) -> Tensor:
+    return codes.view(torch.float8_e4m3fn).double()
+
+
+def unswizzled(bytes_: Tensor, rows: int, cols: int) -> Tensor:
+    """Scales in row-major order from the order of SM100's tensor cores: the position of row r and column c."""
+    r, c = torch.arange(rows)[:, None], torch.arange(cols)[None, :]
+    tile = r // 128 * (cols // 4) + c // 4
+    at = tile * 512 + r % 32 * 16 + r % 128 // 32 * 4 + c % 4
+    return bytes_.reshape(len(bytes_), -1)[:, at]
 
 
 def check(tensor: Tensor, dtype: torch.dtype, ndim: int) -> None:

@@ -126,17 +126,23 @@ def attempt(where, problem: Problem, call):
     pytest.skip(f"refused, as it should be: {'; '.join(reasons)}")
 
 
-def problem_of(case: Case, kind="experts") -> Problem:
+def problem_of(case: Case, name="torch", kind="experts") -> Problem:
+    """The problem of a case that runs on a backend, with its weights as `Case.run` lays them out."""
     x, w13, w2, _, ids = case.args
     plan = moe_ops.explain(x, w13, w2, ids, backend="torch", **case.options)
-    return dataclasses.replace(plan.problem, kind=kind)
+    _, w13, w2, *_ = case.args_for(name)
+    contiguous = all([getattr(w, "qdata", w).is_contiguous() for w in (w13, w2)])
+    layout = getattr(w13, "weight_layout", "")
+    return dataclasses.replace(
+        plan.problem, kind=kind, layout=layout, contiguous_weights=contiguous
+    )
 
 
 def check(where, **options):
     """The case's result, compared with the oracle."""
     name, device, dtype = where
     case = Case(device, dtype, **options)
-    return attempt(where, problem_of(case), lambda: case.check(name))
+    return attempt(where, problem_of(case, name), lambda: case.check(name))
 
 
 # --- values -----------------------------------------------------------------------------------------
@@ -226,7 +232,7 @@ def test_strided_inputs(where):
     for key, shape in (("w13_bias", (10, 98)), ("w2_bias", (10, 82)), ("expert_map", (17,))):
         case.options[key] = strided(case.options[key], shape)
     assert not any(t.is_contiguous() for t in (*case.args, *list(case.options.values())[1:]))
-    out = attempt(where, problem_of(case), lambda: case.run(name))
+    out = attempt(where, problem_of(case, name), lambda: case.run(name))
     assert_matches(out, expected, TOLERANCE[dtype])
 
 
@@ -238,7 +244,7 @@ def test_biases_and_router_weights_of_another_dtype(where):
     for key in ("w13_bias", "w2_bias"):
         case.options[key] = case.options[key].to(other)
     case.args[3] = case.args[3].double()
-    attempt(where, problem_of(case), lambda: case.check(name))
+    attempt(where, problem_of(case, name), lambda: case.check(name))
 
 
 @pytest.mark.parametrize("activation", NAMES)
@@ -270,7 +276,7 @@ def test_batched_experts(where, scheme, counts):
         with poisoned_memory():
             return moe_ops.batched_experts(x, w13, w2, counts, backend=name, **case.options)
 
-    out = attempt(where, problem_of(case, "batched_experts"), call)
+    out = attempt(where, problem_of(case, kind="batched_experts"), call)
     expected = oracle.batched(x, w13, w2, counts, **case.options)
     here = ~expected.isnan()
     assert_matches(out[here], expected[here], tolerance(dtype, scheme, device))
@@ -295,7 +301,7 @@ def test_grouped_linear(where, scheme, ends):
         with poisoned_memory():
             return moe_ops.grouped_linear(x, w, offsets, bias=bias, backend=name)
 
-    out = attempt(where, problem_of(case, "grouped_linear"), call)
+    out = attempt(where, problem_of(case, kind="grouped_linear"), call)
     assert_matches(
         out, oracle.grouped_linear(x, w, offsets, bias=bias), tolerance(dtype, scheme, device)
     )
@@ -354,7 +360,7 @@ def test_bitwise_repeatable_and_inputs_stay(where, scheme):
             assert torch.equal(old.view(torch.uint8), new.view(torch.uint8))  # NaN too
         return first
 
-    attempt(where, problem_of(case), call)
+    attempt(where, problem_of(case, name), call)
 
 
 @once
@@ -372,10 +378,10 @@ def test_compiled_equals_eager(where, scheme):
 
     def call():
         for case in cases:
-            out = compiled(*case.args, **case.options, backend=name)
+            out = compiled(*case.args_for(name), **case.options, backend=name)
             assert torch.equal(out, case.run(name))
 
-    attempt(where, problem_of(cases[0]), call)  # a refusal keeps its words while compiling
+    attempt(where, problem_of(cases[0], name), call)  # a refusal keeps its words while compiling
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=ON_GPU)])
@@ -472,7 +478,7 @@ def test_trap_router_weight_applied_twice(where):
     """With router_weight_on_input the output is not weighed again: relu squared would show w ** 3."""
     name, device, dtype = where
     case = Case(device, dtype, activation="relu2_no_mul", top_k=1, on_input=True)
-    attempt(where, problem_of(case), lambda: case.check(name))
+    attempt(where, problem_of(case, name), lambda: case.check(name))
     w = case.args[3].double()
     twice = case.reference() * w
     assert oracle.relative_error(twice[~case.nowhere], case.reference()[~case.nowhere]) > 0.1
@@ -484,7 +490,7 @@ def test_trap_swapped_gate_and_up(where, activation):
     """At unit scale swapping the halves is far off, so the values above would show it."""
     name, device, dtype = where
     case = Case(device, dtype, activation=activation)
-    out = attempt(where, problem_of(case), lambda: case.check(name))
+    out = attempt(where, problem_of(case, name), lambda: case.check(name))
     w13 = case.args[1]
     if activation == "swigluoai":
         case.args[1] = w13.unflatten(1, (-1, 2)).flip(2).flatten(1, 2)

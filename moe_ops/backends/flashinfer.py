@@ -46,6 +46,8 @@ _ACTIVATIONS = {
 }
 _HALF = (torch.bfloat16, torch.float16)
 _ALL = ((9, 0), (10, 0), (12, 0))
+_BLACKWELL = ((10, 0), (12, 0))
+_RULES = ("", ":round", ":ceil")
 
 
 class _Scheme(NamedTuple):
@@ -66,8 +68,14 @@ _SCHEMES = {
     "fp8_tensor_static": _Scheme(_ALL, _HALF, 16, "", "e4m3", "product"),
     "fp8_block": _Scheme(((9, 0),), (torch.bfloat16,), 128),
     **{
-        f"mxfp4_w4a16{rule}": _Scheme(((9, 0),), _HALF, 128, "flashinfer_mixed")
-        for rule in ("", ":round", ":ceil")
+        f"mxfp4_w4a16{rule}": _Scheme(((9, 0),), _HALF, 128, "flashinfer_mixed") for rule in _RULES
+    },
+    "nvfp4": _Scheme(_BLACKWELL, _HALF, 128, "flashinfer_swizzled", "", "quotient"),
+    **{
+        f"mxfp4_mxfp8{rule}": _Scheme(
+            _BLACKWELL, _HALF, 128, "flashinfer_swizzled", "mxfp8", "one"
+        )
+        for rule in _RULES
     },
 }
 
@@ -272,6 +280,16 @@ def _weights(
         # [factor of w13, inverse scale of a2, factor of w2, scale of a13]
         scales = [constants[3, :E], constants[6, 0], constants[4, :E], a.a13_scale.reshape(())]
         return Kernels(row_dtype, a.w13.dtype, dtype), a.w13, a.w2, scales
+    if a.layout.startswith("flashinfer_swizzled"):
+        w13, w2 = a.w13.view(torch.int64), a.w2.view(torch.int64)
+        s13, s2 = s13.view(torch.int32), s2.view(torch.int32)
+        f13, f2 = constants[3, :E], constants[4, :E]
+        if (
+            a.scheme == "nvfp4"
+        ):  # it quantizes rows itself, by the inverses of the activations' scales
+            scales = [constants[5, 0], s13, f13, constants[6, 0], s2, f2]
+            return Kernels(dtype, torch.int64, dtype), w13, w2, scales
+        return Kernels(row_dtype, torch.int64, dtype, mxfp8=True), w13, w2, [s13, f13, s2, f2]
     kernels = Kernels(dtype, torch.uint8, dtype, w4_groups=True)
     return kernels, a.w13, a.w2, [s13, s2]
 

@@ -5,6 +5,8 @@ Registered for ``moe_ops.prepare(weight, "flashinfer")``; plain torch on any dev
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
     from moe_ops.tensors.base import ExpertTensor
 
 MIXED = "flashinfer_mixed"  # 4-bit weights beside 16-bit activations on SM90
+SWIZZLED = "flashinfer_swizzled"  # scales of 128 rows and 4 columns side by side, as SM100's tensor cores read them
 
 NATURAL = ("", "fp8_tensor_static", "fp8_block")  # schemes whose elements stay where they are
 
@@ -98,13 +101,50 @@ def separate_scales(scale: Tensor) -> Tensor:
     return scale.view(E, parts, rows // 4, 4).transpose(1, 2).reshape(E, rows // 4, 4 * parts)
 
 
-def _mixed(w: ExpertTensor, order: str) -> Tensors:
-    E, N, B = w.qdata.shape
+def swizzle(scale: Tensor) -> Tensor:
+    """Scales (E, N, G) in tiles of 128 rows and 4 columns: row r, column c of a tile at (r % 32, r // 32, c).
+
+    N a multiple of 128 and G of 4; the shape stays.
+    """
+    E, N, G = scale.shape
+    tiles = _raw(scale).view(E, N // 128, 4, 32, G // 4, 4).permute(0, 1, 4, 3, 2, 5)
+    return tiles.reshape(E, N, G).view(scale.dtype)
+
+
+def unswizzle(scale: Tensor) -> Tensor:
+    """The inverse of `swizzle`."""
+    E, N, G = scale.shape
+    tiles = _raw(scale).view(E, N // 128, G // 4, 32, 4, 4).permute(0, 1, 4, 3, 2, 5)
+    return tiles.reshape(E, N, G).view(scale.dtype)
+
+
+def _check_whole(w: ExpertTensor) -> None:
+    _, N, B = w.qdata.shape
     if N % 128 or B % 64:
         raise ValueError(
             f"weight must have rows and columns that 128 divides to be laid out for flashinfer, got {(N, 2 * B)}; "
-            "use backend 'triton'"
+            "use backend 'triton' or 'torch'"
         )
+
+
+def _swizzled(w: ExpertTensor, order: str) -> Tensors:
+    _check_whole(w)
+    if w.scheme == "nvfp4" and w.activation_scale is None:
+        raise ValueError(
+            "weight must have an activation_scale to be laid out for flashinfer, whose kernels quantize activations by "
+            "scales known beforehand; give one to moe_ops.quantize or moe_ops.from_quantized"
+        )
+    t = {"qdata": w.qdata, "scale": w.scale} | reorder_rows(w, order)
+    return {"qdata": t["qdata"].contiguous(), "scale": swizzle(t["scale"].contiguous())}
+
+
+def _unswizzled(w: ExpertTensor, order: str) -> Tensors:
+    w = w._replace(scale=unswizzle(w.scale))
+    return {"scale": w.scale} | reorder_rows(w, order, undo=True)
+
+
+def _mixed(w: ExpertTensor, order: str) -> Tensors:
+    _check_whole(w)
     t = {"qdata": w.qdata, "scale": w.scale} | reorder_rows(w, order)
     return {
         "qdata": interleave_e2m1(t["qdata"].contiguous()),
@@ -117,36 +157,26 @@ def _unmixed(w: ExpertTensor, order: str) -> Tensors:
     return {"qdata": w.qdata, "scale": w.scale} | reorder_rows(w, order, undo=True)
 
 
-def _is_natural(scheme: QuantScheme) -> bool:
-    return scheme.name in NATURAL
+def _takes(*schemes: str) -> Callable[[QuantScheme], bool]:
+    return lambda scheme: scheme.name.split(":")[0] in schemes
 
 
-def _is_mixed(scheme: QuantScheme) -> bool:
-    return scheme.name.split(":")[0] == "mxfp4_w4a16"
+def _undo_rows(w: ExpertTensor, order: str) -> Tensors:
+    return reorder_rows(w, order, undo=True)
 
 
-def _relayouts() -> tuple[Relayout, ...]:
-    found = []
-    for order in ("", UP_GATE, UP_GATE_OF_PAIRS):
-        suffix = f":{order}" if order else ""
-        if order:
-
-            def apply(w, order=order):
-                return reorder_rows(w, order)
-
-            def undo(w, order=order):
-                return reorder_rows(w, order, undo=True)
-
-            found.append(Relayout(suffix, _is_natural, apply, undo, order))
-
-        def mixed(w, order=order):
-            return _mixed(w, order)
-
-        def unmixed(w, order=order):
-            return _unmixed(w, order)
-
-        found.append(Relayout(MIXED + suffix, _is_mixed, mixed, unmixed, order))
-    return tuple(found)
+def _relayouts() -> Iterator[Relayout]:
+    kinds = (
+        ("", _takes(*NATURAL), reorder_rows, _undo_rows),
+        (MIXED, _takes("mxfp4_w4a16"), _mixed, _unmixed),
+        (SWIZZLED, _takes("nvfp4", "mxfp4_mxfp8"), _swizzled, _unswizzled),
+    )
+    for layout, takes, apply, undo in kinds:
+        for order in ("", UP_GATE, UP_GATE_OF_PAIRS):
+            name = f"{layout}:{order}" if order else layout
+            if name:
+                do, back = partial(apply, order=order), partial(undo, order=order)
+                yield Relayout(name, takes, do, back, order)
 
 
-RELAYOUTS["flashinfer"] = _relayouts()
+RELAYOUTS["flashinfer"] = tuple(_relayouts())
