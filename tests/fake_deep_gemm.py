@@ -107,5 +107,5 @@ def module() -> types.ModuleType:
     fake.__spec__ = importlib.machinery.ModuleSpec("deep_gemm", None)
     fake.get_mk_alignment_for_contiguous_layout = lambda: ALIGNMENT
     fake.m_grouped_fp8_gemm_nt_contiguous = fake.m_grouped_bf16_gemm_nt_contiguous = contiguous
-    fake.m_grouped_fp8_gemm_nt_masked = fake.m_grouped_bf16_gemm_nt_masked = masked
+    fake.fp8_m_grouped_gemm_nt_masked = fake.m_grouped_bf16_gemm_nt_masked = masked
     return fake

@@ -18,7 +18,16 @@ from moe_ops.kernels import deep_gemm_launch as dg
 from moe_ops.meta.workspace import padded_rows
 from moe_ops.problem import Machine, Problem
 from tests import fake_deep_gemm, oracle
-from tests.cases import BF16, FP16, Case, assert_matches, garbage, tolerance
+from tests.cases import (
+    BF16,
+    FP16,
+    Case,
+    assert_matches,
+    garbage,
+    poisoned_memory,
+    router_weights,
+    tolerance,
+)
 
 CUDA = torch.cuda.is_available()
 PLACES = [
@@ -46,22 +55,27 @@ def products(monkeypatch, request):
     forget()
 
 
-@pytest.fixture(params=["ends", "experts"])
-def layout(request, monkeypatch):
-    monkeypatch.setattr(dg, "LAYOUT", dg.Layout(ends=request.param == "ends"))
+@pytest.fixture
+def by_experts(monkeypatch):
+    """The products are told the expert of each row."""
+    monkeypatch.setattr(dg, "LAYOUT", dg.Layout(ends=False))
 
 
 def case_of(device: str, scheme: str = "", **options) -> Case:
     return Case(device, BF16, scheme, **{"K": 256, "I": 128, **options})
 
 
-def reference(case: Case) -> torch.Tensor:
-    """The oracle's answer with the first product rounded to bf16, as the library returns it.
+def rounded_first_product():
+    """The oracle with the first product rounded to bf16, as the library returns it.
 
     That alone moves one e4m3 activation in a hundred to its neighbour: 1e-2 of the result, and 4e-2 of a single row.
     """
     real = oracle.activation
-    with mock.patch.object(oracle, "activation", lambda x, **o: real(x.to(BF16).double(), **o)):
+    return mock.patch.object(oracle, "activation", lambda x, **o: real(x.to(BF16).double(), **o))
+
+
+def reference(case: Case) -> torch.Tensor:
+    with rounded_first_product():
         return case.reference()
 
 
@@ -77,36 +91,68 @@ def check(case: Case, **options) -> torch.Tensor:
 # --- values -----------------------------------------------------------------------------------------
 
 
-@devices
-@schemes
-@pytest.mark.parametrize("activation", [*NAMES, Activation("silu", limit=0.5)], ids=str)
+def of_activations():
+    """All on a GPU; under the interpreter all in bf16, and one of each kind quantized."""
+    some = ("silu", "swigluoai", "relu2_no_mul")
+    for place in PLACES:
+        for scheme in ("", "fp8_block"):
+            for activation in (*NAMES, Activation("silu", limit=0.5)):
+                if place.values[0] == "cuda" or not scheme or activation in some:
+                    values = (place.values[0], scheme, activation)
+                    yield pytest.param(*values, marks=place.marks, id=f"{values}")
+
+
+@pytest.mark.parametrize("device, scheme, activation", of_activations())
 def test_activations(device, scheme, activation):
-    check(case_of(device, scheme, activation=activation, I=256))
+    sizes = {"M": 5} if device == "cpu" else {"M": 40, "I": 256}
+    check(case_of(device, scheme, activation=activation, **sizes))
+
+
+OPTIONS = [
+    {"M": 0},
+    {"M": 1, "top_k": 4},
+    {"E": 20, "top_k": 6, "K": 128},
+    {"E": 1, "top_k": 3},
+    {"M": 3, "ids": torch.tensor([[-1, 4], [-9, 99], [2**31 - 1, -(2**31)]])},
+    {"expert_map": True, "ids_dtype": torch.int64, "weights_dtype": BF16},
+    {"M": 70, "K": 128, "ids": torch.full((70, 2), 2)},  # more than a block of rows
+]
 
 
 @devices
 @schemes
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"M": 0},
-        {"M": 1, "top_k": 4},
-        {"M": 150, "top_k": 3, "E": 5},  # more than a block of rows an expert
-        {"M": 40, "E": 20, "top_k": 6, "K": 128},
-        {"E": 1, "top_k": 3},
-        {"M": 200, "ids": torch.full((200, 2), 2)},
-        {"M": 3, "ids": torch.tensor([[-1, 4], [-9, 99], [2**31 - 1, -(2**31)]])},
-        {"expert_map": True},
-        {"expert_map": True, "ids_dtype": torch.int64, "weights_dtype": BF16},
-        {
-            "K": 2304,
-            "I": 384,
-        },  # more columns of x than a program takes, and part of what one takes
-    ],
-    ids=lambda options: "-".join(f"{k}" for k in options),
-)
-def test_options(device, scheme, options, layout):
+@pytest.mark.parametrize("options", OPTIONS, ids="-".join)
+def test_options(device, scheme, options):
     check(case_of(device, scheme, **options))
+
+
+@devices
+@pytest.mark.parametrize("options", [OPTIONS[2], OPTIONS[4]], ids="-".join)
+def test_rows_told_by_experts(device, options, by_experts):
+    check(case_of(device, "fp8_block" if device == "cuda" else "", **options))
+
+
+@devices
+@schemes
+def test_more_columns_than_a_program_takes(device, scheme):
+    check(case_of(device, scheme, M=1, top_k=1, K=2304, I=384, ids=torch.tensor([[2]])))
+
+
+@pytest.mark.gpu
+@schemes
+@pytest.mark.parametrize("M", [150, 3000, 20000])
+@pytest.mark.parametrize("E, top_k", [(4, 2), (256, 8)])
+def test_many_tokens(scheme, M, E, top_k):
+    """Each token eight times, so that a few tell about all."""
+    case = case_of("cuda", scheme, M=24, E=E, top_k=top_k)
+    expected = reference(case)
+    for i in (0, 3, 4):
+        case.args[i] = case.args[i].repeat(-(-M // 24), 1)[:M]
+    case.nowhere = case.nowhere.repeat(-(-M // 24))[:M]
+    out = case.run("deep_gemm")
+    expected = expected.repeat(-(-M // 24), 1)[:M]
+    assert_matches(out, expected, tolerance(BF16, scheme, "cuda"))
+    assert (out[case.nowhere] == 0).all()
 
 
 @devices
@@ -114,7 +160,7 @@ def test_options(device, scheme, options, layout):
 def test_router_weights_on_the_input(device, scheme):
     """They meet the first product after it was rounded: so e4m3 values move as described above."""
     case = case_of(
-        device, scheme, M=60, top_k=1, on_input=True, weights_dtype=FP16, expert_map=True
+        device, scheme, M=20, K=128, top_k=1, on_input=True, weights_dtype=FP16, expert_map=True
     )
     assert_matches(case.run("deep_gemm"), case.reference(), tolerance(BF16, scheme, "cuda"))
 
@@ -140,10 +186,150 @@ def test_strided_inputs(device, scheme):
 @devices
 @schemes
 def test_repeatable(device, scheme):
-    case = case_of(device, scheme, M=40, top_k=3)
+    case = case_of(device, scheme, top_k=3)
     first = check(case)
     for _ in range(1 if device == "cpu" else 10):
         assert torch.equal(first, case.run("deep_gemm", poison=False))
+
+
+@devices
+@schemes
+@pytest.mark.parametrize("T, strided", [(6, False), (130, True), (128, False), (128, True)])
+def test_batched(device, scheme, T, strided):
+    """Rows behind each count hold NaN; in the products' whole blocks of rows they reach into the next expert's."""
+    case = case_of(device, scheme, activation="swigluoai_uninterleave")
+    _, w13, w2, *_ = case.args
+    g = torch.Generator().manual_seed(1)
+    x = torch.randn(4, T, 256, generator=g).to(BF16).to(device)
+    if strided:
+        x = torch.stack((x, x.new_full(x.shape, torch.nan)), 2)[:, :, 0]
+    counts = [3, 0, 5, -1] if T > 6 and device == "cpu" else [T - 1, 0, T + 3, -1]
+    counts = torch.tensor(counts, dtype=torch.int64, device=device)
+    for e, count in enumerate(counts.tolist()):
+        x[e, max(count, 0) :] = torch.nan
+    with poisoned_memory():
+        out = moe_ops.batched_experts(x, w13, w2, counts, backend="deep_gemm", **case.options)
+    with rounded_first_product():
+        expected = oracle.batched(x, w13, w2, counts.clamp(max=T), **case.options)
+    here = ~expected.isnan()
+    assert_matches(out[here], expected[here], tolerance(BF16, scheme, device))
+
+
+# --- graphs -------------------------------------------------------------------------------------------
+
+
+def refill(case: Case, seed: int) -> None:
+    """New tokens and new routing, in place."""
+    g = torch.Generator().manual_seed(seed)
+    x, w13, _, weights, ids = case.args
+    x.copy_(torch.randn(x.shape, generator=g))
+    ids.copy_(torch.randint(-1, w13.shape[0] + 1, ids.shape, generator=g))
+    weights.copy_(router_weights(*weights.shape).flip(0))
+
+
+@pytest.mark.gpu
+@schemes
+@pytest.mark.parametrize("M", [1, 40, 700])
+def test_captured_graph_follows_tokens_and_routing(scheme, M):
+    case = case_of("cuda", scheme, M=M, E=8)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        case.run("deep_gemm", poison=False)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = case.run("deep_gemm", poison=False)
+    for seed in range(3):
+        refill(case, seed)
+        out.fill_(torch.nan)
+        graph.replay()
+        assert_matches(out, reference(case), tolerance(BF16, scheme, "cuda"))
+    case.args[4].fill_(-1)
+    graph.replay()
+    assert (out == 0).all()
+    case.args[4].fill_(7)
+    graph.replay()
+    assert_matches(out, reference(case), tolerance(BF16, scheme, "cuda"))
+
+
+@pytest.mark.gpu
+@schemes
+@pytest.mark.parametrize("T", [6, 128])
+def test_captured_batches_follow_counts(scheme, T):
+    case = case_of("cuda", scheme)
+    _, w13, w2, *_ = case.args
+    x = torch.randn(4, T, 256, device="cuda").to(BF16)
+    counts = torch.tensor([T, 0, 3, 1], dtype=torch.int32, device="cuda")
+
+    def call():
+        return moe_ops.batched_experts(x, w13, w2, counts, backend="deep_gemm")
+
+    call()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = call()
+    for shift in range(4):
+        counts.copy_(counts.roll(1))
+        x.copy_(torch.randn(4, T, 256) + shift)
+        out.fill_(torch.nan)
+        graph.replay()
+        with rounded_first_product():
+            expected = oracle.batched(x, w13, w2, counts)
+        here = ~expected.isnan()
+        assert_matches(out[here], expected[here], tolerance(BF16, scheme, "cuda"))
+
+
+@pytest.mark.gpu
+@schemes
+def test_capture_before_a_warm_call_says_to_warm_up(scheme):
+    case = case_of("cuda", scheme, E=5, K=640, I=896)  # sizes no other test has
+    with (
+        pytest.raises(RuntimeError, match="'deep_gemm' has no compiled kernel .* warm up first"),
+        torch.cuda.graph(torch.cuda.CUDAGraph()),
+    ):
+        case.run("deep_gemm", poison=False)
+    torch.cuda.synchronize()
+    check(case)
+
+
+@pytest.mark.gpu
+@schemes
+def test_no_host_synchronisation(scheme):
+    case = case_of("cuda", scheme, expert_map=True)
+    _, w13, w2, *_ = case.args
+    x = torch.randn(4, 6, 256, device="cuda", dtype=BF16)
+    counts = torch.tensor([4, 0, 2, 1], dtype=torch.int32, device="cuda")
+
+    def calls():
+        case.run("deep_gemm", poison=False)
+        moe_ops.batched_experts(x, w13, w2, counts, backend="deep_gemm")
+
+    calls()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        calls()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+@schemes
+def test_compiled_equals_eager(scheme):
+    """One dynamic graph, bitwise; then inductor's own CUDA graphs."""
+    torch._dynamo.reset()
+    cases = [case_of("cuda", scheme, M=M, expert_map=True) for M in (5, 9, 2)]
+    for options in (
+        {"backend": "aot_eager", "dynamic": True},
+        {"mode": "reduce-overhead", "dynamic": False},
+    ):
+        compiled = torch.compile(moe_ops.fused_experts, fullgraph=True, **options)
+        with torch.no_grad():
+            for case in cases:
+                expected = case.run("deep_gemm")
+                for _ in range(3):
+                    torch.compiler.cudagraph_mark_step_begin()
+                    out = compiled(*case.args, **case.options, backend="deep_gemm").clone()
+                    assert torch.equal(out, expected)
 
 
 # --- what is refused ----------------------------------------------------------------------------------
@@ -223,7 +409,7 @@ def test_workspaces_hold_what_is_carved(scheme, M, E, top_k):
     assert first.shape[0] == rows and index.shape[0] == dg.index_parts(M * top_k, E, rows).end
     buffer = torch.empty(first.shape, dtype=first.dtype)
     for columns in (256, 128):
-        data, scale = deep_gemm._operand(buffer, rows, columns, scheme)
+        data, scale = deep_gemm._operand(buffer, (rows, columns), scheme)
         assert data.shape == (rows, columns) and data.is_contiguous()
         if scheme:
             assert scale.shape == (rows, columns // 128) and scale.stride() == (1, rows)

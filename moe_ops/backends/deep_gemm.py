@@ -8,15 +8,16 @@ the host: sizes follow from M, top_k and E, and padding is neither written nor r
 from __future__ import annotations
 
 import importlib.util
+import math
 
 import torch
 from torch import Tensor
 
+from moe_ops.activations import NO_LIMIT
 from moe_ops.kernels import deep_gemm_launch as dg
 from moe_ops.kernels.triton_launch import INTERPRETED, Gpu, gpu
-from moe_ops.library import ExpertsArgs, register
-from moe_ops.meta import workspace
-from moe_ops.meta.workspace import carve, padded_rows
+from moe_ops.library import BatchedExpertsArgs, ExpertsArgs, register
+from moe_ops.meta.workspace import carve, padded_rows, round_up
 from moe_ops.problem import Buffer, Machine, Problem, Workspaces
 
 _SCHEMES = ("", "fp8_block")
@@ -58,39 +59,42 @@ def supports(problem: Problem, machine: Machine) -> list[str]:
 
 
 def workspace_shapes(M, problem: Problem) -> Workspaces:
-    """workspace13 holds permuted x (rows, K), then the activation's output h (rows, I), in e4m3 with fp32 scales
-    of 128 columns behind them where activations are quantized; workspace2 gate and up (rows, N), then the products
-    with w2 (rows, K), bf16. The index workspace: kernels/deep_gemm_launch.py, `Index`.
+    """Of pairs in the contiguous layout workspace13 holds permuted x (rows, K), then the activation's output h (rows,
+    I), and workspace2 gate and up (rows, N), then the products with w2 (rows, K). Of batches in the masked layout,
+    whose experts have M rounded up to 128 rows, the two change places. x and h are e4m3 with fp32 scales of 128 columns
+    behind them where activations are quantized, the others bf16. The index workspace: kernels/deep_gemm_launch.py.
     """
     p = problem
-    E, pairs = p.num_experts, M * p.top_k
-    K, I = p.hidden_size, p.intermediate_size  # noqa: E741
-    dtype = torch.bfloat16
+    E, N, K, I = p.num_experts, p.num_rows, p.hidden_size, p.intermediate_size  # noqa: E741
+    if p.kind == "experts":
+        rows = padded_rows(M, p.top_k, E, dg.ALIGNMENT)
+        index = dg.index_parts(M * p.top_k, E, rows).end
+    else:
+        rows = E * round_up(M, dg.ALIGNMENT)
+        index = round_up(E, 4) + E * M
+    inputs = Buffer((rows, max(K, I)), torch.bfloat16)
     if p.scheme:
-        K, I, dtype = _row_bytes(K), _row_bytes(I), torch.uint8  # noqa: E741
-    permuted, _ = workspace.contiguous(M, p.num_rows, K, I, p.top_k, E, dg.ALIGNMENT)
-    _, products = workspace.contiguous(
-        M, p.num_rows, p.hidden_size, p.intermediate_size, p.top_k, E, dg.ALIGNMENT
-    )
-    index = dg.index_parts(pairs, E, padded_rows(M, p.top_k, E, dg.ALIGNMENT)).end
-    return Workspaces(
-        Buffer(permuted, dtype), Buffer(products, torch.bfloat16), Buffer((index,), torch.int32)
-    )
+        inputs = Buffer((rows, _row_bytes(max(K, I))), torch.uint8)
+    products = Buffer((rows, max(N, K)), torch.bfloat16)
+    buffers = (inputs, products) if p.kind == "experts" else (products, inputs)
+    return Workspaces(*buffers, Buffer((index,), torch.int32))
 
 
 def _row_bytes(columns: int) -> int:
     """Of e4m3 data and their scales."""
-    return columns + 4 * workspace.cdiv(columns, 128)
+    return columns + columns // 128 * 4
 
 
-def _operand(buffer: Tensor, rows: int, columns: int, scheme: str) -> dg.Operand:
-    """(rows, columns) of a workspace, with scales of groups of 128 columns if there is a scheme."""
+def _operand(buffer: Tensor, shape: tuple[int, ...], scheme: str) -> dg.Operand:
+    """(.., rows, columns) of a workspace, with scales of groups of 128 columns if there is a scheme."""
     if not scheme:
-        return dg.Operand(carve(buffer, (rows, columns), torch.bfloat16))
-    size, groups = rows * columns, columns // 128
-    everything = carve(buffer, (rows * _row_bytes(columns),), torch.uint8)
-    data = everything[:size].view(torch.float8_e4m3fn).view(rows, columns)
-    return dg.Operand(data, everything[size:].view(torch.float32).view(groups, rows).t())
+        return dg.Operand(carve(buffer, shape, torch.bfloat16))
+    *batch, rows, columns = shape
+    size, groups = math.prod(shape), columns // 128
+    everything = carve(buffer, (size // columns * _row_bytes(columns),), torch.uint8)
+    data = everything[:size].view(torch.float8_e4m3fn).view(shape)
+    scale = everything[size:].view(torch.float32).view(*batch, groups, rows)
+    return dg.Operand(data, scale.transpose(-2, -1))
 
 
 def _weight(name: str, data: Tensor, scale: Tensor | None, scheme: str) -> dg.Operand:
@@ -105,36 +109,84 @@ def _weight(name: str, data: Tensor, scale: Tensor | None, scheme: str) -> dg.Op
     return dg.Operand(data, scale)
 
 
+def _weights(a: ExpertsArgs | BatchedExpertsArgs) -> tuple[dg.Operand, dg.Operand]:
+    return (
+        _weight("w13", a.w13, a.w13_scale, a.scheme),
+        _weight("w2", a.w2, a.w2_scale, a.scheme),
+    )
+
+
 def _launch_experts(a: ExpertsArgs) -> None:
     M, top_k = a.topk_ids.shape
     if M == 0:
         return
-    x, scheme, device = a.hidden_states, a.scheme, a.hidden_states.get_device()
+    x, device = a.hidden_states, a.hidden_states.get_device()
     (E, N, K), I = a.w13.shape, a.w2.shape[2]  # noqa: E741
     chip: Gpu = gpu(device)
-    w13 = _weight("w13", a.w13, a.w13_scale, scheme)
-    w2 = _weight("w2", a.w2, a.w2_scale, scheme)
+    w13, w2 = _weights(a)
     size = padded_rows(M, top_k, E, dg.alignment())
     expected = dg.expected_rows(M * top_k, E) if dg.LAYOUT.ends else size
-    permuted = _operand(a.workspace13, size, K, scheme)
-    hidden = _operand(a.workspace13, size, I, scheme)
+    permuted = _operand(a.workspace13, (size, K), a.scheme)
+    hidden = _operand(a.workspace13, (size, I), a.scheme)
     gate_up = carve(a.workspace2, (size, N), torch.bfloat16)
     y = carve(a.workspace2, (size, K), torch.bfloat16)
-    products = tuple([dg.product_key("contiguous", permuted, w, expected) for w in (w13, w2)])
+    products = dg.product_keys("contiguous", w13, w2, expected)
     dg.check_warm(products, device)
     launches, placed = dg.place(a, size, chip)
-    launches.append(dg.scatter(a, permuted, placed, chip))
-    key = (E, top_k, x.stride(), K, a.expert_map is None)
+    launches.append(dg.scatter(x, permuted, placed, top_k, chip))
+    key = (E, top_k, dg.strides_key(x), K, a.expert_map is None)
     dg.start(launches, key, device, chip.dependent)
     dg.grouped_product(gate_up, permuted, w13, placed.groups, expected)
-    input_weights = a.topk_weights if a.router_weight_on_input else None
-    activation = dg.activate(a, hidden, gate_up, placed.rows, size, input_weights, chip)
-    dg.start([activation], (I, a.activation, a.limit < dg.NO_LIMIT), device)
+    weights = a.topk_weights
+    on_input, on_output = (weights, None) if a.router_weight_on_input else (None, weights)
+    _activate(a, hidden, gate_up, placed, on_input, chip, device)
     dg.grouped_product(y, hidden, w2, placed.groups, expected)
-    dg.start(
-        [dg.combine(a, y, placed)], (K, top_k, a.out.stride(), a.router_weight_on_input), device
-    )
+    last = dg.combine(a.out, y, on_output, placed, top_k)
+    dg.start([last], (K, top_k, dg.strides_key(a.out)), device)
     dg.warmed(products)
+
+
+def _launch_batched_experts(a: BatchedExpertsArgs) -> None:
+    x, out, device = a.hidden_states, a.out, a.hidden_states.get_device()
+    (E, T, K), N, I = x.shape, a.w13.shape[1], a.w2.shape[2]  # noqa: E741
+    if T == 0:
+        return
+    chip: Gpu = gpu(device)
+    w13, w2 = _weights(a)
+    # A product stores whole blocks of rows: those behind an expert's last must be its own.
+    R = round_up(T, dg.ALIGNMENT)
+    gate_up = carve(a.workspace13, (E, R, N), torch.bfloat16)
+    in_place = R == T and out.is_contiguous()
+    y = out if in_place else carve(a.workspace13, (E, R, K), torch.bfloat16)
+    hidden = _operand(a.workspace2, (E, R, I), a.scheme)
+    products = dg.product_keys("masked", w13, w2, T)
+    dg.check_warm(products, device)
+    first, placed = dg.place_batches(a, R, chip)
+    if a.scheme or R != T or not x.is_contiguous():
+        inputs = _operand(a.workspace2, (E, R, K), a.scheme)
+        launches = [first, dg.scatter(x, inputs, placed, 1, chip)]
+    else:
+        inputs, launches = dg.Operand(x), [first]
+    dg.start(launches, (dg.strides_key(x), K), device, chip.dependent)
+    dg.masked_product(gate_up, inputs, w13, placed.groups, T)
+    _activate(a, hidden, gate_up, placed, None, chip, device)
+    dg.masked_product(y, hidden, w2, placed.groups, T)
+    if not in_place:
+        dg.start([dg.combine(out, y, None, placed, 1)], (K, dg.strides_key(out)), device)
+    dg.warmed(products)
+
+
+def _activate(
+    a: ExpertsArgs | BatchedExpertsArgs,
+    hidden: dg.Operand,
+    gate_up: Tensor,
+    placed: dg.Placed,
+    weights: Tensor | None,
+    chip: Gpu,
+    device: int,
+) -> None:
+    launch = dg.activate(a, hidden, gate_up, placed, weights, chip)
+    dg.start([launch], (a.w2.shape[2], a.activation, a.limit < NO_LIMIT), device)
 
 
 BACKEND = register(
@@ -142,7 +194,7 @@ BACKEND = register(
     available=available,
     supports=supports,
     workspace_shapes=workspace_shapes,
-    launch={"experts": _launch_experts},
+    launch={"experts": _launch_experts, "batched_experts": _launch_batched_experts},
     devices=("CUDA",),
     native_schemes=("fp8_block",),
     native_capability=(9, 0),

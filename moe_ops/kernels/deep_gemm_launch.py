@@ -105,9 +105,9 @@ class Operand(NamedTuple):
         return self.data if self.scale is None else (self.data, self.scale)
 
 
-def product_key(kind: str, x: Operand, w: Operand, rows: int) -> tuple:
-    """What the choice of a kernel depends on; `rows` is what the library is told to expect."""
-    return (kind, rows, w.data.shape, x.data.dtype, w.data.dtype, w.data.device)
+def product_keys(kind: str, w13: Operand, w2: Operand, expected: int) -> tuple[tuple, ...]:
+    """What the choice of a layer's two kernels depends on; `expected` rows are what the library is told of."""
+    return tuple([(kind, expected, w.data.shape, w.data.dtype, w.data.device) for w in (w13, w2)])
 
 
 def expected_rows(pairs: int, experts: int) -> int:
@@ -121,14 +121,19 @@ def expected_rows(pairs: int, experts: int) -> int:
 
 def grouped_product(d: Tensor, x: Operand, w: Operand, groups: Tensor, expected: int) -> None:
     """d (rows, N) = x (rows, K) @ w[expert of the row] (N, K).T, rows in the contiguous layout."""
-    module = library()
-    function = module.m_grouped_bf16_gemm_nt_contiguous
-    if x.scale is not None:
-        function = module.m_grouped_fp8_gemm_nt_contiguous
     options: dict[str, Any] = {}
     if LAYOUT.ends:
         options = {"use_psum_layout": True, "expected_m_for_psum_layout": expected}
-    function(x.argument, w.argument, d, groups, **options)
+    module = library()
+    bf16, fp8 = module.m_grouped_bf16_gemm_nt_contiguous, module.m_grouped_fp8_gemm_nt_contiguous
+    (bf16 if x.scale is None else fp8)(x.argument, w.argument, d, groups, **options)
+
+
+def masked_product(d: Tensor, x: Operand, w: Operand, counts: Tensor, expected: int) -> None:
+    """d (E, R, N) = x (E, R, K) @ w (E, N, K).T in the rows before each count (E,), and whole blocks of rows behind."""
+    module = library()
+    bf16, fp8 = module.m_grouped_bf16_gemm_nt_masked, module.fp8_m_grouped_gemm_nt_masked
+    (bf16 if x.scale is None else fp8)(x.argument, w.argument, d, counts, expected)
 
 
 # --- the contiguous layout ----------------------------------------------------------------------
@@ -157,15 +162,15 @@ def index_parts(pairs: Any, E: int, rows: Any) -> Index:
 
 
 class Placed(NamedTuple):
-    """Where pairs lie in the contiguous layout of `size` rows."""
+    """Where the rows of x lie in a layout of blocks of R rows."""
 
-    rows: Tensor  # (S,)
-    groups: Tensor  # what the products take: (E,) or (size,)
-    size: int
+    rows: Tensor  # (S,) of each pair, or of each row of batched x
+    groups: Tensor  # what the products take: (E,), or (rows,) of the contiguous layout
+    R: int  # all rows of the contiguous layout, those of an expert in the masked one
 
 
 def place(a: ExpertsArgs, size: int, chip: Gpu) -> tuple[list[Launch], Placed]:
-    """Launches that sort pairs by expert into the layout of `size` rows."""
+    """Launches that sort pairs by expert into the contiguous layout of `size` rows."""
     ids, expert_map, index = a.topk_ids, a.expert_map, a.index_workspace
     E, pairs = a.w13.shape[0], ids.numel()
     at = index_parts(pairs, E, size)
@@ -179,25 +184,29 @@ def place(a: ExpertsArgs, size: int, chip: Gpu) -> tuple[list[Launch], Placed]:
     EP = padded_experts(E)
     grid = (cdiv(pairs, length), 1, 1)
     target = (rows, ends, None if LAYOUT.ends else experts, counts)
+    placing = (*target, *routing, size, EP, CHUNK, alignment(), *constants)
     launches = [
         Launch("deep_gemm_count", grid, (counts, *routing, EP, CHUNK, *constants)),
-        Launch(
-            "deep_gemm_place",
-            grid,
-            (*target, *routing, size, EP, CHUNK, alignment(), *constants),
-            8,
-        ),
+        Launch("deep_gemm_place", grid, placing, 8),
     ]
     return launches, Placed(rows, ends if LAYOUT.ends else experts, size)
 
 
-def scatter(a: ExpertsArgs, y: Operand, placed: Placed, chip: Gpu) -> Launch:
-    """x quantized where y has scales, copied to the rows of its pairs."""
-    x, (M, top_k) = a.hidden_states, a.topk_ids.shape
-    K = x.shape[1]
-    args = (*kernel_arguments(y, chip), x, placed.rows, placed.size)
-    args += (K, *x.stride(), top_k, y.scale is not None, _SCATTER_GROUPS, chip.native)
-    grid = (M, cdiv(K, _SCATTER_GROUPS * 128), 1)
+def place_batches(a: BatchedExpertsArgs, R: int, chip: Gpu) -> tuple[Launch, Placed]:
+    """The launch that places rows of batched x in the masked layout of R rows an expert."""
+    E, T, _ = a.hidden_states.shape
+    sizes, start = a.expert_num_tokens, round_up(E, 4)
+    rows, counts = a.index_workspace[start : start + E * T], a.index_workspace[:E]
+    args = (rows, counts, sizes, T, R, sizes.stride(0), 128, chip.dependent)
+    return Launch("deep_gemm_batches", (E, cdiv(T, 128), 1), args), Placed(rows, counts, R)
+
+
+def scatter(x: Tensor, y: Operand, placed: Placed, top_k: int, chip: Gpu) -> Launch:
+    """x (M, K) or (E, T, K), quantized where y has scales, copied to the rows of its pairs."""
+    K, tokens = x.shape[-1], placed.rows.numel() // top_k
+    args = (*kernel_arguments(y, chip), x, placed.rows, placed.R, *batch_strides(x)[:1], K)
+    args += (*batch_strides(x)[1:], top_k, y.scale is not None, _SCATTER_GROUPS, chip.native)
+    grid = (tokens, cdiv(K, _SCATTER_GROUPS * 128), 1)
     return Launch("deep_gemm_scatter", grid, (*args, chip.dependent))
 
 
@@ -205,36 +214,34 @@ def activate(
     a: ExpertsArgs | BatchedExpertsArgs,
     h: Operand,
     x: Tensor,
-    rows: Tensor,
-    size: int,
+    placed: Placed,
     weights: Tensor | None,
     chip: Gpu,
 ) -> Launch:
-    """h = activation(x), quantized where h has scales; `size` rows lie between groups of scales.
-
-    `weights` (S, 1) multiply x first.
-    """
-    pairs, I = rows.numel(), h.data.shape[-1]  # noqa: E741
+    """h = activation(x), quantized where h has scales. `weights` (S, 1) multiply x first."""
+    pairs, I = placed.rows.numel(), h.data.shape[-1]  # noqa: E741
     function, gated, interleaved = activation_of(a.activation)
-    args = (
-        *kernel_arguments(h, chip),
-        x,
-        rows,
-        weights,
-        0 if weights is None else weights.stride(0),
-    )
-    args += (pairs, size, I, a.alpha, a.beta, a.limit)
-    args += (function, gated, interleaved, a.limit < NO_LIMIT)
+    args = (*kernel_arguments(h, chip), x, placed.rows, weights)
+    args += (0 if weights is None else weights.stride(0), placed.R, pairs, I)
+    args += (a.alpha, a.beta, a.limit, function, gated, interleaved, a.limit < NO_LIMIT)
     args += (h.scale is not None, _ACTIVATE_GROUPS, chip.native)
     return Launch("deep_gemm_activate", (cdiv(pairs * (I // 128), _ACTIVATE_GROUPS), 1, 1), args)
 
 
-def combine(a: ExpertsArgs, y: Tensor, placed: Placed) -> Launch:
-    """The sum of a token's rows of y, by the router's weights unless they met the input."""
-    (M, top_k), K = a.topk_ids.shape, y.shape[1]
-    args = (a.out, y, a.topk_weights, placed.rows, K, *a.topk_weights.stride(), *a.out.stride())
-    args += (top_k, not a.router_weight_on_input, _COMBINE_COLUMNS)
-    return Launch("deep_gemm_combine", (M, cdiv(K, _COMBINE_COLUMNS), 1), args)
+def combine(out: Tensor, y: Tensor, weights: Tensor | None, placed: Placed, top_k: int) -> Launch:
+    """out (M, K) or (E, T, K): the sum of a token's rows of y, by weights (M, top_k) or as they are."""
+    K, tokens = out.shape[-1], placed.rows.numel() // top_k
+    rows, *strides = batch_strides(out)
+    args = (out, y, weights, placed.rows, rows, K)
+    args += (*((0, 0) if weights is None else weights.stride()), *strides)
+    args += (top_k, _COMBINE_COLUMNS)
+    return Launch("deep_gemm_combine", (tokens, cdiv(K, _COMBINE_COLUMNS), 1), args)
+
+
+def batch_strides(x: Tensor) -> tuple[int, int, int, int]:
+    """Rows of a batch; what rows of the next are off by from row * stride, that stride, and a column's."""
+    rows, (row, column) = x.shape[-2], x.stride()[-2:]
+    return rows, x.stride(0) - rows * row if x.ndim == 3 else 0, row, column
 
 
 def kernel_arguments(operand: Operand, chip: Gpu) -> tuple[Tensor, Tensor | None]:
@@ -245,8 +252,14 @@ def kernel_arguments(operand: Operand, chip: Gpu) -> tuple[Tensor, Tensor | None
     return data, scale
 
 
+def strides_key(x: Tensor) -> tuple:
+    """What kernels are specialised on in the strides of x; that between batches follows from their rows too."""
+    between = batch_strides(x)[1]
+    return (x.stride(), between if between % 16 else 0)
+
+
 def start(launches: list[Launch], key: tuple, device: int, dependent: bool = False) -> None:
     """Run kernels; `key` holds what they are specialised on besides their tensors."""
     tensors = [arg for launch in launches for arg in launch.args if isinstance(arg, Tensor)]
     names = tuple([launch.kernel for launch in launches])
-    run(launches, (names, key, pointers(*tensors)), device, dependent)
+    run(launches, (device, names, key, pointers(*tensors)), device, dependent)

@@ -14,6 +14,7 @@ import triton.language as tl
 
 from moe_ops.kernels.triton_routing import local_expert, start_dependent, wait
 
+PARTS_AT_A_TIME = tl.constexpr(64)  # each step waits for memory
 _CALL = ["S", "E", "num_ids", "top_k", "stride_im", "stride_ik", "stride_map", "length"]
 
 
@@ -79,8 +80,8 @@ def moe_ops_deep_gemm_place(
     group = tl.arange(0, EP)
     total = tl.zeros((EP,), tl.int32)
     before = tl.zeros((EP,), tl.int32)
-    for start in range(0, parts, 16):
-        other = start + tl.arange(0, 16)
+    for start in range(0, parts, PARTS_AT_A_TIME):
+        other = start + tl.arange(0, PARTS_AT_A_TIME)
         ok = (other < parts)[:, None] & (group >= 0)[None, :]
         counts = tl.load(counts_ptr + other[:, None] * EP + group[None, :], mask=ok, other=0)
         total += tl.sum(counts, 0)
@@ -110,3 +111,23 @@ def moe_ops_deep_gemm_place(
         row += tl.sum(earlier.to(tl.int32), 1)
         tl.store(rows_ptr + p, tl.where(e >= 0, row, -1), mask=p < S)
         next_row += tl.sum(mine.to(tl.int32), 0)
+
+
+@triton.jit(do_not_specialize=["T", "R", "stride"])
+def moe_ops_deep_gemm_batches(
+    rows_ptr,  # (E * T,) written: the row of each row of x, -1 behind the count
+    counts_ptr,  # (E,) int32 written: the counts, from 0 to T
+    sizes_ptr,  # (E,)
+    T,
+    R,
+    stride,
+    CHUNK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """Rows of batched x (E, T, ..) in the masked layout (E, R, ..). One program an expert and CHUNK of its rows."""
+    start_dependent(DEPENDENT)
+    e = tl.program_id(0)
+    t = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
+    count = tl.minimum(tl.maximum(tl.load(sizes_ptr + e * stride), 0), T).to(tl.int32)
+    tl.store(rows_ptr + e * T + t, tl.where(t < count, e * R + t, -1), mask=t < T)
+    tl.store(counts_ptr + e, count, mask=tl.program_id(1) == 0)

@@ -4,8 +4,9 @@ Legend: M tokens, S = M * top_k pairs, K hidden size, I intermediate size, N col
 gated, else I). `rows` (S,) says in which row of the products a pair lies, -1 where its expert is not here; rows
 without a pair are neither read nor written, whatever they hold.
 
-Scales of e4m3 data are fp32, one for 128 columns, those of neighbouring rows side by side: (columns / 128, rows).
-SCALED says whether data are e4m3 with scales, else they are in the input's dtype.
+Scales of e4m3 data are fp32, one for 128 columns, those of neighbouring rows side by side: (blocks, columns / 128, R)
+for blocks of R rows, of which the contiguous layout is one. SCALED says whether data are e4m3 with scales, else they
+are in the input's dtype.
 """
 
 import triton
@@ -16,14 +17,22 @@ from moe_ops.kernels.triton_fp8 import quantize_groups, stored
 from moe_ops.kernels.triton_routing import wait
 
 
-@triton.jit(do_not_specialize=["stride_sg"])
+@triton.jit
+def scale_offset(row, group, groups, R):
+    """Where the scale of a group of columns lies."""
+    return row + row // R * (groups - 1) * R + group.to(tl.int64) * R
+
+
+@triton.jit(do_not_specialize=["R", "T"])
 def moe_ops_deep_gemm_scatter(
     y_ptr,  # (rows, K) written
-    scale_ptr,  # (K / 128, rows) written, or absent
+    scale_ptr,  # (.., K / 128, R) written, or absent
     x_ptr,  # (M, K)
     rows_ptr,
-    stride_sg,
+    R,
+    T,
     K,
+    stride_xb,  # what rows of batch m // T are off by from m * stride_xm
     stride_xm,
     stride_xk,
     TOP_K: tl.constexpr,
@@ -34,35 +43,40 @@ def moe_ops_deep_gemm_scatter(
 ):
     """Read GROUPS * 128 columns of a token once, quantize them once, write them to all rows of the token."""
     m = tl.program_id(0).to(tl.int64)
+    if TOP_K == 1:  # of batched x most rows may be behind a count
+        wait(DEPENDENT)
+        if tl.load(rows_ptr + m) < 0:
+            return
     group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
     k = group[:, None] * 128 + tl.arange(0, 128)[None, :]
-    x = tl.load(x_ptr + m * stride_xm + k.to(tl.int64) * stride_xk, mask=k < K, other=0.0)
+    x_ptr += m // T * stride_xb + m * stride_xm
+    x = tl.load(x_ptr + k.to(tl.int64) * stride_xk, mask=k < K, other=0.0)
     if SCALED:
         v, scale = quantize_groups(x)
         y = stored(v, NATIVE)
     else:
         y = x.to(y_ptr.dtype.element_ty)
-    wait(DEPENDENT)  # the kernel before this one wrote `rows`, and may not have ended
+    if TOP_K != 1:
+        wait(DEPENDENT)  # the kernel before this one wrote `rows`, and may not have ended
     for j in tl.static_range(TOP_K):
         row = tl.load(rows_ptr + m * TOP_K + j).to(tl.int64)
         end = tl.where(row >= 0, K, 0)
         tl.store(y_ptr + row * K + k, y, mask=k < end)
         if SCALED:
-            tl.store(
-                scale_ptr + row + group.to(tl.int64) * stride_sg, scale, mask=group * 128 < end
-            )
+            offset = scale_offset(row, group, tl.cdiv(K, 128), R)
+            tl.store(scale_ptr + offset, scale, mask=group * 128 < end)
 
 
-@triton.jit(do_not_specialize=["S", "stride_sg", "stride_ts"])
+@triton.jit(do_not_specialize=["R", "S", "stride_ts"])
 def moe_ops_deep_gemm_activate(
     h_ptr,  # (rows, I) written
-    scale_ptr,  # (I / 128, rows) written, or absent
+    scale_ptr,  # (.., I / 128, R) written, or absent
     x_ptr,  # (rows, N)
     rows_ptr,
     weights_ptr,  # (S,) what x is to be multiplied by, or absent
     stride_ts,
+    R,
     S,
-    stride_sg,
     I,  # noqa: E741
     alpha,
     beta,
@@ -84,6 +98,8 @@ def moe_ops_deep_gemm_activate(
     unit = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)
     pair, group = unit // (I // 128), unit % (I // 128)
     row = tl.load(rows_ptr + pair, mask=pair < S, other=-1).to(tl.int64)
+    if tl.max(row, 0) < 0:
+        return
     ok = (row >= 0)[:, None]
     column = group[:, None] * 128 + lane
     weight = 1.0
@@ -107,25 +123,26 @@ def moe_ops_deep_gemm_activate(
     if SCALED:
         v, scale = quantize_groups(h)
         h = stored(v, NATIVE)
-        tl.store(scale_ptr + row + group.to(tl.int64) * stride_sg, scale, mask=row >= 0)
+        tl.store(scale_ptr + scale_offset(row, group, I // 128, R), scale, mask=row >= 0)
     else:
         h = h.to(h_ptr.dtype.element_ty)
     tl.store(h_ptr + row[:, None] * I + column, h, mask=ok)
 
 
-@triton.jit(do_not_specialize=["stride_tm", "stride_tk"])
+@triton.jit(do_not_specialize=["T", "stride_tm", "stride_tk"])
 def moe_ops_deep_gemm_combine(
     out_ptr,  # (M, K) written
     y_ptr,  # (rows, K)
-    topk_weights_ptr,  # (M, TOP_K)
+    topk_weights_ptr,  # (M, TOP_K), or absent
     rows_ptr,
+    T,
     K,
     stride_tm,
     stride_tk,
+    stride_ob,  # what rows of batch m // T are off by from m * stride_om
     stride_om,
     stride_ok,
     TOP_K: tl.constexpr,
-    WEIGHTED: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
     """out[m] = sum of router weight * y over the token's pairs, fp32, in their order, rounded once."""
@@ -136,9 +153,9 @@ def moe_ops_deep_gemm_combine(
         row = tl.load(rows_ptr + m * TOP_K + j).to(tl.int64)
         end = tl.where(row >= 0, K, 0)  # nothing of a pair that is not here
         y = tl.load(y_ptr + row * K + column, mask=column < end, other=0.0).to(tl.float32)
-        if WEIGHTED:
+        if topk_weights_ptr is not None:
             weight_ptr = topk_weights_ptr + m * stride_tm + j * stride_tk
             y *= tl.load(weight_ptr, mask=row >= 0, other=0.0).to(tl.float32)
         total += y
-    out = out_ptr + m * stride_om + column.to(tl.int64) * stride_ok
+    out = out_ptr + m // T * stride_ob + m * stride_om + column.to(tl.int64) * stride_ok
     tl.store(out, total.to(out_ptr.dtype.element_ty), mask=column < K)

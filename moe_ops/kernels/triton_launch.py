@@ -79,6 +79,7 @@ def _kernels() -> dict:
         "flashinfer_biases": flashinfer_inputs.moe_ops_flashinfer_biases,
         "deep_gemm_count": deep_gemm_routing.moe_ops_deep_gemm_count,
         "deep_gemm_place": deep_gemm_routing.moe_ops_deep_gemm_place,
+        "deep_gemm_batches": deep_gemm_routing.moe_ops_deep_gemm_batches,
         "deep_gemm_scatter": deep_gemm_rows.moe_ops_deep_gemm_scatter,
         "deep_gemm_activate": deep_gemm_rows.moe_ops_deep_gemm_activate,
         "deep_gemm_combine": deep_gemm_rows.moe_ops_deep_gemm_combine,
