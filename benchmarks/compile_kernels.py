@@ -39,9 +39,7 @@ from moe_ops.kernels import router, triton_launch
 from moe_ops.kernels.triton_launch import Gpu
 from moe_ops.meta.router import router_workspace
 from moe_ops.problem import Problem
-from moe_ops.schemes import get_scheme
-
-SCHEMES = ("", *backend.BACKEND.native_schemes)
+from moe_ops.schemes import SCHEMES, get_scheme
 
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 SHARED_MEMORY = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024}
@@ -331,7 +329,7 @@ def main() -> None:
     parser.add_argument("--arch", type=int, default=90, choices=sorted(SHARED_MEMORY))
     parser.add_argument("--gpu", default="", help="whose measured tiles to use; default: none")
     parser.add_argument("--shape", choices=SHAPES, nargs="+", default=list(SHAPES))
-    parser.add_argument("--scheme", choices=SCHEMES, nargs="+", default=SCHEMES)
+    parser.add_argument("--scheme", choices=SCHEMES, nargs="+", default=list(SCHEMES))
     parser.add_argument("--M", type=int, nargs="+", default=[1, 8, 64, 256, 1024, 4096])
     parser.add_argument("--kind", choices=library.KINDS, default="experts")
     parser.add_argument("--transposed", action="store_true", help="weights stored (E, K, N)")

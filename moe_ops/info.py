@@ -140,7 +140,9 @@ def format_explanation(found: dict[str, Any]) -> str:
     lines = [found["problem"], f"  {'M':>8}  {'backend':10} {'workspace':>12}"]
     for row in found["rows"]:
         mib = row["workspace_bytes"] / 2**20
-        emulated = "" if row["native"] else "  emulated: weights dequantized, products in fp32"
+        emulated = (
+            "" if row["native"] else "  emulated: operands dequantized, products in a wider type"
+        )
         lines.append(f"  {row['tokens']:>8}  {row['backend']:10} {mib:>8.2f} MiB{emulated}")
     for name, reasons in found["refused"].items():
         lines.append(f"  not {name}: {'; '.join(reasons)}")

@@ -22,7 +22,7 @@ from moe_ops.backends import triton as triton_backend
 from moe_ops.meta.workspace import maximum
 from moe_ops.problem import Buffer, Machine, Problem, Workspaces
 
-# Order is preference where nothing was measured.
+# Order is preference where nothing was measured, among those that run a scheme natively and among the others.
 BACKENDS: tuple[library.Backend, ...] = (
     triton_backend.BACKEND,
     deep_gemm_backend.BACKEND,
@@ -109,7 +109,7 @@ class Plan:
         low = 0
         for limit, backend in self.tiers:
             reach = f"M >= {low}" if limit < 0 else f"M in {low}..{limit}"
-            how = " (emulated: weights dequantized, products in fp32)"
+            how = " (emulated: operands dequantized, products in a wider type)"
             native = backend.native(p.scheme, m)
             lines.append(f"  {reach}: {backend.name}{'' if native else how}")
             low = limit + 1
@@ -161,6 +161,10 @@ def plan(problem: Problem, machine: Machine, backend: str = "auto") -> Plan:
             refused.append((candidate.name, tuple(reasons)))
         else:
             accepted.append(candidate)
+    native = [b.native(problem.scheme, machine) for b in accepted]  # those come first
+    accepted = [
+        b for want in (True, False) for b, is_ in zip(accepted, native, strict=True) if is_ == want
+    ]
     if not accepted:
         why = " | ".join([f"{name}: {'; '.join(reasons)}" for name, reasons in refused])
         raise ValueError(f"no backend can run this call: {why}")

@@ -2,7 +2,7 @@
 
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck python tests/sanitize.py
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool racecheck --kernel-regex kns=moe_ops \
-        python tests/sanitize.py [plain] [fp8] [packed] [router]
+        python tests/sanitize.py [plain] [fp8] [packed] [emulated] [router]
 
 racecheck reports a reduction of torch's own, hence its filter by kernel name. Without the caching allocator
 every tensor has bounds of its own, so an access past any of them shows.
@@ -25,7 +25,8 @@ PACKED = (
     "mxfp4_w4a16",
     "nvfp4_w4a16",
 )
-PACKED += ("int8_w8a16:g32", "int8_w8a16:channel", "int8_w8a8")
+PACKED += ("int8_w8a16:g32", "int8_w8a16:channel", "int8_w8a8", "mxfp6_e3m2_w6a16")
+EMULATED = ("int4_w4a8", "mxfp4_w4a8", "mxfp4_mxfp8", "mxfp4", "mxfp6_e2m3", "mxfp8", "nvfp4")
 
 
 def randn(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -107,6 +108,19 @@ def packed() -> int:
     )
 
 
+def emulated() -> int:
+    """Activations rounded and multiplied in a wider type, in all three operators."""
+    for scheme in EMULATED:
+        w13 = moe_ops.quantize(randn(3, 256, 384), scheme)
+        w2 = moe_ops.quantize(randn(3, 384, 128), scheme)
+        counts = torch.tensor([5, 0, 2], device="cuda")
+        x = randn(3, 5, 384)
+        moe_ops.batched_experts(x, w13, w2, counts, backend="triton")
+        moe_ops.grouped_linear(x.flatten(0, 1), w13, counts.cumsum(0).int(), backend="triton")
+    shapes = [(1, 4, 256, 128), (7, 5, 384, 256), (70, 3, 128, 384), (300, 3, 1152, 128)]
+    return 2 * len(EMULATED) + quantized(EMULATED, shapes)
+
+
 def router() -> int:
     """`route`, and `route_tokens` of few and many tokens."""
     options = {"num_expert_groups": 8, "topk_groups": 4}
@@ -126,7 +140,7 @@ def router() -> int:
 @torch.no_grad()
 def main() -> None:
     torch.manual_seed(0)
-    found = {kind.__name__: kind for kind in (plain, fp8, packed, router)}
+    found = {kind.__name__: kind for kind in (plain, fp8, packed, emulated, router)}
     for name in sys.argv[1:] or found:
         cases = found[name]()
         torch.cuda.synchronize()

@@ -41,6 +41,10 @@ calls = [
     Call(qwen3, 256, "nvfp4_w4a16"),
     Call(qwen3, 64, "fp8_w8a16:block", kind="batched_experts"),
     Call(gptoss, 64, "int8_w8a16:g64:zp", kind="grouped_linear"),
+    Call(qwen3, 64, "nvfp4", kind="batched_experts"),
+    Call(qwen3, 1, "mxfp6_e3m2"),
+    Call(qwen3, 64, "int4_w4a8"),
+    Call(gptoss, 64, "mxfp4_w4a8", kind="grouped_linear"),
 ]
 deepseek = {"logits": torch.float32, "choice": ("sigmoid", True, 8, 4), "correction_bias": True}
 calls += [

@@ -333,7 +333,7 @@ def test_a_plan_reads_well(table, two_backends):
     emulated = str(registry.plan(FP8, H200, "torch")).splitlines()
     assert emulated[:2] == [
         "experts: E=8 top_k=2 K=64 I=32 fp8_block bfloat16 on NVIDIA H200",
-        "  M >= 0: torch (emulated: weights dequantized, products in fp32)",
+        "  M >= 0: torch (emulated: operands dequantized, products in a wider type)",
     ]
 
 

@@ -31,7 +31,7 @@ WHERE = [
     pytest.param(("cuda", FP16), id="cuda-fp16", marks=ON_GPU),
 ]
 everywhere = pytest.mark.parametrize("where", WHERE)
-WEIGHT_ONLY = [name for name in SCHEMES if triton_packed_launch.describe(name)]
+WEIGHT_ONLY = [name for name in SCHEMES if SCHEMES[name].weight_only]
 ROUNDED = ":(round|ceil)"  # how quantize chose scales: kernels see no difference
 FORMATS = [name for name in WEIGHT_ONLY if not re.search(ROUNDED, name)]
 INT8 = ["int8_w8a8", "int8_w8a8_static"]
@@ -45,9 +45,9 @@ WAYS = [
 ]
 
 
-def test_every_weight_only_scheme_but_6_bits_is_native():
-    only = [n for n in SCHEMES if get_scheme(n).weight_only and "w6a16" not in n]
-    assert set(only) == set(WEIGHT_ONLY) <= set(backend.BACKEND.native_schemes)
+def test_every_weight_only_scheme_is_native():
+    assert set(WEIGHT_ONLY) <= set(backend.BACKEND.native_schemes)
+    assert all(triton_packed_launch.describe(name) for name in WEIGHT_ONLY)
     assert set(INT8) <= set(backend.BACKEND.native_schemes)
 
 
@@ -55,13 +55,6 @@ def test_every_weight_only_scheme_but_6_bits_is_native():
 def test_native_from_sm80_on(scheme):
     machine = Machine("cuda", (8, 0), "a GPU", ("triton",))
     assert backend.BACKEND.native(scheme, machine)
-
-
-def test_supports_no_scheme_without_a_kernel():
-    scheme = "mxfp6_e2m3"
-    problem = Problem("experts", 4, 64, 64, 128, 2, BF16, scheme=scheme)
-    machine = Machine("cuda", (9, 0), "a GPU", ("triton",))
-    assert any(scheme in reason for reason in backend.supports(problem, machine))
 
 
 # --- the expert layer ---------------------------------------------------------------------------------
@@ -121,6 +114,15 @@ def test_ragged_sizes(where, scheme, K, I):  # noqa: E741
     """Groups of all columns set no step that sizes must follow."""
     for M in (1, 5):
         Case(*where, scheme, M=M, E=3, top_k=2, K=K, I=I).check("triton")
+
+
+@everywhere
+@pytest.mark.parametrize("scheme", ["mxfp6_e3m2_w6a16", "mxfp6_e2m3_w6a16"])
+@pytest.mark.parametrize("K, I", [(32, 96), (160, 256)])
+def test_six_bits(where, scheme, K, I):  # noqa: E741
+    """Steps that pass the end of a row, and rows of 16-byte step and others."""
+    for M in (1, 40):
+        Case(*where, scheme, M=M, E=2, top_k=1, K=K, I=I, bias=True).check("triton")
 
 
 @everywhere
@@ -268,7 +270,9 @@ def test_index_workspace_and_shared_memory_hold_every_tile(bits):
 def test_wrong_dtype_of_data(scheme):
     chip, data = gpu(-1), torch.zeros(2, 4, 16, dtype=torch.int32)
     with pytest.raises(ValueError, match=r"w2 must have dtype torch.uint8.*got torch.int32"):
-        triton_packed_launch.packed("w2", data, data, None, None, get_scheme(scheme).name, chip)
+        triton_packed_launch.packed(
+            "w2", data, data, None, None, None, get_scheme(scheme).name, chip
+        )
 
 
 def test_scales_are_read_together_only_where_they_lie_together():
@@ -277,7 +281,7 @@ def test_scales_are_read_together_only_where_they_lie_together():
     data, chip = torch.zeros(3, 64, 512, dtype=torch.uint8), gpu(-1)
 
     def together(scale, zero=None, scheme="int4_w4a16:g64"):
-        w = triton_packed_launch.packed("w", data, scale, zero, None, scheme, chip)
+        w = triton_packed_launch.packed("w", data, scale, zero, None, None, scheme, chip)
         return w.constants(Tile(64, 128, 2, 2), BF16)[1][1]
 
     assert together(scale) == 16

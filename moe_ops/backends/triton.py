@@ -1,4 +1,7 @@
-"""Backend `triton`: plain and e4m3 weights on any CUDA GPU from SM80 on, bf16, fp16 or fp32 activations.
+"""Backend `triton`: every scheme on any CUDA GPU from SM80 on, bf16, fp16 or fp32 activations.
+
+Where activations are quantized to what no GPU up to SM90 multiplies, they are rounded and multiplied in a wider type:
+kernels/triton_emulated.py.
 
 Four launches a layer: route (or none for one token), GEMM1 with the activation in its epilogue, GEMM2,
 the weighted sum; where activations are quantized one more may prepare them. Nothing is permuted, allocated or read
@@ -16,6 +19,7 @@ from torch import Tensor
 
 from moe_ops.activations import NO_LIMIT
 from moe_ops.kernels import (
+    triton_emulated_launch,
     triton_large_launch,
     triton_packed_launch,
     triton_packed_tiles,
@@ -50,7 +54,7 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _QUANTIZING = ("fp8_tensor", "fp8_tensor_static", "fp8_channel", "fp8_block")
 _QUANTIZING += ("int8_w8a8", "int8_w8a8_static")
 _PACKED = frozenset(filter(triton_packed_launch.describe, SCHEMES))
-_SCHEMES = (*_QUANTIZING, *sorted(_PACKED))  # those with kernels
+_NATIVE = (*_QUANTIZING, *sorted(name for name in _PACKED if SCHEMES[name].weight_only))
 _blocks = lru_cache(maxsize=8192)(block_bound)  # spares two sym_min of 0.8 us a call
 
 
@@ -71,8 +75,6 @@ def supports(problem: Problem, machine: Machine) -> list[str]:
         reasons.append(f"triton needs compute capability 8.0 or higher, got {major}.{minor}")
     if problem.layout:
         reasons.append(f"triton takes weights in their natural layout, got {problem.layout!r}")
-    if problem.scheme and problem.scheme not in _SCHEMES:
-        reasons.append(f"triton has no kernel for scheme {problem.scheme!r}")
     if problem.dtype not in _DTYPES:
         reasons.append(f"triton takes bfloat16, float16 or float32, got {problem.dtype}")
     return reasons
@@ -83,7 +85,7 @@ def workspace_shapes(M, problem: Problem) -> Workspaces:
     product y (M * top_k, K) with w2 in fp32, the index workspace the table of blocks (.., 4) and the sort order.
 
     Where activations are quantized, workspace13 holds h and its scales, and workspace2 quantized x and its
-    scales before y takes its place.
+    scales before y takes its place. Where that is emulated, workspace13 holds h in fp32 and behind it rounded h.
 
     M is T for batched_experts and S for grouped_linear, which writes `out` at once and needs no rows.
     """
@@ -100,8 +102,12 @@ def workspace_shapes(M, problem: Problem) -> Workspaces:
         index = 4 * experts * cdiv(M, tile)
     else:
         index = 4 * block_bound(M, experts + 1, tile)
+    rounding = triton_emulated_launch.describe(problem.scheme) if packed else None
     x_scale = "" if packed else triton_scales.describe(problem.scheme).x
-    if x_scale:
+    if rounding is not None:
+        hidden = Buffer((triton_emulated_launch.h_elements(h, I, rounding),), torch.float32)
+        y = maximum(y, triton_emulated_launch.x_elements(rows, K, rounding))
+    elif x_scale:
         elements = triton_scales.h_elements(h, I, experts, x_scale, K % 16 == I % 16 == 0)
         hidden = Buffer((elements,), torch.float32)
         y = maximum(y, triton_scales.x_elements(rows, K, x_scale))
@@ -338,7 +344,7 @@ BACKEND = register(
         "grouped_linear": _launch_grouped_linear,
     },
     devices=("CUDA",),
-    native_schemes=_SCHEMES,
+    native_schemes=_NATIVE,
     native_capability=NATIVE_CAPABILITY,
     interpreted=INTERPRETED,
 )

@@ -73,12 +73,22 @@ def clamp(x, limit):
 
 
 @triton.jit
+def nearest(v, MANTISSA: tl.constexpr, LEAST: tl.constexpr):
+    """The number with so many bits of mantissa nearest to fp32 v, ties to even; 2^LEAST is the least normal one.
+    |v| at most the largest but for rounding. Keeps NaN."""
+    DROP: tl.constexpr = 23 - MANTISSA
+    BIG: tl.constexpr = 1.5 * 2.0 ** (LEAST + DROP)  # one unit of it is the format's least number
+    bits = v.to(tl.int32, bitcast=True)
+    normal = (bits + ((1 << (DROP - 1)) - 1) + ((bits >> DROP) & 1)) & -(1 << DROP)
+    small = (v + BIG) - BIG
+    rounded = tl.where(tl.abs(v) < 2.0**LEAST, small, normal.to(tl.float32, bitcast=True))
+    return tl.where(v == v, rounded, v)
+
+
+@triton.jit
 def round_e4m3(v):
     """The e4m3 value nearest to v, ties to even; |v| at most 448 but for rounding. Keeps NaN."""
-    bits = v.to(tl.int32, bitcast=True)
-    normal = (bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000
-    small = (v + 24576.0) - 24576.0  # 1.5 * 2^14, of which one unit is e4m3's least value, 2^-9
-    return tl.where(tl.abs(v) < 0.015625, small, normal.to(tl.float32, bitcast=True))
+    return nearest(v, 3, -6)
 
 
 @triton.jit

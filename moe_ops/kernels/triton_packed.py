@@ -10,7 +10,7 @@ import triton.language as tl
 
 from moe_ops.kernels.triton_activations import activate_one, activate_two
 from moe_ops.kernels.triton_experts import block_and_tile
-from moe_ops.kernels.triton_packed_matmul import packed_matmul
+from moe_ops.kernels.triton_packed_matmul import first_bytes, packed_matmul
 from moe_ops.kernels.triton_routing import block_rows, pairs_at, start_dependent, wait
 
 # Arguments that follow M or the routing tensors: no kernel is compiled anew for a value of theirs.
@@ -23,11 +23,14 @@ ROUTING = [
 @triton.jit(do_not_specialize=ROUTING)
 def moe_ops_packed_gemm1(
     h_ptr,  # (S, I) written at the block's positions
+    h_amax_ptr,  # (1,) fp32 raised to the largest magnitude of h, or absent
     x_ptr,  # (M, K), or (E, T, K) seen as rows
-    w_ptr,  # (E, N, K or K / 2) bytes
+    x_scale_ptr,  # fp32 of rows of x, by which their sums are multiplied, or absent
+    stride_xs,  # between two of them; 0 of one for all
+    w_ptr,  # (E, N, bytes of K columns)
     scale_ptr,
     zero_ptr,  # as the scales, bytes; or absent
-    global_ptr,  # (E,) fp32 or absent
+    factor_ptr,  # fp32 of experts (global scales) or of their rows (channel scales), or absent
     bias_ptr,  # (E, N) or absent
     index_ptr,
     ids_ptr,
@@ -56,6 +59,8 @@ def moe_ops_packed_gemm1(
     stride_ze,
     stride_zn,
     stride_zk,
+    stride_fe,
+    stride_fn,
     stride_be,
     stride_bn,
     alpha,
@@ -108,20 +113,21 @@ def moe_ops_packed_gemm1(
     token = (pair // top_k).to(tl.int64)
     x_ptrs = x_ptr + e64 * stride_xe + token[:, None] * stride_xm
     x_ptrs += tl.arange(0, DK).to(tl.int64)[None, :] * stride_xk
-    BYTES: tl.constexpr = DK // 2 if FORMAT == "int4" or FORMAT == "e2m1" else DK
     w_ptrs = (
         w_ptr.to(tl.pointer_type(tl.uint8))
         + e64 * stride_we
         + row.to(tl.int64)[:, None] * stride_wn
     )
-    w_ptrs += tl.arange(0, BYTES).to(tl.int64)[None, :] * stride_wk
+    w_ptrs += first_bytes(DK, FORMAT).to(tl.int64)[None, :] * stride_wk
     acc = packed_matmul(
         x_ptrs, w_ptrs, ok, K, stride_xk, stride_wk,
         scale_ptr, stride_se, stride_sn, stride_sk,
-        zero_ptr, stride_ze, stride_zn, stride_zk, global_ptr, e64, row,
+        zero_ptr, stride_ze, stride_zn, stride_zk, factor_ptr, stride_fe, stride_fn, e64, row,
         BM, WN, BK, DK, EVEN_K, STAGES, FORMAT, SCALE, G, S_ALIGN, WARPS,
     )  # fmt: skip
     start_dependent(DEPENDENT)
+    if x_scale_ptr is not None:
+        acc *= tl.load(x_scale_ptr + token * stride_xs, mask=ok, other=0.0)[None, :]
     if WEIGHT_ON_INPUT:
         factor_ptrs = topk_weights_ptr + token * stride_tm + (pair % top_k) * stride_tk
         acc *= tl.load(factor_ptrs, mask=ok, other=0.0).to(tl.float32)[None, :]
@@ -135,6 +141,12 @@ def moe_ops_packed_gemm1(
         h = activate_two(g, u, alpha, beta, limit, ACTIVATION, HAS_LIMIT)
     else:
         h = activate_one(acc, ACTIVATION)
+    if (
+        h_amax_ptr is not None
+    ):  # bits of floats that are not negative are ordered as the floats are
+        amax = tl.where(ok[None, :] & (h == h), tl.abs(h), 0.0)  # NaN stays in its row
+        largest = tl.max(tl.max(amax, 0), 0).to(tl.int32, bitcast=True)
+        tl.atomic_max(h_amax_ptr.to(tl.pointer_type(tl.int32)), largest, sem="relaxed")
     column = n * BN + tl.arange(0, BN)
     h_ptrs = h_ptr + position.to(tl.int64)[:, None] * I + column[None, :]
     tl.store(h_ptrs, h.to(h_ptr.dtype.element_ty).T, mask=ok[:, None] & (column < I)[None, :])
@@ -144,10 +156,12 @@ def moe_ops_packed_gemm1(
 def moe_ops_packed_gemm2(
     y_ptr,  # (S, N) written at the pairs, or where rows are plain at the block's positions
     x_ptr,  # (S, K) read at the block's positions
-    w_ptr,  # (E, N, K or K / 2) bytes
+    x_scale_ptr,  # as in GEMM1
+    stride_xs,
+    w_ptr,  # (E, N, bytes of K columns)
     scale_ptr,
     zero_ptr,
-    global_ptr,
+    factor_ptr,
     bias_ptr,  # (E, N) or absent
     index_ptr,
     ids_ptr,
@@ -172,6 +186,8 @@ def moe_ops_packed_gemm2(
     stride_ze,
     stride_zn,
     stride_zk,
+    stride_fe,
+    stride_fn,
     stride_be,
     stride_bn,
     stride_ye,  # what an expert's rows are off by from row * stride_ym
@@ -215,20 +231,23 @@ def moe_ops_packed_gemm2(
     e64 = here.to(tl.int64)
     x_ptrs = x_ptr + position.to(tl.int64)[:, None] * stride_xm
     x_ptrs += tl.arange(0, DK).to(tl.int64)[None, :] * stride_xk
-    BYTES: tl.constexpr = DK // 2 if FORMAT == "int4" or FORMAT == "e2m1" else DK
     w_ptrs = (
         w_ptr.to(tl.pointer_type(tl.uint8))
         + e64 * stride_we
         + row.to(tl.int64)[:, None] * stride_wn
     )
-    w_ptrs += tl.arange(0, BYTES).to(tl.int64)[None, :] * stride_wk
+    w_ptrs += first_bytes(DK, FORMAT).to(tl.int64)[None, :] * stride_wk
     acc = packed_matmul(
         x_ptrs, w_ptrs, ok, K, stride_xk, stride_wk,
         scale_ptr, stride_se, stride_sn, stride_sk,
-        zero_ptr, stride_ze, stride_zn, stride_zk, global_ptr, e64, row,
+        zero_ptr, stride_ze, stride_zn, stride_zk, factor_ptr, stride_fe, stride_fn, e64, row,
         BM, WN, BK, DK, EVEN_K, STAGES, FORMAT, SCALE, G, S_ALIGN, WARPS,
     )  # fmt: skip
     start_dependent(DEPENDENT)
+    if x_scale_ptr is not None:
+        acc *= tl.load(x_scale_ptr + position.to(tl.int64) * stride_xs, mask=ok, other=0.0)[
+            None, :
+        ]
     if bias_ptr is not None:
         bias = tl.load(bias_ptr + e64 * stride_be + row * stride_bn)
         acc += bias.to(tl.float32)[:, None]

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from moe_ops.activations import NO_LIMIT
-from moe_ops.kernels import triton_packed_tiles
+from moe_ops.kernels import triton_emulated_launch, triton_packed_tiles
+from moe_ops.kernels.triton_emulated_launch import Hidden, Rounding, rounding_of
 from moe_ops.kernels.triton_launch import Gpu, Launch, pointers, run
 from moe_ops.kernels.triton_rows import (
     Rows,
@@ -21,7 +22,7 @@ from moe_ops.kernels.triton_rows import (
     route,
     sorted_rows,
 )
-from moe_ops.kernels.triton_scales import flat
+from moe_ops.kernels.triton_scales import Input, Validity, flat
 from moe_ops.kernels.triton_tiles import GROUP, Tile, block_bound
 from moe_ops.library import BatchedExpertsArgs, ExpertsArgs, GroupedLinearArgs
 from moe_ops.meta.workspace import cdiv
@@ -39,16 +40,18 @@ class Format(NamedTuple):
 
 
 def describe(scheme: str) -> Format | None:
-    """The Format of a scheme that quantizes weights alone, None of others."""
+    """The Format of a scheme's weights; None of plain ones and of those that kernels/triton_matmul.py multiplies with
+    activations of their own format."""
     found = get_scheme(scheme)
-    desc = found.weight
-    if desc is None or found.activation is not None:
+    desc, activation = found.weight, found.activation
+    if desc is None:
+        return None
+    alike = activation is not None and activation.dtype == desc.dtype in ("e4m3", "int8")
+    if alike and not desc.is_mx:
         return None
     kind = (desc.format.bits, desc.storage_dtype)
-    if desc.dtype == "e2m1":
-        return Format("e2m1", "e8m0" if desc.is_mx else "e4m3", desc.group.cols, *kind)
-    if desc.dtype not in ("e4m3", "int8", "int4") or desc.is_mx:
-        return None
+    if desc.is_mx or desc.scale_dtype == torch.float8_e4m3fn:
+        return Format(desc.dtype, "e8m0" if desc.is_mx else "e4m3", desc.group.cols, *kind)
     if desc.group.is_tensor or desc.group.is_row:
         return Format(desc.dtype, "end", 0, *kind)
     return Format(desc.dtype, "block" if desc.group.rows > 1 else "sum", desc.group.cols, *kind)
@@ -60,20 +63,20 @@ format_of = cache(describe)  # for launches; in traced code Dynamo warns of a ca
 class Packed(NamedTuple):
     """A weight and what belongs to it as the kernels take them."""
 
-    data: Tensor  # (E, N, K), or (E, N, K / 2) where two columns share a byte
+    data: Tensor  # (E, N, bytes of K columns)
     scale: Tensor
     zero: Tensor | None
-    global_scale: Tensor | None
+    factor: Tensor | None  # global scales (E,), or channel scales (E, N, 1)
     format: Format
-    strides: tuple  # of data, scales, zero points: each of an expert, a row, a column or group
+    strides: tuple  # of data, scales, zero points: of an expert, a row, a column or group; of the factor: the first two
     chip: Gpu
 
     @property
     def columns(self) -> int:
-        return self.data.shape[2] * (8 // self.format.bits)
+        return self.data.shape[2] * 8 // self.format.bits
 
     def pointers(self) -> tuple:
-        return self.data, self.scale, self.zero, self.global_scale
+        return self.data, self.scale, self.zero, self.factor
 
     def constants(self, tile: Tile, dtype: torch.dtype) -> tuple[tuple, tuple]:
         """FORMAT to G, and how the kernel steps: DK and S_ALIGN."""
@@ -99,6 +102,8 @@ def _constants(
     if of.group == 32 and of.name == "int4" and same_dtype:
         how = "weight"  # products of 32 columns alone would be too short
     columns = min(step, of.group, 128) if how == "sum" else min(step, 128)
+    if of.bits == 6:  # loaded column by column, a register each
+        columns = min(columns, 32)
     # scales that lie side by side and begin at a multiple of so many in every row
     if all([len(found) == 3 and found[2] == 1 for found in strides]):
         together = math.gcd(16, shape[-1], *[stride for found in strides for stride in found[:2]])
@@ -113,6 +118,7 @@ def packed(
     scale: Tensor,
     zero: Tensor | None,
     global_scale: Tensor | None,
+    channel_scale: Tensor | None,
     scheme: str,
     chip: Gpu,
 ) -> Packed:
@@ -131,16 +137,18 @@ def packed(
     of_scale = scale.stride() if scale.ndim == 3 else (scale.stride(0), 0, 0)
     if found.group == 0:  # one a row, if not one for all
         of_scale, of_zero = (*of_scale[:2], 0), (*of_zero[:2], 0)
-    strides = (*data.stride(), *of_scale, *of_zero)
-    return Packed(data, scale, zero, global_scale, found, strides, chip)
+    factor = channel_scale if global_scale is None else global_scale
+    of_factor = (0, 0) if factor is None else (*factor.stride(), 0)[:2]
+    strides = (*data.stride(), *of_scale, *of_zero, *of_factor)
+    return Packed(data, scale, zero, factor, found, strides, chip)
 
 
 def gemm1(
     w: Packed,
     bias: Tensor | None,
     h: Tensor,
-    x: Tensor,
-    x_strides: tuple,  # of an expert (beyond its rows), a row, a column
+    h_amax: Tensor | None,
+    x: Input,
     rows: Rows,
     input_weights: Tensor | None,  # router weights to scale the input by
     activation: tuple,  # alpha, beta, limit; name, gated, interleaved, limited
@@ -151,11 +159,11 @@ def gemm1(
     K, N = w.columns, w.data.shape[1]
     I = N // 2 if gated else N  # noqa: E741
     columns = tile.rows // 2 if gated else tile.rows  # of h
-    constants, steps = w.constants(tile, x.dtype)
+    constants, steps = w.constants(tile, x.data.dtype)
     args = (
-        *(h, x, *w.pointers(), bias, *rows.args, input_weights),
-        *((0, 0) if input_weights is None else input_weights.stride()),
-        *(K, I, *x_strides, *w.strides, *((0, 0) if bias is None else bias.stride())),
+        *(h, h_amax, x.data, x.scale, x.stride_row, *w.pointers(), bias, *rows.args),
+        *(input_weights, *((0, 0) if input_weights is None else input_weights.stride())),
+        *(K, I, *x.strides, *w.strides, *((0, 0) if bias is None else bias.stride())),
         *(*activation[:3], rows.name, rows.has_map, input_weights is not None, *activation[3:]),
         *(
             *constants,
@@ -176,17 +184,17 @@ def gemm2(
     bias: Tensor | None,
     y: Tensor,
     y_strides: tuple,  # of an expert (beyond its rows), a row, a column
-    x: Tensor,
-    x_strides: tuple,  # of a row, a column
+    x: Input,
     rows: Rows,
     tile: Tile,
     zero_tail: bool = False,
 ) -> Launch:
     """y = x @ w.T + bias."""
     K, N = w.columns, w.data.shape[1]
-    constants, steps = w.constants(tile, x.dtype)
+    constants, steps = w.constants(tile, x.data.dtype)
     args = (
-        *(y, x, *w.pointers(), bias, *rows.args, K, N, *x_strides, *w.strides),
+        *(y, x.data, x.scale, x.stride_row, *w.pointers(), bias, *rows.args),
+        *(K, N, *x.strides[1:], *w.strides),
         *(*((0, 0) if bias is None else bias.stride()), *y_strides),
         *(rows.name, rows.has_map, zero_tail, *constants, K % tile.k == 0, GROUP),
         *(rows.tokens, *tile[:3], *steps, tile.warps, w.chip.dependent),
@@ -200,72 +208,119 @@ _blocks = lru_cache(maxsize=8192)(block_bound)
 def launch_experts(a: ExpertsArgs, chip: Gpu) -> None:
     x, ids, out = a.hidden_states, a.topk_ids, a.out
     (M, top_k), (_, K) = ids.shape, x.shape
-    device, dtype, pairs = x.get_device(), x.dtype, M * top_k
-    w13 = packed("w13", a.w13, a.w13_scale, a.w13_zero_point, a.w13_global_scale, a.scheme, chip)
-    w2 = packed("w2", a.w2, a.w2_scale, a.w2_zero_point, a.w2_global_scale, a.scheme, chip)
+    device, pairs = x.get_device(), M * top_k
+    w13, w2 = _weights(a, chip)
     E, I = a.w2.shape[0], w2.columns  # noqa: E741
+    rounding = rounding_of(a.scheme)
+    dtype = x.dtype if rounding is None else rounding.dtype
     tiles = triton_packed_tiles.for_experts(
         M, top_k, E, K, I, dtype, chip, a.scheme, w2.format.bits
     )
     blocks = pairs if tiles.direct else _blocks(pairs, E, tiles.tokens)
     index, expert_map = a.index_workspace, a.expert_map
     rows = pair_rows(index, ids, expert_map, E, top_k, tiles.direct, tiles.tokens, blocks)
-    h = flat(a.workspace13, dtype, pairs * I)
     y = flat(a.workspace2, torch.float32, pairs * K)
     weights = a.topk_weights if a.router_weight_on_input else None
-    x_strides = (0, *x.stride())
     launches = [] if tiles.direct else [route(rows, pairs, tiles.chunk, chip)]
+    validity = Validity("pairs", rows.has_map, (*rows.args[1:3], *rows.args[4:]), weights)
+    source = Input(x, (0, *x.stride()))
+    more, first, h = _rounded(a, rounding, source, M, M, K, pairs, I, validity, chip)
+    late_weights = weights if rounding is None else None
     launches += (
-        gemm1(w13, a.w13_bias, h, x, x_strides, rows, weights, _activation(a), tiles.gemm1),
-        gemm2(w2, a.w2_bias, y, (0, K, 1), h, (I, 1), rows, tiles.gemm2),
+        *more,
+        gemm1(w13, a.w13_bias, h.written, h.amax, first, rows, late_weights, _activation(a), tiles.gemm1),
+        *h.launches,
+        gemm2(w2, a.w2_bias, y, (0, K, 1), h.read, rows, tiles.gemm2),
         combine(out, y, a.topk_weights, rows, M, K, weights is None, chip),
-    )
-    key = (device, tiles, E, top_k, x_strides, out.stride(), a.router_weight_on_input)
-    data = (x, a.topk_weights, ids, out, y, h, index, expert_map)
+    )  # fmt: skip
+    key = (device, tiles, E, top_k, source.strides, out.stride(), a.router_weight_on_input)
+    data = (x, a.topk_weights, ids, out, y, h.written, index, expert_map, a.a13_scale, a.a2_scale)
     run(launches, (*key, _layer_key(a, w13, w2), pointers(*data)), device, chip.dependent)
 
 
 def launch_batched_experts(a: BatchedExpertsArgs, chip: Gpu) -> None:
     x, out, counts, index = a.hidden_states, a.out, a.expert_num_tokens, a.index_workspace
     E, T, K = x.shape
-    device, dtype = x.get_device(), x.dtype
-    w13 = packed("w13", a.w13, a.w13_scale, a.w13_zero_point, a.w13_global_scale, a.scheme, chip)
-    w2 = packed("w2", a.w2, a.w2_scale, a.w2_zero_point, a.w2_global_scale, a.scheme, chip)
+    device = x.get_device()
+    w13, w2 = _weights(a, chip)
     I, bits = w2.columns, w2.format.bits  # noqa: E741
+    rounding = rounding_of(a.scheme)
+    dtype = x.dtype if rounding is None else rounding.dtype
     tiles = triton_packed_tiles.choose(E * T, E, K, I, bits, dtype, False, chip.shared_memory)
     rows = sorted_rows(index, E * cdiv(T, tiles.tokens), E, tiles.tokens)
     # As in backends/triton.py: rows are numbered e * T + t throughout.
-    x_strides = (x.stride(0) - T * x.stride(1), x.stride(1), x.stride(2))
+    source = Input(x, (x.stride(0) - T * x.stride(1), x.stride(1), x.stride(2)))
     out_strides = (out.stride(0) - T * out.stride(1), out.stride(1), out.stride(2))
-    h = flat(a.workspace13, dtype, E * T * I)
+    validity = Validity("batched", False, (counts, None, E, 0, 1, counts.stride(0), 0, 0))
+    more, first, h = _rounded(a, rounding, source, E * T, T, K, E * T, I, validity, chip)
     launches = [
         group_blocks(rows, counts, E, E * T, T, chip),
-        gemm1(w13, a.w13_bias, h, x, x_strides, rows, None, _activation(a), tiles.gemm1),
-        gemm2(w2, a.w2_bias, out, out_strides, h, (I, 1), rows, tiles.gemm2),
+        *more,
+        gemm1(w13, a.w13_bias, h.written, h.amax, first, rows, None, _activation(a), tiles.gemm1),
+        *h.launches,
+        gemm2(w2, a.w2_bias, out, out_strides, h.read, rows, tiles.gemm2),
     ]
-    key = (device, "batched", tiles, E, x_strides, out_strides, _layer_key(a, w13, w2))
-    run(launches, (*key, pointers(x, counts, out, h, index)), device, chip.dependent)
+    key = (device, "batched", tiles, E, source.strides, out_strides, _layer_key(a, w13, w2))
+    data = (x, counts, out, h.written, a.workspace2, index, a.a13_scale, a.a2_scale)
+    run(launches, (*key, pointers(*data)), device, chip.dependent)
 
 
 def launch_grouped_linear(a: GroupedLinearArgs, chip: Gpu) -> None:
     x, out, offsets, index = a.x, a.out, a.offsets, a.index_workspace
     S, K = x.shape
     E, device = a.weight.shape[0], x.get_device()
-    scales = (a.weight_scale, a.weight_zero_point, a.weight_global_scale)
+    scales = (a.weight_scale, a.weight_zero_point, a.weight_global_scale, a.weight_channel_scale)
     w = packed("weight", a.weight, *scales, a.scheme, chip)
-    tiles = triton_packed_tiles.choose(
-        S, E, K, K, w.format.bits, x.dtype, False, chip.shared_memory
-    )
+    rounding = rounding_of(a.scheme)
+    dtype = x.dtype if rounding is None else rounding.dtype
+    tiles = triton_packed_tiles.choose(S, E, K, K, w.format.bits, dtype, False, chip.shared_memory)
     # The rows past the last group are one more group, of zeros.
     rows = sorted_rows(index, _blocks(S, E + 1, tiles.tokens), E, tiles.tokens)
-    launches = [
-        group_blocks(rows, offsets, E + 1, S, 0, chip),
-        gemm2(w, a.bias, out, (0, *out.stride()), x, x.stride(), rows, tiles.gemm2, True),
-    ]
+    launches = [group_blocks(rows, offsets, E + 1, S, 0, chip)]
+    source = Input(x, (0, *x.stride()))
+    if rounding is not None:
+        validity = Validity("groups", False, (offsets, None, E, 0, 1, offsets.stride(0), 0, 0))
+        more, source = triton_emulated_launch.round_x(
+            rounding, source, S, S, K, a.workspace2, a.activation_scale, validity, None, chip
+        )
+        launches += more
+    launches.append(gemm2(w, a.bias, out, (0, *out.stride()), source, rows, tiles.gemm2, True))
     key = (device, "grouped", tiles, a.weight.shape, x.stride(), out.stride(), w.strides)
     key += (a.scheme, None if a.bias is None else a.bias.stride())
-    data = (x, offsets, out, index, a.bias, *w.pointers())
+    data = (x, source.data, offsets, out, index, a.bias, a.activation_scale, *w.pointers())
     run(launches, (*key, pointers(*data)), device, chip.dependent)
+
+
+def _weights(a: ExpertsArgs | BatchedExpertsArgs, chip: Gpu) -> tuple[Packed, Packed]:
+    of_w13 = (a.w13_scale, a.w13_zero_point, a.w13_global_scale, a.w13_channel_scale)
+    of_w2 = (a.w2_scale, a.w2_zero_point, a.w2_global_scale, a.w2_channel_scale)
+    return (
+        packed("w13", a.w13, *of_w13, a.scheme, chip),
+        packed("w2", a.w2, *of_w2, a.scheme, chip),
+    )
+
+
+def _rounded(
+    a: ExpertsArgs | BatchedExpertsArgs,
+    r: Rounding | None,
+    x: Input,
+    rows: int,  # of x
+    rows_of_expert: int,
+    K: int,
+    h_rows: int,
+    I: int,  # noqa: E741
+    validity: Validity,
+    chip: Gpu,
+) -> tuple[list[Launch], Input, Hidden]:
+    """Launches before GEMM1, what it reads as x, and what becomes of h."""
+    if r is None:
+        h = flat(a.workspace13, x.data.dtype, h_rows * I)
+        return [], x, Hidden(h, None, [], Input(h, (0, I, 1)))
+    h = triton_emulated_launch.round_h(r, h_rows, I, a.workspace13, a.a2_scale, chip)
+    launches, x = triton_emulated_launch.round_x(
+        r, x, rows, rows_of_expert, K, a.workspace2, a.a13_scale, validity, h.amax, chip
+    )
+    return launches, x, h
 
 
 def _activation(a: ExpertsArgs | BatchedExpertsArgs) -> tuple:

@@ -8,26 +8,40 @@ On SM90 that is 2.2 instructions a weight of int4 and 3.2 of e2m1, all included,
 issue slots at 4.3 TB/s. It takes blocks of two warps, since Triton gives four of them `wgmma` from 16 tokens on, for
 which the bytes change threads: 4.2 a weight.
 
-FORMAT   "int4" (low nibble first, 0..15), "e2m1" (low nibble first), "int8", "e4m3"
+FORMAT   "int4" (low nibble first, 0..15), "e2m1" (low nibble first), "int8", "e4m3"; "e3m2", "e2m3" (lowest bits first:
+         four in three bytes, which are read column by column)
 SCALE    how the scale of a weight reaches the sum:
          "end"     one a row or tensor: the finished sum is scaled
          "sum"     one a group of at least 32 columns: each group's sum is scaled in fp32. Weights are exact.
          "block"   one a block of 128 x 128: likewise
          "e8m0"    one a group of 32: the weight is scaled in bf16, exactly
-         "e4m3"    one a group of 16: likewise, and the sum divided by the tensor's global scale
+         "e4m3"    one a group of 16: likewise, and the sum divided by the tensor's global scale; of int4 one a group
+                   of 128, and the sum multiplied by its row's channel scale
          "weight"  a bf16 scale a group: the weight is scaled and rounded in bf16
 """
 
 import triton
 import triton.language as tl
 
-from moe_ops.kernels.triton_packed_operands import operands
+from moe_ops.kernels.triton_packed_operands import operands, six_bits
 
 INTERPRET = tl.constexpr(triton.knobs.runtime.interpret)
 # bf16 has a wider range than scaled e2m1 may need: products carry these powers of two until the sum is finished.
 # Of e8m0, scales from 2^-93 to 2^33 are exact; larger ones are refused when a tensor is made (tensors/checks.py).
 E8M0_SHIFT = tl.constexpr(4294967296.0)  # 2^32
 E4M3_SHIFT = tl.constexpr(256.0)
+
+
+@triton.jit
+def first_bytes(DK: tl.constexpr, FORMAT: tl.constexpr):
+    """Bytes of a row in which columns begin, of DK columns: a pair of 4 bits is one, elements of 6 bits begin in three
+    of four."""
+    if FORMAT == "e3m2" or FORMAT == "e2m3":
+        return tl.arange(0, DK) * 3 // 4
+    elif FORMAT == "int4" or FORMAT == "e2m1":
+        return tl.arange(0, DK // 2)
+    else:
+        return tl.arange(0, DK)
 
 
 @triton.jit
@@ -77,7 +91,9 @@ def packed_matmul(
     stride_ze,
     stride_zn,
     stride_zk,
-    global_ptr,  # (E,) fp32, or absent
+    factor_ptr,  # fp32 of experts or their rows, or absent
+    stride_fe,
+    stride_fn,
     expert,
     row,  # (WN,) rows of w, all of them there
     BM: tl.constexpr,
@@ -94,10 +110,14 @@ def packed_matmul(
 ):
     """w @ x.T, (WN, BM) in fp32."""
     PAIRS: tl.constexpr = FORMAT == "int4" or FORMAT == "e2m1"
-    BYTES: tl.constexpr = DK // 2 if PAIRS else DK
+    SIX: tl.constexpr = FORMAT == "e3m2" or FORMAT == "e2m3"
+    BYTES: tl.constexpr = (
+        DK // 2 if PAIRS else DK
+    )  # that a thread block reads of a row; of 6 bits some twice
+    STEP: tl.constexpr = DK * 3 // 4 if SIX else BYTES
     SCALED: tl.constexpr = SCALE == "e8m0" or SCALE == "e4m3" or SCALE == "weight"
     SUM: tl.constexpr = SCALE == "sum" or SCALE == "block"
-    GROUPS: tl.constexpr = DK // G if SCALED else 1
+    GROUPS: tl.constexpr = max(DK // G, 1) if SCALED else 1
     HAS_ZERO: tl.constexpr = zero_ptr is not None
     column = tl.arange(0, DK)
     byte = tl.arange(0, BYTES)
@@ -144,12 +164,15 @@ def packed_matmul(
                 x_mask = x_mask & (k + column < K)[None, :]
             x = tl.load(x_ptrs + part * DK * stride_xk, mask=x_mask, other=0.0)
             if EVEN_K:
-                p = tl.load(w_ptrs + part * BYTES * stride_wk)
+                p = tl.load(w_ptrs + part * STEP * stride_wk)
             else:
                 end = (K - k) // 2 if PAIRS else K - k
                 if G >= 32 and SCALE != "block":  # which divides K
                     end = tl.multiple_of(end, 16)
-                p = tl.load(w_ptrs + part * BYTES * stride_wk, mask=(byte < end)[None, :], other=0)
+                p = tl.load(w_ptrs + part * STEP * stride_wk, mask=(byte < end)[None, :], other=0)
+            if SIX:
+                x_end = K - k if not EVEN_K else DK
+                p = six_bits(p, w_ptrs + part * STEP * stride_wk, stride_wk, byte, x_end)
             if EARLY:
                 g = (k + DK) // G
                 g = tl.where(g < count, g, 0)
@@ -186,14 +209,20 @@ def packed_matmul(
                 if HAS_ZERO:
                     zero = next_zero
         x_ptrs += BK * stride_xk
-        w_ptrs += PARTS * BYTES * stride_wk
+        w_ptrs += PARTS * STEP * stride_wk
     if SCALE == "end":
         acc *= tl.load(scale_ptrs).to(tl.float32)[:, None]
-    ASM: tl.constexpr = x_ptrs.dtype.element_ty == tl.bfloat16 and not INTERPRET
-    if ASM and SCALE == "e8m0":
+    SHIFTED: tl.constexpr = (
+        x_ptrs.dtype.element_ty == tl.bfloat16 and not INTERPRET and FORMAT == "e2m1"
+    )
+    if SHIFTED and SCALE == "e8m0":
         acc *= E8M0_SHIFT
-    if ASM and SCALE == "e4m3":
+    if SHIFTED and SCALE == "e4m3":
         acc *= E4M3_SHIFT
     if SCALE == "e4m3":
-        acc /= tl.load(global_ptr + expert).to(tl.float32)
+        factor = tl.load(factor_ptr + expert * stride_fe + row * stride_fn).to(tl.float32)
+        if FORMAT == "int4":
+            acc *= factor[:, None]
+        else:
+            acc /= factor[:, None]
     return acc

@@ -134,6 +134,29 @@ def e2m1(code):
 
 
 @triton.jit
+def six_bits(p, ptrs, stride, column, end):
+    """Codes of 6 bits from the bytes they begin in, and what is left of them in the next."""
+    place = column % 4
+    more = (place == 1) | (place == 2)
+    following = tl.load(ptrs + stride, mask=(more & (column < end))[None, :], other=0)
+    both = p.to(tl.int32) | following.to(tl.int32) << 8
+    return (both >> (6 * place % 8)[None, :] & 63).to(tl.uint8)
+
+
+@triton.jit
+def six_bit_value(code, FORMAT: tl.constexpr, dtype: tl.constexpr):
+    """bf16 or fp32 of codes of 6 bits: sign, exponent and mantissa where `dtype` has them, times what mends the bias."""
+    MANTISSA: tl.constexpr = 2 if FORMAT == "e3m2" else 3
+    MENDED: tl.constexpr = 2.0**124 if FORMAT == "e3m2" else 2.0**126
+    bits = code.to(tl.int32)
+    bits = ((bits & 32) << 26) | ((bits & 31) << (23 - MANTISSA))
+    if dtype == tl.bfloat16:
+        return (bits >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True) * MENDED
+    else:
+        return bits.to(tl.float32, bitcast=True) * MENDED
+
+
+@triton.jit
 def group_scale(s, SCALE: tl.constexpr):
     """fp32 of loaded scales."""
     if SCALE == "e8m0":
@@ -171,6 +194,7 @@ def operands(
     """(x0, x1, w0, w1): x @ w.T = x0 @ w0.T + x1 @ w1.T. Of 8-bit formats the second pair repeats the first."""
     PAIRS: tl.constexpr = FORMAT == "int4" or FORMAT == "e2m1"
     BYTES: tl.constexpr = BK // 2 if PAIRS else BK
+    SIX: tl.constexpr = FORMAT == "e3m2" or FORMAT == "e2m3"
     SCALED: tl.constexpr = SCALE == "e8m0" or SCALE == "e4m3" or SCALE == "weight"
     if PAIRS:
         x0, x1 = x.reshape(BM, BYTES, 2).split()
@@ -179,12 +203,14 @@ def operands(
         x1 = x
     EACH: tl.constexpr = BYTES // GROUPS
     if x.dtype == tl.bfloat16 and not INTERPRET:
-        if (
-            SCALE == "e8m0"
-        ):  # by its bits: times 2^94, so that 2^-32 is left of it and of e2m1_pair's 2^-126
-            s = (s.to(tl.int16) * 128 + 0x2F00).to(tl.bfloat16, bitcast=True)
-        elif SCALE == "e4m3":  # times 2^118, so that 2^-8 is left
-            s = decode(s, tl.bfloat16) * 3.3230699894622897e35
+        if SCALE == "e8m0":  # by its bits
+            # times 2^94 for e2m1, so that 2^-32 is left of it and of e2m1_pair's 2^-126
+            SHIFT: tl.constexpr = 0x2F00 if FORMAT == "e2m1" else 0
+            s = (s.to(tl.int16) * 128 + SHIFT).to(tl.bfloat16, bitcast=True)
+        elif SCALE == "e4m3":
+            s = decode(s, tl.bfloat16)
+            if FORMAT == "e2m1":  # times 2^118, so that 2^-8 is left
+                s *= 3.3230699894622897e35
         if FORMAT == "e2m1":
             w0, w1 = e2m1_pair(p)
         elif FORMAT == "int4":
@@ -198,6 +224,9 @@ def operands(
                 zero = zero.to(tl.int8, bitcast=True).to(tl.bfloat16)
                 w0 -= spread(zero, WN, GROUPS, EACH)
             w1 = w0
+        elif SIX:
+            w0 = six_bit_value(p, FORMAT, tl.bfloat16)
+            w1 = w0
         else:
             w0 = e4m3_value(p)
             w1 = w0
@@ -210,6 +239,9 @@ def operands(
             w0, w1 = p & 15, p >> 4
             if FORMAT == "e2m1":
                 w0, w1 = e2m1(w0), e2m1(w1)
+        elif SIX:
+            w0 = six_bit_value(p, FORMAT, tl.float32)
+            w1 = w0
         else:
             w0 = p.to(tl.int8, bitcast=True) if FORMAT == "int8" else decode(p, tl.float32)
             w1 = w0

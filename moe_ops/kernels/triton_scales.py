@@ -37,8 +37,7 @@ def describe(scheme: str) -> Scales:
     group = found.weight.group
     weight = "tensor" if group.is_tensor else "channel" if group.is_row else "block"
     activation = found.activation
-    if activation is None:
-        return Scales(weight, "")
+    assert activation is not None, scheme  # weights alone: triton_packed_launch
     if activation.static:
         return Scales(weight, "static")
     group = activation.group
@@ -87,6 +86,7 @@ class Input(NamedTuple):
     scale: Tensor | None = None
     stride_group: int = 0  # between the scales of groups of columns; rows lie side by side
     parts: int = 1
+    stride_row: int = 0  # between the scales of rows where they have one each
 
 
 class Weight(NamedTuple):
@@ -181,6 +181,27 @@ def hidden(
     return Input(data, strides, scale, 0, 1), "tensor"
 
 
+def amax(
+    source: Input,
+    rows: int,
+    rows_of_expert: int,  # of batched x, else all
+    K: int,
+    parts: Tensor,  # (PARTS,), written
+    validity: Validity,
+    zeros: Tensor | None,
+    chip: Gpu,
+) -> Launch:
+    """The largest magnitude of the rows of x that count, that of all in as many parts as programs looked for it."""
+    ids, expert_map, experts, num_ids, top_k, *routing_strides = validity.args
+    weights = validity.input_weights
+    args: tuple = (parts, zeros, source.data, ids, expert_map, weights)
+    args += (rows, rows_of_expert, experts, num_ids, top_k, *routing_strides)
+    args += ((0, 0) if weights is None else weights.stride()) + (K, *source.strides, validity.name)
+    lanes = 1 << max(top_k - 1, 1).bit_length()
+    args += (validity.has_map, weights is not None, lanes, 1024, chip.dependent)
+    return Launch("amax", (PARTS, 1, 1), args)
+
+
 def prepare(
     source: Input,  # x as the caller has it
     rows: int,
@@ -204,25 +225,7 @@ def prepare(
         return before, Input(x, strides, static)
     if x_scale == "tensor":
         parts = flat(workspace, torch.float32, PARTS)
-        ids, expert_map, experts, num_ids, top_k, *routing_strides = validity.args
-        weights = validity.input_weights
-        weight_strides = (0, 0) if weights is None else weights.stride()
-        args: tuple = (
-            parts,
-            zeros,
-            x,
-            ids,
-            expert_map,
-            weights,
-            rows,
-            rows_of_expert,
-            experts,
-            num_ids,
-        )
-        args += (top_k, *routing_strides, *weight_strides, K, *strides, validity.name)
-        lanes = 1 << max(top_k - 1, 1).bit_length()
-        args += (validity.has_map, weights is not None, lanes, 1024, chip.dependent)
-        before.append(Launch("amax", (PARTS, 1, 1), args))
+        before.append(amax(source, rows, rows_of_expert, K, parts, validity, zeros, chip))
         return before, Input(x, strides, parts, 0, PARTS)
     if not tiles.quantize:
         return before, source
