@@ -146,7 +146,14 @@ def python_blocks(document: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "document", ["README.md", "docs/compile.md", "docs/quantization.md", "docs/from_vllm.md"]
+    "document",
+    [
+        "README.md",
+        "docs/backends.md",
+        "docs/compile.md",
+        "docs/quantization.md",
+        "docs/from_vllm.md",
+    ],
 )
 def test_documented_code_runs(document):
     blocks = python_blocks(document)

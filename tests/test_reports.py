@@ -1,4 +1,4 @@
-"""benchmarks/experts.py --report: what it says of backends that were measured by name."""
+"""Reports of backends: what benchmarks/experts.py says of those measured by name, and the tables of docs/backends.md."""
 
 import json
 import os
@@ -11,7 +11,6 @@ import pytest
 
 import moe_ops
 
-pytest.importorskip("matplotlib")
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 
 
@@ -21,23 +20,27 @@ def row(tokens, implementation, us, scheme="fp8_block"):
     return {"case": case, "implementation": implementation, "run": "r", "floor_us": 10.0} | times
 
 
+def run(script, *arguments):
+    """A benchmark's process, without Triton's interpreter, which takes calls that a CPU does not."""
+    paths = [str(Path(moe_ops.__file__).parent.parent), os.environ.get("PYTHONPATH", "")]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    environment.pop("TRITON_INTERPRET", None)
+    command = [sys.executable, str(BENCHMARKS / script), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, env=environment)
+
+
 def report(folder, rows):
     machine = {"gpu": "NVIDIA H200", "torch": "2", "processor": ""}
     runs = {"r": {"date": "2026-01-01T00:00:00Z", "machine": machine}}
     path = folder / "experts_NVIDIA_H200.json"
     path.write_text(json.dumps({"runs": runs, "rows": rows}))
-    paths = [str(Path(moe_ops.__file__).parent.parent), os.environ.get("PYTHONPATH", "")]
-    answer = subprocess.run(
-        [sys.executable, str(BENCHMARKS / "experts.py"), "--report", "--results", str(folder)],
-        capture_output=True,
-        text=True,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))},
-    )
+    answer = run("experts.py", "--report", "--results", str(folder))
     assert answer.returncode == 0, answer.stderr
     return answer.stdout
 
 
 def test_backends_are_compared_with_auto(tmp_path):
+    pytest.importorskip("matplotlib")
     times = {"moe_ops triton": (20, 300), "moe_ops deep_gemm": (60, 150), "moe_ops": (20.2, 165)}
     rows = [row(M, name, us[i]) for name, us in times.items() for i, M in enumerate((8, 4096))]
     rows.append(row(8, "moe_ops triton", 31.0, scheme=""))  # alone: nothing to compare
@@ -54,3 +57,8 @@ def test_backends_are_compared_with_auto(tmp_path):
         "experts_NVIDIA_H200_fp8_block_uniform_backends.png",
     }
     assert all(path.stat().st_size > 10_000 for path in tmp_path.glob("*.png"))
+
+
+def test_the_document_of_backends_is_up_to_date():
+    answer = run("backends_doc.py")
+    assert answer.returncode == 0, answer.stderr

@@ -1,0 +1,207 @@
+"""The tables of docs/backends.md, made from the code, the measured tables and the plots that are there.
+
+    python benchmarks/backends_doc.py            # say whether the document is up to date
+    python benchmarks/backends_doc.py --write    # bring it up to date
+
+Needs no GPU: what backends accept is asked for GPUs described by hand.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from moe_ops import library, registry, tuning
+from moe_ops.activations import NAMES, Activation
+from moe_ops.problem import Machine, Problem
+from moe_ops.schemes import SCHEMES, get_scheme
+from moe_ops.tensors.layouts import RELAYOUTS
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCUMENT = ROOT / "docs" / "backends.md"
+RESULTS = ROOT / "benchmarks" / "results"
+EVERYTHING = registry.list_backends()
+H200 = Machine("cuda", (9, 0), "NVIDIA H200", EVERYTHING)
+MACHINES = {
+    "CPU": Machine("cpu", available=EVERYTHING),
+    **{
+        f"SM{major}{minor}": Machine("cuda", (major, minor), "", EVERYTHING)
+        for major, minor in ((8, 0), (8, 9), (9, 0), (10, 0), (12, 0))
+    },
+}
+# sizes that all backends' multiples divide
+LAYER = Problem("experts", 8, 1024, 512, 1024, 2, torch.bfloat16, activation=Activation("silu"))
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+QWEN3 = replace(LAYER, num_experts=128, hidden_size=2048, intermediate_size=768, num_rows=1536)
+QWEN3 = replace(QWEN3, top_k=8, scheme="fp8_block")
+
+
+def layouts(backend: library.Backend, problem: Problem) -> Iterator[Problem]:
+    """The problem with weights as they are, and in each layout that the backend wants of them."""
+    yield problem
+    for relayout in RELAYOUTS.get(backend.name, ()):
+        if relayout.takes(get_scheme(problem.scheme)):
+            yield replace(problem, layout=relayout.layout)
+
+
+def takes(backend: library.Backend, problem: Problem, machine: Machine) -> bool:
+    """Whether it runs a problem, with weights in some layout."""
+    if problem.kind not in backend.ops:
+        return False
+    return any(not backend.supports(p, machine) for p in layouts(backend, problem))
+
+
+def accepts() -> str:
+    """Schemes against backends: on which devices, natively or emulated."""
+    lines = [f"| scheme | {' | '.join([f'`{name}`' for name in EVERYTHING])} |"]
+    lines.append("|---" * (len(EVERYTHING) + 1) + "|")
+    families: dict[str, list[str]] = {"": [""]}
+    for name in SCHEMES:
+        if name:
+            families.setdefault(name.split(":")[0], []).append(name)
+    for family, variants in families.items():
+        cells = [where(backend, variants) for backend in registry.BACKENDS]
+        lines.append(f"| {f'`{family}`' if family else 'plain'} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def where(backend: library.Backend, variants: list[str]) -> str:
+    """The devices that run any of a scheme's variants, emulated ones in brackets."""
+    found = []
+    for name, machine in MACHINES.items():
+        run = [v for v in variants if takes(backend, replace(LAYER, scheme=v), machine)]
+        if run:
+            native = any(backend.native(v, machine) for v in run)
+            found.append(name if native else f"({name})")
+    if len(found) == len(MACHINES) and len({text[0] == "(" for text in found}) == 1:
+        return "all" if found[0][0] != "(" else "(all)"
+    return ", ".join(found) or "-"
+
+
+def features() -> str:
+    """What else a call may ask for, of any scheme, on the GPU generation that was at hand (SM90)."""
+    plain_and_quantized = [replace(LAYER, scheme=scheme) for scheme in ("", *SCHEMES)]
+
+    def some(backend: library.Backend, **changes: object) -> bool:
+        problems = [replace(problem, **changes) for problem in plain_and_quantized]  # type: ignore[arg-type]
+        return any(takes(backend, problem, H200) for problem in problems)
+
+    def of(names: tuple[str, ...], change: Callable[[str], dict]) -> Callable:
+        def text(backend: library.Backend) -> str:
+            found = [name for name in names if some(backend, **change(name))]
+            return "all" if len(found) == len(names) else ", ".join(found) or "-"
+
+        return text
+
+    def activation(name: str) -> dict:
+        act = Activation(name)
+        rows = LAYER.intermediate_size * (2 if act.gated else 1)
+        return {"activation": act, "num_rows": rows}
+
+    dtypes = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
+    kinds = {"batched_experts": 0, "grouped_linear": 0}
+    rows: dict[str, Callable[[library.Backend], str]] = {
+        "hidden_states": of(tuple(dtypes), lambda name: {"dtype": dtypes[name]}),
+        "activation": of(tuple(NAMES), activation),
+        **{f"`{kind}`": lambda b, kind=kind: yes(some(b, kind=kind, top_k=0)) for kind in kinds},
+        "biases": lambda b: yes(some(b, has_bias=True)),
+        "`expert_map`": lambda b: yes(some(b, has_expert_map=True)),
+        "`router_weight_on_input`": lambda b: yes(some(b, router_weight_on_input=True, top_k=1)),
+        "strided weights": lambda b: yes(some(b, contiguous_weights=False)),
+        "gradients": lambda b: yes(b.differentiable),
+        "layout of weights": lambda b: "prepared" if not natural(b) else "as they are",
+    }
+
+    def natural(backend: library.Backend) -> bool:
+        return any(not backend.supports(problem, H200) for problem in plain_and_quantized)
+
+    lines = [f"| | {' | '.join([f'`{name}`' for name in EVERYTHING])} |"]
+    lines.append("|---" * (len(EVERYTHING) + 1) + "|")
+    for what, text in rows.items():
+        lines.append(f"| {what} | {' | '.join([text(b) for b in registry.BACKENDS])} |")
+    return "\n".join(lines)
+
+
+def yes(value: bool) -> str:
+    return "yes" if value else "no"
+
+
+def explanation() -> str:
+    """A plan as it prints: one layer of Qwen3-30B-A3B in fp8_block."""
+    return f"```\n{registry.plan(QWEN3, H200)}\n```"
+
+
+def tiers() -> str:
+    """What "auto" runs where times of backends were measured."""
+    lines = []
+    for gpu, path in tuning.tables().items():
+        machine = replace(H200, gpu_name=gpu)
+        for entry in json.loads(path.read_text())["entries"]:
+            if "backends" not in entry:
+                continue
+            E, K, I, top_k = (entry[key] for key in tuning._KEYS[:4])  # noqa: E741
+            sizes = {"num_experts": E, "hidden_size": K, "intermediate_size": I}
+            problem = replace(LAYER, **sizes, num_rows=2 * I, top_k=top_k, scheme=entry["scheme"])
+            plan = registry.plan(replace(problem, dtype=getattr(torch, entry["dtype"])), machine)
+            runs = [f"`{b.name}`" + (f" to M = {m}" if m > 0 else "") for m, b in plan.tiers]
+            shape = f"E={E} K={K} I={I} top_k={top_k}"
+            scheme = entry["scheme"] or entry["dtype"]
+            lines.append(f"| {gpu} | {shape} | {scheme} | {', then '.join(runs)} |")
+    if not lines:
+        return "No table of this package has times of backends yet: everywhere `triton` runs, except where it cannot."
+    return "\n".join(["| GPU | shape | scheme | `auto` |", "|---|---|---|---|", *lines])
+
+
+def plots() -> str:
+    """The plots that `benchmarks/experts.py --report` has drawn of backends."""
+    found = sorted(RESULTS.glob("experts_*_backends.png"))
+    if not found:
+        return "No backends were measured by name yet."
+    lines = []
+    for path in found:
+        facts = path.stem.removeprefix("experts_").removesuffix("_backends").replace("_", " ")
+        lines.append(f"![Backends over the floor: {facts}](../benchmarks/results/{path.name})")
+    return "\n".join(lines)
+
+
+BLOCKS = {
+    "accepts": accepts,
+    "features": features,
+    "explain": explanation,
+    "tiers": tiers,
+    "plots": plots,
+}
+
+
+def brought_up_to_date(text: str) -> str:
+    """The document with every block between its two comments made anew."""
+    for name, make in BLOCKS.items():
+        begin, end = f"<!-- made by backends_doc.py: {name} -->", "<!-- end -->"
+        pattern = re.compile(f"{re.escape(begin)}\n.*?{re.escape(end)}", re.S)
+        if not pattern.search(text):
+            raise ValueError(f"{DOCUMENT.name} has no block {name!r}")
+        text = pattern.sub(lambda _, b=begin, m=make, e=end: f"{b}\n{m()}\n{e}", text)
+    return text
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--write", action="store_true")
+    arguments = parser.parse_args()
+    before = DOCUMENT.read_text()
+    after = brought_up_to_date(before)
+    if arguments.write:
+        DOCUMENT.write_text(after)
+    elif before != after:
+        sys.exit(f"{DOCUMENT.name} is behind: python benchmarks/backends_doc.py --write")
+
+
+if __name__ == "__main__":
+    main()
