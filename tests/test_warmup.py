@@ -240,6 +240,26 @@ def test_a_model_of_transformers(integration):
     assert called(moe_ops.warmup(model, [2])) == {"model.layers.0.mlp": (3, [2])}
 
 
+def test_bare_fp8_experts_without_a_block(integration):
+    """Called by themselves, in each dtype that a router may weigh them in."""
+    from test_transformers import fp8_experts
+
+    experts, seen = fp8_experts(), []
+    experts.register_parameter("other", nn.Parameter(torch.zeros(1, dtype=BF16)))
+    del experts.gate_up_proj_scale_inv, experts.down_proj_scale_inv
+    for name in ("gate_up_proj", "down_proj"):
+        E, N, K = getattr(experts, name).shape
+        scale = torch.ones(E, -(-N // 128), K // 128, dtype=torch.float8_e8m0fnu)
+        setattr(experts, f"{name}_scale_inv", nn.Parameter(scale, requires_grad=False))
+    experts.register_forward_pre_hook(
+        lambda module, args: seen.append([(t.dtype, *t.shape) for t in args])
+    )
+    report = moe_ops.warmup(experts, [4])
+    assert called(report) == {"FP8Experts": (1, [4])}
+    x, ids = (BF16, 4, 256), (torch.int64, 4, 2)
+    assert seen == [[x, ids, (BF16, 4, 2)], [x, ids, (FP32, 4, 2)]]
+
+
 @pytest.mark.parametrize(
     "family, name",
     [
@@ -357,7 +377,10 @@ def test_capture_is_the_first_call(device, backend, scheme, M):
     experts = layer.experts
     weights = [experts.gate_up_proj.data, experts.down_proj.data]
     if backend != "auto":
-        prepared = [moe_ops.prepare(weight, backend) for weight in weights]
+        prepared = (
+            moe_ops.prepare(weights[0], backend, activation="silu"),
+            moe_ops.prepare(weights[1], backend),
+        )
         experts.gate_up_proj, experts.down_proj = (
             nn.Parameter(weight, requires_grad=False) for weight in prepared
         )
