@@ -21,6 +21,7 @@ STYLES = {
     OURS: ("#D55E00", "o"),
     "moe_ops triton": ("#E69F00", "P"),
     "moe_ops deep_gemm": ("#009E73", "s"),
+    "moe_ops deep_gemm_fp4": ("#56B4E9", "<"),
     "moe_ops flashinfer": ("#0072B2", "D"),
     "moe_ops torch": ("#999999", "X"),
     "HF grouped_mm": ("#56B4E9", "v"),

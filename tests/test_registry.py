@@ -483,7 +483,8 @@ def test_backend_files_follow_one_order(name):
         node.name: index for index, node in enumerate(body) if isinstance(node, ast.FunctionDef)
     }
     launchers = [name for name in defined if name.startswith("_launch_")]
-    assert len(launchers) == len(registry._named(name).launch)
+    # launchers that two backends share stand beside their kernels
+    assert len(launchers) in (0, len(registry._named(name).launch))
     order = [defined[n] for n in ("available", "supports", "workspace_shapes", *launchers)]
     assert order == sorted(order)
     assert isinstance(body[-1], ast.Assign) and body[-1].targets[0].id == "BACKEND"
