@@ -176,6 +176,7 @@ def test_trap_scale_of_rows_nobody_wrote(where, huge):
     case.args[0][case.nowhere] = huge
     case.check("triton")
     x = torch.randn(2, 6, 64, generator=torch.Generator().manual_seed(4)).to(dtype).to(device)
+    x[1] *= 5  # the row that counts most is not of the first expert
     counts = torch.tensor([4, 1], dtype=torch.int32, device=device)
     x[torch.arange(6, device=device) >= counts[:, None]] = huge
     _, w13, w2, *_ = case.args
@@ -190,6 +191,18 @@ def test_trap_scale_of_rows_nobody_wrote(where, huge):
     with cases.poisoned_memory():
         out = moe_ops.grouped_linear(x, w13, ends, backend="triton")
     cases.assert_matches(out, oracle.grouped_linear(x, w13, ends), within)
+
+
+@everywhere
+def test_scale_of_h_sees_no_row_that_fills_a_block(where):
+    """Rows of a block that are no token's hold the activation of the bias, here far above that of any token."""
+    case = Case(*where, "", M=3, E=2, top_k=1, K=64, I=32, ids=torch.arange(3)[:, None] % 2)
+    case.args[0][:, :16], case.args[1][..., :16] = 1, -2
+    case.args[1:3] = [moe_ops.quantize(w, "nvfp4") for w in case.args[1:3]]
+    case.scheme = "nvfp4"
+    bias = torch.full((2, 64), 32.0, dtype=where[1], device=where[0])
+    case.options["w13_bias"] = bias + torch.randn(64, device=where[0]).to(where[1])
+    case.check("triton")
 
 
 @everywhere
