@@ -110,7 +110,8 @@ def warmup(
             positive integer.
         RuntimeError: a CUDA graph is being captured, or a graph traced: warm up before.
 
-    Safe to call from several threads, which take turns. Collectives inside of a layer need all ranks to call it.
+    Safe to call from several threads, which take turns; but while it runs no thread may capture, since it waits for the
+    device. Collectives inside of a layer need all ranks to call it.
     """
     if torch.compiler.is_compiling():
         raise RuntimeError(

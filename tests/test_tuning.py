@@ -1,11 +1,13 @@
 """The measured tables: files, look-up, and that no tuned tile changes a result."""
 
+import dataclasses
 import json
 import math
 import sys
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import moe_ops
 from moe_ops import registry, tuning
@@ -255,6 +257,27 @@ def test_timing_goes_on_where_it_stopped(tuner, table):
     assert known == {16: {"triton": 26.0, "deep_gemm": 48.0}, 64: {"triton": 74.0}}
     with pytest.raises(ValueError, match="--backends must be one of auto, .*; got 'deepgemm'"):
         tuner("--backends", "deepgemm")
+
+
+def test_each_backend_gets_weights_in_its_layout():
+    """Traced with fake CUDA tensors: nothing runs here."""
+    everything = Machine("cuda", (9, 0), "NVIDIA H200", registry.list_backends())
+    with registry.pretend(everything), FakeTensorMode(), torch.no_grad():
+        made = backends.Backends(search.Target(8, 1024, 512, 2))
+        weights = (made.bench.w13, made.bench.w2)
+        x, _, ids = made.bench.inputs[0]
+        assert set(made.layers) | set(made.refused) == set(registry.list_backends())
+        assert {"triton", "torch"} <= set(made.layers)
+        for name in made.layers:
+            kept = backends.laid_out(name, *weights, x, ids)
+            prepared = [getattr(weight, "weight_layout", "") for weight in kept]
+            assert any(prepared) == (name == "flashinfer")
+            assert any(prepared) or kept == weights
+    with registry.pretend(dataclasses.replace(everything, available=("torch",))):
+        with FakeTensorMode(), torch.no_grad():
+            made = backends.Backends(search.Target(8, 1024, 512, 2))
+        assert set(made.layers) == {"torch"}
+        assert all("is not" in reason for reason in made.refused.values())
 
 
 def test_tables_in_the_package_name_backends_that_exist():

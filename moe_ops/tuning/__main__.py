@@ -5,8 +5,8 @@
     python -m moe_ops.tuning --check --shape 64 2048 1408 6 ...
 
 A shape is E K I top_k. Results go into the package's table of this GPU (or --table FILE) after every M, so
-that a stopped run goes on where it was; --again measures what is already there. --backends times every backend that
-takes the shape (or those named) as it is tuned now, from which "auto" makes its tiers: measure tiles first. --check
+that a stopped run goes on where it was; --again measures what is already there. --backends times every backend but torch
+that takes the shape (or those named) as it is tuned now, from which "auto" makes its tiers: measure tiles first. --check
 records nothing: it says what shapes without a table lose, the heuristic's time over the best.
 """
 
@@ -51,7 +51,10 @@ def main() -> None:
     parser.add_argument("--table", type=Path, help="file to write; default: the package's own")
     parser.add_argument("--again", action="store_true", help="measure what the table has, too")
     parser.add_argument(
-        "--backends", nargs="*", metavar="NAME", help="time backends; without a name: all"
+        "--backends",
+        nargs="*",
+        metavar="NAME",
+        help="time backends; without a name: all but torch",
     )
     parser.add_argument("--check", action="store_true", help="compare only, record nothing")
     arguments = parser.parse_args()

@@ -98,7 +98,7 @@ def measure(
     """Time the backends at each number of tokens that the table lacks, and write it after each.
 
     Args:
-        only: names of backends, the others' times stay; all that take the target if empty.
+        only: names of backends, the others' times stay; all but torch that take the target if empty.
         again: measure what the table has, too.
 
     Raises:
@@ -108,7 +108,8 @@ def measure(
         registry.check_backend("--backends", name)
     facts = vars(target)
     backends = Backends(target)
-    names = [name for name in backends.layers if not only or name in only]
+    # torch defines what others compute; dequantizing all weights in fp32, it takes memory and minutes to come last
+    names = [n for n in backends.layers if (n in only if only else n != "torch")]
     known = tuning.measured_backends(path, facts)
     todo = {}
     for M in token_counts:
