@@ -12,12 +12,10 @@ from moe_ops.kernels.triton_routing import local_expert
 
 
 @triton.jit
-def expert_factor(of_experts, e, mask, a, HOW: tl.constexpr):
-    """What an expert's products are multiplied by, from its weights' scale and that of the activations."""
-    if HOW == "one":
-        return tl.full(e.shape, 1.0, tl.float32)
-    s = tl.load(of_experts + e, mask=mask, other=1.0)
-    return s * a if HOW == "product" else a / s
+def expert_factors(out_ptr, weights_ptr, a, e, mask, HOW: tl.constexpr):
+    """Store what products of each expert are multiplied by, from its weights' scale and that of the activations."""
+    s = tl.load(weights_ptr + e, mask=mask, other=1.0)
+    tl.store(out_ptr + e, s * a if HOW == "product" else a / s, mask=mask)
 
 
 @triton.jit(
@@ -96,16 +94,16 @@ def moe_ops_flashinfer_route(
         tl.store(constants_ptr + lane, one * alpha, mask=ok)
         tl.store(constants_ptr + SLOT + lane, one * beta, mask=ok)
         tl.store(constants_ptr + 2 * SLOT + lane, one * limit, mask=ok)
-        if HOW != "":
-            a13, a2 = 1.0, 1.0
-            if HOW != "one":
-                a13, a2 = tl.load(a13_ptr), tl.load(a2_ptr)
-                tl.store(constants_ptr + 5 * SLOT, 1.0 / a13)
-                tl.store(constants_ptr + 6 * SLOT, 1.0 / a2)
-            f13 = expert_factor(s13_ptr, lane, ok, a13, HOW)
-            f2 = expert_factor(s2_ptr, lane, ok, a2, HOW)
-            tl.store(constants_ptr + 3 * SLOT + lane, f13, mask=ok)
-            tl.store(constants_ptr + 4 * SLOT + lane, f2, mask=ok)
+        if HOW == "one":
+            tl.store(constants_ptr + 3 * SLOT + lane, one, mask=ok)
+            tl.store(constants_ptr + 4 * SLOT + lane, one, mask=ok)
+        elif HOW != "":
+            a13 = tl.load(a13_ptr)
+            a2 = tl.load(a2_ptr)
+            expert_factors(constants_ptr + 3 * SLOT, s13_ptr, a13, lane, ok, HOW)
+            expert_factors(constants_ptr + 4 * SLOT, s2_ptr, a2, lane, ok, HOW)
+            tl.store(constants_ptr + 5 * SLOT, 1.0 / a13)
+            tl.store(constants_ptr + 6 * SLOT, 1.0 / a2)
 
 
 @triton.jit(do_not_specialize=["stride_wm"])

@@ -6,7 +6,7 @@ Registered for ``moe_ops.prepare(weight, "flashinfer")``; plain torch on any dev
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import partial, wraps
 from typing import TYPE_CHECKING
 
 import torch
@@ -25,17 +25,17 @@ NATURAL = ("", "fp8_tensor_static", "fp8_block")  # schemes whose elements stay 
 
 
 def up_first(t: Tensor, pairs: bool) -> Tensor:
-    """Up rows, then gate rows, of t (E, 2I, ...): gate and up rows alternating (``pairs``), or gate rows first."""
-    gate, up = (t[:, ::2], t[:, 1::2]) if pairs else t.chunk(2, 1)
+    """Up rows, then gate rows, of t (..., 2I, K): gate and up rows alternating (``pairs``), or gate rows first."""
+    gate, up = (t[..., ::2, :], t[..., 1::2, :]) if pairs else t.chunk(2, -2)
     return _cat(up, gate)
 
 
 def gate_first(t: Tensor, pairs: bool) -> Tensor:
     """The inverse of `up_first`."""
-    up, gate = t.chunk(2, 1)
+    up, gate = t.chunk(2, -2)
     if not pairs:
         return _cat(gate, up)
-    data = torch.stack((_raw(gate), _raw(up)), 2).flatten(1, 2)
+    data = torch.stack((_raw(gate), _raw(up)), -2).flatten(-3, -2)
     return data.view(t.dtype)
 
 
@@ -45,7 +45,7 @@ def _raw(t: Tensor) -> Tensor:
 
 
 def _cat(*parts: Tensor) -> Tensor:
-    return torch.cat([_raw(t) for t in parts], 1).view(parts[0].dtype)
+    return torch.cat([_raw(t) for t in parts], -2).view(parts[0].dtype)
 
 
 def reorder_rows(w: ExpertTensor, order: str, undo: bool = False) -> Tensors:
@@ -53,16 +53,27 @@ def reorder_rows(w: ExpertTensor, order: str, undo: bool = False) -> Tensors:
     if not order:
         return {}
     pairs = order == UP_GATE_OF_PAIRS
-    if w.scheme == "fp8_block" and (pairs or w.qdata.shape[1] % 256):
+    if w.scheme == "fp8_block" and (pairs or w.qdata.shape[-2] % 256):
         raise ValueError(
             f"weight must have scales of 128 rows that are all gate or all up rows to be laid out for flashinfer, got "
-            f"{w.qdata.shape[1]} rows{' of which every other one is a gate row' if pairs else ''}; use backend 'triton'"
+            f"{w.qdata.shape[-2]} rows{' of which every other one is a gate row' if pairs else ''}; use backend 'triton'"
         )
     move = gate_first if undo else up_first
     names = [name for name in ("qdata", "scale") if getattr(w, name) is not None]
-    return {name: move(getattr(w, name), pairs) for name in names if getattr(w, name).dim() == 3}
+    return {name: move(getattr(w, name), pairs) for name in names if getattr(w, name).dim() > 1}
 
 
+def _of_each_expert(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """``function`` of (E, N, K) for one expert's (N, K) too."""
+
+    @wraps(function)
+    def of(t: Tensor) -> Tensor:
+        return function(t) if t.dim() == 3 else function(t.unsqueeze(0)).squeeze(0)
+
+    return of
+
+
+@_of_each_expert
 def interleave_e2m1(q: Tensor) -> Tensor:
     """Bytes (E, N, K/2) of e2m1 pairs as the SM90 kernels for e2m1 beside 16-bit activations read them.
 
@@ -79,6 +90,7 @@ def interleave_e2m1(q: Tensor) -> Tensor:
     return pairs.reshape(E, N, B)
 
 
+@_of_each_expert
 def separate_e2m1(q: Tensor) -> Tensor:
     """The inverse of `interleave_e2m1`."""
     E, N, B = q.shape
@@ -89,18 +101,21 @@ def separate_e2m1(q: Tensor) -> Tensor:
     return torch.stack((upper, lower), 2).reshape(E, N, B)
 
 
+@_of_each_expert
 def interleave_scales(scale: Tensor) -> Tensor:
     """e8m0 scales (E, N, K/32) as (E, K/128, 4N): the four of 128 columns side by side, then the next row's."""
     E, N, G = scale.shape
     return scale.view(E, N, G // 4, 4).transpose(1, 2).reshape(E, G // 4, 4 * N)
 
 
+@_of_each_expert
 def separate_scales(scale: Tensor) -> Tensor:
     """The inverse of `interleave_scales`."""
     E, parts, rows = scale.shape
     return scale.view(E, parts, rows // 4, 4).transpose(1, 2).reshape(E, rows // 4, 4 * parts)
 
 
+@_of_each_expert
 def swizzle(scale: Tensor) -> Tensor:
     """Scales (E, N, G) in tiles of 128 rows and 4 columns: row r, column c of a tile at (r % 32, r // 32, c).
 
@@ -111,6 +126,7 @@ def swizzle(scale: Tensor) -> Tensor:
     return tiles.reshape(E, N, G).view(scale.dtype)
 
 
+@_of_each_expert
 def unswizzle(scale: Tensor) -> Tensor:
     """The inverse of `swizzle`."""
     E, N, G = scale.shape
@@ -119,7 +135,7 @@ def unswizzle(scale: Tensor) -> Tensor:
 
 
 def _check_whole(w: ExpertTensor) -> None:
-    _, N, B = w.qdata.shape
+    N, B = w.qdata.shape[-2:]
     if N % 128 or B % 64:
         raise ValueError(
             f"weight must have rows and columns that 128 divides to be laid out for flashinfer, got {(N, 2 * B)}; "

@@ -17,6 +17,28 @@ class PlainExpertTensor(ExpertTensor):
     tensor_data_names = ["qdata"]
     optional_tensor_data_names = []
 
+    def __new__(
+        cls,
+        qdata: Tensor,
+        scheme: str = "",
+        weight_layout: str = "",
+        dtype: torch.dtype = torch.bfloat16,
+        requires_grad: bool = False,
+    ):
+        return super().__new__(
+            cls, qdata, None, scheme, weight_layout, dtype, requires_grad=requires_grad
+        )
+
+    def __init__(
+        self,
+        qdata: Tensor,
+        scheme: str = "",
+        weight_layout: str = "",
+        dtype: torch.dtype = torch.bfloat16,
+        requires_grad: bool = False,
+    ):
+        super().__init__(qdata, None, scheme, weight_layout, dtype, requires_grad=requires_grad)
+
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """The weights as a plain tensor in their natural order."""
         return layouts.natural(self).to(self.dtype if dtype is None else dtype)
