@@ -99,9 +99,23 @@ def test_int4_with_zero_point(zero):
         assert found == [n - zero for n in nibbles(word)]
 
 
-def test_e2m1():
+@pytest.mark.parametrize("exponent", [-93, -1, 0, 33])
+def test_e2m1_with_e8m0_scales(exponent):
+    scale = (127 + exponent) * 0x00800080 + 0x2F002F00  # as `twice` has it
+    assert halves(scale) == [2.0 ** (94 + exponent)] * 2
     for word in words():
-        assert run("e2m1_pair", word) == [E2M1[n] * 2.0**-126 for n in nibbles(word)]
+        found = run("e2m1_pair", word, scale)
+        assert found == [E2M1[n] * 2.0 ** (exponent - 32) for n in nibbles(word)]
+
+
+def test_e2m1_with_e4m3_scales():
+    for code in range(127):  # positive numbers: those a scale can be
+        scale = run("twice", code * 0x00100010)
+        assert scale == [E4M3[code] * 2.0**118] * 2
+        (bits,) = torch.tensor(scale[:1]).to(torch.bfloat16).view(torch.int16).tolist()
+        for word in words(4)[code % 16 :: 16]:
+            found = run("e2m1_pair", word, bits * 0x00010001)
+            assert found == [E2M1[n] * E4M3[code] * 2.0**-8 for n in nibbles(word)]
 
 
 def test_int8():

@@ -282,7 +282,7 @@ def test_scales_are_read_together_only_where_they_lie_together():
 
     def together(scale, zero=None, scheme="int4_w4a16:g64"):
         w = triton_packed_launch.packed("w", data, scale, zero, None, None, scheme, chip)
-        return w.constants(Tile(64, 128, 2, 2), BF16)[1][1]
+        return w.constants(Tile(64, 128, 2, 2), BF16, 8)[1][1]
 
     assert together(scale) == 16
     assert together(scale[..., :12]) == 4

@@ -10,7 +10,7 @@ import triton.language as tl
 
 from moe_ops.kernels.triton_activations import activate_one, activate_two
 from moe_ops.kernels.triton_experts import block_and_tile
-from moe_ops.kernels.triton_packed_matmul import first_bytes, packed_matmul
+from moe_ops.kernels.triton_packed_matmul import first_bytes, left, packed_matmul
 from moe_ops.kernels.triton_routing import block_rows, pairs_at, start_dependent, wait
 
 # Arguments that follow M or the routing tensors: no kernel is compiled anew for a value of theirs.
@@ -103,10 +103,12 @@ def moe_ops_packed_gemm1(
     pair = pairs_at(index_ptr, num_blocks, position, ok, ROWS)
     r = tl.arange(0, WN)
     if GATED:
-        # Eight gate rows, then their eight up rows: a thread's accumulators hold rows i and i + 8, so gate
-        # and up meet without a shuffle.
-        column = tl.minimum(n * BN + r // 16 * 8 + r % 8, I - 1)
-        row = 2 * column + r // 8 % 2 if INTERLEAVED else column + r // 8 % 2 * I
+        # A thread's accumulators hold neighbours where tokens are the left operand, elsewhere rows i and i + 8:
+        # there gate and up meet without a shuffle.
+        EACH: tl.constexpr = 1 if left(BM) else 8
+        column = tl.minimum(n * BN + r // (2 * EACH) * EACH + r % EACH, I - 1)
+        up = r // EACH % 2
+        row = 2 * column + up if INTERLEAVED else column + up * I
     else:
         row = tl.minimum(n * WN + r, I - 1)
     e64 = e.to(tl.int64)
@@ -127,29 +129,29 @@ def moe_ops_packed_gemm1(
     )  # fmt: skip
     start_dependent(DEPENDENT)
     if x_scale_ptr is not None:
-        acc *= tl.load(x_scale_ptr + token * stride_xs, mask=ok, other=0.0)[None, :]
+        acc *= tl.load(x_scale_ptr + token * stride_xs, mask=ok, other=0.0)[:, None]
     if WEIGHT_ON_INPUT:
         factor_ptrs = topk_weights_ptr + token * stride_tm + (pair % top_k) * stride_tk
-        acc *= tl.load(factor_ptrs, mask=ok, other=0.0).to(tl.float32)[None, :]
+        acc *= tl.load(factor_ptrs, mask=ok, other=0.0).to(tl.float32)[:, None]
     if bias_ptr is not None:
         bias = tl.load(bias_ptr + e64 * stride_be + row * stride_bn)
-        acc += bias.to(tl.float32)[:, None]
+        acc += bias.to(tl.float32)[None, :]
     if GATED:
-        g, u = acc.reshape(BN // 8, 2, 8, BM).permute(0, 2, 3, 1).split()
-        g = g.reshape(BN, BM)
-        u = u.reshape(BN, BM)
+        g, u = acc.reshape(BM, BN // EACH, 2, EACH).permute(0, 1, 3, 2).split()
+        g = g.reshape(BM, BN)
+        u = u.reshape(BM, BN)
         h = activate_two(g, u, alpha, beta, limit, ACTIVATION, HAS_LIMIT)
     else:
         h = activate_one(acc, ACTIVATION)
     if (
         h_amax_ptr is not None
     ):  # bits of floats that are not negative are ordered as the floats are
-        amax = tl.where(ok[None, :] & (h == h), tl.abs(h), 0.0)  # NaN stays in its row
+        amax = tl.where(ok[:, None] & (h == h), tl.abs(h), 0.0)  # NaN stays in its row
         largest = tl.max(tl.max(amax, 0), 0).to(tl.int32, bitcast=True)
         tl.atomic_max(h_amax_ptr.to(tl.pointer_type(tl.int32)), largest, sem="relaxed")
     column = n * BN + tl.arange(0, BN)
     h_ptrs = h_ptr + position.to(tl.int64)[:, None] * I + column[None, :]
-    tl.store(h_ptrs, h.to(h_ptr.dtype.element_ty).T, mask=ok[:, None] & (column < I)[None, :])
+    tl.store(h_ptrs, h.to(h_ptr.dtype.element_ty), mask=ok[:, None] & (column < I)[None, :])
 
 
 @triton.jit(do_not_specialize=ROUTING)
@@ -245,15 +247,14 @@ def moe_ops_packed_gemm2(
     )  # fmt: skip
     start_dependent(DEPENDENT)
     if x_scale_ptr is not None:
-        acc *= tl.load(x_scale_ptr + position.to(tl.int64) * stride_xs, mask=ok, other=0.0)[
-            None, :
-        ]
+        x_scales = x_scale_ptr + position.to(tl.int64) * stride_xs
+        acc *= tl.load(x_scales, mask=ok, other=0.0)[:, None]
     if bias_ptr is not None:
         bias = tl.load(bias_ptr + e64 * stride_be + row * stride_bn)
-        acc += bias.to(tl.float32)[:, None]
+        acc += bias.to(tl.float32)[None, :]
     if ZERO_TAIL:
         acc = tl.where(e < E, acc, 0.0)
     pair = pairs_at(index_ptr, num_blocks, position, ok, ROWS)  # late: not held through the loop
     y_ptrs = y_ptr + e64 * stride_ye + pair.to(tl.int64)[:, None] * stride_ym
     y_ptrs += column.to(tl.int64)[None, :] * stride_yn
-    tl.store(y_ptrs, acc.T.to(y_ptr.dtype.element_ty), mask=ok[:, None] & (column < N)[None, :])
+    tl.store(y_ptrs, acc.to(y_ptr.dtype.element_ty), mask=ok[:, None] & (column < N)[None, :])

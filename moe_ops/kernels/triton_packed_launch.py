@@ -78,11 +78,12 @@ class Packed(NamedTuple):
     def pointers(self) -> tuple:
         return self.data, self.scale, self.zero, self.factor
 
-    def constants(self, tile: Tile, dtype: torch.dtype) -> tuple[tuple, tuple]:
+    def constants(self, tile: Tile, dtype: torch.dtype, tokens: int) -> tuple[tuple, tuple]:
         """FORMAT to G, and how the kernel steps: DK and S_ALIGN."""
         scale, zero = self.scale, self.zero
         strides = (scale.stride(),) if zero is None else (scale.stride(), zero.stride())
-        return _constants(self.format, scale.dtype == dtype, tile.k, strides, scale.shape)
+        step = min(tile.k, 64 if tokens == 32 else 128)
+        return _constants(self.format, scale.dtype == dtype, step, strides, scale.shape)
 
 
 @lru_cache(maxsize=1024)
@@ -159,7 +160,7 @@ def gemm1(
     K, N = w.columns, w.data.shape[1]
     I = N // 2 if gated else N  # noqa: E741
     columns = tile.rows // 2 if gated else tile.rows  # of h
-    constants, steps = w.constants(tile, x.data.dtype)
+    constants, steps = w.constants(tile, x.data.dtype, rows.tokens)
     args = (
         *(h, h_amax, x.data, x.scale, x.stride_row, *w.pointers(), bias, *rows.args),
         *(input_weights, *((0, 0) if input_weights is None else input_weights.stride())),
@@ -191,7 +192,7 @@ def gemm2(
 ) -> Launch:
     """y = x @ w.T + bias."""
     K, N = w.columns, w.data.shape[1]
-    constants, steps = w.constants(tile, x.data.dtype)
+    constants, steps = w.constants(tile, x.data.dtype, rows.tokens)
     args = (
         *(y, x.data, x.scale, x.stride_row, *w.pointers(), bias, *rows.args),
         *(K, N, *x.strides[1:], *w.strides),

@@ -56,6 +56,21 @@ def part_of(piece, part: tl.constexpr, WN: tl.constexpr, PARTS: tl.constexpr):
         return second if part >= 2 else first
 
 
+@triton.constexpr_function
+def left(BM):
+    """Whether the tokens of a block are the left operand, which takes 16 of them at a time."""
+    return BM == 16 or BM == 32
+
+
+@triton.jit
+def product(x, w, acc, LEFT: tl.constexpr):
+    """acc + x @ w.T; acc (BM, WN) where x is the left operand, else (WN, BM)."""
+    if LEFT:
+        return tl.dot(x, w.T, acc, input_precision="ieee")
+    else:
+        return tl.dot(w, x.T, acc, input_precision="ieee")
+
+
 @triton.jit
 def group_load(
     ptrs,  # (WN,) or (WN, GROUPS) scales or zero points of the first groups
@@ -108,7 +123,8 @@ def packed_matmul(
     S_ALIGN: tl.constexpr,  # a power of two that divides the strides of scales and their number in a row
     WARPS: tl.constexpr,
 ):
-    """w @ x.T, (WN, BM) in fp32."""
+    """x @ w.T, (BM, WN) in fp32."""
+    LEFT: tl.constexpr = left(BM)
     PAIRS: tl.constexpr = FORMAT == "int4" or FORMAT == "e2m1"
     SIX: tl.constexpr = FORMAT == "e3m2" or FORMAT == "e2m3"
     BYTES: tl.constexpr = (
@@ -153,7 +169,7 @@ def packed_matmul(
         s = group_load(scale_ptrs, 0, stride_sk, group, count, EVEN_K, GROUPS, S_ALIGN)
     if HAS_ZERO and not COPIED:
         zero = group_load(zero_ptrs, 0, stride_zk, group, count, EVEN_K, GROUPS, S_ALIGN)
-    acc = tl.zeros((WN, BM), tl.float32)
+    acc = tl.zeros((BM, WN) if LEFT else (WN, BM), tl.float32)
     for start in tl.range(0, K, BK, num_stages=STAGES):
         if PIECE:
             piece = tl.load(piece_ptrs + start // G * stride_sk)
@@ -196,22 +212,25 @@ def packed_matmul(
                 x, p, own, own_zero, BM, WN, DK, GROUPS, FORMAT, SCALE, HAS_ZERO
             )
             if SUM:
-                d = tl.dot(w0, x0.T, input_precision="ieee")
+                d = product(x0, w0, tl.zeros_like(acc), LEFT)
                 if PAIRS:
-                    d = tl.dot(w1, x1.T, d, input_precision="ieee")
-                acc += d * own.to(tl.float32)[:, None]
+                    d = product(x1, w1, d, LEFT)
+                own = own.to(tl.float32)
+                acc += d * (own[None, :] if LEFT else own[:, None])
             else:
-                acc = tl.dot(w0, x0.T, acc, input_precision="ieee")
+                acc = product(x0, w0, acc, LEFT)
                 if PAIRS:
-                    acc = tl.dot(w1, x1.T, acc, input_precision="ieee")
+                    acc = product(x1, w1, acc, LEFT)
             if EARLY:
                 s = next_s
                 if HAS_ZERO:
                     zero = next_zero
         x_ptrs += BK * stride_xk
         w_ptrs += PARTS * STEP * stride_wk
+    if not LEFT:
+        acc = acc.T
     if SCALE == "end":
-        acc *= tl.load(scale_ptrs).to(tl.float32)[:, None]
+        acc *= tl.load(scale_ptrs).to(tl.float32)[None, :]
     SHIFTED: tl.constexpr = (
         x_ptrs.dtype.element_ty == tl.bfloat16 and not INTERPRET and FORMAT == "e2m1"
     )
@@ -222,7 +241,7 @@ def packed_matmul(
     if SCALE == "e4m3":
         factor = tl.load(factor_ptr + expert * stride_fe + row * stride_fn).to(tl.float32)
         if FORMAT == "int4":
-            acc *= factor[:, None]
+            acc *= factor[None, :]
         else:
-            acc /= factor[:, None]
+            acc /= factor[None, :]
     return acc

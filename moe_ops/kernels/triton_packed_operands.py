@@ -61,26 +61,51 @@ def int4_pair_zero(p, offset):
 
 
 @triton.jit
-def e2m1_pair(p):
-    """bf16 of nibbles times 2^-126.
+def e2m1_pair(p, s):
+    """bf16 of nibbles times 2^-126 times a scale, given as its bf16 twice in 32 bits.
 
     A product puts sign and magnitude where bf16 has them, as logic has half of the issue slots.
     """
     return tl.inline_asm_elementwise(
         """{
-        .reg .b32 a, b, c, d, q, r;
+        .reg .b32 a, b, c, d, q, r, z;
+        mov.b32 z, 0x80008000;
         prmt.b32 q, $4, 0, 0x3120; shr.u32 r, q, 8;
-        and.b32 a, q, 0x000f000f; mul.lo.u32 a, a, 0x1040; and.b32 $0, a, 0x81c081c0;
-        and.b32 b, r, 0x000f000f; mul.lo.u32 b, b, 0x1040; and.b32 $1, b, 0x81c081c0;
-        and.b32 c, q, 0x00f000f0; mul.lo.u32 c, c, 0x0104; and.b32 $2, c, 0x81c081c0;
-        and.b32 d, r, 0x00f000f0; mul.lo.u32 d, d, 0x0104; and.b32 $3, d, 0x81c081c0;
+        and.b32 a, q, 0x000f000f; mul.lo.u32 a, a, 0x1040; and.b32 a, a, 0x81c081c0;
+        and.b32 b, r, 0x000f000f; mul.lo.u32 b, b, 0x1040; and.b32 b, b, 0x81c081c0;
+        and.b32 c, q, 0x00f000f0; mul.lo.u32 c, c, 0x0104; and.b32 c, c, 0x81c081c0;
+        and.b32 d, r, 0x00f000f0; mul.lo.u32 d, d, 0x0104; and.b32 d, d, 0x81c081c0;
+        fma.rn.bf16x2 $0, a, $5, z; fma.rn.bf16x2 $1, b, $5, z;
+        fma.rn.bf16x2 $2, c, $5, z; fma.rn.bf16x2 $3, d, $5, z;
         }""",
-        "=r,=r,=r,=r,r",
-        [p],
+        "=r,=r,=r,=r,r,r,r,r,r",
+        [p, s],
         dtype=(tl.bfloat16, tl.bfloat16),
         is_pure=True,
         pack=4,
     )
+
+
+@triton.jit
+def twice(s, SCALE: tl.constexpr):
+    """The bf16 of e8m0 codes times 2^94 or of e4m3 codes times 2^118, twice in 32 bits.
+
+    So that 2^-32 or 2^-8 is left of it and of the 2^-126 of e2m1_pair. A product puts both where bf16 has them, e4m3 times 2^-120.
+    """
+    if SCALE == "e8m0":
+        return s.to(tl.int32) * 0x00800080 + 0x2F002F00
+    else:
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 m, z, s; mov.b32 m, 0x7b007b00; mov.b32 z, 0x80008000;
+            fma.rn.bf16x2 s, $1, m, z; fma.rn.bf16x2 $0, s, m, z;
+            }""",
+            "=r,r",
+            [s.to(tl.int32) * 0x00100010],
+            dtype=tl.int32,
+            is_pure=True,
+            pack=1,
+        )
 
 
 @triton.jit
@@ -203,16 +228,8 @@ def operands(
         x1 = x
     EACH: tl.constexpr = BYTES // GROUPS
     if x.dtype == tl.bfloat16 and not INTERPRET:
-        if SCALE == "e8m0":  # by its bits
-            # times 2^94 for e2m1, so that 2^-32 is left of it and of e2m1_pair's 2^-126
-            SHIFT: tl.constexpr = 0x2F00 if FORMAT == "e2m1" else 0
-            s = (s.to(tl.int16) * 128 + SHIFT).to(tl.bfloat16, bitcast=True)
-        elif SCALE == "e4m3":
-            s = decode(s, tl.bfloat16)
-            if FORMAT == "e2m1":  # times 2^118, so that 2^-8 is left
-                s *= 3.3230699894622897e35
         if FORMAT == "e2m1":
-            w0, w1 = e2m1_pair(p)
+            w0, w1 = e2m1_pair(p, spread(twice(s, SCALE), WN, GROUPS, EACH))
         elif FORMAT == "int4":
             if HAS_ZERO:
                 w0, w1 = int4_pair_zero(p, spread(-128.0 - zero.to(tl.bfloat16), WN, GROUPS, EACH))
@@ -230,7 +247,11 @@ def operands(
         else:
             w0 = e4m3_value(p)
             w1 = w0
-        if SCALED:
+        if SCALED and FORMAT != "e2m1":
+            if SCALE == "e8m0":
+                s = (s.to(tl.int16) * 128).to(tl.bfloat16, bitcast=True)
+            elif SCALE == "e4m3":
+                s = decode(s, tl.bfloat16)
             s = spread(s, WN, GROUPS, EACH)
             w0 *= s
             w1 *= s

@@ -38,7 +38,9 @@ def choose(
         few = min(rows, groups)
         first, second = _streaming(few * 2 * I, bits), _streaming(few * K, bits)
     elif tokens == 16:
-        first = second = Tile(128 if bits == 4 else 64, 128, 4, 2)
+        first = second = Tile(128, 128, 4, 4) if bits == 4 else Tile(64, 128, 4, 2)
+    elif tokens == 32:
+        first = second = Tile(128, 128, 4, 4)
     elif shared_memory <= LARGE_MEMORY:  # before SM90 sums of more rows spill
         tokens, first, second = 32, Tile(64, 128, 4, 2), Tile(64, 128, 4, 2)
     else:
@@ -106,7 +108,7 @@ def search_space(base: Tiles, average: float, bits: int) -> list[tuple[list[Tile
     Args:
         average: rows an expert has on average.
     """
-    few = [t for t in (8, 16, 32, 64, 128) if average / 6 <= t <= max(8, 5 * average)]
+    few = [t for t in _ROWS_AND_WARPS if average / 2 <= t <= max(8, 8 * average)]
     space = []
     for tokens in [8] if base.direct else few or [128]:
         tiles = candidates(tokens, bits)
@@ -115,17 +117,23 @@ def search_space(base: Tiles, average: float, bits: int) -> list[tuple[list[Tile
     return space
 
 
+# Rows and warps of tiles worth timing, by tokens: 16 and 32 tokens are what each warp reads of x for its 32 or 64 rows.
+_ROWS_AND_WARPS = {
+    8: ((32, 2), (64, 2), (128, 2)),
+    16: ((64, 2), (128, 4), (256, 4), (256, 8)),
+    32: ((64, 2), (128, 4), (256, 4), (256, 8)),
+    64: ((64, 4), (128, 4)),
+    128: ((64, 4), (128, 8)),
+}
+
+
 def candidates(tokens: int, bits: int) -> list[Tile]:
     """Tiles worth timing: sums and operands of a block fit its registers, and 64 or 128 bytes of a row are read."""
     found = []
-    for rows in (32, 64, 128):
+    for rows, warps in _ROWS_AND_WARPS[tokens]:
         for k in (64, 128) if bits == 8 else (128, 256):
             for stages in (3, 4, 6):
-                for warps in (2, 4, 8):
-                    if tokens <= 32:
-                        wanted = warps == (4 if rows * tokens > 2048 else 2)
-                    else:
-                        wanted = rows >= 64 and warps == (8 if rows * tokens > 8192 else 4)
-                    if wanted and 32 * 64 * 8 <= rows * k * bits <= 128 * 128 * 8:
-                        found.append(Tile(rows, k, stages, warps))
+                size = rows * k * bits // 8  # bytes of weights
+                if 1024 <= size <= 16384 and size * stages <= 65536:
+                    found.append(Tile(rows, k, stages, warps))
     return found
