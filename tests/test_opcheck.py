@@ -161,7 +161,9 @@ def route_calls(name: str, variant: str, device: str) -> list[Call]:
 
 SAMPLES = {name: (backend_calls, ("plain", "everything", "quantized")) for name in OF_BACKENDS}
 SAMPLES |= {
-    f"torch_{kind}": (backend_calls, ("plain", "everything", *QUANTIZED)) for kind in KINDS
+    f"{name}_{kind}": (backend_calls, ("plain", "everything", *QUANTIZED))
+    for kind in KINDS
+    for name in ("torch", "triton")
 }
 SAMPLES |= {
     "grouped_mm": (training_calls, ("plain", "everything", *QUANTIZED)),
