@@ -16,6 +16,7 @@ from torch.fx.experimental.symbolic_shapes import guard_scalar
 
 from moe_ops import library, tuning
 from moe_ops.backends import deep_gemm as deep_gemm_backend
+from moe_ops.backends import deep_gemm_fp4 as deep_gemm_fp4_backend
 from moe_ops.backends import flashinfer as flashinfer_backend
 from moe_ops.backends import torch as torch_backend
 from moe_ops.backends import triton as triton_backend
@@ -26,6 +27,7 @@ from moe_ops.problem import Buffer, Machine, Problem, Workspaces
 BACKENDS: tuple[library.Backend, ...] = (
     triton_backend.BACKEND,
     deep_gemm_backend.BACKEND,
+    deep_gemm_fp4_backend.BACKEND,
     flashinfer_backend.BACKEND,
     torch_backend.BACKEND,
 )

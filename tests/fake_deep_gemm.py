@@ -18,36 +18,59 @@ ALIGNMENT = 128
 E4M3, BF16 = torch.float8_e4m3fn, torch.bfloat16
 
 
-def row_scales(scale: Tensor, rows: int, K: int) -> Tensor:
-    """(.., rows, K) multipliers of scales (.., rows, K / 128) whose rows lie side by side, padded to 16 bytes."""
-    step = -(-rows // 4) * 4
-    assert scale.dtype == torch.float32 and scale.shape[-2:] == (rows, -(-K // 128))
+def spread(scale: Tensor, rows: int, K: int, width: int) -> Tensor:
+    """(.., rows, K) multipliers of scales whose rows lie side by side, as TMA reads them: fp32 (.., rows, K / width),
+    or int32 words of four exponents (.., rows, ceil(K / (4 width)))."""
+    step, groups = -(-rows // 4) * 4, -(-K // width)
+    packed = scale.dtype == torch.int32
+    assert packed or scale.dtype == torch.float32
+    words = -(-groups // 4) if packed else groups
+    assert scale.shape[-2:] == (rows, words), (scale.shape, rows, words)
     assert scale.stride()[-2:] == (1, step), scale.stride()
     if scale.ndim == 3:
-        assert scale.stride(0) == step * scale.shape[2]
-    return scale.double().repeat_interleave(128, -1)[..., :K]
+        assert scale.stride(0) == step * words
+    if packed:
+        bytes_ = torch.stack([(scale >> 8 * j) & 255 for j in range(4)], -1).flatten(-2)
+        scale = 2.0 ** (bytes_[..., :groups].double() - 127)
+    return scale.double().repeat_interleave(width, -1)[..., :K]
 
 
-def values(operand) -> Tensor:
-    """fp64 values of rows (.., rows, K): bf16, or (e4m3, scales of 128 columns)."""
+def values(operand, width: int = 128) -> Tensor:
+    """fp64 values of rows (.., rows, K): bf16, or (e4m3, scales of `width` columns)."""
     if isinstance(operand, Tensor):
         assert operand.dtype == BF16 and operand.is_contiguous()
         return operand.double()
     data, scale = operand
     assert data.dtype == E4M3 and data.is_contiguous()
-    return data.double() * row_scales(scale, *data.shape[-2:])
+    return data.double() * spread(scale, *data.shape[-2:], width)
 
 
-def weights(operand) -> Tensor:
-    """fp64 values of weights (E, N, K): bf16, or (e4m3, scales of 128 x 128)."""
+def weights(operand, width: int = 128) -> Tensor:
+    """fp64 values of weights (E, N, K): bf16, or (e4m3, scales of 128 x 128), or (e4m3 or int8 pairs of e2m1, exponents
+    of `width` columns)."""
     if isinstance(operand, Tensor):
         return values(operand)
     data, scale = operand
+    if scale.dtype == torch.int32:
+        assert data.is_contiguous()
+        if data.dtype == torch.int8:
+            table = torch.tensor(oracle.code_values("e2m1"), dtype=torch.float64)
+            data = table[oracle.codes(data, 4)]
+        return data.double() * spread(scale, *data.shape[-2:], width)
     E, N, K = data.shape
-    assert data.dtype == E4M3 and data.is_contiguous()
+    assert data.dtype == E4M3 and data.is_contiguous() and width == 128
     assert scale.dtype == torch.float32 and scale.is_contiguous()
     assert scale.shape == (E, -(-N // 128), -(-K // 128))
     return oracle.dequantized(data, scale, "fp8_block")
+
+
+def operands(a, b, recipe_a, recipe_b) -> tuple[Tensor, Tensor]:
+    """Values of both; exponents come with their recipes (rows, columns) that share one."""
+    packed = not isinstance(a, Tensor) and a[1].dtype == torch.int32
+    assert (recipe_a is not None) == (recipe_b is not None) == packed
+    if packed:
+        assert recipe_a[0] == recipe_b[0] == 1 and b[1].dtype == torch.int32
+    return values(a, recipe_a[1] if packed else 128), weights(b, recipe_b[1] if packed else 128)
 
 
 def experts_of_rows(groups: Tensor, rows: int, E: int) -> Tensor:
@@ -69,8 +92,17 @@ def check_rows(experts: Tensor) -> None:
         assert inside == block[: len(inside)] and len(set(inside)) <= 1, block
 
 
-def contiguous(a, b, d, grouped_layout, *, use_psum_layout=False, expected_m_for_psum_layout=None):
-    x, w = values(a), weights(b)
+def contiguous(
+    a,
+    b,
+    d,
+    grouped_layout,
+    recipe_a=None,
+    recipe_b=None,
+    use_psum_layout=False,
+    expected_m_for_psum_layout=None,
+):
+    x, w = operands(a, b, recipe_a, recipe_b)
     (rows, K), (E, N, width) = x.shape, w.shape
     assert width == K and d.shape == (rows, N) and d.dtype == BF16 and d.is_contiguous()
     assert grouped_layout.dtype == torch.int32 and grouped_layout.is_contiguous()
@@ -87,8 +119,8 @@ def contiguous(a, b, d, grouped_layout, *, use_psum_layout=False, expected_m_for
         d[mine] = (x[mine] @ w[e].T).to(BF16)
 
 
-def masked(a, b, d, masked_m, expected_m):
-    x, w = values(a), weights(b)
+def masked(a, b, d, masked_m, expected_m, recipe_a=None, recipe_b=None):
+    x, w = operands(a, b, recipe_a, recipe_b)
     (E, rows, K), N = x.shape, w.shape[1]
     assert w.shape == (E, N, K) and d.shape == (E, rows, N) and d.dtype == BF16
     assert d.is_contiguous() and masked_m.dtype == torch.int32 and masked_m.shape == (E,)
@@ -106,6 +138,7 @@ def module() -> types.ModuleType:
     fake = types.ModuleType("deep_gemm")
     fake.__spec__ = importlib.machinery.ModuleSpec("deep_gemm", None)
     fake.get_mk_alignment_for_contiguous_layout = lambda: ALIGNMENT
-    fake.m_grouped_fp8_gemm_nt_contiguous = fake.m_grouped_bf16_gemm_nt_contiguous = contiguous
-    fake.fp8_m_grouped_gemm_nt_masked = fake.m_grouped_bf16_gemm_nt_masked = masked
+    fake.m_grouped_fp8_fp4_gemm_nt_contiguous = contiguous
+    fake.m_grouped_bf16_gemm_nt_contiguous = contiguous
+    fake.m_grouped_fp8_fp4_gemm_nt_masked = fake.m_grouped_bf16_gemm_nt_masked = masked
     return fake

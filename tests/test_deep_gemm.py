@@ -14,6 +14,7 @@ import moe_ops
 from moe_ops import registry
 from moe_ops.activations import NAMES, Activation
 from moe_ops.backends import deep_gemm
+from moe_ops.kernels import deep_gemm_experts as experts
 from moe_ops.kernels import deep_gemm_launch as dg
 from moe_ops.meta.workspace import padded_rows
 from moe_ops.problem import Machine, Problem
@@ -382,7 +383,7 @@ def test_capture_before_a_warm_call_is_refused(monkeypatch):
     monkeypatch.setattr(dg, "run", lambda *_: pytest.fail("launched"))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     monkeypatch.setattr(torch.Tensor, "get_device", lambda _: 0)
-    monkeypatch.setattr(deep_gemm, "gpu", lambda _: deep_gemm.Gpu(227 << 10, True, True))
+    monkeypatch.setattr(experts, "gpu", lambda _: experts.Gpu(227 << 10, True, True))
     with pytest.raises(RuntimeError, match="'deep_gemm' has no compiled kernel .* warm up first"):
         case.run("deep_gemm")
 
@@ -402,14 +403,15 @@ def test_expected_rows(pairs, experts, rows):
 @pytest.mark.parametrize("E, top_k", [(1, 1), (3, 2), (256, 8)])
 def test_workspaces_hold_what_is_carved(scheme, M, E, top_k):
     problem = dataclasses.replace(PROBLEM, scheme=scheme, num_experts=E, top_k=top_k)
-    first, second, index = deep_gemm.workspace_shapes(M, problem)
+    first, second, index = experts.workspace_shapes(M, problem)
     rows = padded_rows(M, top_k, E, 128)
     assert rows % 128 == 0 and rows >= M * top_k
     assert second.shape == (rows, 256) and second.dtype == BF16
     assert first.shape[0] == rows and index.shape[0] == dg.index_parts(M * top_k, E, rows).end
     buffer = torch.empty(first.shape, dtype=first.dtype)
     for columns in (256, 128):
-        data, scale = deep_gemm._operand(buffer, (rows, columns), scheme)
+        form = experts.format_of(scheme, "")
+        data, scale, *_ = experts.rows_of(buffer, (rows, columns), form)
         assert data.shape == (rows, columns) and data.is_contiguous()
         if scheme:
             assert scale.shape == (rows, columns // 128) and scale.stride() == (1, rows)
@@ -449,7 +451,7 @@ def test_traces_without_the_library(scheme, rows, monkeypatch):
         problem = dataclasses.replace(PROBLEM, scheme=scheme)
         for name, buffer in zip(
             ("workspace13", "workspace2", "index_workspace"),
-            deep_gemm.workspace_shapes(traced, problem),
+            experts.workspace_shapes(traced, problem),
             strict=True,
         ):
             assert args[name].dtype == buffer.dtype

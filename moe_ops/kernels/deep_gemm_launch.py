@@ -95,14 +95,21 @@ def warmed(keys: tuple[tuple, ...]) -> None:
 
 
 class Operand(NamedTuple):
-    """Rows or weights as a product takes them; without scales in bf16."""
+    """Rows or weights as a product takes them: in bf16, or quantized with scales."""
 
     data: Tensor
     scale: Tensor | None = None
+    scales: str = ""  # what they are, in the words of kernels/deep_gemm_rows.py
+    width: int = 128  # columns that share one
 
     @property
     def argument(self) -> Any:
         return self.data if self.scale is None else (self.data, self.scale)
+
+
+def options_of(x: Operand, w: Operand) -> dict[str, Any]:
+    """How a product is told what its scales are; of fp32 ones it knows."""
+    return {"recipe_a": (1, x.width), "recipe_b": (1, w.width)} if x.scales == "ue8m0" else {}
 
 
 def product_keys(kind: str, w13: Operand, w2: Operand, expected: int) -> tuple[tuple, ...]:
@@ -121,19 +128,19 @@ def expected_rows(pairs: int, experts: int) -> int:
 
 def grouped_product(d: Tensor, x: Operand, w: Operand, groups: Tensor, expected: int) -> None:
     """d (rows, N) = x (rows, K) @ w[expert of the row] (N, K).T, rows in the contiguous layout."""
-    options: dict[str, Any] = {}
+    options = options_of(x, w)
     if LAYOUT.ends:
-        options = {"use_psum_layout": True, "expected_m_for_psum_layout": expected}
-    module = library()
-    bf16, fp8 = module.m_grouped_bf16_gemm_nt_contiguous, module.m_grouped_fp8_gemm_nt_contiguous
-    (bf16 if x.scale is None else fp8)(x.argument, w.argument, d, groups, **options)
+        options |= {"use_psum_layout": True, "expected_m_for_psum_layout": expected}
+    kind = "bf16" if x.scale is None else "fp8_fp4"
+    function = getattr(library(), f"m_grouped_{kind}_gemm_nt_contiguous")
+    function(x.argument, w.argument, d, groups, **options)
 
 
 def masked_product(d: Tensor, x: Operand, w: Operand, counts: Tensor, expected: int) -> None:
     """d (E, R, N) = x (E, R, K) @ w (E, N, K).T in the rows before each count (E,), and whole blocks of rows behind."""
-    module = library()
-    bf16, fp8 = module.m_grouped_bf16_gemm_nt_masked, module.fp8_m_grouped_gemm_nt_masked
-    (bf16 if x.scale is None else fp8)(x.argument, w.argument, d, counts, expected)
+    kind = "bf16" if x.scale is None else "fp8_fp4"
+    function = getattr(library(), f"m_grouped_{kind}_gemm_nt_masked")
+    function(x.argument, w.argument, d, counts, expected, **options_of(x, w))
 
 
 # --- the contiguous layout ----------------------------------------------------------------------
@@ -205,7 +212,7 @@ def scatter(x: Tensor, y: Operand, placed: Placed, top_k: int, chip: Gpu) -> Lau
     """x (M, K) or (E, T, K), quantized where y has scales, copied to the rows of its pairs."""
     K, tokens = x.shape[-1], placed.rows.numel() // top_k
     args = (*kernel_arguments(y, chip), x, placed.rows, placed.R, *batch_strides(x)[:1], K)
-    args += (*batch_strides(x)[1:], top_k, y.scale is not None, _SCATTER_GROUPS, chip.native)
+    args += (*batch_strides(x)[1:], top_k, y.scales, y.width, _SCATTER_GROUPS, chip.native)
     grid = (tokens, cdiv(K, _SCATTER_GROUPS * 128), 1)
     return Launch("deep_gemm_scatter", grid, (*args, chip.dependent))
 
@@ -224,7 +231,7 @@ def activate(
     args = (*kernel_arguments(h, chip), x, placed.rows, weights)
     args += (0 if weights is None else weights.stride(0), placed.R, pairs, I)
     args += (a.alpha, a.beta, a.limit, function, gated, interleaved, a.limit < NO_LIMIT)
-    args += (h.scale is not None, _ACTIVATE_GROUPS, chip.native)
+    args += (h.scales, h.width, _ACTIVATE_GROUPS, chip.native)
     return Launch("deep_gemm_activate", (cdiv(pairs * (I // 128), _ACTIVATE_GROUPS), 1, 1), args)
 
 
@@ -246,9 +253,11 @@ def batch_strides(x: Tensor) -> tuple[int, int, int, int]:
 
 def kernel_arguments(operand: Operand, chip: Gpu) -> tuple[Tensor, Tensor | None]:
     """Data and scales for Triton, which takes e4m3 as bytes where the GPU does not know it."""
-    data, scale = operand
+    data, scale = operand[:2]
     if scale is not None and not chip.native:
         data = data.view(torch.uint8)
+    if operand.scales == "ue8m0":  # by bytes; kernels take no more than the address
+        scale = scale.transpose(-2, -1).view(torch.uint8)
     return data, scale
 
 

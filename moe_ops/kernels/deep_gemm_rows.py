@@ -4,17 +4,32 @@ Legend: M tokens, S = M * top_k pairs, K hidden size, I intermediate size, N col
 gated, else I). `rows` (S,) says in which row of the products a pair lies, -1 where its expert is not here; rows
 without a pair are neither read nor written, whatever they hold.
 
-Scales of e4m3 data are fp32, one for 128 columns, those of neighbouring rows side by side: (blocks, columns / 128, R)
-for blocks of R rows, of which the contiguous layout is one. SCALED says whether data are e4m3 with scales, else they
-are in the input's dtype.
+SCALES says what scales e4m3 data have, those of neighbouring rows side by side in blocks of R rows, of which the
+contiguous layout is one:
+    ""       none, data are in the input's dtype
+    "fp32"   (blocks, columns / 128, R), one for 128 columns
+    "ue8m0"  the same as int32 of four exponents each, for WIDTH columns: (blocks, columns / (4 WIDTH), R); byte j of
+             word p is group 4 p + j
 """
 
 import triton
 import triton.language as tl
 
 from moe_ops.kernels.triton_activations import activate_one, activate_two
-from moe_ops.kernels.triton_fp8 import quantize_groups, stored
+from moe_ops.kernels.triton_fp8 import quantize_groups, quotient, stored
 from moe_ops.kernels.triton_routing import wait
+
+
+@triton.jit
+def quantize_by_powers(x):
+    """(fp32 quotients not yet rounded, uint8 exponents (R,)) of x (R, columns): scales are powers of two that bring
+    the largest magnitude to at most 448."""
+    x = x.to(tl.float32)
+    bits = quotient(tl.max(tl.abs(x), 1), 448.0, 1.0 / 448.0).to(tl.int32, bitcast=True)
+    exponent = (bits >> 23) + ((bits & 0x7FFFFF) != 0).to(tl.int32)
+    exponent = tl.minimum(tl.maximum(exponent, 1), 253)
+    inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
+    return x * inverse[:, None], exponent.to(tl.uint8)
 
 
 @triton.jit
@@ -23,10 +38,24 @@ def scale_offset(row, group, groups, R):
     return row + row // R * (groups - 1) * R + group.to(tl.int64) * R
 
 
+@triton.jit
+def store_scale(scale_ptr, scale, row, group, groups, R, mask, SCALES: tl.constexpr):
+    """Store scales of groups (the same shape), with zeros behind a row's last exponent up to the end of its word."""
+    if SCALES == "ue8m0":
+        words = tl.cdiv(groups, 4)
+        for j in tl.static_range(4):
+            byte = group + j
+            ok = mask & ((j == 0) | ((group == groups - 1) & (byte < 4 * words)))
+            offset = scale_offset(row, byte // 4, words, R) * 4 + byte % 4
+            tl.store(scale_ptr + offset, scale if j == 0 else tl.zeros_like(scale), mask=ok)
+    else:
+        tl.store(scale_ptr + scale_offset(row, group, groups, R), scale, mask=mask)
+
+
 @triton.jit(do_not_specialize=["R", "T"])
 def moe_ops_deep_gemm_scatter(
     y_ptr,  # (rows, K) written
-    scale_ptr,  # (.., K / 128, R) written, or absent
+    scale_ptr,  # written, or absent
     x_ptr,  # (M, K)
     rows_ptr,
     R,
@@ -36,7 +65,8 @@ def moe_ops_deep_gemm_scatter(
     stride_xm,
     stride_xk,
     TOP_K: tl.constexpr,
-    SCALED: tl.constexpr,
+    SCALES: tl.constexpr,
+    WIDTH: tl.constexpr,
     GROUPS: tl.constexpr,
     NATIVE: tl.constexpr,
     DEPENDENT: tl.constexpr,
@@ -51,7 +81,12 @@ def moe_ops_deep_gemm_scatter(
     k = group[:, None] * 128 + tl.arange(0, 128)[None, :]
     x_ptr += m // T * stride_xb + m * stride_xm
     x = tl.load(x_ptr + k.to(tl.int64) * stride_xk, mask=k < K, other=0.0)
-    if SCALED:
+    PARTS: tl.constexpr = 128 // WIDTH  # groups with a scale of their own
+    part = tl.program_id(1) * GROUPS * PARTS + tl.arange(0, GROUPS * PARTS)
+    if SCALES == "ue8m0":
+        v, scale = quantize_by_powers(tl.reshape(x, (GROUPS * PARTS, WIDTH)))
+        y = stored(tl.reshape(v, (GROUPS, 128)), NATIVE)
+    elif SCALES == "fp32":
         v, scale = quantize_groups(x)
         y = stored(v, NATIVE)
     else:
@@ -62,15 +97,15 @@ def moe_ops_deep_gemm_scatter(
         row = tl.load(rows_ptr + m * TOP_K + j).to(tl.int64)
         end = tl.where(row >= 0, K, 0)
         tl.store(y_ptr + row * K + k, y, mask=k < end)
-        if SCALED:
-            offset = scale_offset(row, group, tl.cdiv(K, 128), R)
-            tl.store(scale_ptr + offset, scale, mask=group * 128 < end)
+        if SCALES != "":
+            ok = part * WIDTH < end
+            store_scale(scale_ptr, scale, row, part, tl.cdiv(K, WIDTH), R, ok, SCALES)
 
 
 @triton.jit(do_not_specialize=["R", "S", "stride_ts"])
 def moe_ops_deep_gemm_activate(
     h_ptr,  # (rows, I) written
-    scale_ptr,  # (.., I / 128, R) written, or absent
+    scale_ptr,  # written, or absent
     x_ptr,  # (rows, N)
     rows_ptr,
     weights_ptr,  # (S,) what x is to be multiplied by, or absent
@@ -85,7 +120,8 @@ def moe_ops_deep_gemm_activate(
     GATED: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     HAS_LIMIT: tl.constexpr,
-    SCALED: tl.constexpr,
+    SCALES: tl.constexpr,
+    WIDTH: tl.constexpr,
     GROUPS: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
@@ -120,10 +156,19 @@ def moe_ops_deep_gemm_activate(
     else:
         x = tl.load(x_ptr + row[:, None] * I + column, mask=ok, other=0.0)
         h = activate_one(x.to(tl.float32) * weight, ACTIVATION)
-    if SCALED:
+    if SCALES == "ue8m0":
+        PARTS: tl.constexpr = 128 // WIDTH  # groups with a scale of their own
+        v, scale = quantize_by_powers(tl.reshape(h, (GROUPS * PARTS, WIDTH)))
+        h = stored(tl.reshape(v, (GROUPS, 128)), NATIVE)
+        part = tl.program_id(0) * GROUPS * PARTS + tl.arange(0, GROUPS * PARTS)
+        owner = part // (I // WIDTH)
+        owner_row = tl.load(rows_ptr + owner, mask=owner < S, other=-1).to(tl.int64)
+        part %= I // WIDTH
+        store_scale(scale_ptr, scale, owner_row, part, I // WIDTH, R, owner_row >= 0, SCALES)
+    elif SCALES == "fp32":
         v, scale = quantize_groups(h)
         h = stored(v, NATIVE)
-        tl.store(scale_ptr + scale_offset(row, group, I // 128, R), scale, mask=row >= 0)
+        store_scale(scale_ptr, scale, row, group, I // 128, R, row >= 0, SCALES)
     else:
         h = h.to(h_ptr.dtype.element_ty)
     tl.store(h_ptr + row[:, None] * I + column, h, mask=ok)

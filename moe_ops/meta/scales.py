@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+# The layout of weights whose scales are packed exponents, as DeepGEMM reads them from SM100 on: int32 words of four
+# (E, ceil(groups / 4), N), byte j of word p for group 4 p + j of a row's columns.
+DEEP_GEMM_UE8M0 = "deep_gemm_ue8m0"
+
 
 def scale_shape(rows: int, cols: int, group_rows: int, group_cols: int) -> tuple[int, ...]:
     """Shape of the scales of a (rows, cols) matrix with one scale per group of elements.

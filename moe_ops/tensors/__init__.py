@@ -10,7 +10,12 @@ from torch import Tensor
 from moe_ops import activations
 from moe_ops.activations import Activation
 from moe_ops.schemes import SCHEMES, QuantScheme, get_scheme
-from moe_ops.tensors import flashinfer, layouts, sharding  # noqa: F401 (register layouts and operators)
+from moe_ops.tensors import (  # noqa: F401 (register layouts and operators)
+    deep_gemm,
+    flashinfer,
+    layouts,
+    sharding,
+)
 from moe_ops.tensors.base import ExpertTensor
 from moe_ops.tensors.checks import (
     check_quantizable,
@@ -42,7 +47,7 @@ __all__ = [
     "unflatten",
 ]
 
-_BACKENDS = ("auto", "deep_gemm", "flashinfer", "triton", "torch")
+_BACKENDS = ("auto", "deep_gemm", "deep_gemm_fp4", "flashinfer", "triton", "torch")
 
 
 def _class_of(scheme: QuantScheme) -> type[ExpertTensor]:

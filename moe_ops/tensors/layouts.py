@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from moe_ops.activations import Activation
@@ -47,6 +48,9 @@ class Relayout(NamedTuple):
     apply: Callable[[ExpertTensor], Tensors]  # a natural tensor to the tensors that change
     undo: Callable[[ExpertTensor], Tensors]  # a tensor of this layout to the natural ones
     rows: str = ""  # the order of w13's rows that it makes, "" for the natural one
+    on: Callable[[torch.device], bool] | None = (
+        None  # where weights lie that want it; None: anywhere
+    )
 
 
 # backend -> the relayouts it wants; schemes that none of them takes stay natural
@@ -71,7 +75,11 @@ def change(weight: Any, backend: str, activation: Activation | None = None) -> T
     ``activation`` is what follows w13, None for w2. Raises ValueError for a layout that the weight's shape has not.
     """
     scheme = get_scheme(getattr(weight, "scheme", ""))
-    relayouts = [r for r in RELAYOUTS.get(backend, ()) if r.takes(scheme)]
+    relayouts = [
+        r
+        for r in RELAYOUTS.get(backend, ())
+        if r.takes(scheme) and (r.on is None or r.on(weight.device))
+    ]
     wanted = [r for r in relayouts if r.rows == rows_before(activation)]
     wanted = wanted or [r for r in relayouts if not r.rows]
     layout = getattr(weight, "weight_layout", "")
