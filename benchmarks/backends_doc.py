@@ -86,12 +86,12 @@ def where(backend: library.Backend, variants: list[str]) -> str:
 
 
 def features() -> str:
-    """What else a call may ask for, of any scheme, on the GPU generation that was at hand (SM90)."""
+    """What else a call may ask for, in some scheme and on some device."""
     plain_and_quantized = [replace(LAYER, scheme=scheme) for scheme in ("", *SCHEMES)]
 
     def some(backend: library.Backend, **changes: object) -> bool:
         problems = [replace(problem, **changes) for problem in plain_and_quantized]  # type: ignore[arg-type]
-        return any(takes(backend, problem, H200) for problem in problems)
+        return any(takes(backend, p, machine) for p in problems for machine in MACHINES.values())
 
     def of(names: tuple[str, ...], change: Callable[[str], dict]) -> Callable:
         def text(backend: library.Backend) -> str:
@@ -120,7 +120,8 @@ def features() -> str:
     }
 
     def natural(backend: library.Backend) -> bool:
-        return any(not backend.supports(problem, H200) for problem in plain_and_quantized)
+        machines = MACHINES.values()
+        return any(not backend.supports(p, m) for p in plain_and_quantized for m in machines)
 
     lines = [f"| | {' | '.join([f'`{name}`' for name in EVERYTHING])} |"]
     lines.append("|---" * (len(EVERYTHING) + 1) + "|")

@@ -19,6 +19,7 @@ import moe_ops
 from moe_ops import MoELayer, caches, plans, registry
 from moe_ops.kernels import triton_launch
 from moe_ops.problem import Machine
+from moe_ops.tuning.backends import laid_out
 from tests.cases import BF16, FP32, TOLERANCE, assert_matches, tolerance
 
 GPU = (
@@ -370,27 +371,26 @@ def captured(function, *args):
 @pytest.mark.parametrize("scheme", ["", "fp8_block", "fp8_channel", "int4_w4a16:g128"])
 @pytest.mark.parametrize("M", [1, 3, 64, 500])
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=GPU)])
-def test_capture_is_the_first_call(device, backend, scheme, M):
-    """Sizes that no other test has: nothing else can have warmed them."""
+def test_capture_is_the_first_call(device, backend, scheme, M, monkeypatch):
+    """Sizes that no other test has, and kernels of Triton forgotten: nothing else can have warmed them."""
+    monkeypatch.setattr(triton_launch, "_compiled", {})
     K, I = 640, 384  # noqa: E741
     layer = layer_of(backend, dtype=BF16, device=device, scheme=scheme, K=K, I=I)
     experts = layer.experts
     weights = [experts.gate_up_proj.data, experts.down_proj.data]
-    if backend != "auto":
-        prepared = (
-            moe_ops.prepare(weights[0], backend, activation="silu"),
-            moe_ops.prepare(weights[1], backend),
-        )
-        experts.gate_up_proj, experts.down_proj = (
-            nn.Parameter(weight, requires_grad=False) for weight in prepared
-        )
+    x = torch.randn(M, K, device=device, dtype=BF16)
     try:
+        if backend != "auto":
+            ids = torch.zeros(M, 2, dtype=torch.int32, device=device)
+            experts.gate_up_proj, experts.down_proj = (
+                nn.Parameter(weight, requires_grad=False)
+                for weight in laid_out(backend, *weights, x, ids)
+            )
         report = moe_ops.warmup(layer, [M])
     except (ValueError, ImportError) as error:
         pytest.skip(str(error)[:200])
     if backend != "auto":
         assert report.layers[0].calls[0].backends == (backend,)
-    x = torch.randn(M, K, device=device, dtype=BF16)
     graph, out = captured(layer, x)
     x.copy_(torch.randn_like(x))  # other experts
     graph.replay()
