@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
 
@@ -77,7 +77,7 @@ class Subject:
     name: str
     run: Callable[[int], object]
     key: object = None
-    alike: int = field(default=1)
+    alike: int = 1
 
 
 def warmup(
