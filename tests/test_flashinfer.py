@@ -9,7 +9,9 @@ import dataclasses
 import os
 import subprocess
 import sys
+import warnings
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -250,6 +252,7 @@ def test_warmup_measures_once_and_keeps_it(fake, monkeypatch, tmp_path):
     """In the file that other processes read; calls outside of `warm`, and of schemes with one tactic, measure nothing."""
     monkeypatch.setenv("MOE_OPS_CACHE", str(tmp_path))
     monkeypatch.setattr(library, "_table", TABLE)
+    monkeypatch.setattr(library, "numbered", lambda device: True)
     monkeypatch.setattr(library, "_found", {})
     tried = []
 
@@ -399,7 +402,8 @@ def test_weights_of_other_layouts_are_refused():
         ({"scheme": "fp8_block", "dtype": FP16}, H200, "takes bfloat16 for scheme 'fp8_block'"),
         ({"scheme": "fp8_block"}, B200, "runs fp8_block on SM90, got SM100"),
         ({"scheme": "nvfp4"}, H200, "runs nvfp4 on SM100 or SM120, got SM90"),
-        ({"scheme": "int4_w4a8"}, H200, "no kernel for scheme 'int4_w4a8'"),
+        ({"scheme": "int4_w4a8"}, H200, "those of int4_w4a8 have one for each token"),
+        ({"scheme": "fp8_channel"}, H200, "no kernel for scheme 'fp8_channel'"),
         (
             {"activation": Activation("relu2_no_mul")},
             Machine("cpu"),
@@ -427,6 +431,43 @@ def test_available_names_the_version(monkeypatch):
         monkeypatch.setattr(flashinfer.importlib.metadata, "version", lambda _, v=version: v)
         answer = flashinfer.available.__wrapped__()
         assert answer is None if reason is None else reason in answer
+
+
+@pytest.mark.parametrize("built", [True, False])
+def test_a_module_that_is_not_built_is_announced(built, monkeypatch):
+    """Before it is built, which takes long."""
+    told, loaded = [], mock.MagicMock()
+
+    def build_and_load():
+        told.append("built")
+        return loaded
+
+    spec = mock.MagicMock(is_compiled=built, build_and_load=build_and_load)
+    package = mock.MagicMock()
+    package.jit.fused_moe.gen_cutlass_fused_moe_sm90_module.return_value = spec
+    package.jit.env.FLASHINFER_CSRC_DIR = Path("/there")
+    names = {"": package, ".jit": package.jit, ".jit.fused_moe": package.jit.fused_moe}
+    for name, module in names.items():
+        monkeypatch.setitem(sys.modules, f"flashinfer{name}", module)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert library.module.__wrapped__("90") is loaded
+    texts = [str(w.message) for w in caught]
+    assert told == ["built"]
+    assert [("24 minutes" in t and "moe_ops.warmup" in t) for t in texts] == (
+        [] if built else [True]
+    )
+    loaded.set_deepgemm_jit_include_dirs.assert_called_once_with(
+        ["/there/nv_internal/tensorrt_llm"]
+    )
+
+
+@pytest.mark.parametrize(
+    "capability, name",
+    [((9, 0), "90"), ((10, 0), "100"), ((10, 3), "103"), ((12, 1), "120"), ((8, 9), "")],
+)
+def test_modules_of_gpus(capability, name):
+    assert library.architecture(capability) == name
 
 
 # --- traced for a GPU ------------------------------------------------------------------------------------

@@ -6,6 +6,9 @@ input's rows where that is needed. The library allocates its own workspace on ev
 allocator: inside a captured graph, from the graph's pool. Gated activations need w13 laid out with up rows before gate
 rows: `moe_ops.prepare(w13, "flashinfer", activation=...)`, `moe_ops.prepare(w2, "flashinfer")`.
 
+`expert_map` covers expert parallelism, so the library's own ranks stay 1 of 1; shards of tensor parallelism are weights of
+a smaller I.
+
 Its gelu is the exact one. gelu_tanh runs on it too: they differ by at most 5e-4, less than bf16 and fp16 round by.
 
 Which of its kernels run is measured by `moe_ops.warmup` alone (kernels/flashinfer_library.py). Run on SM90 only: what is
@@ -26,6 +29,7 @@ from moe_ops.activations import NO_LIMIT, Activation
 from moe_ops.kernels import flashinfer_library as library
 from moe_ops.kernels.flashinfer_library import Kernels
 from moe_ops.kernels.triton_launch import Launch, gpu, pointers, run
+from moe_ops.kernels.triton_rows import activation_of
 from moe_ops.library import ExpertsArgs, register
 from moe_ops.meta.workspace import carve, cdiv, round_up
 from moe_ops.problem import Buffer, Machine, Problem, Workspaces
@@ -79,6 +83,11 @@ _SCHEMES = {
     },
 }
 
+_OTHERS = {
+    "int4_w4a8": "flashinfer's int4 kernels multiply activations by one scale known beforehand; those of int4_w4a8 have "
+    "one for each token, from the data"
+}
+
 
 @cache
 def available() -> str | None:
@@ -113,7 +122,7 @@ def supports(problem: Problem, machine: Machine) -> list[str]:
     if not p.contiguous_weights:
         reasons.append("flashinfer needs contiguous weights; call .contiguous() once")
     if scheme is None:
-        reasons.append(f"flashinfer has no kernel for scheme {p.scheme!r}")
+        reasons.append(_OTHERS.get(p.scheme, f"flashinfer has no kernel for scheme {p.scheme!r}"))
         return reasons
     if p.dtype not in scheme.dtypes:
         names = " or ".join([str(d).removeprefix("torch.") for d in scheme.dtypes])
@@ -182,7 +191,7 @@ def _launch_experts(a: ExpertsArgs) -> None:
     E, N = a.w13.shape[:2]
     K, device = x.shape[1], x.get_device()
     scheme = _SCHEMES[a.scheme]
-    gated = Activation(a.activation).gated
+    _, gated, _ = activation_of(a.activation)
     order = a.layout.partition(":")[2]
     chip = gpu(device)
     launches, keys = [], []
@@ -248,7 +257,8 @@ def _launch_experts(a: ExpertsArgs) -> None:
         )
 
     name = library.key_of(a.scheme, out.dtype, (E, K, I, top_k), a.activation, a.deterministic, M)
-    if library.tuning() and a.scheme != "fp8_block":  # which has one tactic
+    # fp8_block has one tactic
+    if library.tuning() and a.scheme != "fp8_block" and library.numbered(device):
         library.tune(chip.name, name, of, call)
     call(library.tactics(chip.name, name))
     library.mark_warm(made)

@@ -29,6 +29,7 @@ VERSION = "0.6.13"  # whose module's arguments are spelled out here
 Tactics = tuple[int, int]  # of GEMM1 and GEMM2; -1 is the library's default
 DEFAULT: Tactics = (-1, -1)
 _REPLAYS, _CALLS = 5, 4  # timed runs of a captured graph, and calls in it
+_LONG = 2e-3  # seconds of a call that is timed without a graph
 
 
 class Kernels(NamedTuple):
@@ -189,6 +190,12 @@ def tuning() -> bool:
     return getattr(_local, "tuning", False)
 
 
+@cache
+def numbered(device: int) -> bool:
+    """Whether `candidates` knows how the module numbers its tactics on a device; on others the default runs."""
+    return torch.cuda.get_device_capability(device) == (9, 0)
+
+
 def tune(gpu: str, key: Key, of: Any, call: Callable[[Tactics], None]) -> None:
     """Measure the tactics of a call, unless they are known, and save them.
 
@@ -234,15 +241,28 @@ def _seconds(call: Callable[[Tactics], None], tried: Tactics) -> float:
         torch.cuda.synchronize()
     except Exception:  # of the module's foreign-function interface: any kind
         return float("inf")
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(_CALLS):
-            call(tried)
-    graph.replay()
     start, end = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
-    start.record()
-    for _ in range(_REPLAYS):
-        graph.replay()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end) / 1e3 / _REPLAYS / _CALLS
+
+    def timed(run: Callable[[], object], times: int) -> float:
+        start.record()
+        for _ in range(times):
+            run()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) / 1e3 / times
+
+    once = timed(lambda: call(tried), 1)
+    if once > _LONG:
+        return once
+    # shorter ones take longer to launch than to run; torch.cuda.graph would collect garbage each time
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        graph.capture_begin()
+        try:
+            for _ in range(_CALLS):
+                call(tried)
+        finally:
+            graph.capture_end()
+    graph.replay()
+    return timed(graph.replay, _REPLAYS) / _CALLS
