@@ -15,12 +15,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.library import opcheck
 
 import moe_ops
 from moe_ops.activations import Activation
 from moe_ops.backends import flashinfer
 from moe_ops.kernels import flashinfer_library as library
 from moe_ops.tensors import flashinfer as layouts
+from tests import test_opcheck as of_opcheck
 from tests.cases import BF16, FP16, Case, assert_matches, tolerance
 from tests.fake_flashinfer import FakeRunner
 
@@ -138,6 +140,40 @@ def test_capture_before_a_call_says_to_warm_up():
     case.check("flashinfer")
 
 
+@gpu
+@pytest.mark.parametrize("scheme", ["", "fp8_block"])
+def test_reduce_overhead(scheme):
+    """Inductor with CUDA graphs of its own, two numbers of tokens; the library allocates within them."""
+    torch._dynamo.reset()
+    compiled = torch.compile(moe_ops.fused_experts, fullgraph=True, mode="reduce-overhead")
+    with torch.no_grad():
+        for M in (16, 24):
+            case = case_of(scheme, M, bias=True)
+            args = case.args_for("flashinfer")
+            for _ in range(4):
+                torch.compiler.cudagraph_mark_step_begin()
+                out = compiled(*args, **case.options, backend="flashinfer").clone()
+                assert_matches(out, case.reference(), tolerance(BF16, scheme, "cuda"))
+
+
+@gpu
+@pytest.mark.parametrize("scheme", SM90)
+@pytest.mark.parametrize("everything", [False, True])
+def test_opcheck(scheme, everything, monkeypatch):
+    options = {"bias": everything, "expert_map": everything}
+    case = case_of(scheme, 5, ids_dtype=torch.int64 if everything else torch.int32, **options)
+    for i in (0, 3):  # rows that hold NaN differ from themselves
+        case.args[i] = case.args[i].nan_to_num()
+    args = case.args_for("flashinfer")
+    of_opcheck.allow_eight_bits(monkeypatch)
+    for op, values, options in of_opcheck.recorded(
+        lambda: moe_ops.fused_experts(*args, **case.options, backend="flashinfer"),
+        "flashinfer_experts",
+    ):
+        results = opcheck(op, values, options, test_utils=of_opcheck.UTILITIES)
+        assert set(results) == set(of_opcheck.UTILITIES)
+
+
 # --- tactics -----------------------------------------------------------------------------------------
 
 
@@ -150,8 +186,8 @@ def test_every_tactic_gives_the_layer(scheme, deterministic, monkeypatch):
     case.options["deterministic"] = deterministic
     args = case.args_for("flashinfer")
     moe_ops.fused_experts(*args, **case.options, backend="flashinfer")
-    kernels = [key[1] for key in library._warm]
-    (of,) = {library.runner(0, k) for k in kernels if _is_of(k, scheme)}
+    (kernels,) = {key[1] for key in library._warm if _is_of(key[1], scheme)}
+    of = library.runner(torch.cuda.current_device(), kernels)
     first, second = library.candidates(
         of.get_gemm1_tactic_count(), of.get_gemm2_tactic_count(), deterministic
     )
