@@ -128,17 +128,44 @@ def backend_calls(name: str, variant: str, device: str) -> list[Call]:
         try:
             return recorded(experts_call(kind, variant, device, backend.name), name)
         except ValueError as error:
-            if variant in QUANTIZED and "got scheme" in str(error):
+            if backend.name not in ("triton", "torch") or "got scheme" in str(error):
                 pytest.skip(str(error))
             raise
-    torch_backend = registry._named("torch")
     machine = registry.machine(torch.device(device))
+
+    def all_tiers(problem, machine, accepted):
+        tiers = [
+            b
+            for b in registry.BACKENDS
+            if variant not in QUANTIZED
+            and can_run(b, device)
+            and not registry._reasons(b, problem, machine)
+        ]
+        tiers = tiers if len(tiers) > 1 else [registry._named("torch")] * 2
+        return tuple(zip([*range(2, 2 * len(tiers), 2), -1], tiers, strict=True))
+
     with pytest.MonkeyPatch.context() as patch, registry.pretend(machine):
-        tiers = [b for b in registry.BACKENDS if variant not in QUANTIZED and can_run(b, device)]
-        tiers = tiers if len(tiers) > 1 else [torch_backend] * 2
-        limits = [*range(2, 2 * len(tiers), 2), -1]
-        patch.setattr(registry, "_tiers", lambda *_: tuple(zip(limits, tiers, strict=True)))
+        patch.setattr(registry, "_measured_tiers", all_tiers)
         return recorded(experts_call(kind, variant, device, "auto"), name)
+
+
+def deep_gemm_calls(name: str, variant: str, device: str) -> list[Call]:
+    """Samples of the sizes and the dtype that DeepGEMM takes."""
+    everything, sizes = variant == "everything", {"device": device, "dtype": torch.bfloat16}
+    w13, w2 = torch.randn(E, 256, 128, **sizes), torch.randn(E, 128, 128, **sizes)
+    if variant == "quantized":
+        w13, w2 = [moe_ops.quantize(w, "fp8_block") for w in (w13, w2)]
+    options = {"backend": "deep_gemm", "activation": "swigluoai" if everything else "silu"}
+    if name.endswith("batched_experts"):
+        x = torch.randn(E, M, 128, **sizes)
+        counts = torch.tensor([M, 0, 2], device=device)
+        return recorded(lambda: moe_ops.batched_experts(x, w13, w2, counts, **options), name)
+    x = torch.randn(M, 256, **sizes)[:, :: 2 if everything else 1][:, :128]
+    ids = torch.tensor([[0, 1], [2, 0], [-1, 2], [7, 0]], device=device)
+    if everything:
+        options["expert_map"] = torch.tensor([2, -1, 0, 1], device=device)
+    weights = torch.rand(TOP_K, M, device=device).t()
+    return recorded(lambda: moe_ops.fused_experts(x, w13, w2, weights, ids, **options), name)
 
 
 def training_calls(name: str, variant: str, device: str) -> list[Call]:
@@ -164,6 +191,10 @@ SAMPLES |= {
     f"{name}_{kind}": (backend_calls, ("plain", "everything", *QUANTIZED))
     for kind in KINDS
     for name in ("torch", "triton")
+}
+SAMPLES |= {
+    f"deep_gemm_{kind}": (deep_gemm_calls, ("plain", "everything", "quantized"))
+    for kind in ("experts", "batched_experts")
 }
 SAMPLES |= {
     "grouped_mm": (training_calls, ("plain", "everything", *QUANTIZED)),

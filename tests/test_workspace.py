@@ -14,6 +14,7 @@ from moe_ops import registry
 from moe_ops.activations import Activation
 from moe_ops.kernels.triton_tiles import block_bound
 from moe_ops.meta import workspace
+from moe_ops.meta.scales import DEEP_GEMM_UE8M0
 from moe_ops.problem import Buffer, Machine, Problem, Workspaces
 
 H200 = Machine("cuda", (9, 0), "NVIDIA H200", registry.list_backends())
@@ -29,13 +30,13 @@ def problem(kind: str, E: int, K: int, I: int, top_k: int, **facts) -> Problem: 
     return Problem(kind, E, K, I, 2 * I, top_k, facts.pop("dtype", torch.bfloat16), **facts)
 
 
-def plans(p: Problem) -> dict[str, registry.Plan]:
+def plans(p: Problem, machine: Machine = H200) -> dict[str, registry.Plan]:
     """The plan of each backend that takes a problem, and of all of them as tiers."""
-    able = [b for b in registry.BACKENDS if p.kind in b.ops and not b.supports(p, H200)]
-    found = {b.name: registry.Plan(p, H200, ((-1, b),)) for b in able}
+    able = [b for b in registry.BACKENDS if p.kind in b.ops and not b.supports(p, machine)]
+    found = {b.name: registry.Plan(p, machine, ((-1, b),)) for b in able}
     if len(able) > 1:
         limits = [*range(4, 4 * len(able), 4), -1]
-        found["auto"] = registry.Plan(p, H200, tuple(zip(limits, able, strict=True)))
+        found["auto"] = registry.Plan(p, machine, tuple(zip(limits, able, strict=True)))
     return found
 
 
@@ -96,6 +97,9 @@ def test_every_backend_is_looked_at():
     seen = set()
     for kind, scheme in itertools.product(KINDS, ("", "fp8_block")):
         seen |= set(plans(problem(kind, 4, 128, 128, 2, scheme=scheme)))
+    facts = {"scheme": "mxfp4_w4a8", "layout": DEEP_GEMM_UE8M0, "activation": Activation("silu")}
+    sm100 = dataclasses.replace(H200, capability=(10, 0))
+    seen |= set(plans(problem("experts", 4, 128, 128, 2, **facts), sm100))
     assert seen == {*registry.list_backends(), "auto"}
 
 
