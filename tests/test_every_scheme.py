@@ -140,7 +140,7 @@ def test_compiled_generation_gives_eager_tokens(device, scheme, monkeypatch):
     integration.quantize(model, scheme)
     ids = encode("class Queue:\n    def __init__(self, items=None):\n        self.", device)
     options = {"do_sample": False, "max_new_tokens": 8, "min_new_tokens": 8}
-    options["attention_mask"] = torch.ones_like(ids)
+    options |= {"attention_mask": torch.ones_like(ids), "cache_implementation": "static"}
     want = model.generate(ids, **options, disable_compile=True)
     how = (
         {"mode": "reduce-overhead"} if device == "cuda" else {"backend": "aot_eager", "mode": None}
@@ -148,7 +148,7 @@ def test_compiled_generation_gives_eager_tokens(device, scheme, monkeypatch):
     config = transformers.CompileConfig(fullgraph=True, dynamic=False, **how)
     config._compile_all_devices = True  # else nothing compiles on a CPU
     torch._dynamo.utils.counters.clear()
-    got = model.generate(ids, **options, cache_implementation="static", compile_config=config)
+    got = model.generate(ids, **options, compile_config=config)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] >= 1
     assert got.tolist() == want.tolist()
     assert len(set(got[:, ids.shape[1] :].flatten().tolist())) > 2  # not one token repeated
