@@ -65,8 +65,13 @@ def test_values(scheme, M, bias):
 
 
 @gpu
-@pytest.mark.parametrize("dtype", [BF16, FP16])
-@pytest.mark.parametrize("scheme", ["", "fp8_tensor_static", "mxfp4_w4a16"])
+@pytest.mark.parametrize(
+    "scheme, dtype",
+    [
+        *[(s, d) for s in ("", "fp8_tensor_static") for d in (BF16, FP16)],
+        ("mxfp4_w4a16", BF16),
+    ],
+)
 @pytest.mark.parametrize(
     "activation",
     [
