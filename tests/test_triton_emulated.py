@@ -130,7 +130,7 @@ def test_one_token(where, scheme):
 def test_many_tokens(where, scheme, M):
     if where[0] == "cpu" and M > 20:
         pytest.skip("slow under the interpreter")
-    Case(*where, scheme, M=M, E=2, top_k=1, K=256, I=256).check("triton")
+    Case(*where, scheme, M=M, E=2, top_k=1, K=256, I=128).check("triton")
 
 
 @everywhere
@@ -141,7 +141,7 @@ def test_gates(where, scheme, name):
 
 
 @everywhere
-@pytest.mark.parametrize("scheme", WAYS)
+@pytest.mark.parametrize("scheme", ["int4_w4a8", "mxfp6_e3m2:mxfp4", "nvfp4"])
 def test_router_weight_on_input_and_expert_map(where, scheme):
     """Rounding to powers of two does not commute with the router's weight."""
     ids = torch.arange(9)[:, None] % 3 - 1
@@ -239,7 +239,7 @@ def test_grouped_linear(where, scheme):
 
 
 @everywhere
-@pytest.mark.parametrize("scheme", WAYS)
+@pytest.mark.parametrize("scheme", ["int4_w4a8", "nvfp4"])
 def test_bitwise_repeatable(where, scheme):
     case = Case(*where, scheme, M=9, E=3, top_k=4, K=128, I=128)
     first = case.run("triton")
