@@ -34,6 +34,9 @@ CUDA = torch.cuda.is_available()
 on_cpu = pytest.mark.skipif(CUDA, reason="needs triton's interpreter")
 on_gpu = pytest.mark.skipif(not CUDA, reason="needs a CUDA device")
 TABLE = library._table
+SCHEMES = [
+    s for s in flashinfer._SCHEMES if ":" not in s
+]  # rules of e8m0 scales change nothing here
 WHOLE = {"K": 128, "I": 128}  # what all schemes take
 
 
@@ -153,7 +156,7 @@ def test_plain(fake, activation, bias):
 
 
 @on_cpu
-@pytest.mark.parametrize("scheme", [s for s in flashinfer._SCHEMES if s and ":" not in s])
+@pytest.mark.parametrize("scheme", SCHEMES[1:])
 @pytest.mark.parametrize("activation", ["silu", "relu2_no_mul"])
 def test_quantized(fake, scheme, activation):
     check(Case("cpu", BF16, scheme, activation, bias=True, **WHOLE, E=3))
@@ -300,8 +303,8 @@ def test_candidates(counts, deterministic, expected):
 # --- layouts ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("scheme", flashinfer._SCHEMES)
-@pytest.mark.parametrize("activation", ["silu", "swigluoai", "relu2_no_mul", None])
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("activation", ["silu", "swigluoai", None])
 def test_layouts_come_back_bit_for_bit(scheme, activation):
     case = Case("cpu", BF16, scheme, "silu", **WHOLE)
     w = case.args[1]
@@ -420,7 +423,20 @@ def test_reasons(change, machine, reason):
     assert any(reason in text for text in reasons), reasons
 
 
+@on_cpu
+def test_memory_that_the_library_would_misread_is_refused(fake):
+    case = prepared(Case("cpu", BF16, "fp8_block", **WHOLE))
+    w2 = case.args[2]
+    strided = w2.scale.new_empty(*w2.scale.shape[:2], 2)[..., ::2].copy_(w2.scale)
+    case.args[2] = w2._replace(scale=strided)
+    with pytest.raises(ValueError, match="w2_scale must be contiguous for backend 'flashinfer'"):
+        launch(case)
+
+
 def test_unprepared_weights_of_no_gate_run_as_they_are():
+    for activation in ("relu2_no_mul", "silu_no_mul"):
+        w = Case("cpu", BF16, activation=activation).args[1]
+        assert moe_ops.prepare(w, "flashinfer", activation=activation) is w
     problem = problem_of(Case("cpu", BF16, activation="relu2_no_mul"))
     assert problem.layout == "" and flashinfer.supports(problem, H200) == []
 
