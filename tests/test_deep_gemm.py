@@ -381,6 +381,7 @@ def test_capture_before_a_warm_call_is_refused(monkeypatch):
     case = case_of("cpu")
     monkeypatch.setattr(dg, "_warm", set())
     monkeypatch.setattr(dg, "run", lambda *_: pytest.fail("launched"))
+    monkeypatch.setattr(dg, "library", lambda: pytest.fail("loaded"))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     monkeypatch.setattr(torch.Tensor, "get_device", lambda _: 0)
     monkeypatch.setattr(experts, "gpu", lambda _: experts.Gpu(227 << 10, True, True))

@@ -151,14 +151,14 @@ def launch_experts(a: ExpertsArgs) -> None:
     (E, N), K, I = a.w13.shape[:2], x.shape[1], intermediate_size(a)  # noqa: E741
     chip, form = gpu(device), format_of(a.scheme, a.layout)
     w13, w2 = _weights(a, form)
+    expected = dg.expected_rows(M * top_k, E) if dg.LAYOUT.ends else M * top_k
+    products = dg.product_keys("contiguous", w13, w2, expected)
+    dg.check_warm(products, device)  # before the library is loaded
     size = padded_rows(M, top_k, E, dg.alignment())
-    expected = dg.expected_rows(M * top_k, E) if dg.LAYOUT.ends else size
     permuted = rows_of(a.workspace13, (size, K), form)
     hidden = rows_of(a.workspace13, (size, I), form)
     gate_up = carve(a.workspace2, (size, N), torch.bfloat16)
     y = carve(a.workspace2, (size, K), torch.bfloat16)
-    products = dg.product_keys("contiguous", w13, w2, expected)
-    dg.check_warm(products, device)
     launches, placed = dg.place(a, size, chip)
     launches.append(dg.scatter(x, permuted, placed, top_k, chip))
     key = (E, top_k, dg.strides_key(x), K, a.expert_map is None, form)

@@ -1,0 +1,134 @@
+"""Where the time of a layer on backend deep_gemm goes, kernel by kernel, and what layouts and alignments cost.
+
+    python benchmarks/deep_gemm_parts.py [--shapes qwen3 mixtral] [--schemes fp8_block bf16] [--tokens 1024 4096]
+                                         [--layouts ends experts] [--alignments 128 64]
+
+The whole layer is timed under graph replay, its kernels by the profiler. Beside the kernels of ours stand the bytes they
+must move and the rate that makes. Results are compared with backend triton's. `layouts`: how the products find the rows
+of an expert (moe_ops/kernels/deep_gemm_launch.py, Layout); `alignments`: rows that groups are padded to.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import statistics
+from collections import defaultdict
+
+import deep_gemm
+import torch
+from cases import SHAPES, Case, Cell, make_cell, make_plain_weights, make_sets, make_weights
+from harness import capture, relative_error
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+import moe_ops
+from moe_ops.kernels import deep_gemm_launch as dg
+from moe_ops.kernels import triton_launch
+
+REPLAYS = 15
+
+
+def set_layout(layout: str, alignment: int) -> None:
+    """As if the process had started so."""
+    dg.LAYOUT = dg.Layout(ends=layout == "ends")
+    deep_gemm.set_mk_alignment_for_contiguous_layout(alignment)
+    dg.alignment.cache_clear()
+    dg._warm.clear()
+    triton_launch._compiled.clear()
+
+
+def call(cell: Cell, which: int, backend: str) -> Tensor:
+    weights, routing = cell.weights, cell.sets[which]
+    return moe_ops.fused_experts(
+        cell.hidden_states, weights.w13, weights.w2, routing.weights, routing.ids, backend=backend
+    )
+
+
+def replay_us(cell: Cell) -> float:
+    """Median time of a layer under graph replay."""
+    num_sets = len(cell.sets)
+    graph, _ = capture(lambda which: call(cell, which, "deep_gemm"), num_sets)
+    times = []
+    for _ in range(REPLAYS + 2):
+        start, end = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1e3 / num_sets)
+    return statistics.median(times[2:])
+
+
+def kernel_us(cell: Cell) -> dict[str, float]:
+    """Device time of each kernel of a call, in their order; equal names are numbered."""
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as traced:
+        for which in range(len(cell.sets)):
+            call(cell, which, "deep_gemm")
+        torch.cuda.synchronize()
+    events = [e for e in traced.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    events.sort(key=lambda e: e.time_range.start)
+    names, times = [e.name for e in events], [e.time_range.elapsed_us() for e in events]
+    per_call, sums = len(events) // len(cell.sets), defaultdict(float)
+    for i, time in enumerate(times):
+        name = names[i % per_call].replace("moe_ops_deep_gemm_", "")
+        name = (
+            f"product {1 + (i % per_call > per_call // 2)}"
+            if "gemm_1d2d" in name or "bf16_gemm" in name
+            else name
+        )
+        sums[name[:40]] += time / len(cell.sets)
+    return sums
+
+
+def bytes_moved(cell: Cell) -> dict[str, int]:
+    """What our kernels have to read and write of activations, all experts held here."""
+    shape, M = cell.weights.shape, cell.case.num_tokens
+    S, K, I = M * shape.top_k, shape.hidden_size, shape.intermediate_size  # noqa: E741
+    quantized = (lambda n: n + n // 32) if cell.weights.scheme else (lambda n: 2 * n)
+    return {
+        "scatter": 2 * M * K + S * quantized(K),
+        "activate": 4 * S * I + S * quantized(I),
+        "combine": 2 * S * K + 2 * M * K,
+    }
+
+
+def report(cell: Cell, layout: str, alignment: int) -> None:
+    set_layout(layout, alignment)
+    for which in range(len(cell.sets)):  # warm
+        out = call(cell, which, "deep_gemm")
+    error = relative_error(out, call(cell, len(cell.sets) - 1, "triton"))
+    case = cell.case
+    head = f"{case.shape} {case.scheme or 'bf16'} M={case.num_tokens} {layout} {alignment}"
+    print(f"{head}: {replay_us(cell):.0f} us, {error:.1e} from triton")
+    moved = bytes_moved(cell)
+    for name, time in kernel_us(cell).items():
+        rate = f"{moved[name] / time / 1e6:6.2f} TB/s" if name in moved else ""
+        print(f"    {name:40} {time:8.1f} us  {rate}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["qwen3", "mixtral"])
+    parser.add_argument("--schemes", nargs="+", default=["fp8_block", "bf16"])
+    parser.add_argument("--tokens", nargs="+", type=int, default=[1024, 4096])
+    parser.add_argument("--layouts", nargs="+", choices=["ends", "experts"], default=["ends"])
+    parser.add_argument("--alignments", nargs="+", type=int, default=[128])
+    arguments = parser.parse_args()
+    l2 = torch.cuda.get_device_properties(0).L2_cache_size
+    for shape in arguments.shapes:
+        plain = make_plain_weights(SHAPES[shape], torch.device("cuda"))
+        for scheme in arguments.schemes:
+            scheme = scheme.replace("bf16", "")
+            weights = make_weights(SHAPES[shape], scheme, *plain)
+            for M in arguments.tokens:
+                case = Case(shape, scheme, M)
+                cell = make_cell(case, weights, make_sets(case, l2))
+                for variant in itertools.product(arguments.layouts, arguments.alignments):
+                    report(cell, *variant)
+
+
+if __name__ == "__main__":
+    with torch.no_grad():
+        main()
