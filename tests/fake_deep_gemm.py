@@ -55,7 +55,7 @@ def weights(operand, width: int = 128) -> Tensor:
         assert data.is_contiguous()
         if data.dtype == torch.int8:
             table = torch.tensor(oracle.code_values("e2m1"), dtype=torch.float64)
-            data = table[oracle.codes(data, 4)]
+            data = table.to(data.device)[oracle.codes(data, 4)]
         return data.double() * spread(scale, *data.shape[-2:], width)
     E, N, K = data.shape
     assert data.dtype == E4M3 and data.is_contiguous() and width == 128
@@ -75,7 +75,7 @@ def operands(a, b, recipe_a, recipe_b) -> tuple[Tensor, Tensor]:
 
 def experts_of_rows(groups: Tensor, rows: int, E: int) -> Tensor:
     """The expert of each row (rows,), -1 without one, from end rows (E,): groups begin on ALIGNMENT."""
-    experts = torch.full((rows,), -1)
+    experts = torch.full((rows,), -1, device=groups.device)
     start = 0
     for e, end in enumerate(groups.tolist()):
         assert start <= end <= rows, (start, end, rows)

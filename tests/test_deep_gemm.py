@@ -424,8 +424,9 @@ def test_workspaces_hold_what_is_carved(scheme, M, E, top_k):
 
 
 @pytest.mark.skipif(CUDA, reason="for machines without CUDA")
-@pytest.mark.parametrize("rows", ["static", "dynamic", "unbacked"])
-@pytest.mark.parametrize("scheme", ["", "fp8_block"], ids=["plain", "fp8_block"])
+@pytest.mark.parametrize(
+    "scheme, rows", [("fp8_block", "static"), ("fp8_block", "dynamic"), ("", "unbacked")]
+)
 def test_traces_without_the_library(scheme, rows, monkeypatch):
     monkeypatch.setitem(sys.modules, "deep_gemm", None)
     forget()

@@ -1,12 +1,14 @@
 """DeepGEMM's formats of SM100 and SM120, which were not run on hardware: scales as packed exponents.
 
 Their layouts are held to the library's own Python functions bit for bit, calls to its signatures (both where
-sgl-deep-gemm is installed, which needs no GPU), and layers to the oracle through products in plain torch.
+sgl-deep-gemm is installed, which needs no GPU), and layers to the oracle through products in plain torch: so on any
+GPU the kernels around them do run.
 """
 
 from __future__ import annotations
 
 import ast
+import contextlib
 import dataclasses
 import importlib.machinery
 import importlib.util
@@ -19,7 +21,7 @@ from unittest import mock
 import pytest
 import torch
 from fake_cuda import Recorder, fake_gpu
-from test_deep_gemm import forget, rounded_first_product
+from test_deep_gemm import PLACES, forget, rounded_first_product
 
 import moe_ops
 from moe_ops import registry
@@ -35,11 +37,11 @@ from moe_ops.tensors import layouts
 from tests import fake_deep_gemm, oracle
 from tests.cases import BF16, Case, assert_matches, poisoned_memory, tolerance
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels run on the GPU here")
 INSTALLED = importlib.machinery.PathFinder.find_spec("deep_gemm")
 installed = pytest.mark.skipif(INSTALLED is None, reason="sgl-deep-gemm is not installed")
 SCHEMES = {"fp8_block": "deep_gemm", "mxfp8": "deep_gemm", "mxfp4_w4a8": "deep_gemm_fp4"}
 schemes = pytest.mark.parametrize("scheme", SCHEMES)
+devices = pytest.mark.parametrize("device", PLACES)
 
 
 @pytest.fixture(autouse=True)
@@ -51,6 +53,11 @@ def sm100(monkeypatch):
     yield
     monkeypatch.undo()
     forget()
+
+
+def planning(device: str):
+    """Calls on any GPU are planned as on SM100."""
+    return registry.pretend(GPUS[10]) if device == "cuda" else contextlib.nullcontext()
 
 
 @pytest.fixture
@@ -128,18 +135,20 @@ def test_natural_weights_stay_so_elsewhere(monkeypatch):
 # --- activations --------------------------------------------------------------------------------------
 
 
+@devices
 @installed
 @pytest.mark.parametrize("scheme, width", [("mxfp8", 32), ("fp8_block", 128)])
 @pytest.mark.parametrize("K", [128, 640])
-def test_quantized_rows_are_the_library_s(reference, scheme, width, K):
+def test_quantized_rows_are_the_library_s(reference, scheme, width, K, device):
     M, R = 3, 128
-    x = torch.randn(M, K).to(BF16)
-    rows = torch.tensor([70, -1, 5], dtype=torch.int32)
+    x = torch.randn(M, K).to(BF16).to(device)
+    rows = torch.tensor([70, -1, 5], dtype=torch.int32, device=device)
     form = experts.format_of(scheme, DEEP_GEMM_UE8M0)
-    buffer = torch.full((R * experts._row_bytes(K),), 255, dtype=torch.uint8)
-    y = experts.rows_of(buffer, (R, K), form)
-    chip = gpu(-1)
-    dg.start([dg.scatter(x, y, dg.Placed(rows, rows, R), 1, chip)], (), -1)
+    size = R * experts._row_bytes(K)
+    buffer = torch.full((size,), 255, dtype=torch.uint8, device=device)
+    y, index = experts.rows_of(buffer, (R, K), form), x.get_device()
+    launch = dg.scatter(x, y, dg.Placed(rows, rows, R), 1, gpu(index))
+    dg.start([launch], ("test", K, form), index)
     q, scale = reference.math.per_token_cast_to_fp8(x, True, gran_k=width)
     words = reference.layout._pack_fp32_into_ue8m0_fallback(scale)
     for m, row in ((0, 70), (2, 5)):
@@ -160,9 +169,9 @@ def powers_of_two(rows, scheme, static=None):
     return oracle.e4m3(rows / scale) * scale
 
 
-def prepared_case(scheme: str, **options) -> tuple[Case, torch.Tensor]:
+def prepared_case(device: str, scheme: str, **options) -> tuple[Case, torch.Tensor]:
     """A case with weights laid out, and what the oracle says of them."""
-    case = Case("cpu", BF16, scheme, **{"K": 256, "I": 128, **options})
+    case = Case(device, BF16, scheme, **{"K": 256, "I": 128, **options})
     natural, backend = case.args, SCHEMES[scheme]
     laid_out = [moe_ops.prepare(w, backend) for w in natural[1:3]]
     case.args = [natural[0], *[layouts.natural(w) for w in laid_out], *natural[3:]]
@@ -173,33 +182,37 @@ def prepared_case(scheme: str, **options) -> tuple[Case, torch.Tensor]:
     return case, expected
 
 
+@devices
 @schemes
 @pytest.mark.parametrize("options", [{}, {"K": 640, "activation": "swiglustep", "M": 3}], ids=str)
-def test_layers(scheme, options):
-    case, expected = prepared_case(scheme, **options)
-    out = case.run(SCHEMES[scheme])
-    assert_matches(out, expected, tolerance(BF16, "fp8_block"))
+def test_layers(device, scheme, options):
+    case, expected = prepared_case(device, scheme, **options)
+    with planning(device):
+        out = case.run(SCHEMES[scheme])
+    assert_matches(out, expected, tolerance(BF16, "fp8_block", device))
     assert (out[case.nowhere] == 0).all()
 
 
+@devices
 @schemes
-def test_batches(scheme):
-    case = Case("cpu", BF16, scheme, K=128, I=128)
+def test_batches(device, scheme):
+    case = Case(device, BF16, scheme, K=128, I=128)
     laid_out = [moe_ops.prepare(w, SCHEMES[scheme]) for w in case.args[1:3]]
-    x = torch.randn(4, 3, 128).to(BF16)
-    counts = torch.tensor([2, 0, 3, 1])
-    with poisoned_memory():
+    x = torch.randn(4, 3, 128).to(BF16).to(device)
+    counts = torch.tensor([2, 0, 3, 1], device=device)
+    with poisoned_memory(), planning(device):
         out = moe_ops.batched_experts(x, *laid_out, counts, backend=SCHEMES[scheme])
     quantize = oracle.quantized_activation if scheme == "mxfp8" else powers_of_two
     with rounded_first_product(), mock.patch.object(oracle, "quantized_activation", quantize):
         expected = oracle.batched(x, *[layouts.natural(w) for w in laid_out], counts)
     here = ~expected.isnan()
-    assert_matches(out[here], expected[here], tolerance(BF16, "fp8_block"))
+    assert_matches(out[here], expected[here], tolerance(BF16, "fp8_block", device))
 
 
+@devices
 @installed
 @pytest.mark.parametrize("scheme", ["", *SCHEMES])
-def test_calls_fit_the_library_s_signatures(scheme, monkeypatch):
+def test_calls_fit_the_library_s_signatures(device, scheme, monkeypatch):
     text = (Path(INSTALLED.submodule_search_locations[0]) / "__init__.py").read_text()
     defined = {n.name: n for n in ast.walk(ast.parse(text)) if isinstance(n, ast.FunctionDef)}
     module, called = fake_deep_gemm.module(), []
@@ -222,13 +235,14 @@ def test_calls_fit_the_library_s_signatures(scheme, monkeypatch):
         monkeypatch.setattr(module, name, checked(name, getattr(module, name)))
     monkeypatch.setitem(sys.modules, "deep_gemm", module)
     forget()
-    case, backend = Case("cpu", BF16, scheme, K=128, I=128, M=3), SCHEMES.get(scheme, "deep_gemm")
+    case, backend = Case(device, BF16, scheme, K=128, I=128, M=3), SCHEMES.get(scheme, "deep_gemm")
     if scheme:
         case.args[1:3] = [moe_ops.prepare(w, backend) for w in case.args[1:3]]
-    case.run(backend)
-    x = torch.randn(4, 2, 128).to(BF16)
-    counts = torch.tensor([2, 0, 1, 1])
-    moe_ops.batched_experts(x, *case.args[1:3], counts, backend=backend)
+    x = torch.randn(4, 2, 128).to(BF16).to(device)
+    counts = torch.tensor([2, 0, 1, 1], device=device)
+    with planning(device):
+        case.run(backend)
+        moe_ops.batched_experts(x, *case.args[1:3], counts, backend=backend)
     kind = "fp8_fp4" if scheme else "bf16"
     contiguous, masked = [f"m_grouped_{kind}_gemm_nt_{name}" for name in ("contiguous", "masked")]
     assert called == [contiguous] * 2 + [masked] * 2
@@ -277,7 +291,8 @@ def test_reasons(major, scheme, changes, reason):
     assert any(reason in given for given in backend.supports(problem, GPUS[major]))
 
 
-@schemes
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without CUDA")
+@pytest.mark.parametrize("scheme", ["fp8_block", "mxfp4_w4a8"])
 def test_traces_for_sm100(scheme):
     torch._dynamo.reset()
     recorder, backend = Recorder(), SCHEMES[scheme]
