@@ -2,12 +2,13 @@
 
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck python tests/sanitize.py
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool racecheck --kernel-regex kns=moe_ops \
-        python tests/sanitize.py [plain] [fp8] [packed] [emulated] [router]
+        python tests/sanitize.py [plain] [fp8] [packed] [emulated] [router] [deep_gemm]
 
 racecheck reports a reduction of torch's own, hence its filter by kernel name. Without the caching allocator
 every tensor has bounds of its own, so an access past any of them shows.
 """
 
+import importlib.util
 import itertools
 import sys
 
@@ -66,8 +67,8 @@ def plain() -> int:
     return cases
 
 
-def run(*args, **options) -> None:
-    out = moe_ops.fused_experts(*args, backend="triton", **options)
+def run(*args, backend="triton", **options) -> None:
+    out = moe_ops.fused_experts(*args, backend=backend, **options)
     assert out.isfinite().all()
 
 
@@ -137,11 +138,30 @@ def router() -> int:
     return cases
 
 
+def deep_gemm() -> int:
+    """The kernels around DeepGEMM's products, which run too."""
+    cases = 0
+    shapes = [(1, 4, 2, 128, 128), (7, 5, 3, 640, 384), (300, 3, 2, 2304, 256)]
+    for (M, E, top_k, K, I), scheme in itertools.product(shapes, ("", "fp8_block")):
+        w13, w2 = randn(E, 2 * I, K) / K**0.5, randn(E, K, I) / I**0.5
+        if scheme:
+            w13, w2 = [moe_ops.quantize(w, scheme) for w in (w13, w2)]
+        on = {"backend": "deep_gemm", "activation": "swigluoai" if M == 7 else "silu"}
+        run(randn(M, K), w13, w2, *routing(M, E, top_k), **on)
+        for T in (M, 128):
+            counts = torch.randint(0, T + 2, (E,), device="cuda")
+            moe_ops.batched_experts(randn(E, T, K), w13, w2, counts, **on)
+        cases += 3
+    return cases
+
+
 @torch.no_grad()
 def main() -> None:
     torch.manual_seed(0)
-    found = {kind.__name__: kind for kind in (plain, fp8, packed, emulated, router)}
-    for name in sys.argv[1:] or found:
+    kinds = (plain, fp8, packed, emulated, router, deep_gemm)
+    found = {kind.__name__: kind for kind in kinds}
+    installed = importlib.util.find_spec("deep_gemm") is not None
+    for name in sys.argv[1:] or [name for name in found if name != "deep_gemm" or installed]:
         cases = found[name]()
         torch.cuda.synchronize()
         print(f"{name}: {cases} cases ran", flush=True)
