@@ -210,7 +210,7 @@ class Backend:
         activation = get_scheme(scheme).activation
         if activation is None or activation.dtype == "int8":  # any tensor core multiplies int8
             return True
-        return machine.capability >= self.native_capability
+        return not machine.capability < self.native_capability  # Dynamo of torch 2.11 has no >=
 
 
 def register(

@@ -17,6 +17,7 @@ from torch._subclasses import FakeTensor
 import moe_ops
 from moe_ops import plans
 from moe_ops.activations import Activation
+from moe_ops.schemes import get_scheme
 from tests import oracle
 
 FP64, FP32, BF16, FP16 = torch.float64, torch.float32, torch.bfloat16, torch.float16
@@ -49,7 +50,11 @@ def fitting(size: int, scheme: str) -> int:
 def tolerance(dtype: torch.dtype, scheme: str = "", device: str = "cpu") -> float:
     if oracle.ACTIVATIONS[scheme] is None:
         return TOLERANCE[dtype]
-    return TOLERANCE[dtype] + (QUANTIZED if device == "cpu" else QUANTIZED_ON_TENSOR_CORES)
+    if device == "cpu":
+        return TOLERANCE[dtype] + QUANTIZED
+    # neighbours of fewer bits are farther off: in mxfp6_e3m2 one of 128 activations of a token was seen to be another
+    bits = get_scheme(scheme).activation.format.mantissa or 3
+    return TOLERANCE[dtype] + QUANTIZED_ON_TENSOR_CORES * 2.0 ** (3 - bits)
 
 
 def garbage(tensor: Tensor) -> Tensor:

@@ -291,7 +291,7 @@ def test_warmup_measures_once_and_keeps_it(fake, monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     "counts, deterministic, expected",
     [
-        ((10, 18), True, ([*range(8)], [*range(10, 14), *range(18, 22)])),
+        ((10, 18), True, ([*range(8)], [])),
         ((10, 18), False, ([*range(8)], [*range(10, 26)])),
         ((5, 5), True, ([*range(5)], [*range(5, 10)])),
     ],

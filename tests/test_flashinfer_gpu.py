@@ -23,7 +23,7 @@ from moe_ops.backends import flashinfer
 from moe_ops.kernels import flashinfer_library as library
 from moe_ops.tensors import flashinfer as layouts
 from tests import test_opcheck as of_opcheck
-from tests.cases import BF16, FP16, Case, assert_matches, tolerance
+from tests.cases import BF16, FP16, QUANTIZED_ON_TENSOR_CORES, Case, assert_matches, tolerance
 from tests.fake_flashinfer import FakeRunner
 
 ROOT = Path(__file__).parent.parent
@@ -100,7 +100,12 @@ def test_router_weight_on_input_and_strided_rows(scheme):
     case = case_of(scheme, 20, top_k=1, on_input=True)
     wide = torch.full((20, 512), float("nan"), dtype=BF16, device="cuda")
     case.args[0] = wide[:, ::2].copy_(case.args[0])
-    case.check("flashinfer")
+    within = tolerance(BF16, scheme, "cuda")
+    if (
+        scheme == "fp8_block"
+    ):  # weighed x is rounded to bf16 first: one in 32 becomes another e4m3 number
+        within += QUANTIZED_ON_TENSOR_CORES
+    assert_matches(case.run("flashinfer"), case.reference(), within)
 
 
 # --- graphs ------------------------------------------------------------------------------------------
@@ -196,13 +201,13 @@ def test_every_tactic_gives_the_layer(scheme, deterministic, monkeypatch):
     first, second = library.candidates(
         of.get_gemm1_tactic_count(), of.get_gemm2_tactic_count(), deterministic
     )
-    assert first and second
+    assert first and (second or deterministic)
     case.options.pop("deterministic")
     expected = case.reference()
     ran = 0
-    for tried in [*[(t, -1) for t in first], *[(-1, t) for t in second]]:
+    for tried in [(-1, -1), *[(t, -1) for t in first], *[(-1, t) for t in second]]:
         monkeypatch.setattr(library, "tactics", lambda *_, tried=tried: tried)
-        if of.get_tactic_occupancy(max(tried)) <= 0:
+        if max(tried) >= 0 and of.get_tactic_occupancy(max(tried)) <= 0:
             continue
 
         def call():

@@ -91,11 +91,11 @@ def moe_ops_deep_gemm_place(
     if part == 0:
         tl.store(ends_ptr + group, first + total, mask=group < E)
     if experts_ptr is not None:
-        for row in range(part * ALIGNMENT, num_rows, parts * ALIGNMENT):
-            mine = (first <= row) & (row < first + padded)
-            expert = tl.sum(tl.where(mine, group, 0))
-            end = tl.sum(tl.where(mine, first + total, 0))
-            rows = row + tl.arange(0, ALIGNMENT)
+        for block in range(part * ALIGNMENT, num_rows, parts * ALIGNMENT):
+            here = (first <= block) & (block < first + padded)
+            expert = tl.sum(tl.where(here, group, 0))
+            end = tl.sum(tl.where(here, first + total, 0))
+            rows = block + tl.arange(0, ALIGNMENT)
             tl.store(experts_ptr + rows, tl.where(rows < end, expert, -1))
     next_row = first + before
     lane = tl.arange(0, CHUNK)
