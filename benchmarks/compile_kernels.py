@@ -1,6 +1,7 @@
-"""Compile the Triton backend's kernels without a GPU and print what came out.
+"""Compile the Triton kernels of a backend without a GPU and print what came out.
 
     python benchmarks/compile_kernels.py [--arch 90] [--gpu "NVIDIA H200"] [--shape qwen3] [--M 1 64]
+                                         [--backend deep_gemm]
 
 The backend's own launch code runs on tensors without storage, and every kernel it would start is compiled as it
 would be there. Printed: registers, spilled bytes, shared memory, blocks resident per SM, tensor-core shapes and
@@ -32,10 +33,10 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from moe_ops import library
+from moe_ops import library, registry
 from moe_ops.activations import Activation
 from moe_ops.backends import triton as backend
-from moe_ops.kernels import router, triton_launch
+from moe_ops.kernels import deep_gemm_experts, deep_gemm_launch, router, triton_launch
 from moe_ops.kernels.triton_launch import Gpu
 from moe_ops.meta.router import router_workspace
 from moe_ops.problem import Problem
@@ -67,6 +68,8 @@ class Call:
     transposed: bool = False  # weights stored (E, K, N)
     ids: torch.dtype = torch.int32
     router: torch.dtype = torch.float32
+    backend: str = "triton"  # or "deep_gemm", for what runs around its products
+    layout: str = ""  # of quantized weights: DEEP_GEMM_UE8M0
 
 
 @dataclass(frozen=True)
@@ -148,6 +151,10 @@ def _compiling(chip: Gpu, arch: int) -> Iterator[list[Compiled]]:
             mock.patch.object(triton_launch, "_compiled", {}),
             mock.patch.object(backend, "gpu", lambda device: chip),
             mock.patch.object(router, "gpu", lambda device: chip),
+            mock.patch.object(deep_gemm_experts, "gpu", lambda device: chip),
+            mock.patch.object(deep_gemm_launch, "alignment", lambda: deep_gemm_launch.ALIGNMENT),
+            mock.patch.object(deep_gemm_launch, "grouped_product", lambda *_: None),
+            mock.patch.object(deep_gemm_launch, "masked_product", lambda *_: None),
         ):
             yield found
     finally:
@@ -170,6 +177,9 @@ def _weight(call: Call, rows: int, columns: int) -> tuple[Tensor, dict[str, Tens
         data = _empty(*scheme.qdata_shape(E, rows, columns), dtype=dtype)
     if desc is None:
         return data, {}
+    if call.layout:
+        words = (E, -(-columns // desc.group.cols // 4), rows)
+        return data, {"scale": _empty(*words, dtype=torch.int32)}
     dtypes = {
         "scale": torch.uint8 if desc.is_mx else desc.scale_dtype or call.dtype,
         "zero_point": torch.int8 if desc.dtype == "int8" else torch.uint8,
@@ -191,7 +201,12 @@ def compile_call(call: Call, chip: Gpu, arch: int) -> list[Compiled]:
     static = (activation_of := get_scheme(call.scheme).activation) and activation_of.static
     scale = _empty(dtype=torch.float32) if static else None
     fields: dict[str, Any] = dict.fromkeys(kind.args._fields)
-    fields |= {"scheme": call.scheme, "layout": "", "tiers": "", "activation": activation.name}
+    fields |= {
+        "scheme": call.scheme,
+        "layout": call.layout,
+        "tiers": "",
+        "activation": activation.name,
+    }
     fields |= {name: getattr(activation, name) for name in ("alpha", "beta", "limit")}
     fields |= {"router_weight_on_input": False, "deterministic": True}
     fields |= {"a13_scale": scale, "a2_scale": scale, "activation_scale": scale}
@@ -222,15 +237,17 @@ def compile_call(call: Call, chip: Gpu, arch: int) -> list[Compiled]:
         top_k if call.kind == "experts" else 0,
         call.dtype,
         call.scheme,
-        activation=None if linear else activation,
+        call.layout,
+        None if linear else activation,
         has_bias=call.bias,
         has_expert_map=call.expert_map,
     )
-    shapes = backend.BACKEND.workspace_shapes(M, problem)
+    chosen = registry._named(call.backend)
+    shapes = chosen.workspace_shapes(M, problem)
     names = ("workspace13", "workspace2", "index_workspace")
     fields |= {n: _empty(*s.shape, dtype=s.dtype) for n, s in zip(names, shapes, strict=True)}
     with _compiling(chip, arch) as found:
-        backend.BACKEND.launch[call.kind](kind.args(**{n: fields[n] for n in kind.args._fields}))
+        chosen.launch[call.kind](kind.args(**{n: fields[n] for n in kind.args._fields}))
     return found
 
 
@@ -335,6 +352,7 @@ def main() -> None:
     parser.add_argument("--transposed", action="store_true", help="weights stored (E, K, N)")
     parser.add_argument("--activation", default="silu")
     parser.add_argument("--bias", action="store_true")
+    parser.add_argument("--backend", choices=["triton", "deep_gemm"], default="triton")
     arguments = parser.parse_args()
     if os.environ.get("TRITON_INTERPRET") == "1":
         raise SystemExit("unset TRITON_INTERPRET: the interpreter compiles nothing")
@@ -346,7 +364,10 @@ def main() -> None:
             for M in arguments.M:
                 call = Call(SHAPES[shape], M, scheme, kind=arguments.kind, bias=arguments.bias)
                 call = replace(
-                    call, activation=arguments.activation, transposed=arguments.transposed
+                    call,
+                    activation=arguments.activation,
+                    transposed=arguments.transposed,
+                    backend=arguments.backend,
                 )
                 for name, constants, warps, binary in compile_call(call, chip, arguments.arch):
                     if binary.hash in told:
