@@ -79,15 +79,17 @@ def test_record_replaces_and_keeps_others(table):
 
 
 def test_measured_tiles_are_chosen(table):
-    default = chosen(64)
+    default, far = chosen(64), {M: chosen(M) for M in (2, 15, 257, 5000)}
     fill(table)
     tuning._entries.cache_clear()
     triton_tiles._for_experts.cache_clear()
     tuned = MANY._replace(tokens=64)
     assert default != tuned
     assert chosen(1) == ONE
-    assert chosen(2) == tuned._replace(chunk=64)  # M = 1 lends its tiles to no other M
-    assert chosen(5000) == tuned._replace(chunk=2048)  # how pairs are sorted follows M
+    # M = 1 lends its tiles to no other M, 64 to those from 16 to 256
+    assert {M: chosen(M) for M in far} == far
+    assert chosen(16) == tuned._replace(chunk=64)  # how pairs are sorted follows M
+    assert chosen(256) == tuned
     assert chosen(64) == tuned
     assert chosen(64, top_k=1) != tuned
     with triton_tiles.searching(None) as seen:

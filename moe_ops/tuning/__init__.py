@@ -118,15 +118,18 @@ def triton_tiles(
 ) -> list | None:
     """Fields of the fastest `triton_tiles.Tiles` measured nearest to M on a logarithmic scale, or None.
 
-    M = 1 runs without a routing kernel, so it takes what was measured at 1 and lends it to no other M.
+    M = 1 runs without a routing kernel, so it takes what was measured at 1 and lends it to no other M. What was
+    measured at more than four times M, or less than a quarter, says nothing of M.
     """
     key = (num_experts, hidden_size, intermediate_size, top_k, scheme, dtype)
     rows = _entries(gpu_name).get(key, {}).get("triton", [])
     rows = [row for row in rows if (row["num_tokens"] == 1) == (num_tokens == 1)]
     if not rows:
         return None
-    nearest = min(rows, key=lambda row: abs(math.log(row["num_tokens"] / num_tokens)))
-    return nearest["tiles"]
+    away, tiles = min(
+        [(abs(math.log2(row["num_tokens"] / num_tokens)), row["tiles"]) for row in rows]
+    )
+    return tiles if away <= 2 else None
 
 
 def measured_tokens(path: Path, target: Mapping[str, Any]) -> set[int]:
