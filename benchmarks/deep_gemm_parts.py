@@ -1,11 +1,12 @@
 """Where the time of a layer on backend deep_gemm goes, kernel by kernel, and what layouts and alignments cost.
 
     python benchmarks/deep_gemm_parts.py [--shapes qwen3 mixtral] [--schemes fp8_block bf16] [--tokens 1024 4096]
-                                         [--layouts ends experts] [--alignments 128 64]
+                                         [--layouts ends experts] [--alignments 128 64] [--pdl]
 
 The whole layer is timed under graph replay, its kernels by the profiler. Beside the kernels of ours stand the bytes they
 must move and the rate that makes. Results are compared with backend triton's. `layouts`: how the products find the rows
-of an expert (moe_ops/kernels/deep_gemm_launch.py, Layout); `alignments`: rows that groups are padded to.
+of an expert (moe_ops/kernels/deep_gemm_launch.py, Layout); `alignments`: rows that groups are padded to; `--pdl`: products may
+start while the kernel before them ends.
 """
 
 from __future__ import annotations
@@ -115,7 +116,9 @@ def main() -> None:
     parser.add_argument("--tokens", nargs="+", type=int, default=[1024, 4096])
     parser.add_argument("--layouts", nargs="+", choices=["ends", "experts"], default=["ends"])
     parser.add_argument("--alignments", nargs="+", type=int, default=[128])
+    parser.add_argument("--pdl", action="store_true")
     arguments = parser.parse_args()
+    deep_gemm.set_pdl(arguments.pdl)
     l2 = torch.cuda.get_device_properties(0).L2_cache_size
     for shape in arguments.shapes:
         plain = make_plain_weights(SHAPES[shape], torch.device("cuda"))

@@ -231,7 +231,7 @@ def activate(
     args = (*kernel_arguments(h, chip), x, placed.rows, weights)
     args += (0 if weights is None else weights.stride(0), placed.R, pairs, I)
     args += (a.alpha, a.beta, a.limit, function, gated, interleaved, a.limit < NO_LIMIT)
-    args += (h.scales, h.width, _ACTIVATE_GROUPS, chip.native)
+    args += (h.scales, h.width, _ACTIVATE_GROUPS, chip.native, chip.dependent)
     return Launch("deep_gemm_activate", (cdiv(pairs * (I // 128), _ACTIVATE_GROUPS), 1, 1), args)
 
 

@@ -17,7 +17,7 @@ import triton.language as tl
 
 from moe_ops.kernels.triton_activations import activate_one, activate_two
 from moe_ops.kernels.triton_fp8 import quantize_groups, quotient, stored
-from moe_ops.kernels.triton_routing import wait
+from moe_ops.kernels.triton_routing import start_dependent, wait
 
 
 @triton.jit
@@ -93,6 +93,7 @@ def moe_ops_deep_gemm_scatter(
         y = x.to(y_ptr.dtype.element_ty)
     if TOP_K != 1:
         wait(DEPENDENT)  # the kernel before this one wrote `rows`, and may not have ended
+    start_dependent(DEPENDENT)  # the product waits, if it was launched to (deep_gemm.set_pdl)
     for j in tl.static_range(TOP_K):
         row = tl.load(rows_ptr + m * TOP_K + j).to(tl.int64)
         end = tl.where(row >= 0, K, 0)
@@ -124,12 +125,14 @@ def moe_ops_deep_gemm_activate(
     WIDTH: tl.constexpr,
     GROUPS: tl.constexpr,
     NATIVE: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """h = activation(x), GROUPS groups of 128 columns a program: those of one pair, then those of the next.
 
     I is a multiple of 128. Router weights that belong to the input meet the product, which is linear in it: so they
     are multiplied in fp32 and never rounded.
     """
+    start_dependent(DEPENDENT)
     lane = tl.arange(0, 128)[None, :]
     unit = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)
     pair, group = unit // (I // 128), unit % (I // 128)
