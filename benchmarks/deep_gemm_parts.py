@@ -25,18 +25,13 @@ from torch.profiler import ProfilerActivity, profile
 
 import moe_ops
 from moe_ops.kernels import deep_gemm_launch as dg
-from moe_ops.kernels import triton_launch
 
 REPLAYS = 15
 
 
 def set_layout(layout: str, alignment: int) -> None:
-    """As if the process had started so."""
     dg.LAYOUT = dg.Layout(ends=layout == "ends")
     deep_gemm.set_mk_alignment_for_contiguous_layout(alignment)
-    dg.alignment.cache_clear()
-    dg._warm.clear()
-    triton_launch._compiled.clear()
 
 
 def call(cell: Cell, which: int, backend: str) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tests import oracle
 
-ALIGNMENT = 128
+BLOCK = 128  # rows that a masked product stores at least
 E4M3, BF16 = torch.float8_e4m3fn, torch.bfloat16
 
 
@@ -73,21 +73,27 @@ def operands(a, b, recipe_a, recipe_b) -> tuple[Tensor, Tensor]:
     return values(a, recipe_a[1] if packed else 128), weights(b, recipe_b[1] if packed else 128)
 
 
-def experts_of_rows(groups: Tensor, rows: int, E: int) -> Tensor:
-    """The expert of each row (rows,), -1 without one, from end rows (E,): groups begin on ALIGNMENT."""
+class Alignment:
+    """Rows that groups of the contiguous layout are padded to."""
+
+    rows = 128
+
+
+def experts_of_rows(groups: Tensor, rows: int) -> Tensor:
+    """The expert of each row (rows,), -1 without one, from end rows (E,)."""
     experts = torch.full((rows,), -1, device=groups.device)
     start = 0
     for e, end in enumerate(groups.tolist()):
         assert start <= end <= rows, (start, end, rows)
         experts[start:end] = e
-        start = -(-end // ALIGNMENT) * ALIGNMENT
+        start = -(-end // Alignment.rows) * Alignment.rows
     return experts
 
 
 def check_rows(experts: Tensor) -> None:
-    """Within ALIGNMENT rows there is one expert, and padding only behind its rows."""
-    assert experts.numel() % ALIGNMENT == 0
-    for block in experts.view(-1, ALIGNMENT).tolist():
+    """Within a block of rows there is one expert, and padding only behind its rows."""
+    assert experts.numel() % Alignment.rows == 0
+    for block in experts.view(-1, Alignment.rows).tolist():
         inside = [e for e in block if e != -1]
         assert inside == block[: len(inside)] and len(set(inside)) <= 1, block
 
@@ -108,7 +114,7 @@ def contiguous(
     assert grouped_layout.dtype == torch.int32 and grouped_layout.is_contiguous()
     if use_psum_layout:
         assert grouped_layout.shape == (E,) and expected_m_for_psum_layout > 0
-        experts = experts_of_rows(grouped_layout, rows, E)
+        experts = experts_of_rows(grouped_layout, rows)
     else:
         assert grouped_layout.shape == (rows,) and expected_m_for_psum_layout is None
         experts = grouped_layout.long()
@@ -128,7 +134,7 @@ def masked(a, b, d, masked_m, expected_m, recipe_a=None, recipe_b=None):
     for e, count in enumerate(masked_m.tolist()):
         assert 0 <= count <= rows
         # whole blocks are stored: past the last row they reach into the next expert's
-        blocks = -(-count // ALIGNMENT) * ALIGNMENT
+        blocks = -(-count // BLOCK) * BLOCK
         d.view(-1, N)[e * rows + count : e * rows + blocks] = torch.nan
         d[e, :count] = (x[e, :count] @ w[e].T).to(BF16)
 
@@ -137,7 +143,8 @@ def module() -> types.ModuleType:
     """A module deep_gemm to put into sys.modules."""
     fake = types.ModuleType("deep_gemm")
     fake.__spec__ = importlib.machinery.ModuleSpec("deep_gemm", None)
-    fake.get_mk_alignment_for_contiguous_layout = lambda: ALIGNMENT
+    fake.get_mk_alignment_for_contiguous_layout = lambda: Alignment.rows
+    fake.set_mk_alignment_for_contiguous_layout = lambda rows: setattr(Alignment, "rows", rows)
     fake.m_grouped_fp8_fp4_gemm_nt_contiguous = contiguous
     fake.m_grouped_bf16_gemm_nt_contiguous = contiguous
     fake.m_grouped_fp8_fp4_gemm_nt_masked = fake.m_grouped_bf16_gemm_nt_masked = masked

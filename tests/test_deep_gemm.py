@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import sys
 from unittest import mock
 
@@ -42,7 +43,6 @@ schemes = pytest.mark.parametrize("scheme", ["", "fp8_block"], ids=["plain", "fp
 def forget() -> None:
     registry._machine_facts_cached.cache_clear()
     dg.library.cache_clear()
-    dg.alignment.cache_clear()
 
 
 @pytest.fixture(autouse=True)
@@ -387,6 +387,23 @@ def test_capture_before_a_warm_call_is_refused(monkeypatch):
     monkeypatch.setattr(experts, "gpu", lambda _: experts.Gpu(227 << 10, True, True))
     with pytest.raises(RuntimeError, match="'deep_gemm' has no compiled kernel .* warm up first"):
         case.run("deep_gemm")
+
+
+@devices
+def test_groups_are_padded_to_what_the_library_says(device, monkeypatch):
+    """Also when it changes between calls, as it may; not where workspaces would be too small."""
+    case = case_of(device, "fp8_block", M=40)
+    module = sys.modules.get("deep_gemm") or importlib.import_module("deep_gemm")
+    before = module.get_mk_alignment_for_contiguous_layout()
+    try:
+        for rows in (128, 64, 128):
+            module.set_mk_alignment_for_contiguous_layout(rows)
+            check(case)
+        module.set_mk_alignment_for_contiguous_layout(256)
+        with pytest.raises(RuntimeError, match="alignment .* must divide 128, got 256"):
+            case.run("deep_gemm")
+    finally:
+        module.set_mk_alignment_for_contiguous_layout(before)
 
 
 # --- layouts ------------------------------------------------------------------------------------------

@@ -151,17 +151,19 @@ def launch_experts(a: ExpertsArgs) -> None:
     (E, N), K, I = a.w13.shape[:2], x.shape[1], intermediate_size(a)  # noqa: E741
     chip, form = gpu(device), format_of(a.scheme, a.layout)
     w13, w2 = _weights(a, form)
+    dg.check_warm((), device)  # before the library is loaded
+    alignment = dg.alignment()
     expected = dg.expected_rows(M * top_k, E) if dg.LAYOUT.ends else M * top_k
-    products = dg.product_keys("contiguous", w13, w2, expected)
-    dg.check_warm(products, device)  # before the library is loaded
-    size = padded_rows(M, top_k, E, dg.alignment())
+    products = dg.product_keys("contiguous", w13, w2, expected, alignment)
+    dg.check_warm(products, device)
+    size = padded_rows(M, top_k, E, alignment)
     permuted = rows_of(a.workspace13, (size, K), form)
     hidden = rows_of(a.workspace13, (size, I), form)
     gate_up = carve(a.workspace2, (size, N), torch.bfloat16)
     y = carve(a.workspace2, (size, K), torch.bfloat16)
-    launches, placed = dg.place(a, size, chip)
+    launches, placed = dg.place(a, size, alignment, chip)
     launches.append(dg.scatter(x, permuted, placed, top_k, chip))
-    key = (E, top_k, dg.strides_key(x), K, a.expert_map is None, form)
+    key = (E, top_k, dg.strides_key(x), K, a.expert_map is None, form, alignment)
     dg.start(launches, key, device, chip.dependent)
     dg.grouped_product(gate_up, permuted, w13, placed.groups, expected)
     weights = a.topk_weights
@@ -186,7 +188,7 @@ def launch_batched_experts(a: BatchedExpertsArgs) -> None:
     in_place = R == T and out.is_contiguous()
     y = out if in_place else carve(a.workspace13, (E, R, K), torch.bfloat16)
     hidden = rows_of(a.workspace2, (E, R, I), form)
-    products = dg.product_keys("masked", w13, w2, T)
+    products = dg.product_keys("masked", w13, w2, T, 0)
     dg.check_warm(products, device)
     first, placed = dg.place_batches(a, R, chip)
     if form.scales or R != T or not x.is_contiguous():

@@ -60,9 +60,8 @@ def library() -> Any:
     return module
 
 
-@cache
 def alignment() -> int:
-    """Rows that a group is padded to; constant, as sizes of workspaces follow from it."""
+    """Rows that a group is padded to. Asked for at each call, as anybody may set it: blocks of the products have as many."""
     rows = int(library().get_mk_alignment_for_contiguous_layout())
     if ALIGNMENT % rows:
         raise RuntimeError(
@@ -78,8 +77,8 @@ _warm: set[tuple] = set()  # products whose kernels are compiled and loaded
 
 
 def check_warm(keys: tuple[tuple, ...], device: int) -> None:
-    """Raise while a CUDA graph is captured, unless the products of these keys have run before."""
-    if _warm.issuperset(keys):
+    """Raise while a CUDA graph is captured, unless the products of these keys (none: any) have run before."""
+    if _warm and _warm.issuperset(keys):
         return
     if device >= 0 and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
@@ -112,9 +111,14 @@ def options_of(x: Operand, w: Operand) -> dict[str, Any]:
     return {"recipe_a": (1, x.width), "recipe_b": (1, w.width)} if x.scales == "ue8m0" else {}
 
 
-def product_keys(kind: str, w13: Operand, w2: Operand, expected: int) -> tuple[tuple, ...]:
-    """What the choice of a layer's two kernels depends on; `expected` rows are what the library is told of."""
-    return tuple([(kind, expected, w.data.shape, w.data.dtype, w.data.device) for w in (w13, w2)])
+def product_keys(
+    kind: str, w13: Operand, w2: Operand, expected: int, rows: int
+) -> tuple[tuple, ...]:
+    """What the choice of a layer's two kernels depends on: what the library is told to expect, and the rows of a block
+    (of the masked layout it chooses those itself)."""
+    return tuple(
+        [(kind, expected, rows, w.data.shape, w.data.dtype, w.data.device) for w in (w13, w2)]
+    )
 
 
 def expected_rows(pairs: int, experts: int) -> int:
@@ -176,7 +180,7 @@ class Placed(NamedTuple):
     R: int  # all rows of the contiguous layout, those of an expert in the masked one
 
 
-def place(a: ExpertsArgs, size: int, chip: Gpu) -> tuple[list[Launch], Placed]:
+def place(a: ExpertsArgs, size: int, rows_of_block: int, chip: Gpu) -> tuple[list[Launch], Placed]:
     """Launches that sort pairs by expert into the contiguous layout of `size` rows."""
     ids, expert_map, index = a.topk_ids, a.expert_map, a.index_workspace
     E, pairs = a.w13.shape[0], ids.numel()
@@ -191,7 +195,7 @@ def place(a: ExpertsArgs, size: int, chip: Gpu) -> tuple[list[Launch], Placed]:
     EP = padded_experts(E)
     grid = (cdiv(pairs, length), 1, 1)
     target = (rows, ends, None if LAYOUT.ends else experts, counts)
-    placing = (*target, *routing, size, EP, CHUNK, alignment(), *constants)
+    placing = (*target, *routing, size, EP, CHUNK, rows_of_block, *constants)
     launches = [
         Launch("deep_gemm_count", grid, (counts, *routing, EP, CHUNK, *constants)),
         Launch("deep_gemm_place", grid, placing, 8),
