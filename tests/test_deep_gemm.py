@@ -27,7 +27,6 @@ from tests.cases import (
     assert_matches,
     garbage,
     poisoned_memory,
-    router_weights,
     tolerance,
 )
 
@@ -139,23 +138,6 @@ def test_more_columns_than_a_program_takes(device, scheme):
     check(case_of(device, scheme, M=1, top_k=1, K=2304, I=384, ids=torch.tensor([[2]])))
 
 
-@pytest.mark.gpu
-@schemes
-@pytest.mark.parametrize("M", [150, 3000, 20000])
-@pytest.mark.parametrize("E, top_k", [(4, 2), (256, 8)])
-def test_many_tokens(scheme, M, E, top_k):
-    """Each token eight times, so that a few tell about all."""
-    case = case_of("cuda", scheme, M=24, E=E, top_k=top_k)
-    expected = reference(case)
-    for i in (0, 3, 4):
-        case.args[i] = case.args[i].repeat(-(-M // 24), 1)[:M]
-    case.nowhere = case.nowhere.repeat(-(-M // 24))[:M]
-    out = case.run("deep_gemm")
-    expected = expected.repeat(-(-M // 24), 1)[:M]
-    assert_matches(out, expected, tolerance(BF16, scheme, "cuda"))
-    assert (out[case.nowhere] == 0).all()
-
-
 @devices
 @schemes
 def test_router_weights_on_the_input(device, scheme):
@@ -214,123 +196,6 @@ def test_batched(device, scheme, T, strided):
         expected = oracle.batched(x, w13, w2, counts.clamp(max=T), **case.options)
     here = ~expected.isnan()
     assert_matches(out[here], expected[here], tolerance(BF16, scheme, device))
-
-
-# --- graphs -------------------------------------------------------------------------------------------
-
-
-def refill(case: Case, seed: int) -> None:
-    """New tokens and new routing, in place."""
-    g = torch.Generator().manual_seed(seed)
-    x, w13, _, weights, ids = case.args
-    x.copy_(torch.randn(x.shape, generator=g))
-    ids.copy_(torch.randint(-1, w13.shape[0] + 1, ids.shape, generator=g))
-    weights.copy_(router_weights(*weights.shape).flip(0))
-
-
-@pytest.mark.gpu
-@schemes
-@pytest.mark.parametrize("M", [1, 40, 700])
-def test_captured_graph_follows_tokens_and_routing(scheme, M):
-    case = case_of("cuda", scheme, M=M, E=8)
-    with torch.cuda.stream(torch.cuda.Stream()):
-        case.run("deep_gemm", poison=False)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = case.run("deep_gemm", poison=False)
-    for seed in range(3):
-        refill(case, seed)
-        out.fill_(torch.nan)
-        graph.replay()
-        assert_matches(out, reference(case), tolerance(BF16, scheme, "cuda"))
-    case.args[4].fill_(-1)
-    graph.replay()
-    assert (out == 0).all()
-    case.args[4].fill_(7)
-    graph.replay()
-    assert_matches(out, reference(case), tolerance(BF16, scheme, "cuda"))
-
-
-@pytest.mark.gpu
-@schemes
-@pytest.mark.parametrize("T", [6, 128])
-def test_captured_batches_follow_counts(scheme, T):
-    case = case_of("cuda", scheme)
-    _, w13, w2, *_ = case.args
-    x = torch.randn(4, T, 256, device="cuda").to(BF16)
-    counts = torch.tensor([T, 0, 3, 1], dtype=torch.int32, device="cuda")
-
-    def call():
-        return moe_ops.batched_experts(x, w13, w2, counts, backend="deep_gemm")
-
-    call()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = call()
-    for shift in range(4):
-        counts.copy_(counts.roll(1))
-        x.copy_(torch.randn(4, T, 256) + shift)
-        out.fill_(torch.nan)
-        graph.replay()
-        with rounded_first_product():
-            expected = oracle.batched(x, w13, w2, counts)
-        here = ~expected.isnan()
-        assert_matches(out[here], expected[here], tolerance(BF16, scheme, "cuda"))
-
-
-@pytest.mark.gpu
-@schemes
-def test_capture_before_a_warm_call_says_to_warm_up(scheme):
-    case = case_of("cuda", scheme, E=5, K=640, I=896)  # sizes no other test has
-    with (
-        pytest.raises(RuntimeError, match="'deep_gemm' has no compiled kernel .* warm up first"),
-        torch.cuda.graph(torch.cuda.CUDAGraph()),
-    ):
-        case.run("deep_gemm", poison=False)
-    torch.cuda.synchronize()
-    check(case)
-
-
-@pytest.mark.gpu
-@schemes
-def test_no_host_synchronisation(scheme):
-    case = case_of("cuda", scheme, expert_map=True)
-    _, w13, w2, *_ = case.args
-    x = torch.randn(4, 6, 256, device="cuda", dtype=BF16)
-    counts = torch.tensor([4, 0, 2, 1], dtype=torch.int32, device="cuda")
-
-    def calls():
-        case.run("deep_gemm", poison=False)
-        moe_ops.batched_experts(x, w13, w2, counts, backend="deep_gemm")
-
-    calls()
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        calls()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-
-
-@pytest.mark.gpu
-@schemes
-def test_compiled_equals_eager(scheme):
-    """One dynamic graph, bitwise; then inductor's own CUDA graphs."""
-    torch._dynamo.reset()
-    cases = [case_of("cuda", scheme, M=M, expert_map=True) for M in (5, 9, 2)]
-    for options in (
-        {"backend": "aot_eager", "dynamic": True},
-        {"mode": "reduce-overhead", "dynamic": False},
-    ):
-        compiled = torch.compile(moe_ops.fused_experts, fullgraph=True, **options)
-        with torch.no_grad():
-            for case in cases:
-                expected = case.run("deep_gemm")
-                for _ in range(3):
-                    torch.compiler.cudagraph_mark_step_begin()
-                    out = compiled(*case.args, **case.options, backend="deep_gemm").clone()
-                    assert torch.equal(out, expected)
 
 
 # --- what is refused ----------------------------------------------------------------------------------
