@@ -139,10 +139,15 @@ def prepare(
         key += (type(data), data.shape, data.dtype, data.device, data.is_contiguous())
         key += (scheme, layout)
         if scale is not None:
-            key += (scale.shape, scale.device, None if static is None else static.device)
+            key += (scale.shape, scale.device, scale.is_contiguous())
+            key += (None if static is None else static.device,)
             if zero is not None or global_ is not None or channel is not None:
                 for other in (zero, global_, channel):
-                    key += (None,) if other is None else (other.shape, other.device)
+                    key += (
+                        (None,)
+                        if other is None
+                        else (other.shape, other.device, other.is_contiguous())
+                    )
     for t in others:
         key += (None,) if t is None else (type(t), t.shape, t.dtype, t.device)
     lookup = tuple(key)

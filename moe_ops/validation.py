@@ -78,6 +78,11 @@ class WeightFacts(NamedTuple):
     scheme: str = ""
     layout: str = ""
 
+    @property
+    def contiguous(self) -> bool:
+        """Whether all of it lies in memory as its shapes say."""
+        return all([part is None or part.contiguous for part in self[:5]])
+
 
 def autocasting(device: torch.device) -> bool:
     """Whether torch.autocast is on for a device; it knows no meta device."""
@@ -208,7 +213,7 @@ class ExpertsCall(NamedTuple):
             router_weight_on_input=self.router_weight_on_input,
             deterministic=self.deterministic,
             needs_grad=self.needs_grad,
-            contiguous_weights=self.w13.data.contiguous and self.w2.data.contiguous,
+            contiguous_weights=self.w13.contiguous and self.w2.contiguous,
         )
 
 
@@ -263,7 +268,7 @@ class BatchedCall(NamedTuple):
             layout=self.w13.layout,
             activation=self.activation,
             has_bias=self.w13_bias is not None or self.w2_bias is not None,
-            contiguous_weights=self.w13.data.contiguous and self.w2.data.contiguous,
+            contiguous_weights=self.w13.contiguous and self.w2.contiguous,
         )
 
 
@@ -305,7 +310,7 @@ class LinearCall(NamedTuple):
             layout=self.weight.layout,
             has_bias=self.bias is not None,
             needs_grad=self.needs_grad,
-            contiguous_weights=self.weight.data.contiguous,
+            contiguous_weights=self.weight.contiguous,
         )
 
 

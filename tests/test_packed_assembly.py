@@ -99,18 +99,19 @@ def test_int4_with_zero_point(zero):
         assert found == [n - zero for n in nibbles(word)]
 
 
-@pytest.mark.parametrize("exponent", [-93, -1, 0, 33])
+@pytest.mark.parametrize("exponent", [-93, -1, 0, 32])
 def test_e2m1_with_e8m0_scales(exponent):
-    scale = (127 + exponent) * 0x00800080 + 0x2F002F00  # as `twice` has it
-    assert halves(scale) == [2.0 ** (94 + exponent)] * 2
-    for word in words():
-        other = (
-            scale + 0x00800080
-        )  # of the third and fourth byte, which some layouts take from another group
-        found = run("e2m1_pair", word, scale, scale, other, other)
-        exponents = [exponent - 32] * 2 + [exponent - 31] * 2
-        expected = zip(nibbles(word), exponents * 2, strict=True)
-        assert found == [E2M1[n] * 2.0**e for n, e in expected]
+    """Every byte has a scale of its own: which bytes of which groups are together is the layout's choice."""
+    first = (127 + exponent) * 0x00800080 + 0x2F002F00  # as `twice` has it
+    assert halves(first) == [2.0 ** (94 + exponent)] * 2
+    second = first + 0x00800080
+    mixed = first & 0xFFFF | second & 0xFFFF0000
+    for scales in ((first, first), (first, second), (mixed, second), (second, mixed)):
+        factors = [2.0**-126 * scale for register in scales for scale in halves(register)]
+        for word in words(50):
+            found = run("e2m1_pair", word, *scales)
+            expected = [E2M1[n] * f for n, f in zip(nibbles(word), factors * 2, strict=True)]
+            assert found == expected
 
 
 def test_e2m1_with_e4m3_scales():
@@ -119,7 +120,7 @@ def test_e2m1_with_e4m3_scales():
         assert scale == [E4M3[code] * 2.0**118] * 2
         (bits,) = torch.tensor(scale[:1]).to(torch.bfloat16).view(torch.int16).tolist()
         for word in words(4)[code % 16 :: 16]:
-            found = run("e2m1_pair", word, *[bits * 0x00010001] * 4)
+            found = run("e2m1_pair", word, bits * 0x00010001, bits * 0x00010001)
             assert found == [E2M1[n] * E4M3[code] * 2.0**-8 for n in nibbles(word)]
 
 

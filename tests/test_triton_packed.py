@@ -83,10 +83,14 @@ def test_gates(where, scheme, name):
 
 
 @everywhere
-@pytest.mark.parametrize("average", [3, 9, 20, 30, 60])
-def test_every_number_of_rows(where, average):
+@pytest.mark.parametrize(
+    "scheme", ["int4_w4a16:g64:zp", "fp8_w8a16:block", "mxfp4_w4a16", "nvfp4_w4a16"]
+)
+@pytest.mark.parametrize("average", [3, 9, 30, 60, 100])
+def test_every_number_of_rows(where, scheme, average):
     """Blocks of 8 to 128 rows, some of them partly filled."""
-    scheme = "int4_w4a16:g64:zp" if average % 2 else "fp8_w8a16:block"
+    if where[0] == "cpu" and scheme.startswith(("mx", "nv")) and average > 9:
+        pytest.skip("the interpreter decodes these alike in all blocks")
     ids = torch.arange(2 * average)[:, None] % 2
     ids = torch.cat((torch.full((1, 1), -1), ids, torch.full((1, 1), 6)))
     case = Case(*where, scheme, M=len(ids), E=2, top_k=1, K=192, I=64, ids=ids)

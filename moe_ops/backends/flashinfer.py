@@ -87,28 +87,30 @@ _SCHEMES = {
 
 _OTHERS = {
     "int4_w4a8": "flashinfer's int4 kernels multiply activations by one scale known beforehand; those of int4_w4a8 have "
-    "one for each token, from the data"
+    "one for each token, from the data; use backend='triton' or 'torch'"
 }
 
 
 @cache
 def available() -> str | None:
     """None, or why the library cannot be used here."""
+    remedy = f"pip install flashinfer-python=={library.VERSION}"
     for package in ("flashinfer", "triton"):
         if importlib.util.find_spec(package) is None:
-            return f"{package} is not installed; pip install flashinfer-python=={library.VERSION}"
+            return f"{package} is not installed; {remedy}"
     try:
         version = importlib.metadata.version("flashinfer-python")
     except importlib.metadata.PackageNotFoundError:
         version = "one that pip does not know"
     if version.split(".post")[0].split("+")[0] != library.VERSION:
-        return f"needs flashinfer-python {library.VERSION}, got {version}"
+        return f"needs flashinfer-python {library.VERSION}, got {version}; {remedy}"
     return None
 
 
 def supports(problem: Problem, machine: Machine) -> list[str]:
     """Reasons why this backend cannot run the problem; empty means it can."""
     p, reasons = problem, []
+    of = f"scheme {p.scheme!r}" if p.scheme else "plain weights"
     scheme = _SCHEMES.get(p.scheme)
     major, minor = machine.capability
     if machine.device_type != "cuda":
@@ -117,21 +119,23 @@ def supports(problem: Problem, machine: Machine) -> list[str]:
         reasons.append(f"flashinfer needs SM90, SM100 or SM120, got SM{major}{minor}")
     elif scheme is not None and (major, 0) not in scheme.gpus:
         wanted = " or ".join([f"SM{a}{b}" for a, b in scheme.gpus])
-        reasons.append(f"flashinfer runs {p.scheme} on {wanted}, got SM{major}{minor}")
+        reasons.append(
+            f"flashinfer runs {p.scheme or 'plain weights'} on {wanted}, got SM{major}{minor}"
+        )
     act = p.activation
     if act is not None and act.name not in _ACTIVATIONS:
         reasons.append(f"flashinfer has no activation {act.name!r}")
     if not p.contiguous_weights:
         reasons.append("flashinfer needs contiguous weights; call .contiguous() once")
     if scheme is None:
-        reasons.append(_OTHERS.get(p.scheme, f"flashinfer has no kernel for scheme {p.scheme!r}"))
+        reasons.append(_OTHERS.get(p.scheme, f"flashinfer has no kernel for {of}"))
         return reasons
     if p.dtype not in scheme.dtypes:
         names = " or ".join([str(d).removeprefix("torch.") for d in scheme.dtypes])
-        reasons.append(f"flashinfer takes {names} for scheme {p.scheme!r}, got {p.dtype}")
+        reasons.append(f"flashinfer takes {names} for {of}, got {p.dtype}")
     if p.hidden_size % scheme.multiple or p.intermediate_size % scheme.multiple:
         reasons.append(
-            f"flashinfer needs K and I to be multiples of {scheme.multiple} for scheme {p.scheme!r}, got "
+            f"flashinfer needs K and I to be multiples of {scheme.multiple} for {of}, got "
             f"{p.hidden_size} and {p.intermediate_size}"
         )
     wanted = scheme.layout + (f":{_order(act)}" if _order(act) else "")
@@ -268,7 +272,8 @@ def _launch_experts(a: ExpertsArgs) -> None:
 
 def _check_contiguous(a: ExpertsArgs) -> None:
     """The library reads bare addresses."""
-    for name in ("out", "w13", "w2", "w13_scale", "w2_scale"):
+    scales = ("w13_scale", "w2_scale", "w13_global_scale", "w2_global_scale")
+    for name in ("out", "w13", "w2", *scales):
         tensor = getattr(a, name)
         if tensor is not None and not tensor.is_contiguous():
             raise ValueError(

@@ -7,6 +7,7 @@ top_k and E, and padding is neither written nor read by our kernels.
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import math
 from typing import NamedTuple
@@ -22,16 +23,28 @@ from moe_ops.library import BatchedExpertsArgs, ExpertsArgs
 from moe_ops.meta.workspace import carve, cdiv, padded_rows, round_up
 from moe_ops.problem import Buffer, Machine, Problem, Workspaces
 
+VERSION = "0.1.5"  # of sgl-deep-gemm: its calls and layouts are those of this one
+
 
 def available() -> str | None:
     """None, or what to install."""
+    remedy = f"pip install sgl-deep-gemm=={VERSION}"
     for name, how in (
-        ("deep_gemm", "pip install 'moe-ops[deepgemm]'"),
+        ("deep_gemm", remedy),
         ("triton", "a CUDA build of torch brings it, or pip install triton"),
     ):
         if importlib.util.find_spec(name) is None:
             return f"{name} is not installed; {how}"
+    try:
+        version = importlib.metadata.version("sgl-deep-gemm")
+    except importlib.metadata.PackageNotFoundError:
+        version = "a deep_gemm that pip does not know by this name"
+    if version.split(".post")[0].split("+")[0] != VERSION:
+        return f"needs sgl-deep-gemm {VERSION}, got {version}; {remedy}"
     return None
+
+
+_OTHERS = "use backend='triton' or 'auto'"
 
 
 def reasons(name: str, p: Problem, machine: Machine, majors: tuple[int, ...]) -> list[str]:
@@ -47,14 +60,14 @@ def reasons(name: str, p: Problem, machine: Machine, majors: tuple[int, ...]) ->
             f"got {major}.{minor}"
         )
     if p.dtype != torch.bfloat16:
-        found.append(f"{name} takes bfloat16 hidden_states, got {p.dtype}")
+        found.append(f"{name} takes bfloat16 hidden_states, got {p.dtype}; {_OTHERS}")
     for size_name, size in (("K", p.hidden_size), ("I", p.intermediate_size)):
         if size % dg.ALIGNMENT:
             found.append(f"{name} needs {size_name} to be a multiple of 128, got {size}")
     if not p.contiguous_weights:
         found.append(f"{name} needs contiguous weights; call .contiguous() on them once")
     if p.has_bias:
-        found.append(f"{name} takes no bias")
+        found.append(f"{name} takes no bias; {_OTHERS}")
     return found
 
 
@@ -127,9 +140,10 @@ def _weight(name: str, data: Tensor, scale: Tensor | None, form: Format) -> dg.O
     for what, tensor in ((name, data), (f"the scale of {name}", scale)):
         if tensor is not None and not tensor.is_contiguous():
             raise ValueError(f"{what} must be contiguous for deep_gemm; make it so once")
+    data = dg.dense(data)
     if scale is None:
         return dg.Operand(data)
-    scale = scale.view(-1).view(scale.shape)  # the library looks at strides of single elements too
+    scale = dg.dense(scale)
     if form.scales == "ue8m0":
         data = data.view(torch.int8) if data.dtype == torch.uint8 else data  # pairs of e2m1
         scale = scale.transpose(-2, -1)
@@ -186,7 +200,7 @@ def launch_batched_experts(a: BatchedExpertsArgs) -> None:
     R = round_up(T, dg.ALIGNMENT)
     gate_up = carve(a.workspace13, (E, R, N), torch.bfloat16)
     in_place = R == T and out.is_contiguous()
-    y = out if in_place else carve(a.workspace13, (E, R, K), torch.bfloat16)
+    y = dg.dense(out) if in_place else carve(a.workspace13, (E, R, K), torch.bfloat16)
     hidden = rows_of(a.workspace2, (E, R, I), form)
     products = dg.product_keys("masked", w13, w2, T, 0)
     dg.check_warm(products, device)
@@ -195,7 +209,7 @@ def launch_batched_experts(a: BatchedExpertsArgs) -> None:
         inputs = rows_of(a.workspace2, (E, R, K), form)
         launches = [first, dg.scatter(x, inputs, placed, 1, chip)]
     else:
-        inputs, launches = dg.Operand(x), [first]
+        inputs, launches = dg.Operand(dg.dense(x)), [first]
     dg.start(launches, (dg.strides_key(x), K, form), device, chip.dependent)
     dg.masked_product(gate_up, inputs, w13, placed.groups, T)
     _activate(a, hidden, gate_up, placed, None, chip, device)

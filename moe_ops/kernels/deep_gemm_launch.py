@@ -265,10 +265,16 @@ def kernel_arguments(operand: Operand, chip: Gpu) -> tuple[Tensor, Tensor | None
     return data, scale
 
 
+def dense(t: Tensor) -> Tensor:
+    """A contiguous tensor with the strides that its shape gives: the library looks at those of single elements too."""
+    return t.view(-1).view(t.shape)
+
+
 def strides_key(x: Tensor) -> tuple:
     """What kernels are specialised on in the strides of x; that between batches follows from their rows too."""
     between = batch_strides(x)[1]
-    return (x.stride(), between if between % 16 else 0)
+    # Triton knows integers by whether 16 divides them, whether they are 1, and their width
+    return (x.stride(), between if between % 16 else 0, abs(between) >= 2**31)
 
 
 def start(launches: list[Launch], key: tuple, device: int, dependent: bool = False) -> None:

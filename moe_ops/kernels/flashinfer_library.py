@@ -165,6 +165,8 @@ def save(path: Path, gpu: str, table: dict[Key, Tactics]) -> None:
         stored = json.loads(path.read_text())
     except (OSError, ValueError):
         stored = {}
+    if not isinstance(stored, dict):
+        stored = {}
     merged = load(path, gpu) | table
     stored[gpu] = {str(tuple(key)): list(value) for key, value in sorted(merged.items())}
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -239,8 +241,12 @@ def _seconds(call: Callable[[Tactics], None], tried: Tactics) -> float:
     try:
         call(tried)
         torch.cuda.synchronize()
+        return _timed(call, tried)
     except Exception:  # of the module's foreign-function interface: any kind
         return float("inf")
+
+
+def _timed(call: Callable[[Tactics], None], tried: Tactics) -> float:
     start, end = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
 
     def timed(run: Callable[[], object], times: int) -> float:

@@ -62,7 +62,7 @@ def int4_pair_zero(p, offset):
 
 @triton.jit
 def e2m1_pair(p, s):
-    """bf16 of nibbles times 2^-126 times a scale, given as its bf16 twice in 32 bits; neighbours share it.
+    """bf16 of nibbles times 2^-126 times a scale (bf16) each.
 
     A product puts sign and magnitude where bf16 has them, as logic has half of the issue slots.
     """
@@ -75,10 +75,10 @@ def e2m1_pair(p, s):
         and.b32 b, r, 0x000f000f; mul.lo.u32 b, b, 0x1040; and.b32 b, b, 0x81c081c0;
         and.b32 c, q, 0x00f000f0; mul.lo.u32 c, c, 0x0104; and.b32 c, c, 0x81c081c0;
         and.b32 d, r, 0x00f000f0; mul.lo.u32 d, d, 0x0104; and.b32 d, d, 0x81c081c0;
-        fma.rn.bf16x2 $0, a, $5, z; fma.rn.bf16x2 $1, b, $7, z;
-        fma.rn.bf16x2 $2, c, $5, z; fma.rn.bf16x2 $3, d, $7, z;
+        fma.rn.bf16x2 $0, a, $5, z; fma.rn.bf16x2 $1, b, $6, z;
+        fma.rn.bf16x2 $2, c, $5, z; fma.rn.bf16x2 $3, d, $6, z;
         }""",
-        "=r,=r,=r,=r,r,r,r,r,r",
+        "=r,=r,=r,=r,r,r,r",
         [p, s],
         dtype=(tl.bfloat16, tl.bfloat16),
         is_pure=True,
@@ -229,7 +229,8 @@ def operands(
     EACH: tl.constexpr = BYTES // GROUPS
     if x.dtype == tl.bfloat16 and not INTERPRET:
         if FORMAT == "e2m1":
-            w0, w1 = e2m1_pair(p, spread(twice(s, SCALE), WN, GROUPS, EACH))
+            s = twice(s, SCALE).to(tl.int16).to(tl.bfloat16, bitcast=True)
+            w0, w1 = e2m1_pair(p, spread(s, WN, GROUPS, EACH))
         elif FORMAT == "int4":
             if HAS_ZERO:
                 w0, w1 = int4_pair_zero(p, spread(-128.0 - zero.to(tl.bfloat16), WN, GROUPS, EACH))
