@@ -7,11 +7,14 @@ no expert become NaN, or stay as they are: the library leaves open what they hol
 from __future__ import annotations
 
 import importlib.machinery
+import importlib.metadata
+import sys
 import types
 
 import torch
 from torch import Tensor
 
+from moe_ops.kernels import deep_gemm_experts as experts
 from tests import oracle
 
 BLOCK = 128  # rows that a masked product stores at least
@@ -137,6 +140,15 @@ def masked(a, b, d, masked_m, expected_m, recipe_a=None, recipe_b=None):
         blocks = -(-count // BLOCK) * BLOCK
         d.view(-1, N)[e * rows + count : e * rows + blocks] = torch.nan
         d[e, :count] = (x[e, :count] @ w[e].T).to(BF16)
+
+
+def install(monkeypatch) -> types.ModuleType:
+    """Let the fake be imported, as the distribution and version that the backends ask for."""
+    made, real = module(), importlib.metadata.version
+    monkeypatch.setitem(sys.modules, "deep_gemm", made)
+    known = {"sgl-deep-gemm": experts.VERSION}
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: known.get(name) or real(name))
+    return made
 
 
 def module() -> types.ModuleType:

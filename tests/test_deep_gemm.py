@@ -48,7 +48,7 @@ def forget() -> None:
 def products(monkeypatch, request):
     """On a CPU the library is one of plain torch."""
     if not CUDA:
-        monkeypatch.setitem(sys.modules, "deep_gemm", fake_deep_gemm.module())
+        fake_deep_gemm.install(monkeypatch)
     forget()
     yield
     monkeypatch.undo()
@@ -216,10 +216,11 @@ def test_supports_its_problems():
         ({"hidden_size": 192}, "deep_gemm needs K to be a multiple of 128, got 192"),
         ({"intermediate_size": 64}, "deep_gemm needs I to be a multiple of 128, got 64"),
         ({"scheme": "fp8_channel"}, "deep_gemm has no kernel for scheme 'fp8_channel'"),
-        ({"dtype": FP16}, "deep_gemm takes bfloat16 hidden_states, got torch.float16"),
-        ({"has_bias": True}, "deep_gemm takes no bias"),
+        ({"dtype": FP16}, "deep_gemm takes bfloat16 hidden_states, got torch.float16; use backend='triton' or 'auto'"),
+        ({"has_bias": True}, "deep_gemm takes no bias; use backend='triton' or 'auto'"),
         ({"contiguous_weights": False}, "deep_gemm needs contiguous weights; call .contiguous() on them once"),
-        ({"layout": "other"}, "deep_gemm takes weights in their natural layout, got 'other'"),
+        ({"layout": "other"}, "deep_gemm takes weights in their natural layout, got 'other'; "
+            "moe_ops.prepare(weight, 'torch') brings it back"),
     ],
 )  # fmt: skip
 def test_reasons(changes, reason):
@@ -229,8 +230,28 @@ def test_reasons(changes, reason):
 def test_a_missing_library_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "deep_gemm", None)
     forget()
-    with pytest.raises(ImportError, match=r"pip install 'moe-ops\[deepgemm\]'"):
+    with pytest.raises(ImportError, match="not installed; pip install sgl-deep-gemm==0.1.5"):
         case_of("cpu").run("deep_gemm")
+
+
+@pytest.mark.parametrize("version", ["0.1.5", "0.1.5.post2", "0.1.5+cu130", "0.1.4", "0.1.50"])
+def test_available_names_the_version(version, monkeypatch):
+    monkeypatch.setattr(experts.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(experts.importlib.metadata, "version", lambda name: version)
+    other = f"needs sgl-deep-gemm 0.1.5, got {version}; pip install sgl-deep-gemm==0.1.5"
+    assert experts.available() == (other if version in ("0.1.4", "0.1.50") else None)
+
+
+def test_a_deep_gemm_of_another_name_is_not_taken(monkeypatch):
+    real = experts.importlib.metadata.version
+
+    def version(name):
+        if name == "sgl-deep-gemm":
+            raise experts.importlib.metadata.PackageNotFoundError(name)
+        return real(name)
+
+    monkeypatch.setattr(experts.importlib.metadata, "version", version)
+    assert "that pip does not know by this name" in (experts.available() or "")
 
 
 def test_scales_that_are_not_contiguous_are_named():

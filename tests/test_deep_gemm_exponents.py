@@ -47,7 +47,7 @@ devices = pytest.mark.parametrize("device", PLACES)
 @pytest.fixture(autouse=True)
 def sm100(monkeypatch):
     """Weights are laid out as for SM100, and products are those of plain torch."""
-    monkeypatch.setitem(sys.modules, "deep_gemm", fake_deep_gemm.module())
+    fake_deep_gemm.install(monkeypatch)
     monkeypatch.setattr(layout, "_multiplies_exponents", lambda device: True)
     forget()
     yield
@@ -277,7 +277,8 @@ def test_which_gpus(scheme, layout_, majors):
 
 @pytest.mark.parametrize("major, scheme, changes, reason", [
     (9, "mxfp8", {}, "deep_gemm runs mxfp8 on compute capability 10.x, got 9.0"),
-    (9, "fp8_block", {}, "deep_gemm takes natural weights below 10.0, got layout 'deep_gemm_ue8m0'"),
+    (9, "fp8_block", {}, "deep_gemm takes natural weights below 10.0, got layout 'deep_gemm_ue8m0'; "
+     "moe_ops.prepare(weight, 'torch') brings it back"),
     (10, "fp8_block", {"layout": ""}, PREPARE),
     (10, "mxfp8", {"layout": ""}, PREPARE),
     (12, "mxfp4_w4a8", {"layout": ""}, PREPARE),

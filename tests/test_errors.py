@@ -254,7 +254,7 @@ FUSED = {
     "unknown layout": (
         {"scheme": "fp8_channel", "w13": laid_out, "w2": laid_out, "backend": "torch"},
         "backend 'torch' cannot run this call: takes weights in their natural layout, "
-        "got layout 'other'",
+        "got layout 'other'; moe_ops.prepare(weight, 'torch') brings it back",
     ),
     "no backend at all": (
         {"scheme": "fp8_channel", "w13": laid_out, "w2": laid_out},

@@ -13,6 +13,7 @@ from moe_ops.meta.scales import DEEP_GEMM_UE8M0
 from moe_ops.problem import Machine, Problem
 
 _MAJORS = {"": (9, 10, 12), "fp8_block": (9, 10, 12), "mxfp8": (10,)}  # by scheme
+_BACK = "moe_ops.prepare(weight, 'torch') brings it back"
 
 
 def supports(problem: Problem, machine: Machine) -> list[str]:
@@ -23,9 +24,11 @@ def supports(problem: Problem, machine: Machine) -> list[str]:
     reasons = experts.reasons("deep_gemm", problem, machine, _MAJORS[scheme])
     major = machine.capability[0]
     if layout not in ("", DEEP_GEMM_UE8M0):
-        reasons.append(f"deep_gemm takes weights in their natural layout, got {layout!r}")
+        reasons.append(f"deep_gemm takes weights in their natural layout, got {layout!r}; {_BACK}")
     elif layout and major == 9:
-        reasons.append(f"deep_gemm takes natural weights below 10.0, got layout {layout!r}")
+        reasons.append(
+            f"deep_gemm takes natural weights below 10.0, got layout {layout!r}; {_BACK}"
+        )
     elif not layout and (scheme == "mxfp8" or (scheme and major >= 10)):
         # tensor cores from SM100 on multiply by exponents, not by fp32 scales
         reasons.append(

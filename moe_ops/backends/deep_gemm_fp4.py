@@ -18,7 +18,8 @@ _ACTIVATIONS = ("silu", "swiglustep")
 def supports(problem: Problem, machine: Machine) -> list[str]:
     """Reasons why this backend cannot run the problem; empty means it can."""
     if problem.scheme not in _SCHEMES:
-        return [f"deep_gemm_fp4 has no kernel for scheme {problem.scheme!r}"]
+        of = f"scheme {problem.scheme!r}" if problem.scheme else "plain weights"
+        return [f"deep_gemm_fp4 has no kernel for {of}"]
     reasons = experts.reasons("deep_gemm_fp4", problem, machine, (10, 12))
     if problem.layout != DEEP_GEMM_UE8M0:
         reasons.append(

@@ -29,7 +29,10 @@ def supports(problem: Problem, machine: Machine) -> list[str]:
     if problem.dtype not in _FLOATS:
         reasons.append(f"needs a floating-point hidden_states, got {problem.dtype}")
     if problem.layout:
-        reasons.append(f"takes weights in their natural layout, got layout {problem.layout!r}")
+        reasons.append(
+            f"takes weights in their natural layout, got layout {problem.layout!r}; "
+            "moe_ops.prepare(weight, 'torch') brings it back"
+        )
     return reasons
 
 

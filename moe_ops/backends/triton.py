@@ -74,7 +74,10 @@ def supports(problem: Problem, machine: Machine) -> list[str]:
         major, minor = machine.capability
         reasons.append(f"triton needs compute capability 8.0 or higher, got {major}.{minor}")
     if problem.layout:
-        reasons.append(f"triton takes weights in their natural layout, got {problem.layout!r}")
+        reasons.append(
+            f"triton takes weights in their natural layout, got {problem.layout!r}; "
+            "moe_ops.prepare(weight, 'torch') brings it back"
+        )
     if problem.dtype not in _DTYPES:
         reasons.append(f"triton takes bfloat16, float16 or float32, got {problem.dtype}")
     return reasons
