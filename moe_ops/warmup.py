@@ -106,8 +106,8 @@ def warmup(
         A report; print it to see what ran on which backend and how long it took.
 
     Raises:
-        ValueError: no expert layer runs through moe_ops, weights that are not loaded, or a token count that is no
-            positive integer.
+        ValueError: no expert layer runs through moe_ops, weights that are not loaded, a token count that is no
+            positive integer, or a dtype that is no floating torch.dtype.
         RuntimeError: a CUDA graph is being captured, or a graph traced: warm up before.
 
     Safe to call from several threads, which take turns; but while it runs no thread may capture, since it waits for the
@@ -119,15 +119,20 @@ def warmup(
         )
     _check_state()
     counts = _checked_counts(token_counts)
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise ValueError(f"dtype must be None or a floating torch.dtype, got {dtype!r}")
     if isinstance(model_or_layer, nn.Module):
         subjects = _subjects(model_or_layer, dtype)
-    elif callable(model_or_layer):
+    elif callable(model_or_layer) and not isinstance(model_or_layer, type):
         name = getattr(model_or_layer, "__name__", type(model_or_layer).__name__)
         subjects = [Subject(name, model_or_layer)]
     else:
+        got = type(model_or_layer).__name__
+        if isinstance(model_or_layer, type):
+            got = f"the class {model_or_layer.__name__}; pass an instance of it"
         raise ValueError(
-            "model_or_layer must be a torch.nn.Module or a function of the number of tokens, got "
-            f"{type(model_or_layer).__name__}"
+            "model_or_layer must be a torch.nn.Module or a function of the number of tokens, "
+            f"got {got}"
         )
     # the largest first: smaller calls then find memory that fits them
     work = [(subject, M) for subject in subjects for M in reversed(counts)]
@@ -255,7 +260,8 @@ def of_module(name: str, module: nn.Module, run: Callable[[int], object]) -> Sub
     for parameter in module.parameters():
         if parameter.is_meta or isinstance(parameter, FakeTensor):
             raise ValueError(
-                f"model_or_layer must have its weights loaded, got {name} with weights on the meta device"
+                f"model_or_layer must have its weights loaded, got {name} with weights on the meta device or fake; "
+                "load them (load_state_dict, from_pretrained) first"
             )
     return Subject(name, run, _facts(module))
 

@@ -381,7 +381,7 @@ def test_weights_of_other_layouts_are_refused():
     x, w13, w2, weights, ids = case.args
     ready = moe_ops.prepare(w13, "flashinfer", activation="silu")
     for backend in ("torch", "triton", "auto"):
-        with pytest.raises(ValueError, match="natural layout"):
+        with pytest.raises(ValueError, match="natural layout.*'torch'\\) brings it back"):
             moe_ops.fused_experts(x, ready, w2, weights, ids, backend=backend)
     other = moe_ops.prepare(w2, "flashinfer", activation="silu")
     with pytest.raises(ValueError, match="w2 must have the layout of w13, none, got :up_gate"):
@@ -392,6 +392,21 @@ def test_weights_of_other_layouts_are_refused():
     small = moe_ops.quantize(torch.randn(1, 64, 64), "mxfp4_w4a16")
     with pytest.raises(ValueError, match="128 divides"):
         moe_ops.prepare(small, "flashinfer")
+
+
+def test_weights_that_cannot_be_prepared_are_named():
+    with pytest.raises(ValueError, match="as many gate rows as up rows .* got 3 rows; leave act"):
+        moe_ops.prepare(torch.randn(2, 3, 4), "flashinfer", activation="silu")
+    for weight in (torch.randn(4), torch.ones(2, 4, 4, dtype=torch.int32)):
+        for backend in ("flashinfer", "torch", "auto"):
+            with pytest.raises(
+                ValueError, match=r"shape \(E, N, K\).* floating dtype .*got torch"
+            ):
+                moe_ops.prepare(weight, backend)
+    with pytest.raises(ValueError, match="backend must be one of auto, .*, torch; got 'vllm'"):
+        moe_ops.prepare(torch.randn(2, 4, 4), "vllm")
+    with pytest.raises(ValueError, match="activation must be one of"):
+        moe_ops.prepare(torch.randn(2, 4, 4), "auto", activation="swish")
 
 
 # --- refusals --------------------------------------------------------------------------------------------
@@ -406,7 +421,7 @@ def test_weights_of_other_layouts_are_refused():
             H200,
             "takes weights in layout ':up_gate', got ':up_gate_",
         ),
-        ({"dtype": FP32}, H200, "takes bfloat16 or float16 for scheme '', got torch.float32"),
+        ({"dtype": FP32}, H200, "takes bfloat16 or float16 for plain weights, got torch.float32"),
         ({"scheme": "fp8_block", "dtype": FP16}, H200, "takes bfloat16 for scheme 'fp8_block'"),
         ({"scheme": "fp8_block"}, B200, "runs fp8_block on SM90, got SM100"),
         ({"scheme": "nvfp4"}, H200, "runs nvfp4 on SM100 or SM120, got SM90"),
@@ -419,7 +434,7 @@ def test_weights_of_other_layouts_are_refused():
         ),
         ({}, Machine("cuda", (8, 0)), "needs SM90, SM100 or SM120, got SM80"),
         ({"contiguous_weights": False}, H200, "needs contiguous weights"),
-        ({"hidden_size": 36}, H200, "multiples of 8 for scheme '', got 36 and 24"),
+        ({"hidden_size": 36}, H200, "multiples of 8 for plain weights, got 36 and 24"),
     ],
 )
 def test_reasons(change, machine, reason):
@@ -448,7 +463,11 @@ def test_unprepared_weights_of_no_gate_run_as_they_are():
 
 def test_available_names_the_version(monkeypatch):
     monkeypatch.setattr(flashinfer.importlib.util, "find_spec", lambda name: object())
-    for version, reason in (("0.6.13", None), ("0.6.13.post1", None), ("0.6.14", "0.6.14")):
+    for version, reason in (
+        ("0.6.13", None),
+        ("0.6.13.post1", None),
+        ("0.6.14", "got 0.6.14; pip install flashinfer-python==0.6.13"),
+    ):
         monkeypatch.setattr(flashinfer.importlib.metadata, "version", lambda _, v=version: v)
         answer = flashinfer.available.__wrapped__()
         assert answer is None if reason is None else reason in answer

@@ -384,6 +384,12 @@ def test_quantize_refuses():
     integration.quantize(model, "fp8_channel")
     with pytest.raises(ValueError, match="gate_up_proj must be a plain tensor.*quantized already"):
         integration.quantize(model, "fp8_channel")
+    model = build("mixtral", 1)
+    experts = model.model.layers[0].mlp.experts
+    ready = moe_ops.prepare(experts.gate_up_proj.data, "flashinfer", activation="silu")
+    experts.gate_up_proj = torch.nn.Parameter(ready, requires_grad=False)
+    with pytest.raises(ValueError, match="natural layout, got ':up_gate'; .*'torch'\\) first"):
+        integration.quantize(model, "fp8_channel")
     with torch.device("meta"):
         empty = build("mixtral", 1)
     with pytest.raises(ValueError, match="must be loaded, got the meta device"):

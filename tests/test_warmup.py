@@ -294,6 +294,11 @@ def test_bad_arguments():
         moe_ops.warmup(3, [1])
     with pytest.raises(ValueError, match="expert layers that run through moe_ops, got Linear"):
         moe_ops.warmup(nn.Linear(2, 2), [1])
+    with pytest.raises(ValueError, match="got the class MoELayer; pass an instance of it"):
+        moe_ops.warmup(moe_ops.MoELayer, [1])
+    for dtype in ("bfloat16", torch.int32):
+        with pytest.raises(ValueError, match="dtype must be None or a floating torch.dtype, got"):
+            moe_ops.warmup(layer, [1], dtype=dtype)
     with pytest.raises(ValueError, match="weights loaded, got MoELayer with weights on the meta"):
         moe_ops.warmup(layer_of().to("meta"), [1])
 

@@ -97,6 +97,11 @@ def _check_quantizable(layer: Layer, weight_name: str, scheme: QuantScheme) -> N
         )
     weight = getattr(layer.owner, weight_name)
     if fp8.is_quantized(weight) or weight.element_size() == 1:
+        if getattr(weight, "scheme", None) == "":  # plain, in a backend's layout
+            raise ValueError(
+                f"{name} must have its natural layout, got {weight.weight_layout!r}; bring it back by "
+                "moe_ops.prepare(weight, 'torch') first"
+            )
         what = getattr(weight, "scheme", weight.dtype)
         raise ValueError(f"{name} must be a plain tensor, got {what}: it is quantized already")
     if weight.device.type == "meta":

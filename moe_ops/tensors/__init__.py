@@ -147,20 +147,25 @@ def prepare(weight: Tensor, backend: str, *, activation: str | Activation | None
         w2 = moe_ops.prepare(w2, "flashinfer")
 
     Args:
-        weight: (E, N, K). Not all backends want another layout: then it is returned as it is.
+        weight: (E, N, K), or (N, K) of one expert. Not all backends want another layout: then it is returned as it is.
         activation: for w13 the activation that follows it, for w2 None: some backends want up rows before gate
             rows, from whichever order the activation is defined on.
 
     Raises:
-        ValueError: an unknown backend or activation, no tensor, a weight that is a transposed view, or one whose
+        ValueError: an unknown backend or activation, no tensor of such a shape and dtype, a weight that is a transposed view, or one whose
             shape or scales do not admit the layout.
     """
     check_tensor("weight", weight)
     if backend not in _BACKENDS:
-        raise ValueError(f"backend must be one of {_BACKENDS}, got {backend!r}")
+        raise ValueError(f"backend must be one of {', '.join(_BACKENDS)}; got {backend!r}")
+    if weight.dim() not in (2, 3) or not weight.is_floating_point():
+        raise ValueError(
+            "weight must have shape (E, N, K), or (N, K) of one expert, and a floating dtype unless it is an "
+            f"ExpertTensor, got {weight.dtype} of shape {tuple(weight.shape)}"
+        )
+    act = None if activation is None else activations.resolve(activation)
     if backend == "auto":
         return weight
     if getattr(weight, "weight_layout", "") == layouts.TRANSPOSED:
         raise ValueError(f"weight must have the natural layout, got {weight}; transpose it back")
-    act = None if activation is None else activations.resolve(activation)
     return layouts.change(weight, backend, act)

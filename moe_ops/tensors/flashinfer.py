@@ -53,6 +53,11 @@ def reorder_rows(w: ExpertTensor, order: str, undo: bool = False) -> Tensors:
     if not order:
         return {}
     pairs = order == UP_GATE_OF_PAIRS
+    if w.qdata.shape[-2] % 2:
+        raise ValueError(
+            "weight must have as many gate rows as up rows before a gated activation, got "
+            f"{w.qdata.shape[-2]} rows; leave activation out for w2"
+        )
     if w.scheme == "fp8_block" and (pairs or w.qdata.shape[-2] % 256):
         raise ValueError(
             f"weight must have scales of 128 rows that are all gate or all up rows to be laid out for flashinfer, got "
