@@ -113,6 +113,8 @@ def format_facts(found: dict[str, Any]) -> str:
             major, minor = gpu["capability"]
             memory = f"{gpu['memory_gib']:.0f} GiB"
             lines.append(f"  GPU {index}: {gpu['name']}, SM{major}{minor}, {memory}")
+            if (major, minor) not in registry.RUN_ON:
+                lines.append(f"    {registry.untried((major, minor))}")
     else:
         built = found["cuda"]["runtime"]
         lines.append(
@@ -125,6 +127,10 @@ def format_facts(found: dict[str, Any]) -> str:
     lines.append("backends that 'auto' chooses from here")
     for name, reason in found["backends"].items():
         lines.append(f"  {name:18} {'available' if reason is None else 'no: ' + reason}")
+    tested = ", ".join([f"SM{major}{minor}" for major, minor in registry.RUN_ON])
+    lines.append(
+        f"  tested on CPUs and {tested}; what they have for other GPUs was not run on hardware"
+    )
     in_use = found["cpu_kernel"] or "built and in use"
     lines.append(f"  on a CPU, torch's kernel for AVX-512 bf16: {in_use}")
     lines.append("tuning tables")

@@ -33,6 +33,10 @@ BACKENDS: tuple[library.Backend, ...] = (
 )
 
 
+# compute capabilities of GPUs that the tests ran on; what there is for others was compiled or traced, not run
+RUN_ON = ((9, 0),)
+
+
 @dataclass(frozen=True)
 class Plan:
     """What will run: tiers (largest M, backend), ascending, -1 for no bound; and who was left out."""
@@ -108,6 +112,8 @@ class Plan:
             f"{p.kind}: E={p.num_experts} top_k={p.top_k} K={p.hidden_size} "
             f"I={p.intermediate_size} {p.scheme or 'plain'} {_name(p.dtype)} on {where}"
         ]
+        if m.device_type == "cuda" and m.capability not in RUN_ON:
+            lines.append(f"  {untried(m.capability)}")
         low = 0
         for limit, backend in self.tiers:
             reach = f"M >= {low}" if limit < 0 else f"M in {low}..{limit}"
@@ -244,6 +250,11 @@ def check_backend(argument: str, name: str) -> None:
     known = ("auto", *list_backends())
     if name not in known:
         raise ValueError(f"{argument} must be one of {', '.join(known)}; got {name!r}")
+
+
+def untried(capability: tuple[int, int]) -> str:
+    """What to say of a GPU that no test ran on."""
+    return f"not run on hardware: nothing of this package was tested on a GPU of SM{capability[0]}{capability[1]}"
 
 
 def list_backends() -> tuple[str, ...]:

@@ -121,6 +121,14 @@ def test_old_gpus_and_cpus_are_refused_by_triton():
     assert names(registry.plan(PLAIN, CPU)) == [(-1, "torch")]  # the interpreter: only when named
 
 
+def test_gpus_that_no_test_ran_on_are_named():
+    for capability in ((8, 0), (9, 0), (10, 0), (12, 0)):
+        text = str(registry.plan(PLAIN, Machine("cuda", capability, "", ("triton", "torch"))))
+        told = f"not run on hardware: nothing of this package was tested on a GPU of SM{capability[0]}"
+        assert (told in text) == (capability != (9, 0))
+    assert "not run" not in str(registry.plan(PLAIN, CPU))
+
+
 def test_no_backend_at_all_tells_why_of_each():
     problem = dataclasses.replace(PLAIN, layout="shuffled")
     with pytest.raises(ValueError) as error:
