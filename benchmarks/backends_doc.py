@@ -12,7 +12,7 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,8 +21,8 @@ import torch
 from moe_ops import library, registry, tuning
 from moe_ops.activations import NAMES, Activation
 from moe_ops.problem import Machine, Problem
-from moe_ops.schemes import SCHEMES, get_scheme
-from moe_ops.tensors.layouts import RELAYOUTS
+from moe_ops.schemes import SCHEMES
+from moe_ops.tensors import layouts
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENT = ROOT / "docs" / "backends.md"
@@ -43,19 +43,11 @@ QWEN3 = replace(LAYER, num_experts=128, hidden_size=2048, intermediate_size=768,
 QWEN3 = replace(QWEN3, top_k=8, scheme="fp8_block")
 
 
-def layouts(backend: library.Backend, problem: Problem) -> Iterator[Problem]:
-    """The problem with weights as they are, and in each layout that the backend wants of them."""
-    yield problem
-    for relayout in RELAYOUTS.get(backend.name, ()):
-        if relayout.takes(get_scheme(problem.scheme)):
-            yield replace(problem, layout=relayout.layout)
-
-
 def takes(backend: library.Backend, problem: Problem, machine: Machine) -> bool:
     """Whether it runs a problem, with weights in some layout."""
     if problem.kind not in backend.ops:
         return False
-    return any(not backend.supports(p, machine) for p in layouts(backend, problem))
+    return any(not backend.supports(p, machine) for p in layouts.variants(problem, backend.name))
 
 
 def accepts() -> str:
@@ -105,6 +97,21 @@ def features() -> str:
         rows = LAYER.intermediate_size * (2 if act.gated else 1)
         return {"activation": act, "num_rows": rows}
 
+    def layout(backend: library.Backend) -> str:
+        natural, prepared = {}, {}  # schemes by device
+        for name, machine in MACHINES.items():
+            for p in plain_and_quantized:
+                if takes(backend, p, machine):
+                    as_they_are = not backend.supports(p, machine)
+                    kind = p.scheme.split(":")[0] or "plain"
+                    (natural if as_they_are else prepared).setdefault(name, {})[kind] = None
+        if not prepared:
+            return "as they are"
+        if not natural:
+            return "prepared"
+        where = [f"{', '.join(kinds)} on {name}" for name, kinds in prepared.items()]
+        return f"as they are; prepared: {'; '.join(where)}"
+
     dtypes = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
     kinds = {"batched_experts": 0, "grouped_linear": 0}
     rows: dict[str, Callable[[library.Backend], str]] = {
@@ -116,12 +123,8 @@ def features() -> str:
         "`router_weight_on_input`": lambda b: yes(some(b, router_weight_on_input=True, top_k=1)),
         "strided weights": lambda b: yes(some(b, contiguous_weights=False)),
         "gradients": lambda b: yes(b.differentiable),
-        "layout of weights": lambda b: "prepared" if not natural(b) else "as they are",
+        "layout of weights": layout,
     }
-
-    def natural(backend: library.Backend) -> bool:
-        machines = MACHINES.values()
-        return any(not backend.supports(p, m) for p in plain_and_quantized for m in machines)
 
     lines = [f"| | {' | '.join([f'`{name}`' for name in EVERYTHING])} |"]
     lines.append("|---" * (len(EVERYTHING) + 1) + "|")

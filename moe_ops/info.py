@@ -19,6 +19,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -49,16 +50,19 @@ def facts() -> dict[str, Any]:
 
     Keys: ``python``, ``versions`` (distribution -> version or None), ``cuda`` (runtime and driver,
     or None), ``gpus`` (name, capability, memory_gib), ``backends`` (name -> None if backend="auto" may
-    choose it for a bf16 layer here, else why not and what to do), ``cpu_kernel`` (None if the CPU
-    kernel is in use, else why not), ``tuning`` (GPU name -> number of measured problems).
+    choose it for some bf16 layer here, else why not and what to do), ``takes`` (name -> the schemes of these
+    layers, of weights as they are in ``natural``, of those that need `prepare` in ``prepared``), ``cpu_kernel``
+    (None if the CPU kernel is in use, else why not), ``tuning`` (GPU name -> number of measured problems).
     """
+    backends, takes = _backends()
     return {
         "python": platform.python_version(),
         "platform": f"{platform.system()} {platform.machine()}",
         "versions": {name: _version(name) for name in ("moe-ops", *DISTRIBUTIONS)},
         "cuda": _cuda(),
         "gpus": _gpus(),
-        "backends": _backends(),
+        "backends": backends,
+        "takes": takes,
         "cpu_kernel": cpu_grouped.why_not(),
         "tuning": {
             name: len(json.loads(path.read_text())["entries"])
@@ -73,7 +77,7 @@ def explain(
     """The plan of a problem on a device, tier by tier.
 
     Returns:
-        ``problem`` (one line), ``rows`` (for each M: ``tokens``, ``backend``, ``native``,
+        ``problem`` (one line), ``untried`` (None, or that no test ran on such a GPU), ``rows`` (for each M: ``tokens``, ``backend``, ``native``,
         ``workspace_bytes``) and ``refused`` (backend name -> reasons).
 
     Raises:
@@ -97,6 +101,7 @@ def explain(
         )
     return {
         "problem": str(plan).splitlines()[0],
+        "untried": plan.untried,
         "rows": rows,
         "refused": {name: list(reasons) for name, reasons in plan.refused},
     }
@@ -113,8 +118,8 @@ def format_facts(found: dict[str, Any]) -> str:
             major, minor = gpu["capability"]
             memory = f"{gpu['memory_gib']:.0f} GiB"
             lines.append(f"  GPU {index}: {gpu['name']}, SM{major}{minor}, {memory}")
-            if (major, minor) not in registry.RUN_ON:
-                lines.append(f"    {registry.untried((major, minor))}")
+            if note := registry.untried((major, minor)):
+                lines.append(f"    {note}")
     else:
         built = found["cuda"]["runtime"]
         lines.append(
@@ -126,7 +131,8 @@ def format_facts(found: dict[str, Any]) -> str:
             lines.append(f"  {name:18} {version or '-'}")
     lines.append("backends that 'auto' chooses from here")
     for name, reason in found["backends"].items():
-        lines.append(f"  {name:18} {'available' if reason is None else 'no: ' + reason}")
+        answer = f"available{_takes(found['takes'][name])}" if reason is None else f"no: {reason}"
+        lines.append(f"  {name:18} {answer}")
     tested = ", ".join([f"SM{major}{minor}" for major, minor in registry.RUN_ON])
     lines.append(
         f"  tested on CPUs and {tested}; what they have for other GPUs was not run on hardware"
@@ -143,7 +149,8 @@ def format_facts(found: dict[str, Any]) -> str:
 
 def format_explanation(found: dict[str, Any]) -> str:
     """The text form of :func:`explain`."""
-    lines = [found["problem"], f"  {'M':>8}  {'backend':10} {'workspace':>12}"]
+    lines = [found["problem"], *([f"  {found['untried']}"] if found["untried"] else [])]
+    lines.append(f"  {'M':>8}  {'backend':10} {'workspace':>12}")
     for row in found["rows"]:
         mib = row["workspace_bytes"] / 2**20
         emulated = (
@@ -210,12 +217,43 @@ def _num_bytes(buffer: Any) -> int:
     return size
 
 
-def _backends() -> dict[str, str | None]:
-    silu = activations.resolve("silu")
+_FAMILIES = tuple(dict.fromkeys([name.split(":")[0] for name in schemes.SCHEMES]))
+
+
+def _backends() -> tuple[dict[str, str | None], dict[str, dict[str, list[str]]]]:
+    """``backends`` and ``takes`` of `facts`."""
+    from moe_ops.tensors import layouts  # which imports torchao
+
+    here, silu = registry.machine(_device(None)), activations.resolve("silu")
     layer = Problem("experts", 8, 256, 128, 256, 2, torch.bfloat16, activation=silu)
-    refused = registry.plan(layer, registry.machine(_device(None))).refused
-    reasons = {name: "; ".join(text) for name, text in refused}
-    return {name: reasons.get(name) for name in registry.list_backends()}
+    why_not: dict[str, str | None] = {}
+    takes: dict[str, dict[str, list[str]]] = {}
+    for backend in registry.BACKENDS:
+        # of each family of schemes that it takes: whether weights are as they are
+        natural: dict[str, bool] = {}
+        refusals: list[list[str]] = []
+        for scheme in (*backend.native_schemes, *schemes.SCHEMES):
+            for problem in layouts.variants(replace(layer, scheme=scheme), backend.name):
+                reasons = registry.why_not(backend, problem, here)
+                refusals.append(reasons)
+                if not reasons:
+                    natural.setdefault(scheme.split(":")[0], not problem.layout)
+        # the fewest: of a scheme that it has, in its layout
+        why_not[backend.name] = None if natural else "; ".join(min(refusals, key=len))
+        takes[backend.name] = {
+            what: [name or "plain" for name in _FAMILIES if natural.get(name) is as_they_are]
+            for what, as_they_are in (("natural", True), ("prepared", False))
+        }
+    return why_not, takes
+
+
+def _takes(found: dict[str, list[str]]) -> str:
+    """Text of an entry of ``takes``; nothing where every scheme is taken as it is."""
+    natural, prepared = ", ".join(found["natural"]), ", ".join(found["prepared"])
+    if len(found["natural"]) == len(_FAMILIES):
+        return ""
+    parts = [natural] if natural else []
+    return " for " + "; ".join(parts + ([f"{prepared}, prepared weights"] if prepared else []))
 
 
 def _version(distribution: str) -> str | None:

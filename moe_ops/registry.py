@@ -86,6 +86,11 @@ class Plan:
         return library.options_text(p.kind, (*values, self.tiers_text))
 
     @property
+    def untried(self) -> str | None:
+        """None, or that no test ran on such a GPU."""
+        return untried(self.machine.capability) if self.machine.device_type == "cuda" else None
+
+    @property
     def differentiable(self) -> bool:
         """Whether gradients can flow."""
         return all([backend.differentiable for _, backend in self.tiers])
@@ -112,8 +117,8 @@ class Plan:
             f"{p.kind}: E={p.num_experts} top_k={p.top_k} K={p.hidden_size} "
             f"I={p.intermediate_size} {p.scheme or 'plain'} {_name(p.dtype)} on {where}"
         ]
-        if m.device_type == "cuda" and m.capability not in RUN_ON:
-            lines.append(f"  {untried(m.capability)}")
+        if self.untried:
+            lines.append(f"  {self.untried}")
         low = 0
         for limit, backend in self.tiers:
             reach = f"M >= {low}" if limit < 0 else f"M in {low}..{limit}"
@@ -162,9 +167,7 @@ def plan(problem: Problem, machine: Machine, backend: str = "auto") -> Plan:
         return Plan(problem, machine, ((-1, chosen),))
     accepted, refused = [], []
     for candidate in BACKENDS:
-        reasons = _reasons(candidate, problem, machine)
-        if candidate.interpreted and machine.device_type == "cpu":
-            reasons.append("runs in an interpreter on a CPU: only when named")
+        reasons = why_not(candidate, problem, machine)
         if reasons:
             refused.append((candidate.name, tuple(reasons)))
         else:
@@ -224,6 +227,14 @@ def _table_key(problem: Problem, machine: Machine) -> tuple:
     return (machine.gpu_name, *sizes, p.scheme, _name(p.dtype))
 
 
+def why_not(backend: library.Backend, problem: Problem, machine: Machine) -> list[str]:
+    """Why "auto" leaves a backend out; empty if it may choose it."""
+    reasons = _reasons(backend, problem, machine)
+    if backend.interpreted and machine.device_type == "cpu":
+        reasons.append("runs in an interpreter on a CPU: only when named")
+    return reasons
+
+
 def _reasons(backend: library.Backend, problem: Problem, machine: Machine) -> list[str]:
     if problem.kind not in backend.ops:
         return [f"has no {problem.kind}"]
@@ -252,9 +263,12 @@ def check_backend(argument: str, name: str) -> None:
         raise ValueError(f"{argument} must be one of {', '.join(known)}; got {name!r}")
 
 
-def untried(capability: tuple[int, int]) -> str:
-    """What to say of a GPU that no test ran on."""
-    return f"not run on hardware: nothing of this package was tested on a GPU of SM{capability[0]}{capability[1]}"
+def untried(capability: tuple[int, int]) -> str | None:
+    """What to say of a GPU that no test ran on; None of others."""
+    if capability in RUN_ON:
+        return None
+    major, minor = capability
+    return f"not run on hardware: nothing of this package was tested on a GPU of SM{major}{minor}"
 
 
 def list_backends() -> tuple[str, ...]:

@@ -115,6 +115,49 @@ def test_facts_tell_what_runs_without_a_gpu(monkeypatch):
         assert f"{'triton':18} no: {reason}" in info.format_facts(found)
 
 
+@pytest.mark.parametrize(
+    "capability, lines",
+    [
+        (
+            (9, 0),
+            {
+                "triton": "available",
+                "deep_gemm": "available for plain, fp8_block",
+                "deep_gemm_fp4": "no: deep_gemm_fp4 runs mxfp4_w4a8 on compute capability 10.x, 12.x, got 9.0",
+                "flashinfer": "available for plain, fp8_tensor_static, fp8_block, mxfp4_w4a16, prepared weights",
+                "torch": "available",
+            },
+        ),
+        (
+            (10, 0),
+            {
+                "deep_gemm": "available for plain; fp8_block, mxfp8, prepared weights",
+                "deep_gemm_fp4": "available for mxfp4_w4a8, prepared weights",
+            },
+        ),
+        ((7, 5), {"flashinfer": "no: flashinfer needs SM90, SM100 or SM120, got SM75"}),
+    ],
+)
+def test_facts_tell_what_weights_backends_take(capability, lines):
+    with registry.pretend(Machine("cuda", capability, "", registry.list_backends())):
+        found = info.facts()
+    assert json.loads(json.dumps(found)) == found
+    text = info.format_facts(found).splitlines()
+    for name, line in lines.items():
+        assert f"  {name:18} {line}" in text
+
+
+def test_gpus_that_no_test_ran_on_are_named(monkeypatch):
+    for capability in ((9, 0), (10, 0)):
+        gpu = {"name": "GPU", "capability": list(capability), "memory_gib": 1.0}
+        monkeypatch.setattr(info, "_gpus", lambda gpu=gpu: [gpu])
+        machine = Machine("cuda", capability, "GPU", ("torch",))
+        with registry.pretend(machine):
+            found = info.explain(PROBLEM, torch.device("cuda"), "auto", [1])
+        for text in (info.format_facts(info.facts()), info.format_explanation(found)):
+            assert ("not run on hardware: nothing" in text) == (capability == (10, 0))
+
+
 def test_facts_tell_whether_the_cpu_kernel_is_in_use(monkeypatch, tmp_path):
     library = tmp_path / "cpu_grouped_mm.so"
     monkeypatch.setattr(cpu_grouped, "_LIBRARY", library)

@@ -15,7 +15,8 @@ that say so by ``rows``, and in their name behind a colon: w13 and w2 fit togeth
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -23,13 +24,14 @@ from torch import Tensor
 
 from moe_ops.activations import Activation
 from moe_ops.meta.scales import unpacked_size
+from moe_ops.problem import Problem
 from moe_ops.schemes import QuantScheme, get_scheme
 from moe_ops.validation import TRANSPOSED
 
 if TYPE_CHECKING:
     from moe_ops.tensors.base import ExpertTensor
 
-__all__ = ["RELAYOUTS", "TRANSPOSED", "Relayout", "change", "logical", "natural"]
+__all__ = ["RELAYOUTS", "TRANSPOSED", "Relayout", "change", "logical", "natural", "variants"]
 
 # orders of w13's rows other than the natural one of its activation, by what they are made from
 UP_GATE = "up_gate"  # up rows, then gate rows; made from gate rows, then up rows
@@ -103,6 +105,14 @@ def rows_before(activation: Activation | None) -> str:
     if activation is None or not activation.gated:
         return ""
     return UP_GATE_OF_PAIRS if activation.interleaved else UP_GATE
+
+
+def variants(problem: Problem, backend: str) -> Iterator[Problem]:
+    """The problem with weights as they are, then in each layout that ``backend`` wants of its scheme."""
+    yield problem
+    for relayout in RELAYOUTS.get(backend, ()):
+        if relayout.takes(get_scheme(problem.scheme)):
+            yield replace(problem, layout=relayout.layout)
 
 
 def natural(weight: ExpertTensor) -> Tensor:
