@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import re
 import sys
 
 import pytest
@@ -257,8 +258,43 @@ def test_timing_goes_on_where_it_stopped(tuner, table):
     assert tuner("--backends", "deep_gemm", "--m", "16", "--again") == [(16, "deep_gemm")]
     known = tuning.measured_backends(table, TARGET)
     assert known == {16: {"triton": 26.0, "deep_gemm": 48.0}, 64: {"triton": 74.0}}
-    with pytest.raises(ValueError, match="--backends must be one of auto, .*; got 'deepgemm'"):
-        tuner("--backends", "deepgemm")
+
+
+def test_a_run_that_measures_nothing_fails(tuner, monkeypatch):
+    with pytest.raises(SystemExit, match="nothing measured, .*Target\\(num_experts=8"):
+        tuner("--backends", "flashinfer", "--m", "16")
+    monkeypatch.setattr(Stopwatch, "times_us", lambda self, M, names: {})
+    with pytest.raises(SystemExit, match="nothing measured"):
+        tuner("--backends", "--m", "16")
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ("--m 8 0", "--m must be positive numbers of tokens, got 0"),
+        ("--scheme fp9", "--scheme: scheme must be one of .*got 'fp9'; '' is for plain weights"),
+        ("--shape 4 128 128 8", "--shape must be positive, TOP_K at most E; got 4 128 128 8"),
+        ("--shape 4 128 0 2", "--shape must be positive, TOP_K at most E; got 4 128 0 2"),
+        ("--backends deepgemm", "--backends must be one of triton, .*, torch; got 'deepgemm'"),
+        ("--backends auto", "--backends must be one of triton, .*, torch; got 'auto'"),
+        ("--backends --check", "--check compares tiles of triton, so it must come without"),
+    ],
+)
+def test_bad_command_lines_are_refused_before_a_gpu_is_asked_for(
+    arguments, message, tuner, monkeypatch, capsys
+):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: pytest.fail("asked for a GPU"))
+    with pytest.raises(SystemExit) as stopped:
+        tuner(*arguments.split())
+    assert stopped.value.code == 2
+    assert re.search(message, capsys.readouterr().err)
+
+
+def test_schemes_are_recorded_by_their_full_names(tuner, table):
+    """By which plans look them up."""
+    tuner("--backends", "--m", "16", "--scheme", "int4_w4a16")
+    (entry,) = json.loads(table.read_text())["entries"]
+    assert entry["scheme"] == "int4_w4a16:g128"
 
 
 def test_each_backend_gets_weights_in_its_layout():

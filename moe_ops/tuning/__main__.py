@@ -17,13 +17,15 @@ import json
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
-from moe_ops import tuning
+from moe_ops import registry, tuning
+from moe_ops.schemes import get_scheme
 
 if TYPE_CHECKING:
     from moe_ops.tuning.search import Target
@@ -58,6 +60,7 @@ def main() -> None:
     )
     parser.add_argument("--check", action="store_true", help="compare only, record nothing")
     arguments = parser.parse_args()
+    _check(arguments, parser.error)
     if not torch.cuda.is_available():
         sys.exit("tuning measures kernels and needs a GPU; none found, nothing measured")
     from moe_ops.tuning import backends
@@ -66,18 +69,21 @@ def main() -> None:
     gpu = torch.cuda.get_device_name()
     path = arguments.table or tuning.path_of(gpu)
     targets = [
-        Target(E, K, I, top_k, scheme, arguments.dtype)
+        Target(E, K, I, top_k, get_scheme(scheme).name, arguments.dtype)
         for scheme in arguments.scheme
         for E, K, I, top_k in arguments.shape
     ]
     lost: dict[str, float] = {}
+    not_measured = []
     for target in targets:
         if arguments.backends is None:
             counts = sorted(arguments.m or TILES_M)
             lost |= _measure_tiles(target, counts, path, gpu, arguments.again, arguments.check)
         else:
             counts = sorted(arguments.m or BACKENDS_M)
-            backends.measure(target, counts, path, gpu, arguments.backends, arguments.again)
+            again = arguments.again
+            if not backends.measure(target, counts, path, gpu, arguments.backends, again):
+                not_measured.append(str(target))
         torch.cuda.empty_cache()
     if lost:
         worst = max(lost, key=lambda cell: lost[cell])
@@ -85,6 +91,31 @@ def main() -> None:
         print(f"heuristic over best: geometric mean {mean:.3f}, worst {lost[worst]:.3f} ({worst})")
     if not arguments.check:
         print(json.dumps({"table": str(path)}))
+    if not_measured:
+        sys.exit(f"nothing measured, for the reasons above: {', '.join(not_measured)}")
+
+
+def _check(arguments: argparse.Namespace, error: Callable[[str], object]) -> None:
+    """Call `error` with what is wrong with the command line, if anything is."""
+    for E, K, I, top_k in arguments.shape:  # noqa: E741
+        if min(E, K, I, top_k) < 1 or top_k > E:
+            error(f"--shape must be positive, TOP_K at most E; got {E} {K} {I} {top_k}")
+    for scheme in arguments.scheme:
+        try:
+            get_scheme(scheme)
+        except ValueError as wrong:
+            error(f"--scheme: {wrong}; '' is for plain weights")
+    for M in arguments.m or ():
+        if M < 1:
+            error(f"--m must be positive numbers of tokens, got {M}")
+    if arguments.backends is None:
+        return
+    if arguments.check:
+        error("--check compares tiles of triton, so it must come without --backends")
+    for name in arguments.backends:
+        if name not in registry.list_backends():
+            known = ", ".join(registry.list_backends())
+            error(f"--backends must be one of {known}; got {name!r}")
 
 
 def _measure_tiles(

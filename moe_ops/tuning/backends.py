@@ -94,18 +94,16 @@ def laid_out(
 
 def measure(
     target: Target, token_counts: list[int], path: Path, gpu: str, only: list[str], again: bool
-) -> None:
+) -> bool:
     """Time the backends at each number of tokens that the table lacks, and write it after each.
 
     Args:
         only: names of backends, the others' times stay; all but torch that take the target if empty.
         again: measure what the table has, too.
 
-    Raises:
-        ValueError: an unknown backend.
+    Returns:
+        Whether there was nothing left to measure, or something was measured.
     """
-    for name in only:
-        registry.check_backend("--backends", name)
     facts = vars(target)
     backends = Backends(target)
     # torch defines what others compute; dequantizing all weights in fp32, it takes memory and minutes to come last
@@ -120,9 +118,11 @@ def measure(
         f"{target}: {', '.join(names)}; {len(todo)} of {len(token_counts)} M to measure",
         flush=True,
     )
+    measured = 0
     for M in progress.bar(list(todo), "backends"):
         # all of them, so that they compare
         us = backends.times_us(M, names)
+        measured += len(us)
         tuning.record_backends(path, gpu, facts, M, {**known.get(M, {}), **us}, versions())
         cells = ", ".join([f"{name} {value:.1f}" for name, value in us.items()])
         print(f"  M={M:5d}  {cells} us", flush=True)
@@ -131,6 +131,7 @@ def measure(
     times = sorted(tuning.measured_backends(path, facts).items())
     tiers = tuning.crossovers(times, names)
     print("  auto: " + ", ".join([f"{n} {'on' if m < 0 else f'to M={m}'}" for m, n in tiers]))
+    return bool(names) and (not todo or measured > 0)
 
 
 def versions() -> dict[str, str]:
