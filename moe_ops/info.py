@@ -238,8 +238,8 @@ def _backends() -> tuple[dict[str, str | None], dict[str, dict[str, list[str]]]]
                 refusals.append(reasons)
                 if not reasons:
                     natural.setdefault(scheme.split(":")[0], not problem.layout)
-        # the fewest: of a scheme that it has, in its layout
-        why_not[backend.name] = None if natural else "; ".join(min(refusals, key=len))
+        fewest = min(refusals, key=len)  # of a scheme that it has, in its layout
+        why_not[backend.name] = None if natural else "; ".join(fewest)
         takes[backend.name] = {
             what: [name or "plain" for name in _FAMILIES if natural.get(name) is as_they_are]
             for what, as_they_are in (("natural", True), ("prepared", False))
