@@ -218,7 +218,7 @@ def test_supports_its_problems():
         ({"scheme": "fp8_channel"}, "deep_gemm has no kernel for scheme 'fp8_channel'"),
         ({"dtype": FP16}, "deep_gemm takes bfloat16 hidden_states, got torch.float16; use backend='triton' or 'auto'"),
         ({"has_bias": True}, "deep_gemm takes no bias; use backend='triton' or 'auto'"),
-        ({"contiguous_weights": False}, "deep_gemm needs contiguous weights; call .contiguous() on them once"),
+        ({"contiguous_weights": False}, "deep_gemm needs contiguous weights and scales; call .contiguous() on them once"),
         ({"layout": "other"}, "deep_gemm takes weights in their natural layout, got 'other'; "
             "moe_ops.prepare(weight, 'torch') brings it back"),
     ],
@@ -258,7 +258,7 @@ def test_scales_that_are_not_contiguous_are_named():
     case = case_of("cuda" if CUDA else "cpu", "fp8_block", K=256, I=256)
     w13 = case.args[1]
     case.args[1] = w13._replace(scale=w13.scale.mT.contiguous().mT)
-    with pytest.raises(ValueError, match="the scale of w13 must be contiguous for deep_gemm"):
+    with pytest.raises(ValueError, match="deep_gemm needs contiguous weights and scales"):
         case.run("deep_gemm")
 
 

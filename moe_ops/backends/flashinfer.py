@@ -126,7 +126,7 @@ def supports(problem: Problem, machine: Machine) -> list[str]:
     if act is not None and act.name not in _ACTIVATIONS:
         reasons.append(f"flashinfer has no activation {act.name!r}")
     if not p.contiguous_weights:
-        reasons.append("flashinfer needs contiguous weights; call .contiguous() once")
+        reasons.append("flashinfer needs contiguous weights and scales; call .contiguous() once")
     if scheme is None:
         reasons.append(_OTHERS.get(p.scheme, f"flashinfer has no kernel for {of}"))
         return reasons
