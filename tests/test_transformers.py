@@ -651,6 +651,6 @@ def test_peft_lora_on_expert_parameters():
 def test_documented_code_runs():
     text = (Path(__file__).parent.parent / "docs" / "transformers.md").read_text()
     blocks = re.findall(r"^```python\n(.*?)^```", text, re.S | re.M)
-    assert len(blocks) == 5
+    assert len(blocks) == 6
     for block in blocks:
         exec(compile(block, "docs/transformers.md", "exec"), {})
