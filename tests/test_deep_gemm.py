@@ -12,7 +12,7 @@ import torch
 from fake_cuda import Recorder, fake_gpu
 
 import moe_ops
-from moe_ops import registry
+from moe_ops import plans, registry
 from moe_ops.activations import NAMES, Activation
 from moe_ops.backends import deep_gemm
 from moe_ops.kernels import deep_gemm_experts as experts
@@ -41,6 +41,7 @@ schemes = pytest.mark.parametrize("scheme", ["", "fp8_block"], ids=["plain", "fp
 
 def forget() -> None:
     registry._machine_facts_cached.cache_clear()
+    plans._ready.clear()
     dg.library.cache_clear()
 
 
