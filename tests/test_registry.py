@@ -206,7 +206,10 @@ def test_unknown_names_in_a_table_are_left_out(table):
         ([(1, {"a": 10, "b": 9.95}), (9, {"a": 10, "b": 11})], "ab", ((1, "b"), (-1, "a"))),
         # as fast but for noise at the first, faster at the second: it begins right behind the first
         ([(4, {"a": 1, "b": 1, "c": 0.995}), (9, {"a": 2, "b": 1, "c": 2})], "abc",
-         ((4, "c"), (-1, "b"))),
+         ((3, "a"), (4, "c"), (-1, "b"))),
+        # of fewer tokens than were measured nothing is known
+        ([(256, {"a": 2, "b": 1})], "ab", ((255, "a"), (-1, "b"))),
+        ([(256, {"a": 2, "b": 1})], "b", ((-1, "b"),)),
         # the fastest is not there: the next has its place, and where that is slower another one
         ([(1, {"a": 1, "b": 4, "c": 2}), (64, {"a": 1, "b": 2, "c": 4})], "bc",
          ((8, "c"), (-1, "b"))),

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import json
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -67,12 +67,13 @@ def look_up(*problem: Any) -> tuple[tuple[int, str], ...]:
 
 
 def crossovers(
-    times: Sequence[tuple[int, Mapping[str, float]]], accepted: Collection[str]
+    times: Sequence[tuple[int, Mapping[str, float]]], accepted: Sequence[str]
 ) -> tuple[tuple[int, str], ...]:
     """Tiers (largest M, backend) that follow from times measured at ascending numbers of tokens.
 
     A backend gives way to one that is faster by more than MARGIN. Between the two measured M the tier ends where
-    straight lines through both backends' times, on logarithmic scales, cross.
+    straight lines through both backends' times, on logarithmic scales, cross. Of fewer tokens than were measured nothing
+    is known: they go to the first accepted backend.
     """
     tiers: list[tuple[int, str]] = []
     before: tuple[int, Mapping[str, float]] | None = None
@@ -84,6 +85,8 @@ def crossovers(
         best = min(us, key=lambda name: us[name])
         if before is None:
             current = best
+            if best != accepted[0] and M > 1:
+                tiers.append((M - 1, accepted[0]))
         elif best != current and us[best] < us.get(current, math.inf) * (1 - MARGIN):
             tiers.append((_crossing(before, (M, us), current, best), current))
             current = best
