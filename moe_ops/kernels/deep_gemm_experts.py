@@ -65,7 +65,9 @@ def reasons(name: str, p: Problem, machine: Machine, majors: tuple[int, ...]) ->
         if size % dg.ALIGNMENT:
             found.append(f"{name} needs {size_name} to be a multiple of 128, got {size}")
     if not p.contiguous_weights:
-        found.append(f"{name} needs contiguous weights and scales; call .contiguous() on them once")
+        found.append(
+            f"{name} needs contiguous weights and scales; call .contiguous() on them once"
+        )
     if p.has_bias:
         found.append(f"{name} takes no bias; {_OTHERS}")
     return found
