@@ -4,9 +4,10 @@
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool racecheck --kernel-regex kns=moe_ops \
         python tests/sanitize.py [plain] [fp8] [packed] [emulated] [router] [deep_gemm]
 
-racecheck reports a reduction of torch's own, hence its filter by kernel name; of `router` alone it reports nothing without
-a filter, and with one it fails itself ("failed to handle a hardware exception", CUDA 13.0). Without the caching allocator
-every tensor has bounds of its own, so an access past any of them shows.
+racecheck reports a reduction of torch's own, hence its filter by kernel name; of `router` alone it
+reports nothing without a filter, and with one it fails itself ("failed to handle a hardware exception",
+CUDA 13.0). Without the caching allocator every tensor has bounds of its own, so an access past any of
+them shows.
 """
 
 import importlib.util
