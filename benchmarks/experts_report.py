@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import statistics
 from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
+import vllm_sort
 from cases import ROUTINGS, SCHEMES, SHAPES
-from harness import format_table
+from harness import RESULTS, format_table
 from peers import IMPLEMENTATIONS, VLLM_NAME, VLLM_US
 from records import OURS, Results
 
@@ -56,6 +58,12 @@ def order(key: tuple) -> tuple:
     )
 
 
+@functools.cache
+def _vllm_sorts() -> dict[tuple[str, int], float]:
+    """(shape, M) -> us of vLLM's sort on an H200, if it was measured."""
+    return vllm_sort.read(RESULTS, "NVIDIA H200")
+
+
 class View:
     """One cell's rows by implementation."""
 
@@ -75,8 +83,10 @@ class View:
         """Median us of an implementation; None if it was not measured."""
         if name == VLLM_NAME:  # measured under uniform routing on an H200 only
             shape, scheme, routing, tokens = self.key
-            applies = self.on_h200 and routing == "uniform"
-            return VLLM_US.get((shape, scheme), {}).get(tokens) if applies else None
+            if not self.on_h200 or routing != "uniform":
+                return None
+            us = VLLM_US.get((shape, scheme), {}).get(tokens)
+            return us if us is None else us + _vllm_sorts().get((shape, tokens), 0.0)
         row = self.rows.get(name, {})
         return row["us"]["median"] if "us" in row else None
 
@@ -135,7 +145,8 @@ def table(results: Results, keys: Collection[CellKey] | None = None) -> str:
     notes = [
         "median us a layer, then its relative error against fp64 with the bf16 weights; * not in one run",
         "DeepGEMM two GEMMs only: part of a layer, never the best peer",
-        f"{VLLM_NAME}: measured elsewhere on an H200, its sort left out",
+        f"{VLLM_NAME}: measured elsewhere on an H200, "
+        + ("its sort added as measured here" if _vllm_sorts() else "its sort left out"),
     ]
     return "\n".join([format_table([*header, "of floor"], lines), *notes])
 
@@ -336,7 +347,7 @@ def draw(cells: list[View], results: Results, path: Path, shown: Collection[str]
     names = ["floor", *[name for name in NAMES if name in drawn]]
     labels = {
         "floor": "floor: experts hit / bandwidth, or FLOPs / peak",
-        VLLM_NAME: "vLLM (table, its sort left out)",
+        VLLM_NAME: f"vLLM (table, its sort {'added' if _vllm_sorts() else 'left out'})",
     }
     height = figure.get_size_inches()[1]
     figure.legend(
