@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -62,12 +63,24 @@ _EMPTY = {
 class Ready:
     """A plan at hand for a call: what to allocate, remembered per M outside of graphs, and how to run it."""
 
-    __slots__ = ("op", "kernel", "options", "plan", "shapes")
+    __slots__ = ("op", "kernel", "options", "plan", "shapes", "tiers")
 
     def __init__(self, plan: registry.Plan, plain: bool = False):
         self.plan, self.op, self.options = plan, plan.op, plan.options
         self.kernel = plan.kernel if plain else None
         self.shapes: dict[int, list] = {}
+        self.tiers: tuple[tuple[int, Ready], ...] = ()  # of a tiered plan, each tier alone
+
+    def split(self) -> Ready:
+        """Let calls whose M is known run their tier's operator, with no larger workspaces than it needs."""
+        if len(self.plan.tiers) > 1:
+            alone = [
+                (limit, dataclasses.replace(self.plan, tiers=((-1, backend),)))
+                for limit, backend in self.plan.tiers
+            ]
+            plain = self.kernel is not None
+            self.tiers = tuple([(limit, Ready(plan, plain)) for limit, plan in alone])
+        return self
 
     def run(
         self, shape: tuple, dtype: torch.dtype, M: int, device: torch.device, *values: Any
@@ -82,6 +95,9 @@ class Ready:
             buffers = [torch.empty(*size, dtype=t, device=device) for size, t in shapes]
             self.op(*buffers, *values)
             return buffers[0]
+        for limit, ready in self.tiers:
+            if limit < 0 or limit >= M:
+                return ready.run(shape, dtype, M, device, *values[:-1], ready.options)
         direct = self.kernel is not None and dispatcher_is_idle()
         buffers = self.allocate(direct, shape, dtype, M, device)
         if direct:
@@ -160,7 +176,7 @@ def prepare(
             _ready.clear()
         plan = make_plan(make_call(inputs, weights, others, options), backend)
         plain = all([entry in _PLAIN for entry in lookup if isinstance(entry, type)])
-        ready = _ready[lookup] = Ready(plan, plain)
+        ready = _ready[lookup] = Ready(plan, plain).split()
     return ready
 
 

@@ -1,11 +1,13 @@
 """Eager calls skip the dispatcher where it has nothing to do, and only there; values are the same."""
 
+import dataclasses
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import moe_ops
-from moe_ops import library, plans
+from moe_ops import library, plans, registry
 from moe_ops.library import dispatcher_is_idle
 
 M, E, TOP_K, K, I = 5, 4, 2, 64, 32
@@ -157,6 +159,26 @@ def test_direct_calls_allocate_what_others_do(shape):
     assert [t.shape for t in found[0][1:]] == [
         torch.Size(b.shape) for b in plan.workspace_shapes(5)
     ]
+
+
+def test_calls_of_known_size_run_their_tier_alone():
+    """The operator of the tier's backend, with its options and workspaces and no other's."""
+    plan = moe_ops.explain(*arguments()[:3], arguments()[4], backend="torch")
+    backends = [registry._named(name) for name in ("torch", "triton")]
+    tiers = tuple(zip((4, -1), backends, strict=True))
+    ready = plans.Ready(dataclasses.replace(plan, tiers=tiers)).split()
+    called = []
+    for _, alone in ready.tiers:
+        alone.op = lambda *values, name=alone.plan.backend: called.append((name, values))
+    for M, backend in ((0, "torch"), (4, "torch"), (5, "triton"), (4096, "triton")):
+        out = ready.run((M, 3), torch.float16, M, torch.device("cpu"), "input", ready.options)
+        name, (first, *workspaces, values, options) = called.pop()
+        assert name == backend and first is out and out.shape == (M, 3) and values == "input"
+        assert "'tiers': ''" in options and "'tiers': '4:" in ready.options
+        wanted = registry._named(backend).workspace_shapes(M, plan.problem)
+        assert [(t.shape, t.dtype) for t in workspaces] == [
+            (torch.Size(b.shape), b.dtype) for b in wanted
+        ]
 
 
 def test_deterministic_algorithms_fill_what_nobody_writes():
