@@ -84,7 +84,7 @@ def check_warm(keys: tuple[tuple, ...], device: int) -> None:
         raise RuntimeError(
             "moe_ops backend 'deep_gemm' has no compiled kernel for this call and cannot compile one while a "
             "CUDA graph is captured; warm up first: call the same function once with tensors of these shapes "
-            "and dtypes outside of torch.cuda.graph(...), then capture"
+            "and dtypes outside of torch.cuda.graph(...), or use moe_ops.warmup, then capture"
         )
 
 

@@ -111,7 +111,7 @@ def run(launches: list[Launch], key: tuple, device: int, dependent: bool) -> Non
         raise RuntimeError(
             "moe_ops backend 'triton' has no compiled kernel for this call and cannot compile one while a "
             "CUDA graph is captured; warm up first: call the same function once with tensors of these "
-            "shapes, dtypes and strides outside of torch.cuda.graph(...), then capture"
+            "shapes, dtypes and strides outside of torch.cuda.graph(...), or use moe_ops.warmup, then capture"
         )
     functions = _kernels()
     compiled = ()
