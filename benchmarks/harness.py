@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib.metadata
 import json
 import platform
 import statistics
@@ -14,6 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from moe_ops import installed
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -112,13 +113,8 @@ def gpu_limits() -> dict[str, float]:
 
 def versions(*distributions: str) -> dict[str, str]:
     """Versions of those distributions that are installed."""
-    found = {}
-    for name in distributions:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
+    found = {name: installed.version(name) for name in distributions}
+    return {name: version for name, version in found.items() if version}
 
 
 def read_bandwidth_gb_s(num_bytes: int = 512 << 20) -> float:

@@ -142,3 +142,15 @@ def formula(x: Tensor, activation: Activation) -> Tensor:
     if name == "silu":
         return F.silu(g) * u
     return g * torch.sigmoid(activation.alpha * g) * (u + activation.beta)
+
+
+# orders of w13's rows other than the natural one of its activation, by what they are made from
+UP_GATE = "up_gate"  # up rows, then gate rows; made from gate rows, then up rows
+UP_GATE_OF_PAIRS = "up_gate_of_pairs"  # the same, made from rows that alternate
+
+
+def rows_before(activation: Activation | None) -> str:
+    """The order of rows that backends with up rows before gate rows want of a weight before ``activation``."""
+    if activation is None or not activation.gated:
+        return ""
+    return UP_GATE_OF_PAIRS if activation.interleaved else UP_GATE

@@ -12,7 +12,6 @@ that are not quantized.
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import json
 import platform
 import shutil
@@ -24,7 +23,7 @@ from typing import Any
 
 import torch
 
-from moe_ops import activations, registry, schemes, tuning
+from moe_ops import activations, installed, registry, schemes, tuning
 from moe_ops.kernels import cpu_grouped
 from moe_ops.problem import Problem
 
@@ -58,7 +57,7 @@ def facts() -> dict[str, Any]:
     return {
         "python": platform.python_version(),
         "platform": f"{platform.system()} {platform.machine()}",
-        "versions": {name: _version(name) for name in ("moe-ops", *DISTRIBUTIONS)},
+        "versions": {name: installed.version(name) for name in ("moe-ops", *DISTRIBUTIONS)},
         "cuda": _cuda(),
         "gpus": _gpus(),
         "backends": backends,
@@ -254,13 +253,6 @@ def _takes(found: dict[str, list[str]]) -> str:
         return ""
     parts = [natural] if natural else []
     return " for " + "; ".join(parts + ([f"{prepared}, prepared weights"] if prepared else []))
-
-
-def _version(distribution: str) -> str | None:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _cuda() -> dict[str, str | None]:

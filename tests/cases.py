@@ -207,6 +207,29 @@ def assert_matches(out: Tensor, expected: Tensor, within: float, floor: float = 
     assert error <= within, f"relative error {error:.2e}, allowed {within:.2e}"
 
 
+def check_batched(device: str, dtype: torch.dtype, scheme: str, **sizes: int) -> None:
+    """Three batches on Triton, one of them empty, whose rows behind their counts hold NaN."""
+    counts = torch.tensor([9, 0, 4], dtype=torch.int32, device=device)
+    case = Case(device, dtype, scheme, E=3, **sizes)
+    x = torch.randn(3, 9, sizes["K"], generator=torch.Generator().manual_seed(3))
+    x = x.to(dtype).to(device)
+    x[torch.arange(9, device=device) >= counts[:, None]] = math.nan
+    inside = ~torch.isnan(x[..., 0])
+    with poisoned_memory():
+        out = moe_ops.batched_experts(x, *case.args[1:3], counts, backend="triton")
+    expected = oracle.batched(x, *case.args[1:3], counts)
+    assert_matches(out[inside], expected[inside], tolerance(dtype, scheme, device))
+
+
+def refill(case: Case, seed: int) -> None:
+    """New tokens and new routing, in place."""
+    g = torch.Generator().manual_seed(seed)
+    x, w13, _, weights, ids = case.args
+    x.copy_(torch.randn(x.shape, generator=g))
+    ids.copy_(torch.randint(-1, w13.shape[0] + 1, ids.shape, generator=g))
+    weights.copy_(router_weights(*weights.shape).flip(0))
+
+
 def measured_tiers(*tiers: tuple[int, str]) -> list[dict]:
     """Rows of a measured table, as `python -m moe_ops.tuning --backends` writes them, that make these tiers."""
     names = sorted({name for _, name in tiers})

@@ -16,7 +16,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
 from compile_kernels import Call, _compiling, _empty, _weight  # noqa: E402
 
-from moe_ops.activations import Activation  # noqa: E402
+from moe_ops.activations import Activation, rows_before  # noqa: E402
 from moe_ops.backends import flashinfer  # noqa: E402
 from moe_ops.kernels import flashinfer_library as library  # noqa: E402
 from moe_ops.kernels.triton_launch import Gpu  # noqa: E402
@@ -37,7 +37,7 @@ def compiled(arch: int, scheme: str, top_k: int, more: bool, on_input: bool, nam
     M, E, K, I = 70, 16, 256, 128  # noqa: E741
     activation = Activation(name)
     N = 2 * I if activation.gated else I
-    order = flashinfer._order(activation)
+    order = rows_before(activation)
     layout = flashinfer._SCHEMES[scheme].layout + (f":{order}" if order else "")
     problem = Problem(
         *("experts", E, K, I, N, top_k, torch.bfloat16, scheme, layout, activation), has_bias=more

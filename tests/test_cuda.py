@@ -7,7 +7,7 @@ from torch.profiler import ProfilerActivity, profile
 import moe_ops
 from moe_ops import registry
 from tests import oracle
-from tests.cases import BF16, FP32, TOLERANCE, Case, assert_matches, router_weights, tolerance
+from tests.cases import BF16, FP32, TOLERANCE, Case, assert_matches, refill, tolerance
 
 CUDA = torch.cuda.is_available()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not CUDA, reason="needs a CUDA device")]
@@ -23,15 +23,6 @@ def runs(name: str, case: Case) -> bool:
     taken = name in machine.available and not backend.supports(plan.problem, machine)
     assert taken or name not in ("torch", "triton")
     return taken
-
-
-def refill(case: Case, seed: int) -> None:
-    """New tokens and new routing, in place."""
-    g = torch.Generator().manual_seed(seed)
-    x, w13, _, weights, ids = case.args
-    x.copy_(torch.randn(x.shape, generator=g))
-    ids.copy_(torch.randint(-1, w13.shape[0] + 1, ids.shape, generator=g))
-    weights.copy_(router_weights(*weights.shape).flip(0))
 
 
 def captured(case: Case, backend: str):

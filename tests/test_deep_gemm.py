@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
+import importlib.metadata
+import importlib.util
 import sys
 from unittest import mock
 
@@ -237,21 +238,21 @@ def test_a_missing_library_is_named(monkeypatch):
 
 @pytest.mark.parametrize("version", ["0.1.5", "0.1.5.post2", "0.1.5+cu130", "0.1.4", "0.1.50"])
 def test_available_names_the_version(version, monkeypatch):
-    monkeypatch.setattr(experts.importlib.util, "find_spec", lambda name: object())
-    monkeypatch.setattr(experts.importlib.metadata, "version", lambda name: version)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
     other = f"needs sgl-deep-gemm 0.1.5, got {version}; pip install sgl-deep-gemm==0.1.5"
     assert experts.available() == (other if version in ("0.1.4", "0.1.50") else None)
 
 
 def test_a_deep_gemm_of_another_name_is_not_taken(monkeypatch):
-    real = experts.importlib.metadata.version
+    real = importlib.metadata.version
 
     def version(name):
         if name == "sgl-deep-gemm":
-            raise experts.importlib.metadata.PackageNotFoundError(name)
+            raise importlib.metadata.PackageNotFoundError(name)
         return real(name)
 
-    monkeypatch.setattr(experts.importlib.metadata, "version", version)
+    monkeypatch.setattr(importlib.metadata, "version", version)
     assert "that pip does not know by this name" in (experts.available() or "")
 
 

@@ -8,7 +8,7 @@ from test_deep_gemm import case_of, check, reference, rounded_first_product, sch
 
 import moe_ops
 from tests import oracle
-from tests.cases import BF16, Case, assert_matches, router_weights, tolerance
+from tests.cases import BF16, assert_matches, refill, tolerance
 
 pytest.importorskip("deep_gemm")
 CUDA = torch.cuda.is_available()
@@ -29,15 +29,6 @@ def test_many_tokens(scheme, M, E, top_k):
     expected = expected.repeat(-(-M // 24), 1)[:M]
     assert_matches(out, expected, tolerance(BF16, scheme, "cuda"))
     assert (out[case.nowhere] == 0).all()
-
-
-def refill(case: Case, seed: int) -> None:
-    """New tokens and new routing, in place."""
-    g = torch.Generator().manual_seed(seed)
-    x, w13, _, weights, ids = case.args
-    x.copy_(torch.randn(x.shape, generator=g))
-    ids.copy_(torch.randint(-1, w13.shape[0] + 1, ids.shape, generator=g))
-    weights.copy_(router_weights(*weights.shape).flip(0))
 
 
 @schemes

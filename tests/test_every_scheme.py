@@ -12,13 +12,13 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import moe_ops
 from moe_ops.kernels.triton_launch import INTERPRETED
 from moe_ops.schemes import SCHEMES
+from tests import cases
 from tests.cases import (
     BF16,
     FP32,
     Case,
     assert_matches,
     poisoned_memory,
-    router_weights,
     tolerance,
 )
 
@@ -37,13 +37,9 @@ def fresh_dynamo():
 
 def refill(case: Case, seed: int) -> None:
     """New tokens and new routing, in place; rows without an expert hold NaN."""
-    g = torch.Generator().manual_seed(seed)
-    x, w13, _, weights, ids = case.args
-    E = w13.shape[0]
-    ids.copy_(torch.randint(-1, E + 1, ids.shape, generator=g))
-    weights.copy_(router_weights(*weights.shape).flip(0))
-    x.copy_(torch.randn(x.shape, generator=g))
-    x[((ids < 0) | (ids >= E)).all(1)] = float("nan")
+    cases.refill(case, seed)
+    x, w13, *_, ids = case.args
+    x[((ids < 0) | (ids >= w13.shape[0])).all(1)] = float("nan")
 
 
 def check_one_graph(schemes: list[str], backend: str) -> None:

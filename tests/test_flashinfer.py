@@ -6,6 +6,8 @@ On a GPU the shared matrix and the tests marked `gpu` here run the library itsel
 from __future__ import annotations
 
 import dataclasses
+import importlib.metadata
+import importlib.util
 import os
 import subprocess
 import sys
@@ -19,7 +21,7 @@ from fake_cuda import Recorder, fake_gpu
 
 import moe_ops
 from moe_ops import registry
-from moe_ops.activations import Activation
+from moe_ops.activations import Activation, rows_before
 from moe_ops.backends import flashinfer
 from moe_ops.kernels import flashinfer_library as library
 from moe_ops.library import ExpertsArgs
@@ -323,7 +325,7 @@ def test_layouts_come_back_bit_for_bit(scheme, activation):
     gated = activation in ("silu", "swigluoai")
     base = flashinfer._SCHEMES[scheme].layout
     assert getattr(ready, "weight_layout", "") == base + (
-        f":{flashinfer._order(Activation(activation))}" if gated else ""
+        f":{rows_before(Activation(activation))}" if gated else ""
     )
     if not gated and not base:
         assert ready is w
@@ -466,13 +468,13 @@ def test_unprepared_weights_of_no_gate_run_as_they_are():
 
 
 def test_available_names_the_version(monkeypatch):
-    monkeypatch.setattr(flashinfer.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     for version, reason in (
         ("0.6.13", None),
         ("0.6.13.post1", None),
         ("0.6.14", "got 0.6.14; pip install flashinfer-python==0.6.13"),
     ):
-        monkeypatch.setattr(flashinfer.importlib.metadata, "version", lambda _, v=version: v)
+        monkeypatch.setattr(importlib.metadata, "version", lambda _, v=version: v)
         answer = flashinfer.available.__wrapped__()
         assert answer is None if reason is None else reason in answer
 

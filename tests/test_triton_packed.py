@@ -214,17 +214,7 @@ def test_bitwise_repeatable(where, scheme):
 @everywhere
 @pytest.mark.parametrize("scheme", [*WAYS, *INT8])
 def test_batched_experts(where, scheme):
-    device, dtype = where
-    counts = torch.tensor([9, 0, 4], dtype=torch.int32, device=device)
-    case = Case(device, dtype, scheme, E=3, K=128, I=192)
-    g = torch.Generator().manual_seed(3)
-    x = torch.randn(3, 9, 128, generator=g).to(dtype).to(device)
-    x[torch.arange(9, device=device) >= counts[:, None]] = math.nan
-    inside = ~torch.isnan(x[..., 0])
-    with cases.poisoned_memory():
-        out = moe_ops.batched_experts(x, *case.args[1:3], counts, backend="triton")
-    expected = oracle.batched(x, *case.args[1:3], counts)
-    cases.assert_matches(out[inside], expected[inside], cases.tolerance(dtype, scheme, device))
+    cases.check_batched(*where, scheme, K=128, I=192)
 
 
 @everywhere

@@ -18,15 +18,14 @@ tests/test_flashinfer_gpu.py; on SM100 and SM120 nothing was run: what is said o
 
 from __future__ import annotations
 
-import importlib.metadata
-import importlib.util
 from functools import cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from moe_ops.activations import NO_LIMIT, Activation
+from moe_ops import installed
+from moe_ops.activations import NO_LIMIT, rows_before
 from moe_ops.kernels import flashinfer_library as library
 from moe_ops.kernels.flashinfer_library import Kernels
 from moe_ops.kernels.triton_launch import Launch, gpu, pointers, run
@@ -94,17 +93,8 @@ _OTHERS = {
 @cache
 def available() -> str | None:
     """None, or why the library cannot be used here."""
-    remedy = f"pip install flashinfer-python=={library.VERSION}"
-    for package in ("flashinfer", "triton"):
-        if importlib.util.find_spec(package) is None:
-            return f"{package} is not installed; {remedy}"
-    try:
-        version = importlib.metadata.version("flashinfer-python")
-    except importlib.metadata.PackageNotFoundError:
-        version = "one that pip does not know"
-    if version.split(".post")[0].split("+")[0] != library.VERSION:
-        return f"needs flashinfer-python {library.VERSION}, got {version}; {remedy}"
-    return None
+    missing = installed.why_not("flashinfer", "flashinfer-python", library.VERSION)
+    return missing or installed.why_no_triton()
 
 
 def supports(problem: Problem, machine: Machine) -> list[str]:
@@ -138,7 +128,8 @@ def supports(problem: Problem, machine: Machine) -> list[str]:
             f"flashinfer needs K and I to be multiples of {scheme.multiple} for {of}, got "
             f"{p.hidden_size} and {p.intermediate_size}"
         )
-    wanted = scheme.layout + (f":{_order(act)}" if _order(act) else "")
+    order = rows_before(act)
+    wanted = scheme.layout + (f":{order}" if order else "")
     if p.layout != wanted:
         argument = f", activation={act.name!r}" if act is not None and act.gated else ""
         reasons.append(
@@ -146,13 +137,6 @@ def supports(problem: Problem, machine: Machine) -> list[str]:
             f"moe_ops.prepare(w13, 'flashinfer'{argument}) and moe_ops.prepare(w2, 'flashinfer')"
         )
     return reasons
-
-
-def _order(activation: Activation | None) -> str:
-    """The order of w13's rows: `tensors.layouts.rows_before`, which imports too much."""
-    if activation is None or not activation.gated:
-        return ""
-    return "up_gate_of_pairs" if activation.interleaved else "up_gate"
 
 
 def workspace_shapes(M, problem: Problem) -> Workspaces:

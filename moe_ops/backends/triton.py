@@ -11,12 +11,12 @@ before this import.
 
 from __future__ import annotations
 
-import importlib.util
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
+from moe_ops import installed
 from moe_ops.activations import NO_LIMIT
 from moe_ops.kernels import (
     triton_emulated_launch,
@@ -60,9 +60,7 @@ _blocks = lru_cache(maxsize=8192)(block_bound)  # spares two sym_min of 0.8 us a
 
 def available() -> str | None:
     """None, or why Triton cannot be imported here."""
-    if importlib.util.find_spec("triton") is None:
-        return "triton is not installed; a CUDA build of torch brings it, or pip install triton"
-    return None
+    return installed.why_no_triton()
 
 
 def supports(problem: Problem, machine: Machine) -> list[str]:

@@ -7,14 +7,13 @@ top_k and E, and padding is neither written nor read by our kernels.
 
 from __future__ import annotations
 
-import importlib.metadata
-import importlib.util
 import math
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from moe_ops import installed
 from moe_ops.activations import NO_LIMIT
 from moe_ops.kernels import deep_gemm_launch as dg
 from moe_ops.kernels.triton_launch import INTERPRETED, Gpu, gpu
@@ -28,20 +27,8 @@ VERSION = "0.1.5"  # of sgl-deep-gemm: its calls and layouts are those of this o
 
 def available() -> str | None:
     """None, or what to install."""
-    remedy = f"pip install sgl-deep-gemm=={VERSION}"
-    for name, how in (
-        ("deep_gemm", remedy),
-        ("triton", "a CUDA build of torch brings it, or pip install triton"),
-    ):
-        if importlib.util.find_spec(name) is None:
-            return f"{name} is not installed; {how}"
-    try:
-        version = importlib.metadata.version("sgl-deep-gemm")
-    except importlib.metadata.PackageNotFoundError:
-        version = "a deep_gemm that pip does not know by this name"
-    if version.split(".post")[0].split("+")[0] != VERSION:
-        return f"needs sgl-deep-gemm {VERSION}, got {version}; {remedy}"
-    return None
+    missing = installed.why_not("deep_gemm", "sgl-deep-gemm", VERSION)
+    return missing or installed.why_no_triton()
 
 
 _OTHERS = "use backend='triton' or 'auto'"

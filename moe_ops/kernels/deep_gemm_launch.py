@@ -267,7 +267,7 @@ def kernel_arguments(operand: Operand, chip: Gpu) -> tuple[Tensor, Tensor | None
 
 def dense(t: Tensor) -> Tensor:
     """A contiguous tensor with the strides that its shape gives: the library looks at those of single elements too."""
-    return t.view(-1).view(t.shape)
+    return t.view(-1).view(t.shape) if 1 in t.shape else t
 
 
 def strides_key(x: Tensor) -> tuple:

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from moe_ops.kernels.triton_activations import activate_one, activate_two
-from moe_ops.kernels.triton_fp8 import quantize_groups, quotient, stored
+from moe_ops.kernels.triton_fp8 import exponent_above, quantize_groups, quotient, stored
 from moe_ops.kernels.triton_routing import start_dependent, wait
 
 
@@ -25,8 +25,7 @@ def quantize_by_powers(x):
     """(fp32 quotients not yet rounded, uint8 exponents (R,)) of x (R, columns): scales are powers of two that bring
     the largest magnitude to at most 448."""
     x = x.to(tl.float32)
-    bits = quotient(tl.max(tl.abs(x), 1), 448.0, 1.0 / 448.0).to(tl.int32, bitcast=True)
-    exponent = (bits >> 23) + ((bits & 0x7FFFFF) != 0).to(tl.int32)
+    exponent = exponent_above(quotient(tl.max(tl.abs(x), 1), 448.0, 1.0 / 448.0))
     exponent = tl.minimum(tl.maximum(exponent, 1), 253)
     inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
     return x * inverse[:, None], exponent.to(tl.uint8)

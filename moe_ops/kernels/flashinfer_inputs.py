@@ -7,7 +7,7 @@ holds, E at least.
 import triton
 import triton.language as tl
 
-from moe_ops.kernels.triton_fp8 import clamp, quotient, reciprocal, stored
+from moe_ops.kernels.triton_fp8 import clamp, exponent_above, quotient, reciprocal, stored
 from moe_ops.kernels.triton_routing import local_expert
 
 
@@ -138,8 +138,7 @@ def moe_ops_flashinfer_rows(
         tl.store(out_ptr + m * K + k, stored(v, NATIVE), mask=ok)
     else:
         amax = tl.max(tl.abs(v), 1)
-        bits = quotient(amax, 448.0, 1.0 / 448.0).to(tl.int32, bitcast=True)
-        code = (bits >> 23) + tl.where((bits & 0x7FFFFF) != 0, 1, 0)
+        code = exponent_above(quotient(amax, 448.0, 1.0 / 448.0))
         code = tl.where(amax < float("inf"), tl.minimum(tl.maximum(code, 0), 253), 255)
         inverse = tl.where(code == 255, 0x7FC00000, (254 - code) << 23)
         v = clamp(v * inverse.to(tl.float32, bitcast=True)[:, None], 448.0)

@@ -17,6 +17,7 @@ import triton.language as tl
 from moe_ops.kernels.triton_fp8 import (
     clamp,
     element_scale,
+    exponent_above,
     largest_magnitude,
     nearest,
     quotient,
@@ -30,8 +31,7 @@ def power_of_two(amax, RULE: tl.constexpr, MANTISSA: tl.constexpr, LARGEST: tl.c
     """(scale, 1 / scale) by a rule of `schemes.QuantDesc`, from the largest magnitude of a group; NaN if not finite."""
     if RULE == "ceil":
         least = 1e-4 if MANTISSA == 1 else 0.0
-        bits = quotient(tl.maximum(amax, least), LARGEST, 1.0 / LARGEST).to(tl.int32, bitcast=True)
-        code = (bits >> 23) + tl.where((bits & 0x7FFFFF) != 0, 1, 0)
+        code = exponent_above(quotient(tl.maximum(amax, least), LARGEST, 1.0 / LARGEST))
     else:
         bits = amax.to(tl.int32, bitcast=True)
         if RULE == "round":

@@ -67,6 +67,13 @@ def round_int8(v):
 
 
 @triton.jit
+def exponent_above(x):
+    """Biased exponent of the least power of two that x, not negative, does not exceed."""
+    bits = x.to(tl.int32, bitcast=True)
+    return (bits >> 23) + tl.where((bits & 0x7FFFFF) != 0, 1, 0)
+
+
+@triton.jit
 def clamp(x, limit):
     """x within [-limit, limit]; keeps NaN."""
     return tl.where(x < -limit, -limit, tl.where(x > limit, limit, x))

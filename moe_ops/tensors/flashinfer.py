@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from moe_ops.activations import UP_GATE, UP_GATE_OF_PAIRS
 from moe_ops.schemes import QuantScheme
-from moe_ops.tensors.layouts import RELAYOUTS, UP_GATE, UP_GATE_OF_PAIRS, Relayout, Tensors
+from moe_ops.tensors.layouts import RELAYOUTS, Relayout, Tensors
 
 if TYPE_CHECKING:
     from moe_ops.tensors.base import ExpertTensor

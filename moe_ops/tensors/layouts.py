@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from moe_ops.activations import Activation
+from moe_ops.activations import Activation, rows_before
 from moe_ops.meta.scales import unpacked_size
 from moe_ops.problem import Problem
 from moe_ops.schemes import QuantScheme, get_scheme
@@ -32,10 +32,6 @@ if TYPE_CHECKING:
     from moe_ops.tensors.base import ExpertTensor
 
 __all__ = ["RELAYOUTS", "TRANSPOSED", "Relayout", "change", "logical", "natural", "variants"]
-
-# orders of w13's rows other than the natural one of its activation, by what they are made from
-UP_GATE = "up_gate"  # up rows, then gate rows; made from gate rows, then up rows
-UP_GATE_OF_PAIRS = "up_gate_of_pairs"  # the same, made from rows that alternate
 
 Tensors = dict[
     str, Tensor
@@ -98,13 +94,6 @@ def change(weight: Any, backend: str, activation: Activation | None = None) -> T
 
         weight = PlainExpertTensor(weight.detach(), dtype=weight.dtype)
     return weight._replace(**wanted[0].apply(weight), weight_layout=wanted[0].layout)
-
-
-def rows_before(activation: Activation | None) -> str:
-    """The order of rows that backends with up rows before gate rows want of a weight before ``activation``."""
-    if activation is None or not activation.gated:
-        return ""
-    return UP_GATE_OF_PAIRS if activation.interleaved else UP_GATE
 
 
 def variants(problem: Problem, backend: str) -> Iterator[Problem]:

@@ -6,7 +6,6 @@ all backends are replayed in turn, so that clocks which drift favour none.
 
 from __future__ import annotations
 
-import importlib.metadata
 import statistics
 import time
 from collections.abc import Callable
@@ -15,7 +14,7 @@ from pathlib import Path
 import torch
 
 import moe_ops
-from moe_ops import progress, registry, tuning
+from moe_ops import installed, progress, registry, tuning
 from moe_ops.tuning.search import Bench, Target, captured, replay_us
 
 _REPLAYS = 15
@@ -136,10 +135,5 @@ def measure(
 
 def versions() -> dict[str, str]:
     """Versions of the libraries that backends use, of those that are installed."""
-    found = {}
-    for name in _LIBRARIES:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
+    found = {name: installed.version(name) for name in _LIBRARIES}
+    return {name: version for name, version in found.items() if version}
