@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from moe_ops.meta.scales import DEEP_GEMM_UE8M0
+from moe_ops.numerics import scaling
 from moe_ops.numerics.elements import e8m0_to_float32
-from moe_ops.schemes import QuantScheme
+from moe_ops.schemes import QuantScheme, get_scheme
 from moe_ops.tensors.layouts import RELAYOUTS, Relayout, Tensors
 
 if TYPE_CHECKING:
@@ -36,9 +37,8 @@ def unpack_exponents(words: Tensor, groups: int) -> Tensor:
 
 def power_of_two_exponents(amax: Tensor) -> Tensor:
     """uint8 exponents, biased by 127, of the least powers of two that amax / 448 does not exceed; 1e-4 at least."""
-    bits = (amax.float().clamp(min=1e-4) / 448.0).view(torch.int32)
-    exponents = (bits >> 23) + (bits & 0x7FFFFF != 0).int()
-    return exponents.clamp(1, 254).to(torch.uint8)
+    mxfp8 = get_scheme("mxfp8").quantized_weight
+    return scaling.exponents(amax.float().clamp(min=1e-4), mxfp8).clamp(1, 254)
 
 
 def requantize_block(weight: ExpertTensor) -> Tensors:
