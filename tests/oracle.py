@@ -303,6 +303,8 @@ def experts(
     rows, scale = hidden_states.double()[m], topk_weights.double()[m, j].unsqueeze(1)
     if router_weight_on_input:
         rows = rows * scale
+        if getattr(w13, "scheme", ""):  # as of quotients, last bits decide what is halfway
+            rows = rows.float().double()
     y = _expert_rows(rows, e, w13, w2, act, w13_bias, w2_bias)
     return out.index_add(0, m, y if router_weight_on_input else y * scale)
 
