@@ -10,7 +10,12 @@ import torch
 from torch import Tensor
 
 from moe_ops.activations import NO_LIMIT
-from moe_ops.kernels import triton_emulated_launch, triton_packed_tiles
+from moe_ops.kernels import (
+    gluon_packed_launch,
+    triton_emulated_launch,
+    triton_packed_tiles,
+    triton_tiles,
+)
 from moe_ops.kernels.triton_emulated_launch import Hidden, Rounding, rounding_of
 from moe_ops.kernels.triton_launch import Gpu, Launch, pointers, run
 from moe_ops.kernels.triton_rows import (
@@ -213,6 +218,11 @@ def launch_experts(a: ExpertsArgs, chip: Gpu) -> None:
     w13, w2 = _weights(a, chip)
     E, I = a.w2.shape[0], w2.columns  # noqa: E741
     rounding = rounding_of(a.scheme)
+    if rounding is None and M > 1:
+        spaces = (a.workspace13, a.workspace2)
+        found = gluon_packed_launch.tiles_for(w13, w2, x, pairs, chip, spaces)
+        if found is not None:
+            return _launch_on_sm90(a, w13, w2, found, chip)
     dtype = x.dtype if rounding is None else rounding.dtype
     tiles = triton_packed_tiles.for_experts(
         M, top_k, E, K, I, dtype, chip, a.scheme, w2.format.bits
@@ -236,6 +246,33 @@ def launch_experts(a: ExpertsArgs, chip: Gpu) -> None:
     )  # fmt: skip
     key = (device, tiles, E, top_k, source.strides, out.stride(), a.router_weight_on_input)
     data = (x, a.topk_weights, ids, out, y, h.written, index, expert_map, a.a13_scale, a.a2_scale)
+    run(launches, (*key, _layer_key(a, w13, w2), pointers(*data)), device, chip.dependent)
+
+
+def _launch_on_sm90(
+    a: ExpertsArgs, w13: Packed, w2: Packed, tiles: gluon_packed_launch.Tiles, chip: Gpu
+) -> None:
+    """As launch_experts, on kernels/gluon_packed.py."""
+    x, ids, out = a.hidden_states, a.topk_ids, a.out
+    (M, top_k), (E, K, _), I = ids.shape, w2.data.shape, w2.columns  # noqa: E741
+    device, pairs = x.get_device(), M * top_k
+    blocks = _blocks(pairs, E, tiles.tokens)
+    rows = pair_rows(a.index_workspace, ids, a.expert_map, E, top_k, False, tiles.tokens, blocks)
+    arranged = flat(a.workspace2, x.dtype, pairs * K)  # where y will be
+    h, y = flat(a.workspace13, x.dtype, pairs * I), flat(a.workspace2, torch.float32, pairs * K)
+    weights = a.topk_weights if a.router_weight_on_input else None
+    first, second = tiles.gemm1, tiles.gemm2
+    launches = [
+        route(rows, pairs, triton_tiles._chunk(pairs), chip),
+        gluon_packed_launch.arrange(arranged, x, w13, rows, chip),
+        gluon_packed_launch.gemm1(
+            w13, w2, a.w13_bias, h, arranged, pairs, rows, weights, _activation(a), first
+        ),
+        gluon_packed_launch.gemm2(w2, a.w2_bias, y, h, pairs, rows, second),
+        combine(out, y, a.topk_weights, rows, M, K, weights is None, chip),
+    ]
+    key = (device, "sm90", tiles, E, top_k, x.stride(), out.stride(), a.router_weight_on_input)
+    data = (x, a.topk_weights, ids, out, y, h, a.index_workspace, a.expert_map)
     run(launches, (*key, _layer_key(a, w13, w2), pointers(*data)), device, chip.dependent)
 
 

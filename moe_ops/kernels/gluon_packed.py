@@ -1,0 +1,284 @@
+"""Kernels of the two GEMMs for weights of 4 bits on SM90, where an expert has more than a few rows. Imported at first
+launch only.
+
+Legend as in triton_experts.py, the product in gluon_packed_matmul.py. Rows of x and h are (S, K) sorted by expert, their
+columns in the order in which the product takes them. A weight is described as (E, pieces of a row, parts, rows, bytes of
+a piece): gate and up are two parts, other weights are one.
+"""
+
+import triton
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from moe_ops.kernels.gluon_packed_matmul import finish, first_scales, product, product_row
+from moe_ops.kernels.gluon_packed_operands import bits_of_place
+from moe_ops.kernels.triton_activations import activate_one, activate_two
+from moe_ops.kernels.triton_routing import block_rows, pairs_at, start_dependent, wait
+
+COUNTS = ["num_blocks", "top_k", "stride_tm", "stride_tk"]
+
+
+@triton.jit
+def column_at(place, BITS_OF_PLACE: tl.constexpr):
+    """Column of a piece that is multiplied at a place."""
+    column = place * 0
+    for i in tl.static_range(len(BITS_OF_PLACE)):
+        column |= (place >> i & 1) << BITS_OF_PLACE[i]
+    return column
+
+
+@triton.jit
+def place_of(column, BITS_OF_PLACE: tl.constexpr):
+    """Place of a column: the inverse of column_at."""
+    place = column * 0
+    for i in tl.static_range(len(BITS_OF_PLACE)):
+        place |= (column >> BITS_OF_PLACE[i] & 1) << i
+    return place
+
+
+@triton.jit(do_not_specialize=COUNTS[:2])
+def moe_ops_arrange(
+    out_ptr,  # (S, K) written: rows of x at the block's positions, columns as the product takes them
+    x_ptr,  # (M, K)
+    index_ptr,
+    num_blocks,
+    top_k,
+    K,
+    stride_xm,
+    stride_xk,
+    U: tl.constexpr,
+    BITS: tl.constexpr,
+    BM: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """Rows of tokens sorted by expert, one program a block and U columns."""
+    wait(DEPENDENT)
+    start_dependent(DEPENDENT)
+    e, position, ok = block_rows(
+        index_ptr, None, None, tl.program_id(0), 0, 0, top_k, 0, 0, 0, BM, "sorted", False
+    )
+    if e < 0:
+        return
+    pair = pairs_at(index_ptr, num_blocks, position, ok, "sorted")
+    place = tl.program_id(1) * U + tl.arange(0, U)
+    column = tl.program_id(1) * U + column_at(tl.arange(0, U), bits_of_place(U, BITS))
+    x_ptrs = x_ptr + (pair // top_k).to(tl.int64)[:, None] * stride_xm
+    x = tl.load(x_ptrs + column.to(tl.int64)[None, :] * stride_xk, mask=ok[:, None], other=0.0)
+    out_ptrs = out_ptr + position.to(tl.int64)[:, None] * K + place[None, :]
+    tl.store(out_ptrs, x, mask=ok[:, None])
+
+
+@gluon.jit
+def block_and_tile(num_blocks, num_tiles, GROUP: gl.constexpr):
+    """As in triton_experts.py."""
+    pid = gl.program_id(0)
+    first = pid // (GROUP * num_tiles) * GROUP
+    size = gl.minimum(num_blocks - first, GROUP)
+    local = pid % (GROUP * num_tiles)
+    return first + local % size, local // size
+
+
+@gluon.jit(do_not_specialize=COUNTS)
+def moe_ops_gluon_gemm1(
+    h_ptr,  # (S, I) written at the block's positions, columns in the order GEMM2 takes them
+    x,
+    w,
+    scale_ptr,
+    zero_ptr,
+    factor_ptr,
+    bias_ptr,  # (E, N) or absent
+    index_ptr,
+    num_blocks,
+    top_k,
+    topk_weights_ptr,  # (M, top_k)
+    stride_tm,
+    stride_tk,
+    K,
+    I,  # noqa: E741
+    stride_se,
+    stride_sn,
+    stride_sk,
+    stride_ze,
+    stride_zn,
+    stride_zk,
+    stride_fe,
+    stride_fn,
+    stride_be,
+    stride_bn,
+    alpha,
+    beta,
+    limit,
+    WEIGHT_ON_INPUT: gl.constexpr,
+    ACTIVATION: gl.constexpr,
+    GATED: gl.constexpr,
+    INTERLEAVED: gl.constexpr,
+    HAS_LIMIT: gl.constexpr,
+    FORMAT: gl.constexpr,
+    SCALE: gl.constexpr,
+    G: gl.constexpr,
+    U: gl.constexpr,
+    U2: gl.constexpr,  # GEMM2's U
+    BITS: gl.constexpr,  # of a weight
+    GROUP: gl.constexpr,
+    BM: gl.constexpr,
+    WN: gl.constexpr,
+    BK: gl.constexpr,
+    STAGES: gl.constexpr,
+    WARPS: gl.constexpr,
+    DEPENDENT: gl.constexpr,
+):
+    """h = activation(x @ w13.T + bias)."""
+    BN: gl.constexpr = WN // 2 if GATED else WN
+    b, n = block_and_tile(num_blocks, gl.cdiv(I, BN), GROUP)
+    e = gl.load(index_ptr + 4 * b)
+    first = gl.load(index_ptr + 4 * b + 1)
+    end = gl.load(index_ptr + 4 * b + 2)
+    if e < 0:
+        wait(DEPENDENT)
+        return
+    e64 = e.to(gl.int64)
+    tile_row = n * (WN if INTERLEAVED else BN)
+    scale_ptrs = first_scales(
+        scale_ptr, e64 * stride_se, stride_sn, stride_sk, n * BN, I,
+        GATED, INTERLEAVED, WN, U, G, WARPS,
+    )  # fmt: skip
+    zero_ptrs = None
+    if zero_ptr is not None:
+        zero_ptrs = first_scales(
+            zero_ptr, e64 * stride_ze, stride_zn, stride_zk, n * BN, I,
+            GATED, INTERLEAVED, WN, U, G, WARPS,
+        )  # fmt: skip
+    acc = product(
+        x, w, first, e, tile_row, K, scale_ptrs, zero_ptrs, stride_sk, stride_zk,
+        FORMAT, SCALE, G, U, GATED, INTERLEAVED, BM, WN, BK, STAGES, WARPS, DEPENDENT,
+    )  # fmt: skip
+    start_dependent(DEPENDENT)
+    ROWS: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
+    i, up = product_row(ROWS, WN, GATED)
+    i = gl.minimum(n * BN + i, I - 1)
+    row = 2 * i + up if INTERLEAVED else i + up * I
+    acc = finish(
+        acc,
+        scale_ptr,
+        factor_ptr,
+        e64,
+        row,
+        stride_se,
+        stride_sn,
+        stride_fe,
+        stride_fn,
+        FORMAT,
+        SCALE,
+    )
+    if WEIGHT_ON_INPUT:
+        TOKENS: gl.constexpr = gl.SliceLayout(0, acc.type.layout)
+        position = first + gl.arange(0, BM, TOKENS)
+        pair = gl.load(index_ptr + 4 * num_blocks + position, mask=position < end, other=0)
+        factor_ptrs = (
+            topk_weights_ptr
+            + (pair // top_k).to(gl.int64) * stride_tm
+            + (pair % top_k) * stride_tk
+        )
+        acc *= gl.expand_dims(
+            gl.load(factor_ptrs, mask=position < end, other=0.0).to(gl.float32), 0
+        )
+    if bias_ptr is not None:
+        bias = gl.load(bias_ptr + e64 * stride_be + row * stride_bn)
+        acc += gl.expand_dims(bias.to(gl.float32), 1)
+    if GATED:
+        g, u = acc.reshape((BN // 8, 2, 8, BM)).permute((0, 2, 3, 1)).split()
+        g = g.reshape((BN, BM))
+        u = u.reshape((BN, BM))
+        h = activate_two(g, u, alpha, beta, limit, ACTIVATION, HAS_LIMIT)
+    else:
+        h = activate_one(acc, ACTIVATION)
+    column = n * BN + gl.arange(0, BN, gl.SliceLayout(1, h.type.layout))
+    place = column // U2 * U2 + place_of(column % U2, bits_of_place(U2, BITS))
+    at = first + gl.arange(0, BM, gl.SliceLayout(0, h.type.layout))
+    h_ptrs = h_ptr + gl.expand_dims(at.to(gl.int64) * I, 0) + gl.expand_dims(place, 1)
+    ok = gl.expand_dims(at < end, 0) & gl.expand_dims(column < I, 1)
+    gl.store(h_ptrs, h.to(h_ptr.dtype.element_ty), mask=ok)
+
+
+@gluon.jit(do_not_specialize=COUNTS)
+def moe_ops_gluon_gemm2(
+    y_ptr,  # (S, N) written at the pairs
+    x,
+    w,
+    scale_ptr,
+    zero_ptr,
+    factor_ptr,
+    bias_ptr,  # (E, N) or absent
+    index_ptr,
+    num_blocks,
+    K,
+    N,
+    stride_se,
+    stride_sn,
+    stride_sk,
+    stride_ze,
+    stride_zn,
+    stride_zk,
+    stride_fe,
+    stride_fn,
+    stride_be,
+    stride_bn,
+    FORMAT: gl.constexpr,
+    SCALE: gl.constexpr,
+    G: gl.constexpr,
+    U: gl.constexpr,
+    GROUP: gl.constexpr,
+    BM: gl.constexpr,
+    WN: gl.constexpr,
+    BK: gl.constexpr,
+    STAGES: gl.constexpr,
+    WARPS: gl.constexpr,
+    DEPENDENT: gl.constexpr,
+):
+    """y = x @ w2.T + bias in fp32."""
+    b, n = block_and_tile(num_blocks, gl.cdiv(N, WN), GROUP)
+    e = gl.load(index_ptr + 4 * b)
+    first = gl.load(index_ptr + 4 * b + 1)
+    end = gl.load(index_ptr + 4 * b + 2)
+    if e < 0:
+        wait(DEPENDENT)
+        return
+    e64 = e.to(gl.int64)
+    scale_ptrs = first_scales(
+        scale_ptr, e64 * stride_se, stride_sn, stride_sk, n * WN, N,
+        False, False, WN, U, G, WARPS,
+    )  # fmt: skip
+    zero_ptrs = None
+    if zero_ptr is not None:
+        zero_ptrs = first_scales(
+            zero_ptr, e64 * stride_ze, stride_zn, stride_zk, n * WN, N,
+            False, False, WN, U, G, WARPS,
+        )  # fmt: skip
+    acc = product(
+        x, w, first, e, n * WN, K, scale_ptrs, zero_ptrs, stride_sk, stride_zk,
+        FORMAT, SCALE, G, U, False, False, BM, WN, BK, STAGES, WARPS, DEPENDENT,
+    )  # fmt: skip
+    start_dependent(DEPENDENT)
+    column = n * WN + gl.arange(0, WN, gl.SliceLayout(1, acc.type.layout))
+    row = gl.minimum(column, N - 1)
+    acc = finish(
+        acc,
+        scale_ptr,
+        factor_ptr,
+        e64,
+        row,
+        stride_se,
+        stride_sn,
+        stride_fe,
+        stride_fn,
+        FORMAT,
+        SCALE,
+    )
+    if bias_ptr is not None:
+        bias = gl.load(bias_ptr + e64 * stride_be + row * stride_bn)
+        acc += gl.expand_dims(bias.to(gl.float32), 1)
+    position = first + gl.arange(0, BM, gl.SliceLayout(0, acc.type.layout))
+    pair = gl.load(index_ptr + 4 * num_blocks + position, mask=position < end, other=0)
+    y_ptrs = y_ptr + gl.expand_dims(pair.to(gl.int64) * N, 0) + gl.expand_dims(column, 1)
+    gl.store(y_ptrs, acc, mask=gl.expand_dims(position < end, 0) & gl.expand_dims(column < N, 1))

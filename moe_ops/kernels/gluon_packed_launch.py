@@ -1,0 +1,215 @@
+"""Launches of kernels/gluon_packed.py: when they can run, their tiles, the tensor descriptors they take, their arguments."""
+
+from __future__ import annotations
+
+from functools import cache, lru_cache
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from moe_ops.installed import version
+from moe_ops.kernels import triton_tiles
+from moe_ops.kernels.triton_launch import INTERPRETED, Gpu, Launch
+from moe_ops.kernels.triton_rows import Rows
+from moe_ops.kernels.triton_tiles import GROUP, LARGE_MEMORY, Tile
+from moe_ops.meta.workspace import cdiv
+
+if TYPE_CHECKING:
+    from moe_ops.kernels.triton_packed_launch import Packed
+
+# versions of Triton whose experimental language these kernels are written in: from, below
+TRITON = ((3, 6), (3, 7))
+FEWEST_ROWS, MOST_ROWS = 1, 48  # of an expert, on average
+
+
+class Tiles(NamedTuple):
+    """What the number of rows decides about a launch."""
+
+    tokens: int  # rows of a block
+    gemm1: Tile
+    gemm2: Tile
+
+
+@cache
+def on_sm90(device: int) -> bool:
+    """Whether a CUDA device has the instructions, and Triton the language."""
+    if device < 0 or INTERPRETED or torch.cuda.get_device_capability(device)[0] != 9:
+        return False
+    found = (version("triton") or "0").split(".")
+    return TRITON[0] <= tuple(int(part) for part in found[:2]) < TRITON[1]
+
+
+def kernels() -> dict:
+    """The kernels by the names that launches call them."""
+    try:
+        from moe_ops.kernels import gluon_packed
+    except (ImportError, AttributeError):  # a Triton of another language
+        return {}
+    return {
+        "arrange": gluon_packed.moe_ops_arrange,
+        "gluon_gemm1": gluon_packed.moe_ops_gluon_gemm1,
+        "gluon_gemm2": gluon_packed.moe_ops_gluon_gemm2,
+    }
+
+
+def piece(w: Packed) -> int:
+    """Columns that the product takes in an order of their own, all of one group where sums are scaled; 0 for none."""
+    columns, of = w.columns, w.format
+    if of.group == 64 or columns % 128:
+        return 64 if columns % 64 == 0 else 0
+    return 128
+
+
+def possible(w: Packed, dtype: torch.dtype) -> bool:
+    """Whether the kernels can run with this weight: descriptors take rows of 16-byte step alone."""
+    of, data = w.format, w.data
+    if dtype != torch.bfloat16 or of.name not in ("int4", "e2m1") or piece(w) == 0:
+        return False
+    if of.scale == "sum" and of.group < 64 and (of.group != 32 or w.scale.dtype != dtype):
+        return False
+    if of.scale == "sum" and of.group > 64 and of.group % 128:
+        return False
+    starts = data.stride(0) | data.stride(1) | data.data_ptr()
+    return data.stride(2) == 1 and starts % 16 == 0
+
+
+@lru_cache(maxsize=8192)
+def choose(rows: int, groups: int, K: int, I: int, chip: Gpu) -> Tiles | None:  # noqa: E741
+    """Tiles of the two GEMMs; None where other kernels serve so many rows. An expert's should usually fit a block."""
+    average = rows / groups
+    if chip.shared_memory <= LARGE_MEMORY or not FEWEST_ROWS <= average <= MOST_ROWS:
+        return None
+    tokens = 8 if average <= 4 else 16 if average <= 10 else 32 if average <= 22 else 64
+    if tokens <= 16:
+        return Tiles(tokens, _fit(K, Tile(64, 256, 3, 4)), _fit(I, Tile(64, 256, 3, 4)))
+    tile = Tile(128, 256, 3, 8) if tokens == 32 else Tile(128, 128, 4, 8)
+    return Tiles(tokens, _fit(K, tile), _fit(I, tile))
+
+
+def _fit(K: int, tile: Tile) -> Tile:
+    """`tile` with steps that a row of K columns has a few of."""
+    if tile.k > 128 and 2 * tile.k > K:
+        return Tile(tile.rows, 128, tile.stages, tile.warps)
+    return tile
+
+
+_search: Tiles | None = None  # what a measurement wants instead of what `choose` says
+
+
+def tiles_for(
+    w13: Packed,
+    w2: Packed,
+    x: Tensor,
+    rows: int,
+    chip: Gpu,
+    workspaces: tuple[Tensor, Tensor],
+) -> Tiles | None:
+    """Tiles of a layer of `rows` pairs of several tokens; None where these kernels cannot or should not run."""
+    if triton_tiles._search is not None or not on_sm90(x.get_device()):
+        return None
+    if not (possible(w13, x.dtype) and possible(w2, x.dtype)):
+        return None
+    if any(workspace.data_ptr() % 16 for workspace in workspaces):
+        return None
+    E, K, _ = w2.data.shape
+    return _search or choose(rows, E, K, w2.columns, chip)
+
+
+def _described(w: Packed, parts: int, tile: Tile):
+    """Descriptor of a weight whose rows are `parts` parts, with boxes of a tile and a step."""
+    from triton.experimental.gluon.language import NVMMASharedLayout
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    E, N, row = w.data.shape
+    expert, step, _ = w.data.stride()
+    size = piece(w) // 2  # bytes
+    return TensorDescriptor(
+        w.data,
+        [E, row // size, parts, N // parts, size],
+        [expert, size, N // parts * step, step, 1],
+        [1, _pieces(w, tile), parts, tile.rows // parts, size],
+        NVMMASharedLayout(size, 8, 5),
+    )
+
+
+def _pieces(w: Packed, tile: Tile) -> int:
+    """Pieces of a step."""
+    return max(1, tile.k // piece(w))
+
+
+def _rows_described(x: Tensor, w: Packed, rows: int, tokens: int, tile: Tile):
+    """Descriptor of rows that `w` is multiplied with, with boxes of a block and a step."""
+    from triton.experimental.gluon.language import NVMMASharedLayout
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    half, K = piece(w) // 2, w.columns
+    return TensorDescriptor(
+        x,
+        [K // half, rows, half],
+        [half, K, 1],
+        [2 * _pieces(w, tile), tokens, half],
+        NVMMASharedLayout(2 * half, 16, 3),
+    )
+
+
+def arrange(out: Tensor, x: Tensor, w: Packed, rows: Rows, chip: Gpu) -> Launch:
+    """Rows of x sorted by expert, columns in the order in which `w` takes them."""
+    index, _, _, blocks, _, _, top_k, *_ = rows.args
+    U, K = piece(w), w.columns
+    args = (out, x, index, blocks, top_k, K, *x.stride(), U, w.format.bits, rows.tokens)
+    return Launch("arrange", (blocks, K // U, 1), (*args, chip.dependent))
+
+
+def _constants(w: Packed, tile: Tile, tokens: int) -> tuple:
+    """FORMAT to U; GROUP to DEPENDENT."""
+    of = w.format
+    how = "weight" if of.name == "int4" and of.group == 32 else of.scale
+    step = _pieces(w, tile) * piece(w)
+    return (of.name, how, of.group, piece(w)), (
+        *(GROUP, tokens, tile.rows, step, tile.stages, tile.warps, w.chip.dependent),
+    )
+
+
+def gemm1(
+    w: Packed,
+    w2: Packed,
+    bias: Tensor | None,
+    h: Tensor,  # (pairs, I), columns in the order in which w2 takes them
+    x: Tensor,
+    pairs: int,
+    rows: Rows,
+    input_weights: Tensor | None,  # router weights to scale the input by
+    activation: tuple,  # alpha, beta, limit; name, gated, interleaved, limited
+    tile: Tile,
+) -> Launch:
+    """h = activation(x @ w.T + bias)."""
+    index, _, _, blocks, _, _, top_k, *_ = rows.args
+    _, gated, interleaved, _ = activation[3:]
+    I = w2.columns  # noqa: E741
+    how, sizes = _constants(w, tile, rows.tokens)
+    args = (
+        *(h, _rows_described(x, w, pairs, rows.tokens, tile)),
+        *(_described(w, 2 if gated and not interleaved else 1, tile), *w.pointers()[1:], bias),
+        *(index, blocks, top_k, input_weights),
+        *((0, 0) if input_weights is None else input_weights.stride()),
+        *(w.columns, I, *w.strides[3:], *((0, 0) if bias is None else bias.stride())),
+        *(*activation[:3], input_weights is not None, *activation[3:]),
+        *(*how, piece(w2), w.format.bits, *sizes),
+    )
+    columns = tile.rows // 2 if gated else tile.rows
+    return Launch("gluon_gemm1", (blocks * cdiv(I, columns), 1, 1), args, tile.warps)
+
+
+def gemm2(
+    w: Packed, bias: Tensor | None, y: Tensor, h: Tensor, pairs: int, rows: Rows, tile: Tile
+) -> Launch:
+    """y (pairs, N) = h @ w.T + bias in fp32, from pairs sorted by expert to their own order."""
+    index, blocks, N = rows.args[0], rows.args[3], w.data.shape[1]
+    how, sizes = _constants(w, tile, rows.tokens)
+    args = (
+        *(y, _rows_described(h, w, pairs, rows.tokens, tile), _described(w, 1, tile)),
+        *(*w.pointers()[1:], bias, index, blocks, w.columns, N, *w.strides[3:]),
+        *(*((0, 0) if bias is None else bias.stride()), *how, *sizes),
+    )
+    return Launch("gluon_gemm2", (blocks * cdiv(N, tile.rows), 1, 1), args, tile.warps)

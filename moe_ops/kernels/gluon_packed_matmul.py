@@ -1,0 +1,198 @@
+"""The product of 16-bit activations with weights of 4 bits on SM90. Imported at first launch only.
+
+Weights are the left operand of `wgmma` and reach it from registers, tokens the right one from shared memory: a weight is
+decoded once for all tokens of a block. The copy engine fills a ring of STAGES tiles, so that little but decoding is left
+to threads: in all 2.4 to 2.8 instructions a weight of int4, 3.4 of e2m1.
+
+FORMAT and SCALE as in triton_packed_matmul.py; U, pieces and the product's order of rows and columns as in
+gluon_packed_operands.py.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from moe_ops.kernels.gluon_packed_operands import (
+    decoded,
+    fragment,
+    grouped_layout,
+    groups_of,
+    in_order,
+    weight_layout,
+)
+from moe_ops.kernels.triton_routing import wait
+
+E8M0_SHIFT = gl.constexpr(4294967296.0)  # 2^32, as in triton_packed_matmul.py
+E4M3_SHIFT = gl.constexpr(256.0)
+
+
+@gluon.jit
+def product_row(LAYOUT: gl.constexpr, WN: gl.constexpr, GATED: gl.constexpr):
+    """(column of the tile, whether its up row) of every row of the product."""
+    r = gl.arange(0, WN, LAYOUT)
+    if GATED:
+        return r // 16 * 8 + r % 8, r // 8 % 2
+    else:
+        return r, r * 0
+
+
+@gluon.jit
+def first_scales(
+    ptr, offset, stride_n, stride_k, column, I,
+    GATED: gl.constexpr, INTERLEAVED: gl.constexpr, WN: gl.constexpr, U: gl.constexpr, G: gl.constexpr,
+    WARPS: gl.constexpr,
+):  # fmt: skip
+    """Pointers (WN, GROUPS) to scales or zero points of the first piece, of the tile from `column` of I on."""
+    GROUPS: gl.constexpr = groups_of(U, G)
+    PAIRS: gl.constexpr = gl.SliceLayout(2, grouped_layout(WN, U // 2, WARPS, GROUPS))
+    i, up = product_row(gl.SliceLayout(1, PAIRS), WN, GATED)
+    i = gl.minimum(column + i, I - 1)
+    row = gl.expand_dims(2 * i + up if INTERLEAVED else i + up * I, 1).to(gl.int64)
+    group = gl.expand_dims(gl.arange(0, GROUPS, gl.SliceLayout(0, PAIRS)), 0)
+    if ptr.dtype.element_ty.primitive_bitwidth == 8:
+        ptr = ptr.to(gl.pointer_type(gl.uint8))
+    return ptr + offset + (row * stride_n + group * stride_k)
+
+
+@gluon.jit
+def finish(
+    acc, scale_ptr, factor_ptr, e64, row, stride_se, stride_sn, stride_fe, stride_fn,
+    FORMAT: gl.constexpr, SCALE: gl.constexpr,
+):  # fmt: skip
+    """Sums times what whole rows or experts are scaled by."""
+    if SCALE == "end":
+        own = gl.load(scale_ptr + e64 * stride_se + row.to(gl.int64) * stride_sn)
+        acc *= gl.expand_dims(own.to(gl.float32), 1)
+    if SCALE == "e4m3":
+        factor = gl.load(factor_ptr + e64 * stride_fe + row.to(gl.int64) * stride_fn).to(
+            gl.float32
+        )
+        if FORMAT == "int4":
+            acc *= gl.expand_dims(factor, 1)
+        else:
+            acc /= gl.expand_dims(factor, 1)
+    return acc
+
+
+@gluon.jit
+def fill_weights(w, w_smem, full, i, steps, e, row, PIECES: gl.constexpr, STAGES: gl.constexpr,
+                 SIZE: gl.constexpr):  # fmt: skip
+    """Ask for the weights of step i, and tell its barrier of everything to come."""
+    barrier = full.index(i % STAGES)
+    mbarrier.expect(barrier, SIZE, i < steps)
+    place = w_smem.index(i % STAGES)
+    tma.async_copy_global_to_shared(w, [e, i * PIECES, 0, row, 0], barrier, place, i < steps)
+
+
+@gluon.jit
+def fill_rows(x, x_smem, full, i, steps, first, PIECES: gl.constexpr, STAGES: gl.constexpr):
+    """Ask for the rows of step i."""
+    barrier, place = full.index(i % STAGES), x_smem.index(i % STAGES)
+    tma.async_copy_global_to_shared(x, [i * PIECES * 2, first, 0], barrier, place, i < steps)
+
+
+@gluon.jit
+def product(
+    x,  # descriptor of (half pieces, S, U // 2), box [2 * PIECES, BM, U // 2]
+    w,  # descriptor of (E, pieces, parts, rows, U // 2 bytes), box [1, PIECES, parts, WN // parts, U // 2]
+    first,
+    e,
+    tile_row,
+    K,
+    scale_ptrs,  # (WN, scales of a piece in the layout of `scales_layout`) of the first piece
+    zero_ptrs,  # as scale_ptrs, or None
+    stride_sk,
+    stride_zk,
+    FORMAT: gl.constexpr,
+    SCALE: gl.constexpr,
+    G: gl.constexpr,
+    U: gl.constexpr,
+    GATED: gl.constexpr,
+    INTERLEAVED: gl.constexpr,
+    BM: gl.constexpr,
+    WN: gl.constexpr,
+    BK: gl.constexpr,
+    STAGES: gl.constexpr,
+    WARPS: gl.constexpr,
+    DEPENDENT: gl.constexpr,
+):
+    """w @ x.T (WN, BM) in fp32, rows in the product's order; scales of whole rows left to the caller."""
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BM, 16])
+    A: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
+    BYTES: gl.constexpr = U // 2
+    PIECES: gl.constexpr = BK // U
+    GROUPS: gl.constexpr = groups_of(U, G)
+    # a group's finished sum is scaled; of int4, e4m3 scales like all others
+    SUM: gl.constexpr = SCALE == "sum" or (FORMAT == "int4" and SCALE == "e4m3")
+    HAS_ZERO: gl.constexpr = zero_ptrs is not None
+    SIZE: gl.constexpr = PIECES * (WN * BYTES + BM * U * 2)
+    w_smem = gl.allocate_shared_memory(gl.uint8, [STAGES] + w.block_shape, w.layout)
+    x_smem = gl.allocate_shared_memory(x.dtype, [STAGES] + x.block_shape, x.layout)
+    w_pieces = w_smem._reinterpret(
+        gl.uint8, [STAGES * PIECES, WN, BYTES], gl.NVMMASharedLayout(BYTES, 8, 2)
+    )
+    x_halves = x_smem._reinterpret(
+        x.dtype, [STAGES * PIECES * 2, BM, U // 2], gl.NVMMASharedLayout(U, 16, 2)
+    )
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), 1)
+    steps = gl.cdiv(K, BK)
+    for i in gl.static_range(STAGES):
+        fill_weights(w, w_smem, full, i, steps, e, tile_row, PIECES, STAGES, SIZE)
+    wait(DEPENDENT)
+    for i in gl.static_range(STAGES):
+        fill_rows(x, x_smem, full, i, steps, first, PIECES, STAGES)
+    last = K // U - 1
+    s = gl.load(scale_ptrs)
+    zero = s
+    if HAS_ZERO:
+        zero = gl.load(zero_ptrs)
+    acc = gl.zeros([WN, BM], gl.float32, MMA)
+    for i in range(steps):
+        slot = i % STAGES
+        mbarrier.wait(full.index(slot), (i // STAGES) & 1)
+        for j in gl.static_range(PIECES):
+            # of the piece after this one
+            piece = gl.minimum(i * PIECES + j + 1, last)
+            group = piece * U // G if G > 0 else 0
+            next_s = gl.load(scale_ptrs + group * stride_sk)
+            next_zero = next_s
+            if HAS_ZERO:
+                next_zero = gl.load(zero_ptrs + group * stride_zk)
+            p = in_order(
+                w_pieces.index(slot * PIECES + j).load(
+                    weight_layout(WN, BYTES, WARPS, GATED, INTERLEAVED)
+                ),
+                GATED,
+                INTERLEAVED,
+            )
+            w0, w1 = decoded(p, s, zero, GROUPS, WARPS, FORMAT, SCALE, HAS_ZERO)
+            d = acc
+            for half in gl.static_range(2):
+                a = fragment(w1 if half == 1 else w0, A)
+                b = x_halves.index((slot * PIECES + j) * 2 + half).permute((1, 0))
+                d = warpgroup_mma(a, b, d, use_acc=not (SUM and half == 0), is_async=True)
+            d = warpgroup_mma_wait(0, [d])
+            if SUM:
+                own = gl.convert_layout(
+                    s.reshape((WN,)), gl.SliceLayout(1, MMA), assert_trivial=True
+                )
+                if SCALE == "e4m3":
+                    own = own.to(gl.float8e4nv, bitcast=True)
+                acc += d * gl.expand_dims(own.to(gl.float32), 1)
+            else:
+                acc = d
+            s = next_s
+            zero = next_zero
+        gl.thread_barrier()  # all warps have read what is now overwritten
+        fill_weights(w, w_smem, full, i + STAGES, steps, e, tile_row, PIECES, STAGES, SIZE)
+        fill_rows(x, x_smem, full, i + STAGES, steps, first, PIECES, STAGES)
+    if FORMAT == "e2m1":
+        acc *= E8M0_SHIFT if SCALE == "e8m0" else E4M3_SHIFT
+    return acc

@@ -1,0 +1,173 @@
+"""Operands of the packed product on SM90: weights of 4 or 8 bits as bf16 in the registers `wgmma` reads, and the order
+of columns that takes no exchange between threads. Imported at first launch only.
+
+A row of weights is taken in pieces of U columns. Thread t % 4 of a row's four takes a quarter of a piece's bytes, which
+lie side by side, and decodes them four at a time in the order that costs least. Which column a tensor core takes them
+for follows from where they are: activations are put in that order (`column_at`), weights stay as they are.
+
+FORMAT and SCALE as in triton_packed_matmul.py.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from moe_ops.kernels.triton_packed_operands import twice
+
+
+@gluon.constexpr_function
+def log2(n):
+    return n.bit_length() - 1
+
+
+@gluon.constexpr_function
+def groups_of(U, G):
+    """Scales of a piece, at least one."""
+    return U // G if 0 < G < U else 1
+
+
+@gluon.constexpr_function
+def bits_of_place(U, BITS):
+    """For every bit of a column's place in the product the bit of the column, from the lowest on.
+
+    Bits of a byte's index are 0 and 1 within 4 bytes, then the 4 bytes of a thread, the last two the thread.
+    """
+    bits = log2(U * BITS // 8)
+    order = [1, bits - 2, bits - 1, 0, *range(2, bits - 2)]
+    return order if BITS == 8 else [bit + 1 for bit in order] + [0]
+
+
+@gluon.constexpr_function
+def weight_layout(WN, BYTES, WARPS, GATED, INTERLEAVED):
+    """(WN, BYTES) in the registers of the threads that decode them, rows as they lie in memory.
+
+    Row r of the product is row r of a tile, but of gated ones i + 8 of every 16 is the up row of gate i: there both
+    meet in a thread.
+    """
+
+    def row(r):
+        if not GATED:
+            return r
+        i, up = r // 16 * 8 + r % 8, r // 8 % 2
+        return 2 * i + up if INTERLEAVED else i + WN // 2 * up
+
+    rows = [16 * WARPS << i for i in range(log2(WN // (16 * WARPS)))]
+    registers = [[0, 1 << i] for i in range(log2(BYTES // 4))]
+    registers += [[row(r), 0] for r in (8, *rows)]
+    lanes = [[0, BYTES // 4], [0, BYTES // 2], [row(1), 0], [row(2), 0], [row(4), 0]]
+    warps = [[row(16 << i), 0] for i in range(log2(WARPS))]
+    return gl.DistributedLinearLayout(registers, lanes, warps, [], [WN, BYTES])
+
+
+@gluon.constexpr_function
+def grouped_layout(WN, BYTES, WARPS, GROUPS):
+    """(WN, GROUPS, bytes of a group): as above, rows in the product's order."""
+    each = BYTES // GROUPS
+
+    def place(base):
+        return [base[0], base[1] // each, base[1] % each]
+
+    flat = weight_layout(WN, BYTES, WARPS, False, False)
+    bases = [[place(b) for b in f] for f in (flat.reg_bases, flat.lane_bases, flat.warp_bases)]
+    return gl.DistributedLinearLayout(*bases, [], [WN, GROUPS, each])
+
+
+@gluon.jit
+def in_order(w, GATED: gl.constexpr, INTERLEAVED: gl.constexpr):
+    """Rows of a tile in the product's order. Nothing moves."""
+    WN: gl.constexpr = w.shape[0]
+    BYTES: gl.constexpr = w.shape[1]
+    if not GATED:
+        return w
+    elif INTERLEAVED:
+        return w.reshape((WN // 16, 8, 2, BYTES)).permute((0, 2, 1, 3)).reshape((WN, BYTES))
+    else:
+        return w.reshape((2, WN // 16, 8, BYTES)).permute((1, 0, 2, 3)).reshape((WN, BYTES))
+
+
+@gluon.jit
+def fragment(w, LAYOUT: gl.constexpr):
+    """Decoded bytes as the left operand of a product. Nothing moves."""
+    WN: gl.constexpr = w.shape[0]
+    BYTES: gl.constexpr = w.shape[1]
+    w = w.reshape((WN, 4, BYTES // 16, 2, 2)).permute((0, 2, 3, 1, 4)).reshape((WN, BYTES))
+    return gl.convert_layout(w, LAYOUT, assert_trivial=True)
+
+
+@gluon.jit
+def int4_pair(p, offset):
+    """bf16 of the even and of the odd columns' nibbles, plus 128 by their bits, plus an offset (bf16).
+
+    Here and below elements of 4 bytes come in the order 0, 2, 1, 3.
+    """
+    return gl.inline_asm_elementwise(
+        """{
+        .reg .b32 a, b, c, d, o, u;
+        mov.b32 o, 0x43004300; mov.b32 u, 0x3f803f80;
+        lop3.b32 a, $4, 0x000f000f, o, 0xea;
+        shr.u32 b, $4, 8; lop3.b32 b, b, 0x000f000f, o, 0xea;
+        shr.u32 c, $4, 4; lop3.b32 c, c, 0x000f000f, o, 0xea;
+        shr.u32 d, $4, 12; lop3.b32 d, d, 0x000f000f, o, 0xea;
+        fma.rn.bf16x2 $0, a, u, $5; fma.rn.bf16x2 $1, b, u, $6;
+        fma.rn.bf16x2 $2, c, u, $5; fma.rn.bf16x2 $3, d, u, $6;
+        }""",
+        "=r,=r,=r,=r,r,r,r",
+        [p, offset],
+        dtype=(gl.bfloat16, gl.bfloat16),
+        is_pure=True,
+        pack=4,
+    )
+
+
+@gluon.jit
+def e2m1_pair(p, s):
+    """bf16 of nibbles times 2^-126 times a scale (bf16) each."""
+    return gl.inline_asm_elementwise(
+        """{
+        .reg .b32 a, b, c, d, r, z;
+        mov.b32 z, 0x80008000; shr.u32 r, $4, 8;
+        and.b32 a, $4, 0x000f000f; mul.lo.u32 a, a, 0x1040; and.b32 a, a, 0x81c081c0;
+        and.b32 b, r, 0x000f000f; mul.lo.u32 b, b, 0x1040; and.b32 b, b, 0x81c081c0;
+        and.b32 c, $4, 0x00f000f0; mul.lo.u32 c, c, 0x0104; and.b32 c, c, 0x81c081c0;
+        and.b32 d, r, 0x00f000f0; mul.lo.u32 d, d, 0x0104; and.b32 d, d, 0x81c081c0;
+        fma.rn.bf16x2 $0, a, $5, z; fma.rn.bf16x2 $1, b, $6, z;
+        fma.rn.bf16x2 $2, c, $5, z; fma.rn.bf16x2 $3, d, $6, z;
+        }""",
+        "=r,=r,=r,=r,r,r,r",
+        [p, s],
+        dtype=(gl.bfloat16, gl.bfloat16),
+        is_pure=True,
+        pack=4,
+    )
+
+
+@gluon.jit
+def decoded(
+    p,  # (WN, BYTES) uint8, two columns a byte, rows in the product's order
+    s,  # scales (WN, GROUPS)
+    zero,  # zero points (WN, GROUPS)
+    GROUPS: gl.constexpr,
+    WARPS: gl.constexpr,
+    FORMAT: gl.constexpr,
+    SCALE: gl.constexpr,
+    HAS_ZERO: gl.constexpr,
+):
+    """bf16 (WN, BYTES) of the even and of the odd columns, times their scales where weights are scaled."""
+    WN: gl.constexpr = p.shape[0]
+    BYTES: gl.constexpr = p.shape[1]
+    EACH: gl.constexpr = BYTES // GROUPS
+    LAYOUT: gl.constexpr = grouped_layout(WN, BYTES, WARPS, GROUPS)
+    p = gl.convert_layout(p.reshape((WN, GROUPS, EACH)), LAYOUT, assert_trivial=True)
+    if FORMAT == "e2m1":
+        s = twice(s, SCALE).to(gl.int16).to(gl.bfloat16, bitcast=True)
+        w0, w1 = e2m1_pair(p, gl.expand_dims(s, 2).broadcast_to((WN, GROUPS, EACH)))
+    else:
+        if HAS_ZERO:
+            offset = gl.expand_dims(-128.0 - zero.to(gl.bfloat16), 2)
+            w0, w1 = int4_pair(p, offset.broadcast_to((WN, GROUPS, EACH)))
+        else:
+            w0, w1 = int4_pair(p, gl.full((WN, GROUPS, EACH), -136.0, gl.bfloat16, LAYOUT))
+        if SCALE == "weight":
+            s = gl.expand_dims(s.to(gl.bfloat16), 2).broadcast_to((WN, GROUPS, EACH))
+            w0 *= s
+            w1 *= s
+    return w0.reshape((WN, BYTES)), w1.reshape((WN, BYTES))
