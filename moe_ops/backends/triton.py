@@ -4,7 +4,8 @@ Where activations are quantized to what no GPU up to SM90 multiplies, they are r
 kernels/triton_emulated.py.
 
 Four launches a layer: route (or none for one token), GEMM1 with the activation in its epilogue, GEMM2,
-the weighted sum; where activations are quantized one more may prepare them. Nothing is permuted, allocated or read
+the weighted sum; where activations are quantized one more may prepare them. One token of plain or block-scaled
+weights takes two: kernels/triton_vector.py. Nothing is permuted, allocated or read
 by the host. On a machine without a GPU the kernels run under Triton's interpreter if TRITON_INTERPRET=1 was set
 before this import.
 """
@@ -25,6 +26,7 @@ from moe_ops.kernels import (
     triton_packed_tiles,
     triton_scales,
     triton_tiles,
+    triton_vector_launch,
 )
 from moe_ops.kernels.triton_launch import (
     INTERPRETED,
@@ -189,17 +191,23 @@ def _launch_experts(a: ExpertsArgs) -> None:
     large = pairs >= LARGE_ROWS * E and triton_large_launch.possible(
         w13, w2, dtype.itemsize, gated, interleaved
     )
+    vector = M == 1 and triton_vector_launch.possible(w13, w2, top_k)
     tiles = triton_tiles.for_experts(
-        M, top_k, E, K, I, dtype, chip, a.scheme, w2.scales, gated, large
+        M, top_k, E, K, I, dtype, chip, a.scheme, w2.scales, gated, large, vector
     )
+    x_strides, on_input = (0, *x.stride()), a.router_weight_on_input
+    key = (device, tiles, E, top_k, x_strides, out.stride(), on_input, _layer_key(a))
+    if tiles.vector:
+        addresses = pointers(x, weights, ids, out, a.workspace13, a.expert_map)
+        launches = triton_vector_launch.launches(a, w13, w2, tiles, chip)
+        return run(launches, (key, addresses), device, chip.dependent)
     blocks = pairs if tiles.direct else _blocks(pairs, E, tiles.tokens)
     y = triton_scales.flat(a.workspace2, torch.float32, pairs * K)
-    index, expert_map, on_input = a.index_workspace, a.expert_map, a.router_weight_on_input
+    index, expert_map = a.index_workspace, a.expert_map
     rows = pair_rows(index, ids, expert_map, E, top_k, tiles.direct, tiles.tokens, blocks)
     first = None if tiles.direct else route(rows, pairs, tiles.chunk, chip)
     launches = [] if first is None else [first]
     input_weights = weights if on_input else None
-    x_strides = (0, *x.stride())
     h, h_scale = triton_scales.hidden(
         a.workspace13, pairs, I, dtype, w2.scales.x, tiles, a.a2_scale, w2.data.dtype
     )
@@ -240,7 +248,6 @@ def _launch_experts(a: ExpertsArgs) -> None:
             _gemm2(y, h, w2, a.w2_bias, rows, tiles.gemm2, (0, K, 1)),
         )
     launches.append(combine(out, y, weights, rows, M, K, not on_input, chip))
-    key = (device, tiles, E, top_k, x_strides, out.stride(), on_input, _layer_key(a))
     data = (h.data, h.scale, source.data, source.scale) if a.scheme else (h.data,)
     run(
         launches,

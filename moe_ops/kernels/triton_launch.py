@@ -59,6 +59,7 @@ def _kernels() -> dict:
         triton_large,
         triton_packed,
         triton_routing,
+        triton_vector,
     )
 
     return {
@@ -76,6 +77,8 @@ def _kernels() -> dict:
         "large_gemm2": triton_large.moe_ops_large_gemm2,
         "packed_gemm1": triton_packed.moe_ops_packed_gemm1,
         "packed_gemm2": triton_packed.moe_ops_packed_gemm2,
+        "vector_gemm1": triton_vector.moe_ops_vector_gemm1,
+        "vector_gemm2": triton_vector.moe_ops_vector_gemm2,
         **gluon_packed_launch.kernels(),
         "combine": triton_experts.moe_ops_combine,
         "flashinfer_route": flashinfer_inputs.moe_ops_flashinfer_route,

@@ -57,6 +57,7 @@ class Tiles(NamedTuple):
     wide_h: bool = False  # h is fp32 and quantized by GEMM2, not by GEMM1
     large: bool = False  # the GEMMs are those of triton_large.py
     parts: int = 1  # programs of the large GEMM2 that share a block's rows
+    vector: bool = False  # the kernels are those of triton_vector.py
 
 
 def _chunk(rows: int) -> int:
@@ -175,23 +176,27 @@ def _for_experts(
     scales: tuple[str, str],
     gated: bool,
     large: bool = False,
+    vector: bool = False,
     tables: bool = True,
 ) -> Tiles:
     facts = (dtype.itemsize, M == 1, chip.shared_memory, *scales, gated, large)
     base = choose(M * top_k, E, K, I, *facts)
+    if vector:
+        base = _choose_vector(bool(scheme), K, I, base.chunk)
     # Tables hold gated layers. Where GEMM1 quantizes what it writes, its tiles follow from that.
     if not tables or (scheme and not gated):
         return base
     tiles = measured(base, chip, M, top_k, E, K, I, scheme, dtype)
     # The workspace of many rows has no place for h in fp32.
     room = tiles.wide_h == base.wide_h or scales[1] == "group" and M * top_k <= FEW_ROWS * E
-    return tiles if room and (large or not tiles.large) else base
+    return tiles if room and (large or not tiles.large) and (vector or not tiles.vector) else base
 
 
 def for_experts(*problem) -> Tiles:
     """Tiles of an expert layer: those measured for its shape on its GPU, else what `choose` says.
 
-    Arguments: M, top_k, E, K, I, dtype, Gpu, scheme, scales, gated, and whether the large kernels can run.
+    Arguments: M, top_k, E, K, I, dtype, Gpu, scheme, scales, gated, and whether the large kernels
+    and those of one token can run.
     """
     return find(_for_experts, problem)
 
@@ -278,6 +283,39 @@ def _choose_fp8(
         quantize=quantize,
         wide_h=wide,
     )
+
+
+def _choose_vector(quantized: bool, K: int, I: int, chunk: int) -> Tiles:  # noqa: E741
+    """Tiles of the kernels of triton_vector.py: columns of h or of the output, and the step along their sums.
+
+    As measured on an H200 for qwen3, mixtral, dsv3 and gptoss20. Where a block quantizes x, more rows share that.
+    """
+
+    def tile(n: int, k: int, stages: int, warps: int, columns: int) -> Tile:
+        return Tile(n, min(k, max(128, 1 << (columns - 1).bit_length())), stages, warps)
+
+    if quantized:
+        first, second = tile(8, 512, 1, 4, K), tile(8, 1024, 1, 8, I)
+    else:
+        first, second = tile(2, 1024, 3, 2, K), tile(4, 1024, 1, 4, I)
+    return Tiles(True, 1, first, second, chunk, wide_h=True, vector=True)
+
+
+def vector_space(base: Tiles, K: int, I: int, gated: bool) -> tuple[list[Tiles], list[Tiles]]:  # noqa: E741
+    """For the search (moe_ops.tuning): variants of the two kernels of one token, with 16 to 128 weights a thread."""
+
+    def tiles(columns: int, rows: int) -> list[Tile]:
+        return [
+            Tile(n, k, stages, warps)
+            for n in (1, 2, 4, 8, 16)
+            for k in (512, 1024, 2048, 4096)
+            for warps in (2, 4, 8)
+            for stages in ((1,) if k >= columns else (1, 3))
+            if 16 <= n * rows * k // (32 * warps) <= 128 and k < 2 * columns
+        ]
+
+    ones = [base._replace(gemm1=tile) for tile in tiles(K, 2 if gated else 1)]
+    return ones, [base._replace(gemm2=tile) for tile in tiles(I, 1)]
 
 
 def _choose_large(rows: int, groups: int, I: int, quantized: bool, gated: bool) -> Tiles:  # noqa: E741

@@ -239,6 +239,8 @@ def search_space(
     packed = triton_packed_launch.describe(target.scheme)
     if packed is not None:
         return triton_packed_tiles.search_space(base, average, packed.bits)
+    if base.vector:
+        return [triton_tiles.vector_space(base, K, I, True)]
     size = getattr(torch, target.dtype).itemsize
     w_size = 1 if target.scheme else size
     x_scale = scales(target.scheme).x

@@ -1,0 +1,258 @@
+"""Triton kernels of a layer of one token: two products of matrices with vectors. Imported at first launch only.
+
+One token leaves a tensor core's tile of tokens empty but for one, and what is left to do is to read weights once. So
+weights go from memory to registers and meet x in ordinary multiplications, no block waits for its neighbours at every
+step, and the second kernel adds a token's experts up itself: no sort, no products in memory, no kernel that sums them.
+
+x and h are quantized by groups where the scheme says so, by every block for itself, which is cheaper than a kernel of
+its own: a block reads some rows of a weight and all of x.
+"""
+
+import triton
+import triton.language as tl
+
+from moe_ops.kernels.triton_activations import activate_one, activate_two
+from moe_ops.kernels.triton_fp8 import (
+    decode,
+    decode_activation,
+    e4m3_scale,
+    quotient,
+    reciprocal,
+    stored,
+)
+from moe_ops.kernels.triton_routing import local_expert, start_dependent, wait
+
+# Arguments that follow the routing tensors: no kernel is compiled anew for a value of theirs.
+ROUTING = ["E", "num_ids", "stride_im", "stride_ik", "stride_map", "stride_tk"]
+
+
+@triton.jit
+def as_seen(x, BK: tl.constexpr, QUANTIZED: tl.constexpr, NATIVE: tl.constexpr):
+    """x (BK,) as a product sees it, fp32: where QUANTIZED, each group of 128 rounded to e4m3 times its scale."""
+    x = x.to(tl.float32)
+    if QUANTIZED:
+        x = x.reshape(BK // 128, 128)
+        scale = e4m3_scale(tl.max(tl.abs(x), 1))[:, None]
+        code = stored(quotient(x, scale, reciprocal(scale)), NATIVE)
+        x = (code if NATIVE else decode_activation(code)).to(tl.float32) * scale
+        x = x.reshape(BK)
+    return x
+
+
+@triton.jit
+def times_block_scales(
+    x, scale_ptr, stride, group, groups, BK: tl.constexpr, QUANTIZED: tl.constexpr
+):
+    """x (BK,) times what scales a weight's groups of 128 columns, of which the first is `group`."""
+    if QUANTIZED:
+        g = group + tl.arange(0, BK // 128)
+        scale = tl.load(scale_ptr + g * stride, mask=g < groups, other=0.0).to(tl.float32)
+        x = (x.reshape(BK // 128, 128) * scale[:, None]).reshape(BK)
+    return x
+
+
+@triton.jit
+def sums(
+    ptrs, here, x, acc, ROWS: tl.constexpr, BK: tl.constexpr, EACH: tl.constexpr,
+    QUANTIZED: tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
+    """acc (ROWS, BK // EACH) plus the products of w (ROWS, BK) with x, of EACH neighbours together."""
+    w = tl.load(ptrs, mask=here[None, :], other=0.0, eviction_policy="evict_first")
+    if QUANTIZED and not NATIVE:
+        w = decode(w, tl.float16)
+    product = w.to(tl.float32) * x[None, :]
+    return acc + tl.sum(product.reshape(ROWS, BK // EACH, EACH), 2)
+
+
+@triton.jit(do_not_specialize=ROUTING)
+def moe_ops_vector_gemm1(
+    h_ptr,  # (top_k, I), written
+    x_ptr,  # (K,)
+    w_ptr,  # (E, N, K)
+    scale_ptr,  # (E, ceil(N / 128), ceil(K / 128)) where QUANTIZED
+    bias_ptr,  # (E, N) or absent
+    ids_ptr,  # (1, top_k)
+    map_ptr,
+    topk_weights_ptr,  # (1, top_k) to multiply the input by, or absent
+    E,
+    num_ids,
+    stride_im,
+    stride_ik,
+    stride_map,
+    stride_tk,
+    top_k,
+    K,
+    I,  # noqa: E741
+    stride_xk,
+    stride_we,
+    stride_wn,
+    stride_se,
+    stride_sn,
+    stride_sk,
+    stride_be,
+    stride_bn,
+    alpha,
+    beta,
+    limit,
+    HAS_MAP: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    GATED: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    HAS_LIMIT: tl.constexpr,
+    QUANTIZED: tl.constexpr,
+    NATIVE: tl.constexpr,
+    EACH: tl.constexpr,
+    ONE_STEP: tl.constexpr,  # K <= BK
+    BN: tl.constexpr,  # columns of h, each of one or two rows of w
+    BK: tl.constexpr,
+    STAGES: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """h = activation(x @ w13.T + bias): a program an expert and BN columns."""
+    wait(DEPENDENT)
+    pair = tl.program_id(0)
+    e = local_expert(
+        ids_ptr, map_ptr, pair, pair >= 0, E, num_ids, top_k,
+        stride_im, stride_ik, stride_map, HAS_MAP,
+    )  # fmt: skip
+    if e < 0:
+        return
+    e64 = e.to(tl.int64)
+    first = tl.program_id(1) * BN
+    column = first + tl.arange(0, BN)
+    row = tl.minimum(column, I - 1)
+    up = row
+    first_up = first
+    if GATED:
+        if INTERLEAVED:
+            first *= 2
+            first_up = first
+            row *= 2
+            up = row + 1
+        else:
+            first_up += I
+            up = row + I
+    k = tl.arange(0, BK)
+    w_ptr += e64 * stride_we
+    g_ptrs = w_ptr + row.to(tl.int64)[:, None] * stride_wn + k[None, :]
+    u_ptrs = w_ptr + up.to(tl.int64)[:, None] * stride_wn + k[None, :]
+    gate_scale_ptr = None
+    up_scale_ptr = None
+    if QUANTIZED:  # all rows of a program lie in one block of 128
+        scale_ptr += e64 * stride_se
+        gate_scale_ptr = scale_ptr + first // 128 * stride_sn
+        up_scale_ptr = scale_ptr + first_up // 128 * stride_sn
+    groups = tl.cdiv(K, 128)
+    gate = tl.zeros((BN, BK // EACH), tl.float32)
+    linear = gate
+    for start in tl.range(0, BK if ONE_STEP else K, BK, num_stages=STAGES):
+        here = start + k < K
+        x = tl.load(x_ptr + (start + k).to(tl.int64) * stride_xk, mask=here, other=0.0)
+        x = as_seen(x, BK, QUANTIZED, NATIVE)
+        xs = times_block_scales(x, gate_scale_ptr, stride_sk, start // 128, groups, BK, QUANTIZED)
+        gate = sums(g_ptrs + start, here, xs, gate, BN, BK, EACH, QUANTIZED, NATIVE)
+        if GATED:
+            xs = times_block_scales(
+                x, up_scale_ptr, stride_sk, start // 128, groups, BK, QUANTIZED
+            )
+            linear = sums(u_ptrs + start, here, xs, linear, BN, BK, EACH, QUANTIZED, NATIVE)
+    start_dependent(DEPENDENT)
+    g = tl.sum(gate, 1)
+    u = tl.sum(linear, 1)
+    if topk_weights_ptr is not None:
+        factor = tl.load(topk_weights_ptr + pair * stride_tk).to(tl.float32)
+        g *= factor
+        u *= factor
+    if bias_ptr is not None:
+        bias_ptr += e64 * stride_be
+        g += tl.load(bias_ptr + row * stride_bn).to(tl.float32)
+        u += tl.load(bias_ptr + up * stride_bn).to(tl.float32)
+    if GATED:
+        h = activate_two(g, u, alpha, beta, limit, ACTIVATION, HAS_LIMIT)
+    else:
+        h = activate_one(g, ACTIVATION)
+    h_ptrs = h_ptr + pair.to(tl.int64) * I + column
+    tl.store(h_ptrs, h.to(h_ptr.dtype.element_ty), mask=column < I)
+
+
+@triton.jit(do_not_specialize=ROUTING)
+def moe_ops_vector_gemm2(
+    out_ptr,  # (N,), written
+    h_ptr,  # (top_k, K)
+    w_ptr,  # (E, N, K)
+    scale_ptr,
+    bias_ptr,
+    ids_ptr,
+    map_ptr,
+    topk_weights_ptr,  # to multiply the experts' rows by, or absent
+    E,
+    num_ids,
+    stride_im,
+    stride_ik,
+    stride_map,
+    stride_tk,
+    K,
+    N,
+    stride_we,
+    stride_wn,
+    stride_se,
+    stride_sn,
+    stride_sk,
+    stride_be,
+    stride_bn,
+    stride_ok,
+    TOP_K: tl.constexpr,
+    HAS_MAP: tl.constexpr,
+    QUANTIZED: tl.constexpr,
+    NATIVE: tl.constexpr,
+    EACH: tl.constexpr,
+    ONE_STEP: tl.constexpr,  # K <= BK
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    STAGES: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """out = the sum over the token's experts of router weight * (h @ w2.T + bias), in fp32, rounded once: a program
+    BN columns."""
+    first = tl.program_id(0) * BN
+    column = first + tl.arange(0, BN)
+    row = tl.minimum(column, N - 1)
+    k = tl.arange(0, BK)
+    w_ptrs = w_ptr + row.to(tl.int64)[:, None] * stride_wn + k[None, :]
+    groups = tl.cdiv(K, 128)
+    acc = tl.zeros((BN, BK // EACH), tl.float32)
+    biases = tl.zeros((BN,), tl.float32)
+    wait(DEPENDENT)
+    for j in tl.static_range(TOP_K):
+        pair = tl.zeros((), tl.int32) + j
+        e = local_expert(
+            ids_ptr, map_ptr, pair, pair >= 0, E, num_ids, TOP_K,
+            stride_im, stride_ik, stride_map, HAS_MAP,
+        )  # fmt: skip
+        e64 = tl.maximum(e, 0).to(tl.int64)
+        end = tl.where(e >= 0, K, 0)  # nothing of an expert that is not here
+        block_scale_ptr = None
+        if QUANTIZED:
+            block_scale_ptr = scale_ptr + e64 * stride_se + first // 128 * stride_sn
+        factor = 1.0
+        if topk_weights_ptr is not None:
+            factor = tl.load(topk_weights_ptr + j * stride_tk, mask=e >= 0, other=0.0)
+            factor = factor.to(tl.float32)
+        for start in tl.range(0, BK if ONE_STEP else K, BK, num_stages=STAGES):
+            here = start + k < end
+            x = tl.load(h_ptr + j * K + start + k, mask=here, other=0.0)
+            x = as_seen(x, BK, QUANTIZED, NATIVE) * factor
+            x = times_block_scales(
+                x, block_scale_ptr, stride_sk, start // 128, groups, BK, QUANTIZED
+            )
+            acc = sums(
+                w_ptrs + e64 * stride_we + start, here, x, acc, BN, BK, EACH, QUANTIZED, NATIVE
+            )
+        if bias_ptr is not None:
+            bias_ptrs = bias_ptr + e64 * stride_be + row * stride_bn
+            bias = tl.load(bias_ptrs, mask=column < tl.where(e >= 0, N, 0), other=0.0)
+            biases += factor * bias.to(tl.float32)
+    start_dependent(DEPENDENT)
+    out = tl.sum(acc, 1) + biases
+    out_ptrs = out_ptr + column.to(tl.int64) * stride_ok
+    tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=column < N)
