@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 from test_deep_gemm import case_of, check, reference, rounded_first_product, schemes
@@ -129,3 +133,34 @@ def test_compiled_equals_eager(scheme):
                     torch.compiler.cudagraph_mark_step_begin()
                     out = compiled(*case.args, **case.options, backend="deep_gemm").clone()
                     assert torch.equal(out, expected)
+
+
+WARM_PRODUCTS = """
+import os, sys, torch, moe_ops
+from pathlib import Path
+from moe_ops.kernels import deep_gemm_launch as dg
+
+w13, w2 = [torch.randn(s, device="cuda").bfloat16() for s in ((4, 512, 256), (4, 256, 256))]
+if sys.argv[1]:
+    w13, w2 = [moe_ops.quantize(w, sys.argv[1]) for w in (w13, w2)]
+w13, w2 = [moe_ops.prepare(w, "deep_gemm") for w in (w13, w2)]
+cache, spared = Path(os.environ["DG_JIT_CACHE_DIR"]), 0
+for M in (1, 64, 65, 256, 257, 300, 511, 512, 2, 100, 1000, 2048, 1500, 1024, 200, 700, 2047):
+    keys, files = set(dg._warm), set(cache.rglob("*"))
+    x, ids = torch.randn(M, 256, device="cuda").bfloat16(), torch.randint(0, 4, (M, 2), device="cuda")
+    moe_ops.fused_experts(x, w13, w2, torch.rand(M, 2, device="cuda"), ids, backend="deep_gemm")
+    torch.cuda.synchronize()
+    if dg._warm == keys:
+        assert set(cache.rglob("*")) == files, f"M={M} compiled a kernel that counts as warm"
+        spared += 1
+assert spared >= 8 and any(cache.rglob("*")), (spared, len(dg._warm))
+"""
+
+
+@schemes
+def test_products_that_count_as_warm_are_compiled(scheme, tmp_path):
+    """A capture may find any number of tokens of a warm bucket: the library must choose the same kernel for all."""
+    environment = os.environ | {"DG_JIT_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, "-c", WARM_PRODUCTS, scheme]
+    answer = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert answer.returncode == 0, answer.stderr
