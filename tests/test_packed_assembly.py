@@ -15,7 +15,7 @@ import torch
 import moe_ops
 from tests import oracle
 
-SOURCE = Path(moe_ops.__file__).parent / "kernels/triton_packed_operands.py"
+KERNELS = Path(moe_ops.__file__).parent / "kernels"
 MASK = 0xFFFFFFFF
 
 
@@ -56,9 +56,9 @@ INSTRUCTIONS = {
 }
 
 
-def run(name: str, *inputs: int) -> list[float]:
+def run(name: str, *inputs: int, source: str = "triton_packed_operands.py") -> list[float]:
     """The results of the assembly in function `name` for one register of each input."""
-    body = SOURCE.read_text().split(f"def {name}(")[1].split("@triton.jit")[0]
+    body = (KERNELS / source).read_text().split(f"def {name}(")[1].split(".jit\n")[0]
     code, constraints = re.search(r'"""\{(.*?)\}""",\s*"(.*?)"', body, re.S).groups()
     outputs = constraints.count("=")
     registers = {f"${outputs + i}": value for i, value in enumerate(inputs)}

@@ -81,17 +81,23 @@ def choose(rows: int, groups: int, K: int, I: int, chip: Gpu) -> Tiles | None:  
     if chip.shared_memory <= LARGE_MEMORY or not FEWEST_ROWS <= average <= MOST_ROWS:
         return None
     tokens = 8 if average <= 4 else 16 if average <= 10 else 32 if average <= 22 else 64
-    if tokens <= 16:
-        return Tiles(tokens, _fit(K, Tile(64, 256, 3, 4)), _fit(I, Tile(64, 256, 3, 4)))
-    tile = Tile(128, 256, 3, 8) if tokens == 32 else Tile(128, 128, 4, 8)
-    return Tiles(tokens, _fit(K, tile), _fit(I, tile))
+    few = min(rows, groups)
+    return Tiles(tokens, _tile(tokens, few * 2 * I, K), _tile(tokens, few * K, I))
 
 
-def _fit(K: int, tile: Tile) -> Tile:
-    """`tile` with steps that a row of K columns has a few of."""
-    if tile.k > 128 and 2 * tile.k > K:
-        return Tile(tile.rows, 128, tile.stages, tile.warps)
-    return tile
+def _tile(tokens: int, rows: int, K: int) -> Tile:
+    """Tile for `rows` rows of weights in all, of K columns. By what fits: not yet measured.
+
+    Of more tokens tiles are higher, as each reads all of x, and have two groups of four warps. Of few rows they are
+    lower, for enough warps on a multiprocessor.
+    """
+    if tokens == 64:
+        return Tile(128, 128, 4, 8)
+    if tokens == 32:
+        return Tile(128, 256, 3, 8) if K >= 512 else Tile(128, 128, 4, 8)
+    if rows >= 6 * 132 * 128 or K < 512:
+        return Tile(128, 128, 4, 4)
+    return Tile(64, 256, 4, 4)
 
 
 _search: Tiles | None = None  # what a measurement wants instead of what `choose` says

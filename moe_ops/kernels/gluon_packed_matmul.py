@@ -11,6 +11,7 @@ gluon_packed_operands.py.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
     mbarrier,
     tma,
     warpgroup_mma,
@@ -97,6 +98,45 @@ def fill_rows(x, x_smem, full, i, steps, first, PIECES: gl.constexpr, STAGES: gl
 
 
 @gluon.jit
+def group_at(piece, last, U: gl.constexpr, G: gl.constexpr):
+    """First group of a piece, of the last one for pieces past the end."""
+    return gl.minimum(piece, last) * U // G if G > 0 else 0
+
+
+@gluon.jit
+def halves(t):
+    """The first and the second half of the rows, which a thread has of both. Nothing moves."""
+    ROWS: gl.constexpr = t.shape[0] // 2
+    return t.reshape((2, ROWS, t.shape[1])).permute((1, 2, 0)).split()
+
+
+@gluon.jit
+def started(
+    p, s, zero, x0, x1, acc,
+    GROUPS: gl.constexpr, WARPS: gl.constexpr, FORMAT: gl.constexpr, SCALE: gl.constexpr,
+    SUM: gl.constexpr, HAS_ZERO: gl.constexpr,
+):  # fmt: skip
+    """A piece's product on its way: alone where sums are scaled (SUM), else on top of acc."""
+    A: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
+    w0, w1 = decoded(p, s, zero, GROUPS, WARPS, FORMAT, SCALE, HAS_ZERO)
+    d = warpgroup_mma(fragment(w0, A), x0, acc, use_acc=not SUM, is_async=True)
+    return warpgroup_mma(fragment(w1, A), x1, d, is_async=True)
+
+
+@gluon.jit
+def added(acc, d, s, SCALE: gl.constexpr, SUM: gl.constexpr):
+    """acc and a piece's sum d times the scales of its rows; d where it is on top of acc already."""
+    if not SUM:
+        return d
+    else:
+        LAYOUT: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
+        s = gl.convert_layout(s.reshape((s.shape[0],)), LAYOUT, assert_trivial=True)
+        if SCALE == "e4m3":
+            s = s.to(gl.float8e4nv, bitcast=True)
+        return acc + d * gl.expand_dims(s.to(gl.float32), 1)
+
+
+@gluon.jit
 def product(
     x,  # descriptor of (half pieces, S, U // 2), box [2 * PIECES, BM, U // 2]
     w,  # descriptor of (E, pieces, parts, rows, U // 2 bytes), box [1, PIECES, parts, WN // parts, U // 2]
@@ -123,7 +163,8 @@ def product(
 ):
     """w @ x.T (WN, BM) in fp32, rows in the product's order; scales of whole rows left to the caller."""
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BM, 16])
-    A: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
+    WEIGHT: gl.constexpr = weight_layout(WN, U // 2, WARPS, GATED, INTERLEAVED)
+    ROWS: gl.constexpr = min(WN, 16 * WARPS)  # decoded at a time
     BYTES: gl.constexpr = U // 2
     PIECES: gl.constexpr = BK // U
     GROUPS: gl.constexpr = groups_of(U, G)
@@ -142,57 +183,58 @@ def product(
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), 1)
+    fence_async_shared()  # the copy engine sees them
     steps = gl.cdiv(K, BK)
     for i in gl.static_range(STAGES):
         fill_weights(w, w_smem, full, i, steps, e, tile_row, PIECES, STAGES, SIZE)
     wait(DEPENDENT)
     for i in gl.static_range(STAGES):
         fill_rows(x, x_smem, full, i, steps, first, PIECES, STAGES)
+    # Scales are asked for two pieces ahead, and one does for those past the end.
     last = K // U - 1
     s = gl.load(scale_ptrs)
-    zero = s
+    soon = gl.load(scale_ptrs + group_at(1, last, U, G) * stride_sk)
+    zero, soon_zero = s, s
     if HAS_ZERO:
         zero = gl.load(zero_ptrs)
-    acc = gl.zeros([WN, BM], gl.float32, MMA)
+        soon_zero = gl.load(zero_ptrs + group_at(1, last, U, G) * stride_zk)
+    acc = gl.zeros([ROWS, BM], gl.float32, MMA)
+    more = acc  # of the second half of the rows, where a thread has rows of both
     for i in range(steps):
         slot = i % STAGES
         mbarrier.wait(full.index(slot), (i // STAGES) & 1)
         for j in gl.static_range(PIECES):
-            # of the piece after this one
-            piece = gl.minimum(i * PIECES + j + 1, last)
-            group = piece * U // G if G > 0 else 0
-            next_s = gl.load(scale_ptrs + group * stride_sk)
-            next_zero = next_s
+            group = group_at(i * PIECES + j + 2, last, U, G)
+            later = gl.load(scale_ptrs + group * stride_sk)
+            later_zero = later
             if HAS_ZERO:
-                next_zero = gl.load(zero_ptrs + group * stride_zk)
-            p = in_order(
-                w_pieces.index(slot * PIECES + j).load(
-                    weight_layout(WN, BYTES, WARPS, GATED, INTERLEAVED)
-                ),
-                GATED,
-                INTERLEAVED,
-            )
-            w0, w1 = decoded(p, s, zero, GROUPS, WARPS, FORMAT, SCALE, HAS_ZERO)
-            d = acc
-            for half in gl.static_range(2):
-                a = fragment(w1 if half == 1 else w0, A)
-                b = x_halves.index((slot * PIECES + j) * 2 + half).permute((1, 0))
-                d = warpgroup_mma(a, b, d, use_acc=not (SUM and half == 0), is_async=True)
-            d = warpgroup_mma_wait(0, [d])
-            if SUM:
-                own = gl.convert_layout(
-                    s.reshape((WN,)), gl.SliceLayout(1, MMA), assert_trivial=True
-                )
-                if SCALE == "e4m3":
-                    own = own.to(gl.float8e4nv, bitcast=True)
-                acc += d * gl.expand_dims(own.to(gl.float32), 1)
+                later_zero = gl.load(zero_ptrs + group * stride_zk)
+            p = w_pieces.index(slot * PIECES + j).load(WEIGHT)
+            p = in_order(p, GATED, INTERLEAVED)
+            x0 = x_halves.index((slot * PIECES + j) * 2).permute((1, 0))
+            x1 = x_halves.index((slot * PIECES + j) * 2 + 1).permute((1, 0))
+            if ROWS == WN:
+                d = started(p, s, zero, x0, x1, acc, GROUPS, WARPS, FORMAT, SCALE, SUM, HAS_ZERO)
+                d = warpgroup_mma_wait(0, [d])
+                acc = added(acc, d, s, SCALE, SUM)
             else:
-                acc = d
-            s = next_s
-            zero = next_zero
+                p, q = halves(p)
+                s, t = halves(s)
+                zero, one = halves(zero)
+                d = started(p, s, zero, x0, x1, acc, GROUPS, WARPS, FORMAT, SCALE, SUM, HAS_ZERO)
+                d = warpgroup_mma_wait(0, [d])  # or operands of both would fill the registers
+                acc = added(acc, d, s, SCALE, SUM)
+                d = started(q, t, one, x0, x1, more, GROUPS, WARPS, FORMAT, SCALE, SUM, HAS_ZERO)
+                d = warpgroup_mma_wait(0, [d])
+                more = added(more, d, t, SCALE, SUM)
+            s, soon = soon, later
+            zero, soon_zero = soon_zero, later_zero
         gl.thread_barrier()  # all warps have read what is now overwritten
         fill_weights(w, w_smem, full, i + STAGES, steps, e, tile_row, PIECES, STAGES, SIZE)
         fill_rows(x, x_smem, full, i + STAGES, steps, first, PIECES, STAGES)
+    if ROWS < WN:
+        acc = gl.join(acc, more).permute((2, 0, 1)).reshape((WN, BM))
+        acc = gl.convert_layout(acc, MMA, assert_trivial=True)
     if FORMAT == "e2m1":
         acc *= E8M0_SHIFT if SCALE == "e8m0" else E4M3_SHIFT
     return acc

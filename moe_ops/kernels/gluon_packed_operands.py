@@ -157,6 +157,8 @@ def decoded(
     EACH: gl.constexpr = BYTES // GROUPS
     LAYOUT: gl.constexpr = grouped_layout(WN, BYTES, WARPS, GROUPS)
     p = gl.convert_layout(p.reshape((WN, GROUPS, EACH)), LAYOUT, assert_trivial=True)
+    s = gl.convert_layout(s, gl.SliceLayout(2, LAYOUT), assert_trivial=True)
+    zero = gl.convert_layout(zero, gl.SliceLayout(2, LAYOUT), assert_trivial=True)
     if FORMAT == "e2m1":
         s = twice(s, SCALE).to(gl.int16).to(gl.bfloat16, bitcast=True)
         w0, w1 = e2m1_pair(p, gl.expand_dims(s, 2).broadcast_to((WN, GROUPS, EACH)))

@@ -1,0 +1,219 @@
+"""The kernels for 4-bit weights on SM90: the order of rows and columns and the assembly on a CPU, that they compile where
+Triton is of their language, and values on a GPU (`-m gpu`)."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from unittest import mock
+
+import pytest
+import torch
+
+from tests.cases import BF16, Case
+from tests.test_packed_assembly import E2M1, halves, run, words
+
+pytest.importorskip("triton.experimental.gluon")
+
+import triton.language as tl  # noqa: E402
+
+from moe_ops.installed import version  # noqa: E402
+from moe_ops.kernels import gluon_packed as kernels  # noqa: E402
+from moe_ops.kernels import gluon_packed_launch as launch  # noqa: E402
+from moe_ops.kernels import gluon_packed_operands as operands  # noqa: E402
+from moe_ops.kernels import triton_tiles  # noqa: E402
+from moe_ops.kernels.triton_tiles import Tile  # noqa: E402
+
+OPERANDS = "gluon_packed_operands.py"
+SM90 = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+ON_GPU = (pytest.mark.gpu, pytest.mark.skipif(not SM90, reason="needs a GPU of SM90"))
+SPOKEN = tuple(int(n) for n in (version("triton") or "0.0").split(".")[:2])
+SPOKEN = launch.TRITON[0] <= SPOKEN < launch.TRITON[1]
+
+
+def nibbles(word: int) -> list[int]:
+    """Of bytes 0, 2, 1, 3: the lower ones, then the upper ones."""
+    data = word.to_bytes(4, "little")
+    data = [data[i] for i in (0, 2, 1, 3)]
+    return [b & 15 for b in data] + [b >> 4 for b in data]
+
+
+@pytest.mark.parametrize("zero", [0, 7, 8, 15])
+def test_int4(zero):
+    offsets = (0xC300 + zero) * 0x00010001  # -128 - zero, twice
+    for word in words(64):
+        found = run("int4_pair", word, offsets, offsets, source=OPERANDS)
+        assert found == [n - zero for n in nibbles(word)]
+
+
+@pytest.mark.parametrize("exponent", [-93, 0, 32])
+def test_e2m1(exponent):
+    scale = (127 + exponent) * 0x00800080 + 0x2F002F00  # as `twice` has it
+    factor = 2.0**-126 * halves(scale)[0]
+    for word in words(64):
+        found = run("e2m1_pair", word, scale, scale, source=OPERANDS)
+        assert found == [E2M1[n] * factor for n in nibbles(word)]
+
+
+def columns_at(places: torch.Tensor, U: int, bits: int) -> torch.Tensor:
+    with mock.patch.object(tl, "static_range", range):
+        return kernels.column_at.fn(places, operands.bits_of_place(U, bits))
+
+
+@pytest.mark.parametrize("U", [64, 128])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_order_of_columns_is_a_permutation(U, bits):
+    places = torch.arange(U)
+    columns = columns_at(places, U, bits)
+    assert sorted(columns.tolist()) == places.tolist()
+    with mock.patch.object(tl, "static_range", range):
+        assert torch.equal(kernels.place_of.fn(columns, operands.bits_of_place(U, bits)), places)
+
+
+@pytest.mark.parametrize("U", [64, 128])
+@pytest.mark.parametrize("gated, interleaved", [(False, False), (True, False), (True, True)])
+def test_product_of_a_piece(U, gated, interleaved):
+    """Bytes of a tile through the kernel's own steps, times activations in the order of `column_at`."""
+    WN, tokens = 64, 8
+    g = torch.Generator().manual_seed(U)
+    codes = torch.randint(0, 16, (WN, U), generator=g)
+    x = torch.randint(-4, 5, (tokens, U), generator=g).double()
+    tile = (codes[:, 0::2] | codes[:, 1::2] << 4).to(torch.uint8)
+    with mock.patch.object(operands.gl, "convert_layout", lambda t, layout, assert_trivial: t):
+        p = operands.in_order.fn(tile, gated, interleaved).contiguous()
+        offsets = 0xC3080000 | 0xC308  # -136, twice
+        found = [
+            run("int4_pair", word & 0xFFFFFFFF, offsets, offsets, source=OPERANDS)
+            for word in p.view(torch.int32).flatten().tolist()
+        ]
+        pairs = torch.tensor(found, dtype=torch.float64).view(WN, U // 8, 2, 4)
+        even, odd = [
+            operands.fragment.fn(pairs[:, :, i].reshape(WN, U // 2), None) for i in (0, 1)
+        ]
+    arranged = x[:, columns_at(torch.arange(U), U, 4)]
+    product = even @ arranged[:, : U // 2].T + odd @ arranged[:, U // 2 :].T
+    r = torch.arange(WN)
+    i, up = r // 16 * 8 + r % 8, r // 8 % 2
+    row = (2 * i + up if interleaved else i + WN // 2 * up) if gated else r
+    assert torch.equal(product, (codes[row] - 8).double() @ x.T)
+
+
+@pytest.mark.parametrize("gated, interleaved", [(False, False), (True, False), (True, True)])
+@pytest.mark.parametrize("WN, warps", [(64, 4), (128, 4), (128, 8)])
+def test_threads_hold_rows_in_the_products_order(gated, interleaved, WN, warps):
+    """`weight_layout` names the rows of memory that `in_order` puts where a thread's rows of the product are."""
+    rows = torch.arange(WN)[:, None].expand(WN, 64)
+    ordered = operands.in_order.fn(rows, gated, interleaved)[:, 0].tolist()
+    found, expected = [
+        operands.weight_layout(WN, 64, warps, *kind)
+        for kind in ((gated, interleaved), (False,) * 2)
+    ]
+    for name in ("reg_bases", "lane_bases", "warp_bases"):
+        for (row, byte), (place, same) in zip(getattr(found, name), getattr(expected, name), strict=True):  # fmt: skip
+            assert (row, byte) == (ordered[place], same)
+
+
+COMPILE = """
+from unittest import mock
+from benchmarks import compile_kernels as c
+from moe_ops.kernels import gluon_packed_launch as launch
+chip = c.chip_of(90)
+for scheme, activation in (("int4_w4a16:g64:zp", "silu"), ("nvfp4_w4a16", "swigluoai")):
+    call = c.Call((4, 2, 512, 320), 9, scheme, activation=activation, bias=True)
+    with mock.patch.object(launch, "on_sm90", lambda device: True):
+        found = c.compile_call(call, chip, 90)
+    products = [one for one in found if one.name.startswith("moe_ops_gluon")]
+    assert len(products) == 2
+    for one in products:
+        assert "wgmma.mma_async" in one.binary.asm["ptx"]
+        assert c.usage(one.binary).spilled == 0
+"""
+
+
+@pytest.mark.skipif(not SPOKEN, reason="this Triton has another experimental language")
+def test_compiles_for_sm90():
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    subprocess.run([sys.executable, "-c", COMPILE], check=True, env=environment)
+
+
+def test_descriptors_take_rows_of_16_byte_step_alone():
+    from moe_ops.kernels.triton_launch import gpu
+    from moe_ops.kernels.triton_packed_launch import packed
+
+    def possible(scheme, K, group, dtype=BF16, scale=torch.bfloat16):
+        data = torch.zeros(2, 64, K // 2, dtype=torch.uint8)
+        scales = torch.zeros(2, 64, max(K // group, 1), dtype=scale)
+        w = packed("w", data, scales, None, None, None, scheme, gpu(-1))
+        return launch.possible(w, dtype)
+
+    assert possible("int4_w4a16:g128", 256, 128) and possible("int4_w4a16:g64", 192, 64)
+    assert possible("mxfp4_w4a16", 192, 32, scale=torch.uint8)
+    assert not possible("mxfp4_w4a16", 96, 32, scale=torch.uint8)  # no piece of 64 columns
+    assert not possible("int4_w4a16:g128", 256, 128, torch.float16)
+    assert possible("int4_w4a16:g32", 128, 32)
+    assert not possible("int4_w4a16:g32", 128, 32, scale=torch.float32)
+
+
+# --- values ---------------------------------------------------------------------------------------------
+
+
+def tiles(tokens: int, *tile: int) -> launch.Tiles:
+    return launch.Tiles(tokens, Tile(*tile), Tile(*tile))
+
+
+def check(scheme: str, tiles: launch.Tiles | None, activation: str = "silu", **sizes) -> None:
+    with (
+        mock.patch.object(launch, "_search", tiles),
+        mock.patch.object(launch, "gemm1", wraps=launch.gemm1) as used,
+    ):
+        Case("cuda", BF16, scheme, activation, **sizes).check("triton")
+    assert used.called
+
+
+INT4 = ["int4_w4a16:g128", "int4_w4a16:g64", "int4_w4a16:g32", "int4_w4a16:channel"]
+GPU_SCHEMES = [*INT4, *(f"{name}:zp" for name in INT4), "mxfp4_w4a16", "nvfp4_w4a16"]
+TILES = [(8, 64, 128, 3, 4), (16, 128, 128, 4, 4), (32, 128, 256, 3, 8), (64, 128, 128, 4, 8)]
+
+
+@pytest.mark.parametrize("scheme", [pytest.param(name, marks=ON_GPU) for name in GPU_SCHEMES])
+@pytest.mark.parametrize("tile", TILES, ids=str)
+def test_values(scheme, tile):
+    """Blocks that are full and not; steps that pass the end of a row, tiles that pass the last one."""
+    check(scheme, tiles(*tile), M=11 * tile[0] // 8, E=4, top_k=2, K=640, I=384, bias=True)
+
+
+@pytest.mark.parametrize("scheme", [pytest.param(n, marks=ON_GPU) for n in ("mxfp4_w4a16",)])
+@pytest.mark.parametrize("tile", [(8, 64, 64, 4, 4), (16, 64, 256, 3, 4)], ids=str)
+def test_pieces_of_64_columns(scheme, tile):
+    sizes = {"M": 16, "E": 2, "top_k": 1, "K": 2880, "I": 320}
+    check(scheme, tiles(*tile), "swigluoai", bias=True, **sizes)
+
+
+@pytest.mark.parametrize(
+    "scheme", [pytest.param(n, marks=ON_GPU) for n in ("int4_w4a16:g128:zp", "nvfp4_w4a16")]
+)
+@pytest.mark.parametrize("activation", ["swigluoai", "relu2_no_mul", "gelu"])
+def test_activations_map_and_weights_on_input(scheme, activation):
+    sizes = {"M": 20, "E": 3, "top_k": 1, "K": 512, "I": 256}
+    check(scheme, None, activation, expert_map=True, on_input=True, **sizes)
+
+
+@pytest.mark.parametrize("scheme", [pytest.param("mxfp4_w4a16", marks=ON_GPU)])
+def test_repeatable(scheme):
+    """Nothing depends on which copy arrives first: values stay the same, whatever ran before."""
+    case = Case("cuda", BF16, scheme, M=40, E=4, top_k=2, K=1024, I=512)
+    first = case.run("triton")
+    for _ in range(30):
+        assert torch.equal(first, case.run("triton"))
+
+
+@pytest.mark.parametrize("scheme", [pytest.param("int4_w4a16:g128", marks=ON_GPU)])
+def test_a_search_of_other_kernels_is_let_be(scheme):
+    case = Case("cuda", BF16, scheme, M=4, E=2, top_k=1, K=256, I=128)
+    with (
+        triton_tiles.searching(None),
+        mock.patch.object(launch, "gemm1", wraps=launch.gemm1) as used,
+    ):
+        case.run("triton")
+    assert not used.called
