@@ -50,6 +50,9 @@ def launches(a: ExpertsArgs, w13: Weight, w2: Weight, tiles: Tiles, chip: Gpu) -
     num_ids, map_stride = (expert_map.shape[0], expert_map.stride(0)) if has_map else (E, 0)
     routing = (E, num_ids, *ids.stride(), map_stride, weights.stride(1))
 
+    # weights in a word, and neighbours whose products are added up at once
+    each = (4, 8) if quantized and chip.native else (1, 16 // size)
+
     def strides(w: Weight, bias: torch.Tensor | None) -> tuple:
         return (
             *w.data.stride()[:2],
@@ -58,7 +61,7 @@ def launches(a: ExpertsArgs, w13: Weight, w2: Weight, tiles: Tiles, chip: Gpu) -
         )
 
     def constants(columns: int, tile: Tile) -> tuple:
-        return (quantized, chip.native, 16 // size, columns <= tile.k, *tile[:3], chip.dependent)
+        return (quantized, chip.native, *each, columns <= tile.k, *tile[:3], chip.dependent)
 
     first = (h, x, w13.data, w13.scale, a.w13_bias, ids, expert_map, weights if on_input else None)
     first += (*routing, top_k, K, I, x.stride(1), *strides(w13, a.w13_bias))
