@@ -122,21 +122,31 @@ def tiles_for(
     return _search or choose(rows, E, K, w2.columns, chip)
 
 
-def _described(w: Packed, parts: int, tile: Tile):
-    """Descriptor of a weight whose rows are `parts` parts, with boxes of a tile and a step."""
+@cache
+def _language() -> tuple:
     from triton.experimental.gluon.language import NVMMASharedLayout
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+    return TensorDescriptor, cache(NVMMASharedLayout)
+
+
+def _descriptor(base: Tensor, shape: list, strides: list, box: list, swizzle: int, bits: int):
+    """A tensor descriptor. Its constructor takes 7 us to check what `possible` knows, so it is left out."""
+    descriptor, layout = _language()
+    found = object.__new__(descriptor)
+    found.base, found.shape, found.strides, found.block_shape = base, shape, strides, box
+    found.layout, found.padding = layout(swizzle, bits, len(box)), "zero"
+    return found
+
+
+def _described(w: Packed, parts: int, tile: Tile):
+    """Descriptor of a weight whose rows are `parts` parts, with boxes of a tile and a step."""
     E, N, row = w.data.shape
     expert, step, _ = w.data.stride()
     size = piece(w) // 2  # bytes
-    return TensorDescriptor(
-        w.data,
-        [E, row // size, parts, N // parts, size],
-        [expert, size, N // parts * step, step, 1],
-        [1, _pieces(w, tile), parts, tile.rows // parts, size],
-        NVMMASharedLayout(size, 8, 5),
-    )
+    shape, strides = [E, row // size, parts, N // parts, size], [expert, size, N // parts * step]
+    box = [1, _pieces(w, tile), parts, tile.rows // parts, size]
+    return _descriptor(w.data, shape, [*strides, step, 1], box, size, 8)
 
 
 def _pieces(w: Packed, tile: Tile) -> int:
@@ -146,17 +156,9 @@ def _pieces(w: Packed, tile: Tile) -> int:
 
 def _rows_described(x: Tensor, w: Packed, rows: int, tokens: int, tile: Tile):
     """Descriptor of rows that `w` is multiplied with, with boxes of a block and a step."""
-    from triton.experimental.gluon.language import NVMMASharedLayout
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
     half, K = piece(w) // 2, w.columns
-    return TensorDescriptor(
-        x,
-        [K // half, rows, half],
-        [half, K, 1],
-        [2 * _pieces(w, tile), tokens, half],
-        NVMMASharedLayout(2 * half, 16, 3),
-    )
+    box = [2 * _pieces(w, tile), tokens, half]
+    return _descriptor(x, [K // half, rows, half], [half, K, 1], box, 2 * half, 16)
 
 
 def arrange(out: Tensor, x: Tensor, w: Packed, rows: Rows, chip: Gpu) -> Launch:
