@@ -6,7 +6,6 @@ Needs vLLM's compiled operators, vllm/_moe_C*.so of a version for this torch, in
 PYTHONPATH; the package itself is not imported. A CUDA graph sorts every routing set of a cell of experts.py;
 replays are timed as there. vLLM sorts nothing where four times the pairs are no more than the experts: those
 cells are left out. Times go to FOLDER/vllm_sort_<GPU>.json, and `experts.py --report` adds them to the table.
-Not run on hardware yet.
 """
 
 from __future__ import annotations
