@@ -179,7 +179,7 @@ TILES = [(8, 64, 128, 3, 4), (16, 128, 128, 4, 4), (32, 128, 256, 3, 8), (64, 12
 @pytest.mark.parametrize("scheme", [pytest.param(name, marks=ON_GPU) for name in GPU_SCHEMES])
 @pytest.mark.parametrize("tile", TILES, ids=str)
 def test_values(scheme, tile):
-    """Blocks that are full and not; steps that pass the end of a row, tiles that pass the last one."""
+    """Blocks that are full and not, steps that pass the end of a row."""
     check(scheme, tiles(*tile), M=11 * tile[0] // 8, E=4, top_k=2, K=640, I=384, bias=True)
 
 
@@ -188,6 +188,12 @@ def test_values(scheme, tile):
 def test_pieces_of_64_columns(scheme, tile):
     sizes = {"M": 16, "E": 2, "top_k": 1, "K": 2880, "I": 320}
     check(scheme, tiles(*tile), "swigluoai", bias=True, **sizes)
+
+
+@pytest.mark.parametrize("scheme", [pytest.param("mxfp4_w4a16", marks=ON_GPU)])
+def test_tiles_that_pass_the_last_row(scheme):
+    sizes = {"M": 20, "E": 3, "top_k": 1, "K": 320, "I": 192}
+    check(scheme, tiles(16, 128, 128, 4, 4), "relu2_no_mul", bias=True, **sizes)
 
 
 @pytest.mark.parametrize(

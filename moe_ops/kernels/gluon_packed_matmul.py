@@ -2,7 +2,7 @@
 
 Weights are the left operand of `wgmma` and reach it from registers, tokens the right one from shared memory: a weight is
 decoded once for all tokens of a block. The copy engine fills a ring of STAGES tiles, so that little but decoding is left
-to threads: in all 2.4 to 2.8 instructions a weight of int4, 3.4 of e2m1.
+to threads: by tile, all included, 2.2 to 2.8 instructions a weight of int4, 2.9 to 3.4 of e2m1.
 
 FORMAT and SCALE as in triton_packed_matmul.py; U, pieces and the product's order of rows and columns as in
 gluon_packed_operands.py.
@@ -81,20 +81,24 @@ def finish(
 
 
 @gluon.jit
-def fill_weights(w, w_smem, full, i, steps, e, row, PIECES: gl.constexpr, STAGES: gl.constexpr,
-                 SIZE: gl.constexpr):  # fmt: skip
+def fill_weights(
+    w, w_smem, full, slot, i, steps, e, row, PIECES: gl.constexpr, SIZE: gl.constexpr
+):
     """Ask for the weights of step i, and tell its barrier of everything to come."""
-    barrier = full.index(i % STAGES)
-    mbarrier.expect(barrier, SIZE, i < steps)
-    place = w_smem.index(i % STAGES)
-    tma.async_copy_global_to_shared(w, [e, i * PIECES, 0, row, 0], barrier, place, i < steps)
+    mbarrier.expect(full.index(slot), SIZE, i < steps)
+    place = w_smem.index(slot)
+    tma.async_copy_global_to_shared(
+        w, [e, i * PIECES, 0, row, 0], full.index(slot), place, i < steps
+    )
 
 
 @gluon.jit
-def fill_rows(x, x_smem, full, i, steps, first, PIECES: gl.constexpr, STAGES: gl.constexpr):
+def fill_rows(x, x_smem, full, slot, i, steps, first, PIECES: gl.constexpr):
     """Ask for the rows of step i."""
-    barrier, place = full.index(i % STAGES), x_smem.index(i % STAGES)
-    tma.async_copy_global_to_shared(x, [i * PIECES * 2, first, 0], barrier, place, i < steps)
+    place = x_smem.index(slot)
+    tma.async_copy_global_to_shared(
+        x, [i * PIECES * 2, first, 0], full.index(slot), place, i < steps
+    )
 
 
 @gluon.jit
@@ -186,10 +190,10 @@ def product(
     fence_async_shared()  # the copy engine sees them
     steps = gl.cdiv(K, BK)
     for i in gl.static_range(STAGES):
-        fill_weights(w, w_smem, full, i, steps, e, tile_row, PIECES, STAGES, SIZE)
+        fill_weights(w, w_smem, full, i, i, steps, e, tile_row, PIECES, SIZE)
     wait(DEPENDENT)
     for i in gl.static_range(STAGES):
-        fill_rows(x, x_smem, full, i, steps, first, PIECES, STAGES)
+        fill_rows(x, x_smem, full, i, i, steps, first, PIECES)
     # Scales are asked for two pieces ahead, and one does for those past the end.
     last = K // U - 1
     s = gl.load(scale_ptrs)
@@ -200,9 +204,9 @@ def product(
         soon_zero = gl.load(zero_ptrs + group_at(1, last, U, G) * stride_zk)
     acc = gl.zeros([ROWS, BM], gl.float32, MMA)
     more = acc  # of the second half of the rows, where a thread has rows of both
+    slot, phase = steps * 0, steps * 0  # of the ring: its place, and whether this is an odd round
     for i in range(steps):
-        slot = i % STAGES
-        mbarrier.wait(full.index(slot), (i // STAGES) & 1)
+        mbarrier.wait(full.index(slot), phase)
         for j in gl.static_range(PIECES):
             group = group_at(i * PIECES + j + 2, last, U, G)
             later = gl.load(scale_ptrs + group * stride_sk)
@@ -230,8 +234,10 @@ def product(
             s, soon = soon, later
             zero, soon_zero = soon_zero, later_zero
         gl.thread_barrier()  # all warps have read what is now overwritten
-        fill_weights(w, w_smem, full, i + STAGES, steps, e, tile_row, PIECES, STAGES, SIZE)
-        fill_rows(x, x_smem, full, i + STAGES, steps, first, PIECES, STAGES)
+        fill_weights(w, w_smem, full, slot, i + STAGES, steps, e, tile_row, PIECES, SIZE)
+        fill_rows(x, x_smem, full, slot, i + STAGES, steps, first, PIECES)
+        phase ^= (slot == STAGES - 1).to(gl.int32)
+        slot = gl.where(slot == STAGES - 1, 0, slot + 1)
     if ROWS < WN:
         acc = gl.join(acc, more).permute((2, 0, 1)).reshape((WN, BM))
         acc = gl.convert_layout(acc, MMA, assert_trivial=True)
