@@ -23,7 +23,7 @@ from moe_ops.kernels import gluon_packed as kernels  # noqa: E402
 from moe_ops.kernels import gluon_packed_launch as launch  # noqa: E402
 from moe_ops.kernels import gluon_packed_operands as operands  # noqa: E402
 from moe_ops.kernels import triton_tiles  # noqa: E402
-from moe_ops.kernels.triton_tiles import Tile  # noqa: E402
+from moe_ops.kernels.triton_tiles import Tile, Tiles  # noqa: E402
 
 OPERANDS = "gluon_packed_operands.py"
 SM90 = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
@@ -158,13 +158,13 @@ def test_descriptors_take_rows_of_16_byte_step_alone():
 # --- values ---------------------------------------------------------------------------------------------
 
 
-def tiles(tokens: int, *tile: int) -> launch.Tiles:
-    return launch.Tiles(tokens, Tile(*tile), Tile(*tile))
+def tiles(tokens: int, *tile: int) -> Tiles:
+    return Tiles(False, tokens, Tile(*tile), Tile(*tile), 64, wgmma=True)
 
 
-def check(scheme: str, tiles: launch.Tiles | None, activation: str = "silu", **sizes) -> None:
+def check(scheme: str, tiles: Tiles | None, activation: str = "silu", **sizes) -> None:
     with (
-        mock.patch.object(launch, "_search", tiles),
+        triton_tiles.searching(tiles),
         mock.patch.object(launch, "gemm1", wraps=launch.gemm1) as used,
     ):
         Case("cuda", BF16, scheme, activation, **sizes).check("triton")
@@ -212,14 +212,3 @@ def test_repeatable(scheme):
     first = case.run("triton")
     for _ in range(30):
         assert torch.equal(first, case.run("triton"))
-
-
-@pytest.mark.parametrize("scheme", [pytest.param("int4_w4a16:g128", marks=ON_GPU)])
-def test_a_search_of_other_kernels_is_let_be(scheme):
-    case = Case("cuda", BF16, scheme, M=4, E=2, top_k=1, K=256, I=128)
-    with (
-        triton_tiles.searching(None),
-        mock.patch.object(launch, "gemm1", wraps=launch.gemm1) as used,
-    ):
-        case.run("triton")
-    assert not used.called

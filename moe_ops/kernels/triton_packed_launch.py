@@ -14,7 +14,6 @@ from moe_ops.kernels import (
     gluon_packed_launch,
     triton_emulated_launch,
     triton_packed_tiles,
-    triton_tiles,
 )
 from moe_ops.kernels.triton_emulated_launch import Hidden, Rounding, rounding_of
 from moe_ops.kernels.triton_launch import Gpu, Launch, pointers, run
@@ -28,7 +27,7 @@ from moe_ops.kernels.triton_rows import (
     sorted_rows,
 )
 from moe_ops.kernels.triton_scales import Input, Validity, flat
-from moe_ops.kernels.triton_tiles import GROUP, Tile, block_bound
+from moe_ops.kernels.triton_tiles import GROUP, Tile, Tiles, block_bound
 from moe_ops.library import BatchedExpertsArgs, ExpertsArgs, GroupedLinearArgs
 from moe_ops.meta.workspace import cdiv
 from moe_ops.schemes import get_scheme
@@ -218,15 +217,14 @@ def launch_experts(a: ExpertsArgs, chip: Gpu) -> None:
     w13, w2 = _weights(a, chip)
     E, I = a.w2.shape[0], w2.columns  # noqa: E741
     rounding = rounding_of(a.scheme)
-    if rounding is None and M > 1:
-        spaces = (a.workspace13, a.workspace2)
-        found = gluon_packed_launch.tiles_for(w13, w2, x, pairs, chip, spaces)
-        if found is not None:
-            return _launch_on_sm90(a, w13, w2, found, chip)
     dtype = x.dtype if rounding is None else rounding.dtype
+    spaces = (a.workspace13, a.workspace2)
+    wgmma = M > 1 and rounding is None and gluon_packed_launch.usable(w13, w2, x, spaces)
     tiles = triton_packed_tiles.for_experts(
-        M, top_k, E, K, I, dtype, chip, a.scheme, w2.format.bits
+        M, top_k, E, K, I, dtype, chip, a.scheme, w2.format.bits, wgmma
     )
+    if tiles.wgmma:
+        return _launch_on_sm90(a, w13, w2, tiles, chip)
     blocks = pairs if tiles.direct else _blocks(pairs, E, tiles.tokens)
     index, expert_map = a.index_workspace, a.expert_map
     rows = pair_rows(index, ids, expert_map, E, top_k, tiles.direct, tiles.tokens, blocks)
@@ -249,9 +247,7 @@ def launch_experts(a: ExpertsArgs, chip: Gpu) -> None:
     run(launches, (*key, _layer_key(a, w13, w2), pointers(*data)), device, chip.dependent)
 
 
-def _launch_on_sm90(
-    a: ExpertsArgs, w13: Packed, w2: Packed, tiles: gluon_packed_launch.Tiles, chip: Gpu
-) -> None:
+def _launch_on_sm90(a: ExpertsArgs, w13: Packed, w2: Packed, tiles: Tiles, chip: Gpu) -> None:
     """As launch_experts, on kernels/gluon_packed.py."""
     x, ids, out = a.hidden_states, a.topk_ids, a.out
     (M, top_k), (E, K, _), I = ids.shape, w2.data.shape, w2.columns  # noqa: E741
@@ -263,7 +259,7 @@ def _launch_on_sm90(
     weights = a.topk_weights if a.router_weight_on_input else None
     first, second = tiles.gemm1, tiles.gemm2
     launches = [
-        route(rows, pairs, triton_tiles._chunk(pairs), chip),
+        route(rows, pairs, tiles.chunk, chip),
         gluon_packed_launch.arrange(arranged, x, w13, rows, chip),
         gluon_packed_launch.gemm1(
             w13, w2, a.w13_bias, h, arranged, pairs, rows, weights, _activation(a), first
@@ -271,7 +267,7 @@ def _launch_on_sm90(
         gluon_packed_launch.gemm2(w2, a.w2_bias, y, h, pairs, rows, second),
         combine(out, y, a.topk_weights, rows, M, K, weights is None, chip),
     ]
-    key = (device, "sm90", tiles, E, top_k, x.stride(), out.stride(), a.router_weight_on_input)
+    key = (device, tiles, E, top_k, x.stride(), out.stride(), a.router_weight_on_input)
     data = (x, a.topk_weights, ids, out, y, h, a.index_workspace, a.expert_map)
     run(launches, (*key, _layer_key(a, w13, w2), pointers(*data)), device, chip.dependent)
 

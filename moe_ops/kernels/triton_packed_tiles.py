@@ -10,7 +10,7 @@ from functools import lru_cache
 
 import torch
 
-from moe_ops.kernels import triton_tiles
+from moe_ops.kernels import gluon_packed_launch, triton_tiles
 from moe_ops.kernels.triton_launch import Gpu
 from moe_ops.kernels.triton_tiles import LARGE_MEMORY, Tile, Tiles
 
@@ -86,18 +86,22 @@ def _for_experts(
     chip: Gpu,
     scheme: str,
     bits: int,
+    wgmma: bool = False,
     tables: bool = True,
 ) -> Tiles:
     base = choose(M * top_k, E, K, I, bits, dtype, M == 1, chip.shared_memory)
+    if wgmma:
+        base = gluon_packed_launch.choose(M * top_k, E, K, I, base.chunk) or base
     if not tables:
         return base
-    return triton_tiles.measured(base, chip, M, top_k, E, K, I, scheme, dtype)
+    tiles = triton_tiles.measured(base, chip, M, top_k, E, K, I, scheme, dtype)
+    return tiles if wgmma or not tiles.wgmma else base
 
 
 def for_experts(*problem) -> Tiles:
     """Tiles of an expert layer: those measured for its shape on its GPU, else what `choose` says.
 
-    Arguments: M, top_k, E, K, I, dtype, Gpu, scheme, bits of a weight.
+    Arguments: M, top_k, E, K, I, dtype, Gpu, scheme, bits of a weight, and whether the kernels of gluon_packed.py can run.
     """
     return triton_tiles.find(_for_experts, problem)
 
@@ -108,6 +112,8 @@ def search_space(base: Tiles, average: float, bits: int) -> list[tuple[list[Tile
     Args:
         average: rows an expert has on average.
     """
+    if base.wgmma:
+        return gluon_packed_launch.search_space(base, average)
     few = [t for t in _ROWS_AND_WARPS if average / 2 <= t <= max(8, 8 * average)]
     space = []
     for tokens in [8] if base.direct else few or [128]:

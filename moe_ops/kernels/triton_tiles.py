@@ -58,6 +58,7 @@ class Tiles(NamedTuple):
     large: bool = False  # the GEMMs are those of triton_large.py
     parts: int = 1  # programs of the large GEMM2 that share a block's rows
     vector: bool = False  # the kernels are those of triton_vector.py
+    wgmma: bool = False  # the kernels are those of gluon_packed.py
 
 
 def _chunk(rows: int) -> int:
