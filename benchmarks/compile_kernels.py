@@ -36,7 +36,13 @@ from triton.runtime import driver
 from moe_ops import library, registry
 from moe_ops.activations import Activation
 from moe_ops.backends import triton as backend
-from moe_ops.kernels import deep_gemm_experts, deep_gemm_launch, router, triton_launch
+from moe_ops.kernels import (
+    deep_gemm_experts,
+    deep_gemm_launch,
+    gluon_packed_launch,
+    router,
+    triton_launch,
+)
 from moe_ops.kernels.triton_launch import Gpu
 from moe_ops.meta.router import router_workspace
 from moe_ops.problem import Problem
@@ -144,6 +150,7 @@ def _compiling(chip: Gpu, arch: int) -> Iterator[list[Compiled]]:
     functions = triton_launch._kernels()
     recorders = {name: _Recorder(function, found) for name, function in functions.items()}
     before = driver._active
+    sm90 = arch == 90 and gluon_packed_launch.spoken()
     driver.set_active(_Driver(arch))
     try:
         with (
@@ -155,6 +162,7 @@ def _compiling(chip: Gpu, arch: int) -> Iterator[list[Compiled]]:
             mock.patch.object(deep_gemm_launch, "alignment", lambda: deep_gemm_launch.ALIGNMENT),
             mock.patch.object(deep_gemm_launch, "grouped_product", lambda *_: None),
             mock.patch.object(deep_gemm_launch, "masked_product", lambda *_: None),
+            mock.patch.object(gluon_packed_launch, "on_sm90", lambda _: sm90),
         ):
             yield found
     finally:

@@ -23,12 +23,18 @@ MOST_ROWS = 48  # of an expert, on average: from there on products count, and ot
 
 
 @cache
+def spoken() -> bool:
+    """Whether the installed Triton's experimental language is that of the kernels."""
+    found = (version("triton") or "0").split(".")
+    return TRITON[0] <= tuple(int(part) for part in found[:2]) < TRITON[1]
+
+
+@cache
 def on_sm90(device: int) -> bool:
     """Whether a CUDA device has the instructions, and Triton the language."""
     if device < 0 or INTERPRETED or torch.cuda.get_device_capability(device)[0] != 9:
         return False
-    found = (version("triton") or "0").split(".")
-    return TRITON[0] <= tuple(int(part) for part in found[:2]) < TRITON[1]
+    return spoken()
 
 
 def kernels() -> dict:
