@@ -126,7 +126,10 @@ def main() -> None:
                 case = Case(shape, scheme, M)
                 cell = make_cell(case, weights, make_sets(case, l2))
                 for variant in itertools.product(arguments.layouts, arguments.alignments):
-                    report(cell, *variant)
+                    try:
+                        report(cell, *variant)
+                    except (RuntimeError, ValueError) as error:  # the others are still of use
+                        print(f"{shape} M={M} {variant}: {' '.join(str(error).split())[:200]}")
 
 
 if __name__ == "__main__":
