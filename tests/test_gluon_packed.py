@@ -56,19 +56,35 @@ def test_e2m1(exponent):
         assert found == [E2M1[n] * factor for n in nibbles(word)]
 
 
-def columns_at(places: torch.Tensor, U: int, bits: int) -> torch.Tensor:
-    with mock.patch.object(tl, "static_range", range):
-        return kernels.column_at.fn(places, operands.bits_of_place(U, bits))
+def columns_at(U: int, bits: int) -> torch.Tensor:
+    """The column at every place of a piece."""
+    return kernels.in_place.fn(torch.arange(U), U, bits)
 
 
 @pytest.mark.parametrize("U", [64, 128])
 @pytest.mark.parametrize("bits", [4, 8])
 def test_order_of_columns_is_a_permutation(U, bits):
     places = torch.arange(U)
-    columns = columns_at(places, U, bits)
+    columns = columns_at(U, bits)
     assert sorted(columns.tolist()) == places.tolist()
     with mock.patch.object(tl, "static_range", range):
         assert torch.equal(kernels.place_of.fn(columns, operands.bits_of_place(U, bits)), places)
+
+
+@pytest.mark.parametrize("K, U", [(1280, 128), (192, 64)])
+def test_arrange(K, U):
+    """Rows at their pairs' positions, which may be left over from other calls where there are none."""
+    tokens, top_k, blocks = 5, 2, 3
+    x = torch.randn(tokens, K).to(BF16)
+    pairs = torch.tensor([7, 0, 9, 2, 4, 1, 3, -5, 1 << 30, 8], dtype=torch.int32)
+    index = torch.cat([torch.full((4 * blocks,), -1, dtype=torch.int32), pairs])
+    out = torch.full((10, K), float("nan"), dtype=BF16)
+    args = (out, x, index, blocks, 10, top_k, K, *x.stride(), U, 4, launch.COLUMNS, False)
+    kernels.moe_ops_arrange[(10, -(-K // launch.COLUMNS), 1)](*args)
+    valid = (pairs >= 0) & (pairs < 10)
+    columns = (torch.arange(0, K, U)[:, None] + columns_at(U, 4)).flatten()
+    assert torch.equal(out[valid], x[pairs[valid] // top_k][:, columns])
+    assert out[~valid].isnan().all()
 
 
 @pytest.mark.parametrize("U", [64, 128])
@@ -91,7 +107,7 @@ def test_product_of_a_piece(U, gated, interleaved):
         even, odd = [
             operands.fragment.fn(pairs[:, :, i].reshape(WN, U // 2), None) for i in (0, 1)
         ]
-    arranged = x[:, columns_at(torch.arange(U), U, 4)]
+    arranged = x[:, columns_at(U, 4)]
     product = even @ arranged[:, : U // 2].T + odd @ arranged[:, U // 2 :].T
     r = torch.arange(WN)
     i, up = r // 16 * 8 + r % 8, r // 8 % 2

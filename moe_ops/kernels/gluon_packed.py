@@ -14,59 +14,61 @@ from triton.experimental.gluon import language as gl
 from moe_ops.kernels.gluon_packed_matmul import finish, first_scales, product, product_row
 from moe_ops.kernels.gluon_packed_operands import bits_of_place
 from moe_ops.kernels.triton_activations import activate_one, activate_two
-from moe_ops.kernels.triton_routing import block_rows, pairs_at, start_dependent, wait
+from moe_ops.kernels.triton_routing import start_dependent, wait
 
 COUNTS = ["num_blocks", "top_k", "stride_tm", "stride_tk"]
 
 
 @triton.jit
-def column_at(place, BITS_OF_PLACE: tl.constexpr):
-    """Column of a piece that is multiplied at a place."""
-    column = place * 0
-    for i in tl.static_range(len(BITS_OF_PLACE)):
-        column |= (place >> i & 1) << BITS_OF_PLACE[i]
-    return column
-
-
-@triton.jit
 def place_of(column, BITS_OF_PLACE: tl.constexpr):
-    """Place of a column: the inverse of column_at."""
+    """Place at which the column of a piece is multiplied."""
     place = column * 0
     for i in tl.static_range(len(BITS_OF_PLACE)):
         place |= (column >> BITS_OF_PLACE[i] & 1) << i
     return place
 
 
-@triton.jit(do_not_specialize=COUNTS[:2])
+@triton.jit
+def in_place(x, U: tl.constexpr, BITS: tl.constexpr):
+    """(N,) columns of whole pieces, each at its place."""
+    N: tl.constexpr = x.shape[0]
+    if BITS == 4:  # axes: thread, its 4 bytes, bits of a byte's index, nibble
+        x = x.reshape(N // U, 4, U // 32, 2, 2, 2).permute(0, 5, 2, 4, 1, 3)
+    else:
+        x = x.reshape(N // U, 4, U // 16, 2, 2).permute(0, 2, 4, 1, 3)
+    return x.reshape(N)
+
+
+@triton.jit(do_not_specialize=["num_blocks", "S", "top_k"])
 def moe_ops_arrange(
-    out_ptr,  # (S, K) written: rows of x at the block's positions, columns as the product takes them
+    out_ptr,  # (S, K) written: rows of x at their pairs' positions, columns as the product takes them
     x_ptr,  # (M, K)
     index_ptr,
     num_blocks,
+    S,
     top_k,
     K,
     stride_xm,
     stride_xk,
     U: tl.constexpr,
     BITS: tl.constexpr,
-    BM: tl.constexpr,
+    COLUMNS: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Rows of tokens sorted by expert, one program a block and U columns."""
+    """Rows of tokens sorted by expert, one program a position and so many columns.
+
+    Positions of no pair are left to chance, as are rows of them that the product reads.
+    """
     wait(DEPENDENT)
     start_dependent(DEPENDENT)
-    e, position, ok = block_rows(
-        index_ptr, None, None, tl.program_id(0), 0, 0, top_k, 0, 0, 0, BM, "sorted", False
-    )
-    if e < 0:
+    position = tl.program_id(0)
+    pair = tl.load(index_ptr + 4 * num_blocks + position, cache_modifier=".cg")
+    if (pair < 0) | (pair >= S):
         return
-    pair = pairs_at(index_ptr, num_blocks, position, ok, "sorted")
-    place = tl.program_id(1) * U + tl.arange(0, U)
-    column = tl.program_id(1) * U + column_at(tl.arange(0, U), bits_of_place(U, BITS))
-    x_ptrs = x_ptr + (pair // top_k).to(tl.int64)[:, None] * stride_xm
-    x = tl.load(x_ptrs + column.to(tl.int64)[None, :] * stride_xk, mask=ok[:, None], other=0.0)
-    out_ptrs = out_ptr + position.to(tl.int64)[:, None] * K + place[None, :]
-    tl.store(out_ptrs, x, mask=ok[:, None])
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    x_ptrs = x_ptr + (pair // top_k).to(tl.int64) * stride_xm + column.to(tl.int64) * stride_xk
+    x = in_place(tl.load(x_ptrs, mask=column < K, other=0.0), U, BITS)
+    tl.store(out_ptr + position.to(tl.int64) * K + column, x, mask=column < K)
 
 
 @gluon.jit
@@ -131,9 +133,9 @@ def moe_ops_gluon_gemm1(
     """h = activation(x @ w13.T + bias)."""
     BN: gl.constexpr = WN // 2 if GATED else WN
     b, n = block_and_tile(num_blocks, gl.cdiv(I, BN), GROUP)
-    e = gl.load(index_ptr + 4 * b)
-    first = gl.load(index_ptr + 4 * b + 1)
-    end = gl.load(index_ptr + 4 * b + 2)
+    e = gl.load(index_ptr + 4 * b, cache_modifier=".cg")
+    first = gl.load(index_ptr + 4 * b + 1, cache_modifier=".cg")
+    end = gl.load(index_ptr + 4 * b + 2, cache_modifier=".cg")
     if e < 0:
         wait(DEPENDENT)
         return
@@ -238,9 +240,9 @@ def moe_ops_gluon_gemm2(
 ):
     """y = x @ w2.T + bias in fp32."""
     b, n = block_and_tile(num_blocks, gl.cdiv(N, WN), GROUP)
-    e = gl.load(index_ptr + 4 * b)
-    first = gl.load(index_ptr + 4 * b + 1)
-    end = gl.load(index_ptr + 4 * b + 2)
+    e = gl.load(index_ptr + 4 * b, cache_modifier=".cg")
+    first = gl.load(index_ptr + 4 * b + 1, cache_modifier=".cg")
+    end = gl.load(index_ptr + 4 * b + 2, cache_modifier=".cg")
     if e < 0:
         wait(DEPENDENT)
         return

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 # versions of Triton whose experimental language these kernels are written in: from, below
 TRITON = ((3, 6), (3, 7))
+COLUMNS = 1024  # of a row that a program puts in order: 16 bytes a thread
 MOST_ROWS = 48  # of an expert, on average: from there on products count, and other kernels serve
 
 
@@ -157,8 +158,9 @@ def arrange(out: Tensor, x: Tensor, w: Packed, rows: Rows, chip: Gpu) -> Launch:
     """Rows of x sorted by expert, columns in the order in which `w` takes them."""
     index, _, _, blocks, _, _, top_k, *_ = rows.args
     U, K = piece(w), w.columns
-    args = (out, x, index, blocks, top_k, K, *x.stride(), U, w.format.bits, rows.tokens)
-    return Launch("arrange", (blocks, K // U, 1), (*args, chip.dependent))
+    pairs = out.numel() // K
+    args = (out, x, index, blocks, pairs, top_k, K, *x.stride(), U, w.format.bits, COLUMNS)
+    return Launch("arrange", (pairs, cdiv(K, COLUMNS), 1), (*args, chip.dependent))
 
 
 def _constants(w: Packed, tile: Tile, tokens: int) -> tuple:
@@ -198,7 +200,13 @@ def gemm1(
         *(*how, piece(w2), w.format.bits, *sizes),
     )
     columns = tile.rows // 2 if gated else tile.rows
-    return Launch("gluon_gemm1", (blocks * cdiv(I, columns), 1, 1), args, tile.warps)
+    return Launch(
+        "gluon_gemm1",
+        (blocks * cdiv(I, columns), 1, 1),
+        args,
+        tile.warps,
+        _registers(w, tile, rows.tokens),
+    )
 
 
 def gemm2(
@@ -212,4 +220,10 @@ def gemm2(
         *(*w.pointers()[1:], bias, index, blocks, w.columns, N, *w.strides[3:]),
         *(*((0, 0) if bias is None else bias.stride()), *how, *sizes),
     )
-    return Launch("gluon_gemm2", (blocks * cdiv(N, tile.rows), 1, 1), args, tile.warps)
+    return Launch(
+        "gluon_gemm2",
+        (blocks * cdiv(N, tile.rows), 1, 1),
+        args,
+        tile.warps,
+        _registers(w, tile, rows.tokens),
+    )
