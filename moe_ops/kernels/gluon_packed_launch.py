@@ -23,6 +23,9 @@ COLUMNS = 1024  # of a row that a program puts in order: 16 bytes a thread
 MOST_ROWS = 48  # of an expert, on average: from there on products count, and other kernels serve
 
 
+SHARED_MEMORY, REGISTERS = 228 * 1024, 65536  # of a multiprocessor
+
+
 @cache
 def spoken() -> bool:
     """Whether the installed Triton's experimental language is that of the kernels."""
@@ -171,6 +174,24 @@ def _constants(w: Packed, tile: Tile, tokens: int) -> tuple:
     return (of.name, how, of.group, piece(w)), (
         *(GROUP, tokens, tile.rows, step, tile.stages, tile.warps, w.chip.dependent),
     )
+
+
+def _registers(w: Packed, tile: Tile, tokens: int) -> int:
+    """Registers of a thread, on average: so many that as many blocks fit as what they need at least allows.
+
+    A block's warps are those that multiply, and four more of 24 registers a thread, of which one asks for what they
+    read. What is needed at least was counted: from there on the compiler spills little or nothing.
+    """
+    threads, sums = 32 * (tile.warps + 4), tile.rows * tokens // (32 * tile.warps)
+    least = (72 if w.format.scale == "e8m0" else 80) + sums
+    if w.format.name == "int4" and tile.rows > 16 * tile.warps:
+        least += sums // 2  # a group's, of a half of the rows
+    least = (least * tile.warps + 24 * 4) / (tile.warps + 4)
+    most = (232 * tile.warps + 24 * 4) // (tile.warps + 4)
+    step = _pieces(w, tile) * piece(w)
+    shared = tile.stages * step * (tile.rows * w.format.bits // 8 + tokens * 2) + 2048
+    blocks = max(1, min(SHARED_MEMORY // shared, int(REGISTERS // (least * threads))))
+    return min(REGISTERS // (blocks * threads), most) // 8 * 8
 
 
 def gemm1(

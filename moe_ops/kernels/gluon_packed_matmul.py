@@ -1,8 +1,10 @@
 """The product of 16-bit activations with weights of 4 bits on SM90. Imported at first launch only.
 
 Weights are the left operand of `wgmma` and reach it from registers, tokens the right one from shared memory: a weight is
-decoded once for all tokens of a block. The copy engine fills a ring of STAGES tiles, so that little but decoding is left
-to threads: by tile, all included, 2.2 to 2.8 instructions a weight of int4, 2.9 to 3.4 of e2m1.
+decoded once for all tokens of a block. The copy engine fills a ring of STAGES tiles at the request of a warp of its own:
+those that decode meet it in barriers of the ring alone. (A thread of them that asked itself would need the compiler's
+fence of all memory accesses in each step, which waits for the scales just asked for.) By tile, all included, a weight
+of int4 takes 2.3 to 2.7 instructions, one of e2m1 2.9 to 3.2.
 
 FORMAT and SCALE as in triton_packed_matmul.py; U, pieces and the product's order of rows and columns as in
 gluon_packed_operands.py.
@@ -102,6 +104,32 @@ def fill_rows(x, x_smem, full, slot, i, steps, first, PIECES: gl.constexpr):
 
 
 @gluon.jit
+def following(slot, phase, STAGES: gl.constexpr):
+    """The next place of the ring, and whether the round of it is an odd one."""
+    phase ^= (slot == STAGES - 1).to(gl.int32)
+    return gl.where(slot == STAGES - 1, 0, slot + 1), phase
+
+
+@gluon.jit
+def fill(
+    x, w, x_smem, w_smem, full, empty, first, e, tile_row, steps,
+    PIECES: gl.constexpr, SIZE: gl.constexpr, STAGES: gl.constexpr, DEPENDENT: gl.constexpr,
+):  # fmt: skip
+    """A warp of its own: fill the ring."""
+    for i in gl.static_range(STAGES):
+        fill_weights(w, w_smem, full, i, i, steps, e, tile_row, PIECES, SIZE)
+    wait(DEPENDENT)
+    for i in gl.static_range(STAGES):
+        fill_rows(x, x_smem, full, i, i, steps, first, PIECES)
+    slot, phase = steps * 0, steps * 0
+    for i in range(STAGES, steps):
+        mbarrier.wait(empty.index(slot), phase)
+        fill_weights(w, w_smem, full, slot, i, steps, e, tile_row, PIECES, SIZE)
+        fill_rows(x, x_smem, full, slot, i, steps, first, PIECES)
+        slot, phase = following(slot, phase, STAGES)
+
+
+@gluon.jit
 def group_at(piece, last, U: gl.constexpr, G: gl.constexpr):
     """First group of a piece, of the last one for pieces past the end."""
     return gl.minimum(piece, last) * U // G if G > 0 else 0
@@ -141,59 +169,22 @@ def added(acc, d, s, SCALE: gl.constexpr, SUM: gl.constexpr):
 
 
 @gluon.jit
-def product(
-    x,  # descriptor of (half pieces, S, U // 2), box [2 * PIECES, BM, U // 2]
-    w,  # descriptor of (E, pieces, parts, rows, U // 2 bytes), box [1, PIECES, parts, WN // parts, U // 2]
-    first,
-    e,
-    tile_row,
-    K,
-    scale_ptrs,  # (WN, scales of a piece in the layout of `scales_layout`) of the first piece
-    zero_ptrs,  # as scale_ptrs, or None
-    stride_sk,
-    stride_zk,
-    FORMAT: gl.constexpr,
-    SCALE: gl.constexpr,
-    G: gl.constexpr,
-    U: gl.constexpr,
-    GATED: gl.constexpr,
-    INTERLEAVED: gl.constexpr,
-    BM: gl.constexpr,
-    WN: gl.constexpr,
-    BK: gl.constexpr,
-    STAGES: gl.constexpr,
-    WARPS: gl.constexpr,
-    DEPENDENT: gl.constexpr,
-):
-    """w @ x.T (WN, BM) in fp32, rows in the product's order; scales of whole rows left to the caller."""
+def sums(
+    w_pieces, x_halves, full, empty, K, scale_ptrs, zero_ptrs, stride_sk, stride_zk,
+    FORMAT: gl.constexpr, SCALE: gl.constexpr, G: gl.constexpr, U: gl.constexpr,
+    GATED: gl.constexpr, INTERLEAVED: gl.constexpr, BM: gl.constexpr, WN: gl.constexpr,
+    BK: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr,
+):  # fmt: skip
+    """Decode and multiply what is in the ring: sums of the first and of the second half of the rows."""
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BM, 16])
     WEIGHT: gl.constexpr = weight_layout(WN, U // 2, WARPS, GATED, INTERLEAVED)
     ROWS: gl.constexpr = min(WN, 16 * WARPS)  # decoded at a time
-    BYTES: gl.constexpr = U // 2
     PIECES: gl.constexpr = BK // U
     GROUPS: gl.constexpr = groups_of(U, G)
     # a group's finished sum is scaled; of int4, e4m3 scales like all others
     SUM: gl.constexpr = SCALE == "sum" or (FORMAT == "int4" and SCALE == "e4m3")
     HAS_ZERO: gl.constexpr = zero_ptrs is not None
-    SIZE: gl.constexpr = PIECES * (WN * BYTES + BM * U * 2)
-    w_smem = gl.allocate_shared_memory(gl.uint8, [STAGES] + w.block_shape, w.layout)
-    x_smem = gl.allocate_shared_memory(x.dtype, [STAGES] + x.block_shape, x.layout)
-    w_pieces = w_smem._reinterpret(
-        gl.uint8, [STAGES * PIECES, WN, BYTES], gl.NVMMASharedLayout(BYTES, 8, 2)
-    )
-    x_halves = x_smem._reinterpret(
-        x.dtype, [STAGES * PIECES * 2, BM, U // 2], gl.NVMMASharedLayout(U, 16, 2)
-    )
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), 1)
-    fence_async_shared()  # the copy engine sees them
     steps = gl.cdiv(K, BK)
-    for i in gl.static_range(STAGES):
-        fill_weights(w, w_smem, full, i, i, steps, e, tile_row, PIECES, SIZE)
-    wait(DEPENDENT)
-    for i in gl.static_range(STAGES):
-        fill_rows(x, x_smem, full, i, i, steps, first, PIECES)
     # Scales are asked for two pieces ahead, and one does for those past the end.
     last = K // U - 1
     s = gl.load(scale_ptrs)
@@ -204,7 +195,8 @@ def product(
         soon_zero = gl.load(zero_ptrs + group_at(1, last, U, G) * stride_zk)
     acc = gl.zeros([ROWS, BM], gl.float32, MMA)
     more = acc  # of the second half of the rows, where a thread has rows of both
-    slot, phase = steps * 0, steps * 0  # of the ring: its place, and whether this is an odd round
+    slot, phase = steps * 0, steps * 0
+    gl.thread_barrier()  # barriers are ready: else the compiler would put one into the loop
     for i in range(steps):
         mbarrier.wait(full.index(slot), phase)
         for j in gl.static_range(PIECES):
@@ -233,11 +225,71 @@ def product(
                 more = added(more, d, t, SCALE, SUM)
             s, soon = soon, later
             zero, soon_zero = soon_zero, later_zero
-        gl.thread_barrier()  # all warps have read what is now overwritten
-        fill_weights(w, w_smem, full, slot, i + STAGES, steps, e, tile_row, PIECES, SIZE)
-        fill_rows(x, x_smem, full, slot, i + STAGES, steps, first, PIECES)
-        phase ^= (slot == STAGES - 1).to(gl.int32)
-        slot = gl.where(slot == STAGES - 1, 0, slot + 1)
+        mbarrier.arrive(empty.index(slot), count=1)
+        slot, phase = following(slot, phase, STAGES)
+    return acc, more
+
+
+@gluon.jit
+def product(
+    x,  # descriptor of (half pieces, S, U // 2), box [2 * PIECES, BM, U // 2]
+    w,  # descriptor of (E, pieces, parts, rows, U // 2 bytes), box [1, PIECES, parts, WN // parts, U // 2]
+    first,
+    e,
+    tile_row,
+    K,
+    scale_ptrs,  # (WN, scales of a piece in the layout of `scales_layout`) of the first piece
+    zero_ptrs,  # as scale_ptrs, or None
+    stride_sk,
+    stride_zk,
+    FORMAT: gl.constexpr,
+    SCALE: gl.constexpr,
+    G: gl.constexpr,
+    U: gl.constexpr,
+    GATED: gl.constexpr,
+    INTERLEAVED: gl.constexpr,
+    BM: gl.constexpr,
+    WN: gl.constexpr,
+    BK: gl.constexpr,
+    STAGES: gl.constexpr,
+    WARPS: gl.constexpr,
+    DEPENDENT: gl.constexpr,
+):
+    """w @ x.T (WN, BM) in fp32, rows in the product's order; scales of whole rows left to the caller."""
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BM, 16])
+    ROWS: gl.constexpr = min(WN, 16 * WARPS)  # decoded at a time
+    BYTES: gl.constexpr = U // 2
+    PIECES: gl.constexpr = BK // U
+    SIZE: gl.constexpr = PIECES * (WN * BYTES + BM * U * 2)
+    w_smem = gl.allocate_shared_memory(gl.uint8, [STAGES] + w.block_shape, w.layout)
+    x_smem = gl.allocate_shared_memory(x.dtype, [STAGES] + x.block_shape, x.layout)
+    w_pieces = w_smem._reinterpret(
+        gl.uint8, [STAGES * PIECES, WN, BYTES], gl.NVMMASharedLayout(BYTES, 8, 2)
+    )
+    x_halves = x_smem._reinterpret(
+        x.dtype, [STAGES * PIECES * 2, BM, U // 2], gl.NVMMASharedLayout(U, 16, 2)
+    )
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), 1)
+        mbarrier.init(empty.index(i), 1)
+    fence_async_shared()  # the copy engine sees them
+    steps = gl.cdiv(K, BK)
+    acc, more = gl.warp_specialize(
+        [
+            (sums, (
+                w_pieces, x_halves, full, empty, K, scale_ptrs, zero_ptrs, stride_sk, stride_zk,
+                FORMAT, SCALE, G, U, GATED, INTERLEAVED, BM, WN, BK, STAGES, WARPS,
+            )),
+            (fill, (
+                x, w, x_smem, w_smem, full, empty, first, e, tile_row, steps,
+                PIECES, SIZE, STAGES, DEPENDENT,
+            )),
+        ],
+        [1],
+        [24],
+    )  # fmt: skip
     if ROWS < WN:
         acc = gl.join(acc, more).permute((2, 0, 1)).reshape((WN, BM))
         acc = gl.convert_layout(acc, MMA, assert_trivial=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ class Launch(NamedTuple):
     grid: tuple[int, int, int]
     args: tuple
     warps: int = 4
+    registers: int | None = None  # of a thread at most
 
 
 class Gpu(NamedTuple):
@@ -122,7 +123,9 @@ def run(launches: list[Launch], key: tuple, device: int, dependent: bool) -> Non
     compiled = ()
     for launch in launches:
         # what ran before the call knows nothing of us, so its end is waited for as usual
-        options: dict[str, bool] = {"launch_pdl": True} if dependent and compiled else {}
+        options: dict[str, Any] = {"launch_pdl": True} if dependent and compiled else {}
+        if launch.registers is not None:
+            options["maxnreg"] = launch.registers
         kernel = functions[launch.kernel][launch.grid]
         compiled += (kernel(*launch.args, num_warps=launch.warps, **options),)
     if not INTERPRETED:
