@@ -184,8 +184,11 @@ def _registers(w: Packed, tile: Tile, tokens: int) -> int:
     """
     threads, sums = 32 * (tile.warps + 4), tile.rows * tokens // (32 * tile.warps)
     least = (72 if w.format.scale == "e8m0" else 80) + sums
-    if w.format.name == "int4" and tile.rows > 16 * tile.warps:
-        least += sums // 2  # a group's, of a half of the rows
+    if tile.rows > 16 * tile.warps:  # in two halves
+        if w.format.name == "int4":
+            least += sums // 2  # a group's
+        elif w.format.scale == "e8m0" and tokens >= 32:
+            least = 104 + sums  # operands of both
     least = (least * tile.warps + 24 * 4) / (tile.warps + 4)
     most = (232 * tile.warps + 24 * 4) // (tile.warps + 4)
     step = _pieces(w, tile) * piece(w)

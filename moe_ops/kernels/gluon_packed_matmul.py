@@ -34,6 +34,15 @@ E8M0_SHIFT = gl.constexpr(4294967296.0)  # 2^32, as in triton_packed_matmul.py
 E4M3_SHIFT = gl.constexpr(256.0)
 
 
+@gluon.constexpr_function
+def overlaps(SCALE, BM):
+    """Whether the second half of the rows is decoded while the first is multiplied. It takes 32 registers a thread more.
+
+    They are there where shared memory, not registers, says how many blocks a multiprocessor takes.
+    """
+    return SCALE == "e8m0" and BM >= 32
+
+
 @gluon.jit
 def product_row(LAYOUT: gl.constexpr, WN: gl.constexpr, GATED: gl.constexpr):
     """(column of the tile, whether its up row) of every row of the product."""
@@ -184,6 +193,7 @@ def sums(
     # a group's finished sum is scaled; of int4, e4m3 scales like all others
     SUM: gl.constexpr = SCALE == "sum" or (FORMAT == "int4" and SCALE == "e4m3")
     HAS_ZERO: gl.constexpr = zero_ptrs is not None
+    OVERLAP: gl.constexpr = overlaps(SCALE, BM)
     steps = gl.cdiv(K, BK)
     # Scales are asked for two pieces ahead, and one does for those past the end.
     last = K // U - 1
@@ -218,11 +228,15 @@ def sums(
                 s, t = halves(s)
                 zero, one = halves(zero)
                 d = started(p, s, zero, x0, x1, acc, GROUPS, WARPS, FORMAT, SCALE, SUM, HAS_ZERO)
-                d = warpgroup_mma_wait(0, [d])  # or operands of both would fill the registers
-                acc = added(acc, d, s, SCALE, SUM)
-                d = started(q, t, one, x0, x1, more, GROUPS, WARPS, FORMAT, SCALE, SUM, HAS_ZERO)
-                d = warpgroup_mma_wait(0, [d])
-                more = added(more, d, t, SCALE, SUM)
+                if not OVERLAP:
+                    d = warpgroup_mma_wait(0, [d])
+                    acc = added(acc, d, s, SCALE, SUM)
+                f = started(q, t, one, x0, x1, more, GROUPS, WARPS, FORMAT, SCALE, SUM, HAS_ZERO)
+                if OVERLAP:
+                    d = warpgroup_mma_wait(2, [d])
+                    acc = added(acc, d, s, SCALE, SUM)
+                f = warpgroup_mma_wait(0, [f])
+                more = added(more, f, t, SCALE, SUM)
             s, soon = soon, later
             zero, soon_zero = soon_zero, later_zero
         mbarrier.arrive(empty.index(slot), count=1)
