@@ -1,4 +1,4 @@
-"""The kernels for 4-bit weights on SM90: the order of rows and columns and the assembly on a CPU, that they compile where
+"""The kernels for weights of 4 and 8 bits on SM90: the order of rows and columns and the assembly on a CPU, that they compile where
 Triton is of their language, and values on a GPU (`-m gpu`)."""
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.cases import BF16, Case
-from tests.test_packed_assembly import E2M1, halves, run, words
+from tests.test_packed_assembly import E2M1, E4M3, halves, run, words
 
 pytest.importorskip("triton.experimental.gluon")
 
@@ -54,6 +54,24 @@ def test_e2m1(exponent):
     for word in words(64):
         found = run("e2m1_pair", word, scale, scale, source=OPERANDS)
         assert found == [E2M1[n] * factor for n in nibbles(word)]
+
+
+def in_order(word: int) -> list[int]:
+    data = word.to_bytes(4, "little")
+    return [data[i] for i in (0, 2, 1, 3)]
+
+
+def test_int8():
+    for word in words(64):
+        expected = [b - 256 if b > 127 else b for b in in_order(word)]
+        assert run("int8_value", word, source=OPERANDS) == expected
+
+
+def test_e4m3():
+    for word in words(64):
+        found = run("e4m3_value", word, source=OPERANDS)
+        pairs = zip(found, [E4M3[b] for b in in_order(word)], strict=True)
+        assert all(value == expected or expected != expected for value, expected in pairs)
 
 
 def columns_at(U: int, bits: int) -> torch.Tensor:
@@ -115,6 +133,19 @@ def test_product_of_a_piece(U, gated, interleaved):
     assert torch.equal(product, (codes[row] - 8).double() @ x.T)
 
 
+def test_product_of_a_piece_of_8_bits():
+    WN, U, tokens = 64, 64, 8
+    g = torch.Generator().manual_seed(U)
+    codes = torch.randint(-128, 128, (WN, U), generator=g)
+    x = torch.randint(-4, 5, (tokens, U), generator=g).double()
+    data = codes.to(torch.int8).view(torch.int32).flatten().tolist()
+    found = [run("int8_value", word & 0xFFFFFFFF, source=OPERANDS) for word in data]
+    values = torch.tensor(found, dtype=torch.float64).view(WN, U)
+    with mock.patch.object(operands.gl, "convert_layout", lambda t, layout, assert_trivial: t):
+        weights = operands.fragment.fn(values, None)
+    assert torch.equal(weights @ x[:, columns_at(U, 8)].T, codes.double() @ x.T)
+
+
 @pytest.mark.parametrize("gated, interleaved", [(False, False), (True, False), (True, True)])
 @pytest.mark.parametrize("WN, warps", [(64, 4), (128, 4), (128, 8)])
 def test_threads_hold_rows_in_the_products_order(gated, interleaved, WN, warps):
@@ -135,7 +166,9 @@ from unittest import mock
 from benchmarks import compile_kernels as c
 from moe_ops.kernels import gluon_packed_launch as launch
 chip = c.chip_of(90)
-for scheme, activation in (("int4_w4a16:g64:zp", "silu"), ("nvfp4_w4a16", "swigluoai")):
+cases = {"int4_w4a16:g64:zp": "silu", "nvfp4_w4a16": "swigluoai", "fp8_w8a16:block": "relu2_no_mul"}
+cases["int8_w8a16:g128:zp"] = "silu"
+for scheme, activation in cases.items():
     call = c.Call((4, 2, 512, 320), 9, scheme, activation=activation, bias=True)
     with mock.patch.object(launch, "on_sm90", lambda device: True):
         found = c.compile_call(call, chip, 90)
@@ -156,9 +189,11 @@ def test_compiles_for_sm90():
 def test_descriptors_take_rows_of_16_byte_step_alone():
     from moe_ops.kernels.triton_launch import gpu
     from moe_ops.kernels.triton_packed_launch import packed
+    from moe_ops.schemes import get_scheme
 
     def possible(scheme, K, group, dtype=BF16, scale=torch.bfloat16):
-        data = torch.zeros(2, 64, K // 2, dtype=torch.uint8)
+        storage = get_scheme(scheme).weight.storage_dtype
+        data = torch.zeros(2, 64, K if "w8" in scheme else K // 2).to(storage)
         scales = torch.zeros(2, 64, max(K // group, 1), dtype=scale)
         w = packed("w", data, scales, None, None, None, scheme, gpu(-1))
         return launch.possible(w, dtype)
@@ -167,6 +202,8 @@ def test_descriptors_take_rows_of_16_byte_step_alone():
     assert possible("mxfp4_w4a16", 192, 32, scale=torch.uint8)
     assert not possible("mxfp4_w4a16", 96, 32, scale=torch.uint8)  # no piece of 64 columns
     assert not possible("int4_w4a16:g128", 256, 128, torch.float16)
+    assert possible("fp8_w8a16:block", 192, 128) and possible("int8_w8a16:g64", 192, 64)
+    assert not possible("int8_w8a16:g32", 192, 32)
     assert possible("int4_w4a16:g32", 128, 32)
     assert not possible("int4_w4a16:g32", 128, 32, scale=torch.float32)
 
@@ -189,6 +226,8 @@ def check(scheme: str, tiles: Tiles | None, activation: str = "silu", **sizes) -
 
 INT4 = ["int4_w4a16:g128", "int4_w4a16:g64", "int4_w4a16:g32", "int4_w4a16:channel"]
 GPU_SCHEMES = [*INT4, *(f"{name}:zp" for name in INT4), "mxfp4_w4a16", "nvfp4_w4a16"]
+GPU_SCHEMES += ["int8_w8a16:channel", "int8_w8a16:g64:zp", "int8_w8a16:g128"]
+GPU_SCHEMES += [f"fp8_w8a16:{name}" for name in ("tensor", "channel", "block")]
 TILES = [(8, 64, 128, 3, 4), (16, 128, 128, 4, 4), (32, 128, 256, 3, 8), (64, 128, 128, 4, 8)]
 
 

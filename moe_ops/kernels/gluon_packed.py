@@ -1,4 +1,4 @@
-"""Kernels of the two GEMMs for weights of 4 bits on SM90, where an expert has more than a few rows. Imported at first
+"""Kernels of the two GEMMs for weights of 4 and 8 bits on SM90, where an expert has more than a few rows. Imported at first
 launch only.
 
 Legend as in triton_experts.py, the product in gluon_packed_matmul.py. Rows of x and h are (S, K) sorted by expert, their
@@ -143,13 +143,13 @@ def moe_ops_gluon_gemm1(
     tile_row = n * (WN if INTERLEAVED else BN)
     scale_ptrs = first_scales(
         scale_ptr, e64 * stride_se, stride_sn, stride_sk, n * BN, I,
-        GATED, INTERLEAVED, WN, U, G, WARPS,
+        FORMAT, SCALE, GATED, INTERLEAVED, WN, U, G, WARPS,
     )  # fmt: skip
     zero_ptrs = None
     if zero_ptr is not None:
         zero_ptrs = first_scales(
             zero_ptr, e64 * stride_ze, stride_zn, stride_zk, n * BN, I,
-            GATED, INTERLEAVED, WN, U, G, WARPS,
+            FORMAT, SCALE, GATED, INTERLEAVED, WN, U, G, WARPS,
         )  # fmt: skip
     acc = product(
         x, w, first, e, tile_row, K, scale_ptrs, zero_ptrs, stride_sk, stride_zk,
@@ -249,13 +249,13 @@ def moe_ops_gluon_gemm2(
     e64 = e.to(gl.int64)
     scale_ptrs = first_scales(
         scale_ptr, e64 * stride_se, stride_sn, stride_sk, n * WN, N,
-        False, False, WN, U, G, WARPS,
+        FORMAT, SCALE, False, False, WN, U, G, WARPS,
     )  # fmt: skip
     zero_ptrs = None
     if zero_ptr is not None:
         zero_ptrs = first_scales(
             zero_ptr, e64 * stride_ze, stride_zn, stride_zk, n * WN, N,
-            False, False, WN, U, G, WARPS,
+            FORMAT, SCALE, False, False, WN, U, G, WARPS,
         )  # fmt: skip
     acc = product(
         x, w, first, e, n * WN, K, scale_ptrs, zero_ptrs, stride_sk, stride_zk,

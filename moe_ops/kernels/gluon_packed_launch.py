@@ -17,6 +17,7 @@ from moe_ops.meta.workspace import cdiv
 if TYPE_CHECKING:
     from moe_ops.kernels.triton_packed_launch import Packed
 
+FORMATS = ("int4", "e2m1", "int8", "e4m3")
 # versions of Triton whose experimental language these kernels are written in: from, below
 TRITON = ((3, 6), (3, 7))
 COLUMNS = 1024  # of a row that a program puts in order: 16 bytes a thread
@@ -57,7 +58,7 @@ def kernels() -> dict:
 def piece(w: Packed) -> int:
     """Columns that the product takes in an order of their own, all of one group where sums are scaled; 0 for none."""
     columns, of = w.columns, w.format
-    if of.group == 64 or columns % 128:
+    if of.bits == 8 or of.group == 64 or columns % 128:
         return 64 if columns % 64 == 0 else 0
     return 128
 
@@ -65,11 +66,14 @@ def piece(w: Packed) -> int:
 def possible(w: Packed, dtype: torch.dtype) -> bool:
     """Whether the kernels can run with this weight: descriptors take rows of 16-byte step alone."""
     of, data = w.format, w.data
-    if dtype != torch.bfloat16 or of.name not in ("int4", "e2m1") or piece(w) == 0:
+    if dtype != torch.bfloat16 or of.name not in FORMATS or piece(w) == 0:
         return False
-    if of.scale == "sum" and of.group < 64 and (of.group != 32 or w.scale.dtype != dtype):
+    if of.bits == 8 and of.scale not in ("end", "sum", "block"):
         return False
-    if of.scale == "sum" and of.group > 64 and of.group % 128:
+    if of.scale == "sum" and of.group < 64:
+        if of.bits == 8 or of.group != 32 or w.scale.dtype != dtype:
+            return False
+    elif of.scale in ("sum", "block") and of.group % piece(w):
         return False
     starts = data.stride(0) | data.stride(1) | data.data_ptr()
     return data.stride(2) == 1 and starts % 16 == 0
@@ -139,10 +143,16 @@ def _described(w: Packed, parts: int, tile: Tile):
     """Descriptor of a weight whose rows are `parts` parts, with boxes of a tile and a step."""
     E, N, row = w.data.shape
     expert, step, _ = w.data.stride()
-    size = piece(w) // 2  # bytes
+    size = _bytes(w)
     shape, strides = [E, row // size, parts, N // parts, size], [expert, size, N // parts * step]
     box = [1, _pieces(w, tile), parts, tile.rows // parts, size]
-    return _descriptor(w.data, shape, [*strides, step, 1], box, size, 8)
+    data = w.data if w.data.dtype == torch.uint8 else w.data.view(torch.uint8)
+    return _descriptor(data, shape, [*strides, step, 1], box, size, 8)
+
+
+def _bytes(w: Packed) -> int:
+    """Bytes of a piece."""
+    return piece(w) * w.format.bits // 8
 
 
 def _pieces(w: Packed, tile: Tile) -> int:
@@ -152,9 +162,9 @@ def _pieces(w: Packed, tile: Tile) -> int:
 
 def _rows_described(x: Tensor, w: Packed, rows: int, tokens: int, tile: Tile):
     """Descriptor of rows that `w` is multiplied with, with boxes of a block and a step."""
-    half, K = piece(w) // 2, w.columns
-    box = [2 * _pieces(w, tile), tokens, half]
-    return _descriptor(x, [K // half, rows, half], [half, K, 1], box, 2 * half, 16)
+    part, K = _bytes(w), w.columns  # columns: a half of a piece, or all of it
+    box = [piece(w) // part * _pieces(w, tile), tokens, part]
+    return _descriptor(x, [K // part, rows, part], [part, K, 1], box, 2 * part, 16)
 
 
 def arrange(out: Tensor, x: Tensor, w: Packed, rows: Rows, chip: Gpu) -> Launch:
@@ -185,7 +195,7 @@ def _registers(w: Packed, tile: Tile, tokens: int) -> int:
     threads, sums = 32 * (tile.warps + 4), tile.rows * tokens // (32 * tile.warps)
     least = (72 if w.format.scale == "e8m0" else 80) + sums
     if tile.rows > 16 * tile.warps:  # in two halves
-        if w.format.name == "int4":
+        if w.format.name != "e2m1":
             least += sums // 2  # a group's
         elif w.format.scale == "e8m0" and tokens >= 32:
             least = 104 + sums  # operands of both

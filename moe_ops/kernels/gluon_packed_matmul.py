@@ -1,4 +1,4 @@
-"""The product of 16-bit activations with weights of 4 bits on SM90. Imported at first launch only.
+"""The product of 16-bit activations with weights of 4 and 8 bits on SM90. Imported at first launch only.
 
 Weights are the left operand of `wgmma` and reach it from registers, tokens the right one from shared memory: a weight is
 decoded once for all tokens of a block. The copy engine fills a ring of STAGES tiles at the request of a warp of its own:
@@ -21,6 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from moe_ops.kernels.gluon_packed_operands import (
+    bits_of,
     decoded,
     fragment,
     grouped_layout,
@@ -56,15 +57,18 @@ def product_row(LAYOUT: gl.constexpr, WN: gl.constexpr, GATED: gl.constexpr):
 @gluon.jit
 def first_scales(
     ptr, offset, stride_n, stride_k, column, I,
-    GATED: gl.constexpr, INTERLEAVED: gl.constexpr, WN: gl.constexpr, U: gl.constexpr, G: gl.constexpr,
-    WARPS: gl.constexpr,
+    FORMAT: gl.constexpr, SCALE: gl.constexpr, GATED: gl.constexpr, INTERLEAVED: gl.constexpr,
+    WN: gl.constexpr, U: gl.constexpr, G: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
     """Pointers (WN, GROUPS) to scales or zero points of the first piece, of the tile from `column` of I on."""
     GROUPS: gl.constexpr = groups_of(U, G)
-    PAIRS: gl.constexpr = gl.SliceLayout(2, grouped_layout(WN, U // 2, WARPS, GROUPS))
+    BYTES: gl.constexpr = U * bits_of(FORMAT) // 8
+    PAIRS: gl.constexpr = gl.SliceLayout(2, grouped_layout(WN, BYTES, WARPS, GROUPS))
     i, up = product_row(gl.SliceLayout(1, PAIRS), WN, GATED)
     i = gl.minimum(column + i, I - 1)
     row = gl.expand_dims(2 * i + up if INTERLEAVED else i + up * I, 1).to(gl.int64)
+    if SCALE == "block":
+        row = row // 128
     group = gl.expand_dims(gl.arange(0, GROUPS, gl.SliceLayout(0, PAIRS)), 0)
     if ptr.dtype.element_ty.primitive_bitwidth == 8:
         ptr = ptr.to(gl.pointer_type(gl.uint8))
@@ -104,12 +108,10 @@ def fill_weights(
 
 
 @gluon.jit
-def fill_rows(x, x_smem, full, slot, i, steps, first, PIECES: gl.constexpr):
+def fill_rows(x, x_smem, full, slot, i, steps, first, PARTS: gl.constexpr):
     """Ask for the rows of step i."""
     place = x_smem.index(slot)
-    tma.async_copy_global_to_shared(
-        x, [i * PIECES * 2, first, 0], full.index(slot), place, i < steps
-    )
+    tma.async_copy_global_to_shared(x, [i * PARTS, first, 0], full.index(slot), place, i < steps)
 
 
 @gluon.jit
@@ -125,16 +127,17 @@ def fill(
     PIECES: gl.constexpr, SIZE: gl.constexpr, STAGES: gl.constexpr, DEPENDENT: gl.constexpr,
 ):  # fmt: skip
     """A warp of its own: fill the ring."""
+    PARTS: gl.constexpr = x.block_shape[0]
     for i in gl.static_range(STAGES):
         fill_weights(w, w_smem, full, i, i, steps, e, tile_row, PIECES, SIZE)
     wait(DEPENDENT)
     for i in gl.static_range(STAGES):
-        fill_rows(x, x_smem, full, i, i, steps, first, PIECES)
+        fill_rows(x, x_smem, full, i, i, steps, first, PARTS)
     slot, phase = steps * 0, steps * 0
     for i in range(STAGES, steps):
         mbarrier.wait(empty.index(slot), phase)
         fill_weights(w, w_smem, full, slot, i, steps, e, tile_row, PIECES, SIZE)
-        fill_rows(x, x_smem, full, slot, i, steps, first, PIECES)
+        fill_rows(x, x_smem, full, slot, i, steps, first, PARTS)
         slot, phase = following(slot, phase, STAGES)
 
 
@@ -161,7 +164,9 @@ def started(
     A: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
     w0, w1 = decoded(p, s, zero, GROUPS, WARPS, FORMAT, SCALE, HAS_ZERO)
     d = warpgroup_mma(fragment(w0, A), x0, acc, use_acc=not SUM, is_async=True)
-    return warpgroup_mma(fragment(w1, A), x1, d, is_async=True)
+    if bits_of(FORMAT) == 4:
+        d = warpgroup_mma(fragment(w1, A), x1, d, is_async=True)
+    return d
 
 
 @gluon.jit
@@ -186,12 +191,16 @@ def sums(
 ):  # fmt: skip
     """Decode and multiply what is in the ring: sums of the first and of the second half of the rows."""
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BM, 16])
-    WEIGHT: gl.constexpr = weight_layout(WN, U // 2, WARPS, GATED, INTERLEAVED)
+    BYTES: gl.constexpr = w_pieces.shape[2]
+    HALVES: gl.constexpr = U // BYTES
+    WEIGHT: gl.constexpr = weight_layout(WN, BYTES, WARPS, GATED, INTERLEAVED)
     ROWS: gl.constexpr = min(WN, 16 * WARPS)  # decoded at a time
     PIECES: gl.constexpr = BK // U
     GROUPS: gl.constexpr = groups_of(U, G)
     # a group's finished sum is scaled; of int4, e4m3 scales like all others
-    SUM: gl.constexpr = SCALE == "sum" or (FORMAT == "int4" and SCALE == "e4m3")
+    SUM: gl.constexpr = (
+        SCALE == "sum" or SCALE == "block" or (FORMAT == "int4" and SCALE == "e4m3")
+    )
     HAS_ZERO: gl.constexpr = zero_ptrs is not None
     OVERLAP: gl.constexpr = overlaps(SCALE, BM)
     steps = gl.cdiv(K, BK)
@@ -217,8 +226,9 @@ def sums(
                 later_zero = gl.load(zero_ptrs + group * stride_zk)
             p = w_pieces.index(slot * PIECES + j).load(WEIGHT)
             p = in_order(p, GATED, INTERLEAVED)
-            x0 = x_halves.index((slot * PIECES + j) * 2).permute((1, 0))
-            x1 = x_halves.index((slot * PIECES + j) * 2 + 1).permute((1, 0))
+            part = (slot * PIECES + j) * HALVES
+            x0 = x_halves.index(part).permute((1, 0))
+            x1 = x_halves.index(part + HALVES - 1).permute((1, 0))
             if ROWS == WN:
                 d = started(p, s, zero, x0, x1, acc, GROUPS, WARPS, FORMAT, SCALE, SUM, HAS_ZERO)
                 d = warpgroup_mma_wait(0, [d])
@@ -246,8 +256,8 @@ def sums(
 
 @gluon.jit
 def product(
-    x,  # descriptor of (half pieces, S, U // 2), box [2 * PIECES, BM, U // 2]
-    w,  # descriptor of (E, pieces, parts, rows, U // 2 bytes), box [1, PIECES, parts, WN // parts, U // 2]
+    x,  # descriptor of (parts of pieces, S, BYTES), box [parts of a step, BM, BYTES]
+    w,  # descriptor of (E, pieces, parts, rows, BYTES), box [1, PIECES, parts, WN // parts, BYTES]
     first,
     e,
     tile_row,
@@ -272,7 +282,9 @@ def product(
     """w @ x.T (WN, BM) in fp32, rows in the product's order; scales of whole rows left to the caller."""
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BM, 16])
     ROWS: gl.constexpr = min(WN, 16 * WARPS)  # decoded at a time
-    BYTES: gl.constexpr = U // 2
+    BYTES: gl.constexpr = (
+        U * bits_of(FORMAT) // 8
+    )  # of a piece, and columns of a part of x: a half or all
     PIECES: gl.constexpr = BK // U
     SIZE: gl.constexpr = PIECES * (WN * BYTES + BM * U * 2)
     w_smem = gl.allocate_shared_memory(gl.uint8, [STAGES] + w.block_shape, w.layout)
@@ -281,7 +293,7 @@ def product(
         gl.uint8, [STAGES * PIECES, WN, BYTES], gl.NVMMASharedLayout(BYTES, 8, 2)
     )
     x_halves = x_smem._reinterpret(
-        x.dtype, [STAGES * PIECES * 2, BM, U // 2], gl.NVMMASharedLayout(U, 16, 2)
+        x.dtype, [STAGES * x.block_shape[0], BM, BYTES], gl.NVMMASharedLayout(2 * BYTES, 16, 2)
     )
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())

@@ -1,4 +1,4 @@
-"""Operands of the packed product on SM90: weights of 4 or 8 bits as bf16 in the registers `wgmma` reads, and the order
+"""Operands of the packed product on SM90: weights of 4 and 8 bits as bf16 in the registers `wgmma` reads, and the order
 of columns that takes no exchange between threads. Imported at first launch only.
 
 A row of weights is taken in pieces of U columns. Thread t % 4 of a row's four takes a quarter of a piece's bytes, which
@@ -17,6 +17,11 @@ from moe_ops.kernels.triton_packed_operands import twice
 @gluon.constexpr_function
 def log2(n):
     return n.bit_length() - 1
+
+
+@gluon.constexpr_function
+def bits_of(FORMAT):
+    return 4 if FORMAT in ("int4", "e2m1") else 8
 
 
 @gluon.constexpr_function
@@ -141,8 +146,48 @@ def e2m1_pair(p, s):
 
 
 @gluon.jit
+def int8_value(p):
+    """bf16 of int8 codes (given as uint8): 128 + the low 7 bits, minus 128 or 256."""
+    return gl.inline_asm_elementwise(
+        """{
+        .reg .b32 a, b, c, d, r, o, m, u;
+        mov.b32 o, 0x43004300; mov.b32 m, 0xc300c300; mov.b32 u, 0x3f803f80;
+        shr.u32 r, $2, 8;
+        lop3.b32 a, $2, 0x007f007f, o, 0xea; lop3.b32 b, $2, 0x00800080, m, 0xea;
+        lop3.b32 c, r, 0x007f007f, o, 0xea; lop3.b32 d, r, 0x00800080, m, 0xea;
+        fma.rn.bf16x2 $0, a, u, b; fma.rn.bf16x2 $1, c, u, d;
+        }""",
+        "=r,=r,r",
+        [p],
+        dtype=gl.bfloat16,
+        is_pure=True,
+        pack=4,
+    )
+
+
+@gluon.jit
+def e4m3_value(p):
+    """bf16 of e4m3 codes (given as uint8); the NaN code becomes 480."""
+    return gl.inline_asm_elementwise(
+        """{
+        .reg .b32 a, b, s, m, z;
+        mov.b32 m, 0x7b807b80; mov.b32 z, 0x80008000;
+        shl.b32 s, $2, 8; shl.b32 a, $2, 4; and.b32 a, a, 0x07f007f0;
+        lop3.b32 a, s, 0x80008000, a, 0xea;
+        shr.u32 b, $2, 4; and.b32 b, b, 0x07f007f0; lop3.b32 b, $2, 0x80008000, b, 0xea;
+        fma.rn.bf16x2 $0, a, m, z; fma.rn.bf16x2 $1, b, m, z;
+        }""",
+        "=r,=r,r",
+        [p],
+        dtype=gl.bfloat16,
+        is_pure=True,
+        pack=4,
+    )
+
+
+@gluon.jit
 def decoded(
-    p,  # (WN, BYTES) uint8, two columns a byte, rows in the product's order
+    p,  # (WN, BYTES) uint8, rows in the product's order
     s,  # scales (WN, GROUPS)
     zero,  # zero points (WN, GROUPS)
     GROUPS: gl.constexpr,
@@ -151,7 +196,10 @@ def decoded(
     SCALE: gl.constexpr,
     HAS_ZERO: gl.constexpr,
 ):
-    """bf16 (WN, BYTES) of the even and of the odd columns, times their scales where weights are scaled."""
+    """bf16 (WN, BYTES) of the even and of the odd columns, times their scales where weights are scaled.
+
+    Of 8-bit formats the second repeats the first.
+    """
     WN: gl.constexpr = p.shape[0]
     BYTES: gl.constexpr = p.shape[1]
     EACH: gl.constexpr = BYTES // GROUPS
@@ -162,6 +210,15 @@ def decoded(
     if FORMAT == "e2m1":
         s = twice(s, SCALE).to(gl.int16).to(gl.bfloat16, bitcast=True)
         w0, w1 = e2m1_pair(p, gl.expand_dims(s, 2).broadcast_to((WN, GROUPS, EACH)))
+    elif FORMAT == "e4m3":
+        w0 = e4m3_value(p)
+        w1 = w0
+    elif FORMAT == "int8":
+        w0 = int8_value(p)
+        if HAS_ZERO:  # at most 255, which bf16 holds
+            zero = zero.to(gl.int8, bitcast=True).to(gl.bfloat16)
+            w0 -= gl.expand_dims(zero, 2).broadcast_to((WN, GROUPS, EACH))
+        w1 = w0
     else:
         if HAS_ZERO:
             offset = gl.expand_dims(-128.0 - zero.to(gl.bfloat16), 2)
