@@ -183,7 +183,7 @@ def _for_experts(
     facts = (dtype.itemsize, M == 1, chip.shared_memory, *scales, gated, large)
     base = choose(M * top_k, E, K, I, *facts)
     if vector:
-        base = _choose_vector(bool(scheme), K, I, base.chunk)
+        base = _choose_vector(bool(scheme), dtype.itemsize, K, I, base.chunk)
     # Tables hold gated layers. Where GEMM1 quantizes what it writes, its tiles follow from that.
     if not tables or (scheme and not gated):
         return base
@@ -286,7 +286,7 @@ def _choose_fp8(
     )
 
 
-def _choose_vector(quantized: bool, K: int, I: int, chunk: int) -> Tiles:  # noqa: E741
+def _choose_vector(quantized: bool, itemsize: int, K: int, I: int, chunk: int) -> Tiles:  # noqa: E741
     """Tiles of the kernels of triton_vector.py: columns of h or of the output, and the step along their sums.
 
     As measured on an H200 for qwen3, mixtral, dsv3 and gptoss20. Where a block quantizes x, more rows share that.
@@ -298,8 +298,9 @@ def _choose_vector(quantized: bool, K: int, I: int, chunk: int) -> Tiles:  # noq
     if quantized:
         first, second = tile(8, 512, 1, 4, K), tile(8, 1024, 1, 8, I)
     else:
-        first, second = tile(2, 1024, 3, 2, K), tile(4, 1024, 1, 4, I)
-    return Tiles(True, 1, first, second, chunk, wide_h=True, vector=True)
+        k = 2048 // itemsize
+        first, second = tile(2, k, 3, 2, K), tile(4, k, 1, 4, I)
+    return Tiles(True, 1, first, second, chunk, wide_h=quantized, vector=True)
 
 
 def vector_space(base: Tiles, K: int, I: int, gated: bool) -> tuple[list[Tiles], list[Tiles]]:  # noqa: E741

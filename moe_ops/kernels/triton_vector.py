@@ -59,7 +59,7 @@ def eight_products(w0, w1, x0, x1, x2, x3):
     """Sums of eight products of e4m3 numbers, four in 32 bits, with such over 64 as `halves` has them, fp32.
 
     Products are exact in fp16, and four are added in it before two such sums are in fp32: 1.4 instructions a product
-    where conversion to fp32 takes 2.5. Rounding to 11 bits adds 1e-4 to a layer's relative error.
+    where conversion to fp32 takes 2.5. Rounding to 11 bits adds 2e-4 to a product's relative error.
     """
     return tl.inline_asm_elementwise(
         """{
@@ -185,6 +185,8 @@ def moe_ops_vector_gemm1(
     DEPENDENT: tl.constexpr,
 ):
     """h = activation(x @ w13.T + bias): a program an expert and BN columns."""
+    # K and I are multiples of 16: programs have whole tiles, whose rows lie in one block of 128 rows.
+    tl.static_assert(16 % BN == 0)
     wait(DEPENDENT)
     pair = tl.program_id(0)
     e = local_expert(
@@ -196,7 +198,7 @@ def moe_ops_vector_gemm1(
     e64 = e.to(tl.int64)
     first = tl.program_id(1) * BN
     column = first + tl.arange(0, BN)
-    row = tl.minimum(column, I - 1)
+    row = column
     up = row
     first_up = first
     if GATED:
@@ -217,7 +219,7 @@ def moe_ops_vector_gemm1(
     u_ptrs = w_ptr + up.to(tl.int64)[:, None] * step + words[None, :]
     gate_scale_ptr = None
     up_scale_ptr = None
-    if QUANTIZED:  # all rows of a program lie in one block of 128
+    if QUANTIZED:
         scale_ptr += e64 * stride_se
         gate_scale_ptr = scale_ptr + first // 128 * stride_sn
         up_scale_ptr = scale_ptr + first_up // 128 * stride_sn
@@ -258,7 +260,7 @@ def moe_ops_vector_gemm1(
     else:
         h = activate_one(g, ACTIVATION)
     h_ptrs = h_ptr + pair.to(tl.int64) * I + column
-    tl.store(h_ptrs, h.to(h_ptr.dtype.element_ty), mask=column < I)
+    tl.store(h_ptrs, h.to(h_ptr.dtype.element_ty))
 
 
 @triton.jit(do_not_specialize=ROUTING)
@@ -301,9 +303,9 @@ def moe_ops_vector_gemm2(
 ):
     """out = the sum over the token's experts of router weight * (h @ w2.T + bias), in fp32, rounded once: a program
     BN columns."""
+    tl.static_assert(16 % BN == 0)  # as in GEMM1
     first = tl.program_id(0) * BN
-    column = first + tl.arange(0, BN)
-    row = tl.minimum(column, N - 1)
+    row = first + tl.arange(0, BN)
     k = tl.arange(0, BK)
     words = tl.arange(0, BK // WORD)
     w_ptr = words_of(w_ptr, WORD)
@@ -322,7 +324,9 @@ def moe_ops_vector_gemm2(
             stride_im, stride_ik, stride_map, HAS_MAP,
         )  # fmt: skip
         e64 = tl.maximum(e, 0).to(tl.int64)
-        end = tl.where(e >= 0, K, 0)  # nothing of an expert that is not here
+        # nothing of an expert that is not here: it is read as the first
+        end = tl.where(e >= 0, K, 0)
+        here_groups = tl.where(e >= 0, groups, 0)
         block_scale_ptr = None
         if QUANTIZED:
             block_scale_ptr = scale_ptr + e64 * stride_se + first // 128 * stride_sn
@@ -340,14 +344,14 @@ def moe_ops_vector_gemm2(
             here = at + words < tl.where(e >= 0, end_word, 0)
             acc = sums(
                 w_ptrs + e64 * expert_step + at, here, x, x_scale, block_scale_ptr,
-                stride_sk, start // 128, groups, acc, factor,
+                stride_sk, start // 128, here_groups, acc, factor,
                 BN, BK, WORD, EACH, QUANTIZED, NATIVE,
             )  # fmt: skip
         if bias_ptr is not None:
             bias_ptrs = bias_ptr + e64 * stride_be + row * stride_bn
-            bias = tl.load(bias_ptrs, mask=column < tl.where(e >= 0, N, 0), other=0.0)
+            bias = tl.load(bias_ptrs, mask=row < tl.where(e >= 0, N, 0), other=0.0)
             biases += factor * bias.to(tl.float32)
     start_dependent(DEPENDENT)
     out = tl.sum(acc, 1) + biases
-    out_ptrs = out_ptr + column.to(tl.int64) * stride_ok
-    tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=column < N)
+    out_ptrs = out_ptr + row.to(tl.int64) * stride_ok
+    tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty))

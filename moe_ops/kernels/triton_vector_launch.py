@@ -33,7 +33,9 @@ def possible(w13: Weight, w2: Weight, top_k: int) -> bool:
     """Whether the kernels know the scales of these weights, and can read rows of them 16 bytes at a time."""
     one, two = w13.data, w2.data
     size = two.dtype.itemsize
-    return _possible(two.shape, one.stride(), two.stride(), size, w2.scales, top_k)
+    return (one.data_ptr() | two.data_ptr()) % 16 == 0 and _possible(
+        two.shape, one.stride(), two.stride(), size, w2.scales, top_k
+    )
 
 
 def launches(a: ExpertsArgs, w13: Weight, w2: Weight, tiles: Tiles, chip: Gpu) -> list[Launch]:
