@@ -208,6 +208,24 @@ def test_descriptors_take_rows_of_16_byte_step_alone():
     assert not possible("int4_w4a16:g32", 128, 32, scale=torch.float32)
 
 
+@pytest.mark.parametrize("scheme", ["int4_w4a16:g128", "mxfp4_w4a16", "fp8_w8a16:block"])
+@pytest.mark.parametrize("tokens", [8, 64])
+@pytest.mark.parametrize("tile", [(64, 256, 4, 4), (128, 128, 4, 4), (128, 256, 3, 8)], ids=str)
+def test_registers_fit_a_multiprocessor(scheme, tokens, tile):
+    """Four more warps have 24 each, and what they leave is rounded to 8 for the others, 232 at most."""
+    from moe_ops.kernels.triton_launch import gpu
+    from moe_ops.kernels.triton_packed_launch import packed
+    from moe_ops.schemes import get_scheme
+
+    storage = get_scheme(scheme).weight.storage_dtype
+    data = torch.zeros(1, 128, 128 if "w8" in scheme else 64, dtype=torch.uint8).view(storage)
+    w = packed("w", data, torch.zeros(1, 128, 4), None, None, None, scheme, gpu(-1))
+    registers = launch._registers(w, Tile(*tile), tokens)
+    of_products = (registers * (tile[3] + 4) - 24 * 4) / tile[3]
+    assert registers % 8 == 0 and 80 <= of_products <= 232
+    assert registers * 32 * (tile[3] + 4) <= launch.REGISTERS
+
+
 # --- values ---------------------------------------------------------------------------------------------
 
 
@@ -228,7 +246,13 @@ INT4 = ["int4_w4a16:g128", "int4_w4a16:g64", "int4_w4a16:g32", "int4_w4a16:chann
 GPU_SCHEMES = [*INT4, *(f"{name}:zp" for name in INT4), "mxfp4_w4a16", "nvfp4_w4a16"]
 GPU_SCHEMES += ["int8_w8a16:channel", "int8_w8a16:g64:zp", "int8_w8a16:g128"]
 GPU_SCHEMES += [f"fp8_w8a16:{name}" for name in ("tensor", "channel", "block")]
-TILES = [(8, 64, 128, 3, 4), (16, 128, 128, 4, 4), (32, 128, 256, 3, 8), (64, 128, 128, 4, 8)]
+TILES = [
+    (8, 64, 256, 4, 4),
+    (16, 128, 128, 4, 4),
+    (32, 128, 128, 4, 4),
+    (32, 128, 256, 3, 8),
+    (64, 128, 128, 4, 8),
+]
 
 
 @pytest.mark.parametrize("scheme", [pytest.param(name, marks=ON_GPU) for name in GPU_SCHEMES])

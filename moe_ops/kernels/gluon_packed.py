@@ -128,6 +128,7 @@ def moe_ops_gluon_gemm1(
     BK: gl.constexpr,
     STAGES: gl.constexpr,
     WARPS: gl.constexpr,
+    OVERLAP: gl.constexpr,
     DEPENDENT: gl.constexpr,
 ):
     """h = activation(x @ w13.T + bias)."""
@@ -153,7 +154,7 @@ def moe_ops_gluon_gemm1(
         )  # fmt: skip
     acc = product(
         x, w, first, e, tile_row, K, scale_ptrs, zero_ptrs, stride_sk, stride_zk,
-        FORMAT, SCALE, G, U, GATED, INTERLEAVED, BM, WN, BK, STAGES, WARPS, DEPENDENT,
+        FORMAT, SCALE, G, U, GATED, INTERLEAVED, BM, WN, BK, STAGES, WARPS, OVERLAP, DEPENDENT,
     )  # fmt: skip
     start_dependent(DEPENDENT)
     ROWS: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
@@ -236,6 +237,7 @@ def moe_ops_gluon_gemm2(
     BK: gl.constexpr,
     STAGES: gl.constexpr,
     WARPS: gl.constexpr,
+    OVERLAP: gl.constexpr,
     DEPENDENT: gl.constexpr,
 ):
     """y = x @ w2.T + bias in fp32."""
@@ -259,7 +261,7 @@ def moe_ops_gluon_gemm2(
         )  # fmt: skip
     acc = product(
         x, w, first, e, n * WN, K, scale_ptrs, zero_ptrs, stride_sk, stride_zk,
-        FORMAT, SCALE, G, U, False, False, BM, WN, BK, STAGES, WARPS, DEPENDENT,
+        FORMAT, SCALE, G, U, False, False, BM, WN, BK, STAGES, WARPS, OVERLAP, DEPENDENT,
     )  # fmt: skip
     start_dependent(DEPENDENT)
     column = n * WN + gl.arange(0, WN, gl.SliceLayout(1, acc.type.layout))

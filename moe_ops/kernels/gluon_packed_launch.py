@@ -182,8 +182,19 @@ def _constants(w: Packed, tile: Tile, tokens: int) -> tuple:
     how = "weight" if of.name == "int4" and of.group == 32 else of.scale
     step = _pieces(w, tile) * piece(w)
     return (of.name, how, of.group, piece(w)), (
-        *(GROUP, tokens, tile.rows, step, tile.stages, tile.warps, w.chip.dependent),
+        *(GROUP, tokens, tile.rows, step, tile.stages, tile.warps),
+        *(_overlaps(w, tile, tokens), w.chip.dependent),
     )
+
+
+def _overlaps(w: Packed, tile: Tile, tokens: int) -> bool:
+    """Whether weights are decoded while those before them are multiplied.
+
+    Where blocks have the registers for both, as shared memory says how many fit a multiprocessor.
+    """
+    if tile.rows == 16 * tile.warps:
+        return tile.warps == 4 and tokens <= 16
+    return w.format.scale == "e8m0" and (tokens >= 32 or piece(w) == 64)
 
 
 def _registers(w: Packed, tile: Tile, tokens: int) -> int:
@@ -193,12 +204,11 @@ def _registers(w: Packed, tile: Tile, tokens: int) -> int:
     read. What is needed at least was counted: from there on the compiler spills little or nothing.
     """
     threads, sums = 32 * (tile.warps + 4), tile.rows * tokens // (32 * tile.warps)
-    least = (72 if w.format.scale == "e8m0" else 80) + sums
-    if tile.rows > 16 * tile.warps:  # in two halves
-        if w.format.name != "e2m1":
-            least += sums // 2  # a group's
-        elif w.format.scale == "e8m0" and tokens >= 32:
-            least = 104 + sums  # operands of both
+    least = (72 if w.format.scale == "e8m0" else 80) + sums + (0 if w.zero is None else 8)
+    if tile.rows > 16 * tile.warps and w.format.name != "e2m1":
+        least += sums // 2  # a group's, of a half of the rows
+    if _overlaps(w, tile, tokens):
+        least += 16 if piece(w) == 64 or tile.rows == 16 * tile.warps else 32
     least = (least * tile.warps + 24 * 4) / (tile.warps + 4)
     most = (232 * tile.warps + 24 * 4) // (tile.warps + 4)
     step = _pieces(w, tile) * piece(w)

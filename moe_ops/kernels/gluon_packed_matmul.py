@@ -35,15 +35,6 @@ E8M0_SHIFT = gl.constexpr(4294967296.0)  # 2^32, as in triton_packed_matmul.py
 E4M3_SHIFT = gl.constexpr(256.0)
 
 
-@gluon.constexpr_function
-def overlaps(SCALE, BM):
-    """Whether the second half of the rows is decoded while the first is multiplied. It takes 32 registers a thread more.
-
-    They are there where shared memory, not registers, says how many blocks a multiprocessor takes.
-    """
-    return SCALE == "e8m0" and BM >= 32
-
-
 @gluon.jit
 def product_row(LAYOUT: gl.constexpr, WN: gl.constexpr, GATED: gl.constexpr):
     """(column of the tile, whether its up row) of every row of the product."""
@@ -187,9 +178,12 @@ def sums(
     w_pieces, x_halves, full, empty, K, scale_ptrs, zero_ptrs, stride_sk, stride_zk,
     FORMAT: gl.constexpr, SCALE: gl.constexpr, G: gl.constexpr, U: gl.constexpr,
     GATED: gl.constexpr, INTERLEAVED: gl.constexpr, BM: gl.constexpr, WN: gl.constexpr,
-    BK: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr,
+    BK: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr, OVERLAP: gl.constexpr,
 ):  # fmt: skip
-    """Decode and multiply what is in the ring: sums of the first and of the second half of the rows."""
+    """Decode and multiply what is in the ring: sums of the first and of the second half of the rows.
+
+    OVERLAP: what was decoded last is multiplied while more is decoded, at 32 registers more a thread.
+    """
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BM, 16])
     BYTES: gl.constexpr = w_pieces.shape[2]
     HALVES: gl.constexpr = U // BYTES
@@ -202,7 +196,7 @@ def sums(
         SCALE == "sum" or SCALE == "block" or (FORMAT == "int4" and SCALE == "e4m3")
     )
     HAS_ZERO: gl.constexpr = zero_ptrs is not None
-    OVERLAP: gl.constexpr = overlaps(SCALE, BM)
+    ASKED: gl.constexpr = HALVES  # products on their way that may stay so: the last piece's
     steps = gl.cdiv(K, BK)
     # Scales are asked for two pieces ahead, and one does for those past the end.
     last = K // U - 1
@@ -231,8 +225,17 @@ def sums(
             x1 = x_halves.index(part + HALVES - 1).permute((1, 0))
             if ROWS == WN:
                 d = started(p, s, zero, x0, x1, acc, GROUPS, WARPS, FORMAT, SCALE, SUM, HAS_ZERO)
-                d = warpgroup_mma_wait(0, [d])
-                acc = added(acc, d, s, SCALE, SUM)
+                if not OVERLAP:
+                    d = warpgroup_mma_wait(0, [d])
+                    acc = added(acc, d, s, SCALE, SUM)
+                elif not SUM:
+                    acc = warpgroup_mma_wait(ASKED, [d])
+                    before, scale_before = acc, s
+                else:
+                    if j > 0:
+                        before = warpgroup_mma_wait(ASKED, [before])
+                        acc = added(acc, before, scale_before, SCALE, SUM)
+                    before, scale_before = d, s
             else:
                 p, q = halves(p)
                 s, t = halves(s)
@@ -241,14 +244,25 @@ def sums(
                 if not OVERLAP:
                     d = warpgroup_mma_wait(0, [d])
                     acc = added(acc, d, s, SCALE, SUM)
+                elif j > 0:
+                    before = warpgroup_mma_wait(ASKED, [before])
+                    more = added(more, before, scale_before, SCALE, SUM)
                 f = started(q, t, one, x0, x1, more, GROUPS, WARPS, FORMAT, SCALE, SUM, HAS_ZERO)
                 if OVERLAP:
-                    d = warpgroup_mma_wait(2, [d])
+                    d = warpgroup_mma_wait(ASKED, [d])
                     acc = added(acc, d, s, SCALE, SUM)
-                f = warpgroup_mma_wait(0, [f])
-                more = added(more, f, t, SCALE, SUM)
+                else:
+                    f = warpgroup_mma_wait(0, [f])
+                    more = added(more, f, t, SCALE, SUM)
+                before, scale_before = f, t
             s, soon = soon, later
             zero, soon_zero = soon_zero, later_zero
+        if OVERLAP:
+            before = warpgroup_mma_wait(0, [before])
+            if ROWS == WN:
+                acc = added(acc, before, scale_before, SCALE, SUM)
+            else:
+                more = added(more, before, scale_before, SCALE, SUM)
         mbarrier.arrive(empty.index(slot), count=1)
         slot, phase = following(slot, phase, STAGES)
     return acc, more
@@ -277,6 +291,7 @@ def product(
     BK: gl.constexpr,
     STAGES: gl.constexpr,
     WARPS: gl.constexpr,
+    OVERLAP: gl.constexpr,
     DEPENDENT: gl.constexpr,
 ):
     """w @ x.T (WN, BM) in fp32, rows in the product's order; scales of whole rows left to the caller."""
@@ -306,7 +321,7 @@ def product(
         [
             (sums, (
                 w_pieces, x_halves, full, empty, K, scale_ptrs, zero_ptrs, stride_sk, stride_zk,
-                FORMAT, SCALE, G, U, GATED, INTERLEAVED, BM, WN, BK, STAGES, WARPS,
+                FORMAT, SCALE, G, U, GATED, INTERLEAVED, BM, WN, BK, STAGES, WARPS, OVERLAP,
             )),
             (fill, (
                 x, w, x_smem, w_smem, full, empty, first, e, tile_row, steps,
