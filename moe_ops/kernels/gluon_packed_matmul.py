@@ -209,7 +209,6 @@ def sums(
     acc = gl.zeros([ROWS, BM], gl.float32, MMA)
     more = acc  # of the second half of the rows, where a thread has rows of both
     slot, phase = steps * 0, steps * 0
-    gl.thread_barrier()  # barriers are ready: else the compiler would put one into the loop
     for i in range(steps):
         mbarrier.wait(full.index(slot), phase)
         for j in gl.static_range(PIECES):
