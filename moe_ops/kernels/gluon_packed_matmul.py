@@ -138,6 +138,42 @@ def group_at(piece, last, U: gl.constexpr, G: gl.constexpr):
     return gl.minimum(piece, last) * U // G if G > 0 else 0
 
 
+@gluon.constexpr_function
+def load_of(dtype):
+    return f"ld.global.nc.b{dtype.primitive_bitwidth} $0, [$1];"
+
+
+@gluon.jit
+def asked(ptrs):
+    """Scales or zero points, in 32 bits each.
+
+    What is loaded as of fewer the compiler packs in pairs where the step ends, and waits for it there.
+    """
+    ASSEMBLY: gl.constexpr = load_of(ptrs.dtype.element_ty)
+    return gl.inline_asm_elementwise(
+        ASSEMBLY, "=r,l", [ptrs], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def arrived(t, dtype: gl.constexpr):
+    """What was asked for as what it is."""
+    if dtype.primitive_bitwidth == 8:
+        return t.to(gl.uint8).to(dtype, bitcast=True)
+    elif dtype.primitive_bitwidth == 16:
+        return t.to(gl.uint16).to(dtype, bitcast=True)
+    else:
+        return t.to(dtype, bitcast=True)
+
+
+@gluon.jit
+def widened(t):
+    """fp32 of bf16 that was asked for, here and now: its register is to be loaded anew before it is used."""
+    return gl.inline_asm_elementwise(
+        "shl.b32 $0, $1, 16;", "=r,r", [t], dtype=gl.float32, is_pure=False, pack=1
+    )
+
+
 @gluon.jit
 def halves(t):
     """The first and the second half of the rows, which a thread has of both. Nothing moves."""
@@ -200,62 +236,73 @@ def sums(
     steps = gl.cdiv(K, BK)
     # Scales are asked for two pieces ahead, and one does for those past the end.
     last = K // U - 1
-    s = gl.load(scale_ptrs)
-    soon = gl.load(scale_ptrs + group_at(1, last, U, G) * stride_sk)
+    s = asked(scale_ptrs)
+    soon = asked(scale_ptrs + group_at(1, last, U, G) * stride_sk)
     zero, soon_zero = s, s
     if HAS_ZERO:
-        zero = gl.load(zero_ptrs)
-        soon_zero = gl.load(zero_ptrs + group_at(1, last, U, G) * stride_zk)
+        zero = asked(zero_ptrs)
+        soon_zero = asked(zero_ptrs + group_at(1, last, U, G) * stride_zk)
     acc = gl.zeros([ROWS, BM], gl.float32, MMA)
     more = acc  # of the second half of the rows, where a thread has rows of both
     slot, phase = steps * 0, steps * 0
     for i in range(steps):
         mbarrier.wait(full.index(slot), phase)
         for j in gl.static_range(PIECES):
-            group = group_at(i * PIECES + j + 2, last, U, G)
-            later = gl.load(scale_ptrs + group * stride_sk)
-            later_zero = later
-            if HAS_ZERO:
-                later_zero = gl.load(zero_ptrs + group * stride_zk)
             p = w_pieces.index(slot * PIECES + j).load(WEIGHT)
             p = in_order(p, GATED, INTERLEAVED)
             part = (slot * PIECES + j) * HALVES
             x0 = x_halves.index(part).permute((1, 0))
             x1 = x_halves.index(part + HALVES - 1).permute((1, 0))
+            if SUM and scale_ptrs.dtype.element_ty == gl.bfloat16:
+                now = widened(s)
+            else:
+                now = arrived(s, scale_ptrs.dtype.element_ty)
+            zero_now = now
+            if HAS_ZERO:
+                zero_now = arrived(zero, zero_ptrs.dtype.element_ty)
             if ROWS == WN:
-                d = started(p, s, zero, x0, x1, acc, GROUPS, WARPS, FORMAT, SCALE, SUM, HAS_ZERO)
+                d = started(
+                    p, now, zero_now, x0, x1, acc, GROUPS, WARPS, FORMAT, SCALE, SUM, HAS_ZERO
+                )
                 if not OVERLAP:
                     d = warpgroup_mma_wait(0, [d])
-                    acc = added(acc, d, s, SCALE, SUM)
+                    acc = added(acc, d, now, SCALE, SUM)
                 elif not SUM:
                     acc = warpgroup_mma_wait(ASKED, [d])
-                    before, scale_before = acc, s
+                    before, scale_before = acc, now
                 else:
                     if j > 0:
                         before = warpgroup_mma_wait(ASKED, [before])
                         acc = added(acc, before, scale_before, SCALE, SUM)
-                    before, scale_before = d, s
+                    before, scale_before = d, now
             else:
                 p, q = halves(p)
-                s, t = halves(s)
-                zero, one = halves(zero)
-                d = started(p, s, zero, x0, x1, acc, GROUPS, WARPS, FORMAT, SCALE, SUM, HAS_ZERO)
+                now, then = halves(now)
+                zero_now, zero_then = halves(zero_now)
+                d = started(
+                    p, now, zero_now, x0, x1, acc, GROUPS, WARPS, FORMAT, SCALE, SUM, HAS_ZERO
+                )
                 if not OVERLAP:
                     d = warpgroup_mma_wait(0, [d])
-                    acc = added(acc, d, s, SCALE, SUM)
+                    acc = added(acc, d, now, SCALE, SUM)
                 elif j > 0:
                     before = warpgroup_mma_wait(ASKED, [before])
                     more = added(more, before, scale_before, SCALE, SUM)
-                f = started(q, t, one, x0, x1, more, GROUPS, WARPS, FORMAT, SCALE, SUM, HAS_ZERO)
+                f = started(
+                    q, then, zero_then, x0, x1, more, GROUPS, WARPS, FORMAT, SCALE, SUM, HAS_ZERO
+                )
                 if OVERLAP:
                     d = warpgroup_mma_wait(ASKED, [d])
-                    acc = added(acc, d, s, SCALE, SUM)
+                    acc = added(acc, d, now, SCALE, SUM)
                 else:
                     f = warpgroup_mma_wait(0, [f])
-                    more = added(more, f, t, SCALE, SUM)
-                before, scale_before = f, t
-            s, soon = soon, later
-            zero, soon_zero = soon_zero, later_zero
+                    more = added(more, f, then, SCALE, SUM)
+                before, scale_before = f, then
+            group = group_at(i * PIECES + j + 2, last, U, G)
+            s, zero = soon, soon_zero
+            soon = asked(scale_ptrs + group * stride_sk)
+            if HAS_ZERO:
+                soon_zero = asked(zero_ptrs + group * stride_zk)
         if OVERLAP:
             before = warpgroup_mma_wait(0, [before])
             if ROWS == WN:
