@@ -213,7 +213,8 @@ def _registers(w: Packed, tile: Tile, tokens: int) -> int:
     most = (232 * tile.warps + 24 * 4) // (tile.warps + 4)
     step = _pieces(w, tile) * piece(w)
     shared = tile.stages * step * (tile.rows * w.format.bits // 8 + tokens * 2) + 2048
-    blocks = max(1, min(SHARED_MEMORY // shared, int(REGISTERS // (least * threads))))
+    fit = max(1, SHARED_MEMORY // shared)
+    blocks = min(fit, max(2, int(REGISTERS // (least * threads))))  # two rather spill some
     return min(REGISTERS // (blocks * threads), most) // 8 * 8
 
 

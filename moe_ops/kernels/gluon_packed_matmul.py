@@ -166,12 +166,22 @@ def arrived(t, dtype: gl.constexpr):
         return t.to(dtype, bitcast=True)
 
 
+@gluon.constexpr_function
+def widens(dtype):
+    return dtype in (gl.bfloat16, gl.float32)
+
+
 @gluon.jit
-def widened(t):
-    """fp32 of bf16 that was asked for, here and now: its register is to be loaded anew before it is used."""
-    return gl.inline_asm_elementwise(
-        "shl.b32 $0, $1, 16;", "=r,r", [t], dtype=gl.float32, is_pure=False, pack=1
-    )
+def widened(t, dtype: gl.constexpr):
+    """fp32 of bf16 or fp32 that was asked for, here and now: its register is to be loaded anew before it is used."""
+    if dtype == gl.bfloat16:
+        return gl.inline_asm_elementwise(
+            "shl.b32 $0, $1, 16;", "=r,r", [t], dtype=gl.float32, is_pure=False, pack=1
+        )
+    else:
+        return gl.inline_asm_elementwise(
+            "mul.f32 $0, $1, 0f3F800000;", "=r,r", [t], dtype=gl.float32, is_pure=False, pack=1
+        )
 
 
 @gluon.jit
@@ -232,6 +242,7 @@ def sums(
         SCALE == "sum" or SCALE == "block" or (FORMAT == "int4" and SCALE == "e4m3")
     )
     HAS_ZERO: gl.constexpr = zero_ptrs is not None
+    WIDENED: gl.constexpr = SUM and widens(scale_ptrs.dtype.element_ty)
     ASKED: gl.constexpr = HALVES  # products on their way that may stay so: the last piece's
     steps = gl.cdiv(K, BK)
     # Scales are asked for two pieces ahead, and one does for those past the end.
@@ -253,8 +264,8 @@ def sums(
             part = (slot * PIECES + j) * HALVES
             x0 = x_halves.index(part).permute((1, 0))
             x1 = x_halves.index(part + HALVES - 1).permute((1, 0))
-            if SUM and scale_ptrs.dtype.element_ty == gl.bfloat16:
-                now = widened(s)
+            if WIDENED:
+                now = widened(s, scale_ptrs.dtype.element_ty)
             else:
                 now = arrived(s, scale_ptrs.dtype.element_ty)
             zero_now = now
