@@ -79,7 +79,7 @@ def possible(w: Packed, dtype: torch.dtype) -> bool:
     return data.stride(2) == 1 and starts % 16 == 0
 
 
-def choose(rows: int, groups: int, K: int, I: int, chunk: int) -> Tiles | None:  # noqa: E741
+def choose(rows: int, groups: int, K: int, I: int, bits: int, chunk: int) -> Tiles | None:  # noqa: E741
     """Tiles of the two GEMMs; None where other kernels serve so many rows. An expert's should usually fit a block.
 
     As measured on an H200 for qwen3, mixtral and gptoss20 at 8 and 64 tokens.
@@ -91,8 +91,8 @@ def choose(rows: int, groups: int, K: int, I: int, chunk: int) -> Tiles | None: 
 
     def tile(columns: int) -> Tile:
         if tokens == 8 and columns >= 4096:
-            return Tile(64, 256, 4, 4)
-        return Tile(128, 128, 4, 8 if tokens == 64 else 4)
+            return Tile(64, 128 if bits == 8 else 256, 4, 4)
+        return Tile(128, 128, 3 if bits == 8 else 4, 8 if tokens == 64 else 4)
 
     return Tiles(False, tokens, tile(K), tile(I), chunk, wgmma=True)
 
@@ -103,10 +103,10 @@ def search_space(base: Tiles, average: float) -> list[tuple[list[Tiles], list[Ti
     Args:
         average: rows an expert has on average.
     """
-    tiles = [(64, 128, 4, 4), (64, 256, 3, 4), (64, 256, 4, 4), (128, 128, 3, 4), (128, 128, 4, 4)]
-    tiles += [(128, 128, 6, 4), (128, 256, 3, 8), (128, 128, 4, 8), (128, 256, 4, 4)]
+    tiles = [(64, 128, 4, 4), (64, 256, 3, 4), (64, 256, 4, 4)]
+    tiles += [(128, 128, 3, 4), (128, 128, 4, 4), (128, 256, 2, 4)]
     space = []
-    for tokens in [t for t in (8, 16, 32, 64) if average <= t <= max(8, 4 * average)] or [64]:
+    for tokens in [t for t in (8, 16, 32, 64) if average <= t <= max(8, 3 * average)] or [64]:
         ones = [base._replace(tokens=tokens, gemm1=Tile(*t), gemm2=Tile(*t)) for t in tiles]
         space.append((ones, ones))
     return space

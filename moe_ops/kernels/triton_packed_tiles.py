@@ -91,7 +91,7 @@ def _for_experts(
 ) -> Tiles:
     base = choose(M * top_k, E, K, I, bits, dtype, M == 1, chip.shared_memory)
     if wgmma:
-        base = gluon_packed_launch.choose(M * top_k, E, K, I, base.chunk) or base
+        base = gluon_packed_launch.choose(M * top_k, E, K, I, bits, base.chunk) or base
     if not tables:
         return base
     tiles = triton_tiles.measured(base, chip, M, top_k, E, K, I, scheme, dtype)
