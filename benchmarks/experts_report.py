@@ -241,7 +241,8 @@ def report(results: Results, folder: Path) -> None:
     for scheme in SCHEMES:
         for routing in ROUTINGS:
             cells = [view for view in views(results) if view.key[1:3] == (scheme, routing)]
-            stem = f"{results.path.stem}_{scheme or 'bf16'}_{routing}"
+            named = (scheme or "bf16").replace(":", "_")  # no file system refuses that
+            stem = f"{results.path.stem}_{named}_{routing}"
             peers = [name for name in NAMES if name not in BACKENDS]
             if any(name in view.rows for view in cells for name in peers):
                 draw(cells, results, folder / f"{stem}.png", peers)

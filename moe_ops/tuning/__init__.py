@@ -122,7 +122,7 @@ def triton_tiles(
     """Fields of the fastest `triton_tiles.Tiles` measured nearest to M on a logarithmic scale, or None.
 
     M = 1 runs without a routing kernel, so it takes what was measured at 1 and lends it to no other M. What was
-    measured at more than four times M, or less than a quarter, says nothing of M.
+    measured at four times M or more, or at a quarter or less, says nothing of M.
     """
     key = (num_experts, hidden_size, intermediate_size, top_k, scheme, dtype)
     rows = _entries(gpu_name).get(key, {}).get("triton", [])
@@ -132,7 +132,7 @@ def triton_tiles(
     away, tiles = min(
         [(abs(math.log2(row["num_tokens"] / num_tokens)), row["tiles"]) for row in rows]
     )
-    return tiles if away <= 2 else None
+    return tiles if away < 2 else None
 
 
 def measured_tokens(path: Path, target: Mapping[str, Any]) -> set[int]:
