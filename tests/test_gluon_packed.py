@@ -18,7 +18,6 @@ pytest.importorskip("triton.experimental.gluon")
 
 import triton.language as tl  # noqa: E402
 
-from moe_ops.installed import version  # noqa: E402
 from moe_ops.kernels import gluon_packed as kernels  # noqa: E402
 from moe_ops.kernels import gluon_packed_launch as launch  # noqa: E402
 from moe_ops.kernels import gluon_packed_operands as operands  # noqa: E402
@@ -26,10 +25,12 @@ from moe_ops.kernels import triton_tiles  # noqa: E402
 from moe_ops.kernels.triton_tiles import Tile, Tiles  # noqa: E402
 
 OPERANDS = "gluon_packed_operands.py"
-SM90 = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
-ON_GPU = (pytest.mark.gpu, pytest.mark.skipif(not SM90, reason="needs a GPU of SM90"))
-SPOKEN = tuple(int(n) for n in (version("triton") or "0.0").split(".")[:2])
-SPOKEN = launch.TRITON[0] <= SPOKEN < launch.TRITON[1]
+SPOKEN = launch.spoken()
+SM90 = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9 and SPOKEN
+ON_GPU = (
+    pytest.mark.gpu,
+    pytest.mark.skipif(not SM90, reason="needs a GPU of SM90 and Triton 3.6"),
+)
 
 
 def nibbles(word: int) -> list[int]:
@@ -108,7 +109,7 @@ def test_arrange(K, U):
 @pytest.mark.parametrize("U", [64, 128])
 @pytest.mark.parametrize("gated, interleaved", [(False, False), (True, False), (True, True)])
 def test_product_of_a_piece(U, gated, interleaved):
-    """Bytes of a tile through the kernel's own steps, times activations in the order of `column_at`."""
+    """Bytes of a tile through the kernel's own steps, times activations in that order."""
     WN, tokens = 64, 8
     g = torch.Generator().manual_seed(U)
     codes = torch.randint(0, 16, (WN, U), generator=g)
@@ -162,21 +163,24 @@ def test_threads_hold_rows_in_the_products_order(gated, interleaved, WN, warps):
 
 
 COMPILE = """
-from unittest import mock
 from benchmarks import compile_kernels as c
+from moe_ops.kernels import triton_tiles
 from moe_ops.kernels import gluon_packed_launch as launch
+from moe_ops.kernels.triton_tiles import Tile, Tiles
 chip = c.chip_of(90)
 cases = {"int4_w4a16:g64:zp": "silu", "nvfp4_w4a16": "swigluoai", "fp8_w8a16:block": "relu2_no_mul"}
-cases["int8_w8a16:g128:zp"] = "silu"
+cases |= {"int8_w8a16:g128:zp": "silu", "mxfp4_w4a16": "silu"}
 for scheme, activation in cases.items():
-    call = c.Call((4, 2, 512, 320), 9, scheme, activation=activation, bias=True)
-    with mock.patch.object(launch, "on_sm90", lambda device: True):
-        found = c.compile_call(call, chip, 90)
-    products = [one for one in found if one.name.startswith("moe_ops_gluon")]
-    assert len(products) == 2
-    for one in products:
-        assert "wgmma.mma_async" in one.binary.asm["ptx"]
-        assert c.usage(one.binary).spilled == 0
+    for tokens, tile in ((16, Tile(128, 128, 3, 4)), (64, Tile(128, 128, 4, 8))):
+        call = c.Call((4, 2, 512, 320), 9, scheme, activation=activation, bias=True)
+        tiles = Tiles(False, tokens, tile, tile, 64, wgmma=True)
+        with triton_tiles.searching(tiles):
+            found = c.compile_call(call, chip, 90)
+        products = [one for one in found if one.name.startswith("moe_ops_gluon")]
+        assert len(products) == 2
+        for one in products:
+            assert "wgmma.mma_async" in one.binary.asm["ptx"]
+            assert c.usage(one.binary).spilled <= 96, (scheme, tokens, c.usage(one.binary))
 """
 
 
@@ -206,6 +210,28 @@ def test_descriptors_take_rows_of_16_byte_step_alone():
     assert not possible("int8_w8a16:g32", 192, 32)
     assert possible("int4_w4a16:g32", 128, 32)
     assert not possible("int4_w4a16:g32", 128, 32, scale=torch.float32)
+
+
+@pytest.mark.parametrize(
+    "first, steps, taken",
+    [
+        (0, (64 * 128, 128, 1), True),
+        (0, (64 * 144, 144, 1), True),
+        (16, (64 * 144, 144, 1), True),
+        (0, (64 * 136, 136, 1), False),
+        (8, (64 * 128, 128, 1), False),
+        (0, (128, 256, 2), False),  # columns apart
+        (0, (0, 128, 1), False),  # experts that share their weights
+    ],
+)
+def test_weights_in_other_places(first, steps, taken):
+    from moe_ops.kernels.triton_launch import gpu
+    from moe_ops.kernels.triton_packed_launch import packed
+
+    data = torch.zeros(10**5, dtype=torch.uint8)[first:].as_strided((2, 64, 128), steps)
+    scales = torch.zeros(2, 64, 2, dtype=BF16)
+    w = packed("w", data, scales, None, None, None, "int4_w4a16:g128", gpu(-1))
+    assert launch.possible(w, BF16) == taken
 
 
 @pytest.mark.parametrize("scheme", ["int4_w4a16:g128", "mxfp4_w4a16", "fp8_w8a16:block"])
@@ -250,6 +276,7 @@ TILES = [
     (8, 64, 256, 4, 4),
     (16, 128, 128, 4, 4),
     (32, 128, 128, 4, 4),
+    (16, 128, 256, 2, 4),
     (32, 128, 256, 3, 8),
     (64, 128, 128, 4, 8),
 ]
@@ -284,10 +311,63 @@ def test_activations_map_and_weights_on_input(scheme, activation):
     check(scheme, None, activation, expert_map=True, on_input=True, **sizes)
 
 
+@pytest.mark.parametrize(
+    "scheme", [pytest.param(n, marks=ON_GPU) for n in ("int4_w4a16:g64", "mxfp4_w4a16")]
+)
+@pytest.mark.parametrize("tile", [(8, 128, 256, 2, 4), (16, 64, 256, 3, 4)], ids=str)
+def test_rings_that_wrap(scheme, tile):
+    """Several times as many steps as places, of either parity."""
+    check(scheme, tiles(*tile), M=20, E=3, top_k=2, K=2304, I=1280)
+
+
+@pytest.mark.parametrize(
+    "scheme", [pytest.param(n, marks=ON_GPU) for n in ("int4_w4a16:g64", "int8_w8a16:g64:zp")]
+)
+@pytest.mark.parametrize("M", [2, 5])
+def test_fewer_rows_than_a_block_has(scheme, M):
+    check(scheme, tiles(16, 128, 128, 3, 4), M=M, E=1, top_k=1, K=64, I=64)
+
+
+def amid_others(t: torch.Tensor) -> torch.Tensor:
+    """The same values in rows 16 bytes longer, behind an expert and 16 bytes of others."""
+    step = 16 // t.element_size()
+    wide = t.new_empty(t.shape[0] + 1, t.shape[1], t.shape[2] + 2 * step)
+    wide.view(torch.uint8).fill_(255)
+    return wide[1:, :, step:-step].copy_(t)
+
+
+@pytest.mark.parametrize(
+    "scheme",
+    [pytest.param(n, marks=ON_GPU) for n in ("int4_w4a16:g128:zp", "mxfp4_w4a16", "nvfp4_w4a16")],
+)
+def test_weights_and_scales_that_are_parts_of_others(scheme):
+    case = Case("cuda", BF16, scheme, M=20, E=3, top_k=2, K=512, I=256)
+    for i in (1, 2):
+        w = case.args[i]
+        parts = {"qdata": amid_others(w.qdata)}
+        for name in ("scale", "zero_point"):
+            if getattr(w, name) is not None:  # columns apart
+                parts[name] = getattr(w, name).mT.contiguous().mT
+        case.args[i] = w._replace(**parts)
+    with (
+        triton_tiles.searching(tiles(16, 128, 128, 3, 4)),
+        mock.patch.object(launch, "gemm1", wraps=launch.gemm1) as used,
+    ):
+        case.check("triton")
+    assert used.called
+
+
 @pytest.mark.parametrize("scheme", [pytest.param("mxfp4_w4a16", marks=ON_GPU)])
 def test_repeatable(scheme):
     """Nothing depends on which copy arrives first: values stay the same, whatever ran before."""
     case = Case("cuda", BF16, scheme, M=40, E=4, top_k=2, K=1024, I=512)
-    first = case.run("triton")
-    for _ in range(30):
-        assert torch.equal(first, case.run("triton"))
+    other = Case("cuda", BF16, scheme, M=9, E=4, top_k=2, K=1024, I=512, seed=1)
+    with (
+        triton_tiles.searching(tiles(16, 128, 128, 3, 4)),
+        mock.patch.object(launch, "gemm1", wraps=launch.gemm1) as used,
+    ):
+        first = case.check("triton")
+        for _ in range(30):
+            other.run("triton", poison=False)
+            assert torch.equal(first, case.run("triton"))
+    assert used.called

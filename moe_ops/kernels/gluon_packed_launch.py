@@ -76,7 +76,7 @@ def possible(w: Packed, dtype: torch.dtype) -> bool:
     elif of.scale in ("sum", "block") and of.group % piece(w):
         return False
     starts = data.stride(0) | data.stride(1) | data.data_ptr()
-    return data.stride(2) == 1 and starts % 16 == 0
+    return min(data.stride()) == 1 == data.stride(2) and starts % 16 == 0
 
 
 def choose(rows: int, groups: int, K: int, I: int, bits: int, chunk: int) -> Tiles | None:  # noqa: E741
@@ -92,7 +92,9 @@ def choose(rows: int, groups: int, K: int, I: int, bits: int, chunk: int) -> Til
     tokens = 8 if average <= 4 else 16 if average <= 10 else 32 if average <= 22 else 64
 
     def tile(columns: int) -> Tile:
-        if bits == 8 or tokens > 16 or columns % 256:
+        if tokens == 64:  # sums of a group and in all: four warps have no registers for both
+            return Tile(128, 128, 4, 8)
+        if bits == 8 or tokens == 32 or columns % 256:
             return Tile(128, 128, 3, 4)
         return Tile(64, 256, 4, 4) if columns >= 4096 else Tile(128, 256, 2, 4)
 

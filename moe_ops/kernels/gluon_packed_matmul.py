@@ -333,7 +333,7 @@ def product(
     e,
     tile_row,
     K,
-    scale_ptrs,  # (WN, scales of a piece in the layout of `scales_layout`) of the first piece
+    scale_ptrs,  # (WN, scales of a piece) of the first piece, as `first_scales` has them
     zero_ptrs,  # as scale_ptrs, or None
     stride_sk,
     stride_zk,

@@ -3,7 +3,7 @@ of columns that takes no exchange between threads. Imported at first launch only
 
 A row of weights is taken in pieces of U columns. Thread t % 4 of a row's four takes a quarter of a piece's bytes, which
 lie side by side, and decodes them four at a time in the order that costs least. Which column a tensor core takes them
-for follows from where they are: activations are put in that order (`column_at`), weights stay as they are.
+for follows from where they are: activations are put in that order (`bits_of_place`), weights stay as they are.
 
 FORMAT and SCALE as in triton_packed_matmul.py.
 """

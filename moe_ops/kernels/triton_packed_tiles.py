@@ -95,7 +95,10 @@ def _for_experts(
     if not tables:
         return base
     tiles = triton_tiles.measured(base, chip, M, top_k, E, K, I, scheme, dtype)
-    return tiles if wgmma or not tiles.wgmma else base
+    # Measured at another M, blocks may be too small for an expert's rows: weights would be read several times.
+    if tiles.wgmma and not (wgmma and M * top_k <= tiles.tokens * E):
+        return base
+    return tiles
 
 
 def for_experts(*problem) -> Tiles:
