@@ -14,6 +14,7 @@ from triton.experimental.gluon import language as gl
 from moe_ops.kernels.gluon_packed_matmul import finish, first_scales, product, product_row
 from moe_ops.kernels.gluon_packed_operands import bits_of_place
 from moe_ops.kernels.triton_activations import activate_one, activate_two
+from moe_ops.kernels.triton_experts import block_and_tile
 from moe_ops.kernels.triton_routing import start_dependent, wait
 
 COUNTS = ["num_blocks", "top_k", "stride_tm", "stride_tk"]
@@ -69,16 +70,6 @@ def moe_ops_arrange(
     x_ptrs = x_ptr + (pair // top_k).to(tl.int64) * stride_xm + column.to(tl.int64) * stride_xk
     x = in_place(tl.load(x_ptrs, mask=column < K, other=0.0), U, BITS)
     tl.store(out_ptr + position.to(tl.int64) * K + column, x, mask=column < K)
-
-
-@gluon.jit
-def block_and_tile(num_blocks, num_tiles, GROUP: gl.constexpr):
-    """As in triton_experts.py."""
-    pid = gl.program_id(0)
-    first = pid // (GROUP * num_tiles) * GROUP
-    size = gl.minimum(num_blocks - first, GROUP)
-    local = pid % (GROUP * num_tiles)
-    return first + local % size, local // size
 
 
 @gluon.jit(do_not_specialize=COUNTS)

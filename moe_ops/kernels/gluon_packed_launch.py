@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, lru_cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,15 +15,13 @@ from moe_ops.kernels.triton_tiles import GROUP, Tile, Tiles
 from moe_ops.meta.workspace import cdiv
 
 if TYPE_CHECKING:
-    from moe_ops.kernels.triton_packed_launch import Packed
+    from moe_ops.kernels.triton_packed_launch import Format, Packed
 
 FORMATS = ("int4", "e2m1", "int8", "e4m3")
 # versions of Triton whose experimental language these kernels are written in: from, below
 TRITON = ((3, 6), (3, 7))
 COLUMNS = 1024  # of a row that a program puts in order: 16 bytes a thread
 MOST_ROWS = 48  # of an expert, on average: from there on products count
-
-
 SHARED_MEMORY, REGISTERS = 228 * 1024, 65536  # of a multiprocessor
 
 
@@ -55,28 +53,40 @@ def kernels() -> dict:
     }
 
 
-def piece(w: Packed) -> int:
-    """Columns that the product takes in an order of their own, all of one group where sums are scaled; 0 for none."""
-    columns, of = w.columns, w.format
+def _piece(columns: int, of: Format) -> int:
     if of.bits == 8 or of.group == 64 or columns % 128:
         return 64 if columns % 64 == 0 else 0
     return 128
 
 
-def possible(w: Packed, dtype: torch.dtype) -> bool:
-    """Whether the kernels can run with this weight: descriptors take rows of 16-byte step alone."""
-    of, data = w.format, w.data
-    if dtype != torch.bfloat16 or of.name not in FORMATS or piece(w) == 0:
+def piece(w: Packed) -> int:
+    """Columns that the product takes in an order of their own, all of one group where sums are scaled; 0 for none."""
+    return _piece(w.columns, w.format)
+
+
+@lru_cache(maxsize=1024)
+def _possible(
+    of: Format, columns: int, strides: tuple, scales: torch.dtype, dtype: torch.dtype
+) -> bool:
+    size = _piece(columns, of)
+    if dtype != torch.bfloat16 or of.name not in FORMATS or size == 0:
         return False
     if of.bits == 8 and of.scale not in ("end", "sum", "block"):
         return False
     if of.scale == "sum" and of.group < 64:
-        if of.bits == 8 or of.group != 32 or w.scale.dtype != dtype:
+        if of.bits == 8 or of.group != 32 or scales != dtype:
             return False
-    elif of.scale in ("sum", "block") and of.group % piece(w):
+    elif of.scale in ("sum", "block") and of.group % size:
         return False
-    starts = data.stride(0) | data.stride(1) | data.data_ptr()
-    return min(data.stride()) == 1 == data.stride(2) and starts % 16 == 0
+    return min(strides) == 1 == strides[2] and (strides[0] | strides[1]) % 16 == 0
+
+
+def possible(w: Packed, dtype: torch.dtype) -> bool:
+    """Whether the kernels can run with this weight: descriptors take rows of 16-byte step alone."""
+    data = w.data
+    return data.data_ptr() % 16 == 0 and _possible(
+        w.format, w.columns, data.stride(), w.scale.dtype, dtype
+    )
 
 
 def choose(rows: int, groups: int, K: int, I: int, bits: int, chunk: int) -> Tiles | None:  # noqa: E741

@@ -303,7 +303,7 @@ def _choose_vector(quantized: bool, itemsize: int, K: int, I: int, chunk: int) -
     return Tiles(True, 1, first, second, chunk, wide_h=quantized, vector=True)
 
 
-def vector_space(base: Tiles, K: int, I: int, gated: bool) -> tuple[list[Tiles], list[Tiles]]:  # noqa: E741
+def vector_space(base: Tiles, K: int, I: int) -> tuple[list[Tiles], list[Tiles]]:  # noqa: E741
     """For the search (moe_ops.tuning): variants of the two kernels of one token, with 16 to 128 weights a thread."""
 
     def tiles(columns: int, rows: int) -> list[Tile]:
@@ -316,7 +316,7 @@ def vector_space(base: Tiles, K: int, I: int, gated: bool) -> tuple[list[Tiles],
             if 16 <= n * rows * k // (32 * warps) <= 128 and k < 2 * columns
         ]
 
-    ones = [base._replace(gemm1=tile) for tile in tiles(K, 2 if gated else 1)]
+    ones = [base._replace(gemm1=tile) for tile in tiles(K, 2)]  # gate and up
     return ones, [base._replace(gemm2=tile) for tile in tiles(I, 1)]
 
 

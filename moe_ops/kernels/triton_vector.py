@@ -80,6 +80,18 @@ def eight_products(w0, w1, x0, x1, x2, x3):
     )
 
 
+@triton.constexpr_function
+def word(QUANTIZED, NATIVE):
+    """Elements of w that are read as one number: four of e4m3 for `eight_products`."""
+    return 4 if QUANTIZED and NATIVE else 1
+
+
+@triton.constexpr_function
+def neighbours(WORD, dtype):
+    """Neighbours whose products are added up at once: those of 16 bytes, or `eight_products`."""
+    return 8 if WORD == 4 else 128 // dtype.primitive_bitwidth
+
+
 @triton.jit
 def words_of(ptr, WORD: tl.constexpr):
     """A pointer to elements, WORD of them at a time."""
@@ -176,8 +188,6 @@ def moe_ops_vector_gemm1(
     HAS_LIMIT: tl.constexpr,
     QUANTIZED: tl.constexpr,
     NATIVE: tl.constexpr,
-    WORD: tl.constexpr,  # elements of w read as one number: 4 of e4m3, for `eight_products`
-    EACH: tl.constexpr,
     ONE_STEP: tl.constexpr,  # K <= BK
     BN: tl.constexpr,  # columns of h, each of one or two rows of w
     BK: tl.constexpr,
@@ -187,6 +197,8 @@ def moe_ops_vector_gemm1(
     """h = activation(x @ w13.T + bias): a program an expert and BN columns."""
     # K and I are multiples of 16: programs have whole tiles, whose rows lie in one block of 128 rows.
     tl.static_assert(16 % BN == 0)
+    WORD: tl.constexpr = word(QUANTIZED, NATIVE)
+    EACH: tl.constexpr = neighbours(WORD, w_ptr.dtype.element_ty)
     wait(DEPENDENT)
     pair = tl.program_id(0)
     e = local_expert(
@@ -293,8 +305,6 @@ def moe_ops_vector_gemm2(
     HAS_MAP: tl.constexpr,
     QUANTIZED: tl.constexpr,
     NATIVE: tl.constexpr,
-    WORD: tl.constexpr,  # elements of w read as one number: 4 of e4m3, for `eight_products`
-    EACH: tl.constexpr,
     ONE_STEP: tl.constexpr,  # K <= BK
     BN: tl.constexpr,
     BK: tl.constexpr,
@@ -304,6 +314,8 @@ def moe_ops_vector_gemm2(
     """out = the sum over the token's experts of router weight * (h @ w2.T + bias), in fp32, rounded once: a program
     BN columns."""
     tl.static_assert(16 % BN == 0)  # as in GEMM1
+    WORD: tl.constexpr = word(QUANTIZED, NATIVE)
+    EACH: tl.constexpr = neighbours(WORD, w_ptr.dtype.element_ty)
     first = tl.program_id(0) * BN
     row = first + tl.arange(0, BN)
     k = tl.arange(0, BK)

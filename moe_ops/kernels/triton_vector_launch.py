@@ -48,12 +48,9 @@ def launches(a: ExpertsArgs, w13: Weight, w2: Weight, tiles: Tiles, chip: Gpu) -
     function, gated, interleaved = activation_of(a.activation)
     quantized, has_map = bool(w2.scales.x), expert_map is not None
     h = triton_scales.flat(a.workspace13, torch.float32 if quantized else x.dtype, top_k * I)
-    on_input, size = a.router_weight_on_input, w2.data.dtype.itemsize
+    on_input = a.router_weight_on_input
     num_ids, map_stride = (expert_map.shape[0], expert_map.stride(0)) if has_map else (E, 0)
     routing = (E, num_ids, *ids.stride(), map_stride, weights.stride(1))
-
-    # weights in a word, and neighbours whose products are added up at once
-    each = (4, 8) if quantized and chip.native else (1, 16 // size)
 
     def strides(w: Weight, bias: torch.Tensor | None) -> tuple:
         return (
@@ -63,7 +60,7 @@ def launches(a: ExpertsArgs, w13: Weight, w2: Weight, tiles: Tiles, chip: Gpu) -
         )
 
     def constants(columns: int, tile: Tile) -> tuple:
-        return (quantized, chip.native, *each, columns <= tile.k, *tile[:3], chip.dependent)
+        return (quantized, chip.native, columns <= tile.k, *tile[:3], chip.dependent)
 
     first = (h, x, w13.data, w13.scale, a.w13_bias, ids, expert_map, weights if on_input else None)
     first += (*routing, top_k, K, I, x.stride(1), *strides(w13, a.w13_bias))

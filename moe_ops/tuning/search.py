@@ -240,7 +240,7 @@ def search_space(
     if packed is not None:
         return triton_packed_tiles.search_space(base, average, packed.bits)
     if base.vector:
-        return [triton_tiles.vector_space(base, K, I, True)]
+        return [triton_tiles.vector_space(base, K, I)]
     size = getattr(torch, target.dtype).itemsize
     w_size = 1 if target.scheme else size
     x_scale = scales(target.scheme).x
