@@ -130,7 +130,7 @@ def test_triton_launches_four_kernels_at_most(M):
         torch.cuda.synchronize()
     device = torch.autograd.DeviceType.CUDA
     kernels = [e.name for e in traced.events() if e.device_type == device]
-    assert 3 <= len(kernels) <= 4 and all("moe_ops" in name for name in kernels), kernels
+    assert 2 <= len(kernels) <= 4 and all("moe_ops" in name for name in kernels), kernels
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")

@@ -234,6 +234,21 @@ def test_weights_in_other_places(first, steps, taken):
     assert launch.possible(w, BF16) == taken
 
 
+def test_rows_are_those_of_pairs():
+    """Whatever room the workspaces have: behind the pairs of the index workspace is other memory."""
+    from moe_ops.kernels.triton_launch import gpu
+    from moe_ops.kernels.triton_packed_launch import packed
+    from moe_ops.kernels.triton_rows import pair_rows
+
+    data, scales = torch.zeros(2, 64, 128, dtype=torch.uint8), torch.zeros(2, 64, 2, dtype=BF16)
+    w = packed("w", data, scales, None, None, None, "int4_w4a16:g128", gpu(-1))
+    x, workspace = torch.zeros(3, 256, dtype=BF16), torch.zeros(40, 256, dtype=BF16)
+    ids, index = torch.zeros(3, 2, dtype=torch.int64), torch.zeros(14, dtype=torch.int32)
+    rows = pair_rows(index, ids, None, 2, 2, False, 8, 2)
+    found = launch.arrange(workspace, x, w, 6, rows, gpu(-1))
+    assert found.grid == (6, 1, 1) and found.args[3:5] == (2, 6)
+
+
 @pytest.mark.parametrize("scheme", ["int4_w4a16:g128", "mxfp4_w4a16", "fp8_w8a16:block"])
 @pytest.mark.parametrize("tokens", [8, 64])
 @pytest.mark.parametrize("tile", [(64, 256, 4, 4), (128, 128, 4, 4), (128, 256, 3, 8)], ids=str)

@@ -181,11 +181,10 @@ def _rows_described(x: Tensor, w: Packed, rows: int, tokens: int, tile: Tile):
     return _descriptor(x, [K // part, rows, part], [part, K, 1], box, 2 * part, 16)
 
 
-def arrange(out: Tensor, x: Tensor, w: Packed, rows: Rows, chip: Gpu) -> Launch:
+def arrange(out: Tensor, x: Tensor, w: Packed, pairs: int, rows: Rows, chip: Gpu) -> Launch:
     """Rows of x sorted by expert, columns in the order in which `w` takes them."""
     index, _, _, blocks, _, _, top_k, *_ = rows.args
     U, K = piece(w), w.columns
-    pairs = out.numel() // K
     args = (out, x, index, blocks, pairs, top_k, K, *x.stride(), U, w.format.bits, COLUMNS)
     return Launch("arrange", (pairs, cdiv(K, COLUMNS), 1), (*args, chip.dependent))
 

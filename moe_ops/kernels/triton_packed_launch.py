@@ -260,7 +260,7 @@ def _launch_on_sm90(a: ExpertsArgs, w13: Packed, w2: Packed, tiles: Tiles, chip:
     first, second = tiles.gemm1, tiles.gemm2
     launches = [
         route(rows, pairs, tiles.chunk, chip),
-        gluon_packed_launch.arrange(arranged, x, w13, rows, chip),
+        gluon_packed_launch.arrange(arranged, x, w13, pairs, rows, chip),
         gluon_packed_launch.gemm1(
             w13, w2, a.w13_bias, h, arranged, pairs, rows, weights, _activation(a), first
         ),
