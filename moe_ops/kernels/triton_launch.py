@@ -61,6 +61,7 @@ def _kernels() -> dict:
         triton_packed,
         triton_routing,
         triton_vector,
+        triton_vector_packed,
     )
 
     return {
@@ -80,6 +81,8 @@ def _kernels() -> dict:
         "packed_gemm2": triton_packed.moe_ops_packed_gemm2,
         "vector_gemm1": triton_vector.moe_ops_vector_gemm1,
         "vector_gemm2": triton_vector.moe_ops_vector_gemm2,
+        "vector_packed_gemm1": triton_vector_packed.moe_ops_vector_packed_gemm1,
+        "vector_packed_gemm2": triton_vector_packed.moe_ops_vector_packed_gemm2,
         **gluon_packed_launch.kernels(),
         "combine": triton_experts.moe_ops_combine,
         "flashinfer_route": flashinfer_inputs.moe_ops_flashinfer_route,

@@ -14,6 +14,7 @@ from moe_ops.kernels import (
     gluon_packed_launch,
     triton_emulated_launch,
     triton_packed_tiles,
+    triton_vector_packed_launch,
 )
 from moe_ops.kernels.triton_emulated_launch import Hidden, Rounding, rounding_of
 from moe_ops.kernels.triton_launch import Gpu, Launch, pointers, run
@@ -220,11 +221,17 @@ def launch_experts(a: ExpertsArgs, chip: Gpu) -> None:
     dtype = x.dtype if rounding is None else rounding.dtype
     spaces = (a.workspace13, a.workspace2)
     wgmma = M > 1 and rounding is None and gluon_packed_launch.usable(w13, w2, x, spaces)
+    vector = M == 1 and rounding is None and triton_vector_packed_launch.possible(w13, w2)
     tiles = triton_packed_tiles.for_experts(
-        M, top_k, E, K, I, dtype, chip, a.scheme, w2.format.bits, wgmma
+        M, top_k, E, K, I, dtype, chip, a.scheme, w2.format.bits, wgmma, vector
     )
     if tiles.wgmma:
         return _launch_on_sm90(a, w13, w2, tiles, chip)
+    if tiles.vector:
+        key = (device, tiles, E, top_k, x.stride(), out.stride(), a.router_weight_on_input)
+        addresses = pointers(x, a.topk_weights, ids, out, a.workspace13, a.expert_map)
+        launches = triton_vector_packed_launch.launches(a, w13, w2, tiles)
+        return run(launches, (*key, _layer_key(a, w13, w2), addresses), device, chip.dependent)
     blocks = pairs if tiles.direct else _blocks(pairs, E, tiles.tokens)
     index, expert_map = a.index_workspace, a.expert_map
     rows = pair_rows(index, ids, expert_map, E, top_k, tiles.direct, tiles.tokens, blocks)

@@ -87,29 +87,87 @@ def _for_experts(
     scheme: str,
     bits: int,
     wgmma: bool = False,
+    vector: bool = False,
     tables: bool = True,
 ) -> Tiles:
     base = choose(M * top_k, E, K, I, bits, dtype, M == 1, chip.shared_memory)
     if wgmma:
         base = gluon_packed_launch.choose(M * top_k, E, K, I, bits, base.chunk) or base
+    if vector:
+        base = _choose_vector(top_k, K, I, bits, base.chunk)
     if not tables:
         return base
     tiles = triton_tiles.measured(base, chip, M, top_k, E, K, I, scheme, dtype)
     # Measured at another M, blocks may be too small for an expert's rows: weights would be read several times.
     if tiles.wgmma and not (wgmma and M * top_k <= tiles.tokens * E):
         return base
-    return tiles
+    return base if tiles.vector and not vector else tiles
 
 
 def for_experts(*problem) -> Tiles:
     """Tiles of an expert layer: those measured for its shape on its GPU, else what `choose` says.
 
-    Arguments: M, top_k, E, K, I, dtype, Gpu, scheme, bits of a weight, and whether the kernels of gluon_packed.py can run.
+    Arguments: M, top_k, E, K, I, dtype, Gpu, scheme, bits of a weight, and whether the kernels of gluon_packed.py
+    and those of triton_vector_packed.py can run.
     """
     return triton_tiles.find(_for_experts, problem)
 
 
-def search_space(base: Tiles, average: float, bits: int) -> list[tuple[list[Tiles], list[Tiles]]]:
+def _vector_k(columns: int, bits: int, warps: int, each: int = 1) -> int:
+    """Columns of a step of which every thread has so many chunks of 16 bytes, or fewer where a row is shorter."""
+    return min(4096 // bits * warps * each, 1 << (columns - 1).bit_length())
+
+
+def _choose_vector(top_k: int, K: int, I: int, bits: int, chunk: int) -> Tiles:  # noqa: E741
+    """Tiles of the kernels of triton_vector_packed.py: rows of w13 or w2, and columns of a step.
+
+    Eight rows a thread share what x costs. GEMM1's programs are many: theirs are steps that divide rows of w13. GEMM2's
+    are few: there more warps share a row, and programs have fewer rows where a multiprocessor would have less than 16 warps.
+    """
+    warp = 4096 // bits  # columns that a warp reads at a time
+    first = next(w for w in (4, 2, 1) if K % (warp * w) == 0 or w == 1)
+    second = (
+        8
+        if 4 * warp < top_k * I <= 8 * warp
+        else min(4, max(1, _vector_k(top_k * I, bits, 4) // warp))
+    )
+    rows = 8 if K * second >= 8 * 16 * 132 else 4
+    return Tiles(
+        True,
+        1,
+        Tile(8, _vector_k(K, bits, first), 1, first),
+        Tile(rows, _vector_k(top_k * I, bits, second), 1, second),
+        chunk,
+        vector=True,
+    )
+
+
+def vector_space(
+    base: Tiles,
+    top_k: int,
+    K: int,
+    I: int,  # noqa: E741
+    bits: int,
+) -> tuple[list[Tiles], list[Tiles]]:
+    """For the search (moe_ops.tuning): variants of the two kernels of one token, of 2 to 16 loads a thread."""
+
+    def tiles(columns: int) -> list[Tile]:
+        found = [
+            Tile(rows, _vector_k(columns, bits, warps, each), 1, warps)
+            for rows in (2, 4, 8, 16)
+            for warps in (1, 2, 4, 8)
+            for each in (1, 2)
+            if rows * each <= 16 and (warps == each == 1 or 2048 // bits * warps * each < columns)
+        ]
+        return list(dict.fromkeys(found))
+
+    ones = [base._replace(gemm1=tile) for tile in tiles(K)]
+    return ones, [base._replace(gemm2=tile) for tile in tiles(top_k * I)]
+
+
+def search_space(
+    base: Tiles, average: float, bits: int, experts: int, K: int
+) -> list[tuple[list[Tiles], list[Tiles]]]:
     """For the search (moe_ops.tuning): variants of GEMM1 and of GEMM2, a pair of lists for each kind of block.
 
     Args:

@@ -237,6 +237,8 @@ def search_space(
     K, I = target.hidden_size, target.intermediate_size  # noqa: E741
     average = num_tokens * target.top_k / target.num_experts
     packed = triton_packed_launch.describe(target.scheme)
+    if packed is not None and base.vector:
+        return [triton_packed_tiles.vector_space(base, target.top_k, K, I, packed.bits)]
     if packed is not None:
         return triton_packed_tiles.search_space(base, average, packed.bits)
     if base.vector:
