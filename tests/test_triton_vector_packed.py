@@ -22,7 +22,7 @@ pytest.importorskip("triton")
 
 IDS = torch.tensor([[2, 0, 3]])
 SIZES = {"M": 1, "E": 4, "top_k": 3, "K": 160, "I": 96, "ids": IDS}
-FEW = Tiles(True, 1, Tile(64, 256, 1, 2), Tile(64, 512, 1, 2), 64, vector=True)
+FEW = Tiles(True, 1, Tile(64, 256, 1, 2), Tile(128, 512, 1, 2), 64, vector=True)
 VECTOR = ["vector_packed_gemm1", "vector_packed_gemm2"]
 # one of each way that weights are decoded and scaled
 WAYS = [

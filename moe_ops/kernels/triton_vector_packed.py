@@ -84,6 +84,8 @@ def moe_ops_vector_packed_gemm1(
     EACH: tl.constexpr = 2 if GATED else 1
     BN: tl.constexpr = ROWS // EACH
     wait(DEPENDENT)
+    # GEMM2's programs ask for their weights, into registers, as soon as the last of these programs run.
+    start_dependent(DEPENDENT)
     pair = tl.program_id(0)
     e = local_expert(
         ids_ptr, map_ptr, pair, pair >= 0, E, num_ids, ALL_PAIRS,
@@ -111,7 +113,6 @@ def moe_ops_vector_packed_gemm1(
         acc += chunk_products(
             w, first, second, zero, x0, x1, x2, x3, FORMAT, SCALE, G, zero_ptr is not None
         )
-    start_dependent(DEPENDENT)
     sums = tl.sum(acc, 0)
     if factor_ptr is not None:
         sums /= tl.load(factor_ptr + e64 * stride_fe)
@@ -135,18 +136,16 @@ def chosen(
     ids_ptr,
     map_ptr,
     topk_weights_ptr,
-    factor_ptr,
     E,
     num_ids,
     stride_im,
     stride_ik,
     stride_map,
     stride_tk,
-    stride_fe,
     TOP_K: tl.constexpr,
     HAS_MAP: tl.constexpr,
 ):
-    """(expert int64, whether it is here, router weight, the same over the expert's factor) of pairs."""
+    """(expert int64, whether it is here, router weight) of pairs."""
     e = local_expert(
         ids_ptr, map_ptr, pair, pair < TOP_K, E, num_ids, ALL_PAIRS,
         stride_im, stride_ik, stride_map, HAS_MAP,
@@ -157,10 +156,7 @@ def chosen(
     if topk_weights_ptr is not None:
         weight = tl.load(topk_weights_ptr + pair * stride_tk, mask=here, other=0.0)
         weight = weight.to(tl.float32)
-    factor = weight
-    if factor_ptr is not None:
-        factor = weight / tl.load(factor_ptr + e * stride_fe, mask=here, other=1.0)
-    return e, here, weight, factor
+    return e, here, weight
 
 
 @triton.jit(do_not_specialize=ROUTING)
@@ -218,19 +214,21 @@ def moe_ops_vector_packed_gemm2(
     biases = tl.zeros((ROWS,), tl.float32)
     if bias_ptr is not None:
         lane = tl.arange(0, PAIRS)
-        e, there, weight, _ = chosen(
-            lane, ids_ptr, map_ptr, topk_weights_ptr, factor_ptr, E, num_ids,
-            stride_im, stride_ik, stride_map, stride_tk, stride_fe, TOP_K, HAS_MAP,
+        e, there, weight = chosen(
+            lane, ids_ptr, map_ptr, topk_weights_ptr, E, num_ids,
+            stride_im, stride_ik, stride_map, stride_tk, TOP_K, HAS_MAP,
         )  # fmt: skip
         bias_ptrs = bias_ptr + (e * stride_be)[:, None] + (row * stride_bn)[None, :]
         bias = tl.load(bias_ptrs, mask=there[:, None], other=0.0).to(tl.float32)
         biases = tl.sum(bias * weight[:, None], 0)
     for start in tl.range(0, TOP_K * LENGTH, CHUNKS, num_stages=1):
         chunk = start + tl.arange(0, CHUNKS)
-        expert, here, _, factor = chosen(
-            chunk // LENGTH, ids_ptr, map_ptr, topk_weights_ptr, factor_ptr, E, num_ids,
-            stride_im, stride_ik, stride_map, stride_tk, stride_fe, TOP_K, HAS_MAP,
+        expert, here, factor = chosen(
+            chunk // LENGTH, ids_ptr, map_ptr, topk_weights_ptr, E, num_ids,
+            stride_im, stride_ik, stride_map, stride_tk, TOP_K, HAS_MAP,
         )  # fmt: skip
+        if factor_ptr is not None:
+            factor /= tl.load(factor_ptr + expert * stride_fe, mask=here, other=1.0)
         w, first, second, zero = load_chunks(
             w_ptr, scale_ptr, zero_ptr, expert, row, chunk % LENGTH, here, stride_we, stride_wn,
             stride_se, stride_sn, stride_sk, stride_ze, stride_zn, stride_zk, FORMAT, SCALE, G,
