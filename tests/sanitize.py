@@ -2,11 +2,12 @@
 
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck python tests/sanitize.py
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool racecheck --kernel-regex kns=moe_ops \
-        python tests/sanitize.py [plain] [fp8] [packed] [emulated] [router] [deep_gemm]
+        python tests/sanitize.py [plain] [fp8] [packed] [emulated] [router] [deep_gemm] [handover]
 
 racecheck reports a reduction of torch's own, hence its filter by kernel name; of `router` alone it
 reports nothing without a filter, and with one it fails itself ("failed to handle a hardware exception",
-CUDA 13.0). Without the caching allocator every tensor has bounds of its own, so an access past any of
+CUDA 13.0). Where warps of a kernel part for different work, it takes what Triton hands over to them behind a barrier of
+all threads for a race: `handover` shows that of a kernel which does nothing else. Without the caching allocator every tensor has bounds of its own, so an access past any of
 them shows.
 """
 
@@ -157,13 +158,22 @@ def deep_gemm() -> int:
     return cases
 
 
+def handover() -> int:
+    """Warps that part, and do nothing: see the top."""
+    import handover as parting
+
+    parting.run()
+    return 1
+
+
 @torch.no_grad()
 def main() -> None:
     torch.manual_seed(0)
-    kinds = (plain, fp8, packed, emulated, router, deep_gemm)
+    kinds = (plain, fp8, packed, emulated, router, deep_gemm, handover)
     found = {kind.__name__: kind for kind in kinds}
     installed = importlib.util.find_spec("deep_gemm") is not None
-    for name in sys.argv[1:] or [name for name in found if name != "deep_gemm" or installed]:
+    usual = [name for name in found if name != "handover" and (name != "deep_gemm" or installed)]
+    for name in sys.argv[1:] or usual:
         cases = found[name]()
         torch.cuda.synchronize()
         print(f"{name}: {cases} cases ran", flush=True)

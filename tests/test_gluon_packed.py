@@ -106,6 +106,36 @@ def test_arrange(K, U):
     assert out[~valid].isnan().all()
 
 
+@pytest.mark.parametrize("parts", [1, 3])
+def test_parts_are_summed(parts):
+    from moe_ops.kernels.triton_experts import moe_ops_combine
+
+    M, top_k, E, K = 3, 2, 4, 70
+    ids = torch.tensor([[0, 3], [2, -1], [1, 0]])
+    weights, y = torch.rand(M, top_k), torch.randn(parts, M * top_k, K)
+    y[:, 3] = float("nan")  # a pair that is not here
+    out = torch.full((M, K), float("nan"))
+    args = (out, y, weights, ids, None, E, E, K, *ids.stride(), 0, *weights.stride())
+    moe_ops_combine[(M, 2, 1)](*args, *out.stride(), top_k, False, True, parts, 64, False)
+    here = (ids >= 0)[..., None]
+    rows = torch.where(here, y.double().sum(0).reshape(M, top_k, K), 0.0)
+    torch.testing.assert_close(out.double(), (rows * weights.double()[..., None]).sum(1))
+
+
+@pytest.mark.parametrize("experts", [[2, 2, 0, 2, 5], [7, 7, 7, 7, 7], [-1, -1, -1, -1, 9]])
+def test_first_block_says_how_many_are_used(experts):
+    from moe_ops.kernels.triton_routing import moe_ops_route
+
+    E, TILE, blocks = 6, 2, 5
+    ids = torch.tensor(experts)[:, None]
+    index = torch.full((4 * blocks + len(experts),), -7, dtype=torch.int32)
+    args = (index, ids, None, len(experts), E, E, blocks, 1, *ids.stride(), 0)
+    moe_ops_route[(E, 1, 1)](*args, 16, TILE, 64, False, False)
+    used = sum(-(-experts.count(e) // TILE) for e in range(E))
+    assert index[3] == used
+    assert (index[: 4 * blocks : 4] >= 0).tolist() == [i < used for i in range(blocks)]
+
+
 @pytest.mark.parametrize("U", [64, 128])
 @pytest.mark.parametrize("gated, interleaved", [(False, False), (True, False), (True, True)])
 def test_product_of_a_piece(U, gated, interleaved):
@@ -302,6 +332,18 @@ TILES = [
 def test_values(scheme, tile):
     """Blocks that are full and not, steps that pass the end of a row."""
     check(scheme, tiles(*tile), M=11 * tile[0] // 8, E=4, top_k=2, K=640, I=384, bias=True)
+
+
+@pytest.mark.parametrize(
+    "scheme", [pytest.param(n, marks=ON_GPU) for n in ("int4_w4a16:g64:zp", "nvfp4_w4a16")]
+)
+@pytest.mark.parametrize("parts", [2, 3])
+@pytest.mark.parametrize("I", [128, 1088])
+def test_parts_of_the_columns(scheme, parts, I):  # noqa: E741
+    """A part has more steps than the next, or the last has none; of more rows than the workspace has place for, there is one."""
+    for M in (9, 300):
+        sizes = {"M": M, "E": 5, "top_k": 2, "K": 256, "I": I}
+        check(scheme, tiles(64, 128, 128, 3, 8)._replace(parts=parts), bias=True, **sizes)
 
 
 @pytest.mark.parametrize("scheme", [pytest.param(n, marks=ON_GPU) for n in ("mxfp4_w4a16",)])

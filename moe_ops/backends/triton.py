@@ -20,6 +20,7 @@ from torch import Tensor
 from moe_ops import installed
 from moe_ops.activations import NO_LIMIT
 from moe_ops.kernels import (
+    gluon_packed_launch,
     triton_emulated_launch,
     triton_large_launch,
     triton_packed_launch,
@@ -116,6 +117,8 @@ def workspace_shapes(M, problem: Problem) -> Workspaces:
         y = maximum(y, triton_scales.x_elements(rows, K, x_scale))
     else:
         hidden = Buffer((h * I,), problem.dtype)
+        if packed and problem.kind == "experts":
+            y = gluon_packed_launch.y_rows(pairs) * K
     return Workspaces(hidden, Buffer((y,), torch.float32), Buffer((index,), torch.int32))
 
 

@@ -11,13 +11,12 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from moe_ops.kernels.gluon_packed_matmul import finish, first_scales, product, product_row
+from moe_ops.kernels.gluon_packed_matmul import finish, first_scales, product, product_row, tile_at
 from moe_ops.kernels.gluon_packed_operands import bits_of_place
 from moe_ops.kernels.triton_activations import activate_one, activate_two
-from moe_ops.kernels.triton_experts import block_and_tile
 from moe_ops.kernels.triton_routing import start_dependent, wait
 
-COUNTS = ["num_blocks", "top_k", "stride_tm", "stride_tk"]
+COUNTS = ["num_blocks", "S", "top_k", "stride_tm", "stride_tk"]
 
 
 @triton.jit
@@ -113,7 +112,6 @@ def moe_ops_gluon_gemm1(
     U: gl.constexpr,
     U2: gl.constexpr,  # GEMM2's U
     BITS: gl.constexpr,  # of a weight
-    GROUP: gl.constexpr,
     BM: gl.constexpr,
     WN: gl.constexpr,
     BK: gl.constexpr,
@@ -124,13 +122,13 @@ def moe_ops_gluon_gemm1(
 ):
     """h = activation(x @ w13.T + bias)."""
     BN: gl.constexpr = WN // 2 if GATED else WN
-    b, n = block_and_tile(num_blocks, gl.cdiv(I, BN), GROUP)
+    here, b, n, _, begin_step, end_step = tile_at(index_ptr, gl.cdiv(I, BN), gl.cdiv(K, BK), 1)
+    if not here:
+        wait(DEPENDENT)
+        return
     e = gl.load(index_ptr + 4 * b, cache_modifier=".cg")
     first = gl.load(index_ptr + 4 * b + 1, cache_modifier=".cg")
     end = gl.load(index_ptr + 4 * b + 2, cache_modifier=".cg")
-    if e < 0:
-        wait(DEPENDENT)
-        return
     e64 = e.to(gl.int64)
     tile_row = n * (WN if INTERLEAVED else BN)
     scale_ptrs = first_scales(
@@ -144,7 +142,7 @@ def moe_ops_gluon_gemm1(
             FORMAT, SCALE, GATED, INTERLEAVED, WN, U, G, WARPS,
         )  # fmt: skip
     acc = product(
-        x, w, first, e, tile_row, K, scale_ptrs, zero_ptrs, stride_sk, stride_zk,
+        x, w, first, e, tile_row, begin_step, end_step, K, scale_ptrs, zero_ptrs, stride_sk, stride_zk,
         FORMAT, SCALE, G, U, GATED, INTERLEAVED, BM, WN, BK, STAGES, WARPS, OVERLAP, DEPENDENT,
     )  # fmt: skip
     start_dependent(DEPENDENT)
@@ -197,7 +195,7 @@ def moe_ops_gluon_gemm1(
 
 @gluon.jit(do_not_specialize=COUNTS)
 def moe_ops_gluon_gemm2(
-    y_ptr,  # (S, N) written at the pairs
+    y_ptr,  # (SPLIT, S, N) written at the pairs: sums of so many parts of the columns
     x,
     w,
     scale_ptr,
@@ -206,6 +204,7 @@ def moe_ops_gluon_gemm2(
     bias_ptr,  # (E, N) or absent
     index_ptr,
     num_blocks,
+    S,
     K,
     N,
     stride_se,
@@ -222,7 +221,7 @@ def moe_ops_gluon_gemm2(
     SCALE: gl.constexpr,
     G: gl.constexpr,
     U: gl.constexpr,
-    GROUP: gl.constexpr,
+    SPLIT: gl.constexpr,
     BM: gl.constexpr,
     WN: gl.constexpr,
     BK: gl.constexpr,
@@ -232,13 +231,15 @@ def moe_ops_gluon_gemm2(
     DEPENDENT: gl.constexpr,
 ):
     """y = x @ w2.T + bias in fp32."""
-    b, n = block_and_tile(num_blocks, gl.cdiv(N, WN), GROUP)
+    here, b, n, part, begin_step, end_step = tile_at(
+        index_ptr, gl.cdiv(N, WN) * SPLIT, gl.cdiv(K, BK), SPLIT
+    )
+    if not here:
+        wait(DEPENDENT)
+        return
     e = gl.load(index_ptr + 4 * b, cache_modifier=".cg")
     first = gl.load(index_ptr + 4 * b + 1, cache_modifier=".cg")
     end = gl.load(index_ptr + 4 * b + 2, cache_modifier=".cg")
-    if e < 0:
-        wait(DEPENDENT)
-        return
     e64 = e.to(gl.int64)
     scale_ptrs = first_scales(
         scale_ptr, e64 * stride_se, stride_sn, stride_sk, n * WN, N,
@@ -251,7 +252,7 @@ def moe_ops_gluon_gemm2(
             FORMAT, SCALE, False, False, WN, U, G, WARPS,
         )  # fmt: skip
     acc = product(
-        x, w, first, e, n * WN, K, scale_ptrs, zero_ptrs, stride_sk, stride_zk,
+        x, w, first, e, n * WN, begin_step, end_step, K, scale_ptrs, zero_ptrs, stride_sk, stride_zk,
         FORMAT, SCALE, G, U, False, False, BM, WN, BK, STAGES, WARPS, OVERLAP, DEPENDENT,
     )  # fmt: skip
     start_dependent(DEPENDENT)
@@ -271,9 +272,11 @@ def moe_ops_gluon_gemm2(
         SCALE,
     )
     if bias_ptr is not None:
-        bias = gl.load(bias_ptr + e64 * stride_be + row * stride_bn)
-        acc += gl.expand_dims(bias.to(gl.float32), 1)
+        bias = gl.load(bias_ptr + e64 * stride_be + row * stride_bn).to(gl.float32)
+        acc += gl.expand_dims(gl.where(part == 0, bias, 0.0), 1)
     position = first + gl.arange(0, BM, gl.SliceLayout(0, acc.type.layout))
     pair = gl.load(index_ptr + 4 * num_blocks + position, mask=position < end, other=0)
-    y_ptrs = y_ptr + gl.expand_dims(pair.to(gl.int64) * N, 0) + gl.expand_dims(column, 1)
+    y_ptrs = (
+        y_ptr + gl.expand_dims((part * S + pair).to(gl.int64) * N, 0) + gl.expand_dims(column, 1)
+    )
     gl.store(y_ptrs, acc, mask=gl.expand_dims(position < end, 0) & gl.expand_dims(column < N, 1))

@@ -11,8 +11,8 @@ from torch import Tensor
 from moe_ops.installed import version
 from moe_ops.kernels.triton_launch import INTERPRETED, Gpu, Launch
 from moe_ops.kernels.triton_rows import Rows
-from moe_ops.kernels.triton_tiles import GROUP, Tile, Tiles
-from moe_ops.meta.workspace import cdiv
+from moe_ops.kernels.triton_tiles import Tile, Tiles
+from moe_ops.meta.workspace import cdiv, maximum, minimum
 
 if TYPE_CHECKING:
     from moe_ops.kernels.triton_packed_launch import Format, Packed
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 FORMATS = ("int4", "e2m1", "int8", "e4m3")
 # versions of Triton whose experimental language these kernels are written in: from, below
 TRITON = ((3, 6), (3, 7))
+MOST_PARTS = 4  # programs that share a tile of GEMM2 by columns, where it has few tiles
+SHARED_ROWS = 1024  # of y in all parts
 COLUMNS = 1024  # of a row that a program puts in order: 16 bytes a thread
 MOST_ROWS = 48  # of an expert, on average: from there on products count
 SHARED_MEMORY, REGISTERS = 228 * 1024, 65536  # of a multiprocessor
@@ -92,37 +94,53 @@ def possible(w: Packed, dtype: torch.dtype) -> bool:
 def choose(rows: int, groups: int, K: int, I: int, bits: int, chunk: int) -> Tiles | None:  # noqa: E741
     """Tiles of the two GEMMs; None where other kernels serve so many rows. An expert's should usually fit a block.
 
-    As measured on an H200 for qwen3, mixtral and gptoss20 at 8 and 64 tokens. Below a row an expert the kernels of
-    triton_packed.py took 52 us for qwen3 in int4 where these took 56; in 8 bits, which leave more instructions a
-    byte, 77 and 160 at 8 and 64 tokens where these took 85 and 169.
+    As measured on an H200 for qwen3, mixtral, gptoss20 and gptoss120 at 8 and 64 tokens. Multiprocessors of more blocks
+    were faster than those of deeper rings, and GEMM2 of few tiles where its programs share the columns.
     """
     average = rows / groups
-    if not (1 if bits < 8 else 8) <= average <= MOST_ROWS:
+    if average > MOST_ROWS:
         return None
     tokens = 8 if average <= 4 else 16 if average <= 10 else 32 if average <= 22 else 64
 
     def tile(columns: int) -> Tile:
         if tokens == 64:  # sums of a group and in all: four warps have no registers for both
             return Tile(128, 128, 4, 8)
-        if bits == 8 or tokens == 32 or columns % 256:
+        if bits == 8 or tokens == 16 or columns % 256:
             return Tile(128, 128, 3, 4)
-        return Tile(64, 256, 4, 4) if columns >= 4096 else Tile(128, 256, 2, 4)
+        return Tile(64, 256, 4, 4) if tokens == 8 and columns >= 4096 else Tile(128, 256, 2, 4)
 
-    return Tiles(False, tokens, tile(K), tile(I), chunk, wgmma=True)
+    few = min(rows, groups) * cdiv(K, 128) <= 2 * 132
+    return Tiles(False, tokens, tile(K), tile(I), chunk, parts=2 if few else 1, wgmma=True)
 
 
-def search_space(base: Tiles, average: float) -> list[tuple[list[Tiles], list[Tiles]]]:
+def y_rows(pairs):
+    """Rows of y (fp32) in the workspace, int or SymInt: parts of few rows too."""
+    return maximum(pairs, minimum(MOST_PARTS * pairs, SHARED_ROWS))
+
+
+def search_space(
+    base: Tiles, average: float, experts: int, K: int
+) -> list[tuple[list[Tiles], list[Tiles]]]:
     """For the search (moe_ops.tuning): variants of GEMM1 and of GEMM2, a pair of lists for each kind of block.
 
     Args:
         average: rows an expert has on average.
+        experts: how many there are.
+        K: rows of GEMM2's weights.
     """
     tiles = [(64, 128, 4, 4), (64, 256, 3, 4), (64, 256, 4, 4)]
     tiles += [(128, 128, 3, 4), (128, 128, 4, 4), (128, 256, 2, 4)]
+    tiles += [(128, 128, 4, 8), (128, 256, 2, 8), (128, 256, 3, 8)]
     space = []
     for tokens in [t for t in (8, 16, 32, 64) if average <= t <= max(8, 3 * average)] or [64]:
         ones = [base._replace(tokens=tokens, gemm1=Tile(*t), gemm2=Tile(*t)) for t in tiles]
-        space.append((ones, ones))
+        twos = ones + [
+            one._replace(parts=parts)
+            for one in ones
+            for parts in range(2, MOST_PARTS)
+            if min(1, average) * experts * cdiv(K, one.gemm2.rows) * parts <= 800
+        ]
+        space.append((ones, twos))
     return space
 
 
@@ -190,24 +208,22 @@ def arrange(out: Tensor, x: Tensor, w: Packed, pairs: int, rows: Rows, chip: Gpu
 
 
 def _constants(w: Packed, tile: Tile, tokens: int) -> tuple:
-    """FORMAT to U; GROUP to DEPENDENT."""
+    """FORMAT to U; BM to DEPENDENT."""
     of = w.format
     how = "weight" if of.name == "int4" and of.group == 32 else of.scale
     step = _pieces(w, tile) * piece(w)
     return (of.name, how, of.group, piece(w)), (
-        *(GROUP, tokens, tile.rows, step, tile.stages, tile.warps),
-        *(_overlaps(w, tile, tokens), w.chip.dependent),
+        *(tokens, tile.rows, step, tile.stages, tile.warps),
+        *(_overlaps(tokens), w.chip.dependent),
     )
 
 
-def _overlaps(w: Packed, tile: Tile, tokens: int) -> bool:
-    """Whether weights are decoded while those before them are multiplied.
+def _overlaps(tokens: int) -> bool:
+    """Whether weights are decoded while those before them are multiplied: where that does not cost a block its registers.
 
-    Where blocks have the registers for both, as shared memory says how many fit a multiprocessor.
+    On an H200 that took 1 to 5 % less time at 8 and 16 tokens a block, 2 to 6 % more at 32.
     """
-    if tile.rows == 16 * tile.warps:
-        return tile.warps == 4 and tokens <= 16
-    return w.format.scale == "e8m0" and (tokens >= 32 or piece(w) == 64)
+    return tokens <= 16
 
 
 def _registers(w: Packed, tile: Tile, tokens: int) -> int:
@@ -220,7 +236,7 @@ def _registers(w: Packed, tile: Tile, tokens: int) -> int:
     least = (72 if w.format.scale == "e8m0" else 80) + sums + (0 if w.zero is None else 8)
     if tile.rows > 16 * tile.warps and w.format.name != "e2m1":
         least += sums // 2  # a group's, of a half of the rows
-    if _overlaps(w, tile, tokens):
+    if _overlaps(tokens):
         least += 16 if piece(w) == 64 or tile.rows == 16 * tile.warps else 32
     least = (least * tile.warps + 24 * 4) / (tile.warps + 4)
     most = (232 * tile.warps + 24 * 4) // (tile.warps + 4)
@@ -229,6 +245,16 @@ def _registers(w: Packed, tile: Tile, tokens: int) -> int:
     fit = max(1, SHARED_MEMORY // shared)
     blocks = min(fit, max(2, int(REGISTERS // (least * threads))))  # two rather spill some
     return min(REGISTERS // (blocks * threads), most) // 8 * 8
+
+
+def _scales(w: Packed) -> tuple:
+    """(scales, zero points, factor; strides of them all): e4m3 scales two in a number where they lie so."""
+    scale, (expert, row, group, *others) = w.scale, w.strides[3:]
+    bits = expert | row | scale.storage_offset() | scale.data_ptr()
+    of = w.format
+    if (of.name, of.scale, piece(w), group, bits % 2) == ("e2m1", "e4m3", 128, 1, 0):
+        scale, expert, row = scale.view(torch.int16), expert // 2, row // 2
+    return (scale, *w.pointers()[2:]), (expert, row, group, *others)
 
 
 def gemm1(
@@ -248,40 +274,39 @@ def gemm1(
     _, gated, interleaved, _ = activation[3:]
     I = w2.columns  # noqa: E741
     how, sizes = _constants(w, tile, rows.tokens)
+    scales, strides = _scales(w)
     args = (
         *(h, _rows_described(x, w, pairs, rows.tokens, tile)),
-        *(_described(w, 2 if gated and not interleaved else 1, tile), *w.pointers()[1:], bias),
+        *(_described(w, 2 if gated and not interleaved else 1, tile), *scales, bias),
         *(index, blocks, top_k, input_weights),
         *((0, 0) if input_weights is None else input_weights.stride()),
-        *(w.columns, I, *w.strides[3:], *((0, 0) if bias is None else bias.stride())),
+        *(w.columns, I, *strides, *((0, 0) if bias is None else bias.stride())),
         *(*activation[:3], input_weights is not None, *activation[3:]),
         *(*how, piece(w2), w.format.bits, *sizes),
     )
     columns = tile.rows // 2 if gated else tile.rows
-    return Launch(
-        "gluon_gemm1",
-        (blocks * cdiv(I, columns), 1, 1),
-        args,
-        tile.warps,
-        _registers(w, tile, rows.tokens),
-    )
+    grid = (blocks * cdiv(I, columns), 1, 1)
+    return Launch("gluon_gemm1", grid, args, tile.warps, _registers(w, tile, rows.tokens))
 
 
 def gemm2(
-    w: Packed, bias: Tensor | None, y: Tensor, h: Tensor, pairs: int, rows: Rows, tile: Tile
+    w: Packed,
+    bias: Tensor | None,
+    y: Tensor,
+    h: Tensor,
+    pairs: int,
+    rows: Rows,
+    tile: Tile,
+    parts: int,
 ) -> Launch:
-    """y (pairs, N) = h @ w.T + bias in fp32, from pairs sorted by expert to their own order."""
+    """y (parts, pairs, N) in fp32, which sum to h @ w.T + bias: from pairs sorted by expert to their own order."""
     index, blocks, N = rows.args[0], rows.args[3], w.data.shape[1]
     how, sizes = _constants(w, tile, rows.tokens)
+    scales, strides = _scales(w)
     args = (
         *(y, _rows_described(h, w, pairs, rows.tokens, tile), _described(w, 1, tile)),
-        *(*w.pointers()[1:], bias, index, blocks, w.columns, N, *w.strides[3:]),
-        *(*((0, 0) if bias is None else bias.stride()), *how, *sizes),
+        *(*scales, bias, index, blocks, pairs, w.columns, N, *strides),
+        *(*((0, 0) if bias is None else bias.stride()), *how, parts, *sizes),
     )
-    return Launch(
-        "gluon_gemm2",
-        (blocks * cdiv(N, tile.rows), 1, 1),
-        args,
-        tile.warps,
-        _registers(w, tile, rows.tokens),
-    )
+    grid = (blocks * cdiv(N, tile.rows) * parts, 1, 1)
+    return Launch("gluon_gemm2", grid, args, tile.warps, _registers(w, tile, rows.tokens))

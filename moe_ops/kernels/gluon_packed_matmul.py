@@ -27,6 +27,7 @@ from moe_ops.kernels.gluon_packed_operands import (
     grouped_layout,
     groups_of,
     in_order,
+    scales_of,
     weight_layout,
 )
 from moe_ops.kernels.triton_routing import wait
@@ -51,8 +52,11 @@ def first_scales(
     FORMAT: gl.constexpr, SCALE: gl.constexpr, GATED: gl.constexpr, INTERLEAVED: gl.constexpr,
     WN: gl.constexpr, U: gl.constexpr, G: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
-    """Pointers (WN, GROUPS) to scales or zero points of the first piece, of the tile from `column` of I on."""
-    GROUPS: gl.constexpr = groups_of(U, G)
+    """Pointers (WN, GROUPS) to scales or zero points of the first piece, of the tile from `column` of I on.
+
+    Where a number is two scales, strides are of numbers, and GROUPS is half.
+    """
+    GROUPS: gl.constexpr = groups_of(U, G) // scales_of(ptr.dtype.element_ty, SCALE)
     BYTES: gl.constexpr = U * bits_of(FORMAT) // 8
     PAIRS: gl.constexpr = gl.SliceLayout(2, grouped_layout(WN, BYTES, WARPS, GROUPS))
     i, up = product_row(gl.SliceLayout(1, PAIRS), WN, GATED)
@@ -87,22 +91,37 @@ def finish(
 
 
 @gluon.jit
-def fill_weights(
-    w, w_smem, full, slot, i, steps, e, row, PIECES: gl.constexpr, SIZE: gl.constexpr
-):
-    """Ask for the weights of step i, and tell its barrier of everything to come."""
-    mbarrier.expect(full.index(slot), SIZE, i < steps)
-    place = w_smem.index(slot)
-    tma.async_copy_global_to_shared(
-        w, [e, i * PIECES, 0, row, 0], full.index(slot), place, i < steps
-    )
+def tile_at(index_ptr, across, steps, SPLIT: gl.constexpr):
+    """(whether the program has a tile; its block, tile of rows, part, first step and end of the steps, shared by SPLIT parts).
+
+    Blocks take turns: side by side, tiles of one block would all read the same rows of x at a time. (Mixtral's GEMM1 of
+    64 tokens took 216 us so, and 182 in turns; programs that took one tile after the other were no faster.)
+    """
+    used = gl.load(index_ptr + 3, cache_modifier=".cg")
+    tile = gl.program_id(0)
+    blocks = gl.maximum(used, 1)
+    n = tile // blocks
+    part = n % SPLIT
+    begin = part * gl.cdiv(steps, SPLIT)
+    end = gl.minimum(begin + gl.cdiv(steps, SPLIT), steps)
+    return tile < used * across, tile % blocks, n // SPLIT, part, begin, end
 
 
 @gluon.jit
-def fill_rows(x, x_smem, full, slot, i, steps, first, PARTS: gl.constexpr):
+def fill_weights(w, w_smem, full, slot, i, wanted, e, row, SIZE: gl.constexpr):
+    """Ask for the weights of step i where they are wanted, and tell its barrier of everything to come."""
+    PIECES: gl.constexpr = w.block_shape[1]
+    mbarrier.expect(full.index(slot), SIZE, wanted)
+    to = w_smem.index(slot)
+    tma.async_copy_global_to_shared(w, [e, i * PIECES, 0, row, 0], full.index(slot), to, wanted)
+
+
+@gluon.jit
+def fill_rows(x, x_smem, full, slot, i, wanted, first):
     """Ask for the rows of step i."""
-    place = x_smem.index(slot)
-    tma.async_copy_global_to_shared(x, [i * PARTS, first, 0], full.index(slot), place, i < steps)
+    PARTS: gl.constexpr = x.block_shape[0]
+    to = x_smem.index(slot)
+    tma.async_copy_global_to_shared(x, [i * PARTS, first, 0], full.index(slot), to, wanted)
 
 
 @gluon.jit
@@ -114,27 +133,26 @@ def following(slot, phase, STAGES: gl.constexpr):
 
 @gluon.jit
 def fill(
-    x, w, x_smem, w_smem, full, empty, first, e, tile_row, steps,
-    PIECES: gl.constexpr, SIZE: gl.constexpr, STAGES: gl.constexpr, DEPENDENT: gl.constexpr,
+    x, w, x_smem, w_smem, full, empty, first, e, row, begin, end,
+    SIZE: gl.constexpr, STAGES: gl.constexpr, DEPENDENT: gl.constexpr,
 ):  # fmt: skip
     """A warp of its own: fill the ring."""
-    PARTS: gl.constexpr = x.block_shape[0]
     for i in gl.static_range(STAGES):
-        fill_weights(w, w_smem, full, i, i, steps, e, tile_row, PIECES, SIZE)
+        fill_weights(w, w_smem, full, i, begin + i, begin + i < end, e, row, SIZE)
     wait(DEPENDENT)
     for i in gl.static_range(STAGES):
-        fill_rows(x, x_smem, full, i, i, steps, first, PARTS)
-    slot, phase = steps * 0, steps * 0
-    for i in range(STAGES, steps):
+        fill_rows(x, x_smem, full, i, begin + i, begin + i < end, first)
+    slot, phase = begin * 0, begin * 0
+    for step in range(begin + STAGES, end):
         mbarrier.wait(empty.index(slot), phase)
-        fill_weights(w, w_smem, full, slot, i, steps, e, tile_row, PIECES, SIZE)
-        fill_rows(x, x_smem, full, slot, i, steps, first, PARTS)
+        fill_weights(w, w_smem, full, slot, step, True, e, row, SIZE)
+        fill_rows(x, x_smem, full, slot, step, True, first)
         slot, phase = following(slot, phase, STAGES)
 
 
 @gluon.jit
 def group_at(piece, last, U: gl.constexpr, G: gl.constexpr):
-    """First group of a piece, of the last one for pieces past the end."""
+    """First group of G columns of a piece, of the last one for pieces past the end."""
     return gl.minimum(piece, last) * U // G if G > 0 else 0
 
 
@@ -221,7 +239,7 @@ def added(acc, d, s, SCALE: gl.constexpr, SUM: gl.constexpr):
 
 @gluon.jit
 def sums(
-    w_pieces, x_halves, full, empty, K, scale_ptrs, zero_ptrs, stride_sk, stride_zk,
+    w_pieces, x_halves, full, empty, begin, end, K, scale_ptrs, zero_ptrs, stride_sk, stride_zk,
     FORMAT: gl.constexpr, SCALE: gl.constexpr, G: gl.constexpr, U: gl.constexpr,
     GATED: gl.constexpr, INTERLEAVED: gl.constexpr, BM: gl.constexpr, WN: gl.constexpr,
     BK: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr, OVERLAP: gl.constexpr,
@@ -243,20 +261,21 @@ def sums(
     )
     HAS_ZERO: gl.constexpr = zero_ptrs is not None
     WIDENED: gl.constexpr = SUM and widens(scale_ptrs.dtype.element_ty)
+    S_COLUMNS: gl.constexpr = G * scales_of(scale_ptrs.dtype.element_ty, SCALE)  # of a number
     ASKED: gl.constexpr = HALVES  # products on their way that may stay so: the last piece's
-    steps = gl.cdiv(K, BK)
     # Scales are asked for two pieces ahead, and one does for those past the end.
     last = K // U - 1
-    s = asked(scale_ptrs)
-    soon = asked(scale_ptrs + group_at(1, last, U, G) * stride_sk)
+    piece = begin * PIECES
+    s = asked(scale_ptrs + group_at(piece, last, U, S_COLUMNS) * stride_sk)
+    soon = asked(scale_ptrs + group_at(piece + 1, last, U, S_COLUMNS) * stride_sk)
     zero, soon_zero = s, s
     if HAS_ZERO:
-        zero = asked(zero_ptrs)
-        soon_zero = asked(zero_ptrs + group_at(1, last, U, G) * stride_zk)
+        zero = asked(zero_ptrs + group_at(piece, last, U, G) * stride_zk)
+        soon_zero = asked(zero_ptrs + group_at(piece + 1, last, U, G) * stride_zk)
     acc = gl.zeros([ROWS, BM], gl.float32, MMA)
     more = acc  # of the second half of the rows, where a thread has rows of both
-    slot, phase = steps * 0, steps * 0
-    for i in range(steps):
+    slot, phase = begin * 0, begin * 0
+    for i in range(begin, end):
         mbarrier.wait(full.index(slot), phase)
         for j in gl.static_range(PIECES):
             p = w_pieces.index(slot * PIECES + j).load(WEIGHT)
@@ -309,11 +328,11 @@ def sums(
                     f = warpgroup_mma_wait(0, [f])
                     more = added(more, f, then, SCALE, SUM)
                 before, scale_before = f, then
-            group = group_at(i * PIECES + j + 2, last, U, G)
+            piece = i * PIECES + j + 2
             s, zero = soon, soon_zero
-            soon = asked(scale_ptrs + group * stride_sk)
+            soon = asked(scale_ptrs + group_at(piece, last, U, S_COLUMNS) * stride_sk)
             if HAS_ZERO:
-                soon_zero = asked(zero_ptrs + group * stride_zk)
+                soon_zero = asked(zero_ptrs + group_at(piece, last, U, G) * stride_zk)
         if OVERLAP:
             before = warpgroup_mma_wait(0, [before])
             if ROWS == WN:
@@ -328,10 +347,12 @@ def sums(
 @gluon.jit
 def product(
     x,  # descriptor of (parts of pieces, S, BYTES), box [parts of a step, BM, BYTES]
-    w,  # descriptor of (E, pieces, parts, rows, BYTES), box [1, PIECES, parts, WN // parts, BYTES]
+    w,  # descriptor of (E, pieces, parts, rows, BYTES), box [1, pieces of a step, parts, WN // parts, BYTES]
     first,
     e,
     tile_row,
+    begin,  # steps
+    end,
     K,
     scale_ptrs,  # (WN, scales of a piece) of the first piece, as `first_scales` has them
     zero_ptrs,  # as scale_ptrs, or None
@@ -354,15 +375,13 @@ def product(
     """w @ x.T (WN, BM) in fp32, rows in the product's order; scales of whole rows left to the caller."""
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BM, 16])
     ROWS: gl.constexpr = min(WN, 16 * WARPS)  # decoded at a time
-    BYTES: gl.constexpr = (
-        U * bits_of(FORMAT) // 8
-    )  # of a piece, and columns of a part of x: a half or all
-    PIECES: gl.constexpr = BK // U
-    SIZE: gl.constexpr = PIECES * (WN * BYTES + BM * U * 2)
+    # of a piece, and columns of a part of x: a half or all
+    BYTES: gl.constexpr = U * bits_of(FORMAT) // 8
+    SIZE: gl.constexpr = BK // U * (WN * BYTES + BM * U * 2)  # of a step
     w_smem = gl.allocate_shared_memory(gl.uint8, [STAGES] + w.block_shape, w.layout)
     x_smem = gl.allocate_shared_memory(x.dtype, [STAGES] + x.block_shape, x.layout)
     w_pieces = w_smem._reinterpret(
-        gl.uint8, [STAGES * PIECES, WN, BYTES], gl.NVMMASharedLayout(BYTES, 8, 2)
+        gl.uint8, [STAGES * (BK // U), WN, BYTES], gl.NVMMASharedLayout(BYTES, 8, 2)
     )
     x_halves = x_smem._reinterpret(
         x.dtype, [STAGES * x.block_shape[0], BM, BYTES], gl.NVMMASharedLayout(2 * BYTES, 16, 2)
@@ -373,16 +392,14 @@ def product(
         mbarrier.init(full.index(i), 1)
         mbarrier.init(empty.index(i), 1)
     fence_async_shared()  # the copy engine sees them
-    steps = gl.cdiv(K, BK)
     acc, more = gl.warp_specialize(
         [
             (sums, (
-                w_pieces, x_halves, full, empty, K, scale_ptrs, zero_ptrs, stride_sk, stride_zk,
+                w_pieces, x_halves, full, empty, begin, end, K, scale_ptrs, zero_ptrs, stride_sk, stride_zk,
                 FORMAT, SCALE, G, U, GATED, INTERLEAVED, BM, WN, BK, STAGES, WARPS, OVERLAP,
             )),
             (fill, (
-                x, w, x_smem, w_smem, full, empty, first, e, tile_row, steps,
-                PIECES, SIZE, STAGES, DEPENDENT,
+                x, w, x_smem, w_smem, full, empty, first, e, tile_row, begin, end, SIZE, STAGES, DEPENDENT,
             )),
         ],
         [1],

@@ -31,6 +31,22 @@ def groups_of(U, G):
 
 
 @gluon.constexpr_function
+def scales_of(dtype, SCALE):
+    """Scales that are read as one number of `dtype`: two e4m3 ones of 16 bits, where the launcher says so."""
+    return 2 if SCALE == "e4m3" and dtype.primitive_bitwidth == 16 else 1
+
+
+@gluon.jit
+def each_scale(s, SCALE: gl.constexpr):
+    """(WN, n) numbers as the (WN, n) or (WN, 2 n) scales they are."""
+    if scales_of(s.dtype, SCALE) == 1:
+        return s
+    else:
+        both = gl.join((s & 0xFF).to(gl.uint8), (s >> 8).to(gl.uint8))
+        return both.reshape((s.shape[0], 2 * s.shape[1]))
+
+
+@gluon.constexpr_function
 def bits_of_place(U, BITS):
     """For every bit of a column's place in the product the bit of the column, from the lowest on.
 
@@ -188,8 +204,8 @@ def e4m3_value(p):
 @gluon.jit
 def decoded(
     p,  # (WN, BYTES) uint8, rows in the product's order
-    s,  # scales (WN, GROUPS)
-    zero,  # zero points (WN, GROUPS)
+    s,  # scales (WN, GROUPS), or two in each number
+    zero,  # zero points (WN, GROUPS), or anything
     GROUPS: gl.constexpr,
     WARPS: gl.constexpr,
     FORMAT: gl.constexpr,
@@ -205,8 +221,10 @@ def decoded(
     EACH: gl.constexpr = BYTES // GROUPS
     LAYOUT: gl.constexpr = grouped_layout(WN, BYTES, WARPS, GROUPS)
     p = gl.convert_layout(p.reshape((WN, GROUPS, EACH)), LAYOUT, assert_trivial=True)
+    s = each_scale(s, SCALE)
     s = gl.convert_layout(s, gl.SliceLayout(2, LAYOUT), assert_trivial=True)
-    zero = gl.convert_layout(zero, gl.SliceLayout(2, LAYOUT), assert_trivial=True)
+    if HAS_ZERO:
+        zero = gl.convert_layout(zero, gl.SliceLayout(2, LAYOUT), assert_trivial=True)
     if FORMAT == "e2m1":
         s = twice(s, SCALE).to(gl.int16).to(gl.bfloat16, bitcast=True)
         w0, w1 = e2m1_pair(p, gl.expand_dims(s, 2).broadcast_to((WN, GROUPS, EACH)))

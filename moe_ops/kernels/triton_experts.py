@@ -328,7 +328,7 @@ def moe_ops_gemm2(
 @triton.jit(do_not_specialize=ROUTING)
 def moe_ops_combine(
     out_ptr,  # (M, K) written
-    y_ptr,  # (M * TOP_K, K) fp32; rows of pairs that are not here were never written
+    y_ptr,  # (PARTS, M * TOP_K, K) fp32, to be summed; rows of pairs that are not here were never written
     topk_weights_ptr,  # (M, TOP_K)
     ids_ptr,
     map_ptr,
@@ -345,6 +345,7 @@ def moe_ops_combine(
     TOP_K: tl.constexpr,
     HAS_MAP: tl.constexpr,
     WEIGHTED: tl.constexpr,
+    PARTS: tl.constexpr,
     BN: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
@@ -360,7 +361,11 @@ def moe_ops_combine(
             stride_im, stride_ik, stride_map, HAS_MAP,
         )  # fmt: skip
         end = tl.where(e >= 0, K, 0)  # nothing of a pair that is not here
-        y = tl.load(y_ptr + pair.to(tl.int64) * K + column, mask=column < end, other=0.0)
+        y_ptrs = y_ptr + pair.to(tl.int64) * K + column
+        y = tl.load(y_ptrs, mask=column < end, other=0.0)
+        for _ in tl.static_range(1, PARTS):
+            y_ptrs += tl.num_programs(0).to(tl.int64) * TOP_K * K
+            y += tl.load(y_ptrs, mask=column < end, other=0.0)
         if WEIGHTED:
             scale = tl.load(
                 topk_weights_ptr + m.to(tl.int64) * stride_tm + j * stride_tk,

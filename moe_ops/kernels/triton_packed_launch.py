@@ -262,7 +262,9 @@ def _launch_on_sm90(a: ExpertsArgs, w13: Packed, w2: Packed, tiles: Tiles, chip:
     blocks = _blocks(pairs, E, tiles.tokens)
     rows = pair_rows(a.index_workspace, ids, a.expert_map, E, top_k, False, tiles.tokens, blocks)
     arranged = flat(a.workspace2, x.dtype, pairs * K)  # where y will be
-    h, y = flat(a.workspace13, x.dtype, pairs * I), flat(a.workspace2, torch.float32, pairs * K)
+    parts = tiles.parts if pairs * tiles.parts <= gluon_packed_launch.y_rows(pairs) else 1
+    h = flat(a.workspace13, x.dtype, pairs * I)
+    y = flat(a.workspace2, torch.float32, parts * pairs * K)
     weights = a.topk_weights if a.router_weight_on_input else None
     first, second = tiles.gemm1, tiles.gemm2
     launches = [
@@ -271,10 +273,10 @@ def _launch_on_sm90(a: ExpertsArgs, w13: Packed, w2: Packed, tiles: Tiles, chip:
         gluon_packed_launch.gemm1(
             w13, w2, a.w13_bias, h, arranged, pairs, rows, weights, _activation(a), first
         ),
-        gluon_packed_launch.gemm2(w2, a.w2_bias, y, h, pairs, rows, second),
-        combine(out, y, a.topk_weights, rows, M, K, weights is None, chip),
+        gluon_packed_launch.gemm2(w2, a.w2_bias, y, h, pairs, rows, second, parts),
+        combine(out, y, a.topk_weights, rows, M, K, weights is None, chip, parts),
     ]
-    key = (device, tiles, E, top_k, x.stride(), out.stride(), a.router_weight_on_input)
+    key = (device, tiles, parts, E, top_k, x.stride(), out.stride(), a.router_weight_on_input)
     data = (x, a.topk_weights, ids, out, y, h, a.index_workspace, a.expert_map)
     run(launches, (*key, _layer_key(a, w13, w2), pointers(*data)), device, chip.dependent)
 

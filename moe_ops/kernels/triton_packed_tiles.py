@@ -122,7 +122,7 @@ def _choose_vector(top_k: int, K: int, I: int, bits: int, chunk: int) -> Tiles: 
     """Tiles of the kernels of triton_vector_packed.py: rows of w13 or w2, and columns of a step.
 
     Eight rows a thread share what x costs. GEMM1's programs are many: theirs are steps that divide rows of w13. GEMM2's
-    are few: there more warps share a row, and programs have fewer rows where a multiprocessor would have less than 16 warps.
+    are few: there more warps share a row, and programs have fewer rows where a multiprocessor would have less than 12 warps.
     """
     warp = 4096 // bits  # columns that a warp reads at a time
     first = next(w for w in (4, 2, 1) if K % (warp * w) == 0 or w == 1)
@@ -131,7 +131,7 @@ def _choose_vector(top_k: int, K: int, I: int, bits: int, chunk: int) -> Tiles: 
         if 4 * warp < top_k * I <= 8 * warp
         else min(4, max(1, _vector_k(top_k * I, bits, 4) // warp))
     )
-    rows = 8 if K * second >= 8 * 16 * 132 else 4
+    rows = 8 if K * second >= 8 * 12 * 132 else 4
     return Tiles(
         True,
         1,
@@ -172,9 +172,12 @@ def search_space(
 
     Args:
         average: rows an expert has on average.
+        bits: of a weight.
+        experts: how many there are.
+        K: rows of GEMM2's weights.
     """
     if base.wgmma:
-        return gluon_packed_launch.search_space(base, average)
+        return gluon_packed_launch.search_space(base, average, experts, K)
     few = [t for t in _ROWS_AND_WARPS if average / 2 <= t <= max(8, 8 * average)]
     space = []
     for tokens in [8] if base.direct else few or [128]:

@@ -4,7 +4,8 @@ Legend: M tokens, S = M * top_k pairs (pair p is entry p % top_k of token p // t
 TILE rows a block holds at most, EP a power of two above E, CHUNK elements handled at a time.
 
 index workspace, int32:
-    blocks (num_blocks, 4): expert (-1: unused, E: rows to zero), first row, end row of the expert
+    blocks (num_blocks, 4): expert (-1: unused, E: rows to zero), first row, end row of the expert, in the first block how
+                            many are used
     order (S,):             the pairs sorted by expert, stable; absent where rows are sorted already
 A block covers rows [first, min(first + TILE, end)) of `order`, or of the sorted input itself.
 """
@@ -103,6 +104,8 @@ def write_blocks(
 ):  # fmt: skip
     """Store the blocks of one of `groups` groups from slot `base` on, and its share of the unused slots."""
     lane = tl.arange(0, CHUNK)
+    if group == 0:
+        tl.store(index_ptr + 3, used, mask=num_blocks > 0)
     mine = tl.minimum(tl.cdiv(count, TILE), num_blocks - base)
     for start in range(0, mine, CHUNK):
         i = start + lane

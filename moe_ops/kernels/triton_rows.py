@@ -86,6 +86,7 @@ def combine(
     K: int,
     weighted: bool,
     chip: Gpu,
+    parts: int = 1,  # that y is the sum of
 ) -> Launch:
     """The sum of a token's rows of y, by the router's weights or (not `weighted`) as they are."""
     _, ids, expert_map, _, experts, num_ids, top_k, stride_m, stride_k, map_stride = rows.args
@@ -93,6 +94,6 @@ def combine(
         "combine",
         (M, cdiv(K, _COMBINE_COLUMNS), 1),
         (out, y, weights, ids, expert_map, experts, num_ids, K, stride_m, stride_k, map_stride)
-        + (*weights.stride(), *out.stride(), top_k, rows.has_map, weighted)
+        + (*weights.stride(), *out.stride(), top_k, rows.has_map, weighted, parts)
         + (_COMBINE_COLUMNS, chip.dependent),
     )

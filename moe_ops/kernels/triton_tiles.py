@@ -56,7 +56,7 @@ class Tiles(NamedTuple):
     quantize: bool = False  # x is quantized by a kernel of its own, not by GEMM1
     wide_h: bool = False  # h is fp32 and quantized by GEMM2, not by GEMM1
     large: bool = False  # the GEMMs are those of triton_large.py
-    parts: int = 1  # programs of the large GEMM2 that share a block's rows
+    parts: int = 1  # programs of GEMM2 that share a block's rows (large), or columns (wgmma)
     vector: bool = False  # the kernels are those of triton_vector.py
     wgmma: bool = False  # the kernels are those of gluon_packed.py
 

@@ -240,7 +240,7 @@ def search_space(
     if packed is not None and base.vector:
         return [triton_packed_tiles.vector_space(base, target.top_k, K, I, packed.bits)]
     if packed is not None:
-        return triton_packed_tiles.search_space(base, average, packed.bits)
+        return triton_packed_tiles.search_space(base, average, packed.bits, target.num_experts, K)
     if base.vector:
         return [triton_tiles.vector_space(base, K, I)]
     size = getattr(torch, target.dtype).itemsize
@@ -287,7 +287,8 @@ def _pairs(plan: list[tuple[list[Tiles], list[Tiles]]]) -> Iterator[Tiles]:
     """As few tiles as compile every kernel of a plan."""
     for first, second in plan:
         for i in range(max(len(first), len(second))):
-            yield first[i % len(first)]._replace(gemm2=second[i % len(second)].gemm2)
+            two = second[i % len(second)]
+            yield first[i % len(first)]._replace(gemm2=two.gemm2, parts=two.parts)
 
 
 @cache
