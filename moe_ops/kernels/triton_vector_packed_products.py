@@ -1,8 +1,8 @@
 """What kernels/triton_vector_packed.py reads of weights of 4 and 8 bits, and its products with x. Imported at first launch
 only.
 
-Weights become fp32 exactly, products are added in fp32, and the sum of a group is scaled: 3.1 instructions a weight of
-int4, 3.6 of e2m1.
+Weights become fp32 exactly, products are added in fp32, and the sum of a group is scaled. Decoding and multiplying is 3.1
+instructions a weight of int4, 3.6 of e2m1; loads, x and scales add 0.9 to 1.9 where a thread has eight rows.
 """
 
 import triton
