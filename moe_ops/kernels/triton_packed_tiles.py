@@ -98,8 +98,8 @@ def _for_experts(
     if not tables:
         return base
     tiles = triton_tiles.measured(base, chip, M, top_k, E, K, I, scheme, dtype)
-    # Measured at another M, blocks may be too small for an expert's rows: weights would be read several times.
-    if tiles.wgmma and not (wgmma and M * top_k <= tiles.tokens * E):
+    # Measured at another M, blocks may be too small for an expert's rows, or too large.
+    if tiles.wgmma and not (wgmma and gluon_packed_launch.worth(tiles.tokens, M * top_k / E)):
         return base
     return base if tiles.vector and not vector else tiles
 
