@@ -1,18 +1,16 @@
-"""Where the time of a layer on backend deep_gemm goes, kernel by kernel, and what layouts and alignments cost.
+"""Where the time of a layer on backend deep_gemm goes, kernel by kernel, and what alignments cost.
 
     python benchmarks/deep_gemm_parts.py [--shapes qwen3 mixtral] [--schemes fp8_block bf16] [--tokens 1024 4096]
-                                         [--layouts ends experts] [--alignments 128 64] [--pdl]
+                                         [--alignments 128 64] [--pdl]
 
 The whole layer is timed under graph replay, its kernels by the profiler. Beside the kernels of ours stand the bytes they
-must move and the rate that makes. Results are compared with backend triton's. `layouts`: how the products find the rows
-of an expert (moe_ops/kernels/deep_gemm_launch.py, Layout); `alignments`: rows that groups are padded to; `--pdl`: products may
-start while the kernel before them ends. What was measured on an H200 is in docs/performance.md.
+must move and the rate that makes. Results are compared with backend triton's. `alignments`: rows that groups are padded
+to; `--pdl`: products may start while the kernel before them ends. What was measured on an H200 is in docs/performance.md.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
 import statistics
 from collections import defaultdict
 
@@ -24,14 +22,8 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 import moe_ops
-from moe_ops.kernels import deep_gemm_launch as dg
 
 REPLAYS = 15
-
-
-def set_layout(layout: str, alignment: int) -> None:
-    dg.LAYOUT = dg.Layout(ends=layout == "ends")
-    deep_gemm.set_mk_alignment_for_contiguous_layout(alignment)
 
 
 def call(cell: Cell, which: int, backend: str) -> Tensor:
@@ -90,13 +82,13 @@ def bytes_moved(cell: Cell) -> dict[str, int]:
     }
 
 
-def report(cell: Cell, layout: str, alignment: int) -> None:
-    set_layout(layout, alignment)
+def report(cell: Cell, alignment: int) -> None:
+    deep_gemm.set_mk_alignment_for_contiguous_layout(alignment)
     for which in range(len(cell.sets)):  # warm
         out = call(cell, which, "deep_gemm")
     error = relative_error(out, call(cell, len(cell.sets) - 1, "triton"))
     case = cell.case
-    head = f"{case.shape} {case.scheme or 'bf16'} M={case.num_tokens} {layout} {alignment}"
+    head = f"{case.shape} {case.scheme or 'bf16'} M={case.num_tokens} {alignment}"
     print(f"{head}: {replay_us(cell):.0f} us, {error:.1e} from triton")
     moved = bytes_moved(cell)
     for name, time in kernel_us(cell).items():
@@ -109,7 +101,6 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["qwen3", "mixtral"])
     parser.add_argument("--schemes", nargs="+", default=["fp8_block", "bf16"])
     parser.add_argument("--tokens", nargs="+", type=int, default=[1024, 4096])
-    parser.add_argument("--layouts", nargs="+", choices=["ends", "experts"], default=["ends"])
     parser.add_argument("--alignments", nargs="+", type=int, default=[128])
     parser.add_argument("--pdl", action="store_true")
     arguments = parser.parse_args()
@@ -123,11 +114,11 @@ def main() -> None:
             for M in arguments.tokens:
                 case = Case(shape, scheme, M)
                 cell = make_cell(case, weights, make_sets(case, l2))
-                for variant in itertools.product(arguments.layouts, arguments.alignments):
+                for alignment in arguments.alignments:
                     try:
-                        report(cell, *variant)
+                        report(cell, alignment)
                     except (RuntimeError, ValueError) as error:  # the others are still of use
-                        print(f"{shape} M={M} {variant}: {' '.join(str(error).split())[:200]}")
+                        print(f"{shape} M={M} {alignment}: {' '.join(str(error).split())[:200]}")
 
 
 if __name__ == "__main__":

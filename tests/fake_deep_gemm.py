@@ -115,12 +115,9 @@ def contiguous(
     (rows, K), (E, N, width) = x.shape, w.shape
     assert width == K and d.shape == (rows, N) and d.dtype == BF16 and d.is_contiguous()
     assert grouped_layout.dtype == torch.int32 and grouped_layout.is_contiguous()
-    if use_psum_layout:
-        assert grouped_layout.shape == (E,) and expected_m_for_psum_layout > 0
-        experts = experts_of_rows(grouped_layout, rows)
-    else:
-        assert grouped_layout.shape == (rows,) and expected_m_for_psum_layout is None
-        experts = grouped_layout.long()
+    assert use_psum_layout, "no other layout is used"
+    assert grouped_layout.shape == (E,) and expected_m_for_psum_layout > 0
+    experts = experts_of_rows(grouped_layout, rows)
     check_rows(experts)
     d.fill_(torch.nan)
     for e in range(E):

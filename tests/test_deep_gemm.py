@@ -57,12 +57,6 @@ def products(monkeypatch, request):
     forget()
 
 
-@pytest.fixture
-def by_experts(monkeypatch):
-    """The products are told the expert of each row."""
-    monkeypatch.setattr(dg, "LAYOUT", dg.Layout(ends=False))
-
-
 def case_of(device: str, scheme: str = "", **options) -> Case:
     return Case(device, BF16, scheme, **{"K": 256, "I": 128, **options})
 
@@ -126,12 +120,6 @@ OPTIONS = [
 @pytest.mark.parametrize("options", OPTIONS, ids="-".join)
 def test_options(device, scheme, options):
     check(case_of(device, scheme, **options))
-
-
-@devices
-@pytest.mark.parametrize("options", [OPTIONS[2], OPTIONS[4]], ids="-".join)
-def test_rows_told_by_experts(device, options, by_experts):
-    check(case_of(device, "fp8_block" if device == "cuda" else "", **options))
 
 
 @devices
@@ -313,7 +301,7 @@ def test_workspaces_hold_what_is_carved(scheme, M, E, top_k):
     rows = padded_rows(M, top_k, E, 128)
     assert rows % 128 == 0 and rows >= M * top_k
     assert second.shape == (rows, 256) and second.dtype == BF16
-    assert first.shape[0] == rows and index.shape[0] == dg.index_parts(M * top_k, E, rows).end
+    assert first.shape[0] == rows and index.shape[0] == dg.index_parts(M * top_k, E).end
     buffer = torch.empty(first.shape, dtype=first.dtype)
     for columns in (256, 128):
         form = experts.format_of(scheme, "")

@@ -340,11 +340,37 @@ def test_values(scheme, tile):
 )
 @pytest.mark.parametrize("parts", [2, 3])
 @pytest.mark.parametrize("I", [128, 1088])
-def test_parts_of_the_columns(scheme, parts, I):  # noqa: E741
+@pytest.mark.parametrize(
+    "tile", [(8, 64, 256, 4, 4), (32, 128, 256, 2, 4), (64, 128, 128, 3, 8)], ids=str
+)
+def test_parts_of_the_columns(scheme, parts, I, tile):  # noqa: E741
     """A part has more steps than the next, or the last has none; of more rows than the workspace has place for, there is one."""
-    for M in (9, 300):
+    for M, expected in ((9, parts), (600, 1)):
         sizes = {"M": M, "E": 5, "top_k": 2, "K": 256, "I": I}
-        check(scheme, tiles(64, 128, 128, 3, 8)._replace(parts=parts), bias=True, **sizes)
+        with mock.patch.object(launch, "gemm2", wraps=launch.gemm2) as used:
+            check(scheme, tiles(*tile)._replace(parts=parts), bias=True, **sizes)
+        assert {call.args[-1] for call in used.call_args_list} == {expected}
+
+
+def test_search_tries_parts_and_none():
+    base = launch.choose(128, 8, 4096, 14336, 4, 256)
+    assert base.parts == 2  # 256 tiles of GEMM2 for 132 multiprocessors
+    for ones, twos in launch.search_space(base, 16, 8, 4096):
+        assert {t.parts for t in ones} == {1} and {t.parts for t in twos} >= {1, 2, 3}
+    for _, twos in launch.search_space(base, 4, 128, 2048):
+        assert {t.parts for t in twos} == {1}
+
+
+@pytest.mark.parametrize("pairs", [1, 64, 341, 342, 1023, 1024, 5000])
+def test_workspace_holds_parts_of_few_rows(pairs):
+    rows = launch.y_rows(pairs)
+    assert rows >= pairs and rows == max(pairs, min(3 * pairs, 1024))
+
+
+@pytest.mark.parametrize("average", [0.1, 1, 4, 4.5, 8, 10, 10.5, 16, 22, 23, 48])
+def test_chosen_blocks_are_worth_it(average):
+    found = launch.choose(int(average * 1000), 1000, 4096, 4096, 4, 256)
+    assert launch.worth(found.tokens, average)
 
 
 @pytest.mark.parametrize("scheme", [pytest.param(n, marks=ON_GPU) for n in ("mxfp4_w4a16",)])

@@ -70,7 +70,7 @@ def workspace_shapes(M, problem: Problem) -> Workspaces:
     E, N, K, I = p.num_experts, p.num_rows, p.hidden_size, p.intermediate_size  # noqa: E741
     if p.kind == "experts":
         rows = padded_rows(M, p.top_k, E, dg.ALIGNMENT)
-        index = dg.index_parts(M * p.top_k, E, rows).end
+        index = dg.index_parts(M * p.top_k, E).end
     else:
         rows = E * round_up(M, dg.ALIGNMENT)
         index = round_up(E, 4) + E * M
@@ -156,7 +156,7 @@ def launch_experts(a: ExpertsArgs) -> None:
     w13, w2 = _weights(a, form)
     dg.check_warm((), device)  # before the library is loaded
     alignment = dg.alignment()
-    expected = dg.expected_rows(M * top_k, E) if dg.LAYOUT.ends else M * top_k
+    expected = dg.expected_rows(M * top_k, E)
     products = dg.product_keys("contiguous", w13, w2, expected, alignment)
     dg.check_warm(products, device)
     size = padded_rows(M, top_k, E, alignment)

@@ -28,20 +28,6 @@ _ACTIVATE_GROUPS = 16
 _COMBINE_COLUMNS = 1024
 
 
-class Layout(NamedTuple):
-    """How the products find the rows of an expert in the contiguous layout.
-
-    ends: by the row behind each expert's last pair (E,), so that only blocks with pairs are multiplied. Else by the
-    expert of each row (rows,), -1 on padding: then blocks that hold padding alone, up to the most that a routing can
-    need, are loaded, and in bf16 multiplied too.
-    """
-
-    ends: bool
-
-
-LAYOUT = Layout(ends=True)
-
-
 @cache
 def library() -> Any:
     """The module deep_gemm.
@@ -131,10 +117,13 @@ def expected_rows(pairs: int, experts: int) -> int:
 
 
 def grouped_product(d: Tensor, x: Operand, w: Operand, groups: Tensor, expected: int) -> None:
-    """d (rows, N) = x (rows, K) @ w[expert of the row] (N, K).T, rows in the contiguous layout."""
+    """d (rows, N) = x (rows, K) @ w[expert of the row] (N, K).T, rows in the contiguous layout.
+
+    `groups` (E,): the row behind each expert's last pair. Told the expert of each row instead, the library also loads
+    blocks of padding alone (and multiplies them in bf16), up to the most that a routing can need: docs/performance.md.
+    """
     options = options_of(x, w)
-    if LAYOUT.ends:
-        options |= {"use_psum_layout": True, "expected_m_for_psum_layout": expected}
+    options |= {"use_psum_layout": True, "expected_m_for_psum_layout": expected}
     kind = "bf16" if x.scale is None else "fp8_fp4"
     function = getattr(library(), f"m_grouped_{kind}_gemm_nt_contiguous")
     function(x.argument, w.argument, d, groups, **options)
@@ -155,7 +144,6 @@ class Index(NamedTuple):
 
     rows: int  # (S,) the row of each pair
     counts: int  # (PARTS, EP) pairs of each expert in each part
-    experts: int  # (padded rows,) the expert of each row
     end: int
 
 
@@ -164,10 +152,10 @@ def padded_experts(E: int) -> int:
     return max(16, 1 << (E - 1).bit_length())
 
 
-def index_parts(pairs: Any, E: int, rows: Any) -> Index:
+def index_parts(pairs: Any, E: int) -> Index:
     """The parts behind the end rows (E,), each beginning on 16 bytes."""
     starts = [round_up(E, 4)]
-    for size in (pairs, PARTS * padded_experts(E), rows):
+    for size in (pairs, PARTS * padded_experts(E)):
         starts.append(starts[-1] + (size + 3) // 4 * 4)
     return Index(*starts)
 
@@ -176,7 +164,9 @@ class Placed(NamedTuple):
     """Where the rows of x lie in a layout of blocks of R rows."""
 
     rows: Tensor  # (S,) of each pair, or of each row of batched x
-    groups: Tensor  # what the products take: (E,), or (rows,) of the contiguous layout
+    groups: (
+        Tensor  # (E,) the row behind each expert's last pair, or its pairs in the masked layout
+    )
     R: int  # all rows of the contiguous layout, those of an expert in the masked one
 
 
@@ -184,9 +174,8 @@ def place(a: ExpertsArgs, size: int, rows_of_block: int, chip: Gpu) -> tuple[lis
     """Launches that sort pairs by expert into the contiguous layout of `size` rows."""
     ids, expert_map, index = a.topk_ids, a.expert_map, a.index_workspace
     E, pairs = a.w13.shape[0], ids.numel()
-    at = index_parts(pairs, E, size)
-    rows, counts = index[at.rows : at.rows + pairs], index[at.counts : at.experts]
-    ends, experts = index[:E], index[at.experts : at.experts + size]
+    at = index_parts(pairs, E)
+    rows, counts, ends = index[at.rows : at.rows + pairs], index[at.counts : at.end], index[:E]
     has_map = expert_map is not None
     num_ids, map_stride = (expert_map.shape[0], expert_map.stride(0)) if has_map else (E, 0)
     length = round_up(cdiv(pairs, PARTS), CHUNK)
@@ -194,13 +183,12 @@ def place(a: ExpertsArgs, size: int, rows_of_block: int, chip: Gpu) -> tuple[lis
     constants = (has_map, chip.dependent)
     EP = padded_experts(E)
     grid = (cdiv(pairs, length), 1, 1)
-    target = (rows, ends, None if LAYOUT.ends else experts, counts)
-    placing = (*target, *routing, size, EP, CHUNK, rows_of_block, *constants)
+    placing = (rows, ends, counts, *routing, EP, CHUNK, rows_of_block, *constants)
     launches = [
         Launch("deep_gemm_count", grid, (counts, *routing, EP, CHUNK, *constants)),
         Launch("deep_gemm_place", grid, placing, 8),
     ]
-    return launches, Placed(rows, ends if LAYOUT.ends else experts, size)
+    return launches, Placed(rows, ends, size)
 
 
 def place_batches(a: BatchedExpertsArgs, R: int, chip: Gpu) -> tuple[Launch, Placed]:

@@ -50,11 +50,10 @@ def moe_ops_deep_gemm_count(
     tl.store(counts_ptr + part * EP + tl.arange(0, EP), counts)
 
 
-@triton.jit(do_not_specialize=[*_CALL, "num_rows"])
+@triton.jit(do_not_specialize=_CALL)
 def moe_ops_deep_gemm_place(
     rows_ptr,  # (S,) written: the row of each pair, -1 where its expert is not here
     ends_ptr,  # (E,) written: the row behind each expert's last pair
-    experts_ptr,  # (num_rows,) written: the expert of each row, -1 on padding; or absent
     counts_ptr,  # (programs, EP)
     ids_ptr,
     map_ptr,
@@ -66,7 +65,6 @@ def moe_ops_deep_gemm_place(
     stride_ik,
     stride_map,
     length,
-    num_rows,
     EP: tl.constexpr,
     CHUNK: tl.constexpr,
     ALIGNMENT: tl.constexpr,
@@ -90,13 +88,6 @@ def moe_ops_deep_gemm_place(
     first = tl.cumsum(padded) - padded
     if part == 0:
         tl.store(ends_ptr + group, first + total, mask=group < E)
-    if experts_ptr is not None:
-        for block in range(part * ALIGNMENT, num_rows, parts * ALIGNMENT):
-            here = (first <= block) & (block < first + padded)
-            expert = tl.sum(tl.where(here, group, 0))
-            end = tl.sum(tl.where(here, first + total, 0))
-            rows = block + tl.arange(0, ALIGNMENT)
-            tl.store(experts_ptr + rows, tl.where(rows < end, expert, -1))
     next_row = first + before
     lane = tl.arange(0, CHUNK)
     for start in range(part * length, tl.minimum(S, (part + 1) * length), CHUNK):

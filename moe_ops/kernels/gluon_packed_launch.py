@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 FORMATS = ("int4", "e2m1", "int8", "e4m3")
 # versions of Triton whose experimental language these kernels are written in: from, below
 TRITON = ((3, 6), (3, 7))
-MOST_PARTS = 4  # programs that share a tile of GEMM2 by columns, where it has few tiles
+MOST_PARTS = 3  # programs that share a tile of GEMM2 by columns, where it has few tiles
 SHARED_ROWS = 1024  # of y in all parts
 COLUMNS = 1024  # of a row that a program puts in order: 16 bytes a thread
 MOST_ROWS = 48  # of an expert, on average: from there on products count
@@ -123,7 +123,7 @@ def worth(tokens: int, average: float) -> bool:
 
     Weights are read once, and blocks are not empty. (In mxfp4 Mixtral's layer of 32 tokens took 265 us with 16, 288 with 32.)
     """
-    return average <= tokens <= max(8, 3 * average)
+    return average <= tokens < max(9, 4 * average)
 
 
 def search_space(
@@ -141,11 +141,12 @@ def search_space(
     tiles += [(128, 128, 4, 8), (128, 256, 2, 8), (128, 256, 3, 8)]
     space = []
     for tokens in [t for t in (8, 16, 32, 64) if worth(t, average)] or [64]:
-        ones = [base._replace(tokens=tokens, gemm1=Tile(*t), gemm2=Tile(*t)) for t in tiles]
+        shared = base._replace(tokens=tokens, parts=1)
+        ones = [shared._replace(gemm1=Tile(*t), gemm2=Tile(*t)) for t in tiles]
         twos = ones + [
             one._replace(parts=parts)
             for one in ones
-            for parts in range(2, MOST_PARTS)
+            for parts in range(2, MOST_PARTS + 1)
             if min(1, average) * experts * cdiv(K, one.gemm2.rows) * parts <= 800
         ]
         space.append((ones, twos))

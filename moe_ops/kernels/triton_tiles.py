@@ -1,7 +1,7 @@
 """Tile sizes of the Triton kernels, from the number of rows and static facts.
 
-The workspace never depends on the choice: h and y have one row per pair whatever the tile, and the table
-of blocks is sized for the smallest tile.
+The workspace never depends on the choice: h and y have one row per pair whatever the tile (y of few pairs beside packed
+weights has more), and the table of blocks is sized for the smallest tile.
 """
 
 from __future__ import annotations

@@ -11,10 +11,11 @@ import triton.language as tl
 from moe_ops.kernels.triton_packed_operands import group_scale
 
 INTERPRET = tl.constexpr(triton.knobs.runtime.interpret)
-# e2m1 and e4m3 become fp32 by their bits, whose exponent has another bias: values times 2^-126 and 2^-120. Half of what
-# mends it is multiplied to x, half to the sum.
-E2M1_HALF = tl.constexpr(2.0**63)
-E4M3_HALF = tl.constexpr(2.0**60)
+# e2m1 and e4m3 become fp32 by their bits, whose exponent has another bias: values times 2^-126 and 2^-120. What mends it
+# is multiplied to x in part and to the sum for the rest: x may have 2^80, and loses digits below 2^-40 alone.
+TO_X = tl.constexpr(2.0**46)
+E2M1_REST = tl.constexpr(2.0**80)
+E4M3_REST = tl.constexpr(2.0**74)
 
 
 @triton.constexpr_function
@@ -64,15 +65,15 @@ def int4_product(w, x, acc, AT: tl.constexpr):
 
 @triton.jit
 def e2m1_products(pair, FACTOR: tl.constexpr, low, high, acc):
-    """acc + 2^-63 times the products of two nibbles, 16 bits apart.
+    """acc + 2^-80 times the products of two nibbles, 16 bits apart.
 
     A product puts sign and magnitude of both where the upper half of fp32 has them: logic has half of the issue slots.
     """
     bits = pair * FACTOR
     upper = (bits & 0x81C00000).to(tl.float32, bitcast=True)
     lower = ((bits << 16) & 0x81C00000).to(tl.float32, bitcast=True)
-    acc += lower * (low * E2M1_HALF)[:, None]
-    return acc + upper * (high * E2M1_HALF)[:, None]
+    acc += lower * (low * TO_X)[:, None]
+    return acc + upper * (high * TO_X)[:, None]
 
 
 @triton.jit
@@ -83,10 +84,10 @@ def int8_product(w, x, acc, AT: tl.constexpr):
 
 @triton.jit
 def e4m3_product(w, x, acc, AT: tl.constexpr):
-    """acc + 2^-60 * byte * x; the code of NaN is 480."""
+    """acc + 2^-74 * byte * x; the code of NaN is 480."""
     byte = w << (24 - AT)
     bits = (byte & 0x80000000) | ((byte >> 4) & 0x07F00000)
-    return acc + bits.to(tl.float32, bitcast=True) * (x * E4M3_HALF)[:, None]
+    return acc + bits.to(tl.float32, bitcast=True) * (x * TO_X)[:, None]
 
 
 @triton.jit
@@ -234,7 +235,7 @@ def chunk_products(
 def scaled(part, scale, FORMAT: tl.constexpr, SCALE: tl.constexpr):
     """Sums times what they are of values, times their scale."""
     if FORMAT == "e2m1":
-        part *= E2M1_HALF
+        part *= E2M1_REST
     elif FORMAT == "e4m3":
-        part *= E4M3_HALF
+        part *= E4M3_REST
     return part * group_scale(scale, SCALE)
