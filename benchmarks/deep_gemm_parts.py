@@ -1,11 +1,13 @@
 """Where the time of a layer on backend deep_gemm goes, kernel by kernel, and what alignments cost.
 
     python benchmarks/deep_gemm_parts.py [--shapes qwen3 mixtral] [--schemes fp8_block bf16] [--tokens 1024 4096]
-                                         [--alignments 128 64] [--pdl]
+                                         [--alignments 128 64] [--masked] [--pdl]
 
 The whole layer is timed under graph replay, its kernels by the profiler. Beside the kernels of ours stand the bytes they
 must move and the rate that makes. Results are compared with backend triton's. `alignments`: rows that groups are padded
-to; `--pdl`: products may start while the kernel before them ends. What was measured on an H200 is in docs/performance.md.
+to; `--masked`: batched_experts, too, of the same rows, which somebody brought into a block of M rows for each expert (not run
+on hardware yet); `--pdl`: products may start while the kernel before them ends. What was measured on an H200 is in
+docs/performance.md.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections import defaultdict
+from collections.abc import Callable
 
 import deep_gemm
 import torch
@@ -33,10 +36,20 @@ def call(cell: Cell, which: int, backend: str) -> Tensor:
     )
 
 
-def replay_us(cell: Cell) -> float:
+def masked_layer(cell: Cell) -> Callable[[int], Tensor]:
+    """The products and the activation alone: rows lie in the layout already, and stay there."""
+    E, w13, w2 = cell.weights.shape.num_experts, cell.weights.w13, cell.weights.w2
+    M, K = cell.hidden_states.shape
+    x = torch.randn(E, M, K, dtype=torch.bfloat16, device=cell.hidden_states.device)
+    ids = [routing.ids.flatten().long() for routing in cell.sets]
+    counts = [torch.bincount(one, minlength=E) for one in ids]
+    return lambda which: moe_ops.batched_experts(x, w13, w2, counts[which], backend="deep_gemm")
+
+
+def replay_us(cell: Cell, layer: Callable[[int], Tensor]) -> float:
     """Median time of a layer under graph replay."""
     num_sets = len(cell.sets)
-    graph, _ = capture(lambda which: call(cell, which, "deep_gemm"), num_sets)
+    graph, _ = capture(layer, num_sets)
     times = []
     for _ in range(REPLAYS + 2):
         start, end = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
@@ -82,6 +95,13 @@ def bytes_moved(cell: Cell) -> dict[str, int]:
     }
 
 
+def report_masked(cell: Cell) -> None:
+    case, layer = cell.case, masked_layer(cell)
+    layer(0)  # warm
+    where = f"{case.shape} {case.scheme or 'bf16'} M={case.num_tokens} masked"
+    print(f"{where}: {replay_us(cell, layer):.0f} us without placing and combining", flush=True)
+
+
 def report(cell: Cell, alignment: int) -> None:
     deep_gemm.set_mk_alignment_for_contiguous_layout(alignment)
     for which in range(len(cell.sets)):  # warm
@@ -89,7 +109,8 @@ def report(cell: Cell, alignment: int) -> None:
     error = relative_error(out, call(cell, len(cell.sets) - 1, "triton"))
     case = cell.case
     head = f"{case.shape} {case.scheme or 'bf16'} M={case.num_tokens} {alignment}"
-    print(f"{head}: {replay_us(cell):.0f} us, {error:.1e} from triton")
+    layer_us = replay_us(cell, lambda which: call(cell, which, "deep_gemm"))
+    print(f"{head}: {layer_us:.0f} us, {error:.1e} from triton")
     moved = bytes_moved(cell)
     for name, time in kernel_us(cell).items():
         rate = f"{moved[name] / time / 1e6:6.2f} TB/s" if name in moved else ""
@@ -102,6 +123,7 @@ def main() -> None:
     parser.add_argument("--schemes", nargs="+", default=["fp8_block", "bf16"])
     parser.add_argument("--tokens", nargs="+", type=int, default=[1024, 4096])
     parser.add_argument("--alignments", nargs="+", type=int, default=[128])
+    parser.add_argument("--masked", action="store_true")
     parser.add_argument("--pdl", action="store_true")
     arguments = parser.parse_args()
     deep_gemm.set_pdl(arguments.pdl)
@@ -114,6 +136,8 @@ def main() -> None:
             for M in arguments.tokens:
                 case = Case(shape, scheme, M)
                 cell = make_cell(case, weights, make_sets(case, l2))
+                if arguments.masked:
+                    report_masked(cell)
                 for alignment in arguments.alignments:
                     try:
                         report(cell, alignment)
