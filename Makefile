@@ -48,6 +48,9 @@ bench-gpu: venv
 	$(PY) benchmarks/experts.py --schemes bf16 fp8_block --shapes qwen3 mixtral --routing zipf \
 	  --tokens 64 1024 --only moe_ops
 	$(PY) benchmarks/experts.py --shapes gptoss120 glm45air scout dsv3_ep8 e64 e160 --only moe_ops
+	$(PY) benchmarks/experts.py --only moe_ops --tokens 1 8 32 64 256 --shapes qwen3 mixtral gptoss20 gptoss120 \
+	  --schemes fp8_w8a16:channel int8_w8a16:channel int4_w4a16:g64 mxfp4_w4a16 nvfp4_w4a16
+	$(PY) benchmarks/experts.py --only moe_ops --tokens 1 8 32 64 256 --shapes qwen3 mixtral --schemes int4_w4a16:g128
 	$(PY) benchmarks/end_to_end.py
 	$(PY) benchmarks/experts.py --report
 	$(PY) benchmarks/end_to_end.py --report

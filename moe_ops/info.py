@@ -170,17 +170,24 @@ def _problem(arguments: argparse.Namespace) -> Problem:
         sizes[name] = int(text)
     if sizes["TOP_K"] > sizes["E"]:
         raise ValueError(f"TOP_K must be at most E = {sizes['E']}, got {sizes['TOP_K']}")
-    scheme = arguments.explain[4]
+    scheme = "" if arguments.explain[4] == "plain" else _scheme(arguments.explain[4])
     activation = activations.resolve(arguments.activation)
+    rows = sizes["I"] * (2 if activation.gated else 1)
+    for weight, shape in (("w13", (rows, sizes["K"])), ("w2", (sizes["K"], sizes["I"]))):
+        reason = scheme and schemes.get_scheme(scheme).why_not_shape(*shape)
+        if reason:
+            raise ValueError(
+                f"{weight} of {shape[0]} rows cannot be quantized to {scheme!r}: {reason}"
+            )
     return Problem(
         kind="experts",
         num_experts=sizes["E"],
         hidden_size=sizes["K"],
         intermediate_size=sizes["I"],
-        num_rows=sizes["I"] * (2 if activation.gated else 1),
+        num_rows=rows,
         top_k=sizes["TOP_K"],
         dtype=getattr(torch, arguments.dtype),
-        scheme="" if scheme == "plain" else _scheme(scheme),
+        scheme=scheme,
         activation=activation,
     )
 

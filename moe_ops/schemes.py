@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
+from difflib import get_close_matches
 
 import torch
 
@@ -276,7 +277,8 @@ class QuantScheme:
             and ((cols := other.quantized_weight.group.cols) == -1 or k % cols == 0)
             and other.quantized_weight.zero_point == desc.zero_point
         ]
-        also = f"; {' and '.join(fitting)} take it" if fitting else ""
+        take = "takes" if len(fitting) == 1 else "take"
+        also = f"; {' and '.join(fitting)} {take} it" if fitting else ""
         return f"its {k} columns must be a multiple of {desc.group.cols}, the size of a scale's group{also}"
 
 
@@ -329,7 +331,10 @@ def get_scheme(scheme: str | QuantScheme) -> QuantScheme:
     if isinstance(scheme, str):
         found = SCHEMES.get(OTHER_NAMES.get(scheme, scheme))
     if found is None:
-        raise ValueError(f"scheme must be one of {_known()}, got {scheme!r}")
+        close = [n for n in (*OTHER_NAMES, *SCHEMES) if n and n.startswith(str(scheme))][:5]
+        close = close or get_close_matches(str(scheme), SCHEMES, 3)
+        meant = f"; did you mean {' or '.join(map(repr, close))}?" if close else ""
+        raise ValueError(f"scheme must be one of {_known()}, got {scheme!r}{meant}")
     return found
 
 

@@ -111,6 +111,10 @@ def test_names_and_variants():
 def test_unknown_name_lists_the_known():
     with pytest.raises(ValueError, match=r"scheme must be one of .*'fp8_block'.*got 'fp9'"):
         get_scheme("fp9")
+    with pytest.raises(ValueError, match="got 'int4'; did you mean 'int4_w4a16' or "):
+        get_scheme("int4")
+    with pytest.raises(ValueError, match="got 'fp8blok'; did you mean 'fp8_block'"):
+        get_scheme("fp8blok")
     for wrong in ("fp9", None, ["fp8_block"]):
         with pytest.raises(ValueError, match=r"scheme must be one of 'fp8_") as caught:
             get_scheme(wrong)

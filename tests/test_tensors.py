@@ -592,6 +592,9 @@ def test_safetensors_refuses_what_it_cannot_restore():
         unflatten({"w.scale": tensors["w.scale"]}, metadata)
     with pytest.raises(ValueError, match="must be one of .*got 'os.system'"):
         unflatten(tensors, {"moe_ops:w": '{"class": "os.system"}'})
+    for nothing in (None, {}, {"format": "pt"}):
+        with pytest.raises(ValueError, match="metadata must say what 'w.qdata' belongs to"):
+            unflatten(tensors, nothing)
 
 
 @schemes

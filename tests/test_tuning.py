@@ -274,7 +274,7 @@ def test_a_run_that_measures_nothing_fails(tuner, monkeypatch):
     "arguments, message",
     [
         ("--m 8 0", "--m must be positive numbers of tokens, got 0"),
-        ("--scheme fp9", "--scheme: scheme must be one of .*got 'fp9'; '' is for plain weights"),
+        ("--scheme fp9", "--scheme: scheme must be one of .*got 'fp9'.*'' is for plain weights"),
         ("--shape 4 128 128 8", "--shape must be positive, TOP_K at most E; got 4 128 128 8"),
         ("--shape 4 128 0 2", "--shape must be positive, TOP_K at most E; got 4 128 0 2"),
         ("--backends deepgemm", "--backends must be one of triton, .*, torch; got 'deepgemm'"),

@@ -83,7 +83,8 @@ def unflatten(tensors: dict[str, Tensor], metadata: dict[str, str] | None) -> di
     """The inverse of ``flatten``; metadata entries of others are ignored.
 
     Raises:
-        ValueError: if the metadata name a class that is not ours, or a tensor is missing.
+        ValueError: if the metadata name a class that is not ours, or a tensor is missing, or if they say nothing of
+            a weight's elements.
     """
     state_dict = dict(tensors)
     for key, text in (metadata or {}).items():
@@ -102,4 +103,10 @@ def unflatten(tensors: dict[str, Tensor], metadata: dict[str, str] | None) -> di
                 )
         attributes["dtype"] = getattr(torch, attributes["dtype"])
         state_dict[name] = cls(**parts, **attributes)
+    for key in state_dict:
+        if key.endswith(".qdata"):
+            raise ValueError(
+                f"metadata must say what {key!r} belongs to, as `flatten` wrote it beside the tensors; pass those of "
+                "the same file: safetensors.safe_open(path, 'pt').metadata()"
+            )
     return state_dict
