@@ -1,5 +1,5 @@
-"""Kernels of the two GEMMs for weights of 4 and 8 bits on SM90, where an expert has more than a few rows. Imported at first
-launch only.
+"""Kernels of the two GEMMs for weights of 4 and 8 bits on SM90, of more than one token and up to 48 rows an expert. Imported at
+first launch only.
 
 Legend as in triton_experts.py, the product in gluon_packed_matmul.py. Rows of x and h are (S, K) sorted by expert, their
 columns in the order in which the product takes them. A weight is described as (E, pieces of a row, parts, rows, bytes of
