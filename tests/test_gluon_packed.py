@@ -98,12 +98,44 @@ def test_arrange(K, U):
     pairs = torch.tensor([7, 0, 9, 2, 4, 1, 3, -5, 1 << 30, 8], dtype=torch.int32)
     index = torch.cat([torch.full((4 * blocks,), -1, dtype=torch.int32), pairs])
     out = torch.full((10, K), float("nan"), dtype=BF16)
-    args = (out, x, index, blocks, 10, top_k, K, *x.stride(), U, 4, launch.COLUMNS, False)
-    kernels.moe_ops_arrange[(10, -(-K // launch.COLUMNS), 1)](*args)
+    args = (out, x, index, None, None, blocks, 10, 4, 4, top_k, K, 0, 0, 0, *x.stride(), U, 4)
+    kernels.moe_ops_arrange[(10, -(-K // launch.COLUMNS), 1)](
+        *args, launch.COLUMNS, 0, False, False
+    )
     valid = (pairs >= 0) & (pairs < 10)
     columns = (torch.arange(0, K, U)[:, None] + columns_at(U, 4)).flatten()
     assert torch.equal(out[valid], x[pairs[valid] // top_k][:, columns])
     assert out[~valid].isnan().all()
+
+
+@pytest.mark.parametrize("mapped", [False, True])
+@pytest.mark.parametrize("most", launch.FEW_PAIRS)
+def test_arrange_of_few_pairs(most, mapped):
+    """Positions it finds itself are those of the routing kernel's order."""
+    from moe_ops.kernels.triton_routing import moe_ops_route
+
+    E, top_k, K, U = 6, 3, 192, 64
+    tokens = most // top_k
+    blocks, S = E * tokens, tokens * top_k
+    ids = torch.randint(-2, E + 3, (top_k, tokens)).T  # strided, some of no expert
+    expert_map = torch.randperm(E + 2).to(torch.int32) - 2 if mapped else None
+    maps = (E + 2, 1) if mapped else (E, 0)
+    x = torch.randn(tokens, K).to(BF16)
+    index = torch.full((4 * blocks + S,), -1, dtype=torch.int32)
+    out = torch.full((S, K), float("nan"), dtype=BF16)
+    args = (index, ids, expert_map, S, E, maps[0], blocks, top_k, *ids.stride(), maps[1])
+    moe_ops_route[(E, 1, 1)](*args, 16, 8, 64, mapped, False)
+    nowhere = torch.empty(0, dtype=torch.int32)  # the order is not read
+    args = (out, x, nowhere, ids, expert_map, blocks, S, E, maps[0], top_k, K, *ids.stride())
+    kernels.moe_ops_arrange[(S, 1, 1)](
+        *args, maps[1], *x.stride(), U, 4, launch.COLUMNS, most, mapped, False
+    )
+    order = index[4 * blocks :]
+    used = order >= 0
+    assert 0 < used.sum() < S and used.tolist() == sorted(used.tolist(), reverse=True)
+    columns = (torch.arange(0, K, U)[:, None] + columns_at(U, 4)).flatten()
+    assert torch.equal(out[used], x[order[used] // top_k][:, columns])
+    assert out[~used].isnan().all()
 
 
 @pytest.mark.parametrize("parts", [1, 3])
@@ -179,7 +211,7 @@ def test_product_of_a_piece_of_8_bits():
 
 
 @pytest.mark.parametrize("gated, interleaved", [(False, False), (True, False), (True, True)])
-@pytest.mark.parametrize("WN, warps", [(64, 4), (128, 4), (128, 8)])
+@pytest.mark.parametrize("WN, warps", [(64, 4), (128, 4), (128, 8), (256, 8)])
 def test_threads_hold_rows_in_the_products_order(gated, interleaved, WN, warps):
     """`weight_layout` names the rows of memory that `in_order` puts where a thread's rows of the product are."""
     rows = torch.arange(WN)[:, None].expand(WN, 64)
@@ -277,7 +309,7 @@ def test_rows_are_those_of_pairs():
     ids, index = torch.zeros(3, 2, dtype=torch.int64), torch.zeros(14, dtype=torch.int32)
     rows = pair_rows(index, ids, None, 2, 2, False, 8, 2)
     found = launch.arrange(workspace, x, w, 6, rows, gpu(-1))
-    assert found.grid == (6, 1, 1) and found.args[3:5] == (2, 6)
+    assert found.grid == (6, 1, 1) and found.args[5:7] == (2, 6)
 
 
 @pytest.mark.parametrize("scheme", ["int4_w4a16:g128", "mxfp4_w4a16", "fp8_w8a16:block"])

@@ -14,7 +14,7 @@ from triton.experimental.gluon import language as gl
 from moe_ops.kernels.gluon_packed_matmul import finish, first_scales, product, product_row, tile_at
 from moe_ops.kernels.gluon_packed_operands import bits_of_place
 from moe_ops.kernels.triton_activations import activate_one, activate_two
-from moe_ops.kernels.triton_routing import start_dependent, wait
+from moe_ops.kernels.triton_routing import local_expert, start_dependent, wait
 
 COUNTS = ["num_blocks", "S", "top_k", "stride_tm", "stride_tk"]
 
@@ -39,36 +39,76 @@ def in_place(x, U: tl.constexpr, BITS: tl.constexpr):
     return x.reshape(N)
 
 
-@triton.jit(do_not_specialize=["num_blocks", "S", "top_k"])
+@triton.jit
+def position_of(
+    pair, ids_ptr, map_ptr, S, E, num_ids, top_k, stride_im, stride_ik, stride_map,
+    PAIRS: tl.constexpr, HAS_MAP: tl.constexpr,
+):  # fmt: skip
+    """Where the routing kernel puts one of at most PAIRS pairs, and whether its expert is here."""
+    other = tl.arange(0, PAIRS)
+    experts = local_expert(
+        ids_ptr, map_ptr, other, other < S, E, num_ids, top_k,
+        stride_im, stride_ik, stride_map, HAS_MAP,
+    )  # fmt: skip
+    e = tl.sum(tl.where(other == pair, experts, 0))
+    before = (experts >= 0) & (experts < e) | (experts == e) & (other < pair)
+    return tl.sum(before.to(tl.int32)), e >= 0
+
+
+@triton.jit(
+    do_not_specialize=[
+        *("num_blocks", "S", "E", "num_ids", "top_k", "stride_im", "stride_ik", "stride_map")
+    ]
+)
 def moe_ops_arrange(
     out_ptr,  # (S, K) written: rows of x at their pairs' positions, columns as the product takes them
     x_ptr,  # (M, K)
     index_ptr,
+    ids_ptr,  # (M, top_k)
+    map_ptr,  # (num_ids,) global id -> local id, or absent
     num_blocks,
     S,
+    E,
+    num_ids,
     top_k,
     K,
+    stride_im,
+    stride_ik,
+    stride_map,
     stride_xm,
     stride_xk,
     U: tl.constexpr,
     BITS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    PAIRS: tl.constexpr,  # of so many at most the kernel finds the positions itself; 0 of more
+    HAS_MAP: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Rows of tokens sorted by expert, one program a position and so many columns.
+    """Rows of tokens sorted by expert, one program a pair or position, and so many columns.
 
-    Positions of no pair are left to chance, as are rows of them that the product reads.
+    Of few pairs it does not wait for the routing kernel's order. Positions of no pair are left to chance, as are rows of
+    them that the product reads.
     """
-    wait(DEPENDENT)
-    start_dependent(DEPENDENT)
-    position = tl.program_id(0)
-    pair = tl.load(index_ptr + 4 * num_blocks + position, cache_modifier=".cg")
-    if (pair < 0) | (pair >= S):
-        return
+    if PAIRS:
+        pair = tl.program_id(0)
+        position, here = position_of(
+            pair, ids_ptr, map_ptr, S, E, num_ids, top_k,
+            stride_im, stride_ik, stride_map, PAIRS, HAS_MAP,
+        )  # fmt: skip
+    else:
+        wait(DEPENDENT)
+        start_dependent(DEPENDENT)
+        position = tl.program_id(0)
+        pair = tl.load(index_ptr + 4 * num_blocks + position, cache_modifier=".cg")
+        here = (pair >= 0) & (pair < S)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    ok = column < tl.where(here, K, 0)
     x_ptrs = x_ptr + (pair // top_k).to(tl.int64) * stride_xm + column.to(tl.int64) * stride_xk
-    x = in_place(tl.load(x_ptrs, mask=column < K, other=0.0), U, BITS)
-    tl.store(out_ptr + position.to(tl.int64) * K + column, x, mask=column < K)
+    x = in_place(tl.load(x_ptrs, mask=ok, other=0.0), U, BITS)
+    tl.store(out_ptr + position.to(tl.int64) * K + column, x, mask=ok)
+    if PAIRS:
+        wait(DEPENDENT)
+        start_dependent(DEPENDENT)  # GEMM1 reads what the routing kernel wrote before it waits
 
 
 @gluon.jit(do_not_specialize=COUNTS)

@@ -23,6 +23,7 @@ TRITON = ((3, 6), (3, 7))
 MOST_PARTS = 3  # programs that share a tile of GEMM2 by columns, where it has few tiles
 SHARED_ROWS = 1024  # of y in all parts
 COLUMNS = 1024  # of a row that a program puts in order: 16 bytes a thread
+FEW_PAIRS = (64, 512)  # of so many or fewer, programs that put rows in order look at all
 MOST_ROWS = 48  # of an expert, on average: from there on products count
 SHARED_MEMORY, REGISTERS = 228 * 1024, 65536  # of a multiprocessor
 
@@ -139,6 +140,7 @@ def search_space(
     tiles = [(64, 128, 4, 4), (64, 256, 3, 4), (64, 256, 4, 4)]
     tiles += [(128, 128, 3, 4), (128, 128, 4, 4), (128, 256, 2, 4)]
     tiles += [(128, 128, 4, 8), (128, 256, 2, 8), (128, 256, 3, 8)]
+    tiles += [(256, 128, 3, 8), (256, 128, 4, 8), (256, 256, 2, 8)]
     space = []
     for tokens in [t for t in (8, 16, 32, 64) if worth(t, average)] or [64]:
         shared = base._replace(tokens=tokens, parts=1)
@@ -210,10 +212,12 @@ def _rows_described(x: Tensor, w: Packed, rows: int, tokens: int, tile: Tile):
 
 def arrange(out: Tensor, x: Tensor, w: Packed, pairs: int, rows: Rows, chip: Gpu) -> Launch:
     """Rows of x sorted by expert, columns in the order in which `w` takes them."""
-    index, _, _, blocks, _, _, top_k, *_ = rows.args
+    index, ids, expert_map, blocks, experts, num_ids, top_k, *strides = rows.args
     U, K = piece(w), w.columns
-    args = (out, x, index, blocks, pairs, top_k, K, *x.stride(), U, w.format.bits, COLUMNS)
-    return Launch("arrange", (pairs, cdiv(K, COLUMNS), 1), (*args, chip.dependent))
+    few = next((most for most in FEW_PAIRS if pairs <= most), 0)
+    args = (out, x, index, ids, expert_map, blocks, pairs, experts, num_ids, top_k, K, *strides)
+    args += (*x.stride(), U, w.format.bits, COLUMNS, few, rows.has_map, chip.dependent)
+    return Launch("arrange", (pairs, cdiv(K, COLUMNS), 1), args)
 
 
 def _constants(w: Packed, tile: Tile, tokens: int) -> tuple:
