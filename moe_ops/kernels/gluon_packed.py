@@ -162,6 +162,7 @@ def moe_ops_gluon_gemm1(
 ):
     """h = activation(x @ w13.T + bias)."""
     BN: gl.constexpr = WN // 2 if GATED else WN
+    start_dependent(DEPENDENT)
     here, b, n, _, begin_step, end_step = tile_at(index_ptr, gl.cdiv(I, BN), gl.cdiv(K, BK), 1)
     if not here:
         wait(DEPENDENT)
@@ -185,7 +186,6 @@ def moe_ops_gluon_gemm1(
         x, w, first, e, tile_row, begin_step, end_step, K, scale_ptrs, zero_ptrs, stride_sk, stride_zk,
         FORMAT, SCALE, G, U, GATED, INTERLEAVED, BM, WN, BK, STAGES, WARPS, OVERLAP, DEPENDENT,
     )  # fmt: skip
-    start_dependent(DEPENDENT)
     ROWS: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
     i, up = product_row(ROWS, WN, GATED)
     i = gl.minimum(n * BN + i, I - 1)
@@ -271,6 +271,7 @@ def moe_ops_gluon_gemm2(
     DEPENDENT: gl.constexpr,
 ):
     """y = x @ w2.T + bias in fp32."""
+    start_dependent(DEPENDENT)
     here, b, n, part, begin_step, end_step = tile_at(
         index_ptr, gl.cdiv(N, WN) * SPLIT, gl.cdiv(K, BK), SPLIT
     )
@@ -295,7 +296,6 @@ def moe_ops_gluon_gemm2(
         x, w, first, e, n * WN, begin_step, end_step, K, scale_ptrs, zero_ptrs, stride_sk, stride_zk,
         FORMAT, SCALE, G, U, False, False, BM, WN, BK, STAGES, WARPS, OVERLAP, DEPENDENT,
     )  # fmt: skip
-    start_dependent(DEPENDENT)
     column = n * WN + gl.arange(0, WN, gl.SliceLayout(1, acc.type.layout))
     row = gl.minimum(column, N - 1)
     acc = finish(

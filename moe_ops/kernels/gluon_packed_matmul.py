@@ -158,7 +158,7 @@ def group_at(piece, last, U: gl.constexpr, G: gl.constexpr):
 
 @gluon.constexpr_function
 def load_of(dtype):
-    return f"ld.global.nc.b{dtype.primitive_bitwidth} $0, [$1];"
+    return f"ld.global.nc.L2::128B.b{dtype.primitive_bitwidth} $0, [$1];"
 
 
 @gluon.jit

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import lru_cache
 
 import torch
 
@@ -291,23 +291,33 @@ def _pairs(plan: list[tuple[list[Tiles], list[Tiles]]]) -> Iterator[Tiles]:
             yield first[i % len(first)]._replace(gemm2=two.gemm2, parts=two.parts)
 
 
-@cache
-def _pool() -> ProcessPoolExecutor:
-    workers = max(1, (os.cpu_count() or 1) - 1)
-    return ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn"))
-
-
 def compile_all(target: Target, num_tokens: int, tiles: Iterable[Tiles]) -> None:
-    """Compile kernels into Triton's cache on disk, one process a core."""
+    """Compile kernels into Triton's cache on disk, one process a core, or fewer where weights fill the GPU."""
     one = dataclasses.replace(target, num_experts=max(2, target.top_k))
-    jobs = [_pool().submit(_compile, one, num_tokens, choice) for choice in dict.fromkeys(tiles)]
+    pool = _pool(_workers(one))
+    jobs = [pool.submit(_compile, one, num_tokens, choice) for choice in dict.fromkeys(tiles)]
     for job in jobs:
         job.result()
 
 
+def _workers(target: Target) -> int:
+    """Processes that can make weights at a time: quantizing took 8 bytes for each of them in bf16."""
+    plain = target.num_experts * 3 * target.hidden_size * target.intermediate_size * 2
+    free, _ = torch.cuda.mem_get_info()
+    # a process takes half a GiB, whatever it makes
+    return max(1, min((os.cpu_count() or 1) - 1, int(0.9 * free / (8 * plain + 2**29))))
+
+
+@lru_cache(maxsize=1)
+def _pool(workers: int) -> ProcessPoolExecutor:
+    return ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn"))
+
+
 @lru_cache(maxsize=1)
 def _few_weights(target: Target) -> tuple[torch.Tensor, torch.Tensor]:
-    return target.weights(target.num_experts)
+    made = target.weights(target.num_experts)
+    torch.cuda.empty_cache()
+    return made
 
 
 def _compile(target: Target, num_tokens: int, tiles: Tiles) -> None:
