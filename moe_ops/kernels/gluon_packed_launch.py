@@ -96,7 +96,8 @@ def choose(rows: int, groups: int, K: int, I: int, bits: int, chunk: int) -> Til
     """Tiles of the two GEMMs; None where other kernels serve so many rows. An expert's should usually fit a block.
 
     As measured on an H200 for qwen3, mixtral, gptoss20 and gptoss120 at 8 and 64 tokens. Multiprocessors of more blocks
-    were faster than those of deeper rings, and GEMM2 of few tiles where its programs share the columns.
+    were faster than those of deeper rings, which leave scales less of the L1 cache, and GEMM2 of few tiles where its programs
+    share the columns: of Mixtral's 64 tokens, three parts are two rounds of three blocks a multiprocessor.
     """
     average = rows / groups
     if average > MOST_ROWS:
@@ -108,10 +109,13 @@ def choose(rows: int, groups: int, K: int, I: int, bits: int, chunk: int) -> Til
             return Tile(128, 128, 4, 8)
         if bits == 8 or tokens == 16 or columns % 256:
             return Tile(128, 128, 3, 4)
-        return Tile(64, 256, 4, 4) if tokens == 8 and columns >= 4096 else Tile(128, 256, 2, 4)
+        if tokens == 8 and (columns >= 4096 or average < 1):
+            return Tile(64, 256, 4 if columns >= 4096 else 2, 4)
+        return Tile(128, 256, 2, 4)
 
     few = min(rows, groups) * cdiv(K, 128) <= 2 * 132
-    return Tiles(False, tokens, tile(K), tile(I), chunk, parts=2 if few else 1, wgmma=True)
+    parts = (3 if tokens == 32 else 2) if few else 1
+    return Tiles(False, tokens, tile(K), tile(I), chunk, parts=parts, wgmma=True)
 
 
 def y_rows(pairs):
@@ -137,10 +141,9 @@ def search_space(
         experts: how many there are.
         K: rows of GEMM2's weights.
     """
-    tiles = [(64, 128, 4, 4), (64, 256, 3, 4), (64, 256, 4, 4)]
+    tiles = [(64, 128, 4, 4), (64, 256, 2, 4), (64, 256, 4, 4)]
     tiles += [(128, 128, 3, 4), (128, 128, 4, 4), (128, 256, 2, 4)]
     tiles += [(128, 128, 4, 8), (128, 256, 2, 8), (128, 256, 3, 8)]
-    tiles += [(256, 128, 3, 8), (256, 128, 4, 8), (256, 256, 2, 8)]
     space = []
     for tokens in [t for t in (8, 16, 32, 64) if worth(t, average)] or [64]:
         shared = base._replace(tokens=tokens, parts=1)
@@ -235,8 +238,13 @@ def _overlaps(w: Packed, tile: Tile, tokens: int) -> bool:
     """Whether weights are decoded while those before them are multiplied: not where registers for both cost a block.
 
     On an H200 that took 1 to 8 % less time at 8 tokens a block and, where it takes few registers, at 16; 0 to 6 % more at 32.
+    Blocks of two stages leave a multiprocessor room for so many that these cover for each other: 1 to 5 % less without.
     """
-    return tokens == 8 or (tokens == 16 and (piece(w) == 64 or tile.rows == 16 * tile.warps))
+    if tokens == 8:
+        return w.format.bits == 8 or (
+            tile.stages > 2 and (w.format.name != "int4" or piece(w) == 128)
+        )
+    return tokens == 16 and (piece(w) == 64 or tile.rows == 16 * tile.warps)
 
 
 def _registers(w: Packed, tile: Tile, tokens: int) -> int:
@@ -246,7 +254,8 @@ def _registers(w: Packed, tile: Tile, tokens: int) -> int:
     read. What is needed at least was counted: from there on the compiler spills little or nothing.
     """
     threads, sums = 32 * (tile.warps + 4), tile.rows * tokens // (32 * tile.warps)
-    least = (72 if w.format.scale == "e8m0" else 80) + sums + (0 if w.zero is None else 8)
+    plain = w.format.scale == "e8m0" or (w.format.bits == 4 and tokens == 8)
+    least = (72 if plain else 80) + sums + (0 if w.zero is None else 8)
     if tile.rows > 16 * tile.warps and w.format.name != "e2m1":
         least += sums // 2  # a group's, of a half of the rows
     if _overlaps(w, tile, tokens):
