@@ -19,7 +19,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 def start_dependent(DEPENDENT: tl.constexpr):
     """Let the next kernel start once all programs are here; it waits before it reads what this one writes.
 
-    A GEMM comes here behind its sum: programs that started earlier would hold shared memory while they wait.
+    A GEMM of Triton comes here behind its sum: programs that started earlier would hold shared memory while they wait. Those
+    of gluon_packed.py come here first: what starts early fills its ring with weights before it waits.
     """
     if DEPENDENT:
         gdc_launch_dependents()
