@@ -3,6 +3,7 @@ Triton is of their language, and values on a GPU (`-m gpu`)."""
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
@@ -377,8 +378,8 @@ def test_values(scheme, tile):
     "tile", [(8, 64, 256, 4, 4), (32, 128, 256, 2, 4), (64, 128, 128, 3, 8)], ids=str
 )
 def test_parts_of_the_columns(scheme, parts, I, tile):  # noqa: E741
-    """A part has more steps than the next, or the last has none; of more rows than the workspace has place for, there is one."""
-    for M, expected in ((9, parts), (600, 1)):
+    """A part has more steps than the next; of one step, or more rows than the workspace has place for, there is one."""
+    for M, expected in ((9, parts if I > 128 else 1), (600, 1)):
         sizes = {"M": M, "E": 5, "top_k": 2, "K": 256, "I": I}
         with mock.patch.object(launch, "gemm2", wraps=launch.gemm2) as used:
             check(scheme, tiles(*tile)._replace(parts=parts), bias=True, **sizes)
@@ -392,6 +393,23 @@ def test_search_tries_parts_and_none():
         assert {t.parts for t in ones} == {1} and {t.parts for t in twos} >= {1, 2, 3}
     for _, twos in launch.search_space(base, 4, 128, 2048):
         assert {t.parts for t in twos} == {1}
+
+
+@pytest.mark.parametrize("columns", range(128, 1700, 128))
+def test_every_part_has_a_step(columns):
+    """Shared out as `tile_at` does."""
+    from moe_ops.kernels.triton_launch import gpu
+    from moe_ops.kernels.triton_packed_launch import packed
+
+    data = torch.zeros(1, 128, columns // 2, dtype=torch.uint8)
+    scales = torch.zeros(1, 128, columns // 32, dtype=torch.uint8)
+    w = packed("w", data, scales, None, None, None, "mxfp4_w4a16", gpu(-1))
+    for k, most in itertools.product((128, 256), (1, 2, 3)):
+        steps = -(-columns // k)
+        parts = launch.parts_of(w, Tile(128, k, 2, 4), most, 10)
+        each = -(-steps // parts)
+        assert 1 <= parts <= most and (parts - 1) * each < steps <= parts * each
+        assert parts == most or steps < most * each
 
 
 @pytest.mark.parametrize("pairs", [1, 64, 341, 342, 1023, 1024, 5000])

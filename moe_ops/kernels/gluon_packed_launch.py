@@ -123,6 +123,16 @@ def y_rows(pairs):
     return maximum(pairs, minimum(MOST_PARTS * pairs, SHARED_ROWS))
 
 
+def parts_of(w2: Packed, tile: Tile, parts: int, pairs: int) -> int:
+    """How many programs share the columns of a tile of GEMM2, at most `parts`: y has room for what all of them add up.
+
+    Each has a step of its own: one without would write y, where GEMM1's x is, with nothing of GEMM1's to wait for.
+    """
+    steps = cdiv(w2.columns, _pieces(w2, tile) * piece(w2))
+    parts = cdiv(steps, cdiv(steps, parts))
+    return parts if pairs * parts <= y_rows(pairs) else 1
+
+
 def worth(tokens: int, average: float) -> bool:
     """Whether blocks of so many tokens may be the best for experts of so many rows on average.
 

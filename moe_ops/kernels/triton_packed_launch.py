@@ -262,7 +262,7 @@ def _launch_on_sm90(a: ExpertsArgs, w13: Packed, w2: Packed, tiles: Tiles, chip:
     blocks = _blocks(pairs, E, tiles.tokens)
     rows = pair_rows(a.index_workspace, ids, a.expert_map, E, top_k, False, tiles.tokens, blocks)
     arranged = flat(a.workspace2, x.dtype, pairs * K)  # where y will be
-    parts = tiles.parts if pairs * tiles.parts <= gluon_packed_launch.y_rows(pairs) else 1
+    parts = gluon_packed_launch.parts_of(w2, tiles.gemm2, tiles.parts, pairs)
     h = flat(a.workspace13, x.dtype, pairs * I)
     y = flat(a.workspace2, torch.float32, parts * pairs * K)
     weights = a.topk_weights if a.router_weight_on_input else None
