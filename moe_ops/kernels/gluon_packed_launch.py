@@ -124,13 +124,13 @@ def y_rows(pairs):
 
 
 def parts_of(w2: Packed, tile: Tile, parts: int, pairs: int) -> int:
-    """How many programs share the columns of a tile of GEMM2, at most `parts`: y has room for what all of them add up.
+    """How many programs share the columns of a tile of GEMM2: at most `parts`, and as many as y has room for.
 
     Each has a step of its own: one without would write y, where GEMM1's x is, with nothing of GEMM1's to wait for.
     """
     steps = cdiv(w2.columns, _pieces(w2, tile) * piece(w2))
-    parts = cdiv(steps, cdiv(steps, parts))
-    return parts if pairs * parts <= y_rows(pairs) else 1
+    parts = min(parts, y_rows(pairs) // pairs)
+    return cdiv(steps, cdiv(steps, parts))
 
 
 def worth(tokens: int, average: float) -> bool:
@@ -223,13 +223,18 @@ def _rows_described(x: Tensor, w: Packed, rows: int, tokens: int, tile: Tile):
     return _descriptor(x, [K // part, rows, part], [part, K, 1], box, 2 * part, 16)
 
 
+def few_pairs(pairs: int) -> int:
+    """The least of FEW_PAIRS that `pairs` are no more than, 0 for none."""
+    return next((most for most in FEW_PAIRS if pairs <= most), 0)
+
+
 def arrange(out: Tensor, x: Tensor, w: Packed, pairs: int, rows: Rows, chip: Gpu) -> Launch:
     """Rows of x sorted by expert, columns in the order in which `w` takes them."""
     index, ids, expert_map, blocks, experts, num_ids, top_k, *strides = rows.args
     U, K = piece(w), w.columns
-    few = next((most for most in FEW_PAIRS if pairs <= most), 0)
     args = (out, x, index, ids, expert_map, blocks, pairs, experts, num_ids, top_k, K, *strides)
-    args += (*x.stride(), U, w.format.bits, COLUMNS, few, rows.has_map, chip.dependent)
+    args += (*x.stride(), U, w.format.bits, COLUMNS, few_pairs(pairs))
+    args += (rows.has_map, chip.dependent)
     return Launch("arrange", (pairs, cdiv(K, COLUMNS), 1), args)
 
 
@@ -248,7 +253,8 @@ def _overlaps(w: Packed, tile: Tile, tokens: int) -> bool:
     """Whether weights are decoded while those before them are multiplied: not where registers for both cost a block.
 
     On an H200 that took 1 to 8 % less time at 8 tokens a block and, where it takes few registers, at 16; 0 to 6 % more at 32.
-    Blocks of two stages leave a multiprocessor room for so many that these cover for each other: 1 to 5 % less without.
+    Blocks of two stages leave a multiprocessor room for so many that these cover for each other: 1 to 5 % less without. So do
+    those of int4 in pieces of 64 (gptoss20 at M = 8: 104 us and 108), where each piece's sum is scaled for itself.
     """
     if tokens == 8:
         return w.format.bits == 8 or (
@@ -261,7 +267,8 @@ def _registers(w: Packed, tile: Tile, tokens: int) -> int:
     """Registers of a thread, on average: so many that as many blocks fit as what they need at least allows.
 
     A block's warps are those that multiply, and four more of 24 registers a thread, of which one asks for what they
-    read. What is needed at least was counted: from there on the compiler spills little or nothing.
+    read. What is needed at least was counted: from there on, and with the 7 fewer that rounding may leave, the compiler spills
+    little or nothing.
     """
     threads, sums = 32 * (tile.warps + 4), tile.rows * tokens // (32 * tile.warps)
     plain = w.format.scale == "e8m0" or (w.format.bits == 4 and tokens == 8)

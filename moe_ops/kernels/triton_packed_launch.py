@@ -267,6 +267,7 @@ def _launch_on_sm90(a: ExpertsArgs, w13: Packed, w2: Packed, tiles: Tiles, chip:
     y = flat(a.workspace2, torch.float32, parts * pairs * K)
     weights = a.topk_weights if a.router_weight_on_input else None
     first, second = tiles.gemm1, tiles.gemm2
+    # Of few pairs `arrange` writes before it waits: only what leaves workspace2 alone may come before it.
     launches = [
         route(rows, pairs, tiles.chunk, chip),
         gluon_packed_launch.arrange(arranged, x, w13, pairs, rows, chip),
@@ -276,7 +277,8 @@ def _launch_on_sm90(a: ExpertsArgs, w13: Packed, w2: Packed, tiles: Tiles, chip:
         gluon_packed_launch.gemm2(w2, a.w2_bias, y, h, pairs, rows, second, parts),
         combine(out, y, a.topk_weights, rows, M, K, weights is None, chip, parts),
     ]
-    key = (device, tiles, parts, E, top_k, x.stride(), out.stride(), a.router_weight_on_input)
+    few = gluon_packed_launch.few_pairs(pairs)
+    key = (device, tiles, parts, few, E, top_k, x.stride(), out.stride(), a.router_weight_on_input)
     data = (x, a.topk_weights, ids, out, y, h, a.index_workspace, a.expert_map)
     run(launches, (*key, _layer_key(a, w13, w2), pointers(*data)), device, chip.dependent)
 

@@ -301,11 +301,11 @@ def compile_all(target: Target, num_tokens: int, tiles: Iterable[Tiles]) -> None
 
 
 def _workers(target: Target) -> int:
-    """Processes that can make weights at a time: quantizing took 8 bytes for each of them in bf16."""
+    """Processes that may make these weights at a time: quantizing took 8 times their bytes in bf16."""
     plain = target.num_experts * 3 * target.hidden_size * target.intermediate_size * 2
-    free, _ = torch.cuda.mem_get_info()
-    # a process takes half a GiB, whatever it makes
-    return max(1, min((os.cpu_count() or 1) - 1, int(0.9 * free / (8 * plain + 2**29))))
+    _, memory = torch.cuda.mem_get_info()
+    # a process takes half a GiB, whatever it makes; this one holds the weights that are timed
+    return max(1, min((os.cpu_count() or 1) - 1, int(0.6 * memory / (8 * plain + 2**29))))
 
 
 @lru_cache(maxsize=1)
