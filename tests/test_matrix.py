@@ -354,10 +354,12 @@ def test_block_path_of_gpus_without_one(scheme, autocast):
 
 
 @everywhere
-@pytest.mark.parametrize("scheme", ["", "fp8_channel"])
-def test_bitwise_repeatable_and_inputs_stay(where, scheme):
+@pytest.mark.parametrize("M", [1, 40])
+@pytest.mark.parametrize("scheme", ["", "fp8_channel", "fp8_block", "mxfp4_w4a16"])
+def test_bitwise_repeatable_and_inputs_stay(where, scheme, M):
     name, device, dtype = where
-    options = fitted(name, {"M": 40, "top_k": 3, "bias": True, "expert_map": True})
+    sizes = {"K": 128, "I": 128} if scheme == "mxfp4_w4a16" else {}
+    options = fitted(name, {"M": M, "top_k": 3, "bias": True, "expert_map": True, **sizes})
     case = Case(device, dtype, scheme, **options)
 
     def call():
