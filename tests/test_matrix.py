@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from unittest import mock
 
 import pytest
 import torch
@@ -348,6 +349,35 @@ def test_block_path_of_gpus_without_one(scheme, autocast):
     expected = oracle.grouped_linear(x, plain, offsets)
     assert_matches(y[:71], expected[:71], TOLERANCE[FP32])
     assert_matches(back[:71], oracle.grouped_linear(expected, plain.mT, offsets)[:71], 1e-5)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize("biased", [False, True])
+def test_cpu_products_in_fp32(dtype, biased):
+    """As on processors without 16-bit products, of experts with rows enough; rounded once."""
+    counts, N, K = [20, 3, 0, 16], 40, 96
+    x, w = torch.randn(41, K).to(dtype), (torch.randn(4, N, K) / K**0.5).to(dtype)
+    bias = torch.randn(4, N).to(dtype) if biased else None
+    offsets = torch.tensor(counts).cumsum(0).int()
+    with (
+        mock.patch.object(torch_grouped, "_multiplied_by_rows", lambda dtype: True),
+        mock.patch.object(torch_grouped.cpu_grouped, "can_multiply", lambda *_: False),
+        mock.patch.object(torch, "mm", wraps=torch.mm) as mm,
+    ):
+        y = torch_grouped.grouped_mm(x, w, offsets, bias=bias)
+        outer = torch_grouped.grouped_outer(y, x, offsets)
+    wide = [call.args[0].shape for call in mm.call_args_list if call.args[0].dtype == FP32]
+    assert wide == [(20, K), (16, K), (N, 20), (N, 3), (N, 16)]
+    begin = 0
+    for e, count in enumerate(counts):
+        rows = slice(begin, begin + count)
+        expected = x[rows].double() @ w[e].double().T + (bias[e].double() if biased else 0)
+        eps = torch.finfo(dtype).eps
+        torch.testing.assert_close(y[rows].double(), expected, rtol=eps, atol=eps)
+        expected = y[rows].double().T @ x[rows].double()
+        torch.testing.assert_close(outer[e].double(), expected, rtol=eps, atol=4 * eps)
+        begin += count
+    assert (y[39:] == 0).all()
 
 
 # --- what holds for every backend besides values -----------------------------------------------------------

@@ -9,6 +9,8 @@ Three ways, none of which reads a device tensor on the host when that device is 
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -18,6 +20,7 @@ from moe_ops.numerics import Scales, dequantize_weight
 from moe_ops.schemes import get_scheme
 
 _BLOCK = 32  # rows per block of the gather path
+_WIDENED_ROWS = 16  # from which fp32 pays on CPUs without 16-bit products
 _CHUNK = 1 << 27  # weight elements dequantized or gathered at a time (0.5 GB in fp32)
 
 
@@ -52,10 +55,7 @@ def grouped_mm(
                 if scales is not None:
                     w = dequantize_weight(w, scheme, *scales.of(e), dtype=x.dtype)
                 w = w if transpose else w.t()
-                if bias is None:
-                    torch.mm(x[start:end], w, out=out[start:end])
-                else:
-                    torch.addmm(bias[e].to(x.dtype), x[start:end], w, out=out[start:end])
+                _product(x[start:end], w, None if bias is None else bias[e], out[start:end])
                 start = end
         out[start:] = 0
         return out
@@ -72,6 +72,29 @@ def grouped_mm(
     return y if out is None else out.copy_(y)
 
 
+def _product(a: Tensor, b: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    """out = a @ b + bias on a CPU; in fp32, rounded at the end, where that is faster.
+
+    Without instructions for 16-bit numbers torch multiplies them a row at a time. On an EPYC with AVX2, 1024 columns and as
+    many rows of weights, 8 rows in bf16 took 1.5 ms and in fp32, widening included, 1.7; 64 took 12 and 2.9.
+    """
+    if a.shape[0] >= _WIDENED_ROWS and _multiplied_by_rows(a.dtype):
+        y = torch.mm(a.float(), b.float())
+        out.copy_(y if bias is None else y.add_(bias))
+    elif bias is None:
+        torch.mm(a, b, out=out)
+    else:
+        torch.addmm(bias.to(a.dtype), a, b, out=out)
+
+
+@functools.cache
+def _multiplied_by_rows(dtype: torch.dtype) -> bool:
+    """Whether torch has nothing but that for matrices of this type on this processor."""
+    if dtype == torch.bfloat16:
+        return not torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return dtype == torch.float16 and not torch.ops.mkldnn._is_mkldnn_fp16_supported()
+
+
 def grouped_outer(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
     """a[rows of e].T @ b[rows of e]: (S, N), (S, K) -> (E, N, K); zero for experts without rows."""
     num_experts = offsets.shape[0]
@@ -81,7 +104,7 @@ def grouped_outer(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
         start = 0
         for e, end in enumerate(offsets.tolist()):
             if end > start:
-                torch.mm(a[start:end].t(), b[start:end], out=out[e])
+                _product(a[start:end].t(), b[start:end], None, out[e])
                 start = end
         return out
     if _native(a, b):
