@@ -380,6 +380,16 @@ def test_cpu_products_in_fp32(dtype, biased):
     assert (y[39:] == 0).all()
 
 
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
+def test_products_of_a_torch_without_onednn(dtype):
+    with (
+        mock.patch.object(torch.backends.mkldnn, "is_available", lambda: False),
+        mock.patch.object(torch.ops, "mkldnn", None),
+    ):
+        assert not torch_grouped._multiplied_by_rows.__wrapped__(dtype)
+    assert not torch_grouped._multiplied_by_rows(FP32)
+
+
 # --- what holds for every backend besides values -----------------------------------------------------------
 
 

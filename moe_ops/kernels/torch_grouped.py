@@ -89,7 +89,9 @@ def _product(a: Tensor, b: Tensor, bias: Tensor | None, out: Tensor) -> None:
 
 @functools.cache
 def _multiplied_by_rows(dtype: torch.dtype) -> bool:
-    """Whether torch has nothing but that for matrices of this type on this processor."""
+    """Whether torch has nothing but that for matrices of this type on this processor, as far as oneDNN knows."""
+    if not torch.backends.mkldnn.is_available():  # then the questions below are not there either
+        return False
     if dtype == torch.bfloat16:
         return not torch.ops.mkldnn._is_mkldnn_bf16_supported()
     return dtype == torch.float16 and not torch.ops.mkldnn._is_mkldnn_fp16_supported()
