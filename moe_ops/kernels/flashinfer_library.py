@@ -26,7 +26,9 @@ import torch
 from moe_ops import caches
 
 VERSION = "0.6.13"  # whose module's arguments are spelled out here
-Tactics = tuple[int, int]  # of GEMM1 and GEMM2; -1 is the library's default
+# Of GEMM1 and GEMM2, each counted from 0; -1 is the library's default. The module also takes GEMM2's counted on from
+# GEMM1's, but only those past GEMM2's own count: it takes all others to be counted from 0.
+Tactics = tuple[int, int]
 DEFAULT: Tactics = (-1, -1)
 _REPLAYS, _CALLS = 5, 4  # timed runs of a captured graph, and calls in it
 _LONG = 2e-3  # seconds of a call that is timed without a graph
@@ -207,15 +209,17 @@ def tune(gpu: str, key: Key, of: Any, call: Callable[[Tactics], None]) -> None:
     table = _table(gpu)
     if key in table:
         return
-    first, second = candidates(
-        of.get_gemm1_tactic_count(), of.get_gemm2_tactic_count(), key.deterministic
-    )
+    counts = of.get_gemm1_tactic_count(), of.get_gemm2_tactic_count()
     best = DEFAULT
-    for position, ids in enumerate((first, second)):
-        least = _seconds(call, best)
+    for position, ids in enumerate(candidates(*counts, key.deterministic)):
+        least, before = _seconds(call, best), position * counts[0]
         for id_ in ids:
             tried = (id_, best[1]) if position == 0 else (best[0], id_)
-            if of.get_tactic_occupancy(id_) > 0 and (time := _seconds(call, tried)) < least:
+            # occupancies are counted over both
+            if (
+                of.get_tactic_occupancy(before + id_) > 0
+                and (time := _seconds(call, tried)) < least
+            ):
                 least, best = time, tried
     with _lock:
         table[key] = best
@@ -223,17 +227,16 @@ def tune(gpu: str, key: Key, of: Any, call: Callable[[Tactics], None]) -> None:
 
 
 def candidates(first: int, second: int, deterministic: bool) -> tuple[list[int], list[int]]:
-    """Tactics of GEMM1 and GEMM2 to try, as the module numbers them, GEMM2's behind GEMM1's.
+    """Tactics of GEMM1 and GEMM2 to try, of so many each.
 
-    Of n tile shapes GEMM1 has n and n with operands exchanged, then those of older GPUs, which are left out. GEMM2 has
-    4 n where it can add to the output itself, with atomics. Their numbers do not tell which do (in bf16 on an H200, one
-    of those thought not to gave other bits), so deterministic calls keep the default, whose bits did not change.
+    Of n tile shapes GEMM1 has n, then n with operands exchanged. GEMM2, where it can add to the output itself, has n, n
+    that do so, with atomics, and again n and n with operands exchanged. Those of older GPUs, which follow, are left out.
     """
-    fused = (second - first) // 2  # n, if some tactics of GEMM2 add to the output
-    if fused <= 0:
-        return list(range(first)), list(range(first, first + second))
-    every = [] if deterministic else [first + i for i in range(4 * fused)]
-    return list(range(min(2 * fused, first))), every
+    n = (second - first) // 2
+    if n <= 0:  # none adds to the output
+        return list(range(first)), list(range(second))
+    plain = [*range(n), *range(2 * n, 3 * n)]
+    return list(range(min(2 * n, first))), plain if deterministic else list(range(4 * n))
 
 
 def _seconds(call: Callable[[Tactics], None], tried: Tactics) -> float:
