@@ -302,10 +302,10 @@ def _choose_vector(quantized: bool, itemsize: int, K: int, I: int, chunk: int) -
     else:
         k = 2048 // itemsize
         first = tile(2, k, 3, 2, K)
-        if I <= k:
+        if k >= I:
             second = tile(4, k, 1, 4, I)
         else:
-            second = Tile(4, 2 * k, 1, 8) if I <= 2 * k else Tile(2, k, 1, 4)
+            second = Tile(4, 2 * k, 1, 8) if 2 * k >= I else Tile(2, k, 1, 4)
     return Tiles(True, 1, first, second, chunk, wide_h=quantized, vector=True)
 
 
