@@ -132,7 +132,9 @@ def masked(a, b, d, masked_m, expected_m, recipe_a=None, recipe_b=None):
     assert d.is_contiguous() and masked_m.dtype == torch.int32 and masked_m.shape == (E,)
     assert type(expected_m) is int and expected_m > 0
     for e, count in enumerate(masked_m.tolist()):
-        assert 0 <= count <= rows
+        assert (
+            0 <= count <= expected_m <= rows
+        )  # the backend expects as many as a batch has room for
         # whole blocks are stored: past the last row they reach into the next expert's
         blocks = -(-count // BLOCK) * BLOCK
         d.view(-1, N)[e * rows + count : e * rows + blocks] = torch.nan

@@ -73,7 +73,7 @@ def workspace_shapes(M, problem: Problem) -> Workspaces:
         index = dg.index_parts(M * p.top_k, E).end
     else:
         rows = E * round_up(M, dg.ALIGNMENT)
-        index = round_up(E, 4) + E * M
+        index = E
     inputs = Buffer((rows, max(K, I)), torch.bfloat16)
     if p.scheme:
         inputs = Buffer((rows, _row_bytes(max(K, I))), torch.uint8)
@@ -166,7 +166,7 @@ def launch_experts(a: ExpertsArgs) -> None:
     y = carve(a.workspace2, (size, K), torch.bfloat16)
     launches, placed = dg.place(a, size, alignment, chip)
     launches.append(dg.scatter(x, permuted, placed, top_k, chip))
-    key = (E, top_k, dg.strides_key(x), K, a.expert_map is None, form, alignment)
+    key = (E, top_k, x.stride(), K, a.expert_map is None, form, alignment)
     dg.start(launches, key, device, chip.dependent)
     dg.grouped_product(gate_up, permuted, w13, placed.groups, expected)
     weights = a.topk_weights
@@ -174,7 +174,7 @@ def launch_experts(a: ExpertsArgs) -> None:
     _activate(a, hidden, gate_up, placed, on_input, chip, device)
     dg.grouped_product(y, hidden, w2, placed.groups, expected)
     last = dg.combine(a.out, y, on_output, placed, top_k)
-    dg.start([last], (K, top_k, dg.strides_key(a.out)), device)
+    dg.start([last], (K, top_k, a.out.stride()), device)
     dg.warmed(products)
 
 
@@ -199,12 +199,12 @@ def launch_batched_experts(a: BatchedExpertsArgs) -> None:
         launches = [first, dg.scatter(x, inputs, placed, 1, chip)]
     else:
         inputs, launches = dg.Operand(dg.dense(x)), [first]
-    dg.start(launches, (dg.strides_key(x), K, form), device, chip.dependent)
+    dg.start(launches, (x.stride(), K, form), device, chip.dependent)
     dg.masked_product(gate_up, inputs, w13, placed.groups, T)
     _activate(a, hidden, gate_up, placed, None, chip, device)
     dg.masked_product(y, hidden, w2, placed.groups, T)
     if not in_place:
-        dg.start([dg.combine(out, y, None, placed, 1)], (K, dg.strides_key(out)), device)
+        dg.start([dg.combine(out, y, None, placed, 1)], (K, out.stride()), device)
     dg.warmed(products)
 
 
@@ -224,4 +224,5 @@ def _activate(
 ) -> None:
     launch = dg.activate(a, hidden, gate_up, placed, weights, chip)
     key = (intermediate_size(a), a.activation, a.limit < NO_LIMIT, hidden.scales, hidden.width)
+    key += (placed.rows is None,)
     dg.start([launch], key, device)

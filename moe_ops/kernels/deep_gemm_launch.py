@@ -26,6 +26,7 @@ CHUNK = 128  # pairs that they handle at a time
 _SCATTER_GROUPS = 16  # groups of 128 columns that a program handles
 _ACTIVATE_GROUPS = 16
 _COMBINE_COLUMNS = 1024
+_PROGRAMS = 4096  # of a launch over batches, about, that share what rows there are
 
 
 @cache
@@ -163,7 +164,7 @@ def index_parts(pairs: Any, E: int) -> Index:
 class Placed(NamedTuple):
     """Where the rows of x lie in a layout of blocks of R rows."""
 
-    rows: Tensor  # (S,) of each pair, or of each row of batched x
+    rows: Tensor | None  # (S,) of each pair; None of batches
     groups: (
         Tensor  # (E,) the row behind each expert's last pair, or its pairs in the masked layout
     )
@@ -192,21 +193,32 @@ def place(a: ExpertsArgs, size: int, rows_of_block: int, chip: Gpu) -> tuple[lis
 
 
 def place_batches(a: BatchedExpertsArgs, R: int, chip: Gpu) -> tuple[Launch, Placed]:
-    """The launch that places rows of batched x in the masked layout of R rows an expert."""
+    """The launch that counts rows of batched x, which lie as they are in the masked layout of R rows an expert."""
     E, T, _ = a.hidden_states.shape
-    sizes, start = a.expert_num_tokens, round_up(E, 4)
-    rows, counts = a.index_workspace[start : start + E * T], a.index_workspace[:E]
-    args = (rows, counts, sizes, T, R, sizes.stride(0), 128, chip.dependent)
-    return Launch("deep_gemm_batches", (E, cdiv(T, 128), 1), args), Placed(rows, counts, R)
+    sizes, counts = a.expert_num_tokens, a.index_workspace[:E]
+    args = (counts, sizes, T, E, sizes.stride(0), 128, chip.dependent)
+    return Launch("deep_gemm_batches", (cdiv(E, 128), 1, 1), args), Placed(None, counts, R)
+
+
+def _programs(tasks: int, experts: int) -> int:
+    """Programs that share the tasks of one expert, `tasks` at most."""
+    return min(tasks, cdiv(_PROGRAMS, experts))
+
+
+def _first_axis(x: Tensor, placed: Placed, top_k: int) -> tuple[int, int]:
+    """(programs along the first axis, those of one expert): one a token, or some that share a batch."""
+    if placed.rows is not None:
+        return placed.rows.numel() // top_k, 1
+    programs = _programs(x.shape[1], x.shape[0])
+    return x.shape[0] * programs, programs
 
 
 def scatter(x: Tensor, y: Operand, placed: Placed, top_k: int, chip: Gpu) -> Launch:
     """x (M, K) or (E, T, K), quantized where y has scales, copied to the rows of its pairs."""
-    K, tokens = x.shape[-1], placed.rows.numel() // top_k
-    args = (*kernel_arguments(y, chip), x, placed.rows, placed.R, *batch_strides(x)[:1], K)
-    args += (*batch_strides(x)[1:], top_k, y.scales, y.width, _SCATTER_GROUPS, chip.native)
-    grid = (tokens, cdiv(K, _SCATTER_GROUPS * 128), 1)
-    return Launch("deep_gemm_scatter", grid, (*args, chip.dependent))
+    K, (programs, shared) = x.shape[-1], _first_axis(x, placed, top_k)
+    args = (*kernel_arguments(y, chip), x, *placed, K, *batch_strides(x))
+    args += (shared, top_k, y.scales, y.width, _SCATTER_GROUPS, chip.native, chip.dependent)
+    return Launch("deep_gemm_scatter", (programs, cdiv(K, _SCATTER_GROUPS * 128), 1), args)
 
 
 def activate(
@@ -218,29 +230,33 @@ def activate(
     chip: Gpu,
 ) -> Launch:
     """h = activation(x), quantized where h has scales. `weights` (S, 1) multiply x first."""
-    pairs, I = placed.rows.numel(), h.data.shape[-1]  # noqa: E741
+    I = h.data.shape[-1]  # noqa: E741
+    if placed.rows is not None:
+        pairs, shared = placed.rows.numel(), 1
+        programs = cdiv(pairs * (I // 128), _ACTIVATE_GROUPS)
+    else:
+        E, pairs = h.data.shape[0], 0
+        shared = _programs(cdiv(placed.R * (I // 128), _ACTIVATE_GROUPS), E)
+        programs = E * shared
     function, gated, interleaved = activation_of(a.activation)
-    args = (*kernel_arguments(h, chip), x, placed.rows, weights)
+    args = (*kernel_arguments(h, chip), x, placed.rows, placed.groups, weights)
     args += (0 if weights is None else weights.stride(0), placed.R, pairs, I)
-    args += (a.alpha, a.beta, a.limit, function, gated, interleaved, a.limit < NO_LIMIT)
+    args += (a.alpha, a.beta, a.limit, shared, function, gated, interleaved, a.limit < NO_LIMIT)
     args += (h.scales, h.width, _ACTIVATE_GROUPS, chip.native, chip.dependent)
-    return Launch("deep_gemm_activate", (cdiv(pairs * (I // 128), _ACTIVATE_GROUPS), 1, 1), args)
+    return Launch("deep_gemm_activate", (programs, 1, 1), args)
 
 
 def combine(out: Tensor, y: Tensor, weights: Tensor | None, placed: Placed, top_k: int) -> Launch:
     """out (M, K) or (E, T, K): the sum of a token's rows of y, by weights (M, top_k) or as they are."""
-    K, tokens = out.shape[-1], placed.rows.numel() // top_k
-    rows, *strides = batch_strides(out)
-    args = (out, y, weights, placed.rows, rows, K)
-    args += (*((0, 0) if weights is None else weights.stride()), *strides)
-    args += (top_k, _COMBINE_COLUMNS)
-    return Launch("deep_gemm_combine", (tokens, cdiv(K, _COMBINE_COLUMNS), 1), args)
+    K, (programs, shared) = out.shape[-1], _first_axis(out, placed, top_k)
+    args = (out, y, weights, *placed, K, *((0, 0) if weights is None else weights.stride()))
+    args += (*batch_strides(out), shared, top_k, _COMBINE_COLUMNS)
+    return Launch("deep_gemm_combine", (programs, cdiv(K, _COMBINE_COLUMNS), 1), args)
 
 
-def batch_strides(x: Tensor) -> tuple[int, int, int, int]:
-    """Rows of a batch; what rows of the next are off by from row * stride, that stride, and a column's."""
-    rows, (row, column) = x.shape[-2], x.stride()[-2:]
-    return rows, x.stride(0) - rows * row if x.ndim == 3 else 0, row, column
+def batch_strides(x: Tensor) -> tuple[int, ...]:
+    """Strides of batches (0 where there are none), rows and columns."""
+    return x.stride() if x.ndim == 3 else (0, *x.stride())
 
 
 def kernel_arguments(operand: Operand, chip: Gpu) -> tuple[Tensor, Tensor | None]:
@@ -256,13 +272,6 @@ def kernel_arguments(operand: Operand, chip: Gpu) -> tuple[Tensor, Tensor | None
 def dense(t: Tensor) -> Tensor:
     """A contiguous tensor with the strides that its shape gives: the library looks at those of single elements too."""
     return t.view(-1).view(t.shape) if 1 in t.shape else t
-
-
-def strides_key(x: Tensor) -> tuple:
-    """What kernels are specialised on in the strides of x; that between batches follows from their rows too."""
-    between = batch_strides(x)[1]
-    # Triton knows integers by whether 16 divides them, whether they are 1, and their width
-    return (x.stride(), between if between % 16 else 0, abs(between) >= 2**31)
 
 
 def start(launches: list[Launch], key: tuple, device: int, dependent: bool = False) -> None:

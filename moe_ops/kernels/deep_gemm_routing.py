@@ -104,21 +104,18 @@ def moe_ops_deep_gemm_place(
         next_row += tl.sum(mine.to(tl.int32), 0)
 
 
-@triton.jit(do_not_specialize=["T", "R", "stride"])
+@triton.jit(do_not_specialize=["T", "E", "stride"])
 def moe_ops_deep_gemm_batches(
-    rows_ptr,  # (E * T,) written: the row of each row of x, -1 behind the count
     counts_ptr,  # (E,) int32 written: the counts, from 0 to T
     sizes_ptr,  # (E,)
     T,
-    R,
+    E,
     stride,
     CHUNK: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Rows of batched x (E, T, ..) in the masked layout (E, R, ..). One program an expert and CHUNK of its rows."""
+    """Counts of batches (E, T, ..) as the products and the kernels around them take them."""
     start_dependent(DEPENDENT)
-    e = tl.program_id(0)
-    t = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
-    count = tl.minimum(tl.maximum(tl.load(sizes_ptr + e * stride), 0), T).to(tl.int32)
-    tl.store(rows_ptr + e * T + t, tl.where(t < count, e * R + t, -1), mask=t < T)
-    tl.store(counts_ptr + e, count, mask=tl.program_id(1) == 0)
+    e = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
+    size = tl.load(sizes_ptr + e * stride, mask=e < E, other=0)
+    tl.store(counts_ptr + e, tl.minimum(tl.maximum(size, 0), T).to(tl.int32), mask=e < E)
