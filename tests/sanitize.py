@@ -4,9 +4,8 @@
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool racecheck --kernel-regex kns=moe_ops \
         python tests/sanitize.py [plain] [fp8] [packed] [emulated] [router] [deep_gemm] [handover]
 
-racecheck reports a reduction of torch's own, hence its filter by kernel name; of `router` alone it
-reports nothing without a filter, and with one it fails itself ("failed to handle a hardware exception",
-CUDA 13.0). Where warps of a kernel part for different work, it takes what Triton hands over to them behind a barrier of
+racecheck reports a reduction of torch's own, hence its filter by kernel name, with which it fails itself on `router`
+and `deep_gemm` ("failed to handle a hardware exception", CUDA 13.0); of `router` alone it reports nothing without one. Where warps of a kernel part for different work, it takes what Triton hands over to them behind a barrier of
 all threads for a race: `handover` shows that of a kernel which does nothing else. Without the caching allocator every tensor has bounds of its own, so an access past any of
 them shows.
 """
