@@ -17,6 +17,7 @@ from tests import oracle
 GELU, SILU, SWIGLU, GEGLU, RELU2, SWIGLUSTEP = 0, 2, 3, 4, 6, 7
 GATED = (SWIGLU, GEGLU, SWIGLUSTEP)
 FLOATS = {torch.bfloat16, torch.float16}
+UNFIT = (5, 10 + 9)
 NIBBLES = torch.tensor(oracle.code_values("e2m1"), dtype=torch.float64)
 
 
@@ -42,7 +43,9 @@ class FakeRunner:
         return 18
 
     def get_tactic_occupancy(self, tactic: int) -> int:
-        return 1
+        """Of GEMM1's tactics, then GEMM2's. One of each does not run here."""
+        assert 0 <= tactic < 28
+        return int(tactic not in UNFIT)
 
     def run_moe(
         self,
@@ -76,6 +79,11 @@ class FakeRunner:
         assert enable_alltoall is False and min_latency_mode is False
         assert type(enable_pdl) is bool and type(swizzled_input_sf) is bool
         self.calls.append(list(profile_ids))
+        first, second = profile_ids
+        assert first < 10
+        # those below GEMM2's count are counted from its first, others on from GEMM1's
+        second += 10 if 0 <= second < 18 else 0
+        assert second < 28 and not {first, second} & {*UNFIT}
         ids, weights, w1, w2 = (
             token_selected_experts,
             token_final_scales,

@@ -5,9 +5,10 @@
         python tests/sanitize.py [plain] [fp8] [packed] [emulated] [router] [deep_gemm] [handover]
 
 racecheck reports a reduction of torch's own, hence its filter by kernel name, with which it fails itself on `router`
-and `deep_gemm` ("failed to handle a hardware exception", CUDA 13.0); of `router` alone it reports nothing without one. Where warps of a kernel part for different work, it takes what Triton hands over to them behind a barrier of
-all threads for a race: `handover` shows that of a kernel which does nothing else. Without the caching allocator every tensor has bounds of its own, so an access past any of
-them shows.
+and `deep_gemm` ("failed to handle a hardware exception", CUDA 13.0); of `router` alone it reports nothing without one.
+Where warps of a kernel part for different work, it takes what Triton hands over to them behind a barrier of all threads
+for a race: `handover` shows that of a kernel which does nothing else. Without the caching allocator every tensor has
+bounds of its own, so an access past any of them shows.
 """
 
 import importlib.util

@@ -195,11 +195,13 @@ def test_layers(device, scheme, options):
 
 @devices
 @schemes
-def test_batches(device, scheme):
-    case = Case(device, BF16, scheme, K=128, I=128)
+def test_batches(device, scheme, monkeypatch):
+    """Two programs share what rows an expert has, whose scales fill more than a word of four."""
+    monkeypatch.setattr(dg, "_PROGRAMS", 7)
+    case = Case(device, BF16, scheme, K=640, I=640)
     laid_out = [moe_ops.prepare(w, SCHEMES[scheme]) for w in case.args[1:3]]
-    x = torch.randn(4, 3, 128).to(BF16).to(device)
-    counts = torch.tensor([2, 0, 3, 1], device=device)
+    x = torch.randn(4, 9, 640).to(BF16).to(device)
+    counts = torch.tensor([2, 0, 9, 1], device=device)
     with poisoned_memory(), planning(device):
         out = moe_ops.batched_experts(x, *laid_out, counts, backend=SCHEMES[scheme])
     quantize = oracle.quantized_activation if scheme == "mxfp8" else powers_of_two

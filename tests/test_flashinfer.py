@@ -276,14 +276,14 @@ def test_warmup_measures_once_and_keeps_it(fake, monkeypatch, tmp_path):
     launch(prepared(Case("cpu", BF16, M=100)))
     assert len(tried) == first and not library.tuning()
     # of 4 tile shapes; those of GEMM2 that add to the output in any order are not for a deterministic call
-    assert {t[0] for t in tried} == {-1, *range(8)}
-    assert {t[1] for t in tried} == {-1, *range(4), *range(8, 12)}
+    assert {t[0] for t in tried} == {-1, *range(8)} - {5}
+    assert {t[1] for t in tried} == {-1, *range(4), *range(8, 12)} - {9}
     (path,) = tmp_path.iterdir()
     key = library.key_of("", BF16, (4, 48, 24, 2), "silu", True, 7)
     assert library.load(path, "") == {key: (6, 3)}
     with flashinfer.BACKEND.warm(7):
         launch(case, deterministic=False)
-    assert {t[1] for t in tried} == {-1, *range(16)}
+    assert {t[1] for t in tried} == {-1, *range(16)} - {9}
     found = {key: (6, 3), key._replace(deterministic=False): (6, 5)}
     assert library.load(path, "") == found
     assert library.load(path, "another GPU") == {}

@@ -82,6 +82,17 @@ def test_every_kind_of_tile(where, scheme, first, second):
         case.check("triton")
 
 
+@everywhere
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("I", [1168, 2064])
+def test_long_sums_of_the_second_product(where, scheme, I):  # noqa: E741
+    """In tiles that the sizes chose: one step of up to 2048 columns, and several. GEMM1's rows are many for the interpreter."""
+    case = Case(*where, scheme, **{**SIZES, "K": 48, "I": I, "top_k": 1, "ids": IDS[:, :1]})
+    base = triton_tiles._choose_vector(bool(scheme), where[1].itemsize, 48, I, 64)
+    with triton_tiles.searching(base._replace(gemm1=Tile(16, 128, 1, 4))):
+        case.check("triton")
+
+
 def poisoned(w, expert: int) -> None:
     """NaN in all of an expert's weights, or in their scales."""
     (w.scale if getattr(w, "scheme", "") else w)[expert] = math.nan

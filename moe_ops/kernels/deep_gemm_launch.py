@@ -23,7 +23,7 @@ from moe_ops.meta.workspace import cdiv, round_up
 ALIGNMENT = 128
 PARTS = 128  # programs that place pairs, at most
 CHUNK = 128  # pairs that they handle at a time
-_SCATTER_GROUPS = 16  # groups of 128 columns that a program handles
+_SCATTER_GROUPS = 16  # groups of 128 columns that a program handles at a time
 _ACTIVATE_GROUPS = 16
 _COMBINE_COLUMNS = 1024
 _PROGRAMS = 4096  # of a launch over batches, about, that share what rows there are
@@ -201,7 +201,11 @@ def place_batches(a: BatchedExpertsArgs, R: int, chip: Gpu) -> tuple[Launch, Pla
 
 
 def _programs(tasks: int, experts: int) -> int:
-    """Programs that share the tasks of one expert, `tasks` at most."""
+    """Programs that share the tasks of one expert, `tasks` at most.
+
+    Were all rows one expert's, each would take E * T / 4096 one after the other, 1.5 us each at most: still less than the 1 us
+    that each 1000 of E * T programs took.
+    """
     return min(tasks, cdiv(_PROGRAMS, experts))
 
 

@@ -111,7 +111,7 @@ def moe_ops_deep_gemm_batches(
     T,
     E,
     stride,
-    CHUNK: tl.constexpr,
+    CHUNK: tl.constexpr,  # of experts
     DEPENDENT: tl.constexpr,
 ):
     """Counts of batches (E, T, ..) as the products and the kernels around them take them."""
