@@ -137,7 +137,7 @@ def format_facts(found: dict[str, Any]) -> str:
         f"  tested on CPUs and {tested}; what they have for other GPUs was not run on hardware"
     )
     in_use = found["cpu_kernel"] or "built and in use"
-    lines.append(f"  on a CPU, torch's kernel for AVX-512 bf16: {in_use}")
+    lines.append(f"  on a CPU, the kernels for AVX2 and AVX-512: {in_use}")
     lines.append("tuning tables")
     for gpu_name, count in found["tuning"].items():
         lines.append(f"  {gpu_name:18} {count} measured problems")

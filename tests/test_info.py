@@ -164,10 +164,10 @@ def test_facts_tell_whether_the_cpu_kernel_is_in_use(monkeypatch, tmp_path):
     monkeypatch.setattr(cpu_grouped, "_kernels", dict)
     assert info.facts()["cpu_kernel"].startswith("not built: ")
     library.touch()
-    assert "AVX-512 bf16: built, but this processor lacks" in info.format_facts(info.facts())
+    assert "AVX2 and AVX-512: built, but this processor lacks" in info.format_facts(info.facts())
     monkeypatch.setattr(cpu_grouped, "_kernels", lambda: {torch.bfloat16: None})
     assert info.facts()["cpu_kernel"] is None
-    assert "AVX-512 bf16: built and in use" in info.format_facts(info.facts())
+    assert "AVX2 and AVX-512: built and in use" in info.format_facts(info.facts())
 
 
 def test_command_line_prints_the_plan(capsys):

@@ -6,85 +6,42 @@
 //   rows of one expert x rows of its weight, in register tiles of MT x NT accumulators along K.
 //
 // Plain C interface, no torch headers: the Python side passes pointers (ctypes), so one build serves
-// every torch version. Needs AVX-512 (and AVX512_BF16 for bf16); the caller falls back without it.
+// every torch version. The algorithm stands in cpu_grouped_mm.inc, over the registers and element types
+// of AVX-512 (with AVX512_BF16) and of AVX2 here; the processor chooses when the library is loaded.
 //
 // Legend: E experts, N rows and K columns of a weight, S rows of x sorted by expert.
 #include <cstdint>
 #if defined(__x86_64__)
 #include <immintrin.h>
 
-#define MOE_OPS_AVX512 __attribute__((target("avx512f,avx512bw,avx512vl,avx512bf16")))
-
 namespace {
 
-struct BF16 {
-    using scalar = uint16_t;
-    static constexpr int width = 32;  // elements a vector
-    using vector = __m512bh;
-    static MOE_OPS_AVX512 vector load(const scalar* p) {
-        return (vector)_mm512_loadu_si512(p);
-    }
-    static MOE_OPS_AVX512 vector load_tail(
-        const scalar* p, int n) {
-        return (vector)_mm512_maskz_loadu_epi16(n >= 32 ? ~0u : (1u << n) - 1, p);
-    }
-    static MOE_OPS_AVX512 __m512 dot(
-        __m512 acc, vector a, vector b) {
-        return _mm512_dpbf16_ps(acc, a, b);
-    }
-    static MOE_OPS_AVX512 __m512 widen16(const scalar* p) {
-        __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p));
-        return _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
-    }
-    static MOE_OPS_AVX512 void store16(scalar* p, __m512 v) {
-        _mm256_storeu_si256((__m256i*)p, (__m256i)_mm512_cvtneps_pbh(v));
-    }
-    static MOE_OPS_AVX512 __m128 widen4(const scalar* p) {
-        __m128i wide = _mm_cvtepu16_epi32(_mm_loadl_epi64((const __m128i*)p));
-        return _mm_castsi128_ps(_mm_slli_epi32(wide, 16));
-    }
-    static MOE_OPS_AVX512 void store4(scalar* p, __m128 v) {
-        _mm_storel_epi64((__m128i*)p, (__m128i)_mm_cvtneps_pbh(v));
-    }
-    static float widen(scalar v) {
-        uint32_t bits = uint32_t(v) << 16;
-        float f;
-        __builtin_memcpy(&f, &bits, 4);
-        return f;
-    }
-    static scalar narrow(float f) {  // round to nearest even
-        uint32_t bits;
-        __builtin_memcpy(&bits, &f, 4);
-        if ((bits & 0x7fffffff) > 0x7f800000) return scalar((bits >> 16) | 0x40);  // NaN stays NaN
-        return scalar((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
-    }
-};
+inline float widen_bf16(uint16_t v) {
+    uint32_t bits = uint32_t(v) << 16;
+    float f;
+    __builtin_memcpy(&f, &bits, 4);
+    return f;
+}
 
-struct FP32 {
-    using scalar = float;
-    static constexpr int width = 16;
-    using vector = __m512;
-    static MOE_OPS_AVX512 vector load(const scalar* p) {
-        return _mm512_loadu_ps(p);
-    }
-    static MOE_OPS_AVX512 vector load_tail(
-        const scalar* p, int n) {
-        return _mm512_maskz_loadu_ps(__mmask16(n >= 16 ? 0xffff : (1u << n) - 1), p);
-    }
-    static MOE_OPS_AVX512 __m512 dot(
-        __m512 acc, vector a, vector b) {
-        return _mm512_fmadd_ps(a, b, acc);
-    }
-    static MOE_OPS_AVX512 __m512 widen16(const scalar* p) { return _mm512_loadu_ps(p); }
-    static MOE_OPS_AVX512 void store16(scalar* p, __m512 v) { _mm512_storeu_ps(p, v); }
-    static MOE_OPS_AVX512 __m128 widen4(const scalar* p) { return _mm_loadu_ps(p); }
-    static MOE_OPS_AVX512 void store4(scalar* p, __m128 v) { _mm_storeu_ps(p, v); }
-    static float widen(scalar v) { return v; }
-    static scalar narrow(float f) { return f; }
-};
+inline uint16_t narrow_bf16(float f) {  // round to nearest even
+    uint32_t bits;
+    __builtin_memcpy(&bits, &f, 4);
+    if ((bits & 0x7fffffff) > 0x7f800000) return uint16_t((bits >> 16) | 0x40);  // NaN stays NaN
+    return uint16_t((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
 
-// The sums of four vectors, side by side.
-MOE_OPS_AVX512 inline __m128 sum4(__m512 a, __m512 b, __m512 c, __m512 d) {
+namespace avx512 {
+#define TARGET __attribute__((target("avx512f,avx512bw,avx512vl,avx512bf16")))
+
+using Lanes = __m512;
+constexpr int LANES = 16;
+TARGET inline Lanes zero() { return _mm512_setzero_ps(); }
+TARGET inline Lanes broadcast(float v) { return _mm512_set1_ps(v); }
+TARGET inline Lanes fma(Lanes a, Lanes b, Lanes c) { return _mm512_fmadd_ps(a, b, c); }
+TARGET inline float sum(Lanes v) { return _mm512_reduce_add_ps(v); }
+
+// The sums of four registers, side by side.
+TARGET inline __m128 sum4(Lanes a, Lanes b, Lanes c, Lanes d) {
     __m512 ab = _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
     __m512 cd = _mm512_add_ps(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d));
     __m512d abd = _mm512_castps_pd(ab), cdd = _mm512_castps_pd(cd);
@@ -96,157 +53,201 @@ MOE_OPS_AVX512 inline __m128 sum4(__m512 a, __m512 b, __m512 c, __m512 d) {
     return _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
 }
 
-// One MT x NT tile: MT rows of x against NT rows of the weight over all of K.
-template <class T, int MT, int NT>
-MOE_OPS_AVX512 inline void tile(
-    const typename T::scalar* x, int64_t x_stride, const typename T::scalar* w, int64_t w_stride,
-    const typename T::scalar* bias, typename T::scalar* out, int64_t out_stride, int64_t K) {
-    __m512 acc[MT][NT];
-    for (int i = 0; i < MT; ++i)
-        for (int j = 0; j < NT; ++j) acc[i][j] = _mm512_setzero_ps();
-    int64_t k = 0;
-    for (; k + T::width <= K; k += T::width) {
-        typename T::vector b[NT];
-        for (int j = 0; j < NT; ++j) {
-            b[j] = T::load(w + j * w_stride + k);
-            // the next tile's row at the same column: 5 to 20 % over no prefetch from memory
-            _mm_prefetch((const char*)(w + (j + NT) * w_stride + k), _MM_HINT_T0);
-        }
-        for (int i = 0; i < MT; ++i) {
-            typename T::vector a = T::load(x + i * x_stride + k);
-            for (int j = 0; j < NT; ++j) acc[i][j] = T::dot(acc[i][j], a, b[j]);
-        }
+constexpr int COLUMNS = 4;
+
+struct BF16 {
+    using scalar = uint16_t;
+    using vector = __m512bh;
+    static constexpr int width = 32;
+    TARGET static vector load(const scalar* p) { return (vector)_mm512_loadu_si512(p); }
+    TARGET static vector load_tail(const scalar* p, int n) {
+        return (vector)_mm512_maskz_loadu_epi16((1u << n) - 1, p);
     }
-    if (k < K) {
-        int n = int(K - k);
-        for (int i = 0; i < MT; ++i) {
-            typename T::vector a = T::load_tail(x + i * x_stride + k, n);
-            for (int j = 0; j < NT; ++j)
-                acc[i][j] = T::dot(acc[i][j], a, T::load_tail(w + j * w_stride + k, n));
-        }
+    TARGET static Lanes dot(Lanes acc, vector a, vector b) { return _mm512_dpbf16_ps(acc, a, b); }
+    TARGET static Lanes widen(const scalar* p) {
+        __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p));
+        return _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
     }
-    for (int i = 0; i < MT; ++i) {
-        if constexpr (NT % 4 == 0) {
-            for (int j = 0; j < NT; j += 4) {
-                __m128 v = sum4(acc[i][j], acc[i][j + 1], acc[i][j + 2], acc[i][j + 3]);
-                if (bias) v = _mm_add_ps(v, T::widen4(bias + j));
-                T::store4(out + i * out_stride + j, v);
-            }
-        } else {
-            for (int j = 0; j < NT; ++j) {
-                float v = _mm512_reduce_add_ps(acc[i][j]);
-                if (bias) v += T::widen(bias[j]);
-                out[i * out_stride + j] = T::narrow(v);
-            }
-        }
+    TARGET static void store(scalar* p, Lanes v) {
+        _mm256_storeu_si256((__m256i*)p, (__m256i)_mm512_cvtneps_pbh(v));
     }
+    TARGET static __m128 widen4(const scalar* p) {
+        __m128i wide = _mm_cvtepu16_epi32(_mm_loadl_epi64((const __m128i*)p));
+        return _mm_castsi128_ps(_mm_slli_epi32(wide, 16));
+    }
+    TARGET static void store4(scalar* p, __m128 v) {
+        _mm_storel_epi64((__m128i*)p, (__m128i)_mm_cvtneps_pbh(v));
+    }
+    static float widen1(scalar v) { return widen_bf16(v); }
+    static scalar narrow1(float f) { return narrow_bf16(f); }
+};
+
+struct FP32 {
+    using scalar = float;
+    using vector = __m512;
+    static constexpr int width = 16;
+    TARGET static vector load(const scalar* p) { return _mm512_loadu_ps(p); }
+    TARGET static vector load_tail(const scalar* p, int n) {
+        return _mm512_maskz_loadu_ps(__mmask16((1u << n) - 1), p);
+    }
+    TARGET static Lanes dot(Lanes acc, vector a, vector b) { return _mm512_fmadd_ps(a, b, acc); }
+    TARGET static Lanes widen(const scalar* p) { return _mm512_loadu_ps(p); }
+    TARGET static void store(scalar* p, Lanes v) { _mm512_storeu_ps(p, v); }
+    TARGET static __m128 widen4(const scalar* p) { return _mm_loadu_ps(p); }
+    TARGET static void store4(scalar* p, __m128 v) { _mm_storeu_ps(p, v); }
+    static float widen1(scalar v) { return v; }
+    static scalar narrow1(float f) { return f; }
+};
+
+template <class F>
+TARGET inline void for_rows(int64_t s, int64_t end, F tile) {
+    for (; s + 6 <= end; s += 6) tile.template operator()<6>(s);
+    if (s + 4 <= end) tile.template operator()<4>(s), s += 4;
+    if (s + 2 <= end) tile.template operator()<2>(s), s += 2;
+    if (s < end) tile.template operator()<1>(s);
 }
 
-template <class T, int MT>
-MOE_OPS_AVX512 inline void stripe(
-    const typename T::scalar* x, int64_t x_stride, const typename T::scalar* w, int64_t w_stride,
-    const typename T::scalar* bias, typename T::scalar* out, int64_t out_stride, int64_t n,
-    int64_t K) {
-    int64_t j = 0;
-    constexpr int NT = MT <= 2 ? 8 : 4;  // as many accumulators as the 32 registers hold
-    for (; j + NT <= n; j += NT)
-        tile<T, MT, NT>(x, x_stride, w + j * w_stride, w_stride, bias ? bias + j : nullptr,
-                        out + j, out_stride, K);
-    for (; j < n; ++j)
-        tile<T, MT, 1>(x, x_stride, w + j * w_stride, w_stride, bias ? bias + j : nullptr,
-                       out + j, out_stride, K);
+#include "cpu_grouped_mm.inc"
+#undef TARGET
+}  // namespace avx512
+
+namespace avx2 {
+#define TARGET __attribute__((target("avx2,fma")))
+
+using Lanes = __m256;
+constexpr int LANES = 8;
+TARGET inline Lanes zero() { return _mm256_setzero_ps(); }
+TARGET inline Lanes broadcast(float v) { return _mm256_set1_ps(v); }
+TARGET inline Lanes fma(Lanes a, Lanes b, Lanes c) { return _mm256_fmadd_ps(a, b, c); }
+
+// The sums of four registers, side by side.
+TARGET inline __m128 sum4(Lanes a, Lanes b, Lanes c, Lanes d) {
+    __m256 abcd = _mm256_hadd_ps(_mm256_hadd_ps(a, b), _mm256_hadd_ps(c, d));
+    return _mm_add_ps(_mm256_castps256_ps128(abcd), _mm256_extractf128_ps(abcd, 1));
+}
+TARGET inline float sum(Lanes v) { return _mm_cvtss_f32(sum4(v, v, v, v)); }
+
+constexpr int COLUMNS = 4;
+
+// fp32 bits whose upper half is the value rounded to bf16, to nearest even; NaN stays NaN.
+TARGET inline __m256i round_bf16(__m256 v) {
+    __m256i bits = _mm256_castps_si256(v);
+    __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+    __m256i up = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
+    __m256i quiet = _mm256_or_si256(bits, _mm256_set1_epi32(0x400000));
+    __m256i is_nan = _mm256_castps_si256(_mm256_cmp_ps(v, v, _CMP_UNORD_Q));
+    return _mm256_blendv_epi8(up, quiet, is_nan);
 }
 
-template <class T>
-void grouped_mm(const typename T::scalar* x, int64_t x_stride, const typename T::scalar* weight,
-                int64_t expert_stride, int64_t w_stride, const typename T::scalar* bias,
-                typename T::scalar* out, int64_t out_stride, const int32_t* ends, int64_t E,
-                int64_t N, int64_t K, int threads) {
-    constexpr int64_t ROWS = 64;  // weight rows a task: small enough to balance, 128 KB at K = 1024, bf16
-    const int64_t stripes = (N + ROWS - 1) / ROWS;
-#pragma omp parallel for schedule(dynamic, 8) num_threads(threads)
-    for (int64_t task = 0; task < E * stripes; ++task) {
-        const int64_t e = task / stripes, first = (task % stripes) * ROWS;
-        const int64_t start = e ? ends[e - 1] : 0, end = ends[e];
-        if (start >= end) continue;
-        const int64_t n = N - first < ROWS ? N - first : ROWS;
-        const auto* w = weight + e * expert_stride + first * w_stride;
-        const auto* b = bias ? bias + e * N + first : nullptr;
-        const auto rows = [&]<int MT>(int64_t s) MOE_OPS_AVX512 {
-            stripe<T, MT>(x + s * x_stride, x_stride, w, w_stride, b, out + s * out_stride + first,
-                          out_stride, n, K);
-        };
-        int64_t s = start;
-        for (; s + 6 <= end; s += 6) rows.template operator()<6>(s);
-        if (s + 4 <= end) rows.template operator()<4>(s), s += 4;
-        if (s + 2 <= end) rows.template operator()<2>(s), s += 2;
-        if (s < end) rows.template operator()<1>(s);
+struct BF16 {
+    using scalar = uint16_t;
+    struct vector {
+        __m256 even, odd;
+    };
+    static constexpr int width = 16;
+    TARGET static vector split(__m256i v) {
+        return {_mm256_castsi256_ps(_mm256_slli_epi32(v, 16)),
+                _mm256_castsi256_ps(_mm256_and_si256(v, _mm256_set1_epi32(0xffff0000)))};
     }
+    TARGET static vector load(const scalar* p) {
+        return split(_mm256_loadu_si256((const __m256i*)p));
+    }
+    TARGET static vector load_tail(const scalar* p, int n) {
+        alignas(32) scalar padded[width] = {};
+        __builtin_memcpy(padded, p, n * sizeof(scalar));
+        return load(padded);
+    }
+    TARGET static Lanes dot(Lanes acc, vector a, vector b) {
+        return _mm256_fmadd_ps(a.odd, b.odd, _mm256_fmadd_ps(a.even, b.even, acc));
+    }
+    TARGET static Lanes widen(const scalar* p) {
+        __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p));
+        return _mm256_castsi256_ps(_mm256_slli_epi32(wide, 16));
+    }
+    TARGET static void store(scalar* p, Lanes v) {
+        __m256i upper = _mm256_srli_epi32(round_bf16(v), 16);
+        _mm_storeu_si128((__m128i*)p, _mm_packus_epi32(_mm256_castsi256_si128(upper),
+                                                       _mm256_extracti128_si256(upper, 1)));
+    }
+    TARGET static __m128 widen4(const scalar* p) {
+        __m128i wide = _mm_cvtepu16_epi32(_mm_loadl_epi64((const __m128i*)p));
+        return _mm_castsi128_ps(_mm_slli_epi32(wide, 16));
+    }
+    TARGET static void store4(scalar* p, __m128 v) {
+        __m128i upper =
+            _mm256_castsi256_si128(_mm256_srli_epi32(round_bf16(_mm256_castps128_ps256(v)), 16));
+        _mm_storel_epi64((__m128i*)p, _mm_packus_epi32(upper, upper));
+    }
+    static float widen1(scalar v) { return widen_bf16(v); }
+    static scalar narrow1(float f) { return narrow_bf16(f); }
+};
+
+struct FP32 {
+    using scalar = float;
+    using vector = __m256;
+    static constexpr int width = 8;
+    TARGET static vector load(const scalar* p) { return _mm256_loadu_ps(p); }
+    TARGET static vector load_tail(const scalar* p, int n) {
+        alignas(32) scalar padded[width] = {};
+        __builtin_memcpy(padded, p, n * sizeof(scalar));
+        return load(padded);
+    }
+    TARGET static Lanes dot(Lanes acc, vector a, vector b) { return _mm256_fmadd_ps(a, b, acc); }
+    TARGET static Lanes widen(const scalar* p) { return _mm256_loadu_ps(p); }
+    TARGET static void store(scalar* p, Lanes v) { _mm256_storeu_ps(p, v); }
+    TARGET static __m128 widen4(const scalar* p) { return _mm_loadu_ps(p); }
+    TARGET static void store4(scalar* p, __m128 v) { _mm_storeu_ps(p, v); }
+    static float widen1(scalar v) { return v; }
+    static scalar narrow1(float f) { return f; }
+};
+
+template <class F>
+TARGET inline void for_rows(int64_t s, int64_t end, F tile) {
+    for (; s + 3 <= end; s += 3) tile.template operator()<3>(s);
+    if (s + 2 <= end) tile.template operator()<2>(s), s += 2;
+    if (s < end) tile.template operator()<1>(s);
 }
 
-// out[m] = sum over j, in order, of weights[m, j] * y[rows[m, j]]; a negative row contributes nothing.
-template <class T>
-MOE_OPS_AVX512 void combine(const typename T::scalar* y, const float* weights, const int64_t* rows,
-                            typename T::scalar* out, int64_t M, int64_t top_k, int64_t K,
-                            int threads) {
-#pragma omp parallel for schedule(static) num_threads(threads) if (M * top_k * K > 1 << 16)
-    for (int64_t m = 0; m < M; ++m) {
-        const float* w = weights + m * top_k;
-        const int64_t* r = rows + m * top_k;
-        int64_t k = 0;
-        for (; k + 16 <= K; k += 16) {
-            __m512 sum = _mm512_setzero_ps();
-            for (int64_t j = 0; j < top_k; ++j)
-                if (r[j] >= 0)
-                    sum = _mm512_fmadd_ps(_mm512_set1_ps(w[j]), T::widen16(y + r[j] * K + k), sum);
-            T::store16(out + m * K + k, sum);
-        }
-        for (; k < K; ++k) {
-            float sum = 0;
-            for (int64_t j = 0; j < top_k; ++j)
-                if (r[j] >= 0) sum += w[j] * T::widen(y[r[j] * K + k]);
-            out[m * K + k] = T::narrow(sum);
-        }
-    }
+#include "cpu_grouped_mm.inc"
+#undef TARGET
+}  // namespace avx2
+
+bool has_avx512() {
+    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+           __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512bf16");
 }
 
 }  // namespace
 
 extern "C" {
 
-// 1 if this processor runs the kernel.
-int moe_ops_cpu_supported() {
-    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-           __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512bf16");
+// Which AVX is in use: 512, 2 or, where this processor has neither, 0.
+int moe_ops_cpu_avx() {
+    if (has_avx512()) return 512;
+    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") ? 2 : 0;
 }
 
-void moe_ops_cpu_grouped_mm_bf16(const void* x, int64_t x_stride, const void* weight,
-                                 int64_t expert_stride, int64_t w_stride, const void* bias,
-                                 void* out, int64_t out_stride, const int32_t* ends, int64_t E,
-                                 int64_t N, int64_t K, int threads) {
-    grouped_mm<BF16>((const uint16_t*)x, x_stride, (const uint16_t*)weight, expert_stride,
-                     w_stride, (const uint16_t*)bias, (uint16_t*)out, out_stride, ends, E, N, K,
-                     threads);
-}
+#define ENTRIES(suffix, TYPE, scalar)                                                             \
+    void moe_ops_cpu_grouped_mm_##suffix(                                                         \
+        const void* x, int64_t x_stride, const void* weight, int64_t expert_stride,               \
+        int64_t w_stride, const void* bias, void* out, int64_t out_stride, const int32_t* ends,   \
+        int64_t E, int64_t N, int64_t K, int threads) {                                           \
+        const auto run = has_avx512() ? avx512::grouped_mm<avx512::TYPE>                          \
+                                      : avx2::grouped_mm<avx2::TYPE>;                             \
+        run((const scalar*)x, x_stride, (const scalar*)weight, expert_stride, w_stride,           \
+            (const scalar*)bias, (scalar*)out, out_stride, ends, E, N, K, threads);               \
+    }                                                                                             \
+    void moe_ops_cpu_combine_##suffix(const void* y, const float* weights, const int64_t* rows,   \
+                                      void* out, int64_t M, int64_t top_k, int64_t K,             \
+                                      int threads) {                                              \
+        const auto run =                                                                          \
+            has_avx512() ? avx512::combine<avx512::TYPE> : avx2::combine<avx2::TYPE>;             \
+        run((const scalar*)y, weights, rows, (scalar*)out, M, top_k, K, threads);                 \
+    }
 
-void moe_ops_cpu_grouped_mm_fp32(const void* x, int64_t x_stride, const void* weight,
-                                 int64_t expert_stride, int64_t w_stride, const void* bias,
-                                 void* out, int64_t out_stride, const int32_t* ends, int64_t E,
-                                 int64_t N, int64_t K, int threads) {
-    grouped_mm<FP32>((const float*)x, x_stride, (const float*)weight, expert_stride, w_stride,
-                     (const float*)bias, (float*)out, out_stride, ends, E, N, K, threads);
-}
-
-void moe_ops_cpu_combine_bf16(const void* y, const float* weights, const int64_t* rows, void* out,
-                              int64_t M, int64_t top_k, int64_t K, int threads) {
-    combine<BF16>((const uint16_t*)y, weights, rows, (uint16_t*)out, M, top_k, K, threads);
-}
-
-void moe_ops_cpu_combine_fp32(const void* y, const float* weights, const int64_t* rows, void* out,
-                              int64_t M, int64_t top_k, int64_t K, int threads) {
-    combine<FP32>((const float*)y, weights, rows, (float*)out, M, top_k, K, threads);
-}
+ENTRIES(bf16, BF16, uint16_t)
+ENTRIES(fp32, FP32, float)
 }
 #else
-extern "C" int moe_ops_cpu_supported() { return 0; }
+extern "C" int moe_ops_cpu_avx() { return 0; }
 #endif
