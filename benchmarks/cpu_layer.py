@@ -6,9 +6,10 @@
 Every implementation gets the same random weights and the same routing sets; calls are interleaved
 and rotate through the routing sets, so weights come from memory as they do in a model. Each time
 stands beside its error against fp64. The floor of a cell is the larger of (bytes of the experts
-hit) / (measured read bandwidth) and FLOPs / (measured square matrix product rate).
+hit) / (measured read bandwidth) and FLOPs / (measured rate of square matrix products, or of fp32's
+where that is higher).
 On a busy machine use ``--threads 1``: it is timed by CPU time, which others disturb little.
-Writes benchmarks/results/cpu_layer.json and cpu_layer.png.
+Writes benchmarks/results/cpu_layer_AVX2.json or cpu_layer_AVX512.json, and a plot beside it.
 """
 
 from __future__ import annotations
@@ -218,7 +219,7 @@ def print_table(rows: list[dict]) -> None:
         print(f"geometric mean against the best peer of each cell: {mean:.2f}x")
 
 
-def draw(rows: list[dict], facts: dict[str, Any]) -> None:
+def draw(rows: list[dict], facts: dict[str, Any], name: str) -> None:
     """Bars of median milliseconds for each M, one panel a dtype, the floor as a line."""
     import matplotlib
 
@@ -260,7 +261,7 @@ def draw(rows: list[dict], facts: dict[str, Any]) -> None:
         fontsize=9,
     )
     figure.tight_layout(rect=(0, 0.05, 1, 1))
-    figure.savefig(RESULTS / "cpu_layer.png", dpi=110)
+    figure.savefig(RESULTS / f"{name}.png", dpi=110)
 
 
 def main() -> None:
@@ -282,7 +283,11 @@ def main() -> None:
 
     facts = machine_facts() | {"transformers": transformers.__version__}
     gb_s = read_bandwidth_gb_s()
-    gflop_s = {name: matmul_gflop_s(DTYPES[name]) for name in arguments.dtypes}
+    # without instructions for it torch multiplies bf16 row by row, slower than in fp32
+    gflop_s = {"fp32": matmul_gflop_s(torch.float32)}
+    if matmul_gflop_s(torch.bfloat16, 256) > gflop_s["fp32"] / 2:
+        gflop_s["bf16"] = matmul_gflop_s(torch.bfloat16)
+    gflop_s = {name: max(gflop_s.get(name, 0), gflop_s["fp32"]) for name in arguments.dtypes}
     facts["read_gb_s"] = round(gb_s, 1)
     facts["matmul_gflop_s"] = {name: round(rate) for name, rate in gflop_s.items()}
     print(facts)
@@ -293,8 +298,9 @@ def main() -> None:
         rows.append(run_case(case, arguments.only, (gb_s, gflop_s[dtype]), arguments.seconds))
     print_table(rows)
     if not arguments.no_write:
-        print(write_json("cpu_layer", {"machine": facts, "rows": rows}))
-        draw(rows, facts)
+        name = f"cpu_layer_{facts['processor'].split()[-1]}"
+        print(write_json(name, {"machine": facts, "rows": rows}))
+        draw(rows, facts, name)
 
 
 if __name__ == "__main__":

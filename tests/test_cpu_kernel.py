@@ -34,7 +34,7 @@ def product(x, weight, offsets, bias=None):
     out = torch.full((x.shape[0], weight.shape[1]), math.nan, dtype=x.dtype)
     cpu_grouped.grouped_mm(x, weight, offsets, bias, out)
     written = min(int(offsets[-1]), x.shape[0])
-    assert out[written:].isnan().all()  # rows past the end are left alone
+    assert (out[written:] == 0).all()
     return out[:written]
 
 
@@ -64,10 +64,23 @@ def test_tails_of_both_dimensions(dtype, N, K, with_bias):
 
 @dtypes
 def test_every_number_of_rows(dtype):
-    """0 to 13 rows an expert: all the row tiles (6, 4, 2, 1) and their sums."""
+    """0 to 13 rows an expert: all the row tiles (6, 4, 2, 1; 3, 2, 1) and their sums."""
     counts = list(range(14))
     x, weight = normal(sum(counts), 40, dtype=dtype), normal(14, 21, 40, dtype=dtype, seed=1)
     check(x, weight, ends(counts), normal(14, 21, dtype=dtype, seed=2))
+
+
+@dtypes
+def test_rows_pass_in_pieces(dtype):
+    """An expert of more rows than stay in cache beside a stripe of its weight: 96 at a time."""
+    counts = [0, 97, 250]
+    x, weight = normal(360, 24, dtype=dtype), normal(3, 70, 24, dtype=dtype, seed=1)
+    out = torch.full((360, 70), math.nan, dtype=dtype)
+    cpu_grouped.grouped_mm(x, weight, ends(counts), None, out)
+    expected = oracle.grouped_linear(x, weight, ends(counts))
+    error = (out.double() - expected).norm(dim=1)
+    assert (error <= TOLERANCE[dtype] * expected.norm(dim=1).clamp(min=1)).all()
+    assert (out[347:] == 0).all()
 
 
 @dtypes
@@ -87,6 +100,8 @@ def test_ends_past_the_rows_are_cut(dtype):
     assert out.shape[0] == 5
     below, zero = [torch.tensor([first, 2, 5], dtype=torch.int32) for first in (-4, 0)]
     assert torch.equal(product(x, weight, below), check(x, weight, zero))
+    strided_ends = torch.tensor([1, 9, 3, 9, 4, 9], dtype=torch.int32)[::2]
+    assert check(x, weight, strided_ends).shape[0] == 4
 
 
 @dtypes

@@ -30,6 +30,8 @@ inline uint16_t narrow_bf16(float f) {  // round to nearest even
     return uint16_t((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
 }
 
+inline int64_t cut(int64_t end, int64_t S) { return end < 0 ? 0 : end < S ? end : S; }
+
 namespace avx512 {
 #define TARGET __attribute__((target("avx512f,avx512bw,avx512vl,avx512bf16")))
 
@@ -231,11 +233,11 @@ int moe_ops_cpu_avx() {
     void moe_ops_cpu_grouped_mm_##suffix(                                                         \
         const void* x, int64_t x_stride, const void* weight, int64_t expert_stride,               \
         int64_t w_stride, const void* bias, void* out, int64_t out_stride, const int32_t* ends,   \
-        int64_t E, int64_t N, int64_t K, int threads) {                                           \
+        int64_t S, int64_t E, int64_t N, int64_t K, int threads) {                                \
         const auto run = has_avx512() ? avx512::grouped_mm<avx512::TYPE>                          \
                                       : avx2::grouped_mm<avx2::TYPE>;                             \
         run((const scalar*)x, x_stride, (const scalar*)weight, expert_stride, w_stride,           \
-            (const scalar*)bias, (scalar*)out, out_stride, ends, E, N, K, threads);               \
+            (const scalar*)bias, (scalar*)out, out_stride, ends, S, E, N, K, threads);            \
     }                                                                                             \
     void moe_ops_cpu_combine_##suffix(const void* y, const float* weights, const int64_t* rows,   \
                                       void* out, int64_t M, int64_t top_k, int64_t K,             \

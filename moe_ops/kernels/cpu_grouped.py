@@ -42,7 +42,7 @@ def _kernels() -> dict[torch.dtype, _Kernels]:
     for dtype, suffix in ((torch.bfloat16, "bf16"), (torch.float32, "fp32")):
         grouped = getattr(library, f"moe_ops_cpu_grouped_mm_{suffix}")
         grouped.argtypes = [pointer, size, pointer, size, size, pointer, pointer, size, pointer]
-        grouped.argtypes += [size, size, size, ctypes.c_int]
+        grouped.argtypes += [size, size, size, size, ctypes.c_int]
         grouped.restype = None
         combined = getattr(library, f"moe_ops_cpu_combine_{suffix}")
         combined.argtypes = [pointer, pointer, pointer, pointer, size, size, size, ctypes.c_int]
@@ -75,11 +75,11 @@ def grouped_mm(
     weight: Tensor,  # (E, N, K)
     offsets: Tensor,  # (E,) int32
     bias: Tensor | None,  # (E, N)
-    out: Tensor,  # (S, N), contiguous; rows past offsets[-1] are left alone
+    out: Tensor,  # (S, N), contiguous
 ) -> None:
-    """out = x @ weight[e].T + bias[e] for the rows of each expert, summed in fp32."""
+    """out = x @ weight[e].T + bias[e] for the rows of each expert, summed in fp32; 0 past offsets[-1]."""
     E, N, K = weight.shape
-    offsets = offsets.clamp(0, x.shape[0])  # the kernel trusts its row ranges; these are data
+    offsets = offsets.contiguous()
     _kernels()[x.dtype].grouped_mm(
         x.data_ptr(),
         x.stride(0),
@@ -90,6 +90,7 @@ def grouped_mm(
         out.data_ptr(),
         out.stride(0),
         offsets.data_ptr(),
+        x.shape[0],
         E,
         N,
         K,

@@ -46,7 +46,6 @@ def grouped_mm(
             out = x.new_empty(x.shape[0], width)
         if not scheme and not transpose and cpu_grouped.can_multiply(x, weight, bias):
             cpu_grouped.grouped_mm(x, weight, offsets, bias, out)
-            out[max(0, int(offsets[-1])) :] = 0
             return out
         start = 0
         for e, end in enumerate(offsets.tolist()):
