@@ -143,30 +143,32 @@ def matmul_blocks(
     return acc0, acc1
 
 
-@triton.jit(do_not_specialize=COUNTS)
-def moe_ops_large_gemm1(
-    h_ptr,  # (S, I) written at the block's positions
-    h_scale_ptr,  # (ceil(I / 128), S) written, absent where h is not quantized
+@triton.jit
+def gemm1_rows(
+    b,
+    n,
+    h_ptr,
+    h_scale_ptr,
     stride_hg,
-    x_ptr,  # (M, K)
-    x_scale_ptr,  # (ceil(K / 128), M), absent where x is not quantized
+    x_ptr,
+    x_scale_ptr,
     stride_xg,
-    w,  # descriptor
+    w,
     w_scale_ptr,
     stride_se,
     stride_sn,
     stride_sk,
-    bias_ptr,  # (E, N) or absent
+    bias_ptr,
     stride_be,
     stride_bn,
     index_ptr,
     num_blocks,
     top_k,
-    topk_weights_ptr,  # (M, top_k), absent unless the input is weighted
+    topk_weights_ptr,
     stride_tm,
     stride_tk,
     K,
-    I,  # noqa: E741
+    I,
     stride_xm,
     stride_xk,
     alpha,
@@ -181,21 +183,16 @@ def moe_ops_large_gemm1(
     QUANTIZED: tl.constexpr,
     NATIVE: tl.constexpr,
     EVEN_K: tl.constexpr,
-    GROUP: tl.constexpr,
     BM: tl.constexpr,
     WN: tl.constexpr,
     BK: tl.constexpr,
     STAGES: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """h = activation(x @ w13.T + bias), by groups of 128 columns in e4m3 where the weight is."""
+    """moe_ops_large_gemm1 of tile n of the first BM rows of block b, which has no more."""
     BN: tl.constexpr = WN // 2 if GATED else WN
     SPLIT: tl.constexpr = GATED and not INTERLEAVED
-    wait(DEPENDENT)
-    b, n = block_and_tile(num_blocks, tl.cdiv(I, BN), GROUP)
     e, first, position, ok = block_at(index_ptr, b, BM, 1)
-    if e < 0:
-        return
     pair = pairs_at(index_ptr, num_blocks, position, ok, "sorted")
     token = pair // top_k
     row = token
@@ -252,6 +249,82 @@ def moe_ops_large_gemm1(
         h = h.to(h_ptr.dtype.element_ty)
     h_ptrs = h_ptr + position.to(tl.int64)[:, None] * I + column[None, :]
     tl.store(h_ptrs, h, mask=ok[:, None] & (column < I)[None, :])
+
+
+@triton.jit(do_not_specialize=COUNTS)
+def moe_ops_large_gemm1(
+    h_ptr,  # (S, I) written at the block's positions
+    h_scale_ptr,  # (ceil(I / 128), S) written, absent where h is not quantized
+    stride_hg,
+    x_ptr,  # (M, K)
+    x_scale_ptr,  # (ceil(K / 128), M), absent where x is not quantized
+    stride_xg,
+    w,  # descriptor
+    w_scale_ptr,
+    stride_se,
+    stride_sn,
+    stride_sk,
+    bias_ptr,  # (E, N) or absent
+    stride_be,
+    stride_bn,
+    index_ptr,
+    num_blocks,
+    top_k,
+    topk_weights_ptr,  # (M, top_k), absent unless the input is weighted
+    stride_tm,
+    stride_tk,
+    K,
+    I,  # noqa: E741
+    stride_xm,
+    stride_xk,
+    alpha,
+    beta,
+    limit,
+    HAS_BIAS: tl.constexpr,
+    WEIGHT_ON_INPUT: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    GATED: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    HAS_LIMIT: tl.constexpr,
+    QUANTIZED: tl.constexpr,
+    NATIVE: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    GROUP: tl.constexpr,
+    BM: tl.constexpr,
+    WN: tl.constexpr,
+    BK: tl.constexpr,
+    STAGES: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """h = activation(x @ w13.T + bias), by groups of 128 columns in e4m3 where the weight is.
+
+    Of a block of 128 rows that has at most 64 the other half is not multiplied: one block then holds all rows of an expert,
+    which reads its weights once, also where most have few.
+    """
+    HALF: tl.constexpr = BM // 2 if BM == 128 else BM
+    wait(DEPENDENT)
+    b, n = block_and_tile(num_blocks, tl.cdiv(I, WN // 2 if GATED else WN), GROUP)
+    slot = index_ptr + b * 4
+    if tl.load(slot) < 0:
+        return
+    if tl.minimum(tl.load(slot + 2) - tl.load(slot + 1), BM) <= HALF:
+        gemm1_rows(
+            b, n, h_ptr, h_scale_ptr, stride_hg, x_ptr, x_scale_ptr, stride_xg, w,
+            w_scale_ptr, stride_se, stride_sn, stride_sk, bias_ptr, stride_be, stride_bn,
+            index_ptr, num_blocks, top_k, topk_weights_ptr, stride_tm, stride_tk, K, I,
+            stride_xm, stride_xk, alpha, beta, limit, HAS_BIAS, WEIGHT_ON_INPUT, ACTIVATION,
+            GATED, INTERLEAVED, HAS_LIMIT, QUANTIZED, NATIVE, EVEN_K, HALF, WN, BK, STAGES,
+            DEPENDENT,
+        )  # fmt: skip
+    elif HALF < BM:
+        gemm1_rows(
+            b, n, h_ptr, h_scale_ptr, stride_hg, x_ptr, x_scale_ptr, stride_xg, w,
+            w_scale_ptr, stride_se, stride_sn, stride_sk, bias_ptr, stride_be, stride_bn,
+            index_ptr, num_blocks, top_k, topk_weights_ptr, stride_tm, stride_tk, K, I,
+            stride_xm, stride_xk, alpha, beta, limit, HAS_BIAS, WEIGHT_ON_INPUT, ACTIVATION,
+            GATED, INTERLEAVED, HAS_LIMIT, QUANTIZED, NATIVE, EVEN_K, BM, WN, BK, STAGES,
+            DEPENDENT,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=COUNTS)

@@ -330,18 +330,20 @@ def vector_space(base: Tiles, K: int, I: int) -> tuple[list[Tiles], list[Tiles]]
 def _choose_large(rows: int, groups: int, I: int, quantized: bool, gated: bool) -> Tiles:  # noqa: E741
     """Tiles of the kernels of triton_large.py, as measured on an H200.
 
-    e4m3: 64 x 128 in GEMM2 leaves room for three programs, which scale their sums while others multiply; 128 x 256
-    in GEMM1 pays from 96 rows an expert on. 16 bits: so do blocks of 128 rows; before, those of 64 lose 1 to 2 % where
-    experts are equally busy and gain 7 to 11 % under Zipf's law (Qwen3 at M = 1024, Mixtral at 256). Where GEMM2's
-    sums are short, two programs hide each other's start and end.
+    Blocks of 128 rows hold most experts' rows from 48 an expert on, so that weights are read once; of a half that is empty
+    nothing is multiplied in GEMM1, and two programs share a block in GEMM2. Qwen3 at M = 1024 and Mixtral at 256 took 2 to 6 %
+    less so than in blocks of 64. GEMM2 of e4m3 in 64 x 128 leaves room for three programs, which scale their sums
+    while others multiply. In 16 bits from 96 rows an expert on, whole blocks in GEMM2 are 2 to 6 % faster; where its sums
+    are short, two programs hide each other's start and end.
     """
-    many = rows >= 96 * groups
+    average = rows / groups
+    tokens, parts = (64, 1) if average < 48 else (128, 2)
     if quantized:
-        parts = 2 if many else 1
         gemm1, gemm2 = Tile(256 if gated else 128, 128, 4, 8), Tile(128, 128, 3, 4)
-        return Tiles(False, 64 * parts, gemm1, gemm2, _chunk(rows), True, large=True, parts=parts)
-    if not many:
-        gemm1, gemm2 = Tile(256, 64, 5, 4), Tile(128, 64, 3, 4)
-        return Tiles(False, 64, gemm1, gemm2, _chunk(rows), large=True)
+        return Tiles(False, tokens, gemm1, gemm2, _chunk(rows), True, large=True, parts=parts)
+    if average < 96:
+        gemm1 = Tile(256, 64, 5, 4) if tokens == 64 else Tile(256, 64, 4, 8)
+        gemm2 = Tile(128, 64, 3, 4)
+        return Tiles(False, tokens, gemm1, gemm2, _chunk(rows), large=True, parts=parts)
     gemm2 = Tile(128, 64, 3, 4) if I <= 1024 else Tile(256, 64, 4, 8)
     return Tiles(False, 128, Tile(256, 64, 4, 8), gemm2, _chunk(rows), large=True)

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from moe_ops.tuning.search import Target
 
 
-TILES_M = (1, 8, 32, 64, 256, 1024, 4096)
+TILES_M = (1, 8, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 BACKENDS_M = (1, 8, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 
 

@@ -305,7 +305,10 @@ def _workers(target: Target) -> int:
     plain = target.num_experts * 3 * target.hidden_size * target.intermediate_size * 2
     _, memory = torch.cuda.mem_get_info()
     # a process takes half a GiB, whatever it makes; this one holds the weights that are timed
-    return max(1, min((os.cpu_count() or 1) - 1, int(0.6 * memory / (8 * plain + 2**29))))
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
+    return max(1, min(cores - 1, int(0.6 * memory / (8 * plain + 2**29))))
 
 
 @lru_cache(maxsize=1)
