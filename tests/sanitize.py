@@ -108,7 +108,14 @@ def ending_early(w: torch.Tensor) -> torch.Tensor:
 def packed() -> int:
     """Weights of 4 and 8 bits; 192 and 320 leave tails of their tiles."""
     return quantized(
-        PACKED, [(1, 4, 256, 128), (7, 5, 320, 192), (70, 3, 384, 256), (300, 3, 192, 64)]
+        PACKED,
+        [
+            (1, 4, 256, 128),
+            (4, 9, 256, 128),
+            (7, 5, 320, 192),
+            (70, 3, 384, 256),
+            (300, 3, 192, 64),
+        ],
     )
 
 

@@ -54,6 +54,57 @@ def test_captured_graph_follows_tokens_and_routing(backend, scheme, M):
         assert_matches(out, case.reference(), tolerance(BF16, scheme, "cuda"))
 
 
+def write_by_copy(ids, source):
+    ids.copy_(source)
+
+
+def write_by_kernel(ids, source):
+    torch.add(source, 0, out=ids)
+
+
+def write_after_memset(ids, source):
+    ids.zero_()
+    ids += source
+
+
+def write_on_another_stream(ids, source):
+    here, there = torch.cuda.current_stream(), torch.cuda.Stream()
+    there.wait_stream(here)
+    with torch.cuda.stream(there):
+        torch.cuda._sleep(200_000)
+        ids.copy_(source)
+    here.wait_stream(there)
+
+
+@pytest.mark.parametrize("scheme", ["", "fp8_block", "int4_w4a16:g128"])
+@pytest.mark.parametrize("M", [1, 9, 40])
+@pytest.mark.parametrize(
+    "write", [write_by_copy, write_by_kernel, write_after_memset, write_on_another_stream]
+)
+def test_waits_for_what_writes_its_inputs(scheme, M, write):
+    """The first kernel is launched before its predecessor, of any kind, has ended."""
+    case = Case("cuda", BF16, scheme, M=M, E=40, K=256, I=128)
+    ids = case.args[4]
+    source = ids.clone()
+
+    def step():
+        torch.cuda._sleep(200_000)  # 0.1 ms, in which kernels that do not wait would run
+        write(ids, source)
+        return case.run("triton", poison=False)
+
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = step()
+    for run in (step, graph.replay) * 3:
+        source.random_(0, 40)
+        out.fill_(float("nan"))
+        found = run()
+        assert_matches(
+            out if found is None else found, case.reference(), tolerance(BF16, scheme, "cuda")
+        )
+
+
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 def test_trap_workspace_grown_after_capture(backend):
     """A larger eager call between capture and replay does not move what the graph uses."""

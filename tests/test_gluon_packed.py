@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import math
 import os
 import subprocess
 import sys
@@ -23,8 +24,9 @@ import triton.language as tl  # noqa: E402
 import moe_ops  # noqa: E402
 from moe_ops.kernels import gluon_packed as kernels  # noqa: E402
 from moe_ops.kernels import gluon_packed_launch as launch  # noqa: E402
+from moe_ops.kernels import gluon_packed_matmul as matmul  # noqa: E402
 from moe_ops.kernels import gluon_packed_operands as operands  # noqa: E402
-from moe_ops.kernels import triton_launch, triton_tiles  # noqa: E402
+from moe_ops.kernels import triton_launch, triton_packed_launch, triton_tiles  # noqa: E402
 from moe_ops.kernels.triton_tiles import Tile, Tiles  # noqa: E402
 
 OPERANDS = "gluon_packed_operands.py"
@@ -103,7 +105,7 @@ def test_arrange(K, U):
     out = torch.full((10, K), float("nan"), dtype=BF16)
     args = (out, x, index, None, None, blocks, 10, 4, 4, top_k, K, 0, 0, 0, *x.stride(), U, 4)
     kernels.moe_ops_arrange[(10, -(-K // launch.COLUMNS), 1)](
-        *args, launch.COLUMNS, 0, False, False
+        *args, launch.COLUMNS, 0, False, False, False
     )
     valid = (pairs >= 0) & (pairs < 10)
     columns = (torch.arange(0, K, U)[:, None] + columns_at(U, 4)).flatten()
@@ -131,14 +133,46 @@ def test_arrange_of_few_pairs(most, mapped):
     nowhere = torch.empty(0, dtype=torch.int32)  # the order is not read
     args = (out, x, nowhere, ids, expert_map, blocks, S, E, maps[0], top_k, K, *ids.stride())
     kernels.moe_ops_arrange[(S, 1, 1)](
-        *args, maps[1], *x.stride(), U, 4, launch.COLUMNS, most, mapped, False
+        *args, maps[1], *x.stride(), U, 4, launch.COLUMNS, most, False, mapped, False
     )
     order = index[4 * blocks :]
+    if most == launch.FEW_PAIRS[0]:  # without a routing kernel it writes the order, too
+        found, again = torch.full((S,), -1, dtype=torch.int32), torch.full_like(out, math.nan)
+        args = (again, x, found, ids, expert_map, 0, S, E, maps[0], top_k, K, *ids.stride())
+        kernels.moe_ops_arrange[(S, 1, 1)](
+            *args, maps[1], *x.stride(), U, 4, launch.COLUMNS, most, True, mapped, False
+        )
+        assert torch.equal(found, order) and torch.equal(again[order >= 0], out[order >= 0])
     used = order >= 0
     assert 0 < used.sum() < S and used.tolist() == sorted(used.tolist(), reverse=True)
     columns = (torch.arange(0, K, U)[:, None] + columns_at(U, 4)).flatten()
     assert torch.equal(out[used], x[order[used] // top_k][:, columns])
     assert out[~used].isnan().all()
+
+
+@pytest.mark.parametrize("BM", [8, 16])
+@pytest.mark.parametrize("S, most", [(1, 3), (9, 3), (64, 1), (64, 4), (64, 70)])
+def test_programs_find_the_blocks_of_the_routing_kernel(BM, S, most):
+    """Those of at most 64 pairs, from the experts alone; of any order, with some of no expert."""
+    experts = torch.randint(-1, most, (S,))
+    with (
+        mock.patch.object(matmul.gl, "arange", lambda a, b, layout: torch.arange(a, b)),
+        mock.patch.object(matmul.gl, "where", torch.where),
+        mock.patch.object(matmul.gl, "sum", torch.sum),
+        mock.patch.object(
+            matmul, "local", lambda *a: torch.where(a[2] < S, experts[a[2].clamp(max=S - 1)], -1)
+        ),
+        mock.patch.object(torch.Tensor, "to", lambda t, _: t.int()),
+    ):
+        args = (None, None, S, most, most, 1, 1, 1, 0, 64, False, BM, 4)
+        found = [matmul.block_of.fn(torch.tensor(p), *args) for p in range(S)]
+    blocks = sorted([[int(v) for v in numbers] for here, *numbers in found if here])
+    expected, first = [], 0
+    for e in range(most):
+        end = first + int((experts == e).sum())
+        expected += [[e, at, end] for at in range(first, end, BM)]
+        first = end
+    assert blocks == expected
 
 
 @pytest.mark.parametrize("parts", [1, 3])
@@ -426,7 +460,7 @@ def test_kernels_are_kept_by_what_they_are_compiled_for():
             values = zip(names.values(), one.args, strict=True)
             constants += [value for p, value in values if "constexpr" in str(p.annotation)]
         assert kept.setdefault(key, tuple(constants)) == tuple(constants)
-    assert len(kept) == 4
+    assert len(kept) == 5
 
 
 @pytest.mark.parametrize("columns", range(128, 1700, 128))
@@ -498,6 +532,37 @@ def test_rings_that_wrap(scheme, tile):
 @pytest.mark.parametrize("M", [2, 5])
 def test_fewer_rows_than_a_block_has(scheme, M):
     check(scheme, tiles(16, 128, 128, 3, 4), M=M, E=1, top_k=1, K=64, I=64)
+
+
+ROUTINGS = {
+    "one expert": {"M": 64, "top_k": 1, "ids": torch.full((64, 1), 69)},
+    "few experts": {"M": 32, "top_k": 2},
+    "most of no expert": {"M": 16, "top_k": 4},
+    "two tokens": {"M": 2, "top_k": 4},
+}
+
+
+@pytest.mark.parametrize("scheme", [pytest.param(n, marks=ON_GPU) for n in ("int4_w4a16:g128", "nvfp4_w4a16")])  # fmt: skip
+@pytest.mark.parametrize("routing", ROUTINGS)
+@pytest.mark.parametrize("tokens", [8, 16])
+@pytest.mark.parametrize("options", [{}, {"expert_map": True, "ids_dtype": torch.int64}], ids=str)
+def test_layers_without_a_routing_kernel(scheme, routing, tokens, options):
+    """At most 64 pairs of as many experts: several blocks of one expert, none of most, ids that are not here."""
+    sizes = {"E": 70, "K": 256, "I": 128, "bias": True, **ROUTINGS[routing], **options}
+    M, top_k = sizes["M"], sizes["top_k"]
+    if routing == "few experts":
+        sizes["ids"] = torch.rand(M, 3).topk(top_k).indices + 5
+    elif routing == "most of no expert":
+        sizes["ids"] = torch.where(torch.rand(M, top_k) < 0.7, -1, torch.randint(70, (M, top_k)))
+    with mock.patch.object(triton_packed_launch, "route") as route:
+        check(scheme, tiles(tokens, 64, 256, 2, 4), **sizes)
+    assert not route.called
+
+
+@pytest.mark.parametrize("scheme", [pytest.param("int4_w4a16:g128", marks=ON_GPU)])
+def test_layers_without_a_routing_kernel_weigh_their_input(scheme):
+    sizes = {"M": 30, "E": 40, "top_k": 1, "K": 256, "I": 128}
+    check(scheme, None, expert_map=True, on_input=True, **sizes)
 
 
 def amid_others(t: torch.Tensor) -> torch.Tensor:

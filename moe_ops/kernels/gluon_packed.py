@@ -16,7 +16,8 @@ from moe_ops.kernels.gluon_packed_operands import bits_of_place
 from moe_ops.kernels.triton_activations import activate_one, activate_two
 from moe_ops.kernels.triton_routing import local_expert, start_dependent, wait
 
-COUNTS = ["num_blocks", "S", "top_k", "stride_tm", "stride_tk"]
+COUNTS = ["num_blocks", "S", "E", "num_ids", "top_k", "stride_tm", "stride_tk"]
+COUNTS += ["stride_im", "stride_ik", "stride_map"]
 
 
 @triton.jit
@@ -81,6 +82,7 @@ def moe_ops_arrange(
     BITS: tl.constexpr,
     COLUMNS: tl.constexpr,
     PAIRS: tl.constexpr,  # of so many at most the kernel finds the positions itself; 0 of more
+    ALONE: tl.constexpr,  # no routing kernel runs: the kernel writes the order
     HAS_MAP: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
@@ -89,6 +91,9 @@ def moe_ops_arrange(
     Of few pairs it does not wait for the routing kernel's order. Positions of no pair are left to chance, as are rows of
     them that the product reads.
     """
+    if ALONE:
+        wait(DEPENDENT)
+        start_dependent(DEPENDENT)
     if PAIRS:
         pair = tl.program_id(0)
         position, here = position_of(
@@ -106,7 +111,10 @@ def moe_ops_arrange(
     x_ptrs = x_ptr + (pair // top_k).to(tl.int64) * stride_xm + column.to(tl.int64) * stride_xk
     x = in_place(tl.load(x_ptrs, mask=ok, other=0.0), U, BITS)
     tl.store(out_ptr + position.to(tl.int64) * K + column, x, mask=ok)
-    if PAIRS:
+    if ALONE:
+        order_ptr = index_ptr + 4 * num_blocks + position
+        tl.store(order_ptr, pair, mask=here & (tl.program_id(1) == 0))
+    elif PAIRS:
         wait(DEPENDENT)
         start_dependent(DEPENDENT)  # GEMM1 reads what the routing kernel wrote before it waits
 
@@ -121,8 +129,16 @@ def moe_ops_gluon_gemm1(
     factor_ptr,
     bias_ptr,  # (E, N) or absent
     index_ptr,
+    ids_ptr,  # (M, top_k)
+    map_ptr,  # (num_ids,) global id -> local id, or absent
     num_blocks,
+    S,
+    E,
+    num_ids,
     top_k,
+    stride_im,
+    stride_ik,
+    stride_map,
     topk_weights_ptr,  # (M, top_k)
     stride_tm,
     stride_tk,
@@ -158,18 +174,20 @@ def moe_ops_gluon_gemm1(
     STAGES: gl.constexpr,
     WARPS: gl.constexpr,
     OVERLAP: gl.constexpr,
+    PAIRS: gl.constexpr,  # of so many at most programs find their block themselves; 0 of more
+    HAS_MAP: gl.constexpr,
     DEPENDENT: gl.constexpr,
 ):
     """h = activation(x @ w13.T + bias)."""
     BN: gl.constexpr = WN // 2 if GATED else WN
     start_dependent(DEPENDENT)
-    here, b, n, _, begin_step, end_step = tile_at(index_ptr, gl.cdiv(I, BN), gl.cdiv(K, BK), 1)
+    here, e, first, end, n, _, begin_step, end_step = tile_at(
+        index_ptr, ids_ptr, map_ptr, num_blocks, S, E, num_ids, top_k, stride_im, stride_ik, stride_map,
+        gl.cdiv(I, BN), gl.cdiv(K, BK), 1, PAIRS, HAS_MAP, BM, WARPS,
+    )  # fmt: skip
     if not here:
         wait(DEPENDENT)
         return
-    e = gl.load(index_ptr + 4 * b, cache_modifier=".cg")
-    first = gl.load(index_ptr + 4 * b + 1, cache_modifier=".cg")
-    end = gl.load(index_ptr + 4 * b + 2, cache_modifier=".cg")
     e64 = e.to(gl.int64)
     tile_row = n * (WN if INTERLEAVED else BN)
     scale_ptrs = first_scales(
@@ -243,8 +261,16 @@ def moe_ops_gluon_gemm2(
     factor_ptr,
     bias_ptr,  # (E, N) or absent
     index_ptr,
+    ids_ptr,  # (M, top_k)
+    map_ptr,  # (num_ids,) global id -> local id, or absent
     num_blocks,
     S,
+    E,
+    num_ids,
+    top_k,
+    stride_im,
+    stride_ik,
+    stride_map,
     K,
     N,
     stride_se,
@@ -268,19 +294,19 @@ def moe_ops_gluon_gemm2(
     STAGES: gl.constexpr,
     WARPS: gl.constexpr,
     OVERLAP: gl.constexpr,
+    PAIRS: gl.constexpr,  # as in GEMM1
+    HAS_MAP: gl.constexpr,
     DEPENDENT: gl.constexpr,
 ):
     """y = x @ w2.T + bias in fp32."""
     start_dependent(DEPENDENT)
-    here, b, n, part, begin_step, end_step = tile_at(
-        index_ptr, gl.cdiv(N, WN) * SPLIT, gl.cdiv(K, BK), SPLIT
-    )
+    here, e, first, end, n, part, begin_step, end_step = tile_at(
+        index_ptr, ids_ptr, map_ptr, num_blocks, S, E, num_ids, top_k, stride_im, stride_ik, stride_map,
+        gl.cdiv(N, WN) * SPLIT, gl.cdiv(K, BK), SPLIT, PAIRS, HAS_MAP, BM, WARPS,
+    )  # fmt: skip
     if not here:
         wait(DEPENDENT)
         return
-    e = gl.load(index_ptr + 4 * b, cache_modifier=".cg")
-    first = gl.load(index_ptr + 4 * b + 1, cache_modifier=".cg")
-    end = gl.load(index_ptr + 4 * b + 2, cache_modifier=".cg")
     e64 = e.to(gl.int64)
     scale_ptrs = first_scales(
         scale_ptr, e64 * stride_se, stride_sn, stride_sk, n * WN, N,

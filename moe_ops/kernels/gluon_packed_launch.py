@@ -23,7 +23,7 @@ TRITON = ((3, 6), (3, 7))
 MOST_PARTS = 3  # programs that share a tile of GEMM2 by columns, where it has few tiles
 SHARED_ROWS = 1024  # of y in all parts
 COLUMNS = 1024  # of a row that a program puts in order: 16 bytes a thread
-FEW_PAIRS = (64, 512)  # of so many or fewer, programs that put rows in order look at all
+FEW_PAIRS = (64, 512)  # of so many or fewer, programs look at all
 MOST_ROWS = 48  # of an expert, on average: from there on products count
 SHARED_MEMORY, REGISTERS = 228 * 1024, 65536  # of a multiprocessor
 
@@ -104,18 +104,19 @@ def choose(rows: int, groups: int, K: int, I: int, bits: int, chunk: int) -> Til
         return None
     tokens = 8 if average <= 4 else 16 if average <= 10 else 32 if average <= 22 else 64
 
-    def tile(columns: int) -> Tile:
+    def tile(columns: int, few: bool) -> Tile:
         if tokens == 64:  # sums of a group and in all: four warps have no registers for both
             return Tile(128, 128, 4, 8)
         if bits == 8 or tokens == 16 or columns % 256:
             return Tile(128, 128, 3, 4)
-        if tokens == 8 and (columns >= 4096 or average < 1):
+        if tokens == 8 and (columns >= 4096 or few):
             return Tile(64, 256, 4 if columns >= 4096 else 2, 4)
         return Tile(128, 256, 2, 4)
 
     few = min(rows, groups) * cdiv(K, 128) <= 2 * 132
     parts = (3 if tokens == 32 else 2) if few else 1
-    return Tiles(False, tokens, tile(K), tile(I), chunk, parts=parts, wgmma=True)
+    ones, twos = tile(K, average < 1), tile(I, False)
+    return Tiles(False, tokens, ones, twos, chunk, parts=parts, wgmma=True)
 
 
 def y_rows(pairs):
@@ -228,24 +229,32 @@ def few_pairs(pairs: int) -> int:
     return next((most for most in FEW_PAIRS if pairs <= most), 0)
 
 
+def alone(pairs: int, experts: int) -> int:
+    """The most pairs of a layer without a routing kernel, 0 with one: programs of the GEMMs find their blocks then.
+
+    Where many pairs share few experts, most programs would find none.
+    """
+    return FEW_PAIRS[0] if pairs <= min(FEW_PAIRS[0], experts) else 0
+
+
 def arrange(out: Tensor, x: Tensor, w: Packed, pairs: int, rows: Rows, chip: Gpu) -> Launch:
     """Rows of x sorted by expert, columns in the order in which `w` takes them."""
     index, ids, expert_map, blocks, experts, num_ids, top_k, *strides = rows.args
     U, K = piece(w), w.columns
     args = (out, x, index, ids, expert_map, blocks, pairs, experts, num_ids, top_k, K, *strides)
     args += (*x.stride(), U, w.format.bits, COLUMNS, few_pairs(pairs))
-    args += (rows.has_map, chip.dependent)
+    args += (alone(pairs, experts) > 0, rows.has_map, chip.dependent)
     return Launch("arrange", (pairs, cdiv(K, COLUMNS), 1), args)
 
 
-def _constants(w: Packed, tile: Tile, tokens: int) -> tuple:
+def _constants(w: Packed, tile: Tile, rows: Rows, pairs: int) -> tuple:
     """FORMAT to U; BM to DEPENDENT."""
     of = w.format
     how = "weight" if of.name == "int4" and of.group == 32 else of.scale
     step = _pieces(w, tile) * piece(w)
     return (of.name, how, of.group, piece(w)), (
-        *(tokens, tile.rows, step, tile.stages, tile.warps),
-        *(_overlaps(w, tile, tokens), w.chip.dependent),
+        *(rows.tokens, tile.rows, step, tile.stages, tile.warps, _overlaps(w, tile, rows.tokens)),
+        *(alone(pairs, rows.args[4]), rows.has_map, w.chip.dependent),
     )
 
 
@@ -296,6 +305,12 @@ def _scales(w: Packed) -> tuple:
     return (scale, *w.pointers()[2:]), (expert, row, group, *others)
 
 
+def _pairs(rows: Rows, pairs: int) -> tuple:
+    """index_ptr to stride_map."""
+    index, ids, expert_map, blocks, *others = rows.args
+    return (index, ids, expert_map, blocks, pairs, *others)
+
+
 def gemm1(
     w: Packed,
     w2: Packed,
@@ -309,22 +324,21 @@ def gemm1(
     tile: Tile,
 ) -> Launch:
     """h = activation(x @ w.T + bias)."""
-    index, _, _, blocks, _, _, top_k, *_ = rows.args
     _, gated, interleaved, _ = activation[3:]
     I = w2.columns  # noqa: E741
-    how, sizes = _constants(w, tile, rows.tokens)
+    how, sizes = _constants(w, tile, rows, pairs)
     scales, strides = _scales(w)
     args = (
         *(h, _rows_described(x, w, pairs, rows.tokens, tile)),
         *(_described(w, 2 if gated and not interleaved else 1, tile), *scales, bias),
-        *(index, blocks, top_k, input_weights),
+        *(*_pairs(rows, pairs), input_weights),
         *((0, 0) if input_weights is None else input_weights.stride()),
         *(w.columns, I, *strides, *((0, 0) if bias is None else bias.stride())),
         *(*activation[:3], input_weights is not None, *activation[3:]),
         *(*how, piece(w2), w.format.bits, *sizes),
     )
     columns = tile.rows // 2 if gated else tile.rows
-    grid = (blocks * cdiv(I, columns), 1, 1)
+    grid = ((rows.blocks or pairs) * cdiv(I, columns), 1, 1)
     return Launch("gluon_gemm1", grid, args, tile.warps, _registers(w, tile, rows.tokens))
 
 
@@ -339,13 +353,13 @@ def gemm2(
     parts: int,
 ) -> Launch:
     """y (parts, pairs, N) in fp32, which sum to h @ w.T + bias: from pairs sorted by expert to their own order."""
-    index, blocks, N = rows.args[0], rows.args[3], w.data.shape[1]
-    how, sizes = _constants(w, tile, rows.tokens)
+    N = w.data.shape[1]
+    how, sizes = _constants(w, tile, rows, pairs)
     scales, strides = _scales(w)
     args = (
         *(y, _rows_described(h, w, pairs, rows.tokens, tile), _described(w, 1, tile)),
-        *(*scales, bias, index, blocks, pairs, w.columns, N, *strides),
+        *(*scales, bias, *_pairs(rows, pairs), w.columns, N, *strides),
         *(*((0, 0) if bias is None else bias.stride()), *how, parts, *sizes),
     )
-    grid = (blocks * cdiv(N, tile.rows) * parts, 1, 1)
+    grid = ((rows.blocks or pairs) * cdiv(N, tile.rows) * parts, 1, 1)
     return Launch("gluon_gemm2", grid, args, tile.warps, _registers(w, tile, rows.tokens))

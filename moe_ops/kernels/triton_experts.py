@@ -350,29 +350,33 @@ def moe_ops_combine(
     DEPENDENT: tl.constexpr,
 ):
     """out[m] = sum of router weight * y over the token's entries, in their order, rounded once."""
-    wait(DEPENDENT)
     m = tl.program_id(0)
     column = tl.program_id(1) * BN + tl.arange(0, BN)
-    total = tl.zeros((BN,), tl.float32)
-    for j in tl.static_range(TOP_K):
+    ends = ()  # of a token's rows of y: 0 of a pair that is not here
+    scales = ()
+    for j in tl.static_range(
+        TOP_K
+    ):  # before the wait: nothing here is written by the kernel before
         pair = m * TOP_K + j
         e = local_expert(
             ids_ptr, map_ptr, pair, pair >= 0, E, num_ids, TOP_K,
             stride_im, stride_ik, stride_map, HAS_MAP,
         )  # fmt: skip
-        end = tl.where(e >= 0, K, 0)  # nothing of a pair that is not here
-        y_ptrs = y_ptr + pair.to(tl.int64) * K + column
-        y = tl.load(y_ptrs, mask=column < end, other=0.0)
+        ends += (tl.where(e >= 0, K, 0),)
+        if WEIGHTED:
+            weight_ptr = topk_weights_ptr + m.to(tl.int64) * stride_tm + j * stride_tk
+            scales += (tl.load(weight_ptr, mask=e >= 0, other=0.0).to(tl.float32),)
+    wait(DEPENDENT)
+    total = tl.zeros((BN,), tl.float32)
+    for j in tl.static_range(TOP_K):
+        ok = column < ends[j]
+        y_ptrs = y_ptr + (m * TOP_K + j).to(tl.int64) * K + column
+        y = tl.load(y_ptrs, mask=ok, other=0.0)
         for _ in tl.static_range(1, PARTS):
             y_ptrs += tl.num_programs(0).to(tl.int64) * TOP_K * K
-            y += tl.load(y_ptrs, mask=column < end, other=0.0)
+            y += tl.load(y_ptrs, mask=ok, other=0.0)
         if WEIGHTED:
-            scale = tl.load(
-                topk_weights_ptr + m.to(tl.int64) * stride_tm + j * stride_tk,
-                mask=e >= 0,
-                other=0.0,
-            )
-            y *= scale.to(tl.float32)
+            y *= scales[j]
         total += y
     out_ptrs = out_ptr + m.to(tl.int64) * stride_om + column.to(tl.int64) * stride_ok
     tl.store(out_ptrs, total.to(out_ptr.dtype.element_ty), mask=column < K)

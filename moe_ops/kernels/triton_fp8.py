@@ -295,6 +295,7 @@ def moe_ops_route_quantize(
     INT8: tl.constexpr,
 ):
     """moe_ops_route in the first E programs, moe_ops_quantize in the others: neither waits for the other."""
+    wait(DEPENDENT)
     start_dependent(DEPENDENT)
     program = tl.program_id(0)
     if program < E:

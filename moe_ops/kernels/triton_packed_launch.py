@@ -259,7 +259,8 @@ def _launch_on_sm90(a: ExpertsArgs, w13: Packed, w2: Packed, tiles: Tiles, chip:
     x, ids, out = a.hidden_states, a.topk_ids, a.out
     (M, top_k), (E, K, _), I = ids.shape, w2.data.shape, w2.columns  # noqa: E741
     device, pairs = x.get_device(), M * top_k
-    blocks = _blocks(pairs, E, tiles.tokens)
+    alone = gluon_packed_launch.alone(pairs, E)
+    blocks = 0 if alone else _blocks(pairs, E, tiles.tokens)
     rows = pair_rows(a.index_workspace, ids, a.expert_map, E, top_k, False, tiles.tokens, blocks)
     arranged = flat(a.workspace2, x.dtype, pairs * K)  # where y will be
     parts = gluon_packed_launch.parts_of(w2, tiles.gemm2, tiles.parts, pairs)
@@ -267,9 +268,10 @@ def _launch_on_sm90(a: ExpertsArgs, w13: Packed, w2: Packed, tiles: Tiles, chip:
     y = flat(a.workspace2, torch.float32, parts * pairs * K)
     weights = a.topk_weights if a.router_weight_on_input else None
     first, second = tiles.gemm1, tiles.gemm2
-    # Of few pairs `arrange` writes before it waits: only what leaves workspace2 alone may come before it.
+    # Of few pairs `arrange` writes before it waits: only what leaves workspace2 alone may come before it. Of as few as
+    # `alone` allows the GEMMs read ids before they wait, so that nothing of this layer may write those.
     launches = [
-        route(rows, pairs, tiles.chunk, chip),
+        *([] if alone else [route(rows, pairs, tiles.chunk, chip)]),
         gluon_packed_launch.arrange(arranged, x, w13, pairs, rows, chip),
         gluon_packed_launch.gemm1(
             w13, w2, a.w13_bias, h, arranged, pairs, rows, weights, _activation(a), first
@@ -278,7 +280,18 @@ def _launch_on_sm90(a: ExpertsArgs, w13: Packed, w2: Packed, tiles: Tiles, chip:
         combine(out, y, a.topk_weights, rows, M, K, weights is None, chip, parts),
     ]
     few = gluon_packed_launch.few_pairs(pairs)
-    key = (device, tiles, parts, few, E, top_k, x.stride(), out.stride(), a.router_weight_on_input)
+    key = (
+        device,
+        tiles,
+        parts,
+        few,
+        alone,
+        E,
+        top_k,
+        x.stride(),
+        out.stride(),
+        a.router_weight_on_input,
+    )
     data = (x, a.topk_weights, ids, out, y, h, a.index_workspace, a.expert_map)
     run(launches, (*key, _layer_key(a, w13, w2), pointers(*data)), device, chip.dependent)
 

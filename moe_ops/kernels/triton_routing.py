@@ -33,7 +33,7 @@ def wait(DEPENDENT: tl.constexpr):
     Every program of every kernel waits before it ends, and lets the next kernel start only then (kernels that read
     nothing of their predecessor excepted): so once a kernel runs, all but its direct predecessor have ended. Past the GEMMs
     of gluon_packed.py, which let the next start at once, that is so once it has waited; the index, which they read before,
-    was finished when the first of them started.
+    was finished when the first of them started. Of few pairs they read ids instead, which are older than the layer.
     """
     if DEPENDENT:
         gdc_wait()
@@ -197,6 +197,7 @@ def moe_ops_route(
     DEPENDENT: tl.constexpr,
 ):
     """Sort pairs by expert. One program an expert, each counting all pairs: no atomics, no barrier, stable."""
+    wait(DEPENDENT)
     start_dependent(DEPENDENT)
     sort_expert(
         index_ptr, ids_ptr, map_ptr, tl.program_id(0), S, E, num_ids, num_blocks, top_k,
