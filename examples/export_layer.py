@@ -41,11 +41,13 @@ def worst(got: list[torch.Tensor], want: list[torch.Tensor]) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--scheme", default="fp8_block", help="scheme of the quantized layer")
+    parser.add_argument(
+        "--schemes", nargs="*", default=["", "fp8_block"], help='"" is float32, one layer each'
+    )
     args = parser.parse_args()
 
     tokens = torch.export.Dim("M", min=1, max=4096)
-    for scheme in ("", args.scheme):
+    for scheme in args.schemes:
         title(f"experts in {scheme or 'float32'}")
         layer, plain = layer_with(scheme, args.device)
         # Quantized schemes round the activations too, which the fp64 oracle does not.

@@ -16,7 +16,7 @@ EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 RUNS = {
     "compile_layer": (("--layers", "2"), 9, ()),
     "cuda_graph_decode": (("--tokens", "4"), 0, ("transformers",)),
-    "export_layer": ((), 12, ()),
+    "export_layer": (("--schemes", "fp8_block"), 6, ()),
     "generate": (
         (
             "--tokens",

@@ -72,8 +72,11 @@ def test_no_expert_is_here(where, scheme, kernels):
 
 @everywhere
 @pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.parametrize("first", [Tile(1, 256, 1, 2), Tile(8, 128, 3, 4)], ids=str)
-@pytest.mark.parametrize("second", [Tile(16, 128, 1, 4), Tile(2, 128, 3, 8)], ids=str)
+@pytest.mark.parametrize(
+    "first, second",
+    [(Tile(1, 256, 1, 2), Tile(16, 128, 1, 4)), (Tile(8, 128, 3, 4), Tile(2, 128, 3, 8))],
+    ids=str,
+)
 def test_every_kind_of_tile(where, scheme, first, second):
     """One step and several, the last one partly past the end, with and without stages."""
     case = Case(*where, scheme, **SIZES)

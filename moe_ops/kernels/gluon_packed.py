@@ -119,6 +119,14 @@ def moe_ops_arrange(
         start_dependent(DEPENDENT)  # GEMM1 reads what the routing kernel wrote before it waits
 
 
+@gluon.jit
+def leave(DEPENDENT: gl.constexpr):
+    """End a program without a tile. One waits for all of them, as `wait` asks: others would keep the places of those that
+    could ask for weights meanwhile."""
+    if gl.program_id(0) == 0:
+        wait(DEPENDENT)
+
+
 @gluon.jit(do_not_specialize=COUNTS)
 def moe_ops_gluon_gemm1(
     h_ptr,  # (S, I) written at the block's positions, columns in the order GEMM2 takes them
@@ -186,7 +194,7 @@ def moe_ops_gluon_gemm1(
         gl.cdiv(I, BN), gl.cdiv(K, BK), 1, PAIRS, HAS_MAP, BM, WARPS,
     )  # fmt: skip
     if not here:
-        wait(DEPENDENT)
+        leave(DEPENDENT)
         return
     e64 = e.to(gl.int64)
     tile_row = n * (WN if INTERLEAVED else BN)
@@ -305,7 +313,7 @@ def moe_ops_gluon_gemm2(
         gl.cdiv(N, WN) * SPLIT, gl.cdiv(K, BK), SPLIT, PAIRS, HAS_MAP, BM, WARPS,
     )  # fmt: skip
     if not here:
-        wait(DEPENDENT)
+        leave(DEPENDENT)
         return
     e64 = e.to(gl.int64)
     scale_ptrs = first_scales(
