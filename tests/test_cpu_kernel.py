@@ -1,5 +1,6 @@
 """The CPU kernels: the grouped product and the weighted sum against fp64, at every tail they have."""
 
+import ctypes
 import math
 
 import pytest
@@ -14,6 +15,20 @@ TOLERANCE = {FP32: 2e-6, BF16: 2.0**-8}
 pytestmark = pytest.mark.skipif(
     cpu_grouped.why_not() is not None, reason=str(cpu_grouped.why_not())
 )
+
+
+@pytest.fixture(autouse=True, params=[512, 2], ids=["avx512", "avx2"])
+def avx(request):
+    """Every form of the kernels that this processor runs."""
+    library = ctypes.CDLL(str(cpu_grouped._LIBRARY))
+    try:
+        if library.moe_ops_cpu_avx(request.param) != request.param:
+            pytest.skip("this processor lacks it")
+        yield
+    finally:
+        library.moe_ops_cpu_avx(512)
+
+
 dtypes = pytest.mark.parametrize("dtype", [BF16, FP32], ids=["bf16", "fp32"])
 
 

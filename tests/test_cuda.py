@@ -82,14 +82,14 @@ def write_on_another_stream(ids, source):
     "write", [write_by_copy, write_by_kernel, write_after_memset, write_on_another_stream]
 )
 def test_waits_for_what_writes_its_inputs(scheme, M, write):
-    """The first kernel is launched before its predecessor, of any kind, has ended."""
+    """The first kernel may be launched early behind nodes of any kind, eager and captured."""
     case = Case("cuda", BF16, scheme, M=M, E=40, K=256, I=128)
     refill(case, 1)  # without NaN
     ids = case.args[4]
     source = torch.zeros_like(ids)
 
     def step():
-        torch.cuda._sleep(200_000)  # 0.1 ms, in which kernels that do not wait would run
+        torch.cuda._sleep(200_000)
         write(ids, source)
         return case.run("triton", poison=False)
 
@@ -101,6 +101,42 @@ def test_waits_for_what_writes_its_inputs(scheme, M, write):
         source.random_(0, 40)
         out.fill_(float("nan"))
         found = run()
+        assert_matches(
+            out if found is None else found, case.reference(), tolerance(BF16, scheme, "cuda")
+        )
+
+
+@pytest.mark.parametrize("scheme", ["", "fp8_block", "int4_w4a16:g128"])
+@pytest.mark.parametrize("M", [1, 9, 40])
+def test_waits_for_a_kernel_that_lets_it_start_early(scheme, M):
+    """Whose writes come 0.1 ms after it let the next kernel start: of ids, router weights and hidden states."""
+    if torch.cuda.get_device_capability()[0] < 9:
+        pytest.skip("kernels are launched early from SM90 on")
+    pytest.importorskip("triton")
+    from tests.late_writer import moe_ops_test_late_writer
+
+    case = Case("cuda", BF16, scheme, M=M, E=40, K=256, I=128)
+    refill(case, 1)  # without NaN
+    x, _, _, weights, ids = case.args
+    sources = [torch.zeros_like(t) for t in (x, weights, ids)]
+
+    def step():
+        arguments = [t for pair in zip((x, weights, ids), sources, strict=True) for t in pair]
+        sizes = [t.numel() for t in (x, weights, ids)]
+        moe_ops_test_late_writer[(1,)](*arguments, *sizes, 100_000)
+        return case.run("triton", poison=False)
+
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = step()
+    for run in (step, graph.replay) * 3:
+        sources[0].normal_()
+        sources[1].uniform_()
+        sources[2].random_(0, 40)
+        torch.cuda.synchronize()
+        found = run()
+        torch.cuda.synchronize()
         assert_matches(
             out if found is None else found, case.reference(), tolerance(BF16, scheme, "cuda")
         )

@@ -90,7 +90,7 @@ def test_facts_tell_what_is_missing(monkeypatch):
     monkeypatch.setattr(registry, "BACKENDS", (missing, *registry.BACKENDS))
     found = info.facts()
     assert json.loads(json.dumps(found)) == found
-    assert found["versions"]["torch"] == torch.__version__
+    assert torch.__version__.startswith(found["versions"]["torch"])  # which may lack +cu130
     assert found["backends"]["missing"] == "pip install it"
     assert found["backends"]["torch"] is None
     assert len(found["gpus"]) == torch.cuda.device_count()
@@ -164,7 +164,9 @@ def test_facts_tell_whether_the_cpu_kernel_is_in_use(monkeypatch, tmp_path):
     monkeypatch.setattr(cpu_grouped, "_kernels", dict)
     assert info.facts()["cpu_kernel"].startswith("not built: ")
     library.touch()
-    assert "AVX2 and AVX-512: built, but this processor lacks" in info.format_facts(info.facts())
+    assert "AVX2 and AVX-512: built, but this processor lacks AVX2" in info.format_facts(
+        info.facts()
+    )
     monkeypatch.setattr(cpu_grouped, "_kernels", lambda: {torch.bfloat16: None})
     assert info.facts()["cpu_kernel"] is None
     assert "AVX2 and AVX-512: built and in use" in info.format_facts(info.facts())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import math
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_ops.activations import NAMES, Activation
-from moe_ops.kernels import triton_tiles
+from moe_ops.kernels import triton_launch, triton_tiles
 from moe_ops.library import options_text
 from moe_ops.problem import Machine, Problem
 
@@ -506,7 +507,7 @@ def oracle_route(local, E, tile):
 @pytest.mark.parametrize(
     "device", [pytest.param("cpu", marks=INTERPRETED), pytest.param("cuda", marks=ON_GPU)]
 )
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=25, deadline=None, derandomize=True)
 @given(data=st.data())
 def test_routing_against_python(device, data):
     M, top_k = data.draw(st.integers(1, 40)), data.draw(st.integers(1, 4))
@@ -641,3 +642,13 @@ def test_offsets_past_two_to_the_31():
     c.x, c.ids, c.weights = c.x[:8], c.ids[:8], c.weights[:8]
     assert_close(out[:8], oracle(c), TOLERANCE[BF16])
     assert (out.view(-1, 8, K) == out[:8]).all()
+
+
+@pytest.mark.parametrize("name", triton_launch.EARLY)
+def test_first_kernels_wait_before_anything_else(name):
+    """Their predecessor, whatever it is, may still write their inputs, and read the workspaces."""
+    source = inspect.getsource(triton_launch._kernels()[name].fn)
+    body = source.split('"""')[2]  # behind the docstring
+    before = body[: body.index("wait(DEPENDENT)")]
+    for word in ("load(", "store(", "start_dependent(", "local_expert(", "position_of(", "_row("):
+        assert word not in before

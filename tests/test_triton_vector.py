@@ -23,8 +23,8 @@ tl = pytest.importorskip("triton.language")
 
 from moe_ops.kernels.triton_vector import halves  # noqa: E402
 
-IDS = torch.tensor([[2, 0, 3]])
-SIZES = {"M": 1, "E": 4, "top_k": 3, "K": 144, "I": 80, "ids": IDS}
+IDS = torch.tensor([[2, 0]])
+SIZES = {"M": 1, "E": 4, "top_k": 2, "K": 144, "I": 80, "ids": IDS}
 SCHEMES = ["", "fp8_block"]
 
 
@@ -48,12 +48,17 @@ def kernels(monkeypatch):
     "how",
     [
         {},
-        {"bias": True, "expert_map": True, "ids": torch.tensor([[1, 4, 2]])},
+        {"bias": True, "expert_map": True, "top_k": 3, "ids": torch.tensor([[1, 4, 2]])},
         {"activation": "swigluoai", "bias": True},
         {"activation": "relu2_no_mul", "bias": True},
         {"on_input": True, "top_k": 1, "ids": IDS[:, :1]},
-        {"ids": torch.tensor([[-1, 2, 9]]), "bias": True},  # two experts are elsewhere
-        {"ids": torch.tensor([[2, 2, 0]]), "ids_dtype": torch.int64, "weights_dtype": BF16},
+        {"top_k": 3, "ids": torch.tensor([[-1, 2, 9]]), "bias": True},  # two experts are elsewhere
+        {
+            "top_k": 3,
+            "ids": torch.tensor([[2, 2, 0]]),
+            "ids_dtype": torch.int64,
+            "weights_dtype": BF16,
+        },
     ],
     ids=str,
 )
@@ -65,7 +70,12 @@ def test_values(where, scheme, how, kernels):
 @everywhere
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_no_expert_is_here(where, scheme, kernels):
-    case = Case(*where, scheme, **{**SIZES, "ids": torch.tensor([[-1, 4, 2**31 - 1]])}, bias=True)
+    case = Case(
+        *where,
+        scheme,
+        **{**SIZES, "top_k": 3, "ids": torch.tensor([[-1, 4, 2**31 - 1]])},
+        bias=True,
+    )
     assert (case.run("triton") == 0).all()
     assert kernels == ["vector_gemm1", "vector_gemm2"]
 
@@ -105,7 +115,7 @@ def poisoned(w, expert: int) -> None:
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_nan_stays_where_it_is(where, scheme):
     """NaN of experts that nobody chose, the first among them, of the routing weight of one elsewhere, and in x."""
-    case = Case(*where, scheme, **{**SIZES, "ids": torch.tensor([[2, -1, 3]])})
+    case = Case(*where, scheme, **{**SIZES, "top_k": 3, "ids": torch.tensor([[2, -1, 3]])})
     expected = case.reference()
     case.args[3][0, 1] = math.nan
     for w, expert in itertools.product(case.args[1:3], (0, 1)):
@@ -175,7 +185,10 @@ def test_weights_out_of_16_byte_step_take_other_kernels(scheme, which, spoil, ke
         ({"I": 72}, ""),
         ({}, "fp8_channel"),
         ({"M": 2, "ids": None}, ""),
-        ({"E": 1, "ids": torch.zeros(1, 3).int()}, "fp8_block"),  # no room for h in fp32
+        (
+            {"E": 1, "top_k": 3, "ids": torch.zeros(1, 3).int()},
+            "fp8_block",
+        ),  # no room for h in fp32
     ],
 )
 def test_other_layers_take_other_kernels(sizes, scheme, kernels):

@@ -244,7 +244,7 @@ def test_backends_are_timed_into_the_table(tuner, table, capsys):
         {"triton": 26.0, "deep_gemm": 48.0},
         {"triton": 266.0, "deep_gemm": 168.0},
     ]
-    assert entry["backends"][0]["versions"]["torch"] == torch.__version__
+    assert torch.__version__.startswith(entry["backends"][0]["versions"]["torch"])
     assert len(entry["triton"]) == 2
     key = ("Test GPU", 8, 512, 256, 2, "", "bfloat16")
     assert tuning.look_up(*key, ("triton", "deep_gemm")) == ((78, "triton"), (-1, "deep_gemm"))

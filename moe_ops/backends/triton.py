@@ -6,7 +6,7 @@ kernels/triton_emulated.py.
 Four launches a layer: route (or none for one token), GEMM1 with the activation in its epilogue, GEMM2,
 the weighted sum; where activations are quantized one more may prepare them. One token of plain or block-scaled
 weights takes two: kernels/triton_vector.py; of weights of 4 and 8 bits: kernels/triton_vector_packed.py. More tokens of
-these take five on SM90: kernels/gluon_packed.py. Nothing is allocated or read by the host. On a machine without a GPU the
+these take five on SM90, few of them four: kernels/gluon_packed.py. Nothing is allocated or read by the host. On a machine without a GPU the
 kernels run under Triton's interpreter if TRITON_INTERPRET=1 was set before this import.
 """
 

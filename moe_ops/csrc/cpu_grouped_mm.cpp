@@ -217,8 +217,10 @@ TARGET inline void for_rows(int64_t s, int64_t end, F tile) {
 #undef TARGET
 }  // namespace avx2
 
+int allowed = 512;  // the widest AVX to use
+
 bool has_avx512() {
-    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+    return allowed >= 512 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
            __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512bf16");
 }
 
@@ -226,8 +228,9 @@ bool has_avx512() {
 
 extern "C" {
 
-// Which AVX is in use: 512, 2 or, where this processor has neither, 0.
-int moe_ops_cpu_avx() {
+// Which AVX is in use from now on, no wider than `most`: 512, 2 or, where this processor has neither, 0.
+int moe_ops_cpu_avx(int most) {
+    allowed = most;
     if (has_avx512()) return 512;
     return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") ? 2 : 0;
 }
@@ -260,5 +263,5 @@ ENTRIES(bf16, BF16, uint16_t)
 ENTRIES(fp32, FP32, float)
 }
 #else
-extern "C" int moe_ops_cpu_avx() { return 0; }
+extern "C" int moe_ops_cpu_avx(int) { return 0; }
 #endif

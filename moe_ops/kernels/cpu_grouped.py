@@ -22,6 +22,7 @@ _MOST_ROWS = {
     2: {torch.bfloat16: 96, torch.float32: 96},
 }
 _MOST_ROWS_AMX = 16
+_WIDEST = 512  # AVX to use
 
 
 class _Kernels(NamedTuple):
@@ -36,7 +37,9 @@ def _kernels() -> dict[torch.dtype, _Kernels]:
     if not _LIBRARY.exists():
         return {}
     library = ctypes.CDLL(str(_LIBRARY))
-    avx = library.moe_ops_cpu_avx()
+    if not hasattr(library, "moe_ops_cpu_avx"):  # of a version whose kernels took other arguments
+        return {}
+    avx = library.moe_ops_cpu_avx(_WIDEST)
     if not avx:
         return {}
     pointer, size = ctypes.c_void_p, ctypes.c_int64
@@ -60,7 +63,9 @@ def why_not() -> str | None:
     """None where the kernels are in use, else why they are not."""
     if not _LIBRARY.exists():
         return "not built: installing builds it on x86-64 Linux, where there is a C++ compiler"
-    return None if _kernels() else "built, but this processor lacks AVX2"
+    if _kernels():
+        return None
+    return "built, but this processor lacks AVX2 (or built from an older version: install again)"
 
 
 def can_multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:

@@ -30,10 +30,11 @@ def start_dependent(DEPENDENT: tl.constexpr):
 def wait(DEPENDENT: tl.constexpr):
     """Wait until the kernel before this one has ended and its writes are visible.
 
-    Every program of every kernel waits before it ends (of those without work, one), and lets the next kernel start only then (kernels that read
-    nothing of their predecessor excepted): so once a kernel runs, all but its direct predecessor have ended. Past the GEMMs
-    of gluon_packed.py, which let the next start at once, that is so once it has waited; the index, which they read before,
-    was finished when the first of them started. Of few pairs they read ids instead, which are older than the layer.
+    Every program of every kernel waits before it ends (of those without work, one), and lets the next kernel start only then
+    (kernels that read nothing of their predecessor excepted): so once a kernel runs, all but its direct predecessor have
+    ended. Past the GEMMs of gluon_packed.py, which let the next start at once, that is so once it has waited; the index,
+    which they read before, was finished when the first of them started. Of few pairs they read ids instead, which are older
+    than the layer, and the order only behind their product: `arrange` writes it beside the rows that they wait for.
     """
     if DEPENDENT:
         gdc_wait()
