@@ -54,6 +54,23 @@ def test_captured_graph_follows_tokens_and_routing(backend, scheme, M):
         assert_matches(out, case.reference(), tolerance(BF16, scheme, "cuda"))
 
 
+def check_steps(step, case: Case, renew) -> None:
+    """A step that writes the inputs of `case` and runs it, eager and as a graph, on new values each time."""
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = step()
+    for run in (step, graph.replay) * 3:
+        renew()
+        out.fill_(float("nan"))
+        torch.cuda.synchronize()  # so that nothing but the step itself orders what it does
+        found = run()
+        expected = case.reference()
+        assert_matches(
+            out if found is None else found, expected, tolerance(BF16, case.scheme, "cuda")
+        )
+
+
 def write_by_copy(ids, source):
     ids.copy_(source)
 
@@ -93,17 +110,7 @@ def test_waits_for_what_writes_its_inputs(scheme, M, write):
         write(ids, source)
         return case.run("triton", poison=False)
 
-    step()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = step()
-    for run in (step, graph.replay) * 3:
-        source.random_(0, 40)
-        out.fill_(float("nan"))
-        found = run()
-        assert_matches(
-            out if found is None else found, case.reference(), tolerance(BF16, scheme, "cuda")
-        )
+    check_steps(step, case, lambda: source.random_(0, 40))
 
 
 @pytest.mark.parametrize("scheme", ["", "fp8_block", "int4_w4a16:g128"])
@@ -126,20 +133,12 @@ def test_waits_for_a_kernel_that_lets_it_start_early(scheme, M):
         moe_ops_test_late_writer[(1,)](*arguments, *sizes, 100_000)
         return case.run("triton", poison=False)
 
-    step()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = step()
-    for run in (step, graph.replay) * 3:
+    def renew():
         sources[0].normal_()
         sources[1].uniform_()
         sources[2].random_(0, 40)
-        torch.cuda.synchronize()
-        found = run()
-        torch.cuda.synchronize()
-        assert_matches(
-            out if found is None else found, case.reference(), tolerance(BF16, scheme, "cuda")
-        )
+
+    check_steps(step, case, renew)
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])

@@ -160,7 +160,9 @@ def test_programs_find_the_blocks_of_the_routing_kernel(BM, S, most):
         mock.patch.object(matmul.gl, "where", torch.where),
         mock.patch.object(matmul.gl, "sum", torch.sum),
         mock.patch.object(
-            matmul, "local", lambda *a: torch.where(a[2] < S, experts[a[2].clamp(max=S - 1)], -1)
+            matmul,
+            "local_expert",
+            lambda *a: torch.where(a[3], experts[a[2].clamp(max=S - 1)], -1),
         ),
         mock.patch.object(torch.Tensor, "to", lambda t, _: t.int()),
     ):

@@ -22,7 +22,6 @@ _MOST_ROWS = {
     2: {torch.bfloat16: 96, torch.float32: 96},
 }
 _MOST_ROWS_AMX = 16
-_WIDEST = 512  # AVX to use
 
 
 class _Kernels(NamedTuple):
@@ -39,7 +38,7 @@ def _kernels() -> dict[torch.dtype, _Kernels]:
     library = ctypes.CDLL(str(_LIBRARY))
     if not hasattr(library, "moe_ops_cpu_avx"):  # of a version whose kernels took other arguments
         return {}
-    avx = library.moe_ops_cpu_avx(_WIDEST)
+    avx = library.moe_ops_cpu_avx(512)  # the widest it may use
     if not avx:
         return {}
     pointer, size = ctypes.c_void_p, ctypes.c_int64
