@@ -189,7 +189,7 @@ def moe_ops_gluon_gemm1(
     """h = activation(x @ w13.T + bias)."""
     BN: gl.constexpr = WN // 2 if GATED else WN
     start_dependent(DEPENDENT)
-    here, e, first, end, n, _, begin_step, end_step = tile_at(
+    here, e, first, last, n, _, begin_step, end_step = tile_at(
         index_ptr, ids_ptr, map_ptr, num_blocks, S, E, num_ids, top_k, stride_im, stride_ik, stride_map,
         gl.cdiv(I, BN), gl.cdiv(K, BK), 1, PAIRS, HAS_MAP, BM, WARPS,
     )  # fmt: skip
@@ -209,7 +209,7 @@ def moe_ops_gluon_gemm1(
             FORMAT, SCALE, GATED, INTERLEAVED, WN, U, G, WARPS,
         )  # fmt: skip
     acc = product(
-        x, w, first, e, tile_row, begin_step, end_step, K, scale_ptrs, zero_ptrs, stride_sk, stride_zk,
+        x, w, first, last, e, tile_row, begin_step, end_step, K, scale_ptrs, zero_ptrs, stride_sk, stride_zk,
         FORMAT, SCALE, G, U, GATED, INTERLEAVED, BM, WN, BK, STAGES, WARPS, OVERLAP, DEPENDENT,
     )  # fmt: skip
     ROWS: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
@@ -231,15 +231,15 @@ def moe_ops_gluon_gemm1(
     )
     if WEIGHT_ON_INPUT:
         TOKENS: gl.constexpr = gl.SliceLayout(0, acc.type.layout)
-        position = first + gl.arange(0, BM, TOKENS)
-        pair = gl.load(index_ptr + 4 * num_blocks + position, mask=position < end, other=0)
+        position = last - BM + gl.arange(0, BM, TOKENS)
+        pair = gl.load(index_ptr + 4 * num_blocks + position, mask=position >= first, other=0)
         factor_ptrs = (
             topk_weights_ptr
             + (pair // top_k).to(gl.int64) * stride_tm
             + (pair % top_k) * stride_tk
         )
         acc *= gl.expand_dims(
-            gl.load(factor_ptrs, mask=position < end, other=0.0).to(gl.float32), 0
+            gl.load(factor_ptrs, mask=position >= first, other=0.0).to(gl.float32), 0
         )
     if bias_ptr is not None:
         bias = gl.load(bias_ptr + e64 * stride_be + row * stride_bn)
@@ -253,9 +253,9 @@ def moe_ops_gluon_gemm1(
         h = activate_one(acc, ACTIVATION)
     column = n * BN + gl.arange(0, BN, gl.SliceLayout(1, h.type.layout))
     place = column // U2 * U2 + place_of(column % U2, bits_of_place(U2, BITS))
-    at = first + gl.arange(0, BM, gl.SliceLayout(0, h.type.layout))
+    at = last - BM + gl.arange(0, BM, gl.SliceLayout(0, h.type.layout))
     h_ptrs = h_ptr + gl.expand_dims(at.to(gl.int64) * I, 0) + gl.expand_dims(place, 1)
-    ok = gl.expand_dims(at < end, 0) & gl.expand_dims(column < I, 1)
+    ok = gl.expand_dims(at >= first, 0) & gl.expand_dims(column < I, 1)
     gl.store(h_ptrs, h.to(h_ptr.dtype.element_ty), mask=ok)
 
 
@@ -308,7 +308,7 @@ def moe_ops_gluon_gemm2(
 ):
     """y = x @ w2.T + bias in fp32."""
     start_dependent(DEPENDENT)
-    here, e, first, end, n, part, begin_step, end_step = tile_at(
+    here, e, first, last, n, part, begin_step, end_step = tile_at(
         index_ptr, ids_ptr, map_ptr, num_blocks, S, E, num_ids, top_k, stride_im, stride_ik, stride_map,
         gl.cdiv(N, WN) * SPLIT, gl.cdiv(K, BK), SPLIT, PAIRS, HAS_MAP, BM, WARPS,
     )  # fmt: skip
@@ -327,7 +327,7 @@ def moe_ops_gluon_gemm2(
             FORMAT, SCALE, False, False, WN, U, G, WARPS,
         )  # fmt: skip
     acc = product(
-        x, w, first, e, n * WN, begin_step, end_step, K, scale_ptrs, zero_ptrs, stride_sk, stride_zk,
+        x, w, first, last, e, n * WN, begin_step, end_step, K, scale_ptrs, zero_ptrs, stride_sk, stride_zk,
         FORMAT, SCALE, G, U, False, False, BM, WN, BK, STAGES, WARPS, OVERLAP, DEPENDENT,
     )  # fmt: skip
     column = n * WN + gl.arange(0, WN, gl.SliceLayout(1, acc.type.layout))
@@ -348,9 +348,9 @@ def moe_ops_gluon_gemm2(
     if bias_ptr is not None:
         bias = gl.load(bias_ptr + e64 * stride_be + row * stride_bn).to(gl.float32)
         acc += gl.expand_dims(gl.where(part == 0, bias, 0.0), 1)
-    position = first + gl.arange(0, BM, gl.SliceLayout(0, acc.type.layout))
-    pair = gl.load(index_ptr + 4 * num_blocks + position, mask=position < end, other=0)
+    position = last - BM + gl.arange(0, BM, gl.SliceLayout(0, acc.type.layout))
+    pair = gl.load(index_ptr + 4 * num_blocks + position, mask=position >= first, other=0)
     y_ptrs = (
         y_ptr + gl.expand_dims((part * S + pair).to(gl.int64) * N, 0) + gl.expand_dims(column, 1)
     )
-    gl.store(y_ptrs, acc, mask=gl.expand_dims(position < end, 0) & gl.expand_dims(column < N, 1))
+    gl.store(y_ptrs, acc, mask=gl.expand_dims(position >= first, 0) & gl.expand_dims(column < N, 1))

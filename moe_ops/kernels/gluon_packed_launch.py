@@ -218,10 +218,14 @@ def _pieces(w: Packed, tile: Tile) -> int:
 
 
 def _rows_described(x: Tensor, w: Packed, rows: int, tokens: int, tile: Tile):
-    """Descriptor of rows that `w` is multiplied with, with boxes of a block and a step."""
+    """Descriptor of rows that `w` is multiplied with, with boxes of a block and a step.
+
+    Of every row and the `tokens - 1` after it, so that a box that starts before a row ends as many rows after it: the copy
+    engine reads a block's own rows alone. (Boxes of whole blocks took ... us)
+    """
     part, K = _bytes(w), w.columns  # columns: a half of a piece, or all of it
-    box = [piece(w) // part * _pieces(w, tile), tokens, part]
-    return _descriptor(x, [K // part, rows, part], [part, K, 1], box, 2 * part, 16)
+    box = [piece(w) // part * _pieces(w, tile), tokens, 1, part]
+    return _descriptor(x, [K // part, tokens, rows, part], [part, K, K, 1], box, 2 * part, 16)
 
 
 def few_pairs(pairs: int) -> int:

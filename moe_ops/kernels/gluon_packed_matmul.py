@@ -131,8 +131,8 @@ def tile_at(
     index_ptr, ids_ptr, map_ptr, num_blocks, S, E, num_ids, top_k, stride_im, stride_ik, stride_map,
     across, steps, SPLIT: gl.constexpr, PAIRS: gl.constexpr, HAS_MAP: gl.constexpr, BM: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
-    """(whether the program has a tile; its expert, first position and end, tile of rows, part, first step and end of the
-    steps, shared by SPLIT parts).
+    """(whether the program has a tile; its expert, first position and end of at most BM, tile of rows, part, first step and
+    end of the steps, shared by SPLIT parts).
 
     Blocks take turns: side by side, tiles of one block would all read the same rows of x at a time. (Mixtral's GEMM1 of
     64 tokens took 216 us so, and 182 in turns; programs that took one tile after the other were no faster.)
@@ -156,7 +156,7 @@ def tile_at(
     part = n % SPLIT
     begin = part * gl.cdiv(steps, SPLIT)
     end = gl.minimum(begin + gl.cdiv(steps, SPLIT), steps)
-    return here, e, first, last, n // SPLIT, part, begin, end
+    return here, e, first, gl.minimum(last, first + BM), n // SPLIT, part, begin, end
 
 
 @gluon.jit
@@ -169,11 +169,12 @@ def fill_weights(w, w_smem, full, slot, i, wanted, e, row, SIZE: gl.constexpr):
 
 
 @gluon.jit
-def fill_rows(x, x_smem, full, slot, i, wanted, first):
-    """Ask for the rows of step i."""
+def fill_rows(x, x_smem, full, slot, i, wanted, first, last):
+    """Ask for the rows of step i, the block's last ones. Those before them, of no row, the copy engine fills with zeros."""
     PARTS: gl.constexpr = x.block_shape[0]
-    to = x_smem.index(slot)
-    tma.async_copy_global_to_shared(x, [i * PARTS, first, 0], full.index(slot), to, wanted)
+    BM: gl.constexpr = x.block_shape[1]
+    at = [i * PARTS, last - first - BM, first, 0]
+    tma.async_copy_global_to_shared(x, at, full.index(slot), x_smem.index(slot), wanted)
 
 
 @gluon.jit
@@ -185,7 +186,7 @@ def following(slot, phase, STAGES: gl.constexpr):
 
 @gluon.jit
 def fill(
-    x, w, x_smem, w_smem, full, empty, first, e, row, begin, end,
+    x, w, x_smem, w_smem, full, empty, first, last, e, row, begin, end,
     SIZE: gl.constexpr, STAGES: gl.constexpr, DEPENDENT: gl.constexpr,
 ):  # fmt: skip
     """A warp of its own: fill the ring."""
@@ -193,12 +194,12 @@ def fill(
         fill_weights(w, w_smem, full, i, begin + i, begin + i < end, e, row, SIZE)
     wait(DEPENDENT)
     for i in gl.static_range(STAGES):
-        fill_rows(x, x_smem, full, i, begin + i, begin + i < end, first)
+        fill_rows(x, x_smem, full, i, begin + i, begin + i < end, first, last)
     slot, phase = begin * 0, begin * 0
     for step in range(begin + STAGES, end):
         mbarrier.wait(empty.index(slot), phase)
         fill_weights(w, w_smem, full, slot, step, True, e, row, SIZE)
-        fill_rows(x, x_smem, full, slot, step, True, first)
+        fill_rows(x, x_smem, full, slot, step, True, first, last)
         slot, phase = following(slot, phase, STAGES)
 
 
@@ -398,9 +399,10 @@ def sums(
 
 @gluon.jit
 def product(
-    x,  # descriptor of (parts of pieces, S, BYTES), box [parts of a step, BM, BYTES]
+    x,  # descriptor of (parts of pieces, BM rows from each of S, BYTES), box [parts of a step, BM, 1, BYTES]
     w,  # descriptor of (E, pieces, parts, rows, BYTES), box [1, pieces of a step, parts, WN // parts, BYTES]
     first,
+    last,
     e,
     tile_row,
     begin,  # steps
@@ -424,7 +426,10 @@ def product(
     OVERLAP: gl.constexpr,
     DEPENDENT: gl.constexpr,
 ):
-    """w @ x.T (WN, BM) in fp32, rows in the product's order; scales of whole rows left to the caller."""
+    """w @ x.T (WN, BM) in fp32, of the BM positions before `last` and, with zeros, those of them before `first`.
+
+    Rows are in the product's order. Scales of whole rows are left to the caller.
+    """
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BM, 16])
     ROWS: gl.constexpr = min(WN, 16 * WARPS)  # decoded at a time
     # of a piece, and columns of a part of x: a half or all
@@ -451,7 +456,7 @@ def product(
                 FORMAT, SCALE, G, U, GATED, INTERLEAVED, BM, WN, BK, STAGES, WARPS, OVERLAP,
             )),
             (fill, (
-                x, w, x_smem, w_smem, full, empty, first, e, tile_row, begin, end, SIZE, STAGES, DEPENDENT,
+                x, w, x_smem, w_smem, full, empty, first, last, e, tile_row, begin, end, SIZE, STAGES, DEPENDENT,
             )),
         ],
         [1],
