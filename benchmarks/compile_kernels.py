@@ -45,6 +45,7 @@ from moe_ops.kernels import (
 )
 from moe_ops.kernels.triton_launch import Gpu
 from moe_ops.meta.router import router_workspace
+from moe_ops.meta.scales import DEEP_GEMM_UE8M0, TRITON_E2M1
 from moe_ops.problem import Problem
 from moe_ops.schemes import SCHEMES, get_scheme
 
@@ -75,7 +76,7 @@ class Call:
     ids: torch.dtype = torch.int32
     router: torch.dtype = torch.float32
     backend: str = "triton"  # or "deep_gemm", for what runs around its products
-    layout: str = ""  # of quantized weights: DEEP_GEMM_UE8M0
+    layout: str = ""  # of quantized weights: DEEP_GEMM_UE8M0 or TRITON_E2M1
 
 
 @dataclass(frozen=True)
@@ -185,7 +186,7 @@ def _weight(call: Call, rows: int, columns: int) -> tuple[Tensor, dict[str, Tens
         data = _empty(*scheme.qdata_shape(E, rows, columns), dtype=dtype)
     if desc is None:
         return data, {}
-    if call.layout:
+    if call.layout == DEEP_GEMM_UE8M0:
         words = (E, -(-columns // desc.group.cols // 4), rows)
         return data, {"scale": _empty(*words, dtype=torch.int32)}
     dtypes = {
@@ -358,6 +359,7 @@ def main() -> None:
     parser.add_argument("--M", type=int, nargs="+", default=[1, 8, 64, 256, 1024, 4096])
     parser.add_argument("--kind", choices=library.KINDS, default="experts")
     parser.add_argument("--transposed", action="store_true", help="weights stored (E, K, N)")
+    parser.add_argument("--layout", choices=["", DEEP_GEMM_UE8M0, TRITON_E2M1], default="")
     parser.add_argument("--activation", default="silu")
     parser.add_argument("--bias", action="store_true")
     parser.add_argument("--backend", choices=["triton", "deep_gemm"], default="triton")
@@ -376,6 +378,7 @@ def main() -> None:
                     activation=arguments.activation,
                     transposed=arguments.transposed,
                     backend=arguments.backend,
+                    layout=arguments.layout,
                 )
                 for name, constants, warps, binary in compile_call(call, chip, arguments.arch):
                     if binary.hash in told:

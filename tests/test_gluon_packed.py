@@ -28,6 +28,8 @@ from moe_ops.kernels import gluon_packed_matmul as matmul  # noqa: E402
 from moe_ops.kernels import gluon_packed_operands as operands  # noqa: E402
 from moe_ops.kernels import triton_launch, triton_packed_launch, triton_tiles  # noqa: E402
 from moe_ops.kernels.triton_tiles import Tile, Tiles  # noqa: E402
+from moe_ops.tensors import layouts  # noqa: E402
+from moe_ops.tensors.triton import from_words, to_words  # noqa: E402
 
 OPERANDS = "gluon_packed_operands.py"
 SPOKEN = launch.spoken()
@@ -60,6 +62,33 @@ def test_e2m1(exponent):
     for word in words(64):
         found = run("e2m1_pair", word, scale, scale, source=OPERANDS)
         assert found == [E2M1[n] * factor for n in nibbles(word)]
+
+
+def in_words(words: list[int]) -> list[int]:
+    """Words of e2m1 as `moe_ops.prepare` lays them out for these kernels."""
+    signed = torch.tensor([w - (w >> 31 << 32) for w in words], dtype=torch.int32)
+    prepared = to_words(signed.view(torch.uint8).reshape(1, 1, -1))
+    return [w & 0xFFFFFFFF for w in prepared.view(torch.int32).flatten().tolist()]
+
+
+@pytest.mark.parametrize("exponent", [-93, 0, 32])
+def test_e2m1_words(exponent):
+    """Prepared words decode to what natural ones do, in the same order."""
+    scale = (127 + exponent) * 0x00800080 + 0x2F002F00
+    factor = 2.0**-126 * halves(scale)[0]
+    natural = words(64)
+    for word, prepared in zip(natural, in_words(natural), strict=True):
+        found = run("e2m1_words_pair", prepared, scale, scale, source=OPERANDS)
+        assert found == [E2M1[n] * factor for n in nibbles(word)]
+
+
+def test_words_take_every_bit_to_a_place_of_its_own():
+    bits = in_words([1 << i for i in range(32)])
+    assert sorted(bits) == [1 << i for i in range(32)]
+    q = torch.randint(0, 256, (3, 5, 64), dtype=torch.uint8)
+    assert torch.equal(from_words(to_words(q)), q) and torch.equal(to_words(from_words(q)), q)
+    assert torch.equal(to_words(q)[1], to_words(q[1]))
+    assert torch.equal(to_words(q.mT.contiguous().mT), to_words(q))
 
 
 def in_order(word: int) -> list[int]:
@@ -379,17 +408,22 @@ def tiles(tokens: int, *tile: int) -> Tiles:
 
 
 def check(scheme: str, tiles: Tiles | None, activation: str = "silu", **sizes) -> None:
+    """Against the oracle; weights of "NAME prepared" as the backend wants them, others as they are."""
+    name, _, prepared = scheme.partition(" ")
     with (
+        mock.patch.dict(layouts.RELAYOUTS, {} if prepared else {"triton": ()}),
         triton_tiles.searching(tiles),
         mock.patch.object(launch, "gemm1", wraps=launch.gemm1) as used,
     ):
-        Case("cuda", BF16, scheme, activation, **sizes).check("triton")
-    assert used.called
+        Case("cuda", BF16, name, activation, **sizes).check("triton")
+    read = {call.args[0].format.name for call in used.call_args_list}
+    assert read and (read == {"e2m1_words"}) == bool(prepared)
 
 
 INT4 = ["int4_w4a16:g128", "int4_w4a16:g64", "int4_w4a16:g32", "int4_w4a16:channel"]
 GPU_SCHEMES = [*INT4, *(f"{name}:zp" for name in INT4), "mxfp4_w4a16", "nvfp4_w4a16"]
-GPU_SCHEMES += ["int8_w8a16:channel", "int8_w8a16:g64:zp", "int8_w8a16:g128"]
+PREPARED = ["mxfp4_w4a16 prepared", "nvfp4_w4a16 prepared"]
+GPU_SCHEMES += [*PREPARED, "int8_w8a16:channel", "int8_w8a16:g64:zp", "int8_w8a16:g128"]
 GPU_SCHEMES += [f"fp8_w8a16:{name}" for name in ("tensor", "channel", "block")]
 TILES = [
     (8, 64, 256, 2, 4),
@@ -410,7 +444,8 @@ def test_values(scheme, tile):
 
 
 @pytest.mark.parametrize(
-    "scheme", [pytest.param(n, marks=ON_GPU) for n in ("int4_w4a16:g64:zp", "nvfp4_w4a16")]
+    "scheme",
+    [pytest.param(n, marks=ON_GPU) for n in ("int4_w4a16:g64:zp", "nvfp4_w4a16", *PREPARED)],
 )
 @pytest.mark.parametrize("parts", [2, 3])
 @pytest.mark.parametrize("I", [128, 1088])
@@ -497,11 +532,21 @@ def test_chosen_blocks_are_worth_it(average):
     assert launch.worth(found.tokens, average)
 
 
-@pytest.mark.parametrize("scheme", [pytest.param(n, marks=ON_GPU) for n in ("mxfp4_w4a16",)])
+@pytest.mark.parametrize(
+    "scheme", [pytest.param(n, marks=ON_GPU) for n in ("mxfp4_w4a16", *PREPARED)]
+)
 @pytest.mark.parametrize("tile", [(8, 64, 64, 4, 4), (16, 64, 256, 3, 4)], ids=str)
 def test_pieces_of_64_columns(scheme, tile):
     sizes = {"M": 16, "E": 2, "top_k": 1, "K": 2880, "I": 320}
     check(scheme, tiles(*tile), "swigluoai", bias=True, **sizes)
+
+
+@pytest.mark.parametrize("scheme", [pytest.param(n, marks=ON_GPU) for n in PREPARED])
+@pytest.mark.parametrize("M", [2, 5, 31, 64, 65, 200, 700])
+@pytest.mark.parametrize("sizes", [(256, 128), (2880, 320)], ids=str)
+def test_prepared_weights_of_any_number_of_tokens(scheme, M, sizes):
+    """With the tiles that are chosen: no other kernels read this layout, however many rows an expert has."""
+    check(scheme, None, "swigluoai", bias=True, M=M, E=4, top_k=2, K=sizes[0], I=sizes[1])
 
 
 @pytest.mark.parametrize("scheme", [pytest.param("mxfp4_w4a16", marks=ON_GPU)])

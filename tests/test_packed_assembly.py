@@ -47,6 +47,7 @@ INSTRUCTIONS = {
     "mov.b32": lambda a: a,
     "shr.u32": lambda a, b: a >> b,
     "shl.b32": lambda a, b: a << b,
+    "shf.l.wrap.b32": lambda a, b, c: (b << 32 | a) << (c & 31) >> 32,
     "and.b32": lambda a, b: a & b,
     "mul.lo.u32": lambda a, b: a * b,
     "mad.lo.u32": lambda a, b, c: a * b + c,

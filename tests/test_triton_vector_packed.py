@@ -12,7 +12,9 @@ import torch
 import moe_ops
 from moe_ops.kernels import triton_packed_launch, triton_packed_tiles, triton_tiles
 from moe_ops.kernels.triton_tiles import Tile, Tiles
+from moe_ops.meta.scales import TRITON_E2M1
 from moe_ops.schemes import get_scheme
+from moe_ops.tensors.triton import to_words
 from tests import cases
 from tests.cases import BF16, FP16, FP32, Case, assert_matches, tolerance
 from tests.test_triton_packed import FORMATS, everywhere
@@ -83,6 +85,24 @@ def test_formats(where, scheme, kernels):
 )
 def test_values(where, scheme, how, kernels):
     check(Case(*where, scheme, **{**SIZES, **how}))
+    assert kernels == VECTOR
+
+
+@everywhere
+@pytest.mark.parametrize("scheme", ["mxfp4_w4a16", "nvfp4_w4a16"])
+@pytest.mark.parametrize("activation", ["silu", "swigluoai"])
+def test_prepared_weights(where, scheme, activation, kernels, monkeypatch):
+    """Words with bits in another order: the same numbers."""
+    if where[0] == "cuda" and where[1] != BF16:
+        pytest.skip("prepared weights are beside bfloat16 on a GPU")
+    case = Case(*where, scheme, activation, **{**SIZES, "K": 192, "I": 128}, bias=True)
+    expected = case.reference()
+    for i in (1, 2):
+        w = case.args[i]
+        case.args[i] = w._replace(qdata=to_words(w.qdata), weight_layout=TRITON_E2M1)
+    with few(where):
+        out = moe_ops.fused_experts(*case.args, **case.options, backend="triton")
+    assert_matches(out, expected, tolerance(case.dtype, scheme, case.device))
     assert kernels == VECTOR
 
 

@@ -49,10 +49,12 @@ from moe_ops.kernels.triton_rows import (
 from moe_ops.kernels.triton_scales import Input, Validity, Weight, weight_of
 from moe_ops.kernels.triton_tiles import GROUP, LARGE_ROWS, SMALLEST_TILE, Tile, block_bound
 from moe_ops.library import BatchedExpertsArgs, ExpertsArgs, GroupedLinearArgs, register
+from moe_ops.meta.scales import TRITON_E2M1
 from moe_ops.meta.workspace import cdiv, maximum
 from moe_ops.problem import Buffer, Machine, Problem, Workspaces
 from moe_ops.schemes import SCHEMES
 
+_BACK = "moe_ops.prepare(weight, 'torch') brings it back"
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _QUANTIZING = ("fp8_tensor", "fp8_tensor_static", "fp8_channel", "fp8_block")
 _QUANTIZING += ("int8_w8a8", "int8_w8a8_static")
@@ -74,13 +76,36 @@ def supports(problem: Problem, machine: Machine) -> list[str]:
     elif machine.device_type == "cuda" and machine.capability < (8, 0):
         major, minor = machine.capability
         reasons.append(f"triton needs compute capability 8.0 or higher, got {major}.{minor}")
-    if problem.layout:
+    if problem.layout == TRITON_E2M1:
+        reasons += _reasons_against_e2m1_words(problem, machine)
+    elif problem.layout:
         reasons.append(
-            f"triton takes weights in their natural layout, got {problem.layout!r}; "
-            "moe_ops.prepare(weight, 'torch') brings it back"
+            f"triton takes weights in their natural layout or in {TRITON_E2M1!r}, got {problem.layout!r}; {_BACK}"
         )
     if problem.dtype not in _DTYPES:
         reasons.append(f"triton takes bfloat16, float16 or float32, got {problem.dtype}")
+    return reasons
+
+
+def _reasons_against_e2m1_words(problem: Problem, machine: Machine) -> list[str]:
+    """Why weights prepared for this backend do not run. Kernels without tensor cores and those of SM90 read them."""
+    reasons = []
+    if problem.kind != "experts":
+        reasons.append(
+            f"triton takes weights in layout {TRITON_E2M1!r} in fused_experts alone; {_BACK}"
+        )
+    if machine.device_type != "cuda":
+        return reasons
+    if problem.dtype != torch.bfloat16:
+        reasons.append(
+            f"triton takes bfloat16 beside weights in layout {TRITON_E2M1!r}, got {problem.dtype}; {_BACK}"
+        )
+    if machine.capability[0] != 9 or not gluon_packed_launch.spoken():
+        major, minor = machine.capability
+        reasons.append(
+            f"triton takes weights in layout {TRITON_E2M1!r} on compute capability 9.0 under Triton 3.6, got {major}.{minor} "
+            f"under Triton {installed.version('triton')}; {_BACK}"
+        )
     return reasons
 
 

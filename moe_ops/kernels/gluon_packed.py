@@ -353,4 +353,6 @@ def moe_ops_gluon_gemm2(
     y_ptrs = (
         y_ptr + gl.expand_dims((part * S + pair).to(gl.int64) * N, 0) + gl.expand_dims(column, 1)
     )
-    gl.store(y_ptrs, acc, mask=gl.expand_dims(position >= first, 0) & gl.expand_dims(column < N, 1))
+    gl.store(
+        y_ptrs, acc, mask=gl.expand_dims(position >= first, 0) & gl.expand_dims(column < N, 1)
+    )

@@ -17,7 +17,8 @@ from moe_ops.meta.workspace import cdiv, maximum, minimum
 if TYPE_CHECKING:
     from moe_ops.kernels.triton_packed_launch import Format, Packed
 
-FORMATS = ("int4", "e2m1", "int8", "e4m3")
+FORMATS = ("int4", "e2m1", "e2m1_words", "int8", "e4m3")
+E2M1 = ("e2m1", "e2m1_words")
 # versions of Triton whose experimental language these kernels are written in: from, below
 TRITON = ((3, 6), (3, 7))
 MOST_PARTS = 3  # programs that share a tile of GEMM2 by columns, where it has few tiles
@@ -92,15 +93,24 @@ def possible(w: Packed, dtype: torch.dtype) -> bool:
     )
 
 
-def choose(rows: int, groups: int, K: int, I: int, bits: int, chunk: int) -> Tiles | None:  # noqa: E741
-    """Tiles of the two GEMMs; None where other kernels serve so many rows. An expert's should usually fit a block.
+def choose(
+    rows: int,
+    groups: int,
+    K: int,
+    I: int,  # noqa: E741
+    bits: int,
+    chunk: int,
+    prepared: bool = False,
+) -> Tiles | None:
+    """Tiles of the two GEMMs; None where other kernels serve so many rows, which none does of prepared weights. An expert's
+    should usually fit a block.
 
     As measured on an H200 for qwen3, mixtral, gptoss20 and gptoss120 at 8 and 64 tokens. Multiprocessors of more blocks
     were faster than those of deeper rings, which leave scales less of the L1 cache, and GEMM2 of few tiles where its programs
     share the columns: of Mixtral's 64 tokens, three parts are two rounds of three blocks a multiprocessor.
     """
     average = rows / groups
-    if average > MOST_ROWS:
+    if average > MOST_ROWS and not prepared:
         return None
     tokens = 8 if average <= 4 else 16 if average <= 10 else 32 if average <= 22 else 64
 
@@ -265,7 +275,8 @@ def _constants(w: Packed, tile: Tile, rows: Rows, pairs: int) -> tuple:
 def _overlaps(w: Packed, tile: Tile, tokens: int) -> bool:
     """Whether weights are decoded while those before them are multiplied: not where registers for both cost a block.
 
-    On an H200 that took 1 to 8 % less time at 8 tokens a block and, where it takes few registers, at 16; 0 to 6 % more at 32.
+    On an H200 that took 1 to 8 % less time at 8 tokens a block and, where it takes few registers, at 16; at 32, 1 to 2 % less
+    of e2m1, whose pieces are not summed apart, and 3 % more of int4.
     Blocks of two stages leave a multiprocessor room for so many that these cover for each other: 1 to 5 % less without. So do
     those of int4 in pieces of 64 (gptoss20 at M = 8: 104 us and 108), where each piece's sum is scaled for itself.
     """
@@ -273,6 +284,8 @@ def _overlaps(w: Packed, tile: Tile, tokens: int) -> bool:
         return w.format.bits == 8 or (
             tile.stages > 2 and (w.format.name != "int4" or piece(w) == 128)
         )
+    if tokens == 32:
+        return w.format.name in E2M1
     return tokens == 16 and (piece(w) == 64 or tile.rows == 16 * tile.warps)
 
 
@@ -284,9 +297,10 @@ def _registers(w: Packed, tile: Tile, tokens: int) -> int:
     little or nothing.
     """
     threads, sums = 32 * (tile.warps + 4), tile.rows * tokens // (32 * tile.warps)
-    plain = w.format.scale == "e8m0" or (w.format.bits == 4 and tokens == 8)
+    few = tokens == 8 or (tokens == 16 and w.format.name in E2M1)
+    plain = w.format.scale == "e8m0" or (w.format.bits == 4 and few)
     least = (72 if plain else 80) + sums + (0 if w.zero is None else 8)
-    if tile.rows > 16 * tile.warps and w.format.name != "e2m1":
+    if tile.rows > 16 * tile.warps and w.format.name not in E2M1:
         least += sums // 2  # a group's, of a half of the rows
     if _overlaps(w, tile, tokens):
         least += 16 if piece(w) == 64 or tile.rows == 16 * tile.warps else 32
@@ -304,7 +318,7 @@ def _scales(w: Packed) -> tuple:
     scale, (expert, row, group, *others) = w.scale, w.strides[3:]
     bits = expert | row | scale.storage_offset() | scale.data_ptr()
     of = w.format
-    if (of.name, of.scale, piece(w), group, bits % 2) == ("e2m1", "e4m3", 128, 1, 0):
+    if of.name in E2M1 and (of.scale, piece(w), group, bits % 2) == ("e4m3", 128, 1, 0):
         scale, expert, row = scale.view(torch.int16), expert // 2, row // 2
     return (scale, *w.pointers()[2:]), (expert, row, group, *others)
 

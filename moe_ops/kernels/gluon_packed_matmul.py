@@ -30,6 +30,7 @@ from moe_ops.kernels.gluon_packed_operands import (
     scales_of,
     weight_layout,
 )
+from moe_ops.kernels.triton_packed_operands import is_e2m1
 from moe_ops.kernels.triton_routing import local_expert, wait
 
 E8M0_SHIFT = gl.constexpr(4294967296.0)  # 2^32, as in triton_packed_matmul.py
@@ -465,6 +466,6 @@ def product(
     if ROWS < WN:
         acc = gl.join(acc, more).permute((2, 0, 1)).reshape((WN, BM))
         acc = gl.convert_layout(acc, MMA, assert_trivial=True)
-    if FORMAT == "e2m1":
+    if is_e2m1(FORMAT):
         acc *= E8M0_SHIFT if SCALE == "e8m0" else E4M3_SHIFT
     return acc

@@ -30,6 +30,7 @@ from moe_ops.kernels.triton_rows import (
 from moe_ops.kernels.triton_scales import Input, Validity, flat
 from moe_ops.kernels.triton_tiles import GROUP, Tile, Tiles, block_bound
 from moe_ops.library import BatchedExpertsArgs, ExpertsArgs, GroupedLinearArgs
+from moe_ops.meta.scales import TRITON_E2M1
 from moe_ops.meta.workspace import cdiv
 from moe_ops.schemes import get_scheme
 
@@ -127,9 +128,12 @@ def packed(
     channel_scale: Tensor | None,
     scheme: str,
     chip: Gpu,
+    layout: str = "",
 ) -> Packed:
     """The Packed of an op's tensors; ValueError where the dtype is not what the scheme says."""
     found = format_of(scheme)
+    if layout == TRITON_E2M1:
+        found = found._replace(name="e2m1_words")
     expected = found.storage
     if data.dtype != expected:
         raise ValueError(
@@ -222,9 +226,15 @@ def launch_experts(a: ExpertsArgs, chip: Gpu) -> None:
     spaces = (a.workspace13, a.workspace2)
     wgmma = M > 1 and rounding is None and gluon_packed_launch.usable(w13, w2, x, spaces)
     vector = M == 1 and rounding is None and triton_vector_packed_launch.possible(w13, w2)
+    prepared = a.layout != ""
     tiles = triton_packed_tiles.for_experts(
-        M, top_k, E, K, I, dtype, chip, a.scheme, w2.format.bits, wgmma, vector
+        M, top_k, E, K, I, dtype, chip, a.scheme, w2.format.bits, wgmma, vector, prepared
     )
+    if prepared and not (tiles.wgmma and wgmma or tiles.vector and vector):
+        raise RuntimeError(
+            f"w13 and w2 in layout {a.layout!r} need bfloat16 activations, tensors that start at a multiple of 16 bytes and, beside "
+            "more than one token, a GPU of compute capability 9.0; moe_ops.prepare(weight, 'torch') brings the layout back"
+        )
     if tiles.wgmma:
         return _launch_on_sm90(a, w13, w2, tiles, chip)
     if tiles.vector:
@@ -353,8 +363,8 @@ def _weights(a: ExpertsArgs | BatchedExpertsArgs, chip: Gpu) -> tuple[Packed, Pa
     of_w13 = (a.w13_scale, a.w13_zero_point, a.w13_global_scale, a.w13_channel_scale)
     of_w2 = (a.w2_scale, a.w2_zero_point, a.w2_global_scale, a.w2_channel_scale)
     return (
-        packed("w13", a.w13, *of_w13, a.scheme, chip),
-        packed("w2", a.w2, *of_w2, a.scheme, chip),
+        packed("w13", a.w13, *of_w13, a.scheme, chip, a.layout),
+        packed("w2", a.w2, *of_w2, a.scheme, chip, a.layout),
     )
 
 
@@ -388,6 +398,7 @@ def _activation(a: ExpertsArgs | BatchedExpertsArgs) -> tuple:
 def _layer_key(a: ExpertsArgs | BatchedExpertsArgs, w13: Packed, w2: Packed) -> tuple:
     """The part of a specialisation that weights and activation decide."""
     strides = [None if bias is None else bias.stride() for bias in (a.w13_bias, a.w2_bias)]
-    key = (a.activation, a.limit < NO_LIMIT, a.scheme, a.w2.shape, w13.strides, w2.strides)
+    key = (a.activation, a.limit < NO_LIMIT, a.scheme, a.layout, a.w2.shape)
+    key += (w13.strides, w2.strides)
     data = pointers(a.w13_bias, a.w2_bias, *w13.pointers(), *w2.pointers())
     return (*key, *strides, data)

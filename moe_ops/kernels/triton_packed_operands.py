@@ -60,6 +60,11 @@ def int4_pair_zero(p, offset):
     )
 
 
+@triton.constexpr_function
+def is_e2m1(FORMAT):
+    return FORMAT in ("e2m1", "e2m1_words")
+
+
 @triton.jit
 def e2m1_pair(p, s):
     """bf16 of nibbles times 2^-126 times a scale (bf16) each.

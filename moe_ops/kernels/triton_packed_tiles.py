@@ -88,11 +88,12 @@ def _for_experts(
     bits: int,
     wgmma: bool = False,
     vector: bool = False,
+    prepared: bool = False,
     tables: bool = True,
 ) -> Tiles:
     base = choose(M * top_k, E, K, I, bits, dtype, M == 1, chip.shared_memory)
     if wgmma:
-        base = gluon_packed_launch.choose(M * top_k, E, K, I, bits, base.chunk) or base
+        base = gluon_packed_launch.choose(M * top_k, E, K, I, bits, base.chunk, prepared) or base
     if vector:
         base = _choose_vector(top_k, K, I, bits, base.chunk)
     if not tables:
@@ -101,14 +102,16 @@ def _for_experts(
     # Measured at another M, blocks may be too small for an expert's rows, or too large.
     if tiles.wgmma and not (wgmma and gluon_packed_launch.worth(tiles.tokens, M * top_k / E)):
         return base
-    return base if tiles.vector and not vector else tiles
+    if (tiles.vector and not vector) or (prepared and not (tiles.wgmma or tiles.vector)):
+        return base
+    return tiles
 
 
 def for_experts(*problem) -> Tiles:
     """Tiles of an expert layer: those measured for its shape on its GPU, else what `choose` says.
 
-    Arguments: M, top_k, E, K, I, dtype, Gpu, scheme, bits of a weight, and whether the kernels of gluon_packed.py
-    and those of triton_vector_packed.py can run.
+    Arguments: M, top_k, E, K, I, dtype, Gpu, scheme, bits of a weight, whether the kernels of gluon_packed.py and those of
+    triton_vector_packed.py can run, and whether no others read the weights' layout.
     """
     return triton_tiles.find(_for_experts, problem)
 

@@ -8,7 +8,7 @@ instructions a weight of int4, 3.6 of e2m1; loads, x and scales add 0.9 to 1.9 w
 import triton
 import triton.language as tl
 
-from moe_ops.kernels.triton_packed_operands import group_scale
+from moe_ops.kernels.triton_packed_operands import group_scale, is_e2m1
 
 INTERPRET = tl.constexpr(triton.knobs.runtime.interpret)
 # e2m1 and e4m3 become fp32 by their bits, whose exponent has another bias: values times 2^-126 and 2^-120. What mends it
@@ -21,7 +21,7 @@ E4M3_REST = tl.constexpr(2.0**74)
 @triton.constexpr_function
 def word_columns(FORMAT):
     """Columns of a row in 32 bits."""
-    return 8 if FORMAT == "int4" or FORMAT == "e2m1" else 4
+    return 8 if FORMAT == "int4" or is_e2m1(FORMAT) else 4
 
 
 @triton.jit
@@ -64,12 +64,9 @@ def int4_product(w, x, acc, AT: tl.constexpr):
 
 
 @triton.jit
-def e2m1_products(pair, FACTOR: tl.constexpr, low, high, acc):
-    """acc + 2^-80 times the products of two nibbles, 16 bits apart.
-
-    A product puts sign and magnitude of both where the upper half of fp32 has them: logic has half of the issue slots.
-    """
-    bits = pair * FACTOR
+def e2m1_products(bits, low, high, acc):
+    """acc + 2^-80 times the products of two numbers: those whose sign and magnitude either half of `bits` has where bf16
+    has them, the lower one times `low`."""
     upper = (bits & 0x81C00000).to(tl.float32, bitcast=True)
     lower = ((bits << 16) & 0x81C00000).to(tl.float32, bitcast=True)
     acc += lower * (low * TO_X)[:, None]
@@ -104,12 +101,18 @@ def word_products(w, x, acc, FORMAT: tl.constexpr):
         acc = int4_product(w, x5, acc, 8)
         acc = int4_product(w, x6, acc, 12)
         return int4_product(w, x7, acc, 16)
-    elif FORMAT == "e2m1":
-        acc = e2m1_products(w & 0x000F000F, 0x1040, x0, x4, acc)
-        acc = e2m1_products(w & 0x00F000F0, 0x0104, x1, x5, acc)
+    elif FORMAT == "e2m1":  # by products, since logic has half of the issue slots
+        acc = e2m1_products((w & 0x000F000F) * 0x1040, x0, x4, acc)
+        acc = e2m1_products((w & 0x00F000F0) * 0x0104, x1, x5, acc)
         w = w >> 8
-        acc = e2m1_products(w & 0x000F000F, 0x1040, x2, x6, acc)
-        return e2m1_products(w & 0x00F000F0, 0x0104, x3, x7, acc)
+        acc = e2m1_products((w & 0x000F000F) * 0x1040, x2, x6, acc)
+        return e2m1_products((w & 0x00F000F0) * 0x0104, x3, x7, acc)
+    elif FORMAT == "e2m1_words":  # as in gluon_packed_operands.py
+        acc = e2m1_products(w, x0, x4, acc)
+        acc = e2m1_products(w << 3, x2, x6, acc)
+        w = (w << 6) | (w >> 26)
+        acc = e2m1_products(w, x1, x5, acc)
+        return e2m1_products((w & 0x001B001B) * 0x4108, x3, x7, acc)
     elif FORMAT == "int8":
         w = w ^ 0x80808080
         acc = int8_product(w, x0, acc, 0)
@@ -234,7 +237,7 @@ def chunk_products(
 @triton.jit
 def scaled(part, scale, FORMAT: tl.constexpr, SCALE: tl.constexpr):
     """Sums times what they are of values, times their scale."""
-    if FORMAT == "e2m1":
+    if is_e2m1(FORMAT):
         part *= E2M1_REST
     elif FORMAT == "e4m3":
         part *= E4M3_REST

@@ -5,6 +5,8 @@ from __future__ import annotations
 # The layout of weights whose scales are packed exponents, as DeepGEMM reads them from SM100 on: int32 words of four
 # (E, ceil(groups / 4), N), byte j of word p for group 4 p + j of a row's columns.
 DEEP_GEMM_UE8M0 = "deep_gemm_ue8m0"
+# The layout of e2m1 weights whose words of 4 bytes have their bits where decoding on SM90 takes fewest instructions.
+TRITON_E2M1 = "triton_e2m1"
 
 
 def scale_shape(rows: int, cols: int, group_rows: int, group_cols: int) -> tuple[int, ...]:

@@ -15,6 +15,7 @@ from moe_ops.tensors import (  # noqa: F401 (register layouts and operators)
     flashinfer,
     layouts,
     sharding,
+    triton,
 )
 from moe_ops.tensors.base import ExpertTensor
 from moe_ops.tensors.checks import (
