@@ -76,11 +76,14 @@ def run(*args, backend="triton", **options) -> None:
 
 
 def quantized(schemes, shapes) -> int:
-    """Layers with quantized weights of (M, E, K, I)."""
+    """Layers with quantized weights of (M, E, K, I), as they are and as the backend wants them."""
     for scheme, (M, E, K, I) in itertools.product(schemes, shapes):
         w13 = moe_ops.quantize(randn(E, 2 * I, K) / K**0.5, scheme)
         w2 = moe_ops.quantize(randn(E, K, I) / I**0.5, scheme)
-        run(randn(M, K), w13, w2, *routing(M, E, 2))
+        x, pairs = randn(M, K), routing(M, E, 2)
+        run(x, w13, w2, *pairs)
+        if all(w.shape[2] % 64 == 0 for w in (w13, w2)):
+            run(x, *(moe_ops.prepare(w, "triton") for w in (w13, w2)), *pairs)
     return len(schemes) * len(shapes)
 
 

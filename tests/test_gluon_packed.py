@@ -124,21 +124,34 @@ def test_order_of_columns_is_a_permutation(U, bits):
         assert torch.equal(kernels.place_of.fn(columns, operands.bits_of_place(U, bits)), places)
 
 
-@pytest.mark.parametrize("K, U", [(1280, 128), (192, 64)])
+def pieces_of(K: int, U: int) -> torch.Tensor:
+    """(pieces, U) columns of a row as the product takes it, -1 for a zero: the last piece is of the row's last U columns, and
+    those of the one before it are zeros."""
+    columns = torch.arange(-(-K // U) * U).view(-1, U)
+    if K % U:
+        columns[-1] = torch.where(
+            columns[-1] - columns[-1, 0] < U - K % U, -1, columns[-1] - (U - K % U)
+        )
+    return columns[:, columns_at(U, 4)]
+
+
+@pytest.mark.parametrize("K, U", [(1280, 128), (192, 64), (192, 128), (1216, 128)])
 def test_arrange(K, U):
     """Rows at their pairs' positions, which may be left over from other calls where there are none."""
     tokens, top_k, blocks = 5, 2, 3
     x = torch.randn(tokens, K).to(BF16)
     pairs = torch.tensor([7, 0, 9, 2, 4, 1, 3, -5, 1 << 30, 8], dtype=torch.int32)
     index = torch.cat([torch.full((4 * blocks,), -1, dtype=torch.int32), pairs])
-    out = torch.full((10, K), float("nan"), dtype=BF16)
+    columns = pieces_of(K, U).flatten()
+    out = torch.full((10, len(columns)), float("nan"), dtype=BF16)
     args = (out, x, index, None, None, blocks, 10, 4, 4, top_k, K, 0, 0, 0, *x.stride(), U, 4)
-    kernels.moe_ops_arrange[(10, -(-K // launch.COLUMNS), 1)](
-        *args, launch.COLUMNS, 0, False, False, False
+    kernels.moe_ops_arrange[(10, -(-len(columns) // launch.COLUMNS), 1)](
+        *args, launch.COLUMNS, 0, False, K % U > 0, False, False
     )
     valid = (pairs >= 0) & (pairs < 10)
-    columns = (torch.arange(0, K, U)[:, None] + columns_at(U, 4)).flatten()
-    assert torch.equal(out[valid], x[pairs[valid] // top_k][:, columns])
+    assert torch.equal(
+        out[valid], torch.where(columns < 0, 0, x[pairs[valid] // top_k][:, columns])
+    )
     assert out[~valid].isnan().all()
 
 
@@ -162,14 +175,14 @@ def test_arrange_of_few_pairs(most, mapped):
     nowhere = torch.empty(0, dtype=torch.int32)  # the order is not read
     args = (out, x, nowhere, ids, expert_map, blocks, S, E, maps[0], top_k, K, *ids.stride())
     kernels.moe_ops_arrange[(S, 1, 1)](
-        *args, maps[1], *x.stride(), U, 4, launch.COLUMNS, most, False, mapped, False
+        *args, maps[1], *x.stride(), U, 4, launch.COLUMNS, most, False, False, mapped, False
     )
     order = index[4 * blocks :]
     if most == launch.FEW_PAIRS[0]:  # without a routing kernel it writes the order, too
         found, again = torch.full((S,), -1, dtype=torch.int32), torch.full_like(out, math.nan)
         args = (again, x, found, ids, expert_map, 0, S, E, maps[0], top_k, K, *ids.stride())
         kernels.moe_ops_arrange[(S, 1, 1)](
-            *args, maps[1], *x.stride(), U, 4, launch.COLUMNS, most, True, mapped, False
+            *args, maps[1], *x.stride(), U, 4, launch.COLUMNS, most, True, False, mapped, False
         )
         assert torch.equal(found, order) and torch.equal(again[order >= 0], out[order >= 0])
     used = order >= 0
@@ -341,6 +354,28 @@ def test_descriptors_take_rows_of_16_byte_step_alone():
     assert not possible("int8_w8a16:g32", 192, 32)
     assert possible("int4_w4a16:g32", 128, 32)
     assert not possible("int4_w4a16:g32", 128, 32, scale=torch.float32)
+
+
+@pytest.mark.parametrize("K", [128, 192, 256, 1216])
+def test_last_piece_of_weights_reaches_back(K):
+    """What the copy engine is told of them, at the places `fill_weights` asks for."""
+    from moe_ops.kernels.triton_launch import gpu
+    from moe_ops.kernels.triton_packed_launch import packed
+
+    data = torch.randint(0, 256, (2, 6, K // 2), dtype=torch.uint8)
+    scales = torch.zeros(2, 6, K // 32, dtype=torch.uint8)
+    w = packed("w", data, scales, None, None, None, "mxfp4_w4a16", gpu(-1))
+    U, tile = launch.piece(w), Tile(2, 256, 2, 4)
+    assert U == 128 and launch._pieces(w, tile) == (2 if K % U == 0 else 1)
+    found = launch._described(w, 2, tile)
+    pieces = data.as_strided(found.shape, found.strides)
+    for i in range(-(-K // U)):
+        at = i if K % U == 0 else min(2 * i, K * 2 // U - 2)
+        start = min(i * U, K - U) // 2
+        expected = data[..., start : start + U // 2].unflatten(1, (2, 3))
+        assert torch.equal(pieces[:, at], expected)
+    at = min(2 * i, K * 2 // U - 2) if K % U else i
+    assert at == found.shape[1] - 1 or K % U == 0
 
 
 @pytest.mark.parametrize(
@@ -533,10 +568,15 @@ def test_chosen_blocks_are_worth_it(average):
 
 
 @pytest.mark.parametrize(
-    "scheme", [pytest.param(n, marks=ON_GPU) for n in ("mxfp4_w4a16", *PREPARED)]
+    "scheme",
+    [
+        pytest.param(n, marks=ON_GPU)
+        for n in ("mxfp4_w4a16", "nvfp4_w4a16", *PREPARED, "int4_w4a16:g64")
+    ],
 )
 @pytest.mark.parametrize("tile", [(8, 64, 64, 4, 4), (16, 64, 256, 3, 4)], ids=str)
-def test_pieces_of_64_columns(scheme, tile):
+def test_rows_that_end_within_128_columns(scheme, tile):
+    """Pieces of 64 columns, or of 128 whose last one reaches back."""
     sizes = {"M": 16, "E": 2, "top_k": 1, "K": 2880, "I": 320}
     check(scheme, tiles(*tile), "swigluoai", bias=True, **sizes)
 

@@ -141,9 +141,11 @@ def workspace_shapes(M, problem: Problem) -> Workspaces:
         hidden = Buffer((elements,), torch.float32)
         y = maximum(y, triton_scales.x_elements(rows, K, x_scale))
     else:
-        hidden = Buffer((h * I,), problem.dtype)
+        columns = I
         if packed and problem.kind == "experts":
+            columns = gluon_packed_launch.padded(I)
             y = gluon_packed_launch.y_rows(pairs) * K
+        hidden = Buffer((h * columns,), problem.dtype)
     return Workspaces(hidden, Buffer((y,), torch.float32), Buffer((index,), torch.int32))
 
 

@@ -30,6 +30,12 @@ def place_of(column, BITS_OF_PLACE: tl.constexpr):
 
 
 @triton.jit
+def place_in_row(column, U: tl.constexpr, BITS: tl.constexpr):
+    """Place of a column of a row."""
+    return column // U * U + place_of(column % U, bits_of_place(U, BITS))
+
+
+@triton.jit
 def in_place(x, U: tl.constexpr, BITS: tl.constexpr):
     """(N,) columns of whole pieces, each at its place."""
     N: tl.constexpr = x.shape[0]
@@ -62,7 +68,7 @@ def position_of(
     ]
 )
 def moe_ops_arrange(
-    out_ptr,  # (S, K) written: rows of x at their pairs' positions, columns as the product takes them
+    out_ptr,  # (S, K in whole pieces) written: rows of x at their pairs' positions, columns as the product takes them
     x_ptr,  # (M, K)
     index_ptr,
     ids_ptr,  # (M, top_k)
@@ -83,6 +89,7 @@ def moe_ops_arrange(
     COLUMNS: tl.constexpr,
     PAIRS: tl.constexpr,  # of so many at most the kernel finds the positions itself; 0 of more
     ALONE: tl.constexpr,  # no routing kernel runs: the kernel writes the order
+    TAIL: tl.constexpr,  # whether the last piece reaches back into the one before
     HAS_MAP: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
@@ -106,11 +113,19 @@ def moe_ops_arrange(
         position = tl.program_id(0)
         pair = tl.load(index_ptr + 4 * num_blocks + position, cache_modifier=".cg")
         here = (pair >= 0) & (pair < S)
-    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    ok = column < tl.where(here, K, 0)
+    place = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    columns = K  # of a row of whole pieces
+    column = place
+    if TAIL:
+        columns = tl.cdiv(K, U) * U
+        column = tl.where(place < columns - U, place, place - (columns - K))
+    ok = place < tl.where(here, columns, 0)
+    own = ok
+    if TAIL:
+        own = ok & ((place < columns - U) | (column >= columns - U))
     x_ptrs = x_ptr + (pair // top_k).to(tl.int64) * stride_xm + column.to(tl.int64) * stride_xk
-    x = in_place(tl.load(x_ptrs, mask=ok, other=0.0), U, BITS)
-    tl.store(out_ptr + position.to(tl.int64) * K + column, x, mask=ok)
+    x = in_place(tl.load(x_ptrs, mask=own, other=0.0), U, BITS)
+    tl.store(out_ptr + position.to(tl.int64) * columns + place, x, mask=ok)
     if ALONE:
         order_ptr = index_ptr + 4 * num_blocks + position
         tl.store(order_ptr, pair, mask=here & (tl.program_id(1) == 0))
@@ -129,7 +144,7 @@ def leave(DEPENDENT: gl.constexpr):
 
 @gluon.jit(do_not_specialize=COUNTS)
 def moe_ops_gluon_gemm1(
-    h_ptr,  # (S, I) written at the block's positions, columns in the order GEMM2 takes them
+    h_ptr,  # (S, I in whole pieces) written at the block's positions, columns in the order GEMM2 takes them
     x,
     w,
     scale_ptr,
@@ -175,6 +190,7 @@ def moe_ops_gluon_gemm1(
     G: gl.constexpr,
     U: gl.constexpr,
     U2: gl.constexpr,  # GEMM2's U
+    TAIL2: gl.constexpr,  # whether its last piece reaches back into the one before
     BITS: gl.constexpr,  # of a weight
     BM: gl.constexpr,
     WN: gl.constexpr,
@@ -252,10 +268,20 @@ def moe_ops_gluon_gemm1(
     else:
         h = activate_one(acc, ACTIVATION)
     column = n * BN + gl.arange(0, BN, gl.SliceLayout(1, h.type.layout))
-    place = column // U2 * U2 + place_of(column % U2, bits_of_place(U2, BITS))
     at = last - BM + gl.arange(0, BM, gl.SliceLayout(0, h.type.layout))
-    h_ptrs = h_ptr + gl.expand_dims(at.to(gl.int64) * I, 0) + gl.expand_dims(place, 1)
     ok = gl.expand_dims(at >= first, 0) & gl.expand_dims(column < I, 1)
+    columns = I
+    if TAIL2:
+        columns = gl.cdiv(I, U2) * U2
+    h_ptrs = h_ptr + gl.expand_dims(at.to(gl.int64) * columns, 0)
+    if TAIL2:  # zeros meet the columns of the last piece that are of the piece before, too
+        missing = columns - I
+        tail = column >= columns - U2
+        zeros = h_ptrs + gl.expand_dims(place_in_row(column, U2, BITS), 1)
+        none = gl.zeros_like(h).to(h_ptr.dtype.element_ty)
+        gl.store(zeros, none, mask=ok & gl.expand_dims(tail, 1))
+        column = gl.where(tail, column + missing, column)
+    h_ptrs += gl.expand_dims(place_in_row(column, U2, BITS), 1)
     gl.store(h_ptrs, h.to(h_ptr.dtype.element_ty), mask=ok)
 
 

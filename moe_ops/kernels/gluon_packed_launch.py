@@ -58,14 +58,26 @@ def kernels() -> dict:
 
 
 def _piece(columns: int, of: Format) -> int:
-    if of.bits == 8 or of.group == 64 or columns % 128:
-        return 64 if columns % 64 == 0 else 0
-    return 128
+    if columns % 64:
+        return 0
+    if of.name in E2M1 and columns >= 128:
+        return 128
+    return 64 if of.bits == 8 or of.group == 64 or columns % 128 else 128
 
 
 def piece(w: Packed) -> int:
-    """Columns that the product takes in an order of their own, all of one group where sums are scaled; 0 for none."""
+    """Columns that the product takes in an order of their own, all of one group where sums are scaled; 0 for none.
+
+    They may be more than what is left of a row for the last piece. Then this one is the row's last columns, of which those of
+    the piece before meet zeros. (gptoss20 of 2880 columns, in nvfp4 at 64 tokens: ... us by 64 columns, whose scales are asked
+    for by twice as many loads, ... so.)
+    """
     return _piece(w.columns, w.format)
+
+
+def padded(columns: int) -> int:
+    """Columns of a row of x or h in whole pieces, at most."""
+    return cdiv(columns, 128) * 128 if columns % 64 == 0 else columns
 
 
 @lru_cache(maxsize=1024)
@@ -211,7 +223,9 @@ def _described(w: Packed, parts: int, tile: Tile):
     E, N, row = w.data.shape
     expert, step, _ = w.data.stride()
     size = _bytes(w)
-    shape, strides = [E, row // size, parts, N // parts, size], [expert, size, N // parts * step]
+    every = size if row % size == 0 else size // 2  # from one piece described to the next
+    shape = [E, (row - size) // every + 1, parts, N // parts, size]
+    strides = [expert, every, N // parts * step]
     box = [1, _pieces(w, tile), parts, tile.rows // parts, size]
     data = w.data if w.data.dtype == torch.uint8 else w.data.view(torch.uint8)
     return _descriptor(data, shape, [*strides, step, 1], box, size, 8)
@@ -223,8 +237,8 @@ def _bytes(w: Packed) -> int:
 
 
 def _pieces(w: Packed, tile: Tile) -> int:
-    """Pieces of a step."""
-    return max(1, tile.k // piece(w))
+    """Pieces of a step: one where the last may reach back into the one before."""
+    return max(1, tile.k // piece(w)) if w.columns % piece(w) == 0 else 1
 
 
 def _rows_described(x: Tensor, w: Packed, rows: int, tokens: int, tile: Tile):
@@ -233,7 +247,8 @@ def _rows_described(x: Tensor, w: Packed, rows: int, tokens: int, tile: Tile):
     Of every row and the `tokens - 1` after it, so that a box that starts before a row ends as many rows after it: the copy
     engine reads a block's own rows alone. (Boxes of whole blocks took ... us)
     """
-    part, K = _bytes(w), w.columns  # columns: a half of a piece, or all of it
+    part = _bytes(w)  # columns: a half of a piece, or all of it
+    K = cdiv(w.columns, piece(w)) * piece(w)
     box = [piece(w) // part * _pieces(w, tile), tokens, 1, part]
     return _descriptor(x, [K // part, tokens, rows, part], [part, K, K, 1], box, 2 * part, 16)
 
@@ -255,10 +270,11 @@ def arrange(out: Tensor, x: Tensor, w: Packed, pairs: int, rows: Rows, chip: Gpu
     """Rows of x sorted by expert, columns in the order in which `w` takes them."""
     index, ids, expert_map, blocks, experts, num_ids, top_k, *strides = rows.args
     U, K = piece(w), w.columns
+    columns = cdiv(K, U) * U
     args = (out, x, index, ids, expert_map, blocks, pairs, experts, num_ids, top_k, K, *strides)
     args += (*x.stride(), U, w.format.bits, COLUMNS, few_pairs(pairs))
-    args += (alone(pairs, experts) > 0, rows.has_map, chip.dependent)
-    return Launch("arrange", (pairs, cdiv(K, COLUMNS), 1), args)
+    args += (alone(pairs, experts) > 0, K % U > 0, rows.has_map, chip.dependent)
+    return Launch("arrange", (pairs, cdiv(columns, COLUMNS), 1), args)
 
 
 def _constants(w: Packed, tile: Tile, rows: Rows, pairs: int) -> tuple:
@@ -297,8 +313,7 @@ def _registers(w: Packed, tile: Tile, tokens: int) -> int:
     little or nothing.
     """
     threads, sums = 32 * (tile.warps + 4), tile.rows * tokens // (32 * tile.warps)
-    few = tokens == 8 or (tokens == 16 and w.format.name in E2M1)
-    plain = w.format.scale == "e8m0" or (w.format.bits == 4 and few)
+    plain = w.format.scale == "e8m0" or (w.format.bits == 4 and tokens == 8)
     least = (72 if plain else 80) + sums + (0 if w.zero is None else 8)
     if tile.rows > 16 * tile.warps and w.format.name not in E2M1:
         least += sums // 2  # a group's, of a half of the rows
@@ -353,7 +368,7 @@ def gemm1(
         *((0, 0) if input_weights is None else input_weights.stride()),
         *(w.columns, I, *strides, *((0, 0) if bias is None else bias.stride())),
         *(*activation[:3], input_weights is not None, *activation[3:]),
-        *(*how, piece(w2), w.format.bits, *sizes),
+        *(*how, piece(w2), I % piece(w2) > 0, w.format.bits, *sizes),
     )
     columns = tile.rows // 2 if gated else tile.rows
     grid = ((rows.blocks or pairs) * cdiv(I, columns), 1, 1)

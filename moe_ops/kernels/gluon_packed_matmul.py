@@ -161,12 +161,15 @@ def tile_at(
 
 
 @gluon.jit
-def fill_weights(w, w_smem, full, slot, i, wanted, e, row, SIZE: gl.constexpr):
+def fill_weights(w, w_smem, full, slot, i, wanted, e, row, K, SIZE: gl.constexpr, U: gl.constexpr):
     """Ask for the weights of step i where they are wanted, and tell its barrier of everything to come."""
     PIECES: gl.constexpr = w.block_shape[1]
+    at = i * PIECES
+    if PIECES == 1:  # where 64 columns remain, pieces are described from every 64th on
+        at = gl.where(K % U == 0, at, gl.minimum(2 * at, K * 2 // U - 2))
     mbarrier.expect(full.index(slot), SIZE, wanted)
     to = w_smem.index(slot)
-    tma.async_copy_global_to_shared(w, [e, i * PIECES, 0, row, 0], full.index(slot), to, wanted)
+    tma.async_copy_global_to_shared(w, [e, at, 0, row, 0], full.index(slot), to, wanted)
 
 
 @gluon.jit
@@ -187,27 +190,27 @@ def following(slot, phase, STAGES: gl.constexpr):
 
 @gluon.jit
 def fill(
-    x, w, x_smem, w_smem, full, empty, first, last, e, row, begin, end,
-    SIZE: gl.constexpr, STAGES: gl.constexpr, DEPENDENT: gl.constexpr,
+    x, w, x_smem, w_smem, full, empty, first, last, e, row, begin, end, K,
+    SIZE: gl.constexpr, U: gl.constexpr, STAGES: gl.constexpr, DEPENDENT: gl.constexpr,
 ):  # fmt: skip
     """A warp of its own: fill the ring."""
     for i in gl.static_range(STAGES):
-        fill_weights(w, w_smem, full, i, begin + i, begin + i < end, e, row, SIZE)
+        fill_weights(w, w_smem, full, i, begin + i, begin + i < end, e, row, K, SIZE, U)
     wait(DEPENDENT)
     for i in gl.static_range(STAGES):
         fill_rows(x, x_smem, full, i, begin + i, begin + i < end, first, last)
     slot, phase = begin * 0, begin * 0
     for step in range(begin + STAGES, end):
         mbarrier.wait(empty.index(slot), phase)
-        fill_weights(w, w_smem, full, slot, step, True, e, row, SIZE)
+        fill_weights(w, w_smem, full, slot, step, True, e, row, K, SIZE, U)
         fill_rows(x, x_smem, full, slot, step, True, first, last)
         slot, phase = following(slot, phase, STAGES)
 
 
 @gluon.jit
-def group_at(piece, last, U: gl.constexpr, G: gl.constexpr):
-    """First group of G columns of a piece, of the last one for pieces past the end."""
-    return gl.minimum(piece, last) * U // G if G > 0 else 0
+def group_at(piece, K, U: gl.constexpr, G: gl.constexpr):
+    """First group of G columns of a piece; of the row's last U columns for pieces that pass its end."""
+    return gl.minimum(piece * U, K - U) // G if G > 0 else 0
 
 
 @gluon.constexpr_function
@@ -318,14 +321,13 @@ def sums(
     S_COLUMNS: gl.constexpr = G * scales_of(scale_ptrs.dtype.element_ty, SCALE)  # of a number
     ASKED: gl.constexpr = HALVES  # products on their way that may stay so: the last piece's
     # Scales are asked for two pieces ahead, and one does for those past the end.
-    last = K // U - 1
     piece = begin * PIECES
-    s = asked(scale_ptrs + group_at(piece, last, U, S_COLUMNS) * stride_sk)
-    soon = asked(scale_ptrs + group_at(piece + 1, last, U, S_COLUMNS) * stride_sk)
+    s = asked(scale_ptrs + group_at(piece, K, U, S_COLUMNS) * stride_sk)
+    soon = asked(scale_ptrs + group_at(piece + 1, K, U, S_COLUMNS) * stride_sk)
     zero, soon_zero = s, s
     if HAS_ZERO:
-        zero = asked(zero_ptrs + group_at(piece, last, U, G) * stride_zk)
-        soon_zero = asked(zero_ptrs + group_at(piece + 1, last, U, G) * stride_zk)
+        zero = asked(zero_ptrs + group_at(piece, K, U, G) * stride_zk)
+        soon_zero = asked(zero_ptrs + group_at(piece + 1, K, U, G) * stride_zk)
     acc = gl.zeros([ROWS, BM], gl.float32, MMA)
     more = acc  # of the second half of the rows, where a thread has rows of both
     slot, phase = begin * 0, begin * 0
@@ -384,9 +386,9 @@ def sums(
                 before, scale_before = f, then
             piece = i * PIECES + j + 2
             s, zero = soon, soon_zero
-            soon = asked(scale_ptrs + group_at(piece, last, U, S_COLUMNS) * stride_sk)
+            soon = asked(scale_ptrs + group_at(piece, K, U, S_COLUMNS) * stride_sk)
             if HAS_ZERO:
-                soon_zero = asked(zero_ptrs + group_at(piece, last, U, G) * stride_zk)
+                soon_zero = asked(zero_ptrs + group_at(piece, K, U, G) * stride_zk)
         if OVERLAP:
             before = warpgroup_mma_wait(0, [before])
             if ROWS == WN:
@@ -457,7 +459,7 @@ def product(
                 FORMAT, SCALE, G, U, GATED, INTERLEAVED, BM, WN, BK, STAGES, WARPS, OVERLAP,
             )),
             (fill, (
-                x, w, x_smem, w_smem, full, empty, first, last, e, tile_row, begin, end, SIZE, STAGES, DEPENDENT,
+                x, w, x_smem, w_smem, full, empty, first, last, e, tile_row, begin, end, K, SIZE, U, STAGES, DEPENDENT,
             )),
         ],
         [1],
