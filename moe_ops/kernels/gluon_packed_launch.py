@@ -69,8 +69,8 @@ def piece(w: Packed) -> int:
     """Columns that the product takes in an order of their own, all of one group where sums are scaled; 0 for none.
 
     They may be more than what is left of a row for the last piece. Then this one is the row's last columns, of which those of
-    the piece before meet zeros. (gptoss20 of 2880 columns, in nvfp4 at 64 tokens: ... us by 64 columns, whose scales are asked
-    for by twice as many loads, ... so.)
+    the piece before meet zeros. (gptoss20 of 2880 columns, at 64 tokens: in mxfp4 163 us by 64 columns, whose scales are asked
+    for by twice as many loads, and 155 so; in nvfp4 182 and 173.)
     """
     return _piece(w.columns, w.format)
 
@@ -245,7 +245,8 @@ def _rows_described(x: Tensor, w: Packed, rows: int, tokens: int, tile: Tile):
     """Descriptor of rows that `w` is multiplied with, with boxes of a block and a step.
 
     Of every row and the `tokens - 1` after it, so that a box that starts before a row ends as many rows after it: the copy
-    engine reads a block's own rows alone. (Boxes of whole blocks took ... us)
+    engine reads a block's own rows alone. (Boxes of whole blocks: Mixtral at M = 64 took 302 us in mxfp4 for 293 so, gptoss20 in
+    nvfp4 184 for 180.)
     """
     part = _bytes(w)  # columns: a half of a piece, or all of it
     K = cdiv(w.columns, piece(w)) * piece(w)
