@@ -6,3 +6,6 @@ import torch
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before triton is imported anywhere
+    from tests.interpreter import patch_language_once
+
+    patch_language_once()
