@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 
@@ -45,3 +46,15 @@ def patch_language_once() -> None:
         return scope
 
     interpreter._patch_lang = patch_once
+
+
+def drop_unread_checks() -> None:
+    """Every sum and product of integers is computed in 64 bits once more, for an assertion that is dropped unless the
+    interpreter's options ask to debug."""
+    try:
+        from triton.runtime.interpreter import interpreter_builder as builder
+    except ImportError:
+        return
+    options = getattr(builder, "options", None)
+    if getattr(options, "sanitize_overflow", False) and getattr(options, "debug", None) is False:
+        builder.options = dataclasses.replace(options, sanitize_overflow=False)
