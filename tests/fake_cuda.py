@@ -83,14 +83,15 @@ def compile_qwen3_moe(num_layers: int) -> dict:
     )
     torch._dynamo.reset()
     recorder = Recorder()
-    with fake_gpu(), torch.device("cuda"), torch.no_grad():
-        model = transformers.AutoModelForCausalLM.from_config(
-            config, dtype=torch.bfloat16, experts_implementation="moe_ops"
-        )
+    with fake_gpu(), torch.no_grad():
+        with torch.device("cuda"):  # not while the model is traced: Dynamo would trace this too
+            model = transformers.AutoModelForCausalLM.from_config(
+                config, dtype=torch.bfloat16, experts_implementation="moe_ops"
+            )
+            ids = torch.empty(2, 5, dtype=torch.int64)
         for module in model.modules():  # as fuse_routers does, but for its check
             if (rule := _routers._rule_of(module)) is not None:
                 _outside.set_forward(module, functools.partial(_routers.router_forward, rule))
-        ids = torch.empty(2, 5, dtype=torch.int64)
         torch._dynamo.mark_dynamic(ids, 1)
         compiled = torch.compile(model.eval(), fullgraph=True, backend=recorder.backend)
         logits = compiled(input_ids=ids, use_cache=False).logits
