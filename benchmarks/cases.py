@@ -158,10 +158,10 @@ def make_plain_weights(shape: Shape, device: torch.device) -> tuple[Tensor, Tens
 
 
 def make_weights(shape: Shape, scheme: str, plain13: Tensor, plain2: Tensor) -> Weights:
-    """The weights in `scheme`, quantized some experts at a time, in the layout that the triton backend wants."""
+    """The weights in `scheme`, quantized some experts at a time."""
     if not scheme:
         return Weights(shape, scheme, plain13, plain2, plain13, plain2)
-    w13, w2 = (moe_ops.prepare(_quantize(w, scheme), "triton") for w in (plain13, plain2))
+    w13, w2 = _quantize(plain13, scheme), _quantize(plain2, scheme)
     return Weights(shape, scheme, plain13, plain2, w13, w2)
 
 

@@ -50,11 +50,14 @@ class Implementation:
 
 
 def moe_ops_backend(backend: str) -> Callable[[Weights], Builder]:
-    """This library under one backend, with weights in its layout; "auto" with weights as they are."""
+    """This library under one backend, with weights as they are or else in its layout; "auto" with those laid out that
+    `triton` reads faster so."""
 
     def make(weights: Weights) -> Builder:
         w13, w2 = weights.w13, weights.w2
-        if backend != "auto":
+        if backend == "auto":
+            w13, w2 = moe_ops.prepare(w13, "triton"), moe_ops.prepare(w2, "triton")
+        else:
             size = (1, weights.shape.top_k)
             x = torch.empty(1, w13.shape[2], dtype=torch.bfloat16, device=w13.device)
             ids = torch.zeros(size, dtype=torch.int32, device=w13.device)

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import guard_scalar
 
 from moe_ops.activations import Activation
+from moe_ops.meta.scales import TRITON_E2M1
 from moe_ops.problem import Problem
 from moe_ops.schemes import QuantScheme, get_scheme
 
@@ -380,7 +381,8 @@ def _check_scales(
         if given is not None:
             _check_device(f"{name}'s {what}", given.device, device)
         got = None if given is None else given.shape
-        if got != expected and (not weight.layout or (got is None) != (expected is None)):
+        natural = weight.layout in ("", TRITON_E2M1)  # other layouts move scales, too
+        if got != expected and (natural or (got is None) != (expected is None)):
             raise ValueError(
                 f"{name}'s {what} must have shape {expected} for scheme {weight.scheme}, got {got}"
             )

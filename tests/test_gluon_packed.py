@@ -3,10 +3,12 @@ Triton is of their language, and values on a GPU (`-m gpu`)."""
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import itertools
 import math
 import os
+import re
 import subprocess
 import sys
 from unittest import mock
@@ -14,7 +16,7 @@ from unittest import mock
 import pytest
 import torch
 
-from tests.cases import BF16, Case
+from tests.cases import BF16, FP32, Case
 from tests.test_packed_assembly import E2M1, E4M3, halves, run, words
 
 pytest.importorskip("triton.experimental.gluon")
@@ -22,12 +24,20 @@ pytest.importorskip("triton.experimental.gluon")
 import triton.language as tl  # noqa: E402
 
 import moe_ops  # noqa: E402
+from moe_ops.backends import triton as backend  # noqa: E402
 from moe_ops.kernels import gluon_packed as kernels  # noqa: E402
 from moe_ops.kernels import gluon_packed_launch as launch  # noqa: E402
 from moe_ops.kernels import gluon_packed_matmul as matmul  # noqa: E402
 from moe_ops.kernels import gluon_packed_operands as operands  # noqa: E402
-from moe_ops.kernels import triton_launch, triton_packed_launch, triton_tiles  # noqa: E402
+from moe_ops.kernels import (  # noqa: E402
+    triton_launch,
+    triton_packed_launch,
+    triton_packed_tiles,
+    triton_tiles,
+)
 from moe_ops.kernels.triton_tiles import Tile, Tiles  # noqa: E402
+from moe_ops.meta.scales import TRITON_E2M1  # noqa: E402
+from moe_ops.problem import Machine, Problem  # noqa: E402
 from moe_ops.tensors import layouts  # noqa: E402
 from moe_ops.tensors.triton import from_words, to_words  # noqa: E402
 
@@ -89,6 +99,119 @@ def test_words_take_every_bit_to_a_place_of_its_own():
     assert torch.equal(from_words(to_words(q)), q) and torch.equal(to_words(from_words(q)), q)
     assert torch.equal(to_words(q)[1], to_words(q[1]))
     assert torch.equal(to_words(q.mT.contiguous().mT), to_words(q))
+
+
+@pytest.fixture
+def on_any_device(monkeypatch):
+    (relayout,) = layouts.RELAYOUTS["triton"]
+    monkeypatch.setitem(layouts.RELAYOUTS, "triton", (relayout._replace(on=None),))
+
+
+@pytest.mark.parametrize("scheme", ["mxfp4_w4a16", "mxfp4_w4a16:ceil", "nvfp4_w4a16"])
+def test_prepared_weights_are_the_same_numbers(scheme, on_any_device):
+    plain = torch.randn(3, 10, 192).to(BF16)
+    w = moe_ops.quantize(plain, scheme)
+    ready = moe_ops.prepare(w, "triton")
+    assert ready.weight_layout == TRITON_E2M1 and ready.shape == w.shape
+    assert not torch.equal(ready.qdata, w.qdata) and torch.equal(
+        ready.scale.view(torch.uint8), w.scale.view(torch.uint8)
+    )
+    assert torch.equal(ready.dequantize(), w.dequantize())
+    assert torch.equal(ready[1:].dequantize(), w[1:].dequantize())
+    back = moe_ops.prepare(ready, "torch")
+    assert back.weight_layout == "" and torch.equal(back.qdata, w.qdata)
+    one = moe_ops.prepare(w[0], "triton")
+    assert torch.equal(one.qdata, ready.qdata[0])
+    buffer = torch.zeros(w.qdata.numel() + 1, dtype=torch.uint8)[1:]
+    w = w._replace(qdata=buffer.view_as(w.qdata).copy_(w.qdata))
+    assert torch.equal(moe_ops.prepare(w, "triton").qdata, ready.qdata)
+
+
+def test_weights_that_cannot_be_prepared(on_any_device):
+    for scheme in ("int4_w4a16:g128", "mxfp4_w4a8", "nvfp4", "fp8_w8a16:channel"):
+        w = moe_ops.quantize(torch.randn(2, 8, 128).to(BF16), scheme)
+        assert moe_ops.prepare(w, "triton") is w
+    w = moe_ops.quantize(torch.randn(2, 8, 96).to(BF16), "mxfp4_w4a16")
+    with pytest.raises(ValueError, match="columns that 64 divides .* got 96; leave w13 and w2"):
+        moe_ops.prepare(w, "triton")
+    w = moe_ops.quantize(torch.randn(2, 8, 64).half(), "mxfp4_w4a16")
+    with pytest.raises(ValueError, match="beside bfloat16 .* got dtype torch.float16; leave w13"):
+        moe_ops.prepare(w, "triton")
+
+
+def test_prepared_only_where_its_kernels_run():
+    w = moe_ops.quantize(torch.randn(2, 8, 64).to(BF16), "mxfp4_w4a16")
+    assert moe_ops.prepare(w, "triton") is w  # on a CPU
+
+
+def problem(**changes) -> Problem:
+    act = moe_ops.Activation("silu")
+    sizes = ("experts", 4, 256, 128, 256, 2, BF16, "mxfp4_w4a16", TRITON_E2M1, act)
+    return dataclasses.replace(Problem(*sizes), **changes)
+
+
+HOPPER = Machine("cuda", (9, 0), "NVIDIA H200", ("triton",))
+
+
+@pytest.mark.parametrize(
+    "changes, machine, reason",
+    [
+        ({}, {}, ""),
+        ({"scheme": "nvfp4_w4a16"}, {}, ""),
+        ({"scheme": "int4_w4a16:g128"}, {}, "of e2m1 weights .* got scheme 'int4_w4a16:g128'"),
+        ({"scheme": "mxfp4_w4a8"}, {}, "of e2m1 weights .* got scheme 'mxfp4_w4a8'"),
+        ({"scheme": "fp8_block"}, {}, "of e2m1 weights .* got scheme 'fp8_block'"),
+        ({"scheme": ""}, {}, "of e2m1 weights .* got scheme ''"),
+        ({"kind": "batched_experts", "top_k": 0}, {}, "in fused_experts alone"),
+        ({"dtype": torch.float16}, {}, "takes bfloat16 .* got torch.float16"),
+        ({}, {"capability": (8, 0)}, "on compute capability 9.0 under Triton 3.6, got 8.0"),
+        ({"layout": "flashinfer_mixed"}, {}, "natural layout or in 'triton_e2m1', got"),
+    ],
+)
+def test_who_takes_prepared_weights(changes, machine, reason, monkeypatch):
+    monkeypatch.setattr(backend, "_SPOKEN", True)
+    monkeypatch.setattr(backend, "INTERPRETED", False)
+    reasons = backend.supports(problem(**changes), dataclasses.replace(HOPPER, **machine))
+    assert len(reasons) == bool(reason)
+    if reason:
+        assert re.search(reason, reasons[0]) and "prepare(weight, 'torch')" in reasons[0]
+
+
+def test_interpreter_and_other_languages_do_not_take_prepared_weights(monkeypatch):
+    for name, value, found in (("_SPOKEN", False, "Triton "), ("INTERPRETED", True, "its inter")):
+        monkeypatch.setattr(backend, "_SPOKEN", True)
+        monkeypatch.setattr(backend, "INTERPRETED", False)
+        monkeypatch.setattr(backend, name, value)
+        (reason,) = backend.supports(problem(), HOPPER)
+        assert f"got 9.0 under {found}" in reason
+
+
+@pytest.mark.parametrize("M", [2, 64, 300, 5000])
+def test_prepared_weights_get_tiles_that_read_them(M):
+    """However many rows an expert has, and whatever a table says."""
+    from moe_ops.kernels.triton_launch import gpu
+
+    others = triton_packed_tiles.choose(M, 4, 256, 128, 4, BF16, False, 232448)
+    args = (M, 2, 4, 256, 128, BF16, gpu(-1), "mxfp4_w4a16", 4, True, False, True)
+    with mock.patch.object(triton_tiles, "measured", lambda *_: others):
+        found = triton_packed_tiles._for_experts.__wrapped__(*args)
+    assert found.wgmma and found.tokens >= min(64, M * 2 / 4 / 4)
+
+
+def test_what_no_kernel_reads_is_refused():
+    """Many tokens off Hopper: nothing is launched on words whose bits lie in another order."""
+    case = Case("cpu", FP32, "mxfp4_w4a16", M=5, E=4, top_k=2, K=128, I=64)
+    for i in (1, 2):
+        w = case.args[i]
+        case.args[i] = w._replace(qdata=to_words(w.qdata), weight_layout=TRITON_E2M1)
+    with pytest.raises(
+        RuntimeError, match=r"layout 'triton_e2m1' need .*prepare\(weight, 'torch'\)"
+    ):
+        moe_ops.fused_experts(*case.args, backend="triton")
+    w = case.args[2]
+    case.args[2] = w._replace(scale=w.scale[:, :1])
+    with pytest.raises(ValueError, match=r"w2's scale must have shape \(4, 128, 2\)"):
+        moe_ops.explain(*case.args[:3], case.args[4], backend="triton")
 
 
 def in_order(word: int) -> list[int]:
@@ -316,7 +439,8 @@ cases = {"int4_w4a16:g64:zp": "silu", "nvfp4_w4a16": "swigluoai", "fp8_w8a16:blo
 cases |= {"int8_w8a16:g128:zp": "silu", "mxfp4_w4a16": "silu"}
 for scheme, activation in cases.items():
     for tokens, tile in ((8, Tile(64, 256, 2, 4)), (16, Tile(128, 128, 3, 4)), (64, Tile(128, 128, 4, 8))):
-        call = c.Call((4, 2, 512, 320), 9, scheme, activation=activation, bias=True)
+        layout = "triton_e2m1" if tokens < 64 and scheme in ("nvfp4_w4a16", "mxfp4_w4a16") else ""
+        call = c.Call((4, 2, 512, 320), 9, scheme, activation=activation, bias=True, layout=layout)
         tiles = Tiles(False, tokens, tile, tile, 64, wgmma=True)
         with triton_tiles.searching(tiles):
             found = c.compile_call(call, chip, 90)
@@ -374,8 +498,7 @@ def test_last_piece_of_weights_reaches_back(K):
         start = min(i * U, K - U) // 2
         expected = data[..., start : start + U // 2].unflatten(1, (2, 3))
         assert torch.equal(pieces[:, at], expected)
-    at = min(2 * i, K * 2 // U - 2) if K % U else i
-    assert at == found.shape[1] - 1 or K % U == 0
+    assert at == found.shape[1] - 1
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
-from test_families import Calls, build, relative  # noqa: E402
+from test_families import FAMILIES, Calls, build, relative  # noqa: E402
 from torch import nn  # noqa: E402
 from transformers.integrations import finegrained_fp8  # noqa: E402
 from transformers.integrations.moe import use_experts_implementation  # noqa: E402
@@ -20,6 +20,7 @@ from transformers.integrations.moe import use_experts_implementation  # noqa: E4
 import moe_ops  # noqa: E402
 import moe_ops.integrations.transformers as integration  # noqa: E402
 from moe_ops.integrations import _families  # noqa: E402
+from moe_ops.tensors import layouts  # noqa: E402
 
 IDS = torch.tensor([[27, 54, 47, 78, 38], [4, 29, 33, 45, 61]])
 
@@ -309,8 +310,6 @@ def test_attached_model_survives_copy_and_pickle(family):
 
 
 def test_llama4_with_several_experts_per_token():
-    from test_families import FAMILIES
-
     sizes = FAMILIES["llama4"]
     try:
         FAMILIES["llama4"] = lambda n: sizes(n) | {"num_experts_per_tok": 2}
@@ -320,6 +319,29 @@ def test_llama4_with_several_experts_per_token():
     want = logits(model)
     integration.attach(model)
     assert relative(logits(model), want) < 1e-5
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="interpreted")
+@pytest.mark.parametrize("family", ["gpt_oss", "mixtral"])
+def test_prepared_weights(family, monkeypatch):
+    """Those of modules that keep (E, columns, rows), too, in whose place they lie as (E, rows, columns)."""
+    pytest.importorskip("triton")
+    sizes = {"hidden_size": 64, "intermediate_size": 64}
+    monkeypatch.setitem(FAMILIES, family, lambda n: sizes)
+    (relayout,) = layouts.RELAYOUTS["triton"]
+    monkeypatch.setitem(layouts.RELAYOUTS, "triton", (relayout._replace(on=None),))
+    model = model_of(family).to(torch.bfloat16)
+    integration.quantize(model, "mxfp4_w4a16")
+    want = logits(model, IDS[:1, :1])
+    experts = experts_of(model)
+    for name in ("gate_up_proj", "down_proj"):
+        weight = _families.rows_first(getattr(experts, name).data, experts)
+        weight = nn.Parameter(moe_ops.prepare(weight, "triton"), requires_grad=False)
+        setattr(experts, name, weight)
+    monkeypatch.setattr(_families, "backend_of", lambda module: "triton")
+    assert relative(logits(model, IDS[:1, :1]), want) < 2e-2
+    with pytest.raises(ValueError, match="experts.gate_up_proj must be a plain tensor"):
+        integration.quantize(model, "fp8_block")
 
 
 def test_deepcopy_of_a_model_on_the_hook():

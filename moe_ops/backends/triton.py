@@ -52,8 +52,10 @@ from moe_ops.library import BatchedExpertsArgs, ExpertsArgs, GroupedLinearArgs, 
 from moe_ops.meta.scales import TRITON_E2M1
 from moe_ops.meta.workspace import cdiv, maximum
 from moe_ops.problem import Buffer, Machine, Problem, Workspaces
-from moe_ops.schemes import SCHEMES
+from moe_ops.schemes import SCHEMES, get_scheme
 
+# looked up once: Dynamo would trace what looks them up
+_TRITON, _SPOKEN = installed.version("triton"), gluon_packed_launch.spoken()
 _BACK = "moe_ops.prepare(weight, 'torch') brings it back"
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _QUANTIZING = ("fp8_tensor", "fp8_tensor_static", "fp8_channel", "fp8_block")
@@ -90,6 +92,12 @@ def supports(problem: Problem, machine: Machine) -> list[str]:
 def _reasons_against_e2m1_words(problem: Problem, machine: Machine) -> list[str]:
     """Why weights prepared for this backend do not run. Kernels without tensor cores and those of SM90 read them."""
     reasons = []
+    of = triton_packed_launch.describe(problem.scheme)
+    if of is None or of.name != "e2m1" or not get_scheme(problem.scheme).weight_only:
+        reasons.append(
+            f"triton takes layout {TRITON_E2M1!r} of e2m1 weights beside 16-bit activations, got scheme "
+            f"{problem.scheme!r}; {_BACK}"
+        )
     if problem.kind != "experts":
         reasons.append(
             f"triton takes weights in layout {TRITON_E2M1!r} in fused_experts alone; {_BACK}"
@@ -100,17 +108,18 @@ def _reasons_against_e2m1_words(problem: Problem, machine: Machine) -> list[str]
         reasons.append(
             f"triton takes bfloat16 beside weights in layout {TRITON_E2M1!r}, got {problem.dtype}; {_BACK}"
         )
-    if machine.capability[0] != 9 or not gluon_packed_launch.spoken():
+    if machine.capability[0] != 9 or INTERPRETED or not _SPOKEN:
         major, minor = machine.capability
+        found = "its interpreter" if INTERPRETED else f"Triton {_TRITON}"
         reasons.append(
             f"triton takes weights in layout {TRITON_E2M1!r} on compute capability 9.0 under Triton 3.6, got {major}.{minor} "
-            f"under Triton {installed.version('triton')}; {_BACK}"
+            f"under {found}; {_BACK}"
         )
     return reasons
 
 
 def workspace_shapes(M, problem: Problem) -> Workspaces:
-    """workspace13 holds the activation's output h (rows, I) in the input's dtype, workspace2 its
+    """workspace13 holds the activation's output h (rows, I; of packed weights in whole pieces) in the input's dtype, workspace2 its
     product y (M * top_k, K) with w2 in fp32, the index workspace the table of blocks (.., 4) and the sort order.
 
     Where activations are quantized, workspace13 holds h and its scales, and workspace2 quantized x and its

@@ -19,6 +19,7 @@ from transformers import activations as hf
 import moe_ops
 from moe_ops import permute
 from moe_ops.activations import Activation
+from moe_ops.validation import TRANSPOSED
 
 FUSED = "fused_experts"
 GROUPED = "grouped_linear around the module's gate"
@@ -119,7 +120,13 @@ def path_of(module: nn.Module) -> str:
 
 def rows_first(weight: Tensor, module: nn.Module) -> Tensor:
     """A weight as (E, rows, columns); a view where the module keeps (E, columns, rows)."""
-    return weight.transpose(1, 2) if getattr(module, "is_transposed", False) else weight
+    return turned(weight) if getattr(module, "is_transposed", False) else weight
+
+
+def turned(weight: Tensor) -> Tensor:
+    """A weight (E, columns, rows) as (E, rows, columns). Those prepared for a backend are so already: they have no transpose."""
+    prepared = getattr(weight, "weight_layout", "") not in ("", TRANSPOSED)
+    return weight if prepared else weight.transpose(1, 2)
 
 
 def run_experts(

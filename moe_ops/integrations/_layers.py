@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from moe_ops.integrations import _outside as outside
+from moe_ops.integrations._families import turned
 
 
 @dataclass(frozen=True)
@@ -48,8 +49,7 @@ class Layer:
     @property
     def columns(self) -> int:
         """Size of the experts' input."""
-        name = self.weights[0]
-        return getattr(self.owner, name).shape[1 if self.columns_first(name) else -1]
+        return self.natural_weight(self.weights[0]).shape[-1]
 
     def natural_weight(self, name: str) -> Tensor:
         """A weight as (E, rows, columns), a view."""
@@ -58,11 +58,11 @@ class Layer:
             weight = weight.view(self.owner.moe_num_experts, -1, weight.shape[1])
         # longcat_flash gives its identity experts rows in gate_up_proj, which nothing reads
         weight = weight[: getattr(self.owner, "num_routed_experts", None)]
-        return weight.transpose(1, 2) if self.columns_first(name) else weight
+        return turned(weight) if self.columns_first(name) else weight
 
     def set_weight(self, name: str, weight: Tensor) -> None:
         """Replace a weight by one given as (E, rows, columns), frozen."""
-        weight = weight.transpose(1, 2) if self.columns_first(name) else weight
+        weight = turned(weight) if self.columns_first(name) else weight
         setattr(self.owner, name, nn.Parameter(weight, requires_grad=False))
 
 

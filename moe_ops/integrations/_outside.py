@@ -49,8 +49,8 @@ def _llama4_experts(module: nn.Module, x: Tensor, ids: Tensor, weights: Tensor) 
         ids, weights = ids.reshape(-1, 1), torch.ones_like(weights).view(-1, 1)
     y = moe_ops.fused_experts(
         x,
-        module.gate_up_proj.transpose(1, 2),
-        module.down_proj.transpose(1, 2),
+        families.turned(module.gate_up_proj),
+        families.turned(module.down_proj),
         weights,
         ids,
         activation=_activation(module),

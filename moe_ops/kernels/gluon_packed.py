@@ -95,8 +95,7 @@ def moe_ops_arrange(
 ):
     """Rows of tokens sorted by expert, one program a pair or position, and so many columns.
 
-    Of few pairs it does not wait for the routing kernel's order. Positions of no pair are left to chance, as are rows of
-    them that the product reads.
+    Of few pairs it does not wait for the routing kernel's order. Positions of no pair are left to chance.
     """
     if ALONE:
         wait(DEPENDENT)

@@ -349,7 +349,7 @@ def gemm1(
     w: Packed,
     w2: Packed,
     bias: Tensor | None,
-    h: Tensor,  # (pairs, I), columns in the order in which w2 takes them
+    h: Tensor,  # (pairs, I in whole pieces), columns in the order in which w2 takes them
     x: Tensor,
     pairs: int,
     rows: Rows,

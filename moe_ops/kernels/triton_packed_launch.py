@@ -232,8 +232,8 @@ def launch_experts(a: ExpertsArgs, chip: Gpu) -> None:
     )
     if prepared and not (tiles.wgmma and wgmma or tiles.vector and vector):
         raise RuntimeError(
-            f"w13 and w2 in layout {a.layout!r} need bfloat16 activations, tensors that start at a multiple of 16 bytes and, beside "
-            "more than one token, a GPU of compute capability 9.0; moe_ops.prepare(weight, 'torch') brings the layout back"
+            f"w13 and w2 in layout {a.layout!r} need tensors that start at a multiple of 16 bytes, tiles of the kernels that read it "
+            "and, beside more than one token, a GPU of compute capability 9.0; moe_ops.prepare(weight, 'torch') brings them back"
         )
     if tiles.wgmma:
         return _launch_on_sm90(a, w13, w2, tiles, chip)

@@ -39,7 +39,9 @@ _MOVES = _moves()
 
 def _moved(q: Tensor, moves: dict[int, int]) -> Tensor:
     """Bytes (.., bytes of a row), whose words of 4 have their bits moved."""
-    words = q.contiguous().view(torch.int32)
+    if q.storage_offset() % 4 or not q.is_contiguous():
+        q = q.clone(memory_format=torch.contiguous_format)
+    words = q.view(torch.int32)
     out = torch.zeros_like(words)
     for shift, mask in moves.items():
         moved = words << shift if shift >= 0 else words >> -shift
@@ -71,13 +73,13 @@ def _of_each(q: Tensor, moves: dict[int, int]) -> Tensor:
 def _apply(w: ExpertTensor) -> Tensors:
     if w.dtype != torch.bfloat16:
         raise ValueError(
-            f"weight must be beside bfloat16 activations to be laid out for triton, got dtype {w.dtype}; "
-            "backend 'triton' takes it as it is"
+            f"weight must be beside bfloat16 activations to be laid out for triton, got dtype {w.dtype}; leave w13 "
+            "and w2 as they are, which backend 'triton' takes too"
         )
     if w.shape[-1] % 64:
         raise ValueError(
-            f"weight must have columns that 64 divides to be laid out for triton, got {w.shape[-1]}; "
-            "backend 'triton' takes it as it is"
+            f"weight must have columns that 64 divides to be laid out for triton, got {w.shape[-1]}; leave w13 and w2 "
+            "as they are, which backend 'triton' takes too"
         )
     return {"qdata": to_words(w.qdata)}
 
@@ -87,7 +89,7 @@ def _undo(w: ExpertTensor) -> Tensors:
 
 
 def _takes(scheme: QuantScheme) -> bool:
-    return scheme.name.split(":")[0] in ("mxfp4_w4a16", "nvfp4_w4a16")
+    return scheme.weight_only and scheme.quantized_weight.dtype == "e2m1"
 
 
 def _on(device: torch.device) -> bool:
