@@ -17,7 +17,9 @@ from torch._subclasses import FakeTensor
 import moe_ops
 from moe_ops import plans
 from moe_ops.activations import Activation
+from moe_ops.meta.scales import TRITON_E2M1
 from moe_ops.schemes import get_scheme
+from moe_ops.tensors.triton import lay_out
 from tests import oracle
 
 FP64, FP32, BF16, FP16 = torch.float64, torch.float32, torch.bfloat16, torch.float16
@@ -55,6 +57,11 @@ def tolerance(dtype: torch.dtype, scheme: str = "", device: str = "cpu") -> floa
     # neighbours of fewer bits are farther off: in mxfp6_e3m2 one of 128 activations of a token was seen to be another
     bits = get_scheme(scheme).activation.format.mantissa or 3
     return TOLERANCE[dtype] + QUANTIZED_ON_TENSOR_CORES * 2.0 ** (3 - bits)
+
+
+def prepared(weight):
+    """An e2m1 weight as backend "triton" wants it on SM90, whatever its device and dtype."""
+    return weight._replace(**lay_out(weight), weight_layout=TRITON_E2M1)
 
 
 def garbage(tensor: Tensor) -> Tensor:

@@ -82,8 +82,11 @@ def quantized(schemes, shapes) -> int:
         w2 = moe_ops.quantize(randn(E, K, I) / I**0.5, scheme)
         x, pairs = randn(M, K), routing(M, E, 2)
         run(x, w13, w2, *pairs)
-        if all(w.shape[2] % 64 == 0 for w in (w13, w2)):
-            run(x, *(moe_ops.prepare(w, "triton") for w in (w13, w2)), *pairs)
+        try:
+            ready = [moe_ops.prepare(w, "triton") for w in (w13, w2)]
+        except ValueError:  # shapes that have no such layout
+            continue
+        run(x, *ready, *pairs)
     return len(schemes) * len(shapes)
 
 

@@ -16,7 +16,7 @@ from unittest import mock
 import pytest
 import torch
 
-from tests.cases import BF16, FP32, Case
+from tests.cases import BF16, FP32, Case, assert_matches, prepared, refill, tolerance
 from tests.test_packed_assembly import E2M1, E4M3, halves, run, words
 
 pytest.importorskip("triton.experimental.gluon")
@@ -26,6 +26,7 @@ import triton.language as tl  # noqa: E402
 import moe_ops  # noqa: E402
 from moe_ops.backends import triton as backend  # noqa: E402
 from moe_ops.kernels import gluon_packed as kernels  # noqa: E402
+from moe_ops.kernels import gluon_packed_blocks as blocks  # noqa: E402
 from moe_ops.kernels import gluon_packed_launch as launch  # noqa: E402
 from moe_ops.kernels import gluon_packed_matmul as matmul  # noqa: E402
 from moe_ops.kernels import gluon_packed_operands as operands  # noqa: E402
@@ -34,9 +35,10 @@ from moe_ops.kernels import (  # noqa: E402
     triton_packed_launch,
     triton_packed_tiles,
     triton_tiles,
+    triton_vector_packed_launch,
 )
 from moe_ops.kernels.triton_tiles import Tile, Tiles  # noqa: E402
-from moe_ops.meta.scales import TRITON_E2M1  # noqa: E402
+from moe_ops.meta.scales import TRITON_E2M1, triton_e2m1_scale_shape  # noqa: E402
 from moe_ops.problem import Machine, Problem  # noqa: E402
 from moe_ops.tensors import layouts  # noqa: E402
 from moe_ops.tensors.triton import from_words, to_words  # noqa: E402
@@ -87,8 +89,8 @@ def test_e2m1_words(exponent):
     scale = (127 + exponent) * 0x00800080 + 0x2F002F00
     factor = 2.0**-126 * halves(scale)[0]
     natural = words(64)
-    for word, prepared in zip(natural, in_words(natural), strict=True):
-        found = run("e2m1_words_pair", prepared, scale, scale, source=OPERANDS)
+    for word, ready in zip(natural, in_words(natural), strict=True):
+        found = run("e2m1_words_pair", ready, scale, scale, source=OPERANDS)
         assert found == [E2M1[n] * factor for n in nibbles(word)]
 
 
@@ -109,19 +111,27 @@ def on_any_device(monkeypatch):
 
 @pytest.mark.parametrize("scheme", ["mxfp4_w4a16", "mxfp4_w4a16:ceil", "nvfp4_w4a16"])
 def test_prepared_weights_are_the_same_numbers(scheme, on_any_device):
-    plain = torch.randn(3, 10, 192).to(BF16)
-    w = moe_ops.quantize(plain, scheme)
+    plain = torch.randn(3, 32, 192) * torch.rand(3, 32, 192).exp2()
+    w = moe_ops.quantize(plain.to(BF16), scheme)
     ready = moe_ops.prepare(w, "triton")
     assert ready.weight_layout == TRITON_E2M1 and ready.shape == w.shape
-    assert not torch.equal(ready.qdata, w.qdata) and torch.equal(
-        ready.scale.view(torch.uint8), w.scale.view(torch.uint8)
-    )
+    assert not torch.equal(ready.qdata, w.qdata) and ready.scale.dtype == w.scale.dtype
+    group = 192 // w.scale.shape[-1]
+    rows, columns = torch.arange(32)[:, None], torch.arange(192 // group)
+    tall, wide = group // 4, 64 // group  # rows and columns of 16 bytes
+    at = columns // wide * 16 + rows % tall * wide + columns % wide
+    scale, natural = ready.scale.view(torch.uint8), w.scale.view(torch.uint8)
+    assert scale.shape == triton_e2m1_scale_shape(*w.shape, group)
+    assert torch.equal(scale[:, rows // tall, at], natural)
     assert torch.equal(ready.dequantize(), w.dequantize())
     assert torch.equal(ready[1:].dequantize(), w[1:].dequantize())
     back = moe_ops.prepare(ready, "torch")
     assert back.weight_layout == "" and torch.equal(back.qdata, w.qdata)
+    assert torch.equal(back.scale.view(torch.uint8), natural) and back.scale.is_contiguous()
     one = moe_ops.prepare(w[0], "triton")
-    assert torch.equal(one.qdata, ready.qdata[0])
+    assert torch.equal(one.qdata, ready.qdata[0]) and torch.equal(
+        one.dequantize(), w[0].dequantize()
+    )
     buffer = torch.zeros(w.qdata.numel() + 1, dtype=torch.uint8)[1:]
     w = w._replace(qdata=buffer.view_as(w.qdata).copy_(w.qdata))
     assert torch.equal(moe_ops.prepare(w, "triton").qdata, ready.qdata)
@@ -131,10 +141,12 @@ def test_weights_that_cannot_be_prepared(on_any_device):
     for scheme in ("int4_w4a16:g128", "mxfp4_w4a8", "nvfp4", "fp8_w8a16:channel"):
         w = moe_ops.quantize(torch.randn(2, 8, 128).to(BF16), scheme)
         assert moe_ops.prepare(w, "triton") is w
-    w = moe_ops.quantize(torch.randn(2, 8, 96).to(BF16), "mxfp4_w4a16")
-    with pytest.raises(ValueError, match="columns that 64 divides .* got 96; leave w13 and w2"):
-        moe_ops.prepare(w, "triton")
-    w = moe_ops.quantize(torch.randn(2, 8, 64).half(), "mxfp4_w4a16")
+    for rows, columns in ((16, 96), (16, 64), (8, 128)):
+        w = moe_ops.quantize(torch.randn(2, rows, columns).to(BF16), "mxfp4_w4a16")
+        got = f"rows that 16 divides.* got {rows} rows of {columns}; leave w13 and w2"
+        with pytest.raises(ValueError, match=f"columns that 64 divides, at least 128, and {got}"):
+            moe_ops.prepare(w, "triton")
+    w = moe_ops.quantize(torch.randn(2, 16, 128).half(), "mxfp4_w4a16")
     with pytest.raises(ValueError, match="beside bfloat16 .* got dtype torch.float16; leave w13"):
         moe_ops.prepare(w, "triton")
 
@@ -200,17 +212,16 @@ def test_prepared_weights_get_tiles_that_read_them(M):
 
 def test_what_no_kernel_reads_is_refused():
     """Many tokens off Hopper: nothing is launched on words whose bits lie in another order."""
-    case = Case("cpu", FP32, "mxfp4_w4a16", M=5, E=4, top_k=2, K=128, I=64)
+    case = Case("cpu", FP32, "mxfp4_w4a16", M=5, E=4, top_k=2, K=128, I=128)
     for i in (1, 2):
-        w = case.args[i]
-        case.args[i] = w._replace(qdata=to_words(w.qdata), weight_layout=TRITON_E2M1)
+        case.args[i] = prepared(case.args[i])
     with pytest.raises(
         RuntimeError, match=r"layout 'triton_e2m1' need .*prepare\(weight, 'torch'\)"
     ):
         moe_ops.fused_experts(*case.args, backend="triton")
     w = case.args[2]
     case.args[2] = w._replace(scale=w.scale[:, :1])
-    with pytest.raises(ValueError, match=r"w2's scale must have shape \(4, 128, 2\)"):
+    with pytest.raises(ValueError, match=r"w2's scale must have shape \(4, 16, 32\)"):
         moe_ops.explain(*case.args[:3], case.args[4], backend="triton")
 
 
@@ -429,6 +440,29 @@ def test_threads_hold_rows_in_the_products_order(gated, interleaved, WN, warps):
             assert (row, byte) == (ordered[place], same)
 
 
+@pytest.mark.parametrize("gated, interleaved", [(False, False), (True, False), (True, True)])
+@pytest.mark.parametrize("WN, warps", [(64, 4), (128, 4), (128, 8)])
+@pytest.mark.parametrize("G", [16, 32])
+def test_threads_hold_scales_of_what_they_decode(gated, interleaved, WN, warps, G):
+    """`scale_layout` names the row and the quarter of a piece that `weight_layout` does."""
+    R = operands.scale_rows(G)
+    row, quarter = torch.arange(WN)[:, None], torch.arange(4)
+    numbers = torch.zeros(WN // R, 4 * R, dtype=torch.int64)
+    numbers[row // R, quarter // 2 * 2 * R + row % R * 2 + quarter % 2] = row * 4 + quarter
+    assert torch.equal(operands.scales_in_order.fn(numbers, G), row * 4 + quarter)
+    how = (WN, warps, gated, interleaved)
+    found = operands.scale_layout(WN, G, *how[1:])
+    weights = operands.weight_layout(WN, 64, *how[1:])
+    for name in ("reg_bases", "lane_bases", "warp_bases"):
+        places = [tuple(base) for base in getattr(found, name)]
+        expected = [
+            row * 4 + byte // 16
+            for row, byte in getattr(weights, name)
+            if byte not in (1, 2, 4, 8)
+        ]
+        assert [numbers[place].item() for place in places] == expected
+
+
 COMPILE = """
 from benchmarks import compile_kernels as c
 from moe_ops.kernels import triton_tiles
@@ -501,6 +535,38 @@ def test_last_piece_of_weights_reaches_back(K):
     assert at == found.shape[1] - 1
 
 
+@pytest.mark.parametrize("scheme", ["mxfp4_w4a16", "nvfp4_w4a16"])
+@pytest.mark.parametrize("K", [128, 192, 256, 1216])
+def test_scales_lie_where_the_copy_engine_takes_them(scheme, K):
+    """Of each piece, at the places `fill_weights` asks for, the numbers that `scale_layout` gives a row's four threads."""
+    from moe_ops.kernels.triton_launch import gpu
+    from moe_ops.kernels.triton_packed_launch import packed
+
+    weight = torch.randn(2, 32, K).to(BF16) * torch.rand(2, 32, K).exp2()
+    natural = moe_ops.quantize(weight, scheme)
+    ready = prepared(natural)
+    tensors = (ready.qdata, ready.scale, None, ready.global_scale, None)
+    w = packed("w", *tensors, scheme, gpu(-1), TRITON_E2M1)
+    tile = Tile(16, 256, 2, 4)
+    found = launch._scales(w, 2, tile)[0][0]
+    assert found.block_shape[:3] == [1, 2 if K % 128 == 0 else 1, 2]
+    pieces = found.base.as_strided(found.shape, found.strides)
+    scales, group = natural.scale.view(torch.uint8), w.format.group
+    R = group // 4
+    for i in range(-(-K // 128)):
+        at = i if K % 128 == 0 else min(2 * i, K * 2 // 128 - 2)
+        numbers = pieces[:, at].unflatten(-1, (2, R, 2)).transpose(-3, -2).flatten(-2)
+        numbers = numbers.flatten(1, 3).contiguous().view(torch.uint8)
+        start = min(i * 128, K - 128) // group
+        assert torch.equal(numbers, scales[:, :, start : start + 128 // group])
+    assert at == found.shape[1] - 1
+    assert found.layout.swizzle_byte_width == 32 and found.strides[-1] == 1
+    taken = launch.possible(w, BF16)
+    moved = torch.zeros(w.scale.numel() + 8, dtype=torch.uint8)[8:].view(w.scale.dtype)
+    assert taken and not launch.possible(w._replace(scale=moved.view_as(w.scale)), BF16)
+    assert not triton_vector_packed_launch.possible(w, w._replace(scale=moved.view_as(w.scale)))
+
+
 @pytest.mark.parametrize(
     "first, steps, taken",
     [
@@ -538,24 +604,60 @@ def test_rows_are_those_of_pairs():
     assert found.grid == (6, 1, 1) and found.args[5:7] == (2, 6)
 
 
-@pytest.mark.parametrize("scheme", ["int4_w4a16:g128", "mxfp4_w4a16", "fp8_w8a16:block"])
-@pytest.mark.parametrize("tokens", [8, 64])
+def product(scheme: str, tokens: int, tile: tuple, prepared: bool) -> blocks.Product:
+    """A GEMM as far as registers depend on it, in pieces of 128 columns."""
+    found = triton_packed_launch.describe(scheme)
+    if prepared:
+        found = found._replace(name="e2m1_words")
+    return blocks.Product(found, 128, False, Tile(*tile), tokens, max(128, tile[1]))
+
+
+@pytest.mark.parametrize(
+    "scheme", ["int4_w4a16:g128", "mxfp4_w4a16", "nvfp4_w4a16 prepared", "fp8_w8a16:block"]
+)
+@pytest.mark.parametrize("tokens", [8, 32, 64])
 @pytest.mark.parametrize(
     "tile", [(64, 256, 2, 4), (64, 256, 4, 4), (128, 128, 4, 4), (128, 256, 3, 8)], ids=str
 )
 def test_registers_fit_a_multiprocessor(scheme, tokens, tile):
     """Four more warps have 24 each, and what they leave is rounded to 8 for the others, 232 at most."""
-    from moe_ops.kernels.triton_launch import gpu
-    from moe_ops.kernels.triton_packed_launch import packed
-    from moe_ops.schemes import get_scheme
+    name, _, prepared = scheme.partition(" ")
+    p = product(name, tokens, tile, bool(prepared))
+    for tiles in range(0, 5000, 97):
+        found = blocks.resident(p, tiles)
+        of_products = (found.registers * (tile[3] + 4) - 24 * 4) / tile[3]
+        assert found.registers % 8 == 0 and 72 <= of_products <= 232
+        assert found.blocks * found.registers * 32 * (tile[3] + 4) <= blocks.REGISTERS
+        needed = blocks._least(p, found.overlap)
+        assert of_products > needed - 16 or found.blocks == 2  # rounded twice; two rather spill
 
-    storage = get_scheme(scheme).weight.storage_dtype
-    data = torch.zeros(1, 128, 128 if "w8" in scheme else 64, dtype=torch.uint8).view(storage)
-    w = packed("w", data, torch.zeros(1, 128, 4), None, None, None, scheme, gpu(-1))
-    registers = launch._registers(w, Tile(*tile), tokens)
-    of_products = (registers * (tile[3] + 4) - 24 * 4) / tile[3]
-    assert registers % 8 == 0 and 72 <= of_products <= 232
-    assert registers * 32 * (tile[3] + 4) <= launch.REGISTERS
+
+def test_blocks_follow_from_rounds():
+    """As many as fit, but of prepared weights as many as fill their rounds: of 7.0 and 3.6 tiles a multiprocessor, and of
+    9.7 and 5.0, those that were the fastest on an H200."""
+    p = product("nvfp4_w4a16", 8, (128, 128, 3, 4), True)
+    most = blocks.resident(p._replace(format=p.format._replace(name="e2m1")), 0).blocks
+    each = 132
+    chosen = {7.0: (4, True), 3.6: (4, True), 9.7: (5, False), 4.9: (5, False), 5.5: (3, True)}
+    for tiles, expected in chosen.items():
+        found = blocks.resident(p, int(tiles * each))
+        assert (found.blocks, found.overlap) == expected
+    natural = product("nvfp4_w4a16", 8, (128, 128, 3, 4), False)
+    assert {blocks.resident(natural, n).blocks for n in range(0, 5000, 50)} == {most}
+
+
+@pytest.mark.parametrize(
+    "sizes, tiles",
+    [  # pairs, experts here, of all; programs of a tile
+        ((32, 32, 32, 1), 20.4 * 3),
+        ((32, 32, 32, 2), 20.4 * 3 * 2),
+        ((10**6, 32, 32, 1), 10**6 / 8 * 3),  # every expert has many blocks
+        ((64, 8, 16, 1), 7.9 * 3),  # half of the pairs are here
+    ],
+)
+def test_tiles_of_a_layer(sizes, tiles):
+    pairs, experts, num_ids, parts = sizes
+    assert launch._tiles(pairs, experts, num_ids, 8, 3) * parts == pytest.approx(tiles, rel=0.03)
 
 
 # --- values ---------------------------------------------------------------------------------------------
@@ -567,15 +669,15 @@ def tiles(tokens: int, *tile: int) -> Tiles:
 
 def check(scheme: str, tiles: Tiles | None, activation: str = "silu", **sizes) -> None:
     """Against the oracle; weights of "NAME prepared" as the backend wants them, others as they are."""
-    name, _, prepared = scheme.partition(" ")
+    name, _, words = scheme.partition(" ")
     with (
-        mock.patch.dict(layouts.RELAYOUTS, {} if prepared else {"triton": ()}),
+        mock.patch.dict(layouts.RELAYOUTS, {} if words else {"triton": ()}),
         triton_tiles.searching(tiles),
         mock.patch.object(launch, "gemm1", wraps=launch.gemm1) as used,
     ):
         Case("cuda", BF16, name, activation, **sizes).check("triton")
     read = {call.args[0].format.name for call in used.call_args_list}
-    assert read and (read == {"e2m1_words"}) == bool(prepared)
+    assert read and (read == {"e2m1_words"}) == bool(words)
 
 
 INT4 = ["int4_w4a16:g128", "int4_w4a16:g64", "int4_w4a16:g32", "int4_w4a16:channel"]
@@ -628,12 +730,13 @@ def test_search_tries_parts_and_none():
         assert {t.parts for t in twos} == {1}
 
 
-def test_kernels_are_kept_by_what_they_are_compiled_for():
+@pytest.mark.parametrize("words", [False, True])
+def test_kernels_are_kept_by_what_they_are_compiled_for(words):
     """Calls of one key run one set of kernels: their constants must be alike."""
     from moe_ops.kernels import triton_packed_launch as packed_launch
 
     case = Case("cpu", BF16, "mxfp4_w4a16", "silu", M=1, E=4, top_k=1, K=256, I=768)
-    w13, w2 = case.args[1:3]
+    w13, w2 = [prepared(w) if words else w for w in case.args[1:3]]
     kept: dict[tuple, tuple] = {}
     some = {"chunk": 64, "parts": 3}  # whatever a table or a search says
     for M in (2, 64, 65, 341, 342, 400, 512, 513, 1024, 1025):
@@ -649,13 +752,13 @@ def test_kernels_are_kept_by_what_they_are_compiled_for():
         ):
             moe_ops.fused_experts(x, w13, w2, weights, ids, backend="triton")
         launches, key, *_ = run.call_args.args
-        constants = []
+        constants = [one.registers for one in launches]
         for one in launches:
             names = inspect.signature(triton_launch._kernels()[one.kernel].fn).parameters
             values = zip(names.values(), one.args, strict=True)
             constants += [value for p, value in values if "constexpr" in str(p.annotation)]
         assert kept.setdefault(key, tuple(constants)) == tuple(constants)
-    assert len(kept) == 5
+    assert len(kept) == (8 if words else 5)
 
 
 @pytest.mark.parametrize("columns", range(128, 1700, 128))
@@ -684,7 +787,14 @@ def test_workspace_holds_parts_of_few_rows(pairs):
     assert rows >= pairs and rows == max(pairs, min(3 * pairs, 1024))
 
 
-@pytest.mark.parametrize("average", [0.1, 1, 4, 4.5, 8, 10, 10.5, 16, 22, 23, 48])
+def test_who_serves_many_rows():
+    """Of 4 bits these kernels are the faster ones however many rows an expert has; of 8 bits others are, from 80 on."""
+    for rows in (2, 64, 640, 700, 10**6):
+        assert launch.choose(rows, 8, 4096, 4096, 4, 256).wgmma
+        assert (launch.choose(rows, 8, 4096, 4096, 8, 256) is None) == (rows > 640)
+
+
+@pytest.mark.parametrize("average", [0.1, 1, 4, 4.5, 8, 10, 10.5, 16, 22, 23, 48, 64, 65, 500])
 def test_chosen_blocks_are_worth_it(average):
     found = launch.choose(int(average * 1000), 1000, 4096, 4096, 4, 256)
     assert launch.worth(found.tokens, average)
@@ -712,14 +822,17 @@ def test_prepared_weights_of_any_number_of_tokens(scheme, M, sizes):
     check(scheme, None, "swigluoai", bias=True, M=M, E=4, top_k=2, K=sizes[0], I=sizes[1])
 
 
-@pytest.mark.parametrize("scheme", [pytest.param("mxfp4_w4a16", marks=ON_GPU)])
+@pytest.mark.parametrize(
+    "scheme", [pytest.param(n, marks=ON_GPU) for n in ("mxfp4_w4a16", *PREPARED)]
+)
 def test_tiles_that_pass_the_last_row(scheme):
     sizes = {"M": 20, "E": 3, "top_k": 1, "K": 320, "I": 192}
     check(scheme, tiles(16, 128, 128, 4, 4), "relu2_no_mul", bias=True, **sizes)
 
 
 @pytest.mark.parametrize(
-    "scheme", [pytest.param(n, marks=ON_GPU) for n in ("int4_w4a16:g128:zp", "nvfp4_w4a16")]
+    "scheme",
+    [pytest.param(n, marks=ON_GPU) for n in ("int4_w4a16:g128:zp", "nvfp4_w4a16", *PREPARED)],
 )
 @pytest.mark.parametrize("activation", ["swigluoai", "relu2_no_mul", "gelu"])
 def test_activations_map_and_weights_on_input(scheme, activation):
@@ -728,7 +841,8 @@ def test_activations_map_and_weights_on_input(scheme, activation):
 
 
 @pytest.mark.parametrize(
-    "scheme", [pytest.param(n, marks=ON_GPU) for n in ("int4_w4a16:g64", "mxfp4_w4a16")]
+    "scheme",
+    [pytest.param(n, marks=ON_GPU) for n in ("int4_w4a16:g64", "mxfp4_w4a16", *PREPARED)],
 )
 @pytest.mark.parametrize("tile", [(8, 128, 256, 2, 4), (16, 64, 256, 3, 4)], ids=str)
 def test_rings_that_wrap(scheme, tile):
@@ -752,7 +866,7 @@ ROUTINGS = {
 }
 
 
-@pytest.mark.parametrize("scheme", [pytest.param(n, marks=ON_GPU) for n in ("int4_w4a16:g128", "nvfp4_w4a16")])  # fmt: skip
+@pytest.mark.parametrize("scheme", [pytest.param(n, marks=ON_GPU) for n in ("int4_w4a16:g128", "nvfp4_w4a16", *PREPARED)])  # fmt: skip
 @pytest.mark.parametrize("routing", ROUTINGS)
 @pytest.mark.parametrize("tokens", [8, 16])
 @pytest.mark.parametrize("options", [{}, {"expert_map": True, "ids_dtype": torch.int64}], ids=str)
@@ -797,14 +911,32 @@ def test_weights_and_scales_that_are_parts_of_others(scheme):
                 parts[name] = getattr(w, name).mT.contiguous().mT
         case.args[i] = w._replace(**parts)
     with (
+        mock.patch.dict(layouts.RELAYOUTS, {"triton": ()}),
         triton_tiles.searching(tiles(16, 128, 128, 3, 4)),
         mock.patch.object(launch, "gemm1", wraps=launch.gemm1) as used,
     ):
         case.check("triton")
-    assert used.called
+    (call,) = used.call_args_list
+    assert not call.args[0].data.is_contiguous() and not call.args[0].scale.is_contiguous()
 
 
-@pytest.mark.parametrize("scheme", [pytest.param("mxfp4_w4a16", marks=ON_GPU)])
+@pytest.mark.parametrize("scheme", [pytest.param(n, marks=ON_GPU) for n in PREPARED])
+def test_prepared_experts_that_are_parts_of_others(scheme):
+    """Every second one; what lies between belongs to others."""
+    case = Case("cuda", BF16, scheme.partition(" ")[0], M=20, E=6, top_k=2, K=512, I=256)
+    refill(case, 1)
+    case.args[4] %= 3
+    ready = case.args_for("triton")[1:3]
+    assert all(w.weight_layout == TRITON_E2M1 for w in ready)
+    case.args[1:3] = [w[1::2] for w in case.args[1:3]]
+    args = [case.args[0], *[w[1::2] for w in ready], *case.args[3:]]
+    out = moe_ops.fused_experts(*args, **case.options, backend="triton")
+    assert_matches(out, case.reference(), tolerance(BF16, case.scheme, "cuda"))
+
+
+@pytest.mark.parametrize(
+    "scheme", [pytest.param(n, marks=ON_GPU) for n in ("mxfp4_w4a16", "int4_w4a16:g128")]
+)
 def test_repeatable(scheme):
     """Nothing depends on which copy arrives first: values stay the same, whatever ran before."""
     case = Case("cuda", BF16, scheme, M=40, E=4, top_k=2, K=1024, I=512)

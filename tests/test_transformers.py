@@ -321,23 +321,52 @@ def test_llama4_with_several_experts_per_token():
     assert relative(logits(model), want) < 1e-5
 
 
+def prepare_experts(model):
+    experts = experts_of(model)
+    for name in ("gate_up_proj", "down_proj"):
+        weight = _families.rows_first(getattr(experts, name).data, experts)
+        weight = nn.Parameter(moe_ops.prepare(weight, "triton"), requires_grad=False)
+        setattr(experts, name, weight)
+    return experts
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
+    reason="needs a GPU of compute capability 9.0",
+)
+@pytest.mark.parametrize("family", ["gpt_oss", "mixtral"])
+@pytest.mark.parametrize("scheme", ["mxfp4_w4a16", "nvfp4_w4a16"])
+def test_prepared_weights_in_a_compiled_model(family, scheme, monkeypatch):
+    """Whole graphs, recorded as CUDA graphs: one token, some, and more rows than a block has."""
+    sizes = {"hidden_size": 192, "intermediate_size": 320}
+    monkeypatch.setitem(FAMILIES, family, lambda n: sizes)
+    model = model_of(family).to("cuda", torch.bfloat16)
+    integration.quantize(model, scheme)
+    inputs = [IDS[:1, :1].cuda(), IDS.cuda(), IDS.cuda().repeat(40, 1)]
+    expected = [logits(model, ids) for ids in inputs]
+    assert prepare_experts(model).down_proj.weight_layout == "triton_e2m1"
+    torch._dynamo.reset()
+    model.forward = torch.compile(model.forward, mode="reduce-overhead", dynamic=False)
+    for _ in range(3):
+        for ids, want in zip(inputs, expected, strict=True):
+            torch.compiler.cudagraph_mark_step_begin()
+            assert relative(logits(model, ids), want) < 2e-2
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="interpreted")
 @pytest.mark.parametrize("family", ["gpt_oss", "mixtral"])
 def test_prepared_weights(family, monkeypatch):
     """Those of modules that keep (E, columns, rows), too, in whose place they lie as (E, rows, columns)."""
     pytest.importorskip("triton")
-    sizes = {"hidden_size": 64, "intermediate_size": 64}
+    sizes = {"hidden_size": 128, "intermediate_size": 128}
     monkeypatch.setitem(FAMILIES, family, lambda n: sizes)
     (relayout,) = layouts.RELAYOUTS["triton"]
     monkeypatch.setitem(layouts.RELAYOUTS, "triton", (relayout._replace(on=None),))
     model = model_of(family).to(torch.bfloat16)
     integration.quantize(model, "mxfp4_w4a16")
     want = logits(model, IDS[:1, :1])
-    experts = experts_of(model)
-    for name in ("gate_up_proj", "down_proj"):
-        weight = _families.rows_first(getattr(experts, name).data, experts)
-        weight = nn.Parameter(moe_ops.prepare(weight, "triton"), requires_grad=False)
-        setattr(experts, name, weight)
+    prepare_experts(model)
     monkeypatch.setattr(_families, "backend_of", lambda module: "triton")
     assert relative(logits(model, IDS[:1, :1]), want) < 2e-2
     with pytest.raises(ValueError, match="experts.gate_up_proj must be a plain tensor"):

@@ -1,5 +1,4 @@
-"""Kernels of the two GEMMs for weights of 4 and 8 bits on SM90, of more than one token and up to 48 rows an expert. Imported at
-first launch only.
+"""Kernels of the two GEMMs for weights of 4 and 8 bits on SM90, of more than one token. Imported at first launch only.
 
 Legend as in triton_experts.py, the product in gluon_packed_matmul.py. Rows of x and h are (S, K) sorted by expert, their
 columns in the order in which the product takes them. A weight is described as (E, pieces of a row, parts, rows, bytes of
@@ -146,6 +145,7 @@ def moe_ops_gluon_gemm1(
     h_ptr,  # (S, I in whole pieces) written at the block's positions, columns in the order GEMM2 takes them
     x,
     w,
+    scales,  # descriptor of those that lie beside the weights of a piece, or absent
     scale_ptr,
     zero_ptr,
     factor_ptr,
@@ -213,10 +213,12 @@ def moe_ops_gluon_gemm1(
         return
     e64 = e.to(gl.int64)
     tile_row = n * (WN if INTERLEAVED else BN)
-    scale_ptrs = first_scales(
-        scale_ptr, e64 * stride_se, stride_sn, stride_sk, n * BN, I,
-        FORMAT, SCALE, GATED, INTERLEAVED, WN, U, G, WARPS,
-    )  # fmt: skip
+    scale_ptrs = None
+    if scale_ptr is not None:
+        scale_ptrs = first_scales(
+            scale_ptr, e64 * stride_se, stride_sn, stride_sk, n * BN, I,
+            FORMAT, SCALE, GATED, INTERLEAVED, WN, U, G, WARPS,
+        )  # fmt: skip
     zero_ptrs = None
     if zero_ptr is not None:
         zero_ptrs = first_scales(
@@ -224,7 +226,7 @@ def moe_ops_gluon_gemm1(
             FORMAT, SCALE, GATED, INTERLEAVED, WN, U, G, WARPS,
         )  # fmt: skip
     acc = product(
-        x, w, first, last, e, tile_row, begin_step, end_step, K, scale_ptrs, zero_ptrs, stride_sk, stride_zk,
+        x, w, scales, first, last, e, tile_row, begin_step, end_step, K, scale_ptrs, zero_ptrs, stride_sk, stride_zk,
         FORMAT, SCALE, G, U, GATED, INTERLEAVED, BM, WN, BK, STAGES, WARPS, OVERLAP, DEPENDENT,
     )  # fmt: skip
     ROWS: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
@@ -289,6 +291,7 @@ def moe_ops_gluon_gemm2(
     y_ptr,  # (SPLIT, S, N) written at the pairs: sums of so many parts of the columns
     x,
     w,
+    scales,  # descriptor of those that lie beside the weights of a piece, or absent
     scale_ptr,
     zero_ptr,
     factor_ptr,
@@ -341,10 +344,12 @@ def moe_ops_gluon_gemm2(
         leave(DEPENDENT)
         return
     e64 = e.to(gl.int64)
-    scale_ptrs = first_scales(
-        scale_ptr, e64 * stride_se, stride_sn, stride_sk, n * WN, N,
-        FORMAT, SCALE, False, False, WN, U, G, WARPS,
-    )  # fmt: skip
+    scale_ptrs = None
+    if scale_ptr is not None:
+        scale_ptrs = first_scales(
+            scale_ptr, e64 * stride_se, stride_sn, stride_sk, n * WN, N,
+            FORMAT, SCALE, False, False, WN, U, G, WARPS,
+        )  # fmt: skip
     zero_ptrs = None
     if zero_ptr is not None:
         zero_ptrs = first_scales(
@@ -352,7 +357,7 @@ def moe_ops_gluon_gemm2(
             FORMAT, SCALE, False, False, WN, U, G, WARPS,
         )  # fmt: skip
     acc = product(
-        x, w, first, last, e, n * WN, begin_step, end_step, K, scale_ptrs, zero_ptrs, stride_sk, stride_zk,
+        x, w, scales, first, last, e, n * WN, begin_step, end_step, K, scale_ptrs, zero_ptrs, stride_sk, stride_zk,
         FORMAT, SCALE, G, U, False, False, BM, WN, BK, STAGES, WARPS, OVERLAP, DEPENDENT,
     )  # fmt: skip
     column = n * WN + gl.arange(0, WN, gl.SliceLayout(1, acc.type.layout))

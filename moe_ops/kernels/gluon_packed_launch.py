@@ -9,24 +9,24 @@ import torch
 from torch import Tensor
 
 from moe_ops.installed import version
+from moe_ops.kernels.gluon_packed_blocks import E2M1, MULTIPROCESSORS, Product, Residence, resident
 from moe_ops.kernels.triton_launch import INTERPRETED, Gpu, Launch
 from moe_ops.kernels.triton_rows import Rows
 from moe_ops.kernels.triton_tiles import Tile, Tiles
+from moe_ops.meta.scales import rows_side_by_side
 from moe_ops.meta.workspace import cdiv, maximum, minimum
 
 if TYPE_CHECKING:
     from moe_ops.kernels.triton_packed_launch import Format, Packed
 
 FORMATS = ("int4", "e2m1", "e2m1_words", "int8", "e4m3")
-E2M1 = ("e2m1", "e2m1_words")
 # versions of Triton whose experimental language these kernels are written in: from, below
 TRITON = ((3, 6), (3, 7))
 MOST_PARTS = 3  # programs that share a tile of GEMM2 by columns, where it has few tiles
 SHARED_ROWS = 1024  # of y in all parts
 COLUMNS = 1024  # of a row that a program puts in order: 16 bytes a thread
 FEW_PAIRS = (64, 512)  # of so many or fewer, programs look at all
-MOST_ROWS = 48  # of an expert, on average: from there on products count
-SHARED_MEMORY, REGISTERS = 228 * 1024, 65536  # of a multiprocessor
+MOST_ROWS_OF_8_BITS = 80  # of an expert, on average: from there on products count
 
 
 @cache
@@ -100,6 +100,8 @@ def _possible(
 def possible(w: Packed, dtype: torch.dtype) -> bool:
     """Whether the kernels can run with this weight: descriptors take rows of 16-byte step alone."""
     data = w.data
+    if w.format.name == "e2m1_words" and not w.scales_in_place:
+        return False
     return data.data_ptr() % 16 == 0 and _possible(
         w.format, w.columns, data.stride(), w.scale.dtype, dtype
     )
@@ -112,17 +114,19 @@ def choose(
     I: int,  # noqa: E741
     bits: int,
     chunk: int,
-    prepared: bool = False,
 ) -> Tiles | None:
-    """Tiles of the two GEMMs; None where other kernels serve so many rows, which none does of prepared weights. An expert's
-    should usually fit a block.
+    """Tiles of the two GEMMs; None where other kernels serve so many rows. An expert's should usually fit a block.
 
     As measured on an H200 for qwen3, mixtral, gptoss20 and gptoss120 at 8 and 64 tokens. Multiprocessors of more blocks
     were faster than those of deeper rings, which leave scales less of the L1 cache, and GEMM2 of few tiles where its programs
     share the columns: of Mixtral's 64 tokens, three parts are two rounds of three blocks a multiprocessor.
+
+    Of many rows, those of triton_packed.py decode as often, and more slowly: of 64, 128, 256 and 512 rows an expert Mixtral in
+    int4 took 1132, 1759, 3015 and 5308 us with them, and 666, 1185, 1983 and 3671 with these; of fp8 990, 1335, 2322
+    and 4165, and 850, 1412, 2485 and 5011.
     """
     average = rows / groups
-    if average > MOST_ROWS and not prepared:
+    if bits == 8 and average > MOST_ROWS_OF_8_BITS:
         return None
     tokens = 8 if average <= 4 else 16 if average <= 10 else 32 if average <= 22 else 64
 
@@ -135,7 +139,7 @@ def choose(
             return Tile(64, 256, 4 if columns >= 4096 else 2, 4)
         return Tile(128, 256, 2, 4)
 
-    few = min(rows, groups) * cdiv(K, 128) <= 2 * 132
+    few = min(rows, groups) * cdiv(K, 128) <= 2 * MULTIPROCESSORS
     parts = (3 if tokens == 32 else 2) if few else 1
     ones, twos = tile(K, average < 1), tile(I, False)
     return Tiles(False, tokens, ones, twos, chunk, parts=parts, wgmma=True)
@@ -159,9 +163,10 @@ def parts_of(w2: Packed, tile: Tile, parts: int, pairs: int) -> int:
 def worth(tokens: int, average: float) -> bool:
     """Whether blocks of so many tokens may be the best for experts of so many rows on average.
 
-    Weights are read once, and blocks are not empty. (In mxfp4 Mixtral's layer of 32 tokens took 265 us with 16, 288 with 32.)
+    Weights are read once, if the largest blocks allow it, and blocks are not empty. (In mxfp4 Mixtral's layer of 32 tokens took
+    265 us with 16, 288 with 32.)
     """
-    return average <= tokens < max(9, 4 * average)
+    return min(average, 64) <= tokens < max(9, 4 * average)
 
 
 def search_space(
@@ -220,15 +225,20 @@ def _descriptor(base: Tensor, shape: list, strides: list, box: list, swizzle: in
 
 def _described(w: Packed, parts: int, tile: Tile):
     """Descriptor of a weight whose rows are `parts` parts, with boxes of a tile and a step."""
-    E, N, row = w.data.shape
-    expert, step, _ = w.data.stride()
-    size = _bytes(w)
+    data = w.data if w.data.dtype == torch.uint8 else w.data.view(torch.uint8)
+    return _in_pieces(data, _bytes(w), w, parts, tile, 1)
+
+
+def _in_pieces(data: Tensor, size: int, w: Packed, parts: int, tile: Tile, each: int):
+    """Descriptor of (E, rows, row), a row of `each` rows of w, with boxes of a tile and a step in pieces of `size`."""
+    E, N, row = data.shape
+    expert, step, _ = data.stride()
     every = size if row % size == 0 else size // 2  # from one piece described to the next
     shape = [E, (row - size) // every + 1, parts, N // parts, size]
     strides = [expert, every, N // parts * step]
-    box = [1, _pieces(w, tile), parts, tile.rows // parts, size]
-    data = w.data if w.data.dtype == torch.uint8 else w.data.view(torch.uint8)
-    return _descriptor(data, shape, [*strides, step, 1], box, size, 8)
+    box = [1, _pieces(w, tile), parts, tile.rows // each // parts, size]
+    bytes_ = data.element_size()
+    return _descriptor(data, shape, [*strides, step, 1], box, size * bytes_, 8 * bytes_)
 
 
 def _bytes(w: Packed) -> int:
@@ -278,65 +288,52 @@ def arrange(out: Tensor, x: Tensor, w: Packed, pairs: int, rows: Rows, chip: Gpu
     return Launch("arrange", (pairs, cdiv(columns, COLUMNS), 1), args)
 
 
-def _constants(w: Packed, tile: Tile, rows: Rows, pairs: int) -> tuple:
+def _constants(w: Packed, tile: Tile, rows: Rows, pairs: int, overlap: bool) -> tuple:
     """FORMAT to U; BM to DEPENDENT."""
     of = w.format
     how = "weight" if of.name == "int4" and of.group == 32 else of.scale
     step = _pieces(w, tile) * piece(w)
     return (of.name, how, of.group, piece(w)), (
-        *(rows.tokens, tile.rows, step, tile.stages, tile.warps, _overlaps(w, tile, rows.tokens)),
+        *(rows.tokens, tile.rows, step, tile.stages, tile.warps, overlap),
         *(alone(pairs, rows.args[4]), rows.has_map, w.chip.dependent),
     )
 
 
-def _overlaps(w: Packed, tile: Tile, tokens: int) -> bool:
-    """Whether weights are decoded while those before them are multiplied: not where registers for both cost a block.
-
-    On an H200 that took 1 to 8 % less time at 8 tokens a block and, where it takes few registers, at 16; at 32, 1 to 2 % less
-    of e2m1, whose pieces are not summed apart, and 3 % more of int4.
-    Blocks of two stages leave a multiprocessor room for so many that these cover for each other: 1 to 5 % less without. So do
-    those of int4 in pieces of 64 (gptoss20 at M = 8: 104 us and 108), where each piece's sum is scaled for itself.
-    """
-    if tokens == 8:
-        return w.format.bits == 8 or (
-            tile.stages > 2 and (w.format.name != "int4" or piece(w) == 128)
-        )
-    if tokens == 32:
-        return w.format.name in E2M1
-    return tokens == 16 and (piece(w) == 64 or tile.rows == 16 * tile.warps)
+@lru_cache(maxsize=4096)
+def _tiles(pairs: int, experts: int, num_ids: int, tokens: int, across: int) -> int:
+    """Tiles of a layer, `across` of each block, where experts are equally likely: of those that get a pair, or of more."""
+    of_these = pairs * experts / num_ids
+    blocks = max(experts * (1 - (1 - 1 / experts) ** of_these), of_these / tokens)
+    return int(blocks * across)
 
 
-def _registers(w: Packed, tile: Tile, tokens: int) -> int:
-    """Registers of a thread, on average: so many that as many blocks fit as what they need at least allows.
-
-    A block's warps are those that multiply, and four more of 24 registers a thread, of which one asks for what they
-    read. What is needed at least was counted: from there on, and with the 7 fewer that rounding may leave, the compiler spills
-    little or nothing.
-    """
-    threads, sums = 32 * (tile.warps + 4), tile.rows * tokens // (32 * tile.warps)
-    plain = w.format.scale == "e8m0" or (w.format.bits == 4 and tokens == 8)
-    least = (72 if plain else 80) + sums + (0 if w.zero is None else 8)
-    if tile.rows > 16 * tile.warps and w.format.name not in E2M1:
-        least += sums // 2  # a group's, of a half of the rows
-    if _overlaps(w, tile, tokens):
-        least += 16 if piece(w) == 64 or tile.rows == 16 * tile.warps else 32
-    least = (least * tile.warps + 24 * 4) / (tile.warps + 4)
-    most = (232 * tile.warps + 24 * 4) // (tile.warps + 4)
+def _resident(
+    w: Packed, tile: Tile, rows: Rows, pairs: int, columns: int, parts: int
+) -> Residence:
+    """Of a GEMM to so many columns, shared by `parts` programs a tile."""
+    _, _, _, _, experts, num_ids, *_ = rows.args
+    across = cdiv(columns, tile.rows)
+    tiles = parts * _tiles(pairs, experts, num_ids, rows.tokens, across)
     step = _pieces(w, tile) * piece(w)
-    shared = tile.stages * step * (tile.rows * w.format.bits // 8 + tokens * 2) + 2048
-    fit = max(1, SHARED_MEMORY // shared)
-    blocks = min(fit, max(2, int(REGISTERS // (least * threads))))  # two rather spill some
-    return min(REGISTERS // (blocks * threads), most) // 8 * 8
+    product = Product(w.format, piece(w), w.zero is not None, tile, rows.tokens, step)
+    return resident(product, tiles)
 
 
-def _scales(w: Packed) -> tuple:
-    """(scales, zero points, factor; strides of them all): e4m3 scales two in a number where they lie so."""
-    scale, (expert, row, group, *others) = w.scale, w.strides[3:]
+def _scales(w: Packed, parts: int, tile: Tile) -> tuple:
+    """(descriptor of scales that lie side by side or None, scales or None, zero points, factor; strides of all but the first).
+
+    Where a thread reads two e4m3 scales, they are one number.
+    """
+    of, scale, (expert, row, group, *others) = w.format, w.scale, w.strides[3:]
+    if of.name == "e2m1_words":
+        numbers = scale.view(torch.int16 if of.scale == "e4m3" else torch.uint8)
+        each = rows_side_by_side(of.group)
+        found = _in_pieces(numbers, 4 * each, w, parts, tile, each)
+        return (found, None, None, w.factor), (0, 0, 0, *others)
     bits = expert | row | scale.storage_offset() | scale.data_ptr()
-    of = w.format
     if of.name in E2M1 and (of.scale, piece(w), group, bits % 2) == ("e4m3", 128, 1, 0):
         scale, expert, row = scale.view(torch.int16), expert // 2, row // 2
-    return (scale, *w.pointers()[2:]), (expert, row, group, *others)
+    return (None, scale, *w.pointers()[2:]), (expert, row, group, *others)
 
 
 def _pairs(rows: Rows, pairs: int) -> tuple:
@@ -360,11 +357,13 @@ def gemm1(
     """h = activation(x @ w.T + bias)."""
     _, gated, interleaved, _ = activation[3:]
     I = w2.columns  # noqa: E741
-    how, sizes = _constants(w, tile, rows, pairs)
-    scales, strides = _scales(w)
+    held = _resident(w, tile, rows, pairs, w.data.shape[1], 1)
+    how, sizes = _constants(w, tile, rows, pairs, held.overlap)
+    parts = 2 if gated and not interleaved else 1
+    scales, strides = _scales(w, parts, tile)
     args = (
-        *(h, _rows_described(x, w, pairs, rows.tokens, tile)),
-        *(_described(w, 2 if gated and not interleaved else 1, tile), *scales, bias),
+        *(h, _rows_described(x, w, pairs, rows.tokens, tile), _described(w, parts, tile)),
+        *(*scales, bias),
         *(*_pairs(rows, pairs), input_weights),
         *((0, 0) if input_weights is None else input_weights.stride()),
         *(w.columns, I, *strides, *((0, 0) if bias is None else bias.stride())),
@@ -373,7 +372,7 @@ def gemm1(
     )
     columns = tile.rows // 2 if gated else tile.rows
     grid = ((rows.blocks or pairs) * cdiv(I, columns), 1, 1)
-    return Launch("gluon_gemm1", grid, args, tile.warps, _registers(w, tile, rows.tokens))
+    return Launch("gluon_gemm1", grid, args, tile.warps, held.registers)
 
 
 def gemm2(
@@ -388,12 +387,13 @@ def gemm2(
 ) -> Launch:
     """y (parts, pairs, N) in fp32, which sum to h @ w.T + bias: from pairs sorted by expert to their own order."""
     N = w.data.shape[1]
-    how, sizes = _constants(w, tile, rows, pairs)
-    scales, strides = _scales(w)
+    held = _resident(w, tile, rows, pairs, N, parts)
+    how, sizes = _constants(w, tile, rows, pairs, held.overlap)
+    scales, strides = _scales(w, 1, tile)
     args = (
         *(y, _rows_described(h, w, pairs, rows.tokens, tile), _described(w, 1, tile)),
         *(*scales, bias, *_pairs(rows, pairs), w.columns, N, *strides),
         *(*((0, 0) if bias is None else bias.stride()), *how, parts, *sizes),
     )
     grid = ((rows.blocks or pairs) * cdiv(N, tile.rows) * parts, 1, 1)
-    return Launch("gluon_gemm2", grid, args, tile.warps, _registers(w, tile, rows.tokens))
+    return Launch("gluon_gemm2", grid, args, tile.warps, held.registers)

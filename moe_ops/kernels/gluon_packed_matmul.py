@@ -4,7 +4,7 @@ Weights are the left operand of `wgmma` and reach it from registers, tokens the 
 decoded once for all tokens of a block. The copy engine fills a ring of STAGES tiles at the request of a warp of its own:
 those that decode meet it in barriers of the ring alone. (A thread of them that asked itself would need the compiler's
 fence of all memory accesses in each step, which waits for the scales just asked for.) By tile, all included, a weight
-of int4 takes 2.3 to 2.7 instructions, one of e2m1 2.8 to 3.0, prepared 2.1 to 2.4.
+of int4 takes 2.3 to 2.7 instructions, one of e2m1 2.8 to 3.0, prepared 2.1 to 2.5.
 
 FORMAT and SCALE as in triton_packed_matmul.py; U, pieces and the product's order of rows and columns as in
 gluon_packed_operands.py.
@@ -27,6 +27,9 @@ from moe_ops.kernels.gluon_packed_operands import (
     grouped_layout,
     groups_of,
     in_order,
+    scale_layout,
+    scale_rows,
+    scales_in_order,
     scales_of,
     weight_layout,
 )
@@ -161,7 +164,9 @@ def tile_at(
 
 
 @gluon.jit
-def fill_weights(w, w_smem, full, slot, i, wanted, e, row, K, SIZE: gl.constexpr, U: gl.constexpr):
+def fill_weights(
+    w, scales, w_smem, s_smem, full, slot, i, wanted, e, row, K, SIZE: gl.constexpr, G: gl.constexpr, U: gl.constexpr
+):  # fmt: skip
     """Ask for the weights of step i where they are wanted, and tell its barrier of everything to come."""
     PIECES: gl.constexpr = w.block_shape[1]
     at = i * PIECES
@@ -170,6 +175,10 @@ def fill_weights(w, w_smem, full, slot, i, wanted, e, row, K, SIZE: gl.constexpr
     mbarrier.expect(full.index(slot), SIZE, wanted)
     to = w_smem.index(slot)
     tma.async_copy_global_to_shared(w, [e, at, 0, row, 0], full.index(slot), to, wanted)
+    if scales is not None:
+        to = s_smem.index(slot)
+        row = row // scale_rows(G)
+        tma.async_copy_global_to_shared(scales, [e, at, 0, row, 0], full.index(slot), to, wanted)
 
 
 @gluon.jit
@@ -190,19 +199,21 @@ def following(slot, phase, STAGES: gl.constexpr):
 
 @gluon.jit
 def fill(
-    x, w, x_smem, w_smem, full, empty, first, last, e, row, begin, end, K,
-    SIZE: gl.constexpr, U: gl.constexpr, STAGES: gl.constexpr, DEPENDENT: gl.constexpr,
+    x, w, scales, x_smem, w_smem, s_smem, full, empty, first, last, e, row, begin, end, K,
+    SIZE: gl.constexpr, G: gl.constexpr, U: gl.constexpr, STAGES: gl.constexpr, DEPENDENT: gl.constexpr,
 ):  # fmt: skip
     """A warp of its own: fill the ring."""
     for i in gl.static_range(STAGES):
-        fill_weights(w, w_smem, full, i, begin + i, begin + i < end, e, row, K, SIZE, U)
+        fill_weights(
+            w, scales, w_smem, s_smem, full, i, begin + i, begin + i < end, e, row, K, SIZE, G, U
+        )
     wait(DEPENDENT)
     for i in gl.static_range(STAGES):
         fill_rows(x, x_smem, full, i, begin + i, begin + i < end, first, last)
     slot, phase = begin * 0, begin * 0
     for step in range(begin + STAGES, end):
         mbarrier.wait(empty.index(slot), phase)
-        fill_weights(w, w_smem, full, slot, step, True, e, row, K, SIZE, U)
+        fill_weights(w, scales, w_smem, s_smem, full, slot, step, True, e, row, K, SIZE, G, U)
         fill_rows(x, x_smem, full, slot, step, True, first, last)
         slot, phase = following(slot, phase, STAGES)
 
@@ -210,7 +221,12 @@ def fill(
 @gluon.jit
 def group_at(piece, K, U: gl.constexpr, G: gl.constexpr):
     """First group of G columns of a piece; of the row's last U columns for pieces that pass its end."""
-    return gl.minimum(piece * U, K - U) // G if G > 0 else 0
+    if G == 0:
+        return 0
+    elif G < U:
+        return gl.minimum(piece * (U // G), (K - U) // G)
+    else:
+        return gl.minimum(piece, K // U - 1) // (G // U)
 
 
 @gluon.constexpr_function
@@ -296,7 +312,7 @@ def added(acc, d, s, SCALE: gl.constexpr, SUM: gl.constexpr):
 
 @gluon.jit
 def sums(
-    w_pieces, x_halves, full, empty, begin, end, K, scale_ptrs, zero_ptrs, stride_sk, stride_zk,
+    w_pieces, x_halves, s_pieces, full, empty, begin, end, K, scale_ptrs, zero_ptrs, stride_sk, stride_zk,
     FORMAT: gl.constexpr, SCALE: gl.constexpr, G: gl.constexpr, U: gl.constexpr,
     GATED: gl.constexpr, INTERLEAVED: gl.constexpr, BM: gl.constexpr, WN: gl.constexpr,
     BK: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr, OVERLAP: gl.constexpr,
@@ -317,13 +333,17 @@ def sums(
         SCALE == "sum" or SCALE == "block" or (FORMAT == "int4" and SCALE == "e4m3")
     )
     HAS_ZERO: gl.constexpr = zero_ptrs is not None
-    WIDENED: gl.constexpr = SUM and widens(scale_ptrs.dtype.element_ty)
-    S_COLUMNS: gl.constexpr = G * scales_of(scale_ptrs.dtype.element_ty, SCALE)  # of a number
+    WIDENED: gl.constexpr = widens(scale_ptrs.dtype.element_ty) if SUM else False
     ASKED: gl.constexpr = HALVES  # products on their way that may stay so: the last piece's
-    # Scales are asked for two pieces ahead, and one does for those past the end.
+    # Scales that are not in the ring are asked for two pieces ahead, and one does for those past the end.
     piece = begin * PIECES
-    s = asked(scale_ptrs + group_at(piece, K, U, S_COLUMNS) * stride_sk)
-    soon = asked(scale_ptrs + group_at(piece + 1, K, U, S_COLUMNS) * stride_sk)
+    if s_pieces is None:
+        S_COLUMNS: gl.constexpr = G * scales_of(scale_ptrs.dtype.element_ty, SCALE)  # of a number
+        s = asked(scale_ptrs + group_at(piece, K, U, S_COLUMNS) * stride_sk)
+        soon = asked(scale_ptrs + group_at(piece + 1, K, U, S_COLUMNS) * stride_sk)
+    else:
+        S_LAYOUT: gl.constexpr = scale_layout(WN, G, WARPS, GATED, INTERLEAVED)
+        s, soon = begin, begin
     zero, soon_zero = s, s
     if HAS_ZERO:
         zero = asked(zero_ptrs + group_at(piece, K, U, G) * stride_zk)
@@ -339,7 +359,10 @@ def sums(
             part = (slot * PIECES + j) * HALVES
             x0 = x_halves.index(part).permute((1, 0))
             x1 = x_halves.index(part + HALVES - 1).permute((1, 0))
-            if WIDENED:
+            if s_pieces is not None:
+                now = s_pieces.index(slot * PIECES + j).load(S_LAYOUT)
+                now = in_order(scales_in_order(now, G), GATED, INTERLEAVED)
+            elif WIDENED:
                 now = widened(s, scale_ptrs.dtype.element_ty)
             else:
                 now = arrived(s, scale_ptrs.dtype.element_ty)
@@ -386,7 +409,8 @@ def sums(
                 before, scale_before = f, then
             piece = i * PIECES + j + 2
             s, zero = soon, soon_zero
-            soon = asked(scale_ptrs + group_at(piece, K, U, S_COLUMNS) * stride_sk)
+            if s_pieces is None:
+                soon = asked(scale_ptrs + group_at(piece, K, U, S_COLUMNS) * stride_sk)
             if HAS_ZERO:
                 soon_zero = asked(zero_ptrs + group_at(piece, K, U, G) * stride_zk)
         if OVERLAP:
@@ -404,6 +428,7 @@ def sums(
 def product(
     x,  # descriptor of (parts of pieces, BM rows from each of S, BYTES), box [parts of a step, BM, 1, BYTES]
     w,  # descriptor of (E, pieces, parts, rows, BYTES), box [1, pieces of a step, parts, WN // parts, BYTES]
+    scales,  # alike of R rows each: (E, pieces, parts, rows // R, numbers) as `scale_layout` has them, or None
     first,
     last,
     e,
@@ -411,7 +436,7 @@ def product(
     begin,  # steps
     end,
     K,
-    scale_ptrs,  # (WN, scales of a piece) of the first piece, as `first_scales` has them
+    scale_ptrs,  # (WN, scales of a piece) of the first piece, as `first_scales` has them; None with `scales`
     zero_ptrs,  # as scale_ptrs, or None
     stride_sk,
     stride_zk,
@@ -437,7 +462,8 @@ def product(
     ROWS: gl.constexpr = min(WN, 16 * WARPS)  # decoded at a time
     # of a piece, and columns of a part of x: a half or all
     BYTES: gl.constexpr = U * bits_of(FORMAT) // 8
-    SIZE: gl.constexpr = BK // U * (WN * BYTES + BM * U * 2)  # of a step
+    S_BYTES: gl.constexpr = 0 if scales is None else U // G  # of a row
+    SIZE: gl.constexpr = BK // U * (WN * (BYTES + S_BYTES) + BM * U * 2)  # of a step
     w_smem = gl.allocate_shared_memory(gl.uint8, [STAGES] + w.block_shape, w.layout)
     x_smem = gl.allocate_shared_memory(x.dtype, [STAGES] + x.block_shape, x.layout)
     w_pieces = w_smem._reinterpret(
@@ -446,6 +472,18 @@ def product(
     x_halves = x_smem._reinterpret(
         x.dtype, [STAGES * x.block_shape[0], BM, BYTES], gl.NVMMASharedLayout(2 * BYTES, 16, 2)
     )
+    s_smem, s_pieces = None, None
+    if scales is not None:
+        NUMBERS: gl.constexpr = 4 * scale_rows(G)
+        BITS: gl.constexpr = scales.dtype.primitive_bitwidth
+        s_smem = gl.allocate_shared_memory(
+            scales.dtype, [STAGES] + scales.block_shape, scales.layout
+        )
+        s_pieces = s_smem._reinterpret(
+            scales.dtype,
+            [STAGES * (BK // U), WN // scale_rows(G), NUMBERS],
+            gl.NVMMASharedLayout(NUMBERS * BITS // 8, BITS, 2),
+        )
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
@@ -455,11 +493,12 @@ def product(
     acc, more = gl.warp_specialize(
         [
             (sums, (
-                w_pieces, x_halves, full, empty, begin, end, K, scale_ptrs, zero_ptrs, stride_sk, stride_zk,
+                w_pieces, x_halves, s_pieces, full, empty, begin, end, K, scale_ptrs, zero_ptrs, stride_sk, stride_zk,
                 FORMAT, SCALE, G, U, GATED, INTERLEAVED, BM, WN, BK, STAGES, WARPS, OVERLAP,
             )),
             (fill, (
-                x, w, x_smem, w_smem, full, empty, first, last, e, tile_row, begin, end, K, SIZE, U, STAGES, DEPENDENT,
+                x, w, scales, x_smem, w_smem, s_smem, full, empty, first, last, e, tile_row, begin, end, K,
+                SIZE, G, U, STAGES, DEPENDENT,
             )),
         ],
         [1],

@@ -13,6 +13,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from moe_ops.kernels.triton_packed_operands import is_e2m1, twice
+from moe_ops.meta.scales import rows_side_by_side
 
 
 @gluon.constexpr_function
@@ -59,8 +60,8 @@ def bits_of_place(U, BITS):
 
 
 @gluon.constexpr_function
-def weight_layout(WN, BYTES, WARPS, GATED, INTERLEAVED):
-    """(WN, BYTES) in the registers of the threads that decode them, rows as they lie in memory.
+def rows_of_threads(WN, WARPS, GATED, INTERLEAVED):
+    """Rows of a tile, as they lie in memory, that registers, lanes and warps count by, each from the lowest bit on.
 
     Row r of the product is row r of a tile, but of gated ones i + 8 of every 16 is the up row of gate i: there both
     meet in a thread.
@@ -72,12 +73,42 @@ def weight_layout(WN, BYTES, WARPS, GATED, INTERLEAVED):
         i, up = r // 16 * 8 + r % 8, r // 8 % 2
         return 2 * i + up if INTERLEAVED else i + WN // 2 * up
 
-    rows = [16 * WARPS << i for i in range(log2(WN // (16 * WARPS)))]
-    registers = [[0, 1 << i] for i in range(log2(BYTES // 4))]
-    registers += [[row(r), 0] for r in (8, *rows)]
-    lanes = [[0, BYTES // 4], [0, BYTES // 2], [row(1), 0], [row(2), 0], [row(4), 0]]
-    warps = [[row(16 << i), 0] for i in range(log2(WARPS))]
+    registers = [8, *[16 * WARPS << i for i in range(log2(WN // (16 * WARPS)))]]
+    warps = [16 << i for i in range(log2(WARPS))]
+    return [[row(r) for r in rows] for rows in (registers, [1, 2, 4], warps)]
+
+
+@gluon.constexpr_function
+def weight_layout(WN, BYTES, WARPS, GATED, INTERLEAVED):
+    """(WN, BYTES) in the registers of the threads that decode them, rows as they lie in memory."""
+    found = rows_of_threads(WN, WARPS, GATED, INTERLEAVED)
+    registers, lanes, warps = [[[row, 0] for row in rows] for rows in found]
+    registers = [[0, 1 << i] for i in range(log2(BYTES // 4))] + registers
+    lanes = [[0, BYTES // 4], [0, BYTES // 2], *lanes]
     return gl.DistributedLinearLayout(registers, lanes, warps, [], [WN, BYTES])
+
+
+scale_rows = gluon.constexpr_function(rows_side_by_side)  # R
+
+
+@gluon.constexpr_function
+def scale_layout(WN, G, WARPS, GATED, INTERLEAVED):
+    """(WN // R, 4 R) numbers, of R rows the scales of a piece, in the threads that decode what they scale, as they lie in
+    memory: by half of the piece, then by row. A number is a thread's scales, one or two.
+    """
+    R = scale_rows(G)
+    found = rows_of_threads(WN, WARPS, GATED, INTERLEAVED)
+    registers, lanes, warps = [[[row // R, row % R * 2] for row in rows] for rows in found]
+    lanes = [[0, 1], [0, 2 * R], *lanes]
+    return gl.DistributedLinearLayout(registers, lanes, warps, [], [WN // R, 4 * R])
+
+
+@gluon.jit
+def scales_in_order(s, G: gl.constexpr):
+    """(WN // R, 4 R) numbers as (WN, 4), rows as they lie in memory. Nothing moves."""
+    R: gl.constexpr = scale_rows(G)
+    TILES: gl.constexpr = s.shape[0]
+    return s.reshape((TILES, 2, R, 2)).permute((0, 2, 1, 3)).reshape((TILES * R, 4))
 
 
 @gluon.constexpr_function

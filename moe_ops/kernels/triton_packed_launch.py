@@ -81,6 +81,13 @@ class Packed(NamedTuple):
     def columns(self) -> int:
         return self.data.shape[2] * 8 // self.format.bits
 
+    @property
+    def scales_in_place(self) -> bool:
+        """Whether scales that lie side by side do so by 16 bytes, of each expert without gaps."""
+        scale = self.scale
+        expert, row, one = scale.stride()
+        return (scale.data_ptr() | expert) % 16 == 0 and (row, one) == (scale.shape[2], 1)
+
     def pointers(self) -> tuple:
         return self.data, self.scale, self.zero, self.factor
 
@@ -294,6 +301,7 @@ def _launch_on_sm90(a: ExpertsArgs, w13: Packed, w2: Packed, tiles: Tiles, chip:
     few = gluon_packed_launch.few_pairs(pairs)
     key = (
         device,
+        tuple([launch.registers for launch in launches]),
         tiles,
         parts,
         few,

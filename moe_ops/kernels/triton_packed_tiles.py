@@ -93,7 +93,7 @@ def _for_experts(
 ) -> Tiles:
     base = choose(M * top_k, E, K, I, bits, dtype, M == 1, chip.shared_memory)
     if wgmma:
-        base = gluon_packed_launch.choose(M * top_k, E, K, I, bits, base.chunk, prepared) or base
+        base = gluon_packed_launch.choose(M * top_k, E, K, I, bits, base.chunk) or base
     if vector:
         base = _choose_vector(top_k, K, I, bits, base.chunk)
     if not tables:

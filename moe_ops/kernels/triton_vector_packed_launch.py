@@ -34,6 +34,8 @@ def _possible(of: Format, rows: tuple[int, int], strides: tuple, of_factors: tup
 def possible(w13: Packed, w2: Packed) -> bool:
     """Whether the kernels know these formats and scales, and can read rows 16 bytes at a time."""
     one, two = w13.data, w2.data
+    if w2.format.name == "e2m1_words" and not (w13.scales_in_place and w2.scales_in_place):
+        return False
     if (one.data_ptr() | two.data_ptr()) % CHUNK:
         return False
     factors = (w13.strides[-1], w2.strides[-1])  # of rows

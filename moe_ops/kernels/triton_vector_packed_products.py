@@ -140,6 +140,31 @@ def load_columns(x_ptr, stride, chunk, here, WORD: tl.constexpr):
 
 
 @triton.jit
+def load_side_by_side(
+    scale_ptr, expert, row, chunk, here, stride_se, stride_sn, stride_sk, G: tl.constexpr
+):
+    """Scales of the first and second half of chunks, which lie as tensors/triton.py puts them: 16 bytes are of two chunks of
+    R rows, by row. A chunk's two are read as one number.
+
+    `stride_sk` is 1, which Triton does not know: it would read numbers of several rows at once, and exchange them.
+    """
+    R: tl.constexpr = G // 4
+    BYTES: tl.constexpr = 32 // G  # of a number
+    NUMBER: tl.constexpr = tl.uint16 if BYTES == 2 else tl.uint8
+    ptr = scale_ptr.to(tl.pointer_type(NUMBER))
+    ptr += (expert * (stride_se // BYTES) + chunk // 2 * (16 // BYTES) + chunk % 2 * stride_sk)[
+        :, None
+    ]
+    # of an expert, whose scales 32 bits address
+    ptr += (row // R * (stride_sn // BYTES) + row % R * 2 * stride_sk)[None, :]
+    s = tl.load(ptr, mask=here, other=0)
+    if BYTES == 1:
+        return s, s
+    else:
+        return (s & 0xFF).to(tl.uint8), (s >> 8).to(tl.uint8)
+
+
+@triton.jit
 def load_chunks(
     w_ptr,  # (E, N, bytes of a row)
     scale_ptr,
@@ -173,6 +198,11 @@ def load_chunks(
     if SCALE == "e4m3":
         scale_ptr = scale_ptr.to(tl.pointer_type(tl.uint8))
     scale_row = row // 128 if SCALE == "block" else row
+    if FORMAT == "e2m1_words":
+        first, second = load_side_by_side(
+            scale_ptr, expert, row, chunk, here, stride_se, stride_sn, stride_sk, G
+        )
+        return w, first, second, first
     group = chunk * COLUMNS // G if G > 0 else chunk * 0
     scale_ptr += (expert * stride_se + group * stride_sk)[:, None]
     scale_ptr += (scale_row.to(tl.int64) * stride_sn)[None, :]

@@ -5,7 +5,8 @@ from __future__ import annotations
 # The layout of weights whose scales are packed exponents, as DeepGEMM reads them from SM100 on: int32 words of four
 # (E, ceil(groups / 4), N), byte j of word p for group 4 p + j of a row's columns.
 DEEP_GEMM_UE8M0 = "deep_gemm_ue8m0"
-# The layout of e2m1 weights whose words of 4 bytes have their bits where decoding on SM90 takes fewest instructions.
+# The layout of e2m1 weights whose words of 4 bytes have their bits where decoding on SM90 takes fewest instructions, and
+# whose scales of 64 columns and so many rows as fill 16 bytes lie side by side.
 TRITON_E2M1 = "triton_e2m1"
 
 
@@ -25,6 +26,16 @@ def batched_scale_shape(
 ) -> tuple[int, ...]:
     """``scale_shape`` of each of ``batch`` matrices, stacked: (batch,) for one scale a matrix."""
     return (batch, *scale_shape(rows, cols, group_rows, group_cols))
+
+
+def rows_side_by_side(group: int) -> int:
+    """Rows whose scales of 64 columns, one a byte for ``group`` columns of a row, fill 16 bytes."""
+    return group // 4
+
+
+def triton_e2m1_scale_shape(batch: int, rows: int, cols: int, group: int) -> tuple[int, ...]:
+    """Shape of the scales of ``batch`` matrices of layout TRITON_E2M1, one scale for ``group`` columns of a row."""
+    return (batch, rows // rows_side_by_side(group), cols // 64 * 16)
 
 
 def _count(size: int, group: int) -> int:

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from moe_ops.meta.scales import TRITON_E2M1
-from moe_ops.schemes import QuantScheme
+from moe_ops.meta.scales import TRITON_E2M1, rows_side_by_side
+from moe_ops.schemes import QuantScheme, get_scheme
 from moe_ops.tensors.layouts import RELAYOUTS, Relayout, Tensors
 
 if TYPE_CHECKING:
@@ -70,22 +70,44 @@ def _of_each(q: Tensor, moves: dict[int, int]) -> Tensor:
     return out
 
 
+def scales_of_rows(s: Tensor, group: int) -> Tensor:
+    """Scales (E, N, K / group) as (E, N / R, 16 K / 64), R = group / 4: 16 bytes are of 64 columns of R rows, by row."""
+    rows, columns = rows_side_by_side(group), 64 // group
+    return s.unflatten(-2, (-1, rows)).unflatten(-1, (-1, columns)).transpose(-3, -2).flatten(-3)
+
+
+def rows_of_scales(s: Tensor, group: int) -> Tensor:
+    """The inverse of `scales_of_rows`."""
+    rows, columns = rows_side_by_side(group), 64 // group
+    return s.unflatten(-1, (-1, rows, columns)).transpose(-3, -2).flatten(-2).flatten(-3, -2)
+
+
 def _apply(w: ExpertTensor) -> Tensors:
     if w.dtype != torch.bfloat16:
         raise ValueError(
             f"weight must be beside bfloat16 activations to be laid out for triton, got dtype {w.dtype}; leave w13 "
             "and w2 as they are, which backend 'triton' takes too"
         )
-    if w.shape[-1] % 64:
+    rows, columns = w.shape[-2:]
+    if columns % 64 or columns < 128 or rows % 16:
         raise ValueError(
-            f"weight must have columns that 64 divides to be laid out for triton, got {w.shape[-1]}; leave w13 and w2 "
-            "as they are, which backend 'triton' takes too"
+            "weight must have columns that 64 divides, at least 128, and rows that 16 divides, to be laid out for triton, "
+            f"got {rows} rows of {columns}; leave w13 and w2 as they are, which backend 'triton' takes too"
         )
-    return {"qdata": to_words(w.qdata)}
+    return lay_out(w)
+
+
+def lay_out(w: ExpertTensor) -> Tensors:
+    """What changes of a weight in its natural layout."""
+    return {"qdata": to_words(w.qdata), "scale": scales_of_rows(w.scale, _group(w))}
 
 
 def _undo(w: ExpertTensor) -> Tensors:
-    return {"qdata": from_words(w.qdata)}
+    return {"qdata": from_words(w.qdata), "scale": rows_of_scales(w.scale, _group(w))}
+
+
+def _group(w: ExpertTensor) -> int:
+    return get_scheme(w.scheme).quantized_weight.group.cols
 
 
 def _takes(scheme: QuantScheme) -> bool:
