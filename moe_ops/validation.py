@@ -379,7 +379,9 @@ def _check_scales(
     shapes = scheme.scale_shapes(*shape)
     side_by_side = weight.layout == TRITON_E2M1 and scheme.weight_only
     if side_by_side and scheme.quantized_weight.dtype == "e2m1":
-        shapes["scale"] = triton_e2m1_scale_shape(*shape, scheme.quantized_weight.group.cols)
+        num_experts, rows, cols = shape
+        group = scheme.quantized_weight.group.cols
+        shapes["scale"] = triton_e2m1_scale_shape(num_experts, rows, cols, group)
     for what, expected in shapes.items():
         given = getattr(weight, what)
         if given is not None:
