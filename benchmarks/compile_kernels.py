@@ -45,7 +45,7 @@ from moe_ops.kernels import (
 )
 from moe_ops.kernels.triton_launch import Gpu
 from moe_ops.meta.router import router_workspace
-from moe_ops.meta.scales import DEEP_GEMM_UE8M0, TRITON_E2M1, triton_e2m1_scale_shape
+from moe_ops.meta.scales import DEEP_GEMM_UE8M0, TRITON_E2M1
 from moe_ops.problem import Problem
 from moe_ops.schemes import SCHEMES, get_scheme
 
@@ -193,9 +193,7 @@ def _weight(call: Call, rows: int, columns: int) -> tuple[Tensor, dict[str, Tens
         "scale": torch.uint8 if desc.is_mx else desc.scale_dtype or call.dtype,
         "zero_point": torch.int8 if desc.dtype == "int8" else torch.uint8,
     }
-    shapes = scheme.scale_shapes(E, rows, columns)
-    if call.layout == TRITON_E2M1:
-        shapes["scale"] = triton_e2m1_scale_shape(E, rows, columns, desc.group.cols)
+    shapes = scheme.scale_shapes(E, rows, columns, call.layout)
     return data, {
         name: _empty(*shape, dtype=dtypes.get(name, torch.float32))
         for name, shape in shapes.items()

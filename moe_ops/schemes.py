@@ -220,6 +220,11 @@ class QuantScheme:
         return self.weight is not None and self.activation is None
 
     @property
+    def e2m1_weight_only(self) -> bool:
+        """Whether its weights may have the layout ``TRITON_E2M1``."""
+        return self.weight_only and self.quantized_weight.dtype == "e2m1"
+
+    @property
     def quantized_weight(self) -> QuantDesc:
         """``weight`` of a scheme that must have one; ValueError for plain weights."""
         if self.weight is None:
@@ -241,11 +246,15 @@ class QuantScheme:
         """Shape of the scales of an (E, N, K) weight."""
         return self.quantized_weight.batched_scale_shape(num_experts, n, k)
 
-    def scale_shapes(self, num_experts: int, n: int, k: int) -> dict[str, tuple[int, ...] | None]:
+    def scale_shapes(
+        self, num_experts: int, n: int, k: int, layout: str = ""
+    ) -> dict[str, tuple[int, ...] | None]:
         """Shapes of all tensors that belong to the elements of an (E, N, K) weight, by name; None for
-        those that the scheme does not have."""
+        those that the scheme does not have. Of layouts other than ``TRITON_E2M1`` those of the natural one."""
         desc = self.quantized_weight
         scale = desc.batched_scale_shape(num_experts, n, k)
+        if layout == scales.TRITON_E2M1 and self.e2m1_weight_only:
+            scale = scales.triton_e2m1_scale_shape(num_experts, n, k, desc.group.cols)
         return {
             "scale": scale,
             "zero_point": scale if desc.zero_point else None,

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import guard_scalar
 
 from moe_ops.activations import Activation
-from moe_ops.meta.scales import TRITON_E2M1, triton_e2m1_scale_shape
+from moe_ops.meta.scales import TRITON_E2M1
 from moe_ops.problem import Problem
 from moe_ops.schemes import QuantScheme, get_scheme
 
@@ -376,13 +376,8 @@ def _check_scales(
     name: str, weight: WeightFacts, scheme: QuantScheme, shape: tuple, device: torch.device
 ) -> None:
     """Raise unless a quantized weight has the scales of its scheme, of the right shapes, on the device."""
-    shapes = scheme.scale_shapes(*shape)
-    side_by_side = weight.layout == TRITON_E2M1 and scheme.weight_only
-    if side_by_side and scheme.quantized_weight.dtype == "e2m1":
-        num_experts, rows, cols = shape
-        group = scheme.quantized_weight.group.cols
-        shapes["scale"] = triton_e2m1_scale_shape(num_experts, rows, cols, group)
-    for what, expected in shapes.items():
+    num_experts, n, k = shape
+    for what, expected in scheme.scale_shapes(num_experts, n, k, weight.layout).items():
         given = getattr(weight, what)
         if given is not None:
             _check_device(f"{name}'s {what}", given.device, device)

@@ -92,8 +92,7 @@ def supports(problem: Problem, machine: Machine) -> list[str]:
 def _reasons_against_e2m1_words(problem: Problem, machine: Machine) -> list[str]:
     """Why weights prepared for this backend do not run. Kernels without tensor cores and those of SM90 read them."""
     reasons = []
-    of = triton_packed_launch.describe(problem.scheme)
-    if of is None or of.name != "e2m1" or not get_scheme(problem.scheme).weight_only:
+    if not get_scheme(problem.scheme).e2m1_weight_only:
         reasons.append(
             f"triton takes layout {TRITON_E2M1!r} of e2m1 weights beside 16-bit activations, got scheme "
             f"{problem.scheme!r}; {_BACK}"

@@ -155,7 +155,7 @@ def parts_of(w2: Packed, tile: Tile, parts: int, pairs: int) -> int:
 
     Each has a step of its own: one without would write y, where GEMM1's x is, with nothing of GEMM1's to wait for.
     """
-    steps = cdiv(w2.columns, _pieces(w2, tile) * piece(w2))
+    steps = cdiv(w2.columns, _step(w2, tile))
     parts = min(parts, y_rows(pairs) // pairs)
     return cdiv(steps, cdiv(steps, parts))
 
@@ -251,6 +251,16 @@ def _pieces(w: Packed, tile: Tile) -> int:
     return max(1, tile.k // piece(w)) if w.columns % piece(w) == 0 else 1
 
 
+def _step(w: Packed, tile: Tile) -> int:
+    """Columns of a step."""
+    return _pieces(w, tile) * piece(w)
+
+
+def _whole(w: Packed) -> int:
+    """Columns of a row of x in whole pieces."""
+    return cdiv(w.columns, piece(w)) * piece(w)
+
+
 def _rows_described(x: Tensor, w: Packed, rows: int, tokens: int, tile: Tile):
     """Descriptor of rows that `w` is multiplied with, with boxes of a block and a step.
 
@@ -259,7 +269,7 @@ def _rows_described(x: Tensor, w: Packed, rows: int, tokens: int, tile: Tile):
     nvfp4 184 for 180.)
     """
     part = _bytes(w)  # columns: a half of a piece, or all of it
-    K = cdiv(w.columns, piece(w)) * piece(w)
+    K = _whole(w)
     box = [piece(w) // part * _pieces(w, tile), tokens, 1, part]
     return _descriptor(x, [K // part, tokens, rows, part], [part, K, K, 1], box, 2 * part, 16)
 
@@ -281,20 +291,18 @@ def arrange(out: Tensor, x: Tensor, w: Packed, pairs: int, rows: Rows, chip: Gpu
     """Rows of x sorted by expert, columns in the order in which `w` takes them."""
     index, ids, expert_map, blocks, experts, num_ids, top_k, *strides = rows.args
     U, K = piece(w), w.columns
-    columns = cdiv(K, U) * U
     args = (out, x, index, ids, expert_map, blocks, pairs, experts, num_ids, top_k, K, *strides)
     args += (*x.stride(), U, w.format.bits, COLUMNS, few_pairs(pairs))
     args += (alone(pairs, experts) > 0, K % U > 0, rows.has_map, chip.dependent)
-    return Launch("arrange", (pairs, cdiv(columns, COLUMNS), 1), args)
+    return Launch("arrange", (pairs, cdiv(_whole(w), COLUMNS), 1), args)
 
 
 def _constants(w: Packed, tile: Tile, rows: Rows, pairs: int, overlap: bool) -> tuple:
     """FORMAT to U; BM to DEPENDENT."""
     of = w.format
     how = "weight" if of.name == "int4" and of.group == 32 else of.scale
-    step = _pieces(w, tile) * piece(w)
     return (of.name, how, of.group, piece(w)), (
-        *(rows.tokens, tile.rows, step, tile.stages, tile.warps, overlap),
+        *(rows.tokens, tile.rows, _step(w, tile), tile.stages, tile.warps, overlap),
         *(alone(pairs, rows.args[4]), rows.has_map, w.chip.dependent),
     )
 
@@ -314,8 +322,7 @@ def _resident(
     _, _, _, _, experts, num_ids, *_ = rows.args
     across = cdiv(columns, tile.rows)
     tiles = parts * _tiles(pairs, experts, num_ids, rows.tokens, across)
-    step = _pieces(w, tile) * piece(w)
-    product = Product(w.format, piece(w), w.zero is not None, tile, rows.tokens, step)
+    product = Product(w.format, piece(w), w.zero is not None, tile, rows.tokens, _step(w, tile))
     return resident(product, tiles)
 
 

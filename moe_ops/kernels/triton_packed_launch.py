@@ -279,9 +279,8 @@ def _launch_on_sm90(a: ExpertsArgs, w13: Packed, w2: Packed, tiles: Tiles, chip:
     alone = gluon_packed_launch.alone(pairs, E)
     blocks = 0 if alone else _blocks(pairs, E, tiles.tokens)
     rows = pair_rows(a.index_workspace, ids, a.expert_map, E, top_k, False, tiles.tokens, blocks)
-    arranged = flat(
-        a.workspace2, x.dtype, pairs * gluon_packed_launch.padded(K)
-    )  # where y will be
+    whole = gluon_packed_launch.padded(K)
+    arranged = flat(a.workspace2, x.dtype, pairs * whole)  # where y will be
     parts = gluon_packed_launch.parts_of(w2, tiles.gemm2, tiles.parts, pairs)
     h = flat(a.workspace13, x.dtype, pairs * gluon_packed_launch.padded(I))
     y = flat(a.workspace2, torch.float32, parts * pairs * K)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from moe_ops.meta.scales import TRITON_E2M1, rows_side_by_side
-from moe_ops.schemes import QuantScheme, get_scheme
+from moe_ops.schemes import get_scheme
 from moe_ops.tensors.layouts import RELAYOUTS, Relayout, Tensors
 
 if TYPE_CHECKING:
@@ -110,10 +110,6 @@ def _group(w: ExpertTensor) -> int:
     return get_scheme(w.scheme).quantized_weight.group.cols
 
 
-def _takes(scheme: QuantScheme) -> bool:
-    return scheme.weight_only and scheme.quantized_weight.dtype == "e2m1"
-
-
 def _on(device: torch.device) -> bool:
     """Whether the kernels that read this layout run there: on SM90, under the Triton they are written for."""
     if device.type != "cuda":
@@ -123,4 +119,6 @@ def _on(device: torch.device) -> bool:
     return on_sm90(torch.cuda.current_device() if device.index is None else device.index)
 
 
-RELAYOUTS["triton"] = (Relayout(TRITON_E2M1, _takes, _apply, _undo, on=_on),)
+RELAYOUTS["triton"] = (
+    Relayout(TRITON_E2M1, lambda scheme: scheme.e2m1_weight_only, _apply, _undo, on=_on),
+)
