@@ -67,6 +67,20 @@ def test_int4(zero):
         assert found == [n - zero for n in nibbles(word)]
 
 
+@pytest.mark.parametrize("scale", [1.0, 0.0, 0.0123, -3.7, 2.0**-50, 1.5 * 2.0**57])
+def test_int4_times_scales(scale):
+    """Rounded once, as (code - 8) * scale."""
+    s = torch.tensor(scale, dtype=BF16)
+    shifts = (operands.INT4_LOW, operands.INT4_HIGH, operands.INT4_OFFSET)
+    numbers = [(s * shift.value).view(torch.int16).item() & 0xFFFF for shift in shifts]
+    pairs = [number * 0x00010001 for number in numbers for _ in range(2)]
+    for word in words(64):
+        found = run("int4_scaled_pair", word, *pairs, source=OPERANDS)
+        expected = (torch.tensor(nibbles(word)).double() - 8) * s.double() * 2.0**-64
+        assert found == expected.to(BF16).tolist()
+    assert matmul.INT4_SHIFT.value == 2.0**64
+
+
 @pytest.mark.parametrize("exponent", [-93, 0, 32])
 def test_e2m1(exponent):
     scale = (127 + exponent) * 0x00800080 + 0x2F002F00  # as `twice` has it
@@ -510,8 +524,9 @@ def test_descriptors_take_rows_of_16_byte_step_alone():
     assert not possible("int4_w4a16:g128", 256, 128, torch.float16)
     assert possible("fp8_w8a16:block", 192, 128) and possible("int8_w8a16:g64", 192, 64)
     assert not possible("int8_w8a16:g32", 192, 32)
-    assert possible("int4_w4a16:g32", 128, 32)
+    assert possible("int4_w4a16:g32", 128, 32) and possible("int4_w4a16:g32", 192, 32)
     assert not possible("int4_w4a16:g32", 128, 32, scale=torch.float32)
+    assert possible("int4_w4a16:g64", 192, 64, scale=torch.float32)
 
 
 @pytest.mark.parametrize("K", [128, 192, 256, 1216])
@@ -682,6 +697,7 @@ def check(scheme: str, tiles: Tiles | None, activation: str = "silu", **sizes) -
 
 INT4 = ["int4_w4a16:g128", "int4_w4a16:g64", "int4_w4a16:g32", "int4_w4a16:channel"]
 GPU_SCHEMES = [*INT4, *(f"{name}:zp" for name in INT4), "mxfp4_w4a16", "nvfp4_w4a16"]
+SHORT_INT4 = ["int4_w4a16:g64", "int4_w4a16:g64:zp", "int4_w4a16:g32", "int4_w4a16:g32:zp"]
 PREPARED = ["mxfp4_w4a16 prepared", "nvfp4_w4a16 prepared"]
 GPU_SCHEMES += [*PREPARED, "int8_w8a16:channel", "int8_w8a16:g64:zp", "int8_w8a16:g128"]
 GPU_SCHEMES += [f"fp8_w8a16:{name}" for name in ("tensor", "channel", "block")]
@@ -823,7 +839,7 @@ def test_prepared_weights_of_any_number_of_tokens(scheme, M, sizes):
 
 
 @pytest.mark.parametrize(
-    "scheme", [pytest.param(n, marks=ON_GPU) for n in ("mxfp4_w4a16", *PREPARED)]
+    "scheme", [pytest.param(n, marks=ON_GPU) for n in ("mxfp4_w4a16", *SHORT_INT4, *PREPARED)]
 )
 def test_tiles_that_pass_the_last_row(scheme):
     sizes = {"M": 20, "E": 3, "top_k": 1, "K": 320, "I": 192}

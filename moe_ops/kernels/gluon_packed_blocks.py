@@ -95,7 +95,7 @@ def _least(p: Product, overlap: bool) -> int:
         least = 72 if of.scale == "e8m0" or (of.bits == 4 and p.tokens == 8) else 80
     least += sums + 8 * p.has_zero
     whole = tile.rows == 16 * tile.warps
-    if not whole and of.name not in E2M1:
+    if not whole and of.name not in E2M1 and of.scale != "weight":
         least += sums // 2  # a group's, of a half of the rows
     if overlap:
         least += (
@@ -114,7 +114,7 @@ def _may_overlap(p: Product) -> bool:
     """
     of, tile = p.format, p.tile
     if p.tokens == 8:
-        return of.bits == 8 or (tile.stages > 2 and (of.name != "int4" or p.piece == 128))
+        return of.bits == 8 or (tile.stages > 2 and (of.scale != "sum" or p.piece == 128))
     if p.tokens == 32:
-        return of.name in E2M1
+        return of.name in E2M1 or of.scale == "weight"
     return p.tokens == 16 and (p.piece == 64 or tile.rows == 16 * tile.warps)

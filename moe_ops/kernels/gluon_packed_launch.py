@@ -57,10 +57,25 @@ def kernels() -> dict:
     }
 
 
+@lru_cache(maxsize=1024)
+def _scaled(of: Format, scales: torch.dtype, has_zero: bool) -> Format:
+    """A format whose `scale` says what these kernels scale: of int4, weights by bf16 scales.
+
+    So int4 takes 9 instructions for 8 weights where it has no zero points, and no sum of a group is waited for. With zero points
+    weights would take more, and only groups too short for sums have it so.
+    """
+    grouped = of.name == "int4" and of.scale == "sum" and scales == torch.bfloat16
+    return of._replace(scale="weight") if grouped and (of.group == 32 or not has_zero) else of
+
+
+def _format(w: Packed) -> Format:
+    return _scaled(w.format, w.scale.dtype, w.zero is not None)
+
+
 def _piece(columns: int, of: Format) -> int:
     if columns % 64:
         return 0
-    if of.name in E2M1 and columns >= 128:
+    if (of.name in E2M1 or of.scale == "weight") and columns >= 128:
         return 128
     return 64 if of.bits == 8 or of.group == 64 or columns % 128 else 128
 
@@ -72,7 +87,7 @@ def piece(w: Packed) -> int:
     the piece before meet zeros. (gptoss20 of 2880 columns, at 64 tokens: in mxfp4 163 us by 64 columns, whose scales are asked
     for by twice as many loads, and 155 so; in nvfp4 182 and 173.)
     """
-    return _piece(w.columns, w.format)
+    return _piece(w.columns, _format(w))
 
 
 def padded(columns: int) -> int:
@@ -81,18 +96,15 @@ def padded(columns: int) -> int:
 
 
 @lru_cache(maxsize=1024)
-def _possible(
-    of: Format, columns: int, strides: tuple, scales: torch.dtype, dtype: torch.dtype
-) -> bool:
+def _possible(of: Format, columns: int, strides: tuple, dtype: torch.dtype) -> bool:
     size = _piece(columns, of)
     if dtype != torch.bfloat16 or of.name not in FORMATS or size == 0:
         return False
     if of.bits == 8 and of.scale not in ("end", "sum", "block"):
         return False
-    if of.scale == "sum" and of.group < 64:
-        if of.bits == 8 or of.group != 32 or scales != dtype:
-            return False
-    elif of.scale in ("sum", "block") and of.group % size:
+    if of.scale == "weight" and (of.group % 32 or (of.group % size and size % of.group)):
+        return False
+    if of.scale in ("sum", "block") and of.group % size:
         return False
     return min(strides) == 1 == strides[2] and (strides[0] | strides[1]) % 16 == 0
 
@@ -102,9 +114,7 @@ def possible(w: Packed, dtype: torch.dtype) -> bool:
     data = w.data
     if w.format.name == "e2m1_words" and not w.scales_in_place:
         return False
-    return data.data_ptr() % 16 == 0 and _possible(
-        w.format, w.columns, data.stride(), w.scale.dtype, dtype
-    )
+    return data.data_ptr() % 16 == 0 and _possible(_format(w), w.columns, data.stride(), dtype)
 
 
 def choose(
@@ -299,9 +309,8 @@ def arrange(out: Tensor, x: Tensor, w: Packed, pairs: int, rows: Rows, chip: Gpu
 
 def _constants(w: Packed, tile: Tile, rows: Rows, pairs: int, overlap: bool) -> tuple:
     """FORMAT to U; BM to DEPENDENT."""
-    of = w.format
-    how = "weight" if of.name == "int4" and of.group == 32 else of.scale
-    return (of.name, how, of.group, piece(w)), (
+    of = _format(w)
+    return (of.name, of.scale, of.group, piece(w)), (
         *(rows.tokens, tile.rows, _step(w, tile), tile.stages, tile.warps, overlap),
         *(alone(pairs, rows.args[4]), rows.has_map, w.chip.dependent),
     )
@@ -322,7 +331,7 @@ def _resident(
     _, _, _, _, experts, num_ids, *_ = rows.args
     across = cdiv(columns, tile.rows)
     tiles = parts * _tiles(pairs, experts, num_ids, rows.tokens, across)
-    product = Product(w.format, piece(w), w.zero is not None, tile, rows.tokens, _step(w, tile))
+    product = Product(_format(w), piece(w), w.zero is not None, tile, rows.tokens, _step(w, tile))
     return resident(product, tiles)
 
 

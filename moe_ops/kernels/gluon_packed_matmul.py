@@ -38,6 +38,7 @@ from moe_ops.kernels.triton_routing import local_expert, wait
 
 E8M0_SHIFT = gl.constexpr(4294967296.0)  # 2^32, as in triton_packed_matmul.py
 E4M3_SHIFT = gl.constexpr(256.0)
+INT4_SHIFT = gl.constexpr(2.0**64)
 
 
 @gluon.jit
@@ -509,4 +510,6 @@ def product(
         acc = gl.convert_layout(acc, MMA, assert_trivial=True)
     if is_e2m1(FORMAT):
         acc *= E8M0_SHIFT if SCALE == "e8m0" else E4M3_SHIFT
+    elif SCALE == "weight" and zero_ptrs is None:
+        acc *= INT4_SHIFT
     return acc

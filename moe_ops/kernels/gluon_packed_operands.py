@@ -15,6 +15,11 @@ from triton.experimental.gluon import language as gl
 from moe_ops.kernels.triton_packed_operands import is_e2m1, twice
 from moe_ops.meta.scales import rows_side_by_side
 
+# of int4: what is left of 2^-133 and a scale is 2^-64 times it; codes count from 8
+INT4_LOW = gl.constexpr(2.0**69)
+INT4_HIGH = gl.constexpr(2.0**65)
+INT4_OFFSET = gl.constexpr(-(2.0**-61))
+
 
 @gluon.constexpr_function
 def log2(n):
@@ -172,6 +177,29 @@ def int4_pair(p, offset):
 
 
 @gluon.jit
+def int4_scaled_pair(p, low, high, offset):
+    """bf16 of the even and of the odd columns' nibbles times `low` and times `high` times 16, each times 2^-133, plus an offset.
+
+    The low 8 bits of a bf16 count in steps of 2^-133, and no shift brings a nibble of either half of a byte there.
+    """
+    return gl.inline_asm_elementwise(
+        """{
+        .reg .b32 a, b, c, d, r;
+        shr.u32 r, $4, 8;
+        and.b32 a, $4, 0x000f000f; and.b32 b, r, 0x000f000f;
+        and.b32 c, $4, 0x00f000f0; and.b32 d, r, 0x00f000f0;
+        fma.rn.bf16x2 $0, a, $5, $9; fma.rn.bf16x2 $1, b, $6, $10;
+        fma.rn.bf16x2 $2, c, $7, $9; fma.rn.bf16x2 $3, d, $8, $10;
+        }""",
+        "=r,=r,=r,=r,r,r,r,r,r,r,r",
+        [p, low, high, offset],
+        dtype=(gl.bfloat16, gl.bfloat16),
+        is_pure=True,
+        pack=4,
+    )
+
+
+@gluon.jit
 def e2m1_pair(p, s):
     """bf16 of nibbles times 2^-126 times a scale (bf16) each."""
     return gl.inline_asm_elementwise(
@@ -299,6 +327,13 @@ def decoded(
             zero = zero.to(gl.int8, bitcast=True).to(gl.bfloat16)
             w0 -= gl.expand_dims(zero, 2).broadcast_to((WN, GROUPS, EACH))
         w1 = w0
+    elif SCALE == "weight" and not HAS_ZERO:  # times 2^-64
+        # In fp32, which costs nothing: of bf16 constants Triton 3.6 keeps six decimals.
+        s = gl.expand_dims(s.to(gl.float32), 2)
+        low = (s * INT4_LOW).to(gl.bfloat16).broadcast_to((WN, GROUPS, EACH))
+        high = (s * INT4_HIGH).to(gl.bfloat16).broadcast_to((WN, GROUPS, EACH))
+        offset = (s * INT4_OFFSET).to(gl.bfloat16).broadcast_to((WN, GROUPS, EACH))
+        w0, w1 = int4_scaled_pair(p, low, high, offset)
     else:
         if HAS_ZERO:
             offset = gl.expand_dims(-128.0 - zero.to(gl.bfloat16), 2)
