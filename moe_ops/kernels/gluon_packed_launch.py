@@ -127,9 +127,10 @@ def choose(
 ) -> Tiles | None:
     """Tiles of the two GEMMs; None where other kernels serve so many rows. An expert's should usually fit a block.
 
-    As measured on an H200 for qwen3, mixtral, gptoss20 and gptoss120 at 8 and 64 tokens. Multiprocessors of more blocks
+    As measured on an H200 for qwen3, mixtral, gptoss20 and gptoss120 at 8 to 256 tokens. Multiprocessors of more blocks
     were faster than those of deeper rings, which leave scales less of the L1 cache, and GEMM2 of few tiles where its programs
-    share the columns: of Mixtral's 64 tokens, three parts are two rounds of three blocks a multiprocessor.
+    share the columns: of Mixtral's 64 tokens, three parts are two rounds of three blocks a multiprocessor. Steps of 256 columns
+    beside ones of 128 and more of them: Mixtral in nvfp4, prepared, took 236 us for 244 at M = 32 and 548 for 566 at 256.
 
     Of many rows, those of triton_packed.py decode as often, and more slowly: of 64, 128, 256 and 512 rows an expert Mixtral in
     int4 took 1132, 1759, 3015 and 5308 us with them, and 666, 1185, 1983 and 3671 with these; of fp8 990, 1335, 2322
@@ -141,13 +142,12 @@ def choose(
     tokens = 8 if average <= 4 else 16 if average <= 10 else 32 if average <= 22 else 64
 
     def tile(columns: int, few: bool) -> Tile:
-        if tokens == 64:  # sums of a group and in all: four warps have no registers for both
-            return Tile(128, 128, 4, 8)
-        if bits == 8 or tokens == 16 or columns % 256:
+        wide = bits == 4 and columns % 256 == 0
+        if tokens == 64:  # of sums and a group's four warps have no registers for both
+            return Tile(128, 256, 2, 8) if wide else Tile(128, 128, 4, 8)
+        if not wide:
             return Tile(128, 128, 3, 4)
-        if tokens == 8 and (columns >= 4096 or few):
-            return Tile(64, 256, 4 if columns >= 4096 else 2, 4)
-        return Tile(128, 256, 2, 4)
+        return Tile(64 if tokens == 8 and few else 128, 256, 2, 4)
 
     few = min(rows, groups) * cdiv(K, 128) <= 2 * MULTIPROCESSORS
     parts = (3 if tokens == 32 else 2) if few else 1
