@@ -12,9 +12,10 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import moe_ops
 from moe_ops.kernels.triton_launch import INTERPRETED
 from moe_ops.schemes import SCHEMES
-from tests import cases
+from tests import cases, oracle
 from tests.cases import (
     BF16,
+    FP16,
     FP32,
     Case,
     assert_matches,
@@ -106,6 +107,37 @@ def test_graphs_follow_tokens_and_routing(scheme):
             out.fill_(float("nan"))
             graph.replay()
             assert_matches(out, case.reference(), tolerance(BF16, scheme, "cuda"))
+
+
+ON_CPU_TOO = [
+    pytest.param(
+        "cpu", name, marks=pytest.mark.skipif(not INTERPRETED, reason="needs triton's interpreter")
+    )
+    for name in (
+        "fp8_block",
+        "int8_w8a8",
+        "int8_w8a16:g64",
+        "int4_w4a16:g64",
+        "int4_w4a16:g32:zp",
+        "mxfp4_w4a16",
+    )
+]
+
+
+@pytest.mark.parametrize(
+    "device, scheme",
+    [*ON_CPU_TOO, *[pytest.param("cuda", name, marks=ON_GPU) for name in QUANTIZED]],
+)
+def test_error_is_that_of_rounding_once(device, scheme):
+    """At most 1.5 times what rounding operands and results to 16 bits once costs, whatever kernels so many tokens get."""
+    cuda = device == "cuda"
+    dtype = BF16 if cuda else FP16  # of bf16 triton's interpreter drops bits instead
+    sizes = {"E": 4, "K": 512, "I": 384} if cuda else {"E": 3, "K": 128, "I": 128}
+    for M in (1, 5, 24, 150) if cuda else (1, 12):
+        case = Case(device, dtype, scheme, M=M, top_k=2, **sizes)
+        exact = case.reference()
+        rounded = oracle.experts(*case.args, **case.options, operands=dtype)
+        assert_matches(case.run("triton"), exact, 1.5 * oracle.relative_error(rounded, exact))
 
 
 GENERATED = [
