@@ -59,26 +59,40 @@ def nibbles(word: int) -> list[int]:
     return [b & 15 for b in data] + [b >> 4 for b in data]
 
 
-@pytest.mark.parametrize("zero", [0, 7, 8, 15])
+def in_pairs(*numbers: torch.Tensor) -> list[int]:
+    """Each bf16 number twice in 32 bits, twice."""
+    return [n.view(torch.int16).item() % 65536 * 0x00010001 for n in numbers for _ in range(2)]
+
+
+INT4_NUMBERS = [
+    torch.tensor(bits.value, dtype=torch.int16).view(BF16)
+    for bits in (operands.INT4_LOW_BITS, operands.INT4_HIGH_BITS, operands.INT4_OFFSET_BITS)
+]
+
+
+@pytest.mark.parametrize("zero", [0, 7, 8, 15, 255])
 def test_int4(zero):
-    offsets = (0xC300 + zero) * 0x00010001  # -128 - zero, twice
+    low, high, offset_of_8 = INT4_NUMBERS
+    offset = torch.tensor(-zero * operands.INT4_ONE.value, dtype=BF16)
+    assert zero != 8 or offset == offset_of_8
     for word in words(64):
-        found = run("int4_pair", word, offsets, offsets, source=OPERANDS)
-        assert found == [n - zero for n in nibbles(word)]
+        found = run("int4_pair", word, *in_pairs(low, high, offset), source=OPERANDS)
+        assert found == [(n - zero) * 2.0**-64 for n in nibbles(word)]
+    assert matmul.INT4_SHIFT.value == 2.0**64
 
 
 @pytest.mark.parametrize("scale", [1.0, 0.0, 0.0123, -3.7, 2.0**-50, 1.5 * 2.0**57])
 def test_int4_times_scales(scale):
     """Rounded once, as (code - 8) * scale."""
     s = torch.tensor(scale, dtype=BF16)
-    shifts = (operands.INT4_LOW, operands.INT4_HIGH, operands.INT4_OFFSET)
-    numbers = [(s * shift.value).view(torch.int16).item() & 0xFFFF for shift in shifts]
-    pairs = [number * 0x00010001 for number in numbers for _ in range(2)]
+    one = operands.INT4_ONE.value
+    numbers = in_pairs(
+        *(s * n for n in (operands.INT4_LOW.value, operands.INT4_HIGH.value, -8 * one))
+    )
     for word in words(64):
-        found = run("int4_scaled_pair", word, *pairs, source=OPERANDS)
-        expected = (torch.tensor(nibbles(word)).double() - 8) * s.double() * 2.0**-64
+        found = run("int4_pair", word, *numbers, source=OPERANDS)
+        expected = (torch.tensor(nibbles(word)).double() - 8) * s.double() * one
         assert found == expected.to(BF16).tolist()
-    assert matmul.INT4_SHIFT.value == 2.0**64
 
 
 @pytest.mark.parametrize("exponent", [-93, 0, 32])
@@ -409,9 +423,9 @@ def test_product_of_a_piece(U, gated, interleaved):
     tile = (codes[:, 0::2] | codes[:, 1::2] << 4).to(torch.uint8)
     with mock.patch.object(operands.gl, "convert_layout", lambda t, layout, assert_trivial: t):
         p = operands.in_order.fn(tile, gated, interleaved).contiguous()
-        offsets = 0xC3080000 | 0xC308  # -136, twice
+        numbers = in_pairs(*INT4_NUMBERS)
         found = [
-            run("int4_pair", word & 0xFFFFFFFF, offsets, offsets, source=OPERANDS)
+            run("int4_pair", word & 0xFFFFFFFF, *numbers, source=OPERANDS)
             for word in p.view(torch.int32).flatten().tolist()
         ]
         pairs = torch.tensor(found, dtype=torch.float64).view(WN, U // 8, 2, 4)
@@ -423,7 +437,7 @@ def test_product_of_a_piece(U, gated, interleaved):
     r = torch.arange(WN)
     i, up = r // 16 * 8 + r % 8, r // 8 % 2
     row = (2 * i + up if interleaved else i + WN // 2 * up) if gated else r
-    assert torch.equal(product, (codes[row] - 8).double() @ x.T)
+    assert torch.equal(product * matmul.INT4_SHIFT.value, (codes[row] - 8).double() @ x.T)
 
 
 def test_product_of_a_piece_of_8_bits():

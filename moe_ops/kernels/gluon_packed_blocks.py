@@ -116,5 +116,5 @@ def _may_overlap(p: Product) -> bool:
     if p.tokens == 8:
         return of.bits == 8 or (tile.stages > 2 and (of.scale != "sum" or p.piece == 128))
     if p.tokens == 32:
-        return of.name in E2M1 or of.scale == "weight"
+        return of.name in E2M1 or (of.scale == "weight" and not p.has_zero)
     return p.tokens == 16 and (p.piece == 64 or tile.rows == 16 * tile.warps)

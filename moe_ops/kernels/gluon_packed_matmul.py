@@ -510,6 +510,6 @@ def product(
         acc = gl.convert_layout(acc, MMA, assert_trivial=True)
     if is_e2m1(FORMAT):
         acc *= E8M0_SHIFT if SCALE == "e8m0" else E4M3_SHIFT
-    elif SCALE == "weight" and zero_ptrs is None:
+    elif FORMAT == "int4":
         acc *= INT4_SHIFT
     return acc

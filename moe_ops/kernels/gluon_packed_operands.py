@@ -15,10 +15,12 @@ from triton.experimental.gluon import language as gl
 from moe_ops.kernels.triton_packed_operands import is_e2m1, twice
 from moe_ops.meta.scales import rows_side_by_side
 
-# of int4: what is left of 2^-133 and a scale is 2^-64 times it; codes count from 8
-INT4_LOW = gl.constexpr(2.0**69)
-INT4_HIGH = gl.constexpr(2.0**65)
-INT4_OFFSET = gl.constexpr(-(2.0**-61))
+# What int4_pair makes of a code and zero point of int4 is their difference times 2^-64, `INT4_ONE`.
+INT4_LOW, INT4_HIGH, INT4_ONE = (gl.constexpr(2.0**n) for n in (69, 65, -64))
+# both, and -8 times INT4_ONE, as bf16
+INT4_LOW_BITS, INT4_HIGH_BITS, INT4_OFFSET_BITS = (
+    gl.constexpr(n) for n in (0x6200, 0x6000, 0xA100 - 65536)
+)
 
 
 @gluon.constexpr_function
@@ -152,35 +154,11 @@ def fragment(w, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def int4_pair(p, offset):
-    """bf16 of the even and of the odd columns' nibbles, plus 128 by their bits, plus an offset (bf16).
-
-    Here and below elements of 4 bytes come in the order 0, 2, 1, 3.
-    """
-    return gl.inline_asm_elementwise(
-        """{
-        .reg .b32 a, b, c, d, o, u;
-        mov.b32 o, 0x43004300; mov.b32 u, 0x3f803f80;
-        lop3.b32 a, $4, 0x000f000f, o, 0xea;
-        shr.u32 b, $4, 8; lop3.b32 b, b, 0x000f000f, o, 0xea;
-        shr.u32 c, $4, 4; lop3.b32 c, c, 0x000f000f, o, 0xea;
-        shr.u32 d, $4, 12; lop3.b32 d, d, 0x000f000f, o, 0xea;
-        fma.rn.bf16x2 $0, a, u, $5; fma.rn.bf16x2 $1, b, u, $6;
-        fma.rn.bf16x2 $2, c, u, $5; fma.rn.bf16x2 $3, d, u, $6;
-        }""",
-        "=r,=r,=r,=r,r,r,r",
-        [p, offset],
-        dtype=(gl.bfloat16, gl.bfloat16),
-        is_pure=True,
-        pack=4,
-    )
-
-
-@gluon.jit
-def int4_scaled_pair(p, low, high, offset):
+def int4_pair(p, low, high, offset):
     """bf16 of the even and of the odd columns' nibbles times `low` and times `high` times 16, each times 2^-133, plus an offset.
 
-    The low 8 bits of a bf16 count in steps of 2^-133, and no shift brings a nibble of either half of a byte there.
+    The low 8 bits of a bf16 count in steps of 2^-133, and no shift brings a nibble of either half of a byte there. Here and below
+    elements of 4 bytes come in the order 0, 2, 1, 3.
     """
     return gl.inline_asm_elementwise(
         """{
@@ -327,20 +305,26 @@ def decoded(
             zero = zero.to(gl.int8, bitcast=True).to(gl.bfloat16)
             w0 -= gl.expand_dims(zero, 2).broadcast_to((WN, GROUPS, EACH))
         w1 = w0
-    elif SCALE == "weight" and not HAS_ZERO:  # times 2^-64
-        # In fp32, which costs nothing: of bf16 constants Triton 3.6 keeps six decimals.
-        s = gl.expand_dims(s.to(gl.float32), 2)
-        low = (s * INT4_LOW).to(gl.bfloat16).broadcast_to((WN, GROUPS, EACH))
-        high = (s * INT4_HIGH).to(gl.bfloat16).broadcast_to((WN, GROUPS, EACH))
-        offset = (s * INT4_OFFSET).to(gl.bfloat16).broadcast_to((WN, GROUPS, EACH))
-        w0, w1 = int4_scaled_pair(p, low, high, offset)
     else:
-        if HAS_ZERO:
-            offset = gl.expand_dims(-128.0 - zero.to(gl.bfloat16), 2)
-            w0, w1 = int4_pair(p, offset.broadcast_to((WN, GROUPS, EACH)))
+        # In fp32, which costs nothing, or by their bits: of bf16 constants Triton 3.6 keeps six decimals.
+        if SCALE == "weight" and not HAS_ZERO:
+            s = gl.expand_dims(s.to(gl.float32), 2)
+            low, high = (s * INT4_LOW).to(gl.bfloat16), (s * INT4_HIGH).to(gl.bfloat16)
+            offset = (s * (-8 * INT4_ONE)).to(gl.bfloat16)
         else:
-            w0, w1 = int4_pair(p, gl.full((WN, GROUPS, EACH), -136.0, gl.bfloat16, LAYOUT))
-        if SCALE == "weight":
+            low = gl.full((WN, GROUPS, 1), INT4_LOW_BITS, gl.int16, LAYOUT)
+            low = low.to(gl.bfloat16, bitcast=True)
+            high = gl.full((WN, GROUPS, 1), INT4_HIGH_BITS, gl.int16, LAYOUT)
+            high = high.to(gl.bfloat16, bitcast=True)
+            if HAS_ZERO:
+                offset = (gl.expand_dims(zero.to(gl.float32), 2) * -INT4_ONE).to(gl.bfloat16)
+            else:
+                offset = gl.full((WN, GROUPS, 1), INT4_OFFSET_BITS, gl.int16, LAYOUT)
+                offset = offset.to(gl.bfloat16, bitcast=True)
+        low = low.broadcast_to((WN, GROUPS, EACH))
+        high = high.broadcast_to((WN, GROUPS, EACH))
+        w0, w1 = int4_pair(p, low, high, offset.broadcast_to((WN, GROUPS, EACH)))
+        if SCALE == "weight" and HAS_ZERO:
             s = gl.expand_dims(s.to(gl.bfloat16), 2).broadcast_to((WN, GROUPS, EACH))
             w0 *= s
             w1 *= s
