@@ -49,7 +49,8 @@ SHAPES = {
 SCHEMES = (
     *("", "fp8_block", "fp8_channel", "fp8_tensor", "int8_w8a8"),
     *("fp8_w8a16:channel", "int8_w8a16:channel"),
-    *("int4_w4a16:g128", "int4_w4a16:g64", "mxfp4_w4a16", "nvfp4_w4a16"),
+    *("int4_w4a16:g128", "int4_w4a16:g64", "int4_w4a16:g128:zp", "int4_w4a16:g64:zp"),
+    *("mxfp4_w4a16", "nvfp4_w4a16"),
 )
 TOKENS = (1, 8, 32, 64, 256, 1024, 4096)
 ROUTINGS = ("uniform", "zipf")
@@ -89,8 +90,8 @@ class Case:
 
     @property
     def bytes_per_expert(self) -> int:
-        """Bytes of one expert's w13 and w2 as they are stored. Scales of weights below 8 bits count, which are 3 to
-        13 % of those bytes; others (at most 0.1 %) are left out."""
+        """Bytes of one expert's w13 and w2 as they are stored. Scales and zero points of weights below 8 bits count, which
+        are 3 to 13 % of those bytes; others (at most 0.1 %) are left out."""
         K, I = self.layer.hidden_size, self.layer.intermediate_size  # noqa: E741
         desc = get_scheme(self.scheme).weight
         elements = 3 * K * I
@@ -99,7 +100,7 @@ class Case:
         total = elements * desc.format.bits // 8
         if desc.format.bits < 8:
             size = 2 if desc.scale_dtype is None else desc.scale_dtype.itemsize
-            total += elements // desc.group.cols * size
+            total += elements // desc.group.cols * (size + desc.zero_point)
         return total
 
     @property

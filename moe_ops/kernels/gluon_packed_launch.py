@@ -133,7 +133,7 @@ def choose(
     beside ones of 128 and more of them: Mixtral in nvfp4, prepared, took 236 us for 244 at M = 32 and 548 for 566 at 256.
 
     Of many rows, those of triton_packed.py decode as often, and more slowly: of 64, 128, 256 and 512 rows an expert Mixtral in
-    int4 took 1132, 1759, 3015 and 5308 us with them, and 666, 1185, 1983 and 3671 with these; of fp8 990, 1335, 2322
+    int4 took 1132, 1759, 3015 and 5308 us with them, and 509, 849, 1583 and 3114 with these; of fp8 990, 1335, 2322
     and 4165, and 850, 1412, 2485 and 5011.
     """
     average = rows / groups
