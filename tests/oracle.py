@@ -257,15 +257,16 @@ def _linear(rows, w, bias, experts):
     return y if bias is None else y + bias.double()[experts]
 
 
-def _expert_rows(rows, experts, w13, w2, act, w13_bias, w2_bias, operands=torch.float64):
+def _expert_rows(
+    rows, experts, w13, w2, act, w13_bias, w2_bias, rounded=torch.float64, weights=torch.float64
+):
     """Both products and the activation between them for rows (S, K) of known experts (S,)."""
     scheme = getattr(w13, "scheme", "")
-    of_weights = operands if ACTIVATIONS[scheme] is None else torch.float64  # or they are codes
     rows = quantized_activation(rows, scheme, getattr(w13, "activation_scale", None))
-    gate_up = _linear(rows, weight(w13).to(of_weights).double(), w13_bias, experts)
-    hidden = activation(gate_up, **act).to(operands).double()
+    gate_up = _linear(rows, weight(w13).to(weights).double(), w13_bias, experts)
+    hidden = activation(gate_up, **act).to(rounded).double()
     hidden = quantized_activation(hidden, scheme, getattr(w2, "activation_scale", None))
-    return _linear(hidden, weight(w2).to(of_weights).double(), w2_bias, experts)
+    return _linear(hidden, weight(w2).to(weights).double(), w2_bias, experts)
 
 
 def local_pairs(topk_ids: Tensor, num_experts: int, expert_map: Tensor | None) -> list:
@@ -293,12 +294,12 @@ def experts(
     w2_bias=None,
     expert_map=None,
     router_weight_on_input=False,
-    operands=torch.float64,
+    rounded=torch.float64,
+    weights=torch.float64,
 ) -> Tensor:
     """`moe_ops.fused_experts` in fp64; `activation` is a name or a dict of name, alpha, beta, limit.
 
-    With another dtype of `operands`, what is multiplied and what comes out are rounded to it once: no layer of products in that
-    dtype is nearer to the exact one.
+    Or with the activation's results and the layer's rounded once to the dtype `rounded`, and weights to `weights`.
     """
     act = {"name": activation} if isinstance(activation, str) else activation
     pairs = local_pairs(topk_ids, w13.shape[0], expert_map)
@@ -311,9 +312,9 @@ def experts(
         rows = rows * scale
         if getattr(w13, "scheme", ""):  # as of quotients, last bits decide what is halfway
             rows = rows.float().double()
-    y = _expert_rows(rows, e, w13, w2, act, w13_bias, w2_bias, operands)
+    y = _expert_rows(rows, e, w13, w2, act, w13_bias, w2_bias, rounded, weights)
     out = out.index_add(0, m, y if router_weight_on_input else y * scale)
-    return out.to(operands).double()
+    return out.to(rounded).double()
 
 
 def batched(hidden_states, w13, w2, counts, *, activation="silu", w13_bias=None, w2_bias=None):

@@ -172,6 +172,12 @@ BAD = {
     r"weight must be at most 5.15396e\+10 for scheme 'mxfp4_w4a16'; scale it down, got 6": lambda: (
         quantize(torch.full_like(W, 6e10), "mxfp4_w4a16")
     ),
+    r"scale must be at most 2.8823e\+17 \(2\^58\) for int4 elements, got 5.76": lambda: (
+        from_quantized("int4_w4a16:g32", I4.qdata, torch.full_like(I4.scale, -(2.0**59)))
+    ),
+    r"weight must be at most .* for scheme 'int4_w4a16:g32'; scale it down, got 3e\+18": lambda: (
+        quantize(torch.full_like(W, 3e18, dtype=torch.float32), "int4_w4a16:g32")
+    ),
     "scale must be torch.bfloat16 or torch.float16 or torch.float32": lambda: from_quantized(
         "int4_w4a16:g32", I4.qdata, I4.scale.double()
     ),

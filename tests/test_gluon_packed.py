@@ -498,9 +498,9 @@ from moe_ops.kernels import gluon_packed_launch as launch
 from moe_ops.kernels.triton_tiles import Tile, Tiles
 chip = c.chip_of(90)
 cases = {"int4_w4a16:g64:zp": "silu", "nvfp4_w4a16": "swigluoai", "fp8_w8a16:block": "relu2_no_mul"}
-cases |= {"int8_w8a16:g128:zp": "silu", "mxfp4_w4a16": "silu"}
+cases |= {"int8_w8a16:g128:zp": "silu", "mxfp4_w4a16": "silu", "int4_w4a16:g128": "silu"}
 for scheme, activation in cases.items():
-    for tokens, tile in ((8, Tile(64, 256, 2, 4)), (16, Tile(128, 128, 3, 4)), (64, Tile(128, 128, 4, 8))):
+    for tokens, tile in ((8, Tile(64, 256, 2, 4)), (16, Tile(128, 128, 3, 4)), (64, Tile(128, 256, 2, 8))):
         layout = "triton_e2m1" if tokens < 64 and scheme in ("nvfp4_w4a16", "mxfp4_w4a16") else ""
         call = c.Call((4, 2, 512, 320), 9, scheme, activation=activation, bias=True, layout=layout)
         tiles = Tiles(False, tokens, tile, tile, 64, wgmma=True)
@@ -633,16 +633,22 @@ def test_rows_are_those_of_pairs():
     assert found.grid == (6, 1, 1) and found.args[5:7] == (2, 6)
 
 
-def product(scheme: str, tokens: int, tile: tuple, prepared: bool) -> blocks.Product:
-    """A GEMM as far as registers depend on it, in pieces of 128 columns."""
-    found = triton_packed_launch.describe(scheme)
-    if prepared:
+def product(scheme: str, tokens: int, tile: tuple) -> blocks.Product:
+    """A GEMM as far as registers depend on it, in pieces of 128 columns; of "NAME prepared" or "NAME float32", as `check` has it."""
+    name, _, how = scheme.partition(" ")
+    found = triton_packed_launch.describe(name)
+    if how == "prepared":
         found = found._replace(name="e2m1_words")
+    found = launch._scaled(found, FP32 if how == "float32" else BF16)
     return blocks.Product(found, 128, False, Tile(*tile), tokens, max(128, tile[1]))
 
 
 @pytest.mark.parametrize(
-    "scheme", ["int4_w4a16:g128", "mxfp4_w4a16", "nvfp4_w4a16 prepared", "fp8_w8a16:block"]
+    "scheme",
+    [
+        *("int4_w4a16:g128", "int4_w4a16:g128 float32"),
+        *("mxfp4_w4a16", "nvfp4_w4a16 prepared", "fp8_w8a16:block"),
+    ],
 )
 @pytest.mark.parametrize("tokens", [8, 32, 64])
 @pytest.mark.parametrize(
@@ -650,8 +656,7 @@ def product(scheme: str, tokens: int, tile: tuple, prepared: bool) -> blocks.Pro
 )
 def test_registers_fit_a_multiprocessor(scheme, tokens, tile):
     """Four more warps have 24 each, and what they leave is rounded to 8 for the others, 232 at most."""
-    name, _, prepared = scheme.partition(" ")
-    p = product(name, tokens, tile, bool(prepared))
+    p = product(scheme, tokens, tile)
     for tiles in range(0, 5000, 97):
         found = blocks.resident(p, tiles)
         of_products = (found.registers * (tile[3] + 4) - 24 * 4) / tile[3]
@@ -664,14 +669,14 @@ def test_registers_fit_a_multiprocessor(scheme, tokens, tile):
 def test_blocks_follow_from_rounds():
     """As many as fit, but of prepared weights as many as fill their rounds: of 7.0 and 3.6 tiles a multiprocessor, and of
     9.7 and 5.0, those that were the fastest on an H200."""
-    p = product("nvfp4_w4a16", 8, (128, 128, 3, 4), True)
+    p = product("nvfp4_w4a16 prepared", 8, (128, 128, 3, 4))
     most = blocks.resident(p._replace(format=p.format._replace(name="e2m1")), 0).blocks
     each = 132
     chosen = {7.0: (4, True), 3.6: (4, True), 9.7: (5, False), 4.9: (5, False), 5.5: (3, True)}
     for tiles, expected in chosen.items():
         found = blocks.resident(p, int(tiles * each))
         assert (found.blocks, found.overlap) == expected
-    natural = product("nvfp4_w4a16", 8, (128, 128, 3, 4), False)
+    natural = product("nvfp4_w4a16", 8, (128, 128, 3, 4))
     assert {blocks.resident(natural, n).blocks for n in range(0, 5000, 50)} == {most}
 
 
@@ -697,22 +702,29 @@ def tiles(tokens: int, *tile: int) -> Tiles:
 
 
 def check(scheme: str, tiles: Tiles | None, activation: str = "silu", **sizes) -> None:
-    """Against the oracle; weights of "NAME prepared" as the backend wants them, others as they are."""
-    name, _, words = scheme.partition(" ")
+    """Against the oracle; weights of "NAME prepared" as the backend wants them, others as they are, of "NAME DTYPE" with scales
+    in that dtype."""
+    name, _, how = scheme.partition(" ")
+    words = how == "prepared"
+    case = Case("cuda", BF16, name, activation, **sizes)
+    if how and not words:
+        scaled = [w._replace(scale=w.scale.to(getattr(torch, how))) for w in case.args[1:3]]
+        case.args[1:3] = scaled
     with (
         mock.patch.dict(layouts.RELAYOUTS, {} if words else {"triton": ()}),
         triton_tiles.searching(tiles),
         mock.patch.object(launch, "gemm1", wraps=launch.gemm1) as used,
     ):
-        Case("cuda", BF16, name, activation, **sizes).check("triton")
+        case.check("triton")
     read = {call.args[0].format.name for call in used.call_args_list}
-    assert read and (read == {"e2m1_words"}) == bool(words)
+    assert read and (read == {"e2m1_words"}) == words
 
 
 INT4 = ["int4_w4a16:g128", "int4_w4a16:g64", "int4_w4a16:g32", "int4_w4a16:channel"]
 GPU_SCHEMES = [*INT4, *(f"{name}:zp" for name in INT4), "mxfp4_w4a16", "nvfp4_w4a16"]
 SHORT_INT4 = ["int4_w4a16:g64", "int4_w4a16:g64:zp", "int4_w4a16:g32", "int4_w4a16:g32:zp"]
 PREPARED = ["mxfp4_w4a16 prepared", "nvfp4_w4a16 prepared"]
+GPU_SCHEMES += ["int4_w4a16:g64 float16", "int4_w4a16:g128:zp float32"]  # groups' sums are scaled
 GPU_SCHEMES += [*PREPARED, "int8_w8a16:channel", "int8_w8a16:g64:zp", "int8_w8a16:g128"]
 GPU_SCHEMES += [f"fp8_w8a16:{name}" for name in ("tensor", "channel", "block")]
 TILES = [
@@ -736,7 +748,10 @@ def test_values(scheme, tile):
 
 @pytest.mark.parametrize(
     "scheme",
-    [pytest.param(n, marks=ON_GPU) for n in ("int4_w4a16:g64:zp", "nvfp4_w4a16", *PREPARED)],
+    [
+        pytest.param(n, marks=ON_GPU)
+        for n in ("int4_w4a16:g64:zp", "int4_w4a16:g64 float32", "nvfp4_w4a16", *PREPARED)
+    ],
 )
 @pytest.mark.parametrize("parts", [2, 3])
 @pytest.mark.parametrize("I", [128, 1088])
@@ -835,7 +850,13 @@ def test_chosen_blocks_are_worth_it(average):
     "scheme",
     [
         pytest.param(n, marks=ON_GPU)
-        for n in ("mxfp4_w4a16", "nvfp4_w4a16", *PREPARED, "int4_w4a16:g64")
+        for n in (
+            "mxfp4_w4a16",
+            "nvfp4_w4a16",
+            *PREPARED,
+            *SHORT_INT4,
+            "int4_w4a16:g64:zp float16",
+        )
     ],
 )
 @pytest.mark.parametrize("tile", [(8, 64, 64, 4, 4), (16, 64, 256, 3, 4)], ids=str)

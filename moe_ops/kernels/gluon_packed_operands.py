@@ -278,7 +278,7 @@ def decoded(
 ):
     """bf16 (WN, BYTES) of the even and of the odd columns, times their scales where weights are scaled.
 
-    Of 8-bit formats the second repeats the first.
+    Of 8-bit formats the second repeats the first; e2m1 times 2^-32 or 2^-8 (`twice`), int4 times 2^-64.
     """
     WN: gl.constexpr = p.shape[0]
     BYTES: gl.constexpr = p.shape[1]
@@ -306,7 +306,7 @@ def decoded(
             w0 -= gl.expand_dims(zero, 2).broadcast_to((WN, GROUPS, EACH))
         w1 = w0
     else:
-        # In fp32, which costs nothing, or by their bits: of bf16 constants Triton 3.6 keeps six decimals.
+        # Numbers in fp32, which the compiler narrows, or by their bits: of bf16 constants Triton 3.6 keeps six decimals.
         if SCALE == "weight" and not HAS_ZERO:
             s = gl.expand_dims(s.to(gl.float32), 2)
             low, high = (s * INT4_LOW).to(gl.bfloat16), (s * INT4_HIGH).to(gl.bfloat16)

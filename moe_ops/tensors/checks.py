@@ -15,6 +15,8 @@ HIGH_PRECISION = (torch.bfloat16, torch.float16, torch.float32)
 # Largest e8m0 code of e2m1 elements, 2^33: kernels that scale them in bf16 have room from 2^-93 to there. One bit more
 # and they would return infinities, then zeros.
 LARGEST_E8M0 = 160
+# Of int4, from 2^-62 to here they have: more is infinite on some of them.
+LARGEST_INT4_SCALE = 2.0**58
 
 
 def check_quantizable(name: str, weight: Tensor, scheme: str | QuantScheme | None = None) -> None:
@@ -36,10 +38,13 @@ def check_quantizable(name: str, weight: Tensor, scheme: str | QuantScheme | Non
     largest = torch.linalg.vector_norm(weight.detach(), math.inf, (1, 2))
     _check_finite(name, largest)
     desc = None if scheme is None else get_scheme(scheme).weight
-    if desc is not None and desc.is_mx and desc.dtype == "e2m1":
-        most = desc.format.max * 2.0 ** (LARGEST_E8M0 - 127)
+    if desc is not None and (desc.dtype == "int4" or desc.is_mx and desc.dtype == "e2m1"):
+        scale = LARGEST_INT4_SCALE if desc.dtype == "int4" else 2.0 ** (LARGEST_E8M0 - 127)
         _check_at_most(
-            name, largest, most, f"for scheme {get_scheme(scheme).name!r}; scale it down"
+            name,
+            largest,
+            desc.format.max * scale,
+            f"for scheme {get_scheme(scheme).name!r}; scale it down",
         )
 
 
@@ -123,6 +128,10 @@ def _checked_scale(
             _check_at_most(name, value, LARGEST_E8M0, "(2^33) for e2m1 elements")
     else:
         _check_finite(name, value.to(torch.float32))
+        if name == "scale" and desc.dtype == "int4":
+            _check_at_most(
+                name, value.float().abs(), LARGEST_INT4_SCALE, "(2^58) for int4 elements"
+            )
     if name in ("global_scale", "channel_scale"):
         _check_positive(name, value)
     return value
