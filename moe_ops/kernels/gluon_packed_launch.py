@@ -61,8 +61,8 @@ def kernels() -> dict:
 def _scaled(of: Format, scales: torch.dtype) -> Format:
     """A format whose `scale` says what these kernels scale: of int4, weights by bf16 scales, which are rounded to bf16 so.
 
-    A group's sums then need no registers, are not waited for and not multiplied: Mixtral took 259 us for 273 at M = 64, and
-    509 for 649 at 256. Other scales would lose bits in bf16.
+    A group's sums then need no registers, are not waited for and not multiplied: Mixtral took 264 us for 273 at M = 64, and
+    506 for 649 at 256. Other scales would lose bits in bf16.
     """
     grouped = of.name == "int4" and of.scale == "sum" and scales == torch.bfloat16
     return of._replace(scale="weight") if grouped else of
