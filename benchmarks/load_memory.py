@@ -169,6 +169,8 @@ def main() -> None:
     if args.load:
         return load(args.load, args.scheme)
     model = model_of(args.gigabytes)
+    if args.folder:
+        args.folder.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(dir=args.folder))
     try:
         write_checkpoint(model, folder)
