@@ -11,6 +11,7 @@ import torch
 from checkpoint_writers import GPTQ, WRITERS, Packed, gpt_oss_blocks
 
 transformers = pytest.importorskip("transformers")
+safetensors = pytest.importorskip("safetensors")
 files = pytest.importorskip("safetensors.torch")
 
 import test_families  # noqa: E402
@@ -304,6 +305,31 @@ def test_single_quantized_experts_of_a_family_that_stacks_them(tmp_path):
     )
     assert {w.scheme for w in weights_of(loaded).values()} == {"int4_w4a16:g32"}
     assert relative(logits(loaded), logits(original)) < 1e-5
+
+
+@pytest.mark.parametrize(
+    "part, spoil, reason",
+    [
+        ("scale", lambda t: t * torch.nan, "scale must be finite, got NaN or Inf in experts"),
+        ("zero_point", lambda t: t + 16, "zero_point must be in 0..15 for int4"),
+        ("qdata", lambda t: t.view(torch.int8), "qdata must be torch.uint8"),
+        ("scale", lambda t: t[:, :1].clone(), "scale must have shape"),
+    ],
+)
+def test_saved_file_with_other_values(part, spoil, reason, tmp_path):
+    load_from = tmp_path / "plain"
+    save_plain(mixtral(), load_from)
+    load(load_from, "int4_w4a16:g32:zp").save_pretrained(tmp_path / "saved")
+    file = tmp_path / "saved" / "model.safetensors"
+    with safetensors.safe_open(file, "pt") as opened:
+        tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+        metadata = opened.metadata()
+    name = next(name for name in tensors if name.endswith(f"down_proj.{part}"))
+    tensors[name] = spoil(tensors[name])
+    files.save_file(tensors, file, metadata)
+    weight = re.escape(name.removesuffix(f".{part}"))
+    with pytest.raises(ValueError, match=f"{weight}: {reason}.*, in .*model.safetensors"):
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
 
 
 @pytest.mark.parametrize("way", ["on load", "in place"])

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import moe_ops
 from moe_ops.numerics import weights
@@ -93,6 +94,10 @@ def test_every_scheme_makes_and_takes_back_a_weight(scheme):
     assert repr(scheme) in repr(q)
     on_meta = quantize(torch.empty(2, 3, 256, device="meta"), scheme, **static)
     assert on_meta.shape == (2, 3, 256) and on_meta.scale.shape == q.scale.shape
+    with FakeTensorMode() as mode:  # traced: nothing is known of values
+        parts = {n: mode.from_tensor(getattr(q, n)) for n in q.__tensor_flatten__()[0]}
+        traced = from_quantized(scheme, **parts)
+    assert traced.shape == q.shape and traced.scheme == q.scheme
 
 
 @schemes

@@ -235,7 +235,12 @@ class MoeOpsQuantizer(HfQuantizer):
             source = self._stored[target]
             tensors = {t: self._checkpoint.files.read(t, device) for t in source.values()}
             key = _metadata_key(source)
-            (weight,) = unflatten(tensors, {key: self._checkpoint.files.metadata[key]}).values()
+            metadata = {key: self._checkpoint.files.metadata[key]}
+            try:
+                (weight,) = unflatten(tensors, metadata).values()
+            except ValueError as error:
+                file = self._checkpoint.files.entries[source["qdata"]].file
+                raise ValueError(f"{error}, in {file}") from error
             return weight.to(dtype)
         scheme = self.quantization_config.scheme
         return self._checkpoint.load(self._weights[target], scheme, device=device, dtype=dtype)

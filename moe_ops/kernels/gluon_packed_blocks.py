@@ -53,8 +53,8 @@ def resident(p: Product, tiles: int) -> Residence:
     As many as there is room for, since what a block waits for others cover. Where scales come with the weights, three
     blocks are enough for that, and the number is chosen by the rounds it takes: the last one is seldom full. (gptoss20 in
     nvfp4 at M = 8, 7.0 tiles of GEMM1 and 3.6 of GEMM2 a multiprocessor: by three blocks 107 us, by four 95, by five 106;
-    gptoss120, of 9.7 and 5.0: 132, 140, 128. Of int4 four for three took gptoss20 from 94 to 88 us at M = 8, from 118 to 127 at
-    16.)
+    gptoss120, of 9.7 and 5.0: 132, 140, 128. Of int4, four blocks instead of three took gptoss20 from 94 to 88 us at M = 8,
+    from 118 to 127 at 16.)
     """
     overlap = _may_overlap(p)
     if p.format.name != "e2m1_words":
@@ -111,7 +111,7 @@ def _may_overlap(p: Product) -> bool:
     On an H200 that took 1 to 8 % less time at 8 tokens a block and, where it takes few registers, at 16; at 32, 1 to 2 % less
     where weights are scaled, so that pieces are not summed apart, and zero points need no registers.
     Blocks of two stages leave a multiprocessor room for so many that these cover for each other: 1 to 5 % less without. So do
-    those of int4 in pieces of 64 (gptoss20 at M = 8: 104 us and 108), where each piece's sum is scaled for itself.
+    those of int4 in pieces of 64 whose sums are scaled (gptoss20 at M = 8: 104 us without, 108 with).
     """
     of, tile = p.format, p.tile
     if p.tokens == 8:

@@ -61,8 +61,8 @@ def kernels() -> dict:
 def _scaled(of: Format, scales: torch.dtype) -> Format:
     """A format whose `scale` says what these kernels scale: of int4, weights by bf16 scales, which are rounded to bf16 so.
 
-    A group's sums then need no registers, are not waited for and not multiplied: Mixtral took 264 us for 273 at M = 64, and
-    506 for 649 at 256. Other scales would lose bits in bf16.
+    A group's sums then need no registers, are not waited for and not multiplied: Mixtral took 264 us instead of 273 at M = 64,
+    506 instead of 649 at 256. Other scales would lose bits in bf16.
     """
     grouped = of.name == "int4" and of.scale == "sum" and scales == torch.bfloat16
     return of._replace(scale="weight") if grouped else of
@@ -127,11 +127,11 @@ def choose(
 
     As measured on an H200 for qwen3, mixtral, gptoss20 and gptoss120 at 8 to 256 tokens. Multiprocessors of more blocks
     were faster than those of deeper rings, which leave scales less of the L1 cache, and GEMM2 of few tiles where its programs
-    share the columns: of Mixtral's 64 tokens, three parts are two rounds of three blocks a multiprocessor. Steps of 256 columns
-    beside ones of 128 and more of them: Mixtral in nvfp4, prepared, took 236 us for 244 at M = 32 and 548 for 566 at 256.
+    share the columns: of Mixtral's 64 tokens, three parts are two rounds of three blocks a multiprocessor. With 256
+    columns a step instead of 128 Mixtral in nvfp4, prepared, took 236 us instead of 244 at M = 32, 548 instead of 566 at 256.
 
     Of many rows, those of triton_packed.py decode as often, and more slowly: of 64, 128, 256 and 512 rows an expert Mixtral in
-    int4 took 1132, 1759, 3015 and 5308 us with them, and 509, 849, 1583 and 3114 with these; of fp8 990, 1335, 2322
+    int4 took 1132, 1759, 3015 and 5308 us with them, and 506, 849, 1583 and 3114 with these; of fp8 990, 1335, 2322
     and 4165, and 850, 1412, 2485 and 5011.
     """
     average = rows / groups

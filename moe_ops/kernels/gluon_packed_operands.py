@@ -15,9 +15,9 @@ from triton.experimental.gluon import language as gl
 from moe_ops.kernels.triton_packed_operands import is_e2m1, twice
 from moe_ops.meta.scales import rows_side_by_side
 
-# What int4_pair makes of a code and zero point of int4 is their difference times 2^-64, `INT4_ONE`.
+# What int4_pair makes of a code and its zero point is their difference times INT4_ONE.
 INT4_LOW, INT4_HIGH, INT4_ONE = (gl.constexpr(2.0**n) for n in (69, 65, -64))
-# both, and -8 times INT4_ONE, as bf16
+# INT4_LOW, INT4_HIGH and -8 * INT4_ONE as bits of bf16
 INT4_LOW_BITS, INT4_HIGH_BITS, INT4_OFFSET_BITS = (
     gl.constexpr(n) for n in (0x6200, 0x6000, 0xA100 - 65536)
 )
@@ -157,8 +157,7 @@ def fragment(w, LAYOUT: gl.constexpr):
 def int4_pair(p, low, high, offset):
     """bf16 of the even and of the odd columns' nibbles times `low` and times `high` times 16, each times 2^-133, plus an offset.
 
-    The low 8 bits of a bf16 count in steps of 2^-133, and no shift brings a nibble of either half of a byte there. Here and below
-    elements of 4 bytes come in the order 0, 2, 1, 3.
+    The low 8 bits of a bf16 count in steps of 2^-133, so nibbles of either half of a byte need no shift. Here and below elements of 4 bytes come in the order 0, 2, 1, 3.
     """
     return gl.inline_asm_elementwise(
         """{

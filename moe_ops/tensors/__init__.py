@@ -118,8 +118,8 @@ def from_quantized(
         An ExpertTensor of dtype bfloat16; ``.to(dtype)`` changes what ``dequantize()`` returns.
 
     Raises:
-        ValueError: a wrong rank, shape, dtype, device or scheme, a scale that is not finite, or a
-            tensor that is missing or that the scheme does not have.
+        ValueError: a wrong rank, shape, dtype, device or scheme, a scale that is not finite or too large (2^33 of mxfp4,
+            2^58 of int4), or a tensor that is missing or that the scheme does not have.
     """
     scheme = get_scheme(scheme)
     if zero_point is not None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from moe_ops.schemes import QuantScheme, get_scheme
 from moe_ops.tensors.base import ExpertTensor
@@ -15,7 +17,8 @@ HIGH_PRECISION = (torch.bfloat16, torch.float16, torch.float32)
 # Largest e8m0 code of e2m1 elements, 2^33: kernels that scale them in bf16 have room from 2^-93 to there. One bit more
 # and they would return infinities, then zeros.
 LARGEST_E8M0 = 160
-# Of int4, from 2^-62 to here they have: more is infinite on some of them.
+# Largest scale of int4 elements, of all schemes for simplicity: kernels that scale them in bf16 are exact from 2^-62 to here and
+# return infinities from 2^59 on.
 LARGEST_INT4_SCALE = 2.0**58
 
 
@@ -57,7 +60,7 @@ def check_groups(name: str, shape: tuple[int, ...], scheme: QuantScheme) -> None
         )
 
 
-def checked_parts(scheme: QuantScheme, parts: dict[str, Tensor | None]) -> dict[str, Tensor]:
+def checked_parts(scheme: QuantScheme, parts: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
     """The tensors of an ExpertTensor, by name, from those of a checkpoint; ValueError unless they fit.
 
     Some arrive as another view of what is stored: e8m0 scales as float8_e8m0fnu, pairs of e2m1 as
@@ -83,7 +86,7 @@ def checked_parts(scheme: QuantScheme, parts: dict[str, Tensor | None]) -> dict[
     check_groups("qdata (counted in elements)", shape, scheme)
     checked = {"qdata": qdata.detach()}
     for name, expected in scheme.scale_shapes(*shape).items():
-        value = parts[name]
+        value = parts.get(name)
         if expected is None:
             if value is not None:
                 raise ValueError(f"{name} must be None: scheme {scheme.name!r} has none")
@@ -138,17 +141,21 @@ def _checked_scale(
 
 
 def _check_zero_points(value: Tensor, dtype: str) -> None:
-    if dtype == "int4" and value.device.type != "meta" and bool((value > 15).any()):
+    if dtype == "int4" and _known(value) and bool((value > 15).any()):
         raise ValueError(f"zero_point must be in 0..15 for int4, got {value.max().item()}")
 
 
 def _check_positive(name: str, value: Tensor) -> None:
-    if value.device.type != "meta" and not bool((value > 0).all()):
+    if _known(value) and not bool((value > 0).all()):
         raise ValueError(f"{name} must be positive, got {value.min().item()}")
 
 
+def _known(values: Tensor) -> bool:
+    return values.device.type != "meta" and not isinstance(values, FakeTensor)
+
+
 def _check_at_most(name: str, values: Tensor, most: float, why: str) -> None:
-    if values.device.type != "meta" and values.max() > most:
+    if _known(values) and values.max() > most:
         raise ValueError(f"{name} must be at most {most:g} {why}, got {values.max().item():g}")
 
 
@@ -156,6 +163,11 @@ def _check_plain(name: str, value: object) -> None:
     check_tensor(name, value)
     if isinstance(value, ExpertTensor):
         raise ValueError(f"{name} must be a plain tensor, got {value}")
+    if hasattr(value, "full_tensor"):
+        raise ValueError(
+            f"{name} must be a plain tensor, got a DTensor; pass its to_local(), and the result to "
+            f"DTensor.from_local"
+        )
 
 
 def _check_matrices(name: str, t: Tensor) -> None:
@@ -168,7 +180,7 @@ def _check_matrices(name: str, t: Tensor) -> None:
 
 def _check_finite(name: str, values: Tensor) -> None:
     """Raise, naming the experts, unless all of these numbers (E, ...) are finite."""
-    if values.device.type == "meta":
+    if not _known(values):
         return
     finite = torch.isfinite(values).reshape(values.shape[0], -1).all(1)
     experts = (~finite).nonzero().flatten().tolist()
@@ -198,6 +210,6 @@ def checked_activation_scale(
             f"activation_scale must be one number, got shape {tuple(scale.shape)}; "
             f"of a scale for each expert, take the largest"
         )
-    if scale.device.type != "meta" and not 0 < scale.item() < float("inf"):
+    if _known(scale) and not 0 < scale.item() < float("inf"):
         raise ValueError(f"activation_scale must be positive and finite, got {scale.item()}")
     return scale.reshape(()).clone()

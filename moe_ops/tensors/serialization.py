@@ -20,7 +20,9 @@ import json
 import torch
 from torch import Tensor
 
+from moe_ops.schemes import get_scheme
 from moe_ops.tensors.base import ExpertTensor
+from moe_ops.tensors.checks import checked_activation_scale, checked_parts
 from moe_ops.tensors.float8 import Float8ExpertTensor
 from moe_ops.tensors.int4 import Int4ExpertTensor
 from moe_ops.tensors.int8 import Int8ExpertTensor
@@ -79,12 +81,27 @@ def flatten(state_dict: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str,
     return tensors, metadata
 
 
+def _checked(name: str, parts: dict[str, Tensor], attributes: dict) -> dict[str, Tensor]:
+    """The parts, as `from_quantized` takes those of all experts in their natural layout; ValueError, naming the weight, else."""
+    if attributes["weight_layout"] or parts["qdata"].dim() != 3:
+        return parts
+    scheme = get_scheme(attributes["scheme"])
+    try:
+        of_activations = checked_activation_scale(
+            parts.get("activation_scale"), scheme, parts["qdata"].device
+        )
+        found = checked_parts(scheme, parts)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from error
+    return found if of_activations is None else found | {"activation_scale": of_activations}
+
+
 def unflatten(tensors: dict[str, Tensor], metadata: dict[str, str] | None) -> dict[str, Tensor]:
     """The inverse of ``flatten``; metadata entries of others are ignored.
 
     Raises:
         ValueError: if the metadata name a class that is not ours, or a tensor is missing, or if they say nothing of
-            a weight's elements.
+            a weight's elements; if the tensors of a weight are not what ``from_quantized`` takes.
     """
     state_dict = dict(tensors)
     for key, text in (metadata or {}).items():
@@ -102,7 +119,7 @@ def unflatten(tensors: dict[str, Tensor], metadata: dict[str, str] | None) -> di
                     f"tensors must have {name + '.' + part!r}, which the metadata name"
                 )
         attributes["dtype"] = getattr(torch, attributes["dtype"])
-        state_dict[name] = cls(**parts, **attributes)
+        state_dict[name] = cls(**_checked(name, parts, attributes), **attributes)
     for key in state_dict:
         if key.endswith(".qdata"):
             raise ValueError(

@@ -25,6 +25,8 @@ def fsdp_pre_all_gather(self: ExpertTensor, mesh, outer_size, outer_stride, modu
             f"divide, got {outer_size[0]}; leave them out by fully_shard(ignored_params=...)"
         )
     names = _per_expert(self)
+    if mesh.size() == 1:  # FSDP takes the first tensor alone then; the others are whole here
+        names = names[:1]
     data = [getattr(self, name).contiguous() for name in names]
     dtypes = [t.dtype for t in data]
     return tuple(_bytes(t) for t in data), (names, dtypes, [t.shape[1:] for t in data])
