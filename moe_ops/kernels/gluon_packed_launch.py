@@ -57,15 +57,20 @@ def kernels() -> dict:
     }
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=64)
+def _with_weights_scaled(of: Format) -> Format:
+    return of._replace(scale="weight")
+
+
 def _scaled(of: Format, scales: torch.dtype) -> Format:
     """A format whose `scale` says what these kernels scale: of int4, weights by bf16 scales, which are rounded to bf16 so.
 
     A group's sums then need no registers, are not waited for and not multiplied: Mixtral took 264 us instead of 273 at M = 64,
     506 instead of 649 at 256. Other scales would lose bits in bf16.
     """
-    grouped = of.name == "int4" and of.scale == "sum" and scales == torch.bfloat16
-    return of._replace(scale="weight") if grouped else of
+    if of.name != "int4" or of.scale != "sum" or scales != torch.bfloat16:
+        return of
+    return _with_weights_scaled(of)
 
 
 def _format(w: Packed) -> Format:
