@@ -201,7 +201,7 @@ def test_other_layers_take_other_kernels(sizes, scheme, kernels):
 
 def eight_products(words: list[int], x: list[torch.Tensor]) -> float:
     """What the assembly of `eight_products` computes of two words of e4m3 and four pairs of fp16."""
-    source = (Path(backend.__file__).parent.parent / "kernels/triton_vector.py").read_text()
+    source = (Path(backend.__file__).parents[2] / "kernels/triton_vector.py").read_text()
     (code,) = re.findall(r'def eight_products.*?"""\{(.*?)\}"""', source, re.S)
 
     def e4m3_pair(bits):
