@@ -22,8 +22,9 @@ import torch
 from harness import format_table, machine_facts, write_json
 
 import moe_ops
-from moe_ops import backends
+from moe_ops import activations, backends
 from moe_ops.ops import library
+from moe_ops.ops.call import ExpertsCall, take_apart
 from moe_ops.planning import bind
 
 TARGET_US = 25.0
@@ -84,13 +85,16 @@ def calls_of(case: Case, device: torch.device) -> list[Callable[[], object]]:
     logits = torch.randn(case.num_tokens, e, generator=generator).to(device)
     weights, ids = moe_ops.route(logits, TOP_K)
     plan = moe_ops.explain(x, w13, w2, ids, backend="empty")
-    ready = bind.Ready(plan)
+    bound = bind.BoundPlan(plan)
+    silu = activations.resolve("silu")
+    experts = (x, take_apart(w13), take_apart(w2), weights, ids, None, None, None)
+    arguments = ExpertsCall(*experts, silu, False, True, False)
 
     def call() -> torch.Tensor:
         return moe_ops.fused_experts(x, w13, w2, weights, ids, backend="empty")
 
     def allocate() -> list[torch.Tensor]:
-        return ready.allocate(True, (case.num_tokens, k), x.dtype, case.num_tokens, device)
+        return bound.allocate(True, arguments, case.num_tokens)
 
     def call_operator() -> None:
         with mock.patch("moe_ops.planning.bind.dispatcher_is_idle", lambda: False):  # itself 20 us
