@@ -7,7 +7,7 @@ import torch
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before triton is imported anywhere
-    from tests.interpreter import drop_unread_checks, patch_language_once
+    from tests.support.interpreter import drop_unread_checks, patch_language_once
 
     patch_language_once()
     drop_unread_checks()

@@ -20,7 +20,7 @@ from moe_ops import MoELayer, caches, plans, registry
 from moe_ops.kernels import triton_launch
 from moe_ops.problem import Machine
 from moe_ops.tuning.backends import laid_out
-from tests.cases import BF16, FP32, TOLERANCE, assert_matches, tolerance
+from tests.support.cases import BF16, FP32, TOLERANCE, assert_matches, tolerance
 
 GPU = (
     pytest.mark.gpu,
@@ -220,7 +220,7 @@ def integration():
 
 
 def test_a_model_of_transformers(integration):
-    from test_families import build
+    from tests.integrations.transformers.test_families import build
 
     model = build("qwen3_moe", 3).to(BF16)
     with pytest.raises(ValueError, match="attach first"):
@@ -243,7 +243,7 @@ def test_a_model_of_transformers(integration):
 
 def test_bare_fp8_experts_without_a_block(integration):
     """Called by themselves, in each dtype that a router may weigh them in."""
-    from test_transformers import fp8_experts
+    from tests.integrations.transformers.test_models import fp8_experts
 
     experts, seen = fp8_experts(), []
     experts.register_parameter("other", nn.Parameter(torch.zeros(1, dtype=BF16)))
@@ -271,7 +271,7 @@ def test_bare_fp8_experts_without_a_block(integration):
     ],
 )
 def test_families_whose_blocks_are_built_otherwise(integration, family, name):
-    from test_families import build
+    from tests.integrations.transformers.test_families import build
 
     model = build(family, 2)
     integration.attach(model)
@@ -407,7 +407,7 @@ def test_capture_is_the_first_call(device, backend, scheme, M, monkeypatch):
 
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=GPU)])
 def test_a_transformers_model_is_captured_at_once(device, integration):
-    from test_families import build
+    from tests.integrations.transformers.test_families import build
 
     model = build("qwen3_moe", 2).to(device, BF16)
     model.set_experts_implementation("moe_ops")

@@ -13,7 +13,7 @@ Its gelu is the exact one, and gelu_tanh runs on it too: they differ by at most 
 normally distributed ones, of which bf16 rounds away 1.7e-3 and fp16 2.1e-4.
 
 Which of its kernels run is measured by `moe_ops.warmup` alone (kernels/flashinfer_library.py). SM90 is tested by
-tests/test_flashinfer_gpu.py; on SM100 and SM120 nothing was run: what is said of them follows the library's sources.
+tests/backends/flashinfer/test_gpu.py; on SM100 and SM120 nothing was run: what is said of them follows the library's sources.
 """
 
 from __future__ import annotations
