@@ -1,18 +1,11 @@
-"""Configuration: the sharding table, validation, and what follows from the fields."""
-
-import dataclasses
+"""ParallelConfig: the sharding table, ranks and validation."""
 
 import pytest
-import torch
 
 from moe_ops.config import (
     ALL2ALL_BACKENDS,
-    MoEConfig,
     ParallelConfig,
-    RoutingMethod,
     flatten_tp_across_dp_and_pcp,
-    get_routing_method,
-    resolve_routing_method,
 )
 
 # tp, dp, expert parallel -> per device r: (tp size, rank), (dp size, rank), (ep size, rank)
@@ -95,99 +88,3 @@ def test_bad_parallel_config(fields, message):
 def test_make_rejects_a_rank_that_flattening_would_hide():
     with pytest.raises(ValueError, match="tp_rank must be in 0..tp_size - 1 = 1, got 2"):
         ParallelConfig.make(tp_size=2, tp_rank=2, dp_size=2)
-
-
-def moe_config(**fields):
-    sizes = {"num_experts": 8, "experts_per_token": 2, "hidden_dim": 64, "intermediate_size": 32}
-    return MoEConfig(**(sizes | fields))
-
-
-def test_moe_config_defaults_follow_the_other_fields():
-    config = moe_config(in_dtype=torch.float16)
-    assert config.router_logits_dtype == torch.float16
-    assert config.num_local_experts == 8
-    assert config.intermediate_size_per_partition == 32
-    assert config.is_act_and_mul
-    assert config.routing_method is RoutingMethod.RENORMALIZE
-    assert not moe_config(activation="relu2_no_mul").is_act_and_mul
-    llama4 = moe_config(routing_method="llama4", experts_per_token=1)
-    assert llama4.routing_method is RoutingMethod.LLAMA4
-    sharded = moe_config(parallel=ParallelConfig.make(tp_size=4, tp_rank=1))
-    assert sharded.intermediate_size_per_partition == 8
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        config.num_experts = 4
-    assert hash(config) == hash(moe_config(in_dtype=torch.float16))
-
-
-def test_local_experts_of_all_ranks_add_up():
-    def local(rank, **fields):
-        parallel = ParallelConfig.make(
-            tp_size=3, tp_rank=rank, enable_expert_parallel=True, **fields
-        )
-        return parallel
-
-    counts = [moe_config(parallel=local(rank)).num_local_experts for rank in range(3)]
-    assert counts == [3, 3, 2]
-    assert moe_config(parallel=local(2, enable_eplb=True), num_local_experts=4)
-    with pytest.raises(ValueError, match="num_local_experts must be 2 on rank 2 of 3"):
-        moe_config(parallel=local(2), num_local_experts=4)
-    with pytest.raises(ValueError, match="num_local_experts must be 2 on rank 2 of 3"):
-        moe_config(parallel=local(2, enable_eplb=True), num_local_experts=1)
-    with pytest.raises(ValueError, match="num_experts must be at least ep_size=3, got 2"):
-        moe_config(parallel=local(2), num_experts=2)
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"hidden_dim": 0}, "hidden_dim must be at least 1, got 0"),
-        ({"hidden_dim": 64.0}, "hidden_dim must be an integer, got 64.0"),
-        ({"num_experts": "8"}, "num_experts must be an integer, got '8'"),
-        ({"max_num_tokens": True}, "max_num_tokens must be an integer, got True"),
-        ({"experts_per_token": 2.0}, "experts_per_token must be an integer, got 2.0"),
-        ({"num_local_experts": 8.0}, "num_local_experts must be an integer, got 8.0"),
-        ({"moe_backend": "cutlas"}, "moe_backend must be one of auto, .*got 'cutlas'"),
-        ({"routing_method": "llama4"}, "experts_per_token must be 1 for method 'llama4', got 2"),
-        ({"experts_per_token": 9}, r"experts_per_token must be in 1..num_experts=8, got 9"),
-        ({"activation": "swish"}, "activation must be one of silu, .*'swish'"),
-        ({"routing_method": "best"}, "must be one of default, renormalize, .*got 'best'"),
-        ({"in_dtype": torch.float64}, "in_dtype must be torch.bfloat16.*got torch.float64"),
-        ({"router_logits_dtype": torch.int8}, "router_logits_dtype must be"),
-        ({"parallel": ParallelConfig(tp_size=3)}, "must be a multiple of tp_size=3, got 32"),
-        ({"num_local_experts": 4}, "num_local_experts must be 8 on rank 0 of 1"),
-    ],
-)
-def test_bad_moe_config(fields, message):
-    with pytest.raises(ValueError, match=message):
-        moe_config(**fields)
-
-
-def test_routing_method_names_resolve():
-    for method in RoutingMethod:
-        assert resolve_routing_method(str(method)) is method
-        assert resolve_routing_method(method) is method
-
-
-@pytest.mark.parametrize(
-    ("scoring", "top_k", "renormalize", "groups", "bias", "expected"),
-    [
-        ("sigmoid", 8, True, 8, True, RoutingMethod.DEEPSEEK_V3),
-        ("sigmoid", 1, False, 1, True, RoutingMethod.DEEPSEEK_V3),
-        ("sigmoid", 8, True, 0, True, RoutingMethod.UNSPECIFIED),
-        ("sigmoid", 8, True, None, True, RoutingMethod.UNSPECIFIED),
-        ("softmax", 8, True, 8, True, RoutingMethod.UNSPECIFIED),
-        ("sqrtsoftplus", 8, True, 8, True, RoutingMethod.UNSPECIFIED),
-        ("sigmoid", 1, False, None, False, RoutingMethod.LLAMA4),
-        ("sigmoid", 2, True, None, False, RoutingMethod.UNSPECIFIED),
-        ("softmax", 2, True, None, False, RoutingMethod.RENORMALIZE),
-        ("softmax", 2, False, None, False, RoutingMethod.DEFAULT),
-        ("sqrtsoftplus", 2, True, None, False, RoutingMethod.UNSPECIFIED),
-    ],
-)
-def test_get_routing_method(scoring, top_k, renormalize, groups, bias, expected):
-    assert get_routing_method(scoring, top_k, renormalize, groups, bias) is expected
-
-
-def test_get_routing_method_rejects_an_unknown_scoring():
-    with pytest.raises(ValueError, match="scoring must be one of softmax, .*got 'tanh'"):
-        get_routing_method("tanh", 2, True, None, False)

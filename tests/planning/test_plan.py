@@ -1,10 +1,7 @@
 """Plans: which backend is chosen, what is said about the others, and that plans know nothing of M."""
 
-import ast
 import dataclasses
-import json
 import threading
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +10,6 @@ import moe_ops
 from moe_ops import plans, registry, tuning
 from moe_ops.activations import Activation
 from moe_ops.problem import Machine, Problem
-from tests.support.cases import measured_tiers
 
 H200 = Machine("cuda", (9, 0), "NVIDIA H200", ("triton", "torch"))
 CPU = Machine("cpu", available=("triton", "torch"))
@@ -24,25 +20,6 @@ WIDE = dataclasses.replace(PLAIN, dtype=torch.float64)  # torch alone runs it
 
 def names(plan: registry.Plan) -> list[tuple[int, str]]:
     return [(limit, backend.name) for limit, backend in plan.tiers]
-
-
-@pytest.fixture
-def table(tmp_path, monkeypatch):
-    """Writes the measured table of an H200 for `PLAIN` and, with the same tiers, for `WIDE`."""
-
-    def write(*tiers: tuple[int, str], **facts):
-        entry = {"num_experts": 8, "hidden_size": 64, "intermediate_size": 32, "top_k": 2}
-        entry |= {"scheme": "", "dtype": "bfloat16"} | facts
-        entry["backends"] = measured_tiers(*tiers)
-        entries = [entry, entry | {"dtype": "float64"}]
-        text = json.dumps({"gpu": "NVIDIA H200", "entries": entries})
-        (tmp_path / "nvidia_h200.json").write_text(text)
-        tuning._entries.cache_clear()
-
-    monkeypatch.setattr(tuning, "_FOLDER", tmp_path)
-    tuning._entries.cache_clear()
-    yield write
-    tuning._entries.cache_clear()
 
 
 # --- named backends --------------------------------------------------------------------------------
@@ -266,43 +243,6 @@ def test_the_heuristic_for_what_was_not_measured(monkeypatch, table):
     assert names(registry.plan(FP8, here)) == [(4, "deep_gemm"), (-1, "triton")]
 
 
-def test_one_workspace_serves_every_tier(table):
-    """At each M every buffer holds what any tier's backend asks for, whatever its tier's bound."""
-    table((16, "torch"), (-1, "triton"))
-    plan = registry.plan(PLAIN, H200)
-    assert len(plan.tiers) == 2
-    for M in (0, 1, 16, 17, 4096):
-        whole = [registry._bytes(buffer) for buffer in plan.workspace_shapes(M)]
-        for _, backend in plan.tiers:
-            needed = [registry._bytes(b) for b in backend.workspace_shapes(M, PLAIN)]
-            assert all(a >= b for a, b in zip(whole, needed, strict=True))
-
-
-def test_the_tiered_op_picks_by_the_real_size(monkeypatch):
-    """Values and launchers, at both sides of the tiers' bounds."""
-    torch_backend = registry._named("torch")
-    launched = []
-
-    def recording(name):
-        def launch(args):
-            launched.append(name)
-            torch_backend.launch["experts"](args)
-
-        return dataclasses.replace(torch_backend, name=name, launch={"experts": launch})
-
-    few, some, many = recording("few"), recording("some"), recording("many")
-    monkeypatch.setattr(registry, "BACKENDS", (few, some, many, torch_backend))
-    monkeypatch.setattr(registry, "_measured", lambda *_: ((2, "few"), (4, "some"), (-1, "many")))
-    w13, w2 = torch.randn(3, 8, 6), torch.randn(3, 6, 4)
-    with registry.pretend(Machine("cpu", available=("few", "some", "many", "torch"))):
-        for M in (0, 1, 2, 3, 4, 5, 50):
-            x, ids = torch.randn(M, 6), torch.randint(0, 3, (M, 2))
-            got = moe_ops.fused_experts(x, w13, w2, torch.ones(M, 2), ids)
-            want = moe_ops.fused_experts(x, w13, w2, torch.ones(M, 2), ids, backend="torch")
-            assert torch.equal(got, want)
-    assert launched == ["few"] * 3 + ["some"] * 2 + ["many"] * 2
-
-
 # --- what a plan says ------------------------------------------------------------------------------
 
 
@@ -475,29 +415,3 @@ def test_threads_share_the_plans():
     for thread in threads:
         thread.join()
     assert not wrong
-
-
-# --- the house's order -----------------------------------------------------------------------------
-
-
-def test_names_are_listed_in_order_of_preference():
-    assert moe_ops.list_backends() == tuple(backend.name for backend in registry.BACKENDS)
-    assert len(set(moe_ops.list_backends())) == len(registry.BACKENDS)
-
-
-@pytest.mark.parametrize("name", registry.list_backends())
-def test_backend_files_follow_one_order(name):
-    """available, supports, workspace_shapes, the launchers, and last the registration."""
-    path = Path(registry.__file__).parent / "backends" / f"{name}.py"
-    body = ast.parse(path.read_text()).body
-    defined = {
-        node.name: index for index, node in enumerate(body) if isinstance(node, ast.FunctionDef)
-    }
-    launchers = [name for name in defined if name.startswith("_launch_")]
-    # what two backends share, launchers among it, stands beside their kernels
-    assert len(launchers) in (0, len(registry._named(name).launch))
-    parts = ("available", "supports", "workspace_shapes", *launchers)
-    order = [defined[part] for part in parts if part in defined]
-    assert "supports" in defined and order == sorted(order)
-    assert isinstance(body[-1], ast.Assign) and body[-1].targets[0].id == "BACKEND"
-    assert ast.unparse(body[-1].value.func) in ("register", "library.register")

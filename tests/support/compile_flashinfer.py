@@ -15,14 +15,14 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
-from compile_kernels import Call, _compiling, _empty, _weight  # noqa: E402
+from compile_kernels import Call, _compiling, _empty, _weight
 
-from moe_ops.activations import Activation, rows_before  # noqa: E402
-from moe_ops.backends import flashinfer  # noqa: E402
-from moe_ops.kernels import flashinfer_library as library  # noqa: E402
-from moe_ops.kernels.triton_launch import Gpu  # noqa: E402
-from moe_ops.library import ExpertsArgs  # noqa: E402
-from moe_ops.problem import Problem  # noqa: E402
+from moe_ops.activations import Activation, rows_before
+from moe_ops.backends import flashinfer
+from moe_ops.kernels import flashinfer_library as library
+from moe_ops.kernels.triton_launch import Gpu
+from moe_ops.library import ExpertsArgs
+from moe_ops.problem import Problem
 
 CALLS = (  # scheme, top_k, bias and expert_map, router_weight_on_input, activation, ids
     ("", 8, True, False, "silu", torch.int64),

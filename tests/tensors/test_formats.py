@@ -33,7 +33,8 @@ from moe_ops.tensors import (
     unflatten,
 )
 from tests.support import oracle
-from tests.tensors.test_e4m3 import Experts, same, sample
+from tests.tensors.test_e4m3 import same, sample
+from tests.tensors.test_storage import Experts
 
 CLASSES = {
     "int8_w8a8": Int8ExpertTensor,

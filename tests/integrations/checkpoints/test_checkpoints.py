@@ -12,8 +12,8 @@ from tests.support.writers import GPTQ, NVFP4, WRITERS, BlockFP8, Packed, gpt_os
 
 files = pytest.importorskip("safetensors.torch")
 
-import moe_ops  # noqa: E402
-from moe_ops.integrations.checkpoints import Checkpoint  # noqa: E402
+import moe_ops
+from moe_ops.integrations.checkpoints import Checkpoint
 
 E, I, K = 3, 128, 256
 PREFIX = "model.layers.1.mlp.experts"

@@ -9,9 +9,9 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
-from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode
 
-import moe_ops.integrations.transformers as integration  # noqa: E402
+import moe_ops.integrations.transformers as integration
 
 # Sizes by configuration field; a family takes the fields it has.
 SMALL = {

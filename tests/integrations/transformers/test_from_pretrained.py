@@ -15,8 +15,8 @@ transformers = pytest.importorskip("transformers")
 safetensors = pytest.importorskip("safetensors")
 files = pytest.importorskip("safetensors.torch")
 
-from moe_ops.integrations.transformers import MoeOpsConfig, attach, quantize  # noqa: E402
-from tests.integrations.transformers import test_families  # noqa: E402
+from moe_ops.integrations.transformers import MoeOpsConfig, attach, quantize
+from tests.integrations.transformers import test_families
 
 IDS = torch.tensor([[27, 54, 47, 78, 38], [4, 29, 33, 45, 61]])
 E, H, INNER = 4, 256, 128

@@ -12,12 +12,12 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
-from torch import nn  # noqa: E402
+from torch import nn
 
-import moe_ops.integrations.transformers as integration  # noqa: E402
-from moe_ops.integrations import _routers  # noqa: E402
-from tests.integrations.transformers.test_families import FAMILIES, build, outputs, relative  # noqa: E402
-from tests.routing.test_route import make_router  # noqa: E402
+import moe_ops.integrations.transformers as integration
+from moe_ops.integrations import _routers
+from tests.integrations.transformers.test_families import FAMILIES, build, outputs, relative
+from tests.routing.test_route import make_router
 
 IDS = torch.tensor([[27, 54, 47, 78, 38], [4, 29, 33, 45, 61]])
 # one family for each rule, and settings that choose between formulas

@@ -21,7 +21,7 @@ from tests.support.cases import BF16, FP32, Case, assert_matches, tolerance
 triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")
 
-from moe_ops.kernels.triton_vector import halves  # noqa: E402
+from moe_ops.kernels.triton_vector import halves
 
 IDS = torch.tensor([[2, 0]])
 SIZES = {"M": 1, "E": 4, "top_k": 2, "K": 144, "I": 80, "ids": IDS}

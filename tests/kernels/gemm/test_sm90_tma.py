@@ -12,10 +12,10 @@ from tests.support.cases import BF16, FP16, FP32, Case, assert_matches, toleranc
 
 triton = pytest.importorskip("triton")
 
-from moe_ops.kernels import triton_large_launch, triton_tiles  # noqa: E402
-from moe_ops.kernels.triton_launch import Gpu  # noqa: E402
-from moe_ops.kernels.triton_scales import Scales, Weight  # noqa: E402
-from moe_ops.kernels.triton_tiles import Tile, Tiles, searching  # noqa: E402
+from moe_ops.kernels import triton_large_launch, triton_tiles
+from moe_ops.kernels.triton_launch import Gpu
+from moe_ops.kernels.triton_scales import Scales, Weight
+from moe_ops.kernels.triton_tiles import Tile, Tiles, searching
 
 CUDA = torch.cuda.is_available()
 ENGINE = CUDA and torch.cuda.get_device_properties(0).shared_memory_per_block_optin > 200 * 1024

@@ -17,10 +17,10 @@ from tests.support.cases import BF16, FP16, FP32, Case
 
 pytest.importorskip("triton")
 
-from moe_ops.backends import triton as backend  # noqa: E402
-from moe_ops.kernels import triton_packed_launch, triton_packed_tiles, triton_tiles  # noqa: E402
-from moe_ops.kernels.triton_launch import gpu  # noqa: E402
-from moe_ops.kernels.triton_tiles import Tile, Tiles, block_bound  # noqa: E402
+from moe_ops.backends import triton as backend
+from moe_ops.kernels import triton_packed_launch, triton_packed_tiles, triton_tiles
+from moe_ops.kernels.triton_launch import gpu
+from moe_ops.kernels.triton_tiles import Tile, Tiles, block_bound
 
 CUDA = torch.cuda.is_available()
 INTERPRETED = pytest.mark.skipif(CUDA, reason="with a GPU the kernels are compiled")

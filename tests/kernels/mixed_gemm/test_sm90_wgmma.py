@@ -1,14 +1,10 @@
-"""The kernels for weights of 4 and 8 bits on SM90: the order of rows and columns and the assembly on a CPU, that they compile where
-Triton is of their language, and values on a GPU (`-m gpu`)."""
+"""Weights of 4 and 8 bits on SM90: launches on a CPU, that the kernels compile, and values on a GPU (`-m gpu`)."""
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
-import itertools
 import math
 import os
-import re
 import subprocess
 import sys
 from unittest import mock
@@ -16,34 +12,27 @@ from unittest import mock
 import pytest
 import torch
 
-from tests.kernels.mixed_gemm.test_decode import E2M1, E4M3, halves, run, words
 from tests.support.cases import BF16, FP32, Case, assert_matches, prepared, refill, tolerance
 
 pytest.importorskip("triton.experimental.gluon")
 
-import triton.language as tl  # noqa: E402
 
-import moe_ops  # noqa: E402
-from moe_ops.backends import triton as backend  # noqa: E402
-from moe_ops.kernels import gluon_packed as kernels  # noqa: E402
-from moe_ops.kernels import gluon_packed_blocks as blocks  # noqa: E402
-from moe_ops.kernels import gluon_packed_launch as launch  # noqa: E402
-from moe_ops.kernels import gluon_packed_matmul as matmul  # noqa: E402
-from moe_ops.kernels import gluon_packed_operands as operands  # noqa: E402
-from moe_ops.kernels import (  # noqa: E402
+import moe_ops
+from moe_ops.kernels import gluon_packed as kernels
+from moe_ops.kernels import gluon_packed_blocks as blocks
+from moe_ops.kernels import gluon_packed_launch as launch
+from moe_ops.kernels import gluon_packed_matmul as matmul
+from moe_ops.kernels import gluon_packed_operands as operands
+from moe_ops.kernels import (
     triton_launch,
     triton_packed_launch,
-    triton_packed_tiles,
     triton_tiles,
     triton_vector_packed_launch,
 )
-from moe_ops.kernels.triton_tiles import Tile, Tiles  # noqa: E402
-from moe_ops.meta.scales import TRITON_E2M1, triton_e2m1_scale_shape  # noqa: E402
-from moe_ops.problem import Machine, Problem  # noqa: E402
-from moe_ops.tensors import layouts  # noqa: E402
-from moe_ops.tensors.triton import from_words, to_words  # noqa: E402
+from moe_ops.kernels.triton_tiles import Tile, Tiles
+from moe_ops.meta.scales import TRITON_E2M1
+from moe_ops.tensors import layouts
 
-OPERANDS = "gluon_packed_operands.py"
 SPOKEN = launch.spoken()
 SM90 = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9 and SPOKEN
 ON_GPU = (
@@ -52,238 +41,15 @@ ON_GPU = (
 )
 
 
-def nibbles(word: int) -> list[int]:
-    """Of bytes 0, 2, 1, 3: the lower ones, then the upper ones."""
-    data = word.to_bytes(4, "little")
-    data = [data[i] for i in (0, 2, 1, 3)]
-    return [b & 15 for b in data] + [b >> 4 for b in data]
-
-
-def in_pairs(*numbers: torch.Tensor) -> list[int]:
-    """Each bf16 number twice in 32 bits, twice."""
-    return [n.view(torch.int16).item() % 65536 * 0x00010001 for n in numbers for _ in range(2)]
-
-
 INT4_NUMBERS = [
     torch.tensor(bits.value, dtype=torch.int16).view(BF16)
     for bits in (operands.INT4_LOW_BITS, operands.INT4_HIGH_BITS, operands.INT4_OFFSET_BITS)
 ]
 
 
-@pytest.mark.parametrize("zero", [0, 7, 8, 15, 255])
-def test_int4(zero):
-    low, high, offset_of_8 = INT4_NUMBERS
-    offset = torch.tensor(-zero * operands.INT4_ONE.value, dtype=BF16)
-    assert zero != 8 or offset == offset_of_8
-    for word in words(64):
-        found = run("int4_pair", word, *in_pairs(low, high, offset), source=OPERANDS)
-        assert found == [(n - zero) * 2.0**-64 for n in nibbles(word)]
-    assert matmul.INT4_SHIFT.value == 2.0**64
-
-
-@pytest.mark.parametrize("scale", [1.0, 0.0, 0.0123, -3.7, 2.0**-50, 1.5 * 2.0**57])
-def test_int4_times_scales(scale):
-    """Rounded once, as (code - 8) * scale."""
-    s = torch.tensor(scale, dtype=BF16)
-    one = operands.INT4_ONE.value
-    numbers = in_pairs(
-        *(s * n for n in (operands.INT4_LOW.value, operands.INT4_HIGH.value, -8 * one))
-    )
-    for word in words(64):
-        found = run("int4_pair", word, *numbers, source=OPERANDS)
-        expected = (torch.tensor(nibbles(word)).double() - 8) * s.double() * one
-        assert found == expected.to(BF16).tolist()
-
-
-@pytest.mark.parametrize("exponent", [-93, 0, 32])
-def test_e2m1(exponent):
-    scale = (127 + exponent) * 0x00800080 + 0x2F002F00  # as `twice` has it
-    factor = 2.0**-126 * halves(scale)[0]
-    for word in words(64):
-        found = run("e2m1_pair", word, scale, scale, source=OPERANDS)
-        assert found == [E2M1[n] * factor for n in nibbles(word)]
-
-
-def in_words(words: list[int]) -> list[int]:
-    """Words of e2m1 as `moe_ops.prepare` lays them out for these kernels."""
-    signed = torch.tensor([w - (w >> 31 << 32) for w in words], dtype=torch.int32)
-    prepared = to_words(signed.view(torch.uint8).reshape(1, 1, -1))
-    return [w & 0xFFFFFFFF for w in prepared.view(torch.int32).flatten().tolist()]
-
-
-@pytest.mark.parametrize("exponent", [-93, 0, 32])
-def test_e2m1_words(exponent):
-    """Prepared words decode to what natural ones do, in the same order."""
-    scale = (127 + exponent) * 0x00800080 + 0x2F002F00
-    factor = 2.0**-126 * halves(scale)[0]
-    natural = words(64)
-    for word, ready in zip(natural, in_words(natural), strict=True):
-        found = run("e2m1_words_pair", ready, scale, scale, source=OPERANDS)
-        assert found == [E2M1[n] * factor for n in nibbles(word)]
-
-
-def test_words_take_every_bit_to_a_place_of_its_own():
-    bits = in_words([1 << i for i in range(32)])
-    assert sorted(bits) == [1 << i for i in range(32)]
-    q = torch.randint(0, 256, (3, 5, 64), dtype=torch.uint8)
-    assert torch.equal(from_words(to_words(q)), q) and torch.equal(to_words(from_words(q)), q)
-    assert torch.equal(to_words(q)[1], to_words(q[1]))
-    assert torch.equal(to_words(q.mT.contiguous().mT), to_words(q))
-
-
-@pytest.fixture
-def on_any_device(monkeypatch):
-    (relayout,) = layouts.RELAYOUTS["triton"]
-    monkeypatch.setitem(layouts.RELAYOUTS, "triton", (relayout._replace(on=None),))
-
-
-@pytest.mark.parametrize("scheme", ["mxfp4_w4a16", "mxfp4_w4a16:ceil", "nvfp4_w4a16"])
-def test_prepared_weights_are_the_same_numbers(scheme, on_any_device):
-    plain = torch.randn(3, 32, 192) * torch.rand(3, 32, 192).exp2()
-    w = moe_ops.quantize(plain.to(BF16), scheme)
-    ready = moe_ops.prepare(w, "triton")
-    assert ready.weight_layout == TRITON_E2M1 and ready.shape == w.shape
-    assert not torch.equal(ready.qdata, w.qdata) and ready.scale.dtype == w.scale.dtype
-    group = 192 // w.scale.shape[-1]
-    rows, columns = torch.arange(32)[:, None], torch.arange(192 // group)
-    tall, wide = group // 4, 64 // group  # rows and columns of 16 bytes
-    at = columns // wide * 16 + rows % tall * wide + columns % wide
-    scale, natural = ready.scale.view(torch.uint8), w.scale.view(torch.uint8)
-    assert scale.shape == triton_e2m1_scale_shape(*w.shape, group)
-    assert torch.equal(scale[:, rows // tall, at], natural)
-    assert torch.equal(ready.dequantize(), w.dequantize())
-    assert torch.equal(ready[1:].dequantize(), w[1:].dequantize())
-    back = moe_ops.prepare(ready, "torch")
-    assert back.weight_layout == "" and torch.equal(back.qdata, w.qdata)
-    assert torch.equal(back.scale.view(torch.uint8), natural) and back.scale.is_contiguous()
-    one = moe_ops.prepare(w[0], "triton")
-    assert torch.equal(one.qdata, ready.qdata[0]) and torch.equal(
-        one.dequantize(), w[0].dequantize()
-    )
-    buffer = torch.zeros(w.qdata.numel() + 1, dtype=torch.uint8)[1:]
-    w = w._replace(qdata=buffer.view_as(w.qdata).copy_(w.qdata))
-    assert torch.equal(moe_ops.prepare(w, "triton").qdata, ready.qdata)
-
-
-def test_weights_that_cannot_be_prepared(on_any_device):
-    for scheme in ("int4_w4a16:g128", "mxfp4_w4a8", "nvfp4", "fp8_w8a16:channel"):
-        w = moe_ops.quantize(torch.randn(2, 8, 128).to(BF16), scheme)
-        assert moe_ops.prepare(w, "triton") is w
-    for rows, columns in ((16, 96), (16, 64), (8, 128)):
-        w = moe_ops.quantize(torch.randn(2, rows, columns).to(BF16), "mxfp4_w4a16")
-        got = f"rows that 16 divides.* got {rows} rows of {columns}; leave w13 and w2"
-        with pytest.raises(ValueError, match=f"columns that 64 divides, at least 128, and {got}"):
-            moe_ops.prepare(w, "triton")
-    w = moe_ops.quantize(torch.randn(2, 16, 128).half(), "mxfp4_w4a16")
-    with pytest.raises(ValueError, match="beside bfloat16 .* got dtype torch.float16; leave w13"):
-        moe_ops.prepare(w, "triton")
-
-
-def test_prepared_only_where_its_kernels_run():
-    w = moe_ops.quantize(torch.randn(2, 8, 64).to(BF16), "mxfp4_w4a16")
-    assert moe_ops.prepare(w, "triton") is w  # on a CPU
-
-
-def problem(**changes) -> Problem:
-    act = moe_ops.Activation("silu")
-    sizes = ("experts", 4, 256, 128, 256, 2, BF16, "mxfp4_w4a16", TRITON_E2M1, act)
-    return dataclasses.replace(Problem(*sizes), **changes)
-
-
-HOPPER = Machine("cuda", (9, 0), "NVIDIA H200", ("triton",))
-
-
-@pytest.mark.parametrize(
-    "changes, machine, reason",
-    [
-        ({}, {}, ""),
-        ({"scheme": "nvfp4_w4a16"}, {}, ""),
-        ({"scheme": "int4_w4a16:g128"}, {}, "of e2m1 weights .* got scheme 'int4_w4a16:g128'"),
-        ({"scheme": "mxfp4_w4a8"}, {}, "of e2m1 weights .* got scheme 'mxfp4_w4a8'"),
-        ({"scheme": "fp8_block"}, {}, "of e2m1 weights .* got scheme 'fp8_block'"),
-        ({"scheme": ""}, {}, "of e2m1 weights .* got scheme ''"),
-        ({"kind": "batched_experts", "top_k": 0}, {}, "in fused_experts alone"),
-        ({"dtype": torch.float16}, {}, "takes bfloat16 .* got torch.float16"),
-        ({}, {"capability": (8, 0)}, "on compute capability 9.0 under Triton 3.6, got 8.0"),
-        ({"layout": "flashinfer_mixed"}, {}, "natural layout or in 'triton_e2m1', got"),
-    ],
-)
-def test_who_takes_prepared_weights(changes, machine, reason, monkeypatch):
-    monkeypatch.setattr(backend, "_SPOKEN", True)
-    monkeypatch.setattr(backend, "INTERPRETED", False)
-    reasons = backend.supports(problem(**changes), dataclasses.replace(HOPPER, **machine))
-    assert len(reasons) == bool(reason)
-    if reason:
-        assert re.search(reason, reasons[0]) and "prepare(weight, 'torch')" in reasons[0]
-
-
-def test_interpreter_and_other_languages_do_not_take_prepared_weights(monkeypatch):
-    for name, value, found in (("_SPOKEN", False, "Triton "), ("INTERPRETED", True, "its inter")):
-        monkeypatch.setattr(backend, "_SPOKEN", True)
-        monkeypatch.setattr(backend, "INTERPRETED", False)
-        monkeypatch.setattr(backend, name, value)
-        (reason,) = backend.supports(problem(), HOPPER)
-        assert f"got 9.0 under {found}" in reason
-
-
-@pytest.mark.parametrize("M", [2, 64, 300, 5000])
-def test_prepared_weights_get_tiles_that_read_them(M):
-    """However many rows an expert has, and whatever a table says."""
-    from moe_ops.kernels.triton_launch import gpu
-
-    others = triton_packed_tiles.choose(M, 4, 256, 128, 4, BF16, False, 232448)
-    args = (M, 2, 4, 256, 128, BF16, gpu(-1), "mxfp4_w4a16", 4, True, False, True)
-    with mock.patch.object(triton_tiles, "measured", lambda *_: others):
-        found = triton_packed_tiles._for_experts.__wrapped__(*args)
-    assert found.wgmma and found.tokens >= min(64, M * 2 / 4 / 4)
-
-
-def test_what_no_kernel_reads_is_refused():
-    """Many tokens off Hopper: nothing is launched on words whose bits lie in another order."""
-    case = Case("cpu", FP32, "mxfp4_w4a16", M=5, E=4, top_k=2, K=128, I=128)
-    for i in (1, 2):
-        case.args[i] = prepared(case.args[i])
-    with pytest.raises(
-        RuntimeError, match=r"layout 'triton_e2m1' need .*prepare\(weight, 'torch'\)"
-    ):
-        moe_ops.fused_experts(*case.args, backend="triton")
-    w = case.args[2]
-    case.args[2] = w._replace(scale=w.scale[:, :1])
-    with pytest.raises(ValueError, match=r"w2's scale must have shape \(4, 16, 32\)"):
-        moe_ops.explain(*case.args[:3], case.args[4], backend="triton")
-
-
-def in_order(word: int) -> list[int]:
-    data = word.to_bytes(4, "little")
-    return [data[i] for i in (0, 2, 1, 3)]
-
-
-def test_int8():
-    for word in words(64):
-        expected = [b - 256 if b > 127 else b for b in in_order(word)]
-        assert run("int8_value", word, source=OPERANDS) == expected
-
-
-def test_e4m3():
-    for word in words(64):
-        found = run("e4m3_value", word, source=OPERANDS)
-        pairs = zip(found, [E4M3[b] for b in in_order(word)], strict=True)
-        assert all(value == expected or expected != expected for value, expected in pairs)
-
-
 def columns_at(U: int, bits: int) -> torch.Tensor:
     """The column at every place of a piece."""
     return kernels.in_place.fn(torch.arange(U), U, bits)
-
-
-@pytest.mark.parametrize("U", [64, 128])
-@pytest.mark.parametrize("bits", [4, 8])
-def test_order_of_columns_is_a_permutation(U, bits):
-    places = torch.arange(U)
-    columns = columns_at(U, bits)
-    assert sorted(columns.tolist()) == places.tolist()
-    with mock.patch.object(tl, "static_range", range):
-        assert torch.equal(kernels.place_of.fn(columns, operands.bits_of_place(U, bits)), places)
 
 
 def pieces_of(K: int, U: int) -> torch.Tensor:
@@ -410,85 +176,6 @@ def test_first_block_says_how_many_are_used(experts):
     used = sum(-(-experts.count(e) // TILE) for e in range(E))
     assert index[3] == used
     assert (index[: 4 * blocks : 4] >= 0).tolist() == [i < used for i in range(blocks)]
-
-
-@pytest.mark.parametrize("U", [64, 128])
-@pytest.mark.parametrize("gated, interleaved", [(False, False), (True, False), (True, True)])
-def test_product_of_a_piece(U, gated, interleaved):
-    """Bytes of a tile through the kernel's own steps, times activations in that order."""
-    WN, tokens = 64, 8
-    g = torch.Generator().manual_seed(U)
-    codes = torch.randint(0, 16, (WN, U), generator=g)
-    x = torch.randint(-4, 5, (tokens, U), generator=g).double()
-    tile = (codes[:, 0::2] | codes[:, 1::2] << 4).to(torch.uint8)
-    with mock.patch.object(operands.gl, "convert_layout", lambda t, layout, assert_trivial: t):
-        p = operands.in_order.fn(tile, gated, interleaved).contiguous()
-        numbers = in_pairs(*INT4_NUMBERS)
-        found = [
-            run("int4_pair", word & 0xFFFFFFFF, *numbers, source=OPERANDS)
-            for word in p.view(torch.int32).flatten().tolist()
-        ]
-        pairs = torch.tensor(found, dtype=torch.float64).view(WN, U // 8, 2, 4)
-        even, odd = [
-            operands.fragment.fn(pairs[:, :, i].reshape(WN, U // 2), None) for i in (0, 1)
-        ]
-    arranged = x[:, columns_at(U, 4)]
-    product = even @ arranged[:, : U // 2].T + odd @ arranged[:, U // 2 :].T
-    r = torch.arange(WN)
-    i, up = r // 16 * 8 + r % 8, r // 8 % 2
-    row = (2 * i + up if interleaved else i + WN // 2 * up) if gated else r
-    assert torch.equal(product * matmul.INT4_SHIFT.value, (codes[row] - 8).double() @ x.T)
-
-
-def test_product_of_a_piece_of_8_bits():
-    WN, U, tokens = 64, 64, 8
-    g = torch.Generator().manual_seed(U)
-    codes = torch.randint(-128, 128, (WN, U), generator=g)
-    x = torch.randint(-4, 5, (tokens, U), generator=g).double()
-    data = codes.to(torch.int8).view(torch.int32).flatten().tolist()
-    found = [run("int8_value", word & 0xFFFFFFFF, source=OPERANDS) for word in data]
-    values = torch.tensor(found, dtype=torch.float64).view(WN, U)
-    with mock.patch.object(operands.gl, "convert_layout", lambda t, layout, assert_trivial: t):
-        weights = operands.fragment.fn(values, None)
-    assert torch.equal(weights @ x[:, columns_at(U, 8)].T, codes.double() @ x.T)
-
-
-@pytest.mark.parametrize("gated, interleaved", [(False, False), (True, False), (True, True)])
-@pytest.mark.parametrize("WN, warps", [(64, 4), (128, 4), (128, 8)])
-def test_threads_hold_rows_in_the_products_order(gated, interleaved, WN, warps):
-    """`weight_layout` names the rows of memory that `in_order` puts where a thread's rows of the product are."""
-    rows = torch.arange(WN)[:, None].expand(WN, 64)
-    ordered = operands.in_order.fn(rows, gated, interleaved)[:, 0].tolist()
-    found, expected = [
-        operands.weight_layout(WN, 64, warps, *kind)
-        for kind in ((gated, interleaved), (False,) * 2)
-    ]
-    for name in ("reg_bases", "lane_bases", "warp_bases"):
-        for (row, byte), (place, same) in zip(getattr(found, name), getattr(expected, name), strict=True):  # fmt: skip
-            assert (row, byte) == (ordered[place], same)
-
-
-@pytest.mark.parametrize("gated, interleaved", [(False, False), (True, False), (True, True)])
-@pytest.mark.parametrize("WN, warps", [(64, 4), (128, 4), (128, 8)])
-@pytest.mark.parametrize("G", [16, 32])
-def test_threads_hold_scales_of_what_they_decode(gated, interleaved, WN, warps, G):
-    """`scale_layout` names the row and the quarter of a piece that `weight_layout` does."""
-    R = operands.scale_rows(G)
-    row, quarter = torch.arange(WN)[:, None], torch.arange(4)
-    numbers = torch.zeros(WN // R, 4 * R, dtype=torch.int64)
-    numbers[row // R, quarter // 2 * 2 * R + row % R * 2 + quarter % 2] = row * 4 + quarter
-    assert torch.equal(operands.scales_in_order.fn(numbers, G), row * 4 + quarter)
-    how = (WN, warps, gated, interleaved)
-    found = operands.scale_layout(WN, G, *how[1:])
-    weights = operands.weight_layout(WN, 64, *how[1:])
-    for name in ("reg_bases", "lane_bases", "warp_bases"):
-        places = [tuple(base) for base in getattr(found, name)]
-        expected = [
-            row * 4 + byte // 16
-            for row, byte in getattr(weights, name)
-            if byte not in (1, 2, 4, 8)
-        ]
-        assert [numbers[place].item() for place in places] == expected
 
 
 COMPILE = """
@@ -643,57 +330,6 @@ def product(scheme: str, tokens: int, tile: tuple) -> blocks.Product:
     return blocks.Product(found, 128, False, Tile(*tile), tokens, max(128, tile[1]))
 
 
-@pytest.mark.parametrize(
-    "scheme",
-    [
-        *("int4_w4a16:g128", "int4_w4a16:g128 float32"),
-        *("mxfp4_w4a16", "nvfp4_w4a16 prepared", "fp8_w8a16:block"),
-    ],
-)
-@pytest.mark.parametrize("tokens", [8, 32, 64])
-@pytest.mark.parametrize(
-    "tile", [(64, 256, 2, 4), (64, 256, 4, 4), (128, 128, 4, 4), (128, 256, 3, 8)], ids=str
-)
-def test_registers_fit_a_multiprocessor(scheme, tokens, tile):
-    """Four more warps have 24 each, and what they leave is rounded to 8 for the others, 232 at most."""
-    p = product(scheme, tokens, tile)
-    for tiles in range(0, 5000, 97):
-        found = blocks.resident(p, tiles)
-        of_products = (found.registers * (tile[3] + 4) - 24 * 4) / tile[3]
-        assert found.registers % 8 == 0 and 72 <= of_products <= 232
-        assert found.blocks * found.registers * 32 * (tile[3] + 4) <= blocks.REGISTERS
-        needed = blocks._least(p, found.overlap)
-        assert of_products > needed - 16 or found.blocks == 2  # rounded twice; two rather spill
-
-
-def test_blocks_follow_from_rounds():
-    """As many as fit, but of prepared weights as many as fill their rounds: of 7.0 and 3.6 tiles a multiprocessor, and of
-    9.7 and 5.0, those that were the fastest on an H200."""
-    p = product("nvfp4_w4a16 prepared", 8, (128, 128, 3, 4))
-    most = blocks.resident(p._replace(format=p.format._replace(name="e2m1")), 0).blocks
-    each = 132
-    chosen = {7.0: (4, True), 3.6: (4, True), 9.7: (5, False), 4.9: (5, False), 5.5: (3, True)}
-    for tiles, expected in chosen.items():
-        found = blocks.resident(p, int(tiles * each))
-        assert (found.blocks, found.overlap) == expected
-    natural = product("nvfp4_w4a16", 8, (128, 128, 3, 4))
-    assert {blocks.resident(natural, n).blocks for n in range(0, 5000, 50)} == {most}
-
-
-@pytest.mark.parametrize(
-    "sizes, tiles",
-    [  # pairs, experts here, of all; programs of a tile
-        ((32, 32, 32, 1), 20.4 * 3),
-        ((32, 32, 32, 2), 20.4 * 3 * 2),
-        ((10**6, 32, 32, 1), 10**6 / 8 * 3),  # every expert has many blocks
-        ((64, 8, 16, 1), 7.9 * 3),  # half of the pairs are here
-    ],
-)
-def test_tiles_of_a_layer(sizes, tiles):
-    pairs, experts, num_ids, parts = sizes
-    assert launch._tiles(pairs, experts, num_ids, 8, 3) * parts == pytest.approx(tiles, rel=0.03)
-
-
 # --- values ---------------------------------------------------------------------------------------------
 
 
@@ -767,15 +403,6 @@ def test_parts_of_the_columns(scheme, parts, I, tile):  # noqa: E741
         assert {call.args[-1] for call in used.call_args_list} == {expected}
 
 
-def test_search_tries_parts_and_none():
-    base = launch.choose(128, 8, 4096, 14336, 4, 256)
-    assert base.parts == 3  # 256 tiles of GEMM2 for 132 multiprocessors of three blocks
-    for ones, twos in launch.search_space(base, 16, 8, 4096):
-        assert {t.parts for t in ones} == {1} and {t.parts for t in twos} >= {1, 2, 3}
-    for _, twos in launch.search_space(base, 4, 128, 2048):
-        assert {t.parts for t in twos} == {1}
-
-
 @pytest.mark.parametrize("words", [False, True])
 def test_kernels_are_kept_by_what_they_are_compiled_for(words):
     """Calls of one key run one set of kernels: their constants must be alike."""
@@ -805,45 +432,6 @@ def test_kernels_are_kept_by_what_they_are_compiled_for(words):
             constants += [value for p, value in values if "constexpr" in str(p.annotation)]
         assert kept.setdefault(key, tuple(constants)) == tuple(constants)
     assert len(kept) == (8 if words else 5)
-
-
-@pytest.mark.parametrize("columns", range(128, 1700, 128))
-def test_every_part_has_a_step(columns):
-    """Shared out as `tile_at` does."""
-    from moe_ops.kernels.triton_launch import gpu
-    from moe_ops.kernels.triton_packed_launch import packed
-
-    data = torch.zeros(1, 128, columns // 2, dtype=torch.uint8)
-    scales = torch.zeros(1, 128, columns // 32, dtype=torch.uint8)
-    w = packed("w", data, scales, None, None, None, "mxfp4_w4a16", gpu(-1))
-    for k, most in itertools.product((128, 256), (1, 2, 3)):
-        steps = -(-columns // k)
-        tile = Tile(128, k, 2, 4)
-        parts = launch.parts_of(w, tile, most, 10)
-        each = -(-steps // parts)
-        assert 1 <= parts <= most and (parts - 1) * each < steps <= parts * each
-        assert parts == most or steps < most * each
-    for pairs, most in ((341, 3), (342, 2), (512, 2), (513, 1)):  # room for that many
-        assert launch.parts_of(w, tile, 3, pairs) == launch.parts_of(w, tile, most, 10)
-
-
-@pytest.mark.parametrize("pairs", [1, 64, 341, 342, 1023, 1024, 5000])
-def test_workspace_holds_parts_of_few_rows(pairs):
-    rows = launch.y_rows(pairs)
-    assert rows >= pairs and rows == max(pairs, min(3 * pairs, 1024))
-
-
-def test_who_serves_many_rows():
-    """Of 4 bits these kernels are the faster ones however many rows an expert has; of 8 bits others are, from 80 on."""
-    for rows in (2, 64, 640, 700, 10**6):
-        assert launch.choose(rows, 8, 4096, 4096, 4, 256).wgmma
-        assert (launch.choose(rows, 8, 4096, 4096, 8, 256) is None) == (rows > 640)
-
-
-@pytest.mark.parametrize("average", [0.1, 1, 4, 4.5, 8, 10, 10.5, 16, 22, 23, 48, 64, 65, 500])
-def test_chosen_blocks_are_worth_it(average):
-    found = launch.choose(int(average * 1000), 1000, 4096, 4096, 4, 256)
-    assert launch.worth(found.tokens, average)
 
 
 @pytest.mark.parametrize(

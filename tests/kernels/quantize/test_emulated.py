@@ -18,10 +18,10 @@ from tests.support.cases import BF16, FP32, Case
 
 pytest.importorskip("triton")
 
-from moe_ops.backends import triton as backend  # noqa: E402
-from moe_ops.kernels import triton_emulated_launch, triton_packed_launch  # noqa: E402
-from moe_ops.kernels.triton_launch import gpu, run  # noqa: E402
-from moe_ops.kernels.triton_scales import Input, Validity  # noqa: E402
+from moe_ops.backends import triton as backend
+from moe_ops.kernels import triton_emulated_launch, triton_packed_launch
+from moe_ops.kernels.triton_launch import gpu, run
+from moe_ops.kernels.triton_scales import Input, Validity
 
 EMULATED = [
     name
