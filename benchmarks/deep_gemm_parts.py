@@ -6,7 +6,7 @@
 The whole layer is timed under graph replay, its kernels by the profiler. Beside the kernels of ours stand the bytes they
 must move and the rate that makes. Results are compared with backend triton's. `alignments`: rows that groups are padded
 to; `--masked`: batched_experts, too, of the same rows, which somebody brought into a block of M rows for each expert;
-`--pdl`: products may start while the kernel before them ends. What was measured on an H200 is in docs/performance.md.
+`--pdl`: products may start while the kernel before them ends. What was measured on an H200 is in docs/kernels/deep_gemm.md.
 """
 
 from __future__ import annotations
