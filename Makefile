@@ -4,7 +4,7 @@ VENV := .venv
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.moe_ops_dev
 
-.PHONY: venv demo test test-gpu lint bench bench-gpu clean
+.PHONY: venv demo test docs test-gpu lint bench bench-gpu clean
 
 venv: $(STAMP)
 
@@ -28,6 +28,10 @@ demo: venv
 
 test: venv
 	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n 2 tests
+
+# The site, in site/. Nothing is downloaded, and a warning is an error.
+docs: venv
+	PYTHONPATH=. NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
 
 test-gpu: venv
 	$(PY) -m pytest -q -m gpu tests
@@ -56,4 +60,4 @@ bench-gpu: venv
 	$(PY) benchmarks/end_to_end.py --report
 
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis
