@@ -1,4 +1,5 @@
-"""Test-wide settings: on a machine without a GPU every Triton kernel runs under its interpreter."""
+"""Test-wide settings: on a machine without a GPU every Triton kernel runs under its
+interpreter."""
 
 import gc
 import os
@@ -12,5 +13,6 @@ if not torch.cuda.is_available():
     patch_language_once()
     drop_unread_checks()
 
-# Tracing and interpreting make objects by the million, few of them in cycles: look for these less often.
+# Tracing and interpreting make objects by the million, few of them in cycles: look for these less
+# often.
 gc.set_threshold(50_000, 20, 100)

@@ -21,8 +21,8 @@ from moe_ops.schemes import (
 QUANTIZED = [name for name in SCHEMES if name.startswith("fp8_")]
 ACTIVATIONS = [name for name in QUANTIZED if SCHEMES[name].activation is not None]
 
-# all finite e4m3 magnitudes, from the definition of the format: 4 exponent bits of bias 7, 3 bits of
-# mantissa, no infinities, the code of all ones a NaN
+# all finite e4m3 magnitudes, from the definition of the format: 4 exponent bits of bias 7, 3 bits
+# of mantissa, no infinities, the code of all ones a NaN
 E4M3 = sorted(
     {m / 8 * 2.0**-6 for m in range(8)}
     | {(1 + m / 8) * 2.0 ** (e - 7) for e in range(1, 16) for m in range(8) if (e, m) != (15, 7)}

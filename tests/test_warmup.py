@@ -46,7 +46,7 @@ def called(report):
     return {w.name: (w.alike, [call.num_tokens for call in w.calls]) for w in report.layers}
 
 
-# --- what runs -------------------------------------------------------------------------------------
+# --- what runs -----------------------------------------------------------------------------------
 
 
 def test_layers_that_are_alike_run_once():
@@ -117,7 +117,7 @@ def test_dtype_of_the_hidden_states():
     assert seen == [FP32, BF16]
 
 
-# --- tiers and what backends tune ------------------------------------------------------------------
+# --- tiers and what backends tune ----------------------------------------------------------------
 
 
 def test_every_tier_that_is_reached_is_tuned_and_run(monkeypatch):
@@ -167,7 +167,8 @@ def test_every_tier_that_is_reached_is_tuned_and_run(monkeypatch):
 @pytest.mark.parametrize("scheme", ["", "fp8_block", "int4_w4a16:g32"])
 @ON_CPU
 def test_later_calls_find_every_kernel(scheme, monkeypatch):
-    """As on a GPU kernels are kept by what they were specialised on; none may be missing afterwards."""
+    """As on a GPU kernels are kept by what they were specialised on; none may be missing
+    afterwards."""
     monkeypatch.setattr(triton_launch, "INTERPRETED", False)
     monkeypatch.setattr(triton_launch, "_compiled", {})
     driver = SimpleNamespace(active=SimpleNamespace(get_current_stream=lambda device: None))
@@ -175,7 +176,8 @@ def test_later_calls_find_every_kernel(scheme, monkeypatch):
     interpreted, compiled = triton_launch._kernels(), []
 
     class Kernel:
-        """Compiles when first launched, like a jitted function; what it returns runs the same kernel."""
+        """Compiles when first launched, like a jitted function; what it returns runs the same
+        kernel."""
 
         def __init__(self, name):
             self.name = name
@@ -208,7 +210,7 @@ def test_later_calls_find_every_kernel(scheme, monkeypatch):
     assert compiled, "the count sees kernels that were not warmed"
 
 
-# --- transformers ----------------------------------------------------------------------------------
+# --- transformers --------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -280,7 +282,7 @@ def test_families_whose_blocks_are_built_otherwise(integration, family, name):
     assert all(call.backends == ("torch",) for call in report.layers[0].calls)
 
 
-# --- where it refuses ------------------------------------------------------------------------------
+# --- where it refuses ----------------------------------------------------------------------------
 
 
 def test_bad_arguments():
@@ -326,7 +328,7 @@ def test_not_while_capturing(monkeypatch):
         moe_ops.warmup(layer_of(), [1])
 
 
-# --- threads and caches ----------------------------------------------------------------------------
+# --- threads and caches --------------------------------------------------------------------------
 
 
 def test_threads_take_turns():
@@ -362,7 +364,7 @@ def test_the_cache_folder_can_be_chosen(monkeypatch, tmp_path):
     assert caches.folder() == Path.home() / ".cache" / "moe_ops"
 
 
-# --- on a GPU --------------------------------------------------------------------------------------
+# --- on a GPU ------------------------------------------------------------------------------------
 
 
 def captured(function, *args):
@@ -377,7 +379,8 @@ def captured(function, *args):
 @pytest.mark.parametrize("M", [1, 3, 64, 500])
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=GPU)])
 def test_capture_is_the_first_call(device, backend, scheme, M, monkeypatch):
-    """Sizes that no other test has, and kernels of Triton forgotten: nothing else can have warmed them."""
+    """Sizes that no other test has, and kernels of Triton forgotten: nothing else can have warmed
+    them."""
     monkeypatch.setattr(triton_launch, "_compiled", {})
     K, I = 640, 384  # noqa: E741
     layer = layer_of(backend, dtype=BF16, device=device, scheme=scheme, K=K, I=I)

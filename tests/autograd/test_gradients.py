@@ -94,7 +94,7 @@ def compare(case, actual, expected, within=None) -> dict:
     return actual
 
 
-# --- fused_experts ----------------------------------------------------------------------------------
+# --- fused_experts -------------------------------------------------------------------------------
 
 
 @everywhere
@@ -235,8 +235,10 @@ def test_gradcheck():
 
 
 def test_second_derivatives():
-    """Of every argument, among them where another path reaches the input too (a gradient penalty)."""
-    # entry by entry: some thousand entries took three minutes, and random directions (fast_mode) miss one of two terms
+    """Of every argument, among them where another path reaches the input too (a gradient
+    penalty)."""
+    # entry by entry: some thousand entries took three minutes, and random directions (fast_mode)
+    # miss one of two terms
     case = Case(dtype=FP64, bias=True, M=5, E=3, K=6, I=4)
     given = leaves(case, FP64)
 
@@ -290,7 +292,7 @@ def test_autocast(dtype):
         assert a.dtype == dtype and torch.equal(a, b)
 
 
-# --- compiled -----------------------------------------------------------------------------------------
+# --- compiled ------------------------------------------------------------------------------------
 
 
 @everywhere
@@ -334,7 +336,7 @@ def test_inductor(device):
     check(Case(device, BF16 if device == "cuda" else FP32, M=6, bias=True), compiled)
 
 
-# --- grouped_linear -----------------------------------------------------------------------------------
+# --- grouped_linear ------------------------------------------------------------------------------
 
 
 @everywhere
@@ -369,7 +371,7 @@ def test_grouped_linear(where, scheme, compiled):
     assert (results[0][0][9:] == 0).all()
 
 
-# --- which path runs ------------------------------------------------------------------------------------
+# --- which path runs -----------------------------------------------------------------------------
 
 
 def test_training_path_only_where_gradients_are_recorded(monkeypatch):
@@ -432,7 +434,7 @@ def test_warns_once_that_fast_kernels_are_left_unused(monkeypatch):
         call(moe_ops.fused_experts, case, given)
 
 
-# --- permute ----------------------------------------------------------------------------------------------
+# --- permute -------------------------------------------------------------------------------------
 
 
 @everywhere

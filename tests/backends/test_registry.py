@@ -8,7 +8,7 @@ import pytest
 import moe_ops
 from moe_ops import registry
 
-# --- the house's order -----------------------------------------------------------------------------
+# --- the house's order ---------------------------------------------------------------------------
 
 
 def test_names_are_listed_in_order_of_preference():

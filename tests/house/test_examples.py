@@ -1,4 +1,5 @@
-"""Every example runs from a fresh process and finds all its claims true, at its smallest settings."""
+"""Every example runs from a fresh process and finds all its claims true, at its smallest
+settings."""
 
 import os
 import re

@@ -19,7 +19,8 @@ def package_files() -> list[Path]:
 
 
 def imports_at_load(path: Path) -> set[str]:
-    """Dotted names that a file imports when it is loaded: imports inside functions are left out."""
+    """Dotted names that a file imports when it is loaded: imports inside functions are left
+    out."""
     found: set[str] = set()
     pending: list[ast.AST] = [ast.parse(path.read_text())]
     while pending:
@@ -85,7 +86,8 @@ def test_imports_run_one_way():
 
 
 def test_optional_libraries_are_imported_late():
-    """Only kernels, tensors and integrations may import an optional library when they are loaded."""
+    """Only kernels, tensors and integrations may import an optional library when they are
+    loaded."""
     for path in package_files():
         where = path.relative_to(PACKAGE)
         if where.parts[0] not in ("kernels", "tensors", "integrations"):

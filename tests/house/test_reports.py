@@ -1,4 +1,5 @@
-"""Reports of backends: what benchmarks/experts.py says of those measured by name, and the tables of docs/backends.md."""
+"""Reports of backends: what benchmarks/experts.py says of those measured by name, and the tables
+of docs/backends.md."""
 
 import json
 import os
@@ -21,7 +22,8 @@ def row(tokens, implementation, us, scheme="fp8_block"):
 
 
 def run(script, *arguments):
-    """A benchmark's process, without Triton's interpreter, which takes calls that a CPU does not."""
+    """A benchmark's process, without Triton's interpreter, which takes calls that a CPU does
+    not."""
     paths = [str(Path(moe_ops.__file__).parent.parent), os.environ.get("PYTHONPATH", "")]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
     environment.pop("TRITON_INTERPRET", None)
@@ -65,7 +67,8 @@ def test_the_document_of_backends_is_up_to_date():
 
 
 def test_vllms_sort_is_checked_and_added(tmp_path, monkeypatch):
-    """The sort's own check takes a right order only, and the report adds its time to that of vLLM's table."""
+    """The sort's own check takes a right order only, and the report adds its time to that of
+    vLLM's table."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     import cases
     import vllm_sort

@@ -1,7 +1,9 @@
-"""Every Triton kernel compiles for SM80, SM89 and SM90 at the tiles picked there, within the GPU's limits.
+"""Every Triton kernel compiles for SM80, SM89 and SM90 at the tiles picked there, within the GPU's
+limits.
 
-Compiled only: nothing runs, and no GPU is needed. Takes 130 s of one core in all. Left out to keep it there: fp16
-(compiles like bf16), static and weight-only scales, most shapes and row counts, SM86 and SM120.
+Compiled only: nothing runs, and no GPU is needed. Takes 130 s of one core in all. Left out to keep
+it there: fp16 (compiles like bf16), static and weight-only scales, most shapes and row counts,
+SM86 and SM120.
 """
 
 import json
@@ -17,7 +19,8 @@ pytest.importorskip("triton.backends.nvidia")
 MAX_SPILLED = (
     96  # bytes a thread; the most when this bound was set: 24 with triton 3.9, 72 with 3.6
 )
-# a block's static and dynamic shared memory at most, CUDA C programming guide, table of compute capabilities
+# a block's static and dynamic shared memory at most, CUDA C programming guide, table of compute
+# capabilities
 SHARED_MEMORY = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024}
 CODE = """
 import json, sys, torch
@@ -93,8 +96,9 @@ def test_kernels_compile_and_fit(arch):
         assert name.startswith("moe_ops_"), where
         assert spilled <= MAX_SPILLED, f"{where}: {spilled} bytes spilled"
         assert shared <= SHARED_MEMORY[arch], f"{where}: {shared} bytes of shared memory"
-    # The kernels for many rows need SM90's copy engine, DeepGEMM SM90; no other may go untested. test_flashinfer.py
-    # compiles those around FlashInfer's. Those of gluon_packed.py are written for one version of Triton.
+    # The kernels for many rows need SM90's copy engine, DeepGEMM SM90; no other may go untested.
+    # test_flashinfer.py compiles those around FlashInfer's. Those of gluon_packed.py are written
+    # for one version of Triton.
     elsewhere = ("_flashinfer_", "_gluon_", "_arrange")
     missing = {name for name in kernels if not any(part in name for part in elsewhere)}
     missing -= {name for _, name, *_ in rows}

@@ -1,4 +1,5 @@
-"""Under torch.compile, torch.export and make_fx: how many graphs, what is in them, and right values."""
+"""Under torch.compile, torch.export and make_fx: how many graphs, what is in them, and right
+values."""
 
 import ast
 import dataclasses
@@ -85,7 +86,8 @@ def assert_near(got, want):
 
 
 def recorder(graphs: list):
-    """A backend that keeps each graph AOTAutograd makes, with its metadata, and runs it as it is."""
+    """A backend that keeps each graph AOTAutograd makes, with its metadata, and runs it as it
+    is."""
 
     def keep(graph, _):
         graphs.append((graph, TracingContext.get().fw_metadata))
@@ -95,7 +97,8 @@ def recorder(graphs: list):
 
 
 def op_names(graph: torch.fx.GraphModule) -> str:
-    """One line per call: the operator's name; for functionalized ones, what they will mutate with."""
+    """One line per call: the operator's name; for functionalized ones, what they will mutate
+    with."""
     names = []
     for node in graph.graph.nodes:
         if node.op == "call_function":
@@ -108,7 +111,7 @@ def op_names(graph: torch.fx.GraphModule) -> str:
     return "\n".join(names) + "\n"
 
 
-# --- one graph for every number of tokens ----------------------------------------------------------
+# --- one graph for every number of tokens --------------------------------------------------------
 
 MARKS = {
     "unbacked": (torch._dynamo.decorators.mark_unbacked, 1, (*SIZES, 0)),
@@ -247,7 +250,7 @@ def test_unbacked_row_counts_are_compared_when_the_op_runs():
         compiled(x, topk_weights, args[2])
 
 
-# --- what stands in the graph ----------------------------------------------------------------------
+# --- what stands in the graph --------------------------------------------------------------------
 
 
 def test_ops_of_a_forward_graph():
@@ -394,7 +397,7 @@ def test_two_backends_in_one_graph():
     assert names == ["moe_ops.torch_experts.default", "moe_ops.triton_experts.default"]
 
 
-# --- Inductor: buffers and caches ------------------------------------------------------------------
+# --- Inductor: buffers and caches ----------------------------------------------------------------
 
 
 def inductor_code(layers: Layers, mark=torch._dynamo.mark_dynamic) -> str:
@@ -413,7 +416,8 @@ def buffers_of_calls(code: str) -> list[list[str]]:
 
 
 def most_bytes(code: str, M: int) -> int:
-    """Most bytes of allocated buffers alive at a time: the generated function followed line by line."""
+    """Most bytes of allocated buffers alive at a time: the generated function followed line by
+    line."""
     size_of, most = {}, 0
     for line in code[code.index("def call(") :].splitlines():
         allocated = re.match(r"\s+(\w+) = empty_strided_cpu\(\(([^)]*)\), .*torch\.(\w+)\)", line)
@@ -489,7 +493,7 @@ def test_compile_caches_know_the_workspace_formula(scheme, monkeypatch):
         assert compile_with_caches(layers) == HIT
 
 
-# --- a plan that changes ---------------------------------------------------------------------------
+# --- a plan that changes -------------------------------------------------------------------------
 
 HERE = Machine("cpu", available=("torch", "triton"))
 
@@ -551,7 +555,7 @@ def test_another_table_gives_another_graph(tmp_path, monkeypatch):
     tuning._entries.cache_clear()
 
 
-# --- other tracers ---------------------------------------------------------------------------------
+# --- other tracers -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("strict", (True, False), ids=("strict", "non-strict"))

@@ -1,4 +1,5 @@
-"""What only a CUDA device shows: graphs, host synchronisation, launches, several devices, sizes past 2^31."""
+"""What only a CUDA device shows: graphs, host synchronisation, launches, several devices, sizes
+past 2^31."""
 
 import pytest
 import torch
@@ -55,7 +56,8 @@ def test_captured_graph_follows_tokens_and_routing(backend, scheme, M):
 
 
 def check_steps(step, case: Case, renew) -> None:
-    """A step that writes the inputs of `case` and runs it, eager and as a graph, on new values each time."""
+    """A step that writes the inputs of `case` and runs it, eager and as a graph, on new values
+    each time."""
     step()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -116,7 +118,8 @@ def test_waits_for_what_writes_its_inputs(scheme, M, write):
 @pytest.mark.parametrize("scheme", ["", "fp8_block", "int4_w4a16:g128"])
 @pytest.mark.parametrize("M", [1, 9, 40])
 def test_waits_for_a_kernel_that_lets_it_start_early(scheme, M):
-    """Whose writes come 0.1 ms after it let the next kernel start: of ids, router weights and hidden states."""
+    """Whose writes come 0.1 ms after it let the next kernel start: of ids, router weights and
+    hidden states."""
     if torch.cuda.get_device_capability()[0] < 9:
         pytest.skip("kernels are launched early from SM90 on")
     pytest.importorskip("triton")
@@ -278,7 +281,8 @@ def test_trap_offsets_past_two_to_the_31(backend):
 @pytest.mark.parametrize("scheme", ["fp8_channel", "fp8_block"])
 @pytest.mark.parametrize("M", [7232, 40000])
 def test_trap_fp8_sizes_that_went_wrong(backend, scheme, M):
-    """(M, I, K) = (M, 2048, 5120), where others have returned wrong values; sampled tokens tell."""
+    """(M, I, K) = (M, 2048, 5120), where others have returned wrong values; sampled tokens
+    tell."""
     if not enough_memory(40):
         pytest.skip("needs 40 GiB of device memory")
     small = Case("cuda", BF16, scheme, M=64, E=4, top_k=1, K=5120, I=2048)

@@ -1,4 +1,5 @@
-"""What every scheme must survive: one graph, CUDA graphs replayed over other routing, generation of a trained model."""
+"""What every scheme must survive: one graph, CUDA graphs replayed over other routing, generation
+of a trained model."""
 
 from __future__ import annotations
 
@@ -43,7 +44,8 @@ def refill(case: Case, seed: int) -> None:
 
 
 def check_one_graph(schemes: list[str], backend: str) -> None:
-    """Layers of all schemes side by side in one graph, of any number of tokens, against the oracle."""
+    """Layers of all schemes side by side in one graph, of any number of tokens, against the
+    oracle."""
     cases = [Case("cpu", FP32, name, M=4, E=2, top_k=1, K=128, I=128) for name in schemes]
     counter = CompileCounterWithBackend("aot_eager")
 
@@ -96,7 +98,8 @@ def test_graphs_follow_tokens_and_routing(scheme):
         assert_matches(warm, case.reference(), tolerance(BF16, scheme, "cuda"))
         graph = torch.cuda.CUDAGraph()
         with torch.no_grad(), torch.cuda.graph(graph):
-            # what the graph allocates next lies where these were, and every replay fills them first
+            # what the graph allocates next lies where these were, and every replay fills them
+            # first
             junk = [torch.full((1 << 19,), 255, dtype=torch.uint8, device="cuda") for _ in "1234"]
             junk.append(torch.full((1 << 25,), 255, dtype=torch.uint8, device="cuda"))
             del junk
@@ -128,8 +131,9 @@ ON_CPU_TOO = [
     [*ON_CPU_TOO, *[pytest.param("cuda", name, marks=ON_GPU) for name in QUANTIZED]],
 )
 def test_error_is_that_of_rounding_once(device, scheme):
-    """At most 1.5 times what rounding to 16 bits once costs: of both results, and of weights where a kernel scales them in 16 bits,
-    which is int4 by groups of 32, and on SM90 by all groups, of more than one token."""
+    """At most 1.5 times what rounding to 16 bits once costs: of both results, and of weights where
+    a kernel scales them in 16 bits, which is int4 by groups of 32, and on SM90 by all groups, of
+    more than one token."""
     cuda = device == "cuda"
     dtype = BF16 if cuda else FP16  # of bf16 triton's interpreter drops bits instead
     sizes = {"E": 4, "K": 512, "I": 384} if cuda else {"E": 3, "K": 128, "I": 128}
@@ -156,7 +160,8 @@ ON_CPU = ("int4_w4a8", "nvfp4")  # each takes seconds to compile
     ],
 )
 def test_compiled_generation_gives_eager_tokens(device, scheme, monkeypatch):
-    """The tiny trained model, quantized: the decode step compiled in one graph, on a GPU in CUDA graphs of Inductor's."""
+    """The tiny trained model, quantized: the decode step compiled in one graph, on a GPU in CUDA
+    graphs of Inductor's."""
     transformers = pytest.importorskip("transformers")
     import moe_ops.integrations.transformers as integration
 

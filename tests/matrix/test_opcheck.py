@@ -73,7 +73,7 @@ def recorded(call, name: str) -> list[Call]:
     return found
 
 
-# --- samples ---------------------------------------------------------------------------------------
+# --- samples -------------------------------------------------------------------------------------
 
 
 def experts_call(kind: str, variant: str, device: str, backend: str, training: bool = False):
@@ -122,7 +122,8 @@ def experts_call(kind: str, variant: str, device: str, backend: str, training: b
 
 
 def backend_calls(name: str, variant: str, device: str) -> list[Call]:
-    """Samples of a backend's op; of the tiered one, with all backends that take the call as tiers."""
+    """Samples of a backend's op; of the tiered one, with all backends that take the call as
+    tiers."""
     backend, kind = OF_BACKENDS[name]
     if backend is not registry.AUTO:
         try:
@@ -210,7 +211,7 @@ def can_run(backend, device: str) -> bool:
     return has_kernel and backend.available() is None
 
 
-# --- the tests -------------------------------------------------------------------------------------
+# --- the tests -----------------------------------------------------------------------------------
 
 
 def test_every_op_has_samples():

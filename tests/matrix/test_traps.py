@@ -18,12 +18,13 @@ from tests.support.cases import (
     tolerance,
 )
 
-# --- the traps that other libraries fell into --------------------------------------------------------------
+# --- the traps that other libraries fell into ----------------------------------------------------
 
 
 @everywhere
 def test_trap_router_weight_applied_twice(where):
-    """With router_weight_on_input the output is not weighed again: relu squared would show w ** 3."""
+    """With router_weight_on_input the output is not weighed again: relu squared would show w **
+    3."""
     name, device, dtype = where
     options = fitted(name, {"activation": "relu2_no_mul", "top_k": 1, "on_input": True})
     case = Case(device, dtype, **options)
@@ -61,7 +62,8 @@ def test_trap_wrong_number_of_outputs(where):
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=ON_GPU)])
 @pytest.mark.parametrize("rubbish", [math.nan, 1e30, math.inf])
 def test_trap_dynamic_scale_reads_rows_nobody_wrote(device, rubbish):
-    """One scale for all tokens: those without experts, and rows past the count, must not be in it."""
+    """One scale for all tokens: those without experts, and rows past the count, must not be in
+    it."""
     case = Case(device, FP32, "fp8_tensor", M=9)
     case.args[0][case.nowhere] = rubbish
     case.check("torch")

@@ -33,7 +33,8 @@ from tests.support.cases import (
 
 CUDA = torch.cuda.is_available()
 ON_GPU = (pytest.mark.gpu, pytest.mark.skipif(not CUDA, reason="needs a CUDA device"))
-# with every activation and on every device; the others once, in torch on a CPU and natively on a GPU
+# with every activation and on every device; the others once, in torch on a CPU and natively on a
+# GPU
 SCHEMES = [s for s in schemes.SCHEMES if s == "" or s.startswith("fp8_")]
 OTHERS = [s for s in schemes.SCHEMES if s not in SCHEMES]
 # one of each way to store weights, to quantize activations and to scale either
@@ -79,7 +80,9 @@ def matrix():
         name, device, _ = param.values[0]
         for scheme in OTHERS:
             slow = interpreted(name, device) or param not in PLACES_ONCE
-            if not slow:  # tests/kernels/mixed_gemm/test_sm80_mma.py runs those with kernels under the interpreter
+            # tests/kernels/mixed_gemm/test_sm80_mma.py runs those with kernels under the
+            # interpreter
+            if not slow:
                 yield pytest.param(
                     param.values[0], scheme, "silu", id=f"{param.id}-{scheme}", marks=param.marks
                 )
@@ -95,7 +98,8 @@ def matrix():
 
 
 def attempt(where, problem: Problem, call):
-    """The call's result. Where the backend refuses it must raise every reason it gives; then skip."""
+    """The call's result. Where the backend refuses it must raise every reason it gives; then
+    skip."""
     name, device, _ = where
     backend, machine = backend_of(name), registry.machine(torch.device(device))
     if problem.kind not in backend.ops:
@@ -118,7 +122,8 @@ def attempt(where, problem: Problem, call):
 
 
 def problem_of(case: Case, name="torch", kind="experts") -> Problem:
-    """The problem of a case that runs on a backend, with its weights as `Case.run` lays them out."""
+    """The problem of a case that runs on a backend, with its weights as `Case.run` lays them
+    out."""
     x, w13, w2, _, ids = case.args
     plan = moe_ops.explain(x, w13, w2, ids, backend="torch", **case.options)
     _, w13, w2, *_ = case.args_for(name)
@@ -130,7 +135,8 @@ def problem_of(case: Case, name="torch", kind="experts") -> Problem:
 
 
 def fitted(name: str, options: dict) -> dict:
-    """Options of a Case as a backend takes them: DeepGEMM's multiply blocks of 128, and add no bias."""
+    """Options of a Case as a backend takes them: DeepGEMM's multiply blocks of 128, and add no
+    bias."""
     if not name.startswith("deep_gemm"):
         return options
     sizes = {key: -(-options.get(key, 1) // 128) * 128 for key in ("K", "I")}
@@ -144,7 +150,7 @@ def check(where, **options):
     return attempt(where, problem_of(case, name), lambda: case.check(name))
 
 
-# --- values -----------------------------------------------------------------------------------------
+# --- values --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("where, scheme, activation", list(matrix()))
@@ -212,7 +218,8 @@ def test_no_expert_is_here(where):
 
 @once
 def test_strided_inputs(where):
-    """Rows, routing tensors and biases with strides, weights stored as (E, K, N), NaN in between."""
+    """Rows, routing tensors and biases with strides, weights stored as (E, K, N), NaN in
+    between."""
     name, device, dtype = where
     case = Case(device, dtype, K=40, I=24, bias=True, expert_map=True)
     expected = case.reference()
@@ -252,7 +259,7 @@ def test_fp64_is_fp64_throughout(activation, options):
     check(("torch", "cpu", FP64), activation=activation, bias=True, **options)
 
 
-# --- the other two operators ----------------------------------------------------------------------------
+# --- the other two operators ---------------------------------------------------------------------
 
 
 @everywhere
@@ -380,7 +387,7 @@ def test_products_of_a_torch_without_onednn(dtype):
     assert not torch_grouped._multiplied_by_rows(FP32)
 
 
-# --- what holds for every backend besides values -----------------------------------------------------------
+# --- what holds for every backend besides values -------------------------------------------------
 
 
 @everywhere

@@ -53,7 +53,8 @@ def nbytes(buffer: Buffer) -> int:
 
 
 def symbols() -> dict[str, tuple[ShapeEnv, torch.SymInt]]:
-    """M as Dynamo makes it: with an example value (mark_dynamic) and without one (mark_unbacked)."""
+    """M as Dynamo makes it: with an example value (mark_dynamic) and without one
+    (mark_unbacked)."""
     from torch._dynamo.source import ConstantSource
     from torch.fx.experimental.symbolic_shapes import DimDynamic
 
@@ -67,7 +68,7 @@ def symbols() -> dict[str, tuple[ShapeEnv, torch.SymInt]]:
     }
 
 
-# --- int and SymInt --------------------------------------------------------------------------------
+# --- int and SymInt ------------------------------------------------------------------------------
 
 
 @settings(deadline=None, max_examples=15)
@@ -103,7 +104,7 @@ def test_every_backend_is_looked_at():
     assert seen == {*registry.list_backends(), "auto"}
 
 
-# --- the formulas ----------------------------------------------------------------------------------
+# --- the formulas --------------------------------------------------------------------------------
 
 
 @given(sizes, sizes, sizes, sizes, st.integers(1, 8))
@@ -143,15 +144,15 @@ def test_documented_sizes():
         ((6, 10), torch.bfloat16),
         ((0,), torch.int32),
     )
-    # h in bf16, y in fp32; 6 pairs of 4 experts need at most (6 + 4 * 15) // 16 = 4 blocks of 16 rows, of
-    # 4 numbers each
+    # h in bf16, y in fp32; 6 pairs of 4 experts need at most (6 + 4 * 15) // 16 = 4 blocks of 16
+    # rows, of 4 numbers each
     sizes_in_bytes = [nbytes(buffer) for buffer in triton_plan.workspace_shapes(3)]
     assert sizes_in_bytes == [6 * 5 * 2, 6 * 8 * 4, (4 * 4 + 6) * 4]
     quantized = plans(problem("experts", 4, 8, 5, 2, scheme="fp8_block"))["torch"]
     assert [b.dtype for b in quantized.workspace_shapes(3)[:2]] == [torch.float32] * 2
 
 
-# --- upper bounds, against every routing there is --------------------------------------------------
+# --- upper bounds, against every routing there is ------------------------------------------------
 
 
 def most_tiles(rows: int, groups: int, tile: int) -> int:
@@ -185,7 +186,8 @@ def test_bound_of_blocks_falls_as_the_tile_grows(rows, groups, tile, more):
 
 
 def fenced(shape, dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """A contiguous tensor of that many bytes inside a buffer of ones, and the bytes on both sides."""
+    """A contiguous tensor of that many bytes inside a buffer of ones, and the bytes on both
+    sides."""
     count = dtype.itemsize
     for size in shape:
         count *= size
@@ -210,8 +212,8 @@ def test_kernels_stay_inside_their_workspaces(name, kind, M):
     if kind not in backend.ops or backend.supports(p, here):
         pytest.skip(f"{name} has no {kind} on a CPU")
     w13, w2 = torch.randn(E, 2 * I, K), torch.randn(E, K, I)
-    # the routing that needs most: one row for each expert but the last, which has all the others, and
-    # for the linear one row past them all
+    # the routing that needs most: one row for each expert but the last, which has all the others,
+    # and for the linear one row past them all
     ids = torch.tensor([min(i, E - 1) for i in range(M * top_k)])
     x, ids = torch.randn(M, K), ids[torch.randperm(M * top_k)].view(M, top_k)
     blocks, counts = torch.randn(E, M, K), torch.tensor([M, 0, M])
@@ -261,7 +263,7 @@ def test_kernels_stay_inside_their_workspaces(name, kind, M):
     assert torch.equal(*results)
 
 
-# --- pieces and tiers ------------------------------------------------------------------------------
+# --- pieces and tiers ----------------------------------------------------------------------------
 
 
 def test_carve_sees_the_first_bytes():

@@ -1,4 +1,5 @@
-"""MoELayer: values against an fp64 oracle and transformers' blocks, counters, loss, sharding, tracing."""
+"""MoELayer: values against an fp64 oracle and transformers' blocks, counters, loss, sharding,
+tracing."""
 
 import copy
 import math

@@ -30,7 +30,8 @@ def nearest_e4m3(x: float) -> float:
 
 
 def groups(rows, cols, group_rows, group_cols):
-    """Index pairs of each group of a (rows, cols) matrix, with the group's place among the scales."""
+    """Index pairs of each group of a (rows, cols) matrix, with the group's place among the
+    scales."""
     gr, gc = (rows if group_rows == -1 else group_rows), (cols if group_cols == -1 else group_cols)
     for i in range(0, rows, gr):
         for j in range(0, cols, gc):

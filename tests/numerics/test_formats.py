@@ -1,5 +1,5 @@
-"""The arithmetic of every format but plain e4m3 (tests/test_schemes.py), against fp64 formulas written anew, and
-against torchao where its rules are ours."""
+"""The arithmetic of every format but plain e4m3 (tests/test_schemes.py), against fp64 formulas
+written anew, and against torchao where its rules are ours."""
 
 import functools
 import math
@@ -38,7 +38,7 @@ def sample(*shape, dtype=torch.float32, seed=0):
     return (torch.randn(shape, generator=g) * torch.exp(torch.randn(shape, generator=g))).to(dtype)
 
 
-# --- elements ---------------------------------------------------------------------------------------------
+# --- elements ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", SMALL)
@@ -54,7 +54,8 @@ def test_every_code_of_a_small_format(name):
 
 @pytest.mark.parametrize("name", SMALL)
 def test_rounding_between_codes(name):
-    """Ties to the even code, and either side of a tie by the last bit of fp32; beyond the end it saturates."""
+    """Ties to the even code, and either side of a tie by the last bit of fp32; beyond the end it
+    saturates."""
     fmt = ELEMENT_FORMATS[name]
     values = torch.tensor(oracle.code_values(name)[: 2 ** (fmt.bits - 1)])
     middle = (values[1:] + values[:-1]) / 2
@@ -86,12 +87,13 @@ def test_every_power_of_two():
     assert e8m0_to_float32(torch.tensor([255], dtype=torch.uint8)).isnan().all()
 
 
-# --- weights ----------------------------------------------------------------------------------------------
+# --- weights -------------------------------------------------------------------------------------
 
 
 def expected(weight: torch.Tensor, scheme: str, stored: torch.Tensor) -> Scales:
-    """The scales of fp64 weights (E, N, K) by the rules, rounded as they are stored. Zero points are those
-    that go with the scales as stored, which in 16 bits may be the neighbours of these."""
+    """The scales of fp64 weights (E, N, K) by the rules, rounded as they are stored. Zero points
+    are those that go with the scales as stored, which in 16 bits may be the neighbours of
+    these."""
     desc = SCHEMES[scheme].weight
     E, N, K = weight.shape
     w = weight.double().view(E, N, -1, K if desc.group.cols == -1 else desc.group.cols)
@@ -222,7 +224,7 @@ def test_groups_far_below_their_row_vanish():
         assert values[..., 128:].any()
 
 
-# --- activations ------------------------------------------------------------------------------------------
+# --- activations ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("scheme", ACTIVATIONS)
@@ -291,7 +293,7 @@ def test_arithmetic_traces_with_unknown_row_count(scheme):
             assert torch.equal(got, want)
 
 
-# --- torchao ----------------------------------------------------------------------------------------------
+# --- torchao -------------------------------------------------------------------------------------
 
 
 @functools.cache
@@ -330,7 +332,8 @@ def test_mx_agrees_with_torchao_bit_for_bit(scheme, dtype, mode, of):
 
 
 def test_nvfp4_agrees_with_torchao_bit_for_bit():
-    """With one scale for all experts whose reciprocal is exact: torchao keeps the reciprocal of ours."""
+    """With one scale for all experts whose reciprocal is exact: torchao keeps the reciprocal of
+    ours."""
     _, nv = ao()
     weight = (
         sample(2, 64, 256).clamp(-5, 5) + 0.25

@@ -1,7 +1,7 @@
 """Sorting pairs and putting results back, alone: every element against fp64 rounded once.
 
-M tokens, S = M * top_k pairs, E experts, K columns. Norms over whole tensors hide a rounding of the router
-weights or of a partial sum behind the rounding of the result; single elements do not.
+M tokens, S = M * top_k pairs, E experts, K columns. Norms over whole tensors hide a rounding of
+the router weights or of a partial sum behind the rounding of the result; single elements do not.
 """
 
 from unittest import mock
@@ -114,7 +114,8 @@ def test_gather_tokens(dtype):
 
 @half
 def test_weigh_inputs(dtype):
-    """One product in fp32, one rounding: a weight rounded first shows in one element out of two."""
+    """One product in fp32, one rounding: a weight rounded first shows in one element out of
+    two."""
     ids, weights = routing()
     pairs = permute.sort_pairs(ids[:, :1], E)
     x = torch.randn(M, K).to(dtype)
@@ -162,9 +163,11 @@ def test_combine(dtype, out_dtype):
 @half
 @pytest.mark.parametrize("path", ["operator", "without the CPU kernels", "gradients", "compiled"])
 def test_router_weights_are_not_rounded(path, dtype):
-    """fused_experts in 16 bits with outputs of the experts that are small integers, exact everywhere.
+    """fused_experts in 16 bits with outputs of the experts that are small integers, exact
+    everywhere.
 
-    Expert e computes (e + 1) * x^2. Weights that agree in bf16 and fp16 give the sums of their fp32 values.
+    Expert e computes (e + 1) * x^2. Weights that agree in bf16 and fp16 give the sums of their
+    fp32 values.
     """
     g = torch.Generator().manual_seed(0)
     x = torch.randint(1, 5, (M, K), generator=g).to(dtype)

@@ -1,4 +1,5 @@
-"""Bad arguments: the exact sentence, in eager and inside the error of torch.compile(fullgraph=True)."""
+"""Bad arguments: the exact sentence, in eager and inside the error of
+torch.compile(fullgraph=True)."""
 
 import pytest
 import torch
@@ -34,7 +35,8 @@ def good_arguments(function, scheme="", activation="silu") -> dict:
 
 
 def call(function, sentence_case, compiled=False):
-    """Call with the good arguments but for the case's changes: values, or functions of the good ones."""
+    """Call with the good arguments but for the case's changes: values, or functions of the good
+    ones."""
     changes = dict(sentence_case)
     built = {k: changes.pop(k) for k in ("scheme",) if k in changes}
     if changes.get("activation") == "relu2_no_mul":
@@ -241,7 +243,8 @@ FUSED = {
     ),
     "two schemes": (
         {"scheme": "fp8_channel", "w2": quantized("fp8_tensor")},
-        "w2 must have the scheme of w13, fp8_channel, got fp8_tensor; quantize both with one scheme",
+        "w2 must have the scheme of w13, fp8_channel, got fp8_tensor; quantize both with "
+        "one scheme",
     ),
     "one weight quantized": (
         {"w2": quantized("fp8_channel")},

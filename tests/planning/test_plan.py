@@ -1,4 +1,5 @@
-"""Plans: which backend is chosen, what is said about the others, and that plans know nothing of M."""
+"""Plans: which backend is chosen, what is said about the others, and that plans know nothing of
+M."""
 
 import dataclasses
 import threading
@@ -22,7 +23,7 @@ def names(plan: registry.Plan) -> list[tuple[int, str]]:
     return [(limit, backend.name) for limit, backend in plan.tiers]
 
 
-# --- named backends --------------------------------------------------------------------------------
+# --- named backends ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", registry.list_backends())
@@ -101,7 +102,10 @@ def test_old_gpus_and_cpus_are_refused_by_triton():
 def test_gpus_that_no_test_ran_on_are_named():
     for capability in ((8, 0), (9, 0), (10, 0), (12, 0)):
         text = str(registry.plan(PLAIN, Machine("cuda", capability, "", ("triton", "torch"))))
-        told = f"not run on hardware: nothing of this package was tested on a GPU of SM{capability[0]}"
+        told = (
+            f"not run on hardware: nothing of this package was tested on a GPU of "
+            f"SM{capability[0]}"
+        )
         assert (told in text) == (capability != (9, 0))
     assert "not run" not in str(registry.plan(PLAIN, CPU))
 
@@ -116,7 +120,7 @@ def test_no_backend_at_all_tells_why_of_each():
         assert f"{name}: " in text
 
 
-# --- measured tiers --------------------------------------------------------------------------------
+# --- measured tiers ------------------------------------------------------------------------------
 
 
 def test_tiers_come_from_the_table(table):
@@ -181,7 +185,8 @@ def test_unknown_names_in_a_table_are_left_out(table):
         # half a percent is noise, two are not
         ([(1, {"a": 10, "b": 11}), (9, {"a": 10, "b": 9.95})], "ab", ((-1, "a"),)),
         ([(1, {"a": 10, "b": 9.95}), (9, {"a": 10, "b": 11})], "ab", ((1, "b"), (-1, "a"))),
-        # as fast but for noise at the first, faster at the second: it begins right behind the first
+        # as fast but for noise at the first, faster at the second: it begins right behind the
+        # first
         ([(4, {"a": 1, "b": 1, "c": 0.995}), (9, {"a": 2, "b": 1, "c": 2})], "abc",
          ((3, "a"), (4, "c"), (-1, "b"))),
         # of fewer tokens than were measured nothing is known
@@ -243,7 +248,7 @@ def test_the_heuristic_for_what_was_not_measured(monkeypatch, table):
     assert names(registry.plan(FP8, here)) == [(4, "deep_gemm"), (-1, "triton")]
 
 
-# --- what a plan says ------------------------------------------------------------------------------
+# --- what a plan says ----------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -323,7 +328,7 @@ def test_pretending_ends():
     assert registry.machine(torch.device("cpu")) == here
 
 
-# --- nothing of M, and safe to share ---------------------------------------------------------------
+# --- nothing of M, and safe to share -------------------------------------------------------------
 
 
 def test_no_plan_knows_the_number_of_tokens(monkeypatch):

@@ -1,4 +1,5 @@
-"""Routing: values against an fp64 oracle written row by row, transformers' own routers, tracing."""
+"""Routing: values against an fp64 oracle written row by row, transformers' own routers,
+tracing."""
 
 import math
 from types import SimpleNamespace
@@ -127,7 +128,8 @@ def test_every_method_has_a_test():
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_any_shape_and_any_logits(data):
-    """Ties, NaN, infinities, empty batches: ids are distinct and valid, values are the oracle's."""
+    """Ties, NaN, infinities, empty batches: ids are distinct and valid, values are the
+    oracle's."""
     method = data.draw(st.sampled_from(list(METHODS)))
     _, _, takes_bias, takes_groups = METHODS[method]
     groups = data.draw(st.integers(1, 4)) if takes_groups else 1

@@ -1,4 +1,5 @@
-"""route_tokens: logits against fp64 products, choices against the oracle of test_route, tracing, errors."""
+"""route_tokens: logits against fp64 products, choices against the oracle of test_route, tracing,
+errors."""
 
 import math
 

@@ -1,6 +1,8 @@
-"""Inputs of the value tests: unit-scale data, distinct router weights, every kind of expert id; and poison.
+"""Inputs of the value tests: unit-scale data, distinct router weights, every kind of expert id;
+and poison.
 
-Dimensions as everywhere: M tokens, K hidden size, I intermediate size, N rows of w13, E local experts.
+Dimensions as everywhere: M tokens, K hidden size, I intermediate size, N rows of w13, E local
+experts.
 """
 
 from __future__ import annotations
@@ -23,17 +25,19 @@ from moe_ops.tensors.triton import lay_out
 from tests.support import oracle
 
 FP64, FP32, BF16, FP16 = torch.float64, torch.float32, torch.bfloat16, torch.float16
-# Four independent roundings to the dtype (gate_up, hidden, expert output, output) of at most half a unit
-# each, 2^-8 and 2^-11, add up to twice that in the norm; in fp32 the order of sums adds its share.
+# Four independent roundings to the dtype (gate_up, hidden, expert output, output) of at most half
+# a unit each, 2^-8 and 2^-11, add up to twice that in the norm; in fp32 the order of sums adds its
+# share.
 TOLERANCE = {FP64: 1e-13, FP32: 5e-6, BF16: 2 * 2.0**-8, FP16: 2 * 2.0**-11}
-# Quantized like the oracle's, activations differ where the last bit of fp32 chose the e4m3 neighbour, 2^-4
+# Quantized like the oracle's, activations differ where the last bit of fp32 chose the e4m3
+# neighbour, 2^-4
 # away: at most one in a thousand elements. Another scale, or none, is off by 2e-2 and more.
 QUANTIZED = 2e-3
-# A tensor core adds e4m3 products with some 14 bits: 2^-13 of the sum, a hundredth of the way to the e4m3
-# neighbour, so one activation in a hundred becomes its neighbour.
+# A tensor core adds e4m3 products with some 14 bits: 2^-13 of the sum, a hundredth of the way to
+# the e4m3 neighbour, so one activation in a hundred becomes its neighbour.
 QUANTIZED_ON_TENSOR_CORES = 1.5e-2
-# of hidden_states and of the activation's output. 0.01 would not do: 1 / 0.01 is halfway between two e4m3
-# values but for the last bit of fp32, and 16-bit data hold many ones.
+# of hidden_states and of the activation's output. 0.01 would not do: 1 / 0.01 is halfway between
+# two e4m3 values but for the last bit of fp32, and 16-bit data hold many ones.
 STATIC_SCALES = (0.0113, 0.0171)
 
 
@@ -54,7 +58,8 @@ def tolerance(dtype: torch.dtype, scheme: str = "", device: str = "cpu") -> floa
         return TOLERANCE[dtype]
     if device == "cpu":
         return TOLERANCE[dtype] + QUANTIZED
-    # neighbours of fewer bits are farther off: in mxfp6_e3m2 one of 128 activations of a token was seen to be another
+    # neighbours of fewer bits are farther off: in mxfp6_e3m2 one of 128 activations of a token was
+    # seen to be another
     bits = get_scheme(scheme).activation.format.mantissa or 3
     return TOLERANCE[dtype] + QUANTIZED_ON_TENSOR_CORES * 2.0 ** (3 - bits)
 
@@ -65,7 +70,8 @@ def prepared(weight):
 
 
 def garbage(tensor: Tensor) -> Tensor:
-    """Fill with NaN, with integers that make no address, and with bytes that are NaN in every float."""
+    """Fill with NaN, with integers that make no address, and with bytes that are NaN in every
+    float."""
     if tensor.device.type == "meta" or isinstance(tensor, FakeTensor):  # traced: nothing to fill
         return tensor
     if tensor.dtype.is_floating_point:
@@ -100,10 +106,12 @@ def router_weights(M: int, top_k: int) -> Tensor:
 
 
 class Case:
-    """One `fused_experts` call. K and I grow to what the scheme's groups divide. `args` and `options` are its arguments; `nowhere` marks rows without experts.
+    """One `fused_experts` call. K and I grow to what the scheme's groups divide. `args` and
+    `options` are its arguments; `nowhere` marks rows without experts.
 
-    Expert 1 of more than two has no tokens. From M = 4 on, row 0 repeats one expert, row 1 has only ids
-    that name none and holds NaN in hidden_states and topk_weights, row 2 mixes both kinds.
+    Expert 1 of more than two has no tokens. From M = 4 on, row 0 repeats one expert, row 1 has
+    only ids that name none and holds NaN in hidden_states and topk_weights, row 2 mixes both
+    kinds.
     """
 
     def __init__(
@@ -174,7 +182,8 @@ class Case:
         self.args = [x, w13, w2, weights, ids]
 
     def args_for(self, backend="auto") -> list:
-        """`args` with the weights in the layout that a backend reads, if they can be laid out so."""
+        """`args` with the weights in the layout that a backend reads, if they can be laid out
+        so."""
         x, w13, w2, weights, ids = self.args
         try:
             w13 = moe_ops.prepare(w13, backend, activation=self.options["activation"])
@@ -238,7 +247,8 @@ def refill(case: Case, seed: int) -> None:
 
 
 def measured_tiers(*tiers: tuple[int, str]) -> list[dict]:
-    """Rows of a measured table, as `python -m moe_ops.tuning --backends` writes them, that make these tiers."""
+    """Rows of a measured table, as `python -m moe_ops.tuning --backends` writes them, that make
+    these tiers."""
     names = sorted({name for _, name in tiers})
     fastest = {1: tiers[0][1]}
     for i, (limit, name) in enumerate(tiers):

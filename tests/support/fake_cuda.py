@@ -1,7 +1,8 @@
-"""Tracing CUDA code on a machine without CUDA: fake tensors, a pretended GPU, and a model of transformers.
+"""Tracing CUDA code on a machine without CUDA: fake tensors, a pretended GPU, and a model of
+transformers.
 
-Run as a program it compiles one model and prints what stands in its graphs; see tests/matrix/test_fake_cuda.py for why
-that needs a process of its own:
+Run as a program it compiles one model and prints what stands in its graphs; see
+tests/matrix/test_fake_cuda.py for why that needs a process of its own:
 
     python tests/support/fake_cuda.py PATH_OF_THE_BUILT_noop_guard
 """
@@ -29,13 +30,15 @@ H200 = Machine("cuda", (9, 0), "NVIDIA H200", registry.list_backends())
 
 @contextlib.contextmanager
 def fake_gpu(machine: Machine = H200) -> Iterator[FakeTensorMode]:
-    """Tensors made inside are fake, so that they may lie on "cuda"; calls are planned for `machine`."""
+    """Tensors made inside are fake, so that they may lie on "cuda"; calls are planned for
+    `machine`."""
     with registry.pretend(machine), FakeTensorMode(shape_env=ShapeEnv()) as mode:
         yield mode
 
 
 class Recorder:
-    """A torch.compile backend that keeps the graphs AOTAutograd makes and runs them as they are."""
+    """A torch.compile backend that keeps the graphs AOTAutograd makes and runs them as they
+    are."""
 
     def __init__(self) -> None:
         self.graphs: list[torch.fx.GraphModule] = []
@@ -46,7 +49,8 @@ class Recorder:
         return make_boxed_func(graph.forward)
 
     def calls(self) -> list[tuple[torch._ops.OpOverload, dict]]:
-        """The moe_ops calls of the one graph, with their arguments by name; tensors are fake ones."""
+        """The moe_ops calls of the one graph, with their arguments by name; tensors are fake
+        ones."""
         (graph,) = self.graphs
         found = []
         for node in graph.graph.nodes:

@@ -1,7 +1,9 @@
-"""FlashInfer's compiled fused-MoE object in plain torch, written from the C++ binding of 0.6.13 and its kernels.
+"""FlashInfer's compiled fused-MoE object in plain torch, written from the C++ binding of 0.6.13
+and its kernels.
 
-It checks what the binding checks, reads data in the layouts that the kernels read, and knows nothing of moe_ops: a call
-with two arguments exchanged, scales in another order or gate rows first computes something else or raises.
+It checks what the binding checks, reads data in the layouts that the kernels read, and knows
+nothing of moe_ops: a call with two arguments exchanged, scales in another order or gate rows first
+computes something else or raises.
 """
 
 from __future__ import annotations
@@ -219,7 +221,8 @@ def e4m3_values(codes: Tensor) -> Tensor:
 
 
 def unswizzled(bytes_: Tensor, rows: int, cols: int) -> Tensor:
-    """Scales in row-major order from the order of SM100's tensor cores: the position of row r and column c."""
+    """Scales in row-major order from the order of SM100's tensor cores: the position of row r and
+    column c."""
     r, c = torch.arange(rows)[:, None], torch.arange(cols)[None, :]
     tile = r // 128 * (cols // 4) + c // 4
     at = tile * 512 + r % 32 * 16 + r % 128 // 32 * 4 + c % 4
@@ -253,7 +256,8 @@ def activate(v: Tensor, kind: int, alpha, beta, limit) -> Tensor:
 
 
 def mixed_e2m1(w: Tensor, scales: Tensor, columns: int) -> Tensor:
-    """fp64 weights of bytes and e8m0 scales as the SM90 kernels beside 16-bit activations read them."""
+    """fp64 weights of bytes and e8m0 scales as the SM90 kernels beside 16-bit activations read
+    them."""
     E, N, B = w.shape
     assert scales.dtype == torch.uint8 and scales.shape == (E, columns // 128, 4 * N)
     flat = torch.stack((w & 15, w >> 4), -1).view(E, -1).long()
@@ -264,8 +268,8 @@ def mixed_e2m1(w: Tensor, scales: Tensor, columns: int) -> Tensor:
 
 @functools.cache
 def nibble_positions(rows: int, cols: int) -> Tensor:
-    """Where the element of each row and column lies: the loops of interleave_fp4_weights_for_sm90_mixed_gemm, each
-    nibble followed on its way."""
+    """Where the element of each row and column lies: the loops of
+    interleave_fp4_weights_for_sm90_mixed_gemm, each nibble followed on its way."""
     where = torch.empty(rows * cols, dtype=torch.int64)
     for block in range(rows // 2):
         for partition in range(cols // 64):

@@ -1,4 +1,5 @@
-"""A Gluon kernel whose warps part and meet at barriers, nothing else: what racecheck says of it, it says of all that do."""
+"""A Gluon kernel whose warps part and meet at barriers, nothing else: what racecheck says of it,
+it says of all that do."""
 
 import torch
 from triton.experimental import gluon

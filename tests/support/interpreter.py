@@ -8,9 +8,10 @@ import inspect
 
 
 def patch_language_once() -> None:
-    """At a launch the interpreter puts functions of its own in place of those of triton.language, and does so again at
-    each call of a @triton.jit function inside, which changes nothing and takes half of its time. Let it do so once a
-    launch. Another Triton than this was written for is left as it is."""
+    """At a launch the interpreter puts functions of its own in place of those of triton.language,
+    and does so again at each call of a @triton.jit function inside, which changes nothing and
+    takes half of its time. Let it do so once a launch. Another Triton than this was written for is
+    left as it is."""
     try:
         from triton import language
         from triton.runtime import interpreter
@@ -49,8 +50,8 @@ def patch_language_once() -> None:
 
 
 def drop_unread_checks() -> None:
-    """Every sum and product of integers is computed in 64 bits once more, for an assertion that is dropped unless the
-    interpreter's options ask to debug."""
+    """Every sum and product of integers is computed in 64 bits once more, for an assertion that is
+    dropped unless the interpreter's options ask to debug."""
     try:
         from triton.runtime.interpreter import interpreter_builder as builder
     except ImportError:

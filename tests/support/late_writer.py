@@ -1,4 +1,5 @@
-"""A kernel that lets the next one start long before it writes. It stands in a file, where Triton finds its source."""
+"""A kernel that lets the next one start long before it writes. It stands in a file, where Triton
+finds its source."""
 
 import triton
 import triton.language as tl

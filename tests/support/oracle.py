@@ -1,9 +1,11 @@
-"""What every backend is held to: expert layers written out once more, in fp64, from the formulas alone.
+"""What every backend is held to: expert layers written out once more, in fp64, from the formulas
+alone.
 
 Nothing here comes from moe_ops: activations, e4m3 rounding and the quantization of activations are
 spelled anew. Everything is differentiable; rounding counts as the identity (straight-through).
 
-M tokens, S pairs, E local experts, N rows of w13 (2I gated, I not), K hidden size, I intermediate size.
+M tokens, S pairs, E local experts, N rows of w13 (2I gated, I not), K hidden size, I intermediate
+size.
 """
 
 from __future__ import annotations
@@ -21,9 +23,11 @@ DEFAULTS = {
     "swigluoai_uninterleave": (1.702, 1.0, 7.0),
     "swiglustep": (None, None, 7.0),
 }
-# number format -> (bits of exponent, bits of mantissa, largest magnitude); OCP's, with the usual bias
+# number format -> (bits of exponent, bits of mantissa, largest magnitude); OCP's, with the usual
+# bias
 FORMATS = {"e4m3": (4, 3, 448.0), "e3m2": (3, 2, 28.0), "e2m3": (2, 3, 7.5), "e2m1": (2, 1, 6.0)}
-# scheme -> (format of activations, what shares one scale of them); rules of power-of-two scales by name
+# scheme -> (format of activations, what shares one scale of them); rules of power-of-two scales by
+# name
 ACTIVATIONS: dict[str, tuple[str, str] | None] = {
     "": None,
     "fp8_tensor": ("e4m3", "tensor"),
@@ -126,7 +130,8 @@ def nearest(x: Tensor, fmt: str) -> Tensor:
 
 
 def e4m3(x: Tensor) -> Tensor:
-    """Nearest e4m3 value, ties to even: 3 mantissa bits, least exponent -6, largest magnitude 448."""
+    """Nearest e4m3 value, ties to even: 3 mantissa bits, least exponent -6, largest magnitude
+    448."""
     return nearest(x, "e4m3")
 
 
@@ -152,7 +157,8 @@ def codes(qdata: Tensor, bits: int) -> Tensor:
 
 
 def _over(amax, divisor: float):
-    # A GPU divides by a Python number through its reciprocal, which breaks the ties that 16-bit data have.
+    # A GPU divides by a Python number through its reciprocal, which breaks the ties that 16-bit
+    # data have.
     return (amax / torch.full_like(amax, divisor)).float().double()
 
 
@@ -200,7 +206,8 @@ def quantized_activation(rows: Tensor, scheme: str, static_scale: Tensor | None 
     else:
         scale = _by_groups(x, 32, lambda amax: power_of_two(amax, fmt, shared[3:]))
     scale = torch.where(scale == 0, 1.0, scale)
-    # divisor and quotient are fp32 numbers: their last bits decide what is halfway between two codes
+    # divisor and quotient are fp32 numbers: their last bits decide what is halfway between two
+    # codes
     quotient = (x / scale.float().double()).float().double()
     return rows + (nearest(quotient, fmt) * scale - x)
 
@@ -213,8 +220,8 @@ def dequantized(
     global_scale: Tensor | None = None,
     channel_scale: Tensor | None = None,
 ) -> Tensor:
-    """The fp64 values of stored weights (E, N, K): elements times the scale of their expert, row, group or
-    128x128 block."""
+    """The fp64 values of stored weights (E, N, K): elements times the scale of their expert, row,
+    group or 128x128 block."""
     fmt = weight_format(scheme)
     if fmt.startswith("int"):
         bits = int(fmt[3:])
@@ -297,9 +304,11 @@ def experts(
     rounded=torch.float64,
     weights=torch.float64,
 ) -> Tensor:
-    """`moe_ops.fused_experts` in fp64; `activation` is a name or a dict of name, alpha, beta, limit.
+    """`moe_ops.fused_experts` in fp64; `activation` is a name or a dict of name, alpha, beta,
+    limit.
 
-    Or with the activation's results and the layer's rounded once to the dtype `rounded`, and weights to `weights`.
+    Or with the activation's results and the layer's rounded once to the dtype `rounded`, and
+    weights to `weights`.
     """
     act = {"name": activation} if isinstance(activation, str) else activation
     pairs = local_pairs(topk_ids, w13.shape[0], expert_map)

@@ -1,14 +1,17 @@
 """Runs every Triton kernel at small sizes, for compute-sanitizer; not a test by itself.
 
-    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck python tests/support/sanitize.py
-    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool racecheck --kernel-regex kns=moe_ops \
-        python tests/support/sanitize.py [plain] [fp8] [packed] [emulated] [router] [deep_gemm] [handover]
+    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck \
+        python tests/support/sanitize.py
+    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool racecheck \
+        --kernel-regex kns=moe_ops python tests/support/sanitize.py \
+        [plain] [fp8] [packed] [emulated] [router] [deep_gemm] [handover]
 
-racecheck reports a reduction of torch's own, hence its filter by kernel name, with which it fails itself on `router`
-and `deep_gemm` ("failed to handle a hardware exception", CUDA 13.0); of `router` alone it reports nothing without one.
-Where warps of a kernel part for different work, it takes what Triton hands over to them behind a barrier of all threads
-for a race: `handover` shows that of a kernel which does nothing else. Without the caching allocator every tensor has
-bounds of its own, so an access past any of them shows.
+racecheck reports a reduction of torch's own, hence its filter by kernel name, with which it fails
+itself on `router` and `deep_gemm` ("failed to handle a hardware exception", CUDA 13.0); of
+`router` alone it reports nothing without one. Where warps of a kernel part for different work, it
+takes what Triton hands over to them behind a barrier of all threads for a race: `handover` shows
+that of a kernel which does nothing else. Without the caching allocator every tensor has bounds of
+its own, so an access past any of them shows.
 """
 
 import importlib.util
@@ -91,7 +94,8 @@ def quantized(schemes, shapes) -> int:
 
 
 def fp8() -> int:
-    """e4m3 weights, also with rows out of 16-byte step, and with rows in step that end out of it."""
+    """e4m3 weights, also with rows out of 16-byte step, and with rows in step that end out of
+    it."""
     for M in (1, 33):
         weights = (
             moe_ops.quantize(randn(3, 132, 130), "fp8_w8a16:block"),

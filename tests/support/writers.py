@@ -1,15 +1,19 @@
 """Checkpoints in the layouts of those who invented them, written without any code of moe_ops.
 
-Each writer makes one matrix from random integers and scales: the tensors of its file, by what follows the
-matrix's name, and the values they stand for, in float64, from the format's definition:
+Each writer makes one matrix from random integers and scales: the tensors of its file, by what
+follows the matrix's name, and the values they stand for, in float64, from the format's definition:
 
-- GPTQ (AutoGPTQ's QuantLinear): value = (q - z) * s; eight (or four) q of neighbouring columns in an int32
-  of qweight (K/8, N), lowest bits first; qzeros (K/g, N/8) holds z - 1 modulo 16, "gptq_v2" z itself.
+- GPTQ (AutoGPTQ's QuantLinear): value = (q - z) * s; eight (or four) q of neighbouring columns in
+an int32
+  of qweight (K/8, N), lowest bits first; qzeros (K/g, N/8) holds z - 1 modulo 16, "gptq_v2" z
+  itself.
 - AWQ (AutoAWQ's WQLinear_GEMM): value = (q - z) * s; qweight (K, N/8): bits 4i of a word hold the
   neighbour 0, 2, 4, 6, 1, 3, 5, 7 [i]; qzeros likewise.
-- compressed-tensors: int32 words of signed values plus 8 along the columns; zero points along the rows.
+- compressed-tensors: int32 words of signed values plus 8 along the columns; zero points along the
+rows.
 - NVFP4: value = e2m1 * s / global (compressed-tensors) or e2m1 * s * weight_scale_2 (ModelOpt).
-- gpt-oss MXFP4: blocks (E, N, G, 16) of pairs, the even column in the low nibble; value = e2m1 * 2**(s-127).
+- gpt-oss MXFP4: blocks (E, N, G, 16) of pairs, the even column in the low nibble; value = e2m1 *
+2**(s-127).
 - fine-grained fp8: value = e4m3 * weight_scale_inv of the 128 x 128 block.
 """
 
@@ -39,7 +43,8 @@ class Writer:
 
 
 def words(codes, bits, axis, order=None):
-    """int32 of 32 / bits neighbours along an axis; ``order``: which of them lies in the i-th bits."""
+    """int32 of 32 / bits neighbours along an axis; ``order``: which of them lies in the i-th
+    bits."""
     count = 32 // bits
     codes = np.moveaxis(codes.astype(np.uint64), axis, -1)
     codes = codes.reshape(*codes.shape[:-1], -1, count)
@@ -194,7 +199,8 @@ class BlockFP8(Writer):
 
 
 class DeepSeekFP4(Writer):
-    """DeepSeek-V4's experts: pairs of e2m1 in int8, e8m0 scales for each 32 of a row, named "scale"."""
+    """DeepSeek-V4's experts: pairs of e2m1 in int8, e8m0 scales for each 32 of a row, named
+    "scale"."""
 
     config = BlockFP8.config
     weight_only = "mxfp4_w4a16"

@@ -1,7 +1,8 @@
-"""Quantized weights whose elements share bytes or carry more than one scale: int8, int4, MX and NVFP4 tensors.
+"""Quantized weights whose elements share bytes or carry more than one scale: int8, int4, MX and
+NVFP4 tensors.
 
-What holds for every format alike is tested with e4m3 in tests/tensors/test_e4m3.py; here are views, moves, files and
-errors of the others, against the fp64 values of tests/support/oracle.py.
+What holds for every format alike is tested with e4m3 in tests/tensors/test_e4m3.py; here are
+views, moves, files and errors of the others, against the fp64 values of tests/support/oracle.py.
 """
 
 import copy
@@ -132,7 +133,7 @@ def test_a_zero_point_chooses_the_variant():
     assert torch.equal(without.dequantize(), eight.dequantize())
 
 
-# --- errors -----------------------------------------------------------------------------------------------
+# --- errors --------------------------------------------------------------------------------------
 
 W = sample(2, 3, 96)
 I4 = quantize(W, "int4_w4a16:g32:zp")
@@ -142,9 +143,8 @@ W4A8 = quantize(sample(2, 3, 128), "int4_w4a8")
 ONE_NAN = torch.zeros(2, 3, 3, dtype=torch.uint8)
 ONE_NAN[1, 0, 0] = 255
 BAD = {
-    "weight of shape .* its 96 columns must be a multiple of 128, .*'int4_w4a16:channel' and 'int4_w4a16:g32' take it": (
-        lambda: quantize(W, "int4_w4a16")
-    ),
+    "weight of shape .* its 96 columns must be a multiple of 128, .*'int4_w4a16:channel' and "
+    "'int4_w4a16:g32' take it": (lambda: quantize(W, "int4_w4a16")),
     "its 40 columns must be a multiple of 32": lambda: quantize(W[..., :40], "mxfp4"),
     "its 41 columns must be even": lambda: quantize(W[..., :41], "int4_w4a16:channel"),
     "weight must be a plain tensor": lambda: quantize(NV, "nvfp4"),
@@ -175,9 +175,8 @@ BAD = {
     r"scale must be at most 160 \(2\^33\) for e2m1 elements, got 161": lambda: from_quantized(
         "mxfp4_w4a16", MX.qdata, torch.full_like(MX.scale, 161)
     ),
-    r"weight must be at most 5.15396e\+10 for scheme 'mxfp4_w4a16'; scale it down, got 6": lambda: (
-        quantize(torch.full_like(W, 6e10), "mxfp4_w4a16")
-    ),
+    r"weight must be at most 5.15396e\+10 for scheme 'mxfp4_w4a16'; scale it "
+    r"down, got 6": lambda: quantize(torch.full_like(W, 6e10), "mxfp4_w4a16"),
     r"scale must be at most 2.8823e\+17 \(2\^58\) for int4 elements, got 5.76": lambda: (
         from_quantized("int4_w4a16:g32", I4.qdata, torch.full_like(I4.scale, -(2.0**59)))
     ),
@@ -253,7 +252,7 @@ def test_layers_refuse_weights_that_lack_their_scales():
         run(w13, make("nvfp4_w4a16", 2, 32, 32))
 
 
-# --- views ------------------------------------------------------------------------------------------------
+# --- views ---------------------------------------------------------------------------------------
 
 
 @schemes
@@ -346,7 +345,7 @@ def test_products_dequantize_and_give_gradients(scheme):
     torch.testing.assert_close(got.double(), want, rtol=3e-2, atol=0.3)
 
 
-# --- moves and files --------------------------------------------------------------------------------------
+# --- moves and files -----------------------------------------------------------------------------
 
 
 @schemes
@@ -418,7 +417,8 @@ def test_compile_and_export(scheme):
 
 @schemes
 def test_wrappers_can_take_it_apart(scheme):
-    """As DTensor, FSDP and functionalization do: by names, and back, and an expert's share by index."""
+    """As DTensor, FSDP and functionalization do: by names, and back, and an expert's share by
+    index."""
     q = make(scheme)
     names, attributes = q.__tensor_flatten__()
     parts = {name: getattr(q, name) for name in names}
@@ -441,7 +441,7 @@ def test_sharding_over_experts():
         torch.distributed.destroy_process_group()
 
 
-# --- layouts ----------------------------------------------------------------------------------------------
+# --- layouts -------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -480,12 +480,13 @@ def test_prepare_lays_out_once_and_back(reversed_bytes):
         moe_ops.fused_experts(x, w13, w2, torch.ones(1, 1), ids, backend="torch")
 
 
-# --- models -----------------------------------------------------------------------------------------------
+# --- models --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("scheme", ["int4_w4a16:g32:zp", "mxfp6_e2m3_w6a16", "nvfp4_w4a16"])
 def test_transformers_own_experts_run_on_quantized_weights(scheme):
-    """Its loop, its grouped and its batched products, by index, transpose and product of the tensor."""
+    """Its loop, its grouped and its batched products, by index, transpose and product of the
+    tensor."""
     transformers = pytest.importorskip("transformers")
     import moe_ops.integrations.transformers as integration
 

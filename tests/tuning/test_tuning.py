@@ -76,8 +76,8 @@ def on_gpu():
 
 
 def interpreted():
-    """The interpreter has neither warps nor stages: tiles that differ in nothing else are run once. It does not know
-    the kernels of gluon_packed.py."""
+    """The interpreter has neither warps nor stages: tiles that differ in nothing else are run
+    once. It does not know the kernels of gluon_packed.py."""
     found = {}
     for entry, row in rows_of_tables():
         tiles = tiles_of(row)
@@ -119,7 +119,7 @@ def test_tuned_tiles_keep_the_values(device, dtype, scheme, tiles, K, I):  # noq
     assert_matches(out, expected.double(), tolerance(dtype, scheme, device))
 
 
-# --- times of backends -----------------------------------------------------------------------------
+# --- times of backends ---------------------------------------------------------------------------
 
 
 class Stopwatch:

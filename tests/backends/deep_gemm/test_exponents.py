@@ -1,8 +1,9 @@
-"""DeepGEMM's formats of SM100 and SM120, which were not run on hardware: scales as packed exponents.
+"""DeepGEMM's formats of SM100 and SM120, which were not run on hardware: scales as packed
+exponents.
 
-Their layouts are held to the library's own Python functions bit for bit, calls to its signatures (both where
-sgl-deep-gemm is installed, which needs no GPU), and layers to the oracle through products in plain torch: so on any
-GPU the kernels around them do run.
+Their layouts are held to the library's own Python functions bit for bit, calls to its signatures
+(both where sgl-deep-gemm is installed, which needs no GPU), and layers to the oracle through
+products in plain torch: so on any GPU the kernels around them do run.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ def reference(monkeypatch):
     return importlib.import_module("deep_gemm_reference.utils")
 
 
-# --- weights ------------------------------------------------------------------------------------------
+# --- weights -------------------------------------------------------------------------------------
 
 
 @installed
@@ -132,7 +133,7 @@ def test_natural_weights_stay_so_elsewhere(monkeypatch):
     assert moe_ops.prepare(w, "deep_gemm") is w
 
 
-# --- activations --------------------------------------------------------------------------------------
+# --- activations ---------------------------------------------------------------------------------
 
 
 @devices
@@ -160,7 +161,7 @@ def test_quantized_rows_are_the_library_s(reference, scheme, width, K, device):
     assert y.scale.stride() == (1, R)
 
 
-# --- layers -------------------------------------------------------------------------------------------
+# --- layers --------------------------------------------------------------------------------------
 
 
 def powers_of_two(rows, scheme, static=None):
@@ -250,7 +251,7 @@ def test_calls_fit_the_library_s_signatures(device, scheme, monkeypatch):
     assert called == [contiguous] * 2 + [masked] * 2
 
 
-# --- plans --------------------------------------------------------------------------------------------
+# --- plans ---------------------------------------------------------------------------------------
 
 GPUS = {
     major: Machine("cuda", (major, 0), f"SM{major}0", registry.list_backends())
@@ -279,13 +280,16 @@ def test_which_gpus(scheme, layout_, majors):
 
 @pytest.mark.parametrize("major, scheme, changes, reason", [
     (9, "mxfp8", {}, "deep_gemm runs mxfp8 on compute capability 10.x, got 9.0"),
-    (9, "fp8_block", {}, "deep_gemm takes natural weights below 10.0, got layout 'deep_gemm_ue8m0'; "
+    (9, "fp8_block", {}, "deep_gemm takes natural weights below 10.0, got layout "
+                         "'deep_gemm_ue8m0'; "
      "moe_ops.prepare(weight, 'torch') brings it back"),
     (10, "fp8_block", {"layout": ""}, PREPARE),
     (10, "mxfp8", {"layout": ""}, PREPARE),
     (12, "mxfp4_w4a8", {"layout": ""}, PREPARE),
-    (8, "mxfp4_w4a8", {}, "deep_gemm_fp4 runs mxfp4_w4a8 on compute capability 10.x, 12.x, got 8.0"),
-    (10, "mxfp4_w4a8", {"activation": Activation("gelu")}, "has activations silu, swiglustep, got gelu"),
+    (8, "mxfp4_w4a8", {}, "deep_gemm_fp4 runs mxfp4_w4a8 on compute capability 10.x, "
+                          "12.x, got 8.0"),
+    (10, "mxfp4_w4a8", {"activation": Activation("gelu")}, "has activations silu, swiglustep, "
+                                                           "got gelu"),
     (10, "mxfp4", {}, "deep_gemm_fp4 has no kernel for scheme 'mxfp4'"),
 ])  # fmt: skip
 def test_reasons(major, scheme, changes, reason):

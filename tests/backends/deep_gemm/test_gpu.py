@@ -1,4 +1,5 @@
-"""Backend deep_gemm on a GPU: captured graphs, compiled calls, many tokens, and no synchronisation."""
+"""Backend deep_gemm on a GPU: captured graphs, compiled calls, many tokens, and no
+synchronisation."""
 
 from __future__ import annotations
 
@@ -153,7 +154,8 @@ w13, w2 = [moe_ops.prepare(w, "deep_gemm") for w in (w13, w2)]
 cache, spared = Path(os.environ["DG_JIT_CACHE_DIR"]), 0
 for M in (1, 64, 65, 256, 257, 300, 511, 512, 2, 100, 1000, 2048, 1500, 1024, 200, 700, 2047):
     keys, files = set(dg._warm), set(cache.rglob("*"))
-    x, ids = torch.randn(M, 256, device="cuda").bfloat16(), torch.randint(0, 4, (M, 2), device="cuda")
+    x = torch.randn(M, 256, device="cuda").bfloat16()
+    ids = torch.randint(0, 4, (M, 2), device="cuda")
     moe_ops.fused_experts(x, w13, w2, torch.rand(M, 2, device="cuda"), ids, backend="deep_gemm")
     torch.cuda.synchronize()
     if dg._warm == keys:
@@ -165,7 +167,8 @@ assert spared >= 8 and any(cache.rglob("*")), (spared, len(dg._warm))
 
 @schemes
 def test_products_that_count_as_warm_are_compiled(scheme, tmp_path):
-    """A capture may find any number of tokens of a warm bucket: the library must choose the same kernel for all."""
+    """A capture may find any number of tokens of a warm bucket: the library must choose the same
+    kernel for all."""
     environment = os.environ | {"DG_JIT_CACHE_DIR": str(tmp_path)}
     command = [sys.executable, "-c", WARM_PRODUCTS, scheme]
     answer = subprocess.run(command, capture_output=True, text=True, env=environment)

@@ -1,4 +1,5 @@
-"""Backend deep_gemm: its kernels under Triton's interpreter around products in plain torch, and on a GPU the real ones."""
+"""Backend deep_gemm: its kernels under Triton's interpreter around products in plain torch, and on
+a GPU the real ones."""
 
 from __future__ import annotations
 
@@ -64,7 +65,8 @@ def case_of(device: str, scheme: str = "", **options) -> Case:
 def rounded_first_product():
     """The oracle with the first product rounded to bf16, as the library returns it.
 
-    That alone moves one e4m3 activation in a hundred to its neighbour: 1e-2 of the result, and 4e-2 of a single row.
+    That alone moves one e4m3 activation in a hundred to its neighbour: 1e-2 of the result, and
+    4e-2 of a single row.
     """
     real = oracle.activation
     return mock.patch.object(oracle, "activation", lambda x, **o: real(x.to(BF16).double(), **o))
@@ -84,7 +86,7 @@ def check(case: Case, **options) -> torch.Tensor:
     return out
 
 
-# --- values -----------------------------------------------------------------------------------------
+# --- values --------------------------------------------------------------------------------------
 
 
 def of_activations():
@@ -169,7 +171,8 @@ def test_repeatable(device, scheme):
 @schemes
 @pytest.mark.parametrize("T, strided", [(6, False), (130, True), (128, False), (40, True)])
 def test_batched(device, scheme, T, strided, monkeypatch):
-    """Rows behind each count hold NaN; in the products' whole blocks of rows they reach into the next expert's.
+    """Rows behind each count hold NaN; in the products' whole blocks of rows they reach into the
+    next expert's.
 
     Where x is strided, two programs share what rows an expert has.
     """
@@ -195,7 +198,7 @@ def test_batched(device, scheme, T, strided, monkeypatch):
     assert_matches(out[here], expected[here], tolerance(BF16, scheme, device))
 
 
-# --- what is refused ----------------------------------------------------------------------------------
+# --- what is refused -----------------------------------------------------------------------------
 
 
 H200 = Machine("cuda", (9, 0), "NVIDIA H200", ("deep_gemm",))
@@ -213,9 +216,11 @@ def test_supports_its_problems():
         ({"hidden_size": 192}, "deep_gemm needs K to be a multiple of 128, got 192"),
         ({"intermediate_size": 64}, "deep_gemm needs I to be a multiple of 128, got 64"),
         ({"scheme": "fp8_channel"}, "deep_gemm has no kernel for scheme 'fp8_channel'"),
-        ({"dtype": FP16}, "deep_gemm takes bfloat16 hidden_states, got torch.float16; use backend='triton' or 'auto'"),
+        ({"dtype": FP16}, "deep_gemm takes bfloat16 hidden_states, got torch.float16; use "
+                          "backend='triton' or 'auto'"),
         ({"has_bias": True}, "deep_gemm takes no bias; use backend='triton' or 'auto'"),
-        ({"contiguous_weights": False}, "deep_gemm needs contiguous weights and scales; call .contiguous() on them once"),
+        ({"contiguous_weights": False}, "deep_gemm needs contiguous weights and scales; call "
+                                        ".contiguous() on them once"),
         ({"layout": "other"}, "deep_gemm takes weights in their natural layout, got 'other'; "
             "moe_ops.prepare(weight, 'torch') brings it back"),
     ],
@@ -289,7 +294,7 @@ def test_groups_are_padded_to_what_the_library_says(device, monkeypatch):
         module.set_mk_alignment_for_contiguous_layout(before)
 
 
-# --- layouts ------------------------------------------------------------------------------------------
+# --- layouts -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("pairs, experts, rows", [
@@ -320,7 +325,7 @@ def test_workspaces_hold_what_is_carved(scheme, M, E, top_k):
             assert scale.data_ptr() % 16 == 0
 
 
-# --- tracing ------------------------------------------------------------------------------------------
+# --- tracing -------------------------------------------------------------------------------------
 
 
 @pytest.mark.skipif(CUDA, reason="for machines without CUDA")

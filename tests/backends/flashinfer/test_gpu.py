@@ -1,5 +1,5 @@
-"""Backend `flashinfer` over the library itself, on a GPU; and what this repository says of the library, against its
-sources.
+"""Backend `flashinfer` over the library itself, on a GPU; and what this repository says of the
+library, against its sources.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def case_of(scheme: str, M: int, activation="silu", dtype=BF16, **options) -> Ca
     return Case("cuda", dtype, scheme, activation, M=M, **options)
 
 
-# --- values ------------------------------------------------------------------------------------------
+# --- values --------------------------------------------------------------------------------------
 
 
 @gpu
@@ -96,7 +96,8 @@ def test_activations(scheme, activation, dtype):
 @pytest.mark.parametrize("top_k", [1, 3, 8])
 @pytest.mark.parametrize("M", [40, 300])
 def test_routing(scheme, top_k, M):
-    """Also numbers of experts per token that the library's sort for few tokens does not know, and repeats."""
+    """Also numbers of experts per token that the library's sort for few tokens does not know, and
+    repeats."""
     case_of(scheme, M, top_k=top_k, ids_dtype=torch.int64, weights_dtype=BF16).check("flashinfer")
 
 
@@ -114,7 +115,7 @@ def test_router_weight_on_input_and_strided_rows(scheme):
     assert_matches(case.run("flashinfer"), case.reference(), within)
 
 
-# --- graphs ------------------------------------------------------------------------------------------
+# --- graphs --------------------------------------------------------------------------------------
 
 
 @gpu
@@ -159,7 +160,8 @@ def test_capture_before_a_call_says_to_warm_up():
 @gpu
 @pytest.mark.parametrize("scheme", ["", "fp8_block"])
 def test_reduce_overhead(scheme):
-    """Inductor with CUDA graphs of its own, two numbers of tokens; the library allocates within them."""
+    """Inductor with CUDA graphs of its own, two numbers of tokens; the library allocates within
+    them."""
     torch._dynamo.reset()
     compiled = torch.compile(moe_ops.fused_experts, fullgraph=True, mode="reduce-overhead")
     with torch.no_grad():
@@ -190,7 +192,7 @@ def test_opcheck(scheme, everything, monkeypatch):
         assert set(results) == set(of_opcheck.UTILITIES)
 
 
-# --- tactics -----------------------------------------------------------------------------------------
+# --- tactics -------------------------------------------------------------------------------------
 
 
 @gpu
@@ -285,7 +287,7 @@ def test_the_librarys_autotuner_is_not_asked():
     assert AutoTuner.get().profiling_cache == before
 
 
-# --- what is said of the library ---------------------------------------------------------------------
+# --- what is said of the library -----------------------------------------------------------------
 
 
 @gpu
@@ -306,7 +308,8 @@ def test_interleaving_is_the_librarys():
 
 @installed
 def test_arguments_stand_in_the_librarys_order():
-    """The module's `run_moe` and `init` take what the library's own wrapper hands them, in this order."""
+    """The module's `run_moe` and `init` take what the library's own wrapper hands them, in this
+    order."""
     import flashinfer.fused_moe.core as core
 
     tree = ast.parse(inspect.getsource(core))

@@ -1,4 +1,5 @@
-"""Backend `flashinfer`: its launcher on a CPU over a fake of the library's module, its layouts, tactics and refusals.
+"""Backend `flashinfer`: its launcher on a CPU over a fake of the library's module, its layouts,
+tactics and refusals.
 
 On a GPU the shared matrix and the tests marked `gpu` here run the library itself.
 """
@@ -124,8 +125,8 @@ def check(case: Case) -> torch.Tensor:
     expected = with_scales(case).reference()
     out = launch(prepared(case))
     within = tolerance(case.dtype, case.scheme, "cuda")
-    # the library rounds gate and up rows to 16 bits before it quantizes what follows, so that one e2m1 element in a
-    # hundred becomes its neighbour, a third of it away
+    # the library rounds gate and up rows to 16 bits before it quantizes what follows, so that one
+    # e2m1 element in a hundred becomes its neighbour, a third of it away
     within += 3e-2 if case.scheme == "nvfp4" else 0
     assert_matches(
         out, expected, within * (2 if "relu2" in str(case.options["activation"]) else 1)
@@ -134,7 +135,7 @@ def check(case: Case) -> torch.Tensor:
     return out
 
 
-# --- the launcher over the fake module ------------------------------------------------------------------
+# --- the launcher over the fake module -----------------------------------------------------------
 
 ACTIVATIONS = [
     *flashinfer._ACTIVATIONS,
@@ -173,7 +174,8 @@ def test_quantized(fake, scheme, activation):
 )
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 def test_routing(fake, options, dtype):
-    """Repeats of an expert come as one; ids that name none are skipped, whatever their rows and weights hold."""
+    """Repeats of an expert come as one; ids that name none are skipped, whatever their rows and
+    weights hold."""
     check(Case("cpu", dtype, **options))
 
 
@@ -207,7 +209,7 @@ def test_the_fake_notices(fake, mistake, monkeypatch):
         check(case)
 
 
-# --- capture and tactics ---------------------------------------------------------------------------------
+# --- capture and tactics -------------------------------------------------------------------------
 
 
 @on_cpu
@@ -250,7 +252,8 @@ def test_a_call_runs_what_was_measured_for_it_and_measures_nothing(fake, monkeyp
 
 @on_cpu
 def test_warmup_measures_once_and_keeps_it(fake, monkeypatch, tmp_path):
-    """In the file that other processes read; calls outside of `warm`, and of schemes with one tactic, measure nothing."""
+    """In the file that other processes read; calls outside of `warm`, and of schemes with one
+    tactic, measure nothing."""
     monkeypatch.setenv("MOE_OPS_CACHE", str(tmp_path))
     monkeypatch.setattr(library, "_table", TABLE)
     monkeypatch.setattr(library, "numbered", lambda device: True)
@@ -271,7 +274,8 @@ def test_warmup_measures_once_and_keeps_it(fake, monkeypatch, tmp_path):
         launch(prepared(Case("cpu", BF16, "fp8_block", **WHOLE)))
     launch(prepared(Case("cpu", BF16, M=100)))
     assert len(tried) == first and not library.tuning()
-    # of 4 tile shapes; those of GEMM2 that add to the output in any order are not for a deterministic call
+    # of 4 tile shapes; those of GEMM2 that add to the output in any order are not for a
+    # deterministic call
     assert {t[0] for t in tried} == {-1, *range(8)} - {5}
     assert {t[1] for t in tried} == {-1, *range(4), *range(8, 12)} - {9}
     (path,) = tmp_path.iterdir()
@@ -303,7 +307,7 @@ def test_candidates(counts, deterministic, expected):
     assert library.candidates(*counts, deterministic) == expected
 
 
-# --- refusals --------------------------------------------------------------------------------------------
+# --- refusals ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -359,7 +363,7 @@ def test_unprepared_weights_of_no_gate_run_as_they_are():
     assert problem.layout == "" and flashinfer.supports(problem, H200) == []
 
 
-# --- traced for a GPU ------------------------------------------------------------------------------------
+# --- traced for a GPU ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from moe_ops.backends import flashinfer
 from tests.backends.flashinfer.test_layer import SCHEMES, WHOLE
 from tests.support.cases import BF16, FP16, FP32, Case
 
-# --- layouts ---------------------------------------------------------------------------------------------
+# --- layouts -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)

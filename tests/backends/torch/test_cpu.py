@@ -1,4 +1,5 @@
-"""The CPU kernels: the grouped product and the weighted sum against fp64, at every tail they have."""
+"""The CPU kernels: the grouped product and the weighted sum against fp64, at every tail they
+have."""
 
 import ctypes
 import math

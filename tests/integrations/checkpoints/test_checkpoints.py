@@ -39,7 +39,8 @@ SCHEMES = {
 
 
 def write(folder, writer, change=None, names=("gate_proj", "up_proj", "down_proj")):
-    """A folder of two files with one layer's experts; returns the values (E, N, K) by projection."""
+    """A folder of two files with one layer's experts; returns the values (E, N, K) by
+    projection."""
     writer = copy.deepcopy(writer)  # the same random numbers in any order of tests
     tensors, values = {}, {}
     for name in names:
@@ -78,7 +79,8 @@ def test_values_of_every_format(form, tmp_path):
     want13 = np.concatenate([values["gate_proj"], values["up_proj"]], 1)
     for got, want in ((w13, want13), (w2, values["down_proj"])):
         got = got.dequantize(torch.float32).double().numpy()
-        # a product of two or three floats, each exact in fp32, and ModelOpt's reciprocal: 2 ** -24 each
+        # a product of two or three floats, each exact in fp32, and ModelOpt's reciprocal: 2 ** -24
+        # each
         assert np.abs(got - want).max() <= 3 * 2**-24 * np.abs(want).max()
         assert (np.abs(got - want) <= 4 * 2**-24 * np.abs(want)).all()
 
@@ -210,7 +212,8 @@ BAD = {
     "wrong group": (
         GPTQ(),
         replace("scales", lambda t: t.repeat_interleave(2, 0)),
-        r"1.up_proj.* in .*one group for each 128 columns, the checkpoint's group_size, got 4 groups",
+        r"1.up_proj.* in .*one group for each 128 columns, the checkpoint's group_size, got "
+        r"4 groups",
     ),
     "wrong layout": (
         BlockFP8(),
@@ -252,7 +255,8 @@ BAD = {
     "two global scales": (
         NVFP4(),
         replace("weight_global_scale", lambda t: t * 2),
-        r"1.gate_proj.weight_packed in .*global scale of the other projections of its expert.*gate and up",
+        r"1.gate_proj.weight_packed in .*global scale of the other projections of its "
+        r"expert.*gate and up",
     ),
     "not stored alike": (
         NVFP4(modelopt=True),

@@ -1,4 +1,5 @@
-"""Every transformers family with experts, at tiny random size: same outputs, dispatched, one graph."""
+"""Every transformers family with experts, at tiny random size: same outputs, dispatched, one
+graph."""
 
 import importlib
 import inspect
@@ -160,7 +161,8 @@ OUTSIDE = {
 }
 FAMILIES = ON_HOOK | OUTSIDE
 
-# The forward does not trace whole with any experts implementation; the test proves it with grouped_mm.
+# The forward does not trace whole with any experts implementation; the test proves it with
+# grouped_mm.
 OWN_GRAPH_BREAKS = {"qwen4_exp": "its attention branches on a count of selected key blocks"}
 
 SOME_FP32 = {"inkling2"}  # in bf16 the forward insists on fp32 for some weights
@@ -190,7 +192,8 @@ def model_class(family: str):
 
 
 def build(family: str, layers: int):
-    """A tiny model with eager experts whose every layer passes unit-scale data through its experts."""
+    """A tiny model with eager experts whose every layer passes unit-scale data through its
+    experts."""
     cls = model_class(family)
     known = inspect.signature(cls.config_class.__init__).parameters
     sizes = SMALL | {"num_hidden_layers": layers, "mlp_layer_types": ["sparse"] * layers}
@@ -238,7 +241,8 @@ def switch(model, family: str):
 
 
 def experts(model):
-    """Modules called with (hidden states, expert ids, router weights); llama4's take no routing."""
+    """Modules called with (hidden states, expert ids, router weights); llama4's take no
+    routing."""
     outside = ("Llama4TextExperts", "DbrxExperts", "LongcatFlashExperts", "Step3p7Experts")
     return [
         m for m in model.modules() if hasattr(m, "is_transposed") or type(m).__name__ in outside
@@ -248,8 +252,8 @@ def experts(model):
 class Routing:
     """Records the routing of a model's first run and repeats it in the second.
 
-    In bf16 two right implementations differ by a rounding, and where two experts are almost tied the next
-    layer's router may then choose another one, which moves the result by far more.
+    In bf16 two right implementations differ by a rounding, and where two experts are almost tied
+    the next layer's router may then choose another one, which moves the result by far more.
     """
 
     def __init__(self, model, family):
@@ -271,7 +275,8 @@ class Routing:
 
 
 def _names(key, name):
-    """Whether transformers takes a key of `_keep_in_fp32_modules_strict` to mean this parameter."""
+    """Whether transformers takes a key of `_keep_in_fp32_modules_strict` to mean this
+    parameter."""
     return re.search(rf"(^|\.){key}($|\.)", name)
 
 

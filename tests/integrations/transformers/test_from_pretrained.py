@@ -90,7 +90,8 @@ def load(folder, *args, **options):
 
 
 def save_plain(model, folder, dtype=torch.bfloat16):
-    """The model's own checkpoint, as transformers writes it: one tensor for each expert's projection."""
+    """The model's own checkpoint, as transformers writes it: one tensor for each expert's
+    projection."""
     with torch.no_grad():
         for p in model.parameters():  # not its buffers, which no file holds
             p.copy_(p.to(dtype))
@@ -139,7 +140,8 @@ def weights_of(model):
 
 @pytest.mark.parametrize("form", WRITERS)
 def test_every_format_gives_the_logits_of_its_values(form, tmp_path):
-    """All matrices of the layers are quantized, attention too; two layers, so that names must fit."""
+    """All matrices of the layers are quantized, attention too; two layers, so that names must
+    fit."""
     writer, original = copy.deepcopy(WRITERS[form]), qwen()
     requantize(tmp_path, writer, original)
     scheme = writer.weight_only or None
@@ -161,7 +163,8 @@ def test_every_format_gives_the_logits_of_its_values(form, tmp_path):
 
 
 def test_gpt_oss_mxfp4_checkpoint(tmp_path):
-    """Blocks and scales of interleaved gate and up rows, as gpt-oss has them, beside its biases."""
+    """Blocks and scales of interleaved gate and up rows, as gpt-oss has them, beside its
+    biases."""
     original = gpt_oss()
     save_plain(original, tmp_path)
     tensors = files.load_file(tmp_path / "model.safetensors")
@@ -202,7 +205,8 @@ class Swizzled:
 
 
 def test_gpt_oss_of_transformers_own_mxfp4_kernels():
-    """attach() puts a GptOssMLP in the place of theirs; values are those of transformers' dequantization."""
+    """attach() puts a GptOssMLP in the place of theirs; values are those of transformers'
+    dequantization."""
     mxfp4 = pytest.importorskip("transformers.integrations.mxfp4")
     original, model = gpt_oss(), gpt_oss()
     rng = np.random.default_rng(1)
@@ -259,7 +263,8 @@ def test_plain_checkpoint_is_quantized_while_it_is_read(build, tmp_path):
     ["gpt_oss", "llama4", "dbrx", "longcat_flash", "step3p7", "nemotron_h", "inkling2"],
 )
 def test_families_that_store_experts_in_other_ways(family, tmp_path):
-    """Stacked, transposed, joined with rows, without a gate, or converted by transformers first."""
+    """Stacked, transposed, joined with rows, without a gate, or converted by transformers
+    first."""
     if family not in test_families.FAMILIES:
         pytest.skip(f"transformers {transformers.__version__} has no {family}")
     want = test_families.build(family, 1)
@@ -279,7 +284,8 @@ def test_families_that_store_experts_in_other_ways(family, tmp_path):
 
 
 def test_single_quantized_experts_of_a_family_that_stacks_them(tmp_path):
-    """llama4's own files hold stacks (E, columns, rows); quantized ones hold experts one by one."""
+    """llama4's own files hold stacks (E, columns, rows); quantized ones hold experts one by
+    one."""
     writer, original = Packed(), test_families.build("llama4", 1)
     save_plain(original, tmp_path)
     tensors = files.load_file(tmp_path / "model.safetensors")
@@ -377,7 +383,8 @@ LAST = "model.layers.1.mlp.experts.3"
 BAD = {
     "missing expert": (
         lambda t: t.pop(f"{LAST}.up_proj.weight"),
-        r"layers.1.mlp.experts.gate_up_proj must have all projections of experts 0 to 3, got none of experts \[3\]",
+        r"layers.1.mlp.experts.gate_up_proj must have all projections of experts 0 to 3, got "
+        r"none of experts \[3\]",
     ),
     "missing layer": (
         lambda t: [
@@ -391,7 +398,8 @@ BAD = {
         lambda t: [
             t.update({n: t[n][:64]}) for n in list(t) if "layers.1" in n and "up_proj" in n
         ],
-        r"layers.1.mlp.experts.gate_up_proj must have shape \(4, 256, 256\).*got \(4, 192, 256\) from",
+        r"layers.1.mlp.experts.gate_up_proj must have shape \(4, 256, 256\).*got \(4, 192, "
+        r"256\) from",
     ),
     "nan": (
         lambda t: t[f"{LAST}.down_proj.weight"].fill_(float("nan")),

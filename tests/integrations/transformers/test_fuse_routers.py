@@ -1,4 +1,5 @@
-"""fuse_routers: the same routing as the model's own routers, in the same dtypes, in every setting."""
+"""fuse_routers: the same routing as the model's own routers, in the same dtypes, in every
+setting."""
 
 import ast
 import copy
@@ -91,7 +92,8 @@ def test_equals_the_routers_of_the_model(family, fields, method, dtype):
 
 
 def sources() -> dict[str, str]:
-    """Normalised source of the forward of every class of transformers that is named like a router."""
+    """Normalised source of the forward of every class of transformers that is named like a
+    router."""
     found = {}
     folder = Path(transformers.__file__).parent / "models"
     for path in sorted(folder.glob("*/modeling_*.py")):
@@ -113,7 +115,8 @@ def sources() -> dict[str, str]:
 
 
 def test_every_router_with_a_known_formula_is_listed():
-    """Classes of one rule share their source, or are named here; no other class has such a source."""
+    """Classes of one rule share their source, or are named here; no other class has such a
+    source."""
     written_otherwise = {"BeamTopKRouter", "AriaTextTopKRouter", "GptOssTopKRouter"}
     written_otherwise |= {"MiniMaxM3VLTopKRouter", "Step3p7TopKRouter", "GraniteMoeSWATopKRouter"}
     found = sources()

@@ -1,4 +1,5 @@
-"""transformers models on moe_ops: generation, training, quantization, and living with other libraries."""
+"""transformers models on moe_ops: generation, training, quantization, and living with other
+libraries."""
 
 import copy
 import re

@@ -65,7 +65,8 @@ def test_prepared_weights_in_a_compiled_model(family, scheme, monkeypatch):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="interpreted")
 @pytest.mark.parametrize("family", ["gpt_oss", "mixtral"])
 def test_prepared_weights(family, monkeypatch):
-    """Those of modules that keep (E, columns, rows), too, in whose place they lie as (E, rows, columns)."""
+    """Those of modules that keep (E, columns, rows), too, in whose place they lie as (E, rows,
+    columns)."""
     pytest.importorskip("triton")
     sizes = {"hidden_size": 128, "intermediate_size": 128}
     monkeypatch.setitem(FAMILIES, family, lambda n: sizes)
@@ -149,7 +150,8 @@ def test_quantize_refuses():
 
 @pytest.mark.parametrize("family", ["gpt_oss", "llama4", "dbrx", "longcat_flash"])
 def test_quantize_that_fails_leaves_the_model_as_it_was(family):
-    """The last weight of two layers is not finite, which the message says; mended, it is quantized."""
+    """The last weight of two layers is not finite, which the message says; mended, it is
+    quantized."""
     model = build(family, 2)
     before, names = switches(model), [n for n, p in model.named_parameters() if p.dim() == 3]
     if family == "dbrx":

@@ -1,4 +1,5 @@
-"""The fp8 schemes on Triton against fp64, interpreted on a CPU and compiled on a GPU (`-m gpu`)."""
+"""The fp8 schemes on Triton against fp64, interpreted on a CPU and compiled on a GPU (`-m
+gpu`)."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ QUANTIZING = [name for name in SCHEMES if oracle.ACTIVATIONS[name]]
 FORMATS = ["fp8_block", "fp8_channel", "fp8_tensor", "fp8_tensor_static", "fp8_w8a16:block"]
 
 
-# --- the expert layer -----------------------------------------------------------------------------------
+# --- the expert layer ----------------------------------------------------------------------------
 
 
 def rows_an_expert(average, E=2):
@@ -60,7 +61,8 @@ def test_every_number_of_rows(where, scheme, average):
 @pytest.mark.parametrize("wide_h", [False, True])
 @pytest.mark.parametrize("M", [1, 3])
 def test_where_groups_are_quantized(where, quantize, wide_h, M):
-    """x by a kernel of its own or in GEMM1's loop, h behind GEMM1 or in GEMM2's loop: as tables may say."""
+    """x by a kernel of its own or in GEMM1's loop, h behind GEMM1 or in GEMM2's loop: as tables
+    may say."""
     case = Case(
         *where, "fp8_block", M=M, E=2, top_k=1, K=272, I=384, ids=torch.zeros(M, 1), bias=True
     )
@@ -84,7 +86,8 @@ def test_ragged_sizes(where, scheme, M, K, I):  # noqa: E741
 @pytest.mark.parametrize("scheme", FORMATS)
 @pytest.mark.parametrize("name", ["swigluoai", "relu2_no_mul", "gelu"])
 def test_gates(where, scheme, name):
-    """Interleaved and absent gates have their own way through blocks of weight scales and groups of h."""
+    """Interleaved and absent gates have their own way through blocks of weight scales and groups
+    of h."""
     for M in (4, 16):
         case = Case(*where, scheme, name, M=M, E=2, top_k=2, K=144, I=208, bias=True)
         case.check("triton")
@@ -113,7 +116,8 @@ def test_expert_map_and_wide_ids(where, scheme, M):
 @pytest.mark.parametrize("scheme", FORMATS)
 @pytest.mark.parametrize("M", [3, 40])
 def test_scales_of_very_different_size(where, scheme, M):
-    """Each group of columns, token, row block and expert has a size of its own: no scale stands for another."""
+    """Each group of columns, token, row block and expert has a size of its own: no scale stands
+    for another."""
     device, dtype = where
     K = I = 272  # noqa: E741
     ids = torch.arange(M)[:, None] % 2
@@ -158,7 +162,8 @@ def test_nan_stays_in_its_token(where, scheme):
 
 @everywhere
 def test_blocks_of_nan_leave_the_scale_of_all_rows_alone(where):
-    """fp8_tensor: h of tokens that hold NaN, enough to fill blocks, does not enter the one scale of h."""
+    """fp8_tensor: h of tokens that hold NaN, enough to fill blocks, does not enter the one scale
+    of h."""
     ids = torch.tensor([[0]] * 40 + [[1]] * 5)
     case = Case(*where, "fp8_tensor", M=45, E=2, top_k=1, K=48, I=32, ids=ids)
     case.args[0][:40] = 0
@@ -185,7 +190,7 @@ def test_static_scale_clamps(where):
     case.check("triton")
 
 
-# --- the other two ops ------------------------------------------------------------------------------------
+# --- the other two ops ---------------------------------------------------------------------------
 
 
 @everywhere
@@ -228,7 +233,7 @@ def test_grouped_linear(where, scheme, ends, S, tail):
     assert (out[ends[-1] :] == 0).all()
 
 
-# --- host ---------------------------------------------------------------------------------------------------
+# --- host ----------------------------------------------------------------------------------------
 
 
 SHAPES = [  # E, top_k, K, I; the last two have more pairs of one token than twice their experts

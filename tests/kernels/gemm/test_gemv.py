@@ -1,4 +1,5 @@
-"""The kernels of one token (kernels/triton_vector.py) against fp64: interpreted on a CPU, compiled on a GPU."""
+"""The kernels of one token (kernels/triton_vector.py) against fp64: interpreted on a CPU, compiled
+on a GPU."""
 
 from __future__ import annotations
 
@@ -99,7 +100,8 @@ def test_every_kind_of_tile(where, scheme, first, second):
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("I", [1168, 2064])
 def test_long_sums_of_the_second_product(where, scheme, I):  # noqa: E741
-    """In tiles that the sizes chose: one step of up to 2048 columns, and several. GEMM1's rows are many for the interpreter."""
+    """In tiles that the sizes chose: one step of up to 2048 columns, and several. GEMM1's rows are
+    many for the interpreter."""
     case = Case(*where, scheme, **{**SIZES, "K": 48, "I": I, "top_k": 1, "ids": IDS[:, :1]})
     base = triton_tiles._choose_vector(bool(scheme), where[1].itemsize, 48, I, 64)
     with triton_tiles.searching(base._replace(gemm1=Tile(16, 128, 1, 4))):
@@ -114,7 +116,8 @@ def poisoned(w, expert: int) -> None:
 @everywhere
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_nan_stays_where_it_is(where, scheme):
-    """NaN of experts that nobody chose, the first among them, of the routing weight of one elsewhere, and in x."""
+    """NaN of experts that nobody chose, the first among them, of the routing weight of one
+    elsewhere, and in x."""
     case = Case(*where, scheme, **{**SIZES, "top_k": 3, "ids": torch.tensor([[2, -1, 3]])})
     expected = case.reference()
     case.args[3][0, 1] = math.nan
@@ -137,7 +140,8 @@ def amid_nan(t: torch.Tensor) -> torch.Tensor:
 @everywhere
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_strides(where, scheme, kernels):
-    """A token whose columns lie apart, and weights and scales that are parts of others; three groups, in a step of four."""
+    """A token whose columns lie apart, and weights and scales that are parts of others; three
+    groups, in a step of four."""
     case = Case(*where, scheme, **{**SIZES, "K": 272, "I": 272})
     x, w13, w2, weights, ids = case.args
     wide = cases.garbage(x.new_empty(1, 3 * x.shape[1]))
@@ -196,11 +200,12 @@ def test_other_layers_take_other_kernels(sizes, scheme, kernels):
     assert not any("vector" in kernel for kernel in kernels)
 
 
-# --- the assembly of e4m3 products, which no interpreter runs ---------------------------------------------
+# --- the assembly of e4m3 products, which no interpreter runs ------------------------------------
 
 
 def eight_products(words: list[int], x: list[torch.Tensor]) -> float:
-    """What the assembly of `eight_products` computes of two words of e4m3 and four pairs of fp16."""
+    """What the assembly of `eight_products` computes of two words of e4m3 and four pairs of
+    fp16."""
     source = (Path(backend.__file__).parent.parent / "kernels/triton_vector.py").read_text()
     (code,) = re.findall(r'def eight_products.*?"""\{(.*?)\}"""', source, re.S)
 
@@ -231,7 +236,8 @@ def eight_products(words: list[int], x: list[torch.Tensor]) -> float:
 
 
 def test_e4m3_products_in_fp16():
-    """Each of eight places, then sums of all: products are exact, sums of four round to 11 bits."""
+    """Each of eight places, then sums of all: products are exact, sums of four round to 11
+    bits."""
     generator = torch.Generator().manual_seed(0)
     codes = torch.randint(0, 0x7F, (64, 2, 8), generator=generator).to(torch.uint8)
     codes[:8, 0] = torch.diag(torch.full((8,), 0x3A, dtype=torch.uint8))

@@ -1,4 +1,5 @@
-"""The Triton kernels against fp64, under the interpreter on a CPU and compiled on a GPU (`-m gpu`)."""
+"""The Triton kernels against fp64, under the interpreter on a CPU and compiled on a GPU (`-m
+gpu`)."""
 
 from __future__ import annotations
 
@@ -31,13 +32,13 @@ WHERE = [
     pytest.param(("cuda", FP16), id="cuda-fp16", marks=ON_GPU),
 ]
 everywhere = pytest.mark.parametrize("where", WHERE)
-# Two roundings (h and the output) of half a unit each; the norm of the error stays below one unit. The
-# interpreter truncates to 16 bits instead of rounding: two units.
+# Two roundings (h and the output) of half a unit each; the norm of the error stays below one unit.
+# The interpreter truncates to 16 bits instead of rounding: two units.
 TOLERANCE = {FP32: 2e-6, BF16: 2.0**-8, FP16: 2.0**-11}
 GARBAGE = -(2**30)  # in integer workspaces: any address made from it would be far outside
 
 
-# --- the oracle: formulas written out again, one pair at a time, in fp64 ---------------------------
+# --- the oracle: formulas written out again, one pair at a time, in fp64 -------------------------
 
 
 def oracle_activation(v: torch.Tensor, act: Activation) -> torch.Tensor:
@@ -96,11 +97,12 @@ def oracle(c: Case) -> torch.Tensor:
     return out
 
 
-# --- cases ------------------------------------------------------------------------------------------
+# --- cases ---------------------------------------------------------------------------------------
 
 
 class Case:
-    """Inputs of one `experts` call: unit-scale data, distinct router weights, ids with everything in them."""
+    """Inputs of one `experts` call: unit-scale data, distinct router weights, ids with everything
+    in them."""
 
     def __init__(
         self,
@@ -179,7 +181,7 @@ def assert_close(out, reference, tolerance):
     assert error < tolerance, f"relative error {error:.2e}"
 
 
-# --- the expert layer --------------------------------------------------------------------------------
+# --- the expert layer ----------------------------------------------------------------------------
 
 
 @everywhere
@@ -264,7 +266,8 @@ def test_all_tokens_on_one_expert_and_duplicate_ids(where, M):
 @pytest.mark.parametrize("ids_dtype", [torch.int32, torch.int64])
 def test_expert_map(where, M, ids_dtype):
     c = Case(where, M, 3, 2, 32, 16)
-    # global ids 0..6 of 7 on three local experts; one entry is out of range; ids reach past both ends
+    # global ids 0..6 of 7 on three local experts; one entry is out of range; ids reach past both
+    # ends
     c.expert_map = torch.tensor([-1, 2, 0, -1, 9, 1, -1], dtype=ids_dtype, device=c.device)
     g = torch.Generator().manual_seed(3)
     c.ids = torch.randint(-2, 9, (M, 2), generator=g).to(ids_dtype).to(c.device)
@@ -285,7 +288,8 @@ def test_router_weight_on_input_weighs_once(where, M):
 
 @everywhere
 def test_strided_routing_hidden_states_and_out(where):
-    """Every stride that may differ from the usual one does; neighbours hold NaN or ids out of range."""
+    """Every stride that may differ from the usual one does; neighbours hold NaN or ids out of
+    range."""
     c = Case(where, 6, 3, 2, 32, 16)
     ids, weights, x = c.ids, c.weights, c.x
     c.ids = torch.full((4, 6), 10**9, dtype=torch.int64, device=c.device).t()[:, ::2]
@@ -335,7 +339,8 @@ def test_workspaces_as_shared_bytes(where):
 
 @everywhere
 def test_nothing_is_written_outside_and_inputs_stay(where):
-    """Guards around every workspace keep their contents; routing tensors and weights are not touched."""
+    """Guards around every workspace keep their contents; routing tensors and weights are not
+    touched."""
     c = Case(where, 30, 4, 2, 32, 16)
     shapes = backend.workspace_shapes(30, c.problem())
     guarded = [poisoned((math.prod(b.shape) + 64,), b.dtype, c.device) for b in shapes]
@@ -374,7 +379,7 @@ def test_rows_of_fewer_tokens_do_not_depend_on_the_batch_of_one_tile(where):
     assert torch.equal(c.run(), whole[:5])
 
 
-# --- batched experts and grouped linear ---------------------------------------------------------------
+# --- batched experts and grouped linear ----------------------------------------------------------
 
 
 def run_batched(c: Case, x, counts):
@@ -484,7 +489,7 @@ def test_tiles_fit_shared_memory(rows, groups, K, I, itemsize, limit):  # noqa: 
         assert tile.stages * (tile.rows + tiles.tokens) * tile.k * itemsize <= limit
 
 
-# --- what the backend accepts -----------------------------------------------------------------------------
+# --- what the backend accepts --------------------------------------------------------------------
 
 
 def test_supports_says_why_not():
@@ -511,7 +516,7 @@ def test_weights_of_another_dtype_are_refused():
         c.run()
 
 
-# --- CUDA alone ---------------------------------------------------------------------------------------------
+# --- CUDA alone ----------------------------------------------------------------------------------
 
 
 @pytest.mark.gpu

@@ -1,4 +1,5 @@
-"""The Triton kernels for many rows an expert, interpreted on a CPU and compiled on a GPU (`-m gpu`)."""
+"""The Triton kernels for many rows an expert, interpreted on a CPU and compiled on a GPU (`-m
+gpu`)."""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
-"""The inline assembly of the packed product, run on numbers: neither Triton's interpreter nor a CPU runs it.
+"""The inline assembly of the packed product, run on numbers: neither Triton's interpreter nor a
+CPU runs it.
 
-Each function must be elementwise: what comes of byte i is element i, whatever thread and row it is from.
+Each function must be elementwise: what comes of byte i is element i, whatever thread and row it is
+from.
 """
 
 from __future__ import annotations
@@ -102,7 +104,8 @@ def test_int4_with_zero_point(zero):
 
 @pytest.mark.parametrize("exponent", [-93, -1, 0, 32])
 def test_e2m1_with_e8m0_scales(exponent):
-    """Every byte has a scale of its own: which bytes of which groups are together is the layout's choice."""
+    """Every byte has a scale of its own: which bytes of which groups are together is the layout's
+    choice."""
     first = (127 + exponent) * 0x00800080 + 0x2F002F00  # as `twice` has it
     assert halves(first) == [2.0 ** (94 + exponent)] * 2
     second = first + 0x00800080

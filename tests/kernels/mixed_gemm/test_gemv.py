@@ -1,5 +1,5 @@
-"""The kernels of one token beside weights of 4 or 8 bits (kernels/triton_vector_packed.py) against fp64: interpreted on a
-CPU, compiled on a GPU."""
+"""The kernels of one token beside weights of 4 or 8 bits (kernels/triton_vector_packed.py) against
+fp64: interpreted on a CPU, compiled on a GPU."""
 
 from __future__ import annotations
 
@@ -137,7 +137,8 @@ def test_no_expert_is_here(where, scheme, kernels):
     "first, second", [((32, 128, 2), (64, 64, 1)), ((128, 512, 1), (32, 128, 4))]
 )
 def test_every_kind_of_tile(where, scheme, first, second):
-    """One step and several, steps that pass from one expert to the next and past the last, and rows past the end."""
+    """One step and several, steps that pass from one expert to the next and past the last, and
+    rows past the end."""
     case = Case(*where, scheme, **SIZES)
     tiles = [Tile(rows, k, 1, warps) for rows, k, warps in (first, second)]
     with triton_tiles.searching(Tiles(True, 1, *tiles, 64, vector=True)):
@@ -194,7 +195,8 @@ def test_scales_of_very_different_size(where, scheme, kernels):
 @everywhere
 @pytest.mark.parametrize("scheme", WAYS)
 def test_nan_stays_where_it_is(where, scheme):
-    """NaN of experts that nobody chose, the first among them, of the routing weight of one elsewhere, and in x."""
+    """NaN of experts that nobody chose, the first among them, of the routing weight of one
+    elsewhere, and in x."""
     case = Case(*where, scheme, **{**SIZES, "ids": torch.tensor([[2, -1, 3]])})
     expected = case.reference()
     case.args[3][0, 1] = math.nan
@@ -211,7 +213,8 @@ def test_nan_stays_where_it_is(where, scheme):
 @everywhere
 @pytest.mark.parametrize("scheme", WAYS)
 def test_strides(where, scheme, kernels):
-    """A token whose columns lie apart, and weights, scales and zero points that are parts of others."""
+    """A token whose columns lie apart, and weights, scales and zero points that are parts of
+    others."""
     case = Case(*where, scheme, **SIZES)
     x, w13, w2, weights, ids = case.args
     wide = cases.garbage(x.new_empty(1, 3 * x.shape[1]))
@@ -255,7 +258,8 @@ def test_other_layers_take_other_kernels(scheme, sizes, kernels):
     "K, I, top_k", [(4096, 14336, 2), (2048, 768, 8), (2880, 2880, 4), (96, 64, 1)]
 )
 def test_tiles_to_search(bits, K, I, top_k):  # noqa: E741
-    """Every warp of a program has columns of its own, and the tiles taken without a table are among those searched."""
+    """Every warp of a program has columns of its own, and the tiles taken without a table are
+    among those searched."""
     base = triton_packed_tiles._choose_vector(top_k, K, I, bits, 64)
     first, second = triton_packed_tiles.vector_space(base, top_k, K, I, bits)
     ones, twos = [tiles.gemm1 for tiles in first], [tiles.gemm2 for tiles in second]

@@ -1,4 +1,5 @@
-"""Weights of 4 and 8 bits on Triton against fp64, interpreted on a CPU and compiled on a GPU (`-m gpu`)."""
+"""Weights of 4 and 8 bits on Triton against fp64, interpreted on a CPU and compiled on a GPU (`-m
+gpu`)."""
 
 from __future__ import annotations
 
@@ -64,7 +65,7 @@ def test_native_from_sm80_on(scheme):
     assert backend.BACKEND.native(scheme, machine)
 
 
-# --- the expert layer ---------------------------------------------------------------------------------
+# --- the expert layer ----------------------------------------------------------------------------
 
 
 @everywhere
@@ -215,7 +216,7 @@ def test_bitwise_repeatable(where, scheme):
         assert torch.equal(first, case.run("triton"))
 
 
-# --- the other two ops ----------------------------------------------------------------------------------
+# --- the other two ops ---------------------------------------------------------------------------
 
 
 @everywhere
@@ -246,7 +247,7 @@ def test_grouped_linear(where, scheme, ends, S, tail):
     assert (out[ends[-1] :] == 0).all()
 
 
-# --- host -------------------------------------------------------------------------------------------------
+# --- host ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -277,7 +278,8 @@ def test_wrong_dtype_of_data(scheme):
 
 
 def test_scales_are_read_together_only_where_they_lie_together():
-    """How many scales of a row one load may take: they are side by side, and every row begins at such a multiple."""
+    """How many scales of a row one load may take: they are side by side, and every row begins at
+    such a multiple."""
     scale, zero = torch.zeros(3, 64, 16), torch.zeros(3, 64, 16, dtype=torch.uint8)
     data, chip = torch.zeros(3, 64, 512, dtype=torch.uint8), gpu(-1)
 

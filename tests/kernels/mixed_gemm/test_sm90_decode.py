@@ -1,4 +1,5 @@
-"""How weights of 4 and 8 bits are decoded on SM90: the assembly, and the order of rows and columns."""
+"""How weights of 4 and 8 bits are decoded on SM90: the assembly, and the order of rows and
+columns."""
 
 from __future__ import annotations
 
@@ -168,7 +169,8 @@ def test_product_of_a_piece_of_8_bits():
 @pytest.mark.parametrize("gated, interleaved", [(False, False), (True, False), (True, True)])
 @pytest.mark.parametrize("WN, warps", [(64, 4), (128, 4), (128, 8)])
 def test_threads_hold_rows_in_the_products_order(gated, interleaved, WN, warps):
-    """`weight_layout` names the rows of memory that `in_order` puts where a thread's rows of the product are."""
+    """`weight_layout` names the rows of memory that `in_order` puts where a thread's rows of the
+    product are."""
     rows = torch.arange(WN)[:, None].expand(WN, 64)
     ordered = operands.in_order.fn(rows, gated, interleaved)[:, 0].tolist()
     found, expected = [
@@ -176,7 +178,8 @@ def test_threads_hold_rows_in_the_products_order(gated, interleaved, WN, warps):
         for kind in ((gated, interleaved), (False,) * 2)
     ]
     for name in ("reg_bases", "lane_bases", "warp_bases"):
-        for (row, byte), (place, same) in zip(getattr(found, name), getattr(expected, name), strict=True):  # fmt: skip
+        bases = zip(getattr(found, name), getattr(expected, name), strict=True)
+        for (row, byte), (place, same) in bases:
             assert (row, byte) == (ordered[place], same)
 
 

@@ -28,7 +28,8 @@ from tests.kernels.mixed_gemm.test_sm90_wgmma import product
     "tile", [(64, 256, 2, 4), (64, 256, 4, 4), (128, 128, 4, 4), (128, 256, 3, 8)], ids=str
 )
 def test_registers_fit_a_multiprocessor(scheme, tokens, tile):
-    """Four more warps have 24 each, and what they leave is rounded to 8 for the others, 232 at most."""
+    """Four more warps have 24 each, and what they leave is rounded to 8 for the others, 232 at
+    most."""
     p = product(scheme, tokens, tile)
     for tiles in range(0, 5000, 97):
         found = blocks.resident(p, tiles)
@@ -40,8 +41,8 @@ def test_registers_fit_a_multiprocessor(scheme, tokens, tile):
 
 
 def test_blocks_follow_from_rounds():
-    """As many as fit, but of prepared weights as many as fill their rounds: of 7.0 and 3.6 tiles a multiprocessor, and of
-    9.7 and 5.0, those that were the fastest on an H200."""
+    """As many as fit, but of prepared weights as many as fill their rounds: of 7.0 and 3.6 tiles a
+    multiprocessor, and of 9.7 and 5.0, those that were the fastest on an H200."""
     p = product("nvfp4_w4a16 prepared", 8, (128, 128, 3, 4))
     most = blocks.resident(p._replace(format=p.format._replace(name="e2m1")), 0).blocks
     each = 132
@@ -103,7 +104,8 @@ def test_workspace_holds_parts_of_few_rows(pairs):
 
 
 def test_who_serves_many_rows():
-    """Of 4 bits these kernels are the faster ones however many rows an expert has; of 8 bits others are, from 80 on."""
+    """Of 4 bits these kernels are the faster ones however many rows an expert has; of 8 bits
+    others are, from 80 on."""
     for rows in (2, 64, 640, 700, 10**6):
         assert launch.choose(rows, 8, 4096, 4096, 4, 256).wgmma
         assert (launch.choose(rows, 8, 4096, 4096, 8, 256) is None) == (rows > 640)

@@ -1,4 +1,5 @@
-"""Weights of 4 and 8 bits on SM90: launches on a CPU, that the kernels compile, and values on a GPU (`-m gpu`)."""
+"""Weights of 4 and 8 bits on SM90: launches on a CPU, that the kernels compile, and values on a
+GPU (`-m gpu`)."""
 
 from __future__ import annotations
 
@@ -53,8 +54,8 @@ def columns_at(U: int, bits: int) -> torch.Tensor:
 
 
 def pieces_of(K: int, U: int) -> torch.Tensor:
-    """(pieces, U) columns of a row as the product takes it, -1 for a zero: the last piece is of the row's last U columns, and
-    those of the one before it are zeros."""
+    """(pieces, U) columns of a row as the product takes it, -1 for a zero: the last piece is of
+    the row's last U columns, and those of the one before it are zeros."""
     columns = torch.arange(-(-K // U) * U).view(-1, U)
     if K % U:
         columns[-1] = torch.where(
@@ -65,7 +66,8 @@ def pieces_of(K: int, U: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("K, U", [(1280, 128), (192, 64), (192, 128), (1216, 128)])
 def test_arrange(K, U):
-    """Rows at their pairs' positions, which may be left over from other calls where there are none."""
+    """Rows at their pairs' positions, which may be left over from other calls where there are
+    none."""
     tokens, top_k, blocks = 5, 2, 3
     x = torch.randn(tokens, K).to(BF16)
     pairs = torch.tensor([7, 0, 9, 2, 4, 1, 3, -5, 1 << 30, 8], dtype=torch.int32)
@@ -184,10 +186,15 @@ from moe_ops.kernels import triton_tiles
 from moe_ops.kernels import gluon_packed_launch as launch
 from moe_ops.kernels.triton_tiles import Tile, Tiles
 chip = c.chip_of(90)
-cases = {"int4_w4a16:g64:zp": "silu", "nvfp4_w4a16": "swigluoai", "fp8_w8a16:block": "relu2_no_mul"}
+cases = {"int4_w4a16:g64:zp": "silu", "nvfp4_w4a16": "swigluoai"}
+cases |= {"fp8_w8a16:block": "relu2_no_mul"}
 cases |= {"int8_w8a16:g128:zp": "silu", "mxfp4_w4a16": "silu", "int4_w4a16:g128": "silu"}
 for scheme, activation in cases.items():
-    for tokens, tile in ((8, Tile(64, 256, 2, 4)), (16, Tile(128, 128, 3, 4)), (64, Tile(128, 256, 2, 8))):
+    for tokens, tile in (
+        (8, Tile(64, 256, 2, 4)),
+        (16, Tile(128, 128, 3, 4)),
+        (64, Tile(128, 256, 2, 8)),
+    ):
         layout = "triton_e2m1" if tokens < 64 and scheme in ("nvfp4_w4a16", "mxfp4_w4a16") else ""
         call = c.Call((4, 2, 512, 320), 9, scheme, activation=activation, bias=True, layout=layout)
         tiles = Tiles(False, tokens, tile, tile, 64, wgmma=True)
@@ -254,7 +261,8 @@ def test_last_piece_of_weights_reaches_back(K):
 @pytest.mark.parametrize("scheme", ["mxfp4_w4a16", "nvfp4_w4a16"])
 @pytest.mark.parametrize("K", [128, 192, 256, 1216])
 def test_scales_lie_where_the_copy_engine_takes_them(scheme, K):
-    """Of each piece, at the places `fill_weights` asks for, the numbers that `scale_layout` gives a row's four threads."""
+    """Of each piece, at the places `fill_weights` asks for, the numbers that `scale_layout` gives
+    a row's four threads."""
     from moe_ops.kernels.triton_launch import gpu
     from moe_ops.kernels.triton_packed_launch import packed
 
@@ -306,7 +314,8 @@ def test_weights_in_other_places(first, steps, taken):
 
 
 def test_rows_are_those_of_pairs():
-    """Whatever room the workspaces have: behind the pairs of the index workspace is other memory."""
+    """Whatever room the workspaces have: behind the pairs of the index workspace is other
+    memory."""
     from moe_ops.kernels.triton_launch import gpu
     from moe_ops.kernels.triton_packed_launch import packed
     from moe_ops.kernels.triton_rows import pair_rows
@@ -321,7 +330,8 @@ def test_rows_are_those_of_pairs():
 
 
 def product(scheme: str, tokens: int, tile: tuple) -> blocks.Product:
-    """A GEMM as far as registers depend on it, in pieces of 128 columns; of "NAME prepared" or "NAME float32", as `check` has it."""
+    """A GEMM as far as registers depend on it, in pieces of 128 columns; of "NAME prepared" or
+    "NAME float32", as `check` has it."""
     name, _, how = scheme.partition(" ")
     found = triton_packed_launch.describe(name)
     if how == "prepared":
@@ -330,7 +340,7 @@ def product(scheme: str, tokens: int, tile: tuple) -> blocks.Product:
     return blocks.Product(found, 128, False, Tile(*tile), tokens, max(128, tile[1]))
 
 
-# --- values ---------------------------------------------------------------------------------------------
+# --- values --------------------------------------------------------------------------------------
 
 
 def tiles(tokens: int, *tile: int) -> Tiles:
@@ -338,8 +348,8 @@ def tiles(tokens: int, *tile: int) -> Tiles:
 
 
 def check(scheme: str, tiles: Tiles | None, activation: str = "silu", **sizes) -> None:
-    """Against the oracle; weights of "NAME prepared" as the backend wants them, others as they are, of "NAME DTYPE" with scales
-    in that dtype."""
+    """Against the oracle; weights of "NAME prepared" as the backend wants them, others as they
+    are, of "NAME DTYPE" with scales in that dtype."""
     name, _, how = scheme.partition(" ")
     words = how == "prepared"
     case = Case("cuda", BF16, name, activation, **sizes)
@@ -395,7 +405,8 @@ def test_values(scheme, tile):
     "tile", [(8, 64, 256, 4, 4), (32, 128, 256, 2, 4), (64, 128, 128, 3, 8)], ids=str
 )
 def test_parts_of_the_columns(scheme, parts, I, tile):  # noqa: E741
-    """A part has more steps than the next; of one step, or more rows than the workspace has place for, there is one."""
+    """A part has more steps than the next; of one step, or more rows than the workspace has place
+    for, there is one."""
     for M, expected in ((9, parts if I > 128 else 1), (600, 1)):
         sizes = {"M": M, "E": 5, "top_k": 2, "K": 256, "I": I}
         with mock.patch.object(launch, "gemm2", wraps=launch.gemm2) as used:
@@ -458,7 +469,8 @@ def test_rows_that_end_within_128_columns(scheme, tile):
 @pytest.mark.parametrize("M", [2, 5, 31, 64, 65, 200, 700])
 @pytest.mark.parametrize("sizes", [(256, 128), (2880, 320)], ids=str)
 def test_prepared_weights_of_any_number_of_tokens(scheme, M, sizes):
-    """With the tiles that are chosen: no other kernels read this layout, however many rows an expert has."""
+    """With the tiles that are chosen: no other kernels read this layout, however many rows an
+    expert has."""
     check(scheme, None, "swigluoai", bias=True, M=M, E=4, top_k=2, K=sizes[0], I=sizes[1])
 
 
@@ -506,12 +518,16 @@ ROUTINGS = {
 }
 
 
-@pytest.mark.parametrize("scheme", [pytest.param(n, marks=ON_GPU) for n in ("int4_w4a16:g128", "nvfp4_w4a16", *PREPARED)])  # fmt: skip
+@pytest.mark.parametrize(
+    "scheme",
+    [pytest.param(n, marks=ON_GPU) for n in ("int4_w4a16:g128", "nvfp4_w4a16", *PREPARED)],
+)
 @pytest.mark.parametrize("routing", ROUTINGS)
 @pytest.mark.parametrize("tokens", [8, 16])
 @pytest.mark.parametrize("options", [{}, {"expert_map": True, "ids_dtype": torch.int64}], ids=str)
 def test_layers_without_a_routing_kernel(scheme, routing, tokens, options):
-    """At most 64 pairs of as many experts: several blocks of one expert, none of most, ids that are not here."""
+    """At most 64 pairs of as many experts: several blocks of one expert, none of most, ids that
+    are not here."""
     sizes = {"E": 70, "K": 256, "I": 128, "bias": True, **ROUTINGS[routing], **options}
     M, top_k = sizes["M"], sizes["top_k"]
     if routing == "few experts":

@@ -14,7 +14,7 @@ triton = pytest.importorskip("triton")
 
 from tests.kernels.gemm.test_sm80_mma import GARBAGE, INTERPRETED, ON_GPU, poisoned
 
-# --- routing alone --------------------------------------------------------------------------------------
+# --- routing alone -------------------------------------------------------------------------------
 
 
 def route(ids, E, tile, chunk, expert_map=None):

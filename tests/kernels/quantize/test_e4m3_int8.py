@@ -24,7 +24,7 @@ DEVICES = [
 devices = pytest.mark.parametrize("device", DEVICES)
 
 
-# --- arithmetic of e4m3 -------------------------------------------------------------------------------
+# --- arithmetic of e4m3 --------------------------------------------------------------------------
 
 
 @triton.jit
@@ -103,7 +103,7 @@ def test_quotients_round_as_divisions_do(device):
     assert torch.equal(out, x / scale)
 
 
-# --- the kernels that prepare x -------------------------------------------------------------------------
+# --- the kernels that prepare x ------------------------------------------------------------------
 
 
 @devices

@@ -1,4 +1,5 @@
-"""Schemes that Triton emulates, against fp64: interpreted on a CPU and compiled on a GPU (`-m gpu`)."""
+"""Schemes that Triton emulates, against fp64: interpreted on a CPU and compiled on a GPU (`-m
+gpu`)."""
 
 from __future__ import annotations
 
@@ -43,11 +44,12 @@ def test_every_scheme_runs_and_says_whether_it_is_emulated():
             assert ("(emulated: " in str(plan)) == (scheme in EMULATED), scheme
 
 
-# --- rounded activations --------------------------------------------------------------------------------
+# --- rounded activations -------------------------------------------------------------------------
 
 
 def rounded(x, scheme, static=None, weights=None):
-    """x (rows, K) as the kernels round it, in fp64: what they write times what sums are multiplied by."""
+    """x (rows, K) as the kernels round it, in fp64: what they write times what sums are multiplied
+    by."""
     r = triton_emulated_launch.describe(scheme)
     (rows, K), chip = x.shape, gpu(x.get_device())
     size = triton_emulated_launch.x_elements(rows, K, r)
@@ -67,7 +69,8 @@ def rounded(x, scheme, static=None, weights=None):
 @everywhere
 @pytest.mark.parametrize("scheme", EMULATED)
 def test_rounded_activations_are_those_of_numerics(where, scheme):
-    """Groups of every size of number, groups of zeros, halves between two codes, and a part of a group."""
+    """Groups of every size of number, groups of zeros, halves between two codes, and a part of a
+    group."""
     device, dtype = where
     g = torch.Generator().manual_seed(1)
     x = torch.randn(7, 1184, generator=g)
@@ -80,7 +83,8 @@ def test_rounded_activations_are_those_of_numerics(where, scheme):
     found = rounded(x, scheme)
     if SCHEMES[scheme].activation.is_mx or "w4a8" in scheme and "mx" in scheme:
         assert torch.equal(found, expected)
-    else:  # torch rounds values to fp32, these are exact but for the scale that sums are multiplied by
+    # torch rounds values to fp32, these are exact but for the scale that sums are multiplied by
+    else:
         torch.testing.assert_close(found, expected, rtol=2.0**-22, atol=0)
 
 
@@ -108,7 +112,7 @@ def test_static_scale_and_strided_rows(where):
     torch.testing.assert_close(rounded(x, "nvfp4", static), expected, rtol=2.0**-22, atol=0)
 
 
-# --- the three operators --------------------------------------------------------------------------------
+# --- the three operators -------------------------------------------------------------------------
 
 
 @everywhere
@@ -168,7 +172,8 @@ def test_known_scales_of_nvfp4(where, known, M):
 @everywhere
 @pytest.mark.parametrize("huge", [1e6, math.inf])
 def test_trap_scale_of_rows_nobody_wrote(where, huge):
-    """The scale that all rows of nvfp4 share sees no row without an expert, nor one past a count or the last end."""
+    """The scale that all rows of nvfp4 share sees no row without an expert, nor one past a count
+    or the last end."""
     device, dtype = where
     huge = min(huge, torch.finfo(dtype).max) if huge == 1e6 else huge
     ids = torch.tensor([[0, 1], [-1, 5], [1, -1], [7, 7]])
@@ -195,7 +200,8 @@ def test_trap_scale_of_rows_nobody_wrote(where, huge):
 
 @everywhere
 def test_scale_of_h_sees_no_row_that_fills_a_block(where):
-    """Rows of a block that are no token's hold the activation of the bias, here far above that of any token."""
+    """Rows of a block that are no token's hold the activation of the bias, here far above that of
+    any token."""
     case = Case(*where, "", M=3, E=2, top_k=1, K=64, I=32, ids=torch.arange(3)[:, None] % 2)
     case.args[0][:, :16], case.args[1][..., :16] = 1, -2
     case.args[1:3] = [moe_ops.quantize(w, "nvfp4") for w in case.args[1:3]]
