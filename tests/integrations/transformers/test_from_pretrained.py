@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support.paths import ROOT
 from tests.support.writers import GPTQ, WRITERS, Packed, gpt_oss_blocks
 
 transformers = pytest.importorskip("transformers")
@@ -502,16 +501,6 @@ def test_offloaded_and_dequantized(tmp_path):
     model.dequantize()
     assert not weights_of(model)
     assert relative(logits(model), want) < 1e-5
-
-
-def test_documented_code_runs(monkeypatch):
-    monkeypatch.chdir(ROOT)
-    blocks = re.findall(
-        r"^```python\n(.*?)^```", (ROOT / "docs/checkpoints.md").read_text(), re.S | re.M
-    )
-    assert len(blocks) == 3
-    for block in blocks:
-        exec(compile(block, "docs/checkpoints.md", "exec"), {})
 
 
 def test_saved_under_the_models_own_names(tmp_path):

@@ -2,7 +2,6 @@
 libraries."""
 
 import copy
-import re
 
 import pytest
 import torch
@@ -11,7 +10,6 @@ transformers = pytest.importorskip("transformers")
 
 
 from tests.integrations.transformers.test_families import Calls, build, relative
-from tests.support.paths import ROOT
 
 IDS = torch.tensor([[27, 54, 47, 78, 38], [4, 29, 33, 45, 61]])
 
@@ -158,11 +156,3 @@ def test_deepcopy_of_a_model_on_the_hook():
         for p in model.parameters():
             p.zero_()
     assert torch.equal(logits(clone), want)
-
-
-def test_documented_code_runs():
-    text = (ROOT / "docs" / "transformers.md").read_text()
-    blocks = re.findall(r"^```python\n(.*?)^```", text, re.S | re.M)
-    assert len(blocks) == 6
-    for block in blocks:
-        exec(compile(block, "docs/transformers.md", "exec"), {})
