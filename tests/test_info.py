@@ -224,6 +224,7 @@ def test_bad_questions_are_answered(question, message, capsys):
     assert re.search(message, captured.err)
 
 
+@pytest.mark.slow
 def test_runs_as_a_module():
     answer = subprocess.run(
         [sys.executable, "-m", "moe_ops.info", "--json"], capture_output=True, text=True

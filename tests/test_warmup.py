@@ -164,6 +164,7 @@ def test_every_tier_that_is_reached_is_tuned_and_run(monkeypatch):
     plans._ready.clear()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["", "fp8_block", "int4_w4a16:g32"])
 @ON_CPU
 def test_later_calls_find_every_kernel(scheme, monkeypatch):

@@ -330,6 +330,7 @@ def test_compiled_with_unbacked_tokens():
             compare(case, dict(zip(given, actual, strict=True)), expected_gradients(case))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=ON_GPU)])
 def test_inductor(device):
     compiled = torch.compile(moe_ops.fused_experts, fullgraph=True)

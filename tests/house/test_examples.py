@@ -54,6 +54,7 @@ def test_every_example_is_run():
         assert f"{name}.py" in text, f"examples/README.md does not mention {name}.py"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RUNS)
 def test_example(name):
     arguments, claims, needs = RUNS[name]

@@ -36,16 +36,25 @@ def imports_at_load(path: Path) -> set[str]:
 
 
 def test_import_is_light():
+    """Nor do schemes, the arithmetic of quantization and routing on a CPU load anything; quantized
+    tensors load torchao, which they are made of."""
     code = f"""
 import json, sys, torch
 before = set(sys.modules)
+def loaded():
+    return sorted((set(sys.modules) - before) & {{*{OPTIONAL!r}, "moe_ops.kernels.routing"}})
 import moe_ops
-loaded = set(sys.modules) - before
-print(json.dumps([sorted(loaded & set({OPTIONAL!r})), torch.cuda.is_initialized()]))
+steps = [loaded()]
+import moe_ops.schemes, moe_ops.numerics, moe_ops.meta.scales
+steps.append(loaded())
+moe_ops.route(torch.randn(2, 4), 2)
+steps += [loaded(), torch.cuda.is_initialized()]
+import moe_ops.tensors
+steps.append("torchao" in sys.modules)
+print(json.dumps(steps))
 """
-    loaded, cuda_initialized = json.loads(run_python(code).splitlines()[-1])
-    assert loaded == []
-    assert not cuda_initialized
+    steps = json.loads(run_python(code).splitlines()[-1])
+    assert steps == [[], [], [], False, True]
 
 
 def test_public_names_exist():

@@ -41,6 +41,7 @@ def report(folder, rows):
     return answer.stdout
 
 
+@pytest.mark.slow
 def test_backends_are_compared_with_auto(tmp_path):
     pytest.importorskip("matplotlib")
     times = {"moe_ops triton": (20, 300), "moe_ops deep_gemm": (60, 150), "moe_ops": (20.2, 165)}
@@ -61,6 +62,7 @@ def test_backends_are_compared_with_auto(tmp_path):
     assert all(path.stat().st_size > 10_000 for path in tmp_path.glob("*.png"))
 
 
+@pytest.mark.slow
 def test_the_document_of_backends_is_up_to_date():
     answer = run("backends_doc.py")
     assert answer.returncode == 0, answer.stderr

@@ -76,6 +76,7 @@ print(json.dumps([rows, [f.__name__ for f in triton_launch._kernels().values()]]
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", SHARED_MEMORY)
 def test_kernels_compile_and_fit(arch):
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}

@@ -436,6 +436,7 @@ def most_bytes(code: str, M: int) -> int:
     return most
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ("", "fp8_channel"))
 @pytest.mark.parametrize("size", ("static", "dynamic", "unbacked"))
 def test_inductor_reuses_the_workspaces(scheme, size):
@@ -475,6 +476,7 @@ HIT = {"fxgraph_cache_hit": 1, "autograd_cache_hit": 1}
 MISS = {"fxgraph_cache_miss": 1, "autograd_cache_miss": 1}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ("", "fp8_block"))
 def test_compile_caches_know_the_workspace_formula(scheme, monkeypatch):
     layers = Layers(2, scheme)

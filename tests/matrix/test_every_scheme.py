@@ -68,12 +68,14 @@ def check_one_graph(schemes: list[str], backend: str) -> None:
     assert counter.frame_count == 1
 
 
+@pytest.mark.slow
 def test_one_graph():
     """All but the rules of scales and sizes of groups, which no graph can tell apart."""
     alike = (":round", ":ceil", ":g32", ":g64", ":g128", ":g64:zp", ":g128:zp")
     check_one_graph([name for name in QUANTIZED if not name.endswith(alike)], "auto")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not INTERPRETED, reason="needs triton's interpreter")
 def test_one_graph_of_emulated_schemes():
     check_one_graph(["int4_w4a8", "mxfp4_w4a8", "mxfp6_e3m2:mxfp8", "nvfp4"], "triton")
@@ -152,6 +154,7 @@ GENERATED = [
 ON_CPU = ("int4_w4a8", "nvfp4")  # each takes seconds to compile
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "device, scheme",
     [

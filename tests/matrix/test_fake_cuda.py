@@ -242,6 +242,7 @@ def noop_guard(tmp_path_factory) -> Path:
     return target
 
 
+@pytest.mark.slow
 def test_a_transformers_model_traces_for_a_gpu(noop_guard):
     """In a process of its own: the guard holds for all of it, and cannot be taken back."""
     pytest.importorskip("transformers")

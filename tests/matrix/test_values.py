@@ -434,6 +434,7 @@ def test_compiled_equals_eager(where, scheme):
     attempt(where, problem_of(cases[0], name), call)  # a refusal keeps its words while compiling
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=ON_GPU)])
 def test_inductor(device):
     """Two layers, workspaces reused between them, around operators that inductor writes itself."""

@@ -87,6 +87,7 @@ def run(rank, file, world):
     dist.destroy_process_group()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 2])
 def test_processes(world, tmp_path):
     torch.multiprocessing.spawn(run, (str(tmp_path / "rendezvous"), world), nprocs=world)

@@ -90,6 +90,7 @@ def interpreted():
         yield pytest.param("cpu", "float32", scheme, tiles, *sizes, id=name, marks=ON_CPU)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device, dtype, scheme, tiles, K, I", [*interpreted(), *on_gpu()])
 def test_tuned_tiles_keep_the_values(device, dtype, scheme, tiles, K, I):  # noqa: E741
     """Every tile of the tables, on fewer experts: tiles do not depend on their number."""

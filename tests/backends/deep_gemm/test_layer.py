@@ -124,6 +124,7 @@ def test_options(device, scheme, options):
     check(case_of(device, scheme, **options))
 
 
+@pytest.mark.slow
 @devices
 @schemes
 def test_more_columns_than_a_program_takes(device, scheme):

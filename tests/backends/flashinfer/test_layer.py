@@ -398,6 +398,7 @@ def test_traces_for_a_gpu(scheme, backend):
     assert args["w13"].shape == getattr(case.args[1], "qdata", case.args[1]).shape
 
 
+@pytest.mark.slow
 def test_kernels_compile():
     """For real: the interpreter takes more than the compiler does."""
     pytest.importorskip("triton.backends.nvidia")

@@ -54,6 +54,7 @@ def test_every_way_to_choose_it(tmp_path):
         assert calls.names == ["torch_experts"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss"])
 def test_compiled_generation_gives_eager_tokens(family):
     torch._dynamo.reset()
@@ -117,6 +118,7 @@ def test_training_gradients_equal_eager(family):
     assert compared >= 2
 
 
+@pytest.mark.slow
 def test_training_step_compiles_whole():
     torch._dynamo.reset()
     model = model_of("qwen3_moe")

@@ -62,6 +62,7 @@ def test_prepared_weights_in_a_compiled_model(family, scheme, monkeypatch):
             assert relative(logits(model, ids), want) < 2e-2
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="interpreted")
 @pytest.mark.parametrize("family", ["gpt_oss", "mixtral"])
 def test_prepared_weights(family, monkeypatch):
@@ -109,6 +110,7 @@ def test_quantize_replaces_the_weights_in_place(family):
     assert relative(got, plain) > 1e-3  # it is quantized
 
 
+@pytest.mark.slow
 def test_quantized_model_compiles_copies_and_saves():
     torch._dynamo.reset()
     model = build("gpt_oss", 1)

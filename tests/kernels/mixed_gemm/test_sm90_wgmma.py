@@ -208,6 +208,7 @@ for scheme, activation in cases.items():
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not SPOKEN, reason="this Triton has another experimental language")
 def test_compiles_for_sm90():
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
