@@ -359,7 +359,7 @@ def test_cpu_products_in_fp32(dtype, biased):
     offsets = torch.tensor(counts).cumsum(0).int()
     with (
         mock.patch.object(grouped_mm, "_multiplied_by_rows", lambda dtype: True),
-        mock.patch.object(grouped_mm.cpu_grouped, "can_multiply", lambda *_: False),
+        mock.patch.object(grouped_mm.cpu, "can_multiply", lambda *_: False),
         mock.patch.object(torch, "mm", wraps=torch.mm) as mm,
     ):
         y = grouped_mm.grouped_mm(x, w, offsets, bias=bias)

@@ -1,9 +1,7 @@
-"""DeepGEMM's grouped products in plain torch, from their documentation: what backend deep_gemm
-calls in tests on a CPU.
+"""DeepGEMM's grouped products in plain torch, from their documentation: what backend deep_gemm calls in tests on a CPU.
 
-As the library does they take data, scales and rows in the layouts that TMA reads, and refuse
-others. Rows that belong to no expert become NaN, or stay as they are: the library leaves open what
-they hold.
+As the library does they take data, scales and rows in the layouts that TMA reads, and refuse others. Rows that belong to
+no expert become NaN, or stay as they are: the library leaves open what they hold.
 """
 
 from __future__ import annotations
@@ -17,7 +15,6 @@ import torch
 from torch import Tensor
 
 from moe_ops.backends.deep_gemm import backend
-from moe_ops.backends.deep_gemm import layer as experts
 from tests.support import oracle
 
 BLOCK = 128  # rows that a masked product stores at least
@@ -25,8 +22,8 @@ E4M3, BF16 = torch.float8_e4m3fn, torch.bfloat16
 
 
 def spread(scale: Tensor, rows: int, K: int, width: int) -> Tensor:
-    """(.., rows, K) multipliers of scales whose rows lie side by side, as TMA reads them: fp32
-    (.., rows, K / width), or int32 words of four exponents (.., rows, ceil(K / (4 width)))."""
+    """(.., rows, K) multipliers of scales whose rows lie side by side, as TMA reads them: fp32 (.., rows, K / width),
+    or int32 words of four exponents (.., rows, ceil(K / (4 width)))."""
     step, groups = -(-rows // 4) * 4, -(-K // width)
     packed = scale.dtype == torch.int32
     assert packed or scale.dtype == torch.float32
@@ -52,8 +49,8 @@ def values(operand, width: int = 128) -> Tensor:
 
 
 def weights(operand, width: int = 128) -> Tensor:
-    """fp64 values of weights (E, N, K): bf16, or (e4m3, scales of 128 x 128), or (e4m3 or int8
-    pairs of e2m1, exponents of `width` columns)."""
+    """fp64 values of weights (E, N, K): bf16, or (e4m3, scales of 128 x 128), or (e4m3 or int8 pairs of e2m1, exponents
+    of `width` columns)."""
     if isinstance(operand, Tensor):
         return values(operand)
     data, scale = operand
