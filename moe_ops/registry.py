@@ -19,7 +19,7 @@ from moe_ops.backends import deep_gemm as deep_gemm_backend
 from moe_ops.backends import deep_gemm_fp4 as deep_gemm_fp4_backend
 from moe_ops.backends import flashinfer as flashinfer_backend
 from moe_ops.backends import torch as torch_backend
-from moe_ops.backends import triton as triton_backend
+from moe_ops.backends.triton import backend as triton_backend
 from moe_ops.meta.workspace import maximum
 from moe_ops.problem import Buffer, Machine, Problem, Workspaces
 
