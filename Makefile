@@ -11,7 +11,7 @@ venv: $(STAMP)
 # A torch that python3 already has is reused: a GPU box keeps the one built for its driver. Otherwise
 # torch comes first and alone, so that nothing after it chooses another build of it. Installing builds
 # the CPU kernels too, where there is a C++ compiler.
-$(STAMP): pyproject.toml hatch_build.py $(wildcard moe_ops/csrc/cpu_*)
+$(STAMP): pyproject.toml hatch_build.py $(wildcard moe_ops/csrc/cpu/*)
 	@if [ ! -x $(PY) ]; then \
 	  if $(PYTHON) -c 'import torch' 2>/dev/null; then \
 	    $(PYTHON) -m venv --system-site-packages $(VENV); \

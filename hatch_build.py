@@ -12,7 +12,7 @@ from pathlib import Path
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-SOURCE = "moe_ops/csrc/cpu_grouped_mm.cpp"
+SOURCE = "moe_ops/csrc/cpu/grouped_mm.cpp"
 LIBRARY = "moe_ops/cpu_grouped_mm.so"
 
 

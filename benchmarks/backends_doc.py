@@ -18,16 +18,18 @@ from pathlib import Path
 
 import torch
 
-from moe_ops import library, registry, tuning
+from moe_ops import backends
 from moe_ops.activations import NAMES, Activation
-from moe_ops.problem import Machine, Problem
+from moe_ops.ops import library, relayout
+from moe_ops.ops.problem import Machine, Problem
+from moe_ops.planning import plan as plans
 from moe_ops.schemes import SCHEMES
-from moe_ops.tensors import layouts
+from moe_ops.tables import lookup
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENT = ROOT / "docs" / "backends.md"
 RESULTS = ROOT / "benchmarks" / "results"
-EVERYTHING = registry.list_backends()
+EVERYTHING = backends.list_backends()
 H200 = Machine("cuda", (9, 0), "NVIDIA H200", EVERYTHING)
 MACHINES = {
     "CPU": Machine("cpu", available=EVERYTHING),
@@ -47,7 +49,7 @@ def takes(backend: library.Backend, problem: Problem, machine: Machine) -> bool:
     """Whether it runs a problem, with weights in some layout."""
     if problem.kind not in backend.ops:
         return False
-    return any(not backend.supports(p, machine) for p in layouts.variants(problem, backend.name))
+    return any(not backend.supports(p, machine) for p in relayout.variants(problem, backend.name))
 
 
 def accepts() -> str:
@@ -59,7 +61,7 @@ def accepts() -> str:
         if name:
             families.setdefault(name.split(":")[0], []).append(name)
     for family, variants in families.items():
-        cells = [where(backend, variants) for backend in registry.BACKENDS]
+        cells = [where(backend, variants) for backend in backends.BACKENDS]
         lines.append(f"| {f'`{family}`' if family else 'plain'} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -129,7 +131,7 @@ def features() -> str:
     lines = [f"| | {' | '.join([f'`{name}`' for name in EVERYTHING])} |"]
     lines.append("|---" * (len(EVERYTHING) + 1) + "|")
     for what, text in rows.items():
-        lines.append(f"| {what} | {' | '.join([text(b) for b in registry.BACKENDS])} |")
+        lines.append(f"| {what} | {' | '.join([text(b) for b in backends.BACKENDS])} |")
     return "\n".join(lines)
 
 
@@ -139,21 +141,21 @@ def yes(value: bool) -> str:
 
 def explanation() -> str:
     """A plan as it prints: one layer of Qwen3-30B-A3B in fp8_block."""
-    return f"```\n{registry.plan(QWEN3, H200)}\n```"
+    return f"```\n{plans.plan(QWEN3, H200)}\n```"
 
 
 def tiers() -> str:
     """What "auto" runs where times of backends were measured."""
     lines = []
-    for gpu, path in tuning.tables().items():
+    for gpu, path in lookup.tables().items():
         machine = replace(H200, gpu_name=gpu)
         for entry in json.loads(path.read_text())["entries"]:
             if "backends" not in entry:
                 continue
-            E, K, I, top_k = (entry[key] for key in tuning._KEYS[:4])  # noqa: E741
+            E, K, I, top_k = (entry[key] for key in lookup.KEYS[:4])  # noqa: E741
             sizes = {"num_experts": E, "hidden_size": K, "intermediate_size": I}
             problem = replace(LAYER, **sizes, num_rows=2 * I, top_k=top_k, scheme=entry["scheme"])
-            plan = registry.plan(replace(problem, dtype=getattr(torch, entry["dtype"])), machine)
+            plan = plans.plan(replace(problem, dtype=getattr(torch, entry["dtype"])), machine)
             runs = [f"`{b.name}`" + (f" to M = {m}" if m > 0 else "") for m, b in plan.tiers]
             shape = f"E={E} K={K} I={I} top_k={top_k}"
             scheme = entry["scheme"] or entry["dtype"]

@@ -33,20 +33,18 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from moe_ops import library, registry
+from moe_ops import backends
 from moe_ops.activations import Activation
-from moe_ops.backends import triton as backend
-from moe_ops.kernels import (
-    deep_gemm_experts,
-    deep_gemm_launch,
-    gluon_packed_launch,
-    router,
-    triton_launch,
-)
+from moe_ops.backends.deep_gemm import layer
+from moe_ops.backends.deep_gemm import library as library_module
+from moe_ops.backends.triton import backend
+from moe_ops.kernels import gluon_packed_launch, triton_launch
+from moe_ops.kernels.router import fused
 from moe_ops.kernels.triton_launch import Gpu
 from moe_ops.meta.router import router_workspace
 from moe_ops.meta.scales import DEEP_GEMM_UE8M0, TRITON_E2M1
-from moe_ops.problem import Problem
+from moe_ops.ops import library
+from moe_ops.ops.problem import Problem
 from moe_ops.schemes import SCHEMES, get_scheme
 
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
@@ -158,11 +156,11 @@ def _compiling(chip: Gpu, arch: int) -> Iterator[list[Compiled]]:
             mock.patch.object(triton_launch, "_kernels", lambda: recorders),
             mock.patch.object(triton_launch, "_compiled", {}),
             mock.patch.object(backend, "gpu", lambda device: chip),
-            mock.patch.object(router, "gpu", lambda device: chip),
-            mock.patch.object(deep_gemm_experts, "gpu", lambda device: chip),
-            mock.patch.object(deep_gemm_launch, "alignment", lambda: deep_gemm_launch.ALIGNMENT),
-            mock.patch.object(deep_gemm_launch, "grouped_product", lambda *_: None),
-            mock.patch.object(deep_gemm_launch, "masked_product", lambda *_: None),
+            mock.patch.object(fused, "gpu", lambda device: chip),
+            mock.patch.object(layer, "gpu", lambda device: chip),
+            mock.patch.object(library_module, "alignment", lambda: library_module.ALIGNMENT),
+            mock.patch.object(library_module, "grouped_product", lambda *_: None),
+            mock.patch.object(library_module, "masked_product", lambda *_: None),
             mock.patch.object(gluon_packed_launch, "on_sm90", lambda _: sm90),
         ):
             yield found
@@ -251,7 +249,7 @@ def compile_call(call: Call, chip: Gpu, arch: int) -> list[Compiled]:
         has_bias=call.bias,
         has_expert_map=call.expert_map,
     )
-    chosen = registry._named(call.backend)
+    chosen = backends.named(call.backend)
     shapes = chosen.workspace_shapes(M, problem)
     names = ("workspace13", "workspace2", "index_workspace")
     fields |= {n: _empty(*s.shape, dtype=s.dtype) for n, s in zip(names, shapes, strict=True)}
@@ -264,7 +262,7 @@ def compile_router(call: RouterCall, chip: Gpu, arch: int) -> list[Compiled]:
     """The kernels of a router, compiled for `arch`."""
     E, top_k, K = call.shape
     with _compiling(chip, arch) as found:
-        router.launch(
+        fused.launch(
             _empty(call.M, E, dtype=call.logits),
             _empty(call.M, top_k, dtype=call.weights),
             _empty(call.M, top_k, dtype=call.ids),

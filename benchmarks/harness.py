@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_ops import installed
+from moe_ops import environment
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -117,7 +117,7 @@ def gpu_limits() -> dict[str, float]:
 
 def versions(*distributions: str) -> dict[str, str]:
     """Versions of those distributions that are installed."""
-    found = {name: installed.version(name) for name in distributions}
+    found = {name: environment.version(name) for name in distributions}
     return {name: version for name, version in found.items() if version}
 
 

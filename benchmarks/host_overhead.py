@@ -22,7 +22,9 @@ import torch
 from harness import format_table, machine_facts, write_json
 
 import moe_ops
-from moe_ops import library, plans, registry
+from moe_ops import backends
+from moe_ops.ops import library
+from moe_ops.planning import bind
 
 TARGET_US = 25.0
 NUM_EXPERTS, TOP_K, HIDDEN_SIZE, INTERMEDIATE_SIZE = 32, 4, 256, 128
@@ -49,7 +51,7 @@ def register_empty(like: library.Backend) -> None:
         launch={"experts": lambda args: None},
         devices=("CPU", "CUDA"),
     )
-    registry.BACKENDS = (*registry.BACKENDS, empty)
+    backends.BACKENDS = (*backends.BACKENDS, empty)
 
 
 def microseconds(
@@ -82,7 +84,7 @@ def calls_of(case: Case, device: torch.device) -> list[Callable[[], object]]:
     logits = torch.randn(case.num_tokens, e, generator=generator).to(device)
     weights, ids = moe_ops.route(logits, TOP_K)
     plan = moe_ops.explain(x, w13, w2, ids, backend="empty")
-    ready = plans.Ready(plan)
+    ready = bind.Ready(plan)
 
     def call() -> torch.Tensor:
         return moe_ops.fused_experts(x, w13, w2, weights, ids, backend="empty")
@@ -91,7 +93,7 @@ def calls_of(case: Case, device: torch.device) -> list[Callable[[], object]]:
         return ready.allocate(True, (case.num_tokens, k), x.dtype, case.num_tokens, device)
 
     def call_operator() -> None:
-        with mock.patch("moe_ops.plans.dispatcher_is_idle", lambda: False):  # itself 20 us
+        with mock.patch("moe_ops.planning.bind.dispatcher_is_idle", lambda: False):  # itself 20 us
             for _ in range(16):
                 call()
 
@@ -121,7 +123,7 @@ def main() -> None:
     device = torch.empty(0, device=parser.parse_args().device).device
     torch.set_grad_enabled(False)
     wanted = "triton" if device.type == "cuda" else "torch"
-    like = next(backend for backend in registry.BACKENDS if backend.name == wanted)
+    like = next(backend for backend in backends.BACKENDS if backend.name == wanted)
     register_empty(like)
     facts = machine_facts()
     rows = measure(device, like)

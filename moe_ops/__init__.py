@@ -11,18 +11,20 @@ from typing import Any
 
 from moe_ops import pickling as _pickling  # noqa: F401 - torch.load knows it from here on
 from moe_ops.activations import Activation
-from moe_ops.config import MoEConfig, ParallelConfig, RoutingMethod
+from moe_ops.backends import list_backends
 from moe_ops.experts import batched_experts, explain, fused_experts, grouped_linear
-from moe_ops.registry import list_backends
-from moe_ops.router import route_tokens
-from moe_ops.routing import route
+from moe_ops.nn.config import MoEConfig
+from moe_ops.parallel.config import ParallelConfig
+from moe_ops.routing.methods import RoutingMethod
+from moe_ops.routing.route import route
+from moe_ops.routing.tokens import route_tokens
 from moe_ops.schemes import QuantScheme
 from moe_ops.warmup import warmup
 
 __version__ = "0.1.0"
 
 _LAZY = {
-    "MoELayer": "moe_ops.layer",
+    "MoELayer": "moe_ops.nn.layer",
     "ExpertTensor": "moe_ops.tensors",
     "Float8ExpertTensor": "moe_ops.tensors",
     "Int4ExpertTensor": "moe_ops.tensors",

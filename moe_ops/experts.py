@@ -15,9 +15,13 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.fx.experimental.symbolic_shapes import guard_or_false
 
-from moe_ops import activations, plans, registry, training, validation
+from moe_ops import activations, checks
 from moe_ops.activations import Activation
-from moe_ops.validation import Weight
+from moe_ops.autograd import experts
+from moe_ops.ops import validation
+from moe_ops.ops.call import Weight
+from moe_ops.planning import bind
+from moe_ops.planning import plan as plans
 
 _PARTS = (  # attributes of an ExpertTensor, as `Weight` orders them
     *("qdata", "scale", "zero_point", "global_scale", "channel_scale", "activation_scale"),
@@ -76,7 +80,7 @@ def fused_experts(
     tensors = (hidden_states, w13, w2, topk_weights, topk_ids, w13_bias, w2_bias, expert_map)
     _check_tensors(_EXPERTS, 5, *tensors)
     act = activations.resolve(activation)
-    if validation.autocasting(hidden_states.device):
+    if checks.autocasting(hidden_states.device):
         hidden_states, w13, w2, w13_bias, w2_bias = _autocast(
             hidden_states, w13, w2, w13_bias, w2_bias
         )
@@ -88,8 +92,8 @@ def fused_experts(
     )
     options = (act, router_weight_on_input, deterministic, needs_grad)
     inputs = (hidden_states, topk_weights, topk_ids)
-    ready = plans.prepare(
-        plans.experts_call, inputs, (a, b), (w13_bias, w2_bias, expert_map), options, backend
+    ready = bind.prepare(
+        validation.experts_call, inputs, (a, b), (w13_bias, w2_bias, expert_map), options, backend
     )
     M, K = hidden_states.shape
     if needs_grad or torch.compiler.is_compiling():  # else the op compares them, on real sizes
@@ -97,7 +101,7 @@ def fused_experts(
         _check_rows("topk_weights", topk_weights, M)
     if needs_grad:  # gradients allocate their own
         _warn_training_path(hidden_states)
-        return training.fused_experts(
+        return experts.fused_experts(
             hidden_states,
             a,
             b,
@@ -154,7 +158,7 @@ def batched_experts(
     tensors = (hidden_states, w13, w2, expert_num_tokens, w13_bias, w2_bias)
     _check_tensors("hidden_states w13 w2 expert_num_tokens w13_bias w2_bias", 4, *tensors)
     act = activations.resolve(activation)
-    if validation.autocasting(hidden_states.device):
+    if checks.autocasting(hidden_states.device):
         hidden_states, w13, w2, w13_bias, w2_bias = _autocast(
             hidden_states, w13, w2, w13_bias, w2_bias
         )
@@ -167,8 +171,8 @@ def batched_experts(
     others = (w13_bias, w2_bias, expert_num_tokens)
     options = (act, needs_grad)
     blocks = hidden_states.shape[0]
-    ready = plans.prepare(
-        plans.batched_call, (hidden_states,), (a, b), others, options, backend, blocks
+    ready = bind.prepare(
+        validation.batched_call, (hidden_states,), (a, b), others, options, backend, blocks
     )
     E, T, K = hidden_states.shape
     return ready.run(
@@ -213,16 +217,18 @@ def grouped_linear(
         ValueError, ImportError, RuntimeError: as `fused_experts`.
     """
     _check_tensors("x weight offsets bias", 3, x, weight, offsets, bias)
-    if validation.autocasting(x.device):
+    if checks.autocasting(x.device):
         x, weight, bias = _autocast(x, weight, bias)
     a = _unwrap(weight)
     if forward_ad._current_level >= 0:
         _refuse_tangents(x, a.data, bias)
     needs_grad = torch.is_grad_enabled() and _requires_grad(x, a.data, bias)
-    ready = plans.prepare(plans.linear_call, (x,), (a,), (bias, offsets), (needs_grad,), backend)
+    ready = bind.prepare(
+        validation.linear_call, (x,), (a,), (bias, offsets), (needs_grad,), backend
+    )
     if needs_grad:
         _warn_training_path(x)
-        return training.grouped_linear(x, a, offsets, bias).to(x.dtype)
+        return experts.grouped_linear(x, a, offsets, bias).to(x.dtype)
     S = x.shape[0]
     return ready.run(
         (S, a.data.shape[1]),
@@ -251,7 +257,7 @@ def explain(
     router_weight_on_input: bool = False,
     deterministic: bool = True,
     backend: str = "auto",
-) -> registry.Plan:
+) -> plans.Plan:
     """The plan `fused_experts` would follow for these arguments, without running it.
 
     Returns:
@@ -263,14 +269,14 @@ def explain(
     """
     tensors = (hidden_states, w13, w2, topk_ids, topk_ids, w13_bias, w2_bias, expert_map)
     _check_tensors(_EXPERTS.replace("topk_weights", "topk_ids"), 5, *tensors)
-    validation.check_rank("topk_ids", topk_ids, "(M, top_k)")
-    call = plans.experts_call(
+    checks.check_rank("topk_ids", topk_ids, "(M, top_k)")
+    call = validation.experts_call(
         (hidden_states, topk_ids.to(torch.float32), topk_ids),
         (_unwrap(w13), _unwrap(w2)),
         (w13_bias, w2_bias, expert_map),
         (activations.resolve(activation), router_weight_on_input, deterministic, False),
     )
-    return plans.make_plan(call, backend)
+    return bind.make_plan(call, backend)
 
 
 def _check_tensors(names: str, required: int, *values: Any) -> None:
@@ -278,7 +284,7 @@ def _check_tensors(names: str, required: int, *values: Any) -> None:
     for i, value in enumerate(values):
         # None first: asking whether it is a Tensor costs three times as much as of one
         if (i < required) if value is None else not isinstance(value, Tensor):
-            validation.check_tensor(names.split()[i], value)
+            checks.check_tensor(names.split()[i], value)
 
 
 def _unwrap(weight: Any) -> Weight:

@@ -23,9 +23,13 @@ from typing import Any
 
 import torch
 
-from moe_ops import activations, installed, registry, schemes, tuning
-from moe_ops.kernels import cpu_grouped
-from moe_ops.problem import Problem
+from moe_ops import activations, environment, schemes
+from moe_ops import backends as backends_module
+from moe_ops.backends.torch import cpu
+from moe_ops.ops.problem import Problem
+from moe_ops.planning import machine as machines
+from moe_ops.planning import plan as plans
+from moe_ops.tables import lookup
 
 # distributions that backends and integrations use; read from metadata, so none is imported
 DISTRIBUTIONS = (
@@ -57,15 +61,15 @@ def facts() -> dict[str, Any]:
     return {
         "python": platform.python_version(),
         "platform": f"{platform.system()} {platform.machine()}",
-        "versions": {name: installed.version(name) for name in ("moe-ops", *DISTRIBUTIONS)},
+        "versions": {name: environment.version(name) for name in ("moe-ops", *DISTRIBUTIONS)},
         "cuda": _cuda(),
         "gpus": _gpus(),
         "backends": backends,
         "takes": takes,
-        "cpu_kernel": cpu_grouped.why_not(),
+        "cpu_kernel": cpu.why_not(),
         "tuning": {
             name: len(json.loads(path.read_text())["entries"])
-            for name, path in tuning.tables().items()
+            for name, path in lookup.tables().items()
         },
     }
 
@@ -83,7 +87,7 @@ def explain(
         ValueError: no backend, or not the one asked for, takes the problem; all reasons are listed.
         ImportError: the library of the backend asked for is not installed.
     """
-    plan = registry.plan(problem, registry.machine(device), backend)
+    plan = plans.plan(problem, machines.machine(device), backend)
     rows = []
     for tokens in token_counts:
         if tokens < 0:
@@ -117,7 +121,7 @@ def format_facts(found: dict[str, Any]) -> str:
             major, minor = gpu["capability"]
             memory = f"{gpu['memory_gib']:.0f} GiB"
             lines.append(f"  GPU {index}: {gpu['name']}, SM{major}{minor}, {memory}")
-            if note := registry.untried((major, minor)):
+            if note := plans.untried((major, minor)):
                 lines.append(f"    {note}")
     else:
         built = found["cuda"]["runtime"]
@@ -132,7 +136,7 @@ def format_facts(found: dict[str, Any]) -> str:
     for name, reason in found["backends"].items():
         answer = f"available{_takes(found['takes'][name])}" if reason is None else f"no: {reason}"
         lines.append(f"  {name:18} {answer}")
-    tested = ", ".join([f"SM{major}{minor}" for major, minor in registry.RUN_ON])
+    tested = ", ".join([f"SM{major}{minor}" for major, minor in plans.RUN_ON])
     lines.append(
         f"  tested on CPUs and {tested}; what they have for other GPUs was not run on hardware"
     )
@@ -228,19 +232,19 @@ _FAMILIES = tuple(dict.fromkeys([name.split(":")[0] for name in schemes.SCHEMES]
 
 def _backends() -> tuple[dict[str, str | None], dict[str, dict[str, list[str]]]]:
     """``backends`` and ``takes`` of `facts`."""
-    from moe_ops.tensors import layouts  # which imports torchao
+    from moe_ops.ops import relayout  # which imports torchao
 
-    here, silu = registry.machine(_device(None)), activations.resolve("silu")
+    here, silu = machines.machine(_device(None)), activations.resolve("silu")
     layer = Problem("experts", 8, 256, 128, 256, 2, torch.bfloat16, activation=silu)
     why_not: dict[str, str | None] = {}
     takes: dict[str, dict[str, list[str]]] = {}
-    for backend in registry.BACKENDS:
+    for backend in backends_module.BACKENDS:
         # of each family of schemes that it takes: whether weights are as they are
         natural: dict[str, bool] = {}
         refusals: list[list[str]] = []
         for scheme in (*backend.native_schemes, *schemes.SCHEMES):
-            for problem in layouts.variants(replace(layer, scheme=scheme), backend.name):
-                reasons = registry.why_not(backend, problem, here)
+            for problem in relayout.variants(replace(layer, scheme=scheme), backend.name):
+                reasons = plans.why_not(backend, problem, here)
                 refusals.append(reasons)
                 if not reasons:
                     natural.setdefault(scheme.split(":")[0], not problem.layout)

@@ -6,6 +6,7 @@ torchao, was imported before.
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -16,9 +17,12 @@ def rebuild_expert_tensor(
     class_name: str, arguments: dict[str, Any], attributes: dict[str, Any]
 ) -> Tensor:
     """The ExpertTensor that was pickled: the constructor's arguments, and what was set on it later."""
-    from moe_ops.tensors.serialization import class_named  # torchao is imported at the first one
-
-    tensor = class_named(class_name)(**arguments)
+    if not class_name.endswith("ExpertTensor"):
+        raise ValueError(
+            f"class of a quantized weight must be one of moe_ops's ExpertTensors, got {class_name!r}"
+        )
+    cls = getattr(sys.modules["moe_ops"], class_name)  # torchao is imported at the first one
+    tensor = cls(**arguments)
     for name, value in attributes.items():
         setattr(tensor, name, value)
     return tensor

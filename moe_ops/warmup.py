@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import enum
 import operator
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -23,8 +22,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from moe_ops import progress, registry
+from moe_ops import environment
 from moe_ops.activations import Activation
+from moe_ops.planning.auto import served_by
 
 _LOCK = threading.RLock()  # libraries compile and tune for one thread at a time
 
@@ -138,7 +138,7 @@ def warmup(
     work = [(subject, M) for subject in subjects for M in reversed(counts)]
     calls: dict[str, list[WarmCall]] = {subject.name: [] for subject in subjects}
     with _LOCK, torch.no_grad():
-        for subject, M in progress.bar(work, "warming up") if show_progress else work:
+        for subject, M in environment.progress_bar(work, "warming up") if show_progress else work:
             calls[subject.name].append(_call(subject, M))
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()  # workspaces of the largest M
@@ -155,7 +155,7 @@ class _Warming(TorchDispatchMode):
         self.backends: dict[str, None] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        served = registry.served_by(func, args) if func.namespace == "moe_ops" else None
+        served = served_by(func, args) if func.namespace == "moe_ops" else None
         if served is not None:
             backend, rows = served
             self.backends[backend.name] = None
@@ -221,17 +221,23 @@ def _subjects(model: nn.Module, dtype: torch.dtype | None) -> list[Subject]:
 
 
 def _find(model: nn.Module, dtype: torch.dtype | None) -> Iterator[Subject]:
-    from moe_ops.layer import MoELayer
+    from moe_ops.nn.layer import MoELayer
 
     for name, module in model.named_modules():
         if isinstance(module, MoELayer):
             yield of_module(name, module, _runner(module, dtype))
-    if (
-        "moe_ops.integrations.transformers" in sys.modules
-    ):  # else none of its layers runs through moe_ops
-        from moe_ops.integrations import _warmup
+    for find in _FINDERS:
+        yield from find(model, dtype)
 
-        yield from _warmup.find(model, dtype)
+
+_Finder = Callable[[nn.Module, torch.dtype | None], Iterable[Subject]]
+_FINDERS: list[_Finder] = []
+
+
+def register_finder(find: _Finder) -> None:
+    """Let `warmup` find more layers: those that `find(model, dtype)` yields."""
+    if find not in _FINDERS:
+        _FINDERS.append(find)
 
 
 def _runner(layer: Any, dtype: torch.dtype | None) -> Callable[[int], object]:

@@ -15,11 +15,11 @@ from torch import Tensor
 from torch._subclasses import FakeTensor
 
 import moe_ops
-from moe_ops import plans
 from moe_ops.activations import Activation
+from moe_ops.backends.triton.relayout import lay_out
 from moe_ops.meta.scales import TRITON_E2M1
+from moe_ops.planning import bind
 from moe_ops.schemes import get_scheme
-from moe_ops.tensors.triton import lay_out
 from tests import oracle
 
 FP64, FP32, BF16, FP16 = torch.float64, torch.float32, torch.bfloat16, torch.float16
@@ -88,7 +88,7 @@ def poisoned_memory():
     with (
         mock.patch.object(torch.Tensor, "new_empty", lambda *a, **k: garbage(new_empty(*a, **k))),
         mock.patch.object(torch, "empty", poisoned_empty),
-        mock.patch.object(plans, "_EMPTY", {}),
+        mock.patch.object(bind, "_EMPTY", {}),
         mock.patch.object(torch, "empty_like", lambda *a, **k: garbage(empty_like(*a, **k))),
     ):
         yield

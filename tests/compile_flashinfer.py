@@ -17,11 +17,15 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 from compile_kernels import Call, _compiling, _empty, _weight  # noqa: E402
 
 from moe_ops.activations import Activation, rows_before  # noqa: E402
-from moe_ops.backends import flashinfer  # noqa: E402
-from moe_ops.kernels import flashinfer_library as library  # noqa: E402
+from moe_ops.backends.flashinfer import (
+    backend,  # noqa: E402
+    layer,  # noqa: E402
+    library,  # noqa: E402
+    schemes,  # noqa: E402
+)
 from moe_ops.kernels.triton_launch import Gpu  # noqa: E402
-from moe_ops.library import ExpertsArgs  # noqa: E402
-from moe_ops.problem import Problem  # noqa: E402
+from moe_ops.ops.args import ExpertsArgs  # noqa: E402
+from moe_ops.ops.problem import Problem  # noqa: E402
 
 CALLS = (  # scheme, top_k, bias and expert_map, router_weight_on_input, activation, ids
     ("", 8, True, False, "silu", torch.int64),
@@ -38,7 +42,7 @@ def compiled(arch: int, scheme: str, top_k: int, more: bool, on_input: bool, nam
     activation = Activation(name)
     N = 2 * I if activation.gated else I
     order = rows_before(activation)
-    layout = flashinfer._SCHEMES[scheme].layout + (f":{order}" if order else "")
+    layout = schemes.SCHEMES[scheme].layout + (f":{order}" if order else "")
     problem = Problem(
         *("experts", E, K, I, N, top_k, torch.bfloat16, scheme, layout, activation), has_bias=more
     )
@@ -55,7 +59,7 @@ def compiled(arch: int, scheme: str, top_k: int, more: bool, on_input: bool, nam
         f["expert_map"] = _empty(40, dtype=torch.int32)
     for buffer, shape in zip(
         ("workspace13", "workspace2", "index_workspace"),
-        flashinfer.workspace_shapes(M, problem),
+        backend.workspace_shapes(M, problem),
         strict=True,
     ):
         f[buffer] = _empty(*shape.shape, dtype=shape.dtype)
@@ -64,12 +68,12 @@ def compiled(arch: int, scheme: str, top_k: int, more: bool, on_input: bool, nam
     f |= {"router_weight_on_input": on_input, "deterministic": True}
     chip = Gpu(227 * 1024, True, True)
     with (
-        mock.patch.object(flashinfer, "gpu", lambda device: chip),
+        mock.patch.object(layer, "gpu", lambda device: chip),
         mock.patch.object(library, "runner", lambda *_: mock.MagicMock()),
         mock.patch.object(library, "_table", lambda name: {}),
         _compiling(chip, arch) as found,
     ):
-        flashinfer._launch_experts(ExpertsArgs(**f))
+        layer.experts(ExpertsArgs(**f))
     return found
 
 

@@ -21,16 +21,17 @@ from torch._functorch.aot_autograd import make_boxed_func
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from moe_ops import registry
-from moe_ops.problem import Machine
+from moe_ops import backends
+from moe_ops.ops.problem import Machine
+from moe_ops.planning import machine as machines
 
-H200 = Machine("cuda", (9, 0), "NVIDIA H200", registry.list_backends())
+H200 = Machine("cuda", (9, 0), "NVIDIA H200", backends.list_backends())
 
 
 @contextlib.contextmanager
 def fake_gpu(machine: Machine = H200) -> Iterator[FakeTensorMode]:
     """Tensors made inside are fake, so that they may lie on "cuda"; calls are planned for `machine`."""
-    with registry.pretend(machine), FakeTensorMode(shape_env=ShapeEnv()) as mode:
+    with machines.pretend(machine), FakeTensorMode(shape_env=ShapeEnv()) as mode:
         yield mode
 
 
@@ -67,7 +68,7 @@ def compile_qwen3_moe(num_layers: int) -> dict:
     import transformers
 
     import moe_ops.integrations.transformers  # noqa: F401  registers the implementation
-    from moe_ops.integrations import _outside, _routers
+    from moe_ops.integrations.transformers import families, routers
 
     config = transformers.Qwen3MoeConfig(
         vocab_size=64,
@@ -90,8 +91,8 @@ def compile_qwen3_moe(num_layers: int) -> dict:
             )
             ids = torch.empty(2, 5, dtype=torch.int64)
         for module in model.modules():  # as fuse_routers does, but for its check
-            if (rule := _routers._rule_of(module)) is not None:
-                _outside.set_forward(module, functools.partial(_routers.router_forward, rule))
+            if (rule := routers._rule_of(module)) is not None:
+                families.set_forward(module, functools.partial(routers.router_forward, rule))
         torch._dynamo.mark_dynamic(ids, 1)
         compiled = torch.compile(model.eval(), fullgraph=True, backend=recorder.backend)
         logits = compiled(input_ids=ids, use_cache=False).logits

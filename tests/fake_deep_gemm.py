@@ -14,7 +14,7 @@ import types
 import torch
 from torch import Tensor
 
-from moe_ops.kernels import deep_gemm_experts as experts
+from moe_ops.backends.deep_gemm import backend
 from tests import oracle
 
 BLOCK = 128  # rows that a masked product stores at least
@@ -145,7 +145,7 @@ def install(monkeypatch) -> types.ModuleType:
     """Let the fake be imported, as the distribution and version that the backends ask for."""
     made, real = module(), importlib.metadata.version
     monkeypatch.setitem(sys.modules, "deep_gemm", made)
-    known = {"sgl-deep-gemm": experts.VERSION}
+    known = {"sgl-deep-gemm": backend.VERSION}
     monkeypatch.setattr(importlib.metadata, "version", lambda name: known.get(name) or real(name))
     return made
 

@@ -18,9 +18,12 @@ from torch._inductor.utils import fresh_cache, run_and_get_code
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import moe_ops
-from moe_ops import plans, registry, tuning
+from moe_ops import backends as backends_module
 from moe_ops.meta import workspace
-from moe_ops.problem import Machine
+from moe_ops.ops.problem import Machine
+from moe_ops.planning import bind
+from moe_ops.planning import machine as machines
+from moe_ops.tables import lookup
 from tests.cases import measured_tiers
 
 E, K, I, TOP_K = 4, 32, 24, 2  # noqa: E741
@@ -379,7 +382,9 @@ def test_inputs_are_neither_mutated_nor_returned(scheme):
         assert got.untyped_storage().data_ptr() != arg.untyped_storage().data_ptr()
 
 
-@pytest.mark.skipif(not registry._named("triton").interpreted, reason="needs Triton's interpreter")
+@pytest.mark.skipif(
+    not backends_module.named("triton").interpreted, reason="needs Triton's interpreter"
+)
 def test_two_backends_in_one_graph():
     first, second = Layers(backend="torch"), Layers(backend="triton")
     graphs = []
@@ -510,26 +515,26 @@ def test_another_machine_compiles_again():
     args = inputs(6)
     want = oracle(layers, *args)
     assert_near(compiled(*args), want)
-    with registry.pretend(HERE):
+    with machines.pretend(HERE):
         assert_near(compiled(*args), want)
     assert counter.frame_count == 2
     with (
-        registry.pretend(Machine("cpu", available=("triton",))),
+        machines.pretend(Machine("cpu", available=("triton",))),
         pytest.raises(Exception, match="torch: is not available on this machine"),
     ):
         compiled(*args)
     assert_near(compiled(*args), want)
-    with registry.pretend(HERE):
+    with machines.pretend(HERE):
         assert_near(compiled(*args), want)
     assert counter.frame_count == 2
 
 
 def test_another_table_gives_another_graph(tmp_path, monkeypatch):
     """Tables are constants of a process, as a GPU's name is; a new one shows after a reset."""
-    backends = registry.BACKENDS
-    two = dataclasses.replace(registry._named("torch"), name="other")
-    monkeypatch.setattr(registry, "BACKENDS", (*backends, two))
-    monkeypatch.setattr(tuning, "_FOLDER", tmp_path)
+    backends = backends_module.BACKENDS
+    two = dataclasses.replace(backends_module.named("torch"), name="other")
+    monkeypatch.setattr(backends_module, "BACKENDS", (*backends, two))
+    monkeypatch.setattr(lookup, "_FOLDER", tmp_path)
     layers, args = Layers(), inputs(6)
 
     def compile_with(tiers):
@@ -537,10 +542,10 @@ def test_another_table_gives_another_graph(tmp_path, monkeypatch):
         table |= {"scheme": "", "dtype": "float32"}
         table["backends"] = measured_tiers(*tiers)
         (tmp_path / "some.json").write_text(json.dumps({"gpu": "some", "entries": [table]}))
-        tuning._entries.cache_clear()
+        lookup._entries.cache_clear()
         torch._dynamo.reset()
         graphs = []
-        with registry.pretend(Machine("cpu", (0, 0), "some", ("torch", "other"))):
+        with machines.pretend(Machine("cpu", (0, 0), "some", ("torch", "other"))):
             compiled = torch.compile(layers, fullgraph=True, backend=recorder(graphs))
             assert_near(compiled(*args), oracle(layers, *args))
         return tiers_in(graphs[0][0])
@@ -548,7 +553,7 @@ def test_another_table_gives_another_graph(tmp_path, monkeypatch):
     assert compile_with([(4, "torch"), (-1, "other")]) == ["4:torch,-1:other"]
     assert compile_with([(8, "other"), (64, "torch")]) == ["8:other,-1:torch"]
     assert compile_with([(64, "torch")]) == [""]
-    tuning._entries.cache_clear()
+    lookup._entries.cache_clear()
 
 
 # --- other tracers ---------------------------------------------------------------------------------
@@ -593,7 +598,7 @@ def test_make_fx(scheme, tracing_mode):
 
 def test_eager_plans_of_one_size_serve_another():
     """Eager calls after a compiled one, and the reverse, at other sizes."""
-    plans._ready.clear()
+    bind._ready.clear()
     layers = Layers()
     compiled = torch.compile(layers, fullgraph=True, backend="aot_eager", dynamic=True)
     for run, M in ((compiled, 4), (layers, 9), (compiled, 3), (layers, 1), (layers, 0)):

@@ -5,15 +5,9 @@ import dataclasses
 import pytest
 import torch
 
-from moe_ops.config import (
-    ALL2ALL_BACKENDS,
-    MoEConfig,
-    ParallelConfig,
-    RoutingMethod,
-    flatten_tp_across_dp_and_pcp,
-    get_routing_method,
-    resolve_routing_method,
-)
+from moe_ops.nn.config import MoEConfig
+from moe_ops.parallel.config import ALL2ALL_BACKENDS, ParallelConfig, flatten_tp_across_dp_and_pcp
+from moe_ops.routing.methods import RoutingMethod, get_routing_method, resolve_routing_method
 
 # tp, dp, expert parallel -> per device r: (tp size, rank), (dp size, rank), (ep size, rank)
 SHARDING = {

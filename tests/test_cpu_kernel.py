@@ -6,21 +6,19 @@ import math
 import pytest
 import torch
 
-from moe_ops.kernels import cpu_grouped, torch_grouped
+from moe_ops.backends.torch import cpu, grouped_mm
 from tests import oracle
 
 BF16, FP32 = torch.bfloat16, torch.float32
 # one rounding of the fp32 sum, half a unit; fp32 adds the order of the sum
 TOLERANCE = {FP32: 2e-6, BF16: 2.0**-8}
-pytestmark = pytest.mark.skipif(
-    cpu_grouped.why_not() is not None, reason=str(cpu_grouped.why_not())
-)
+pytestmark = pytest.mark.skipif(cpu.why_not() is not None, reason=str(cpu.why_not()))
 
 
 @pytest.fixture(autouse=True, params=[512, 2], ids=["avx512", "avx2"])
 def avx(request):
     """Every form of the kernels that this processor runs."""
-    library = ctypes.CDLL(str(cpu_grouped._LIBRARY))
+    library = ctypes.CDLL(str(cpu._LIBRARY))
     try:
         if library.moe_ops_cpu_avx(request.param) != request.param:
             pytest.skip("this processor lacks it")
@@ -45,9 +43,9 @@ def strided(t):
 
 def product(x, weight, offsets, bias=None):
     """The kernel's (S, N) out of NaN, and the number of rows it was to write."""
-    assert cpu_grouped.can_multiply(x, weight, bias)
+    assert cpu.can_multiply(x, weight, bias)
     out = torch.full((x.shape[0], weight.shape[1]), math.nan, dtype=x.dtype)
-    cpu_grouped.grouped_mm(x, weight, offsets, bias, out)
+    cpu.grouped_mm(x, weight, offsets, bias, out)
     written = min(int(offsets[-1]), x.shape[0])
     assert (out[written:] == 0).all()
     return out[:written]
@@ -118,7 +116,7 @@ def test_threads_do_not_change_a_bit(dtype):
         for threads in (1, 2):
             torch.set_num_threads(threads)
             out = torch.empty(1000, 96, dtype=dtype)
-            cpu_grouped.combine(y, weights, rows, out)
+            cpu.combine(y, weights, rows, out)
             results.append((product(x, weight, ends(counts)), out))
     finally:
         torch.set_num_threads(before)
@@ -165,7 +163,7 @@ def test_combine(dtype, K, top_k, weights_dtype):
     y[-1] = math.nan
     rows[rows == M * top_k - 1] = -1
     out = torch.full((M, K), math.nan, dtype=dtype)
-    cpu_grouped.combine(y, weights.t().contiguous().t(), rows.t().contiguous().t(), out)
+    cpu.combine(y, weights.t().contiguous().t(), rows.t().contiguous().t(), out)
     picked = torch.where((rows >= 0)[..., None], y[rows.clamp(min=0)].double(), 0)
     expected = (torch.where(rows >= 0, weights.double(), 0)[..., None] * picked).sum(1)
     assert (out[2] == 0).all()
@@ -178,17 +176,17 @@ def test_combine(dtype, K, top_k, weights_dtype):
 @dtypes
 def test_who_takes_what(dtype):
     x, weight, bias = (normal(*s, dtype=dtype) for s in ((6, 32), (2, 8, 32), (2, 8)))
-    assert cpu_grouped.can_multiply(x, weight, bias)
-    assert not cpu_grouped.can_multiply(x, weight.mT.contiguous().mT, bias)
-    assert not cpu_grouped.can_multiply(x.t().contiguous().t(), weight, bias)
-    assert not cpu_grouped.can_multiply(x, weight, bias.to(torch.float16))
-    assert not cpu_grouped.can_multiply(x, weight, bias.t().contiguous().t())
-    assert not cpu_grouped.can_multiply(x.half(), weight.half(), None)
+    assert cpu.can_multiply(x, weight, bias)
+    assert not cpu.can_multiply(x, weight.mT.contiguous().mT, bias)
+    assert not cpu.can_multiply(x.t().contiguous().t(), weight, bias)
+    assert not cpu.can_multiply(x, weight, bias.to(torch.float16))
+    assert not cpu.can_multiply(x, weight, bias.t().contiguous().t())
+    assert not cpu.can_multiply(x.half(), weight.half(), None)
     y, out = normal(6, 8, dtype=dtype), normal(3, 8, dtype=dtype)
-    assert cpu_grouped.can_combine(y, out)
-    assert not cpu_grouped.can_combine(y, out.half())
-    assert not cpu_grouped.can_combine(y, normal(8, 3, dtype=dtype).t())
-    assert not cpu_grouped.can_combine(y.to("meta"), out.to("meta"))
+    assert cpu.can_combine(y, out)
+    assert not cpu.can_combine(y, out.half())
+    assert not cpu.can_combine(y, normal(8, 3, dtype=dtype).t())
+    assert not cpu.can_combine(y.to("meta"), out.to("meta"))
 
 
 @dtypes
@@ -199,11 +197,11 @@ def test_fallback_and_kernel_agree(dtype, transposed, monkeypatch):
     if transposed:
         weight = weight.mT.contiguous().mT
     calls = []
-    kernel = cpu_grouped.grouped_mm
-    monkeypatch.setattr(cpu_grouped, "grouped_mm", lambda *a: calls.append(1) or kernel(*a))
+    kernel = cpu.grouped_mm
+    monkeypatch.setattr(cpu, "grouped_mm", lambda *a: calls.append(1) or kernel(*a))
     offsets = ends([4, 0, 6])
     bias = normal(3, 20, dtype=dtype, seed=2)
-    out = torch_grouped.grouped_mm(
+    out = grouped_mm.grouped_mm(
         x, weight, offsets, bias=bias, out=torch.full((12, 20), math.nan, dtype=dtype)
     )
     assert len(calls) == (not transposed)

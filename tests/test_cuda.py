@@ -5,7 +5,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 import moe_ops
-from moe_ops import registry
+from moe_ops import backends
 from tests import oracle
 from tests.cases import BF16, FP32, TOLERANCE, Case, assert_matches, refill, tolerance
 
@@ -18,7 +18,7 @@ def needs(name: str, case: Case) -> None:
     """Skip unless a backend takes the case; backends that must are asserted to."""
     x, w13, w2, _, ids = case.args
     plan = moe_ops.explain(x, w13, w2, ids, backend="torch", **case.options)
-    (backend,) = [b for b in registry.BACKENDS if b.name == name]
+    (backend,) = [b for b in backends.BACKENDS if b.name == name]
     machine = plan.machine
     taken = name in machine.available and not backend.supports(plan.problem, machine)
     assert taken or name not in ("torch", "triton")
@@ -34,7 +34,7 @@ def captured(case: Case, backend: str):
     return graph, out
 
 
-@pytest.mark.parametrize("backend", ["auto", *registry.list_backends()])
+@pytest.mark.parametrize("backend", ["auto", *backends.list_backends()])
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("M", [1, 40])
 def test_captured_graph_follows_tokens_and_routing(backend, scheme, M):
@@ -274,7 +274,7 @@ def test_trap_offsets_past_two_to_the_31(backend):
     assert spread.max() < TOLERANCE[BF16]
 
 
-@pytest.mark.parametrize("backend", registry.list_backends())
+@pytest.mark.parametrize("backend", backends.list_backends())
 @pytest.mark.parametrize("scheme", ["fp8_channel", "fp8_block"])
 @pytest.mark.parametrize("M", [7232, 40000])
 def test_trap_fp8_sizes_that_went_wrong(backend, scheme, M):

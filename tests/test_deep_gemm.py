@@ -13,13 +13,14 @@ import torch
 from fake_cuda import Recorder, fake_gpu
 
 import moe_ops
-from moe_ops import plans, registry
 from moe_ops.activations import NAMES, Activation
-from moe_ops.backends import deep_gemm
-from moe_ops.kernels import deep_gemm_experts as experts
-from moe_ops.kernels import deep_gemm_launch as dg
+from moe_ops.backends.deep_gemm import backend
+from moe_ops.backends.deep_gemm import layer as experts
+from moe_ops.backends.deep_gemm import library as dg
 from moe_ops.meta.workspace import padded_rows
-from moe_ops.problem import Machine, Problem
+from moe_ops.ops.problem import Machine, Problem
+from moe_ops.planning import bind
+from moe_ops.planning import machine as machines
 from tests import fake_deep_gemm, oracle
 from tests.cases import (
     BF16,
@@ -41,8 +42,8 @@ schemes = pytest.mark.parametrize("scheme", ["", "fp8_block"], ids=["plain", "fp
 
 
 def forget() -> None:
-    registry._machine_facts_cached.cache_clear()
-    plans._ready.clear()
+    machines._machine_facts_cached.cache_clear()
+    bind._ready.clear()
     dg.library.cache_clear()
 
 
@@ -203,8 +204,8 @@ PROBLEM = Problem("experts", 4, 256, 128, 256, 2, BF16, "fp8_block", activation=
 
 
 def test_supports_its_problems():
-    assert deep_gemm.supports(PROBLEM, H200) == []
-    assert deep_gemm.supports(dataclasses.replace(PROBLEM, scheme=""), H200) == []
+    assert backend.supports(PROBLEM, H200) == []
+    assert backend.supports(dataclasses.replace(PROBLEM, scheme=""), H200) == []
 
 
 @pytest.mark.parametrize(
@@ -221,7 +222,7 @@ def test_supports_its_problems():
     ],
 )  # fmt: skip
 def test_reasons(changes, reason):
-    assert deep_gemm.supports(dataclasses.replace(PROBLEM, **changes), H200) == [reason]
+    assert backend.supports(dataclasses.replace(PROBLEM, **changes), H200) == [reason]
 
 
 def test_a_missing_library_is_named(monkeypatch):
@@ -236,7 +237,7 @@ def test_available_names_the_version(version, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
     other = f"needs sgl-deep-gemm 0.1.5, got {version}; pip install sgl-deep-gemm==0.1.5"
-    assert experts.available() == (other if version in ("0.1.4", "0.1.50") else None)
+    assert backend.available() == (other if version in ("0.1.4", "0.1.50") else None)
 
 
 def test_a_deep_gemm_of_another_name_is_not_taken(monkeypatch):
@@ -248,7 +249,7 @@ def test_a_deep_gemm_of_another_name_is_not_taken(monkeypatch):
         return real(name)
 
     monkeypatch.setattr(importlib.metadata, "version", version)
-    assert "that pip does not know by this name" in (experts.available() or "")
+    assert "that pip does not know by this name" in (backend.available() or "")
 
 
 def test_scales_that_are_not_contiguous_are_named():
@@ -304,7 +305,7 @@ def test_expected_rows(pairs, experts, rows):
 @pytest.mark.parametrize("E, top_k", [(1, 1), (3, 2), (256, 8)])
 def test_workspaces_hold_what_is_carved(scheme, M, E, top_k):
     problem = dataclasses.replace(PROBLEM, scheme=scheme, num_experts=E, top_k=top_k)
-    first, second, index = experts.workspace_shapes(M, problem)
+    first, second, index = backend.workspace_shapes(M, problem)
     rows = padded_rows(M, top_k, E, 128)
     assert rows % 128 == 0 and rows >= M * top_k
     assert second.shape == (rows, 256) and second.dtype == BF16
@@ -353,7 +354,7 @@ def test_traces_without_the_library(scheme, rows, monkeypatch):
         problem = dataclasses.replace(PROBLEM, scheme=scheme)
         for name, buffer in zip(
             ("workspace13", "workspace2", "index_workspace"),
-            experts.workspace_shapes(traced, problem),
+            backend.workspace_shapes(traced, problem),
             strict=True,
         ):
             assert args[name].dtype == buffer.dtype

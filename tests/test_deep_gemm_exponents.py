@@ -24,16 +24,17 @@ from fake_cuda import Recorder, fake_gpu
 from test_deep_gemm import PLACES, forget, rounded_first_product
 
 import moe_ops
-from moe_ops import registry
+from moe_ops import backends
 from moe_ops.activations import Activation
-from moe_ops.backends import deep_gemm, deep_gemm_fp4
-from moe_ops.kernels import deep_gemm_experts as experts
-from moe_ops.kernels import deep_gemm_launch as dg
+from moe_ops.backends.deep_gemm import backend as backend_module
+from moe_ops.backends.deep_gemm import layer
+from moe_ops.backends.deep_gemm import library as dg
+from moe_ops.backends.deep_gemm import relayout as layout
 from moe_ops.kernels.triton_launch import gpu
 from moe_ops.meta.scales import DEEP_GEMM_UE8M0
-from moe_ops.problem import Machine, Problem
-from moe_ops.tensors import deep_gemm as layout
-from moe_ops.tensors import layouts
+from moe_ops.ops import relayout
+from moe_ops.ops.problem import Machine, Problem
+from moe_ops.planning import machine as machines
 from tests import fake_deep_gemm, oracle
 from tests.cases import BF16, Case, assert_matches, poisoned_memory, tolerance
 
@@ -57,7 +58,7 @@ def sm100(monkeypatch):
 
 def planning(device: str):
     """Calls on any GPU are planned as on SM100."""
-    return registry.pretend(GPUS[10]) if device == "cuda" else contextlib.nullcontext()
+    return machines.pretend(GPUS[10]) if device == "cuda" else contextlib.nullcontext()
 
 
 @pytest.fixture
@@ -95,7 +96,7 @@ def test_requantized_blocks_are_the_library_s(reference):
     w = moe_ops.quantize(torch.randn(2, 256, 384) * 3, "fp8_block")
     prepared = moe_ops.prepare(w, "deep_gemm")
     assert prepared.weight_layout == DEEP_GEMM_UE8M0 and prepared.shape == w.shape
-    back = layouts.natural(prepared)
+    back = relayout.natural(prepared)
     for e in range(2):
         q, scale = reference.math.per_block_cast_to_fp8(w[e].dequantize(torch.float32), True)
         assert torch.equal(prepared.qdata[e].view(torch.uint8), q.view(torch.uint8))
@@ -113,7 +114,7 @@ def test_exponents_of_mx_weights_stay(scheme):
     prepared = moe_ops.prepare(w, SCHEMES[scheme.split(":")[0]])
     assert prepared.scale.shape == (2, 2, 128) and prepared.scale.dtype == torch.int32
     assert torch.equal((prepared.scale[1, 1, 5:6].view(torch.uint8)), w.scale[1, 5, 4:8])
-    back = layouts.natural(prepared)
+    back = relayout.natural(prepared)
     assert torch.equal(back.scale, w.scale) and back.qdata is w.qdata
     assert torch.equal(prepared.dequantize(), w.dequantize())
     assert torch.equal(prepared[1].dequantize(), w[1].dequantize())
@@ -143,10 +144,10 @@ def test_quantized_rows_are_the_library_s(reference, scheme, width, K, device):
     M, R = 3, 128
     x = torch.randn(M, K).to(BF16).to(device)
     rows = torch.tensor([70, -1, 5], dtype=torch.int32, device=device)
-    form = experts.format_of(scheme, DEEP_GEMM_UE8M0)
-    size = R * experts._row_bytes(K)
+    form = layer.format_of(scheme, DEEP_GEMM_UE8M0)
+    size = R * backend_module._row_bytes(K)
     buffer = torch.full((size,), 255, dtype=torch.uint8, device=device)
-    y, index = experts.rows_of(buffer, (R, K), form), x.get_device()
+    y, index = layer.rows_of(buffer, (R, K), form), x.get_device()
     launch = dg.scatter(x, y, dg.Placed(rows, rows, R), 1, gpu(index))
     dg.start([launch], ("test", K, form), index)
     q, scale = reference.math.per_token_cast_to_fp8(x, True, gran_k=width)
@@ -174,7 +175,7 @@ def prepared_case(device: str, scheme: str, **options) -> tuple[Case, torch.Tens
     case = Case(device, BF16, scheme, **{"K": 256, "I": 128, **options})
     natural, backend = case.args, SCHEMES[scheme]
     laid_out = [moe_ops.prepare(w, backend) for w in natural[1:3]]
-    case.args = [natural[0], *[layouts.natural(w) for w in laid_out], *natural[3:]]
+    case.args = [natural[0], *[relayout.natural(w) for w in laid_out], *natural[3:]]
     quantize = oracle.quantized_activation if scheme == "mxfp8" else powers_of_two
     with rounded_first_product(), mock.patch.object(oracle, "quantized_activation", quantize):
         expected = case.reference()
@@ -206,7 +207,7 @@ def test_batches(device, scheme, monkeypatch):
         out = moe_ops.batched_experts(x, *laid_out, counts, backend=SCHEMES[scheme])
     quantize = oracle.quantized_activation if scheme == "mxfp8" else powers_of_two
     with rounded_first_product(), mock.patch.object(oracle, "quantized_activation", quantize):
-        expected = oracle.batched(x, *[layouts.natural(w) for w in laid_out], counts)
+        expected = oracle.batched(x, *[relayout.natural(w) for w in laid_out], counts)
     here = ~expected.isnan()
     assert_matches(out[here], expected[here], tolerance(BF16, "fp8_block", device))
 
@@ -253,7 +254,7 @@ def test_calls_fit_the_library_s_signatures(device, scheme, monkeypatch):
 # --- plans --------------------------------------------------------------------------------------------
 
 GPUS = {
-    major: Machine("cuda", (major, 0), f"SM{major}0", registry.list_backends())
+    major: Machine("cuda", (major, 0), f"SM{major}0", backends.list_backends())
     for major in (8, 9, 10, 12)
 }
 PROBLEM = Problem(
@@ -270,7 +271,7 @@ PREPARE = "laid out for it: call moe_ops.prepare"
     ("mxfp4_w4a8:ceil", DEEP_GEMM_UE8M0, (10, 12)),
 ])  # fmt: skip
 def test_which_gpus(scheme, layout_, majors):
-    backend = deep_gemm_fp4 if scheme.startswith("mxfp4") else deep_gemm
+    backend = backend_module.FP4 if scheme.startswith("mxfp4") else backend_module.BACKEND
     problem = dataclasses.replace(PROBLEM, scheme=scheme, layout=layout_)
     for major, machine in GPUS.items():
         reasons = backend.supports(problem, machine)
@@ -289,7 +290,7 @@ def test_which_gpus(scheme, layout_, majors):
     (10, "mxfp4", {}, "deep_gemm_fp4 has no kernel for scheme 'mxfp4'"),
 ])  # fmt: skip
 def test_reasons(major, scheme, changes, reason):
-    backend = deep_gemm_fp4 if scheme.startswith("mxfp4") else deep_gemm
+    backend = backend_module.FP4 if scheme.startswith("mxfp4") else backend_module.BACKEND
     problem = dataclasses.replace(PROBLEM, scheme=scheme, **changes)
     assert any(reason in given for given in backend.supports(problem, GPUS[major]))
 

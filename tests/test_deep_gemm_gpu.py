@@ -138,7 +138,7 @@ def test_compiled_equals_eager(scheme):
 WARM_PRODUCTS = """
 import os, sys, torch, moe_ops
 from pathlib import Path
-from moe_ops.kernels import deep_gemm_launch as dg
+from moe_ops.backends.deep_gemm import library as dg
 
 w13, w2 = [torch.randn(s, device="cuda").bfloat16() for s in ((4, 512, 256), (4, 256, 256))]
 if sys.argv[1]:

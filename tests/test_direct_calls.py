@@ -7,8 +7,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import moe_ops
-from moe_ops import library, plans, registry
-from moe_ops.library import dispatcher_is_idle
+from moe_ops import backends as backends_module
+from moe_ops.ops import library
+from moe_ops.ops.library import dispatcher_is_idle
+from moe_ops.planning import bind
 
 M, E, TOP_K, K, I = 5, 4, 2, 64, 32
 
@@ -51,8 +53,8 @@ def direct(monkeypatch) -> list[bool]:
         seen.append(ready.kernel is not None and dispatcher_is_idle())
         return run(ready, *values)
 
-    run = plans.Ready.run
-    monkeypatch.setattr(plans.Ready, "run", record)
+    run = bind.Ready.run
+    monkeypatch.setattr(bind.Ready, "run", record)
     return seen
 
 
@@ -150,7 +152,7 @@ def test_options_are_told_apart():
 @pytest.mark.parametrize("shape", [(3, 5), (0, 7), (4, 0), (2, 3, 4), (6,), (2, 0, 3)])
 def test_direct_calls_allocate_what_others_do(shape):
     plan = moe_ops.explain(*arguments()[:3], arguments()[4], backend="torch")
-    ready = plans.Ready(plan)
+    ready = bind.Ready(plan)
     device = torch.device("cpu")
     found = [ready.allocate(direct, shape, torch.float16, 5, device) for direct in (True, False)]
     for a, b in zip(*found, strict=True):
@@ -164,9 +166,9 @@ def test_direct_calls_allocate_what_others_do(shape):
 def test_calls_of_known_size_run_their_tier_alone():
     """The operator of the tier's backend, with its options and workspaces and no other's."""
     plan = moe_ops.explain(*arguments()[:3], arguments()[4], backend="torch")
-    backends = [registry._named(name) for name in ("torch", "triton")]
+    backends = [backends_module.named(name) for name in ("torch", "triton")]
     tiers = tuple(zip((4, -1), backends, strict=True))
-    ready = plans.Ready(dataclasses.replace(plan, tiers=tiers)).split()
+    ready = bind.Ready(dataclasses.replace(plan, tiers=tiers)).split()
     called = []
     for _, alone in ready.tiers:
         alone.op = lambda *values, name=alone.plan.backend: called.append((name, values))
@@ -175,7 +177,7 @@ def test_calls_of_known_size_run_their_tier_alone():
         name, (first, *workspaces, values, options) = called.pop()
         assert name == backend and first is out and out.shape == (M, 3) and values == "input"
         assert "'tiers': ''" in options and "'tiers': '4:" in ready.options
-        wanted = registry._named(backend).workspace_shapes(M, plan.problem)
+        wanted = backends_module.named(backend).workspace_shapes(M, plan.problem)
         assert [(t.shape, t.dtype) for t in workspaces] == [
             (torch.Size(b.shape), b.dtype) for b in wanted
         ]

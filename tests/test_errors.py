@@ -4,8 +4,9 @@ import pytest
 import torch
 
 import moe_ops
-from moe_ops import registry, validation
-from moe_ops.problem import Machine
+from moe_ops import backends, checks
+from moe_ops.ops.problem import Machine
+from moe_ops.planning import machine as machines
 from tests.cases import BF16, Case
 
 ENDS = torch.tensor([1, 2, 3, 3], dtype=torch.int32)
@@ -272,7 +273,7 @@ FUSED = {
     ),
     "backend": (
         {"backend": "vllm"},
-        f"backend must be one of {', '.join(('auto', *registry.list_backends()))}; got 'vllm'",
+        f"backend must be one of {', '.join(('auto', *backends.list_backends()))}; got 'vllm'",
     ),
     "triton records no gradients": (
         {"backend": "triton", "hidden_states": leaf},
@@ -432,12 +433,12 @@ def test_every_argument_that_is_no_tensor_is_named(function):
 
 def test_what_is_no_tensor():
     good = torch.ones(2)
-    validation.check_tensors({"w13": good, "w2": torch.nn.Parameter(good)}, {"w2_bias": None})
+    checks.check_tensors({"w13": good, "w2": torch.nn.Parameter(good)}, {"w2_bias": None})
     for bad, kind in (("x", "str"), ([good], "list"), (None, "NoneType"), (1.0, "float")):
         with pytest.raises(ValueError, match=f"w2 must be a torch.Tensor, got {kind}"):
-            validation.check_tensors({"w13": good, "w2": bad})
+            checks.check_tensors({"w13": good, "w2": bad})
     with pytest.raises(ValueError, match="w2_bias must be a torch.Tensor, got list"):
-        validation.check_tensors({"w13": good}, {"w13_bias": None, "w2_bias": [1.0]})
+        checks.check_tensors({"w13": good}, {"w13_bias": None, "w2_bias": [1.0]})
     named = good_arguments(moe_ops.fused_experts)
     hidden_states, w13, w2, _, ids = [named.pop(name) for name in EXPERTS]
     for bad in (ids.tolist(), None):
@@ -464,7 +465,7 @@ def test_reasons_of_a_library_that_is_missing():
     good = good_arguments(moe_ops.fused_experts)
     positional = [good.pop(name) for name in EXPERTS]
     with (
-        registry.pretend(Machine("cuda", (9, 0), "NVIDIA H200", ("torch",))),
+        machines.pretend(Machine("cuda", (9, 0), "NVIDIA H200", ("torch",))),
         pytest.raises(ImportError, match="backend 'triton' cannot run this call: "),
     ):
         moe_ops.fused_experts(*positional, **good, backend="triton")
@@ -474,7 +475,7 @@ def test_named_backend_never_falls_back():
     good = good_arguments(moe_ops.fused_experts)
     positional = [good.pop(name) for name in EXPERTS]
     machine = Machine("cuda", (7, 5), "Tesla T4", ("triton", "torch"))
-    with registry.pretend(machine):
+    with machines.pretend(machine):
         with pytest.raises(ValueError, match="triton needs compute capability 8.0 or higher"):
             moe_ops.fused_experts(*positional, **good, backend="triton")
         plan = moe_ops.explain(*positional[:3], positional[4], **good)

@@ -15,14 +15,16 @@ import torch
 from fake_cuda import H200, Recorder, fake_gpu
 
 import moe_ops
-from moe_ops import registry
+from moe_ops import backends
 from moe_ops.activations import Activation
-from moe_ops.problem import Machine, Problem
+from moe_ops.ops.problem import Machine, Problem
+from moe_ops.planning import machine as machines
+from moe_ops.planning import plan as plans
 
 E, K, I, TOP_K, M = 4, 64, 48, 2, 7  # noqa: E741
 HERE = Path(__file__).parent
 CALLS = ("experts", "batched_experts", "grouped_linear")
-BACKENDS = (*registry.list_backends(), "auto", "tiers")
+BACKENDS = (*backends.list_backends(), "auto", "tiers")
 
 
 @pytest.fixture(autouse=True)
@@ -77,7 +79,7 @@ def problem_like(kind: str, scheme: str) -> Problem:
 def takers(kind: str, scheme: str) -> list[str]:
     """The backends that run a scheme, in order of preference."""
     problem = problem_like(kind, scheme)
-    return [b.name for b in registry.BACKENDS if not registry._reasons(b, problem, H200)]
+    return [b.name for b in backends.BACKENDS if not plans._reasons(b, problem, H200)]
 
 
 @pytest.mark.parametrize("rows", ("static", "dynamic", "unbacked"))
@@ -88,9 +90,9 @@ def test_traces_for_a_gpu(backend, scheme, kind, rows, monkeypatch):
     able = takers(kind, scheme)
     if backend == "tiers":  # a measured table with all backends that take the call
         table = [(16 << i, name) for i, name in enumerate(able)]
-        monkeypatch.setattr(registry, "_measured", lambda *_: tuple(table))
+        monkeypatch.setattr(plans, "_measured", lambda *_: tuple(table))
     elif backend not in ("auto", *able):
-        reasons = registry._reasons(registry._named(backend), problem_like(kind, scheme), H200)
+        reasons = plans._reasons(backends.named(backend), problem_like(kind, scheme), H200)
         with fake_gpu(), pytest.raises(ValueError) as error:
             function, tensors = call_of(kind, scheme, M, backend)
             function(*tensors)
@@ -110,7 +112,7 @@ def test_traces_for_a_gpu(backend, scheme, kind, rows, monkeypatch):
         got = torch.compile(function, fullgraph=True, backend=recorder.backend)(*tensors)
         ((op, args),) = recorder.calls()
         problem = problem_of(function, tensors, monkeypatch)
-        plan = registry.plan(problem, H200, name)
+        plan = plans.plan(problem, H200, name)
         x = tensors[0]
         assert got.device.type == "cuda" and got.dtype == x.dtype
         width = 2 * I if kind == "grouped_linear" else K
@@ -140,21 +142,21 @@ def test_traces_for_a_gpu(backend, scheme, kind, rows, monkeypatch):
 def problem_of(function, tensors, monkeypatch) -> Problem:
     """The problem an eager call of `function` states."""
     stated = []
-    plan = registry.plan
+    plan = plans.plan
 
     def watching(problem, machine, backend="auto"):
         stated.append(problem)
         return plan(problem, machine, backend)
 
     with monkeypatch.context() as patch:
-        patch.setattr(registry, "plan", watching)
+        patch.setattr(plans, "plan", watching)
         function(*tensors)
     (problem,) = stated
     return problem
 
 
 @pytest.mark.parametrize("scheme", ("", "fp8_channel"))
-@pytest.mark.parametrize("backend", (*registry.list_backends(), "auto"))
+@pytest.mark.parametrize("backend", (*backends.list_backends(), "auto"))
 def test_tracing_warns_of_nothing(backend, scheme, monkeypatch):
     """Dynamo tells users of every cached function that it traces: plans must not meet one."""
     if backend not in ("auto", *takers("experts", scheme)):
@@ -169,7 +171,7 @@ def test_tracing_warns_of_nothing(backend, scheme, monkeypatch):
 
 @pytest.mark.parametrize("capability", ((7, 5), (8, 0), (9, 0), (10, 0), (12, 0)))
 def test_every_gpu_has_a_plan(capability):
-    machine = Machine("cuda", capability, "some GPU", registry.list_backends())
+    machine = Machine("cuda", capability, "some GPU", backends.list_backends())
     recorder = Recorder()
     with fake_gpu(machine):
         function, tensors = call_of("experts", "", M, "auto")
@@ -190,7 +192,7 @@ def test_export_for_a_gpu(strict, scheme):
             return function(*args)
 
     tokens = torch.export.Dim("tokens", min=1, max=4096)
-    with registry.pretend(H200):
+    with machines.pretend(H200):
         shapes = (tuple({0: tokens} for _ in tensors),)
         program = torch.export.export(Module(), tensors, dynamic_shapes=shapes, strict=strict)
     ours = [str(node.target) for node in program.graph.nodes if "moe_ops" in str(node.target)]

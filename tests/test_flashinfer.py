@@ -20,25 +20,24 @@ import torch
 from fake_cuda import Recorder, fake_gpu
 
 import moe_ops
-from moe_ops import registry
+from moe_ops import backends
 from moe_ops.activations import Activation, rows_before
-from moe_ops.backends import flashinfer
-from moe_ops.kernels import flashinfer_library as library
-from moe_ops.library import ExpertsArgs
-from moe_ops.problem import Machine
-from moe_ops.tensors import flashinfer as layouts_of_flashinfer
+from moe_ops.backends.flashinfer import backend as backend_module
+from moe_ops.backends.flashinfer import layer as layer_module
+from moe_ops.backends.flashinfer import library, schemes
+from moe_ops.backends.flashinfer import relayout as layouts_of_flashinfer
+from moe_ops.ops.args import ExpertsArgs
+from moe_ops.ops.problem import Machine
 from tests.cases import BF16, FP16, FP32, Case, assert_matches, garbage, tolerance
 from tests.fake_flashinfer import FakeRunner
 
-H200 = Machine("cuda", (9, 0), "NVIDIA H200", registry.list_backends())
-B200 = Machine("cuda", (10, 0), "NVIDIA B200", registry.list_backends())
+H200 = Machine("cuda", (9, 0), "NVIDIA H200", backends.list_backends())
+B200 = Machine("cuda", (10, 0), "NVIDIA B200", backends.list_backends())
 CUDA = torch.cuda.is_available()
 on_cpu = pytest.mark.skipif(CUDA, reason="needs triton's interpreter")
 on_gpu = pytest.mark.skipif(not CUDA, reason="needs a CUDA device")
 TABLE = library._table
-SCHEMES = [
-    s for s in flashinfer._SCHEMES if ":" not in s
-]  # rules of e8m0 scales change nothing here
+SCHEMES = [s for s in schemes.SCHEMES if ":" not in s]  # rules of e8m0 scales change nothing here
 WHOLE = {"K": 128, "I": 128}  # what all schemes take
 
 
@@ -72,7 +71,7 @@ def prepared(case: Case) -> Case:
 
 def machine_of(scheme: str) -> Machine:
     """A GPU on which the library has kernels for a scheme."""
-    return H200 if (9, 0) in flashinfer._SCHEMES[scheme].gpus else B200
+    return H200 if (9, 0) in schemes.SCHEMES[scheme].gpus else B200
 
 
 def problem_of(case: Case):
@@ -87,11 +86,12 @@ def launch(case: Case, deterministic: bool = True) -> torch.Tensor:
     """The launcher's output on CPU tensors, out of memory that held garbage."""
     x, w13, w2, weights, ids = case.args
     problem = dataclasses.replace(problem_of(case), contiguous_weights=True)
-    assert flashinfer.supports(problem, machine_of(case.scheme)) == []
+    assert backend_module.supports(problem, machine_of(case.scheme)) == []
     act = problem.activation
     buffers = [torch.empty(x.shape, dtype=x.dtype)]
     buffers += [
-        torch.empty(b.shape, dtype=b.dtype) for b in flashinfer.workspace_shapes(len(x), problem)
+        torch.empty(b.shape, dtype=b.dtype)
+        for b in backend_module.workspace_shapes(len(x), problem)
     ]
     parts = {}
     for name, w in (("w13", w13), ("w2", w2)):
@@ -120,7 +120,7 @@ def launch(case: Case, deterministic: bool = True) -> torch.Tensor:
         deterministic=deterministic,
         tiers="",
     )
-    flashinfer._launch_experts(args)
+    layer_module.experts(args)
     return args.out
 
 
@@ -141,7 +141,7 @@ def check(case: Case) -> torch.Tensor:
 # --- the launcher over the fake module ------------------------------------------------------------------
 
 ACTIVATIONS = [
-    *flashinfer._ACTIVATIONS,
+    *schemes.ACTIVATIONS,
     Activation("silu", limit=0.7),
     Activation("swigluoai", alpha=1.3, beta=0.5, limit=1.1),
     Activation("swiglustep", limit=0.4),
@@ -198,7 +198,7 @@ def test_the_fake_notices(fake, mistake, monkeypatch):
     if mistake == "gate first":
         monkeypatch.setattr(layouts_of_flashinfer, "up_first", lambda t, pairs: t)
     else:
-        right = flashinfer._weights
+        right = layer_module._weights
 
         def wrong(*args):
             kernels, w13, w2, scales = right(*args)
@@ -206,7 +206,7 @@ def test_the_fake_notices(fake, mistake, monkeypatch):
                 return kernels, w13, w2, scales[::-1]
             return kernels, w13, w2, [scales[2], scales[1], scales[0], scales[3]]
 
-        monkeypatch.setattr(flashinfer, "_weights", wrong)
+        monkeypatch.setattr(layer_module, "_weights", wrong)
     with pytest.raises((AssertionError, RuntimeError)):
         check(case)
 
@@ -268,7 +268,7 @@ def test_warmup_measures_once_and_keeps_it(fake, monkeypatch, tmp_path):
 
     monkeypatch.setattr(library, "_seconds", seconds)
     case = prepared(Case("cpu", BF16))
-    with flashinfer.BACKEND.warm(7):
+    with backend_module.BACKEND.warm(7):
         launch(case)
         first = len(tried)
         launch(case)
@@ -281,7 +281,7 @@ def test_warmup_measures_once_and_keeps_it(fake, monkeypatch, tmp_path):
     (path,) = tmp_path.iterdir()
     key = library.key_of("", BF16, (4, 48, 24, 2), "silu", True, 7)
     assert library.load(path, "") == {key: (6, 3)}
-    with flashinfer.BACKEND.warm(7):
+    with backend_module.BACKEND.warm(7):
         launch(case, deterministic=False)
     assert {t[1] for t in tried} == {-1, *range(16)} - {9}
     found = {key: (6, 3), key._replace(deterministic=False): (6, 5)}
@@ -323,7 +323,7 @@ def test_layouts_come_back_bit_for_bit(scheme, activation):
         return
     ready = moe_ops.prepare(w, "flashinfer", activation=activation)
     gated = activation in ("silu", "swigluoai")
-    base = flashinfer._SCHEMES[scheme].layout
+    base = schemes.SCHEMES[scheme].layout
     assert getattr(ready, "weight_layout", "") == base + (
         f":{rows_before(Activation(activation))}" if gated else ""
     )
@@ -441,7 +441,7 @@ def test_weights_that_cannot_be_prepared_are_named():
 )
 def test_reasons(change, machine, reason):
     problem = problem_of(Case("cpu", BF16))
-    reasons = flashinfer.supports(dataclasses.replace(problem, **change), machine)
+    reasons = backend_module.supports(dataclasses.replace(problem, **change), machine)
     assert any(reason in text for text in reasons), reasons
 
 
@@ -451,10 +451,10 @@ def test_memory_that_the_library_would_misread_is_refused(fake, monkeypatch):
     w2 = case.args[2]
     strided = w2.scale.new_empty(*w2.scale.shape[:2], 2)[..., ::2].copy_(w2.scale)
     case.args[2] = w2._replace(scale=strided)
-    reasons = flashinfer.supports(problem_of(case), machine_of(case.scheme))
+    reasons = backend_module.supports(problem_of(case), machine_of(case.scheme))
     assert reasons == ["flashinfer needs contiguous weights and scales; call .contiguous() once"]
     # the operator may be called as it is
-    monkeypatch.setattr(flashinfer, "supports", lambda *_: [])
+    monkeypatch.setattr(backend_module, "supports", lambda *_: [])
     with pytest.raises(ValueError, match="w2_scale must be contiguous for backend 'flashinfer'"):
         launch(case)
 
@@ -464,7 +464,7 @@ def test_unprepared_weights_of_no_gate_run_as_they_are():
         w = Case("cpu", BF16, activation=activation).args[1]
         assert moe_ops.prepare(w, "flashinfer", activation=activation) is w
     problem = problem_of(Case("cpu", BF16, activation="relu2_no_mul"))
-    assert problem.layout == "" and flashinfer.supports(problem, H200) == []
+    assert problem.layout == "" and backend_module.supports(problem, H200) == []
 
 
 def test_available_names_the_version(monkeypatch):
@@ -475,7 +475,7 @@ def test_available_names_the_version(monkeypatch):
         ("0.6.14", "got 0.6.14; pip install flashinfer-python==0.6.13"),
     ):
         monkeypatch.setattr(importlib.metadata, "version", lambda _, v=version: v)
-        answer = flashinfer.available.__wrapped__()
+        answer = backend_module.available.__wrapped__()
         assert answer is None if reason is None else reason in answer
 
 

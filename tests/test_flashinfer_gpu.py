@@ -19,15 +19,14 @@ from torch.library import opcheck
 
 import moe_ops
 from moe_ops.activations import Activation
-from moe_ops.backends import flashinfer
-from moe_ops.kernels import flashinfer_library as library
-from moe_ops.tensors import flashinfer as layouts
+from moe_ops.backends.flashinfer import library, schemes
+from moe_ops.backends.flashinfer import relayout as layouts
 from tests import test_opcheck as of_opcheck
 from tests.cases import BF16, FP16, QUANTIZED_ON_TENSOR_CORES, Case, assert_matches, tolerance
 from tests.fake_flashinfer import FakeRunner
 
 ROOT = Path(__file__).parent.parent
-SM90 = [s for s, how in flashinfer._SCHEMES.items() if (9, 0) in how.gpus and s.count(":") == 0]
+SM90 = [s for s, how in schemes.SCHEMES.items() if (9, 0) in how.gpus and s.count(":") == 0]
 WHOLE = {"K": 256, "I": 256}  # what all schemes take
 installed = pytest.mark.skipif(
     importlib.util.find_spec("flashinfer") is None, reason="needs flashinfer"
@@ -75,7 +74,7 @@ def test_values(scheme, M, bias):
 @pytest.mark.parametrize(
     "activation",
     [
-        *flashinfer._ACTIVATIONS,
+        *schemes.ACTIVATIONS,
         Activation("silu", limit=0.7),
         Activation("swigluoai", alpha=1.3, beta=0.5, limit=1.1),
     ],
@@ -253,7 +252,7 @@ def test_warmup_measures_and_another_process_finds_it(monkeypatch, tmp_path):
     assert any(tactics != library.DEFAULT for tactics in found.values())
     case.check("flashinfer")
     code = (
-        "import json, sys; from moe_ops.kernels import flashinfer_library as l; "
+        "import json, sys; from moe_ops.backends.flashinfer import library as l; "
         "key = l.Key(*eval(sys.argv[2])); print(json.dumps(l.tactics(sys.argv[1], key)))"
     )
     for key, tactics in found.items():
@@ -330,6 +329,8 @@ def test_arguments_stand_in_the_librarys_order():
 def test_activations_have_the_librarys_numbers():
     from flashinfer.tllm_enums import ActivationType
 
+    from moe_ops.backends.flashinfer import schemes
+
     names = {
         "_GELU": "Gelu",
         "_SILU": "Silu",
@@ -339,4 +340,4 @@ def test_activations_have_the_librarys_numbers():
         "_SWIGLUSTEP": "SwigluStep",
     }
     for ours, theirs in names.items():
-        assert getattr(flashinfer, ours) == ActivationType[theirs]
+        assert getattr(schemes, ours) == ActivationType[theirs]

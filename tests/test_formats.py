@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import moe_ops
 from moe_ops.numerics import weights
+from moe_ops.ops import relayout as relayout_module
 from moe_ops.schemes import SCHEMES, get_scheme
 from moe_ops.tensors import (
     ExpertTensor,
@@ -27,7 +28,6 @@ from moe_ops.tensors import (
     check_quantizable,
     flatten,
     from_quantized,
-    layouts,
     prepare,
     quantize,
     unflatten,
@@ -450,10 +450,10 @@ def reversed_bytes(monkeypatch):
     def flip(w):
         return {"qdata": w.qdata.flip(-1), "scale": w.scale.flip(-1)}
 
-    relayout = layouts.Relayout(
+    relayout = relayout_module.Relayout(
         "reversed", lambda scheme: scheme.weight.dtype == "int4", flip, flip
     )
-    monkeypatch.setitem(layouts.RELAYOUTS, "triton", (relayout,))
+    monkeypatch.setitem(relayout_module.RELAYOUTS, "triton", (relayout,))
 
 
 def test_prepare_lays_out_once_and_back(reversed_bytes):

@@ -17,7 +17,7 @@ from test_routing import make_router  # noqa: E402
 from torch import nn  # noqa: E402
 
 import moe_ops.integrations.transformers as integration  # noqa: E402
-from moe_ops.integrations import _routers  # noqa: E402
+from moe_ops.integrations.transformers import routers  # noqa: E402
 
 IDS = torch.tensor([[27, 54, 47, 78, 38], [4, 29, 33, 45, 61]])
 # one family for each rule, and settings that choose between formulas
@@ -44,7 +44,7 @@ SETTINGS = [
 
 
 def routers_of(model):
-    return [m for m in model.modules() if _routers._rule_of(m) is not None]
+    return [m for m in model.modules() if routers._rule_of(m) is not None]
 
 
 def recorded(module):
@@ -118,15 +118,15 @@ def test_every_router_with_a_known_formula_is_listed():
     written_otherwise |= {"MiniMaxM3VLTopKRouter", "Step3p7TopKRouter", "GraniteMoeSWATopKRouter"}
     found = sources()
     rules = {}
-    for name, rule in _routers._RULES.items():
+    for name, rule in routers._RULES.items():
         if name in found and name.split(".")[0] not in written_otherwise:
             rules.setdefault(rule, {})[name] = found[name]
     for listed in rules.values():
         assert len(set(listed.values())) == 1, f"several formulas: {sorted(listed)}"
-    known = {found[name] for name in _routers._RULES if name in found}
-    unlisted = {name for name, source in found.items() if source in known} - set(_routers._RULES)
+    known = {found[name] for name in routers._RULES if name in found}
+    unlisted = {name for name, source in found.items() if source in known} - set(routers._RULES)
     assert not unlisted
-    names = {name.split(".")[0] for name in _routers._RULES if name in found}
+    names = {name.split(".")[0] for name in routers._RULES if name in found}
     assert len(names) >= 35
 
 
@@ -145,8 +145,8 @@ def test_compiles_whole(family):
 def test_gradients_take_the_own_forward(monkeypatch):
     models = [build("qwen3_moe", 1), build("qwen3_moe", 1)]
     integration.fuse_routers(models[1])
-    monkeypatch.setattr(_routers, "fused_router", None)  # calling it would fail
-    monkeypatch.setattr(_routers, "router_linear", None)
+    monkeypatch.setattr(routers, "fused_router", None)  # calling it would fail
+    monkeypatch.setattr(routers, "router_linear", None)
     for model in models:
         model(input_ids=IDS, labels=IDS, use_cache=False).loss.backward()
     pairs = zip(models[0].named_parameters(), models[1].parameters(), strict=True)
@@ -185,7 +185,7 @@ def test_undone_copied_and_pickled():
         for router in routers_of(model):
             router.weight.zero_()  # a clone that still called into its original would notice
     for clone in clones:
-        assert all(map(_routers._is_fused, routers_of(clone)))
+        assert all(map(routers._is_fused, routers_of(clone)))
         assert torch.equal(outputs(clone, IDS), want)
     integration.unfuse_routers(model)
     assert [set(vars(module)) for module in model.modules()] == before
@@ -204,9 +204,9 @@ def test_accelerate_offload(fuse_first):
         assert line.method == "deepseek_v3" and "not loaded" in line.check
     assert relative(outputs(model, IDS), want) < 1e-5
     (router,) = routers_of(model)
-    assert _routers._is_fused(router)
+    assert routers._is_fused(router)
     integration.unfuse_routers(model)
-    assert not _routers._is_fused(router)
+    assert not routers._is_fused(router)
     assert relative(outputs(model, IDS), want) < 1e-5
 
 
@@ -222,7 +222,7 @@ def reason(router):
         ValueError, match="must contain routers that moe_ops.route_tokens"
     ) as error:
         integration.fuse_routers(nn.ModuleDict({"gate": router}))
-    assert "forward" not in vars(router) or not _routers._is_fused(router)
+    assert "forward" not in vars(router) or not routers._is_fused(router)
     return str(error.value)
 
 
@@ -252,7 +252,7 @@ def test_replaced_forwards_below_hooks_stay():
     hooks.add_hook_to_module(router, hooks.ModelHook())
     hooks.remove_hook_from_module(router)
     integration.fuse_routers(nn.ModuleDict({"gate": router}))
-    assert _routers._is_fused(router)
+    assert routers._is_fused(router)
 
 
 def test_a_router_that_cannot_be_checked_leaves_the_others_whole():
@@ -271,9 +271,9 @@ def test_a_router_that_cannot_be_checked_leaves_the_others_whole():
 @pytest.mark.parametrize("autocast", [False, True])
 def test_a_wrong_rule_is_noticed_under_autocast_too(monkeypatch, autocast):
     def wrong(module, x):
-        return _routers.Rule("sigmoid_renormalize", x.dtype)
+        return routers.Rule("sigmoid_renormalize", x.dtype)
 
-    monkeypatch.setitem(_routers._RULES, "MixtralTopKRouter.forward", wrong)
+    monkeypatch.setitem(routers._RULES, "MixtralTopKRouter.forward", wrong)
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         assert "it differs from moe_ops" in reason(small_router())
 
@@ -294,21 +294,21 @@ def test_meta_devices_and_names_of_arguments():
 
 
 def test_a_router_that_computes_something_else_is_noticed(monkeypatch):
-    rule = _routers.Rule
+    rule = routers.Rule
     for wrong, message in (
         (lambda m, x: rule("default", x.dtype), "it differs from moe_ops.route_tokens by"),
         (lambda m, x: rule("sigmoid_renormalize", x.dtype), "it differs from moe_ops"),
         (lambda m, x: rule("renormalize", x.dtype, torch.bfloat16), "its own forward returns"),
         (lambda m, x: None, "its settings make a formula that is none of moe_ops"),
     ):
-        monkeypatch.setitem(_routers._RULES, "MixtralTopKRouter.forward", wrong)
+        monkeypatch.setitem(routers._RULES, "MixtralTopKRouter.forward", wrong)
         assert message in reason(small_router())
 
     def biased(module, x):
         options = {"correction_bias": 9.0 * torch.arange(module.weight.shape[0])}
         return rule("renormalize_naive", x.dtype, options=options)
 
-    monkeypatch.setitem(_routers._RULES, "MixtralTopKRouter.forward", biased)
+    monkeypatch.setitem(routers._RULES, "MixtralTopKRouter.forward", biased)
     assert "it chooses other experts" in reason(small_router())
 
 

@@ -24,7 +24,11 @@ pytest.importorskip("triton.experimental.gluon")
 import triton.language as tl  # noqa: E402
 
 import moe_ops  # noqa: E402
-from moe_ops.backends import triton as backend  # noqa: E402
+from moe_ops.backends.triton import backend  # noqa: E402
+from moe_ops.backends.triton.relayout import (
+    from_words,  # noqa: E402
+    to_words,  # noqa: E402
+)
 from moe_ops.kernels import gluon_packed as kernels  # noqa: E402
 from moe_ops.kernels import gluon_packed_blocks as blocks  # noqa: E402
 from moe_ops.kernels import gluon_packed_launch as launch  # noqa: E402
@@ -39,9 +43,11 @@ from moe_ops.kernels import (  # noqa: E402
 )
 from moe_ops.kernels.triton_tiles import Tile, Tiles  # noqa: E402
 from moe_ops.meta.scales import TRITON_E2M1, triton_e2m1_scale_shape  # noqa: E402
-from moe_ops.problem import Machine, Problem  # noqa: E402
-from moe_ops.tensors import layouts  # noqa: E402
-from moe_ops.tensors.triton import from_words, to_words  # noqa: E402
+from moe_ops.ops import relayout as relayout_module  # noqa: E402
+from moe_ops.ops.problem import (
+    Machine,  # noqa: E402
+    Problem,  # noqa: E402
+)
 
 OPERANDS = "gluon_packed_operands.py"
 SPOKEN = launch.spoken()
@@ -133,8 +139,8 @@ def test_words_take_every_bit_to_a_place_of_its_own():
 
 @pytest.fixture
 def on_any_device(monkeypatch):
-    (relayout,) = layouts.RELAYOUTS["triton"]
-    monkeypatch.setitem(layouts.RELAYOUTS, "triton", (relayout._replace(on=None),))
+    (relayout,) = relayout_module.RELAYOUTS["triton"]
+    monkeypatch.setitem(relayout_module.RELAYOUTS, "triton", (relayout._replace(on=None),))
 
 
 @pytest.mark.parametrize("scheme", ["mxfp4_w4a16", "mxfp4_w4a16:ceil", "nvfp4_w4a16"])
@@ -711,7 +717,7 @@ def check(scheme: str, tiles: Tiles | None, activation: str = "silu", **sizes) -
         scaled = [w._replace(scale=w.scale.to(getattr(torch, how))) for w in case.args[1:3]]
         case.args[1:3] = scaled
     with (
-        mock.patch.dict(layouts.RELAYOUTS, {} if words else {"triton": ()}),
+        mock.patch.dict(relayout_module.RELAYOUTS, {} if words else {"triton": ()}),
         triton_tiles.searching(tiles),
         mock.patch.object(launch, "gemm1", wraps=launch.gemm1) as used,
     ):
@@ -963,7 +969,7 @@ def test_weights_and_scales_that_are_parts_of_others(scheme):
                 parts[name] = getattr(w, name).mT.contiguous().mT
         case.args[i] = w._replace(**parts)
     with (
-        mock.patch.dict(layouts.RELAYOUTS, {"triton": ()}),
+        mock.patch.dict(relayout_module.RELAYOUTS, {"triton": ()}),
         triton_tiles.searching(tiles(16, 128, 128, 3, 4)),
         mock.patch.object(launch, "gemm1", wraps=launch.gemm1) as used,
     ):

@@ -7,8 +7,10 @@ import pytest
 import torch
 
 import moe_ops
-from moe_ops import experts, permute, schemes, training
+from moe_ops import experts, schemes
 from moe_ops.activations import NAMES, Activation
+from moe_ops.autograd import experts as autograd
+from moe_ops.numerics import permute
 from tests import oracle
 from tests.cases import BF16, FP16, FP32, FP64, Case, poisoned_memory
 
@@ -375,9 +377,9 @@ def test_grouped_linear(where, scheme, compiled):
 def test_training_path_only_where_gradients_are_recorded(monkeypatch):
     taken = []
     for name in ("fused_experts", "grouped_linear"):
-        function = getattr(training, name)
+        function = getattr(autograd, name)
         monkeypatch.setattr(
-            training, name, lambda *a, f=function, **k: (taken.append(f), f(*a, **k))[1]
+            autograd, name, lambda *a, f=function, **k: (taken.append(f), f(*a, **k))[1]
         )
     case = Case(bias=True)
     given = leaves(case)
@@ -397,7 +399,7 @@ def test_training_path_only_where_gradients_are_recorded(monkeypatch):
 
 
 def test_backend_without_backward_is_refused_by_name():
-    triton = pytest.importorskip("moe_ops.backends.triton")
+    triton = pytest.importorskip("moe_ops.backends.triton.backend")
     pytest.importorskip("triton")
     device = "cuda" if CUDA else "cpu"
     if not CUDA and not triton.INTERPRETED:

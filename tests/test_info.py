@@ -9,9 +9,12 @@ import sys
 import pytest
 import torch
 
-from moe_ops import info, registry
-from moe_ops.kernels import cpu_grouped
-from moe_ops.problem import Buffer, Machine, Problem, Workspaces
+from moe_ops import backends as backends_module
+from moe_ops import info
+from moe_ops.backends.torch import cpu
+from moe_ops.ops.problem import Buffer, Machine, Problem, Workspaces
+from moe_ops.planning import machine as machines
+from moe_ops.planning import plan as plans
 
 H200 = Machine("cuda", (9, 0), "NVIDIA H200", ("narrow", "wide"))
 PROBLEM = Problem("experts", 8, 64, 32, 64, 2, torch.bfloat16)
@@ -25,7 +28,7 @@ def fake_backend(name, bytes_per_token, **changes):
         return Workspaces(buffer, buffer, Buffer((M * bytes_per_token // 4,), torch.int32))
 
     return dataclasses.replace(
-        registry.BACKENDS[0],
+        backends_module.BACKENDS[0],
         name=name,
         available=lambda: None,
         supports=lambda problem, machine: [],
@@ -41,9 +44,9 @@ def two_backends(monkeypatch):
         fake_backend("narrow", 128, native_schemes=("fp8_block",)),
         fake_backend("wide", 512, native_schemes=()),
     )
-    monkeypatch.setattr(registry, "BACKENDS", backends)
-    monkeypatch.setattr(registry, "_measured", lambda *key: ((16, "narrow"), (-1, "wide")))
-    with registry.pretend(H200):
+    monkeypatch.setattr(backends_module, "BACKENDS", backends)
+    monkeypatch.setattr(plans, "_measured", lambda *key: ((16, "narrow"), (-1, "wide")))
+    with machines.pretend(H200):
         yield backends
 
 
@@ -76,7 +79,7 @@ def test_explain_of_a_named_backend_and_emulation(two_backends):
 def test_explain_lists_why_not(two_backends, monkeypatch):
     narrow, wide = two_backends
     refusing = dataclasses.replace(narrow, supports=lambda p, m: ["no odd sizes", "no bias"])
-    monkeypatch.setattr(registry, "BACKENDS", (refusing, wide))
+    monkeypatch.setattr(backends_module, "BACKENDS", (refusing, wide))
     found = info.explain(PROBLEM, torch.device("cuda"), "auto", [1])
     assert found["rows"][0]["backend"] == "wide"
     assert found["refused"] == {"narrow": ["no odd sizes", "no bias"]}
@@ -85,9 +88,12 @@ def test_explain_lists_why_not(two_backends, monkeypatch):
 
 def test_facts_tell_what_is_missing(monkeypatch):
     missing = dataclasses.replace(
-        registry.BACKENDS[0], name="missing", available=lambda: "pip install it", interpreted=False
+        backends_module.BACKENDS[0],
+        name="missing",
+        available=lambda: "pip install it",
+        interpreted=False,
     )
-    monkeypatch.setattr(registry, "BACKENDS", (missing, *registry.BACKENDS))
+    monkeypatch.setattr(backends_module, "BACKENDS", (missing, *backends_module.BACKENDS))
     found = info.facts()
     assert json.loads(json.dumps(found)) == found
     assert torch.__version__.startswith(found["versions"]["torch"])  # which may lack +cu130
@@ -102,14 +108,14 @@ def test_facts_tell_what_is_missing(monkeypatch):
 def test_facts_tell_what_runs_without_a_gpu(monkeypatch):
     """Triton can be imported here, which is not enough."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    triton, torch_backend = (registry._named(name) for name in ("triton", "torch"))
+    triton, torch_backend = (backends_module.named(name) for name in ("triton", "torch"))
     for interpreted, reason in (
         (False, "triton needs a CUDA device, got cpu"),
         (True, "runs in an interpreter on a CPU: only when named"),
     ):
-        monkeypatch.setattr("moe_ops.backends.triton.INTERPRETED", interpreted)
+        monkeypatch.setattr("moe_ops.backends.triton.backend.INTERPRETED", interpreted)
         backends = (dataclasses.replace(triton, interpreted=interpreted), torch_backend)
-        monkeypatch.setattr(registry, "BACKENDS", backends)
+        monkeypatch.setattr(backends_module, "BACKENDS", backends)
         found = info.facts()
         assert found["backends"] == {"triton": reason, "torch": None}
         assert f"{'triton':18} no: {reason}" in info.format_facts(found)
@@ -139,7 +145,7 @@ def test_facts_tell_what_runs_without_a_gpu(monkeypatch):
     ],
 )
 def test_facts_tell_what_weights_backends_take(capability, lines):
-    with registry.pretend(Machine("cuda", capability, "", registry.list_backends())):
+    with machines.pretend(Machine("cuda", capability, "", backends_module.list_backends())):
         found = info.facts()
     assert json.loads(json.dumps(found)) == found
     text = info.format_facts(found).splitlines()
@@ -152,7 +158,7 @@ def test_gpus_that_no_test_ran_on_are_named(monkeypatch):
         gpu = {"name": "GPU", "capability": list(capability), "memory_gib": 1.0}
         monkeypatch.setattr(info, "_gpus", lambda gpu=gpu: [gpu])
         machine = Machine("cuda", capability, "GPU", ("torch",))
-        with registry.pretend(machine):
+        with machines.pretend(machine):
             found = info.explain(PROBLEM, torch.device("cuda"), "auto", [1])
         for text in (info.format_facts(info.facts()), info.format_explanation(found)):
             assert ("not run on hardware: nothing" in text) == (capability == (10, 0))
@@ -160,14 +166,14 @@ def test_gpus_that_no_test_ran_on_are_named(monkeypatch):
 
 def test_facts_tell_whether_the_cpu_kernel_is_in_use(monkeypatch, tmp_path):
     library = tmp_path / "cpu_grouped_mm.so"
-    monkeypatch.setattr(cpu_grouped, "_LIBRARY", library)
-    monkeypatch.setattr(cpu_grouped, "_kernels", dict)
+    monkeypatch.setattr(cpu, "_LIBRARY", library)
+    monkeypatch.setattr(cpu, "_kernels", dict)
     assert info.facts()["cpu_kernel"].startswith("not built: ")
     library.touch()
     assert "AVX2 and AVX-512: built, but this processor lacks AVX2" in info.format_facts(
         info.facts()
     )
-    monkeypatch.setattr(cpu_grouped, "_kernels", lambda: {torch.bfloat16: None})
+    monkeypatch.setattr(cpu, "_kernels", lambda: {torch.bfloat16: None})
     assert info.facts()["cpu_kernel"] is None
     assert "AVX2 and AVX-512: built and in use" in info.format_facts(info.facts())
 
@@ -189,7 +195,7 @@ def test_not_gated_activations_have_half_the_rows():
         raise ValueError("seen")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(registry, "plan", remember)
+        patch.setattr(plans, "plan", remember)
         for activation in ("silu", "relu2_no_mul"):
             question = f"--explain 8 64 32 2 fp8_w8a16 --device cpu --activation {activation}"
             assert info.main(question.split()) == 1
@@ -227,4 +233,4 @@ def test_runs_as_a_module():
     )
     assert answer.returncode == 0, answer.stderr
     found = json.loads(answer.stdout)
-    assert tuple(found["backends"]) == registry.list_backends()
+    assert tuple(found["backends"]) == backends_module.list_backends()

@@ -12,8 +12,9 @@ from torch._dynamo.testing import CompileCounter
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
-from moe_ops.config import MoEConfig, ParallelConfig
-from moe_ops.layer import MoELayer, load_balancing_loss, tokens_per_expert
+from moe_ops.nn.config import MoEConfig
+from moe_ops.nn.layer import MoELayer, load_balancing_loss, tokens_per_expert
+from moe_ops.parallel.config import ParallelConfig
 from tests.cases import poisoned_memory
 
 H, I, E, TOP_K = 32, 16, 8, 3  # noqa: E741

@@ -16,11 +16,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import moe_ops
-from moe_ops import registry, schemes, tuning
+from moe_ops import backends, schemes
 from moe_ops.activations import NAMES
-from moe_ops.kernels import torch_grouped
+from moe_ops.backends.torch import grouped_mm
 from moe_ops.numerics import Scales
-from moe_ops.problem import Machine, Problem
+from moe_ops.ops.problem import Machine, Problem
+from moe_ops.planning import machine as machines
+from moe_ops.tables import lookup
 from tests import oracle
 from tests.cases import (
     BF16,
@@ -58,13 +60,13 @@ def interpreted(name: str, device: str) -> bool:
 
 
 def backend_of(name: str):
-    (backend,) = [b for b in registry.BACKENDS if b.name == name]
+    (backend,) = [b for b in backends.BACKENDS if b.name == name]
     return backend
 
 
 def places():
     """(backend, device, dtype) of every backend on every device."""
-    for name in registry.list_backends():
+    for name in backends.list_backends():
         for device, dtypes in (("cpu", (FP32, BF16)), ("cuda", (BF16, FP16, FP32))):
             for dtype in dtypes[:1] if interpreted(name, device) else dtypes:
                 id_ = f"{name}-{device}-{str(dtype).removeprefix('torch.')}"
@@ -107,7 +109,7 @@ def matrix():
 def attempt(where, problem: Problem, call):
     """The call's result. Where the backend refuses it must raise every reason it gives; then skip."""
     name, device, _ = where
-    backend, machine = backend_of(name), registry.machine(torch.device(device))
+    backend, machine = backend_of(name), machines.machine(torch.device(device))
     if problem.kind not in backend.ops:
         reasons = [f"has no {problem.kind}"]
     elif name not in machine.available:
@@ -343,8 +345,8 @@ def test_block_path_of_gpus_without_one(scheme, autocast):
         scales = Scales(w.scale, w.zero_point, w.global_scale, w.channel_scale)
     data = w.qdata if scheme else w
     with torch.autocast("cpu", BF16, enabled=autocast), poisoned_memory():
-        y = torch_grouped._grouped_mm_blocks(x, data, offsets, scales, scheme, False)
-        back = torch_grouped._grouped_mm_blocks(y, data, offsets, scales, scheme, True)
+        y = grouped_mm._grouped_mm_blocks(x, data, offsets, scales, scheme, False)
+        back = grouped_mm._grouped_mm_blocks(y, data, offsets, scales, scheme, True)
     plain = oracle.weight(w)
     expected = oracle.grouped_linear(x, plain, offsets)
     assert_matches(y[:71], expected[:71], TOLERANCE[FP32])
@@ -360,12 +362,12 @@ def test_cpu_products_in_fp32(dtype, biased):
     bias = torch.randn(4, N).to(dtype) if biased else None
     offsets = torch.tensor(counts).cumsum(0).int()
     with (
-        mock.patch.object(torch_grouped, "_multiplied_by_rows", lambda dtype: True),
-        mock.patch.object(torch_grouped.cpu_grouped, "can_multiply", lambda *_: False),
+        mock.patch.object(grouped_mm, "_multiplied_by_rows", lambda dtype: True),
+        mock.patch.object(grouped_mm.cpu, "can_multiply", lambda *_: False),
         mock.patch.object(torch, "mm", wraps=torch.mm) as mm,
     ):
-        y = torch_grouped.grouped_mm(x, w, offsets, bias=bias)
-        outer = torch_grouped.grouped_outer(y, x, offsets)
+        y = grouped_mm.grouped_mm(x, w, offsets, bias=bias)
+        outer = grouped_mm.grouped_outer(y, x, offsets)
     wide = [call.args[0].shape for call in mm.call_args_list if call.args[0].dtype == FP32]
     assert wide == [(20, K), (16, K), (N, 20), (N, 3), (N, 16)]
     begin = 0
@@ -386,8 +388,8 @@ def test_products_of_a_torch_without_onednn(dtype):
         mock.patch.object(torch.backends.mkldnn, "is_available", lambda: False),
         mock.patch.object(torch.ops, "mkldnn", None),
     ):
-        assert not torch_grouped._multiplied_by_rows.__wrapped__(dtype)
-    assert not torch_grouped._multiplied_by_rows(FP32)
+        assert not grouped_mm._multiplied_by_rows.__wrapped__(dtype)
+    assert not grouped_mm._multiplied_by_rows(FP32)
 
 
 # --- what holds for every backend besides values -----------------------------------------------------------
@@ -594,8 +596,8 @@ def test_trap_saturation_of_static_scales():
 @pytest.fixture
 def tiers(monkeypatch):
     """`auto` plans as on a GPU whose measured table says torch up to 4 tokens, triton beyond."""
-    monkeypatch.setattr(tuning, "look_up", lambda *_: ((4, "torch"), (-1, "triton")))
-    with registry.pretend(H200):
+    monkeypatch.setattr(lookup, "look_up", lambda *_: ((4, "torch"), (-1, "triton")))
+    with machines.pretend(H200):
         yield
     torch._dynamo.reset()
 

@@ -8,8 +8,11 @@ from torch.library import opcheck
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import moe_ops
-from moe_ops import registry
-from moe_ops.library import KINDS
+from moe_ops import backends
+from moe_ops.ops.library import KINDS
+from moe_ops.planning import auto
+from moe_ops.planning import machine as machines
+from moe_ops.planning import plan as plans
 
 UTILITIES = (
     "test_schema",
@@ -28,7 +31,7 @@ QUANTIZED = {
 CUDA = torch.cuda.is_available()
 OF_BACKENDS = {
     f"{backend.name}_{kind}": (backend, kind)
-    for backend in (*registry.BACKENDS, registry.AUTO)
+    for backend in (*backends.BACKENDS, auto.AUTO)
     for kind in backend.ops
 }
 
@@ -124,28 +127,28 @@ def experts_call(kind: str, variant: str, device: str, backend: str, training: b
 def backend_calls(name: str, variant: str, device: str) -> list[Call]:
     """Samples of a backend's op; of the tiered one, with all backends that take the call as tiers."""
     backend, kind = OF_BACKENDS[name]
-    if backend is not registry.AUTO:
+    if backend is not auto.AUTO:
         try:
             return recorded(experts_call(kind, variant, device, backend.name), name)
         except ValueError as error:
             if backend.name not in ("triton", "torch") or "got scheme" in str(error):
                 pytest.skip(str(error))
             raise
-    machine = registry.machine(torch.device(device))
+    machine = machines.machine(torch.device(device))
 
     def all_tiers(problem, machine, accepted):
         tiers = [
             b
-            for b in registry.BACKENDS
+            for b in backends.BACKENDS
             if variant not in QUANTIZED
             and can_run(b, device)
-            and not registry._reasons(b, problem, machine)
+            and not plans._reasons(b, problem, machine)
         ]
-        tiers = tiers if len(tiers) > 1 else [registry._named("torch")] * 2
+        tiers = tiers if len(tiers) > 1 else [backends.named("torch")] * 2
         return tuple(zip([*range(2, 2 * len(tiers), 2), -1], tiers, strict=True))
 
-    with pytest.MonkeyPatch.context() as patch, registry.pretend(machine):
-        patch.setattr(registry, "_measured_tiers", all_tiers)
+    with pytest.MonkeyPatch.context() as patch, machines.pretend(machine):
+        patch.setattr(plans, "_measured_tiers", all_tiers)
         return recorded(experts_call(kind, variant, device, "auto"), name)
 
 
@@ -237,9 +240,9 @@ def test_every_op_has_samples():
     ("name", "variant"), [(name, v) for name, (_, variants) in SAMPLES.items() for v in variants]
 )
 def test_opcheck(name, variant, device, monkeypatch):
-    backend = OF_BACKENDS[name][0] if name in OF_BACKENDS else registry.AUTO
+    backend = OF_BACKENDS[name][0] if name in OF_BACKENDS else auto.AUTO
     if name == "route":
-        backend = registry._named("triton")
+        backend = backends.named("triton")
     if not can_run(backend, device):
         pytest.skip(f"{backend.name} has no kernel for {device} here")
     calls = SAMPLES[name][0](name, variant, device)

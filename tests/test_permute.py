@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import moe_ops
-from moe_ops import permute
-from moe_ops.kernels import cpu_grouped
+from moe_ops.backends.torch import cpu
+from moe_ops.numerics import permute
 from tests import oracle
 
 M, E, TOP_K, K = 37, 6, 8, 16
@@ -182,9 +182,9 @@ def test_router_weights_are_not_rounded(path, dtype):
         function = torch.compile(function, backend="aot_eager", fullgraph=True)
     if path == "gradients":
         x.requires_grad_()
-    kernels = {} if path == "without the CPU kernels" else cpu_grouped._kernels()
+    kernels = {} if path == "without the CPU kernels" else cpu._kernels()
     for weights in (large + tail, large + tail.flip(0)):
-        with mock.patch.object(cpu_grouped, "_kernels", lambda: kernels):
+        with mock.patch.object(cpu, "_kernels", lambda: kernels):
             got = function(x, w13, w2, weights, ids, activation="relu2_no_mul", backend="torch")
         want = oracle.experts(x, w13, w2, weights, ids, activation="relu2_no_mul").detach()
         magnitude = oracle.experts(x, w13, w2, weights.abs(), ids, activation="relu2_no_mul")

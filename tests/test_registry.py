@@ -10,9 +10,13 @@ import pytest
 import torch
 
 import moe_ops
-from moe_ops import plans, registry, tuning
+from moe_ops import backends as backends_module
 from moe_ops.activations import Activation
-from moe_ops.problem import Machine, Problem
+from moe_ops.ops.problem import Machine, Problem
+from moe_ops.planning import bind
+from moe_ops.planning import machine as machines
+from moe_ops.planning import plan as plans_module
+from moe_ops.tables import lookup
 from tests.cases import measured_tiers
 
 H200 = Machine("cuda", (9, 0), "NVIDIA H200", ("triton", "torch"))
@@ -22,7 +26,7 @@ FP8 = dataclasses.replace(PLAIN, scheme="fp8_block")
 WIDE = dataclasses.replace(PLAIN, dtype=torch.float64)  # torch alone runs it
 
 
-def names(plan: registry.Plan) -> list[tuple[int, str]]:
+def names(plan: plans_module.Plan) -> list[tuple[int, str]]:
     return [(limit, backend.name) for limit, backend in plan.tiers]
 
 
@@ -37,29 +41,29 @@ def table(tmp_path, monkeypatch):
         entries = [entry, entry | {"dtype": "float64"}]
         text = json.dumps({"gpu": "NVIDIA H200", "entries": entries})
         (tmp_path / "nvidia_h200.json").write_text(text)
-        tuning._entries.cache_clear()
+        lookup._entries.cache_clear()
 
-    monkeypatch.setattr(tuning, "_FOLDER", tmp_path)
-    tuning._entries.cache_clear()
+    monkeypatch.setattr(lookup, "_FOLDER", tmp_path)
+    lookup._entries.cache_clear()
     yield write
-    tuning._entries.cache_clear()
+    lookup._entries.cache_clear()
 
 
 # --- named backends --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", registry.list_backends())
+@pytest.mark.parametrize("name", backends_module.list_backends())
 def test_a_named_backend_runs_alone(name, table):
-    others = [other for other in registry.list_backends() if other != name]
+    others = [other for other in backends_module.list_backends() if other != name]
     table((4, others[0]), (-1, name))
-    everything = dataclasses.replace(H200, available=registry.list_backends())
-    reasons = registry._reasons(registry._named(name), PLAIN, everything)
+    everything = dataclasses.replace(H200, available=backends_module.list_backends())
+    reasons = plans_module._reasons(backends_module.named(name), PLAIN, everything)
     if reasons:
         with pytest.raises(ValueError, match=f"backend '{name}' cannot run this call: ") as error:
-            registry.plan(PLAIN, everything, name)
+            plans_module.plan(PLAIN, everything, name)
         assert str(error.value).endswith("; ".join(reasons))
         return
-    plan = registry.plan(PLAIN, everything, name)
+    plan = plans_module.plan(PLAIN, everything, name)
     assert names(plan) == [(-1, name)]
     assert plan.backend == name and plan.tiers_text == ""
     assert plan.op.name() == f"moe_ops::{name}_experts"
@@ -68,9 +72,9 @@ def test_a_named_backend_runs_alone(name, table):
 
 def test_an_unknown_name_lists_the_known_ones():
     with pytest.raises(ValueError) as error:
-        registry.plan(PLAIN, H200, "tritton")
+        plans_module.plan(PLAIN, H200, "tritton")
     assert str(error.value) == (
-        f"backend must be one of auto, {', '.join(registry.list_backends())}; got 'tritton'"
+        f"backend must be one of auto, {', '.join(backends_module.list_backends())}; got 'tritton'"
     )
     x, w13, w2, ids = torch.randn(1, 4), torch.randn(1, 4, 4), torch.randn(1, 4, 2), [[0]]
     ids = torch.tensor(ids)
@@ -81,25 +85,26 @@ def test_an_unknown_name_lists_the_known_ones():
 def test_a_named_backend_never_falls_back():
     problem = dataclasses.replace(WIDE, layout="shuffled")
     with pytest.raises(ValueError) as error:
-        registry.plan(problem, H200, "triton")
+        plans_module.plan(problem, H200, "triton")
     text = str(error.value)
     assert text.startswith("backend 'triton' cannot run this call: ")
     for reason in ("got 'shuffled'", "got torch.float64"):
         assert reason in text, "every reason is told"
     with pytest.raises(ValueError, match="got layout 'shuffled'"):
-        registry.plan(problem, H200, "torch")
+        plans_module.plan(problem, H200, "torch")
 
 
 def test_a_missing_library_is_an_import_error(monkeypatch):
     there = Machine("cuda", (9, 0), "NVIDIA H200", ("torch",))
     lacking = dataclasses.replace(
-        registry._named("triton"), available=lambda: "triton is not installed; pip install triton"
+        backends_module.named("triton"),
+        available=lambda: "triton is not installed; pip install triton",
     )
-    monkeypatch.setattr(registry, "BACKENDS", (lacking, registry._named("torch")))
+    monkeypatch.setattr(backends_module, "BACKENDS", (lacking, backends_module.named("torch")))
     with pytest.raises(ImportError) as error:
-        registry.plan(PLAIN, there, "triton")
+        plans_module.plan(PLAIN, there, "triton")
     assert "pip install triton" in str(error.value)
-    plan = registry.plan(PLAIN, there, "auto")
+    plan = plans_module.plan(PLAIN, there, "auto")
     assert names(plan) == [(-1, "torch")]
     assert plan.refused == (("triton", ("triton is not installed; pip install triton",)),)
 
@@ -107,35 +112,37 @@ def test_a_missing_library_is_an_import_error(monkeypatch):
 def test_gradients_need_a_backward():
     training = dataclasses.replace(PLAIN, needs_grad=True)
     with pytest.raises(ValueError, match="has no backward: wrap the call in torch.no_grad()"):
-        registry.plan(training, H200, "triton")
-    assert names(registry.plan(training, H200)) == [(-1, "torch")]
-    assert registry.plan(training, H200).differentiable
-    assert not registry.plan(PLAIN, H200).differentiable
+        plans_module.plan(training, H200, "triton")
+    assert names(plans_module.plan(training, H200)) == [(-1, "torch")]
+    assert plans_module.plan(training, H200).differentiable
+    assert not plans_module.plan(PLAIN, H200).differentiable
 
 
 def test_old_gpus_and_cpus_are_refused_by_triton():
     old = Machine("cuda", (7, 5), "Tesla T4", ("triton", "torch"))
-    plan = registry.plan(PLAIN, old)
+    plan = plans_module.plan(PLAIN, old)
     assert names(plan) == [(-1, "torch")]
     assert plan.refused[0][1] == ("triton needs compute capability 8.0 or higher, got 7.5",)
-    assert names(registry.plan(PLAIN, CPU)) == [(-1, "torch")]  # the interpreter: only when named
+    assert names(plans_module.plan(PLAIN, CPU)) == [
+        (-1, "torch")
+    ]  # the interpreter: only when named
 
 
 def test_gpus_that_no_test_ran_on_are_named():
     for capability in ((8, 0), (9, 0), (10, 0), (12, 0)):
-        text = str(registry.plan(PLAIN, Machine("cuda", capability, "", ("triton", "torch"))))
+        text = str(plans_module.plan(PLAIN, Machine("cuda", capability, "", ("triton", "torch"))))
         told = f"not run on hardware: nothing of this package was tested on a GPU of SM{capability[0]}"
         assert (told in text) == (capability != (9, 0))
-    assert "not run" not in str(registry.plan(PLAIN, CPU))
+    assert "not run" not in str(plans_module.plan(PLAIN, CPU))
 
 
 def test_no_backend_at_all_tells_why_of_each():
     problem = dataclasses.replace(PLAIN, layout="shuffled")
     with pytest.raises(ValueError) as error:
-        registry.plan(problem, H200)
+        plans_module.plan(problem, H200)
     text = str(error.value)
     assert text.startswith("no backend can run this call: ")
-    for name in registry.list_backends():
+    for name in backends_module.list_backends():
         assert f"{name}: " in text
 
 
@@ -144,28 +151,28 @@ def test_no_backend_at_all_tells_why_of_each():
 
 def test_tiers_come_from_the_table(table):
     table((16, "torch"), (-1, "triton"))
-    plan = registry.plan(PLAIN, H200)
+    plan = plans_module.plan(PLAIN, H200)
     assert names(plan) == [(16, "torch"), (-1, "triton")]
     assert plan.backend == "auto" and plan.tiers_text == "16:torch,-1:triton"
     assert plan.op.name() == "moe_ops::auto_experts"
     # no such entry: the first in order of preference
     other = dataclasses.replace(PLAIN, hidden_size=128)
-    assert names(registry.plan(other, H200)) == [(-1, registry.list_backends()[0])]
+    assert names(plans_module.plan(other, H200)) == [(-1, backends_module.list_backends()[0])]
     elsewhere = dataclasses.replace(H200, gpu_name="NVIDIA B200")
-    assert names(registry.plan(PLAIN, elsewhere)) == [(-1, registry.list_backends()[0])]
+    assert names(plans_module.plan(PLAIN, elsewhere)) == [(-1, backends_module.list_backends()[0])]
     for change in ({"top_k": 1}, {"dtype": torch.float16}, {"num_experts": 9}):
-        assert len(registry.plan(dataclasses.replace(PLAIN, **change), H200).tiers) == 1
+        assert len(plans_module.plan(dataclasses.replace(PLAIN, **change), H200).tiers) == 1
 
 
 def test_tiers_skip_backends_that_refuse(table):
     table((16, "triton"), (64, "torch"), (256, "triton"), (-1, "torch"))
-    assert names(registry.plan(PLAIN, H200)) == [
+    assert names(plans_module.plan(PLAIN, H200)) == [
         (16, "triton"),
         (64, "torch"),
         (256, "triton"),
         (-1, "torch"),
     ]
-    plan = registry.plan(WIDE, H200)  # triton refuses; its neighbours become one tier
+    plan = plans_module.plan(WIDE, H200)  # triton refuses; its neighbours become one tier
     assert names(plan) == [(-1, "torch")]
     assert plan.backend == "torch"
     assert plan.refused[0][0] == "triton"
@@ -173,17 +180,17 @@ def test_tiers_skip_backends_that_refuse(table):
 
 def test_neighbours_of_one_backend_are_one_tier(table):
     table((4, "torch"), (16, "torch"), (64, "triton"), (-1, "triton"))
-    assert names(registry.plan(PLAIN, H200)) == [(16, "torch"), (-1, "triton")]
+    assert names(plans_module.plan(PLAIN, H200)) == [(16, "torch"), (-1, "triton")]
     # a table that ends at some size goes on with its last backend
     table((4, "triton"), (64, "torch"))
-    assert names(registry.plan(PLAIN, H200)) == [(4, "triton"), (-1, "torch")]
+    assert names(plans_module.plan(PLAIN, H200)) == [(4, "triton"), (-1, "torch")]
 
 
 def test_unknown_names_in_a_table_are_left_out(table):
     table((16, "gone"), (-1, "torch"))
-    assert names(registry.plan(PLAIN, H200)) == [(-1, "torch")]
+    assert names(plans_module.plan(PLAIN, H200)) == [(-1, "torch")]
     table((16, "gone"))
-    assert names(registry.plan(PLAIN, H200)) == [(-1, registry.list_backends()[0])]
+    assert names(plans_module.plan(PLAIN, H200)) == [(-1, backends_module.list_backends()[0])]
 
 
 @pytest.mark.parametrize(
@@ -218,23 +225,23 @@ def test_unknown_names_in_a_table_are_left_out(table):
     ],
 )  # fmt: skip
 def test_crossovers(times, accepted, tiers):
-    assert tuning.crossovers(times, tuple(accepted)) == tiers
+    assert lookup.crossovers(times, tuple(accepted)) == tiers
 
 
 def test_what_is_not_installed_leaves_its_tier_to_the_next(monkeypatch, table):
     """Three backends measured, one of them gone: no other plan than one measured without it."""
-    torch_backend = registry._named("torch")
+    torch_backend = backends_module.named("torch")
     backends = [dataclasses.replace(torch_backend, name=name) for name in ("few", "some", "many")]
-    monkeypatch.setattr(registry, "BACKENDS", tuple(backends))
+    monkeypatch.setattr(backends_module, "BACKENDS", tuple(backends))
     times = [
         (1, {"few": 1, "some": 2, "many": 8}),
         (16, {"few": 8, "some": 2, "many": 8}),
         (256, {"few": 64, "some": 32, "many": 8}),
     ]
-    monkeypatch.setattr(tuning, "backend_times", lambda *key: times)
+    monkeypatch.setattr(lookup, "backend_times", lambda *key: times)
 
     def planned(*available):
-        plan = registry.plan(PLAIN, dataclasses.replace(H200, available=available))
+        plan = plans_module.plan(PLAIN, dataclasses.replace(H200, available=available))
         assert plan.basis == ("measured" if len(available) > 1 else "")
         return names(plan)
 
@@ -247,40 +254,40 @@ def test_what_is_not_installed_leaves_its_tier_to_the_next(monkeypatch, table):
 def test_the_heuristic_for_what_was_not_measured(monkeypatch, table):
     """`deep_gemm` alone knows a tier, in fp8_block and from so many rows an expert on."""
     pair = [
-        dataclasses.replace(registry._named("torch"), name=name)
+        dataclasses.replace(backends_module.named("torch"), name=name)
         for name in ("triton", "deep_gemm")
     ]
-    monkeypatch.setattr(registry, "BACKENDS", tuple(pair))
+    monkeypatch.setattr(backends_module, "BACKENDS", tuple(pair))
     here = dataclasses.replace(H200, available=("triton", "deep_gemm"))
-    monkeypatch.setattr(registry, "DEEP_GEMM_ROWS", None)
-    assert names(registry.plan(FP8, here)) == [(-1, "triton")]
-    monkeypatch.setattr(registry, "DEEP_GEMM_ROWS", 100)
-    plan = registry.plan(FP8, here)
+    monkeypatch.setattr(plans_module, "DEEP_GEMM_ROWS", None)
+    assert names(plans_module.plan(FP8, here)) == [(-1, "triton")]
+    monkeypatch.setattr(plans_module, "DEEP_GEMM_ROWS", 100)
+    plan = plans_module.plan(FP8, here)
     # 8 experts, two a token: 399 tokens are 99.75 rows an expert
     assert names(plan) == [(399, "triton"), (-1, "deep_gemm")] and plan.basis == "heuristic"
     for other in (PLAIN, dataclasses.replace(FP8, scheme="fp8_channel")):
-        assert names(registry.plan(other, here)) == [(-1, "triton")]
+        assert names(plans_module.plan(other, here)) == [(-1, "triton")]
     linear = dataclasses.replace(FP8, kind="grouped_linear", top_k=0)
-    assert names(registry.plan(linear, here)) == [(-1, "triton")]
+    assert names(plans_module.plan(linear, here)) == [(-1, "triton")]
     table((4, "deep_gemm"), (-1, "triton"), scheme="fp8_block")
-    assert names(registry.plan(FP8, here)) == [(4, "deep_gemm"), (-1, "triton")]
+    assert names(plans_module.plan(FP8, here)) == [(4, "deep_gemm"), (-1, "triton")]
 
 
 def test_one_workspace_serves_every_tier(table):
     """At each M every buffer holds what any tier's backend asks for, whatever its tier's bound."""
     table((16, "torch"), (-1, "triton"))
-    plan = registry.plan(PLAIN, H200)
+    plan = plans_module.plan(PLAIN, H200)
     assert len(plan.tiers) == 2
     for M in (0, 1, 16, 17, 4096):
-        whole = [registry._bytes(buffer) for buffer in plan.workspace_shapes(M)]
+        whole = [plans_module._bytes(buffer) for buffer in plan.workspace_shapes(M)]
         for _, backend in plan.tiers:
-            needed = [registry._bytes(b) for b in backend.workspace_shapes(M, PLAIN)]
+            needed = [plans_module._bytes(b) for b in backend.workspace_shapes(M, PLAIN)]
             assert all(a >= b for a, b in zip(whole, needed, strict=True))
 
 
 def test_the_tiered_op_picks_by_the_real_size(monkeypatch):
     """Values and launchers, at both sides of the tiers' bounds."""
-    torch_backend = registry._named("torch")
+    torch_backend = backends_module.named("torch")
     launched = []
 
     def recording(name):
@@ -291,10 +298,12 @@ def test_the_tiered_op_picks_by_the_real_size(monkeypatch):
         return dataclasses.replace(torch_backend, name=name, launch={"experts": launch})
 
     few, some, many = recording("few"), recording("some"), recording("many")
-    monkeypatch.setattr(registry, "BACKENDS", (few, some, many, torch_backend))
-    monkeypatch.setattr(registry, "_measured", lambda *_: ((2, "few"), (4, "some"), (-1, "many")))
+    monkeypatch.setattr(backends_module, "BACKENDS", (few, some, many, torch_backend))
+    monkeypatch.setattr(
+        plans_module, "_measured", lambda *_: ((2, "few"), (4, "some"), (-1, "many"))
+    )
     w13, w2 = torch.randn(3, 8, 6), torch.randn(3, 6, 4)
-    with registry.pretend(Machine("cpu", available=("few", "some", "many", "torch"))):
+    with machines.pretend(Machine("cpu", available=("few", "some", "many", "torch"))):
         for M in (0, 1, 2, 3, 4, 5, 50):
             x, ids = torch.randn(M, 6), torch.randint(0, 3, (M, 2))
             got = moe_ops.fused_experts(x, w13, w2, torch.ones(M, 2), ids)
@@ -308,14 +317,14 @@ def test_the_tiered_op_picks_by_the_real_size(monkeypatch):
 
 @pytest.fixture
 def two_backends(monkeypatch):
-    pair = (registry._named("triton"), registry._named("torch"))
-    monkeypatch.setattr(registry, "BACKENDS", pair)
+    pair = (backends_module.named("triton"), backends_module.named("torch"))
+    monkeypatch.setattr(backends_module, "BACKENDS", pair)
 
 
 def test_a_plan_reads_well(table, two_backends):
     table((16, "torch"), (-1, "triton"))
     # per pair: torch 2 * 64 and 2 * 64 bytes; triton 2 * 32 and 4 * 64, and its table of blocks
-    assert str(registry.plan(PLAIN, H200)) == (
+    assert str(plans_module.plan(PLAIN, H200)) == (
         "experts: E=8 top_k=2 K=64 I=32 plain bfloat16 on NVIDIA H200\n"
         "  M in 0..16: torch\n"
         "  M >= 17: triton\n"
@@ -328,7 +337,7 @@ def test_a_plan_reads_well(table, two_backends):
         "  workspace at M=64: 0.05 MiB\n"
         "  workspace at M=4096: 3.04 MiB"
     )
-    assert str(registry.plan(WIDE, H200)) == (
+    assert str(plans_module.plan(WIDE, H200)) == (
         "experts: E=8 top_k=2 K=64 I=32 plain float64 on NVIDIA H200\n"
         "  M >= 0: torch\n"
         "  workspace at M=1: 0.00 MiB\n"
@@ -336,12 +345,12 @@ def test_a_plan_reads_well(table, two_backends):
         "  workspace at M=4096: 8.00 MiB\n"
         "  not triton: triton takes bfloat16, float16 or float32, got torch.float64"
     )
-    unmeasured = str(registry.plan(dataclasses.replace(PLAIN, top_k=1), H200)).splitlines()
+    unmeasured = str(plans_module.plan(dataclasses.replace(PLAIN, top_k=1), H200)).splitlines()
     assert unmeasured[1:3] == [
         "  M >= 0: triton",
         "  chosen by a heuristic: this problem was not measured on this GPU",
     ]
-    emulated = str(registry.plan(FP8, H200, "torch")).splitlines()
+    emulated = str(plans_module.plan(FP8, H200, "torch")).splitlines()
     assert emulated[:2] == [
         "experts: E=8 top_k=2 K=64 I=32 fp8_block bfloat16 on NVIDIA H200",
         "  M >= 0: torch (emulated: operands dequantized, products in a wider type)",
@@ -364,23 +373,23 @@ def test_explain_plans_the_call_it_is_given():
         moe_ops.explain(x, w13, w2, ids[0])
     with pytest.raises(ValueError, match="cannot run this call"):
         moe_ops.explain(x.double(), w13.double(), w2.double(), ids, backend="triton")
-    with registry.pretend(H200):
+    with machines.pretend(H200):
         assert "on NVIDIA H200" in str(moe_ops.explain(x, w13, w2, ids))
 
 
 def test_pretending_ends():
-    here = registry.machine(torch.device("cpu"))
-    assert not registry.pretending() and here.device_type == "cpu"
+    here = machines.machine(torch.device("cpu"))
+    assert not machines.pretending() and here.device_type == "cpu"
     assert "torch" in here.available
-    with registry.pretend(H200) as one:
-        assert registry.machine(torch.device("cpu")) is one is H200
-        with registry.pretend(CPU):
-            assert registry.machine(torch.device("cpu")) is CPU
-        assert registry.machine(torch.device("cpu")) is H200
-    with pytest.raises(KeyError), registry.pretend(H200):
+    with machines.pretend(H200) as one:
+        assert machines.machine(torch.device("cpu")) is one is H200
+        with machines.pretend(CPU):
+            assert machines.machine(torch.device("cpu")) is CPU
+        assert machines.machine(torch.device("cpu")) is H200
+    with pytest.raises(KeyError), machines.pretend(H200):
         raise KeyError
-    assert not registry.pretending()
-    assert registry.machine(torch.device("cpu")) == here
+    assert not machines.pretending()
+    assert machines.machine(torch.device("cpu")) == here
 
 
 # --- nothing of M, and safe to share ---------------------------------------------------------------
@@ -391,18 +400,18 @@ def test_no_plan_knows_the_number_of_tokens(monkeypatch):
     fields = {field.name for field in dataclasses.fields(Problem)}
     assert not fields & {"M", "T", "S", "num_tokens", "tokens", "rows", "batch_size"}
     asked = []
-    backend = registry._named("torch")
+    backend = backends_module.named("torch")
     counting = dataclasses.replace(
         backend, supports=lambda p, m: asked.append(p) or backend.supports(p, m)
     )
-    monkeypatch.setattr(registry, "BACKENDS", (counting,))
-    plans._ready.clear()
+    monkeypatch.setattr(backends_module, "BACKENDS", (counting,))
+    bind._ready.clear()
     w13, w2 = torch.randn(2, 8, 6), torch.randn(2, 6, 4)
     for M in (3, 1, 0, 700):
         ids = torch.zeros(M, 1, dtype=torch.int64)
         moe_ops.fused_experts(torch.randn(M, 6), w13, w2, torch.ones(M, 1), ids)
     assert len(asked) == 1
-    plans._ready.clear()
+    bind._ready.clear()
 
 
 def test_every_difference_that_matters_is_planned_anew():
@@ -446,7 +455,7 @@ def test_every_difference_that_matters_is_planned_anew():
 
 def test_threads_share_the_plans():
     """Eight threads, each with sizes of its own, meeting in an empty and overflowing look-up."""
-    plans._ready.clear()
+    bind._ready.clear()
     problems = []
     for i in range(24):
         E, K, I = 2 + i % 3, 4 + 2 * i, 3 + i  # noqa: E741
@@ -454,7 +463,7 @@ def test_threads_share_the_plans():
         args = torch.randn(M, K), torch.randn(E, 2 * I, K), torch.randn(E, K, I)
         args += torch.rand(M, 2), torch.randint(0, E, (M, 2))
         problems.append((args, moe_ops.fused_experts(*args)))
-    plans._ready.clear()
+    bind._ready.clear()
     wrong, start = [], threading.Barrier(8)
 
     def work(seed: int) -> None:
@@ -462,7 +471,7 @@ def test_threads_share_the_plans():
         for step in range(60):
             args, want = problems[(seed * 7 + step * 5) % len(problems)]
             if step % 20 == 0:
-                plans._ready.clear()
+                bind._ready.clear()
             try:
                 if not torch.equal(moe_ops.fused_experts(*args), want):
                     wrong.append("another result")
@@ -481,21 +490,21 @@ def test_threads_share_the_plans():
 
 
 def test_names_are_listed_in_order_of_preference():
-    assert moe_ops.list_backends() == tuple(backend.name for backend in registry.BACKENDS)
-    assert len(set(moe_ops.list_backends())) == len(registry.BACKENDS)
+    assert moe_ops.list_backends() == tuple(backend.name for backend in backends_module.BACKENDS)
+    assert len(set(moe_ops.list_backends())) == len(backends_module.BACKENDS)
 
 
-@pytest.mark.parametrize("name", registry.list_backends())
+@pytest.mark.parametrize("name", ["triton", "deep_gemm", "flashinfer", "torch"])
 def test_backend_files_follow_one_order(name):
     """available, supports, workspace_shapes, the launchers, and last the registration."""
-    path = Path(registry.__file__).parent / "backends" / f"{name}.py"
+    path = Path(backends_module.__file__).parent / name / "backend.py"
     body = ast.parse(path.read_text()).body
     defined = {
         node.name: index for index, node in enumerate(body) if isinstance(node, ast.FunctionDef)
     }
     launchers = [name for name in defined if name.startswith("_launch_")]
     # what two backends share, launchers among it, stands beside their kernels
-    assert len(launchers) in (0, len(registry._named(name).launch))
+    assert len(launchers) in (0, len(backends_module.named(name).launch))
     parts = ("available", "supports", "workspace_shapes", *launchers)
     order = [defined[part] for part in parts if part in defined]
     assert "supports" in defined and order == sorted(order)

@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import moe_ops
 from moe_ops.meta.router import MAX_TOKENS, max_tokens, router_tiles, router_workspace
-from moe_ops.router import _OP, fused_router
+from moe_ops.routing.tokens import _OP, fused_router
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 # half a step of the format, relative; Triton's interpreter cuts fp32 off to bf16
@@ -283,7 +283,9 @@ def test_what_runs_in_two_steps_on_a_gpu(monkeypatch):
         assert fused_router(x.double(), w.double(), None, None, *arguments) is None
         assert fused_router(x, torch.empty(1025, 64), None, None, *arguments) is None
         with monkeypatch.context() as patch:  # a build without CUDA disables its autocast
-            patch.setattr("moe_ops.router.autocasting", lambda device: device.type == "cuda")
+            patch.setattr(
+                "moe_ops.routing.tokens.autocasting", lambda device: device.type == "cuda"
+            )
             assert fused_router(x, w, None, None, *arguments) is None
         w.requires_grad_()
         assert fused_router(x, w, None, None, *arguments) is None

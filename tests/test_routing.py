@@ -15,9 +15,8 @@ from torch._dynamo.testing import CompileCounter
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from moe_ops.config import RoutingMethod
-from moe_ops.routing import _ROUTE_OP, route, router_probabilities
-from moe_ops.routing_methods import RECIPES
+from moe_ops.routing.methods import RECIPES, RoutingMethod
+from moe_ops.routing.route import _ROUTE_OP, route, router_probabilities
 
 # method -> (scoring, divide by the sum, takes a bias, takes groups)
 METHODS = {
@@ -598,8 +597,8 @@ def test_cuda_traces_to_one_op(method):
 
 def test_cpu_routing_does_not_load_the_kernel():
     code = (
-        "import sys, torch; from moe_ops.routing import route; route(torch.randn(2, 4), 2); "
-        "sys.exit('moe_ops.kernels.routing' in sys.modules)"
+        "import sys, torch; from moe_ops.routing.route import route; route(torch.randn(2, 4), 2); "
+        "sys.exit('moe_ops.kernels.router.topk' in sys.modules)"
     )
     root = Path(__file__).parents[1]
     done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True)

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from moe_ops.layer import MoELayer
+from moe_ops.nn.layer import MoELayer
 from moe_ops.schemes import PER_BLOCK, SCHEMES
 from moe_ops.tensors import (
     ExpertTensor,

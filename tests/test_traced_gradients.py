@@ -8,7 +8,7 @@ from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import moe_ops
-from moe_ops import library
+from moe_ops.ops import library
 
 M, E, TOP_K, K, I = 6, 4, 2, 32, 16
 

@@ -19,8 +19,8 @@ from transformers.integrations.moe import use_experts_implementation  # noqa: E4
 
 import moe_ops  # noqa: E402
 import moe_ops.integrations.transformers as integration  # noqa: E402
-from moe_ops.integrations import _families  # noqa: E402
-from moe_ops.tensors import layouts  # noqa: E402
+from moe_ops.integrations.transformers import activations  # noqa: E402
+from moe_ops.ops import relayout as relayout_module  # noqa: E402
 
 IDS = torch.tensor([[27, 54, 47, 78, 38], [4, 29, 33, 45, 61]])
 
@@ -195,7 +195,7 @@ def test_attach_refuses_what_it_cannot_serve():
 def test_attach_notices_a_layer_that_computes_something_else(monkeypatch):
     model = build("mixtral", 1)
     monkeypatch.setitem(
-        _families._GATES, "_default_apply_gate", lambda module: moe_ops.Activation("gelu")
+        activations._GATES, "_default_apply_gate", lambda module: moe_ops.Activation("gelu")
     )
     with pytest.raises(RuntimeError, match="mlp.experts differs from its own forward by"):
         integration.attach(model)
@@ -324,7 +324,7 @@ def test_llama4_with_several_experts_per_token():
 def prepare_experts(model):
     experts = experts_of(model)
     for name in ("gate_up_proj", "down_proj"):
-        weight = _families.rows_first(getattr(experts, name).data, experts)
+        weight = activations.rows_first(getattr(experts, name).data, experts)
         weight = nn.Parameter(moe_ops.prepare(weight, "triton"), requires_grad=False)
         setattr(experts, name, weight)
     return experts
@@ -361,13 +361,13 @@ def test_prepared_weights(family, monkeypatch):
     pytest.importorskip("triton")
     sizes = {"hidden_size": 128, "intermediate_size": 128}
     monkeypatch.setitem(FAMILIES, family, lambda n: sizes)
-    (relayout,) = layouts.RELAYOUTS["triton"]
-    monkeypatch.setitem(layouts.RELAYOUTS, "triton", (relayout._replace(on=None),))
+    (relayout,) = relayout_module.RELAYOUTS["triton"]
+    monkeypatch.setitem(relayout_module.RELAYOUTS, "triton", (relayout._replace(on=None),))
     model = model_of(family).to(torch.bfloat16)
     integration.quantize(model, "mxfp4_w4a16")
     want = logits(model, IDS[:1, :1])
     prepare_experts(model)
-    monkeypatch.setattr(_families, "backend_of", lambda module: "triton")
+    monkeypatch.setattr(activations, "backend_of", lambda module: "triton")
     assert relative(logits(model, IDS[:1, :1]), want) < 2e-2
     with pytest.raises(ValueError, match="experts.gate_up_proj must be a plain tensor"):
         integration.quantize(model, "fp8_block")

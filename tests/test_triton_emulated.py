@@ -8,9 +8,11 @@ import pytest
 import torch
 
 import moe_ops
-from moe_ops import numerics, registry
+from moe_ops import numerics
 from moe_ops.activations import Activation
-from moe_ops.problem import Machine, Problem
+from moe_ops.ops.problem import Machine, Problem
+from moe_ops.planning import machine as machines
+from moe_ops.planning import plan as plans
 from moe_ops.schemes import SCHEMES
 from tests import cases, oracle
 from tests.cases import BF16, FP32, Case
@@ -18,7 +20,7 @@ from tests.test_triton_packed import everywhere
 
 pytest.importorskip("triton")
 
-from moe_ops.backends import triton as backend  # noqa: E402
+from moe_ops.backends.triton import backend  # noqa: E402
 from moe_ops.kernels import triton_emulated_launch, triton_packed_launch  # noqa: E402
 from moe_ops.kernels.triton_launch import gpu, run  # noqa: E402
 from moe_ops.kernels.triton_scales import Input, Validity  # noqa: E402
@@ -38,7 +40,7 @@ def test_every_scheme_runs_and_says_whether_it_is_emulated():
     for scheme in SCHEMES:
         problem = Problem("experts", 4, 128, 128, 256, 2, BF16, scheme, "", Activation("silu"))
         for backend_name in ("triton", "auto"):
-            plan = registry.plan(problem, H200, backend_name)
+            plan = plans.plan(problem, H200, backend_name)
             assert plan.tiers[0][1].name == "triton"
             assert ("(emulated: " in str(plan)) == (scheme in EMULATED), scheme
 
@@ -242,7 +244,7 @@ def test_workspaces_hold_what_is_rounded(scheme):
     """h in fp32, behind it h rounded; x rounded in the place of y."""
     case = Case("cpu", FP32, scheme, M=3, E=2, K=128, I=384, top_k=2)
     x, w13, w2, _, ids = case.args
-    with registry.pretend(H200):
+    with machines.pretend(H200):
         plan = moe_ops.explain(x.to(BF16), w13, w2, ids, backend="triton")
     hidden, y, _ = plan.workspace_shapes(3)
     r = triton_emulated_launch.describe(scheme)

@@ -9,14 +9,14 @@ import torch
 
 import moe_ops
 from moe_ops import numerics
-from moe_ops.problem import Machine, Problem
+from moe_ops.ops.problem import Machine, Problem
 from tests import cases, oracle
 from tests.cases import BF16, FP16, FP32, Case
 
 triton = pytest.importorskip("triton")
 tl = triton.language
 
-from moe_ops.backends import triton as backend  # noqa: E402
+from moe_ops.backends.triton import backend  # noqa: E402
 from moe_ops.kernels import triton_fp8, triton_scales, triton_tiles  # noqa: E402
 from moe_ops.kernels.triton_launch import Gpu, gpu  # noqa: E402
 from moe_ops.kernels.triton_tiles import Tile, Tiles  # noqa: E402

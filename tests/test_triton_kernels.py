@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 
 from moe_ops.activations import NAMES, Activation
 from moe_ops.kernels import triton_launch, triton_tiles
-from moe_ops.library import options_text
-from moe_ops.problem import Machine, Problem
+from moe_ops.ops.library import options_text
+from moe_ops.ops.problem import Machine, Problem
 
 triton = pytest.importorskip("triton")
 
-from moe_ops.backends import triton as backend  # noqa: E402
+from moe_ops.backends.triton import backend  # noqa: E402
 
 CUDA = torch.cuda.is_available()
 INTERPRETED = pytest.mark.skipif(CUDA, reason="with a GPU the kernels are compiled")

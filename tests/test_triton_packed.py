@@ -9,15 +9,15 @@ import pytest
 import torch
 
 import moe_ops
-from moe_ops.problem import Machine, Problem
+from moe_ops.ops import relayout
+from moe_ops.ops.problem import Machine, Problem
 from moe_ops.schemes import SCHEMES, get_scheme
-from moe_ops.tensors import layouts
 from tests import cases, oracle
 from tests.cases import BF16, FP16, FP32, Case
 
 pytest.importorskip("triton")
 
-from moe_ops.backends import triton as backend  # noqa: E402
+from moe_ops.backends.triton import backend  # noqa: E402
 from moe_ops.kernels import triton_packed_launch, triton_packed_tiles, triton_tiles  # noqa: E402
 from moe_ops.kernels.triton_launch import gpu  # noqa: E402
 from moe_ops.kernels.triton_tiles import Tile, Tiles, block_bound  # noqa: E402
@@ -49,7 +49,7 @@ WAYS = [
 @pytest.fixture(autouse=True)
 def weights_stay_as_they_are(monkeypatch):
     """Those laid out for SM90 run on other kernels."""
-    monkeypatch.setitem(layouts.RELAYOUTS, "triton", ())
+    monkeypatch.setitem(relayout.RELAYOUTS, "triton", ())
 
 
 def test_every_weight_only_scheme_is_native():

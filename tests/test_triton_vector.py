@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from moe_ops.backends import triton as backend
+from moe_ops.backends.triton import backend
 from moe_ops.kernels import triton_tiles
 from moe_ops.kernels.triton_launch import INTERPRETED
 from moe_ops.kernels.triton_tiles import Tile, Tiles

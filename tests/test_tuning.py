@@ -11,11 +11,15 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import moe_ops
-from moe_ops import registry, tuning
+from moe_ops import backends as backends_module
 from moe_ops.kernels import triton_tiles
 from moe_ops.kernels.triton_launch import Gpu
 from moe_ops.kernels.triton_tiles import Tile, Tiles
-from moe_ops.problem import Machine, Problem
+from moe_ops.ops.problem import Machine, Problem
+from moe_ops.planning import auto
+from moe_ops.planning import machine as machines
+from moe_ops.planning import plan as plans
+from moe_ops.tables import lookup, record
 from moe_ops.tuning import __main__ as command
 from moe_ops.tuning import backends, search
 from tests.cases import BF16, assert_matches, poisoned_memory, router_weights, tolerance
@@ -43,19 +47,19 @@ CHIP = Gpu(227 * 1024, True, False, "Test GPU")
 @pytest.fixture
 def table(tmp_path, monkeypatch):
     """A table of its own for "Test GPU"."""
-    monkeypatch.setattr(tuning, "_FOLDER", tmp_path)
-    for cached in (tuning._entries, triton_tiles._for_experts):
+    monkeypatch.setattr(lookup, "_FOLDER", tmp_path)
+    for cached in (lookup._entries, triton_tiles._for_experts):
         cached.cache_clear()
-    yield tuning.path_of("Test GPU")
-    for cached in (tuning._entries, triton_tiles._for_experts):
+    yield lookup.path_of("Test GPU")
+    for cached in (lookup._entries, triton_tiles._for_experts):
         cached.cache_clear()
 
 
 def fill(path, **changes):
     target = TARGET | changes
-    tuning.record(path, "Test GPU", target, 1, ONE, 10.0)
-    tuning.record(path, "Test GPU", target, 64, MANY, 20.0)
-    tuning.record(path, "Test GPU", target, 64, MANY._replace(tokens=64), 19.0)
+    record.record(path, "Test GPU", target, 1, ONE, 10.0)
+    record.record(path, "Test GPU", target, 64, MANY, 20.0)
+    record.record(path, "Test GPU", target, 64, MANY._replace(tokens=64), 19.0)
 
 
 def chosen(M, **changes):
@@ -74,15 +78,15 @@ def test_record_replaces_and_keeps_others(table):
         (1, 10.0),
         (64, 19.0),
     ]
-    assert tuning.measured_tokens(table, TARGET) == {1, 64}
-    assert tuning.measured_tokens(table, TARGET | {"scheme": "fp8_block"}) == set()
-    assert tuning.tables() == {"Test GPU": table}
+    assert record.measured_tokens(table, TARGET) == {1, 64}
+    assert record.measured_tokens(table, TARGET | {"scheme": "fp8_block"}) == set()
+    assert lookup.tables() == {"Test GPU": table}
 
 
 def test_measured_tiles_are_chosen(table):
     default, far = chosen(64), {M: chosen(M) for M in (2, 16, 256, 5000)}
     fill(table)
-    tuning._entries.cache_clear()
+    lookup._entries.cache_clear()
     triton_tiles._for_experts.cache_clear()
     tuned = MANY._replace(tokens=64)
     assert default != tuned
@@ -104,14 +108,14 @@ def test_tiles_that_want_h_in_fp32_are_for_few_rows(table):
     """A workspace for more than two rows an expert has no place for it."""
     target = TARGET | {"scheme": "fp8_block"}
     tuned = MANY._replace(tokens=16, quantize=True, wide_h=True, chunk=64)
-    tuning.record(table, "Test GPU", target, 8, tuned, 1.0)
+    record.record(table, "Test GPU", target, 8, tuned, 1.0)
     problem = (2, 8, 512, 256, BF16, CHIP, "fp8_block", ("block", "group"), True)
     assert triton_tiles.for_experts(8, *problem) == tuned
     assert not triton_tiles.for_experts(9, *problem).wide_h
 
 
 def test_tiles_that_want_another_workspace_are_passed_over(table):
-    tuning.record(table, "Test GPU", TARGET, 64, MANY._replace(wide_h=True), 1.0)
+    record.record(table, "Test GPU", TARGET, 64, MANY._replace(wide_h=True), 1.0)
     assert not chosen(64).wide_h
     assert chosen(64) == triton_tiles.choose(128, 8, 512, 256, 2, False, CHIP.shared_memory)
 
@@ -119,7 +123,7 @@ def test_tiles_that_want_another_workspace_are_passed_over(table):
 def test_quantized_layers_without_a_gate_have_tiles_of_their_own(table):
     target = TARGET | {"scheme": "fp8_block"}
     tuned = MANY._replace(gemm1=Tile(256, 128, 3, 4), quantize=True)
-    tuning.record(table, "Test GPU", target, 64, tuned, 1.0)
+    record.record(table, "Test GPU", target, 64, tuned, 1.0)
     problem = (64, 2, 8, 512, 256, BF16, CHIP, "fp8_block", ("block", "group"))
     assert triton_tiles.for_experts(*problem, True).gemm1 == tuned.gemm1
     assert triton_tiles.for_experts(*problem, False).gemm1.rows == 128
@@ -128,7 +132,7 @@ def test_quantized_layers_without_a_gate_have_tiles_of_their_own(table):
 def rows_of_tables():
     return [
         (entry, row)
-        for path in tuning.tables().values()
+        for path in lookup.tables().values()
         for entry in json.loads(path.read_text())["entries"]
         for row in entry.get("triton", [])
     ]
@@ -223,7 +227,7 @@ def tuner(table, monkeypatch):
         shape = ("--shape", "8", "512", "256", "2")
         monkeypatch.setattr(sys, "argv", ["tuning", *shape, *arguments])
         command.main()
-        tuning._entries.cache_clear()
+        lookup._entries.cache_clear()
         return Stopwatch.measured
 
     return run
@@ -247,9 +251,9 @@ def test_backends_are_timed_into_the_table(tuner, table, capsys):
     assert torch.__version__.startswith(entry["backends"][0]["versions"]["torch"])
     assert len(entry["triton"]) == 2
     key = ("Test GPU", 8, 512, 256, 2, "", "bfloat16")
-    assert tuning.look_up(*key, ("triton", "deep_gemm")) == ((78, "triton"), (-1, "deep_gemm"))
-    assert tuning.look_up(*key, ("deep_gemm",)) == ((-1, "deep_gemm"),)
-    assert tuning.look_up("Another GPU", *key[1:], ("triton",)) == ()
+    assert lookup.look_up(*key, ("triton", "deep_gemm")) == ((78, "triton"), (-1, "deep_gemm"))
+    assert lookup.look_up(*key, ("deep_gemm",)) == ((-1, "deep_gemm"),)
+    assert lookup.look_up("Another GPU", *key[1:], ("triton",)) == ()
 
 
 def test_timing_goes_on_where_it_stopped(tuner, table):
@@ -259,7 +263,7 @@ def test_timing_goes_on_where_it_stopped(tuner, table):
     assert tuner("--backends", "--m", "16") == [(16, "triton", "deep_gemm")]
     assert tuner("--backends", "--m", "16") == []
     assert tuner("--backends", "deep_gemm", "--m", "16", "--again") == [(16, "deep_gemm")]
-    known = tuning.measured_backends(table, TARGET)
+    known = record.measured_backends(table, TARGET)
     assert known == {16: {"triton": 26.0, "deep_gemm": 48.0}, 64: {"triton": 74.0}}
 
 
@@ -302,19 +306,19 @@ def test_schemes_are_recorded_by_their_full_names(tuner, table):
 
 def test_each_backend_gets_weights_in_its_layout():
     """Traced with fake CUDA tensors: nothing runs here."""
-    everything = Machine("cuda", (9, 0), "NVIDIA H200", registry.list_backends())
-    with registry.pretend(everything), FakeTensorMode(), torch.no_grad():
+    everything = Machine("cuda", (9, 0), "NVIDIA H200", backends_module.list_backends())
+    with machines.pretend(everything), FakeTensorMode(), torch.no_grad():
         made = backends.Backends(search.Target(8, 1024, 512, 2))
         weights = (made.bench.w13, made.bench.w2)
         x, _, ids = made.bench.inputs[0]
-        assert set(made.layers) | set(made.refused) == set(registry.list_backends())
+        assert set(made.layers) | set(made.refused) == set(backends_module.list_backends())
         assert {"triton", "torch"} <= set(made.layers)
         for name in made.layers:
             kept = backends.laid_out(name, *weights, x, ids)
             prepared = [getattr(weight, "weight_layout", "") for weight in kept]
             assert any(prepared) == (name == "flashinfer")
             assert any(prepared) or kept == weights
-    with registry.pretend(dataclasses.replace(everything, available=("torch",))):
+    with machines.pretend(dataclasses.replace(everything, available=("torch",))):
         with FakeTensorMode(), torch.no_grad():
             made = backends.Backends(search.Target(8, 1024, 512, 2))
         assert set(made.layers) == {"torch"}
@@ -322,13 +326,13 @@ def test_each_backend_gets_weights_in_its_layout():
 
 
 def test_tables_in_the_package_name_backends_that_exist():
-    for path in tuning.tables().values():
+    for path in lookup.tables().values():
         for entry in json.loads(path.read_text())["entries"]:
             rows = entry.get("backends", [])
             counts = [row["num_tokens"] for row in rows]
             assert counts == sorted(set(counts))
             for row in rows:
-                assert set(row["us"]) <= set(registry.list_backends())
+                assert set(row["us"]) <= set(backends_module.list_backends())
                 assert all(us > 0 and math.isfinite(us) for us in row["us"].values())
 
 
@@ -339,18 +343,18 @@ def test_auto_runs_what_was_measured(scheme, tmp_path, monkeypatch):
     path = tmp_path / "table.json"
     target = search.Target(8, 1024, 512, 2, scheme)
     backends.measure(target, [4, 2048], path, name, [], False)
-    times = tuning.measured_backends(path, vars(target))
+    times = record.measured_backends(path, vars(target))
     assert set(times) == {4, 2048} and all("triton" in us for us in times.values())
-    monkeypatch.setattr(tuning, "_FOLDER", tmp_path)
-    tuning._entries.cache_clear()
+    monkeypatch.setattr(lookup, "_FOLDER", tmp_path)
+    lookup._entries.cache_clear()
     properties = torch.cuda.get_device_properties(0)
     capability = (properties.major, properties.minor)
-    here = Machine("cuda", capability, name, registry.machine(torch.device("cuda")).available)
+    here = Machine("cuda", capability, name, machines.machine(torch.device("cuda")).available)
     silu = moe_ops.Activation("silu")
     problem = Problem("experts", 8, 1024, 512, 1024, 2, BF16, scheme, activation=silu)
-    plan = registry.plan(problem, here)
-    tuning._entries.cache_clear()
+    plan = plans.plan(problem, here)
+    lookup._entries.cache_clear()
     for M, us in times.items():
-        chosen = registry._of_rows(plan.tiers, M).name
+        chosen = auto._of_rows(plan.tiers, M).name
         takes = {n: t for n, t in us.items() if n not in dict(plan.refused)}
-        assert takes[chosen] <= min(takes.values()) * (1 + tuning.MARGIN) * 1.001
+        assert takes[chosen] <= min(takes.values()) * (1 + lookup.MARGIN) * 1.001

@@ -16,9 +16,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import moe_ops
-from moe_ops import MoELayer, caches, plans, registry
+from moe_ops import MoELayer, backends
+from moe_ops import environment as environment_module
 from moe_ops.kernels import triton_launch
-from moe_ops.problem import Machine
+from moe_ops.ops.problem import Machine
+from moe_ops.planning import bind
+from moe_ops.planning import machine as machines
+from moe_ops.planning import plan as plans_module
 from moe_ops.tuning.backends import laid_out
 from tests.cases import BF16, FP32, TOLERANCE, assert_matches, tolerance
 
@@ -122,7 +126,7 @@ def test_dtype_of_the_hidden_states():
 
 def test_every_tier_that_is_reached_is_tuned_and_run(monkeypatch):
     """Inside of the backend's `warm`, and once more as later calls run."""
-    torch_backend = registry._named("torch")
+    torch_backend = backends.named("torch")
     log, inside = [], []
 
     def backend(name):
@@ -142,11 +146,11 @@ def test_every_tier_that_is_reached_is_tuned_and_run(monkeypatch):
         )
 
     few, many = backend("few"), backend("many")
-    monkeypatch.setattr(registry, "BACKENDS", (few, many, torch_backend))
-    monkeypatch.setattr(registry, "_measured", lambda *_: ((2, "few"), (-1, "many")))
-    plans._ready.clear()
+    monkeypatch.setattr(backends, "BACKENDS", (few, many, torch_backend))
+    monkeypatch.setattr(plans_module, "_measured", lambda *_: ((2, "few"), (-1, "many")))
+    bind._ready.clear()
     layer = layer_of()
-    with registry.pretend(Machine("cpu", available=("few", "many", "torch"))):
+    with machines.pretend(Machine("cpu", available=("few", "many", "torch"))):
         report = moe_ops.warmup(layer, (1, 2, 3))
         assert [call.backends for call in report.layers[0].calls] == [
             ("few",),
@@ -161,7 +165,7 @@ def test_every_tier_that_is_reached_is_tuned_and_run(monkeypatch):
         log.clear()
         layer(torch.randn(3, 64))
     assert log == ["many runs 3"], "nothing is tuned in a forward"
-    plans._ready.clear()
+    bind._ready.clear()
 
 
 @pytest.mark.parametrize("scheme", ["", "fp8_block", "int4_w4a16:g32"])
@@ -357,9 +361,9 @@ def test_threads_take_turns():
 
 def test_the_cache_folder_can_be_chosen(monkeypatch, tmp_path):
     monkeypatch.setenv("MOE_OPS_CACHE", str(tmp_path))
-    assert caches.folder() == tmp_path
+    assert environment_module.cache_folder() == tmp_path
     monkeypatch.delenv("MOE_OPS_CACHE")
-    assert caches.folder() == Path.home() / ".cache" / "moe_ops"
+    assert environment_module.cache_folder() == Path.home() / ".cache" / "moe_ops"
 
 
 # --- on a GPU --------------------------------------------------------------------------------------
@@ -372,7 +376,7 @@ def captured(function, *args):
     return graph, out
 
 
-@pytest.mark.parametrize("backend", ["auto", *registry.list_backends()])
+@pytest.mark.parametrize("backend", ["auto", *backends.list_backends()])
 @pytest.mark.parametrize("scheme", ["", "fp8_block", "fp8_channel", "int4_w4a16:g128"])
 @pytest.mark.parametrize("M", [1, 3, 64, 500])
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=GPU)])

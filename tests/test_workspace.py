@@ -10,14 +10,15 @@ from hypothesis import strategies as st
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import moe_ops
-from moe_ops import registry
+from moe_ops import backends
 from moe_ops.activations import Activation
 from moe_ops.kernels.triton_tiles import block_bound
 from moe_ops.meta import workspace
 from moe_ops.meta.scales import DEEP_GEMM_UE8M0
-from moe_ops.problem import Buffer, Machine, Problem, Workspaces
+from moe_ops.ops.problem import Buffer, Machine, Problem, Workspaces
+from moe_ops.planning import plan as plans_module
 
-H200 = Machine("cuda", (9, 0), "NVIDIA H200", registry.list_backends())
+H200 = Machine("cuda", (9, 0), "NVIDIA H200", backends.list_backends())
 KINDS = ("experts", "batched_experts", "grouped_linear")
 sizes = st.integers(1, 300)
 
@@ -30,13 +31,13 @@ def problem(kind: str, E: int, K: int, I: int, top_k: int, **facts) -> Problem: 
     return Problem(kind, E, K, I, 2 * I, top_k, facts.pop("dtype", torch.bfloat16), **facts)
 
 
-def plans(p: Problem, machine: Machine = H200) -> dict[str, registry.Plan]:
+def plans(p: Problem, machine: Machine = H200) -> dict[str, plans_module.Plan]:
     """The plan of each backend that takes a problem, and of all of them as tiers."""
-    able = [b for b in registry.BACKENDS if p.kind in b.ops and not b.supports(p, machine)]
-    found = {b.name: registry.Plan(p, machine, ((-1, b),)) for b in able}
+    able = [b for b in backends.BACKENDS if p.kind in b.ops and not b.supports(p, machine)]
+    found = {b.name: plans_module.Plan(p, machine, ((-1, b),)) for b in able}
     if len(able) > 1:
         limits = [*range(4, 4 * len(able), 4), -1]
-        found["auto"] = registry.Plan(p, machine, tuple(zip(limits, able, strict=True)))
+        found["auto"] = plans_module.Plan(p, machine, tuple(zip(limits, able, strict=True)))
     return found
 
 
@@ -100,7 +101,7 @@ def test_every_backend_is_looked_at():
     facts = {"scheme": "mxfp4_w4a8", "layout": DEEP_GEMM_UE8M0, "activation": Activation("silu")}
     sm100 = dataclasses.replace(H200, capability=(10, 0))
     seen |= set(plans(problem("experts", 4, 128, 128, 2, **facts), sm100))
-    assert seen == {*registry.list_backends(), "auto"}
+    assert seen == {*backends.list_backends(), "auto"}
 
 
 # --- the formulas ----------------------------------------------------------------------------------
@@ -199,12 +200,12 @@ def fences_hold(whole: torch.Tensor) -> bool:
 
 @pytest.mark.parametrize("M", (1, 2, 5, 19))
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", registry.list_backends())
+@pytest.mark.parametrize("name", backends.list_backends())
 def test_kernels_stay_inside_their_workspaces(name, kind, M):
     """Buffers of exactly the stated sizes, full of NaN, between fences; a run on workspaces four
     times as large gives the same numbers."""
     E, K, I, top_k = 3, 16, 12, 2  # noqa: E741
-    backend = registry._named(name)
+    backend = backends.named(name)
     here = Machine("cpu", available=(name,))
     p = problem(kind, E, K, I, top_k, dtype=torch.float32)
     if kind not in backend.ops or backend.supports(p, here):
@@ -229,7 +230,7 @@ def test_kernels_stay_inside_their_workspaces(name, kind, M):
     shapes = backend.workspace_shapes
     fences = []
 
-    class Fenced(registry.Plan):
+    class Fenced(plans_module.Plan):
         factor = 1
 
         def workspace_shapes(self, M):
@@ -254,7 +255,7 @@ def test_kernels_stay_inside_their_workspaces(name, kind, M):
             return found
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(moe_ops.plans.Ready, "allocate", allocate)
+            patch.setattr(moe_ops.planning.bind.Ready, "allocate", allocate)
             results.append(call())
     assert len(fences) == 6 and all(fences_hold(whole) for whole in fences)
     assert torch.isfinite(results[0]).all()
@@ -285,7 +286,7 @@ def sized(name: str, *buffers: Buffer):
     def workspace_shapes(M, _):
         return Workspaces(*[Buffer((M * b.shape[0], *b.shape[1:]), b.dtype) for b in buffers])
 
-    original = registry._named("torch")
+    original = backends.named("torch")
     return dataclasses.replace(original, name=name, workspace_shapes=workspace_shapes)
 
 
@@ -304,7 +305,7 @@ def test_tiers_share_the_largest_of_each_buffer():
     )
     p = problem("experts", 4, 8, 5, 2, activation=Activation("silu"))
     for tiers in (((4, small), (-1, large)), ((4, large), (-1, small))):
-        plan = registry.Plan(p, H200, tiers)
+        plan = plans_module.Plan(p, H200, tiers)
         # whole multiples of 128 bytes: 1200, 36 and 2400 bytes at M = 3
         assert plan.workspace_shapes(3) == (
             ((1280,), torch.uint8),
@@ -317,7 +318,7 @@ def test_tiers_share_the_largest_of_each_buffer():
             ((0,), torch.int32),
         )
     # a single tier keeps its shapes and dtypes as they are
-    assert registry.Plan(p, H200, ((-1, small),)).workspace_shapes(3)[0] == (
+    assert plans_module.Plan(p, H200, ((-1, small),)).workspace_shapes(3)[0] == (
         (3, 100),
         torch.float32,
     )

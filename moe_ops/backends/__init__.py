@@ -1,0 +1,36 @@
+"""The backends: one package each, and one line here.
+
+Order is preference where nothing was measured, among those that run a scheme natively and among the others.
+"""
+
+# isort: off
+import moe_ops.backends.triton.backend  # noqa: F401
+import moe_ops.backends.deep_gemm.backend  # noqa: F401
+import moe_ops.backends.flashinfer.backend  # noqa: F401
+import moe_ops.backends.torch.backend  # noqa: F401
+
+# isort: on
+from moe_ops.ops import library
+
+BACKENDS: tuple[library.Backend, ...] = library.registered()
+
+
+def named(name: str) -> library.Backend:
+    """The backend of a name, which must not be "auto"."""
+    for candidate in BACKENDS:
+        if candidate.name == name:
+            return candidate
+    check_backend("backend", name)
+    raise AssertionError(f"{name!r} is no single backend")
+
+
+def check_backend(argument: str, name: str) -> None:
+    """Raise ValueError, naming the argument, unless `name` is "auto" or that of a backend."""
+    known = ("auto", *list_backends())
+    if name not in known:
+        raise ValueError(f"{argument} must be one of {', '.join(known)}; got {name!r}")
+
+
+def list_backends() -> tuple[str, ...]:
+    """Names of all backends, installed or not, in order of preference."""
+    return tuple([backend.name for backend in BACKENDS])

@@ -21,7 +21,7 @@ from torchao.core.config import AOBaseConfig
 from torchao.quantization.transform_module import register_quantize_module_handler
 
 import moe_ops
-from moe_ops.layer_parts import Experts
+from moe_ops.nn.modules import Experts
 from moe_ops.schemes import get_scheme
 from moe_ops.tensors import check_quantizable
 

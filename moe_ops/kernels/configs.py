@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 import torch
 
-from moe_ops import tuning
 from moe_ops.kernels.launch import Gpu
 from moe_ops.meta.workspace import minimum
+from moe_ops.tables import lookup
 
 GROUP_M = 16  # blocks that pass over one weight tile before the next tile's turn
 LARGE_SHARED_MEMORY = (
@@ -81,7 +81,7 @@ def measured(
 ) -> LayerConfig:
     """The table's config for a layer on a GPU, `base` where it has none."""
     name = str(dtype).removeprefix("torch.")
-    row = tuning.layer_config(gpu.name, E, K, I, top_k, scheme, name, M)
+    row = lookup.layer_config(gpu.name, E, K, I, top_k, scheme, name, M)
     if row is None:
         return base
     gemms = {name: GemmConfig(**row[name]) for name in ("gemm1", "gemm2")}

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from moe_ops.installed import version
+from moe_ops.environment import version
 from moe_ops.kernels.gluon_packed_blocks import E2M1, MULTIPROCESSORS, Product, Residence, resident
 from moe_ops.kernels.triton_launch import INTERPRETED, Gpu, Launch
 from moe_ops.kernels.triton_rows import Rows

@@ -5,7 +5,7 @@ A row of weights is taken in pieces of U columns. Thread t % 4 of a row's four t
 lie side by side, and decodes them four at a time in the order that costs least. Which column a tensor core takes them
 for follows from where they are: activations are put in that order (`bits_of_place`), weights stay as they are.
 
-FORMAT and SCALE as in triton_packed_matmul.py; beside those "e2m1_words", e2m1 whose bits tensors/triton.py has put where
+FORMAT and SCALE as in triton_packed_matmul.py; beside those "e2m1_words", e2m1 whose bits backends/triton/relayout.py has put where
 decoding takes fewer instructions: 12 for eight weights, 17 in their natural order.
 """
 
@@ -200,7 +200,7 @@ def e2m1_pair(p, s):
 
 @gluon.jit
 def e2m1_words_pair(p, s):
-    """As e2m1_pair, of words of 4 bytes whose bits lie as tensors/triton.py puts them.
+    """As e2m1_pair, of words of 4 bytes whose bits lie as backends/triton/relayout.py puts them.
 
     Sign and magnitude of a pair are where bf16 has them at once, after a shift by 3, or a rotation by 6; those of the
     last one a product puts there, the sum of three shifts whose bits do not meet.

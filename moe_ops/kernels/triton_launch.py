@@ -48,12 +48,10 @@ def gpu(device: int) -> Gpu:
 
 @cache
 def _kernels() -> dict:
+    from moe_ops.backends.deep_gemm import permute, rows
+    from moe_ops.backends.flashinfer import inputs
     from moe_ops.kernels import (
-        deep_gemm_routing,
-        deep_gemm_rows,
-        flashinfer_inputs,
         gluon_packed_launch,
-        router,
         triton_emulated,
         triton_experts,
         triton_fp8,
@@ -63,10 +61,11 @@ def _kernels() -> dict:
         triton_vector,
         triton_vector_packed,
     )
+    from moe_ops.kernels.router import fused
 
     return {
-        "router_sums": router.moe_ops_router_sums,
-        "router_choice": router.moe_ops_router_choice,
+        "router_sums": fused.moe_ops_router_sums,
+        "router_choice": fused.moe_ops_router_choice,
         "route": triton_routing.moe_ops_route,
         "group_blocks": triton_routing.moe_ops_group_blocks,
         "quantize": triton_fp8.moe_ops_quantize,
@@ -85,15 +84,15 @@ def _kernels() -> dict:
         "vector_packed_gemm2": triton_vector_packed.moe_ops_vector_packed_gemm2,
         **gluon_packed_launch.kernels(),
         "combine": triton_experts.moe_ops_combine,
-        "flashinfer_route": flashinfer_inputs.moe_ops_flashinfer_route,
-        "flashinfer_rows": flashinfer_inputs.moe_ops_flashinfer_rows,
-        "flashinfer_biases": flashinfer_inputs.moe_ops_flashinfer_biases,
-        "deep_gemm_count": deep_gemm_routing.moe_ops_deep_gemm_count,
-        "deep_gemm_place": deep_gemm_routing.moe_ops_deep_gemm_place,
-        "deep_gemm_batches": deep_gemm_routing.moe_ops_deep_gemm_batches,
-        "deep_gemm_scatter": deep_gemm_rows.moe_ops_deep_gemm_scatter,
-        "deep_gemm_activate": deep_gemm_rows.moe_ops_deep_gemm_activate,
-        "deep_gemm_combine": deep_gemm_rows.moe_ops_deep_gemm_combine,
+        "flashinfer_route": inputs.moe_ops_flashinfer_route,
+        "flashinfer_rows": inputs.moe_ops_flashinfer_rows,
+        "flashinfer_biases": inputs.moe_ops_flashinfer_biases,
+        "deep_gemm_count": permute.moe_ops_deep_gemm_count,
+        "deep_gemm_place": permute.moe_ops_deep_gemm_place,
+        "deep_gemm_batches": permute.moe_ops_deep_gemm_batches,
+        "deep_gemm_scatter": rows.moe_ops_deep_gemm_scatter,
+        "deep_gemm_activate": rows.moe_ops_deep_gemm_activate,
+        "deep_gemm_combine": rows.moe_ops_deep_gemm_combine,
     }
 
 

@@ -29,9 +29,9 @@ from moe_ops.kernels.triton_rows import (
 )
 from moe_ops.kernels.triton_scales import Input, Validity, flat
 from moe_ops.kernels.triton_tiles import GROUP, Tile, Tiles, block_bound
-from moe_ops.library import BatchedExpertsArgs, ExpertsArgs, GroupedLinearArgs
 from moe_ops.meta.scales import TRITON_E2M1
 from moe_ops.meta.workspace import cdiv
+from moe_ops.ops.args import BatchedExpertsArgs, ExpertsArgs, GroupedLinearArgs
 from moe_ops.schemes import get_scheme
 
 
@@ -325,7 +325,7 @@ def launch_batched_experts(a: BatchedExpertsArgs, chip: Gpu) -> None:
     dtype = x.dtype if rounding is None else rounding.dtype
     tiles = triton_packed_tiles.choose(E * T, E, K, I, bits, dtype, False, chip.shared_memory)
     rows = sorted_rows(index, E * cdiv(T, tiles.tokens), E, tiles.tokens)
-    # As in backends/triton.py: rows are numbered e * T + t throughout.
+    # As in backends/triton/backend.py: rows are numbered e * T + t throughout.
     source = Input(x, (x.stride(0) - T * x.stride(1), x.stride(1), x.stride(2)))
     out_strides = (out.stride(0) - T * out.stride(1), out.stride(1), out.stride(2))
     validity = Validity("batched", False, (counts, None, E, 0, 1, counts.stride(0), 0, 0))

@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 import torch
 
-from moe_ops import tuning
 from moe_ops.kernels.triton_launch import Gpu
 from moe_ops.meta.workspace import minimum
+from moe_ops.tables import lookup
 
 SMALLEST_TILE = 16  # tokens; the least a tensor core takes
 GROUP = 16  # blocks that pass over one weight tile before the next tile's turn
@@ -156,7 +156,7 @@ def measured(
 ) -> Tiles:
     """The table's tiles for a layer on a GPU, `base` where it has none."""
     names = (scheme, str(dtype).removeprefix("torch."))
-    fields = tuning.triton_tiles(chip.name, E, K, I, top_k, *names, M)
+    fields = lookup.triton_tiles(chip.name, E, K, I, top_k, *names, M)
     if fields is None:
         return base
     direct, tokens, gemm1, gemm2, *rest = fields

@@ -12,8 +12,8 @@ from moe_ops.kernels.triton_launch import Gpu, Launch
 from moe_ops.kernels.triton_rows import activation_of
 from moe_ops.kernels.triton_scales import Scales, Weight
 from moe_ops.kernels.triton_tiles import FEW_ROWS, Tile, Tiles
-from moe_ops.library import ExpertsArgs
 from moe_ops.meta.workspace import cdiv
+from moe_ops.ops.args import ExpertsArgs
 
 
 @lru_cache(maxsize=1024)

@@ -12,8 +12,8 @@ from moe_ops.kernels.triton_launch import Launch
 from moe_ops.kernels.triton_rows import activation_of
 from moe_ops.kernels.triton_scales import flat
 from moe_ops.kernels.triton_tiles import Tiles
-from moe_ops.library import ExpertsArgs
 from moe_ops.meta.workspace import cdiv
+from moe_ops.ops.args import ExpertsArgs
 
 if TYPE_CHECKING:
     from moe_ops.kernels.triton_packed_launch import Format, Packed

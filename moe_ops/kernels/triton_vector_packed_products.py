@@ -143,7 +143,7 @@ def load_columns(x_ptr, stride, chunk, here, WORD: tl.constexpr):
 def load_side_by_side(
     scale_ptr, expert, row, chunk, here, stride_se, stride_sn, stride_sk, G: tl.constexpr
 ):
-    """Scales of the first and second half of chunks, which lie as tensors/triton.py puts them: 16 bytes are of two chunks of
+    """Scales of the first and second half of chunks, which lie as backends/triton/relayout.py puts them: 16 bytes are of two chunks of
     R rows, by row. A chunk's two are read as one number.
 
     `stride_sk` is 1, which Triton does not know: it would read numbers of several rows at once, and exchange them.

@@ -8,6 +8,7 @@ DEEP_GEMM_UE8M0 = "deep_gemm_ue8m0"
 # The layout of e2m1 weights whose words of 4 bytes have their bits where decoding on SM90 takes fewest instructions, and
 # whose scales of 64 columns and so many rows as fill 16 bytes lie side by side.
 TRITON_E2M1 = "triton_e2m1"
+TRANSPOSED = "transposed"  # the layout of a quantized weight's transposed view
 
 
 def scale_shape(rows: int, cols: int, group_rows: int, group_cols: int) -> tuple[int, ...]:

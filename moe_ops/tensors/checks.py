@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from moe_ops.checks import check_tensor
 from moe_ops.schemes import QuantScheme, get_scheme
 from moe_ops.tensors.base import ExpertTensor
-from moe_ops.validation import check_tensor
 
 HIGH_PRECISION = (torch.bfloat16, torch.float16, torch.float32)
 # Largest e8m0 code of e2m1 elements, 2^33: kernels that scale them in bf16 have room from 2^-93 to there. One bit more

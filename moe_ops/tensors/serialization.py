@@ -23,12 +23,14 @@ from torch import Tensor
 from moe_ops.schemes import get_scheme
 from moe_ops.tensors.base import ExpertTensor
 from moe_ops.tensors.checks import checked_activation_scale, checked_parts
-from moe_ops.tensors.float8 import Float8ExpertTensor
-from moe_ops.tensors.int4 import Int4ExpertTensor
-from moe_ops.tensors.int8 import Int8ExpertTensor
-from moe_ops.tensors.mx import MXExpertTensor
-from moe_ops.tensors.nvfp4 import NVFP4ExpertTensor
-from moe_ops.tensors.plain import PlainExpertTensor
+from moe_ops.tensors.formats import (
+    Float8ExpertTensor,
+    Int4ExpertTensor,
+    Int8ExpertTensor,
+    MXExpertTensor,
+    NVFP4ExpertTensor,
+    PlainExpertTensor,
+)
 
 _CLASSES: dict[str, type[ExpertTensor]] = {
     cls.__name__: cls

@@ -6,17 +6,12 @@ would have no scales of its own, naming what to do instead.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
-from moe_ops.meta.scales import packed_size
+from moe_ops.meta.scales import TRANSPOSED, packed_size
 from moe_ops.schemes import QuantDesc, get_scheme
-from moe_ops.tensors.layouts import TRANSPOSED
-
-if TYPE_CHECKING:
-    from moe_ops.tensors.base import ExpertTensor
+from moe_ops.tensors.base import ExpertTensor
 
 aten = torch.ops.aten
 
@@ -147,14 +142,7 @@ def transpose(self: ExpertTensor, dim0: int = -2, dim1: int = -1) -> ExpertTenso
         raise ValueError(
             f"transpose of {self} must exchange its last two dimensions, got {dim0} and {dim1}"
         )
-    names = ["qdata", "zero_point", "channel_scale"]
-    if not get_scheme(self.scheme).quantized_weight.group.is_tensor:
-        names.append("scale")
-    changed = {name: getattr(self, name) for name in names}
-    return self._replace(
-        **{name: t.transpose(-2, -1) for name, t in changed.items() if t is not None},
-        weight_layout="" if self.weight_layout == TRANSPOSED else TRANSPOSED,
-    )
+    return self._transposed()
 
 
 def getitem(self: ExpertTensor, key) -> ExpertTensor:

@@ -1,214 +1,26 @@
-"""Measured tables, one JSON file per GPU: how long each backend takes for how many tokens, and the tiles with
-which the triton backend is fastest. `python -m moe_ops.tuning` measures both.
+"""Measured tables, read and written; `python -m moe_ops.tuning` measures what is in them."""
 
-An entry is one problem (`_KEYS`). "backends" lists {num_tokens, us, versions}, where us has the microseconds a layer of
-each backend that was measured, in one go; "triton" lists {num_tokens, us, triton, tiles}.
-"""
+from moe_ops.tables.lookup import (
+    MARGIN,
+    backend_times,
+    crossovers,
+    layer_config,
+    look_up,
+    path_of,
+    tables,
+)
+from moe_ops.tables.record import measured_backends, measured_tokens, record, record_backends
 
-from __future__ import annotations
-
-import functools
-import json
-import math
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any
-
-_FOLDER = Path(__file__).parent
-MARGIN = 0.01  # differences of the time of one layer below this are noise: the same cells repeat to within 1 %
-_KEYS = ("num_experts", "hidden_size", "intermediate_size", "top_k", "scheme", "dtype")
-
-
-def tables() -> dict[str, Path]:
-    """GPU name -> file of its measured table."""
-    found = {}
-    for path in sorted(_FOLDER.glob("*.json")):
-        found[json.loads(path.read_text())["gpu"]] = path
-    return found
-
-
-def path_of(gpu_name: str) -> Path:
-    """The file that holds, or would hold, a GPU's table."""
-    return _FOLDER / f"{gpu_name.replace(' ', '_')}.json"
-
-
-@functools.cache
-def _entries(gpu_name: str) -> dict[tuple, dict]:
-    path = tables().get(gpu_name)
-    if path is None:
-        return {}
-    rows = json.loads(path.read_text())["entries"]
-    return {tuple(row[k] for k in _KEYS): row for row in rows}
-
-
-def backend_times(
-    gpu_name: str,
-    num_experts: int,
-    hidden_size: int,
-    intermediate_size: int,
-    top_k: int,
-    scheme: str,
-    dtype: str,
-) -> list[tuple[int, dict[str, float]]]:
-    """(M, backend -> microseconds a layer) of a problem, ascending; empty if it was not measured."""
-    key = (num_experts, hidden_size, intermediate_size, top_k, scheme, dtype)
-    rows = _entries(gpu_name).get(key, {}).get("backends", [])
-    return [(row["num_tokens"], row["us"]) for row in rows]
-
-
-def look_up(*problem: Any) -> tuple[tuple[int, str], ...]:
-    """Tiers (largest M, backend) of a problem, ascending, -1 for no bound; () if it was not measured.
-
-    Arguments: those of `backend_times`, then the names of the backends that accept the problem. Others' times
-    do not count, so where the fastest backend is not installed the next one has its place.
-    """
-    *key, accepted = problem
-    return crossovers(backend_times(*key), accepted)
-
-
-def crossovers(
-    times: Sequence[tuple[int, Mapping[str, float]]], accepted: Sequence[str]
-) -> tuple[tuple[int, str], ...]:
-    """Tiers (largest M, backend) that follow from times measured at ascending numbers of tokens.
-
-    A backend gives way to one that is faster by more than MARGIN. Between the two measured M the tier ends where
-    straight lines through both backends' times, on logarithmic scales, cross. Of fewer tokens than were measured nothing
-    is known: they go to the first accepted backend.
-    """
-    tiers: list[tuple[int, str]] = []
-    before: tuple[int, Mapping[str, float]] | None = None
-    current = ""
-    for M, us in times:
-        us = {name: value for name, value in us.items() if name in accepted}
-        if not us:
-            continue
-        best = min(us, key=lambda name: us[name])
-        if before is None:
-            current = best
-            if best != accepted[0] and M > 1:
-                tiers.append((M - 1, accepted[0]))
-        elif best != current and us[best] < us.get(current, math.inf) * (1 - MARGIN):
-            tiers.append((_crossing(before, (M, us), current, best), current))
-            current = best
-        before = (M, us)
-    return (*tiers, (-1, current)) if current else ()
-
-
-def _crossing(
-    low: tuple[int, Mapping[str, float]],
-    high: tuple[int, Mapping[str, float]],
-    old: str,
-    new: str,
-) -> int:
-    """The largest M from which `new` is not yet faster than `old`: low's at least, below high's."""
-    (first, at_first), (last, at_last) = low, high
-    part = 0.5  # one of them was not measured at both
-    if old in at_first and new in at_first and old in at_last:
-        slower = max(0.0, math.log(at_first[new] / at_first[old]))
-        part = slower / (slower + math.log(at_last[old] / at_last[new]))
-    return min(last - 1, int(first * (last / first) ** part))
-
-
-def triton_tiles(
-    gpu_name: str,
-    num_experts: int,
-    hidden_size: int,
-    intermediate_size: int,
-    top_k: int,
-    scheme: str,
-    dtype: str,
-    num_tokens: int,
-) -> list | None:
-    """Fields of the fastest `triton_tiles.Tiles` measured nearest to M on a logarithmic scale, or None.
-
-    M = 1 runs without a routing kernel, so it takes what was measured at 1 and lends it to no other M. What was
-    measured at four times M or more, or at a quarter or less, says nothing of M.
-    """
-    key = (num_experts, hidden_size, intermediate_size, top_k, scheme, dtype)
-    rows = _entries(gpu_name).get(key, {}).get("triton", [])
-    rows = [row for row in rows if (row["num_tokens"] == 1) == (num_tokens == 1)]
-    if not rows:
-        return None
-    away, tiles = min(
-        [(abs(math.log2(row["num_tokens"] / num_tokens)), row["tiles"]) for row in rows]
-    )
-    return tiles if away < 2 else None
-
-
-def measured_tokens(path: Path, target: Mapping[str, Any]) -> set[int]:
-    """The token counts that a table file has tiles for."""
-    entry = _find(_read(path, ""), target)
-    return {row["num_tokens"] for row in entry.get("triton", [])}
-
-
-def measured_backends(path: Path, target: Mapping[str, Any]) -> dict[int, dict[str, float]]:
-    """Token count -> backend -> microseconds, as a table file has them."""
-    entry = _find(_read(path, ""), target)
-    return {row["num_tokens"]: row["us"] for row in entry.get("backends", [])}
-
-
-def record(
-    path: Path, gpu_name: str, target: Mapping[str, Any], num_tokens: int, tiles: list, us: float
-) -> None:
-    """Put the tiles measured for one M into a table file, in place of what it had for it."""
-    import triton
-
-    row = {"us": round(us, 2), "triton": triton.__version__, "tiles": tiles}
-    _put(path, gpu_name, target, "triton", num_tokens, row)
-
-
-def record_backends(
-    path: Path,
-    gpu_name: str,
-    target: Mapping[str, Any],
-    num_tokens: int,
-    us: Mapping[str, float],
-    versions: Mapping[str, str],
-) -> None:
-    """Put the backends' times measured for one M into a table file, in place of what it had for it."""
-    times = {name: round(value, 2) for name, value in us.items()}
-    _put(path, gpu_name, target, "backends", num_tokens, {"us": times, "versions": dict(versions)})
-
-
-_LISTS = ("backends", "triton")  # fields of an entry that hold one row for each number of tokens
-
-
-def _put(
-    path: Path,
-    gpu_name: str,
-    target: Mapping[str, Any],
-    field: str,
-    num_tokens: int,
-    values: Mapping[str, Any],
-) -> None:
-    table = _read(path, gpu_name)
-    entry = _find(table, target)
-    if not entry:
-        entry = dict(target)
-        table["entries"].append(entry)
-    rows = [row for row in entry.get(field, []) if row["num_tokens"] != num_tokens]
-    rows.append({"num_tokens": num_tokens, **values})
-    entry[field] = sorted(rows, key=lambda row: row["num_tokens"])
-    lines = ",\n".join([_entry_text(e) for e in table["entries"]])
-    path.write_text(f'{{"gpu": {json.dumps(table["gpu"])}, "entries": [\n{lines}\n]}}\n')
-
-
-def _read(path: Path, gpu_name: str) -> dict:
-    return json.loads(path.read_text()) if path.exists() else {"gpu": gpu_name, "entries": []}
-
-
-def _find(table: dict, target: Mapping[str, Any]) -> dict:
-    for entry in table["entries"]:
-        if all(entry[k] == target[k] for k in _KEYS):
-            return entry
-    return {}
-
-
-def _entry_text(entry: dict) -> str:
-    """One entry with a line a measurement, so that changes read well."""
-    text = json.dumps({k: v for k, v in entry.items() if k not in _LISTS})[:-1]
-    for field in _LISTS:
-        if field in entry:
-            rows = ",\n  ".join([json.dumps(row) for row in entry[field]])
-            text += f', "{field}": [\n  {rows}]'
-    return text + "}"
+__all__ = [
+    "MARGIN",
+    "backend_times",
+    "crossovers",
+    "layer_config",
+    "look_up",
+    "measured_backends",
+    "measured_tokens",
+    "path_of",
+    "record",
+    "record_backends",
+    "tables",
+]

@@ -24,8 +24,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from moe_ops import registry, tuning
+from moe_ops import backends as backends_module
 from moe_ops.schemes import get_scheme
+from moe_ops.tables import lookup, record
 
 if TYPE_CHECKING:
     from moe_ops.tuning.search import Target
@@ -67,7 +68,7 @@ def main() -> None:
     from moe_ops.tuning.search import Target
 
     gpu = torch.cuda.get_device_name()
-    path = arguments.table or tuning.path_of(gpu)
+    path = arguments.table or lookup.path_of(gpu)
     targets = [
         Target(E, K, I, top_k, get_scheme(scheme).name, arguments.dtype)
         for scheme in arguments.scheme
@@ -113,8 +114,8 @@ def _check(arguments: argparse.Namespace, error: Callable[[str], object]) -> Non
     if arguments.check:
         error("--check compares tiles of triton, so it must come without --backends")
     for name in arguments.backends:
-        if name not in registry.list_backends():
-            known = ", ".join(registry.list_backends())
+        if name not in backends_module.list_backends():
+            known = ", ".join(backends_module.list_backends())
             error(f"--backends must be one of {known}; got {name!r}")
 
 
@@ -125,7 +126,7 @@ def _measure_tiles(
     from moe_ops.tuning.search import Bench, tune
 
     lost: dict[str, float] = {}
-    done = set() if again or check else tuning.measured_tokens(path, asdict(target))
+    done = set() if again or check else record.measured_tokens(path, asdict(target))
     todo = [m for m in counts if m not in done]
     print(f"{target}: {len(todo)} of {len(counts)} to measure", flush=True)
     if not todo:
@@ -137,7 +138,7 @@ def _measure_tiles(
         if check:
             lost[f"{target} M={m}"] = default_us / us
         else:
-            tuning.record(path, gpu, asdict(target), m, tiles, us)
+            record.record(path, gpu, asdict(target), m, tiles, us)
         print(
             f"  M={m:5d}  {us:8.1f} us, heuristic {default_us:8.1f}, "
             f"{tiles} ({time.monotonic() - start:.0f} s)",

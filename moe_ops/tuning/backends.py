@@ -14,7 +14,9 @@ from pathlib import Path
 import torch
 
 import moe_ops
-from moe_ops import installed, progress, registry, tuning
+from moe_ops import backends as backends_module
+from moe_ops import environment
+from moe_ops.tables import lookup, record
 from moe_ops.tuning.search import Bench, Target, captured, replay_us
 
 _REPLAYS = 15
@@ -31,7 +33,7 @@ class Backends:
         self.layers: dict[str, Callable[..., None]] = {}
         self.refused: dict[str, str] = {}  # name -> why
         x, _, ids = self.bench.inputs[0]
-        for name in registry.list_backends():
+        for name in backends_module.list_backends():
             try:
                 weights = laid_out(name, self.bench.w13, self.bench.w2, x, ids)
             except (ValueError, ImportError) as error:
@@ -107,7 +109,7 @@ def measure(
     backends = Backends(target)
     # torch defines what others compute; dequantizing all weights in fp32, it takes memory and minutes to come last
     names = [n for n in backends.layers if (n in only if only else n != "torch")]
-    known = tuning.measured_backends(path, facts)
+    known = record.measured_backends(path, facts)
     todo = {}
     for M in token_counts:
         missing = [n for n in names if again or n not in known.get(M, {})]
@@ -118,22 +120,22 @@ def measure(
         flush=True,
     )
     measured = 0
-    for M in progress.bar(list(todo), "backends"):
+    for M in environment.progress_bar(list(todo), "backends"):
         # all of them, so that they compare
         us = backends.times_us(M, names)
         measured += len(us)
-        tuning.record_backends(path, gpu, facts, M, {**known.get(M, {}), **us}, versions())
+        record.record_backends(path, gpu, facts, M, {**known.get(M, {}), **us}, versions())
         cells = ", ".join([f"{name} {value:.1f}" for name, value in us.items()])
         print(f"  M={M:5d}  {cells} us", flush=True)
     for name, reason in backends.refused.items():
         print(f"  not {name}: {reason}", flush=True)
-    times = sorted(tuning.measured_backends(path, facts).items())
-    tiers = tuning.crossovers(times, names)
+    times = sorted(record.measured_backends(path, facts).items())
+    tiers = lookup.crossovers(times, names)
     print("  auto: " + ", ".join([f"{n} {'on' if m < 0 else f'to M={m}'}" for m, n in tiers]))
     return bool(names) and (not todo or measured > 0)
 
 
 def versions() -> dict[str, str]:
     """Versions of the libraries that backends use, of those that are installed."""
-    found = {name: installed.version(name) for name in _LIBRARIES}
+    found = {name: environment.version(name) for name in _LIBRARIES}
     return {name: version for name, version in found.items() if version}

@@ -24,7 +24,7 @@ from functools import lru_cache
 import torch
 
 import moe_ops
-from moe_ops import progress
+from moe_ops import environment
 from moe_ops.kernels import triton_packed_launch, triton_packed_tiles, triton_tiles
 from moe_ops.kernels.triton_scales import scales
 from moe_ops.kernels.triton_tiles import Tile, Tiles
@@ -203,7 +203,7 @@ def tune(bench: Bench, num_tokens: int) -> tuple[Tiles, float, float]:
     # The GPU idled while kernels were compiled; short layers ran 10 % slower until its clocks were up.
     default_us = best_us = bench.time_us(base, warm_up_seconds=0.25)
     best = base
-    for first, second in progress.bar(plan, f"M={num_tokens}"):
+    for first, second in environment.progress_bar(plan, f"M={num_tokens}"):
         local, local_us = first[0], math.inf
         for tiles in first:
             us = bench.time_us(tiles)

@@ -19,8 +19,9 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from moe_ops import installed
+from moe_ops import environment
 from moe_ops.activations import NO_LIMIT
+from moe_ops.backends.triton.relayout import RELAYOUTS
 from moe_ops.kernels import (
     gluon_packed_launch,
     triton_emulated_launch,
@@ -51,14 +52,14 @@ from moe_ops.kernels.triton_rows import (
 )
 from moe_ops.kernels.triton_scales import Input, Validity, Weight, weight_of
 from moe_ops.kernels.triton_tiles import GROUP, LARGE_ROWS, SMALLEST_TILE, Tile, block_bound
-from moe_ops.library import KINDS, register
 from moe_ops.meta.scales import TRITON_E2M1
 from moe_ops.meta.workspace import cdiv, maximum
-from moe_ops.problem import Buffer, Machine, Problem, Workspaces
+from moe_ops.ops.library import KINDS, register
+from moe_ops.ops.problem import Buffer, Machine, Problem, Workspaces
 from moe_ops.schemes import SCHEMES, get_scheme
 
 # looked up once: Dynamo would trace what looks them up
-_TRITON, _SPOKEN = installed.version("triton"), gluon_packed_launch.spoken()
+_TRITON, _SPOKEN = environment.version("triton"), gluon_packed_launch.spoken()
 _BACK = "moe_ops.prepare(weight, 'torch') brings it back"
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _QUANTIZING = ("fp8_tensor", "fp8_tensor_static", "fp8_channel", "fp8_block")
@@ -70,7 +71,7 @@ _blocks = lru_cache(maxsize=8192)(block_bound)  # spares two sym_min of 0.8 us a
 
 def available() -> str | None:
     """None, or why Triton cannot be imported here."""
-    return installed.why_no_triton()
+    return environment.why_no_triton()
 
 
 def supports(problem: Problem, machine: Machine) -> list[str]:
@@ -185,4 +186,5 @@ BACKEND = register(
     native_schemes=_NATIVE,
     native_capability=NATIVE_CAPABILITY,
     interpreted=INTERPRETED,
+    relayouts=RELAYOUTS,
 )

@@ -24,8 +24,8 @@ from moe_ops.kernels.permute.rows import (
 from moe_ops.kernels.permute.sort import group_blocks, route, sort_into
 from moe_ops.kernels.quantize.e4m3_int8 import Valid, counted, quantize_x
 from moe_ops.kernels.quantize.scales import batches_of, flat, hidden, rows_of
-from moe_ops.library import BatchedExpertsArgs, ExpertsArgs, GroupedLinearArgs
 from moe_ops.meta.workspace import cdiv
+from moe_ops.ops.args import BatchedExpertsArgs, ExpertsArgs, GroupedLinearArgs
 
 # spares two sym_min of 0.8 us a call
 num_blocks_of = lru_cache(maxsize=8192)(block_bound)

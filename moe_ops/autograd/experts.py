@@ -1,0 +1,80 @@
+"""The differentiable path: experts as a composition of torch operators around one grouped product.
+
+Gradients of everything but the grouped product (products.py) come from torch itself, so every activation, bias and
+routing option has the right ones. Quantized weights pass gradients on through their dequantized values and
+take none; the rounding of activations counts as the identity (straight-through).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moe_ops import activations, numerics
+from moe_ops.activations import Activation
+from moe_ops.autograd.products import grouped_mm
+from moe_ops.numerics import permute
+from moe_ops.ops.call import Weight
+
+
+def _refuse_transforms() -> None:
+    """RuntimeError inside torch.func.grad and the like, for which operators in Python cannot be differentiated."""
+    if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
+        raise RuntimeError(
+            "moe_ops cannot be differentiated by torch.func (grad, vjp, jacrev, ...): use torch.autograd.grad "
+            "or Tensor.backward"
+        )
+
+
+def grouped_linear(
+    x: Tensor,  # (S, K)
+    weight: Weight,  # (E, N, K)
+    offsets: Tensor,  # (E,)
+    bias: Tensor | None,
+    rows_valid: Tensor | None = None,  # (S,) bool
+) -> Tensor:
+    """Differentiable grouped linear, (S, N) in x's dtype (fp32 inside where the scheme quantizes)."""
+    _refuse_transforms()
+    if weight.scheme:
+        if rows_valid is None:
+            rows_valid = torch.arange(x.shape[0], device=x.device) < offsets[-1]
+        x = _straight_through(x, weight.scheme, weight.activation_scale, rows_valid)
+    return grouped_mm(x, weight.data, offsets, *weight.scales, bias, weight.scheme, False)
+
+
+def fused_experts(
+    hidden_states: Tensor,  # (M, K)
+    w13: Weight,  # (E, N, K)
+    w2: Weight,  # (E, K, I)
+    topk_weights: Tensor,  # (M, top_k)
+    topk_ids: Tensor,  # (M, top_k)
+    w13_bias: Tensor | None,
+    w2_bias: Tensor | None,
+    expert_map: Tensor | None,
+    activation: Activation,
+    router_weight_on_input: bool,
+) -> Tensor:
+    """Differentiable experts, (M, K) in hidden_states' dtype."""
+    _refuse_transforms()
+    num_experts, scheme = w13.data.shape[0], w13.scheme
+    pairs = permute.sort_pairs(topk_ids, num_experts, expert_map)
+    weights, rows = topk_weights, hidden_states
+    if router_weight_on_input:
+        rows = permute.weigh_inputs(rows, weights, pairs)
+        weights = torch.ones_like(weights)
+    if scheme:
+        rows = _straight_through(rows, scheme, w13.activation_scale, pairs.valid.any(1))
+    rows = permute.gather_tokens(rows, pairs)
+    gate_up = grouped_mm(rows, w13.data, pairs.offsets, *w13.scales, w13_bias, scheme, False)
+    hidden = activations.apply(gate_up, activation)
+    if scheme:
+        valid = pairs.experts < num_experts
+        hidden = _straight_through(hidden, scheme, w2.activation_scale, valid)
+    y = grouped_mm(hidden, w2.data, pairs.offsets, *w2.scales, w2_bias, scheme, False)
+    return permute.combine(y, weights, pairs, hidden_states.dtype)
+
+
+def _straight_through(x: Tensor, scheme: str, static_scale, rows_valid) -> Tensor:
+    quantized = numerics.fake_quantize_activation(x.detach(), scheme, static_scale, rows_valid)
+    x = x.to(torch.float32)
+    return x + (quantized - x).detach()

@@ -1,0 +1,105 @@
+"""The differentiable grouped products: a pair of ops with derivatives made of the same pair.
+
+They are opaque to torch, because row counts per expert live on the device.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from moe_ops.backends.torch import grouped_mm as products
+from moe_ops.numerics import Scales
+from moe_ops.ops.library import register_function
+from moe_ops.schemes import get_scheme
+
+_PLAIN = (None, None, None, None)  # scales of plain weights
+
+
+def _columns(weight, scheme, of_result):
+    """Columns of x, or of the result: of weights (E, N, K), N and K in one order or the other."""
+    return get_scheme(scheme).logical_shape(*weight.shape)[1 if of_result else 2]
+
+
+def _check(x, weight, offsets, scheme, transpose):
+    columns = _columns(weight, scheme, transpose)
+    torch._check(x.shape[1] == columns, lambda: f"x must have {columns} columns as weight has")
+    torch._check(offsets.dtype == torch.int32, lambda: "offsets must be int32")
+    torch._check(offsets.shape[0] == weight.shape[0], lambda: "offsets must have E entries")
+
+
+def _grouped_mm(
+    x, weight, offsets, scale, zero_point, global_scale, channel_scale, bias, scheme, transpose
+):
+    _check(x, weight, offsets, scheme, transpose)
+    scales = Scales(scale, zero_point, global_scale, channel_scale) if scheme else None
+    return products.grouped_mm(
+        x, weight, offsets, scales=scales, scheme=scheme, bias=bias, transpose=transpose
+    )
+
+
+def _grouped_mm_fake(
+    x, weight, offsets, scale, zero_point, global_scale, channel_scale, bias, scheme, transpose
+):
+    _check(x, weight, offsets, scheme, transpose)
+    return x.new_empty(x.shape[0], _columns(weight, scheme, not transpose))
+
+
+def _grouped_outer_fake(a, b, offsets):
+    return a.new_empty(offsets.shape[0], a.shape[1], b.shape[1])
+
+
+def _save_mm(ctx, inputs, output):
+    x, weight, offsets, *scales, bias, ctx.scheme, ctx.transpose = inputs
+    ctx.save_for_backward(x, weight, offsets, *scales)
+    ctx.bias_dtype = None if bias is None else bias.dtype
+
+
+def _mm_backward(ctx, grad):
+    x, weight, offsets, *scales = ctx.saved_tensors
+    grad = grad.contiguous()
+    dx = dweight = dbias = None
+    if ctx.needs_input_grad[0]:
+        dx = grouped_mm(grad, weight, offsets, *scales, None, ctx.scheme, not ctx.transpose)
+    if ctx.needs_input_grad[1]:
+        a, b = (x, grad) if ctx.transpose else (grad, x)
+        dweight = grouped_outer(a, b, offsets)
+    if ctx.needs_input_grad[7]:
+        # a product with ones sums each expert's rows in a fixed order, as index_add would not
+        ones = grad.new_ones(grad.shape[0], 8)
+        dbias = grouped_outer(grad, ones, offsets)[..., 0].to(ctx.bias_dtype)
+    return dx, dweight, None, None, None, None, None, dbias, None, None
+
+
+def _save_outer(ctx, inputs, output):
+    ctx.save_for_backward(*inputs)
+
+
+def _outer_backward(ctx, grad):
+    a, b, offsets = ctx.saved_tensors
+    grad = grad.contiguous()
+    da = (
+        grouped_mm(b, grad, offsets, *_PLAIN, None, "", False) if ctx.needs_input_grad[0] else None
+    )
+    db = grouped_mm(a, grad, offsets, *_PLAIN, None, "", True) if ctx.needs_input_grad[1] else None
+    return da, db, None
+
+
+# Derivatives are made of the same two products, so they have derivatives themselves. They belong to the ops,
+# not to a torch.autograd.Function around them: a graph that torch.export or make_fx traced keeps them.
+grouped_mm = register_function(
+    "grouped_mm",
+    "(Tensor x, Tensor weight, Tensor offsets, Tensor? scale, Tensor? zero_point, "
+    "Tensor? global_scale, Tensor? channel_scale, Tensor? bias, str scheme, bool transpose) -> Tensor",
+    _grouped_mm,
+    _grouped_mm_fake,
+    (_mm_backward, _save_mm),
+)
+
+
+grouped_outer = register_function(
+    "grouped_outer",
+    "(Tensor a, Tensor b, Tensor offsets) -> Tensor",
+    products.grouped_outer,
+    _grouped_outer_fake,
+    (_outer_backward, _save_outer),
+)

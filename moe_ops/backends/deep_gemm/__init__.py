@@ -1,0 +1,1 @@
+"""Backends `deep_gemm` and `deep_gemm_fp4`."""

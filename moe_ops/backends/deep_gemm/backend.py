@@ -1,0 +1,152 @@
+"""Backends `deep_gemm` and `deep_gemm_fp4`: DeepGEMM's grouped products between three fused kernels of our own (layer.py).
+
+`deep_gemm` runs bf16; fp8_block, from SM100 on with scales that are powers of two; mxfp8 on SM100. `deep_gemm_fp4` runs
+mxfp4 weights x e4m3 activations from SM100 on, which are quantized by 128 columns with scales that are powers of two. What
+needs SM100 or SM120 was not run on hardware.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from moe_ops import environment
+from moe_ops.backends.deep_gemm import layer, library
+from moe_ops.backends.deep_gemm.relayout import RELAYOUTS, RELAYOUTS_FP4
+from moe_ops.environment import INTERPRETED
+from moe_ops.meta.scales import DEEP_GEMM_UE8M0
+from moe_ops.meta.workspace import padded_rows, round_up
+from moe_ops.ops.library import register
+from moe_ops.ops.problem import Buffer, Machine, Problem, Workspaces
+
+_MAJORS = {"": (9, 10, 12), "fp8_block": (9, 10, 12), "mxfp8": (10,)}  # by scheme
+_BACK = "moe_ops.prepare(weight, 'torch') brings it back"
+_FP4_SCHEMES = ("mxfp4_w4a8", "mxfp4_w4a8:round", "mxfp4_w4a8:ceil")
+_FP4_ACTIVATIONS = ("silu", "swiglustep")
+VERSION = "0.1.5"  # of sgl-deep-gemm: its calls and layouts are those of this one
+
+
+def available() -> str | None:
+    """None, or what to install."""
+    missing = environment.why_not_installed("deep_gemm", "sgl-deep-gemm", VERSION)
+    return missing or environment.why_no_triton()
+
+
+_OTHERS = "use backend='triton' or 'auto'"
+
+
+def _reasons(name: str, p: Problem, machine: Machine, majors: tuple[int, ...]) -> list[str]:
+    """Why a backend called `name` that runs on these compute capabilities cannot run a problem of its schemes."""
+    found = []
+    if machine.device_type != "cuda" and not (machine.device_type == "cpu" and INTERPRETED):
+        found.append(f"{name} needs a CUDA device, got {machine.device_type}")
+    elif machine.device_type == "cuda" and machine.capability[0] not in majors:
+        known = ", ".join([f"{major}.x" for major in majors])
+        major, minor = machine.capability
+        found.append(
+            f"{name} runs {p.scheme or 'plain weights'} on compute capability {known}, "
+            f"got {major}.{minor}"
+        )
+    if p.dtype != torch.bfloat16:
+        found.append(f"{name} takes bfloat16 hidden_states, got {p.dtype}; {_OTHERS}")
+    for size_name, size in (("K", p.hidden_size), ("I", p.intermediate_size)):
+        if size % library.ALIGNMENT:
+            found.append(f"{name} needs {size_name} to be a multiple of 128, got {size}")
+    if not p.contiguous_weights:
+        found.append(
+            f"{name} needs contiguous weights and scales; call .contiguous() on them once"
+        )
+    if p.has_bias:
+        found.append(f"{name} takes no bias; {_OTHERS}")
+    return found
+
+
+def workspace_shapes(M, problem: Problem) -> Workspaces:
+    """Of pairs in the contiguous layout workspace13 holds permuted x (rows, K), then the activation's output h (rows,
+    I), and workspace2 gate and up (rows, N), then the products with w2 (rows, K). Of batches in the masked layout,
+    whose experts have M rounded up to 128 rows, the two change places. x and h are e4m3 with fp32 scales of 128 columns
+    behind them where activations are quantized, the others bf16. The index workspace: library.py.
+    """
+    p = problem
+    E, N, K, I = p.num_experts, p.num_rows, p.hidden_size, p.intermediate_size  # noqa: E741
+    if p.kind == "experts":
+        rows = padded_rows(M, p.top_k, E, library.ALIGNMENT)
+        index = library.index_parts(M * p.top_k, E).end
+    else:
+        rows = E * round_up(M, library.ALIGNMENT)
+        index = E
+    inputs = Buffer((rows, max(K, I)), torch.bfloat16)
+    if p.scheme:
+        inputs = Buffer((rows, _row_bytes(max(K, I))), torch.uint8)
+    products = Buffer((rows, max(N, K)), torch.bfloat16)
+    buffers = (inputs, products) if p.kind == "experts" else (products, inputs)
+    return Workspaces(*buffers, Buffer((index,), torch.int32))
+
+
+def _row_bytes(columns: int) -> int:
+    """Of e4m3 data and their scales: an fp32 for 128 columns, or as many words of four exponents at most."""
+    return columns + columns // 128 * 4
+
+
+def supports(problem: Problem, machine: Machine) -> list[str]:
+    """Reasons why this backend cannot run the problem; empty means it can."""
+    scheme, layout = problem.scheme, problem.layout
+    if scheme not in _MAJORS:
+        return [f"deep_gemm has no kernel for scheme {scheme!r}"]
+    reasons = _reasons("deep_gemm", problem, machine, _MAJORS[scheme])
+    major = machine.capability[0]
+    if layout not in ("", DEEP_GEMM_UE8M0):
+        reasons.append(f"deep_gemm takes weights in their natural layout, got {layout!r}; {_BACK}")
+    elif layout and major == 9:
+        reasons.append(
+            f"deep_gemm takes natural weights below 10.0, got layout {layout!r}; {_BACK}"
+        )
+    elif not layout and (scheme == "mxfp8" or (scheme and major >= 10)):
+        # tensor cores from SM100 on multiply by exponents, not by fp32 scales
+        reasons.append(
+            "deep_gemm needs weights laid out for it: call moe_ops.prepare(weight, 'deep_gemm') on each once, "
+            "on the GPU that is to run them"
+        )
+    return reasons
+
+
+def supports_fp4(problem: Problem, machine: Machine) -> list[str]:
+    """Reasons why this backend cannot run the problem; empty means it can."""
+    if problem.scheme not in _FP4_SCHEMES:
+        of = f"scheme {problem.scheme!r}" if problem.scheme else "plain weights"
+        return [f"deep_gemm_fp4 has no kernel for {of}"]
+    reasons = _reasons("deep_gemm_fp4", problem, machine, (10, 12))
+    if problem.layout != DEEP_GEMM_UE8M0:
+        reasons.append(
+            "deep_gemm_fp4 needs weights laid out for it: call moe_ops.prepare(weight, "
+            "'deep_gemm_fp4') on each once"
+        )
+    if problem.activation is not None and problem.activation.name not in _FP4_ACTIVATIONS:
+        known = ", ".join(_FP4_ACTIVATIONS)
+        reasons.append(f"deep_gemm_fp4 has activations {known}, got {problem.activation.name}")
+    return reasons
+
+
+BACKEND = register(
+    "deep_gemm",
+    available=available,
+    supports=supports,
+    workspace_shapes=workspace_shapes,
+    launch={"experts": layer.launch_experts, "batched_experts": layer.launch_batched_experts},
+    devices=("CUDA",),
+    native_schemes=("fp8_block", "mxfp8"),
+    native_capability=(9, 0),
+    interpreted=INTERPRETED,
+    relayouts=RELAYOUTS,
+)
+FP4 = register(
+    "deep_gemm_fp4",
+    available=available,
+    supports=supports_fp4,
+    workspace_shapes=workspace_shapes,
+    launch={"experts": layer.launch_experts, "batched_experts": layer.launch_batched_experts},
+    devices=("CUDA",),
+    native_schemes=_FP4_SCHEMES,
+    native_capability=(10, 0),
+    interpreted=INTERPRETED,
+    relayouts=RELAYOUTS_FP4,
+)

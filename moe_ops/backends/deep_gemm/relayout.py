@@ -1,0 +1,106 @@
+"""The layout of weights that DeepGEMM multiplies from SM100 on: scales as packed exponents.
+
+Registered for ``moe_ops.prepare(weight, "deep_gemm")`` and ``"deep_gemm_fp4"``; plain torch on any device.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from moe_ops.meta.scales import DEEP_GEMM_UE8M0
+from moe_ops.numerics import scaling
+from moe_ops.numerics.elements import e8m0_to_float32
+from moe_ops.ops.relayout import Relayout, Tensors
+from moe_ops.schemes import QuantScheme, get_scheme
+
+if TYPE_CHECKING:
+    from moe_ops.tensors.base import ExpertTensor
+
+
+def pack_exponents(exponents: Tensor) -> Tensor:
+    """uint8 exponents (.., N, G) as int32 words of four, (.., ceil(G / 4), N): byte j of word p is group 4 p + j.
+
+    The words of neighbouring rows lie side by side; zeros fill the last one. As a product takes them, transposed, they
+    have strides (words * N, 1, N).
+    """
+    padded = torch.nn.functional.pad(exponents, (0, -exponents.shape[-1] % 4))
+    return padded.contiguous().view(torch.int32).transpose(-2, -1).contiguous()
+
+
+def unpack_exponents(words: Tensor, groups: int) -> Tensor:
+    """The inverse of `pack_exponents` for ``groups`` groups of columns."""
+    return words.transpose(-2, -1).contiguous().view(torch.uint8)[..., :groups].contiguous()
+
+
+def power_of_two_exponents(amax: Tensor) -> Tensor:
+    """uint8 exponents, biased by 127, of the least powers of two that amax / 448 does not exceed; 1e-4 at least."""
+    mxfp8 = get_scheme("mxfp8").quantized_weight
+    return scaling.exponents(amax.float().clamp(min=1e-4), mxfp8).clamp(1, 254)
+
+
+def requantize_block(weight: ExpertTensor) -> Tensors:
+    """fp8_block weights with scales of 128 x 128 blocks that are powers of two. Rounds their elements once more."""
+    E, N, K = weight.shape
+    _check_sizes(N, K)
+    qdata, exponents = torch.empty_like(weight.qdata), []
+    for e in range(E):  # one at a time: fp32 copies are four times as large
+        blocks = weight[e].dequantize(torch.float32).view(N // 128, 128, K // 128, 128)
+        exponent = power_of_two_exponents(blocks.abs().amax((1, 3), keepdim=True))
+        values = blocks * (1.0 / e8m0_to_float32(exponent))
+        qdata[e] = values.to(torch.float8_e4m3fn).view(N, K)
+        exponents.append(exponent.view(N // 128, K // 128))
+    packed = pack_exponents(torch.stack(exponents).repeat_interleave(128, 1))
+    return {"qdata": qdata, "scale": packed}
+
+
+def block_scales(weight: ExpertTensor) -> Tensors:
+    """fp32 scales of 128 x 128 blocks; the elements stay as `requantize_block` rounded them."""
+    exponents = unpack_exponents(weight.scale, weight.shape[-1] // 128)[..., ::128, :]
+    return {"scale": e8m0_to_float32(exponents.contiguous())}
+
+
+def pack_mx(weight: ExpertTensor) -> Tensors:
+    """The e8m0 scales of 32 columns of mxfp8 and mxfp4 weights, packed."""
+    _check_sizes(*weight.shape[-2:])
+    return {"scale": pack_exponents(weight.scale.view(torch.uint8))}
+
+
+def unpack_mx(weight: ExpertTensor) -> Tensors:
+    return {"scale": unpack_exponents(weight.scale, weight.shape[-1] // 32)}
+
+
+def _check_sizes(N: int, K: int) -> None:
+    if N % 128 or K % 128:
+        raise ValueError(
+            f"weight must have rows and columns that 128 divides to be laid out for deep_gemm, got {(N, K)}; "
+            "use backend 'triton'"
+        )
+
+
+def _is(*names: str):
+    return lambda scheme: _base(scheme) in names
+
+
+def _base(scheme: QuantScheme) -> str:
+    return scheme.name.split(":")[0]
+
+
+def _multiplies_exponents(device: torch.device) -> bool:
+    """Whether weights that lie there are multiplied with scales as exponents: on GPUs from SM100 on."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (10, 0)
+
+
+RELAYOUTS = (
+    Relayout(DEEP_GEMM_UE8M0, _is("mxfp8"), pack_mx, unpack_mx),
+    Relayout(
+        DEEP_GEMM_UE8M0,
+        _is("fp8_block"),
+        requantize_block,
+        block_scales,
+        on=lambda device: _multiplies_exponents(device),
+    ),
+)
+RELAYOUTS_FP4 = (Relayout(DEEP_GEMM_UE8M0, _is("mxfp4_w4a8"), pack_mx, unpack_mx),)

@@ -1,0 +1,204 @@
+"""Layouts of weights that FlashInfer's CUTLASS layer reads: up rows before gate rows, and its orders of 4-bit data.
+
+Registered for ``moe_ops.prepare(weight, "flashinfer")``; plain torch on any device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial, wraps
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from moe_ops.activations import UP_GATE, UP_GATE_OF_PAIRS
+from moe_ops.ops.relayout import Relayout, Tensors
+from moe_ops.schemes import QuantScheme
+
+if TYPE_CHECKING:
+    from moe_ops.tensors.base import ExpertTensor
+
+MIXED = "flashinfer_mixed"  # 4-bit weights beside 16-bit activations on SM90
+SWIZZLED = "flashinfer_swizzled"  # scales of 128 rows and 4 columns side by side, as SM100's tensor cores read them
+
+NATURAL = ("", "fp8_tensor_static", "fp8_block")  # schemes whose elements stay where they are
+
+
+def up_first(t: Tensor, pairs: bool) -> Tensor:
+    """Up rows, then gate rows, of t (..., 2I, K): gate and up rows alternating (``pairs``), or gate rows first."""
+    gate, up = (t[..., ::2, :], t[..., 1::2, :]) if pairs else t.chunk(2, -2)
+    return _cat(up, gate)
+
+
+def gate_first(t: Tensor, pairs: bool) -> Tensor:
+    """The inverse of `up_first`."""
+    up, gate = t.chunk(2, -2)
+    if not pairs:
+        return _cat(gate, up)
+    data = torch.stack((_raw(gate), _raw(up)), -2).flatten(-3, -2)
+    return data.view(t.dtype)
+
+
+def _raw(t: Tensor) -> Tensor:
+    """As bytes where elements are bytes: not every version of torch can concatenate e4m3."""
+    return t.view(torch.uint8) if t.element_size() == 1 else t
+
+
+def _cat(*parts: Tensor) -> Tensor:
+    return torch.cat([_raw(t) for t in parts], -2).view(parts[0].dtype)
+
+
+def reorder_rows(w: ExpertTensor, order: str, undo: bool = False) -> Tensors:
+    """The tensors of ``w`` that have rows, with these in the order of its name, or back."""
+    if not order:
+        return {}
+    pairs = order == UP_GATE_OF_PAIRS
+    if w.qdata.shape[-2] % 2:
+        raise ValueError(
+            "weight must have as many gate rows as up rows before a gated activation, got "
+            f"{w.qdata.shape[-2]} rows; leave activation out for w2"
+        )
+    if w.scheme == "fp8_block" and (pairs or w.qdata.shape[-2] % 256):
+        raise ValueError(
+            f"weight must have scales of 128 rows that are all gate or all up rows to be laid out for flashinfer, got "
+            f"{w.qdata.shape[-2]} rows{' of which every other one is a gate row' if pairs else ''}; use backend 'triton'"
+        )
+    move = gate_first if undo else up_first
+    names = [name for name in ("qdata", "scale") if getattr(w, name) is not None]
+    return {name: move(getattr(w, name), pairs) for name in names if getattr(w, name).dim() > 1}
+
+
+def _of_each_expert(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """``function`` of (E, N, K) for one expert's (N, K) too."""
+
+    @wraps(function)
+    def of(t: Tensor) -> Tensor:
+        return function(t) if t.dim() == 3 else function(t.unsqueeze(0)).squeeze(0)
+
+    return of
+
+
+@_of_each_expert
+def interleave_e2m1(q: Tensor) -> Tensor:
+    """Bytes (E, N, K/2) of e2m1 pairs as the SM90 kernels for e2m1 beside 16-bit activations read them.
+
+    In each tile of 16 rows and 64 columns, rows r and r + 8 exchange nibbles, so that a byte holds the two rows'
+    elements of one column, and bytes move so that a thread finds all of its own in one load. Formula:
+    interleave_fp4_weights_for_sm90_mixed_gemm of FlashInfer 0.6.13; N a multiple of 16, K of 64.
+    """
+    E, N, B = q.shape
+    upper, lower = q.view(E, N // 16, 2, 8, B // 32, 32).unbind(2)
+    pairs = torch.stack(((upper & 15) | (lower << 4), (lower & 240) | (upper >> 4)), -1)
+    # byte `lane` of the 32 is (half of the columns, quarter: row or row + 8, two, four)
+    pairs = pairs.unflatten(-2, (2, 2, 2, 4))  # (E, tile, 8, parts, half, quarter, two, four, 2)
+    pairs = pairs.permute(0, 1, 5, 2, 3, 4, 7, 6, 8)
+    return pairs.reshape(E, N, B)
+
+
+@_of_each_expert
+def separate_e2m1(q: Tensor) -> Tensor:
+    """The inverse of `interleave_e2m1`."""
+    E, N, B = q.shape
+    pairs = q.view(E, N // 16, 2, 8, B // 32, 2, 4, 2, 2)
+    pairs = pairs.permute(0, 1, 3, 4, 5, 2, 7, 6, 8).flatten(4, 7)  # (E, tile, 8, parts, 32, 2)
+    a, b = pairs.unbind(-1)
+    upper, lower = (a & 15) | (b << 4), (a >> 4) | (b & 240)
+    return torch.stack((upper, lower), 2).reshape(E, N, B)
+
+
+@_of_each_expert
+def interleave_scales(scale: Tensor) -> Tensor:
+    """e8m0 scales (E, N, K/32) as (E, K/128, 4N): the four of 128 columns side by side, then the next row's."""
+    E, N, G = scale.shape
+    return scale.view(E, N, G // 4, 4).transpose(1, 2).reshape(E, G // 4, 4 * N)
+
+
+@_of_each_expert
+def separate_scales(scale: Tensor) -> Tensor:
+    """The inverse of `interleave_scales`."""
+    E, parts, rows = scale.shape
+    return scale.view(E, parts, rows // 4, 4).transpose(1, 2).reshape(E, rows // 4, 4 * parts)
+
+
+@_of_each_expert
+def swizzle(scale: Tensor) -> Tensor:
+    """Scales (E, N, G) in tiles of 128 rows and 4 columns: row r, column c of a tile at (r % 32, r // 32, c).
+
+    N a multiple of 128 and G of 4; the shape stays.
+    """
+    E, N, G = scale.shape
+    tiles = _raw(scale).view(E, N // 128, 4, 32, G // 4, 4).permute(0, 1, 4, 3, 2, 5)
+    return tiles.reshape(E, N, G).view(scale.dtype)
+
+
+@_of_each_expert
+def unswizzle(scale: Tensor) -> Tensor:
+    """The inverse of `swizzle`."""
+    E, N, G = scale.shape
+    tiles = _raw(scale).view(E, N // 128, G // 4, 32, 4, 4).permute(0, 1, 4, 3, 2, 5)
+    return tiles.reshape(E, N, G).view(scale.dtype)
+
+
+def _check_whole(w: ExpertTensor) -> None:
+    N, B = w.qdata.shape[-2:]
+    if N % 128 or B % 64:
+        raise ValueError(
+            f"weight must have rows and columns that 128 divides to be laid out for flashinfer, got {(N, 2 * B)}; "
+            "use backend 'triton' or 'torch'"
+        )
+
+
+def _swizzled(w: ExpertTensor, order: str) -> Tensors:
+    _check_whole(w)
+    if w.scheme == "nvfp4" and w.activation_scale is None:
+        raise ValueError(
+            "weight must have an activation_scale to be laid out for flashinfer, whose kernels quantize activations by "
+            "scales known beforehand; give one to moe_ops.quantize or moe_ops.from_quantized"
+        )
+    t = {"qdata": w.qdata, "scale": w.scale} | reorder_rows(w, order)
+    return {"qdata": t["qdata"].contiguous(), "scale": swizzle(t["scale"].contiguous())}
+
+
+def _unswizzled(w: ExpertTensor, order: str) -> Tensors:
+    w = w._replace(scale=unswizzle(w.scale))
+    return {"scale": w.scale} | reorder_rows(w, order, undo=True)
+
+
+def _mixed(w: ExpertTensor, order: str) -> Tensors:
+    _check_whole(w)
+    t = {"qdata": w.qdata, "scale": w.scale} | reorder_rows(w, order)
+    return {
+        "qdata": interleave_e2m1(t["qdata"].contiguous()),
+        "scale": interleave_scales(t["scale"].contiguous()),
+    }
+
+
+def _unmixed(w: ExpertTensor, order: str) -> Tensors:
+    w = w._replace(qdata=separate_e2m1(w.qdata), scale=separate_scales(w.scale))
+    return {"qdata": w.qdata, "scale": w.scale} | reorder_rows(w, order, undo=True)
+
+
+def _takes(*schemes: str) -> Callable[[QuantScheme], bool]:
+    return lambda scheme: scheme.name.split(":")[0] in schemes
+
+
+def _undo_rows(w: ExpertTensor, order: str) -> Tensors:
+    return reorder_rows(w, order, undo=True)
+
+
+def _relayouts() -> Iterator[Relayout]:
+    kinds = (
+        ("", _takes(*NATURAL), reorder_rows, _undo_rows),
+        (MIXED, _takes("mxfp4_w4a16"), _mixed, _unmixed),
+        (SWIZZLED, _takes("nvfp4", "mxfp4_mxfp8"), _swizzled, _unswizzled),
+    )
+    for layout, takes, apply, undo in kinds:
+        for order in ("", UP_GATE, UP_GATE_OF_PAIRS):
+            name = f"{layout}:{order}" if order else layout
+            if name:
+                do, back = partial(apply, order=order), partial(undo, order=order)
+                yield Relayout(name, takes, do, back, order)
+
+
+RELAYOUTS = tuple(_relayouts())

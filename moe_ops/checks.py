@@ -1,0 +1,71 @@
+"""Checks of single arguments: each raises ValueError, naming the argument."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from numbers import Integral, Real
+
+import torch
+from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import guard_scalar
+
+
+def autocasting(device: torch.device) -> bool:
+    """Whether torch.autocast is on for a device; it knows no meta device."""
+    if not (torch.compiler.is_compiling() or torch._C._is_any_autocast_enabled()):
+        return False
+    return device.type != "meta" and torch.is_autocast_enabled(device.type)
+
+
+def static_size(size: int) -> int:
+    """A size as a constant of the traced graph, also under dynamic=True: plans depend on all but M."""
+    if torch.compiler.is_compiling() or type(size) is not int:
+        return int(guard_scalar(size))
+    return size
+
+
+def check_rank(name: str, tensor: Tensor, shape: str) -> None:
+    """Raise unless the tensor has as many dimensions as `shape`, e.g. "(M, K)", names."""
+    check_tensors({name: tensor})
+    rank = shape.count(",") + 1
+    if tensor.ndim != rank:
+        raise ValueError(f"{name} must have shape {shape}, got a {tensor.ndim}-D tensor")
+
+
+def check_tensors(
+    required: Mapping[str, object], optional: Mapping[str, object] | None = None
+) -> None:
+    """Raise for the first of these, by name, that is no tensor; optional ones may be None."""
+    for name, value in (*required.items(), *(optional or {}).items()):
+        if value is not None or name in required:
+            check_tensor(name, value)
+
+
+def check_tensor(name: str, value: object) -> None:
+    """Raise unless `value` is a tensor."""
+    if not isinstance(value, Tensor):
+        raise ValueError(
+            f"{name} must be a torch.Tensor, got {type(value).__name__}; torch.as_tensor converts "
+            "arrays and lists"
+        )
+
+
+def check_integer(name: str, value: int) -> None:
+    """Raise unless `value` is an integer, also a symbolic one; True and False are none."""
+    if type(value) is int:  # route asks in every call
+        return
+    if isinstance(value, bool) or not isinstance(value, (Integral, torch.SymInt)):
+        raise ValueError(f"{name} must be an integer, got {value!r}")
+
+
+def check_size(name: str, value: int, least: int = 1) -> None:
+    """Raise unless `value` is an integer of at least `least`."""
+    check_integer(name, value)
+    if value < least:
+        raise ValueError(f"{name} must be at least {least}, got {value}")
+
+
+def check_number(name: str, value: float) -> None:
+    """Raise unless `value` is a number; a tensor is none."""
+    if type(value) is not float and not isinstance(value, (Real, torch.SymFloat)):
+        raise ValueError(f"{name} must be a number, got {value!r}")

@@ -1,0 +1,63 @@
+"""The machine around the package: installed versions, the interpreter flag, the cache folder, progress bars.
+
+No optional library is imported here, but for progress bars.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+# Triton kernels run under its interpreter: on a machine without a GPU, for tests
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+CACHE_VARIABLE = "MOE_OPS_CACHE"
+
+_T = TypeVar("_T")
+
+
+def version(distribution: str) -> str | None:
+    """The version of a distribution; None if pip knows none."""
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def why_not_installed(module: str, distribution: str, wanted: str) -> str | None:
+    """None if a module can be found in the one version that a backend was written for, else why not and what to do."""
+    remedy = f"pip install {distribution}=={wanted}"
+    if importlib.util.find_spec(module) is None:
+        return f"{module} is not installed; {remedy}"
+    found = version(distribution) or "one that pip does not know by this name"
+    if found.split(".post")[0].split("+")[0] != wanted:
+        return f"needs {distribution} {wanted}, got {found}; {remedy}"
+    return None
+
+
+def why_no_triton() -> str | None:
+    """None, or what to install."""
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed; a CUDA build of torch brings it, or pip install triton"
+    return None
+
+
+def cache_folder() -> Path:
+    """Where this library keeps what it found out about a machine: the folder named by MOE_OPS_CACHE, else
+    ~/.cache/moe_ops. Whoever writes makes it. (Triton, DeepGEMM and FlashInfer have caches of their own for what they
+    compile; docs/backends.md names them.)
+    """
+    return Path(os.environ.get(CACHE_VARIABLE) or Path.home() / ".cache" / "moe_ops")
+
+
+def progress_bar(items: Sequence[_T], what: str) -> Iterable[_T]:
+    """`items` behind a progress bar on a terminal's stderr, if tqdm is installed."""
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        return items
+    return tqdm(items, desc=what, leave=False, disable=not sys.stderr.isatty())

@@ -1,0 +1,53 @@
+"""Hugging Face transformers models on moe_ops.
+
+Importing this module registers the experts implementation "moe_ops", for plain and for FP8 experts::
+
+    import moe_ops.integrations.transformers
+    model = AutoModelForCausalLM.from_pretrained(name, experts_implementation="moe_ops")
+
+`attach(model)` does the same for a model that is built already, serves the families that bypass
+transformers' experts hook, checks each layer and reports what runs where. `quantize(model, scheme)`
+quantizes the experts' weights in place, and `from_pretrained(name, quantization_config=MoeOpsConfig(scheme))`
+while a checkpoint is read; `MoeOpsConfig()` reads checkpoints that are quantized already. Families, limits and
+examples: docs/transformers.md and docs/checkpoints.md.
+"""
+
+from __future__ import annotations
+
+from transformers.integrations.finegrained_fp8 import FP8ExpertsInterface
+from transformers.integrations.moe import ExpertsInterface
+
+from moe_ops.integrations.transformers import activations as families
+from moe_ops.integrations.transformers.attach import attach
+from moe_ops.integrations.transformers.config import MoeOpsConfig
+from moe_ops.integrations.transformers.fp8 import fp8_experts_forward
+from moe_ops.integrations.transformers.hook import NAME, AttachReport, LayerReport
+from moe_ops.integrations.transformers.quantize import is_experts, quantize, quantize_weights
+from moe_ops.integrations.transformers.routers import (
+    RouterReport,
+    RoutersReport,
+    fuse_routers,
+    unfuse_routers,
+)
+from moe_ops.integrations.transformers.warmup import find
+from moe_ops.warmup import register_finder
+
+__all__ = [
+    "NAME",
+    "AttachReport",
+    "LayerReport",
+    "MoeOpsConfig",
+    "RouterReport",
+    "RoutersReport",
+    "attach",
+    "fp8_experts_forward",
+    "fuse_routers",
+    "is_experts",
+    "quantize",
+    "quantize_weights",
+    "unfuse_routers",
+]
+
+ExpertsInterface.register(NAME, families.experts_forward)
+FP8ExpertsInterface.register(NAME, fp8_experts_forward)
+register_finder(find)

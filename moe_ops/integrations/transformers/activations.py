@@ -1,0 +1,191 @@
+"""What transformers' experts modules compute, read from the modules themselves.
+
+Dimensions: M tokens, H hidden size, I intermediate size, E local experts, top_k experts per token.
+
+A gate is one of ours only if its formula is (`_GATES`, keyed by the function that a module's class
+really uses, so that an overridden gate is never mistaken for the one it replaces). Every other gate is
+run by the module itself between two grouped linears.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import activations as hf
+
+import moe_ops
+from moe_ops.activations import Activation
+from moe_ops.meta.scales import TRANSPOSED
+from moe_ops.numerics import permute
+
+FUSED = "fused_experts"
+GROUPED = "grouped_linear around the module's gate"
+
+# Pointwise functions of ours. NewGELUActivation writes out the tanh approximation that GELUTanh calls.
+_POINTWISE = {
+    nn.SiLU: "silu",
+    hf.SiLUActivation: "silu",
+    hf.GELUActivation: "gelu",
+    hf.GELUTanh: "gelu_tanh",
+    hf.NewGELUActivation: "gelu_tanh",
+    hf.ReLUSquaredActivation: "relu2",
+}
+
+
+def _plain(module: nn.Module) -> Activation | None:
+    """act_fn(g) * u, or act_fn(x) without a gate."""
+    act_fn = module.activation_fn if hasattr(module, "activation_fn") else module.act_fn
+    name = "silu" if act_fn is F.silu else _POINTWISE.get(type(act_fn))
+    if not getattr(module, "has_gate", True):
+        return None if name is None else Activation(f"{name}_no_mul")
+    return None if name in (None, "relu2") else Activation(name)
+
+
+def _swigluoai(module: nn.Module) -> Activation:
+    return Activation("swigluoai", module.alpha, 1.0, module.limit)
+
+
+def _swigluoai_halves(module: nn.Module) -> Activation:
+    return Activation("swigluoai_uninterleave", module.alpha, 1.0, module.limit)
+
+
+def _minimax_m3(module: nn.Module) -> Activation:
+    return Activation("swigluoai_uninterleave", module.swiglu_alpha, 1.0, module.swiglu_limit)
+
+
+def _clamped_silu(module: nn.Module) -> Activation:
+    return Activation("silu", limit=module.swiglu_limit)
+
+
+def _deepseek_v4(module: nn.Module) -> Activation | None:
+    plain = _plain(module)
+    is_silu = plain is not None and plain.name == "silu"
+    return Activation("silu", limit=module.limit) if is_silu else None
+
+
+def _step3p7(module: nn.Module) -> Activation | None:
+    plain = _plain(module)
+    is_silu = plain is not None and plain.name == "silu"
+    return Activation("swiglustep", limit=module.limit) if is_silu else None
+
+
+def _fp8(module: nn.Module) -> Activation | None:
+    if getattr(module, "gate_softcap", None) is not None:
+        return None
+    if module.swiglu_alpha is not None:
+        return _minimax_m3(module)
+    return _plain(module) if module.limit is None else _deepseek_v4(module)
+
+
+_GATES: dict[str, Callable[[nn.Module], Activation | None]] = {
+    "_default_apply_gate": _plain,
+    "BeamExperts._apply_gate": _plain,  # in fp32 with one rounding, as all of ours are
+    "GptOssExperts._apply_gate": _swigluoai,
+    "OpenAIPrivacyFilterExperts._apply_gate": _swigluoai_halves,
+    "MiniMaxM3VLExperts._apply_gate": _minimax_m3,
+    "DeepseekV4Experts._apply_gate": _deepseek_v4,
+    "Glm5NextTextExperts._apply_gate": _clamped_silu,
+    "HYV4Experts._apply_gate": _clamped_silu,
+    "Step3p7Experts._apply_gate": _step3p7,
+    "FP8Experts._apply_gate": _fp8,
+}
+
+
+def activation_of(module: nn.Module) -> Activation | None:
+    """The module's function between its two projections, or None if it is not one of ours."""
+    gate = _gate_name(type(module))
+    if gate == "" or not getattr(module, "has_gate", True):
+        return _plain(module)
+    known = _GATES.get(gate)
+    return None if known is None else known(module)
+
+
+@torch.compiler.assume_constant_result
+def _gate_name(cls: type) -> str:
+    """Qualified name of a class's gate; "" if it has none, "other" outside transformers."""
+    gate = getattr(cls, "_apply_gate", None)
+    if gate is None:
+        return ""
+    return gate.__qualname__ if gate.__module__.startswith("transformers.") else "other"
+
+
+def path_of(module: nn.Module) -> str:
+    """`FUSED` or `GROUPED`."""
+    ours = activation_of(module) is not None and not getattr(module, "has_post_expert_norm", False)
+    return FUSED if ours else GROUPED
+
+
+def rows_first(weight: Tensor, module: nn.Module) -> Tensor:
+    """A weight as (E, rows, columns); a view where the module keeps (E, columns, rows)."""
+    return turned(weight) if getattr(module, "is_transposed", False) else weight
+
+
+def turned(weight: Tensor) -> Tensor:
+    """A weight (E, columns, rows) as (E, rows, columns). Those prepared for a backend are so already: they have no transpose."""
+    prepared = getattr(weight, "weight_layout", "") not in ("", TRANSPOSED)
+    return weight if prepared else weight.transpose(1, 2)
+
+
+def run_experts(
+    module: nn.Module,
+    hidden_states: Tensor,  # (M, H)
+    top_k_index: Tensor,  # (M, top_k), ids outside [0, E) contribute zero
+    top_k_weights: Tensor,  # (M, top_k)
+    w13: Tensor,  # (E, 2I, H), without a gate (E, I, H)
+    w2: Tensor,  # (E, H, I)
+) -> Tensor:
+    """The module's experts through moe_ops, (M, H) in hidden_states' dtype."""
+    gated = getattr(module, "has_gate", True)
+    w13_bias = w2_bias = None
+    if getattr(module, "has_bias", False):
+        w13_bias = module.gate_up_proj_bias if gated else module.up_proj_bias
+        w2_bias = module.down_proj_bias
+    backend = backend_of(module)
+    # as transformers' own grouped_mm: the weights' dtype decides, e.g. fp32 residuals beside bf16
+    plain = getattr(w13, "scheme", None) is None
+    x = hidden_states.to(w13.dtype) if plain else hidden_states
+    activation = activation_of(module)
+    if activation is not None and not getattr(module, "has_post_expert_norm", False):
+        y = moe_ops.fused_experts(
+            x,
+            w13,
+            w2,
+            top_k_weights,
+            top_k_index,
+            activation=activation,
+            w13_bias=w13_bias,
+            w2_bias=w2_bias,
+            backend=backend,
+        )
+        return y.to(hidden_states.dtype)
+    pairs = permute.sort_pairs(top_k_index, w13.shape[0])
+    rows = permute.gather_tokens(x, pairs)
+    rows = moe_ops.grouped_linear(rows, w13, pairs.offsets, bias=w13_bias, backend=backend)
+    rows = module._apply_gate(rows) if gated else module.act_fn(rows)
+    rows = moe_ops.grouped_linear(rows, w2, pairs.offsets, bias=w2_bias, backend=backend)
+    if getattr(module, "has_post_expert_norm", False):
+        rows = module.post_expert_norm(rows)
+    return permute.combine(rows, top_k_weights, pairs, hidden_states.dtype)
+
+
+def backend_of(module: nn.Module) -> str:
+    """The backend that attach() chose for this module."""
+    return getattr(module, "_moe_ops_backend", "auto")
+
+
+def experts_forward(
+    module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+) -> Tensor:
+    """Forward of every experts module in transformers' common form; see `run_experts`."""
+    w13 = module.gate_up_proj if getattr(module, "has_gate", True) else module.up_proj
+    return run_experts(
+        module,
+        hidden_states,
+        top_k_index,
+        top_k_weights,
+        rows_first(w13, module),
+        rows_first(module.down_proj, module),
+    )

@@ -1,0 +1,70 @@
+"""The `quantization_config` of `from_pretrained`, known to transformers under the name "moe_ops"."""
+
+from __future__ import annotations
+
+from transformers.quantizers import auto
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from moe_ops.backends import check_backend
+from moe_ops.schemes import QuantScheme, get_scheme
+
+METHOD = "moe_ops"
+
+
+@auto.register_quantization_config(METHOD)
+class MoeOpsConfig(QuantizationConfigMixin):
+    """The `quantization_config` of `from_pretrained` for experts that moe_ops runs.
+
+    Args:
+        scheme: how to quantize the experts of a plain checkpoint, e.g. "int4_w4a16"; None for a checkpoint
+            that is quantized already, whose weights are then used as they are (or another scheme with
+            the same weights, e.g. "nvfp4_w4a16" for an NVFP4 checkpoint).
+        backend: for every expert call, as in `moe_ops.fused_experts`.
+
+    Raises:
+        ValueError: an unknown scheme or backend, or a scheme that does not quantize weights.
+    """
+
+    def __init__(
+        self,
+        scheme: str | QuantScheme | None = None,
+        backend: str = "auto",
+        quant_method: str = METHOD,
+    ):
+        if quant_method != METHOD:
+            raise ValueError(f"quant_method must be {METHOD!r}, got {quant_method!r}")
+        if scheme is not None:
+            scheme = get_scheme(scheme)
+            _ = scheme.quantized_weight  # raises for plain weights
+        check_backend("backend", backend)
+        self.quant_method = METHOD
+        self.scheme = None if scheme is None else scheme.name
+        self.backend = backend
+
+
+class _ModelOptConfig(MoeOpsConfig):
+    """Lets `from_pretrained` read ModelOpt's checkpoints, which transformers does not know, unasked."""
+
+    @classmethod
+    def from_dict(cls, config_dict, return_unused_kwargs=False, **kwargs):
+        return MoeOpsConfig()
+
+
+if "modelopt" not in auto.AUTO_QUANTIZATION_CONFIG_MAPPING:
+    auto.register_quantization_config("modelopt")(_ModelOptConfig)
+
+
+def _merge_quantization_configs(original):
+    """Let a MoeOpsConfig read checkpoints of other quantizers, which transformers refuses to mix."""
+
+    def merge_quantization_configs(cls, quantization_config, quantization_config_from_args):
+        if isinstance(quantization_config_from_args, MoeOpsConfig):
+            return quantization_config_from_args
+        return original(quantization_config, quantization_config_from_args)
+
+    return classmethod(merge_quantization_configs)
+
+
+auto.AutoHfQuantizer.merge_quantization_configs = _merge_quantization_configs(
+    auto.AutoHfQuantizer.merge_quantization_configs
+)

@@ -1,0 +1,166 @@
+"""Which tensors of a checkpoint make up a parameter, as transformers' own conversions tell.
+
+A family's conversion from ``experts.*.gate_proj.weight`` and ``experts.*.up_proj.weight`` to
+``experts.gate_up_proj`` names the projections and their order. The readers made of it match all names that
+quantized checkpoints put in the place of "weight".
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from transformers import core_model_loading as loading
+
+from moe_ops.integrations.checkpoints.experts import Checkpoint
+from moe_ops.integrations.checkpoints.formats import ALIASES, ROLES, format_of
+from moe_ops.integrations.transformers.layers import Layer
+from moe_ops.tensors import ExpertTensor
+
+# what `flatten` adds to the name of a quantized weight
+STORED = tuple(sorted({*ExpertTensor.tensor_data_names, *ExpertTensor.optional_tensor_data_names}))
+BIAS = "bias"  # GPTQ writes one for each matrix, of zeros where the model has none
+_COMPANIONS = tuple(role for role in ROLES if role != "weight")
+_START = r"(?<![a-zA-Z0-9_])"  # of a name's part: experts, but not shared_experts
+
+Table = dict[str, tuple[int, str]]  # source pattern -> (projection, role)
+
+
+class _Unused(loading.ConversionOps):
+    """Stands where a WeightConverter must have an operation; `OwnReader` runs none."""
+
+    def convert(self, input_dict, source_patterns, target_patterns, **kwargs):
+        raise NotImplementedError
+
+    @property
+    def reverse_op(self):
+        return self
+
+
+class OwnReader(loading.WeightConverter):
+    """Collects the names of a parameter's tensors and lets our quantizer read them."""
+
+    __slots__ = ("tensors",)
+
+    def __init__(self, source_patterns: list[str], target: str):
+        super().__init__(source_patterns, [target], [_Unused()])
+        self.tensors: list[tuple[str, Any]] = []
+
+    def add_tensor(self, target_key, source_key, source_pattern, future):
+        self.tensors.append((source_key, future))
+
+    def convert(self, layer_name, model=None, config=None, hf_quantizer=None, loading_info=None):
+        tensors, self.tensors = self.tensors, []
+        hf_quantizer.place(model, layer_name, dict(tensors))
+        loading_info.missing_keys.discard(layer_name)
+        return {}
+
+
+def own_readers(
+    transforms: list, layers: dict[str, tuple[Layer, str]], checkpoint: Checkpoint
+) -> tuple[list, Table]:
+    """transformers' conversions with those of quantizable weights replaced by readers of ours."""
+    table: Table = {}
+    leaves = {".".join(name.split(".")[-2:]): layer for name, (layer, _) in layers.items()}
+    own, kept, covered = [], [], set()
+    for transform in transforms:
+        leaf = next((leaf for leaf in leaves if _is_stack_of_experts(transform, leaf)), None)
+        if leaf is None:
+            kept.append(transform)
+            continue
+        covered.add(leaf)
+        reader = _reader(_bases(transform), transform.target_patterns[0], table)
+        reader.scope_prefix = transform.scope_prefix
+        reader.base_model_prefix = transform.base_model_prefix
+        own.append(reader)
+    for leaf, layer in leaves.items():
+        converted = any(_converts_to(transform, leaf) for transform in kept)
+        own.append(_stacked_reader(leaf, table, plain=not converted))
+        if leaf not in covered and getattr(layer.owner, "is_concatenated", True):
+            own += _single_readers(leaf, table)
+    own += _matrix_readers(checkpoint, [*own, *kept], table)
+    return [*own, *kept], table
+
+
+def expert_number(tensor: str) -> int | None:
+    """The expert of a tensor's name; None if it holds all of them."""
+    match = re.search(r"experts\.(\d+)\.", tensor)
+    return None if match is None else int(match.group(1))
+
+
+def _is_stack_of_experts(transform: Any, leaf: str) -> bool:
+    """Whether a conversion stacks experts, or joins stacks, along the rows and does nothing else."""
+    if not _converts_to(transform, leaf) or len(transform.target_patterns) > 1:
+        return False
+    if not all(source.endswith(".weight") for source in transform.source_patterns):
+        return False
+    steps = [(type(op).__name__, op.dim) for op in transform.operations if hasattr(op, "dim")]
+    stack, join = ("MergeModulelist", 0), ("Concatenate", 1)
+    known = ([stack], [stack, join], [join])
+    return len(steps) == len(transform.operations) and steps in known
+
+
+def _converts_to(transform: Any, leaf: str) -> bool:
+    if not isinstance(transform, loading.WeightConverter):
+        return False
+    end = _START + re.escape(leaf) + "$"
+    return any(re.search(end, target) for target in transform.target_patterns)
+
+
+def _bases(transform: loading.WeightConverter) -> list[str]:
+    """The patterns of a conversion's projections, without what follows the projection's name."""
+    return [source.removesuffix(".weight") for source in transform.source_patterns]
+
+
+def _reader(bases: list[str], target: str, table: Table, roles=(*ROLES, BIAS)) -> OwnReader:
+    patterns = []
+    for projection, base in enumerate(bases):
+        for role in (*roles, *ALIASES):
+            pattern = rf"{base}.{role}$"
+            table[pattern] = (projection, ALIASES.get(role, role))
+            patterns.append(pattern)
+    return OwnReader(patterns, target)
+
+
+def _stacked_reader(leaf: str, table: Table, plain: bool) -> OwnReader:
+    """``experts.gate_up_proj`` (if plain), ``experts.gate_up_proj_blocks``, ``experts.gate_up_proj.qdata``."""
+    names = {"": "weight"} if plain else {}
+    names |= {"_" + role.removeprefix("weight_"): role for role in _COMPANIONS}
+    names |= {rf"\.{role}": role for role in STORED}
+    patterns = {rf"{_START}{leaf}{text}$": role for text, role in names.items()}
+    table.update({pattern: (0, role) for pattern, role in patterns.items()})
+    return OwnReader(list(patterns), leaf)
+
+
+def _single_readers(leaf: str, table: Table) -> list[OwnReader]:
+    """Experts one by one, in families whose own checkpoints hold them stacked."""
+    module, _, name = leaf.rpartition(".")
+    projections = {"gate_up_proj": ("gate_proj", "up_proj")}.get(name, (name,))
+    return [_reader([f"{_START}{module}.*.{p}" for p in projections], leaf, table)]
+
+
+def _matrix_readers(checkpoint: Checkpoint, transforms: list, table: Table) -> list[OwnReader]:
+    """Readers of the quantized matrices that are no experts."""
+    renamings = [t for t in transforms if isinstance(t, loading.WeightRenaming)]
+    experts = [t for t in transforms if isinstance(t, OwnReader)]
+    modules: dict[str, dict] = {}
+    for tensor, entry in checkpoint.files.entries.items():
+        module, _, role = tensor.rpartition(".")
+        role = ALIASES.get(role, role)
+        if role in ROLES:
+            modules.setdefault(module, {})[role] = entry
+    leaves = set()
+    for module, entries in modules.items():
+        if entries.keys() == {"weight"} or not _is_quantized(entries):
+            continue
+        renamed, pattern = loading.rename_source_key(f"{module}.weight", renamings, experts)
+        if pattern is None:
+            leaves.add(".".join(renamed.split(".")[-3:-1]))
+    return [_reader([_START + leaf], f"{leaf}.weight", table, ROLES) for leaf in sorted(leaves)]
+
+
+def _is_quantized(entries: dict) -> bool:
+    try:
+        return format_of(entries, "") is not None
+    except ValueError:
+        return False

@@ -1,0 +1,200 @@
+"""Running one layer after the other through moe_ops, with a check of each and a report."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import moe_ops
+from moe_ops.integrations.transformers import activations as families
+from moe_ops.integrations.transformers import families as outside
+from moe_ops.integrations.transformers import fp8
+from moe_ops.integrations.transformers import layers as layers_of
+from moe_ops.integrations.transformers.layers import Layer
+
+NAME = "moe_ops"
+
+
+@dataclass(frozen=True)
+class LayerReport:
+    """What one MoE layer runs."""
+
+    name: str  # module name in the model
+    family: str  # class of the module
+    path: str  # which functions of moe_ops
+    activation: str  # ours, or the module's own
+    runs: str  # the backends by number of tokens M, or the operators that ran in the check
+    check: str  # largest difference from the module's own forward, or why there was no check
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.family}): {self.path}, {self.activation}, {self.runs}; {self.check}"
+
+
+@dataclass(frozen=True)
+class AttachReport:
+    """What `attach` did; str() has one line for each layer."""
+
+    layers: tuple[LayerReport, ...]
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.layers))
+
+
+def attach_layers(model: nn.Module, backend: str) -> AttachReport:
+    """`attach` of a model whose experts are ordinary modules."""
+    layers = layers_of.find(model)
+    undo = layers_of.snapshot(model, layers)
+    try:
+        if hasattr(model, "set_experts_implementation") and any(
+            layer.family is None for layer in layers
+        ):
+            model.set_experts_implementation(NAME)
+        return AttachReport(tuple([_attach_layer(layer, backend) for layer in layers]))
+    except BaseException:
+        undo()
+        raise
+
+
+def _attach_layer(layer: Layer, backend: str) -> LayerReport:
+    module, owner, family = layer.module, layer.owner, layer.family
+    if family is None:
+        module.config._experts_implementation = NAME
+        path = families.path_of(owner)
+    else:
+        outside.set_forward(module, family.forward)
+        if family.owner_forward is not None:
+            outside.set_forward(owner, family.owner_forward)
+        path = family.path
+    owner._moe_ops_backend = backend
+    operators, check = _check(layer)
+    return LayerReport(
+        layer.name,
+        type(owner).__name__,
+        path,
+        _activation_text(owner, families.activation_of(owner)),
+        _plan_text(layer) or operators,
+        check,
+    )
+
+
+def _plan_text(layer: Layer) -> str:
+    """The backends of the layer's fused_experts call; empty where the weights do not show them yet."""
+    owner = layer.owner
+    weights = [getattr(owner, name) for name in layer.weights]
+    if layer.family is not None or families.path_of(owner) != families.FUSED:
+        return ""
+    if weights[0].device.type == "meta" or weights[0].dtype == torch.float8_e4m3fn:
+        return ""
+    w13, w2 = (families.rows_first(w, owner) for w in weights)
+    bias = [getattr(owner, f"{name}_bias", None) for name in layer.weights]
+    top_k = getattr(owner.config, "num_experts_per_tok", None) or 1
+    plan = moe_ops.explain(
+        torch.empty(1, w13.shape[2], dtype=w13.dtype, device=w13.device),
+        w13,
+        w2,
+        torch.zeros(1, top_k, dtype=torch.int64, device=w13.device),
+        activation=families.activation_of(owner),
+        w13_bias=bias[0],
+        w2_bias=bias[1],
+        backend=families.backend_of(owner),
+    )
+    return ", ".join(
+        backend.name if limit < 0 else f"{backend.name} up to M = {limit}"
+        for limit, backend in plan.tiers
+    )
+
+
+def _activation_text(owner: nn.Module, activation) -> str:
+    if activation is None:
+        return f"{type(owner).__name__}'s own gate"
+    limit = activation.limit
+    return activation.name if limit > 1e38 else f"{activation.name} with limit {limit:g}"
+
+
+class _Recorder(TorchDispatchMode):
+    """Collects the names of moe_ops operators that run."""
+
+    def __init__(self):
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "moe_ops":
+            self.names.add(func._opname)
+        return func(*args, **(kwargs or {}))
+
+
+def _check(layer: Layer) -> tuple[str, str]:
+    """Call a layer once as it is and once as its own forward is: (operators, difference)."""
+    weights = [getattr(layer.owner, name) for name in layer.weights]
+    unchecked = "backend chosen when first called"
+    if any(w.device.type == "meta" for w in weights):
+        return unchecked, "not checked: weights are not loaded"
+    if any(fp8.is_quantized(w) or w.element_size() == 1 for w in weights):
+        reason = fp8.refusal(layer.owner, weights[0]) if hasattr(layer.owner, "block_size") else ""
+        if reason:
+            raise ValueError(f"{layer.name}: {reason}")
+        return unchecked, "not checked: weights are quantized"
+    inputs = _probe(layer, weights)
+    with torch.no_grad(), _Recorder() as recorder:
+        got = _first(layer.module(*inputs))
+    if not recorder.names:
+        raise RuntimeError(
+            f"{layer.name} did not call moe_ops: its forward is replaced by something else; remove "
+            f"that, or attach before it is added"
+        )
+    with torch.no_grad():
+        want = _first(_own_forward(layer, inputs))
+    operators = ", ".join(sorted(recorder.names))
+    if not want.isfinite().all():
+        return operators, "not checked: its own forward is not finite on random tokens"
+    error = (got.float() - want.float()).abs().max().item()
+    scale = want.float().abs().max().item()
+    if not error <= (1e-3 if want.dtype == torch.float32 else 5e-2) * max(scale, 1e-6):
+        raise RuntimeError(
+            f"{layer.name} differs from its own forward by {error:.3g} at magnitude {scale:.3g}; "
+            f"{type(layer.owner).__name__} computes something moe_ops does not know"
+        )
+    return operators, f"differs from its own forward by {error:.1e} at magnitude {scale:.1e}"
+
+
+def _probe(layer: Layer, weights: list[Tensor]) -> tuple[Tensor, ...]:
+    """A few random tokens with distinct router weights, in the form the module takes."""
+    rng = torch.Generator().manual_seed(0)
+    like = {"device": weights[0].device, "dtype": weights[0].dtype}
+    x = torch.randn(3, layer.columns, generator=rng).to(**like)
+    if layer.family is not None and layer.family.routes:
+        return (x,)
+    is_dbrx = weights[0].dim() == 2
+    num_experts = layer.owner.moe_num_experts if is_dbrx else weights[0].shape[0]
+    top_k = min(2, num_experts)
+    ids = torch.stack([torch.randperm(num_experts, generator=rng)[:top_k] for _ in range(3)])
+    router = torch.rand(3, top_k, generator=rng) + 0.1
+    x = x.unsqueeze(1) if is_dbrx else x
+    return x, ids.to(like["device"]), router.to(**like)
+
+
+def _own_forward(layer: Layer, inputs: tuple[Tensor, ...]):
+    """The module's result without moe_ops."""
+    module, owner, family = layer.module, layer.owner, layer.family
+    if family is None:
+        try:
+            module.config._experts_implementation = "eager"
+            return module(*inputs)
+        finally:
+            module.config._experts_implementation = NAME
+    try:
+        outside.restore(module)
+        outside.restore(owner)
+        return module(*inputs)
+    finally:
+        outside.set_forward(module, family.forward)
+        if family.owner_forward is not None:
+            outside.set_forward(owner, family.owner_forward)
+
+
+def _first(output):
+    return output[0] if isinstance(output, tuple) else output

@@ -1,0 +1,132 @@
+"""Finding the MoE layers of a model, and reading and replacing their expert weights."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from moe_ops.integrations.transformers import families as outside
+from moe_ops.integrations.transformers.activations import turned
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One MoE layer found in a model."""
+
+    name: str  # module name in the model
+    module: nn.Module
+    family: outside.Family | None  # None on transformers' experts hook
+
+    @property
+    def owner(self) -> nn.Module:
+        """The module that owns the weights."""
+        if self.family is None or not self.family.owner:
+            return self.module
+        return getattr(self.module, self.family.owner)
+
+    @property
+    def weights(self) -> tuple[str, ...]:
+        """Names of the expert weights in `owner`."""
+        if self.family is not None:
+            return self.family.weights
+        return ("gate_up_proj" if self.module.has_gate else "up_proj", "down_proj")
+
+    def parameter_name(self, name: str) -> str:
+        """The name in the model of one of `weights`."""
+        owner = "" if self.family is None else self.family.owner
+        return ".".join(filter(None, (self.name, owner, name)))
+
+    def columns_first(self, name: str) -> bool:
+        """Whether the module keeps this weight as (E, columns, rows)."""
+        if self.family is not None:
+            return name in self.family.columns_first
+        return bool(getattr(self.module, "is_transposed", False))
+
+    @property
+    def columns(self) -> int:
+        """Size of the experts' input."""
+        return self.natural_weight(self.weights[0]).shape[-1]
+
+    def natural_weight(self, name: str) -> Tensor:
+        """A weight as (E, rows, columns), a view."""
+        weight = getattr(self.owner, name).detach()
+        if weight.dim() == 2:  # dbrx joins experts and rows
+            weight = weight.view(self.owner.moe_num_experts, -1, weight.shape[1])
+        # longcat_flash gives its identity experts rows in gate_up_proj, which nothing reads
+        weight = weight[: getattr(self.owner, "num_routed_experts", None)]
+        return turned(weight) if self.columns_first(name) else weight
+
+    def set_weight(self, name: str, weight: Tensor) -> None:
+        """Replace a weight by one given as (E, rows, columns), frozen."""
+        weight = turned(weight) if self.columns_first(name) else weight
+        setattr(self.owner, name, nn.Parameter(weight, requires_grad=False))
+
+
+def layer_of(name: str, module: nn.Module) -> Layer | None:
+    """The MoE layer that a module is, if it is one that we serve."""
+    family = outside.family_of(module)
+    if family is not None:
+        return Layer(name, module, family)
+    if hasattr(module, "is_transposed") and hasattr(module, "has_gate"):
+        return Layer(name, module, None)
+    return None
+
+
+def find(model: nn.Module) -> list[Layer]:
+    """The MoE layers of a model.
+
+    Raises:
+        ValueError: it is no module, there are none, or only some that nothing here can serve.
+    """
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    found, unknown = [], []
+    for name, module in model.named_modules():
+        kind = type(module).__name__
+        layer = layer_of(name, module)
+        if layer is not None:
+            found.append(layer)
+        elif re.search(r"Experts|MoE|Moe|Sparse.*MLP", kind) and name:
+            unknown.append(f"{name} ({kind})")
+    if found:
+        return found
+    if unknown:
+        raise ValueError(
+            f"model must have MoE layers on transformers' experts hook (the decorator "
+            f"use_experts_implementation) or of {', '.join(outside.FAMILIES)}; got "
+            f"{', '.join(unknown[:3])}; call moe_ops.fused_experts in that module's forward instead"
+        )
+    raise ValueError(f"model must contain MoE layers, got {type(model).__name__} without any")
+
+
+def snapshot(model: nn.Module, layers: list[Layer]) -> Callable[[], None]:
+    """A function that undoes all that attaching changes: forwards, backends, experts implementations."""
+    objects: dict[int, tuple[Any, tuple[str, ...]]] = {}
+    for layer in layers:
+        for module in (layer.module, layer.owner):
+            objects[id(module)] = (module, ("forward", "_old_forward", "_moe_ops_backend"))
+    configs = [getattr(module, "config", None) for module in model.modules()]
+    while configs:
+        config = configs.pop()
+        if not hasattr(config, "__dict__") or id(config) in objects:
+            continue
+        # transformers keeps the name under the second; a stand-in without its property has the first
+        names = ("_experts_implementation", "_experts_implementation_internal")
+        objects[id(config)] = (config, names)
+        configs += [getattr(config, key, None) for key in getattr(config, "sub_configs", ())]
+    saved = [
+        (vars(thing), names, {name: vars(thing)[name] for name in names if name in vars(thing)})
+        for thing, names in objects.values()
+    ]
+
+    def undo() -> None:
+        for attributes, names, values in saved:
+            for name in names:
+                attributes.pop(name, None)
+            attributes.update(values)
+
+    return undo

@@ -1,0 +1,121 @@
+"""Quantizing the experts of a model in place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import nn
+from torch.nn.utils import parametrize
+
+import moe_ops
+from moe_ops.integrations.transformers import fp8
+from moe_ops.integrations.transformers import layers as layers_of
+from moe_ops.integrations.transformers.attach import attach
+from moe_ops.integrations.transformers.config import MoeOpsConfig
+from moe_ops.integrations.transformers.hook import AttachReport
+from moe_ops.integrations.transformers.layers import Layer
+from moe_ops.integrations.transformers.quantizer import mark_quantized
+from moe_ops.schemes import QuantScheme, get_scheme
+from moe_ops.tensors import check_quantizable
+
+
+def quantize(model: nn.Module, scheme: str | QuantScheme) -> AttachReport:
+    """Quantize the expert weights of a model in place, and attach the model if it is not yet.
+
+    All weights are checked before the first one changes: after a ValueError or RuntimeError the model is
+    as it was before the call. Then each is replaced by an `ExpertTensor` parameter with
+    requires_grad=False, one at a time, so that at most one weight exists twice. A parameter keeps the
+    shape it had: where a family keeps (E, columns, rows), the quantized data lies as (E, rows, columns)
+    under a transposed view. Two families are exceptions: dbrx's three (E * I, H) become (E, I, H), and longcat_flash's gate_up_proj
+    loses the rows of its identity experts, which nothing reads.
+
+    Args:
+        model: as for `attach`.
+        scheme: as for `moe_ops.quantize`, but for those with static activation scales, which only
+            its `activation_scale` can give ("fp8_tensor_static").
+
+    Returns:
+        The report of `attach`, made before the weights were quantized.
+
+    Raises:
+        ValueError: as `attach` and `moe_ops.quantize`, naming the parameter; also weights that are
+            quantized already, carry adapters, or are not loaded (meta device).
+        RuntimeError: as `attach`.
+    """
+    scheme = get_scheme(scheme)
+    _ = scheme.quantized_weight  # raises for plain weights
+    if scheme.activation is not None and scheme.activation.static:
+        raise ValueError(
+            f"scheme must not have static activation scales, got {scheme.name!r}: no model carries them; "
+            "use 'fp8_tensor', whose scales come from the data of each call, or quantize each weight "
+            "by moe_ops.quantize(weight, scheme, activation_scale=...)"
+        )
+    pairs = [(layer, name) for layer in layers_of.find(model) for name in layer.weights]
+    for layer, name in pairs:
+        _check_quantizable(layer, name, scheme)
+    report = attach(model)
+    for layer, name in _progress(pairs):
+        _quantize_weight(layer, name, scheme)
+    mark_quantized(model, MoeOpsConfig(scheme))
+    return report
+
+
+def is_experts(module: nn.Module) -> bool:
+    """Whether a module is one MoE layer of a transformers model, as `attach` serves it."""
+    return layers_of.layer_of("", module) is not None
+
+
+def quantize_weights(module: nn.Module, scheme: str, name: str | None = None) -> None:
+    """Quantize the experts of one MoE layer, all weights or the one of this name, and attach the layer.
+
+    Raises:
+        ValueError, RuntimeError: as `quantize`; the module is then as it was.
+    """
+    layer = layers_of.layer_of("", module)
+    if layer is None:
+        raise ValueError(f"module must be an MoE layer, got {type(module).__name__}")
+    names = layer.weights if name is None else (name,)
+    if not set(names) <= set(layer.weights):
+        raise ValueError(f"name must be one of {layer.weights}, got {name!r}")
+    for weight_name in names:
+        _check_quantizable(layer, weight_name, get_scheme(scheme))
+    if not any(fp8.is_quantized(getattr(layer.owner, n)) for n in layer.weights):
+        attach(module)
+    for weight_name in names:
+        _quantize_weight(layer, weight_name, get_scheme(scheme))
+
+
+def _quantize_weight(layer: Layer, name: str, scheme: QuantScheme) -> None:
+    layer.set_weight(name, moe_ops.quantize(layer.natural_weight(name).contiguous(), scheme))
+
+
+def _check_quantizable(layer: Layer, weight_name: str, scheme: QuantScheme) -> None:
+    name = layer.parameter_name(weight_name)
+    # PEFT wraps the module, as "base_layer", and parametrizes its weights during the forward only
+    if "base_layer" in name.split(".") or parametrize.is_parametrized(layer.owner, weight_name):
+        raise ValueError(
+            f"{name} must carry no adapter; quantize the model before adding adapters"
+        )
+    weight = getattr(layer.owner, weight_name)
+    if fp8.is_quantized(weight) or weight.element_size() == 1:
+        if getattr(weight, "scheme", None) == "":  # plain, in a backend's layout
+            raise ValueError(
+                f"{name} must have its natural layout, got {weight.weight_layout!r}; bring it back by "
+                "moe_ops.prepare(weight, 'torch') first"
+            )
+        what = getattr(weight, "scheme", weight.dtype)
+        raise ValueError(f"{name} must be a plain tensor, got {what}: it is quantized already")
+    if weight.device.type == "meta":
+        raise ValueError(f"{name} must be loaded, got the meta device; quantize before offloading")
+    check_quantizable(name, layer.natural_weight(weight_name), scheme)
+
+
+def _progress(pairs: list) -> Iterable:
+    """A progress bar over a model whose weights take a while, if tqdm is installed."""
+    if sum(getattr(layer.owner, name).numel() for layer, name in pairs) < 2**30:
+        return pairs
+    try:
+        from tqdm.auto import tqdm
+    except ImportError:
+        return pairs
+    return tqdm(pairs, desc="quantizing experts", unit="weight")

@@ -1,0 +1,363 @@
+"""Quantized experts in `from_pretrained` and `save_pretrained`.
+
+transformers decides which tensors of a checkpoint belong to which parameter, and where it goes. The
+tensors themselves are read by `Checkpoint`, one expert at a time: transformers' own way would hold a
+layer's experts in bf16 several times over, and would convert the integers of quantized checkpoints to the
+dtype of the parameter they are meant for.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import core_model_loading as loading
+from transformers.modeling_utils import PreTrainedModel
+from transformers.quantizers import auto
+from transformers.quantizers.base import HfQuantizer
+
+import moe_ops
+from moe_ops.integrations.checkpoints import files
+from moe_ops.integrations.checkpoints.common import FLOATS
+from moe_ops.integrations.checkpoints.experts import (
+    Checkpoint,
+    Source,
+    Weight,
+    experts_of,
+    scheme_for,
+)
+from moe_ops.integrations.transformers import conversions
+from moe_ops.integrations.transformers import layers as layers_of
+from moe_ops.integrations.transformers.config import METHOD, MoeOpsConfig
+from moe_ops.integrations.transformers.hook import attach_layers
+from moe_ops.integrations.transformers.layers import Layer
+from moe_ops.meta.scales import TRANSPOSED
+from moe_ops.ops.relayout import natural as in_natural_layout
+from moe_ops.schemes import get_scheme
+from moe_ops.tensors import ExpertTensor, check_quantizable, flatten, unflatten
+from moe_ops.tensors.checks import check_groups
+
+
+@auto.register_quantizer(METHOD)
+class MoeOpsQuantizer(HfQuantizer):
+    """Loads and saves models whose experts are ExpertTensors."""
+
+    requires_calibration = False
+    is_trainable = True  # adapters: the experts themselves receive no gradients
+    is_compileable = True
+
+    def __init__(self, quantization_config: MoeOpsConfig, **kwargs):
+        super().__init__(quantization_config, **kwargs)
+        # False makes transformers ask for one tensor after the other; threads would read ahead
+        self.pre_quantized = False
+        self._model: PreTrainedModel | None = None
+        self._own_names = False  # whether the files were written by save_pretrained
+        self._checkpoint: Checkpoint | None = None
+        self._layers: dict[str, tuple[Layer, str]] = {}  # parameter -> its layer and weight
+        self._weights: dict[str, Weight] = {}
+        self._matrices: dict[str, Source] = {}
+        self._stored: dict[str, Source] = {}
+
+    def __deepcopy__(self, memo):
+        return self  # it has no state once a model is loaded
+
+    # --- before loading: what belongs where ---------------------------------------------------------
+
+    def _process_model_before_weight_loading(
+        self, model, checkpoint_files=None, device_map=None, **kwargs
+    ):
+        if not checkpoint_files or not str(checkpoint_files[0]).endswith(".safetensors"):
+            raise ValueError(
+                f"quantized experts are loaded from safetensors files, got {checkpoint_files}; convert the "
+                f"checkpoint, or load it plain and call moe_ops.integrations.transformers.quantize"
+            )
+        if isinstance(device_map, dict) and "disk" in device_map.values():
+            raise ValueError("device_map must not have 'disk', got one: offload to 'cpu' instead")
+        config = files.quantization_config(Path(checkpoint_files[0]).parent)
+        self._own_names = config.get("quant_method") == METHOD
+        self._checkpoint = Checkpoint(list(checkpoint_files), {} if self._own_names else config)
+        self._layers = {
+            layer.parameter_name(name): (layer, name)
+            for layer in layers_of.find(model)
+            for name in layer.weights
+        }
+        self._model = model
+
+    def update_weight_conversions(self, weight_conversions, model=None):
+        """Replace the conversions of expert weights, and check the whole checkpoint's headers."""
+        model = self._model if model is None else model
+        known = (
+            [] if self._own_names else weight_conversions
+        )  # we save under the model's own names
+        kept, table = conversions.own_readers(known, self._layers, self._checkpoint)
+        self._assign(model, kept, table)
+        return kept
+
+    def _assign(self, model, transforms: list, table: conversions.Table) -> None:
+        """Decide from the headers what every parameter is read from, and check that it can be."""
+        renamings = [t for t in transforms if isinstance(t, loading.WeightRenaming)]
+        converters = [t for t in transforms if isinstance(t, loading.WeightConverter)]
+        state = model.state_dict()
+        found: dict[str, dict[str, tuple[int, str]]] = {}
+        foreign: set[str] = set()
+        for tensor in sorted(self._checkpoint.files.entries, key=loading.dot_natural_key):
+            target, pattern = loading.rename_source_key(
+                tensor, renamings, converters, model.base_model_prefix, state
+            )
+            if target in state and pattern in table:
+                found.setdefault(target, {})[tensor] = table[pattern]
+            elif target in state:
+                self._check_plain(tensor, state[target])
+                foreign.add(target)
+            elif pattern in table:
+                self._check_unclaimed(tensor, renamings, converters)
+        for target, tensors in found.items():
+            if target in self._layers:
+                self._assign_weight(target, tensors)
+            else:
+                source = {role: tensor for tensor, (_, role) in tensors.items()}
+                self._matrices[target] = source
+                self._checkpoint.plan(target, ((source,),))
+        for target in self._layers:
+            if target not in found and target not in foreign:
+                raise ValueError(f"{target} must be in the checkpoint, got no tensor for it")
+        quantized = self._stored or any(w.scheme for w in self._weights.values())
+        if self.quantization_config.scheme is None and not quantized:
+            raise ValueError(
+                "scheme must be given to quantize a plain checkpoint, got None; leave quantization_config out "
+                "to load it plain"
+            )
+
+    def _check_plain(self, tensor: str, parameter: Tensor) -> None:
+        """Raise for a quantized tensor whose scales have names that nobody taught us."""
+        entry = self._checkpoint.files.entries[tensor]
+        if parameter.is_floating_point() and entry.dtype not in FLOATS:
+            raise ValueError(
+                f"{entry} must be a plain weight or have scales of a known name beside it, got {entry.dtype}"
+            )
+
+    def _check_unclaimed(self, tensor: str, renamings: list, converters: list) -> None:
+        """Raise for a quantized tensor that transformers would join or split by its own conversions."""
+        others = [c for c in converters if not isinstance(c, conversions.OwnReader)]
+        target, pattern = loading.rename_source_key(tensor, renamings, others)
+        if pattern is not None:
+            raise ValueError(
+                f"{self._checkpoint.files.entries[tensor]} must not be quantized: transformers converts it "
+                f"to {target}, which only plain weights can be"
+            )
+
+    def _assign_weight(self, target: str, tensors: dict[str, tuple[int, str]]) -> None:
+        if any(role in conversions.STORED for _, role in tensors.values()):
+            self._assign_stored(target, {role: tensor for tensor, (_, role) in tensors.items()})
+            return
+        count = 1 + max(projection for projection, _ in tensors.values())
+        stacked: list[Source] = [{} for _ in range(count)]
+        single: list[dict[int, Source]] = [{} for _ in range(count)]
+        for tensor, (projection, role) in tensors.items():
+            if role == conversions.BIAS:
+                self._check_zero(tensor)
+                continue
+            number = conversions.expert_number(tensor)
+            if number is None:
+                stacked[projection][role] = tensor
+            else:
+                single[projection].setdefault(number, {})[role] = tensor
+        layer, name = self._layers[target]
+        expected = tuple(layer.natural_weight(name).shape)
+        sources = experts_of(target, stacked, single)
+        if hasattr(layer.owner, "num_routed_experts"):  # nothing reads those of identity experts
+            sources = tuple(projection[: expected[0]] for projection in sources)
+        joined = expected[0] if getattr(layer.owner, name).dim() == 2 else 0
+        columns_first = layer.columns_first(name)
+        weight = self._checkpoint.plan(target, sources, columns_first=columns_first, joined=joined)
+        if weight.shape != expected:
+            raise ValueError(
+                f"{target} must have shape {expected} as (experts, rows, columns), got {weight.shape} from "
+                f"{self._checkpoint.files.entries[next(iter(tensors))]}"
+            )
+        scheme = scheme_for(weight, self.quantization_config.scheme)
+        if scheme and weight.format is None:
+            check_scheme_fits(target, scheme, weight.shape)
+        self._weights[target] = weight
+
+    def _check_zero(self, tensor: str) -> None:
+        if self._checkpoint.files.read(tensor).any():
+            raise ValueError(
+                f"{self._checkpoint.files.entries[tensor]} must be zero: the model's experts have no bias"
+            )
+
+    def _assign_stored(self, target: str, source: Source) -> None:
+        """A weight that `save_pretrained` wrote."""
+        key = _metadata_key(source)
+        attributes = self._checkpoint.files.metadata.get(key)
+        if attributes is None:
+            where = self._checkpoint.files.entries[next(iter(source.values()))]
+            raise ValueError(
+                f"metadata of {where} must have {key!r}, which says how {target} is stored"
+            )
+        stored, wanted = json.loads(attributes)["scheme"], self.quantization_config.scheme
+        if wanted not in (None, stored):
+            raise ValueError(
+                f"scheme must be {stored!r}, in which {target} is quantized already, got {wanted!r}; leave "
+                f"scheme out"
+            )
+        self._stored[target] = source
+
+    # --- while loading ------------------------------------------------------------------------------
+
+    def place(self, model, target: str, tensors: dict[str, Any]) -> None:
+        """Read a parameter and set it. ``tensors``: what transformers would call to read each itself."""
+        entries = self._checkpoint.files.entries
+        smallest = min(tensors, key=lambda name: _bytes(entries[name]))
+        device = tensors[smallest]().device  # transformers' device map, applied
+        if target in self._matrices:
+            value = self._read_matrix(model, target, device)
+        else:
+            value = self._read_weight(target, device)
+        module, name = model.get_submodule(target.rpartition(".")[0]), target.rpartition(".")[2]
+        if hasattr(getattr(module, name), "full_tensor"):
+            raise ValueError(
+                f"{target} must not be sharded while it is loaded, got a DTensor; load without tp_plan and "
+                f"distributed_config, then shard by fully_shard"
+            )
+        if target in self._layers:
+            self._layers[target][0].set_weight(self._layers[target][1], value)
+        else:
+            setattr(module, name, nn.Parameter(value))
+        getattr(module, name)._is_hf_initialized = True
+
+    def _read_weight(self, target: str, device: torch.device) -> Tensor:
+        layer, name = self._layers[target]
+        dtype = getattr(layer.owner, name).dtype
+        if target in self._stored:
+            source = self._stored[target]
+            tensors = {t: self._checkpoint.files.read(t, device) for t in source.values()}
+            key = _metadata_key(source)
+            metadata = {key: self._checkpoint.files.metadata[key]}
+            try:
+                (weight,) = unflatten(tensors, metadata).values()
+            except ValueError as error:
+                file = self._checkpoint.files.entries[source["qdata"]].file
+                raise ValueError(f"{error}, in {file}") from error
+            return weight.to(dtype)
+        scheme = self.quantization_config.scheme
+        return self._checkpoint.load(self._weights[target], scheme, device=device, dtype=dtype)
+
+    def _read_matrix(self, model, target: str, device: torch.device) -> Tensor:
+        dtype = model.get_parameter(target).dtype
+        source = self._matrices[target]
+        if source.keys() == {"weight"}:
+            return self._checkpoint.files.read(source["weight"], device).to(dtype)
+        return self._checkpoint.matrix(target, source, dtype, device)
+
+    def param_needs_quantization(self, model, param_name: str, **kwargs) -> bool:
+        """True for experts that one of transformers' own conversions puts together."""
+        in_hand = param_name in self._weights or param_name in self._stored
+        return param_name in self._layers and not in_hand and bool(self.quantization_config.scheme)
+
+    def get_quantize_ops(self):
+        return _QuantizeConverted(self)
+
+    def param_element_size(self, model, param_name: str, param: Tensor) -> float:
+        """Bytes of one element, for transformers' device maps."""
+        weight = self._weights.get(param_name)
+        scheme = self.quantization_config.scheme or (weight.scheme if weight else "")
+        if param_name not in self._layers or not scheme:
+            return param.element_size()
+        return bytes_per_element(scheme)
+
+    # --- after loading, and saving ------------------------------------------------------------------
+
+    def _process_model_after_weight_loading(self, model, **kwargs):
+        for state in (self._layers, self._weights, self._matrices, self._stored):
+            state.clear()
+        self._checkpoint = self._model = None
+        mark_quantized(model, self.quantization_config)
+        attach_layers(model, self.quantization_config.backend)
+        return model
+
+    def get_state_dict_and_metadata(self, model):
+        return flatten_natural(model.state_dict())
+
+    def is_serializable(self, *args, **kwargs) -> bool:
+        return True
+
+    def _dequantize(self, model, dtype=None):
+        for layer in layers_of.find(model):
+            for name in layer.weights:
+                weight = layer.natural_weight(name)
+                if isinstance(weight, ExpertTensor):
+                    layer.set_weight(name, weight.dequantize(dtype))
+        return model
+
+
+class _QuantizeConverted(loading.ConversionOps):
+    """Quantizes experts that one of transformers' own conversions put together."""
+
+    def __init__(self, quantizer: MoeOpsQuantizer):
+        self.quantizer = quantizer
+
+    def convert(self, input_dict, source_patterns, target_patterns, full_layer_name="", **kwargs):
+        (value,) = input_dict.values()
+        value = value[0] if isinstance(value, list) else value
+        layer, name = self.quantizer._layers[full_layer_name]
+        setattr(layer.owner, name, nn.Parameter(value, requires_grad=False))
+        natural = layer.natural_weight(name).contiguous()
+        check_quantizable(full_layer_name, natural)
+        scheme = self.quantizer.quantization_config.scheme
+        layer.set_weight(name, moe_ops.quantize(natural, scheme))
+        return {full_layer_name: getattr(layer.owner, name)}
+
+
+def mark_quantized(model: nn.Module, config: MoeOpsConfig) -> None:
+    """Make `save_pretrained` write the experts as they are."""
+    if not isinstance(model, PreTrainedModel):
+        return
+    model.hf_quantizer = MoeOpsQuantizer(config)
+    model.config.quantization_config = config
+    model.is_quantized = True
+    model.quantization_method = METHOD
+    # the tensors keep the model's names: conversions would take quantized weights apart as if plain
+    model._weight_conversions = []
+
+
+def flatten_natural(state_dict: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """`flatten` of quantized weights in their natural layout."""
+    natural = dict(state_dict)
+    for name, t in state_dict.items():
+        if isinstance(t, ExpertTensor):
+            transposed = t.weight_layout == TRANSPOSED
+            natural[name] = t.transpose(-2, -1) if transposed else in_natural_layout(t)
+    return flatten(natural)
+
+
+def bytes_per_element(scheme: str) -> float:
+    """Bytes that one weight takes, its share of the scales included."""
+    desc = get_scheme(scheme).quantized_weight
+    columns = desc.group.cols
+    scale = 1 if desc.is_mx or desc.scale_dtype == torch.float8_e4m3fn else 4
+    return desc.format.bits / 8 + (scale / columns / max(desc.group.rows, 1) if columns > 1 else 0)
+
+
+def check_scheme_fits(name: str, scheme: str, shape: tuple[int, int, int]) -> None:
+    """Raise ValueError, naming the weight, unless plain weights (E, N, K) can be given this scheme."""
+    found = get_scheme(scheme)
+    if found.activation is not None and found.activation.static:
+        raise ValueError(
+            f"scheme must not have static activation scales, got {scheme!r}: no plain checkpoint carries them"
+        )
+    check_groups(name, shape, found)
+
+
+def _metadata_key(source: Source) -> str:
+    """Where the metadata of our own files describe the weight of these tensors."""
+    role, tensor = next(iter(source.items()))
+    return "moe_ops:" + tensor.removesuffix(f".{role}")
+
+
+def _bytes(entry: files.Entry) -> int:
+    return math.prod(entry.shape) * entry.dtype.itemsize

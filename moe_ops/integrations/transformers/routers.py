@@ -1,0 +1,381 @@
+"""Running the routers of transformers' models through `moe_ops.route_tokens`: see `fuse_routers`.
+
+Dimensions: M tokens, H hidden size, E experts, top_k experts per token.
+
+A router is one of ours only if its formula is (`_RULES`, keyed by the forward that a module's class really
+uses, so that an overridden forward is never mistaken for the one it replaces).
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from moe_ops.checks import autocasting
+from moe_ops.integrations.transformers import families as outside
+from moe_ops.routing.route import route
+from moe_ops.routing.tokens import fused_router, router_linear
+
+_ROWS, _FEW, _AGREEING = (
+    8,
+    4,
+    7,
+)  # tokens of the check; one may fall the other way where scores nearly tie
+
+
+class Rule(NamedTuple):
+    """What a router computes; its ids are int64."""
+
+    method: str
+    logits: torch.dtype  # in which the linear layer computes
+    weights: torch.dtype = torch.float32  # of the routing weights returned
+    options: dict[str, Any] = {}  # keyword arguments of `route`
+    returned: torch.dtype | None = None  # of the logits returned, if it is another
+    flattens: bool = True  # takes (..., H)
+
+
+_Rule = Callable[..., Rule | None]  # of (module, hidden_states, further arguments of its forward)
+
+
+def _mixtral(module: nn.Module, x: Tensor) -> Rule:
+    return Rule("renormalize", x.dtype)
+
+
+def _qwen2(module: nn.Module, x: Tensor) -> Rule:
+    return Rule("renormalize" if module.norm_topk_prob else "default", x.dtype, x.dtype)
+
+
+def _qwen3_vl(module: nn.Module, x: Tensor) -> Rule:
+    return Rule("renormalize", x.dtype, x.dtype)
+
+
+def _granite(module: nn.Module, x: Tensor) -> Rule:
+    return Rule("renormalize", x.dtype, x.dtype, returned=torch.float32, flattens=False)
+
+
+def _gpt_oss(module: nn.Module, x: Tensor) -> Rule:
+    return Rule("renormalize", x.dtype, x.dtype, flattens=False)
+
+
+def _privacy_filter(module: nn.Module, x: Tensor) -> Rule:
+    options = {"scaling_factor": 1 / module.top_k}
+    return Rule("renormalize", torch.float32, options=options, flattens=False)
+
+
+def _jamba(module: nn.Module, x: Tensor) -> Rule:
+    return Rule("default", x.dtype, x.dtype, flattens=False)
+
+
+def _cohere2(module: nn.Module, x: Tensor) -> Rule | None:
+    if module.expert_selection_fn != "softmax":  # a sigmoid is rounded before it is divided
+        return None
+    return Rule("renormalize", x.dtype, x.dtype, flattens=False)
+
+
+def _flint(module: nn.Module, x: Tensor) -> Rule:
+    return Rule("sigmoid_renormalize" if module.norm_topk_prob else "sigmoid", torch.float32)
+
+
+def _deepseek_v2(module: nn.Module, x: Tensor) -> Rule | None:
+    options = {"scaling_factor": module.routed_scaling_factor}
+    if module.topk_method == "greedy":
+        return Rule("default", torch.float32, options=options)
+    if module.topk_method != "group_limited_greedy":
+        return None
+    options |= {"num_expert_groups": module.num_group, "topk_groups": module.topk_group}
+    return Rule("grouped_softmax", torch.float32, options=options)
+
+
+def _deepseek_v3(module: nn.Module, x: Tensor) -> Rule:
+    options = {"correction_bias": module.e_score_correction_bias}
+    options |= {"scaling_factor": getattr(module, "routed_scaling_factor", 1.0)}  # beam has none
+    if module.num_group > 1:
+        options |= {"num_expert_groups": module.num_group, "topk_groups": module.topk_group}
+    method = "deepseek_v3" if module.norm_topk_prob else "sigmoid"
+    return Rule(method, torch.float32, options=options)
+
+
+def _hy_v3(module: nn.Module, x: Tensor, e_score_correction_bias: Tensor) -> Rule:
+    options = {"correction_bias": e_score_correction_bias}
+    options |= {"scaling_factor": module.router_scaling_factor}
+    return Rule("deepseek_v3", torch.float32, options=options)
+
+
+def _minimax_m2(module: nn.Module, x: Tensor, e_score_correction_bias: Tensor) -> Rule:
+    options = {"correction_bias": e_score_correction_bias}
+    return Rule("deepseek_v3", module.weight.dtype, options=options)
+
+
+def _minimax_m3(module: nn.Module, x: Tensor) -> Rule:
+    return _minimax_m2(module, x, module.e_score_correction_bias)
+
+
+_RULES: dict[str, _Rule] = {
+    f"{name}.forward": rule
+    for rule, names in {
+        _mixtral: "MixtralTopKRouter MiniMaxTopKRouter",
+        _qwen2: "FlexOlmoTopKRouter MellumTopKRouter OlmoeTopKRouter Qwen2MoeTopKRouter "
+        "Qwen3MoeTopKRouter Qwen3NextTopKRouter Qwen3OmniMoeThinkerTextTopKRouter "
+        "Qwen3OmniMoeTalkerTextTopKRouter Qwen4ExpTextTopKRouter",
+        _qwen3_vl: "Qwen3_5MoeTopKRouter Qwen3OmniMoeTextTopKRouter Qwen3VLMoeTextTopKRouter",
+        # before 5.23 most of these return their ids first, which the check notices
+        _granite: "GraniteMoeTopKRouter GraniteMoeSWATopKRouter GraniteMoeHybridTopKRouter "
+        "GraniteMoeSharedTopKRouter",
+        _gpt_oss: "GptOssTopKRouter AriaTextTopKRouter",
+        _privacy_filter: "OpenAIPrivacyFilterTopKRouter",
+        _jamba: "JambaTopKRouter",
+        _cohere2: "Cohere2MoeTopKRouter",
+        _flint: "FlintTopKRouter",
+        _deepseek_v2: "DeepseekV2TopkRouter DeepseekOcr2TextTopkRouter UnlimitedOcrTextTopkRouter",
+        _deepseek_v3: "AXK1TopkRouter BailingHybridTopkRouter BeamTopKRouter DeepseekV3TopkRouter "
+        "DeepseekV32TopkRouter Dots1TopkRouter Dots3NoteTextTopkRouter ExaoneMoeTopkRouter "
+        "Glm4MoeTopkRouter Glm4MoeLiteTopkRouter Glm4vMoeTextTopkRouter Glm5NextTextTopkRouter "
+        "GlmMoeDsaTopkRouter HYV4TopkRouter KimiLinearTopkRouter MiMoV2FlashTopkRouter "
+        "NemotronHTopkRouter SolarOpenTopkRouter",
+        _hy_v3: "HYV3TopKRouter Dots3NoteVisionTopKRouter",
+        _minimax_m2: "MiniMaxM2TopKRouter",
+        _minimax_m3: "MiniMaxM3VLTopKRouter Step3p7TopKRouter",
+    }.items()
+    for name in names.split()
+}
+
+
+def _rule_of(module: nn.Module) -> _Rule | None:
+    forward = type(module).forward
+    ours = getattr(forward, "__module__", "").startswith("transformers.")
+    return _RULES.get(forward.__qualname__) if ours else None
+
+
+def router_forward(
+    find_rule: _Rule, module: nn.Module, hidden_states: Tensor, *more: Any, **named: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What the module's own forward returns: (router_logits, topk_weights, topk_ids int64).
+
+    Its own forward runs where gradients are wanted, under autocast, and on dtypes that no kernel takes.
+    """
+    more += tuple(named.values())  # no router takes more than one
+    rule = find_rule(module, hidden_states, *more)
+    bias = getattr(module, "bias", None)
+    if rule is None or not _served(rule, module.weight, bias, hidden_states):
+        return type(module).forward(module, hidden_states, *more)
+    x = hidden_states.reshape(-1, hidden_states.shape[-1])
+    found = fused_router(
+        x,
+        module.weight,
+        bias,
+        rule.logits,
+        module.top_k,
+        rule.method,
+        rule.options,
+        (rule.weights, torch.int64),
+    )
+    if found is None:
+        logits = router_linear(x, module.weight, bias, rule.logits)
+        weights, ids = route(logits, module.top_k, rule.method, **rule.options)
+        found = logits, weights.to(rule.weights), ids.long()
+    logits, weights, ids = found
+    return (logits if rule.returned is None else logits.to(rule.returned)), weights, ids
+
+
+def _served(rule: Rule, weight: Tensor, bias: Tensor | None, x: Tensor) -> bool:
+    tensors = (x, weight) if bias is None else (x, weight, bias)
+    if torch.is_grad_enabled() and any([t.requires_grad for t in tensors]):
+        return False
+    if autocasting(x.device) or not (rule.flattens or x.dim() == 2):
+        return False
+    if any([is_traceable_wrapper_subclass(t) for t in tensors]):
+        return False
+    return all([rule.logits in (t.dtype, torch.float32) for t in tensors])
+
+
+@dataclass(frozen=True)
+class RouterReport:
+    """What one router runs."""
+
+    name: str  # module name in the model
+    family: str  # class of the module
+    method: str  # of `moe_ops.route_tokens`; empty where the router was left as it is
+    check: str  # largest difference from its own forward, or why it was left
+
+    def __str__(self) -> str:
+        does = f"route_tokens, {self.method}" if self.method else "left as it is"
+        return f"{self.name} ({self.family}): {does}; {self.check}"
+
+
+@dataclass(frozen=True)
+class RoutersReport:
+    """What `fuse_routers` did; str() has one line for each router."""
+
+    routers: tuple[RouterReport, ...]
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.routers))
+
+
+def fuse_routers(model: nn.Module) -> RoutersReport:
+    """Run the routers of a model through `moe_ops.route_tokens`, in place, and check that they compute the same.
+
+    On CUDA a router is then one operator: two kernels for up to 16 tokens, a matrix product and one kernel
+    for more. It returns what it did, with the same dtypes; among equal scores the lower expert wins.
+    Where gradients are wanted, or under autocast, the module's own forward runs.
+
+    Each router is checked on a few random tokens: with random fp32 weights it must choose the same experts
+    and weigh them alike, and with its own weights give the same logits. One that does not, or whose formula is
+    none of `route_tokens`, stays as it is, and the report says so.
+
+    Args:
+        model: a transformers model, or any module that contains routers.
+
+    Returns:
+        A report; print it to see which routers were replaced. `unfuse_routers` undoes it.
+
+    Raises:
+        ValueError: model is no module, or no router in it could be replaced; the reasons are listed.
+    """
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    reports = []
+    for name, module in model.named_modules():
+        rule = _rule_of(module)
+        if rule is not None or re.search(r"Router$|TopKGating$", type(module).__name__):
+            reports.append(_fuse(name, module, rule))
+    if not any(report.method for report in reports):
+        raise ValueError(
+            f"model must contain routers that moe_ops.route_tokens can run, got {type(model).__name__}"
+            + "".join([f"\n{report}" for report in reports])
+        )
+    return RoutersReport(tuple(reports))
+
+
+def unfuse_routers(model: nn.Module) -> None:
+    """Give the routers of a model their own forward back; nothing happens to others."""
+    for module in model.modules():
+        if _is_fused(module):
+            outside.restore(module)
+
+
+def _is_fused(module: nn.Module) -> bool:
+    forward = vars(module).get("_old_forward", vars(module).get("forward"))
+    return isinstance(forward, functools.partial) and forward.func is router_forward
+
+
+def _fuse(name: str, module: nn.Module, rule: _Rule | None) -> RouterReport:
+    reason = _refusal(module, rule)
+    method = difference = ""
+    if not reason:
+        assert rule is not None
+        try:
+            method, difference = _check(module, rule)
+        except Exception as error:  # whatever the forward of another version does
+            named = (
+                "" if isinstance(error, ValueError | RuntimeError) else f"{type(error).__name__}: "
+            )
+            reason = f"{named}{error}"
+    if reason:
+        return RouterReport(name, type(module).__name__, "", reason)
+    outside.set_forward(module, functools.partial(router_forward, rule))
+    return RouterReport(name, type(module).__name__, method, difference)
+
+
+def _refusal(module: nn.Module, rule: _Rule | None) -> str:
+    """Why a router is left as it is, before it is called; empty if it need not be."""
+    if rule is None:
+        return "its formula is none of moe_ops"
+    if parametrize.is_parametrized(module):
+        return "its weight carries an adapter"
+    weight = module.weight
+    if type(weight) not in (Tensor, nn.Parameter) or weight.element_size() == 1:
+        return f"its weight is a {type(weight).__name__} of {weight.dtype}"
+    # accelerate keeps the forward below its hooks as _old_forward, and leaves it behind as forward when they go
+    found = vars(module).get("_old_forward", vars(module).get("forward"))
+    is_own = found is None or getattr(found, "__func__", None) is type(module).forward
+    if not is_own and not _is_fused(module):
+        return "its forward is replaced by something else"
+    return ""
+
+
+def _check(module: nn.Module, find_rule: _Rule) -> tuple[str, str]:
+    """(method, difference from the module's own forward).
+
+    Raises:
+        RuntimeError: they differ.
+        ValueError: the module's settings are none that `route` takes.
+    """
+    weight = module.weight
+    rng = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> Tensor:
+        # bf16 values: their products are exact, in whatever precision matrix products were set to
+        numbers = torch.randn(*shape, generator=rng).bfloat16().float()
+        return numbers.to("cpu" if weight.is_meta else weight.device)
+
+    clone = copy.copy(module)
+    scale = 2.0 ** -round(weight.shape[1].bit_length() / 2)
+    clone.__dict__["_parameters"] = {
+        key: nn.Parameter(random(*p.shape) * (scale if p.dim() > 1 else 1), requires_grad=False)
+        for key, p in module._parameters.items()
+        if p is not None
+    }
+    clone.__dict__["_buffers"] = {
+        key: random(*b.shape) if b is not None and b.is_floating_point() else b
+        for key, b in module._buffers.items()
+    }
+    x = random(_ROWS, weight.shape[1])
+    takes_bias = find_rule in (_hy_v3, _minimax_m2)
+    more = (random(weight.shape[0]),) if takes_bias else ()
+    rule = find_rule(clone, x, *more)
+    if rule is None:
+        raise ValueError("its settings make a formula that is none of moe_ops")
+    with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
+        error = _difference(find_rule, clone, x, more, 1e-4)
+        if weight.is_meta:
+            return rule.method, "checked with random weights: its own are not loaded"
+        low = torch.finfo(weight.dtype).bits < 32
+        more = tuple([t.to(weight.dtype) for t in more])
+        tolerance = 3e-2 if low else 1e-4
+        x = x.to(weight.dtype)
+        for rows in (x, x[:_FEW]):  # few tokens of a large router run by other kernels than many
+            error = max(error, _difference(find_rule, module, rows, more, tolerance, True))
+    return rule.method, f"differs from its own forward by {error:.1e} at most"
+
+
+def _difference(
+    find_rule: _Rule,
+    module: nn.Module,
+    x: Tensor,
+    more: tuple[Tensor, ...],
+    tolerance: float,  # relative to the largest value
+    logits_only: bool = False,  # rounded logits tie, and ties may fall either way
+) -> float:
+    want = type(module).forward(module, x, *more)
+    got = router_forward(find_rule, module, x, *more)
+    facts = [[(t.shape, t.dtype) for t in output] for output in (want, got)]
+    if facts[0] != facts[1]:
+        raise RuntimeError(f"its own forward returns {facts[0]}, not {facts[1]}")
+    errors = [_relative(got[0], want[0])]
+    if not logits_only:
+        shape = (x.shape[0], module.weight.shape[0])
+        zeros = torch.zeros(shape, dtype=torch.float32, device=x.device)
+        dense = [zeros.scatter(1, ids, weights.float()) for _, weights, ids in (got, want)]
+        chosen = [zeros.scatter(1, ids, 1.0) for _, _, ids in (got, want)]
+        agree = (chosen[0] == chosen[1]).all(1)
+        if int(agree.sum()) < _AGREEING:
+            raise RuntimeError("it chooses other experts than moe_ops.route_tokens would")
+        errors.append(_relative(dense[0][agree], dense[1][agree]))
+    if not max(errors) <= tolerance:
+        raise RuntimeError(f"it differs from moe_ops.route_tokens by {max(errors):.3g}")
+    return max(errors)
+
+
+def _relative(got: Tensor, want: Tensor) -> float:
+    error = (got.float() - want.float()).abs().max()
+    return float(error / want.float().abs().max().clamp_min(1e-6))

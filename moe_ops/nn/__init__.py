@@ -1,0 +1,1 @@
+"""The layer as a torch.nn.Module, and its configuration."""

@@ -1,0 +1,385 @@
+"""MoELayer: router -> experts -> weighted sum, with an optional shared expert.
+
+Dimensions: M tokens, H hidden size, I intermediate size, E experts (E_local on this device),
+top_k experts per token.
+
+Parameter names are those of transformers' Qwen2-MoE, Qwen3-MoE and Mixtral blocks, the most common
+checkpoints, so that `layer.load_state_dict(block.state_dict())` works as it is: gate.weight,
+experts.gate_up_proj, experts.down_proj, shared_expert.{gate,up,down}_proj.weight and
+shared_expert_gate.weight. Where those have none, the name is the one of the family that does:
+gate.bias and experts.*_bias (GPT-OSS), gate.e_score_correction_bias (DeepSeek-V3),
+experts.up_proj for experts without a gate half (Nemotron-H).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moe_ops import activations
+from moe_ops.activations import Activation
+from moe_ops.backends import check_backend
+from moe_ops.checks import check_number, check_size, check_tensor
+from moe_ops.experts import fused_experts
+from moe_ops.meta.workspace import maximum
+from moe_ops.nn.config import MoEConfig
+from moe_ops.nn.modules import Experts, Gate, SharedExpert, expert_map_on_host
+from moe_ops.routing.methods import RoutingMethod, check_method
+from moe_ops.routing.route import route, router_probabilities
+
+
+class MoELayer(nn.Module):
+    """A mixture-of-experts feed-forward layer.
+
+    out = residual + residual_scale * (sum_j weight_j * expert_j(x) + shared_expert(x)), where the
+    weights and experts of a token come from `moe_ops.route`; the residual is optional. Traces as one graph with a dynamic number of tokens. Expert weights may be replaced by
+    quantized ones: `layer.experts.down_proj = nn.Parameter(quantize(w, scheme), False)`.
+
+    Args:
+        hidden_size, intermediate_size, num_experts, top_k: H, I, E and experts per token.
+        activation: a name or an `Activation`.
+        routing_method: a method of `route`, or a callable (router_logits, top_k) -> (weights, ids).
+        scoring, num_expert_groups, topk_groups: as in `route`.
+        correction_bias: hold gate.e_score_correction_bias (E,), a buffer that steers the choice.
+        routed_scaling_factor: multiplies the router weights.
+        router_bias: give the gate a bias.
+        router_logits_dtype: dtype the gate computes in, under torch.autocast too; None: the
+            dtype of hidden_states, or what autocast makes of it.
+        router_weight_on_input: multiply the experts' input by the router weight; top_k = 1 only.
+        expert_bias: give both expert projections a bias.
+        shared_expert_intermediate_size: width of an expert that sees every token; 0: none.
+        shared_expert_gate: multiply the shared expert's output by sigmoid of a learned (1, H)
+            projection, as Qwen2-MoE does.
+        residual_scale: multiplies the layer's output before the residual is added.
+        expert_map: (E,) int32, global expert id -> local id or -1; the layer then holds
+            num_local_experts experts and returns their share of the sum. It is copied to `device`
+            and keeps its values when a layer built on the meta device is materialized.
+        num_local_experts: E_local; with expert_map only.
+        track_load: count tokens per expert in evaluation too, not in training alone.
+        backend: as in `fused_experts`.
+        device, dtype: of the parameters.
+
+    Attributes:
+        expert_load: (E,) int64 buffer on the device, not in the state dict: tokens sent to each
+            expert since it was last zeroed. Updated in training, and always with track_load.
+            Activation checkpointing runs a forward again during the backward; that run is not
+            counted. A compiled layer cannot tell: around one, torch.utils.checkpoint counts tokens
+            twice, with use_reentrant=False too, unless the checkpoint itself is compiled.
+
+    Raises:
+        ValueError: a size that is no integer or below 1, an unknown activation, backend, scoring or
+            routing method, arguments that the method needs or does not take, top_k outside 1..E, an
+            expert_map of another shape, without values or with ids of experts that the layer does not
+            hold, or arguments that contradict each other.
+    """
+
+    expert_load: Tensor
+    expert_map: Tensor | None
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        num_experts: int,
+        top_k: int,
+        *,
+        activation: str | Activation = "silu",
+        routing_method: RoutingMethod | str | Callable = RoutingMethod.RENORMALIZE,
+        scoring: str | None = None,
+        num_expert_groups: int | None = None,
+        topk_groups: int | None = None,
+        correction_bias: bool = False,
+        routed_scaling_factor: float = 1.0,
+        router_bias: bool = False,
+        router_logits_dtype: torch.dtype | None = None,
+        router_weight_on_input: bool = False,
+        expert_bias: bool = False,
+        shared_expert_intermediate_size: int = 0,
+        shared_expert_gate: bool = False,
+        residual_scale: float = 1.0,
+        expert_map: Tensor | None = None,
+        num_local_experts: int | None = None,
+        track_load: bool = False,
+        backend: str = "auto",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        check_size("hidden_size", hidden_size)
+        check_size("intermediate_size", intermediate_size)
+        check_size("num_experts", num_experts)
+        check_size("shared_expert_intermediate_size", shared_expert_intermediate_size, 0)
+        check_number("routed_scaling_factor", routed_scaling_factor)
+        check_number("residual_scale", residual_scale)
+        check_backend("backend", backend)
+        check_method(
+            routing_method,
+            num_experts,
+            top_k,
+            num_expert_groups=num_expert_groups,
+            topk_groups=topk_groups,
+            correction_bias=correction_bias,
+            scoring=scoring,
+        )
+        if router_weight_on_input and top_k != 1:
+            raise ValueError(
+                f"router_weight_on_input must be False unless top_k is 1, got top_k {top_k}"
+            )
+        if (expert_map is None) != (num_local_experts is None):
+            raise ValueError("expert_map and num_local_experts must be given together, got one")
+        local = num_experts if num_local_experts is None else num_local_experts
+        check_size("num_local_experts", local)
+        if expert_map is not None:
+            expert_map = expert_map_on_host(expert_map, num_experts, local)
+        if shared_expert_gate and not shared_expert_intermediate_size:
+            raise ValueError(
+                "shared_expert_gate must be False with shared_expert_intermediate_size=0, got True"
+            )
+        self.hidden_size = hidden_size
+        self.num_experts = num_experts
+        self.top_k = top_k
+        self.activation = activations.resolve(activation)
+        self.routing_method = routing_method
+        self.scoring = scoring
+        self.num_expert_groups = num_expert_groups
+        self.topk_groups = topk_groups
+        self.routed_scaling_factor = routed_scaling_factor
+        self.router_weight_on_input = router_weight_on_input
+        self.residual_scale = residual_scale
+        self.track_load = track_load
+        self.backend = backend
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.gate = Gate(num_experts, hidden_size, router_bias, correction_bias, factory)
+        self.gate.logits_dtype = router_logits_dtype
+        self.experts = Experts(
+            local, hidden_size, intermediate_size, self.activation.gated, expert_bias, factory
+        )
+        self.shared_expert: SharedExpert | None = None
+        self.shared_expert_gate: nn.Linear | None = None
+        if shared_expert_intermediate_size:
+            width = shared_expert_intermediate_size
+            self.shared_expert = SharedExpert(hidden_size, width, self.activation, factory)
+            if shared_expert_gate:
+                self.shared_expert_gate = nn.Linear(hidden_size, 1, bias=False, **factory)
+        load = torch.zeros(num_experts, dtype=torch.int64, device="cpu")
+        # Not in the state dict, whose names are those of whole checkpoints, equal on every device.
+        # Values that a meta buffer cannot hold wait here until there is a device for them.
+        self._values = {"expert_load": load}
+        if expert_map is not None:
+            self._values["expert_map"] = expert_map
+        where = torch.empty(0, device=device).device
+        for name in ("expert_map", "expert_load"):
+            value = self._values.get(name)
+            value = None if value is None else value.to(where, copy=True)
+            self.register_buffer(name, value, persistent=False)
+        self.register_load_state_dict_post_hook(_fill_buffers)
+
+    @classmethod
+    def from_config(cls, config: MoEConfig, **options: Any) -> MoELayer:
+        """The layer of a MoEConfig, as this device holds it.
+
+        With expert parallelism it holds num_local_experts experts of a linear placement; with
+        tensor parallelism intermediate_size_per_partition columns of each. Either way its output
+        is this device's share: sum it over the devices, and give a residual to one of them only.
+
+        Args:
+            options: keyword arguments of the constructor that the configuration does not have;
+                those that it has may be overridden (a callable routing_method for "custom").
+
+        Raises:
+            ValueError: config is no MoEConfig; as the constructor; or a term that would be added once per device (a
+                shared expert, or with tensor parallelism an expert bias); or replicated experts
+                without an expert_map.
+        """
+        if not isinstance(config, MoEConfig):
+            raise ValueError(f"config must be a moe_ops.MoEConfig, got {type(config).__name__}")
+        parallel = config.parallel
+        same_dtype = config.router_logits_dtype == config.in_dtype
+        settings: dict[str, Any] = {
+            "activation": config.activation,
+            "routing_method": config.routing_method,
+            # None where nothing is cast, so that autocast still applies
+            "router_logits_dtype": None if same_dtype else config.router_logits_dtype,
+            "expert_bias": config.has_bias,
+            "backend": config.moe_backend,
+            "dtype": config.in_dtype,
+        }
+        if parallel.use_ep:
+            settings["num_local_experts"] = config.num_local_experts
+            if "expert_map" not in options:
+                settings["expert_map"] = _linear_expert_map(config)
+        settings |= options
+        sharded = parallel.use_ep or parallel.tp_size > 1
+        if sharded and settings.get("shared_expert_intermediate_size"):
+            raise ValueError(
+                "shared_expert_intermediate_size must be 0 for a layer spread over devices: each "
+                "would add the shared expert; add it after the sum"
+            )
+        if parallel.tp_size > 1 and settings["expert_bias"]:
+            raise ValueError(
+                f"has_bias must be False with tp_size={parallel.tp_size}: each device would add "
+                "the bias of the second projection; use expert parallelism"
+            )
+        return cls(
+            config.hidden_dim,
+            config.intermediate_size_per_partition,
+            config.num_experts,
+            config.experts_per_token,
+            **settings,
+        )
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> MoELayer:
+        """Behind to(), to_empty() and the like: the buffers keep their values, through meta too."""
+        before = dict(self._buffers)
+        super()._apply(fn, recurse)
+        for name, old in before.items():
+            new = self._buffers[name]
+            if old is None or new is None or new is old:
+                continue
+            if not new.is_meta:
+                new.copy_(self._values[name] if old.is_meta else old)
+            elif not old.is_meta:
+                self._values[name] = old.cpu()
+        return self
+
+    def forward(
+        self,
+        hidden_states: Tensor,  # (..., H)
+        residual: Tensor | None = None,  # (..., H)
+        *,
+        return_aux_loss: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Route every token and run its experts.
+
+        Args:
+            hidden_states: (..., H) bf16, fp16 or fp32; leading dimensions are tokens.
+            residual: (..., H), added to the scaled output.
+            return_aux_loss: also return `load_balancing_loss`, a scalar fp32 tensor; scale it by
+                a coefficient of your choice and add it to the training loss.
+
+        Returns:
+            (..., H) in hidden_states' dtype (autocast's under torch.autocast), or (that, loss).
+
+        Raises:
+            ValueError: no tensor, a wrong last dimension, a dtype that is not the layer's, and as `route` and `fused_experts`.
+        """
+        check_tensor("hidden_states", hidden_states)
+        if residual is not None:
+            check_tensor("residual", residual)
+        if hidden_states.dim() < 2 or hidden_states.shape[-1] != self.hidden_size:
+            raise ValueError(
+                f"hidden_states must have shape (..., H={self.hidden_size}) with at least one "
+                f"leading dimension, got {tuple(hidden_states.shape)}"
+            )
+        x = hidden_states.flatten(0, -2)
+        out, router_logits, topk_ids = self._routed(x)
+        if self.shared_expert is not None:
+            shared = self.shared_expert(x)
+            if self.shared_expert_gate is not None:
+                shared = torch.sigmoid(self.shared_expert_gate(x)) * shared
+            out = out + shared
+        out = out.reshape(hidden_states.shape)
+        if self.residual_scale != 1.0:
+            out = out * self.residual_scale
+        if residual is not None:
+            out = residual + out
+
+        if (self.training or self.track_load) and not _recomputing():
+            with torch.no_grad():
+                # not +=: torch.export (2.13) takes the attribute's assignment for a write to an input
+                self.expert_load.add_(tokens_per_expert(topk_ids, self.num_experts))
+        if not return_aux_loss:
+            return out
+        probabilities = router_probabilities(router_logits, self.routing_method, self.scoring)
+        return out, load_balancing_loss(probabilities, topk_ids)
+
+    def _routed(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Router and experts alone: x (M, H) -> out (M, H), router_logits (M, E), topk_ids (M, top_k)."""
+        router_logits = self.gate(x)
+        topk_weights, topk_ids = route(
+            router_logits,
+            self.top_k,
+            self.routing_method,
+            num_expert_groups=self.num_expert_groups,
+            topk_groups=self.topk_groups,
+            correction_bias=self.gate.e_score_correction_bias,
+            scaling_factor=self.routed_scaling_factor,
+            scoring=self.scoring,
+        )
+        out = fused_experts(
+            x,
+            self.experts.w13,
+            self.experts.down_proj,
+            topk_weights,
+            topk_ids,
+            activation=self.activation,
+            w13_bias=self.experts.w13_bias,
+            w2_bias=self.experts.down_proj_bias,
+            expert_map=self.expert_map,
+            router_weight_on_input=self.router_weight_on_input,
+            backend=self.backend,
+        )
+        return out, router_logits, topk_ids
+
+
+def load_balancing_loss(
+    router_probabilities: Tensor,  # (M, E)
+    topk_ids: Tensor,  # (M, top_k)
+) -> Tensor:
+    """E * sum_e f_e * P_e, which is top_k when all experts get equally many tokens.
+
+    f_e is the number of assignments to expert e per token and P_e the mean router probability of
+    e (Switch Transformers, arXiv:2101.03961, equations 4 to 6, after GShard, arXiv:2006.16668).
+    For top_k > 1 f_e counts all top_k choices and is not divided by top_k, as in transformers, so
+    that its coefficients carry over. Gradients flow through P_e.
+
+    Returns:
+        A scalar fp32 tensor; 0 for M = 0.
+    """
+    num_tokens, num_experts = router_probabilities.shape
+    at_least_one = maximum(num_tokens, 1)
+    fraction = tokens_per_expert(topk_ids, num_experts).float() / at_least_one
+    mean_probability = router_probabilities.float().sum(0) / at_least_one
+    return num_experts * (fraction * mean_probability).sum()
+
+
+def tokens_per_expert(topk_ids: Tensor, num_experts: int) -> Tensor:
+    """(num_experts,) int64 counts of the ids, on their device; ids out of range are left out."""
+    ids = topk_ids.flatten().long()
+    ids = torch.where((ids >= 0) & (ids < num_experts), ids, num_experts)
+    counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=ids.device)
+    # neither bincount nor histc: the one reads its output size on the host, the other needs floats
+    return counts.scatter_add(0, ids, torch.ones_like(ids))[:num_experts]
+
+
+def _recomputing() -> bool:
+    """Whether a backward is running, which is when checkpoints call a forward again."""
+    # use_reentrant=False alone does not help: a run stops early only behind the last saved tensor
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+
+
+def _fill_buffers(layer: MoELayer, incompatible_keys: object) -> None:
+    """After load_state_dict(assign=True) replaced the parameters of a layer on the meta device."""
+    device = layer.gate.weight.device
+    for name, value in layer._values.items():
+        buffer = layer._buffers[name]
+        if buffer is not None and buffer.is_meta and device.type != "meta":
+            layer._buffers[name] = value.to(device, copy=True)
+
+
+def _linear_expert_map(config: MoEConfig) -> Tensor:
+    """Global id -> local id or -1: ranks hold runs of experts, the first ones the larger runs."""
+    size, rank = config.parallel.ep_size, config.parallel.ep_rank
+    share, extra = divmod(config.num_experts, size)
+    count = share + (rank < extra)
+    if config.num_local_experts != count:
+        raise ValueError(
+            f"expert_map must be given for num_local_experts={config.num_local_experts}, more "
+            f"than the {count} of a linear placement"
+        )
+    start = rank * share + min(rank, extra)
+    ids = torch.arange(config.num_experts, dtype=torch.int32, device="cpu") - start
+    return torch.where((ids >= 0) & (ids < count), ids, -1)

@@ -1,0 +1,140 @@
+"""The parts of MoELayer: router gate, experts' parameters, shared expert, placement of experts.
+
+Dimensions as in layer.py: M tokens, H hidden size, I intermediate size, E experts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from moe_ops import activations
+from moe_ops.activations import Activation
+from moe_ops.checks import check_tensor
+from moe_ops.routing.tokens import router_linear
+
+_INIT_STD = 0.02
+
+
+class Gate(nn.Module):
+    """Router logits of tokens; may compute in a dtype of its own."""
+
+    e_score_correction_bias: Tensor | None
+
+    def __init__(
+        self, num_experts: int, hidden_size: int, bias: bool, correction_bias: bool, factory: dict
+    ) -> None:
+        super().__init__()
+        self.logits_dtype: torch.dtype | None = None  # None: whatever linear makes of its input
+        self.weight = parameter(num_experts, hidden_size, **factory)
+        self.bias = nn.Parameter(torch.zeros(num_experts, **factory)) if bias else None
+        correction = (
+            torch.zeros(num_experts, device=factory["device"]) if correction_bias else None
+        )
+        self.register_buffer("e_score_correction_bias", correction)
+
+    def forward(self, x: Tensor) -> Tensor:  # (M, H) -> (M, E)
+        wrong = self.logits_dtype is None and x.dtype != self.weight.dtype
+        if wrong and not torch.is_autocast_enabled(x.device.type):
+            raise ValueError(
+                f"hidden_states must have the layer's dtype {self.weight.dtype}, got {x.dtype}; "
+                "convert one of them with .to(), or run under torch.autocast"
+            )
+        return router_linear(x, self.weight, self.bias, self.logits_dtype)
+
+
+class Experts(nn.Module):
+    """The parameters of all local experts, under the names checkpoints use."""
+
+    down_proj_bias: Tensor | None
+
+    def __init__(
+        self,
+        num_experts: int,
+        hidden_size: int,
+        width: int,
+        gated: bool,
+        bias: bool,
+        factory: dict,
+    ) -> None:
+        super().__init__()
+        self.w13_name = "gate_up_proj" if gated else "up_proj"
+        rows = 2 * width if gated else width
+        w13_bias = down_proj_bias = None
+        if bias:
+            w13_bias = nn.Parameter(torch.zeros(num_experts, rows, **factory))
+            down_proj_bias = nn.Parameter(torch.zeros(num_experts, hidden_size, **factory))
+        w13 = parameter(num_experts, rows, hidden_size, **factory)
+        self.register_parameter(self.w13_name, w13)
+        self.down_proj = parameter(num_experts, hidden_size, width, **factory)
+        self.register_parameter(f"{self.w13_name}_bias", w13_bias)
+        self.register_parameter("down_proj_bias", down_proj_bias)
+
+    @property
+    def w13(self) -> Tensor:  # (E_local, N, H)
+        return getattr(self, self.w13_name)
+
+    @property
+    def w13_bias(self) -> Tensor | None:  # (E_local, N)
+        return getattr(self, f"{self.w13_name}_bias")
+
+
+class SharedExpert(nn.Module):
+    """An expert that sees every token."""
+
+    def __init__(
+        self, hidden_size: int, width: int, activation: Activation, factory: dict
+    ) -> None:
+        super().__init__()
+        if activation.interleaved:  # its two halves are two projections here
+            activation = dataclasses.replace(activation, name="swigluoai_uninterleave")
+        self.activation = activation
+        linear = {"bias": False, **factory}
+        self.gate_proj: nn.Linear | None = None
+        if activation.gated:
+            self.gate_proj = nn.Linear(hidden_size, width, **linear)
+        self.up_proj = nn.Linear(hidden_size, width, **linear)
+        self.down_proj = nn.Linear(width, hidden_size, **linear)
+
+    def forward(self, x: Tensor) -> Tensor:  # (M, H) -> (M, H)
+        up = self.up_proj(x)
+        if self.gate_proj is not None:
+            up = torch.cat((self.gate_proj(x), up), -1)
+        return self.down_proj(activations.apply(up, self.activation))
+
+
+def expert_map_on_host(expert_map: Tensor, num_experts: int, num_local_experts: int) -> Tensor:
+    """A copy of the map that outlives the device it is on.
+
+    Raises:
+        ValueError: no tensor of shape (E,) with values, or ids that no local expert has.
+    """
+    check_tensor("expert_map", expert_map)
+    if expert_map.shape != (num_experts,):
+        shape = tuple(expert_map.shape)
+        raise ValueError(f"expert_map must have shape (E={num_experts},), got {shape}")
+    if expert_map.is_meta:
+        raise ValueError(
+            "expert_map must hold values, got a tensor on the meta device; create it with "
+            "device='cpu', also for a layer on the meta device"
+        )
+    if expert_map.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"expert_map must be int32 or int64, got {expert_map.dtype}")
+    values = expert_map.detach().cpu()
+    if not isinstance(values, FakeTensor):
+        low, high = values.min().item(), values.max().item()
+        if low < -1 or high >= num_local_experts:
+            raise ValueError(
+                f"expert_map must hold local ids below num_local_experts={num_local_experts}, and -1 "
+                f"for experts elsewhere, got ids from {low} to {high}"
+            )
+    return values
+
+
+def parameter(*shape: int, **factory: Any) -> nn.Parameter:
+    """Random initial weights."""
+    return nn.Parameter(torch.empty(shape, **factory).normal_(std=_INIT_STD))

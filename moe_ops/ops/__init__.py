@@ -1,0 +1,1 @@
+"""The operators: arguments, schemas, checks of calls, layouts of weights."""

@@ -1,0 +1,98 @@
+"""The arguments of the ops: one NamedTuple a family, whose fields are those of its schema."""
+
+from __future__ import annotations
+
+from typing import Annotated, NamedTuple
+
+from torch import Tensor
+
+Scale = Annotated[Tensor | None, "scale"]
+
+
+class ExpertsArgs(NamedTuple):
+    """Arguments of `moe_ops::<backend>_experts`."""
+
+    out: Tensor  # (M, K), written
+    workspace13: Tensor  # written
+    workspace2: Tensor  # written
+    index_workspace: Tensor  # int32, written
+    hidden_states: Tensor  # (M, K)
+    w13: Tensor  # (E, N, K), gate rows first, then up; fewer columns where elements share bytes
+    w2: Tensor  # (E, K, I)
+    topk_weights: Tensor  # (M, top_k), any float dtype
+    topk_ids: Tensor  # (M, top_k), int32 or int64
+    w13_scale: Scale
+    w13_zero_point: Scale
+    w13_global_scale: Scale
+    w13_channel_scale: Scale
+    a13_scale: Scale  # static scale of hidden_states
+    w2_scale: Scale
+    w2_zero_point: Scale
+    w2_global_scale: Scale
+    w2_channel_scale: Scale
+    a2_scale: Scale  # static scale of the activation's output
+    w13_bias: Tensor | None  # (E, N)
+    w2_bias: Tensor | None  # (E, K)
+    expert_map: Tensor | None  # (global E,) integer: global id -> local id or -1
+    scheme: str
+    layout: str
+    activation: str
+    alpha: float
+    beta: float
+    limit: float
+    router_weight_on_input: bool
+    deterministic: bool
+    tiers: str  # "max_M:backend,...,*:backend" for `auto`, else ""
+
+
+class BatchedExpertsArgs(NamedTuple):
+    """Arguments of `moe_ops::<backend>_batched_experts`."""
+
+    out: Tensor  # (E, T, K), written in the rows before each expert's count
+    workspace13: Tensor  # written
+    workspace2: Tensor  # written
+    index_workspace: Tensor  # int32, written
+    hidden_states: Tensor  # (E, T, K)
+    w13: Tensor  # (E, N, K)
+    w2: Tensor  # (E, K, I)
+    expert_num_tokens: Tensor  # (E,) int32 or int64
+    w13_scale: Scale
+    w13_zero_point: Scale
+    w13_global_scale: Scale
+    w13_channel_scale: Scale
+    a13_scale: Scale
+    w2_scale: Scale
+    w2_zero_point: Scale
+    w2_global_scale: Scale
+    w2_channel_scale: Scale
+    a2_scale: Scale
+    w13_bias: Tensor | None
+    w2_bias: Tensor | None
+    scheme: str
+    layout: str
+    activation: str
+    alpha: float
+    beta: float
+    limit: float
+    tiers: str
+
+
+class GroupedLinearArgs(NamedTuple):
+    """Arguments of `moe_ops::<backend>_grouped_linear`."""
+
+    out: Tensor  # (S, N), written; rows past offsets[-1] become zero
+    workspace13: Tensor  # written
+    workspace2: Tensor  # written
+    index_workspace: Tensor  # int32, written
+    x: Tensor  # (S, K), rows sorted by expert
+    weight: Tensor  # (E, N, K)
+    offsets: Tensor  # (E,) int32, cumulative end row of each expert
+    weight_scale: Scale
+    weight_zero_point: Scale
+    weight_global_scale: Scale
+    weight_channel_scale: Scale
+    activation_scale: Scale
+    bias: Tensor | None  # (E, N)
+    scheme: str
+    layout: str
+    tiers: str

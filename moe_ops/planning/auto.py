@@ -1,0 +1,64 @@
+"""The tiered op: it picks the tier from the real M and calls launchers, never ops."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from moe_ops import backends
+from moe_ops.backends.torch.backend import workspace_shapes
+from moe_ops.ops import library
+
+
+@functools.lru_cache(maxsize=256)
+def _parse_tiers(text: str) -> tuple[tuple[int, library.Backend], ...]:
+    pairs = [tier.split(":") for tier in text.split(",")]
+    return tuple([(int(limit), backends.named(name)) for limit, name in pairs])
+
+
+def _launch_auto(kind: str, rows_of: int) -> Callable[[Any], None]:
+    """Launcher of the tiered op; `rows_of` is the dimension of the first input that holds M."""
+
+    def launch(args: Any) -> None:
+        _of_rows(_parse_tiers(args.tiers), args[4].shape[rows_of]).launch[kind](args)
+
+    return launch
+
+
+def _of_rows(tiers: tuple[tuple[int, library.Backend], ...], rows: int) -> library.Backend:
+    """The backend of the tier that so many rows fall into."""
+    for limit, backend in tiers:
+        if limit < 0 or rows <= limit:
+            return backend
+    raise AssertionError(f"tiers {tiers} do not reach M={rows}")
+
+
+_ROWS_OF = {"experts": 0, "batched_experts": 1, "grouped_linear": 0}
+
+
+AUTO = library.register(
+    "auto",
+    available=lambda: None,
+    supports=lambda problem, machine: [],
+    workspace_shapes=workspace_shapes,
+    launch={kind: _launch_auto(kind, rows_of) for kind, rows_of in _ROWS_OF.items()},
+    devices=("CPU", "CUDA"),
+)
+
+
+def served_by(op: Any, values: Sequence[Any]) -> tuple[library.Backend, int] | None:
+    """The backend that runs an operator called with these arguments, and their number of rows.
+
+    None for operators of no backend: routers, training products.
+    """
+    for backend in (*backends.BACKENDS, AUTO):
+        for kind, known in backend.ops.items():
+            if known == op:
+                rows = values[4].shape[_ROWS_OF[kind]]
+                if backend is AUTO:
+                    backend = _of_rows(
+                        _parse_tiers(library.KINDS[kind].unpack(values).tiers), rows
+                    )
+                return backend, rows
+    return None

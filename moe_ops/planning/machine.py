@@ -1,0 +1,63 @@
+"""Facts of the machine that a call runs on, looked up once and constants to the compiler."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+from moe_ops import backends
+from moe_ops.ops.problem import Machine
+
+
+def constant(function: Any) -> Any:
+    """torch.compiler.assume_constant_result without its import of torch._dynamo and triton (1.5 s)."""
+    function._dynamo_marked_constant = True
+    return function
+
+
+@constant
+def _machine_facts(device_type: str, index: int) -> tuple:
+    return _machine_facts_cached(device_type, index)
+
+
+@functools.cache
+def _machine_facts_cached(device_type: str, index: int) -> tuple:
+    available = tuple([b.name for b in backends.BACKENDS if b.available() is None])
+    if device_type != "cuda":
+        return (device_type, (0, 0), "", available)
+    properties = torch.cuda.get_device_properties(index)
+    return (device_type, (properties.major, properties.minor), properties.name, available)
+
+
+def machine(device: torch.device) -> Machine:
+    """The Machine that tensors on `device` run on."""
+    if _pretended is not None:
+        return _pretended
+    index = device.index
+    return Machine(*_machine_facts(device.type, 0 if index is None else index))
+
+
+_pretended: Machine | None = None
+
+
+def pretending() -> bool:
+    """Whether a `pretend` block is active."""
+    return _pretended is not None
+
+
+class pretend:
+    """Context manager that plans for another Machine: traces a GPU's plan where there is no GPU."""
+
+    def __init__(self, machine: Machine):
+        self.machine = machine
+
+    def __enter__(self) -> Machine:
+        global _pretended
+        self.before, _pretended = _pretended, self.machine
+        return self.machine
+
+    def __exit__(self, *_: object) -> None:
+        global _pretended
+        _pretended = self.before

@@ -1,0 +1,266 @@
+"""The plan of a call: which backends run a problem at which token count.
+
+A plan depends on static facts alone, never on M, so one captured graph serves every M. It is built in
+traced code; only facts of the machine and the measured tables are looked up as constants.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx.experimental.symbolic_shapes import guard_scalar
+
+from moe_ops import backends
+from moe_ops.meta.workspace import maximum
+from moe_ops.ops import library
+from moe_ops.ops.problem import Buffer, Machine, Problem, Workspaces
+from moe_ops.planning.auto import AUTO
+from moe_ops.planning.machine import constant
+from moe_ops.tables import lookup
+
+# compute capabilities of GPUs that the tests ran on; what there is for others was compiled or traced, not run
+RUN_ON = ((9, 0),)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What will run: tiers (largest M, backend), ascending, -1 for no bound; and who was left out."""
+
+    problem: Problem
+    machine: Machine
+    tiers: tuple[tuple[int, library.Backend], ...]
+    refused: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    basis: str = ""  # of the tiers: "measured", "heuristic", or "" where there was no choice
+
+    @property
+    def backend(self) -> str:
+        """The name of the op's backend: that of the only tier, or "auto"."""
+        return self.tiers[0][1].name if len(self.tiers) == 1 else "auto"
+
+    @property
+    def op(self) -> Callable:
+        """The registered op of this plan."""
+        if len(self.tiers) == 1:
+            return self.tiers[0][1].ops[self.problem.kind]
+        return AUTO.ops[self.problem.kind]
+
+    @property
+    def kernel(self) -> Callable:
+        """What the dispatcher calls for that op on this plan's device."""
+        backend = self.tiers[0][1] if len(self.tiers) == 1 else AUTO
+        return backend.kernels[self.problem.kind][self.machine.device_type]
+
+    @property
+    def tiers_text(self) -> str:
+        """The tiers as the op's options carry them; empty for a single tier."""
+        if len(self.tiers) == 1:
+            return ""
+        return ",".join([f"{limit}:{backend.name}" for limit, backend in self.tiers])
+
+    @property
+    def options(self) -> str:
+        """The `options` argument of the op: everything it needs to know that is not a tensor."""
+        p, act = self.problem, self.problem.activation
+        values: tuple = (p.scheme, p.layout)
+        if act is not None:
+            # constants, also where dynamic=True makes symbols of them
+            numbers = [float(guard_scalar(x)) for x in (act.alpha, act.beta, act.limit)]
+            values += (act.name, *numbers)
+        if p.kind == "experts":
+            values += (p.router_weight_on_input, p.deterministic)
+        return library.options_text(p.kind, (*values, self.tiers_text))
+
+    @property
+    def untried(self) -> str | None:
+        """None, or that no test ran on such a GPU."""
+        return untried(self.machine.capability) if self.machine.device_type == "cuda" else None
+
+    @property
+    def differentiable(self) -> bool:
+        """Whether gradients can flow."""
+        return all([backend.differentiable for _, backend in self.tiers])
+
+    def workspace_shapes(self, M: int) -> Workspaces:
+        """Shapes and dtypes of the three workspaces; M tokens (T for batched, S rows for linear)."""
+        first = self.tiers[0][1].workspace_shapes(M, self.problem)
+        if len(self.tiers) == 1:
+            return first
+        sizes = [_bytes(buffer) for buffer in first]
+        for _, backend in self.tiers[1:]:
+            more = backend.workspace_shapes(M, self.problem)
+            sizes = [maximum(a, _bytes(b)) for a, b in zip(sizes, more, strict=True)]
+        return Workspaces(
+            Buffer((sizes[0],), torch.uint8),
+            Buffer((sizes[1],), torch.uint8),
+            Buffer(((sizes[2] + 3) // 4,), torch.int32),
+        )
+
+    def __str__(self) -> str:
+        p, m = self.problem, self.machine
+        where = m.gpu_name or m.device_type
+        lines = [
+            f"{p.kind}: E={p.num_experts} top_k={p.top_k} K={p.hidden_size} "
+            f"I={p.intermediate_size} {p.scheme or 'plain'} {_name(p.dtype)} on {where}"
+        ]
+        if self.untried:
+            lines.append(f"  {self.untried}")
+        low = 0
+        for limit, backend in self.tiers:
+            reach = f"M >= {low}" if limit < 0 else f"M in {low}..{limit}"
+            how = " (emulated: operands dequantized, products in a wider type)"
+            native = backend.native(p.scheme, m)
+            lines.append(f"  {reach}: {backend.name}{'' if native else how}")
+            low = limit + 1
+        if self.basis == "measured":
+            lines += self._times()
+        elif self.basis and m.gpu_name:
+            lines.append("  chosen by a heuristic: this problem was not measured on this GPU")
+        for M in (1, 64, 4096):
+            total = sum(_bytes(buffer) for buffer in self.workspace_shapes(M))
+            lines.append(f"  workspace at M={M}: {total / 2**20:.2f} MiB")
+        for name, reasons in self.refused:
+            lines.append(f"  not {name}: {'; '.join(reasons)}")
+        return "\n".join(lines)
+
+    def _times(self) -> list[str]:
+        """Lines of a table: microseconds a layer of every backend that was measured, by M."""
+        times = lookup.backend_times(*_table_key(self.problem, self.machine))
+        names = [b.name for b in backends.BACKENDS if any(b.name in us for _, us in times)]
+        lines = ["  measured, us a layer:", "".join([f"  {name:>10}" for name in ("M", *names)])]
+        for M, us in times:
+            cells = [f"{us[name]:.1f}" if name in us else "-" for name in names]
+            lines.append("".join([f"  {cell:>10}" for cell in (str(M), *cells)]))
+        return lines
+
+
+def plan(problem: Problem, machine: Machine, backend: str = "auto") -> Plan:
+    """Choose the backends of a problem.
+
+    Args:
+        backend: "auto", or a backend's name: that one runs or the call raises, it never falls back.
+
+    Raises:
+        ValueError: the name is unknown, or no backend takes the problem; every reason is listed.
+        ImportError: the named backend's library is not installed.
+    """
+    if backend != "auto":
+        chosen = backends.named(backend)
+        reasons = _reasons(chosen, problem, machine)
+        if reasons:
+            error = ImportError if backend not in machine.available else ValueError
+            raise error(f"backend {backend!r} cannot run this call: {'; '.join(reasons)}")
+        return Plan(problem, machine, ((-1, chosen),))
+    accepted, refused = [], []
+    for candidate in backends.BACKENDS:
+        reasons = why_not(candidate, problem, machine)
+        if reasons:
+            refused.append((candidate.name, tuple(reasons)))
+        else:
+            accepted.append(candidate)
+    native = [b.native(problem.scheme, machine) for b in accepted]  # those come first
+    accepted = [
+        b for want in (True, False) for b, is_ in zip(accepted, native, strict=True) if is_ == want
+    ]
+    if not accepted:
+        why = " | ".join([f"{name}: {'; '.join(reasons)}" for name, reasons in refused])
+        raise ValueError(f"no backend can run this call: {why}")
+    tiers, basis = _measured_tiers(problem, machine, accepted), "measured"
+    if not tiers:
+        tiers, basis = _heuristic(problem, accepted), "heuristic"
+    return Plan(problem, machine, tiers, tuple(refused), basis if len(accepted) > 1 else "")
+
+
+_Tiers = tuple[tuple[int, library.Backend], ...]
+
+
+def _measured_tiers(
+    problem: Problem, machine: Machine, accepted: Sequence[library.Backend]
+) -> _Tiers:
+    """The tiers that follow from measured times of the accepted backends; () where there are none."""
+    tiers: list[tuple[int, library.Backend]] = []
+    names = tuple([candidate.name for candidate in accepted])
+    for limit, name in _measured(*_table_key(problem, machine), names):
+        for candidate in accepted:
+            if candidate.name == name:
+                if tiers and tiers[-1][1] is candidate:
+                    tiers.pop()
+                tiers.append((limit, candidate))
+    if tiers:
+        tiers[-1] = (-1, tiers[-1][1])
+    return tuple(tiers)
+
+
+# Rows an expert has on average from which deep_gemm runs fp8_block where a problem was not measured; None: never. On an
+# H200 it took 0.90 and 0.94 of triton's time at 64 rows (mixtral, qwen3), 0.95 at 32 (dsv3), 1.25 at 16 (qwen3).
+DEEP_GEMM_ROWS: int | None = 64
+
+
+def _heuristic(problem: Problem, accepted: Sequence[library.Backend]) -> _Tiers:
+    """The first accepted backend alone; in fp8_block deep_gemm from DEEP_GEMM_ROWS rows an expert on."""
+    first = accepted[0]
+    for candidate in accepted:
+        large = candidate.name == "deep_gemm" and problem.scheme == "fp8_block"
+        if large and candidate is not first and DEEP_GEMM_ROWS and problem.kind == "experts":
+            fewer = (DEEP_GEMM_ROWS * problem.num_experts - 1) // problem.top_k
+            return ((fewer, first), (-1, candidate))
+    return ((-1, first),)
+
+
+def _table_key(problem: Problem, machine: Machine) -> tuple:
+    """What measured tables are looked up by."""
+    p = problem
+    sizes = (p.num_experts, p.hidden_size, p.intermediate_size, p.top_k)
+    return (machine.gpu_name, *sizes, p.scheme, _name(p.dtype))
+
+
+def why_not(backend: library.Backend, problem: Problem, machine: Machine) -> list[str]:
+    """Why "auto" leaves a backend out; empty if it may choose it."""
+    reasons = _reasons(backend, problem, machine)
+    if backend.interpreted and machine.device_type == "cpu":
+        reasons.append("runs in an interpreter on a CPU: only when named")
+    return reasons
+
+
+def _reasons(backend: library.Backend, problem: Problem, machine: Machine) -> list[str]:
+    if problem.kind not in backend.ops:
+        return [f"has no {problem.kind}"]
+    if backend.name not in machine.available:
+        return [_why_not_available(backend.name)]
+    reasons = backend.supports(problem, machine)
+    if problem.needs_grad and not backend.differentiable:
+        reasons.append(
+            "has no backward: wrap the call in torch.no_grad() or use backend='auto' or 'torch'"
+        )
+    return reasons
+
+
+def untried(capability: tuple[int, int]) -> str | None:
+    """What to say of a GPU that no test ran on; None of others."""
+    if capability in RUN_ON:
+        return None
+    major, minor = capability
+    return f"not run on hardware: nothing of this package was tested on a GPU of SM{major}{minor}"
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _bytes(buffer: Buffer) -> int:
+    size = buffer.dtype.itemsize
+    for s in buffer.shape:
+        size = size * s
+    return (size + 127) // 128 * 128
+
+
+@constant
+def _measured(*key: Any) -> tuple[tuple[int, str], ...]:
+    return lookup.look_up(*key)
+
+
+@constant
+def _why_not_available(name: str) -> str:
+    return backends.named(name).available() or "is not available on this machine"

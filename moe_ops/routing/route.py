@@ -1,0 +1,341 @@
+"""route(): router logits -> (topk_weights, topk_ids), by every routing method in use.
+
+Dimensions: M tokens, E experts, G groups of S = E / G experts, top_k experts per token.
+
+Rules shared by all methods: weights are fp32 and ids int32; among equal scores the lower index
+wins; a logit that is NaN or -inf is no candidate: it has weight 0 and is chosen only when fewer
+than top_k others are left, so every id is valid for every input.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.fx.experimental.symbolic_shapes import guard_or_false
+
+from moe_ops.checks import check_number, check_tensor
+from moe_ops.ops.library import below_autograd, register_function
+from moe_ops.routing.methods import (
+    RECIPES,
+    Recipe,
+    RoutingMethod,
+    check_method,
+    resolve_routing_method,
+)
+
+_LOWEST = torch.finfo(torch.float32).min  # stands for "no candidate": -inf would make NaN
+MAX_EXPERTS_FUSED = 1024  # one program of the fused kernel holds a whole row
+
+
+def route(
+    router_logits: Tensor,
+    top_k: int,
+    method: RoutingMethod | str | Callable[[Tensor, int], tuple[Tensor, Tensor]] = "renormalize",
+    *,
+    num_expert_groups: int | None = None,
+    topk_groups: int | None = None,
+    correction_bias: Tensor | None = None,
+    scaling_factor: float = 1.0,
+    scoring: str | None = None,
+    generator: torch.Generator | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Choose top_k experts for each token and weight them.
+
+    | method | what it does |
+    |---|---|
+    | default | softmax -> top-k |
+    | renormalize | top-k -> softmax over the chosen (Mixtral, Qwen3-MoE, GPT-OSS) |
+    | renormalize_naive | softmax -> top-k -> divide by their sum; equals renormalize |
+    | deepseek_v3 | sigmoid, + bias, top groups, top-k -> unbiased scores over their sum |
+    | grouped_softmax | softmax, top groups, top-k (DeepSeek-V2); `_renormalize` divides by the sum |
+    | llama4 | top-1 -> sigmoid |
+    | sigmoid | sigmoid -> top-k; `_renormalize` divides by their sum |
+    | topk | top-k of the logits, which are the weights |
+    | sqrtsoftplus | sqrt(softplus), + bias, top-k -> unbiased scores over their sum (DeepSeek-V4) |
+    | custom | a callable given in place of the name: (router_logits, top_k) -> (weights, ids) |
+    | simulated | top_k distinct experts drawn uniformly, each of weight 1 / top_k, for load tests |
+    | unspecified | names no method: an error here |
+
+    The bias takes part in the choice only, never in the weights. Groups (every method that
+    scores before the top-k) restrict the choice to the topk_groups best of num_expert_groups
+    equal groups; a group is worth its best score, or with a bias the sum of its two best biased
+    ones (DeepSeek-V3, arXiv:2412.19437, equations 13 to 16 and its reference code, which also
+    gives the 1e-20 added to each sum that is divided by).
+
+    On CUDA one fused kernel does it all, unless gradients of router_logits are wanted. The
+    weights are differentiable in router_logits; the ids are not.
+
+    Args:
+        router_logits: (M, E), any float dtype, any strides. Computed with in fp32.
+        top_k: experts per token, 1..E.
+        num_expert_groups, topk_groups: both or neither.
+        correction_bias: (E,), any float dtype, on the device of router_logits.
+        scaling_factor: multiplies the weights.
+        scoring: "softmax", "sigmoid" or "sqrtsoftplus", for default and renormalize_naive.
+        generator: for simulated, on the device of router_logits; None uses the default one.
+
+    Returns:
+        topk_weights (M, top_k) fp32 and topk_ids (M, top_k) int32, best expert first.
+
+    Raises:
+        ValueError: an unknown method or scoring, a wrong type, shape, dtype or device, a top_k or
+            group numbers out of range, or an argument that the method needs or does not take.
+    """
+    check_tensor("router_logits", router_logits)
+    if router_logits.dim() != 2:
+        raise ValueError(
+            f"router_logits must have shape (M, E), got {_shape(router_logits)}; "
+            "flatten the leading dimensions"
+        )
+    if not router_logits.is_floating_point():
+        raise ValueError(f"router_logits must be floating point, got {router_logits.dtype}")
+    choice = check_routing(
+        router_logits.shape[1],
+        router_logits.device,
+        top_k,
+        method,
+        num_expert_groups=num_expert_groups,
+        topk_groups=topk_groups,
+        correction_bias=correction_bias,
+        scaling_factor=scaling_factor,
+        scoring=scoring,
+        generator=generator,
+    )
+    if callable(method):
+        return _route_custom(router_logits, top_k, method, scaling_factor)
+    if choice is None:
+        return _route_simulated(router_logits, top_k, scaling_factor, generator)
+    fused = router_logits.is_cuda and router_logits.shape[1] <= MAX_EXPERTS_FUSED
+    needs_grad = torch.is_grad_enabled() and router_logits.requires_grad
+    if fused and not needs_grad and forward_ad._current_level < 0:
+        shape = (router_logits.shape[0], top_k)
+        topk_weights = router_logits.new_empty(shape, dtype=torch.float32)
+        topk_ids = router_logits.new_empty(shape, dtype=torch.int32)
+        _ROUTE_OP(
+            topk_weights,
+            topk_ids,
+            router_logits,
+            correction_bias,
+            *choice.arguments,
+            float(scaling_factor),
+        )
+        return topk_weights, topk_ids
+
+    recipe, scoring = choice.recipe, choice.scoring
+    logits = _candidates(router_logits)
+    groups = choice.num_expert_groups, choice.topk_groups
+    topk_ids = _choose(logits, top_k, scoring, correction_bias, *groups)
+    if recipe.after_topk:
+        topk_weights = _score(logits.gather(1, topk_ids), scoring)
+    else:
+        topk_weights = _score(logits, scoring).gather(1, topk_ids)
+    if recipe.renormalize:
+        topk_weights = topk_weights / (topk_weights.sum(-1, keepdim=True) + 1e-20)
+    return topk_weights * scaling_factor, topk_ids.to(torch.int32)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A method with its arguments."""
+
+    recipe: Recipe
+    scoring: str
+    num_expert_groups: int
+    topk_groups: int
+
+    @property
+    def arguments(self) -> tuple[str, bool, int, int]:
+        """scoring, renormalize, num_expert_groups and topk_groups of the operators."""
+        # softmax over the chosen is softmax over all, divided by the sum over the chosen
+        after = self.recipe.after_topk and self.scoring == "softmax"
+        renormalize = self.recipe.renormalize or after
+        return self.scoring, renormalize, self.num_expert_groups, self.topk_groups
+
+
+def check_routing(
+    num_experts: int,
+    device: torch.device,
+    top_k: int,
+    method: RoutingMethod | str | Callable,
+    *,
+    num_expert_groups: int | None = None,
+    topk_groups: int | None = None,
+    correction_bias: Tensor | None = None,
+    scaling_factor: float = 1.0,
+    scoring: str | None = None,
+    generator: torch.Generator | None = None,
+) -> Choice | None:
+    """All that `route` refuses of arguments other than the logits; `device` is that of the logits.
+
+    Returns:
+        The method with its arguments; None for a callable and for simulated.
+
+    Raises:
+        ValueError: as `route`.
+    """
+    if correction_bias is not None:
+        check_tensor("correction_bias", correction_bias)
+    recipe = check_method(
+        method,
+        num_experts,
+        top_k,
+        num_expert_groups=num_expert_groups,
+        topk_groups=topk_groups,
+        correction_bias=correction_bias is not None,
+        scoring=scoring,
+    )
+    check_number("scaling_factor", scaling_factor)
+    if generator is not None and method != RoutingMethod.SIMULATED:
+        raise ValueError("generator must be None: only method 'simulated' draws")
+    if recipe is None:
+        return None
+    if correction_bias is not None:
+        _check_bias(correction_bias, num_experts, device)
+    return Choice(recipe, scoring or recipe.scoring, num_expert_groups or 1, topk_groups or 1)
+
+
+def router_probabilities(
+    router_logits: Tensor,  # (M, E)
+    method: RoutingMethod | str | Callable,
+    scoring: str | None = None,
+) -> Tensor:
+    """(M, E) fp32 scores of all experts by a method's scoring, divided by their sum per token.
+
+    Methods without a scoring (topk, simulated, callables) count as softmax. Sigmoid and
+    sqrtsoftplus scores are normalised as in DeepSeek-V3 (arXiv:2412.19437, equation 19).
+    """
+    recipe = None if callable(method) else RECIPES.get(resolve_routing_method(method))
+    name = scoring or (recipe.scoring if recipe else "none")
+    logits = _candidates(router_logits)
+    if name in ("softmax", "none"):
+        return _score(logits, "softmax")
+    scores = _score(logits, name)
+    return scores / (scores.sum(-1, keepdim=True) + 1e-20)
+
+
+def _candidates(router_logits: Tensor) -> Tensor:
+    """fp32 logits without NaN or infinities; _LOWEST stands for "no candidate"."""
+    return torch.nan_to_num(router_logits.float(), nan=_LOWEST, neginf=_LOWEST)
+
+
+def _score(logits: Tensor, scoring: str) -> Tensor:
+    """Scores of _candidates(); zero where there is none."""
+    if scoring == "softmax":
+        scores = torch.softmax(logits, -1)
+    elif scoring == "sigmoid":
+        scores = torch.sigmoid(logits)
+    elif scoring == "sqrtsoftplus":
+        # sqrt has no finite gradient at 0, which softplus reaches by underflow
+        scores = F.softplus(logits).clamp_min(torch.finfo(torch.float32).tiny).sqrt()
+    else:
+        scores = logits
+    return scores.masked_fill(logits == _LOWEST, 0.0)
+
+
+def _choose(
+    logits: Tensor,  # (M, E), from _candidates
+    top_k: int,
+    scoring: str,
+    correction_bias: Tensor | None,
+    num_groups: int,
+    topk_groups: int,
+) -> Tensor:
+    """(M, top_k) int64 ids of the best experts, best first."""
+    # Every scoring grows with its logit, so without a bias the logits themselves choose: the ids
+    # do not depend on how exp rounds.
+    key = logits.detach()
+    if correction_bias is not None:
+        biased = _score(key, scoring) + correction_bias.detach().float()
+        biased = torch.nan_to_num(biased, nan=_LOWEST, neginf=_LOWEST)
+        key = biased.masked_fill(key == _LOWEST, _LOWEST)
+    if topk_groups < num_groups:
+        key = key.unflatten(1, (num_groups, -1))
+        if correction_bias is None:
+            group_score = key.amax(-1)
+        else:
+            group_score = key.topk(min(2, key.shape[2]), -1).values.sum(-1)
+        groups = _best_first(group_score)[:, :topk_groups]
+        kept = torch.zeros_like(group_score, dtype=torch.bool).scatter(1, groups, True)
+        key = key.masked_fill(~kept.unsqueeze(-1), float("-inf")).flatten(1)
+    return _best_first(key)[:, :top_k]
+
+
+def _best_first(key: Tensor) -> Tensor:
+    # not torch.topk: it leaves the order of equal values open
+    return torch.sort(key, dim=-1, descending=True, stable=True).indices
+
+
+def _route_custom(
+    router_logits: Tensor, top_k: int, method: Callable, scaling_factor: float
+) -> tuple[Tensor, Tensor]:
+    topk_weights, topk_ids = method(router_logits, top_k)
+    for name, value in (("topk_weights", topk_weights), ("topk_ids", topk_ids)):
+        wrong = value.dim() != 2 or value.shape[1] != top_k
+        if wrong or guard_or_false(value.shape[0] != router_logits.shape[0]):
+            raise ValueError(
+                f"{name} of the routing callable must have shape (M, top_k={top_k}) for "
+                f"router_logits {_shape(router_logits)}, got {_shape(value)}"
+            )
+    return topk_weights.float() * scaling_factor, topk_ids.to(torch.int32)
+
+
+def _route_simulated(
+    router_logits: Tensor, top_k: int, scaling_factor: float, generator: torch.Generator | None
+) -> tuple[Tensor, Tensor]:
+    # not torch.rand: it takes no symbolic sizes together with a generator argument
+    draws = torch.empty_like(router_logits, dtype=torch.float32).uniform_(generator=generator)
+    topk_ids = _best_first(draws)[:, :top_k].to(torch.int32)
+    weight = scaling_factor / top_k
+    return torch.full_like(topk_ids, weight, dtype=torch.float32), topk_ids
+
+
+def _check_bias(correction_bias: Tensor, num_experts: int, device: torch.device) -> None:
+    if correction_bias.shape != (num_experts,):
+        raise ValueError(
+            f"correction_bias must have shape (E={num_experts},), got {_shape(correction_bias)}"
+        )
+    if correction_bias.device != device:
+        raise ValueError(
+            f"correction_bias must be on the device of router_logits, {device}, "
+            f"got {correction_bias.device}"
+        )
+
+
+def _shape(tensor: Tensor) -> tuple:
+    return tuple(tensor.shape)
+
+
+def _launch(*args: Any) -> None:
+    from moe_ops.kernels.router import topk as kernels  # triton is imported at the first launch
+
+    kernels.launch(*args)
+
+
+def _fake(
+    topk_weights: Tensor, topk_ids: Tensor, router_logits: Tensor, bias: Tensor | None, *_: Any
+) -> None:
+    torch._check(router_logits.dim() == 2, lambda: "router_logits must have shape (M, E)")
+    rows, experts = topk_weights.shape[0], topk_weights.shape[1]
+    torch._check(rows == router_logits.shape[0], lambda: "topk_weights must have M rows")
+    torch._check(rows == topk_ids.shape[0], lambda: "topk_ids must have M rows")
+    torch._check(experts == topk_ids.shape[1], lambda: "outputs must have top_k columns")
+    torch._check(topk_weights.dtype == torch.float32, lambda: "topk_weights must be float32")
+    torch._check(topk_ids.dtype == torch.int32, lambda: "topk_ids must be int32")
+    if bias is not None:
+        torch._check(bias.dim() == 1, lambda: "correction_bias must have shape (E,)")
+
+
+_ROUTE_OP = register_function(
+    "route",
+    "(Tensor(a!) topk_weights, Tensor(b!) topk_ids, Tensor router_logits, "
+    "Tensor? correction_bias, str scoring, bool renormalize, int num_expert_groups, "
+    "int topk_groups, float scaling_factor) -> ()",
+    below_autograd(_launch),  # on the CPU under Triton's interpreter
+    _fake,
+)

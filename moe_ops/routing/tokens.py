@@ -1,0 +1,243 @@
+"""route_tokens(): hidden states and the router's weight -> (router_logits, topk_weights, topk_ids).
+
+Dimensions: M tokens, K hidden size, E experts, top_k experts per token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from moe_ops.checks import autocasting, check_tensor
+from moe_ops.meta.router import router_workspace
+from moe_ops.ops.library import below_autograd, register_function
+from moe_ops.routing.methods import RoutingMethod
+from moe_ops.routing.route import MAX_EXPERTS_FUSED, check_routing, route
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)  # of the kernels
+
+
+def route_tokens(
+    hidden_states: Tensor,
+    router_weight: Tensor,
+    top_k: int,
+    method: RoutingMethod | str | Callable[[Tensor, int], tuple[Tensor, Tensor]] = "renormalize",
+    *,
+    router_bias: Tensor | None = None,
+    logits_dtype: torch.dtype | None = None,
+    num_expert_groups: int | None = None,
+    topk_groups: int | None = None,
+    correction_bias: Tensor | None = None,
+    scaling_factor: float = 1.0,
+    scoring: str | None = None,
+    generator: torch.Generator | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The whole router: `route(linear(hidden_states, router_weight, router_bias), top_k, method, ...)`.
+
+    On CUDA it is one operator. Up to 16 tokens, 4 where the weight has 2**20 elements or more, it launches two
+    kernels, which read the router's weight with the whole GPU and then choose on the logits as a linear layer
+    rounds them; with more, torch's matrix product and `route`'s kernel. Where gradients are wanted, under autocast
+    and on other devices it is the two steps written above.
+
+    Args:
+        hidden_states: (M, K), bf16, fp16 or fp32, any strides; other float dtypes run in two steps.
+        router_weight: (E, K), on the device of hidden_states.
+        top_k, method, num_expert_groups, topk_groups, correction_bias, scaling_factor, scoring, generator: as for `route`.
+        router_bias: (E,), added to the logits.
+        logits_dtype: what the linear layer computes in and the logits have; None for that of
+            hidden_states, which the weight and bias then share. torch.float32 is exact on
+            bf16 and fp16 inputs, which are not converted in memory.
+
+    Returns:
+        router_logits (M, E) in logits_dtype, topk_weights (M, top_k) fp32 and topk_ids (M, top_k) int32,
+        best expert first. The choice is that of the logits returned, rounded as they are.
+
+    Raises:
+        ValueError: as `route`; wrong shapes, devices or dtypes of the linear layer's tensors.
+        RuntimeError: a CUDA graph is being captured and this router has not run before.
+    """
+    routing: dict[str, Any] = {
+        "num_expert_groups": num_expert_groups,
+        "topk_groups": topk_groups,
+        "correction_bias": correction_bias,
+        "scaling_factor": scaling_factor,
+        "scoring": scoring,
+        "generator": generator,
+    }
+    outputs = (torch.float32, torch.int32)
+    found = fused_router(
+        hidden_states, router_weight, router_bias, logits_dtype, top_k, method, routing, outputs
+    )
+    if found is not None:
+        return found
+    logits = router_linear(hidden_states, router_weight, router_bias, logits_dtype)
+    return (logits, *route(logits, top_k, method, **routing))
+
+
+def fused_router(
+    hidden_states: Tensor,  # (M, K)
+    router_weight: Tensor,  # (E, K)
+    router_bias: Tensor | None,  # (E,)
+    logits_dtype: torch.dtype | None,
+    top_k: int,
+    method: RoutingMethod | str | Callable,
+    routing: dict[str, Any],  # keyword arguments of `route`
+    outputs: tuple[torch.dtype, torch.dtype],  # of topk_weights and topk_ids
+) -> tuple[Tensor, Tensor, Tensor] | None:
+    """`route_tokens` by its operator, or None where that does not serve: gradients, autocast, CPUs.
+
+    Raises:
+        ValueError: as `route_tokens`.
+    """
+    _check_linear(hidden_states, router_weight, router_bias, logits_dtype)
+    dtype = logits_dtype or hidden_states.dtype
+    choice = check_routing(router_weight.shape[0], hidden_states.device, top_k, method, **routing)
+    if choice is None or not _is_fused(hidden_states, router_weight, router_bias, dtype):
+        return None
+    M, (E, K) = hidden_states.shape[0], router_weight.shape
+    logits = hidden_states.new_empty((M, E), dtype=dtype)
+    topk_weights = hidden_states.new_empty((M, top_k), dtype=outputs[0])
+    topk_ids = hidden_states.new_empty((M, top_k), dtype=outputs[1])
+    workspace = hidden_states.new_empty(router_workspace(M, E, K), dtype=torch.float32)
+    _OP(
+        logits,
+        topk_weights,
+        topk_ids,
+        workspace,
+        hidden_states,
+        router_weight,
+        router_bias,
+        routing.get("correction_bias"),
+        *choice.arguments,
+        float(routing.get("scaling_factor", 1.0)),
+    )
+    return logits, topk_weights, topk_ids
+
+
+def router_linear(
+    hidden_states: Tensor,  # (M, K)
+    router_weight: Tensor,  # (E, K)
+    router_bias: Tensor | None,  # (E,)
+    logits_dtype: torch.dtype | None,
+) -> Tensor:
+    """(M, E) router logits, computed in logits_dtype; None is whatever a linear layer makes of its input."""
+    if logits_dtype is None:
+        return F.linear(hidden_states, router_weight, router_bias)
+    bias = None if router_bias is None else router_bias.to(logits_dtype)
+    device = hidden_states.device.type
+    with nullcontext() if device == "meta" else torch.autocast(device, enabled=False):
+        return F.linear(hidden_states.to(logits_dtype), router_weight.to(logits_dtype), bias)
+
+
+def _is_fused(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> bool:
+    tensors = (x, weight) if bias is None else (x, weight, bias)
+    for tensor in tensors:
+        # rounding before the product is not what the kernels do
+        if (
+            is_traceable_wrapper_subclass(tensor)
+            or tensor.dtype not in _DTYPES
+            or dtype not in (tensor.dtype, torch.float32)
+        ):
+            return False
+    if not x.is_cuda or autocasting(x.device) or weight.shape[0] > MAX_EXPERTS_FUSED:
+        return False
+    if forward_ad._current_level >= 0:  # the operator knows no tangents
+        return False
+    return not (torch.is_grad_enabled() and any([t.requires_grad for t in tensors]))
+
+
+def _check_linear(
+    hidden_states: Tensor,
+    router_weight: Tensor,
+    router_bias: Tensor | None,
+    logits_dtype: torch.dtype | None,
+) -> None:
+    check_tensor("hidden_states", hidden_states)
+    check_tensor("router_weight", router_weight)
+    if hidden_states.dim() != 2 or not hidden_states.is_floating_point():
+        raise ValueError(
+            f"hidden_states must be floating point of shape (M, K), got {hidden_states.dtype} of shape "
+            f"{tuple(hidden_states.shape)}; flatten the leading dimensions"
+        )
+    K = hidden_states.shape[1]
+    if router_weight.dim() != 2 or router_weight.shape[1] != K:
+        shape = tuple(router_weight.shape)
+        raise ValueError(f"router_weight must have shape (E, K={K}), got {shape}")
+    tensors = {"router_weight": router_weight}
+    if router_bias is not None:
+        check_tensor("router_bias", router_bias)
+        E = router_weight.shape[0]
+        if router_bias.shape != (E,):
+            raise ValueError(
+                f"router_bias must have shape (E={E},), got {tuple(router_bias.shape)}"
+            )
+        tensors["router_bias"] = router_bias
+    for name, tensor in tensors.items():
+        if tensor.device != hidden_states.device:
+            raise ValueError(
+                f"{name} must be on the device of hidden_states, {hidden_states.device}, "
+                f"got {tensor.device}"
+            )
+        wrong = logits_dtype is None and tensor.dtype != hidden_states.dtype
+        if wrong and not autocasting(hidden_states.device):
+            raise ValueError(
+                f"{name} must have the dtype of hidden_states, {hidden_states.dtype}, got "
+                f"{tensor.dtype}; convert one of them, or give logits_dtype"
+            )
+    if logits_dtype is not None and not logits_dtype.is_floating_point:
+        raise ValueError(f"logits_dtype must be a floating-point dtype, got {logits_dtype}")
+
+
+def _launch(*args: Any) -> None:
+    from moe_ops.kernels.router import fused as kernels  # triton is imported at the first launch
+
+    kernels.launch(*args)
+
+
+def _fake(
+    router_logits: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    workspace: Tensor,
+    hidden_states: Tensor,
+    router_weight: Tensor,
+    router_bias: Tensor | None,
+    correction_bias: Tensor | None,
+    *_: Any,
+) -> None:
+    torch._check(hidden_states.dim() == 2, lambda: "hidden_states must have shape (M, K)")
+    M, (E, K) = hidden_states.shape[0], router_weight.shape
+    torch._check(hidden_states.shape[1] == K, lambda: "router_weight must have shape (E, K)")
+    torch._check(router_logits.shape[1] == E, lambda: "router_logits must have E columns")
+    torch._check(router_logits.shape[0] == M, lambda: "router_logits must have M rows")
+    torch._check(topk_weights.shape[0] == M, lambda: "topk_weights must have M rows")
+    torch._check(topk_ids.shape[0] == M, lambda: "topk_ids must have M rows")
+    top_k = topk_weights.shape[1]
+    torch._check(top_k == topk_ids.shape[1], lambda: "outputs must have top_k columns")
+    (size,) = router_workspace(M, E, K)
+    torch._check(workspace.numel() >= size, lambda: "workspace must be of router_workspace")
+    torch._check(workspace.dtype == torch.float32, lambda: "workspace must be float32")
+    torch._check(
+        topk_ids.dtype in (torch.int32, torch.int64), lambda: "topk_ids must be int32 or int64"
+    )
+    for bias in (router_bias, correction_bias):
+        if bias is not None:
+            torch._check(bias.dim() == 1, lambda: "biases must have shape (E,)")
+
+
+_OP = register_function(
+    "route_tokens",
+    "(Tensor(a!) router_logits, Tensor(b!) topk_weights, Tensor(c!) topk_ids, "
+    "Tensor(d!) workspace, Tensor hidden_states, Tensor router_weight, Tensor? router_bias, "
+    "Tensor? correction_bias, str scoring, bool renormalize, int num_expert_groups, "
+    "int topk_groups, float scaling_factor) -> ()",
+    below_autograd(_launch),  # on the CPU under Triton's interpreter
+    _fake,
+)

@@ -1,0 +1,1 @@
+"""Measured times and configurations, and where they are kept."""

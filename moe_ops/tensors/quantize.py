@@ -1,0 +1,173 @@
+"""quantize, from_quantized, prepare: the functions that make quantized expert weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from moe_ops import activations
+from moe_ops.activations import Activation, rows_before
+from moe_ops.checks import check_tensor
+from moe_ops.meta.scales import TRANSPOSED
+from moe_ops.ops.relayout import RELAYOUTS, natural
+from moe_ops.schemes import SCHEMES, QuantScheme, get_scheme
+from moe_ops.tensors.base import ExpertTensor
+from moe_ops.tensors.checks import check_quantizable, checked_activation_scale, checked_parts
+from moe_ops.tensors.formats import (
+    Float8ExpertTensor,
+    Int4ExpertTensor,
+    Int8ExpertTensor,
+    MXExpertTensor,
+    NVFP4ExpertTensor,
+    PlainExpertTensor,
+)
+
+
+def _class_of(scheme: QuantScheme) -> type[ExpertTensor]:
+    desc = scheme.quantized_weight
+    if not desc.format.is_float:
+        return Int8ExpertTensor if desc.dtype == "int8" else Int4ExpertTensor
+    if desc.is_mx:
+        return MXExpertTensor
+    return NVFP4ExpertTensor if desc.global_scale else Float8ExpertTensor
+
+
+def quantize(
+    weight: Tensor,  # (E, N, K)
+    scheme: str | QuantScheme,
+    *,
+    activation_scale: Tensor | float | None = None,
+) -> ExpertTensor:
+    """Quantize expert weights, once, for use as ``w13`` or ``w2``.
+
+    Args:
+        weight: (E, N, K) bf16, fp16 or fp32. It is read, not kept.
+        scheme: a name such as "fp8_block", "int4_w4a16:g64" or "mxfp4_w4a16:ceil", or a QuantScheme.
+        activation_scale: one positive fp32 number, needed by schemes with static activation scales,
+            optional for "nvfp4", where it is amax / (448 * 6), and refused by the others: the
+            activations that meet this weight are quantized as round(x / activation_scale).
+
+    Raises:
+        ValueError: a wrong rank, dtype or scheme, columns that are no multiple of the scheme's group,
+            an activation_scale that is missing or unused, a weight that is quantized already or not
+            finite (the message names the experts).
+    """
+    scheme = get_scheme(scheme)
+    cls = _class_of(scheme)
+    check_tensor("weight", weight)
+    activation_scale = checked_activation_scale(activation_scale, scheme, weight.device)
+    check_quantizable("weight", weight, scheme)
+    return cls.from_hp(weight, scheme.name, activation_scale)
+
+
+def from_quantized(
+    scheme: str | QuantScheme,
+    qdata: Tensor,
+    scale: Tensor,
+    *,
+    zero_point: Tensor | None = None,
+    global_scale: Tensor | None = None,
+    channel_scale: Tensor | None = None,
+    activation_scale: Tensor | float | None = None,
+) -> ExpertTensor:
+    """Wrap expert weights that a checkpoint holds quantized; no element is changed or copied.
+
+    What the tensors must look like is said by the class of each format, e.g. `Int4ExpertTensor`.
+
+    Args:
+        scheme: a name such as "fp8_block", or a QuantScheme.
+        qdata: (E, N, K) in the scheme's storage dtype, with fewer columns where elements share bytes
+            (two of 4 bits, four of 6 bits in three).
+        scale: the factor an element is multiplied by. A scheme with fp32 scales takes
+            float8_e8m0fnu too and converts it, exactly; one with e8m0 scales takes uint8 or float8_e8m0fnu.
+        zero_point: shaped like scale, uint8 0..15 for int4, int8 for int8; makes of "int4_w4a16:g128"
+            its variant with zero points, "int4_w4a16:g128:zp".
+        global_scale: (E,) fp32, for "nvfp4": value = element * scale / global_scale.
+        channel_scale: (E, N, 1) fp32, for "int4_w4a8".
+        activation_scale: as for ``quantize``.
+
+    Returns:
+        An ExpertTensor of dtype bfloat16; ``.to(dtype)`` changes what ``dequantize()`` returns.
+
+    Raises:
+        ValueError: a wrong rank, shape, dtype, device or scheme, a scale that is not finite or too large (2^33 of mxfp4,
+            2^58 of int4), or a tensor that is missing or that the scheme does not have.
+    """
+    scheme = get_scheme(scheme)
+    if zero_point is not None:
+        scheme = SCHEMES.get(f"{scheme.name}:zp", scheme)
+    parts = checked_parts(
+        scheme,
+        {
+            "qdata": qdata,
+            "scale": scale,
+            "zero_point": zero_point,
+            "global_scale": global_scale,
+            "channel_scale": channel_scale,
+        },
+    )
+    activation_scale = checked_activation_scale(activation_scale, scheme, qdata.device)
+    return _class_of(scheme)(**parts, scheme=scheme.name, activation_scale=activation_scale)
+
+
+def prepare(weight: Tensor, backend: str, *, activation: str | Activation | None = None) -> Tensor:
+    """Bring expert weights, plain or quantized, into the layout ``backend`` reads, once.
+
+    A weight that is laid out so already is returned as it is; one prepared for another backend is brought
+    back to its natural layout first, which "torch" reads. ``weight_layout`` and ``repr`` say which it is.
+
+        w13 = moe_ops.prepare(w13, "flashinfer", activation="silu")
+        w2 = moe_ops.prepare(w2, "flashinfer")
+
+    Args:
+        weight: (E, N, K), or (N, K) of one expert. Not all backends want another layout: then it is returned as it is.
+        activation: for w13 the activation that follows it, for w2 None: some backends want up rows before gate
+            rows, from whichever order the activation is defined on.
+
+    Raises:
+        ValueError: an unknown backend or activation, no tensor of such a shape and dtype, a weight that is a transposed view, or one whose
+            shape or scales do not admit the layout.
+    """
+    check_tensor("weight", weight)
+    known = ("auto", *RELAYOUTS)
+    if backend not in known:
+        raise ValueError(f"backend must be one of {', '.join(known)}; got {backend!r}")
+    if weight.dim() not in (2, 3) or not weight.is_floating_point():
+        raise ValueError(
+            "weight must have shape (E, N, K), or (N, K) of one expert, and a floating dtype unless it is an "
+            f"ExpertTensor, got {weight.dtype} of shape {tuple(weight.shape)}"
+        )
+    act = None if activation is None else activations.resolve(activation)
+    if backend == "auto":
+        return weight
+    if getattr(weight, "weight_layout", "") == TRANSPOSED:
+        raise ValueError(f"weight must have the natural layout, got {weight}; transpose it back")
+    return change(weight, backend, act)
+
+
+def change(weight: Any, backend: str, activation: Activation | None = None) -> Tensor:
+    """``weight``, plain or an ExpertTensor, in the layout that ``backend`` wants for its scheme; itself if it is so already.
+
+    ``activation`` is what follows w13, None for w2. Raises ValueError for a layout that the weight's shape has not.
+    """
+    scheme = get_scheme(getattr(weight, "scheme", ""))
+    relayouts = [
+        r
+        for r in RELAYOUTS.get(backend, ())
+        if r.takes(scheme) and (r.on is None or r.on(weight.device))
+    ]
+    wanted = [r for r in relayouts if r.rows == rows_before(activation)]
+    wanted = wanted or [r for r in relayouts if not r.rows]
+    layout = getattr(weight, "weight_layout", "")
+    if layout == (wanted[0].layout if wanted else ""):
+        return weight
+    if activation is None and layout in [r.layout for r in relayouts]:
+        return weight  # w13, prepared before
+    if layout:
+        weight = natural(weight)
+    if not wanted:
+        return weight
+    if not hasattr(weight, "weight_layout"):
+        weight = PlainExpertTensor(weight.detach(), dtype=weight.dtype)
+    return weight._replace(**wanted[0].apply(weight), weight_layout=wanted[0].layout)
