@@ -134,6 +134,12 @@ def layer_config(
     rows = [row for row in rows if (row["num_tokens"] == 1) == (num_tokens == 1)]
     if not rows:
         return None
-    nearest = min(rows, key=lambda row: abs(math.log2(row["num_tokens"] / num_tokens)))
-    away = abs(math.log2(nearest["num_tokens"] / num_tokens))
-    return nearest["config"] if away < 2 else None
+
+    def order(row: dict) -> tuple:
+        """Distance from M; between two that are as near, the smaller tiles first."""
+        config = row["config"]
+        tiles = [*config["gemm1"].values(), *config["gemm2"].values()]
+        return abs(math.log2(row["num_tokens"] / num_tokens)), config["block_m"], tiles
+
+    nearest = min(rows, key=order)
+    return nearest["config"] if order(nearest)[0] < 2 else None
