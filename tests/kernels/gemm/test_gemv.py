@@ -1,5 +1,4 @@
-"""The kernels of one token (kernels/triton_vector.py) against fp64: interpreted on a CPU, compiled
-on a GPU."""
+"""The kernels of one token (kernels/gemm/gemv.py) against fp64: interpreted on a CPU, compiled on a GPU."""
 
 from __future__ import annotations
 
@@ -11,18 +10,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from moe_ops.backends.triton import backend
-from moe_ops.kernels import triton_tiles
-from moe_ops.kernels.triton_launch import INTERPRETED
-from moe_ops.kernels.triton_tiles import Tile, Tiles
-from tests.kernels.mixed_gemm.test_sm80_mma import everywhere
-from tests.support import cases
-from tests.support.cases import BF16, FP32, Case, assert_matches, tolerance
+from moe_ops.kernels.configs import GEMV, GemmConfig, LayerConfig, override
+from moe_ops.kernels.gemm.configs import _choose_gemv
+from moe_ops.kernels.launch import INTERPRETED
+from tests import cases
+from tests.cases import BF16, FP32, Case, assert_matches, tolerance
+from tests.test_triton_packed import everywhere
 
 triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")
 
-from moe_ops.kernels.triton_vector import halves
+from moe_ops.backends.triton import plain  # noqa: E402
+from moe_ops.kernels.gemm import gemv  # noqa: E402
 
 IDS = torch.tensor([[2, 0]])
 SIZES = {"M": 1, "E": 4, "top_k": 2, "K": 144, "I": 80, "ids": IDS}
@@ -33,13 +32,13 @@ SCHEMES = ["", "fp8_block"]
 def kernels(monkeypatch):
     """The kernels that a test launched."""
     found: list[str] = []
-    run = backend.run
+    run = plain.run
 
     def spy(launches, *rest):
-        found.extend(launch.kernel for launch in launches)
+        found.extend(launch.kernel.name for launch in launches)
         return run(launches, *rest)
 
-    monkeypatch.setattr(backend, "run", spy)
+    monkeypatch.setattr(plain, "run", spy)
     return found
 
 
@@ -65,7 +64,7 @@ def kernels(monkeypatch):
 )
 def test_values(where, scheme, how, kernels):
     Case(*where, scheme, **{**SIZES, **how}).check("triton")
-    assert kernels == ["vector_gemm1", "vector_gemm2"]
+    assert kernels == ["moe_ops_vector_gemm1", "moe_ops_vector_gemm2"]
 
 
 @everywhere
@@ -78,21 +77,27 @@ def test_no_expert_is_here(where, scheme, kernels):
         bias=True,
     )
     assert (case.run("triton") == 0).all()
-    assert kernels == ["vector_gemm1", "vector_gemm2"]
+    assert kernels == ["moe_ops_vector_gemm1", "moe_ops_vector_gemm2"]
+
+
+def layer_config(gemm1: GemmConfig, gemm2: GemmConfig, scheme: str) -> LayerConfig:
+    return LayerConfig(gemm1, gemm2, 1, 64, GEMV, direct=True, h_in_fp32=bool(scheme))
 
 
 @everywhere
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize(
     "first, second",
-    [(Tile(1, 256, 1, 2), Tile(16, 128, 1, 4)), (Tile(8, 128, 3, 4), Tile(2, 128, 3, 8))],
+    [
+        (GemmConfig(1, 256, 1, 2), GemmConfig(16, 128, 1, 4)),
+        (GemmConfig(8, 128, 3, 4), GemmConfig(2, 128, 3, 8)),
+    ],
     ids=str,
 )
 def test_every_kind_of_tile(where, scheme, first, second):
     """One step and several, the last one partly past the end, with and without stages."""
     case = Case(*where, scheme, **SIZES)
-    tiles = Tiles(True, 1, first, second, 64, wide_h=bool(scheme), vector=True)
-    with triton_tiles.searching(tiles):
+    with override(layer_config(first, second, scheme)):
         case.check("triton")
 
 
@@ -100,11 +105,12 @@ def test_every_kind_of_tile(where, scheme, first, second):
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("I", [1168, 2064])
 def test_long_sums_of_the_second_product(where, scheme, I):  # noqa: E741
-    """In tiles that the sizes chose: one step of up to 2048 columns, and several. GEMM1's rows are
-    many for the interpreter."""
+    """With configs that the sizes chose: one step of up to 2048 columns, and several. GEMM1 has
+    many rows for the interpreter.
+    """
     case = Case(*where, scheme, **{**SIZES, "K": 48, "I": I, "top_k": 1, "ids": IDS[:, :1]})
-    base = triton_tiles._choose_vector(bool(scheme), where[1].itemsize, 48, I, 64)
-    with triton_tiles.searching(base._replace(gemm1=Tile(16, 128, 1, 4))):
+    base = _choose_gemv(bool(scheme), where[1].itemsize, 48, I, 64)
+    with override(base._replace(gemm1=GemmConfig(16, 128, 1, 4))):
         case.check("triton")
 
 
@@ -151,13 +157,10 @@ def test_strides(where, scheme, kernels):
     else:
         w13, w2 = amid_nan(w13), amid_nan(w2)
     case.args = [wide[:, ::3], w13, w2, weights, ids]
-    with triton_tiles.searching(
-        Tiles(
-            True, 1, Tile(8, 512, 1, 4), Tile(8, 512, 1, 4), 64, wide_h=bool(scheme), vector=True
-        )
-    ):
+    gemm = GemmConfig(8, 512, 1, 4)
+    with override(layer_config(gemm, gemm, scheme)):
         case.check("triton")
-    assert kernels == ["vector_gemm1", "vector_gemm2"]
+    assert kernels == ["moe_ops_vector_gemm1", "moe_ops_vector_gemm2"]
 
 
 def off_by(t: torch.Tensor, elements: int) -> torch.Tensor:
@@ -204,9 +207,8 @@ def test_other_layers_take_other_kernels(sizes, scheme, kernels):
 
 
 def eight_products(words: list[int], x: list[torch.Tensor]) -> float:
-    """What the assembly of `eight_products` computes of two words of e4m3 and four pairs of
-    fp16."""
-    source = (Path(backend.__file__).parent.parent / "kernels/triton_vector.py").read_text()
+    """What the assembly of `eight_products` computes of two words of e4m3 and four pairs of fp16."""
+    source = Path(gemv.__file__).read_text()
     (code,) = re.findall(r'def eight_products.*?"""\{(.*?)\}"""', source, re.S)
 
     def e4m3_pair(bits):
@@ -253,15 +255,15 @@ def test_e4m3_products_in_fp16():
 
 
 @triton.jit
-def store_halves(out_ptr, x_ptr):
-    parts = halves(tl.load(x_ptr + tl.arange(0, 32)), 32)
+def store_packed(out_ptr, x_ptr):
+    parts = gemv.pack_fp16x2(tl.load(x_ptr + tl.arange(0, 32)), 32)
     for i in tl.static_range(4):
         tl.store(out_ptr + i * 4 + tl.arange(0, 4), parts[i])
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="needs triton's interpreter")
-def test_halves():
+def test_pack_fp16x2():
     x = torch.arange(32) - 15.0
     out = torch.empty(4, 4, dtype=torch.int32)
-    store_halves[(1,)](out, x)
+    store_packed[(1,)](out, x)
     assert torch.equal(out.T.contiguous().view(torch.float16).flatten() * 64, x.half())

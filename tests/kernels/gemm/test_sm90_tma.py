@@ -13,10 +13,10 @@ from tests.support.cases import BF16, FP16, FP32, Case, assert_matches, toleranc
 
 triton = pytest.importorskip("triton")
 
-from moe_ops.kernels import triton_large_launch, triton_tiles
-from moe_ops.kernels.triton_launch import Gpu
-from moe_ops.kernels.triton_scales import Scales, Weight
-from moe_ops.kernels.triton_tiles import Tile, Tiles, searching
+from moe_ops.kernels.configs import SM90_TMA, GemmConfig, LayerConfig, override  # noqa: E402
+from moe_ops.kernels.gemm import configs, sm90_tma  # noqa: E402
+from moe_ops.kernels.gemm.operands import Scaling, activated, weight_of  # noqa: E402
+from moe_ops.kernels.launch import Gpu  # noqa: E402
 
 CUDA = torch.cuda.is_available()
 ENGINE = CUDA and torch.cuda.get_device_properties(0).shared_memory_per_block_optin > 200 * 1024
@@ -30,20 +30,21 @@ WHERE = [
 everywhere = pytest.mark.parametrize("where", WHERE)
 
 
-def plain(tokens=64, rows1=64, rows2=64, k=32, warps=4, parts=1):
-    tiles = Tile(rows1, k, 2, warps), Tile(rows2, k, 3, warps)
-    return Tiles(False, tokens, *tiles, 1024, large=True, parts=parts)
+def plain(block_m=64, split_m=1):
+    gemms = GemmConfig(64, 32, 2, 4), GemmConfig(64, 32, 3, 4)
+    return LayerConfig(*gemms, block_m, 1024, SM90_TMA, split_m=split_m)
 
 
-def quantized(tokens=128, gated=True, parts=1):
-    tiles = Tile(256 if gated else 128, 128, 2, 8), Tile(128, 128, 2, 4 if parts == 2 else 8)
-    return Tiles(False, tokens, *tiles, 1024, True, False, True, parts)
+def quantized(gated=True, split_m=1):
+    gemm1 = GemmConfig(256 if gated else 128, 128, 2, 8)
+    gemm2 = GemmConfig(128, 128, 2, 4 if split_m == 2 else 8)
+    return LayerConfig(gemm1, gemm2, 128, 1024, SM90_TMA, quantize_x=True, split_m=split_m)
 
 
-def check(case: Case, tiles: Tiles) -> torch.Tensor:
-    with searching(tiles) as seen:
+def check(case: Case, config: LayerConfig) -> torch.Tensor:
+    with override(config) as seen:
         out = case.check("triton")
-    assert set(seen) == {tiles}
+    assert set(seen) == {config}
     return out
 
 
@@ -77,14 +78,14 @@ def test_sizes_that_no_tile_divides(where, K, I, name):  # noqa: E741
 @everywhere
 @pytest.mark.parametrize("scheme", ["", "fp8_block"])
 @pytest.mark.parametrize("counts", [(64, 64), (63, 65), (1, 128, 0, 129), (0, 0, 130), (3,)])
-@pytest.mark.parametrize("parts", [1, 2])
-def test_rows_over_block_boundaries(where, scheme, counts, parts):
+@pytest.mark.parametrize("split_m", [1, 2])
+def test_rows_over_block_boundaries(where, scheme, counts, split_m):
     """Blocks run into the rows of the next expert, and the last past the last row."""
     ids = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
     ids = ids[torch.randperm(len(ids), generator=torch.Generator().manual_seed(5))][:, None]
     sizes = {"K": 128, "I": 128} if scheme else {"K": 48, "I": 32}
     case = Case(*where, scheme, M=len(ids), E=len(counts), top_k=1, ids=ids, bias=True, **sizes)
-    check(case, quantized(parts=parts) if scheme else plain(128, parts=parts))
+    check(case, quantized(split_m=split_m) if scheme else plain(128, split_m=split_m))
 
 
 @everywhere
@@ -106,7 +107,7 @@ def test_fp8_blocks(where, name, K, I):  # noqa: E741
     ):  # blocks of very different size: no scale stands for another
         block = torch.arange(scale.numel(), device=scale.device).view(scale.shape)
         scale *= 1.9 ** (block % 5 - 2).float()
-    check(case, quantized(gated=not name.endswith("no_mul"), parts=2))
+    check(case, quantized(gated=not name.endswith("no_mul"), split_m=2))
 
 
 @everywhere
@@ -145,9 +146,9 @@ def test_strided_operands(where, scheme):
 def test_nan_stays_in_its_token_and_results_repeat(where, scheme):
     ids = torch.arange(99)[:, None] % 3
     case = Case(*where, scheme, M=99, E=3, top_k=1, K=128, I=128, ids=ids)
-    tiles = quantized() if scheme else plain()
-    clean = check(case, tiles)
-    with searching(tiles):
+    config = quantized() if scheme else plain()
+    clean = check(case, config)
+    with override(config):
         for _ in range(1 if where[0] == "cpu" else 20):
             assert torch.equal(clean, case.run("triton"))
         case.args[0][::7] = math.nan
@@ -164,7 +165,7 @@ def test_nan_stays_in_its_token_and_results_repeat(where, scheme):
 def test_many_rows_an_expert_take_these_kernels(device, scheme):
     """Unless a weight lies as no descriptor can say, or there are few rows."""
     case = Case(device, BF16, scheme, M=80, E=2, top_k=2, K=128, I=128, bias=True)
-    with searching(None) as seen:
+    with override(None) as seen:
         case.run("triton")
         if scheme:
             case.check("triton")
@@ -174,7 +175,7 @@ def test_many_rows_an_expert_take_these_kernels(device, scheme):
             case.args = [t.repeat(4, 1) if i in (0, 3, 4) else t for i, t in enumerate(case.args)]
             case.args[1] = case.args[1].mT.contiguous().mT
             case.run("triton")
-    assert [tiles.large for tiles in seen] == (
+    assert [config.kernel == SM90_TMA for config in seen] == (
         [True, True, False] if scheme else [True, False, False]
     )
 
@@ -185,9 +186,9 @@ def test_captured_graph_follows_new_routing(device, scheme):
     """Descriptors hold addresses and sizes alone."""
     sizes = {"M": 300, "E": 4, "top_k": 2, "K": 256, "I": 256, "bias": True}
     case = Case(device, BF16, scheme, **sizes)
-    with searching(None) as seen:
+    with override(None) as seen:
         case.check("triton")
-    assert seen[-1].large
+    assert seen[-1].kernel == SM90_TMA
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = case.run("triton", poison=False)
@@ -202,34 +203,45 @@ def test_captured_graph_follows_new_routing(device, scheme):
 
 
 @pytest.mark.parametrize(
-    "changes, expected",
+    "changes, reason",
     [
-        ({}, True),
-        ({"memory": 163 * 1024}, False),
-        ({"I": 60}, False),
-        ({"interleaved": True}, True),
-        ({"scheme": "fp8_block"}, True),
-        ({"scheme": "fp8_block", "I": 64}, False),
-        ({"scheme": "fp8_block", "interleaved": True}, False),
-        ({"scheme": "fp8_block", "scales": Scales("channel", "row")}, False),
+        ({}, None),
+        ({"memory": 163 * 1024}, "tensor memory accelerator"),
+        ({"I": 60}, "rows of weights must be contiguous and start at multiples of 16 bytes"),
+        ({"I": 60, "stride": 64}, "rows of h must start at multiples of 16 bytes"),
+        ({"transposed": True}, "rows of weights must be contiguous"),
+        ({"name": "swigluoai"}, None),
+        ({"scheme": "fp8_block"}, None),
+        ({"scheme": "fp8_block", "I": 64}, "multiples of 128"),
+        ({"scheme": "fp8_block", "name": "swigluoai"}, "must not be interleaved"),
+        ({"scheme": "fp8_block", "scales": ("channel", "row")}, "scales by blocks"),
     ],
+    ids=str,
 )
-def test_possible(changes, expected):
-    facts = {"memory": 227 * 1024, "I": 128, "interleaved": False, "scheme": ""} | changes
-    scales = facts.get("scales", Scales("block", "group") if facts["scheme"] else Scales("", ""))
-    chip, I = Gpu(facts["memory"], True, False), facts["I"]  # noqa: E741
-    dtype = torch.float8_e4m3fn if facts["scheme"] else BF16
-    w13, w2 = torch.empty(2, 2 * I, 128, dtype=dtype), torch.empty(2, 128, I, dtype=dtype)
-    weights = [Weight(w, None, scales, chip) for w in (w13, w2)]
-    assert triton_large_launch.possible(*weights, 2, True, facts["interleaved"]) is expected
+def test_why_not(changes, reason):
+    facts = {"memory": 227 * 1024, "I": 128, "scheme": "", "name": "silu", "stride": 0}
+    facts |= {"transposed": False} | changes
+    gpu, I, scheme = Gpu(facts["memory"], True, False), facts["I"], facts["scheme"]  # noqa: E741
+    scales = facts.get("scales", ("block", "group") if scheme else ("", ""))
+    dtype = torch.float8_e4m3fn if scheme else BF16
+    w13 = torch.empty(2, 2 * I, 128, dtype=dtype)
+    w2 = torch.empty(2, 128, facts["stride"] or I, dtype=dtype)[..., :I]
+    if facts["transposed"]:
+        w13 = w13.mT.contiguous().mT
+    scale = torch.empty(2, 1, 1) if scheme else None
+    weights = [weight_of("w", w, scale, scheme, BF16, gpu) for w in (w13, w2)]
+    activation = activated(facts["name"], 1.0, 0.0, math.inf)
+    found = sm90_tma.why_not(*weights, activation, Scaling(*scales, True), gpu)
+    assert found is None if reason is None else reason in found
 
 
-def test_rows_of_blocks_and_memory_of_chosen_tiles():
-    for rows in (2 * triton_tiles.LARGE_ROWS, 400, 9000):
+def test_rows_of_blocks_and_memory_of_chosen_configs():
+    for rows in (2 * configs.LARGE_ROWS, 400, 9000):
         for scales in (("", ""), ("block", "group")):
             size = 1 if scales[0] else 2
             memory = 227 * 1024
-            tiles = triton_tiles.choose(rows, 2, 512, 512, 2, False, memory, *scales, True, True)
-            assert tiles.large and tiles.tokens % tiles.parts == 0
-            for tile in (tiles.gemm1, tiles.gemm2):
-                assert tile.stages * (tile.rows + tiles.tokens) * tile.k * size <= memory - 1024
+            config = configs.choose(rows, 2, 512, 512, 2, False, memory, *scales, True, True)
+            assert config.kernel == SM90_TMA and config.block_m % config.split_m == 0
+            for gemm in (config.gemm1, config.gemm2):
+                stage = (gemm.block_n + config.block_m) * gemm.block_k * size
+                assert gemm.num_stages * stage <= memory - 1024
