@@ -1,4 +1,4 @@
-"""Backends `deep_gemm` and `deep_gemm_fp4`: DeepGEMM's grouped products between three fused kernels of our own (layer.py).
+"""Backends `deep_gemm` and `deep_gemm_fp4`: DeepGEMM's grouped GEMMs between three fused kernels of our own (layer.py).
 
 `deep_gemm` runs bf16; fp8_block, from SM100 on with scales that are powers of two; mxfp8 on SM100. `deep_gemm_fp4` runs
 mxfp4 weights x e4m3 activations from SM100 on, which are quantized by 128 columns with scales that are powers of two. What
@@ -10,9 +10,10 @@ from __future__ import annotations
 import torch
 
 from moe_ops import environment
-from moe_ops.backends.deep_gemm import layer, library
+from moe_ops.backends.deep_gemm import library
 from moe_ops.backends.deep_gemm.relayout import RELAYOUTS, RELAYOUTS_FP4
 from moe_ops.environment import INTERPRETED
+from moe_ops.kernels.launch import Lazy
 from moe_ops.meta.scales import DEEP_GEMM_UE8M0
 from moe_ops.meta.workspace import padded_rows, round_up
 from moe_ops.ops.library import register
@@ -124,12 +125,16 @@ def _row_bytes(columns: int) -> int:
     return columns + columns // 128 * 4
 
 
+_LAUNCH = {
+    "experts": Lazy("moe_ops.backends.deep_gemm.layer:experts"),
+    "batched_experts": Lazy("moe_ops.backends.deep_gemm.layer:batched_experts"),
+}
 BACKEND = register(
     "deep_gemm",
     available=available,
     supports=supports,
     workspace_shapes=workspace_shapes,
-    launch={"experts": layer.launch_experts, "batched_experts": layer.launch_batched_experts},
+    launch=_LAUNCH,
     devices=("CUDA",),
     native_schemes=("fp8_block", "mxfp8"),
     native_capability=(9, 0),
@@ -141,7 +146,7 @@ FP4 = register(
     available=available,
     supports=supports_fp4,
     workspace_shapes=workspace_shapes,
-    launch={"experts": layer.launch_experts, "batched_experts": layer.launch_batched_experts},
+    launch=_LAUNCH,
     devices=("CUDA",),
     native_schemes=_FP4_SCHEMES,
     native_capability=(10, 0),

@@ -30,7 +30,8 @@ from moe_ops.backends.deep_gemm import backend as deep_gemm_fp4
 from moe_ops.backends.deep_gemm import layer
 from moe_ops.backends.deep_gemm import library as dg
 from moe_ops.backends.deep_gemm import relayout as layout
-from moe_ops.kernels.triton_launch import gpu
+from moe_ops.backends.deep_gemm import rows as rows_module
+from moe_ops.kernels import launch
 from moe_ops.meta.scales import DEEP_GEMM_UE8M0
 from moe_ops.ops import relayout
 from moe_ops.ops.problem import Machine, Problem
@@ -149,9 +150,9 @@ def test_quantized_rows_are_the_library_s(reference, scheme, width, K, device):
     form = layer.format_of(scheme, DEEP_GEMM_UE8M0)
     size = R * deep_gemm_fp4._row_bytes(K)
     buffer = torch.full((size,), 255, dtype=torch.uint8, device=device)
-    y, index = layer.rows_of(buffer, (R, K), form), x.get_device()
-    launch = dg.scatter(x, y, dg.Placed(rows, rows, R), 1, gpu(index))
-    dg.start([launch], ("test", K, form), index)
+    y, index = layer.rows_in(buffer, (R, K), form), x.get_device()
+    gpu = launch.gpu(index)
+    launch.run([rows_module.scatter(x, y, dg.Layout(rows, rows, R), 1, gpu)], index, gpu)
     q, scale = reference.math.per_token_cast_to_fp8(x, True, gran_k=width)
     words = reference.layout._pack_fp32_into_ue8m0_fallback(scale)
     for m, row in ((0, 70), (2, 5)):
@@ -200,7 +201,7 @@ def test_layers(device, scheme, options):
 @schemes
 def test_batches(device, scheme, monkeypatch):
     """Two programs share what rows an expert has, whose scales fill more than a word of four."""
-    monkeypatch.setattr(dg, "_PROGRAMS", 7)
+    monkeypatch.setattr(rows_module, "MAX_PROGRAMS", 7)
     case = Case(device, BF16, scheme, K=640, I=640)
     laid_out = [moe_ops.prepare(w, SCHEMES[scheme]) for w in case.args[1:3]]
     x = torch.randn(4, 9, 640).to(BF16).to(device)

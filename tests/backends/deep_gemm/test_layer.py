@@ -17,6 +17,8 @@ from moe_ops.activations import NAMES, Activation
 from moe_ops.backends.deep_gemm import backend
 from moe_ops.backends.deep_gemm import layer as experts
 from moe_ops.backends.deep_gemm import library as dg
+from moe_ops.backends.deep_gemm import rows as rows_module
+from moe_ops.kernels import launch
 from moe_ops.meta.workspace import padded_rows
 from moe_ops.ops.problem import Machine, Problem
 from moe_ops.planning import bind
@@ -179,7 +181,7 @@ def test_batched(device, scheme, T, strided, monkeypatch):
     Where x is strided, two programs share what rows an expert has.
     """
     if strided:
-        monkeypatch.setattr(dg, "_PROGRAMS", 7)
+        monkeypatch.setattr(rows_module, "MAX_PROGRAMS", 7)
     I = 640 if T == 40 else 128  # noqa: E741
     case = case_of(device, scheme, activation="swigluoai_uninterleave", I=I)
     _, w13, w2, *_ = case.args
@@ -270,11 +272,11 @@ def test_capture_before_a_warm_call_is_refused(monkeypatch):
     """And nothing is launched."""
     case = case_of("cpu")
     monkeypatch.setattr(dg, "_warm", set())
-    monkeypatch.setattr(dg, "run", lambda *_: pytest.fail("launched"))
+    monkeypatch.setattr(experts, "run", lambda *_: pytest.fail("launched"))
     monkeypatch.setattr(dg, "library", lambda: pytest.fail("loaded"))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     monkeypatch.setattr(torch.Tensor, "get_device", lambda _: 0)
-    monkeypatch.setattr(experts, "gpu", lambda _: experts.Gpu(227 << 10, True, True))
+    monkeypatch.setattr(launch, "gpu", lambda _: launch.Gpu(227 << 10, True, True))
     with pytest.raises(RuntimeError, match="'deep_gemm' has no compiled kernel .* warm up first"):
         case.run("deep_gemm")
 
@@ -319,7 +321,7 @@ def test_workspaces_hold_what_is_carved(scheme, M, E, top_k):
     buffer = torch.empty(first.shape, dtype=first.dtype)
     for columns in (256, 128):
         form = experts.format_of(scheme, "")
-        data, scale, *_ = experts.rows_of(buffer, (rows, columns), form)
+        data, scale, *_ = experts.rows_in(buffer, (rows, columns), form)
         assert data.shape == (rows, columns) and data.is_contiguous()
         if scheme:
             assert scale.shape == (rows, columns // 128) and scale.stride() == (1, rows)
