@@ -13,9 +13,9 @@ import torch
 from moe_ops.kernels.configs import GEMV, GemmConfig, LayerConfig, override
 from moe_ops.kernels.gemm.configs import _choose_gemv
 from moe_ops.kernels.launch import INTERPRETED
-from tests import cases
-from tests.cases import BF16, FP32, Case, assert_matches, tolerance
-from tests.test_triton_packed import everywhere
+from tests.kernels.mixed_gemm.test_sm80_mma import everywhere
+from tests.support import cases
+from tests.support.cases import BF16, FP32, Case, assert_matches, tolerance
 
 triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")
