@@ -25,6 +25,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -34,14 +35,13 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from moe_ops import backends
+from moe_ops import backends, environment
 from moe_ops.activations import Activation
-from moe_ops.backends.deep_gemm import layer
-from moe_ops.backends.deep_gemm import library as library_module
-from moe_ops.backends.triton import backend
-from moe_ops.kernels import gluon_packed_launch, triton_launch
+from moe_ops.backends.deep_gemm import library as deep_gemm
+from moe_ops.kernels import launch
+from moe_ops.kernels.launch import Gpu, Launch
+from moe_ops.kernels.mixed_gemm import configs as mixed_configs
 from moe_ops.kernels.router import fused
-from moe_ops.kernels.triton_launch import Gpu
 from moe_ops.meta.router import router_workspace
 from moe_ops.meta.scales import DEEP_GEMM_UE8M0, TRITON_E2M1
 from moe_ops.ops import library
@@ -125,7 +125,7 @@ class _Recorder:
         self.function, self.found = function, found
 
     def __getitem__(self, grid: tuple):
-        def launch(*args: Any, **options: Any):
+        def compile_(*args: Any, **options: Any):
             binary = self.function.warmup(*args, grid=grid, **options)
             values = zip(self.function.params, args, strict=True)
             constants = {p.name: value for p, value in values if p.is_constexpr}
@@ -133,36 +133,40 @@ class _Recorder:
             self.found.append(Compiled(name, constants, options["num_warps"], binary))
             return binary
 
-        return launch
+        return compile_
 
 
 def chip_of(arch: int, name: str = "") -> Gpu:
-    """A GPU of this architecture; `name` finds the tiles measured on it."""
+    """A GPU of this architecture; `name` finds the configs measured on it."""
     capability = (arch // 10, arch % 10)
-    dependent = capability >= triton_launch.DEPENDENT_CAPABILITY
-    native = capability >= triton_launch.NATIVE_CAPABILITY
-    return Gpu(SHARED_MEMORY[arch], native=native, dependent=dependent, name=name)
+    native, pdl = capability >= launch.NATIVE_CAPABILITY, capability >= launch.PDL_CAPABILITY
+    return Gpu(SHARED_MEMORY[arch], native=native, pdl=pdl, name=name)
 
 
 @contextmanager
 def _compiling(chip: Gpu, arch: int) -> Iterator[list[Compiled]]:
+    """Kernels that are launched are compiled for `arch` and listed, none is started."""
     found: list[Compiled] = []
-    functions = triton_launch._kernels()
-    recorders = {name: _Recorder(function, found) for name, function in functions.items()}
+    start = launch._start
+
+    def compile_one(one: Launch, first: bool, gpu: Gpu) -> Any:
+        kernel: Any = SimpleNamespace(
+            function=_Recorder(one.kernel.function, found), pdl_first=one.kernel.pdl_first
+        )
+        return start(one._replace(kernel=kernel), first, gpu)
+
     before = driver._active
-    sm90 = arch == 90 and gluon_packed_launch.spoken()
+    sm90 = arch == 90 and environment.why_no_gluon(environment.version("triton")) is None
     driver.set_active(_Driver(arch))
     try:
         with (
-            mock.patch.object(triton_launch, "_kernels", lambda: recorders),
-            mock.patch.object(triton_launch, "_compiled", {}),
-            mock.patch.object(backend, "gpu", lambda device: chip),
-            mock.patch.object(fused, "gpu", lambda device: chip),
-            mock.patch.object(layer, "gpu", lambda device: chip),
-            mock.patch.object(library_module, "alignment", lambda: library_module.ALIGNMENT),
-            mock.patch.object(library_module, "grouped_product", lambda *_: None),
-            mock.patch.object(library_module, "masked_product", lambda *_: None),
-            mock.patch.object(gluon_packed_launch, "on_sm90", lambda _: sm90),
+            mock.patch.object(launch, "_start", compile_one),
+            mock.patch.object(launch, "_compiled", {}),
+            mock.patch.object(launch, "gpu", lambda device: chip),
+            mock.patch.object(deep_gemm, "alignment", lambda: deep_gemm.ALIGNMENT),
+            mock.patch.object(deep_gemm, "grouped_product", lambda *_: None),
+            mock.patch.object(deep_gemm, "masked_product", lambda *_: None),
+            mock.patch.object(mixed_configs, "on_sm90", lambda _: sm90),
         ):
             yield found
     finally:
@@ -201,7 +205,7 @@ def _weight(call: Call, rows: int, columns: int) -> tuple[Tensor, dict[str, Tens
 
 
 def compile_call(call: Call, chip: Gpu, arch: int) -> list[Compiled]:
-    """The kernels of one call, compiled for `arch` with the tiles that are picked on `chip`."""
+    """The kernels of one call, compiled for `arch` with the configs that are picked on `chip`."""
     E, top_k, K, I = call.shape  # noqa: E741
     activation, M = Activation(call.activation), call.M
     N = 2 * I if activation.gated else I
@@ -297,7 +301,7 @@ def compile_here(calls: Sequence[Call | RouterCall]) -> None:
     """`compile_all` for the GPU of this machine: one process would take some seconds a call."""
     start = time.perf_counter()
     major, minor = torch.cuda.get_device_capability()
-    compile_all(calls, triton_launch.gpu(torch.cuda.current_device()), 10 * major + minor)
+    compile_all(calls, launch.gpu(torch.cuda.current_device()), 10 * major + minor)
     print(f"compiled {len(calls)} calls in {time.perf_counter() - start:.0f} s", flush=True)
 
 
@@ -354,7 +358,7 @@ def describe(binary: Any, warps: int) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--arch", type=int, default=90, choices=sorted(SHARED_MEMORY))
-    parser.add_argument("--gpu", default="", help="whose measured tiles to use; default: none")
+    parser.add_argument("--gpu", default="", help="whose measured configs to use; default: none")
     parser.add_argument("--shape", choices=SHAPES, nargs="+", default=list(SHAPES))
     parser.add_argument("--scheme", choices=SCHEMES, nargs="+", default=list(SCHEMES))
     parser.add_argument("--M", type=int, nargs="+", default=[1, 8, 64, 256, 1024, 4096])
