@@ -6,6 +6,7 @@ it, are the kernel's parameters, in order; how each is annotated says what the k
 anew for:
 
     Pointer      a tensor or None: for its dtype, for whether it is None, and for an alignment below 16 bytes
+    Address      a tensor or None: for its dtype and for whether it is None, whatever its alignment
     Descriptor   a tensor descriptor: for its dtype, box and layout
     Specialized  an integer on which Triton specializes (1, multiples of 16): for each value
     Runtime      a number that follows the number of tokens or the routing tensors: never
@@ -41,12 +42,13 @@ NATIVE_CAPABILITY = (8, 9)  # e4m3 products and conversions
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 Pointer = Annotated[Tensor | None, "pointer"]
+Address = Annotated[Tensor | None, "address"]
 Descriptor = Annotated[Any, "descriptor"]
 Specialized = Annotated[int, "specialized"]
 Runtime = Annotated[int, "runtime"]
 RuntimeFloat = Annotated[float, "runtime"]
 Constant = Annotated[Any, "constant"]
-_ROLES = ("pointer", "descriptor", "specialized", "runtime", "constant")
+_ROLES = ("pointer", "address", "descriptor", "specialized", "runtime", "constant")
 
 
 def _positions(roles: Sequence[str], *wanted: str) -> Callable[[tuple], tuple]:
@@ -67,7 +69,7 @@ def _members(name: str, hint: Any) -> Iterator[tuple[str, str]]:
             raise TypeError(
                 f"{name} must be annotated as one of {', '.join(_ROLES)}, got {role!r}"
             )
-        pointer = role == "pointer" and name != "ptr" and not name.endswith("_ptr")
+        pointer = role in ("pointer", "address") and name != "ptr" and not name.endswith("_ptr")
         yield name + "_ptr" * pointer, role
         return
     if not (isinstance(hint, type) and issubclass(hint, tuple) and hasattr(hint, "_fields")):
@@ -109,13 +111,22 @@ def arguments(cls: type[T]) -> type[T]:
 class Kernel:
     """A jitted function, its arguments, and what of these it is specialized on."""
 
-    __slots__ = ("arguments", "constants", "descriptors", "function", "pdl_first", "pointers")
+    __slots__ = (
+        "addresses",
+        "arguments",
+        "constants",
+        "descriptors",
+        "function",
+        "pdl_first",
+        "pointers",
+    )
 
     def __init__(self, function: Any, arguments: Any, pdl_first: bool):
         roles = arguments.roles
         self.function, self.arguments, self.pdl_first = function, arguments, pdl_first
         self.constants = _positions(roles, "specialized", "constant")
         self.pointers = _positions(roles, "pointer")
+        self.addresses = _positions(roles, "address") if "address" in roles else None
         self.descriptors = _positions(roles, "descriptor") if "descriptor" in roles else None
 
     @property
@@ -147,7 +158,7 @@ def kernel(
             are tl.constexpr.
     """
     names, roles = arguments.names, arguments.roles
-    runtime = [n for n, role in zip(names, roles, strict=True) if role == "runtime"]
+    runtime = [n for n, role in zip(names, roles, strict=True) if role in ("runtime", "address")]
 
     def decorate(function: Callable) -> Kernel:
         if jit is None:
@@ -226,6 +237,8 @@ def _specialization(launches: Sequence[Launch], device: int) -> tuple:
     for kernel, _, args, num_warps, maxnreg in launches:
         key.append((kernel, num_warps, maxnreg, kernel.constants(args)))
         pointers += kernel.pointers(args)
+        if kernel.addresses is not None:
+            key += [None if t is None else t.dtype for t in kernel.addresses(args)]
         if kernel.descriptors is not None:
             for d in kernel.descriptors(args):
                 if d is None:

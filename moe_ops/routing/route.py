@@ -20,6 +20,7 @@ from torch.autograd import forward_ad
 from torch.fx.experimental.symbolic_shapes import guard_or_false
 
 from moe_ops.checks import check_number, check_tensor
+from moe_ops.kernels.launch import Lazy
 from moe_ops.ops.library import below_autograd, register_function
 from moe_ops.routing.methods import (
     RECIPES,
@@ -311,12 +312,6 @@ def _shape(tensor: Tensor) -> tuple:
     return tuple(tensor.shape)
 
 
-def _launch(*args: Any) -> None:
-    from moe_ops.kernels.router import topk as kernels  # triton is imported at the first launch
-
-    kernels.launch(*args)
-
-
 def _fake(
     topk_weights: Tensor, topk_ids: Tensor, router_logits: Tensor, bias: Tensor | None, *_: Any
 ) -> None:
@@ -336,6 +331,8 @@ _ROUTE_OP = register_function(
     "(Tensor(a!) topk_weights, Tensor(b!) topk_ids, Tensor router_logits, "
     "Tensor? correction_bias, str scoring, bool renormalize, int num_expert_groups, "
     "int topk_groups, float scaling_factor) -> ()",
-    below_autograd(_launch),  # on the CPU under Triton's interpreter
+    below_autograd(
+        Lazy("moe_ops.kernels.router.topk:route")
+    ),  # on the CPU under Triton's interpreter
     _fake,
 )

@@ -16,6 +16,7 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from moe_ops.checks import autocasting, check_tensor
+from moe_ops.kernels.launch import Lazy
 from moe_ops.meta.router import router_workspace
 from moe_ops.ops.library import below_autograd, register_function
 from moe_ops.routing.methods import RoutingMethod
@@ -195,12 +196,6 @@ def _check_linear(
         raise ValueError(f"logits_dtype must be a floating-point dtype, got {logits_dtype}")
 
 
-def _launch(*args: Any) -> None:
-    from moe_ops.kernels.router import fused as kernels  # triton is imported at the first launch
-
-    kernels.launch(*args)
-
-
 def _fake(
     router_logits: Tensor,
     topk_weights: Tensor,
@@ -238,6 +233,8 @@ _OP = register_function(
     "Tensor(d!) workspace, Tensor hidden_states, Tensor router_weight, Tensor? router_bias, "
     "Tensor? correction_bias, str scoring, bool renormalize, int num_expert_groups, "
     "int topk_groups, float scaling_factor) -> ()",
-    below_autograd(_launch),  # on the CPU under Triton's interpreter
+    below_autograd(
+        Lazy("moe_ops.kernels.router.fused:route_tokens")
+    ),  # on the CPU under Triton's interpreter
     _fake,
 )

@@ -1,4 +1,4 @@
-"""Backends `deep_gemm` and `deep_gemm_fp4`: DeepGEMM's grouped products between three fused kernels of our own (layer.py).
+"""Backends `deep_gemm` and `deep_gemm_fp4`: DeepGEMM's grouped GEMMs between three fused kernels of our own (layer.py).
 
 `deep_gemm` runs bf16; fp8_block, from SM100 on with scales that are powers of two; mxfp8 on SM100. `deep_gemm_fp4` runs
 mxfp4 weights x e4m3 activations from SM100 on, which are quantized by 128 columns with scales that are powers of two. What
@@ -10,9 +10,10 @@ from __future__ import annotations
 import torch
 
 from moe_ops import environment
-from moe_ops.backends.deep_gemm import layer, library
+from moe_ops.backends.deep_gemm import library
 from moe_ops.backends.deep_gemm.relayout import RELAYOUTS, RELAYOUTS_FP4
 from moe_ops.environment import INTERPRETED
+from moe_ops.kernels.launch import Lazy
 from moe_ops.meta.scales import DEEP_GEMM_UE8M0
 from moe_ops.meta.workspace import padded_rows, round_up
 from moe_ops.ops.library import register
@@ -22,6 +23,7 @@ _MAJORS = {"": (9, 10, 12), "fp8_block": (9, 10, 12), "mxfp8": (10,)}  # by sche
 _BACK = "moe_ops.prepare(weight, 'torch') brings it back"
 _FP4_SCHEMES = ("mxfp4_w4a8", "mxfp4_w4a8:round", "mxfp4_w4a8:ceil")
 _FP4_ACTIVATIONS = ("silu", "swiglustep")
+_OTHERS = "use backend='triton' or 'auto'"
 VERSION = "0.1.5"  # of sgl-deep-gemm: its calls and layouts are those of this one
 
 
@@ -29,9 +31,6 @@ def available() -> str | None:
     """None, or what to install."""
     missing = environment.why_not_installed("deep_gemm", "sgl-deep-gemm", VERSION)
     return missing or environment.why_no_triton()
-
-
-_OTHERS = "use backend='triton' or 'auto'"
 
 
 def _reasons(name: str, p: Problem, machine: Machine, majors: tuple[int, ...]) -> list[str]:
@@ -58,33 +57,6 @@ def _reasons(name: str, p: Problem, machine: Machine, majors: tuple[int, ...]) -
     if p.has_bias:
         found.append(f"{name} takes no bias; {_OTHERS}")
     return found
-
-
-def workspace_shapes(M, problem: Problem) -> Workspaces:
-    """Of pairs in the contiguous layout workspace13 holds permuted x (rows, K), then the activation's output h (rows,
-    I), and workspace2 gate and up (rows, N), then the products with w2 (rows, K). Of batches in the masked layout,
-    whose experts have M rounded up to 128 rows, the two change places. x and h are e4m3 with fp32 scales of 128 columns
-    behind them where activations are quantized, the others bf16. The index workspace: library.py.
-    """
-    p = problem
-    E, N, K, I = p.num_experts, p.num_rows, p.hidden_size, p.intermediate_size  # noqa: E741
-    if p.kind == "experts":
-        rows = padded_rows(M, p.top_k, E, library.ALIGNMENT)
-        index = library.index_parts(M * p.top_k, E).end
-    else:
-        rows = E * round_up(M, library.ALIGNMENT)
-        index = E
-    inputs = Buffer((rows, max(K, I)), torch.bfloat16)
-    if p.scheme:
-        inputs = Buffer((rows, _row_bytes(max(K, I))), torch.uint8)
-    products = Buffer((rows, max(N, K)), torch.bfloat16)
-    buffers = (inputs, products) if p.kind == "experts" else (products, inputs)
-    return Workspaces(*buffers, Buffer((index,), torch.int32))
-
-
-def _row_bytes(columns: int) -> int:
-    """Of e4m3 data and their scales: an fp32 for 128 columns, or as many words of four exponents at most."""
-    return columns + columns // 128 * 4
 
 
 def supports(problem: Problem, machine: Machine) -> list[str]:
@@ -126,12 +98,43 @@ def supports_fp4(problem: Problem, machine: Machine) -> list[str]:
     return reasons
 
 
+def workspace_shapes(M, problem: Problem) -> Workspaces:
+    """Of pairs in the contiguous layout workspace13 holds permuted x (rows, K), then the activation's output h (rows,
+    I), and workspace2 gate and up (rows, N), then the products with w2 (rows, K). Of batches in the masked layout,
+    whose experts have M rounded up to 128 rows, the two change places. x and h are e4m3 with fp32 scales of 128 columns
+    behind them where activations are quantized, the others bf16. The index workspace: library.py.
+    """
+    p = problem
+    E, N, K, I = p.num_experts, p.num_rows, p.hidden_size, p.intermediate_size  # noqa: E741
+    if p.kind == "experts":
+        rows = padded_rows(M, p.top_k, E, library.ALIGNMENT)
+        index = library.index_parts(M * p.top_k, E).end
+    else:
+        rows = E * round_up(M, library.ALIGNMENT)
+        index = E
+    inputs = Buffer((rows, max(K, I)), torch.bfloat16)
+    if p.scheme:
+        inputs = Buffer((rows, _row_bytes(max(K, I))), torch.uint8)
+    products = Buffer((rows, max(N, K)), torch.bfloat16)
+    buffers = (inputs, products) if p.kind == "experts" else (products, inputs)
+    return Workspaces(*buffers, Buffer((index,), torch.int32))
+
+
+def _row_bytes(columns: int) -> int:
+    """Of e4m3 data and their scales: an fp32 for 128 columns, or as many words of four exponents at most."""
+    return columns + columns // 128 * 4
+
+
+_LAUNCH = {
+    "experts": Lazy("moe_ops.backends.deep_gemm.layer:experts"),
+    "batched_experts": Lazy("moe_ops.backends.deep_gemm.layer:batched_experts"),
+}
 BACKEND = register(
     "deep_gemm",
     available=available,
     supports=supports,
     workspace_shapes=workspace_shapes,
-    launch={"experts": layer.launch_experts, "batched_experts": layer.launch_batched_experts},
+    launch=_LAUNCH,
     devices=("CUDA",),
     native_schemes=("fp8_block", "mxfp8"),
     native_capability=(9, 0),
@@ -143,7 +146,7 @@ FP4 = register(
     available=available,
     supports=supports_fp4,
     workspace_shapes=workspace_shapes,
-    launch={"experts": layer.launch_experts, "batched_experts": layer.launch_batched_experts},
+    launch=_LAUNCH,
     devices=("CUDA",),
     native_schemes=_FP4_SCHEMES,
     native_capability=(10, 0),

@@ -24,9 +24,10 @@ import torch
 
 from moe_ops import environment
 from moe_ops.activations import rows_before
-from moe_ops.backends.flashinfer import layer, library
+from moe_ops.backends.flashinfer import library
 from moe_ops.backends.flashinfer.relayout import RELAYOUTS
 from moe_ops.backends.flashinfer.schemes import ACTIVATIONS, ALL, OTHERS, SCHEMES
+from moe_ops.kernels.launch import Lazy
 from moe_ops.meta.workspace import round_up
 from moe_ops.ops.library import register
 from moe_ops.ops.problem import Buffer, Machine, Problem, Workspaces
@@ -107,7 +108,7 @@ BACKEND = register(
     available=available,
     supports=supports,
     workspace_shapes=workspace_shapes,
-    launch={"experts": layer.experts},
+    launch={"experts": Lazy("moe_ops.backends.flashinfer.layer:experts")},
     devices=("CUDA",),
     native_schemes=tuple(SCHEMES),
     native_capability=(9, 0),

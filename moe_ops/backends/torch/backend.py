@@ -14,8 +14,8 @@ from moe_ops.backends.torch import cpu
 from moe_ops.backends.torch.grouped_mm import grouped_mm
 from moe_ops.meta import workspace
 from moe_ops.numerics import permute
-from moe_ops.ops import args
-from moe_ops.ops import library as library_module
+from moe_ops.ops import library
+from moe_ops.ops.args import BatchedExpertsArgs, ExpertsArgs, GroupedLinearArgs
 from moe_ops.ops.problem import Buffer, Machine, Problem, Workspaces
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -55,7 +55,7 @@ def workspace_shapes(M, problem: Problem) -> Workspaces:
     return Workspaces(Buffer(shape13, dtype), Buffer(shape2, dtype), Buffer((0,), torch.int32))
 
 
-def _launch_experts(a: args.ExpertsArgs) -> None:
+def _launch_experts(a: ExpertsArgs) -> None:
     M, K = a.hidden_states.shape
     if M == 0:
         return
@@ -112,7 +112,7 @@ def _activate(gate_up: Tensor, activation: activations.Activation, out: Tensor) 
         out[i : i + step] = activations.formula(piece, activation)
 
 
-def _launch_batched_experts(a: args.BatchedExpertsArgs) -> None:
+def _launch_batched_experts(a: BatchedExpertsArgs) -> None:
     E, T, K = a.hidden_states.shape
     if T == 0:
         return
@@ -161,7 +161,7 @@ def _batched_mm(
             torch.addmm(bias[e].to(x.dtype), x[e, :count], w.t(), out=out[e, :count])
 
 
-def _launch_grouped_linear(a: args.GroupedLinearArgs) -> None:
+def _launch_grouped_linear(a: GroupedLinearArgs) -> None:
     x = a.x
     if x.shape[0] == 0:
         return
@@ -174,7 +174,7 @@ def _launch_grouped_linear(a: args.GroupedLinearArgs) -> None:
 
 
 def _scales(
-    a: args.ExpertsArgs | args.BatchedExpertsArgs | args.GroupedLinearArgs, weight: str
+    a: ExpertsArgs | BatchedExpertsArgs | GroupedLinearArgs, weight: str
 ) -> numerics.Scales | None:
     """Those of the weight of that name."""
     if not a.scheme:
@@ -187,7 +187,7 @@ def _compute_dtype(dtype: torch.dtype, scheme: str) -> torch.dtype:
     return torch.float32 if scheme else dtype
 
 
-BACKEND = library_module.register(
+BACKEND = library.register(
     "torch",
     available=available,
     supports=supports,

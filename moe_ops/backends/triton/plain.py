@@ -46,7 +46,7 @@ def experts(a: ExpertsArgs) -> None:
     scaling = scaling_of(a.scheme, gpu.native)
     w_scale, x_scale, _ = scaling
     pairs = M * top_k
-    tma = pairs >= LARGE_ROWS * E and sm90_tma.why_not(w13, w2, activation, scaling) is None
+    tma = pairs >= LARGE_ROWS * E and sm90_tma.why_not(w13, w2, activation, scaling, gpu) is None
     one_token = M == 1 and gemv.why_not(w13, w2, top_k, scaling) is None
     config = for_experts(
         *(
@@ -89,7 +89,7 @@ def experts(a: ExpertsArgs) -> None:
     if config.kernel == SM90_TMA:
         launches += (
             sm90_tma.gemm1(h, rows, w13, b13, routing, on_input, activation, scaling, config, gpu),
-            sm90_tma.gemm2(y, h, w2, b2, routing, pairs, scaling, config, gpu),
+            sm90_tma.gemm2(y, h, pairs, w2, b2, routing, scaling, config, gpu),
         )
     else:
         g1, g2 = config.gemm1, config.gemm2

@@ -17,7 +17,7 @@ from __future__ import annotations
 from transformers.integrations.finegrained_fp8 import FP8ExpertsInterface
 from transformers.integrations.moe import ExpertsInterface
 
-from moe_ops.integrations.transformers import activations as families
+from moe_ops.integrations.transformers.activations import experts_forward
 from moe_ops.integrations.transformers.attach import attach
 from moe_ops.integrations.transformers.config import MoeOpsConfig
 from moe_ops.integrations.transformers.fp8 import fp8_experts_forward
@@ -48,6 +48,6 @@ __all__ = [
     "unfuse_routers",
 ]
 
-ExpertsInterface.register(NAME, families.experts_forward)
+ExpertsInterface.register(NAME, experts_forward)
 FP8ExpertsInterface.register(NAME, fp8_experts_forward)
 register_finder(find)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import moe_ops
 from moe_ops import activations
-from moe_ops.integrations.transformers import activations as families
+from moe_ops.integrations.transformers import activations as hf_activations
 from moe_ops.numerics import permute
 
 
@@ -28,7 +28,7 @@ class Family:
     weights: tuple[str, ...]  # parameters of the module that owns the experts
     owner: str = ""  # its attribute name; "" for the module itself
     owner_forward: Callable | None = None
-    path: str = families.FUSED
+    path: str = hf_activations.FUSED
     columns_first: tuple[str, ...] = ()  # weights kept as (E, columns, rows)
     routes: bool = False  # the module is the whole block, fed with hidden states alone
 
@@ -50,13 +50,13 @@ def _llama4_experts(module: nn.Module, x: Tensor, ids: Tensor, weights: Tensor) 
         ids, weights = ids.reshape(-1, 1), torch.ones_like(weights).view(-1, 1)
     y = moe_ops.fused_experts(
         x,
-        families.turned(module.gate_up_proj),
-        families.turned(module.down_proj),
+        hf_activations.turned(module.gate_up_proj),
+        hf_activations.turned(module.down_proj),
         weights,
         ids,
         activation=_activation(module),
         router_weight_on_input=top_k == 1,
-        backend=families.backend_of(module),
+        backend=hf_activations.backend_of(module),
     )
     return y.view(M, top_k, -1).sum(1) if top_k > 1 else y
 
@@ -71,7 +71,7 @@ def _dbrx_glu(module: nn.Module, x: Tensor, ids: Tensor, weights: Tensor) -> Ten
     up are two grouped linears: joining them would hold the weights twice."""
     shape = (module.moe_num_experts, module.ffn_hidden_size, module.hidden_size)
     w1, v1, w2 = (w if w.dim() == 3 else w.view(shape) for w in (module.w1, module.v1, module.w2))
-    backend = families.backend_of(module)
+    backend = hf_activations.backend_of(module)
     pairs = permute.sort_pairs(ids, shape[0])
     rows = permute.gather_tokens(x, pairs)
     halves = [moe_ops.grouped_linear(rows, w, pairs.offsets, backend=backend) for w in (w1, v1)]
@@ -83,7 +83,7 @@ def _dbrx_glu(module: nn.Module, x: Tensor, ids: Tensor, weights: Tensor) -> Ten
 def _longcat_experts(module: nn.Module, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
     """LongcatFlashExperts: ids from num_routed_experts on are identity experts, without weights."""
     real = module.num_routed_experts
-    out = families.run_experts(
+    out = hf_activations.run_experts(
         module, x, ids, weights, module.gate_up_proj[:real], module.down_proj
     )
     identity = (ids >= real) & (ids < module.total_experts)
@@ -94,7 +94,7 @@ def _longcat_experts(module: nn.Module, x: Tensor, ids: Tensor, weights: Tensor)
 
 
 def _activation(module: nn.Module) -> activations.Activation:
-    found = families.activation_of(module)
+    found = hf_activations.activation_of(module)
     if found is None:
         raise ValueError(
             f"the activation of {type(module).__name__} must be one of moe_ops.activations.NAMES, got "
@@ -117,7 +117,7 @@ FAMILIES = {
         _dbrx_experts, ("w1", "v1", "w2"), "mlp", _dbrx_glu, "three grouped_linear", ("w2",)
     ),
     "LongcatFlashExperts": Family(_longcat_experts, GATE_UP),
-    "Step3p7Experts": Family(families.experts_forward, GATE_UP),
+    "Step3p7Experts": Family(hf_activations.experts_forward, GATE_UP),
 }
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 import moe_ops
-from moe_ops.integrations.transformers import activations as families
+from moe_ops.integrations.transformers import activations as hf_activations
 
 
 def fp8_experts_forward(
@@ -26,11 +26,13 @@ def fp8_experts_forward(
     name = "gate_up_proj" if module.has_gate else "up_proj"
     w13, w2 = getattr(module, name), module.down_proj
     if is_quantized(w13) or w13.element_size() > 1:  # by quantize(), or dequantized on loading
-        return families.run_experts(module, hidden_states, top_k_index, top_k_weights, w13, w2)
+        return hf_activations.run_experts(
+            module, hidden_states, top_k_index, top_k_weights, w13, w2
+        )
     reason = refusal(module, w13)
     if reason:
         raise ValueError(reason)
-    return families.run_experts(
+    return hf_activations.run_experts(
         module,
         hidden_states,
         top_k_index,

@@ -9,9 +9,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import moe_ops
-from moe_ops.integrations.transformers import activations as families
-from moe_ops.integrations.transformers import families as outside
-from moe_ops.integrations.transformers import fp8
+from moe_ops.integrations.transformers import activations as hf_activations
+from moe_ops.integrations.transformers import families, fp8
 from moe_ops.integrations.transformers import layers as layers_of
 from moe_ops.integrations.transformers.layers import Layer
 
@@ -62,11 +61,11 @@ def _attach_layer(layer: Layer, backend: str) -> LayerReport:
     module, owner, family = layer.module, layer.owner, layer.family
     if family is None:
         module.config._experts_implementation = NAME
-        path = families.path_of(owner)
+        path = hf_activations.path_of(owner)
     else:
-        outside.set_forward(module, family.forward)
+        families.set_forward(module, family.forward)
         if family.owner_forward is not None:
-            outside.set_forward(owner, family.owner_forward)
+            families.set_forward(owner, family.owner_forward)
         path = family.path
     owner._moe_ops_backend = backend
     operators, check = _check(layer)
@@ -74,7 +73,7 @@ def _attach_layer(layer: Layer, backend: str) -> LayerReport:
         layer.name,
         type(owner).__name__,
         path,
-        _activation_text(owner, families.activation_of(owner)),
+        _activation_text(owner, hf_activations.activation_of(owner)),
         _plan_text(layer) or operators,
         check,
     )
@@ -84,11 +83,11 @@ def _plan_text(layer: Layer) -> str:
     """The backends of the layer's fused_experts call; empty where the weights do not show them yet."""
     owner = layer.owner
     weights = [getattr(owner, name) for name in layer.weights]
-    if layer.family is not None or families.path_of(owner) != families.FUSED:
+    if layer.family is not None or hf_activations.path_of(owner) != hf_activations.FUSED:
         return ""
     if weights[0].device.type == "meta" or weights[0].dtype == torch.float8_e4m3fn:
         return ""
-    w13, w2 = (families.rows_first(w, owner) for w in weights)
+    w13, w2 = (hf_activations.rows_first(w, owner) for w in weights)
     bias = [getattr(owner, f"{name}_bias", None) for name in layer.weights]
     top_k = getattr(owner.config, "num_experts_per_tok", None) or 1
     plan = moe_ops.explain(
@@ -96,10 +95,10 @@ def _plan_text(layer: Layer) -> str:
         w13,
         w2,
         torch.zeros(1, top_k, dtype=torch.int64, device=w13.device),
-        activation=families.activation_of(owner),
+        activation=hf_activations.activation_of(owner),
         w13_bias=bias[0],
         w2_bias=bias[1],
-        backend=families.backend_of(owner),
+        backend=hf_activations.backend_of(owner),
     )
     return ", ".join(
         backend.name if limit < 0 else f"{backend.name} up to M = {limit}"
@@ -187,13 +186,13 @@ def _own_forward(layer: Layer, inputs: tuple[Tensor, ...]):
         finally:
             module.config._experts_implementation = NAME
     try:
-        outside.restore(module)
-        outside.restore(owner)
+        families.restore(module)
+        families.restore(owner)
         return module(*inputs)
     finally:
-        outside.set_forward(module, family.forward)
+        families.set_forward(module, family.forward)
         if family.owner_forward is not None:
-            outside.set_forward(owner, family.owner_forward)
+            families.set_forward(owner, family.owner_forward)
 
 
 def _first(output):

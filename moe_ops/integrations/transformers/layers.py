@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from moe_ops.integrations.transformers import families as outside
+from moe_ops.integrations.transformers import families
 from moe_ops.integrations.transformers.activations import turned
 
 
@@ -19,7 +19,7 @@ class Layer:
 
     name: str  # module name in the model
     module: nn.Module
-    family: outside.Family | None  # None on transformers' experts hook
+    family: families.Family | None  # None on transformers' experts hook
 
     @property
     def owner(self) -> nn.Module:
@@ -68,7 +68,7 @@ class Layer:
 
 def layer_of(name: str, module: nn.Module) -> Layer | None:
     """The MoE layer that a module is, if it is one that we serve."""
-    family = outside.family_of(module)
+    family = families.family_of(module)
     if family is not None:
         return Layer(name, module, family)
     if hasattr(module, "is_transposed") and hasattr(module, "has_gate"):
@@ -97,7 +97,7 @@ def find(model: nn.Module) -> list[Layer]:
     if unknown:
         raise ValueError(
             f"model must have MoE layers on transformers' experts hook (the decorator "
-            f"use_experts_implementation) or of {', '.join(outside.FAMILIES)}; got "
+            f"use_experts_implementation) or of {', '.join(families.FAMILIES)}; got "
             f"{', '.join(unknown[:3])}; call moe_ops.fused_experts in that module's forward instead"
         )
     raise ValueError(f"model must contain MoE layers, got {type(model).__name__} without any")

@@ -21,7 +21,7 @@ from torch.nn.utils import parametrize
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from moe_ops.checks import autocasting
-from moe_ops.integrations.transformers import families as outside
+from moe_ops.integrations.transformers import families
 from moe_ops.routing.route import route
 from moe_ops.routing.tokens import fused_router, router_linear
 
@@ -260,7 +260,7 @@ def unfuse_routers(model: nn.Module) -> None:
     """Give the routers of a model their own forward back; nothing happens to others."""
     for module in model.modules():
         if _is_fused(module):
-            outside.restore(module)
+            families.restore(module)
 
 
 def _is_fused(module: nn.Module) -> bool:
@@ -282,7 +282,7 @@ def _fuse(name: str, module: nn.Module, rule: _Rule | None) -> RouterReport:
             reason = f"{named}{error}"
     if reason:
         return RouterReport(name, type(module).__name__, "", reason)
-    outside.set_forward(module, functools.partial(router_forward, rule))
+    families.set_forward(module, functools.partial(router_forward, rule))
     return RouterReport(name, type(module).__name__, method, difference)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import nn
 
-from moe_ops.integrations.transformers import families as outside
+from moe_ops.integrations.transformers import families
 from moe_ops.integrations.transformers import layers as layers_of
 from moe_ops.integrations.transformers.hook import NAME
 from moe_ops.integrations.transformers.layers import Layer
@@ -33,7 +33,7 @@ def find(model: nn.Module, dtype: torch.dtype | None) -> Iterator[Subject]:
 
 def _runs_here(layer: Layer) -> bool:
     if layer.family is not None:
-        return outside.attached(layer.module)
+        return families.attached(layer.module)
     return getattr(layer.module.config, "_experts_implementation", None) == NAME
 
 
