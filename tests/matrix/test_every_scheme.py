@@ -10,7 +10,7 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import moe_ops
-from moe_ops.kernels.triton_launch import INTERPRETED
+from moe_ops.kernels.launch import INTERPRETED
 from moe_ops.schemes import SCHEMES
 from tests.support import cases, oracle
 from tests.support.cases import (

@@ -12,7 +12,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 import moe_ops
 from moe_ops import backends
 from moe_ops.activations import Activation
-from moe_ops.kernels.triton_tiles import block_bound
+from moe_ops.kernels.configs import block_bound
 from moe_ops.meta import workspace
 from moe_ops.meta.scales import DEEP_GEMM_UE8M0
 from moe_ops.ops.problem import Buffer, Machine, Problem, Workspaces

@@ -59,7 +59,7 @@ INSTRUCTIONS = {
 }
 
 
-def run(name: str, *inputs: int, source: str = "triton_packed_operands.py") -> list[float]:
+def run(name: str, *inputs: int, source: str = "mixed_gemm/decode.py") -> list[float]:
     """The results of the assembly in function `name` for one register of each input."""
     body = (KERNELS / source).read_text().split(f"def {name}(")[1].split(".jit\n")[0]
     code, constraints = re.search(r'"""\{(.*?)\}""",\s*"(.*?)"', body, re.S).groups()
@@ -105,8 +105,9 @@ def test_int4_with_zero_point(zero):
 @pytest.mark.parametrize("exponent", [-93, -1, 0, 32])
 def test_e2m1_with_e8m0_scales(exponent):
     """Every byte has a scale of its own: which bytes of which groups are together is the layout's
-    choice."""
-    first = (127 + exponent) * 0x00800080 + 0x2F002F00  # as `twice` has it
+    choice.
+    """
+    first = (127 + exponent) * 0x00800080 + 0x2F002F00  # as `scale_bf16x2` has it
     assert halves(first) == [2.0 ** (94 + exponent)] * 2
     second = first + 0x00800080
     mixed = first & 0xFFFF | second & 0xFFFF0000
@@ -120,7 +121,7 @@ def test_e2m1_with_e8m0_scales(exponent):
 
 def test_e2m1_with_e4m3_scales():
     for code in range(127):  # positive numbers: those a scale can be
-        scale = run("twice", code * 0x00100010)
+        scale = run("scale_bf16x2", code * 0x00100010)
         assert scale == [E4M3[code] * 2.0**118] * 2
         (bits,) = torch.tensor(scale[:1]).to(torch.bfloat16).view(torch.int16).tolist()
         for word in words(4)[code % 16 :: 16]:

@@ -1,5 +1,6 @@
-"""The kernels of one token beside weights of 4 or 8 bits (kernels/triton_vector_packed.py) against
-fp64: interpreted on a CPU, compiled on a GPU."""
+"""The kernels of one token beside weights of 4 or 8 bits (kernels/mixed_gemm/gemv.py) against
+fp64: interpreted on a CPU, compiled on a GPU.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +11,8 @@ import pytest
 import torch
 
 import moe_ops
-from moe_ops.kernels import triton_packed_launch, triton_packed_tiles, triton_tiles
-from moe_ops.kernels.triton_tiles import Tile, Tiles
+from moe_ops.kernels.configs import GEMV, GemmConfig, LayerConfig, override
+from moe_ops.kernels.mixed_gemm import configs
 from moe_ops.schemes import get_scheme
 from tests.kernels.gemm.test_gemv import amid_nan, off_by, steps_of
 from tests.kernels.mixed_gemm.test_sm80_mma import FORMATS, everywhere
@@ -20,10 +21,13 @@ from tests.support.cases import BF16, FP16, FP32, Case, assert_matches, prepared
 
 pytest.importorskip("triton")
 
+from moe_ops.backends.triton import mixed
+
 IDS = torch.tensor([[2, 0, 3]])
 SIZES = {"M": 1, "E": 4, "top_k": 3, "K": 160, "I": 96, "ids": IDS}
-FEW = Tiles(True, 1, Tile(64, 256, 1, 2), Tile(128, 512, 1, 2), 64, vector=True)
-VECTOR = ["vector_packed_gemm1", "vector_packed_gemm2"]
+ONE = GemmConfig(64, 256, 1, 2), GemmConfig(128, 512, 1, 2)
+FEW = LayerConfig(*ONE, 1, 64, GEMV, direct=True)
+VECTOR = ["moe_ops_vector_packed_gemm1", "moe_ops_vector_packed_gemm2"]
 # one of each way that weights are decoded and scaled
 WAYS = [
     "int4_w4a16:g32",
@@ -39,19 +43,19 @@ WAYS = [
 def kernels(monkeypatch):
     """The kernels that a test launched."""
     found: list[str] = []
-    run = triton_packed_launch.run
+    run = mixed.run
 
     def spy(launches, *rest):
-        found.extend(launch.kernel for launch in launches)
+        found.extend(launch.kernel.name for launch in launches)
         return run(launches, *rest)
 
-    monkeypatch.setattr(triton_packed_launch, "run", spy)
+    monkeypatch.setattr(mixed, "run", spy)
     return found
 
 
 def few(where):
     """Few programs, as the interpreter takes its time for each; a GPU takes the usual ones."""
-    return triton_tiles.searching(FEW) if where[0] == "cpu" else contextlib.nullcontext()
+    return override(FEW) if where[0] == "cpu" else contextlib.nullcontext()
 
 
 def check(case: Case) -> None:
@@ -140,8 +144,8 @@ def test_every_kind_of_tile(where, scheme, first, second):
     """One step and several, steps that pass from one expert to the next and past the last, and
     rows past the end."""
     case = Case(*where, scheme, **SIZES)
-    tiles = [Tile(rows, k, 1, warps) for rows, k, warps in (first, second)]
-    with triton_tiles.searching(Tiles(True, 1, *tiles, 64, vector=True)):
+    gemms = [GemmConfig(rows, k, 1, warps) for rows, k, warps in (first, second)]
+    with override(LayerConfig(*gemms, 1, 64, GEMV, direct=True)):
         case.check("triton")
 
 
@@ -259,10 +263,11 @@ def test_other_layers_take_other_kernels(scheme, sizes, kernels):
 )
 def test_tiles_to_search(bits, K, I, top_k):  # noqa: E741
     """Every warp of a program has columns of its own, and the tiles taken without a table are
-    among those searched."""
-    base = triton_packed_tiles._choose_vector(top_k, K, I, bits, 64)
-    first, second = triton_packed_tiles.vector_space(base, top_k, K, I, bits)
-    ones, twos = [tiles.gemm1 for tiles in first], [tiles.gemm2 for tiles in second]
-    assert base.vector and base.gemm1 in ones and base.gemm2 in twos
-    for tile in (*ones, *twos):
-        assert tile.warps == 1 or tile.k * bits // 128 >= 32 * tile.warps
+    among those searched.
+    """
+    base = configs._choose_gemv(top_k, K, I, bits, 64)
+    first, second = configs.gemv_space(base, top_k, K, I, bits)
+    ones, twos = [config.gemm1 for config in first], [config.gemm2 for config in second]
+    assert base.kernel == GEMV and base.gemm1 in ones and base.gemm2 in twos
+    for gemm in (*ones, *twos):
+        assert gemm.num_warps == 1 or gemm.block_k * bits // 128 >= 32 * gemm.num_warps

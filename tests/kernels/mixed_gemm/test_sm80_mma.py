@@ -19,9 +19,9 @@ from tests.support.cases import BF16, FP16, FP32, Case
 pytest.importorskip("triton")
 
 from moe_ops.backends.triton import backend
-from moe_ops.kernels import triton_packed_launch, triton_packed_tiles, triton_tiles
-from moe_ops.kernels.triton_launch import gpu
-from moe_ops.kernels.triton_tiles import Tile, Tiles, block_bound
+from moe_ops.kernels.configs import GemmConfig, LayerConfig, block_bound, override
+from moe_ops.kernels.launch import gpu
+from moe_ops.kernels.mixed_gemm import configs, operands, sm80_mma
 
 CUDA = torch.cuda.is_available()
 INTERPRETED = pytest.mark.skipif(CUDA, reason="with a GPU the kernels are compiled")
@@ -55,7 +55,7 @@ def weights_stay_as_they_are(monkeypatch):
 
 def test_every_weight_only_scheme_is_native():
     assert set(WEIGHT_ONLY) <= set(backend.BACKEND.native_schemes)
-    assert all(triton_packed_launch.describe(name) for name in WEIGHT_ONLY)
+    assert all(operands.describe(name) for name in WEIGHT_ONLY)
     assert set(INT8) <= set(backend.BACKEND.native_schemes)
 
 
@@ -112,11 +112,11 @@ def test_every_number_of_rows(where, scheme, average):
 )
 def test_tiles(where, scheme, tile):
     """Steps below, of and above a group; rows that pass the end of the weight."""
-    tiles = Tiles(False, 8, Tile(*tile), Tile(*tile), 64)
+    config = LayerConfig(GemmConfig(*tile), GemmConfig(*tile), 8, 64)
     case = Case(*where, scheme, M=4, E=2, top_k=1, K=192, I=64)
-    with triton_tiles.searching(tiles) as seen:
+    with override(config) as seen:
         case.check("triton")
-    assert set(seen) == {tiles}
+    assert set(seen) == {config}
 
 
 @everywhere
@@ -260,32 +260,31 @@ def test_index_workspace_and_shared_memory_hold_every_tile(bits):
             problem = Problem("experts", E, 256, 256, 512, top_k, BF16, scheme=scheme)
             (index,) = backend.workspace_shapes(M, problem).index.shape
             for dtype in (FP32, BF16, FP16):
-                tiles = triton_packed_tiles.choose(pairs, E, 256, 256, bits, dtype, M == 1, memory)
-                assert tiles.tokens >= triton_packed_tiles.SMALLEST_TILE
-                assert 4 * block_bound(pairs, E, tiles.tokens) + pairs <= index
-                for tile in (tiles.gemm1, tiles.gemm2):
-                    stage = tile.k * (tile.rows * bits // 8 + tiles.tokens * dtype.itemsize)
-                    assert stage * tile.stages <= memory
+                config = configs.choose(pairs, E, 256, 256, bits, dtype, M == 1, memory)
+                assert config.block_m >= configs.SMALLEST_BLOCK_M
+                assert 4 * block_bound(pairs, E, config.block_m) + pairs <= index
+                for gemm in (config.gemm1, config.gemm2):
+                    rows = gemm.block_n * bits // 8 + config.block_m * dtype.itemsize
+                    assert gemm.block_k * rows * gemm.num_stages <= memory
 
 
 @pytest.mark.parametrize("scheme", ["int4_w4a16", "mxfp4_w4a16"])
 def test_wrong_dtype_of_data(scheme):
-    chip, data = gpu(-1), torch.zeros(2, 4, 16, dtype=torch.int32)
+    data = torch.zeros(2, 4, 16, dtype=torch.int32)
     with pytest.raises(ValueError, match=r"w2 must have dtype torch.uint8.*got torch.int32"):
-        triton_packed_launch.packed(
-            "w2", data, data, None, None, None, get_scheme(scheme).name, chip
-        )
+        operands.operand("w2", data, data, None, None, None, get_scheme(scheme).name, gpu(-1))
 
 
 def test_scales_are_read_together_only_where_they_lie_together():
     """How many scales of a row one load may take: they are side by side, and every row begins at
     such a multiple."""
     scale, zero = torch.zeros(3, 64, 16), torch.zeros(3, 64, 16, dtype=torch.uint8)
-    data, chip = torch.zeros(3, 64, 512, dtype=torch.uint8), gpu(-1)
+    data = torch.zeros(3, 64, 512, dtype=torch.uint8)
 
     def together(scale, zero=None, scheme="int4_w4a16:g64"):
-        w = triton_packed_launch.packed("w", data, scale, zero, None, None, scheme, chip)
-        return w.constants(Tile(64, 128, 2, 2), BF16, 8)[1][1]
+        w = operands.operand("w", data, scale, zero, None, None, scheme, gpu(-1))
+        config = GemmConfig(64, 128, 2, 2)
+        return sm80_mma.tile_of(w.format, w.scale_align, False, config, 8, w.K).SCALE_ALIGN
 
     assert together(scale) == 16
     assert together(scale[..., :12]) == 4
@@ -309,9 +308,9 @@ EVEN = [
 @pytest.mark.parametrize("scheme, k", EVEN)
 def test_even_steps(where, scheme, k):
     """Whole steps read the scales of several products in one piece, or with the operands."""
-    tiles = Tiles(False, 16, Tile(64, k, 2, 2), Tile(64, k, 2, 2), 64)
+    config = LayerConfig(GemmConfig(64, k, 2, 2), GemmConfig(64, k, 2, 2), 16, 64)
     case = Case(*where, scheme, M=4, E=2, top_k=1, K=256, I=256)
-    with triton_tiles.searching(tiles):
+    with override(config):
         case.check("triton")
 
 

@@ -22,15 +22,14 @@ from tests.support.cases import BF16, FP32, Case
 pytest.importorskip("triton")
 
 from moe_ops.backends.triton import backend
-from moe_ops.kernels import triton_emulated_launch, triton_packed_launch
-from moe_ops.kernels.triton_launch import gpu, run
-from moe_ops.kernels.triton_scales import Input, Validity
+from moe_ops.kernels.launch import gpu, run
+from moe_ops.kernels.mixed_gemm import operands
+from moe_ops.kernels.permute.rows import NO_ROUTER_WEIGHTS
+from moe_ops.kernels.quantize import emulated, rounding
+from moe_ops.kernels.quantize.e4m3_int8 import counted
+from moe_ops.kernels.quantize.scales import rows_of
 
-EMULATED = [
-    name
-    for name in SCHEMES
-    if triton_packed_launch.describe(name) and triton_emulated_launch.describe(name)
-]
+EMULATED = [name for name in SCHEMES if operands.describe(name) and rounding.describe(name)]
 # one of each way that activations are scaled, and of each weight
 WAYS = ["int4_w4a8", "mxfp4_w4a8", "mxfp8", "mxfp6_e3m2:mxfp4", "nvfp4"]
 H200 = Machine("cuda", (9, 0), "NVIDIA H200", ("triton", "torch"))
@@ -49,23 +48,24 @@ def test_every_scheme_runs_and_says_whether_it_is_emulated():
 # --- rounded activations -------------------------------------------------------------------------
 
 
-def rounded(x, scheme, static=None, weights=None):
+def rounded(x, scheme, static=None, weights=NO_ROUTER_WEIGHTS):
     """x (rows, K) as the kernels round it, in fp64: what they write times what sums are multiplied
-    by."""
-    r = triton_emulated_launch.describe(scheme)
+    by.
+    """
+    r = rounding.describe(scheme)
     (rows, K), chip = x.shape, gpu(x.get_device())
-    size = triton_emulated_launch.x_elements(rows, K, r)
+    size = rounding.x_elements(rows, K, r)
     workspace = cases.garbage(torch.empty(size, device=x.device))
     zero = torch.ones(1, device=x.device)
     ends = torch.tensor([rows], dtype=torch.int32, device=x.device)
-    validity = Validity("groups", False, (ends, None, 1, 0, 1, 1, 0, 0), weights)
-    launches, found = triton_emulated_launch.round_x(
-        r, Input(x, (0, *x.stride())), rows, rows, K, workspace, static, validity, zero, chip
+    valid = counted("groups", ends)._replace(topk_weights=weights)
+    launches, found = emulated.round_x(
+        r, rows_of(x), rows, rows, K, workspace, static, valid, zero, chip
     )
-    run(launches, (scheme, x.shape, x.stride(), x.dtype), x.get_device(), chip.dependent)
+    run(launches, x.get_device(), chip)
     assert zero.item() == 0
     q = found.data[: rows * K].view(rows, K).double()
-    return q if found.scale is None else q * found.scale[: rows if r.scale == "row" else 1, None]
+    return q if found.scale is None else q * found.scale[: rows if r.SCALE == "row" else 1, None]
 
 
 @everywhere
@@ -253,7 +253,7 @@ def test_workspaces_hold_what_is_rounded(scheme):
     with machines.pretend(H200):
         plan = moe_ops.explain(x.to(BF16), w13, w2, ids, backend="triton")
     hidden, y, _ = plan.workspace_shapes(3)
-    r = triton_emulated_launch.describe(scheme)
+    r = rounding.describe(scheme)
     assert hidden.dtype == y.dtype == FP32
     assert hidden.shape[0] * 4 >= 6 * 384 * (4 + r.dtype.itemsize)
     assert y.shape[0] * 4 >= max(6 * 128 * 4, 3 * 128 * r.dtype.itemsize)
