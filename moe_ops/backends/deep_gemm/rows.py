@@ -263,8 +263,8 @@ class Activate:
     weights_stride: Runtime
     S: Runtime
     I: Specialized  # noqa: E741
-    programs: Runtime
     activation: Activated
+    programs: Runtime
     PDL: Constant
 
 
@@ -284,7 +284,6 @@ def moe_ops_deep_gemm_activate(
     weights_stride,
     S,
     I,  # noqa: E741
-    programs,
     alpha,
     beta,
     limit,
@@ -292,6 +291,7 @@ def moe_ops_deep_gemm_activate(
     GATED: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     HAS_LIMIT: tl.constexpr,
+    programs,
     PDL: tl.constexpr,
 ):
     """h = activation(x), GROUPS groups of 128 columns at a time: those of one pair, then those of
@@ -462,8 +462,8 @@ def activate(
         weights_stride=0 if weights is None else weights.stride(0),
         S=pairs,
         I=I,
-        programs=shared,
         activation=activated(a.activation, a.alpha, a.beta, a.limit),
+        programs=shared,
         PDL=gpu.pdl,
     )
     return Launch(moe_ops_deep_gemm_activate, (programs, 1, 1), args)
