@@ -114,8 +114,8 @@ def _check_contiguous(a: ExpertsArgs) -> None:
         tensor = getattr(a, name)
         if tensor is not None and not tensor.is_contiguous():
             raise ValueError(
-                f"{name} must be contiguous for backend 'flashinfer', got strides {tensor.stride()}; call "
-                ".contiguous() once"
+                f"{name} must be contiguous for backend 'flashinfer', got strides "
+                f"{tensor.stride()}; call .contiguous() once"
             )
 
 

@@ -1,7 +1,7 @@
-"""Backend `torch`: any device, any float dtype, every scheme and activation, in plain torch operators.
+"""Backend `torch`: any device, float dtype, scheme and activation, in plain torch operators.
 
-Quantized weights run with the exact meaning of their scheme: activations are really quantized, weights
-dequantized, products summed in fp32. All other backends are held to these results.
+Quantized weights run with the exact meaning of their scheme: activations are really quantized,
+weights dequantized, products summed in fp32. All other backends are held to these results.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def supports(problem: Problem, machine: Machine) -> list[str]:
 
 
 def workspace_shapes(M, problem: Problem) -> Workspaces:
-    """Dense layout for `experts`, masked layout for `batched_experts`, nothing for `grouped_linear`."""
+    """The dense layout of `experts`, the masked one of `batched_experts`; else nothing."""
     p = problem
     dtype = _compute_dtype(p.dtype, p.scheme)
     shape13, shape2 = (0,), (0,)
@@ -105,7 +105,9 @@ def _launch_experts(a: ExpertsArgs) -> None:
 
 
 def _activate(gate_up: Tensor, activation: activations.Activation, out: Tensor) -> None:
-    """out (S, I) = activation(gate_up (S, N)); on a CPU in pieces whose fp32 values stay in cache."""
+    """out (S, I) = activation(gate_up (S, N)), on a CPU in parts whose fp32 values stay in
+    cache.
+    """
     step = 64 if out.device.type == "cpu" else out.shape[0]
     for i in range(0, out.shape[0], step):
         piece = gate_up[i : i + step].to(torch.promote_types(out.dtype, torch.float32))
