@@ -1,9 +1,9 @@
 """Launching Triton kernels: named arguments, the specialization key that follows from them,
 kernels kept compiled.
 
-A kernel's arguments are one class beside it, decorated with `arguments`. Its fields, with those of the groups in
-it, are the kernel's parameters, in order; how each is annotated says what the kernel is compiled
-anew for:
+A kernel's arguments are one class beside it, decorated with `arguments`. Its fields, with those of
+the groups in it, are the kernel's parameters, in order; how each is annotated says what the kernel
+is compiled anew for:
 
     Pointer      a tensor or None: for its dtype, for whether it is None, and for an alignment below 16 bytes
     Address      a tensor or None: for its dtype and for whether it is None, whatever its alignment
@@ -76,7 +76,7 @@ def _members(name: str, hint: Any) -> Iterator[tuple[str, str]]:
         raise TypeError(
             f"{name} must be annotated with a role or a NamedTuple of such, got {hint}"
         )
-    prefix = f"{name}_" if getattr(hint, "PREFIXED", True) else ""
+    prefix = f"{name}_" if getattr(hint, "PREFIXED", True) else ""  # False: see `unprefixed`
     for member, inner in get_type_hints(hint, include_extras=True).items():
         yield from _members(prefix + member, inner)
 
@@ -84,16 +84,24 @@ def _members(name: str, hint: Any) -> Iterator[tuple[str, str]]:
 T = TypeVar("T")
 
 
+def unprefixed(group: type[T]) -> type[T]:
+    """Decorate a group (a NamedTuple) whose parameters have the names of its fields alone."""
+    group.PREFIXED = False  # type: ignore[attr-defined]
+    return group
+
+
 @dataclass_transform(kw_only_default=True)
 def arguments(cls: type[T]) -> type[T]:
-    """Decorate the class of a kernel's arguments: a function that takes its fields by keyword and returns them flat.
+    """Decorate the class of a kernel's arguments: a function that takes its fields by keyword and
+    returns them flat.
 
-    A field is annotated with a role (above), or with a group: a NamedTuple of such fields. The parameters of a group `x`
-    with the fields `ptr` and `stride_m` are `x_ptr` and `x_stride_m`; those of a group class with `PREFIXED = False` have
-    their fields' names. Pointers end in `_ptr`.
+    A field is annotated with a role (above), or with a group: a NamedTuple of such fields. The
+    parameters of a group `x` with the fields `ptr` and `stride_m` are `x_ptr` and `x_stride_m`;
+    those of a group that is decorated with `unprefixed` have their fields' names. Pointers end in
+    `_ptr`.
 
-    What is returned is a function, not a class, with the attributes `names` and `roles` of the kernel's parameters: calling
-    a class by keyword builds a dictionary, 0.6 us a kernel.
+    What is returned is a function, not a class, with the attributes `names` and `roles` of the
+    kernel's parameters: calling a class by keyword builds a dictionary, 0.6 us a kernel.
     """
     fields = get_type_hints(cls, include_extras=True)
     members = [pair for name, hint in fields.items() for pair in _members(name, hint)]
@@ -195,7 +203,7 @@ class Launch(NamedTuple):
 
     kernel: Kernel
     grid: tuple[int, int, int]
-    args: tuple  # what the kernel's `arguments` return
+    args: Any  # the tuple that the kernel's `arguments` return
     num_warps: int = 4
     maxnreg: int | None = None  # registers of a thread at most
 
@@ -220,7 +228,7 @@ def gpu(device: int) -> Gpu:
         return Gpu(227 * 1024, False, False)
     properties = torch.cuda.get_device_properties(device)
     capability = (properties.major, properties.minor)
-    memory = properties.shared_memory_per_block_optin
+    memory = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]
     native, pdl = capability >= NATIVE_CAPABILITY, capability >= PDL_CAPABILITY
     return Gpu(memory, native, pdl, properties.name)
 
@@ -302,7 +310,8 @@ class Lazy:
     __slots__ = ("function", "name")
 
     def __init__(self, name: str):
-        self.name, self.function = name, None
+        self.name = name
+        self.function: Any = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.function is None:

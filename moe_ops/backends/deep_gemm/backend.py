@@ -8,6 +8,8 @@ columns with scales that are powers of two. What needs SM100 or SM120 was not ru
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from moe_ops import environment
@@ -99,7 +101,7 @@ def supports_fp4(problem: Problem, machine: Machine) -> list[str]:
     return reasons
 
 
-def workspace_shapes(M, problem: Problem) -> Workspaces:
+def workspace_shapes(M: int, problem: Problem) -> Workspaces:
     """Of pairs in the contiguous layout workspace13 holds permuted x (rows, K), then the
     activation's output h (rows, I), and workspace2 gate and up (rows, N), then the products with
     w2 (rows, K). Of batches in the masked layout, whose experts have M rounded up to 128 rows, the
@@ -123,11 +125,11 @@ def workspace_shapes(M, problem: Problem) -> Workspaces:
 
 
 def _row_bytes(columns: int) -> int:
-    """Bytes of a row of e4m3 data and its scales: 4 for 128 columns, be they an fp32 or exponents."""
+    """Bytes of a row of e4m3 data and its scales: an fp32 or four exponents for 128 columns."""
     return columns + columns // 128 * 4
 
 
-_LAUNCH = {
+_LAUNCH: dict[str, Callable] = {
     "experts": Lazy("moe_ops.backends.deep_gemm.layer:experts"),
     "batched_experts": Lazy("moe_ops.backends.deep_gemm.layer:batched_experts"),
 }

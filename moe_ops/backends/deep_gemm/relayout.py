@@ -5,6 +5,7 @@ For ``moe_ops.prepare(weight, "deep_gemm")`` and ``"deep_gemm_fp4"``; plain torc
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -85,7 +86,7 @@ def _check_sizes(N: int, K: int) -> None:
         )
 
 
-def _is(*names: str):
+def _is(*names: str) -> Callable[[QuantScheme], bool]:
     return lambda scheme: _base(scheme) in names
 
 

@@ -41,6 +41,7 @@ from moe_ops.kernels.launch import (
     Specialized,
     arguments,
     kernel,
+    unprefixed,
 )
 from moe_ops.kernels.permute.rows import RouterWeights, router_weights
 from moe_ops.meta.workspace import cdiv
@@ -51,10 +52,10 @@ BLOCK_N = 1024  # columns of a program of combine
 MAX_PROGRAMS = 4096  # about so many programs of a launch over batches share the rows there are
 
 
+@unprefixed
 class Quantized(NamedTuple):
     """Rows that a kernel writes, and how it quantizes them."""
 
-    PREFIXED = False
     scale: Pointer  # written, or None
     SCALES: Constant
     WIDTH: Constant

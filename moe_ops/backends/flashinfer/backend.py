@@ -84,7 +84,7 @@ def supports(problem: Problem, machine: Machine) -> list[str]:
     return reasons
 
 
-def workspace_shapes(M, problem: Problem) -> Workspaces:
+def workspace_shapes(M: int, problem: Problem) -> Workspaces:
     """workspace13 holds the input's rows where they are not read as they come, (M, K); workspace2
     the router's weights (M, top_k) and the layer's constants in fp32, the scales of quantized
     rows, and biases in the output's dtype; the index workspace local ids (M, top_k). The library's

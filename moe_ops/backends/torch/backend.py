@@ -39,11 +39,12 @@ def supports(problem: Problem, machine: Machine) -> list[str]:
     return reasons
 
 
-def workspace_shapes(M, problem: Problem) -> Workspaces:
+def workspace_shapes(M: int, problem: Problem) -> Workspaces:
     """The dense layout of `experts`, the masked one of `batched_experts`; else nothing."""
     p = problem
     dtype = _compute_dtype(p.dtype, p.scheme)
-    shape13, shape2 = (0,), (0,)
+    shape13: tuple[int, ...] = (0,)
+    shape2: tuple[int, ...] = (0,)
     if p.kind == "experts":
         shape13, shape2 = workspace.dense(
             M, p.num_rows, p.hidden_size, p.intermediate_size, p.top_k
@@ -149,8 +150,8 @@ def _batched_mm(
 ) -> None:
     """out[e] = x[e] @ weight[e].T + bias[e]; on a CPU only for the rows before each count."""
     num_experts, rows = x.shape[:2]
-    counts = counts.tolist() if x.device.type == "cpu" else [rows] * num_experts
-    for e, count in enumerate(counts):
+    bounds = counts.tolist() if x.device.type == "cpu" else [rows] * num_experts
+    for e, count in enumerate(bounds):
         count = min(count, rows)
         if count <= 0:
             continue

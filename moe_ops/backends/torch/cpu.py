@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,8 +29,8 @@ _MOST_ROWS_AMX = 16
 
 class _Kernels(NamedTuple):
     most_rows: int
-    grouped_mm: ctypes._CFuncPtr
-    combine: ctypes._CFuncPtr
+    grouped_mm: Callable[..., None]
+    combine: Callable[..., None]
 
 
 @functools.cache

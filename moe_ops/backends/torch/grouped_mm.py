@@ -138,7 +138,7 @@ def _native(*operands: Tensor) -> bool:
 
 
 def _blocks(offsets: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
-    """Sorted rows in blocks of one expert: rows (nb, _BLOCK), padded with -1, and experts (nb,)."""
+    """Sorted rows in blocks of one expert: rows (nb, _BLOCK), padded with -1, experts (nb,)."""
     num_experts = offsets.shape[0]
     starts = F.pad(offsets[:-1], (1, 0))
     ends = torch.cumsum((offsets - starts + _BLOCK - 1) // _BLOCK, 0)
@@ -160,7 +160,15 @@ def _take(x: Tensor, rows: Tensor) -> Tensor:
     return torch.where((rows >= 0).unsqueeze(-1), taken, 0)
 
 
-def _grouped_mm_blocks(x, weight, offsets, scales, scheme, transpose):
+def _grouped_mm_blocks(
+    x: Tensor,
+    weight: Tensor,
+    offsets: Tensor,
+    scales: Scales | None,
+    scheme: str,
+    transpose: bool,
+) -> Tensor:
+    """`grouped_mm` without a bias: rows padded to blocks of one expert, weights gathered."""
     rows, experts = _blocks(offsets, x.shape[0])
     px = _take(x, rows)
     _, N, K = get_scheme(scheme).logical_shape(*weight.shape)

@@ -29,6 +29,7 @@ from moe_ops.kernels.launch import (
     arguments,
     kernel,
     run,
+    unprefixed,
 )
 
 _LOWEST = tl.constexpr(-3.4028234663852886e38)  # finfo(float32).min, -_LOWEST is its max
@@ -156,10 +157,10 @@ def choose(
     return weights * scaling_factor, ids
 
 
+@unprefixed
 class Selection(NamedTuple):
     """How experts are chosen from a row of logits."""
 
-    PREFIXED = False
     G: Constant
     S: Constant
     TOP_K: Constant
