@@ -250,7 +250,7 @@ def test_a_model_of_transformers(integration):
 
 def test_bare_fp8_experts_without_a_block(integration):
     """Called by themselves, in each dtype that a router may weigh them in."""
-    from tests.integrations.transformers.test_models import fp8_experts
+    from tests.integrations.transformers.test_quantize import fp8_experts
 
     experts, seen = fp8_experts(), []
     experts.register_parameter("other", nn.Parameter(torch.zeros(1, dtype=BF16)))

@@ -72,6 +72,7 @@ def symbols() -> dict[str, tuple[ShapeEnv, torch.SymInt]]:
 # --- int and SymInt ------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep
 @settings(deadline=None, max_examples=15)
 @given(
     sizes, sizes, sizes, st.integers(1, 8), st.lists(st.integers(0, 5000), min_size=4, max_size=4)
