@@ -221,10 +221,9 @@ def usable(w13: Packed, w2: Packed, x: Tensor, workspaces: tuple[Tensor, Tensor]
 
 @cache
 def _language() -> tuple:
-    from triton.experimental.gluon.language import NVMMASharedLayout
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+    from moe_ops.kernels.device.gluon import TensorDescriptor, gl
 
-    return TensorDescriptor, cache(NVMMASharedLayout)
+    return TensorDescriptor, cache(gl.NVMMASharedLayout)
 
 
 def _descriptor(base: Tensor, shape: list, strides: list, box: list, swizzle: int, bits: int):
