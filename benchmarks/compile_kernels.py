@@ -136,12 +136,15 @@ class _Recorder:
 
     def __getitem__(self, grid: tuple):
         def launch(*args: Any, **options: Any):
-            binary = None
-            if self.compiles:
-                binary = self.function.warmup(*args, grid=grid, **options)
             values = zip(self.function.params, args, strict=True)
             constants = {p.name: value for p, value in values if p.is_constexpr}
-            name = self.function.__name__
+            name, binary = self.function.__name__, None
+            if self.compiles:
+                try:
+                    binary = self.function.warmup(*args, grid=grid, **options)
+                except Exception as error:
+                    error.add_note(f"{name} {constants}")
+                    raise
             warps, registers = options["num_warps"], options.get("maxnreg")
             self.found.append(Compiled(name, constants, warps, binary, registers))
             return binary

@@ -1,13 +1,15 @@
-"""Compile every configuration of every Triton kernel for several architectures and versions of Triton, without a GPU.
+"""Compile every configuration of every Triton kernel, without a GPU.
 
-    python benchmarks/compile_matrix.py [--triton 3.6.0 3.7.1 3.8.0 3.9.0] [--arch 80 90 100 120] [--one] [--jobs 2]
+    python benchmarks/compile_matrix.py [--triton 3.6.0 3.9.0] [--arch 80 90 100 120] [--one]
 
-Calls of many shapes, schemes and numbers of tokens are listed first, which takes a fraction of a millisecond each.
-Of all configurations that heuristics and measured tables choose for them (a kernel with its constants, warps and
-registers), each is then compiled once and its registers, spilled bytes and shared memory are held against limits.
-`--one` compiles one configuration of each kernel. Without `--triton` the installed version compiles; others are
-downloaded to build/triton. Kernels that compile for no call of an architecture are printed with the reason. Exits
-with 1 where a kernel does not compile or is beyond a limit. TRITON_INTERPRET must be unset.
+For several architectures and versions of Triton. Calls of many shapes, schemes and numbers of
+tokens are listed first, which takes a fraction of a millisecond each. Of all configurations that
+heuristics and measured tables choose for them (a kernel with its constants, warps and registers),
+each is then compiled once, and its registers, spilled bytes and shared memory are held against
+limits. `--one` compiles one configuration of each kernel. Without `--triton` the installed version
+compiles; others are downloaded to build/triton. Kernels that no call of an architecture reaches
+are printed with the reason. Exits with 1 where a kernel does not compile or is beyond a limit.
+TRITON_INTERPRET must be unset.
 """
 
 from __future__ import annotations
@@ -18,9 +20,10 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from functools import cache, partial
+from concurrent.futures.process import BrokenProcessPool
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -37,6 +40,7 @@ from compile_kernels import (  # noqa: E402
     Call,
     Compiled,
     RouterCall,
+    Usage,
     chip_of,
     compile_call,
     compile_router,
@@ -52,22 +56,27 @@ ARCHITECTURES = (80, 90, 100, 120)
 MEASURED = {90: ("NVIDIA H200",)}  # GPUs whose measured tables are read, by architecture
 VERSIONS = ("3.6.0", "3.7.1", "3.8.0", "3.9.0")  # those that torch 2.11 to 2.15 bring
 REGISTERS = 255  # a thread's at most
-# Spilled bytes a thread at most: by kernel name, what was found when the kernel was accepted. All others spill none.
-SPILLED: dict[str, int] = {}
+# Spilled bytes a thread at most. Rows of a size that 16 bytes do not divide are loaded element by
+# element, and take more.
+SPILLED, SPILLED_ODD = 96, 768
 # every number of tokens up to 16, four in each octave from there on
 TOKENS = sorted({*range(1, 17), *[int(16 * 2 ** (i / 4)) for i in range(37)]})
 
 
 class Row(NamedTuple):
-    """What compiling one configuration found."""
+    """What compiling one configuration found; where it failed, only the call and the error."""
 
     kernel: str
     configuration: str
     call: str
+    most_spilled: int = 0
     registers: int = 0
     spilled: int = 0
     shared: int = 0
     error: str = ""
+
+
+Reached = tuple[Call | RouterCall, str]  # a call, and the GPU whose measured table it reads
 
 
 def calls(arch: int) -> Iterator[Call | RouterCall]:
@@ -128,7 +137,7 @@ def _configuration(one: Compiled) -> str:
     return f"{constants} warps={one.warps} registers={one.registers}"
 
 
-def configurations(arch: int) -> list[tuple[Call | RouterCall, str]]:
+def configurations(arch: int) -> list[Reached]:
     """(call, GPU) by which each configuration is reached, the first of them."""
     found: set[tuple[str, str]] = set()
     chosen = []
@@ -141,7 +150,7 @@ def configurations(arch: int) -> list[tuple[Call | RouterCall, str]]:
     return chosen
 
 
-def one_each(arch: int) -> list[tuple[Call | RouterCall, str]]:
+def one_each(arch: int) -> list[Reached]:
     """(call, GPU) by which each kernel is reached."""
     found: set[str] = set()
     chosen = []
@@ -153,43 +162,55 @@ def one_each(arch: int) -> list[tuple[Call | RouterCall, str]]:
     return chosen
 
 
-@cache
-def _usage_of(key: tuple) -> dict:
-    return {}  # by hash, of one process
+_usages: dict[str, Usage] = {}  # of this process, by the kernel's hash
 
 
-def compile_one(arch: int, what: tuple[Call | RouterCall, str]) -> list[Row]:
-    """The kernels of a call. Where one does not compile, the kernels after it are left out."""
+def compile_one(arch: int, what: Reached) -> list[Row]:
+    """The kernels of a call. Where one does not compile, the call's others are left out, too."""
     call, gpu = what
     try:
         compiled = _compiled(call, gpu, arch, True)
-    except Exception as error:  # any error of the compiler is the finding
-        return [Row("", "", f"{call} {gpu}", error=f"{type(error).__name__}: {_reason(error)}")]
-    rows = []
+    except Exception as error:  # whatever the compiler raises is the finding
+        return [Row("", "", str(what), error=_reason(error))]
     for one in compiled:
-        known = _usage_of(("usage",))
-        if one.binary.hash not in known:
-            known[one.binary.hash] = usage(one.binary)
-        rows.append(Row(one.name, _configuration(one), f"{call} {gpu}", *known[one.binary.hash]))
-    return rows
+        if one.binary.hash not in _usages:
+            _usages[one.binary.hash] = usage(one.binary)
+    limit = SPILLED_ODD if call.shape == SHAPES["odd"] else SPILLED
+    return [
+        Row(one.name, _configuration(one), str(what), limit, *_usages[one.binary.hash])
+        for one in compiled
+    ]
 
 
 def _reason(error: BaseException) -> str:
-    while error.__cause__ is not None:
+    kernel = "; ".join(getattr(error, "__notes__", ()))
+    while error.__cause__ is not None:  # the innermost says what is wrong
         error = error.__cause__
-    return str(error)[-400:]
+    return f"{kernel}: {type(error).__name__}: {str(error)[-400:]}"
 
 
-def compile_all(
-    arch: int, todo: Iterable[tuple[Call | RouterCall, str]], jobs: int
-) -> dict[tuple[str, str], Row]:
-    """(kernel, configuration) -> what was found; errors by call."""
-    if jobs == 1:
-        answers = map(partial(compile_one, arch), todo)
-        return {(r.kernel, r.configuration or r.call): r for rows in answers for r in rows}
-    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
-        answers = pool.map(partial(compile_one, arch), todo, chunksize=8)
-        return {(r.kernel, r.configuration or r.call): r for rows in answers for r in rows}
+def _alone(arch: int, what: Reached) -> list[Row]:
+    """`compile_one` in a process of its own: an assertion that fails ends the compiler's."""
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        try:
+            return pool.submit(compile_one, arch, what).result()
+        except BrokenProcessPool:
+            return [Row("", "", str(what), error="the compiler aborted")]
+
+
+def compile_all(arch: int, todo: Sequence[Reached], jobs: int) -> list[Row]:
+    """What was found, once for each configuration."""
+    found: dict[tuple[str, str], Row] = {}
+    size = 64 * jobs  # not all at once, since an abort repeats its chunk
+    for chunk in [todo[i : i + size] for i in range(0, len(todo), size)]:
+        with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
+            try:
+                answers = list(pool.map(partial(compile_one, arch), chunk))
+            except BrokenProcessPool:
+                answers = [_alone(arch, what) for what in chunk]
+        for row in [row for rows in answers for row in rows]:
+            found.setdefault((row.kernel, row.configuration or row.call), row)
+    return list(found.values())
 
 
 def why_left_out(kernel: str, arch: int) -> str:
@@ -214,7 +235,7 @@ def faults(arch: int, rows: Iterable[Row]) -> list[str]:
         where = f"sm_{arch} {row.kernel} [{row.configuration}] of {row.call}"
         if row.error:
             found.append(f"{where}: {row.error}")
-        if row.spilled > SPILLED.get(row.kernel, 0):
+        if row.spilled > row.most_spilled:
             found.append(f"{where}: {row.spilled} bytes spilled at {row.registers} registers")
         if row.registers > REGISTERS:
             found.append(f"{where}: {row.registers} registers")
@@ -230,13 +251,13 @@ def compile_here(arches: Iterable[int], one: bool, jobs: int, out: Path | None) 
         start = time.perf_counter()
         todo = (one_each if one else configurations)(arch)
         rows = compile_all(arch, todo, jobs)
-        written[arch] = [row._asdict() for row in rows.values()]
+        written[arch] = [row._asdict() for row in rows]
         seconds = time.perf_counter() - start
         print(
             f"Triton {triton.__version__}, sm_{arch}: {len(rows)} configurations, {seconds:.0f} s"
         )
         for kernel in kernel_names():
-            own = [row for row in rows.values() if row.kernel == kernel]
+            own = [row for row in rows if row.kernel == kernel]
             if own:
                 most = [
                     max(getattr(row, f) for row in own) for f in ("registers", "spilled", "shared")
@@ -250,7 +271,7 @@ def compile_here(arches: Iterable[int], one: bool, jobs: int, out: Path | None) 
             print(f"  {kernel:32s} left out: {reason or 'NO REASON'}")
             if not reason:
                 wrong.append(f"sm_{arch} {kernel}: no call reaches it")
-        wrong += faults(arch, rows.values())
+        wrong += faults(arch, rows)
         print(end="", flush=True)
     if out:
         out.write_text(json.dumps({"triton": triton.__version__, "rows": written}))
