@@ -49,7 +49,15 @@ from moe_ops.ops.problem import Problem
 from moe_ops.schemes import SCHEMES, get_scheme
 
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
-SHARED_MEMORY = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024}
+# a block's static and dynamic shared memory at most (CUDA C programming guide, table of compute capabilities)
+SHARED_MEMORY = {
+    80: 163 * 1024,
+    86: 99 * 1024,
+    89: 99 * 1024,
+    90: 227 * 1024,
+    100: 227 * 1024,
+    120: 99 * 1024,
+}
 SHAPES = {  # E, top_k, K, I
     "qwen3": (128, 8, 2048, 768),
     "mixtral": (8, 2, 4096, 14336),
@@ -99,7 +107,8 @@ class Compiled(NamedTuple):
     name: str  # in profilers
     constants: dict[str, Any]
     warps: int
-    binary: Any  # triton's CompiledKernel
+    binary: Any  # triton's CompiledKernel; None where launches are only listed
+    registers: int | None = None  # of a thread at most, where the launch sets it
 
 
 class _Driver:
@@ -119,18 +128,24 @@ class _Driver:
 
 
 class _Recorder:
-    """Stands in for a kernel: compiles what it is launched with."""
+    """Stands in for a kernel: lists what it is launched with, and compiles it."""
 
-    def __init__(self, function: Any, found: list[Compiled]):
-        self.function, self.found = function, found
+    def __init__(self, function: Any, found: list[Compiled], compiles: bool):
+        self.function, self.found, self.compiles = function, found, compiles
 
     def __getitem__(self, grid: tuple):
-        def compile_(*args: Any, **options: Any):
-            binary = self.function.warmup(*args, grid=grid, **options)
+        def launch(*args: Any, **options: Any):
             values = zip(self.function.params, args, strict=True)
             constants = {p.name: value for p, value in values if p.is_constexpr}
-            name = self.function.__name__
-            self.found.append(Compiled(name, constants, options["num_warps"], binary))
+            name, binary = self.function.__name__, None
+            if self.compiles:
+                try:
+                    binary = self.function.warmup(*args, grid=grid, **options)
+                except Exception as error:
+                    error.add_note(f"{name} {constants}")
+                    raise
+            warps, registers = options["num_warps"], options.get("maxnreg")
+            self.found.append(Compiled(name, constants, warps, binary, registers))
             return binary
 
         return compile_
@@ -144,17 +159,12 @@ def chip_of(arch: int, name: str = "") -> Gpu:
 
 
 @contextmanager
-def _compiling(chip: Gpu, arch: int) -> Iterator[list[Compiled]]:
-    """Kernels that are launched are compiled for `arch` and listed, none is started."""
+def _compiling(chip: Gpu, arch: int, compiles: bool = True) -> Iterator[list[Compiled]]:
     found: list[Compiled] = []
-    start = launch._start
-
-    def compile_one(one: Launch, first: bool, gpu: Gpu) -> Any:
-        kernel: Any = SimpleNamespace(
-            function=_Recorder(one.kernel.function, found), pdl_first=one.kernel.pdl_first
-        )
-        return start(one._replace(kernel=kernel), first, gpu)
-
+    functions = triton_launch._kernels()
+    recorders = {
+        name: _Recorder(function, found, compiles) for name, function in functions.items()
+    }
     before = driver._active
     sm90 = arch == 90 and environment.why_no_gluon(environment.version("triton")) is None
     driver.set_active(_Driver(arch))
@@ -171,6 +181,11 @@ def _compiling(chip: Gpu, arch: int) -> Iterator[list[Compiled]]:
             yield found
     finally:
         driver._active = before
+
+
+def kernel_names() -> list[str]:
+    """All kernels, by the names they have in profilers."""
+    return [function.__name__ for function in triton_launch._kernels().values()]
 
 
 def _empty(*size: int, dtype: torch.dtype) -> Tensor:
@@ -204,8 +219,11 @@ def _weight(call: Call, rows: int, columns: int) -> tuple[Tensor, dict[str, Tens
     }
 
 
-def compile_call(call: Call, chip: Gpu, arch: int) -> list[Compiled]:
-    """The kernels of one call, compiled for `arch` with the configs that are picked on `chip`."""
+def compile_call(call: Call, chip: Gpu, arch: int, compiles: bool = True) -> list[Compiled]:
+    """The kernels of one call, compiled for `arch` with the tiles that are picked on `chip`.
+
+    compiles: False lists the launches alone, in about a millisecond.
+    """
     E, top_k, K, I = call.shape  # noqa: E741
     activation, M = Activation(call.activation), call.M
     N = 2 * I if activation.gated else I
@@ -258,16 +276,18 @@ def compile_call(call: Call, chip: Gpu, arch: int) -> list[Compiled]:
     shapes = chosen.workspace_shapes(M, problem)
     names = ("workspace13", "workspace2", "index_workspace")
     fields |= {n: _empty(*s.shape, dtype=s.dtype) for n, s in zip(names, shapes, strict=True)}
-    with _compiling(chip, arch) as found:
+    with _compiling(chip, arch, compiles) as found:
         chosen.launch[call.kind](kind.args(**{n: fields[n] for n in kind.args._fields}))
     return found
 
 
-def compile_router(call: RouterCall, chip: Gpu, arch: int) -> list[Compiled]:
-    """The kernels of a router, compiled for `arch`."""
+def compile_router(
+    call: RouterCall, chip: Gpu, arch: int, compiles: bool = True
+) -> list[Compiled]:
+    """The kernels of a router, compiled for `arch` or, without `compiles`, listed."""
     E, top_k, K = call.shape
-    with _compiling(chip, arch) as found:
-        fused.launch(
+    with _compiling(chip, arch, compiles) as found:
+        router.launch(
             _empty(call.M, E, dtype=call.logits),
             _empty(call.M, top_k, dtype=call.weights),
             _empty(call.M, top_k, dtype=call.ids),
@@ -385,7 +405,7 @@ def main() -> None:
                     backend=arguments.backend,
                     layout=arguments.layout,
                 )
-                for name, constants, warps, binary in compile_call(call, chip, arguments.arch):
+                for name, constants, warps, binary, _ in compile_call(call, chip, arguments.arch):
                     if binary.hash in told:
                         continue
                     told.add(binary.hash)

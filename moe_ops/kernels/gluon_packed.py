@@ -7,9 +7,8 @@ a piece): gate and up are two parts, other weights are one.
 
 import triton
 import triton.language as tl
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
 
+from moe_ops.kernels.device.gluon import gl, gluon
 from moe_ops.kernels.gluon_packed_matmul import finish, first_scales, product, product_row, tile_at
 from moe_ops.kernels.gluon_packed_operands import bits_of_place
 from moe_ops.kernels.triton_activations import activate_one, activate_two

@@ -20,8 +20,7 @@ if TYPE_CHECKING:
     from moe_ops.kernels.triton_packed_launch import Format, Packed
 
 FORMATS = ("int4", "e2m1", "e2m1_words", "int8", "e4m3")
-# versions of Triton whose experimental language these kernels are written in: from, below
-TRITON = ((3, 6), (3, 7))
+TRITON = ((3, 6), (3, 9))  # the oldest and the newest Triton that compile these kernels
 MOST_PARTS = 3  # programs that share a tile of GEMM2 by columns, where it has few tiles
 SHARED_ROWS = 1024  # of y in all parts
 COLUMNS = 1024  # of a row that a program puts in order: 16 bytes a thread
@@ -30,10 +29,25 @@ MOST_ROWS_OF_8_BITS = 80  # of an expert, on average: from there on products cou
 
 
 @cache
+def gluon_supported(installed: str | None) -> str | None:
+    """Why a version of Triton cannot compile the kernels written in Gluon; None where it can.
+
+    Gluon is experimental and changes from one version to the next, so a newer version than those
+    that were tried is refused, too.
+    """
+    kernels = "the Gluon kernels of compute capability 9.0 for weights of 4 and 8 bits"
+    oldest, newest = (".".join(map(str, bound)) for bound in TRITON)
+    if installed is None:
+        return f"{kernels} need Triton {oldest} to {newest}, which is not installed"
+    found = tuple(int(part) for part in installed.split(".")[:2])
+    if TRITON[0] <= found <= TRITON[1]:
+        return None
+    return f"{kernels} need Triton {oldest} to {newest}, got {installed}"
+
+
 def spoken() -> bool:
-    """Whether the installed Triton's experimental language is that of the kernels."""
-    found = (version("triton") or "0").split(".")
-    return TRITON[0] <= tuple(int(part) for part in found[:2]) < TRITON[1]
+    """Whether the installed Triton compiles the kernels."""
+    return gluon_supported(version("triton")) is None
 
 
 @cache
@@ -221,10 +235,9 @@ def usable(w13: Packed, w2: Packed, x: Tensor, workspaces: tuple[Tensor, Tensor]
 
 @cache
 def _language() -> tuple:
-    from triton.experimental.gluon.language import NVMMASharedLayout
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+    from moe_ops.kernels.device.gluon import TensorDescriptor, gl
 
-    return TensorDescriptor, cache(NVMMASharedLayout)
+    return TensorDescriptor, cache(gl.NVMMASharedLayout)
 
 
 def _descriptor(base: Tensor, shape: list, strides: list, box: list, swizzle: int, bits: int):

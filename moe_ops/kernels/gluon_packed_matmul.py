@@ -10,16 +10,16 @@ FORMAT and SCALE as in triton_packed_matmul.py; U, pieces and the product's orde
 gluon_packed_operands.py.
 """
 
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
+from moe_ops.kernels.device.gluon import (
+    async_load,
     fence_async_shared,
+    gl,
+    gluon,
     mbarrier,
-    tma,
+    reinterpret,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-
 from moe_ops.kernels.gluon_packed_operands import (
     bits_of,
     decoded,
@@ -175,11 +175,11 @@ def fill_weights(
         at = gl.where(K % U == 0, at, gl.minimum(2 * at, K * 2 // U - 2))
     mbarrier.expect(full.index(slot), SIZE, wanted)
     to = w_smem.index(slot)
-    tma.async_copy_global_to_shared(w, [e, at, 0, row, 0], full.index(slot), to, wanted)
+    async_load(w, [e, at, 0, row, 0], full.index(slot), to, wanted)
     if scales is not None:
         to = s_smem.index(slot)
         row = row // scale_rows(G)
-        tma.async_copy_global_to_shared(scales, [e, at, 0, row, 0], full.index(slot), to, wanted)
+        async_load(scales, [e, at, 0, row, 0], full.index(slot), to, wanted)
 
 
 @gluon.jit
@@ -188,7 +188,7 @@ def fill_rows(x, x_smem, full, slot, i, wanted, first, last):
     PARTS: gl.constexpr = x.block_shape[0]
     BM: gl.constexpr = x.block_shape[1]
     at = [i * PARTS, last - first - BM, first, 0]
-    tma.async_copy_global_to_shared(x, at, full.index(slot), x_smem.index(slot), wanted)
+    async_load(x, at, full.index(slot), x_smem.index(slot), wanted)
 
 
 @gluon.jit
@@ -467,11 +467,14 @@ def product(
     SIZE: gl.constexpr = BK // U * (WN * (BYTES + S_BYTES) + BM * U * 2)  # of a step
     w_smem = gl.allocate_shared_memory(gl.uint8, [STAGES] + w.block_shape, w.layout)
     x_smem = gl.allocate_shared_memory(x.dtype, [STAGES] + x.block_shape, x.layout)
-    w_pieces = w_smem._reinterpret(
-        gl.uint8, [STAGES * (BK // U), WN, BYTES], gl.NVMMASharedLayout(BYTES, 8, 2)
+    w_pieces = reinterpret(
+        w_smem, gl.uint8, [STAGES * (BK // U), WN, BYTES], gl.NVMMASharedLayout(BYTES, 8, 2)
     )
-    x_halves = x_smem._reinterpret(
-        x.dtype, [STAGES * x.block_shape[0], BM, BYTES], gl.NVMMASharedLayout(2 * BYTES, 16, 2)
+    x_halves = reinterpret(
+        x_smem,
+        x.dtype,
+        [STAGES * x.block_shape[0], BM, BYTES],
+        gl.NVMMASharedLayout(2 * BYTES, 16, 2),
     )
     s_smem, s_pieces = None, None
     if scales is not None:
@@ -480,7 +483,8 @@ def product(
         s_smem = gl.allocate_shared_memory(
             scales.dtype, [STAGES] + scales.block_shape, scales.layout
         )
-        s_pieces = s_smem._reinterpret(
+        s_pieces = reinterpret(
+            s_smem,
             scales.dtype,
             [STAGES * (BK // U), WN // scale_rows(G), NUMBERS],
             gl.NVMMASharedLayout(NUMBERS * BITS // 8, BITS, 2),

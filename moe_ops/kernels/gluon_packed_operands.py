@@ -9,9 +9,7 @@ FORMAT and SCALE as in triton_packed_matmul.py; beside those "e2m1_words", e2m1 
 decoding takes fewer instructions: 12 for eight weights, 17 in their natural order.
 """
 
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-
+from moe_ops.kernels.device.gluon import gl, gluon
 from moe_ops.kernels.triton_packed_operands import is_e2m1, twice
 from moe_ops.meta.scales import rows_side_by_side
 
