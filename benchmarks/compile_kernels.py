@@ -1,19 +1,20 @@
 """Compile the Triton kernels of a backend without a GPU and print what came out.
 
-    python benchmarks/compile_kernels.py [--arch 90] [--gpu "NVIDIA H200"] [--shape qwen3] \
-        [--M 1 64]
+    python benchmarks/compile_kernels.py [--arch 90] [--gpu "NVIDIA H200"] [--shape qwen3] [--M 1 64]
                                          [--backend deep_gemm]
 
-The backend's own launch code runs on tensors without storage, and every kernel it would start is
-compiled as it would be there. Printed: registers, spilled bytes, shared memory, blocks resident
-per SM, tensor-core shapes and asynchronous copies (`cp.async` by width: 16 bytes is what streams
-weights). Needs triton, not a GPU; TRITON_INTERPRET must be unset.
+The backend's own launch code runs on tensors without storage, and every kernel it would start is compiled as it
+would be there. Printed: registers, spilled bytes, shared memory, blocks resident per SM, tensor-core shapes and
+asynchronous copies (`cp.async` by width: 16 bytes is what streams weights). Needs triton, not a GPU;
+TRITON_INTERPRET must be unset.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
+import pkgutil
 import re
 import subprocess
 import tempfile
@@ -35,7 +36,7 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from moe_ops import backends, environment
+from moe_ops import backends, environment, kernels
 from moe_ops.activations import Activation
 from moe_ops.backends.deep_gemm import library as deep_gemm
 from moe_ops.kernels import launch
@@ -49,7 +50,8 @@ from moe_ops.ops.problem import Problem
 from moe_ops.schemes import SCHEMES, get_scheme
 
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
-# a block's static and dynamic shared memory at most (CUDA C programming guide, table of compute capabilities)
+# a block's static and dynamic shared memory at most (CUDA C programming guide, table of compute
+# capabilities)
 SHARED_MEMORY = {
     80: 163 * 1024,
     86: 99 * 1024,
@@ -134,7 +136,7 @@ class _Recorder:
         self.function, self.found, self.compiles = function, found, compiles
 
     def __getitem__(self, grid: tuple):
-        def launch(*args: Any, **options: Any):
+        def compile_(*args: Any, **options: Any):
             values = zip(self.function.params, args, strict=True)
             constants = {p.name: value for p, value in values if p.is_constexpr}
             name, binary = self.function.__name__, None
@@ -160,11 +162,17 @@ def chip_of(arch: int, name: str = "") -> Gpu:
 
 @contextmanager
 def _compiling(chip: Gpu, arch: int, compiles: bool = True) -> Iterator[list[Compiled]]:
+    """Kernels that are launched are compiled for `arch` and listed, none is started."""
     found: list[Compiled] = []
-    functions = triton_launch._kernels()
-    recorders = {
-        name: _Recorder(function, found, compiles) for name, function in functions.items()
-    }
+    start = launch._start
+
+    def compile_one(one: Launch, first: bool, gpu: Gpu) -> Any:
+        kernel: Any = SimpleNamespace(
+            function=_Recorder(one.kernel.function, found, compiles),
+            pdl_first=one.kernel.pdl_first,
+        )
+        return start(one._replace(kernel=kernel), first, gpu)
+
     before = driver._active
     sm90 = arch == 90 and environment.why_no_gluon(environment.version("triton")) is None
     driver.set_active(_Driver(arch))
@@ -185,7 +193,12 @@ def _compiling(chip: Gpu, arch: int, compiles: bool = True) -> Iterator[list[Com
 
 def kernel_names() -> list[str]:
     """All kernels, by the names they have in profilers."""
-    return [function.__name__ for function in triton_launch._kernels().values()]
+    names = []
+    for package in (kernels, backends):
+        for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+            values = vars(importlib.import_module(module.name)).values()
+            names += [value.name for value in values if isinstance(value, launch.Kernel)]
+    return list(dict.fromkeys(names))
 
 
 def _empty(*size: int, dtype: torch.dtype) -> Tensor:
@@ -220,7 +233,7 @@ def _weight(call: Call, rows: int, columns: int) -> tuple[Tensor, dict[str, Tens
 
 
 def compile_call(call: Call, chip: Gpu, arch: int, compiles: bool = True) -> list[Compiled]:
-    """The kernels of one call, compiled for `arch` with the tiles that are picked on `chip`.
+    """The kernels of one call, compiled for `arch` with the configs that are picked on `chip`.
 
     compiles: False lists the launches alone, in about a millisecond.
     """
@@ -287,7 +300,7 @@ def compile_router(
     """The kernels of a router, compiled for `arch` or, without `compiles`, listed."""
     E, top_k, K = call.shape
     with _compiling(chip, arch, compiles) as found:
-        router.launch(
+        fused.launch(
             _empty(call.M, E, dtype=call.logits),
             _empty(call.M, top_k, dtype=call.weights),
             _empty(call.M, top_k, dtype=call.ids),
@@ -311,8 +324,7 @@ def _compile_one(chip: Gpu, arch: int, call: Call | RouterCall) -> None:
 
 
 def compile_all(calls: Sequence[Call | RouterCall], chip: Gpu, arch: int) -> None:
-    """Compile many calls on all cores: Triton keeps kernels on disk, where a later launch finds
-    them."""
+    """Compile many calls on all cores: Triton keeps kernels on disk, where a later launch finds them."""
     with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
         list(pool.map(partial(_compile_one, chip, arch), calls))
 
@@ -367,8 +379,7 @@ def describe(binary: Any, warps: int) -> str:
         width: len(re.findall(rf"LDGSTS\.E[A-Z.]*\.{width}\b", sass)) for width in ("64", "128")
     }
     return (
-        f"registers {registers:3d}  spilled {spilled:3d}  shared {shared:6d}  blocks/SM "
-        f"{resident}  "
+        f"registers {registers:3d}  spilled {spilled:3d}  shared {shared:6d}  blocks/SM {resident}  "
         f"{kind} {','.join(sorted(shapes)) or '-'}  cp.async {len(re.findall('LDGSTS', sass))} "
         f"(16 B: {copies['128']}, 8 B: {copies['64']})  bulk {len(re.findall('UTMALDG', sass))}  "
         f"LDG {len(re.findall(r'LDG.E', sass))}  shuffles {len(re.findall(r'SHFL', sass))}"

@@ -48,7 +48,7 @@ from compile_kernels import (  # noqa: E402
     usage,
 )
 
-from moe_ops.kernels.gluon_packed_launch import gluon_supported  # noqa: E402
+from moe_ops import environment  # noqa: E402
 from moe_ops.meta.scales import DEEP_GEMM_UE8M0, TRITON_E2M1  # noqa: E402
 from moe_ops.schemes import SCHEMES  # noqa: E402
 
@@ -220,7 +220,7 @@ def why_left_out(kernel: str, arch: int) -> str:
     if "_gluon_" in kernel or kernel.endswith("_arrange"):
         if arch != 90:
             return "multiplies by wgmma, which compute capability 9.0 alone has"
-        return gluon_supported(triton.__version__) or ""
+        return environment.why_no_gluon(triton.__version__) or ""
     if "_large_" in kernel and arch not in (90, 100):
         return "needs the shared memory of compute capability 9.0"
     if "_deep_gemm_" in kernel and arch < 90:
