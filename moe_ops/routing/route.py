@@ -20,6 +20,7 @@ from torch.autograd import forward_ad
 from torch.fx.experimental.symbolic_shapes import guard_or_false
 
 from moe_ops.checks import check_number, check_tensor
+from moe_ops.kernels.launch import Lazy
 from moe_ops.ops.library import below_autograd, register_function
 from moe_ops.routing.methods import (
     RECIPES,
@@ -53,13 +54,13 @@ def route(
     | renormalize | top-k -> softmax over the chosen (Mixtral, Qwen3-MoE, GPT-OSS) |
     | renormalize_naive | softmax -> top-k -> divide by their sum; equals renormalize |
     | deepseek_v3 | sigmoid, + bias, top groups, top-k -> unbiased scores over their sum |
-    | grouped_softmax | softmax, top groups, top-k (DeepSeek-V2); `_renormalize` divides by the sum |
+    | grouped_softmax | softmax, top groups, top-k (DeepSeek-V2); `_renormalize` divides by sum |
     | llama4 | top-1 -> sigmoid |
     | sigmoid | sigmoid -> top-k; `_renormalize` divides by their sum |
     | topk | top-k of the logits, which are the weights |
-    | sqrtsoftplus | sqrt(softplus), + bias, top-k -> unbiased scores over their sum (DeepSeek-V4) |
+    | sqrtsoftplus | sqrt(softplus), + bias, top-k -> unbiased scores / their sum (DeepSeek-V4) |
     | custom | a callable given in place of the name: (router_logits, top_k) -> (weights, ids) |
-    | simulated | top_k distinct experts drawn uniformly, each of weight 1 / top_k, for load tests |
+    | simulated | top_k distinct experts drawn uniformly, of weight 1 / top_k, for load tests |
     | unspecified | names no method: an error here |
 
     The bias takes part in the choice only, never in the weights. Groups (every method that
@@ -311,12 +312,6 @@ def _shape(tensor: Tensor) -> tuple:
     return tuple(tensor.shape)
 
 
-def _launch(*args: Any) -> None:
-    from moe_ops.kernels.router import topk as kernels  # triton is imported at the first launch
-
-    kernels.launch(*args)
-
-
 def _fake(
     topk_weights: Tensor, topk_ids: Tensor, router_logits: Tensor, bias: Tensor | None, *_: Any
 ) -> None:
@@ -336,6 +331,8 @@ _ROUTE_OP = register_function(
     "(Tensor(a!) topk_weights, Tensor(b!) topk_ids, Tensor router_logits, "
     "Tensor? correction_bias, str scoring, bool renormalize, int num_expert_groups, "
     "int topk_groups, float scaling_factor) -> ()",
-    below_autograd(_launch),  # on the CPU under Triton's interpreter
+    below_autograd(
+        Lazy("moe_ops.kernels.router.topk:route")
+    ),  # on the CPU under Triton's interpreter
     _fake,
 )

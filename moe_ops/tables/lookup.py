@@ -1,8 +1,9 @@
-"""Measured tables, one JSON file per GPU: how long each backend takes for how many tokens, and the tiles with
+"""Measured tables, one JSON file per GPU: how long each backend takes for how many tokens, and the config with
 which the triton backend is fastest. `python -m moe_ops.tuning` measures both.
 
 An entry is one problem (`KEYS`). "backends" lists {num_tokens, us, versions}, where us has the microseconds a layer of
-each backend that was measured, in one go; "triton" lists {num_tokens, us, triton, tiles}.
+each backend that was measured, in one go; "triton" lists {num_tokens, us, triton, config}, of which config holds the
+fields of kernels.configs.LayerConfig that are not defaults.
 """
 
 from __future__ import annotations
@@ -113,7 +114,7 @@ def _crossing(
     return min(last - 1, int(first * (last / first) ** part))
 
 
-def triton_tiles(
+def layer_config(
     gpu_name: str,
     num_experts: int,
     hidden_size: int,
@@ -122,10 +123,10 @@ def triton_tiles(
     scheme: str,
     dtype: str,
     num_tokens: int,
-) -> list | None:
-    """Fields of the fastest `triton_tiles.Tiles` measured nearest to M on a logarithmic scale, or None.
+) -> dict[str, Any] | None:
+    """Fields of the fastest LayerConfig measured nearest to M on a logarithmic scale, or None.
 
-    M = 1 runs without a routing kernel, so it takes what was measured at 1 and lends it to no other M. What was
+    M = 1 runs without a sorting kernel, so it takes what was measured at 1 and lends it to no other M. What was
     measured at four times M or more, or at a quarter or less, says nothing of M.
     """
     key = (num_experts, hidden_size, intermediate_size, top_k, scheme, dtype)
@@ -133,7 +134,12 @@ def triton_tiles(
     rows = [row for row in rows if (row["num_tokens"] == 1) == (num_tokens == 1)]
     if not rows:
         return None
-    away, tiles = min(
-        [(abs(math.log2(row["num_tokens"] / num_tokens)), row["tiles"]) for row in rows]
-    )
-    return tiles if away < 2 else None
+
+    def order(row: dict) -> tuple:
+        """Distance from M; between two that are as near, the smaller tiles first."""
+        config = row["config"]
+        tiles = [*config["gemm1"].values(), *config["gemm2"].values()]
+        return abs(math.log2(row["num_tokens"] / num_tokens)), config["block_m"], tiles
+
+    nearest = min(rows, key=order)
+    return nearest["config"] if order(nearest)[0] < 2 else None

@@ -11,7 +11,7 @@ from moe_ops.tables.lookup import KEYS
 
 
 def measured_tokens(path: Path, target: Mapping[str, Any]) -> set[int]:
-    """The token counts that a table file has tiles for."""
+    """The token counts that a table file has configs for."""
     entry = _find(_read(path, ""), target)
     return {row["num_tokens"] for row in entry.get("triton", [])}
 
@@ -23,12 +23,17 @@ def measured_backends(path: Path, target: Mapping[str, Any]) -> dict[int, dict[s
 
 
 def record(
-    path: Path, gpu_name: str, target: Mapping[str, Any], num_tokens: int, tiles: list, us: float
+    path: Path,
+    gpu_name: str,
+    target: Mapping[str, Any],
+    num_tokens: int,
+    config: Mapping[str, Any],
+    us: float,
 ) -> None:
-    """Put the tiles measured for one M into a table file, in place of what it had for it."""
+    """Put the config measured for one M into a table file, in place of what it had for it."""
     import triton
 
-    row = {"us": round(us, 2), "triton": triton.__version__, "tiles": tiles}
+    row = {"us": round(us, 2), "triton": triton.__version__, "config": config}
     _put(path, gpu_name, target, "triton", num_tokens, row)
 
 

@@ -4,10 +4,10 @@ from moe_ops.tables.lookup import (
     MARGIN,
     backend_times,
     crossovers,
+    layer_config,
     look_up,
     path_of,
     tables,
-    triton_tiles,
 )
 from moe_ops.tables.record import measured_backends, measured_tokens, record, record_backends
 
@@ -15,6 +15,7 @@ __all__ = [
     "MARGIN",
     "backend_times",
     "crossovers",
+    "layer_config",
     "look_up",
     "measured_backends",
     "measured_tokens",
@@ -22,5 +23,4 @@ __all__ = [
     "record",
     "record_backends",
     "tables",
-    "triton_tiles",
 ]

@@ -1,8 +1,8 @@
-"""The expert layer around DeepGEMM's products, for the backends of its formats. Torch alone is imported here.
+"""The expert layer around DeepGEMM's GEMMs, of both backends. Imported at first launch only.
 
-Pairs are sorted by expert, every expert's rows padded to 128. Then: tokens quantized and copied to their rows; product
-with w13; activation and quantization; product with w2; weighted sum. Nothing is read by the host: sizes follow from M,
-top_k and E, and padding is neither written nor read by our kernels.
+Pairs are sorted by expert, every expert's rows padded to 128. Then tokens are quantized and copied
+to their rows; GEMM with w13; activation and quantization; GEMM with w2; weighted sum. Nothing is
+read by the host: sizes follow from M, top_k and E, and our kernels neither write nor read padding.
 """
 
 from __future__ import annotations
@@ -13,19 +13,21 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from moe_ops.activations import NO_LIMIT
 from moe_ops.backends.deep_gemm import library as dg
-from moe_ops.kernels.triton_launch import Gpu, gpu
-from moe_ops.kernels.triton_rows import activation_of
+from moe_ops.backends.deep_gemm.permute import place, place_batches
+from moe_ops.backends.deep_gemm.rows import activate, combine, scatter
+from moe_ops.kernels import launch
+from moe_ops.kernels.gemm.operands import activated
+from moe_ops.kernels.launch import run
 from moe_ops.meta.workspace import carve, cdiv, padded_rows, round_up
 from moe_ops.ops.args import BatchedExpertsArgs, ExpertsArgs
 
 
 class Format(NamedTuple):
-    """What scales quantized operands have, in the words of backends/deep_gemm/rows.py."""
+    """What scales quantized operands have: SCALES and WIDTH of backends/deep_gemm/rows.py."""
 
     scales: str
-    width: int  # of rows: columns that share one
+    width: int  # of rows: columns that share a scale
     weight_width: int
 
 
@@ -39,7 +41,7 @@ def format_of(scheme: str, layout: str) -> Format:
     return Format("ue8m0", 32 if scheme == "mxfp8" else 128, width)
 
 
-def rows_of(buffer: Tensor, shape: tuple[int, ...], form: Format) -> dg.Operand:
+def rows_in(buffer: Tensor, shape: tuple[int, ...], form: Format) -> dg.Operand:
     """(.., rows, columns) of a workspace, with scales of groups of columns if there are any."""
     if not form.scales:
         return dg.Operand(carve(buffer, shape, torch.bfloat16))
@@ -55,7 +57,7 @@ def rows_of(buffer: Tensor, shape: tuple[int, ...], form: Format) -> dg.Operand:
 
 
 def _weight(name: str, data: Tensor, scale: Tensor | None, form: Format) -> dg.Operand:
-    """A weight for the products; ValueError where what plans do not know of is not as they need it."""
+    """A weight for the GEMMs; ValueError where it lacks what they need and plans do not see."""
     dtypes = {"": (torch.bfloat16,), "fp32": (torch.float8_e4m3fn,)}
     expected = dtypes.get(form.scales, (torch.float8_e4m3fn, torch.uint8))
     if data.dtype not in expected:
@@ -80,83 +82,70 @@ def _weights(a: ExpertsArgs | BatchedExpertsArgs, form: Format) -> tuple[dg.Oper
     )
 
 
-def launch_experts(a: ExpertsArgs) -> None:
+def intermediate_size(a: ExpertsArgs | BatchedExpertsArgs) -> int:
+    """I: the columns of w2, also where two share a byte."""
+    gated = activated(a.activation, a.alpha, a.beta, a.limit).GATED
+    return a.w13.shape[1] // (2 if gated else 1)
+
+
+def experts(a: ExpertsArgs) -> None:
+    """Launch `moe_ops::deep_gemm_experts` or `moe_ops::deep_gemm_fp4_experts`."""
     M, top_k = a.topk_ids.shape
     if M == 0:
         return
     x, device = a.hidden_states, a.hidden_states.get_device()
     (E, N), K, I = a.w13.shape[:2], x.shape[1], intermediate_size(a)  # noqa: E741
-    chip, form = gpu(device), format_of(a.scheme, a.layout)
+    gpu, form = launch.gpu(device), format_of(a.scheme, a.layout)
     w13, w2 = _weights(a, form)
     dg.check_warm((), device)  # before the library is loaded
     alignment = dg.alignment()
     expected = dg.expected_rows(M * top_k, E)
-    products = dg.product_keys("contiguous", w13, w2, expected, alignment)
-    dg.check_warm(products, device)
+    gemms = dg.gemm_keys("contiguous", w13, w2, expected, alignment)
+    dg.check_warm(gemms, device)
     size = padded_rows(M, top_k, E, alignment)
-    permuted = rows_of(a.workspace13, (size, K), form)
-    hidden = rows_of(a.workspace13, (size, I), form)
+    permuted = rows_in(a.workspace13, (size, K), form)
+    h = rows_in(a.workspace13, (size, I), form)
     gate_up = carve(a.workspace2, (size, N), torch.bfloat16)
     y = carve(a.workspace2, (size, K), torch.bfloat16)
-    launches, placed = dg.place(a, size, alignment, chip)
-    launches.append(dg.scatter(x, permuted, placed, top_k, chip))
-    key = (E, top_k, x.stride(), K, a.expert_map is None, form, alignment)
-    dg.start(launches, key, device, chip.dependent)
-    dg.grouped_product(gate_up, permuted, w13, placed.groups, expected)
+    launches, layout = place(a, size, alignment, gpu)
+    launches.append(scatter(x, permuted, layout, top_k, gpu))
+    run(launches, device, gpu)
+    dg.grouped_gemm(gate_up, permuted, w13, layout.groups, expected)
     weights = a.topk_weights
     on_input, on_output = (weights, None) if a.router_weight_on_input else (None, weights)
-    _activate(a, hidden, gate_up, placed, on_input, chip, device)
-    dg.grouped_product(y, hidden, w2, placed.groups, expected)
-    last = dg.combine(a.out, y, on_output, placed, top_k)
-    dg.start([last], (K, top_k, a.out.stride()), device)
-    dg.warmed(products)
+    run([activate(a, h, gate_up, layout, on_input, gpu)], device, gpu)
+    dg.grouped_gemm(y, h, w2, layout.groups, expected)
+    run([combine(a.out, y, on_output, layout, top_k)], device, gpu)
+    dg.mark_warm(gemms)
 
 
-def launch_batched_experts(a: BatchedExpertsArgs) -> None:
+def batched_experts(a: BatchedExpertsArgs) -> None:
+    """Launch `moe_ops::deep_gemm_batched_experts` or `moe_ops::deep_gemm_fp4_batched_experts`."""
     x, out, device = a.hidden_states, a.out, a.hidden_states.get_device()
     (E, T, K), N, I = x.shape, a.w13.shape[1], intermediate_size(a)  # noqa: E741
     if T == 0:
         return
-    chip, form = gpu(device), format_of(a.scheme, a.layout)
+    gpu, form = launch.gpu(device), format_of(a.scheme, a.layout)
     w13, w2 = _weights(a, form)
-    # A product stores whole blocks of rows: those behind an expert's last must be its own.
+    # A GEMM stores whole blocks of rows: those behind an expert's last row must be its own.
     R = round_up(T, dg.ALIGNMENT)
     gate_up = carve(a.workspace13, (E, R, N), torch.bfloat16)
     in_place = R == T and out.is_contiguous()
     y = dg.dense(out) if in_place else carve(a.workspace13, (E, R, K), torch.bfloat16)
-    hidden = rows_of(a.workspace2, (E, R, I), form)
-    products = dg.product_keys("masked", w13, w2, T, 0)
-    dg.check_warm(products, device)
-    first, placed = dg.place_batches(a, R, chip)
+    h = rows_in(a.workspace2, (E, R, I), form)
+    gemms = dg.gemm_keys("masked", w13, w2, T, 0)
+    dg.check_warm(gemms, device)
+    first, layout = place_batches(a, R, gpu)
+    launches = [first]
     if form.scales or R != T or not x.is_contiguous():
-        inputs = rows_of(a.workspace2, (E, R, K), form)
-        launches = [first, dg.scatter(x, inputs, placed, 1, chip)]
+        inputs = rows_in(a.workspace2, (E, R, K), form)
+        launches.append(scatter(x, inputs, layout, 1, gpu))
     else:
-        inputs, launches = dg.Operand(dg.dense(x)), [first]
-    dg.start(launches, (x.stride(), K, form), device, chip.dependent)
-    dg.masked_product(gate_up, inputs, w13, placed.groups, T)
-    _activate(a, hidden, gate_up, placed, None, chip, device)
-    dg.masked_product(y, hidden, w2, placed.groups, T)
+        inputs = dg.Operand(dg.dense(x))
+    run(launches, device, gpu)
+    dg.masked_gemm(gate_up, inputs, w13, layout.groups, T)
+    run([activate(a, h, gate_up, layout, None, gpu)], device, gpu)
+    dg.masked_gemm(y, h, w2, layout.groups, T)
     if not in_place:
-        dg.start([dg.combine(out, y, None, placed, 1)], (K, out.stride()), device)
-    dg.warmed(products)
-
-
-def intermediate_size(a: ExpertsArgs | BatchedExpertsArgs) -> int:
-    """I: the columns of w2, also where two share a byte."""
-    return a.w13.shape[1] // (2 if activation_of(a.activation)[1] else 1)
-
-
-def _activate(
-    a: ExpertsArgs | BatchedExpertsArgs,
-    hidden: dg.Operand,
-    gate_up: Tensor,
-    placed: dg.Placed,
-    weights: Tensor | None,
-    chip: Gpu,
-    device: int,
-) -> None:
-    launch = dg.activate(a, hidden, gate_up, placed, weights, chip)
-    key = (intermediate_size(a), a.activation, a.limit < NO_LIMIT, hidden.scales, hidden.width)
-    key += (placed.rows is None,)
-    dg.start([launch], key, device)
+        run([combine(out, y, None, layout, 1)], device, gpu)
+    dg.mark_warm(gemms)

@@ -1,87 +1,140 @@
-"""Triton kernels that place pairs in DeepGEMM's contiguous layout. Imported at first launch only.
+"""Kernels that place pairs in DeepGEMM's contiguous layout. Imported at first launch only.
 
-Legend: M tokens, S = M * top_k pairs (pair p is entry p % top_k of token p // top_k), E local experts, EP a power of
-two not below E, CHUNK pairs handled at a time.
+Legend: M tokens, S = M * top_k pairs (pair p is entry p % top_k of token p // top_k), E local
+experts, BLOCK_E a power of two not below E, CHUNK pairs handled at a time.
 
-The layout: rows grouped by expert, every group padded to a multiple of ALIGNMENT rows; the pairs of an expert keep
-their order. Two launches, as no program may wait for another: in the first each program counts the experts of its
-own part of the pairs, in the second it sums the parts before its own. Counting all pairs once for each expert, as
-kernels/triton_routing.py does beside other work, would leave the GPU idle meanwhile.
+The contiguous layout: rows grouped by expert, every group padded to a multiple of ALIGNMENT rows;
+the pairs of an expert keep their order. There are two launches, since no program may wait for
+another: in the first each program counts the experts of its own part of the pairs, in the second
+it sums the parts before its own. Counting all pairs once for each expert, as
+kernels/permute/sort.py does beside other work, would leave the GPU idle meanwhile.
 """
 
-import triton
+from __future__ import annotations
+
+from typing import NamedTuple
+
 import triton.language as tl
 
-from moe_ops.kernels.triton_routing import local_expert, start_dependent, wait
+from moe_ops.backends.deep_gemm.library import MAX_PARTS, Layout, block_e, index_parts
+from moe_ops.kernels.device.blocks import local_expert
+from moe_ops.kernels.device.pdl import gdc_launch_dependents, gdc_wait
+from moe_ops.kernels.launch import (
+    Constant,
+    Gpu,
+    Launch,
+    Pointer,
+    Runtime,
+    arguments,
+    kernel,
+    unprefixed,
+)
+from moe_ops.meta.workspace import cdiv, round_up
+from moe_ops.ops.args import BatchedExpertsArgs, ExpertsArgs
 
-PARTS_AT_A_TIME = tl.constexpr(64)  # each step waits for memory
-_CALL = ["S", "E", "num_ids", "top_k", "stride_im", "stride_ik", "stride_map", "length"]
+CHUNK = 128
+PARTS_PER_LOAD = tl.constexpr(64)  # each step of the loop over parts waits for memory
 
 
-@triton.jit(do_not_specialize=_CALL)
+@unprefixed
+class Pairs(NamedTuple):
+    """The pairs, and how programs share them."""
+
+    ids: Pointer  # (M, top_k)
+    map: Pointer  # (num_ids,) global id -> local id, or None
+    S: Runtime
+    E: Runtime
+    num_ids: Runtime
+    top_k: Runtime
+    ids_stride_m: Runtime
+    ids_stride_k: Runtime
+    map_stride: Runtime
+    part_size: Runtime  # pairs of a program, a multiple of CHUNK
+    BLOCK_E: Constant
+    CHUNK: Constant
+
+
+@arguments
+class Count:
+    counts: Pointer  # (programs, BLOCK_E), written: pairs of each expert in each part
+    pairs: Pairs
+    PDL: Constant
+
+
+@kernel(Count)
 def moe_ops_deep_gemm_count(
-    counts_ptr,  # (programs, EP) written: pairs of each expert in each part
-    ids_ptr,  # (M, top_k)
-    map_ptr,  # (num_ids,) global id -> local id, or absent
-    S,
-    E,
-    num_ids,
-    top_k,
-    stride_im,
-    stride_ik,
-    stride_map,
-    length,  # pairs of a part, a multiple of CHUNK
-    EP: tl.constexpr,
-    CHUNK: tl.constexpr,
-    HAS_MAP: tl.constexpr,
-    DEPENDENT: tl.constexpr,
-):
-    """Count the pairs of each expert in each part."""
-    start_dependent(DEPENDENT)
-    part = tl.program_id(0)
-    counts = tl.zeros((EP,), tl.int32)
-    for start in range(part * length, tl.minimum(S, (part + 1) * length), CHUNK):
-        p = start + tl.arange(0, CHUNK)
-        e = local_expert(
-            ids_ptr, map_ptr, p, p < S, E, num_ids, top_k,
-            stride_im, stride_ik, stride_map, HAS_MAP,
-        )  # fmt: skip
-        counts += tl.histogram(tl.where(e >= 0, e, 0), EP, mask=e >= 0)
-    tl.store(counts_ptr + part * EP + tl.arange(0, EP), counts)
-
-
-@triton.jit(do_not_specialize=_CALL)
-def moe_ops_deep_gemm_place(
-    rows_ptr,  # (S,) written: the row of each pair, -1 where its expert is not here
-    ends_ptr,  # (E,) written: the row behind each expert's last pair
-    counts_ptr,  # (programs, EP)
+    counts_ptr,
     ids_ptr,
     map_ptr,
     S,
     E,
     num_ids,
     top_k,
-    stride_im,
-    stride_ik,
-    stride_map,
-    length,
-    EP: tl.constexpr,
+    ids_stride_m,
+    ids_stride_k,
+    map_stride,
+    part_size,
+    BLOCK_E: tl.constexpr,
+    CHUNK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Count the pairs of each expert in each part."""
+    gdc_launch_dependents(PDL)
+    part = tl.program_id(0)
+    counts = tl.zeros((BLOCK_E,), tl.int32)
+    for start in range(part * part_size, tl.minimum(S, (part + 1) * part_size), CHUNK):
+        p = start + tl.arange(0, CHUNK)
+        e = local_expert(
+            ids_ptr, map_ptr, p, p < S, E, num_ids, top_k,
+            ids_stride_m, ids_stride_k, map_stride,
+        )  # fmt: skip
+        counts += tl.histogram(tl.where(e >= 0, e, 0), BLOCK_E, mask=e >= 0)
+    tl.store(counts_ptr + part * BLOCK_E + tl.arange(0, BLOCK_E), counts)
+
+
+@arguments
+class Place:
+    rows: Pointer  # (S,), written: the row of each pair, -1 where its expert is not here
+    ends: Pointer  # (E,), written: the row behind each expert's last pair
+    counts: Pointer  # (programs, BLOCK_E)
+    pairs: Pairs
+    ALIGNMENT: Constant
+    PDL: Constant
+
+
+@kernel(Place)
+def moe_ops_deep_gemm_place(
+    rows_ptr,
+    ends_ptr,
+    counts_ptr,
+    ids_ptr,
+    map_ptr,
+    S,
+    E,
+    num_ids,
+    top_k,
+    ids_stride_m,
+    ids_stride_k,
+    map_stride,
+    part_size,
+    BLOCK_E: tl.constexpr,
     CHUNK: tl.constexpr,
     ALIGNMENT: tl.constexpr,
-    HAS_MAP: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    """Give each pair its row. An expert without pairs ends where it would begin, on a multiple of ALIGNMENT."""
-    start_dependent(DEPENDENT)
-    wait(DEPENDENT)
+    """Give each pair its row. An expert without pairs ends where it would begin, at a multiple of
+    ALIGNMENT.
+    """
+    gdc_launch_dependents(PDL)
+    gdc_wait(PDL)
     part, parts = tl.program_id(0), tl.num_programs(0)
-    group = tl.arange(0, EP)
-    total = tl.zeros((EP,), tl.int32)
-    before = tl.zeros((EP,), tl.int32)
-    for start in range(0, parts, PARTS_AT_A_TIME):
-        other = start + tl.arange(0, PARTS_AT_A_TIME)
+    group = tl.arange(0, BLOCK_E)
+    total = tl.zeros((BLOCK_E,), tl.int32)
+    before = tl.zeros((BLOCK_E,), tl.int32)
+    for start in range(0, parts, PARTS_PER_LOAD):
+        other = start + tl.arange(0, PARTS_PER_LOAD)
         ok = (other < parts)[:, None] & (group >= 0)[None, :]
-        counts = tl.load(counts_ptr + other[:, None] * EP + group[None, :], mask=ok, other=0)
+        counts = tl.load(counts_ptr + other[:, None] * BLOCK_E + group[None, :], mask=ok, other=0)
         total += tl.sum(counts, 0)
         before += tl.sum(tl.where((other < part)[:, None], counts, 0), 0)
     padded = tl.cdiv(total, ALIGNMENT) * ALIGNMENT
@@ -90,11 +143,11 @@ def moe_ops_deep_gemm_place(
         tl.store(ends_ptr + group, first + total, mask=group < E)
     next_row = first + before
     lane = tl.arange(0, CHUNK)
-    for start in range(part * length, tl.minimum(S, (part + 1) * length), CHUNK):
+    for start in range(part * part_size, tl.minimum(S, (part + 1) * part_size), CHUNK):
         p = start + lane
         e = local_expert(
             ids_ptr, map_ptr, p, p < S, E, num_ids, top_k,
-            stride_im, stride_ik, stride_map, HAS_MAP,
+            ids_stride_m, ids_stride_k, map_stride,
         )  # fmt: skip
         mine = e[:, None] == group[None, :]
         row = tl.sum(tl.where(mine, next_row[None, :], 0), 1)
@@ -104,18 +157,76 @@ def moe_ops_deep_gemm_place(
         next_row += tl.sum(mine.to(tl.int32), 0)
 
 
-@triton.jit(do_not_specialize=["T", "E", "stride"])
+def place(a: ExpertsArgs, size: int, alignment: int, gpu: Gpu) -> tuple[list[Launch], Layout]:
+    """Sort pairs by expert into the contiguous layout of `size` rows."""
+    ids, expert_map, index = a.topk_ids, a.expert_map, a.index_workspace
+    E, S = a.w13.shape[0], ids.numel()
+    at = index_parts(S, E)
+    rows, counts, ends = index[at.rows : at.rows + S], index[at.counts : at.end], index[:E]
+    num_ids, map_stride = E, 0
+    if expert_map is not None:
+        num_ids, map_stride = expert_map.shape[0], expert_map.stride(0)
+    part_size = round_up(cdiv(S, MAX_PARTS), CHUNK)
+    pairs = Pairs(
+        ids=ids,
+        map=expert_map,
+        S=S,
+        E=E,
+        num_ids=num_ids,
+        top_k=ids.shape[1],
+        ids_stride_m=ids.stride(0),
+        ids_stride_k=ids.stride(1),
+        map_stride=map_stride,
+        part_size=part_size,
+        BLOCK_E=block_e(E),
+        CHUNK=CHUNK,
+    )
+    grid = (cdiv(S, part_size), 1, 1)
+    placed = Place(
+        rows=rows, ends=ends, counts=counts, pairs=pairs, ALIGNMENT=alignment, PDL=gpu.pdl
+    )
+    launches = [
+        Launch(moe_ops_deep_gemm_count, grid, Count(counts=counts, pairs=pairs, PDL=gpu.pdl)),
+        Launch(moe_ops_deep_gemm_place, grid, placed, 8),
+    ]
+    return launches, Layout(rows, ends, size)
+
+
+@arguments
+class Batches:
+    counts: Pointer  # (E,) int32, written: the sizes, from 0 to T
+    sizes: Pointer  # (E,)
+    T: Runtime
+    E: Runtime
+    stride: Runtime  # of sizes
+    BLOCK_E: Constant  # experts of a program
+    PDL: Constant
+
+
+@kernel(Batches)
 def moe_ops_deep_gemm_batches(
-    counts_ptr,  # (E,) int32 written: the counts, from 0 to T
-    sizes_ptr,  # (E,)
+    counts_ptr,
+    sizes_ptr,
     T,
     E,
     stride,
-    CHUNK: tl.constexpr,  # of experts
-    DEPENDENT: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    """Counts of batches (E, T, ..) as the products and the kernels around them take them."""
-    start_dependent(DEPENDENT)
-    e = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
+    """Counts of batches (E, T, ..) as the GEMMs and the kernels around them take them."""
+    gdc_launch_dependents(PDL)
+    e = tl.program_id(0) * BLOCK_E + tl.arange(0, BLOCK_E)
     size = tl.load(sizes_ptr + e * stride, mask=e < E, other=0)
     tl.store(counts_ptr + e, tl.minimum(tl.maximum(size, 0), T).to(tl.int32), mask=e < E)
+
+
+def place_batches(a: BatchedExpertsArgs, R: int, gpu: Gpu) -> tuple[Launch, Layout]:
+    """Count the rows of batched x, which lie as they are in the masked layout of R rows an
+    expert.
+    """
+    E, T, _ = a.hidden_states.shape
+    sizes, counts = a.expert_num_tokens, a.index_workspace[:E]
+    args = Batches(
+        counts=counts, sizes=sizes, T=T, E=E, stride=sizes.stride(0), BLOCK_E=128, PDL=gpu.pdl
+    )
+    return Launch(moe_ops_deep_gemm_batches, (cdiv(E, 128), 1, 1), args), Layout(None, counts, R)

@@ -1,32 +1,82 @@
-"""Triton kernels around DeepGEMM's two products: scatter, activate, combine. Imported at first launch only.
+"""Triton kernels around DeepGEMM's two GEMMs: scatter, activate, combine. Imported at first launch
+only.
 
-Legend: M tokens, S = M * top_k pairs, K hidden size, I intermediate size, N columns of the first product (2 I where
-gated, else I). `rows` (S,) says in which row of the products a pair lies, -1 where its expert is not here; rows
-without a pair are neither read nor written, whatever they hold.
+Legend: M tokens, S = M * top_k pairs, K hidden size, I intermediate size, N columns of the first
+GEMM's output (2 I where gated, else I). `rows` (S,) says in which row of the GEMMs' operands a
+pair lies, -1 where its expert is not here; rows without a pair are neither read nor written,
+whatever they hold.
 
-Batches (E, T, ..) have no `rows`, that is None, but `counts` (E,): row t of expert e is row e * R + t of the products.
-Most rows may be behind a count, so programs are not theirs: `programs` of them share what rows an expert has.
+Batches (E, T, ..) have no `rows`, that is None, but in `groups` (E,) the rows of each expert: row
+t of expert e is row e * R + t of the GEMMs' operands. Most rows may be behind an expert's last
+one, so no program belongs to a row: `programs` of them share the rows that an expert has.
 
-SCALES says what scales e4m3 data have, those of neighbouring rows side by side in blocks of R rows, of which the
-contiguous layout is one:
+SCALES says what scales e4m3 data have. Scales of neighbouring rows lie side by side, in blocks of
+R rows, of which the contiguous layout is one:
     ""       none, data are in the input's dtype
     "fp32"   (blocks, columns / 128, R), one for 128 columns
-    "ue8m0"  the same as int32 of four exponents each, for WIDTH columns: (blocks, columns / (4 WIDTH), R); byte j of
-             word p is group 4 p + j
+    "ue8m0"  the same as int32 of four exponents each, for WIDTH columns:
+             (blocks, columns / (4 WIDTH), R); byte j of word p is group 4 p + j
 """
 
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from moe_ops.kernels.triton_activations import activate_one, activate_two
-from moe_ops.kernels.triton_fp8 import exponent_above, quantize_groups, quotient, stored
-from moe_ops.kernels.triton_routing import start_dependent, wait
+from moe_ops.backends.deep_gemm.library import Layout, Operand
+from moe_ops.kernels.device.activations import activate_one, activate_two
+from moe_ops.kernels.device.e4m3 import exponent_above, quantize_groups, quotient, stored
+from moe_ops.kernels.device.pdl import gdc_launch_dependents, gdc_wait
+from moe_ops.kernels.gemm.operands import Activated, activated
+from moe_ops.kernels.launch import (
+    Constant,
+    Gpu,
+    Launch,
+    Pointer,
+    Runtime,
+    Specialized,
+    arguments,
+    kernel,
+    unprefixed,
+)
+from moe_ops.kernels.permute.rows import RouterWeights, router_weights
+from moe_ops.meta.workspace import cdiv
+from moe_ops.ops.args import BatchedExpertsArgs, ExpertsArgs
+
+GROUPS = 16  # groups of 128 columns that a program handles at a time
+BLOCK_N = 1024  # columns of a program of combine
+MAX_PROGRAMS = 4096  # about so many programs of a launch over batches share the rows there are
+
+
+@unprefixed
+class Quantized(NamedTuple):
+    """Rows that a kernel writes, and how it quantizes them."""
+
+    scale: Pointer  # written, or None
+    SCALES: Constant
+    WIDTH: Constant
+    GROUPS: Constant
+    NATIVE: Constant
+
+
+class Rows(NamedTuple):
+    """Rows (M, K), or batches of rows (E, T, K), whose stride_e is 0 where there are none."""
+
+    ptr: Pointer
+    stride_e: Specialized
+    stride_m: Specialized
+    stride_k: Specialized
 
 
 @triton.jit
 def quantize_by_powers(x):
-    """(fp32 quotients not yet rounded, uint8 exponents (R,)) of x (R, columns): scales are powers of two that bring
-    the largest magnitude to at most 448."""
+    """(fp32 quotients not yet rounded, uint8 exponents (R,)) of x (R, columns): scales are the
+    powers of two that bring the largest magnitude to at most 448.
+    """
     x = x.to(tl.float32)
     exponent = exponent_above(quotient(tl.max(tl.abs(x), 1), 448.0, 1.0 / 448.0))
     exponent = tl.minimum(tl.maximum(exponent, 1), 253)
@@ -36,13 +86,15 @@ def quantize_by_powers(x):
 
 @triton.jit
 def scale_offset(row, group, groups, R):
-    """Where the scale of a group of columns lies."""
+    """Offset of the scale of a group of columns."""
     return row + row // R * (groups - 1) * R + group.to(tl.int64) * R
 
 
 @triton.jit
 def store_scale(scale_ptr, scale, row, group, groups, R, mask, SCALES: tl.constexpr):
-    """Store scales of groups (the same shape), with zeros behind a row's last exponent up to the end of its word."""
+    """Store scales of groups (the same shape), and zeros behind a row's last exponent up to the
+    end of its word.
+    """
     if SCALES == "ue8m0":
         words = tl.cdiv(groups, 4)
         for j in tl.static_range(4):
@@ -56,7 +108,9 @@ def store_scale(scale_ptr, scale, row, group, groups, R, mask, SCALES: tl.conste
 
 @triton.jit
 def rounded_columns(x, SCALES: tl.constexpr, WIDTH: tl.constexpr, NATIVE: tl.constexpr):
-    """(GROUPS, 128) columns of a row as they are stored, and their scales (x again where there are none)."""
+    """(GROUPS, 128) columns of a row as they are stored, and their scales (x again where there are
+    none).
+    """
     GROUPS: tl.constexpr = x.shape[0]
     PARTS: tl.constexpr = 128 // WIDTH  # groups with a scale of their own
     if SCALES == "ue8m0":
@@ -81,47 +135,62 @@ def store_columns(
         store_scale(scale_ptr, scale, row, part, tl.cdiv(K, WIDTH), R, ok, SCALES)
 
 
-@triton.jit(do_not_specialize=["R", "programs"])
+@arguments
+class Scatter:
+    y: Pointer  # (rows, K), written
+    quantized: Quantized
+    x: Rows
+    layout: Layout
+    K: Specialized
+    programs: Runtime
+    TOP_K: Constant
+    PDL: Constant
+
+
+@kernel(Scatter)
 def moe_ops_deep_gemm_scatter(
-    y_ptr,  # (rows, K) written
-    scale_ptr,  # written, or absent
-    x_ptr,  # (M, K) or (E, T, K)
-    rows_ptr,
-    counts_ptr,
-    R,
-    K,
-    stride_xe,  # between batches
-    stride_xm,
-    stride_xk,
-    programs,
-    TOP_K: tl.constexpr,
+    y_ptr,
+    scale_ptr,
     SCALES: tl.constexpr,
     WIDTH: tl.constexpr,
     GROUPS: tl.constexpr,
     NATIVE: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    x_ptr,
+    x_stride_e,
+    x_stride_m,
+    x_stride_k,
+    rows_ptr,
+    groups_ptr,
+    R,
+    K,
+    programs,
+    TOP_K: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    """Read GROUPS * 128 columns of a token once, quantize them once, write them to all rows of the token."""
+    """Read GROUPS * 128 columns of a token once, quantize them once, and write them to all rows of
+    the token.
+    """
     group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
     k = group[:, None] * 128 + tl.arange(0, 128)[None, :]
     PARTS: tl.constexpr = 128 // WIDTH
     part = tl.program_id(1) * GROUPS * PARTS + tl.arange(0, GROUPS * PARTS)
-    x_ptr += k.to(tl.int64) * stride_xk
+    x_ptr += k.to(tl.int64) * x_stride_k
     if rows_ptr is None:
-        wait(DEPENDENT)
-        start_dependent(DEPENDENT)
+        gdc_wait(PDL)
+        gdc_launch_dependents(PDL)
         e = (tl.program_id(0) // programs).to(tl.int64)
-        for t in range(tl.program_id(0) % programs, tl.load(counts_ptr + e), programs):
+        for t in range(tl.program_id(0) % programs, tl.load(groups_ptr + e), programs):
             m = tl.cast(t, tl.int64)
-            x = tl.load(x_ptr + (e * stride_xe + m * stride_xm), mask=k < K, other=0.0)
+            x = tl.load(x_ptr + (e * x_stride_e + m * x_stride_m), mask=k < K, other=0.0)
             y, scale = rounded_columns(x, SCALES, WIDTH, NATIVE)
             store_columns(y_ptr, scale_ptr, y, scale, e * R + m, k, part, K, K, R, SCALES, WIDTH)
     else:
         m = tl.program_id(0).to(tl.int64)
-        x = tl.load(x_ptr + m * stride_xm, mask=k < K, other=0.0)
+        x = tl.load(x_ptr + m * x_stride_m, mask=k < K, other=0.0)
         y, scale = rounded_columns(x, SCALES, WIDTH, NATIVE)
-        wait(DEPENDENT)  # the kernel before this one wrote `rows`, and may not have ended
-        start_dependent(DEPENDENT)  # the product waits, if it was launched to (deep_gemm.set_pdl)
+        gdc_wait(PDL)  # the kernel before this one wrote `rows`, and may not have ended
+        # the GEMM waits in its turn, if it was launched to (deep_gemm.set_pdl)
+        gdc_launch_dependents(PDL)
         for j in tl.static_range(TOP_K):
             row = tl.load(rows_ptr + m * TOP_K + j).to(tl.int64)
             end = tl.where(row >= 0, K, 0)
@@ -130,7 +199,9 @@ def moe_ops_deep_gemm_scatter(
 
 @triton.jit
 def row_of(rows_ptr, first, pair, pairs):
-    """The rows of pairs, of batches `first` on; -1 from `pairs` on and where an expert is not here."""
+    """The rows of pairs, of batches from `first` on; -1 from `pairs` on and where an expert is not
+    here.
+    """
     if rows_ptr is None:
         return tl.where(pair < pairs, first + pair, -1)
     else:
@@ -139,13 +210,15 @@ def row_of(rows_ptr, first, pair, pairs):
 
 @triton.jit
 def activate_units(
-    h_ptr, scale_ptr, x_ptr, rows_ptr, weights_ptr, stride_ts, first, begin, row, pairs, R,
+    h_ptr, scale_ptr, x_ptr, rows_ptr, weights_ptr, weights_stride, first, begin, row, pairs, R,
     I, alpha, beta, limit,  # noqa: E741
     ACTIVATION: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
     HAS_LIMIT: tl.constexpr, SCALES: tl.constexpr, WIDTH: tl.constexpr, GROUPS: tl.constexpr,
     NATIVE: tl.constexpr,
 ):  # fmt: skip
-    """GROUPS units from `begin` on, of `pairs` pairs; `row` (GROUPS,) is where they are."""
+    """GROUPS units from `begin` on, of `pairs` pairs; `row` (GROUPS,) holds their rows. A unit is
+    128 columns of a pair.
+    """
     lane = tl.arange(0, 128)[None, :]
     unit = begin + tl.arange(0, GROUPS)
     pair, group = unit // (I // 128), unit % (I // 128)
@@ -153,7 +226,7 @@ def activate_units(
     column = group[:, None] * 128 + lane
     weight = 1.0
     if weights_ptr is not None:
-        weight = tl.load(weights_ptr + pair * stride_ts, mask=row >= 0, other=0.0)
+        weight = tl.load(weights_ptr + pair * weights_stride, mask=row >= 0, other=0.0)
         weight = weight.to(tl.float32)[:, None]
     if GATED:
         start = x_ptr + row[:, None] * (2 * I)
@@ -181,49 +254,65 @@ def activate_units(
     tl.store(h_ptr + row[:, None] * I + column, h.to(h_ptr.dtype.element_ty), mask=ok)
 
 
-@triton.jit(do_not_specialize=["R", "S", "stride_ts", "programs"])
+@arguments
+class Activate:
+    h: Pointer  # (rows, I), written
+    quantized: Quantized
+    x: Pointer  # (rows, N)
+    layout: Layout
+    weights: Pointer  # (S,) that multiply x first, or None
+    weights_stride: Runtime
+    S: Runtime
+    I: Specialized  # noqa: E741
+    activation: Activated
+    programs: Runtime
+    PDL: Constant
+
+
+@kernel(Activate)
 def moe_ops_deep_gemm_activate(
-    h_ptr,  # (rows, I) written
-    scale_ptr,  # written, or absent
-    x_ptr,  # (rows, N)
+    h_ptr,
+    scale_ptr,
+    SCALES: tl.constexpr,
+    WIDTH: tl.constexpr,
+    GROUPS: tl.constexpr,
+    NATIVE: tl.constexpr,
+    x_ptr,
     rows_ptr,
-    counts_ptr,
-    weights_ptr,  # (S,) what x is to be multiplied by, or absent
-    stride_ts,
+    groups_ptr,
     R,
+    weights_ptr,
+    weights_stride,
     S,
     I,  # noqa: E741
     alpha,
     beta,
     limit,
-    programs,
     ACTIVATION: tl.constexpr,
     GATED: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     HAS_LIMIT: tl.constexpr,
-    SCALES: tl.constexpr,
-    WIDTH: tl.constexpr,
-    GROUPS: tl.constexpr,
-    NATIVE: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    programs,
+    PDL: tl.constexpr,
 ):
-    """h = activation(x), GROUPS groups of 128 columns at a time: those of one pair, then those of the next.
+    """h = activation(x), GROUPS groups of 128 columns at a time: those of one pair, then those of
+    the next.
 
-    I is a multiple of 128. Router weights that belong to the input meet the product, which is linear in it: so they
-    are multiplied in fp32 and never rounded.
+    I is a multiple of 128. Router weights that belong to the input multiply the GEMM's output,
+    which is linear in it: so they are applied in fp32 and never rounded.
     """
-    start_dependent(DEPENDENT)
+    gdc_launch_dependents(PDL)
     per_row = I // 128
     if rows_ptr is None:
         e = tl.program_id(0) // programs
-        first, count = e.to(tl.int64) * R, tl.load(counts_ptr + e)
+        first, count = e.to(tl.int64) * R, tl.load(groups_ptr + e)
         begin = tl.program_id(0) % programs * GROUPS
         for unit in range(begin, count * per_row, programs * GROUPS):
             row = row_of(rows_ptr, first, (unit + tl.arange(0, GROUPS)) // per_row, count)
             activate_units(
-                h_ptr, scale_ptr, x_ptr, rows_ptr, weights_ptr, stride_ts, first, unit, row, count, R,
-                I, alpha, beta, limit, ACTIVATION, GATED, INTERLEAVED, HAS_LIMIT, SCALES, WIDTH,
-                GROUPS, NATIVE,
+                h_ptr, scale_ptr, x_ptr, rows_ptr, weights_ptr, weights_stride, first, unit, row,
+                count, R, I, alpha, beta, limit, ACTIVATION, GATED, INTERLEAVED, HAS_LIMIT, SCALES,
+                WIDTH, GROUPS, NATIVE,
             )  # fmt: skip
     else:
         unit = tl.program_id(0) * GROUPS
@@ -231,49 +320,169 @@ def moe_ops_deep_gemm_activate(
         if tl.max(row, 0) < 0:
             return
         activate_units(
-            h_ptr, scale_ptr, x_ptr, rows_ptr, weights_ptr, stride_ts, 0, unit, row, S, R,
+            h_ptr, scale_ptr, x_ptr, rows_ptr, weights_ptr, weights_stride, 0, unit, row, S, R,
             I, alpha, beta, limit, ACTIVATION, GATED, INTERLEAVED, HAS_LIMIT, SCALES, WIDTH,
             GROUPS, NATIVE,
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["R", "stride_tm", "stride_tk", "programs"])
+@arguments
+class Combine:
+    out: Rows  # (M, K) or (E, T, K), written
+    y: Pointer  # (rows, K)
+    topk_weights: RouterWeights
+    layout: Layout
+    K: Specialized
+    programs: Runtime
+    TOP_K: Constant
+    BLOCK_N: Constant
+
+
+@kernel(Combine)
 def moe_ops_deep_gemm_combine(
-    out_ptr,  # (M, K) or (E, T, K) written
-    y_ptr,  # (rows, K)
-    topk_weights_ptr,  # (M, TOP_K), or absent
+    out_ptr,
+    out_stride_e,
+    out_stride_m,
+    out_stride_k,
+    y_ptr,
+    topk_weights_ptr,
+    topk_weights_stride_m,
+    topk_weights_stride_k,
     rows_ptr,
-    counts_ptr,
+    groups_ptr,
     R,
     K,
-    stride_tm,
-    stride_tk,
-    stride_oe,  # between batches
-    stride_om,
-    stride_ok,
     programs,
     TOP_K: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):
-    """out[m] = sum of router weight * y over the token's pairs, fp32, in their order, rounded once."""
-    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    out_ptr += column.to(tl.int64) * stride_ok
+    """out[m] = sum of router weight * y over the token's pairs, in fp32 and in their order,
+    rounded once.
+    """
+    column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    out_ptr += column.to(tl.int64) * out_stride_k
     if rows_ptr is None:
         e = (tl.program_id(0) // programs).to(tl.int64)
-        for t in range(tl.program_id(0) % programs, tl.load(counts_ptr + e), programs):
+        for t in range(tl.program_id(0) % programs, tl.load(groups_ptr + e), programs):
             m = tl.cast(t, tl.int64)
             y = tl.load(y_ptr + (e * R + m) * K + column, mask=column < K)
-            tl.store(out_ptr + (e * stride_oe + m * stride_om), y, mask=column < K)
+            tl.store(out_ptr + (e * out_stride_e + m * out_stride_m), y, mask=column < K)
     else:
         m = tl.program_id(0).to(tl.int64)
-        total = tl.zeros((COLUMNS,), tl.float32)
+        total = tl.zeros((BLOCK_N,), tl.float32)
         for j in tl.static_range(TOP_K):
             row = tl.load(rows_ptr + m * TOP_K + j).to(tl.int64)
             end = tl.where(row >= 0, K, 0)  # nothing of a pair that is not here
             y = tl.load(y_ptr + row * K + column, mask=column < end, other=0.0).to(tl.float32)
             if topk_weights_ptr is not None:
-                weight_ptr = topk_weights_ptr + m * stride_tm + j * stride_tk
+                weight_ptr = (
+                    topk_weights_ptr + m * topk_weights_stride_m + j * topk_weights_stride_k
+                )
                 y *= tl.load(weight_ptr, mask=row >= 0, other=0.0).to(tl.float32)
             total += y
         out = total.to(out_ptr.dtype.element_ty)
-        tl.store(out_ptr + m * stride_om, out, mask=column < K)
+        tl.store(out_ptr + m * out_stride_m, out, mask=column < K)
+
+
+def quantized(operand: Operand, gpu: Gpu) -> tuple[Tensor, Quantized]:
+    """Rows to write as the kernels take them: e4m3 as bytes where the GPU does not know it."""
+    data, scale, scales, width = operand
+    if scale is not None:
+        if not gpu.native:
+            data = data.view(torch.uint8)
+        if scales == "ue8m0":  # by bytes; kernels take no more than the address
+            scale = scale.transpose(-2, -1).view(torch.uint8)
+    return data, Quantized(scale, scales, width, GROUPS, gpu.native)
+
+
+def rows_of(x: Tensor) -> Rows:
+    """The Rows of a tensor (M, K) or (E, T, K)."""
+    return Rows(x, *x.stride()) if x.ndim == 3 else Rows(x, 0, *x.stride())
+
+
+def programs_of_expert(tasks: int, experts: int) -> int:
+    """Programs that share the tasks of one expert, `tasks` at most.
+
+    A program for each of E * T rows took 1 us for 1000 of them. Not timed: all rows in one of many
+    experts.
+    """
+    return min(tasks, cdiv(MAX_PROGRAMS, experts))
+
+
+def programs_of_rows(x: Tensor, layout: Layout, top_k: int) -> tuple[int, int]:
+    """(programs along the first axis, those of one expert): one a token, or some that share a
+    batch.
+    """
+    if layout.rows is not None:
+        return layout.rows.numel() // top_k, 1
+    programs = programs_of_expert(x.shape[1], x.shape[0])
+    return x.shape[0] * programs, programs
+
+
+def scatter(x: Tensor, y: Operand, layout: Layout, top_k: int, gpu: Gpu) -> Launch:
+    """x (M, K) or (E, T, K), quantized where y has scales, copied to the rows of its pairs."""
+    K, (programs, shared) = x.shape[-1], programs_of_rows(x, layout, top_k)
+    data, how = quantized(y, gpu)
+    args = Scatter(
+        y=data,
+        quantized=how,
+        x=rows_of(x),
+        layout=layout,
+        K=K,
+        programs=shared,
+        TOP_K=top_k,
+        PDL=gpu.pdl,
+    )
+    return Launch(moe_ops_deep_gemm_scatter, (programs, cdiv(K, GROUPS * 128), 1), args)
+
+
+def activate(
+    a: ExpertsArgs | BatchedExpertsArgs,
+    h: Operand,
+    x: Tensor,
+    layout: Layout,
+    weights: Tensor | None,  # (S, 1) that multiply x first
+    gpu: Gpu,
+) -> Launch:
+    """h = activation(x), quantized where h has scales."""
+    I = h.data.shape[-1]  # noqa: E741
+    if layout.rows is not None:
+        pairs, shared = layout.rows.numel(), 1
+        programs = cdiv(pairs * (I // 128), GROUPS)
+    else:
+        E, pairs = h.data.shape[0], 0
+        shared = programs_of_expert(cdiv(layout.R * (I // 128), GROUPS), E)
+        programs = E * shared
+    data, how = quantized(h, gpu)
+    args = Activate(
+        h=data,
+        quantized=how,
+        x=x,
+        layout=layout,
+        weights=weights,
+        weights_stride=0 if weights is None else weights.stride(0),
+        S=pairs,
+        I=I,
+        activation=activated(a.activation, a.alpha, a.beta, a.limit),
+        programs=shared,
+        PDL=gpu.pdl,
+    )
+    return Launch(moe_ops_deep_gemm_activate, (programs, 1, 1), args)
+
+
+def combine(out: Tensor, y: Tensor, weights: Tensor | None, layout: Layout, top_k: int) -> Launch:
+    """out (M, K) or (E, T, K): the sum of a token's rows of y, by weights (M, top_k) or as they
+    are.
+    """
+    K, (programs, shared) = out.shape[-1], programs_of_rows(out, layout, top_k)
+    args = Combine(
+        out=rows_of(out),
+        y=y,
+        topk_weights=router_weights(weights),
+        layout=layout,
+        K=K,
+        programs=shared,
+        TOP_K=top_k,
+        BLOCK_N=BLOCK_N,
+    )
+    return Launch(moe_ops_deep_gemm_combine, (programs, cdiv(K, BLOCK_N), 1), args)

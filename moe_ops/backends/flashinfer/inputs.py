@@ -1,139 +1,257 @@
-"""Triton kernels that bring a call's tensors into the form FlashInfer's layer reads. Imported at first launch only.
+"""Kernels that bring a call's tensors into the form FlashInfer's layer reads. Imported at first
+launch only.
 
-Legend: M tokens, K hidden size, I intermediate size, N rows of w13, E local experts; SLOT floats a constant's slot
-holds, E at least.
+Legend: M tokens, K hidden size, I intermediate size, N rows of w13, E local experts. No kernel
+here waits for the one before it: launched one after the other, without programmatic dependent
+launch, they read nothing of each other.
 """
 
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from moe_ops.kernels.triton_fp8 import clamp, exponent_above, quotient, reciprocal, stored
-from moe_ops.kernels.triton_routing import local_expert
+from moe_ops.backends.flashinfer.schemes import Scheme
+from moe_ops.kernels.device.blocks import local_expert
+from moe_ops.kernels.device.e4m3 import clamp, exponent_above, quotient, reciprocal, stored
+from moe_ops.kernels.gemm.operands import bias_of
+from moe_ops.kernels.launch import (
+    Constant,
+    Gpu,
+    Launch,
+    Pointer,
+    Runtime,
+    RuntimeFloat,
+    Specialized,
+    arguments,
+    kernel,
+    unprefixed,
+)
+from moe_ops.kernels.permute.rows import NO_ROUTER_WEIGHTS, RouterWeights, router_weights
+from moe_ops.meta.workspace import cdiv
+from moe_ops.ops.args import ExpertsArgs
+
+GROUPS = 32  # groups of 32 columns that a program of `rows` handles
+BLOCK_N = 512  # columns of a program of `biases`
+
+
+@unprefixed
+class Ids(NamedTuple):
+    """Expert ids as they come."""
+
+    ids: Pointer  # (M, top_k)
+    map: Pointer  # (num_ids,) global id -> local id, or None
+    M: Runtime
+    E: Runtime
+    num_ids: Runtime
+    ids_stride_m: Runtime
+    ids_stride_k: Runtime
+    map_stride: Runtime
+
+
+@unprefixed
+class Constants(NamedTuple):
+    """The constants of the layer that the library reads from the device, and what they follow
+    from.
+    """
+
+    # (7, SLOT) fp32, written: alpha, beta, limit, factors of w13 and w2, inverse scales of a13 and
+    # a2
+    constants: Pointer
+    w13_scale: Pointer  # (E,) scales of the weights, or None
+    w2_scale: Pointer
+    a13_scale: Pointer  # () scales of the activations, or None
+    a2_scale: Pointer
+    alpha: RuntimeFloat
+    beta: RuntimeFloat
+    limit: RuntimeFloat
+    slot: Runtime  # floats of a constant's slot, E at least
+    BLOCK_E: Constant  # a power of two, at least E
+    FACTORS: Constant  # how scales become factors (schemes.py); "" for schemes without
 
 
 @triton.jit
-def expert_factors(out_ptr, weights_ptr, a, e, mask, HOW: tl.constexpr):
-    """Store what products of each expert are multiplied by, from its weights' scale and that of the activations."""
-    s = tl.load(weights_ptr + e, mask=mask, other=1.0)
-    tl.store(out_ptr + e, s * a if HOW == "product" else a / s, mask=mask)
+def store_factors(out_ptr, scale_ptr, a, e, mask, FACTORS: tl.constexpr):
+    """Store what each expert's GEMM output is multiplied by, from its weights' scale and that of
+    the activations.
+    """
+    s = tl.load(scale_ptr + e, mask=mask, other=1.0)
+    tl.store(out_ptr + e, s * a if FACTORS == "product" else a / s, mask=mask)
 
 
-@triton.jit(
-    do_not_specialize=[
-        *("M", "E", "num_ids", "stride_im", "stride_ik", "stride_map", "stride_wm", "stride_wk"),
-        *("alpha", "beta", "limit", "SLOT"),
-    ]
-)
+@arguments
+class Route:
+    local: Pointer  # (M, top_k) int32, written: local experts, -1 for "not here" and for repeats
+    sums: Pointer  # (M, top_k) fp32, written: router weights, those of repeats added to the first
+    ids: Ids
+    topk_weights: RouterWeights
+    constants: Constants
+    TOP_K: Constant
+    BLOCK_TOP_K: Constant  # a power of two, at least TOP_K
+    BLOCK_M: Constant  # tokens of a program
+
+
+@kernel(Route)
 def moe_ops_flashinfer_route(
-    ids_ptr,  # (M, top_k)
-    map_ptr,  # (num_ids,) or absent
-    weights_ptr,  # (M, top_k)
-    local_ptr,  # (M, top_k) int32, written: local experts, -1 for "not here" and for repeats
-    sums_ptr,  # (M, top_k) fp32, written: router weights, those of repeats added to the first
-    constants_ptr,  # (7, SLOT) fp32, written: alpha, beta, limit, factors of w13 and w2, inverse scales of a13 and a2
-    s13_ptr,  # (E,) scales of the weights, or absent
-    s2_ptr,
-    a13_ptr,  # () scales of the activations, or absent
-    a2_ptr,
+    local_ptr,
+    sums_ptr,
+    ids_ptr,
+    map_ptr,
     M,
     E,
     num_ids,
-    stride_im,
-    stride_ik,
-    stride_map,
-    stride_wm,
-    stride_wk,
+    ids_stride_m,
+    ids_stride_k,
+    map_stride,
+    topk_weights_ptr,
+    topk_weights_stride_m,
+    topk_weights_stride_k,
+    constants_ptr,
+    w13_scale_ptr,
+    w2_scale_ptr,
+    a13_scale_ptr,
+    a2_scale_ptr,
     alpha,
     beta,
     limit,
-    SLOT,
+    slot,
+    BLOCK_E: tl.constexpr,
+    FACTORS: tl.constexpr,
     TOP_K: tl.constexpr,
-    LANES: tl.constexpr,  # a power of two, at least TOP_K
-    ROWS: tl.constexpr,
-    EP: tl.constexpr,  # a power of two, at least E
-    HAS_MAP: tl.constexpr,
-    HOW: tl.constexpr,  # how scales become factors; "" for schemes without
+    BLOCK_TOP_K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
 ):
-    """Ids and router weights of ROWS tokens; the first program also writes the constants of the layer.
+    """Ids and router weights of BLOCK_M tokens; the first program also writes the constants of the
+    layer.
 
-    FlashInfer counts an expert once per token: where its sort is not the one for few tokens it loses repeats.
+    FlashInfer counts an expert once per token: where its sort is not the one for few tokens it
+    loses repeats.
     """
-    m = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
-    j = tl.arange(0, LANES)[None, :]
+    m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
+    j = tl.arange(0, BLOCK_TOP_K)[None, :]
     inside = (m < M) & (j < TOP_K)
     pair = m * TOP_K + j
     e = local_expert(
-        ids_ptr,
-        map_ptr,
-        pair,
-        inside,
-        E,
-        num_ids,
-        TOP_K,
-        stride_im,
-        stride_ik,
-        stride_map,
-        HAS_MAP,
-    )
+        ids_ptr, map_ptr, pair, inside, E, num_ids, TOP_K,
+        ids_stride_m, ids_stride_k, map_stride,
+    )  # fmt: skip
     here = inside & (e >= 0)
-    at = m.to(tl.int64) * stride_wm + j * stride_wk
-    w = tl.load(weights_ptr + at, mask=here, other=0.0).to(tl.float32)
+    at = m.to(tl.int64) * topk_weights_stride_m + j * topk_weights_stride_k
+    w = tl.load(topk_weights_ptr + at, mask=here, other=0.0).to(tl.float32)
     if TOP_K > 1:
         same = (e[:, :, None] == e[:, None, :]) & here[:, :, None]
-        earlier = tl.arange(0, LANES)[None, None, :] < tl.arange(0, LANES)[None, :, None]
+        other = tl.arange(0, BLOCK_TOP_K)
+        earlier = other[None, None, :] < other[None, :, None]
         repeats = tl.max((same & earlier).to(tl.int32), 2) > 0
-        w = tl.sum(tl.where(same, tl.broadcast_to(w[:, None, :], (ROWS, LANES, LANES)), 0.0), 2)
+        others = tl.broadcast_to(w[:, None, :], (BLOCK_M, BLOCK_TOP_K, BLOCK_TOP_K))
+        w = tl.sum(tl.where(same, others, 0.0), 2)
         e = tl.where(repeats, -1, e)
         w = tl.where(repeats, 0.0, w)
     tl.store(local_ptr + pair, e, mask=inside)
     tl.store(sums_ptr + pair, w, mask=inside)
     if tl.program_id(0) == 0:
-        lane = tl.arange(0, EP)
+        lane = tl.arange(0, BLOCK_E)
         ok = lane < E
-        one = tl.full((EP,), 1.0, tl.float32)
+        one = tl.full((BLOCK_E,), 1.0, tl.float32)
         tl.store(constants_ptr + lane, one * alpha, mask=ok)
-        tl.store(constants_ptr + SLOT + lane, one * beta, mask=ok)
-        tl.store(constants_ptr + 2 * SLOT + lane, one * limit, mask=ok)
-        if HOW == "one":
-            tl.store(constants_ptr + 3 * SLOT + lane, one, mask=ok)
-            tl.store(constants_ptr + 4 * SLOT + lane, one, mask=ok)
-        elif HOW != "":
-            a13 = tl.load(a13_ptr)
-            a2 = tl.load(a2_ptr)
-            expert_factors(constants_ptr + 3 * SLOT, s13_ptr, a13, lane, ok, HOW)
-            expert_factors(constants_ptr + 4 * SLOT, s2_ptr, a2, lane, ok, HOW)
-            tl.store(constants_ptr + 5 * SLOT, 1.0 / a13)
-            tl.store(constants_ptr + 6 * SLOT, 1.0 / a2)
+        tl.store(constants_ptr + slot + lane, one * beta, mask=ok)
+        tl.store(constants_ptr + 2 * slot + lane, one * limit, mask=ok)
+        if FACTORS == "one":
+            tl.store(constants_ptr + 3 * slot + lane, one, mask=ok)
+            tl.store(constants_ptr + 4 * slot + lane, one, mask=ok)
+        elif FACTORS != "":
+            a13 = tl.load(a13_scale_ptr)
+            a2 = tl.load(a2_scale_ptr)
+            store_factors(constants_ptr + 3 * slot, w13_scale_ptr, a13, lane, ok, FACTORS)
+            store_factors(constants_ptr + 4 * slot, w2_scale_ptr, a2, lane, ok, FACTORS)
+            tl.store(constants_ptr + 5 * slot, 1.0 / a13)
+            tl.store(constants_ptr + 6 * slot, 1.0 / a2)
 
 
-@triton.jit(do_not_specialize=["stride_wm"])
+def route(
+    a: ExpertsArgs, local: Tensor, sums: Tensor, constants: Tensor, scheme: Scheme
+) -> Launch:
+    """Write local ids, router weights and the layer's constants."""
+    ids, expert_map = a.topk_ids, a.expert_map
+    M, top_k = ids.shape
+    E = a.w13.shape[0]
+    num_ids, map_stride = E, 0
+    if expert_map is not None:
+        num_ids, map_stride = expert_map.shape[0], expert_map.stride(0)
+    block_top_k = 1 << (top_k - 1).bit_length()
+    block_m = max(1, 512 // block_top_k**2)
+    scales: tuple[Tensor | None, ...] = (None,) * 4
+    if scheme.factors == "product":
+        scales = (a.w13_scale, a.w2_scale, a.a13_scale, a.a2_scale)
+    elif scheme.factors == "quotient":
+        scales = (a.w13_global_scale, a.w2_global_scale, a.a13_scale, a.a2_scale)
+    w13_scale, w2_scale, a13_scale, a2_scale = scales
+    args = Route(
+        local=local,
+        sums=sums,
+        ids=Ids(ids, expert_map, M, E, num_ids, ids.stride(0), ids.stride(1), map_stride),
+        topk_weights=router_weights(a.topk_weights),
+        constants=Constants(
+            *(constants, w13_scale, w2_scale, a13_scale, a2_scale, a.alpha, a.beta, a.limit),
+            *(constants.stride(0), 1 << (E - 1).bit_length(), scheme.factors),
+        ),
+        TOP_K=top_k,
+        BLOCK_TOP_K=block_top_k,
+        BLOCK_M=block_m,
+    )
+    return Launch(moe_ops_flashinfer_route, (cdiv(M, block_m), 1, 1), args)
+
+
+@arguments
+class Rows:
+    out: Pointer  # (M, K), written: x's dtype, or e4m3
+    scale: Pointer  # (M, K / 32) e8m0 codes, written where TO is "mxfp8"
+    x: Pointer  # (M, K)
+    weights: RouterWeights  # (M, 1) to multiply by, or none
+    a_scale: Pointer  # () scale of e4m3 rows
+    K: Specialized
+    x_stride_m: Specialized
+    x_stride_k: Specialized
+    TO: Constant  # "": copy, "e4m3": x / a_scale, "mxfp8": groups of 32 with powers of two
+    NATIVE: Constant
+    GROUPS: Constant  # of 32 columns, in one program
+
+
+@kernel(Rows)
 def moe_ops_flashinfer_rows(
-    out_ptr,  # (M, K) written: x's dtype, or e4m3
-    scale_ptr,  # (M, K/32) e8m0 codes, written where TO is "mxfp8"
-    x_ptr,  # (M, K)
-    weights_ptr,  # (M, 1) router weights to multiply by, or absent
-    a_ptr,  # () scale of e4m3 rows
+    out_ptr,
+    scale_ptr,
+    x_ptr,
+    weights_ptr,
+    weights_stride_m,
+    weights_stride_k,
+    a_scale_ptr,
     K,
-    stride_xm,
-    stride_xk,
-    stride_wm,
-    TO: tl.constexpr,  # "": copy, "e4m3": x / a, "mxfp8": groups of 32 with powers of two
+    x_stride_m,
+    x_stride_k,
+    TO: tl.constexpr,
     NATIVE: tl.constexpr,
-    GROUPS: tl.constexpr,  # of 32 columns, in one program
+    GROUPS: tl.constexpr,
 ):
-    """Rows of the input contiguous, weighted, quantized; rows that no expert sees may hold anything."""
+    """Rows of the input contiguous, weighted, quantized; rows that no expert sees may hold
+    anything.
+    """
     m = tl.program_id(0).to(tl.int64)
     g = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
     k = g[:, None] * 32 + tl.arange(0, 32)[None, :]
     ok = k < K
-    x = tl.load(x_ptr + m * stride_xm + k.to(tl.int64) * stride_xk, mask=ok, other=0.0)
+    x = tl.load(x_ptr + m * x_stride_m + k.to(tl.int64) * x_stride_k, mask=ok, other=0.0)
     v = x.to(tl.float32)
     if weights_ptr is not None:
-        v *= tl.load(weights_ptr + m * stride_wm).to(tl.float32)
+        v *= tl.load(weights_ptr + m * weights_stride_m).to(tl.float32)
     if TO == "":
         tl.store(out_ptr + m * K + k, v.to(x.dtype), mask=ok)
     elif TO == "e4m3":
-        a = tl.load(a_ptr)
+        a = tl.load(a_scale_ptr)
         v = clamp(quotient(v, a, reciprocal(a)), 448.0)
         tl.store(out_ptr + m * K + k, stored(v, NATIVE), mask=ok)
     else:
@@ -146,26 +264,63 @@ def moe_ops_flashinfer_rows(
         tl.store(scale_ptr + m * (K // 32) + g, code.to(tl.uint8), mask=g < K // 32)
 
 
-@triton.jit(
-    do_not_specialize=["N", "K", "stride_13e", "stride_13n", "stride_2e", "stride_2k"],
-)
+def rows(a: ExpertsArgs, out: Tensor, scale: Tensor | None, to: str, gpu: Gpu) -> Launch:
+    """Write the input's rows as `to` says, weighted where router weights belong to the input."""
+    x, K = a.hidden_states, a.hidden_states.shape[1]
+    args = Rows(
+        out=out if gpu.native or not to else out.view(torch.uint8),
+        scale=scale,
+        x=x,
+        weights=router_weights(a.topk_weights) if a.router_weight_on_input else NO_ROUTER_WEIGHTS,
+        a_scale=a.a13_scale if to == "e4m3" else None,
+        K=K,
+        x_stride_m=x.stride(0),
+        x_stride_k=x.stride(1),
+        TO=to,
+        NATIVE=gpu.native,
+        GROUPS=GROUPS,
+    )
+    return Launch(moe_ops_flashinfer_rows, (x.shape[0], cdiv(K, 32 * GROUPS), 1), args)
+
+
+class RuntimeBias(NamedTuple):
+    """A bias (E, N) or (E, K) in the natural order of rows, or none: zeros."""
+
+    ptr: Pointer
+    stride_e: Runtime
+    stride_n: Runtime
+
+
+@arguments
+class Biases:
+    out13: Pointer  # (E, N), written
+    out2: Pointer  # (E, K), written
+    b13: RuntimeBias
+    b2: RuntimeBias
+    N: Runtime
+    K: Runtime
+    ORDER: Constant  # of w13's rows: "", "up_gate" or "up_gate_of_pairs"
+    BLOCK_N: Constant
+
+
+@kernel(Biases)
 def moe_ops_flashinfer_biases(
-    out13_ptr,  # (E, N) written
-    out2_ptr,  # (E, K) written
-    b13_ptr,  # (E, N) in the natural order of rows, or absent: zeros
-    b2_ptr,  # (E, K), or absent: zeros
+    out13_ptr,
+    out2_ptr,
+    b13_ptr,
+    b13_stride_e,
+    b13_stride_n,
+    b2_ptr,
+    b2_stride_e,
+    b2_stride_n,
     N,
     K,
-    stride_13e,
-    stride_13n,
-    stride_2e,
-    stride_2k,
-    ORDER: tl.constexpr,  # of w13's rows: "", "up_gate" or "up_gate_of_pairs"
-    BLOCK: tl.constexpr,
+    ORDER: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):
     """Both biases contiguous, in the output's dtype, the first in the order of w13's rows."""
     e = tl.program_id(0).to(tl.int64)
-    n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     half = N // 2
     if ORDER == "up_gate":
         source = tl.where(n < half, n + half, n - half)
@@ -174,12 +329,28 @@ def moe_ops_flashinfer_biases(
     else:
         source = n
     if b13_ptr is None:
-        first = tl.zeros((BLOCK,), tl.float32)
+        first = tl.zeros((BLOCK_N,), tl.float32)
     else:
-        first = tl.load(b13_ptr + e * stride_13e + source * stride_13n, mask=n < N, other=0.0)
+        first = tl.load(b13_ptr + e * b13_stride_e + source * b13_stride_n, mask=n < N, other=0.0)
     if b2_ptr is None:
-        second = tl.zeros((BLOCK,), tl.float32)
+        second = tl.zeros((BLOCK_N,), tl.float32)
     else:
-        second = tl.load(b2_ptr + e * stride_2e + n * stride_2k, mask=n < K, other=0.0)
+        second = tl.load(b2_ptr + e * b2_stride_e + n * b2_stride_n, mask=n < K, other=0.0)
     tl.store(out13_ptr + e * N + n, first.to(out13_ptr.dtype.element_ty), mask=n < N)
     tl.store(out2_ptr + e * K + n, second.to(out2_ptr.dtype.element_ty), mask=n < K)
+
+
+def biases(a: ExpertsArgs, out13: Tensor, out2: Tensor, order: str) -> Launch:
+    """Write both biases as the library reads them."""
+    (E, N), K = out13.shape, out2.shape[1]
+    args = Biases(
+        out13=out13,
+        out2=out2,
+        b13=RuntimeBias(*bias_of(a.w13_bias)),
+        b2=RuntimeBias(*bias_of(a.w2_bias)),
+        N=N,
+        K=K,
+        ORDER=order,
+        BLOCK_N=BLOCK_N,
+    )
+    return Launch(moe_ops_flashinfer_biases, (E, cdiv(max(N, K), BLOCK_N), 1), args)

@@ -1,1 +1,1 @@
-"""Backend `triton`."""
+"""Backend `triton`: every scheme on any CUDA GPU from SM80 on."""

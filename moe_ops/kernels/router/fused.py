@@ -1,9 +1,14 @@
-"""Router of few tokens: logits and choice of experts in two launches; of many: torch's product and one launch.
+"""The whole router, from hidden states to weights and ids. Few tokens: logits and choice of
+experts in two launches; many: torch's matrix product and one launch. Imported at first launch
+only.
 
-M tokens, K hidden size, E = G * S experts. The weight is cut into pieces of SPAN columns and BLOCK_E rows, one
-program each, so that all of it is in flight at once: at M = 1 a router is a wait for memory. The second kernel
-adds the pieces in a fixed order, rounds once as a linear layer does, and chooses on the rounded logits.
+M tokens, K hidden size, E = G * S experts. The weight is cut into tiles of BLOCK_K columns and
+BLOCK_E rows, one program each, so that all of it is in flight at once: at M = 1 a router is a wait
+for memory. The second kernel adds the partial sums in a fixed order, rounds once as a linear layer
+does, and chooses on the rounded logits.
 """
+
+from __future__ import annotations
 
 from contextlib import nullcontext
 
@@ -12,78 +17,124 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from moe_ops.kernels import launch
+from moe_ops.kernels.device.pdl import gdc_launch_dependents, gdc_wait
+from moe_ops.kernels.launch import (
+    Constant,
+    Launch,
+    Pointer,
+    Runtime,
+    RuntimeFloat,
+    Specialized,
+    arguments,
+    kernel,
+    run,
+)
 from moe_ops.kernels.router import topk
-from moe_ops.kernels.triton_launch import Launch, gpu, pointers, run
-from moe_ops.kernels.triton_routing import start_dependent, wait
+from moe_ops.kernels.router.topk import Selection, selection
 from moe_ops.meta.router import PROGRAM_TOKENS, max_tokens, router_tiles, router_workspace
 from moe_ops.meta.workspace import cdiv
 
 
-@triton.jit(do_not_specialize=["M"])
+@arguments
+class Sums:
+    sums: Pointer  # (SPLIT_K, M, E) fp32, written
+    x: Pointer  # (M, K)
+    w: Pointer  # (E, K)
+    M: Runtime
+    x_stride_m: Specialized
+    x_stride_k: Specialized
+    w_stride_e: Specialized
+    w_stride_k: Specialized
+    E: Constant
+    K: Constant
+    BLOCK_M: Constant  # tokens of a program, a power of two
+    BLOCK_E: Constant
+    BLOCK_K: Constant
+    PDL: Constant
+
+
+@kernel(Sums)
 def moe_ops_router_sums(
-    sums_ptr,  # (SPLITS, M, E) fp32, written
-    hidden_ptr,  # (M, K)
-    weight_ptr,  # (E, K)
+    sums_ptr,
+    x_ptr,
+    w_ptr,
     M,
-    stride_hm,
-    stride_hk,
-    stride_we,
-    stride_wk,
+    x_stride_m,
+    x_stride_k,
+    w_stride_e,
+    w_stride_k,
     E: tl.constexpr,
     K: tl.constexpr,
-    TOKENS: tl.constexpr,  # of one program, a power of two
+    BLOCK_M: tl.constexpr,
     BLOCK_E: tl.constexpr,
-    SPAN: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    """Products of SPAN columns, for BLOCK_E experts and TOKENS tokens. No tensor cores: few tokens leave them no
-    work, and fp32 weights need no other kernel."""
-    start_dependent(DEPENDENT)
+    """Sums over BLOCK_K columns, for BLOCK_E experts and BLOCK_M tokens. No tensor cores: few
+    tokens leave them no work, and fp32 weights need no other kernel.
+    """
+    gdc_launch_dependents(PDL)
     split = tl.program_id(0)
     e = tl.program_id(1) * BLOCK_E + tl.arange(0, BLOCK_E)
-    k = split * SPAN + tl.arange(0, SPAN)
-    place = weight_ptr + e.to(tl.int64)[:, None] * stride_we + k.to(tl.int64)[None, :] * stride_wk
-    in_piece = (e < E)[:, None] & (k < K)[None, :]
-    w = tl.load(place, mask=in_piece, other=0.0).to(tl.float32)
-    columns = k.to(tl.int64)[None, :] * stride_hk
-    first = tl.program_id(2) * TOKENS
-    column = first + tl.arange(0, TOKENS)[None, :]
-    sums = tl.zeros((BLOCK_E, TOKENS), tl.float32)
-    for m in tl.static_range(TOKENS):
-        # a pointer for each row of the piece: one for all rows would pass through shared memory
+    k = split * BLOCK_K + tl.arange(0, BLOCK_K)
+    w_ptrs = w_ptr + e.to(tl.int64)[:, None] * w_stride_e + k.to(tl.int64)[None, :] * w_stride_k
+    in_tile = (e < E)[:, None] & (k < K)[None, :]
+    w = tl.load(w_ptrs, mask=in_tile, other=0.0).to(tl.float32)
+    columns = k.to(tl.int64)[None, :] * x_stride_k
+    first = tl.program_id(2) * BLOCK_M
+    column = first + tl.arange(0, BLOCK_M)[None, :]
+    sums = tl.zeros((BLOCK_E, BLOCK_M), tl.float32)
+    for m in tl.static_range(BLOCK_M):
+        # a pointer for each row of the tile: one for all rows would pass through shared memory
         token = (first + tl.full((BLOCK_E,), m, tl.int64))[:, None]
-        row = hidden_ptr + token * stride_hm + columns
-        x = tl.load(row, mask=in_piece & (token < M), other=0.0).to(tl.float32)
+        x_ptrs = x_ptr + token * x_stride_m + columns
+        x = tl.load(x_ptrs, mask=in_tile & (token < M), other=0.0).to(tl.float32)
         sums = tl.where(column == first + m, tl.sum(w * x, 1)[:, None], sums)
-    place = sums_ptr + (split * M + column) * E + e[:, None]
-    tl.store(place, sums, mask=(e < E)[:, None] & (column < M))
+    sum_ptrs = sums_ptr + (split * M + column) * E + e[:, None]
+    tl.store(sum_ptrs, sums, mask=(e < E)[:, None] & (column < M))
 
 
-@triton.jit(do_not_specialize=["M"])
+@arguments
+class Choice:
+    weights: Pointer  # (M, TOP_K), written
+    ids: Pointer  # (M, TOP_K), written
+    logits: Pointer  # (M, E), written
+    sums: Pointer  # (SPLIT_K, M, E) fp32
+    router_bias: Pointer  # (E,) of the linear layer, or None
+    bias: Pointer  # (E,) of the choice, or None
+    M: Runtime
+    router_bias_stride: Specialized
+    bias_stride: Specialized
+    scaling_factor: RuntimeFloat
+    SPLIT_K: Constant
+    selection: Selection
+    PDL: Constant
+
+
+@kernel(Choice)
 def moe_ops_router_choice(
-    weights_ptr,  # (M, TOP_K), written
-    ids_ptr,  # (M, TOP_K), written
-    logits_ptr,  # (M, E), written
-    sums_ptr,  # (SPLITS, M, E) fp32
-    router_bias_ptr,  # (E,) or absent
-    bias_ptr,  # (E,) or absent
+    weights_ptr,
+    ids_ptr,
+    logits_ptr,
+    sums_ptr,
+    router_bias_ptr,
+    bias_ptr,
     M,
-    stride_router_bias,
-    stride_bias,
+    router_bias_stride,
+    bias_stride,
     scaling_factor,
-    SPLITS: tl.constexpr,
-    HAS_ROUTER_BIAS: tl.constexpr,
+    SPLIT_K: tl.constexpr,
     G: tl.constexpr,
     S: tl.constexpr,
     TOP_K: tl.constexpr,
     TOPK_GROUPS: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
     SCORING: tl.constexpr,
     RENORMALIZE: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_S: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    BLOCK_TOP_K: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Logits, weights and ids of one token."""
     row = tl.program_id(0)
@@ -92,27 +143,27 @@ def moe_ops_router_choice(
     expert = group * S + member
     is_expert = (group < G) & (member < S)
     total = tl.zeros((BLOCK_G, BLOCK_S), tl.float32)
-    if HAS_ROUTER_BIAS:  # written before the kernel in front of this one began
-        place = router_bias_ptr + expert * stride_router_bias
-        linear_bias = tl.load(place, mask=is_expert, other=0.0).to(tl.float32)
-    wait(DEPENDENT)
-    for split in tl.static_range(SPLITS):
-        place = sums_ptr + (split * M + row) * (G * S) + expert
-        total += tl.load(place, mask=is_expert, other=0.0)
-    if HAS_ROUTER_BIAS:
+    if router_bias_ptr is not None:  # written before the kernel in front of this one began
+        bias_ptrs = router_bias_ptr + expert * router_bias_stride
+        linear_bias = tl.load(bias_ptrs, mask=is_expert, other=0.0).to(tl.float32)
+    gdc_wait(PDL)
+    for split in tl.static_range(SPLIT_K):
+        sum_ptrs = sums_ptr + (split * M + row) * (G * S) + expert
+        total += tl.load(sum_ptrs, mask=is_expert, other=0.0)
+    if router_bias_ptr is not None:
         total += linear_bias
     logits = total.to(logits_ptr.dtype.element_ty)
     tl.store(logits_ptr + row * (G * S) + expert, logits, mask=is_expert)
     weights, ids = topk.choose(
-        logits, bias_ptr, stride_bias, scaling_factor, G, S, TOP_K, TOPK_GROUPS, HAS_BIAS, SCORING,
-        RENORMALIZE, BLOCK_G, BLOCK_S, BLOCK_K,
+        logits, bias_ptr, bias_stride, scaling_factor, G, S, TOP_K, TOPK_GROUPS, SCORING,
+        RENORMALIZE, BLOCK_G, BLOCK_S, BLOCK_TOP_K,
     )  # fmt: skip
-    slot = tl.arange(0, BLOCK_K)
+    slot = tl.arange(0, BLOCK_TOP_K)
     tl.store(weights_ptr + row * TOP_K + slot, weights, mask=slot < TOP_K)
     tl.store(ids_ptr + row * TOP_K + slot, ids, mask=slot < TOP_K)
 
 
-def launch(
+def route_tokens(
     router_logits: Tensor,  # (M, E), contiguous, written
     topk_weights: Tensor,  # (M, top_k), contiguous, written
     topk_ids: Tensor,  # (M, top_k) int32 or int64, contiguous, written
@@ -130,76 +181,67 @@ def launch(
     """The whole router of M tokens; see `moe_ops.route_tokens`.
 
     Raises:
-        RuntimeError: a CUDA graph is being captured and this configuration was never launched before.
+        RuntimeError: a CUDA graph is being captured and this router was never launched before.
     """
     M = hidden_states.shape[0]
     if M == 0:
         return
-    choice = (scoring, renormalize, num_expert_groups, topk_groups)
-    few = max_tokens(*router_weight.shape)
-    if few < M:
+    E, K = router_weight.shape
+    method = (scoring, renormalize, num_expert_groups, topk_groups)
+    if max_tokens(E, K) < M:
         with torch.no_grad():
             _linear(router_logits, hidden_states, router_weight, router_bias)
-        topk.launch(
-            topk_weights, topk_ids, router_logits, correction_bias, *choice, scaling_factor
-        )
+        topk.route(topk_weights, topk_ids, router_logits, correction_bias, *method, scaling_factor)
         return
-    device = hidden_states.get_device()
-    with torch.cuda.device(device) if device >= 0 else nullcontext():
-        _few_tokens(
-            (topk_weights, topk_ids, router_logits, workspace, router_bias, correction_bias),
-            hidden_states,
-            router_weight,
-            choice,
-            scaling_factor,
-            device,
-        )
-
-
-def _few_tokens(
-    tensors: tuple[Tensor | None, ...],  # in the order of moe_ops_router_choice's parameters
-    hidden_states: Tensor,
-    router_weight: Tensor,
-    choice: tuple[str, bool, int, int],
-    scaling_factor: float,
-    device: int,
-) -> None:
-    topk_weights, topk_ids, router_logits, workspace, router_bias, correction_bias = tensors
-    M = hidden_states.shape[0]
-    E, K = router_weight.shape
     (size,) = router_workspace(M, E, K)
-    if workspace.numel() < size:  # type: ignore[union-attr]
+    if workspace.numel() < size:
         raise ValueError(
-            f"workspace must have {size} elements for M={M}, E={E}, K={K}, got {workspace.numel()}; "  # type: ignore[union-attr]
-            "moe_ops.route_tokens allocates it"
+            f"workspace must have {size} elements for M={M}, E={E}, K={K}, got "
+            f"{workspace.numel()}; moe_ops.route_tokens allocates it"
         )
-    tiles = router_tiles(E, K)
-    dependent = gpu(device).dependent
-    constants = topk.choose_constants(E, topk_ids.shape[1], correction_bias is not None, *choice)
-    tokens = min(triton.next_power_of_2(M), PROGRAM_TOKENS)
-    # the one row of one token may have any stride
-    strides = (hidden_states.stride(0) if M > 1 else 0, hidden_states.stride(1))
-    strides += router_weight.stride()
-    bias_strides = tuple([0 if b is None else b.stride(0) for b in (router_bias, correction_bias)])
+    device = hidden_states.get_device()
+    gpu, tiles = launch.gpu(device), router_tiles(E, K)
+    chosen = selection(E, topk_ids.shape[1], *method)
+    block_m = min(triton.next_power_of_2(M), PROGRAM_TOKENS)
+    sums = Sums(
+        sums=workspace,
+        x=hidden_states,
+        w=router_weight,
+        M=M,
+        # the one row of one token may have any stride
+        x_stride_m=hidden_states.stride(0) if M > 1 else 0,
+        x_stride_k=hidden_states.stride(1),
+        w_stride_e=router_weight.stride(0),
+        w_stride_k=router_weight.stride(1),
+        E=E,
+        K=K,
+        BLOCK_M=block_m,
+        BLOCK_E=tiles.block_e,
+        BLOCK_K=tiles.block_k,
+        PDL=gpu.pdl,
+    )
+    choice = Choice(
+        weights=topk_weights,
+        ids=topk_ids,
+        logits=router_logits,
+        sums=workspace,
+        router_bias=router_bias,
+        bias=correction_bias,
+        M=M,
+        router_bias_stride=0 if router_bias is None else router_bias.stride(0),
+        bias_stride=0 if correction_bias is None else correction_bias.stride(0),
+        scaling_factor=float(scaling_factor),
+        SPLIT_K=tiles.split_k,
+        selection=chosen,
+        PDL=gpu.pdl,
+    )
+    grid = (tiles.split_k, cdiv(E, tiles.block_e), cdiv(M, block_m))
     launches = [
-        Launch(
-            "router_sums",
-            (tiles.splits, cdiv(E, tiles.experts), cdiv(M, tokens)),
-            (workspace, hidden_states, router_weight, M, *strides)
-            + (E, K, tokens, tiles.experts, tiles.span, dependent),
-            tiles.warps,
-        ),
-        Launch(
-            "router_choice",
-            (M, 1, 1),
-            (*tensors, M, *bias_strides, float(scaling_factor), tiles.splits)
-            + (router_bias is not None, *constants.values(), dependent),
-            topk.choose_warps(constants),
-        ),
+        Launch(moe_ops_router_sums, grid, sums, tiles.num_warps),
+        Launch(moe_ops_router_choice, (M, 1, 1), choice, chosen.num_warps),
     ]
-    key = ("router", device, tiles, E, K, tokens, strides, bias_strides, *constants.values())
-    key += pointers(*tensors, hidden_states, router_weight)
-    run(launches, key, device, dependent)
+    with torch.cuda.device(device) if device >= 0 else nullcontext():
+        run(launches, device, gpu)
 
 
 def _linear(

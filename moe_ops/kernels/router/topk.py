@@ -1,23 +1,39 @@
-"""Fused router: scores, choice of groups, top-k and weights, one launch for all of them.
+"""Fused top-k router: scores, choice of groups, top-k and weights in one launch. Imported at first
+launch only.
 
 M tokens, E = G * S experts in G groups of S (G = 1 without groups), TOP_K experts per token. A
 program routes one token and holds its row as (BLOCK_G, BLOCK_S), padded to powers of two: several
 rows a program spread each row over warps, and every reduction through shared memory.
-`moe_ops.routing` states the formulas; what is here must give the same ids and, up to rounding,
-the same weights.
+`moe_ops.routing` states the formulas; the kernel must give the same ids and, up to rounding, the
+same weights.
 """
 
+from __future__ import annotations
+
 from contextlib import nullcontext
-from typing import Any
+from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
+
+from moe_ops.kernels import launch
+from moe_ops.kernels.launch import (
+    Address,
+    Constant,
+    Launch,
+    Runtime,
+    RuntimeFloat,
+    arguments,
+    kernel,
+    run,
+    unprefixed,
+)
 
 _LOWEST = tl.constexpr(-3.4028234663852886e38)  # finfo(float32).min, -_LOWEST is its max
 _TAKEN = tl.constexpr(-(2**31))  # below every ordered key
-
-_WARM: set[tuple] = set()
 
 
 @triton.jit
@@ -68,20 +84,19 @@ def _score(x, row_max, row_scale, SCORING: tl.constexpr):
 def choose(
     logits,  # (BLOCK_G, BLOCK_S), any float dtype
     bias_ptr,  # (E,)
-    stride_bias,
+    bias_stride,
     scaling_factor,
     G: tl.constexpr,
     S: tl.constexpr,
     TOP_K: tl.constexpr,
     TOPK_GROUPS: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
     SCORING: tl.constexpr,
     RENORMALIZE: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_S: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    BLOCK_TOP_K: tl.constexpr,
 ):
-    """(weights, ids), each (BLOCK_K,), of one token; entries from TOP_K on mean nothing."""
+    """(weights, ids), each (BLOCK_TOP_K,), of one token; entries from TOP_K on mean nothing."""
     group = tl.arange(0, BLOCK_G)[:, None]
     member = tl.arange(0, BLOCK_S)[None, :]
     expert = group * S + member
@@ -97,15 +112,15 @@ def choose(
     # Every scoring grows with its logit, so without a bias the logits themselves choose: the ids
     # do not depend on how exp rounds.
     key = x
-    if HAS_BIAS:
-        bias = tl.load(bias_ptr + expert * stride_bias, mask=is_expert, other=0.0)
+    if bias_ptr is not None:
+        bias = tl.load(bias_ptr + expert * bias_stride, mask=is_expert, other=0.0)
         biased = _score(x, row_max, row_scale, SCORING) + bias.to(tl.float32)
         key = tl.where((x > _LOWEST) & (biased > _LOWEST), biased, _LOWEST)  # NaN is not greater
     key = tl.where(is_expert, key, float("-inf"))
 
     if TOPK_GROUPS < G:
         group_score = tl.max(key, 1)
-        if HAS_BIAS and S > 1:
+        if bias_ptr is not None and S > 1:
             is_first = key == group_score[:, None]
             first = tl.min(tl.where(is_first, member, BLOCK_S), 1)
             group_score += tl.max(tl.where(member == first[:, None], float("-inf"), key), 1)
@@ -117,18 +132,18 @@ def choose(
             groups = tl.where(index == lowest, _TAKEN, groups)
         key = tl.where((groups == _TAKEN)[:, None], key, float("-inf"))
 
-    # Two reductions of 32 bits, the second for the lower index among equals: a warp has one instruction
-    # for each, where a pair of both in 64 bits takes ten shuffles.
+    # Two reductions of 32 bits, the second for the lower index among equals: a warp has one
+    # instruction for each, where a pair of both in 64 bits takes ten shuffles.
     ordered = _ordered(key)
-    slot = tl.arange(0, BLOCK_K)
-    ids = tl.zeros((BLOCK_K,), dtype=tl.int32)
-    chosen = tl.full((BLOCK_K,), _LOWEST, dtype=tl.float32)
+    slot = tl.arange(0, BLOCK_TOP_K)
+    ids = tl.zeros((BLOCK_TOP_K,), dtype=tl.int32)
+    chosen = tl.full((BLOCK_TOP_K,), _LOWEST, dtype=tl.float32)
     for k in range(TOP_K):
         best = tl.max(_flat(ordered), 0)
         winner = tl.min(_flat(tl.where(ordered == best, expert, G * S)), 0)
-        # Without a bias the key is the logit. With one it is summed out of the row, which does not hold up
-        # the next maximum, as reading the row again would hold up the weights.
-        if HAS_BIAS:
+        # Without a bias the key is the logit. With one it is summed out of the row, which does not
+        # hold up the next maximum, as reading the row again would hold up the weights.
+        if bias_ptr is not None:
             logit = tl.sum(_flat(tl.where(is_expert & (expert == winner), x, 0.0)), 0)
         else:
             logit = _unordered(best)
@@ -142,90 +157,105 @@ def choose(
     return weights * scaling_factor, ids
 
 
-_RUNTIME = (
-    "weights_ptr",
-    "ids_ptr",
-    "logits_ptr",
-    "bias_ptr",
-    "stride_m",
-    "stride_e",
-    "stride_bias",
-)
+@unprefixed
+class Selection(NamedTuple):
+    """How experts are chosen from a row of logits."""
+
+    G: Constant
+    S: Constant
+    TOP_K: Constant
+    TOPK_GROUPS: Constant
+    SCORING: Constant
+    RENORMALIZE: Constant
+    BLOCK_G: Constant  # powers of two, at least G, S and TOP_K
+    BLOCK_S: Constant
+    BLOCK_TOP_K: Constant
+
+    @property
+    def num_warps(self) -> int:
+        """One warp a row needs no barrier and no shared memory; long rows need more lanes."""
+        return 1 if self.BLOCK_G * self.BLOCK_S <= 256 else 4
 
 
-# Not specialised on its run-time arguments: one binary a configuration, so that whether a launch
-# would compile is known before it (see launch).
-@triton.jit(do_not_specialize=_RUNTIME)
-def _route_kernel(
-    weights_ptr,  # (M, TOP_K), contiguous
-    ids_ptr,  # (M, TOP_K), contiguous
-    logits_ptr,  # (M, E)
-    bias_ptr,  # (E,)
-    stride_m,
-    stride_e,
-    stride_bias,
+@lru_cache(maxsize=256)
+def selection(
+    num_experts: int,
+    top_k: int,
+    scoring: str,
+    renormalize: bool,
+    num_expert_groups: int,
+    topk_groups: int,
+) -> Selection:
+    """The Selection of a router."""
+    group_size = num_experts // num_expert_groups
+    return Selection(
+        G=num_expert_groups,
+        S=group_size,
+        TOP_K=top_k,
+        TOPK_GROUPS=topk_groups,
+        SCORING=scoring,
+        RENORMALIZE=renormalize,
+        BLOCK_G=triton.next_power_of_2(num_expert_groups),
+        BLOCK_S=triton.next_power_of_2(group_size),
+        BLOCK_TOP_K=triton.next_power_of_2(top_k),
+    )
+
+
+# Addresses: one binary a router, which logits of any alignment and strides run with.
+@arguments
+class Topk:
+    weights: Address  # (M, TOP_K), contiguous, written
+    ids: Address  # (M, TOP_K), contiguous, written
+    logits: Address  # (M, E)
+    bias: Address  # (E,), or None
+    logits_stride_m: Runtime
+    logits_stride_e: Runtime
+    bias_stride: Runtime
+    scaling_factor: RuntimeFloat
+    selection: Selection
+
+
+@kernel(Topk)
+def moe_ops_router_topk(
+    weights_ptr,
+    ids_ptr,
+    logits_ptr,
+    bias_ptr,
+    logits_stride_m,
+    logits_stride_e,
+    bias_stride,
     scaling_factor,
     G: tl.constexpr,
     S: tl.constexpr,
     TOP_K: tl.constexpr,
     TOPK_GROUPS: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
     SCORING: tl.constexpr,
     RENORMALIZE: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_S: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    BLOCK_TOP_K: tl.constexpr,
 ):
+    """Weights and ids of one token."""
     row = tl.program_id(0).to(tl.int64)
     group = tl.arange(0, BLOCK_G)[:, None]
     member = tl.arange(0, BLOCK_S)[None, :]
     is_expert = (group < G) & (member < S)
-    place = logits_ptr + row * stride_m + (group * S + member) * stride_e
-    logits = tl.load(place, mask=is_expert, other=0.0)
+    logit_ptrs = logits_ptr + row * logits_stride_m + (group * S + member) * logits_stride_e
+    logits = tl.load(logit_ptrs, mask=is_expert, other=0.0)
     weights, ids = choose(
-        logits, bias_ptr, stride_bias, scaling_factor, G, S, TOP_K, TOPK_GROUPS, HAS_BIAS, SCORING,
-        RENORMALIZE, BLOCK_G, BLOCK_S, BLOCK_K,
+        logits, bias_ptr, bias_stride, scaling_factor, G, S, TOP_K, TOPK_GROUPS, SCORING,
+        RENORMALIZE, BLOCK_G, BLOCK_S, BLOCK_TOP_K,
     )  # fmt: skip
-    slot = tl.arange(0, BLOCK_K)
+    slot = tl.arange(0, BLOCK_TOP_K)
     tl.store(weights_ptr + row * TOP_K + slot, weights, mask=slot < TOP_K)
     tl.store(ids_ptr + row * TOP_K + slot, ids, mask=slot < TOP_K)
 
 
-def choose_constants(
-    num_experts: int,
-    top_k: int,
-    has_bias: bool,
-    scoring: str,
-    renormalize: bool,
-    num_expert_groups: int,
-    topk_groups: int,
-) -> dict[str, Any]:
-    """The constants of `choose`, in the order of its parameters."""
-    group_size = num_experts // num_expert_groups
-    return {
-        "G": num_expert_groups,
-        "S": group_size,
-        "TOP_K": top_k,
-        "TOPK_GROUPS": topk_groups,
-        "HAS_BIAS": has_bias,
-        "SCORING": scoring,
-        "RENORMALIZE": renormalize,
-        "BLOCK_G": triton.next_power_of_2(num_expert_groups),
-        "BLOCK_S": triton.next_power_of_2(group_size),
-        "BLOCK_K": triton.next_power_of_2(top_k),
-    }
-
-
-def choose_warps(constants: dict[str, Any]) -> int:
-    """One warp a row needs no barrier and no shared memory; long rows need more lanes."""
-    return 1 if constants["BLOCK_G"] * constants["BLOCK_S"] <= 256 else 4
-
-
-def launch(
-    topk_weights: torch.Tensor,  # (M, top_k), contiguous, written
-    topk_ids: torch.Tensor,  # (M, top_k) int32 or int64, contiguous, written
-    router_logits: torch.Tensor,  # (M, E), any strides
-    correction_bias: torch.Tensor | None,  # (E,)
+def route(
+    topk_weights: Tensor,  # (M, top_k), contiguous, written
+    topk_ids: Tensor,  # (M, top_k) int32 or int64, contiguous, written
+    router_logits: Tensor,  # (M, E), any strides
+    correction_bias: Tensor | None,  # (E,)
     scoring: str,
     renormalize: bool,
     num_expert_groups: int,
@@ -235,42 +265,25 @@ def launch(
     """Route M tokens in one launch; see `moe_ops.route` for the meaning of the arguments.
 
     Raises:
-        RuntimeError: a CUDA graph is being captured and this configuration was never launched
-            before, so that it would have to be compiled during the capture.
+        RuntimeError: a CUDA graph is being captured and this router was never launched before, so
+            that it would have to be compiled during the capture.
     """
-    num_tokens, num_experts = router_logits.shape
-    if num_tokens == 0:
+    M, E = router_logits.shape
+    if M == 0:
         return
-    bias = router_logits if correction_bias is None else correction_bias
-    constants = choose_constants(
-        num_experts,
-        topk_ids.shape[1],
-        correction_bias is not None,
-        scoring,
-        renormalize,
-        num_expert_groups,
-        topk_groups,
+    chosen = selection(E, topk_ids.shape[1], scoring, renormalize, num_expert_groups, topk_groups)
+    args = Topk(
+        weights=topk_weights,
+        ids=topk_ids,
+        logits=router_logits,
+        bias=correction_bias,
+        logits_stride_m=router_logits.stride(0),
+        logits_stride_e=router_logits.stride(1),
+        bias_stride=0 if correction_bias is None else correction_bias.stride(0),
+        scaling_factor=scaling_factor,
+        selection=chosen,
     )
-    dtypes = tuple([t.dtype for t in (router_logits, bias, topk_weights, topk_ids)])
-    key = (router_logits.device, dtypes, *constants.values())
-    on_cuda = router_logits.is_cuda
-    if on_cuda and key not in _WARM and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError(
-            "route must have run once with these arguments before a CUDA graph captures it, got "
-            f"a first call with E={num_experts}, top_k={topk_ids.shape[1]}; call it once on the "
-            "same shapes, dtypes and device, then capture"
-        )
-    with torch.cuda.device(router_logits.device) if on_cuda else nullcontext():
-        _route_kernel[(num_tokens,)](
-            topk_weights,
-            topk_ids,
-            router_logits,
-            bias,
-            router_logits.stride(0),
-            router_logits.stride(1),
-            bias.stride(0),
-            scaling_factor,
-            **constants,
-            num_warps=choose_warps(constants),
-        )
-    _WARM.add(key)
+    device = router_logits.get_device()
+    with torch.cuda.device(device) if device >= 0 else nullcontext():
+        one = Launch(moe_ops_router_topk, (M, 1, 1), args, chosen.num_warps)
+        run([one], device, launch.gpu(device))

@@ -1,0 +1,89 @@
+"""How the GEMMs read the table of blocks that kernels/permute/sort.py writes.
+
+Legend: M tokens, S = M * top_k pairs (pair p is entry p % top_k of token p // top_k), E local
+experts, BLOCK_M rows a block holds at most.
+
+index workspace, int32:
+    blocks (num_blocks, 4): expert (-1: unused, E: rows to zero), first row, end row of the expert,
+                            and in the first block how many are used
+    order (S,):             the pairs sorted by expert, stable; absent where rows come sorted
+A block covers rows [first, min(first + BLOCK_M, end)) of `order`, or of the sorted input itself.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def local_expert(
+    ids_ptr,
+    map_ptr,
+    pair,
+    mask,
+    E,
+    num_ids,
+    top_k,
+    ids_stride_m,
+    ids_stride_k,
+    map_stride,
+):
+    """Local expert of each pair; -1 where the id means "not here". The range is checked before
+    narrowing.
+    """
+    token = (pair // top_k).to(tl.int64)
+    e = tl.load(
+        ids_ptr + token * ids_stride_m + (pair % top_k) * ids_stride_k, mask=mask, other=-1
+    )
+    if map_ptr is not None:
+        e = tl.load(map_ptr + e * map_stride, mask=(e >= 0) & (e < num_ids), other=-1)
+    return tl.where((e >= 0) & (e < E), e, -1).to(tl.int32)
+
+
+@triton.jit
+def block_rows(
+    index_ptr,
+    ids_ptr,
+    map_ptr,
+    b,
+    E,
+    num_ids,
+    top_k,
+    ids_stride_m,
+    ids_stride_k,
+    map_stride,
+    BLOCK_M: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """(expert, positions (BLOCK_M,), their validity (BLOCK_M,)) of block b; the expert is -1 where
+    b is unused.
+    """
+    lane = tl.arange(0, BLOCK_M)
+    if ROWS == "direct":
+        e = local_expert(
+            ids_ptr, map_ptr, b, b >= 0, E, num_ids, top_k,
+            ids_stride_m, ids_stride_k, map_stride,
+        )  # fmt: skip
+        return e, b + lane, lane < 1
+    else:
+        slot = index_ptr + 4 * b
+        position = tl.load(slot + 1) + lane
+        return tl.load(slot), position, position < tl.load(slot + 2)
+
+
+@triton.jit
+def pairs_at(index_ptr, num_blocks, position, ok, ROWS: tl.constexpr):
+    """The pair at each position; the position itself where rows are not sorted by us."""
+    if ROWS == "sorted":
+        return tl.load(index_ptr + 4 * num_blocks + position, mask=ok, other=0)
+    else:
+        return position
+
+
+@triton.jit
+def block_and_tile(num_blocks, num_tiles, GROUP_M: tl.constexpr):
+    """Block and column tile of this program: GROUP_M blocks share a weight tile that is in L2."""
+    pid = tl.program_id(0)
+    first = pid // (GROUP_M * num_tiles) * GROUP_M
+    size = tl.minimum(num_blocks - first, GROUP_M)
+    local = pid % (GROUP_M * num_tiles)
+    return first + local % size, local // size

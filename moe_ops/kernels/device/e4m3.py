@@ -1,0 +1,164 @@
+"""e4m3 and int8 in Triton: scales, rounding and codes. Imported at first launch only.
+
+Scales and elements are those of `moe_ops.numerics`: scale = amax / 448 (INT8: 127), 1 where that
+is zero; element = x / scale rounded to nearest even. NATIVE says whether the GPU knows e4m3;
+elsewhere its codes travel as uint8 and its values as fp16, which holds each of them.
+"""
+
+import triton
+import triton.language as tl
+
+INTERPRET = tl.constexpr(triton.knobs.runtime.interpret)
+
+
+@triton.jit
+def quotient(x, scale, inverse):
+    """x / scale as a division rounds it, fp32; `inverse` is 1 / scale within a few units.
+
+    One step of Newton's method on the quotient: three instructions where a division takes ten.
+    """
+    if INTERPRET:  # its fma rounds twice
+        return x / scale
+    else:
+        q = x * inverse
+        return tl.fma(tl.fma(-q, scale, x), inverse, q)
+
+
+@triton.jit
+def reciprocal(scale):
+    """1 / scale within two units; finite where the scale is subnormal."""
+    return tl.minimum(1.0 / scale, 3.0e38)
+
+
+@triton.jit
+def e4m3_scale(amax):
+    """The scale of e4m3 elements of which the largest has magnitude `amax`."""
+    scale = quotient(amax, 448.0, 1.0 / 448.0)
+    return tl.where(scale == 0.0, 1.0, scale)
+
+
+@triton.jit
+def element_scale(amax, INT8: tl.constexpr):
+    """The scale of e4m3 or int8 elements of which the largest has magnitude `amax`."""
+    if INT8:
+        scale = quotient(amax, 127.0, 1.0 / 127.0)
+        return tl.where(scale == 0.0, 1.0, scale)
+    else:
+        return e4m3_scale(amax)
+
+
+@triton.jit
+def largest_magnitude(x, axis: tl.constexpr):
+    """The largest |x| along an axis, fp32; NaN where there is one, which int8 elements could not
+    hold.
+    """
+    # bits are ordered as magnitudes are, NaN last
+    bits = tl.max(tl.abs(x).to(tl.int32, bitcast=True), axis)
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def round_int8(v):
+    """fp32 v rounded to int8, ties to even, within -128 and 127."""
+    v = (v + 12582912.0) - 12582912.0  # 1.5 * 2^23, of which one unit is 1
+    return tl.where(v < -128.0, -128.0, tl.where(v > 127.0, 127.0, v)).to(tl.int8)
+
+
+@triton.jit
+def exponent_above(x):
+    """Biased exponent of the least power of two that x, not negative, does not exceed."""
+    bits = x.to(tl.int32, bitcast=True)
+    return (bits >> 23) + tl.where((bits & 0x7FFFFF) != 0, 1, 0)
+
+
+@triton.jit
+def clamp(x, limit):
+    """x within [-limit, limit]; keeps NaN."""
+    return tl.where(x < -limit, -limit, tl.where(x > limit, limit, x))
+
+
+@triton.jit
+def nearest(v, MANTISSA: tl.constexpr, LEAST: tl.constexpr):
+    """The number with so many bits of mantissa nearest to fp32 v, ties to even; 2^LEAST is the
+    least normal one. |v| at most the largest but for rounding. Keeps NaN.
+    """
+    DROP: tl.constexpr = 23 - MANTISSA
+    BIG: tl.constexpr = 1.5 * 2.0 ** (LEAST + DROP)  # one unit of it is the format's least number
+    bits = v.to(tl.int32, bitcast=True)
+    normal = (bits + ((1 << (DROP - 1)) - 1) + ((bits >> DROP) & 1)) & -(1 << DROP)
+    small = (v + BIG) - BIG
+    rounded = tl.where(tl.abs(v) < 2.0**LEAST, small, normal.to(tl.float32, bitcast=True))
+    return tl.where(v == v, rounded, v)
+
+
+@triton.jit
+def round_e4m3(v):
+    """The e4m3 value nearest to v, ties to even; |v| at most 448 but for rounding. Keeps NaN."""
+    return nearest(v, 3, -6)
+
+
+@triton.jit
+def encode(v):
+    """The e4m3 code (uint8) of fp32 v."""
+    v = round_e4m3(v)
+    magnitude = tl.abs(v)
+    normal = (magnitude.to(tl.int32, bitcast=True) >> 20) - 960  # exponent bias 127 becomes 7
+    small = (magnitude * 512.0).to(tl.int32)
+    code = tl.where(magnitude < 0.015625, small, normal)
+    code = tl.where(v == v, code, 0x7F)
+    return (code | ((v.to(tl.int32, bitcast=True) >> 24) & 0x80)).to(tl.uint8)
+
+
+@triton.jit
+def decode(code, dtype: tl.constexpr):
+    """The value of e4m3 codes (uint8 or e4m3) in `dtype`, exact; the NaN code becomes 480.
+
+    Sign, exponent and mantissa are shifted to where `dtype` has them, and one multiplication
+    corrects the exponent's bias. Cheaper than the GPU's own cast to bf16.
+    """
+    c = code.to(tl.uint8, bitcast=True).to(tl.int16)
+    if dtype == tl.bfloat16 and not INTERPRET:
+        bits = ((c & 0x80) << 8) | ((c & 0x7F) << 4)
+        return bits.to(tl.bfloat16, bitcast=True) * 1.329227995784916e36  # 2^120
+    else:
+        bits = ((c & 0x80) << 8) | ((c & 0x7F) << 7)
+        return (bits.to(tl.float16, bitcast=True) * 256.0).to(dtype)
+
+
+@triton.jit
+def decode_activation(code):
+    """As `decode`, in fp16, but NaN stays NaN."""
+    c = code.to(tl.uint8, bitcast=True)
+    return tl.where((c & 0x7F) == 0x7F, float("nan"), decode(c, tl.float16)).to(tl.float16)
+
+
+@triton.jit
+def operand(v, NATIVE: tl.constexpr, INT8: tl.constexpr = False):
+    """fp32 v (BLOCK_M, BLOCK_K) rounded to int8, or to e4m3, as an operand of a product: e4m3, or
+    fp16 where there is no such product.
+    """
+    if INT8:
+        return round_int8(v)
+    elif NATIVE:
+        return v.to(tl.float8e4nv)
+    else:
+        return round_e4m3(v).to(tl.float16)
+
+
+@triton.jit
+def stored(v, NATIVE: tl.constexpr, INT8: tl.constexpr = False):
+    """fp32 v rounded to int8 or e4m3, as memory holds it."""
+    if INT8:
+        return round_int8(v)
+    elif NATIVE:
+        return v.to(tl.float8e4nv)
+    else:
+        return encode(v)
+
+
+@triton.jit
+def quantize_groups(x):
+    """(fp32 quotients not yet rounded, scales (R,)) of x (R, 128): one scale a row."""
+    x = x.to(tl.float32)
+    scale = e4m3_scale(tl.max(tl.abs(x), 1))
+    return quotient(x, scale[:, None], reciprocal(scale)[:, None]), scale

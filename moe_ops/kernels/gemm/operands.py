@@ -1,0 +1,146 @@
+"""Operands of the GEMMs whose weights and activations share a format, as the kernels take them.
+torch alone.
+"""
+
+from __future__ import annotations
+
+from functools import cache, lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from moe_ops.activations import NO_LIMIT, Activation
+from moe_ops.kernels.configs import GROUP_M, GemmConfig
+from moe_ops.kernels.launch import Constant, Gpu, Pointer, RuntimeFloat, Specialized, unprefixed
+from moe_ops.kernels.quantize.scales import scales
+from moe_ops.schemes import get_scheme
+
+
+class Weight(NamedTuple):
+    """A weight (E, N, K) and its scales."""
+
+    ptr: Pointer
+    stride_e: Specialized
+    stride_n: Specialized
+    stride_k: Specialized
+    scale: Pointer = None
+    scale_stride_e: Specialized = 0
+    scale_stride_n: Specialized = 0  # of a row, or of a block of rows
+    scale_stride_k: Specialized = 0  # of a block of columns
+
+    @property
+    def data(self) -> Tensor:
+        """The tensor behind `ptr`. Quantized x and h have its dtype."""
+        assert self.ptr is not None
+        return self.ptr
+
+
+class Bias(NamedTuple):
+    """A bias (E, N), or none."""
+
+    ptr: Pointer
+    stride_e: Specialized
+    stride_n: Specialized
+
+
+NO_BIAS = Bias(None, 0, 0)
+
+
+def bias_of(bias: Tensor | None) -> Bias:
+    """A bias as kernels take it."""
+    return NO_BIAS if bias is None else Bias(bias, *bias.stride())
+
+
+@unprefixed
+class Activated(NamedTuple):
+    """GEMM1's activation: the numbers of its formula, and what it is compiled for."""
+
+    alpha: RuntimeFloat
+    beta: RuntimeFloat
+    limit: RuntimeFloat
+    ACTIVATION: Constant
+    GATED: Constant
+    INTERLEAVED: Constant
+    HAS_LIMIT: Constant
+
+
+@lru_cache(maxsize=256)
+def activated(name: str, alpha: float, beta: float, limit: float) -> Activated:
+    """The activation of an op's options."""
+    activation = Activation(name)
+    function = name.removesuffix("_no_mul").removesuffix("_uninterleave")
+    gated, interleaved = activation.gated, activation.interleaved
+    return Activated(alpha, beta, limit, function, gated, interleaved, limit < NO_LIMIT)
+
+
+@unprefixed
+class Tile(NamedTuple):
+    """A GEMM's config, and whether its tiles divide the columns of its input and output."""
+
+    EVEN_K: Constant
+    EVEN_N: Constant
+    GROUP_M: Constant
+    BLOCK_M: Constant
+    BLOCK_N: Constant
+    BLOCK_K: Constant
+    NUM_STAGES: Constant
+
+
+@lru_cache(maxsize=4096)
+def tile_of(config: GemmConfig, block_m: int, K: int, N: int, block_out: int) -> Tile:
+    """The Tile of a GEMM over K columns that writes N of them, `block_out` a program."""
+    n, k, num_stages, _ = config
+    return Tile(K % k == 0, N % block_out == 0, GROUP_M, block_m, n, k, num_stages)
+
+
+class Output(NamedTuple):
+    """Where a GEMM writes: rows of expert e lie at e * stride_e + row * stride_m."""
+
+    ptr: Pointer
+    stride_e: Specialized
+    stride_m: Specialized
+    stride_n: Specialized
+
+
+@unprefixed
+class Scaling(NamedTuple):
+    """How operands are scaled (kernels/gemm/sm80_mma.py), and whether the GPU knows e4m3."""
+
+    W_SCALE: Constant
+    X_SCALE: Constant
+    NATIVE: Constant
+
+
+@cache
+def scaling_of(scheme: str, native: bool) -> Scaling:
+    """The Scaling of a scheme's name, "" for plain weights."""
+    return Scaling(*scales(scheme), native)
+
+
+@cache
+def _storage(scheme: str) -> torch.dtype:
+    return get_scheme(scheme).quantized_weight.storage_dtype
+
+
+def weight_of(
+    name: str, data: Tensor, scale: Tensor | None, scheme: str, dtype: torch.dtype, gpu: Gpu
+) -> Weight:
+    """The Weight of an op's tensors; ValueError where the dtype is not what the scheme says."""
+    expected = _storage(scheme) if scheme else dtype
+    if data.dtype != expected:
+        if scheme:
+            raise ValueError(
+                f"{name} must have dtype {expected} for scheme {scheme}, got {data.dtype}; "
+                "quantize it with moe_ops.quantize"
+            )
+        raise ValueError(
+            f"{name} must have the input's dtype {dtype}, got {data.dtype}; convert one with .to()"
+        )
+    stride_e, stride_n, stride_k = data.stride()
+    if scale is None:
+        return Weight(data, stride_e, stride_n, stride_k)
+    if not gpu.native and data.dtype != torch.int8:  # bytes, where the GPU does not know e4m3
+        data = data.view(torch.uint8)
+    scale_e, scale_n, scale_k = (*scale.stride(), 0, 0)[:3]
+    return Weight(data, stride_e, stride_n, stride_k, scale, scale_e, scale_n, scale_k)

@@ -1,0 +1,122 @@
+"""The weighted sum over a token's experts. Imported at first launch only."""
+
+import triton.language as tl
+from torch import Tensor
+
+from moe_ops.kernels.device.blocks import local_expert
+from moe_ops.kernels.device.pdl import gdc_wait
+from moe_ops.kernels.launch import Constant, Gpu, Launch, Pointer, Specialized, arguments, kernel
+from moe_ops.kernels.permute.rows import RouterWeights, Routing
+from moe_ops.meta.workspace import cdiv
+
+BLOCK_N = 512  # columns of a program
+
+
+@arguments
+class Combine:
+    out: Pointer  # (M, K), written
+    # (SPLIT_K, M * top_k, K) fp32, to be summed; rows of pairs that are not here were never
+    # written
+    y: Pointer
+    topk_weights: RouterWeights
+    routing: Routing
+    K: Specialized
+    out_stride_m: Specialized
+    out_stride_k: Specialized
+    TOP_K: Constant
+    WEIGHTED: Constant
+    SPLIT_K: Constant
+    BLOCK_N: Constant
+    PDL: Constant
+
+
+@kernel(Combine)
+def moe_ops_combine(
+    out_ptr,
+    y_ptr,
+    topk_weights_ptr,
+    topk_weights_stride_m,
+    topk_weights_stride_k,
+    index_ptr,
+    ids_ptr,
+    map_ptr,
+    num_blocks,
+    E,
+    num_ids,
+    top_k,
+    ids_stride_m,
+    ids_stride_k,
+    map_stride,
+    ROWS: tl.constexpr,
+    K,
+    out_stride_m,
+    out_stride_k,
+    TOP_K: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    SPLIT_K: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """out[m] = sum of router weight * y over the token's entries, in their order, rounded once."""
+    m = tl.program_id(0)
+    column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    ends = ()  # of a token's rows of y: 0 of a pair that is not here
+    scales = ()
+    # before the wait: nothing here is written by the kernel before
+    for j in tl.static_range(TOP_K):
+        pair = m * TOP_K + j
+        e = local_expert(
+            ids_ptr, map_ptr, pair, pair >= 0, E, num_ids, TOP_K,
+            ids_stride_m, ids_stride_k, map_stride,
+        )  # fmt: skip
+        ends += (tl.where(e >= 0, K, 0),)  # type: ignore[assignment]
+        if WEIGHTED:
+            weight_ptr = (
+                topk_weights_ptr
+                + m.to(tl.int64) * topk_weights_stride_m
+                + j * topk_weights_stride_k
+            )
+            scale = tl.load(weight_ptr, mask=e >= 0, other=0.0).to(tl.float32)
+            scales += (scale,)  # type: ignore[assignment]
+    gdc_wait(PDL)
+    total = tl.zeros((BLOCK_N,), tl.float32)
+    for j in tl.static_range(TOP_K):
+        ok = column < ends[j]
+        y_ptrs = y_ptr + (m * TOP_K + j).to(tl.int64) * K + column
+        y = tl.load(y_ptrs, mask=ok, other=0.0)
+        for _ in tl.static_range(1, SPLIT_K):
+            y_ptrs += tl.num_programs(0).to(tl.int64) * TOP_K * K
+            y += tl.load(y_ptrs, mask=ok, other=0.0)
+        if WEIGHTED:
+            y *= scales[j]
+        total += y
+    out_ptrs = out_ptr + m.to(tl.int64) * out_stride_m + column.to(tl.int64) * out_stride_k
+    tl.store(out_ptrs, total.to(out_ptr.dtype.element_ty), mask=column < K)
+
+
+def combine(
+    out: Tensor,  # (M, K), written
+    y: Tensor,
+    topk_weights: RouterWeights,
+    routing: Routing,
+    weighted: bool,
+    gpu: Gpu,
+    split_k: int = 1,  # parts that y is the sum of
+) -> Launch:
+    """The sum of a token's rows of y, by the router's weights or (not `weighted`) as they are."""
+    M, K = out.shape
+    args = Combine(
+        out=out,
+        y=y,
+        topk_weights=topk_weights,
+        routing=routing,
+        K=K,
+        out_stride_m=out.stride(0),
+        out_stride_k=out.stride(1),
+        TOP_K=routing.top_k,
+        WEIGHTED=weighted,
+        SPLIT_K=split_k,
+        BLOCK_N=BLOCK_N,
+        PDL=gpu.pdl,
+    )
+    return Launch(moe_ops_combine, (M, cdiv(K, BLOCK_N), 1), args)

@@ -1,0 +1,75 @@
+"""Routing as the kernels take it: which rows each block of a GEMM has. torch alone."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from moe_ops.kernels.launch import Constant, Pointer, Runtime, unprefixed
+
+
+@unprefixed
+class Routing(NamedTuple):
+    """The table of blocks and what it was made from. No kernel is compiled anew for its numbers.
+
+    ROWS is how rows reach a block:
+        "sorted"  position p of the order is a pair; tokens are gathered, pairs scattered
+        "direct"  block b is pair b, its expert is read from the ids; no sorting kernel ran
+        "plain"   the rows of input and output are sorted by expert themselves
+    """
+
+    # int32: see kernels/device/blocks.py
+    index: Pointer  # type: ignore[assignment]  # hides a method of tuples
+    ids: Pointer  # (M, top_k)
+    map: Pointer  # (num_ids,) global id -> local id, or None
+    num_blocks: Runtime
+    E: Runtime  # experts here
+    num_ids: Runtime
+    top_k: Runtime
+    ids_stride_m: Runtime
+    ids_stride_k: Runtime
+    map_stride: Runtime
+    ROWS: Constant
+
+
+class RouterWeights(NamedTuple):
+    """Router weights (M, top_k), or none."""
+
+    ptr: Pointer
+    stride_m: Runtime
+    stride_k: Runtime
+
+
+NO_ROUTER_WEIGHTS = RouterWeights(None, 0, 0)
+
+
+def router_weights(weights: Tensor | None) -> RouterWeights:
+    """Router weights as kernels take them."""
+    return NO_ROUTER_WEIGHTS if weights is None else RouterWeights(weights, *weights.stride())
+
+
+def route_pairs(
+    index: Tensor,
+    ids: Tensor,  # (M, top_k)
+    expert_map: Tensor | None,
+    num_experts: int,
+    num_blocks: int,
+    direct: bool,
+) -> Routing:
+    """Routing of pairs that are sorted by expert, or (`direct`: one token) of which each is a
+    block.
+    """
+    num_ids, map_stride = num_experts, 0
+    if expert_map is not None:
+        num_ids, map_stride = expert_map.shape[0], expert_map.stride(0)
+    stride_m, stride_k = ids.stride()
+    return Routing(
+        index, ids, expert_map, num_blocks, num_experts, num_ids, ids.shape[1],
+        stride_m, stride_k, map_stride, "direct" if direct else "sorted",
+    )  # fmt: skip
+
+
+def sorted_rows(index: Tensor, num_experts: int, num_blocks: int) -> Routing:
+    """Routing of an input that is sorted by expert already."""
+    return Routing(index, None, None, num_blocks, num_experts, 0, 1, 0, 0, 0, "plain")

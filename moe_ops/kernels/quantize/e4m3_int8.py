@@ -1,0 +1,416 @@
+"""Kernels that quantize activations to e4m3 or int8, and those that look for their largest
+magnitude. Imported at first launch only.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from moe_ops.kernels.configs import LayerConfig
+from moe_ops.kernels.device.blocks import local_expert
+from moe_ops.kernels.device.e4m3 import (
+    element_scale,
+    largest_magnitude,
+    quantize_groups,
+    quotient,
+    reciprocal,
+    stored,
+)
+from moe_ops.kernels.device.pdl import gdc_launch_dependents, gdc_wait
+from moe_ops.kernels.launch import (
+    Constant,
+    Gpu,
+    Launch,
+    Pointer,
+    Runtime,
+    Specialized,
+    arguments,
+    kernel,
+    unprefixed,
+)
+from moe_ops.kernels.permute.rows import NO_ROUTER_WEIGHTS, RouterWeights, Routing
+from moe_ops.kernels.permute.sort import Sort, route, sort_expert
+from moe_ops.kernels.quantize.scales import NUM_PARTIALS, Input, flat, split
+from moe_ops.meta.workspace import cdiv
+
+GROUPS = 16  # groups of 128 columns that a quantizing program handles at a time
+
+
+@triton.jit
+def quantize_row(
+    q_ptr,
+    scale_ptr,
+    zero_ptr,
+    x_ptr,
+    m,
+    part,
+    T,
+    zeros,
+    scale_stride_g,
+    K,
+    x_stride_e,
+    x_stride_m,
+    x_stride_k,
+    BY_GROUP: tl.constexpr,
+    GROUPS: tl.constexpr,
+    NATIVE: tl.constexpr,
+    INT8: tl.constexpr,
+):
+    """Quantize columns [part, part + 1) * GROUPS * 128 of row m, each 128 with a scale of their
+    own (BY_GROUP), or the whole row with one.
+    """
+    m = m.to(tl.int64)
+    x_ptr += m // T * x_stride_e + m * x_stride_m
+    q_ptr += m * K
+    group = tl.arange(0, GROUPS)
+    lane = group[:, None] * 128 + tl.arange(0, 128)[None, :]
+    if BY_GROUP:
+        first = part * GROUPS
+        k = first * 128 + lane
+        x = tl.load(x_ptr + k.to(tl.int64) * x_stride_k, mask=k < K, other=0.0)
+        v, scale = quantize_groups(x)
+        tl.store(q_ptr + k, stored(v, NATIVE), mask=k < K)
+        g = first + group
+        tl.store(scale_ptr + m + g.to(tl.int64) * scale_stride_g, scale, mask=g < tl.cdiv(K, 128))
+    else:
+        amax = tl.zeros((GROUPS, 128), tl.float32)
+        for start in range(0, K, GROUPS * 128):
+            k = start + lane
+            x = tl.load(x_ptr + k.to(tl.int64) * x_stride_k, mask=k < K, other=0.0)
+            magnitude = tl.abs(x.to(tl.float32))
+            if INT8:
+                amax = tl.where(
+                    magnitude != magnitude, magnitude, tl.where(amax < magnitude, magnitude, amax)
+                )
+            else:
+                amax = tl.maximum(amax, magnitude)
+        if INT8:
+            largest = largest_magnitude(largest_magnitude(amax, 1), 0)
+        else:
+            largest = tl.max(tl.max(amax, 1), 0)
+        tl.store(scale_ptr + m, largest)
+        scale = element_scale(largest, INT8)
+        inverse = reciprocal(scale)
+        for start in range(0, K, GROUPS * 128):
+            k = start + lane
+            x = tl.load(x_ptr + k.to(tl.int64) * x_stride_k, mask=k < K, other=0.0)
+            v = quotient(x.to(tl.float32), scale, inverse)
+            tl.store(q_ptr + k, stored(v, NATIVE, INT8), mask=k < K)
+        if zero_ptr is not None:
+            for i in range(zeros):
+                tl.store(zero_ptr + m * zeros + i, 0.0)
+
+
+@unprefixed
+class Quantized(NamedTuple):
+    """What a kernel that quantizes rows writes, and how."""
+
+    q: Pointer  # (rows, K) e4m3 or int8, written
+    # written: BY_GROUP (ceil(K / 128), rows) scales, else (rows,) largest magnitudes
+    scale: Pointer
+    zero: Pointer  # (rows * zeros,) fp32 set to zero, or None
+    rows: Runtime
+    T: Runtime  # rows of a batch
+    zeros: Runtime
+    K: Specialized
+    BY_GROUP: Constant
+    GROUPS: Constant
+    NATIVE: Constant
+    INT8: Constant
+
+
+@arguments
+class Quantize:
+    to: Quantized
+    x: Input  # (rows, K)
+    PDL: Constant
+
+
+@kernel(Quantize)
+def moe_ops_quantize(
+    q_ptr,
+    scale_ptr,
+    zero_ptr,
+    rows,
+    T,
+    zeros,
+    K,
+    BY_GROUP: tl.constexpr,
+    GROUPS: tl.constexpr,
+    NATIVE: tl.constexpr,
+    INT8: tl.constexpr,
+    x_ptr,
+    x_stride_e,  # what rows of batch m // T are off by from m * x_stride_m
+    x_stride_m,
+    x_stride_k,
+    x_scale_ptr,
+    x_scale_stride_m,
+    x_scale_stride_g,
+    x_partials: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Quantize rows, GROUPS * 128 columns at a time: by groups of 128 columns (a program for each
+    GROUPS of them), or whole rows.
+    """
+    gdc_launch_dependents(PDL)
+    quantize_row(
+        q_ptr, scale_ptr, zero_ptr, x_ptr, tl.program_id(0), tl.program_id(1), T, zeros, rows,
+        K, x_stride_e, x_stride_m, x_stride_k, BY_GROUP, GROUPS, NATIVE, INT8,
+    )  # fmt: skip
+    gdc_wait(PDL)
+
+
+@arguments
+class RouteQuantize:
+    routing: Routing  # as in moe_ops_route
+    sort: Sort
+    PDL: Constant
+    to: Quantized  # as in moe_ops_quantize
+    x: Input
+
+
+@kernel(RouteQuantize, pdl_first=True)
+def moe_ops_route_quantize(
+    index_ptr,
+    ids_ptr,
+    map_ptr,
+    num_blocks,
+    E,
+    num_ids,
+    top_k,
+    ids_stride_m,
+    ids_stride_k,
+    map_stride,
+    ROWS: tl.constexpr,
+    S,
+    BLOCK_E: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    CHUNK: tl.constexpr,
+    PDL: tl.constexpr,
+    q_ptr,
+    scale_ptr,
+    zero_ptr,
+    rows,
+    T,
+    zeros,
+    K,
+    BY_GROUP: tl.constexpr,
+    GROUPS: tl.constexpr,
+    NATIVE: tl.constexpr,
+    INT8: tl.constexpr,
+    x_ptr,
+    x_stride_e,  # what rows of batch m // T are off by from m * x_stride_m
+    x_stride_m,
+    x_stride_k,
+    x_scale_ptr,
+    x_scale_stride_m,
+    x_scale_stride_g,
+    x_partials: tl.constexpr,
+):
+    """moe_ops_route in the first E programs, moe_ops_quantize in the others: neither waits for the
+    other.
+    """
+    gdc_wait(PDL)
+    gdc_launch_dependents(PDL)
+    program = tl.program_id(0)
+    if program < E:
+        sort_expert(
+            index_ptr, ids_ptr, map_ptr, program, S, E, num_ids, num_blocks, top_k,
+            ids_stride_m, ids_stride_k, map_stride, BLOCK_E, BLOCK_M, CHUNK,
+        )  # fmt: skip
+    else:
+        program -= E
+        quantize_row(
+            q_ptr, scale_ptr, zero_ptr, x_ptr, program % rows, program // rows, T, zeros, rows,
+            K, x_stride_e, x_stride_m, x_stride_k, BY_GROUP, GROUPS, NATIVE, INT8,
+        )  # fmt: skip
+
+
+@arguments
+class Amax:
+    partials: Pointer  # (programs,) fp32, written: largest magnitude of each program's rows
+    zero: Pointer  # (1,) fp32 set to zero, or None
+    x: Input  # (rows, K)
+    # ids by VALID: "pairs" (rows, top_k); "batched" rows of each batch (E,); "groups" end rows
+    # (E,)
+    routing: Routing
+    topk_weights: RouterWeights  # (rows, 1), where they scale the input
+    rows: Runtime
+    T: Runtime
+    K: Specialized
+    VALID: Constant
+    LANES: Constant  # a power of two, at least top_k
+    CHUNK: Constant
+    PDL: Constant
+
+
+@kernel(Amax)
+def moe_ops_amax(
+    partials_ptr,
+    zero_ptr,
+    x_ptr,
+    x_stride_e,  # what rows of batch m // T are off by from m * x_stride_m
+    x_stride_m,
+    x_stride_k,
+    x_scale_ptr,
+    x_scale_stride_m,
+    x_scale_stride_g,
+    x_partials: tl.constexpr,
+    index_ptr,
+    ids_ptr,
+    map_ptr,
+    num_blocks,
+    E,
+    num_ids,
+    top_k,
+    ids_stride_m,
+    ids_stride_k,
+    map_stride,
+    ROWS: tl.constexpr,
+    topk_weights_ptr,
+    topk_weights_stride_m,
+    topk_weights_stride_k,
+    rows,
+    T,
+    K,
+    VALID: tl.constexpr,
+    LANES: tl.constexpr,
+    CHUNK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Largest magnitude of the rows that an expert here will see; the others may hold anything."""
+    gdc_launch_dependents(PDL)
+    lane = tl.arange(0, CHUNK)
+    largest = 0.0
+    for m in range(tl.program_id(0), rows, tl.num_programs(0)):
+        row = tl.zeros((), tl.int64) + m
+        if VALID == "pairs":
+            j = tl.arange(0, LANES)
+            e = local_expert(
+                ids_ptr, map_ptr, m * top_k + j, j < top_k, E, num_ids, top_k,
+                ids_stride_m, ids_stride_k, map_stride,
+            )  # fmt: skip
+            valid = tl.max(e, 0) >= 0
+        elif VALID == "batched":
+            valid = m % T < tl.load(ids_ptr + m // T * ids_stride_m)
+        else:
+            valid = m < tl.load(ids_ptr + (E - 1) * ids_stride_m)
+        end = tl.where(valid, K, 0)
+        amax = tl.zeros((CHUNK,), tl.float32)
+        start_ptr = x_ptr + row // T * x_stride_e + row * x_stride_m
+        for start in range(0, end, CHUNK):
+            k = start + lane
+            x = tl.load(start_ptr + k.to(tl.int64) * x_stride_k, mask=k < K, other=0.0)
+            amax = tl.maximum(amax, tl.abs(x.to(tl.float32)))
+        of_row = tl.max(amax, 0)
+        if topk_weights_ptr is not None:
+            weight = tl.load(topk_weights_ptr + row * topk_weights_stride_m, mask=valid, other=0.0)
+            of_row *= tl.abs(weight.to(tl.float32))
+        largest = tl.maximum(largest, of_row)
+    tl.store(partials_ptr + tl.program_id(0), largest)
+    if zero_ptr is not None:
+        tl.store(zero_ptr, 0.0, mask=tl.program_id(0) == 0)
+    gdc_wait(PDL)
+
+
+class Valid(NamedTuple):
+    """Which rows of x count for a scale that all share."""
+
+    how: str  # "pairs", "batched" or "groups"
+    routing: Routing
+    topk_weights: RouterWeights = NO_ROUTER_WEIGHTS  # to scale the input by
+
+
+def counted(how: str, sizes: Tensor) -> Valid:
+    """Rows of batches whose counts `sizes` (E,) holds ("batched"), or of groups whose end rows it
+    holds ("groups").
+    """
+    E, stride = sizes.shape[0], sizes.stride(0)
+    return Valid(how, Routing(None, sizes, None, 0, E, 0, 1, stride, 0, 0, "plain"))
+
+
+def amax(
+    x: Input,
+    rows: int,
+    rows_of_expert: int,  # of batched x, else all
+    K: int,
+    partials: Tensor,  # (NUM_PARTIALS,), written
+    valid: Valid,
+    zero: Tensor | None,
+    gpu: Gpu,
+) -> Launch:
+    """The largest magnitude of the rows of x that count, as so many partial ones as programs
+    looked for it.
+    """
+    args = Amax(
+        partials=partials,
+        zero=zero,
+        x=x,
+        routing=valid.routing,
+        topk_weights=valid.topk_weights,
+        rows=rows,
+        T=rows_of_expert,
+        K=K,
+        VALID=valid.how,
+        LANES=1 << max(valid.routing.top_k - 1, 1).bit_length(),
+        CHUNK=1024,
+        PDL=gpu.pdl,
+    )
+    return Launch(moe_ops_amax, (NUM_PARTIALS, 1, 1), args)
+
+
+def quantize_x(
+    x: Input,  # as the caller has it
+    rows: int,
+    rows_of_expert: int,  # of batched x, else all
+    K: int,
+    x_scale: str,
+    config: LayerConfig,
+    workspace: Tensor,
+    static: Tensor | None,
+    valid: Valid,
+    h_scale: Tensor | None,  # largest magnitudes of h, which GEMM1 raises from zero
+    zeros_a_row: int,
+    codes: torch.dtype,
+    gpu: Gpu,
+    sort: Sort | None = None,  # of the pairs, where a kernel sorts them
+) -> tuple[list[Launch], Input]:
+    """Launches that come before GEMM1, the sorting among them, and what it reads as x."""
+    routing = valid.routing
+    before = [] if sort is None else [route(routing, sort, gpu)]
+    if x_scale == "static":
+        return before, x._replace(scale=static)
+    if x_scale == "tensor":
+        partials = flat(workspace, torch.float32, NUM_PARTIALS)
+        before.append(amax(x, rows, rows_of_expert, K, partials, valid, h_scale, gpu))
+        return before, x._replace(scale=partials, partials=NUM_PARTIALS)
+    if not config.quantize_x:
+        return before, x
+    by_group = x_scale == "group"
+    data, scale = split(workspace, rows, K, codes, rows * (cdiv(K, 128) if by_group else 1))
+    to = Quantized(
+        q=data,
+        scale=scale,
+        zero=h_scale,
+        rows=rows,
+        T=rows_of_expert,
+        zeros=zeros_a_row,
+        K=K,
+        BY_GROUP=by_group,
+        GROUPS=GROUPS,
+        NATIVE=gpu.native,
+        INT8=codes == torch.int8,
+    )
+    parts_of_row = cdiv(K, GROUPS * 128) if by_group else 1
+    quantized_x = Input(data, 0, K, 1, scale, scale_stride_g=rows)
+    if sort is None:
+        args = Quantize(to=to, x=x, PDL=gpu.pdl)
+        return [Launch(moe_ops_quantize, (rows, parts_of_row, 1), args)], quantized_x
+    grid = (routing.E + rows * parts_of_row, 1, 1)
+    both = RouteQuantize(routing=routing, sort=sort, PDL=gpu.pdl, to=to, x=x)
+    return [Launch(moe_ops_route_quantize, grid, both, sort.num_warps)], quantized_x

@@ -1,0 +1,156 @@
+"""How activations of a quantization scheme run on the Triton kernels: which scales there are, and
+where they and quantized activations live in the workspaces. torch alone.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from moe_ops.kernels.configs import LayerConfig
+from moe_ops.kernels.launch import Constant, Pointer, Runtime, Specialized
+from moe_ops.meta.workspace import cdiv, maximum, minimum, round_up
+from moe_ops.schemes import get_scheme
+
+NUM_PARTIALS = 128  # programs that look for the largest magnitude of x
+# Up to so many rows an expert, on average, the workspace holds h in fp32 too, so that GEMM2 may
+# quantize it by groups.
+FEW_ROWS = 2
+_GAP = 32  # fp32 elements that align what comes second in a workspace
+
+
+class Scales(NamedTuple):
+    """The scales of a scheme, as kernels/gemm/sm80_mma.py names them; "" where there are none."""
+
+    weight: str
+    x: str
+
+
+PLAIN = Scales("", "")
+
+
+def describe(scheme: str) -> Scales:
+    """The Scales of a scheme's name; "" means plain weights."""
+    found = get_scheme(scheme)
+    if found.weight is None:
+        return PLAIN
+    group = found.weight.group
+    weight = "tensor" if group.is_tensor else "channel" if group.is_row else "block"
+    activation = found.activation
+    assert activation is not None, scheme  # weights alone: kernels/mixed_gemm
+    if activation.static:
+        return Scales(weight, "static")
+    group = activation.group
+    return Scales(weight, "tensor" if group.is_tensor else "row" if group.is_row else "group")
+
+
+scales = cache(describe)  # for launches; in traced code Dynamo warns of a cached function
+
+
+def h_elements(rows: Any, I: int, experts: int, x_scale: str, aligned: bool) -> Any:  # noqa: E741
+    """fp32 elements that h (rows, I) and its scales need, whatever the config. int or SymInt.
+
+    `aligned`: rows of all operands start at multiples of 16 bytes.
+    """
+    if x_scale == "static":
+        return cdiv(rows * I, 4)
+    if x_scale == "row":
+        return rows * I + _GAP + rows
+    if x_scale == "tensor":
+        return rows * I + _GAP + 1
+    if not aligned:
+        return rows * I
+    quantized = cdiv(rows * I, 4) + _GAP + rows * cdiv(I, 128)
+    return maximum(quantized, minimum(rows, FEW_ROWS * experts) * I)
+
+
+def x_elements(rows: Any, K: int, x_scale: str) -> Any:
+    """fp32 elements that quantized x (rows, K) and its scales need at most. int or SymInt."""
+    if x_scale == "tensor":
+        return NUM_PARTIALS
+    if x_scale in ("group", "row"):
+        return cdiv(rows * K, 4) + _GAP + rows * (cdiv(K, 128) if x_scale == "group" else 1)
+    return 0
+
+
+class Input(NamedTuple):
+    """A GEMM's input and its scales as the kernels take them: rows of x or h.
+
+    Rows of expert e lie at e * stride_e + row * stride_m.
+    """
+
+    ptr: Pointer
+    stride_e: Specialized
+    stride_m: Specialized
+    stride_k: Specialized
+    scale: Pointer = None
+    scale_stride_m: Specialized = 0  # between the scales of rows that have one each (mixed_gemm)
+    # between the scales of groups of columns; those of rows lie side by side
+    scale_stride_g: Runtime = 0
+    partials: Constant = 1  # numbers whose maximum is the one scale of all rows
+
+    @property
+    def data(self) -> Tensor:
+        """The tensor behind `ptr`."""
+        assert self.ptr is not None
+        return self.ptr
+
+
+def rows_of(x: Tensor) -> Input:
+    """The Input of a tensor (M, K)."""
+    stride_m, stride_k = x.stride()
+    return Input(x, 0, stride_m, stride_k)
+
+
+def batches_of(x: Tensor) -> Input:
+    """The Input of a tensor (E, T, K), whose row t of expert e is row e * T + t.
+
+    What (e, t) is off by from that times the row stride is the expert's own term, zero for a
+    contiguous tensor.
+    """
+    return Input(x, x.stride(0) - x.shape[1] * x.stride(1), x.stride(1), x.stride(2))
+
+
+def flat(workspace: Tensor, dtype: torch.dtype, size: int) -> Tensor:
+    """The workspace as `dtype`, of which `size` elements are used; kernels take no more of it than
+    its address.
+    """
+    found = workspace if workspace.dtype == dtype else workspace.view(dtype)
+    assert found.numel() >= size, (found.shape, size)
+    return found
+
+
+def split(
+    workspace: Tensor, rows: int, columns: int, dtype: torch.dtype, num_scales: int
+) -> tuple[Tensor, Tensor]:
+    """rows * columns elements of `dtype`, and behind them so many fp32 scales."""
+    start = round_up(rows * columns * dtype.itemsize, 4 * _GAP) // 4
+    behind = flat(workspace, torch.float32, start + num_scales)[start:]
+    return flat(workspace, dtype, rows * columns), behind
+
+
+def hidden(
+    workspace: Tensor,
+    rows: int,
+    I: int,  # noqa: E741
+    dtype: torch.dtype,
+    x_scale: str,
+    config: LayerConfig,
+    static: Tensor | None,
+    codes: torch.dtype,  # of quantized activations
+) -> tuple[Input, str]:
+    """h (rows, I) as GEMM2 reads it, and GEMM1's H_SCALE."""
+    if not x_scale:
+        return Input(flat(workspace, dtype, rows * I), 0, I, 1), ""
+    if x_scale == "static":
+        return Input(flat(workspace, codes, rows * I), 0, I, 1, static), "static"
+    if x_scale == "group":
+        if config.h_in_fp32:
+            return Input(flat(workspace, torch.float32, rows * I), 0, I, 1), ""
+        data, scale = split(workspace, rows, I, codes, rows * cdiv(I, 128))
+        return Input(data, 0, I, 1, scale, scale_stride_g=rows), "group"
+    data, scale = split(workspace, rows, I, torch.float32, rows if x_scale == "row" else 1)
+    return Input(data, 0, I, 1, scale), x_scale
