@@ -90,8 +90,8 @@ def _reasons_against_e2m1_words(problem: Problem, machine: Machine) -> list[str]
         major, minor = machine.capability
         found = "its interpreter" if INTERPRETED else f"Triton {_TRITON}"
         reasons.append(
-            f"triton takes weights in layout {TRITON_E2M1!r} on compute capability 9.0 under Triton 3.6, got {major}.{minor} "
-            f"under {found}; {_BACK}"
+            f"triton takes weights in layout {TRITON_E2M1!r} on compute capability 9.0 under "
+            f"Triton {environment.GLUON_VERSIONS}, got {major}.{minor} under {found}; {_BACK}"
         )
     return reasons
 

@@ -637,7 +637,7 @@ def _prepare(
     pairs: int,
     num_ids: int,
 ) -> _Prepared:
-    """Derived once, for 4 us a GEMM less."""
+    """What follows from shapes, the config and the number of pairs. Kept, as it takes 3 us."""
     E, N, row_bytes = shape
     block_n, block_k, num_stages, num_warps = config
     K = row_bytes * 8 // of.bits
@@ -710,7 +710,9 @@ def _operand(
         *(of, data.shape, data.stride(), k_chunk, w.has_zero, scale_shape, scale_strides),
         *(parts, config, block_m, split_k, pairs, routing.num_ids),
     )
-    w_scales = None if elements is None else prepared.w_scales.of(elements)
+    w_scales = None
+    if elements is not None and prepared.w_scales is not None:
+        w_scales = prepared.w_scales.of(elements)
     return _Operand(prepared.w.of(data), w_scales, scales, prepared)
 
 
