@@ -307,7 +307,7 @@ def test_last_chunk_of_weights_reaches_back(K):
     assert k_chunk == 128 and w.chunks(gemm) == (2 if K % k_chunk == 0 else 1)
     found = prepare(w, 2, gemm)
     tile = found.prepared.tile
-    assert tile.K_CHUNK == k_chunk and tile.BLOCK_K == w.block_k(gemm)
+    assert k_chunk == tile.K_CHUNK and w.block_k(gemm) == tile.BLOCK_K
     chunks = data.as_strided(found.w.shape, found.w.strides)
     for i in range(-(-K // k_chunk)):
         at = i if K % k_chunk == 0 else min(2 * i, K * 2 // k_chunk - 2)
