@@ -217,7 +217,7 @@ def why_left_out(kernel: str, arch: int) -> str:
     """Why no call reaches a kernel on an architecture; empty where none should be left out."""
     if "_flashinfer_" in kernel:
         return "runs around FlashInfer's kernels, which compile_flashinfer.py compiles"
-    if "_gluon_" in kernel or kernel.endswith("_arrange"):
+    if "_wgmma_" in kernel or kernel == "moe_ops_permute_tokens":
         if arch != 90:
             return "multiplies by wgmma, which compute capability 9.0 alone has"
         return environment.why_no_gluon(triton.__version__) or ""
