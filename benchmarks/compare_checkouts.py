@@ -1,13 +1,15 @@
 """Two checkouts of this library timed in one run, cell by cell in turn on the same GPU.
 
-    python benchmarks/compare_checkouts.py BEFORE AFTER [--shapes qwen3 mixtral] [--schemes bf16 fp8_block]
+    python benchmarks/compare_checkouts.py BEFORE AFTER [--shapes qwen3 mixtral] [--schemes bf16
+    fp8_block]
                                            [--tokens 1 8 64] [--rounds 7] [--out FILE]
     python benchmarks/compare_checkouts.py --report FILE ...
 
 Each checkout runs in a process of its own, with its own benchmarks/: both build a cell of
-benchmarks/experts.py (implementation "moe_ops"), capture it in a CUDA graph and then replay it in turn, so that clocks
-and neighbours harm both alike. With several GPUs, shapes are shared out among them. Printed for each cell: both medians and
-their ratio; at the end the cells whose ratio is over --limit. FILE gets a row a cell; cells that it holds are skipped.
+benchmarks/experts.py (implementation "moe_ops"), capture it in a CUDA graph and then replay it in
+turn, so that clocks and neighbours harm both alike. With several GPUs, shapes are shared out among
+them. Printed for each cell: both medians and their ratio; at the end the cells whose ratio is over
+--limit. FILE gets a row a cell; cells that it holds are skipped.
 """
 
 from __future__ import annotations

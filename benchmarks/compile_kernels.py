@@ -1,12 +1,13 @@
 """Compile the Triton kernels of a backend without a GPU and print what came out.
 
-    python benchmarks/compile_kernels.py [--arch 90] [--gpu "NVIDIA H200"] [--shape qwen3] [--M 1 64]
+    python benchmarks/compile_kernels.py [--arch 90] [--gpu "NVIDIA H200"] [--shape qwen3] [--M 1
+    64]
                                          [--backend deep_gemm]
 
-The backend's own launch code runs on tensors without storage, and every kernel it would start is compiled as it
-would be there. Printed: registers, spilled bytes, shared memory, blocks resident per SM, tensor-core shapes and
-asynchronous copies (`cp.async` by width: 16 bytes is what streams weights). Needs triton, not a GPU;
-TRITON_INTERPRET must be unset.
+The backend's own launch code runs on tensors without storage, and every kernel it would start is
+compiled as it would be there. Printed: registers, spilled bytes, shared memory, blocks resident
+per SM, tensor-core shapes and asynchronous copies (`cp.async` by width: 16 bytes is what streams
+weights). Needs triton, not a GPU; TRITON_INTERPRET must be unset.
 """
 
 from __future__ import annotations
@@ -324,7 +325,8 @@ def _compile_one(chip: Gpu, arch: int, call: Call | RouterCall) -> None:
 
 
 def compile_all(calls: Sequence[Call | RouterCall], chip: Gpu, arch: int) -> None:
-    """Compile many calls on all cores: Triton keeps kernels on disk, where a later launch finds them."""
+    """Compile many calls on all cores: Triton keeps kernels on disk, where a later launch finds
+    them."""
     with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
         list(pool.map(partial(_compile_one, chip, arch), calls))
 
@@ -379,7 +381,8 @@ def describe(binary: Any, warps: int) -> str:
         width: len(re.findall(rf"LDGSTS\.E[A-Z.]*\.{width}\b", sass)) for width in ("64", "128")
     }
     return (
-        f"registers {registers:3d}  spilled {spilled:3d}  shared {shared:6d}  blocks/SM {resident}  "
+        f"registers {registers:3d}  spilled {spilled:3d}  shared {shared:6d}  blocks/SM "
+        f"{resident}  "
         f"{kind} {','.join(sorted(shapes)) or '-'}  cp.async {len(re.findall('LDGSTS', sass))} "
         f"(16 B: {copies['128']}, 8 B: {copies['64']})  bulk {len(re.findall('UTMALDG', sass))}  "
         f"LDG {len(re.findall(r'LDG.E', sass))}  shuffles {len(re.findall(r'SHFL', sass))}"

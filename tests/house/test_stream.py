@@ -1,6 +1,8 @@
-"""Which way imports run: a file imports from lower floors or from its own package, never sideways or up.
+"""Which way imports run: a file imports from lower floors or from its own package, never sideways
+or up.
 
-Imports inside functions and under TYPE_CHECKING count, and so do strings that name a module ("moe_ops.x.y:z").
+Imports inside functions and under TYPE_CHECKING count, and so do strings that name a module
+("moe_ops.x.y:z").
 """
 
 from __future__ import annotations
@@ -53,7 +55,8 @@ BACKEND = (
     "backend",
 )
 
-# TEMPORARY: files that lie flat in kernels/ until they move into its folders. What they import is not looked at.
+# TEMPORARY: files that lie flat in kernels/ until they move into its folders. What they import is
+# not looked at.
 FLAT_KERNELS = re.compile(r"kernels/(triton|gluon)_\w+\.py")
 
 LAZY = re.compile(r"moe_ops(\.\w+)+(:\w+)?")
@@ -187,7 +190,7 @@ def test_no_files_import_each_other():
     assert cycle(Package(PACKAGE)) == []
 
 
-# --- the test of the test ---------------------------------------------------------------------------
+# --- the test of the test ------------------------------------------------------------------------
 
 
 @pytest.fixture

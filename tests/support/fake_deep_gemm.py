@@ -1,7 +1,9 @@
-"""DeepGEMM's grouped products in plain torch, from their documentation: what backend deep_gemm calls in tests on a CPU.
+"""DeepGEMM's grouped products in plain torch, from their documentation: what backend deep_gemm
+calls in tests on a CPU.
 
-As the library does they take data, scales and rows in the layouts that TMA reads, and refuse others. Rows that belong to
-no expert become NaN, or stay as they are: the library leaves open what they hold.
+As the library does they take data, scales and rows in the layouts that TMA reads, and refuse
+others. Rows that belong to no expert become NaN, or stay as they are: the library leaves open what
+they hold.
 """
 
 from __future__ import annotations
@@ -22,8 +24,8 @@ E4M3, BF16 = torch.float8_e4m3fn, torch.bfloat16
 
 
 def spread(scale: Tensor, rows: int, K: int, width: int) -> Tensor:
-    """(.., rows, K) multipliers of scales whose rows lie side by side, as TMA reads them: fp32 (.., rows, K / width),
-    or int32 words of four exponents (.., rows, ceil(K / (4 width)))."""
+    """(.., rows, K) multipliers of scales whose rows lie side by side, as TMA reads them: fp32
+    (.., rows, K / width), or int32 words of four exponents (.., rows, ceil(K / (4 width)))."""
     step, groups = -(-rows // 4) * 4, -(-K // width)
     packed = scale.dtype == torch.int32
     assert packed or scale.dtype == torch.float32
@@ -49,8 +51,8 @@ def values(operand, width: int = 128) -> Tensor:
 
 
 def weights(operand, width: int = 128) -> Tensor:
-    """fp64 values of weights (E, N, K): bf16, or (e4m3, scales of 128 x 128), or (e4m3 or int8 pairs of e2m1, exponents
-    of `width` columns)."""
+    """fp64 values of weights (E, N, K): bf16, or (e4m3, scales of 128 x 128), or (e4m3 or int8
+    pairs of e2m1, exponents of `width` columns)."""
     if isinstance(operand, Tensor):
         return values(operand)
     data, scale = operand

@@ -3,12 +3,27 @@
 import json
 import math
 
-from moe_ops import backends
-from moe_ops.kernels import triton_tiles
-from moe_ops.kernels.triton_tiles import Tile
+from moe_ops import backends as backends_module
+from moe_ops.kernels.configs import (
+    SM90_WGMMA,
+    GemmConfig,
+    config_of,
+    fields_of,
+    override,
+)
+from moe_ops.kernels.gemm import configs
 from moe_ops.tables import lookup, record
 from tests.support.cases import BF16
-from tests.tuning.test_tuning import CHIP, MANY, ONE, TARGET, chosen, fill
+from tests.tuning.test_tuning import (  # noqa: E402
+    CHIP,
+    MANY,
+    ONE,
+    TARGET,
+    chosen,
+    fill,
+    layer_config,
+    rows_of_tables,
+)
 
 
 def test_record_replaces_and_keeps_others(table):
@@ -26,50 +41,64 @@ def test_record_replaces_and_keeps_others(table):
     assert lookup.tables() == {"Test GPU": table}
 
 
-def test_measured_tiles_are_chosen(table):
+def test_measured_configs_are_chosen(table):
     default, far = chosen(64), {M: chosen(M) for M in (2, 16, 256, 5000)}
     fill(table)
     lookup._entries.cache_clear()
-    triton_tiles._for_experts.cache_clear()
-    tuned = MANY._replace(tokens=64)
+    configs._for_experts.cache_clear()
+    tuned = MANY._replace(block_m=64)
     assert default != tuned
     assert chosen(1) == ONE
-    # M = 1 lends its tiles to no other M, 64 to those from 17 to 255
+    # M = 1 lends its config to no other M, 64 to those from 17 to 255
     assert {M: chosen(M) for M in far} == far
-    assert chosen(17) == tuned._replace(chunk=64)  # how pairs are sorted follows M
+    assert chosen(17) == tuned._replace(sort_chunk=64)  # how pairs are sorted follows M
     assert chosen(255) == tuned
     assert chosen(64) == tuned
     assert chosen(64, top_k=1) != tuned
-    with triton_tiles.searching(None) as seen:
+    with override(None) as seen:
         assert chosen(64) == default
     assert seen == [default]
-    with triton_tiles.searching(ONE):
+    with override(ONE):
         assert chosen(64) == ONE
 
 
-def test_tiles_that_want_h_in_fp32_are_for_few_rows(table):
+def test_configs_that_want_h_in_fp32_are_for_few_rows(table):
     """A workspace for more than two rows an expert has no place for it."""
     target = TARGET | {"scheme": "fp8_block"}
-    tuned = MANY._replace(tokens=16, quantize=True, wide_h=True, chunk=64)
-    record.record(table, "Test GPU", target, 8, tuned, 1.0)
+    tuned = MANY._replace(block_m=16, quantize_x=True, h_in_fp32=True, sort_chunk=64)
+    record.record(table, "Test GPU", target, 8, fields_of(tuned), 1.0)
     problem = (2, 8, 512, 256, BF16, CHIP, "fp8_block", ("block", "group"), True)
-    assert triton_tiles.for_experts(8, *problem) == tuned
-    assert not triton_tiles.for_experts(9, *problem).wide_h
+    assert configs.for_experts(8, *problem) == tuned
+    assert not configs.for_experts(9, *problem).h_in_fp32
 
 
-def test_tiles_that_want_another_workspace_are_passed_over(table):
-    record.record(table, "Test GPU", TARGET, 64, MANY._replace(wide_h=True), 1.0)
-    assert not chosen(64).wide_h
-    assert chosen(64) == triton_tiles.choose(128, 8, 512, 256, 2, False, CHIP.shared_memory)
+def test_configs_that_want_another_workspace_are_passed_over(table):
+    record.record(table, "Test GPU", TARGET, 64, fields_of(MANY._replace(h_in_fp32=True)), 1.0)
+    assert not chosen(64).h_in_fp32
+    assert chosen(64) == configs.choose(128, 8, 512, 256, 2, False, CHIP.shared_memory)
 
 
-def test_quantized_layers_without_a_gate_have_tiles_of_their_own(table):
+def test_quantized_layers_without_a_gate_have_configs_of_their_own(table):
     target = TARGET | {"scheme": "fp8_block"}
-    tuned = MANY._replace(gemm1=Tile(256, 128, 3, 4), quantize=True)
-    record.record(table, "Test GPU", target, 64, tuned, 1.0)
+    tuned = MANY._replace(gemm1=GemmConfig(256, 128, 3, 4), quantize_x=True)
+    record.record(table, "Test GPU", target, 64, fields_of(tuned), 1.0)
     problem = (64, 2, 8, 512, 256, BF16, CHIP, "fp8_block", ("block", "group"))
-    assert triton_tiles.for_experts(*problem, True).gemm1 == tuned.gemm1
-    assert triton_tiles.for_experts(*problem, False).gemm1.rows == 128
+    assert configs.for_experts(*problem, True).gemm1 == tuned.gemm1
+    assert configs.for_experts(*problem, False).gemm1.block_n == 128
+
+
+def test_tables_hold_configs_by_the_names_of_their_fields():
+    assert fields_of(ONE) == {
+        "kernel": "sm80_mma",
+        "block_m": 16,
+        "gemm1": {"block_n": 64, "block_k": 128, "num_stages": 4, "num_warps": 4},
+        "gemm2": {"block_n": 64, "block_k": 64, "num_stages": 3, "num_warps": 4},
+        "direct": True,
+    }
+    for config in (ONE, MANY, MANY._replace(split_k=3, kernel=SM90_WGMMA)):
+        assert config_of(fields_of(config), config.sort_chunk) == config
+    for _, row in rows_of_tables():
+        assert fields_of(layer_config(row)) == row["config"]
 
 
 def test_tables_in_the_package_name_backends_that_exist():
@@ -79,5 +108,5 @@ def test_tables_in_the_package_name_backends_that_exist():
             counts = [row["num_tokens"] for row in rows]
             assert counts == sorted(set(counts))
             for row in rows:
-                assert set(row["us"]) <= set(backends.list_backends())
+                assert set(row["us"]) <= set(backends_module.list_backends())
                 assert all(us > 0 and math.isfinite(us) for us in row["us"].values())

@@ -11,9 +11,16 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import moe_ops
 from moe_ops import backends as backends_module
-from moe_ops.kernels import triton_tiles
-from moe_ops.kernels.triton_launch import Gpu
-from moe_ops.kernels.triton_tiles import Tile, Tiles
+from moe_ops.kernels.configs import (
+    SM90_WGMMA,
+    GemmConfig,
+    LayerConfig,
+    config_of,
+    fields_of,
+    override,
+)
+from moe_ops.kernels.gemm import configs
+from moe_ops.kernels.launch import Gpu
 from moe_ops.ops.problem import Machine, Problem
 from moe_ops.planning import auto
 from moe_ops.planning import machine as machines
@@ -31,8 +38,8 @@ TARGET = {
     "scheme": "",
     "dtype": "bfloat16",
 }
-ONE = Tiles(True, 16, Tile(64, 128, 4, 4), Tile(64, 64, 3, 4), 64)
-MANY = Tiles(False, 32, Tile(128, 64, 3, 4), Tile(64, 64, 2, 4), 256)
+ONE = LayerConfig(GemmConfig(64, 128, 4, 4), GemmConfig(64, 64, 3, 4), 16, 64, direct=True)
+MANY = LayerConfig(GemmConfig(128, 64, 3, 4), GemmConfig(64, 64, 2, 4), 32, 256)
 ON_GPU = (
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
@@ -45,15 +52,15 @@ CHIP = Gpu(227 * 1024, True, False, "Test GPU")
 
 def fill(path, **changes):
     target = TARGET | changes
-    record.record(path, "Test GPU", target, 1, ONE, 10.0)
-    record.record(path, "Test GPU", target, 64, MANY, 20.0)
-    record.record(path, "Test GPU", target, 64, MANY._replace(tokens=64), 19.0)
+    record.record(path, "Test GPU", target, 1, fields_of(ONE), 10.0)
+    record.record(path, "Test GPU", target, 64, fields_of(MANY), 20.0)
+    record.record(path, "Test GPU", target, 64, fields_of(MANY._replace(block_m=64)), 19.0)
 
 
 def chosen(M, **changes):
     t = TARGET | changes
     shape = (t["num_experts"], t["hidden_size"], t["intermediate_size"])
-    return triton_tiles.for_experts(M, t["top_k"], *shape, BF16, CHIP, t["scheme"], ("", ""), True)
+    return configs.for_experts(M, t["top_k"], *shape, BF16, CHIP, t["scheme"], ("", ""), True)
 
 
 def rows_of_tables():
@@ -65,44 +72,46 @@ def rows_of_tables():
     ]
 
 
-def tiles_of(row):
-    direct, tokens, gemm1, gemm2, *rest = row["tiles"]
-    return Tiles(direct, tokens, Tile(*gemm1), Tile(*gemm2), *rest)
+def layer_config(row):
+    return config_of(row["config"], sort_chunk=256)
 
 
 def on_gpu():
     for entry, row in rows_of_tables():
         shape = f"{entry['hidden_size']}x{entry['intermediate_size']}"
         name = f"{entry['scheme'] or 'plain'}-{shape}-{row['num_tokens']}"
-        case = ("cuda", entry["dtype"], entry["scheme"], tiles_of(row))
+        case = ("cuda", entry["dtype"], entry["scheme"], layer_config(row))
         sizes = (entry["hidden_size"], entry["intermediate_size"])
         yield pytest.param(*case, *sizes, id=name, marks=ON_GPU)
 
 
 def interpreted():
-    """The interpreter has neither warps nor stages: tiles that differ in nothing else are run
-    once. It does not know the kernels of gluon_packed.py."""
+    """The interpreter has neither warps nor stages: configs that differ in nothing else are run
+    once. It does not know the kernels of sm90_wgmma.py.
+    """
     found = {}
     for entry, row in rows_of_tables():
-        tiles = tiles_of(row)
-        alike = {f: getattr(tiles, f)._replace(stages=2, warps=4) for f in ("gemm1", "gemm2")}
-        if not tiles.wgmma:
-            found[entry["scheme"], tiles._replace(chunk=64, **alike)] = None
-    for scheme, tiles in found:
-        name = "-".join(str(f) for f in (scheme or "plain", tiles.tokens, *tiles.gemm1[:2]))
-        sizes = (256, 128) if tiles.direct else (384, 256)  # of one token, programs are many
-        yield pytest.param("cpu", "float32", scheme, tiles, *sizes, id=name, marks=ON_CPU)
+        config = layer_config(row)
+        alike = {
+            f: getattr(config, f)._replace(num_stages=2, num_warps=4) for f in ("gemm1", "gemm2")
+        }
+        if config.kernel != SM90_WGMMA:
+            found[entry["scheme"], config._replace(sort_chunk=64, **alike)] = None
+    for scheme, config in found:
+        name = "-".join(str(f) for f in (scheme or "plain", config.block_m, *config.gemm1[:2]))
+        sizes = (256, 128) if config.direct else (384, 256)  # of one token, programs are many
+        yield pytest.param("cpu", "float32", scheme, config, *sizes, id=name, marks=ON_CPU)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("device, dtype, scheme, tiles, K, I", [*interpreted(), *on_gpu()])
-def test_tuned_tiles_keep_the_values(device, dtype, scheme, tiles, K, I):  # noqa: E741
-    """Every tile of the tables, on fewer experts: tiles do not depend on their number."""
+@pytest.mark.parametrize("device, dtype, scheme, config, K, I", [*interpreted(), *on_gpu()])
+def test_tuned_configs_keep_the_values(device, dtype, scheme, config, K, I):  # noqa: E741
+    """Every config of the tables, on fewer experts: configs do not depend on their number."""
     dtype = getattr(torch, dtype)
     late = (
-        scheme == "fp8_block" and tiles.wide_h
+        scheme == "fp8_block" and config.h_in_fp32
     )  # the workspace has no place for it with many rows
-    M = 1 if tiles.direct else 2 if late else tiles.tokens + 8
+    M = 1 if config.direct else 2 if late else config.block_m + 8
     g = torch.Generator(device).manual_seed(0)
 
     def normal(*shape):
@@ -118,9 +127,9 @@ def test_tuned_tiles_keep_the_values(device, dtype, scheme, tiles, K, I):  # noq
     else:
         wide = (x.float(), w13.float(), w2.float())
     expected = moe_ops.fused_experts(*wide, weights, ids, backend="torch")  # in fp32
-    with triton_tiles.searching(tiles) as seen, poisoned_memory():
+    with override(config) as seen, poisoned_memory():
         out = moe_ops.fused_experts(x, w13, w2, weights, ids, backend="triton")
-    assert seen and set(seen) == {tiles}
+    assert seen and set(seen) == {config}
     assert_matches(out, expected.double(), tolerance(dtype, scheme, device))
 
 
@@ -162,7 +171,7 @@ def tuner(table, monkeypatch):
 
 
 def test_backends_are_timed_into_the_table(tuner, table, capsys):
-    fill(table)  # tiles stay
+    fill(table)  # configs stay
     assert tuner("--backends", "--m", "16", "256") == [
         (16, "triton", "deep_gemm"),
         (256, "triton", "deep_gemm"),

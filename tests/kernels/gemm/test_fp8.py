@@ -16,9 +16,12 @@ from tests.support.cases import BF16, FP16, FP32, Case
 triton = pytest.importorskip("triton")
 
 from moe_ops.backends.triton import backend
-from moe_ops.kernels import triton_scales, triton_tiles
-from moe_ops.kernels.triton_launch import Gpu
-from moe_ops.kernels.triton_tiles import Tile, Tiles
+from moe_ops.kernels.configs import GemmConfig, LayerConfig, override
+from moe_ops.kernels.gemm import configs
+from moe_ops.kernels.launch import Gpu
+from moe_ops.kernels.quantize import e4m3_int8
+from moe_ops.kernels.quantize.scales import hidden, rows_of
+from moe_ops.kernels.quantize.scales import scales as scales_of
 
 CUDA = torch.cuda.is_available()
 INTERPRETED = pytest.mark.skipif(CUDA, reason="with a GPU the kernels are compiled")
@@ -58,19 +61,21 @@ def test_every_number_of_rows(where, scheme, average):
 
 @everywhere
 @pytest.mark.parametrize("quantize", [False, True])
-@pytest.mark.parametrize("wide_h", [False, True])
+@pytest.mark.parametrize("h_in_fp32", [False, True])
 @pytest.mark.parametrize("M", [1, 3])
-def test_where_groups_are_quantized(where, quantize, wide_h, M):
+def test_where_groups_are_quantized(where, quantize, h_in_fp32, M):
     """x by a kernel of its own or in GEMM1's loop, h behind GEMM1 or in GEMM2's loop: as tables
     may say."""
     case = Case(
         *where, "fp8_block", M=M, E=2, top_k=1, K=272, I=384, ids=torch.zeros(M, 1), bias=True
     )
-    gemm1 = Tile(128 if wide_h else 256, 128, 3, 4)
-    tiles = Tiles(M == 1, 16, gemm1, Tile(64, 128, 2, 4), 64, quantize, wide_h)
-    with triton_tiles.searching(tiles) as seen:
+    gemm1, gemm2 = GemmConfig(128 if h_in_fp32 else 256, 128, 3, 4), GemmConfig(64, 128, 2, 4)
+    config = LayerConfig(
+        gemm1, gemm2, 16, 64, direct=M == 1, quantize_x=quantize, h_in_fp32=h_in_fp32
+    )
+    with override(config) as seen:
         case.check("triton")
-    assert set(seen) == {tiles}
+    assert set(seen) == {config}
 
 
 @everywhere
@@ -243,10 +248,10 @@ SHAPES = [  # E, top_k, K, I; the last two have more pairs of one token than twi
 
 
 @pytest.mark.parametrize("scheme", QUANTIZING)
-def test_workspaces_hold_whatever_tiles_are_chosen(scheme):
+def test_workspaces_hold_whatever_config_is_chosen(scheme):
     """Taking a buffer apart fails where it is too small."""
-    scales = triton_scales.scales(scheme)
-    validity = triton_scales.Validity("groups", False, (None, None, 1, 0, 1, 0, 0, 0))
+    scales = scales_of(scheme)
+    valid = e4m3_int8.counted("groups", torch.ones(1, dtype=torch.int32))
     static = torch.ones(1)
     for M in (1, 2, 3, 7, 33, 200, 4096):
         for E, top_k, K, I in SHAPES:  # noqa: E741
@@ -257,26 +262,14 @@ def test_workspaces_hold_whatever_tiles_are_chosen(scheme):
                 for b in backend.workspace_shapes(M, problem)
             ]
             for memory in (99 * 1024, 227 * 1024):
-                tiles = triton_tiles.choose(pairs, E, K, I, 2, M == 1, memory, *scales)
-                h, _ = triton_scales.hidden(
-                    ws13, pairs, I, BF16, scales.x, tiles, static, torch.float8_e4m3fn
-                )
-                x = triton_scales.Input(torch.empty(M, K, device="meta"), (0, K, 1))
-                triton_scales.prepare(
-                    x,
-                    M,
-                    M,
-                    K,
-                    scales.x,
-                    tiles,
-                    ws2,
-                    static,
-                    validity,
-                    h.scale,
-                    top_k,
-                    torch.float8_e4m3fn,
+                config = configs.choose(pairs, E, K, I, 2, M == 1, memory, *scales)
+                codes = torch.float8_e4m3fn
+                h, _ = hidden(ws13, pairs, I, BF16, scales.x, config, static, codes)
+                x = rows_of(torch.empty(M, K, device="meta"))
+                e4m3_int8.quantize_x(
+                    x, M, M, K, scales.x, config, ws2, static, valid, h.scale, top_k, codes,
                     Gpu(0, True, False),
-                )
+                )  # fmt: skip
                 assert h.data.numel() >= pairs * I
 
 

@@ -1,4 +1,5 @@
-"""The kernels of one token (kernels/gemm/gemv.py) against fp64: interpreted on a CPU, compiled on a GPU."""
+"""The kernels of one token (kernels/gemm/gemv.py) against fp64: interpreted on a CPU, compiled on
+a GPU."""
 
 from __future__ import annotations
 
@@ -207,7 +208,8 @@ def test_other_layers_take_other_kernels(sizes, scheme, kernels):
 
 
 def eight_products(words: list[int], x: list[torch.Tensor]) -> float:
-    """What the assembly of `eight_products` computes of two words of e4m3 and four pairs of fp16."""
+    """What the assembly of `eight_products` computes of two words of e4m3 and four pairs of
+    fp16."""
     source = Path(gemv.__file__).read_text()
     (code,) = re.findall(r'def eight_products.*?"""\{(.*?)\}"""', source, re.S)
 

@@ -4,7 +4,6 @@ gpu`)."""
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import math
 
 import pytest
@@ -13,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_ops.activations import NAMES, Activation
-from moe_ops.kernels import triton_launch, triton_tiles
+from moe_ops.kernels.gemm import configs
 from moe_ops.ops.library import options_text
 from moe_ops.ops.problem import Machine, Problem
 
@@ -363,7 +362,7 @@ def test_bitwise_repeatable(where):
 
 @everywhere
 def test_many_tokens(where):
-    """Token tiles of more than 16 rows, more blocks than one group of the schedule holds."""
+    """Blocks of more than 16 rows, and more of them than one group of the schedule holds."""
     M = 200 if where[0] == "cpu" else 1500
     g = torch.Generator().manual_seed(1)
     ids = torch.rand((M, 3), generator=g).square().mul(7).int() - 1  # skewed, with -1
@@ -482,11 +481,11 @@ def test_grouped_linear(where, ends, S, K, N):
     st.integers(1, 5000), st.integers(1, 256), st.integers(1, 9000), st.integers(1, 9000),
     st.sampled_from([2, 4]), st.sampled_from([99 * 1024, 163 * 1024, 227 * 1024]),
 )  # fmt: skip
-def test_tiles_fit_shared_memory(rows, groups, K, I, itemsize, limit):  # noqa: E741
-    tiles = triton_tiles.choose(rows, groups, K, I, itemsize, False, limit)
-    for tile in (tiles.gemm1, tiles.gemm2):
-        assert tile.stages >= 2 and tile.rows >= 64 and tile.k >= 16
-        assert tile.stages * (tile.rows + tiles.tokens) * tile.k * itemsize <= limit
+def test_configs_fit_shared_memory(rows, groups, K, I, itemsize, limit):  # noqa: E741
+    config = configs.choose(rows, groups, K, I, itemsize, False, limit)
+    for n, k, num_stages, _ in (config.gemm1, config.gemm2):
+        assert num_stages >= 2 and n >= 64 and k >= 16
+        assert num_stages * (n + config.block_m) * k * itemsize <= limit
 
 
 # --- what the backend accepts --------------------------------------------------------------------
@@ -550,7 +549,7 @@ def test_capture_needs_a_warm_call_and_one_covers_its_tile():
         c.run(out=out, workspaces=workspaces)
     torch.cuda.synchronize()
     c.run(out=out, workspaces=workspaces)
-    c.x, c.ids, c.weights = c.x[:17], c.ids[:17], c.weights[:17]  # another M, the same tiles
+    c.x, c.ids, c.weights = c.x[:17], c.ids[:17], c.weights[:17]  # another M, the same config
     out = out[:17]
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -581,13 +580,3 @@ def test_offsets_past_two_to_the_31():
     c.x, c.ids, c.weights = c.x[:8], c.ids[:8], c.weights[:8]
     assert_close(out[:8], oracle(c), TOLERANCE[BF16])
     assert (out.view(-1, 8, K) == out[:8]).all()
-
-
-@pytest.mark.parametrize("name", triton_launch.EARLY)
-def test_first_kernels_wait_before_anything_else(name):
-    """Their predecessor, whatever it is, may still write their inputs, and read the workspaces."""
-    source = inspect.getsource(triton_launch._kernels()[name].fn)
-    body = source.split('"""')[2]  # behind the docstring
-    before = body[: body.index("wait(DEPENDENT)")]
-    for word in ("load(", "store(", "start_dependent(", "local_expert(", "position_of(", "_row("):
-        assert word not in before

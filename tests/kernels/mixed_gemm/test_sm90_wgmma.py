@@ -306,8 +306,8 @@ def test_last_chunk_of_weights_reaches_back(K):
     k_chunk = w.k_chunk
     assert k_chunk == 128 and w.chunks(gemm) == (2 if K % k_chunk == 0 else 1)
     found = prepare(w, 2, gemm)
-    block_k = found.prepared.tile.BLOCK_K
-    assert block_k == w.block_k(gemm)
+    tile = found.prepared.tile
+    assert k_chunk == tile.K_CHUNK and w.block_k(gemm) == tile.BLOCK_K
     chunks = data.as_strided(found.w.shape, found.w.strides)
     for i in range(-(-K // k_chunk)):
         at = i if K % k_chunk == 0 else min(2 * i, K * 2 // k_chunk - 2)

@@ -7,29 +7,30 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_ops.kernels import triton_tiles
+from moe_ops.kernels import launch
+from moe_ops.kernels.configs import block_bound
+from moe_ops.kernels.gemm import configs
+from moe_ops.kernels.permute.rows import route_pairs
 
 triton = pytest.importorskip("triton")
 
 
-from tests.kernels.gemm.test_sm80_mma import GARBAGE, INTERPRETED, ON_GPU, poisoned
+from tests.kernels.gemm.test_sm80_mma import GARBAGE, INTERPRETED, ON_GPU, poisoned  # noqa: E402
 
 # --- routing alone -------------------------------------------------------------------------------
 
 
 def route(ids, E, tile, chunk, expert_map=None):
     """(blocks [(expert, first, end)], order) as the routing kernel writes them."""
-    from moe_ops.kernels.triton_routing import moe_ops_route
+    from moe_ops.kernels.permute import sort
 
-    S = ids.numel()
-    blocks = triton_tiles.block_bound(S, E, tile)
+    S, gpu = ids.numel(), launch.gpu(ids.get_device())._replace(pdl=False)
+    blocks = block_bound(S, E, tile)
     index = poisoned((4 * blocks + S + 8,), torch.int32, ids.device)
-    num_ids, stride = (E, 0) if expert_map is None else (len(expert_map), expert_map.stride(0))
-    padded = max(16, 1 << (E - 1).bit_length())
-    moe_ops_route[(E,)](
-        index, ids, expert_map, S, E, num_ids, blocks, ids.shape[1], *ids.stride(), stride,
-        padded, tile, chunk, expert_map is not None, False,
-    )  # fmt: skip
+    routing = route_pairs(index, ids, expert_map, E, blocks, direct=False)
+    launch.run(
+        [sort.route(routing, sort.sort_into(tile, S, E, chunk), gpu)], ids.get_device(), gpu
+    )
     assert (index[4 * blocks + S :] == GARBAGE).all()
     table = index[: 4 * blocks].view(blocks, 4)[:, :3].tolist()
     return [tuple(row) for row in table], index[4 * blocks : 4 * blocks + S].tolist()
@@ -76,5 +77,5 @@ def test_block_bound_holds_for_the_worst_routing(rows, groups, tile):
     """As many groups of one row as there can be, the rest in whole tiles but one row over."""
     singles = min(rows, groups)
     worst = singles + max(0, rows - singles) // tile if singles else 0
-    bound = triton_tiles.block_bound(rows, groups, tile)
-    assert worst <= bound <= triton_tiles.block_bound(rows, groups, triton_tiles.SMALLEST_TILE)
+    bound = block_bound(rows, groups, tile)
+    assert worst <= bound <= block_bound(rows, groups, configs.SMALLEST_BLOCK_M)

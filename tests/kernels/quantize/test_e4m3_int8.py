@@ -12,9 +12,12 @@ from tests.support.cases import BF16, FP16, FP32
 
 triton = pytest.importorskip("triton")
 
-from moe_ops.kernels import triton_fp8
-from moe_ops.kernels.triton_launch import gpu
-from tests.kernels.gemm.test_fp8 import INTERPRETED, ON_GPU
+from moe_ops.kernels import launch
+from moe_ops.kernels.device import e4m3
+from moe_ops.kernels.launch import Launch
+from moe_ops.kernels.quantize import e4m3_int8
+from moe_ops.kernels.quantize.scales import rows_of
+from tests.kernels.gemm.test_fp8 import INTERPRETED, ON_GPU  # noqa: E402
 
 tl = triton.language
 DEVICES = [
@@ -31,14 +34,14 @@ devices = pytest.mark.parametrize("device", DEVICES)
 def round_trip(out_ptr, code_ptr, x_ptr, N: tl.constexpr, NATIVE: tl.constexpr):
     lane = tl.arange(0, N)
     x = tl.load(x_ptr + lane)
-    tl.store(out_ptr + lane, triton_fp8.operand(x, NATIVE).to(tl.float32))
-    tl.store(code_ptr + lane, triton_fp8.stored(x, NATIVE).to(tl.uint8, bitcast=True))
+    tl.store(out_ptr + lane, e4m3.operand(x, NATIVE).to(tl.float32))
+    tl.store(code_ptr + lane, e4m3.stored(x, NATIVE).to(tl.uint8, bitcast=True))
 
 
 @triton.jit
 def decode_all(out_ptr, code_ptr, dtype: tl.constexpr):
     lane = tl.arange(0, 256)
-    tl.store(out_ptr + lane, triton_fp8.decode(tl.load(code_ptr + lane), dtype).to(tl.float32))
+    tl.store(out_ptr + lane, e4m3.decode(tl.load(code_ptr + lane), dtype).to(tl.float32))
 
 
 @triton.jit
@@ -46,7 +49,7 @@ def divide(out_ptr, x_ptr, scale_ptr, N: tl.constexpr):
     lane = tl.arange(0, N)
     scale = tl.load(scale_ptr + lane)
     x = tl.load(x_ptr + lane)
-    tl.store(out_ptr + lane, triton_fp8.quotient(x, scale, triton_fp8.reciprocal(scale)))
+    tl.store(out_ptr + lane, e4m3.quotient(x, scale, e4m3.reciprocal(scale)))
 
 
 def e4m3_values() -> torch.Tensor:
@@ -58,7 +61,7 @@ def e4m3_values() -> torch.Tensor:
 @pytest.mark.parametrize("native", [False, True])
 def test_rounding_to_nearest_even(device, native):
     """Every e4m3 value, every midpoint of two, and the fp32 neighbours of each."""
-    if native and not gpu(-1 if device == "cpu" else 0).native:
+    if native and not launch.gpu(-1 if device == "cpu" else 0).native:
         pytest.skip("no e4m3 here")
     values = e4m3_values()
     points = torch.cat((values, (values[1:] + values[:-1]) / 2))
@@ -119,11 +122,15 @@ def test_quantized_rows_are_those_of_numerics(device, scheme, K):
     codes = torch.full((5, K), 255, dtype=torch.uint8, device=device)
     scale = torch.full((groups, 5), math.nan, device=device)
     zeros = torch.full((10,), math.nan, device=device)
-    native = gpu(-1 if device == "cpu" else 0).native
-    q = codes.view(torch.float8_e4m3fn) if native else codes
-    triton_fp8.moe_ops_quantize[(5, -(-K // 2048) if by_group else 1)](
-        q, scale, zeros, x, 5, 2, 5, K, 0, *x.stride(), by_group, 16, native, False, False
-    )
+    gpu = launch.gpu(x.get_device())._replace(pdl=False)
+    q = codes.view(torch.float8_e4m3fn) if gpu.native else codes
+    to = e4m3_int8.Quantized(
+        q, scale, zeros, rows=5, T=5, zeros=2, K=K, BY_GROUP=by_group, GROUPS=16,
+        NATIVE=gpu.native, INT8=False,
+    )  # fmt: skip
+    arguments = e4m3_int8.Quantize(to=to, x=rows_of(x), PDL=False)
+    grid = (5, -(-K // 2048) if by_group else 1, 1)
+    launch.run([Launch(e4m3_int8.moe_ops_quantize, grid, arguments)], x.get_device(), gpu)
     expected, expected_scale, _ = numerics.quantize_activation(x, scheme)
     assert torch.equal(codes, expected.view(torch.uint8))
     if by_group:

@@ -72,11 +72,11 @@ def test_the_choice_is_that_of_rounded_logits(M):
 )
 def test_tiles_cover_the_weight(E, K):
     tiles = router_tiles(E, K)
-    assert (tiles.splits - 1) * tiles.span < K <= tiles.splits * tiles.span
-    assert tiles.span & (tiles.span - 1) == 0
-    assert tiles.span * tiles.experts <= 64 * 32 * tiles.warps
-    assert router_workspace(3, E, K) == (tiles.splits * 3 * E,)
-    assert router_workspace(4096, E, K) == (tiles.splits * max_tokens(E, K) * E,)
+    assert (tiles.split_k - 1) * tiles.block_k < K <= tiles.split_k * tiles.block_k
+    assert tiles.block_k & (tiles.block_k - 1) == 0
+    assert tiles.block_k * tiles.block_e <= 64 * 32 * tiles.num_warps
+    assert router_workspace(3, E, K) == (tiles.split_k * 3 * E,)
+    assert router_workspace(4096, E, K) == (tiles.split_k * max_tokens(E, K) * E,)
 
 
 # ---- on a GPU
