@@ -86,7 +86,7 @@ def calls_of(case: Case, device: torch.device) -> list[Callable[[], object]]:
     logits = torch.randn(case.num_tokens, e, generator=generator).to(device)
     weights, ids = moe_ops.route(logits, TOP_K)
     plan = moe_ops.explain(x, w13, w2, ids, backend="empty")
-    ready = bind.Ready(plan)
+    ready = bind.BoundPlan(plan)
 
     def call() -> torch.Tensor:
         return moe_ops.fused_experts(x, w13, w2, weights, ids, backend="empty")

@@ -1,8 +1,9 @@
 """Test-wide settings: on a machine without a GPU every Triton kernel runs under its interpreter.
 
 Three tiers. A test without a mark runs in `make check` and takes at most a few seconds. `slow` are
-those that take longer, and of the sweeps in `SWEEPS` all but one case a scheme and backend. `gpu`
-need a CUDA device.
+those that take longer, and every case of a sweep but the first. In the folders of `SWEEPS` each
+parametrized function is one, of which also run the first of each scheme on each backend in a file;
+elsewhere the mark `sweep` says so. `gpu` need a CUDA device.
 """
 
 from __future__ import annotations
@@ -34,28 +35,29 @@ SWEEPS = ("autograd", "backends", "kernels", "matrix", "numerics")
 MOST_SECONDS = 5.0
 
 
-def one_case(item: pytest.Function) -> tuple[object, ...]:
-    """What cases of a sweep have in common of which one runs in `make check`."""
+def scheme_and_backend(item: pytest.Function) -> tuple[object, ...]:
     params = item.callspec.params
     where = params.get("where")
     backend = where[0] if isinstance(where, tuple) else params.get("backend")
-    return item.path, item.originalname, params.get("scheme"), backend
+    return item.path, params.get("scheme"), backend
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses by marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     seen: set[tuple[object, ...]] = set()
     for item in items:
-        folder = item.path.relative_to(HERE).parts[0]
-        swept = (
-            folder in SWEEPS and isinstance(item, pytest.Function) and hasattr(item, "callspec")
-        )
-        if not swept or item.get_closest_marker("gpu") or item.get_closest_marker("slow"):
+        if not isinstance(item, pytest.Function) or not hasattr(item, "callspec"):
             continue
-        key = one_case(item)
-        if key in seen:
+        if item.get_closest_marker("gpu") or item.get_closest_marker("slow"):
+            continue
+        keys = {(item.path, item.originalname)}
+        if item.path.relative_to(HERE).parts[0] in SWEEPS:
+            keys.add(scheme_and_backend(item))
+        elif not item.get_closest_marker("sweep"):
+            continue
+        if keys <= seen:
             item.add_marker("slow")
-        seen.add(key)
+        seen |= keys
 
 
 def processor_seconds() -> float:

@@ -148,7 +148,7 @@ def test_every_tier_that_is_reached_is_tuned_and_run(monkeypatch):
     few, many = backend("few"), backend("many")
     monkeypatch.setattr(backends, "BACKENDS", (few, many, torch_backend))
     monkeypatch.setattr(plans_module, "_measured", lambda *_: ((2, "few"), (-1, "many")))
-    bind._ready.clear()
+    bind._bound.clear()
     layer = layer_of()
     with machines.pretend(Machine("cpu", available=("few", "many", "torch"))):
         report = moe_ops.warmup(layer, (1, 2, 3))
@@ -165,7 +165,7 @@ def test_every_tier_that_is_reached_is_tuned_and_run(monkeypatch):
         log.clear()
         layer(torch.randn(3, 64))
     assert log == ["many runs 3"], "nothing is tuned in a forward"
-    bind._ready.clear()
+    bind._bound.clear()
 
 
 @pytest.mark.slow
@@ -250,7 +250,7 @@ def test_a_model_of_transformers(integration):
 
 def test_bare_fp8_experts_without_a_block(integration):
     """Called by themselves, in each dtype that a router may weigh them in."""
-    from tests.integrations.transformers.test_models import fp8_experts
+    from tests.integrations.transformers.test_quantize import fp8_experts
 
     experts, seen = fp8_experts(), []
     experts.register_parameter("other", nn.Parameter(torch.zeros(1, dtype=BF16)))

@@ -1,12 +1,12 @@
 """Launching Triton kernels: named arguments, the specialization key that follows from them,
 kernels kept compiled.
 
-A kernel's arguments are one class beside it, decorated with `arguments`. Its fields, with those of the groups in
-it, are the kernel's parameters, in order; how each is annotated says what the kernel is compiled
-anew for:
+A kernel's arguments are one class beside it, decorated with `arguments`. Its fields, with those of
+the groups in it, are the kernel's parameters, in order; how each is annotated says what the kernel
+is compiled anew for:
 
-    Pointer      a tensor or None: for its dtype, for whether it is None, and for an alignment below 16 bytes
-    Address      a tensor or None: for its dtype and for whether it is None, whatever its alignment
+    Pointer      a tensor or None: for its dtype, for whether it is None, and for an alignment
+                 below 16 bytes
     Descriptor   a tensor descriptor: for its dtype, box and layout
     Specialized  an integer on which Triton specializes (1, multiples of 16): for each value
     Runtime      a number that follows the number of tokens or the routing tensors: never
@@ -34,10 +34,8 @@ from typing import (
 import torch
 from torch import Tensor
 
-PDL_CAPABILITY = (
-    9,
-    0,
-)  # programmatic dependent launch: a kernel can start while the one before it ends
+# programmatic dependent launch: a kernel can start while the one before it ends
+PDL_CAPABILITY = (9, 0)
 NATIVE_CAPABILITY = (8, 9)  # e4m3 products and conversions
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -76,7 +74,7 @@ def _members(name: str, hint: Any) -> Iterator[tuple[str, str]]:
         raise TypeError(
             f"{name} must be annotated with a role or a NamedTuple of such, got {hint}"
         )
-    prefix = f"{name}_" if getattr(hint, "PREFIXED", True) else ""
+    prefix = f"{name}_" if getattr(hint, "PREFIXED", True) else ""  # False: see `unprefixed`
     for member, inner in get_type_hints(hint, include_extras=True).items():
         yield from _members(prefix + member, inner)
 
@@ -84,16 +82,24 @@ def _members(name: str, hint: Any) -> Iterator[tuple[str, str]]:
 T = TypeVar("T")
 
 
+def unprefixed(group: type[T]) -> type[T]:
+    """Decorate a group (a NamedTuple) whose parameters have the names of its fields alone."""
+    group.PREFIXED = False  # type: ignore[attr-defined]
+    return group
+
+
 @dataclass_transform(kw_only_default=True)
 def arguments(cls: type[T]) -> type[T]:
-    """Decorate the class of a kernel's arguments: a function that takes its fields by keyword and returns them flat.
+    """Decorate the class of a kernel's arguments: a function that takes its fields by keyword and
+    returns them flat.
 
-    A field is annotated with a role (above), or with a group: a NamedTuple of such fields. The parameters of a group `x`
-    with the fields `ptr` and `stride_m` are `x_ptr` and `x_stride_m`; those of a group class with `PREFIXED = False` have
-    their fields' names. Pointers end in `_ptr`.
+    A field is annotated with a role (above), or with a group: a NamedTuple of such fields. The
+    parameters of a group `x` with the fields `ptr` and `stride_m` are `x_ptr` and `x_stride_m`;
+    those of a group that is decorated with `unprefixed` have their fields' names. Pointers end in
+    `_ptr`.
 
-    What is returned is a function, not a class, with the attributes `names` and `roles` of the kernel's parameters: calling
-    a class by keyword builds a dictionary, 0.6 us a kernel.
+    What is returned is a function, not a class, with the attributes `names` and `roles` of the
+    kernel's parameters: calling a class by keyword builds a dictionary, 0.6 us a kernel.
     """
     fields = get_type_hints(cls, include_extras=True)
     members = [pair for name, hint in fields.items() for pair in _members(name, hint)]
@@ -175,15 +181,15 @@ def kernel(
                 min(len(found), len(names)),
             )
             raise TypeError(
-                f"{function.__name__} must have the parameters of {arguments.__name__}, in order: parameter {at} must be "
-                f"{(*names, 'absent')[at]}, got {(*found, 'none')[at]}"
+                f"{function.__name__} must have the parameters of {arguments.__name__}, in order: "
+                f"parameter {at} must be {(*names, 'absent')[at]}, got {(*found, 'none')[at]}"
             )
         for name, role in zip(names, roles, strict=True):
             constexpr = "constexpr" in str(function.__annotations__.get(name, ""))
             if constexpr != (role == "constant"):
                 raise TypeError(
-                    f"{function.__name__}: {name} must{'' if role == 'constant' else ' not'} be tl.constexpr, as "
-                    f"{arguments.__name__} has it as {role}"
+                    f"{function.__name__}: {name} must{'' if role == 'constant' else ' not'} be "
+                    f"tl.constexpr, as {arguments.__name__} has it as {role}"
                 )
         return Kernel(jitted, arguments, pdl_first)
 
@@ -195,7 +201,7 @@ class Launch(NamedTuple):
 
     kernel: Kernel
     grid: tuple[int, int, int]
-    args: tuple  # what the kernel's `arguments` return
+    args: Any  # the tuple that the kernel's `arguments` return
     num_warps: int = 4
     maxnreg: int | None = None  # registers of a thread at most
 
@@ -215,19 +221,18 @@ class Gpu(NamedTuple):
 
 @cache
 def gpu(device: int) -> Gpu:
-    """Facts of a CUDA device; under the interpreter (-1) an H200's memory, and e4m3 by arithmetic."""
+    """Facts of a CUDA device; of none (-1: the interpreter) an H200's memory, without e4m3."""
     if device < 0:
         return Gpu(227 * 1024, False, False)
     properties = torch.cuda.get_device_properties(device)
     capability = (properties.major, properties.minor)
-    memory = properties.shared_memory_per_block_optin
+    memory = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]
     native, pdl = capability >= NATIVE_CAPABILITY, capability >= PDL_CAPABILITY
     return Gpu(memory, native, pdl, properties.name)
 
 
-_compiled: dict[
-    tuple, tuple
-] = {}  # specializations of a call's kernels -> these compiled; filled by warm calls
+# specializations of a call's kernels -> these compiled; filled by warm calls
+_compiled: dict[tuple, tuple] = {}
 
 
 def _specialization(launches: Sequence[Launch], device: int) -> tuple:
@@ -277,9 +282,10 @@ def run(launches: Sequence[Launch], device: int, gpu: Gpu) -> None:
         return
     if device >= 0 and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
-            "moe_ops backend 'triton' has no compiled kernel for this call and cannot compile one while a "
-            "CUDA graph is captured; warm up first: call the same function once with tensors of these "
-            "shapes, dtypes and strides outside of torch.cuda.graph(...), or use moe_ops.warmup, then capture"
+            "moe_ops backend 'triton' has no compiled kernel for this call and cannot compile one "
+            "while a CUDA graph is captured; warm up first: call the same function once with "
+            "tensors of these shapes, dtypes and strides outside of torch.cuda.graph(...), or use "
+            "moe_ops.warmup, then capture"
         )
     compiled = tuple([_start(launch, i == 0, gpu) for i, launch in enumerate(launches)])
     if not INTERPRETED:
@@ -302,7 +308,8 @@ class Lazy:
     __slots__ = ("function", "name")
 
     def __init__(self, name: str):
-        self.name, self.function = name, None
+        self.name = name
+        self.function: Any = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.function is None:

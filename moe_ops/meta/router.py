@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 from moe_ops.meta.workspace import cdiv, minimum
 
 MAX_TOKENS = 16  # more run through torch's product, as do more than LARGE_TOKENS of large routers
-# On an H200, 8 tokens of a router of 256 x 7168 took 12.2 us, 10.2 through torch's product; one 6.8. At 128 x 2048,
-# 16 tokens took 6.4, and 8.0 through torch.
+# On an H200, 8 tokens of a router of 256 x 7168 took 12.2 us, 10.2 through torch's product; one
+# 6.8. At 128 x 2048, 16 tokens took 6.4, and 8.0 through torch.
 LARGE_TOKENS = 4
 _LARGE = 1 << 20  # elements of the weight
 PROGRAM_TOKENS = 8  # rows that one program multiplies its tile of the weight with
@@ -49,5 +49,5 @@ def max_tokens(E: int, K: int) -> int:
 
 
 def router_workspace(M: Any, E: int, K: int) -> tuple[Any]:
-    """Shape of the fp32 workspace: (split_k, M, E) sums where M is small; else nothing of it is read."""
+    """Shape of the fp32 workspace: (split_k, M, E) sums where M is small, else never read."""
     return (router_tiles(E, K).split_k * E * minimum(M, max_tokens(E, K)),)

@@ -80,7 +80,7 @@ def get_routing_method(
 
 
 def check_method_takes(name: str, top_k: int, method: RoutingMethod | str) -> None:
-    """Raise for a number of experts per token, the argument `name`, that the method does not take."""
+    """Raise for a number of experts per token (the argument `name`) that the method forbids."""
     if method == RoutingMethod.LLAMA4 and top_k != 1:
         raise ValueError(f"{name} must be 1 for method 'llama4', got {top_k}; use 'sigmoid'")
 
@@ -129,7 +129,7 @@ def check_method(
     correction_bias: bool,
     scoring: str | None,
 ) -> Recipe | None:
-    """All that `route` refuses before it sees a tensor; `correction_bias` says whether there is one.
+    """All that `route` refuses before it sees a tensor; `correction_bias`: whether there is one.
 
     Returns:
         What the method does; None for a callable and for simulated.

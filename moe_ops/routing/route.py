@@ -54,13 +54,13 @@ def route(
     | renormalize | top-k -> softmax over the chosen (Mixtral, Qwen3-MoE, GPT-OSS) |
     | renormalize_naive | softmax -> top-k -> divide by their sum; equals renormalize |
     | deepseek_v3 | sigmoid, + bias, top groups, top-k -> unbiased scores over their sum |
-    | grouped_softmax | softmax, top groups, top-k (DeepSeek-V2); `_renormalize` divides by the sum |
+    | grouped_softmax | softmax, top groups, top-k (DeepSeek-V2); `_renormalize` divides by sum |
     | llama4 | top-1 -> sigmoid |
     | sigmoid | sigmoid -> top-k; `_renormalize` divides by their sum |
     | topk | top-k of the logits, which are the weights |
-    | sqrtsoftplus | sqrt(softplus), + bias, top-k -> unbiased scores over their sum (DeepSeek-V4) |
+    | sqrtsoftplus | sqrt(softplus), + bias, top-k -> unbiased scores / their sum (DeepSeek-V4) |
     | custom | a callable given in place of the name: (router_logits, top_k) -> (weights, ids) |
-    | simulated | top_k distinct experts drawn uniformly, each of weight 1 / top_k, for load tests |
+    | simulated | top_k distinct experts drawn uniformly, of weight 1 / top_k, for load tests |
     | unspecified | names no method: an error here |
 
     The bias takes part in the choice only, never in the weights. Groups (every method that

@@ -1,4 +1,4 @@
-"""route_tokens(): hidden states and the router's weight -> (router_logits, topk_weights, topk_ids).
+"""route_tokens(): hidden states and router weight -> (router_logits, topk_weights, topk_ids).
 
 Dimensions: M tokens, K hidden size, E experts, top_k experts per token.
 """
@@ -40,25 +40,28 @@ def route_tokens(
     scoring: str | None = None,
     generator: torch.Generator | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The whole router: `route(linear(hidden_states, router_weight, router_bias), top_k, method, ...)`.
+    """The whole router: `route(linear(hidden_states, router_weight, router_bias), top_k, ...)`.
 
-    On CUDA it is one operator. Up to 16 tokens, 4 where the weight has 2**20 elements or more, it launches two
-    kernels, which read the router's weight with the whole GPU and then choose on the logits as a linear layer
-    rounds them; with more, torch's matrix product and `route`'s kernel. Where gradients are wanted, under autocast
-    and on other devices it is the two steps written above.
+    On CUDA it is one operator. Up to 16 tokens, 4 where the weight has 2**20 elements or more, it
+    launches two kernels, which read the router's weight with the whole GPU and then choose on the
+    logits as a linear layer rounds them; with more, torch's matrix product and `route`'s kernel.
+    Where gradients are wanted, under autocast and on other devices it is the two steps written
+    above.
 
     Args:
-        hidden_states: (M, K), bf16, fp16 or fp32, any strides; other float dtypes run in two steps.
+        hidden_states: (M, K), bf16, fp16 or fp32, any strides; other float dtypes run in two
+            steps.
         router_weight: (E, K), on the device of hidden_states.
-        top_k, method, num_expert_groups, topk_groups, correction_bias, scaling_factor, scoring, generator: as for `route`.
+        top_k, method, num_expert_groups, topk_groups, correction_bias, scaling_factor, scoring,
+            generator: as for `route`.
         router_bias: (E,), added to the logits.
         logits_dtype: what the linear layer computes in and the logits have; None for that of
             hidden_states, which the weight and bias then share. torch.float32 is exact on
             bf16 and fp16 inputs, which are not converted in memory.
 
     Returns:
-        router_logits (M, E) in logits_dtype, topk_weights (M, top_k) fp32 and topk_ids (M, top_k) int32,
-        best expert first. The choice is that of the logits returned, rounded as they are.
+        router_logits (M, E) in logits_dtype, topk_weights (M, top_k) fp32 and topk_ids (M, top_k)
+        int32, best expert first. The choice is that of the logits returned, rounded as they are.
 
     Raises:
         ValueError: as `route`; wrong shapes, devices or dtypes of the linear layer's tensors.
@@ -92,7 +95,7 @@ def fused_router(
     routing: dict[str, Any],  # keyword arguments of `route`
     outputs: tuple[torch.dtype, torch.dtype],  # of topk_weights and topk_ids
 ) -> tuple[Tensor, Tensor, Tensor] | None:
-    """`route_tokens` by its operator, or None where that does not serve: gradients, autocast, CPUs.
+    """`route_tokens` by its operator; None where that does not serve: gradients, autocast, CPUs.
 
     Raises:
         ValueError: as `route_tokens`.
@@ -128,7 +131,7 @@ def router_linear(
     router_bias: Tensor | None,  # (E,)
     logits_dtype: torch.dtype | None,
 ) -> Tensor:
-    """(M, E) router logits, computed in logits_dtype; None is whatever a linear layer makes of its input."""
+    """(M, E) router logits, computed in logits_dtype; None: as a linear layer computes them."""
     if logits_dtype is None:
         return F.linear(hidden_states, router_weight, router_bias)
     bias = None if router_bias is None else router_bias.to(logits_dtype)
@@ -164,8 +167,8 @@ def _check_linear(
     check_tensor("router_weight", router_weight)
     if hidden_states.dim() != 2 or not hidden_states.is_floating_point():
         raise ValueError(
-            f"hidden_states must be floating point of shape (M, K), got {hidden_states.dtype} of shape "
-            f"{tuple(hidden_states.shape)}; flatten the leading dimensions"
+            f"hidden_states must be floating point of shape (M, K), got {hidden_states.dtype} of "
+            f"shape {tuple(hidden_states.shape)}; flatten the leading dimensions"
         )
     K = hidden_states.shape[1]
     if router_weight.dim() != 2 or router_weight.shape[1] != K:

@@ -128,6 +128,7 @@ ON_CPU_TOO = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "device, scheme",
     [*ON_CPU_TOO, *[pytest.param("cuda", name, marks=ON_GPU) for name in QUANTIZED]],

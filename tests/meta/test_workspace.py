@@ -72,6 +72,7 @@ def symbols() -> dict[str, tuple[ShapeEnv, torch.SymInt]]:
 # --- int and SymInt ------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep
 @settings(deadline=None, max_examples=15)
 @given(
     sizes, sizes, sizes, st.integers(1, 8), st.lists(st.integers(0, 5000), min_size=4, max_size=4)
@@ -257,7 +258,7 @@ def test_kernels_stay_inside_their_workspaces(name, kind, M):
             return found
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(moe_ops.planning.bind.Ready, "allocate", allocate)
+            patch.setattr(moe_ops.planning.bind.BoundPlan, "allocate", allocate)
             results.append(call())
     assert len(fences) == 6 and all(fences_hold(whole) for whole in fences)
     assert torch.isfinite(results[0]).all()

@@ -275,6 +275,7 @@ def test_load_is_counted_in_training_and_on_request():
     assert layer.bfloat16().expert_load.dtype == torch.int64
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_checkpointing_counts_tokens_once(use_reentrant, compiled):
@@ -333,6 +334,7 @@ def test_no_tokens():
     assert layer.expert_load.sum() == 0
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("mark", ["dynamic", "unbacked"])
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("name", ["shared_gated", "deepseek_v3", "llama4"])

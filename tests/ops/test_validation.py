@@ -377,6 +377,7 @@ def test_sentence(function, changes, sentence):
         assert sentence in str(caught.value)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("function, changes, sentence", TABLE)
 def test_sentence_while_compiling(function, changes, sentence):
     with pytest.raises(torch._dynamo.exc.TorchDynamoException) as caught:

@@ -54,8 +54,8 @@ def direct(monkeypatch) -> list[bool]:
         seen.append(ready.kernel is not None and dispatcher_is_idle())
         return run(ready, *values)
 
-    run = bind.Ready.run
-    monkeypatch.setattr(bind.Ready, "run", record)
+    run = bind.BoundPlan.run
+    monkeypatch.setattr(bind.BoundPlan, "run", record)
     return seen
 
 
@@ -153,7 +153,7 @@ def test_options_are_told_apart():
 @pytest.mark.parametrize("shape", [(3, 5), (0, 7), (4, 0), (2, 3, 4), (6,), (2, 0, 3)])
 def test_direct_calls_allocate_what_others_do(shape):
     plan = moe_ops.explain(*arguments()[:3], arguments()[4], backend="torch")
-    ready = bind.Ready(plan)
+    ready = bind.BoundPlan(plan)
     device = torch.device("cpu")
     found = [ready.allocate(direct, shape, torch.float16, 5, device) for direct in (True, False)]
     for a, b in zip(*found, strict=True):
@@ -169,7 +169,7 @@ def test_calls_of_known_size_run_their_tier_alone():
     plan = moe_ops.explain(*arguments()[:3], arguments()[4], backend="torch")
     backends = [backends_module.named(name) for name in ("torch", "triton")]
     tiers = tuple(zip((4, -1), backends, strict=True))
-    ready = bind.Ready(dataclasses.replace(plan, tiers=tiers)).split()
+    ready = bind.BoundPlan(dataclasses.replace(plan, tiers=tiers)).split()
     called = []
     for _, alone in ready.tiers:
         alone.op = lambda *values, name=alone.plan.backend: called.append((name, values))

@@ -358,6 +358,7 @@ def test_bad_input_says_the_same_while_compiling():
         compiled(torch.zeros(2, 8), 9)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("mark", ["dynamic", "unbacked"])
 @pytest.mark.parametrize("method", [*METHODS, "simulated", "callable"])
 def test_one_graph_for_every_number_of_tokens(method, mark):

@@ -181,6 +181,7 @@ def test_gradients_are_those_of_the_two_steps():
         torch.testing.assert_close(a, b)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("mark", ["dynamic", "unbacked"])
 def test_one_graph_for_every_number_of_tokens(mark):
     counter = CompileCounter()

@@ -15,7 +15,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
-from compile_kernels import Call, _Driver, _empty, _weight  # noqa: E402
+from compile_kernels import Call, Compiled, _Driver, _empty, _weight  # noqa: E402
 from triton.runtime import driver  # noqa: E402
 
 from moe_ops.activations import Activation, rows_before  # noqa: E402
@@ -38,7 +38,9 @@ CALLS = (  # scheme, top_k, bias and expert_map, router_weight_on_input, activat
 )
 
 
-def compiled(scheme: str, top_k: int, more: bool, on_input: bool, name: str, ids) -> list[str]:
+def compiled(
+    arch: int, scheme: str, top_k: int, more: bool, on_input: bool, name: str, ids
+) -> list[Compiled]:
     """The kernels that one call launches."""
     M, E, K, I = 70, 16, 256, 128  # noqa: E741
     activation = Activation(name)
@@ -69,26 +71,30 @@ def compiled(scheme: str, top_k: int, more: bool, on_input: bool, name: str, ids
     f |= {"alpha": 1.0, "beta": 0.0, "limit": 3e38}
     f |= {"router_weight_on_input": on_input, "deterministic": True}
     gpu = launch.Gpu(227 * 1024, True, True)
-    found = []
+    found, before = [], driver._active
 
     def compile_one(one: launch.Launch, _first: bool, _gpu: launch.Gpu):
         options = {"grid": one.grid, "num_warps": one.num_warps}
-        found.append(one.kernel.name)
-        return one.kernel.function.warmup(*one.args, **options)
+        binary = one.kernel.function.warmup(*one.args, **options)
+        found.append(Compiled(one.kernel.name, {}, one.num_warps, binary))
+        return binary
 
-    with (
-        mock.patch.object(launch, "gpu", lambda device: gpu),
-        mock.patch.object(launch, "_compiled", {}),
-        mock.patch.object(launch, "_start", compile_one),
-        mock.patch.object(library, "runner", lambda *_: mock.MagicMock()),
-        mock.patch.object(library, "_table", lambda name: {}),
-    ):
-        layer.experts(ExpertsArgs(**f))
+    driver.set_active(_Driver(arch))
+    try:
+        with (
+            mock.patch.object(launch, "gpu", lambda device: gpu),
+            mock.patch.object(launch, "_compiled", {}),
+            mock.patch.object(launch, "_start", compile_one),
+            mock.patch.object(library, "runner", lambda *_: mock.MagicMock()),
+            mock.patch.object(library, "_table", lambda name: {}),
+        ):
+            layer.experts(ExpertsArgs(**f))
+    finally:
+        driver._active = before
     return found
 
 
 if __name__ == "__main__":
-    driver.set_active(_Driver(int(sys.argv[1])))
     for call in CALLS:
-        for name in compiled(*call):
-            print(name)
+        for kernel in compiled(int(sys.argv[1]), *call):
+            print(kernel.name)

@@ -2,9 +2,8 @@
 it says of all that do."""
 
 import torch
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+
+from moe_ops.kernels.device.gluon import fence_async_shared, gl, gluon, mbarrier
 
 
 @gluon.jit

@@ -230,6 +230,7 @@ def test_safetensors_refuses_what_it_cannot_restore():
             unflatten(tensors, nothing)
 
 
+@pytest.mark.sweep
 @schemes
 def test_compile_and_export(scheme):
     module, x = Experts(make(scheme)), sample(4, K)

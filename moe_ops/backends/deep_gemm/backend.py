@@ -1,11 +1,14 @@
-"""Backends `deep_gemm` and `deep_gemm_fp4`: DeepGEMM's grouped GEMMs between three fused kernels of our own (layer.py).
+"""Backends `deep_gemm` and `deep_gemm_fp4`: DeepGEMM's grouped GEMMs between three fused kernels
+of our own (layer.py).
 
-`deep_gemm` runs bf16; fp8_block, from SM100 on with scales that are powers of two; mxfp8 on SM100. `deep_gemm_fp4` runs
-mxfp4 weights x e4m3 activations from SM100 on, which are quantized by 128 columns with scales that are powers of two. What
-needs SM100 or SM120 was not run on hardware.
+`deep_gemm` runs bf16; fp8_block, from SM100 on with scales that are powers of two; mxfp8 on SM100.
+`deep_gemm_fp4` runs mxfp4 weights x e4m3 activations from SM100 on, which are quantized by 128
+columns with scales that are powers of two. What needs SM100 or SM120 was not run on hardware.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 
@@ -34,7 +37,7 @@ def available() -> str | None:
 
 
 def _reasons(name: str, p: Problem, machine: Machine, majors: tuple[int, ...]) -> list[str]:
-    """Why a backend called `name` that runs on these compute capabilities cannot run a problem of its schemes."""
+    """Reasons why backend `name`, for GPUs of these major versions, cannot run a problem."""
     found = []
     if machine.device_type != "cuda" and not (machine.device_type == "cpu" and INTERPRETED):
         found.append(f"{name} needs a CUDA device, got {machine.device_type}")
@@ -75,8 +78,8 @@ def supports(problem: Problem, machine: Machine) -> list[str]:
     elif not layout and (scheme == "mxfp8" or (scheme and major >= 10)):
         # tensor cores from SM100 on multiply by exponents, not by fp32 scales
         reasons.append(
-            "deep_gemm needs weights laid out for it: call moe_ops.prepare(weight, 'deep_gemm') on each once, "
-            "on the GPU that is to run them"
+            "deep_gemm needs weights laid out for it: call moe_ops.prepare(weight, 'deep_gemm') "
+            "on each once, on the GPU that is to run them"
         )
     return reasons
 
@@ -98,11 +101,12 @@ def supports_fp4(problem: Problem, machine: Machine) -> list[str]:
     return reasons
 
 
-def workspace_shapes(M, problem: Problem) -> Workspaces:
-    """Of pairs in the contiguous layout workspace13 holds permuted x (rows, K), then the activation's output h (rows,
-    I), and workspace2 gate and up (rows, N), then the products with w2 (rows, K). Of batches in the masked layout,
-    whose experts have M rounded up to 128 rows, the two change places. x and h are e4m3 with fp32 scales of 128 columns
-    behind them where activations are quantized, the others bf16. The index workspace: library.py.
+def workspace_shapes(M: int, problem: Problem) -> Workspaces:
+    """Of pairs in the contiguous layout workspace13 holds permuted x (rows, K), then the
+    activation's output h (rows, I), and workspace2 gate and up (rows, N), then the products with
+    w2 (rows, K). Of batches in the masked layout, whose experts have M rounded up to 128 rows, the
+    two change places. x and h are e4m3 with fp32 scales of 128 columns behind them where
+    activations are quantized, the others bf16. The index workspace: library.py.
     """
     p = problem
     E, N, K, I = p.num_experts, p.num_rows, p.hidden_size, p.intermediate_size  # noqa: E741
@@ -121,11 +125,11 @@ def workspace_shapes(M, problem: Problem) -> Workspaces:
 
 
 def _row_bytes(columns: int) -> int:
-    """Of e4m3 data and their scales: an fp32 for 128 columns, or as many words of four exponents at most."""
+    """Bytes of a row of e4m3 data and its scales: an fp32 or four exponents for 128 columns."""
     return columns + columns // 128 * 4
 
 
-_LAUNCH = {
+_LAUNCH: dict[str, Callable] = {
     "experts": Lazy("moe_ops.backends.deep_gemm.layer:experts"),
     "batched_experts": Lazy("moe_ops.backends.deep_gemm.layer:batched_experts"),
 }

@@ -14,7 +14,7 @@ from typing import Annotated, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from moe_ops.kernels.launch import Pointer, Runtime
+from moe_ops.kernels.launch import Pointer, Runtime, unprefixed
 from moe_ops.meta.workspace import cdiv, round_up
 
 # Rows that a group is padded to: get_mk_alignment_for_contiguous_layout(), which is 128 unless set
@@ -175,12 +175,12 @@ def index_parts(pairs: Any, E: int) -> Index:
     return Index(*starts)
 
 
+@unprefixed
 class Layout(NamedTuple):
     """Where the rows of x lie: in the contiguous layout, or in the masked one, which has R rows an
     expert.
     """
 
-    PREFIXED = False
     rows: Pointer  # (S,) of each pair; None in the masked layout
     # (E,) the row behind each expert's last pair; in the masked layout the rows of each expert
     groups: Annotated[Tensor, "pointer"]

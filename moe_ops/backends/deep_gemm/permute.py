@@ -19,7 +19,16 @@ import triton.language as tl
 from moe_ops.backends.deep_gemm.library import MAX_PARTS, Layout, block_e, index_parts
 from moe_ops.kernels.device.blocks import local_expert
 from moe_ops.kernels.device.pdl import gdc_launch_dependents, gdc_wait
-from moe_ops.kernels.launch import Constant, Gpu, Launch, Pointer, Runtime, arguments, kernel
+from moe_ops.kernels.launch import (
+    Constant,
+    Gpu,
+    Launch,
+    Pointer,
+    Runtime,
+    arguments,
+    kernel,
+    unprefixed,
+)
 from moe_ops.meta.workspace import cdiv, round_up
 from moe_ops.ops.args import BatchedExpertsArgs, ExpertsArgs
 
@@ -27,10 +36,10 @@ CHUNK = 128
 PARTS_PER_LOAD = tl.constexpr(64)  # each step of the loop over parts waits for memory
 
 
+@unprefixed
 class Pairs(NamedTuple):
     """The pairs, and how programs share them."""
 
-    PREFIXED = False
     ids: Pointer  # (M, top_k)
     map: Pointer  # (num_ids,) global id -> local id, or None
     S: Runtime
@@ -159,8 +168,18 @@ def place(a: ExpertsArgs, size: int, alignment: int, gpu: Gpu) -> tuple[list[Lau
         num_ids, map_stride = expert_map.shape[0], expert_map.stride(0)
     part_size = round_up(cdiv(S, MAX_PARTS), CHUNK)
     pairs = Pairs(
-        *(ids, expert_map, S, E, num_ids, ids.shape[1], *ids.stride(), map_stride, part_size),
-        *(block_e(E), CHUNK),
+        ids=ids,
+        map=expert_map,
+        S=S,
+        E=E,
+        num_ids=num_ids,
+        top_k=ids.shape[1],
+        ids_stride_m=ids.stride(0),
+        ids_stride_k=ids.stride(1),
+        map_stride=map_stride,
+        part_size=part_size,
+        BLOCK_E=block_e(E),
+        CHUNK=CHUNK,
     )
     grid = (cdiv(S, part_size), 1, 1)
     placed = Place(

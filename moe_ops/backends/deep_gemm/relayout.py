@@ -1,10 +1,11 @@
 """The layout of weights that DeepGEMM multiplies from SM100 on: scales as packed exponents.
 
-Registered for ``moe_ops.prepare(weight, "deep_gemm")`` and ``"deep_gemm_fp4"``; plain torch on any device.
+For ``moe_ops.prepare(weight, "deep_gemm")`` and ``"deep_gemm_fp4"``; plain torch on any device.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,10 +22,11 @@ if TYPE_CHECKING:
 
 
 def pack_exponents(exponents: Tensor) -> Tensor:
-    """uint8 exponents (.., N, G) as int32 words of four, (.., ceil(G / 4), N): byte j of word p is group 4 p + j.
+    """uint8 exponents (.., N, G) as int32 words of four, (.., ceil(G / 4), N): byte j of word p is
+    group 4 p + j.
 
-    The words of neighbouring rows lie side by side; zeros fill the last one. As a product takes them, transposed, they
-    have strides (words * N, 1, N).
+    The words of neighbouring rows lie side by side; zeros fill the last one. As a GEMM takes
+    them, transposed, they have strides (words * N, 1, N).
     """
     padded = torch.nn.functional.pad(exponents, (0, -exponents.shape[-1] % 4))
     return padded.contiguous().view(torch.int32).transpose(-2, -1).contiguous()
@@ -36,13 +38,17 @@ def unpack_exponents(words: Tensor, groups: int) -> Tensor:
 
 
 def power_of_two_exponents(amax: Tensor) -> Tensor:
-    """uint8 exponents, biased by 127, of the least powers of two that amax / 448 does not exceed; 1e-4 at least."""
+    """uint8 exponents, biased by 127, of the least powers of two that are at least amax / 448, of
+    an amax of at least 1e-4.
+    """
     mxfp8 = get_scheme("mxfp8").quantized_weight
     return scaling.exponents(amax.float().clamp(min=1e-4), mxfp8).clamp(1, 254)
 
 
 def requantize_block(weight: ExpertTensor) -> Tensors:
-    """fp8_block weights with scales of 128 x 128 blocks that are powers of two. Rounds their elements once more."""
+    """fp8_block weights with scales of 128 x 128 blocks that are powers of two. Rounds their
+    elements once more.
+    """
     E, N, K = weight.shape
     _check_sizes(N, K)
     qdata, exponents = torch.empty_like(weight.qdata), []
@@ -75,12 +81,12 @@ def unpack_mx(weight: ExpertTensor) -> Tensors:
 def _check_sizes(N: int, K: int) -> None:
     if N % 128 or K % 128:
         raise ValueError(
-            f"weight must have rows and columns that 128 divides to be laid out for deep_gemm, got {(N, K)}; "
-            "use backend 'triton'"
+            "weight must have rows and columns that 128 divides to be laid out for deep_gemm, "
+            f"got {(N, K)}; use backend 'triton'"
         )
 
 
-def _is(*names: str):
+def _is(*names: str) -> Callable[[QuantScheme], bool]:
     return lambda scheme: _base(scheme) in names
 
 
@@ -89,7 +95,7 @@ def _base(scheme: QuantScheme) -> str:
 
 
 def _multiplies_exponents(device: torch.device) -> bool:
-    """Whether weights that lie there are multiplied with scales as exponents: on GPUs from SM100 on."""
+    """Whether GEMMs on the device take scales as exponents: on GPUs from SM100 on."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (10, 0)
 
 

@@ -41,6 +41,7 @@ from moe_ops.kernels.launch import (
     Specialized,
     arguments,
     kernel,
+    unprefixed,
 )
 from moe_ops.kernels.permute.rows import RouterWeights, router_weights
 from moe_ops.meta.workspace import cdiv
@@ -51,10 +52,10 @@ BLOCK_N = 1024  # columns of a program of combine
 MAX_PROGRAMS = 4096  # about so many programs of a launch over batches share the rows there are
 
 
+@unprefixed
 class Quantized(NamedTuple):
     """Rows that a kernel writes, and how it quantizes them."""
 
-    PREFIXED = False
     scale: Pointer  # written, or None
     SCALES: Constant
     WIDTH: Constant
@@ -263,8 +264,8 @@ class Activate:
     weights_stride: Runtime
     S: Runtime
     I: Specialized  # noqa: E741
-    programs: Runtime
     activation: Activated
+    programs: Runtime
     PDL: Constant
 
 
@@ -284,7 +285,6 @@ def moe_ops_deep_gemm_activate(
     weights_stride,
     S,
     I,  # noqa: E741
-    programs,
     alpha,
     beta,
     limit,
@@ -292,6 +292,7 @@ def moe_ops_deep_gemm_activate(
     GATED: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     HAS_LIMIT: tl.constexpr,
+    programs,
     PDL: tl.constexpr,
 ):
     """h = activation(x), GROUPS groups of 128 columns at a time: those of one pair, then those of
@@ -462,8 +463,8 @@ def activate(
         weights_stride=0 if weights is None else weights.stride(0),
         S=pairs,
         I=I,
-        programs=shared,
         activation=activated(a.activation, a.alpha, a.beta, a.limit),
+        programs=shared,
         PDL=gpu.pdl,
     )
     return Launch(moe_ops_deep_gemm_activate, (programs, 1, 1), args)

@@ -1,19 +1,21 @@
 """Backend `flashinfer`: FlashInfer's CUTLASS layer (cutlass_fused_moe) on SM90, SM100 and SM120.
 
-Before the library's own kernels one small kernel of ours brings ids and router weights into the form it reads, applies
-`expert_map` and marks ids that mean "not here" with -1, which it skips; another copies, weighs or quantizes the
-input's rows where that is needed. The library allocates its own workspace on every call, from torch's caching
-allocator: inside a captured graph, from the graph's pool. Gated activations need w13 laid out with up rows before gate
-rows: `moe_ops.prepare(w13, "flashinfer", activation=...)`, `moe_ops.prepare(w2, "flashinfer")`.
+Before the library's own kernels one small kernel of ours brings ids and router weights into the
+form it reads, applies `expert_map` and marks ids that mean "not here" with -1, which it skips;
+another copies, weighs or quantizes the input's rows where that is needed. The library allocates
+its own workspace on every call, from torch's caching allocator: inside a captured graph, from the
+graph's pool. Gated activations need w13 laid out with up rows before gate rows:
+`moe_ops.prepare(w13, "flashinfer", activation=...)`, `moe_ops.prepare(w2, "flashinfer")`.
 
-`expert_map` covers expert parallelism, so the library's own ranks stay 1 of 1; shards of tensor parallelism are weights of
-a smaller I.
+`expert_map` covers expert parallelism, so the library's own ranks stay 1 of 1; shards of tensor
+parallelism are weights of a smaller I.
 
-Its gelu is the exact one, and gelu_tanh runs on it too: they differ by at most 5e-4 an element, by 2e-4 in the norm of
-normally distributed ones, of which bf16 rounds away 1.7e-3 and fp16 2.1e-4.
+Its gelu is the exact one, and gelu_tanh runs on it too: they differ by at most 5e-4 an element, by
+2e-4 in the norm of normally distributed ones, of which bf16 rounds away 1.7e-3 and fp16 2.1e-4.
 
 Which of its kernels run is measured by `moe_ops.warmup` alone (library.py). SM90 is tested by
-tests/test_flashinfer_gpu.py; on SM100 and SM120 nothing was run: what is said of them follows the library's sources.
+tests/test_flashinfer_gpu.py; on SM100 and SM120 nothing was run: what is said of them follows the
+library's sources.
 """
 
 from __future__ import annotations
@@ -82,10 +84,12 @@ def supports(problem: Problem, machine: Machine) -> list[str]:
     return reasons
 
 
-def workspace_shapes(M, problem: Problem) -> Workspaces:
-    """workspace13 holds the input's rows where they are not read as they come, (M, K); workspace2 the router's
-    weights (M, top_k) and the layer's constants in fp32, the scales of quantized rows, and biases in the output's dtype; the
-    index workspace local ids (M, top_k). The library's own workspace is not among them: it allocates that."""
+def workspace_shapes(M: int, problem: Problem) -> Workspaces:
+    """workspace13 holds the input's rows where they are not read as they come, (M, K); workspace2
+    the router's weights (M, top_k) and the layer's constants in fp32, the scales of quantized
+    rows, and biases in the output's dtype; the index workspace local ids (M, top_k). The library's
+    own workspace is not among them: it allocates that.
+    """
     p = problem
     pairs = M * p.top_k
     floats = (

@@ -29,6 +29,7 @@ from moe_ops.kernels.launch import (
     Specialized,
     arguments,
     kernel,
+    unprefixed,
 )
 from moe_ops.kernels.permute.rows import NO_ROUTER_WEIGHTS, RouterWeights, router_weights
 from moe_ops.meta.workspace import cdiv
@@ -38,10 +39,10 @@ GROUPS = 32  # groups of 32 columns that a program of `rows` handles
 BLOCK_N = 512  # columns of a program of `biases`
 
 
+@unprefixed
 class Ids(NamedTuple):
     """Expert ids as they come."""
 
-    PREFIXED = False
     ids: Pointer  # (M, top_k)
     map: Pointer  # (num_ids,) global id -> local id, or None
     M: Runtime
@@ -52,12 +53,12 @@ class Ids(NamedTuple):
     map_stride: Runtime
 
 
+@unprefixed
 class Constants(NamedTuple):
     """The constants of the layer that the library reads from the device, and what they follow
     from.
     """
 
-    PREFIXED = False
     # (7, SLOT) fp32, written: alpha, beta, limit, factors of w13 and w2, inverse scales of a13 and
     # a2
     constants: Pointer
@@ -192,7 +193,7 @@ def route(
     args = Route(
         local=local,
         sums=sums,
-        ids=Ids(ids, expert_map, M, E, num_ids, *ids.stride(), map_stride),
+        ids=Ids(ids, expert_map, M, E, num_ids, ids.stride(0), ids.stride(1), map_stride),
         topk_weights=router_weights(a.topk_weights),
         constants=Constants(
             *(constants, w13_scale, w2_scale, a13_scale, a2_scale, a.alpha, a.beta, a.limit),

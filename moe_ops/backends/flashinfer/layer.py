@@ -71,8 +71,10 @@ def experts(a: ExpertsArgs) -> None:
     if gated and a.activation not in ("gelu", "gelu_tanh") and not plain_silu:
         swiglu = [constants[i, :E] for i in range(3)]
     I = N // 2 if gated else N  # noqa: E741
-    made = (device, kernels, E, N, K, I, top_k, a.activation, plain_silu, w13_bias is None)
-    made += (M if a.scheme == "fp8_block" else 0,)  # compiled for tiles that it chooses by M
+    made = (
+        *(device, kernels, E, N, K, I, top_k, a.activation, plain_silu, w13_bias is None),
+        M if a.scheme == "fp8_block" else 0,  # compiled for tiles that it chooses by M
+    )
     library.check_warm(made)
     run(launches, device, _NO_PDL)
     runner = library.runner(device, kernels)
@@ -114,8 +116,8 @@ def _check_contiguous(a: ExpertsArgs) -> None:
         tensor = getattr(a, name)
         if tensor is not None and not tensor.is_contiguous():
             raise ValueError(
-                f"{name} must be contiguous for backend 'flashinfer', got strides {tensor.stride()}; call "
-                ".contiguous() once"
+                f"{name} must be contiguous for backend 'flashinfer', got strides "
+                f"{tensor.stride()}; call .contiguous() once"
             )
 
 
@@ -127,10 +129,12 @@ def _weights(
     s13, s2 = a.w13_scale, a.w2_scale
     if not a.scheme:
         return Kernels(dtype, dtype, dtype), a.w13, a.w2, None
+    assert s13 is not None and s2 is not None, a.scheme
     if a.scheme == "fp8_block":
         kernels = Kernels(dtype, a.w13.dtype, dtype, fp8_block=True)
         return kernels, a.w13, a.w2, [s13, s2]
     if a.scheme == "fp8_tensor_static":
+        assert a.a13_scale is not None
         # [factor of w13, inverse scale of a2, factor of w2, scale of a13]
         scales = [constants[3, :E], constants[6, 0], constants[4, :E], a.a13_scale.reshape(())]
         return Kernels(row_dtype, a.w13.dtype, dtype), a.w13, a.w2, scales
@@ -138,9 +142,8 @@ def _weights(
         w13, w2 = a.w13.view(torch.int64), a.w2.view(torch.int64)
         s13, s2 = s13.view(torch.int32), s2.view(torch.int32)
         f13, f2 = constants[3, :E], constants[4, :E]
-        if (
-            a.scheme == "nvfp4"
-        ):  # it quantizes rows itself, by the inverses of the activations' scales
+        if a.scheme == "nvfp4":
+            # it quantizes rows itself, by the inverses of the activations' scales
             scales = [constants[5, 0], s13, f13, constants[6, 0], s2, f2]
             return Kernels(dtype, torch.int64, dtype), w13, w2, scales
         return Kernels(row_dtype, torch.int64, dtype, mxfp8=True), w13, w2, [s13, f13, s2, f2]

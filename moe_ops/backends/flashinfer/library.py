@@ -1,10 +1,12 @@
-"""FlashInfer's CUTLASS layer: loading its module, and which of its kernels runs a call. It is imported at first launch.
+"""FlashInfer's CUTLASS layer: loading its module, and which of its kernels runs a call. The
+library is imported at the first launch.
 
-The compiled module is called, not `flashinfer.fused_moe.cutlass_fused_moe` around it, for two reasons. That function
-asks the library's autotuner on every call, which tunes whenever its context is active anywhere in the process; and what
-the autotuner picks may add bf16 outputs with atomics, in no order and with a rounding for each expert of a token. Here a
-call runs the tactic that `moe_ops.warmup` measured for it, else the library's own default, and kernels that sum
-with atomics only where `deterministic` is False.
+The compiled module is called, not `flashinfer.fused_moe.cutlass_fused_moe` around it, for two
+reasons. That function asks the library's autotuner on every call, which tunes whenever its context
+is active anywhere in the process; and what the autotuner picks may add bf16 outputs with atomics,
+in no order and with a rounding for each expert of a token. Here a call runs the tactic that
+`moe_ops.warmup` measured for it, else the library's own default, and kernels that sum with atomics
+only where `deterministic` is False.
 """
 
 from __future__ import annotations
@@ -26,8 +28,9 @@ import torch
 from moe_ops import environment
 
 VERSION = "0.6.13"  # whose module's arguments are spelled out here
-# Of GEMM1 and GEMM2, each counted from 0; -1 is the library's default. The module also takes GEMM2's counted on from
-# GEMM1's, but only those past GEMM2's own count: it takes all others to be counted from 0.
+# Of GEMM1 and GEMM2, each counted from 0; -1 is the library's default. The module also takes
+# GEMM2's counted on from GEMM1's, but only those past GEMM2's own count: it takes all others to be
+# counted from 0.
 Tactics = tuple[int, int]
 DEFAULT: Tactics = (-1, -1)
 _REPLAYS, _CALLS = 5, 4  # timed runs of a captured graph, and calls in it
@@ -66,16 +69,16 @@ def architecture(capability: tuple[int, int]) -> str:
 
 @cache
 def module(arch: str) -> Any:
-    """The library's compiled module; the first use on a machine without a prebuilt one builds it, with a warning."""
+    """The library's compiled module. Where none is prebuilt, the first use builds it and warns."""
     import flashinfer.jit.fused_moe as jit
     from flashinfer.jit import env
 
     spec = getattr(jit, f"gen_cutlass_fused_moe_sm{arch}_module")()
     if not spec.is_compiled:
         warnings.warn(
-            f"FlashInfer's fused-MoE module for sm{arch} is not built on this machine: building it now, once, takes "
-            "some 24 minutes on 16 cores. The wheel flashinfer-jit-cache brings it built, and moe_ops.warmup builds it "
-            "ahead of the first step",
+            f"FlashInfer's fused-MoE module for sm{arch} is not built on this machine: building "
+            "it now, once, takes some 24 minutes on 16 cores. The wheel flashinfer-jit-cache "
+            "brings it built, and moe_ops.warmup builds it ahead of the first step",
             stacklevel=2,
         )
     loaded = spec.build_and_load()
@@ -98,14 +101,15 @@ _lock = threading.Lock()
 
 
 def check_warm(key: tuple) -> None:
-    """Raise RuntimeError if a CUDA graph is being captured and no call like this one has been made."""
+    """Raise RuntimeError while a CUDA graph is captured, unless a call like this one was made."""
     if key in _warm:
         return
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
-            "moe_ops backend 'flashinfer' has not run this call yet and cannot load or compile its kernels while a "
-            "CUDA graph is captured; warm up first: call the same function once with tensors of these shapes and "
-            "dtypes outside of torch.cuda.graph(...), or use moe_ops.warmup, then capture"
+            "moe_ops backend 'flashinfer' has not run this call yet and cannot load or compile "
+            "its kernels while a CUDA graph is captured; warm up first: call the same function "
+            "once with tensors of these shapes and dtypes outside of torch.cuda.graph(...), or "
+            "use moe_ops.warmup, then capture"
         )
 
 
@@ -114,7 +118,7 @@ def mark_warm(key: tuple) -> None:
     _warm.add(key)
 
 
-# --- tactics -----------------------------------------------------------------------------------------
+# --- tactics --------------------------------------------------------------------------------
 
 
 def key_of(
@@ -150,7 +154,7 @@ def tactics_path() -> Path:
 
 
 def load(path: Path, gpu: str) -> dict[Key, Tactics]:
-    """The tactics of a GPU in a file that `save` wrote; none if there is no such file or it is not one."""
+    """The tactics of a GPU in a file that `save` wrote; none if the file is absent or damaged."""
     try:
         stored = json.loads(path.read_text()).get(gpu, {})
         return {
@@ -162,7 +166,7 @@ def load(path: Path, gpu: str) -> dict[Key, Tactics]:
 
 
 def save(path: Path, gpu: str, table: dict[Key, Tactics]) -> None:
-    """Add the tactics of a GPU to a file; it is replaced at once, so that readers never see a part."""
+    """Add the tactics of a GPU to a file, which is replaced at once: no reader sees a part."""
     try:
         stored = json.loads(path.read_text())
     except (OSError, ValueError):
@@ -180,7 +184,7 @@ def save(path: Path, gpu: str, table: dict[Key, Tactics]) -> None:
 
 @contextmanager
 def warm(_rows: int) -> Iterator[None]:
-    """Calls inside of it, in this thread, measure tactics where there are none yet; `moe_ops.warmup` enters it."""
+    """Let calls of this thread measure the tactics that they lack; entered by `moe_ops.warmup`."""
     before = tuning()
     _local.tuning = True
     try:
@@ -196,7 +200,7 @@ def tuning() -> bool:
 
 @cache
 def numbered(device: int) -> bool:
-    """Whether `candidates` knows how the module numbers its tactics on a device; on others the default runs."""
+    """Whether `candidates` knows how the module numbers tactics there; else the default runs."""
     return torch.cuda.get_device_capability(device) == (9, 0)
 
 
@@ -229,8 +233,9 @@ def tune(gpu: str, key: Key, of: Any, call: Callable[[Tactics], None]) -> None:
 def candidates(first: int, second: int, deterministic: bool) -> tuple[list[int], list[int]]:
     """Tactics of GEMM1 and GEMM2 to try, of so many each.
 
-    Of n tile shapes GEMM1 has n, then n with operands exchanged. GEMM2, where it can add to the output itself, has n, n
-    that do so, with atomics, and again n and n with operands exchanged. Those of older GPUs, which follow, are left out.
+    Of n tile shapes GEMM1 has n, then n with operands exchanged. GEMM2, where it can add to the
+    output itself, has n, n that do so, with atomics, and again n and n with operands exchanged.
+    Those of older GPUs, which follow, are left out.
     """
     n = (second - first) // 2
     if n <= 0:  # none adds to the output
@@ -263,7 +268,8 @@ def _timed(call: Callable[[Tactics], None], tried: Tactics) -> float:
     once = timed(lambda: call(tried), 1)
     if once > _LONG:
         return once
-    # shorter ones take longer to launch than to run; torch.cuda.graph would collect garbage each time
+    # shorter calls take longer to launch than to run; torch.cuda.graph would collect garbage each
+    # time
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):

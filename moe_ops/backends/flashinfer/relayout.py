@@ -1,4 +1,5 @@
-"""Layouts of weights that FlashInfer's CUTLASS layer reads: up rows before gate rows, and its orders of 4-bit data.
+"""Layouts of weights that FlashInfer's CUTLASS layer reads: up rows before gate rows, and its
+orders of 4-bit data.
 
 Registered for ``moe_ops.prepare(weight, "flashinfer")``; plain torch on any device.
 """
@@ -20,13 +21,16 @@ if TYPE_CHECKING:
     from moe_ops.tensors.base import ExpertTensor
 
 MIXED = "flashinfer_mixed"  # 4-bit weights beside 16-bit activations on SM90
-SWIZZLED = "flashinfer_swizzled"  # scales of 128 rows and 4 columns side by side, as SM100's tensor cores read them
+# scales of 128 rows and 4 columns side by side, as SM100's tensor cores read them
+SWIZZLED = "flashinfer_swizzled"
 
 NATURAL = ("", "fp8_tensor_static", "fp8_block")  # schemes whose elements stay where they are
 
 
 def up_first(t: Tensor, pairs: bool) -> Tensor:
-    """Up rows, then gate rows, of t (..., 2I, K): gate and up rows alternating (``pairs``), or gate rows first."""
+    """Up rows, then gate rows, of t (..., 2I, K): gate and up rows alternating (``pairs``), or
+    gate rows first.
+    """
     gate, up = (t[..., ::2, :], t[..., 1::2, :]) if pairs else t.chunk(2, -2)
     return _cat(up, gate)
 
@@ -61,8 +65,10 @@ def reorder_rows(w: ExpertTensor, order: str, undo: bool = False) -> Tensors:
         )
     if w.scheme == "fp8_block" and (pairs or w.qdata.shape[-2] % 256):
         raise ValueError(
-            f"weight must have scales of 128 rows that are all gate or all up rows to be laid out for flashinfer, got "
-            f"{w.qdata.shape[-2]} rows{' of which every other one is a gate row' if pairs else ''}; use backend 'triton'"
+            "weight must have scales of 128 rows that are all gate or all up rows to be laid out "
+            f"for flashinfer, got {w.qdata.shape[-2]} "
+            f"rows{' of which every other one is a gate row' if pairs else ''}; "
+            "use backend 'triton'"
         )
     move = gate_first if undo else up_first
     names = [name for name in ("qdata", "scale") if getattr(w, name) is not None]
@@ -81,11 +87,12 @@ def _of_each_expert(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], 
 
 @_of_each_expert
 def interleave_e2m1(q: Tensor) -> Tensor:
-    """Bytes (E, N, K/2) of e2m1 pairs as the SM90 kernels for e2m1 beside 16-bit activations read them.
+    """Bytes (E, N, K/2) of e2m1 pairs in the order of the SM90 kernels for 16-bit activations.
 
-    In each tile of 16 rows and 64 columns, rows r and r + 8 exchange nibbles, so that a byte holds the two rows'
-    elements of one column, and bytes move so that a thread finds all of its own in one load. Formula:
-    interleave_fp4_weights_for_sm90_mixed_gemm of FlashInfer 0.6.13; N a multiple of 16, K of 64.
+    In each tile of 16 rows and 64 columns, rows r and r + 8 exchange nibbles, so that a byte holds
+    the two rows' elements of one column, and bytes move so that a thread finds all of its own in
+    one load. Formula: interleave_fp4_weights_for_sm90_mixed_gemm of FlashInfer 0.6.13; N a
+    multiple of 16, K of 64.
     """
     E, N, B = q.shape
     upper, lower = q.view(E, N // 16, 2, 8, B // 32, 32).unbind(2)
@@ -109,7 +116,7 @@ def separate_e2m1(q: Tensor) -> Tensor:
 
 @_of_each_expert
 def interleave_scales(scale: Tensor) -> Tensor:
-    """e8m0 scales (E, N, K/32) as (E, K/128, 4N): the four of 128 columns side by side, then the next row's."""
+    """e8m0 scales (E, N, K/32) as (E, K/128, 4N): the four of 128 columns, then the next row's."""
     E, N, G = scale.shape
     return scale.view(E, N, G // 4, 4).transpose(1, 2).reshape(E, G // 4, 4 * N)
 
@@ -123,7 +130,8 @@ def separate_scales(scale: Tensor) -> Tensor:
 
 @_of_each_expert
 def swizzle(scale: Tensor) -> Tensor:
-    """Scales (E, N, G) in tiles of 128 rows and 4 columns: row r, column c of a tile at (r % 32, r // 32, c).
+    """Scales (E, N, G) in tiles of 128 rows and 4 columns: row r, column c of a tile at
+    (r % 32, r // 32, c).
 
     N a multiple of 128 and G of 4; the shape stays.
     """
@@ -144,8 +152,8 @@ def _check_whole(w: ExpertTensor) -> None:
     N, B = w.qdata.shape[-2:]
     if N % 128 or B % 64:
         raise ValueError(
-            f"weight must have rows and columns that 128 divides to be laid out for flashinfer, got {(N, 2 * B)}; "
-            "use backend 'triton' or 'torch'"
+            "weight must have rows and columns that 128 divides to be laid out for flashinfer, "
+            f"got {(N, 2 * B)}; use backend 'triton' or 'torch'"
         )
 
 
@@ -153,8 +161,9 @@ def _swizzled(w: ExpertTensor, order: str) -> Tensors:
     _check_whole(w)
     if w.scheme == "nvfp4" and w.activation_scale is None:
         raise ValueError(
-            "weight must have an activation_scale to be laid out for flashinfer, whose kernels quantize activations by "
-            "scales known beforehand; give one to moe_ops.quantize or moe_ops.from_quantized"
+            "weight must have an activation_scale to be laid out for flashinfer, whose kernels "
+            "quantize activations by scales known beforehand; give one to moe_ops.quantize or "
+            "moe_ops.from_quantized"
         )
     t = {"qdata": w.qdata, "scale": w.scale} | reorder_rows(w, order)
     return {"qdata": t["qdata"].contiguous(), "scale": swizzle(t["scale"].contiguous())}

@@ -53,6 +53,8 @@ SCHEMES = {
 }
 
 OTHERS = {
-    "int4_w4a8": "flashinfer's int4 kernels multiply activations by one scale known beforehand; those of int4_w4a8 have "
-    "one for each token, from the data; use backend='triton' or 'torch'"
+    "int4_w4a8": (
+        "flashinfer's int4 kernels multiply activations by one scale known beforehand; those of "
+        "int4_w4a8 have one for each token, from the data; use backend='triton' or 'torch'"
+    )
 }

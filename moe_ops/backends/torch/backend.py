@@ -1,7 +1,7 @@
-"""Backend `torch`: any device, any float dtype, every scheme and activation, in plain torch operators.
+"""Backend `torch`: any device, float dtype, scheme and activation, in plain torch operators.
 
-Quantized weights run with the exact meaning of their scheme: activations are really quantized, weights
-dequantized, products summed in fp32. All other backends are held to these results.
+Quantized weights run with the exact meaning of their scheme: activations are really quantized,
+weights dequantized, products summed in fp32. All other backends are held to these results.
 """
 
 from __future__ import annotations
@@ -39,11 +39,12 @@ def supports(problem: Problem, machine: Machine) -> list[str]:
     return reasons
 
 
-def workspace_shapes(M, problem: Problem) -> Workspaces:
-    """Dense layout for `experts`, masked layout for `batched_experts`, nothing for `grouped_linear`."""
+def workspace_shapes(M: int, problem: Problem) -> Workspaces:
+    """The dense layout of `experts`, the masked one of `batched_experts`; else nothing."""
     p = problem
     dtype = _compute_dtype(p.dtype, p.scheme)
-    shape13, shape2 = (0,), (0,)
+    shape13: tuple[int, ...] = (0,)
+    shape2: tuple[int, ...] = (0,)
     if p.kind == "experts":
         shape13, shape2 = workspace.dense(
             M, p.num_rows, p.hidden_size, p.intermediate_size, p.top_k
@@ -105,7 +106,9 @@ def _launch_experts(a: ExpertsArgs) -> None:
 
 
 def _activate(gate_up: Tensor, activation: activations.Activation, out: Tensor) -> None:
-    """out (S, I) = activation(gate_up (S, N)); on a CPU in pieces whose fp32 values stay in cache."""
+    """out (S, I) = activation(gate_up (S, N)), on a CPU in parts whose fp32 values stay in
+    cache.
+    """
     step = 64 if out.device.type == "cpu" else out.shape[0]
     for i in range(0, out.shape[0], step):
         piece = gate_up[i : i + step].to(torch.promote_types(out.dtype, torch.float32))
@@ -147,8 +150,8 @@ def _batched_mm(
 ) -> None:
     """out[e] = x[e] @ weight[e].T + bias[e]; on a CPU only for the rows before each count."""
     num_experts, rows = x.shape[:2]
-    counts = counts.tolist() if x.device.type == "cpu" else [rows] * num_experts
-    for e, count in enumerate(counts):
+    bounds = counts.tolist() if x.device.type == "cpu" else [rows] * num_experts
+    for e, count in enumerate(bounds):
         count = min(count, rows)
         if count <= 0:
             continue

@@ -1,14 +1,16 @@
 """The CPU kernels of csrc/cpu/grouped_mm.cpp, called through ctypes where they were built.
 
-Against one library product per expert, 32 experts of (1024, 1024) read from memory by two EPYC cores: with AVX-512,
-3 rows an expert 1.8 times as fast in bf16 and 3.0 times in fp32, 64 rows 1.1 and 1.5 times; two hardware
-threads of one core with AVX2, 3 rows 4.2 and 4.4 times, 64 rows 1.2 and 1.3 times (bf16 through fp32 there).
+Against one library product per expert, 32 experts of (1024, 1024) read from memory by two EPYC
+cores: with AVX-512, 3 rows an expert 1.8 times as fast in bf16 and 3.0 times in fp32, 64 rows 1.1
+and 1.5 times; two hardware threads of one core with AVX2, 3 rows 4.2 and 4.4 times, 64 rows 1.2
+and 1.3 times (bf16 through fp32 there).
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,7 +18,8 @@ import torch
 from torch import Tensor
 
 _LIBRARY = Path(__file__).parents[2] / "cpu_grouped_mm.so"
-# Rows per expert up to which the kernels lead, by AVX; library GEMMs on AMX overtake them in bf16 at 14 to 20 on a Xeon.
+# Rows per expert up to which the kernels lead, by AVX; library GEMMs on AMX overtake them in bf16
+# at 14 to 20 on a Xeon.
 _MOST_ROWS = {
     512: {torch.bfloat16: 96, torch.float32: 1 << 30},
     2: {torch.bfloat16: 96, torch.float32: 96},
@@ -26,8 +29,8 @@ _MOST_ROWS_AMX = 16
 
 class _Kernels(NamedTuple):
     most_rows: int
-    grouped_mm: ctypes._CFuncPtr
-    combine: ctypes._CFuncPtr
+    grouped_mm: Callable[..., None]
+    combine: Callable[..., None]
 
 
 @functools.cache
@@ -68,7 +71,7 @@ def why_not() -> str | None:
 
 
 def can_multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether `grouped_mm` takes these and is expected to be faster than one product per expert."""
+    """Whether `grouped_mm` takes these and should be faster than one product per expert."""
     return (
         x.dtype in _kernels()
         and weight.dtype == x.dtype
@@ -86,7 +89,10 @@ def grouped_mm(
     bias: Tensor | None,  # (E, N)
     out: Tensor,  # (S, N), contiguous
 ) -> None:
-    """out = x @ weight[e].T + bias[e] for the rows of each expert, summed in fp32; 0 past offsets[-1]."""
+    """out = x @ weight[e].T + bias[e] for the rows of each expert, summed in fp32.
+
+    Rows past offsets[-1] become 0.
+    """
     E, N, K = weight.shape
     offsets = offsets.contiguous()
     _kernels()[x.dtype].grouped_mm(

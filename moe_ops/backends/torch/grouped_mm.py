@@ -1,8 +1,9 @@
 """Grouped GEMMs in plain torch: rows sorted by expert times one weight matrix per expert.
 
-S rows sorted by expert, E experts, `offsets` (E,) int32 the cumulative end row of each on the device.
-Three ways, none of which reads a device tensor on the host when that device is a GPU:
-- CPU: our own kernel while experts have few rows, else one matrix product per expert that has rows;
+S rows sorted by expert, E experts, `offsets` (E,) int32 the cumulative end row of each on the
+device. Three ways, none of which reads a device tensor on the host when that device is a GPU:
+- CPU: our own kernel while experts have few rows, else one matrix product per expert that has
+  rows;
 - GPU, bf16 and aligned: torch's grouped GEMM;
 - GPU, everything else: rows padded to blocks of one expert each, weights gathered per block.
 """
@@ -38,7 +39,8 @@ def grouped_mm(
     """x @ weight[e].T + bias[e] for the rows of each expert, or x @ weight[e] with `transpose`.
 
     Quantized weights are dequantized to x's dtype, which the caller makes fp32. Returns (S, N), or
-    (S, K) transposed; rows past offsets[-1] are zero. `out` is written and returned where it helps.
+    (S, K) transposed; rows past offsets[-1] are zero. `out` is written and returned where it
+    helps.
     """
     width = get_scheme(scheme).logical_shape(*weight.shape)[2 if transpose else 1]
     if x.device.type == "cpu":
@@ -74,8 +76,9 @@ def grouped_mm(
 def _product(a: Tensor, b: Tensor, bias: Tensor | None, out: Tensor) -> None:
     """out = a @ b + bias on a CPU; in fp32, rounded at the end, where that is faster.
 
-    Without instructions for 16-bit numbers torch multiplies them a row at a time. On an EPYC with AVX2, 1024 columns and as
-    many rows of weights, 8 rows in bf16 took 1.5 ms and in fp32, widening included, 1.7; 64 took 12 and 2.9.
+    Without instructions for 16-bit numbers torch multiplies them a row at a time. On an EPYC with
+    AVX2, 1024 columns and as many rows of weights, 8 rows in bf16 took 1.5 ms and in fp32,
+    widening included, 1.7; 64 took 12 and 2.9.
     """
     if a.shape[0] >= _WIDENED_ROWS and _multiplied_by_rows(a.dtype):
         y = torch.mm(a.float(), b.float())
@@ -88,7 +91,7 @@ def _product(a: Tensor, b: Tensor, bias: Tensor | None, out: Tensor) -> None:
 
 @functools.cache
 def _multiplied_by_rows(dtype: torch.dtype) -> bool:
-    """Whether torch has nothing but that for matrices of this type on this processor, as far as oneDNN knows."""
+    """Whether torch multiplies 16-bit matrices by rows here, as far as oneDNN knows."""
     if not torch.backends.mkldnn.is_available():  # then the questions below are not there either
         return False
     if dtype == torch.bfloat16:
@@ -97,7 +100,7 @@ def _multiplied_by_rows(dtype: torch.dtype) -> bool:
 
 
 def grouped_outer(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
-    """a[rows of e].T @ b[rows of e]: (S, N), (S, K) -> (E, N, K); zero for experts without rows."""
+    """a[rows of e].T @ b[rows of e]: (S, N), (S, K) -> (E, N, K); 0 for experts without rows."""
     num_experts = offsets.shape[0]
     offsets = offsets.clamp(0, a.shape[0])
     if a.device.type == "cpu":
@@ -135,7 +138,7 @@ def _native(*operands: Tensor) -> bool:
 
 
 def _blocks(offsets: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
-    """Sorted rows cut into blocks of one expert: rows (nb, _BLOCK) with -1 as padding, experts (nb,)."""
+    """Sorted rows in blocks of one expert: rows (nb, _BLOCK), padded with -1, experts (nb,)."""
     num_experts = offsets.shape[0]
     starts = F.pad(offsets[:-1], (1, 0))
     ends = torch.cumsum((offsets - starts + _BLOCK - 1) // _BLOCK, 0)
@@ -157,7 +160,15 @@ def _take(x: Tensor, rows: Tensor) -> Tensor:
     return torch.where((rows >= 0).unsqueeze(-1), taken, 0)
 
 
-def _grouped_mm_blocks(x, weight, offsets, scales, scheme, transpose):
+def _grouped_mm_blocks(
+    x: Tensor,
+    weight: Tensor,
+    offsets: Tensor,
+    scales: Scales | None,
+    scheme: str,
+    transpose: bool,
+) -> Tensor:
+    """`grouped_mm` without a bias: rows padded to blocks of one expert, weights gathered."""
     rows, experts = _blocks(offsets, x.shape[0])
     px = _take(x, rows)
     _, N, K = get_scheme(scheme).logical_shape(*weight.shape)

@@ -1,5 +1,6 @@
 """The whole router, from hidden states to weights and ids. Few tokens: logits and choice of
-experts in two launches; many: torch's matrix product and one launch. Imported at first launch only.
+experts in two launches; many: torch's matrix product and one launch. Imported at first launch
+only.
 
 M tokens, K hidden size, E = G * S experts. The weight is cut into tiles of BLOCK_K columns and
 BLOCK_E rows, one program each, so that all of it is in flight at once: at M = 1 a router is a wait

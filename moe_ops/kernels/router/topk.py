@@ -29,6 +29,7 @@ from moe_ops.kernels.launch import (
     arguments,
     kernel,
     run,
+    unprefixed,
 )
 
 _LOWEST = tl.constexpr(-3.4028234663852886e38)  # finfo(float32).min, -_LOWEST is its max
@@ -131,8 +132,8 @@ def choose(
             groups = tl.where(index == lowest, _TAKEN, groups)
         key = tl.where((groups == _TAKEN)[:, None], key, float("-inf"))
 
-    # Two reductions of 32 bits, the second for the lower index among equals: a warp has one instruction
-    # for each, where a pair of both in 64 bits takes ten shuffles.
+    # Two reductions of 32 bits, the second for the lower index among equals: a warp has one
+    # instruction for each, where a pair of both in 64 bits takes ten shuffles.
     ordered = _ordered(key)
     slot = tl.arange(0, BLOCK_TOP_K)
     ids = tl.zeros((BLOCK_TOP_K,), dtype=tl.int32)
@@ -140,8 +141,8 @@ def choose(
     for k in range(TOP_K):
         best = tl.max(_flat(ordered), 0)
         winner = tl.min(_flat(tl.where(ordered == best, expert, G * S)), 0)
-        # Without a bias the key is the logit. With one it is summed out of the row, which does not hold up
-        # the next maximum, as reading the row again would hold up the weights.
+        # Without a bias the key is the logit. With one it is summed out of the row, which does not
+        # hold up the next maximum, as reading the row again would hold up the weights.
         if bias_ptr is not None:
             logit = tl.sum(_flat(tl.where(is_expert & (expert == winner), x, 0.0)), 0)
         else:
@@ -156,10 +157,10 @@ def choose(
     return weights * scaling_factor, ids
 
 
+@unprefixed
 class Selection(NamedTuple):
     """How experts are chosen from a row of logits."""
 
-    PREFIXED = False
     G: Constant
     S: Constant
     TOP_K: Constant

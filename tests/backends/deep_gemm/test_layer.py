@@ -46,7 +46,7 @@ schemes = pytest.mark.parametrize("scheme", ["", "fp8_block"], ids=["plain", "fp
 
 def forget() -> None:
     machines._machine_facts_cached.cache_clear()
-    bind._ready.clear()
+    bind._bound.clear()
     dg.library.cache_clear()
 
 

@@ -16,10 +16,9 @@ pytest.importorskip("triton.experimental.gluon")
 
 import moe_ops
 from moe_ops.backends.triton import backend
-from moe_ops.kernels import (
-    triton_packed_tiles,
-    triton_tiles,
-)
+from moe_ops.kernels.configs import SM90_WGMMA
+from moe_ops.kernels.launch import gpu
+from moe_ops.kernels.mixed_gemm import configs
 from moe_ops.meta.scales import TRITON_E2M1, triton_e2m1_scale_shape
 from moe_ops.ops import relayout as relayout_module
 from moe_ops.ops.problem import Machine, Problem
@@ -103,7 +102,7 @@ HOPPER = Machine("cuda", (9, 0), "NVIDIA H200", ("triton",))
     ],
 )
 def test_who_takes_prepared_weights(changes, machine, reason, monkeypatch):
-    monkeypatch.setattr(backend, "_SPOKEN", True)
+    monkeypatch.setattr(backend, "_WHY_NO_GLUON", None)
     monkeypatch.setattr(backend, "INTERPRETED", False)
     reasons = backend.supports(problem(**changes), dataclasses.replace(HOPPER, **machine))
     assert len(reasons) == bool(reason)
@@ -112,8 +111,11 @@ def test_who_takes_prepared_weights(changes, machine, reason, monkeypatch):
 
 
 def test_interpreter_and_other_languages_do_not_take_prepared_weights(monkeypatch):
-    for name, value, found in (("_SPOKEN", False, "Triton "), ("INTERPRETED", True, "its inter")):
-        monkeypatch.setattr(backend, "_SPOKEN", True)
+    for name, value, found in (
+        ("_WHY_NO_GLUON", "unknown", "Triton "),
+        ("INTERPRETED", True, "its inter"),
+    ):
+        monkeypatch.setattr(backend, "_WHY_NO_GLUON", None)
         monkeypatch.setattr(backend, "INTERPRETED", False)
         monkeypatch.setattr(backend, name, value)
         (reason,) = backend.supports(problem(), HOPPER)
@@ -121,15 +123,13 @@ def test_interpreter_and_other_languages_do_not_take_prepared_weights(monkeypatc
 
 
 @pytest.mark.parametrize("M", [2, 64, 300, 5000])
-def test_prepared_weights_get_tiles_that_read_them(M):
+def test_prepared_weights_get_configs_that_read_them(M):
     """However many rows an expert has, and whatever a table says."""
-    from moe_ops.kernels.triton_launch import gpu
-
-    others = triton_packed_tiles.choose(M, 4, 256, 128, 4, BF16, False, 232448)
+    others = configs.choose(M, 4, 256, 128, 4, BF16, False, 232448)
     args = (M, 2, 4, 256, 128, BF16, gpu(-1), "mxfp4_w4a16", 4, True, False, True)
-    with mock.patch.object(triton_tiles, "measured", lambda *_: others):
-        found = triton_packed_tiles._for_experts.__wrapped__(*args)
-    assert found.wgmma and found.tokens >= min(64, M * 2 / 4 / 4)
+    with mock.patch.object(configs, "measured", lambda *_: others):
+        found = configs._for_experts.__wrapped__(*args)
+    assert found.kernel == SM90_WGMMA and found.block_m >= min(64, M * 2 / 4 / 4)
 
 
 def test_what_no_kernel_reads_is_refused():

@@ -330,16 +330,8 @@ def test_family(family):
     assert relative(outputs(model, ids, **more), want) > 0.2
 
 
-TRACED_FIRST = ("mixtral", "gpt_oss", "deepseek_v3")  # the others are `slow`
-
-
-@pytest.mark.parametrize(
-    "family",
-    [
-        pytest.param(name, marks=() if name in TRACED_FIRST else pytest.mark.slow)
-        for name in FAMILIES
-    ],
-)
+@pytest.mark.sweep
+@pytest.mark.parametrize("family", FAMILIES)
 def test_fullgraph(family):
     torch._dynamo.reset()
     model = build(family, layers=1)
