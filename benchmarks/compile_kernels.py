@@ -182,8 +182,8 @@ def _compiling(chip: Gpu, arch: int, compiles: bool = True) -> Iterator[list[Com
             mock.patch.object(launch, "_compiled", {}),
             mock.patch.object(launch, "gpu", lambda device: chip),
             mock.patch.object(deep_gemm, "alignment", lambda: deep_gemm.ALIGNMENT),
-            mock.patch.object(deep_gemm, "grouped_product", lambda *_: None),
-            mock.patch.object(deep_gemm, "masked_product", lambda *_: None),
+            mock.patch.object(deep_gemm, "grouped_gemm", lambda *_: None),
+            mock.patch.object(deep_gemm, "masked_gemm", lambda *_: None),
             mock.patch.object(mixed_configs, "on_sm90", lambda _: sm90),
         ):
             yield found
