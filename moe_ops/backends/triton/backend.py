@@ -59,7 +59,8 @@ def supports(problem: Problem, machine: Machine) -> list[str]:
         reasons += _reasons_against_e2m1_words(problem, machine)
     elif problem.layout:
         reasons.append(
-            f"triton takes weights in their natural layout or in {TRITON_E2M1!r}, got {problem.layout!r}; {_BACK}"
+            f"triton takes weights in their natural layout or in {TRITON_E2M1!r}, got "
+            f"{problem.layout!r}; {_BACK}"
         )
     if problem.dtype not in _DTYPES:
         reasons.append(f"triton takes bfloat16, float16 or float32, got {problem.dtype}")
@@ -73,8 +74,8 @@ def _reasons_against_e2m1_words(problem: Problem, machine: Machine) -> list[str]
     reasons = []
     if not get_scheme(problem.scheme).e2m1_weight_only:
         reasons.append(
-            f"triton takes layout {TRITON_E2M1!r} of e2m1 weights beside 16-bit activations, got scheme "
-            f"{problem.scheme!r}; {_BACK}"
+            f"triton takes layout {TRITON_E2M1!r} of e2m1 weights beside 16-bit activations, got "
+            f"scheme {problem.scheme!r}; {_BACK}"
         )
     if problem.kind != "experts":
         reasons.append(
@@ -84,14 +85,15 @@ def _reasons_against_e2m1_words(problem: Problem, machine: Machine) -> list[str]
         return reasons
     if problem.dtype != torch.bfloat16:
         reasons.append(
-            f"triton takes bfloat16 beside weights in layout {TRITON_E2M1!r}, got {problem.dtype}; {_BACK}"
+            f"triton takes bfloat16 beside weights in layout {TRITON_E2M1!r}, got "
+            f"{problem.dtype}; {_BACK}"
         )
     if machine.capability[0] != 9 or INTERPRETED or _WHY_NO_GLUON:
         major, minor = machine.capability
         found = "its interpreter" if INTERPRETED else f"Triton {_TRITON}"
         reasons.append(
             f"triton takes weights in layout {TRITON_E2M1!r} on compute capability 9.0 under "
-            f"Triton {environment.GLUON_VERSIONS}, got {major}.{minor} under {found}; {_BACK}"
+            f"Triton 3.6, got {major}.{minor} under {found}; {_BACK}"
         )
     return reasons
 
