@@ -7,8 +7,9 @@ look like is said by the scheme alone, so everything here holds for every format
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,6 +20,9 @@ from moe_ops.numerics import dequantize_weight, quantize_experts
 from moe_ops.ops.relayout import logical, natural
 from moe_ops.pickling import rebuild_expert_tensor
 from moe_ops.schemes import get_scheme
+
+
+Types = Iterable[type]  # of a call's arguments, as torch hands them over
 
 
 class ExpertTensor(TorchAOBaseTensor):
@@ -76,7 +80,7 @@ class ExpertTensor(TorchAOBaseTensor):
         channel_scale: Tensor | None = None,
         activation_scale: Tensor | None = None,
         requires_grad: bool = False,
-    ):
+    ) -> Any:
         refuse_grad(requires_grad)
         if isinstance(qdata, ExpertTensor):
             return qdata
@@ -99,7 +103,7 @@ class ExpertTensor(TorchAOBaseTensor):
         channel_scale: Tensor | None = None,
         activation_scale: Tensor | None = None,
         requires_grad: bool = False,
-    ):
+    ) -> None:
         if qdata is self:
             return
         assert scale is not None or not scheme
@@ -114,8 +118,14 @@ class ExpertTensor(TorchAOBaseTensor):
         self.weight_layout = weight_layout
 
     @classmethod
-    def __tensor_unflatten__(cls, tensor_data_dict, tensor_attributes, outer_size, outer_stride):
-        arguments = tensor_data_dict | tensor_attributes
+    def __tensor_unflatten__(
+        cls,
+        tensor_data_dict: dict[str, Tensor],
+        tensor_attributes: dict[str, Any],
+        outer_size: torch.Size | None,
+        outer_stride: tuple[int, ...] | None,
+    ) -> ExpertTensor:
+        arguments: dict[str, Any] = {**tensor_data_dict, **tensor_attributes}
         if outer_size is None or all([type(size) is int for size in outer_size]):
             return cls(**arguments)
         # A compiler that makes symbols of sizes names those of the weights. Sizes computed from packed data would
@@ -158,11 +168,12 @@ class ExpertTensor(TorchAOBaseTensor):
         if self.weight_layout == TRANSPOSED:
             return self._transposed().dequantize(dtype).transpose(-2, -1)
         if self.weight_layout:
-            return natural(self).dequantize(dtype)
+            restored: Any = natural(self)
+            return restored.dequantize(dtype)
         scales = (self.scale, self.zero_point, self.global_scale, self.channel_scale)
         return dequantize_weight(self.qdata, self.scheme, *scales, dtype=dtype)
 
-    def __reduce_ex__(self, protocol):
+    def __reduce_ex__(self, protocol: Any) -> tuple:
         names, attributes = self.__tensor_flatten__()
         arguments = {name: getattr(self, name) for name in names} | attributes
         own = (*self.tensor_data_names, *self.optional_tensor_data_names, *attributes)
@@ -178,12 +189,12 @@ class ExpertTensor(TorchAOBaseTensor):
         ]
         return str((type(self).__qualname__, sorted(attributes.items(), key=str), data))
 
-    def _replace(self, **changed) -> ExpertTensor:
+    def _replace(self, **changed: Any) -> ExpertTensor:
         """This tensor with some of its tensors and attributes replaced."""
         names, attributes = self.__tensor_flatten__()
         return type(self)(**({name: getattr(self, name) for name in names} | attributes | changed))
 
-    def _map(self, function: Callable[[Tensor], Tensor], **changed) -> ExpertTensor:
+    def _map(self, function: Callable[[Tensor], Tensor], **changed: Any) -> ExpertTensor:
         """This tensor with ``function`` applied to each of its tensors and attributes replaced."""
         names = self.__tensor_flatten__()[0]
         return self._replace(**{name: function(getattr(self, name)) for name in names}, **changed)
@@ -205,7 +216,9 @@ class ExpertTensor(TorchAOBaseTensor):
         return self._replace(**{name: function(getattr(self, name)) for name in names})
 
     @classmethod
-    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(
+        cls, func: Any, types: Types, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
         kwargs = kwargs or {}
         handler = cls._ATEN_OP_TABLE[cls].get(func)
         if handler is not None:

@@ -36,18 +36,23 @@ def check_quantizable(name: str, weight: Tensor, scheme: str | QuantScheme | Non
             f"quantized already go through moe_ops.from_quantized"
         )
     _check_matrices(name, weight)
-    if scheme is not None:
-        check_groups(name, weight.shape, get_scheme(scheme))
+    quantized = None if scheme is None else get_scheme(scheme)
+    if quantized is not None:
+        check_groups(name, weight.shape, quantized)
     largest = torch.linalg.vector_norm(weight.detach(), math.inf, (1, 2))
     _check_finite(name, largest)
-    desc = None if scheme is None else get_scheme(scheme).weight
-    if desc is not None and (desc.dtype == "int4" or desc.is_mx and desc.dtype == "e2m1"):
+    desc = None if quantized is None else quantized.weight
+    if (
+        quantized is not None
+        and desc is not None
+        and (desc.dtype == "int4" or desc.is_mx and desc.dtype == "e2m1")
+    ):
         scale = LARGEST_INT4_SCALE if desc.dtype == "int4" else 2.0 ** (LARGEST_E8M0 - 127)
         _check_at_most(
             name,
             largest,
             desc.format.max * scale,
-            f"for scheme {get_scheme(scheme).name!r}; scale it down",
+            f"for scheme {quantized.name!r}; scale it down",
         )
 
 
@@ -78,14 +83,14 @@ def checked_parts(scheme: QuantScheme, parts: Mapping[str, Tensor | None]) -> di
             f"qdata must be {desc.storage_dtype} for scheme {scheme.name!r}, got {qdata.dtype}{same}"
         )
     _check_matrices("qdata", qdata)
-    shape = scheme.logical_shape(*qdata.shape)
+    shape = E, N, K = scheme.logical_shape(*qdata.shape)
     if scheme.qdata_shape(*shape) != tuple(qdata.shape):
         raise ValueError(
             f"qdata must hold whole elements for scheme {scheme.name!r}, got shape {tuple(qdata.shape)}"
         )
     check_groups("qdata (counted in elements)", shape, scheme)
     checked = {"qdata": qdata.detach()}
-    for name, expected in scheme.scale_shapes(*shape).items():
+    for name, expected in scheme.scale_shapes(E, N, K).items():
         value = parts.get(name)
         if expected is None:
             if value is not None:

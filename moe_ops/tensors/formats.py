@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -80,7 +82,7 @@ class PlainExpertTensor(ExpertTensor):
         weight_layout: str = "",
         dtype: torch.dtype = torch.bfloat16,
         requires_grad: bool = False,
-    ):
+    ) -> Any:
         return super().__new__(
             cls, qdata, None, scheme, weight_layout, dtype, requires_grad=requires_grad
         )

@@ -97,7 +97,7 @@ def from_quantized(
     scheme = get_scheme(scheme)
     if zero_point is not None:
         scheme = SCHEMES.get(f"{scheme.name}:zp", scheme)
-    parts = checked_parts(
+    parts: dict[str, Any] = checked_parts(
         scheme,
         {
             "qdata": qdata,

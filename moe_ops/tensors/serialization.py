@@ -16,6 +16,7 @@ call ``requires_grad_(False)`` on the parameters of the experts alone.
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -121,7 +122,8 @@ def unflatten(tensors: dict[str, Tensor], metadata: dict[str, str] | None) -> di
                     f"tensors must have {name + '.' + part!r}, which the metadata name"
                 )
         attributes["dtype"] = getattr(torch, attributes["dtype"])
-        state_dict[name] = cls(**_checked(name, parts, attributes), **attributes)
+        checked: dict[str, Any] = {**_checked(name, parts, attributes), **attributes}
+        state_dict[name] = cls(**checked)
     for key in state_dict:
         if key.endswith(".qdata"):
             raise ValueError(

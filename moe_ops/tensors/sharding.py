@@ -7,18 +7,31 @@ FSDP's. The weights' tensors travel as they are, quantized.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from moe_ops.tensors.base import ExpertTensor, implements
+from moe_ops.tensors.base import ExpertTensor, Types, implements
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 aten = torch.ops.aten
 
 
-def fsdp_pre_all_gather(self: ExpertTensor, mesh, outer_size, outer_stride, module, mp_policy):
-    """What FSDP gathers: bytes of all tensors with one entry for each expert, and how to undo that."""
+def fsdp_pre_all_gather(
+    self: ExpertTensor,
+    mesh: DeviceMesh,
+    outer_size: torch.Size,
+    outer_stride: tuple[int, ...],
+    module: Any,
+    mp_policy: Any,
+) -> tuple[tuple[Tensor, ...], tuple[list, list, list]]:
+    """What FSDP gathers: bytes of all tensors with one entry for each expert, and how to undo
+    that.
+    """
     if outer_size[0] % mesh.size():
         raise ValueError(
             f"quantized weights must have a number of experts that the {mesh.size()} processes of FSDP "
@@ -33,8 +46,13 @@ def fsdp_pre_all_gather(self: ExpertTensor, mesh, outer_size, outer_stride, modu
 
 
 def fsdp_post_all_gather(
-    self: ExpertTensor, all_gather_outputs, metadata, param_dtype, *, out: Tensor | None = None
-):
+    self: ExpertTensor,
+    all_gather_outputs: tuple[Tensor, ...],
+    metadata: tuple[list, list, list],
+    param_dtype: torch.dtype,
+    *,
+    out: Tensor | None = None,
+) -> tuple[Tensor, tuple] | None:
     """The weights of all experts, views of what was gathered."""
     if out is not None:
         return None  # a view of the same memory already
@@ -81,7 +99,7 @@ def _bytes(t: Tensor) -> Tensor:
 
 
 @implements(aten.new_zeros.default)
-def _(func, types, args, kwargs):
+def _(func: Callable, types: Types, args: tuple, kwargs: dict) -> Any:
     self, size = args[0], tuple(args[1])
     if size[1:] != tuple(self.shape[1:]):
         raise ValueError(
@@ -91,7 +109,7 @@ def _(func, types, args, kwargs):
 
 
 @implements([aten.view.default, aten.as_strided.default])
-def _(func, types, args, kwargs):
+def _(func: Callable, types: Types, args: tuple, kwargs: dict) -> Any:
     """The same weights: FSDP flattens its shard, which it then keeps as it is, and restores the shape."""
     self, size = args[0], tuple(args[1])
     natural = torch.empty(self.shape, device="meta").stride()

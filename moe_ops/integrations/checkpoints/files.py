@@ -103,7 +103,7 @@ class TensorFiles:
         data = torch.empty(math.prod(entry.shape) * entry.dtype.itemsize, dtype=torch.uint8)
         with entry.file.open("rb") as f:
             f.seek(entry.begin)
-            if data.numel() and f.readinto(memoryview(data.numpy())) != data.numel():
+            if data.numel() and f.readinto(data.numpy().data) != data.numel():
                 raise ValueError(f"{entry} ends early: the file was changed while it was read")
         return data.view(entry.dtype).reshape(entry.shape).to(device)
 

@@ -136,7 +136,7 @@ def convert_gptq(t: dict[str, Tensor], config: Config) -> dict[str, Tensor]:
                 f"qzeros must be {2 ** (bits - 1)} everywhere, as the checkpoint's sym=True says, got "
                 f"{zero.unique().tolist()[:8]}; is its checkpoint_format right?"
             )
-        zero = None
+        return _integers(codes, None, t["scales"].T, bits)
     return _integers(codes, zero, t["scales"].T, bits)
 
 

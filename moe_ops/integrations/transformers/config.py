@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 from transformers.quantizers import auto
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
@@ -46,7 +49,9 @@ class _ModelOptConfig(MoeOpsConfig):
     """Lets `from_pretrained` read ModelOpt's checkpoints, which transformers does not know, unasked."""
 
     @classmethod
-    def from_dict(cls, config_dict, return_unused_kwargs=False, **kwargs):
+    def from_dict(
+        cls, config_dict: dict, return_unused_kwargs: bool = False, **kwargs: Any
+    ) -> MoeOpsConfig:
         return MoeOpsConfig()
 
 
@@ -54,10 +59,12 @@ if "modelopt" not in auto.AUTO_QUANTIZATION_CONFIG_MAPPING:
     auto.register_quantization_config("modelopt")(_ModelOptConfig)
 
 
-def _merge_quantization_configs(original):
+def _merge_quantization_configs(original: Callable) -> Any:
     """Let a MoeOpsConfig read checkpoints of other quantizers, which transformers refuses to mix."""
 
-    def merge_quantization_configs(cls, quantization_config, quantization_config_from_args):
+    def merge_quantization_configs(
+        cls: type, quantization_config: Any, quantization_config_from_args: Any
+    ) -> Any:
         if isinstance(quantization_config_from_args, MoeOpsConfig):
             return quantization_config_from_args
         return original(quantization_config, quantization_config_from_args)

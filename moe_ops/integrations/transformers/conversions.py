@@ -29,11 +29,13 @@ Table = dict[str, tuple[int, str]]  # source pattern -> (projection, role)
 class _Unused(loading.ConversionOps):
     """Stands where a WeightConverter must have an operation; `OwnReader` runs none."""
 
-    def convert(self, input_dict, source_patterns, target_patterns, **kwargs):
+    def convert(
+        self, input_dict: Any, source_patterns: Any, target_patterns: Any, **kwargs: Any
+    ) -> Any:
         raise NotImplementedError
 
     @property
-    def reverse_op(self):
+    def reverse_op(self) -> _Unused:
         return self
 
 
@@ -46,10 +48,19 @@ class OwnReader(loading.WeightConverter):
         super().__init__(source_patterns, [target], [_Unused()])
         self.tensors: list[tuple[str, Any]] = []
 
-    def add_tensor(self, target_key, source_key, source_pattern, future):
+    def add_tensor(
+        self, target_key: str, source_key: str, source_pattern: str, future: Any
+    ) -> None:
         self.tensors.append((source_key, future))
 
-    def convert(self, layer_name, model=None, config=None, hf_quantizer=None, loading_info=None):
+    def convert(
+        self,
+        layer_name: str,
+        model: Any = None,
+        config: Any = None,
+        hf_quantizer: Any = None,
+        loading_info: Any = None,
+    ) -> dict:
         tensors, self.tensors = self.tensors, []
         hf_quantizer.place(model, layer_name, dict(tensors))
         loading_info.missing_keys.discard(layer_name)
@@ -112,7 +123,9 @@ def _bases(transform: loading.WeightConverter) -> list[str]:
     return [source.removesuffix(".weight") for source in transform.source_patterns]
 
 
-def _reader(bases: list[str], target: str, table: Table, roles=(*ROLES, BIAS)) -> OwnReader:
+def _reader(
+    bases: list[str], target: str, table: Table, roles: tuple[str, ...] = (*ROLES, BIAS)
+) -> OwnReader:
     patterns = []
     for projection, base in enumerate(bases):
         for role in (*roles, *ALIASES):

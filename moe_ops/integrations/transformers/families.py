@@ -12,11 +12,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import moe_ops
 from moe_ops import activations
 from moe_ops.integrations.transformers import activations as hf_activations
+from moe_ops.integrations.transformers.activations import HfModule
 from moe_ops.numerics import permute
 
 
@@ -33,7 +34,7 @@ class Family:
     routes: bool = False  # the module is the whole block, fed with hidden states alone
 
 
-def _llama4_block(block: nn.Module, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+def _llama4_block(block: HfModule, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
     """Llama4TextMoe: the router weight multiplies the experts' input; returns (out, router_logits)."""
     hidden_states = hidden_states.reshape(-1, block.hidden_dim)
     router_scores, router_logits = block.router(hidden_states)
@@ -42,7 +43,7 @@ def _llama4_block(block: nn.Module, hidden_states: Tensor) -> tuple[Tensor, Tens
     return block.shared_expert(hidden_states) + out, router_logits
 
 
-def _llama4_experts(module: nn.Module, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+def _llama4_experts(module: HfModule, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
     """Llama4TextExperts with weights (E, H, 2I) and (E, I, H); weights multiply the input."""
     M, top_k = ids.shape
     if top_k > 1:  # one weighted copy of the token for each of its experts
@@ -61,12 +62,12 @@ def _llama4_experts(module: nn.Module, x: Tensor, ids: Tensor, weights: Tensor) 
     return y.view(M, top_k, -1).sum(1) if top_k > 1 else y
 
 
-def _dbrx_experts(module: nn.Module, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+def _dbrx_experts(module: HfModule, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
     """DbrxExperts: x (B, T, H), routing (B * T, top_k)."""
     return module.mlp(x.reshape(-1, x.shape[-1]), ids, weights).view(x.shape)
 
 
-def _dbrx_glu(module: nn.Module, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+def _dbrx_glu(module: HfModule, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
     """DbrxExpertGLU: w1 (gate), v1 (up) and w2, each (E * I, H), are separate parameters, so gate and
     up are two grouped linears: joining them would hold the weights twice."""
     shape = (module.moe_num_experts, module.ffn_hidden_size, module.hidden_size)
@@ -80,7 +81,7 @@ def _dbrx_glu(module: nn.Module, x: Tensor, ids: Tensor, weights: Tensor) -> Ten
     return permute.combine(rows, weights, pairs, x.dtype)
 
 
-def _longcat_experts(module: nn.Module, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+def _longcat_experts(module: HfModule, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
     """LongcatFlashExperts: ids from num_routed_experts on are identity experts, without weights."""
     real = module.num_routed_experts
     out = hf_activations.run_experts(
@@ -93,7 +94,7 @@ def _longcat_experts(module: nn.Module, x: Tensor, ids: Tensor, weights: Tensor)
     return (out.float() + kept).to(x.dtype)
 
 
-def _activation(module: nn.Module) -> activations.Activation:
+def _activation(module: HfModule) -> activations.Activation:
     found = hf_activations.activation_of(module)
     if found is None:
         raise ValueError(
@@ -121,7 +122,7 @@ FAMILIES = {
 }
 
 
-def family_of(module: nn.Module) -> Family | None:
+def family_of(module: HfModule) -> Family | None:
     """The Family of a module, by the name of its class or of a transformers class it derives from."""
     for cls in type(module).__mro__:
         if cls.__module__.startswith("transformers."):
@@ -129,7 +130,7 @@ def family_of(module: nn.Module) -> Family | None:
     return None
 
 
-def set_forward(module: nn.Module, forward: Callable) -> None:
+def set_forward(module: HfModule, forward: Callable) -> None:
     """Replace one module's forward, below accelerate's hooks if it has some.
 
     functools.partial survives deepcopy and pickle with its module; a closure would keep calling the
@@ -139,7 +140,7 @@ def set_forward(module: nn.Module, forward: Callable) -> None:
     setattr(module, name, functools.partial(forward, module))
 
 
-def attached(module: nn.Module) -> bool:
+def attached(module: HfModule) -> bool:
     """Whether `set_forward` replaced this module's forward."""
     for name in ("_old_forward", "forward"):
         forward = vars(module).get(name)
@@ -148,12 +149,12 @@ def attached(module: nn.Module) -> bool:
     return False
 
 
-def restore(module: nn.Module) -> None:
+def restore(module: HfModule) -> None:
     """Undo `set_forward`."""
     if "_old_forward" in vars(module):
         module._old_forward = functools.partial(type(module).forward, module)
     else:
-        vars(module).pop("forward", None)
+        module.__dict__.pop("forward", None)
 
 
 _REPLACEMENTS = frozenset(

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import moe_ops
 from moe_ops.integrations.transformers import activations as hf_activations
+from moe_ops.integrations.transformers.activations import HfModule
 
 
 def fp8_experts_forward(
-    module: nn.Module,
+    module: HfModule,
     hidden_states: Tensor,  # (M, H)
     top_k_index: Tensor,  # (M, top_k)
     top_k_weights: Tensor,  # (M, top_k)
@@ -42,7 +43,7 @@ def fp8_experts_forward(
     )
 
 
-def refusal(module: nn.Module, weight: Tensor) -> str:
+def refusal(module: HfModule, weight: Tensor) -> str:
     """Why FP8Experts cannot run here; empty if they can."""
     remedy = "; choose another experts_implementation, or load with dequantize=True"
     if weight.dtype == torch.int8:

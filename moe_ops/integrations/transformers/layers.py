@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from moe_ops.integrations.transformers import families
-from moe_ops.integrations.transformers.activations import turned
+from moe_ops.integrations.transformers.activations import HfModule, turned
 
 
 @dataclass(frozen=True)
@@ -18,11 +18,11 @@ class Layer:
     """One MoE layer found in a model."""
 
     name: str  # module name in the model
-    module: nn.Module
+    module: HfModule
     family: families.Family | None  # None on transformers' experts hook
 
     @property
-    def owner(self) -> nn.Module:
+    def owner(self) -> HfModule:
         """The module that owns the weights."""
         if self.family is None or not self.family.owner:
             return self.module

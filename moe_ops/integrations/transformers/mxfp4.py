@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import moe_ops
+from moe_ops.integrations.transformers.activations import HfModule
 
 _KIND = "Mxfp4GptOssExperts"
 _PROJECTIONS = ("gate_up_proj", "down_proj")
@@ -60,7 +61,7 @@ def restore_modules(model: nn.Module) -> bool:
     return True
 
 
-def _weight(experts: nn.Module, projection: str) -> Tensor:
+def _weight(experts: HfModule, projection: str) -> Tensor:
     """(E, N, K) of a Triton tensor that transformers made of blocks and scales."""
     elements = _unswizzled(getattr(experts, projection))
     scales = _unswizzled(getattr(experts, f"{projection}_precision_config").weight_scale)
