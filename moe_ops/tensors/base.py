@@ -1,8 +1,8 @@
 """ExpertTensor: expert weights in a quantized format, behaving as the weights they stand for.
 
 Shape and dtype of an ExpertTensor are those of the weights it replaces; the data sits in plain
-tensors. Operators never see one: ``fused_experts`` hands them ``qdata``, ``scale`` and so on. What the data
-look like is said by the scheme alone, so everything here holds for every format.
+tensors. Operators never see one: ``fused_experts`` hands them ``qdata``, ``scale`` and so on. What
+the data look like is said by the scheme alone, so everything here holds for every format.
 """
 
 from __future__ import annotations
@@ -29,25 +29,28 @@ class ExpertTensor(TorchAOBaseTensor):
     """Quantized weights of all experts (E, N, K), or of one expert (N, K).
 
     Tensors:
-        qdata: the quantized elements, with fewer columns than the shape where elements share bytes.
+        qdata: the quantized elements, with fewer columns than the shape where elements share
+            bytes.
         scale: see ``moe_ops.schemes.QuantScheme.batched_scale_shape``.
         zero_point, global_scale, channel_scale: of schemes that have them, else None.
         activation_scale: () fp32, of schemes whose activations have one static scale, else None.
 
     Attributes:
         scheme: full name, e.g. "fp8_w8a16:block".
-        weight_layout: how the data lies: "" as the shape says; "transposed" for (E, K, N), where the data
-            are the natural ones with their last two dimensions exchanged; else the name of a layout that
-            ``moe_ops.prepare`` made. (``layout`` is torch's: strided.)
-        dtype: of the weights this stands for and of ``dequantize()``; ``.to(dtype)`` changes it alone.
+        weight_layout: how the data lies: "" as the shape says; "transposed" for (E, K, N), where
+            the data are the natural ones with their last two dimensions exchanged; else the name
+            of a layout that ``moe_ops.prepare`` made. (``layout`` is torch's: strided.)
+        dtype: of the weights this stands for and of ``dequantize()``; ``.to(dtype)`` changes it
+            alone.
 
     Views (along E, N and K, transposed, chunked) carry their scales. Slices must begin at a scale
-    group, and end at one where groups are whole. Prepared weights are taken apart along E alone. Matrix products with activations dequantize, so eager code that multiplies by one expert
-    keeps running, without the speed of a kernel and with unquantized activations. Gradients flow to
-    the other operand and never to the quantized weight.
+    group, and end at one where groups are whole. Prepared weights are taken apart along E alone.
+    Matrix products with activations dequantize, so eager code that multiplies by one expert keeps
+    running, without the speed of a kernel and with unquantized activations. Gradients flow to the
+    other operand and never to the quantized weight.
 
-    ``cls(tensor, requires_grad=False)`` returns ``tensor``, as ``nn.Parameter`` would: libraries that
-    move models rebuild a parameter by calling its type this way.
+    ``cls(tensor, requires_grad=False)`` returns ``tensor``, as ``nn.Parameter`` would: libraries
+    that move models rebuild a parameter by calling its type this way.
     """
 
     tensor_data_names = ["qdata", "scale"]
@@ -128,8 +131,8 @@ class ExpertTensor(TorchAOBaseTensor):
         arguments: dict[str, Any] = {**tensor_data_dict, **tensor_attributes}
         if outer_size is None or all([type(size) is int for size in outer_size]):
             return cls(**arguments)
-        # A compiler that makes symbols of sizes names those of the weights. Sizes computed from packed data would
-        # be expressions it cannot guard on.
+        # A compiler that makes symbols of sizes names those of the weights. Sizes computed from
+        # packed data would be expressions it cannot guard on.
         self = torch.Tensor._make_wrapper_subclass(
             cls,
             outer_size,
@@ -240,7 +243,7 @@ implements_torch_function = ExpertTensor.implements_torch_function
 def refuse_grad(requires_grad: bool) -> None:
     if requires_grad:
         raise ValueError(
-            "requires_grad must be False for quantized weights, which receive no gradient; "
-            "use nn.Parameter(weight, requires_grad=False), and before load_state_dict(assign=True) "
+            "requires_grad must be False for quantized weights, which receive no gradient; use "
+            "nn.Parameter(weight, requires_grad=False), and before load_state_dict(assign=True) "
             "call requires_grad_(False) on the model or on its experts' parameters"
         )

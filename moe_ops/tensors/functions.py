@@ -101,8 +101,8 @@ def _(func: Callable, types: Types, args: tuple, kwargs: dict) -> Any:
     if not isinstance(self, ExpertTensor):
         raise ValueError(
             f"target of a copy from {src} must be quantized alike, got a plain tensor; copy from "
-            f"dequantize(), or call model.requires_grad_(False) (enough: on the experts' parameters) "
-            f"and then load_state_dict(..., assign=True)"
+            "dequantize(), or call model.requires_grad_(False) (enough: on the experts' "
+            "parameters) and then load_state_dict(..., assign=True)"
         )
     own, other = (
         (*t.__tensor_flatten__()[0], t.scheme, t.weight_layout, *t.shape) for t in (self, src)
@@ -114,8 +114,8 @@ def _(func: Callable, types: Types, args: tuple, kwargs: dict) -> Any:
     return self
 
 
-# Views are registered twice: as torch functions, for tracers that would otherwise see an operator on
-# a tensor they do not know, and as operators, for all that arrives below them.
+# Views are registered twice: as torch functions, for tracers that would otherwise see an operator
+# on a tensor they do not know, and as operators, for all that arrives below them.
 
 
 @implements_torch_function([torch.Tensor.__getitem__])

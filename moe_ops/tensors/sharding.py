@@ -1,8 +1,8 @@
 """Quantized weights sharded over processes by experts: under FSDP2, and as DTensors.
 
-FSDP2 (`fully_shard`) keeps some experts of each weight on every process and gathers all of them for a layer's
-forward. It does so through the operators and the two methods below; their names and signatures are
-FSDP's. The weights' tensors travel as they are, quantized.
+FSDP2 (`fully_shard`) keeps some experts of each weight on every process and gathers all of them
+for a layer's forward. It does so through the operators and the two methods below; their names and
+signatures are FSDP's. The weights' tensors travel as they are, quantized.
 """
 
 from __future__ import annotations
@@ -34,8 +34,9 @@ def fsdp_pre_all_gather(
     """
     if outer_size[0] % mesh.size():
         raise ValueError(
-            f"quantized weights must have a number of experts that the {mesh.size()} processes of FSDP "
-            f"divide, got {outer_size[0]}; leave them out by fully_shard(ignored_params=...)"
+            f"quantized weights must have a number of experts that the {mesh.size()} processes "
+            f"of FSDP divide, got {outer_size[0]}; leave them out by "
+            "fully_shard(ignored_params=...)"
         )
     names = _per_expert(self)
     if mesh.size() == 1:  # FSDP takes the first tensor alone then; the others are whole here
@@ -73,8 +74,8 @@ def gathered(weight: Any) -> Tensor:
     mesh, placements = weight.device_mesh, weight.placements
     if any(placement not in (Replicate(), Shard(0)) for placement in placements):
         raise ValueError(
-            f"a DTensor of quantized weights must be replicated or sharded along experts, Shard(0), got "
-            f"placements {placements}"
+            "a DTensor of quantized weights must be replicated or sharded along experts, "
+            f"Shard(0), got placements {placements}"
         )
     parts = {}
     for name in _per_expert(local):
@@ -110,14 +111,14 @@ def _(func: Callable, types: Types, args: tuple, kwargs: dict) -> Any:
 
 @implements([aten.view.default, aten.as_strided.default])
 def _(func: Callable, types: Types, args: tuple, kwargs: dict) -> Any:
-    """The same weights: FSDP flattens its shard, which it then keeps as it is, and restores the shape."""
+    """The same weights: FSDP flattens its shard, keeps it as it is, and restores the shape."""
     self, size = args[0], tuple(args[1])
     natural = torch.empty(self.shape, device="meta").stride()
     strides = tuple(args[2]) if func is aten.as_strided.default else natural
     if size not in ((-1,), (self.numel(),), tuple(self.shape)) or strides != natural:
         raise ValueError(
-            f"a view of {self} must have its shape, or be flat where nothing reads it, got shape {size} and "
-            f"strides {strides}; view dequantize()"
+            f"a view of {self} must have its shape, or be flat where nothing reads it, got shape "
+            f"{size} and strides {strides}; view dequantize()"
         )
     return self._map(lambda t: t.view(t.shape))
 

@@ -27,8 +27,8 @@ def axis(self: ExpertTensor, dim: int) -> tuple[str, int]:
         return "expert", dim
     if self.weight_layout not in ("", TRANSPOSED):
         raise ValueError(
-            f"views of {self} must be along the expert dimension 0: its rows and columns lie in another "
-            f"order; moe_ops.prepare(weight, 'torch') restores it"
+            f"views of {self} must be along the expert dimension 0: its rows and columns lie in "
+            "another order; moe_ops.prepare(weight, 'torch') restores it"
         )
     return ("row" if (dim == -2) != (self.weight_layout == TRANSPOSED) else "col"), dim
 
@@ -102,7 +102,7 @@ def _require_multiples(
     end: int,
     step: int,
 ) -> None:
-    """Raise unless a slice begins and ends at multiples; one that may also end inside has ``last``."""
+    """Raise unless a slice begins and ends at multiples; with ``last`` it may end anywhere."""
     if start % of or step != 1:
         raise ValueError(
             f"slices of {self} along dim {dim + self.dim()} must start at a multiple of {of}, "
@@ -118,8 +118,8 @@ def _require_multiples(
 def require_experts(self: ExpertTensor, dim: int, what: str) -> None:
     if self.dim() != 3 or dim not in (0, -3):
         raise ValueError(
-            f"{what} of {self} must be along the expert dimension 0 of a 3-D tensor, got dim {dim}; "
-            f"take a slice, or dequantize()"
+            f"{what} of {self} must be along the expert dimension 0 of a 3-D tensor, got dim "
+            f"{dim}; take a slice, or dequantize()"
         )
 
 

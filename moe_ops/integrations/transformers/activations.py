@@ -3,8 +3,8 @@
 Dimensions: M tokens, H hidden size, I intermediate size, E local experts, top_k experts per token.
 
 A gate is one of ours only if its formula is (`_GATES`, keyed by the function that a module's class
-really uses, so that an overridden gate is never mistaken for the one it replaces). Every other gate is
-run by the module itself between two grouped linears.
+really uses, so that an overridden gate is never mistaken for the one it replaces). Every other
+gate is run by the module itself between two grouped linears.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ HfModule = Any  # an nn.Module of transformers, whose class alone knows its attr
 FUSED = "fused_experts"
 GROUPED = "grouped_linear around the module's gate"
 
-# Pointwise functions of ours. NewGELUActivation writes out the tanh approximation that GELUTanh calls.
+# Pointwise functions of ours. NewGELUActivation writes out the tanh approximation that GELUTanh
+# calls.
 _POINTWISE = {
     nn.SiLU: "silu",
     hf.SiLUActivation: "silu",
@@ -127,7 +128,9 @@ def rows_first(weight: Tensor, module: HfModule) -> Tensor:
 
 
 def turned(weight: Tensor) -> Tensor:
-    """A weight (E, columns, rows) as (E, rows, columns). Those prepared for a backend are so already: they have no transpose."""
+    """A weight (E, columns, rows) as (E, rows, columns). Those prepared for a backend are so
+    already: they have no transpose.
+    """
     prepared = getattr(weight, "weight_layout", "") not in ("", TRANSPOSED)
     return weight if prepared else weight.transpose(1, 2)
 

@@ -1,8 +1,8 @@
 """Which tensors of a checkpoint make up a parameter, as transformers' own conversions tell.
 
 A family's conversion from ``experts.*.gate_proj.weight`` and ``experts.*.up_proj.weight`` to
-``experts.gate_up_proj`` names the projections and their order. The readers made of it match all names that
-quantized checkpoints put in the place of "weight".
+``experts.gate_up_proj`` names the projections and their order. The readers made of it match all
+names that quantized checkpoints put in the place of "weight".
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def expert_number(tensor: str) -> int | None:
 
 
 def _is_stack_of_experts(transform: Any, leaf: str) -> bool:
-    """Whether a conversion stacks experts, or joins stacks, along the rows and does nothing else."""
+    """Whether a conversion stacks experts, or joins stacks along the rows, and nothing else."""
     if not _converts_to(transform, leaf) or len(transform.target_patterns) > 1:
         return False
     if not all(source.endswith(".weight") for source in transform.source_patterns):
@@ -136,7 +136,9 @@ def _reader(
 
 
 def _stacked_reader(leaf: str, table: Table, plain: bool) -> OwnReader:
-    """``experts.gate_up_proj`` (if plain), ``experts.gate_up_proj_blocks``, ``experts.gate_up_proj.qdata``."""
+    """``experts.gate_up_proj`` (if plain), ``experts.gate_up_proj_blocks``,
+    ``experts.gate_up_proj.qdata``.
+    """
     names = {"": "weight"} if plain else {}
     names |= {"_" + role.removeprefix("weight_"): role for role in _COMPANIONS}
     names |= {rf"\.{role}": role for role in STORED}

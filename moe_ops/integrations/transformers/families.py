@@ -1,8 +1,10 @@
-"""Families whose experts do not go through transformers' experts hook: llama4, dbrx, longcat_flash, step3p7.
+"""Families whose experts do not go through transformers' experts hook: llama4, dbrx,
+longcat_flash, step3p7.
 
-`attach` gives their modules the forwards below. Where a block feeds its experts in a form of its own,
-block and experts are both replaced and the experts take (hidden_states, top_k_index, top_k_weights);
-each module reads only its own weights, so hooks that load weights when a module is called keep working.
+`attach` gives their modules the forwards below. Where a block feeds its experts in a form of its
+own, block and experts are both replaced and the experts take (hidden_states, top_k_index,
+top_k_weights); each module reads only its own weights, so hooks that load weights when a module is
+called keep working.
 """
 
 from __future__ import annotations
@@ -35,7 +37,9 @@ class Family:
 
 
 def _llama4_block(block: HfModule, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
-    """Llama4TextMoe: the router weight multiplies the experts' input; returns (out, router_logits)."""
+    """Llama4TextMoe: the router weight multiplies the experts' input; returns (out,
+    router_logits).
+    """
     hidden_states = hidden_states.reshape(-1, block.hidden_dim)
     router_scores, router_logits = block.router(hidden_states)
     ids = torch.topk(router_logits, block.top_k, dim=1).indices
@@ -68,8 +72,9 @@ def _dbrx_experts(module: HfModule, x: Tensor, ids: Tensor, weights: Tensor) -> 
 
 
 def _dbrx_glu(module: HfModule, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-    """DbrxExpertGLU: w1 (gate), v1 (up) and w2, each (E * I, H), are separate parameters, so gate and
-    up are two grouped linears: joining them would hold the weights twice."""
+    """DbrxExpertGLU: w1 (gate), v1 (up) and w2, each (E * I, H), are separate parameters, so gate
+    and up are two grouped linears: joining them would hold the weights twice.
+    """
     shape = (module.moe_num_experts, module.ffn_hidden_size, module.hidden_size)
     w1, v1, w2 = (w if w.dim() == 3 else w.view(shape) for w in (module.w1, module.v1, module.w2))
     backend = hf_activations.backend_of(module)
@@ -82,7 +87,7 @@ def _dbrx_glu(module: HfModule, x: Tensor, ids: Tensor, weights: Tensor) -> Tens
 
 
 def _longcat_experts(module: HfModule, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-    """LongcatFlashExperts: ids from num_routed_experts on are identity experts, without weights."""
+    """LongcatFlashExperts: ids from num_routed_experts on are identity experts without weights."""
     real = module.num_routed_experts
     out = hf_activations.run_experts(
         module, x, ids, weights, module.gate_up_proj[:real], module.down_proj
@@ -98,8 +103,10 @@ def _activation(module: HfModule) -> activations.Activation:
     found = hf_activations.activation_of(module)
     if found is None:
         raise ValueError(
-            f"the activation of {type(module).__name__} must be one of moe_ops.activations.NAMES, got "
-            f"{getattr(module, 'act_fn', None) or module.activation_fn}; leave this model unattached"
+            f"the activation of {type(module).__name__} must be one of "
+            "moe_ops.activations.NAMES, got "
+            f"{getattr(module, 'act_fn', None) or module.activation_fn}; leave this model "
+            "unattached"
         )
     return found
 
@@ -123,7 +130,7 @@ FAMILIES = {
 
 
 def family_of(module: HfModule) -> Family | None:
-    """The Family of a module, by the name of its class or of a transformers class it derives from."""
+    """The Family of a module, by the name of its class or of a base class of transformers."""
     for cls in type(module).__mro__:
         if cls.__module__.startswith("transformers."):
             return FAMILIES.get(cls.__name__)
@@ -133,8 +140,8 @@ def family_of(module: HfModule) -> Family | None:
 def set_forward(module: HfModule, forward: Callable) -> None:
     """Replace one module's forward, below accelerate's hooks if it has some.
 
-    functools.partial survives deepcopy and pickle with its module; a closure would keep calling the
-    original module, and a bound method unpickles as the class's own forward.
+    functools.partial survives deepcopy and pickle with its module; a closure would keep calling
+    the original module, and a bound method unpickles as the class's own forward.
     """
     name = "_old_forward" if hasattr(module, "_old_forward") else "forward"
     setattr(module, name, functools.partial(forward, module))

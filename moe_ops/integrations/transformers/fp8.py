@@ -18,11 +18,12 @@ def fp8_experts_forward(
 ) -> Tensor:
     """Forward of transformers' FP8Experts: e4m3 weights with one scale for each 128 x 128 block.
 
-    Activations are quantized per token and 128 columns, as scheme "fp8_block" says. The weights and
-    scales of the checkpoint are used as they lie; e8m0 scales become fp32 in each call.
+    Activations are quantized per token and 128 columns, as scheme "fp8_block" says. The weights
+    and scales of the checkpoint are used as they lie; e8m0 scales become fp32 in each call.
 
     Raises:
-        ValueError: the experts are packed FP4, have another block size or static activation scales.
+        ValueError: the experts are packed FP4, have another block size or static activation
+            scales.
     """
     name = "gate_up_proj" if module.has_gate else "up_proj"
     w13, w2 = getattr(module, name), module.down_proj

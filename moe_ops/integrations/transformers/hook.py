@@ -32,7 +32,8 @@ class LayerReport:
     check: str  # largest difference from the module's own forward, or why there was no check
 
     def __str__(self) -> str:
-        return f"{self.name} ({self.family}): {self.path}, {self.activation}, {self.runs}; {self.check}"
+        runs = f"{self.path}, {self.activation}, {self.runs}"
+        return f"{self.name} ({self.family}): {runs}; {self.check}"
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,9 @@ def _attach_layer(layer: Layer, backend: str) -> LayerReport:
 
 
 def _plan_text(layer: Layer) -> str:
-    """The backends of the layer's fused_experts call; empty where the weights do not show them yet."""
+    """The backends of the layer's fused_experts call; empty where the weights do not show them
+    yet.
+    """
     owner = layer.owner
     weights = [getattr(owner, name) for name in layer.weights]
     activation = hf_activations.activation_of(owner)
@@ -149,8 +152,8 @@ def _check(layer: Layer) -> tuple[str, str]:
         got = _first(layer.module(*inputs))
     if not recorder.names:
         raise RuntimeError(
-            f"{layer.name} did not call moe_ops: its forward is replaced by something else; remove "
-            f"that, or attach before it is added"
+            f"{layer.name} did not call moe_ops: its forward is replaced by something else; "
+            "remove that, or attach before it is added"
         )
     with torch.no_grad():
         want = _first(_own_forward(layer, inputs))

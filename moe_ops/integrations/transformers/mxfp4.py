@@ -1,8 +1,9 @@
-"""gpt-oss as transformers loads it with its own MXFP4 kernels, brought back to its ordinary modules.
+"""gpt-oss as transformers loads it with its own MXFP4 kernels, brought back to its ordinary
+modules.
 
-transformers replaces the MLP of gpt-oss by one whose experts hold Triton tensors, swizzled for one GPU, and
-bypass the experts hook. Their elements and scales are put back into the order of the checkpoint, as an
-ExpertTensor of scheme "mxfp4_w4a16" in an ordinary GptOssMLP: no value changes.
+transformers replaces the MLP of gpt-oss by one whose experts hold Triton tensors, swizzled for one
+GPU, and bypass the experts hook. Their elements and scales are put back into the order of the
+checkpoint, as an ExpertTensor of scheme "mxfp4_w4a16" in an ordinary GptOssMLP: no value changes.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ def restore_modules(model: nn.Module) -> bool:
     """Replace all MXFP4 MLPs of gpt-oss in a model, one at a time; whether there were any.
 
     Raises:
-        ValueError: experts that are not loaded, or a model without its configuration. Nothing was changed.
+        ValueError: experts that are not loaded, or a model without its configuration. Nothing was
+            changed.
     """
     blocks = {
         name: block
@@ -34,7 +36,8 @@ def restore_modules(model: nn.Module) -> bool:
         return False
     if "" in blocks or not hasattr(model, "config"):
         raise ValueError(
-            f"model must be the whole gpt_oss model to replace its MXFP4 experts, got {type(model).__name__}"
+            "model must be the whole gpt_oss model to replace its MXFP4 experts, got "
+            f"{type(model).__name__}"
         )
     for name, block in blocks.items():
         for projection in _PROJECTIONS:

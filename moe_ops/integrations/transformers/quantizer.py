@@ -1,9 +1,9 @@
 """Quantized experts in `from_pretrained` and `save_pretrained`.
 
-transformers decides which tensors of a checkpoint belong to which parameter, and where it goes. The
-tensors themselves are read by `Checkpoint`, one expert at a time: transformers' own way would hold a
-layer's experts in bf16 several times over, and would convert the integers of quantized checkpoints to the
-dtype of the parameter they are meant for.
+transformers decides which tensors of a checkpoint belong to which parameter, and where it goes.
+The tensors themselves are read by `Checkpoint`, one expert at a time: transformers' own way would
+hold a layer's experts in bf16 several times over, and would convert the integers of quantized
+checkpoints to the dtype of the parameter they are meant for.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class MoeOpsQuantizer(HfQuantizer):
         assert self._checkpoint is not None
         return self._checkpoint
 
-    # --- before loading: what belongs where ---------------------------------------------------------
+    # --- before loading: what belongs where ---------------------------------------------------
 
     def _process_model_before_weight_loading(
         self,
@@ -82,8 +82,9 @@ class MoeOpsQuantizer(HfQuantizer):
     ) -> None:
         if not checkpoint_files or not str(checkpoint_files[0]).endswith(".safetensors"):
             raise ValueError(
-                f"quantized experts are loaded from safetensors files, got {checkpoint_files}; convert the "
-                f"checkpoint, or load it plain and call moe_ops.integrations.transformers.quantize"
+                f"quantized experts are loaded from safetensors files, got {checkpoint_files}; "
+                "convert the checkpoint, or load it plain and call "
+                "moe_ops.integrations.transformers.quantize"
             )
         if isinstance(device_map, dict) and "disk" in device_map.values():
             raise ValueError("device_map must not have 'disk', got one: offload to 'cpu' instead")
@@ -140,8 +141,8 @@ class MoeOpsQuantizer(HfQuantizer):
         quantized = self._stored or any(w.scheme for w in self._weights.values())
         if self.quantization_config.scheme is None and not quantized:
             raise ValueError(
-                "scheme must be given to quantize a plain checkpoint, got None; leave quantization_config out "
-                "to load it plain"
+                "scheme must be given to quantize a plain checkpoint, got None; leave "
+                "quantization_config out to load it plain"
             )
 
     def _check_plain(self, tensor: str, parameter: Tensor) -> None:
@@ -149,17 +150,20 @@ class MoeOpsQuantizer(HfQuantizer):
         entry = self._opened.files.entries[tensor]
         if parameter.is_floating_point() and entry.dtype not in FLOATS:
             raise ValueError(
-                f"{entry} must be a plain weight or have scales of a known name beside it, got {entry.dtype}"
+                f"{entry} must be a plain weight or have scales of a known name beside it, got "
+                f"{entry.dtype}"
             )
 
     def _check_unclaimed(self, tensor: str, renamings: list, converters: list) -> None:
-        """Raise for a quantized tensor that transformers would join or split by its own conversions."""
+        """Raise for a quantized tensor that transformers would join or split by its own
+        conversions.
+        """
         others = [c for c in converters if not isinstance(c, conversions.OwnReader)]
         target, pattern = loading.rename_source_key(tensor, renamings, others)
         if pattern is not None:
             raise ValueError(
-                f"{self._opened.files.entries[tensor]} must not be quantized: transformers converts it "
-                f"to {target}, which only plain weights can be"
+                f"{self._opened.files.entries[tensor]} must not be quantized: transformers "
+                f"converts it to {target}, which only plain weights can be"
             )
 
     def _assign_weight(self, target: str, tensors: dict[str, tuple[int, str]]) -> None:
@@ -188,8 +192,8 @@ class MoeOpsQuantizer(HfQuantizer):
         weight = self._opened.plan(target, sources, columns_first=columns_first, joined=joined)
         if weight.shape != expected:
             raise ValueError(
-                f"{target} must have shape {expected} as (experts, rows, columns), got {weight.shape} from "
-                f"{self._opened.files.entries[next(iter(tensors))]}"
+                f"{target} must have shape {expected} as (experts, rows, columns), got "
+                f"{weight.shape} from {self._opened.files.entries[next(iter(tensors))]}"
             )
         scheme = scheme_for(weight, self.quantization_config.scheme)
         if scheme and weight.format is None:
@@ -199,7 +203,8 @@ class MoeOpsQuantizer(HfQuantizer):
     def _check_zero(self, tensor: str) -> None:
         if self._opened.files.read(tensor).any():
             raise ValueError(
-                f"{self._opened.files.entries[tensor]} must be zero: the model's experts have no bias"
+                f"{self._opened.files.entries[tensor]} must be zero: the model's experts have no "
+                "bias"
             )
 
     def _assign_stored(self, target: str, source: Source) -> None:
@@ -214,15 +219,17 @@ class MoeOpsQuantizer(HfQuantizer):
         stored, wanted = json.loads(attributes)["scheme"], self.quantization_config.scheme
         if wanted not in (None, stored):
             raise ValueError(
-                f"scheme must be {stored!r}, in which {target} is quantized already, got {wanted!r}; leave "
-                f"scheme out"
+                f"scheme must be {stored!r}, in which {target} is quantized already, got "
+                f"{wanted!r}; leave scheme out"
             )
         self._stored[target] = source
 
-    # --- while loading ------------------------------------------------------------------------------
+    # --- while loading ------------------------------------------------------------------------
 
     def place(self, model: nn.Module, target: str, tensors: dict[str, Any]) -> None:
-        """Read a parameter and set it. ``tensors``: what transformers would call to read each itself."""
+        """Read a parameter and set it. ``tensors``: what transformers would call to read each
+        itself.
+        """
         entries = self._opened.files.entries
         smallest = min(tensors, key=lambda name: _bytes(entries[name]))
         device = tensors[smallest]().device  # transformers' device map, applied
@@ -233,8 +240,8 @@ class MoeOpsQuantizer(HfQuantizer):
         module, name = model.get_submodule(target.rpartition(".")[0]), target.rpartition(".")[2]
         if hasattr(getattr(module, name), "full_tensor"):
             raise ValueError(
-                f"{target} must not be sharded while it is loaded, got a DTensor; load without tp_plan and "
-                f"distributed_config, then shard by fully_shard"
+                f"{target} must not be sharded while it is loaded, got a DTensor; load without "
+                "tp_plan and distributed_config, then shard by fully_shard"
             )
         if target in self._layers:
             self._layers[target][0].set_weight(self._layers[target][1], value)
@@ -282,7 +289,7 @@ class MoeOpsQuantizer(HfQuantizer):
             return param.element_size()
         return bytes_per_element(scheme)
 
-    # --- after loading, and saving ------------------------------------------------------------------
+    # --- after loading, and saving ------------------------------------------------------------
 
     def _process_model_after_weight_loading(
         self, model: PreTrainedModel, **kwargs: Any
@@ -344,7 +351,8 @@ def mark_quantized(model: nn.Module, config: MoeOpsConfig) -> None:
     model.config.quantization_config = config
     model.is_quantized = True
     model.quantization_method = METHOD
-    # the tensors keep the model's names: conversions would take quantized weights apart as if plain
+    # the tensors keep the model's names: conversions would take quantized weights apart as if
+    # plain
     model._weight_conversions = []
 
 
@@ -367,11 +375,14 @@ def bytes_per_element(scheme: str) -> float:
 
 
 def check_scheme_fits(name: str, scheme: str, shape: tuple[int, int, int]) -> None:
-    """Raise ValueError, naming the weight, unless plain weights (E, N, K) can be given this scheme."""
+    """Raise ValueError, naming the weight, unless plain weights (E, N, K) can be given this
+    scheme.
+    """
     found = get_scheme(scheme)
     if found.activation is not None and found.activation.static:
         raise ValueError(
-            f"scheme must not have static activation scales, got {scheme!r}: no plain checkpoint carries them"
+            f"scheme must not have static activation scales, got {scheme!r}: no plain checkpoint "
+            "carries them"
         )
     check_groups(name, shape, found)
 

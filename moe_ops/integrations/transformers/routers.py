@@ -2,8 +2,8 @@
 
 Dimensions: M tokens, H hidden size, E experts, top_k experts per token.
 
-A router is one of ours only if its formula is (`_RULES`, keyed by the forward that a module's class really
-uses, so that an overridden forward is never mistaken for the one it replaces).
+A router is one of ours only if its formula is (`_RULES`, keyed by the forward that a module's
+class really uses, so that an overridden forward is never mistaken for the one it replaces).
 """
 
 from __future__ import annotations
@@ -157,7 +157,8 @@ def router_forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """What the module's own forward returns: (router_logits, topk_weights, topk_ids int64).
 
-    Its own forward runs where gradients are wanted, under autocast, and on dtypes that no kernel takes.
+    Its own forward runs where gradients are wanted, under autocast, and on dtypes that no kernel
+    takes.
     """
     more += tuple(named.values())  # no router takes more than one
     rule = find_rule(module, hidden_states, *more)
@@ -219,15 +220,16 @@ class RoutersReport:
 
 
 def fuse_routers(model: nn.Module) -> RoutersReport:
-    """Run the routers of a model through `moe_ops.route_tokens`, in place, and check that they compute the same.
+    """Run the routers of a model through `moe_ops.route_tokens`, in place, and check that they
+    compute the same.
 
-    On CUDA a router is then one operator: two kernels for up to 16 tokens, a matrix product and one kernel
-    for more. It returns what it did, with the same dtypes; among equal scores the lower expert wins.
-    Where gradients are wanted, or under autocast, the module's own forward runs.
+    On CUDA a router is then one operator: two kernels for up to 16 tokens, a matrix product and
+    one kernel for more. It returns what it did, with the same dtypes; among equal scores the lower
+    expert wins. Where gradients are wanted, or under autocast, the module's own forward runs.
 
-    Each router is checked on a few random tokens: with random fp32 weights it must choose the same experts
-    and weigh them alike, and with its own weights give the same logits. One that does not, or whose formula is
-    none of `route_tokens`, stays as it is, and the report says so.
+    Each router is checked on a few random tokens: with random fp32 weights it must choose the same
+    experts and weigh them alike, and with its own weights give the same logits. One that does not,
+    or whose formula is none of `route_tokens`, stays as it is, and the report says so.
 
     Args:
         model: a transformers model, or any module that contains routers.
@@ -236,7 +238,8 @@ def fuse_routers(model: nn.Module) -> RoutersReport:
         A report; print it to see which routers were replaced. `unfuse_routers` undoes it.
 
     Raises:
-        ValueError: model is no module, or no router in it could be replaced; the reasons are listed.
+        ValueError: model is no module, or no router in it could be replaced; the reasons are
+            listed.
     """
     if not isinstance(model, nn.Module):
         raise ValueError(f"model must be a torch.nn.Module, got {type(model).__name__}")
@@ -247,8 +250,8 @@ def fuse_routers(model: nn.Module) -> RoutersReport:
             reports.append(_fuse(name, module, rule))
     if not any(report.method for report in reports):
         raise ValueError(
-            f"model must contain routers that moe_ops.route_tokens can run, got {type(model).__name__}"
-            + "".join([f"\n{report}" for report in reports])
+            "model must contain routers that moe_ops.route_tokens can run, got "
+            f"{type(model).__name__}" + "".join([f"\n{report}" for report in reports])
         )
     return RoutersReport(tuple(reports))
 
@@ -292,7 +295,8 @@ def _refusal(module: HfModule, rule: _Rule | None) -> str:
     weight = module.weight
     if type(weight) not in (Tensor, nn.Parameter) or weight.element_size() == 1:
         return f"its weight is a {type(weight).__name__} of {weight.dtype}"
-    # accelerate keeps the forward below its hooks as _old_forward, and leaves it behind as forward when they go
+    # accelerate keeps the forward below its hooks as _old_forward, and leaves it behind as forward
+    # when they go
     found = vars(module).get("_old_forward", vars(module).get("forward"))
     is_own = found is None or getattr(found, "__func__", None) is type(module).forward
     if not is_own and not _is_fused(module):
