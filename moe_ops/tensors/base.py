@@ -21,7 +21,6 @@ from moe_ops.ops.relayout import logical, natural
 from moe_ops.pickling import rebuild_expert_tensor
 from moe_ops.schemes import get_scheme
 
-
 Types = Iterable[type]  # of a call's arguments, as torch hands them over
 
 
