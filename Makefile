@@ -3,8 +3,10 @@ PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.moe_ops_dev
+# Two workers that take over each other's tests, each with one thread.
+PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -q -n 2 --dist worksteal
 
-.PHONY: venv demo test test-gpu lint bench bench-gpu clean
+.PHONY: venv demo check test docs test-gpu lint bench bench-gpu clean
 
 venv: $(STAMP)
 
@@ -26,8 +28,19 @@ $(STAMP): pyproject.toml hatch_build.py $(wildcard moe_ops/csrc/cpu/*)
 demo: venv
 	$(PY) examples/generate.py
 
+# Lint, types and the fast tests, under two minutes on two cores: for each change.
+check: venv
+	@start=$$(date +%s); \
+	$(MAKE) --no-print-directory lint && $(PYTEST) -m 'not slow and not gpu' tests && \
+	echo "make check took $$(($$(date +%s) - start)) s"
+
+# Everything that runs without a GPU, under twelve minutes on two cores.
 test: venv
-	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n 2 tests
+	$(PYTEST) tests
+
+# The site, in site/. Nothing is downloaded, and a warning is an error.
+docs: venv
+	PYTHONPATH=. NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
 
 test-gpu: venv
 	$(PY) -m pytest -q -m gpu tests
@@ -56,4 +69,4 @@ bench-gpu: venv
 	$(PY) benchmarks/end_to_end.py --report
 
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis

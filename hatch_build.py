@@ -26,7 +26,8 @@ class KernelBuildHook(BuildHookInterface):
         if platform.machine() != "x86_64" or compiler is None:
             self.app.display_warning(f"{LIBRARY} is not built: it needs x86-64 and a C++ compiler")
             return
-        # no -march: the kernels name their instruction sets themselves and are entered only where these exist
+        # no -march: the kernels name their instruction sets themselves and are entered only where
+        # these exist
         flags = ["-O3", "-std=c++20", "-shared", "-fPIC", "-fopenmp"]
         command = [compiler, *flags, "-o", str(library), str(Path(self.root, SOURCE))]
         result = subprocess.run(command, capture_output=True, text=True)

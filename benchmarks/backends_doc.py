@@ -1,4 +1,5 @@
-"""The tables of docs/backends.md, made from the code, the measured tables and the plots that are there.
+"""The tables of docs/backends.md, made from the code, the measured tables and the plots that are
+there.
 
     python benchmarks/backends_doc.py            # say whether the document is up to date
     python benchmarks/backends_doc.py --write    # bring it up to date
@@ -161,7 +162,10 @@ def tiers() -> str:
             scheme = entry["scheme"] or entry["dtype"]
             lines.append(f"| {gpu} | {shape} | {scheme} | {', then '.join(runs)} |")
     if not lines:
-        return "No table of this package has times of backends yet: everywhere `triton` runs, except where it cannot."
+        return (
+            "No table of this package has times of backends yet: everywhere `triton` runs, "
+            "except where it cannot."
+        )
     return "\n".join(["| GPU | shape | scheme | `auto` |", "|---|---|---|---|", *lines])
 
 

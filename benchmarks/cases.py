@@ -22,8 +22,8 @@ from moe_ops.schemes import get_scheme
 
 @dataclass(frozen=True)
 class Shape:
-    """One model's expert layer. With ep_size > 1 tokens are routed over ep_size * num_experts experts,
-    of which the first num_experts are held here; ids of the others contribute nothing."""
+    """One model's expert layer. With ep_size > 1 tokens are routed over ep_size * num_experts
+    experts, of which the first num_experts are held here; ids of the others contribute nothing."""
 
     num_experts: int
     top_k: int
@@ -70,8 +70,8 @@ class Limits(NamedTuple):
     fp8_flops_per_s: float
 
 
-# Measured with torch 2.11: a large copy moves 4.25 to 4.27 TB/s and a read-only stream 4.42 to 4.54, so a
-# kernel can pass this floor by 4 %; a square bf16 matrix product runs at 790 TFLOP/s.
+# Measured with torch 2.11: a large copy moves 4.25 to 4.27 TB/s and a read-only stream 4.42 to
+# 4.54, so a kernel can pass this floor by 4 %; a square bf16 matrix product runs at 790 TFLOP/s.
 H200 = Limits(4.3e12, 790e12, 1580e12)
 
 
@@ -90,8 +90,9 @@ class Case:
 
     @property
     def bytes_per_expert(self) -> int:
-        """Bytes of one expert's w13 and w2 as they are stored. Scales and zero points of weights below 8 bits count, which
-        are 3 to 13 % of those bytes; others (at most 0.1 %) are left out."""
+        """Bytes of one expert's w13 and w2 as they are stored. Scales and zero points of weights
+        below 8 bits count, which are 3 to 13 % of those bytes; others (at most 0.1 %) are left
+        out."""
         K, I = self.layer.hidden_size, self.layer.intermediate_size  # noqa: E741
         desc = get_scheme(self.scheme).weight
         elements = 3 * K * I
@@ -187,11 +188,11 @@ def _quantize(plain: Tensor, scheme: str) -> Tensor:
 def make_sets(case: Case, l2_bytes: int) -> tuple[RoutingSet, ...]:
     """Distinct random routings, in CPU memory; the same for every scheme and in every run.
 
-    Uniform: each token picks top_k distinct experts, all equally likely. Zipf: expert of rank r is picked
-    with probability proportional to r**-1.1; ranks are dealt anew for each set, else hot experts would
-    stay in cache. Few tokens get more sets, since their cost varies more; the sets together touch
-    more than twice `l2_bytes` of weights. The last set, whose result is checked, has the most
-    (token, expert) pairs here.
+    Uniform: each token picks top_k distinct experts, all equally likely. Zipf: expert of rank r is
+    picked with probability proportional to r**-1.1; ranks are dealt anew for each set, else hot
+    experts would stay in cache. Few tokens get more sets, since their cost varies more; the sets
+    together touch more than twice `l2_bytes` of weights. The last set, whose result is checked,
+    has the most (token, expert) pairs here.
     """
     seed = zlib.crc32(f"{case.shape} {case.routing} {case.num_tokens}".encode())
     generator = torch.Generator().manual_seed(seed)
@@ -271,12 +272,14 @@ def oracle(
     dequantized_weights: bool = False,
     quantized_activations: bool = False,
 ) -> Tensor:
-    """Rows `tokens` of the layer's result on set `which`, (len(tokens), K) fp64; products are in fp64.
+    """Rows `tokens` of the layer's result on set `which`, (len(tokens), K) fp64; products are in
+    fp64.
 
     Args:
-        dequantized_weights: the weights that the scheme makes of the bf16 ones, not those themselves.
-        quantized_activations: round activations as the scheme does. One whose activations share one scale
-            needs all tokens for it.
+        dequantized_weights: the weights that the scheme makes of the bf16 ones, not those
+            themselves.
+        quantized_activations: round activations as the scheme does. One whose activations share
+            one scale needs all tokens for it.
     """
     shape, scheme, weights = cell.case.layer, cell.case.scheme, cell.weights
     tokens = tokens.to(cell.hidden_states.device)

@@ -12,7 +12,9 @@ TRITON_INTERPRET must be unset.
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
+import pkgutil
 import re
 import subprocess
 import tempfile
@@ -24,6 +26,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -33,14 +36,13 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from moe_ops import backends
+from moe_ops import backends, environment, kernels
 from moe_ops.activations import Activation
-from moe_ops.backends.deep_gemm import layer
-from moe_ops.backends.deep_gemm import library as library_module
-from moe_ops.backends.triton import backend
-from moe_ops.kernels import gluon_packed_launch, triton_launch
+from moe_ops.backends.deep_gemm import library as deep_gemm
+from moe_ops.kernels import launch
+from moe_ops.kernels.launch import Gpu, Launch
+from moe_ops.kernels.mixed_gemm import configs as mixed_configs
 from moe_ops.kernels.router import fused
-from moe_ops.kernels.triton_launch import Gpu
 from moe_ops.meta.router import router_workspace
 from moe_ops.meta.scales import DEEP_GEMM_UE8M0, TRITON_E2M1
 from moe_ops.ops import library
@@ -48,7 +50,16 @@ from moe_ops.ops.problem import Problem
 from moe_ops.schemes import SCHEMES, get_scheme
 
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
-SHARED_MEMORY = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024}
+# a block's static and dynamic shared memory at most (CUDA C programming guide, table of compute
+# capabilities)
+SHARED_MEMORY = {
+    80: 163 * 1024,
+    86: 99 * 1024,
+    89: 99 * 1024,
+    90: 227 * 1024,
+    100: 227 * 1024,
+    120: 99 * 1024,
+}
 SHAPES = {  # E, top_k, K, I
     "qwen3": (128, 8, 2048, 768),
     "mixtral": (8, 2, 4096, 14336),
@@ -98,7 +109,8 @@ class Compiled(NamedTuple):
     name: str  # in profilers
     constants: dict[str, Any]
     warps: int
-    binary: Any  # triton's CompiledKernel
+    binary: Any  # triton's CompiledKernel; None where launches are only listed
+    registers: int | None = None  # of a thread at most, where the launch sets it
 
 
 class _Driver:
@@ -118,54 +130,75 @@ class _Driver:
 
 
 class _Recorder:
-    """Stands in for a kernel: compiles what it is launched with."""
+    """Stands in for a kernel: lists what it is launched with, and compiles it."""
 
-    def __init__(self, function: Any, found: list[Compiled]):
-        self.function, self.found = function, found
+    def __init__(self, function: Any, found: list[Compiled], compiles: bool):
+        self.function, self.found, self.compiles = function, found, compiles
 
     def __getitem__(self, grid: tuple):
-        def launch(*args: Any, **options: Any):
-            binary = self.function.warmup(*args, grid=grid, **options)
+        def compile_(*args: Any, **options: Any):
             values = zip(self.function.params, args, strict=True)
             constants = {p.name: value for p, value in values if p.is_constexpr}
-            name = self.function.__name__
-            self.found.append(Compiled(name, constants, options["num_warps"], binary))
+            name, binary = self.function.__name__, None
+            if self.compiles:
+                try:
+                    binary = self.function.warmup(*args, grid=grid, **options)
+                except Exception as error:
+                    error.add_note(f"{name} {constants}")
+                    raise
+            warps, registers = options["num_warps"], options.get("maxnreg")
+            self.found.append(Compiled(name, constants, warps, binary, registers))
             return binary
 
-        return launch
+        return compile_
 
 
 def chip_of(arch: int, name: str = "") -> Gpu:
-    """A GPU of this architecture; `name` finds the tiles measured on it."""
+    """A GPU of this architecture; `name` finds the configs measured on it."""
     capability = (arch // 10, arch % 10)
-    dependent = capability >= triton_launch.DEPENDENT_CAPABILITY
-    native = capability >= triton_launch.NATIVE_CAPABILITY
-    return Gpu(SHARED_MEMORY[arch], native=native, dependent=dependent, name=name)
+    native, pdl = capability >= launch.NATIVE_CAPABILITY, capability >= launch.PDL_CAPABILITY
+    return Gpu(SHARED_MEMORY[arch], native=native, pdl=pdl, name=name)
 
 
 @contextmanager
-def _compiling(chip: Gpu, arch: int) -> Iterator[list[Compiled]]:
+def _compiling(chip: Gpu, arch: int, compiles: bool = True) -> Iterator[list[Compiled]]:
+    """Kernels that are launched are compiled for `arch` and listed, none is started."""
     found: list[Compiled] = []
-    functions = triton_launch._kernels()
-    recorders = {name: _Recorder(function, found) for name, function in functions.items()}
+    start = launch._start
+
+    def compile_one(one: Launch, first: bool, gpu: Gpu) -> Any:
+        kernel: Any = SimpleNamespace(
+            function=_Recorder(one.kernel.function, found, compiles),
+            pdl_first=one.kernel.pdl_first,
+        )
+        return start(one._replace(kernel=kernel), first, gpu)
+
     before = driver._active
-    sm90 = arch == 90 and gluon_packed_launch.spoken()
+    sm90 = arch == 90 and environment.why_no_gluon(environment.version("triton")) is None
     driver.set_active(_Driver(arch))
     try:
         with (
-            mock.patch.object(triton_launch, "_kernels", lambda: recorders),
-            mock.patch.object(triton_launch, "_compiled", {}),
-            mock.patch.object(backend, "gpu", lambda device: chip),
-            mock.patch.object(fused, "gpu", lambda device: chip),
-            mock.patch.object(layer, "gpu", lambda device: chip),
-            mock.patch.object(library_module, "alignment", lambda: library_module.ALIGNMENT),
-            mock.patch.object(library_module, "grouped_product", lambda *_: None),
-            mock.patch.object(library_module, "masked_product", lambda *_: None),
-            mock.patch.object(gluon_packed_launch, "on_sm90", lambda _: sm90),
+            mock.patch.object(launch, "_start", compile_one),
+            mock.patch.object(launch, "_compiled", {}),
+            mock.patch.object(launch, "gpu", lambda device: chip),
+            mock.patch.object(deep_gemm, "alignment", lambda: deep_gemm.ALIGNMENT),
+            mock.patch.object(deep_gemm, "grouped_gemm", lambda *_: None),
+            mock.patch.object(deep_gemm, "masked_gemm", lambda *_: None),
+            mock.patch.object(mixed_configs, "on_sm90", lambda _: sm90),
         ):
             yield found
     finally:
         driver._active = before
+
+
+def kernel_names() -> list[str]:
+    """All kernels, by the names they have in profilers."""
+    names = []
+    for package in (kernels, backends):
+        for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+            values = vars(importlib.import_module(module.name)).values()
+            names += [value.name for value in values if isinstance(value, launch.Kernel)]
+    return list(dict.fromkeys(names))
 
 
 def _empty(*size: int, dtype: torch.dtype) -> Tensor:
@@ -199,8 +232,11 @@ def _weight(call: Call, rows: int, columns: int) -> tuple[Tensor, dict[str, Tens
     }
 
 
-def compile_call(call: Call, chip: Gpu, arch: int) -> list[Compiled]:
-    """The kernels of one call, compiled for `arch` with the tiles that are picked on `chip`."""
+def compile_call(call: Call, chip: Gpu, arch: int, compiles: bool = True) -> list[Compiled]:
+    """The kernels of one call, compiled for `arch` with the configs that are picked on `chip`.
+
+    compiles: False lists the launches alone, in about a millisecond.
+    """
     E, top_k, K, I = call.shape  # noqa: E741
     activation, M = Activation(call.activation), call.M
     N = 2 * I if activation.gated else I
@@ -253,15 +289,17 @@ def compile_call(call: Call, chip: Gpu, arch: int) -> list[Compiled]:
     shapes = chosen.workspace_shapes(M, problem)
     names = ("workspace13", "workspace2", "index_workspace")
     fields |= {n: _empty(*s.shape, dtype=s.dtype) for n, s in zip(names, shapes, strict=True)}
-    with _compiling(chip, arch) as found:
+    with _compiling(chip, arch, compiles) as found:
         chosen.launch[call.kind](kind.args(**{n: fields[n] for n in kind.args._fields}))
     return found
 
 
-def compile_router(call: RouterCall, chip: Gpu, arch: int) -> list[Compiled]:
-    """The kernels of a router, compiled for `arch`."""
+def compile_router(
+    call: RouterCall, chip: Gpu, arch: int, compiles: bool = True
+) -> list[Compiled]:
+    """The kernels of a router, compiled for `arch` or, without `compiles`, listed."""
     E, top_k, K = call.shape
-    with _compiling(chip, arch) as found:
+    with _compiling(chip, arch, compiles) as found:
         fused.launch(
             _empty(call.M, E, dtype=call.logits),
             _empty(call.M, top_k, dtype=call.weights),
@@ -295,7 +333,7 @@ def compile_here(calls: Sequence[Call | RouterCall]) -> None:
     """`compile_all` for the GPU of this machine: one process would take some seconds a call."""
     start = time.perf_counter()
     major, minor = torch.cuda.get_device_capability()
-    compile_all(calls, triton_launch.gpu(torch.cuda.current_device()), 10 * major + minor)
+    compile_all(calls, launch.gpu(torch.cuda.current_device()), 10 * major + minor)
     print(f"compiled {len(calls)} calls in {time.perf_counter() - start:.0f} s", flush=True)
 
 
@@ -351,7 +389,7 @@ def describe(binary: Any, warps: int) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--arch", type=int, default=90, choices=sorted(SHARED_MEMORY))
-    parser.add_argument("--gpu", default="", help="whose measured tiles to use; default: none")
+    parser.add_argument("--gpu", default="", help="whose measured configs to use; default: none")
     parser.add_argument("--shape", choices=SHAPES, nargs="+", default=list(SHAPES))
     parser.add_argument("--scheme", choices=SCHEMES, nargs="+", default=list(SCHEMES))
     parser.add_argument("--M", type=int, nargs="+", default=[1, 8, 64, 256, 1024, 4096])
@@ -378,7 +416,7 @@ def main() -> None:
                     backend=arguments.backend,
                     layout=arguments.layout,
                 )
-                for name, constants, warps, binary in compile_call(call, chip, arguments.arch):
+                for name, constants, warps, binary, _ in compile_call(call, chip, arguments.arch):
                     if binary.hash in told:
                         continue
                     told.add(binary.hash)

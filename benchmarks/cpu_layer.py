@@ -1,6 +1,7 @@
 """One expert layer on the CPU: moe_ops against the three experts implementations of transformers.
 
-    python benchmarks/cpu_layer.py [--tokens 1 8 64 512] [--dtypes bf16 fp32] [--only eager moe_ops]
+    python benchmarks/cpu_layer.py [--tokens 1 8 64 512] [--dtypes bf16 fp32] \
+        [--only eager moe_ops]
                                    [--threads 1] [--seconds 8] [--no-write]
 
 Every implementation gets the same random weights and the same routing sets; calls are interleaved
@@ -41,8 +42,8 @@ IMPLEMENTATIONS = (*PEERS, "moe_ops")
 NUM_SETS = 16
 # batched_mm copies both weights of every (token, expert) pair; past this it is not run.
 MAX_GATHER_BYTES = 2 << 30
-# An implementation this many times slower than the best peer is timed three times and no more: it would
-# take most of the time, and empty the cache for the others.
+# An implementation this many times slower than the best peer is timed three times and no more: it
+# would take most of the time, and empty the cache for the others.
 FAR_BEHIND = 8.0
 
 Layer = Callable[[Tensor, Tensor, Tensor], Tensor]  # (hidden, topk_weights, topk_ids) -> (M, K)
@@ -70,7 +71,8 @@ class Case:
 
 @dataclass(frozen=True)
 class Inputs:
-    """Hidden states (M, K) and NUM_SETS routings of them: ids (M, top_k), weights that sum to 1."""
+    """Hidden states (M, K) and NUM_SETS routings of them: ids (M, top_k), weights that sum to
+    1."""
 
     hidden_states: Tensor
     topk_weights: tuple[Tensor, ...]

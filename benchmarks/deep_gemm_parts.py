@@ -1,12 +1,15 @@
 """Where the time of a layer on backend deep_gemm goes, kernel by kernel, and what alignments cost.
 
-    python benchmarks/deep_gemm_parts.py [--shapes qwen3 mixtral] [--schemes fp8_block bf16] [--tokens 1024 4096]
+    python benchmarks/deep_gemm_parts.py [--shapes qwen3 mixtral] [--schemes fp8_block bf16] \
+        [--tokens 1024 4096]
                                          [--alignments 128 64] [--masked] [--pdl]
 
-The whole layer is timed under graph replay, its kernels by the profiler. Beside the kernels of ours stand the bytes they
-must move and the rate that makes. Results are compared with backend triton's. `alignments`: rows that groups are padded
-to; `--masked`: batched_experts, too, of the same rows, which somebody brought into a block of M rows for each expert;
-`--pdl`: products may start while the kernel before them ends. What was measured on an H200 is in docs/performance.md.
+The whole layer is timed under graph replay, its kernels by the profiler. Beside the kernels of
+ours stand the bytes they must move and the rate that makes. Results are compared with backend
+triton's. `alignments`: rows that groups are padded to; `--masked`: batched_experts, too, of the
+same rows, which somebody brought into a block of M rows for each expert; `--pdl`: products may
+start while the kernel before them ends. What was measured on an H200 is in
+docs/kernels/deep_gemm.md.
 """
 
 from __future__ import annotations

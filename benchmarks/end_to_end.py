@@ -1,14 +1,16 @@
 """Decode and prefill of compiled transformers models on a GPU, under each experts implementation.
 
-    python benchmarks/end_to_end.py [--models qwen3 mixtral dsv3 gptoss] [--only grouped_mm moe_ops ...]
+    python benchmarks/end_to_end.py [--models qwen3 mixtral dsv3 gptoss] \
+        [--only grouped_mm moe_ops ...]
                                     [--batch 1 8 64] [--layers N] [--results FOLDER]
     python benchmarks/end_to_end.py --merge FILE ...   # add another run's rows to the results
     python benchmarks/end_to_end.py --report           # table and plot of all rows
     python benchmarks/end_to_end.py --dry-run          # tiny models on a CPU; keeps nothing
 
-Models have their full layer width, random weights and few layers. Decoding: static cache, fullgraph,
-mode="reduce-overhead"; a time counts only if its steps replayed a CUDA graph. Prefill: 4096 tokens, fullgraph.
-Rows are written to FOLDER/end_to_end_<GPU>.json after each implementation of a model, replacing older ones.
+Models have their full layer width, random weights and few layers. Decoding: static cache,
+fullgraph, mode="reduce-overhead"; a time counts only if its steps replayed a CUDA graph. Prefill:
+4096 tokens, fullgraph. Rows are written to FOLDER/end_to_end_<GPU>.json after each implementation
+of a model, replacing older ones.
 """
 
 from __future__ import annotations
@@ -38,8 +40,9 @@ import moe_ops.integrations.transformers as moe_transformers
 PROMPT, WARM_UP, STEPS, PREFILL, VOCABULARY = 64, 8, 64, 4096, 32000
 # batched_mm copies both weights of every (token, expert) pair; past this it is not run.
 MAX_GATHER_BYTES = 4 << 30
-# The first layer's experts run on a few tokens with given ids: logits would not do, since rounding alone moves
-# tokens to other experts. A row whose experts differ by more from the first implementation's is wrong.
+# The first layer's experts run on a few tokens with given ids: logits would not do, since rounding
+# alone moves tokens to other experts. A row whose experts differ by more from the first
+# implementation's is wrong.
 CHECKED_TOKENS, MAX_DIFFERENCE = 8, {"": 0.02, "fp8_block": 0.15}
 
 
@@ -55,7 +58,8 @@ class Bench:
         layers = layers or self.model.layers
         fields = self.model.config | (self.model.tiny if dry else {})
         if self.model.config_class == "GptOssConfig":
-            # Its sliding cache counts tokens in a Python int: a decode step is then compiled for one length.
+            # Its sliding cache counts tokens in a Python int: a decode step is then compiled for
+            # one length.
             fields = fields | {"layer_types": ["full_attention"] * layers}
         self.config = getattr(transformers, self.model.config_class)(
             **fields,
@@ -76,7 +80,8 @@ class Bench:
         self.reference: Tensor | None = None
 
     def use(self, implementation: str, scheme: str) -> str:
-        """Switch the experts, and with ours the routers; weights once quantized stay so. Says whose routers run."""
+        """Switch the experts, and with ours the routers; weights once quantized stay so. Says
+        whose routers run."""
         self.module.set_experts_implementation(implementation)
         moe_transformers.unfuse_routers(self.module)
         if implementation == "moe_ops":
@@ -92,7 +97,8 @@ class Bench:
         return torch.randint(0, VOCABULARY, (batch, length), generator=generator).to(self.device)
 
     def difference(self) -> float:
-        """||y - that of the first implementation|| / ||that||, y the first layer's experts on given ids."""
+        """||y - that of the first implementation|| / ||that||, y the first layer's experts on
+        given ids."""
         generator = torch.Generator().manual_seed(0)
         count = self.experts.down_proj.shape[0]
         size = (CHECKED_TOKENS, self.config.num_experts_per_tok)
@@ -172,7 +178,8 @@ class Bench:
         return {"ms": round(ms, 4), "tokens": batch, "compile_s": round(compiled_after, 1)}
 
     def recorded_graphs(self) -> int:
-        """A number that grows by one with each call, and with each CUDA graph that inductor records."""
+        """A number that grows by one with each call, and with each CUDA graph that inductor
+        records."""
         if self.dry:
             return 0
         from torch._inductor.cudagraph_trees import get_manager

@@ -10,7 +10,8 @@ import torch
 
 @dataclass(frozen=True)
 class Model:
-    """A published model's layer width; `config` and `tiny` are fields of its transformers config class."""
+    """A published model's layer width; `config` and `tiny` are fields of its transformers config
+    class."""
 
     config_class: str
     layers: int
@@ -128,8 +129,8 @@ MODELS = {
         {"weights": torch.bfloat16, "bias": True},
     ),
 }
-# name -> (experts implementation of transformers, scheme). The first is what results are compared with; schemes
-# come last, because quantizing replaces the weights.
+# name -> (experts implementation of transformers, scheme). The first is what results are compared
+# with; schemes come last, because quantizing replaces the weights.
 IMPLEMENTATIONS = {
     "grouped_mm": ("grouped_mm", ""),
     "batched_mm": ("batched_mm", ""),
@@ -137,7 +138,8 @@ IMPLEMENTATIONS = {
     "moe_ops fp8_block": ("moe_ops", "fp8_block"),
 }
 BUILT_IN = ("grouped_mm", "batched_mm")
-# (model, implementation) -> batch of a decode step -> speed-up over transformers' best built-in in bf16
+# (model, implementation) -> batch of a decode step -> speed-up over transformers' best built-in in
+# bf16
 AIMS = {
     ("qwen3", "moe_ops"): {1: 1.15, 8: 1.25, 64: 1.25},
     ("qwen3", "moe_ops fp8_block"): {8: 1.6, 64: 1.6},

@@ -1,4 +1,5 @@
-"""What the rows of benchmarks/end_to_end.py say: the table of times and speed-ups, and its plot."""
+"""What the rows of benchmarks/end_to_end.py say: the table of times and speed-ups, and its
+plot."""
 
 from __future__ import annotations
 
@@ -56,7 +57,8 @@ def views(results: Results) -> list[View]:
 
 
 def table(results: Results) -> str:
-    """One line a model and cell: ms and tokens/s of each implementation, speed-ups of ours beside their aims."""
+    """One line a model and cell: ms and tokens/s of each implementation, speed-ups of ours beside
+    their aims."""
     ours = [name for name in IMPLEMENTATIONS if name.startswith(OURS)]
     lines, notes = [], []
     for view in views(results):
@@ -99,7 +101,8 @@ def report(results: Results, folder: Path) -> None:
 
 
 def draw(results: Results, path: Path) -> None:
-    """Speed-ups over transformers' best, a panel a model, a group of bars a cell, aims as short lines."""
+    """Speed-ups over transformers' best, a panel a model, a group of bars a cell, aims as short
+    lines."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -4,13 +4,13 @@
                                  [--tokens 1 8 64] [--routing uniform zipf] [--only moe_ops ...]
                                  [--replays 15] [--results FOLDER]
     python benchmarks/experts.py --merge FILE ...   # add another run's rows to the results
-    python benchmarks/experts.py --report           # table, means, worst cells and plots of all rows
-    python benchmarks/experts.py --dry-run          # everything but graphs, tiny, on a CPU; keeps nothing
+    python benchmarks/experts.py --report       # table, means, worst cells and plots of all rows
+    python benchmarks/experts.py --dry-run      # all but graphs, tiny, on a CPU; keeps nothing
 
-A CUDA graph holds one pass over all routing sets of a cell; graphs of all implementations are replayed in
-turn, and a time is the median replay over the number of sets. Rows are written to
-FOLDER/experts_<GPU>.json after each cell, replacing older rows of the same cell and implementation, so
-several short runs complete one table. docs/performance.md describes the method.
+A CUDA graph holds one pass over all routing sets of a cell; graphs of all implementations are
+replayed in turn, and a time is the median replay over the number of sets. Rows are written to
+FOLDER/experts_<GPU>.json after each cell, replacing older rows of the same cell and
+implementation, so several short runs complete one table. docs/performance.md describes the method.
 """
 
 from __future__ import annotations
@@ -63,7 +63,8 @@ from torch import Tensor
 
 from moe_ops.schemes import get_scheme
 
-# A call slower than this is not replayed: emulation of large quantized weights takes seconds a call.
+# A call slower than this is not replayed: emulation of large quantized weights takes seconds a
+# call.
 MAX_CALL_MS = 100.0
 # Results this far from the bf16 weights' fp64 result are wrong, and not timed.
 MAX_ERROR = {4: 0.4, 8: 0.15, 16: 0.02}  # by bits of a weight
@@ -158,9 +159,9 @@ class CellRun:
     def errors(self) -> dict[str, dict[str, float]]:
         """Relative errors of what the replays left in the last set's output, by oracle.
 
-        "error": against fp64 with the bf16 weights. For quantized schemes also "error_of_activations":
-        against fp64 with the dequantized weights; and for moe_ops "error_of_kernel": with the
-        activations rounded as the scheme says too.
+        "error": against fp64 with the bf16 weights. For quantized schemes also
+        "error_of_activations": against fp64 with the dequantized weights; and for moe_ops
+        "error_of_kernel": with the activations rounded as the scheme says too.
         """
         case, last = self.cell.case, len(self.cell.sets) - 1
         tokens = checked_tokens(case.num_tokens)
@@ -187,7 +188,8 @@ class CellRun:
 def run_cell(
     cell: Cell, builders: dict[str, Any], floor: float, replays: int, run: str, dry: bool
 ) -> tuple[list[dict], dict[str, float]]:
-    """The rows of one cell, one for each implementation that ran or gave a reason; what took how many s."""
+    """The rows of one cell, one for each implementation that ran or gave a reason; what took how
+    many s."""
     work = CellRun(cell, dry)
     for name, builder in builders.items():
         with work.spending(name):

@@ -1,4 +1,5 @@
-"""What the rows of benchmarks/experts.py say: the table, means, worst cells, and plots of time over floor."""
+"""What the rows of benchmarks/experts.py say: the table, means, worst cells, and plots of time
+over floor."""
 
 from __future__ import annotations
 
@@ -124,7 +125,8 @@ def views(results: Results, keys: Collection[CellKey] | None = None) -> list[Vie
 
 
 def table(results: Results, keys: Collection[CellKey] | None = None) -> str:
-    """One line a cell: floor, every implementation's median us and error, ratio, share of the floor."""
+    """One line a cell: floor, every implementation's median us and error, ratio, share of the
+    floor."""
     cells = views(results, keys)
     names = [name for name in NAMES if any(view.us(name) is not None for view in cells)]
     lines = []
@@ -143,7 +145,8 @@ def table(results: Results, keys: Collection[CellKey] | None = None) -> str:
         lines.append(line)
     header = ["shape", "scheme", "routing", "M", "floor", *names, "best peer", "ours/best"]
     notes = [
-        "median us a layer, then its relative error against fp64 with the bf16 weights; * not in one run",
+        "median us a layer, then its relative error against fp64 with the bf16 weights; * not "
+        "in one run",
         "DeepGEMM two GEMMs only: part of a layer, never the best peer",
         f"{VLLM_NAME}: measured elsewhere on an H200, "
         + ("its sort added as measured here" if _vllm_sorts() else "its sort left out"),
@@ -156,7 +159,8 @@ def number(us: float) -> str:
 
 
 def means(results: Results, keys: Collection[CellKey] | None = None) -> str:
-    """Geometric means of ours / best peer, the worst cells, Zipf beside uniform, errors of schemes."""
+    """Geometric means of ours / best peer, the worst cells, Zipf beside uniform, errors of
+    schemes."""
     cells = views(results, keys)
     lines = []
     for scheme in SCHEMES:
@@ -211,7 +215,8 @@ def _mean_line(scheme: str, text: str, cells: Iterable[View]) -> list[str]:
 
 
 def _zipf_lines(cells: list[View]) -> list[str]:
-    """How our time over its floor changes when routing becomes Zipf; starred where it grows too much."""
+    """How our time over its floor changes when routing becomes Zipf; starred where it grows too
+    much."""
     over = {view.key: ours / view.floor for view in cells if (ours := view.us(OURS))}
     lines = []
     for (shape, scheme, routing, tokens), value in over.items():
@@ -230,10 +235,11 @@ def cell_name(key: CellKey) -> str:
 
 
 def report(results: Results, folder: Path) -> None:
-    """Print table and means of all rows, and draw plots for every scheme and routing into `folder`.
+    """Print table and means of all rows, and draw plots for every scheme and routing into
+    `folder`.
 
-    One shows this library beside its peers. Where at least two of its backends were measured by name, another one shows
-    these beside "auto".
+    One shows this library beside its peers. Where at least two of its backends were measured by
+    name, another one shows these beside "auto".
     """
     print(table(results))
     print(means(results))
@@ -255,7 +261,8 @@ def report(results: Results, folder: Path) -> None:
 
 
 def backends_table(results: Results) -> str:
-    """One line a cell in which backends were measured by name: us of each, the fastest, and auto over it."""
+    """One line a cell in which backends were measured by name: us of each, the fastest, and auto
+    over it."""
     cells = [view for view in views(results) if len(view.backends()) > 1]
     names = [name for name in BACKENDS if any(name in view.backends() for view in cells)]
     lines = []
@@ -287,7 +294,8 @@ def backends_table(results: Results) -> str:
 
 
 def draw(cells: list[View], results: Results, path: Path, shown: Collection[str]) -> None:
-    """Time over floor of the implementations `shown` against M, one panel a shape, the floor a line at 1."""
+    """Time over floor of the implementations `shown` against M, one panel a shape, the floor a
+    line at 1."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,4 +1,5 @@
-"""What the benchmarks share: fair timing, the machine's measured limits, errors, JSON and the table."""
+"""What the benchmarks share: fair timing, the machine's measured limits, errors, JSON and the
+table."""
 
 from __future__ import annotations
 
@@ -26,9 +27,10 @@ def interleaved_ms(
     """Time every call ``rounds`` times in turn (A B C A B C ...), in milliseconds.
 
     Each call gets the number of an input set. Neighbours in time never get the same set, so none
-    finds its predecessor's weights in cache; each sees every set equally often when ``rounds`` is a
-    multiple of ``num_sets``. The order rotates, so a peer that evicts the cache harms all alike.
-    With one torch thread the clock is the process's CPU time, which a busy machine disturbs little.
+    finds its predecessor's weights in cache; each sees every set equally often when ``rounds`` is
+    a multiple of ``num_sets``. The order rotates, so a peer that evicts the cache harms all alike.
+    With one torch thread the clock is the process's CPU time, which a busy machine disturbs
+    little.
     """
     clock = time.process_time_ns if torch.get_num_threads() == 1 else time.perf_counter_ns
     names = list(calls)
@@ -51,8 +53,8 @@ def capture(
 ) -> tuple[torch.cuda.CUDAGraph, list[Tensor]]:
     """A CUDA graph of one pass over the input sets, and the output of each set.
 
-    The outputs stay alive, so that no later call writes over them. `call` must have run before: first
-    calls compile, which capture does not survive.
+    The outputs stay alive, so that no later call writes over them. `call` must have run before:
+    first calls compile, which capture does not survive.
     """
     graph = torch.cuda.CUDAGraph()
     # The outer context restores the stream where a failed capture does not.
@@ -67,11 +69,13 @@ def interleaved_replays_us(
     num_sets: int,
     warm_up_seconds: float = 0.25,
 ) -> dict[str, list[float]]:
-    """Replay every graph ``replays`` times, each round in another order: us a set, one figure a replay.
+    """Replay every graph ``replays`` times, each round in another order: us a set, one figure a
+    replay.
 
-    In one order, whichever follows the graph that draws most power has the lowest clocks: of two graphs of the
-    same kernels, an H200 then took 3 % longer for the one. Rounds run untimed first until the clocks are up. The
-    host never waits in between, so the GPU always has work queued and host time stays out of the events.
+    In one order, whichever follows the graph that draws most power has the lowest clocks: of two
+    graphs of the same kernels, an H200 then took 3 % longer for the one. Rounds run untimed first
+    until the clocks are up. The host never waits in between, so the GPU always has work queued and
+    host time stays out of the events.
     """
     start = time.perf_counter()
     while time.perf_counter() - start < warm_up_seconds:
@@ -97,13 +101,14 @@ def interleaved_replays_us(
 
 
 def gpu_limits() -> dict[str, float]:
-    """What large operations reach now: a copy (bytes read plus written) and a bf16 matrix product."""
+    """What large operations reach now: a copy (bytes read plus written) and a bf16 matrix
+    product."""
     source = torch.randn(1 << 28, device="cuda")
     a, b = (torch.randn(8192, 8192, device="cuda").to(torch.bfloat16) for _ in range(2))
     target = torch.empty_like(source)
     times = {}
-    # torch.neg, not copy_: in a graph that becomes a memory-copy node, which reached 2.8 TB/s on an H200
-    # where kernels stream 4.3.
+    # torch.neg, not copy_: in a graph that becomes a memory-copy node, which reached 2.8 TB/s on
+    # an H200 where kernels stream 4.3.
     copy = functools.partial(torch.neg, source, out=target)
     for name, call in (("copy", copy), ("matmul", lambda: a @ b)):
         call()

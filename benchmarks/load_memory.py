@@ -2,10 +2,11 @@
 
     python benchmarks/load_memory.py [--gigabytes 4] [--scheme int4_w4a16] [--folder DIR]
 
-Writes a synthetic Mixture-of-Experts checkpoint of random weights, in shards and with the tensor names of
-Qwen3-MoE, then loads it in a fresh process and reports the peaks of its memory: private (RssAnon, what the
-process holds) and resident (VmHWM, with the pages of mapped files, which the system may drop). The target is
-the quantized model and one layer in bf16. Writes benchmarks/results/load_memory_<gigabytes>GB.json.
+Writes a synthetic Mixture-of-Experts checkpoint of random weights, in shards and with the tensor
+names of Qwen3-MoE, then loads it in a fresh process and reports the peaks of its memory: private
+(RssAnon, what the process holds) and resident (VmHWM, with the pages of mapped files, which the
+system may drop). The target is the quantized model and one layer in bf16. Writes
+benchmarks/results/load_memory_<gigabytes>GB.json.
 """
 
 from __future__ import annotations
@@ -199,7 +200,8 @@ def report(args, model: Model, size: int, measured: dict) -> None:
     ]
     print(format_table(("what", "GiB"), [(name, f"{value / GIB:.3f}") for name, value in rows]))
     print(
-        f"{args.scheme}: loaded in {measured['seconds']:.0f} s, target {'met' if needed <= allowed else 'MISSED'}"
+        f"{args.scheme}: loaded in {measured['seconds']:.0f} s, target "
+        f"{'met' if needed <= allowed else 'MISSED'}"
     )
     name = f"load_memory_{args.gigabytes:g}GB"
     result = {

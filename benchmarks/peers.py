@@ -1,8 +1,9 @@
-"""The implementations that the expert-layer benchmark runs: moe_ops, and its peers where they are installed.
+"""The implementations that the expert-layer benchmark runs: moe_ops, and its peers where they are
+installed.
 
-An implementation takes the weights of one shape and scheme (relayouts happen here, once) and returns a
-builder, which makes a `Layer` of a cell (tuning happens here). Whatever raises is left out of the table
-with its reason. Nothing outside of `Layer.call` is timed.
+An implementation takes the weights of one shape and scheme (relayouts happen here, once) and
+returns a builder, which makes a `Layer` of a cell (tuning happens here). Whatever raises is left
+out of the table with its reason. Nothing outside of `Layer.call` is timed.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ DEEP_GEMM_MIN_TOKENS = 64
 
 @dataclass(frozen=True)
 class Layer:
-    """`call(which)` runs on one routing set. `finish`, where the output is not yet the layer's, makes the
-    layer's result (M, K) on the last set of it, outside of the timed region."""
+    """`call(which)` runs on one routing set. `finish`, where the output is not yet the layer's,
+    makes the layer's result (M, K) on the last set of it, outside of the timed region."""
 
     call: Callable[[int], Tensor]
     finish: Callable[[Tensor], Tensor] | None = None
@@ -42,7 +43,8 @@ Builder = Callable[[Cell], Layer]
 
 @dataclass(frozen=True)
 class Implementation:
-    """How to run a library: `make` for the schemes it has. `whole_layer` is False for a mere part."""
+    """How to run a library: `make` for the schemes it has. `whole_layer` is False for a mere
+    part."""
 
     make: Callable[[Weights], Builder]
     schemes: tuple[str, ...]
@@ -50,8 +52,8 @@ class Implementation:
 
 
 def moe_ops_backend(backend: str) -> Callable[[Weights], Builder]:
-    """This library under one backend, with weights as they are or else in its layout; "auto" with those laid out that
-    `triton` reads faster so."""
+    """This library under one backend, with weights as they are or else in its layout; "auto" with
+    those laid out that `triton` reads faster so."""
 
     def make(weights: Weights) -> Builder:
         w13, w2 = weights.w13, weights.w2
@@ -125,7 +127,8 @@ def transformers_experts(implementation: str, compiled: bool) -> Callable[[Weigh
 
 
 def torch_grouped_mm(weights: Weights) -> Builder:
-    """A plain layer around two torch.nn.functional.grouped_mm: sort, gather, products, weighted sum."""
+    """A plain layer around two torch.nn.functional.grouped_mm: sort, gather, products, weighted
+    sum."""
     E, top_k = weights.shape.num_experts, weights.shape.top_k
     w13, w2 = weights.w13.transpose(-2, -1), weights.w2.transpose(-2, -1)
     experts = torch.arange(E, device=w13.device, dtype=torch.int32)
@@ -152,7 +155,8 @@ def torch_grouped_mm(weights: Weights) -> Builder:
 
 
 def flashinfer_cutlass(weights: Weights) -> Builder:
-    """FlashInfer's CUTLASS layer, autotuned at each number of tokens. It wants up rows before gate rows."""
+    """FlashInfer's CUTLASS layer, autotuned at each number of tokens. It wants up rows before gate
+    rows."""
     from flashinfer import autotune
     from flashinfer.fused_moe import cutlass_fused_moe
 
@@ -200,10 +204,11 @@ def flashinfer_cutlass(weights: Weights) -> Builder:
 
 
 def deep_gemm_two_gemms(weights: Weights) -> Builder:
-    """DeepGEMM's two contiguous grouped GEMMs alone: no permutation, activation, quantization or combine.
+    """DeepGEMM's two contiguous grouped GEMMs alone: no permutation, activation, quantization or
+    combine.
 
-    The rows of the last set are arranged beforehand, and finished afterwards, so that its result can be
-    checked; other sets multiply the same rows by their own experts.
+    The rows of the last set are arranged beforehand, and finished afterwards, so that its result
+    can be checked; other sets multiply the same rows by their own experts.
     """
     import deep_gemm
 
@@ -263,8 +268,8 @@ def padded_rows(ids: Tensor, num_experts: int, alignment: int) -> tuple[Tensor, 
     """Rows grouped by expert, each group padded to `alignment` rows.
 
     Returns:
-        layout (rows,) int32: each row's expert, -1 on padding; and for every pair whose expert is held
-        here its index in ids.view(-1) and its row.
+        layout (rows,) int32: each row's expert, -1 on padding; and for every pair whose expert is
+        held here its index in ids.view(-1) and its row.
     """
     flat = ids.view(-1)
     order = flat.argsort(stable=True)
@@ -298,9 +303,10 @@ IMPLEMENTATIONS = {
 # The named backends of moe_ops run when asked for: "moe_ops" is the one of them that users get.
 DEFAULT = tuple(name for name in IMPLEMENTATIONS if not name.startswith(OURS + " "))
 
-# vLLM 0.26's Triton layer with its tuned H200 configurations where it has them (not for dsv3 and gptoss20),
-# under graph replay on an H200 with torch 2.11: us by (shape, scheme) and M. Measured once and not in the
-# runs of this benchmark; its sort is left out, its activation, quantization and sum are compiled torch.
+# vLLM 0.26's Triton layer with its tuned H200 configurations where it has them (not for dsv3 and
+# gptoss20), under graph replay on an H200 with torch 2.11: us by (shape, scheme) and M. Measured
+# once and not in the runs of this benchmark; its sort is left out, its activation, quantization
+# and sum are compiled torch.
 VLLM_NAME = "vLLM table"
 VLLM_US = {
     ("qwen3", ""): {1: 28.7, 8: 124, 32: 252, 64: 291, 256: 324, 1024: 403, 4096: 887},

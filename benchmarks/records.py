@@ -1,4 +1,5 @@
-"""Files of benchmark results: rows that name the run that measured them, so that short runs add up."""
+"""Files of benchmark results: rows that name the run that measured them, so that short runs add
+up."""
 
 from __future__ import annotations
 
@@ -19,10 +20,11 @@ OURS = "moe_ops"  # names of this library's implementations begin with it
 
 
 class Results:
-    """The rows of one results file, at most one for each value of `key(row)`, written in that order.
+    """The rows of one results file, at most one for each value of `key(row)`, written in that
+    order.
 
-    A row has "implementation", "run" (a key of `runs`: machine, versions, command, date), and either what was
-    measured or the "reason" why there is nothing.
+    A row has "implementation", "run" (a key of `runs`: machine, versions, command, date), and
+    either what was measured or the "reason" why there is nothing.
     """
 
     def __init__(self, path: Path, key: Callable[[dict], tuple], order: Callable[[tuple], tuple]):
@@ -39,7 +41,8 @@ class Results:
         return name
 
     def add(self, row: dict) -> None:
-        """Keep the row in place of an older one; a peer that could not run leaves its older time."""
+        """Keep the row in place of an older one; a peer that could not run leaves its older
+        time."""
         old = self.rows.get(self.key(row))
         ours = row["implementation"].startswith(OURS)
         if "reason" not in row or ours or old is None or "reason" in old:
@@ -72,7 +75,8 @@ class Results:
 def merge(
     paths: Sequence[Path], folder: Path, pattern: str, open_results: Callable[[Path], Results]
 ) -> list[Results]:
-    """Add files to those of the same names in `folder`; all of its results that match `pattern`."""
+    """Add files to those of the same names in `folder`; all of its results that match
+    `pattern`."""
     for path in paths:
         results = open_results(folder / path.name)
         results.merge(path)
@@ -81,7 +85,8 @@ def merge(
 
 
 def describe_run(command: list[str], dry: bool) -> dict[str, Any]:
-    """What stands behind a row: machine, its measured limits, versions, sources, command, date (UTC)."""
+    """What stands behind a row: machine, its measured limits, versions, sources, command, date
+    (UTC)."""
     package = Path(moe_ops.__file__).parent
     source = hashlib.sha256()
     for path in sorted(package.rglob("*.py")) + sorted(package.rglob("*.json")):

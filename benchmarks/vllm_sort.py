@@ -1,11 +1,13 @@
 """The sort in front of vLLM's Triton layer, which its table of times (peers.VLLM_US) leaves out.
 
-    python benchmarks/vllm_sort.py [--shapes qwen3 mixtral dsv3 gptoss20] [--tokens 1 8 64] [--results FOLDER]
+    python benchmarks/vllm_sort.py [--shapes qwen3 mixtral dsv3 gptoss20] [--tokens 1 8 64] \
+        [--results FOLDER]
 
-Needs vLLM's compiled operators, vllm/_moe_C*.so of a version for this torch, in a folder of that name on
-PYTHONPATH; the package itself is not imported. A CUDA graph sorts every routing set of a cell of experts.py;
-replays are timed as there. vLLM sorts nothing where four times the pairs are no more than the experts: those
-cells are left out. Times go to FOLDER/vllm_sort_<GPU>.json, and `experts.py --report` adds them to the table.
+Needs vLLM's compiled operators, vllm/_moe_C*.so of a version for this torch, in a folder of that
+name on PYTHONPATH; the package itself is not imported. A CUDA graph sorts every routing set of a
+cell of experts.py; replays are timed as there. vLLM sorts nothing where four times the pairs are
+no more than the experts: those cells are left out. Times go to FOLDER/vllm_sort_<GPU>.json, and
+`experts.py --report` adds them to the table.
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ def path_of(folder: Path, gpu: str) -> Path:
 
 
 def read(folder: Path, gpu: str) -> dict[tuple[str, int], float]:
-    """(shape, M) -> microseconds, of the cells in which vLLM sorts; empty where it was not measured."""
+    """(shape, M) -> microseconds, of the cells in which vLLM sorts; empty where it was not
+    measured."""
     path = path_of(folder, gpu)
     if not path.exists():
         return {}
@@ -44,7 +47,8 @@ def read(folder: Path, gpu: str) -> dict[tuple[str, int], float]:
 
 
 def sorts(shape: Shape, num_tokens: int) -> bool:
-    """Whether vLLM 0.26 sorts the pairs of so many tokens (fused_moe.py, naive_block_assignment)."""
+    """Whether vLLM 0.26 sorts the pairs of so many tokens (fused_moe.py,
+    naive_block_assignment)."""
     return num_tokens * shape.top_k * 4 > shape.num_experts
 
 
@@ -60,7 +64,8 @@ def load() -> Path:
 
 
 def sort(ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
-    """vLLM's moe_align_block_size: number of rows (1,), and the pairs by expert, each expert's padded to BLOCK."""
+    """vLLM's moe_align_block_size: number of rows (1,), and the pairs by expert, each expert's
+    padded to BLOCK."""
     size = ids.numel() + num_experts * (BLOCK - 1)
     size = min(size, ids.numel() * BLOCK) if ids.numel() < num_experts else size
     sorted_ids, experts, total = [

@@ -42,7 +42,8 @@ def table(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
 
 
 def check(holds: bool, claim: str) -> None:
-    """Prints the claim with its outcome; a claim that does not hold ends the example with status 1."""
+    """Prints the claim with its outcome; a claim that does not hold ends the example with status
+    1."""
     print(f"  {'ok    ' if holds else 'FAILED'}  {claim}", flush=True)
     if not holds:
         sys.exit(1)

@@ -1,7 +1,8 @@
 """An MoE layer exported with torch.export and compiled ahead of time with AOTInductor.
 
-The number of tokens M stays dynamic in both. The package AOTInductor writes holds compiled code and
-calls the same moe_ops operator, so the process that loads it needs moe_ops, not the model's source.
+The number of tokens M stays dynamic in both. The package AOTInductor writes holds compiled code
+and calls the same moe_ops operator, so the process that loads it needs moe_ops, not the model's
+source.
 
     python examples/export_layer.py
 """

@@ -130,8 +130,9 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=200, help="tokens (bytes) to generate")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     # In fp32 two right implementations differ by 1e-6 of a logit, so equal tokens are a fair
-    # demand. In bf16 eager transformers rounds each expert's output and adds in bf16, where moe_ops
-    # adds in fp32 and rounds once: near ties may fall either way through no fault of either.
+    # demand. In bf16 eager transformers rounds each expert's output and adds in bf16, where
+    # moe_ops adds in fp32 and rounds once: near ties may fall either way through no fault of
+    # either.
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
     parser.add_argument("--schemes", default="fp8_block,fp8_channel", help="comma-separated")
     parser.add_argument(

@@ -1,8 +1,9 @@
-"""What each quantization scheme costs: bytes, the error of a layer, the perplexity of a trained model.
+"""What each quantization scheme costs: bytes, the error of a layer, the perplexity of a trained
+model.
 
-For every scheme it quantizes one expert layer of unit-scale random data and compares its output with the bf16
-layer's, then quantizes the experts of the tiny model beside this file and measures perplexity on held-out text.
-It prints a table and draws both.
+For every scheme it quantizes one expert layer of unit-scale random data and compares its output
+with the bf16 layer's, then quantizes the experts of the tiny model beside this file and measures
+perplexity on held-out text. It prints a table and draws both.
 
     python examples/quantize_and_compare.py --plot quantization.png
 """
@@ -21,7 +22,8 @@ import moe_ops.integrations.transformers as moe_transformers
 from moe_ops.schemes import SCHEMES, QuantDesc
 
 E, TOP_K, K, I, M = 8, 2, 512, 256, 64  # noqa: E741
-# Perplexity may grow by this: 1 % with 8 bits, 5 % with weights of fewer, 10 % where activations have fewer too.
+# Perplexity may grow by this: 1 % with 8 bits, 5 % with weights of fewer, 10 % where activations
+# have fewer too.
 ALLOWED = {8: 0.01, 4: 0.05}
 ALLOWED_ACTIVATIONS = 0.10
 

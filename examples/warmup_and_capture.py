@@ -1,8 +1,9 @@
-"""A stack of MoE layers whose first step ever is captured in a CUDA graph, because moe_ops.warmup came before.
+"""A stack of MoE layers whose first step ever is captured in a CUDA graph, because moe_ops.warmup
+came before.
 
-Warm-up compiles, loads and tunes for every number of tokens that steps will have, once for layers that are alike. On a
-GPU each size is then captured at once and replayed while the routing changes; on a CPU, where nothing can be
-captured, the same sizes run eagerly.
+Warm-up compiles, loads and tunes for every number of tokens that steps will have, once for layers
+that are alike. On a GPU each size is then captured at once and replayed while the routing changes;
+on a CPU, where nothing can be captured, the same sizes run eagerly.
 
     python examples/warmup_and_capture.py
 """
@@ -46,7 +47,8 @@ def exact(model: nn.Sequential, x: Tensor) -> Tensor:
 
 
 def step_of(model: nn.Sequential, x: Tensor):
-    """A function that recomputes `y` from what `x` holds, and `y`: one captured graph, or an eager call."""
+    """A function that recomputes `y` from what `x` holds, and `y`: one captured graph, or an eager
+    call."""
     if x.device.type == "cpu":
         y = torch.empty_like(x)
         return lambda: y.copy_(model(x)), y
@@ -83,7 +85,8 @@ def main() -> None:
     )
 
     title("the first step" if args.device == "cpu" else "the first step, captured")
-    # rounding may move a token to another expert in the layers behind it, so one layer is compared at a time
+    # rounding may move a token to another expert in the layers behind it, so one layer is compared
+    # at a time
     for tokens in args.tokens:
         for kind, layer in zip(("plain", "fp8_block"), model, strict=False):
             one = nn.Sequential(layer)

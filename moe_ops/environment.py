@@ -16,6 +16,7 @@ from typing import TypeVar
 # Triton kernels run under its interpreter: on a machine without a GPU, for tests
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 CACHE_VARIABLE = "MOE_OPS_CACHE"
+GLUON_TRITON = ((3, 6), (3, 6))  # the oldest and the newest Triton that compile our Gluon kernels
 
 _T = TypeVar("_T")
 
@@ -44,6 +45,22 @@ def why_no_triton() -> str | None:
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed; a CUDA build of torch brings it, or pip install triton"
     return None
+
+
+def why_no_gluon(installed: str | None) -> str | None:
+    """Why a version of Triton cannot compile the kernels written in Gluon; None where it can.
+
+    Gluon is experimental and changes from one version to the next, so a newer version than those
+    that were tried is refused, too.
+    """
+    kernels = "the Gluon kernels of compute capability 9.0 for weights of 4 and 8 bits"
+    oldest, newest = (".".join(map(str, bound)) for bound in GLUON_TRITON)
+    if installed is None:
+        return f"{kernels} need Triton {oldest} to {newest}, which is not installed"
+    found = tuple(int(part) for part in installed.split(".")[:2])
+    if GLUON_TRITON[0] <= found <= GLUON_TRITON[1]:
+        return None
+    return f"{kernels} need Triton {oldest} to {newest}, got {installed}"
 
 
 def cache_folder() -> Path:

@@ -92,7 +92,7 @@ def fused_experts(
     )
     options = (act, router_weight_on_input, deterministic, needs_grad)
     inputs = (hidden_states, topk_weights, topk_ids)
-    ready = bind.prepare(
+    ready = bind.look_up(
         validation.experts_call, inputs, (a, b), (w13_bias, w2_bias, expert_map), options, backend
     )
     M, K = hidden_states.shape
@@ -171,7 +171,7 @@ def batched_experts(
     others = (w13_bias, w2_bias, expert_num_tokens)
     options = (act, needs_grad)
     blocks = hidden_states.shape[0]
-    ready = bind.prepare(
+    ready = bind.look_up(
         validation.batched_call, (hidden_states,), (a, b), others, options, backend, blocks
     )
     E, T, K = hidden_states.shape
@@ -223,7 +223,7 @@ def grouped_linear(
     if forward_ad._current_level >= 0:
         _refuse_tangents(x, a.data, bias)
     needs_grad = torch.is_grad_enabled() and _requires_grad(x, a.data, bias)
-    ready = bind.prepare(
+    ready = bind.look_up(
         validation.linear_call, (x,), (a,), (bias, offsets), (needs_grad,), backend
     )
     if needs_grad:

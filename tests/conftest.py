@@ -1,16 +1,76 @@
-"""Test-wide settings: on a machine without a GPU every Triton kernel runs under its interpreter."""
+"""Test-wide settings: on a machine without a GPU every Triton kernel runs under its interpreter.
+
+Three tiers. A test without a mark runs in `make check` and takes at most a few seconds. `slow` are
+those that take longer, and every case of a sweep but the first. In the folders of `SWEEPS` each
+parametrized function is one, of which also run the first of each scheme on each backend in a file;
+elsewhere the mark `sweep` says so. `gpu` need a CUDA device.
+"""
+
+from __future__ import annotations
 
 import gc
 import os
+import resource
+from collections.abc import Generator
+from pathlib import Path
 
+import pytest
 import torch
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before triton is imported anywhere
-    from tests.interpreter import drop_unread_checks, patch_language_once
+    from tests.support.interpreter import drop_unread_checks, patch_language_once
 
     patch_language_once()
     drop_unread_checks()
 
-# Tracing and interpreting make objects by the million, few of them in cycles: look for these less often.
+# Tracing and interpreting make objects by the million, few of them in cycles: look for these less
+# often.
 gc.set_threshold(50_000, 20, 100)
+
+HERE = Path(__file__).parent
+# folders whose tests run over many cases that differ in sizes and options alone
+SWEEPS = ("autograd", "backends", "kernels", "matrix", "numerics")
+# Of processor time, which a busy machine disturbs little. What a test imports first counts, too.
+MOST_SECONDS = 5.0
+
+
+def scheme_and_backend(item: pytest.Function) -> tuple[object, ...]:
+    params = item.callspec.params
+    where = params.get("where")
+    backend = where[0] if isinstance(where, tuple) else params.get("backend")
+    return item.path, params.get("scheme"), backend
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` chooses by marks
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    seen: set[tuple[object, ...]] = set()
+    for item in items:
+        if not isinstance(item, pytest.Function) or not hasattr(item, "callspec"):
+            continue
+        if item.get_closest_marker("gpu") or item.get_closest_marker("slow"):
+            continue
+        keys = {(item.path, item.originalname)}
+        if item.path.relative_to(HERE).parts[0] in SWEEPS:
+            keys.add(scheme_and_backend(item))
+        elif not item.get_closest_marker("sweep"):
+            continue
+        if keys <= seen:
+            item.add_marker("slow")
+        seen |= keys
+
+
+def processor_seconds() -> float:
+    """Of this process and of those that it started and waited for."""
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(u.ru_utime + u.ru_stime for u in used)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
+    before = processor_seconds()
+    result = yield
+    seconds = processor_seconds() - before
+    if seconds > MOST_SECONDS and not any(map(item.get_closest_marker, ("slow", "gpu"))):
+        pytest.fail(f"took {seconds:.1f} s of processor time: make it smaller or mark it `slow`")
+    return result

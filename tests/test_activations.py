@@ -5,7 +5,7 @@ import torch
 
 from moe_ops import activations
 from moe_ops.activations import NAMES, NO_LIMIT, Activation
-from tests import oracle
+from tests.support import oracle
 
 BITS = {torch.float32: 23, torch.bfloat16: 7, torch.float16: 10}
 

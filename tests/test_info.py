@@ -39,7 +39,8 @@ def fake_backend(name, bytes_per_token, **changes):
 
 @pytest.fixture
 def two_backends(monkeypatch):
-    """`narrow` measured fastest up to 16 tokens, `wide` beyond; each knows another scheme natively."""
+    """`narrow` measured fastest up to 16 tokens, `wide` beyond; each knows another scheme
+    natively."""
     backends = (
         fake_backend("narrow", 128, native_schemes=("fp8_block",)),
         fake_backend("wide", 512, native_schemes=()),
@@ -129,8 +130,10 @@ def test_facts_tell_what_runs_without_a_gpu(monkeypatch):
             {
                 "triton": "available",
                 "deep_gemm": "available for plain, fp8_block",
-                "deep_gemm_fp4": "no: deep_gemm_fp4 runs mxfp4_w4a8 on compute capability 10.x, 12.x, got 9.0",
-                "flashinfer": "available for plain, fp8_tensor_static, fp8_block, mxfp4_w4a16, prepared weights",
+                "deep_gemm_fp4": "no: deep_gemm_fp4 runs mxfp4_w4a8 on compute capability 10.x, "
+                "12.x, got 9.0",
+                "flashinfer": "available for plain, fp8_tensor_static, fp8_block, mxfp4_w4a16, "
+                "prepared weights",
                 "torch": "available",
             },
         ),
@@ -227,6 +230,7 @@ def test_bad_questions_are_answered(question, message, capsys):
     assert re.search(message, captured.err)
 
 
+@pytest.mark.slow
 def test_runs_as_a_module():
     answer = subprocess.run(
         [sys.executable, "-m", "moe_ops.info", "--json"], capture_output=True, text=True

@@ -24,7 +24,7 @@ from moe_ops.planning import bind
 from moe_ops.planning import machine as machines
 from moe_ops.planning import plan as plans_module
 from moe_ops.tuning.backends import laid_out
-from tests.cases import BF16, FP32, TOLERANCE, assert_matches, tolerance
+from tests.support.cases import BF16, FP32, TOLERANCE, assert_matches, tolerance
 
 GPU = (
     pytest.mark.gpu,
@@ -50,7 +50,7 @@ def called(report):
     return {w.name: (w.alike, [call.num_tokens for call in w.calls]) for w in report.layers}
 
 
-# --- what runs -------------------------------------------------------------------------------------
+# --- what runs -----------------------------------------------------------------------------------
 
 
 def test_layers_that_are_alike_run_once():
@@ -121,7 +121,7 @@ def test_dtype_of_the_hidden_states():
     assert seen == [FP32, BF16]
 
 
-# --- tiers and what backends tune ------------------------------------------------------------------
+# --- tiers and what backends tune ----------------------------------------------------------------
 
 
 def test_every_tier_that_is_reached_is_tuned_and_run(monkeypatch):
@@ -148,7 +148,7 @@ def test_every_tier_that_is_reached_is_tuned_and_run(monkeypatch):
     few, many = backend("few"), backend("many")
     monkeypatch.setattr(backends, "BACKENDS", (few, many, torch_backend))
     monkeypatch.setattr(plans_module, "_measured", lambda *_: ((2, "few"), (-1, "many")))
-    bind._ready.clear()
+    bind._bound.clear()
     layer = layer_of()
     with machines.pretend(Machine("cpu", available=("few", "many", "torch"))):
         report = moe_ops.warmup(layer, (1, 2, 3))
@@ -165,13 +165,15 @@ def test_every_tier_that_is_reached_is_tuned_and_run(monkeypatch):
         log.clear()
         layer(torch.randn(3, 64))
     assert log == ["many runs 3"], "nothing is tuned in a forward"
-    bind._ready.clear()
+    bind._bound.clear()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["", "fp8_block", "int4_w4a16:g32"])
 @ON_CPU
 def test_later_calls_find_every_kernel(scheme, monkeypatch):
-    """As on a GPU kernels are kept by what they were specialised on; none may be missing afterwards."""
+    """As on a GPU kernels are kept by what they were specialised on; none may be missing
+    afterwards."""
     monkeypatch.setattr(triton_launch, "INTERPRETED", False)
     monkeypatch.setattr(triton_launch, "_compiled", {})
     driver = SimpleNamespace(active=SimpleNamespace(get_current_stream=lambda device: None))
@@ -179,7 +181,8 @@ def test_later_calls_find_every_kernel(scheme, monkeypatch):
     interpreted, compiled = triton_launch._kernels(), []
 
     class Kernel:
-        """Compiles when first launched, like a jitted function; what it returns runs the same kernel."""
+        """Compiles when first launched, like a jitted function; what it returns runs the same
+        kernel."""
 
         def __init__(self, name):
             self.name = name
@@ -212,7 +215,7 @@ def test_later_calls_find_every_kernel(scheme, monkeypatch):
     assert compiled, "the count sees kernels that were not warmed"
 
 
-# --- transformers ----------------------------------------------------------------------------------
+# --- transformers --------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -224,7 +227,7 @@ def integration():
 
 
 def test_a_model_of_transformers(integration):
-    from test_families import build
+    from tests.integrations.transformers.test_families import build
 
     model = build("qwen3_moe", 3).to(BF16)
     with pytest.raises(ValueError, match="attach first"):
@@ -247,7 +250,7 @@ def test_a_model_of_transformers(integration):
 
 def test_bare_fp8_experts_without_a_block(integration):
     """Called by themselves, in each dtype that a router may weigh them in."""
-    from test_transformers import fp8_experts
+    from tests.integrations.transformers.test_quantize import fp8_experts
 
     experts, seen = fp8_experts(), []
     experts.register_parameter("other", nn.Parameter(torch.zeros(1, dtype=BF16)))
@@ -275,7 +278,7 @@ def test_bare_fp8_experts_without_a_block(integration):
     ],
 )
 def test_families_whose_blocks_are_built_otherwise(integration, family, name):
-    from test_families import build
+    from tests.integrations.transformers.test_families import build
 
     model = build(family, 2)
     integration.attach(model)
@@ -284,7 +287,7 @@ def test_families_whose_blocks_are_built_otherwise(integration, family, name):
     assert all(call.backends == ("torch",) for call in report.layers[0].calls)
 
 
-# --- where it refuses ------------------------------------------------------------------------------
+# --- where it refuses ----------------------------------------------------------------------------
 
 
 def test_bad_arguments():
@@ -330,7 +333,7 @@ def test_not_while_capturing(monkeypatch):
         moe_ops.warmup(layer_of(), [1])
 
 
-# --- threads and caches ----------------------------------------------------------------------------
+# --- threads and caches --------------------------------------------------------------------------
 
 
 def test_threads_take_turns():
@@ -366,7 +369,7 @@ def test_the_cache_folder_can_be_chosen(monkeypatch, tmp_path):
     assert environment_module.cache_folder() == Path.home() / ".cache" / "moe_ops"
 
 
-# --- on a GPU --------------------------------------------------------------------------------------
+# --- on a GPU ------------------------------------------------------------------------------------
 
 
 def captured(function, *args):
@@ -381,7 +384,8 @@ def captured(function, *args):
 @pytest.mark.parametrize("M", [1, 3, 64, 500])
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=GPU)])
 def test_capture_is_the_first_call(device, backend, scheme, M, monkeypatch):
-    """Sizes that no other test has, and kernels of Triton forgotten: nothing else can have warmed them."""
+    """Sizes that no other test has, and kernels of Triton forgotten: nothing else can have warmed
+    them."""
     monkeypatch.setattr(triton_launch, "_compiled", {})
     K, I = 640, 384  # noqa: E741
     layer = layer_of(backend, dtype=BF16, device=device, scheme=scheme, K=K, I=I)
@@ -411,7 +415,7 @@ def test_capture_is_the_first_call(device, backend, scheme, M, monkeypatch):
 
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=GPU)])
 def test_a_transformers_model_is_captured_at_once(device, integration):
-    from test_families import build
+    from tests.integrations.transformers.test_families import build
 
     model = build("qwen3_moe", 2).to(device, BF16)
     model.set_experts_implementation("moe_ops")

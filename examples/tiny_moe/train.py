@@ -1,11 +1,11 @@
 """Trains the tiny MoE language model of this folder on the standard library's own sources.
 
-    python examples/tiny_moe/train.py --out /tmp/tiny_moe      # stop it and run it again: it resumes
+    python examples/tiny_moe/train.py --out /tmp/tiny_moe  # stop it and run it again: it resumes
 
-Every Python installation carries the text. A file is held out when the hash of its path says so, so
-that the same files are held out whatever the Python version; `held_out.txt` is made of such files.
-Each layer's router is trained with a very weak load-balancing loss: every expert lives, and which bytes it
-serves, and how many, is for the router to learn.
+Every Python installation carries the text. A file is held out when the hash of its path says so,
+so that the same files are held out whatever the Python version; `held_out.txt` is made of such
+files. Each layer's router is trained with a very weak load-balancing loss: every expert lives, and
+which bytes it serves, and how many, is for the router to learn.
 """
 
 from __future__ import annotations

@@ -7,9 +7,9 @@ pairs beside packed weights has more), and the table of blocks is sized for the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -18,9 +18,8 @@ from moe_ops.meta.workspace import minimum
 from moe_ops.tables import lookup
 
 GROUP_M = 16  # blocks that pass over one weight tile before the next tile's turn
-LARGE_SHARED_MEMORY = (
-    200 * 1024
-)  # bytes a block: GPUs with more have the copy engine that fills it
+# bytes a block: GPUs with more have a copy engine that fills it (the tensor memory accelerator)
+LARGE_SHARED_MEMORY = 200 * 1024
 SM80_MMA, SM90_TMA, SM90_WGMMA, GEMV = "sm80_mma", "sm90_tma", "sm90_wgmma", "gemv"
 
 
@@ -50,7 +49,7 @@ class LayerConfig(NamedTuple):
     split_k: int = 1  # programs of GEMM2 that share a tile's reduction (sm90_wgmma)
 
 
-def block_bound(rows, groups, block_m):
+def block_bound(rows: Any, groups: int, block_m: int) -> Any:
     """Most blocks of `block_m` rows that `rows` rows in `groups` groups can need; int or SymInt.
 
     A group of c > 0 rows needs ceil(c / block_m) <= (c + block_m - 1) / block_m, and at most
@@ -68,6 +67,27 @@ def sort_chunk(rows: int) -> int:
     return 1024 if rows <= 4096 else 2048 if rows <= 16384 else 4096
 
 
+def fields_of(config: LayerConfig) -> dict[str, Any]:
+    """A config as tables have it: its kernel and tiles, and what else is not a default.
+
+    `sort_chunk` is left out, as it follows from M alone.
+    """
+    fields: dict[str, Any] = {"kernel": config.kernel, "block_m": config.block_m}
+    fields |= {"gemm1": config.gemm1._asdict(), "gemm2": config.gemm2._asdict()}
+    defaults = LayerConfig._field_defaults
+    return fields | {
+        name: value
+        for name, value in config._asdict().items()
+        if name in defaults and name not in fields and value != defaults[name]
+    }
+
+
+def config_of(fields: Mapping[str, Any], sort_chunk: int) -> LayerConfig:
+    """The config that `fields_of` wrote."""
+    gemms = {name: GemmConfig(**fields[name]) for name in ("gemm1", "gemm2")}
+    return LayerConfig(**{**fields, **gemms}, sort_chunk=sort_chunk)
+
+
 def measured(
     base: LayerConfig,
     gpu: Gpu,
@@ -81,12 +101,8 @@ def measured(
 ) -> LayerConfig:
     """The table's config for a layer on a GPU, `base` where it has none."""
     name = str(dtype).removeprefix("torch.")
-    row = lookup.layer_config(gpu.name, E, K, I, top_k, scheme, name, M)
-    if row is None:
-        return base
-    gemms = {name: GemmConfig(**row[name]) for name in ("gemm1", "gemm2")}
-    # the chunk depends on M alone
-    return LayerConfig(**{**row, **gemms}, sort_chunk=base.sort_chunk)
+    fields = lookup.layer_config(gpu.name, E, K, I, top_k, scheme, name, M)
+    return base if fields is None else config_of(fields, base.sort_chunk)
 
 
 _override: tuple[LayerConfig | None, list[LayerConfig]] | None = None
@@ -108,7 +124,8 @@ def override(config: LayerConfig | None) -> Iterator[list[LayerConfig]]:
     used.
     """
     global _override
-    before, seen = _override, []
+    before = _override
+    seen: list[LayerConfig] = []
     _override = (config, seen)
     try:
         yield seen

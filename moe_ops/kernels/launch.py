@@ -5,8 +5,8 @@ A kernel's arguments are one class beside it, decorated with `arguments`. Its fi
 the groups in it, are the kernel's parameters, in order; how each is annotated says what the kernel
 is compiled anew for:
 
-    Pointer      a tensor or None: for its dtype, for whether it is None, and for an alignment below 16 bytes
-    Address      a tensor or None: for its dtype and for whether it is None, whatever its alignment
+    Pointer      a tensor or None: for its dtype, for whether it is None, and for an alignment
+                 below 16 bytes
     Descriptor   a tensor descriptor: for its dtype, box and layout
     Specialized  an integer on which Triton specializes (1, multiples of 16): for each value
     Runtime      a number that follows the number of tokens or the routing tensors: never
@@ -34,10 +34,8 @@ from typing import (
 import torch
 from torch import Tensor
 
-PDL_CAPABILITY = (
-    9,
-    0,
-)  # programmatic dependent launch: a kernel can start while the one before it ends
+# programmatic dependent launch: a kernel can start while the one before it ends
+PDL_CAPABILITY = (9, 0)
 NATIVE_CAPABILITY = (8, 9)  # e4m3 products and conversions
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -183,15 +181,15 @@ def kernel(
                 min(len(found), len(names)),
             )
             raise TypeError(
-                f"{function.__name__} must have the parameters of {arguments.__name__}, in order: parameter {at} must be "
-                f"{(*names, 'absent')[at]}, got {(*found, 'none')[at]}"
+                f"{function.__name__} must have the parameters of {arguments.__name__}, in order: "
+                f"parameter {at} must be {(*names, 'absent')[at]}, got {(*found, 'none')[at]}"
             )
         for name, role in zip(names, roles, strict=True):
             constexpr = "constexpr" in str(function.__annotations__.get(name, ""))
             if constexpr != (role == "constant"):
                 raise TypeError(
-                    f"{function.__name__}: {name} must{'' if role == 'constant' else ' not'} be tl.constexpr, as "
-                    f"{arguments.__name__} has it as {role}"
+                    f"{function.__name__}: {name} must{'' if role == 'constant' else ' not'} be "
+                    f"tl.constexpr, as {arguments.__name__} has it as {role}"
                 )
         return Kernel(jitted, arguments, pdl_first)
 
@@ -223,7 +221,7 @@ class Gpu(NamedTuple):
 
 @cache
 def gpu(device: int) -> Gpu:
-    """Facts of a CUDA device; under the interpreter (-1) an H200's memory, and e4m3 by arithmetic."""
+    """Facts of a CUDA device; of none (-1: the interpreter) an H200's memory, without e4m3."""
     if device < 0:
         return Gpu(227 * 1024, False, False)
     properties = torch.cuda.get_device_properties(device)
@@ -233,9 +231,8 @@ def gpu(device: int) -> Gpu:
     return Gpu(memory, native, pdl, properties.name)
 
 
-_compiled: dict[
-    tuple, tuple
-] = {}  # specializations of a call's kernels -> these compiled; filled by warm calls
+# specializations of a call's kernels -> these compiled; filled by warm calls
+_compiled: dict[tuple, tuple] = {}
 
 
 def _specialization(launches: Sequence[Launch], device: int) -> tuple:
@@ -285,9 +282,10 @@ def run(launches: Sequence[Launch], device: int, gpu: Gpu) -> None:
         return
     if device >= 0 and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
-            "moe_ops backend 'triton' has no compiled kernel for this call and cannot compile one while a "
-            "CUDA graph is captured; warm up first: call the same function once with tensors of these "
-            "shapes, dtypes and strides outside of torch.cuda.graph(...), or use moe_ops.warmup, then capture"
+            "moe_ops backend 'triton' has no compiled kernel for this call and cannot compile one "
+            "while a CUDA graph is captured; warm up first: call the same function once with "
+            "tensors of these shapes, dtypes and strides outside of torch.cuda.graph(...), or use "
+            "moe_ops.warmup, then capture"
         )
     compiled = tuple([_start(launch, i == 0, gpu) for i, launch in enumerate(launches)])
     if not INTERPRETED:

@@ -1,13 +1,15 @@
-"""python -m moe_ops.tuning: measure backends, and the tiles of the triton backend, for shapes on this GPU.
+"""python -m moe_ops.tuning: measure backends, and the configs of the triton backend, for shapes on
+this GPU.
 
     python -m moe_ops.tuning --shape 128 2048 768 8 [--scheme fp8_block] [--m 1 8 64 1024]
     python -m moe_ops.tuning --backends --shape 128 2048 768 8 [--scheme "" fp8_block]
     python -m moe_ops.tuning --check --shape 64 2048 1408 6 ...
 
-A shape is E K I top_k. Results go into the package's table of this GPU (or --table FILE) after every M, so
-that a stopped run goes on where it was; --again measures what is already there. --backends times every backend but torch
-that takes the shape (or those named) as it is tuned now, from which "auto" makes its tiers: measure tiles first. --check
-records nothing: it says what shapes without a table lose, the heuristic's time over the best.
+A shape is E K I top_k. Results go into the package's table of this GPU (or --table FILE) after
+every M, so that a stopped run goes on where it was; --again measures what is already there.
+--backends times every backend but torch that takes the shape (or those named) as it is tuned now,
+from which "auto" makes its tiers: measure configs first. --check records nothing: it says what
+shapes without a table lose, the heuristic's time over the best.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from moe_ops import backends as backends_module
+from moe_ops.kernels.configs import fields_of
 from moe_ops.schemes import get_scheme
 from moe_ops.tables import lookup, record
 
@@ -32,13 +35,14 @@ if TYPE_CHECKING:
     from moe_ops.tuning.search import Target
 
 
-TILES_M = (1, 8, 32, 64, 128, 256, 512, 1024, 2048, 4096)
+CONFIGS_M = (1, 8, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 BACKENDS_M = (1, 8, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m moe_ops.tuning", description=(__doc__ or "").splitlines()[0]
+        prog="python -m moe_ops.tuning",
+        description=" ".join((__doc__ or "").split("\n\n")[0].split()),
     )
     parser.add_argument(
         "--shape",
@@ -78,8 +82,8 @@ def main() -> None:
     not_measured = []
     for target in targets:
         if arguments.backends is None:
-            counts = sorted(arguments.m or TILES_M)
-            lost |= _measure_tiles(target, counts, path, gpu, arguments.again, arguments.check)
+            counts = sorted(arguments.m or CONFIGS_M)
+            lost |= _measure_configs(target, counts, path, gpu, arguments.again, arguments.check)
         else:
             counts = sorted(arguments.m or BACKENDS_M)
             again = arguments.again
@@ -119,10 +123,10 @@ def _check(arguments: argparse.Namespace, error: Callable[[str], object]) -> Non
             error(f"--backends must be one of {known}; got {name!r}")
 
 
-def _measure_tiles(
+def _measure_configs(
     target: Target, counts: list[int], path: Path, gpu: str, again: bool, check: bool
 ) -> dict[str, float]:
-    """Record the best tiles for every M; with `check` return what the heuristic's lose instead."""
+    """Record the best config for every M; with `check` return what the heuristic loses instead."""
     from moe_ops.tuning.search import Bench, tune
 
     lost: dict[str, float] = {}
@@ -134,14 +138,14 @@ def _measure_tiles(
     bench = Bench(target)
     for m in todo:
         start = time.monotonic()
-        tiles, us, default_us = tune(bench, m)
+        config, us, default_us = tune(bench, m)
         if check:
             lost[f"{target} M={m}"] = default_us / us
         else:
-            record.record(path, gpu, asdict(target), m, tiles, us)
+            record.record(path, gpu, asdict(target), m, fields_of(config), us)
         print(
             f"  M={m:5d}  {us:8.1f} us, heuristic {default_us:8.1f}, "
-            f"{tiles} ({time.monotonic() - start:.0f} s)",
+            f"{config} ({time.monotonic() - start:.0f} s)",
             flush=True,
         )
     return lost

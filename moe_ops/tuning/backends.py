@@ -1,7 +1,8 @@
-"""How long each backend takes for a shape, by number of tokens: what tiers of `backend="auto"` follow from.
+"""How long each backend takes for a shape, by number of tokens: what tiers of `backend="auto"`
+follow from.
 
-Whole layers under CUDA-graph replay, on the weights and routing sets of the search for tiles (search.py); graphs of
-all backends are replayed in turn, so that clocks which drift favour none.
+Whole layers under CUDA-graph replay, on the weights and routing sets of the search for configs
+(search.py); graphs of all backends are replayed in turn, so that clocks which drift favour none.
 """
 
 from __future__ import annotations
@@ -49,7 +50,9 @@ class Backends:
         return layer
 
     def times_us(self, num_tokens: int, names: list[str]) -> dict[str, float]:
-        """Median microseconds a layer of each backend named; those that fail or are far too slow left out."""
+        """Median microseconds a layer of each backend named; those that fail or are far too slow
+        left out.
+        """
         self.bench.prepare(num_tokens)
         graphs = {}
         with torch.no_grad():
@@ -99,7 +102,8 @@ def measure(
     """Time the backends at each number of tokens that the table lacks, and write it after each.
 
     Args:
-        only: names of backends, the others' times stay; all but torch that take the target if empty.
+        only: names of backends, the others' times stay; all but torch that take the target if
+            empty.
         again: measure what the table has, too.
 
     Returns:
@@ -107,7 +111,8 @@ def measure(
     """
     facts = vars(target)
     backends = Backends(target)
-    # torch defines what others compute; dequantizing all weights in fp32, it takes memory and minutes to come last
+    # torch defines what others compute; dequantizing all weights in fp32, it takes memory and
+    # minutes to come last
     names = [n for n in backends.layers if (n in only if only else n != "torch")]
     known = record.measured_backends(path, facts)
     todo = {}

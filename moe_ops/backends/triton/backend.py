@@ -1,57 +1,30 @@
 """Backend `triton`: every scheme on any CUDA GPU from SM80 on, bf16, fp16 or fp32 activations.
 
 Where activations are quantized to what no GPU up to SM90 multiplies, they are rounded and
-multiplied in a wider type: kernels/triton_emulated.py.
+multiplied in a wider type: kernels/quantize/emulated.py.
 
 Four launches a layer: route (or none for one token), GEMM1 with the activation in its epilogue,
 GEMM2, the weighted sum; where activations are quantized one more may prepare them. One token of
-plain or block-scaled weights takes two: kernels/triton_vector.py; of weights of 4 and 8 bits:
-kernels/triton_vector_packed.py. More tokens of these take five on SM90, few of them four:
-kernels/gluon_packed.py. Nothing is allocated or read by the host. On a machine without a GPU the
-kernels run under Triton's interpreter if TRITON_INTERPRET=1 was set before this import.
+plain or block-scaled weights takes two: kernels/gemm/gemv.py; of weights of 4 and 8 bits:
+kernels/mixed_gemm/gemv.py. More tokens of these take five on SM90, few of them four:
+kernels/mixed_gemm/sm90_wgmma.py. Nothing is allocated or read by the host. On a machine without a
+GPU the kernels run under Triton's interpreter if TRITON_INTERPRET=1 was set before this import.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
 
 import torch
-from torch import Tensor
 
 from moe_ops import environment
-from moe_ops.activations import NO_LIMIT
 from moe_ops.backends.triton.relayout import RELAYOUTS
-from moe_ops.kernels import (
-    gluon_packed_launch,
-    triton_emulated_launch,
-    triton_large_launch,
-    triton_packed_launch,
-    triton_packed_tiles,
-    triton_scales,
-    triton_tiles,
-    triton_vector_launch,
-)
-from moe_ops.kernels.launch import Lazy
-from moe_ops.kernels.triton_launch import (
-    INTERPRETED,
-    NATIVE_CAPABILITY,
-    Launch,
-    gpu,
-    pointers,
-    run,
-)
-from moe_ops.kernels.triton_rows import (
-    Rows,
-    activation_of,
-    combine,
-    group_blocks,
-    pair_rows,
-    route,
-    sorted_rows,
-)
-from moe_ops.kernels.triton_scales import Input, Validity, Weight, weight_of
-from moe_ops.kernels.triton_tiles import GROUP, LARGE_ROWS, SMALLEST_TILE, Tile, block_bound
+from moe_ops.kernels.configs import block_bound
+from moe_ops.kernels.gemm import configs as gemm_configs
+from moe_ops.kernels.launch import INTERPRETED, NATIVE_CAPABILITY, Lazy
+from moe_ops.kernels.mixed_gemm import configs as mixed_configs
+from moe_ops.kernels.mixed_gemm import operands
+from moe_ops.kernels.quantize import rounding, scales
 from moe_ops.meta.scales import TRITON_E2M1
 from moe_ops.meta.workspace import cdiv, maximum
 from moe_ops.ops.library import KINDS, register
@@ -59,14 +32,14 @@ from moe_ops.ops.problem import Buffer, Machine, Problem, Workspaces
 from moe_ops.schemes import SCHEMES, get_scheme
 
 # looked up once: Dynamo would trace what looks them up
-_TRITON, _SPOKEN = environment.version("triton"), gluon_packed_launch.spoken()
+_TRITON = environment.version("triton")
+_WHY_NO_GLUON = environment.why_no_gluon(_TRITON)
 _BACK = "moe_ops.prepare(weight, 'torch') brings it back"
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _QUANTIZING = ("fp8_tensor", "fp8_tensor_static", "fp8_channel", "fp8_block")
 _QUANTIZING += ("int8_w8a8", "int8_w8a8_static")
-_PACKED = frozenset(filter(triton_packed_launch.describe, SCHEMES))
-_NATIVE = (*_QUANTIZING, *sorted(name for name in _PACKED if SCHEMES[name].weight_only))
-_blocks = lru_cache(maxsize=8192)(block_bound)  # spares two sym_min of 0.8 us a call
+_MIXED_SCHEMES = frozenset(filter(operands.describe, SCHEMES))
+_NATIVE = (*_QUANTIZING, *sorted(name for name in _MIXED_SCHEMES if SCHEMES[name].weight_only))
 
 
 def available() -> str | None:
@@ -113,7 +86,7 @@ def _reasons_against_e2m1_words(problem: Problem, machine: Machine) -> list[str]
         reasons.append(
             f"triton takes bfloat16 beside weights in layout {TRITON_E2M1!r}, got {problem.dtype}; {_BACK}"
         )
-    if machine.capability[0] != 9 or INTERPRETED or not _SPOKEN:
+    if machine.capability[0] != 9 or INTERPRETED or _WHY_NO_GLUON:
         major, minor = machine.capability
         found = "its interpreter" if INTERPRETED else f"Triton {_TRITON}"
         reasons.append(
@@ -124,7 +97,7 @@ def _reasons_against_e2m1_words(problem: Problem, machine: Machine) -> list[str]
 
 
 def workspace_shapes(M, problem: Problem) -> Workspaces:
-    """workspace13 holds the activation's output h (rows, I; of packed weights in whole pieces) in
+    """workspace13 holds the activation's output h (rows, I; of mixed GEMMs in whole chunks) in
     the input's dtype, workspace2 its product y (M * top_k, K) with w2 in fp32, the index workspace
     the table of blocks (.., 4) and the sort order.
 
@@ -137,31 +110,31 @@ def workspace_shapes(M, problem: Problem) -> Workspaces:
     """
     experts, K, I = problem.num_experts, problem.hidden_size, problem.intermediate_size  # noqa: E741
     h, y, rows = 0, 0, M
-    packed = triton_packed_launch.describe(problem.scheme) is not None
-    tile = triton_packed_tiles.SMALLEST_TILE if packed else SMALLEST_TILE
+    mixed = operands.describe(problem.scheme) is not None
+    block_m = (mixed_configs if mixed else gemm_configs).SMALLEST_BLOCK_M
     if problem.kind == "experts":
         pairs = M * problem.top_k
         h, y = pairs, pairs * K
-        index = 4 * block_bound(pairs, experts, tile) + pairs
+        index = 4 * block_bound(pairs, experts, block_m) + pairs
     elif problem.kind == "batched_experts":
         h = rows = experts * M
-        index = 4 * experts * cdiv(M, tile)
+        index = 4 * experts * cdiv(M, block_m)
     else:
-        index = 4 * block_bound(M, experts + 1, tile)
-    rounding = triton_emulated_launch.describe(problem.scheme) if packed else None
-    x_scale = "" if packed else triton_scales.describe(problem.scheme).x
-    if rounding is not None:
-        hidden = Buffer((triton_emulated_launch.h_elements(h, I, rounding),), torch.float32)
-        y = maximum(y, triton_emulated_launch.x_elements(rows, K, rounding))
+        index = 4 * block_bound(M, experts + 1, block_m)
+    rounded = rounding.describe(problem.scheme) if mixed else None
+    x_scale = "" if mixed else scales.describe(problem.scheme).x
+    if rounded is not None:
+        hidden = Buffer((rounding.h_elements(h, I, rounded),), torch.float32)
+        y = maximum(y, rounding.x_elements(rows, K, rounded))
     elif x_scale:
-        elements = triton_scales.h_elements(h, I, experts, x_scale, K % 16 == I % 16 == 0)
+        elements = scales.h_elements(h, I, experts, x_scale, K % 16 == I % 16 == 0)
         hidden = Buffer((elements,), torch.float32)
-        y = maximum(y, triton_scales.x_elements(rows, K, x_scale))
+        y = maximum(y, scales.x_elements(rows, K, x_scale))
     else:
         columns = I
-        if packed and problem.kind == "experts":
-            columns = gluon_packed_launch.padded(I)
-            y = gluon_packed_launch.y_rows(pairs) * K
+        if mixed and problem.kind == "experts":
+            columns = mixed_configs.padded(I)
+            y = mixed_configs.y_rows(pairs) * K
         hidden = Buffer((h * columns,), problem.dtype)
     return Workspaces(hidden, Buffer((y,), torch.float32), Buffer((index,), torch.int32))
 
@@ -173,7 +146,7 @@ _MIXED = {kind: Lazy(f"moe_ops.backends.triton.mixed:{kind}") for kind in KINDS}
 def _launch(kind: str) -> Callable:
     """The launcher of a kind of call: that of its scheme's layers."""
     plain, mixed = _PLAIN[kind], _MIXED[kind]
-    return lambda args: (mixed if args.scheme in _PACKED else plain)(args)
+    return lambda args: (mixed if args.scheme in _MIXED_SCHEMES else plain)(args)
 
 
 BACKEND = register(

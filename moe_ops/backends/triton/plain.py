@@ -46,24 +46,10 @@ def experts(a: ExpertsArgs) -> None:
     scaling = scaling_of(a.scheme, gpu.native)
     w_scale, x_scale, _ = scaling
     pairs = M * top_k
-    tma = pairs >= LARGE_ROWS * E and sm90_tma.why_not(w13, w2, activation, scaling) is None
+    tma = pairs >= LARGE_ROWS * E and sm90_tma.why_not(w13, w2, activation, scaling, gpu) is None
     one_token = M == 1 and gemv.why_not(w13, w2, top_k, scaling) is None
-    config = for_experts(
-        *(
-            M,
-            top_k,
-            E,
-            K,
-            I,
-            dtype,
-            gpu,
-            a.scheme,
-            (w_scale, x_scale),
-            activation.GATED,
-            tma,
-            one_token,
-        )
-    )
+    shape, scales = (M, top_k, E, K, I), (w_scale, x_scale)
+    config = for_experts(*shape, dtype, gpu, a.scheme, scales, activation.GATED, tma, one_token)
     if config.kernel == GEMV:
         return run(gemv.launches(a, w13, w2, activation, scaling, config, gpu), device, gpu)
     block_m = config.block_m
@@ -72,46 +58,33 @@ def experts(a: ExpertsArgs) -> None:
     weights = router_weights(a.topk_weights)
     on_input = weights if a.router_weight_on_input else NO_ROUTER_WEIGHTS
     sort = None if config.direct else sort_into(block_m, pairs, E, config.sort_chunk)
-    h, h_scale = hidden(
-        *(a.workspace13, pairs, I, dtype, x_scale, config, a.a2_scale, w2.data.dtype)
-    )
+    h, h_scale = hidden(a.workspace13, pairs, I, dtype, x_scale, config, a.a2_scale, w2.data.dtype)
     y = flat(a.workspace2, torch.float32, pairs * K)
     rows = rows_of(x)
     launches: list[Launch]
     if x_scale:
         launches, rows = quantize_x(
-            *(rows, M, M, K, x_scale, config, y, a.a13_scale),
-            *(Valid("pairs", routing, on_input), h.scale, top_k, w13.data.dtype, gpu, sort),
-        )
+            rows, M, M, K, x_scale, config, y, a.a13_scale,
+            Valid("pairs", routing, on_input), h.scale, top_k, w13.data.dtype, gpu, sort,
+        )  # fmt: skip
     else:
         launches = [] if sort is None else [route(routing, sort, gpu)]
     b13, b2 = bias_of(a.w13_bias), bias_of(a.w2_bias)
     if config.kernel == SM90_TMA:
         launches += (
             sm90_tma.gemm1(h, rows, w13, b13, routing, on_input, activation, scaling, config, gpu),
-            sm90_tma.gemm2(y, h, w2, b2, routing, pairs, scaling, config, gpu),
+            sm90_tma.gemm2(y, h, pairs, w2, b2, routing, scaling, config, gpu),
         )
     else:
-        g1, g2 = config.gemm1, config.gemm2
         launches += (
             sm80_mma.gemm1(
-                *(
-                    h,
-                    h_scale,
-                    rows,
-                    w13,
-                    b13,
-                    routing,
-                    on_input,
-                    activation,
-                    scaling,
-                    g1,
-                    block_m,
-                    gpu,
-                )
+                h, rows, w13, b13, routing, on_input, activation, scaling, h_scale,
+                config.gemm1, block_m, gpu,
             ),
-            sm80_mma.gemm2(Output(y, 0, K, 1), h, w2, b2, routing, scaling, g2, block_m, gpu),
-        )
+            sm80_mma.gemm2(
+                Output(y, 0, K, 1), h, w2, b2, routing, scaling, config.gemm2, block_m, gpu
+            ),
+        )  # fmt: skip
     launches.append(combine(out, y, weights, routing, not a.router_weight_on_input, gpu))
     run(launches, device, gpu)
 
@@ -134,38 +107,23 @@ def batched_experts(a: BatchedExpertsArgs) -> None:
     config = choose(E * T, E, K, I, *facts)
     block_m = config.block_m
     routing = sorted_rows(a.index_workspace, E, E * cdiv(T, block_m))
-    h, h_scale = hidden(
-        *(a.workspace13, E * T, I, dtype, x_scale, config, a.a2_scale, w2.data.dtype)
-    )
+    h, h_scale = hidden(a.workspace13, E * T, I, dtype, x_scale, config, a.a2_scale, w2.data.dtype)
     launches = [group_blocks(routing, counts, E * T, T, block_m, gpu)]
     rows = batches_of(x)
     if x_scale:
         more, rows = quantize_x(
-            *(rows, E * T, T, K, x_scale, config, a.workspace2, a.a13_scale),
-            *(counted("batched", counts), h.scale, 1, w13.data.dtype, gpu),
-        )
+            rows, E * T, T, K, x_scale, config, a.workspace2, a.a13_scale,
+            counted("batched", counts), h.scale, 1, w13.data.dtype, gpu,
+        )  # fmt: skip
         launches += more
-    b13, b2 = bias_of(a.w13_bias), bias_of(a.w2_bias)
+    b13, b2, out = bias_of(a.w13_bias), bias_of(a.w2_bias), Output(*batches_of(a.out)[:4])
     launches += (
         sm80_mma.gemm1(
-            *(
-                h,
-                h_scale,
-                rows,
-                w13,
-                b13,
-                routing,
-                NO_ROUTER_WEIGHTS,
-                activation,
-                scaling,
-                config.gemm1,
-            ),
-            *(block_m, gpu),
+            h, rows, w13, b13, routing, NO_ROUTER_WEIGHTS, activation, scaling, h_scale,
+            config.gemm1, block_m, gpu,
         ),
-        sm80_mma.gemm2(
-            Output(*batches_of(a.out)[:4]), h, w2, b2, routing, scaling, config.gemm2, block_m, gpu
-        ),
-    )
+        sm80_mma.gemm2(out, h, w2, b2, routing, scaling, config.gemm2, block_m, gpu),
+    )  # fmt: skip
     run(launches, device, gpu)
 
 
@@ -190,9 +148,9 @@ def grouped_linear(a: GroupedLinearArgs) -> None:
     rows = rows_of(x)
     if x_scale:
         more, rows = quantize_x(
-            *(rows, S, S, K, x_scale, config, a.workspace2, a.activation_scale),
-            *(counted("groups", offsets), None, 0, w.data.dtype, gpu),
-        )
+            rows, S, S, K, x_scale, config, a.workspace2, a.activation_scale,
+            counted("groups", offsets), None, 0, w.data.dtype, gpu,
+        )  # fmt: skip
         launches += more
     gemm = config.gemm1 if x_scale else config.gemm2
     y = Output(out, 0, *out.stride())

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from moe_ops.kernels.mixed_gemm import configs
 from moe_ops.meta.scales import TRITON_E2M1, rows_side_by_side
 from moe_ops.ops.relayout import Relayout, Tensors
 from moe_ops.schemes import get_scheme
@@ -17,9 +18,10 @@ from moe_ops.schemes import get_scheme
 if TYPE_CHECKING:
     from moe_ops.tensors.base import ExpertTensor
 
-# Where bits of an element, the lowest first, are in either 16 bits of a word, by column of four: of three columns a shift
-# puts sign and magnitude where bf16 has them; the bits of the fourth are in the other 16, and a rotation by 6 brings all
-# together (kernels/gluon_packed_operands.py, e2m1_words_pair).
+# Where bits of an element, the lowest first, are in either 16 bits of a word, by column of four:
+# of three columns a shift puts sign and magnitude where bf16 has them; the bits of the fourth are
+# in the other 16, and a rotation by 6 brings all together (kernels/mixed_gemm/sm90_decode.py,
+# e2m1_words_pair).
 _BITS = ((6, 7, 8, 15), (0, 1, 2, 9), (3, 4, 5, 12), (-3, -2, -6, -5))
 
 
@@ -51,7 +53,9 @@ def _moved(q: Tensor, moves: dict[int, int]) -> Tensor:
 
 
 def to_words(q: Tensor) -> Tensor:
-    """Bytes (E, N, K/2) of e2m1 pairs, the even column in the low half, with the bits of every 4 bytes as ``_BITS`` says."""
+    """Bytes (E, N, K/2) of e2m1 pairs, the even column in the low half, with the bits of every 4
+    bytes as ``_BITS`` says.
+    """
     return _of_each(q, _MOVES)
 
 
@@ -71,7 +75,9 @@ def _of_each(q: Tensor, moves: dict[int, int]) -> Tensor:
 
 
 def scales_of_rows(s: Tensor, group: int) -> Tensor:
-    """Scales (E, N, K / group) as (E, N / R, 16 K / 64), R = group / 4: 16 bytes are of 64 columns of R rows, by row."""
+    """Scales (E, N, K / group) as (E, N / R, 16 K / 64), R = group / 4: 16 bytes are of 64 columns
+    of R rows, by row.
+    """
     rows, columns = rows_side_by_side(group), 64 // group
     return s.unflatten(-2, (-1, rows)).unflatten(-1, (-1, columns)).transpose(-3, -2).flatten(-3)
 
@@ -111,12 +117,12 @@ def _group(w: ExpertTensor) -> int:
 
 
 def _on(device: torch.device) -> bool:
-    """Whether the kernels that read this layout run there: on SM90, under the Triton they are written for."""
+    """Whether the kernels that read this layout run there: on SM90, under the Triton they are
+    written for.
+    """
     if device.type != "cuda":
         return False
-    from moe_ops.kernels.gluon_packed_launch import on_sm90
-
-    return on_sm90(torch.cuda.current_device() if device.index is None else device.index)
+    return configs.on_sm90(torch.cuda.current_device() if device.index is None else device.index)
 
 
 RELAYOUTS = (Relayout(TRITON_E2M1, lambda scheme: scheme.e2m1_weight_only, _apply, _undo, on=_on),)

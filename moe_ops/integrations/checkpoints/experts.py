@@ -123,7 +123,7 @@ class Checkpoint:
 
         Args:
             name: for messages.
-            sources: [projection][expert], as in `Weight`.
+            sources: `[projection][expert]`, as in `Weight`.
             columns_first: a stacked plain weight lies as (E, K, N).
             joined: a plain matrix holds this many experts, one after the other: (E * N, K) or,
                 with columns_first, (E * K, N).

@@ -5,9 +5,8 @@ experts, BLOCK_M rows a block holds at most.
 
 index workspace, int32:
     blocks (num_blocks, 4): expert (-1: unused, E: rows to zero), first row, end row of the expert,
-    in the first block how
-                            many are used
-    order (S,):             the pairs sorted by expert, stable; absent where rows are sorted already
+                            and in the first block how many are used
+    order (S,):             the pairs sorted by expert, stable; absent where rows come sorted
 A block covers rows [first, min(first + BLOCK_M, end)) of `order`, or of the sorted input itself.
 """
 
@@ -82,7 +81,7 @@ def pairs_at(index_ptr, num_blocks, position, ok, ROWS: tl.constexpr):
 
 @triton.jit
 def block_and_tile(num_blocks, num_tiles, GROUP_M: tl.constexpr):
-    """Block and column tile of this program: GROUP_M blocks share a weight tile while it is in L2."""
+    """Block and column tile of this program: GROUP_M blocks share a weight tile that is in L2."""
     pid = tl.program_id(0)
     first = pid // (GROUP_M * num_tiles) * GROUP_M
     size = tl.minimum(num_blocks - first, GROUP_M)

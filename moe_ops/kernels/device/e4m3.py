@@ -52,9 +52,8 @@ def largest_magnitude(x, axis: tl.constexpr):
     """The largest |x| along an axis, fp32; NaN where there is one, which int8 elements could not
     hold.
     """
-    bits = tl.max(
-        tl.abs(x).to(tl.int32, bitcast=True), axis
-    )  # ordered as magnitudes are, NaN last
+    # bits are ordered as magnitudes are, NaN last
+    bits = tl.max(tl.abs(x).to(tl.int32, bitcast=True), axis)
     return bits.to(tl.float32, bitcast=True)
 
 
@@ -114,8 +113,8 @@ def encode(v):
 def decode(code, dtype: tl.constexpr):
     """The value of e4m3 codes (uint8 or e4m3) in `dtype`, exact; the NaN code becomes 480.
 
-    Sign, exponent and mantissa move to where `dtype` has them, one product mends the exponent's
-    bias. Cheaper than the GPU's own cast to bf16.
+    Sign, exponent and mantissa are shifted to where `dtype` has them, and one multiplication
+    corrects the exponent's bias. Cheaper than the GPU's own cast to bf16.
     """
     c = code.to(tl.uint8, bitcast=True).to(tl.int16)
     if dtype == tl.bfloat16 and not INTERPRET:

@@ -12,9 +12,9 @@ def gdc_launch_dependents(PDL: tl.constexpr):
     """Let the next kernel start once all programs are here; it waits before it reads what this one
     writes.
 
-    A GEMM of Triton comes here behind its sum: programs that started earlier would hold shared
-    memory while they wait. Those of mixed_gemm/sm90_wgmma.py come here first: what starts early
-    fills its ring with weights before it waits.
+    A GEMM written in Triton executes it after its main loop: programs that started earlier would
+    hold shared memory while they wait. Those of mixed_gemm/sm90_wgmma.py execute it first: what
+    starts early fills its ring buffer with weights before it waits.
     """
     if PDL:
         cuda.gdc_launch_dependents()
@@ -25,12 +25,12 @@ def gdc_wait(PDL: tl.constexpr):
     """Wait until the kernel before this one has ended and its writes are visible.
 
     Every program of every kernel waits before it ends (of those without work, one), and lets the
-    next kernel start only then (kernels that read nothing of their predecessor excepted): so once
-    a kernel runs, all but its direct predecessor have ended. Past the GEMMs of
-    mixed_gemm/sm90_wgmma.py, which let the next start at once, that is so once it has waited; the
-    index, which they read before, was finished when the first of them started. Of few pairs they
-    read ids instead, which are older than the layer, and the order only behind their product:
-    `permute_tokens` writes it beside the rows that they wait for.
+    next kernel start only then (kernels that read nothing of their predecessor excepted). So once
+    a kernel runs, all kernels before its direct predecessor have ended. After the GEMMs of
+    mixed_gemm/sm90_wgmma.py, which let the next kernel start at once, that holds once it has
+    waited; the index, which they read before, was complete when the first of them started. For
+    few pairs they read ids instead, which are older than the layer, and the order only after their
+    main loop: `permute_tokens` writes it together with the rows that they wait for.
     """
     if PDL:
         cuda.gdc_wait()

@@ -5,6 +5,7 @@ number of rows and static facts. torch alone.
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import Any
 
 import torch
 
@@ -66,9 +67,9 @@ def choose(
     """Config of the two GEMMs. An expert's rows should usually fit one block, so weights are read
     once.
 
-    Those of 16 block_m keep 96 to 192 KiB of weights in flight on an SM90 multiprocessor in blocks
-    of about 110 registers a thread, which is what streaming takes; larger ones follow register and
-    shared-memory limits.
+    Tiles of 16 tokens keep 96 to 192 KiB of weights in flight on an SM90 multiprocessor, in
+    programs of about 110 registers a thread, which is what streaming takes; larger ones follow
+    register and shared-memory limits.
     """
     if tma and rows >= LARGE_ROWS * groups and itemsize == 2:
         return _choose_tma(rows, groups, I, bool(weight_scale), gated)
@@ -78,9 +79,7 @@ def choose(
     if itemsize == 4:  # fp32 products run on the ordinary units, exactly
         block_m = 16 if average <= 12 else 32
         gemm1 = gemm2 = GemmConfig(64, 32, 3, 4)
-    elif (
-        K % 16 or I % 16
-    ):  # rows out of 16-byte step load element by element: few registers a tile
+    elif K % 16 or I % 16:  # unaligned rows load element by element: few registers a tile
         block_m = 16 if average <= 12 else 32
         gemm1 = gemm2 = GemmConfig(64, 32, 2, 4)
     elif direct or average <= 12:
@@ -95,9 +94,8 @@ def choose(
         gemm1, gemm2 = GemmConfig(128, 64, 4, 4), GemmConfig(128, 64, 4, 4)
     else:
         block_m = 128
-        wide = (
-            256 if shared_memory > LARGE_SHARED_MEMORY else 128
-        )  # before SM90 the wider tile spills
+        # before SM90 the wider tile spills
+        wide = 256 if shared_memory > LARGE_SHARED_MEMORY else 128
         gemm1, gemm2 = GemmConfig(wide, 64, 4, 8), GemmConfig(128, 64, 4, 8)
     return LayerConfig(
         _fit(gemm1, block_m, K, itemsize, itemsize, shared_memory),
@@ -138,7 +136,7 @@ def _for_experts(
     return config if room and can_run else base
 
 
-def for_experts(*problem) -> LayerConfig:
+def for_experts(*problem: Any) -> LayerConfig:
     """Config of an expert layer: that measured for its shape on its GPU, else what `choose` says.
 
     Arguments: M, top_k, E, K, I, dtype, Gpu, scheme, scales, gated, and whether the kernels of
@@ -167,15 +165,15 @@ def _choose_fp8(
     average = rows / groups
     odd = bool(K % 16 or I % 16)
     # By groups, quantizing in GEMM1's epilogue beat doing it in GEMM2's loop by 1 to 30 %, and a
-    # kernel for x beat GEMM1's loop by 2 to 4 %; but rows out of 16-byte step stay what they are.
+    # kernel for x beat GEMM1's loop by 2 to 4 %; but rows that are not aligned to 16 bytes stay as
+    # they are.
     # For one token, GEMM1's wide tiles may leave multiprocessors idle: then GEMM2 quantizes,
     # unless its sums are long.
-    few = (
-        direct and I <= 2048 and rows * I <= 96 * 128 and average <= FEW_ROWS
-    )  # else h has no room in fp32
+    few = direct and I <= 2048 and rows * I <= 96 * 128
+    few = few and average <= FEW_ROWS  # else h has no room in fp32
     wide = x_scale in ("row", "tensor") or x_scale == "group" and (odd or few)
     quantize = x_scale == "row" or x_scale == "group" and not (odd and average <= FEW_ROWS)
-    # Masks along K take the registers that 64 block_m need, as do operands of 16 bits before SM90.
+    # Masks along K take the registers that 64 tokens need, as do operands of 16 bits before SM90.
     small = K % 128 or I % 128 or shared_memory <= LARGE_SHARED_MEMORY
     block_m = 16 if direct or average <= 12 else 32 if average <= 25 or small else 64
     if odd:  # element by element: few registers a tile

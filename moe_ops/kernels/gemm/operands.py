@@ -12,7 +12,7 @@ from torch import Tensor
 
 from moe_ops.activations import NO_LIMIT, Activation
 from moe_ops.kernels.configs import GROUP_M, GemmConfig
-from moe_ops.kernels.launch import Constant, Gpu, Pointer, RuntimeFloat, Specialized
+from moe_ops.kernels.launch import Constant, Gpu, Pointer, RuntimeFloat, Specialized, unprefixed
 from moe_ops.kernels.quantize.scales import scales
 from moe_ops.schemes import get_scheme
 
@@ -52,10 +52,10 @@ def bias_of(bias: Tensor | None) -> Bias:
     return NO_BIAS if bias is None else Bias(bias, *bias.stride())
 
 
+@unprefixed
 class Activated(NamedTuple):
     """GEMM1's activation: the numbers of its formula, and what it is compiled for."""
 
-    PREFIXED = False
     alpha: RuntimeFloat
     beta: RuntimeFloat
     limit: RuntimeFloat
@@ -74,10 +74,10 @@ def activated(name: str, alpha: float, beta: float, limit: float) -> Activated:
     return Activated(alpha, beta, limit, function, gated, interleaved, limit < NO_LIMIT)
 
 
+@unprefixed
 class Tile(NamedTuple):
     """A GEMM's config, and whether its tiles divide the columns of its input and output."""
 
-    PREFIXED = False
     EVEN_K: Constant
     EVEN_N: Constant
     GROUP_M: Constant
@@ -103,10 +103,10 @@ class Output(NamedTuple):
     stride_n: Specialized
 
 
+@unprefixed
 class Scaling(NamedTuple):
     """How operands are scaled (kernels/gemm/sm80_mma.py), and whether the GPU knows e4m3."""
 
-    PREFIXED = False
     W_SCALE: Constant
     X_SCALE: Constant
     NATIVE: Constant
@@ -129,14 +129,18 @@ def weight_of(
     """The Weight of an op's tensors; ValueError where the dtype is not what the scheme says."""
     expected = _storage(scheme) if scheme else dtype
     if data.dtype != expected:
+        if scheme:
+            raise ValueError(
+                f"{name} must have dtype {expected} for scheme {scheme}, got {data.dtype}; "
+                "quantize it with moe_ops.quantize"
+            )
         raise ValueError(
-            f"{name} must have dtype {expected} for scheme {scheme}, got {data.dtype}; quantize it "
-            "with moe_ops.quantize"
-            if scheme
-            else f"{name} must have the input's dtype {dtype}, got {data.dtype}; convert one with .to()"
+            f"{name} must have the input's dtype {dtype}, got {data.dtype}; convert one with .to()"
         )
+    stride_e, stride_n, stride_k = data.stride()
     if scale is None:
-        return Weight(data, *data.stride())
+        return Weight(data, stride_e, stride_n, stride_k)
     if not gpu.native and data.dtype != torch.int8:  # bytes, where the GPU does not know e4m3
         data = data.view(torch.uint8)
-    return Weight(data, *data.stride(), scale, *(*scale.stride(), 0, 0)[:3])
+    scale_e, scale_n, scale_k = (*scale.stride(), 0, 0)[:3]
+    return Weight(data, stride_e, stride_n, stride_k, scale, scale_e, scale_n, scale_k)

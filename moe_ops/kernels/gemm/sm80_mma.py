@@ -10,11 +10,12 @@ one block (kernels/device/blocks.py) and one tile of columns.
 Weights are the left operand (`w (BLOCK_N, BLOCK_K) @ x.T (BLOCK_K, BLOCK_M)`), so that 16 tokens
 fill a tensor-core tile.
 
-W_SCALE  scales of w: "" none, "tensor" (E,), "channel" (E, N), "block" (E, ceil(N/128), ceil(K/128))
-X_SCALE  x is quantized to the weights' format: "" not at all; by "group" of 128 columns, "row", "tensor" (scales
-         computed by an earlier kernel, or here from groups) or "static" (scale known). x that
-         comes in that format was quantized before and has its scales in memory; other x is
-         quantized here, tile by tile.
+W_SCALE  scales of w: "" none, "tensor" (E,), "channel" (E, N),
+         "block" (E, ceil(N / 128), ceil(K / 128))
+X_SCALE  x is quantized to the weights' format: "" not at all; by "group" of 128 columns, "row",
+         "tensor" (scales computed by an earlier kernel, or here from groups) or "static" (scale
+         known). x that comes in that format was quantized before and has its scales in memory;
+         other x is quantized here, tile by tile.
 """
 
 from __future__ import annotations
@@ -65,8 +66,8 @@ def row_scales(
     if X_SCALE == "row":
         return element_scale(tl.load(scale_ptr + row, mask=ok, other=0.0), INT8)
     elif X_SCALE == "tensor":
-        parts = tl.load(scale_ptr + tl.arange(0, PARTIALS))
-        return element_scale(tl.max(parts, 0), INT8) + tl.zeros((BLOCK_M,), tl.float32)
+        partials = tl.load(scale_ptr + tl.arange(0, PARTIALS))
+        return element_scale(tl.max(partials, 0), INT8) + tl.zeros((BLOCK_M,), tl.float32)
     else:
         tl.static_assert(X_SCALE == "static")
         return tl.load(scale_ptr).to(tl.float32) + tl.zeros((BLOCK_M,), tl.float32)
@@ -127,12 +128,12 @@ def matmul(
     GROUPS: tl.constexpr = X_SCALE == "group"
     BLOCK: tl.constexpr = W_SCALE == "block"
     tl.static_assert(BLOCK == GROUPS)
-    # A scale shared by rows of several tokens saw the factor; elsewhere it commutes with
-    # quantization.
-    EARLY: tl.constexpr = HAS_FACTOR and (X_SCALE == "tensor" or X_SCALE == "static")
+    # A scale that rows of several tokens share was computed from rows with the factor; elsewhere
+    # the factor commutes with quantization.
+    SCALE_HAS_FACTOR: tl.constexpr = HAS_FACTOR and (X_SCALE == "tensor" or X_SCALE == "static")
     if GROUPS:
         tl.static_assert(BLOCK_K == 128)
-    if BLOCK:  # the scales of the next step are asked for one step early
+    if BLOCK:  # scales are loaded one step ahead of their use
         s0_ptr = w_scale_ptr + block0 * w_scale_stride_n
         s1_ptr = w_scale_ptr + block1 * w_scale_stride_n
         s2_ptr = w_scale_ptr + block2 * w_scale_stride_n
@@ -145,7 +146,7 @@ def matmul(
             s2 = tl.load(s2_ptr).to(tl.float32)
     if GROUPS:
         if X8:
-            # rows of nobody read the first row's scales, not masked ones: their sums are not
+            # unused rows load the first row's scales instead of masking them: their sums are not
             # stored
             xs_ptrs = x_scale_ptr + tl.where(x_ok, x_row, 0)
     elif X_SCALE != "":
@@ -159,9 +160,7 @@ def matmul(
         if not EVEN_K:
             x_mask = x_mask & (start + k < K)[None, :]
         x = tl.load(x_ptrs, mask=x_mask, other=0.0)
-        if (
-            GROUPS and X8
-        ):  # here they travel with the operands; a load near its use would stall every step
+        if GROUPS and X8:  # pipelined with the operands; a load near its use would stall each step
             xs = tl.load(xs_ptrs)
             xs_ptrs += x_scale_stride_g
         if EVEN_N and EVEN_K:
@@ -181,7 +180,7 @@ def matmul(
                     v, xs = quantize_groups(x)
                 else:
                     v = x.to(tl.float32)
-                    if EARLY:
+                    if SCALE_HAS_FACTOR:
                         v *= x_factor[:, None]
                     if X_SCALE == "static":
                         v = clamp(v, (130.0 if INT8 else 448.0) * xs[:, None])
@@ -222,7 +221,7 @@ def matmul(
     elif W_SCALE == "channel":
         scale = tl.load(w_scale_ptr + row.to(tl.int64) * w_scale_stride_n, mask=w_ok, other=0.0)
         acc *= scale.to(tl.float32)[:, None]
-    if HAS_FACTOR and not EARLY:
+    if HAS_FACTOR and not SCALE_HAS_FACTOR:
         acc *= x_factor[None, :]
     return acc
 
@@ -316,7 +315,8 @@ def moe_ops_gemm1(
     H_SCALE ""       h as it is, in h_ptr's dtype
             "group"  h in e4m3, h_scale (ceil(I / 128), S) its scales; BLOCK_I is 128
             "static" h in e4m3 or int8 as the weights are, h_scale (1,) its known scale
-            "row"    h as it is, and the largest magnitude of each row into h_scale (S,), zeros before
+            "row"    h as it is, and the largest magnitude of each row into h_scale (S,), which
+                     holds zeros before
             "tensor" h as it is, and the largest magnitude of all into h_scale (1,), zero before
     """
     BLOCK_I: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
@@ -551,7 +551,6 @@ def moe_ops_gemm2(
 
 def gemm1(
     h: Input,
-    h_scale: str,  # H_SCALE
     x: Input,
     w: Weight,
     bias: Bias,
@@ -559,6 +558,7 @@ def gemm1(
     topk_weights: RouterWeights,  # to scale the input by
     activation: Activated,
     scaling: Scaling,
+    h_scale: str,  # H_SCALE
     config: GemmConfig,
     block_m: int,
     gpu: Gpu,

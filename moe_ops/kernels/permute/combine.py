@@ -62,22 +62,22 @@ def moe_ops_combine(
     column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     ends = ()  # of a token's rows of y: 0 of a pair that is not here
     scales = ()
-    for j in tl.static_range(
-        TOP_K
-    ):  # before the wait: nothing here is written by the kernel before
+    # before the wait: nothing here is written by the kernel before
+    for j in tl.static_range(TOP_K):
         pair = m * TOP_K + j
         e = local_expert(
             ids_ptr, map_ptr, pair, pair >= 0, E, num_ids, TOP_K,
             ids_stride_m, ids_stride_k, map_stride,
         )  # fmt: skip
-        ends += (tl.where(e >= 0, K, 0),)
+        ends += (tl.where(e >= 0, K, 0),)  # type: ignore[assignment]
         if WEIGHTED:
             weight_ptr = (
                 topk_weights_ptr
                 + m.to(tl.int64) * topk_weights_stride_m
                 + j * topk_weights_stride_k
             )
-            scales += (tl.load(weight_ptr, mask=e >= 0, other=0.0).to(tl.float32),)
+            scale = tl.load(weight_ptr, mask=e >= 0, other=0.0).to(tl.float32)
+            scales += (scale,)  # type: ignore[assignment]
     gdc_wait(PDL)
     total = tl.zeros((BLOCK_N,), tl.float32)
     for j in tl.static_range(TOP_K):

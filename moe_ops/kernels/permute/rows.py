@@ -6,9 +6,10 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from moe_ops.kernels.launch import Constant, Pointer, Runtime
+from moe_ops.kernels.launch import Constant, Pointer, Runtime, unprefixed
 
 
+@unprefixed
 class Routing(NamedTuple):
     """The table of blocks and what it was made from. No kernel is compiled anew for its numbers.
 
@@ -18,8 +19,8 @@ class Routing(NamedTuple):
         "plain"   the rows of input and output are sorted by expert themselves
     """
 
-    PREFIXED = False
-    index: Pointer  # int32: see kernels/device/blocks.py
+    # int32: see kernels/device/blocks.py
+    index: Pointer  # type: ignore[assignment]  # hides a method of tuples
     ids: Pointer  # (M, top_k)
     map: Pointer  # (num_ids,) global id -> local id, or None
     num_blocks: Runtime
@@ -62,10 +63,11 @@ def route_pairs(
     num_ids, map_stride = num_experts, 0
     if expert_map is not None:
         num_ids, map_stride = expert_map.shape[0], expert_map.stride(0)
+    stride_m, stride_k = ids.stride()
     return Routing(
-        *(index, ids, expert_map, num_blocks, num_experts, num_ids, ids.shape[1]),
-        *(*ids.stride(), map_stride, "direct" if direct else "sorted"),
-    )
+        index, ids, expert_map, num_blocks, num_experts, num_ids, ids.shape[1],
+        stride_m, stride_k, map_stride, "direct" if direct else "sorted",
+    )  # fmt: skip
 
 
 def sorted_rows(index: Tensor, num_experts: int, num_blocks: int) -> Routing:

@@ -23,6 +23,7 @@ from moe_ops.kernels.launch import (
     Runtime,
     arguments,
     kernel,
+    unprefixed,
 )
 from moe_ops.kernels.permute.rows import Routing
 
@@ -103,10 +104,10 @@ def sort_expert(
             row += tl.sum(hit)
 
 
+@unprefixed
 class Sort(NamedTuple):
     """How S pairs are sorted."""
 
-    PREFIXED = False
     S: Runtime
     BLOCK_E: Constant
     BLOCK_M: Constant

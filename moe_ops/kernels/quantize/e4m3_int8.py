@@ -4,7 +4,6 @@ magnitude. Imported at first launch only.
 
 from __future__ import annotations
 
-from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -32,6 +31,7 @@ from moe_ops.kernels.launch import (
     Specialized,
     arguments,
     kernel,
+    unprefixed,
 )
 from moe_ops.kernels.permute.rows import NO_ROUTER_WEIGHTS, RouterWeights, Routing
 from moe_ops.kernels.permute.sort import Sort, route, sort_expert
@@ -61,7 +61,9 @@ def quantize_row(
     NATIVE: tl.constexpr,
     INT8: tl.constexpr,
 ):
-    """Quantize columns [part, part + 1) * GROUPS * 128 of row m, each 128 alone, or the whole row."""
+    """Quantize columns [part, part + 1) * GROUPS * 128 of row m, each 128 with a scale of their
+    own (BY_GROUP), or the whole row with one.
+    """
     m = m.to(tl.int64)
     x_ptr += m // T * x_stride_e + m * x_stride_m
     q_ptr += m * K
@@ -104,14 +106,13 @@ def quantize_row(
                 tl.store(zero_ptr + m * zeros + i, 0.0)
 
 
+@unprefixed
 class Quantized(NamedTuple):
     """What a kernel that quantizes rows writes, and how."""
 
-    PREFIXED = False
     q: Pointer  # (rows, K) e4m3 or int8, written
-    scale: (
-        Pointer  # written: BY_GROUP (ceil(K / 128), rows) scales, else (rows,) largest magnitudes
-    )
+    # written: BY_GROUP (ceil(K / 128), rows) scales, else (rows,) largest magnitudes
+    scale: Pointer
     zero: Pointer  # (rows * zeros,) fp32 set to zero, or None
     rows: Runtime
     T: Runtime  # rows of a batch
@@ -153,8 +154,8 @@ def moe_ops_quantize(
     x_partials: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Quantize rows, GROUPS * 128 columns at a time: each 128 columns alone (a program each), or
-    whole rows.
+    """Quantize rows, GROUPS * 128 columns at a time: by groups of 128 columns (a program for each
+    GROUPS of them), or whole rows.
     """
     gdc_launch_dependents(PDL)
     quantize_row(

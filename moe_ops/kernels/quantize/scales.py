@@ -5,7 +5,7 @@ where they and quantized activations live in the workspaces. torch alone.
 from __future__ import annotations
 
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ _GAP = 32  # fp32 elements that align what comes second in a workspace
 
 
 class Scales(NamedTuple):
-    """The scales of a scheme, in the words of kernels/gemm/sm80_mma.py; "" where there are none."""
+    """The scales of a scheme, as kernels/gemm/sm80_mma.py names them; "" where there are none."""
 
     weight: str
     x: str
@@ -50,10 +50,10 @@ def describe(scheme: str) -> Scales:
 scales = cache(describe)  # for launches; in traced code Dynamo warns of a cached function
 
 
-def h_elements(rows, I: int, experts: int, x_scale: str, aligned: bool):  # noqa: E741
+def h_elements(rows: Any, I: int, experts: int, x_scale: str, aligned: bool) -> Any:  # noqa: E741
     """fp32 elements that h (rows, I) and its scales need, whatever the config. int or SymInt.
 
-    `aligned`: rows of all operands have a 16-byte step.
+    `aligned`: rows of all operands start at multiples of 16 bytes.
     """
     if x_scale == "static":
         return cdiv(rows * I, 4)
@@ -67,7 +67,7 @@ def h_elements(rows, I: int, experts: int, x_scale: str, aligned: bool):  # noqa
     return maximum(quantized, minimum(rows, FEW_ROWS * experts) * I)
 
 
-def x_elements(rows, K: int, x_scale: str):
+def x_elements(rows: Any, K: int, x_scale: str) -> Any:
     """fp32 elements that quantized x (rows, K) and its scales need at most. int or SymInt."""
     if x_scale == "tensor":
         return NUM_PARTIALS
@@ -88,9 +88,8 @@ class Input(NamedTuple):
     stride_k: Specialized
     scale: Pointer = None
     scale_stride_m: Specialized = 0  # between the scales of rows that have one each (mixed_gemm)
-    scale_stride_g: Runtime = (
-        0  # between the scales of groups of columns; those of rows lie side by side
-    )
+    # between the scales of groups of columns; those of rows lie side by side
+    scale_stride_g: Runtime = 0
     partials: Constant = 1  # numbers whose maximum is the one scale of all rows
 
     @property
@@ -102,7 +101,8 @@ class Input(NamedTuple):
 
 def rows_of(x: Tensor) -> Input:
     """The Input of a tensor (M, K)."""
-    return Input(x, 0, *x.stride())
+    stride_m, stride_k = x.stride()
+    return Input(x, 0, stride_m, stride_k)
 
 
 def batches_of(x: Tensor) -> Input:

@@ -1,0 +1,308 @@
+"""Two checkouts of this library timed in one run, cell by cell in turn on the same GPU.
+
+    python benchmarks/compare_checkouts.py BEFORE AFTER [--shapes qwen3 mixtral] [--schemes bf16 fp8_block]
+                                           [--tokens 1 8 64] [--rounds 7] [--out FILE]
+    python benchmarks/compare_checkouts.py --report FILE ...
+
+Each checkout runs in a process of its own, with its own benchmarks/: both build a cell of
+benchmarks/experts.py (implementation "moe_ops"), capture it in a CUDA graph and then replay it in turn, so that clocks
+and neighbours harm both alike. With several GPUs, shapes are shared out among them. Printed for each cell: both medians and
+their ratio; at the end the cells whose ratio is over --limit. FILE gets a row a cell; cells that it holds are skipped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+FULL_TOKENS = (1, 8, 32, 64, 256, 1024, 4096)
+DECODE_TOKENS = (1, 8, 32, 64, 256)
+MIXED = (
+    *("fp8_w8a16:channel", "int8_w8a16:channel", "int4_w4a16:g64", "int4_w4a16:g64:zp"),
+    *("mxfp4_w4a16", "nvfp4_w4a16"),
+)
+MIXED_128 = tuple(name.replace("g64", "g128") for name in MIXED)
+TABLE = {  # shape -> schemes with all numbers of tokens, schemes with those of decoding
+    "qwen3": (("bf16", "fp8_block"), ("fp8_channel", "fp8_tensor", "int8_w8a8", *MIXED_128)),
+    "mixtral": (("bf16", "fp8_block"), ("fp8_channel", *MIXED_128)),
+    "gptoss20": (("bf16",), MIXED),
+    "gptoss120": ((), MIXED),
+    "dsv3": (("fp8_block",), ()),
+    "glm45air": (("bf16", "fp8_block"), ()),
+    "scout": (("bf16",), ()),
+    "e64": (("bf16", "fp8_block"), ()),
+}
+
+
+def cells_of(arguments: argparse.Namespace) -> dict[str, list[tuple[str, str, int]]]:
+    """Shape -> (shape, scheme, tokens) to measure."""
+    found: dict[str, list[tuple[str, str, int]]] = {}
+    for shape, (full, decode) in TABLE.items():
+        if arguments.shapes and shape not in arguments.shapes:
+            continue
+        for schemes, tokens in ((full, FULL_TOKENS), (decode, DECODE_TOKENS)):
+            for scheme in schemes:
+                if arguments.schemes and scheme not in arguments.schemes:
+                    continue
+                wanted = arguments.tokens or tokens
+                found.setdefault(shape, []).extend((shape, scheme, M) for M in wanted)
+    return found
+
+
+# --- a process of one checkout ------------------------------------------------------------------
+
+
+def worker(folder: str) -> None:
+    """Answer requests, one JSON a line: prepare a cell, replay it."""
+    sys.path[:0] = [folder, f"{folder}/benchmarks"]
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what libraries print goes to the error stream
+
+    import torch
+    from cases import SHAPES, Case, make_cell, make_plain_weights, make_sets, make_weights
+    from harness import capture
+    from peers import IMPLEMENTATIONS
+
+    torch.set_grad_enabled(False)
+    device = torch.device("cuda")
+    kept: dict[str, Any] = {}
+
+    def prepare(shape: str, scheme: str, tokens: int) -> dict[str, Any]:
+        name = "" if scheme == "bf16" else scheme
+        kept.pop("graph", None)
+        if kept.get("shape") != shape:
+            kept.clear()
+            torch.cuda.empty_cache()
+            kept.update(shape=shape, plain=make_plain_weights(SHAPES[shape], device))
+        if kept.get("scheme") != scheme:
+            kept.pop("builder", None)
+            kept.pop("weights", None)
+            torch.cuda.empty_cache()
+            kept["weights"] = make_weights(SHAPES[shape], name, *kept["plain"])
+            kept["builder"] = IMPLEMENTATIONS["moe_ops"].make(kept["weights"])
+            kept["scheme"] = scheme
+        case = Case(shape, name, tokens, "uniform")
+        sets = make_sets(case, 60 << 20)
+        layer = kept["builder"](make_cell(case, kept["weights"], sets))
+        for _ in range(2):
+            layer.call(len(sets) - 1)
+        graph, outputs = capture(layer.call, len(sets))
+        graph.replay()
+        torch.cuda.synchronize()
+        kept.update(graph=graph, outputs=outputs)
+        last = outputs[-1]
+        return {"sets": len(sets), "norm": float(last.double().norm()), "sum": _digest(last)}
+
+    def replay(count: int) -> dict[str, Any]:
+        times = []
+        graph = kept["graph"]
+        graph.replay()
+        for _ in range(count):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            times.append(start.elapsed_time(end) * 1e3)
+        return {"us": times}
+
+    def compile_all(cells: list) -> dict[str, Any]:
+        from compile_kernels import Call, compile_here
+
+        calls = []
+        for shape, scheme, tokens in cells:
+            layer = SHAPES[shape]
+            sizes = (layer.num_experts, layer.top_k, layer.hidden_size, layer.intermediate_size)
+            calls.append(Call(sizes, tokens, "" if scheme == "bf16" else scheme))
+        compile_here(calls)
+        return {}
+
+    requests = {"prepare": prepare, "replay": replay, "compile": compile_all}
+    for line in sys.stdin:
+        name, values = json.loads(line)
+        try:
+            answer = requests[name](*values)  # type: ignore[operator]
+        except Exception as error:  # the other checkout and the other cells go on
+            answer = {"error": f"{type(error).__name__}: {str(error)[:300]}"}
+        print(json.dumps(answer), file=answers, flush=True)
+
+
+def _digest(tensor: Any) -> str:
+    """Of the bits of a tensor: equal digests mean equal results."""
+    import hashlib
+
+    import torch
+
+    return hashlib.sha1(tensor.contiguous().view(torch.uint8).cpu().numpy().tobytes()).hexdigest()
+
+
+class Worker:
+    """A process that holds one checkout's cells."""
+
+    def __init__(self, folder: str, gpu: int):
+        environment = {**os.environ, "CUDA_VISIBLE_DEVICES": str(gpu)}
+        path = [folder, f"{folder}/benchmarks"]
+        path += [p for p in environment.get("PYTHONPATH", "").split(os.pathsep) if p]
+        environment["PYTHONPATH"] = os.pathsep.join(path)
+        self.process = subprocess.Popen(
+            [sys.executable, str(Path(__file__).resolve()), "--worker", folder],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
+            cwd=folder,
+        )
+
+    def send(self, name: str, *values: Any) -> None:
+        assert self.process.stdin is not None
+        print(json.dumps([name, values]), file=self.process.stdin, flush=True)
+
+    def answer(self) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if not line:
+            raise RuntimeError("a worker ended; its error stands above")
+        return json.loads(line)
+
+    def ask(self, name: str, *values: Any) -> dict[str, Any]:
+        self.send(name, *values)
+        return self.answer()
+
+
+# --- the driver ---------------------------------------------------------------------------------
+
+
+def measure(pair: list[Worker], cell: tuple[str, str, int], rounds: int) -> dict[str, Any]:
+    """One row: both checkouts' median microseconds a layer."""
+    row: dict[str, Any] = dict(zip(("shape", "scheme", "num_tokens"), cell, strict=True))
+    for one in pair:
+        one.send("prepare", *cell)
+    facts = [one.answer() for one in pair]
+    for fact in facts:
+        if "error" in fact:
+            return {**row, "error": fact["error"]}
+    times: list[list[float]] = [[], []]
+    for turn in range(rounds):
+        for i in (0, 1) if turn % 2 == 0 else (1, 0):
+            times[i] += pair[i].ask("replay", 5)["us"]
+    before, after = (statistics.median(t) / facts[0]["sets"] for t in times)
+    row |= {"before_us": round(before, 3), "after_us": round(after, 3)}
+    return {
+        **row,
+        "ratio": round(after / before, 4),
+        "same_bits": facts[0]["sum"] == facts[1]["sum"],
+    }
+
+
+def describe(row: dict[str, Any]) -> str:
+    where = f"{row['shape']} {row['scheme']} M={row['num_tokens']}"
+    if "error" in row:
+        return f"{where}: {row['error']}"
+    bits = "" if row["same_bits"] else ", other bits"
+    return f"{where}: {row['before_us']:.1f} -> {row['after_us']:.1f} us, {row['ratio']:.3f}{bits}"
+
+
+def report(rows: list[dict[str, Any]], limit: float) -> int:
+    """Print a summary; how many cells are over the limit or failed."""
+    done = [row for row in rows if "ratio" in row]
+    failed = [row for row in rows if "ratio" not in row]
+    over = sorted((row for row in done if row["ratio"] > limit), key=lambda row: -row["ratio"])
+    if done:
+        ratios = [row["ratio"] for row in done]
+        mean = statistics.geometric_mean(ratios)
+        print(
+            f"{len(done)} cells: geometric mean {mean:.4f}, {min(ratios):.3f} to {max(ratios):.3f}"
+        )
+        other = sum(not row["same_bits"] for row in done)
+        print(f"{len(done) - other} with the same bits, {other} with others")
+    for row in (*over, *failed):
+        print("  " + describe(row))
+    print(f"{len(over)} over {limit}, {len(failed)} failed")
+    return len(over) + len(failed)
+
+
+def run(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """Measure all cells on all GPUs, each shape on one."""
+    folders = [str(Path(folder).resolve()) for folder in (arguments.before, arguments.after)]
+    path = Path(arguments.out)
+    rows: list[dict[str, Any]] = json.loads(path.read_text())["rows"] if path.exists() else []
+    known = {(row["shape"], row["scheme"], row["num_tokens"]) for row in rows}
+    shapes = {s: [c for c in cs if c not in known] for s, cs in cells_of(arguments).items()}
+    pending = sorted(shapes.values(), key=len)
+    pairs = [[Worker(folder, gpu) for folder in folders] for gpu in range(arguments.gpus)]
+    start = time.monotonic()
+    if not arguments.no_compile:
+        everything = [cell for cells in pending for cell in cells]
+        for one in pairs[0]:  # one after the other: each uses all cores
+            print(one.ask("compile", everything), flush=True)
+    print(f"compiled in {time.monotonic() - start:.0f} s", flush=True)
+    lock = threading.Lock()
+
+    def go(pair: list[Worker]) -> None:
+        for cell in _next(pending, lock):
+            if time.monotonic() - start > arguments.seconds:
+                return
+            row = measure(pair, cell, arguments.rounds)
+            with lock:
+                rows.append(row)
+                print(describe(row), flush=True)
+                command = " ".join(sys.argv)
+                path.write_text(json.dumps({"command": command, "rows": rows}, indent=1) + "\n")
+
+    threads = [threading.Thread(target=go, args=(pair,)) for pair in pairs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for one in [one for pair in pairs for one in pair]:
+        one.process.kill()
+    return rows
+
+
+def _next(pending: list[list], lock: threading.Lock) -> Iterator[tuple[str, str, int]]:
+    """Cells of one shape after the other, the shapes with most cells first."""
+    while True:
+        with lock:
+            if not pending:
+                return
+            cells = pending.pop()
+        yield from cells
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("before", nargs="?")
+    parser.add_argument("after", nargs="?")
+    parser.add_argument("--shapes", nargs="+", choices=TABLE)
+    parser.add_argument("--schemes", nargs="+")
+    parser.add_argument("--tokens", type=int, nargs="+")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--gpus", type=int, default=1)
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="start no cell later")
+    parser.add_argument("--limit", type=float, default=1.02)
+    parser.add_argument("--no-compile", action="store_true", help="compile cell by cell")
+    parser.add_argument("--out", default="compare_checkouts.json")
+    parser.add_argument("--report", nargs="+", metavar="FILE")
+    parser.add_argument("--worker", metavar="FOLDER", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.worker:
+        worker(arguments.worker)
+        return
+    if arguments.report:
+        rows = [row for f in arguments.report for row in json.loads(Path(f).read_text())["rows"]]
+    else:
+        rows = run(arguments)
+    sys.exit(report(rows, arguments.limit) > 0)
+
+
+if __name__ == "__main__":
+    main()

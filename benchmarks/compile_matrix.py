@@ -1,0 +1,319 @@
+"""Compile every configuration of every Triton kernel, without a GPU.
+
+    python benchmarks/compile_matrix.py [--triton 3.6.0 3.9.0] [--arch 80 90 100 120] [--one]
+
+For several architectures and versions of Triton. Calls of many shapes, schemes and numbers of
+tokens are listed first, which takes a fraction of a millisecond each. Of all configurations that
+heuristics and measured tables choose for them (a kernel with its constants, warps and registers),
+each is then compiled once, and its registers, spilled bytes and shared memory are held against
+limits. `--one` compiles one configuration of each kernel. Without `--triton` the installed version
+compiles; others are downloaded to build/triton. Kernels that no call of an architecture reaches
+are printed with the reason. Exits with 1 where a kernel does not compile or is beyond a limit.
+TRITON_INTERPRET must be unset.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from functools import partial
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import triton
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+
+from compile_kernels import (  # noqa: E402
+    SHAPES,
+    SHARED_MEMORY,
+    Call,
+    Compiled,
+    RouterCall,
+    Usage,
+    chip_of,
+    compile_call,
+    compile_router,
+    kernel_names,
+    usage,
+)
+
+from moe_ops import environment  # noqa: E402
+from moe_ops.meta.scales import DEEP_GEMM_UE8M0, TRITON_E2M1  # noqa: E402
+from moe_ops.schemes import SCHEMES  # noqa: E402
+
+ARCHITECTURES = (80, 90, 100, 120)
+MEASURED = {90: ("NVIDIA H200",)}  # GPUs whose measured tables are read, by architecture
+VERSIONS = ("3.6.0", "3.7.1", "3.8.0", "3.9.0")  # those that torch 2.11 to 2.15 bring
+REGISTERS = 255  # a thread's at most
+# Spilled bytes a thread at most. Rows of a size that 16 bytes do not divide are loaded element by
+# element, and take more.
+SPILLED, SPILLED_ODD = 96, 768
+# every number of tokens up to 16, four in each octave from there on
+TOKENS = sorted({*range(1, 17), *[int(16 * 2 ** (i / 4)) for i in range(37)]})
+
+
+class Row(NamedTuple):
+    """What compiling one configuration found; where it failed, only the call and the error."""
+
+    kernel: str
+    configuration: str
+    call: str
+    most_spilled: int = 0
+    registers: int = 0
+    spilled: int = 0
+    shared: int = 0
+    error: str = ""
+
+
+Reached = tuple[Call | RouterCall, str]  # a call, and the GPU whose measured table it reads
+
+
+def calls(arch: int) -> Iterator[Call | RouterCall]:
+    """Calls that reach every configuration, those with the most usual shapes first."""
+    for size in SHAPES.values():
+        for scheme in SCHEMES:
+            for M in TOKENS:
+                yield Call(size, M, scheme)
+    qwen3, gptoss = SHAPES["qwen3"], SHAPES["gptoss20"]
+    for scheme in SCHEMES:
+        for M in (1, 64, 1024):
+            yield Call(qwen3, M, scheme, kind="batched_experts")
+            yield Call(gptoss, M, scheme, kind="grouped_linear", bias=True)
+            yield Call(gptoss, M, scheme, activation="swigluoai", bias=True, expert_map=True)
+            yield Call(qwen3, M, scheme, activation="relu2_no_mul", ids=torch.int64)
+    for scheme in ("mxfp4_w4a16", "nvfp4_w4a16"):
+        for size in (qwen3, gptoss, SHAPES["mixtral"]) if arch == 90 else ():
+            for M in TOKENS:
+                yield Call(size, M, scheme, layout=TRITON_E2M1)
+    yield Call(gptoss, 64, activation="swigluoai", bias=True, transposed=True, ids=torch.int64)
+    for dtype in (torch.float16, torch.float32):
+        for M in (1, 8, 64, 1024):
+            yield Call(SHAPES["odd"], M, dtype=dtype, activation="gelu_tanh")
+    yield from _around_deep_gemm() if arch >= 90 else ()
+    yield from _routers()
+
+
+def _around_deep_gemm() -> Iterator[Call]:
+    qwen3, around = SHAPES["qwen3"], {"backend": "deep_gemm"}
+    for scheme in ("", "fp8_block"):
+        for M in (8, 64, 512, 4096):
+            yield Call(qwen3, M, scheme, **around)
+        yield Call(qwen3, 64, scheme, kind="batched_experts", **around)
+    yield Call(SHAPES["dsv3"], 4096, activation="swiglustep", expert_map=True, **around)
+    yield Call(qwen3, 4096, "fp8_block", layout=DEEP_GEMM_UE8M0, **around)
+    yield Call(qwen3, 4096, "mxfp8", layout=DEEP_GEMM_UE8M0, **around)
+
+
+def _routers() -> Iterator[RouterCall]:
+    deepseek: dict[str, Any] = {
+        "logits": torch.float32,
+        "choice": ("sigmoid", True, 8, 4),
+        "correction_bias": True,
+    }
+    for M in (1, 2, 4):
+        yield RouterCall((8, 2, 4096), M)
+        yield RouterCall((256, 8, 7168), M, **deepseek)
+    yield RouterCall((60, 4, 1000), 16, torch.float32, torch.float32, bias=True)
+
+
+def _compiled(call: Call | RouterCall, gpu: str, arch: int, compiles: bool) -> list[Compiled]:
+    compile_one = compile_router if isinstance(call, RouterCall) else compile_call
+    return compile_one(call, chip_of(arch, gpu), arch, compiles)
+
+
+def _configuration(one: Compiled) -> str:
+    constants = " ".join(f"{key}={value}" for key, value in one.constants.items())
+    return f"{constants} warps={one.warps} registers={one.registers}"
+
+
+def configurations(arch: int) -> list[Reached]:
+    """(call, GPU) by which each configuration is reached, the first of them."""
+    found: set[tuple[str, str]] = set()
+    chosen = []
+    for gpu in ("", *MEASURED.get(arch, ())):
+        for call in calls(arch):
+            new = {(o.name, _configuration(o)) for o in _compiled(call, gpu, arch, False)} - found
+            if new:
+                found |= new
+                chosen.append((call, gpu))
+    return chosen
+
+
+def one_each(arch: int) -> list[Reached]:
+    """(call, GPU) by which each kernel is reached."""
+    found: set[str] = set()
+    chosen = []
+    for call, gpu in configurations(arch):
+        names = {one.name for one in _compiled(call, gpu, arch, False)}
+        if names - found:
+            found |= names
+            chosen.append((call, gpu))
+    return chosen
+
+
+_usages: dict[str, Usage] = {}  # of this process, by the kernel's hash
+
+
+def compile_one(arch: int, what: Reached) -> list[Row]:
+    """The kernels of a call. Where one does not compile, the call's others are left out, too."""
+    call, gpu = what
+    try:
+        compiled = _compiled(call, gpu, arch, True)
+    except Exception as error:  # whatever the compiler raises is the finding
+        return [Row("", "", str(what), error=_reason(error))]
+    for one in compiled:
+        if one.binary.hash not in _usages:
+            _usages[one.binary.hash] = usage(one.binary)
+    limit = SPILLED_ODD if call.shape == SHAPES["odd"] else SPILLED
+    return [
+        Row(one.name, _configuration(one), str(what), limit, *_usages[one.binary.hash])
+        for one in compiled
+    ]
+
+
+def _reason(error: BaseException) -> str:
+    kernel = "; ".join(getattr(error, "__notes__", ()))
+    while error.__cause__ is not None:  # the innermost says what is wrong
+        error = error.__cause__
+    return f"{kernel}: {type(error).__name__}: {str(error)[-400:]}"
+
+
+def _alone(arch: int, what: Reached) -> list[Row]:
+    """`compile_one` in a process of its own: an assertion that fails ends the compiler's."""
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        try:
+            return pool.submit(compile_one, arch, what).result()
+        except BrokenProcessPool:
+            return [Row("", "", str(what), error="the compiler aborted")]
+
+
+def compile_all(arch: int, todo: Sequence[Reached], jobs: int) -> list[Row]:
+    """What was found, once for each configuration."""
+    found: dict[tuple[str, str], Row] = {}
+    size = 64 * jobs  # not all at once, since an abort repeats its chunk
+    for chunk in [todo[i : i + size] for i in range(0, len(todo), size)]:
+        with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
+            try:
+                answers = list(pool.map(partial(compile_one, arch), chunk))
+            except BrokenProcessPool:
+                answers = [_alone(arch, what) for what in chunk]
+        for row in [row for rows in answers for row in rows]:
+            found.setdefault((row.kernel, row.configuration or row.call), row)
+    return list(found.values())
+
+
+def why_left_out(kernel: str, arch: int) -> str:
+    """Why no call reaches a kernel on an architecture; empty where none should be left out."""
+    if "_flashinfer_" in kernel:
+        return "runs around FlashInfer's kernels, which compile_flashinfer.py compiles"
+    if "_wgmma_" in kernel or kernel == "moe_ops_permute_tokens":
+        if arch != 90:
+            return "multiplies by wgmma, which compute capability 9.0 alone has"
+        return environment.why_no_gluon(triton.__version__) or ""
+    if "_large_" in kernel and arch not in (90, 100):
+        return "needs the shared memory of compute capability 9.0"
+    if "_deep_gemm_" in kernel and arch < 90:
+        return "runs around DeepGEMM's products, which need compute capability 9.0"
+    return ""
+
+
+def faults(arch: int, rows: Iterable[Row]) -> list[str]:
+    """What is beyond a limit, in words."""
+    found = []
+    for row in rows:
+        where = f"sm_{arch} {row.kernel} [{row.configuration}] of {row.call}"
+        if row.error:
+            found.append(f"{where}: {row.error}")
+        if row.spilled > row.most_spilled:
+            found.append(f"{where}: {row.spilled} bytes spilled at {row.registers} registers")
+        if row.registers > REGISTERS:
+            found.append(f"{where}: {row.registers} registers")
+        if row.shared > SHARED_MEMORY[arch]:
+            found.append(f"{where}: {row.shared} bytes of shared memory")
+    return found
+
+
+def compile_here(arches: Iterable[int], one: bool, jobs: int, out: Path | None) -> list[str]:
+    """Compile with the installed Triton; answers what is wrong."""
+    wrong, written = [], {}
+    for arch in arches:
+        start = time.perf_counter()
+        todo = (one_each if one else configurations)(arch)
+        rows = compile_all(arch, todo, jobs)
+        written[arch] = [row._asdict() for row in rows]
+        seconds = time.perf_counter() - start
+        print(
+            f"Triton {triton.__version__}, sm_{arch}: {len(rows)} configurations, {seconds:.0f} s"
+        )
+        for kernel in kernel_names():
+            own = [row for row in rows if row.kernel == kernel]
+            if own:
+                most = [
+                    max(getattr(row, f) for row in own) for f in ("registers", "spilled", "shared")
+                ]
+                print(
+                    f"  {kernel:32s} {len(own):4d}  registers {most[0]:3d}  spilled {most[1]:3d}  "
+                    f"shared {most[2]:6d}"
+                )
+                continue
+            reason = why_left_out(kernel, arch)
+            print(f"  {kernel:32s} left out: {reason or 'NO REASON'}")
+            if not reason:
+                wrong.append(f"sm_{arch} {kernel}: no call reaches it")
+        wrong += faults(arch, rows)
+        print(end="", flush=True)
+    if out:
+        out.write_text(json.dumps({"triton": triton.__version__, "rows": written}))
+    print(*[f"FAULT {line}" for line in wrong], sep="\n")
+    return wrong
+
+
+def _folder_of(version: str) -> Path:
+    """Where a version of Triton is; downloaded where it is not."""
+    folder = ROOT / "build" / "triton" / version
+    if not folder.exists():
+        command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target"]
+        subprocess.run([*command, str(folder), f"triton=={version}"], check=True)
+    return folder
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--triton", nargs="+", default=[], metavar="VERSION")
+    parser.add_argument("--arch", type=int, nargs="+", default=ARCHITECTURES)
+    parser.add_argument("--one", action="store_true", help="one configuration of each kernel")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--out", type=Path, help="JSON file for all rows of the installed version")
+    arguments = parser.parse_args()
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        raise SystemExit("unset TRITON_INTERPRET: the interpreter compiles nothing")
+    if not arguments.triton:
+        return bool(compile_here(arguments.arch, arguments.one, arguments.jobs, arguments.out))
+    options = ["--arch", *map(str, arguments.arch), "--jobs", str(arguments.jobs)]
+    options += ["--one"] if arguments.one else []
+    failed = []
+    for version in arguments.triton:
+        environment = dict(os.environ)
+        if version != triton.__version__:
+            path = [str(_folder_of(version)), environment.get("PYTHONPATH", "")]
+            environment["PYTHONPATH"] = os.pathsep.join(filter(None, path))
+        command = [sys.executable, __file__, *options]
+        if subprocess.run(command, env=environment).returncode:
+            failed.append(version)
+    print("failed with Triton " + ", ".join(failed) if failed else "all versions passed")
+    return bool(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

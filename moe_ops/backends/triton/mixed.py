@@ -1,0 +1,283 @@
+"""Layers of weights of 4 to 8 bits beside activations of 16 bits, or of others that are rounded to
+what GPUs multiply. Imported at first launch only.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from moe_ops.kernels import launch
+from moe_ops.kernels.configs import GEMV, SM90_WGMMA, LayerConfig, block_bound
+from moe_ops.kernels.gemm.operands import Activated, Output, activated, bias_of
+from moe_ops.kernels.launch import Gpu, Launch, run
+from moe_ops.kernels.mixed_gemm import configs, gemv, sm80_mma
+from moe_ops.kernels.mixed_gemm.operands import MixedOperand, operand
+from moe_ops.kernels.permute.combine import combine
+from moe_ops.kernels.permute.rows import (
+    NO_ROUTER_WEIGHTS,
+    route_pairs,
+    router_weights,
+    sorted_rows,
+)
+from moe_ops.kernels.permute.sort import group_blocks, route, sort_into
+from moe_ops.kernels.quantize.e4m3_int8 import Valid, counted
+from moe_ops.kernels.quantize.emulated import Hidden, round_h, round_x
+from moe_ops.kernels.quantize.rounding import Rounding, rounding_of
+from moe_ops.kernels.quantize.scales import Input, batches_of, flat, rows_of
+from moe_ops.meta.workspace import cdiv
+from moe_ops.ops.args import BatchedExpertsArgs, ExpertsArgs, GroupedLinearArgs
+
+# spares two sym_min of 0.8 us a call
+num_blocks_of = lru_cache(maxsize=8192)(block_bound)
+_sm90_wgmma: ModuleType | None = None
+
+
+def sm90_wgmma() -> ModuleType:
+    """kernels/mixed_gemm/sm90_wgmma.py, which not every Triton can import."""
+    global _sm90_wgmma
+    if _sm90_wgmma is None:
+        from moe_ops.kernels.mixed_gemm import sm90_wgmma as found
+
+        _sm90_wgmma = found
+    return _sm90_wgmma
+
+
+def experts(a: ExpertsArgs) -> None:
+    """Launch `moe_ops::triton_experts`."""
+    x, ids = a.hidden_states, a.topk_ids
+    (M, top_k), K = ids.shape, x.shape[1]
+    if M == 0:
+        return
+    device = x.get_device()
+    gpu = launch.gpu(device)
+    w13, w2 = _weights(a, gpu)
+    rounding = rounding_of(a.scheme)
+    wgmma = one_token = False
+    if rounding is not None:
+        dtype = rounding.dtype
+    else:
+        dtype = x.dtype
+        if M == 1:
+            one_token = gemv.why_not(w13, w2) is None
+        elif configs.on_sm90(device):
+            spaces = (a.workspace13, a.workspace2)
+            wgmma = sm90_wgmma().why_not(w13, w2, x, spaces) is None
+    prepared = a.layout != ""
+    config = configs.for_experts(
+        *(M, top_k, w2.E, K, w2.K, dtype, gpu, a.scheme, w2.format.bits),
+        *(wgmma, one_token, prepared),
+    )
+    use_wgmma = wgmma and config.kernel == SM90_WGMMA
+    use_gemv = one_token and config.kernel == GEMV
+    if prepared and not (use_wgmma or use_gemv):
+        raise RuntimeError(
+            f"w13 and w2 in layout {a.layout!r} need tensors that start at a multiple of 16 "
+            "bytes, tiles of the kernels that read it and, beside more than one token, a GPU of "
+            "compute capability 9.0; moe_ops.prepare(weight, 'torch') brings them back"
+        )
+    activation = activated(a.activation, a.alpha, a.beta, a.limit)
+    if config.kernel == SM90_WGMMA:
+        launches = _wgmma_launches(a, w13, w2, activation, config, gpu)
+    elif config.kernel == GEMV:
+        launches = gemv.launches(a, w13, w2, activation, config, gpu)
+    else:
+        launches = _mma_launches(a, w13, w2, activation, rounding, config, gpu)
+    run(launches, device, gpu)
+
+
+def _mma_launches(
+    a: ExpertsArgs,
+    w13: MixedOperand,
+    w2: MixedOperand,
+    activation: Activated,
+    rounding: Rounding | None,
+    config: LayerConfig,
+    gpu: Gpu,
+) -> list[Launch]:
+    """A layer of experts by kernels/mixed_gemm/sm80_mma.py."""
+    x, ids = a.hidden_states, a.topk_ids
+    (M, top_k), E, K, I = ids.shape, w2.E, w2.N, w2.K  # noqa: E741
+    pairs, block_m = M * top_k, config.block_m
+    blocks = pairs if config.direct else num_blocks_of(pairs, E, block_m)
+    routing = route_pairs(a.index_workspace, ids, a.expert_map, E, blocks, config.direct)
+    weights = router_weights(a.topk_weights)
+    on_input = weights if a.router_weight_on_input else NO_ROUTER_WEIGHTS
+    y = flat(a.workspace2, torch.float32, pairs * K)
+    launches: list[Launch] = []
+    if not config.direct:
+        launches.append(route(routing, sort_into(block_m, pairs, E, config.sort_chunk), gpu))
+    valid = Valid("pairs", routing, on_input)
+    more, rows, h = _rounded(a, rounding, rows_of(x), M, M, K, pairs, I, valid, gpu)
+    if rounding is not None:  # x was scaled before it was rounded
+        on_input = NO_ROUTER_WEIGHTS
+    b13, b2 = bias_of(a.w13_bias), bias_of(a.w2_bias)
+    launches += (
+        *more,
+        sm80_mma.gemm1(
+            *(h.written, h.amax, rows, w13, b13, routing, on_input, activation),
+            *(config.gemm1, block_m, gpu),
+        ),
+        *h.launches,
+        sm80_mma.gemm2(
+            Output(y, 0, K, 1), h.read, w2, b2, routing, config.gemm2, block_m, gpu
+        ),
+        combine(a.out, y, weights, routing, not a.router_weight_on_input, gpu),
+    )  # fmt: skip
+    return launches
+
+
+def _wgmma_launches(
+    a: ExpertsArgs,
+    w13: MixedOperand,
+    w2: MixedOperand,
+    activation: Activated,
+    config: LayerConfig,
+    gpu: Gpu,
+) -> list[Launch]:
+    """A layer of experts by kernels/mixed_gemm/sm90_wgmma.py."""
+    x, ids = a.hidden_states, a.topk_ids
+    (M, top_k), E, K, I = ids.shape, w2.E, w2.N, w2.K  # noqa: E741
+    pairs, block_m = M * top_k, config.block_m
+    unsorted = configs.max_unsorted_pairs(pairs, E) > 0
+    blocks = 0 if unsorted else num_blocks_of(pairs, E, block_m)
+    routing = route_pairs(a.index_workspace, ids, a.expert_map, E, blocks, False)
+    weights = router_weights(a.topk_weights)
+    on_input = weights if a.router_weight_on_input else NO_ROUTER_WEIGHTS
+    # where y will be
+    permuted = flat(a.workspace2, x.dtype, pairs * configs.padded(K))
+    split_k = configs.split_k_of(w2, config.gemm2, config.split_k, pairs)
+    h = flat(a.workspace13, x.dtype, pairs * configs.padded(I))
+    y = flat(a.workspace2, torch.float32, split_k * pairs * K)
+    b13, b2 = bias_of(a.w13_bias), bias_of(a.w2_bias)
+    g1, g2 = config.gemm1, config.gemm2
+    kernels = sm90_wgmma()
+    # Of few pairs `permute_tokens` writes before it waits: only what leaves workspace2 alone may
+    # come before it. Of as few as `max_unsorted_pairs` the GEMMs read ids before they wait, so
+    # that nothing of this layer may write those.
+    launches: list[Launch] = []
+    if not unsorted:
+        launches.append(route(routing, sort_into(block_m, pairs, E, config.sort_chunk), gpu))
+    launches += (
+        kernels.permute_tokens(permuted, x, w13, pairs, routing, gpu),
+        kernels.gemm1(
+            *(h, permuted, w13, w2, b13, pairs, routing, on_input, activation, g1, block_m, gpu)
+        ),
+        kernels.gemm2(y, h, w2, b2, pairs, routing, g2, block_m, split_k, gpu),
+        combine(a.out, y, weights, routing, not a.router_weight_on_input, gpu, split_k),
+    )
+    return launches
+
+
+def batched_experts(a: BatchedExpertsArgs) -> None:
+    """Launch `moe_ops::triton_batched_experts`."""
+    x, counts = a.hidden_states, a.expert_num_tokens
+    E, T, K = x.shape
+    if T == 0:
+        return
+    device = x.get_device()
+    gpu = launch.gpu(device)
+    w13, w2 = _weights(a, gpu)
+    I, bits = w2.K, w2.format.bits  # noqa: E741
+    rounding = rounding_of(a.scheme)
+    dtype = x.dtype if rounding is None else rounding.dtype
+    config = configs.choose(E * T, E, K, I, bits, dtype, False, gpu.shared_memory)
+    block_m = config.block_m
+    routing = sorted_rows(a.index_workspace, E, E * cdiv(T, block_m))
+    more, rows, h = _rounded(
+        a, rounding, batches_of(x), E * T, T, K, E * T, I, counted("batched", counts), gpu
+    )
+    activation = activated(a.activation, a.alpha, a.beta, a.limit)
+    b13, b2 = bias_of(a.w13_bias), bias_of(a.w2_bias)
+    out = Output(*batches_of(a.out)[:4])
+    launches = [
+        group_blocks(routing, counts, E * T, T, block_m, gpu),
+        *more,
+        sm80_mma.gemm1(
+            *(h.written, h.amax, rows, w13, b13, routing, NO_ROUTER_WEIGHTS, activation),
+            *(config.gemm1, block_m, gpu),
+        ),
+        *h.launches,
+        sm80_mma.gemm2(out, h.read, w2, b2, routing, config.gemm2, block_m, gpu),
+    ]
+    run(launches, device, gpu)
+
+
+def grouped_linear(a: GroupedLinearArgs) -> None:
+    """Launch `moe_ops::triton_grouped_linear`."""
+    x, offsets = a.x, a.offsets
+    S, K = x.shape
+    if S == 0:
+        return
+    device = x.get_device()
+    gpu = launch.gpu(device)
+    scales = (a.weight_scale, a.weight_zero_point, a.weight_global_scale, a.weight_channel_scale)
+    w = _operand("weight", a.weight, scales, a.scheme, gpu)
+    rounding = rounding_of(a.scheme)
+    dtype = x.dtype if rounding is None else rounding.dtype
+    config = configs.choose(S, w.E, K, K, w.format.bits, dtype, False, gpu.shared_memory)
+    block_m = config.block_m
+    # The rows past the last group are one more group, of zeros.
+    routing = sorted_rows(a.index_workspace, w.E, num_blocks_of(S, w.E + 1, block_m))
+    launches = [group_blocks(routing, offsets, S, 0, block_m, gpu)]
+    rows = rows_of(x)
+    if rounding is not None:
+        valid = counted("groups", offsets)
+        more, rows = round_x(
+            rounding, rows, S, S, K, a.workspace2, a.activation_scale, valid, None, gpu
+        )
+        launches += more
+    y, bias = Output(a.out, 0, *a.out.stride()), bias_of(a.bias)
+    launches.append(
+        sm80_mma.gemm2(y, rows, w, bias, routing, config.gemm2, block_m, gpu, zero_tail=True)
+    )
+    run(launches, device, gpu)
+
+
+def _operand(
+    name: str,
+    data: Tensor,
+    parts: tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None],
+    scheme: str,
+    gpu: Gpu,
+    layout: str = "",
+) -> MixedOperand:
+    """The MixedOperand of a weight and its scales, zero points, global and channel scales."""
+    scale, zero, global_scale, channel_scale = parts
+    assert scale is not None, name  # op validation asks for it
+    return operand(name, data, scale, zero, global_scale, channel_scale, scheme, gpu, layout)
+
+
+def _weights(a: ExpertsArgs | BatchedExpertsArgs, gpu: Gpu) -> tuple[MixedOperand, MixedOperand]:
+    of_w13 = (a.w13_scale, a.w13_zero_point, a.w13_global_scale, a.w13_channel_scale)
+    of_w2 = (a.w2_scale, a.w2_zero_point, a.w2_global_scale, a.w2_channel_scale)
+    return (
+        _operand("w13", a.w13, of_w13, a.scheme, gpu, a.layout),
+        _operand("w2", a.w2, of_w2, a.scheme, gpu, a.layout),
+    )
+
+
+def _rounded(
+    a: ExpertsArgs | BatchedExpertsArgs,
+    r: Rounding | None,
+    x: Input,
+    rows: int,  # of x
+    rows_of_expert: int,
+    K: int,
+    h_rows: int,
+    I: int,  # noqa: E741
+    valid: Valid,
+    gpu: Gpu,
+) -> tuple[list[Launch], Input, Hidden]:
+    """Launches before GEMM1, what it reads as x, and what becomes of h."""
+    if r is None:
+        h = flat(a.workspace13, x.data.dtype, h_rows * I)
+        return [], x, Hidden(h, None, [], Input(h, 0, I, 1))
+    hidden = round_h(r, h_rows, I, a.workspace13, a.a2_scale, gpu)
+    launches, x = round_x(
+        r, x, rows, rows_of_expert, K, a.workspace2, a.a13_scale, valid, hidden.amax, gpu
+    )
+    return launches, x, hidden

@@ -1,0 +1,45 @@
+"""Gluon, Triton's experimental language, as Triton 3.6 to 3.9 have it. All imports of Gluon go through this module.
+
+What differs between these versions has one name here, that of the newest: copies of the tensor memory accelerator were
+called `async_copy_global_to_shared` before 3.8, and `reinterpret` was a private method before 3.9.
+`gluon_supported` says which versions compile the kernels. Imported at first launch only.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+__all__ = [
+    "TensorDescriptor",
+    "async_load",
+    "fence_async_shared",
+    "gl",
+    "gluon",
+    "mbarrier",
+    "reinterpret",
+    "warpgroup_mma",
+    "warpgroup_mma_wait",
+]
+
+# (descriptor, coordinates, barrier, shared memory, predicate)
+async_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+
+_PUBLIC_REINTERPRET = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
+
+
+@gluon.jit
+def reinterpret(
+    memory, dtype: gl.constexpr, shape: gl.constexpr, layout: gl.constexpr
+):  # fmt: skip
+    """Shared memory as elements of another dtype, shape and layout."""
+    if _PUBLIC_REINTERPRET:
+        return memory.reinterpret(dtype, shape, layout)
+    else:
+        return memory._reinterpret(dtype, shape, layout)

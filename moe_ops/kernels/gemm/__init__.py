@@ -1,0 +1,1 @@
+"""Grouped GEMMs of weights that are plain or quantized like their activations."""

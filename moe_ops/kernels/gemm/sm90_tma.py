@@ -1,0 +1,599 @@
+"""The two grouped GEMMs of many rows an expert, on GPUs whose shared memory a copy engine fills
+(the tensor memory accelerator of SM90). Imported at first launch only.
+
+Legend as in sm80_mma.py. Here tokens are the left operand (`x (BLOCK_M, BLOCK_K) @ w.T (BLOCK_K,
+BLOCK_N)`), so that a tensor core takes 256 rows of the weight at once; weights and h come through
+tensor descriptors, which read zeros past an end.
+
+A weight is described as (E, halves, rows, K): gate and up are two halves that one box holds side
+by side, other weights are one. e4m3 weights have scales by blocks of 128 x 128, their x and h by
+groups of 128 columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from moe_ops.kernels.configs import LARGE_SHARED_MEMORY, LayerConfig
+from moe_ops.kernels.device.activations import activate_one, activate_two
+from moe_ops.kernels.device.blocks import block_and_tile, pairs_at
+from moe_ops.kernels.device.e4m3 import (
+    decode,
+    decode_activation,
+    e4m3_scale,
+    quotient,
+    reciprocal,
+    stored,
+)
+from moe_ops.kernels.device.pdl import gdc_launch_dependents, gdc_wait
+from moe_ops.kernels.gemm.operands import Activated, Bias, Scaling, Tile, Weight, tile_of
+from moe_ops.kernels.launch import (
+    Constant,
+    Descriptor,
+    Gpu,
+    Launch,
+    Pointer,
+    Runtime,
+    Specialized,
+    arguments,
+    kernel,
+)
+from moe_ops.kernels.permute.rows import RouterWeights, Routing
+from moe_ops.kernels.quantize.scales import Input
+from moe_ops.meta.workspace import cdiv
+
+INTERPRET = tl.constexpr(triton.knobs.runtime.interpret)
+
+
+@triton.jit
+def block_at(index_ptr, b, BLOCK_M: tl.constexpr, SPLIT_M: tl.constexpr):
+    """(expert, first position, positions (BLOCK_M,), their validity (BLOCK_M,)) of part
+    b % SPLIT_M of block b // SPLIT_M.
+    """
+    slot = index_ptr + b // SPLIT_M * 4
+    first = tl.load(slot + 1) + b % SPLIT_M * BLOCK_M
+    position = first + tl.arange(0, BLOCK_M)
+    return tl.load(slot), first, position, position < tl.load(slot + 2)
+
+
+@triton.jit
+def dot(x, w, acc, NATIVE: tl.constexpr):
+    """acc + x @ w.T."""
+    if not NATIVE:
+        x = decode_activation(x)
+        w = decode(w, tl.float16)
+    if INTERPRET:  # the interpreter's 16-bit products are wrong
+        x = x.to(tl.float32)
+        w = w.to(tl.float32)
+    return tl.dot(x, w.T, acc, input_precision="ieee")
+
+
+@triton.jit
+def matmul_plain(
+    x,  # pointers (BLOCK_M, BLOCK_K) where rows are gathered, else a descriptor of (S, K)
+    x_ok,  # (BLOCK_M,)
+    w_desc,  # box [1, halves, BLOCK_N // halves, BLOCK_K]
+    first,
+    e,
+    row,
+    K,
+    x_stride_k,
+    GATHERED: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+):
+    """x @ w.T (BLOCK_M, BLOCK_N) in fp32, of one block and one tile."""
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for k in tl.range(0, K, BLOCK_K, num_stages=NUM_STAGES):
+        if GATHERED:
+            if EVEN_K:
+                xt = tl.load(x, mask=x_ok[:, None], other=0.0)
+            else:
+                k_ok = k + tl.arange(0, BLOCK_K) < K
+                xt = tl.load(x, mask=x_ok[:, None] & k_ok[None, :], other=0.0)
+            x += BLOCK_K * x_stride_k
+        else:
+            xt = x.load([first, k])
+        acc = dot(xt, w_desc.load([e, 0, row, k]).reshape(BLOCK_N, BLOCK_K), acc, True)
+    return acc
+
+
+@triton.jit
+def matmul_blocks(
+    x,  # as above, BLOCK_K = 128; every pointer is valid
+    x_ok,  # (BLOCK_M,) rows that have scales
+    x_scale_ptrs,  # (BLOCK_M,) scales of the first group
+    x_scale_stride_g,
+    w_desc,  # box [1, 1, 128, 128]
+    w_scale_ptr,  # of this expert
+    w_scale_stride_n,
+    w_scale_stride_k,
+    first,
+    e,
+    row,
+    K,
+    N,  # rows of a half
+    x_stride_k,
+    GATHERED: tl.constexpr,
+    HALVES: tl.constexpr,
+    NATIVE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+):
+    """x @ w.T (BLOCK_M, 128) in fp32 of e4m3 operands, with 128 rows from `row` of the first half,
+    and where there are two (HALVES) of the second.
+
+    The sum of 128 columns leaves the tensor core, which adds in fewer than fp32's bits, before it
+    is scaled and added to the total. One half after the other, as such sums of both would not fit
+    the registers.
+    """
+    s0_ptr = w_scale_ptr + row // 128 * w_scale_stride_n
+    s1_ptr = s0_ptr + N // 128 * w_scale_stride_n
+    acc0 = tl.zeros((BLOCK_M, 128), tl.float32)
+    acc1 = acc0
+    zeros = acc0
+    xs = tl.load(x_scale_ptrs, mask=x_ok, other=0.0)
+    s0 = tl.load(s0_ptr).to(tl.float32)
+    if HALVES:
+        s1 = tl.load(s1_ptr).to(tl.float32)
+    for k in tl.range(0, K, 128, num_stages=NUM_STAGES):
+        if GATHERED:
+            xt = tl.load(x)
+            x += 128 * x_stride_k
+        else:
+            xt = x.load([first, k])
+        w0 = w_desc.load([e, 0, row, k]).reshape(128, 128)
+        if HALVES:
+            w1 = w_desc.load([e, 1, row, k]).reshape(128, 128)
+        more = k + 128 < K  # scales are loaded one step ahead of their use
+        x_scale_ptrs += tl.where(more, x_scale_stride_g, 0)
+        next_xs = tl.load(x_scale_ptrs, mask=x_ok, other=0.0)
+        s0_ptr += tl.where(more, w_scale_stride_k, 0)
+        next_s0 = tl.load(s0_ptr).to(tl.float32)
+        acc0 += dot(xt, w0, zeros, NATIVE) * (xs * s0)[:, None]
+        s0 = next_s0
+        if HALVES:
+            s1_ptr += tl.where(more, w_scale_stride_k, 0)
+            next_s1 = tl.load(s1_ptr).to(tl.float32)
+            acc1 += dot(xt, w1, zeros, NATIVE) * (xs * s1)[:, None]
+            s1 = next_s1
+        xs = next_xs
+    return acc0, acc1
+
+
+@triton.jit
+def gemm1_rows(
+    b,
+    n,
+    h_ptr,
+    h_scale_ptr,
+    h_scale_stride_g,
+    x_ptr,
+    x_stride_m,
+    x_stride_k,
+    x_scale_ptr,
+    x_scale_stride_g,
+    w_desc,
+    w_scale_ptr,
+    w_scale_stride_e,
+    w_scale_stride_n,
+    w_scale_stride_k,
+    bias_ptr,
+    bias_stride_e,
+    bias_stride_n,
+    index_ptr,
+    num_blocks,
+    top_k,
+    topk_weights_ptr,
+    topk_weights_stride_m,
+    topk_weights_stride_k,
+    K,
+    I,
+    alpha,
+    beta,
+    limit,
+    ACTIVATION: tl.constexpr,
+    GATED: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    HAS_LIMIT: tl.constexpr,
+    QUANTIZED: tl.constexpr,
+    NATIVE: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """moe_ops_large_gemm1 of tile n of the first BLOCK_M rows of block b, which has no more."""
+    BLOCK_I: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
+    HALVES: tl.constexpr = GATED and not INTERLEAVED
+    e, first, position, ok = block_at(index_ptr, b, BLOCK_M, 1)
+    pair = pairs_at(index_ptr, num_blocks, position, ok, "sorted")
+    token = pair // top_k
+    row = token
+    if QUANTIZED:
+        # For a mask of x no registers are left: 15 % at mixtral's sizes. Instead, rows are
+        # repeated; one row for all would be loaded by all programs at once.
+        again = first + (position - first) % tl.maximum(tl.sum(ok.to(tl.int32), 0), 1)
+        row = tl.load(index_ptr + 4 * num_blocks + again) // top_k
+    x_ptrs = x_ptr + row.to(tl.int64)[:, None] * x_stride_m
+    x_ptrs += tl.arange(0, BLOCK_K).to(tl.int64)[None, :] * x_stride_k
+    e64 = e.to(tl.int64)
+    column = n * BLOCK_I + tl.arange(0, BLOCK_I)
+    if QUANTIZED:
+        tl.static_assert(BLOCK_I == 128 and BLOCK_K == 128 and EVEN_K and (HALVES or not GATED))
+        g, u = matmul_blocks(
+            x_ptrs, ok, x_scale_ptr + token, x_scale_stride_g,
+            w_desc, w_scale_ptr + e64 * w_scale_stride_e, w_scale_stride_n, w_scale_stride_k,
+            first, e, n * BLOCK_I, K, I, x_stride_k, True, HALVES, NATIVE, BLOCK_M, NUM_STAGES,
+        )  # fmt: skip
+    else:
+        acc = matmul_plain(
+            x_ptrs, ok, w_desc, first, e, n * (BLOCK_I if HALVES else BLOCK_N), K, x_stride_k,
+            True, EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K, NUM_STAGES,
+        )  # fmt: skip
+        if HALVES:
+            g, u = acc.reshape(BLOCK_M, 2, BLOCK_I).permute(0, 2, 1).split()
+        elif GATED:
+            g, u = acc.reshape(BLOCK_M, BLOCK_I, 2).split()
+        else:
+            g = acc
+            u = acc
+    gdc_launch_dependents(PDL)
+    if topk_weights_ptr is not None:
+        factor_ptrs = (
+            topk_weights_ptr
+            + token.to(tl.int64) * topk_weights_stride_m
+            + (pair % top_k) * topk_weights_stride_k
+        )
+        factor = tl.load(factor_ptrs, mask=ok, other=0.0).to(tl.float32)
+        g *= factor[:, None]
+        u *= factor[:, None]
+    if bias_ptr is not None:
+        bias_ptrs = (
+            bias_ptr + e64 * bias_stride_e + column * (bias_stride_n * (2 if INTERLEAVED else 1))
+        )
+        g += tl.load(bias_ptrs, mask=column < I, other=0.0).to(tl.float32)[None, :]
+        if GATED:
+            bias_ptrs += bias_stride_n * (1 if INTERLEAVED else I)
+            u += tl.load(bias_ptrs, mask=column < I, other=0.0).to(tl.float32)[None, :]
+    if GATED:
+        h = activate_two(g, u, alpha, beta, limit, ACTIVATION, HAS_LIMIT)
+    else:
+        h = activate_one(g, ACTIVATION)
+    if QUANTIZED:
+        scale = e4m3_scale(tl.max(tl.abs(h), 1))
+        tl.store(h_scale_ptr + n.to(tl.int64) * h_scale_stride_g + position, scale, mask=ok)
+        h = stored(quotient(h, scale[:, None], reciprocal(scale)[:, None]), NATIVE)
+    else:
+        h = h.to(h_ptr.dtype.element_ty)
+    h_ptrs = h_ptr + position.to(tl.int64)[:, None] * I + column[None, :]
+    tl.store(h_ptrs, h, mask=ok[:, None] & (column < I)[None, :])
+
+
+class DescribedInput(NamedTuple):
+    """A GEMM's input (S, K) behind a tensor descriptor, and its scales."""
+
+    desc: Descriptor
+    scale: Pointer  # (ceil(K / 128), S), or None
+    scale_stride_g: Runtime
+
+
+class DescribedWeight(NamedTuple):
+    """A weight (E, N, K) behind a tensor descriptor of (E, halves, N / halves, K), and its
+    scales.
+    """
+
+    desc: Descriptor
+    scale: Pointer  # (E, ceil(N / 128), ceil(K / 128)), or None
+    scale_stride_e: Specialized
+    scale_stride_n: Specialized
+    scale_stride_k: Specialized
+
+
+@arguments
+class Gemm1:
+    h: Input  # (S, I), written at the block's positions; with scales where it is quantized
+    x: Input  # (M, K)
+    w: DescribedWeight
+    bias: Bias  # (E, N)
+    index: Pointer
+    num_blocks: Runtime
+    top_k: Runtime
+    topk_weights: RouterWeights  # (M, top_k), where they scale the input
+    K: Specialized
+    I: Specialized
+    activation: Activated
+    scaling: Scaling
+    tile: Tile
+    PDL: Constant
+
+
+@kernel(Gemm1)
+def moe_ops_large_gemm1(
+    h_ptr,
+    h_stride_e,
+    h_stride_m,
+    h_stride_k,
+    h_scale_ptr,
+    h_scale_stride_m,
+    h_scale_stride_g,
+    h_partials: tl.constexpr,
+    x_ptr,
+    x_stride_e,
+    x_stride_m,
+    x_stride_k,
+    x_scale_ptr,
+    x_scale_stride_m,
+    x_scale_stride_g,
+    x_partials: tl.constexpr,
+    w_desc,
+    w_scale_ptr,
+    w_scale_stride_e,
+    w_scale_stride_n,
+    w_scale_stride_k,
+    bias_ptr,
+    bias_stride_e,
+    bias_stride_n,
+    index_ptr,
+    num_blocks,
+    top_k,
+    topk_weights_ptr,
+    topk_weights_stride_m,
+    topk_weights_stride_k,
+    K,
+    I,  # noqa: E741
+    alpha,
+    beta,
+    limit,
+    ACTIVATION: tl.constexpr,
+    GATED: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    HAS_LIMIT: tl.constexpr,
+    W_SCALE: tl.constexpr,
+    X_SCALE: tl.constexpr,
+    NATIVE: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    EVEN_N: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """h = activation(x @ w13.T + bias), by groups of 128 columns in e4m3 where the weight is.
+
+    Of a block of 128 rows that has at most 64 the other half is not multiplied: one block then
+    holds all rows of an expert, which reads its weights once, also where most have few.
+    """
+    FEW_M: tl.constexpr = BLOCK_M // 2 if BLOCK_M == 128 else BLOCK_M
+    QUANTIZED: tl.constexpr = W_SCALE != ""
+    gdc_wait(PDL)
+    b, n = block_and_tile(num_blocks, tl.cdiv(I, BLOCK_N // 2 if GATED else BLOCK_N), GROUP_M)
+    slot = index_ptr + b * 4
+    if tl.load(slot) < 0:
+        return
+    if tl.minimum(tl.load(slot + 2) - tl.load(slot + 1), BLOCK_M) <= FEW_M:
+        gemm1_rows(
+            b, n, h_ptr, h_scale_ptr, h_scale_stride_g,
+            x_ptr, x_stride_m, x_stride_k, x_scale_ptr, x_scale_stride_g,
+            w_desc, w_scale_ptr, w_scale_stride_e, w_scale_stride_n, w_scale_stride_k,
+            bias_ptr, bias_stride_e, bias_stride_n, index_ptr, num_blocks, top_k,
+            topk_weights_ptr, topk_weights_stride_m, topk_weights_stride_k, K, I,
+            alpha, beta, limit, ACTIVATION, GATED, INTERLEAVED, HAS_LIMIT, QUANTIZED, NATIVE,
+            EVEN_K, FEW_M, BLOCK_N, BLOCK_K, NUM_STAGES, PDL,
+        )  # fmt: skip
+    elif FEW_M < BLOCK_M:
+        gemm1_rows(
+            b, n, h_ptr, h_scale_ptr, h_scale_stride_g,
+            x_ptr, x_stride_m, x_stride_k, x_scale_ptr, x_scale_stride_g,
+            w_desc, w_scale_ptr, w_scale_stride_e, w_scale_stride_n, w_scale_stride_k,
+            bias_ptr, bias_stride_e, bias_stride_n, index_ptr, num_blocks, top_k,
+            topk_weights_ptr, topk_weights_stride_m, topk_weights_stride_k, K, I,
+            alpha, beta, limit, ACTIVATION, GATED, INTERLEAVED, HAS_LIMIT, QUANTIZED, NATIVE,
+            EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K, NUM_STAGES, PDL,
+        )  # fmt: skip
+
+
+@arguments
+class Gemm2:
+    y: Pointer  # (S, N) contiguous, written at the pairs
+    x: DescribedInput  # (S, K), read at the block's positions
+    w: DescribedWeight
+    bias: Bias  # (E, N)
+    index: Pointer
+    num_blocks: Runtime
+    K: Specialized
+    N: Specialized
+    scaling: Scaling
+    tile: Tile  # BLOCK_M: rows of a program
+    SPLIT_M: Constant  # programs that share the rows of a block
+    PDL: Constant
+
+
+@kernel(Gemm2)
+def moe_ops_large_gemm2(
+    y_ptr,
+    x_desc,
+    x_scale_ptr,
+    x_scale_stride_g,
+    w_desc,
+    w_scale_ptr,
+    w_scale_stride_e,
+    w_scale_stride_n,
+    w_scale_stride_k,
+    bias_ptr,
+    bias_stride_e,
+    bias_stride_n,
+    index_ptr,
+    num_blocks,
+    K,
+    N,
+    W_SCALE: tl.constexpr,
+    X_SCALE: tl.constexpr,
+    NATIVE: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    EVEN_N: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+    SPLIT_M: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """y = x @ w.T + bias in fp32."""
+    gdc_wait(PDL)
+    b, n = block_and_tile(num_blocks * SPLIT_M, tl.cdiv(N, BLOCK_N), GROUP_M)
+    e, first, position, ok = block_at(index_ptr, b, BLOCK_M, SPLIT_M)
+    if e < 0 or tl.max(ok.to(tl.int32), 0) == 0:
+        return
+    e64 = e.to(tl.int64)
+    if W_SCALE != "":
+        tl.static_assert(BLOCK_N == 128 and BLOCK_K == 128)
+        acc, _ = matmul_blocks(
+            x_desc, ok, x_scale_ptr + position, x_scale_stride_g,
+            w_desc, w_scale_ptr + e64 * w_scale_stride_e, w_scale_stride_n, w_scale_stride_k,
+            first, e, n * BLOCK_N, K, N, 1, False, False, NATIVE, BLOCK_M, NUM_STAGES,
+        )  # fmt: skip
+    else:
+        acc = matmul_plain(
+            x_desc, ok, w_desc, first, e, n * BLOCK_N, K, 1,
+            False, True, BLOCK_M, BLOCK_N, BLOCK_K, NUM_STAGES,
+        )  # fmt: skip
+    gdc_launch_dependents(PDL)
+    column = n * BLOCK_N + tl.arange(0, BLOCK_N)
+    if bias_ptr is not None:
+        bias_ptrs = bias_ptr + e64 * bias_stride_e + column * bias_stride_n
+        acc += tl.load(bias_ptrs, mask=column < N, other=0.0).to(tl.float32)[None, :]
+    pair = pairs_at(index_ptr, num_blocks, position, ok, "sorted")
+    y_ptrs = y_ptr + pair.to(tl.int64)[:, None] * N + column[None, :]
+    tl.store(y_ptrs, acc, mask=ok[:, None] & (column < N)[None, :])
+
+
+def why_not(
+    w13: Weight, w2: Weight, activation: Activated, scaling: Scaling, gpu: Gpu
+) -> str | None:
+    """Why these kernels cannot run a layer, or None."""
+    K, I = w2.data.shape[1:]  # noqa: E741
+    if gpu.shared_memory <= LARGE_SHARED_MEMORY:
+        return "the GPU has no tensor memory accelerator"
+    if not (_describable(w13) and _describable(w2)):
+        return "rows of weights must be contiguous and start at multiples of 16 bytes"
+    w_scale, x_scale, _ = scaling
+    if not w_scale:
+        whole = I * w2.data.dtype.itemsize % 16 == 0
+        return None if whole else "rows of h must start at multiples of 16 bytes"
+    if (w_scale, x_scale) != ("block", "group"):
+        return "weights must be plain, or e4m3 with scales by blocks"
+    if K % 128 or I % 128:
+        return "K and I must be multiples of 128, the size of a block that has a scale"
+    if activation.GATED and activation.INTERLEAVED:
+        return "quantized gate and up rows must not be interleaved"
+    return None
+
+
+def _describable(w: Weight) -> bool:
+    """Whether a tensor descriptor takes the weight."""
+    size = w.data.dtype.itemsize
+    addresses = w.stride_e * size | w.stride_n * size | w.data.data_ptr()
+    return w.stride_k == 1 and addresses % 16 == 0
+
+
+def _descriptor(
+    base: Tensor, shape: Sequence[int], strides: Sequence[int], box: Sequence[int]
+) -> Any:
+    return TensorDescriptor(base, list(shape), list(strides), list(box))
+
+
+def _described(w: Weight, halves: int, block_n: int, block_k: int) -> DescribedWeight:
+    """A weight of so many halves, in boxes of `block_n` rows: those of e4m3 hold one half's."""
+    E, N, K = w.data.shape
+    N //= halves
+    side_by_side = 1 if w.scale is not None else halves
+    desc = _descriptor(
+        *(w.data, (E, halves, N, K), (w.stride_e, N * w.stride_n, w.stride_n, w.stride_k)),
+        (1, side_by_side, block_n // halves, block_k),
+    )
+    return DescribedWeight(desc, w.scale, w.scale_stride_e, w.scale_stride_n, w.scale_stride_k)
+
+
+def gemm1(
+    h: Input,
+    x: Input,
+    w: Weight,
+    bias: Bias,
+    routing: Routing,
+    topk_weights: RouterWeights,  # to scale the input by
+    activation: Activated,
+    scaling: Scaling,
+    config: LayerConfig,
+    gpu: Gpu,
+) -> Launch:
+    """h = activation(x @ w.T + bias) for pairs sorted by expert."""
+    gemm, (_, N, K) = config.gemm1, w.data.shape
+    gated = activation.GATED
+    halves = 2 if gated and not activation.INTERLEAVED else 1
+    I, block_i = (N // 2, gemm.block_n // 2) if gated else (N, gemm.block_n)  # noqa: E741
+    args = Gemm1(
+        h=h,
+        x=x,
+        w=_described(w, halves, gemm.block_n, gemm.block_k),
+        bias=bias,
+        index=routing.index,
+        num_blocks=routing.num_blocks,
+        top_k=routing.top_k,
+        topk_weights=topk_weights,
+        K=K,
+        I=I,
+        activation=activation,
+        scaling=scaling,
+        tile=tile_of(gemm, config.block_m, K, I, block_i),
+        PDL=gpu.pdl,
+    )
+    grid = (routing.num_blocks * cdiv(I, block_i), 1, 1)
+    return Launch(moe_ops_large_gemm1, grid, args, gemm.num_warps)
+
+
+def gemm2(
+    y: Tensor,  # (S, N) fp32
+    x: Input,
+    S: int,
+    w: Weight,
+    bias: Bias,
+    routing: Routing,
+    scaling: Scaling,
+    config: LayerConfig,
+    gpu: Gpu,
+) -> Launch:
+    """y = x @ w.T + bias, from pairs sorted by expert to their own order."""
+    gemm, (_, N, K) = config.gemm2, w.data.shape
+    block_m = config.block_m // config.split_m
+    desc = _descriptor(x.data, (S, K), (K, 1), (block_m, gemm.block_k))
+    args = Gemm2(
+        y=y,
+        x=DescribedInput(desc, x.scale, x.scale_stride_g),
+        w=_described(w, 1, gemm.block_n, gemm.block_k),
+        bias=bias,
+        index=routing.index,
+        num_blocks=routing.num_blocks,
+        K=K,
+        N=N,
+        scaling=scaling,
+        tile=tile_of(gemm, block_m, K, N, gemm.block_n),
+        SPLIT_M=config.split_m,
+        PDL=gpu.pdl,
+    )
+    grid = (routing.num_blocks * config.split_m * cdiv(N, gemm.block_n), 1, 1)
+    return Launch(moe_ops_large_gemm2, grid, args, gemm.num_warps)

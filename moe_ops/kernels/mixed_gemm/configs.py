@@ -1,0 +1,370 @@
+"""Configs of the mixed GEMMs, whose weights have 4 to 8 bits beside 16-bit activations, and when
+those of SM90 may run. torch alone.
+
+The kernels of sm80_mma.py have two warps a block, as Triton would give four another instruction,
+until an expert has so many rows that products count for more than what precedes them.
+"""
+
+from __future__ import annotations
+
+from functools import cache, lru_cache
+
+import torch
+
+from moe_ops import environment
+from moe_ops.kernels.configs import (
+    GEMV,
+    LARGE_SHARED_MEMORY,
+    SM90_WGMMA,
+    GemmConfig,
+    LayerConfig,
+    find,
+    measured,
+    sort_chunk,
+)
+from moe_ops.kernels.launch import INTERPRETED, Gpu
+from moe_ops.kernels.mixed_gemm.operands import MixedOperand
+from moe_ops.meta.workspace import cdiv, maximum, minimum
+
+SMALLEST_BLOCK_M = 8  # tokens: the columns of one tensor-core product
+MULTIPROCESSORS = 132  # of an H100 or H200 with SXM
+FORMATS = ("int4", "e2m1", "e2m1_words", "int8", "e4m3")  # of sm90_wgmma.py
+MAX_SPLIT_K = 3  # programs that share a tile of GEMM2 by columns, where it has few tiles
+SPLIT_ROWS = 1024  # of y in all parts
+PAIR_BUCKETS = (64, 512)  # of so many or fewer, programs look at all
+MAX_ROWS_OF_8_BITS = 80  # of an expert, on average: from there on products count
+
+
+@cache
+def on_sm90(device: int) -> bool:
+    """Whether a CUDA device has the instructions of sm90_wgmma.py, and Triton compiles them."""
+    if device < 0 or INTERPRETED or torch.cuda.get_device_capability(device)[0] != 9:
+        return False
+    return environment.why_no_gluon(environment.version("triton")) is None
+
+
+@lru_cache(maxsize=8192)
+def choose(
+    rows: int,  # pairs, or rows of the sorted input
+    groups: int,  # experts that share them
+    K: int,
+    I: int,  # noqa: E741
+    bits: int,  # of a weight
+    dtype: torch.dtype,  # of x
+    direct: bool,
+    shared_memory: int,  # bytes a block may use
+) -> LayerConfig:
+    """Config of the two GEMMs of sm80_mma.py. An expert's rows should usually fit one block, so
+    weights are read once.
+    """
+    average = rows / groups
+    block_m = 8 if direct or average <= 4 else 16 if average <= 16 else 32 if average <= 40 else 64
+    if dtype != torch.bfloat16:  # weights are decoded by way of fp32, which takes registers
+        block_m = min(max(block_m, 16), 32)
+        fp32 = dtype == torch.float32
+        gemm1 = gemm2 = GemmConfig(64, 32, 2, 4) if fp32 else GemmConfig(64, 64, 3, 4)
+    elif block_m == 8:
+        few = min(rows, groups)
+        gemm1, gemm2 = _streaming(few * 2 * I, bits), _streaming(few * K, bits)
+    elif block_m == 16:
+        gemm1 = gemm2 = GemmConfig(128, 128, 4, 4) if bits == 4 else GemmConfig(64, 128, 4, 2)
+    elif block_m == 32:
+        gemm1 = gemm2 = GemmConfig(128, 128, 4, 4)
+    elif shared_memory <= LARGE_SHARED_MEMORY:  # before SM90 sums of more rows spill
+        block_m, gemm1, gemm2 = 32, GemmConfig(64, 128, 4, 2), GemmConfig(64, 128, 4, 2)
+    else:
+        block_m = 128 if average > 64 else block_m
+        gemm1 = gemm2 = GemmConfig(128, 128, 3, 8 if block_m == 128 else 4)
+    return LayerConfig(
+        _fit(gemm1, block_m, bits, dtype.itemsize, shared_memory),
+        _fit(gemm2, block_m, bits, dtype.itemsize, shared_memory),
+        block_m,
+        sort_chunk(rows),
+        direct=direct,
+    )
+
+
+def _streaming(rows: int, bits: int) -> GemmConfig:
+    """Config for few rows an expert, as measured on an H200, where `rows` rows of weights are read
+    in all.
+
+    128 bytes of a row at a time, and smaller tiles where a multiprocessor would have fewer than
+    three blocks.
+    """
+    if rows < 3 * MULTIPROCESSORS * 64:
+        return GemmConfig(32, 128, 6, 2)
+    return GemmConfig(64, 256, 3, 2) if bits == 4 else GemmConfig(64, 128, 4, 2)
+
+
+def _fit(
+    config: GemmConfig, block_m: int, bits: int, itemsize: int, shared_memory: int
+) -> GemmConfig:
+    """`config` with as many stages as the shared memory of a block holds."""
+    block_n, block_k, num_stages, num_warps = config
+    stage = block_n * block_k * bits // 8 + block_m * block_k * itemsize
+    while block_n > 64 and 2 * stage > shared_memory - 8192:
+        block_n //= 2
+        stage = block_n * block_k * bits // 8 + block_m * block_k * itemsize
+    num_stages = max(2, min(num_stages, (shared_memory - 8192) // stage))
+    return GemmConfig(block_n, block_k, num_stages, num_warps)
+
+
+@lru_cache(maxsize=8192)
+def _for_experts(
+    M: int,
+    top_k: int,
+    E: int,
+    K: int,
+    I: int,  # noqa: E741
+    dtype: torch.dtype,
+    gpu: Gpu,
+    scheme: str,
+    bits: int,
+    wgmma: bool = False,
+    gemv: bool = False,
+    prepared: bool = False,
+    tables: bool = True,
+) -> LayerConfig:
+    base = choose(M * top_k, E, K, I, bits, dtype, M == 1, gpu.shared_memory)
+    if wgmma:
+        base = choose_wgmma(M * top_k, E, K, I, bits, base.sort_chunk) or base
+    if gemv:
+        base = _choose_gemv(top_k, K, I, bits, base.sort_chunk)
+    if not tables:
+        return base
+    config = measured(base, gpu, M, top_k, E, K, I, scheme, dtype)
+    # Measured at another M, blocks may be too small for an expert's rows, or too large.
+    if config.kernel == SM90_WGMMA and not (wgmma and fits_wgmma(config.block_m, M * top_k / E)):
+        return base
+    if config.kernel == GEMV and not gemv:
+        return base
+    if prepared and config.kernel not in (SM90_WGMMA, GEMV):
+        return base
+    return config
+
+
+def for_experts(*problem) -> LayerConfig:
+    """Config of an expert layer: that measured for its shape on its GPU, else what `choose` says.
+
+    Arguments: M, top_k, E, K, I, dtype, Gpu, scheme, bits of a weight, whether the kernels of
+    sm90_wgmma.py and those of gemv.py can run, and whether no others read the weights' layout.
+    """
+    return find(_for_experts, problem)
+
+
+def _gemv_k(columns: int, bits: int, num_warps: int, loads: int = 1) -> int:
+    """Columns of a step of which every thread loads so many times 16 bytes, or less where a row is
+    shorter.
+    """
+    return min(4096 // bits * num_warps * loads, 1 << (columns - 1).bit_length())
+
+
+def _choose_gemv(
+    top_k: int,
+    K: int,
+    I: int,  # noqa: E741
+    bits: int,
+    chunk: int,
+) -> LayerConfig:
+    """Config of the kernels of gemv.py: rows of w13 or w2, and columns of a step.
+
+    Eight rows a thread share what x costs. GEMM1's programs are many: theirs are steps that divide
+    rows of w13. GEMM2's are few: there more warps share a row, and programs have fewer rows where
+    a multiprocessor would have less than 12 warps.
+    """
+    warp = 4096 // bits  # columns that a warp reads at a time
+    warps1 = next(w for w in (4, 2, 1) if K % (warp * w) == 0 or w == 1)
+    warps2 = min(4, max(1, _gemv_k(top_k * I, bits, 4) // warp))
+    if 4 * warp < top_k * I <= 8 * warp:
+        warps2 = 8
+    rows = 8 if K * warps2 >= 8 * 12 * MULTIPROCESSORS else 4
+    return LayerConfig(
+        GemmConfig(8, _gemv_k(K, bits, warps1), 1, warps1),
+        GemmConfig(rows, _gemv_k(top_k * I, bits, warps2), 1, warps2),
+        1,
+        chunk,
+        GEMV,
+        direct=True,
+    )
+
+
+def gemv_space(
+    base: LayerConfig,
+    top_k: int,
+    K: int,
+    I: int,  # noqa: E741
+    bits: int,
+) -> tuple[list[LayerConfig], list[LayerConfig]]:
+    """For the search (moe_ops.tuning): variants of the two kernels of one token, of 2 to 16 loads
+    a thread.
+    """
+
+    def gemms(columns: int) -> list[GemmConfig]:
+        found = [
+            GemmConfig(rows, _gemv_k(columns, bits, num_warps, loads), 1, num_warps)
+            for rows in (2, 4, 8, 16)
+            for num_warps in (1, 2, 4, 8)
+            for loads in (1, 2)
+            if rows * loads <= 16
+            and (num_warps == loads == 1 or 2048 // bits * num_warps * loads < columns)
+        ]
+        return list(dict.fromkeys(found))
+
+    ones = [base._replace(gemm1=gemm) for gemm in gemms(K)]
+    return ones, [base._replace(gemm2=gemm) for gemm in gemms(top_k * I)]
+
+
+def search_space(
+    base: LayerConfig, average: float, bits: int, experts: int, K: int
+) -> list[tuple[list[LayerConfig], list[LayerConfig]]]:
+    """For the search (moe_ops.tuning): variants of GEMM1 and of GEMM2, a pair of lists for each
+    kind of block.
+
+    Args:
+        average: rows an expert has on average.
+        bits: of a weight.
+        experts: how many there are.
+        K: rows of GEMM2's weights.
+    """
+    if base.kernel == SM90_WGMMA:
+        return _wgmma_space(base, average, experts, K)
+    few = [t for t in _ROWS_AND_WARPS if average / 2 <= t <= max(8, 8 * average)]
+    space = []
+    for block_m in [8] if base.direct else few or [128]:
+        gemms = candidates(block_m, bits)
+        ones = [base._replace(block_m=block_m, gemm1=gemm, gemm2=gemms[0]) for gemm in gemms]
+        space.append((ones, [one._replace(gemm2=one.gemm1) for one in ones]))
+    return space
+
+
+# BLOCK_N and warps of tiles worth timing, by BLOCK_M: 16 and 32 tokens are what each warp reads of
+# x for its 32 or 64 rows.
+_ROWS_AND_WARPS = {
+    8: ((32, 2), (64, 2), (128, 2)),
+    16: ((64, 2), (128, 4), (256, 4), (256, 8)),
+    32: ((64, 2), (128, 4), (256, 4), (256, 8)),
+    64: ((64, 4), (128, 4)),
+    128: ((64, 4), (128, 8)),
+}
+
+
+def candidates(block_m: int, bits: int) -> list[GemmConfig]:
+    """Configs worth timing: sums and operands of a block fit its registers, and 64 or 128 bytes of
+    a row are read.
+    """
+    found = []
+    for block_n, num_warps in _ROWS_AND_WARPS[block_m]:
+        for block_k in (64, 128) if bits == 8 else (128, 256):
+            for num_stages in (3, 4, 6):
+                size = block_n * block_k * bits // 8  # bytes of weights
+                if 1024 <= size <= 16384 and size * num_stages <= 65536:
+                    found.append(GemmConfig(block_n, block_k, num_stages, num_warps))
+    return found
+
+
+def choose_wgmma(
+    rows: int,
+    groups: int,
+    K: int,
+    I: int,  # noqa: E741
+    bits: int,
+    chunk: int,
+) -> LayerConfig | None:
+    """Config of the two GEMMs of sm90_wgmma.py; None where other kernels serve so many rows. An
+    expert's should usually fit a block.
+
+    As measured on an H200 for qwen3, mixtral, gptoss20 and gptoss120 at 8 to 256 tokens.
+    Multiprocessors of more blocks were faster than those of deeper rings, which leave scales less
+    of the L1 cache, and GEMM2 of few tiles where its programs share the columns: of Mixtral's 64
+    tokens, three parts are two rounds of three blocks a multiprocessor. With 256 columns a step
+    instead of 128 Mixtral in nvfp4, prepared, took 236 us instead of 244 at M = 32, 548 instead of
+    566 at 256.
+
+    Of many rows, those of sm80_mma.py decode as often, and more slowly: of 64, 128, 256 and 512
+    rows an expert Mixtral in int4 took 1132, 1759, 3015 and 5308 us with them, and 506, 849, 1583
+    and 3114 with these; of fp8 990, 1335, 2322 and 4165, and 850, 1412, 2485 and 5011.
+    """
+    average = rows / groups
+    if bits == 8 and average > MAX_ROWS_OF_8_BITS:
+        return None
+    block_m = 8 if average <= 4 else 16 if average <= 10 else 32 if average <= 22 else 64
+
+    def gemm(columns: int, few: bool) -> GemmConfig:
+        wide = bits == 4 and columns % 256 == 0
+        if block_m == 64:  # four warps have no registers for sums and what they come from
+            return GemmConfig(128, 256, 2, 8) if wide else GemmConfig(128, 128, 4, 8)
+        if not wide:
+            return GemmConfig(128, 128, 3, 4)
+        return GemmConfig(64 if block_m == 8 and few else 128, 256, 2, 4)
+
+    few = min(rows, groups) * cdiv(K, 128) <= 2 * MULTIPROCESSORS
+    split_k = (3 if block_m == 32 else 2) if few else 1
+    gemm1, gemm2 = gemm(K, average < 1), gemm(I, False)
+    return LayerConfig(gemm1, gemm2, block_m, chunk, SM90_WGMMA, split_k=split_k)
+
+
+def fits_wgmma(block_m: int, average: float) -> bool:
+    """Whether blocks of so many tokens may be the best of sm90_wgmma.py for experts of so many
+    rows on average.
+
+    Weights are read once, if the largest blocks allow it, and blocks are not empty. (In mxfp4
+    Mixtral's layer of 32 tokens took 265 us with 16, 288 with 32.)
+    """
+    return min(average, 64) <= block_m < max(9, 4 * average)
+
+
+def _wgmma_space(
+    base: LayerConfig, average: float, experts: int, K: int
+) -> list[tuple[list[LayerConfig], list[LayerConfig]]]:
+    """`search_space` of the kernels of sm90_wgmma.py."""
+    gemms = [(64, 128, 4, 4), (64, 256, 2, 4), (64, 256, 4, 4)]
+    gemms += [(128, 128, 3, 4), (128, 128, 4, 4), (128, 256, 2, 4)]
+    gemms += [(128, 128, 4, 8), (128, 256, 2, 8), (128, 256, 3, 8)]
+    space = []
+    for block_m in [t for t in (8, 16, 32, 64) if fits_wgmma(t, average)] or [64]:
+        whole = base._replace(block_m=block_m, split_k=1)
+        ones = [whole._replace(gemm1=GemmConfig(*g), gemm2=GemmConfig(*g)) for g in gemms]
+        twos = ones + [
+            one._replace(split_k=split_k)
+            for one in ones
+            for split_k in range(2, MAX_SPLIT_K + 1)
+            if min(1, average) * experts * cdiv(K, one.gemm2.block_n) * split_k <= 800
+        ]
+        space.append((ones, twos))
+    return space
+
+
+def padded(columns: int) -> int:
+    """Columns of a row of x or h in whole chunks of sm90_wgmma.py, at most."""
+    return cdiv(columns, 128) * 128 if columns % 64 == 0 else columns
+
+
+def y_rows(pairs):
+    """Rows of y (fp32) in the workspace, int or SymInt: parts of few rows too."""
+    return maximum(pairs, minimum(MAX_SPLIT_K * pairs, SPLIT_ROWS))
+
+
+def split_k_of(w2: MixedOperand, config: GemmConfig, split_k: int, pairs: int) -> int:
+    """How many programs share the columns of a tile of GEMM2: at most `split_k`, and as many as y
+    has room for.
+
+    Each has a step of its own: one without would write y, where GEMM1's x is, with nothing of
+    GEMM1's to wait for.
+    """
+    steps = cdiv(w2.K, w2.block_k(config))
+    split_k = min(split_k, y_rows(pairs) // pairs)
+    return cdiv(steps, cdiv(steps, split_k))
+
+
+def pair_bucket(pairs: int) -> int:
+    """The least of PAIR_BUCKETS that `pairs` are no more than, 0 for none."""
+    return next((most for most in PAIR_BUCKETS if pairs <= most), 0)
+
+
+def max_unsorted_pairs(pairs: int, experts: int) -> int:
+    """The most pairs of a layer without a routing kernel, 0 with one: programs of the GEMMs find
+    their blocks then.
+
+    Where many pairs share few experts, most programs would find none.
+    """
+    return PAIR_BUCKETS[0] if pairs <= min(PAIR_BUCKETS[0], experts) else 0

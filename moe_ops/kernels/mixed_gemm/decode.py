@@ -1,0 +1,300 @@
+"""Weights of 4 to 8 bits decoded to 16-bit numbers in registers. Imported at first launch only.
+
+The functions in assembly decode 4 bytes of a row to bf16 and are elementwise: byte i becomes
+element i, in whatever order threads hold them.
+
+FORMAT and SCALE are explained in kernels/mixed_gemm/sm80_mma.py.
+"""
+
+import triton
+import triton.language as tl
+
+from moe_ops.kernels.device.e4m3 import decode
+
+INTERPRET = tl.constexpr(triton.knobs.runtime.interpret)
+
+
+@triton.jit
+def int4_pair(p):
+    """bf16 of nibbles (even, odd columns), minus 8: 128 + n by its bits, then a difference."""
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .b32 a, b, c, d, q, r, o, m, u;
+        mov.b32 o, 0x43004300; mov.b32 m, 0xc308c308; mov.b32 u, 0x3f803f80;
+        prmt.b32 q, $4, 0, 0x3120; shr.u32 r, q, 8;
+        lop3.b32 a, q, 0x000f000f, o, 0xea;
+        lop3.b32 b, r, 0x000f000f, o, 0xea;
+        shr.u32 c, q, 4; lop3.b32 c, c, 0x000f000f, o, 0xea;
+        shr.u32 d, q, 12; lop3.b32 d, d, 0x000f000f, o, 0xea;
+        fma.rn.bf16x2 $0, a, u, m; fma.rn.bf16x2 $1, b, u, m;
+        fma.rn.bf16x2 $2, c, u, m; fma.rn.bf16x2 $3, d, u, m;
+        }""",
+        "=r,=r,=r,=r,r",
+        [p],
+        dtype=(tl.bfloat16, tl.bfloat16),
+        is_pure=True,
+        pack=4,
+    )
+
+
+@triton.jit
+def int4_pair_zero(p, offset):
+    """As int4_pair, plus an offset (bf16) of -128 - its zero point each."""
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .b32 a, b, c, d, q, r, o, u;
+        mov.b32 o, 0x43004300; mov.b32 u, 0x3f803f80;
+        prmt.b32 q, $4, 0, 0x3120; shr.u32 r, q, 8;
+        lop3.b32 a, q, 0x000f000f, o, 0xea;
+        lop3.b32 b, r, 0x000f000f, o, 0xea;
+        shr.u32 c, q, 4; lop3.b32 c, c, 0x000f000f, o, 0xea;
+        shr.u32 d, q, 12; lop3.b32 d, d, 0x000f000f, o, 0xea;
+        fma.rn.bf16x2 $0, a, u, $5; fma.rn.bf16x2 $1, b, u, $6;
+        fma.rn.bf16x2 $2, c, u, $5; fma.rn.bf16x2 $3, d, u, $6;
+        }""",
+        "=r,=r,=r,=r,r,r,r",
+        [p, offset],
+        dtype=(tl.bfloat16, tl.bfloat16),
+        is_pure=True,
+        pack=4,
+    )
+
+
+@triton.constexpr_function
+def is_e2m1(FORMAT):
+    return FORMAT in ("e2m1", "e2m1_words")
+
+
+@triton.jit
+def e2m1_pair(p, s):
+    """bf16 of nibbles times 2^-126 times a scale (bf16) each.
+
+    A product puts sign and magnitude where bf16 has them, as logic has half of the issue slots.
+    """
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .b32 a, b, c, d, q, r, z;
+        mov.b32 z, 0x80008000;
+        prmt.b32 q, $4, 0, 0x3120; shr.u32 r, q, 8;
+        and.b32 a, q, 0x000f000f; mul.lo.u32 a, a, 0x1040; and.b32 a, a, 0x81c081c0;
+        and.b32 b, r, 0x000f000f; mul.lo.u32 b, b, 0x1040; and.b32 b, b, 0x81c081c0;
+        and.b32 c, q, 0x00f000f0; mul.lo.u32 c, c, 0x0104; and.b32 c, c, 0x81c081c0;
+        and.b32 d, r, 0x00f000f0; mul.lo.u32 d, d, 0x0104; and.b32 d, d, 0x81c081c0;
+        fma.rn.bf16x2 $0, a, $5, z; fma.rn.bf16x2 $1, b, $6, z;
+        fma.rn.bf16x2 $2, c, $5, z; fma.rn.bf16x2 $3, d, $6, z;
+        }""",
+        "=r,=r,=r,=r,r,r,r",
+        [p, s],
+        dtype=(tl.bfloat16, tl.bfloat16),
+        is_pure=True,
+        pack=4,
+    )
+
+
+@triton.jit
+def scale_bf16x2(s, SCALE: tl.constexpr):
+    """The bf16 of e8m0 codes times 2^94 or of e4m3 codes times 2^118, both halves of 32 bits.
+
+    So 2^-32 or 2^-8 remains of it and of the 2^-126 of e2m1_pair. A product puts both where bf16
+    has them, e4m3 times 2^-120.
+    """
+    if SCALE == "e8m0":
+        return s.to(tl.int32) * 0x00800080 + 0x2F002F00
+    else:
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 m, z, s; mov.b32 m, 0x7b007b00; mov.b32 z, 0x80008000;
+            fma.rn.bf16x2 s, $1, m, z; fma.rn.bf16x2 $0, s, m, z;
+            }""",
+            "=r,r",
+            [s.to(tl.int32) * 0x00100010],
+            dtype=tl.int32,
+            is_pure=True,
+            pack=1,
+        )
+
+
+@triton.jit
+def int8_value(p):
+    """bf16 of int8 codes (given as uint8): 128 + the low 7 bits, minus 128 or 256."""
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .b32 a, b, c, d, q, r, o, m, u;
+        mov.b32 o, 0x43004300; mov.b32 m, 0xc300c300; mov.b32 u, 0x3f803f80;
+        prmt.b32 q, $2, 0, 0x3120; shr.u32 r, q, 8;
+        lop3.b32 a, q, 0x007f007f, o, 0xea; lop3.b32 b, q, 0x00800080, m, 0xea;
+        lop3.b32 c, r, 0x007f007f, o, 0xea; lop3.b32 d, r, 0x00800080, m, 0xea;
+        fma.rn.bf16x2 $0, a, u, b; fma.rn.bf16x2 $1, c, u, d;
+        }""",
+        "=r,=r,r",
+        [p],
+        dtype=tl.bfloat16,
+        is_pure=True,
+        pack=4,
+    )
+
+
+@triton.jit
+def e4m3_value(p):
+    """bf16 of e4m3 codes (as uint8); the NaN code becomes 480."""
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .b32 a, b, q, s, m, z;
+        mov.b32 m, 0x7b807b80; mov.b32 z, 0x80008000;
+        prmt.b32 q, $2, 0, 0x3120; shl.b32 s, q, 8; shl.b32 a, q, 4; and.b32 a, a, 0x07f007f0;
+        lop3.b32 a, s, 0x80008000, a, 0xea;
+        shr.u32 b, q, 4; and.b32 b, b, 0x07f007f0; lop3.b32 b, q, 0x80008000, b, 0xea;
+        fma.rn.bf16x2 $0, a, m, z; fma.rn.bf16x2 $1, b, m, z;
+        }""",
+        "=r,=r,r",
+        [p],
+        dtype=tl.bfloat16,
+        is_pure=True,
+        pack=4,
+    )
+
+
+@triton.jit
+def e2m1(code):
+    """fp32 of e2m1 codes, whose upper bits are zero."""
+    magnitude = (code & 7).to(tl.int32)
+    exponent, mantissa = magnitude >> 1, magnitude & 1
+    normal = ((2 + mantissa) << exponent).to(tl.float32) * 0.25
+    value = tl.where(exponent == 0, 0.5 * mantissa.to(tl.float32), normal)
+    return tl.where(code > 7, -value, value)
+
+
+@triton.jit
+def six_bits(p, ptrs, stride, column, end):
+    """Codes of 6 bits from the bytes they begin in, and their remaining bits from the next."""
+    place = column % 4
+    more = (place == 1) | (place == 2)
+    following = tl.load(ptrs + stride, mask=(more & (column < end))[None, :], other=0)
+    both = p.to(tl.int32) | following.to(tl.int32) << 8
+    return (both >> (6 * place % 8)[None, :] & 63).to(tl.uint8)
+
+
+@triton.jit
+def six_bit_value(code, FORMAT: tl.constexpr, dtype: tl.constexpr):
+    """bf16 or fp32 of codes of 6 bits: sign, exponent and mantissa where `dtype` has them, times a
+    power of two that corrects the exponent bias.
+    """
+    MANTISSA: tl.constexpr = 2 if FORMAT == "e3m2" else 3
+    EXPONENT_CORRECTION: tl.constexpr = 2.0**124 if FORMAT == "e3m2" else 2.0**126
+    bits = code.to(tl.int32)
+    bits = ((bits & 32) << 26) | ((bits & 31) << (23 - MANTISSA))
+    if dtype == tl.bfloat16:
+        return (bits >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True) * EXPONENT_CORRECTION
+    else:
+        return bits.to(tl.float32, bitcast=True) * EXPONENT_CORRECTION
+
+
+@triton.jit
+def group_scale(s, SCALE: tl.constexpr):
+    """fp32 of loaded scales."""
+    if SCALE == "e8m0":
+        bits = s.to(tl.int32) << 23
+        return tl.where(bits == 0, 1 << 22, bits).to(tl.float32, bitcast=True)  # 2^-127
+    elif SCALE == "e4m3":
+        return decode(s, tl.float32)
+    else:
+        return s.to(tl.float32)
+
+
+@triton.jit
+def spread(s, BLOCK_N: tl.constexpr, GROUPS: tl.constexpr, EACH: tl.constexpr):
+    """(BLOCK_N, GROUPS) or (BLOCK_N,) to (BLOCK_N, GROUPS * EACH): one a byte of a group."""
+    if GROUPS == 1:
+        return tl.broadcast_to(s[:, None], (BLOCK_N, EACH))
+    else:
+        return tl.broadcast_to(s[:, :, None], (BLOCK_N, GROUPS, EACH)).reshape(
+            BLOCK_N, GROUPS * EACH
+        )
+
+
+@triton.jit
+def operands(
+    x,  # (BLOCK_M, BLOCK_K)
+    p,  # (BLOCK_N, BLOCK_K) or two columns a byte (BLOCK_N, BLOCK_K // 2), uint8
+    s,  # scales of these columns, (BLOCK_N, GROUPS), where weights are scaled
+    zero,  # zero points of them, (BLOCK_N,) or (BLOCK_N, GROUPS)
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUPS: tl.constexpr,
+    FORMAT: tl.constexpr,
+    SCALE: tl.constexpr,
+    HAS_ZERO: tl.constexpr,
+):
+    """(x0, x1, w0, w1): x @ w.T = x0 @ w0.T + x1 @ w1.T. Of 8-bit formats the second pair repeats
+    the first.
+    """
+    PAIRS: tl.constexpr = FORMAT == "int4" or FORMAT == "e2m1"
+    BYTES: tl.constexpr = BLOCK_K // 2 if PAIRS else BLOCK_K
+    SIX: tl.constexpr = FORMAT == "e3m2" or FORMAT == "e2m3"
+    SCALED: tl.constexpr = SCALE == "e8m0" or SCALE == "e4m3" or SCALE == "weight"
+    if PAIRS:
+        x0, x1 = x.reshape(BLOCK_M, BYTES, 2).split()
+    else:
+        x0 = x
+        x1 = x
+    EACH: tl.constexpr = BYTES // GROUPS
+    if x.dtype == tl.bfloat16 and not INTERPRET:
+        if FORMAT == "e2m1":
+            s = scale_bf16x2(s, SCALE).to(tl.int16).to(tl.bfloat16, bitcast=True)
+            w0, w1 = e2m1_pair(p, spread(s, BLOCK_N, GROUPS, EACH))
+        elif FORMAT == "int4":
+            if HAS_ZERO:
+                w0, w1 = int4_pair_zero(
+                    p, spread(-128.0 - zero.to(tl.bfloat16), BLOCK_N, GROUPS, EACH)
+                )
+            else:
+                w0, w1 = int4_pair(p)
+        elif FORMAT == "int8":
+            w0 = int8_value(p)
+            if HAS_ZERO:  # at most 255, which bf16 holds
+                zero = zero.to(tl.int8, bitcast=True).to(tl.bfloat16)
+                w0 -= spread(zero, BLOCK_N, GROUPS, EACH)
+            w1 = w0
+        elif SIX:
+            w0 = six_bit_value(p, FORMAT, tl.bfloat16)
+            w1 = w0
+        else:
+            w0 = e4m3_value(p)
+            w1 = w0
+        if SCALED and FORMAT != "e2m1":
+            if SCALE == "e8m0":
+                s = (s.to(tl.int16) * 128).to(tl.bfloat16, bitcast=True)
+            elif SCALE == "e4m3":
+                s = decode(s, tl.bfloat16)
+            s = spread(s, BLOCK_N, GROUPS, EACH)
+            w0 *= s
+            w1 *= s
+    else:
+        if PAIRS:
+            w0, w1 = p & 15, p >> 4
+            if FORMAT == "e2m1":
+                w0, w1 = e2m1(w0), e2m1(w1)
+        elif SIX:
+            w0 = six_bit_value(p, FORMAT, tl.float32)
+            w1 = w0
+        else:
+            w0 = p.to(tl.int8, bitcast=True) if FORMAT == "int8" else decode(p, tl.float32)
+            w1 = w0
+        w0, w1 = w0.to(tl.float32), w1.to(tl.float32)
+        if HAS_ZERO:
+            zero = zero.to(tl.int8, bitcast=True).to(tl.float32)
+            zero = spread(zero, BLOCK_N, GROUPS, EACH)
+            w0 -= zero
+            w1 -= zero
+        elif FORMAT == "int4":
+            w0 -= 8.0
+            w1 -= 8.0
+        if SCALED:
+            s = spread(group_scale(s, SCALE), BLOCK_N, GROUPS, EACH)
+            w0 *= s
+            w1 *= s
+        if INTERPRET:  # its 16-bit products are wrong
+            x0, x1 = x0.to(tl.float32), x1.to(tl.float32)
+        w0, w1 = w0.to(x0.dtype), w1.to(x1.dtype)
+    return x0, x1, w0, w1

@@ -1,0 +1,475 @@
+"""A layer of one token whose weights have 4 or 8 bits beside 16-bit activations, in two launches.
+Imported at first launch only.
+
+As in kernels/gemm/gemv.py weights go from memory to registers and meet x in ordinary
+multiplications. A thread reads 16 bytes of a row, a chunk, and the activations that belong to
+them: nothing is exchanged between threads until sums are finished. Products: gemv_dot.py.
+
+Legend: a chunk is 16 bytes of a row, 32 or 16 columns; CHUNKS of them in BLOCK_N rows are a step
+of a program. Tensors are (CHUNKS, BLOCK_N): of dimensions without neighbours in memory Triton
+spreads threads over the first. FORMAT and SCALE as in sm80_mma.py; scales of rows and tensors are
+read like those of groups.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+from moe_ops.kernels.configs import LayerConfig
+from moe_ops.kernels.device.activations import activate_one, activate_two
+from moe_ops.kernels.device.blocks import local_expert
+from moe_ops.kernels.device.pdl import gdc_launch_dependents, gdc_wait
+from moe_ops.kernels.gemm.operands import Activated, Bias, bias_of
+from moe_ops.kernels.launch import (
+    Constant,
+    Gpu,
+    Launch,
+    Pointer,
+    Runtime,
+    Specialized,
+    arguments,
+    kernel,
+)
+from moe_ops.kernels.mixed_gemm.gemv_dot import (
+    chunk_products,
+    load_chunks,
+    load_columns,
+    word_columns,
+)
+from moe_ops.kernels.mixed_gemm.operands import Format, MixedOperand
+from moe_ops.kernels.permute.rows import NO_ROUTER_WEIGHTS, RouterWeights, router_weights
+from moe_ops.kernels.quantize.scales import flat
+from moe_ops.meta.workspace import cdiv
+from moe_ops.ops.args import ExpertsArgs
+
+CHUNK = 16  # bytes of a row that a thread reads at a time
+ALL_PAIRS = tl.constexpr(1 << 30)  # as top_k: every pair is of token 0
+
+
+class GemvWeight(NamedTuple):
+    """A weight (E, N, bytes of K columns) and what belongs to it.
+
+    No kernel is compiled anew for strides between groups: were they known to be 1, scales would be
+    read several a thread and exchanged.
+    """
+
+    ptr: Pointer
+    stride_e: Specialized
+    stride_n: Specialized
+    scale: Pointer
+    scale_stride_e: Specialized
+    scale_stride_n: Specialized
+    scale_stride_g: Runtime
+    zero: Pointer  # as the scales, bytes
+    zero_stride_e: Specialized
+    zero_stride_n: Specialized
+    zero_stride_g: Runtime
+    factor: Pointer  # (E,) fp32 that scales are divided by
+    factor_stride_e: Specialized
+
+
+class GemvFormat(NamedTuple):
+    """How a weight is decoded."""
+
+    PREFIXED = False
+    FORMAT: Constant
+    SCALE: Constant
+    SCALE_GROUP: Constant
+    ROW_CHUNKS: Constant  # chunks of a row
+
+
+class TokenRouting(NamedTuple):
+    """Experts of one token. No kernel is compiled anew for its numbers."""
+
+    PREFIXED = False
+    ids: Pointer  # (1, top_k)
+    map: Pointer  # (num_ids,) global id -> local id, or None
+    E: Runtime
+    num_ids: Runtime
+    ids_stride_m: Runtime
+    ids_stride_k: Runtime
+    map_stride: Runtime
+
+
+@arguments
+class Gemm1:
+    h: Pointer  # (top_k, I), written
+    x: Pointer  # (K,)
+    x_stride_k: Specialized
+    w: GemvWeight
+    format: GemvFormat
+    bias: Bias  # (E, N)
+    routing: TokenRouting
+    topk_weights: RouterWeights  # (1, top_k), where they scale the input
+    I: Specialized
+    activation: Activated
+    BLOCK_N: Constant  # rows of w
+    BLOCK_K: Constant
+    PDL: Constant
+
+
+@kernel(Gemm1)
+def moe_ops_vector_packed_gemm1(
+    h_ptr,
+    x_ptr,
+    x_stride_k,
+    w_ptr,
+    w_stride_e,
+    w_stride_n,
+    w_scale_ptr,
+    w_scale_stride_e,
+    w_scale_stride_n,
+    w_scale_stride_g,
+    w_zero_ptr,
+    w_zero_stride_e,
+    w_zero_stride_n,
+    w_zero_stride_g,
+    w_factor_ptr,
+    w_factor_stride_e,
+    FORMAT: tl.constexpr,
+    SCALE: tl.constexpr,
+    SCALE_GROUP: tl.constexpr,
+    ROW_CHUNKS: tl.constexpr,
+    bias_ptr,
+    bias_stride_e,
+    bias_stride_n,
+    ids_ptr,
+    map_ptr,
+    E,
+    num_ids,
+    ids_stride_m,
+    ids_stride_k,
+    map_stride,
+    topk_weights_ptr,
+    topk_weights_stride_m,
+    topk_weights_stride_k,
+    I,  # noqa: E741
+    alpha,
+    beta,
+    limit,
+    ACTIVATION: tl.constexpr,
+    GATED: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    HAS_LIMIT: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """h = activation(x @ w13.T + bias): a program an expert and BLOCK_N rows of w13, gates and
+    ups side by side.
+    """
+    WORD: tl.constexpr = word_columns(FORMAT)
+    CHUNKS: tl.constexpr = BLOCK_K // (4 * WORD)
+    EACH: tl.constexpr = 2 if GATED else 1
+    BLOCK_I: tl.constexpr = BLOCK_N // EACH
+    gdc_wait(PDL)
+    # GEMM2's programs ask for their weights, into registers, as soon as the last of these programs
+    # run.
+    gdc_launch_dependents(PDL)
+    pair = tl.program_id(0)
+    e = local_expert(
+        ids_ptr, map_ptr, pair, pair >= 0, E, num_ids, ALL_PAIRS,
+        ids_stride_m, ids_stride_k, map_stride,
+    )  # fmt: skip
+    if e < 0:
+        return
+    e64 = e.to(tl.int64)
+    experts = tl.full((CHUNKS,), 0, tl.int64) + e64
+    r = tl.arange(0, BLOCK_N)
+    row = tl.minimum(tl.program_id(1) * BLOCK_I + r // EACH, I - 1)
+    if GATED:
+        row = 2 * row + r % 2 if INTERLEAVED else row + r % 2 * I
+    acc = tl.zeros((CHUNKS, BLOCK_N), tl.float32)
+    for start in tl.range(0, ROW_CHUNKS, CHUNKS, num_stages=1):
+        chunk = start + tl.arange(0, CHUNKS)
+        here = chunk < ROW_CHUNKS
+        w, first, second, zero = load_chunks(
+            w_ptr, w_scale_ptr, w_zero_ptr, experts, row, chunk, here, w_stride_e, w_stride_n,
+            w_scale_stride_e, w_scale_stride_n, w_scale_stride_g,
+            w_zero_stride_e, w_zero_stride_n, w_zero_stride_g, FORMAT, SCALE, SCALE_GROUP,
+        )  # fmt: skip
+        # Else the compiler puts loads off until they are needed, and fewer are on their way.
+        tl.debug_barrier()
+        x0, x1, x2, x3 = load_columns(x_ptr, x_stride_k, chunk, here, WORD)
+        acc += chunk_products(
+            w,
+            first,
+            second,
+            zero,
+            x0,
+            x1,
+            x2,
+            x3,
+            FORMAT,
+            SCALE,
+            SCALE_GROUP,
+            w_zero_ptr is not None,
+        )
+    sums = tl.sum(acc, 0)
+    if w_factor_ptr is not None:
+        sums /= tl.load(w_factor_ptr + e64 * w_factor_stride_e)
+    if topk_weights_ptr is not None:
+        sums *= tl.load(topk_weights_ptr + pair * topk_weights_stride_k).to(tl.float32)
+    if bias_ptr is not None:
+        sums += tl.load(bias_ptr + e64 * bias_stride_e + row * bias_stride_n).to(tl.float32)
+    if GATED:
+        g, u = sums.reshape(BLOCK_I, 2).split()
+        h = activate_two(g, u, alpha, beta, limit, ACTIVATION, HAS_LIMIT)
+    else:
+        h = activate_one(sums, ACTIVATION)
+    column = tl.program_id(1) * BLOCK_I + tl.arange(0, BLOCK_I)
+    h_ptrs = h_ptr + pair.to(tl.int64) * I + column
+    tl.store(h_ptrs, h.to(h_ptr.dtype.element_ty), mask=column < I)
+
+
+@triton.jit
+def load_expert_and_weight(
+    pair,  # (n,)
+    ids_ptr,
+    map_ptr,
+    topk_weights_ptr,
+    E,
+    num_ids,
+    ids_stride_m,
+    ids_stride_k,
+    map_stride,
+    topk_weights_stride_k,
+    TOP_K: tl.constexpr,
+):
+    """(expert int64, whether it is here, router weight) of pairs."""
+    e = local_expert(
+        ids_ptr, map_ptr, pair, pair < TOP_K, E, num_ids, ALL_PAIRS,
+        ids_stride_m, ids_stride_k, map_stride,
+    )  # fmt: skip
+    here = e >= 0
+    e = tl.maximum(e, 0).to(tl.int64)
+    weight = here.to(tl.float32)
+    if topk_weights_ptr is not None:
+        weight = tl.load(topk_weights_ptr + pair * topk_weights_stride_k, mask=here, other=0.0)
+        weight = weight.to(tl.float32)
+    return e, here, weight
+
+
+@arguments
+class Gemm2:
+    out: Pointer  # (N,), written
+    out_stride_n: Specialized
+    h: Pointer  # (top_k, K), read as one row: the sum goes over experts and columns alike
+    w: GemvWeight
+    format: GemvFormat
+    bias: Bias  # (E, N)
+    routing: TokenRouting
+    topk_weights: RouterWeights  # (1, top_k), where they scale the experts' rows
+    N: Specialized
+    TOP_K: Constant
+    PAIRS: Constant  # a power of two, at least TOP_K
+    BLOCK_N: Constant
+    BLOCK_K: Constant
+    PDL: Constant
+
+
+@kernel(Gemm2)
+def moe_ops_vector_packed_gemm2(
+    out_ptr,
+    out_stride_n,
+    h_ptr,
+    w_ptr,
+    w_stride_e,
+    w_stride_n,
+    w_scale_ptr,
+    w_scale_stride_e,
+    w_scale_stride_n,
+    w_scale_stride_g,
+    w_zero_ptr,
+    w_zero_stride_e,
+    w_zero_stride_n,
+    w_zero_stride_g,
+    w_factor_ptr,
+    w_factor_stride_e,
+    FORMAT: tl.constexpr,
+    SCALE: tl.constexpr,
+    SCALE_GROUP: tl.constexpr,
+    ROW_CHUNKS: tl.constexpr,
+    bias_ptr,
+    bias_stride_e,
+    bias_stride_n,
+    ids_ptr,
+    map_ptr,
+    E,
+    num_ids,
+    ids_stride_m,
+    ids_stride_k,
+    map_stride,
+    topk_weights_ptr,
+    topk_weights_stride_m,
+    topk_weights_stride_k,
+    N,
+    TOP_K: tl.constexpr,
+    PAIRS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """out = the sum over the token's experts of router weight * (h @ w2.T + bias), in fp32,
+    rounded once: a program BLOCK_N columns.
+
+    Only h is written by the kernel before this one, so weights are asked for before that has
+    ended.
+    """
+    WORD: tl.constexpr = word_columns(FORMAT)
+    CHUNKS: tl.constexpr = BLOCK_K // (4 * WORD)
+    column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    row = tl.minimum(column, N - 1)
+    acc = tl.zeros((CHUNKS, BLOCK_N), tl.float32)
+    biases = tl.zeros((BLOCK_N,), tl.float32)
+    if bias_ptr is not None:
+        lane = tl.arange(0, PAIRS)
+        e, there, weight = load_expert_and_weight(
+            lane, ids_ptr, map_ptr, topk_weights_ptr, E, num_ids,
+            ids_stride_m, ids_stride_k, map_stride, topk_weights_stride_k, TOP_K,
+        )  # fmt: skip
+        bias_ptrs = bias_ptr + (e * bias_stride_e)[:, None] + (row * bias_stride_n)[None, :]
+        bias = tl.load(bias_ptrs, mask=there[:, None], other=0.0).to(tl.float32)
+        biases = tl.sum(bias * weight[:, None], 0)
+    for start in tl.range(0, TOP_K * ROW_CHUNKS, CHUNKS, num_stages=1):
+        chunk = start + tl.arange(0, CHUNKS)
+        expert, here, factor = load_expert_and_weight(
+            chunk // ROW_CHUNKS, ids_ptr, map_ptr, topk_weights_ptr, E, num_ids,
+            ids_stride_m, ids_stride_k, map_stride, topk_weights_stride_k, TOP_K,
+        )  # fmt: skip
+        if w_factor_ptr is not None:
+            factor /= tl.load(w_factor_ptr + expert * w_factor_stride_e, mask=here, other=1.0)
+        w, first, second, zero = load_chunks(
+            w_ptr, w_scale_ptr, w_zero_ptr, expert, row, chunk % ROW_CHUNKS, here,
+            w_stride_e, w_stride_n, w_scale_stride_e, w_scale_stride_n, w_scale_stride_g,
+            w_zero_stride_e, w_zero_stride_n, w_zero_stride_g, FORMAT, SCALE, SCALE_GROUP,
+        )  # fmt: skip
+        tl.debug_barrier()  # as in GEMM1
+        gdc_wait(PDL)  # which it has to do but once; then this costs nothing
+        x0, x1, x2, x3 = load_columns(h_ptr, 1, chunk, here, WORD)
+        part = chunk_products(
+            w,
+            first,
+            second,
+            zero,
+            x0,
+            x1,
+            x2,
+            x3,
+            FORMAT,
+            SCALE,
+            SCALE_GROUP,
+            w_zero_ptr is not None,
+        )
+        acc += part * factor[:, None]
+    gdc_launch_dependents(PDL)
+    out = tl.sum(acc, 0) + biases
+    out_ptrs = out_ptr + column.to(tl.int64) * out_stride_n
+    tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=column < N)
+
+
+@lru_cache(maxsize=1024)
+def _why_not(
+    of: Format,
+    columns: tuple[int, int],
+    strides: tuple[tuple[int, ...], tuple[int, ...]],
+    factor_strides: tuple[int, int],
+) -> str | None:
+    """Why the kernels cannot run with such weights, wherever they lie."""
+    of_chunk = CHUNK * 8 // of.bits
+    if of.bits == 6 or of.scale == "weight":
+        return f"gemv takes no {of.name} weights whose scales are {of.scale!r}"
+    if any([size % of_chunk for size in columns]):
+        return f"gemv takes rows of whole 16 bytes, {of_chunk} columns, got {columns}"
+    if of.group and of.group % of_chunk and 2 * of.group != of_chunk:
+        return f"gemv takes groups of whole 16 bytes or their halves, got {of.group} columns"
+    if not all([one[0] % CHUNK == one[1] % CHUNK == 0 and one[2] == 1 for one in strides]):
+        return "gemv takes rows that begin at multiples of 16 bytes"
+    return "gemv takes no factors of rows" if any(factor_strides) else None
+
+
+def why_not(w13: MixedOperand, w2: MixedOperand) -> str | None:
+    """Why the kernels cannot run: they know these formats and scales, and read rows 16 bytes at a
+    time.
+    """
+    one, two = w13.weight, w2.weight
+    if w2.format.name == "e2m1_words" and not (w13.scales_in_place and w2.scales_in_place):
+        return "gemv takes prepared scales that begin at multiples of 16 bytes"
+    if (w13.data.data_ptr() | w2.data.data_ptr()) % CHUNK:
+        return "gemv takes weights that begin at multiples of 16 bytes"
+    factors = (w13.scales.w_factor_stride_n, w2.scales.w_factor_stride_n)
+    return _why_not(w2.format, (w13.K, w2.K), (one[1:], two[1:]), factors)
+
+
+def _weight(w: MixedOperand) -> GemvWeight:
+    return GemvWeight(*w.weight[:3], *w.scales[:10])
+
+
+@lru_cache(maxsize=1024)
+def _format(of: Format, K: int) -> GemvFormat:
+    return GemvFormat(of.name, of.scale, of.group, K * of.bits // 8 // CHUNK)
+
+
+def launches(
+    a: ExpertsArgs,
+    w13: MixedOperand,
+    w2: MixedOperand,
+    activation: Activated,
+    config: LayerConfig,
+    gpu: Gpu,
+) -> list[Launch]:
+    """Both launches of a layer of one token."""
+    x, ids, expert_map, out = a.hidden_states, a.topk_ids, a.expert_map, a.out
+    E, K, I = w2.E, w2.N, w2.K  # noqa: E741
+    top_k = ids.shape[1]
+    h = flat(a.workspace13, x.dtype, top_k * I)
+    num_ids, map_stride = E, 0
+    if expert_map is not None:
+        num_ids, map_stride = expert_map.shape[0], expert_map.stride(0)
+    routing = TokenRouting(ids, expert_map, E, num_ids, *ids.stride(), map_stride)
+    on_input, weights = NO_ROUTER_WEIGHTS, router_weights(a.topk_weights)
+    if a.router_weight_on_input:
+        on_input, weights = weights, on_input
+    first, second = config.gemm1, config.gemm2
+    args1 = Gemm1(
+        h=h,
+        x=x,
+        x_stride_k=x.stride(1),
+        w=_weight(w13),
+        format=_format(w13.format, w13.K),
+        bias=bias_of(a.w13_bias),
+        routing=routing,
+        topk_weights=on_input,
+        I=I,
+        activation=activation,
+        BLOCK_N=first.block_n,
+        BLOCK_K=first.block_k,
+        PDL=gpu.pdl,
+    )
+    args2 = Gemm2(
+        out=out,
+        out_stride_n=out.stride(1),
+        h=h,
+        w=_weight(w2),
+        format=_format(w2.format, w2.K),
+        bias=bias_of(a.w2_bias),
+        routing=routing,
+        topk_weights=weights,
+        N=K,
+        TOP_K=top_k,
+        PAIRS=1 << (top_k - 1).bit_length(),
+        BLOCK_N=second.block_n,
+        BLOCK_K=second.block_k,
+        PDL=gpu.pdl,
+    )
+    block_i = first.block_n // 2 if activation.GATED else first.block_n
+    return [
+        Launch(moe_ops_vector_packed_gemm1, (top_k, cdiv(I, block_i), 1), args1, first.num_warps),
+        Launch(
+            moe_ops_vector_packed_gemm2, (cdiv(K, second.block_n), 1, 1), args2, second.num_warps
+        ),
+    ]

@@ -1,0 +1,305 @@
+"""Loads of weights of 4 and 8 bits for gemv.py, and their products with x. Imported at first
+launch only.
+
+Weights become fp32 exactly, products are added in fp32, and the sum of a group is scaled. Decoding
+and multiplying is 3.1 instructions a weight of int4, 3.6 of e2m1; loads, x and scales add 0.9 to
+1.9 where a thread has eight rows.
+"""
+
+import triton
+import triton.language as tl
+
+from moe_ops.kernels.mixed_gemm.decode import group_scale, is_e2m1
+
+INTERPRET = tl.constexpr(triton.knobs.runtime.interpret)
+# e2m1 and e4m3 become fp32 by their bits, whose exponent has another bias: values times 2^-126 and
+# 2^-120. x is multiplied by a part of the correction and the sum by the rest: x may have 2^80, and
+# loses digits below 2^-40 alone.
+TO_X = tl.constexpr(2.0**46)
+E2M1_REST = tl.constexpr(2.0**80)
+E4M3_REST = tl.constexpr(2.0**74)
+
+
+@triton.constexpr_function
+def word_columns(FORMAT):
+    """Columns of a row in 32 bits."""
+    return 8 if FORMAT == "int4" or is_e2m1(FORMAT) else 4
+
+
+@triton.jit
+def split_columns(x, WORD: tl.constexpr):
+    """fp32 x (CHUNKS, WORD) as columns (CHUNKS,); of WORD 4 the last four repeat the first."""
+    n: tl.constexpr = x.shape[0]
+    even, odd = x.to(tl.float32).reshape(n, WORD // 2, 2).split()
+    if WORD == 8:
+        even, x26 = even.reshape(n, 2, 2).split()
+        odd, x37 = odd.reshape(n, 2, 2).split()
+        x0, x4 = even.split()
+        x2, x6 = x26.split()
+        x1, x5 = odd.split()
+        x3, x7 = x37.split()
+        return x0, x1, x2, x3, x4, x5, x6, x7
+    else:
+        x0, x2 = even.split()
+        x1, x3 = odd.split()
+        return x0, x1, x2, x3, x0, x1, x2, x3
+
+
+@triton.jit
+def masked_or(w, mask, magic):
+    """(w & mask) | magic as fp32. By itself the compiler makes two instructions of it."""
+    if INTERPRET:
+        bits = (w & mask) | magic
+    else:
+        bits = tl.inline_asm_elementwise(
+            "lop3.b32 $0, $1, $2, $3, 0xea;", "=r,r,r,r", [w, mask, magic],
+            dtype=tl.uint32, is_pure=True, pack=1,
+        )  # fmt: skip
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def int4_product(w, x, acc, AT: tl.constexpr):
+    """acc + (nibble - 8) * x, the nibble from bit AT of w on: 2^23 + 2^AT * nibble by its bits, an
+    exact difference.
+    """
+    value = masked_or(w, 15 << AT, 0x4B000000) - (8388608.0 + 8.0 * (1 << AT))
+    return acc + value * (x * (1.0 / (1 << AT)))[:, None]
+
+
+@triton.jit
+def e2m1_products(bits, low, high, acc):
+    """acc + 2^-80 times the products of two numbers: the halves of `bits`, whose sign and
+    magnitude are where bf16 has them, the lower one times `low`.
+    """
+    upper = (bits & 0x81C00000).to(tl.float32, bitcast=True)
+    lower = ((bits << 16) & 0x81C00000).to(tl.float32, bitcast=True)
+    acc += lower * (low * TO_X)[:, None]
+    return acc + upper * (high * TO_X)[:, None]
+
+
+@triton.jit
+def int8_product(w, x, acc, AT: tl.constexpr):
+    """acc + byte * x, the byte from bit AT of w on with its sign bit flipped: as of int4."""
+    return acc + (masked_or(w >> AT, 255, 0x4B000000) - 8388736.0) * x[:, None]
+
+
+@triton.jit
+def e4m3_product(w, x, acc, AT: tl.constexpr):
+    """acc + 2^-74 * byte * x; the code of NaN is 480."""
+    byte = w << (24 - AT)
+    bits = (byte & 0x80000000) | ((byte >> 4) & 0x07F00000)
+    return acc + bits.to(tl.float32, bitcast=True) * (x * TO_X)[:, None]
+
+
+@triton.jit
+def word_products(w, x, acc, FORMAT: tl.constexpr):
+    """acc plus the products of the columns of words w (CHUNKS, BLOCK_N) with x (CHUNKS, columns of
+    a word).
+    """
+    x0, x1, x2, x3, x4, x5, x6, x7 = split_columns(x, word_columns(FORMAT))
+    if FORMAT == "int4":
+        acc = int4_product(w, x0, acc, 0)
+        acc = int4_product(w, x1, acc, 4)
+        acc = int4_product(w, x2, acc, 8)
+        acc = int4_product(w, x3, acc, 12)
+        acc = int4_product(w, x4, acc, 16)
+        w = w >> 12
+        acc = int4_product(w, x5, acc, 8)
+        acc = int4_product(w, x6, acc, 12)
+        return int4_product(w, x7, acc, 16)
+    elif FORMAT == "e2m1":  # by products, since logic has half of the issue slots
+        acc = e2m1_products((w & 0x000F000F) * 0x1040, x0, x4, acc)
+        acc = e2m1_products((w & 0x00F000F0) * 0x0104, x1, x5, acc)
+        w = w >> 8
+        acc = e2m1_products((w & 0x000F000F) * 0x1040, x2, x6, acc)
+        return e2m1_products((w & 0x00F000F0) * 0x0104, x3, x7, acc)
+    elif FORMAT == "e2m1_words":  # as in sm90_decode.py
+        acc = e2m1_products(w, x0, x4, acc)
+        acc = e2m1_products(w << 3, x2, x6, acc)
+        w = (w << 6) | (w >> 26)
+        acc = e2m1_products(w, x1, x5, acc)
+        return e2m1_products((w & 0x001B001B) * 0x4108, x3, x7, acc)
+    elif FORMAT == "int8":
+        w = w ^ 0x80808080
+        acc = int8_product(w, x0, acc, 0)
+        acc = int8_product(w, x1, acc, 8)
+        acc = int8_product(w, x2, acc, 16)
+        return int8_product(w, x3, acc, 24)
+    else:
+        acc = e4m3_product(w, x0, acc, 0)
+        acc = e4m3_product(w, x1, acc, 8)
+        acc = e4m3_product(w, x2, acc, 16)
+        return e4m3_product(w, x3, acc, 24)
+
+
+@triton.jit
+def load_columns(x_ptr, stride, chunk, here, WORD: tl.constexpr):
+    """x (CHUNKS, WORD), four times: the columns of each word of a chunk."""
+    column = chunk[:, None] * (4 * WORD) + tl.arange(0, WORD)[None, :]
+    ptrs = x_ptr + column.to(tl.int64) * stride
+    here = here[:, None]
+    x0 = tl.load(ptrs, mask=here, other=0.0)
+    x1 = tl.load(ptrs + WORD * stride, mask=here, other=0.0)
+    x2 = tl.load(ptrs + 2 * WORD * stride, mask=here, other=0.0)
+    x3 = tl.load(ptrs + 3 * WORD * stride, mask=here, other=0.0)
+    return x0, x1, x2, x3
+
+
+@triton.jit
+def load_side_by_side(
+    w_scale_ptr,
+    expert,
+    row,
+    chunk,
+    here,
+    w_scale_stride_e,
+    w_scale_stride_n,
+    w_scale_stride_g,
+    SCALE_GROUP: tl.constexpr,
+):
+    """Scales of the first and second half of chunks, which lie as backends/triton/relayout.py puts
+    them: 16 bytes are of two chunks of R rows, by row. A chunk's two are read as one number.
+
+    `w_scale_stride_g` is 1, which Triton does not know: it would read numbers of several rows at
+    once, and exchange them.
+    """
+    R: tl.constexpr = SCALE_GROUP // 4
+    BYTES: tl.constexpr = 32 // SCALE_GROUP  # of a number
+    NUMBER: tl.constexpr = tl.uint16 if BYTES == 2 else tl.uint8
+    ptr = w_scale_ptr.to(tl.pointer_type(NUMBER))
+    ptr += (
+        expert * (w_scale_stride_e // BYTES)
+        + chunk // 2 * (16 // BYTES)
+        + chunk % 2 * w_scale_stride_g
+    )[:, None]
+    # of an expert, whose scales 32 bits address
+    ptr += (row // R * (w_scale_stride_n // BYTES) + row % R * 2 * w_scale_stride_g)[None, :]
+    s = tl.load(ptr, mask=here, other=0)
+    if BYTES == 1:
+        return s, s
+    else:
+        return (s & 0xFF).to(tl.uint8), (s >> 8).to(tl.uint8)
+
+
+@triton.jit
+def load_chunks(
+    w_ptr,  # (E, N, bytes of a row)
+    w_scale_ptr,
+    w_zero_ptr,
+    expert,  # (CHUNKS,) int64
+    row,  # (BLOCK_N,)
+    chunk,  # (CHUNKS,) of a row
+    here,  # (CHUNKS,)
+    w_stride_e,
+    w_stride_n,
+    w_scale_stride_e,
+    w_scale_stride_n,
+    w_scale_stride_g,
+    w_zero_stride_e,
+    w_zero_stride_n,
+    w_zero_stride_g,
+    FORMAT: tl.constexpr,
+    SCALE: tl.constexpr,
+    SCALE_GROUP: tl.constexpr,
+):
+    """(words (CHUNKS, BLOCK_N, 4), scales of their first and second half, zero points); scales of
+    what is not there are zero.
+    """
+    COLUMNS: tl.constexpr = 4 * word_columns(FORMAT)
+    here = here[:, None]
+    words_ptr = w_ptr.to(tl.pointer_type(tl.uint32))
+    start = expert * tl.multiple_of(w_stride_e // 4, 4)
+    start = (start + chunk * 4)[:, None]
+    start += (row.to(tl.int64) * tl.multiple_of(w_stride_n // 4, 4))[None, :]
+    ptrs = words_ptr + start[:, :, None] + tl.arange(0, 4)[None, None, :]
+    # what is not there meets zeros of x, and every word is a finite number
+    w = tl.load(ptrs, mask=here[:, :, None], eviction_policy="evict_first")
+    if SCALE == "e4m3":
+        w_scale_ptr = w_scale_ptr.to(tl.pointer_type(tl.uint8))
+    scale_row = row // 128 if SCALE == "block" else row
+    if FORMAT == "e2m1_words":
+        first, second = load_side_by_side(
+            w_scale_ptr,
+            expert,
+            row,
+            chunk,
+            here,
+            w_scale_stride_e,
+            w_scale_stride_n,
+            w_scale_stride_g,
+            SCALE_GROUP,
+        )
+        return w, first, second, first
+    group = chunk * COLUMNS // SCALE_GROUP if SCALE_GROUP > 0 else chunk * 0
+    w_scale_ptr += (expert * w_scale_stride_e + group * w_scale_stride_g)[:, None]
+    w_scale_ptr += (scale_row.to(tl.int64) * w_scale_stride_n)[None, :]
+    first = tl.load(w_scale_ptr, mask=here, other=0)
+    second = first
+    if SCALE_GROUP > 0 and SCALE_GROUP < COLUMNS:
+        tl.static_assert(2 * SCALE_GROUP == COLUMNS)
+        second = tl.load(w_scale_ptr + w_scale_stride_g, mask=here, other=0)
+    zero = first
+    if w_zero_ptr is not None:
+        w_zero_ptr += (expert * w_zero_stride_e + group * w_zero_stride_g)[:, None]
+        zero = tl.load(
+            w_zero_ptr + (row.to(tl.int64) * w_zero_stride_n)[None, :], mask=here, other=0
+        )
+    return w, first, second, zero
+
+
+@triton.jit
+def chunk_products(
+    w,
+    first,
+    second,
+    zero,  # as load_chunks has them
+    x0,
+    x1,
+    x2,
+    x3,  # (CHUNKS, columns of a word)
+    FORMAT: tl.constexpr,
+    SCALE: tl.constexpr,
+    SCALE_GROUP: tl.constexpr,
+    HAS_ZERO: tl.constexpr,
+):
+    """Scaled sums of the products of chunks with x, (CHUNKS, BLOCK_N)."""
+    CHUNKS: tl.constexpr = w.shape[0]
+    BLOCK_N: tl.constexpr = w.shape[1]
+    # a chunk has two groups
+    SPLIT: tl.constexpr = SCALE_GROUP > 0 and 4 * word_columns(FORMAT) > SCALE_GROUP
+    even, odd = w.reshape(CHUNKS, BLOCK_N, 2, 2).split()
+    w0, w2 = even.split()
+    w1, w3 = odd.split()
+    part = tl.zeros((CHUNKS, BLOCK_N), tl.float32)
+    part = word_products(w0, x0, part, FORMAT)
+    part = word_products(w1, x1, part, FORMAT)
+    total = part
+    if SPLIT:
+        total = scaled(part, first, FORMAT, SCALE)
+        part = tl.zeros((CHUNKS, BLOCK_N), tl.float32)
+    part = word_products(w2, x2, part, FORMAT)
+    part = word_products(w3, x3, part, FORMAT)
+    if HAS_ZERO:
+        tl.static_assert(not SPLIT)
+        sums = tl.sum(x0.to(tl.float32) + x1.to(tl.float32), 1)
+        sums += tl.sum(x2.to(tl.float32) + x3.to(tl.float32), 1)
+        if FORMAT == "int4":
+            zero = zero.to(tl.float32) - 8.0
+        else:
+            zero = zero.to(tl.int8, bitcast=True).to(tl.float32)
+        part -= zero * sums[:, None]
+    part = scaled(part, second, FORMAT, SCALE)
+    if SPLIT:
+        part += total
+    return part
+
+
+@triton.jit
+def scaled(part, scale, FORMAT: tl.constexpr, SCALE: tl.constexpr):
+    """Sums of products of undecoded exponents, corrected and times their scale."""
+    if is_e2m1(FORMAT):
+        part *= E2M1_REST
+    elif FORMAT == "e4m3":
+        part *= E4M3_REST
+    return part * group_scale(scale, SCALE)

@@ -1,0 +1,252 @@
+"""Weights of 4 to 8 bits beside 16-bit activations, as the kernels of the mixed GEMM take them.
+torch alone.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cache, lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from moe_ops.kernels.configs import GemmConfig
+from moe_ops.kernels.launch import Constant, Gpu, Pointer, Specialized
+from moe_ops.meta.scales import TRITON_E2M1
+from moe_ops.meta.workspace import cdiv
+from moe_ops.schemes import get_scheme
+
+E2M1 = ("e2m1", "e2m1_words")
+
+
+class Format(NamedTuple):
+    """A scheme's weights in the words of kernels/mixed_gemm/sm80_mma.py."""
+
+    name: str
+    scale: str
+    group: int  # columns that share a scale, 0 for all
+    bits: int
+    storage: torch.dtype
+
+
+def describe(scheme: str) -> Format | None:
+    """The Format of a scheme's weights; None of plain ones and of those that the kernels of `gemm`
+    multiply with activations of their own format.
+    """
+    found = get_scheme(scheme)
+    desc, activation = found.weight, found.activation
+    if desc is None:
+        return None
+    alike = activation is not None and activation.dtype == desc.dtype in ("e4m3", "int8")
+    if alike and not desc.is_mx:
+        return None
+    kind = (desc.format.bits, desc.storage_dtype)
+    if desc.is_mx or desc.scale_dtype == torch.float8_e4m3fn:
+        return Format(desc.dtype, "e8m0" if desc.is_mx else "e4m3", desc.group.cols, *kind)
+    if desc.group.is_tensor or desc.group.is_row:
+        return Format(desc.dtype, "end", 0, *kind)
+    return Format(desc.dtype, "block" if desc.group.rows > 1 else "sum", desc.group.cols, *kind)
+
+
+format_of = cache(describe)  # for launches; in traced code Dynamo warns of a cached function
+
+
+class MixedWeight(NamedTuple):
+    """A weight (E, N, bytes of K columns)."""
+
+    ptr: Pointer
+    stride_e: Specialized
+    stride_n: Specialized
+    stride_k: Specialized
+
+
+class MixedScales(NamedTuple):
+    """What belongs to a weight: scales, zero points like them (bytes), and an fp32 factor of each
+    expert (global scales) or of its rows (channel scales). Strides of what is absent are 0.
+    """
+
+    PREFIXED = False
+    w_scale: Pointer
+    w_scale_stride_e: Specialized
+    w_scale_stride_n: Specialized  # of a row, or of a block of rows
+    w_scale_stride_g: Specialized  # of a group of columns
+    w_zero: Pointer
+    w_zero_stride_e: Specialized
+    w_zero_stride_n: Specialized
+    w_zero_stride_g: Specialized
+    w_factor: Pointer
+    w_factor_stride_e: Specialized
+    w_factor_stride_n: Specialized
+
+
+class Decoding(NamedTuple):
+    """How a kernel decodes a weight."""
+
+    PREFIXED = False
+    FORMAT: Constant
+    SCALE: Constant
+    SCALE_GROUP: Constant  # columns that share a scale, 0 for all
+
+
+class MixedOperand(NamedTuple):
+    """A weight, what belongs to it, and what follows from its scheme and shape."""
+
+    weight: MixedWeight
+    scales: MixedScales
+    format: Format  # for sm80_mma.py and gemv.py
+    wgmma_format: Format  # for sm90_wgmma.py
+    E: int
+    N: int
+    K: int
+    # columns that the wgmma takes in an order of their own (`_k_chunk`); 0: it takes no such rows
+    k_chunk: int
+    chunk_bytes: int  # of a weight's k_chunk columns
+    padded_k: int  # columns of a row in whole chunks
+    # scales that lie side by side and begin at a multiple of so many in every row
+    scale_align: int
+
+    @property
+    def data(self) -> Tensor:
+        """The weight's bytes, (E, N, bytes of K columns)."""
+        assert self.weight.ptr is not None
+        return self.weight.ptr
+
+    @property
+    def scale(self) -> Tensor:
+        """Its scales."""
+        assert self.scales.w_scale is not None
+        return self.scales.w_scale
+
+    @property
+    def has_zero(self) -> bool:
+        """Whether it has zero points."""
+        return self.scales.w_zero is not None
+
+    @property
+    def scales_in_place(self) -> bool:
+        """Whether scales that lie side by side do so by 16 bytes, of each expert without gaps."""
+        scale = self.scale
+        expert, row, one = scale.stride()
+        return (scale.data_ptr() | expert) % 16 == 0 and (row, one) == (scale.shape[2], 1)
+
+    def chunks(self, config: GemmConfig) -> int:
+        """Chunks of a step of sm90_wgmma.py: one where a row's last may reach back into the one
+        before.
+        """
+        if self.K % self.k_chunk:
+            return 1
+        return max(1, config.block_k // self.k_chunk)
+
+    def block_k(self, config: GemmConfig) -> int:
+        """Columns of a step of sm90_wgmma.py."""
+        return self.chunks(config) * self.k_chunk
+
+
+class _Derived(NamedTuple):
+    """The last fields of a MixedOperand."""
+
+    format: Format
+    wgmma_format: Format
+    E: int
+    N: int
+    K: int
+    k_chunk: int
+    chunk_bytes: int
+    padded_k: int
+    scale_align: int
+
+
+def _wgmma_format(of: Format, scales: torch.dtype) -> Format:
+    """A format whose `scale` says what sm90_wgmma.py scales: of int4, weights by bf16 scales,
+    which are rounded to bf16 so.
+
+    A group's sums then need no registers, are not waited for and not multiplied: Mixtral took 264
+    us instead of 273 at M = 64, 506 instead of 649 at 256. Other scales would lose bits in bf16.
+    """
+    if of.name != "int4" or of.scale != "sum" or scales != torch.bfloat16:
+        return of
+    return of._replace(scale="weight")
+
+
+def _k_chunk(K: int, of: Format) -> int:
+    """Columns that the wgmma takes in an order of their own, all of one group where sums are
+    scaled; 0 for none.
+
+    They may be more than what is left of a row for the last chunk. Then this one is the row's last
+    columns, of which those of the chunk before meet zeros. (gptoss20 of 2880 columns, at 64
+    tokens: in mxfp4 163 us by 64 columns, whose scales are asked for by twice as many loads, and
+    155 so; in nvfp4 182 and 173.)
+    """
+    if K % 64:
+        return 0
+    if (of.name in E2M1 or of.scale == "weight") and K >= 128:
+        return 128
+    return 64 if of.bits == 8 or of.group == 64 or K % 128 else 128
+
+
+@lru_cache(maxsize=4096)
+def _derived(
+    scheme: str,
+    layout: str,
+    shape: tuple[int, ...],
+    scale_dtype: torch.dtype,
+    scale_columns: int,  # scales of a row
+    strides: tuple[tuple[int, ...], ...],  # of scales and of zero points
+) -> _Derived:
+    """What follows from a weight's scheme and shape."""
+    of = format_of(scheme)
+    assert of is not None, scheme
+    if layout == TRITON_E2M1:
+        of = of._replace(name="e2m1_words")
+    for_wgmma = _wgmma_format(of, scale_dtype)
+    E, N, row_bytes = shape
+    K = row_bytes * 8 // of.bits
+    k_chunk = _k_chunk(K, for_wgmma)
+    padded_k = cdiv(K, k_chunk) * k_chunk if k_chunk else K
+    together = 1
+    if all([len(found) == 3 and found[2] == 1 for found in strides]):
+        together = math.gcd(
+            16, scale_columns, *[stride for found in strides for stride in found[:2]]
+        )
+    chunk_bytes = k_chunk * of.bits // 8
+    return _Derived(of, for_wgmma, E, N, K, k_chunk, chunk_bytes, padded_k, together)
+
+
+def operand(
+    name: str,
+    data: Tensor,
+    scale: Tensor,
+    zero: Tensor | None,
+    global_scale: Tensor | None,
+    channel_scale: Tensor | None,
+    scheme: str,
+    gpu: Gpu,
+    layout: str = "",
+) -> MixedOperand:
+    """The MixedOperand of an op's tensors; ValueError where the dtype is not what the scheme
+    says.
+    """
+    scale_strides: tuple[int, ...] = scale.stride()
+    zero_strides: tuple[int, ...] = (0, 0, 0) if zero is None else zero.stride()
+    strides = (scale_strides,) if zero is None else (scale_strides, zero_strides)
+    found = _derived(scheme, layout, data.shape, scale.dtype, scale.shape[-1], strides)
+    expected = found.format.storage
+    if data.dtype != expected:
+        raise ValueError(
+            f"{name} must have dtype {expected} for scheme {scheme}, got {data.dtype}; "
+            "quantize it with moe_ops.quantize"
+        )
+    if not gpu.native:  # compilers for such GPUs do not know e4m3
+        data = data.view(torch.uint8) if data.dtype == torch.float8_e4m3fn else data
+        scale = scale.view(torch.uint8) if scale.dtype == torch.float8_e4m3fn else scale
+    if len(scale_strides) != 3:
+        scale_strides = (scale_strides[0], 0, 0)
+    if found.format.group == 0:  # one a row, if not one for all
+        scale_strides, zero_strides = (*scale_strides[:2], 0), (*zero_strides[:2], 0)
+    factor = channel_scale if global_scale is None else global_scale
+    factor_strides = (0, 0) if factor is None else (*factor.stride(), 0)[:2]
+    scales = MixedScales(
+        scale, *scale_strides, zero, *zero_strides, factor, *factor_strides
+    )  # fmt: skip
+    return MixedOperand(MixedWeight(data, *data.stride()), scales, *found)

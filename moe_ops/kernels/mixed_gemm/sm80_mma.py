@@ -1,0 +1,700 @@
+"""The two grouped GEMMs of weights of 4 to 8 bits beside 16-bit activations, on tensor cores by
+mma.sync. Imported at first launch only.
+
+Legend, rows and blocks as in kernels/gemm/sm80_mma.py. Rows of a weight past its end are read as
+its last one, and what comes of them is not stored.
+
+Weights are the left operand and reach the tensor core from registers: what a thread loads is 4
+bytes of one row, which masks take apart. Two columns a byte make two operands, the even columns
+and the odd ones; the few activations are split likewise in registers. Nothing is repacked, nothing
+is exchanged between threads.
+
+On SM90 that is 2.2 instructions a weight of int4 and 3.2 of e2m1, all included, where 3.5 a weight
+fill all issue slots at 4.3 TB/s. It takes blocks of two warps, since Triton gives four of them
+`wgmma` from 16 tokens on, for which the bytes change threads: 4.2 a weight.
+
+FORMAT   "int4" (low nibble first, 0..15), "e2m1" (low nibble first), "int8", "e4m3"; "e3m2" and
+         "e2m3" (lowest bits first: four in three bytes, which are read column by column)
+SCALE    how the scale of a weight reaches the sum:
+         "end"     one a row or tensor: the finished sum is scaled
+         "sum"     one a group of at least 32 columns: each group's sum is scaled in fp32. Weights
+                   are exact.
+         "block"   one a block of 128 x 128: likewise
+         "e8m0"    one a group of 32: the weight is scaled in bf16, exactly
+         "e4m3"    one a group of 16: likewise, and the sum divided by the tensor's global scale;
+                   of int4 one a group of 128, and the sum multiplied by its row's channel scale
+         "weight"  a bf16 scale a group: the weight is scaled and rounded in bf16
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from moe_ops.kernels.configs import GROUP_M, GemmConfig
+from moe_ops.kernels.device.activations import activate_one, activate_two
+from moe_ops.kernels.device.blocks import block_and_tile, block_rows, pairs_at
+from moe_ops.kernels.device.pdl import gdc_launch_dependents, gdc_wait
+from moe_ops.kernels.gemm.operands import Activated, Bias, Output
+from moe_ops.kernels.launch import (
+    Constant,
+    Gpu,
+    Launch,
+    Pointer,
+    Specialized,
+    arguments,
+    kernel,
+)
+from moe_ops.kernels.mixed_gemm.decode import operands, six_bits
+from moe_ops.kernels.mixed_gemm.operands import (
+    Format,
+    MixedOperand,
+    MixedScales,
+    MixedWeight,
+)
+from moe_ops.kernels.permute.rows import RouterWeights, Routing
+from moe_ops.kernels.quantize.scales import Input
+from moe_ops.meta.workspace import cdiv
+
+INTERPRET = tl.constexpr(triton.knobs.runtime.interpret)
+# bf16 has a wider range than scaled e2m1 may need: products lack these powers of two, by which the
+# finished sum is multiplied. Of e8m0, scales from 2^-93 to 2^33 are exact; larger ones are refused
+# when a tensor is made (tensors/checks.py).
+E8M0_SHIFT = tl.constexpr(4294967296.0)  # 2^32
+E4M3_SHIFT = tl.constexpr(256.0)
+
+
+@triton.jit
+def first_bytes(K_CHUNK: tl.constexpr, FORMAT: tl.constexpr):
+    """Bytes of a row in which K_CHUNK columns begin: two columns of 4 bits in one, four of 6 bits
+    in three.
+    """
+    if FORMAT == "e3m2" or FORMAT == "e2m3":
+        return tl.arange(0, K_CHUNK) * 3 // 4
+    elif FORMAT == "int4" or FORMAT == "e2m1":
+        return tl.arange(0, K_CHUNK // 2)
+    else:
+        return tl.arange(0, K_CHUNK)
+
+
+@triton.jit
+def column_of(scales, chunk: tl.constexpr, BLOCK_N: tl.constexpr, CHUNKS: tl.constexpr):
+    """(BLOCK_N,) column `chunk` of (BLOCK_N, 2 or 4)."""
+    if CHUNKS == 2:
+        first, second = scales.split()
+        return second if chunk == 1 else first
+    else:
+        even, odd = scales.reshape(BLOCK_N, 2, 2).split()
+        first, second = (odd if chunk % 2 == 1 else even).split()
+        return second if chunk >= 2 else first
+
+
+@triton.constexpr_function
+def tokens_are_lhs(BLOCK_M):
+    """Whether the tokens of a block are the left operand, which takes 16 of them at a time."""
+    return BLOCK_M == 16 or BLOCK_M == 32
+
+
+@triton.jit
+def product(x, w, acc, TOKENS_ARE_LHS: tl.constexpr):
+    """acc + x @ w.T: (BLOCK_M, BLOCK_N) where x is the left operand, else (BLOCK_N, BLOCK_M)."""
+    if TOKENS_ARE_LHS:
+        return tl.dot(x, w.T, acc, input_precision="ieee")
+    else:
+        return tl.dot(w, x.T, acc, input_precision="ieee")
+
+
+@triton.jit
+def group_load(
+    ptrs,  # (BLOCK_N,) or (BLOCK_N, GROUPS) scales or zero points of the first groups
+    g,
+    stride,
+    group,
+    count,  # of groups in a row
+    EVEN_K: tl.constexpr,
+    GROUPS: tl.constexpr,
+    SCALE_ALIGN: tl.constexpr,
+):
+    """Those of groups g and on; zeros past the end of a row."""
+    if EVEN_K or GROUPS == 1:
+        return tl.load(ptrs + g * stride)
+    else:
+        remaining = tl.multiple_of(count - g, min(SCALE_ALIGN, GROUPS))
+        return tl.load(ptrs + g * stride, mask=group < remaining, other=0)
+
+
+@triton.jit
+def matmul(
+    x_ptrs,  # (BLOCK_M, K_CHUNK)
+    w_ptrs,  # (BLOCK_N, bytes of K_CHUNK columns), uint8
+    x_ok,  # (BLOCK_M,)
+    K,
+    x_stride_k,
+    w_stride_k,
+    w_scale_ptr,
+    w_scale_stride_e,
+    w_scale_stride_n,
+    w_scale_stride_g,
+    w_zero_ptr,  # uint8, or None
+    w_zero_stride_e,
+    w_zero_stride_n,
+    w_zero_stride_g,
+    w_factor_ptr,  # fp32 of experts or their rows, or None
+    w_factor_stride_e,
+    w_factor_stride_n,
+    expert,
+    row,  # (BLOCK_N,) rows of w, all of them there
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,  # columns a step, a multiple of K_CHUNK
+    K_CHUNK: tl.constexpr,  # columns a product: at most a group where sums are scaled
+    EVEN_K: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+    FORMAT: tl.constexpr,
+    SCALE: tl.constexpr,
+    SCALE_GROUP: tl.constexpr,  # columns that share a scale; 0 for all
+    # a power of two that divides the strides of scales and their number in a row
+    SCALE_ALIGN: tl.constexpr,
+    NUM_WARPS: tl.constexpr,
+):
+    """x @ w.T, (BLOCK_M, BLOCK_N) in fp32."""
+    TOKENS_ARE_LHS: tl.constexpr = tokens_are_lhs(BLOCK_M)
+    PAIRS: tl.constexpr = FORMAT == "int4" or FORMAT == "e2m1"
+    SIX: tl.constexpr = FORMAT == "e3m2" or FORMAT == "e2m3"
+    BYTES: tl.constexpr = (
+        K_CHUNK // 2 if PAIRS else K_CHUNK
+    )  # that a thread block reads of a row; of 6 bits some of them twice
+    CHUNK_BYTES: tl.constexpr = K_CHUNK * 3 // 4 if SIX else BYTES
+    SCALED: tl.constexpr = SCALE == "e8m0" or SCALE == "e4m3" or SCALE == "weight"
+    SUM: tl.constexpr = SCALE == "sum" or SCALE == "block"
+    GROUPS: tl.constexpr = max(K_CHUNK // SCALE_GROUP, 1) if SCALED else 1
+    HAS_ZERO: tl.constexpr = w_zero_ptr is not None
+    column = tl.arange(0, K_CHUNK)
+    byte = tl.arange(0, BYTES)
+    group = tl.arange(0, GROUPS)[None, :] if GROUPS > 1 else 0
+    if SCALE == "e4m3":
+        w_scale_ptr = w_scale_ptr.to(tl.pointer_type(tl.uint8))
+    scale_row = row // 128 if SCALE == "block" else row
+    scale_offsets = expert * w_scale_stride_e + scale_row.to(tl.int64) * w_scale_stride_n
+    w_scale_ptrs = w_scale_ptr + tl.multiple_of(scale_offsets, SCALE_ALIGN)
+    w_zero_ptrs = w_scale_ptrs
+    if HAS_ZERO:
+        zero_offsets = expert * w_zero_stride_e + row.to(tl.int64) * w_zero_stride_n
+        w_zero_ptrs = w_zero_ptr.to(tl.pointer_type(tl.uint8)) + tl.multiple_of(
+            zero_offsets, SCALE_ALIGN
+        )
+    if GROUPS > 1:
+        w_scale_ptrs = w_scale_ptrs[:, None] + group * w_scale_stride_g
+        w_zero_ptrs = w_zero_ptrs[:, None] + group * w_zero_stride_g
+    CHUNKS: tl.constexpr = BLOCK_K // K_CHUNK
+    # Scales travel with the operands where a thread's have the 4 bytes of an asynchronous copy:
+    # those of a product, or of all chunks of a step at once. Elsewhere they are prefetched one
+    # product early.
+    SIZE: tl.constexpr = 1 if HAS_ZERO else w_scale_ptr.dtype.element_ty.primitive_bitwidth // 8
+    STEP_SCALES: tl.constexpr = (
+        SCALE == "sum"
+        and not HAS_ZERO
+        and EVEN_K
+        and SCALE_GROUP == K_CHUNK
+        and (CHUNKS == 2 or CHUNKS == 4)
+    ) and min(CHUNKS, SCALE_ALIGN, BLOCK_N * CHUNKS // (32 * NUM_WARPS)) * SIZE >= 4
+    COPIED: tl.constexpr = (SCALED and EVEN_K) and min(
+        GROUPS, SCALE_ALIGN, BLOCK_N * GROUPS // (32 * NUM_WARPS)
+    ) * SIZE >= 4
+    PREFETCH: tl.constexpr = (SUM or SCALED) and not STEP_SCALES and not COPIED
+    if STEP_SCALES:
+        step_scale_ptrs = w_scale_ptrs[:, None] + tl.arange(0, CHUNKS)[None, :] * w_scale_stride_g
+    count = tl.cdiv(K, SCALE_GROUP) if SUM or SCALED else 1
+    s, zero = w_scale_ptrs, w_zero_ptrs  # not used where there are none
+    if PREFETCH:
+        s = group_load(
+            w_scale_ptrs, 0, w_scale_stride_g, group, count, EVEN_K, GROUPS, SCALE_ALIGN
+        )
+    if HAS_ZERO and not COPIED:
+        zero = group_load(
+            w_zero_ptrs, 0, w_zero_stride_g, group, count, EVEN_K, GROUPS, SCALE_ALIGN
+        )
+    acc = tl.zeros((BLOCK_M, BLOCK_N) if TOKENS_ARE_LHS else (BLOCK_N, BLOCK_M), tl.float32)
+    for start in tl.range(0, K, BLOCK_K, num_stages=NUM_STAGES):
+        if STEP_SCALES:
+            scales = tl.load(step_scale_ptrs + start // SCALE_GROUP * w_scale_stride_g)
+        for chunk in tl.static_range(CHUNKS):
+            k = start + chunk * K_CHUNK
+            x_mask = x_ok[:, None]
+            if not EVEN_K:
+                x_mask = x_mask & (k + column < K)[None, :]
+            x = tl.load(x_ptrs + chunk * K_CHUNK * x_stride_k, mask=x_mask, other=0.0)
+            if EVEN_K:
+                p = tl.load(w_ptrs + chunk * CHUNK_BYTES * w_stride_k)
+            else:
+                end = (K - k) // 2 if PAIRS else K - k
+                if SCALE_GROUP >= 32 and SCALE != "block":  # which divides K
+                    end = tl.multiple_of(end, 16)
+                p = tl.load(
+                    w_ptrs + chunk * CHUNK_BYTES * w_stride_k, mask=(byte < end)[None, :], other=0
+                )
+            if SIX:
+                x_end = K - k if not EVEN_K else K_CHUNK
+                p = six_bits(p, w_ptrs + chunk * CHUNK_BYTES * w_stride_k, w_stride_k, byte, x_end)
+            if PREFETCH:
+                g = (k + K_CHUNK) // SCALE_GROUP
+                g = tl.where(g < count, g, 0)
+                next_s = group_load(
+                    w_scale_ptrs, g, w_scale_stride_g, group, count, EVEN_K, GROUPS, SCALE_ALIGN
+                )
+                if HAS_ZERO:
+                    next_zero = group_load(
+                        w_zero_ptrs, g, w_zero_stride_g, group, count, EVEN_K, GROUPS, SCALE_ALIGN
+                    )
+            if STEP_SCALES:
+                own = column_of(scales, chunk, BLOCK_N, CHUNKS)
+            elif COPIED:
+                own = tl.load(w_scale_ptrs + k // SCALE_GROUP * w_scale_stride_g)
+            else:
+                own = s
+            own_zero = zero
+            if COPIED and HAS_ZERO:
+                own_zero = tl.load(w_zero_ptrs + k // SCALE_GROUP * w_zero_stride_g)
+            x0, x1, w0, w1 = operands(
+                x, p, own, own_zero, BLOCK_M, BLOCK_N, K_CHUNK, GROUPS, FORMAT, SCALE, HAS_ZERO
+            )
+            if SUM:
+                d = product(x0, w0, tl.zeros_like(acc), TOKENS_ARE_LHS)
+                if PAIRS:
+                    d = product(x1, w1, d, TOKENS_ARE_LHS)
+                own = own.to(tl.float32)
+                acc += d * (own[None, :] if TOKENS_ARE_LHS else own[:, None])
+            else:
+                acc = product(x0, w0, acc, TOKENS_ARE_LHS)
+                if PAIRS:
+                    acc = product(x1, w1, acc, TOKENS_ARE_LHS)
+            if PREFETCH:
+                s = next_s
+                if HAS_ZERO:
+                    zero = next_zero
+        x_ptrs += BLOCK_K * x_stride_k
+        w_ptrs += CHUNKS * CHUNK_BYTES * w_stride_k
+    if not TOKENS_ARE_LHS:
+        acc = acc.T
+    if SCALE == "end":
+        acc *= tl.load(w_scale_ptrs).to(tl.float32)[None, :]
+    SHIFTED: tl.constexpr = (
+        x_ptrs.dtype.element_ty == tl.bfloat16 and not INTERPRET and FORMAT == "e2m1"
+    )
+    if SHIFTED and SCALE == "e8m0":
+        acc *= E8M0_SHIFT
+    if SHIFTED and SCALE == "e4m3":
+        acc *= E4M3_SHIFT
+    if SCALE == "e4m3":
+        factor = tl.load(w_factor_ptr + expert * w_factor_stride_e + row * w_factor_stride_n).to(
+            tl.float32
+        )
+        if FORMAT == "int4":
+            acc *= factor[None, :]
+        else:
+            acc /= factor[None, :]
+    return acc
+
+
+class MixedTile(NamedTuple):
+    """A GEMM's config, and what of a weight's format the kernel is compiled for."""
+
+    PREFIXED = False
+    FORMAT: Constant
+    SCALE: Constant
+    SCALE_GROUP: Constant
+    EVEN_K: Constant
+    GROUP_M: Constant
+    BLOCK_M: Constant
+    BLOCK_N: Constant
+    BLOCK_K: Constant
+    NUM_STAGES: Constant
+    NUM_WARPS: Constant
+    K_CHUNK: Constant  # columns of a product
+    SCALE_ALIGN: Constant
+
+
+@lru_cache(maxsize=4096)
+def tile_of(
+    of: Format,
+    scale_align: int,
+    same_dtype: bool,  # of scales and activations
+    config: GemmConfig,
+    block_m: int,
+    K: int,
+) -> MixedTile:
+    """The MixedTile of a GEMM over K columns.
+
+    A product takes 128 columns at most, for more its operands would fill the registers. More of
+    them in a step read longer runs of a row: mixtral in int4 at M = 8 took 225 us with 256
+    columns, 294 with 128.
+    """
+    n, k, num_stages, num_warps = config
+    how = of.scale
+    if of.group == 32 and of.name == "int4" and same_dtype:
+        how = "weight"  # products of 32 columns alone would be too short
+    chunk = min(k, 64 if block_m == 32 else 128)
+    if how == "sum":
+        chunk = min(chunk, of.group)
+    if of.bits == 6:  # loaded column by column, a register each
+        chunk = min(chunk, 32)
+    even = K % k == 0
+    return MixedTile(
+        *(of.name, how, of.group, even, GROUP_M, block_m, n, k, num_stages, num_warps),
+        *(chunk, scale_align),
+    )
+
+
+@arguments
+class Gemm1:
+    h: Pointer  # (S, I), written at the block's positions
+    h_amax: Pointer  # (1,) fp32, raised to the largest magnitude of h
+    x: Input  # (M, K), or (E, T, K) seen as rows; sums of rows are multiplied by their scales
+    w: MixedWeight  # (E, N, bytes of K columns)
+    scales: MixedScales
+    bias: Bias  # (E, N)
+    routing: Routing
+    topk_weights: RouterWeights  # (M, top_k), where they scale the input
+    K: Specialized
+    I: Specialized
+    activation: Activated
+    tile: MixedTile
+    PDL: Constant
+
+
+@kernel(Gemm1)
+def moe_ops_packed_gemm1(
+    h_ptr,
+    h_amax_ptr,
+    x_ptr,
+    x_stride_e,
+    x_stride_m,
+    x_stride_k,
+    x_scale_ptr,
+    x_scale_stride_m,
+    x_scale_stride_g,
+    x_partials: tl.constexpr,
+    w_ptr,
+    w_stride_e,
+    w_stride_n,
+    w_stride_k,
+    w_scale_ptr,
+    w_scale_stride_e,
+    w_scale_stride_n,
+    w_scale_stride_g,
+    w_zero_ptr,
+    w_zero_stride_e,
+    w_zero_stride_n,
+    w_zero_stride_g,
+    w_factor_ptr,
+    w_factor_stride_e,
+    w_factor_stride_n,
+    bias_ptr,
+    bias_stride_e,
+    bias_stride_n,
+    index_ptr,
+    ids_ptr,
+    map_ptr,
+    num_blocks,
+    E,
+    num_ids,
+    top_k,
+    ids_stride_m,
+    ids_stride_k,
+    map_stride,
+    ROWS: tl.constexpr,
+    topk_weights_ptr,
+    topk_weights_stride_m,
+    topk_weights_stride_k,
+    K,
+    I,  # noqa: E741
+    alpha,
+    beta,
+    limit,
+    ACTIVATION: tl.constexpr,
+    GATED: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    HAS_LIMIT: tl.constexpr,
+    FORMAT: tl.constexpr,
+    SCALE: tl.constexpr,
+    SCALE_GROUP: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+    NUM_WARPS: tl.constexpr,
+    K_CHUNK: tl.constexpr,
+    SCALE_ALIGN: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """h = activation(x @ w13.T + bias), the activation applied while gate and up are in
+    registers.
+    """
+    BLOCK_I: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
+    if ROWS != "direct":  # the kernel before this one wrote the table of blocks
+        gdc_wait(PDL)
+    b, n = block_and_tile(num_blocks, tl.cdiv(I, BLOCK_I), GROUP_M)
+    e, position, ok = block_rows(
+        index_ptr, ids_ptr, map_ptr, b, E, num_ids, top_k, ids_stride_m, ids_stride_k, map_stride,
+        BLOCK_M, ROWS,
+    )  # fmt: skip
+    if ROWS == "direct":
+        gdc_wait(PDL)
+    if e < 0:
+        return
+    pair = pairs_at(index_ptr, num_blocks, position, ok, ROWS)
+    r = tl.arange(0, BLOCK_N)
+    if GATED:
+        # A thread's accumulators hold neighbours where tokens are the left operand, elsewhere rows
+        # i and i + 8: there gate and up meet without a shuffle.
+        EACH: tl.constexpr = 1 if tokens_are_lhs(BLOCK_M) else 8
+        column = tl.minimum(n * BLOCK_I + r // (2 * EACH) * EACH + r % EACH, I - 1)
+        up = r // EACH % 2
+        row = 2 * column + up if INTERLEAVED else column + up * I
+    else:
+        row = tl.minimum(n * BLOCK_N + r, I - 1)
+    e64 = e.to(tl.int64)
+    token = (pair // top_k).to(tl.int64)
+    x_ptrs = x_ptr + e64 * x_stride_e + token[:, None] * x_stride_m
+    x_ptrs += tl.arange(0, K_CHUNK).to(tl.int64)[None, :] * x_stride_k
+    w_ptrs = (
+        w_ptr.to(tl.pointer_type(tl.uint8))
+        + e64 * w_stride_e
+        + row.to(tl.int64)[:, None] * w_stride_n
+    )
+    w_ptrs += first_bytes(K_CHUNK, FORMAT).to(tl.int64)[None, :] * w_stride_k
+    acc = matmul(
+        x_ptrs, w_ptrs, ok, K, x_stride_k, w_stride_k,
+        w_scale_ptr, w_scale_stride_e, w_scale_stride_n, w_scale_stride_g,
+        w_zero_ptr, w_zero_stride_e, w_zero_stride_n, w_zero_stride_g,
+        w_factor_ptr, w_factor_stride_e, w_factor_stride_n, e64, row,
+        BLOCK_M, BLOCK_N, BLOCK_K, K_CHUNK, EVEN_K, NUM_STAGES,
+        FORMAT, SCALE, SCALE_GROUP, SCALE_ALIGN, NUM_WARPS,
+    )  # fmt: skip
+    gdc_launch_dependents(PDL)
+    if x_scale_ptr is not None:
+        acc *= tl.load(x_scale_ptr + token * x_scale_stride_m, mask=ok, other=0.0)[:, None]
+    if topk_weights_ptr is not None:
+        factor_ptrs = (
+            topk_weights_ptr
+            + token * topk_weights_stride_m
+            + (pair % top_k) * topk_weights_stride_k
+        )
+        acc *= tl.load(factor_ptrs, mask=ok, other=0.0).to(tl.float32)[:, None]
+    if bias_ptr is not None:
+        bias = tl.load(bias_ptr + e64 * bias_stride_e + row * bias_stride_n)
+        acc += bias.to(tl.float32)[None, :]
+    if GATED:
+        g, u = acc.reshape(BLOCK_M, BLOCK_I // EACH, 2, EACH).permute(0, 1, 3, 2).split()
+        g = g.reshape(BLOCK_M, BLOCK_I)
+        u = u.reshape(BLOCK_M, BLOCK_I)
+        h = activate_two(g, u, alpha, beta, limit, ACTIVATION, HAS_LIMIT)
+    else:
+        h = activate_one(acc, ACTIVATION)
+    if h_amax_ptr is not None:
+        # Bits of floats that are not negative are ordered as the floats are.
+        amax = tl.where(ok[:, None] & (h == h), tl.abs(h), 0.0)  # NaN stays in its row
+        largest = tl.max(tl.max(amax, 0), 0).to(tl.int32, bitcast=True)
+        tl.atomic_max(h_amax_ptr.to(tl.pointer_type(tl.int32)), largest, sem="relaxed")
+    column = n * BLOCK_I + tl.arange(0, BLOCK_I)
+    h_ptrs = h_ptr + position.to(tl.int64)[:, None] * I + column[None, :]
+    tl.store(h_ptrs, h.to(h_ptr.dtype.element_ty), mask=ok[:, None] & (column < I)[None, :])
+
+
+@arguments
+class Gemm2:
+    y: Output  # (S, N), written at the pairs, or where rows are plain at the block's positions
+    x: Input  # (S, K), read at the block's positions
+    w: MixedWeight  # (E, N, bytes of K columns)
+    scales: MixedScales
+    bias: Bias  # (E, N)
+    routing: Routing
+    K: Specialized
+    N: Specialized
+    ZERO_TAIL: Constant  # rows past the last expert's become zero
+    tile: MixedTile
+    PDL: Constant
+
+
+@kernel(Gemm2)
+def moe_ops_packed_gemm2(
+    y_ptr,
+    y_stride_e,
+    y_stride_m,
+    y_stride_n,
+    x_ptr,
+    x_stride_e,
+    x_stride_m,
+    x_stride_k,
+    x_scale_ptr,
+    x_scale_stride_m,
+    x_scale_stride_g,
+    x_partials: tl.constexpr,
+    w_ptr,
+    w_stride_e,
+    w_stride_n,
+    w_stride_k,
+    w_scale_ptr,
+    w_scale_stride_e,
+    w_scale_stride_n,
+    w_scale_stride_g,
+    w_zero_ptr,
+    w_zero_stride_e,
+    w_zero_stride_n,
+    w_zero_stride_g,
+    w_factor_ptr,
+    w_factor_stride_e,
+    w_factor_stride_n,
+    bias_ptr,
+    bias_stride_e,
+    bias_stride_n,
+    index_ptr,
+    ids_ptr,
+    map_ptr,
+    num_blocks,
+    E,
+    num_ids,
+    top_k,
+    ids_stride_m,
+    ids_stride_k,
+    map_stride,
+    ROWS: tl.constexpr,
+    K,
+    N,
+    ZERO_TAIL: tl.constexpr,
+    FORMAT: tl.constexpr,
+    SCALE: tl.constexpr,
+    SCALE_GROUP: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+    NUM_WARPS: tl.constexpr,
+    K_CHUNK: tl.constexpr,
+    SCALE_ALIGN: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """y = x @ w.T + bias, rounded once, to y's dtype. Also the GEMM of grouped_linear."""
+    if ZERO_TAIL:  # the kernel before this one wrote the table of blocks
+        gdc_wait(PDL)
+    b, n = block_and_tile(num_blocks, tl.cdiv(N, BLOCK_N), GROUP_M)
+    e, position, ok = block_rows(
+        index_ptr, ids_ptr, map_ptr, b, E, num_ids, top_k, ids_stride_m, ids_stride_k, map_stride,
+        BLOCK_M, ROWS,
+    )  # fmt: skip
+    if not ZERO_TAIL:
+        gdc_wait(PDL)
+    if e < 0:
+        return
+    column = n * BLOCK_N + tl.arange(0, BLOCK_N)
+    row = tl.minimum(column, N - 1)
+    here = e
+    if ZERO_TAIL:  # rows that belong to no expert: a sum of nothing, without bias
+        K = tl.where(e < E, K, 0)
+        here = tl.minimum(e, E - 1)  # whatever is read by them is not used
+    e64 = here.to(tl.int64)
+    x_ptrs = x_ptr + position.to(tl.int64)[:, None] * x_stride_m
+    x_ptrs += tl.arange(0, K_CHUNK).to(tl.int64)[None, :] * x_stride_k
+    w_ptrs = (
+        w_ptr.to(tl.pointer_type(tl.uint8))
+        + e64 * w_stride_e
+        + row.to(tl.int64)[:, None] * w_stride_n
+    )
+    w_ptrs += first_bytes(K_CHUNK, FORMAT).to(tl.int64)[None, :] * w_stride_k
+    acc = matmul(
+        x_ptrs, w_ptrs, ok, K, x_stride_k, w_stride_k,
+        w_scale_ptr, w_scale_stride_e, w_scale_stride_n, w_scale_stride_g,
+        w_zero_ptr, w_zero_stride_e, w_zero_stride_n, w_zero_stride_g,
+        w_factor_ptr, w_factor_stride_e, w_factor_stride_n, e64, row,
+        BLOCK_M, BLOCK_N, BLOCK_K, K_CHUNK, EVEN_K, NUM_STAGES,
+        FORMAT, SCALE, SCALE_GROUP, SCALE_ALIGN, NUM_WARPS,
+    )  # fmt: skip
+    gdc_launch_dependents(PDL)
+    if x_scale_ptr is not None:
+        x_scales = x_scale_ptr + position.to(tl.int64) * x_scale_stride_m
+        acc *= tl.load(x_scales, mask=ok, other=0.0)[:, None]
+    if bias_ptr is not None:
+        bias = tl.load(bias_ptr + e64 * bias_stride_e + row * bias_stride_n)
+        acc += bias.to(tl.float32)[None, :]
+    if ZERO_TAIL:
+        acc = tl.where(e < E, acc, 0.0)
+    pair = pairs_at(index_ptr, num_blocks, position, ok, ROWS)  # late: not held through the loop
+    y_ptrs = y_ptr + e64 * y_stride_e + pair.to(tl.int64)[:, None] * y_stride_m
+    y_ptrs += column.to(tl.int64)[None, :] * y_stride_n
+    tl.store(y_ptrs, acc.to(y_ptr.dtype.element_ty), mask=ok[:, None] & (column < N)[None, :])
+
+
+def gemm1(
+    h: Tensor,  # (rows, I)
+    h_amax: Tensor | None,
+    x: Input,
+    w: MixedOperand,
+    bias: Bias,
+    routing: Routing,
+    topk_weights: RouterWeights,  # to scale the input by
+    activation: Activated,
+    config: GemmConfig,
+    block_m: int,
+    gpu: Gpu,
+) -> Launch:
+    """h = activation(x @ w.T + bias)."""
+    K, N = w.K, w.N
+    gated = activation.GATED
+    I, block_i = (N // 2, config.block_n // 2) if gated else (N, config.block_n)  # noqa: E741
+    same_dtype = w.scale.dtype == x.data.dtype
+    args = Gemm1(
+        h=h,
+        h_amax=h_amax,
+        x=x,
+        w=w.weight,
+        scales=w.scales,
+        bias=bias,
+        routing=routing,
+        topk_weights=topk_weights,
+        K=K,
+        I=I,
+        activation=activation,
+        tile=tile_of(w.format, w.scale_align, same_dtype, config, block_m, K),
+        PDL=gpu.pdl,
+    )
+    grid = (routing.num_blocks * cdiv(I, block_i), 1, 1)
+    return Launch(moe_ops_packed_gemm1, grid, args, config.num_warps)
+
+
+def gemm2(
+    y: Output,
+    x: Input,
+    w: MixedOperand,
+    bias: Bias,
+    routing: Routing,
+    config: GemmConfig,
+    block_m: int,
+    gpu: Gpu,
+    zero_tail: bool = False,
+) -> Launch:
+    """y = x @ w.T + bias."""
+    K, N = w.K, w.N
+    same_dtype = w.scale.dtype == x.data.dtype
+    args = Gemm2(
+        y=y,
+        x=x,
+        w=w.weight,
+        scales=w.scales,
+        bias=bias,
+        routing=routing,
+        K=K,
+        N=N,
+        ZERO_TAIL=zero_tail,
+        tile=tile_of(w.format, w.scale_align, same_dtype, config, block_m, K),
+        PDL=gpu.pdl,
+    )
+    grid = (routing.num_blocks * cdiv(N, config.block_n), 1, 1)
+    return Launch(moe_ops_packed_gemm2, grid, args, config.num_warps)

@@ -1,0 +1,349 @@
+"""Operands of the mixed GEMM on SM90: weights of 4 and 8 bits as bf16 in the register fragments
+that `wgmma` reads, and the order of columns that takes no exchange between threads. Imported at
+first launch only.
+
+A row of weights is taken K_CHUNK columns at a time. Thread t % 4 of the four that share a row
+takes a quarter of a chunk's bytes, which lie side by side, and decodes them four at a time in the
+order that costs least. The column for which the tensor core takes a weight follows from where the
+weight is: activations are permuted to that order (`permutation_bits`), weights stay as they are.
+
+FORMAT and SCALE as in sm80_mma.py; beside those "e2m1_words", e2m1 whose bits
+backends/triton/relayout.py has put where decoding takes fewer instructions: 12 for eight weights,
+17 in their natural order.
+"""
+
+from moe_ops.kernels.device.gluon import gl, gluon
+from moe_ops.kernels.mixed_gemm.decode import is_e2m1, scale_bf16x2
+from moe_ops.meta.scales import rows_side_by_side
+
+# What decode_int4 makes of a code and its zero point is their difference times INT4_ONE.
+INT4_LOW, INT4_HIGH, INT4_ONE = (gl.constexpr(2.0**n) for n in (69, 65, -64))
+# INT4_LOW, INT4_HIGH and -8 * INT4_ONE as bits of bf16
+INT4_LOW_BITS, INT4_HIGH_BITS, INT4_OFFSET_BITS = (
+    gl.constexpr(n) for n in (0x6200, 0x6000, 0xA100 - 65536)
+)
+
+
+@gluon.constexpr_function
+def log2(n):
+    """The logarithm of a power of two."""
+    return n.bit_length() - 1
+
+
+@gluon.constexpr_function
+def weight_bits(FORMAT):
+    """Bits of a weight."""
+    return 4 if FORMAT == "int4" or is_e2m1(FORMAT) else 8
+
+
+@gluon.constexpr_function
+def groups_per_chunk(K_CHUNK, SCALE_GROUP):
+    """Scales of a row of a chunk, at least one."""
+    return K_CHUNK // SCALE_GROUP if 0 < SCALE_GROUP < K_CHUNK else 1
+
+
+@gluon.constexpr_function
+def scales_per_element(dtype, SCALE):
+    """Scales in one element of `dtype`: two e4m3 ones in 16 bits, where the host says so."""
+    return 2 if SCALE == "e4m3" and dtype.primitive_bitwidth == 16 else 1
+
+
+@gluon.jit
+def split_scales(s, SCALE: gl.constexpr):
+    """(BLOCK_N, n) elements as the (BLOCK_N, n) or (BLOCK_N, 2 n) scales in them."""
+    if scales_per_element(s.dtype, SCALE) == 1:
+        return s
+    else:
+        both = gl.join((s & 0xFF).to(gl.uint8), (s >> 8).to(gl.uint8))
+        return both.reshape((s.shape[0], 2 * s.shape[1]))
+
+
+@gluon.constexpr_function
+def permutation_bits(K_CHUNK, W_BITS):
+    """The permutation of a chunk's columns, as one of the bits of their indices.
+
+    Bit i of a column's permuted index is bit `permutation_bits[i]` of the column. Bits of a byte's
+    index are 0 and 1 within 4 bytes, then the 4 bytes of a thread, the last two the thread.
+    """
+    bits = log2(K_CHUNK * W_BITS // 8)
+    order = [1, bits - 2, bits - 1, 0, *range(2, bits - 2)]
+    return order if W_BITS == 8 else [bit + 1 for bit in order] + [0]
+
+
+@gluon.constexpr_function
+def row_bases(BLOCK_N, NUM_WARPS, GATED, INTERLEAVED):
+    """Rows of a tile, as they lie in memory, at the basis vectors of registers, lanes and warps,
+    each from the lowest bit on.
+
+    Row r of the accumulator is row r of a tile, but of gated ones i + 8 of every 16 is the up row
+    of gate i: there both meet in a thread.
+    """
+
+    def row(r):
+        if not GATED:
+            return r
+        i, up = r // 16 * 8 + r % 8, r // 8 % 2
+        return 2 * i + up if INTERLEAVED else i + BLOCK_N // 2 * up
+
+    registers = [8, *[16 * NUM_WARPS << i for i in range(log2(BLOCK_N // (16 * NUM_WARPS)))]]
+    warps = [16 << i for i in range(log2(NUM_WARPS))]
+    return [[row(r) for r in rows] for rows in (registers, [1, 2, 4], warps)]
+
+
+@gluon.constexpr_function
+def weight_layout(BLOCK_N, CHUNK_BYTES, NUM_WARPS, GATED, INTERLEAVED):
+    """Layout of a chunk (BLOCK_N, CHUNK_BYTES), rows as they lie in memory, in the registers of
+    the threads that decode it.
+    """
+    found = row_bases(BLOCK_N, NUM_WARPS, GATED, INTERLEAVED)
+    registers, lanes, warps = [[[row, 0] for row in rows] for rows in found]
+    registers = [[0, 1 << i] for i in range(log2(CHUNK_BYTES // 4))] + registers
+    lanes = [[0, CHUNK_BYTES // 4], [0, CHUNK_BYTES // 2], *lanes]
+    return gl.DistributedLinearLayout(registers, lanes, warps, [], [BLOCK_N, CHUNK_BYTES])
+
+
+scale_rows = gluon.constexpr_function(rows_side_by_side)  # R
+
+
+@gluon.constexpr_function
+def scale_layout(BLOCK_N, SCALE_GROUP, NUM_WARPS, GATED, INTERLEAVED):
+    """Layout of a chunk's scales in the threads that decode what they scale.
+
+    They lie in memory as (BLOCK_N // R, 4 R) elements: for R rows the scales of a chunk, by half
+    of the chunk, then by row. An element is a thread's scales, one or two.
+    """
+    R = scale_rows(SCALE_GROUP)
+    found = row_bases(BLOCK_N, NUM_WARPS, GATED, INTERLEAVED)
+    registers, lanes, warps = [[[row // R, row % R * 2] for row in rows] for rows in found]
+    lanes = [[0, 1], [0, 2 * R], *lanes]
+    return gl.DistributedLinearLayout(registers, lanes, warps, [], [BLOCK_N // R, 4 * R])
+
+
+@gluon.jit
+def scales_by_row(s, SCALE_GROUP: gl.constexpr):
+    """(BLOCK_N // R, 4 R) elements as (BLOCK_N, 4), rows as in memory. No data movement."""
+    R: gl.constexpr = scale_rows(SCALE_GROUP)
+    TILES: gl.constexpr = s.shape[0]
+    return s.reshape((TILES, 2, R, 2)).permute((0, 2, 1, 3)).reshape((TILES * R, 4))
+
+
+@gluon.constexpr_function
+def grouped_layout(BLOCK_N, CHUNK_BYTES, NUM_WARPS, GROUPS):
+    """`weight_layout` of (BLOCK_N, GROUPS, bytes of a group), rows in the accumulator's order."""
+    group_bytes = CHUNK_BYTES // GROUPS
+
+    def split(base):
+        return [base[0], base[1] // group_bytes, base[1] % group_bytes]
+
+    flat = weight_layout(BLOCK_N, CHUNK_BYTES, NUM_WARPS, False, False)
+    bases = [[split(b) for b in f] for f in (flat.reg_bases, flat.lane_bases, flat.warp_bases)]
+    return gl.DistributedLinearLayout(*bases, [], [BLOCK_N, GROUPS, group_bytes])
+
+
+@gluon.jit
+def permute_rows(w, GATED: gl.constexpr, INTERLEAVED: gl.constexpr):
+    """Rows of a tile in the accumulator's order. No data movement."""
+    BLOCK_N: gl.constexpr = w.shape[0]
+    BYTES: gl.constexpr = w.shape[1]
+    if not GATED:
+        return w
+    elif INTERLEAVED:
+        w = w.reshape((BLOCK_N // 16, 8, 2, BYTES)).permute((0, 2, 1, 3))
+        return w.reshape((BLOCK_N, BYTES))
+    else:
+        w = w.reshape((2, BLOCK_N // 16, 8, BYTES)).permute((1, 0, 2, 3))
+        return w.reshape((BLOCK_N, BYTES))
+
+
+@gluon.jit
+def fragment(w, LAYOUT: gl.constexpr):
+    """Decoded weights as the left operand (A fragment) of a `wgmma`. No data movement."""
+    BLOCK_N: gl.constexpr = w.shape[0]
+    BYTES: gl.constexpr = w.shape[1]
+    w = w.reshape((BLOCK_N, 4, BYTES // 16, 2, 2)).permute((0, 2, 3, 1, 4))
+    return gl.convert_layout(w.reshape((BLOCK_N, BYTES)), LAYOUT, assert_trivial=True)
+
+
+@gluon.jit
+def decode_int4(codes, low, high, offset):
+    """(even columns, odd columns) in bf16: low nibbles times `low`, high ones times 16 `high`,
+    each times 2^-133, plus an offset.
+
+    The low 8 bits of a bf16 count in steps of 2^-133, so nibbles of either half of a byte need no
+    shift. Here and below elements of 4 bytes come in the order 0, 2, 1, 3.
+    """
+    return gl.inline_asm_elementwise(
+        """{
+        .reg .b32 a, b, c, d, r;
+        shr.u32 r, $4, 8;
+        and.b32 a, $4, 0x000f000f; and.b32 b, r, 0x000f000f;
+        and.b32 c, $4, 0x00f000f0; and.b32 d, r, 0x00f000f0;
+        fma.rn.bf16x2 $0, a, $5, $9; fma.rn.bf16x2 $1, b, $6, $10;
+        fma.rn.bf16x2 $2, c, $7, $9; fma.rn.bf16x2 $3, d, $8, $10;
+        }""",
+        "=r,=r,=r,=r,r,r,r,r,r,r,r",
+        [codes, low, high, offset],
+        dtype=(gl.bfloat16, gl.bfloat16),
+        is_pure=True,
+        pack=4,
+    )
+
+
+@gluon.jit
+def decode_e2m1(codes, s):
+    """(even columns, odd columns) in bf16: nibbles times 2^-126 times a scale (bf16) each."""
+    return gl.inline_asm_elementwise(
+        """{
+        .reg .b32 a, b, c, d, r, z;
+        mov.b32 z, 0x80008000; shr.u32 r, $4, 8;
+        and.b32 a, $4, 0x000f000f; mul.lo.u32 a, a, 0x1040; and.b32 a, a, 0x81c081c0;
+        and.b32 b, r, 0x000f000f; mul.lo.u32 b, b, 0x1040; and.b32 b, b, 0x81c081c0;
+        and.b32 c, $4, 0x00f000f0; mul.lo.u32 c, c, 0x0104; and.b32 c, c, 0x81c081c0;
+        and.b32 d, r, 0x00f000f0; mul.lo.u32 d, d, 0x0104; and.b32 d, d, 0x81c081c0;
+        fma.rn.bf16x2 $0, a, $5, z; fma.rn.bf16x2 $1, b, $6, z;
+        fma.rn.bf16x2 $2, c, $5, z; fma.rn.bf16x2 $3, d, $6, z;
+        }""",
+        "=r,=r,=r,=r,r,r,r",
+        [codes, s],
+        dtype=(gl.bfloat16, gl.bfloat16),
+        is_pure=True,
+        pack=4,
+    )
+
+
+@gluon.jit
+def decode_e2m1_words(codes, s):
+    """As decode_e2m1, of words of 4 bytes whose bits lie as backends/triton/relayout.py puts them.
+
+    Sign and magnitude of a pair are where bf16 has them at once, after a shift by 3, or a rotation
+    by 6; those of the last one a product puts there, the sum of three shifts whose bits do not
+    meet.
+    """
+    return gl.inline_asm_elementwise(
+        """{
+        .reg .b32 a, b, c, d, z;
+        mov.b32 z, 0x80008000; and.b32 a, $4, 0x81c081c0;
+        shl.b32 b, $4, 3; and.b32 b, b, 0x81c081c0;
+        shf.l.wrap.b32 c, $4, $4, 6;
+        and.b32 d, c, 0x001b001b; mul.lo.u32 d, d, 0x4108; and.b32 d, d, 0x81c081c0;
+        and.b32 c, c, 0x81c081c0;
+        fma.rn.bf16x2 $0, a, $5, z; fma.rn.bf16x2 $1, b, $6, z;
+        fma.rn.bf16x2 $2, c, $5, z; fma.rn.bf16x2 $3, d, $6, z;
+        }""",
+        "=r,=r,=r,=r,r,r,r",
+        [codes, s],
+        dtype=(gl.bfloat16, gl.bfloat16),
+        is_pure=True,
+        pack=4,
+    )
+
+
+@gluon.jit
+def decode_int8(codes):
+    """bf16 of int8 codes (given as uint8): 128 + the low 7 bits, minus 128 or 256."""
+    return gl.inline_asm_elementwise(
+        """{
+        .reg .b32 a, b, c, d, r, o, m, u;
+        mov.b32 o, 0x43004300; mov.b32 m, 0xc300c300; mov.b32 u, 0x3f803f80;
+        shr.u32 r, $2, 8;
+        lop3.b32 a, $2, 0x007f007f, o, 0xea; lop3.b32 b, $2, 0x00800080, m, 0xea;
+        lop3.b32 c, r, 0x007f007f, o, 0xea; lop3.b32 d, r, 0x00800080, m, 0xea;
+        fma.rn.bf16x2 $0, a, u, b; fma.rn.bf16x2 $1, c, u, d;
+        }""",
+        "=r,=r,r",
+        [codes],
+        dtype=gl.bfloat16,
+        is_pure=True,
+        pack=4,
+    )
+
+
+@gluon.jit
+def decode_e4m3(codes):
+    """bf16 of e4m3 codes (given as uint8); the NaN code becomes 480."""
+    return gl.inline_asm_elementwise(
+        """{
+        .reg .b32 a, b, s, m, z;
+        mov.b32 m, 0x7b807b80; mov.b32 z, 0x80008000;
+        shl.b32 s, $2, 8; shl.b32 a, $2, 4; and.b32 a, a, 0x07f007f0;
+        lop3.b32 a, s, 0x80008000, a, 0xea;
+        shr.u32 b, $2, 4; and.b32 b, b, 0x07f007f0; lop3.b32 b, $2, 0x80008000, b, 0xea;
+        fma.rn.bf16x2 $0, a, m, z; fma.rn.bf16x2 $1, b, m, z;
+        }""",
+        "=r,=r,r",
+        [codes],
+        dtype=gl.bfloat16,
+        is_pure=True,
+        pack=4,
+    )
+
+
+@gluon.jit
+def decode_weights(
+    codes,  # (BLOCK_N, CHUNK_BYTES) uint8, rows in the accumulator's order
+    s,  # scales (BLOCK_N, GROUPS), or two in each element
+    zero,  # zero points (BLOCK_N, GROUPS), or anything
+    GROUPS: gl.constexpr,
+    NUM_WARPS: gl.constexpr,
+    FORMAT: gl.constexpr,
+    SCALE: gl.constexpr,
+    HAS_ZERO: gl.constexpr,
+):
+    """bf16 (BLOCK_N, CHUNK_BYTES) of the even and of the odd columns, times their scales where
+    weights are scaled.
+
+    Of 8-bit formats the second repeats the first; e2m1 times 2^-32 or 2^-8 (`scale_bf16x2`), int4
+    times 2^-64.
+    """
+    BLOCK_N: gl.constexpr = codes.shape[0]
+    CHUNK_BYTES: gl.constexpr = codes.shape[1]
+    GROUP_BYTES: gl.constexpr = CHUNK_BYTES // GROUPS
+    LAYOUT: gl.constexpr = grouped_layout(BLOCK_N, CHUNK_BYTES, NUM_WARPS, GROUPS)
+    codes = codes.reshape((BLOCK_N, GROUPS, GROUP_BYTES))
+    codes = gl.convert_layout(codes, LAYOUT, assert_trivial=True)
+    s = split_scales(s, SCALE)
+    s = gl.convert_layout(s, gl.SliceLayout(2, LAYOUT), assert_trivial=True)
+    if HAS_ZERO:
+        zero = gl.convert_layout(zero, gl.SliceLayout(2, LAYOUT), assert_trivial=True)
+    if is_e2m1(FORMAT):
+        s = scale_bf16x2(s, SCALE).to(gl.int16).to(gl.bfloat16, bitcast=True)
+        s = gl.expand_dims(s, 2).broadcast_to((BLOCK_N, GROUPS, GROUP_BYTES))
+        if FORMAT == "e2m1_words":
+            w0, w1 = decode_e2m1_words(codes, s)
+        else:
+            w0, w1 = decode_e2m1(codes, s)
+    elif FORMAT == "e4m3":
+        w0 = decode_e4m3(codes)
+        w1 = w0
+    elif FORMAT == "int8":
+        w0 = decode_int8(codes)
+        if HAS_ZERO:  # at most 255, which bf16 holds
+            zero = zero.to(gl.int8, bitcast=True).to(gl.bfloat16)
+            w0 -= gl.expand_dims(zero, 2).broadcast_to((BLOCK_N, GROUPS, GROUP_BYTES))
+        w1 = w0
+    else:
+        # Constants in fp32, which the compiler narrows, or by their bits: of bf16 constants Triton
+        # 3.6 keeps six decimals.
+        if SCALE == "weight" and not HAS_ZERO:
+            s = gl.expand_dims(s.to(gl.float32), 2)
+            low, high = (s * INT4_LOW).to(gl.bfloat16), (s * INT4_HIGH).to(gl.bfloat16)
+            offset = (s * (-8 * INT4_ONE)).to(gl.bfloat16)
+        else:
+            low = gl.full((BLOCK_N, GROUPS, 1), INT4_LOW_BITS, gl.int16, LAYOUT)
+            low = low.to(gl.bfloat16, bitcast=True)
+            high = gl.full((BLOCK_N, GROUPS, 1), INT4_HIGH_BITS, gl.int16, LAYOUT)
+            high = high.to(gl.bfloat16, bitcast=True)
+            if HAS_ZERO:
+                offset = (gl.expand_dims(zero.to(gl.float32), 2) * -INT4_ONE).to(gl.bfloat16)
+            else:
+                offset = gl.full((BLOCK_N, GROUPS, 1), INT4_OFFSET_BITS, gl.int16, LAYOUT)
+                offset = offset.to(gl.bfloat16, bitcast=True)
+        low = low.broadcast_to((BLOCK_N, GROUPS, GROUP_BYTES))
+        high = high.broadcast_to((BLOCK_N, GROUPS, GROUP_BYTES))
+        offset = offset.broadcast_to((BLOCK_N, GROUPS, GROUP_BYTES))
+        w0, w1 = decode_int4(codes, low, high, offset)
+        if SCALE == "weight" and HAS_ZERO:
+            s = gl.expand_dims(s.to(gl.bfloat16), 2).broadcast_to((BLOCK_N, GROUPS, GROUP_BYTES))
+            w0 *= s
+            w1 *= s
+    return w0.reshape((BLOCK_N, CHUNK_BYTES)), w1.reshape((BLOCK_N, CHUNK_BYTES))

@@ -1,0 +1,582 @@
+"""The mainloop of the mixed GEMM on SM90: 16-bit activations times weights of 4 and 8 bits.
+Imported at first launch only.
+
+Weights are the left operand of `wgmma` and reach it from registers, tokens the right one from
+shared memory: a weight is decoded once for all tokens of a block. A producer warp fills a ring of
+NUM_STAGES stages by TMA; the consumer warps, which decode, meet it in the ring's barriers alone.
+(A thread of theirs that issued the copies itself would need the compiler's fence of all memory
+accesses in each step, which waits for the scales just prefetched.) By tile, all included, a weight
+of int4 takes 1.7 to 2.0 instructions, with zero points 2.3 to 2.7, one of e2m1 2.8 to 3.1,
+prepared 2.0 to 2.5.
+
+FORMAT and SCALE as in sm80_mma.py; K_CHUNK and the accumulator's order of rows and columns as in
+sm90_decode.py.
+"""
+
+from moe_ops.kernels.device.blocks import local_expert
+from moe_ops.kernels.device.gluon import (
+    async_load,
+    fence_async_shared,
+    gl,
+    gluon,
+    mbarrier,
+    reinterpret,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from moe_ops.kernels.device.pdl import gdc_wait
+from moe_ops.kernels.mixed_gemm.decode import is_e2m1
+from moe_ops.kernels.mixed_gemm.sm90_decode import (
+    decode_weights,
+    fragment,
+    grouped_layout,
+    groups_per_chunk,
+    permute_rows,
+    scale_layout,
+    scale_rows,
+    scales_by_row,
+    scales_per_element,
+    weight_bits,
+    weight_layout,
+)
+
+E8M0_SHIFT = gl.constexpr(4294967296.0)  # 2^32, as in sm80_mma.py
+E4M3_SHIFT = gl.constexpr(256.0)
+INT4_SHIFT = gl.constexpr(2.0**64)
+
+
+@gluon.jit
+def accumulator_rows(LAYOUT: gl.constexpr, BLOCK_N: gl.constexpr, GATED: gl.constexpr):
+    """(column of the tile, whether its up row) of every row of the accumulator."""
+    r = gl.arange(0, BLOCK_N, LAYOUT)
+    if GATED:
+        return r // 16 * 8 + r % 8, r // 8 % 2
+    else:
+        return r, r * 0
+
+
+@gluon.jit
+def scale_pointers(
+    ptr, offset, stride_n, stride_g, column, I,
+    FORMAT: gl.constexpr, SCALE: gl.constexpr, GATED: gl.constexpr, INTERLEAVED: gl.constexpr,
+    BLOCK_N: gl.constexpr, K_CHUNK: gl.constexpr, SCALE_GROUP: gl.constexpr,
+    NUM_WARPS: gl.constexpr,
+):  # fmt: skip
+    """Pointers (BLOCK_N, GROUPS) to scales or zero points of the first chunk, of the tile from
+    `column` of I on.
+
+    Where an element is two scales, strides are of elements, and GROUPS is half.
+    """
+    GROUPS: gl.constexpr = groups_per_chunk(K_CHUNK, SCALE_GROUP) // scales_per_element(
+        ptr.dtype.element_ty, SCALE
+    )
+    CHUNK_BYTES: gl.constexpr = K_CHUNK * weight_bits(FORMAT) // 8
+    LAYOUT: gl.constexpr = gl.SliceLayout(
+        2, grouped_layout(BLOCK_N, CHUNK_BYTES, NUM_WARPS, GROUPS)
+    )
+    i, up = accumulator_rows(gl.SliceLayout(1, LAYOUT), BLOCK_N, GATED)
+    i = gl.minimum(column + i, I - 1)
+    row = gl.expand_dims(2 * i + up if INTERLEAVED else i + up * I, 1).to(gl.int64)
+    if SCALE == "block":
+        row = row // 128
+    group = gl.expand_dims(gl.arange(0, GROUPS, gl.SliceLayout(0, LAYOUT)), 0)
+    if ptr.dtype.element_ty.primitive_bitwidth == 8:
+        ptr = ptr.to(gl.pointer_type(gl.uint8))
+    return ptr + offset + (row * stride_n + group * stride_g)
+
+
+@gluon.jit
+def apply_row_scales(
+    acc, scale_ptr, factor_ptr, expert64, row,
+    scale_stride_e, scale_stride_n, factor_stride_e, factor_stride_n,
+    FORMAT: gl.constexpr, SCALE: gl.constexpr,
+):  # fmt: skip
+    """The accumulator times what scales whole rows or experts."""
+    if SCALE == "end":
+        scale = gl.load(scale_ptr + expert64 * scale_stride_e + row.to(gl.int64) * scale_stride_n)
+        acc *= gl.expand_dims(scale.to(gl.float32), 1)
+    if SCALE == "e4m3":
+        factor = gl.load(
+            factor_ptr + expert64 * factor_stride_e + row.to(gl.int64) * factor_stride_n
+        ).to(gl.float32)
+        if FORMAT == "int4":
+            acc *= gl.expand_dims(factor, 1)
+        else:
+            acc /= gl.expand_dims(factor, 1)
+    return acc
+
+
+@gluon.jit
+def find_block(
+    pair, ids_ptr, map_ptr, S, E, num_ids, top_k, ids_stride_m, ids_stride_k, map_stride,
+    MAX_PAIRS: gl.constexpr, BLOCK_M: gl.constexpr, NUM_WARPS: gl.constexpr,
+):  # fmt: skip
+    """(whether a pair opens a block; its expert, first position, end position) of at most
+    MAX_PAIRS pairs.
+
+    Of an expert's pairs, in their order, every BLOCK_M-th opens one. Each warp looks at all pairs;
+    one sum holds three numbers. Ids come through L1: past it, all programs ask one part of L2, and
+    Qwen3 at M = 8 takes 61 us in mxfp4 for 51.
+    """
+    LANES: gl.constexpr = gl.BlockedLayout([MAX_PAIRS // 32], [32], [NUM_WARPS], [0])
+    other = gl.arange(0, MAX_PAIRS, LANES)
+    e = local_expert(
+        ids_ptr, map_ptr, pair, pair < S, E, num_ids, top_k, ids_stride_m, ids_stride_k, map_stride
+    )
+    experts = local_expert(
+        ids_ptr, map_ptr, other, other < S, E, num_ids, top_k,
+        ids_stride_m, ids_stride_k, map_stride,
+    )  # fmt: skip
+    same = (experts == e).to(gl.int32)
+    less = ((experts >= 0) & (experts < e)).to(gl.int32)
+    before = gl.where(other < pair, same, 0)
+    counts = gl.sum(less + (same << 8) + (before << 16), 0)
+    less, same, before = counts & 255, counts >> 8 & 255, counts >> 16
+    return (e >= 0) & (before % BLOCK_M == 0), e, less + before, less + same
+
+
+@gluon.jit
+def schedule_tile(
+    index_ptr, ids_ptr, map_ptr, num_blocks, S, E, num_ids, top_k,
+    ids_stride_m, ids_stride_k, map_stride, tiles_per_block, k_tiles,
+    SPLIT_K: gl.constexpr, MAX_UNSORTED_PAIRS: gl.constexpr, BLOCK_M: gl.constexpr,
+    NUM_WARPS: gl.constexpr,
+):  # fmt: skip
+    """The tile of this program: (whether there is one; its expert, first position and end of at
+    most BLOCK_M, tile of rows, which of SPLIT_K shares of the reduction, first K tile and end of
+    the K tiles).
+
+    Consecutive programs take different blocks: side by side, tiles of one block would all read the
+    same rows of x at a time. (Mixtral's GEMM1 of 64 tokens took 216 us so, and 182 in turns;
+    programs that took one tile after the other were no faster.)
+    """
+    tile = gl.program_id(0)
+    if MAX_UNSORTED_PAIRS:
+        has_tile, e, first, end = find_block(
+            tile % S, ids_ptr, map_ptr, S, E, num_ids, top_k,
+            ids_stride_m, ids_stride_k, map_stride, MAX_UNSORTED_PAIRS, BLOCK_M, NUM_WARPS,
+        )  # fmt: skip
+        n = tile // S
+    else:
+        used = gl.load(index_ptr + 3, cache_modifier=".cg")
+        blocks = gl.maximum(used, 1)
+        n = tile // blocks
+        has_tile = tile < used * tiles_per_block
+        block_ptr = index_ptr + 4 * gl.where(has_tile, tile % blocks, 0)
+        e = gl.load(block_ptr, cache_modifier=".cg")
+        first = gl.load(block_ptr + 1, cache_modifier=".cg")
+        end = gl.load(block_ptr + 2, cache_modifier=".cg")
+    split = n % SPLIT_K
+    k_begin = split * gl.cdiv(k_tiles, SPLIT_K)
+    k_end = gl.minimum(k_begin + gl.cdiv(k_tiles, SPLIT_K), k_tiles)
+    end = gl.minimum(end, first + BLOCK_M)
+    return has_tile, e, first, end, n // SPLIT_K, split, k_begin, k_end
+
+
+@gluon.jit
+def load_weights(
+    w, w_scales, w_smem, s_smem, full, slot, k_tile, pred, e, row, K,
+    STAGE_BYTES: gl.constexpr, SCALE_GROUP: gl.constexpr, K_CHUNK: gl.constexpr,
+):  # fmt: skip
+    """Issue the copies of a K tile's weights, and tell its barrier of all bytes to come."""
+    CHUNKS: gl.constexpr = w.block_shape[1]
+    at = k_tile * CHUNKS
+    if CHUNKS == 1:  # where 64 columns remain, chunks are described from every 64th on
+        at = gl.where(K % K_CHUNK == 0, at, gl.minimum(2 * at, K * 2 // K_CHUNK - 2))
+    mbarrier.expect(full.index(slot), STAGE_BYTES, pred)
+    stage = w_smem.index(slot)
+    async_load(w, [e, at, 0, row, 0], full.index(slot), stage, pred)
+    if w_scales is not None:
+        stage = s_smem.index(slot)
+        row = row // scale_rows(SCALE_GROUP)
+        async_load(w_scales, [e, at, 0, row, 0], full.index(slot), stage, pred)
+
+
+@gluon.jit
+def load_tokens(x, x_smem, full, slot, k_tile, pred, first, end):
+    """Issue the copy of a K tile of the block's rows, which are the last of the box. TMA fills
+    those before them, which are out of bounds, with zeros.
+    """
+    PARTS: gl.constexpr = x.block_shape[0]
+    BLOCK_M: gl.constexpr = x.block_shape[1]
+    at = [k_tile * PARTS, end - first - BLOCK_M, first, 0]
+    async_load(x, at, full.index(slot), x_smem.index(slot), pred)
+
+
+@gluon.jit
+def advance_slot(slot, phase, NUM_STAGES: gl.constexpr):
+    """The next slot of the ring, and the phase of its barriers."""
+    phase ^= (slot == NUM_STAGES - 1).to(gl.int32)
+    return gl.where(slot == NUM_STAGES - 1, 0, slot + 1), phase
+
+
+@gluon.jit
+def producer(
+    x, w, w_scales, x_smem, w_smem, s_smem, full, empty, first, end, e, row, k_begin, k_end, K,
+    STAGE_BYTES: gl.constexpr, SCALE_GROUP: gl.constexpr, K_CHUNK: gl.constexpr,
+    NUM_STAGES: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """The producer warp: fill the ring. Weights come before gdc_wait, tokens behind it."""
+    for i in gl.static_range(NUM_STAGES):
+        load_weights(
+            w, w_scales, w_smem, s_smem, full, i, k_begin + i, k_begin + i < k_end, e, row, K,
+            STAGE_BYTES, SCALE_GROUP, K_CHUNK,
+        )  # fmt: skip
+    gdc_wait(PDL)
+    for i in gl.static_range(NUM_STAGES):
+        load_tokens(x, x_smem, full, i, k_begin + i, k_begin + i < k_end, first, end)
+    slot, phase = k_begin * 0, k_begin * 0
+    for k_tile in range(k_begin + NUM_STAGES, k_end):
+        mbarrier.wait(empty.index(slot), phase)
+        load_weights(
+            w, w_scales, w_smem, s_smem, full, slot, k_tile, True, e, row, K,
+            STAGE_BYTES, SCALE_GROUP, K_CHUNK,
+        )  # fmt: skip
+        load_tokens(x, x_smem, full, slot, k_tile, True, first, end)
+        slot, phase = advance_slot(slot, phase, NUM_STAGES)
+
+
+@gluon.jit
+def group_index(chunk, K, K_CHUNK: gl.constexpr, SCALE_GROUP: gl.constexpr):
+    """First group of SCALE_GROUP columns of a chunk; of the row's last K_CHUNK columns for chunks
+    that pass its end.
+    """
+    if SCALE_GROUP == 0:
+        return 0
+    elif SCALE_GROUP < K_CHUNK:
+        return gl.minimum(chunk * (K_CHUNK // SCALE_GROUP), (K - K_CHUNK) // SCALE_GROUP)
+    else:
+        return gl.minimum(chunk, K // K_CHUNK - 1) // (SCALE_GROUP // K_CHUNK)
+
+
+@gluon.constexpr_function
+def load_instruction(dtype):
+    """PTX of a load of `dtype` into 32 bits."""
+    return f"ld.global.nc.L2::128B.b{dtype.primitive_bitwidth} $0, [$1];"
+
+
+@gluon.jit
+def prefetch_scale(ptrs):
+    """Scales or zero points, in 32 bits each.
+
+    What is loaded as of fewer the compiler packs in pairs where the step ends, and waits for it
+    there.
+    """
+    ASSEMBLY: gl.constexpr = load_instruction(ptrs.dtype.element_ty)
+    return gl.inline_asm_elementwise(
+        ASSEMBLY, "=r,l", [ptrs], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def unpack_scale(t, dtype: gl.constexpr):
+    """What was prefetched, as `dtype`."""
+    if dtype.primitive_bitwidth == 8:
+        return t.to(gl.uint8).to(dtype, bitcast=True)
+    elif dtype.primitive_bitwidth == 16:
+        return t.to(gl.uint16).to(dtype, bitcast=True)
+    else:
+        return t.to(dtype, bitcast=True)
+
+
+@gluon.constexpr_function
+def is_widened(dtype):
+    """Whether prefetched scales of `dtype` become fp32 by `widen_scale`."""
+    return dtype in (gl.bfloat16, gl.float32)
+
+
+@gluon.jit
+def widen_scale(t, dtype: gl.constexpr):
+    """fp32 of prefetched bf16 or fp32, here and now: its register is to be loaded anew before it
+    is used.
+    """
+    if dtype == gl.bfloat16:
+        return gl.inline_asm_elementwise(
+            "shl.b32 $0, $1, 16;", "=r,r", [t], dtype=gl.float32, is_pure=False, pack=1
+        )
+    else:
+        return gl.inline_asm_elementwise(
+            "mul.f32 $0, $1, 0f3F800000;", "=r,r", [t], dtype=gl.float32, is_pure=False, pack=1
+        )
+
+
+@gluon.jit
+def split_rows(t):
+    """The first and the second half of the rows, of which a thread has both. No data movement."""
+    ROWS: gl.constexpr = t.shape[0] // 2
+    return t.reshape((2, ROWS, t.shape[1])).permute((1, 2, 0)).split()
+
+
+@gluon.jit
+def issue_wgmma(
+    codes, scale, zero, x0, x1, acc,
+    GROUPS: gl.constexpr, NUM_WARPS: gl.constexpr, FORMAT: gl.constexpr, SCALE: gl.constexpr,
+    PROMOTE: gl.constexpr, HAS_ZERO: gl.constexpr,
+):  # fmt: skip
+    """Issue the products of a chunk: into sums of their own (PROMOTE), or on top of acc."""
+    A: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
+    w0, w1 = decode_weights(codes, scale, zero, GROUPS, NUM_WARPS, FORMAT, SCALE, HAS_ZERO)
+    d = warpgroup_mma(fragment(w0, A), x0, acc, use_acc=not PROMOTE, is_async=True)
+    if weight_bits(FORMAT) == 4:
+        d = warpgroup_mma(fragment(w1, A), x1, d, is_async=True)
+    return d
+
+
+@gluon.jit
+def accumulate(acc, d, scale, SCALE: gl.constexpr, PROMOTE: gl.constexpr):
+    """acc plus a chunk's sums d times the scales of its rows; d where it is on top of acc."""
+    if not PROMOTE:
+        return d
+    else:
+        LAYOUT: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
+        scale = scale.reshape((scale.shape[0],))
+        scale = gl.convert_layout(scale, LAYOUT, assert_trivial=True)
+        if SCALE == "e4m3":
+            scale = scale.to(gl.float8e4nv, bitcast=True)
+        return acc + d * gl.expand_dims(scale.to(gl.float32), 1)
+
+
+@gluon.jit
+def consumer(
+    w_chunks, x_operands, s_chunks, full, empty, k_begin, k_end, K,
+    scale_ptrs, zero_ptrs, scale_stride_g, zero_stride_g,
+    FORMAT: gl.constexpr, SCALE: gl.constexpr, SCALE_GROUP: gl.constexpr, K_CHUNK: gl.constexpr,
+    GATED: gl.constexpr, INTERLEAVED: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
+    BLOCK_K: gl.constexpr, NUM_STAGES: gl.constexpr, NUM_WARPS: gl.constexpr,
+    OVERLAP: gl.constexpr,
+):  # fmt: skip
+    """The consumer warps: decode and multiply what is in the ring. Returns the accumulators of the
+    first and of the second half of the rows.
+
+    OVERLAP: the chunk decoded last is multiplied while the next is decoded, at 32 registers more a
+    thread.
+    """
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [NUM_WARPS, 1], [16, BLOCK_M, 16])
+    CHUNK_BYTES: gl.constexpr = w_chunks.shape[2]
+    MMAS: gl.constexpr = K_CHUNK // CHUNK_BYTES  # wgmma of a chunk, each with an operand of x
+    WEIGHT: gl.constexpr = weight_layout(BLOCK_N, CHUNK_BYTES, NUM_WARPS, GATED, INTERLEAVED)
+    ROWS: gl.constexpr = min(BLOCK_N, 16 * NUM_WARPS)  # decoded at a time
+    CHUNKS: gl.constexpr = BLOCK_K // K_CHUNK
+    GROUPS: gl.constexpr = groups_per_chunk(K_CHUNK, SCALE_GROUP)
+    # A group's finished sums are scaled and added; of int4, e4m3 scales like all others.
+    PROMOTE: gl.constexpr = (
+        SCALE == "sum" or SCALE == "block" or (FORMAT == "int4" and SCALE == "e4m3")
+    )
+    HAS_ZERO: gl.constexpr = zero_ptrs is not None
+    WIDEN: gl.constexpr = is_widened(scale_ptrs.dtype.element_ty) if PROMOTE else False
+    PENDING: gl.constexpr = MMAS  # wgmma that may stay in flight: the last chunk's
+    # Scales that are not in the ring are prefetched two chunks ahead, and one load does for those
+    # past the end.
+    chunk = k_begin * CHUNKS
+    if s_chunks is None:
+        S_COLUMNS: gl.constexpr = SCALE_GROUP * scales_per_element(  # of an element
+            scale_ptrs.dtype.element_ty, SCALE
+        )
+        scale = prefetch_scale(
+            scale_ptrs + group_index(chunk, K, K_CHUNK, S_COLUMNS) * scale_stride_g
+        )
+        next_scale = prefetch_scale(
+            scale_ptrs + group_index(chunk + 1, K, K_CHUNK, S_COLUMNS) * scale_stride_g
+        )
+    else:
+        S_LAYOUT: gl.constexpr = scale_layout(BLOCK_N, SCALE_GROUP, NUM_WARPS, GATED, INTERLEAVED)
+        scale, next_scale = k_begin, k_begin
+    zero, next_zero = scale, scale
+    if HAS_ZERO:
+        zero = prefetch_scale(
+            zero_ptrs + group_index(chunk, K, K_CHUNK, SCALE_GROUP) * zero_stride_g
+        )
+        next_zero = prefetch_scale(
+            zero_ptrs + group_index(chunk + 1, K, K_CHUNK, SCALE_GROUP) * zero_stride_g
+        )
+    acc0 = gl.zeros([ROWS, BLOCK_M], gl.float32, MMA)
+    acc1 = acc0  # of the second half of the rows, where a thread has rows of both
+    slot, phase = k_begin * 0, k_begin * 0
+    for k_tile in range(k_begin, k_end):
+        mbarrier.wait(full.index(slot), phase)
+        for j in gl.static_range(CHUNKS):
+            codes = w_chunks.index(slot * CHUNKS + j).load(WEIGHT)
+            codes = permute_rows(codes, GATED, INTERLEAVED)
+            operand = (slot * CHUNKS + j) * MMAS
+            x0 = x_operands.index(operand).permute((1, 0))
+            x1 = x_operands.index(operand + MMAS - 1).permute((1, 0))
+            if s_chunks is not None:
+                s = s_chunks.index(slot * CHUNKS + j).load(S_LAYOUT)
+                s = permute_rows(scales_by_row(s, SCALE_GROUP), GATED, INTERLEAVED)
+            elif WIDEN:
+                s = widen_scale(scale, scale_ptrs.dtype.element_ty)
+            else:
+                s = unpack_scale(scale, scale_ptrs.dtype.element_ty)
+            z = s
+            if HAS_ZERO:
+                z = unpack_scale(zero, zero_ptrs.dtype.element_ty)
+            if ROWS == BLOCK_N:
+                d = issue_wgmma(
+                    codes, s, z, x0, x1, acc0,
+                    GROUPS, NUM_WARPS, FORMAT, SCALE, PROMOTE, HAS_ZERO,
+                )  # fmt: skip
+                if not OVERLAP:
+                    d = warpgroup_mma_wait(0, [d])
+                    acc0 = accumulate(acc0, d, s, SCALE, PROMOTE)
+                elif not PROMOTE:
+                    acc0 = warpgroup_mma_wait(PENDING, [d])
+                    pending, pending_scale = acc0, s
+                else:
+                    if j > 0:
+                        pending = warpgroup_mma_wait(PENDING, [pending])
+                        acc0 = accumulate(acc0, pending, pending_scale, SCALE, PROMOTE)
+                    pending, pending_scale = d, s
+            else:
+                codes0, codes1 = split_rows(codes)
+                s0, s1 = split_rows(s)
+                z0, z1 = split_rows(z)
+                d0 = issue_wgmma(
+                    codes0, s0, z0, x0, x1, acc0,
+                    GROUPS, NUM_WARPS, FORMAT, SCALE, PROMOTE, HAS_ZERO,
+                )  # fmt: skip
+                if not OVERLAP:
+                    d0 = warpgroup_mma_wait(0, [d0])
+                    acc0 = accumulate(acc0, d0, s0, SCALE, PROMOTE)
+                elif j > 0:
+                    pending = warpgroup_mma_wait(PENDING, [pending])
+                    acc1 = accumulate(acc1, pending, pending_scale, SCALE, PROMOTE)
+                d1 = issue_wgmma(
+                    codes1, s1, z1, x0, x1, acc1,
+                    GROUPS, NUM_WARPS, FORMAT, SCALE, PROMOTE, HAS_ZERO,
+                )  # fmt: skip
+                if OVERLAP:
+                    d0 = warpgroup_mma_wait(PENDING, [d0])
+                    acc0 = accumulate(acc0, d0, s0, SCALE, PROMOTE)
+                else:
+                    d1 = warpgroup_mma_wait(0, [d1])
+                    acc1 = accumulate(acc1, d1, s1, SCALE, PROMOTE)
+                pending, pending_scale = d1, s1
+            chunk = k_tile * CHUNKS + j + 2
+            scale, zero = next_scale, next_zero
+            if s_chunks is None:
+                next_scale = prefetch_scale(
+                    scale_ptrs + group_index(chunk, K, K_CHUNK, S_COLUMNS) * scale_stride_g
+                )
+            if HAS_ZERO:
+                next_zero = prefetch_scale(
+                    zero_ptrs + group_index(chunk, K, K_CHUNK, SCALE_GROUP) * zero_stride_g
+                )
+        if OVERLAP:
+            pending = warpgroup_mma_wait(0, [pending])
+            if ROWS == BLOCK_N:
+                acc0 = accumulate(acc0, pending, pending_scale, SCALE, PROMOTE)
+            else:
+                acc1 = accumulate(acc1, pending, pending_scale, SCALE, PROMOTE)
+        mbarrier.arrive(empty.index(slot), count=1)
+        slot, phase = advance_slot(slot, phase, NUM_STAGES)
+    return acc0, acc1
+
+
+@gluon.jit
+def mainloop(
+    # descriptor of (K / CHUNK_BYTES, BLOCK_M rows from each of S, S, CHUNK_BYTES), with boxes
+    # [operands of a K tile, BLOCK_M, 1, CHUNK_BYTES]
+    x,
+    # descriptor of (E, chunks, parts, rows, CHUNK_BYTES), with boxes
+    # [1, chunks of a K tile, parts, BLOCK_N // parts, CHUNK_BYTES]
+    w,
+    # descriptor alike of R rows each: (E, chunks, parts, rows // R, elements) as `scale_layout`
+    # has them, or None
+    w_scales,
+    first,
+    end,
+    e,
+    tile_row,
+    k_begin,  # K tiles
+    k_end,
+    K,
+    # (BLOCK_N, scales of a chunk) of the first chunk, by `scale_pointers`; None with `w_scales`
+    scale_ptrs,
+    zero_ptrs,  # as scale_ptrs, or None
+    scale_stride_g,
+    zero_stride_g,
+    FORMAT: gl.constexpr,
+    SCALE: gl.constexpr,
+    SCALE_GROUP: gl.constexpr,
+    K_CHUNK: gl.constexpr,
+    GATED: gl.constexpr,
+    INTERLEAVED: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    NUM_STAGES: gl.constexpr,
+    NUM_WARPS: gl.constexpr,
+    OVERLAP: gl.constexpr,
+    PDL: gl.constexpr,
+):
+    """w @ x.T (BLOCK_N, BLOCK_M) in fp32, of the BLOCK_M positions before `end` and, with zeros,
+    those of them before `first`.
+
+    Rows are in the accumulator's order. Scales of whole rows are left to the caller.
+    """
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [NUM_WARPS, 1], [16, BLOCK_M, 16])
+    ROWS: gl.constexpr = min(BLOCK_N, 16 * NUM_WARPS)  # decoded at a time
+    # of a row of weights; also columns of an operand of x: a half of the chunk's or all
+    CHUNK_BYTES: gl.constexpr = K_CHUNK * weight_bits(FORMAT) // 8
+    S_BYTES: gl.constexpr = 0 if w_scales is None else K_CHUNK // SCALE_GROUP  # of a row
+    STAGE_BYTES: gl.constexpr = (
+        BLOCK_K // K_CHUNK * (BLOCK_N * (CHUNK_BYTES + S_BYTES) + BLOCK_M * K_CHUNK * 2)
+    )
+    w_smem = gl.allocate_shared_memory(gl.uint8, [NUM_STAGES] + w.block_shape, w.layout)
+    x_smem = gl.allocate_shared_memory(x.dtype, [NUM_STAGES] + x.block_shape, x.layout)
+    w_chunks = reinterpret(
+        w_smem,
+        gl.uint8,
+        [NUM_STAGES * (BLOCK_K // K_CHUNK), BLOCK_N, CHUNK_BYTES],
+        gl.NVMMASharedLayout(CHUNK_BYTES, 8, 2),
+    )
+    x_operands = reinterpret(
+        x_smem,
+        x.dtype,
+        [NUM_STAGES * x.block_shape[0], BLOCK_M, CHUNK_BYTES],
+        gl.NVMMASharedLayout(2 * CHUNK_BYTES, 16, 2),
+    )
+    s_smem, s_chunks = None, None
+    if w_scales is not None:
+        ELEMENTS: gl.constexpr = 4 * scale_rows(SCALE_GROUP)
+        BITS: gl.constexpr = w_scales.dtype.primitive_bitwidth
+        s_smem = gl.allocate_shared_memory(
+            w_scales.dtype, [NUM_STAGES] + w_scales.block_shape, w_scales.layout
+        )
+        s_chunks = reinterpret(
+            s_smem,
+            w_scales.dtype,
+            [NUM_STAGES * (BLOCK_K // K_CHUNK), BLOCK_N // scale_rows(SCALE_GROUP), ELEMENTS],
+            gl.NVMMASharedLayout(ELEMENTS * BITS // 8, BITS, 2),
+        )
+    full = gl.allocate_shared_memory(gl.int64, [NUM_STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [NUM_STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(NUM_STAGES):
+        mbarrier.init(full.index(i), 1)
+        mbarrier.init(empty.index(i), 1)
+    fence_async_shared()  # TMA sees the barriers
+    acc0, acc1 = gl.warp_specialize(
+        [
+            (consumer, (
+                w_chunks, x_operands, s_chunks, full, empty, k_begin, k_end, K,
+                scale_ptrs, zero_ptrs, scale_stride_g, zero_stride_g,
+                FORMAT, SCALE, SCALE_GROUP, K_CHUNK, GATED, INTERLEAVED, BLOCK_M, BLOCK_N,
+                BLOCK_K, NUM_STAGES, NUM_WARPS, OVERLAP,
+            )),
+            (producer, (
+                x, w, w_scales, x_smem, w_smem, s_smem, full, empty, first, end, e, tile_row,
+                k_begin, k_end, K, STAGE_BYTES, SCALE_GROUP, K_CHUNK, NUM_STAGES, PDL,
+            )),
+        ],
+        [1],
+        [24],
+    )  # fmt: skip
+    acc = acc0
+    if ROWS < BLOCK_N:
+        acc = gl.join(acc0, acc1).permute((2, 0, 1)).reshape((BLOCK_N, BLOCK_M))
+        acc = gl.convert_layout(acc, MMA, assert_trivial=True)
+    if is_e2m1(FORMAT):
+        acc *= E8M0_SHIFT if SCALE == "e8m0" else E4M3_SHIFT
+    elif FORMAT == "int4":
+        acc *= INT4_SHIFT
+    return acc

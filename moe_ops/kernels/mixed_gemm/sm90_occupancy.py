@@ -1,0 +1,136 @@
+"""Occupancy of the kernels of sm90_wgmma.py: how many blocks a multiprocessor holds, and what
+registers their threads have for it.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+from moe_ops.kernels.configs import GemmConfig
+from moe_ops.kernels.mixed_gemm.configs import MULTIPROCESSORS
+from moe_ops.kernels.mixed_gemm.operands import E2M1, Format
+from moe_ops.meta.workspace import cdiv
+
+SHARED_MEMORY, REGISTERS = 228 * 1024, 65536  # of a multiprocessor
+# registers a thread of a block's last four warps, of which one is the producer
+PRODUCER_REGISTERS = 24
+MAX_CONSUMER_REGISTERS = 232  # a thread of the consumer warps
+
+
+class WgmmaKernel(NamedTuple):
+    """A GEMM as far as registers depend on it."""
+
+    format: Format
+    k_chunk: int
+    has_zero: bool
+    config: GemmConfig
+    block_m: int
+    block_k: int
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return 32 * (self.config.num_warps + 4)
+
+    def average(self, consumer_registers: int) -> float:
+        """Registers of a thread, on average, where those of consumers have so many."""
+        warps = self.config.num_warps
+        return (consumer_registers * warps + PRODUCER_REGISTERS * 4) / (warps + 4)
+
+
+class Occupancy(NamedTuple):
+    """What `occupancy` finds."""
+
+    blocks: int  # a multiprocessor
+    registers: int  # of a thread, on average
+    overlap: bool  # weights are decoded while those before them are multiplied
+
+
+@lru_cache(maxsize=4096)
+def occupancy(kernel: WgmmaKernel, tiles: int) -> Occupancy:
+    """How blocks of so many tiles in all share the multiprocessors.
+
+    As many as there is room for, since what a block waits for others cover. Where scales come with
+    the weights, three blocks are enough for that, and the number is chosen by the waves it takes:
+    the last one is seldom full. (gptoss20 in nvfp4 at M = 8, 7.0 tiles of GEMM1 and 3.6 of GEMM2 a
+    multiprocessor: by three blocks 107 us, by four 95, by five 106; gptoss120, of 9.7 and 5.0:
+    132, 140, 128. Of int4, four blocks instead of three took gptoss20 from 94 to 88 us at M = 8,
+    from 118 to 127 at 16.)
+    """
+    overlap = _may_overlap(kernel)
+    if kernel.format.name != "e2m1_words":
+        blocks = _max_blocks(kernel, _min_registers(kernel, overlap))
+    else:
+        most = _max_blocks(kernel, _min_registers(kernel, False))
+        choice = range(min(3, most), most + 1)
+        blocks = min(choice, key=lambda blocks: (_time(tiles, blocks), -blocks))
+        overlap = overlap and _max_blocks(kernel, _min_registers(kernel, True)) >= blocks
+    registers = min(
+        REGISTERS // (blocks * kernel.threads), int(kernel.average(MAX_CONSUMER_REGISTERS))
+    )
+    return Occupancy(blocks, registers // 8 * 8, overlap)
+
+
+def _time(tiles: int, blocks: int) -> float:
+    """Time of tiles in waves of so many blocks a multiprocessor, in units of a block's copies,
+    with 1.2 for what a wave's first and last ones wait for (fits the times in `occupancy`).
+    Routing makes some more tiles, or some fewer.
+    """
+    waves = [cdiv(tiles * percent, 100 * MULTIPROCESSORS * blocks) for percent in (95, 100, 105)]
+    return sum(waves) * (blocks + 1.2)
+
+
+def _max_blocks(kernel: WgmmaKernel, consumer_registers: int) -> int:
+    """Blocks that a multiprocessor has room for, with so many registers a consumer thread."""
+    block_n, _, num_stages, _ = kernel.config
+    weight_bytes, x_bytes = block_n * kernel.format.bits / 8, kernel.block_m * 2  # of a column
+    if kernel.format.name == "e2m1_words":
+        weight_bytes += block_n / kernel.format.group
+    shared = num_stages * kernel.block_k * (weight_bytes + x_bytes) + 2048
+    fit = max(1, int(SHARED_MEMORY // shared))
+    by_registers = int(REGISTERS // (kernel.average(consumer_registers) * kernel.threads))
+    return min(fit, max(2, by_registers))  # two rather spill
+
+
+def _min_registers(kernel: WgmmaKernel, overlap: bool) -> int:
+    """Registers that a thread of a consumer needs. Counted: from there on, and with the 7 fewer
+    that rounding may leave, the compiler spills little or nothing.
+    """
+    of, (block_n, _, _, num_warps), block_m = kernel.format, kernel.config, kernel.block_m
+    accumulators = block_n * block_m // (32 * num_warps)
+    if of.name == "e2m1_words":  # whose scales are read where they are needed
+        registers = 64
+    else:
+        registers = 72 if of.scale == "e8m0" or (of.bits == 4 and block_m == 8) else 80
+    registers += accumulators + 8 * kernel.has_zero
+    whole = block_n == 16 * num_warps
+    if not whole and of.name not in E2M1 and of.scale != "weight":
+        registers += accumulators // 2  # a group's, of a half of the rows
+    if overlap:
+        few = kernel.k_chunk == 64 or whole or (of.name == "e2m1_words" and block_m == 8)
+        registers += 16 if few else 32
+    return registers
+
+
+def _may_overlap(kernel: WgmmaKernel) -> bool:
+    """Whether to decode weights while those before them are multiplied, where registers for both
+    cost no block.
+
+    On an H200 that took 1 to 8 % less time at 8 tokens a block and, where it takes few registers,
+    at 16; at 32, 1 to 2 % less where weights are scaled, so that chunks are not summed apart, and
+    zero points need no registers.
+
+    Blocks of two stages leave a multiprocessor room for so many that these cover for each other: 1
+    to 5 % less without. So do those of int4 in chunks of 64 whose sums are scaled (gptoss20 at M =
+    8: 104 us without, 108 with).
+    """
+    of, config = kernel.format, kernel.config
+    if kernel.block_m == 8:
+        return of.bits == 8 or (
+            config.num_stages > 2 and (of.scale != "sum" or kernel.k_chunk == 128)
+        )
+    if kernel.block_m == 32:
+        return of.name in E2M1 or (of.scale == "weight" and not kernel.has_zero)
+    whole = config.block_n == 16 * config.num_warps
+    return kernel.block_m == 16 and (kernel.k_chunk == 64 or whole)

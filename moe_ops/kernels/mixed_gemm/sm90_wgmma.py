@@ -1,0 +1,821 @@
+"""The two grouped GEMMs by `wgmma` of weights of 4 and 8 bits beside bf16 activations, and the
+permutation of tokens that precedes them: on SM90, of more than one token. Imported at first launch
+only, where Triton compiles Gluon (`configs.on_sm90`).
+
+Legend: S pairs sorted by expert, E local experts, K columns of the GEMM's input and weight, N its
+output columns (GEMM1: I), BLOCK_M rows (tokens) a block, BLOCK_N rows of the weight a tile, which
+give BLOCK_I columns of h (half as many where gated), BLOCK_K the step along K, K_CHUNK columns
+decoded at a time. A program handles one block (kernels/device/blocks.py) and one tile of rows of
+the weight; the mainloop is in sm90_mainloop.py.
+
+Rows of x and h are (S, K) sorted by expert, their columns permuted within each chunk to the order
+in which the mainloop takes them. A weight is described as (E, chunks of a row, parts, rows, bytes
+of a chunk): gate and up are two parts, other weights are one.
+"""
+
+from __future__ import annotations
+
+from functools import cache, lru_cache
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from moe_ops.kernels.configs import GemmConfig
+from moe_ops.kernels.device.activations import activate_one, activate_two
+from moe_ops.kernels.device.blocks import local_expert
+from moe_ops.kernels.device.gluon import TensorDescriptor, gl, gluon
+from moe_ops.kernels.device.pdl import gdc_launch_dependents, gdc_wait
+from moe_ops.kernels.gemm.operands import Activated, Bias
+from moe_ops.kernels.launch import (
+    Constant,
+    Descriptor,
+    Gpu,
+    Launch,
+    Pointer,
+    Runtime,
+    Specialized,
+    arguments,
+    kernel,
+)
+from moe_ops.kernels.mixed_gemm.configs import FORMATS, max_unsorted_pairs, pair_bucket
+from moe_ops.kernels.mixed_gemm.operands import (
+    Decoding,
+    Format,
+    MixedOperand,
+    MixedScales,
+)
+from moe_ops.kernels.mixed_gemm.sm90_decode import permutation_bits, weight_bits
+from moe_ops.kernels.mixed_gemm.sm90_mainloop import (
+    accumulator_rows,
+    apply_row_scales,
+    mainloop,
+    scale_pointers,
+    schedule_tile,
+)
+from moe_ops.kernels.mixed_gemm.sm90_occupancy import WgmmaKernel, occupancy
+from moe_ops.kernels.permute.rows import RouterWeights, Routing
+from moe_ops.meta.scales import rows_side_by_side
+from moe_ops.meta.workspace import cdiv
+
+PERMUTED_COLUMNS = 1024  # of a row that a program permutes: 16 bytes a thread
+
+
+@triton.jit
+def permuted_column(column, BITS: tl.constexpr):
+    """Index of a column within its chunk after the fragment permutation (`permutation_bits`)."""
+    permuted = column * 0
+    for i in tl.static_range(len(BITS)):
+        permuted |= (column >> BITS[i] & 1) << i
+    return permuted
+
+
+@triton.jit
+def permuted_column_of_row(column, K_CHUNK: tl.constexpr, W_BITS: tl.constexpr):
+    """Index of a column within its row after the fragment permutation."""
+    chunk_start = column // K_CHUNK * K_CHUNK
+    return chunk_start + permuted_column(column % K_CHUNK, permutation_bits(K_CHUNK, W_BITS))
+
+
+@triton.jit
+def permute_columns(x, K_CHUNK: tl.constexpr, W_BITS: tl.constexpr):
+    """(N,) columns of whole chunks, each at its permuted index."""
+    N: tl.constexpr = x.shape[0]
+    if W_BITS == 4:  # axes: thread, its 4 bytes, bits of a byte's index, nibble
+        x = x.reshape(N // K_CHUNK, 4, K_CHUNK // 32, 2, 2, 2).permute(0, 5, 2, 4, 1, 3)
+    else:
+        x = x.reshape(N // K_CHUNK, 4, K_CHUNK // 16, 2, 2).permute(0, 2, 4, 1, 3)
+    return x.reshape(N)
+
+
+@triton.jit
+def sorted_position(
+    pair, ids_ptr, map_ptr, S, E, num_ids, top_k, ids_stride_m, ids_stride_k, map_stride,
+    MAX_PAIRS: tl.constexpr,
+):  # fmt: skip
+    """Sorted position of one of at most MAX_PAIRS pairs, and whether its expert is here."""
+    other = tl.arange(0, MAX_PAIRS)
+    experts = local_expert(
+        ids_ptr, map_ptr, other, other < S, E, num_ids, top_k,
+        ids_stride_m, ids_stride_k, map_stride,
+    )  # fmt: skip
+    e = tl.sum(tl.where(other == pair, experts, 0))
+    before = (experts >= 0) & (experts < e) | (experts == e) & (other < pair)
+    return tl.sum(before.to(tl.int32)), e >= 0
+
+
+@arguments
+class PermuteTokens:
+    # (S, K in whole chunks), written: rows of x at their pairs' positions, columns permuted
+    out: Pointer
+    x: Pointer  # (M, K)
+    x_stride_m: Specialized
+    x_stride_k: Specialized
+    routing: Routing
+    S: Runtime
+    K: Specialized
+    K_CHUNK: Constant
+    W_BITS: Constant  # of a weight
+    BLOCK_K: Constant  # columns of a program
+    PAIR_BUCKET: Constant  # of so many pairs at most the kernel finds positions itself; 0 of more
+    WRITE_ORDER: Constant  # no sorting kernel runs: this one writes the order
+    TAIL: Constant  # the last chunk overlaps the one before
+    PDL: Constant
+
+
+@kernel(PermuteTokens, pdl_first=True)
+def moe_ops_permute_tokens(
+    out_ptr,
+    x_ptr,
+    x_stride_m,
+    x_stride_k,
+    index_ptr,
+    ids_ptr,
+    map_ptr,
+    num_blocks,
+    E,
+    num_ids,
+    top_k,
+    ids_stride_m,
+    ids_stride_k,
+    map_stride,
+    ROWS: tl.constexpr,
+    S,
+    K,
+    K_CHUNK: tl.constexpr,
+    W_BITS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PAIR_BUCKET: tl.constexpr,
+    WRITE_ORDER: tl.constexpr,
+    TAIL: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Rows of tokens sorted by expert, one program a pair or position, and BLOCK_K columns.
+
+    Of few pairs (PAIR_BUCKET) it does not wait for the sorting kernel's order. Unused rows stay
+    uninitialized.
+    """
+    if WRITE_ORDER:
+        gdc_wait(PDL)
+        gdc_launch_dependents(PDL)
+    if PAIR_BUCKET:
+        pair = tl.program_id(0)
+        position, here = sorted_position(
+            pair, ids_ptr, map_ptr, S, E, num_ids, top_k,
+            ids_stride_m, ids_stride_k, map_stride, PAIR_BUCKET,
+        )  # fmt: skip
+    else:
+        gdc_wait(PDL)
+        gdc_launch_dependents(PDL)
+        position = tl.program_id(0)
+        pair = tl.load(index_ptr + 4 * num_blocks + position, cache_modifier=".cg")
+        here = (pair >= 0) & (pair < S)
+    out_column = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
+    columns = K  # of a row in whole chunks
+    column = out_column
+    if TAIL:
+        columns = tl.cdiv(K, K_CHUNK) * K_CHUNK
+        column = tl.where(out_column < columns - K_CHUNK, out_column, out_column - (columns - K))
+    ok = out_column < tl.where(here, columns, 0)
+    own = ok  # columns of the chunk before are zeros in the last one
+    if TAIL:
+        own = ok & ((out_column < columns - K_CHUNK) | (column >= columns - K_CHUNK))
+    x_ptrs = x_ptr + (pair // top_k).to(tl.int64) * x_stride_m + column.to(tl.int64) * x_stride_k
+    x = permute_columns(tl.load(x_ptrs, mask=own, other=0.0), K_CHUNK, W_BITS)
+    tl.store(out_ptr + position.to(tl.int64) * columns + out_column, x, mask=ok)
+    if WRITE_ORDER:
+        order_ptr = index_ptr + 4 * num_blocks + position
+        tl.store(order_ptr, pair, mask=here & (tl.program_id(1) == 0))
+    elif PAIR_BUCKET:
+        gdc_wait(PDL)
+        gdc_launch_dependents(PDL)  # GEMM1 reads what the sorting kernel wrote before it waits
+
+
+@gluon.jit
+def exit_without_tile(PDL: gl.constexpr):
+    """Exit a program that has no tile. One program still executes gdc_wait, so that dependents see
+    all writes; the others free their slots on the multiprocessors for programs that could prefetch
+    weights meanwhile.
+    """
+    if gl.program_id(0) == 0:
+        gdc_wait(PDL)
+
+
+class Hidden(NamedTuple):
+    """h as GEMM1 writes it."""
+
+    PREFIXED = False
+    h: Pointer  # (S, I in whole chunks), columns permuted as GEMM2 takes them
+    H_CHUNK: Constant  # GEMM2's K_CHUNK
+    H_TAIL: Constant  # GEMM2's last chunk overlaps the one before
+
+
+class WgmmaTile(NamedTuple):
+    """What a GEMM's config and weight decide."""
+
+    PREFIXED = False
+    K_CHUNK: Constant
+    BLOCK_M: Constant
+    BLOCK_N: Constant
+    BLOCK_K: Constant
+    NUM_STAGES: Constant
+    NUM_WARPS: Constant
+    OVERLAP: Constant  # weights are decoded while those before them are multiplied
+    # of so many pairs at most programs find their blocks themselves; 0 of more
+    MAX_UNSORTED_PAIRS: Constant
+
+
+@arguments
+class Gemm1:
+    hidden: Hidden
+    x: Descriptor  # (S, K in whole chunks)
+    w: Descriptor  # (E, N, K)
+    w_scales: Descriptor  # scales that lie beside the weights of a chunk, or None
+    scales: MixedScales
+    bias: Bias  # (E, N)
+    routing: Routing
+    S: Runtime
+    topk_weights: RouterWeights  # (M, top_k), where they scale the input
+    K: Specialized
+    I: Specialized
+    activation: Activated
+    decoding: Decoding
+    tile: WgmmaTile
+    PDL: Constant
+
+
+@kernel(Gemm1, jit=gluon.jit)
+def moe_ops_wgmma_gemm1(
+    h_ptr,
+    H_CHUNK: gl.constexpr,
+    H_TAIL: gl.constexpr,
+    x,
+    w,
+    w_scales,
+    w_scale_ptr,
+    w_scale_stride_e,
+    w_scale_stride_n,
+    w_scale_stride_g,
+    w_zero_ptr,
+    w_zero_stride_e,
+    w_zero_stride_n,
+    w_zero_stride_g,
+    w_factor_ptr,
+    w_factor_stride_e,
+    w_factor_stride_n,
+    bias_ptr,
+    bias_stride_e,
+    bias_stride_n,
+    index_ptr,
+    ids_ptr,
+    map_ptr,
+    num_blocks,
+    E,
+    num_ids,
+    top_k,
+    ids_stride_m,
+    ids_stride_k,
+    map_stride,
+    ROWS: gl.constexpr,
+    S,
+    topk_weights_ptr,
+    topk_weights_stride_m,
+    topk_weights_stride_k,
+    K,
+    I,  # noqa: E741
+    alpha,
+    beta,
+    limit,
+    ACTIVATION: gl.constexpr,
+    GATED: gl.constexpr,
+    INTERLEAVED: gl.constexpr,
+    HAS_LIMIT: gl.constexpr,
+    FORMAT: gl.constexpr,
+    SCALE: gl.constexpr,
+    SCALE_GROUP: gl.constexpr,
+    K_CHUNK: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    NUM_STAGES: gl.constexpr,
+    NUM_WARPS: gl.constexpr,
+    OVERLAP: gl.constexpr,
+    MAX_UNSORTED_PAIRS: gl.constexpr,
+    PDL: gl.constexpr,
+):
+    """h = activation(x @ w13.T + bias)."""
+    BLOCK_I: gl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
+    gdc_launch_dependents(PDL)
+    has_tile, e, first, end, n, _, k_begin, k_end = schedule_tile(
+        index_ptr, ids_ptr, map_ptr, num_blocks, S, E, num_ids, top_k,
+        ids_stride_m, ids_stride_k, map_stride, gl.cdiv(I, BLOCK_I), gl.cdiv(K, BLOCK_K),
+        1, MAX_UNSORTED_PAIRS, BLOCK_M, NUM_WARPS,
+    )  # fmt: skip
+    if not has_tile:
+        exit_without_tile(PDL)
+        return
+    expert64 = e.to(gl.int64)
+    tile_row = n * (BLOCK_N if INTERLEAVED else BLOCK_I)
+    scale_ptrs = None
+    if w_scale_ptr is not None:
+        scale_ptrs = scale_pointers(
+            w_scale_ptr, expert64 * w_scale_stride_e, w_scale_stride_n, w_scale_stride_g,
+            n * BLOCK_I, I, FORMAT, SCALE, GATED, INTERLEAVED,
+            BLOCK_N, K_CHUNK, SCALE_GROUP, NUM_WARPS,
+        )  # fmt: skip
+    zero_ptrs = None
+    if w_zero_ptr is not None:
+        zero_ptrs = scale_pointers(
+            w_zero_ptr, expert64 * w_zero_stride_e, w_zero_stride_n, w_zero_stride_g,
+            n * BLOCK_I, I, FORMAT, SCALE, GATED, INTERLEAVED,
+            BLOCK_N, K_CHUNK, SCALE_GROUP, NUM_WARPS,
+        )  # fmt: skip
+    acc = mainloop(
+        x, w, w_scales, first, end, e, tile_row, k_begin, k_end, K,
+        scale_ptrs, zero_ptrs, w_scale_stride_g, w_zero_stride_g,
+        FORMAT, SCALE, SCALE_GROUP, K_CHUNK, GATED, INTERLEAVED,
+        BLOCK_M, BLOCK_N, BLOCK_K, NUM_STAGES, NUM_WARPS, OVERLAP, PDL,
+    )  # fmt: skip
+    ACC_ROWS: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
+    i, up = accumulator_rows(ACC_ROWS, BLOCK_N, GATED)
+    i = gl.minimum(n * BLOCK_I + i, I - 1)
+    row = 2 * i + up if INTERLEAVED else i + up * I
+    acc = apply_row_scales(
+        acc, w_scale_ptr, w_factor_ptr, expert64, row,
+        w_scale_stride_e, w_scale_stride_n, w_factor_stride_e, w_factor_stride_n, FORMAT, SCALE,
+    )  # fmt: skip
+    if topk_weights_ptr is not None:
+        ACC_COLUMNS: gl.constexpr = gl.SliceLayout(0, acc.type.layout)
+        position = end - BLOCK_M + gl.arange(0, BLOCK_M, ACC_COLUMNS)
+        pair = gl.load(index_ptr + 4 * num_blocks + position, mask=position >= first, other=0)
+        factor_ptrs = (
+            topk_weights_ptr
+            + (pair // top_k).to(gl.int64) * topk_weights_stride_m
+            + (pair % top_k) * topk_weights_stride_k
+        )
+        acc *= gl.expand_dims(
+            gl.load(factor_ptrs, mask=position >= first, other=0.0).to(gl.float32), 0
+        )
+    if bias_ptr is not None:
+        bias = gl.load(bias_ptr + expert64 * bias_stride_e + row * bias_stride_n)
+        acc += gl.expand_dims(bias.to(gl.float32), 1)
+    if GATED:
+        gate, up = acc.reshape((BLOCK_I // 8, 2, 8, BLOCK_M)).permute((0, 2, 3, 1)).split()
+        gate = gate.reshape((BLOCK_I, BLOCK_M))
+        up = up.reshape((BLOCK_I, BLOCK_M))
+        h = activate_two(gate, up, alpha, beta, limit, ACTIVATION, HAS_LIMIT)
+    else:
+        h = activate_one(acc, ACTIVATION)
+    column = n * BLOCK_I + gl.arange(0, BLOCK_I, gl.SliceLayout(1, h.type.layout))
+    position = end - BLOCK_M + gl.arange(0, BLOCK_M, gl.SliceLayout(0, h.type.layout))
+    ok = gl.expand_dims(position >= first, 0) & gl.expand_dims(column < I, 1)
+    columns = I
+    if H_TAIL:
+        columns = gl.cdiv(I, H_CHUNK) * H_CHUNK
+    h_ptrs = h_ptr + gl.expand_dims(position.to(gl.int64) * columns, 0)
+    W_BITS: gl.constexpr = weight_bits(FORMAT)
+    if H_TAIL:  # zeros meet the columns of the last chunk that are of the chunk before, too
+        missing = columns - I
+        in_tail = column >= columns - H_CHUNK
+        zero_ptrs = h_ptrs + gl.expand_dims(permuted_column_of_row(column, H_CHUNK, W_BITS), 1)
+        zeros = gl.zeros_like(h).to(h_ptr.dtype.element_ty)
+        gl.store(zero_ptrs, zeros, mask=ok & gl.expand_dims(in_tail, 1))
+        column = gl.where(in_tail, column + missing, column)
+    h_ptrs += gl.expand_dims(permuted_column_of_row(column, H_CHUNK, W_BITS), 1)
+    gl.store(h_ptrs, h.to(h_ptr.dtype.element_ty), mask=ok)
+
+
+@arguments
+class Gemm2:
+    y: Pointer  # (SPLIT_K, S, N), written at the pairs: sums of so many parts of the columns
+    x: Descriptor  # (S, K in whole chunks)
+    w: Descriptor  # (E, N, K)
+    w_scales: Descriptor  # as in GEMM1
+    scales: MixedScales
+    bias: Bias  # (E, N)
+    routing: Routing
+    S: Runtime
+    K: Specialized
+    N: Specialized
+    decoding: Decoding
+    SPLIT_K: Constant
+    tile: WgmmaTile
+    PDL: Constant
+
+
+@kernel(Gemm2, jit=gluon.jit)
+def moe_ops_wgmma_gemm2(
+    y_ptr,
+    x,
+    w,
+    w_scales,
+    w_scale_ptr,
+    w_scale_stride_e,
+    w_scale_stride_n,
+    w_scale_stride_g,
+    w_zero_ptr,
+    w_zero_stride_e,
+    w_zero_stride_n,
+    w_zero_stride_g,
+    w_factor_ptr,
+    w_factor_stride_e,
+    w_factor_stride_n,
+    bias_ptr,
+    bias_stride_e,
+    bias_stride_n,
+    index_ptr,
+    ids_ptr,
+    map_ptr,
+    num_blocks,
+    E,
+    num_ids,
+    top_k,
+    ids_stride_m,
+    ids_stride_k,
+    map_stride,
+    ROWS: gl.constexpr,
+    S,
+    K,
+    N,
+    FORMAT: gl.constexpr,
+    SCALE: gl.constexpr,
+    SCALE_GROUP: gl.constexpr,
+    SPLIT_K: gl.constexpr,
+    K_CHUNK: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    NUM_STAGES: gl.constexpr,
+    NUM_WARPS: gl.constexpr,
+    OVERLAP: gl.constexpr,
+    MAX_UNSORTED_PAIRS: gl.constexpr,
+    PDL: gl.constexpr,
+):
+    """y = x @ w2.T + bias in fp32."""
+    gdc_launch_dependents(PDL)
+    has_tile, e, first, end, n, split, k_begin, k_end = schedule_tile(
+        index_ptr, ids_ptr, map_ptr, num_blocks, S, E, num_ids, top_k,
+        ids_stride_m, ids_stride_k, map_stride, gl.cdiv(N, BLOCK_N) * SPLIT_K,
+        gl.cdiv(K, BLOCK_K), SPLIT_K, MAX_UNSORTED_PAIRS, BLOCK_M, NUM_WARPS,
+    )  # fmt: skip
+    if not has_tile:
+        exit_without_tile(PDL)
+        return
+    expert64 = e.to(gl.int64)
+    scale_ptrs = None
+    if w_scale_ptr is not None:
+        scale_ptrs = scale_pointers(
+            w_scale_ptr, expert64 * w_scale_stride_e, w_scale_stride_n, w_scale_stride_g,
+            n * BLOCK_N, N, FORMAT, SCALE, False, False,
+            BLOCK_N, K_CHUNK, SCALE_GROUP, NUM_WARPS,
+        )  # fmt: skip
+    zero_ptrs = None
+    if w_zero_ptr is not None:
+        zero_ptrs = scale_pointers(
+            w_zero_ptr, expert64 * w_zero_stride_e, w_zero_stride_n, w_zero_stride_g,
+            n * BLOCK_N, N, FORMAT, SCALE, False, False,
+            BLOCK_N, K_CHUNK, SCALE_GROUP, NUM_WARPS,
+        )  # fmt: skip
+    acc = mainloop(
+        x, w, w_scales, first, end, e, n * BLOCK_N, k_begin, k_end, K,
+        scale_ptrs, zero_ptrs, w_scale_stride_g, w_zero_stride_g,
+        FORMAT, SCALE, SCALE_GROUP, K_CHUNK, False, False,
+        BLOCK_M, BLOCK_N, BLOCK_K, NUM_STAGES, NUM_WARPS, OVERLAP, PDL,
+    )  # fmt: skip
+    column = n * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(1, acc.type.layout))
+    row = gl.minimum(column, N - 1)
+    acc = apply_row_scales(
+        acc, w_scale_ptr, w_factor_ptr, expert64, row,
+        w_scale_stride_e, w_scale_stride_n, w_factor_stride_e, w_factor_stride_n, FORMAT, SCALE,
+    )  # fmt: skip
+    if bias_ptr is not None:
+        bias_ptrs = bias_ptr + expert64 * bias_stride_e + row * bias_stride_n
+        bias = gl.load(bias_ptrs).to(gl.float32)
+        acc += gl.expand_dims(gl.where(split == 0, bias, 0.0), 1)
+    position = end - BLOCK_M + gl.arange(0, BLOCK_M, gl.SliceLayout(0, acc.type.layout))
+    pair = gl.load(index_ptr + 4 * num_blocks + position, mask=position >= first, other=0)
+    y_ptrs = (
+        y_ptr + gl.expand_dims((split * S + pair).to(gl.int64) * N, 0) + gl.expand_dims(column, 1)
+    )
+    gl.store(
+        y_ptrs, acc, mask=gl.expand_dims(position >= first, 0) & gl.expand_dims(column < N, 1)
+    )
+
+
+@lru_cache(maxsize=1024)
+def _why_not(of: Format, K: int, k_chunk: int, strides: tuple, dtype: torch.dtype) -> str | None:
+    """`why_not` of what stays the same from call to call."""
+    if dtype != torch.bfloat16:
+        return f"activations must be bfloat16, got {dtype}"
+    if of.name not in FORMATS:
+        return f"weights must have one of the formats {', '.join(FORMATS)}, got {of.name}"
+    if k_chunk == 0:
+        return f"rows of weights must have a multiple of 64 columns, got {K}"
+    if of.bits == 8 and of.scale not in ("end", "sum", "block"):
+        return f"8-bit weights must have scales of sums, got {of.scale!r}"
+    if of.scale in ("sum", "block") and of.group % k_chunk:
+        return f"groups of columns must be multiples of {k_chunk}, got {of.group}"
+    if not (min(strides) == 1 == strides[2] and (strides[0] | strides[1]) % 16 == 0):
+        return f"rows of weights must start at multiples of 16 bytes, got strides {strides}"
+    return None
+
+
+def why_not(
+    w13: MixedOperand, w2: MixedOperand, x: Tensor, workspaces: tuple[Tensor, Tensor]
+) -> str | None:
+    """Why a layer cannot run on these kernels, on a GPU that has them (`configs.on_sm90`); None
+    where it can. TMA takes rows of a 16-byte step alone.
+    """
+    for w in (w13, w2):
+        if w.format.name == "e2m1_words" and not w.scales_in_place:
+            return "prepared scales must start at multiples of 16 bytes, without gaps"
+        data = w.data
+        if data.data_ptr() % 16:
+            return "weights must start at a multiple of 16 bytes"
+        reason = _why_not(w.wgmma_format, w.K, w.k_chunk, data.stride(), x.dtype)
+        if reason is not None:
+            return reason
+    if (workspaces[0].data_ptr() | workspaces[1].data_ptr()) % 16:
+        return "workspaces must start at a multiple of 16 bytes"
+    return None
+
+
+_layout = cache(gl.NVMMASharedLayout)
+
+
+class Boxes(NamedTuple):
+    """A tensor descriptor but for its tensor."""
+
+    shape: list[int]
+    strides: list[int]
+    block_shape: list[int]
+    layout: Any
+
+    def of(self, base: Tensor) -> Any:
+        """The descriptor. Its constructor takes 7 us to check what `why_not` knows, so it is left
+        out.
+        """
+        found = object.__new__(TensorDescriptor)
+        found.base = base
+        found.shape, found.strides, found.block_shape, found.layout = self
+        return found
+
+
+def chunk_boxes(
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    size: int,
+    parts: int,
+    chunks: int,
+    block_rows: int,
+    itemsize: int,
+) -> Boxes:
+    """Boxes of (E, rows, row), a row in chunks of `size` elements and the rows in `parts` parts:
+    `chunks` chunks of `block_rows` rows.
+
+    Where half a chunk is left of a row, chunks are described from every half on: the last one
+    overlaps the one before.
+    """
+    E, N, row = shape
+    stride_e, stride_n, _ = strides
+    step = size if row % size == 0 else size // 2  # from one chunk described to the next
+    described = [E, (row - size) // step + 1, parts, N // parts, size]
+    apart = [stride_e, step, N // parts * stride_n, stride_n, 1]
+    box = [1, chunks, parts, block_rows // parts, size]
+    return Boxes(described, apart, box, _layout(size * itemsize, 8 * itemsize, 5))
+
+
+def token_boxes(
+    K: int, chunk_bytes: int, k_chunk: int, chunks: int, rows: int, block_m: int
+) -> Boxes:
+    """Boxes of rows (bf16) that a weight is multiplied with: `chunks` chunks of a block's rows.
+
+    They are those of every row and the `block_m - 1` after it, so that a box that starts before a
+    row ends as many rows after it: TMA reads a block's own rows alone. (Boxes of whole blocks:
+    Mixtral at M = 64 took 302 us in mxfp4 for 293 so, gptoss20 in nvfp4 184 for 180.)
+    """
+    size = chunk_bytes  # columns of an operand: a half of a chunk, or all of it
+    box = [k_chunk // size * chunks, block_m, 1, size]
+    return Boxes([K // size, block_m, rows, size], [size, K, K, 1], box, _layout(2 * size, 16, 4))
+
+
+def expected_tiles(pairs: int, experts: int, num_ids: int, block_m: int, across: int) -> int:
+    """Tiles of a layer, `across` of each block, where experts are equally likely: of those that
+    get a pair, or of more.
+    """
+    pairs_here = pairs * experts / num_ids
+    blocks = max(experts * (1 - (1 - 1 / experts) ** pairs_here), pairs_here / block_m)
+    return int(blocks * across)
+
+
+class _Prepared(NamedTuple):
+    """What a GEMM's launch needs beside its tensors."""
+
+    decoding: Decoding
+    tile: WgmmaTile
+    x: Boxes
+    w: Boxes
+    w_scales: Boxes | None
+    maxnreg: int
+
+
+@lru_cache(maxsize=4096)
+def _prepare(
+    of: Format,
+    shape: tuple[int, ...],  # of the weight's bytes, as the next
+    strides: tuple[int, ...],
+    k_chunk: int,
+    has_zero: bool,
+    scale_shape: tuple[int, ...] | None,  # of scales that lie side by side, as the next
+    scale_strides: tuple[int, ...],
+    parts: int,
+    config: GemmConfig,
+    block_m: int,
+    split_k: int,
+    pairs: int,
+    num_ids: int,
+) -> _Prepared:
+    """Derived once, for 4 us a GEMM less."""
+    E, N, row_bytes = shape
+    block_n, block_k, num_stages, num_warps = config
+    K = row_bytes * 8 // of.bits
+    chunk_bytes = k_chunk * of.bits // 8
+    # one chunk a step where the last may overlap the one before
+    chunks = max(1, block_k // k_chunk) if K % k_chunk == 0 else 1
+    block_k = chunks * k_chunk
+    tiles = split_k * expected_tiles(pairs, E, num_ids, block_m, cdiv(N, block_n))
+    held = occupancy(WgmmaKernel(of, k_chunk, has_zero, config, block_m, block_k), tiles)
+    w_scales = None
+    if scale_shape is not None:
+        rows, itemsize = rows_side_by_side(of.group), 2 if of.scale == "e4m3" else 1
+        w_scales = chunk_boxes(
+            scale_shape, scale_strides, 4 * rows, parts, chunks, block_n // rows, itemsize
+        )
+    K = cdiv(K, k_chunk) * k_chunk
+    return _Prepared(
+        Decoding(of.name, of.scale, of.group),
+        WgmmaTile(
+            *(k_chunk, block_m, block_n, block_k, num_stages, num_warps, held.overlap),
+            max_unsorted_pairs(pairs, E),
+        ),
+        token_boxes(K, chunk_bytes, k_chunk, chunks, pairs, block_m),
+        chunk_boxes(shape, strides, chunk_bytes, parts, chunks, block_n, 1),
+        w_scales,
+        held.registers,
+    )
+
+
+_NO_SCALES: dict[str, Any] = {
+    **dict.fromkeys(["w_scale", "w_zero"]),
+    **{f"w_{name}_stride_{axis}": 0 for name in ("scale", "zero") for axis in "eng"},
+}
+
+
+class _Operand(NamedTuple):
+    """A weight as a GEMM takes it, and what follows from it."""
+
+    w: Any  # descriptor
+    w_scales: Any  # descriptor of scales that lie beside the weights of a chunk, or None
+    scales: MixedScales  # others
+    prepared: _Prepared
+
+
+def _operand(
+    w: MixedOperand,
+    parts: int,
+    config: GemmConfig,
+    block_m: int,
+    split_k: int,
+    pairs: int,
+    routing: Routing,
+) -> _Operand:
+    """Where a thread reads two e4m3 scales, they are one element."""
+    data, of, k_chunk, scales = w.data, w.wgmma_format, w.k_chunk, w.scales
+    elements, scale_shape, scale_strides = None, None, ()
+    if data.dtype != torch.uint8:
+        data = data.view(torch.uint8)
+    if of.name == "e2m1_words":
+        elements = w.scale.view(torch.int16 if of.scale == "e4m3" else torch.uint8)
+        scale_shape, scale_strides = elements.shape, elements.stride()
+        scales = scales._replace(**_NO_SCALES)
+    elif of.name == "e2m1" and of.scale == "e4m3" and k_chunk == 128:
+        scale, stride_e, stride_n, stride_g = scales[:4]
+        odd = stride_e | stride_n | scale.storage_offset() | scale.data_ptr()
+        if stride_g == 1 and odd % 2 == 0:
+            rest = scales[4:]
+            scales = MixedScales(scale.view(torch.int16), stride_e // 2, stride_n // 2, 1, *rest)
+    prepared = _prepare(
+        *(of, data.shape, data.stride(), k_chunk, w.has_zero, scale_shape, scale_strides),
+        *(parts, config, block_m, split_k, pairs, routing.num_ids),
+    )
+    w_scales = None if elements is None else prepared.w_scales.of(elements)
+    return _Operand(prepared.w.of(data), w_scales, scales, prepared)
+
+
+def permute_tokens(
+    out: Tensor, x: Tensor, w13: MixedOperand, pairs: int, routing: Routing, gpu: Gpu
+) -> Launch:
+    """Rows of x sorted by expert, their columns in the order in which `w13` takes them.
+
+    Of few pairs (`pair_bucket`) it writes before it waits: only what leaves its output alone may
+    come before it.
+    """
+    k_chunk, K = w13.k_chunk, w13.K
+    stride_m, stride_k = x.stride()
+    args = PermuteTokens(
+        out=out,
+        x=x,
+        x_stride_m=stride_m,
+        x_stride_k=stride_k,
+        routing=routing,
+        S=pairs,
+        K=K,
+        K_CHUNK=k_chunk,
+        W_BITS=w13.format.bits,
+        BLOCK_K=PERMUTED_COLUMNS,
+        PAIR_BUCKET=pair_bucket(pairs),
+        WRITE_ORDER=max_unsorted_pairs(pairs, routing.E) > 0,
+        TAIL=K % k_chunk > 0,
+        PDL=gpu.pdl,
+    )
+    return Launch(moe_ops_permute_tokens, (pairs, cdiv(w13.padded_k, PERMUTED_COLUMNS), 1), args)
+
+
+def gemm1(
+    h: Tensor,  # (pairs, I in whole chunks), columns in the order in which w2 takes them
+    x: Tensor,
+    w13: MixedOperand,
+    w2: MixedOperand,
+    bias: Bias,
+    pairs: int,
+    routing: Routing,
+    topk_weights: RouterWeights,  # that scale the input
+    activation: Activated,
+    config: GemmConfig,
+    block_m: int,
+    gpu: Gpu,
+) -> Launch:
+    """h = activation(x @ w13.T + bias)."""
+    gated = activation.GATED
+    parts = 2 if gated and not activation.INTERLEAVED else 1
+    w, w_scales, scales, prepared = _operand(w13, parts, config, block_m, 1, pairs, routing)
+    I, h_chunk = w2.K, w2.k_chunk  # noqa: E741
+    args = Gemm1(
+        hidden=Hidden(h, h_chunk, I % h_chunk > 0),
+        x=prepared.x.of(x),
+        w=w,
+        w_scales=w_scales,
+        scales=scales,
+        bias=bias,
+        routing=routing,
+        S=pairs,
+        topk_weights=topk_weights,
+        K=w13.K,
+        I=I,
+        activation=activation,
+        decoding=prepared.decoding,
+        tile=prepared.tile,
+        PDL=gpu.pdl,
+    )
+    block_i = config.block_n // 2 if gated else config.block_n
+    grid = ((routing.num_blocks or pairs) * cdiv(I, block_i), 1, 1)
+    return Launch(moe_ops_wgmma_gemm1, grid, args, config.num_warps, prepared.maxnreg)
+
+
+def gemm2(
+    y: Tensor,
+    h: Tensor,
+    w2: MixedOperand,
+    bias: Bias,
+    pairs: int,
+    routing: Routing,
+    config: GemmConfig,
+    block_m: int,
+    split_k: int,
+    gpu: Gpu,
+) -> Launch:
+    """y (split_k, pairs, N) in fp32, whose sum is h @ w2.T + bias: from pairs sorted by expert to
+    their own order.
+    """
+    w, w_scales, scales, prepared = _operand(w2, 1, config, block_m, split_k, pairs, routing)
+    N = w2.N
+    args = Gemm2(
+        y=y,
+        x=prepared.x.of(h),
+        w=w,
+        w_scales=w_scales,
+        scales=scales,
+        bias=bias,
+        routing=routing,
+        S=pairs,
+        K=w2.K,
+        N=N,
+        decoding=prepared.decoding,
+        SPLIT_K=split_k,
+        tile=prepared.tile,
+        PDL=gpu.pdl,
+    )
+    grid = ((routing.num_blocks or pairs) * cdiv(N, config.block_n) * split_k, 1, 1)
+    return Launch(moe_ops_wgmma_gemm2, grid, args, config.num_warps, prepared.maxnreg)

@@ -1,0 +1,1 @@
+"""Sorting tokens by expert and combining their results."""

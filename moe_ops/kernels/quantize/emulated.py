@@ -1,0 +1,277 @@
+"""Activations rounded as a scheme rounds them, for GPUs that do not multiply its formats. Imported
+at first launch only.
+
+What is written stands for the quantized activations and is multiplied with weights by
+kernels/mixed_gemm/sm80_mma.py. Elements and scales are those of `moe_ops.numerics`.
+
+SCALE    how the scale of an element comes about:
+         "mx"     a power of two for SCALE_GROUP columns: bf16 holds element times scale
+         "nv"     e4m3 for SCALE_GROUP columns, under one scale for all rows: bf16 holds element
+                  times e4m3, the rest is left to the finished sum
+         "row"    fp32, one a row: bf16 holds the element, the rest is left to the finished sum
+         "group"  fp32 for SCALE_GROUP columns: element times scale is rounded to fp32
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from moe_ops.kernels.device.e4m3 import (
+    clamp,
+    element_scale,
+    exponent_above,
+    largest_magnitude,
+    nearest,
+    quotient,
+    reciprocal,
+)
+from moe_ops.kernels.device.pdl import gdc_launch_dependents, gdc_wait
+from moe_ops.kernels.launch import (
+    Constant,
+    Gpu,
+    Launch,
+    Pointer,
+    Runtime,
+    Specialized,
+    arguments,
+    kernel,
+)
+from moe_ops.kernels.permute.rows import NO_ROUTER_WEIGHTS, RouterWeights
+from moe_ops.kernels.quantize.e4m3_int8 import Valid, amax
+from moe_ops.kernels.quantize.rounding import GAP, Rounding, h_elements
+from moe_ops.kernels.quantize.scales import NUM_PARTIALS, Input, flat, split
+from moe_ops.meta.workspace import cdiv
+
+CHUNK = 1024  # columns that a program rounds at a time
+
+
+@triton.jit
+def power_of_two(amax, RULE: tl.constexpr, MANTISSA: tl.constexpr, MAX_VALUE: tl.constexpr):
+    """(scale, 1 / scale) by a rule of `schemes.QuantDesc`, from the largest magnitude of a group;
+    NaN if not finite.
+    """
+    if RULE == "ceil":
+        least = 1e-4 if MANTISSA == 1 else 0.0
+        code = exponent_above(quotient(tl.maximum(amax, least), MAX_VALUE, 1.0 / MAX_VALUE))
+    else:
+        bits = amax.to(tl.int32, bitcast=True)
+        if RULE == "round":
+            bits += 1 << (22 - MANTISSA)
+        # of the largest number, 6, 7.5 or 28
+        exponent: tl.constexpr = 4 if MAX_VALUE == 28.0 else 2
+        code = (bits >> 23) - exponent
+    code = tl.minimum(tl.maximum(code, 0), 254)
+    scale = tl.where(code == 0, 1 << 22, code << 23).to(tl.float32, bitcast=True)
+    inverse = tl.where(code == 254, 1 << 22, (254 - code) << 23).to(tl.float32, bitcast=True)
+    return tl.where(amax < float("inf"), scale, float("nan")), inverse
+
+
+@triton.jit
+def activations(ptr, k, K, stride, factor):
+    """x[k] * factor in fp32, 0 from column K on."""
+    x = tl.load(ptr + k.to(tl.int64) * stride, mask=k < K, other=0.0)
+    return x.to(tl.float32) * factor
+
+
+@arguments
+class FakeQuantize:
+    q: Pointer  # (rows, K) bf16 or fp32, written
+    # fp32, written: what sums of q are to be multiplied by, "row" (rows,), "nv" (1,); else None
+    scale: Pointer
+    zero: Pointer  # (1,) fp32 set to zero, or None
+    # (rows, K); "nv": its scale has the partial largest magnitudes of x, or (1,) the known scale
+    x: Input
+    topk_weights: RouterWeights  # (rows, 1) to multiply x by first
+    T: Runtime  # rows of a batch
+    K: Specialized
+    rounding: Rounding
+    STATIC: Constant  # the scale of x is known
+    CHUNK: Constant
+    PDL: Constant
+
+
+@kernel(FakeQuantize)
+def moe_ops_fake_quantize(
+    q_ptr,
+    scale_ptr,
+    zero_ptr,
+    x_ptr,
+    x_stride_e,  # what rows of batch m // T are off by from m * x_stride_m
+    x_stride_m,
+    x_stride_k,
+    x_scale_ptr,
+    x_scale_stride_m,
+    x_scale_stride_g,
+    x_partials: tl.constexpr,
+    topk_weights_ptr,
+    topk_weights_stride_m,
+    topk_weights_stride_k,
+    T,
+    K,
+    SCALE: tl.constexpr,
+    SCALE_GROUP: tl.constexpr,
+    RULE: tl.constexpr,
+    MANTISSA: tl.constexpr,
+    MIN_EXPONENT: tl.constexpr,
+    MAX_VALUE: tl.constexpr,
+    STATIC: tl.constexpr,
+    CHUNK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """A row a program, or some of its columns."""
+    gdc_wait(PDL)
+    m = tl.program_id(0).to(tl.int64)
+    x_ptr += m // T * x_stride_e + m * x_stride_m
+    factor = 1.0
+    if topk_weights_ptr is not None:
+        factor = tl.load(topk_weights_ptr + m * topk_weights_stride_m).to(tl.float32)
+    lane = (
+        tl.arange(0, CHUNK // SCALE_GROUP)[:, None] * SCALE_GROUP
+        + tl.arange(0, SCALE_GROUP)[None, :]
+    )
+    first = (m == 0) & (tl.program_id(1) == 0)
+    if zero_ptr is not None:
+        tl.store(zero_ptr, 0.0, mask=first)
+    if SCALE == "row":
+        amax = tl.zeros((CHUNK // SCALE_GROUP, SCALE_GROUP), tl.float32)
+        for start in range(0, K, CHUNK):
+            x = tl.abs(activations(x_ptr, start + lane, K, x_stride_k, factor))
+            amax = tl.where(x <= amax, amax, x)  # NaN stays
+        of_row = element_scale(largest_magnitude(largest_magnitude(amax, 1), 0), False)
+        tl.store(scale_ptr + m, of_row)
+        inverse = reciprocal(of_row)
+    if SCALE == "nv":
+        if STATIC:
+            given = tl.load(x_scale_ptr).to(tl.float32)
+            whole = quotient(1.0, given, reciprocal(given))
+        else:
+            most = tl.max(tl.load(x_scale_ptr + tl.arange(0, x_partials)), 0)
+            whole = quotient(448.0 * MAX_VALUE, most, reciprocal(most))
+            whole = tl.where(most == 0.0, 1.0, tl.minimum(whole, 3.4028234663852886e38))
+        part_of_whole = reciprocal(whole)
+        tl.store(scale_ptr, quotient(1.0, whole, part_of_whole), mask=first)
+    for start in range(tl.program_id(1) * CHUNK, K, tl.num_programs(1) * CHUNK):
+        k = start + lane
+        x = activations(x_ptr, k, K, x_stride_k, factor)
+        if SCALE == "row":
+            scale = of_row
+        else:
+            amax = largest_magnitude(x, 1)
+            if SCALE == "mx":
+                scale, inverse = power_of_two(amax, RULE, MANTISSA, MAX_VALUE)
+            elif SCALE == "group":
+                scale = element_scale(amax, False)
+                inverse = reciprocal(scale)
+            else:
+                of_group = clamp(whole * quotient(amax, MAX_VALUE, 1.0 / MAX_VALUE), 448.0)
+                of_group = nearest(of_group, 3, -6)
+                scale = quotient(tl.where(of_group == 0.0, 1.0, of_group), whole, part_of_whole)
+                inverse = tl.where(of_group == 0.0, 0.0, reciprocal(scale))
+            scale, inverse = scale[:, None], inverse[:, None]
+        # by a power of two the product is exact
+        q = x * inverse if SCALE == "mx" else quotient(x, scale, inverse)
+        q = nearest(clamp(q, MAX_VALUE), MANTISSA, MIN_EXPONENT)
+        if SCALE == "nv":
+            q *= of_group[:, None]
+        elif SCALE != "row":
+            q *= scale
+        tl.store(q_ptr + m * K + k, q.to(q_ptr.dtype.element_ty), mask=k < K)
+    gdc_launch_dependents(PDL)
+
+
+class Hidden(NamedTuple):
+    """What becomes of h between the GEMMs."""
+
+    written: Tensor  # h in fp32, by GEMM1
+    amax: Tensor | None  # raised by GEMM1 to its largest magnitude; zero before
+    launches: list[Launch]  # before GEMM2
+    read: Input  # by GEMM2
+
+
+def round_x(
+    r: Rounding,
+    x: Input,
+    rows: int,
+    rows_of_expert: int,  # of batched x, else all
+    K: int,
+    workspace: Tensor,
+    static: Tensor | None,
+    valid: Valid,
+    zero: Tensor | None,  # of h: its largest magnitude, which GEMM1 raises
+    gpu: Gpu,
+) -> tuple[list[Launch], Input]:
+    """Launches that come before GEMM1, and what it reads as x: scaled by input weights, if there
+    are any.
+    """
+    data, behind = split(workspace, rows, K, r.dtype, r.num_scales(rows))
+    launches = []
+    if r.SCALE == "nv":
+        if static is None:
+            launches.append(amax(x, rows, rows_of_expert, K, behind, valid, None, gpu))
+            x = x._replace(scale=behind, partials=NUM_PARTIALS)
+        behind = behind[NUM_PARTIALS:]
+    launch, rounded = _round(
+        *(r, x, rows, rows_of_expert, K, data, behind, static, zero, valid.topk_weights, gpu)
+    )
+    return [*launches, launch], rounded
+
+
+def round_h(
+    r: Rounding,
+    rows: int,
+    I: int,  # noqa: E741
+    workspace: Tensor,
+    static: Tensor | None,
+    gpu: Gpu,
+) -> Hidden:
+    """h in fp32, the launch that rounds it, and what GEMM2 reads."""
+    h = flat(workspace, torch.float32, h_elements(rows, I, r))
+    behind = h[rows * I :]
+    largest = behind[:1] if r.SCALE == "nv" and static is None else None
+    data, scale = split(behind[GAP:], rows, I, r.dtype, r.num_scales(rows))
+    if r.SCALE == "nv":
+        scale = scale[NUM_PARTIALS:]
+    source = Input(h, 0, I, 1, largest)
+    launch, read = _round(
+        *(r, source, rows, rows, I, data, scale, static, None, NO_ROUTER_WEIGHTS, gpu)
+    )
+    return Hidden(h, largest, [launch], read)
+
+
+def _round(
+    r: Rounding,
+    source: Input,  # its scale, if any: the partial largest magnitudes
+    rows: int,
+    rows_of_expert: int,
+    columns: int,
+    data: Tensor,
+    scale: Tensor,  # written, if `r` has scales of sums
+    static: Tensor | None,
+    zero: Tensor | None,
+    weights: RouterWeights,
+    gpu: Gpu,
+) -> tuple[Launch, Input]:
+    by_row = r.SCALE == "row"
+    found = scale if by_row or r.SCALE == "nv" else None
+    known = static is not None
+    args = FakeQuantize(
+        q=data,
+        scale=found,
+        zero=zero,
+        x=source._replace(scale=static) if known and r.SCALE == "nv" else source,
+        topk_weights=weights,
+        T=rows_of_expert,
+        K=columns,
+        rounding=r,
+        STATIC=known,
+        CHUNK=CHUNK,
+        PDL=gpu.pdl,
+    )
+    rounded = Input(data, 0, columns, 1, found, scale_stride_m=int(by_row))
+    grid = (rows, 1 if by_row else cdiv(columns, CHUNK), 1)
+    return Launch(moe_ops_fake_quantize, grid, args), rounded

@@ -1,0 +1,477 @@
+"""Gradients of every argument against fp64 autograd through the oracle, eager and compiled."""
+
+import math
+import warnings
+
+import pytest
+import torch
+
+import moe_ops
+from moe_ops import experts, schemes
+from moe_ops.activations import NAMES, Activation
+from moe_ops.autograd import experts as training
+from moe_ops.numerics import permute
+from tests.support import oracle
+from tests.support.cases import BF16, FP16, FP32, FP64, Case, poisoned_memory
+
+CUDA = torch.cuda.is_available()
+ON_GPU = (pytest.mark.gpu, pytest.mark.skipif(not CUDA, reason="needs a CUDA device"))
+# Forward and backward round some ten times; as cases.TOLERANCE otherwise.
+TOLERANCE = {FP64: 1e-12, FP32: 2e-5, BF16: 4 * 2.0**-8, FP16: 4 * 2.0**-11}
+PLACES = [
+    ("cpu", FP32),
+    ("cpu", BF16),
+    *[pytest.param(("cuda", dtype), marks=ON_GPU) for dtype in (BF16, FP16, FP32)],
+]
+everywhere = pytest.mark.parametrize(
+    "where", PLACES, ids=lambda p: f"{p[0]}-{str(p[1]).removeprefix('torch.')}"
+)
+NAMES_OF_ARGS = ("hidden_states", "w13", "w2", "topk_weights")
+
+
+def leaves(case: Case, dtype=None, only=None) -> dict:
+    """The float arguments of a case by name, as leaves; quantized weights are left out."""
+    named = dict(zip(NAMES_OF_ARGS, case.args, strict=False)) | {
+        k: case.options[k] for k in ("w13_bias", "w2_bias") if k in case.options
+    }
+    if case.scheme:
+        del named["w13"], named["w2"]
+    if only is not None:
+        named = {k: named[k] for k in only}
+    return {k: t.detach().clone().to(dtype or t.dtype).requires_grad_() for k, t in named.items()}
+
+
+def call(function, case: Case, given: dict, **options):
+    named = dict(zip(NAMES_OF_ARGS, case.args, strict=False)) | {"topk_ids": case.args[4]}
+    named |= case.options | given | options
+    positional = [named.pop(k) for k in (*NAMES_OF_ARGS, "topk_ids")]
+    return function(*positional, **named)
+
+
+def cotangent(case: Case) -> torch.Tensor:
+    g = torch.Generator().manual_seed(77)
+    return torch.randn(case.args[0].shape, generator=g).to(case.dtype).to(case.device)
+
+
+def expected_gradients(case: Case, only=None) -> dict:
+    given = leaves(case, FP64, only)
+    act = case.options["activation"]
+    if isinstance(act, Activation):
+        act = {k: getattr(act, k) for k in ("name", "alpha", "beta", "limit")}
+    out = call(oracle.experts, case, given, activation=act)
+    return dict(
+        zip(
+            given,
+            torch.autograd.grad(out, list(given.values()), cotangent(case).double()),
+            strict=True,
+        )
+    )
+
+
+def gradients(case: Case, function=moe_ops.fused_experts, only=None) -> dict:
+    given = leaves(case, only=only)
+    out = call(function, case, given)
+    assert out.requires_grad and out.dtype == case.dtype
+    grads = torch.autograd.grad(out, list(given.values()), cotangent(case))
+    return dict(zip(given, grads, strict=True))
+
+
+def check(case: Case, function=moe_ops.fused_experts, only=None, within=None) -> dict:
+    with poisoned_memory():
+        actual = gradients(case, function, only)
+    return compare(case, actual, expected_gradients(case, only), within)
+
+
+def compare(case, actual, expected, within=None) -> dict:
+    for name, grad in actual.items():
+        assert grad.isfinite().all(), name
+        allowed = max(TOLERANCE[case.dtype] if within is None else within, TOLERANCE[grad.dtype])
+        if name == "topk_weights":
+            allowed *= 2  # products of a row with a rounded one, of both signs: they cancel
+        error = oracle.relative_error(grad, expected[name])
+        assert error <= allowed, f"{name}: relative error {error:.2e}, allowed {allowed:.2e}"
+    for name in ("hidden_states", "topk_weights"):
+        if name in actual:
+            assert (actual[name][case.nowhere] == 0).all()
+    return actual
+
+
+# --- fused_experts -------------------------------------------------------------------------------
+
+
+@everywhere
+@pytest.mark.parametrize("activation", NAMES)
+def test_every_activation(where, activation):
+    if where[1] != FP32 and activation not in ("silu", "swigluoai", "relu2_no_mul"):
+        return
+    check(Case(*where, activation=activation, bias=True, top_k=3))
+
+
+@pytest.mark.parametrize(
+    "activation",
+    [
+        Activation("silu", limit=0.7),
+        Activation("swigluoai", alpha=0.9, beta=0.4, limit=0.8),
+        Activation("swigluoai_uninterleave", alpha=1.3, beta=0.0, limit=0.6),
+        Activation("swiglustep", limit=0.3),
+    ],
+    ids=lambda act: act.name,
+)
+def test_limits_stop_gradients(activation):
+    check(Case(activation=activation, bias=True))
+
+
+@everywhere
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"expert_map": True, "bias": True},
+        {"on_input": True, "top_k": 1, "bias": True},
+        {"on_input": True, "top_k": 1, "expert_map": True, "weights_dtype": BF16},
+        {"M": 1, "top_k": 4},
+        {"M": 60, "top_k": 4, "ids_dtype": torch.int64, "weights_dtype": FP16},
+        {"K": 33, "I": 17},
+    ],
+    ids=lambda options: "-".join(options),
+)
+def test_options(where, options):
+    check(Case(*where, **options))
+
+
+@everywhere
+def test_rows_without_experts_get_exactly_zero(where):
+    """NaN in their hidden_states and topk_weights reaches nobody, weights included."""
+    ids = torch.tensor([[-1], [2], [9], [0], [2]])
+    for on_input in (False, True):
+        case = Case(*where, M=5, top_k=1, ids=ids, on_input=on_input, bias=True)
+        assert case.nowhere.tolist() == [True, False, True, False, False]
+        grads = check(case)
+        for name in ("w13", "w2", "w13_bias", "w2_bias"):
+            assert (grads[name][[1, 3]] == 0).all()  # nor do experts without tokens get any
+
+
+def test_no_tokens():
+    case = Case(M=0, bias=True)
+    assert all((grad == 0).all() for grad in gradients(case).values())
+
+
+@pytest.mark.parametrize(
+    "only", ["hidden_states", "w13", "w2", "topk_weights", "w13_bias", "w2_bias"]
+)
+def test_one_argument_alone(only):
+    check(Case(bias=True), only=[only])
+
+
+def test_transposed_weights_and_strided_rows():
+    case = Case(bias=True)
+    expected = expected_gradients(case)
+    x, w13, w2, weights, ids = case.args
+    given = leaves(case)
+    stored = [w.detach().mT.contiguous().requires_grad_() for w in (w13, w2)]
+    wide = torch.full((7, 60), math.nan)
+    wide[:, 5:53] = x.detach()
+    wide.requires_grad_()
+    given |= {"w13": stored[0].mT, "w2": stored[1].mT, "hidden_states": wide[:, 5:53]}
+    out = call(moe_ops.fused_experts, case, given)
+    d13, d2, dx = torch.autograd.grad(out, [*stored, wide], cotangent(case))
+    actual = {"w13": d13.mT, "w2": d2.mT, "hidden_states": dx[:, 5:53]}
+    compare(case, actual, expected)
+    assert (dx[:, :5] == 0).all() and (dx[:, 53:] == 0).all()
+
+
+@pytest.mark.parametrize("biases", [BF16, FP32])
+def test_gradients_have_the_dtype_of_their_argument(biases):
+    case = Case(dtype=BF16, bias=True)
+    for name in ("w13_bias", "w2_bias"):
+        case.options[name] = case.options[name].to(biases)
+    grads = check(case)
+    assert grads["w13_bias"].dtype == grads["w2_bias"].dtype == biases
+    assert grads["topk_weights"].dtype == FP32 and grads["w13"].dtype == BF16
+
+
+PACKED = ["int8_w8a8", "int4_w4a16:g32:zp", "int4_w4a8", "mxfp4", "mxfp6_e3m2", "mxfp8", "nvfp4"]
+
+
+@everywhere
+@pytest.mark.parametrize("scheme", [s for s in schemes.SCHEMES if s.startswith("fp8_")] + PACKED)
+def test_quantized_experts(where, scheme):
+    """Rounding of activations counts as the identity; the quantized weights take no gradient."""
+    case = Case(*where, scheme=scheme, K=160, I=136, bias=True)
+    grads = check(case, within=TOLERANCE[where[1]] + 2e-3)
+    assert set(grads) == {"hidden_states", "topk_weights", "w13_bias", "w2_bias"}
+    for w in case.args[1:3]:
+        assert w.grad is None and not w.requires_grad
+
+
+@everywhere
+@pytest.mark.parametrize("scheme", ["", "fp8_tensor"])
+def test_forward_is_that_of_inference(where, scheme):
+    case = Case(*where, scheme=scheme, bias=True, expert_map=True)
+    out = call(moe_ops.fused_experts, case, leaves(case))
+    assert oracle.relative_error(out, case.reference()) <= TOLERANCE[where[1]]
+
+
+@everywhere
+def test_bitwise_repeatable(where):
+    case = Case(*where, M=40, top_k=4, bias=True)
+    first, second = gradients(case), gradients(case)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_gradcheck():
+    """Finite differences in fp64: the formulas, whatever the oracle says."""
+    case = Case(dtype=FP64, M=4, E=3, K=5, I=3, bias=True, activation="gelu")
+    case.args[3] = case.args[3].double()
+    for t in (case.args[0], case.args[3]):
+        t.nan_to_num_()
+    given = leaves(case)
+
+    def function(*values):
+        return call(moe_ops.fused_experts, case, dict(zip(given, values, strict=True)))
+
+    assert torch.autograd.gradcheck(function, tuple(given.values()))
+    case.options["router_weight_on_input"] = True
+    case.args[4] = case.args[4][:, :1]
+    given["topk_weights"] = case.args[3][:, :1].clone().requires_grad_()
+    assert torch.autograd.gradcheck(function, tuple(given.values()))
+
+
+def test_second_derivatives():
+    """Of every argument, among them where another path reaches the input too (a gradient
+    penalty)."""
+    # entry by entry: some thousand entries took three minutes, and random directions (fast_mode)
+    # miss one of two terms
+    case = Case(dtype=FP64, bias=True, M=5, E=3, K=6, I=4)
+    given = leaves(case, FP64)
+
+    def function(*values):
+        return call(moe_ops.fused_experts, case, dict(zip(given, values, strict=True)))
+
+    assert torch.autograd.gradgradcheck(function, tuple(given.values()))
+
+    def penalised(function, **options):
+        inputs = leaves(case, FP64)
+        out = call(function, case, inputs, **options)
+        (first,) = torch.autograd.grad(out.sum(), inputs["hidden_states"], create_graph=True)
+        loss = out.sum() + first.square().sum()
+        return torch.autograd.grad(loss, inputs["w13"])[0]
+
+    want = penalised(oracle.experts, activation="silu")
+    torch.testing.assert_close(penalised(moe_ops.fused_experts), want)
+
+
+@pytest.mark.parametrize("name", ["hidden_states", "w13", "topk_weights"])
+def test_forward_mode_is_refused(name):
+    case = Case()
+    given = {k: t.detach() for k, t in leaves(case).items()}
+
+    def function(value):
+        return call(moe_ops.fused_experts, case, given | {name: value})
+
+    tangent = torch.ones_like(given[name])
+    with pytest.raises(
+        RuntimeError, match="moe_ops has no forward-mode derivative .* reverse mode"
+    ):
+        torch.func.jvp(function, (given[name],), (tangent,))
+
+
+@pytest.mark.parametrize("dtype", [FP32, FP64])
+def test_autocast(dtype):
+    """Leaves get gradients in their own dtype, those of a call cast by hand."""
+    case = Case(dtype=FP32, bias=True)
+    only = ["hidden_states", "w13", "w2", "w13_bias", "w2_bias"]
+    auto, hand = leaves(case, dtype, only), leaves(case, dtype, only)
+    with torch.autocast("cpu", BF16):
+        out = call(moe_ops.fused_experts, case, auto)
+    to = BF16 if dtype == FP32 else FP64
+    by_hand = call(moe_ops.fused_experts, case, {k: t.to(to) for k, t in hand.items()})
+    assert torch.equal(out, by_hand)
+    one, two = [
+        torch.autograd.grad(y, list(given.values()), cotangent(case).to(to))
+        for y, given in ((out, auto), (by_hand, hand))
+    ]
+    for a, b in zip(one, two, strict=True):
+        assert a.dtype == dtype and torch.equal(a, b)
+
+
+# --- compiled ------------------------------------------------------------------------------------
+
+
+@everywhere
+@pytest.mark.parametrize("options", [{"activation": "swigluoai"}, {"on_input": True, "top_k": 1}])
+def test_compiled(where, options):
+    """One dynamic graph for two numbers of tokens."""
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        moe_ops.fused_experts, fullgraph=True, backend="aot_eager", dynamic=True
+    )
+    for M in (6, 9):
+        case = Case(*where, M=M, bias=True, **options)
+        check(case, compiled)
+
+
+def test_compiled_quantized():
+    compiled = torch.compile(moe_ops.fused_experts, fullgraph=True, backend="aot_eager")
+    check(Case(scheme="fp8_block", K=160, I=136, bias=True), compiled, within=2e-3)
+
+
+def test_compiled_with_unbacked_tokens():
+    """Not one guard on M: the graph of 5 tokens serves 11."""
+    torch._dynamo.reset()
+    compiled = torch.compile(moe_ops.fused_experts, fullgraph=True, backend="aot_eager")
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for M in (5, 11):
+            case = Case(M=M, bias=True)
+            given = leaves(case, only=["hidden_states", "w13", "w2"])
+            weights, ids = [t.clone() for t in case.args[3:]]
+            for t in (given["hidden_states"], weights, ids):
+                torch._dynamo.decorators.mark_unbacked(t, 0)
+            case.args[3:] = weights, ids
+            out = call(compiled, case, given)
+            actual = torch.autograd.grad(out, list(given.values()), cotangent(case))
+            compare(case, dict(zip(given, actual, strict=True)), expected_gradients(case))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=ON_GPU)])
+def test_inductor(device):
+    compiled = torch.compile(moe_ops.fused_experts, fullgraph=True)
+    check(Case(device, BF16 if device == "cuda" else FP32, M=6, bias=True), compiled)
+
+
+# --- grouped_linear ------------------------------------------------------------------------------
+
+
+@everywhere
+@pytest.mark.parametrize(
+    "scheme", ["", "fp8_tensor", "fp8_channel", "fp8_w8a16:block", "int4_w4a8", "nvfp4"]
+)
+@pytest.mark.parametrize("compiled", [False, True])
+def test_grouped_linear(where, scheme, compiled):
+    """Rows past the last end get zero, and their NaN reaches no weight."""
+    device, dtype = where
+    if compiled and (scheme or dtype != FP32):
+        return
+    case = Case(device, dtype, scheme, K=160, I=136, bias=True)
+    w, bias = case.args[1], case.options["w13_bias"]
+    _, N, K = w.shape
+    x = torch.randn(12, K, generator=torch.Generator().manual_seed(5)).to(dtype).to(device)
+    x[9:] = math.nan
+    offsets = torch.tensor([4, 4, 5, 9], dtype=torch.int32, device=device)
+    grad = torch.randn(12, N, generator=torch.Generator().manual_seed(6)).to(dtype).to(device)
+    results = []
+    for to, function in ((dtype, moe_ops.grouped_linear), (FP64, oracle.grouped_linear)):
+        if compiled and to == dtype:
+            function = torch.compile(function, fullgraph=True, backend="aot_eager")
+        given = [
+            t.detach().to(to).requires_grad_() for t in ((x, bias) if scheme else (x, bias, w))
+        ]
+        out = function(given[0], w if scheme else given[2], offsets, bias=given[1])
+        results.append(torch.autograd.grad(out, given, grad.to(to)))
+    for actual, expected in zip(*results, strict=True):
+        assert actual.isfinite().all() and actual.dtype == dtype
+        assert oracle.relative_error(actual, expected) <= TOLERANCE[dtype] + bool(scheme) * 2e-3
+    assert (results[0][0][9:] == 0).all()
+
+
+# --- which path runs -----------------------------------------------------------------------------
+
+
+def test_training_path_only_where_gradients_are_recorded(monkeypatch):
+    taken = []
+    for name in ("fused_experts", "grouped_linear"):
+        function = getattr(training, name)
+        monkeypatch.setattr(
+            training, name, lambda *a, f=function, **k: (taken.append(f), f(*a, **k))[1]
+        )
+    case = Case(bias=True)
+    given = leaves(case)
+    case.run()
+    with torch.no_grad():
+        assert not call(moe_ops.fused_experts, case, given).requires_grad
+    with torch.inference_mode():
+        call(moe_ops.fused_experts, case, given)
+    quantized = Case(scheme="fp8_channel")
+    quantized.args[1:3] = [torch.nn.Parameter(w, requires_grad=False) for w in quantized.args[1:3]]
+    quantized.run()
+    assert taken == []
+    call(moe_ops.fused_experts, case, given)
+    ends = torch.tensor([1, 2, 3, 4], dtype=torch.int32)
+    moe_ops.grouped_linear(case.args[0], given["w13"], ends)
+    assert len(taken) == 2
+
+
+def test_backend_without_backward_is_refused_by_name():
+    triton = pytest.importorskip("moe_ops.backends.triton.backend")
+    pytest.importorskip("triton")
+    device = "cuda" if CUDA else "cpu"
+    if not CUDA and not triton.INTERPRETED:
+        pytest.skip("triton was imported without its interpreter")
+    case = Case(device)
+    remedy = (
+        r"backend 'triton' cannot run this call: has no backward: "
+        r"wrap the call in torch.no_grad\(\) or use backend='auto' or 'torch'"
+    )
+    for name in NAMES_OF_ARGS:
+        given = leaves(case, only=[name])
+        with pytest.raises(ValueError, match=remedy):
+            call(moe_ops.fused_experts, case, given, backend="triton")
+        assert call(moe_ops.fused_experts, case, given, backend="torch").requires_grad
+    with torch.no_grad():
+        call(moe_ops.fused_experts, case, given, backend="triton")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not CUDA, reason="needs a CUDA device")
+def test_warns_once_that_fast_kernels_are_left_unused(monkeypatch):
+    monkeypatch.setattr(experts, "_warned", False)
+    case = Case("cuda", BF16)
+    given = leaves(case)
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        call(moe_ops.fused_experts, case, given)
+    with pytest.warns(UserWarning, match=r"wrap the call in torch.no_grad\(\)"):
+        call(moe_ops.fused_experts, case, given)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        call(moe_ops.fused_experts, case, given)
+
+
+# --- permute -------------------------------------------------------------------------------------
+
+
+@everywhere
+def test_gather_tokens(where):
+    """Each token's gradient is the fp32 sum of its pairs, in their order, whatever the routing."""
+    device, dtype = where
+    g = torch.Generator().manual_seed(3)
+    ids = torch.randint(-1, 5, (30, 4), generator=g).to(device)
+    pairs = permute.sort_pairs(ids, 5)
+    x = torch.randn(30, 16, generator=g).to(dtype).to(device).requires_grad_()
+    rows = permute.gather_tokens(x, pairs)
+    assert torch.equal(rows, x[pairs.order // 4])
+    grad = torch.randn(120, 16, generator=g).to(dtype).to(device)
+    results = [torch.autograd.grad(rows, x, grad, retain_graph=True)[0] for _ in range(3)]
+    assert torch.equal(results[0], results[1]) and torch.equal(results[1], results[2])
+    expected = torch.zeros(30, 16, dtype=FP64, device=device)
+    expected.index_add_(0, pairs.order // 4, grad.double())
+    assert oracle.relative_error(results[0], expected) < TOLERANCE[dtype] / 4
+    assert torch.equal(pairs.order[pairs.inverse], torch.arange(120, device=device))
+
+
+@everywhere
+def test_combine_reads_no_row_that_is_not_here(where):
+    """Neither do its gradients: such rows and their weights hold NaN."""
+    device, dtype = where
+    ids = torch.tensor([[0, -1], [3, 1], [-1, -1]], device=device)
+    pairs = permute.sort_pairs(ids, 3)
+    y = torch.randn(6, 8, generator=torch.Generator().manual_seed(1)).to(dtype).to(device)
+    y[2:] = math.nan
+    weights = torch.where(pairs.valid, 0.5, math.nan)
+    y.requires_grad_(), weights.requires_grad_()
+    out = permute.combine(y, weights, pairs, dtype)
+    expected = torch.stack((y[0] / 2, y[1] / 2, torch.zeros_like(y[0])))
+    assert torch.equal(out, expected)
+    dy, dweights = torch.autograd.grad(out.sum(), (y, weights))
+    assert torch.equal(dy, torch.tensor([0.5, 0.5, 0, 0, 0, 0]).to(dy)[:, None].expand(6, 8))
+    assert torch.equal(dweights != 0, pairs.valid)

@@ -1,0 +1,184 @@
+"""Documents tell the truth: their code runs, their links lead somewhere, versions agree."""
+
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import moe_ops
+from moe_ops.schemes import SCHEMES
+from tests.support.paths import ROOT
+
+PACKAGE = Path(moe_ops.__file__).parent
+
+
+def run_python(code: str, *arguments: str) -> str:
+    """Output of `code` in a fresh Python, in the repository root, without Triton's interpreter."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # no pool of workers for one kernel
+    environment["PYTHONPATH"] = os.pathsep.join(
+        filter(None, [str(PACKAGE.parent), environment.get("PYTHONPATH")])
+    )
+    answer = subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=environment,
+    )
+    assert answer.returncode == 0, f"{code}\n{answer.stdout}\n{answer.stderr}"
+    return answer.stdout
+
+
+def test_version_is_one():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    newest = re.search(r"^## \[([^]]+)\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert newest is not None
+    assert project["version"] == moe_ops.__version__ == newest.group(1)
+
+
+def test_no_machine_paths():
+    """Tracked text names no path of the machine it was written on."""
+    if not (ROOT / ".git").exists():
+        pytest.skip("not a git checkout")
+    names = subprocess.run(
+        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.split("\n")
+    # the model's corpus quotes Python's own sources, which name such paths
+    names = [name for name in names if name and not name.endswith("held_out.txt")]
+    path_pattern = re.compile(r"(?<![\w.])/(?:work|root|home|Users|opt)/\w|\.\./shared")
+    for name in names:
+        path = ROOT / name
+        if not path.is_file() or path == Path(__file__).resolve():
+            continue
+        try:
+            text = path.read_text()
+        except UnicodeDecodeError:
+            continue
+        found = path_pattern.search(text)
+        assert found is None, f"{name}: {text[max(0, found.start() - 30) : found.end() + 30]!r}"
+
+
+# Documents whose code changes the process that it runs in, so that each gets one of its own.
+ALONE = ("docs/add_a_backend.md",)  # registers a backend
+BLOCK = re.compile(r"^```python\n(.*?)^```", re.S | re.M)
+FENCE = re.compile(r"^```.*?^```", re.S | re.M)
+
+# Runs files one after the other, each in a namespace of its own, and says which of them failed.
+RUN_BLOCKS = """
+import runpy, sys, traceback, torch
+failed = []
+for path in sys.argv[1:]:
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    try:
+        runpy.run_path(path, run_name="__main__")
+    except BaseException:
+        traceback.print_exc()
+        failed.append(path)
+sys.exit("\\n".join(["failed:", *failed]) if failed else 0)
+"""
+
+
+def documents() -> list[str]:
+    """All documents of the repository, as paths from its root."""
+    patterns = ("*.md", "docs/**/*.md", "examples/**/*.md")
+    found = [path for pattern in patterns for path in ROOT.glob(pattern)]
+    return sorted(path.relative_to(ROOT).as_posix() for path in found)
+
+
+def python_blocks(document: str) -> list[tuple[int, str]]:
+    """(line, code) of each block of a document that can run; a sketch is a `py` block."""
+    text = (ROOT / document).read_text()
+    return [(text.count("\n", 0, m.start(1)), m.group(1)) for m in BLOCK.finditer(text)]
+
+
+def groups() -> dict[str, list[str]]:
+    """Documents with code, by the process that runs it: most share one."""
+    names = [name for name in documents() if python_blocks(name)]
+    shared = [name for name in names if name not in ALONE]
+    return {"shared": shared, **{name: [name] for name in names if name in ALONE}}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("group", groups())
+def test_documented_code_runs(group, tmp_path):
+    paths = []
+    for document in groups()[group]:
+        for line, code in python_blocks(document):
+            path = tmp_path / f"{document.replace('/', '_')}_line_{line}.py"
+            path.write_text("\n" * line + code)  # so that tracebacks name the document's lines
+            paths.append(str(path))
+    assert paths
+    run_python(RUN_BLOCKS, *paths)
+
+
+def test_documents_link_to_files_that_exist():
+    for name in documents():
+        document = ROOT / name
+        text = FENCE.sub("", document.read_text())
+        for target in re.findall(r"\]\(([^)#\s]+)", text):
+            if "://" not in target:
+                assert (document.parent / target).exists(), f"{name} links to {target}"
+
+
+def test_sources_name_documents_that_exist():
+    """A comment, docstring or message never sends a reader to a document that is not there."""
+    pattern = re.compile(r"(?<![\w/.])(?:docs/[\w/]+|README|DESIGN|CONTRIBUTING|CHANGELOG)\.md")
+    folders = ("moe_ops", "tests", "benchmarks", "examples", "docs")
+    for path in sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py")):
+        for target in pattern.findall(path.read_text()):
+            assert (ROOT / target).exists(), f"{path.relative_to(ROOT)} names {target}"
+
+
+def test_lists_and_tables_are_read_alike():
+    """The site's Markdown, not the code host's, wants an empty line before a list or a table."""
+    item, row = re.compile(r"\s*(?:[-*]|\d+\.) "), re.compile(r"\|")
+    for name in documents():
+        in_code, before = False, ""
+        for number, line in enumerate((ROOT / name).read_text().splitlines(), 1):
+            if line.startswith("```"):
+                in_code = not in_code
+            elif not in_code and before and not before.startswith(("#", "<!--")):
+                for kind in (item, row):
+                    starts = kind.match(line) and not kind.match(before)
+                    assert not (starts and not before.startswith(" ")), f"{name}:{number}: {line}"
+            before = line
+
+
+def test_documents_stand_on_the_site():
+    """`make docs` refuses pages outside of `nav`; this says so without building it."""
+    text = (ROOT / "mkdocs.yml").read_text()
+    folders = tuple(re.findall(r": ([\w/]+/)$", text, re.M))
+    for name in documents():
+        assert f" {name}\n" in text or name.startswith(folders), f"mkdocs.yml lacks {name}"
+
+
+@pytest.mark.slow
+def test_site_builds_and_loads_nothing_from_elsewhere(tmp_path):
+    pytest.importorskip("mkdocs")
+    environment = os.environ | {"PYTHONPATH": str(PACKAGE.parent), "NO_MKDOCS_2_WARNING": "1"}
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-d", str(tmp_path)]
+    answer = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
+    assert answer.returncode == 0, answer.stderr
+    loads = re.compile(r"<(?:script|img|iframe|link)\b[^>]*?(?:src|href)=\"?(?:https?:)?//[^>]*>")
+    pages = sorted(tmp_path.rglob("*.html"))
+    for page in pages:
+        found = loads.findall(page.read_text())
+        assert not found, f"{page.relative_to(tmp_path)} loads {found}"
+    reference = (tmp_path / "reference" / "moe_ops" / "index.html").read_text()
+    for name in moe_ops.__all__:
+        assert re.search(rf'id="moe_ops\.(?:\w+\.)?{name}"', reference), f"no reference of {name}"
+    schemes = (tmp_path / "reference" / "scheme_table" / "index.html").read_text()
+    assert all(f"<code>{name}</code>" in schemes for name in SCHEMES if name)
+
+
+def test_readme_is_short_and_names_every_backend():
+    text = (ROOT / "README.md").read_text()
+    assert len(text.splitlines()) < 150
+    for name in moe_ops.list_backends():
+        assert f"| `{name}` |" in text, f"README's backend table lacks {name}"

@@ -1,0 +1,104 @@
+"""What importing costs, which way imports run, and that public names exist."""
+
+import ast
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+import moe_ops
+from moe_ops import backends
+from tests.house.test_documents import PACKAGE, run_python
+
+OPTIONAL = ("torchao", "triton", "transformers", "deep_gemm", "flashinfer")
+
+
+def package_files() -> list[Path]:
+    return sorted(PACKAGE.rglob("*.py"))
+
+
+def imports_at_load(path: Path) -> set[str]:
+    """Dotted names that a file imports when it is loaded: imports inside functions are left
+    out."""
+    found: set[str] = set()
+    pending: list[ast.AST] = [ast.parse(path.read_text())]
+    while pending:
+        node = pending.pop()
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            found.update(f"{node.module}.{alias.name}" for alias in node.names)
+        elif not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            pending.extend(ast.iter_child_nodes(node))
+    return found
+
+
+def test_import_is_light():
+    """Nor do schemes, the arithmetic of quantization and routing on a CPU load anything; quantized
+    tensors load torchao, which they are made of."""
+    code = f"""
+import json, sys, torch
+before = set(sys.modules)
+def loaded():
+    return sorted((set(sys.modules) - before) & {{*{OPTIONAL!r}, "moe_ops.kernels.router.topk"}})
+import moe_ops
+steps = [loaded()]
+import moe_ops.schemes, moe_ops.numerics, moe_ops.meta.scales
+steps.append(loaded())
+moe_ops.route(torch.randn(2, 4), 2)
+steps += [loaded(), torch.cuda.is_initialized()]
+import moe_ops.tensors
+steps.append("torchao" in sys.modules)
+print(json.dumps(steps))
+"""
+    steps = json.loads(run_python(code).splitlines()[-1])
+    assert steps == [[], [], [], False, True]
+
+
+def test_public_names_exist():
+    for name in moe_ops.__all__:
+        assert getattr(moe_ops, name) is not None
+    assert set(dir(moe_ops)) >= set(moe_ops.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'fused_expert'"):
+        moe_ops.fused_expert  # noqa: B018
+
+
+def test_every_backend_file_is_registered():
+    files = {path.stem for path in (PACKAGE / "backends").glob("*.py")} - {"__init__"}
+    assert files == set(moe_ops.list_backends())
+    for backend in backends.BACKENDS:
+        for kind, op in backend.ops.items():
+            assert op.name() == f"moe_ops::{backend.name}_{kind}"
+
+
+def test_imports_run_one_way():
+    for path in package_files():
+        ours = {name for name in imports_at_load(path) if name.startswith("moe_ops")}
+        where = path.relative_to(PACKAGE)
+        if where.parts[0] == "meta":
+            foreign = {name for name in ours if not name.startswith("moe_ops.meta")}
+            assert not foreign, f"{where} must import nothing of ours, imports {foreign}"
+        if where.parts[0] == "backends":
+            upward = {
+                name
+                for name in ours
+                if re.match(r"moe_ops\.(backends|registry|experts|layer|integrations)", name)
+            }
+            assert not upward, f"{where} must not import {upward}"
+        if where.parts[0] in ("schemes.py", "activations.py", "config.py", "numerics"):
+            leaves = re.compile(r"moe_ops\.(meta|schemes|activations|config|numerics|problem)\b")
+            upward = {name for name in ours if not leaves.match(name)}
+            upward |= {name for name in ours if name == "moe_ops"}
+            assert not upward, f"{where} is a leaf and must not import {upward}"
+
+
+def test_optional_libraries_are_imported_late():
+    """Only kernels, tensors and integrations may import an optional library when they are
+    loaded."""
+    for path in package_files():
+        where = path.relative_to(PACKAGE)
+        if where.parts[0] not in ("kernels", "tensors", "integrations"):
+            early = {name for name in imports_at_load(path) if name.split(".")[0] in OPTIONAL}
+            assert not early, f"{where} imports {early} when it is loaded"

@@ -1,0 +1,324 @@
+"""Quantized checkpoints read as they are: every element has the value its format gives it."""
+
+import copy
+import json
+import weakref
+
+import numpy as np
+import pytest
+import torch
+
+from tests.support.writers import GPTQ, NVFP4, WRITERS, BlockFP8, Packed, gpt_oss_blocks
+
+files = pytest.importorskip("safetensors.torch")
+
+import moe_ops
+from moe_ops.integrations.checkpoints import Checkpoint
+
+E, I, K = 3, 128, 256
+PREFIX = "model.layers.1.mlp.experts"
+SCHEMES = {
+    "gptq4": "int4_w4a16:g128:zp",
+    "gptq4_sym": "int4_w4a16:g32",
+    "gptq4_v2": "int4_w4a16:channel:zp",
+    "gptq8": "int8_w8a16:g64:zp",
+    "awq": "int4_w4a16:g64:zp",
+    "ct_int4": "int4_w4a16:g32",
+    "ct_int4_zp": "int4_w4a16:g128:zp",
+    "ct_int8_packed": "int8_w8a16:g32",
+    "ct_int8": "int8_w8a8",
+    "ct_fp8": "fp8_channel",
+    "ct_nvfp4": "nvfp4",
+    "ct_mxfp4": "mxfp4_w4a16",
+    "modelopt_nvfp4": "nvfp4",
+    "fp8_block": "fp8_block",
+    "fp8_block_e8m0": "fp8_block",
+    "deepseek_fp4": "mxfp4_w4a8",
+    "mxfp8": "mxfp8",
+}
+
+
+def write(folder, writer, change=None, names=("gate_proj", "up_proj", "down_proj")):
+    """A folder of two files with one layer's experts; returns the values (E, N, K) by
+    projection."""
+    writer = copy.deepcopy(writer)  # the same random numbers in any order of tests
+    tensors, values = {}, {}
+    for name in names:
+        n, k = (K, I) if name == "down_proj" else (I, K)
+        for e in range(E):
+            writer.factor = 1.0 + e
+            parts, value = writer.matrix(n, k)
+            tensors |= {f"{PREFIX}.{e}.{name}.{part}": t for part, t in parts.items()}
+            values.setdefault(name, []).append(value)
+    if change:
+        change(tensors)
+    save(folder, tensors, writer.config)
+    return {name: np.stack(v) for name, v in values.items()}
+
+
+def save(folder, tensors, config):
+    names = sorted(tensors)
+    for i, half in enumerate((names[::2], names[1::2])):
+        part = {name: tensors[name].contiguous() for name in half}
+        files.save_file(part, folder / f"model-{i}.safetensors")
+    (folder / "config.json").write_text(json.dumps({"quantization_config": config}))
+
+
+@pytest.mark.parametrize("form", WRITERS)
+def test_values_of_every_format(form, tmp_path):
+    values = write(tmp_path, WRITERS[form])
+    checkpoint = Checkpoint(tmp_path)
+    w13 = checkpoint.expert_weight(PREFIX, ("gate_proj", "up_proj"))
+    w2 = checkpoint.expert_weight(PREFIX, ("down_proj",))
+    assert w13.scheme == w2.scheme == SCHEMES[form]
+    assert w13.shape == (E, 2 * I, K) and w2.shape == (E, K, I)
+    if "nvfp4" in form:  # the largest of the three experts
+        largest = 3 * (0.004 if form == "modelopt_nvfp4" else 1 / 260)
+        assert abs(w13.activation_scale.item() - largest) < 1e-6 * largest
+        assert len(w13.global_scale.unique()) == E
+    want13 = np.concatenate([values["gate_proj"], values["up_proj"]], 1)
+    for got, want in ((w13, want13), (w2, values["down_proj"])):
+        got = got.dequantize(torch.float32).double().numpy()
+        # a product of two or three floats, each exact in fp32, and ModelOpt's reciprocal: 2 ** -24
+        # each
+        assert np.abs(got - want).max() <= 3 * 2**-24 * np.abs(want).max()
+        assert (np.abs(got - want) <= 4 * 2**-24 * np.abs(want)).all()
+
+
+def test_experts_of_a_checkpoint_compute(tmp_path):
+    """fused_experts on the weights read against the dequantized values, in fp32."""
+    values = write(tmp_path, WRITERS["gptq4"])
+    checkpoint = Checkpoint(tmp_path)
+    w13 = checkpoint.expert_weight(PREFIX)
+    w2 = checkpoint.expert_weight(PREFIX, ("down_proj",))
+    x, ids = torch.randn(5, K), torch.stack([torch.randperm(E)[:2] for _ in range(5)])
+    router = torch.rand(5, 2) + 0.1
+    got = moe_ops.fused_experts(x, w13.float(), w2.float(), router, ids)
+    plain = {name: torch.from_numpy(v).float() for name, v in values.items()}
+    w13 = torch.cat([plain["gate_proj"], plain["up_proj"]], 1)
+    want = moe_ops.fused_experts(x, w13, plain["down_proj"], router, ids)
+    assert (got - want).abs().max() < 1e-4 * want.abs().max()
+
+
+def test_gpt_oss_blocks_stay_where_they_are(tmp_path):
+    (blocks, scales), values = gpt_oss_blocks(np.random.default_rng(0), E, 64, 96)
+    name = f"{PREFIX}.gate_up_proj"
+    save(tmp_path, {f"{name}_blocks": blocks, f"{name}_scales": scales}, {"quant_method": "mxfp4"})
+    weight = Checkpoint(tmp_path).expert_weight(PREFIX, ("gate_up_proj",))
+    assert weight.scheme == "mxfp4_w4a16"
+    assert torch.equal(weight.qdata, blocks.flatten(2)) and torch.equal(weight.scale, scales)
+    assert np.array_equal(weight.dequantize(torch.float32).double().numpy(), values)
+
+
+def test_plain_checkpoints_are_quantized_expert_by_expert(tmp_path):
+    tensors, whole = {}, []
+    for e in range(E):
+        gate, up = torch.randn(2, I, K).bfloat16()
+        tensors |= {f"{PREFIX}.{e}.gate_proj.weight": gate, f"{PREFIX}.{e}.up_proj.weight": up}
+        whole.append(torch.cat([gate, up]))
+    save(tmp_path, tensors, {})
+    checkpoint = Checkpoint(tmp_path, {})
+    assert torch.equal(checkpoint.expert_weight(PREFIX), torch.stack(whole))
+    for scheme in ("int4_w4a16:g64", "fp8_block", "fp8_tensor", "nvfp4", "mxfp4"):
+        got, want = (
+            checkpoint.expert_weight(PREFIX, scheme=scheme),
+            moe_ops.quantize(torch.stack(whole), scheme),
+        )
+        assert got.scheme == want.scheme
+        for name in want.__tensor_flatten__()[0]:
+            a, b = getattr(got, name), getattr(want, name)
+            assert torch.equal(a.view(torch.uint8), b.view(torch.uint8)), (scheme, name)
+
+
+def test_no_more_than_one_expert_is_in_memory(tmp_path, monkeypatch):
+    """Beside the weight that is made: when a tensor is read, those of other experts are gone."""
+    tensors = {
+        f"{PREFIX}.{e}.{name}.weight": torch.randn(I, K).bfloat16()
+        for e in range(8)
+        for name in ("gate_proj", "up_proj")
+    }
+    save(tmp_path, tensors, {})
+    checkpoint, alive, most = Checkpoint(tmp_path, {}), [], 0
+    read = checkpoint.files.read
+
+    def watched(name, device="cpu"):
+        nonlocal most
+        tensor = read(name, device)
+        alive.append(weakref.ref(tensor))
+        most = max(most, sum(ref() is not None for ref in alive))
+        return tensor
+
+    monkeypatch.setattr(checkpoint.files, "read", watched)
+    weight = checkpoint.expert_weight(PREFIX, scheme="int4_w4a16:g64")
+    assert len(alive) == 16 and weight.shape == (8, 2 * I, K)
+    assert most == 2  # gate and up of one expert
+
+
+def test_compressed_tensors_own_packing(tmp_path):
+    """The writer's words are those of the library itself."""
+    pack = pytest.importorskip("compressed_tensors.compressors.pack_quantized.helpers")
+    tensors, _ = Packed(symmetric=False).matrix(16, 64)
+    signed = pack.unpack_from_int32(tensors["weight_packed"], 4, torch.Size([16, 64]))
+    assert torch.equal(pack.pack_to_int32(signed, 4), tensors["weight_packed"])
+    zero = pack.unpack_from_int32(
+        tensors["weight_zero_point"], 4, torch.Size([16, 2]), packed_dim=0
+    )
+    assert torch.equal(pack.pack_to_int32(zero, 4, packed_dim=0), tensors["weight_zero_point"])
+    nvfp4 = pytest.importorskip("compressed_tensors.compressors.nvfp4.helpers")
+    tensors, values = NVFP4().matrix(16, 64)
+    elements = nvfp4.unpack_fp4_from_uint8(tensors["weight_packed"], 16, 64, dtype=torch.float32)
+    scale = tensors["weight_scale"].double() / tensors["weight_global_scale"].double()
+    assert np.allclose(
+        (elements.double() * scale.repeat_interleave(16, 1)).numpy(), values, rtol=1e-12
+    )
+
+
+@pytest.mark.parametrize("form", ["fp8_block", "fp8_block_e8m0", "deepseek_fp4", "mxfp8"])
+def test_transformers_own_dequantization(form):
+    """The writer's values are those of transformers."""
+    fp8 = pytest.importorskip("transformers.integrations.finegrained_fp8")
+    tensors, values = copy.deepcopy(WRITERS[form]).matrix(128, 256)
+    weight, scale = tensors.values()
+    got = fp8.Fp8Dequantize(None)._dequantize_one(weight, scale, torch.float32)
+    assert np.allclose(got.double().numpy(), values, rtol=1e-6, atol=0)
+
+
+def drop(part):
+    def change(tensors):
+        del tensors[f"{PREFIX}.1.up_proj.{part}"]
+
+    return change
+
+
+def replace(part, function, expert=1):
+    def change(tensors):
+        name = f"{PREFIX}.{expert}.up_proj.{part}"
+        tensors[name] = function(tensors[name].clone())
+
+    return change
+
+
+def shuffle(t):
+    return t[torch.randperm(len(t))]
+
+
+BAD = {
+    "missing scales": (GPTQ(), drop("scales"), "up_proj.* in .*must be those of one known format"),
+    "missing expert": (
+        BlockFP8(),
+        lambda t: [t.pop(f"{PREFIX}.1.up_proj.{p}") for p in ("weight", "weight_scale_inv")],
+        r"projections of experts 0 to 2, got none of experts \[1\]",
+    ),
+    "wrong group": (
+        GPTQ(),
+        replace("scales", lambda t: t.repeat_interleave(2, 0)),
+        r"1.up_proj.* in .*one group for each 128 columns, the checkpoint's group_size, got "
+        r"4 groups",
+    ),
+    "wrong layout": (
+        BlockFP8(),
+        replace("weight_scale_inv", lambda t: t.T),
+        r"1.up_proj.* in .*weight_scale_inv must have shape \(1, 2\), got \(2, 1\)",
+    ),
+    "wrong dtype": (
+        Packed(),
+        replace("weight_packed", lambda t: t.long()),
+        r"1.up_proj.* in .*weight_packed must be int32 .*got torch.int64",
+    ),
+    "wrong rows": (
+        GPTQ(),
+        lambda t: [
+            t.update({f"{PREFIX}.2.up_proj.{p}": v}) for p, v in GPTQ().matrix(64, K)[0].items()
+        ],
+        "2.up_proj.* in .*must have 128 rows like the other experts', got 64",
+    ),
+    "nan": (
+        BlockFP8(),
+        replace("weight_scale_inv", lambda t: t.fill_(float("nan"))),
+        r"1.up_proj.weight in .*safetensors: scale must be finite, got NaN or Inf",
+    ),
+    "inf": (
+        Packed(),
+        replace("weight_scale", lambda t: t.fill_(float("inf"))),
+        r"1.up_proj.weight_packed in .*: scale must be finite",
+    ),
+    "act-order": (
+        GPTQ(group=32),
+        replace("g_idx", shuffle),
+        r"1.up_proj.qweight in .*act-order .*must be off: .*quantize again without it",
+    ),
+    "sym that is not": (
+        GPTQ(sym=True),
+        replace("qzeros", lambda t: t + 1),
+        r"1.up_proj.*qzeros must be 8 everywhere, as the checkpoint's sym=True says",
+    ),
+    "two global scales": (
+        NVFP4(),
+        replace("weight_global_scale", lambda t: t * 2),
+        r"1.gate_proj.weight_packed in .*global scale of the other projections of its "
+        r"expert.*gate and up",
+    ),
+    "not stored alike": (
+        NVFP4(modelopt=True),
+        lambda t: [t.pop(f"{PREFIX}.{e}.up_proj.input_scale") for e in range(E)],
+        "0.up_proj.* must be stored like .*0.gate_proj.*nvfp4 with 256 columns, got nvfp4_w4a16",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_checkpoints_are_refused_by_tensor_and_file(case, tmp_path):
+    writer, change, message = BAD[case]
+    write(tmp_path, writer, change)
+    with pytest.raises(ValueError, match=message):
+        Checkpoint(tmp_path).expert_weight(PREFIX, ("gate_proj", "up_proj"))
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"desc_act": True}, "desc_act .*must be off"),
+        ({"bits": 3}, "bits must be 4 or 8, got 3"),
+        ({"group_size": 64}, "one group for each 64 columns.*got 2 groups in 256 columns"),
+    ],
+)
+def test_bad_configurations(config, message, tmp_path):
+    writer = GPTQ()
+    writer.config = writer.config | config
+    write(tmp_path, writer)
+    with pytest.raises(ValueError, match=message):
+        Checkpoint(tmp_path).expert_weight(PREFIX)
+
+
+def test_schemes_that_do_not_fit(tmp_path):
+    write(tmp_path, WRITERS["gptq4"])
+    checkpoint = Checkpoint(tmp_path)
+    with pytest.raises(ValueError, match="'int4_w4a16:g128:zp', in which .*is quantized already"):
+        checkpoint.expert_weight(PREFIX, scheme="fp8_block")
+    with pytest.raises(ValueError, match="must be in the checkpoint, got no tensor"):
+        checkpoint.expert_weight("model.layers.7.mlp.experts")
+    plain = tmp_path / "plain"
+    plain.mkdir()
+    save(plain, {f"{PREFIX}.0.down_proj.weight": torch.randn(8, 48)}, {})
+    with pytest.raises(ValueError, match=r"0.down_proj.weight in .*, expert 0: .*48"):
+        Checkpoint(plain).expert_weight(PREFIX, ("down_proj",), "int4_w4a16")
+    bad = torch.full((8, 128), float("nan"))
+    save(plain, {f"{PREFIX}.0.down_proj.weight": bad}, {})
+    with pytest.raises(ValueError, match="0.down_proj.weight in .*, expert 0: .*must be finite"):
+        Checkpoint(plain).expert_weight(PREFIX, ("down_proj",), "int4_w4a16")
+
+
+def test_damaged_files(tmp_path):
+    with pytest.raises(ValueError, match=r"folder with \*.safetensors files"):
+        Checkpoint(tmp_path)
+    write(tmp_path, WRITERS["gptq4"])
+    file = tmp_path / "model-0.safetensors"
+    content = file.read_bytes()
+    file.write_bytes(content[:-100])
+    with pytest.raises(
+        ValueError, match=r"experts.* in .*model-0.safetensors must .*is truncated"
+    ):
+        Checkpoint(tmp_path)
+    file.write_bytes(content[:100])
+    with pytest.raises(ValueError, match="model-0.safetensors must be a safetensors file"):
+        Checkpoint(tmp_path)

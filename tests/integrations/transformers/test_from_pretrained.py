@@ -1,0 +1,520 @@
+"""from_pretrained on quantized checkpoints in their original layouts, and on plain ones."""
+
+import copy
+import json
+import re
+
+import numpy as np
+import pytest
+import torch
+
+from tests.support.writers import GPTQ, WRITERS, Packed, gpt_oss_blocks
+
+transformers = pytest.importorskip("transformers")
+safetensors = pytest.importorskip("safetensors")
+files = pytest.importorskip("safetensors.torch")
+
+from moe_ops.integrations.transformers import MoeOpsConfig, attach, quantize
+from tests.integrations.transformers import test_families
+
+IDS = torch.tensor([[27, 54, 47, 78, 38], [4, 29, 33, 45, 61]])
+E, H, INNER = 4, 256, 128
+
+
+def qwen(layers=2, **options):
+    config = transformers.Qwen3MoeConfig(
+        hidden_size=H,
+        intermediate_size=256,
+        moe_intermediate_size=INNER,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_experts=E,
+        num_experts_per_tok=2,
+        vocab_size=96,
+        **options,
+    )
+    torch.manual_seed(0)
+    return transformers.Qwen3MoeForCausalLM(config).eval()
+
+
+def mixtral(layers=1):
+    config = transformers.MixtralConfig(
+        hidden_size=H,
+        intermediate_size=INNER,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_local_experts=E,
+        vocab_size=96,
+    )
+    torch.manual_seed(0)
+    return transformers.MixtralForCausalLM(config).eval()
+
+
+def gpt_oss():
+    config = transformers.GptOssConfig(
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_local_experts=E,
+        head_dim=16,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_experts_per_tok=2,
+        vocab_size=96,
+    )
+    torch.manual_seed(0)
+    model = transformers.GptOssForCausalLM(config).eval()
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.dim() == 2 and p.shape[0] == E:
+                p.normal_()  # the biases
+    return model
+
+
+def logits(model):
+    with torch.no_grad():
+        return model(input_ids=IDS, use_cache=False).logits
+
+
+def relative(got, want):
+    return ((got.double() - want.double()).abs().max() / want.double().abs().max()).item()
+
+
+def load(folder, *args, **options):
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        folder, quantization_config=MoeOpsConfig(*args), dtype=torch.float32, **options
+    )
+
+
+def save_plain(model, folder, dtype=torch.bfloat16):
+    """The model's own checkpoint, as transformers writes it: one tensor for each expert's
+    projection."""
+    with torch.no_grad():
+        for p in model.parameters():  # not its buffers, which no file holds
+            p.copy_(p.to(dtype))
+    copy.deepcopy(model).to(dtype).save_pretrained(folder)
+    return folder
+
+
+def requantize(folder, writer, original):
+    """Replace all matrices of the layers by a writer's; the plain model gets their values."""
+    save_plain(original, folder)
+    tensors = files.load_file(folder / "model.safetensors")
+    for name in list(tensors):
+        module = name.removesuffix(".weight")
+        if ".layers." not in name or tensors[name].dim() != 2 or module.endswith("gate"):
+            continue
+        expert = re.search(r"experts\.(\d+)", name)
+        writer.factor = 1.0 + int(expert[1]) if expert else 1.0
+        parts, values = writer.matrix(*tensors.pop(name).shape)
+        tensors |= {f"{module}.{part}": t.contiguous() for part, t in parts.items()}
+        set_values(original, module, torch.from_numpy(values).float())
+    files.save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(
+        json.dumps(config | {"quantization_config": writer.config})
+    )
+
+
+def set_values(model, module, values):
+    with torch.no_grad():
+        if ".experts." not in module:
+            model.get_submodule(module).weight.copy_(values)
+            return
+        path, expert, name = module.replace("block_sparse_moe", "mlp").rsplit(".", 2)
+        experts = model.get_submodule(path)
+        if name in ("down_proj", "w2"):
+            experts.down_proj[int(expert)] = values
+        else:
+            first = name in ("gate_proj", "w1")
+            rows = slice(0, INNER) if first else slice(INNER, None)
+            experts.gate_up_proj[int(expert), rows] = values
+
+
+def weights_of(model):
+    return {n: p for n, p in model.named_parameters() if getattr(p, "scheme", None)}
+
+
+@pytest.mark.parametrize("form", WRITERS)
+def test_every_format_gives_the_logits_of_its_values(form, tmp_path):
+    """All matrices of the layers are quantized, attention too; two layers, so that names must
+    fit."""
+    writer, original = copy.deepcopy(WRITERS[form]), qwen()
+    requantize(tmp_path, writer, original)
+    scheme = writer.weight_only or None
+    loaded = load(tmp_path, scheme)
+    assert len(weights_of(loaded)) == 4
+    rounded = form in ("ct_int8", "mxfp8")  # their activations always are
+    assert relative(logits(loaded), logits(original)) < (0.1 if rounded else 1e-5)
+    if scheme:  # with the scheme of the checkpoint activations are rounded too
+        loaded = load(tmp_path)
+        assert all(w.scheme != scheme for w in weights_of(loaded).values())
+        x, ids = torch.randn(6, H), torch.stack([torch.randperm(E)[:2] for _ in range(6)])
+        with torch.no_grad():
+            got, want = (
+                m.model.layers[1].mlp.experts(x, ids, torch.full((6, 2), 0.5))
+                for m in (loaded, original)
+            )
+        error = ((got - want).norm() / want.norm()).item()  # of 4 and 8 bits, twice
+        assert 1e-3 < error < (0.3 if "nvfp4" in form else 0.08)
+
+
+def test_gpt_oss_mxfp4_checkpoint(tmp_path):
+    """Blocks and scales of interleaved gate and up rows, as gpt-oss has them, beside its
+    biases."""
+    original = gpt_oss()
+    save_plain(original, tmp_path)
+    tensors = files.load_file(tmp_path / "model.safetensors")
+    rng = np.random.default_rng(1)
+    for name in [n for n in tensors if n.endswith(("gate_up_proj", "down_proj"))]:
+        weight = original.get_parameter(name)  # (E, columns, rows)
+        (blocks, scales), values = gpt_oss_blocks(rng, E, weight.shape[2], weight.shape[1])
+        tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        del tensors[name]
+        with torch.no_grad():
+            weight.copy_(torch.from_numpy(values).float().transpose(1, 2))
+    files.save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    text = json.loads((tmp_path / "config.json").read_text())
+    text["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": []}
+    (tmp_path / "config.json").write_text(json.dumps(text))
+    loaded = load(tmp_path)
+    assert {w.scheme for w in weights_of(loaded).values()} == {"mxfp4_w4a16"}
+    assert relative(logits(loaded), logits(original)) < 1e-5
+    saved = tmp_path / "saved"
+    loaded.save_pretrained(saved)
+    again = transformers.AutoModelForCausalLM.from_pretrained(saved, dtype=torch.float32)
+    assert torch.equal(logits(again), logits(loaded))
+    for name, weight in weights_of(again).items():
+        inner = weight.transpose(1, 2)
+        assert inner.qdata.is_contiguous() and inner.shape == (E, *weight.shape[:0:-1]), name
+
+
+class Swizzled:
+    """Stands for triton_kernels' tensor on a GPU: data in another order than the checkpoint's."""
+
+    def __init__(self, natural):  # (E, N, columns) uint8
+        self.storage = self
+        self.layout = self
+        self.data = natural.transpose(1, 2).flip(1).contiguous()
+
+    def unswizzle_data(self, data):
+        return data.flip(1)
+
+
+def test_gpt_oss_of_transformers_own_mxfp4_kernels():
+    """attach() puts a GptOssMLP in the place of theirs; values are those of transformers'
+    dequantization."""
+    mxfp4 = pytest.importorskip("transformers.integrations.mxfp4")
+    original, model = gpt_oss(), gpt_oss()
+    rng = np.random.default_rng(1)
+    for layer, plain in zip(model.model.layers, original.model.layers, strict=True):
+        with torch.device("meta"):
+            experts = mxfp4.Mxfp4GptOssExperts(model.config)
+        for name in ("gate_up_proj", "down_proj"):
+            weight = getattr(plain.mlp.experts, name)  # (E, columns, rows)
+            (blocks, scales), _ = gpt_oss_blocks(rng, E, weight.shape[2], weight.shape[1])
+            weight.data = mxfp4.convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
+            bias = getattr(plain.mlp.experts, f"{name}_bias")
+            setattr(experts, f"{name}_bias", torch.nn.Parameter(bias.detach().clone(), False))
+            delattr(experts, name)
+            setattr(experts, name, Swizzled(blocks.flatten(2)))
+            precision = type("PrecisionConfig", (), {"weight_scale": Swizzled(scales)})
+            setattr(experts, f"{name}_precision_config", precision)
+        layer.mlp.experts = experts
+    unloaded = copy.deepcopy(model)
+    delattr(unloaded.model.layers[1].mlp.experts, "down_proj")
+    unloaded.model.layers[1].mlp.experts.down_proj = torch.nn.Parameter(torch.zeros(2))
+    with pytest.raises(ValueError, match="layers.1.mlp.experts.down_proj must be loaded"):
+        attach(unloaded)
+    assert type(unloaded.model.layers[0].mlp.experts).__name__ == "Mxfp4GptOssExperts"
+    report = attach(model)
+    assert report.layers[0].path == "fused_experts" and "swigluoai" in str(report)
+    assert {w.scheme for w in weights_of(model).values()} == {"mxfp4_w4a16"}
+    assert relative(logits(model), logits(original)) < 1e-5
+
+
+@pytest.mark.parametrize("build", [qwen, mixtral])
+def test_plain_checkpoint_is_quantized_while_it_is_read(build, tmp_path):
+    """The same as loading it and then quantizing, to the bit."""
+    save_plain(build(), tmp_path)
+    loaded = load(tmp_path, "int4_w4a16:g64")
+    want = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    quantize(want.bfloat16(), "int4_w4a16:g64")
+    plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    assert weights_of(loaded).keys() == weights_of(want).keys() != set()
+    for name, weight in weights_of(loaded).items():
+        other = want.get_parameter(name)
+        assert torch.equal(weight.qdata, other.qdata) and torch.equal(weight.scale, other.scale)
+        values = weight.dequantize(torch.float32)
+        assert weight.dtype == torch.float32 and weight.scale.dtype == torch.bfloat16
+        plain.get_parameter(name).data.copy_(values)
+    assert relative(logits(loaded), logits(plain)) < 1e-5
+    assert loaded.config._experts_implementation == "moe_ops"
+    assert not any(
+        "experts" in n and not getattr(p, "scheme", None) for n, p in loaded.named_parameters()
+    )
+
+
+@pytest.mark.parametrize(
+    "family",
+    ["gpt_oss", "llama4", "dbrx", "longcat_flash", "step3p7", "nemotron_h", "inkling2"],
+)
+def test_families_that_store_experts_in_other_ways(family, tmp_path):
+    """Stacked, transposed, joined with rows, without a gate, or converted by transformers
+    first."""
+    if family not in test_families.FAMILIES:
+        pytest.skip(f"transformers {transformers.__version__} has no {family}")
+    want = test_families.build(family, 1)
+    want.save_pretrained(tmp_path)
+    config = MoeOpsConfig("int8_w8a16")
+    loaded = type(want).from_pretrained(tmp_path, quantization_config=config, dtype=torch.float32)
+    quantize(want, "int8_w8a16")
+    weights = weights_of(want)
+    assert weights_of(loaded).keys() == weights.keys() != set()
+    for name, p in loaded.named_parameters():
+        other = want.get_parameter(name)
+        if name not in weights:
+            assert torch.equal(p, other), name
+            continue
+        assert p.weight_layout == other.weight_layout and p.shape == other.shape
+        assert torch.equal(p.qdata, other.qdata) and torch.equal(p.scale, other.scale), name
+
+
+def test_single_quantized_experts_of_a_family_that_stacks_them(tmp_path):
+    """llama4's own files hold stacks (E, columns, rows); quantized ones hold experts one by
+    one."""
+    writer, original = Packed(), test_families.build("llama4", 1)
+    save_plain(original, tmp_path)
+    tensors = files.load_file(tmp_path / "model.safetensors")
+    for name in [n for n in tensors if ".experts." in n]:
+        weight, module = original.get_parameter(name), name.rpartition(".")[0]
+        stack = weight.detach().transpose(1, 2)
+        del tensors[name]
+        projections = ("gate_proj", "up_proj") if "gate_up" in name else ("down_proj",)
+        for e in range(stack.shape[0]):
+            values = []
+            for projection in projections:
+                shape = stack.shape[1] // len(projections), stack.shape[2]
+                parts, value = writer.matrix(*shape)
+                tensors |= {f"{module}.{e}.{projection}.{part}": t for part, t in parts.items()}
+                values.append(torch.from_numpy(value))
+            weight.data[e] = torch.cat(values).float().T
+    files.save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    text = json.loads((tmp_path / "config.json").read_text())
+    text["quantization_config"] = writer.config
+    (tmp_path / "config.json").write_text(json.dumps(text))
+    loaded = type(original).from_pretrained(
+        tmp_path, quantization_config=MoeOpsConfig(), dtype=torch.float32
+    )
+    assert {w.scheme for w in weights_of(loaded).values()} == {"int4_w4a16:g32"}
+    assert relative(logits(loaded), logits(original)) < 1e-5
+
+
+@pytest.mark.parametrize(
+    "part, spoil, reason",
+    [
+        ("scale", lambda t: t * torch.nan, "scale must be finite, got NaN or Inf in experts"),
+        ("zero_point", lambda t: t + 16, "zero_point must be in 0..15 for int4"),
+        ("qdata", lambda t: t.view(torch.int8), "qdata must be torch.uint8"),
+        ("scale", lambda t: t[:, :1].clone(), "scale must have shape"),
+    ],
+)
+def test_saved_file_with_other_values(part, spoil, reason, tmp_path):
+    load_from = tmp_path / "plain"
+    save_plain(mixtral(), load_from)
+    load(load_from, "int4_w4a16:g32:zp").save_pretrained(tmp_path / "saved")
+    file = tmp_path / "saved" / "model.safetensors"
+    with safetensors.safe_open(file, "pt") as opened:
+        tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+        metadata = opened.metadata()
+    name = next(name for name in tensors if name.endswith(f"down_proj.{part}"))
+    tensors[name] = spoil(tensors[name])
+    files.save_file(tensors, file, metadata)
+    weight = re.escape(name.removesuffix(f".{part}"))
+    with pytest.raises(ValueError, match=f"{weight}: {reason}.*, in .*model.safetensors"):
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+
+
+@pytest.mark.parametrize("way", ["on load", "in place"])
+@pytest.mark.parametrize("scheme", ["int4_w4a16:g32:zp", "fp8_block", "nvfp4", "mxfp4_w4a16"])
+def test_saved_and_loaded_again(way, scheme, tmp_path):
+    save_plain(mixtral(), tmp_path / "plain")
+    if way == "on load":
+        model = load(tmp_path / "plain", scheme)
+    else:
+        model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "plain")
+        quantize(model.float(), scheme)
+    want = logits(model)
+    model.save_pretrained(tmp_path / "saved", max_shard_size="200KB")
+    assert len(list((tmp_path / "saved").glob("*.safetensors"))) > 2
+    text = json.loads((tmp_path / "saved" / "config.json").read_text())
+    assert text["quantization_config"]["quant_method"] == "moe_ops"
+    again = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "saved", dtype=torch.float32
+    )
+    assert torch.equal(logits(again), want)
+    assert torch.equal(logits(copy.deepcopy(again)), want)
+    for name, weight in weights_of(model).items():
+        other = again.get_parameter(name)
+        assert other.scheme == weight.scheme == scheme
+        for part in weight.__tensor_flatten__()[0]:
+            a, b = getattr(weight, part), getattr(other, part)
+            assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+    with pytest.raises(
+        ValueError, match="scheme must be .* quantized already, got 'int8_w8a16:channel'"
+    ):
+        load(tmp_path / "saved", "int8_w8a16")
+
+
+# --- refusals -----------------------------------------------------------------------------------
+
+
+def rewrite(folder, change):
+    file = folder / "model.safetensors"
+    tensors = files.load_file(file)
+    change(tensors)
+    files.save_file({k: t.contiguous() for k, t in tensors.items()}, file, {"format": "pt"})
+
+
+LAST = "model.layers.1.mlp.experts.3"
+BAD = {
+    "missing expert": (
+        lambda t: t.pop(f"{LAST}.up_proj.weight"),
+        r"layers.1.mlp.experts.gate_up_proj must have all projections of experts 0 to 3, got "
+        r"none of experts \[3\]",
+    ),
+    "missing layer": (
+        lambda t: [
+            t.pop(n)
+            for n in list(t)
+            if n.startswith("model.layers.1.mlp.experts.") and "down" in n
+        ],
+        "layers.1.mlp.experts.down_proj must be in the checkpoint, got no tensor",
+    ),
+    "rows": (
+        lambda t: [
+            t.update({n: t[n][:64]}) for n in list(t) if "layers.1" in n and "up_proj" in n
+        ],
+        r"layers.1.mlp.experts.gate_up_proj must have shape \(4, 256, 256\).*got \(4, 192, "
+        r"256\) from",
+    ),
+    "nan": (
+        lambda t: t[f"{LAST}.down_proj.weight"].fill_(float("nan")),
+        "experts.3.down_proj.weight in .*model.safetensors, expert 3: .*must be finite",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_plain_checkpoints(case, tmp_path):
+    change, message = BAD[case]
+    save_plain(qwen(), tmp_path)
+    rewrite(tmp_path, change)
+    with pytest.raises(ValueError, match=message):
+        load(tmp_path, "int4_w4a16:g64")
+
+
+def test_what_from_pretrained_refuses(tmp_path):
+    save_plain(mixtral(), tmp_path)
+    with pytest.raises(ValueError, match="scheme must be given to quantize a plain checkpoint"):
+        load(tmp_path)
+    with pytest.raises(ValueError, match="'int4_w4a16:g128:zp'|static activation scales"):
+        load(tmp_path, "fp8_tensor_static")
+    with pytest.raises(ValueError, match="device_map must not have 'disk'"):
+        load(
+            tmp_path,
+            "fp8_block",
+            device_map={"model": "cpu", "lm_head": "disk"},
+            offload_folder=tmp_path,
+        )
+    for arguments, message in (
+        (("int3",), "scheme must be one of"),
+        (("fp8_block", "cuda"), "backend must be"),
+        ((None, "auto", "gptq"), "quant_method must be 'moe_ops'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            MoeOpsConfig(*arguments)
+    odd = transformers.MixtralConfig(
+        hidden_size=96,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_local_experts=E,
+        vocab_size=96,
+    )
+    save_plain(transformers.MixtralForCausalLM(odd), tmp_path / "odd")
+    with pytest.raises(
+        ValueError,
+        match=r"experts.gate_up_proj of shape \(4, 128, 96\) cannot have scheme 'int4_w4a16:g128'",
+    ):
+        load(tmp_path / "odd", "int4_w4a16")
+    model = load(tmp_path / "odd", "int4_w4a16:g32")
+    with pytest.raises(ValueError, match="gate_up_proj must be a plain tensor.*quantized already"):
+        quantize(model, "int4_w4a16:g32")
+
+
+def test_quantized_checkpoints_that_are_damaged(tmp_path):
+    original = qwen()
+    save_plain(original, tmp_path)
+    name = "model.layers.0.self_attn.q_proj.weight"
+    rewrite(tmp_path, lambda t: t.update({name: t[name].to(torch.float8_e4m3fn)}))
+    with pytest.raises(ValueError, match=f"{name} in .*must be a plain weight or have scales"):
+        load(tmp_path, "int8_w8a16")
+    requantize(tmp_path, GPTQ(), original)
+    rewrite(tmp_path, lambda t: t.pop(f"{LAST}.up_proj.scales"))
+    with pytest.raises(
+        ValueError, match=f"{LAST}.up_proj.qweight in .*model.safetensors must be those of one"
+    ):
+        load(tmp_path)
+    requantize(tmp_path, GPTQ(), original)
+    with pytest.raises(ValueError, match="is quantized already, got 'fp8_block'"):
+        load(tmp_path, "fp8_block")
+    rewrite(tmp_path, lambda t: t[f"{LAST}.up_proj.g_idx"].copy_(torch.arange(H).flip(0) // 128))
+    with pytest.raises(ValueError, match=f"{LAST}.up_proj.qweight in .*act-order"):
+        load(tmp_path)
+
+
+def test_biases_that_gptq_writes_for_every_matrix(tmp_path):
+    original = qwen()
+    requantize(tmp_path, GPTQ(), original)
+    rewrite(tmp_path, lambda t: t.update({f"{LAST}.up_proj.bias": torch.zeros(INNER)}))
+    assert relative(logits(load(tmp_path)), logits(original)) < 1e-5
+    rewrite(tmp_path, lambda t: t.update({f"{LAST}.up_proj.bias": torch.ones(INNER)}))
+    with pytest.raises(
+        ValueError, match=f"{LAST}.up_proj.bias in .* must be zero: the model's experts"
+    ):
+        load(tmp_path)
+
+
+def test_offloaded_and_dequantized(tmp_path):
+    accelerate = pytest.importorskip("accelerate")
+    save_plain(mixtral(), tmp_path)
+    model = load(tmp_path, "int4_w4a16:g64", device_map="cpu")
+    want = logits(model)
+    clone = copy.deepcopy(model)
+    accelerate.cpu_offload(clone, torch.device("cpu"))
+    assert all(p.device.type == "meta" for p in clone.parameters())
+    assert torch.equal(logits(clone), want)
+    model.dequantize()
+    assert not weights_of(model)
+    assert relative(logits(model), want) < 1e-5
+
+
+def test_saved_under_the_models_own_names(tmp_path):
+    """mistral_large4's renamings would rename the model's own names again."""
+    if "mistral_large4" not in test_families.FAMILIES:
+        pytest.skip(f"transformers {transformers.__version__} has no mistral_large4")
+    model = test_families.build("mistral_large4", 1)
+    quantize(model, "fp8_block")
+    model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path, dtype=torch.float32)
+    assert weights_of(loaded).keys() == weights_of(model).keys() != set()
+    for name, p in model.named_parameters():
+        got, want = loaded.get_parameter(name), p
+        if getattr(p, "scheme", None):
+            assert torch.equal(got.scale, want.scale)
+            got, want = got.qdata.view(torch.uint8), want.qdata.view(torch.uint8)
+        assert torch.equal(got, want), name

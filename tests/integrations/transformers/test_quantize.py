@@ -1,0 +1,309 @@
+"""Quantized models of transformers: prepared, replaced in place, saved and loaded."""
+
+import copy
+import inspect
+import io
+import re
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+
+from torch import nn
+from transformers.integrations import finegrained_fp8
+from transformers.integrations.moe import use_experts_implementation
+
+import moe_ops
+import moe_ops.integrations.transformers as integration
+from moe_ops.integrations.transformers import activations
+from moe_ops.ops import relayout as relayout_module
+from tests.integrations.transformers.test_families import FAMILIES, build, relative
+from tests.integrations.transformers.test_models import (
+    IDS,
+    experts_of,
+    logits,
+    model_of,
+    routing,
+    switches,
+)
+
+
+def prepare_experts(model):
+    experts = experts_of(model)
+    for name in ("gate_up_proj", "down_proj"):
+        weight = activations.rows_first(getattr(experts, name).data, experts)
+        weight = nn.Parameter(moe_ops.prepare(weight, "triton"), requires_grad=False)
+        setattr(experts, name, weight)
+    return experts
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
+    reason="needs a GPU of compute capability 9.0",
+)
+@pytest.mark.parametrize("family", ["gpt_oss", "mixtral"])
+@pytest.mark.parametrize("scheme", ["mxfp4_w4a16", "nvfp4_w4a16"])
+def test_prepared_weights_in_a_compiled_model(family, scheme, monkeypatch):
+    """Whole graphs, recorded as CUDA graphs: one token, some, and more rows than a block has."""
+    sizes = {"hidden_size": 192, "intermediate_size": 320}
+    monkeypatch.setitem(FAMILIES, family, lambda n: sizes)
+    model = model_of(family).to("cuda", torch.bfloat16)
+    integration.quantize(model, scheme)
+    inputs = [IDS[:1, :1].cuda(), IDS.cuda(), IDS.cuda().repeat(40, 1)]
+    expected = [logits(model, ids) for ids in inputs]
+    assert prepare_experts(model).down_proj.weight_layout == "triton_e2m1"
+    torch._dynamo.reset()
+    model.forward = torch.compile(model.forward, mode="reduce-overhead", dynamic=False)
+    for _ in range(3):
+        for ids, want in zip(inputs, expected, strict=True):
+            torch.compiler.cudagraph_mark_step_begin()
+            assert relative(logits(model, ids), want) < 2e-2
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="interpreted")
+@pytest.mark.parametrize("family", ["gpt_oss", "mixtral"])
+def test_prepared_weights(family, monkeypatch):
+    """Those of modules that keep (E, columns, rows), too, in whose place they lie as (E, rows,
+    columns)."""
+    pytest.importorskip("triton")
+    sizes = {"hidden_size": 128, "intermediate_size": 128}
+    monkeypatch.setitem(FAMILIES, family, lambda n: sizes)
+    (relayout,) = relayout_module.RELAYOUTS["triton"]
+    monkeypatch.setitem(relayout_module.RELAYOUTS, "triton", (relayout._replace(on=None),))
+    model = model_of(family).to(torch.bfloat16)
+    integration.quantize(model, "mxfp4_w4a16")
+    want = logits(model, IDS[:1, :1])
+    prepare_experts(model)
+    monkeypatch.setattr(activations, "backend_of", lambda module: "triton")
+    assert relative(logits(model, IDS[:1, :1]), want) < 2e-2
+    with pytest.raises(ValueError, match="experts.gate_up_proj must be a plain tensor"):
+        integration.quantize(model, "fp8_block")
+
+
+# --- quantize -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "llama4", "dbrx", "longcat_flash"])
+def test_quantize_replaces_the_weights_in_place(family):
+    """Against the same model with its weights rounded to the scheme: only activations differ."""
+    model = build(family, 1)
+    rounded = copy.deepcopy(model)
+    plain = logits(model)
+    integration.quantize(model, "fp8_w8a16:channel")
+    weights = {n: p for n, p in model.named_parameters() if getattr(p, "scheme", None)}
+    assert len(weights) == (3 if family == "dbrx" else 2)
+    for name, p in weights.items():
+        assert not p.requires_grad
+        target = rounded.get_parameter(name)
+        values = p.dequantize(torch.float32)
+        if family == "longcat_flash" and values.shape != target.shape:
+            target = target[: values.shape[0]]
+        target.data.copy_(values.reshape(target.shape))
+        # stored as (E, rows, columns), whichever way the model shows it
+        inner = p.qdata if p.qdata.is_contiguous() else p.qdata.transpose(1, 2)
+        assert inner.is_contiguous()
+    got, want = logits(model), logits(rounded)
+    assert relative(got, want) < 1e-5
+    assert relative(got, plain) > 1e-3  # it is quantized
+
+
+@pytest.mark.slow
+def test_quantized_model_compiles_copies_and_saves():
+    torch._dynamo.reset()
+    model = build("gpt_oss", 1)
+    integration.quantize(model, "fp8_channel")
+    want = logits(model)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    assert relative(logits(compiled), want) < 1e-5
+    assert torch.equal(logits(copy.deepcopy(model)), want)
+    file = io.BytesIO()
+    torch.save(model.state_dict(), file)
+    file.seek(0)
+    again = build("gpt_oss", 1)
+    integration.quantize(again, "fp8_channel")
+    with torch.no_grad():
+        for p in again.parameters():
+            p.zero_() if not getattr(p, "scheme", None) else p.scale.zero_()
+    again.load_state_dict(torch.load(file, weights_only=True), assign=True)
+    assert torch.equal(logits(again), want)
+
+
+def test_quantize_refuses():
+    model = build("mixtral", 1)
+    integration.quantize(model, "fp8_channel")
+    with pytest.raises(ValueError, match="gate_up_proj must be a plain tensor.*quantized already"):
+        integration.quantize(model, "fp8_channel")
+    model = build("mixtral", 1)
+    experts = model.model.layers[0].mlp.experts
+    ready = moe_ops.prepare(experts.gate_up_proj.data, "flashinfer", activation="silu")
+    experts.gate_up_proj = torch.nn.Parameter(ready, requires_grad=False)
+    with pytest.raises(ValueError, match="natural layout, got ':up_gate'; .*'torch'\\) first"):
+        integration.quantize(model, "fp8_channel")
+    with torch.device("meta"):
+        empty = build("mixtral", 1)
+    with pytest.raises(ValueError, match="must be loaded, got the meta device"):
+        integration.quantize(empty, "fp8_channel")
+    with pytest.raises(ValueError, match="int3"):
+        integration.quantize(build("mixtral", 1), "int3")
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "llama4", "dbrx", "longcat_flash"])
+def test_quantize_that_fails_leaves_the_model_as_it_was(family):
+    """The last weight of two layers is not finite, which the message says; mended, it is
+    quantized."""
+    model = build(family, 2)
+    before, names = switches(model), [n for n, p in model.named_parameters() if p.dim() == 3]
+    if family == "dbrx":
+        names = [n for n, _ in model.named_parameters() if n.endswith((".w1", ".v1", ".w2"))]
+    weight = model.get_parameter(names[-1])
+    where = (-1,) * weight.dim()
+    kept = weight[where].item()
+    tensors = {name: p for name, p in model.named_parameters()}
+    with torch.no_grad():
+        weight[where] = float("nan")
+    expert = weight.shape[0] - 1
+    if family == "dbrx":
+        expert = model.config.ffn_config.moe_num_experts - 1
+    message = rf"{re.escape(names[-1])} must be finite, got NaN or Inf in experts \[{expert}\]"
+    with pytest.raises(ValueError, match=message):
+        integration.quantize(model, "fp8_channel")
+    with torch.no_grad():
+        weight[where] = kept
+    with pytest.raises(ValueError, match="scheme must be one of .*got 'fp9'"):
+        integration.quantize(model, "fp9")
+    with pytest.raises(ValueError, match="scheme must be one that quantizes weights"):
+        integration.quantize(model, "")
+    with pytest.raises(
+        ValueError, match="'fp8_tensor_static'.*use 'fp8_tensor'.*activation_scale="
+    ):
+        integration.quantize(model, "fp8_tensor_static")
+    double = model.get_parameter(names[-1]).double()
+    owner, _, last = names[-1].rpartition(".")
+    setattr(model.get_submodule(owner), last, nn.Parameter(double))
+    with pytest.raises(ValueError, match=rf"{re.escape(names[-1])} must be bfloat16, .*float64"):
+        integration.quantize(model, "fp8_channel")
+    setattr(model.get_submodule(owner), last, weight)
+    assert switches(model) == before
+    assert all(model.get_parameter(name) is p for name, p in tensors.items())
+    integration.quantize(model, "fp8_channel")
+    assert all(model.get_parameter(name).scheme == "fp8_channel" for name in names)
+
+
+def test_saving_a_quantized_model_with_tied_embeddings(tmp_path):
+    """save_pretrained keeps them; what cannot take quantized weights apart says so."""
+    files = pytest.importorskip("safetensors.torch")
+    config = copy.deepcopy(build("mixtral", 1).config)
+    config.tie_word_embeddings = True
+    model = transformers.MixtralForCausalLM(config).eval()
+    integration.quantize(model, "fp8_channel")
+    for save in (
+        lambda: files.save_model(model, tmp_path / "model.safetensors"),
+        lambda: files.save_file(model.state_dict(), tmp_path / "state.safetensors"),
+    ):
+        with pytest.raises(RuntimeError, match="data pointer on an invalid python storage"):
+            save()
+    model.save_pretrained(tmp_path)
+    loaded = transformers.MixtralForCausalLM.from_pretrained(tmp_path)
+    assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
+    assert relative(logits(loaded), logits(model)) < 1e-6
+
+
+# --- FP8 checkpoints ----------------------------------------------------------------------------
+
+
+def fp8_experts(**options):
+    """An FP8Experts module as transformers builds it for Qwen3-MoE, with random weights."""
+    config = transformers.Qwen3MoeConfig(
+        hidden_size=256, moe_intermediate_size=128, num_experts=3, num_experts_per_tok=2
+    )
+    config._experts_implementation = "moe_ops"
+    # a class of its own: the decorator changes the class it is given
+    cls = use_experts_implementation(
+        experts_class=type("FP8Experts", (finegrained_fp8.FP8Experts,), {}),
+        experts_interface=finegrained_fp8.ALL_FP8_EXPERTS_FUNCTIONS,
+    )
+    module = cls(config=config, **({"block_size": (128, 128)} | options))
+    rng = torch.Generator().manual_seed(4)
+    with torch.no_grad():
+        for name in ("gate_up_proj", "down_proj"):
+            weight = getattr(module, name)
+            if weight.dtype == torch.float8_e4m3fn:
+                weight.copy_((torch.randn(weight.shape, generator=rng) * 100).to(weight.dtype))
+                scale = getattr(module, f"{name}_scale_inv")
+                values = torch.rand(scale.shape, generator=rng) + 0.5
+                scale.copy_((values / 100 / weight.shape[-1] ** 0.5).to(scale.dtype))
+    return module
+
+
+def dequantized(module, name):
+    scale = getattr(module, f"{name}_scale_inv").float()
+    scale = scale.repeat_interleave(128, 1).repeat_interleave(128, 2)
+    return getattr(module, name).float() * scale
+
+
+def test_fp8_experts_equal_their_dequantized_eager():
+    """The oracle multiplies dequantized weights with activations rounded per 1 x 128 group."""
+    module = fp8_experts()
+    x = torch.randn(7, 256)
+    ids, weights = routing(7, 3)
+    with torch.no_grad():
+        got = module(x, ids, weights)
+        w13, w2 = dequantized(module, "gate_up_proj"), dequantized(module, "down_proj")
+
+        def through(rows, weight):  # activations round to e4m3 with one scale per 128 columns
+            groups = rows.double().unflatten(-1, (-1, 128))
+            scale = groups.abs().amax(-1, keepdim=True) / 448
+            rows = (groups / scale).to(torch.float32).to(torch.float8_e4m3fn).double() * scale
+            return rows.flatten(-2) @ weight.double().T
+
+        want = torch.zeros(7, 256, dtype=torch.float64)
+        for m in range(7):
+            for e, weight in zip(ids[m].tolist(), weights[m].double(), strict=True):
+                gate, up = through(x[m], w13[e]).chunk(2)
+                hidden = (torch.nn.functional.silu(gate) * up).float()
+                want[m] += weight * through(hidden, w2[e])
+    assert want.abs().mean() > 0.1
+    # elements on the edge between two e4m3 values may round the other way: one step is 2^-3
+    assert relative(got, want) < 2e-2
+    assert (got - want).abs().mean() < 2e-3 * want.abs().mean()
+
+    torch._dynamo.reset()
+    compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
+    with torch.no_grad():
+        assert relative(compiled(x, ids, weights), got) < 1e-5
+    x.requires_grad_()
+    module(x, ids, weights).sum().backward()
+    assert x.grad.abs().max() > 0
+
+
+def test_fp8_experts_with_power_of_two_scales():
+    module = fp8_experts(scale_fmt="ue8m0")
+    plain = fp8_experts()
+    with torch.no_grad():
+        for name in ("gate_up_proj", "down_proj"):
+            getattr(plain, f"{name}_scale_inv").copy_(getattr(module, f"{name}_scale_inv").float())
+        x = torch.randn(4, 256)
+        ids, weights = routing(4, 3)
+        assert torch.equal(module(x, ids, weights), plain(x, ids, weights))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"expert_dtype": "fp4"}, "must be float8_e4m3fn, got FP4 packed in int8"),
+        ({"block_size": (64, 64)}, r"weight_block_size must be \(128, 128\).*got \(64, 64\)"),
+        ({"activation_scheme": "static"}, "activation_scheme must be 'dynamic', got 'static'"),
+    ],
+)
+def test_fp8_experts_refused(options, message):
+    if not options.keys() <= inspect.signature(finegrained_fp8.FP8Experts).parameters.keys():
+        pytest.skip(f"transformers {transformers.__version__} has no such FP8Experts")
+    module = fp8_experts(**options)
+    ids, weights = routing(2, 3)
+    with pytest.raises(ValueError, match=message), torch.no_grad():
+        module(torch.randn(2, 256), ids, weights)
+    with pytest.raises(ValueError, match=message):
+        integration.attach(nn.ModuleDict({"experts": module}))

@@ -1,0 +1,142 @@
+"""The inline assembly of the packed product, run on numbers: neither Triton's interpreter nor a
+CPU runs it.
+
+Each function must be elementwise: what comes of byte i is element i, whatever thread and row it is
+from.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+import moe_ops
+from tests.support import oracle
+
+KERNELS = Path(moe_ops.__file__).parent / "kernels"
+MASK = 0xFFFFFFFF
+
+
+def halves(register: int) -> list[float]:
+    """The two bf16 numbers in a register, the lower one first."""
+    bits = torch.tensor([register & 0xFFFF, register >> 16], dtype=torch.int32) << 16
+    return bits.view(torch.float32).tolist()
+
+
+def fma(*registers: int) -> int:
+    result = 0
+    for i, (a, b, c) in enumerate(zip(*map(halves, registers), strict=True)):
+        rounded = torch.tensor(a * b + c, dtype=torch.float64).float().to(torch.bfloat16)
+        result |= (int(rounded.view(torch.int16)) & 0xFFFF) << 16 * i
+    return result
+
+
+def prmt(a: int, b: int, selector: int) -> int:
+    source = (a | b << 32).to_bytes(8, "little")
+    return int.from_bytes(bytes(source[selector >> 4 * i & 7] for i in range(4)), "little")
+
+
+def lop3(a: int, b: int, c: int, table: int) -> int:
+    assert table == 0xEA
+    return a & b | c
+
+
+INSTRUCTIONS = {
+    "mov.b32": lambda a: a,
+    "shr.u32": lambda a, b: a >> b,
+    "shl.b32": lambda a, b: a << b,
+    "shf.l.wrap.b32": lambda a, b, c: (b << 32 | a) << (c & 31) >> 32,
+    "and.b32": lambda a, b: a & b,
+    "mul.lo.u32": lambda a, b: a * b,
+    "mad.lo.u32": lambda a, b, c: a * b + c,
+    "prmt.b32": prmt,
+    "lop3.b32": lop3,
+    "fma.rn.bf16x2": fma,
+}
+
+
+def run(name: str, *inputs: int, source: str = "mixed_gemm/decode.py") -> list[float]:
+    """The results of the assembly in function `name` for one register of each input."""
+    body = (KERNELS / source).read_text().split(f"def {name}(")[1].split(".jit\n")[0]
+    code, constraints = re.search(r'"""\{(.*?)\}""",\s*"(.*?)"', body, re.S).groups()
+    outputs = constraints.count("=")
+    registers = {f"${outputs + i}": value for i, value in enumerate(inputs)}
+    for statement in filter(None, map(str.strip, code.split(";"))):
+        if not statement.startswith(".reg"):
+            operation, operands = statement.split(None, 1)
+            target, *sources = [operand.strip() for operand in operands.split(",")]
+            values = [registers[s] if s in registers else int(s, 0) for s in sources]
+            registers[target] = INSTRUCTIONS[operation](*values) & MASK
+    return [number for i in range(outputs) for number in halves(registers[f"${i}"])]
+
+
+def words(count: int = 200) -> list[int]:
+    """Registers in which every byte occurs in every place."""
+    everything = [b * 0x01010101 for b in range(256)]
+    return everything + [random.Random(i).getrandbits(32) for i in range(count)]
+
+
+def nibbles(word: int) -> list[int]:
+    data = word.to_bytes(4, "little")
+    return [b & 15 for b in data] + [b >> 4 for b in data]
+
+
+E2M1 = oracle.code_values("e2m1")
+E4M3 = oracle.code_values("e4m3")
+
+
+def test_int4():
+    for word in words():
+        assert run("int4_pair", word) == [n - 8 for n in nibbles(word)]
+
+
+@pytest.mark.parametrize("zero", range(16))
+def test_int4_with_zero_point(zero):
+    offsets = (0xC300 + zero) * 0x00010001  # -128 - zero, twice
+    for word in words(64)[zero % 7 :: 7]:
+        found = run("int4_pair_zero", word, offsets, offsets)
+        assert found == [n - zero for n in nibbles(word)]
+
+
+@pytest.mark.parametrize("exponent", [-93, -1, 0, 32])
+def test_e2m1_with_e8m0_scales(exponent):
+    """Every byte has a scale of its own: which bytes of which groups are together is the layout's
+    choice.
+    """
+    first = (127 + exponent) * 0x00800080 + 0x2F002F00  # as `scale_bf16x2` has it
+    assert halves(first) == [2.0 ** (94 + exponent)] * 2
+    second = first + 0x00800080
+    mixed = first & 0xFFFF | second & 0xFFFF0000
+    for scales in ((first, first), (first, second), (mixed, second), (second, mixed)):
+        factors = [2.0**-126 * scale for register in scales for scale in halves(register)]
+        for word in words(50):
+            found = run("e2m1_pair", word, *scales)
+            expected = [E2M1[n] * f for n, f in zip(nibbles(word), factors * 2, strict=True)]
+            assert found == expected
+
+
+def test_e2m1_with_e4m3_scales():
+    for code in range(127):  # positive numbers: those a scale can be
+        scale = run("scale_bf16x2", code * 0x00100010)
+        assert scale == [E4M3[code] * 2.0**118] * 2
+        (bits,) = torch.tensor(scale[:1]).to(torch.bfloat16).view(torch.int16).tolist()
+        for word in words(4)[code % 16 :: 16]:
+            found = run("e2m1_pair", word, bits * 0x00010001, bits * 0x00010001)
+            assert found == [E2M1[n] * E4M3[code] * 2.0**-8 for n in nibbles(word)]
+
+
+def test_int8():
+    for word in words():
+        expected = [b - 256 * (b > 127) for b in word.to_bytes(4, "little")]
+        assert run("int8_value", word) == expected
+
+
+def test_e4m3():
+    for word in words():
+        expected = [E4M3[b] for b in word.to_bytes(4, "little")]
+        pairs = zip(run("e4m3_value", word), expected, strict=True)
+        assert all(found == value or value != value for found, value in pairs)

@@ -1,0 +1,206 @@
+"""How weights of 4 and 8 bits are decoded on SM90: the assembly, and the order of rows and
+columns."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import pytest
+import torch
+
+from tests.kernels.mixed_gemm.test_decode import E2M1, E4M3, halves, run, words
+from tests.support.cases import BF16
+
+pytest.importorskip("triton.experimental.gluon")
+
+import triton.language as tl
+
+from moe_ops.backends.triton.relayout import from_words, to_words
+from moe_ops.kernels.mixed_gemm import sm90_decode, sm90_mainloop, sm90_wgmma
+from tests.kernels.mixed_gemm.test_sm90_wgmma import INT4_NUMBERS, columns_at
+
+SOURCE = "mixed_gemm/sm90_decode.py"
+
+
+def nibbles(word: int) -> list[int]:
+    """Of bytes 0, 2, 1, 3: the lower ones, then the upper ones."""
+    data = word.to_bytes(4, "little")
+    data = [data[i] for i in (0, 2, 1, 3)]
+    return [b & 15 for b in data] + [b >> 4 for b in data]
+
+
+def in_pairs(*numbers: torch.Tensor) -> list[int]:
+    """Each bf16 number twice in 32 bits, twice."""
+    return [n.view(torch.int16).item() % 65536 * 0x00010001 for n in numbers for _ in range(2)]
+
+
+@pytest.mark.parametrize("zero", [0, 7, 8, 15, 255])
+def test_int4(zero):
+    low, high, offset_of_8 = INT4_NUMBERS
+    offset = torch.tensor(-zero * sm90_decode.INT4_ONE.value, dtype=BF16)
+    assert zero != 8 or offset == offset_of_8
+    for word in words(64):
+        found = run("decode_int4", word, *in_pairs(low, high, offset), source=SOURCE)
+        assert found == [(n - zero) * 2.0**-64 for n in nibbles(word)]
+    assert sm90_mainloop.INT4_SHIFT.value == 2.0**64
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.0, 0.0123, -3.7, 2.0**-50, 1.5 * 2.0**57])
+def test_int4_times_scales(scale):
+    """Rounded once, as (code - 8) * scale."""
+    s = torch.tensor(scale, dtype=BF16)
+    one = sm90_decode.INT4_ONE.value
+    numbers = in_pairs(
+        *(s * n for n in (sm90_decode.INT4_LOW.value, sm90_decode.INT4_HIGH.value, -8 * one))
+    )
+    for word in words(64):
+        found = run("decode_int4", word, *numbers, source=SOURCE)
+        expected = (torch.tensor(nibbles(word)).double() - 8) * s.double() * one
+        assert found == expected.to(BF16).tolist()
+
+
+@pytest.mark.parametrize("exponent", [-93, 0, 32])
+def test_e2m1(exponent):
+    scale = (127 + exponent) * 0x00800080 + 0x2F002F00  # as `scale_bf16x2` has it
+    factor = 2.0**-126 * halves(scale)[0]
+    for word in words(64):
+        found = run("decode_e2m1", word, scale, scale, source=SOURCE)
+        assert found == [E2M1[n] * factor for n in nibbles(word)]
+
+
+def in_words(words: list[int]) -> list[int]:
+    """Words of e2m1 as `moe_ops.prepare` lays them out for these kernels."""
+    signed = torch.tensor([w - (w >> 31 << 32) for w in words], dtype=torch.int32)
+    prepared = to_words(signed.view(torch.uint8).reshape(1, 1, -1))
+    return [w & 0xFFFFFFFF for w in prepared.view(torch.int32).flatten().tolist()]
+
+
+@pytest.mark.parametrize("exponent", [-93, 0, 32])
+def test_e2m1_words(exponent):
+    """Prepared words decode to what natural ones do, in the same order."""
+    scale = (127 + exponent) * 0x00800080 + 0x2F002F00
+    factor = 2.0**-126 * halves(scale)[0]
+    natural = words(64)
+    for word, ready in zip(natural, in_words(natural), strict=True):
+        found = run("decode_e2m1_words", ready, scale, scale, source=SOURCE)
+        assert found == [E2M1[n] * factor for n in nibbles(word)]
+
+
+def test_words_take_every_bit_to_a_place_of_its_own():
+    bits = in_words([1 << i for i in range(32)])
+    assert sorted(bits) == [1 << i for i in range(32)]
+    q = torch.randint(0, 256, (3, 5, 64), dtype=torch.uint8)
+    assert torch.equal(from_words(to_words(q)), q) and torch.equal(to_words(from_words(q)), q)
+    assert torch.equal(to_words(q)[1], to_words(q[1]))
+    assert torch.equal(to_words(q.mT.contiguous().mT), to_words(q))
+
+
+def in_order(word: int) -> list[int]:
+    data = word.to_bytes(4, "little")
+    return [data[i] for i in (0, 2, 1, 3)]
+
+
+def test_int8():
+    for word in words(64):
+        expected = [b - 256 if b > 127 else b for b in in_order(word)]
+        assert run("decode_int8", word, source=SOURCE) == expected
+
+
+def test_e4m3():
+    for word in words(64):
+        found = run("decode_e4m3", word, source=SOURCE)
+        pairs = zip(found, [E4M3[b] for b in in_order(word)], strict=True)
+        assert all(value == expected or expected != expected for value, expected in pairs)
+
+
+@pytest.mark.parametrize("U", [64, 128])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_order_of_columns_is_a_permutation(U, bits):
+    places = torch.arange(U)
+    columns = columns_at(U, bits)
+    assert sorted(columns.tolist()) == places.tolist()
+    with mock.patch.object(tl, "static_range", range):
+        assert torch.equal(
+            sm90_wgmma.permuted_column.fn(columns, sm90_decode.permutation_bits(U, bits)), places
+        )
+
+
+@pytest.mark.parametrize("U", [64, 128])
+@pytest.mark.parametrize("gated, interleaved", [(False, False), (True, False), (True, True)])
+def test_product_of_a_piece(U, gated, interleaved):
+    """Bytes of a tile through the kernel's own steps, times activations in that order."""
+    WN, tokens = 64, 8
+    g = torch.Generator().manual_seed(U)
+    codes = torch.randint(0, 16, (WN, U), generator=g)
+    x = torch.randint(-4, 5, (tokens, U), generator=g).double()
+    tile = (codes[:, 0::2] | codes[:, 1::2] << 4).to(torch.uint8)
+    with mock.patch.object(sm90_decode.gl, "convert_layout", lambda t, layout, assert_trivial: t):
+        p = sm90_decode.permute_rows.fn(tile, gated, interleaved).contiguous()
+        numbers = in_pairs(*INT4_NUMBERS)
+        found = [
+            run("decode_int4", word & 0xFFFFFFFF, *numbers, source=SOURCE)
+            for word in p.view(torch.int32).flatten().tolist()
+        ]
+        pairs = torch.tensor(found, dtype=torch.float64).view(WN, U // 8, 2, 4)
+        even, odd = [
+            sm90_decode.fragment.fn(pairs[:, :, i].reshape(WN, U // 2), None) for i in (0, 1)
+        ]
+    arranged = x[:, columns_at(U, 4)]
+    product = even @ arranged[:, : U // 2].T + odd @ arranged[:, U // 2 :].T
+    r = torch.arange(WN)
+    i, up = r // 16 * 8 + r % 8, r // 8 % 2
+    row = (2 * i + up if interleaved else i + WN // 2 * up) if gated else r
+    assert torch.equal(product * sm90_mainloop.INT4_SHIFT.value, (codes[row] - 8).double() @ x.T)
+
+
+def test_product_of_a_piece_of_8_bits():
+    WN, U, tokens = 64, 64, 8
+    g = torch.Generator().manual_seed(U)
+    codes = torch.randint(-128, 128, (WN, U), generator=g)
+    x = torch.randint(-4, 5, (tokens, U), generator=g).double()
+    data = codes.to(torch.int8).view(torch.int32).flatten().tolist()
+    found = [run("decode_int8", word & 0xFFFFFFFF, source=SOURCE) for word in data]
+    values = torch.tensor(found, dtype=torch.float64).view(WN, U)
+    with mock.patch.object(sm90_decode.gl, "convert_layout", lambda t, layout, assert_trivial: t):
+        weights = sm90_decode.fragment.fn(values, None)
+    assert torch.equal(weights @ x[:, columns_at(U, 8)].T, codes.double() @ x.T)
+
+
+@pytest.mark.parametrize("gated, interleaved", [(False, False), (True, False), (True, True)])
+@pytest.mark.parametrize("WN, warps", [(64, 4), (128, 4), (128, 8)])
+def test_threads_hold_rows_in_the_products_order(gated, interleaved, WN, warps):
+    """`weight_layout` names the rows of memory that `permute_rows` puts where a thread's rows of
+    the accumulator are."""
+    rows = torch.arange(WN)[:, None].expand(WN, 64)
+    ordered = sm90_decode.permute_rows.fn(rows, gated, interleaved)[:, 0].tolist()
+    found, expected = [
+        sm90_decode.weight_layout(WN, 64, warps, *kind)
+        for kind in ((gated, interleaved), (False,) * 2)
+    ]
+    for name in ("reg_bases", "lane_bases", "warp_bases"):
+        bases = zip(getattr(found, name), getattr(expected, name), strict=True)
+        for (row, byte), (place, same) in bases:
+            assert (row, byte) == (ordered[place], same)
+
+
+@pytest.mark.parametrize("gated, interleaved", [(False, False), (True, False), (True, True)])
+@pytest.mark.parametrize("WN, warps", [(64, 4), (128, 4), (128, 8)])
+@pytest.mark.parametrize("G", [16, 32])
+def test_threads_hold_scales_of_what_they_decode(gated, interleaved, WN, warps, G):
+    """`scale_layout` names the row and the quarter of a piece that `weight_layout` does."""
+    R = sm90_decode.scale_rows(G)
+    row, quarter = torch.arange(WN)[:, None], torch.arange(4)
+    numbers = torch.zeros(WN // R, 4 * R, dtype=torch.int64)
+    numbers[row // R, quarter // 2 * 2 * R + row % R * 2 + quarter % 2] = row * 4 + quarter
+    assert torch.equal(sm90_decode.scales_by_row.fn(numbers, G), row * 4 + quarter)
+    how = (WN, warps, gated, interleaved)
+    found = sm90_decode.scale_layout(WN, G, *how[1:])
+    weights = sm90_decode.weight_layout(WN, 64, *how[1:])
+    for name in ("reg_bases", "lane_bases", "warp_bases"):
+        places = [tuple(base) for base in getattr(found, name)]
+        expected = [
+            row * 4 + byte // 16
+            for row, byte in getattr(weights, name)
+            if byte not in (1, 2, 4, 8)
+        ]
+        assert [numbers[place].item() for place in places] == expected

@@ -1,0 +1,113 @@
+"""Blocks of a multiprocessor, and the tiles that are chosen for them."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+pytest.importorskip("triton.experimental.gluon")
+
+
+from moe_ops.kernels.configs import SM90_WGMMA, GemmConfig
+from moe_ops.kernels.mixed_gemm import configs, sm90_occupancy, sm90_wgmma
+from moe_ops.kernels.mixed_gemm.sm90_occupancy import occupancy
+from tests.kernels.mixed_gemm.test_sm90_wgmma import mxfp4, wgmma_kernel
+
+
+@pytest.mark.parametrize(
+    "scheme",
+    [
+        *("int4_w4a16:g128", "int4_w4a16:g128 float32"),
+        *("mxfp4_w4a16", "nvfp4_w4a16 prepared", "fp8_w8a16:block"),
+    ],
+)
+@pytest.mark.parametrize("block_m", [8, 32, 64])
+@pytest.mark.parametrize(
+    "gemm", [(64, 256, 2, 4), (64, 256, 4, 4), (128, 128, 4, 4), (128, 256, 3, 8)], ids=str
+)
+def test_registers_fit_a_multiprocessor(scheme, block_m, gemm):
+    """Four more warps have 24 each, and what they leave is rounded to 8 for the others, 232 at
+    most."""
+    p = wgmma_kernel(scheme, block_m, gemm)
+    for tiles in range(0, 5000, 97):
+        found = occupancy(p, tiles)
+        of_consumers = (found.registers * (gemm[3] + 4) - 24 * 4) / gemm[3]
+        assert found.registers % 8 == 0 and 72 <= of_consumers <= 232
+        assert found.blocks * found.registers * 32 * (gemm[3] + 4) <= sm90_occupancy.REGISTERS
+        needed = sm90_occupancy._min_registers(p, found.overlap)
+        assert of_consumers > needed - 16 or found.blocks == 2  # rounded twice; two rather spill
+
+
+def test_blocks_follow_from_waves():
+    """As many as fit, but of prepared weights as many as fill their waves: of 7.0 and 3.6 tiles a
+    multiprocessor, and of 9.7 and 5.0, those that were the fastest on an H200."""
+    p = wgmma_kernel("nvfp4_w4a16 prepared", 8, (128, 128, 3, 4))
+    most = occupancy(p._replace(format=p.format._replace(name="e2m1")), 0).blocks
+    each = 132
+    chosen = {7.0: (4, True), 3.6: (4, True), 9.7: (5, False), 4.9: (5, False), 5.5: (3, True)}
+    for tiles, expected in chosen.items():
+        found = occupancy(p, int(tiles * each))
+        assert (found.blocks, found.overlap) == expected
+    natural = wgmma_kernel("nvfp4_w4a16", 8, (128, 128, 3, 4))
+    assert {occupancy(natural, n).blocks for n in range(0, 5000, 50)} == {most}
+
+
+@pytest.mark.parametrize(
+    "sizes, tiles",
+    [  # pairs, experts here, of all; programs of a tile
+        ((32, 32, 32, 1), 20.4 * 3),
+        ((32, 32, 32, 2), 20.4 * 3 * 2),
+        ((10**6, 32, 32, 1), 10**6 / 8 * 3),  # every expert has many blocks
+        ((64, 8, 16, 1), 7.9 * 3),  # half of the pairs are here
+    ],
+)
+def test_tiles_of_a_layer(sizes, tiles):
+    pairs, experts, num_ids, parts = sizes
+    found = sm90_wgmma.expected_tiles(pairs, experts, num_ids, 8, 3) * parts
+    assert found == pytest.approx(tiles, rel=0.03)
+
+
+def test_search_tries_parts_and_none():
+    base = configs.choose_wgmma(128, 8, 4096, 14336, 4, 256)
+    assert base.split_k == 3  # 256 tiles of GEMM2 for 132 multiprocessors of three blocks
+    for ones, twos in configs.search_space(base, 16, 4, 8, 4096):
+        assert {t.split_k for t in ones} == {1} and {t.split_k for t in twos} >= {1, 2, 3}
+    for _, twos in configs.search_space(base, 4, 4, 128, 2048):
+        assert {t.split_k for t in twos} == {1}
+
+
+@pytest.mark.parametrize("columns", range(128, 1700, 128))
+def test_every_part_has_a_step(columns):
+    """Shared out as `schedule_tile` does."""
+    w = mxfp4(torch.zeros(1, 128, columns // 2, dtype=torch.uint8))
+    for k, most in itertools.product((128, 256), (1, 2, 3)):
+        steps = -(-columns // k)
+        gemm = GemmConfig(128, k, 2, 4)
+        parts = configs.split_k_of(w, gemm, most, 10)
+        each = -(-steps // parts)
+        assert 1 <= parts <= most and (parts - 1) * each < steps <= parts * each
+        assert parts == most or steps < most * each
+    for pairs, most in ((341, 3), (342, 2), (512, 2), (513, 1)):  # room for that many
+        assert configs.split_k_of(w, gemm, 3, pairs) == configs.split_k_of(w, gemm, most, 10)
+
+
+@pytest.mark.parametrize("pairs", [1, 64, 341, 342, 1023, 1024, 5000])
+def test_workspace_holds_parts_of_few_rows(pairs):
+    rows = configs.y_rows(pairs)
+    assert rows >= pairs and rows == max(pairs, min(3 * pairs, 1024))
+
+
+def test_who_serves_many_rows():
+    """Of 4 bits these kernels are the faster ones however many rows an expert has; of 8 bits
+    others are, from 80 on."""
+    for rows in (2, 64, 640, 700, 10**6):
+        assert configs.choose_wgmma(rows, 8, 4096, 4096, 4, 256).kernel == SM90_WGMMA
+        assert (configs.choose_wgmma(rows, 8, 4096, 4096, 8, 256) is None) == (rows > 640)
+
+
+@pytest.mark.parametrize("average", [0.1, 1, 4, 4.5, 8, 10, 10.5, 16, 22, 23, 48, 64, 65, 500])
+def test_chosen_blocks_are_worth_it(average):
+    found = configs.choose_wgmma(int(average * 1000), 1000, 4096, 4096, 4, 256)
+    assert configs.fits_wgmma(found.block_m, average)

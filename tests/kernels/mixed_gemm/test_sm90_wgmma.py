@@ -1,0 +1,659 @@
+"""Weights of 4 and 8 bits on SM90: launches on a CPU, that the kernels compile, and values on a
+GPU (`-m gpu`)."""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+from unittest import mock
+
+import pytest
+import torch
+
+from tests.support.cases import BF16, FP32, Case, assert_matches, prepared, refill, tolerance
+
+pytest.importorskip("triton.experimental.gluon")
+
+
+import moe_ops
+from moe_ops import environment
+from moe_ops.backends.triton import mixed
+from moe_ops.kernels import configs as kernel_configs
+from moe_ops.kernels import launch
+from moe_ops.kernels.configs import SM90_WGMMA, GemmConfig, LayerConfig
+from moe_ops.kernels.launch import gpu
+from moe_ops.kernels.mixed_gemm import (
+    configs,
+    gemv,
+    operands,
+    sm90_decode,
+    sm90_mainloop,
+    sm90_wgmma,
+)
+from moe_ops.kernels.mixed_gemm.operands import MixedOperand, operand
+from moe_ops.kernels.mixed_gemm.sm90_occupancy import WgmmaKernel
+from moe_ops.kernels.permute.combine import Combine, moe_ops_combine
+from moe_ops.kernels.permute.rows import RouterWeights, Routing, route_pairs
+from moe_ops.kernels.permute.sort import Route, Sort, moe_ops_route
+from moe_ops.meta.scales import TRITON_E2M1
+from moe_ops.ops import relayout
+
+WHY_NO_GLUON = environment.why_no_gluon(environment.version("triton"))
+SM90 = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+ON_GPU = (
+    pytest.mark.gpu,
+    pytest.mark.skipif(not SM90 or WHY_NO_GLUON is not None, reason=WHY_NO_GLUON or "needs SM90"),
+)
+
+
+INT4_NUMBERS = [
+    torch.tensor(bits.value, dtype=torch.int16).view(BF16)
+    for bits in (
+        sm90_decode.INT4_LOW_BITS,
+        sm90_decode.INT4_HIGH_BITS,
+        sm90_decode.INT4_OFFSET_BITS,
+    )
+]
+
+
+def columns_at(k_chunk: int, bits: int) -> torch.Tensor:
+    """The column at every permuted index of a chunk."""
+    return sm90_wgmma.permute_columns.fn(torch.arange(k_chunk), k_chunk, bits)
+
+
+def chunks_of(K: int, k_chunk: int) -> torch.Tensor:
+    """(chunks, k_chunk) columns of a row as the mainloop takes it, -1 for a zero: the last chunk
+    is of the row's last columns, and those of the one before it are zeros."""
+    columns = torch.arange(-(-K // k_chunk) * k_chunk).view(-1, k_chunk)
+    if K % k_chunk:
+        missing = k_chunk - K % k_chunk
+        columns[-1] = torch.where(
+            columns[-1] - columns[-1, 0] < missing, -1, columns[-1] - missing
+        )
+    return columns[:, columns_at(k_chunk, 4)]
+
+
+def permute(out, x, routing: Routing, S: int, k_chunk: int, bucket=0, write_order=False) -> None:
+    """Run moe_ops_permute_tokens."""
+    K = x.shape[1]
+    args = sm90_wgmma.PermuteTokens(
+        out=out,
+        x=x,
+        x_stride_m=x.stride(0),
+        x_stride_k=x.stride(1),
+        routing=routing,
+        S=S,
+        K=K,
+        K_CHUNK=k_chunk,
+        W_BITS=4,
+        BLOCK_K=sm90_wgmma.PERMUTED_COLUMNS,
+        PAIR_BUCKET=bucket,
+        WRITE_ORDER=write_order,
+        TAIL=K % k_chunk > 0,
+        PDL=False,
+    )
+    grid = (S, -(-out.shape[1] // sm90_wgmma.PERMUTED_COLUMNS), 1)
+    sm90_wgmma.moe_ops_permute_tokens.function[grid](*args)
+
+
+def sort(routing: Routing, S: int, block_m: int) -> None:
+    """Run moe_ops_route."""
+    args = Route(routing=routing, sort=Sort(S, 16, block_m, 64), PDL=False)
+    moe_ops_route.function[(routing.E, 1, 1)](*args)
+
+
+@pytest.mark.parametrize("K, k_chunk", [(1280, 128), (192, 64), (192, 128), (1216, 128)])
+def test_permute_tokens(K, k_chunk):
+    """Rows at their pairs' positions, which may be left over from other calls where there are
+    none."""
+    tokens, top_k, blocks = 5, 2, 3
+    x = torch.randn(tokens, K).to(BF16)
+    pairs = torch.tensor([7, 0, 9, 2, 4, 1, 3, -5, 1 << 30, 8], dtype=torch.int32)
+    index = torch.cat([torch.full((4 * blocks,), -1, dtype=torch.int32), pairs])
+    columns = chunks_of(K, k_chunk).flatten()
+    out = torch.full((10, len(columns)), float("nan"), dtype=BF16)
+    permute(
+        out, x, Routing(index, None, None, blocks, 4, 4, top_k, 0, 0, 0, "sorted"), 10, k_chunk
+    )
+    valid = (pairs >= 0) & (pairs < 10)
+    assert torch.equal(
+        out[valid], torch.where(columns < 0, 0, x[pairs[valid] // top_k][:, columns])
+    )
+    assert out[~valid].isnan().all()
+
+
+@pytest.mark.parametrize("mapped", [False, True])
+@pytest.mark.parametrize("most", configs.PAIR_BUCKETS)
+def test_permute_few_tokens(most, mapped):
+    """Positions it finds itself are those of the sorting kernel's order."""
+    E, top_k, K, k_chunk = 6, 2, 192, 64
+    tokens = most // top_k
+    blocks, S = E * tokens, tokens * top_k
+    ids = torch.randint(-2, E + 3, (top_k, tokens)).T  # strided, some of no expert
+    expert_map = torch.randperm(E + 2).to(torch.int32) - 2 if mapped else None
+    x = torch.randn(tokens, K).to(BF16)
+    index = torch.full((4 * blocks + S,), -1, dtype=torch.int32)
+    out = torch.full((S, K), float("nan"), dtype=BF16)
+    routing = route_pairs(index, ids, expert_map, E, blocks, False)
+    sort(routing, S, 8)
+    nowhere = torch.empty(0, dtype=torch.int32)  # the order is not read
+    permute(out, x, routing._replace(index=nowhere), S, k_chunk, most)
+    order = index[4 * blocks :]
+    if most == configs.PAIR_BUCKETS[0]:  # without a sorting kernel it writes the order, too
+        found, again = torch.full((S,), -1, dtype=torch.int32), torch.full_like(out, math.nan)
+        unsorted = routing._replace(index=found, num_blocks=0)
+        permute(again, x, unsorted, S, k_chunk, most, write_order=True)
+        assert torch.equal(found, order) and torch.equal(again[order >= 0], out[order >= 0])
+    used = order >= 0
+    assert 0 < used.sum() < S and used.tolist() == sorted(used.tolist(), reverse=True)
+    columns = (torch.arange(0, K, k_chunk)[:, None] + columns_at(k_chunk, 4)).flatten()
+    assert torch.equal(out[used], x[order[used] // top_k][:, columns])
+    assert out[~used].isnan().all()
+
+
+@pytest.mark.parametrize("block_m", [8, 16])
+@pytest.mark.parametrize("S, most", [(1, 3), (9, 3), (64, 1), (64, 4), (64, 70)])
+def test_programs_find_the_blocks_of_the_sorting_kernel(block_m, S, most):
+    """Those of at most 64 pairs, from the experts alone; of any order, with some of no expert."""
+    experts = torch.randint(-1, most, (S,))
+    gl = sm90_mainloop.gl
+    with (
+        mock.patch.object(gl, "arange", lambda a, b, layout: torch.arange(a, b)),
+        mock.patch.object(gl, "where", torch.where),
+        mock.patch.object(gl, "sum", torch.sum),
+        mock.patch.object(
+            sm90_mainloop,
+            "local_expert",
+            lambda *a: torch.where(a[3], experts[a[2].clamp(max=S - 1)], -1),
+        ),
+        mock.patch.object(torch.Tensor, "to", lambda t, _: t.int()),
+    ):
+        args = (None, None, S, most, most, 1, 1, 1, 0, 64, block_m, 4)
+        found = [sm90_mainloop.find_block.fn(torch.tensor(p), *args) for p in range(S)]
+    blocks = sorted([[int(v) for v in numbers] for here, *numbers in found if here])
+    expected, first = [], 0
+    for e in range(most):
+        end = first + int((experts == e).sum())
+        expected += [[e, at, end] for at in range(first, end, block_m)]
+        first = end
+    assert blocks == expected
+
+
+@pytest.mark.parametrize("split_k", [1, 3])
+def test_parts_are_summed(split_k):
+    M, top_k, E, K = 3, 2, 4, 70
+    ids = torch.tensor([[0, 3], [2, -1], [1, 0]])
+    weights, y = torch.rand(M, top_k), torch.randn(split_k, M * top_k, K)
+    y[:, 3] = float("nan")  # a pair that is not here
+    out = torch.full((M, K), float("nan"))
+    args = Combine(
+        out=out,
+        y=y,
+        topk_weights=RouterWeights(weights, *weights.stride()),
+        routing=route_pairs(torch.empty(0, dtype=torch.int32), ids, None, E, 0, False),
+        K=K,
+        out_stride_m=out.stride(0),
+        out_stride_k=out.stride(1),
+        TOP_K=top_k,
+        WEIGHTED=True,
+        SPLIT_K=split_k,
+        BLOCK_N=64,
+        PDL=False,
+    )
+    moe_ops_combine.function[(M, 2, 1)](*args)
+    here = (ids >= 0)[..., None]
+    rows = torch.where(here, y.double().sum(0).reshape(M, top_k, K), 0.0)
+    expected = (rows * weights.double()[..., None]).sum(1)
+    torch.testing.assert_close(out.double(), expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("experts", [[2, 2, 0, 2, 5], [7, 7, 7, 7, 7], [-1, -1, -1, -1, 9]])
+def test_first_block_says_how_many_are_used(experts):
+    E, block_m, blocks = 6, 2, 5
+    ids = torch.tensor(experts)[:, None]
+    index = torch.full((4 * blocks + len(experts),), -7, dtype=torch.int32)
+    sort(route_pairs(index, ids, None, E, blocks, False), len(experts), block_m)
+    used = sum(-(-experts.count(e) // block_m) for e in range(E))
+    assert index[3] == used
+    assert (index[: 4 * blocks : 4] >= 0).tolist() == [i < used for i in range(blocks)]
+
+
+COMPILE = """
+from benchmarks import compile_kernels as c
+from moe_ops.kernels.configs import SM90_WGMMA, GemmConfig, LayerConfig, override
+gpu = c.chip_of(90)
+cases = {"int4_w4a16:g64:zp": "silu", "nvfp4_w4a16": "swigluoai"}
+cases |= {"fp8_w8a16:block": "relu2_no_mul"}
+cases |= {"int8_w8a16:g128:zp": "silu", "mxfp4_w4a16": "silu", "int4_w4a16:g128": "silu"}
+for scheme, activation in cases.items():
+    for block_m, gemm in (
+        (8, GemmConfig(64, 256, 2, 4)),
+        (16, GemmConfig(128, 128, 3, 4)),
+        (64, GemmConfig(128, 256, 2, 8)),
+    ):
+        prepared = block_m < 64 and scheme in ("nvfp4_w4a16", "mxfp4_w4a16")
+        layout = "triton_e2m1" if prepared else ""
+        call = c.Call((4, 2, 512, 320), 9, scheme, activation=activation, bias=True, layout=layout)
+        with override(LayerConfig(gemm, gemm, block_m, 64, SM90_WGMMA)):
+            found = c.compile_call(call, gpu, 90)
+        gemms = [one for one in found if "wgmma" in one.name]
+        assert len(gemms) == 2
+        for one in gemms:
+            assert "wgmma.mma_async" in one.binary.asm["ptx"]
+            assert c.usage(one.binary).spilled <= 96, (scheme, block_m, c.usage(one.binary))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(WHY_NO_GLUON is not None, reason=str(WHY_NO_GLUON))
+def test_compiles_for_sm90():
+    variables = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    subprocess.run([sys.executable, "-c", COMPILE], check=True, env=variables)
+
+
+def taken(w: MixedOperand, dtype=BF16) -> bool:
+    """Whether a weight can run on these kernels."""
+    spaces = (torch.empty(0), torch.empty(0))
+    return sm90_wgmma.why_not(w, w, torch.empty(0, dtype=dtype), spaces) is None
+
+
+def int4(data: torch.Tensor, columns: int = 256) -> MixedOperand:
+    """Weights (2, 64, columns) of int4."""
+    scales = torch.zeros(2, 64, columns // 128, dtype=BF16)
+    return operand("w", data, scales, None, None, None, "int4_w4a16:g128", gpu(-1))
+
+
+def mxfp4(data: torch.Tensor) -> MixedOperand:
+    scales = torch.zeros(*data.shape[:2], data.shape[2] // 16, dtype=torch.uint8)
+    return operand("w", data, scales, None, None, None, "mxfp4_w4a16", gpu(-1))
+
+
+def prepare(w: MixedOperand, parts: int, gemm: GemmConfig):
+    """A weight as a GEMM takes it, with boxes of a tile and a step."""
+    ids, index = torch.zeros(3, 2, dtype=torch.int64), torch.zeros(14, dtype=torch.int32)
+    routing = route_pairs(index, ids, None, w.E, 2, False)
+    return sm90_wgmma._operand(w, parts, gemm, 8, 1, 6, routing)
+
+
+def test_descriptors_take_rows_of_16_byte_step_alone():
+    from moe_ops.schemes import get_scheme
+
+    def possible(scheme, K, group, dtype=BF16, scale=torch.bfloat16):
+        storage = get_scheme(scheme).weight.storage_dtype
+        data = torch.zeros(2, 64, K if "w8" in scheme else K // 2).to(storage)
+        scales = torch.zeros(2, 64, max(K // group, 1), dtype=scale)
+        w = operand("w", data, scales, None, None, None, scheme, gpu(-1))
+        return taken(w, dtype)
+
+    assert possible("int4_w4a16:g128", 256, 128) and possible("int4_w4a16:g64", 192, 64)
+    assert possible("mxfp4_w4a16", 192, 32, scale=torch.uint8)
+    assert not possible("mxfp4_w4a16", 96, 32, scale=torch.uint8)  # no chunk of 64 columns
+    assert not possible("int4_w4a16:g128", 256, 128, torch.float16)
+    assert possible("fp8_w8a16:block", 192, 128) and possible("int8_w8a16:g64", 192, 64)
+    assert not possible("int8_w8a16:g32", 192, 32)
+    assert possible("int4_w4a16:g32", 128, 32) and possible("int4_w4a16:g32", 192, 32)
+    assert not possible("int4_w4a16:g32", 128, 32, scale=torch.float32)
+    assert possible("int4_w4a16:g64", 192, 64, scale=torch.float32)
+
+
+@pytest.mark.parametrize("K", [128, 192, 256, 1216])
+def test_last_chunk_of_weights_reaches_back(K):
+    """What TMA is told of them, at the places `load_weights` asks for."""
+    data = torch.randint(0, 256, (2, 32, K // 2), dtype=torch.uint8)
+    w, gemm = mxfp4(data), GemmConfig(64, 256, 2, 4)
+    k_chunk = w.k_chunk
+    assert k_chunk == 128 and w.chunks(gemm) == (2 if K % k_chunk == 0 else 1)
+    found = prepare(w, 2, gemm)
+    tile = found.prepared.tile
+    assert tile.K_CHUNK == k_chunk and tile.BLOCK_K == w.block_k(gemm)
+    chunks = data.as_strided(found.w.shape, found.w.strides)
+    for i in range(-(-K // k_chunk)):
+        at = i if K % k_chunk == 0 else min(2 * i, K * 2 // k_chunk - 2)
+        start = min(i * k_chunk, K - k_chunk) // 2
+        expected = data[..., start : start + k_chunk // 2].unflatten(1, (2, 16))
+        assert torch.equal(chunks[:, at], expected)
+    assert at == found.w.shape[1] - 1
+
+
+@pytest.mark.parametrize("scheme", ["mxfp4_w4a16", "nvfp4_w4a16"])
+@pytest.mark.parametrize("K", [128, 192, 256, 1216])
+def test_scales_lie_where_tma_takes_them(scheme, K):
+    """Of each chunk, at the places `load_weights` asks for, the elements that `scale_layout` gives
+    a row's four threads."""
+    weight = torch.randn(2, 32, K).to(BF16) * torch.rand(2, 32, K).exp2()
+    natural = moe_ops.quantize(weight, scheme)
+    ready = prepared(natural)
+    tensors = (ready.qdata, ready.scale, None, ready.global_scale, None)
+    w = operand("w", *tensors, scheme, gpu(-1), TRITON_E2M1)
+    found = prepare(w, 2, GemmConfig(64, 256, 2, 4)).w_scales
+    assert found.block_shape[:3] == [1, 2 if K % 128 == 0 else 1, 2]
+    chunks = found.base.as_strided(found.shape, found.strides)
+    scales, group = natural.scale.view(torch.uint8), w.format.group
+    R = group // 4
+    for i in range(-(-K // 128)):
+        at = i if K % 128 == 0 else min(2 * i, K * 2 // 128 - 2)
+        elements = chunks[:, at].unflatten(-1, (2, R, 2)).transpose(-3, -2).flatten(-2)
+        elements = elements.flatten(1, 3).contiguous().view(torch.uint8)
+        start = min(i * 128, K - 128) // group
+        assert torch.equal(elements, scales[:, :, start : start + 128 // group])
+    assert at == found.shape[1] - 1
+    assert found.layout.swizzle_byte_width == 32 and found.strides[-1] == 1
+    memory = torch.zeros(w.scale.numel() + 8, dtype=torch.uint8)[8:].view(w.scale.dtype)
+    moved = w._replace(scales=w.scales._replace(w_scale=memory.view_as(w.scale)))
+    assert taken(w) and not taken(moved)
+    assert gemv.why_not(w, moved) is not None
+
+
+@pytest.mark.parametrize(
+    "first, steps, possible",
+    [
+        (0, (64 * 128, 128, 1), True),
+        (0, (64 * 144, 144, 1), True),
+        (16, (64 * 144, 144, 1), True),
+        (0, (64 * 136, 136, 1), False),
+        (8, (64 * 128, 128, 1), False),
+        (0, (128, 256, 2), False),  # columns apart
+        (0, (0, 128, 1), False),  # experts that share their weights
+    ],
+)
+def test_weights_in_other_places(first, steps, possible):
+    data = torch.zeros(10**5, dtype=torch.uint8)[first:].as_strided((2, 64, 128), steps)
+    assert taken(int4(data)) == possible
+
+
+def test_rows_are_those_of_pairs():
+    """Whatever room the workspaces have: behind the pairs of the index workspace is other
+    memory."""
+    w = int4(torch.zeros(2, 64, 128, dtype=torch.uint8))
+    x, workspace = torch.zeros(3, 256, dtype=BF16), torch.zeros(40, 256, dtype=BF16)
+    ids, index = torch.zeros(3, 2, dtype=torch.int64), torch.zeros(14, dtype=torch.int32)
+    routing = route_pairs(index, ids, None, 2, 2, False)
+    found = sm90_wgmma.permute_tokens(workspace, x, w, 6, routing, gpu(-1))
+    named = found.named()
+    assert found.grid == (6, 1, 1) and (named["num_blocks"], named["S"]) == (2, 6)
+
+
+def wgmma_kernel(scheme: str, block_m: int, gemm: tuple) -> WgmmaKernel:
+    """A GEMM as far as registers depend on it, in chunks of 128 columns; of "NAME prepared" or
+    "NAME float32", as `check` has it."""
+    name, _, how = scheme.partition(" ")
+    found = operands.describe(name)
+    if how == "prepared":
+        found = found._replace(name="e2m1_words")
+    found = operands._wgmma_format(found, FP32 if how == "float32" else BF16)
+    return WgmmaKernel(found, 128, False, GemmConfig(*gemm), block_m, max(128, gemm[1]))
+
+
+# --- values --------------------------------------------------------------------------------------
+
+
+def layer(block_m: int, *gemm: int) -> LayerConfig:
+    return LayerConfig(GemmConfig(*gemm), GemmConfig(*gemm), block_m, 64, SM90_WGMMA)
+
+
+def watched(name: str = "gemm1"):
+    """A mock that counts launches by a function of sm90_wgmma."""
+    return mock.patch.object(sm90_wgmma, name, wraps=getattr(sm90_wgmma, name))
+
+
+def check(scheme: str, config: LayerConfig | None, activation: str = "silu", **sizes) -> None:
+    """Against the oracle; weights of "NAME prepared" as the backend wants them, others as they
+    are, of "NAME DTYPE" with scales in that dtype."""
+    name, _, how = scheme.partition(" ")
+    words = how == "prepared"
+    case = Case("cuda", BF16, name, activation, **sizes)
+    if how and not words:
+        scaled = [w._replace(scale=w.scale.to(getattr(torch, how))) for w in case.args[1:3]]
+        case.args[1:3] = scaled
+    with (
+        mock.patch.dict(relayout.RELAYOUTS, {} if words else {"triton": ()}),
+        kernel_configs.override(config),
+        watched() as used,
+    ):
+        case.check("triton")
+    read = {call.args[2].format.name for call in used.call_args_list}
+    assert read and (read == {"e2m1_words"}) == words
+
+
+INT4 = ["int4_w4a16:g128", "int4_w4a16:g64", "int4_w4a16:g32", "int4_w4a16:channel"]
+GPU_SCHEMES = [*INT4, *(f"{name}:zp" for name in INT4), "mxfp4_w4a16", "nvfp4_w4a16"]
+SHORT_INT4 = ["int4_w4a16:g64", "int4_w4a16:g64:zp", "int4_w4a16:g32", "int4_w4a16:g32:zp"]
+PREPARED = ["mxfp4_w4a16 prepared", "nvfp4_w4a16 prepared"]
+GPU_SCHEMES += ["int4_w4a16:g64 float16", "int4_w4a16:g128:zp float32"]  # groups' sums are scaled
+GPU_SCHEMES += [*PREPARED, "int8_w8a16:channel", "int8_w8a16:g64:zp", "int8_w8a16:g128"]
+GPU_SCHEMES += [f"fp8_w8a16:{name}" for name in ("tensor", "channel", "block")]
+CONFIGS = [  # block_m, and those of both GEMMs
+    (8, 64, 256, 2, 4),
+    (8, 64, 256, 4, 4),
+    (16, 128, 128, 4, 4),
+    (32, 128, 128, 4, 4),
+    (16, 128, 256, 2, 4),
+    (32, 128, 256, 3, 8),
+    (64, 128, 128, 4, 8),
+    (64, 128, 256, 2, 8),
+]
+
+
+@pytest.mark.parametrize("scheme", [pytest.param(name, marks=ON_GPU) for name in GPU_SCHEMES])
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+def test_values(scheme, config):
+    """Blocks that are full and not, steps that pass the end of a row."""
+    check(scheme, layer(*config), M=11 * config[0] // 8, E=4, top_k=2, K=640, I=384, bias=True)
+
+
+@pytest.mark.parametrize(
+    "scheme",
+    [
+        pytest.param(n, marks=ON_GPU)
+        for n in ("int4_w4a16:g64:zp", "int4_w4a16:g64 float32", "nvfp4_w4a16", *PREPARED)
+    ],
+)
+@pytest.mark.parametrize("split_k", [2, 3])
+@pytest.mark.parametrize("I", [128, 1088])
+@pytest.mark.parametrize(
+    "config", [(8, 64, 256, 4, 4), (32, 128, 256, 2, 4), (64, 128, 128, 3, 8)], ids=str
+)
+def test_parts_of_the_columns(scheme, split_k, I, config):  # noqa: E741
+    """A part has more steps than the next; of one step, or more rows than the workspace has place
+    for, there is one."""
+    for M, expected in ((9, split_k if I > 128 else 1), (600, 1)):
+        sizes = {"M": M, "E": 5, "top_k": 2, "K": 256, "I": I}
+        with watched("gemm2") as used:
+            check(scheme, layer(*config)._replace(split_k=split_k), bias=True, **sizes)
+        assert {call.args[-2] for call in used.call_args_list} == {expected}
+
+
+@pytest.mark.parametrize("words", [False, True])
+def test_few_kernels_serve_all_numbers_of_tokens(words):
+    """Calls of one specialization run one set of kernels, whatever M is."""
+    case = Case("cpu", BF16, "mxfp4_w4a16", "silu", M=1, E=4, top_k=1, K=256, I=768)
+    w13, w2 = [prepared(w) if words else w for w in case.args[1:3]]
+    kept: dict[tuple, tuple] = {}
+    config = layer(8, 128, 128, 3, 4)._replace(split_k=3)  # whatever a table or a search says
+    for M in (2, 64, 65, 341, 342, 400, 512, 513, 1024, 1025):
+        x, ids, weights = (
+            torch.zeros(M, 256, dtype=BF16),
+            torch.zeros(M, 1).long(),
+            torch.ones(M, 1),
+        )
+        with (
+            mock.patch.object(configs, "on_sm90", lambda _: True),
+            mock.patch.object(sm90_wgmma, "why_not", lambda *_: None),
+            mock.patch.object(mixed, "run") as run,
+            kernel_configs.override(config),
+        ):
+            moe_ops.fused_experts(x, w13, w2, weights, ids, backend="triton")
+        (launches, *_) = run.call_args.args
+        key = launch._specialization(launches, -1)
+        constants: list = [one.maxnreg for one in launches]
+        for one in launches:
+            pairs = zip(one.args, one.kernel.arguments.roles, strict=True)
+            constants += [value for value, role in pairs if role == "constant"]
+        assert kept.setdefault(key, tuple(constants)) == tuple(constants)
+    assert len(kept) == (8 if words else 5)
+
+
+@pytest.mark.parametrize(
+    "scheme",
+    [
+        pytest.param(n, marks=ON_GPU)
+        for n in (
+            "mxfp4_w4a16",
+            "nvfp4_w4a16",
+            *PREPARED,
+            *SHORT_INT4,
+            "int4_w4a16:g64:zp float16",
+        )
+    ],
+)
+@pytest.mark.parametrize("config", [(8, 64, 64, 4, 4), (16, 64, 256, 3, 4)], ids=str)
+def test_rows_that_end_within_128_columns(scheme, config):
+    """Chunks of 64 columns, or of 128 whose last one reaches back."""
+    sizes = {"M": 16, "E": 2, "top_k": 1, "K": 2880, "I": 320}
+    check(scheme, layer(*config), "swigluoai", bias=True, **sizes)
+
+
+@pytest.mark.parametrize("scheme", [pytest.param(n, marks=ON_GPU) for n in PREPARED])
+@pytest.mark.parametrize("M", [2, 5, 31, 64, 65, 200, 700])
+@pytest.mark.parametrize("sizes", [(256, 128), (2880, 320)], ids=str)
+def test_prepared_weights_of_any_number_of_tokens(scheme, M, sizes):
+    """With the config that is chosen: no other kernels read this layout, however many rows an
+    expert has."""
+    check(scheme, None, "swigluoai", bias=True, M=M, E=4, top_k=2, K=sizes[0], I=sizes[1])
+
+
+@pytest.mark.parametrize(
+    "scheme", [pytest.param(n, marks=ON_GPU) for n in ("mxfp4_w4a16", *SHORT_INT4, *PREPARED)]
+)
+def test_tiles_that_pass_the_last_row(scheme):
+    sizes = {"M": 20, "E": 3, "top_k": 1, "K": 320, "I": 192}
+    check(scheme, layer(16, 128, 128, 4, 4), "relu2_no_mul", bias=True, **sizes)
+
+
+@pytest.mark.parametrize(
+    "scheme",
+    [pytest.param(n, marks=ON_GPU) for n in ("int4_w4a16:g128:zp", "nvfp4_w4a16", *PREPARED)],
+)
+@pytest.mark.parametrize("activation", ["swigluoai", "relu2_no_mul", "gelu"])
+def test_activations_map_and_weights_on_input(scheme, activation):
+    sizes = {"M": 20, "E": 3, "top_k": 1, "K": 512, "I": 256}
+    check(scheme, None, activation, expert_map=True, on_input=True, **sizes)
+
+
+@pytest.mark.parametrize(
+    "scheme",
+    [pytest.param(n, marks=ON_GPU) for n in ("int4_w4a16:g64", "mxfp4_w4a16", *PREPARED)],
+)
+@pytest.mark.parametrize("config", [(8, 128, 256, 2, 4), (16, 64, 256, 3, 4)], ids=str)
+def test_rings_that_wrap(scheme, config):
+    """Several times as many steps as places, of either parity."""
+    check(scheme, layer(*config), M=20, E=3, top_k=2, K=2304, I=1280)
+
+
+@pytest.mark.parametrize(
+    "scheme", [pytest.param(n, marks=ON_GPU) for n in ("int4_w4a16:g64", "int8_w8a16:g64:zp")]
+)
+@pytest.mark.parametrize("M", [2, 5])
+def test_fewer_rows_than_a_block_has(scheme, M):
+    check(scheme, layer(16, 128, 128, 3, 4), M=M, E=1, top_k=1, K=64, I=64)
+
+
+ROUTINGS = {
+    "one expert": {"M": 64, "top_k": 1, "ids": torch.full((64, 1), 69)},
+    "few experts": {"M": 32, "top_k": 2},
+    "most of no expert": {"M": 16, "top_k": 4},
+    "two tokens": {"M": 2, "top_k": 4},
+}
+
+
+@pytest.mark.parametrize(
+    "scheme",
+    [pytest.param(n, marks=ON_GPU) for n in ("int4_w4a16:g128", "nvfp4_w4a16", *PREPARED)],
+)
+@pytest.mark.parametrize("routing", ROUTINGS)
+@pytest.mark.parametrize("block_m", [8, 16])
+@pytest.mark.parametrize("options", [{}, {"expert_map": True, "ids_dtype": torch.int64}], ids=str)
+def test_layers_without_a_sorting_kernel(scheme, routing, block_m, options):
+    """At most 64 pairs of as many experts: several blocks of one expert, none of most, ids that
+    are not here."""
+    sizes = {"E": 70, "K": 256, "I": 128, "bias": True, **ROUTINGS[routing], **options}
+    M, top_k = sizes["M"], sizes["top_k"]
+    if routing == "few experts":
+        sizes["ids"] = torch.rand(M, 3).topk(top_k).indices + 5
+    elif routing == "most of no expert":
+        sizes["ids"] = torch.where(torch.rand(M, top_k) < 0.7, -1, torch.randint(70, (M, top_k)))
+    with mock.patch.object(mixed, "route") as route:
+        check(scheme, layer(block_m, 64, 256, 2, 4), **sizes)
+    assert not route.called
+
+
+@pytest.mark.parametrize("scheme", [pytest.param("int4_w4a16:g128", marks=ON_GPU)])
+def test_layers_without_a_sorting_kernel_weigh_their_input(scheme):
+    sizes = {"M": 30, "E": 40, "top_k": 1, "K": 256, "I": 128}
+    check(scheme, None, expert_map=True, on_input=True, **sizes)
+
+
+def amid_others(t: torch.Tensor) -> torch.Tensor:
+    """The same values in rows 16 bytes longer, behind an expert and 16 bytes of others."""
+    step = 16 // t.element_size()
+    wide = t.new_empty(t.shape[0] + 1, t.shape[1], t.shape[2] + 2 * step)
+    wide.view(torch.uint8).fill_(255)
+    return wide[1:, :, step:-step].copy_(t)
+
+
+@pytest.mark.parametrize(
+    "scheme",
+    [pytest.param(n, marks=ON_GPU) for n in ("int4_w4a16:g128:zp", "mxfp4_w4a16", "nvfp4_w4a16")],
+)
+def test_weights_and_scales_that_are_parts_of_others(scheme):
+    case = Case("cuda", BF16, scheme, M=20, E=3, top_k=2, K=512, I=256)
+    for i in (1, 2):
+        w = case.args[i]
+        parts = {"qdata": amid_others(w.qdata)}
+        for name in ("scale", "zero_point"):
+            if getattr(w, name) is not None:  # columns apart
+                parts[name] = getattr(w, name).mT.contiguous().mT
+        case.args[i] = w._replace(**parts)
+    with (
+        mock.patch.dict(relayout.RELAYOUTS, {"triton": ()}),
+        kernel_configs.override(layer(16, 128, 128, 3, 4)),
+        watched() as used,
+    ):
+        case.check("triton")
+    (call,) = used.call_args_list
+    w13 = call.args[2]
+    assert not w13.data.is_contiguous() and not w13.scale.is_contiguous()
+
+
+@pytest.mark.parametrize("scheme", [pytest.param(n, marks=ON_GPU) for n in PREPARED])
+def test_prepared_experts_that_are_parts_of_others(scheme):
+    """Every second one; what lies between belongs to others."""
+    case = Case("cuda", BF16, scheme.partition(" ")[0], M=20, E=6, top_k=2, K=512, I=256)
+    refill(case, 1)
+    case.args[4] %= 3
+    ready = case.args_for("triton")[1:3]
+    assert all(w.weight_layout == TRITON_E2M1 for w in ready)
+    case.args[1:3] = [w[1::2] for w in case.args[1:3]]
+    args = [case.args[0], *[w[1::2] for w in ready], *case.args[3:]]
+    out = moe_ops.fused_experts(*args, **case.options, backend="triton")
+    assert_matches(out, case.reference(), tolerance(BF16, case.scheme, "cuda"))
+
+
+@pytest.mark.parametrize(
+    "scheme", [pytest.param(n, marks=ON_GPU) for n in ("mxfp4_w4a16", "int4_w4a16:g128")]
+)
+def test_repeatable(scheme):
+    """Nothing depends on which copy arrives first: values stay the same, whatever ran before."""
+    case = Case("cuda", BF16, scheme, M=40, E=4, top_k=2, K=1024, I=512)
+    other = Case("cuda", BF16, scheme, M=9, E=4, top_k=2, K=1024, I=512, seed=1)
+    with (
+        kernel_configs.override(layer(16, 128, 128, 3, 4)),
+        watched() as used,
+    ):
+        first = case.check("triton")
+        for _ in range(30):
+            other.run("triton", poison=False)
+            assert torch.equal(first, case.run("triton"))
+    assert used.called

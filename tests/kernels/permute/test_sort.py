@@ -1,0 +1,80 @@
+"""Pairs sorted to blocks of experts, against Python, and the bound of blocks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moe_ops.kernels import triton_tiles
+
+triton = pytest.importorskip("triton")
+
+
+from tests.kernels.gemm.test_sm80_mma import GARBAGE, INTERPRETED, ON_GPU, poisoned
+
+# --- routing alone -------------------------------------------------------------------------------
+
+
+def route(ids, E, tile, chunk, expert_map=None):
+    """(blocks [(expert, first, end)], order) as the routing kernel writes them."""
+    from moe_ops.kernels.triton_routing import moe_ops_route
+
+    S = ids.numel()
+    blocks = triton_tiles.block_bound(S, E, tile)
+    index = poisoned((4 * blocks + S + 8,), torch.int32, ids.device)
+    num_ids, stride = (E, 0) if expert_map is None else (len(expert_map), expert_map.stride(0))
+    padded = max(16, 1 << (E - 1).bit_length())
+    moe_ops_route[(E,)](
+        index, ids, expert_map, S, E, num_ids, blocks, ids.shape[1], *ids.stride(), stride,
+        padded, tile, chunk, expert_map is not None, False,
+    )  # fmt: skip
+    assert (index[4 * blocks + S :] == GARBAGE).all()
+    table = index[: 4 * blocks].view(blocks, 4)[:, :3].tolist()
+    return [tuple(row) for row in table], index[4 * blocks : 4 * blocks + S].tolist()
+
+
+def oracle_route(local, E, tile):
+    order, blocks = [], []
+    for e in range(E):
+        mine = [p for p, i in enumerate(local) if i == e]
+        first, end = len(order), len(order) + len(mine)
+        blocks += [(e, row, end) for row in range(first, end, tile)]
+        order += mine
+    return blocks, order
+
+
+@pytest.mark.parametrize(
+    "device", [pytest.param("cpu", marks=INTERPRETED), pytest.param("cuda", marks=ON_GPU)]
+)
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(data=st.data())
+def test_routing_against_python(device, data):
+    M, top_k = data.draw(st.integers(1, 40)), data.draw(st.integers(1, 4))
+    E = data.draw(st.integers(1, 20))
+    tile = data.draw(st.sampled_from([16, 32]))
+    low, high = data.draw(st.sampled_from([(-1, E), (0, 0), (-3, E - 1), (E, E + 3)]))
+    ids = data.draw(st.lists(st.integers(low, high), min_size=M * top_k, max_size=M * top_k))
+    dtype = data.draw(st.sampled_from([torch.int32, torch.int64]))
+    tensor = torch.tensor(ids, dtype=dtype, device=device).view(M, top_k)
+    table, local = None, ids
+    if data.draw(st.booleans()):
+        size = data.draw(st.integers(1, 25))
+        entries = data.draw(st.lists(st.integers(-1, E), min_size=size, max_size=size))
+        table = torch.tensor(entries, dtype=torch.int32, device=device)
+        local = [entries[i] if 0 <= i < size else -1 for i in ids]
+    blocks, order = route(tensor, E, tile, 64, table)  # up to three chunks
+    expected, expected_order = oracle_route(local, E, tile)
+    assert blocks[: len(expected)] == expected
+    assert all(expert == -1 for expert, _, _ in blocks[len(expected) :])
+    assert order[: len(expected_order)] == expected_order
+
+
+@given(st.integers(0, 5000), st.integers(1, 300), st.sampled_from([16, 32, 64, 128]))
+def test_block_bound_holds_for_the_worst_routing(rows, groups, tile):
+    """As many groups of one row as there can be, the rest in whole tiles but one row over."""
+    singles = min(rows, groups)
+    worst = singles + max(0, rows - singles) // tile if singles else 0
+    bound = triton_tiles.block_bound(rows, groups, tile)
+    assert worst <= bound <= triton_tiles.block_bound(rows, groups, triton_tiles.SMALLEST_TILE)

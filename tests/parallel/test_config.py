@@ -1,0 +1,86 @@
+"""ParallelConfig: the sharding table, ranks and validation."""
+
+import pytest
+
+from moe_ops.parallel.config import ALL2ALL_BACKENDS, ParallelConfig, flatten_tp_across_dp_and_pcp
+
+# tp, dp, expert parallel -> per device r: (tp size, rank), (dp size, rank), (ep size, rank)
+SHARDING = {
+    (2, 1, False): [((2, r), (1, 0), (1, 0)) for r in range(2)],
+    (1, 2, False): [((2, r), (2, r), (1, 0)) for r in range(2)],
+    (2, 2, False): [((4, r), (2, r // 2), (1, 0)) for r in range(4)],
+    (2, 1, True): [((1, 0), (1, 0), (2, r)) for r in range(2)],
+    (1, 2, True): [((1, 0), (2, r), (2, r)) for r in range(2)],
+    (2, 2, True): [((1, 0), (2, r // 2), (4, r)) for r in range(4)],
+    (1, 1, True): [((1, 0), (1, 0), (1, 0))],
+}
+
+
+@pytest.mark.parametrize(("tp", "dp", "expert_parallel"), SHARDING)
+def test_sharding_table(tp, dp, expert_parallel):
+    for device, expected in enumerate(SHARDING[tp, dp, expert_parallel]):
+        config = ParallelConfig.make(
+            tp_size=tp,
+            tp_rank=device % tp,
+            dp_size=dp,
+            dp_rank=device // tp,
+            enable_expert_parallel=expert_parallel,
+        )
+        assert (config.tp_size, config.tp_rank) == expected[0]
+        assert (config.dp_size, config.dp_rank) == expected[1]
+        assert (config.ep_size, config.ep_rank) == expected[2]
+        assert config.use_ep == (expert_parallel and tp * dp > 1)
+        assert config.use_all2all_kernels == (expert_parallel and dp > 1)
+
+
+def test_ranks_are_flattened_tp_fastest_and_dp_slowest():
+    ranks = [
+        flatten_tp_across_dp_and_pcp(2, tp, 3, dp, 4, pcp)
+        for dp in range(3)
+        for pcp in range(4)
+        for tp in range(2)
+    ]
+    assert ranks == [(24, rank) for rank in range(24)]
+    config = ParallelConfig.make(
+        tp_size=2, tp_rank=1, dp_size=3, dp_rank=2, pcp_size=4, pcp_rank=1, sp_size=2, sp_rank=1
+    )
+    assert (config.tp_size, config.tp_rank) == (24, 2 * 8 + 1 * 2 + 1)
+    assert (config.pcp_size, config.pcp_rank) == (4, 1)
+    assert (config.sp_size, config.sp_rank) == (2, 1)
+
+
+@pytest.mark.parametrize("backend", ALL2ALL_BACKENDS)
+def test_exactly_one_all2all_predicate_holds(backend):
+    parallel = ParallelConfig.make(
+        dp_size=2, dp_rank=1, enable_expert_parallel=True, all2all_backend=backend
+    )
+    predicates = {name: getattr(parallel, f"use_{name}_kernels") for name in ALL2ALL_BACKENDS}
+    assert predicates == {name: name == backend for name in ALL2ALL_BACKENDS}
+    assert parallel.use_batched_activation_format == (backend == "deepep_low_latency")
+    alone = ParallelConfig.make(tp_size=2, enable_expert_parallel=True, all2all_backend=backend)
+    assert not any(getattr(alone, f"use_{name}_kernels") for name in ALL2ALL_BACKENDS)
+    assert not alone.use_batched_activation_format
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"tp_size": 0}, "tp_size must be at least 1, got 0"),
+        ({"tp_size": 2.0}, "tp_size must be an integer, got 2.0"),
+        ({"tp_size": 2, "tp_rank": "1"}, "tp_rank must be an integer, got '1'"),
+        ({"dp_size": 2, "dp_rank": 2}, r"dp_rank must be in 0..dp_size - 1 = 1, got 2"),
+        ({"sp_rank": -1}, "sp_rank must be in"),
+        ({"ep_size": 2}, "ep_size must be 1 without use_ep, got 2"),
+        ({"use_ep": True, "ep_size": 2, "tp_size": 2}, "tp_size must be 1 with use_ep, got 2"),
+        ({"enable_eplb": True}, "enable_eplb must be False without use_ep"),
+        ({"all2all_backend": "nccl"}, "must be one of naive, .*mori, got 'nccl'"),
+    ],
+)
+def test_bad_parallel_config(fields, message):
+    with pytest.raises(ValueError, match=message):
+        ParallelConfig(**fields)
+
+
+def test_make_rejects_a_rank_that_flattening_would_hide():
+    with pytest.raises(ValueError, match="tp_rank must be in 0..tp_size - 1 = 1, got 2"):
+        ParallelConfig.make(tp_size=2, tp_rank=2, dp_size=2)

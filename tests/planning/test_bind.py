@@ -1,0 +1,196 @@
+"""Eager calls skip the dispatcher where it has nothing to do, and only there; values are the
+same."""
+
+import dataclasses
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import moe_ops
+from moe_ops import backends as backends_module
+from moe_ops.ops import library
+from moe_ops.ops.library import dispatcher_is_idle
+from moe_ops.planning import bind
+
+M, E, TOP_K, K, I = 5, 4, 2, 64, 32
+
+
+def arguments() -> tuple:
+    x = torch.randn(M, K)
+    w13, w2 = torch.randn(E, 2 * I, K) / K**0.5, torch.randn(E, K, I) / I**0.5
+    weights, ids = torch.rand(M, E).topk(TOP_K)
+    return x, w13, w2, weights, ids.int()
+
+
+def reference(x, w13, w2, weights, ids) -> torch.Tensor:
+    x, w13, w2, weights = (t.double() for t in (x, w13, w2, weights))
+    out = torch.zeros_like(x)
+    for m, j in ((m, j) for m in range(M) for j in range(TOP_K)):
+        gate, up = (w13[ids[m, j]] @ x[m]).chunk(2)
+        out[m] += weights[m, j] * (w2[ids[m, j]] @ (torch.nn.functional.silu(gate) * up))
+    return out
+
+
+class Listener(TorchDispatchMode):
+    """Collects the names of the library's operators."""
+
+    def __init__(self):
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "moe_ops":
+            self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def direct(monkeypatch) -> list[bool]:
+    """Whether each call so far went past the dispatcher."""
+    seen = []
+
+    def record(ready, *values):
+        seen.append(ready.kernel is not None and dispatcher_is_idle())
+        return run(ready, *values)
+
+    run = bind.BoundPlan.run
+    monkeypatch.setattr(bind.BoundPlan, "run", record)
+    return seen
+
+
+def test_a_plain_call_goes_straight_to_the_kernel(direct):
+    args = arguments()
+    for context in (torch.no_grad(), torch.inference_mode(), torch.enable_grad()):
+        with context:
+            out = moe_ops.fused_experts(*args, backend="torch")
+        torch.testing.assert_close(out.double(), reference(*args), rtol=1e-5, atol=1e-5)
+    assert direct == [True] * 3
+
+
+def test_parameters_are_plain_and_quantized_weights_too(direct):
+    x, w13, w2, weights, ids = arguments()
+    with torch.no_grad():
+        made = (torch.nn.Parameter(w13), torch.nn.Parameter(w2))
+        out = moe_ops.fused_experts(x, *made, weights, ids, backend="torch")
+        made = (moe_ops.quantize(w13, "fp8_block"), moe_ops.quantize(w2, "fp8_block"))
+        again = moe_ops.fused_experts(x, *made, weights, ids, backend="torch")
+    expected = reference(x, w13, w2, weights, ids)
+    torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
+    assert (again.double() - expected).norm() < 0.1 * expected.norm()
+    assert direct == [True] * 2
+
+
+def test_a_mode_sees_the_operator(direct):
+    args = arguments()
+    plain = moe_ops.fused_experts(*args, backend="torch")
+    with Listener() as listener:
+        out = moe_ops.fused_experts(*args, backend="torch")
+    assert listener.names == ["moe_ops.torch_experts.default"]
+    assert direct == [True, False]
+    assert torch.equal(out, plain)
+
+
+def test_a_profiler_sees_the_operator():
+    args = arguments()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        moe_ops.fused_experts(*args, backend="torch")
+    assert "moe_ops::torch_experts" in {event.key for event in profile.key_averages()}
+
+
+def test_a_subclass_goes_through_the_dispatcher(direct):
+    class Marked(torch.Tensor):
+        pass
+
+    x, *rest = arguments()
+    moe_ops.fused_experts(x.as_subclass(Marked), *rest, backend="torch")
+    x, w13, w2, weights, ids = arguments()
+    moe_ops.fused_experts(x, w13, w2.as_subclass(Marked), weights, ids, backend="torch")
+    moe_ops.fused_experts(x, w13, w2, weights, ids.as_subclass(Marked), backend="torch")
+    assert direct == [False] * 3
+
+
+def test_not_idle_in_modes_transforms_and_tracers():
+    seen = {}
+
+    def note(name):
+        def function(x):
+            seen[name] = dispatcher_is_idle()
+            return x.sum()
+
+        return function
+
+    x = torch.ones(3)
+    note("outside")(x)
+    with torch._subclasses.FakeTensorMode():
+        note("fake")(torch.ones(3))
+    torch.func.vmap(note("vmap"))(torch.ones(2, 3))
+    torch.func.grad(note("grad"))(x)
+    torch.fx.experimental.proxy_tensor.make_fx(note("make_fx"))(x)
+    torch.jit.trace(note("jit"), (x,), check_trace=False)
+    assert seen.pop("outside")
+    assert len(seen) == 5 and not any(seen.values())
+
+
+def test_wrong_sizes_raise_without_the_dispatcher_too(direct):
+    x, w13, w2, weights, ids = arguments()
+    moe_ops.fused_experts(x, w13, w2, weights, ids, backend="torch")
+    with pytest.raises(ValueError, match="topk_ids must have one row per row of hidden_states, 5"):
+        moe_ops.fused_experts(x, w13, w2, weights, ids[:3], backend="torch")
+    assert direct == [True] * 2
+
+
+def test_options_are_told_apart():
+    kind = library.KINDS["grouped_linear"]
+    text = library.options_text("grouped_linear", ("fp8_block", "", "4:torch,-1:triton"))
+    args = kind.unpack((*range(7), [], None, text))
+    assert args[:7] == tuple(range(7)) and args.weight_scale is None and args.bias is None
+    assert (args.scheme, args.layout, args.tiers) == ("fp8_block", "", "4:torch,-1:triton")
+    with pytest.raises(ValueError, match="options must be a dict of scheme, layout, tiers"):
+        kind.unpack((*range(7), [], None, "{'scheme': ''}"))
+
+
+@pytest.mark.parametrize("shape", [(3, 5), (0, 7), (4, 0), (2, 3, 4), (6,), (2, 0, 3)])
+def test_direct_calls_allocate_what_others_do(shape):
+    plan = moe_ops.explain(*arguments()[:3], arguments()[4], backend="torch")
+    ready = bind.BoundPlan(plan)
+    device = torch.device("cpu")
+    found = [ready.allocate(direct, shape, torch.float16, 5, device) for direct in (True, False)]
+    for a, b in zip(*found, strict=True):
+        assert (a.shape, a.stride(), a.dtype, a.device) == (b.shape, b.stride(), b.dtype, b.device)
+    assert found[0][0].shape == shape and found[0][0].dtype == torch.float16
+    assert [t.shape for t in found[0][1:]] == [
+        torch.Size(b.shape) for b in plan.workspace_shapes(5)
+    ]
+
+
+def test_calls_of_known_size_run_their_tier_alone():
+    """The operator of the tier's backend, with its options and workspaces and no other's."""
+    plan = moe_ops.explain(*arguments()[:3], arguments()[4], backend="torch")
+    backends = [backends_module.named(name) for name in ("torch", "triton")]
+    tiers = tuple(zip((4, -1), backends, strict=True))
+    ready = bind.BoundPlan(dataclasses.replace(plan, tiers=tiers)).split()
+    called = []
+    for _, alone in ready.tiers:
+        alone.op = lambda *values, name=alone.plan.backend: called.append((name, values))
+    for M, backend in ((0, "torch"), (4, "torch"), (5, "triton"), (4096, "triton")):
+        out = ready.run((M, 3), torch.float16, M, torch.device("cpu"), "input", ready.options)
+        name, (first, *workspaces, values, options) = called.pop()
+        assert name == backend and first is out and out.shape == (M, 3) and values == "input"
+        assert "'tiers': ''" in options and "'tiers': '4:" in ready.options
+        wanted = backends_module.named(backend).workspace_shapes(M, plan.problem)
+        assert [(t.shape, t.dtype) for t in workspaces] == [
+            (torch.Size(b.shape), b.dtype) for b in wanted
+        ]
+
+
+def test_deterministic_algorithms_fill_what_nobody_writes():
+    x, w13, w2 = torch.randn(3, 5, 32), torch.randn(3, 32, 32), torch.randn(3, 32, 16)
+    counts = torch.tensor([2, 5, 0], dtype=torch.int32)
+    torch.use_deterministic_algorithms(True)
+    try:
+        out = moe_ops.batched_experts(x, w13, w2, counts, backend="torch")
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert out[0, 2:].isnan().all() and out[2].isnan().all()
+    assert out[0, :2].isfinite().all() and out[1].isfinite().all()

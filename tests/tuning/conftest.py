@@ -1,0 +1,17 @@
+"""Measured tables for these tests alone."""
+
+import pytest
+
+from moe_ops.kernels import triton_tiles
+from moe_ops.tables import lookup
+
+
+@pytest.fixture
+def table(tmp_path, monkeypatch):
+    """A table of its own for "Test GPU"."""
+    monkeypatch.setattr(lookup, "_FOLDER", tmp_path)
+    for cached in (lookup._entries, triton_tiles._for_experts):
+        cached.cache_clear()
+    yield lookup.path_of("Test GPU")
+    for cached in (lookup._entries, triton_tiles._for_experts):
+        cached.cache_clear()
