@@ -36,8 +36,10 @@ _TRITON = environment.version("triton")
 _WHY_NO_GLUON = environment.why_no_gluon(_TRITON)
 _BACK = "moe_ops.prepare(weight, 'torch') brings it back"
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-_QUANTIZING = ("fp8_tensor", "fp8_tensor_static", "fp8_channel", "fp8_block")
-_QUANTIZING += ("int8_w8a8", "int8_w8a8_static")
+_QUANTIZING = (
+    *("fp8_tensor", "fp8_tensor_static", "fp8_channel", "fp8_block"),
+    *("int8_w8a8", "int8_w8a8_static"),
+)
 _MIXED_SCHEMES = frozenset(filter(operands.describe, SCHEMES))
 _NATIVE = (*_QUANTIZING, *sorted(name for name in _MIXED_SCHEMES if SCHEMES[name].weight_only))
 
@@ -98,7 +100,7 @@ def _reasons_against_e2m1_words(problem: Problem, machine: Machine) -> list[str]
     return reasons
 
 
-def workspace_shapes(M, problem: Problem) -> Workspaces:
+def workspace_shapes(M: int, problem: Problem) -> Workspaces:
     """workspace13 holds the activation's output h (rows, I; of mixed GEMMs in whole chunks) in
     the input's dtype, workspace2 its product y (M * top_k, K) with w2 in fp32, the index workspace
     the table of blocks (.., 4) and the sort order.
