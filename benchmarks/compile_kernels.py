@@ -175,7 +175,7 @@ def _compiling(chip: Gpu, arch: int, compiles: bool = True) -> Iterator[list[Com
         return start(one._replace(kernel=kernel), first, gpu)
 
     before = driver._active
-    sm90 = arch == 90 and environment.why_no_gluon(environment.version("triton")) is None
+    sm90 = arch == 90 and environment.why_no_gluon(environment.TRITON) is None
     driver.set_active(_Driver(arch))
     try:
         with (

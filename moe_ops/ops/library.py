@@ -59,12 +59,13 @@ class Kind:
         scales = [i for i, (_, hint) in enumerate(hints) if hint == Scale]
         self.first_scale, self.no_scales = scales[0], (None,) * len(scales)
         self.options = tuple([name for name, hint in hints if hint in (str, float, bool)])
+        self.defaults = tuple(args._field_defaults.items())
 
     def unpack(self, values: Sequence[Any]) -> Any:
         """The argument tuple of an op's arguments."""
         first = self.first_scale
         scales = values[first] or self.no_scales
-        options = _parse_options(values[-1], self.options)
+        options = _parse_options(values[-1], self.options, self.defaults)
         return self.args._make((*values[:first], *scales, *values[first + 1 : -1], *options))
 
 
@@ -91,14 +92,18 @@ def options_text(kind: str, values: Sequence[Any]) -> str:
 
 
 @functools.lru_cache(maxsize=4096)
-def _parse_options(text: str, names: tuple[str, ...]) -> tuple:
-    options = ast.literal_eval(text)
-    if tuple(options) != names:
-        raise ValueError(
-            f"options must be a dict of {', '.join(names)}, in this order; got {text}"
-        )
+def _parse_options(
+    text: str, names: tuple[str, ...], defaults: tuple[tuple[str, Any], ...]
+) -> tuple:
+    """The options in the order of `names`; those with a default may be missing, in programs that were exported
+    before they existed.
+    """
+    options = dict(defaults) | ast.literal_eval(text)
+    if set(options) != set(names):
+        raise ValueError(f"options must be a dict of {', '.join(names)}; got {text}")
     # Kernels are compiled for a whole number as for a constant: 1 and 1.702 would not be told apart.
-    return tuple([float(v) if type(v) is int else v for v in options.values()])
+    values = [options[name] for name in names]
+    return tuple([float(v) if type(v) is int else v for v in values])
 
 
 @dataclass(frozen=True)
@@ -121,6 +126,11 @@ class Backend:
     # what `moe_ops.warmup` enters around a call of so many rows: there a library may tune, and save what it found
     warm: Callable[[int], AbstractContextManager] | None = None
     relayouts: tuple[Relayout, ...] = ()  # what `prepare` can do for it
+    distribution: str = ""  # what pip calls its library
+    # rows an expert has on average from which "auto" takes it where nothing was measured; None: never for that
+    faster_from: Callable[[Problem], int | None] | None = None
+    # kernels of its own that it must do without here, and why: `explain` says so
+    missing_kernels: Callable[[Problem, Machine], list[str]] | None = None
 
     def native(self, scheme: str, machine: Machine) -> bool:
         """Whether products on `machine` are those of the scheme's own formats, not emulated."""
@@ -148,6 +158,9 @@ def register(
     native_capability: tuple[int, int] = (0, 0),
     warm: Callable[[int], AbstractContextManager] | None = None,
     relayouts: tuple[Relayout, ...] = (),
+    distribution: str = "",
+    faster_from: Callable[[Problem], int | None] | None = None,
+    missing_kernels: Callable[[Problem, Machine], list[str]] | None = None,
 ) -> Backend:
     """Define `moe_ops::<name>_<kind>` for every kind in `launch` and return the backend.
 
@@ -156,6 +169,7 @@ def register(
         devices: dispatch keys that have a kernel ("CPU", "CUDA"). Fakes serve every other purpose, so
             that a missing kernel is an error and not a silent use of the fake.
         warm: see `Backend`. What it saves goes below `environment.cache_folder()`.
+        relayouts, distribution, faster_from, missing_kernels: see `Backend`.
     """
     ops, kernels = {}, {}
     for kind_name, function in launch.items():
@@ -182,6 +196,9 @@ def register(
         native_capability,
         warm,
         relayouts,
+        distribution,
+        faster_from,
+        missing_kernels,
     )
     if name != "auto":
         _registered.append(backend)

@@ -31,9 +31,6 @@ from moe_ops.ops.library import KINDS, register
 from moe_ops.ops.problem import Buffer, Machine, Problem, Workspaces
 from moe_ops.schemes import SCHEMES, get_scheme
 
-# looked up once: Dynamo would trace what looks them up
-_TRITON = environment.version("triton")
-_WHY_NO_GLUON = environment.why_no_gluon(_TRITON)
 _BACK = "moe_ops.prepare(weight, 'torch') brings it back"
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _QUANTIZING = (
@@ -90,12 +87,12 @@ def _reasons_against_e2m1_words(problem: Problem, machine: Machine) -> list[str]
             f"triton takes bfloat16 beside weights in layout {TRITON_E2M1!r}, got "
             f"{problem.dtype}; {_BACK}"
         )
-    if machine.capability[0] != 9 or INTERPRETED or _WHY_NO_GLUON:
+    if machine.capability[0] != 9 or INTERPRETED or environment.why_no_gluon(machine.triton):
         major, minor = machine.capability
-        found = "its interpreter" if INTERPRETED else f"Triton {_TRITON}"
+        found = "its interpreter" if INTERPRETED else f"Triton {machine.triton or None}"
         reasons.append(
             f"triton takes weights in layout {TRITON_E2M1!r} on compute capability 9.0 under "
-            f"Triton 3.6, got {major}.{minor} under {found}; {_BACK}"
+            f"Triton {environment.GLUON_VERSIONS}, got {major}.{minor} under {found}; {_BACK}"
         )
     return reasons
 
@@ -143,6 +140,17 @@ def workspace_shapes(M: int, problem: Problem) -> Workspaces:
     return Workspaces(hidden, Buffer((y,), torch.float32), Buffer((index,), torch.int32))
 
 
+def missing_kernels(problem: Problem, machine: Machine) -> list[str]:
+    """Why the kernels of SM90 for weights of 4 and 8 bits are left out of a layer that they serve."""
+    form = operands.describe(problem.scheme) if problem.kind == "experts" else None
+    if form is None or form.name not in mixed_configs.FORMATS or machine.capability[0] != 9:
+        return []
+    if problem.dtype != torch.bfloat16:
+        return []
+    reason = environment.why_no_gluon(machine.triton)
+    return [] if reason is None else [reason]
+
+
 _PLAIN = {kind: Lazy(f"moe_ops.backends.triton.plain:{kind}") for kind in KINDS}
 _MIXED = {kind: Lazy(f"moe_ops.backends.triton.mixed:{kind}") for kind in KINDS}
 
@@ -164,4 +172,6 @@ BACKEND = register(
     native_capability=NATIVE_CAPABILITY,
     interpreted=INTERPRETED,
     relayouts=RELAYOUTS,
+    distribution="triton",
+    missing_kernels=missing_kernels,
 )
