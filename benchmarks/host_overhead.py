@@ -3,10 +3,10 @@
     python benchmarks/host_overhead.py [--device cuda]
 
 A backend whose launcher is empty is registered with the workspaces of a real one, so what remains
-is this library: validation, plan, allocation, the way to the launcher. Target: 25 us. "as an
-operator" is the same call where something listens to the dispatcher (a profiler, a mode), which an
-ordinary eager call does not pass through. Writes benchmarks/results/host_overhead_<cpu or GPU
-name>.json.
+is this library: validation, plan, allocation, the way to the launcher. Target: 25 us. "as an operator" is
+the same call where something listens to the dispatcher (a profiler, a mode), which an ordinary eager call
+does not pass through.
+Writes benchmarks/results/host_overhead_<cpu or GPU name>.json.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ import torch
 from harness import format_table, machine_facts, write_json
 
 import moe_ops
-from moe_ops import backends
+from moe_ops import activations, backends
 from moe_ops.ops import library
+from moe_ops.ops.call import ExpertsCall, take_apart
 from moe_ops.planning import bind
 
 TARGET_US = 25.0
@@ -42,8 +43,7 @@ CASES = (Case(1, ""), Case(64, ""), Case(1, "fp8_block"))
 
 
 def register_empty(like: library.Backend) -> None:
-    """Add a backend "empty" that takes every problem, allocates as `like` does and runs
-    nothing."""
+    """Add a backend "empty" that takes every problem, allocates as `like` does and runs nothing."""
     empty = library.register(
         "empty",
         available=lambda: None,
@@ -60,9 +60,8 @@ def microseconds(
 ) -> list:
     """Medians over rounds, in which all functions take turns, of the host time of one call in us.
 
-    Time of this thread: what other processes take is left out, what they do to clocks and caches
-    is not. On rented machines that lasts seconds and can double a time, so all cases are timed
-    side by side.
+    Time of this thread: what other processes take is left out, what they do to clocks and caches is not. On rented
+    machines that lasts seconds and can double a time, so all cases are timed side by side.
     """
     times: list[list[float]] = [[] for _ in functions]
     for _ in range(rounds):
@@ -86,13 +85,16 @@ def calls_of(case: Case, device: torch.device) -> list[Callable[[], object]]:
     logits = torch.randn(case.num_tokens, e, generator=generator).to(device)
     weights, ids = moe_ops.route(logits, TOP_K)
     plan = moe_ops.explain(x, w13, w2, ids, backend="empty")
-    ready = bind.BoundPlan(plan)
+    bound = bind.BoundPlan(plan)
+    silu = activations.resolve("silu")
+    experts = (x, take_apart(w13), take_apart(w2), weights, ids, None, None, None)
+    arguments = ExpertsCall(*experts, silu, False, True, False)
 
     def call() -> torch.Tensor:
         return moe_ops.fused_experts(x, w13, w2, weights, ids, backend="empty")
 
     def allocate() -> list[torch.Tensor]:
-        return ready.allocate(True, (case.num_tokens, k), x.dtype, case.num_tokens, device)
+        return bound.allocate(True, arguments, case.num_tokens)
 
     def call_operator() -> None:
         with mock.patch("moe_ops.planning.bind.dispatcher_is_idle", lambda: False):  # itself 20 us

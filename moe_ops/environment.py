@@ -16,7 +16,8 @@ from typing import TypeVar
 # Triton kernels run under its interpreter: on a machine without a GPU, for tests
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 CACHE_VARIABLE = "MOE_OPS_CACHE"
-GLUON_TRITON = ((3, 6), (3, 6))  # the oldest and the newest Triton that compile our Gluon kernels
+GLUON_TRITON = ((3, 6), (3, 9))  # the oldest and the newest Triton that compile our Gluon kernels
+GLUON_VERSIONS = " to ".join(".".join(map(str, bound)) for bound in GLUON_TRITON)
 
 _T = TypeVar("_T")
 
@@ -54,13 +55,12 @@ def why_no_gluon(installed: str | None) -> str | None:
     that were tried is refused, too.
     """
     kernels = "the Gluon kernels of compute capability 9.0 for weights of 4 and 8 bits"
-    oldest, newest = (".".join(map(str, bound)) for bound in GLUON_TRITON)
     if installed is None:
-        return f"{kernels} need Triton {oldest} to {newest}, which is not installed"
+        return f"{kernels} need Triton {GLUON_VERSIONS}, which is not installed"
     found = tuple(int(part) for part in installed.split(".")[:2])
     if GLUON_TRITON[0] <= found <= GLUON_TRITON[1]:
         return None
-    return f"{kernels} need Triton {oldest} to {newest}, got {installed}"
+    return f"{kernels} need Triton {GLUON_VERSIONS}, got {installed}"
 
 
 def cache_folder() -> Path:

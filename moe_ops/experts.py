@@ -6,7 +6,6 @@ in the captured graph and Inductor reuses them from layer to layer.
 
 from __future__ import annotations
 
-import operator
 import warnings
 from typing import Any
 
@@ -17,17 +16,11 @@ from torch.fx.experimental.symbolic_shapes import guard_or_false
 
 from moe_ops import activations, checks
 from moe_ops.activations import Activation
-from moe_ops.autograd import experts
-from moe_ops.ops import validation
-from moe_ops.ops.call import Weight
+from moe_ops.autograd import experts as autograd
+from moe_ops.ops.call import BatchedCall, ExpertsCall, LinearCall, take_apart
 from moe_ops.planning import bind
-from moe_ops.planning import plan as plans
+from moe_ops.planning.plan import Plan
 
-_PARTS = (  # attributes of an ExpertTensor, as `Weight` orders them
-    *("qdata", "scale", "zero_point", "global_scale", "channel_scale", "activation_scale"),
-    *("scheme", "weight_layout"),
-)
-_parts = operator.itemgetter(*_PARTS)
 _EXPERTS = "hidden_states w13 w2 topk_weights topk_ids w13_bias w2_bias expert_map"
 
 
@@ -84,51 +77,35 @@ def fused_experts(
         hidden_states, w13, w2, w13_bias, w2_bias = _autocast(
             hidden_states, w13, w2, w13_bias, w2_bias
         )
-    a, b = _unwrap(w13), _unwrap(w2)
+    a, b = take_apart(w13, _gather), take_apart(w2, _gather)
     if forward_ad._current_level >= 0:
         _refuse_tangents(hidden_states, topk_weights, a.data, b.data, w13_bias, w2_bias)
     needs_grad = torch.is_grad_enabled() and _requires_grad(
         hidden_states, topk_weights, a.data, b.data, w13_bias, w2_bias
     )
-    options = (act, router_weight_on_input, deterministic, needs_grad)
-    inputs = (hidden_states, topk_weights, topk_ids)
-    ready = bind.look_up(
-        validation.experts_call, inputs, (a, b), (w13_bias, w2_bias, expert_map), options, backend
+    call = ExpertsCall(
+        hidden_states,
+        a,
+        b,
+        topk_weights,
+        topk_ids,
+        w13_bias,
+        w2_bias,
+        expert_map,
+        act,
+        router_weight_on_input,
+        deterministic,
+        needs_grad,
     )
-    M, K = hidden_states.shape
+    bound = bind.look_up(call, backend)
+    M = hidden_states.shape[0]
     if needs_grad or torch.compiler.is_compiling():  # else the op compares them, on real sizes
         _check_rows("topk_ids", topk_ids, M)
         _check_rows("topk_weights", topk_weights, M)
     if needs_grad:  # gradients allocate their own
         _warn_training_path(hidden_states)
-        return experts.fused_experts(
-            hidden_states,
-            a,
-            b,
-            topk_weights,
-            topk_ids,
-            w13_bias,
-            w2_bias,
-            expert_map,
-            act,
-            router_weight_on_input,
-        )
-    return ready.run(
-        (M, K),
-        hidden_states.dtype,
-        M,
-        hidden_states.device,
-        hidden_states,
-        a.data,
-        b.data,
-        topk_weights,
-        topk_ids,
-        _scales(a, b),
-        w13_bias,
-        w2_bias,
-        expert_map,
-        ready.options,
-    )
+        return autograd.fused_experts(call)
+    return bound.run(call, M)
 
 
 def batched_experts(
@@ -162,33 +139,14 @@ def batched_experts(
         hidden_states, w13, w2, w13_bias, w2_bias = _autocast(
             hidden_states, w13, w2, w13_bias, w2_bias
         )
-    a, b = _unwrap(w13), _unwrap(w2)
+    a, b = take_apart(w13, _gather), take_apart(w2, _gather)
     if forward_ad._current_level >= 0:
         _refuse_tangents(hidden_states, a.data, b.data, w13_bias, w2_bias)
     needs_grad = torch.is_grad_enabled() and _requires_grad(
         hidden_states, a.data, b.data, w13_bias, w2_bias
     )
-    others = (w13_bias, w2_bias, expert_num_tokens)
-    options = (act, needs_grad)
-    blocks = hidden_states.shape[0]
-    ready = bind.look_up(
-        validation.batched_call, (hidden_states,), (a, b), others, options, backend, blocks
-    )
-    E, T, K = hidden_states.shape
-    return ready.run(
-        (E, T, K),
-        hidden_states.dtype,
-        T,
-        hidden_states.device,
-        hidden_states,
-        a.data,
-        b.data,
-        expert_num_tokens,
-        _scales(a, b),
-        w13_bias,
-        w2_bias,
-        ready.options,
-    )
+    call = BatchedCall(hidden_states, a, b, expert_num_tokens, w13_bias, w2_bias, act, needs_grad)
+    return bind.look_up(call, backend).run(call, hidden_states.shape[1])
 
 
 def grouped_linear(
@@ -219,29 +177,16 @@ def grouped_linear(
     _check_tensors("x weight offsets bias", 3, x, weight, offsets, bias)
     if checks.autocasting(x.device):
         x, weight, bias = _autocast(x, weight, bias)
-    a = _unwrap(weight)
+    a = take_apart(weight, _gather)
     if forward_ad._current_level >= 0:
         _refuse_tangents(x, a.data, bias)
     needs_grad = torch.is_grad_enabled() and _requires_grad(x, a.data, bias)
-    ready = bind.look_up(
-        validation.linear_call, (x,), (a,), (bias, offsets), (needs_grad,), backend
-    )
+    call = LinearCall(x, a, offsets, bias, needs_grad)
+    bound = bind.look_up(call, backend)
     if needs_grad:
         _warn_training_path(x)
-        return experts.grouped_linear(x, a, offsets, bias).to(x.dtype)
-    S = x.shape[0]
-    return ready.run(
-        (S, a.data.shape[1]),
-        x.dtype,
-        S,
-        x.device,
-        x,
-        a.data,
-        offsets,
-        _scales(a),
-        bias,
-        ready.options,
-    )
+        return autograd.grouped_linear(x, a, offsets, bias).to(x.dtype)
+    return bound.run(call, x.shape[0])
 
 
 def explain(
@@ -257,7 +202,7 @@ def explain(
     router_weight_on_input: bool = False,
     deterministic: bool = True,
     backend: str = "auto",
-) -> plans.Plan:
+) -> Plan:
     """The plan `fused_experts` would follow for these arguments, without running it.
 
     Returns:
@@ -270,11 +215,19 @@ def explain(
     tensors = (hidden_states, w13, w2, topk_ids, topk_ids, w13_bias, w2_bias, expert_map)
     _check_tensors(_EXPERTS.replace("topk_weights", "topk_ids"), 5, *tensors)
     checks.check_rank("topk_ids", topk_ids, "(M, top_k)")
-    call = validation.experts_call(
-        (hidden_states, topk_ids.to(torch.float32), topk_ids),
-        (_unwrap(w13), _unwrap(w2)),
-        (w13_bias, w2_bias, expert_map),
-        (activations.resolve(activation), router_weight_on_input, deterministic, False),
+    call = ExpertsCall(
+        hidden_states,
+        take_apart(w13, _gather),
+        take_apart(w2, _gather),
+        topk_ids.to(torch.float32),
+        topk_ids,
+        w13_bias,
+        w2_bias,
+        expert_map,
+        activations.resolve(activation),
+        router_weight_on_input,
+        deterministic,
+        needs_grad=False,
     )
     return bind.make_plan(call, backend)
 
@@ -287,29 +240,11 @@ def _check_tensors(names: str, required: int, *values: Any) -> None:
             checks.check_tensor(names.split()[i], value)
 
 
-def _unwrap(weight: Any) -> Weight:
-    if type(weight) is Tensor or type(weight) is torch.nn.Parameter:
-        return Weight(weight)
-    scheme = getattr(weight, "scheme", None)  # quantized and prepared tensors say what they are
-    if scheme is None:
-        if hasattr(weight, "full_tensor"):  # a DTensor: all experts are gathered
-            from moe_ops.tensors.sharding import gathered
+def _gather(weight: Any) -> Tensor:
+    """All experts of a DTensor."""
+    from moe_ops.tensors.sharding import gathered
 
-            return _unwrap(gathered(weight))
-        return Weight(weight)
-    if torch.compiler.is_compiling():
-        return Weight(*[getattr(weight, name) for name in _PARTS])
-    return Weight._make(_parts(vars(weight)))  # half the time of eight attributes
-
-
-def _scales(*weights: Weight) -> list[Tensor | None]:
-    """The op argument `scales`."""
-    if not weights[0].scheme:
-        return []
-    found: list[Tensor | None] = []
-    for weight in weights:
-        found += weight[1:6]  # scale to activation_scale
-    return found
+    return gathered(weight)
 
 
 def _check_rows(name: str, tensor: Tensor, M: int) -> None:

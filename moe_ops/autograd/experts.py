@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from moe_ops import activations, numerics
-from moe_ops.activations import Activation
 from moe_ops.autograd.products import grouped_mm
 from moe_ops.numerics import permute
-from moe_ops.ops.call import Weight
+from moe_ops.ops.call import ExpertsCall, Weight
 
 
 def _refuse_transforms() -> None:
@@ -42,36 +41,26 @@ def grouped_linear(
     return grouped_mm(x, weight.data, offsets, *weight.scales, bias, weight.scheme, False)
 
 
-def fused_experts(
-    hidden_states: Tensor,  # (M, K)
-    w13: Weight,  # (E, N, K)
-    w2: Weight,  # (E, K, I)
-    topk_weights: Tensor,  # (M, top_k)
-    topk_ids: Tensor,  # (M, top_k)
-    w13_bias: Tensor | None,
-    w2_bias: Tensor | None,
-    expert_map: Tensor | None,
-    activation: Activation,
-    router_weight_on_input: bool,
-) -> Tensor:
+def fused_experts(call: ExpertsCall) -> Tensor:
     """Differentiable experts, (M, K) in hidden_states' dtype."""
     _refuse_transforms()
+    w13, w2 = call.w13, call.w2
     num_experts, scheme = w13.data.shape[0], w13.scheme
-    pairs = permute.sort_pairs(topk_ids, num_experts, expert_map)
-    weights, rows = topk_weights, hidden_states
-    if router_weight_on_input:
+    pairs = permute.sort_pairs(call.topk_ids, num_experts, call.expert_map)
+    weights, rows = call.topk_weights, call.hidden_states
+    if call.router_weight_on_input:
         rows = permute.weigh_inputs(rows, weights, pairs)
         weights = torch.ones_like(weights)
     if scheme:
         rows = _straight_through(rows, scheme, w13.activation_scale, pairs.valid.any(1))
     rows = permute.gather_tokens(rows, pairs)
-    gate_up = grouped_mm(rows, w13.data, pairs.offsets, *w13.scales, w13_bias, scheme, False)
-    hidden = activations.apply(gate_up, activation)
+    gate_up = grouped_mm(rows, w13.data, pairs.offsets, *w13.scales, call.w13_bias, scheme, False)
+    hidden = activations.apply(gate_up, call.activation)
     if scheme:
         valid = pairs.experts < num_experts
         hidden = _straight_through(hidden, scheme, w2.activation_scale, valid)
-    y = grouped_mm(hidden, w2.data, pairs.offsets, *w2.scales, w2_bias, scheme, False)
-    return permute.combine(y, weights, pairs, hidden_states.dtype)
+    y = grouped_mm(hidden, w2.data, pairs.offsets, *w2.scales, call.w2_bias, scheme, False)
+    return permute.combine(y, weights, pairs, call.hidden_states.dtype)
 
 
 def _straight_through(x: Tensor, scheme: str, static_scale, rows_valid) -> Tensor:

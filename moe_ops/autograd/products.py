@@ -5,7 +5,10 @@ They are opaque to torch, because row counts per expert live on the device.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+from torch import Tensor
 
 from moe_ops.backends.torch import grouped_mm as products
 from moe_ops.numerics import Scales
@@ -15,12 +18,12 @@ from moe_ops.schemes import get_scheme
 _PLAIN = (None, None, None, None)  # scales of plain weights
 
 
-def _columns(weight, scheme, of_result):
+def _columns(weight: Tensor, scheme: str, of_result: bool) -> int:
     """Columns of x, or of the result: of weights (E, N, K), N and K in one order or the other."""
     return get_scheme(scheme).logical_shape(*weight.shape)[1 if of_result else 2]
 
 
-def _check(x, weight, offsets, scheme, transpose):
+def _check(x: Tensor, weight: Tensor, offsets: Tensor, scheme: str, transpose: bool) -> None:
     columns = _columns(weight, scheme, transpose)
     torch._check(x.shape[1] == columns, lambda: f"x must have {columns} columns as weight has")
     torch._check(offsets.dtype == torch.int32, lambda: "offsets must be int32")
@@ -28,33 +31,54 @@ def _check(x, weight, offsets, scheme, transpose):
 
 
 def _grouped_mm(
-    x, weight, offsets, scale, zero_point, global_scale, channel_scale, bias, scheme, transpose
-):
+    x: Tensor,
+    weight: Tensor,
+    offsets: Tensor,
+    scale: Tensor | None,
+    zero_point: Tensor | None,
+    global_scale: Tensor | None,
+    channel_scale: Tensor | None,
+    bias: Tensor | None,
+    scheme: str,
+    transpose: bool,
+) -> Tensor:
     _check(x, weight, offsets, scheme, transpose)
-    scales = Scales(scale, zero_point, global_scale, channel_scale) if scheme else None
+    scales = None
+    if scheme:
+        assert scale is not None
+        scales = Scales(scale, zero_point, global_scale, channel_scale)
     return products.grouped_mm(
         x, weight, offsets, scales=scales, scheme=scheme, bias=bias, transpose=transpose
     )
 
 
 def _grouped_mm_fake(
-    x, weight, offsets, scale, zero_point, global_scale, channel_scale, bias, scheme, transpose
-):
+    x: Tensor,
+    weight: Tensor,
+    offsets: Tensor,
+    scale: Tensor | None,
+    zero_point: Tensor | None,
+    global_scale: Tensor | None,
+    channel_scale: Tensor | None,
+    bias: Tensor | None,
+    scheme: str,
+    transpose: bool,
+) -> Tensor:
     _check(x, weight, offsets, scheme, transpose)
     return x.new_empty(x.shape[0], _columns(weight, scheme, not transpose))
 
 
-def _grouped_outer_fake(a, b, offsets):
+def _grouped_outer_fake(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
     return a.new_empty(offsets.shape[0], a.shape[1], b.shape[1])
 
 
-def _save_mm(ctx, inputs, output):
+def _save_mm(ctx: Any, inputs: tuple, output: Tensor) -> None:
     x, weight, offsets, *scales, bias, ctx.scheme, ctx.transpose = inputs
     ctx.save_for_backward(x, weight, offsets, *scales)
     ctx.bias_dtype = None if bias is None else bias.dtype
 
 
-def _mm_backward(ctx, grad):
+def _mm_backward(ctx: Any, grad: Tensor) -> tuple:
     x, weight, offsets, *scales = ctx.saved_tensors
     grad = grad.contiguous()
     dx = dweight = dbias = None
@@ -70,11 +94,11 @@ def _mm_backward(ctx, grad):
     return dx, dweight, None, None, None, None, None, dbias, None, None
 
 
-def _save_outer(ctx, inputs, output):
+def _save_outer(ctx: Any, inputs: tuple, output: Tensor) -> None:
     ctx.save_for_backward(*inputs)
 
 
-def _outer_backward(ctx, grad):
+def _outer_backward(ctx: Any, grad: Tensor) -> tuple:
     a, b, offsets = ctx.saved_tensors
     grad = grad.contiguous()
     da = (

@@ -1,1 +1,1 @@
-"""Where moe_ops meets other libraries, one module each; importing this package loads none of them."""
+"""Where moe_ops meets other libraries, one module each. The package itself loads none."""

@@ -6,8 +6,8 @@
     quantize_(model, ExpertsConfig("int4_w4a16"), filter_fn=is_experts)
 
 The filter is needed: torchao's default one shows a configuration nothing but nn.Linear modules.
-Experts are those of `moe_ops.MoELayer` and, where transformers is there, of its models, which are attached
-(`moe_ops.integrations.transformers.attach`) when they are quantized.
+Experts are those of `moe_ops.MoELayer` and, where transformers is there, of its models, which are
+attached (`moe_ops.integrations.transformers.attach`) when they are quantized.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ __all__ = ["ExpertsConfig", "is_experts"]
 class ExpertsConfig(AOBaseConfig):
     """Quantize the weights of experts to a scheme of moe_ops.
 
-    Beside the filter `is_experts` it can stand in torchao's FqnToConfig, for modules of experts or single
-    parameters: ``FqnToConfig({r"re:.*experts": ExpertsConfig("fp8_block")})``.
+    Beside the filter `is_experts` it can stand in torchao's FqnToConfig, for modules of experts or
+    single parameters: ``FqnToConfig({r"re:.*experts": ExpertsConfig("fp8_block")})``.
 
     Args:
         scheme: a name as for `moe_ops.quantize`, e.g. "int4_w4a16".
 
     Raises:
-        ValueError: an unknown scheme, or one that does not quantize weights. `quantize_` raises it for modules
-            that hold no experts, and for weights that are quantized already or not finite, before anything
-            of that module is changed.
+        ValueError: an unknown scheme, or one that does not quantize weights. `quantize_` raises it
+            for modules that hold no experts, and for weights that are quantized already or not
+            finite, before anything of that module is changed.
     """
 
     scheme: str
@@ -53,7 +53,7 @@ class ExpertsConfig(AOBaseConfig):
 
 
 def is_experts(module: nn.Module, name: str = "") -> bool:
-    """Whether a module holds experts that `ExpertsConfig` can quantize; a filter for `quantize_`."""
+    """Whether `ExpertsConfig` can quantize a module's experts; a filter for `quantize_`."""
     if isinstance(module, Experts):
         return True
     integration = _transformers(module)
@@ -66,8 +66,8 @@ def _quantize_experts(
 ) -> nn.Module:
     if not is_experts(module):
         raise ValueError(
-            f"ExpertsConfig must be given modules of experts, got {type(module).__name__}; call quantize_(model, "
-            f"config, filter_fn=moe_ops.integrations.torchao.is_experts)"
+            f"ExpertsConfig must be given modules of experts, got {type(module).__name__}; call "
+            "quantize_(model, config, filter_fn=moe_ops.integrations.torchao.is_experts)"
         )
     if not isinstance(module, Experts):
         integration = _transformers(module)

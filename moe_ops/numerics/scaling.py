@@ -80,7 +80,9 @@ def group_scales(amax: Tensor, channel: Tensor, desc: QuantDesc) -> Tensor:
     return (weight_steps(amax, desc) / channel).to(torch.float8_e4m3fn)
 
 
-def with_zero_point(low: Tensor, high: Tensor, desc: QuantDesc, dtype: torch.dtype):
+def with_zero_point(
+    low: Tensor, high: Tensor, desc: QuantDesc, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
     """(scale in ``dtype``, fp32 zero point) of groups whose elements lie in low..high; 0 is exact."""
     first = 0.0 if desc.dtype == "int4" else -desc.format.max - 1
     steps = 2 * desc.format.max + 1

@@ -115,7 +115,9 @@ def scale_to_float32(scale: Tensor, desc: QuantDesc) -> Tensor:
     )
 
 
-def _scales(parts: Tensor, desc: QuantDesc, dtype: torch.dtype):
+def _scales(
+    parts: Tensor, desc: QuantDesc, dtype: torch.dtype
+) -> tuple[Scales, Tensor, Tensor | None]:
     """(Scales, what elements are divided by, zero points) of grouped weights; the last two like parts."""
     amax = parts.abs().amax((-3, -1), keepdim=True)
     if desc.is_mx:

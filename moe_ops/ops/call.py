@@ -1,30 +1,25 @@
-"""What the user gave: the arguments of a call, quantized weights taken apart."""
+"""Calls: what the user gave to an operation, with quantized weights taken apart.
+
+`key()` has all facts of a call that its plan depends on, which is everything but the number of tokens M. It is made
+of attributes as they come: eager calls look their plans up by it. Sizes may be symbols where a call is traced.
+"""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from moe_ops.checks import check_rank, static_size
+from moe_ops.activations import Activation
 
-
-class Meta(NamedTuple):
-    """The facts of a tensor without an M dimension."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-    contiguous: bool
-
-
-class Rows(NamedTuple):
-    """The facts of a tensor (M, width) but for M."""
-
-    width: int
-    dtype: torch.dtype
-    device: torch.device
+_ATTRIBUTES = (  # of an ExpertTensor, as `Weight` orders them
+    *("qdata", "scale", "zero_point", "global_scale", "channel_scale", "activation_scale"),
+    *("scheme", "weight_layout"),
+)
+_attributes = operator.itemgetter(*_ATTRIBUTES)
 
 
 class Weight(NamedTuple):
@@ -44,51 +39,150 @@ class Weight(NamedTuple):
         """scale, zero_point, global_scale, channel_scale: what `numerics.Scales` holds."""
         return self[1:5]
 
-    def facts(self) -> WeightFacts:
-        """The weight's signature."""
-        data = meta(self.data)
-        assert data is not None
-        if not self.scheme:
-            return WeightFacts(data, layout=self.layout)
-        static = None if self.activation_scale is None else self.activation_scale.device
-        scales = [meta(tensor) for tensor in self.scales]
-        return WeightFacts._make((data, *scales, static, self.scheme, self.layout))
-
-
-class WeightFacts(NamedTuple):
-    """The signature of an expert weight."""
-
-    data: Meta
-    scale: Meta | None = None
-    zero_point: Meta | None = None
-    global_scale: Meta | None = None
-    channel_scale: Meta | None = None
-    activation_scale: torch.device | None = None  # where it is, of schemes that have one
-    scheme: str = ""
-    layout: str = ""
-
     @property
     def contiguous(self) -> bool:
         """Whether all of it lies in memory as its shapes say."""
-        return all([part is None or part.contiguous for part in self[:5]])
+        return all([part is None or part.is_contiguous() for part in (self.data, *self.scales)])
 
 
-def meta(tensor: Tensor | None) -> Meta | None:
-    """The Meta of a tensor."""
-    if tensor is None:
-        return None
-    shape = tuple([static_size(size) for size in tensor.shape])
-    return Meta(shape, tensor.dtype, tensor.device, tensor.is_contiguous())
+def take_apart(weight: Any, gather: Callable[[Any], Tensor] | None = None) -> Weight:
+    """The `Weight` of a plain tensor, or of a quantized or prepared one, which says what it is.
+
+    Args:
+        gather: makes of a DTensor a tensor of all experts.
+    """
+    if type(weight) is Tensor or type(weight) is torch.nn.Parameter:
+        return Weight(weight)
+    if getattr(weight, "scheme", None) is None:
+        if gather is not None and hasattr(weight, "full_tensor"):
+            return take_apart(gather(weight))
+        return Weight(weight)
+    if torch.compiler.is_compiling():
+        return Weight(*[getattr(weight, name) for name in _ATTRIBUTES])
+    return Weight._make(_attributes(vars(weight)))  # half the time of eight attributes
 
 
-def rows(name: str, tensor: Tensor, shape: str) -> Rows:
-    """The Rows of a tensor that must be 2-D; `shape` is its documented shape."""
-    check_rank(name, tensor, shape)
-    return Rows(static_size(tensor.shape[1]), tensor.dtype, tensor.device)
+def _scales_value(*weights: Weight) -> list[Tensor | None]:
+    """The op argument `scales` of quantized weights; that of plain ones is empty."""
+    found: list[Tensor | None] = []
+    for weight in weights:
+        found += weight[1:6]  # scale to activation_scale
+    return found
 
 
-def blocks(name: str, tensor: Tensor, shape: str) -> tuple[int, Rows]:
-    """The number of blocks of a 3-D tensor (E, T, width) and its Rows."""
-    check_rank(name, tensor, shape)
-    width = static_size(tensor.shape[2])
-    return static_size(tensor.shape[0]), Rows(width, tensor.dtype, tensor.device)
+def _key(
+    key: list, rows: Sequence[Tensor], weights: Sequence[Weight], others: Sequence[Tensor | None]
+) -> tuple:
+    """`key` and the facts of tensors: of `rows` all but their first size, of the others all."""
+    for t in rows:
+        key += (type(t), t.shape[1:], t.dtype, t.device)
+    for data, scale, zero, global_, channel, static, scheme, layout in weights:
+        key += (type(data), data.shape, data.dtype, data.device, data.is_contiguous())
+        key += (scheme, layout)
+        if scale is not None:
+            key += (scale.shape, scale.device, scale.is_contiguous())
+            key += (None if static is None else static.device,)
+            if zero is not None or global_ is not None or channel is not None:
+                for other in (zero, global_, channel):
+                    if other is None:
+                        key += (None,)
+                    else:
+                        key += (other.shape, other.device, other.is_contiguous())
+    for tensor in others:
+        if tensor is None:
+            key += (None,)
+        else:
+            key += (type(tensor), tensor.shape, tensor.dtype, tensor.device)
+    return tuple(key)
+
+
+class ExpertsCall(NamedTuple):
+    """A call of `fused_experts`."""
+
+    hidden_states: Tensor
+    w13: Weight
+    w2: Weight
+    topk_weights: Tensor
+    topk_ids: Tensor
+    w13_bias: Tensor | None
+    w2_bias: Tensor | None
+    expert_map: Tensor | None
+    activation: Activation
+    router_weight_on_input: bool
+    deterministic: bool
+    needs_grad: bool
+
+    def key(self) -> tuple:
+        """All facts but M."""
+        x, w13, w2, weights, ids = self[:5]
+        act = self.activation  # its fields: hashing the dataclass takes 0.5 us
+        key = ["experts", act.name, act.alpha, act.beta, act.limit, *self[9:]]
+        return _key(key, (x, weights, ids), (w13, w2), self[5:8])
+
+    def output(self) -> tuple[tuple, torch.dtype]:
+        """Shape and dtype of the result."""
+        return tuple(self.hidden_states.shape), self.hidden_states.dtype
+
+    def op_values(self, options: str) -> tuple:
+        """The op's arguments behind the buffers it writes."""
+        x, w13, w2, weights, ids, b13, b2, expert_map = self[:8]
+        scales = _scales_value(w13, w2) if w13.scheme else []
+        return (x, w13.data, w2.data, weights, ids, scales, b13, b2, expert_map, options)
+
+
+class BatchedCall(NamedTuple):
+    """A call of `batched_experts`."""
+
+    hidden_states: Tensor
+    w13: Weight
+    w2: Weight
+    expert_num_tokens: Tensor
+    w13_bias: Tensor | None
+    w2_bias: Tensor | None
+    activation: Activation
+    needs_grad: bool
+
+    def key(self) -> tuple:
+        """All facts but T."""
+        x, act = self.hidden_states, self.activation
+        key = ["batched_experts", act.name, act.alpha, act.beta, act.limit, self.needs_grad]
+        key += (type(x), x.shape[:1], x.shape[2:], x.dtype, x.device)
+        return _key(key, (), self[1:3], self[3:6])
+
+    def output(self) -> tuple[tuple, torch.dtype]:
+        """Shape and dtype of the result."""
+        return tuple(self.hidden_states.shape), self.hidden_states.dtype
+
+    def op_values(self, options: str) -> tuple:
+        """The op's arguments behind the buffers it writes."""
+        x, w13, w2, counts, b13, b2 = self[:6]
+        scales = _scales_value(w13, w2) if w13.scheme else []
+        return (x, w13.data, w2.data, counts, scales, b13, b2, options)
+
+
+class LinearCall(NamedTuple):
+    """A call of `grouped_linear`."""
+
+    hidden_states: Tensor  # the argument x
+    weight: Weight
+    offsets: Tensor
+    bias: Tensor | None
+    needs_grad: bool
+
+    def key(self) -> tuple:
+        """All facts but S."""
+        return _key(["grouped_linear", self.needs_grad], self[:1], self[1:2], self[2:4])
+
+    def output(self) -> tuple[tuple, torch.dtype]:
+        """Shape and dtype of the result."""
+        x = self.hidden_states
+        return (x.shape[0], self.weight.data.shape[1]), x.dtype
+
+    def op_values(self, options: str) -> tuple:
+        """The op's arguments behind the buffers it writes."""
+        x, weight, offsets, bias = self[:4]
+        scales = _scales_value(weight) if weight.scheme else []
+        return (x, weight.data, offsets, scales, bias, options)
+
+
+Call = ExpertsCall | BatchedCall | LinearCall

@@ -5,202 +5,169 @@ guarding on a symbolic size.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
 import torch
+from torch import Tensor
 
 from moe_ops.activations import Activation
+from moe_ops.checks import check_rank, static_size
 from moe_ops.meta.scales import TRANSPOSED, TRITON_E2M1
-from moe_ops.ops.call import Meta, Rows, WeightFacts, blocks, meta, rows
+from moe_ops.ops.call import BatchedCall, Call, ExpertsCall, LinearCall, Weight
 from moe_ops.ops.problem import Problem
 from moe_ops.schemes import QuantScheme, get_scheme
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-
-
 _INTS = (torch.int32, torch.int64)
 
 
-class ExpertsCall(NamedTuple):
-    """The signature of a `fused_experts` call."""
+def problem_of(call: Call) -> Problem:
+    """Validate a call and state its problem.
 
-    hidden_states: Rows
-    w13: WeightFacts
-    w2: WeightFacts
-    topk_weights: Rows
-    topk_ids: Rows
-    activation: Activation
-    w13_bias: Meta | None
-    w2_bias: Meta | None
-    expert_map: Meta | None
-    router_weight_on_input: bool
-    deterministic: bool
-    needs_grad: bool
+    Raises:
+        ValueError: it names the argument and the remedy.
+    """
+    if isinstance(call, ExpertsCall):
+        return _experts_problem(call)
+    return _batched_problem(call) if isinstance(call, BatchedCall) else _linear_problem(call)
 
-    @property
-    def device(self) -> torch.device:
-        """Where the call runs."""
-        return self.hidden_states.device
 
-    def problem(self) -> Problem:
-        """Validate and state the problem. Raises ValueError naming the argument and the remedy."""
-        x = self.hidden_states
-        _check_float("hidden_states", x.dtype)
-        E, N, K, I = _check_weights(self.w13, self.w2, x, self.activation)
-        top_k = self.topk_ids.width
-        _check_dtype("topk_ids", self.topk_ids.dtype, _INTS)
-        _check_float("topk_weights", self.topk_weights.dtype)
-        _check_device("topk_ids", self.topk_ids.device, x.device)
-        _check_device("topk_weights", self.topk_weights.device, x.device)
-        if self.topk_weights.width != top_k:
-            raise ValueError(
-                f"topk_weights must have shape (M, {top_k}) like topk_ids, "
-                f"got (M, {self.topk_weights.width})"
-            )
-        if top_k == 0:
-            raise ValueError("topk_ids must have shape (M, top_k) with top_k >= 1, got (M, 0)")
-        if self.router_weight_on_input and top_k != 1:
-            raise ValueError(
-                f"router_weight_on_input must be False unless top_k is 1, got top_k {top_k}: "
-                "an input shared by several experts cannot carry their different weights"
-            )
-        _check_bias("w13_bias", self.w13_bias, (E, N), x.device)
-        _check_bias("w2_bias", self.w2_bias, (E, K), x.device)
-        if self.expert_map is not None:
-            if len(self.expert_map.shape) != 1 or self.expert_map.shape[0] == 0:
-                raise ValueError(
-                    f"expert_map must have shape (global E,), got {self.expert_map.shape}"
-                )
-            _check_dtype("expert_map", self.expert_map.dtype, _INTS)
-            _check_device("expert_map", self.expert_map.device, x.device)
-        return Problem(
-            kind="experts",
-            num_experts=E,
-            hidden_size=K,
-            intermediate_size=I,
-            num_rows=N,
-            top_k=top_k,
-            dtype=x.dtype,
-            scheme=self.w13.scheme,
-            layout=self.w13.layout,
-            activation=self.activation,
-            has_bias=self.w13_bias is not None or self.w2_bias is not None,
-            has_expert_map=self.expert_map is not None,
-            router_weight_on_input=self.router_weight_on_input,
-            deterministic=self.deterministic,
-            needs_grad=self.needs_grad,
-            contiguous_weights=self.w13.contiguous and self.w2.contiguous,
+def _shape(tensor: Tensor) -> tuple[int, ...]:
+    """The shape of a tensor without an M dimension, as constants."""
+    return tuple([static_size(size) for size in tensor.shape])
+
+
+def _experts_problem(call: ExpertsCall) -> Problem:
+    x, expert_map = call.hidden_states, call.expert_map
+    check_rank("hidden_states", x, "(M, K)")
+    check_rank("topk_weights", call.topk_weights, "(M, top_k)")
+    check_rank("topk_ids", call.topk_ids, "(M, top_k)")
+    _check_float("hidden_states", x.dtype)
+    E, N, K, I = _check_weights(call.w13, call.w2, x, call.activation)  # noqa: E741
+    top_k = static_size(call.topk_ids.shape[1])
+    _check_dtype("topk_ids", call.topk_ids.dtype, _INTS)
+    _check_float("topk_weights", call.topk_weights.dtype)
+    _check_device("topk_ids", call.topk_ids.device, x.device)
+    _check_device("topk_weights", call.topk_weights.device, x.device)
+    width = static_size(call.topk_weights.shape[1])
+    if width != top_k:
+        raise ValueError(
+            f"topk_weights must have shape (M, {top_k}) like topk_ids, got (M, {width})"
         )
-
-
-class BatchedCall(NamedTuple):
-    """The signature of a `batched_experts` call."""
-
-    num_blocks: int
-    hidden_states: Rows
-    w13: WeightFacts
-    w2: WeightFacts
-    w13_bias: Meta | None
-    w2_bias: Meta | None
-    expert_num_tokens: Meta
-    activation: Activation
-    needs_grad: bool
-
-    @property
-    def device(self) -> torch.device:
-        """Where the call runs."""
-        return self.hidden_states.device
-
-    def problem(self) -> Problem:
-        """Validate and state the problem."""
-        x, counts = self.hidden_states, self.expert_num_tokens
-        _check_float("hidden_states", x.dtype)
-        E, N, K, I = _check_weights(self.w13, self.w2, x, self.activation)
-        if self.num_blocks != E:
-            raise ValueError(
-                f"hidden_states must have shape (E, T, K) with E={E} experts as in w13, "
-                f"got {self.num_blocks} blocks"
-            )
-        if counts.shape != (E,):
-            raise ValueError(f"expert_num_tokens must have shape ({E},), got {counts.shape}")
-        _check_dtype("expert_num_tokens", counts.dtype, _INTS)
-        _check_device("expert_num_tokens", counts.device, x.device)
-        _check_bias("w13_bias", self.w13_bias, (E, N), x.device)
-        _check_bias("w2_bias", self.w2_bias, (E, K), x.device)
-        if self.needs_grad:
-            raise ValueError(
-                "batched_experts has no backward: wrap the call in torch.no_grad() or use "
-                "fused_experts, which has one"
-            )
-        return Problem(
-            kind="batched_experts",
-            num_experts=E,
-            hidden_size=K,
-            intermediate_size=I,
-            num_rows=N,
-            top_k=0,
-            dtype=x.dtype,
-            scheme=self.w13.scheme,
-            layout=self.w13.layout,
-            activation=self.activation,
-            has_bias=self.w13_bias is not None or self.w2_bias is not None,
-            contiguous_weights=self.w13.contiguous and self.w2.contiguous,
+    if top_k == 0:
+        raise ValueError("topk_ids must have shape (M, top_k) with top_k >= 1, got (M, 0)")
+    if call.router_weight_on_input and top_k != 1:
+        raise ValueError(
+            f"router_weight_on_input must be False unless top_k is 1, got top_k {top_k}: "
+            "an input shared by several experts cannot carry their different weights"
         )
+    _check_bias("w13_bias", call.w13_bias, (E, N), x.device)
+    _check_bias("w2_bias", call.w2_bias, (E, K), x.device)
+    if expert_map is not None:
+        shape = _shape(expert_map)
+        if len(shape) != 1 or shape[0] == 0:
+            raise ValueError(f"expert_map must have shape (global E,), got {shape}")
+        _check_dtype("expert_map", expert_map.dtype, _INTS)
+        _check_device("expert_map", expert_map.device, x.device)
+    return Problem(
+        kind="experts",
+        num_experts=E,
+        hidden_size=K,
+        intermediate_size=I,
+        num_rows=N,
+        top_k=top_k,
+        dtype=x.dtype,
+        scheme=call.w13.scheme,
+        layout=call.w13.layout,
+        activation=call.activation,
+        has_bias=call.w13_bias is not None or call.w2_bias is not None,
+        has_expert_map=expert_map is not None,
+        router_weight_on_input=call.router_weight_on_input,
+        deterministic=call.deterministic,
+        needs_grad=call.needs_grad,
+        contiguous_weights=call.w13.contiguous and call.w2.contiguous,
+    )
 
 
-class LinearCall(NamedTuple):
-    """The signature of a `grouped_linear` call."""
-
-    x: Rows
-    weight: WeightFacts
-    bias: Meta | None
-    offsets: Meta
-    needs_grad: bool
-
-    @property
-    def device(self) -> torch.device:
-        """Where the call runs."""
-        return self.x.device
-
-    def problem(self) -> Problem:
-        """Validate and state the problem."""
-        x = self.x
-        _check_float("x", x.dtype)
-        E, N, K = _check_weight("weight", self.weight, x, "x")
-        if x.width != K:
-            raise ValueError(f"weight must have shape (E, N, {x.width}) for x, got {(E, N, K)}")
-        if self.offsets.shape != (E,):
-            raise ValueError(f"offsets must have shape ({E},), got {self.offsets.shape}")
-        _check_dtype("offsets", self.offsets.dtype, (torch.int32,))
-        _check_device("offsets", self.offsets.device, x.device)
-        _check_bias("bias", self.bias, (E, N), x.device)
-        return Problem(
-            kind="grouped_linear",
-            num_experts=E,
-            hidden_size=K,
-            intermediate_size=0,
-            num_rows=N,
-            top_k=0,
-            dtype=x.dtype,
-            scheme=self.weight.scheme,
-            layout=self.weight.layout,
-            has_bias=self.bias is not None,
-            needs_grad=self.needs_grad,
-            contiguous_weights=self.weight.contiguous,
+def _batched_problem(call: BatchedCall) -> Problem:
+    x, counts = call.hidden_states, call.expert_num_tokens
+    check_rank("hidden_states", x, "(E, T, K)")
+    _check_float("hidden_states", x.dtype)
+    E, N, K, I = _check_weights(call.w13, call.w2, x, call.activation)  # noqa: E741
+    blocks = static_size(x.shape[0])
+    if blocks != E:
+        raise ValueError(
+            f"hidden_states must have shape (E, T, K) with E={E} experts as in w13, "
+            f"got {blocks} blocks"
         )
+    if _shape(counts) != (E,):
+        raise ValueError(f"expert_num_tokens must have shape ({E},), got {_shape(counts)}")
+    _check_dtype("expert_num_tokens", counts.dtype, _INTS)
+    _check_device("expert_num_tokens", counts.device, x.device)
+    _check_bias("w13_bias", call.w13_bias, (E, N), x.device)
+    _check_bias("w2_bias", call.w2_bias, (E, K), x.device)
+    if call.needs_grad:
+        raise ValueError(
+            "batched_experts has no backward: wrap the call in torch.no_grad() or use "
+            "fused_experts, which has one"
+        )
+    return Problem(
+        kind="batched_experts",
+        num_experts=E,
+        hidden_size=K,
+        intermediate_size=I,
+        num_rows=N,
+        top_k=0,
+        dtype=x.dtype,
+        scheme=call.w13.scheme,
+        layout=call.w13.layout,
+        activation=call.activation,
+        has_bias=call.w13_bias is not None or call.w2_bias is not None,
+        contiguous_weights=call.w13.contiguous and call.w2.contiguous,
+    )
 
 
-def _check_weights(w13: WeightFacts, w2: WeightFacts, x: Rows, activation: Activation) -> tuple:
+def _linear_problem(call: LinearCall) -> Problem:
+    x, offsets = call.hidden_states, call.offsets
+    check_rank("x", x, "(S, K)")
+    _check_float("x", x.dtype)
+    E, N, K = _check_weight("weight", call.weight, x, "x")
+    width = static_size(x.shape[1])
+    if width != K:
+        raise ValueError(f"weight must have shape (E, N, {width}) for x, got {(E, N, K)}")
+    if _shape(offsets) != (E,):
+        raise ValueError(f"offsets must have shape ({E},), got {_shape(offsets)}")
+    _check_dtype("offsets", offsets.dtype, (torch.int32,))
+    _check_device("offsets", offsets.device, x.device)
+    _check_bias("bias", call.bias, (E, N), x.device)
+    return Problem(
+        kind="grouped_linear",
+        num_experts=E,
+        hidden_size=K,
+        intermediate_size=0,
+        num_rows=N,
+        top_k=0,
+        dtype=x.dtype,
+        scheme=call.weight.scheme,
+        layout=call.weight.layout,
+        has_bias=call.bias is not None,
+        needs_grad=call.needs_grad,
+        contiguous_weights=call.weight.contiguous,
+    )
+
+
+def _check_weights(
+    w13: Weight, w2: Weight, x: Tensor, activation: Activation
+) -> tuple[int, int, int, int]:
     """(E, N, K, I) of a pair of expert weights that fit together, the input and the activation."""
     E, N, K = _check_weight("w13", w13, x, "hidden_states")
-    if x.width != K:
+    width = static_size(x.shape[-1])
+    if width != K:
         raise ValueError(
-            f"w13 must have shape (E, N, {x.width}) for hidden_states (M, {x.width}), got {(E, N, K)}; "
+            f"w13 must have shape (E, N, {width}) for hidden_states (M, {width}), got {(E, N, K)}; "
             "a weight stored as (E, K, N) is passed as weight.transpose(1, 2)"
         )
     if activation.gated and N % 2:
         raise ValueError(f"w13 must have an even number of rows for {activation.name}, got {N}")
-    I = N // 2 if activation.gated else N
+    I = N // 2 if activation.gated else N  # noqa: E741
     shape = _check_weight("w2", w2, x, "hidden_states")
     if shape != (E, K, I):
         raise ValueError(
@@ -217,38 +184,36 @@ def _check_weights(w13: WeightFacts, w2: WeightFacts, x: Rows, activation: Activ
     return E, N, K, I
 
 
-def _layouts(w13: WeightFacts, w2: WeightFacts) -> tuple[str, str]:
+def _layouts(w13: Weight, w2: Weight) -> tuple[str, str]:
     """What must agree of two layouts: of w13's not the order of its rows, behind a colon."""
     return w13.layout.partition(":")[0], w2.layout
 
 
-def _check_weight(name: str, weight: WeightFacts, x: Rows, x_name: str) -> tuple:
+def _check_weight(name: str, weight: Weight, x: Tensor, x_name: str) -> tuple[int, int, int]:
     """The logical (E, N, K) of a weight."""
-    data = weight.data
-    if len(data.shape) != 3:
-        raise ValueError(f"{name} must have shape (E, N, K), got {data.shape}")
+    data, stored = weight.data, _shape(weight.data)
+    if len(stored) != 3:
+        raise ValueError(f"{name} must have shape (E, N, K), got {stored}")
     _check_device(name, data.device, x.device)
-    if data.shape[0] == 0:
-        raise ValueError(f"{name} must hold at least one expert, got shape {data.shape}")
+    if stored[0] == 0:
+        raise ValueError(f"{name} must hold at least one expert, got shape {stored}")
     if not weight.scheme:
         if data.dtype != x.dtype:
             raise ValueError(
                 f"{name} must have dtype {x.dtype} like {x_name}, got {data.dtype}; convert one of "
                 "them, run under torch.autocast, or wrap quantized data with moe_ops.from_quantized"
             )
-        return data.shape
+        return stored
     scheme = get_scheme(weight.scheme)
     if weight.layout == TRANSPOSED:
-        raise ValueError(
-            f"{name} must have its natural layout, got a transposed view of {data.shape}"
-        )
-    shape = scheme.logical_shape(*data.shape)
+        raise ValueError(f"{name} must have its natural layout, got a transposed view of {stored}")
+    shape = scheme.logical_shape(*stored)
     _check_scales(name, weight, scheme, shape, x.device)
     return shape
 
 
 def _check_scales(
-    name: str, weight: WeightFacts, scheme: QuantScheme, shape: tuple, device: torch.device
+    name: str, weight: Weight, scheme: QuantScheme, shape: tuple, device: torch.device
 ) -> None:
     """Raise unless a quantized weight has the scales of its scheme, of the right shapes, on the device."""
     num_experts, n, k = shape
@@ -256,7 +221,7 @@ def _check_scales(
         given = getattr(weight, what)
         if given is not None:
             _check_device(f"{name}'s {what}", given.device, device)
-        got = None if given is None else given.shape
+        got = None if given is None else _shape(given)
         known = weight.layout in ("", TRITON_E2M1)  # how scales lie in others, backends know
         if got != expected and (known or (got is None) != (expected is None)):
             raise ValueError(
@@ -272,14 +237,14 @@ def _check_scales(
             "moe_ops.quantize and moe_ops.from_quantized make weights that fit their scheme"
         )
     if weight.activation_scale is not None:
-        _check_device(f"{name}'s activation_scale", weight.activation_scale, device)
+        _check_device(f"{name}'s activation_scale", weight.activation_scale.device, device)
 
 
-def _check_bias(name: str, bias: Meta | None, shape: tuple, device: torch.device) -> None:
+def _check_bias(name: str, bias: Tensor | None, shape: tuple, device: torch.device) -> None:
     if bias is None:
         return
-    if bias.shape != shape:
-        raise ValueError(f"{name} must have shape {shape}, got {bias.shape}")
+    if _shape(bias) != shape:
+        raise ValueError(f"{name} must have shape {shape}, got {_shape(bias)}")
     _check_float(name, bias.dtype)
     _check_device(name, bias.device, device)
 
@@ -298,44 +263,3 @@ def _check_dtype(name: str, dtype: torch.dtype, expected: tuple) -> None:
 def _check_device(name: str, device: torch.device, expected: torch.device) -> None:
     if device != expected:
         raise ValueError(f"{name} must be on {expected}, got {device}; move it with .to()")
-
-
-def experts_call(inputs: Any, weights: Any, others: Any, options: Any) -> ExpertsCall:
-    hidden_states, topk_weights, topk_ids = inputs
-    act, router_weight_on_input, deterministic, needs_grad = options
-    return ExpertsCall(
-        rows("hidden_states", hidden_states, "(M, K)"),
-        weights[0].facts(),
-        weights[1].facts(),
-        rows("topk_weights", topk_weights, "(M, top_k)"),
-        rows("topk_ids", topk_ids, "(M, top_k)"),
-        act,
-        meta(others[0]),
-        meta(others[1]),
-        meta(others[2]),
-        router_weight_on_input,
-        deterministic,
-        needs_grad,
-    )
-
-
-def batched_call(inputs: Any, weights: Any, others: Any, options: Any) -> BatchedCall:
-    return BatchedCall(
-        *blocks("hidden_states", inputs[0], "(E, T, K)"),
-        *[weight.facts() for weight in weights],
-        *_metas(others),
-        *options,
-    )
-
-
-def linear_call(inputs: Any, weights: Any, others: Any, options: Any) -> LinearCall:
-    return LinearCall(
-        rows("x", inputs[0], "(S, K)"),
-        weights[0].facts(),
-        *_metas(others),
-        *options,
-    )
-
-
-def _metas(tensors: Any) -> Any:
-    return [meta(tensor) for tensor in tensors]

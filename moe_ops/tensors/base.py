@@ -1,14 +1,15 @@
 """ExpertTensor: expert weights in a quantized format, behaving as the weights they stand for.
 
 Shape and dtype of an ExpertTensor are those of the weights it replaces; the data sits in plain
-tensors. Operators never see one: ``fused_experts`` hands them ``qdata``, ``scale`` and so on. What the data
-look like is said by the scheme alone, so everything here holds for every format.
+tensors. Operators never see one: ``fused_experts`` hands them ``qdata``, ``scale`` and so on. What
+the data look like is said by the scheme alone, so everything here holds for every format.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,30 +21,35 @@ from moe_ops.ops.relayout import logical, natural
 from moe_ops.pickling import rebuild_expert_tensor
 from moe_ops.schemes import get_scheme
 
+Types = Iterable[type]  # of a call's arguments, as torch hands them over
+
 
 class ExpertTensor(TorchAOBaseTensor):
     """Quantized weights of all experts (E, N, K), or of one expert (N, K).
 
     Tensors:
-        qdata: the quantized elements, with fewer columns than the shape where elements share bytes.
+        qdata: the quantized elements, with fewer columns than the shape where elements share
+            bytes.
         scale: see ``moe_ops.schemes.QuantScheme.batched_scale_shape``.
         zero_point, global_scale, channel_scale: of schemes that have them, else None.
         activation_scale: () fp32, of schemes whose activations have one static scale, else None.
 
     Attributes:
         scheme: full name, e.g. "fp8_w8a16:block".
-        weight_layout: how the data lies: "" as the shape says; "transposed" for (E, K, N), where the data
-            are the natural ones with their last two dimensions exchanged; else the name of a layout that
-            ``moe_ops.prepare`` made. (``layout`` is torch's: strided.)
-        dtype: of the weights this stands for and of ``dequantize()``; ``.to(dtype)`` changes it alone.
+        weight_layout: how the data lies: "" as the shape says; "transposed" for (E, K, N), where
+            the data are the natural ones with their last two dimensions exchanged; else the name
+            of a layout that ``moe_ops.prepare`` made. (``layout`` is torch's: strided.)
+        dtype: of the weights this stands for and of ``dequantize()``; ``.to(dtype)`` changes it
+            alone.
 
     Views (along E, N and K, transposed, chunked) carry their scales. Slices must begin at a scale
-    group, and end at one where groups are whole. Prepared weights are taken apart along E alone. Matrix products with activations dequantize, so eager code that multiplies by one expert
-    keeps running, without the speed of a kernel and with unquantized activations. Gradients flow to
-    the other operand and never to the quantized weight.
+    group, and end at one where groups are whole. Prepared weights are taken apart along E alone.
+    Matrix products with activations dequantize, so eager code that multiplies by one expert keeps
+    running, without the speed of a kernel and with unquantized activations. Gradients flow to the
+    other operand and never to the quantized weight.
 
-    ``cls(tensor, requires_grad=False)`` returns ``tensor``, as ``nn.Parameter`` would: libraries that
-    move models rebuild a parameter by calling its type this way.
+    ``cls(tensor, requires_grad=False)`` returns ``tensor``, as ``nn.Parameter`` would: libraries
+    that move models rebuild a parameter by calling its type this way.
     """
 
     tensor_data_names = ["qdata", "scale"]
@@ -76,7 +82,7 @@ class ExpertTensor(TorchAOBaseTensor):
         channel_scale: Tensor | None = None,
         activation_scale: Tensor | None = None,
         requires_grad: bool = False,
-    ):
+    ) -> Any:
         refuse_grad(requires_grad)
         if isinstance(qdata, ExpertTensor):
             return qdata
@@ -99,7 +105,7 @@ class ExpertTensor(TorchAOBaseTensor):
         channel_scale: Tensor | None = None,
         activation_scale: Tensor | None = None,
         requires_grad: bool = False,
-    ):
+    ) -> None:
         if qdata is self:
             return
         assert scale is not None or not scheme
@@ -114,12 +120,18 @@ class ExpertTensor(TorchAOBaseTensor):
         self.weight_layout = weight_layout
 
     @classmethod
-    def __tensor_unflatten__(cls, tensor_data_dict, tensor_attributes, outer_size, outer_stride):
-        arguments = tensor_data_dict | tensor_attributes
+    def __tensor_unflatten__(
+        cls,
+        tensor_data_dict: dict[str, Tensor],
+        tensor_attributes: dict[str, Any],
+        outer_size: torch.Size | None,
+        outer_stride: tuple[int, ...] | None,
+    ) -> ExpertTensor:
+        arguments: dict[str, Any] = {**tensor_data_dict, **tensor_attributes}
         if outer_size is None or all([type(size) is int for size in outer_size]):
             return cls(**arguments)
-        # A compiler that makes symbols of sizes names those of the weights. Sizes computed from packed data would
-        # be expressions it cannot guard on.
+        # A compiler that makes symbols of sizes names those of the weights. Sizes computed from
+        # packed data would be expressions it cannot guard on.
         self = torch.Tensor._make_wrapper_subclass(
             cls,
             outer_size,
@@ -158,11 +170,12 @@ class ExpertTensor(TorchAOBaseTensor):
         if self.weight_layout == TRANSPOSED:
             return self._transposed().dequantize(dtype).transpose(-2, -1)
         if self.weight_layout:
-            return natural(self).dequantize(dtype)
+            restored: Any = natural(self)
+            return restored.dequantize(dtype)
         scales = (self.scale, self.zero_point, self.global_scale, self.channel_scale)
         return dequantize_weight(self.qdata, self.scheme, *scales, dtype=dtype)
 
-    def __reduce_ex__(self, protocol):
+    def __reduce_ex__(self, protocol: Any) -> tuple:
         names, attributes = self.__tensor_flatten__()
         arguments = {name: getattr(self, name) for name in names} | attributes
         own = (*self.tensor_data_names, *self.optional_tensor_data_names, *attributes)
@@ -178,12 +191,12 @@ class ExpertTensor(TorchAOBaseTensor):
         ]
         return str((type(self).__qualname__, sorted(attributes.items(), key=str), data))
 
-    def _replace(self, **changed) -> ExpertTensor:
+    def _replace(self, **changed: Any) -> ExpertTensor:
         """This tensor with some of its tensors and attributes replaced."""
         names, attributes = self.__tensor_flatten__()
         return type(self)(**({name: getattr(self, name) for name in names} | attributes | changed))
 
-    def _map(self, function: Callable[[Tensor], Tensor], **changed) -> ExpertTensor:
+    def _map(self, function: Callable[[Tensor], Tensor], **changed: Any) -> ExpertTensor:
         """This tensor with ``function`` applied to each of its tensors and attributes replaced."""
         names = self.__tensor_flatten__()[0]
         return self._replace(**{name: function(getattr(self, name)) for name in names}, **changed)
@@ -205,7 +218,9 @@ class ExpertTensor(TorchAOBaseTensor):
         return self._replace(**{name: function(getattr(self, name)) for name in names})
 
     @classmethod
-    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(
+        cls, func: Any, types: Types, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
         kwargs = kwargs or {}
         handler = cls._ATEN_OP_TABLE[cls].get(func)
         if handler is not None:
@@ -227,7 +242,7 @@ implements_torch_function = ExpertTensor.implements_torch_function
 def refuse_grad(requires_grad: bool) -> None:
     if requires_grad:
         raise ValueError(
-            "requires_grad must be False for quantized weights, which receive no gradient; "
-            "use nn.Parameter(weight, requires_grad=False), and before load_state_dict(assign=True) "
+            "requires_grad must be False for quantized weights, which receive no gradient; use "
+            "nn.Parameter(weight, requires_grad=False), and before load_state_dict(assign=True) "
             "call requires_grad_(False) on the model or on its experts' parameters"
         )

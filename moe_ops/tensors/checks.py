@@ -14,16 +14,18 @@ from moe_ops.schemes import QuantScheme, get_scheme
 from moe_ops.tensors.base import ExpertTensor
 
 HIGH_PRECISION = (torch.bfloat16, torch.float16, torch.float32)
-# Largest e8m0 code of e2m1 elements, 2^33: kernels that scale them in bf16 have room from 2^-93 to there. One bit more
-# and they would return infinities, then zeros.
+# Largest e8m0 code of e2m1 elements, 2^33: kernels that scale them in bf16 have room from 2^-93 to
+# there. One bit more and they would return infinities, then zeros.
 LARGEST_E8M0 = 160
-# Largest scale of int4 elements, of all schemes for simplicity: kernels that scale them in bf16 are exact from 2^-62 to here and
-# return infinities from 2^59 on.
+# Largest scale of int4 elements, of all schemes for simplicity: kernels that scale them in bf16
+# are exact from 2^-62 to here and return infinities from 2^59 on.
 LARGEST_INT4_SCALE = 2.0**58
 
 
 def check_quantizable(name: str, weight: Tensor, scheme: str | QuantScheme | None = None) -> None:
-    """Raise ValueError, naming the weight, unless `quantize` takes it: reads it once, keeps nothing."""
+    """Raise ValueError, naming the weight, unless `quantize` takes it: reads it once, keeps
+    nothing.
+    """
     check_tensor(name, weight)
     if isinstance(weight, ExpertTensor):
         raise ValueError(
@@ -36,18 +38,23 @@ def check_quantizable(name: str, weight: Tensor, scheme: str | QuantScheme | Non
             f"quantized already go through moe_ops.from_quantized"
         )
     _check_matrices(name, weight)
-    if scheme is not None:
-        check_groups(name, weight.shape, get_scheme(scheme))
+    quantized = None if scheme is None else get_scheme(scheme)
+    if quantized is not None:
+        check_groups(name, weight.shape, quantized)
     largest = torch.linalg.vector_norm(weight.detach(), math.inf, (1, 2))
     _check_finite(name, largest)
-    desc = None if scheme is None else get_scheme(scheme).weight
-    if desc is not None and (desc.dtype == "int4" or desc.is_mx and desc.dtype == "e2m1"):
+    desc = None if quantized is None else quantized.weight
+    if (
+        quantized is not None
+        and desc is not None
+        and (desc.dtype == "int4" or desc.is_mx and desc.dtype == "e2m1")
+    ):
         scale = LARGEST_INT4_SCALE if desc.dtype == "int4" else 2.0 ** (LARGEST_E8M0 - 127)
         _check_at_most(
             name,
             largest,
             desc.format.max * scale,
-            f"for scheme {get_scheme(scheme).name!r}; scale it down",
+            f"for scheme {quantized.name!r}; scale it down",
         )
 
 
@@ -61,7 +68,8 @@ def check_groups(name: str, shape: tuple[int, ...], scheme: QuantScheme) -> None
 
 
 def checked_parts(scheme: QuantScheme, parts: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
-    """The tensors of an ExpertTensor, by name, from those of a checkpoint; ValueError unless they fit.
+    """The tensors of an ExpertTensor, by name, from those of a checkpoint; ValueError unless they
+    fit.
 
     Some arrive as another view of what is stored: e8m0 scales as float8_e8m0fnu, pairs of e2m1 as
     float4_e2m1fn_x2.
@@ -75,17 +83,19 @@ def checked_parts(scheme: QuantScheme, parts: Mapping[str, Tensor | None]) -> di
     if qdata.dtype != desc.storage_dtype:
         same = "; bytes of another dtype can be viewed as it" if desc.format.bits < 8 else ""
         raise ValueError(
-            f"qdata must be {desc.storage_dtype} for scheme {scheme.name!r}, got {qdata.dtype}{same}"
+            f"qdata must be {desc.storage_dtype} for scheme {scheme.name!r}, got "
+            f"{qdata.dtype}{same}"
         )
     _check_matrices("qdata", qdata)
-    shape = scheme.logical_shape(*qdata.shape)
+    shape = E, N, K = scheme.logical_shape(*qdata.shape)
     if scheme.qdata_shape(*shape) != tuple(qdata.shape):
         raise ValueError(
-            f"qdata must hold whole elements for scheme {scheme.name!r}, got shape {tuple(qdata.shape)}"
+            f"qdata must hold whole elements for scheme {scheme.name!r}, got shape "
+            f"{tuple(qdata.shape)}"
         )
     check_groups("qdata (counted in elements)", shape, scheme)
     checked = {"qdata": qdata.detach()}
-    for name, expected in scheme.scale_shapes(*shape).items():
+    for name, expected in scheme.scale_shapes(E, N, K).items():
         value = parts.get(name)
         if expected is None:
             if value is not None:
@@ -165,8 +175,8 @@ def _check_plain(name: str, value: object) -> None:
         raise ValueError(f"{name} must be a plain tensor, got {value}")
     if hasattr(value, "full_tensor"):
         raise ValueError(
-            f"{name} must be a plain tensor, got a DTensor; pass its to_local(), and the result to "
-            f"DTensor.from_local"
+            f"{name} must be a plain tensor, got a DTensor; pass its to_local(), and the result "
+            "to DTensor.from_local"
         )
 
 

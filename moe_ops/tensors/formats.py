@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -23,51 +25,56 @@ class Float8ExpertTensor(ExpertTensor):
 class Int8ExpertTensor(ExpertTensor):
     """int8 weights: value = (qdata - zero_point) * scale, for the schemes named "int8_...".
 
-    qdata is (E, N, K) int8. scale is (E, N, 1) per channel, (E, N, K/g) per group of g = 32, 64 or 128
-    columns, in the float dtype of the weights that were quantized (any of bf16, fp16, fp32 in
-    ``from_quantized``), fp32 where activations are quantized too. zero_point is int8, shaped like scale,
-    in the variants that end in ":zp"; others are symmetric, scale = amax / 127.5.
+    qdata is (E, N, K) int8. scale is (E, N, 1) per channel, (E, N, K/g) per group of g = 32, 64 or
+    128 columns, in the float dtype of the weights that were quantized (any of bf16, fp16, fp32 in
+    ``from_quantized``), fp32 where activations are quantized too. zero_point is int8, shaped like
+    scale, in the variants that end in ":zp"; others are symmetric, scale = amax / 127.5.
     """
 
 
 class Int4ExpertTensor(ExpertTensor):
     """int4 weights: value = (code - zero_point) * scale, for the schemes named "int4_...".
 
-    qdata is (E, N, K/2) uint8: codes 0..15, the even column in the low half of a byte. "int4_w4a16" has
-    scales (E, N, K/g) for groups of g = 32, 64 or 128 columns, or (E, N, 1), in the float dtype of the weights
-    that were quantized (any of bf16, fp16, fp32 in ``from_quantized``); zero_point is uint8 0..15, shaped
-    like scale, in the variants that end in ":zp", and 8 in the others, where scale = amax / 7.5.
+    qdata is (E, N, K/2) uint8: codes 0..15, the even column in the low half of a byte.
+    "int4_w4a16" has scales (E, N, K/g) for groups of g = 32, 64 or 128 columns, or (E, N, 1), in
+    the float dtype of the weights that were quantized (any of bf16, fp16, fp32 in
+    ``from_quantized``); zero_point is uint8 0..15, shaped like scale, in the variants that end in
+    ":zp", and 8 in the others, where scale = amax / 7.5.
 
-    "int4_w4a8" has e4m3 scales (E, N, K/128) and channel_scale fp32 (E, N, 1): value = (code - 8) * scale *
-    channel_scale. Its scales are at most 56, so that their products with codes fit e4m3 as well.
+    "int4_w4a8" has e4m3 scales (E, N, K/128) and channel_scale fp32 (E, N, 1): value = (code - 8)
+    * scale * channel_scale. Its scales are at most 56, so that their products with codes fit e4m3
+    as well.
     """
 
 
 class MXExpertTensor(ExpertTensor):
-    """MX weights: value = element * 2 ** (scale - 127), for the schemes named "mxfp4...", "mxfp6...", "mxfp8".
+    """MX weights: value = element * 2 ** (scale - 127), for the schemes named "mxfp4...",
+    "mxfp6...", "mxfp8".
 
-    qdata is (E, N, K/2) uint8 for mxfp4 (e2m1, the even column in the low half of a byte), (E, N, 3K/4) uint8
-    for mxfp6 (four elements in three bytes, the first in the lowest six bits), (E, N, K) float8_e4m3fn for
-    mxfp8. scale is (E, N, K/32) uint8, the e8m0 code (float8_e8m0fnu holds the same bytes). How ``quantize``
-    finds the exponents is part of the scheme: see ``moe_ops.schemes.QuantDesc``.
+    qdata is (E, N, K/2) uint8 for mxfp4 (e2m1, the even column in the low half of a byte), (E, N,
+    3K/4) uint8 for mxfp6 (four elements in three bytes, the first in the lowest six bits), (E, N,
+    K) float8_e4m3fn for mxfp8. scale is (E, N, K/32) uint8, the e8m0 code (float8_e8m0fnu holds
+    the same bytes). How ``quantize`` finds the exponents is part of the scheme: see
+    ``moe_ops.schemes.QuantDesc``.
     """
 
 
 class NVFP4ExpertTensor(ExpertTensor):
     """NVFP4 weights: value = element * scale / global_scale, for "nvfp4" and "nvfp4_w4a16".
 
-    qdata is (E, N, K/2) uint8, the even column in the low half of a byte; scale is (E, N, K/16) float8_e4m3fn;
-    global_scale is (E,) fp32, 448 * 6 / (largest magnitude of the expert). ModelOpt's checkpoints hold its
-    reciprocal as weight_scale_2.
+    qdata is (E, N, K/2) uint8, the even column in the low half of a byte; scale is (E, N, K/16)
+    float8_e4m3fn; global_scale is (E,) fp32, 448 * 6 / (largest magnitude of the expert).
+    ModelOpt's checkpoints hold its reciprocal as weight_scale_2.
 
-    With "nvfp4" activations have a global scale too: 1 / activation_scale where one is given (ModelOpt's
-    input_scale, amax / (448 * 6)), else from the data of each call.
+    With "nvfp4" activations have a global scale too: 1 / activation_scale where one is given
+    (ModelOpt's input_scale, amax / (448 * 6)), else from the data of each call.
     """
 
 
 class PlainExpertTensor(ExpertTensor):
-    """Plain weights whose rows or columns lie in another order than their shape says: what ``prepare`` makes of a
-    tensor. qdata is (E, N, K) in the weights' own dtype; there is no scale, and the scheme is "".
+    """Plain weights whose rows or columns lie in another order than their shape says: what
+    ``prepare`` makes of a tensor. qdata is (E, N, K) in the weights' own dtype; there is no scale,
+    and the scheme is "".
     """
 
     tensor_data_names = ["qdata"]
@@ -80,7 +87,7 @@ class PlainExpertTensor(ExpertTensor):
         weight_layout: str = "",
         dtype: torch.dtype = torch.bfloat16,
         requires_grad: bool = False,
-    ):
+    ) -> Any:
         return super().__new__(
             cls, qdata, None, scheme, weight_layout, dtype, requires_grad=requires_grad
         )

@@ -8,14 +8,15 @@
         model.requires_grad_(False)  # a plain model: assigned parameters keep its requires_grad
         model.load_state_dict(unflatten(tensors, file.metadata()), assign=True)
 
-``torch.save`` and ``torch.load(weights_only=True)`` need no flattening, only an ``import moe_ops`` before
-the load. To train the rest of the model,
-call ``requires_grad_(False)`` on the parameters of the experts alone.
+``torch.save`` and ``torch.load(weights_only=True)`` need no flattening, only an ``import moe_ops``
+before the load. To train the rest of the model, call ``requires_grad_(False)`` on the parameters
+of the experts alone.
 """
 
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -56,11 +57,12 @@ def class_named(name: str) -> type[ExpertTensor]:
 
 
 def flatten(state_dict: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Replace each ExpertTensor ``name`` by plain contiguous tensors "name.qdata", "name.scale", ...
+    """Replace each ExpertTensor ``name`` by plain contiguous tensors "name.qdata", "name.scale",
+    ...
 
     Returns:
-        The tensors, others unchanged, and a metadata entry "moe_ops:name" for each ExpertTensor: JSON
-        with its class, scheme, weight_layout and dtype.
+        The tensors, others unchanged, and a metadata entry "moe_ops:name" for each ExpertTensor:
+        JSON with its class, scheme, weight_layout and dtype.
 
     Raises:
         ValueError: if a new name is taken.
@@ -84,7 +86,9 @@ def flatten(state_dict: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str,
 
 
 def _checked(name: str, parts: dict[str, Tensor], attributes: dict) -> dict[str, Tensor]:
-    """The parts, as `from_quantized` takes those of all experts in their natural layout; ValueError, naming the weight, else."""
+    """The parts, as `from_quantized` takes those of all experts in their natural layout;
+    ValueError, naming the weight, else.
+    """
     if attributes["weight_layout"] or parts["qdata"].dim() != 3:
         return parts
     scheme = get_scheme(attributes["scheme"])
@@ -102,8 +106,9 @@ def unflatten(tensors: dict[str, Tensor], metadata: dict[str, str] | None) -> di
     """The inverse of ``flatten``; metadata entries of others are ignored.
 
     Raises:
-        ValueError: if the metadata name a class that is not ours, or a tensor is missing, or if they say nothing of
-            a weight's elements; if the tensors of a weight are not what ``from_quantized`` takes.
+        ValueError: if the metadata name a class that is not ours, or a tensor is missing, or if
+            they say nothing of a weight's elements; if the tensors of a weight are not what
+            ``from_quantized`` takes.
     """
     state_dict = dict(tensors)
     for key, text in (metadata or {}).items():
@@ -121,11 +126,13 @@ def unflatten(tensors: dict[str, Tensor], metadata: dict[str, str] | None) -> di
                     f"tensors must have {name + '.' + part!r}, which the metadata name"
                 )
         attributes["dtype"] = getattr(torch, attributes["dtype"])
-        state_dict[name] = cls(**_checked(name, parts, attributes), **attributes)
+        checked: dict[str, Any] = {**_checked(name, parts, attributes), **attributes}
+        state_dict[name] = cls(**checked)
     for key in state_dict:
         if key.endswith(".qdata"):
             raise ValueError(
-                f"metadata must say what {key!r} belongs to, as `flatten` wrote it beside the tensors; pass those of "
-                "the same file: safetensors.safe_open(path, 'pt').metadata()"
+                f"metadata must say what {key!r} belongs to, as `flatten` wrote it beside the "
+                "tensors; pass those of the same file: safetensors.safe_open(path, "
+                "'pt').metadata()"
             )
     return state_dict

@@ -1,28 +1,42 @@
 """Quantized weights sharded over processes by experts: under FSDP2, and as DTensors.
 
-FSDP2 (`fully_shard`) keeps some experts of each weight on every process and gathers all of them for a layer's
-forward. It does so through the operators and the two methods below; their names and signatures are
-FSDP's. The weights' tensors travel as they are, quantized.
+FSDP2 (`fully_shard`) keeps some experts of each weight on every process and gathers all of them
+for a layer's forward. It does so through the operators and the two methods below; their names and
+signatures are FSDP's. The weights' tensors travel as they are, quantized.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from moe_ops.tensors.base import ExpertTensor, implements
+from moe_ops.tensors.base import ExpertTensor, Types, implements
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 aten = torch.ops.aten
 
 
-def fsdp_pre_all_gather(self: ExpertTensor, mesh, outer_size, outer_stride, module, mp_policy):
-    """What FSDP gathers: bytes of all tensors with one entry for each expert, and how to undo that."""
+def fsdp_pre_all_gather(
+    self: ExpertTensor,
+    mesh: DeviceMesh,
+    outer_size: torch.Size,
+    outer_stride: tuple[int, ...],
+    module: Any,
+    mp_policy: Any,
+) -> tuple[tuple[Tensor, ...], tuple[list, list, list]]:
+    """What FSDP gathers: bytes of all tensors with one entry for each expert, and how to undo
+    that.
+    """
     if outer_size[0] % mesh.size():
         raise ValueError(
-            f"quantized weights must have a number of experts that the {mesh.size()} processes of FSDP "
-            f"divide, got {outer_size[0]}; leave them out by fully_shard(ignored_params=...)"
+            f"quantized weights must have a number of experts that the {mesh.size()} processes "
+            f"of FSDP divide, got {outer_size[0]}; leave them out by "
+            "fully_shard(ignored_params=...)"
         )
     names = _per_expert(self)
     if mesh.size() == 1:  # FSDP takes the first tensor alone then; the others are whole here
@@ -33,8 +47,13 @@ def fsdp_pre_all_gather(self: ExpertTensor, mesh, outer_size, outer_stride, modu
 
 
 def fsdp_post_all_gather(
-    self: ExpertTensor, all_gather_outputs, metadata, param_dtype, *, out: Tensor | None = None
-):
+    self: ExpertTensor,
+    all_gather_outputs: tuple[Tensor, ...],
+    metadata: tuple[list, list, list],
+    param_dtype: torch.dtype,
+    *,
+    out: Tensor | None = None,
+) -> tuple[Tensor, tuple] | None:
     """The weights of all experts, views of what was gathered."""
     if out is not None:
         return None  # a view of the same memory already
@@ -55,8 +74,8 @@ def gathered(weight: Any) -> Tensor:
     mesh, placements = weight.device_mesh, weight.placements
     if any(placement not in (Replicate(), Shard(0)) for placement in placements):
         raise ValueError(
-            f"a DTensor of quantized weights must be replicated or sharded along experts, Shard(0), got "
-            f"placements {placements}"
+            "a DTensor of quantized weights must be replicated or sharded along experts, "
+            f"Shard(0), got placements {placements}"
         )
     parts = {}
     for name in _per_expert(local):
@@ -81,7 +100,7 @@ def _bytes(t: Tensor) -> Tensor:
 
 
 @implements(aten.new_zeros.default)
-def _(func, types, args, kwargs):
+def _(func: Callable, types: Types, args: tuple, kwargs: dict) -> Any:
     self, size = args[0], tuple(args[1])
     if size[1:] != tuple(self.shape[1:]):
         raise ValueError(
@@ -91,15 +110,15 @@ def _(func, types, args, kwargs):
 
 
 @implements([aten.view.default, aten.as_strided.default])
-def _(func, types, args, kwargs):
-    """The same weights: FSDP flattens its shard, which it then keeps as it is, and restores the shape."""
+def _(func: Callable, types: Types, args: tuple, kwargs: dict) -> Any:
+    """The same weights: FSDP flattens its shard, keeps it as it is, and restores the shape."""
     self, size = args[0], tuple(args[1])
     natural = torch.empty(self.shape, device="meta").stride()
     strides = tuple(args[2]) if func is aten.as_strided.default else natural
     if size not in ((-1,), (self.numel(),), tuple(self.shape)) or strides != natural:
         raise ValueError(
-            f"a view of {self} must have its shape, or be flat where nothing reads it, got shape {size} and "
-            f"strides {strides}; view dequantize()"
+            f"a view of {self} must have its shape, or be flat where nothing reads it, got shape "
+            f"{size} and strides {strides}; view dequantize()"
         )
     return self._map(lambda t: t.view(t.shape))
 

@@ -6,6 +6,8 @@ would have no scales of its own, naming what to do instead.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -25,13 +27,15 @@ def axis(self: ExpertTensor, dim: int) -> tuple[str, int]:
         return "expert", dim
     if self.weight_layout not in ("", TRANSPOSED):
         raise ValueError(
-            f"views of {self} must be along the expert dimension 0: its rows and columns lie in another "
-            f"order; moe_ops.prepare(weight, 'torch') restores it"
+            f"views of {self} must be along the expert dimension 0: its rows and columns lie in "
+            "another order; moe_ops.prepare(weight, 'torch') restores it"
         )
     return ("row" if (dim == -2) != (self.weight_layout == TRANSPOSED) else "col"), dim
 
 
-def slice_(self: ExpertTensor, dim: int, start, end, step) -> ExpertTensor:
+def slice_(
+    self: ExpertTensor, dim: int, start: int | None, end: int | None, step: int
+) -> ExpertTensor:
     kind, dim = axis(self, dim)
     if kind == "expert":
         return self._with_weights(lambda t: aten.slice.Tensor(t, 0, start, end, step))
@@ -46,14 +50,18 @@ def slice_(self: ExpertTensor, dim: int, start, end, step) -> ExpertTensor:
     return self._replace(**_columns(self, desc, dim, size, start, end, step))
 
 
-def _rows(self, desc: QuantDesc, dim, size, start, end, step) -> dict[str, Tensor]:
+def _rows(
+    self: ExpertTensor, desc: QuantDesc, dim: int, size: int, start: int, end: int, step: int
+) -> dict[str, Tensor]:
     changed = {"qdata": aten.slice.Tensor(self.qdata, dim, start, end, step)}
     if self.channel_scale is not None:
         changed["channel_scale"] = aten.slice.Tensor(self.channel_scale, dim, start, end, step)
     return changed | _scales(self, desc.group.rows, desc, dim, size, start, end, step)
 
 
-def _columns(self, desc: QuantDesc, dim, size, start, end, step) -> dict[str, Tensor]:
+def _columns(
+    self: ExpertTensor, desc: QuantDesc, dim: int, size: int, start: int, end: int, step: int
+) -> dict[str, Tensor]:
     bits, group = desc.format.bits, desc.group.cols
     if bits != 8 and group == -1:
         _require_multiples(self, dim, 2, "a byte begins", None, start, end, step)
@@ -63,7 +71,16 @@ def _columns(self, desc: QuantDesc, dim, size, start, end, step) -> dict[str, Te
     return changed | {"qdata": aten.slice.Tensor(self.qdata, dim, start, end, step)}
 
 
-def _scales(self, group: int, desc: QuantDesc, dim, size, start, end, step) -> dict[str, Tensor]:
+def _scales(
+    self: ExpertTensor,
+    group: int,
+    desc: QuantDesc,
+    dim: int,
+    size: int,
+    start: int,
+    end: int,
+    step: int,
+) -> dict[str, Tensor]:
     """The scales, and zero points, of a slice along a dimension whose groups have this size."""
     if group == -1:
         return {}
@@ -75,8 +92,17 @@ def _scales(self, group: int, desc: QuantDesc, dim, size, start, end, step) -> d
     return {n: aten.slice.Tensor(getattr(self, n), dim, start, end, step) for n in names}
 
 
-def _require_multiples(self, dim, of: int, where: str, last, start, end, step) -> None:
-    """Raise unless a slice begins and ends at multiples; one that may also end inside has ``last``."""
+def _require_multiples(
+    self: ExpertTensor,
+    dim: int,
+    of: int,
+    where: str,
+    last: int | None,
+    start: int,
+    end: int,
+    step: int,
+) -> None:
+    """Raise unless a slice begins and ends at multiples; with ``last`` it may end anywhere."""
     if start % of or step != 1:
         raise ValueError(
             f"slices of {self} along dim {dim + self.dim()} must start at a multiple of {of}, "
@@ -92,12 +118,12 @@ def _require_multiples(self, dim, of: int, where: str, last, start, end, step) -
 def require_experts(self: ExpertTensor, dim: int, what: str) -> None:
     if self.dim() != 3 or dim not in (0, -3):
         raise ValueError(
-            f"{what} of {self} must be along the expert dimension 0 of a 3-D tensor, got dim {dim}; "
-            f"take a slice, or dequantize()"
+            f"{what} of {self} must be along the expert dimension 0 of a 3-D tensor, got dim "
+            f"{dim}; take a slice, or dequantize()"
         )
 
 
-def select(self: ExpertTensor, dim: int, index) -> ExpertTensor:
+def select(self: ExpertTensor, dim: int, index: int) -> ExpertTensor:
     require_experts(self, dim, "select")
     return self._with_weights(lambda t: t.select(0, index))
 
@@ -145,7 +171,7 @@ def transpose(self: ExpertTensor, dim0: int = -2, dim1: int = -1) -> ExpertTenso
     return self._transposed()
 
 
-def getitem(self: ExpertTensor, key) -> ExpertTensor:
+def getitem(self: ExpertTensor, key: Any) -> ExpertTensor:
     keys = key if isinstance(key, tuple) else (key,)
     ellipses = [at for at, k in enumerate(keys) if k is Ellipsis]
     if ellipses:

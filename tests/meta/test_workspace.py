@@ -247,8 +247,9 @@ def test_kernels_stay_inside_their_workspaces(name, kind, M):
     results = []
     for factor in (1, 4):
 
-        def allocate(ready, direct, shape, dtype, M, device, factor=factor):
-            plan = Fenced(ready.plan.problem, ready.plan.machine, ready.plan.tiers)
+        def allocate(bound, direct, call, M, factor=factor):
+            plan = Fenced(bound.plan.problem, bound.plan.machine, bound.plan.tiers)
+            (shape, dtype), device = call.output(), call.hidden_states.device
             object.__setattr__(plan, "factor", factor)
             found = [torch.empty(*shape, dtype=dtype, device=device)]
             for shape, dtype in plan.workspace_shapes(M):

@@ -1,5 +1,4 @@
-"""Eager calls skip the dispatcher where it has nothing to do, and only there; values are the
-same."""
+"""Eager calls skip the dispatcher where it has nothing to do, and only there; values are the same."""
 
 import dataclasses
 
@@ -50,9 +49,9 @@ def direct(monkeypatch) -> list[bool]:
     """Whether each call so far went past the dispatcher."""
     seen = []
 
-    def record(ready, *values):
-        seen.append(ready.kernel is not None and dispatcher_is_idle())
-        return run(ready, *values)
+    def record(bound, *values):
+        seen.append(bound.kernel is not None and dispatcher_is_idle())
+        return run(bound, *values)
 
     run = bind.BoundPlan.run
     monkeypatch.setattr(bind.BoundPlan, "run", record)
@@ -150,12 +149,24 @@ def test_options_are_told_apart():
         kind.unpack((*range(7), [], None, "{'scheme': ''}"))
 
 
+class FakeCall:
+    """A call whose result has a shape and whose op takes one value."""
+
+    def __init__(self, shape: tuple):
+        self.shape, self.hidden_states = shape, torch.empty(0)
+
+    def output(self) -> tuple:
+        return self.shape, torch.float16
+
+    def op_values(self, options: str) -> tuple:
+        return "input", options
+
+
 @pytest.mark.parametrize("shape", [(3, 5), (0, 7), (4, 0), (2, 3, 4), (6,), (2, 0, 3)])
 def test_direct_calls_allocate_what_others_do(shape):
     plan = moe_ops.explain(*arguments()[:3], arguments()[4], backend="torch")
-    ready = bind.BoundPlan(plan)
-    device = torch.device("cpu")
-    found = [ready.allocate(direct, shape, torch.float16, 5, device) for direct in (True, False)]
+    bound, call = bind.BoundPlan(plan), FakeCall(shape)
+    found = [bound.allocate(direct, call, 5) for direct in (True, False)]
     for a, b in zip(*found, strict=True):
         assert (a.shape, a.stride(), a.dtype, a.device) == (b.shape, b.stride(), b.dtype, b.device)
     assert found[0][0].shape == shape and found[0][0].dtype == torch.float16
@@ -169,15 +180,15 @@ def test_calls_of_known_size_run_their_tier_alone():
     plan = moe_ops.explain(*arguments()[:3], arguments()[4], backend="torch")
     backends = [backends_module.named(name) for name in ("torch", "triton")]
     tiers = tuple(zip((4, -1), backends, strict=True))
-    ready = bind.BoundPlan(dataclasses.replace(plan, tiers=tiers)).split()
+    bound = bind.BoundPlan(dataclasses.replace(plan, tiers=tiers)).split()
     called = []
-    for _, alone in ready.tiers:
+    for _, alone in bound.tiers:
         alone.op = lambda *values, name=alone.plan.backend: called.append((name, values))
     for M, backend in ((0, "torch"), (4, "torch"), (5, "triton"), (4096, "triton")):
-        out = ready.run((M, 3), torch.float16, M, torch.device("cpu"), "input", ready.options)
+        out = bound.run(FakeCall((M, 3)), M)
         name, (first, *workspaces, values, options) = called.pop()
         assert name == backend and first is out and out.shape == (M, 3) and values == "input"
-        assert "'tiers': ''" in options and "'tiers': '4:" in ready.options
+        assert "'tiers': ''" in options and "'tiers': '4:" in bound.options
         wanted = backends_module.named(backend).workspace_shapes(M, plan.problem)
         assert [(t.shape, t.dtype) for t in workspaces] == [
             (torch.Size(b.shape), b.dtype) for b in wanted

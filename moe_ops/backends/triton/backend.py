@@ -36,8 +36,10 @@ _TRITON = environment.version("triton")
 _WHY_NO_GLUON = environment.why_no_gluon(_TRITON)
 _BACK = "moe_ops.prepare(weight, 'torch') brings it back"
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-_QUANTIZING = ("fp8_tensor", "fp8_tensor_static", "fp8_channel", "fp8_block")
-_QUANTIZING += ("int8_w8a8", "int8_w8a8_static")
+_QUANTIZING = (
+    *("fp8_tensor", "fp8_tensor_static", "fp8_channel", "fp8_block"),
+    *("int8_w8a8", "int8_w8a8_static"),
+)
 _MIXED_SCHEMES = frozenset(filter(operands.describe, SCHEMES))
 _NATIVE = (*_QUANTIZING, *sorted(name for name in _MIXED_SCHEMES if SCHEMES[name].weight_only))
 
@@ -59,7 +61,8 @@ def supports(problem: Problem, machine: Machine) -> list[str]:
         reasons += _reasons_against_e2m1_words(problem, machine)
     elif problem.layout:
         reasons.append(
-            f"triton takes weights in their natural layout or in {TRITON_E2M1!r}, got {problem.layout!r}; {_BACK}"
+            f"triton takes weights in their natural layout or in {TRITON_E2M1!r}, got "
+            f"{problem.layout!r}; {_BACK}"
         )
     if problem.dtype not in _DTYPES:
         reasons.append(f"triton takes bfloat16, float16 or float32, got {problem.dtype}")
@@ -73,8 +76,8 @@ def _reasons_against_e2m1_words(problem: Problem, machine: Machine) -> list[str]
     reasons = []
     if not get_scheme(problem.scheme).e2m1_weight_only:
         reasons.append(
-            f"triton takes layout {TRITON_E2M1!r} of e2m1 weights beside 16-bit activations, got scheme "
-            f"{problem.scheme!r}; {_BACK}"
+            f"triton takes layout {TRITON_E2M1!r} of e2m1 weights beside 16-bit activations, got "
+            f"scheme {problem.scheme!r}; {_BACK}"
         )
     if problem.kind != "experts":
         reasons.append(
@@ -84,19 +87,20 @@ def _reasons_against_e2m1_words(problem: Problem, machine: Machine) -> list[str]
         return reasons
     if problem.dtype != torch.bfloat16:
         reasons.append(
-            f"triton takes bfloat16 beside weights in layout {TRITON_E2M1!r}, got {problem.dtype}; {_BACK}"
+            f"triton takes bfloat16 beside weights in layout {TRITON_E2M1!r}, got "
+            f"{problem.dtype}; {_BACK}"
         )
     if machine.capability[0] != 9 or INTERPRETED or _WHY_NO_GLUON:
         major, minor = machine.capability
         found = "its interpreter" if INTERPRETED else f"Triton {_TRITON}"
         reasons.append(
-            f"triton takes weights in layout {TRITON_E2M1!r} on compute capability 9.0 under Triton 3.6, got {major}.{minor} "
-            f"under {found}; {_BACK}"
+            f"triton takes weights in layout {TRITON_E2M1!r} on compute capability 9.0 under "
+            f"Triton 3.6, got {major}.{minor} under {found}; {_BACK}"
         )
     return reasons
 
 
-def workspace_shapes(M, problem: Problem) -> Workspaces:
+def workspace_shapes(M: int, problem: Problem) -> Workspaces:
     """workspace13 holds the activation's output h (rows, I; of mixed GEMMs in whole chunks) in
     the input's dtype, workspace2 its product y (M * top_k, K) with w2 in fp32, the index workspace
     the table of blocks (.., 4) and the sort order.

@@ -91,14 +91,15 @@ def rows_of_scales(s: Tensor, group: int) -> Tensor:
 def _apply(w: ExpertTensor) -> Tensors:
     if w.dtype != torch.bfloat16:
         raise ValueError(
-            f"weight must be beside bfloat16 activations to be laid out for triton, got dtype {w.dtype}; leave w13 "
-            "and w2 as they are, which backend 'triton' takes too"
+            "weight must be beside bfloat16 activations to be laid out for triton, got dtype "
+            f"{w.dtype}; leave w13 and w2 as they are, which backend 'triton' takes too"
         )
     rows, columns = w.shape[-2:]
     if columns % 64 or columns < 128 or rows % 16:
         raise ValueError(
-            "weight must have columns that 64 divides, at least 128, and rows that 16 divides, to be laid out for triton, "
-            f"got {rows} rows of {columns}; leave w13 and w2 as they are, which backend 'triton' takes too"
+            "weight must have columns that 64 divides, at least 128, and rows that 16 divides, to "
+            f"be laid out for triton, got {rows} rows of {columns}; leave w13 and w2 as they are, "
+            "which backend 'triton' takes too"
         )
     return lay_out(w)
 

@@ -1,7 +1,8 @@
-"""Quantized checkpoints as they are: safetensors files with the tensor names their authors gave them.
+"""Quantized checkpoints as they are: safetensors files with their authors' tensor names.
 
-`Checkpoint(folder).expert_weight(...)` reads one weight of a layer's experts. transformers models load
-through `moe_ops.integrations.transformers`, which uses the same code. Formats: docs/checkpoints.md.
+`Checkpoint(folder).expert_weight(...)` reads one weight of a layer's experts. transformers models
+load through `moe_ops.integrations.transformers`, which uses the same code. Formats:
+docs/checkpoints.md.
 """
 
 from moe_ops.integrations.checkpoints.experts import Checkpoint, Weight

@@ -78,19 +78,19 @@ class Checkpoint:
 
         Args:
             experts: what the names of its tensors begin with, e.g. "model.layers.0.mlp.experts".
-            projections: what follows the expert's number, in the order in which their rows are stacked:
-                ("gate_proj", "up_proj") for w13, ("down_proj",) for w2; or one name of a stacked
-                weight, e.g. ("gate_up_proj",) for ``gate_up_proj_blocks``.
-            scheme: of a plain checkpoint, how to quantize it (None: not at all). Of a quantized one, the
-                scheme its weights are used with, e.g. "nvfp4_w4a16" instead of "nvfp4".
+            projections: what follows the expert's number, in the order in which their rows are
+                stacked: ("gate_proj", "up_proj") for w13, ("down_proj",) for w2; or one name of a
+                stacked weight, e.g. ("gate_up_proj",) for ``gate_up_proj_blocks``.
+            scheme: of a plain checkpoint, how to quantize it (None: not at all). Of a quantized
+                one, the scheme its weights are used with, e.g. "nvfp4_w4a16" instead of "nvfp4".
             device: where the weight is made.
 
         Returns:
             (E, N, K), an ExpertTensor or a plain tensor.
 
         Raises:
-            ValueError: tensors are missing, contradict each other or are not finite; the message names
-                tensor and file.
+            ValueError: tensors are missing, contradict each other or are not finite; the message
+                names tensor and file.
         """
         return self.load(self.find(experts, projections), scheme, device=device)
 
@@ -125,8 +125,8 @@ class Checkpoint:
             name: for messages.
             sources: `[projection][expert]`, as in `Weight`.
             columns_first: a stacked plain weight lies as (E, K, N).
-            joined: a plain matrix holds this many experts, one after the other: (E * N, K) or, with
-                columns_first, (E * K, N).
+            joined: a plain matrix holds this many experts, one after the other: (E * N, K) or,
+                with columns_first, (E * K, N).
         """
         matrices = [[self._describe(source) for source in projection] for projection in sources]
         form, first = matrices[0][0]
@@ -140,20 +140,21 @@ class Checkpoint:
                     )
                 if (matrix.rows, matrix.batch) != (described[0][1].rows, first.batch):
                     raise ValueError(
-                        f"{self._where(source)} must have {described[0][1].rows} rows like the other "
-                        f"experts', got {matrix.rows}"
+                        f"{self._where(source)} must have {described[0][1].rows} rows like the "
+                        f"other experts', got {matrix.rows}"
                     )
             rows += described[0][1].rows
             if len(sources) > 1 and first.scheme == "fp8_block" and described[0][1].rows % 128:
                 raise ValueError(
-                    f"{self._where(projection[0])} must have a multiple of 128 rows to be stacked with "
-                    f"another projection, because 128 rows share a scale, got {described[0][1].rows}"
+                    f"{self._where(projection[0])} must have a multiple of 128 rows to be "
+                    "stacked with another projection, because 128 rows share a scale, got "
+                    f"{described[0][1].rows}"
                 )
         joined = joined if form is None and not first.batch else 0
         if joined and rows % joined:
             raise ValueError(
-                f"{self._where(sources[0][0])} must have a multiple of {joined} rows, one block for each expert, "
-                f"got {rows}"
+                f"{self._where(sources[0][0])} must have a multiple of {joined} rows, one block "
+                f"for each expert, got {rows}"
             )
         stacked = bool(first.batch) or joined > 0
         columns_first = columns_first and stacked and form is None
@@ -171,7 +172,9 @@ class Checkpoint:
         device: torch.device | str = "cpu",
         dtype: torch.dtype | None = None,
     ) -> Tensor:
-        """Read a weight that `find` or `plan` returned; ``dtype`` is that of the values it stands for."""
+        """Read a weight that `find` or `plan` returned; ``dtype`` is that of the values it stands
+        for.
+        """
         name = scheme_for(weight, scheme)
         if not name:
             parts = _stack(self._plain(weight, device), weight.shape[0])
@@ -267,9 +270,9 @@ class Checkpoint:
             elif any(not torch.equal(o, t) for o in others):
                 values = ", ".join(f"{o.item():.9g}" for o in others)
                 raise ValueError(
-                    f"{self._where(expert[0])} must have the {name.replace('_', ' ')} of the other "
-                    f"projections of its expert, because both are one matrix here, got {values}; quantize "
-                    f"again with one scale for gate and up"
+                    f"{self._where(expert[0])} must have the {name.replace('_', ' ')} of the "
+                    "other projections of its expert, because both are one matrix here, got "
+                    f"{values}; quantize again with one scale for gate and up"
                 )
             else:
                 out[name] = t
@@ -311,7 +314,7 @@ def _storage(matrix: Matrix) -> str:
 
 
 def role_of(text: str) -> str:
-    """The role that a tensor's name ends with: "" -> "weight", "scale_inv" -> "weight_scale_inv"."""
+    """The role at the end of a tensor's name: "" is "weight", "scale_inv" "weight_scale_inv"."""
     if text in ("", "weight"):
         return "weight"
     if text in ROLES or text in ALIASES:
@@ -330,8 +333,8 @@ def experts_of(name: str, stacked: list[Source], single: list[dict[int, Source]]
         missing = sorted(set(range(numbers[-1] + 1)) - set(projection))
         if missing:
             raise ValueError(
-                f"{name} must have all projections of experts 0 to {numbers[-1]}, got none of experts "
-                f"{missing[:8]} for one of them"
+                f"{name} must have all projections of experts 0 to {numbers[-1]}, got none of "
+                f"experts {missing[:8]} for one of them"
             )
     return tuple(tuple(projection[e] for e in numbers) for projection in single)
 

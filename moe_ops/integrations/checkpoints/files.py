@@ -1,7 +1,7 @@
 """Safetensors files of a checkpoint: which tensors there are, and reading them one at a time.
 
-Tensors are read into memory of their own, not mapped: what a process holds is then what it loaded, and
-a checkpoint several times as large as the memory can be quantized while it is read.
+Tensors are read into memory of their own, not mapped: what a process holds is then what it loaded,
+and a checkpoint several times as large as the memory can be quantized while it is read.
 """
 
 from __future__ import annotations
@@ -91,9 +91,9 @@ class TensorFiles:
             end = 8 + length + info["data_offsets"][1]
             if end > size or end - entry.begin != math.prod(entry.shape) * entry.dtype.itemsize:
                 raise ValueError(
-                    f"{entry} must have {math.prod(entry.shape) * entry.dtype.itemsize} bytes that end at "
-                    f"or before {size}, the file's size, got {end - entry.begin} that end at {end}: the "
-                    f"file is truncated; download it again"
+                    f"{entry} must have {math.prod(entry.shape) * entry.dtype.itemsize} bytes "
+                    f"that end at or before {size}, the file's size, got {end - entry.begin} "
+                    f"that end at {end}: the file is truncated; download it again"
                 )
             self.entries[name] = entry
 
@@ -103,7 +103,7 @@ class TensorFiles:
         data = torch.empty(math.prod(entry.shape) * entry.dtype.itemsize, dtype=torch.uint8)
         with entry.file.open("rb") as f:
             f.seek(entry.begin)
-            if data.numel() and f.readinto(memoryview(data.numpy())) != data.numel():
+            if data.numel() and f.readinto(data.numpy().data) != data.numel():
                 raise ValueError(f"{entry} ends early: the file was changed while it was read")
         return data.view(entry.dtype).reshape(entry.shape).to(device)
 

@@ -19,11 +19,13 @@ from moe_ops.integrations.checkpoints.common import (
     shape_of,
 )
 
-# --- weight_scale_inv: DeepSeek, Qwen3-FP8 and transformers' own FP8 quantizer ----------------------
+# --- weight_scale_inv: DeepSeek, Qwen3-FP8 and transformers' own FP8 quantizer ----------------
 
 
 def describe_scale_inv(t: dict, config: Config) -> Matrix:
-    """e4m3 with a scale for each 128 x 128; with e8m0 scales for each 32 of a row e4m3 or pairs of e2m1."""
+    """e4m3 with a scale for each 128 x 128; e4m3 or pairs of e2m1 with e8m0 scales for each 32 of
+    a row.
+    """
     *batch, n, k = shape_of(t, "weight")
     is_fp4 = t["weight"].dtype == torch.int8
     k *= 2 if is_fp4 else 1
@@ -54,11 +56,11 @@ def convert_scale_inv(t: dict[str, Tensor], config: Config) -> dict[str, Tensor]
     return {"qdata": t["weight"], "scale": scale.float()}
 
 
-# --- compressed-tensors, and ModelOpt's fp8 ---------------------------------------------------------
+# --- compressed-tensors, and ModelOpt's fp8 --------------------------------------------------
 
 
 def describe_scaled(t: dict, config: Config) -> Matrix:
-    """float-quantized (e4m3) and int-quantized (int8): one scale a row, of fp8 also for a matrix."""
+    """float-quantized (e4m3), int-quantized (int8): one scale a row, of fp8 also for a matrix."""
     *batch, n, k = shape_of(t, "weight")
     acts = activations(config, {"dynamic": "input_scale" not in t})
     static = acts is not None and acts.get("dynamic") is False
@@ -78,8 +80,8 @@ def describe_scaled(t: dict, config: Config) -> Matrix:
         name = "fp8_tensor_static" if static else "fp8_tensor"
         return Matrix("fp8_w8a16:tensor" if acts is None else name, n, k, tuple(batch))
     raise ValueError(
-        f"weight_scale must have one element, {(*batch, n, 1)} with activations that are not static, or "
-        f"one element for each 128 x 128 block, got {scale}"
+        f"weight_scale must have one element, {(*batch, n, 1)} with activations that are not "
+        f"static, or one element for each 128 x 128 block, got {scale}"
     )
 
 
@@ -131,7 +133,7 @@ def convert_nvfp4(t: dict[str, Tensor], config: Config) -> dict[str, Tensor]:
     return parts
 
 
-# --- mxfp4: gpt-oss, and compressed-tensors ---------------------------------------------------------
+# --- mxfp4: gpt-oss, and compressed-tensors --------------------------------------------------
 
 
 def describe_blocks(t: dict, config: Config) -> Matrix:

@@ -1,11 +1,12 @@
 """The quantized formats of checkpoints: what their tensors are called, and what they become here.
 
-A matrix of a checkpoint is a set of tensors, each in one role: what follows the matrix's name, e.g.
-"qweight" of ``experts.3.up_proj.qweight`` or "blocks" of ``experts.gate_up_proj_blocks``. A `Format`
-looks at names, dtypes and shapes alone (`describe`), so that a whole checkpoint is checked before any
-weight is read, and turns the tensors into those of an ExpertTensor (`convert`). Neither changes the value of
-any element: integers and floats are moved to other places, scales are widened to fp32 where moe_ops
-wants that, and a global scale that multiplies becomes one that divides.
+A matrix of a checkpoint is a set of tensors, each in one role: what follows the matrix's name,
+e.g. "qweight" of ``experts.3.up_proj.qweight`` or "blocks" of ``experts.gate_up_proj_blocks``. A
+`Format` looks at names, dtypes and shapes alone (`describe`), so that a whole checkpoint is
+checked before any weight is read, and turns the tensors into those of an ExpertTensor (`convert`).
+Neither changes the value of any element: integers and floats are moved to other places, scales are
+widened to fp32 where moe_ops wants that, and a global scale that multiplies becomes one that
+divides.
 
 Dimensions: N rows (outputs), K columns (inputs), g columns of one scale group.
 """
@@ -27,9 +28,10 @@ from moe_ops.integrations.checkpoints.common import FLOATS, Config, Matrix
 class Format:
     """One way to store a quantized matrix.
 
-    ``describe`` takes the tensors by role (all that have dtype and shape will do) and the checkpoint's
-    quantization_config; it raises ValueError where they contradict each other or ask for what moe_ops
-    cannot compute. ``convert`` returns the arguments of `from_quantized` for this matrix.
+    ``describe`` takes the tensors by role (all that have dtype and shape will do) and the
+    checkpoint's quantization_config; it raises ValueError where they contradict each other or ask
+    for what moe_ops cannot compute. ``convert`` returns the arguments of `from_quantized` for this
+    matrix.
     """
 
     name: str
@@ -67,7 +69,8 @@ def format_of(tensors: dict, where: str) -> Format | None:
 def _describe_weight_packed(t: dict, config: Config) -> Matrix:
     if t["weight_packed"].dtype not in (torch.int32, torch.uint8):
         raise ValueError(
-            f"weight_packed must be int32 (integers) or uint8 (mxfp4), got {t['weight_packed'].dtype}"
+            "weight_packed must be int32 (integers) or uint8 (mxfp4), got "
+            f"{t['weight_packed'].dtype}"
         )
     is_words = t["weight_packed"].dtype == torch.int32
     return (integers.describe_packed if is_words else floats.describe_mxfp4)(t, config)

@@ -1,7 +1,7 @@
 """Checkpoints of integers in int32 words: GPTQ, AWQ and compressed-tensors' pack-quantized.
 
-Dimensions: N rows (outputs), K columns (inputs), g columns of one scale group. See `formats` for what
-describe and convert are.
+Dimensions: N rows (outputs), K columns (inputs), g columns of one scale group. See `formats` for
+what describe and convert are.
 """
 
 from __future__ import annotations
@@ -22,20 +22,21 @@ from moe_ops.integrations.checkpoints.common import (
 from moe_ops.integrations.checkpoints.packings import AWQ_ORDER, pack_nibbles, unpack_int32
 
 _ACT_ORDER = (
-    "{} must be off: with it neighbouring columns belong to different scale groups, so every row of "
-    "activations would have to be permuted between the two projections; quantize again without it"
+    "{} must be off: with it neighbouring columns belong to different scale groups, so every row "
+    "of activations would have to be permuted between the two projections; quantize again without "
+    "it"
 )
 
 
 def group_variant(k: int, count: int, config_size: int | None, sizes: tuple[int, ...]) -> str:
-    """The variant of an integer scheme, ":g128" or ":channel", of K columns with ``count`` groups."""
+    """The variant (":g128", ":channel") of an integer scheme, of K columns in ``count`` groups."""
     if count < 1 or k % count:
         raise ValueError(f"scales must divide {k} columns evenly, got {count} groups")
     size = k // count
     if config_size not in (None, -1, size):
         raise ValueError(
-            f"scales must have one group for each {config_size} columns, the checkpoint's group_size, "
-            f"got {count} groups in {k} columns"
+            f"scales must have one group for each {config_size} columns, the checkpoint's "
+            f"group_size, got {count} groups in {k} columns"
         )
     if config_size in sizes or (config_size is None and size in sizes):
         return f":g{size}"
@@ -45,7 +46,7 @@ def group_variant(k: int, count: int, config_size: int | None, sizes: tuple[int,
 
 
 def describe_packed(t: dict, config: Config) -> Matrix:
-    """pack-quantized: int32 words of 4 or 8 bits along the columns, signed values plus 2**(bits-1)."""
+    """pack-quantized: int32 words of 4 or 8 bits along the columns, values plus 2**(bits-1)."""
     args = config.get("weights") or {}
     bits = args.get("num_bits", 4)
     if bits not in (4, 8):
@@ -99,7 +100,7 @@ def _integers(codes: Tensor, zero: Tensor | None, scale: Tensor, bits: int) -> d
 
 
 def describe_gptq(t: dict, config: Config) -> Matrix:
-    """qweight (K * bits / 32, N) words down the columns' dimension, qzeros (K/g, N * bits / 32)."""
+    """qweight (K * bits / 32, N): words along the columns; qzeros (K/g, N * bits / 32)."""
     bits = config.get("bits", 4)
     if bits not in (4, 8):
         raise ValueError(f"bits must be 4 or 8, got {bits}")
@@ -133,10 +134,10 @@ def convert_gptq(t: dict[str, Tensor], config: Config) -> dict[str, Tensor]:
     if config.get("sym"):
         if not bool((zero == 2 ** (bits - 1)).all()):
             raise ValueError(
-                f"qzeros must be {2 ** (bits - 1)} everywhere, as the checkpoint's sym=True says, got "
-                f"{zero.unique().tolist()[:8]}; is its checkpoint_format right?"
+                f"qzeros must be {2 ** (bits - 1)} everywhere, as the checkpoint's sym=True "
+                f"says, got {zero.unique().tolist()[:8]}; is its checkpoint_format right?"
             )
-        zero = None
+        return _integers(codes, None, t["scales"].T, bits)
     return _integers(codes, zero, t["scales"].T, bits)
 
 

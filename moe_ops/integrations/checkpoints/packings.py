@@ -15,7 +15,7 @@ AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 def unpack_int32(
     words: Tensor, bits: int, dim: int, order: tuple[int, ...] | None = None
 ) -> Tensor:
-    """Codes of int32 words that hold 32 / bits neighbours along ``dim``, the first in the low bits.
+    """Codes of int32 words of 32 / bits neighbours along ``dim`` each, the first in the low bits.
 
     Args:
         words: (..., n, ...) int32.

@@ -1,15 +1,17 @@
 """Hugging Face transformers models on moe_ops.
 
-Importing this module registers the experts implementation "moe_ops", for plain and for FP8 experts::
+Importing this module registers the experts implementation "moe_ops", for plain and for FP8
+experts::
 
     import moe_ops.integrations.transformers
     model = AutoModelForCausalLM.from_pretrained(name, experts_implementation="moe_ops")
 
 `attach(model)` does the same for a model that is built already, serves the families that bypass
-transformers' experts hook, checks each layer and reports what runs where. `quantize(model, scheme)`
-quantizes the experts' weights in place, and `from_pretrained(name, quantization_config=MoeOpsConfig(scheme))`
-while a checkpoint is read; `MoeOpsConfig()` reads checkpoints that are quantized already. Families, limits and
-examples: docs/transformers.md and docs/checkpoints.md.
+transformers' experts hook, checks each layer and reports what runs where. `quantize(model,
+scheme)` quantizes the experts' weights in place, and `from_pretrained(name,
+quantization_config=MoeOpsConfig(scheme))` while a checkpoint is read; `MoeOpsConfig()` reads
+checkpoints that are quantized already. Families, limits and examples: docs/transformers.md and
+docs/checkpoints.md.
 """
 
 from __future__ import annotations

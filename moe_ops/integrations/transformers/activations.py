@@ -3,13 +3,14 @@
 Dimensions: M tokens, H hidden size, I intermediate size, E local experts, top_k experts per token.
 
 A gate is one of ours only if its formula is (`_GATES`, keyed by the function that a module's class
-really uses, so that an overridden gate is never mistaken for the one it replaces). Every other gate is
-run by the module itself between two grouped linears.
+really uses, so that an overridden gate is never mistaken for the one it replaces). Every other
+gate is run by the module itself between two grouped linears.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -21,10 +22,13 @@ from moe_ops.activations import Activation
 from moe_ops.meta.scales import TRANSPOSED
 from moe_ops.numerics import permute
 
+HfModule = Any  # an nn.Module of transformers, whose class alone knows its attributes
+
 FUSED = "fused_experts"
 GROUPED = "grouped_linear around the module's gate"
 
-# Pointwise functions of ours. NewGELUActivation writes out the tanh approximation that GELUTanh calls.
+# Pointwise functions of ours. NewGELUActivation writes out the tanh approximation that GELUTanh
+# calls.
 _POINTWISE = {
     nn.SiLU: "silu",
     hf.SiLUActivation: "silu",
@@ -35,7 +39,7 @@ _POINTWISE = {
 }
 
 
-def _plain(module: nn.Module) -> Activation | None:
+def _plain(module: HfModule) -> Activation | None:
     """act_fn(g) * u, or act_fn(x) without a gate."""
     act_fn = module.activation_fn if hasattr(module, "activation_fn") else module.act_fn
     name = "silu" if act_fn is F.silu else _POINTWISE.get(type(act_fn))
@@ -44,35 +48,35 @@ def _plain(module: nn.Module) -> Activation | None:
     return None if name in (None, "relu2") else Activation(name)
 
 
-def _swigluoai(module: nn.Module) -> Activation:
+def _swigluoai(module: HfModule) -> Activation:
     return Activation("swigluoai", module.alpha, 1.0, module.limit)
 
 
-def _swigluoai_halves(module: nn.Module) -> Activation:
+def _swigluoai_halves(module: HfModule) -> Activation:
     return Activation("swigluoai_uninterleave", module.alpha, 1.0, module.limit)
 
 
-def _minimax_m3(module: nn.Module) -> Activation:
+def _minimax_m3(module: HfModule) -> Activation:
     return Activation("swigluoai_uninterleave", module.swiglu_alpha, 1.0, module.swiglu_limit)
 
 
-def _clamped_silu(module: nn.Module) -> Activation:
+def _clamped_silu(module: HfModule) -> Activation:
     return Activation("silu", limit=module.swiglu_limit)
 
 
-def _deepseek_v4(module: nn.Module) -> Activation | None:
+def _deepseek_v4(module: HfModule) -> Activation | None:
     plain = _plain(module)
     is_silu = plain is not None and plain.name == "silu"
     return Activation("silu", limit=module.limit) if is_silu else None
 
 
-def _step3p7(module: nn.Module) -> Activation | None:
+def _step3p7(module: HfModule) -> Activation | None:
     plain = _plain(module)
     is_silu = plain is not None and plain.name == "silu"
     return Activation("swiglustep", limit=module.limit) if is_silu else None
 
 
-def _fp8(module: nn.Module) -> Activation | None:
+def _fp8(module: HfModule) -> Activation | None:
     if getattr(module, "gate_softcap", None) is not None:
         return None
     if module.swiglu_alpha is not None:
@@ -80,7 +84,7 @@ def _fp8(module: nn.Module) -> Activation | None:
     return _plain(module) if module.limit is None else _deepseek_v4(module)
 
 
-_GATES: dict[str, Callable[[nn.Module], Activation | None]] = {
+_GATES: dict[str, Callable[[HfModule], Activation | None]] = {
     "_default_apply_gate": _plain,
     "BeamExperts._apply_gate": _plain,  # in fp32 with one rounding, as all of ours are
     "GptOssExperts._apply_gate": _swigluoai,
@@ -94,7 +98,7 @@ _GATES: dict[str, Callable[[nn.Module], Activation | None]] = {
 }
 
 
-def activation_of(module: nn.Module) -> Activation | None:
+def activation_of(module: HfModule) -> Activation | None:
     """The module's function between its two projections, or None if it is not one of ours."""
     gate = _gate_name(type(module))
     if gate == "" or not getattr(module, "has_gate", True):
@@ -112,25 +116,27 @@ def _gate_name(cls: type) -> str:
     return gate.__qualname__ if gate.__module__.startswith("transformers.") else "other"
 
 
-def path_of(module: nn.Module) -> str:
+def path_of(module: HfModule) -> str:
     """`FUSED` or `GROUPED`."""
     ours = activation_of(module) is not None and not getattr(module, "has_post_expert_norm", False)
     return FUSED if ours else GROUPED
 
 
-def rows_first(weight: Tensor, module: nn.Module) -> Tensor:
+def rows_first(weight: Tensor, module: HfModule) -> Tensor:
     """A weight as (E, rows, columns); a view where the module keeps (E, columns, rows)."""
     return turned(weight) if getattr(module, "is_transposed", False) else weight
 
 
 def turned(weight: Tensor) -> Tensor:
-    """A weight (E, columns, rows) as (E, rows, columns). Those prepared for a backend are so already: they have no transpose."""
+    """A weight (E, columns, rows) as (E, rows, columns). Those prepared for a backend are so
+    already: they have no transpose.
+    """
     prepared = getattr(weight, "weight_layout", "") not in ("", TRANSPOSED)
     return weight if prepared else weight.transpose(1, 2)
 
 
 def run_experts(
-    module: nn.Module,
+    module: HfModule,
     hidden_states: Tensor,  # (M, H)
     top_k_index: Tensor,  # (M, top_k), ids outside [0, E) contribute zero
     top_k_weights: Tensor,  # (M, top_k)
@@ -171,13 +177,13 @@ def run_experts(
     return permute.combine(rows, top_k_weights, pairs, hidden_states.dtype)
 
 
-def backend_of(module: nn.Module) -> str:
+def backend_of(module: HfModule) -> str:
     """The backend that attach() chose for this module."""
     return getattr(module, "_moe_ops_backend", "auto")
 
 
 def experts_forward(
-    module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+    module: HfModule, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
     """Forward of every experts module in transformers' common form; see `run_experts`."""
     w13 = module.gate_up_proj if getattr(module, "has_gate", True) else module.up_proj

@@ -14,9 +14,9 @@ from moe_ops.integrations.transformers.quantizer import mark_quantized
 def attach(model: nn.Module, backend: str = "auto") -> AttachReport:
     """Run the experts of a model through moe_ops, in place, and check that they do.
 
-    Modules on transformers' experts hook get experts_implementation="moe_ops"; those of llama4, dbrx,
-    longcat_flash and step3p7 get another forward. Each layer whose weights are loaded is called once
-    on a few random tokens; its result must agree with its own forward.
+    Modules on transformers' experts hook get experts_implementation="moe_ops"; those of llama4,
+    dbrx, longcat_flash and step3p7 get another forward. Each layer whose weights are loaded is
+    called once on a few random tokens; its result must agree with its own forward.
 
     Args:
         model: a transformers model, or any module that contains such layers.
@@ -26,13 +26,13 @@ def attach(model: nn.Module, backend: str = "auto") -> AttachReport:
         A report; print it to see what runs where.
 
     Raises:
-        ValueError: no MoE layer, one of a family nobody taught us, experts that are packed FP4, or an
-            unknown backend.
+        ValueError: no MoE layer, one of a family nobody taught us, experts that are packed FP4, or
+            an unknown backend.
         RuntimeError: a layer did not call moe_ops or differs from its own forward.
 
-    After an error the model is as it was before the call. One thing stays done: gpt_oss that transformers
-    loaded with MXFP4 kernels of its own gets back its ordinary modules, with the same weights as
-    ExpertTensors of scheme "mxfp4_w4a16".
+    After an error the model is as it was before the call. One thing stays done: gpt_oss that
+    transformers loaded with MXFP4 kernels of its own gets back its ordinary modules, with the same
+    weights as ExpertTensors of scheme "mxfp4_w4a16".
     """
     check_backend("backend", backend)
     if isinstance(model, nn.Module) and restore_modules(model):

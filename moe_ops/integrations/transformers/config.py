@@ -1,6 +1,9 @@
-"""The `quantization_config` of `from_pretrained`, known to transformers under the name "moe_ops"."""
+"""The `quantization_config` of `from_pretrained`, which transformers knows as "moe_ops"."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
 
 from transformers.quantizers import auto
 from transformers.utils.quantization_config import QuantizationConfigMixin
@@ -16,9 +19,9 @@ class MoeOpsConfig(QuantizationConfigMixin):
     """The `quantization_config` of `from_pretrained` for experts that moe_ops runs.
 
     Args:
-        scheme: how to quantize the experts of a plain checkpoint, e.g. "int4_w4a16"; None for a checkpoint
-            that is quantized already, whose weights are then used as they are (or another scheme with
-            the same weights, e.g. "nvfp4_w4a16" for an NVFP4 checkpoint).
+        scheme: how to quantize the experts of a plain checkpoint, e.g. "int4_w4a16"; None for a
+            checkpoint that is quantized already, whose weights are then used as they are (or
+            another scheme with the same weights, e.g. "nvfp4_w4a16" for an NVFP4 checkpoint).
         backend: for every expert call, as in `moe_ops.fused_experts`.
 
     Raises:
@@ -43,10 +46,14 @@ class MoeOpsConfig(QuantizationConfigMixin):
 
 
 class _ModelOptConfig(MoeOpsConfig):
-    """Lets `from_pretrained` read ModelOpt's checkpoints, which transformers does not know, unasked."""
+    """Lets `from_pretrained` read ModelOpt's checkpoints, which transformers does not know,
+    unasked.
+    """
 
     @classmethod
-    def from_dict(cls, config_dict, return_unused_kwargs=False, **kwargs):
+    def from_dict(
+        cls, config_dict: dict, return_unused_kwargs: bool = False, **kwargs: Any
+    ) -> MoeOpsConfig:
         return MoeOpsConfig()
 
 
@@ -54,10 +61,12 @@ if "modelopt" not in auto.AUTO_QUANTIZATION_CONFIG_MAPPING:
     auto.register_quantization_config("modelopt")(_ModelOptConfig)
 
 
-def _merge_quantization_configs(original):
-    """Let a MoeOpsConfig read checkpoints of other quantizers, which transformers refuses to mix."""
+def _merge_quantization_configs(original: Callable) -> Any:
+    """Let a MoeOpsConfig read other quantizers' checkpoints, which transformers refuses to mix."""
 
-    def merge_quantization_configs(cls, quantization_config, quantization_config_from_args):
+    def merge_quantization_configs(
+        cls: type, quantization_config: Any, quantization_config_from_args: Any
+    ) -> Any:
         if isinstance(quantization_config_from_args, MoeOpsConfig):
             return quantization_config_from_args
         return original(quantization_config, quantization_config_from_args)

@@ -1,8 +1,8 @@
 """Which tensors of a checkpoint make up a parameter, as transformers' own conversions tell.
 
 A family's conversion from ``experts.*.gate_proj.weight`` and ``experts.*.up_proj.weight`` to
-``experts.gate_up_proj`` names the projections and their order. The readers made of it match all names that
-quantized checkpoints put in the place of "weight".
+``experts.gate_up_proj`` names the projections and their order. The readers made of it match all
+names that quantized checkpoints put in the place of "weight".
 """
 
 from __future__ import annotations
@@ -29,11 +29,13 @@ Table = dict[str, tuple[int, str]]  # source pattern -> (projection, role)
 class _Unused(loading.ConversionOps):
     """Stands where a WeightConverter must have an operation; `OwnReader` runs none."""
 
-    def convert(self, input_dict, source_patterns, target_patterns, **kwargs):
+    def convert(
+        self, input_dict: Any, source_patterns: Any, target_patterns: Any, **kwargs: Any
+    ) -> Any:
         raise NotImplementedError
 
     @property
-    def reverse_op(self):
+    def reverse_op(self) -> _Unused:
         return self
 
 
@@ -46,10 +48,19 @@ class OwnReader(loading.WeightConverter):
         super().__init__(source_patterns, [target], [_Unused()])
         self.tensors: list[tuple[str, Any]] = []
 
-    def add_tensor(self, target_key, source_key, source_pattern, future):
+    def add_tensor(
+        self, target_key: str, source_key: str, source_pattern: str, future: Any
+    ) -> None:
         self.tensors.append((source_key, future))
 
-    def convert(self, layer_name, model=None, config=None, hf_quantizer=None, loading_info=None):
+    def convert(
+        self,
+        layer_name: str,
+        model: Any = None,
+        config: Any = None,
+        hf_quantizer: Any = None,
+        loading_info: Any = None,
+    ) -> dict:
         tensors, self.tensors = self.tensors, []
         hf_quantizer.place(model, layer_name, dict(tensors))
         loading_info.missing_keys.discard(layer_name)
@@ -89,7 +100,7 @@ def expert_number(tensor: str) -> int | None:
 
 
 def _is_stack_of_experts(transform: Any, leaf: str) -> bool:
-    """Whether a conversion stacks experts, or joins stacks, along the rows and does nothing else."""
+    """Whether a conversion stacks experts, or joins stacks along the rows, and nothing else."""
     if not _converts_to(transform, leaf) or len(transform.target_patterns) > 1:
         return False
     if not all(source.endswith(".weight") for source in transform.source_patterns):
@@ -112,7 +123,9 @@ def _bases(transform: loading.WeightConverter) -> list[str]:
     return [source.removesuffix(".weight") for source in transform.source_patterns]
 
 
-def _reader(bases: list[str], target: str, table: Table, roles=(*ROLES, BIAS)) -> OwnReader:
+def _reader(
+    bases: list[str], target: str, table: Table, roles: tuple[str, ...] = (*ROLES, BIAS)
+) -> OwnReader:
     patterns = []
     for projection, base in enumerate(bases):
         for role in (*roles, *ALIASES):
@@ -123,7 +136,9 @@ def _reader(bases: list[str], target: str, table: Table, roles=(*ROLES, BIAS)) -
 
 
 def _stacked_reader(leaf: str, table: Table, plain: bool) -> OwnReader:
-    """``experts.gate_up_proj`` (if plain), ``experts.gate_up_proj_blocks``, ``experts.gate_up_proj.qdata``."""
+    """``experts.gate_up_proj`` (if plain), ``experts.gate_up_proj_blocks``,
+    ``experts.gate_up_proj.qdata``.
+    """
     names = {"": "weight"} if plain else {}
     names |= {"_" + role.removeprefix("weight_"): role for role in _COMPANIONS}
     names |= {rf"\.{role}": role for role in STORED}

@@ -1,8 +1,10 @@
-"""Families whose experts do not go through transformers' experts hook: llama4, dbrx, longcat_flash, step3p7.
+"""Families whose experts do not go through transformers' experts hook: llama4, dbrx,
+longcat_flash, step3p7.
 
-`attach` gives their modules the forwards below. Where a block feeds its experts in a form of its own,
-block and experts are both replaced and the experts take (hidden_states, top_k_index, top_k_weights);
-each module reads only its own weights, so hooks that load weights when a module is called keep working.
+`attach` gives their modules the forwards below. Where a block feeds its experts in a form of its
+own, block and experts are both replaced and the experts take (hidden_states, top_k_index,
+top_k_weights); each module reads only its own weights, so hooks that load weights when a module is
+called keep working.
 """
 
 from __future__ import annotations
@@ -12,11 +14,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import moe_ops
 from moe_ops import activations
 from moe_ops.integrations.transformers import activations as hf_activations
+from moe_ops.integrations.transformers.activations import HfModule
 from moe_ops.numerics import permute
 
 
@@ -33,8 +36,10 @@ class Family:
     routes: bool = False  # the module is the whole block, fed with hidden states alone
 
 
-def _llama4_block(block: nn.Module, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
-    """Llama4TextMoe: the router weight multiplies the experts' input; returns (out, router_logits)."""
+def _llama4_block(block: HfModule, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+    """Llama4TextMoe: the router weight multiplies the experts' input; returns (out,
+    router_logits).
+    """
     hidden_states = hidden_states.reshape(-1, block.hidden_dim)
     router_scores, router_logits = block.router(hidden_states)
     ids = torch.topk(router_logits, block.top_k, dim=1).indices
@@ -42,7 +47,7 @@ def _llama4_block(block: nn.Module, hidden_states: Tensor) -> tuple[Tensor, Tens
     return block.shared_expert(hidden_states) + out, router_logits
 
 
-def _llama4_experts(module: nn.Module, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+def _llama4_experts(module: HfModule, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
     """Llama4TextExperts with weights (E, H, 2I) and (E, I, H); weights multiply the input."""
     M, top_k = ids.shape
     if top_k > 1:  # one weighted copy of the token for each of its experts
@@ -61,14 +66,15 @@ def _llama4_experts(module: nn.Module, x: Tensor, ids: Tensor, weights: Tensor) 
     return y.view(M, top_k, -1).sum(1) if top_k > 1 else y
 
 
-def _dbrx_experts(module: nn.Module, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+def _dbrx_experts(module: HfModule, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
     """DbrxExperts: x (B, T, H), routing (B * T, top_k)."""
     return module.mlp(x.reshape(-1, x.shape[-1]), ids, weights).view(x.shape)
 
 
-def _dbrx_glu(module: nn.Module, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-    """DbrxExpertGLU: w1 (gate), v1 (up) and w2, each (E * I, H), are separate parameters, so gate and
-    up are two grouped linears: joining them would hold the weights twice."""
+def _dbrx_glu(module: HfModule, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    """DbrxExpertGLU: w1 (gate), v1 (up) and w2, each (E * I, H), are separate parameters, so gate
+    and up are two grouped linears: joining them would hold the weights twice.
+    """
     shape = (module.moe_num_experts, module.ffn_hidden_size, module.hidden_size)
     w1, v1, w2 = (w if w.dim() == 3 else w.view(shape) for w in (module.w1, module.v1, module.w2))
     backend = hf_activations.backend_of(module)
@@ -80,8 +86,8 @@ def _dbrx_glu(module: nn.Module, x: Tensor, ids: Tensor, weights: Tensor) -> Ten
     return permute.combine(rows, weights, pairs, x.dtype)
 
 
-def _longcat_experts(module: nn.Module, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-    """LongcatFlashExperts: ids from num_routed_experts on are identity experts, without weights."""
+def _longcat_experts(module: HfModule, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    """LongcatFlashExperts: ids from num_routed_experts on are identity experts without weights."""
     real = module.num_routed_experts
     out = hf_activations.run_experts(
         module, x, ids, weights, module.gate_up_proj[:real], module.down_proj
@@ -93,12 +99,14 @@ def _longcat_experts(module: nn.Module, x: Tensor, ids: Tensor, weights: Tensor)
     return (out.float() + kept).to(x.dtype)
 
 
-def _activation(module: nn.Module) -> activations.Activation:
+def _activation(module: HfModule) -> activations.Activation:
     found = hf_activations.activation_of(module)
     if found is None:
         raise ValueError(
-            f"the activation of {type(module).__name__} must be one of moe_ops.activations.NAMES, got "
-            f"{getattr(module, 'act_fn', None) or module.activation_fn}; leave this model unattached"
+            f"the activation of {type(module).__name__} must be one of "
+            "moe_ops.activations.NAMES, got "
+            f"{getattr(module, 'act_fn', None) or module.activation_fn}; leave this model "
+            "unattached"
         )
     return found
 
@@ -121,25 +129,25 @@ FAMILIES = {
 }
 
 
-def family_of(module: nn.Module) -> Family | None:
-    """The Family of a module, by the name of its class or of a transformers class it derives from."""
+def family_of(module: HfModule) -> Family | None:
+    """The Family of a module, by the name of its class or of a base class of transformers."""
     for cls in type(module).__mro__:
         if cls.__module__.startswith("transformers."):
             return FAMILIES.get(cls.__name__)
     return None
 
 
-def set_forward(module: nn.Module, forward: Callable) -> None:
+def set_forward(module: HfModule, forward: Callable) -> None:
     """Replace one module's forward, below accelerate's hooks if it has some.
 
-    functools.partial survives deepcopy and pickle with its module; a closure would keep calling the
-    original module, and a bound method unpickles as the class's own forward.
+    functools.partial survives deepcopy and pickle with its module; a closure would keep calling
+    the original module, and a bound method unpickles as the class's own forward.
     """
     name = "_old_forward" if hasattr(module, "_old_forward") else "forward"
     setattr(module, name, functools.partial(forward, module))
 
 
-def attached(module: nn.Module) -> bool:
+def attached(module: HfModule) -> bool:
     """Whether `set_forward` replaced this module's forward."""
     for name in ("_old_forward", "forward"):
         forward = vars(module).get(name)
@@ -148,12 +156,12 @@ def attached(module: nn.Module) -> bool:
     return False
 
 
-def restore(module: nn.Module) -> None:
+def restore(module: HfModule) -> None:
     """Undo `set_forward`."""
     if "_old_forward" in vars(module):
         module._old_forward = functools.partial(type(module).forward, module)
     else:
-        vars(module).pop("forward", None)
+        module.__dict__.pop("forward", None)
 
 
 _REPLACEMENTS = frozenset(

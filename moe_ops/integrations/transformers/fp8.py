@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import moe_ops
 from moe_ops.integrations.transformers import activations as hf_activations
+from moe_ops.integrations.transformers.activations import HfModule
 
 
 def fp8_experts_forward(
-    module: nn.Module,
+    module: HfModule,
     hidden_states: Tensor,  # (M, H)
     top_k_index: Tensor,  # (M, top_k)
     top_k_weights: Tensor,  # (M, top_k)
 ) -> Tensor:
     """Forward of transformers' FP8Experts: e4m3 weights with one scale for each 128 x 128 block.
 
-    Activations are quantized per token and 128 columns, as scheme "fp8_block" says. The weights and
-    scales of the checkpoint are used as they lie; e8m0 scales become fp32 in each call.
+    Activations are quantized per token and 128 columns, as scheme "fp8_block" says. The weights
+    and scales of the checkpoint are used as they lie; e8m0 scales become fp32 in each call.
 
     Raises:
-        ValueError: the experts are packed FP4, have another block size or static activation scales.
+        ValueError: the experts are packed FP4, have another block size or static activation
+            scales.
     """
     name = "gate_up_proj" if module.has_gate else "up_proj"
     w13, w2 = getattr(module, name), module.down_proj
@@ -42,7 +44,7 @@ def fp8_experts_forward(
     )
 
 
-def refusal(module: nn.Module, weight: Tensor) -> str:
+def refusal(module: HfModule, weight: Tensor) -> str:
     """Why FP8Experts cannot run here; empty if they can."""
     remedy = "; choose another experts_implementation, or load with dequantize=True"
     if weight.dtype == torch.int8:

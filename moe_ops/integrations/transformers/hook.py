@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import moe_ops
+from moe_ops.activations import Activation
 from moe_ops.integrations.transformers import activations as hf_activations
 from moe_ops.integrations.transformers import families, fp8
 from moe_ops.integrations.transformers import layers as layers_of
+from moe_ops.integrations.transformers.activations import HfModule
 from moe_ops.integrations.transformers.layers import Layer
 
 NAME = "moe_ops"
@@ -29,7 +32,8 @@ class LayerReport:
     check: str  # largest difference from the module's own forward, or why there was no check
 
     def __str__(self) -> str:
-        return f"{self.name} ({self.family}): {self.path}, {self.activation}, {self.runs}; {self.check}"
+        runs = f"{self.path}, {self.activation}, {self.runs}"
+        return f"{self.name} ({self.family}): {runs}; {self.check}"
 
 
 @dataclass(frozen=True)
@@ -42,7 +46,7 @@ class AttachReport:
         return "\n".join(map(str, self.layers))
 
 
-def attach_layers(model: nn.Module, backend: str) -> AttachReport:
+def attach_layers(model: HfModule, backend: str) -> AttachReport:
     """`attach` of a model whose experts are ordinary modules."""
     layers = layers_of.find(model)
     undo = layers_of.snapshot(model, layers)
@@ -80,11 +84,15 @@ def _attach_layer(layer: Layer, backend: str) -> LayerReport:
 
 
 def _plan_text(layer: Layer) -> str:
-    """The backends of the layer's fused_experts call; empty where the weights do not show them yet."""
+    """The backends of the layer's fused_experts call; empty where the weights do not show them
+    yet.
+    """
     owner = layer.owner
     weights = [getattr(owner, name) for name in layer.weights]
+    activation = hf_activations.activation_of(owner)
     if layer.family is not None or hf_activations.path_of(owner) != hf_activations.FUSED:
         return ""
+    assert activation is not None
     if weights[0].device.type == "meta" or weights[0].dtype == torch.float8_e4m3fn:
         return ""
     w13, w2 = (hf_activations.rows_first(w, owner) for w in weights)
@@ -95,7 +103,7 @@ def _plan_text(layer: Layer) -> str:
         w13,
         w2,
         torch.zeros(1, top_k, dtype=torch.int64, device=w13.device),
-        activation=hf_activations.activation_of(owner),
+        activation=activation,
         w13_bias=bias[0],
         w2_bias=bias[1],
         backend=hf_activations.backend_of(owner),
@@ -106,7 +114,7 @@ def _plan_text(layer: Layer) -> str:
     )
 
 
-def _activation_text(owner: nn.Module, activation) -> str:
+def _activation_text(owner: nn.Module, activation: Activation | None) -> str:
     if activation is None:
         return f"{type(owner).__name__}'s own gate"
     limit = activation.limit
@@ -116,11 +124,13 @@ def _activation_text(owner: nn.Module, activation) -> str:
 class _Recorder(TorchDispatchMode):
     """Collects the names of moe_ops operators that run."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         self.names: set[str] = set()
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
         if func.namespace == "moe_ops":
             self.names.add(func._opname)
         return func(*args, **(kwargs or {}))
@@ -142,8 +152,8 @@ def _check(layer: Layer) -> tuple[str, str]:
         got = _first(layer.module(*inputs))
     if not recorder.names:
         raise RuntimeError(
-            f"{layer.name} did not call moe_ops: its forward is replaced by something else; remove "
-            f"that, or attach before it is added"
+            f"{layer.name} did not call moe_ops: its forward is replaced by something else; "
+            "remove that, or attach before it is added"
         )
     with torch.no_grad():
         want = _first(_own_forward(layer, inputs))
@@ -163,7 +173,7 @@ def _check(layer: Layer) -> tuple[str, str]:
 def _probe(layer: Layer, weights: list[Tensor]) -> tuple[Tensor, ...]:
     """A few random tokens with distinct router weights, in the form the module takes."""
     rng = torch.Generator().manual_seed(0)
-    like = {"device": weights[0].device, "dtype": weights[0].dtype}
+    like: dict[str, Any] = {"device": weights[0].device, "dtype": weights[0].dtype}
     x = torch.randn(3, layer.columns, generator=rng).to(**like)
     if layer.family is not None and layer.family.routes:
         return (x,)
@@ -176,7 +186,7 @@ def _probe(layer: Layer, weights: list[Tensor]) -> tuple[Tensor, ...]:
     return x, ids.to(like["device"]), router.to(**like)
 
 
-def _own_forward(layer: Layer, inputs: tuple[Tensor, ...]):
+def _own_forward(layer: Layer, inputs: tuple[Tensor, ...]) -> Any:
     """The module's result without moe_ops."""
     module, owner, family = layer.module, layer.owner, layer.family
     if family is None:
@@ -195,5 +205,5 @@ def _own_forward(layer: Layer, inputs: tuple[Tensor, ...]):
             families.set_forward(owner, family.owner_forward)
 
 
-def _first(output):
+def _first(output: Any) -> Tensor:
     return output[0] if isinstance(output, tuple) else output

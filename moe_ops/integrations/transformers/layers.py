@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from moe_ops.integrations.transformers import families
-from moe_ops.integrations.transformers.activations import turned
+from moe_ops.integrations.transformers.activations import HfModule, turned
 
 
 @dataclass(frozen=True)
@@ -18,11 +18,11 @@ class Layer:
     """One MoE layer found in a model."""
 
     name: str  # module name in the model
-    module: nn.Module
+    module: HfModule
     family: families.Family | None  # None on transformers' experts hook
 
     @property
-    def owner(self) -> nn.Module:
+    def owner(self) -> HfModule:
         """The module that owns the weights."""
         if self.family is None or not self.family.owner:
             return self.module
@@ -96,15 +96,18 @@ def find(model: nn.Module) -> list[Layer]:
         return found
     if unknown:
         raise ValueError(
-            f"model must have MoE layers on transformers' experts hook (the decorator "
+            "model must have MoE layers on transformers' experts hook (the decorator "
             f"use_experts_implementation) or of {', '.join(families.FAMILIES)}; got "
-            f"{', '.join(unknown[:3])}; call moe_ops.fused_experts in that module's forward instead"
+            f"{', '.join(unknown[:3])}; call moe_ops.fused_experts in that module's forward "
+            "instead"
         )
     raise ValueError(f"model must contain MoE layers, got {type(model).__name__} without any")
 
 
 def snapshot(model: nn.Module, layers: list[Layer]) -> Callable[[], None]:
-    """A function that undoes all that attaching changes: forwards, backends, experts implementations."""
+    """A function that undoes all that attaching changes: forwards, backends, experts
+    implementations.
+    """
     objects: dict[int, tuple[Any, tuple[str, ...]]] = {}
     for layer in layers:
         for module in (layer.module, layer.owner):
@@ -114,7 +117,8 @@ def snapshot(model: nn.Module, layers: list[Layer]) -> Callable[[], None]:
         config = configs.pop()
         if not hasattr(config, "__dict__") or id(config) in objects:
             continue
-        # transformers keeps the name under the second; a stand-in without its property has the first
+        # transformers keeps the name under the second; a stand-in without its property has the
+        # first
         names = ("_experts_implementation", "_experts_implementation_internal")
         objects[id(config)] = (config, names)
         configs += [getattr(config, key, None) for key in getattr(config, "sub_configs", ())]

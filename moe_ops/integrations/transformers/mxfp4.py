@@ -1,8 +1,9 @@
-"""gpt-oss as transformers loads it with its own MXFP4 kernels, brought back to its ordinary modules.
+"""gpt-oss as transformers loads it with its own MXFP4 kernels, brought back to its ordinary
+modules.
 
-transformers replaces the MLP of gpt-oss by one whose experts hold Triton tensors, swizzled for one GPU, and
-bypass the experts hook. Their elements and scales are put back into the order of the checkpoint, as an
-ExpertTensor of scheme "mxfp4_w4a16" in an ordinary GptOssMLP: no value changes.
+transformers replaces the MLP of gpt-oss by one whose experts hold Triton tensors, swizzled for one
+GPU, and bypass the experts hook. Their elements and scales are put back into the order of the
+checkpoint, as an ExpertTensor of scheme "mxfp4_w4a16" in an ordinary GptOssMLP: no value changes.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import moe_ops
+from moe_ops.integrations.transformers.activations import HfModule
 
 _KIND = "Mxfp4GptOssExperts"
 _PROJECTIONS = ("gate_up_proj", "down_proj")
@@ -22,7 +24,8 @@ def restore_modules(model: nn.Module) -> bool:
     """Replace all MXFP4 MLPs of gpt-oss in a model, one at a time; whether there were any.
 
     Raises:
-        ValueError: experts that are not loaded, or a model without its configuration. Nothing was changed.
+        ValueError: experts that are not loaded, or a model without its configuration. Nothing was
+            changed.
     """
     blocks = {
         name: block
@@ -33,7 +36,8 @@ def restore_modules(model: nn.Module) -> bool:
         return False
     if "" in blocks or not hasattr(model, "config"):
         raise ValueError(
-            f"model must be the whole gpt_oss model to replace its MXFP4 experts, got {type(model).__name__}"
+            "model must be the whole gpt_oss model to replace its MXFP4 experts, got "
+            f"{type(model).__name__}"
         )
     for name, block in blocks.items():
         for projection in _PROJECTIONS:
@@ -60,7 +64,7 @@ def restore_modules(model: nn.Module) -> bool:
     return True
 
 
-def _weight(experts: nn.Module, projection: str) -> Tensor:
+def _weight(experts: HfModule, projection: str) -> Tensor:
     """(E, N, K) of a Triton tensor that transformers made of blocks and scales."""
     elements = _unswizzled(getattr(experts, projection))
     scales = _unswizzled(getattr(experts, f"{projection}_precision_config").weight_scale)

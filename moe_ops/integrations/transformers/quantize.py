@@ -22,12 +22,13 @@ from moe_ops.tensors import check_quantizable
 def quantize(model: nn.Module, scheme: str | QuantScheme) -> AttachReport:
     """Quantize the expert weights of a model in place, and attach the model if it is not yet.
 
-    All weights are checked before the first one changes: after a ValueError or RuntimeError the model is
-    as it was before the call. Then each is replaced by an `ExpertTensor` parameter with
-    requires_grad=False, one at a time, so that at most one weight exists twice. A parameter keeps the
-    shape it had: where a family keeps (E, columns, rows), the quantized data lies as (E, rows, columns)
-    under a transposed view. Two families are exceptions: dbrx's three (E * I, H) become (E, I, H), and longcat_flash's gate_up_proj
-    loses the rows of its identity experts, which nothing reads.
+    All weights are checked before the first one changes: after a ValueError or RuntimeError the
+    model is as it was before the call. Then each is replaced by an `ExpertTensor` parameter with
+    requires_grad=False, one at a time, so that at most one weight exists twice. A parameter keeps
+    the shape it had: where a family keeps (E, columns, rows), the quantized data lies as (E, rows,
+    columns) under a transposed view. Two families are exceptions: dbrx's three (E * I, H) become
+    (E, I, H), and longcat_flash's gate_up_proj loses the rows of its identity experts, which
+    nothing reads.
 
     Args:
         model: as for `attach`.
@@ -46,9 +47,9 @@ def quantize(model: nn.Module, scheme: str | QuantScheme) -> AttachReport:
     _ = scheme.quantized_weight  # raises for plain weights
     if scheme.activation is not None and scheme.activation.static:
         raise ValueError(
-            f"scheme must not have static activation scales, got {scheme.name!r}: no model carries them; "
-            "use 'fp8_tensor', whose scales come from the data of each call, or quantize each weight "
-            "by moe_ops.quantize(weight, scheme, activation_scale=...)"
+            f"scheme must not have static activation scales, got {scheme.name!r}: no model "
+            "carries them; use 'fp8_tensor', whose scales come from the data of each call, or "
+            "quantize each weight by moe_ops.quantize(weight, scheme, activation_scale=...)"
         )
     pairs = [(layer, name) for layer in layers_of.find(model) for name in layer.weights]
     for layer, name in pairs:
@@ -66,7 +67,8 @@ def is_experts(module: nn.Module) -> bool:
 
 
 def quantize_weights(module: nn.Module, scheme: str, name: str | None = None) -> None:
-    """Quantize the experts of one MoE layer, all weights or the one of this name, and attach the layer.
+    """Quantize the experts of one MoE layer, all weights or the one of this name, and attach the
+    layer.
 
     Raises:
         ValueError, RuntimeError: as `quantize`; the module is then as it was.
@@ -100,8 +102,8 @@ def _check_quantizable(layer: Layer, weight_name: str, scheme: QuantScheme) -> N
     if fp8.is_quantized(weight) or weight.element_size() == 1:
         if getattr(weight, "scheme", None) == "":  # plain, in a backend's layout
             raise ValueError(
-                f"{name} must have its natural layout, got {weight.weight_layout!r}; bring it back by "
-                "moe_ops.prepare(weight, 'torch') first"
+                f"{name} must have its natural layout, got {weight.weight_layout!r}; bring it "
+                "back by moe_ops.prepare(weight, 'torch') first"
             )
         what = getattr(weight, "scheme", weight.dtype)
         raise ValueError(f"{name} must be a plain tensor, got {what}: it is quantized already")

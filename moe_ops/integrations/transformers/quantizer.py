@@ -1,9 +1,9 @@
 """Quantized experts in `from_pretrained` and `save_pretrained`.
 
-transformers decides which tensors of a checkpoint belong to which parameter, and where it goes. The
-tensors themselves are read by `Checkpoint`, one expert at a time: transformers' own way would hold a
-layer's experts in bf16 several times over, and would convert the integers of quantized checkpoints to the
-dtype of the parameter they are meant for.
+transformers decides which tensors of a checkpoint belong to which parameter, and where it goes.
+The tensors themselves are read by `Checkpoint`, one expert at a time: transformers' own way would
+hold a layer's experts in bf16 several times over, and would convert the integers of quantized
+checkpoints to the dtype of the parameter they are meant for.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class MoeOpsQuantizer(HfQuantizer):
     is_trainable = True  # adapters: the experts themselves receive no gradients
     is_compileable = True
 
-    def __init__(self, quantization_config: MoeOpsConfig, **kwargs):
+    def __init__(self, quantization_config: MoeOpsConfig, **kwargs: Any) -> None:
         super().__init__(quantization_config, **kwargs)
         # False makes transformers ask for one tensor after the other; threads would read ahead
         self.pre_quantized = False
@@ -62,18 +62,29 @@ class MoeOpsQuantizer(HfQuantizer):
         self._matrices: dict[str, Source] = {}
         self._stored: dict[str, Source] = {}
 
-    def __deepcopy__(self, memo):
+    def __deepcopy__(self, memo: dict) -> MoeOpsQuantizer:
         return self  # it has no state once a model is loaded
 
-    # --- before loading: what belongs where ---------------------------------------------------------
+    @property
+    def _opened(self) -> Checkpoint:
+        """The checkpoint that is being loaded."""
+        assert self._checkpoint is not None
+        return self._checkpoint
+
+    # --- before loading: what belongs where ---------------------------------------------------
 
     def _process_model_before_weight_loading(
-        self, model, checkpoint_files=None, device_map=None, **kwargs
-    ):
+        self,
+        model: PreTrainedModel,
+        checkpoint_files: Any = None,
+        device_map: Any = None,
+        **kwargs: Any,
+    ) -> None:
         if not checkpoint_files or not str(checkpoint_files[0]).endswith(".safetensors"):
             raise ValueError(
-                f"quantized experts are loaded from safetensors files, got {checkpoint_files}; convert the "
-                f"checkpoint, or load it plain and call moe_ops.integrations.transformers.quantize"
+                f"quantized experts are loaded from safetensors files, got {checkpoint_files}; "
+                "convert the checkpoint, or load it plain and call "
+                "moe_ops.integrations.transformers.quantize"
             )
         if isinstance(device_map, dict) and "disk" in device_map.values():
             raise ValueError("device_map must not have 'disk', got one: offload to 'cpu' instead")
@@ -87,24 +98,26 @@ class MoeOpsQuantizer(HfQuantizer):
         }
         self._model = model
 
-    def update_weight_conversions(self, weight_conversions, model=None):
+    def update_weight_conversions(
+        self, weight_conversions: list, model: PreTrainedModel | None = None
+    ) -> list:
         """Replace the conversions of expert weights, and check the whole checkpoint's headers."""
         model = self._model if model is None else model
         known = (
             [] if self._own_names else weight_conversions
         )  # we save under the model's own names
-        kept, table = conversions.own_readers(known, self._layers, self._checkpoint)
+        kept, table = conversions.own_readers(known, self._layers, self._opened)
         self._assign(model, kept, table)
         return kept
 
-    def _assign(self, model, transforms: list, table: conversions.Table) -> None:
+    def _assign(self, model: Any, transforms: list, table: conversions.Table) -> None:
         """Decide from the headers what every parameter is read from, and check that it can be."""
         renamings = [t for t in transforms if isinstance(t, loading.WeightRenaming)]
         converters = [t for t in transforms if isinstance(t, loading.WeightConverter)]
         state = model.state_dict()
         found: dict[str, dict[str, tuple[int, str]]] = {}
         foreign: set[str] = set()
-        for tensor in sorted(self._checkpoint.files.entries, key=loading.dot_natural_key):
+        for tensor in sorted(self._opened.files.entries, key=loading.dot_natural_key):
             target, pattern = loading.rename_source_key(
                 tensor, renamings, converters, model.base_model_prefix, state
             )
@@ -121,33 +134,36 @@ class MoeOpsQuantizer(HfQuantizer):
             else:
                 source = {role: tensor for tensor, (_, role) in tensors.items()}
                 self._matrices[target] = source
-                self._checkpoint.plan(target, ((source,),))
+                self._opened.plan(target, ((source,),))
         for target in self._layers:
             if target not in found and target not in foreign:
                 raise ValueError(f"{target} must be in the checkpoint, got no tensor for it")
         quantized = self._stored or any(w.scheme for w in self._weights.values())
         if self.quantization_config.scheme is None and not quantized:
             raise ValueError(
-                "scheme must be given to quantize a plain checkpoint, got None; leave quantization_config out "
-                "to load it plain"
+                "scheme must be given to quantize a plain checkpoint, got None; leave "
+                "quantization_config out to load it plain"
             )
 
     def _check_plain(self, tensor: str, parameter: Tensor) -> None:
         """Raise for a quantized tensor whose scales have names that nobody taught us."""
-        entry = self._checkpoint.files.entries[tensor]
+        entry = self._opened.files.entries[tensor]
         if parameter.is_floating_point() and entry.dtype not in FLOATS:
             raise ValueError(
-                f"{entry} must be a plain weight or have scales of a known name beside it, got {entry.dtype}"
+                f"{entry} must be a plain weight or have scales of a known name beside it, got "
+                f"{entry.dtype}"
             )
 
     def _check_unclaimed(self, tensor: str, renamings: list, converters: list) -> None:
-        """Raise for a quantized tensor that transformers would join or split by its own conversions."""
+        """Raise for a quantized tensor that transformers would join or split by its own
+        conversions.
+        """
         others = [c for c in converters if not isinstance(c, conversions.OwnReader)]
         target, pattern = loading.rename_source_key(tensor, renamings, others)
         if pattern is not None:
             raise ValueError(
-                f"{self._checkpoint.files.entries[tensor]} must not be quantized: transformers converts it "
-                f"to {target}, which only plain weights can be"
+                f"{self._opened.files.entries[tensor]} must not be quantized: transformers "
+                f"converts it to {target}, which only plain weights can be"
             )
 
     def _assign_weight(self, target: str, tensors: dict[str, tuple[int, str]]) -> None:
@@ -173,11 +189,11 @@ class MoeOpsQuantizer(HfQuantizer):
             sources = tuple(projection[: expected[0]] for projection in sources)
         joined = expected[0] if getattr(layer.owner, name).dim() == 2 else 0
         columns_first = layer.columns_first(name)
-        weight = self._checkpoint.plan(target, sources, columns_first=columns_first, joined=joined)
+        weight = self._opened.plan(target, sources, columns_first=columns_first, joined=joined)
         if weight.shape != expected:
             raise ValueError(
-                f"{target} must have shape {expected} as (experts, rows, columns), got {weight.shape} from "
-                f"{self._checkpoint.files.entries[next(iter(tensors))]}"
+                f"{target} must have shape {expected} as (experts, rows, columns), got "
+                f"{weight.shape} from {self._opened.files.entries[next(iter(tensors))]}"
             )
         scheme = scheme_for(weight, self.quantization_config.scheme)
         if scheme and weight.format is None:
@@ -185,33 +201,36 @@ class MoeOpsQuantizer(HfQuantizer):
         self._weights[target] = weight
 
     def _check_zero(self, tensor: str) -> None:
-        if self._checkpoint.files.read(tensor).any():
+        if self._opened.files.read(tensor).any():
             raise ValueError(
-                f"{self._checkpoint.files.entries[tensor]} must be zero: the model's experts have no bias"
+                f"{self._opened.files.entries[tensor]} must be zero: the model's experts have no "
+                "bias"
             )
 
     def _assign_stored(self, target: str, source: Source) -> None:
         """A weight that `save_pretrained` wrote."""
         key = _metadata_key(source)
-        attributes = self._checkpoint.files.metadata.get(key)
+        attributes = self._opened.files.metadata.get(key)
         if attributes is None:
-            where = self._checkpoint.files.entries[next(iter(source.values()))]
+            where = self._opened.files.entries[next(iter(source.values()))]
             raise ValueError(
                 f"metadata of {where} must have {key!r}, which says how {target} is stored"
             )
         stored, wanted = json.loads(attributes)["scheme"], self.quantization_config.scheme
         if wanted not in (None, stored):
             raise ValueError(
-                f"scheme must be {stored!r}, in which {target} is quantized already, got {wanted!r}; leave "
-                f"scheme out"
+                f"scheme must be {stored!r}, in which {target} is quantized already, got "
+                f"{wanted!r}; leave scheme out"
             )
         self._stored[target] = source
 
-    # --- while loading ------------------------------------------------------------------------------
+    # --- while loading ------------------------------------------------------------------------
 
-    def place(self, model, target: str, tensors: dict[str, Any]) -> None:
-        """Read a parameter and set it. ``tensors``: what transformers would call to read each itself."""
-        entries = self._checkpoint.files.entries
+    def place(self, model: nn.Module, target: str, tensors: dict[str, Any]) -> None:
+        """Read a parameter and set it. ``tensors``: what transformers would call to read each
+        itself.
+        """
+        entries = self._opened.files.entries
         smallest = min(tensors, key=lambda name: _bytes(entries[name]))
         device = tensors[smallest]().device  # transformers' device map, applied
         if target in self._matrices:
@@ -221,8 +240,8 @@ class MoeOpsQuantizer(HfQuantizer):
         module, name = model.get_submodule(target.rpartition(".")[0]), target.rpartition(".")[2]
         if hasattr(getattr(module, name), "full_tensor"):
             raise ValueError(
-                f"{target} must not be sharded while it is loaded, got a DTensor; load without tp_plan and "
-                f"distributed_config, then shard by fully_shard"
+                f"{target} must not be sharded while it is loaded, got a DTensor; load without "
+                "tp_plan and distributed_config, then shard by fully_shard"
             )
         if target in self._layers:
             self._layers[target][0].set_weight(self._layers[target][1], value)
@@ -235,34 +254,34 @@ class MoeOpsQuantizer(HfQuantizer):
         dtype = getattr(layer.owner, name).dtype
         if target in self._stored:
             source = self._stored[target]
-            tensors = {t: self._checkpoint.files.read(t, device) for t in source.values()}
+            tensors = {t: self._opened.files.read(t, device) for t in source.values()}
             key = _metadata_key(source)
-            metadata = {key: self._checkpoint.files.metadata[key]}
+            metadata = {key: self._opened.files.metadata[key]}
             try:
                 (weight,) = unflatten(tensors, metadata).values()
             except ValueError as error:
-                file = self._checkpoint.files.entries[source["qdata"]].file
+                file = self._opened.files.entries[source["qdata"]].file
                 raise ValueError(f"{error}, in {file}") from error
             return weight.to(dtype)
         scheme = self.quantization_config.scheme
-        return self._checkpoint.load(self._weights[target], scheme, device=device, dtype=dtype)
+        return self._opened.load(self._weights[target], scheme, device=device, dtype=dtype)
 
-    def _read_matrix(self, model, target: str, device: torch.device) -> Tensor:
+    def _read_matrix(self, model: nn.Module, target: str, device: torch.device) -> Tensor:
         dtype = model.get_parameter(target).dtype
         source = self._matrices[target]
         if source.keys() == {"weight"}:
-            return self._checkpoint.files.read(source["weight"], device).to(dtype)
-        return self._checkpoint.matrix(target, source, dtype, device)
+            return self._opened.files.read(source["weight"], device).to(dtype)
+        return self._opened.matrix(target, source, dtype, device)
 
-    def param_needs_quantization(self, model, param_name: str, **kwargs) -> bool:
+    def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
         """True for experts that one of transformers' own conversions puts together."""
         in_hand = param_name in self._weights or param_name in self._stored
         return param_name in self._layers and not in_hand and bool(self.quantization_config.scheme)
 
-    def get_quantize_ops(self):
+    def get_quantize_ops(self) -> _QuantizeConverted:
         return _QuantizeConverted(self)
 
-    def param_element_size(self, model, param_name: str, param: Tensor) -> float:
+    def param_element_size(self, model: Any, param_name: str, param: Tensor) -> float:
         """Bytes of one element, for transformers' device maps."""
         weight = self._weights.get(param_name)
         scheme = self.quantization_config.scheme or (weight.scheme if weight else "")
@@ -270,9 +289,11 @@ class MoeOpsQuantizer(HfQuantizer):
             return param.element_size()
         return bytes_per_element(scheme)
 
-    # --- after loading, and saving ------------------------------------------------------------------
+    # --- after loading, and saving ------------------------------------------------------------
 
-    def _process_model_after_weight_loading(self, model, **kwargs):
+    def _process_model_after_weight_loading(
+        self, model: PreTrainedModel, **kwargs: Any
+    ) -> PreTrainedModel:
         for state in (self._layers, self._weights, self._matrices, self._stored):
             state.clear()
         self._checkpoint = self._model = None
@@ -280,13 +301,15 @@ class MoeOpsQuantizer(HfQuantizer):
         attach_layers(model, self.quantization_config.backend)
         return model
 
-    def get_state_dict_and_metadata(self, model):
+    def get_state_dict_and_metadata(
+        self, model: nn.Module
+    ) -> tuple[dict[str, Tensor], dict[str, str]]:
         return flatten_natural(model.state_dict())
 
-    def is_serializable(self, *args, **kwargs) -> bool:
+    def is_serializable(self, *args: Any, **kwargs: Any) -> bool:
         return True
 
-    def _dequantize(self, model, dtype=None):
+    def _dequantize(self, model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
         for layer in layers_of.find(model):
             for name in layer.weights:
                 weight = layer.natural_weight(name)
@@ -298,10 +321,17 @@ class MoeOpsQuantizer(HfQuantizer):
 class _QuantizeConverted(loading.ConversionOps):
     """Quantizes experts that one of transformers' own conversions put together."""
 
-    def __init__(self, quantizer: MoeOpsQuantizer):
+    def __init__(self, quantizer: MoeOpsQuantizer) -> None:
         self.quantizer = quantizer
 
-    def convert(self, input_dict, source_patterns, target_patterns, full_layer_name="", **kwargs):
+    def convert(
+        self,
+        input_dict: dict[str, Any],
+        source_patterns: Any,
+        target_patterns: Any,
+        full_layer_name: str = "",
+        **kwargs: Any,
+    ) -> dict[str, Tensor]:
         (value,) = input_dict.values()
         value = value[0] if isinstance(value, list) else value
         layer, name = self.quantizer._layers[full_layer_name]
@@ -321,7 +351,8 @@ def mark_quantized(model: nn.Module, config: MoeOpsConfig) -> None:
     model.config.quantization_config = config
     model.is_quantized = True
     model.quantization_method = METHOD
-    # the tensors keep the model's names: conversions would take quantized weights apart as if plain
+    # the tensors keep the model's names: conversions would take quantized weights apart as if
+    # plain
     model._weight_conversions = []
 
 
@@ -344,11 +375,14 @@ def bytes_per_element(scheme: str) -> float:
 
 
 def check_scheme_fits(name: str, scheme: str, shape: tuple[int, int, int]) -> None:
-    """Raise ValueError, naming the weight, unless plain weights (E, N, K) can be given this scheme."""
+    """Raise ValueError, naming the weight, unless plain weights (E, N, K) can be given this
+    scheme.
+    """
     found = get_scheme(scheme)
     if found.activation is not None and found.activation.static:
         raise ValueError(
-            f"scheme must not have static activation scales, got {scheme!r}: no plain checkpoint carries them"
+            f"scheme must not have static activation scales, got {scheme!r}: no plain checkpoint "
+            "carries them"
         )
     check_groups(name, shape, found)
 

@@ -2,8 +2,8 @@
 
 Dimensions: M tokens, H hidden size, E experts, top_k experts per token.
 
-A router is one of ours only if its formula is (`_RULES`, keyed by the forward that a module's class really
-uses, so that an overridden forward is never mistaken for the one it replaces).
+A router is one of ours only if its formula is (`_RULES`, keyed by the forward that a module's
+class really uses, so that an overridden forward is never mistaken for the one it replaces).
 """
 
 from __future__ import annotations
@@ -22,14 +22,12 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from moe_ops.checks import autocasting
 from moe_ops.integrations.transformers import families
+from moe_ops.integrations.transformers.activations import HfModule
 from moe_ops.routing.route import route
 from moe_ops.routing.tokens import fused_router, router_linear
 
-_ROWS, _FEW, _AGREEING = (
-    8,
-    4,
-    7,
-)  # tokens of the check; one may fall the other way where scores nearly tie
+# tokens of the check; one may fall the other way where scores nearly tie
+_ROWS, _FEW, _AGREEING = (8, 4, 7)
 
 
 class Rule(NamedTuple):
@@ -46,46 +44,46 @@ class Rule(NamedTuple):
 _Rule = Callable[..., Rule | None]  # of (module, hidden_states, further arguments of its forward)
 
 
-def _mixtral(module: nn.Module, x: Tensor) -> Rule:
+def _mixtral(module: HfModule, x: Tensor) -> Rule:
     return Rule("renormalize", x.dtype)
 
 
-def _qwen2(module: nn.Module, x: Tensor) -> Rule:
+def _qwen2(module: HfModule, x: Tensor) -> Rule:
     return Rule("renormalize" if module.norm_topk_prob else "default", x.dtype, x.dtype)
 
 
-def _qwen3_vl(module: nn.Module, x: Tensor) -> Rule:
+def _qwen3_vl(module: HfModule, x: Tensor) -> Rule:
     return Rule("renormalize", x.dtype, x.dtype)
 
 
-def _granite(module: nn.Module, x: Tensor) -> Rule:
+def _granite(module: HfModule, x: Tensor) -> Rule:
     return Rule("renormalize", x.dtype, x.dtype, returned=torch.float32, flattens=False)
 
 
-def _gpt_oss(module: nn.Module, x: Tensor) -> Rule:
+def _gpt_oss(module: HfModule, x: Tensor) -> Rule:
     return Rule("renormalize", x.dtype, x.dtype, flattens=False)
 
 
-def _privacy_filter(module: nn.Module, x: Tensor) -> Rule:
+def _privacy_filter(module: HfModule, x: Tensor) -> Rule:
     options = {"scaling_factor": 1 / module.top_k}
     return Rule("renormalize", torch.float32, options=options, flattens=False)
 
 
-def _jamba(module: nn.Module, x: Tensor) -> Rule:
+def _jamba(module: HfModule, x: Tensor) -> Rule:
     return Rule("default", x.dtype, x.dtype, flattens=False)
 
 
-def _cohere2(module: nn.Module, x: Tensor) -> Rule | None:
+def _cohere2(module: HfModule, x: Tensor) -> Rule | None:
     if module.expert_selection_fn != "softmax":  # a sigmoid is rounded before it is divided
         return None
     return Rule("renormalize", x.dtype, x.dtype, flattens=False)
 
 
-def _flint(module: nn.Module, x: Tensor) -> Rule:
+def _flint(module: HfModule, x: Tensor) -> Rule:
     return Rule("sigmoid_renormalize" if module.norm_topk_prob else "sigmoid", torch.float32)
 
 
-def _deepseek_v2(module: nn.Module, x: Tensor) -> Rule | None:
+def _deepseek_v2(module: HfModule, x: Tensor) -> Rule | None:
     options = {"scaling_factor": module.routed_scaling_factor}
     if module.topk_method == "greedy":
         return Rule("default", torch.float32, options=options)
@@ -95,7 +93,7 @@ def _deepseek_v2(module: nn.Module, x: Tensor) -> Rule | None:
     return Rule("grouped_softmax", torch.float32, options=options)
 
 
-def _deepseek_v3(module: nn.Module, x: Tensor) -> Rule:
+def _deepseek_v3(module: HfModule, x: Tensor) -> Rule:
     options = {"correction_bias": module.e_score_correction_bias}
     options |= {"scaling_factor": getattr(module, "routed_scaling_factor", 1.0)}  # beam has none
     if module.num_group > 1:
@@ -104,63 +102,63 @@ def _deepseek_v3(module: nn.Module, x: Tensor) -> Rule:
     return Rule(method, torch.float32, options=options)
 
 
-def _hy_v3(module: nn.Module, x: Tensor, e_score_correction_bias: Tensor) -> Rule:
+def _hy_v3(module: HfModule, x: Tensor, e_score_correction_bias: Tensor) -> Rule:
     options = {"correction_bias": e_score_correction_bias}
     options |= {"scaling_factor": module.router_scaling_factor}
     return Rule("deepseek_v3", torch.float32, options=options)
 
 
-def _minimax_m2(module: nn.Module, x: Tensor, e_score_correction_bias: Tensor) -> Rule:
+def _minimax_m2(module: HfModule, x: Tensor, e_score_correction_bias: Tensor) -> Rule:
     options = {"correction_bias": e_score_correction_bias}
     return Rule("deepseek_v3", module.weight.dtype, options=options)
 
 
-def _minimax_m3(module: nn.Module, x: Tensor) -> Rule:
+def _minimax_m3(module: HfModule, x: Tensor) -> Rule:
     return _minimax_m2(module, x, module.e_score_correction_bias)
 
 
+_ROUTERS: dict[_Rule, str] = {
+    _mixtral: "MixtralTopKRouter MiniMaxTopKRouter",
+    _qwen2: "FlexOlmoTopKRouter MellumTopKRouter OlmoeTopKRouter Qwen2MoeTopKRouter "
+    "Qwen3MoeTopKRouter Qwen3NextTopKRouter Qwen3OmniMoeThinkerTextTopKRouter "
+    "Qwen3OmniMoeTalkerTextTopKRouter Qwen4ExpTextTopKRouter",
+    _qwen3_vl: "Qwen3_5MoeTopKRouter Qwen3OmniMoeTextTopKRouter Qwen3VLMoeTextTopKRouter",
+    # before 5.23 most of these return their ids first, which the check notices
+    _granite: "GraniteMoeTopKRouter GraniteMoeSWATopKRouter GraniteMoeHybridTopKRouter "
+    "GraniteMoeSharedTopKRouter",
+    _gpt_oss: "GptOssTopKRouter AriaTextTopKRouter",
+    _privacy_filter: "OpenAIPrivacyFilterTopKRouter",
+    _jamba: "JambaTopKRouter",
+    _cohere2: "Cohere2MoeTopKRouter",
+    _flint: "FlintTopKRouter",
+    _deepseek_v2: "DeepseekV2TopkRouter DeepseekOcr2TextTopkRouter UnlimitedOcrTextTopkRouter",
+    _deepseek_v3: "AXK1TopkRouter BailingHybridTopkRouter BeamTopKRouter DeepseekV3TopkRouter "
+    "DeepseekV32TopkRouter Dots1TopkRouter Dots3NoteTextTopkRouter ExaoneMoeTopkRouter "
+    "Glm4MoeTopkRouter Glm4MoeLiteTopkRouter Glm4vMoeTextTopkRouter Glm5NextTextTopkRouter "
+    "GlmMoeDsaTopkRouter HYV4TopkRouter KimiLinearTopkRouter MiMoV2FlashTopkRouter "
+    "NemotronHTopkRouter SolarOpenTopkRouter",
+    _hy_v3: "HYV3TopKRouter Dots3NoteVisionTopKRouter",
+    _minimax_m2: "MiniMaxM2TopKRouter",
+    _minimax_m3: "MiniMaxM3VLTopKRouter Step3p7TopKRouter",
+}
 _RULES: dict[str, _Rule] = {
-    f"{name}.forward": rule
-    for rule, names in {
-        _mixtral: "MixtralTopKRouter MiniMaxTopKRouter",
-        _qwen2: "FlexOlmoTopKRouter MellumTopKRouter OlmoeTopKRouter Qwen2MoeTopKRouter "
-        "Qwen3MoeTopKRouter Qwen3NextTopKRouter Qwen3OmniMoeThinkerTextTopKRouter "
-        "Qwen3OmniMoeTalkerTextTopKRouter Qwen4ExpTextTopKRouter",
-        _qwen3_vl: "Qwen3_5MoeTopKRouter Qwen3OmniMoeTextTopKRouter Qwen3VLMoeTextTopKRouter",
-        # before 5.23 most of these return their ids first, which the check notices
-        _granite: "GraniteMoeTopKRouter GraniteMoeSWATopKRouter GraniteMoeHybridTopKRouter "
-        "GraniteMoeSharedTopKRouter",
-        _gpt_oss: "GptOssTopKRouter AriaTextTopKRouter",
-        _privacy_filter: "OpenAIPrivacyFilterTopKRouter",
-        _jamba: "JambaTopKRouter",
-        _cohere2: "Cohere2MoeTopKRouter",
-        _flint: "FlintTopKRouter",
-        _deepseek_v2: "DeepseekV2TopkRouter DeepseekOcr2TextTopkRouter UnlimitedOcrTextTopkRouter",
-        _deepseek_v3: "AXK1TopkRouter BailingHybridTopkRouter BeamTopKRouter DeepseekV3TopkRouter "
-        "DeepseekV32TopkRouter Dots1TopkRouter Dots3NoteTextTopkRouter ExaoneMoeTopkRouter "
-        "Glm4MoeTopkRouter Glm4MoeLiteTopkRouter Glm4vMoeTextTopkRouter Glm5NextTextTopkRouter "
-        "GlmMoeDsaTopkRouter HYV4TopkRouter KimiLinearTopkRouter MiMoV2FlashTopkRouter "
-        "NemotronHTopkRouter SolarOpenTopkRouter",
-        _hy_v3: "HYV3TopKRouter Dots3NoteVisionTopKRouter",
-        _minimax_m2: "MiniMaxM2TopKRouter",
-        _minimax_m3: "MiniMaxM3VLTopKRouter Step3p7TopKRouter",
-    }.items()
-    for name in names.split()
+    f"{name}.forward": rule for rule, names in _ROUTERS.items() for name in names.split()
 }
 
 
-def _rule_of(module: nn.Module) -> _Rule | None:
+def _rule_of(module: HfModule) -> _Rule | None:
     forward = type(module).forward
     ours = getattr(forward, "__module__", "").startswith("transformers.")
     return _RULES.get(forward.__qualname__) if ours else None
 
 
 def router_forward(
-    find_rule: _Rule, module: nn.Module, hidden_states: Tensor, *more: Any, **named: Any
+    find_rule: _Rule, module: HfModule, hidden_states: Tensor, *more: Any, **named: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     """What the module's own forward returns: (router_logits, topk_weights, topk_ids int64).
 
-    Its own forward runs where gradients are wanted, under autocast, and on dtypes that no kernel takes.
+    Its own forward runs where gradients are wanted, under autocast, and on dtypes that no kernel
+    takes.
     """
     more += tuple(named.values())  # no router takes more than one
     rule = find_rule(module, hidden_states, *more)
@@ -222,15 +220,16 @@ class RoutersReport:
 
 
 def fuse_routers(model: nn.Module) -> RoutersReport:
-    """Run the routers of a model through `moe_ops.route_tokens`, in place, and check that they compute the same.
+    """Run the routers of a model through `moe_ops.route_tokens`, in place, and check that they
+    compute the same.
 
-    On CUDA a router is then one operator: two kernels for up to 16 tokens, a matrix product and one kernel
-    for more. It returns what it did, with the same dtypes; among equal scores the lower expert wins.
-    Where gradients are wanted, or under autocast, the module's own forward runs.
+    On CUDA a router is then one operator: two kernels for up to 16 tokens, a matrix product and
+    one kernel for more. It returns what it did, with the same dtypes; among equal scores the lower
+    expert wins. Where gradients are wanted, or under autocast, the module's own forward runs.
 
-    Each router is checked on a few random tokens: with random fp32 weights it must choose the same experts
-    and weigh them alike, and with its own weights give the same logits. One that does not, or whose formula is
-    none of `route_tokens`, stays as it is, and the report says so.
+    Each router is checked on a few random tokens: with random fp32 weights it must choose the same
+    experts and weigh them alike, and with its own weights give the same logits. One that does not,
+    or whose formula is none of `route_tokens`, stays as it is, and the report says so.
 
     Args:
         model: a transformers model, or any module that contains routers.
@@ -239,7 +238,8 @@ def fuse_routers(model: nn.Module) -> RoutersReport:
         A report; print it to see which routers were replaced. `unfuse_routers` undoes it.
 
     Raises:
-        ValueError: model is no module, or no router in it could be replaced; the reasons are listed.
+        ValueError: model is no module, or no router in it could be replaced; the reasons are
+            listed.
     """
     if not isinstance(model, nn.Module):
         raise ValueError(f"model must be a torch.nn.Module, got {type(model).__name__}")
@@ -250,8 +250,8 @@ def fuse_routers(model: nn.Module) -> RoutersReport:
             reports.append(_fuse(name, module, rule))
     if not any(report.method for report in reports):
         raise ValueError(
-            f"model must contain routers that moe_ops.route_tokens can run, got {type(model).__name__}"
-            + "".join([f"\n{report}" for report in reports])
+            "model must contain routers that moe_ops.route_tokens can run, got "
+            f"{type(model).__name__}" + "".join([f"\n{report}" for report in reports])
         )
     return RoutersReport(tuple(reports))
 
@@ -263,12 +263,12 @@ def unfuse_routers(model: nn.Module) -> None:
             families.restore(module)
 
 
-def _is_fused(module: nn.Module) -> bool:
+def _is_fused(module: HfModule) -> bool:
     forward = vars(module).get("_old_forward", vars(module).get("forward"))
     return isinstance(forward, functools.partial) and forward.func is router_forward
 
 
-def _fuse(name: str, module: nn.Module, rule: _Rule | None) -> RouterReport:
+def _fuse(name: str, module: HfModule, rule: _Rule | None) -> RouterReport:
     reason = _refusal(module, rule)
     method = difference = ""
     if not reason:
@@ -280,13 +280,13 @@ def _fuse(name: str, module: nn.Module, rule: _Rule | None) -> RouterReport:
                 "" if isinstance(error, ValueError | RuntimeError) else f"{type(error).__name__}: "
             )
             reason = f"{named}{error}"
-    if reason:
+    if reason or rule is None:
         return RouterReport(name, type(module).__name__, "", reason)
     families.set_forward(module, functools.partial(router_forward, rule))
     return RouterReport(name, type(module).__name__, method, difference)
 
 
-def _refusal(module: nn.Module, rule: _Rule | None) -> str:
+def _refusal(module: HfModule, rule: _Rule | None) -> str:
     """Why a router is left as it is, before it is called; empty if it need not be."""
     if rule is None:
         return "its formula is none of moe_ops"
@@ -295,7 +295,8 @@ def _refusal(module: nn.Module, rule: _Rule | None) -> str:
     weight = module.weight
     if type(weight) not in (Tensor, nn.Parameter) or weight.element_size() == 1:
         return f"its weight is a {type(weight).__name__} of {weight.dtype}"
-    # accelerate keeps the forward below its hooks as _old_forward, and leaves it behind as forward when they go
+    # accelerate keeps the forward below its hooks as _old_forward, and leaves it behind as forward
+    # when they go
     found = vars(module).get("_old_forward", vars(module).get("forward"))
     is_own = found is None or getattr(found, "__func__", None) is type(module).forward
     if not is_own and not _is_fused(module):
@@ -303,7 +304,7 @@ def _refusal(module: nn.Module, rule: _Rule | None) -> str:
     return ""
 
 
-def _check(module: nn.Module, find_rule: _Rule) -> tuple[str, str]:
+def _check(module: HfModule, find_rule: _Rule) -> tuple[str, str]:
     """(method, difference from the module's own forward).
 
     Raises:
@@ -331,7 +332,7 @@ def _check(module: nn.Module, find_rule: _Rule) -> tuple[str, str]:
     }
     x = random(_ROWS, weight.shape[1])
     takes_bias = find_rule in (_hy_v3, _minimax_m2)
-    more = (random(weight.shape[0]),) if takes_bias else ()
+    more: tuple[Tensor, ...] = (random(weight.shape[0]),) if takes_bias else ()
     rule = find_rule(clone, x, *more)
     if rule is None:
         raise ValueError("its settings make a formula that is none of moe_ops")
@@ -350,7 +351,7 @@ def _check(module: nn.Module, find_rule: _Rule) -> tuple[str, str]:
 
 def _difference(
     find_rule: _Rule,
-    module: nn.Module,
+    module: HfModule,
     x: Tensor,
     more: tuple[Tensor, ...],
     tolerance: float,  # relative to the largest value

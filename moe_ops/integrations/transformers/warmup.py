@@ -16,7 +16,9 @@ from moe_ops.warmup import Subject, of_module, random_tokens
 
 
 def find(model: nn.Module, dtype: torch.dtype | None) -> Iterator[Subject]:
-    """The blocks whose experts run through moe_ops; experts without a block of their own by themselves."""
+    """The blocks whose experts run through moe_ops; experts without a block of their own by
+    themselves.
+    """
     modules = dict(model.named_modules())
     for name, module in modules.items():
         layer = layers_of.layer_of(name, module)
@@ -42,7 +44,9 @@ def _routes(layer: Layer) -> bool:
 
 
 def _is_block(module: nn.Module) -> bool:
-    """Whether a module takes hidden states alone: some models keep their experts in the decoder layer."""
+    """Whether a module takes hidden states alone: some models keep their experts in the decoder
+    layer.
+    """
     forward = type(module).forward
     known = inspect.signature(forward).parameters
     return forward is not nn.Module.forward and not known.keys() & {
@@ -52,7 +56,7 @@ def _is_block(module: nn.Module) -> bool:
 
 
 def _dtype(layer: Layer, model: nn.Module) -> torch.dtype:
-    """Of hidden states: that of the experts' weights; where these are bare e4m3, that of others."""
+    """Of hidden states: that of the experts' weights or, where they are bare e4m3, of others."""
     weight = getattr(layer.owner, layer.weights[0])
     for parameter in (weight, *model.parameters()):
         if parameter.dtype in (torch.bfloat16, torch.float16, torch.float32):

@@ -1,8 +1,10 @@
-"""Gluon, Triton's experimental language, as Triton 3.6 to 3.9 have it. All imports of Gluon go through this module.
+"""Gluon, Triton's experimental language, as Triton 3.6 to 3.9 have it. All imports of Gluon go
+through this module.
 
-What differs between these versions has one name here, that of the newest: copies of the tensor memory accelerator were
-called `async_copy_global_to_shared` before 3.8, and `reinterpret` was a private method before 3.9.
-`gluon_supported` says which versions compile the kernels. Imported at first launch only.
+What differs between these versions has one name here, that of the newest: copies by the tensor
+memory accelerator were called `async_copy_global_to_shared` before 3.8, and `reinterpret` was a
+private method before 3.9. `environment.why_no_gluon` says which versions compile the kernels.
+Imported at first launch only.
 """
 
 from triton.experimental import gluon

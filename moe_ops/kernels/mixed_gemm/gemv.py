@@ -33,6 +33,7 @@ from moe_ops.kernels.launch import (
     Specialized,
     arguments,
     kernel,
+    unprefixed,
 )
 from moe_ops.kernels.mixed_gemm.gemv_dot import (
     chunk_products,
@@ -72,20 +73,20 @@ class GemvWeight(NamedTuple):
     factor_stride_e: Specialized
 
 
+@unprefixed
 class GemvFormat(NamedTuple):
     """How a weight is decoded."""
 
-    PREFIXED = False
     FORMAT: Constant
     SCALE: Constant
     SCALE_GROUP: Constant
     ROW_CHUNKS: Constant  # chunks of a row
 
 
+@unprefixed
 class TokenRouting(NamedTuple):
     """Experts of one token. No kernel is compiled anew for its numbers."""
 
-    PREFIXED = False
     ids: Pointer  # (1, top_k)
     map: Pointer  # (num_ids,) global id -> local id, or None
     E: Runtime
@@ -406,7 +407,7 @@ def why_not(w13: MixedOperand, w2: MixedOperand) -> str | None:
 
 
 def _weight(w: MixedOperand) -> GemvWeight:
-    return GemvWeight(*w.weight[:3], *w.scales[:10])
+    return GemvWeight._make((*w.weight[:3], *w.scales[:10]))
 
 
 @lru_cache(maxsize=1024)
@@ -430,7 +431,8 @@ def launches(
     num_ids, map_stride = E, 0
     if expert_map is not None:
         num_ids, map_stride = expert_map.shape[0], expert_map.stride(0)
-    routing = TokenRouting(ids, expert_map, E, num_ids, *ids.stride(), map_stride)
+    stride_m, stride_k = ids.stride()
+    routing = TokenRouting(ids, expert_map, E, num_ids, stride_m, stride_k, map_stride)
     on_input, weights = NO_ROUTER_WEIGHTS, router_weights(a.topk_weights)
     if a.router_weight_on_input:
         on_input, weights = weights, on_input

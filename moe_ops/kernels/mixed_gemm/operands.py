@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from moe_ops.kernels.configs import GemmConfig
-from moe_ops.kernels.launch import Constant, Gpu, Pointer, Specialized
+from moe_ops.kernels.launch import Constant, Gpu, Pointer, Specialized, unprefixed
 from moe_ops.meta.scales import TRITON_E2M1
 from moe_ops.meta.workspace import cdiv
 from moe_ops.schemes import get_scheme
@@ -61,12 +61,12 @@ class MixedWeight(NamedTuple):
     stride_k: Specialized
 
 
+@unprefixed
 class MixedScales(NamedTuple):
     """What belongs to a weight: scales, zero points like them (bytes), and an fp32 factor of each
     expert (global scales) or of its rows (channel scales). Strides of what is absent are 0.
     """
 
-    PREFIXED = False
     w_scale: Pointer
     w_scale_stride_e: Specialized
     w_scale_stride_n: Specialized  # of a row, or of a block of rows
@@ -80,10 +80,10 @@ class MixedScales(NamedTuple):
     w_factor_stride_n: Specialized
 
 
+@unprefixed
 class Decoding(NamedTuple):
     """How a kernel decodes a weight."""
 
-    PREFIXED = False
     FORMAT: Constant
     SCALE: Constant
     SCALE_GROUP: Constant  # columns that share a scale, 0 for all
@@ -246,7 +246,6 @@ def operand(
         scale_strides, zero_strides = (*scale_strides[:2], 0), (*zero_strides[:2], 0)
     factor = channel_scale if global_scale is None else global_scale
     factor_strides = (0, 0) if factor is None else (*factor.stride(), 0)[:2]
-    scales = MixedScales(
-        scale, *scale_strides, zero, *zero_strides, factor, *factor_strides
-    )  # fmt: skip
+    (se, sn, sg), (ze, zn, zg), (fe, fn) = scale_strides, zero_strides, factor_strides
+    scales = MixedScales(scale, se, sn, sg, zero, ze, zn, zg, factor, fe, fn)
     return MixedOperand(MixedWeight(data, *data.stride()), scales, *found)

@@ -48,6 +48,7 @@ from moe_ops.kernels.launch import (
     Specialized,
     arguments,
     kernel,
+    unprefixed,
 )
 from moe_ops.kernels.mixed_gemm.decode import operands, six_bits
 from moe_ops.kernels.mixed_gemm.operands import (
@@ -300,10 +301,10 @@ def matmul(
     return acc
 
 
+@unprefixed
 class MixedTile(NamedTuple):
     """A GEMM's config, and what of a weight's format the kernel is compiled for."""
 
-    PREFIXED = False
     FORMAT: Constant
     SCALE: Constant
     SCALE_GROUP: Constant

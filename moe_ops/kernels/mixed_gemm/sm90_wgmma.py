@@ -39,6 +39,7 @@ from moe_ops.kernels.launch import (
     Specialized,
     arguments,
     kernel,
+    unprefixed,
 )
 from moe_ops.kernels.mixed_gemm.configs import FORMATS, max_unsorted_pairs, pair_bucket
 from moe_ops.kernels.mixed_gemm.operands import (
@@ -203,19 +204,19 @@ def exit_without_tile(PDL: gl.constexpr):
         gdc_wait(PDL)
 
 
+@unprefixed
 class Hidden(NamedTuple):
     """h as GEMM1 writes it."""
 
-    PREFIXED = False
     h: Pointer  # (S, I in whole chunks), columns permuted as GEMM2 takes them
     H_CHUNK: Constant  # GEMM2's K_CHUNK
     H_TAIL: Constant  # GEMM2's last chunk overlaps the one before
 
 
+@unprefixed
 class WgmmaTile(NamedTuple):
     """What a GEMM's config and weight decide."""
 
-    PREFIXED = False
     K_CHUNK: Constant
     BLOCK_M: Constant
     BLOCK_N: Constant
@@ -637,7 +638,7 @@ def _prepare(
     pairs: int,
     num_ids: int,
 ) -> _Prepared:
-    """Derived once, for 4 us a GEMM less."""
+    """What follows from shapes, the config and the number of pairs. Kept, as it takes 3 us."""
     E, N, row_bytes = shape
     block_n, block_k, num_stages, num_warps = config
     K = row_bytes * 8 // of.bits
@@ -693,7 +694,9 @@ def _operand(
 ) -> _Operand:
     """Where a thread reads two e4m3 scales, they are one element."""
     data, of, k_chunk, scales = w.data, w.wgmma_format, w.k_chunk, w.scales
-    elements, scale_shape, scale_strides = None, None, ()
+    elements: Tensor | None = None
+    scale_shape: tuple[int, ...] | None = None
+    scale_strides: tuple[int, ...] = ()
     if data.dtype != torch.uint8:
         data = data.view(torch.uint8)
     if of.name == "e2m1_words":
@@ -701,8 +704,8 @@ def _operand(
         scale_shape, scale_strides = elements.shape, elements.stride()
         scales = scales._replace(**_NO_SCALES)
     elif of.name == "e2m1" and of.scale == "e4m3" and k_chunk == 128:
-        scale, stride_e, stride_n, stride_g = scales[:4]
-        odd = stride_e | stride_n | scale.storage_offset() | scale.data_ptr()
+        scale, (_, stride_e, stride_n, stride_g) = w.scale, scales[:4]
+        odd = stride_e | stride_n | int(scale.storage_offset()) | scale.data_ptr()
         if stride_g == 1 and odd % 2 == 0:
             rest = scales[4:]
             scales = MixedScales(scale.view(torch.int16), stride_e // 2, stride_n // 2, 1, *rest)
@@ -710,7 +713,9 @@ def _operand(
         *(of, data.shape, data.stride(), k_chunk, w.has_zero, scale_shape, scale_strides),
         *(parts, config, block_m, split_k, pairs, routing.num_ids),
     )
-    w_scales = None if elements is None else prepared.w_scales.of(elements)
+    w_scales = None
+    if elements is not None and prepared.w_scales is not None:
+        w_scales = prepared.w_scales.of(elements)
     return _Operand(prepared.w.of(data), w_scales, scales, prepared)
 
 

@@ -43,9 +43,9 @@ from moe_ops.kernels.launch import (
 )
 from moe_ops.kernels.permute.rows import NO_ROUTER_WEIGHTS, RouterWeights
 from moe_ops.kernels.quantize.e4m3_int8 import Valid, amax
-from moe_ops.kernels.quantize.rounding import GAP, Rounding, h_elements
-from moe_ops.kernels.quantize.scales import NUM_PARTIALS, Input, flat, split
-from moe_ops.meta.workspace import cdiv
+from moe_ops.kernels.quantize.rounding import GAP, Rounding, h_elements, x_elements
+from moe_ops.kernels.quantize.scales import NUM_PARTIALS, Input, flat
+from moe_ops.meta.workspace import cdiv, round_up
 
 CHUNK = 1024  # columns that a program rounds at a time
 
@@ -208,15 +208,18 @@ def round_x(
     """Launches that come before GEMM1, and what it reads as x: scaled by input weights, if there
     are any.
     """
-    data, behind = split(workspace, rows, K, r.dtype, r.num_scales(rows))
+    space = flat(workspace, torch.float32, x_elements(rows, K, r))
+    end = _end(r, 0, rows, K)
     launches = []
     if r.SCALE == "nv":
-        if static is None:
-            launches.append(amax(x, rows, rows_of_expert, K, behind, valid, None, gpu))
-            x = x._replace(scale=behind, partials=NUM_PARTIALS)
-        behind = behind[NUM_PARTIALS:]
+        largest, count = static, 1
+        if largest is None:
+            largest, count = space[end:], NUM_PARTIALS
+            launches.append(amax(x, rows, rows_of_expert, K, largest, valid, None, gpu))
+        x = Input(x.ptr, x.stride_e, x.stride_m, x.stride_k, largest, partials=count)
     launch, rounded = _round(
-        *(r, x, rows, rows_of_expert, K, data, behind, static, zero, valid.topk_weights, gpu)
+        *(r, x, rows, rows_of_expert, K, space, 0, end),
+        *(static is not None, zero, valid.topk_weights, gpu),
     )
     return [*launches, launch], rounded
 
@@ -230,48 +233,60 @@ def round_h(
     gpu: Gpu,
 ) -> Hidden:
     """h in fp32, the launch that rounds it, and what GEMM2 reads."""
-    h = flat(workspace, torch.float32, h_elements(rows, I, r))
-    behind = h[rows * I :]
-    largest = behind[:1] if r.SCALE == "nv" and static is None else None
-    data, scale = split(behind[GAP:], rows, I, r.dtype, r.num_scales(rows))
+    space = flat(workspace, torch.float32, h_elements(rows, I, r))
+    behind = rows * I
+    largest = amax = None
     if r.SCALE == "nv":
-        scale = scale[NUM_PARTIALS:]
-    source = Input(h, 0, I, 1, largest)
+        if static is None:
+            amax = space[behind : behind + 1]
+        largest = amax if static is None else static
+    source = Input(space, 0, I, 1, largest)
+    start = behind + GAP
     launch, read = _round(
-        *(r, source, rows, rows, I, data, scale, static, None, NO_ROUTER_WEIGHTS, gpu)
+        *(r, source, rows, rows, I, space, start, _end(r, start, rows, I)),
+        *(static is not None, None, NO_ROUTER_WEIGHTS, gpu),
     )
-    return Hidden(h, largest, [launch], read)
+    return Hidden(space, amax, [launch], read)
+
+
+def _end(r: Rounding, start: int, rows: int, columns: int) -> int:
+    """Where rounded activations that begin at an fp32 element end."""
+    return start + round_up(rows * columns * r.dtype.itemsize, 4 * GAP) // 4
 
 
 def _round(
     r: Rounding,
-    source: Input,  # its scale, if any: the partial largest magnitudes
+    source: Input,  # "nv": its scale is the partial largest magnitudes, or the known scale
     rows: int,
     rows_of_expert: int,
     columns: int,
-    data: Tensor,
-    scale: Tensor,  # written, if `r` has scales of sums
-    static: Tensor | None,
+    space: Tensor,  # fp32: from `start` to `end` rounded activations, behind them scales
+    start: int,
+    end: int,
+    static: bool,
     zero: Tensor | None,
     weights: RouterWeights,
     gpu: Gpu,
 ) -> tuple[Launch, Input]:
-    by_row = r.SCALE == "row"
-    found = scale if by_row or r.SCALE == "nv" else None
-    known = static is not None
+    by_row, scale = r.SCALE == "row", None
+    if by_row:
+        scale = space[end:]
+    elif r.SCALE == "nv":  # behind the partial largest magnitudes
+        scale = space[end + NUM_PARTIALS :]
+    data = flat(space[start:] if start else space, r.dtype, rows * columns)
     args = FakeQuantize(
         q=data,
-        scale=found,
+        scale=scale,
         zero=zero,
-        x=source._replace(scale=static) if known and r.SCALE == "nv" else source,
+        x=source,
         topk_weights=weights,
         T=rows_of_expert,
         K=columns,
         rounding=r,
-        STATIC=known,
+        STATIC=static,
         CHUNK=CHUNK,
         PDL=gpu.pdl,
     )
-    rounded = Input(data, 0, columns, 1, found, scale_stride_m=int(by_row))
+    rounded = Input(data, 0, columns, 1, scale, scale_stride_m=int(by_row))
     grid = (rows, 1 if by_row else cdiv(columns, CHUNK), 1)
     return Launch(moe_ops_fake_quantize, grid, args), rounded

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from moe_ops.kernels.launch import Constant
+from moe_ops.kernels.launch import Constant, unprefixed
 from moe_ops.kernels.quantize.scales import NUM_PARTIALS
 from moe_ops.meta.workspace import cdiv
 from moe_ops.schemes import get_scheme
@@ -17,10 +17,10 @@ from moe_ops.schemes import get_scheme
 GAP = 32  # fp32 elements that align what comes second in a workspace
 
 
+@unprefixed
 class Rounding(NamedTuple):
     """A scheme's quantized activations in the words of kernels/quantize/emulated.py."""
 
-    PREFIXED = False
     SCALE: Constant
     SCALE_GROUP: Constant  # columns that share a scale; of whole rows any
     RULE: Constant  # of a power of two: schemes.QuantDesc.scale_rule
