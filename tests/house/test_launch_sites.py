@@ -30,6 +30,11 @@ def name_of(node: ast.AST) -> str:
     return getattr(node, "id", getattr(node, "attr", ""))
 
 
+def file_of(module: str) -> Path:
+    """The file of a module of the package, below the package."""
+    return Path(*module.split(".")[1:]).with_suffix(".py")
+
+
 def decorators(node: ast.FunctionDef | ast.ClassDef) -> set[str]:
     return {name_of(d.func if isinstance(d, ast.Call) else d) for d in node.decorator_list}
 
@@ -57,8 +62,7 @@ def violations(root: Path) -> list[str]:
     """Where kernels are launched otherwise than by named arguments."""
     trees = sources(root)
     names = {node.name for _, node in kernels(trees)}
-    # A class of arguments may share its name with one in another file: by file, imports included.
-    defined = {(path, node.name) for path, node in classes_of_arguments(trees)}
+    classes = {(path, node.name) for path, node in classes_of_arguments(trees)}
     found = []
 
     def say(path: Path, node: ast.AST, text: str) -> None:
@@ -74,7 +78,12 @@ def violations(root: Path) -> list[str]:
     for path, tree in trees.items():
         if path == LAUNCH:
             continue
-        made = {name for where, name in defined if where == path}
+        imported = {
+            alias.asname or alias.name: (file_of(node.module), alias.name)
+            for node in ast.walk(tree)
+            if isinstance(node, ast.ImportFrom) and node.module
+            for alias in node.names
+        }
         for node in ast.walk(tree):
             if isinstance(node, ast.Constant) and node.value in names:
                 say(path, node, f"names the kernel {node.value} by a string")
@@ -87,11 +96,12 @@ def violations(root: Path) -> list[str]:
             if not isinstance(node, ast.Call):
                 continue
             called = name_of(node.func)
+            origin = imported.get(called, (path, called))
             if called == "pointers":
                 say(path, node, "writes a key of pointers")
             if isinstance(node.func, ast.Subscript):
                 say(path, node, "starts a kernel itself")
-            if called in made and (node.args or any(k.arg is None for k in node.keywords)):
+            if origin in classes and (node.args or any(k.arg is None for k in node.keywords)):
                 say(path, node, f"fills {called} without its fields' names")
             if called == "Launch":
                 values = [*node.args, *(k.value for k in node.keywords)]
@@ -101,7 +111,7 @@ def violations(root: Path) -> list[str]:
                 third = next((k.value for k in node.keywords if k.arg == "args"), third)
                 if isinstance(third, (ast.Tuple, ast.BinOp)):
                     say(path, node, "passes positional kernel arguments")
-            if called == "run" and not (len(node.args) == 3 and not node.keywords):
+            if origin == (LAUNCH, "run") and not (len(node.args) == 3 and not node.keywords):
                 say(path, node, "passes `run` more than launches, device and GPU")
     return found
 
@@ -118,6 +128,9 @@ def test_there_are_kernels_to_look_at():
 
 
 GOOD = """
+from moe_ops.kernels.launch import Launch, run
+
+
 @arguments
 class Gemm:
     y: Pointer
@@ -160,7 +173,7 @@ def gemm(y, gpu):
         (
             "    run(",
             "    launch._compiled[y] = 1\n    run(",
-            "touches the kernels that launch.py",
+            "touches the kernels",
         ),
         ("@kernel(Gemm)\ndef moe_ops_two", "@triton.jit\ndef moe_ops_two", "must be decorated"),
         ("    K: Specialized\n", "".join(f"    K{i}: Constant\n" for i in range(15)), "16 fields"),
