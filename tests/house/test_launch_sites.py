@@ -32,7 +32,7 @@ def name_of(node: ast.AST) -> str:
 
 def file_of(module: str) -> Path:
     """The file of a module of the package, below the package."""
-    return Path(*module.split(".")[1:]).with_suffix(".py")
+    return Path("/".join(module.split(".")[1:]) + ".py")
 
 
 def decorators(node: ast.FunctionDef | ast.ClassDef) -> set[str]:
