@@ -28,5 +28,7 @@ def test_backend_files_follow_one_order(name):
     parts = ("available", "supports", "workspace_shapes", *launchers)
     order = [defined[part] for part in parts if part in defined]
     assert "supports" in defined and order == sorted(order)
-    assert isinstance(body[-1], ast.Assign) and body[-1].targets[0].id == "BACKEND"
-    assert ast.unparse(body[-1].value.func) in ("register", "library.register")
+    # deep_gemm registers its kernels for e2m1 weights as a second backend
+    last = body[-2:] if name == "deep_gemm" else body[-1:]
+    assert [ast.unparse(node.targets[0]) for node in last] == ["BACKEND", "FP4"][: len(last)]
+    assert {ast.unparse(node.value.func) for node in last} <= {"register", "library.register"}
