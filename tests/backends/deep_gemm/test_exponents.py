@@ -277,7 +277,7 @@ def backend_of(scheme: str):
     ("mxfp4_w4a8:ceil", DEEP_GEMM_UE8M0, (10, 12)),
 ])  # fmt: skip
 def test_which_gpus(scheme, layout_, majors):
-    backend = backend_of(scheme)
+    backend = backend_module.FP4 if scheme.startswith("mxfp4") else backend_module.BACKEND
     problem = dataclasses.replace(PROBLEM, scheme=scheme, layout=layout_)
     for major, machine in GPUS.items():
         reasons = backend.supports(problem, machine)
@@ -299,7 +299,7 @@ def test_which_gpus(scheme, layout_, majors):
     (10, "mxfp4", {}, "deep_gemm_fp4 has no kernel for scheme 'mxfp4'"),
 ])  # fmt: skip
 def test_reasons(major, scheme, changes, reason):
-    backend = backend_of(scheme)
+    backend = backend_module.FP4 if scheme.startswith("mxfp4") else backend_module.BACKEND
     problem = dataclasses.replace(PROBLEM, scheme=scheme, **changes)
     assert any(reason in given for given in backend.supports(problem, GPUS[major]))
 
