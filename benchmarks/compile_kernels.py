@@ -301,7 +301,7 @@ def compile_router(
     """The kernels of a router, compiled for `arch` or, without `compiles`, listed."""
     E, top_k, K = call.shape
     with _compiling(chip, arch, compiles) as found:
-        fused.launch(
+        fused.route_tokens(
             _empty(call.M, E, dtype=call.logits),
             _empty(call.M, top_k, dtype=call.weights),
             _empty(call.M, top_k, dtype=call.ids),

@@ -121,6 +121,8 @@ class Backend:
     # what `moe_ops.warmup` enters around a call of so many rows: there a library may tune, and save what it found
     warm: Callable[[int], AbstractContextManager] | None = None
     relayouts: tuple[Relayout, ...] = ()  # what `prepare` can do for it
+    # what `explain` says of kernels that would serve the problem and are left out on the machine
+    notes: Callable[[Problem, Machine], list[str]] | None = None
 
     def native(self, scheme: str, machine: Machine) -> bool:
         """Whether products on `machine` are those of the scheme's own formats, not emulated."""
@@ -148,6 +150,7 @@ def register(
     native_capability: tuple[int, int] = (0, 0),
     warm: Callable[[int], AbstractContextManager] | None = None,
     relayouts: tuple[Relayout, ...] = (),
+    notes: Callable[[Problem, Machine], list[str]] | None = None,
 ) -> Backend:
     """Define `moe_ops::<name>_<kind>` for every kind in `launch` and return the backend.
 
@@ -182,6 +185,7 @@ def register(
         native_capability,
         warm,
         relayouts,
+        notes,
     )
     if name != "auto":
         _registered.append(backend)
