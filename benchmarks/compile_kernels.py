@@ -305,9 +305,9 @@ def compile_router(
     correction = _empty(E, dtype=torch.float32) if call.correction_bias else None
     with _compiling(chip, arch, compiles) as found:
         fused.route_tokens(
-            logits,
-            weights,
-            ids,
+            _empty(call.M, E, dtype=call.logits),
+            _empty(call.M, top_k, dtype=call.weights),
+            _empty(call.M, top_k, dtype=call.ids),
             _empty(*router_workspace(call.M, E, K), dtype=torch.float32),
             _empty(call.M, K, dtype=call.dtype),
             _empty(E, K, dtype=call.dtype),

@@ -31,6 +31,12 @@ from moe_ops.ops.library import KINDS, register
 from moe_ops.ops.problem import Buffer, Machine, Problem, Workspaces
 from moe_ops.schemes import SCHEMES, get_scheme
 
+# looked up once: Dynamo would trace what looks them up
+_TRITON = environment.version("triton")
+_WHY_NO_GLUON = environment.why_no_gluon(_TRITON)
+# Before 3.8 Triton's compiler fails for SM100 where GEMM1 ends with one maximum of all it wrote.
+_NO_MAXIMUM_ON_SM100 = environment.release(_TRITON) < (3, 8)
+_WITH_MAXIMUM = ("fp8_tensor", "nvfp4")
 _BACK = "moe_ops.prepare(weight, 'torch') brings it back"
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _QUANTIZING = (
@@ -54,6 +60,18 @@ def supports(problem: Problem, machine: Machine) -> list[str]:
     elif machine.device_type == "cuda" and machine.capability < (8, 0):
         major, minor = machine.capability
         reasons.append(f"triton needs compute capability 8.0 or higher, got {major}.{minor}")
+    if (
+        _NO_MAXIMUM_ON_SM100
+        and machine.capability[0] == 10
+        and problem.scheme in _WITH_MAXIMUM
+        and problem.kind != "grouped_linear"
+        and not INTERPRETED
+    ):
+        major, minor = machine.capability
+        reasons.append(
+            f"triton cannot compile scheme {problem.scheme!r} for compute capability "
+            f"{major}.{minor} under Triton {_TRITON}, Triton 3.8 or later can"
+        )
     if problem.layout == TRITON_E2M1:
         reasons += _reasons_against_e2m1_words(problem, machine)
     elif problem.layout:
@@ -95,6 +113,22 @@ def _reasons_against_e2m1_words(problem: Problem, machine: Machine) -> list[str]
             f"Triton {environment.GLUON_VERSIONS}, got {major}.{minor} under {found}; {_BACK}"
         )
     return reasons
+
+
+def notes(problem: Problem, machine: Machine) -> list[str]:
+    """That the kernels of wgmma are left out, where they would serve the problem."""
+    weight = operands.describe(problem.scheme)
+    if (
+        _WHY_NO_GLUON is None
+        or machine.capability[0] != 9
+        or problem.kind != "experts"
+        or problem.dtype != torch.bfloat16
+        or weight is None
+        or weight.name not in mixed_configs.FORMATS
+        or not get_scheme(problem.scheme).weight_only
+    ):
+        return []
+    return [f"without its fastest kernels: {_WHY_NO_GLUON}"]
 
 
 def workspace_shapes(M: int, problem: Problem) -> Workspaces:
@@ -172,6 +206,5 @@ BACKEND = register(
     native_capability=NATIVE_CAPABILITY,
     interpreted=INTERPRETED,
     relayouts=RELAYOUTS,
-    distribution="triton",
-    missing_kernels=missing_kernels,
+    notes=notes,
 )
