@@ -58,6 +58,12 @@ def why_no_triton() -> str | None:
     return None
 
 
+def release(installed: str) -> tuple[int, int]:
+    """Major and minor number of a version, (0, 0) of ""."""
+    major, minor = (installed or "0.0").split(".")[:2]
+    return int(major), int(minor)
+
+
 @constant
 def why_no_gluon(installed: str) -> str | None:
     """Why a version of Triton cannot compile the kernels written in Gluon; None where it can.
@@ -68,8 +74,7 @@ def why_no_gluon(installed: str) -> str | None:
     kernels = "the Gluon kernels of compute capability 9.0 for weights of 4 and 8 bits"
     if not installed:
         return f"{kernels} need Triton {GLUON_VERSIONS}, which is not installed"
-    found = tuple(int(part) for part in installed.split(".")[:2])
-    if GLUON_TRITON[0] <= found <= GLUON_TRITON[1]:
+    if GLUON_TRITON[0] <= release(installed) <= GLUON_TRITON[1]:
         return None
     return f"{kernels} need Triton {GLUON_VERSIONS}, got {installed}"
 

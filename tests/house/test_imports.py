@@ -1,4 +1,4 @@
-"""What importing costs, which way imports run, and that public names exist."""
+"""What importing costs, and that public names exist. Which way imports run: test_stream.py."""
 
 import ast
 import json

@@ -54,6 +54,12 @@ def supports(problem: Problem, machine: Machine) -> list[str]:
     elif machine.device_type == "cuda" and machine.capability < (8, 0):
         major, minor = machine.capability
         reasons.append(f"triton needs compute capability 8.0 or higher, got {major}.{minor}")
+    if _needs_newer_triton(problem, machine):
+        major, minor = machine.capability
+        reasons.append(
+            f"triton cannot compile scheme {problem.scheme!r} for compute capability "
+            f"{major}.{minor} under Triton {machine.triton}, Triton 3.8 or later can"
+        )
     if problem.layout == TRITON_E2M1:
         reasons += _reasons_against_e2m1_words(problem, machine)
     elif problem.layout:
@@ -64,6 +70,14 @@ def supports(problem: Problem, machine: Machine) -> list[str]:
     if problem.dtype not in _DTYPES:
         reasons.append(f"triton takes bfloat16, float16 or float32, got {problem.dtype}")
     return reasons
+
+
+def _needs_newer_triton(problem: Problem, machine: Machine) -> bool:
+    """Before 3.8 Triton's compiler fails for SM100 where GEMM1 ends with one maximum of all it wrote."""
+    if machine.device_type != "cuda" or machine.capability[0] != 10 or INTERPRETED:
+        return False
+    one_maximum = problem.scheme in ("fp8_tensor", "nvfp4") and problem.kind != "grouped_linear"
+    return one_maximum and environment.release(machine.triton) < (3, 8)
 
 
 def _reasons_against_e2m1_words(problem: Problem, machine: Machine) -> list[str]:
@@ -144,6 +158,8 @@ def missing_kernels(problem: Problem, machine: Machine) -> list[str]:
     """Why the kernels of SM90 for weights of 4 and 8 bits are left out of a layer that they serve."""
     form = operands.describe(problem.scheme) if problem.kind == "experts" else None
     if form is None or form.name not in mixed_configs.FORMATS or machine.capability[0] != 9:
+        return []
+    if not get_scheme(problem.scheme).weight_only:  # emulated
         return []
     if problem.dtype != torch.bfloat16:
         return []

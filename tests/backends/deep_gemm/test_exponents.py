@@ -265,6 +265,10 @@ PROBLEM = Problem(
 PREPARE = "laid out for it: call moe_ops.prepare"
 
 
+def backend_of(scheme: str):
+    return backend_module.FP4 if scheme.startswith("mxfp4") else backend_module.BACKEND
+
+
 @pytest.mark.parametrize("scheme, layout_, majors", [
     ("", "", (9, 10, 12)),
     ("fp8_block", "", (9,)),

@@ -1,0 +1,71 @@
+"""What the backend says of kernels that the installed Triton cannot compile."""
+
+import dataclasses
+
+import pytest
+import torch
+
+import moe_ops
+from moe_ops import environment
+from moe_ops.backends.triton import backend
+from moe_ops.ops.problem import Machine, Problem
+from moe_ops.planning.plan import plan
+
+HOPPER = Machine("cuda", (9, 0), "NVIDIA H200", ("triton",))
+BLACKWELL = dataclasses.replace(HOPPER, capability=(10, 0), gpu_name="NVIDIA B200")
+
+
+def problem(scheme: str, **changes) -> Problem:
+    act = moe_ops.Activation("silu")
+    sizes = ("experts", 4, 256, 128, 256, 2, torch.bfloat16, scheme, "", act)
+    return dataclasses.replace(Problem(*sizes), **changes)
+
+
+@pytest.mark.parametrize(
+    "installed, reason",
+    [
+        ("3.6.0", None),
+        ("3.9.1+git1234", None),
+        ("3.5.1", "need Triton 3.6 to 3.9, got 3.5.1"),
+        ("3.10.0", "need Triton 3.6 to 3.9, got 3.10.0"),
+        ("", "need Triton 3.6 to 3.9, which is not installed"),
+    ],
+)
+def test_versions_that_compile_gluon(installed, reason):
+    found = environment.why_no_gluon(installed)
+    assert (found is None) == (reason is None) and (reason or "") in (found or "")
+
+
+def under(version: str, machine: Machine = HOPPER) -> Machine:
+    return dataclasses.replace(machine, triton=version)
+
+
+@pytest.mark.parametrize("scheme", ["int4_w4a16:g128", "mxfp4_w4a16", "fp8_w8a16:block"])
+def test_explain_names_kernels_left_out(scheme, monkeypatch):
+    monkeypatch.setattr(backend, "INTERPRETED", False)
+    text = str(plan(problem(scheme), under("3.10.0")))
+    assert "need Triton 3.6 to 3.9, got 3.10.0" in text
+
+
+def test_explain_is_silent_where_no_kernel_is_left_out():
+    new = under("3.10.0")
+    for scheme, machine in (
+        ("mxfp4_w4a16", under("3.6.0")),
+        ("", new),
+        ("fp8_block", new),
+        ("mxfp4_w4a8", new),
+        ("mxfp6_e3m2_w6a16", new),
+        ("mxfp4_w4a16", dataclasses.replace(new, capability=(8, 0))),
+    ):
+        assert backend.missing_kernels(problem(scheme), machine) == []
+
+
+@pytest.mark.parametrize("scheme", ["fp8_tensor", "nvfp4"])
+def test_compiler_that_fails_for_sm100(scheme, monkeypatch):
+    monkeypatch.setattr(backend, "INTERPRETED", False)
+    old = under("3.7.1", BLACKWELL)
+    (reason,) = backend.supports(problem(scheme), old)
+    assert "cannot compile" in reason and "Triton 3.8 or later can" in reason
+    assert not backend.supports(problem(scheme), under("3.7.1"))
+    assert not backend.supports(problem(scheme, kind="grouped_linear", activation=None), old)
+    assert not backend.supports(problem(scheme), under("3.8.0", BLACKWELL))
