@@ -158,4 +158,4 @@ def test_the_matrix_runs_it(tmp_path):
     )
     assert answer.returncode == 0, answer.stdout[-3000:]
     found = re.search(r"(\d+) passed", answer.stdout)
-    assert found is not None and int(found.group(1)) > 100
+    assert found is not None and int(found.group(1)) > 50
