@@ -221,7 +221,7 @@ def why_left_out(kernel: str, arch: int) -> str:
         if arch != 90:
             return "multiplies by wgmma, which compute capability 9.0 alone has"
         return environment.why_no_gluon(triton.__version__) or ""
-    if "_large_" in kernel and arch not in (90, 100):
+    if "_tma_" in kernel and arch not in (90, 100):
         return "needs the shared memory of compute capability 9.0"
     if "_deep_gemm_" in kernel and arch < 90:
         return "runs around DeepGEMM's products, which need compute capability 9.0"
