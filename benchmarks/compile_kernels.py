@@ -43,7 +43,7 @@ from moe_ops.backends.deep_gemm import library as deep_gemm
 from moe_ops.kernels import launch
 from moe_ops.kernels.launch import Gpu, Launch
 from moe_ops.kernels.mixed_gemm import configs as mixed_configs
-from moe_ops.kernels.router import fused
+from moe_ops.kernels.router import fused, topk
 from moe_ops.meta.router import router_workspace
 from moe_ops.meta.scales import DEEP_GEMM_UE8M0, TRITON_E2M1
 from moe_ops.ops import library
@@ -175,7 +175,7 @@ def _compiling(chip: Gpu, arch: int, compiles: bool = True) -> Iterator[list[Com
         return start(one._replace(kernel=kernel), first, gpu)
 
     before = driver._active
-    sm90 = arch == 90 and environment.why_no_gluon(environment.version("triton")) is None
+    sm90 = arch == 90 and environment.why_no_gluon(environment.TRITON) is None
     driver.set_active(_Driver(arch))
     try:
         with (
@@ -314,6 +314,9 @@ def compile_router(
 ) -> list[Compiled]:
     """The kernels of a router, compiled for `arch` or, without `compiles`, listed."""
     E, top_k, K = call.shape
+    logits = _empty(call.M, E, dtype=call.logits)
+    weights, ids = _empty(call.M, top_k, dtype=call.weights), _empty(call.M, top_k, dtype=call.ids)
+    correction = _empty(E, dtype=torch.float32) if call.correction_bias else None
     with _compiling(chip, arch, compiles) as found:
         fused.route_tokens(
             _empty(call.M, E, dtype=call.logits),
@@ -323,10 +326,11 @@ def compile_router(
             _empty(call.M, K, dtype=call.dtype),
             _empty(E, K, dtype=call.dtype),
             _empty(E, dtype=call.dtype) if call.bias else None,
-            _empty(E, dtype=torch.float32) if call.correction_bias else None,
+            correction,
             *call.choice,
             1.0,
         )
+        topk.route(weights, ids, logits, correction, *call.choice, 1.0)
     return found
 
 

@@ -122,7 +122,7 @@ def _routers() -> Iterator[RouterCall]:
         "choice": ("sigmoid", True, 8, 4),
         "correction_bias": True,
     }
-    for M in (1, 2, 4, 64):  # 64: past the fused router
+    for M in (1, 2, 4):
         yield RouterCall((8, 2, 4096), M)
         yield RouterCall((256, 8, 7168), M, **deepseek)
     yield RouterCall((60, 4, 1000), 16, torch.float32, torch.float32, bias=True)

@@ -15,6 +15,7 @@ from moe_ops.backends import list_backends
 from moe_ops.experts import batched_experts, explain, fused_experts, grouped_linear
 from moe_ops.nn.config import MoEConfig
 from moe_ops.parallel.config import ParallelConfig
+from moe_ops.planning.register import register_backend
 from moe_ops.routing.methods import RoutingMethod
 from moe_ops.routing.route import route
 from moe_ops.routing.tokens import route_tokens
@@ -59,6 +60,7 @@ __all__ = [
     "list_backends",
     "prepare",
     "quantize",
+    "register_backend",
     "route",
     "route_tokens",
     "warmup",

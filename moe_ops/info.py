@@ -26,12 +26,13 @@ import torch
 from moe_ops import activations, environment, schemes
 from moe_ops import backends as backends_module
 from moe_ops.backends.torch import cpu
+from moe_ops.ops import relayout
 from moe_ops.ops.problem import Problem
 from moe_ops.planning import machine as machines
 from moe_ops.planning import plan as plans
 from moe_ops.tables import lookup
 
-# distributions that backends and integrations use; read from metadata, so none is imported
+# distributions that integrations use, beside those of the backends; read from metadata, so none is imported
 DISTRIBUTIONS = (
     "torch",
     "triton",
@@ -41,8 +42,6 @@ DISTRIBUTIONS = (
     "accelerate",
     "peft",
     "safetensors",
-    "sgl-deep-gemm",
-    "flashinfer-python",
 )
 DTYPES = ("bfloat16", "float16", "float32")
 DEFAULT_M = (1, 8, 64, 512, 4096)
@@ -58,10 +57,12 @@ def facts() -> dict[str, Any]:
     (None if the CPU kernel is in use, else why not), ``tuning`` (GPU name -> number of measured problems).
     """
     backends, takes = _backends()
+    libraries = ("moe-ops", *DISTRIBUTIONS, *backends_module.distributions())
+    distributions = tuple(dict.fromkeys(libraries))
     return {
         "python": platform.python_version(),
         "platform": f"{platform.system()} {platform.machine()}",
-        "versions": {name: environment.version(name) for name in ("moe-ops", *DISTRIBUTIONS)},
+        "versions": {name: environment.version(name) for name in distributions},
         "cuda": _cuda(),
         "gpus": _gpus(),
         "backends": backends,
@@ -232,8 +233,6 @@ _FAMILIES = tuple(dict.fromkeys([name.split(":")[0] for name in schemes.SCHEMES]
 
 def _backends() -> tuple[dict[str, str | None], dict[str, dict[str, list[str]]]]:
     """``backends`` and ``takes`` of `facts`."""
-    from moe_ops.ops import relayout  # which imports torchao
-
     here, silu = machines.machine(_device(None)), activations.resolve("silu")
     layer = Problem("experts", 8, 256, 128, 256, 2, torch.bfloat16, activation=silu)
     why_not: dict[str, str | None] = {}

@@ -9,6 +9,7 @@ elsewhere the mark `sweep` says so. `gpu` need a CUDA device.
 from __future__ import annotations
 
 import gc
+import importlib
 import os
 import resource
 from collections.abc import Generator
@@ -27,6 +28,10 @@ if not torch.cuda.is_available():
 # Tracing and interpreting make objects by the million, few of them in cycles: look for these less
 # often.
 gc.set_threshold(50_000, 20, 100)
+
+# modules that register backends of other packages, which the matrix then runs like our own
+for name in filter(None, os.environ.get("MOE_OPS_TEST_BACKENDS", "").split(",")):
+    importlib.import_module(name)
 
 HERE = Path(__file__).parent
 # folders whose tests run over many cases that differ in sizes and options alone

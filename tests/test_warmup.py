@@ -18,7 +18,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import moe_ops
 from moe_ops import MoELayer, backends
 from moe_ops import environment as environment_module
-from moe_ops.kernels import triton_launch
+from moe_ops.kernels import launch as launches
 from moe_ops.ops.problem import Machine
 from moe_ops.planning import bind
 from moe_ops.planning import machine as machines
@@ -174,30 +174,27 @@ def test_every_tier_that_is_reached_is_tuned_and_run(monkeypatch):
 def test_later_calls_find_every_kernel(scheme, monkeypatch):
     """As on a GPU kernels are kept by what they were specialised on; none may be missing
     afterwards."""
-    monkeypatch.setattr(triton_launch, "INTERPRETED", False)
-    monkeypatch.setattr(triton_launch, "_compiled", {})
+    monkeypatch.setattr(launches, "INTERPRETED", False)
+    monkeypatch.setattr(launches, "_compiled", {})
     driver = SimpleNamespace(active=SimpleNamespace(get_current_stream=lambda device: None))
     monkeypatch.setattr("triton.runtime.driver", driver)
-    interpreted, compiled = triton_launch._kernels(), []
+    start, compiled = launches._start, []
 
-    class Kernel:
-        """Compiles when first launched, like a jitted function; what it returns runs the same
-        kernel."""
+    class Compiled:
+        """What a first launch returns; runs the same kernel."""
 
-        def __init__(self, name):
-            self.name = name
+        def __init__(self, kernel):
+            self.kernel = kernel
 
         def __getitem__(self, grid):
-            def launch(*args, stream=None, **options):
-                if options:
-                    compiled.append(self.name)
-                interpreted[self.name][grid](*args)
-                return self
+            return lambda *args, stream: self.kernel.function[grid](*args)
 
-            return launch
+    def compile_and_start(launch, first, gpu):
+        compiled.append(launch.kernel.name)
+        start(launch, first, gpu)
+        return Compiled(launch.kernel)
 
-    kernels = {name: Kernel(name) for name in interpreted}
-    monkeypatch.setattr(triton_launch, "_kernels", lambda: kernels)
+    monkeypatch.setattr(launches, "_start", compile_and_start)
     counts = (1, 2, 70)
     layer = layer_of("triton", scheme=scheme)
     moe_ops.warmup(layer, counts)
@@ -386,7 +383,7 @@ def captured(function, *args):
 def test_capture_is_the_first_call(device, backend, scheme, M, monkeypatch):
     """Sizes that no other test has, and kernels of Triton forgotten: nothing else can have warmed
     them."""
-    monkeypatch.setattr(triton_launch, "_compiled", {})
+    monkeypatch.setattr(launches, "_compiled", {})
     K, I = 640, 384  # noqa: E741
     layer = layer_of(backend, dtype=BF16, device=device, scheme=scheme, K=K, I=I)
     experts = layer.experts

@@ -63,7 +63,9 @@ def fused_experts(call: ExpertsCall) -> Tensor:
     return permute.combine(y, weights, pairs, call.hidden_states.dtype)
 
 
-def _straight_through(x: Tensor, scheme: str, static_scale, rows_valid) -> Tensor:
+def _straight_through(
+    x: Tensor, scheme: str, static_scale: Tensor | None, rows_valid: Tensor
+) -> Tensor:
     quantized = numerics.fake_quantize_activation(x.detach(), scheme, static_scale, rows_valid)
     x = x.to(torch.float32)
     return x + (quantized - x).detach()

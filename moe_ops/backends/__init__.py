@@ -34,3 +34,9 @@ def check_backend(argument: str, name: str) -> None:
 def list_backends() -> tuple[str, ...]:
     """Names of all backends, installed or not, in order of preference."""
     return tuple([backend.name for backend in BACKENDS])
+
+
+def distributions() -> tuple[str, ...]:
+    """What pip calls the libraries of all backends."""
+    names = [backend.distribution for backend in BACKENDS if backend.distribution]
+    return tuple(dict.fromkeys(names))

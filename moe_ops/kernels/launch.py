@@ -7,6 +7,7 @@ is compiled anew for:
 
     Pointer      a tensor or None: for its dtype, for whether it is None, and for an alignment
                  below 16 bytes
+    Address      a tensor or None, of any alignment: for its dtype and for whether it is None
     Descriptor   a tensor descriptor: for its dtype, box and layout
     Specialized  an integer on which Triton specializes (1, multiples of 16): for each value
     Runtime      a number that follows the number of tokens or the routing tensors: never

@@ -40,9 +40,9 @@ class ExpertsArgs(NamedTuple):
     alpha: float
     beta: float
     limit: float
-    router_weight_on_input: bool
-    deterministic: bool
-    tiers: str  # "max_M:backend,...,*:backend" for `auto`, else ""
+    router_weight_on_input: bool = False
+    deterministic: bool = True
+    tiers: str = ""  # "max_M:backend,...,*:backend" for `auto`, else ""
 
 
 class BatchedExpertsArgs(NamedTuple):
@@ -74,7 +74,7 @@ class BatchedExpertsArgs(NamedTuple):
     alpha: float
     beta: float
     limit: float
-    tiers: str
+    tiers: str = ""
 
 
 class GroupedLinearArgs(NamedTuple):
@@ -95,4 +95,4 @@ class GroupedLinearArgs(NamedTuple):
     bias: Tensor | None  # (E, N)
     scheme: str
     layout: str
-    tiers: str
+    tiers: str = ""

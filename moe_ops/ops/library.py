@@ -59,12 +59,13 @@ class Kind:
         scales = [i for i, (_, hint) in enumerate(hints) if hint == Scale]
         self.first_scale, self.no_scales = scales[0], (None,) * len(scales)
         self.options = tuple([name for name, hint in hints if hint in (str, float, bool)])
+        self.defaults = tuple(args._field_defaults.items())
 
     def unpack(self, values: Sequence[Any]) -> Any:
         """The argument tuple of an op's arguments."""
         first = self.first_scale
         scales = values[first] or self.no_scales
-        options = _parse_options(values[-1], self.options)
+        options = _parse_options(values[-1], self.options, self.defaults)
         return self.args._make((*values[:first], *scales, *values[first + 1 : -1], *options))
 
 
@@ -91,14 +92,18 @@ def options_text(kind: str, values: Sequence[Any]) -> str:
 
 
 @functools.lru_cache(maxsize=4096)
-def _parse_options(text: str, names: tuple[str, ...]) -> tuple:
-    options = ast.literal_eval(text)
-    if tuple(options) != names:
-        raise ValueError(
-            f"options must be a dict of {', '.join(names)}, in this order; got {text}"
-        )
+def _parse_options(
+    text: str, names: tuple[str, ...], defaults: tuple[tuple[str, Any], ...]
+) -> tuple:
+    """The options in the order of `names`; those with a default may be missing, in programs that were exported
+    before they existed.
+    """
+    options = dict(defaults) | ast.literal_eval(text)
+    if set(options) != set(names):
+        raise ValueError(f"options must be a dict of {', '.join(names)}; got {text}")
     # Kernels are compiled for a whole number as for a constant: 1 and 1.702 would not be told apart.
-    return tuple([float(v) if type(v) is int else v for v in options.values()])
+    values = [options[name] for name in names]
+    return tuple([float(v) if type(v) is int else v for v in values])
 
 
 @dataclass(frozen=True)
@@ -159,6 +164,7 @@ def register(
         devices: dispatch keys that have a kernel ("CPU", "CUDA"). Fakes serve every other purpose, so
             that a missing kernel is an error and not a silent use of the fake.
         warm: see `Backend`. What it saves goes below `environment.cache_folder()`.
+        relayouts, distribution, faster_from, missing_kernels: see `Backend`.
     """
     ops, kernels = {}, {}
     for kind_name, function in launch.items():

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 
 from moe_ops.activations import Activation
+from moe_ops.environment import TRITON
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,7 @@ class Machine:
     capability: tuple[int, int] = (0, 0)  # CUDA compute capability, (0, 0) elsewhere
     gpu_name: str = ""
     available: tuple[str, ...] = ()  # names of the backends whose libraries are installed
+    triton: str = TRITON  # version of Triton, "" where there is none
 
 
 class Buffer(NamedTuple):

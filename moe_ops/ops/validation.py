@@ -207,9 +207,9 @@ def _check_weight(name: str, weight: Weight, x: Tensor, x_name: str) -> tuple[in
     scheme = get_scheme(weight.scheme)
     if weight.layout == TRANSPOSED:
         raise ValueError(f"{name} must have its natural layout, got a transposed view of {stored}")
-    shape = scheme.logical_shape(*stored)
-    _check_scales(name, weight, scheme, shape, x.device)
-    return shape
+    E, N, K = scheme.logical_shape(*stored)
+    _check_scales(name, weight, scheme, (E, N, K), x.device)
+    return E, N, K
 
 
 def _check_scales(
@@ -231,9 +231,9 @@ def _check_scales(
     static = act is not None and act.static
     given = weight.activation_scale is not None
     if static != given and not (given and act is not None and act.global_scale):
-        must, got = ("an", "None") if static else ("no", "one")
+        must, found = ("an", "None") if static else ("no", "one")
         raise ValueError(
-            f"{name} must have {must} activation_scale for scheme {weight.scheme}, got {got}; "
+            f"{name} must have {must} activation_scale for scheme {weight.scheme}, got {found}; "
             "moe_ops.quantize and moe_ops.from_quantized make weights that fit their scheme"
         )
     if weight.activation_scale is not None:

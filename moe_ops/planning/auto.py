@@ -17,6 +17,11 @@ def _parse_tiers(text: str) -> tuple[tuple[int, library.Backend], ...]:
     return tuple([(int(limit), backends.named(name)) for limit, name in pairs])
 
 
+def forget() -> None:
+    """Parse tiers again: the backends are others."""
+    _parse_tiers.cache_clear()
+
+
 def _launch_auto(kind: str, rows_of: int) -> Callable[[Any], None]:
     """Launcher of the tiered op; `rows_of` is the dimension of the first input that holds M."""
 

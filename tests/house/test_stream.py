@@ -8,6 +8,7 @@ Imports inside functions and under TYPE_CHECKING count, and so do strings that n
 from __future__ import annotations
 
 import ast
+import functools
 import graphlib
 import re
 import shutil
@@ -55,11 +56,25 @@ BACKEND = (
     "backend",
 )
 
-# TEMPORARY: files that lie flat in kernels/ until they move into its folders. What they import is
-# not looked at.
-FLAT_KERNELS = re.compile(r"kernels/(triton|gluon)_\w+\.py")
-
 LAZY = re.compile(r"moe_ops(\.\w+)+(:\w+)?")
+
+
+@functools.cache
+def named(text: str) -> tuple[tuple[int, str], ...]:
+    """(line, dotted name) of everything that a source imports or names; "." of a relative import."""
+    found = []
+    for node in ast.walk(ast.parse(text)):
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = (
+                ["."] if node.level else [f"{node.module}.{alias.name}" for alias in node.names]
+            )
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            names = [node.value.partition(":")[0]] if LAZY.fullmatch(node.value) else []
+        found += [(node.lineno, name) for name in names]
+    return tuple(found)
 
 
 class Package:
@@ -68,6 +83,7 @@ class Package:
     def __init__(self, folder: Path):
         self.folder = folder
         self.files = {self.module_of(path): path for path in sorted(folder.rglob("*.py"))}
+        self.named = {module: named(path.read_text()) for module, path in self.files.items()}
 
     def module_of(self, path: Path) -> str:
         parts = path.relative_to(self.folder.parent).with_suffix("").parts
@@ -85,17 +101,9 @@ class Package:
 
     def imports(self, module: str) -> Iterator[tuple[int, str]]:
         """(line, module) of everything of the package that a file names."""
-        for node in ast.walk(ast.parse(self.files[module].read_text())):
-            names: list[str] = []
-            if isinstance(node, ast.Import):
-                names = [alias.name for alias in node.names]
-            elif isinstance(node, ast.ImportFrom):
-                names = [f"{node.module}.{alias.name}" for alias in node.names]
-            elif isinstance(node, ast.Constant) and LAZY.fullmatch(str(node.value)):
-                names = [str(node.value).partition(":")[0]]
-            for name in names:
-                if name.partition(".")[0] == "moe_ops":
-                    yield node.lineno, self.resolve(name)
+        for line, name in self.named[module]:
+            if name.partition(".")[0] == "moe_ops":
+                yield line, self.resolve(name)
 
 
 def room_of(module: str) -> str:
@@ -108,10 +116,6 @@ def rank_in(order: tuple[str, ...], name: str) -> int:
     return next((rank for rank, names in enumerate(order) if name in names.split()), -1)
 
 
-def _flat(package: Package, module: str) -> bool:
-    return FLAT_KERNELS.fullmatch(package.where(module)) is not None
-
-
 def wrong_way(package: Package) -> list[str]:
     """Imports that run up or sideways, relative ones, and rooms without a floor."""
     found = []
@@ -119,17 +123,13 @@ def wrong_way(package: Package) -> list[str]:
         if room_of(module) not in FLOOR_OF:
             found.append(f"{package.where(module)}: {room_of(module)} has no floor")
             continue
-        for node in ast.walk(ast.parse(package.files[module].read_text())):
-            if isinstance(node, ast.ImportFrom) and node.level:
-                found.append(f"{package.where(module)}:{node.lineno} imports relatively")
-        if _flat(package, module):
-            continue
+        for line, name in package.named[module]:
+            if name == ".":
+                found.append(f"{package.where(module)}:{line} imports relatively")
         for line, other in package.imports(module):
             reason = _why_wrong(module, other)
-            if other != module and reason and not _flat(package, other):
+            if other != module and reason:
                 found.append(f"{package.where(module)}:{line} imports {other}: {reason}")
-            elif _flat(package, other) and FLOOR_OF[room_of(module)] < FLOOR_OF["kernels"]:
-                found.append(f"{package.where(module)}:{line} imports {other}: upward")
     return found
 
 
@@ -173,7 +173,6 @@ def cycle(package: Package) -> list[str]:
     graph = {
         module: {other for _, other in package.imports(module) if other != module}
         for module in package.files
-        if not _flat(package, module)
     }
     try:
         graphlib.TopologicalSorter(graph).prepare()

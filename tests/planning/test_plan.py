@@ -10,6 +10,7 @@ import torch
 import moe_ops
 from moe_ops import backends as backends_module
 from moe_ops.activations import Activation
+from moe_ops.backends.deep_gemm import backend as deep_gemm
 from moe_ops.ops.problem import Machine, Problem
 from moe_ops.planning import bind
 from moe_ops.planning import machine as machines
@@ -239,9 +240,9 @@ def test_the_heuristic_for_what_was_not_measured(monkeypatch, table):
     ]
     monkeypatch.setattr(backends_module, "BACKENDS", tuple(pair))
     here = dataclasses.replace(H200, available=("triton", "deep_gemm"))
-    monkeypatch.setattr(plans, "DEEP_GEMM_ROWS", None)
+    monkeypatch.setattr(deep_gemm, "FASTER_FROM", None)
     assert names(plans.plan(FP8, here)) == [(-1, "triton")]
-    monkeypatch.setattr(plans, "DEEP_GEMM_ROWS", 100)
+    monkeypatch.setattr(deep_gemm, "FASTER_FROM", 100)
     plan = plans.plan(FP8, here)
     # 8 experts, two a token: 399 tokens are 99.75 rows an expert
     assert names(plan) == [(399, "triton"), (-1, "deep_gemm")] and plan.basis == "heuristic"

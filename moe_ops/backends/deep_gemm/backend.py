@@ -129,6 +129,17 @@ def _row_bytes(columns: int) -> int:
     return columns + columns // 128 * 4
 
 
+# Rows an expert has on average from which fp8_block is faster here than in triton where it was not measured. On an H200 it
+# took 0.90 and 0.94 of triton's time at 64 rows (mixtral, qwen3), 0.95 at 32 (dsv3), 1.25 at 16 (qwen3).
+FASTER_FROM = 64
+
+
+def faster_from(problem: Problem) -> int | None:
+    """Rows an expert from which "auto" takes this backend unmeasured."""
+    measured = problem.kind == "experts" and problem.scheme == "fp8_block"
+    return FASTER_FROM if measured else None
+
+
 _LAUNCH: dict[str, Callable] = {
     "experts": Lazy("moe_ops.backends.deep_gemm.layer:experts"),
     "batched_experts": Lazy("moe_ops.backends.deep_gemm.layer:batched_experts"),
@@ -144,6 +155,8 @@ BACKEND = register(
     native_capability=(9, 0),
     interpreted=INTERPRETED,
     relayouts=RELAYOUTS,
+    distribution="sgl-deep-gemm",
+    faster_from=faster_from,
 )
 FP4 = register(
     "deep_gemm_fp4",
@@ -156,4 +169,5 @@ FP4 = register(
     native_capability=(10, 0),
     interpreted=INTERPRETED,
     relayouts=RELAYOUTS_FP4,
+    distribution="sgl-deep-gemm",
 )

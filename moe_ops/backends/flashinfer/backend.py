@@ -118,4 +118,5 @@ BACKEND = register(
     native_capability=(9, 0),
     warm=library.warm,
     relayouts=RELAYOUTS,
+    distribution="flashinfer-python",
 )

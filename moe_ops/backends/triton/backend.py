@@ -105,9 +105,9 @@ def _reasons_against_e2m1_words(problem: Problem, machine: Machine) -> list[str]
             f"triton takes bfloat16 beside weights in layout {TRITON_E2M1!r}, got "
             f"{problem.dtype}; {_BACK}"
         )
-    if machine.capability[0] != 9 or INTERPRETED or _WHY_NO_GLUON:
+    if machine.capability[0] != 9 or INTERPRETED or environment.why_no_gluon(machine.triton):
         major, minor = machine.capability
-        found = "its interpreter" if INTERPRETED else f"Triton {_TRITON}"
+        found = "its interpreter" if INTERPRETED else f"Triton {machine.triton or None}"
         reasons.append(
             f"triton takes weights in layout {TRITON_E2M1!r} on compute capability 9.0 under "
             f"Triton {environment.GLUON_VERSIONS}, got {major}.{minor} under {found}; {_BACK}"
@@ -172,6 +172,17 @@ def workspace_shapes(M: int, problem: Problem) -> Workspaces:
             y = mixed_configs.y_rows(pairs) * K
         hidden = Buffer((h * columns,), problem.dtype)
     return Workspaces(hidden, Buffer((y,), torch.float32), Buffer((index,), torch.int32))
+
+
+def missing_kernels(problem: Problem, machine: Machine) -> list[str]:
+    """Why the kernels of SM90 for weights of 4 and 8 bits are left out of a layer that they serve."""
+    form = operands.describe(problem.scheme) if problem.kind == "experts" else None
+    if form is None or form.name not in mixed_configs.FORMATS or machine.capability[0] != 9:
+        return []
+    if problem.dtype != torch.bfloat16:
+        return []
+    reason = environment.why_no_gluon(machine.triton)
+    return [] if reason is None else [reason]
 
 
 _PLAIN = {kind: Lazy(f"moe_ops.backends.triton.plain:{kind}") for kind in KINDS}

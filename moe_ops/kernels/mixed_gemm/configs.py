@@ -40,7 +40,7 @@ def on_sm90(device: int) -> bool:
     """Whether a CUDA device has the instructions of sm90_wgmma.py, and Triton compiles them."""
     if device < 0 or INTERPRETED or torch.cuda.get_device_capability(device)[0] != 9:
         return False
-    return environment.why_no_gluon(environment.version("triton")) is None
+    return environment.why_no_gluon(environment.TRITON) is None
 
 
 @lru_cache(maxsize=8192)

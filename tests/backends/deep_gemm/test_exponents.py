@@ -25,8 +25,7 @@ import torch
 import moe_ops
 from moe_ops import backends
 from moe_ops.activations import Activation
-from moe_ops.backends.deep_gemm import backend as deep_gemm
-from moe_ops.backends.deep_gemm import backend as deep_gemm_fp4
+from moe_ops.backends.deep_gemm import backend as backend_module
 from moe_ops.backends.deep_gemm import layer
 from moe_ops.backends.deep_gemm import library as dg
 from moe_ops.backends.deep_gemm import relayout as layout
@@ -148,7 +147,7 @@ def test_quantized_rows_are_the_library_s(reference, scheme, width, K, device):
     x = torch.randn(M, K).to(BF16).to(device)
     rows = torch.tensor([70, -1, 5], dtype=torch.int32, device=device)
     form = layer.format_of(scheme, DEEP_GEMM_UE8M0)
-    size = R * deep_gemm_fp4._row_bytes(K)
+    size = R * backend_module._row_bytes(K)
     buffer = torch.full((size,), 255, dtype=torch.uint8, device=device)
     y, index = layer.rows_in(buffer, (R, K), form), x.get_device()
     gpu = launch.gpu(index)
@@ -266,6 +265,10 @@ PROBLEM = Problem(
 PREPARE = "laid out for it: call moe_ops.prepare"
 
 
+def backend_of(scheme: str):
+    return backend_module.FP4 if scheme.startswith("mxfp4") else backend_module.BACKEND
+
+
 @pytest.mark.parametrize("scheme, layout_, majors", [
     ("", "", (9, 10, 12)),
     ("fp8_block", "", (9,)),
@@ -274,7 +277,7 @@ PREPARE = "laid out for it: call moe_ops.prepare"
     ("mxfp4_w4a8:ceil", DEEP_GEMM_UE8M0, (10, 12)),
 ])  # fmt: skip
 def test_which_gpus(scheme, layout_, majors):
-    backend = deep_gemm_fp4 if scheme.startswith("mxfp4") else deep_gemm
+    backend = backend_module.FP4 if scheme.startswith("mxfp4") else backend_module.BACKEND
     problem = dataclasses.replace(PROBLEM, scheme=scheme, layout=layout_)
     for major, machine in GPUS.items():
         reasons = backend.supports(problem, machine)
@@ -296,7 +299,7 @@ def test_which_gpus(scheme, layout_, majors):
     (10, "mxfp4", {}, "deep_gemm_fp4 has no kernel for scheme 'mxfp4'"),
 ])  # fmt: skip
 def test_reasons(major, scheme, changes, reason):
-    backend = deep_gemm_fp4 if scheme.startswith("mxfp4") else deep_gemm
+    backend = backend_module.FP4 if scheme.startswith("mxfp4") else backend_module.BACKEND
     problem = dataclasses.replace(PROBLEM, scheme=scheme, **changes)
     assert any(reason in given for given in backend.supports(problem, GPUS[major]))
 

@@ -22,6 +22,7 @@ from moe_ops.kernels.mixed_gemm import configs
 from moe_ops.meta.scales import TRITON_E2M1, triton_e2m1_scale_shape
 from moe_ops.ops import relayout as relayout_module
 from moe_ops.ops.problem import Machine, Problem
+from moe_ops.planning.plan import plan
 
 
 @pytest.fixture
@@ -102,24 +103,40 @@ HOPPER = Machine("cuda", (9, 0), "NVIDIA H200", ("triton",))
     ],
 )
 def test_who_takes_prepared_weights(changes, machine, reason, monkeypatch):
-    monkeypatch.setattr(backend, "_WHY_NO_GLUON", None)
     monkeypatch.setattr(backend, "INTERPRETED", False)
-    reasons = backend.supports(problem(**changes), dataclasses.replace(HOPPER, **machine))
+    where = dataclasses.replace(HOPPER, **{"triton": "3.6.0", **machine})
+    reasons = backend.supports(problem(**changes), where)
     assert len(reasons) == bool(reason)
     if reason:
         assert re.search(reason, reasons[0]) and "prepare(weight, 'torch')" in reasons[0]
 
 
 def test_interpreter_and_other_languages_do_not_take_prepared_weights(monkeypatch):
-    for name, value, found in (
-        ("_WHY_NO_GLUON", "unknown", "Triton "),
-        ("INTERPRETED", True, "its inter"),
+    for version, interpreted, found in (
+        ("3.5.1", False, "Triton 3.5.1"),
+        ("4.0.0", False, "Triton 4.0.0"),
+        ("", False, "Triton None"),
+        ("3.6.0", True, "its inter"),
     ):
-        monkeypatch.setattr(backend, "_WHY_NO_GLUON", None)
-        monkeypatch.setattr(backend, "INTERPRETED", False)
-        monkeypatch.setattr(backend, name, value)
-        (reason,) = backend.supports(problem(), HOPPER)
+        monkeypatch.setattr(backend, "INTERPRETED", interpreted)
+        (reason,) = backend.supports(problem(), dataclasses.replace(HOPPER, triton=version))
         assert f"got 9.0 under {found}" in reason
+
+
+def test_explain_says_which_version_of_triton_costs_kernels():
+    served = problem(layout="")
+    plans_of = {
+        version: str(plan(served, dataclasses.replace(HOPPER, triton=version), "triton"))
+        for version in ("3.6.0", "3.9.1", "3.5.1")
+    }
+    note = "triton runs without some of its kernels: the Gluon kernels"
+    assert [note in text for text in plans_of.values()] == [False, False, True]
+    assert "need Triton 3.6 to 3.9, got 3.5.1" in plans_of["3.5.1"]
+    old = dataclasses.replace(HOPPER, triton="3.5.1")
+    for other in ({"scheme": "fp8_block"}, {"dtype": torch.float16}):
+        assert note not in str(plan(problem(layout="", **other), old, "triton"))
+    ada = dataclasses.replace(old, capability=(8, 9))
+    assert note not in str(plan(served, ada, "triton"))
 
 
 @pytest.mark.parametrize("M", [2, 64, 300, 5000])

@@ -40,7 +40,7 @@ from moe_ops.kernels.permute.sort import Route, Sort, moe_ops_route
 from moe_ops.meta.scales import TRITON_E2M1
 from moe_ops.ops import relayout
 
-WHY_NO_GLUON = environment.why_no_gluon(environment.version("triton"))
+WHY_NO_GLUON = environment.why_no_gluon(environment.TRITON)
 SM90 = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 ON_GPU = (
     pytest.mark.gpu,
