@@ -113,8 +113,6 @@ class Plan:
             how = " (emulated: operands dequantized, products in a wider type)"
             native = backend.native(p.scheme, m)
             lines.append(f"  {reach}: {backend.name}{'' if native else how}")
-            if backend.notes is not None:
-                lines += [f"    {note}" for note in backend.notes(p, m)]
             low = limit + 1
         if self.basis == "measured":
             lines += self._times()
