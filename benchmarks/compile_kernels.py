@@ -258,7 +258,8 @@ def refused(call: Call | RouterCall, arch: int) -> list[str]:
     """Why the call's backend does not take it on a GPU of `arch`, as `explain` says it."""
     if isinstance(call, RouterCall):
         return []
-    machine = Machine("cuda", (arch // 10, arch % 10), "", (call.backend,))
+    capability = (arch // 10, arch % 10)
+    machine = Machine("cuda", capability, "", (call.backend,), triton=triton.__version__)
     return backends.named(call.backend).supports(problem_of(call), machine)
 
 
