@@ -264,6 +264,10 @@ def _specialization(launches: Sequence[Launch], device: int) -> tuple:
     return tuple(key)
 
 
+class NotCompiledError(RuntimeError):
+    """A CUDA graph is being captured and a call's kernels were never compiled."""
+
+
 def run(launches: Sequence[Launch], device: int, gpu: Gpu) -> None:
     """Launch in order.
 
@@ -271,7 +275,7 @@ def run(launches: Sequence[Launch], device: int, gpu: Gpu) -> None:
     capture could not survive, and Triton's own look-up on every launch is left out.
 
     Raises:
-        RuntimeError: a CUDA graph is being captured and the specialization was never run before.
+        NotCompiledError: a CUDA graph is being captured and the specialization was never run before.
     """
     global _driver
     key = _specialization(launches, device)
@@ -282,7 +286,7 @@ def run(launches: Sequence[Launch], device: int, gpu: Gpu) -> None:
             binary[grid](*args, stream=stream)
         return
     if device >= 0 and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError(
+        raise NotCompiledError(
             "moe_ops backend 'triton' has no compiled kernel for this call and cannot compile one "
             "while a CUDA graph is captured; warm up first: call the same function once with "
             "tensors of these shapes, dtypes and strides outside of torch.cuda.graph(...), or use "

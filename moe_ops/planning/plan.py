@@ -76,7 +76,11 @@ class Plan:
     @property
     def not_tested_note(self) -> str | None:
         """None, or that no test ran on such a GPU."""
-        return not_tested_note(self.machine.capability) if self.machine.device_type == "cuda" else None
+        return (
+            not_tested_note(self.machine.capability)
+            if self.machine.device_type == "cuda"
+            else None
+        )
 
     @property
     def differentiable(self) -> bool:
