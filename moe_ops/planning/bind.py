@@ -103,10 +103,13 @@ def look_up(call: Call, backend: str) -> BoundPlan:
     """The plan of a call. Eager calls look it up by what it depends on: all facts but M (3 us; a plan takes 20)."""
     if torch.compiler.is_compiling() or machines.pretending():
         return BoundPlan(make_plan(call, backend))
-    key = (backend, call.key())
     try:
+        key = (backend, call.key())
         bound = _bound.get(key)
-    except TypeError:  # sizes without a hash: make_fx traces with symbols
+    except (
+        TypeError,
+        IndexError,
+    ):  # sizes without a hash, where make_fx traces; sizes that are not there
         return BoundPlan(make_plan(call, backend))
     if bound is None:
         if len(_bound) >= 4096:
