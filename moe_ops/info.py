@@ -81,7 +81,7 @@ def explain(
     """The plan of a problem on a device, tier by tier.
 
     Returns:
-        ``problem`` (one line), ``untried`` (None, or that no test ran on such a GPU), ``rows`` (for each M: ``tokens``, ``backend``, ``native``,
+        ``problem`` (one line), ``not_tested_note`` (None, or that no test ran on such a GPU), ``rows`` (for each M: ``tokens``, ``backend``, ``native``,
         ``workspace_bytes``) and ``refused`` (backend name -> reasons).
 
     Raises:
@@ -105,7 +105,7 @@ def explain(
         )
     return {
         "problem": str(plan).splitlines()[0],
-        "untried": plan.untried,
+        "not_tested_note": plan.not_tested_note,
         "rows": rows,
         "refused": {name: list(reasons) for name, reasons in plan.refused},
     }
@@ -122,7 +122,7 @@ def format_facts(found: dict[str, Any]) -> str:
             major, minor = gpu["capability"]
             memory = f"{gpu['memory_gib']:.0f} GiB"
             lines.append(f"  GPU {index}: {gpu['name']}, SM{major}{minor}, {memory}")
-            if note := plans.untried((major, minor)):
+            if note := plans.not_tested_note((major, minor)):
                 lines.append(f"    {note}")
     else:
         built = found["cuda"]["runtime"]
@@ -153,7 +153,7 @@ def format_facts(found: dict[str, Any]) -> str:
 
 def format_explanation(found: dict[str, Any]) -> str:
     """The text form of :func:`explain`."""
-    lines = [found["problem"], *([f"  {found['untried']}"] if found["untried"] else [])]
+    lines = [found["problem"], *([f"  {found['not_tested_note']}"] if found["not_tested_note"] else [])]
     lines.append(f"  {'M':>8}  {'backend':10} {'workspace':>12}")
     for row in found["rows"]:
         mib = row["workspace_bytes"] / 2**20

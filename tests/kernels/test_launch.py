@@ -195,7 +195,7 @@ def of_gemm1() -> Launch:
     )  # fmt: skip
 
 
-def of_large_gemm2() -> Launch:
+def of_tma_gemm2() -> Launch:
     """A launch of a kernel that takes tensor descriptors."""
     w = Weight(torch.empty(2, 64, 32), 2048, 32, 1)
     ids = torch.zeros(3, 2, dtype=torch.int32)
@@ -273,7 +273,7 @@ def key(one: Launch) -> tuple:
     return launch._specialization([one], 0)
 
 
-@pytest.mark.parametrize("make", [of_gemm1, of_large_gemm2, of_addresses])
+@pytest.mark.parametrize("make", [of_gemm1, of_tma_gemm2, of_addresses])
 @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_keys_differ_where_triton_compiles_anew_and_nowhere_else(make, data):
@@ -297,7 +297,7 @@ def test_keys_differ_where_triton_compiles_anew_and_nowhere_else(make, data):
         assert key(first) == key(second)
 
 
-@pytest.mark.parametrize("make", [of_gemm1, of_large_gemm2, of_addresses])
+@pytest.mark.parametrize("make", [of_gemm1, of_tma_gemm2, of_addresses])
 def test_keys_follow_every_role(make):
     """Each argument alone."""
     one = make()
@@ -321,7 +321,7 @@ def test_keys_follow_every_role(make):
 
 
 def test_keys_hold_the_device_the_order_and_the_options():
-    one, two = of_gemm1(), of_large_gemm2()
+    one, two = of_gemm1(), of_tma_gemm2()
     launches = [[one], [two], [one, two], [two, one], [one, one], [one._replace(num_warps=8)]]
     launches.append([one._replace(maxnreg=128)])
     keys = {launch._specialization(some, 0) for some in launches}
@@ -337,7 +337,7 @@ def test_key_of_a_layout_is_that_layout():
         def __init__(self, layout):
             self.base, self.block_shape, self.layout = torch.empty(8), [16], layout
 
-    one = of_large_gemm2()
+    one = of_tma_gemm2()
     place = one.kernel.arguments.roles.index("descriptor")
     layouts = [object(), object()]
     keys = set()
@@ -451,6 +451,6 @@ def test_first_kernels_wait_before_anything_else():
 def test_inspected_kernels_are_where_they_are_said_to_be():
     """`kernels_of_the_package` finds those that this file launches."""
     names = {node.name for _, node, _ in kernels_of_the_package()}
-    for one in (of_gemm1(), of_large_gemm2()):
+    for one in (of_gemm1(), of_tma_gemm2()):
         assert one.kernel.name in names
         assert inspect.getsourcefile(one.kernel.function.fn).startswith(str(PACKAGE))

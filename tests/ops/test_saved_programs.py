@@ -1,4 +1,5 @@
-"""Programs that earlier versions exported keep running: operators, schemas and the options they carry."""
+"""Programs that earlier versions exported keep running: operators, schemas and the options they
+carry."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Eager calls skip the dispatcher where it has nothing to do, and only there; values are the same."""
+"""Eager calls skip the dispatcher where it has nothing to do, and only there; values are the
+same."""
 
 import dataclasses
 

@@ -1,4 +1,5 @@
-"""Backends of other packages: planned, explained, traced, exported and warmed up from the next call on."""
+"""Backends of other packages: planned, explained, traced, exported and warmed up from the next
+call on."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ def activated(name: str, alpha: float, beta: float, limit: float) -> Activated:
 
 
 @unprefixed
-class Tile(NamedTuple):
+class GemmTile(NamedTuple):
     """A GEMM's config, and whether its tiles divide the columns of its input and output."""
 
     EVEN_K: Constant
@@ -88,10 +88,10 @@ class Tile(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def tile_of(config: GemmConfig, block_m: int, K: int, N: int, block_out: int) -> Tile:
-    """The Tile of a GEMM over K columns that writes N of them, `block_out` a program."""
+def tile_of(config: GemmConfig, block_m: int, K: int, N: int, block_out: int) -> GemmTile:
+    """The GemmTile of a GEMM over K columns that writes N of them, `block_out` a program."""
     n, k, num_stages, _ = config
-    return Tile(K % k == 0, N % block_out == 0, GROUP_M, block_m, n, k, num_stages)
+    return GemmTile(K % k == 0, N % block_out == 0, GROUP_M, block_m, n, k, num_stages)
 
 
 class Output(NamedTuple):

@@ -43,9 +43,9 @@ from moe_ops.kernels.device.pdl import gdc_launch_dependents, gdc_wait
 from moe_ops.kernels.gemm.operands import (
     Activated,
     Bias,
+    GemmTile,
     Output,
     Scaling,
-    Tile,
     Weight,
     tile_of,
 )
@@ -241,7 +241,7 @@ class Gemm1:
     activation: Activated
     scaling: Scaling
     H_SCALE: Constant
-    tile: Tile
+    tile: GemmTile
     PDL: Constant
 
 
@@ -435,7 +435,7 @@ class Gemm2:
     N: Specialized
     scaling: Scaling
     ZERO_TAIL: Constant  # rows past the last expert's become zero
-    tile: Tile
+    tile: GemmTile
     PDL: Constant
 
 

@@ -32,7 +32,7 @@ from moe_ops.kernels.device.e4m3 import (
     stored,
 )
 from moe_ops.kernels.device.pdl import gdc_launch_dependents, gdc_wait
-from moe_ops.kernels.gemm.operands import Activated, Bias, Scaling, Tile, Weight, tile_of
+from moe_ops.kernels.gemm.operands import Activated, Bias, GemmTile, Scaling, Weight, tile_of
 from moe_ops.kernels.launch import (
     Constant,
     Descriptor,
@@ -214,7 +214,7 @@ def gemm1_rows(
     NUM_STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """moe_ops_large_gemm1 of tile n of the first BLOCK_M rows of block b, which has no more."""
+    """moe_ops_tma_gemm1 of tile n of the first BLOCK_M rows of block b, which has no more."""
     BLOCK_I: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
     HALVES: tl.constexpr = GATED and not INTERLEAVED
     e, first, position, ok = block_at(index_ptr, b, BLOCK_M, 1)
@@ -315,12 +315,12 @@ class Gemm1:
     I: Specialized
     activation: Activated
     scaling: Scaling
-    tile: Tile
+    tile: GemmTile
     PDL: Constant
 
 
 @kernel(Gemm1)
-def moe_ops_large_gemm1(
+def moe_ops_tma_gemm1(
     h_ptr,
     h_stride_e,
     h_stride_m,
@@ -417,13 +417,13 @@ class Gemm2:
     K: Specialized
     N: Specialized
     scaling: Scaling
-    tile: Tile  # BLOCK_M: rows of a program
+    tile: GemmTile  # BLOCK_M: rows of a program
     SPLIT_M: Constant  # programs that share the rows of a block
     PDL: Constant
 
 
 @kernel(Gemm2)
-def moe_ops_large_gemm2(
+def moe_ops_tma_gemm2(
     y_ptr,
     x_desc,
     x_scale_ptr,
@@ -563,7 +563,7 @@ def gemm1(
         PDL=gpu.pdl,
     )
     grid = (routing.num_blocks * cdiv(I, block_i), 1, 1)
-    return Launch(moe_ops_large_gemm1, grid, args, gemm.num_warps)
+    return Launch(moe_ops_tma_gemm1, grid, args, gemm.num_warps)
 
 
 def gemm2(
@@ -596,4 +596,4 @@ def gemm2(
         PDL=gpu.pdl,
     )
     grid = (routing.num_blocks * config.split_m * cdiv(N, gemm.block_n), 1, 1)
-    return Launch(moe_ops_large_gemm2, grid, args, gemm.num_warps)
+    return Launch(moe_ops_tma_gemm2, grid, args, gemm.num_warps)

@@ -368,7 +368,7 @@ class Gemm1:
 
 
 @kernel(Gemm1)
-def moe_ops_packed_gemm1(
+def moe_ops_mixed_gemm1(
     h_ptr,
     h_amax_ptr,
     x_ptr,
@@ -524,7 +524,7 @@ class Gemm2:
 
 
 @kernel(Gemm2)
-def moe_ops_packed_gemm2(
+def moe_ops_mixed_gemm2(
     y_ptr,
     y_stride_e,
     y_stride_m,
@@ -667,7 +667,7 @@ def gemm1(
         PDL=gpu.pdl,
     )
     grid = (routing.num_blocks * cdiv(I, block_i), 1, 1)
-    return Launch(moe_ops_packed_gemm1, grid, args, config.num_warps)
+    return Launch(moe_ops_mixed_gemm1, grid, args, config.num_warps)
 
 
 def gemm2(
@@ -698,4 +698,4 @@ def gemm2(
         PDL=gpu.pdl,
     )
     grid = (routing.num_blocks * cdiv(N, config.block_n), 1, 1)
-    return Launch(moe_ops_packed_gemm2, grid, args, config.num_warps)
+    return Launch(moe_ops_mixed_gemm2, grid, args, config.num_warps)

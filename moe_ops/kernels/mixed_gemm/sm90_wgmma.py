@@ -9,8 +9,8 @@ decoded at a time. A program handles one block (kernels/device/blocks.py) and on
 the weight; the mainloop is in sm90_mainloop.py.
 
 Rows of x and h are (S, K) sorted by expert, their columns permuted within each chunk to the order
-in which the mainloop takes them. A weight is described as (E, chunks of a row, parts, rows, bytes
-of a chunk): gate and up are two parts, other weights are one.
+in which the mainloop takes them. A weight is described as (E, chunks of a row, halves, rows, bytes
+of a chunk): gate and up are two halves, other weights are one.
 """
 
 from __future__ import annotations
@@ -390,7 +390,7 @@ def moe_ops_wgmma_gemm1(
 
 @arguments
 class Gemm2:
-    y: Pointer  # (SPLIT_K, S, N), written at the pairs: sums of so many parts of the columns
+    y: Pointer  # (SPLIT_K, S, N), written at the pairs: each sums a share of the columns
     x: Descriptor  # (S, K in whole chunks)
     w: Descriptor  # (E, N, K)
     w_scales: Descriptor  # as in GEMM1
@@ -568,12 +568,12 @@ def chunk_boxes(
     shape: tuple[int, ...],
     strides: tuple[int, ...],
     size: int,
-    parts: int,
+    halves: int,
     chunks: int,
     block_rows: int,
     itemsize: int,
 ) -> Boxes:
-    """Boxes of (E, rows, row), a row in chunks of `size` elements and the rows in `parts` parts:
+    """Boxes of (E, rows, row), a row in chunks of `size` elements and the rows in `halves` equal parts:
     `chunks` chunks of `block_rows` rows.
 
     Where half a chunk is left of a row, chunks are described from every half on: the last one
@@ -582,9 +582,9 @@ def chunk_boxes(
     E, N, row = shape
     stride_e, stride_n, _ = strides
     step = size if row % size == 0 else size // 2  # from one chunk described to the next
-    described = [E, (row - size) // step + 1, parts, N // parts, size]
-    apart = [stride_e, step, N // parts * stride_n, stride_n, 1]
-    box = [1, chunks, parts, block_rows // parts, size]
+    described = [E, (row - size) // step + 1, halves, N // halves, size]
+    apart = [stride_e, step, N // halves * stride_n, stride_n, 1]
+    box = [1, chunks, halves, block_rows // halves, size]
     return Boxes(described, apart, box, _layout(size * itemsize, 8 * itemsize, 5))
 
 
@@ -631,7 +631,7 @@ def _prepare(
     has_zero: bool,
     scale_shape: tuple[int, ...] | None,  # of scales that lie side by side, as the next
     scale_strides: tuple[int, ...],
-    parts: int,
+    halves: int,
     config: GemmConfig,
     block_m: int,
     split_k: int,
@@ -652,7 +652,7 @@ def _prepare(
     if scale_shape is not None:
         rows, itemsize = rows_side_by_side(of.group), 2 if of.scale == "e4m3" else 1
         w_scales = chunk_boxes(
-            scale_shape, scale_strides, 4 * rows, parts, chunks, block_n // rows, itemsize
+            scale_shape, scale_strides, 4 * rows, halves, chunks, block_n // rows, itemsize
         )
     K = cdiv(K, k_chunk) * k_chunk
     return _Prepared(
@@ -662,7 +662,7 @@ def _prepare(
             max_unsorted_pairs(pairs, E),
         ),
         token_boxes(K, chunk_bytes, k_chunk, chunks, pairs, block_m),
-        chunk_boxes(shape, strides, chunk_bytes, parts, chunks, block_n, 1),
+        chunk_boxes(shape, strides, chunk_bytes, halves, chunks, block_n, 1),
         w_scales,
         held.registers,
     )
@@ -685,7 +685,7 @@ class _Operand(NamedTuple):
 
 def _operand(
     w: MixedOperand,
-    parts: int,
+    halves: int,
     config: GemmConfig,
     block_m: int,
     split_k: int,
@@ -711,7 +711,7 @@ def _operand(
             scales = MixedScales(scale.view(torch.int16), stride_e // 2, stride_n // 2, 1, *rest)
     prepared = _prepare(
         *(of, data.shape, data.stride(), k_chunk, w.has_zero, scale_shape, scale_strides),
-        *(parts, config, block_m, split_k, pairs, routing.num_ids),
+        *(halves, config, block_m, split_k, pairs, routing.num_ids),
     )
     w_scales = None
     if elements is not None and prepared.w_scales is not None:
@@ -764,8 +764,8 @@ def gemm1(
 ) -> Launch:
     """h = activation(x @ w13.T + bias)."""
     gated = activation.GATED
-    parts = 2 if gated and not activation.INTERLEAVED else 1
-    w, w_scales, scales, prepared = _operand(w13, parts, config, block_m, 1, pairs, routing)
+    halves = 2 if gated and not activation.INTERLEAVED else 1
+    w, w_scales, scales, prepared = _operand(w13, halves, config, block_m, 1, pairs, routing)
     I, h_chunk = w2.K, w2.k_chunk  # noqa: E741
     args = Gemm1(
         hidden=Hidden(h, h_chunk, I % h_chunk > 0),

@@ -270,11 +270,11 @@ def mxfp4(data: torch.Tensor) -> MixedOperand:
     return operand("w", data, scales, None, None, None, "mxfp4_w4a16", gpu(-1))
 
 
-def prepare(w: MixedOperand, parts: int, gemm: GemmConfig):
+def prepare(w: MixedOperand, halves: int, gemm: GemmConfig):
     """A weight as a GEMM takes it, with boxes of a tile and a step."""
     ids, index = torch.zeros(3, 2, dtype=torch.int64), torch.zeros(14, dtype=torch.int32)
     routing = route_pairs(index, ids, None, w.E, 2, False)
-    return sm90_wgmma._operand(w, parts, gemm, 8, 1, 6, routing)
+    return sm90_wgmma._operand(w, halves, gemm, 8, 1, 6, routing)
 
 
 def test_descriptors_take_rows_of_16_byte_step_alone():
