@@ -1,7 +1,8 @@
 """Calls: what the user gave to an operation, with quantized weights taken apart.
 
-`key()` has all facts of a call that its plan depends on, which is everything but the number of tokens M. It is made
-of attributes as they come: eager calls look their plans up by it. Sizes may be symbols where a call is traced.
+`key()` has all facts of a call that its plan depends on, which is everything but the number of
+tokens M. It is made of attributes as they come: eager calls look their plans up by it. Sizes may
+be symbols where a call is traced.
 """
 
 from __future__ import annotations
@@ -73,10 +74,11 @@ def _scales_value(*weights: Weight) -> list[Tensor | None]:
 def _key(
     key: list, rows: Sequence[Tensor], weights: Sequence[Weight], others: Sequence[Tensor | None]
 ) -> tuple:
-    """`key` and the facts of tensors: of `rows`, which must be 2-D, all but their first size, of the others all.
+    """`key` and the facts of tensors: of `rows`, which must be 2-D, all but their first size, of
+    the others all.
 
-    A slice of a shape takes 0.3 us, its second entry half of that. There is none where a tensor has too few
-    dimensions: IndexError.
+    A slice of a shape takes 0.3 us, its second entry half of that. There is none where a tensor
+    has too few dimensions: IndexError.
     """
     for t in rows:
         key += (type(t), t.ndim, t.shape[1], t.dtype, t.device)
@@ -117,7 +119,9 @@ class ExpertsCall(NamedTuple):
     needs_grad: bool
 
     def key(self) -> tuple:
-        """All facts but M. Raises IndexError for tensors of too few dimensions, which validation refuses."""
+        """All facts but M. Raises IndexError for tensors of too few dimensions, which validation
+        refuses.
+        """
         x, w13, w2, weights, ids = self[:5]
         act = self.activation  # its fields: hashing the dataclass takes 0.5 us
         key = ["experts", act.name, act.alpha, act.beta, act.limit, *self[9:]]
