@@ -108,12 +108,14 @@ def _outer_backward(ctx: Any, grad: Tensor) -> tuple:
     return da, db, None
 
 
-# Derivatives are made of the same two products, so they have derivatives themselves. They belong to the ops,
-# not to a torch.autograd.Function around them: a graph that torch.export or make_fx traced keeps them.
+# Derivatives are made of the same two products, so they have derivatives themselves. They belong
+# to the ops, not to a torch.autograd.Function around them: a graph that torch.export or make_fx
+# traced keeps them.
 grouped_mm = register_function(
     "grouped_mm",
     "(Tensor x, Tensor weight, Tensor offsets, Tensor? scale, Tensor? zero_point, "
-    "Tensor? global_scale, Tensor? channel_scale, Tensor? bias, str scheme, bool transpose) -> Tensor",
+    "Tensor? global_scale, Tensor? channel_scale, Tensor? bias, str scheme, bool transpose) -> "
+    "Tensor",
     _grouped_mm,
     _grouped_mm_fake,
     (_mm_backward, _save_mm),

@@ -275,7 +275,8 @@ def run(launches: Sequence[Launch], device: int, gpu: Gpu) -> None:
     capture could not survive, and Triton's own look-up on every launch is left out.
 
     Raises:
-        NotCompiledError: a CUDA graph is being captured and the specialization was never run before.
+        NotCompiledError: a CUDA graph is being captured and the specialization was never run
+            before.
     """
     global _driver
     key = _specialization(launches, device)

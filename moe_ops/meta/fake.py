@@ -1,7 +1,9 @@
-"""The shared fake kernels, which check shapes and dtypes, and the row checks that launchers repeat.
+"""The shared fake kernels, which check shapes and dtypes, and the row checks that launchers
+repeat.
 
-Comparisons stay on single dimensions, so that dynamic and unbacked row counts can be traced. `bits` are those
-of a weight's stored element; the data of a weight have fewer columns where elements share bytes.
+Comparisons stay on single dimensions, so that dynamic and unbacked row counts can be traced.
+`bits` are those of a weight's stored element; the data of a weight have fewer columns where
+elements share bytes.
 """
 
 from __future__ import annotations
@@ -21,8 +23,8 @@ def _check(condition: bool, message: str) -> None:
 
 
 def _check_rows(rows: Any, expected: Any, message: str) -> None:
-    # An assertion about unbacked rows would become a guard, whose failure Dynamo calls its own bug. They
-    # are left to the launcher, which names the argument.
+    # An assertion about unbacked rows would become a guard, whose failure Dynamo calls its own
+    # bug. They are left to the launcher, which names the argument.
     _check(not guard_or_false(rows != expected), message)
 
 

@@ -1,12 +1,16 @@
-"""Shapes of scale tensors and of packed elements. Arithmetic only: every size may be an int or a SymInt."""
+"""Shapes of scale tensors and of packed elements. Arithmetic only: every size may be an int or a
+SymInt.
+"""
 
 from __future__ import annotations
 
-# The layout of weights whose scales are packed exponents, as DeepGEMM reads them from SM100 on: int32 words of four
-# (E, ceil(groups / 4), N), byte j of word p for group 4 p + j of a row's columns.
+# The layout of weights whose scales are packed exponents, as DeepGEMM reads them from SM100 on:
+# int32 words of four (E, ceil(groups / 4), N), byte j of word p for group 4 p + j of a row's
+# columns.
 DEEP_GEMM_UE8M0 = "deep_gemm_ue8m0"
-# The layout of e2m1 weights whose words of 4 bytes have their bits where decoding on SM90 takes fewest instructions, and
-# whose scales of 64 columns and so many rows as fill 16 bytes lie side by side.
+# The layout of e2m1 weights whose words of 4 bytes have their bits where decoding on SM90 takes
+# fewest instructions, and whose scales of 64 columns and so many rows as fill 16 bytes lie side by
+# side.
 TRITON_E2M1 = "triton_e2m1"
 TRANSPOSED = "transposed"  # the layout of a quantized weight's transposed view
 
@@ -14,8 +18,8 @@ TRANSPOSED = "transposed"  # the layout of a quantized weight's transposed view
 def scale_shape(rows: int, cols: int, group_rows: int, group_cols: int) -> tuple[int, ...]:
     """Shape of the scales of a (rows, cols) matrix with one scale per group of elements.
 
-    A group spans ``group_rows`` x ``group_cols`` elements, -1 meaning all of that dimension; groups
-    at the end of a dimension may be smaller. One scale for the whole matrix has shape ().
+    A group spans ``group_rows`` x ``group_cols`` elements, -1 meaning all of that dimension;
+    groups at the end of a dimension may be smaller. One scale for the whole matrix has shape ().
     """
     if group_rows == -1 and group_cols == -1:
         return ()
@@ -30,12 +34,14 @@ def batched_scale_shape(
 
 
 def rows_side_by_side(group: int) -> int:
-    """Rows whose scales of 64 columns, one a byte for ``group`` columns of a row, fill 16 bytes."""
+    """Rows whose scales of 64 columns, a byte for ``group`` columns of a row, fill 16 bytes."""
     return group // 4
 
 
 def triton_e2m1_scale_shape(batch: int, rows: int, cols: int, group: int) -> tuple[int, ...]:
-    """Shape of the scales of ``batch`` matrices of layout TRITON_E2M1, one scale for ``group`` columns of a row."""
+    """Shape of the scales of ``batch`` matrices of layout TRITON_E2M1, one scale for ``group``
+    columns of a row.
+    """
     return (batch, rows // rows_side_by_side(group), cols // 64 * 16)
 
 
@@ -44,7 +50,7 @@ def _count(size: int, group: int) -> int:
 
 
 def packed_size(size: int, bits: int) -> int:
-    """Bytes of ``size`` elements of ``bits`` bits, packed without gaps; ``size`` must fill them."""
+    """Bytes of ``size`` elements of ``bits`` bits, packed without gaps; they must be filled."""
     return size * bits // 8
 
 

@@ -129,7 +129,8 @@ def expert_map_on_host(expert_map: Tensor, num_experts: int, num_local_experts: 
         low, high = values.min().item(), values.max().item()
         if low < -1 or high >= num_local_experts:
             raise ValueError(
-                f"expert_map must hold local ids below num_local_experts={num_local_experts}, and -1 "
+                f"expert_map must hold local ids below num_local_experts={num_local_experts}, "
+                f"and -1 "
                 f"for experts elsewhere, got ids from {low} to {high}"
             )
     return values

@@ -40,7 +40,8 @@ def quantize_activation(
             may hold anything, NaN included, and do not change the result of these.
 
     Returns:
-        A QuantizedActivation: scales fp32, or uint8 e8m0 codes, or float8_e4m3fn with a global scale.
+        A QuantizedActivation: scales fp32, or uint8 e8m0 codes, or float8_e4m3fn with a global
+        scale.
     """
     desc = get_scheme(scheme).activation
     assert desc is not None, f"{scheme} leaves activations as they are"

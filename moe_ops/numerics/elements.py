@@ -26,8 +26,9 @@ def encode(x: Tensor, fmt: ElementFormat, zero_point: Tensor | None = None) -> T
 
 
 def decode(q: Tensor, fmt: ElementFormat, from_zero: bool = False) -> Tensor:
-    """The fp32 numbers (..., K) that stored elements stand for, exactly; a new tensor. int4 codes count from 8,
-    or ``from_zero``, for a zero point to be subtracted."""
+    """The fp32 numbers (..., K) that stored elements stand for, exactly; a new tensor. int4 codes
+    count from 8, or ``from_zero``, for a zero point to be subtracted.
+    """
     if fmt.name == "e4m3":
         return e4m3_to_float32(q)
     codes = unpack(q, fmt)

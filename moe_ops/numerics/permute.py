@@ -1,7 +1,7 @@
 """Sorting token-expert pairs by expert and putting the results back, in plain torch.
 
-Traceable with any M, free of host reads, deterministic: the sort is stable and sums over top_k run in
-a fixed order. Pairs whose id names no local expert sort behind all others and contribute zero.
+Traceable with any M, free of host reads, deterministic: the sort is stable and sums over top_k run
+in a fixed order. Pairs whose id names no local expert sort behind all others and contribute zero.
 """
 
 from __future__ import annotations
@@ -51,15 +51,16 @@ def sort_pairs(topk_ids: Tensor, num_experts: int, expert_map: Tensor | None = N
 def gather_tokens(x: Tensor, pairs: Pairs) -> Tensor:
     """Rows of x (M, K) in sorted pair order, (S, K). Differentiable.
 
-    A row is repeated before it is gathered: so the gradient is a permutation and a sum over top_k in a fixed
-    order, where that of x[order // top_k] adds rows in any order.
+    A row is repeated before it is gathered: so the gradient is a permutation and a sum over top_k
+    in a fixed order, where that of x[order // top_k] adds rows in any order.
     """
     repeated = x.unsqueeze(1).expand(-1, pairs.valid.shape[1], -1).flatten(0, 1)
     return repeated.index_select(0, pairs.order)
 
 
 def weigh_inputs(x: Tensor, topk_weights: Tensor, pairs: Pairs) -> Tensor:
-    """x (M, K) times its one router weight (M, 1), in fp32 with one cast at the end. Differentiable.
+    """x (M, K) times its one router weight (M, 1), in fp32 with one cast at the end.
+    Differentiable.
 
     Rows whose expert is not here may hold anything; no gradient flows to them or their weights.
     """
@@ -72,7 +73,8 @@ def combine(y: Tensor, topk_weights: Tensor, pairs: Pairs, dtype: torch.dtype) -
     """Weighted sum of expert outputs over top_k, in fp32, with one cast at the end.
 
     Args:
-        y: (S, K) expert outputs in sorted pair order; rows of pairs that are not here may hold anything.
+        y: (S, K) expert outputs in sorted pair order; rows of pairs that are not here may hold
+            anything.
         topk_weights: (M, top_k), any float dtype.
 
     Returns:

@@ -1,7 +1,7 @@
 """Scales of groups, from the largest magnitudes of their elements.
 
-``amax`` is fp32 of any shape, one entry for each group. Divisors of ``amax`` are tensors: CUDA turns a
-division by a Python number into a product with its reciprocal, off by one ulp.
+``amax`` is fp32 of any shape, one entry for each group. Divisors of ``amax`` are tensors: CUDA
+turns a division by a Python number into a product with its reciprocal, off by one ulp.
 """
 
 from __future__ import annotations
@@ -32,10 +32,11 @@ def plain(amax: Tensor, desc: QuantDesc) -> Tensor:
 
 
 def weight_steps(amax: Tensor, desc: QuantDesc) -> Tensor:
-    """The scale that weights of this amax want: amax / format's max, but for integers amax / 7.5 or amax / 127.5.
+    """The scale that weights of this amax want: amax / format's max, but for integers amax / 7.5
+    or amax / 127.5.
 
-    Then either end of -8..7 is at most half a step from the amax, and all codes are used: 6 % less error
-    than amax / 7 on normally distributed groups of 128.
+    Then either end of -8..7 is at most half a step from the amax, and all codes are used: 6 % less
+    error than amax / 7 on normally distributed groups of 128.
     """
     return over(amax, desc.format.max if desc.format.is_float else desc.format.max + 0.5)
 
@@ -59,7 +60,9 @@ def exponents(amax: Tensor, desc: QuantDesc) -> Tensor:
 
 
 def global_scale(amax: Tensor, desc: QuantDesc) -> Tensor:
-    """448 * format's max / amax, 1 where amax is 0: then the largest block scale is e4m3's largest."""
+    """448 * format's max / amax, 1 where amax is 0: then the largest block scale is e4m3's
+    largest.
+    """
     top = torch.full_like(amax, _E4M3_MAX * desc.format.max)
     return torch.where(amax == 0, 1.0, (top / amax).clamp(max=torch.finfo(torch.float32).max))
 
@@ -70,8 +73,9 @@ def block_scales(amax: Tensor, global_: Tensor, desc: QuantDesc) -> Tensor:
 
 
 def channel_scale(amax: Tensor, desc: QuantDesc) -> Tensor:
-    """fp32 scale of a row from the largest magnitude in it, such that scales of its groups are at most
-    56 = 448 / 8 and their product with any of the codes -8..7 is within e4m3."""
+    """fp32 scale of a row from the largest magnitude in it, such that scales of its groups are at
+    most 56 = 448 / 8 and their product with any of the codes -8..7 is within e4m3.
+    """
     return one_where_zero(over(weight_steps(amax, desc), _E4M3_MAX / 8))
 
 
@@ -83,7 +87,7 @@ def group_scales(amax: Tensor, channel: Tensor, desc: QuantDesc) -> Tensor:
 def with_zero_point(
     low: Tensor, high: Tensor, desc: QuantDesc, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """(scale in ``dtype``, fp32 zero point) of groups whose elements lie in low..high; 0 is exact."""
+    """(scale in ``dtype``, fp32 zero point) of groups with elements in low..high; 0 is exact."""
     first = 0.0 if desc.dtype == "int4" else -desc.format.max - 1
     steps = 2 * desc.format.max + 1
     low, high = low.clamp(max=0), high.clamp(min=0)

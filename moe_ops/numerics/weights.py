@@ -18,7 +18,8 @@ _AT_ONCE = 1 << 24  # elements that quantize_experts works on at a time
 class Scales(NamedTuple):
     """What belongs to the elements of weights (..., N, K), for (...) experts.
 
-    A scheme says which there are: `schemes.QuantDesc`. E.g. `dequantize_weight(qdata, scheme, *scales)`.
+    A scheme says which there are: `schemes.QuantDesc`. E.g. `dequantize_weight(qdata, scheme,
+    *scales)`.
     """
 
     scale: Tensor
@@ -42,9 +43,10 @@ def quantize_weight(weight: Tensor, scheme: str | QuantScheme) -> tuple[Tensor, 
             (`QuantScheme.why_not_shape`).
 
     Returns:
-        qdata (..., N, K) in the scheme's storage dtype, with fewer columns where elements share bytes, and
-        its Scales. The scale is (...) for one per expert, (..., N, 1) per channel, (..., N, K / group) per
-        group, (..., ceil(N/128), ceil(K/128)) per block; e8m0 scales are uint8.
+        qdata (..., N, K) in the scheme's storage dtype, with fewer columns where elements share
+        bytes, and its Scales. The scale is (...) for one per expert, (..., N, 1) per channel,
+        (..., N, K / group) per group, (..., ceil(N/128), ceil(K/128)) per block; e8m0 scales are
+        uint8.
     """
     desc = get_scheme(scheme).quantized_weight
     n, k = weight.shape[-2:]
@@ -59,7 +61,9 @@ def quantize_weight(weight: Tensor, scheme: str | QuantScheme) -> tuple[Tensor, 
 
 
 def quantize_experts(weight: Tensor, scheme: str | QuantScheme) -> tuple[Tensor, Scales]:
-    """`quantize_weight` of (E, N, K) or (N, K), a few experts at a time: some ten fp32 copies exist meanwhile."""
+    """`quantize_weight` of (E, N, K) or (N, K), a few experts at a time: some ten fp32 copies
+    exist meanwhile.
+    """
     experts = max(1, _AT_ONCE // (weight.shape[-2] * weight.shape[-1]))
     if weight.dim() == 2 or experts >= weight.shape[0]:
         return quantize_weight(weight, scheme)
@@ -78,8 +82,8 @@ def dequantize_weight(
     channel_scale: Tensor | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """The values of quantized weights, (q - zero_point) * scale * channel_scale / global_scale: products in
-    fp32, then one rounding to ``dtype``.
+    """The values of quantized weights, (q - zero_point) * scale * channel_scale / global_scale:
+    products in fp32, then one rounding to ``dtype``.
 
     Args:
         qdata: (N, K) of one expert, or any number of experts (..., N, K), as stored.
@@ -118,7 +122,9 @@ def scale_to_float32(scale: Tensor, desc: QuantDesc) -> Tensor:
 def _scales(
     parts: Tensor, desc: QuantDesc, dtype: torch.dtype
 ) -> tuple[Scales, Tensor, Tensor | None]:
-    """(Scales, what elements are divided by, zero points) of grouped weights; the last two like parts."""
+    """(Scales, what elements are divided by, zero points) of grouped weights; the last two like
+    parts.
+    """
     amax = parts.abs().amax((-3, -1), keepdim=True)
     if desc.is_mx:
         codes = scaling.exponents(amax, desc)
@@ -156,7 +162,7 @@ def _squeeze(scale: Tensor, desc: QuantDesc) -> Tensor:
 
 
 def _spread(per_group: Tensor, desc: QuantDesc, n: int, k: int) -> Tensor:
-    """(..., groups of rows, 1, groups of columns, 1) to (..., N, K), or (..., N, 1) of whole rows."""
+    """(..., groups of rows, 1, groups of columns, 1) to (..., N, K), of whole rows (..., N, 1)."""
     if desc.group.cols == -1:
         return per_group.squeeze(-1).squeeze(-2)
     return per_group.expand(*per_group.shape[:-1], desc.group.cols).flatten(-2).flatten(-3, -2)

@@ -1,9 +1,10 @@
-"""Measured tables, one JSON file per GPU: how long each backend takes for how many tokens, and the config with
-which the triton backend is fastest. `python -m moe_ops.tuning` measures both.
+"""Measured tables, one JSON file per GPU: how long each backend takes for how many tokens, and the
+config with which the triton backend is fastest. `python -m moe_ops.tuning` measures both.
 
-An entry is one problem (`KEYS`). "backends" lists {num_tokens, us, versions}, where us has the microseconds a layer of
-each backend that was measured, in one go; "triton" lists {num_tokens, us, triton, config}, of which config holds the
-fields of kernels.configs.LayerConfig that are not defaults.
+An entry is one problem (`KEYS`). "backends" lists {num_tokens, us, versions}, where us has the
+microseconds a layer of each backend that was measured, in one go; "triton" lists {num_tokens, us,
+triton, config}, of which config holds the fields of kernels.configs.LayerConfig that are not
+defaults.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from typing import Any
 _FOLDER = Path(__file__).parent
 
 
-MARGIN = 0.01  # differences of the time of one layer below this are noise: the same cells repeat to within 1 %
+# differences of the time of one layer below this are noise: the same cells repeat to within 1 %
+MARGIN = 0.01
 
 
 KEYS = ("num_experts", "hidden_size", "intermediate_size", "top_k", "scheme", "dtype")
@@ -55,17 +57,19 @@ def backend_times(
     scheme: str,
     dtype: str,
 ) -> list[tuple[int, dict[str, float]]]:
-    """(M, backend -> microseconds a layer) of a problem, ascending; empty if it was not measured."""
+    """(M, backend -> microseconds a layer) of a problem, ascending; [] if it was not measured."""
     key = (num_experts, hidden_size, intermediate_size, top_k, scheme, dtype)
     rows = _entries(gpu_name).get(key, {}).get("backends", [])
     return [(row["num_tokens"], row["us"]) for row in rows]
 
 
 def look_up(*problem: Any) -> tuple[tuple[int, str], ...]:
-    """Tiers (largest M, backend) of a problem, ascending, -1 for no bound; () if it was not measured.
+    """Tiers (largest M, backend) of a problem, ascending, -1 for no bound; () if it was not
+    measured.
 
-    Arguments: those of `backend_times`, then the names of the backends that accept the problem. Others' times
-    do not count, so where the fastest backend is not installed the next one has its place.
+    Arguments: those of `backend_times`, then the names of the backends that accept the problem.
+    Others' times do not count, so where the fastest backend is not installed the next one has its
+    place.
     """
     *key, accepted = problem
     return crossovers(backend_times(*key), accepted)
@@ -76,9 +80,9 @@ def crossovers(
 ) -> tuple[tuple[int, str], ...]:
     """Tiers (largest M, backend) that follow from times measured at ascending numbers of tokens.
 
-    A backend gives way to one that is faster by more than MARGIN. Between the two measured M the tier ends where
-    straight lines through both backends' times, on logarithmic scales, cross. Of fewer tokens than were measured nothing
-    is known: they go to the first accepted backend.
+    A backend gives way to one that is faster by more than MARGIN. Between the two measured M the
+    tier ends where straight lines through both backends' times, on logarithmic scales, cross. Of
+    fewer tokens than were measured nothing is known: they go to the first accepted backend.
     """
     tiers: list[tuple[int, str]] = []
     before: tuple[int, Mapping[str, float]] | None = None
@@ -105,7 +109,7 @@ def _crossing(
     old: str,
     new: str,
 ) -> int:
-    """The largest M from which `new` is not yet faster than `old`: low's at least, below high's."""
+    """The largest M at which `new` is not yet faster than `old`: low's at least, below high's."""
     (first, at_first), (last, at_last) = low, high
     part = 0.5  # one of them was not measured at both
     if old in at_first and new in at_first and old in at_last:
@@ -126,8 +130,8 @@ def layer_config(
 ) -> dict[str, Any] | None:
     """Fields of the fastest LayerConfig measured nearest to M on a logarithmic scale, or None.
 
-    M = 1 runs without a sorting kernel, so it takes what was measured at 1 and lends it to no other M. What was
-    measured at four times M or more, or at a quarter or less, says nothing of M.
+    M = 1 runs without a sorting kernel, so it takes what was measured at 1 and lends it to no
+    other M. What was measured at four times M or more, or at a quarter or less, says nothing of M.
     """
     key = (num_experts, hidden_size, intermediate_size, top_k, scheme, dtype)
     rows = _entries(gpu_name).get(key, {}).get("triton", [])

@@ -45,7 +45,9 @@ def record_backends(
     us: Mapping[str, float],
     versions: Mapping[str, str],
 ) -> None:
-    """Put the backends' times measured for one M into a table file, in place of what it had for it."""
+    """Put the backends' times measured for one M into a table file, in place of what it had for
+    it.
+    """
     times = {name: round(value, 2) for name, value in us.items()}
     _put(path, gpu_name, target, "backends", num_tokens, {"us": times, "versions": dict(versions)})
 

@@ -129,8 +129,9 @@ def _row_bytes(columns: int) -> int:
     return columns + columns // 128 * 4
 
 
-# Rows an expert has on average from which fp8_block is faster here than in triton where it was not measured. On an H200 it
-# took 0.90 and 0.94 of triton's time at 64 rows (mixtral, qwen3), 0.95 at 32 (dsv3), 1.25 at 16 (qwen3).
+# Rows an expert has on average from which fp8_block is faster here than in triton where it was not
+# measured. On an H200 it took 0.90 and 0.94 of triton's time at 64 rows (mixtral, qwen3), 0.95 at
+# 32 (dsv3), 1.25 at 16 (qwen3).
 FASTER_FROM = 64
 
 

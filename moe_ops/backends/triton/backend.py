@@ -73,7 +73,9 @@ def supports(problem: Problem, machine: Machine) -> list[str]:
 
 
 def _needs_newer_triton(problem: Problem, machine: Machine) -> bool:
-    """Before 3.8 Triton's compiler fails for SM100 where GEMM1 ends with one maximum of all it wrote."""
+    """Before 3.8 Triton's compiler fails for SM100 where GEMM1 ends with one maximum of all it
+    wrote.
+    """
     if machine.device_type != "cuda" or machine.capability[0] != 10 or INTERPRETED:
         return False
     one_maximum = problem.scheme in ("fp8_tensor", "nvfp4") and problem.kind != "grouped_linear"
@@ -155,7 +157,7 @@ def workspace_shapes(M: int, problem: Problem) -> Workspaces:
 
 
 def missing_kernels(problem: Problem, machine: Machine) -> list[str]:
-    """Why the kernels of SM90 for weights of 4 and 8 bits are left out of a layer that they serve."""
+    """Why a layer that the mixed kernels of SM90 serve runs without them."""
     form = operands.describe(problem.scheme) if problem.kind == "experts" else None
     if form is None or form.name not in mixed_configs.FORMATS or machine.capability[0] != 9:
         return []

@@ -573,8 +573,8 @@ def chunk_boxes(
     block_rows: int,
     itemsize: int,
 ) -> Boxes:
-    """Boxes of (E, rows, row), a row in chunks of `size` elements and the rows in `halves` equal parts:
-    `chunks` chunks of `block_rows` rows.
+    """Boxes of (E, rows, row), a row in chunks of `size` elements and the rows in `halves` equal
+    parts: `chunks` chunks of `block_rows` rows.
 
     Where half a chunk is left of a row, chunks are described from every half on: the last one
     overlaps the one before.

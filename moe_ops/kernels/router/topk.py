@@ -292,6 +292,7 @@ def route(
         except NotCompiledError:
             raise RuntimeError(
                 "route must have run once with these arguments before a CUDA graph captures it, "
-                f"got a first call with E={E}, top_k={topk_ids.shape[1]}; call it once on the same "
+                f"got a first call with E={E}, top_k={topk_ids.shape[1]}; call it once on the "
+                "same "
                 "shapes, dtypes and device, then capture"
             ) from None
