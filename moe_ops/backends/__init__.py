@@ -1,6 +1,7 @@
 """The backends: one package each, and one line here.
 
-Order is preference where nothing was measured, among those that run a scheme natively and among the others.
+Order is preference where nothing was measured, among those that run a scheme natively and among
+the others.
 """
 
 # isort: off

@@ -1,12 +1,14 @@
-"""Shapes of scale tensors and of packed elements. Arithmetic only: every size may be an int or a SymInt."""
+"""Shapes of scale tensors and of packed elements. Arithmetic only, on int or SymInt."""
 
 from __future__ import annotations
 
-# The layout of weights whose scales are packed exponents, as DeepGEMM reads them from SM100 on: int32 words of four
-# (E, ceil(groups / 4), N), byte j of word p for group 4 p + j of a row's columns.
+# The layout of weights whose scales are packed exponents, as DeepGEMM reads them from SM100 on:
+# int32 words of four (E, ceil(groups / 4), N), byte j of word p for group 4 p + j of a row's
+# columns.
 DEEP_GEMM_UE8M0 = "deep_gemm_ue8m0"
-# The layout of e2m1 weights whose words of 4 bytes have their bits where decoding on SM90 takes fewest instructions, and
-# whose scales of 64 columns and so many rows as fill 16 bytes lie side by side.
+# The layout of e2m1 weights whose words of 4 bytes have their bits in the order that takes the
+# fewest instructions to decode on SM90. Scales of 64 columns are contiguous for as many rows as
+# fill 16 bytes.
 TRITON_E2M1 = "triton_e2m1"
 TRANSPOSED = "transposed"  # the layout of a quantized weight's transposed view
 
@@ -14,8 +16,8 @@ TRANSPOSED = "transposed"  # the layout of a quantized weight's transposed view
 def scale_shape(rows: int, cols: int, group_rows: int, group_cols: int) -> tuple[int, ...]:
     """Shape of the scales of a (rows, cols) matrix with one scale per group of elements.
 
-    A group spans ``group_rows`` x ``group_cols`` elements, -1 meaning all of that dimension; groups
-    at the end of a dimension may be smaller. One scale for the whole matrix has shape ().
+    A group spans ``group_rows`` x ``group_cols`` elements, -1 meaning all of that dimension;
+    groups at the end of a dimension may be smaller. One scale for the whole matrix has shape ().
     """
     if group_rows == -1 and group_cols == -1:
         return ()
@@ -35,7 +37,9 @@ def rows_side_by_side(group: int) -> int:
 
 
 def triton_e2m1_scale_shape(batch: int, rows: int, cols: int, group: int) -> tuple[int, ...]:
-    """Shape of the scales of ``batch`` matrices of layout TRITON_E2M1, one scale for ``group`` columns of a row."""
+    """Shape of the scales of ``batch`` matrices of layout TRITON_E2M1, one scale for ``group``
+    columns of a row.
+    """
     return (batch, rows // rows_side_by_side(group), cols // 64 * 16)
 
 
@@ -49,5 +53,5 @@ def packed_size(size: int, bits: int) -> int:
 
 
 def unpacked_size(size: int, bits: int) -> int:
-    """How many elements of ``bits`` bits lie in ``size`` bytes."""
+    """Elements of ``bits`` bits in ``size`` bytes."""
     return size * 8 // bits

@@ -1,7 +1,7 @@
-"""Workspace shapes of the layouts of the permuted problem. Arithmetic only, int or SymInt alike.
+"""Workspace shapes for the layouts of permuted rows. Arithmetic only, on int or SymInt.
 
-M tokens, N rows of w13, K hidden size, I intermediate size, E local experts. Every size is an upper
-bound from (M, top_k, E), never from the routing data.
+M tokens, N rows of w13, K hidden size, I intermediate size, E local experts. Every size is an
+upper bound from (M, top_k, E), never from the routing data.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ Shapes = tuple[tuple[int, ...], tuple[int, ...]]
 
 def maximum(a: Any, b: Any) -> Any:
     """max(a, b) that never guards on a symbolic size."""
-    # Dynamo of torch 2.11 cannot trace sym_max of two ints, and turns max of symbolic ones into it.
+    # Dynamo of torch 2.11 cannot trace sym_max of two ints, and turns max of symbolic ones into
+    # it.
     return max(a, b) if type(a) is int and type(b) is int else torch.sym_max(a, b)
 
 
@@ -37,8 +38,8 @@ def round_up(a: int, b: int) -> int:
 def dense(M: int, N: int, K: int, I: int, top_k: int) -> Shapes:
     """Rows are the M * top_k pairs in token order.
 
-    Returns (workspace13 shape, workspace2 shape): workspace13 holds the activation's output (.., I) or
-    permuted inputs (.., K); workspace2 holds gate/up (.., N) and the expert outputs (.., K).
+    Returns (workspace13 shape, workspace2 shape): workspace13 holds the activation's output (..,
+    I) or permuted inputs (.., K); workspace2 holds gate/up (.., N) and the expert outputs (.., K).
     """
     rows = M * top_k
     return (rows, maximum(I, K)), (rows, maximum(N, K))
@@ -53,8 +54,9 @@ def padded_rows(M: int, top_k: int, E: int, alignment: int) -> int:
 def contiguous(M: int, N: int, K: int, I: int, top_k: int, E: int, alignment: int) -> Shapes:
     """Rows grouped by expert, each group padded to `alignment` rows.
 
-    Returns (workspace13 shape, workspace2 shape): workspace13 holds permuted inputs (.., K) and the
-    activation's output (.., I); workspace2 holds gate/up (.., N) and the expert outputs (.., K).
+    Returns (workspace13 shape, workspace2 shape): workspace13 holds permuted inputs (.., K) and
+    the activation's output (.., I); workspace2 holds gate/up (.., N) and the expert outputs (..,
+    K).
     """
     rows = padded_rows(M, top_k, E, alignment)
     return (rows, maximum(I, K)), (rows, maximum(N, K))
@@ -63,16 +65,17 @@ def contiguous(M: int, N: int, K: int, I: int, top_k: int, E: int, alignment: in
 def masked(E: int, T: int, N: int, K: int, I: int) -> Shapes:
     """One padded block of T rows per expert.
 
-    Returns (workspace13 shape, workspace2 shape): workspace13 holds gate/up (E, T, N) and expert outputs
-    (E, T, K); workspace2 holds the activation's output (E, T, I).
+    Returns (workspace13 shape, workspace2 shape): workspace13 holds gate/up (E, T, N) and expert
+    outputs (E, T, K); workspace2 holds the activation's output (E, T, I).
     """
     return (E, T, maximum(K, N)), (E, T, I)
 
 
 def carve(buffer: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """The first bytes of `buffer` (contiguous, of any shape and dtype) seen as a tensor.
+    """The first bytes of `buffer` (contiguous, of any shape and dtype) as a tensor.
 
-    Kernels only ever take workspaces this way, because the tiered op hands every tier the same bytes.
+    Kernels take workspaces in this way alone, because the tiered op passes the same bytes to every
+    tier.
     """
     size = 1
     for s in shape:

@@ -23,9 +23,11 @@ class MoEConfig:
     device hands to a dispatcher in one step (the T of the batched format is made of it).
 
     Raises:
-        ValueError: a size that is no integer or below 1, experts_per_token outside 1..num_experts or
-            not 1 for llama4, an intermediate_size that tp_size does not divide, a num_local_experts
-            that contradicts the placement, or an unknown dtype, activation, routing method or backend.
+        ValueError: a size that is no integer or below 1, experts_per_token outside 1..num_experts
+        or
+            not 1 for llama4, an intermediate_size that tp_size does not divide, a
+            num_local_experts that contradicts the placement, or an unknown dtype, activation,
+            routing method or backend.
     """
 
     num_experts: int

@@ -35,18 +35,18 @@ class MoELayer(nn.Module):
     """A mixture-of-experts feed-forward layer.
 
     out = residual + residual_scale * (sum_j weight_j * expert_j(x) + shared_expert(x)), where the
-    weights and experts of a token come from `moe_ops.route`; the residual is optional. Traces as one graph with a dynamic number of tokens. Expert weights may be replaced by
-    quantized ones: `layer.experts.down_proj = nn.Parameter(quantize(w, scheme), False)`.
+    weights and experts of a token come from `moe_ops.route`; the residual is optional. Traces as
+    one graph with a dynamic number of tokens. Expert weights may be replaced by quantized ones:
+    `layer.experts.down_proj = nn.Parameter(quantize(w, scheme), False)`.
 
     Args:
         hidden_size, intermediate_size, num_experts, top_k: H, I, E and experts per token.
         activation: a name or an `Activation`.
-        routing_method: a method of `route`, or a callable (router_logits, top_k) -> (weights, ids).
-        scoring, num_expert_groups, topk_groups: as in `route`.
-        correction_bias: hold gate.e_score_correction_bias (E,), a buffer that steers the choice.
-        routed_scaling_factor: multiplies the router weights.
-        router_bias: give the gate a bias.
-        router_logits_dtype: dtype the gate computes in, under torch.autocast too; None: the
+        routing_method: a method of `route`, or a callable (router_logits, top_k) -> (weights,
+        ids). scoring, num_expert_groups, topk_groups: as in `route`. correction_bias: hold
+        gate.e_score_correction_bias (E,), a buffer that steers the choice. routed_scaling_factor:
+        multiplies the router weights. router_bias: give the gate a bias. router_logits_dtype:
+        dtype the gate computes in, under torch.autocast too; None: the
             dtype of hidden_states, or what autocast makes of it.
         router_weight_on_input: multiply the experts' input by the router weight; top_k = 1 only.
         expert_bias: give both expert projections a bias.
@@ -70,10 +70,11 @@ class MoELayer(nn.Module):
             twice, with use_reentrant=False too, unless the checkpoint itself is compiled.
 
     Raises:
-        ValueError: a size that is no integer or below 1, an unknown activation, backend, scoring or
-            routing method, arguments that the method needs or does not take, top_k outside 1..E, an
-            expert_map of another shape, without values or with ids of experts that the layer does not
-            hold, or arguments that contradict each other.
+        ValueError: a size that is no integer or below 1, an unknown activation, backend, scoring
+        or
+            routing method, arguments that the method needs or does not take, top_k outside 1..E,
+            an expert_map of another shape, without values or with ids of experts that the layer
+            does not hold, or arguments that contradict each other.
     """
 
     expert_load: Tensor
@@ -190,7 +191,8 @@ class MoELayer(nn.Module):
                 those that it has may be overridden (a callable routing_method for "custom").
 
         Raises:
-            ValueError: config is no MoEConfig; as the constructor; or a term that would be added once per device (a
+            ValueError: config is no MoEConfig; as the constructor; or a term that would be added
+            once per device (a
                 shared expert, or with tensor parallelism an expert bias); or replicated experts
                 without an expert_map.
         """
@@ -264,7 +266,8 @@ class MoELayer(nn.Module):
             (..., H) in hidden_states' dtype (autocast's under torch.autocast), or (that, loss).
 
         Raises:
-            ValueError: no tensor, a wrong last dimension, a dtype that is not the layer's, and as `route` and `fused_experts`.
+            ValueError: no tensor, a wrong last dimension, a dtype that is not the layer's, and as
+            `route` and `fused_experts`.
         """
         check_tensor("hidden_states", hidden_states)
         if residual is not None:
@@ -289,7 +292,8 @@ class MoELayer(nn.Module):
 
         if (self.training or self.track_load) and not _recomputing():
             with torch.no_grad():
-                # not +=: torch.export (2.13) takes the attribute's assignment for a write to an input
+                # not +=: torch.export (2.13) takes the attribute's assignment for a write to an
+                # input
                 self.expert_load.add_(tokens_per_expert(topk_ids, self.num_experts))
         if not return_aux_loss:
             return out
@@ -297,7 +301,9 @@ class MoELayer(nn.Module):
         return out, load_balancing_loss(probabilities, topk_ids)
 
     def _routed(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Router and experts alone: x (M, H) -> out (M, H), router_logits (M, E), topk_ids (M, top_k)."""
+        """Router and experts alone: x (M, H) -> out (M, H), router_logits (M, E), topk_ids (M,
+        top_k).
+        """
         router_logits = self.gate(x)
         topk_weights, topk_ids = route(
             router_logits,
