@@ -6,7 +6,7 @@ STAMP := $(VENV)/.moe_ops_dev
 # Two workers that take over each other's tests, each with one thread.
 PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -q -n 2 --dist worksteal
 
-.PHONY: venv demo check test docs test-gpu lint bench bench-gpu clean
+.PHONY: venv demo check test docs compile-matrix test-gpu lint bench bench-gpu clean
 
 venv: $(STAMP)
 
@@ -41,6 +41,11 @@ test: venv
 # The site, in site/. Nothing is downloaded, and a warning is an error.
 docs: venv
 	PYTHONPATH=. NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
+
+# Every configuration of every kernel with every supported Triton, for SM80, 90, 100 and 120; no GPU
+# is needed. An hour or two on two cores; the installed version's alone: benchmarks/compile_matrix.py
+compile-matrix: venv
+	env -u TRITON_INTERPRET $(PY) benchmarks/compile_matrix.py --triton
 
 test-gpu: venv
 	$(PY) -m pytest -q -m gpu tests

@@ -47,7 +47,7 @@ from moe_ops.kernels.router import fused, topk
 from moe_ops.meta.router import router_workspace
 from moe_ops.meta.scales import DEEP_GEMM_UE8M0, TRITON_E2M1
 from moe_ops.ops import library
-from moe_ops.ops.problem import Problem
+from moe_ops.ops.problem import Machine, Problem
 from moe_ops.schemes import SCHEMES, get_scheme
 
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
@@ -233,6 +233,36 @@ def _weight(call: Call, rows: int, columns: int) -> tuple[Tensor, dict[str, Tens
     }
 
 
+def problem_of(call: Call) -> Problem:
+    """What the call's backend is asked about."""
+    E, top_k, K, I = call.shape  # noqa: E741
+    activation = Activation(call.activation)
+    linear = call.kind == "grouped_linear"
+    return Problem(
+        call.kind,
+        E,
+        K,
+        0 if linear else I,
+        2 * I if activation.gated else I,
+        top_k if call.kind == "experts" else 0,
+        call.dtype,
+        call.scheme,
+        call.layout,
+        None if linear else activation,
+        has_bias=call.bias,
+        has_expert_map=call.expert_map,
+    )
+
+
+def refused(call: Call | RouterCall, arch: int) -> list[str]:
+    """Why the call's backend does not take it on a GPU of `arch`, as `explain` says it."""
+    if isinstance(call, RouterCall):
+        return []
+    capability = (arch // 10, arch % 10)
+    machine = Machine("cuda", capability, "", (call.backend,), triton=triton.__version__)
+    return backends.named(call.backend).supports(problem_of(call), machine)
+
+
 def compile_call(call: Call, chip: Gpu, arch: int, compiles: bool = True) -> list[Compiled]:
     """The kernels of one call, compiled for `arch` with the configs that are picked on `chip`.
 
@@ -271,23 +301,8 @@ def compile_call(call: Call, chip: Gpu, arch: int, compiles: bool = True) -> lis
     fields["topk_ids"] = _empty(M, top_k, dtype=call.ids)
     fields["topk_weights"] = _empty(M, top_k, dtype=call.router)
     fields["expert_num_tokens"] = fields["offsets"] = _empty(E, dtype=torch.int32)
-    linear = call.kind == "grouped_linear"
-    problem = Problem(
-        call.kind,
-        E,
-        K,
-        0 if linear else I,
-        N,
-        top_k if call.kind == "experts" else 0,
-        call.dtype,
-        call.scheme,
-        call.layout,
-        None if linear else activation,
-        has_bias=call.bias,
-        has_expert_map=call.expert_map,
-    )
     chosen = backends.named(call.backend)
-    shapes = chosen.workspace_shapes(M, problem)
+    shapes = chosen.workspace_shapes(M, problem_of(call))
     names = ("workspace13", "workspace2", "index_workspace")
     fields |= {n: _empty(*s.shape, dtype=s.dtype) for n, s in zip(names, shapes, strict=True)}
     with _compiling(chip, arch, compiles) as found:

@@ -1,15 +1,15 @@
 """Compile every configuration of every Triton kernel, without a GPU.
 
-    python benchmarks/compile_matrix.py [--triton 3.6.0 3.9.0] [--arch 80 90 100 120] [--one]
+    python benchmarks/compile_matrix.py [--triton [3.6.0 ...]] [--arch 80 90 100 120] [--one]
 
 For several architectures and versions of Triton. Calls of many shapes, schemes and numbers of
 tokens are listed first, which takes a fraction of a millisecond each. Of all configurations that
 heuristics and measured tables choose for them (a kernel with its constants, warps and registers),
 each is then compiled once, and its registers, spilled bytes and shared memory are held against
 limits. `--one` compiles one configuration of each kernel. Without `--triton` the installed version
-compiles; others are downloaded to build/triton. Kernels that no call of an architecture reaches
-are printed with the reason. Exits with 1 where a kernel does not compile or is beyond a limit.
-TRITON_INTERPRET must be unset.
+compiles; others are downloaded to build/triton. What the backend refuses and kernels that no call
+of an architecture reaches are printed with the reason. Exits with 1 where a kernel does not compile
+or is beyond a limit. TRITON_INTERPRET must be unset.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ from compile_kernels import (  # noqa: E402
     compile_call,
     compile_router,
     kernel_names,
+    refused,
     usage,
 )
 
@@ -79,7 +80,7 @@ class Row(NamedTuple):
 Reached = tuple[Call | RouterCall, str]  # a call, and the GPU whose measured table it reads
 
 
-def calls(arch: int) -> Iterator[Call | RouterCall]:
+def calls() -> Iterator[Call | RouterCall]:
     """Calls that reach every configuration, those with the most usual shapes first."""
     for size in SHAPES.values():
         for scheme in SCHEMES:
@@ -93,14 +94,14 @@ def calls(arch: int) -> Iterator[Call | RouterCall]:
             yield Call(gptoss, M, scheme, activation="swigluoai", bias=True, expert_map=True)
             yield Call(qwen3, M, scheme, activation="relu2_no_mul", ids=torch.int64)
     for scheme in ("mxfp4_w4a16", "nvfp4_w4a16"):
-        for size in (qwen3, gptoss, SHAPES["mixtral"]) if arch == 90 else ():
+        for size in (qwen3, gptoss, SHAPES["mixtral"]):
             for M in TOKENS:
                 yield Call(size, M, scheme, layout=TRITON_E2M1)
     yield Call(gptoss, 64, activation="swigluoai", bias=True, transposed=True, ids=torch.int64)
     for dtype in (torch.float16, torch.float32):
         for M in (1, 8, 64, 1024):
             yield Call(SHAPES["odd"], M, dtype=dtype, activation="gelu_tanh")
-    yield from _around_deep_gemm() if arch >= 90 else ()
+    yield from _around_deep_gemm()
     yield from _routers()
 
 
@@ -142,7 +143,9 @@ def configurations(arch: int) -> list[Reached]:
     found: set[tuple[str, str]] = set()
     chosen = []
     for gpu in ("", *MEASURED.get(arch, ())):
-        for call in calls(arch):
+        for call in calls():
+            if refused(call, arch):
+                continue
             new = {(o.name, _configuration(o)) for o in _compiled(call, gpu, arch, False)} - found
             if new:
                 found |= new
@@ -228,6 +231,12 @@ def why_left_out(kernel: str, arch: int) -> str:
     return ""
 
 
+def _refusals(arch: int) -> set[str]:
+    """Why schemes do not run on an architecture in their natural layout."""
+    natural = [call for call in calls() if isinstance(call, Call) and not call.layout]
+    return {why for call in natural if call.backend == "triton" for why in refused(call, arch)}
+
+
 def faults(arch: int, rows: Iterable[Row]) -> list[str]:
     """What is beyond a limit, in words."""
     found = []
@@ -256,6 +265,8 @@ def compile_here(arches: Iterable[int], one: bool, jobs: int, out: Path | None) 
         print(
             f"Triton {triton.__version__}, sm_{arch}: {len(rows)} configurations, {seconds:.0f} s"
         )
+        for reason in sorted(_refusals(arch)):
+            print(f"  {reason}")
         for kernel in kernel_names():
             own = [row for row in rows if row.kernel == kernel]
             if own:
@@ -290,7 +301,9 @@ def _folder_of(version: str) -> Path:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--triton", nargs="+", default=[], metavar="VERSION")
+    parser.add_argument(
+        "--triton", nargs="*", metavar="VERSION", help="without one: all supported"
+    )
     parser.add_argument("--arch", type=int, nargs="+", default=ARCHITECTURES)
     parser.add_argument("--one", action="store_true", help="one configuration of each kernel")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
@@ -298,12 +311,12 @@ def main() -> int:
     arguments = parser.parse_args()
     if os.environ.get("TRITON_INTERPRET") == "1":
         raise SystemExit("unset TRITON_INTERPRET: the interpreter compiles nothing")
-    if not arguments.triton:
+    if arguments.triton is None:
         return bool(compile_here(arguments.arch, arguments.one, arguments.jobs, arguments.out))
     options = ["--arch", *map(str, arguments.arch), "--jobs", str(arguments.jobs)]
     options += ["--one"] if arguments.one else []
     failed = []
-    for version in arguments.triton:
+    for version in arguments.triton or VERSIONS:
         environment = dict(os.environ)
         if version != triton.__version__:
             path = [str(_folder_of(version)), environment.get("PYTHONPATH", "")]

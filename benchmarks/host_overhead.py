@@ -3,10 +3,10 @@
     python benchmarks/host_overhead.py [--device cuda]
 
 A backend whose launcher is empty is registered with the workspaces of a real one, so what remains
-is this library: validation, plan, allocation, the way to the launcher. Target: 25 us. "as an operator" is
-the same call where something listens to the dispatcher (a profiler, a mode), which an ordinary eager call
-does not pass through.
-Writes benchmarks/results/host_overhead_<cpu or GPU name>.json.
+is this library: validation, plan, allocation, the way to the launcher. Target: 25 us. "as an
+operator" is the same call where something listens to the dispatcher (a profiler, a mode), which an
+ordinary eager call does not pass through. Writes benchmarks/results/host_overhead_<cpu or GPU
+name>.json.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ CASES = (Case(1, ""), Case(64, ""), Case(1, "fp8_block"))
 
 
 def register_empty(like: library.Backend) -> None:
-    """Add a backend "empty" that takes every problem, allocates as `like` does and runs nothing."""
+    """Add a backend "empty" that takes every problem, allocates as `like` does and runs
+    nothing."""
     empty = library.register(
         "empty",
         available=lambda: None,
@@ -52,7 +53,7 @@ def register_empty(like: library.Backend) -> None:
         launch={"experts": lambda args: None},
         devices=("CPU", "CUDA"),
     )
-    backends.BACKENDS = (*backends.BACKENDS, empty)
+    moe_ops.register_backend(empty)
 
 
 def microseconds(
@@ -60,8 +61,9 @@ def microseconds(
 ) -> list:
     """Medians over rounds, in which all functions take turns, of the host time of one call in us.
 
-    Time of this thread: what other processes take is left out, what they do to clocks and caches is not. On rented
-    machines that lasts seconds and can double a time, so all cases are timed side by side.
+    Time of this thread: what other processes take is left out, what they do to clocks and caches
+    is not. On rented machines that lasts seconds and can double a time, so all cases are timed
+    side by side.
     """
     times: list[list[float]] = [[] for _ in functions]
     for _ in range(rounds):

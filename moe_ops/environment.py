@@ -58,13 +58,14 @@ def why_no_triton() -> str | None:
     return None
 
 
-def release(installed: str | None) -> tuple[int, int]:
-    """Major and minor number of a version, (0, 0) of None."""
+def release(installed: str) -> tuple[int, int]:
+    """Major and minor number of a version, (0, 0) of ""."""
     major, minor = (installed or "0.0").split(".")[:2]
     return int(major), int(minor)
 
 
-def why_no_gluon(installed: str | None) -> str | None:
+@constant
+def why_no_gluon(installed: str) -> str | None:
     """Why a version of Triton cannot compile the kernels written in Gluon; None where it can.
 
     Gluon is experimental and changes from one version to the next, so a newer version than those

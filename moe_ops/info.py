@@ -105,7 +105,7 @@ def explain(
         )
     return {
         "problem": str(plan).splitlines()[0],
-        "untried": plan.untried,
+        "untried": plan.not_tested_note,
         "rows": rows,
         "refused": {name: list(reasons) for name, reasons in plan.refused},
     }
@@ -122,7 +122,7 @@ def format_facts(found: dict[str, Any]) -> str:
             major, minor = gpu["capability"]
             memory = f"{gpu['memory_gib']:.0f} GiB"
             lines.append(f"  GPU {index}: {gpu['name']}, SM{major}{minor}, {memory}")
-            if note := plans.untried((major, minor)):
+            if note := plans.not_tested_note((major, minor)):
                 lines.append(f"    {note}")
     else:
         built = found["cuda"]["runtime"]

@@ -236,6 +236,7 @@ def gpu(device: int) -> Gpu:
 
 # specialization of a call's kernels -> the compiled kernels; warm calls fill it
 _compiled: dict[tuple, tuple] = {}
+_driver: Any = None  # Triton's, once a kernel was compiled: an import takes 0.2 us a call
 
 
 def _specialization(launches: Sequence[Launch], device: int) -> tuple:
@@ -265,6 +266,10 @@ def _specialization(launches: Sequence[Launch], device: int) -> tuple:
     return tuple(key)
 
 
+class NotCompiledError(RuntimeError):
+    """A CUDA graph is being captured and a call's kernels were never compiled."""
+
+
 def run(launches: Sequence[Launch], device: int, gpu: Gpu) -> None:
     """Launch kernels in order.
 
@@ -272,19 +277,18 @@ def run(launches: Sequence[Launch], device: int, gpu: Gpu) -> None:
     the capture of a CUDA graph, and Triton's own look-up at every launch is skipped.
 
     Raises:
-        RuntimeError: a CUDA graph is being captured and this specialization never ran before.
+        NotCompiledError: a CUDA graph is being captured and this specialization never ran before.
     """
+    global _driver
     key = _specialization(launches, device)
     compiled = _compiled.get(key)
     if compiled is not None:
-        from triton.runtime import driver
-
-        stream = driver.active.get_current_stream(device)
-        for binary, launch in zip(compiled, launches, strict=True):
-            binary[launch.grid](*launch.args, stream=stream)
+        stream = _driver.active.get_current_stream(device)
+        for binary, (_, grid, args, _, _) in zip(compiled, launches, strict=True):
+            binary[grid](*args, stream=stream)
         return
     if device >= 0 and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError(
+        raise NotCompiledError(
             "moe_ops backend 'triton' has no compiled kernel for this call and cannot compile one "
             "while a CUDA graph is captured; warm up first: call the same function once with "
             "tensors of these shapes, dtypes and strides outside of torch.cuda.graph(...), or use "
@@ -292,7 +296,9 @@ def run(launches: Sequence[Launch], device: int, gpu: Gpu) -> None:
         )
     compiled = tuple([_start(launch, i == 0, gpu) for i, launch in enumerate(launches)])
     if not INTERPRETED:
-        _compiled[key] = compiled
+        from triton.runtime import driver
+
+        _compiled[key], _driver = compiled, driver
 
 
 def _start(launch: Launch, first: bool, gpu: Gpu) -> Any:

@@ -126,8 +126,11 @@ class Backend:
     # what `moe_ops.warmup` enters around a call of so many rows: there a library may tune, and save what it found
     warm: Callable[[int], AbstractContextManager] | None = None
     relayouts: tuple[Relayout, ...] = ()  # what `prepare` can do for it
-    # what `explain` says of kernels that would serve the problem and are left out on the machine
-    notes: Callable[[Problem, Machine], list[str]] | None = None
+    distribution: str = ""  # what pip calls its library
+    # rows an expert has on average from which "auto" takes it where nothing was measured; None: never for that
+    faster_from: Callable[[Problem], int | None] | None = None
+    # kernels of its own that it must do without here, and why: `explain` says so
+    missing_kernels: Callable[[Problem, Machine], list[str]] | None = None
 
     def native(self, scheme: str, machine: Machine) -> bool:
         """Whether products on `machine` are those of the scheme's own formats, not emulated."""
@@ -155,7 +158,9 @@ def register(
     native_capability: tuple[int, int] = (0, 0),
     warm: Callable[[int], AbstractContextManager] | None = None,
     relayouts: tuple[Relayout, ...] = (),
-    notes: Callable[[Problem, Machine], list[str]] | None = None,
+    distribution: str = "",
+    faster_from: Callable[[Problem], int | None] | None = None,
+    missing_kernels: Callable[[Problem, Machine], list[str]] | None = None,
 ) -> Backend:
     """Define `moe_ops::<name>_<kind>` for every kind in `launch` and return the backend.
 
@@ -191,7 +196,9 @@ def register(
         native_capability,
         warm,
         relayouts,
-        notes,
+        distribution,
+        faster_from,
+        missing_kernels,
     )
     if name != "auto":
         _registered.append(backend)

@@ -74,9 +74,13 @@ class Plan:
         return library.options_text(p.kind, (*values, self.tiers_text))
 
     @property
-    def untried(self) -> str | None:
+    def not_tested_note(self) -> str | None:
         """None, or that no test ran on such a GPU."""
-        return untried(self.machine.capability) if self.machine.device_type == "cuda" else None
+        return (
+            not_tested_note(self.machine.capability)
+            if self.machine.device_type == "cuda"
+            else None
+        )
 
     @property
     def differentiable(self) -> bool:
@@ -105,16 +109,14 @@ class Plan:
             f"{p.kind}: E={p.num_experts} top_k={p.top_k} K={p.hidden_size} "
             f"I={p.intermediate_size} {p.scheme or 'plain'} {_name(p.dtype)} on {where}"
         ]
-        if self.untried:
-            lines.append(f"  {self.untried}")
+        if self.not_tested_note:
+            lines.append(f"  {self.not_tested_note}")
         low = 0
         for limit, backend in self.tiers:
             reach = f"M >= {low}" if limit < 0 else f"M in {low}..{limit}"
             how = " (emulated: operands dequantized, products in a wider type)"
             native = backend.native(p.scheme, m)
             lines.append(f"  {reach}: {backend.name}{'' if native else how}")
-            if backend.notes is not None:
-                lines += [f"    {note}" for note in backend.notes(p, m)]
             low = limit + 1
         if self.basis == "measured":
             lines += self._times()
@@ -242,7 +244,7 @@ def _reasons(backend: library.Backend, problem: Problem, machine: Machine) -> li
     return reasons
 
 
-def untried(capability: tuple[int, int]) -> str | None:
+def not_tested_note(capability: tuple[int, int]) -> str | None:
     """What to say of a GPU that no test ran on; None of others."""
     if capability in RUN_ON:
         return None

@@ -61,7 +61,8 @@ LAZY = re.compile(r"moe_ops(\.\w+)+(:\w+)?")
 
 @functools.cache
 def named(text: str) -> tuple[tuple[int, str], ...]:
-    """(line, dotted name) of everything that a source imports or names; "." of a relative import."""
+    """(line, dotted name) of everything that a source imports or names; "." of a relative
+    import."""
     found = []
     for node in ast.walk(ast.parse(text)):
         names: list[str] = []

@@ -1,4 +1,5 @@
-"""Eager calls skip the dispatcher where it has nothing to do, and only there; values are the same."""
+"""Eager calls skip the dispatcher where it has nothing to do, and only there; values are the
+same."""
 
 import dataclasses
 
@@ -145,8 +146,21 @@ def test_options_are_told_apart():
     args = kind.unpack((*range(7), [], None, text))
     assert args[:7] == tuple(range(7)) and args.weight_scale is None and args.bias is None
     assert (args.scheme, args.layout, args.tiers) == ("fp8_block", "", "4:torch,-1:triton")
-    with pytest.raises(ValueError, match="options must be a dict of scheme, layout, tiers"):
-        kind.unpack((*range(7), [], None, "{'scheme': ''}"))
+    for wrong in ("{'scheme': ''}", "{'scheme': '', 'layout': '', 'tiers': '', 'depth': 3}"):
+        with pytest.raises(ValueError, match="options must be a dict of scheme, layout, tiers"):
+            kind.unpack((*range(7), [], None, wrong))
+
+
+def test_options_that_a_program_lacks_have_their_defaults():
+    """Programs that were exported before an option existed."""
+    kind = library.KINDS["experts"]
+    text = (
+        "{'activation': 'silu', 'scheme': '', 'layout': '', 'alpha': 1, 'beta': 0.5, 'limit': 2.0}"
+    )
+    args = kind.unpack((*range(9), [], None, None, None, text))
+    assert (args.activation, args.alpha, args.beta, args.limit) == ("silu", 1.0, 0.5, 2.0)
+    assert (args.router_weight_on_input, args.deterministic, args.tiers) == (False, True, "")
+    assert type(args.alpha) is float and type(args.deterministic) is bool
 
 
 class FakeCall:

@@ -234,9 +234,10 @@ def test_what_is_not_installed_leaves_its_tier_to_the_next(monkeypatch, table):
 
 def test_the_heuristic_for_what_was_not_measured(monkeypatch, table):
     """`deep_gemm` alone knows a tier, in fp8_block and from so many rows an expert on."""
+    rows = {"triton": None, "deep_gemm": deep_gemm.faster_from}
     pair = [
-        dataclasses.replace(backends_module.named("torch"), name=name)
-        for name in ("triton", "deep_gemm")
+        dataclasses.replace(backends_module.named("torch"), name=name, faster_from=faster)
+        for name, faster in rows.items()
     ]
     monkeypatch.setattr(backends_module, "BACKENDS", tuple(pair))
     here = dataclasses.replace(H200, available=("triton", "deep_gemm"))
@@ -252,6 +253,27 @@ def test_the_heuristic_for_what_was_not_measured(monkeypatch, table):
     assert names(plans.plan(linear, here)) == [(-1, "triton")]
     table((4, "deep_gemm"), (-1, "triton"), scheme="fp8_block")
     assert names(plans.plan(FP8, here)) == [(4, "deep_gemm"), (-1, "triton")]
+
+
+@pytest.mark.parametrize("kind, top_k, rows, limit", [
+    ("experts", 2, 10, 39),
+    ("grouped_linear", 0, 10, 79),  # S rows of 8 experts
+    ("batched_experts", 0, 10, 9),  # T rows of each expert
+    ("experts", 2, 1, 3),
+    ("experts", 2, 0, None),
+])  # fmt: skip
+def test_rows_an_expert_as_tokens(kind, top_k, rows, limit, monkeypatch):
+    """The largest number of tokens with fewer rows an expert on average."""
+    torch_backend = backends_module.named("torch")
+    pair = (
+        dataclasses.replace(torch_backend, name="few"),
+        dataclasses.replace(torch_backend, name="many", faster_from=lambda problem: rows),
+    )
+    monkeypatch.setattr(backends_module, "BACKENDS", pair)
+    here = dataclasses.replace(H200, available=("few", "many"))
+    problem = dataclasses.replace(PLAIN, kind=kind, top_k=top_k)
+    few = [] if limit is None else [(limit, "few")]
+    assert names(plans.plan(problem, here)) == [*few, (-1, "many")]
 
 
 # --- what a plan says ----------------------------------------------------------------------------

@@ -1,4 +1,5 @@
-"""A backend of another package, as docs/add_a_backend.md shows it, and registering it for a while."""
+"""A backend of another package, as docs/add_a_backend.md shows it, and registering it for a
+while."""
 
 from __future__ import annotations
 

@@ -32,12 +32,6 @@ from moe_ops.ops.library import KINDS, register
 from moe_ops.ops.problem import Buffer, Machine, Problem, Workspaces
 from moe_ops.schemes import SCHEMES, get_scheme
 
-# looked up once, because Dynamo would trace the look-up
-_TRITON = environment.version("triton")
-_WHY_NO_GLUON = environment.why_no_gluon(_TRITON)
-# Before 3.8, Triton's compiler fails for SM100 if GEMM1 ends with one maximum of all its outputs.
-_NO_MAXIMUM_ON_SM100 = environment.release(_TRITON) < (3, 8)
-_WITH_MAXIMUM = ("fp8_tensor", "nvfp4")
 _BACK = "moe_ops.prepare(weight, 'torch') brings it back"
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _QUANTIZING = (
@@ -61,17 +55,11 @@ def supports(problem: Problem, machine: Machine) -> list[str]:
     elif machine.device_type == "cuda" and machine.capability < (8, 0):
         major, minor = machine.capability
         reasons.append(f"triton needs compute capability 8.0 or higher, got {major}.{minor}")
-    if (
-        _NO_MAXIMUM_ON_SM100
-        and machine.capability[0] == 10
-        and problem.scheme in _WITH_MAXIMUM
-        and problem.kind != "grouped_linear"
-        and not INTERPRETED
-    ):
+    if _needs_newer_triton(problem, machine):
         major, minor = machine.capability
         reasons.append(
             f"triton cannot compile scheme {problem.scheme!r} for compute capability "
-            f"{major}.{minor} under Triton {_TRITON}, Triton 3.8 or later can"
+            f"{major}.{minor} under Triton {machine.triton}, Triton 3.8 or later can"
         )
     if problem.layout == TRITON_E2M1:
         reasons += _reasons_against_e2m1_words(problem, machine)
@@ -83,6 +71,16 @@ def supports(problem: Problem, machine: Machine) -> list[str]:
     if problem.dtype not in _DTYPES:
         reasons.append(f"triton takes bfloat16, float16 or float32, got {problem.dtype}")
     return reasons
+
+
+def _needs_newer_triton(problem: Problem, machine: Machine) -> bool:
+    """Whether Triton's compiler, before 3.8, fails for SM100: if GEMM1 ends with one maximum of all
+    its outputs.
+    """
+    if machine.device_type != "cuda" or machine.capability[0] != 10 or INTERPRETED:
+        return False
+    one_maximum = problem.scheme in ("fp8_tensor", "nvfp4") and problem.kind != "grouped_linear"
+    return one_maximum and environment.release(machine.triton) < (3, 8)
 
 
 def _reasons_against_e2m1_words(problem: Problem, machine: Machine) -> list[str]:
@@ -114,22 +112,6 @@ def _reasons_against_e2m1_words(problem: Problem, machine: Machine) -> list[str]
             f"Triton {environment.GLUON_VERSIONS}, got {major}.{minor} under {found}; {_BACK}"
         )
     return reasons
-
-
-def notes(problem: Problem, machine: Machine) -> list[str]:
-    """That the kernels of wgmma are left out, where they would serve the problem."""
-    weight = operands.describe(problem.scheme)
-    if (
-        _WHY_NO_GLUON is None
-        or machine.capability[0] != 9
-        or problem.kind != "experts"
-        or problem.dtype != torch.bfloat16
-        or weight is None
-        or weight.name not in mixed_configs.FORMATS
-        or not get_scheme(problem.scheme).weight_only
-    ):
-        return []
-    return [f"without its fastest kernels: {_WHY_NO_GLUON}"]
 
 
 def workspace_shapes(M: int, problem: Problem) -> Workspaces:
@@ -180,6 +162,8 @@ def missing_kernels(problem: Problem, machine: Machine) -> list[str]:
     form = operands.describe(problem.scheme) if problem.kind == "experts" else None
     if form is None or form.name not in mixed_configs.FORMATS or machine.capability[0] != 9:
         return []
+    if not get_scheme(problem.scheme).weight_only:  # emulated
+        return []
     if problem.dtype != torch.bfloat16:
         return []
     reason = environment.why_no_gluon(machine.triton)
@@ -207,5 +191,6 @@ BACKEND = register(
     native_capability=NATIVE_CAPABILITY,
     interpreted=INTERPRETED,
     relayouts=RELAYOUTS,
-    notes=notes,
+    distribution="triton",
+    missing_kernels=missing_kernels,
 )

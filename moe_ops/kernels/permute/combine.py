@@ -106,15 +106,15 @@ def combine(
     split_k: int = 1,  # partial sums that y has
 ) -> Launch:
     """Sum a token's rows of y, multiplied by the router's weights if `weighted`."""
-    M, K = out.shape
+    (M, K), (stride_m, stride_k) = out.shape, out.stride()
     args = Combine(
         out=out,
         y=y,
         topk_weights=topk_weights,
         routing=routing,
         K=K,
-        out_stride_m=out.stride(0),
-        out_stride_k=out.stride(1),
+        out_stride_m=stride_m,
+        out_stride_k=stride_k,
         TOP_K=routing.top_k,
         WEIGHTED=weighted,
         SPLIT_K=split_k,

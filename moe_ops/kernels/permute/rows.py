@@ -71,6 +71,42 @@ def route_pairs(
     )  # fmt: skip
 
 
+@unprefixed
+class TokenRouting(NamedTuple):
+    """Experts of one token, and the router weights that belong to them, or none. No kernel is
+    compiled anew for its numbers.
+    """
+
+    ids: Pointer  # (1, top_k)
+    map: Pointer  # (num_ids,) global id -> local id, or None
+    topk_weights: Pointer  # (1, top_k)
+    E: Runtime  # experts here
+    num_ids: Runtime
+    ids_stride_m: Runtime
+    ids_stride_k: Runtime
+    map_stride: Runtime
+    topk_weights_stride_k: Runtime
+
+
+def route_token(
+    ids: Tensor,  # (1, top_k)
+    expert_map: Tensor | None,
+    weights: Tensor | None,  # (1, top_k)
+    num_experts: int,
+) -> tuple[TokenRouting, TokenRouting]:
+    """The TokenRouting of one token without router weights, and with them."""
+    num_ids, map_stride = num_experts, 0
+    if expert_map is not None:
+        num_ids, map_stride = expert_map.shape[0], expert_map.stride(0)
+    stride_m, stride_k = ids.stride()
+    numbers = (num_experts, num_ids, stride_m, stride_k, map_stride)
+    weight_stride = 0 if weights is None else weights.stride(1)
+    return (
+        TokenRouting(ids, expert_map, None, *numbers, 0),
+        TokenRouting(ids, expert_map, weights, *numbers, weight_stride),
+    )
+
+
 def sorted_rows(index: Tensor, num_experts: int, num_blocks: int) -> Routing:
     """Routing of an input whose rows are sorted by expert."""
     return Routing(index, None, None, num_blocks, num_experts, 0, 1, 0, 0, 0, "plain")

@@ -24,6 +24,7 @@ from moe_ops.kernels.launch import (
     Address,
     Constant,
     Launch,
+    NotCompiledError,
     Runtime,
     RuntimeFloat,
     arguments,
@@ -286,4 +287,11 @@ def route(
     device = router_logits.get_device()
     with torch.cuda.device(device) if device >= 0 else nullcontext():
         one = Launch(moe_ops_router_topk, (M, 1, 1), args, chosen.num_warps)
-        run([one], device, launch.gpu(device))
+        try:
+            run([one], device, launch.gpu(device))
+        except NotCompiledError:
+            raise RuntimeError(
+                "route must have run once with these arguments before a CUDA graph captures it, "
+                f"got a first call with E={E}, top_k={topk_ids.shape[1]}; call it once on the same "
+                "shapes, dtypes and device, then capture"
+            ) from None
