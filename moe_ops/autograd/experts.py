@@ -23,8 +23,8 @@ def _refuse_transforms() -> None:
     """
     if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
         raise RuntimeError(
-            "moe_ops cannot be differentiated by torch.func (grad, vjp, jacrev, ...): use torch.autograd.grad "
-            "or Tensor.backward"
+            "moe_ops cannot be differentiated by torch.func (grad, vjp, jacrev, ...): use "
+            "torch.autograd.grad or Tensor.backward"
         )
 
 

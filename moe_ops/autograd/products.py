@@ -114,7 +114,8 @@ def _outer_backward(ctx: Any, grad: Tensor) -> tuple:
 grouped_mm = register_function(
     "grouped_mm",
     "(Tensor x, Tensor weight, Tensor offsets, Tensor? scale, Tensor? zero_point, "
-    "Tensor? global_scale, Tensor? channel_scale, Tensor? bias, str scheme, bool transpose) -> Tensor",
+    "Tensor? global_scale, Tensor? channel_scale, Tensor? bias, str scheme, bool transpose) "
+    "-> Tensor",
     _grouped_mm,
     _grouped_mm_fake,
     (_mm_backward, _save_mm),

@@ -256,7 +256,7 @@ def chunk_products(
     w,
     first,
     second,
-    zero,  # as load_chunks has them
+    zero,  # all four from load_chunks
     x0,
     x1,
     x2,
