@@ -3,10 +3,10 @@
     python benchmarks/compile_kernels.py [--arch 90] [--gpu "NVIDIA H200"] [--shape qwen3]
                                          [--M 1 64] [--backend deep_gemm]
 
-The backend's launch code runs on tensors without storage, and every kernel that it would launch is
-compiled with the same arguments. Printed: registers, spilled bytes, shared memory, occupancy
-(blocks a multiprocessor), tensor-core shapes, and asynchronous copies (`cp.async` by width: weights
-stream with 16 bytes). Needs triton, not a GPU; TRITON_INTERPRET must be unset.
+The backend's launch code runs on tensors without storage, and every kernel that it would launch
+is compiled with the same arguments. Printed: registers, spilled bytes, shared memory, occupancy
+(blocks a multiprocessor), tensor-core shapes, and asynchronous copies (`cp.async` by width:
+weights stream with 16 bytes). Needs triton, not a GPU; TRITON_INTERPRET must be unset.
 """
 
 from __future__ import annotations
@@ -309,9 +309,7 @@ def compile_call(call: Call, gpu: Gpu, arch: int, compiles: bool = True) -> list
     return found
 
 
-def compile_router(
-    call: RouterCall, gpu: Gpu, arch: int, compiles: bool = True
-) -> list[Compiled]:
+def compile_router(call: RouterCall, gpu: Gpu, arch: int, compiles: bool = True) -> list[Compiled]:
     """The kernels of a router, compiled for `arch` or, without `compiles`, listed."""
     E, top_k, K = call.shape
     logits = _empty(call.M, E, dtype=call.logits)

@@ -8,8 +8,8 @@ heuristics and measured tables choose for them (a kernel with its constants, war
 each is then compiled once, and its registers, spilled bytes and shared memory are held against
 limits. `--one` compiles one configuration of each kernel. Without `--triton` the installed version
 compiles; others are downloaded to build/triton. What the backend refuses and kernels that no call
-of an architecture reaches are printed with the reason. Exits with 1 where a kernel does not compile
-or is beyond a limit. TRITON_INTERPRET must be unset.
+of an architecture reaches are printed with the reason. Exits with 1 where a kernel does not
+compile or is beyond a limit. TRITON_INTERPRET must be unset.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ from compile_kernels import (  # noqa: E402
     Compiled,
     RouterCall,
     Usage,
-    gpu_of,
     compile_call,
     compile_router,
+    gpu_of,
     kernel_names,
     refused,
     usage,

@@ -1,7 +1,7 @@
 """Mixture-of-experts kernels as first-class PyTorch operators.
 
-Importing this package loads no optional library and does not initialise CUDA. Everything that quantized
-tensors need (and with it torchao) is loaded on first use.
+Importing this package loads no optional library and does not initialise CUDA. Everything that
+quantized tensors need (and with it torchao) is loaded on first use.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Activation: one table of names, formulas and gate layouts.
 
-g is the gate half and u the up half of a gated activation's input; L is `limit`. All math is fp32 with a
-single rounding to the input's dtype at the end.
+g is the gate half and u the up half of a gated activation's input; L is `limit`. All math is fp32
+with a single rounding to the input's dtype at the end.
 """
 
 from __future__ import annotations
@@ -33,18 +33,20 @@ class Activation:
     |---|---|
     | silu | silu(min(g, L)) * clamp(u, -L, L) |
     | gelu, gelu_tanh | gelu(g) * u, exact (erf) or tanh approximation |
-    | swigluoai | g * sigmoid(alpha * g) * (u + beta), g = min(g, L), u = clamp(u, -L, L); rows interleaved |
-    | swigluoai_uninterleave | the same on gate rows first, then up rows |
+    | swigluoai | as swigluoai_uninterleave, of rows interleaved gate, up, gate, up |
+    | swigluoai_uninterleave | g * sigmoid(alpha * g) * (u + beta) of min(g, L), clamp(u, -L, L) |
     | swiglustep | min(silu(g), L) * clamp(u, -L, L) |
-    | silu_no_mul, gelu_no_mul, gelu_tanh_no_mul, relu2_no_mul | f(x), not gated; relu2 = relu(x)^2 |
+    | silu_no_mul, gelu_no_mul, gelu_tanh_no_mul | f(x), not gated |
+    | relu2_no_mul | relu(x)^2, not gated |
 
     Args:
         name: one of the names above.
-        alpha, beta, limit: parameters where the formula has them; None takes the name's default (1.702,
-            1.0, 7.0 for swigluoai, limit 7.0 for swiglustep, no limit for silu).
+        alpha, beta, limit: parameters where the formula has them; None takes the name's default
+            (1.702, 1.0, 7.0 for swigluoai, limit 7.0 for swiglustep, no limit for silu).
 
     Raises:
-        ValueError: unknown name, a parameter the formula does not have, or a limit that is not positive.
+        ValueError: unknown name, a parameter the formula does not have, or a limit that is not
+            positive.
     """
 
     name: str
@@ -150,7 +152,9 @@ UP_GATE_OF_PAIRS = "up_gate_of_pairs"  # the same, made from rows that alternate
 
 
 def rows_before(activation: Activation | None) -> str:
-    """The order of rows that backends with up rows before gate rows want of a weight before ``activation``."""
+    """The order of rows that backends with up rows before gate rows want of a weight before
+    ``activation``.
+    """
     if activation is None or not activation.gated:
         return ""
     return UP_GATE_OF_PAIRS if activation.interleaved else UP_GATE

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from numbers import Integral, Real
 
 import torch
@@ -18,7 +17,9 @@ def autocasting(device: torch.device) -> bool:
 
 
 def static_size(size: int) -> int:
-    """A size as a constant of the traced graph, also under dynamic=True: plans depend on all but M."""
+    """A size as a constant of the traced graph, also under dynamic=True: plans depend on all but
+    M.
+    """
     if torch.compiler.is_compiling() or type(size) is not int:
         return int(guard_scalar(size))
     return size
@@ -26,19 +27,10 @@ def static_size(size: int) -> int:
 
 def check_rank(name: str, tensor: Tensor, shape: str) -> None:
     """Raise unless the tensor has as many dimensions as `shape`, e.g. "(M, K)", names."""
-    check_tensors({name: tensor})
+    check_tensor(name, tensor)
     rank = shape.count(",") + 1
     if tensor.ndim != rank:
         raise ValueError(f"{name} must have shape {shape}, got a {tensor.ndim}-D tensor")
-
-
-def check_tensors(
-    required: Mapping[str, object], optional: Mapping[str, object] | None = None
-) -> None:
-    """Raise for the first of these, by name, that is no tensor; optional ones may be None."""
-    for name, value in (*required.items(), *(optional or {}).items()):
-        if value is not None or name in required:
-            check_tensor(name, value)
 
 
 def check_tensor(name: str, value: object) -> None:

@@ -1,4 +1,5 @@
-"""The machine around the package: installed versions, the interpreter flag, the cache folder, progress bars.
+"""The machine around the package: installed versions, the interpreter flag, the cache folder,
+progress bars.
 
 No optional library is imported here, but for progress bars.
 """
@@ -24,7 +25,9 @@ _P = ParamSpec("_P")
 
 
 def constant(function: Callable[_P, _T]) -> Callable[_P, _T]:
-    """torch.compiler.assume_constant_result without its import of torch._dynamo and triton (1.5 s)."""
+    """torch.compiler.assume_constant_result without its import of torch._dynamo and triton (1.5
+    s).
+    """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
 
@@ -41,7 +44,9 @@ TRITON = version("triton") or ""  # looked up once: Dynamo would trace what look
 
 
 def why_not_installed(module: str, distribution: str, wanted: str) -> str | None:
-    """None if a module can be found in the one version that a backend was written for, else why not and what to do."""
+    """None if a module can be found in the one version that a backend was written for, else why
+    not and what to do.
+    """
     remedy = f"pip install {distribution}=={wanted}"
     if importlib.util.find_spec(module) is None:
         return f"{module} is not installed; {remedy}"
@@ -80,9 +85,9 @@ def why_no_gluon(installed: str) -> str | None:
 
 
 def cache_folder() -> Path:
-    """Where this library keeps what it found out about a machine: the folder named by MOE_OPS_CACHE, else
-    ~/.cache/moe_ops. Whoever writes makes it. (Triton, DeepGEMM and FlashInfer have caches of their own for what they
-    compile; docs/backends.md names them.)
+    """Where this library keeps what it found out about a machine: the folder named by
+    MOE_OPS_CACHE, else ~/.cache/moe_ops. Whoever writes makes it. (Triton, DeepGEMM and FlashInfer
+    have caches of their own for what they compile; docs/backends.md names them.)
     """
     return Path(os.environ.get(CACHE_VARIABLE) or Path.home() / ".cache" / "moe_ops")
 

@@ -1,7 +1,8 @@
-"""fused_experts, batched_experts, grouped_linear: unwrap -> validate and plan -> allocate -> one op call.
+"""fused_experts, batched_experts, grouped_linear: unwrap -> validate and plan -> allocate -> one
+op call.
 
-Plain Python that Dynamo traces; the backend op is the only registered boundary, so the workspaces stand
-in the captured graph and Inductor reuses them from layer to layer.
+Plain Python that Dynamo traces; the backend op is the only registered boundary, so the workspaces
+stand in the captured graph and Inductor reuses them from layer to layer.
 """
 
 from __future__ import annotations
@@ -41,8 +42,9 @@ def fused_experts(
 ) -> Tensor:
     """Run the experts of a mixture-of-experts layer on tokens that have already been routed.
 
-    out[m] = sum_j topk_weights[m, j] * (w2[e] @ act(w13[e] @ hidden_states[m] + w13_bias[e]) + w2_bias[e])
-    with e = topk_ids[m, j]. Products accumulate in fp32, the sum over j is fp32 with one final cast.
+    out[m] = sum_j topk_weights[m, j] * (w2[e] @ act(w13[e] @ hidden_states[m] + w13_bias[e]) +
+    w2_bias[e]) with e = topk_ids[m, j]. Products accumulate in fp32, the sum over j is fp32 with
+    one final cast.
 
     Args:
         hidden_states: (M, K) bf16, fp16 or fp32; M may be 0, and symbolic while compiling.
@@ -50,13 +52,15 @@ def fused_experts(
             activations that are not gated); or an ExpertTensor from `quantize` or `prepare`.
         w2: (E, K, I), like w13.
         topk_weights: (M, top_k), any float dtype, any strides.
-        topk_ids: (M, top_k) int32 or int64, any strides. Ids that are negative or name no local expert
-            contribute exactly zero.
+        topk_ids: (M, top_k) int32 or int64, any strides. Ids that are negative or name no local
+            expert contribute exactly zero.
         activation: a name or an `Activation`.
         w13_bias: (E, N), added before the activation.
         w2_bias: (E, K), added before the router weight.
-        expert_map: (global E,) int32 or int64, global id -> local id, -1 for experts held elsewhere.
-        router_weight_on_input: multiply the input, not the output, by the router weight; top_k = 1 only.
+        expert_map: (global E,) int32 or int64, global id -> local id, -1 for experts held
+            elsewhere.
+        router_weight_on_input: multiply the input, not the output, by the router weight; top_k = 1
+            only.
         deterministic: results are bitwise equal from run to run; False admits faster variants.
         backend: "auto" chooses from measured times; a name runs that backend or raises.
 
@@ -65,8 +69,8 @@ def fused_experts(
         torch.nn.functional.linear casts them. Gradients flow where inputs require them.
 
     Raises:
-        ValueError: an argument has the wrong rank, shape, dtype, device or layout, or no backend (or not
-            the named one) can run the call.
+        ValueError: an argument has the wrong rank, shape, dtype, device or layout, or no backend
+            (or not the named one) can run the call.
         ImportError: the named backend's library is not installed.
         RuntimeError: a CUDA graph is being captured before the call has run once.
     """
@@ -130,7 +134,8 @@ def batched_experts(
         (E, T, K) in hidden_states' dtype; rows past the count are unspecified.
 
     Raises:
-        ValueError, ImportError, RuntimeError: as `fused_experts`; also when gradients are required.
+        ValueError, ImportError, RuntimeError: as `fused_experts`; also when gradients are
+        required.
     """
     tensors = (hidden_states, w13, w2, expert_num_tokens, w13_bias, w2_bias)
     _check_tensors("hidden_states w13 w2 expert_num_tokens w13_bias w2_bias", 4, *tensors)
@@ -169,7 +174,8 @@ def grouped_linear(
         backend: as in `fused_experts`.
 
     Returns:
-        (S, N) in x's dtype; rows past offsets[-1] are zero. Gradients flow where inputs require them.
+        (S, N) in x's dtype; rows past offsets[-1] are zero. Gradients flow where inputs require
+        them.
 
     Raises:
         ValueError, ImportError, RuntimeError: as `fused_experts`.
@@ -233,7 +239,9 @@ def explain(
 
 
 def _check_tensors(names: str, required: int, *values: Any) -> None:
-    """ValueError for the first value that is no tensor; those after the `required` ones may be None."""
+    """ValueError for the first value that is no tensor; those after the `required` ones may be
+    None.
+    """
     for i, value in enumerate(values):
         # None first: asking whether it is a Tensor costs three times as much as of one
         if (i < required) if value is None else not isinstance(value, Tensor):
@@ -254,11 +262,12 @@ def _check_rows(name: str, tensor: Tensor, M: int) -> None:
 
 
 def _refuse_tangents(*tensors: Tensor | None) -> None:
-    """Raise inside forward-mode AD: an operator without a formula would drop tangents in silence."""
+    """Raise inside forward-mode AD: operators without a formula would drop tangents in silence."""
     for t in tensors:
         if t is not None and forward_ad.unpack_dual(t).tangent is not None:
             raise RuntimeError(
-                "moe_ops has no forward-mode derivative (torch.func.jvp, dual tensors): use reverse "
+                "moe_ops has no forward-mode derivative (torch.func.jvp, dual tensors): use "
+                "reverse "
                 "mode, torch.autograd.grad"
             )
 
@@ -289,7 +298,8 @@ def _warn_training_path(x: Tensor) -> None:
         return
     _warned = True
     warnings.warn(
-        "moe_ops runs its differentiable torch path, because gradients are recorded. For inference "
+        "moe_ops runs its differentiable torch path, because gradients are recorded. For "
+        "inference "
         "wrap the call in torch.no_grad() or torch.inference_mode() to use the fast kernels.",
         stacklevel=3,
     )

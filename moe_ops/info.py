@@ -32,7 +32,8 @@ from moe_ops.planning import machine as machines
 from moe_ops.planning import plan as plans
 from moe_ops.tables import lookup
 
-# distributions that integrations use, beside those of the backends; read from metadata, so none is imported
+# distributions that integrations use, beside those of the backends; read from metadata, so none is
+# imported
 DISTRIBUTIONS = (
     "torch",
     "triton",
@@ -51,10 +52,11 @@ def facts() -> dict[str, Any]:
     """Everything ``python -m moe_ops.info --json`` prints, in types that JSON knows.
 
     Keys: ``python``, ``versions`` (distribution -> version or None), ``cuda`` (runtime and driver,
-    or None), ``gpus`` (name, capability, memory_gib), ``backends`` (name -> None if backend="auto" may
-    choose it for some bf16 layer here, else why not and what to do), ``takes`` (name -> the schemes of these
-    layers, of weights as they are in ``natural``, of those that need `prepare` in ``prepared``), ``cpu_kernel``
-    (None if the CPU kernel is in use, else why not), ``tuning`` (GPU name -> number of measured problems).
+    or None), ``gpus`` (name, capability, memory_gib), ``backends`` (name -> None if backend="auto"
+    may choose it for some bf16 layer here, else why not and what to do), ``takes`` (name -> the
+    schemes of these layers, of weights as they are in ``natural``, of those that need `prepare` in
+    ``prepared``), ``cpu_kernel`` (None if the CPU kernel is in use, else why not), ``tuning`` (GPU
+    name -> number of measured problems).
     """
     backends, takes = _backends()
     libraries = ("moe-ops", *DISTRIBUTIONS, *backends_module.distributions())
@@ -81,11 +83,13 @@ def explain(
     """The plan of a problem on a device, tier by tier.
 
     Returns:
-        ``problem`` (one line), ``untried`` (None, or that no test ran on such a GPU), ``rows`` (for each M: ``tokens``, ``backend``, ``native``,
-        ``workspace_bytes``) and ``refused`` (backend name -> reasons).
+        ``problem`` (one line), ``untried`` (None, or that no test ran on such a GPU),
+        ``rows`` (for each M: ``tokens``, ``backend``, ``native``, ``workspace_bytes``) and
+        ``refused`` (backend name -> reasons).
 
     Raises:
-        ValueError: no backend, or not the one asked for, takes the problem; all reasons are listed.
+        ValueError: no backend, or not the one asked for, takes the problem; all reasons are
+            listed.
         ImportError: the library of the backend asked for is not installed.
     """
     plan = plans.plan(problem, machines.machine(device), backend)
@@ -153,7 +157,10 @@ def format_facts(found: dict[str, Any]) -> str:
 
 def format_explanation(found: dict[str, Any]) -> str:
     """The text form of :func:`explain`."""
-    lines = [found["problem"], *([f"  {found['untried']}"] if found["untried"] else [])]
+    lines = [
+        found["problem"],
+        *([f"  {found['untried']}"] if found["untried"] else []),
+    ]
     lines.append(f"  {'M':>8}  {'backend':10} {'workspace':>12}")
     for row in found["rows"]:
         mib = row["workspace_bytes"] / 2**20
@@ -167,7 +174,9 @@ def format_explanation(found: dict[str, Any]) -> str:
 
 
 def _problem(arguments: argparse.Namespace) -> Problem:
-    """The problem that the command line describes; sizes are checked here, names where they are used."""
+    """The problem that the command line describes; sizes are checked here, names where they are
+    used.
+    """
     sizes = {}
     for name, text in zip(("E", "K", "I", "TOP_K"), arguments.explain[:4], strict=True):
         if not text.isdecimal() or int(text) == 0:

@@ -1,7 +1,7 @@
 """How files name quantized weights: by a function that `import moe_ops` makes known to torch.load.
 
-A file that named their class would load with weights_only=True only where moe_ops.tensors, and with it
-torchao, was imported before.
+A file that named their class would load with weights_only=True only where moe_ops.tensors, and
+with it torchao, was imported before.
 """
 
 from __future__ import annotations
@@ -16,10 +16,13 @@ from torch import Tensor
 def rebuild_expert_tensor(
     class_name: str, arguments: dict[str, Any], attributes: dict[str, Any]
 ) -> Tensor:
-    """The ExpertTensor that was pickled: the constructor's arguments, and what was set on it later."""
+    """The ExpertTensor that was pickled: the constructor's arguments, and what was set on it
+    later.
+    """
     if not class_name.endswith("ExpertTensor"):
         raise ValueError(
-            f"class of a quantized weight must be one of moe_ops's ExpertTensors, got {class_name!r}"
+            f"class of a quantized weight must be one of moe_ops's ExpertTensors, got "
+            f"{class_name!r}"
         )
     cls = getattr(sys.modules["moe_ops"], class_name)  # torchao is imported at the first one
     tensor = cls(**arguments)

@@ -22,8 +22,8 @@ class ElementFormat:
 
     ``storage`` is the torch dtype that holds them, ``bits`` the bits of one: two of 4 bits share a
     byte (the even one in the low half), four of 6 bits share three (the first in the lowest bits).
-    ``max`` is the largest magnitude. Floating-point formats have a sign, ``mantissa`` bits of mantissa
-    and an exponent of bias ``bias`` in between, without infinities.
+    ``max`` is the largest magnitude. Floating-point formats have a sign, ``mantissa`` bits of
+    mantissa and an exponent of bias ``bias`` in between, without infinities.
     """
 
     name: str
@@ -107,20 +107,23 @@ SCALE_RULES = ("ocp", "round", "ceil")
 
 @dataclass(frozen=True)
 class QuantDesc:
-    """How one operand is quantized: value = (q - zero_point) * scale * channel_scale / global_scale.
+    """How one operand is quantized: value = (q - zero_point) * scale * channel_scale /
+    global_scale.
 
     Args:
         dtype: names an element format, e.g. "e4m3".
         group: what shares one scale.
-        static: whether scales are known beforehand; others are computed from the data of each call.
-        scale_dtype: float32; float8_e8m0fnu (powers of two, stored as their uint8 code); float8_e4m3fn;
-            None for the dtype of the weights themselves.
+        static: whether scales are known beforehand; others are computed from the data of each
+            call.
+        scale_dtype: float32; float8_e8m0fnu (powers of two, stored as their uint8 code);
+            float8_e4m3fn; None for the dtype of the weights themselves.
         global_scale: whether there is one more scale for a whole matrix, (E,) fp32 for weights.
         channel_scale: whether there is one more scale for each row, (E, N, 1) fp32.
         zero_point: whether elements are counted from a zero point, one for each scale.
-        scale_rule: of e8m0 scales, how their exponent follows from the largest magnitude of a group:
-            "ocp" floor(log2(amax)) - floor(log2(format's max)), as the OCP MX specification has it;
-            "round" the same of amax rounded to the format's mantissa; "ceil" ceil(log2(amax / format's max)).
+        scale_rule: of e8m0 scales, how their exponent follows from the largest magnitude of a
+            group: "ocp" floor(log2(amax)) - floor(log2(format's max)), as the OCP MX specification
+            has it; "round" the same of amax rounded to the format's mantissa; "ceil"
+            ceil(log2(amax / format's max)).
 
     Raises:
         ValueError: for a combination that has no meaning; the message says why.
@@ -160,7 +163,9 @@ class QuantDesc:
 
     @property
     def whole_groups(self) -> bool:
-        """Whether the columns of a weight must be a multiple of the group's: true but for 2-D blocks."""
+        """Whether the columns of a weight must be a multiple of the group's: true but for 2-D
+        blocks.
+        """
         return self.group.cols > 1 and self.group.rows == 1
 
     def scale_shape(self, rows: int, cols: int) -> tuple[int, ...]:
@@ -168,7 +173,7 @@ class QuantDesc:
         return scales.scale_shape(rows, cols, self.group.rows, self.group.cols)
 
     def batched_scale_shape(self, batch: int, rows: int, cols: int) -> tuple[int, ...]:
-        """Shape of the scales of a (batch, rows, cols) operand: (batch,) for one scale a matrix."""
+        """Shape of the scales of a (batch, rows, cols) operand: (batch,) for one a matrix."""
         return scales.batched_scale_shape(batch, rows, cols, self.group.rows, self.group.cols)
 
 
@@ -182,13 +187,22 @@ def _meaningless(d: QuantDesc) -> str:
             "scales stored in fewer bits"
         )
     if d.scale_dtype not in (torch.float32, torch.float8_e8m0fnu, torch.float8_e4m3fn, None):
-        return f"scale_dtype must be float32, float8_e8m0fnu, float8_e4m3fn or None, got {d.scale_dtype}"
+        return (
+            "scale_dtype must be float32, float8_e8m0fnu, float8_e4m3fn or None, got "
+            f"{d.scale_dtype}"
+        )
     if d.scale_dtype == torch.float8_e4m3fn and d.global_scale == d.channel_scale:
-        return "float8_e4m3fn scales must have either a global_scale or a channel_scale to widen their range"
+        return (
+            "float8_e4m3fn scales must have either a global_scale or a channel_scale to "
+            "widen their range"
+        )
     if d.channel_scale and d.scale_dtype != torch.float8_e4m3fn:
         return "channel_scale must be False unless scales are float8_e4m3fn, whose range it widens"
     if d.is_mx != (d.scale_rule in SCALE_RULES):
-        return f"scale_rule must be one of {SCALE_RULES} with e8m0 scales and empty without, got {d.scale_rule!r}"
+        return (
+            f"scale_rule must be one of {SCALE_RULES} with e8m0 scales and empty without, "
+            f"got {d.scale_rule!r}"
+        )
     if (d.is_mx or d.global_scale) and not d.whole_groups:
         return f"e8m0 scales and a global_scale need groups of one row, got {d.group}"
     return ""
@@ -249,8 +263,10 @@ class QuantScheme:
     def scale_shapes(
         self, num_experts: int, n: int, k: int, layout: str = ""
     ) -> dict[str, tuple[int, ...] | None]:
-        """Shapes of all tensors that belong to the elements of an (E, N, K) weight, by name; None for
-        those that the scheme does not have. Of layouts other than ``TRITON_E2M1`` those of the natural one."""
+        """Shapes of all tensors that belong to the elements of an (E, N, K) weight, by name; None
+        for those that the scheme does not have. Of layouts other than ``TRITON_E2M1`` those of the
+        natural one.
+        """
         desc = self.quantized_weight
         scale = desc.batched_scale_shape(num_experts, n, k)
         if layout == scales.TRITON_E2M1 and self.e2m1_weight_only:
@@ -263,7 +279,9 @@ class QuantScheme:
         }
 
     def qdata_shape(self, *shape: int) -> tuple[int, ...]:
-        """Shape of the stored elements of a (..., K) weight: fewer columns where elements share bytes."""
+        """Shape of the stored elements of a (..., K) weight: fewer columns where elements share
+        bytes.
+        """
         bits = 8 if self.weight is None else self.weight.format.bits
         return (*shape[:-1], scales.packed_size(shape[-1], bits))
 
@@ -288,7 +306,10 @@ class QuantScheme:
         ]
         take = "takes" if len(fitting) == 1 else "take"
         also = f"; {' and '.join(fitting)} {take} it" if fitting else ""
-        return f"its {k} columns must be a multiple of {desc.group.cols}, the size of a scale's group{also}"
+        return (
+            f"its {k} columns must be a multiple of {desc.group.cols}, the size of a "
+            f"scale's group{also}"
+        )
 
 
 def _illegal(weight: QuantDesc | None, activation: QuantDesc | None) -> str:
@@ -326,8 +347,8 @@ def get_scheme(scheme: str | QuantScheme) -> QuantScheme:
     "fp8_w8a16:channel". A QuantScheme is returned as it is.
 
     Raises:
-        ValueError: the name is not known, or the QuantScheme is not one of the named ones (operators
-            receive a scheme by its name).
+        ValueError: the name is not known, or the QuantScheme is not one of the named ones
+            (operators receive a scheme by its name).
     """
     if isinstance(scheme, QuantScheme):
         if SCHEMES.get(scheme.name) != scheme:

@@ -1,8 +1,10 @@
-"""warmup(): compile, load and tune all that expert layers need, before anything is captured or timed.
+"""warmup(): compile, load and tune all that expert layers need, before anything is captured or
+timed.
 
-A layer is warmed by running it: once for each number of tokens, on random hidden states, with its own router and
-weights. So every kernel, tier and specialisation is the one that real calls meet. What a library tunes beyond that
-is the business of its backend's `warm` (library.Backend), inside of which its calls run here and nowhere else.
+A layer is warmed by running it: once for each number of tokens, on random hidden states, with its
+own router and weights. So every kernel, tier and specialisation is the one that real calls meet.
+What a library tunes beyond that is the business of its backend's `warm` (library.Backend), inside
+of which its calls run here and nowhere else.
 """
 
 from __future__ import annotations
@@ -89,29 +91,33 @@ def warmup(
 ) -> WarmupReport:
     """Compile, load and tune everything that expert layers need for these numbers of tokens.
 
-    Afterwards a step of so many tokens can be captured in a CUDA graph without having run before. What was
-    compiled and tuned is kept on disk (docs/backends.md says where), so that the next process warms up in seconds.
-    Layers of the same shapes, strides, dtypes, scheme, activation and device are run once.
+    Afterwards a step of so many tokens can be captured in a CUDA graph without having run before.
+    What was compiled and tuned is kept on disk (docs/backends.md says where), so that the next
+    process warms up in seconds. Layers of the same shapes, strides, dtypes, scheme, activation and
+    device are run once.
 
     Args:
-        model_or_layer: a module that contains expert layers, or is one: `MoELayer`, and transformers' MoE blocks whose
-            experts run through moe_ops (`experts_implementation="moe_ops"` or `attach`). For calls of your own,
-            a function of the number of tokens that makes them, with the dtypes and strides of the real ones:
-            `warmup(lambda M: moe_ops.fused_experts(x[:M], w13, w2, weights[:M], ids[:M]), (1, 8))`.
+        model_or_layer: a module that contains expert layers, or is one: `MoELayer`, and
+            transformers' MoE blocks whose experts run through moe_ops
+            (`experts_implementation="moe_ops"` or `attach`). For calls of your own, a function of
+            the number of tokens that makes them, with the dtypes and strides of the real ones:
+            `warmup(lambda M: moe_ops.fused_experts(x[:M], w13, w2, weights[:M], ids[:M]), (1,
+            8))`.
         token_counts: numbers of tokens M of the steps to come: batch x length.
-        dtype: of the hidden states; None for that of the weights. Under torch.autocast call it there too.
+        dtype: of the hidden states; None for that of the weights. Under torch.autocast call it
+            there too.
         show_progress: a progress bar on a terminal, if tqdm is installed.
 
     Returns:
         A report; print it to see what ran on which backend and how long it took.
 
     Raises:
-        ValueError: no expert layer runs through moe_ops, weights that are not loaded, a token count that is no
-            positive integer, or a dtype that is no floating torch.dtype.
+        ValueError: no expert layer runs through moe_ops, weights that are not loaded, a token
+            count that is no positive integer, or a dtype that is no floating torch.dtype.
         RuntimeError: a CUDA graph is being captured, or a graph traced: warm up before.
 
-    Safe to call from several threads, which take turns; but while it runs no thread may capture, since it waits for the
-    device. Collectives inside of a layer need all ranks to call it.
+    Safe to call from several threads, which take turns; but while it runs no thread may capture,
+    since it waits for the device. Collectives inside of a layer need all ranks to call it.
     """
     if torch.compiler.is_compiling():
         raise RuntimeError(
@@ -213,8 +219,10 @@ def _subjects(model: nn.Module, dtype: torch.dtype | None) -> list[Subject]:
             first.alike += 1
     if not found:
         raise ValueError(
-            f"model_or_layer must contain expert layers that run through moe_ops, got {type(model).__name__} "
-            "without any; on a transformers model call moe_ops.integrations.transformers.attach first, and for calls "
+            f"model_or_layer must contain expert layers that run through moe_ops, got "
+            f"{type(model).__name__} "
+            "without any; on a transformers model call moe_ops.integrations.transformers.attach "
+            "first, and for calls "
             "of your own pass a function of the number of tokens"
         )
     return list(found.values())
@@ -266,7 +274,8 @@ def of_module(name: str, module: nn.Module, run: Callable[[int], object]) -> Sub
     for parameter in module.parameters():
         if parameter.is_meta or isinstance(parameter, FakeTensor):
             raise ValueError(
-                f"model_or_layer must have its weights loaded, got {name} with weights on the meta device or fake; "
+                f"model_or_layer must have its weights loaded, got {name} with weights on the "
+                f"meta device or fake; "
                 "load them (load_state_dict, from_pretrained) first"
             )
     return Subject(name, run, _facts(module))

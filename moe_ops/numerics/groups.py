@@ -21,7 +21,7 @@ def split(t: Tensor, dim: int, size: int) -> Tensor:
 
 
 def grouped(t: Tensor, group: GroupShape) -> Tensor:
-    """(..., N, K) as (..., groups of rows, rows, groups of columns, columns), padded with zeros."""
+    """(..., N, K) as (..., groups of rows, rows, groups of columns, columns), zero-padded."""
     return split(split(t, -1, group.cols), -3, group.rows)
 
 

@@ -1,12 +1,12 @@
 """The op schemas and `register`: the only place that talks to torch.library.
 
-Each op's arguments are a NamedTuple (ops/args.py); its schema is generated from it, launchers and fakes get an instance.
-Ops are void: they write `out` and the workspaces and nothing else.
+Each op's arguments are a NamedTuple (ops/args.py); its schema is generated from it, launchers and
+fakes get an instance. Ops are void: they write `out` and the workspaces and nothing else.
 
-The dispatcher takes 0.2 us an argument to hand them to Python, so the schema gathers what would be many:
-fields that are `Scale` travel as one `Tensor?[] scales`, empty for plain weights, and fields that are no
-tensors as one `str options`, a Python dict as it prints. A call of `fused_experts` has 14 arguments then and not 29: 5.3
-us and not 10.2 on one machine.
+The dispatcher takes 0.2 us an argument to hand them to Python, so the schema gathers what would be
+many: fields that are `Scale` travel as one `Tensor?[] scales`, empty for plain weights, and fields
+that are no tensors as one `str options`, a Python dict as it prints. A call of `fused_experts` has
+14 arguments then and not 29: 5.3 us and not 10.2 on one machine.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def schema(args: Any) -> str:
 
 
 class Kind:
-    """One of the three op families: its name, its arguments, the fake's checks and the kernel's."""
+    """One of the three op families: its arguments, the fake's checks and the kernel's."""
 
     def __init__(self, args: Any, check: Callable, check_rows: Callable):
         self.args, self.check, self.check_rows = args, check, check_rows
@@ -86,7 +86,7 @@ _OPTIONS = {name: kind.options for name, kind in KINDS.items()}  # for traced co
 
 
 def options_text(kind: str, values: Sequence[Any]) -> str:
-    """The `options` argument of an op: `values` of the fields that are no tensors, in their order."""
+    """The `options` argument of an op: values of the fields that are no tensors, in order."""
     names = _OPTIONS[kind]
     return "{" + ", ".join([f"'{n}': {v!r}" for n, v in zip(names, values, strict=True)]) + "}"
 
@@ -95,13 +95,14 @@ def options_text(kind: str, values: Sequence[Any]) -> str:
 def _parse_options(
     text: str, names: tuple[str, ...], defaults: tuple[tuple[str, Any], ...]
 ) -> tuple:
-    """The options in the order of `names`; those with a default may be missing, in programs that were exported
-    before they existed.
+    """The options in the order of `names`; those with a default may be missing, in programs that
+    were exported before they existed.
     """
     options = dict(defaults) | ast.literal_eval(text)
     if set(options) != set(names):
         raise ValueError(f"options must be a dict of {', '.join(names)}; got {text}")
-    # Kernels are compiled for a whole number as for a constant: 1 and 1.702 would not be told apart.
+    # Kernels are compiled for a whole number as for a constant: 1 and 1.702 would not be told
+    # apart.
     values = [options[name] for name in names]
     return tuple([float(v) if type(v) is int else v for v in values])
 
@@ -123,11 +124,13 @@ class Backend:
     native_schemes: tuple[str, ...] = ()  # schemes run without dequantizing to a wider product
     interpreted: bool = False  # on a CPU: by an interpreter, for tests; never chosen by "auto"
     native_capability: tuple[int, int] = (0, 0)  # least one that multiplies fp8 activations
-    # what `moe_ops.warmup` enters around a call of so many rows: there a library may tune, and save what it found
+    # what `moe_ops.warmup` enters around a call of so many rows: there a library may tune, and
+    # save what it found
     warm: Callable[[int], AbstractContextManager] | None = None
     relayouts: tuple[Relayout, ...] = ()  # what `prepare` can do for it
     distribution: str = ""  # what pip calls its library
-    # rows an expert has on average from which "auto" takes it where nothing was measured; None: never for that
+    # rows an expert has on average from which "auto" takes it where nothing was measured; None:
+    # never for that
     faster_from: Callable[[Problem], int | None] | None = None
     # kernels of its own that it must do without here, and why: `explain` says so
     missing_kernels: Callable[[Problem, Machine], list[str]] | None = None
@@ -166,8 +169,8 @@ def register(
 
     Args:
         launch: kind -> function of one argument tuple; imports its library when first called.
-        devices: dispatch keys that have a kernel ("CPU", "CUDA"). Fakes serve every other purpose, so
-            that a missing kernel is an error and not a silent use of the fake.
+        devices: dispatch keys that have a kernel ("CPU", "CUDA"). Fakes serve every other purpose,
+            so that a missing kernel is an error and not a silent use of the fake.
         warm: see `Backend`. What it saves goes below `environment.cache_folder()`.
         relayouts, distribution, faster_from, missing_kernels: see `Backend`.
     """
@@ -219,7 +222,7 @@ current_device = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 
 
 def _entry(launch: Callable, kind: Kind, device: str) -> Callable:
-    """The dispatcher's entry: checks on real sizes before anything is launched, then the launcher."""
+    """The dispatcher's entry: checks on real sizes, then the launcher."""
     unpack, check_rows = kind.unpack, kind.check_rows
 
     def run(*values: Any) -> None:
@@ -238,7 +241,9 @@ def _entry(launch: Callable, kind: Kind, device: str) -> Callable:
 
 
 def below_autograd(kernel: Callable) -> Callable:
-    """`kernel` for the dispatcher: it records nothing, in a graph captured without gradients and run with them."""
+    """`kernel` for the dispatcher: it records nothing, in a graph captured without gradients and
+    run with them.
+    """
 
     def run(*values: Any) -> None:
         if torch.is_grad_enabled():
@@ -257,7 +262,8 @@ def _warn_of_gradients(values: Sequence[Any]) -> None:
     if not _warned and any([isinstance(t, Tensor) and t.requires_grad for t in values]):
         _warned = True
         warnings.warn(
-            "a graph captured without gradients runs moe_ops operators on tensors that require them: none flow "
+            "a graph captured without gradients runs moe_ops operators on tensors that require "
+            "them: none flow "
             "through these. Run it in torch.no_grad(), or capture it in grad mode to train it.",
             stacklevel=2,
         )
@@ -275,8 +281,8 @@ _UNUSUAL = ~_ALWAYS.raw_repr()
 def dispatcher_is_idle() -> bool:
     """Whether the dispatcher would take an op on plain tensors to its kernel and do nothing else.
 
-    So it is outside of modes (FakeTensorMode, make_fx, FlopCounterMode, ...), transforms (torch.func), tracers
-    and profilers.
+    So it is outside of modes (FakeTensorMode, make_fx, FlopCounterMode, ...), transforms
+    (torch.func), tracers and profilers.
     """
     keys = torch._C._dispatch_tls_local_include_set().raw_repr()
     return keys & _UNUSUAL == 0 and not torch.autograd._profiler_enabled()

@@ -1,7 +1,9 @@
-"""What a plan is made from: the static facts of a call (`Problem`) and of the place it runs (`Machine`).
+"""What a plan is made from: the static facts of a call (`Problem`) and of the place it runs
+(`Machine`).
 
 Dimensions used throughout the package: M tokens, K hidden size, I intermediate size, N rows of w13
-(2I for gated activations, I otherwise), E local experts, top_k experts per token, S = M * top_k pairs.
+(2I for gated activations, I otherwise), E local experts, top_k experts per token, S = M * top_k
+pairs.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from moe_ops.environment import TRITON
 
 @dataclass(frozen=True)
 class Problem:
-    """Static facts of one call. The number of tokens is absent on purpose: no plan depends on it."""
+    """Static facts of one call. The number of tokens is no part of it: no plan depends on it."""
 
     kind: str  # "experts", "batched_experts" or "grouped_linear"
     num_experts: int  # E

@@ -1,16 +1,19 @@
-"""How the data of quantized weights lie: as their shape says, transposed, or as a backend wants them.
+"""How the data of quantized weights lie: as their shape says, transposed, or as a backend wants
+them.
 
-A backend whose kernels read elements or scales in another order gets them so once, by ``prepare``. It registers a
-`Relayout`, and accepts the layout's name in its ``supports``:
+A backend whose kernels read elements or scales in another order gets them so once, by ``prepare``.
+It registers a `Relayout`, and accepts the layout's name in its ``supports``:
 
-    BACKEND = register("triton", relayouts=(Relayout("triton_int4", is_int4, interleave, uninterleave),), ...)
+    BACKEND = register("triton", relayouts=(Relayout("triton_int4", is_int4, interleave,
+    uninterleave),), ...)
 
-A relayout may permute the bytes of each expert's elements and reshape and permute its scales. qdata keeps its
-shape (E, N, bytes of a row), from which the shape of the weights follows, and all tensors keep their first
-dimension, so that experts can be taken apart.
+A relayout may permute the bytes of each expert's elements and reshape and permute its scales.
+qdata keeps its shape (E, N, bytes of a row), from which the shape of the weights follows, and all
+tensors keep their first dimension, so that experts can be taken apart.
 
-A backend may want the rows of w13 in another order, which depends on the activation that follows. Its relayouts for
-that say so by ``rows``, and in their name behind a colon: w13 and w2 fit together if their layouts agree up to there.
+A backend may want the rows of w13 in another order, which depends on the activation that follows.
+Its relayouts for that say so by ``rows``, and in their name behind a colon: w13 and w2 fit
+together if their layouts agree up to there.
 """
 
 from __future__ import annotations
@@ -63,7 +66,9 @@ def logical(qdata: Tensor, scheme: str, layout: str) -> tuple[tuple[int, ...], t
 
 
 def variants(problem: Problem, backend: str) -> Iterator[Problem]:
-    """The problem with weights as they are, then in each layout that ``backend`` wants of its scheme."""
+    """The problem with weights as they are, then in each layout that ``backend`` wants of its
+    scheme.
+    """
     yield problem
     for relayout in RELAYOUTS.get(backend, ()):
         if relayout.takes(get_scheme(problem.scheme)):

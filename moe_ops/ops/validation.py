@@ -1,6 +1,6 @@
-"""What no backend may assume: ranks, shapes, dtypes and devices of every argument, checked once per call
-signature. Sizes that depend on the number of tokens are left to experts.py, which compares them without
-guarding on a symbolic size.
+"""What no backend may assume: ranks, shapes, dtypes and devices of every argument, checked once
+per call signature. Sizes that depend on the number of tokens are left to experts.py, which
+compares them without guarding on a symbolic size.
 """
 
 from __future__ import annotations
@@ -162,7 +162,8 @@ def _check_weights(
     width = static_size(x.shape[-1])
     if width != K:
         raise ValueError(
-            f"w13 must have shape (E, N, {width}) for hidden_states (M, {width}), got {(E, N, K)}; "
+            f"w13 must have shape (E, N, {width}) for hidden_states (M, {width}), got "
+            f"{(E, N, K)}; "
             "a weight stored as (E, K, N) is passed as weight.transpose(1, 2)"
         )
     if activation.gated and N % 2:
@@ -172,7 +173,8 @@ def _check_weights(
     if shape != (E, K, I):
         raise ValueError(
             f"w2 must have shape (E, K, I) = {(E, K, I)} for w13 {(E, N, K)} and the "
-            f"{'gated' if activation.gated else 'not gated'} activation {activation.name}, got {shape}"
+            f"{'gated' if activation.gated else 'not gated'} activation {activation.name}, got "
+            f"{shape}"
         )
     for what, one, other, remedy in (
         ("scheme", w13.scheme, w2.scheme, "quantize both with one scheme, or neither"),
@@ -200,8 +202,10 @@ def _check_weight(name: str, weight: Weight, x: Tensor, x_name: str) -> tuple[in
     if not weight.scheme:
         if data.dtype != x.dtype:
             raise ValueError(
-                f"{name} must have dtype {x.dtype} like {x_name}, got {data.dtype}; convert one of "
-                "them, run under torch.autocast, or wrap quantized data with moe_ops.from_quantized"
+                f"{name} must have dtype {x.dtype} like {x_name}, got {data.dtype}; convert one "
+                f"of "
+                "them, run under torch.autocast, or wrap quantized data with "
+                "moe_ops.from_quantized"
             )
         return stored
     scheme = get_scheme(weight.scheme)
@@ -215,7 +219,9 @@ def _check_weight(name: str, weight: Weight, x: Tensor, x_name: str) -> tuple[in
 def _check_scales(
     name: str, weight: Weight, scheme: QuantScheme, shape: tuple, device: torch.device
 ) -> None:
-    """Raise unless a quantized weight has the scales of its scheme, of the right shapes, on the device."""
+    """Raise unless a quantized weight has the scales of its scheme, of the right shapes, on the
+    device.
+    """
     num_experts, n, k = shape
     for what, expected in scheme.scale_shapes(num_experts, n, k, weight.layout).items():
         given = getattr(weight, what)

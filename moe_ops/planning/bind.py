@@ -14,8 +14,8 @@ from moe_ops.ops.validation import problem_of
 from moe_ops.planning import machine as machines
 from moe_ops.planning import plan as plans
 
-# What the code that torch.compile generates allocates by: two thirds of torch.empty's time is its way through argument
-# parsing and the dispatcher, of which each call would take four.
+# What the code that torch.compile generates allocates by: two thirds of torch.empty's time is its
+# way through argument parsing and the dispatcher, of which each call would take four.
 _EMPTY = {
     kind: getattr(torch._C._dynamo.guards, f"_empty_strided_{kind}", None)
     for kind in ("cpu", "cuda")
@@ -23,7 +23,9 @@ _EMPTY = {
 
 
 class BoundPlan:
-    """A plan at hand for a call: what to allocate, remembered per M outside of graphs, and how to run it."""
+    """A plan at hand for a call: what to allocate, remembered per M outside of graphs, and how to
+    run it.
+    """
 
     __slots__ = ("op", "kernel", "options", "plan", "shapes", "tiers")
 
@@ -34,7 +36,9 @@ class BoundPlan:
         self.tiers: tuple[tuple[int, BoundPlan], ...] = ()  # of a tiered plan, each tier alone
 
     def split(self) -> BoundPlan:
-        """Let calls whose M is known run their tier's operator, with no larger workspaces than it needs."""
+        """Let calls whose M is known run their tier's operator, with no larger workspaces than it
+        needs.
+        """
         if len(self.plan.tiers) > 1:
             alone = [
                 (limit, dataclasses.replace(self.plan, tiers=((-1, backend),)))
@@ -47,8 +51,8 @@ class BoundPlan:
     def run(self, call: Call, M: int) -> Tensor:
         """Allocate the output, and workspaces for M rows; call the op.
 
-        On plain tensors, where nothing listens to the dispatcher, what the op would call is called: that saves 5 us of
-        24, the cost of handing arguments to C++ and back.
+        On plain tensors, where nothing listens to the dispatcher, what the op would call is
+        called: that saves 5 us of 24, the cost of handing arguments to C++ and back.
         """
         if torch.compiler.is_compiling() or type(M) is not int:
             device = call.hidden_states.device
@@ -100,13 +104,18 @@ def make_plan(call: Call, backend: str) -> plans.Plan:
 
 
 def look_up(call: Call, backend: str) -> BoundPlan:
-    """The plan of a call. Eager calls look it up by what it depends on: all facts but M (3 us; a plan takes 20)."""
+    """The plan of a call. Eager calls look it up by what it depends on: all facts but M (3 us; a
+    plan takes 20).
+    """
     if torch.compiler.is_compiling() or machines.pretending():
         return BoundPlan(make_plan(call, backend))
-    key = (backend, call.key())
     try:
+        key = (backend, call.key())
         bound = _bound.get(key)
-    except TypeError:  # sizes without a hash: make_fx traces with symbols
+    except (
+        TypeError,
+        IndexError,
+    ):  # sizes without a hash, where make_fx traces; sizes that are not there
         return BoundPlan(make_plan(call, backend))
     if bound is None:
         if len(_bound) >= 4096:

@@ -48,7 +48,7 @@ def pretending() -> bool:
 
 
 class pretend:
-    """Context manager that plans for another Machine: traces a GPU's plan where there is no GPU."""
+    """Context manager that plans for another Machine, such as a GPU that is not here."""
 
     def __init__(self, machine: Machine):
         self.machine = machine

@@ -1,7 +1,7 @@
 """The plan of a call: which backends run a problem at which token count.
 
-A plan depends on static facts alone, never on M, so one captured graph serves every M. It is built in
-traced code; only facts of the machine and the measured tables are looked up as constants.
+A plan depends on static facts alone, never on M, so one captured graph serves every M. It is built
+in traced code; only facts of the machine and the measured tables are looked up as constants.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ from moe_ops.ops.problem import Buffer, Machine, Problem, Workspaces
 from moe_ops.planning.auto import AUTO
 from moe_ops.tables import lookup
 
-# compute capabilities of GPUs that the tests ran on; what there is for others was compiled or traced, not run
+# compute capabilities of GPUs that the tests ran on; what there is for others was compiled or
+# traced, not run
 RUN_ON = ((9, 0),)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What will run: tiers (largest M, backend), ascending, -1 for no bound; and who was left out."""
+    """What will run: tiers (largest M, backend), ascending, -1 for no bound; who was refused."""
 
     problem: Problem
     machine: Machine
@@ -88,7 +89,7 @@ class Plan:
         return all([backend.differentiable for _, backend in self.tiers])
 
     def workspace_shapes(self, M: int) -> Workspaces:
-        """Shapes and dtypes of the three workspaces; M tokens (T for batched, S rows for linear)."""
+        """Shapes and dtypes of the workspaces; M tokens (T for batched, S rows for linear)."""
         first = self.tiers[0][1].workspace_shapes(M, self.problem)
         if len(self.tiers) == 1:
             return first
@@ -148,7 +149,8 @@ def plan(problem: Problem, machine: Machine, backend: str = "auto") -> Plan:
     """Choose the backends of a problem.
 
     Args:
-        backend: "auto", or a backend's name: that one runs or the call raises, it never falls back.
+        backend: "auto", or a backend's name: that one runs or the call raises, it never falls
+            back.
 
     Raises:
         ValueError: the name is unknown, or no backend takes the problem; every reason is listed.
@@ -187,7 +189,7 @@ _Tiers = tuple[tuple[int, library.Backend], ...]
 def _measured_tiers(
     problem: Problem, machine: Machine, accepted: Sequence[library.Backend]
 ) -> _Tiers:
-    """The tiers that follow from measured times of the accepted backends; () where there are none."""
+    """The tiers that follow from measured times of the accepted backends; () without any."""
     tiers: list[tuple[int, library.Backend]] = []
     names = tuple([candidate.name for candidate in accepted])
     for limit, name in _measured(*_table_key(problem, machine), names):
@@ -202,7 +204,9 @@ def _measured_tiers(
 
 
 def _heuristic(problem: Problem, accepted: Sequence[library.Backend]) -> _Tiers:
-    """The first accepted backend; another one from as many rows an expert on as it says that it is faster from."""
+    """The first accepted backend; another one from as many rows an expert on as it says that it is
+    faster from.
+    """
     first = accepted[0]
     for candidate in accepted[1:]:
         rows = None if candidate.faster_from is None else candidate.faster_from(problem)

@@ -8,11 +8,12 @@ from moe_ops.planning import auto, bind, machine
 
 
 def register_backend(backend: Backend) -> None:
-    """Add a backend of another package: "auto" considers it, and `backend=` takes its name, from the next call on.
+    """Add a backend of another package: "auto" considers it, and `backend=` takes its name, from
+    the next call on.
 
-    Compiled functions that plan with `backend="auto"` plan again. Where nothing was measured it is preferred to "torch" and
-    to backends that would emulate a scheme which it runs natively; its `faster_from` may say more. docs/add_a_backend.md
-    shows a whole one.
+    Compiled functions that plan with `backend="auto"` plan again. Where nothing was measured it is
+    preferred to "torch" and to backends that would emulate a scheme which it runs natively; its
+    `faster_from` may say more. docs/add_a_backend.md shows a whole one.
 
     Args:
         backend: what `moe_ops.ops.library.register` returned.

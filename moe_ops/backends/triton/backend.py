@@ -74,8 +74,8 @@ def supports(problem: Problem, machine: Machine) -> list[str]:
 
 
 def _needs_newer_triton(problem: Problem, machine: Machine) -> bool:
-    """Whether Triton's compiler, before 3.8, fails for SM100: if GEMM1 ends with one maximum of all
-    its outputs.
+    """Whether Triton's compiler, before 3.8, fails for SM100: if GEMM1 ends with one maximum of
+    all its outputs.
     """
     if machine.device_type != "cuda" or machine.capability[0] != 10 or INTERPRETED:
         return False

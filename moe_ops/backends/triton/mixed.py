@@ -12,7 +12,7 @@ from torch import Tensor
 
 from moe_ops.kernels import launch
 from moe_ops.kernels.configs import GEMV, SM90_WGMMA, LayerConfig, block_bound
-from moe_ops.kernels.gemm.operands import Activated, Output, activated, bias_of
+from moe_ops.kernels.gemm.operands import Activated, Output, activated
 from moe_ops.kernels.launch import Gpu, Launch, run
 from moe_ops.kernels.mixed_gemm import configs, gemv, sm80_mma
 from moe_ops.kernels.mixed_gemm.operands import MixedOperand, operand
@@ -114,17 +114,14 @@ def _mma_launches(
     more, rows, h = _rounded(a, rounding, rows_of(x), M, M, K, pairs, I, valid, gpu)
     if rounding is not None:  # router weights have scaled x before rounding
         on_input = NO_ROUTER_WEIGHTS
-    b13, b2 = bias_of(a.w13_bias), bias_of(a.w2_bias)
     launches += (
         *more,
         sm80_mma.gemm1(
-            *(h.written, h.amax, rows, w13, b13, routing, on_input, activation),
+            *(h.written, h.amax, rows, w13, routing, on_input, activation),
             *(config.gemm1, block_m, gpu),
         ),
         *h.launches,
-        sm80_mma.gemm2(
-            Output(y, 0, K, 1), h.read, w2, b2, routing, config.gemm2, block_m, gpu
-        ),
+        sm80_mma.gemm2(Output(y, 0, K, 1), h.read, w2, routing, config.gemm2, block_m, gpu),
         combine(a.out, y, weights, routing, not a.router_weight_on_input, gpu),
     )  # fmt: skip
     return launches
@@ -152,9 +149,9 @@ def _wgmma_launches(
     split_k = configs.split_k_of(w2, config.gemm2, config.split_k, pairs)
     h = flat(a.workspace13, x.dtype, pairs * configs.padded(I))
     y = flat(a.workspace2, torch.float32, split_k * pairs * K)
-    b13, b2 = bias_of(a.w13_bias), bias_of(a.w2_bias)
     g1, g2 = config.gemm1, config.gemm2
     kernels = sm90_wgmma()
+    of_pairs = kernels.pair_routing(routing, pairs)
     # For few pairs `permute_tokens` writes before gdc_wait, so that no launch before it may use
     # workspace2. For at most `max_unsorted_pairs` the GEMMs read ids before gdc_wait, so that no
     # launch of this layer may write ids.
@@ -162,11 +159,9 @@ def _wgmma_launches(
     if not unsorted:
         launches.append(route(routing, sort_into(block_m, pairs, E, config.sort_chunk), gpu))
     launches += (
-        kernels.permute_tokens(permuted, x, w13, pairs, routing, gpu),
-        kernels.gemm1(
-            *(h, permuted, w13, w2, b13, pairs, routing, on_input, activation, g1, block_m, gpu)
-        ),
-        kernels.gemm2(y, h, w2, b2, pairs, routing, g2, block_m, split_k, gpu),
+        kernels.permute_tokens(permuted, x, w13, of_pairs, gpu),
+        kernels.gemm1(*(h, permuted, w13, w2, of_pairs, on_input, activation, g1, block_m, gpu)),
+        kernels.gemm2(y, h, w2, of_pairs, g2, block_m, split_k, gpu),
         combine(a.out, y, weights, routing, not a.router_weight_on_input, gpu, split_k),
     )
     return launches
@@ -191,17 +186,16 @@ def batched_experts(a: BatchedExpertsArgs) -> None:
         a, rounding, batches_of(x), E * T, T, K, E * T, I, counted("batched", counts), gpu
     )
     activation = activated(a.activation, a.alpha, a.beta, a.limit)
-    b13, b2 = bias_of(a.w13_bias), bias_of(a.w2_bias)
     out = Output(*batches_of(a.out)[:4])
     launches = [
         group_blocks(routing, counts, E * T, T, block_m, gpu),
         *more,
         sm80_mma.gemm1(
-            *(h.written, h.amax, rows, w13, b13, routing, NO_ROUTER_WEIGHTS, activation),
+            *(h.written, h.amax, rows, w13, routing, NO_ROUTER_WEIGHTS, activation),
             *(config.gemm1, block_m, gpu),
         ),
         *h.launches,
-        sm80_mma.gemm2(out, h.read, w2, b2, routing, config.gemm2, block_m, gpu),
+        sm80_mma.gemm2(out, h.read, w2, routing, config.gemm2, block_m, gpu),
     ]
     run(launches, device, gpu)
 
@@ -215,7 +209,7 @@ def grouped_linear(a: GroupedLinearArgs) -> None:
     device = x.get_device()
     gpu = launch.gpu(device)
     scales = (a.weight_scale, a.weight_zero_point, a.weight_global_scale, a.weight_channel_scale)
-    w = _operand("weight", a.weight, scales, a.scheme, gpu)
+    w = _operand("weight", a.weight, scales, a.bias, a.scheme, gpu)
     rounding = rounding_of(a.scheme)
     dtype = x.dtype if rounding is None else rounding.dtype
     config = configs.choose(S, w.E, K, K, w.format.bits, dtype, False, gpu.shared_memory)
@@ -230,9 +224,9 @@ def grouped_linear(a: GroupedLinearArgs) -> None:
             rounding, rows, S, S, K, a.workspace2, a.activation_scale, valid, None, gpu
         )
         launches += more
-    y, bias = Output(a.out, 0, *a.out.stride()), bias_of(a.bias)
+    y = Output(a.out, 0, *a.out.stride())
     launches.append(
-        sm80_mma.gemm2(y, rows, w, bias, routing, config.gemm2, block_m, gpu, zero_tail=True)
+        sm80_mma.gemm2(y, rows, w, routing, config.gemm2, block_m, gpu, zero_tail=True)
     )
     run(launches, device, gpu)
 
@@ -241,22 +235,25 @@ def _operand(
     name: str,
     data: Tensor,
     parts: tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None],
+    bias: Tensor | None,
     scheme: str,
     gpu: Gpu,
     layout: str = "",
 ) -> MixedOperand:
-    """The MixedOperand of a weight with its scales, zero points, global and channel scales."""
+    """The MixedOperand of a weight with its scales, zero points, global and channel scales, and
+    bias.
+    """
     scale, zero, global_scale, channel_scale = parts
     assert scale is not None, name  # op validation requires it
-    return operand(name, data, scale, zero, global_scale, channel_scale, scheme, gpu, layout)
+    return operand(name, data, scale, zero, global_scale, channel_scale, scheme, gpu, layout, bias)
 
 
 def _weights(a: ExpertsArgs | BatchedExpertsArgs, gpu: Gpu) -> tuple[MixedOperand, MixedOperand]:
     of_w13 = (a.w13_scale, a.w13_zero_point, a.w13_global_scale, a.w13_channel_scale)
     of_w2 = (a.w2_scale, a.w2_zero_point, a.w2_global_scale, a.w2_channel_scale)
     return (
-        _operand("w13", a.w13, of_w13, a.scheme, gpu, a.layout),
-        _operand("w2", a.w2, of_w2, a.scheme, gpu, a.layout),
+        _operand("w13", a.w13, of_w13, a.w13_bias, a.scheme, gpu, a.layout),
+        _operand("w2", a.w2, of_w2, a.w2_bias, a.scheme, gpu, a.layout),
     )
 
 

@@ -18,7 +18,6 @@ from typing import NamedTuple
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from moe_ops.kernels.configs import LayerConfig
 from moe_ops.kernels.device.activations import activate_one, activate_two
@@ -42,7 +41,7 @@ from moe_ops.kernels.mixed_gemm.gemv_dot import (
     load_columns,
     word_columns,
 )
-from moe_ops.kernels.mixed_gemm.operands import Format, MixedOperand
+from moe_ops.kernels.mixed_gemm.operands import Format, MixedOperand, MixedPointers
 from moe_ops.kernels.permute.rows import TokenRouting, route_token
 from moe_ops.kernels.quantize.scales import flat
 from moe_ops.meta.workspace import cdiv
@@ -53,23 +52,8 @@ ALL_PAIRS = tl.constexpr(1 << 30)  # passed as top_k, so that every pair is of t
 
 
 @unprefixed
-class GemvWeight(NamedTuple):
-    """Pointers to a weight, its scales and its bias. Kernels take them before all numbers, because
-    ptxas merges loads of neighbouring parameters, which moves the loads of weights: one token of
-    gptoss20 in prepared mxfp4 took 26.6 us on an H200 with this order of parameters, and 29.0 with
-    each tensor's strides after its pointer.
-    """
-
-    w: Pointer  # (E, N, bytes of K columns)
-    w_scale: Pointer
-    w_zero: Pointer  # zero points like the scales, bytes
-    w_factor: Pointer  # (E,) fp32 by which scales are divided
-    bias: Pointer  # (E, N)
-
-
-@unprefixed
 class GemvStrides(NamedTuple):
-    """Strides of a GemvWeight.
+    """Strides of a weight whose rows are contiguous, and of its scales and bias.
 
     Kernels are not specialized on those between groups: if they were known to be 1, threads would
     load several scales each and exchange them.
@@ -102,7 +86,8 @@ class GemvFormat(NamedTuple):
 class Gemm1:
     h: Pointer  # (top_k, I), written
     x: Pointer  # (K,)
-    weight: GemvWeight
+    w: Pointer  # (E, N, bytes of K columns)
+    pointers: MixedPointers
     routing: TokenRouting  # with router weights, if they scale the input
     I: Specialized
     x_stride_k: Specialized
@@ -258,7 +243,8 @@ def load_expert_and_weight(
 class Gemm2:
     out: Pointer  # (N,), written
     h: Pointer  # (top_k, K), read as one row: the sum is over experts and columns
-    weight: GemvWeight
+    w: Pointer  # (E, N, bytes of K columns)
+    pointers: MixedPointers
     routing: TokenRouting  # with router weights, if they scale outputs
     N: Specialized
     strides: GemvStrides
@@ -393,23 +379,18 @@ def why_not(w13: MixedOperand, w2: MixedOperand) -> str | None:
     """Why the kernels cannot run with these weights, or None. They take certain formats and
     scales, and load 16 bytes of a row at a time.
     """
-    one, two = w13.weight, w2.weight
     if w2.format.name == "e2m1_words" and not (w13.scales_in_place and w2.scales_in_place):
         return "gemv takes prepared scales that begin at multiples of 16 bytes"
     if (w13.data.data_ptr() | w2.data.data_ptr()) % CHUNK:
         return "gemv takes weights that begin at multiples of 16 bytes"
-    factors = (w13.scales.w_factor_stride_n, w2.scales.w_factor_stride_n)
-    return _why_not(w2.format, (w13.K, w2.K), (one[1:], two[1:]), factors)
+    factors = (w13.strides.w_factor_stride_n, w2.strides.w_factor_stride_n)
+    return _why_not(w2.format, (w13.K, w2.K), (w13.stride, w2.stride), factors)
 
 
-def _weight(w: MixedOperand, bias: Tensor | None) -> tuple[GemvWeight, GemvStrides]:
-    ptr, stride_e, stride_n, _ = w.weight
-    scale, se, sn, sg, zero, ze, zn, zg, factor, fe, _ = w.scales
-    be, bn = (0, 0) if bias is None else bias.stride()
-    return (
-        GemvWeight(ptr, scale, zero, factor, bias),
-        GemvStrides(stride_e, stride_n, se, sn, sg, ze, zn, zg, fe, be, bn),
-    )
+def _strides(w: MixedOperand) -> GemvStrides:
+    stride_e, stride_n, _ = w.stride
+    se, sn, sg, ze, zn, zg, fe, _, be, bn = w.strides
+    return GemvStrides(stride_e, stride_n, se, sn, sg, ze, zn, zg, fe, be, bn)
 
 
 @lru_cache(maxsize=1024)
@@ -434,29 +415,29 @@ def launches(
     if a.router_weight_on_input:
         on_input, on_output = on_output, on_input
     first, second = config.gemm1, config.gemm2
-    weight, strides = _weight(w13, a.w13_bias)
     args1 = Gemm1(
         h=h,
         x=x,
-        weight=weight,
+        w=w13.data,
+        pointers=w13.pointers,
         routing=on_input,
         I=I,
         x_stride_k=x.stride(1),
-        strides=strides,
+        strides=_strides(w13),
         activation=activation,
         format=_format(w13.format, w13.K),
         BLOCK_N=first.block_n,
         BLOCK_K=first.block_k,
         PDL=gpu.pdl,
     )
-    weight, strides = _weight(w2, a.w2_bias)
     args2 = Gemm2(
         out=out,
         h=h,
-        weight=weight,
+        w=w2.data,
+        pointers=w2.pointers,
         routing=on_output,
         N=K,
-        strides=strides,
+        strides=_strides(w2),
         out_stride_n=out.stride(1),
         TOP_K=top_k,
         PAIRS=1 << (top_k - 1).bit_length(),

@@ -41,7 +41,7 @@ from moe_ops.kernels.configs import GROUP_M, GemmConfig
 from moe_ops.kernels.device.activations import activate_one, activate_two
 from moe_ops.kernels.device.blocks import block_and_tile, block_rows, pairs_at
 from moe_ops.kernels.device.pdl import gdc_launch_dependents, gdc_wait
-from moe_ops.kernels.gemm.operands import Activated, Bias, Output
+from moe_ops.kernels.gemm.operands import Activated, Output
 from moe_ops.kernels.launch import (
     Constant,
     Gpu,
@@ -56,8 +56,9 @@ from moe_ops.kernels.mixed_gemm.decode import operands, six_bits
 from moe_ops.kernels.mixed_gemm.operands import (
     Format,
     MixedOperand,
-    MixedScales,
-    MixedWeight,
+    MixedPointers,
+    MixedStrides,
+    WeightStride,
 )
 from moe_ops.kernels.permute.rows import RouterWeights, Routing
 from moe_ops.kernels.quantize.scales import Input
@@ -351,18 +352,45 @@ def tile_of(
     )
 
 
+@unprefixed
+class MixedInput(NamedTuple):
+    """A GEMM's input, and scales of its rows, which multiply the finished sums."""
+
+    x: Pointer
+    x_scale: Pointer
+    x_scale_stride_m: Specialized
+
+
+class RowStride(NamedTuple):
+    """Strides of rows that are read: a row of expert e is at e * stride_e + row * stride_m."""
+
+    e: Specialized
+    m: Specialized
+    k: Specialized
+
+
+class OutputStride(NamedTuple):
+    """Strides of rows that are written: a row of expert e is at e * stride_e + row * stride_m."""
+
+    e: Specialized
+    m: Specialized
+    n: Specialized
+
+
 @arguments
 class Gemm1:
     h: Pointer  # (S, I), written at the block's positions
     h_amax: Pointer  # (1,) fp32, raised to the largest magnitude of h, or None
-    x: Input  # (M, K), or (E, T, K) as rows; finished sums are multiplied by scales of its rows
-    w: MixedWeight  # (E, N, bytes of K columns)
-    scales: MixedScales
-    bias: Bias  # (E, N)
+    input: MixedInput  # (M, K), or (E, T, K) as rows
+    w: Pointer  # (E, N, bytes of K columns)
+    pointers: MixedPointers
     routing: Routing
     topk_weights: RouterWeights  # (M, top_k), if they scale the input
     K: Specialized
     I: Specialized
+    x_stride: RowStride
+    w_stride: WeightStride
+    strides: MixedStrides
     activation: Activated
     tile: MixedTile
     PDL: Constant
@@ -373,31 +401,13 @@ def moe_ops_mixed_gemm1(
     h_ptr,
     h_amax_ptr,
     x_ptr,
-    x_stride_e,
-    x_stride_m,
-    x_stride_k,
     x_scale_ptr,
     x_scale_stride_m,
-    x_scale_stride_g,
-    x_partials: tl.constexpr,
     w_ptr,
-    w_stride_e,
-    w_stride_n,
-    w_stride_k,
     w_scale_ptr,
-    w_scale_stride_e,
-    w_scale_stride_n,
-    w_scale_stride_g,
     w_zero_ptr,
-    w_zero_stride_e,
-    w_zero_stride_n,
-    w_zero_stride_g,
     w_factor_ptr,
-    w_factor_stride_e,
-    w_factor_stride_n,
     bias_ptr,
-    bias_stride_e,
-    bias_stride_n,
     index_ptr,
     ids_ptr,
     map_ptr,
@@ -414,6 +424,22 @@ def moe_ops_mixed_gemm1(
     topk_weights_stride_k,
     K,
     I,  # noqa: E741
+    x_stride_e,
+    x_stride_m,
+    x_stride_k,
+    w_stride_e,
+    w_stride_n,
+    w_stride_k,
+    w_scale_stride_e,
+    w_scale_stride_n,
+    w_scale_stride_g,
+    w_zero_stride_e,
+    w_zero_stride_n,
+    w_zero_stride_g,
+    w_factor_stride_e,
+    w_factor_stride_n,
+    bias_stride_e,
+    bias_stride_n,
     alpha,
     beta,
     limit,
@@ -512,14 +538,18 @@ def moe_ops_mixed_gemm1(
 
 @arguments
 class Gemm2:
-    y: Output  # (S, N), written at the pairs; if ROWS is "plain", at the block's positions
-    x: Input  # (S, K), read at the block's positions
-    w: MixedWeight  # (E, N, bytes of K columns)
-    scales: MixedScales
-    bias: Bias  # (E, N)
+    y: Pointer  # (S, N), written at the pairs; if ROWS is "plain", at the block's positions
+    input: MixedInput  # (S, K), read at the block's positions
+    w: Pointer  # (E, N, bytes of K columns)
+    pointers: MixedPointers
     routing: Routing
     K: Specialized
     N: Specialized
+    x_stride_m: Specialized
+    x_stride_k: Specialized
+    w_stride: WeightStride
+    strides: MixedStrides
+    y_stride: OutputStride
     ZERO_TAIL: Constant  # rows past those of the last expert are zeroed
     tile: MixedTile
     PDL: Constant
@@ -528,35 +558,14 @@ class Gemm2:
 @kernel(Gemm2)
 def moe_ops_mixed_gemm2(
     y_ptr,
-    y_stride_e,
-    y_stride_m,
-    y_stride_n,
     x_ptr,
-    x_stride_e,
-    x_stride_m,
-    x_stride_k,
     x_scale_ptr,
     x_scale_stride_m,
-    x_scale_stride_g,
-    x_partials: tl.constexpr,
     w_ptr,
-    w_stride_e,
-    w_stride_n,
-    w_stride_k,
     w_scale_ptr,
-    w_scale_stride_e,
-    w_scale_stride_n,
-    w_scale_stride_g,
     w_zero_ptr,
-    w_zero_stride_e,
-    w_zero_stride_n,
-    w_zero_stride_g,
     w_factor_ptr,
-    w_factor_stride_e,
-    w_factor_stride_n,
     bias_ptr,
-    bias_stride_e,
-    bias_stride_n,
     index_ptr,
     ids_ptr,
     map_ptr,
@@ -570,6 +579,24 @@ def moe_ops_mixed_gemm2(
     ROWS: tl.constexpr,
     K,
     N,
+    x_stride_m,
+    x_stride_k,
+    w_stride_e,
+    w_stride_n,
+    w_stride_k,
+    w_scale_stride_e,
+    w_scale_stride_n,
+    w_scale_stride_g,
+    w_zero_stride_e,
+    w_zero_stride_n,
+    w_zero_stride_g,
+    w_factor_stride_e,
+    w_factor_stride_n,
+    bias_stride_e,
+    bias_stride_n,
+    y_stride_e,
+    y_stride_m,
+    y_stride_n,
     ZERO_TAIL: tl.constexpr,
     FORMAT: tl.constexpr,
     SCALE: tl.constexpr,
@@ -644,7 +671,6 @@ def gemm1(
     h_amax: Tensor | None,
     x: Input,
     w: MixedOperand,
-    bias: Bias,
     routing: Routing,
     topk_weights: RouterWeights,  # that scale the input
     activation: Activated,
@@ -660,14 +686,16 @@ def gemm1(
     args = Gemm1(
         h=h,
         h_amax=h_amax,
-        x=x,
-        w=w.weight,
-        scales=w.scales,
-        bias=bias,
+        input=MixedInput(x.ptr, x.scale, x.scale_stride_m),
+        w=w.data,
+        pointers=w.pointers,
         routing=routing,
         topk_weights=topk_weights,
         K=K,
         I=I,
+        x_stride=RowStride(x.stride_e, x.stride_m, x.stride_k),
+        w_stride=w.stride,
+        strides=w.strides,
         activation=activation,
         tile=tile_of(w.format, w.scale_align, same_dtype, config, block_m, K),
         PDL=gpu.pdl,
@@ -680,7 +708,6 @@ def gemm2(
     y: Output,
     x: Input,
     w: MixedOperand,
-    bias: Bias,
     routing: Routing,
     config: GemmConfig,
     block_m: int,
@@ -691,14 +718,18 @@ def gemm2(
     K, N = w.K, w.N
     same_dtype = w.scale.dtype == x.data.dtype
     args = Gemm2(
-        y=y,
-        x=x,
-        w=w.weight,
-        scales=w.scales,
-        bias=bias,
+        y=y.ptr,
+        input=MixedInput(x.ptr, x.scale, x.scale_stride_m),
+        w=w.data,
+        pointers=w.pointers,
         routing=routing,
         K=K,
         N=N,
+        x_stride_m=x.stride_m,
+        x_stride_k=x.stride_k,
+        w_stride=w.stride,
+        strides=w.strides,
+        y_stride=OutputStride(y.stride_e, y.stride_m, y.stride_n),
         ZERO_TAIL=zero_tail,
         tile=tile_of(w.format, w.scale_align, same_dtype, config, block_m, K),
         PDL=gpu.pdl,

@@ -28,7 +28,7 @@ from moe_ops.kernels.device.activations import activate_one, activate_two
 from moe_ops.kernels.device.blocks import local_expert
 from moe_ops.kernels.device.gluon import TensorDescriptor, gl, gluon
 from moe_ops.kernels.device.pdl import gdc_launch_dependents, gdc_wait
-from moe_ops.kernels.gemm.operands import Activated, Bias
+from moe_ops.kernels.gemm.operands import Activated
 from moe_ops.kernels.launch import (
     Constant,
     Descriptor,
@@ -46,7 +46,8 @@ from moe_ops.kernels.mixed_gemm.operands import (
     Decoding,
     Format,
     MixedOperand,
-    MixedScales,
+    MixedPointers,
+    MixedStrides,
 )
 from moe_ops.kernels.mixed_gemm.sm90_decode import permutation_bits, weight_bits
 from moe_ops.kernels.mixed_gemm.sm90_mainloop import (
@@ -109,16 +110,61 @@ def sorted_position(
     return tl.sum(before.to(tl.int32)), e >= 0
 
 
+@unprefixed
+class SortedPairs(NamedTuple):
+    """S pairs sorted by expert, and the tensors that they are sorted from. Kernels are not
+    specialized on its numbers.
+    """
+
+    index: Pointer  # type: ignore[assignment]  # hides a method of tuples
+    ids: Pointer  # (M, top_k)
+    map: Pointer  # (num_ids,) global id -> local id, or None
+    num_blocks: Runtime
+    S: Runtime
+    E: Runtime
+    num_ids: Runtime
+    top_k: Runtime
+
+
+@unprefixed
+class PairStrides(NamedTuple):
+    """Strides of the ids and the map of SortedPairs."""
+
+    ids_stride_m: Runtime
+    ids_stride_k: Runtime
+    map_stride: Runtime
+
+
+class PairRouting(NamedTuple):
+    """Routing as the three kernels of this file take it: S is among the counts, and strides come
+    after K, for the reason given at `MixedPointers`.
+    """
+
+    pairs: SortedPairs
+    strides: PairStrides
+
+
+def pair_routing(routing: Routing, S: int) -> PairRouting:
+    """The PairRouting of S pairs that are sorted by expert."""
+    index, ids, expert_map, num_blocks, E, num_ids, top_k, stride_m, stride_k, map_stride, _ = (
+        routing
+    )
+    return PairRouting(
+        SortedPairs(index, ids, expert_map, num_blocks, S, E, num_ids, top_k),
+        PairStrides(stride_m, stride_k, map_stride),
+    )
+
+
 @arguments
 class PermuteTokens:
     # (S, K in whole chunks), written: rows of x at their pairs' positions, columns permuted
     out: Pointer
     x: Pointer  # (M, K)
+    pairs: SortedPairs
+    K: Specialized
+    pair_strides: PairStrides
     x_stride_m: Specialized
     x_stride_k: Specialized
-    routing: Routing
-    S: Runtime
-    K: Specialized
     K_CHUNK: Constant
     W_BITS: Constant  # bits of a weight
     BLOCK_K: Constant  # columns of a program
@@ -133,21 +179,20 @@ class PermuteTokens:
 def moe_ops_permute_tokens(
     out_ptr,
     x_ptr,
-    x_stride_m,
-    x_stride_k,
     index_ptr,
     ids_ptr,
     map_ptr,
     num_blocks,
+    S,
     E,
     num_ids,
     top_k,
+    K,
     ids_stride_m,
     ids_stride_k,
     map_stride,
-    ROWS: tl.constexpr,
-    S,
-    K,
+    x_stride_m,
+    x_stride_k,
     K_CHUNK: tl.constexpr,
     W_BITS: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -237,13 +282,13 @@ class Gemm1:
     x: Descriptor  # (S, K in whole chunks)
     w: Descriptor  # (E, N, K)
     w_scales: Descriptor  # scales in the order of prepared weights, or None
-    scales: MixedScales
-    bias: Bias  # (E, N)
-    routing: Routing
-    S: Runtime
+    pointers: MixedPointers
+    pairs: SortedPairs
+    pair_strides: PairStrides
     topk_weights: RouterWeights  # (M, top_k), if they scale the input
     K: Specialized
     I: Specialized
+    strides: MixedStrides
     activation: Activated
     decoding: Decoding
     tile: WgmmaTile
@@ -259,36 +304,35 @@ def moe_ops_wgmma_gemm1(
     w,
     w_scales,
     w_scale_ptr,
-    w_scale_stride_e,
-    w_scale_stride_n,
-    w_scale_stride_g,
     w_zero_ptr,
-    w_zero_stride_e,
-    w_zero_stride_n,
-    w_zero_stride_g,
     w_factor_ptr,
-    w_factor_stride_e,
-    w_factor_stride_n,
     bias_ptr,
-    bias_stride_e,
-    bias_stride_n,
     index_ptr,
     ids_ptr,
     map_ptr,
     num_blocks,
+    S,
     E,
     num_ids,
     top_k,
     ids_stride_m,
     ids_stride_k,
     map_stride,
-    ROWS: gl.constexpr,
-    S,
     topk_weights_ptr,
     topk_weights_stride_m,
     topk_weights_stride_k,
     K,
     I,  # noqa: E741
+    w_scale_stride_e,
+    w_scale_stride_n,
+    w_scale_stride_g,
+    w_zero_stride_e,
+    w_zero_stride_n,
+    w_zero_stride_g,
+    w_factor_stride_e,
+    w_factor_stride_n,
+    bias_stride_e,
+    bias_stride_n,
     alpha,
     beta,
     limit,
@@ -397,12 +441,12 @@ class Gemm2:
     x: Descriptor  # (S, K in whole chunks)
     w: Descriptor  # (E, N, K)
     w_scales: Descriptor  # as in GEMM1
-    scales: MixedScales
-    bias: Bias  # (E, N)
-    routing: Routing
-    S: Runtime
+    pointers: MixedPointers
+    pairs: SortedPairs
+    pair_strides: PairStrides
     K: Specialized
     N: Specialized
+    strides: MixedStrides
     decoding: Decoding
     SPLIT_K: Constant
     tile: WgmmaTile
@@ -416,33 +460,32 @@ def moe_ops_wgmma_gemm2(
     w,
     w_scales,
     w_scale_ptr,
-    w_scale_stride_e,
-    w_scale_stride_n,
-    w_scale_stride_g,
     w_zero_ptr,
-    w_zero_stride_e,
-    w_zero_stride_n,
-    w_zero_stride_g,
     w_factor_ptr,
-    w_factor_stride_e,
-    w_factor_stride_n,
     bias_ptr,
-    bias_stride_e,
-    bias_stride_n,
     index_ptr,
     ids_ptr,
     map_ptr,
     num_blocks,
+    S,
     E,
     num_ids,
     top_k,
     ids_stride_m,
     ids_stride_k,
     map_stride,
-    ROWS: gl.constexpr,
-    S,
     K,
     N,
+    w_scale_stride_e,
+    w_scale_stride_n,
+    w_scale_stride_g,
+    w_zero_stride_e,
+    w_zero_stride_n,
+    w_zero_stride_g,
+    w_factor_stride_e,
+    w_factor_stride_n,
+    bias_stride_e,
+    bias_stride_n,
     FORMAT: gl.constexpr,
     SCALE: gl.constexpr,
     SCALE_GROUP: gl.constexpr,
@@ -674,18 +717,13 @@ def _prepare(
     )
 
 
-_NO_SCALES: dict[str, Any] = {
-    **dict.fromkeys(["w_scale", "w_zero"]),
-    **{f"w_{name}_stride_{axis}": 0 for name in ("scale", "zero") for axis in "eng"},
-}
-
-
 class _Operand(NamedTuple):
     """A weight as a GEMM takes it."""
 
     w: Any  # descriptor
     w_scales: Any  # descriptor of scales in the order of prepared weights, or None
-    scales: MixedScales  # all other scales
+    pointers: MixedPointers  # all other scales
+    strides: MixedStrides
     prepared: _Prepared
 
 
@@ -695,13 +733,13 @@ def _operand(
     config: GemmConfig,
     block_m: int,
     split_k: int,
-    pairs: int,
-    routing: Routing,
+    pairs: SortedPairs,
 ) -> _Operand:
     """The _Operand of a weight. If a thread needs two neighbouring e4m3 scales, they are one
     element of 16 bits.
     """
-    data, of, k_chunk, scales = w.data, w.wgmma_format, w.k_chunk, w.scales
+    data, of, k_chunk = w.data, w.wgmma_format, w.k_chunk
+    pointers, strides = w.pointers, w.strides
     elements: Tensor | None = None
     scale_shape: tuple[int, ...] | None = None
     scale_strides: tuple[int, ...] = ()
@@ -710,25 +748,27 @@ def _operand(
     if of.name == "e2m1_words":
         elements = w.scale.view(torch.int16 if of.scale == "e4m3" else torch.uint8)
         scale_shape, scale_strides = elements.shape, elements.stride()
-        scales = scales._replace(**_NO_SCALES)
+        _, _, factor, bias = pointers
+        pointers = MixedPointers(None, None, factor, bias)
+        strides = MixedStrides(0, 0, 0, 0, 0, 0, *strides[6:])
     elif of.name == "e2m1" and of.scale == "e4m3" and k_chunk == 128:
-        scale, (_, stride_e, stride_n, stride_g) = w.scale, scales[:4]
+        scale, (stride_e, stride_n, stride_g) = w.scale, strides[:3]
         odd = stride_e | stride_n | int(scale.storage_offset()) | scale.data_ptr()
         if stride_g == 1 and odd % 2 == 0:
-            rest = scales[4:]
-            scales = MixedScales(scale.view(torch.int16), stride_e // 2, stride_n // 2, 1, *rest)
+            pointers = MixedPointers(scale.view(torch.int16), *pointers[1:])
+            strides = MixedStrides(stride_e // 2, stride_n // 2, 1, *strides[3:])
     prepared = _prepare(
         *(of, data.shape, data.stride(), k_chunk, w.has_zero, scale_shape, scale_strides),
-        *(halves, config, block_m, split_k, pairs, routing.num_ids),
+        *(halves, config, block_m, split_k, pairs.S, pairs.num_ids),
     )
     w_scales = None
     if elements is not None and prepared.w_scales is not None:
         w_scales = prepared.w_scales.of(elements)
-    return _Operand(prepared.w.of(data), w_scales, scales, prepared)
+    return _Operand(prepared.w.of(data), w_scales, pointers, strides, prepared)
 
 
 def permute_tokens(
-    out: Tensor, x: Tensor, w13: MixedOperand, pairs: int, routing: Routing, gpu: Gpu
+    out: Tensor, x: Tensor, w13: MixedOperand, routing: PairRouting, gpu: Gpu
 ) -> Launch:
     """Sort rows of x by expert, and permute their columns for `w13`.
 
@@ -736,24 +776,26 @@ def permute_tokens(
     must not use its output.
     """
     k_chunk, K = w13.k_chunk, w13.K
+    pairs, pair_strides = routing
+    S = pairs.S
     stride_m, stride_k = x.stride()
     args = PermuteTokens(
         out=out,
         x=x,
+        pairs=pairs,
+        K=K,
+        pair_strides=pair_strides,
         x_stride_m=stride_m,
         x_stride_k=stride_k,
-        routing=routing,
-        S=pairs,
-        K=K,
         K_CHUNK=k_chunk,
         W_BITS=w13.format.bits,
         BLOCK_K=PERMUTED_COLUMNS,
-        PAIR_BUCKET=pair_bucket(pairs),
-        WRITE_ORDER=max_unsorted_pairs(pairs, routing.E) > 0,
+        PAIR_BUCKET=pair_bucket(S),
+        WRITE_ORDER=max_unsorted_pairs(S, pairs.E) > 0,
         TAIL=K % k_chunk > 0,
         PDL=gpu.pdl,
     )
-    return Launch(moe_ops_permute_tokens, (pairs, cdiv(w13.padded_k, PERMUTED_COLUMNS), 1), args)
+    return Launch(moe_ops_permute_tokens, (S, cdiv(w13.padded_k, PERMUTED_COLUMNS), 1), args)
 
 
 def gemm1(
@@ -761,9 +803,7 @@ def gemm1(
     x: Tensor,
     w13: MixedOperand,
     w2: MixedOperand,
-    bias: Bias,
-    pairs: int,
-    routing: Routing,
+    routing: PairRouting,
     topk_weights: RouterWeights,  # that scale the input
     activation: Activated,
     config: GemmConfig,
@@ -773,27 +813,28 @@ def gemm1(
     """h = activation(x @ w13.T + bias)."""
     gated = activation.GATED
     halves = 2 if gated and not activation.INTERLEAVED else 1
-    w, w_scales, scales, prepared = _operand(w13, halves, config, block_m, 1, pairs, routing)
+    pairs, pair_strides = routing
+    w, w_scales, pointers, strides, prepared = _operand(w13, halves, config, block_m, 1, pairs)
     I, h_chunk = w2.K, w2.k_chunk  # noqa: E741
     args = Gemm1(
         hidden=Hidden(h, h_chunk, I % h_chunk > 0),
         x=prepared.x.of(x),
         w=w,
         w_scales=w_scales,
-        scales=scales,
-        bias=bias,
-        routing=routing,
-        S=pairs,
+        pointers=pointers,
+        pairs=pairs,
+        pair_strides=pair_strides,
         topk_weights=topk_weights,
         K=w13.K,
         I=I,
+        strides=strides,
         activation=activation,
         decoding=prepared.decoding,
         tile=prepared.tile,
         PDL=gpu.pdl,
     )
     block_i = config.block_n // 2 if gated else config.block_n
-    grid = ((routing.num_blocks or pairs) * cdiv(I, block_i), 1, 1)
+    grid = ((pairs.num_blocks or pairs.S) * cdiv(I, block_i), 1, 1)
     return Launch(moe_ops_wgmma_gemm1, grid, args, config.num_warps, prepared.maxnreg)
 
 
@@ -801,9 +842,7 @@ def gemm2(
     y: Tensor,
     h: Tensor,
     w2: MixedOperand,
-    bias: Bias,
-    pairs: int,
-    routing: Routing,
+    routing: PairRouting,
     config: GemmConfig,
     block_m: int,
     split_k: int,
@@ -812,23 +851,24 @@ def gemm2(
     """y (split_k, pairs, N) in fp32, whose sum over split_k is h @ w2.T + bias. h is sorted by
     expert, y has the order of the pairs.
     """
-    w, w_scales, scales, prepared = _operand(w2, 1, config, block_m, split_k, pairs, routing)
+    pairs, pair_strides = routing
+    w, w_scales, pointers, strides, prepared = _operand(w2, 1, config, block_m, split_k, pairs)
     N = w2.N
     args = Gemm2(
         y=y,
         x=prepared.x.of(h),
         w=w,
         w_scales=w_scales,
-        scales=scales,
-        bias=bias,
-        routing=routing,
-        S=pairs,
+        pointers=pointers,
+        pairs=pairs,
+        pair_strides=pair_strides,
         K=w2.K,
         N=N,
+        strides=strides,
         decoding=prepared.decoding,
         SPLIT_K=split_k,
         tile=prepared.tile,
         PDL=gpu.pdl,
     )
-    grid = ((routing.num_blocks or pairs) * cdiv(N, config.block_n) * split_k, 1, 1)
+    grid = ((pairs.num_blocks or pairs.S) * cdiv(N, config.block_n) * split_k, 1, 1)
     return Launch(moe_ops_wgmma_gemm2, grid, args, config.num_warps, prepared.maxnreg)

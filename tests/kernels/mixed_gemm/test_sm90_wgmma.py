@@ -78,14 +78,15 @@ def chunks_of(K: int, k_chunk: int) -> torch.Tensor:
 def permute(out, x, routing: Routing, S: int, k_chunk: int, bucket=0, write_order=False) -> None:
     """Run moe_ops_permute_tokens."""
     K = x.shape[1]
+    pairs, pair_strides = sm90_wgmma.pair_routing(routing, S)
     args = sm90_wgmma.PermuteTokens(
         out=out,
         x=x,
+        pairs=pairs,
+        K=K,
+        pair_strides=pair_strides,
         x_stride_m=x.stride(0),
         x_stride_k=x.stride(1),
-        routing=routing,
-        S=S,
-        K=K,
         K_CHUNK=k_chunk,
         W_BITS=4,
         BLOCK_K=sm90_wgmma.PERMUTED_COLUMNS,
@@ -274,7 +275,7 @@ def prepare(w: MixedOperand, halves: int, gemm: GemmConfig):
     """A weight as a GEMM takes it, with boxes of a tile and a step."""
     ids, index = torch.zeros(3, 2, dtype=torch.int64), torch.zeros(14, dtype=torch.int32)
     routing = route_pairs(index, ids, None, w.E, 2, False)
-    return sm90_wgmma._operand(w, halves, gemm, 8, 1, 6, routing)
+    return sm90_wgmma._operand(w, halves, gemm, 8, 1, sm90_wgmma.pair_routing(routing, 6).pairs)
 
 
 def test_descriptors_take_rows_of_16_byte_step_alone():
@@ -341,7 +342,7 @@ def test_scales_lie_where_tma_takes_them(scheme, K):
     assert at == found.shape[1] - 1
     assert found.layout.swizzle_byte_width == 32 and found.strides[-1] == 1
     memory = torch.zeros(w.scale.numel() + 8, dtype=torch.uint8)[8:].view(w.scale.dtype)
-    moved = w._replace(scales=w.scales._replace(w_scale=memory.view_as(w.scale)))
+    moved = w._replace(pointers=w.pointers._replace(w_scale=memory.view_as(w.scale)))
     assert taken(w) and not taken(moved)
     assert gemv.why_not(w, moved) is not None
 
@@ -370,7 +371,8 @@ def test_rows_are_those_of_pairs():
     x, workspace = torch.zeros(3, 256, dtype=BF16), torch.zeros(40, 256, dtype=BF16)
     ids, index = torch.zeros(3, 2, dtype=torch.int64), torch.zeros(14, dtype=torch.int32)
     routing = route_pairs(index, ids, None, 2, 2, False)
-    found = sm90_wgmma.permute_tokens(workspace, x, w, 6, routing, gpu(-1))
+    of_pairs = sm90_wgmma.pair_routing(routing, 6)
+    found = sm90_wgmma.permute_tokens(workspace, x, w, of_pairs, gpu(-1))
     named = found.named()
     assert found.grid == (6, 1, 1) and (named["num_blocks"], named["S"]) == (2, 6)
 
