@@ -84,7 +84,9 @@ T = TypeVar("T")
 
 
 def unprefixed(group: type[T]) -> type[T]:
-    """Decorate a group (a NamedTuple) whose parameters have its fields' names, without a prefix."""
+    """Decorate a group (a NamedTuple) whose parameters have its fields' names, without a
+    prefix.
+    """
     group.PREFIXED = False  # type: ignore[attr-defined]
     return group
 

@@ -32,7 +32,9 @@ def batched_scale_shape(
 
 
 def rows_side_by_side(group: int) -> int:
-    """Rows whose scales of 64 columns, one a byte for ``group`` columns of a row, fill 16 bytes."""
+    """Rows whose scales of 64 columns, one a byte for ``group`` columns of a row, fill 16
+    bytes.
+    """
     return group // 4
 
 
@@ -48,7 +50,9 @@ def _count(size: int, group: int) -> int:
 
 
 def packed_size(size: int, bits: int) -> int:
-    """Bytes of ``size`` elements of ``bits`` bits, packed without gaps; ``size`` must fill them."""
+    """Bytes of ``size`` elements of ``bits`` bits, packed without gaps; ``size`` must
+    fill them.
+    """
     return size * bits // 8
 
 

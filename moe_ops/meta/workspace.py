@@ -46,7 +46,9 @@ def dense(M: int, N: int, K: int, I: int, top_k: int) -> Shapes:
 
 
 def padded_rows(M: int, top_k: int, E: int, alignment: int) -> int:
-    """Rows of the contiguous layout: pairs grouped by expert, every group padded to `alignment`."""
+    """Rows of the contiguous layout: pairs grouped by expert, every group padded to
+    `alignment`.
+    """
     pairs = M * top_k
     return round_up(pairs + minimum(pairs, E) * (alignment - 1), alignment)
 

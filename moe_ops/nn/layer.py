@@ -234,7 +234,9 @@ class MoELayer(nn.Module):
         )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> MoELayer:
-        """to(), to_empty() and the like: buffers keep their values, also through the meta device."""
+        """to(), to_empty() and the like: buffers keep their values, also through the meta
+        device.
+        """
         before = dict(self._buffers)
         super()._apply(fn, recurse)
         for name, old in before.items():

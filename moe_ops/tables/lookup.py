@@ -57,7 +57,9 @@ def backend_times(
     scheme: str,
     dtype: str,
 ) -> list[tuple[int, dict[str, float]]]:
-    """(M, backend -> microseconds a layer) of a problem, ascending; empty if it was not measured."""
+    """(M, backend -> microseconds a layer) of a problem, ascending; empty if it was not
+    measured.
+    """
     key = (num_experts, hidden_size, intermediate_size, top_k, scheme, dtype)
     rows = _entries(gpu_name).get(key, {}).get("backends", [])
     return [(row["num_tokens"], row["us"]) for row in rows]

@@ -126,7 +126,9 @@ def _check(arguments: argparse.Namespace, error: Callable[[str], object]) -> Non
 def _measure_configs(
     target: Target, counts: list[int], path: Path, gpu: str, again: bool, check: bool
 ) -> dict[str, float]:
-    """Record the best config for every M; with `check`, return what the heuristic loses instead."""
+    """Record the best config for every M; with `check`, return what the heuristic loses
+    instead.
+    """
     from moe_ops.tuning.search import Bench, tune
 
     lost: dict[str, float] = {}

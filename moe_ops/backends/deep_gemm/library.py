@@ -177,7 +177,9 @@ def index_parts(pairs: Any, E: int) -> Index:
 
 @unprefixed
 class Layout(NamedTuple):
-    """Where rows of x are: in the contiguous layout, or in the masked layout of R rows an expert."""
+    """Where rows of x are: in the contiguous layout, or in the masked layout of R rows an
+    expert.
+    """
 
     rows: Pointer  # (S,) the row of each pair; None in the masked layout
     # (E,) the row after each expert's last pair; in the masked layout, the rows of each expert

@@ -107,7 +107,9 @@ def store_scale(scale_ptr, scale, row, group, groups, R, mask, SCALES: tl.conste
 
 @triton.jit
 def rounded_columns(x, SCALES: tl.constexpr, WIDTH: tl.constexpr, NATIVE: tl.constexpr):
-    """(columns (GROUPS, 128) of a row as they are stored, their scales, or x if there are none)."""
+    """(columns (GROUPS, 128) of a row as they are stored, their scales, or x if there are
+    none).
+    """
     GROUPS: tl.constexpr = x.shape[0]
     PARTS: tl.constexpr = 128 // WIDTH  # groups with a scale of their own
     if SCALES == "ue8m0":

@@ -184,7 +184,9 @@ def save(path: Path, gpu: str, table: dict[Key, Tactics]) -> None:
 
 @contextmanager
 def warm(_rows: int) -> Iterator[None]:
-    """Let calls of this thread measure tactics that were not measured; `moe_ops.warmup` enters it."""
+    """Let calls of this thread measure tactics that were not measured; `moe_ops.warmup`
+    enters it.
+    """
     before = tuning()
     _local.tuning = True
     try:

@@ -108,7 +108,9 @@ def _launch_experts(a: ExpertsArgs) -> None:
 
 
 def _activate(gate_up: Tensor, activation: activations.Activation, out: Tensor) -> None:
-    """out (S, I) = activation(gate_up (S, N)). On a CPU in parts whose fp32 values stay in cache."""
+    """out (S, I) = activation(gate_up (S, N)). On a CPU in parts whose fp32 values stay
+    in cache.
+    """
     step = 64 if out.device.type == "cpu" else out.shape[0]
     for i in range(0, out.shape[0], step):
         piece = gate_up[i : i + step].to(torch.promote_types(out.dtype, torch.float32))

@@ -161,7 +161,9 @@ def accumulate(
     QUANTIZED: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
-    """acc plus factor times the products of w with x, each entry the sum of SUM adjacent products."""
+    """acc plus factor times the products of w with x, each entry the sum of SUM adjacent
+    products.
+    """
     w = tl.load(w_ptrs, mask=mask[None, :], other=0, eviction_policy="evict_first")
     if QUANTIZED:
         g = group + tl.arange(0, BLOCK_K // 128)

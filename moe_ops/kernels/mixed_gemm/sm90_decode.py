@@ -123,7 +123,9 @@ def scale_layout(BLOCK_N, SCALE_GROUP, NUM_WARPS, GATED, INTERLEAVED):
 
 @gluon.jit
 def scales_by_row(s, SCALE_GROUP: gl.constexpr):
-    """Elements (BLOCK_N // R, 4 R) as (BLOCK_N, 4), rows in the order of memory. No data movement."""
+    """Elements (BLOCK_N // R, 4 R) as (BLOCK_N, 4), rows in the order of memory. No data
+    movement.
+    """
     R: gl.constexpr = scale_rows(SCALE_GROUP)
     TILES: gl.constexpr = s.shape[0]
     return s.reshape((TILES, 2, R, 2)).permute((0, 2, 1, 3)).reshape((TILES * R, 4))

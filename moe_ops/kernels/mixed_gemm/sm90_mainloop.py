@@ -328,7 +328,9 @@ def issue_wgmma(
 
 @gluon.jit
 def accumulate(acc, d, scale, SCALE: gl.constexpr, PROMOTE: gl.constexpr):
-    """acc plus a chunk's sums d times the scales of their rows (PROMOTE); else d, which has acc."""
+    """acc plus a chunk's sums d times the scales of their rows (PROMOTE); else d, which
+    has acc.
+    """
     if not PROMOTE:
         return d
     else:

@@ -687,7 +687,9 @@ def _prepare(
     pairs: int,
     num_ids: int,
 ) -> _Prepared:
-    """What follows from shapes, the config and the number of pairs. Cached, because it takes 3 us."""
+    """What follows from shapes, the config and the number of pairs. Cached, because it
+    takes 3 us.
+    """
     E, N, row_bytes = shape
     block_n, block_k, num_stages, num_warps = config
     K = row_bytes * 8 // of.bits

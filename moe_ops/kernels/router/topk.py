@@ -65,7 +65,9 @@ def _flat(x):
 
 @triton.jit
 def _score(x, row_max, row_scale, SCORING: tl.constexpr):
-    """Scores of finite logits; zero for the lowest finite number, which stands for no candidate."""
+    """Scores of finite logits; zero for the lowest finite number, which stands for no
+    candidate.
+    """
     if SCORING == "softmax":
         score = tl.exp(x - row_max) * row_scale
     elif SCORING == "sigmoid":
