@@ -1,8 +1,8 @@
 """Two checkouts of this library timed in one run, cell by cell in turn on the same GPU.
 
-    python benchmarks/compare_checkouts.py BEFORE AFTER [--shapes qwen3 mixtral] [--schemes bf16
-    fp8_block]
-                                           [--tokens 1 8 64] [--rounds 7] [--out FILE]
+    python benchmarks/compare_checkouts.py BEFORE AFTER [--shapes qwen3 mixtral]
+                                           [--schemes bf16 fp8_block] [--tokens 1 8 64]
+                                           [--rounds 7] [--out FILE]
     python benchmarks/compare_checkouts.py --report FILE ...
 
 Each checkout runs in a process of its own, with its own benchmarks/: both build a cell of

@@ -1,13 +1,12 @@
 """Compile the Triton kernels of a backend without a GPU and print what came out.
 
-    python benchmarks/compile_kernels.py [--arch 90] [--gpu "NVIDIA H200"] [--shape qwen3] [--M 1
-    64]
-                                         [--backend deep_gemm]
+    python benchmarks/compile_kernels.py [--arch 90] [--gpu "NVIDIA H200"] [--shape qwen3]
+                                         [--M 1 64] [--backend deep_gemm]
 
-The backend's own launch code runs on tensors without storage, and every kernel it would start is
-compiled as it would be there. Printed: registers, spilled bytes, shared memory, blocks resident
-per SM, tensor-core shapes and asynchronous copies (`cp.async` by width: 16 bytes is what streams
-weights). Needs triton, not a GPU; TRITON_INTERPRET must be unset.
+The backend's launch code runs on tensors without storage, and every kernel that it would launch
+is compiled with the same arguments. Printed: registers, spilled bytes, shared memory, occupancy
+(blocks a multiprocessor), tensor-core shapes, and asynchronous copies (`cp.async` by width:
+weights stream with 16 bytes). Needs triton, not a GPU; TRITON_INTERPRET must be unset.
 """
 
 from __future__ import annotations
@@ -154,7 +153,7 @@ class _Recorder:
         return compile_
 
 
-def chip_of(arch: int, name: str = "") -> Gpu:
+def gpu_of(arch: int, name: str = "") -> Gpu:
     """A GPU of this architecture; `name` finds the configs measured on it."""
     capability = (arch // 10, arch % 10)
     native, pdl = capability >= launch.NATIVE_CAPABILITY, capability >= launch.PDL_CAPABILITY
@@ -162,7 +161,7 @@ def chip_of(arch: int, name: str = "") -> Gpu:
 
 
 @contextmanager
-def _compiling(chip: Gpu, arch: int, compiles: bool = True) -> Iterator[list[Compiled]]:
+def _compiling(gpu: Gpu, arch: int, compiles: bool = True) -> Iterator[list[Compiled]]:
     """Kernels that are launched are compiled for `arch` and listed, none is started."""
     found: list[Compiled] = []
     start = launch._start
@@ -181,7 +180,7 @@ def _compiling(chip: Gpu, arch: int, compiles: bool = True) -> Iterator[list[Com
         with (
             mock.patch.object(launch, "_start", compile_one),
             mock.patch.object(launch, "_compiled", {}),
-            mock.patch.object(launch, "gpu", lambda device: chip),
+            mock.patch.object(launch, "gpu", lambda device: gpu),
             mock.patch.object(deep_gemm, "alignment", lambda: deep_gemm.ALIGNMENT),
             mock.patch.object(deep_gemm, "grouped_gemm", lambda *_: None),
             mock.patch.object(deep_gemm, "masked_gemm", lambda *_: None),
@@ -263,8 +262,8 @@ def refused(call: Call | RouterCall, arch: int) -> list[str]:
     return backends.named(call.backend).supports(problem_of(call), machine)
 
 
-def compile_call(call: Call, chip: Gpu, arch: int, compiles: bool = True) -> list[Compiled]:
-    """The kernels of one call, compiled for `arch` with the configs that are picked on `chip`.
+def compile_call(call: Call, gpu: Gpu, arch: int, compiles: bool = True) -> list[Compiled]:
+    """The kernels of one call, compiled for `arch` with the configs that are picked on `gpu`.
 
     compiles: False lists the launches alone, in about a millisecond.
     """
@@ -305,20 +304,18 @@ def compile_call(call: Call, chip: Gpu, arch: int, compiles: bool = True) -> lis
     shapes = chosen.workspace_shapes(M, problem_of(call))
     names = ("workspace13", "workspace2", "index_workspace")
     fields |= {n: _empty(*s.shape, dtype=s.dtype) for n, s in zip(names, shapes, strict=True)}
-    with _compiling(chip, arch, compiles) as found:
+    with _compiling(gpu, arch, compiles) as found:
         chosen.launch[call.kind](kind.args(**{n: fields[n] for n in kind.args._fields}))
     return found
 
 
-def compile_router(
-    call: RouterCall, chip: Gpu, arch: int, compiles: bool = True
-) -> list[Compiled]:
+def compile_router(call: RouterCall, gpu: Gpu, arch: int, compiles: bool = True) -> list[Compiled]:
     """The kernels of a router, compiled for `arch` or, without `compiles`, listed."""
     E, top_k, K = call.shape
     logits = _empty(call.M, E, dtype=call.logits)
     weights, ids = _empty(call.M, top_k, dtype=call.weights), _empty(call.M, top_k, dtype=call.ids)
     correction = _empty(E, dtype=torch.float32) if call.correction_bias else None
-    with _compiling(chip, arch, compiles) as found:
+    with _compiling(gpu, arch, compiles) as found:
         fused.route_tokens(
             _empty(call.M, E, dtype=call.logits),
             _empty(call.M, top_k, dtype=call.weights),
@@ -335,19 +332,19 @@ def compile_router(
     return found
 
 
-def _compile_one(chip: Gpu, arch: int, call: Call | RouterCall) -> None:
+def _compile_one(gpu: Gpu, arch: int, call: Call | RouterCall) -> None:
     with suppress(Exception):  # the launch itself will say what is wrong
         if isinstance(call, RouterCall):
-            compile_router(call, chip, arch)
+            compile_router(call, gpu, arch)
         else:
-            compile_call(call, chip, arch)
+            compile_call(call, gpu, arch)
 
 
-def compile_all(calls: Sequence[Call | RouterCall], chip: Gpu, arch: int) -> None:
+def compile_all(calls: Sequence[Call | RouterCall], gpu: Gpu, arch: int) -> None:
     """Compile many calls on all cores: Triton keeps kernels on disk, where a later launch finds
     them."""
     with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
-        list(pool.map(partial(_compile_one, chip, arch), calls))
+        list(pool.map(partial(_compile_one, gpu, arch), calls))
 
 
 def compile_here(calls: Sequence[Call | RouterCall]) -> None:
@@ -424,7 +421,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if os.environ.get("TRITON_INTERPRET") == "1":
         raise SystemExit("unset TRITON_INTERPRET: the interpreter compiles nothing")
-    chip = chip_of(arguments.arch, arguments.gpu)
+    gpu = gpu_of(arguments.arch, arguments.gpu)
     print(f"triton {triton.__version__}, sm_{arguments.arch}")
     told = set()
     for shape in arguments.shape:
@@ -438,7 +435,7 @@ def main() -> None:
                     backend=arguments.backend,
                     layout=arguments.layout,
                 )
-                for name, constants, warps, binary, _ in compile_call(call, chip, arguments.arch):
+                for name, constants, warps, binary, _ in compile_call(call, gpu, arguments.arch):
                     if binary.hash in told:
                         continue
                     told.add(binary.hash)

@@ -41,9 +41,9 @@ from compile_kernels import (  # noqa: E402
     Compiled,
     RouterCall,
     Usage,
-    chip_of,
     compile_call,
     compile_router,
+    gpu_of,
     kernel_names,
     refused,
     usage,
@@ -130,7 +130,7 @@ def _routers() -> Iterator[RouterCall]:
 
 def _compiled(call: Call | RouterCall, gpu: str, arch: int, compiles: bool) -> list[Compiled]:
     compile_one = compile_router if isinstance(call, RouterCall) else compile_call
-    return compile_one(call, chip_of(arch, gpu), arch, compiles)
+    return compile_one(call, gpu_of(arch, gpu), arch, compiles)
 
 
 def _configuration(one: Compiled) -> str:

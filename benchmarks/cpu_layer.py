@@ -1,8 +1,7 @@
 """One expert layer on the CPU: moe_ops against the three experts implementations of transformers.
 
-    python benchmarks/cpu_layer.py [--tokens 1 8 64 512] [--dtypes bf16 fp32] \
-        [--only eager moe_ops]
-                                   [--threads 1] [--seconds 8] [--no-write]
+    python benchmarks/cpu_layer.py [--tokens 1 8 64 512] [--dtypes bf16 fp32]
+                                   [--only eager moe_ops] [--threads 1] [--seconds 8] [--no-write]
 
 Every implementation gets the same random weights and the same routing sets; calls are interleaved
 and rotate through the routing sets, so weights come from memory as they do in a model. Each time

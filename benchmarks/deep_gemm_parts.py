@@ -1,8 +1,8 @@
 """Where the time of a layer on backend deep_gemm goes, kernel by kernel, and what alignments cost.
 
-    python benchmarks/deep_gemm_parts.py [--shapes qwen3 mixtral] [--schemes fp8_block bf16] \
-        [--tokens 1024 4096]
-                                         [--alignments 128 64] [--masked] [--pdl]
+    python benchmarks/deep_gemm_parts.py [--shapes qwen3 mixtral] [--schemes fp8_block bf16]
+                                         [--tokens 1024 4096] [--alignments 128 64] [--masked]
+                                         [--pdl]
 
 The whole layer is timed under graph replay, its kernels by the profiler. Beside the kernels of
 ours stand the bytes they must move and the rate that makes. Results are compared with backend

@@ -1,8 +1,8 @@
 """Decode and prefill of compiled transformers models on a GPU, under each experts implementation.
 
-    python benchmarks/end_to_end.py [--models qwen3 mixtral dsv3 gptoss] \
-        [--only grouped_mm moe_ops ...]
-                                    [--batch 1 8 64] [--layers N] [--results FOLDER]
+    python benchmarks/end_to_end.py [--models qwen3 mixtral dsv3 gptoss]
+                                    [--only grouped_mm moe_ops ...] [--batch 1 8 64] [--layers N]
+                                    [--results FOLDER]
     python benchmarks/end_to_end.py --merge FILE ...   # add another run's rows to the results
     python benchmarks/end_to_end.py --report           # table and plot of all rows
     python benchmarks/end_to_end.py --dry-run          # tiny models on a CPU; keeps nothing

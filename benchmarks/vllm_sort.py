@@ -1,7 +1,7 @@
 """The sort in front of vLLM's Triton layer, which its table of times (peers.VLLM_US) leaves out.
 
-    python benchmarks/vllm_sort.py [--shapes qwen3 mixtral dsv3 gptoss20] [--tokens 1 8 64] \
-        [--results FOLDER]
+    python benchmarks/vllm_sort.py [--shapes qwen3 mixtral dsv3 gptoss20] [--tokens 1 8 64]
+                                   [--results FOLDER]
 
 Needs vLLM's compiled operators, vllm/_moe_C*.so of a version for this torch, in a folder of that
 name on PYTHONPATH; the package itself is not imported. A CUDA graph sorts every routing set of a

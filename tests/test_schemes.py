@@ -17,7 +17,7 @@ from moe_ops.schemes import (
     get_scheme,
 )
 
-# the other formats: test_numerics.py
+# the other formats: numerics/test_formats.py
 QUANTIZED = [name for name in SCHEMES if name.startswith("fp8_")]
 ACTIVATIONS = [name for name in QUANTIZED if SCHEMES[name].activation is not None]
 

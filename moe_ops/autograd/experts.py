@@ -1,8 +1,8 @@
 """The differentiable path: experts as a composition of torch operators around one grouped product.
 
-Gradients of everything but the grouped product (products.py) come from torch itself, so every
-activation, bias and routing option has the right ones. Quantized weights pass gradients on through
-their dequantized values and take none; the rounding of activations counts as the identity
+Except for the grouped product (products.py), torch computes the gradients, so that they are right
+for every activation, bias and routing option. Gradients pass through the dequantized values of
+quantized weights, which get none themselves. The rounding of activations counts as the identity
 (straight-through).
 """
 
@@ -18,14 +18,13 @@ from moe_ops.ops.call import ExpertsCall, Weight
 
 
 def _refuse_transforms() -> None:
-    """RuntimeError inside torch.func.grad and the like, for which operators in Python cannot be
-    differentiated.
+    """Raise RuntimeError inside torch.func transforms, which cannot differentiate operators that
+    are written in Python.
     """
     if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
         raise RuntimeError(
             "moe_ops cannot be differentiated by torch.func (grad, vjp, jacrev, ...): use "
-            "torch.autograd.grad "
-            "or Tensor.backward"
+            "torch.autograd.grad or Tensor.backward"
         )
 
 
@@ -36,7 +35,9 @@ def grouped_linear(
     bias: Tensor | None,
     rows_valid: Tensor | None = None,  # (S,) bool
 ) -> Tensor:
-    """Differentiable grouped linear, (S, N) in x's dtype; fp32 inside where it quantizes."""
+    """Differentiable grouped linear: (S, N) in x's dtype, computed in fp32 if the scheme
+    quantizes.
+    """
     _refuse_transforms()
     if weight.scheme:
         if rows_valid is None:

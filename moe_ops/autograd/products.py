@@ -1,6 +1,6 @@
-"""The differentiable grouped products: a pair of ops with derivatives made of the same pair.
+"""The differentiable grouped products: two ops whose derivatives consist of the same two ops.
 
-They are opaque to torch, because row counts per expert live on the device.
+They are opaque to torch, because the row counts of experts are on the device.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _PLAIN = (None, None, None, None)  # scales of plain weights
 
 
 def _columns(weight: Tensor, scheme: str, of_result: bool) -> int:
-    """Columns of x, or of the result: of weights (E, N, K), N and K in one order or the other."""
+    """K of weights (E, N, K), the columns of x, or with `of_result` N, those of the result."""
     return get_scheme(scheme).logical_shape(*weight.shape)[1 if of_result else 2]
 
 
@@ -88,7 +88,7 @@ def _mm_backward(ctx: Any, grad: Tensor) -> tuple:
         a, b = (x, grad) if ctx.transpose else (grad, x)
         dweight = grouped_outer(a, b, offsets)
     if ctx.needs_input_grad[7]:
-        # a product with ones sums each expert's rows in a fixed order, as index_add would not
+        # a product with ones sums each expert's rows in a fixed order; index_add would not
         ones = grad.new_ones(grad.shape[0], 8)
         dbias = grouped_outer(grad, ones, offsets)[..., 0].to(ctx.bias_dtype)
     return dx, dweight, None, None, None, None, None, dbias, None, None
@@ -108,14 +108,14 @@ def _outer_backward(ctx: Any, grad: Tensor) -> tuple:
     return da, db, None
 
 
-# Derivatives are made of the same two products, so they have derivatives themselves. They belong
-# to the ops, not to a torch.autograd.Function around them: a graph that torch.export or make_fx
-# traced keeps them.
+# Derivatives consist of the same two products, so they have derivatives themselves. They are
+# registered for the ops, not in a torch.autograd.Function around them: so a graph that
+# torch.export or make_fx traced keeps them.
 grouped_mm = register_function(
     "grouped_mm",
     "(Tensor x, Tensor weight, Tensor offsets, Tensor? scale, Tensor? zero_point, "
-    "Tensor? global_scale, Tensor? channel_scale, Tensor? bias, str scheme, bool transpose) -> "
-    "Tensor",
+    "Tensor? global_scale, Tensor? channel_scale, Tensor? bias, str scheme, bool transpose) "
+    "-> Tensor",
     _grouped_mm,
     _grouped_mm_fake,
     (_mm_backward, _save_mm),

@@ -1,8 +1,8 @@
-"""Configs of an expert layer's kernels, the look-up of measured ones, and how a search tries
-others.
+"""Configs of an expert layer's kernels: look-up of measured ones, and how a search tries others.
 
-The workspace never depends on the config: h and y have one row per pair whatever it is (y of few
-pairs beside packed weights has more), and the table of blocks is sized for the smallest tile.
+Workspace sizes never depend on the config: h and y have one row per pair with every config (in the
+mixed GEMM, y of few pairs has more rows, for SPLIT_K), and the table of blocks is sized for the
+smallest BLOCK_M.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from moe_ops.kernels.launch import Gpu
 from moe_ops.meta.workspace import minimum
 from moe_ops.tables import lookup
 
-GROUP_M = 16  # blocks that pass over one weight tile before the next tile's turn
-# bytes a block: GPUs with more have a copy engine that fills it (the tensor memory accelerator)
+GROUP_M = 16  # blocks that use one weight tile in turn, while it is in L2
+# bytes a block may use: GPUs with more have the tensor memory accelerator (TMA)
 LARGE_SHARED_MEMORY = 200 * 1024
 SM80_MMA, SM90_TMA, SM90_WGMMA, GEMV = "sm80_mma", "sm90_tma", "sm90_wgmma", "gemv"
 
 
 class GemmConfig(NamedTuple):
-    """One GEMM: weight rows of a tile, step along the reduction, pipeline stages, warps."""
+    """Tile sizes BLOCK_N and BLOCK_K, pipeline stages and warps of one GEMM."""
 
     block_n: int
     block_k: int
@@ -33,34 +33,35 @@ class GemmConfig(NamedTuple):
 
 
 class LayerConfig(NamedTuple):
-    """Everything about a layer's launches that the number of rows decides, so one value is one
-    warm-up.
+    """Everything about a layer's launches that depends on the number of rows. Calls with equal
+    configs run the same compiled kernels, so that warming up one of them warms up all.
     """
 
     gemm1: GemmConfig
     gemm2: GemmConfig
     block_m: int  # rows of a block
     sort_chunk: int  # pairs that the sorting kernel handles at a time
-    kernel: str = SM80_MMA  # the file of the GEMMs, in `gemm` or `mixed_gemm`
-    direct: bool = False  # pair b is block b: no sorting kernel
-    quantize_x: bool = False  # x is quantized by a kernel of its own, not by GEMM1
-    h_in_fp32: bool = False  # h is fp32 and quantized by GEMM2, not by GEMM1
+    kernel: str = SM80_MMA  # the kernel file of the GEMMs, in `gemm` or `mixed_gemm`
+    direct: bool = False  # block b is pair b, and no sorting kernel runs
+    quantize_x: bool = False  # a kernel of its own quantizes x, not GEMM1
+    h_in_fp32: bool = False  # h is fp32, and GEMM2 quantizes it, not GEMM1
     split_m: int = 1  # programs of GEMM2 that share a block's rows (sm90_tma)
     split_k: int = 1  # programs of GEMM2 that share a tile's reduction (sm90_wgmma)
 
 
 def block_bound(rows: Any, groups: int, block_m: int) -> Any:
-    """Most blocks of `block_m` rows that `rows` rows in `groups` groups can need; int or SymInt.
+    """Upper bound of the blocks of `block_m` rows that `rows` rows in `groups` groups need. int or
+    SymInt.
 
     A group of c > 0 rows needs ceil(c / block_m) <= (c + block_m - 1) / block_m, and at most
-    min(rows, groups) groups have rows. Falls as block_m grows.
+    min(rows, groups) groups have rows. The bound falls as block_m grows.
     """
     return minimum(rows, (rows + minimum(rows, groups) * (block_m - 1)) // block_m)
 
 
 def sort_chunk(rows: int) -> int:
-    """Pairs to sort at a time: the fastest on an H200, in steps of four so that few kernels are
-    compiled.
+    """Pairs that the sorting kernel handles at a time: the fastest of few sizes on an H200, so
+    that few kernels are compiled.
     """
     if rows <= 512:
         return 64 if rows <= 64 else 256
@@ -68,9 +69,10 @@ def sort_chunk(rows: int) -> int:
 
 
 def fields_of(config: LayerConfig) -> dict[str, Any]:
-    """A config as tables have it: its kernel and tiles, and what else is not a default.
+    """A config as a row of a table: its kernel, its tile sizes, and all other fields that differ
+    from their defaults.
 
-    `sort_chunk` is left out, as it follows from M alone.
+    `sort_chunk` is left out, because it follows from M alone.
     """
     fields: dict[str, Any] = {"kernel": config.kernel, "block_m": config.block_m}
     fields |= {"gemm1": config.gemm1._asdict(), "gemm2": config.gemm2._asdict()}
@@ -99,7 +101,7 @@ def measured(
     scheme: str,
     dtype: torch.dtype,
 ) -> LayerConfig:
-    """The table's config for a layer on a GPU, `base` where it has none."""
+    """The table's config for a layer on a GPU, or `base` if the table has none."""
     name = str(dtype).removeprefix("torch.")
     fields = lookup.layer_config(gpu.name, E, K, I, top_k, scheme, name, M)
     return base if fields is None else config_of(fields, base.sort_chunk)
@@ -109,7 +111,7 @@ _override: tuple[LayerConfig | None, list[LayerConfig]] | None = None
 
 
 def find(function: Callable[..., LayerConfig], problem: tuple) -> LayerConfig:
-    """`function(*problem)`, unless a search says otherwise or wants no tables."""
+    """`function(*problem)`, unless `override` sets another config or disables the tables."""
     if _override is None:
         return function(*problem)
     config, seen = _override
@@ -120,8 +122,8 @@ def find(function: Callable[..., LayerConfig], problem: tuple) -> LayerConfig:
 
 @contextmanager
 def override(config: LayerConfig | None) -> Iterator[list[LayerConfig]]:
-    """Run expert layers with this config, or without tables if None; yields the list of configs
-    used.
+    """Run expert layers with this config, or if None without tables. Yields the list of the
+    configs that were used.
     """
     global _override
     before = _override

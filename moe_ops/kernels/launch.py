@@ -10,7 +10,7 @@ is compiled anew for:
     Address      a tensor or None, of any alignment: for its dtype and for whether it is None
     Descriptor   a tensor descriptor: for its dtype, box and layout
     Specialized  an integer on which Triton specializes (1, multiples of 16): for each value
-    Runtime      a number that follows the number of tokens or the routing tensors: never
+    Runtime      a number that depends on the number of tokens or on the routing tensors: never
     Constant     a tl.constexpr: for each value
 """
 
@@ -84,7 +84,9 @@ T = TypeVar("T")
 
 
 def unprefixed(group: type[T]) -> type[T]:
-    """Decorate a group (a NamedTuple) whose parameters have the names of its fields alone."""
+    """Decorate a group (a NamedTuple) whose parameters have its fields' names, without a
+    prefix.
+    """
     group.PREFIXED = False  # type: ignore[attr-defined]
     return group
 
@@ -116,7 +118,7 @@ def arguments(cls: type[T]) -> type[T]:
 
 
 class Kernel:
-    """A jitted function, its arguments, and what of these it is specialized on."""
+    """A jitted function, its arguments, and which of these it is specialized on."""
 
     __slots__ = (
         "addresses",
@@ -138,7 +140,7 @@ class Kernel:
 
     @property
     def name(self) -> str:
-        """As profilers show it."""
+        """The name that profilers show."""
         return self.function.__name__
 
     def __repr__(self) -> str:
@@ -148,21 +150,21 @@ class Kernel:
 def kernel(
     arguments: Any, *, pdl_first: bool = False, jit: Callable | None = None
 ) -> Callable[[Callable], Kernel]:
-    """Decorate a kernel: jit it, and hold its parameters against its arguments.
+    """Decorate a kernel: jit it, and check its parameters against its arguments.
 
     Args:
-        pdl_first: launch it early also where it is a call's first kernel. Such a kernel waits
-            before it does anything: what ran before the call knows nothing of us. At its end they
-            are launched already: 0.7 to 1.1 us less a layer on an H200, 5 % for one token of
-            Qwen3. (Not worth it, at 0.9 us more, for one token of packed weights, whose second
-            kernel then starts later.) It waits for its direct predecessor alone: a foreign kernel
-            that was launched early, too, must itself have waited for what it leaves behind, as
-            such kernels must.
+        pdl_first: use programmatic dependent launch even if this is the first kernel of a call.
+            Such a kernel executes gdc_wait before anything else, because the kernel before the
+            call belongs to somebody else. When that kernel ends, ours is already resident: 0.7 to
+            1.1 us less a layer on an H200, 5 % for one token of Qwen3. (It costs 0.9 us more for
+            one token and weights of the mixed GEMM, because the second kernel then starts later.)
+            gdc_wait covers the direct predecessor alone: if that kernel was itself launched early,
+            it must have waited for its own predecessor, as programmatic dependent launch demands.
         jit: triton.jit (the default) or gluon.jit.
 
     Raises:
-        TypeError: the kernel's parameters are not those of `arguments`, in order, or other ones
-            are tl.constexpr.
+        TypeError: the kernel's parameters are not those of `arguments`, in order, or the wrong
+            ones are tl.constexpr.
     """
     names, roles = arguments.names, arguments.roles
     runtime = [n for n, role in zip(names, roles, strict=True) if role in ("runtime", "address")]
@@ -202,9 +204,9 @@ class Launch(NamedTuple):
 
     kernel: Kernel
     grid: tuple[int, int, int]
-    args: Any  # the tuple that the kernel's `arguments` return
+    args: Any  # the tuple that the kernel's `arguments` class returns
     num_warps: int = 4
-    maxnreg: int | None = None  # registers of a thread at most
+    maxnreg: int | None = None  # at most so many registers a thread
 
     def named(self) -> dict[str, Any]:
         """The arguments by the names of the kernel's parameters."""
@@ -212,17 +214,19 @@ class Launch(NamedTuple):
 
 
 class Gpu(NamedTuple):
-    """What configs and kernels depend on."""
+    """Facts of a GPU on which configs and kernels depend."""
 
-    shared_memory: int  # bytes one block may use
-    native: bool  # has e4m3 products and conversions
-    pdl: bool  # kernels wait for the one before them themselves
-    name: str = ""  # by which measured tables are found
+    shared_memory: int  # bytes that one block may use
+    native: bool  # it has e4m3 products and conversions
+    pdl: bool  # it has programmatic dependent launch
+    name: str = ""  # the measured tables are looked up by it
 
 
 @cache
 def gpu(device: int) -> Gpu:
-    """Facts of a CUDA device; of none (-1: the interpreter) an H200's memory, without e4m3."""
+    """Facts of a CUDA device. Without one (-1: the interpreter), the shared memory of an H200 and
+    no e4m3.
+    """
     if device < 0:
         return Gpu(227 * 1024, False, False)
     properties = torch.cuda.get_device_properties(device)
@@ -232,13 +236,13 @@ def gpu(device: int) -> Gpu:
     return Gpu(memory, native, pdl, properties.name)
 
 
-# specializations of a call's kernels -> these compiled; filled by warm calls
+# specialization of a call's kernels -> the compiled kernels; warm calls fill it
 _compiled: dict[tuple, tuple] = {}
 _driver: Any = None  # Triton's, once a kernel was compiled: an import takes 0.2 us a call
 
 
 def _specialization(launches: Sequence[Launch], device: int) -> tuple:
-    """Everything that the kernels of a call are compiled for."""
+    """Key of a call's compiled kernels: everything that they are specialized on."""
     key: list = [device]
     pointers: list = []
     for kernel, _, args, num_warps, maxnreg in launches:
@@ -250,7 +254,7 @@ def _specialization(launches: Sequence[Launch], device: int) -> tuple:
             for d in kernel.descriptors(args):
                 if d is None:
                     key.append(None)
-                else:  # layouts are made once each and live on, and hashing one takes 1 us
+                else:  # each layout is made once and kept; hashing one takes 1 us, its id none
                     key += (d.base.dtype, *d.block_shape, id(getattr(d, "layout", None)))
     bits = 0
     for tensor in pointers:
@@ -269,14 +273,13 @@ class NotCompiledError(RuntimeError):
 
 
 def run(launches: Sequence[Launch], device: int, gpu: Gpu) -> None:
-    """Launch in order.
+    """Launch kernels in order.
 
-    Kernels are kept compiled and launched as such: a call never compiles by accident, which
-    capture could not survive, and Triton's own look-up on every launch is left out.
+    Compiled kernels are kept and launched directly. So a call never compiles by accident during
+    the capture of a CUDA graph, and Triton's own look-up at every launch is skipped.
 
     Raises:
-        NotCompiledError: a CUDA graph is being captured and the specialization was never run
-            before.
+        NotCompiledError: a CUDA graph is being captured and this specialization never ran before.
     """
     global _driver
     key = _specialization(launches, device)
@@ -301,7 +304,7 @@ def run(launches: Sequence[Launch], device: int, gpu: Gpu) -> None:
 
 
 def _start(launch: Launch, first: bool, gpu: Gpu) -> Any:
-    """Compile and start one kernel; returns it compiled."""
+    """Compile and launch one kernel. Returns the compiled kernel."""
     options: dict[str, Any] = {"num_warps": launch.num_warps}
     if gpu.pdl and (not first or launch.kernel.pdl_first):
         options["launch_pdl"] = True
@@ -311,7 +314,7 @@ def _start(launch: Launch, first: bool, gpu: Gpu) -> Any:
 
 
 class Lazy:
-    """A function named "module:function", whose module is imported at the first call."""
+    """A function named "module:function"; its module is imported at the first call."""
 
     __slots__ = ("function", "name")
 

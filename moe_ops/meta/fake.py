@@ -1,9 +1,9 @@
 """The shared fake kernels, which check shapes and dtypes, and the row checks that launchers
 repeat.
 
-Comparisons stay on single dimensions, so that dynamic and unbacked row counts can be traced.
-`bits` are those of a weight's stored element; the data of a weight have fewer columns where
-elements share bytes.
+Comparisons are between single dimensions, so that dynamic and unbacked row counts can be traced.
+`bits` are those of a weight's stored element; the data of a weight have fewer columns if elements
+share bytes.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ def _check(condition: bool, message: str) -> None:
 
 
 def _check_rows(rows: Any, expected: Any, message: str) -> None:
-    # An assertion about unbacked rows would become a guard, whose failure Dynamo calls its own
-    # bug. They are left to the launcher, which names the argument.
+    # An assertion about unbacked rows would become a guard, whose failure Dynamo reports as its
+    # own bug. The launcher checks them instead, and names the argument.
     _check(not guard_or_false(rows != expected), message)
 
 
@@ -60,7 +60,7 @@ def _widths(x: str, K: int, w13: Any, w2: Any, bits: int) -> None:
 
 
 def rows_experts(a: Any, bits: int) -> None:
-    """The sizes of `<backend>_experts`, real ones, before anything is launched."""
+    """Check the real sizes of `<backend>_experts`, before anything is launched."""
     rows, K = a.hidden_states.shape
     ids, weights, out = a.topk_ids.shape[0], a.topk_weights.shape[0], a.out.shape[0]
     if ids != rows:
@@ -75,14 +75,14 @@ def rows_experts(a: Any, bits: int) -> None:
 
 
 def rows_batched_experts(a: Any, bits: int) -> None:
-    """The sizes of `<backend>_batched_experts`."""
+    """Check the real sizes of `<backend>_batched_experts`."""
     if a.out.shape != a.hidden_states.shape:
         _rows("out", a.out.shape[1], "hidden_states", a.hidden_states.shape[1])
     _widths("hidden_states", a.hidden_states.shape[2], a.w13, a.w2, bits)
 
 
 def rows_grouped_linear(a: Any, bits: int) -> None:
-    """The sizes of `<backend>_grouped_linear`."""
+    """Check the real sizes of `<backend>_grouped_linear`."""
     if a.out.shape[0] != a.x.shape[0]:
         _rows("out", a.out.shape[0], "x", a.x.shape[0])
     columns = unpacked_size(a.weight.shape[2], bits)

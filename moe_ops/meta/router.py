@@ -1,4 +1,4 @@
-"""How the router of few tokens is split over programs. Arithmetic only, int or SymInt alike.
+"""How the router of few tokens is split over programs. Arithmetic only, on int or SymInt.
 
 M tokens, K hidden size, E experts.
 """
@@ -9,13 +9,13 @@ from typing import Any, NamedTuple
 
 from moe_ops.meta.workspace import cdiv, minimum
 
-MAX_TOKENS = 16  # more run through torch's product, as do more than LARGE_TOKENS of large routers
-# On an H200, 8 tokens of a router of 256 x 7168 took 12.2 us, 10.2 through torch's product; one
-# 6.8. At 128 x 2048, 16 tokens took 6.4, and 8.0 through torch.
+MAX_TOKENS = 16  # more use torch's product, as do more than LARGE_TOKENS of large routers
+# On an H200, a router of 256 x 7168 took 12.2 us for 8 tokens, 10.2 with torch's product, and 6.8
+# for one token. A router of 128 x 2048 took 6.4 us for 16 tokens, 8.0 with torch's product.
 LARGE_TOKENS = 4
 _LARGE = 1 << 20  # elements of the weight
-PROGRAM_TOKENS = 8  # rows that one program multiplies its tile of the weight with
-_PROGRAMS = 128  # to start at least, about one for each multiprocessor
+PROGRAM_TOKENS = 8  # tokens with which one program multiplies its tile of the weight
+_PROGRAMS = 128  # at least so many programs, about one for each multiprocessor
 _MIN_BLOCK_K = 256  # 8 columns, or 16 bytes, for each lane of a warp
 _MAX_TILE = 16384  # elements; 64 for each of 256 threads
 
@@ -32,7 +32,7 @@ class RouterTiles(NamedTuple):
 def router_tiles(E: int, K: int) -> RouterTiles:
     """The tiles of a router's weight (E, K).
 
-    More splits put more of the weight in flight at once, and give the next kernel more to add.
+    With more splits, more of the weight is in flight at once, and the next kernel has more to add.
     """
     block_e = 8 if E <= 128 else 16
     wanted = min(max(K * cdiv(E, block_e) // _PROGRAMS, cdiv(K, 16)), cdiv(K, 8))
@@ -44,10 +44,12 @@ def router_tiles(E: int, K: int) -> RouterTiles:
 
 
 def max_tokens(E: int, K: int) -> int:
-    """Tokens up to which the two kernels run."""
+    """Tokens up to which the two kernels run, instead of torch's product."""
     return MAX_TOKENS if E * K < _LARGE else LARGE_TOKENS
 
 
 def router_workspace(M: Any, E: int, K: int) -> tuple[Any]:
-    """Shape of the fp32 workspace: (split_k, M, E) sums where M is small, else never read."""
+    """Shape of the fp32 workspace: (split_k, M, E) sums if M is small; for other M it is never
+    read.
+    """
     return (router_tiles(E, K).split_k * E * minimum(M, max_tokens(E, K)),)

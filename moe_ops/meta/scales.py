@@ -1,6 +1,4 @@
-"""Shapes of scale tensors and of packed elements. Arithmetic only: every size may be an int or a
-SymInt.
-"""
+"""Shapes of scale tensors and of packed elements. Arithmetic only, on int or SymInt."""
 
 from __future__ import annotations
 
@@ -8,9 +6,9 @@ from __future__ import annotations
 # int32 words of four (E, ceil(groups / 4), N), byte j of word p for group 4 p + j of a row's
 # columns.
 DEEP_GEMM_UE8M0 = "deep_gemm_ue8m0"
-# The layout of e2m1 weights whose words of 4 bytes have their bits where decoding on SM90 takes
-# fewest instructions, and whose scales of 64 columns and so many rows as fill 16 bytes lie side by
-# side.
+# The layout of e2m1 weights whose words of 4 bytes have their bits in the order that takes the
+# fewest instructions to decode on SM90. Scales of 64 columns are contiguous for as many rows as
+# fill 16 bytes.
 TRITON_E2M1 = "triton_e2m1"
 TRANSPOSED = "transposed"  # the layout of a quantized weight's transposed view
 
@@ -34,7 +32,9 @@ def batched_scale_shape(
 
 
 def rows_side_by_side(group: int) -> int:
-    """Rows whose scales of 64 columns, a byte for ``group`` columns of a row, fill 16 bytes."""
+    """Rows whose scales of 64 columns, one a byte for ``group`` columns of a row, fill 16
+    bytes.
+    """
     return group // 4
 
 
@@ -50,10 +50,12 @@ def _count(size: int, group: int) -> int:
 
 
 def packed_size(size: int, bits: int) -> int:
-    """Bytes of ``size`` elements of ``bits`` bits, packed without gaps; they must be filled."""
+    """Bytes of ``size`` elements of ``bits`` bits, packed without gaps; ``size`` must
+    fill them.
+    """
     return size * bits // 8
 
 
 def unpacked_size(size: int, bits: int) -> int:
-    """How many elements of ``bits`` bits lie in ``size`` bytes."""
+    """Elements of ``bits`` bits in ``size`` bytes."""
     return size * 8 // bits

@@ -1,4 +1,4 @@
-"""Workspace shapes of the layouts of the permuted problem. Arithmetic only, int or SymInt alike.
+"""Workspace shapes for the layouts of permuted rows. Arithmetic only, on int or SymInt.
 
 M tokens, N rows of w13, K hidden size, I intermediate size, E local experts. Every size is an
 upper bound from (M, top_k, E), never from the routing data.
@@ -46,7 +46,9 @@ def dense(M: int, N: int, K: int, I: int, top_k: int) -> Shapes:
 
 
 def padded_rows(M: int, top_k: int, E: int, alignment: int) -> int:
-    """Rows of the contiguous layout: pairs grouped by expert, groups padded to `alignment`."""
+    """Rows of the contiguous layout: pairs grouped by expert, every group padded to
+    `alignment`.
+    """
     pairs = M * top_k
     return round_up(pairs + minimum(pairs, E) * (alignment - 1), alignment)
 
@@ -72,10 +74,10 @@ def masked(E: int, T: int, N: int, K: int, I: int) -> Shapes:
 
 
 def carve(buffer: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """The first bytes of `buffer` (contiguous, of any shape and dtype) seen as a tensor.
+    """The first bytes of `buffer` (contiguous, of any shape and dtype) as a tensor.
 
-    Kernels only ever take workspaces this way, because the tiered op hands every tier the same
-    bytes.
+    Kernels take workspaces in this way alone, because the tiered op passes the same bytes to every
+    tier.
     """
     size = 1
     for s in shape:

@@ -20,11 +20,12 @@ class MoEConfig:
     num_local_experts defaults to this rank's share of a linear placement (the first
     num_experts % ep_size ranks hold one more); with `parallel.enable_eplb` it may be larger, for
     replicas. router_logits_dtype defaults to in_dtype. max_num_tokens bounds the tokens that one
-    device hands to a dispatcher in one step (the T of the batched format is made of it).
+    device passes to a dispatcher in one step (the T of the batched format follows from it).
 
     Raises:
         ValueError: a size that is no integer or below 1, experts_per_token outside 1..num_experts
-            or not 1 for llama4, an intermediate_size that tp_size does not divide, a
+        or
+            not 1 for llama4, an intermediate_size that tp_size does not divide, a
             num_local_experts that contradicts the placement, or an unknown dtype, activation,
             routing method or backend.
     """

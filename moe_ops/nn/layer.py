@@ -4,10 +4,10 @@ Dimensions: M tokens, H hidden size, I intermediate size, E experts (E_local on 
 top_k experts per token.
 
 Parameter names are those of transformers' Qwen2-MoE, Qwen3-MoE and Mixtral blocks, the most common
-checkpoints, so that `layer.load_state_dict(block.state_dict())` works as it is: gate.weight,
+checkpoints, so that `layer.load_state_dict(block.state_dict())` works: gate.weight,
 experts.gate_up_proj, experts.down_proj, shared_expert.{gate,up,down}_proj.weight and
-shared_expert_gate.weight. Where those have none, the name is the one of the family that does:
-gate.bias and experts.*_bias (GPT-OSS), gate.e_score_correction_bias (DeepSeek-V3),
+shared_expert_gate.weight. Parameters that those do not have are named as in a family that has
+them: gate.bias and experts.*_bias (GPT-OSS), gate.e_score_correction_bias (DeepSeek-V3),
 experts.up_proj for experts without a gate half (Nemotron-H).
 """
 
@@ -35,20 +35,18 @@ class MoELayer(nn.Module):
     """A mixture-of-experts feed-forward layer.
 
     out = residual + residual_scale * (sum_j weight_j * expert_j(x) + shared_expert(x)), where the
-    weights and experts of a token come from `moe_ops.route`; the residual is optional. Traces as
-    one graph with a dynamic number of tokens. Expert weights may be replaced by quantized ones:
+    weights and experts of a token come from `moe_ops.route`; the residual is optional. It traces
+    as one graph with a dynamic number of tokens. Expert weights may be replaced by quantized ones:
     `layer.experts.down_proj = nn.Parameter(quantize(w, scheme), False)`.
 
     Args:
         hidden_size, intermediate_size, num_experts, top_k: H, I, E and experts per token.
         activation: a name or an `Activation`.
         routing_method: a method of `route`, or a callable (router_logits, top_k) -> (weights,
-            ids).
-        scoring, num_expert_groups, topk_groups: as in `route`.
-        correction_bias: hold gate.e_score_correction_bias (E,), a buffer that steers the choice.
-        routed_scaling_factor: multiplies the router weights.
-        router_bias: give the gate a bias.
-        router_logits_dtype: dtype the gate computes in, under torch.autocast too; None: the
+        ids). scoring, num_expert_groups, topk_groups: as in `route`. correction_bias: hold
+        gate.e_score_correction_bias (E,), a buffer that steers the choice. routed_scaling_factor:
+        multiplies the router weights. router_bias: give the gate a bias. router_logits_dtype:
+        dtype the gate computes in, under torch.autocast too; None: the
             dtype of hidden_states, or what autocast makes of it.
         router_weight_on_input: multiply the experts' input by the router weight; top_k = 1 only.
         expert_bias: give both expert projections a bias.
@@ -73,9 +71,10 @@ class MoELayer(nn.Module):
 
     Raises:
         ValueError: a size that is no integer or below 1, an unknown activation, backend, scoring
-            or routing method, arguments that the method needs or does not take, top_k outside
-            1..E, an expert_map of another shape, without values or with ids of experts that the
-            layer does not hold, or arguments that contradict each other.
+        or
+            routing method, arguments that the method needs or does not take, top_k outside 1..E,
+            an expert_map of another shape, without values or with ids of experts that the layer
+            does not hold, or arguments that contradict each other.
     """
 
     expert_load: Tensor
@@ -167,8 +166,8 @@ class MoELayer(nn.Module):
             if shared_expert_gate:
                 self.shared_expert_gate = nn.Linear(hidden_size, 1, bias=False, **factory)
         load = torch.zeros(num_experts, dtype=torch.int64, device="cpu")
-        # Not in the state dict, whose names are those of whole checkpoints, equal on every device.
-        # Values that a meta buffer cannot hold wait here until there is a device for them.
+        # Not in the state dict, which has the names of whole checkpoints and is equal on every
+        # device. A meta buffer has no values: they are kept here until the layer has a device.
         self._values = {"expert_load": load}
         if expert_map is not None:
             self._values["expert_map"] = expert_map
@@ -193,8 +192,9 @@ class MoELayer(nn.Module):
 
         Raises:
             ValueError: config is no MoEConfig; as the constructor; or a term that would be added
-                once per device (a shared expert, or with tensor parallelism an expert bias); or
-                replicated experts without an expert_map.
+            once per device (a
+                shared expert, or with tensor parallelism an expert bias); or replicated experts
+                without an expert_map.
         """
         if not isinstance(config, MoEConfig):
             raise ValueError(f"config must be a moe_ops.MoEConfig, got {type(config).__name__}")
@@ -203,7 +203,7 @@ class MoELayer(nn.Module):
         settings: dict[str, Any] = {
             "activation": config.activation,
             "routing_method": config.routing_method,
-            # None where nothing is cast, so that autocast still applies
+            # None if nothing is cast, so that autocast still applies
             "router_logits_dtype": None if same_dtype else config.router_logits_dtype,
             "expert_bias": config.has_bias,
             "backend": config.moe_backend,
@@ -234,7 +234,9 @@ class MoELayer(nn.Module):
         )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> MoELayer:
-        """Behind to(), to_empty() and the like: buffers keep their values, through meta too."""
+        """to(), to_empty() and the like: buffers keep their values, also through the meta
+        device.
+        """
         before = dict(self._buffers)
         super()._apply(fn, recurse)
         for name, old in before.items():
@@ -267,7 +269,7 @@ class MoELayer(nn.Module):
 
         Raises:
             ValueError: no tensor, a wrong last dimension, a dtype that is not the layer's, and as
-                `route` and `fused_experts`.
+            `route` and `fused_experts`.
         """
         check_tensor("hidden_states", hidden_states)
         if residual is not None:
@@ -357,13 +359,13 @@ def tokens_per_expert(topk_ids: Tensor, num_experts: int) -> Tensor:
     ids = topk_ids.flatten().long()
     ids = torch.where((ids >= 0) & (ids < num_experts), ids, num_experts)
     counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=ids.device)
-    # neither bincount nor histc: the one reads its output size on the host, the other needs floats
+    # not bincount, which reads its output size on the host, nor histc, which needs floats
     return counts.scatter_add(0, ids, torch.ones_like(ids))[:num_experts]
 
 
 def _recomputing() -> bool:
-    """Whether a backward is running, which is when checkpoints call a forward again."""
-    # use_reentrant=False alone does not help: a run stops early only behind the last saved tensor
+    """Whether a backward is running, in which checkpoints call a forward again."""
+    # use_reentrant=False alone does not help: such a run stops only after the last saved tensor
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 

@@ -29,7 +29,8 @@ class Gate(nn.Module):
         self, num_experts: int, hidden_size: int, bias: bool, correction_bias: bool, factory: dict
     ) -> None:
         super().__init__()
-        self.logits_dtype: torch.dtype | None = None  # None: whatever linear makes of its input
+        # None: the dtype of the linear layer's output
+        self.logits_dtype: torch.dtype | None = None
         self.weight = parameter(num_experts, hidden_size, **factory)
         self.bias = nn.Parameter(torch.zeros(num_experts, **factory)) if bias else None
         correction = (
@@ -84,13 +85,13 @@ class Experts(nn.Module):
 
 
 class SharedExpert(nn.Module):
-    """An expert that sees every token."""
+    """An expert that every token runs through."""
 
     def __init__(
         self, hidden_size: int, width: int, activation: Activation, factory: dict
     ) -> None:
         super().__init__()
-        if activation.interleaved:  # its two halves are two projections here
+        if activation.interleaved:  # here gate and up are two projections
             activation = dataclasses.replace(activation, name="swigluoai_uninterleave")
         self.activation = activation
         linear = {"bias": False, **factory}
@@ -108,7 +109,7 @@ class SharedExpert(nn.Module):
 
 
 def expert_map_on_host(expert_map: Tensor, num_experts: int, num_local_experts: int) -> Tensor:
-    """A copy of the map that outlives the device it is on.
+    """A copy of the map on the CPU, which remains if the layer changes its device.
 
     Raises:
         ValueError: no tensor of shape (E,) with values, or ids that no local expert has.
@@ -129,9 +130,8 @@ def expert_map_on_host(expert_map: Tensor, num_experts: int, num_local_experts: 
         low, high = values.min().item(), values.max().item()
         if low < -1 or high >= num_local_experts:
             raise ValueError(
-                f"expert_map must hold local ids below num_local_experts={num_local_experts}, "
-                f"and -1 "
-                f"for experts elsewhere, got ids from {low} to {high}"
+                f"expert_map must hold local ids below num_local_experts={num_local_experts}, and "
+                f"-1 for experts elsewhere, got ids from {low} to {high}"
             )
     return values
 

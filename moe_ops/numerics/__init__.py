@@ -1,7 +1,7 @@
-"""The arithmetic of quantization on plain tensors, the one meaning every kernel is held to.
+"""The arithmetic of quantization on plain tensors. It defines the results of every kernel.
 
-Scales come from the largest magnitude of their group by the rules in scaling.py; elements are x /
-scale in fp32, clamped and rounded to nearest even (elements.py). Values are the products of
+Scales follow from the largest magnitude of their group by the rules in scaling.py. Elements are
+x / scale in fp32, clamped and rounded to nearest even (elements.py). Values are products of
 elements and scales in fp32, with one rounding at the end. A group of zeros stays zero. Everything
 is vectorised, traceable, and free of host synchronisation.
 """

@@ -33,9 +33,9 @@ def quantize_activation(
     Args:
         x: (..., K), any float dtype; every row is a token. K fills the bytes of packed elements.
         scheme: the scheme or its name.
-        static_scale: the one scale, () or (1,), of a scheme with static activation scales. Where
-            activations have a global scale it may be left out, and then comes from the data;
-            the global scale is 1 / static_scale.
+        static_scale: the one scale, () or (1,), of a scheme with static activation scales. If
+            activations have a global scale, it is 1 / static_scale, or without static_scale it is
+            computed from the data.
         rows_valid: bool, x.shape[:-1]: rows that count for a scale shared by all rows; the others
             may hold anything, NaN included, and do not change the result of these.
 
@@ -78,7 +78,8 @@ def fake_quantize_activation(
     static_scale: Tensor | None = None,
     rows_valid: Tensor | None = None,
 ) -> Tensor:
-    """The fp32 values activations have after quantization; x itself where the scheme keeps them.
+    """The fp32 values of activations after quantization, or x if the scheme does not quantize
+    them.
 
     Arguments as for ``quantize_activation``. Returns a tensor shaped like ``x``.
     """
@@ -108,5 +109,5 @@ def _amax_of_rows(x: Tensor, rows_valid: Tensor | None) -> Tensor:
     amax = x.abs().amax(-1)
     if rows_valid is not None:
         amax = torch.where(rows_valid, amax, 0)
-    # the appended zero keeps the reduction defined when there are no rows
+    # the appended zero makes the reduction defined if there are no rows
     return torch.cat((amax.flatten(), amax.new_zeros(1))).amax().to(torch.float32)

@@ -14,9 +14,9 @@ from moe_ops.schemes import ElementFormat
 def encode(x: Tensor, fmt: ElementFormat, zero_point: Tensor | None = None) -> Tensor:
     """Round fp32 numbers (..., K), already divided by their scale, to stored elements.
 
-    Numbers beyond the format saturate; ties go to the even neighbour. Integers count from
-    ``zero_point``, which broadcasts; int4 without one counts from 8. The stored elements are
-    contiguous along K, packed where they have fewer than 8 bits.
+    Numbers beyond the format saturate; ties go to the even neighbour. Integers have
+    ``zero_point``, which broadcasts, added; int4 without one has 8 added. The stored elements are
+    contiguous along K, and packed if they have fewer than 8 bits.
     """
     if fmt.name == "e4m3":
         return x.clamp(-fmt.max, fmt.max).to(fmt.storage)
@@ -26,8 +26,8 @@ def encode(x: Tensor, fmt: ElementFormat, zero_point: Tensor | None = None) -> T
 
 
 def decode(q: Tensor, fmt: ElementFormat, from_zero: bool = False) -> Tensor:
-    """The fp32 numbers (..., K) that stored elements stand for, exactly; a new tensor. int4 codes
-    count from 8, or ``from_zero``, for a zero point to be subtracted.
+    """The exact fp32 numbers (..., K) of stored elements, in a new tensor. 8 is subtracted from
+    int4 codes, unless ``from_zero``, for zero points to be subtracted.
     """
     if fmt.name == "e4m3":
         return e4m3_to_float32(q)
@@ -39,7 +39,7 @@ def decode(q: Tensor, fmt: ElementFormat, from_zero: bool = False) -> Tensor:
 
 
 def pack(codes: Tensor, fmt: ElementFormat) -> Tensor:
-    """Codes (..., K) to bytes (..., K * bits / 8); those of 8 bits stay as they are."""
+    """Codes (..., K) to bytes (..., K * bits / 8). Codes of 8 bits are returned unchanged."""
     if fmt.bits == 8:
         return codes
     if fmt.bits == 4:
@@ -68,17 +68,17 @@ def _encode_integer(x: Tensor, fmt: ElementFormat, zero_point: Tensor | None) ->
         zero_point = torch.full_like(x[..., :1], 8.0) if zero_point is None else zero_point
     x = torch.round(x)
     x = x if zero_point is None else x + zero_point
-    # NaN has no integer: its scale is NaN too, and the product with it
+    # NaN has no integer, but its scale is NaN too, and so is their product
     return torch.nan_to_num(x, nan=0.0).clamp(low, high).to(fmt.storage)
 
 
 def _encode_float(x: Tensor, fmt: ElementFormat) -> Tensor:
     magnitude = x.abs().clamp(max=fmt.max)
-    drop = 23 - fmt.mantissa  # bits of an fp32 mantissa that the format lacks
+    drop = 23 - fmt.mantissa  # bits of an fp32 mantissa that the format does not have
     bits = magnitude.view(torch.int32)
     even = (bits >> drop) & 1
     normal = ((bits + ((1 << (drop - 1)) - 1) + even) >> drop) - ((127 - fmt.bias) << fmt.mantissa)
-    # below the least normal number steps are equal, and their count is the code
+    # below the least normal number, the code is the number in units of the least number
     steps = torch.round(magnitude * 2.0 ** (fmt.bias - 1 + fmt.mantissa)).to(torch.int32)
     code = torch.where(magnitude < 2.0 ** (1 - fmt.bias), steps, normal)
     code = (code & ((1 << (fmt.bits - 1)) - 1)) | (
@@ -88,7 +88,7 @@ def _encode_float(x: Tensor, fmt: ElementFormat) -> Tensor:
 
 
 def _decode_float(codes: Tensor, fmt: ElementFormat) -> Tensor:
-    # Place sign, exponent and mantissa where fp16 has them; the exponents' biases differ.
+    # Move sign, exponent and mantissa to their places in fp16; the exponents' biases differ.
     wide = codes.to(torch.int16)
     sign = (wide << (16 - fmt.bits)) & (0x8000 - 0x10000)
     rest = (wide & ((1 << (fmt.bits - 1)) - 1)) << (10 - fmt.mantissa)
@@ -101,7 +101,7 @@ def e4m3_to_float32(q: Tensor) -> Tensor:
     times as long on a CPU (3.2 against 0.5 ms for 2**20 elements on one core)."""
     if q.device.type != "cpu" or q.dtype != torch.float8_e4m3fn or torch.compiler.is_compiling():
         return q.to(torch.float32)
-    # place sign, exponent and mantissa where fp16 has them; the exponent biases differ by 8
+    # move sign, exponent and mantissa to their places in fp16; the exponent biases differ by 8
     bits = q.view(torch.int8).to(torch.int16)
     nan = bits.bitwise_and(0x7F).add_(1).bitwise_and_(0x80).bitwise_left_shift_(7)
     half = bits.bitwise_left_shift_(7).bitwise_and_(0xBF80 - 0x10000).bitwise_or_(nan)

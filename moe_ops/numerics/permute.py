@@ -1,7 +1,8 @@
 """Sorting token-expert pairs by expert and putting the results back, in plain torch.
 
-Traceable with any M, free of host reads, deterministic: the sort is stable and sums over top_k run
-in a fixed order. Pairs whose id names no local expert sort behind all others and contribute zero.
+Traceable with any M, without host reads, and deterministic: the sort is stable, and sums over
+top_k have a fixed order. Pairs whose id names no local expert are sorted after all others and
+contribute zero.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ class Pairs(NamedTuple):
 
     order: Tensor  # (S,) int64: pair m * top_k + j at each sorted row
     inverse: Tensor  # (S,) int64: sorted row of each pair
-    experts: Tensor  # (S,) int64: local expert of each sorted row, E behind the last valid one
+    experts: Tensor  # (S,) int64: local expert of each sorted row, E after the last valid one
     offsets: Tensor  # (E,) int32: cumulative end row of each expert
     valid: Tensor  # (M, top_k) bool: whether the pair's expert is here
 
 
 def local_ids(topk_ids: Tensor, num_experts: int, expert_map: Tensor | None = None) -> Tensor:
-    """Local expert ids, int64, with `num_experts` for every id that is not here.
+    """Local expert ids, int64, with `num_experts` for every expert that is not here.
 
     Args:
         topk_ids: (M, top_k) int32 or int64; any value is allowed.
@@ -51,8 +52,8 @@ def sort_pairs(topk_ids: Tensor, num_experts: int, expert_map: Tensor | None = N
 def gather_tokens(x: Tensor, pairs: Pairs) -> Tensor:
     """Rows of x (M, K) in sorted pair order, (S, K). Differentiable.
 
-    A row is repeated before it is gathered: so the gradient is a permutation and a sum over top_k
-    in a fixed order, where that of x[order // top_k] adds rows in any order.
+    Rows are repeated before they are gathered, so that the gradient is a permutation and a sum
+    over top_k in a fixed order. The gradient of x[order // top_k] would add rows in any order.
     """
     repeated = x.unsqueeze(1).expand(-1, pairs.valid.shape[1], -1).flatten(0, 1)
     return repeated.index_select(0, pairs.order)
@@ -62,7 +63,8 @@ def weigh_inputs(x: Tensor, topk_weights: Tensor, pairs: Pairs) -> Tensor:
     """x (M, K) times its one router weight (M, 1), in fp32 with one cast at the end.
     Differentiable.
 
-    Rows whose expert is not here may hold anything; no gradient flows to them or their weights.
+    Rows whose expert is not here may hold anything, and neither they nor their weights get
+    gradients.
     """
     wide = torch.promote_types(x.dtype, torch.float32)
     weights = torch.where(pairs.valid, topk_weights.to(wide), 0)
@@ -73,9 +75,8 @@ def combine(y: Tensor, topk_weights: Tensor, pairs: Pairs, dtype: torch.dtype) -
     """Weighted sum of expert outputs over top_k, in fp32, with one cast at the end.
 
     Args:
-        y: (S, K) expert outputs in sorted pair order; rows of pairs that are not here may hold
-            anything.
-        topk_weights: (M, top_k), any float dtype.
+        y: (S, K) expert outputs in sorted pair order; rows of pairs whose expert is not here may
+        hold anything. topk_weights: (M, top_k), any float dtype.
 
     Returns:
         (M, K) of `dtype`. Differentiable in y and topk_weights.

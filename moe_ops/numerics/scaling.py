@@ -1,7 +1,8 @@
 """Scales of groups, from the largest magnitudes of their elements.
 
-``amax`` is fp32 of any shape, one entry for each group. Divisors of ``amax`` are tensors: CUDA
-turns a division by a Python number into a product with its reciprocal, off by one ulp.
+``amax`` is fp32 of any shape, with one entry for each group. Divisors of ``amax`` are tensors,
+because CUDA turns a division by a Python number into a product with its reciprocal, which is off
+by one ulp.
 """
 
 from __future__ import annotations
@@ -12,17 +13,17 @@ from torch import Tensor
 from moe_ops.schemes import ELEMENT_FORMATS, QuantDesc
 
 _E4M3_MAX = ELEMENT_FORMATS["e4m3"].max
-# least magnitude that the "ceil" rule of mxfp4 sees, as DeepGEMM's quantizer has it
+# lower bound of the magnitude in the "ceil" rule of mxfp4, as in DeepGEMM's quantizer
 _LEAST_MXFP4 = 1e-4
 
 
 def over(amax: Tensor, divisor: float) -> Tensor:
-    """amax / divisor, rounded as a division is."""
+    """amax / divisor, rounded like a division."""
     return amax / torch.full_like(amax, divisor)
 
 
 def one_where_zero(scale: Tensor) -> Tensor:
-    """A group of zeros is divided by 1."""
+    """The scale, with 1 in place of 0: a group of zeros is divided by 1."""
     return torch.where(scale == 0, 1.0, scale)
 
 
@@ -32,19 +33,19 @@ def plain(amax: Tensor, desc: QuantDesc) -> Tensor:
 
 
 def weight_steps(amax: Tensor, desc: QuantDesc) -> Tensor:
-    """The scale that weights of this amax want: amax / format's max, but for integers amax / 7.5
-    or amax / 127.5.
+    """The scale of weights of this amax: amax / format's max, but for integers amax / 7.5 or
+    amax / 127.5.
 
-    Then either end of -8..7 is at most half a step from the amax, and all codes are used: 6 % less
-    error than amax / 7 on normally distributed groups of 128.
+    So either end of -8..7 is at most half a step from the amax, and all codes are used: 6 % less
+    error than with amax / 7 on normally distributed groups of 128.
     """
     return over(amax, desc.format.max if desc.format.is_float else desc.format.max + 0.5)
 
 
 def exponents(amax: Tensor, desc: QuantDesc) -> Tensor:
-    """uint8 e8m0 codes by the rule of ``desc``; 255, which is NaN, where amax is not finite.
+    """uint8 e8m0 codes by the rule of ``desc``; 255, which is NaN, if amax is not finite.
 
-    On bits: the exponent field of a number is floor(log2(number)) + 127.
+    Computed on bits: the exponent field of a number is floor(log2(number)) + 127.
     """
     fmt = desc.format
     if desc.scale_rule == "ceil":
@@ -60,8 +61,8 @@ def exponents(amax: Tensor, desc: QuantDesc) -> Tensor:
 
 
 def global_scale(amax: Tensor, desc: QuantDesc) -> Tensor:
-    """448 * format's max / amax, 1 where amax is 0: then the largest block scale is e4m3's
-    largest.
+    """448 * format's max / amax, so that the largest block scale is the largest of e4m3; 1 if amax
+    is 0.
     """
     top = torch.full_like(amax, _E4M3_MAX * desc.format.max)
     return torch.where(amax == 0, 1.0, (top / amax).clamp(max=torch.finfo(torch.float32).max))
@@ -73,14 +74,14 @@ def block_scales(amax: Tensor, global_: Tensor, desc: QuantDesc) -> Tensor:
 
 
 def channel_scale(amax: Tensor, desc: QuantDesc) -> Tensor:
-    """fp32 scale of a row from the largest magnitude in it, such that scales of its groups are at
-    most 56 = 448 / 8 and their product with any of the codes -8..7 is within e4m3.
+    """fp32 scale of a row from its largest magnitude. With it, scales of the row's groups are at
+    most 56 = 448 / 8, and their products with any of the codes -8..7 are within e4m3.
     """
     return one_where_zero(over(weight_steps(amax, desc), _E4M3_MAX / 8))
 
 
 def group_scales(amax: Tensor, channel: Tensor, desc: QuantDesc) -> Tensor:
-    """e4m3 scales of groups under one for their row."""
+    """e4m3 scales of groups whose row has a scale too."""
     return (weight_steps(amax, desc) / channel).to(torch.float8_e4m3fn)
 
 

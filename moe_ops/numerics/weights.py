@@ -16,10 +16,10 @@ _AT_ONCE = 1 << 24  # elements that quantize_experts works on at a time
 
 
 class Scales(NamedTuple):
-    """What belongs to the elements of weights (..., N, K), for (...) experts.
+    """Scales of weights (..., N, K), for (...) experts.
 
-    A scheme says which there are: `schemes.QuantDesc`. E.g. `dequantize_weight(qdata, scheme,
-    *scales)`.
+    Which of them exist depends on the scheme (`schemes.QuantDesc`). Used as in
+    `dequantize_weight(qdata, scheme, *scales)`.
     """
 
     scale: Tensor
@@ -28,7 +28,7 @@ class Scales(NamedTuple):
     channel_scale: Tensor | None = None  # (..., N, 1) fp32
 
     def of(self, experts: int | Tensor) -> Scales:
-        """Those of one expert, or of the experts that a 1-D tensor lists."""
+        """The Scales of one expert, or of the experts that a 1-D tensor lists."""
         if isinstance(experts, Tensor):
             return Scales._make([t if t is None else t.index_select(0, experts) for t in self])
         return Scales._make([t if t is None else t[experts] for t in self])
@@ -43,7 +43,7 @@ def quantize_weight(weight: Tensor, scheme: str | QuantScheme) -> tuple[Tensor, 
             (`QuantScheme.why_not_shape`).
 
     Returns:
-        qdata (..., N, K) in the scheme's storage dtype, with fewer columns where elements share
+        qdata (..., N, K) in the scheme's storage dtype, with fewer columns if elements share
         bytes, and its Scales. The scale is (...) for one per expert, (..., N, 1) per channel,
         (..., N, K / group) per group, (..., ceil(N/128), ceil(K/128)) per block; e8m0 scales are
         uint8.
@@ -61,8 +61,8 @@ def quantize_weight(weight: Tensor, scheme: str | QuantScheme) -> tuple[Tensor, 
 
 
 def quantize_experts(weight: Tensor, scheme: str | QuantScheme) -> tuple[Tensor, Scales]:
-    """`quantize_weight` of (E, N, K) or (N, K), a few experts at a time: some ten fp32 copies
-    exist meanwhile.
+    """`quantize_weight` of (E, N, K) or (N, K), a few experts at a time, because it makes about
+    ten fp32 copies.
     """
     experts = max(1, _AT_ONCE // (weight.shape[-2] * weight.shape[-1]))
     if weight.dim() == 2 or experts >= weight.shape[0]:
@@ -91,7 +91,7 @@ def dequantize_weight(
         scale, zero_point, global_scale, channel_scale: a `Scales` of such a qdata.
 
     Returns:
-        A plain tensor (..., N, K), K counting elements.
+        A plain tensor (..., N, K), where K counts elements.
     """
     scheme = get_scheme(scheme)
     desc = scheme.quantized_weight
@@ -122,8 +122,8 @@ def scale_to_float32(scale: Tensor, desc: QuantDesc) -> Tensor:
 def _scales(
     parts: Tensor, desc: QuantDesc, dtype: torch.dtype
 ) -> tuple[Scales, Tensor, Tensor | None]:
-    """(Scales, what elements are divided by, zero points) of grouped weights; the last two like
-    parts.
+    """(Scales, divisors of elements, zero points) of grouped weights. The last two broadcast to
+    `parts`.
     """
     amax = parts.abs().amax((-3, -1), keepdim=True)
     if desc.is_mx:
@@ -152,7 +152,9 @@ def _scales(
 
 
 def _infinite_where_zero(scale: Tensor) -> Tensor:
-    """A group whose scale rounds to zero has only zeros."""
+    """The scale, with infinity in place of 0, so that a group whose scale rounds to 0 is all
+    zeros.
+    """
     return torch.where(scale == 0, torch.inf, scale)
 
 
@@ -162,7 +164,9 @@ def _squeeze(scale: Tensor, desc: QuantDesc) -> Tensor:
 
 
 def _spread(per_group: Tensor, desc: QuantDesc, n: int, k: int) -> Tensor:
-    """(..., groups of rows, 1, groups of columns, 1) to (..., N, K), of whole rows (..., N, 1)."""
+    """(..., groups of rows, 1, groups of columns, 1) to (..., N, K), or (..., N, 1) for whole
+    rows.
+    """
     if desc.group.cols == -1:
         return per_group.squeeze(-1).squeeze(-2)
     return per_group.expand(*per_group.shape[:-1], desc.group.cols).flatten(-2).flatten(-3, -2)

@@ -1,4 +1,6 @@
-"""What each routing method does and takes: asked by `route`, and by `MoELayer` when it is built.
+"""What each routing method does and which arguments it takes, for `route` and for the constructor
+of
+`MoELayer`.
 
 Dimensions as in route.py: E experts, top_k experts per token.
 """
@@ -58,11 +60,11 @@ def get_routing_method(
     num_expert_group: int | None,
     has_correction_bias: bool,
 ) -> RoutingMethod:
-    """The method that a model's router settings name to kernels that route by themselves.
+    """The method of a model's router settings, for kernels that route by themselves.
 
     A correction bias with sigmoid scores and groups is DeepSeekV3, any other bias Unspecified;
-    sigmoid top-1 is Llama4, any other sigmoid Unspecified; softmax is Renormalize or Default. It
-    tells apart no more than that: softmax with groups maps as softmax without.
+    sigmoid top-1 is Llama4, any other sigmoid Unspecified; softmax is Renormalize or Default.
+    Other settings are not distinguished: softmax with groups is the same as softmax without.
 
     Raises:
         ValueError: unknown scoring.
@@ -129,10 +131,10 @@ def check_method(
     correction_bias: bool,
     scoring: str | None,
 ) -> Recipe | None:
-    """All that `route` refuses before it sees a tensor; `correction_bias`: whether there is one.
+    """All checks of `route` that need no tensor. `correction_bias`: whether there is one.
 
     Returns:
-        What the method does; None for a callable and for simulated.
+        The method's Recipe; None for a callable and for simulated.
 
     Raises:
         ValueError: as `route`.
@@ -217,7 +219,7 @@ def _check_unused(
     topk_groups: int | None,
     scoring: str | None,
 ) -> None:
-    """Arguments that a method would ignore are errors, not ignored."""
+    """Raise for arguments that a method would ignore."""
     remedy = "use 'renormalize_naive', 'default' or another method that scores before the top-k"
     for name, given in (
         ("correction_bias", correction_bias),

@@ -69,11 +69,11 @@ def route(
     ones (DeepSeek-V3, arXiv:2412.19437, equations 13 to 16 and its reference code, which also
     gives the 1e-20 added to each sum that is divided by).
 
-    On CUDA one fused kernel does it all, unless gradients of router_logits are wanted. The
-    weights are differentiable in router_logits; the ids are not.
+    On CUDA one fused kernel runs, unless gradients of router_logits are needed. The weights are
+    differentiable in router_logits; the ids are not.
 
     Args:
-        router_logits: (M, E), any float dtype, any strides. Computed with in fp32.
+        router_logits: (M, E), any float dtype, any strides. Computation is in fp32.
         top_k: experts per token, 1..E.
         num_expert_groups, topk_groups: both or neither.
         correction_bias: (E,), any float dtype, on the device of router_logits.
@@ -153,7 +153,7 @@ class Choice:
     @property
     def arguments(self) -> tuple[str, bool, int, int]:
         """scoring, renormalize, num_expert_groups and topk_groups of the operators."""
-        # softmax over the chosen is softmax over all, divided by the sum over the chosen
+        # softmax over the chosen experts is softmax over all, divided by the sum over the chosen
         after = self.recipe.after_topk and self.scoring == "softmax"
         renormalize = self.recipe.renormalize or after
         return self.scoring, renormalize, self.num_expert_groups, self.topk_groups
@@ -172,7 +172,7 @@ def check_routing(
     scoring: str | None = None,
     generator: torch.Generator | None = None,
 ) -> Choice | None:
-    """All that `route` refuses of arguments other than the logits; `device` is that of the logits.
+    """All checks of `route` of arguments other than the logits. `device` is that of the logits.
 
     Returns:
         The method with its arguments; None for a callable and for simulated.
@@ -221,18 +221,18 @@ def router_probabilities(
 
 
 def _candidates(router_logits: Tensor) -> Tensor:
-    """fp32 logits without NaN or infinities; _LOWEST stands for "no candidate"."""
+    """fp32 logits without NaN and infinities. _LOWEST stands for "no candidate"."""
     return torch.nan_to_num(router_logits.float(), nan=_LOWEST, neginf=_LOWEST)
 
 
 def _score(logits: Tensor, scoring: str) -> Tensor:
-    """Scores of _candidates(); zero where there is none."""
+    """Scores of logits from _candidates(), zero for "no candidate"."""
     if scoring == "softmax":
         scores = torch.softmax(logits, -1)
     elif scoring == "sigmoid":
         scores = torch.sigmoid(logits)
     elif scoring == "sqrtsoftplus":
-        # sqrt has no finite gradient at 0, which softplus reaches by underflow
+        # sqrt has no finite gradient at 0, to which softplus may underflow
         scores = F.softplus(logits).clamp_min(torch.finfo(torch.float32).tiny).sqrt()
     else:
         scores = logits
@@ -248,7 +248,7 @@ def _choose(
     topk_groups: int,
 ) -> Tensor:
     """(M, top_k) int64 ids of the best experts, best first."""
-    # Every scoring grows with its logit, so without a bias the logits themselves choose: the ids
+    # Every scoring is monotonic, so that without a bias the logits themselves choose, and the ids
     # do not depend on how exp rounds.
     key = logits.detach()
     if correction_bias is not None:
@@ -268,7 +268,7 @@ def _choose(
 
 
 def _best_first(key: Tensor) -> Tensor:
-    # not torch.topk: it leaves the order of equal values open
+    # not torch.topk, which leaves the order of equal values undefined
     return torch.sort(key, dim=-1, descending=True, stable=True).indices
 
 
@@ -289,7 +289,7 @@ def _route_custom(
 def _route_simulated(
     router_logits: Tensor, top_k: int, scaling_factor: float, generator: torch.Generator | None
 ) -> tuple[Tensor, Tensor]:
-    # not torch.rand: it takes no symbolic sizes together with a generator argument
+    # not torch.rand, which takes no symbolic sizes together with a generator
     draws = torch.empty_like(router_logits, dtype=torch.float32).uniform_(generator=generator)
     topk_ids = _best_first(draws)[:, :top_k].to(torch.int32)
     weight = scaling_factor / top_k

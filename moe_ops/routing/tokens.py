@@ -42,11 +42,11 @@ def route_tokens(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The whole router: `route(linear(hidden_states, router_weight, router_bias), top_k, ...)`.
 
-    On CUDA it is one operator. Up to 16 tokens, 4 where the weight has 2**20 elements or more, it
-    launches two kernels, which read the router's weight with the whole GPU and then choose on the
-    logits as a linear layer rounds them; with more, torch's matrix product and `route`'s kernel.
-    Where gradients are wanted, under autocast and on other devices it is the two steps written
-    above.
+    On CUDA it is one operator. For up to 16 tokens (4 if the weight has 2**20 elements or more) it
+    launches two kernels: one multiplies by the router's weight with the whole GPU, the other
+    chooses by the logits, rounded like those of a linear layer. For more tokens it launches
+    torch's matrix product and `route`'s kernel. If gradients are needed, under autocast, and on
+    other devices, it runs the two steps above.
 
     Args:
         hidden_states: (M, K), bf16, fp16 or fp32, any strides; other float dtypes run in two
@@ -55,13 +55,13 @@ def route_tokens(
         top_k, method, num_expert_groups, topk_groups, correction_bias, scaling_factor, scoring,
             generator: as for `route`.
         router_bias: (E,), added to the logits.
-        logits_dtype: what the linear layer computes in and the logits have; None for that of
-            hidden_states, which the weight and bias then share. torch.float32 is exact on
-            bf16 and fp16 inputs, which are not converted in memory.
+        logits_dtype: the dtype of the linear layer's computation and of the logits. None: that of
+            hidden_states, weight and bias, which must then be one. torch.float32 is exact for bf16
+            and fp16 inputs, which are not converted in memory.
 
     Returns:
         router_logits (M, E) in logits_dtype, topk_weights (M, top_k) fp32 and topk_ids (M, top_k)
-        int32, best expert first. The choice is that of the logits returned, rounded as they are.
+        int32, best expert first. The returned logits, with their rounding, decide the choice.
 
     Raises:
         ValueError: as `route`; wrong shapes, devices or dtypes of the linear layer's tensors.
@@ -95,7 +95,8 @@ def fused_router(
     routing: dict[str, Any],  # keyword arguments of `route`
     outputs: tuple[torch.dtype, torch.dtype],  # of topk_weights and topk_ids
 ) -> tuple[Tensor, Tensor, Tensor] | None:
-    """`route_tokens` by its operator; None where that does not serve: gradients, autocast, CPUs.
+    """`route_tokens` by its operator, or None for what that does not support: gradients, autocast,
+    CPUs.
 
     Raises:
         ValueError: as `route_tokens`.
@@ -131,7 +132,7 @@ def router_linear(
     router_bias: Tensor | None,  # (E,)
     logits_dtype: torch.dtype | None,
 ) -> Tensor:
-    """(M, E) router logits, computed in logits_dtype; None: as a linear layer computes them."""
+    """(M, E) router logits, computed in logits_dtype, or if None like a linear layer."""
     if logits_dtype is None:
         return F.linear(hidden_states, router_weight, router_bias)
     bias = None if router_bias is None else router_bias.to(logits_dtype)
@@ -143,7 +144,7 @@ def router_linear(
 def _is_fused(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> bool:
     tensors = (x, weight) if bias is None else (x, weight, bias)
     for tensor in tensors:
-        # rounding before the product is not what the kernels do
+        # the kernels do not round operands before the product
         if (
             is_traceable_wrapper_subclass(tensor)
             or tensor.dtype not in _DTYPES
@@ -152,7 +153,7 @@ def _is_fused(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype
             return False
     if not x.is_cuda or autocasting(x.device) or weight.shape[0] > MAX_EXPERTS_FUSED:
         return False
-    if forward_ad._current_level >= 0:  # the operator knows no tangents
+    if forward_ad._current_level >= 0:  # the operator supports no forward-mode AD
         return False
     return not (torch.is_grad_enabled() and any([t.requires_grad for t in tensors]))
 

@@ -1,9 +1,9 @@
-"""Measured tables, one JSON file per GPU: how long each backend takes for how many tokens, and the
-config with which the triton backend is fastest. `python -m moe_ops.tuning` measures both.
+"""Measured tables, one JSON file per GPU: the times of backends by number of tokens, and the
+fastest configs of the triton backend. `python -m moe_ops.tuning` measures both.
 
 An entry is one problem (`KEYS`). "backends" lists {num_tokens, us, versions}, where us has the
-microseconds a layer of each backend that was measured, in one go; "triton" lists {num_tokens, us,
-triton, config}, of which config holds the fields of kernels.configs.LayerConfig that are not
+microseconds a layer of each backend that was measured, all in one run; "triton" lists {num_tokens,
+us, triton, config}, where config has the fields of kernels.configs.LayerConfig that are not
 defaults.
 """
 
@@ -19,7 +19,7 @@ from typing import Any
 _FOLDER = Path(__file__).parent
 
 
-# differences of the time of one layer below this are noise: the same cells repeat to within 1 %
+# relative differences below this are noise: the times of a layer repeat to within 1 %
 MARGIN = 0.01
 
 
@@ -57,7 +57,9 @@ def backend_times(
     scheme: str,
     dtype: str,
 ) -> list[tuple[int, dict[str, float]]]:
-    """(M, backend -> microseconds a layer) of a problem, ascending; [] if it was not measured."""
+    """(M, backend -> microseconds a layer) of a problem, ascending; empty if it was not
+    measured.
+    """
     key = (num_experts, hidden_size, intermediate_size, top_k, scheme, dtype)
     rows = _entries(gpu_name).get(key, {}).get("backends", [])
     return [(row["num_tokens"], row["us"]) for row in rows]
@@ -68,8 +70,8 @@ def look_up(*problem: Any) -> tuple[tuple[int, str], ...]:
     measured.
 
     Arguments: those of `backend_times`, then the names of the backends that accept the problem.
-    Others' times do not count, so where the fastest backend is not installed the next one has its
-    place.
+    The times of others do not count: if the fastest backend is not installed, the next one takes
+    its place.
     """
     *key, accepted = problem
     return crossovers(backend_times(*key), accepted)
@@ -80,9 +82,9 @@ def crossovers(
 ) -> tuple[tuple[int, str], ...]:
     """Tiers (largest M, backend) that follow from times measured at ascending numbers of tokens.
 
-    A backend gives way to one that is faster by more than MARGIN. Between the two measured M the
-    tier ends where straight lines through both backends' times, on logarithmic scales, cross. Of
-    fewer tokens than were measured nothing is known: they go to the first accepted backend.
+    A tier ends where another backend is faster by more than MARGIN. Between two measured M, that
+    is where straight lines through both backends' times, on logarithmic scales, cross. Fewer
+    tokens than were measured go to the first accepted backend.
     """
     tiers: list[tuple[int, str]] = []
     before: tuple[int, Mapping[str, float]] | None = None
@@ -109,9 +111,9 @@ def _crossing(
     old: str,
     new: str,
 ) -> int:
-    """The largest M at which `new` is not yet faster than `old`: low's at least, below high's."""
+    """The largest M at which `new` is not yet faster than `old`: at least low's, below high's."""
     (first, at_first), (last, at_last) = low, high
-    part = 0.5  # one of them was not measured at both
+    part = 0.5  # if one of them was not measured at both
     if old in at_first and new in at_first and old in at_last:
         slower = max(0.0, math.log(at_first[new] / at_first[old]))
         part = slower / (slower + math.log(at_last[old] / at_last[new]))
@@ -130,8 +132,8 @@ def layer_config(
 ) -> dict[str, Any] | None:
     """Fields of the fastest LayerConfig measured nearest to M on a logarithmic scale, or None.
 
-    M = 1 runs without a sorting kernel, so it takes what was measured at 1 and lends it to no
-    other M. What was measured at four times M or more, or at a quarter or less, says nothing of M.
+    M = 1 runs without a sorting kernel, so that its config is that measured at 1, which no other M
+    takes. Configs measured at four times M or more, or at a quarter or less, are not taken.
     """
     key = (num_experts, hidden_size, intermediate_size, top_k, scheme, dtype)
     rows = _entries(gpu_name).get(key, {}).get("triton", [])
@@ -140,7 +142,7 @@ def layer_config(
         return None
 
     def order(row: dict) -> tuple:
-        """Distance from M; between two that are as near, the smaller tiles first."""
+        """Distance from M, then tile sizes: of two that are equally near, the smaller."""
         config = row["config"]
         tiles = [*config["gemm1"].values(), *config["gemm2"].values()]
         return abs(math.log2(row["num_tokens"] / num_tokens)), config["block_m"], tiles

@@ -30,7 +30,7 @@ def record(
     config: Mapping[str, Any],
     us: float,
 ) -> None:
-    """Put the config measured for one M into a table file, in place of what it had for it."""
+    """Write the config measured for one M into a table file, replacing an earlier one."""
     import triton
 
     row = {"us": round(us, 2), "triton": triton.__version__, "config": config}
@@ -45,9 +45,7 @@ def record_backends(
     us: Mapping[str, float],
     versions: Mapping[str, str],
 ) -> None:
-    """Put the backends' times measured for one M into a table file, in place of what it had for
-    it.
-    """
+    """Write the backends' times measured for one M into a table file, replacing earlier ones."""
     times = {name: round(value, 2) for name, value in us.items()}
     _put(path, gpu_name, target, "backends", num_tokens, {"us": times, "versions": dict(versions)})
 
@@ -87,7 +85,7 @@ def _find(table: dict, target: Mapping[str, Any]) -> dict:
 
 
 def _entry_text(entry: dict) -> str:
-    """One entry with a line a measurement, so that changes read well."""
+    """One entry, with a line for each measurement, so that diffs are readable."""
     text = json.dumps({k: v for k, v in entry.items() if k not in _LISTS})[:-1]
     for field in _LISTS:
         if field in entry:

@@ -5,11 +5,11 @@ this GPU.
     python -m moe_ops.tuning --backends --shape 128 2048 768 8 [--scheme "" fp8_block]
     python -m moe_ops.tuning --check --shape 64 2048 1408 6 ...
 
-A shape is E K I top_k. Results go into the package's table of this GPU (or --table FILE) after
-every M, so that a stopped run goes on where it was; --again measures what is already there.
---backends times every backend but torch that takes the shape (or those named) as it is tuned now,
-from which "auto" makes its tiers: measure configs first. --check records nothing: it says what
-shapes without a table lose, the heuristic's time over the best.
+A shape is E K I top_k. Results are written to the package's table of this GPU (or --table FILE)
+after every M, so that a stopped run can be continued; --again measures what the table has already.
+--backends times every backend but torch that takes the shape (or the backends named), from which
+"auto" makes its tiers. It uses the measured configs, so measure these first. --check records
+nothing: it reports what shapes without a table lose, as the heuristic's time over the best time.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def main() -> None:
 
 
 def _check(arguments: argparse.Namespace, error: Callable[[str], object]) -> None:
-    """Call `error` with what is wrong with the command line, if anything is."""
+    """Call `error` if something is wrong with the command line."""
     for E, K, I, top_k in arguments.shape:  # noqa: E741
         if min(E, K, I, top_k) < 1 or top_k > E:
             error(f"--shape must be positive, TOP_K at most E; got {E} {K} {I} {top_k}")
@@ -126,7 +126,9 @@ def _check(arguments: argparse.Namespace, error: Callable[[str], object]) -> Non
 def _measure_configs(
     target: Target, counts: list[int], path: Path, gpu: str, again: bool, check: bool
 ) -> dict[str, float]:
-    """Record the best config for every M; with `check` return what the heuristic loses instead."""
+    """Record the best config for every M; with `check`, return what the heuristic loses
+    instead.
+    """
     from moe_ops.tuning.search import Bench, tune
 
     lost: dict[str, float] = {}

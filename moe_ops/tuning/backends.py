@@ -1,8 +1,9 @@
-"""How long each backend takes for a shape, by number of tokens: what tiers of `backend="auto"`
-follow from.
+"""Times of all backends for a shape, by number of tokens, from which the tiers of `backend="auto"`
+follow.
 
-Whole layers under CUDA-graph replay, on the weights and routing sets of the search for configs
-(search.py); graphs of all backends are replayed in turn, so that clocks which drift favour none.
+Whole layers are timed under CUDA-graph replay, with the weights and routing sets of the search for
+configs (search.py). Graphs of all backends are replayed in turn, so that drifting clocks favour
+none.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ from moe_ops.tables import lookup, record
 from moe_ops.tuning.search import Bench, Target, captured, replay_us
 
 _REPLAYS = 15
-_MAX_CALL_S = 0.1  # a layer slower than this is no candidate and is not replayed
+_MAX_CALL_S = 0.1  # a slower layer is no candidate, and is not replayed
 
 
 class Backends:
-    """The backends that take a target, each with the weights in its layout."""
+    """The backends that take a target, each with weights in its layout."""
 
     def __init__(self, target: Target):
         self.bench = Bench(target)
@@ -49,8 +50,8 @@ class Backends:
         return layer
 
     def times_us(self, num_tokens: int, names: list[str]) -> dict[str, float]:
-        """Median microseconds a layer of each backend named; those that fail or are far too slow
-        left out.
+        """Median microseconds a layer of each backend named, without those that fail or are far
+        too slow.
         """
         self.bench.prepare(num_tokens)
         graphs = {}
@@ -81,7 +82,7 @@ class Backends:
 def laid_out(
     backend: str, w13: torch.Tensor, w2: torch.Tensor, x: torch.Tensor, ids: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weights as a backend takes them before silu: as they are, else prepared for it.
+    """Weights in a layout that a backend takes for silu: the natural one, or that of `prepare`.
 
     Raises:
         ValueError, ImportError: it takes neither.
@@ -101,17 +102,17 @@ def measure(
     """Time the backends at each number of tokens that the table lacks, and write it after each.
 
     Args:
-        only: names of backends, the others' times stay; all but torch that take the target if
-            empty.
-        again: measure what the table has, too.
+        only: names of the backends to time; the times of others stay. If empty, all but torch that
+            take the target.
+        again: measure what the table has already, too.
 
     Returns:
-        Whether there was nothing left to measure, or something was measured.
+        Whether nothing was left to measure, or something was measured.
     """
     facts = vars(target)
     backends = Backends(target)
-    # torch defines what others compute; dequantizing all weights in fp32, it takes memory and
-    # minutes to come last
+    # Not torch, which defines what others compute: it dequantizes all weights to fp32, which takes
+    # memory and minutes, and is always the slowest.
     names = [n for n in backends.layers if (n in only if only else n != "torch")]
     known = record.measured_backends(path, facts)
     todo = {}
@@ -125,7 +126,7 @@ def measure(
     )
     measured = 0
     for M in environment.progress_bar(list(todo), "backends"):
-        # all of them, so that they compare
+        # all of them, so that their times are comparable
         us = backends.times_us(M, names)
         measured += len(us)
         record.record_backends(path, gpu, facts, M, {**known.get(M, {}), **us}, versions())
@@ -140,7 +141,7 @@ def measure(
 
 
 def versions() -> dict[str, str]:
-    """Versions of the libraries that backends use, of those that are installed."""
+    """Versions of the installed libraries that backends use."""
     names = ("torch", *backends_module.distributions())
     found = {name: environment.version(name) for name in names}
     return {name: version for name, version in found.items() if version}

@@ -1,11 +1,12 @@
-"""The search for the config of the triton backend that is fastest for a shape and an M: blocks of
-tokens, tiles of both GEMMs, and where x and h are quantized by groups.
+"""The search for the fastest config of the triton backend for a shape and an M: BLOCK_M, the tiles
+of both GEMMs, and which kernels quantize x and h.
 
-One M at a time: for every kind of block that can pay, the best config of GEMM1 beside the
-heuristic's GEMM2, then the best config of GEMM2 beside it. Times are of the whole layer under
-CUDA-graph replay, on random data, over routing sets whose weights exceed the L2: half of them
-choose experts uniformly, half by Zipf's law, since tiles that fit equally busy experts alone lost
-up to 12 % on skewed ones. Kernels are compiled beforehand by one process a core.
+It takes one M at a time. For every BLOCK_M that may be the best, it finds the best config of GEMM1
+with the heuristic's GEMM2, then the best config of GEMM2 with that GEMM1. The whole layer is timed
+under CUDA-graph replay, on random data, with routing sets whose weights exceed the L2. Half of the
+sets choose experts uniformly, half by Zipf's law, because tiles that were measured with equally
+busy experts alone lost up to 12 % on skewed ones. Kernels are compiled before that, by one process
+a core.
 """
 
 from __future__ import annotations
@@ -32,19 +33,19 @@ from moe_ops.kernels.mixed_gemm import configs as mixed_configs
 from moe_ops.kernels.mixed_gemm import operands as mixed_operands
 from moe_ops.kernels.quantize.scales import scales
 
-_SETS = 8  # routing sets a timing rotates through
-# every second set: the expert of rank r is chosen with probability proportional to r ** -1.1
+_SETS = 8  # routing sets of a timing, replayed in turn
+# in every second set, the expert of rank r is chosen with probability proportional to r ** -1.1
 _ZIPF = 1.1
 _REPLAYS = 9
 _SHARED_MEMORY = 227 * 1024  # bytes of a multiprocessor that blocks share
-# Weight bytes on their way to a multiprocessor: less does not reach the memory's bandwidth. On an
-# H200 the best configs of fp8_block and bf16 for up to 32 rows an expert had 96 to 180 KiB.
+# Weight bytes in flight to a multiprocessor that reach the memory's bandwidth. On an H200 the best
+# configs of fp8_block and bf16 for up to 32 rows an expert had 96 to 180 KiB.
 _IN_FLIGHT = 88 * 1024
 
 
 @dataclass(frozen=True)
 class Target:
-    """One shape in one scheme: what a table entry is keyed by, besides the GPU."""
+    """One shape in one scheme: the key of a table entry, besides the GPU."""
 
     num_experts: int
     hidden_size: int
@@ -74,7 +75,7 @@ def _concatenate(parts: list, scheme: str) -> torch.Tensor:
     tensors = {}
     for name in ("qdata", "scale", "zero_point", "global_scale", "channel_scale"):
         found = [getattr(part, name) for part in parts]
-        if found[0] is not None:  # concatenated as bytes, which every dtype can be
+        if found[0] is not None:  # concatenated as bytes, which works for every dtype
             together = torch.cat([t.view(torch.uint8) for t in found])
             tensors[name] = together.view(found[0].dtype)
     return moe_ops.from_quantized(scheme, **tensors)
@@ -82,7 +83,7 @@ def _concatenate(parts: list, scheme: str) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Gemm:
-    """One of the two products as its config sees it."""
+    """The facts of one of the two GEMMs on which its configs depend."""
 
     columns: int  # length of its sum (K or I)
     w_size: int  # bytes a weight element
@@ -92,15 +93,14 @@ class Gemm:
 
 
 def in_flight(gemm: Gemm, config: GemmConfig, block_m: int) -> float:
-    """Model of the weight bytes that a multiprocessor loads at a time; 0 where a block does not
-    fit.
-    """
+    """Estimated weight bytes in flight to a multiprocessor; 0 if a block does not fit."""
     block_n, block_k, num_stages, num_warps = config
     sums = block_n * block_m / (32 * num_warps)
-    # as compiled: 48 at 8 plain sums, 72 at 16; 48 at 8 scaled ones, 156 at 32
+    # as compiled: 48 registers with 8 plain sums a thread, 72 with 16; with scaled sums 48 with 8,
+    # 156 with 32
     registers = min(255, 40 + (3.5 if gemm.scaled else 2) * sums)
     stage = (block_n * gemm.w_size + block_m * gemm.x_size) * block_k
-    # one operand is converted on its way
+    # one operand is converted, through shared memory
     converted = block_m * block_k * 2 if gemm.x_size > gemm.w_size else 0
     blocks = min(
         _SHARED_MEMORY // (stage * num_stages + converted + 1024),
@@ -110,11 +110,12 @@ def in_flight(gemm: Gemm, config: GemmConfig, block_m: int) -> float:
 
 
 def candidates(gemm: Gemm, block_m: int, average: float) -> Iterator[GemmConfig]:
-    """Configs of a GEMM worth timing beside blocks of `block_m` tokens: they fit, and keep enough
-    in flight.
+    """Configs of a GEMM that are timed with this BLOCK_M: blocks fit, and enough bytes are in
+    flight.
 
     Args:
-        average: rows an expert has on average; few of them stream weights, many of them multiply.
+        average: average rows of an expert. With few, memory bandwidth is the limit, with many the
+            products.
     """
     for n in gemm.block_ns:
         for k in (64, 128) if gemm.w_size > 1 else (128,):
@@ -131,7 +132,7 @@ def candidates(gemm: Gemm, block_m: int, average: float) -> Iterator[GemmConfig]
 
 
 def block_ms(average: float) -> list[int]:
-    """Tokens of a block worth trying: an expert should fit one block, and a block should not be
+    """Values of BLOCK_M that are tried: a block should hold an expert's rows, and not be mostly
     empty.
     """
     return [t for t in (16, 32, 64, 128) if average / 6 <= t <= max(16, 5 * average)] or [128]
@@ -159,7 +160,7 @@ class Bench:
 
     @torch.no_grad()
     def time_us(self, config: LayerConfig | None, warm_up_seconds: float = 0.005) -> float:
-        """Median microseconds a layer; infinite where the config cannot run."""
+        """Median microseconds a layer; infinite if the config cannot run."""
 
         def layer() -> None:
             for x, weights, ids in self.inputs:
@@ -187,8 +188,8 @@ def captured(layer: Callable[[], None]) -> torch.cuda.CUDAGraph:
 
 
 def replay_us(graphs: list[torch.cuda.CUDAGraph], warm_up_seconds: float = 0.0) -> list[float]:
-    """Microseconds of a replay of each, after so many seconds of untimed ones that bring the
-    clocks up.
+    """Microseconds of a replay of each graph, after so many seconds of untimed replays, which
+    raise the clocks.
     """
     begin = time.perf_counter()
     while time.perf_counter() - begin < warm_up_seconds:
@@ -207,13 +208,13 @@ def replay_us(graphs: list[torch.cuda.CUDAGraph], warm_up_seconds: float = 0.0) 
 
 
 def tune(bench: Bench, num_tokens: int) -> tuple[LayerConfig, float, float]:
-    """Best config, its time and the heuristic's time, both in microseconds."""
+    """(best config, its time, the heuristic's time), times in microseconds."""
     bench.prepare(num_tokens)
     base = heuristic(bench)
     plan = search_space(bench.target, base, num_tokens)
     compile_all(bench.target, num_tokens, [base, *_pairs(plan)])
-    # The GPU idled while kernels were compiled; short layers ran 10 % slower until its clocks were
-    # up.
+    # The GPU was idle while kernels were compiled: until its clocks had risen, short layers ran 10
+    # % slower.
     default_us = best_us = bench.time_us(base, warm_up_seconds=0.25)
     best = base
     for first, second in environment.progress_bar(plan, f"M={num_tokens}"):
@@ -246,7 +247,7 @@ def heuristic(bench: Bench) -> LayerConfig:
 def search_space(
     target: Target, base: LayerConfig, num_tokens: int
 ) -> list[tuple[list[LayerConfig], list[LayerConfig]]]:
-    """Variants of GEMM1 and of GEMM2, a pair of lists for each kind of block."""
+    """Configs that are tried: for each kind of block a list for GEMM1 and one for GEMM2."""
     K, I = target.hidden_size, target.intermediate_size  # noqa: E741
     average = num_tokens * target.top_k / target.num_experts
     mixed = mixed_operands.describe(target.scheme)
@@ -271,7 +272,7 @@ def search_space(
         if shared.kernel == SM90_TMA:
             second = dataclasses.replace(second, block_ns=(128,) if x_scale else (128, 256))
         ones = list(candidates(first, shared.block_m, average)) or [base.gemm1]
-        rows = shared.block_m // shared.split_m  # of a program
+        rows = shared.block_m // shared.split_m  # rows of a program
         twos = list(candidates(second, rows, average)) or [base.gemm2]
         space.append(
             (
@@ -283,13 +284,14 @@ def search_space(
 
 
 def _blocks(base: LayerConfig, average: float, by_group: bool) -> Iterator[LayerConfig]:
-    """`base` with other blocks of tokens, and with x and h quantized by groups elsewhere."""
+    """`base` with other values of BLOCK_M, and with x and h quantized by other kernels."""
     if base.kernel == SM90_TMA:
         for block_m, split_m in ((64, 1), (128, 1), (128, 2)):
             yield base._replace(block_m=block_m, split_m=split_m)
         return
     modes = [(base.quantize_x, base.h_in_fp32)]
-    if by_group and base.direct:  # of more tokens, quantizing in the loops was 2 to 30 % slower
+    # for more tokens, quantizing in the mainloops was 2 to 30 % slower
+    if by_group and base.direct:
         modes = [(True, False), (True, True), (False, False), (False, True)]
     for block_m in [16] if base.direct else block_ms(average):
         for quantize_x, h_in_fp32 in modes:
@@ -297,7 +299,7 @@ def _blocks(base: LayerConfig, average: float, by_group: bool) -> Iterator[Layer
 
 
 def _pairs(plan: list[tuple[list[LayerConfig], list[LayerConfig]]]) -> Iterator[LayerConfig]:
-    """As few configs as compile every kernel of a plan."""
+    """The fewest configs that compile every kernel of a plan."""
     for first, second in plan:
         for i in range(max(len(first), len(second))):
             two = second[i % len(second)]
@@ -307,7 +309,7 @@ def _pairs(plan: list[tuple[list[LayerConfig], list[LayerConfig]]]) -> Iterator[
 
 
 def compile_all(target: Target, num_tokens: int, choices: Iterable[LayerConfig]) -> None:
-    """Compile kernels into Triton's cache on disk, one process a core, or fewer where weights fill
+    """Compile kernels into Triton's cache on disk, in one process a core, or fewer if weights fill
     the GPU.
     """
     one = dataclasses.replace(target, num_experts=max(2, target.top_k))
@@ -318,12 +320,12 @@ def compile_all(target: Target, num_tokens: int, choices: Iterable[LayerConfig])
 
 
 def _workers(target: Target) -> int:
-    """Processes that may make these weights at a time: quantizing took 8 times their bytes in
-    bf16.
+    """Processes that may make these weights at the same time: quantizing takes 8 times their bytes
+    in bf16.
     """
     plain = target.num_experts * 3 * target.hidden_size * target.intermediate_size * 2
     _, memory = torch.cuda.mem_get_info()
-    # a process takes half a GiB, whatever it makes; this one holds the weights that are timed
+    # any process takes half a GiB, and this one has the weights that are timed
     cores = (
         len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     )
@@ -343,12 +345,12 @@ def _few_weights(target: Target) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _compile(target: Target, num_tokens: int, config: LayerConfig) -> None:
-    # No kernel is specialized on the number of experts, so a few of them stand for all.
+    # Kernels are not specialized on the number of experts, so a few experts stand for all.
     w13, w2 = _few_weights(target)
     rows = min(num_tokens, 2)
     x = torch.randn(rows, target.hidden_size, device="cuda").to(getattr(torch, target.dtype))
     ids = torch.zeros(rows, target.top_k, dtype=torch.int32, device="cuda")
     weights = torch.ones(rows, target.top_k, device="cuda")
-    # a candidate that cannot run is sorted out when timed
+    # a candidate that cannot run is dropped when it is timed
     with torch.no_grad(), override(config), contextlib.suppress(Exception):
         moe_ops.fused_experts(x, w13, w2, weights, ids, backend="triton")

@@ -444,7 +444,7 @@ def test_first_kernels_wait_before_anything_else():
         before = body[: body.index("gdc_wait(PDL)")]
         for word in ("load(", "store(", "gdc_launch_dependents(", "expert(", "position("):
             assert word not in before, (node.name, word)
-    expected = {"moe_ops_route", "moe_ops_route_quantize", "moe_ops_vector_gemm1"}
+    expected = {"moe_ops_route", "moe_ops_route_quantize", "moe_ops_gemv1"}
     assert expected <= set(found)
 
 

@@ -157,34 +157,37 @@ def test_documented_sizes():
 # --- upper bounds, against every routing there is ------------------------------------------------
 
 
-def most_tiles(rows: int, groups: int, tile: int) -> int:
-    """Most tiles that `rows` rows need over all ways to share them out to `groups` groups."""
+def most_blocks(rows: int, groups: int, block_m: int) -> int:
+    """Most blocks that `rows` rows need over all ways to share them out to `groups` groups."""
     ways = itertools.combinations_with_replacement(range(groups), rows)
-    return max(sum(-(-way.count(g) // tile) for g in range(groups)) for way in ways)
+    return max(sum(-(-way.count(g) // block_m) for g in range(groups)) for way in ways)
 
 
 CASES = [
-    (rows, groups, tile) for rows in range(8) for groups in range(1, 5) for tile in (1, 2, 3, 4)
+    (rows, groups, block_m)
+    for rows in range(8)
+    for groups in range(1, 5)
+    for block_m in (1, 2, 3, 4)
 ]
 
 
 def test_bound_of_blocks_is_reached_and_never_passed():
-    for rows, groups, tile in CASES:
-        assert block_bound(rows, groups, tile) == most_tiles(rows, groups, tile)
+    for rows, groups, block_m in CASES:
+        assert block_bound(rows, groups, block_m) == most_blocks(rows, groups, block_m)
 
 
 def test_contiguous_rows_hold_every_routing():
     for pairs, E, alignment in CASES:
-        needed = most_tiles(pairs, E, alignment) * alignment
+        needed = most_blocks(pairs, E, alignment) * alignment
         rows = workspace.padded_rows(pairs, 1, E, alignment)
         assert needed <= rows <= needed + alignment
         assert rows % alignment == 0
 
 
 @given(st.integers(0, 10**6), st.integers(1, 512), st.integers(16, 256), st.integers(1, 256))
-def test_bound_of_blocks_falls_as_the_tile_grows(rows, groups, tile, more):
-    """So that the table sized for the smallest tile holds the blocks of any other."""
-    assert block_bound(rows, groups, tile + more) <= block_bound(rows, groups, tile) <= rows
+def test_bound_of_blocks_falls_as_blocks_grow(rows, groups, block_m, more):
+    """So that the table sized for the smallest BLOCK_M holds the blocks of any other."""
+    assert block_bound(rows, groups, block_m + more) <= block_bound(rows, groups, block_m) <= rows
 
 
 def fenced(shape, dtype) -> tuple[torch.Tensor, torch.Tensor]:

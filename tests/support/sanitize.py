@@ -4,7 +4,7 @@
         python tests/support/sanitize.py
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool racecheck \
         --kernel-regex kns=moe_ops python tests/support/sanitize.py \
-        [plain] [fp8] [packed] [emulated] [router] [deep_gemm] [handover]
+        [plain] [fp8] [mixed] [emulated] [router] [deep_gemm] [handover]
 
 racecheck reports a reduction of torch's own, hence its filter by kernel name, with which it fails
 itself on `router` and `deep_gemm` ("failed to handle a hardware exception", CUDA 13.0); of
@@ -115,7 +115,7 @@ def ending_early(w: torch.Tensor) -> torch.Tensor:
     return w._replace(qdata=data.copy_(w.qdata))
 
 
-def packed() -> int:
+def mixed() -> int:
     """Weights of 4 and 8 bits; 192 and 320 leave tails of their tiles."""
     return quantized(
         PACKED,
@@ -186,7 +186,7 @@ def handover() -> int:
 @torch.no_grad()
 def main() -> None:
     torch.manual_seed(0)
-    kinds = (plain, fp8, packed, emulated, router, deep_gemm, handover)
+    kinds = (plain, fp8, mixed, emulated, router, deep_gemm, handover)
     found = {kind.__name__: kind for kind in kinds}
     installed = importlib.util.find_spec("deep_gemm") is not None
     usual = [name for name in found if name != "handover" and (name != "deep_gemm" or installed)]

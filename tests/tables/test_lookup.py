@@ -15,7 +15,7 @@ from moe_ops.kernels.gemm import configs
 from moe_ops.tables import lookup, record
 from tests.support.cases import BF16
 from tests.tuning.test_tuning import (  # noqa: E402
-    CHIP,
+    GPU,
     MANY,
     ONE,
     TARGET,
@@ -67,7 +67,7 @@ def test_configs_that_want_h_in_fp32_are_for_few_rows(table):
     target = TARGET | {"scheme": "fp8_block"}
     tuned = MANY._replace(block_m=16, quantize_x=True, h_in_fp32=True, sort_chunk=64)
     record.record(table, "Test GPU", target, 8, fields_of(tuned), 1.0)
-    problem = (2, 8, 512, 256, BF16, CHIP, "fp8_block", ("block", "group"), True)
+    problem = (2, 8, 512, 256, BF16, GPU, "fp8_block", ("block", "group"), True)
     assert configs.for_experts(8, *problem) == tuned
     assert not configs.for_experts(9, *problem).h_in_fp32
 
@@ -75,14 +75,14 @@ def test_configs_that_want_h_in_fp32_are_for_few_rows(table):
 def test_configs_that_want_another_workspace_are_passed_over(table):
     record.record(table, "Test GPU", TARGET, 64, fields_of(MANY._replace(h_in_fp32=True)), 1.0)
     assert not chosen(64).h_in_fp32
-    assert chosen(64) == configs.choose(128, 8, 512, 256, 2, False, CHIP.shared_memory)
+    assert chosen(64) == configs.choose(128, 8, 512, 256, 2, False, GPU.shared_memory)
 
 
 def test_quantized_layers_without_a_gate_have_configs_of_their_own(table):
     target = TARGET | {"scheme": "fp8_block"}
     tuned = MANY._replace(gemm1=GemmConfig(256, 128, 3, 4), quantize_x=True)
     record.record(table, "Test GPU", target, 64, fields_of(tuned), 1.0)
-    problem = (64, 2, 8, 512, 256, BF16, CHIP, "fp8_block", ("block", "group"))
+    problem = (64, 2, 8, 512, 256, BF16, GPU, "fp8_block", ("block", "group"))
     assert configs.for_experts(*problem, True).gemm1 == tuned.gemm1
     assert configs.for_experts(*problem, False).gemm1.block_n == 128
 

@@ -47,7 +47,7 @@ ON_GPU = (
 ON_CPU = pytest.mark.skipif(
     torch.cuda.is_available(), reason="with a GPU the kernels are compiled"
 )
-CHIP = Gpu(227 * 1024, True, False, "Test GPU")
+GPU = Gpu(227 * 1024, True, False, "Test GPU")
 
 
 def fill(path, **changes):
@@ -60,7 +60,7 @@ def fill(path, **changes):
 def chosen(M, **changes):
     t = TARGET | changes
     shape = (t["num_experts"], t["hidden_size"], t["intermediate_size"])
-    return configs.for_experts(M, t["top_k"], *shape, BF16, CHIP, t["scheme"], ("", ""), True)
+    return configs.for_experts(M, t["top_k"], *shape, BF16, GPU, t["scheme"], ("", ""), True)
 
 
 def rows_of_tables():

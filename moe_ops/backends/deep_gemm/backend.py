@@ -63,7 +63,7 @@ def _reasons(name: str, p: Problem, machine: Machine, majors: tuple[int, ...]) -
 
 
 def supports(problem: Problem, machine: Machine) -> list[str]:
-    """Reasons why this backend cannot run the problem; empty means it can."""
+    """Reasons why this backend cannot run the problem; empty if it can."""
     scheme, layout = problem.scheme, problem.layout
     if scheme not in _MAJORS:
         return [f"deep_gemm has no kernel for scheme {scheme!r}"]
@@ -76,7 +76,7 @@ def supports(problem: Problem, machine: Machine) -> list[str]:
             f"deep_gemm takes natural weights below 10.0, got layout {layout!r}; {_BACK}"
         )
     elif not layout and (scheme == "mxfp8" or (scheme and major >= 10)):
-        # tensor cores from SM100 on multiply by exponents, not by fp32 scales
+        # from SM100 on, tensor cores take scales that are exponents, not fp32
         reasons.append(
             "deep_gemm needs weights laid out for it: call moe_ops.prepare(weight, 'deep_gemm') "
             "on each once, on the GPU that is to run them"
@@ -85,7 +85,7 @@ def supports(problem: Problem, machine: Machine) -> list[str]:
 
 
 def supports_fp4(problem: Problem, machine: Machine) -> list[str]:
-    """Reasons why this backend cannot run the problem; empty means it can."""
+    """Reasons why this backend cannot run the problem; empty if it can."""
     if problem.scheme not in _FP4_SCHEMES:
         of = f"scheme {problem.scheme!r}" if problem.scheme else "plain weights"
         return [f"deep_gemm_fp4 has no kernel for {of}"]
@@ -102,11 +102,12 @@ def supports_fp4(problem: Problem, machine: Machine) -> list[str]:
 
 
 def workspace_shapes(M: int, problem: Problem) -> Workspaces:
-    """Of pairs in the contiguous layout workspace13 holds permuted x (rows, K), then the
-    activation's output h (rows, I), and workspace2 gate and up (rows, N), then the products with
-    w2 (rows, K). Of batches in the masked layout, whose experts have M rounded up to 128 rows, the
-    two change places. x and h are e4m3 with fp32 scales of 128 columns behind them where
-    activations are quantized, the others bf16. The index workspace: library.py.
+    """Shapes of the workspaces. For pairs, in the contiguous layout, workspace13 holds permuted x
+    (rows, K), then the activation's output h (rows, I); workspace2 holds gate and up (rows, N),
+    then the products with w2 (rows, K). For batches, in the masked layout, whose experts have M
+    rows rounded up to 128, it is the other way round. If activations are quantized, x and h are
+    e4m3, followed by fp32 scales of 128 columns; the others are bf16. The index workspace:
+    library.py.
     """
     p = problem
     E, N, K, I = p.num_experts, p.num_rows, p.hidden_size, p.intermediate_size  # noqa: E741
@@ -129,9 +130,9 @@ def _row_bytes(columns: int) -> int:
     return columns + columns // 128 * 4
 
 
-# Rows an expert has on average from which fp8_block is faster here than in triton where it was not
-# measured. On an H200 it took 0.90 and 0.94 of triton's time at 64 rows (mixtral, qwen3), 0.95 at
-# 32 (dsv3), 1.25 at 16 (qwen3).
+# Average rows an expert from which fp8_block is taken to be faster here than in triton, if it was
+# not measured. On an H200 it took 0.90 and 0.94 of triton's time at 64 rows (mixtral, qwen3), 0.95
+# at 32 (dsv3), 1.25 at 16 (qwen3).
 FASTER_FROM = 64
 
 

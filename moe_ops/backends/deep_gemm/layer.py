@@ -1,8 +1,9 @@
 """The expert layer around DeepGEMM's GEMMs, of both backends. Imported at first launch only.
 
-Pairs are sorted by expert, every expert's rows padded to 128. Then tokens are quantized and copied
-to their rows; GEMM with w13; activation and quantization; GEMM with w2; weighted sum. Nothing is
-read by the host: sizes follow from M, top_k and E, and our kernels neither write nor read padding.
+Pairs are sorted by expert, with every expert's rows padded to 128. Then tokens are quantized and
+copied to their rows; GEMM with w13; activation and quantization; GEMM with w2; weighted sum. The
+host reads no device memory: sizes follow from M, top_k and E, and our kernels neither write nor
+read padding.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from moe_ops.ops.args import BatchedExpertsArgs, ExpertsArgs
 
 
 class Format(NamedTuple):
-    """What scales quantized operands have: SCALES and WIDTH of backends/deep_gemm/rows.py."""
+    """Scales of quantized operands: SCALES and WIDTH of backends/deep_gemm/rows.py."""
 
     scales: str
     width: int  # of rows: columns that share a scale
@@ -42,7 +43,7 @@ def format_of(scheme: str, layout: str) -> Format:
 
 
 def rows_in(buffer: Tensor, shape: tuple[int, ...], form: Format) -> dg.Operand:
-    """(.., rows, columns) of a workspace, with scales of groups of columns if there are any."""
+    """The Operand (.., rows, columns) in a workspace, with scales if the format has any."""
     if not form.scales:
         return dg.Operand(carve(buffer, shape, torch.bfloat16))
     *batch, rows, columns = shape
@@ -57,7 +58,7 @@ def rows_in(buffer: Tensor, shape: tuple[int, ...], form: Format) -> dg.Operand:
 
 
 def _weight(name: str, data: Tensor, scale: Tensor | None, form: Format) -> dg.Operand:
-    """A weight for the GEMMs; ValueError where it lacks what they need and plans do not see."""
+    """A weight for the GEMMs. Raises ValueError for what they need and plans cannot check."""
     dtypes = {"": (torch.bfloat16,), "fp32": (torch.float8_e4m3fn,)}
     expected = dtypes.get(form.scales, (torch.float8_e4m3fn, torch.uint8))
     if data.dtype not in expected:
@@ -83,7 +84,7 @@ def _weights(a: ExpertsArgs | BatchedExpertsArgs, form: Format) -> tuple[dg.Oper
 
 
 def intermediate_size(a: ExpertsArgs | BatchedExpertsArgs) -> int:
-    """I: the columns of w2, also where two share a byte."""
+    """I: the columns of w2, also if two share a byte."""
     gated = activated(a.activation, a.alpha, a.beta, a.limit).GATED
     return a.w13.shape[1] // (2 if gated else 1)
 
@@ -127,7 +128,7 @@ def batched_experts(a: BatchedExpertsArgs) -> None:
         return
     gpu, form = launch.gpu(device), format_of(a.scheme, a.layout)
     w13, w2 = _weights(a, form)
-    # A GEMM stores whole blocks of rows: those behind an expert's last row must be its own.
+    # A GEMM stores whole blocks of rows: the rows after an expert's last row must be its own.
     R = round_up(T, dg.ALIGNMENT)
     gate_up = carve(a.workspace13, (E, R, N), torch.bfloat16)
     in_place = R == T and out.is_contiguous()

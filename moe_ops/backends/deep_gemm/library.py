@@ -1,8 +1,8 @@
-"""DeepGEMM's grouped GEMMs: loading the library, its calls, and the layouts of rows that they
-take. torch alone is imported here.
+"""DeepGEMM's grouped GEMMs: loading the library, its calls, and their layouts of rows. Imports
+torch alone.
 
-DeepGEMM compiles a kernel with nvcc when it first meets a shape, which takes 1 to 3 s, and keeps
-it on disk.
+DeepGEMM compiles a kernel with nvcc at the first call with a shape, which takes 1 to 3 s, and
+caches it on disk.
 """
 
 from __future__ import annotations
@@ -18,10 +18,9 @@ from moe_ops.kernels.launch import Pointer, Runtime, unprefixed
 from moe_ops.meta.workspace import cdiv, round_up
 
 # Rows that a group is padded to: get_mk_alignment_for_contiguous_layout(), which is 128 unless set
-# otherwise. On SM90 it is the GEMMs' BLOCK_M too, so that no block reaches into the next expert's
-# rows.
+# otherwise. On SM90 it is also the GEMMs' BLOCK_M, so that no block has rows of two experts.
 ALIGNMENT = 128
-MAX_PARTS = 128  # programs that place pairs, at most
+MAX_PARTS = 128  # at most so many programs place pairs
 
 
 @cache
@@ -30,11 +29,11 @@ def library() -> Any:
 
     Raises:
         ImportError: it is not installed, or does not load.
-        RuntimeError: groups are padded to more rows than workspaces have room for.
+        RuntimeError: groups are padded to more rows than fit into the workspaces.
     """
     try:
         module = importlib.import_module("deep_gemm")
-    except Exception as error:  # its import runs native code, whose errors are of many types
+    except Exception as error:  # its import runs native code, which raises errors of many types
         raise ImportError(
             f"deep_gemm cannot be imported ({type(error).__name__}: {error}); "
             "pip install 'moe-ops[deepgemm]'"
@@ -43,8 +42,8 @@ def library() -> Any:
 
 
 def alignment() -> int:
-    """Rows that a group is padded to. Read at each call, since anybody may set it: blocks of the
-    GEMMs have as many rows.
+    """Rows that a group is padded to, which is the rows of the GEMMs' blocks. Read at each call,
+    because anybody may set it.
     """
     rows = int(library().get_mk_alignment_for_contiguous_layout())
     if ALIGNMENT % rows:
@@ -61,8 +60,8 @@ _warm: set[tuple] = set()  # GEMMs whose kernels are compiled and loaded
 
 
 def check_warm(keys: tuple[tuple, ...], device: int) -> None:
-    """Raise while a CUDA graph is captured, unless the GEMMs of these keys (none: any) have run
-    before.
+    """Raise while a CUDA graph is captured, unless the GEMMs of these keys have run before, or if
+    there are no keys, unless any have.
     """
     if _warm and _warm.issuperset(keys):
         return
@@ -81,7 +80,7 @@ def mark_warm(keys: tuple[tuple, ...]) -> None:
 
 
 class Operand(NamedTuple):
-    """Rows or weights as a GEMM takes them: in bf16, or quantized with scales."""
+    """Rows or weights of a GEMM: in bf16, or quantized with scales."""
 
     data: Tensor
     scale: Tensor | None = None
@@ -90,20 +89,21 @@ class Operand(NamedTuple):
 
     @property
     def argument(self) -> Any:
-        """What DeepGEMM takes."""
+        """The operand in the form that DeepGEMM takes."""
         return self.data if self.scale is None else (self.data, self.scale)
 
 
 def recipes(x: Operand, w: Operand) -> dict[str, Any]:
-    """Options that tell a GEMM what its scales are; of fp32 scales it knows."""
+    """Options that describe a GEMM's scales; fp32 scales need none."""
     return {"recipe_a": (1, x.width), "recipe_b": (1, w.width)} if x.scales == "ue8m0" else {}
 
 
 def gemm_keys(
     kind: str, w13: Operand, w2: Operand, expected: int, block_m: int
 ) -> tuple[tuple, ...]:
-    """What the choice of a layer's two kernels depends on: the rows that the library is told to
-    expect, and those of a block (0 for the masked layout, for which it chooses them itself).
+    """Keys of a layer's two GEMMs: everything on which the library's choice of kernels depends.
+    That includes the rows that it is told to expect, and the rows of a block (0 for the masked
+    layout, for which it chooses them itself).
     """
     return tuple(
         [(kind, expected, block_m, w.data.shape, w.data.dtype, w.data.device) for w in (w13, w2)]
@@ -111,11 +111,11 @@ def gemm_keys(
 
 
 def expected_rows(pairs: int, experts: int) -> int:
-    """Rows an expert is expected to have: its share of the pairs, as blocks whose number is a
-    power of two.
+    """Rows that an expert is expected to have: its share of the pairs, rounded to a power of two
+    of blocks.
 
-    This keeps the kernels to compile few: the library chooses one by how many blocks there will
-    be.
+    The library chooses a kernel by the number of blocks, so that this keeps the number of kernels
+    to compile small.
     """
     blocks = cdiv(cdiv(pairs, experts), ALIGNMENT)
     return ALIGNMENT << (blocks - 1).bit_length()
@@ -124,9 +124,9 @@ def expected_rows(pairs: int, experts: int) -> int:
 def grouped_gemm(d: Tensor, x: Operand, w: Operand, ends: Tensor, expected: int) -> None:
     """d (rows, N) = x (rows, K) @ w[expert of the row] (N, K).T, rows in the contiguous layout.
 
-    `ends` (E,): the row behind each expert's last pair. Told the expert of each row instead, the
-    library also loads blocks of padding alone (and multiplies them in bf16), up to the most that a
-    routing can need: docs/performance.md.
+    `ends` (E,): the row after each expert's last pair. If the library is instead given the expert
+    of each row, it also loads blocks that are all padding (and multiplies them in bf16), as many
+    as the worst routing needs: docs/performance.md.
     """
     options = recipes(x, w)
     options |= {"use_psum_layout": True, "expected_m_for_psum_layout": expected}
@@ -145,8 +145,8 @@ def masked_gemm(d: Tensor, x: Operand, w: Operand, counts: Tensor, expected: int
 
 
 def dense(t: Tensor) -> Tensor:
-    """A contiguous tensor with the strides that its shape gives: the library looks at those of
-    dimensions of size 1 too.
+    """A contiguous tensor whose strides follow from its shape also for dimensions of size 1, which
+    the library checks.
     """
     return t.view(-1).view(t.shape) if 1 in t.shape else t
 
@@ -155,7 +155,7 @@ def dense(t: Tensor) -> Tensor:
 
 
 class Index(NamedTuple):
-    """The int32 workspace: where each part of it starts. int or SymInt."""
+    """Where each part of the int32 workspace starts. int or SymInt."""
 
     rows: int  # (S,) the row of each pair
     counts: int  # (MAX_PARTS, BLOCK_E) pairs of each expert in each part
@@ -168,7 +168,7 @@ def block_e(E: int) -> int:
 
 
 def index_parts(pairs: Any, E: int) -> Index:
-    """The parts behind the end rows (E,), each of which starts at a multiple of 16 bytes."""
+    """The parts after the end rows (E,). Each starts at a multiple of 16 bytes."""
     starts = [round_up(E, 4)]
     for size in (pairs, MAX_PARTS * block_e(E)):
         starts.append(starts[-1] + (size + 3) // 4 * 4)
@@ -177,11 +177,11 @@ def index_parts(pairs: Any, E: int) -> Index:
 
 @unprefixed
 class Layout(NamedTuple):
-    """Where the rows of x lie: in the contiguous layout, or in the masked one, which has R rows an
+    """Where rows of x are: in the contiguous layout, or in the masked layout of R rows an
     expert.
     """
 
-    rows: Pointer  # (S,) of each pair; None in the masked layout
-    # (E,) the row behind each expert's last pair; in the masked layout the rows of each expert
+    rows: Pointer  # (S,) the row of each pair; None in the masked layout
+    # (E,) the row after each expert's last pair; in the masked layout, the rows of each expert
     groups: Annotated[Tensor, "pointer"]
-    R: Runtime  # all rows of the contiguous layout, those of an expert in the masked one
+    R: Runtime  # all rows of the contiguous layout, or those of an expert in the masked layout

@@ -1,13 +1,13 @@
 """Kernels that place pairs in DeepGEMM's contiguous layout. Imported at first launch only.
 
 Legend: M tokens, S = M * top_k pairs (pair p is entry p % top_k of token p // top_k), E local
-experts, BLOCK_E a power of two not below E, CHUNK pairs handled at a time.
+experts, BLOCK_E a power of two, at least E, CHUNK pairs handled at a time.
 
 The contiguous layout: rows grouped by expert, every group padded to a multiple of ALIGNMENT rows;
-the pairs of an expert keep their order. There are two launches, since no program may wait for
-another: in the first each program counts the experts of its own part of the pairs, in the second
-it sums the parts before its own. Counting all pairs once for each expert, as
-kernels/permute/sort.py does beside other work, would leave the GPU idle meanwhile.
+the pairs of an expert keep their order. There are two launches, because no program may wait for
+another: in the first, each program counts the experts in its part of the pairs; in the second, it
+sums the counts of the parts before its own. kernels/permute/sort.py counts all pairs once for each
+expert, beside other work; here that would leave the GPU idle.
 """
 
 from __future__ import annotations
@@ -94,8 +94,8 @@ def moe_ops_deep_gemm_count(
 
 @arguments
 class Place:
-    rows: Pointer  # (S,), written: the row of each pair, -1 where its expert is not here
-    ends: Pointer  # (E,), written: the row behind each expert's last pair
+    rows: Pointer  # (S,), written: the row of each pair, -1 if its expert is not here
+    ends: Pointer  # (E,), written: the row after each expert's last pair
     counts: Pointer  # (programs, BLOCK_E)
     pairs: Pairs
     ALIGNMENT: Constant
@@ -122,8 +122,8 @@ def moe_ops_deep_gemm_place(
     ALIGNMENT: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Give each pair its row. An expert without pairs ends where it would begin, at a multiple of
-    ALIGNMENT.
+    """Compute the row of each pair. An expert without pairs ends where it would begin, at a
+    multiple of ALIGNMENT.
     """
     gdc_launch_dependents(PDL)
     gdc_wait(PDL)
@@ -198,7 +198,7 @@ class Batches:
     sizes: Pointer  # (E,)
     T: Runtime
     E: Runtime
-    stride: Runtime  # of sizes
+    stride: Runtime  # of `sizes`
     BLOCK_E: Constant  # experts of a program
     PDL: Constant
 
@@ -213,7 +213,7 @@ def moe_ops_deep_gemm_batches(
     BLOCK_E: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Counts of batches (E, T, ..) as the GEMMs and the kernels around them take them."""
+    """Clamp the sizes of batches (E, T, ..) to counts from 0 to T."""
     gdc_launch_dependents(PDL)
     e = tl.program_id(0) * BLOCK_E + tl.arange(0, BLOCK_E)
     size = tl.load(sizes_ptr + e * stride, mask=e < E, other=0)
@@ -221,7 +221,7 @@ def moe_ops_deep_gemm_batches(
 
 
 def place_batches(a: BatchedExpertsArgs, R: int, gpu: Gpu) -> tuple[Launch, Layout]:
-    """Count the rows of batched x, which lie as they are in the masked layout of R rows an
+    """Count the rows of batched x, which keep their order in the masked layout of R rows an
     expert.
     """
     E, T, _ = a.hidden_states.shape

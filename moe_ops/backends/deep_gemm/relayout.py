@@ -25,8 +25,8 @@ def pack_exponents(exponents: Tensor) -> Tensor:
     """uint8 exponents (.., N, G) as int32 words of four, (.., ceil(G / 4), N): byte j of word p is
     group 4 p + j.
 
-    The words of neighbouring rows lie side by side; zeros fill the last one. As a GEMM takes
-    them, transposed, they have strides (words * N, 1, N).
+    Words of neighbouring rows are contiguous, and zeros fill the last word. GEMMs take them
+    transposed, with strides (words * N, 1, N).
     """
     padded = torch.nn.functional.pad(exponents, (0, -exponents.shape[-1] % 4))
     return padded.contiguous().view(torch.int32).transpose(-2, -1).contiguous()
@@ -38,21 +38,19 @@ def unpack_exponents(words: Tensor, groups: int) -> Tensor:
 
 
 def power_of_two_exponents(amax: Tensor) -> Tensor:
-    """uint8 exponents, biased by 127, of the least powers of two that are at least amax / 448, of
-    an amax of at least 1e-4.
-    """
+    """uint8 exponents, biased by 127, of the least powers of two >= max(amax, 1e-4) / 448."""
     mxfp8 = get_scheme("mxfp8").quantized_weight
     return scaling.exponents(amax.float().clamp(min=1e-4), mxfp8).clamp(1, 254)
 
 
 def requantize_block(weight: ExpertTensor) -> Tensors:
-    """fp8_block weights with scales of 128 x 128 blocks that are powers of two. Rounds their
-    elements once more.
+    """fp8_block weights whose scales of 128 x 128 blocks are powers of two. Elements are rounded
+    once more.
     """
     E, N, K = weight.shape
     _check_sizes(N, K)
     qdata, exponents = torch.empty_like(weight.qdata), []
-    for e in range(E):  # one at a time: fp32 copies are four times as large
+    for e in range(E):  # one expert at a time, because fp32 copies are four times as large
         blocks = weight[e].dequantize(torch.float32).view(N // 128, 128, K // 128, 128)
         exponent = power_of_two_exponents(blocks.abs().amax((1, 3), keepdim=True))
         values = blocks * (1.0 / e8m0_to_float32(exponent))
@@ -95,7 +93,7 @@ def _base(scheme: QuantScheme) -> str:
 
 
 def _multiplies_exponents(device: torch.device) -> bool:
-    """Whether GEMMs on the device take scales as exponents: on GPUs from SM100 on."""
+    """Whether GEMMs on the device take exponents as scales: GPUs from SM100 on do."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (10, 0)
 
 

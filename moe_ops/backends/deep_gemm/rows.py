@@ -2,19 +2,18 @@
 only.
 
 Legend: M tokens, S = M * top_k pairs, K hidden size, I intermediate size, N columns of the first
-GEMM's output (2 I where gated, else I). `rows` (S,) says in which row of the GEMMs' operands a
-pair lies, -1 where its expert is not here; rows without a pair are neither read nor written,
-whatever they hold.
+GEMM's output (2 I if gated, else I). `rows` (S,) is the row of each pair in the GEMMs' operands,
+or -1 if its expert is not here. Rows without a pair are neither read nor written.
 
-Batches (E, T, ..) have no `rows`, that is None, but in `groups` (E,) the rows of each expert: row
-t of expert e is row e * R + t of the GEMMs' operands. Most rows may be behind an expert's last
-one, so no program belongs to a row: `programs` of them share the rows that an expert has.
+For batches (E, T, ..) `rows` is None, and `groups` (E,) holds the number of rows of each expert:
+row t of expert e is row e * R + t of the GEMMs' operands. Most rows may be unused, so there is no
+program for each of them: `programs` programs share the rows of an expert.
 
-SCALES says what scales e4m3 data have. Scales of neighbouring rows lie side by side, in blocks of
-R rows, of which the contiguous layout is one:
+SCALES names the scales of e4m3 data. Scales of neighbouring rows are contiguous, in blocks of R
+rows, of which the contiguous layout has one:
     ""       none, data are in the input's dtype
     "fp32"   (blocks, columns / 128, R), one for 128 columns
-    "ue8m0"  the same as int32 of four exponents each, for WIDTH columns:
+    "ue8m0"  int32 words of four exponents, one for WIDTH columns:
              (blocks, columns / (4 WIDTH), R); byte j of word p is group 4 p + j
 """
 
@@ -49,7 +48,7 @@ from moe_ops.ops.args import BatchedExpertsArgs, ExpertsArgs
 
 GROUPS = 16  # groups of 128 columns that a program handles at a time
 BLOCK_N = 1024  # columns of a program of combine
-MAX_PROGRAMS = 4096  # about so many programs of a launch over batches share the rows there are
+MAX_PROGRAMS = 4096  # about so many programs of a launch over batches share all rows
 
 
 @unprefixed
@@ -64,7 +63,7 @@ class Quantized(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Rows (M, K), or batches of rows (E, T, K), whose stride_e is 0 where there are none."""
+    """Rows (M, K), with stride_e 0, or batches of rows (E, T, K)."""
 
     ptr: Pointer
     stride_e: Specialized
@@ -74,8 +73,8 @@ class Rows(NamedTuple):
 
 @triton.jit
 def quantize_by_powers(x):
-    """(fp32 quotients not yet rounded, uint8 exponents (R,)) of x (R, columns): scales are the
-    powers of two that bring the largest magnitude to at most 448.
+    """(unrounded fp32 quotients, uint8 exponents (R,)) of x (R, columns): scales are the least
+    powers of two with which the largest magnitude is at most 448.
     """
     x = x.to(tl.float32)
     exponent = exponent_above(quotient(tl.max(tl.abs(x), 1), 448.0, 1.0 / 448.0))
@@ -92,8 +91,8 @@ def scale_offset(row, group, groups, R):
 
 @triton.jit
 def store_scale(scale_ptr, scale, row, group, groups, R, mask, SCALES: tl.constexpr):
-    """Store scales of groups (the same shape), and zeros behind a row's last exponent up to the
-    end of its word.
+    """Store scales of groups (the same shape), and zeros after a row's last exponent up to the end
+    of its word.
     """
     if SCALES == "ue8m0":
         words = tl.cdiv(groups, 4)
@@ -108,7 +107,7 @@ def store_scale(scale_ptr, scale, row, group, groups, R, mask, SCALES: tl.conste
 
 @triton.jit
 def rounded_columns(x, SCALES: tl.constexpr, WIDTH: tl.constexpr, NATIVE: tl.constexpr):
-    """(GROUPS, 128) columns of a row as they are stored, and their scales (x again where there are
+    """(columns (GROUPS, 128) of a row as they are stored, their scales, or x if there are
     none).
     """
     GROUPS: tl.constexpr = x.shape[0]
@@ -188,8 +187,8 @@ def moe_ops_deep_gemm_scatter(
         m = tl.program_id(0).to(tl.int64)
         x = tl.load(x_ptr + m * x_stride_m, mask=k < K, other=0.0)
         y, scale = rounded_columns(x, SCALES, WIDTH, NATIVE)
-        gdc_wait(PDL)  # the kernel before this one wrote `rows`, and may not have ended
-        # the GEMM waits in its turn, if it was launched to (deep_gemm.set_pdl)
+        gdc_wait(PDL)  # the kernel before this one writes `rows`, and may not have ended
+        # the GEMM executes gdc_wait too, if it was launched with PDL (deep_gemm.set_pdl)
         gdc_launch_dependents(PDL)
         for j in tl.static_range(TOP_K):
             row = tl.load(rows_ptr + m * TOP_K + j).to(tl.int64)
@@ -199,8 +198,8 @@ def moe_ops_deep_gemm_scatter(
 
 @triton.jit
 def row_of(rows_ptr, first, pair, pairs):
-    """The rows of pairs, of batches from `first` on; -1 from `pairs` on and where an expert is not
-    here.
+    """The rows of pairs; for batches, of the pairs of an expert whose first row is `first`. -1 for
+    pairs from `pairs` on, and if an expert is not here.
     """
     if rows_ptr is None:
         return tl.where(pair < pairs, first + pair, -1)
@@ -216,8 +215,8 @@ def activate_units(
     HAS_LIMIT: tl.constexpr, SCALES: tl.constexpr, WIDTH: tl.constexpr, GROUPS: tl.constexpr,
     NATIVE: tl.constexpr,
 ):  # fmt: skip
-    """GROUPS units from `begin` on, of `pairs` pairs; `row` (GROUPS,) holds their rows. A unit is
-    128 columns of a pair.
+    """Activate GROUPS units from `begin` on, out of those of `pairs` pairs. A unit is 128 columns
+    of a pair, and `row` (GROUPS,) holds the units' rows.
     """
     lane = tl.arange(0, 128)[None, :]
     unit = begin + tl.arange(0, GROUPS)
@@ -298,8 +297,8 @@ def moe_ops_deep_gemm_activate(
     """h = activation(x), GROUPS groups of 128 columns at a time: those of one pair, then those of
     the next.
 
-    I is a multiple of 128. Router weights that belong to the input multiply the GEMM's output,
-    which is linear in it: so they are applied in fp32 and never rounded.
+    I is a multiple of 128. Router weights that scale the input multiply the GEMM's output instead,
+    which is linear in the input, so that they are applied in fp32 without rounding.
     """
     gdc_launch_dependents(PDL)
     per_row = I // 128
@@ -372,7 +371,7 @@ def moe_ops_deep_gemm_combine(
         total = tl.zeros((BLOCK_N,), tl.float32)
         for j in tl.static_range(TOP_K):
             row = tl.load(rows_ptr + m * TOP_K + j).to(tl.int64)
-            end = tl.where(row >= 0, K, 0)  # nothing of a pair that is not here
+            end = tl.where(row >= 0, K, 0)  # nothing is read for a pair whose expert is not here
             y = tl.load(y_ptr + row * K + column, mask=column < end, other=0.0).to(tl.float32)
             if topk_weights_ptr is not None:
                 weight_ptr = (
@@ -385,12 +384,12 @@ def moe_ops_deep_gemm_combine(
 
 
 def quantized(operand: Operand, gpu: Gpu) -> tuple[Tensor, Quantized]:
-    """Rows to write as the kernels take them: e4m3 as bytes where the GPU does not know it."""
+    """An operand as kernels write it. e4m3 data are bytes if the GPU does not have e4m3."""
     data, scale, scales, width = operand
     if scale is not None:
         if not gpu.native:
             data = data.view(torch.uint8)
-        if scales == "ue8m0":  # by bytes; kernels take no more than the address
+        if scales == "ue8m0":  # as bytes; kernels use the address alone
             scale = scale.transpose(-2, -1).view(torch.uint8)
     return data, Quantized(scale, scales, width, GROUPS, gpu.native)
 
@@ -401,17 +400,17 @@ def rows_of(x: Tensor) -> Rows:
 
 
 def programs_of_expert(tasks: int, experts: int) -> int:
-    """Programs that share the tasks of one expert, `tasks` at most.
+    """Programs that share the tasks of one expert, at most `tasks`.
 
-    A program for each of E * T rows took 1 us for 1000 of them. Not timed: all rows in one of many
-    experts.
+    With a program for each of E * T rows, 1000 of them took 1 us. All rows in one of many experts
+    were not timed.
     """
     return min(tasks, cdiv(MAX_PROGRAMS, experts))
 
 
 def programs_of_rows(x: Tensor, layout: Layout, top_k: int) -> tuple[int, int]:
-    """(programs along the first axis, those of one expert): one a token, or some that share a
-    batch.
+    """(programs along the first axis, programs of one expert): one a token, or several that share
+    a batch.
     """
     if layout.rows is not None:
         return layout.rows.numel() // top_k, 1
@@ -420,7 +419,7 @@ def programs_of_rows(x: Tensor, layout: Layout, top_k: int) -> tuple[int, int]:
 
 
 def scatter(x: Tensor, y: Operand, layout: Layout, top_k: int, gpu: Gpu) -> Launch:
-    """x (M, K) or (E, T, K), quantized where y has scales, copied to the rows of its pairs."""
+    """x (M, K) or (E, T, K), quantized if y has scales, copied to the rows of its pairs."""
     K, (programs, shared) = x.shape[-1], programs_of_rows(x, layout, top_k)
     data, how = quantized(y, gpu)
     args = Scatter(
@@ -444,7 +443,7 @@ def activate(
     weights: Tensor | None,  # (S, 1) that multiply x first
     gpu: Gpu,
 ) -> Launch:
-    """h = activation(x), quantized where h has scales."""
+    """h = activation(x), quantized if h has scales."""
     I = h.data.shape[-1]  # noqa: E741
     if layout.rows is not None:
         pairs, shared = layout.rows.numel(), 1
@@ -471,8 +470,8 @@ def activate(
 
 
 def combine(out: Tensor, y: Tensor, weights: Tensor | None, layout: Layout, top_k: int) -> Launch:
-    """out (M, K) or (E, T, K): the sum of a token's rows of y, by weights (M, top_k) or as they
-    are.
+    """out (M, K) or (E, T, K): the sum of a token's rows of y, multiplied by weights (M, top_k) if
+    there are any.
     """
     K, (programs, shared) = out.shape[-1], programs_of_rows(out, layout, top_k)
     args = Combine(

@@ -1,21 +1,22 @@
 """Backend `flashinfer`: FlashInfer's CUTLASS layer (cutlass_fused_moe) on SM90, SM100 and SM120.
 
-Before the library's own kernels one small kernel of ours brings ids and router weights into the
-form it reads, applies `expert_map` and marks ids that mean "not here" with -1, which it skips;
-another copies, weighs or quantizes the input's rows where that is needed. The library allocates
-its own workspace on every call, from torch's caching allocator: inside a captured graph, from the
-graph's pool. Gated activations need w13 laid out with up rows before gate rows:
+Before the library's kernels, a small kernel of ours converts ids and router weights to the form
+that the library reads, applies `expert_map`, and marks ids of experts that are not here with -1,
+which the library skips. Another copies, weighs or quantizes rows of the input, if needed. The
+library allocates its own workspace on every call from torch's caching allocator, and inside a
+captured graph from the graph's pool. Gated activations need w13 with up rows before gate rows:
 `moe_ops.prepare(w13, "flashinfer", activation=...)`, `moe_ops.prepare(w2, "flashinfer")`.
 
-`expert_map` covers expert parallelism, so the library's own ranks stay 1 of 1; shards of tensor
-parallelism are weights of a smaller I.
+`expert_map` covers expert parallelism, so that the library's own ranks stay 1 of 1. Shards of
+tensor parallelism are weights of a smaller I.
 
-Its gelu is the exact one, and gelu_tanh runs on it too: they differ by at most 5e-4 an element, by
-2e-4 in the norm of normally distributed ones, of which bf16 rounds away 1.7e-3 and fp16 2.1e-4.
+The library's gelu is the exact one, and gelu_tanh runs on it too: they differ by at most 5e-4 an
+element, and by 2e-4 in the norm for normally distributed inputs, where rounding to bf16 is 1.7e-3
+and to fp16 2.1e-4.
 
 Which of its kernels run is measured by `moe_ops.warmup` alone (library.py). SM90 is tested by
-tests/test_flashinfer_gpu.py; on SM100 and SM120 nothing was run: what is said of them follows the
-library's sources.
+tests/backends/flashinfer/test_gpu.py. Nothing was run on SM100 and SM120: statements about them
+follow the library's sources.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def available() -> str | None:
 
 
 def supports(problem: Problem, machine: Machine) -> list[str]:
-    """Reasons why this backend cannot run the problem; empty means it can."""
+    """Reasons why this backend cannot run the problem; empty if it can."""
     p, reasons = problem, []
     of = f"scheme {p.scheme!r}" if p.scheme else "plain weights"
     scheme = SCHEMES.get(p.scheme)
@@ -85,10 +86,10 @@ def supports(problem: Problem, machine: Machine) -> list[str]:
 
 
 def workspace_shapes(M: int, problem: Problem) -> Workspaces:
-    """workspace13 holds the input's rows where they are not read as they come, (M, K); workspace2
-    the router's weights (M, top_k) and the layer's constants in fp32, the scales of quantized
-    rows, and biases in the output's dtype; the index workspace local ids (M, top_k). The library's
-    own workspace is not among them: it allocates that.
+    """Shapes of the workspaces. workspace13 holds copies of the input's rows (M, K), unless they
+    are read in place; workspace2 the router's weights (M, top_k) and the layer's constants in
+    fp32, the scales of quantized rows, and biases in the output's dtype; the index workspace local
+    ids (M, top_k). The library allocates its own workspace.
     """
     p = problem
     pairs = M * p.top_k

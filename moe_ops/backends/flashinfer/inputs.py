@@ -1,9 +1,9 @@
-"""Kernels that bring a call's tensors into the form FlashInfer's layer reads. Imported at first
-launch only.
+"""Kernels that convert a call's tensors to the form that FlashInfer's layer reads. Imported at
+first launch only.
 
 Legend: M tokens, K hidden size, I intermediate size, N rows of w13, E local experts. No kernel
-here waits for the one before it: launched one after the other, without programmatic dependent
-launch, they read nothing of each other.
+here executes gdc_wait: they are launched without programmatic dependent launch, and read nothing
+that another of them writes.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ BLOCK_N = 512  # columns of a program of `biases`
 
 @unprefixed
 class Ids(NamedTuple):
-    """Expert ids as they come."""
+    """The caller's expert ids."""
 
     ids: Pointer  # (M, top_k)
     map: Pointer  # (num_ids,) global id -> local id, or None
@@ -55,8 +55,8 @@ class Ids(NamedTuple):
 
 @unprefixed
 class Constants(NamedTuple):
-    """The constants of the layer that the library reads from the device, and what they follow
-    from.
+    """The constants of the layer that the library reads from device memory, and the tensors that
+    they are computed from.
     """
 
     # (7, SLOT) fp32, written: alpha, beta, limit, factors of w13 and w2, inverse scales of a13 and
@@ -71,13 +71,13 @@ class Constants(NamedTuple):
     limit: RuntimeFloat
     slot: Runtime  # floats of a constant's slot, E at least
     BLOCK_E: Constant  # a power of two, at least E
-    FACTORS: Constant  # how scales become factors (schemes.py); "" for schemes without
+    FACTORS: Constant  # how factors follow from scales (schemes.py); "" for schemes without scales
 
 
 @triton.jit
 def store_factors(out_ptr, scale_ptr, a, e, mask, FACTORS: tl.constexpr):
-    """Store what each expert's GEMM output is multiplied by, from its weights' scale and that of
-    the activations.
+    """Store the factor of each expert's GEMM output, from the scale of its weights and that of the
+    activations.
     """
     s = tl.load(scale_ptr + e, mask=mask, other=1.0)
     tl.store(out_ptr + e, s * a if FACTORS == "product" else a / s, mask=mask)
@@ -85,8 +85,9 @@ def store_factors(out_ptr, scale_ptr, a, e, mask, FACTORS: tl.constexpr):
 
 @arguments
 class Route:
-    local: Pointer  # (M, top_k) int32, written: local experts, -1 for "not here" and for repeats
-    sums: Pointer  # (M, top_k) fp32, written: router weights, those of repeats added to the first
+    local: Pointer  # (M, top_k) int32, written: local experts, -1 if not here and for repeats
+    # (M, top_k) fp32, written: router weights; those of repeats are added to the first
+    sums: Pointer
     ids: Ids
     topk_weights: RouterWeights
     constants: Constants
@@ -125,11 +126,11 @@ def moe_ops_flashinfer_route(
     BLOCK_TOP_K: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
-    """Ids and router weights of BLOCK_M tokens; the first program also writes the constants of the
+    """Ids and router weights of BLOCK_M tokens. The first program also writes the constants of the
     layer.
 
-    FlashInfer counts an expert once per token: where its sort is not the one for few tokens it
-    loses repeats.
+    FlashInfer counts an expert once per token: except in its sort for few tokens, it loses
+    repeats.
     """
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
     j = tl.arange(0, BLOCK_TOP_K)[None, :]
@@ -209,9 +210,9 @@ def route(
 @arguments
 class Rows:
     out: Pointer  # (M, K), written: x's dtype, or e4m3
-    scale: Pointer  # (M, K / 32) e8m0 codes, written where TO is "mxfp8"
+    scale: Pointer  # (M, K / 32) e8m0 codes, written if TO is "mxfp8"
     x: Pointer  # (M, K)
-    weights: RouterWeights  # (M, 1) to multiply by, or none
+    weights: RouterWeights  # (M, 1) that multiply the rows, or none
     a_scale: Pointer  # () scale of e4m3 rows
     K: Specialized
     x_stride_m: Specialized
@@ -237,8 +238,8 @@ def moe_ops_flashinfer_rows(
     NATIVE: tl.constexpr,
     GROUPS: tl.constexpr,
 ):
-    """Rows of the input contiguous, weighted, quantized; rows that no expert sees may hold
-    anything.
+    """Copy rows of the input, multiplied by router weights and quantized if asked for. Rows that
+    no expert takes may hold anything.
     """
     m = tl.program_id(0).to(tl.int64)
     g = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
@@ -265,7 +266,9 @@ def moe_ops_flashinfer_rows(
 
 
 def rows(a: ExpertsArgs, out: Tensor, scale: Tensor | None, to: str, gpu: Gpu) -> Launch:
-    """Write the input's rows as `to` says, weighted where router weights belong to the input."""
+    """Write the input's rows in the form `to`, multiplied by router weights if these scale the
+    input.
+    """
     x, K = a.hidden_states, a.hidden_states.shape[1]
     args = Rows(
         out=out if gpu.native or not to else out.view(torch.uint8),
@@ -318,7 +321,9 @@ def moe_ops_flashinfer_biases(
     ORDER: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Both biases contiguous, in the output's dtype, the first in the order of w13's rows."""
+    """Copy both biases, contiguous and in the output's dtype, the first in the order of w13's
+    rows.
+    """
     e = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     half = N // 2
@@ -341,7 +346,7 @@ def moe_ops_flashinfer_biases(
 
 
 def biases(a: ExpertsArgs, out13: Tensor, out2: Tensor, order: str) -> Launch:
-    """Write both biases as the library reads them."""
+    """Write both biases in the form that the library reads."""
     (E, N), K = out13.shape, out2.shape[1]
     args = Biases(
         out13=out13,

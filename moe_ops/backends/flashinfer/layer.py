@@ -1,4 +1,4 @@
-"""The expert layer around FlashInfer's CUTLASS kernels: our own small kernels and the call of the
+"""The expert layer around FlashInfer's CUTLASS kernels: small kernels of ours, and the call of the
 library. Imported at first launch only.
 """
 
@@ -17,7 +17,7 @@ from moe_ops.kernels.launch import Gpu, run
 from moe_ops.meta.workspace import carve, round_up
 from moe_ops.ops.args import ExpertsArgs
 
-_NO_PDL = Gpu(0, False, False)  # the kernels of inputs.py do not wait for one another
+_NO_PDL = Gpu(0, False, False)  # the kernels of inputs.py are launched without it
 
 
 class _Parts:
@@ -73,7 +73,8 @@ def experts(a: ExpertsArgs) -> None:
     I = N // 2 if gated else N  # noqa: E741
     made = (
         *(device, kernels, E, N, K, I, top_k, a.activation, plain_silu, w13_bias is None),
-        M if a.scheme == "fp8_block" else 0,  # compiled for tiles that it chooses by M
+        # the library chooses tiles by M, and compiles for them
+        M if a.scheme == "fp8_block" else 0,
     )
     library.check_warm(made)
     run(launches, device, _NO_PDL)
@@ -110,7 +111,7 @@ def experts(a: ExpertsArgs) -> None:
 
 
 def _check_contiguous(a: ExpertsArgs) -> None:
-    """The library reads bare addresses."""
+    """Raise unless tensors are contiguous: the library reads bare addresses."""
     scales = ("w13_scale", "w2_scale", "w13_global_scale", "w2_global_scale")
     for name in ("out", "w13", "w2", *scales):
         tensor = getattr(a, name)
@@ -124,7 +125,7 @@ def _check_contiguous(a: ExpertsArgs) -> None:
 def _weights(
     a: ExpertsArgs, row_dtype: torch.dtype, constants: Tensor, E: int
 ) -> tuple[Kernels, Tensor, Tensor, list[Tensor] | None]:
-    """The kernels' family, both weights as it wants them typed, and its `quant_scales`."""
+    """(the family of kernels, w13 and w2 in the dtypes that it takes, its `quant_scales`)."""
     dtype = a.out.dtype
     s13, s2 = a.w13_scale, a.w2_scale
     if not a.scheme:
@@ -143,7 +144,7 @@ def _weights(
         s13, s2 = s13.view(torch.int32), s2.view(torch.int32)
         f13, f2 = constants[3, :E], constants[4, :E]
         if a.scheme == "nvfp4":
-            # it quantizes rows itself, by the inverses of the activations' scales
+            # the library quantizes rows itself, by the inverses of the activations' scales
             scales = [constants[5, 0], s13, f13, constants[6, 0], s2, f2]
             return Kernels(dtype, torch.int64, dtype), w13, w2, scales
         return Kernels(row_dtype, torch.int64, dtype, mxfp8=True), w13, w2, [s13, f13, s2, f2]

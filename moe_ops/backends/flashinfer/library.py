@@ -1,12 +1,12 @@
-"""FlashInfer's CUTLASS layer: loading its module, and which of its kernels runs a call. The
-library is imported at the first launch.
+"""FlashInfer's CUTLASS layer: loading its module, and the choice of its kernels. The library is
+imported at the first launch.
 
-The compiled module is called, not `flashinfer.fused_moe.cutlass_fused_moe` around it, for two
-reasons. That function asks the library's autotuner on every call, which tunes whenever its context
-is active anywhere in the process; and what the autotuner picks may add bf16 outputs with atomics,
-in no order and with a rounding for each expert of a token. Here a call runs the tactic that
-`moe_ops.warmup` measured for it, else the library's own default, and kernels that sum with atomics
-only where `deterministic` is False.
+The compiled module is called directly, instead of `flashinfer.fused_moe.cutlass_fused_moe`, for
+two reasons. That function calls the library's autotuner every time, which tunes if its context is
+active anywhere in the process. And the autotuner may choose kernels that add bf16 outputs with
+atomics, in any order and with a rounding for each expert of a token. Here a call runs the tactic
+that `moe_ops.warmup` measured for it, or else the library's default, and kernels that sum with
+atomics only if `deterministic` is False.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ import torch
 from moe_ops import environment
 
 VERSION = "0.6.13"  # whose module's arguments are spelled out here
-# Of GEMM1 and GEMM2, each counted from 0; -1 is the library's default. The module also takes
-# GEMM2's counted on from GEMM1's, but only those past GEMM2's own count: it takes all others to be
-# counted from 0.
+# Tactics of GEMM1 and GEMM2, each counted from 0; -1 is the library's default. The module also
+# accepts GEMM2's counted from GEMM1's last on, but only numbers past GEMM2's own count: all others
+# it takes as counted from 0.
 Tactics = tuple[int, int]
 DEFAULT: Tactics = (-1, -1)
 _REPLAYS, _CALLS = 5, 4  # timed runs of a captured graph, and calls in it
@@ -38,7 +38,7 @@ _LONG = 2e-3  # seconds of a call that is timed without a graph
 
 
 class Kernels(NamedTuple):
-    """Which of the module's families of kernels run a call: the arguments of its `init`."""
+    """The module's family of kernels that runs a call: the arguments of its `init`."""
 
     input: torch.dtype
     weight: torch.dtype
@@ -50,18 +50,18 @@ class Kernels(NamedTuple):
 
 
 class Key(NamedTuple):
-    """What tactics are measured for."""
+    """Key of measured tactics."""
 
     scheme: str
     dtype: str
     shape: tuple[int, int, int, int]  # E, K, I, top_k
     activation: str
     deterministic: bool
-    rows: int  # a power of two, the least that is not below M
+    rows: int  # the least power of two >= M
 
 
 def architecture(capability: tuple[int, int]) -> str:
-    """The module for a GPU, "" where there is none that this backend uses."""
+    """The module for a GPU, or "" if this backend uses none for it."""
     if capability[0] == 10:
         return "103" if capability[1] == 3 else "100"
     return {(9, 0): "90", (12, 0): "120", (12, 1): "120"}.get(capability, "")
@@ -69,7 +69,7 @@ def architecture(capability: tuple[int, int]) -> str:
 
 @cache
 def module(arch: str) -> Any:
-    """The library's compiled module. Where none is prebuilt, the first use builds it and warns."""
+    """The library's compiled module. If none is prebuilt, the first use builds it, and warns."""
     import flashinfer.jit.fused_moe as jit
     from flashinfer.jit import env
 
@@ -82,7 +82,7 @@ def module(arch: str) -> Any:
             stacklevel=2,
         )
     loaded = spec.build_and_load()
-    # fp8_block kernels are compiled by nvcc when first needed, from headers found here
+    # fp8_block kernels are compiled by nvcc at first use, from these headers
     loaded.set_deepgemm_jit_include_dirs(
         [str(env.FLASHINFER_CSRC_DIR / "nv_internal" / "tensorrt_llm")]
     )
@@ -114,7 +114,7 @@ def check_warm(key: tuple) -> None:
 
 
 def mark_warm(key: tuple) -> None:
-    """A call like this one has been made."""
+    """Record that a call like this one was made."""
     _warm.add(key)
 
 
@@ -133,12 +133,12 @@ _local = threading.local()
 
 
 def tactics(gpu: str, key: Key) -> Tactics:
-    """What was measured for a call on a GPU of this name, or DEFAULT."""
+    """The tactics measured for a call on a GPU of this name, or DEFAULT."""
     return _table(gpu).get(key, DEFAULT)
 
 
 def _table(gpu: str) -> dict[Key, Tactics]:
-    """The tactics of a GPU; read from disk when first asked for."""
+    """The tactics of a GPU, read from disk at the first call."""
     table = _found.get(gpu)
     if table is None:
         with _lock:
@@ -149,7 +149,7 @@ def _table(gpu: str) -> dict[Key, Tactics]:
 
 
 def tactics_path() -> Path:
-    """Where `moe_ops.warmup` keeps what it measured."""
+    """The file to which `moe_ops.warmup` writes measured tactics."""
     return environment.cache_folder() / f"flashinfer-{VERSION}.json"
 
 
@@ -166,7 +166,7 @@ def load(path: Path, gpu: str) -> dict[Key, Tactics]:
 
 
 def save(path: Path, gpu: str, table: dict[Key, Tactics]) -> None:
-    """Add the tactics of a GPU to a file, which is replaced at once: no reader sees a part."""
+    """Add the tactics of a GPU to a file, which is replaced atomically."""
     try:
         stored = json.loads(path.read_text())
     except (OSError, ValueError):
@@ -184,7 +184,9 @@ def save(path: Path, gpu: str, table: dict[Key, Tactics]) -> None:
 
 @contextmanager
 def warm(_rows: int) -> Iterator[None]:
-    """Let calls of this thread measure the tactics that they lack; entered by `moe_ops.warmup`."""
+    """Let calls of this thread measure tactics that were not measured; `moe_ops.warmup`
+    enters it.
+    """
     before = tuning()
     _local.tuning = True
     try:
@@ -200,7 +202,7 @@ def tuning() -> bool:
 
 @cache
 def numbered(device: int) -> bool:
-    """Whether `candidates` knows how the module numbers tactics there; else the default runs."""
+    """Whether `candidates` knows the numbers of tactics on a device; if not, the default runs."""
     return torch.cuda.get_device_capability(device) == (9, 0)
 
 
@@ -231,11 +233,11 @@ def tune(gpu: str, key: Key, of: Any, call: Callable[[Tactics], None]) -> None:
 
 
 def candidates(first: int, second: int, deterministic: bool) -> tuple[list[int], list[int]]:
-    """Tactics of GEMM1 and GEMM2 to try, of so many each.
+    """Tactics to try, out of `first` of GEMM1 and `second` of GEMM2.
 
-    Of n tile shapes GEMM1 has n, then n with operands exchanged. GEMM2, where it can add to the
-    output itself, has n, n that do so, with atomics, and again n and n with operands exchanged.
-    Those of older GPUs, which follow, are left out.
+    For n tile shapes GEMM1 has n tactics, then n with swapped operands. A GEMM2 that can add to
+    the output has n tactics, n that add with atomics, and then both again with swapped operands.
+    The tactics of older GPUs, which follow, are left out.
     """
     n = (second - first) // 2
     if n <= 0:  # none adds to the output
@@ -250,7 +252,7 @@ def _seconds(call: Callable[[Tactics], None], tried: Tactics) -> float:
         call(tried)
         torch.cuda.synchronize()
         return _timed(call, tried)
-    except Exception:  # of the module's foreign-function interface: any kind
+    except Exception:  # the module's foreign-function interface raises any kind
         return float("inf")
 
 
@@ -268,8 +270,8 @@ def _timed(call: Callable[[Tactics], None], tried: Tactics) -> float:
     once = timed(lambda: call(tried), 1)
     if once > _LONG:
         return once
-    # shorter calls take longer to launch than to run; torch.cuda.graph would collect garbage each
-    # time
+    # A graph, because short calls take longer to launch than to run. Not torch.cuda.graph, which
+    # collects garbage each time.
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):

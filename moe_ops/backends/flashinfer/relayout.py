@@ -20,16 +20,16 @@ from moe_ops.schemes import QuantScheme
 if TYPE_CHECKING:
     from moe_ops.tensors.base import ExpertTensor
 
-MIXED = "flashinfer_mixed"  # 4-bit weights beside 16-bit activations on SM90
-# scales of 128 rows and 4 columns side by side, as SM100's tensor cores read them
+MIXED = "flashinfer_mixed"  # 4-bit weights and 16-bit activations, on SM90
+# contiguous scales of 128 rows and 4 columns, as SM100's tensor cores read them
 SWIZZLED = "flashinfer_swizzled"
 
-NATURAL = ("", "fp8_tensor_static", "fp8_block")  # schemes whose elements stay where they are
+NATURAL = ("", "fp8_tensor_static", "fp8_block")  # schemes whose elements do not move
 
 
 def up_first(t: Tensor, pairs: bool) -> Tensor:
-    """Up rows, then gate rows, of t (..., 2I, K): gate and up rows alternating (``pairs``), or
-    gate rows first.
+    """t (..., 2I, K) with up rows before gate rows. In t they alternate (``pairs``), or gate rows
+    are first.
     """
     gate, up = (t[..., ::2, :], t[..., 1::2, :]) if pairs else t.chunk(2, -2)
     return _cat(up, gate)
@@ -45,7 +45,7 @@ def gate_first(t: Tensor, pairs: bool) -> Tensor:
 
 
 def _raw(t: Tensor) -> Tensor:
-    """As bytes where elements are bytes: not every version of torch can concatenate e4m3."""
+    """Elements of one byte as uint8: not every version of torch can concatenate e4m3."""
     return t.view(torch.uint8) if t.element_size() == 1 else t
 
 
@@ -54,7 +54,9 @@ def _cat(*parts: Tensor) -> Tensor:
 
 
 def reorder_rows(w: ExpertTensor, order: str, undo: bool = False) -> Tensors:
-    """The tensors of ``w`` that have rows, with these in the order of its name, or back."""
+    """The tensors of ``w`` that have rows, with rows in the order of that name, or (``undo``) back
+    in the natural order.
+    """
     if not order:
         return {}
     pairs = order == UP_GATE_OF_PAIRS
@@ -76,7 +78,7 @@ def reorder_rows(w: ExpertTensor, order: str, undo: bool = False) -> Tensors:
 
 
 def _of_each_expert(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """``function`` of (E, N, K) for one expert's (N, K) too."""
+    """``function``, which takes (E, N, K), for one expert's (N, K) too."""
 
     @wraps(function)
     def of(t: Tensor) -> Tensor:
@@ -89,10 +91,10 @@ def _of_each_expert(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], 
 def interleave_e2m1(q: Tensor) -> Tensor:
     """Bytes (E, N, K/2) of e2m1 pairs in the order of the SM90 kernels for 16-bit activations.
 
-    In each tile of 16 rows and 64 columns, rows r and r + 8 exchange nibbles, so that a byte holds
-    the two rows' elements of one column, and bytes move so that a thread finds all of its own in
-    one load. Formula: interleave_fp4_weights_for_sm90_mixed_gemm of FlashInfer 0.6.13; N a
-    multiple of 16, K of 64.
+    In each tile of 16 rows and 64 columns, rows r and r + 8 swap nibbles, so that a byte holds
+    both rows' elements of one column, and bytes move so that a thread loads all of its bytes at
+    once. Formula: interleave_fp4_weights_for_sm90_mixed_gemm of FlashInfer 0.6.13. N is a multiple
+    of 16, K of 64.
     """
     E, N, B = q.shape
     upper, lower = q.view(E, N // 16, 2, 8, B // 32, 32).unbind(2)
@@ -116,7 +118,7 @@ def separate_e2m1(q: Tensor) -> Tensor:
 
 @_of_each_expert
 def interleave_scales(scale: Tensor) -> Tensor:
-    """e8m0 scales (E, N, K/32) as (E, K/128, 4N): the four of 128 columns, then the next row's."""
+    """e8m0 scales (E, N, K/32) as (E, K/128, 4N): four scales of 128 columns for each row."""
     E, N, G = scale.shape
     return scale.view(E, N, G // 4, 4).transpose(1, 2).reshape(E, G // 4, 4 * N)
 

@@ -1,4 +1,4 @@
-"""What the library runs: schemes by GPU, dtype and layout, and activations by its numbers."""
+"""Schemes that the library runs, by GPU, dtype and layout, and its numbers of activations."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ _RULES = ("", ":round", ":ceil")
 class Scheme(NamedTuple):
     """How the library runs a scheme."""
 
-    gpus: tuple[tuple[int, int], ...]  # compute capabilities; a minor one of 0 stands for all
+    gpus: tuple[tuple[int, int], ...]  # compute capabilities; a minor number of 0 stands for all
     dtypes: tuple[torch.dtype, ...]
-    multiple: int  # what K and I must be a multiple of
-    layout: str = ""  # of weights, up to the order of rows
-    input: str = ""  # what rows are quantized to beforehand
-    factors: str = ""  # how scales of weights and activations become factors (inputs.py)
+    multiple: int  # K and I must be multiples of it
+    layout: str = ""  # of weights, except for the order of rows
+    input: str = ""  # to what the input's rows are quantized before the library's kernels
+    factors: str = ""  # how factors follow from scales of weights and activations (inputs.py)
 
 
 SCHEMES = {

@@ -22,12 +22,12 @@ _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 def available() -> str | None:
-    """Torch is always there."""
+    """None: torch is always installed."""
     return None
 
 
 def supports(problem: Problem, machine: Machine) -> list[str]:
-    """Everything but prepared layouts."""
+    """Reasons why this backend cannot run the problem: prepared layouts alone."""
     reasons = []
     if problem.dtype not in _FLOATS:
         reasons.append(f"needs a floating-point hidden_states, got {problem.dtype}")
@@ -40,7 +40,9 @@ def supports(problem: Problem, machine: Machine) -> list[str]:
 
 
 def workspace_shapes(M: int, problem: Problem) -> Workspaces:
-    """The dense layout of `experts`, the masked one of `batched_experts`; else nothing."""
+    """Shapes of the workspaces: the dense layout for `experts`, the masked layout for
+    `batched_experts`, nothing for `grouped_linear`.
+    """
     p = problem
     dtype = _compute_dtype(p.dtype, p.scheme)
     shape13: tuple[int, ...] = (0,)
@@ -106,8 +108,8 @@ def _launch_experts(a: ExpertsArgs) -> None:
 
 
 def _activate(gate_up: Tensor, activation: activations.Activation, out: Tensor) -> None:
-    """out (S, I) = activation(gate_up (S, N)), on a CPU in parts whose fp32 values stay in
-    cache.
+    """out (S, I) = activation(gate_up (S, N)). On a CPU in parts whose fp32 values stay
+    in cache.
     """
     step = 64 if out.device.type == "cpu" else out.shape[0]
     for i in range(0, out.shape[0], step):
@@ -179,14 +181,14 @@ def _launch_grouped_linear(a: GroupedLinearArgs) -> None:
 def _scales(
     a: ExpertsArgs | BatchedExpertsArgs | GroupedLinearArgs, weight: str
 ) -> numerics.Scales | None:
-    """Those of the weight of that name."""
+    """The Scales of the weight of that name."""
     if not a.scheme:
         return None
     return numerics.Scales(*[getattr(a, f"{weight}_{part}") for part in numerics.Scales._fields])
 
 
 def _compute_dtype(dtype: torch.dtype, scheme: str) -> torch.dtype:
-    """Plain weights compute in the dtype they come in, quantized ones in fp32."""
+    """The dtype of products: that of plain weights, fp32 for quantized ones."""
     return torch.float32 if scheme else dtype
 
 

@@ -1,9 +1,9 @@
-"""The CPU kernels of csrc/cpu/grouped_mm.cpp, called through ctypes where they were built.
+"""The CPU kernels of csrc/cpu/grouped_mm.cpp, called through ctypes if they were built.
 
-Against one library product per expert, 32 experts of (1024, 1024) read from memory by two EPYC
-cores: with AVX-512, 3 rows an expert 1.8 times as fast in bf16 and 3.0 times in fp32, 64 rows 1.1
-and 1.5 times; two hardware threads of one core with AVX2, 3 rows 4.2 and 4.4 times, 64 rows 1.2
-and 1.3 times (bf16 through fp32 there).
+Speed compared with one library product per expert, for 32 experts of (1024, 1024) read from
+memory: on two EPYC cores with AVX-512, 1.8 times in bf16 and 3.0 times in fp32 with 3 rows an
+expert, 1.1 and 1.5 times with 64 rows; on two hardware threads of one core with AVX2, 4.2 and 4.4
+times with 3 rows, 1.2 and 1.3 times with 64 rows (there bf16 is computed in fp32).
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 _LIBRARY = Path(__file__).parents[2] / "cpu_grouped_mm.so"
-# Rows per expert up to which the kernels lead, by AVX; library GEMMs on AMX overtake them in bf16
-# at 14 to 20 on a Xeon.
+# Rows an expert up to which the kernels are faster, by the width of AVX. Library GEMMs on AMX are
+# faster in bf16 from 14 to 20 rows on, on a Xeon.
 _MOST_ROWS = {
     512: {torch.bfloat16: 96, torch.float32: 1 << 30},
     2: {torch.bfloat16: 96, torch.float32: 96},
@@ -35,13 +35,14 @@ class _Kernels(NamedTuple):
 
 @functools.cache
 def _kernels() -> dict[torch.dtype, _Kernels]:
-    """Entry points by dtype; empty where nothing was built or this processor lacks AVX2."""
+    """Entry points by dtype; empty if nothing was built, or this processor lacks AVX2."""
     if not _LIBRARY.exists():
         return {}
     library = ctypes.CDLL(str(_LIBRARY))
-    if not hasattr(library, "moe_ops_cpu_avx"):  # of a version whose kernels took other arguments
+    # built from a version whose kernels take other arguments
+    if not hasattr(library, "moe_ops_cpu_avx"):
         return {}
-    avx = library.moe_ops_cpu_avx(512)  # the widest it may use
+    avx = library.moe_ops_cpu_avx(512)  # the widest that it may use
     if not avx:
         return {}
     pointer, size = ctypes.c_void_p, ctypes.c_int64
@@ -62,7 +63,7 @@ def _kernels() -> dict[torch.dtype, _Kernels]:
 
 
 def why_not() -> str | None:
-    """None where the kernels are in use, else why they are not."""
+    """Why the kernels are not used, or None."""
     if not _LIBRARY.exists():
         return "not built: installing builds it on x86-64 Linux, where there is a C++ compiler"
     if _kernels():
@@ -71,7 +72,7 @@ def why_not() -> str | None:
 
 
 def can_multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether `grouped_mm` takes these and should be faster than one product per expert."""
+    """Whether `grouped_mm` takes these tensors, and should be faster than a product per expert."""
     return (
         x.dtype in _kernels()
         and weight.dtype == x.dtype
@@ -114,7 +115,7 @@ def grouped_mm(
 
 
 def can_combine(y: Tensor, out: Tensor) -> bool:
-    """Whether `combine` takes these."""
+    """Whether `combine` takes these tensors."""
     return (
         y.device.type == "cpu"  # a GPU's pointers would crash the process
         and y.dtype in _kernels()

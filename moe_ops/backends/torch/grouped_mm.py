@@ -1,8 +1,8 @@
 """Grouped GEMMs in plain torch: rows sorted by expert times one weight matrix per expert.
 
 S rows sorted by expert, E experts, `offsets` (E,) int32 the cumulative end row of each on the
-device. Three ways, none of which reads a device tensor on the host when that device is a GPU:
-- CPU: our own kernel while experts have few rows, else one matrix product per expert that has
+device. There are three ways, and on a GPU none of them reads a device tensor on the host:
+- CPU: a kernel of ours if experts have few rows, else one matrix product per expert that has
   rows;
 - GPU, bf16 and aligned: torch's grouped GEMM;
 - GPU, everything else: rows padded to blocks of one expert each, weights gathered per block.
@@ -21,7 +21,7 @@ from moe_ops.numerics import Scales, dequantize_weight
 from moe_ops.schemes import get_scheme
 
 _BLOCK = 32  # rows per block of the gather path
-_WIDENED_ROWS = 16  # from which fp32 pays on CPUs without 16-bit products
+_WIDENED_ROWS = 16  # rows from which fp32 is faster on CPUs without 16-bit products
 _CHUNK = 1 << 27  # weight elements dequantized or gathered at a time (0.5 GB in fp32)
 
 
@@ -38,9 +38,10 @@ def grouped_mm(
 ) -> Tensor:
     """x @ weight[e].T + bias[e] for the rows of each expert, or x @ weight[e] with `transpose`.
 
-    Quantized weights are dequantized to x's dtype, which the caller makes fp32. Returns (S, N), or
-    (S, K) transposed; rows past offsets[-1] are zero. `out` is written and returned where it
-    helps.
+    Quantized weights are dequantized to x's dtype, which must be fp32. Returns (S, N), or (S, K)
+    with
+    `transpose`; rows past offsets[-1] are zero. The result may be written to `out`, which is then
+    returned.
     """
     width = get_scheme(scheme).logical_shape(*weight.shape)[2 if transpose else 1]
     if x.device.type == "cpu":
@@ -60,7 +61,7 @@ def grouped_mm(
                 start = end
         out[start:] = 0
         return out
-    offsets = offsets.clamp(0, x.shape[0])  # they are data: row ranges must stay inside x
+    offsets = offsets.clamp(0, x.shape[0])  # they are data, and row ranges must stay inside x
     if not scheme and _native(x, weight):
         y = F.grouped_mm(x, weight if transpose else weight.transpose(1, 2), offs=offsets)
     else:
@@ -74,11 +75,11 @@ def grouped_mm(
 
 
 def _product(a: Tensor, b: Tensor, bias: Tensor | None, out: Tensor) -> None:
-    """out = a @ b + bias on a CPU; in fp32, rounded at the end, where that is faster.
+    """out = a @ b + bias on a CPU. In fp32, rounded at the end, if that is faster.
 
-    Without instructions for 16-bit numbers torch multiplies them a row at a time. On an EPYC with
-    AVX2, 1024 columns and as many rows of weights, 8 rows in bf16 took 1.5 ms and in fp32,
-    widening included, 1.7; 64 took 12 and 2.9.
+    Without instructions for 16-bit numbers, torch multiplies them a row at a time. On an EPYC with
+    AVX2 and weights of 1024 x 1024, 8 rows took 1.5 ms in bf16, and 1.7 ms in fp32 with the
+    conversion included; 64 rows took 12 and 2.9 ms.
     """
     if a.shape[0] >= _WIDENED_ROWS and _multiplied_by_rows(a.dtype):
         y = torch.mm(a.float(), b.float())
@@ -91,8 +92,10 @@ def _product(a: Tensor, b: Tensor, bias: Tensor | None, out: Tensor) -> None:
 
 @functools.cache
 def _multiplied_by_rows(dtype: torch.dtype) -> bool:
-    """Whether torch multiplies 16-bit matrices by rows here, as far as oneDNN knows."""
-    if not torch.backends.mkldnn.is_available():  # then the questions below are not there either
+    """Whether torch multiplies 16-bit matrices a row at a time on this CPU, by what oneDNN
+    reports.
+    """
+    if not torch.backends.mkldnn.is_available():  # then torch lacks the functions below too
         return False
     if dtype == torch.bfloat16:
         return not torch.ops.mkldnn._is_mkldnn_bf16_supported()
@@ -119,14 +122,14 @@ def grouped_outer(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
     pa, pb = _take(a, rows).float(), _take(b, rows).float()
     out = torch.zeros(num_experts, a.shape[1], b.shape[1], device=a.device)
     product = torch.empty_like(out[:1])
-    for i in range(rows.shape[0]):  # one block at a time keeps the sum's order fixed
+    for i in range(rows.shape[0]):  # one block at a time, which fixes the order of the sum
         torch.mm(pa[i].t(), pb[i], out=product[0])
         out.index_add_(0, experts[i : i + 1], product)
     return out.to(a.dtype)
 
 
 def _native(*operands: Tensor) -> bool:
-    """Whether torch's grouped GEMM takes these, and without its synchronising fallback."""
+    """Whether torch's grouped GEMM takes these operands without its synchronising fallback."""
     for t in operands:
         row, column = t.stride()[-2:]
         steps = [s for s in t.stride() if s != 1]
@@ -180,10 +183,10 @@ def _grouped_mm_blocks(
         w = weight.index_select(0, chosen)
         if scales is not None:
             w = dequantize_weight(w, scheme, *scales.of(chosen), dtype=x.dtype)
-        # `out` also keeps autocast, which is still on inside an op, from casting fp32 operands
+        # `out` also prevents autocast, which is still on inside an op, from casting fp32 operands
         w = w if transpose else w.transpose(1, 2)
         torch.bmm(px[i : i + step], w, out=products[i : i + step])
     y = x.new_zeros(x.shape[0] + 1, width)
     target = torch.where(rows >= 0, rows, x.shape[0]).reshape(-1)
-    y.index_copy_(0, target, products.flatten(0, 1))  # padding lands in the spare row
+    y.index_copy_(0, target, products.flatten(0, 1))  # padding is written to the spare row
     return y[:-1]

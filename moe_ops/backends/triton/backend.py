@@ -1,14 +1,15 @@
 """Backend `triton`: every scheme on any CUDA GPU from SM80 on, bf16, fp16 or fp32 activations.
 
-Where activations are quantized to what no GPU up to SM90 multiplies, they are rounded and
-multiplied in a wider type: kernels/quantize/emulated.py.
+If a scheme quantizes activations to a format of which no GPU up to SM90 has products, they are
+rounded and multiplied in a wider type: kernels/quantize/emulated.py.
 
-Four launches a layer: route (or none for one token), GEMM1 with the activation in its epilogue,
-GEMM2, the weighted sum; where activations are quantized one more may prepare them. One token of
-plain or block-scaled weights takes two: kernels/gemm/gemv.py; of weights of 4 and 8 bits:
-kernels/mixed_gemm/gemv.py. More tokens of these take five on SM90, few of them four:
-kernels/mixed_gemm/sm90_wgmma.py. Nothing is allocated or read by the host. On a machine without a
-GPU the kernels run under Triton's interpreter if TRITON_INTERPRET=1 was set before this import.
+A layer takes four launches: route (none for one token), GEMM1 with the activation in its
+epilogue, GEMM2, and combine; one more may quantize activations. One token takes two launches, with
+plain or block-scaled weights (kernels/gemm/gemv.py), and with weights of 4 and 8 bits
+(kernels/mixed_gemm/gemv.py). With the latter, more tokens take five launches on SM90, or four if
+they are few (kernels/mixed_gemm/sm90_wgmma.py). Nothing is allocated, and the host reads no device
+memory. On a machine without a GPU the kernels run under Triton's interpreter, if
+TRITON_INTERPRET=1 was set before this import.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def available() -> str | None:
 
 
 def supports(problem: Problem, machine: Machine) -> list[str]:
-    """Reasons why this backend cannot run the problem; empty means it can."""
+    """Reasons why this backend cannot run the problem; empty if it can."""
     reasons = []
     if machine.device_type != "cuda" and not (machine.device_type == "cpu" and INTERPRETED):
         reasons.append(f"triton needs a CUDA device, got {machine.device_type}")
@@ -73,8 +74,8 @@ def supports(problem: Problem, machine: Machine) -> list[str]:
 
 
 def _needs_newer_triton(problem: Problem, machine: Machine) -> bool:
-    """Before 3.8 Triton's compiler fails for SM100 where GEMM1 ends with one maximum of all it
-    wrote.
+    """Whether Triton's compiler, before 3.8, fails for SM100: if GEMM1 ends with one maximum of
+    all its outputs.
     """
     if machine.device_type != "cuda" or machine.capability[0] != 10 or INTERPRETED:
         return False
@@ -83,8 +84,8 @@ def _needs_newer_triton(problem: Problem, machine: Machine) -> bool:
 
 
 def _reasons_against_e2m1_words(problem: Problem, machine: Machine) -> list[str]:
-    """Why weights prepared for this backend do not run. Kernels without tensor cores and those of
-    SM90 read them.
+    """Why weights prepared for this backend cannot run. The kernels without tensor cores and those
+    of SM90 read them.
     """
     reasons = []
     if not get_scheme(problem.scheme).e2m1_weight_only:
@@ -114,16 +115,16 @@ def _reasons_against_e2m1_words(problem: Problem, machine: Machine) -> list[str]
 
 
 def workspace_shapes(M: int, problem: Problem) -> Workspaces:
-    """workspace13 holds the activation's output h (rows, I; of mixed GEMMs in whole chunks) in
-    the input's dtype, workspace2 its product y (M * top_k, K) with w2 in fp32, the index workspace
-    the table of blocks (.., 4) and the sort order.
+    """Shapes of the workspaces. workspace13 holds the activation's output h (rows, I; for mixed
+    GEMMs in whole chunks) in the input's dtype, workspace2 its product with w2, y (M * top_k, K),
+    in fp32, and the index workspace the table of blocks (.., 4) and the order of pairs.
 
-    Where activations are quantized, workspace13 holds h and its scales, and workspace2 quantized x
-    and its scales before y takes its place. Where that is emulated, workspace13 holds h in fp32
-    and behind it rounded h.
+    If activations are quantized, workspace13 holds h and its scales, and workspace2 first
+    quantized x and its scales, then y. If that is emulated, workspace13 holds h in fp32, and after
+    it rounded h.
 
-    M is T for batched_experts and S for grouped_linear, which writes `out` at once and needs no
-    rows.
+    M is T for batched_experts, and S for grouped_linear, which writes `out` directly and has no
+    intermediate rows.
     """
     experts, K, I = problem.num_experts, problem.hidden_size, problem.intermediate_size  # noqa: E741
     h, y, rows = 0, 0, M
@@ -157,7 +158,7 @@ def workspace_shapes(M: int, problem: Problem) -> Workspaces:
 
 
 def missing_kernels(problem: Problem, machine: Machine) -> list[str]:
-    """Why a layer that the mixed kernels of SM90 serve runs without them."""
+    """Why the SM90 kernels for weights of 4 and 8 bits are left out of a layer that they serve."""
     form = operands.describe(problem.scheme) if problem.kind == "experts" else None
     if form is None or form.name not in mixed_configs.FORMATS or machine.capability[0] != 9:
         return []
@@ -174,7 +175,7 @@ _MIXED = {kind: Lazy(f"moe_ops.backends.triton.mixed:{kind}") for kind in KINDS}
 
 
 def _launch(kind: str) -> Callable:
-    """The launcher of a kind of call: that of its scheme's layers."""
+    """The launcher of a kind of call, which depends on the scheme."""
     plain, mixed = _PLAIN[kind], _MIXED[kind]
     return lambda args: (mixed if args.scheme in _MIXED_SCHEMES else plain)(args)
 

@@ -1,5 +1,5 @@
-"""Layers of weights of 4 to 8 bits beside activations of 16 bits, or of others that are rounded to
-what GPUs multiply. Imported at first launch only.
+"""Layers of 16-bit activations and weights of 4 to 8 bits, and those of emulated schemes. Imported
+at first launch only.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from moe_ops.kernels.quantize.scales import Input, batches_of, flat, rows_of
 from moe_ops.meta.workspace import cdiv
 from moe_ops.ops.args import BatchedExpertsArgs, ExpertsArgs, GroupedLinearArgs
 
-# spares two sym_min of 0.8 us a call
+# cached: it has two sym_min of 0.8 us
 num_blocks_of = lru_cache(maxsize=8192)(block_bound)
 _sm90_wgmma: ModuleType | None = None
 
@@ -112,7 +112,7 @@ def _mma_launches(
         launches.append(route(routing, sort_into(block_m, pairs, E, config.sort_chunk), gpu))
     valid = Valid("pairs", routing, on_input)
     more, rows, h = _rounded(a, rounding, rows_of(x), M, M, K, pairs, I, valid, gpu)
-    if rounding is not None:  # x was scaled before it was rounded
+    if rounding is not None:  # router weights have scaled x before rounding
         on_input = NO_ROUTER_WEIGHTS
     launches += (
         *more,
@@ -152,9 +152,9 @@ def _wgmma_launches(
     g1, g2 = config.gemm1, config.gemm2
     kernels = sm90_wgmma()
     of_pairs = kernels.pair_routing(routing, pairs)
-    # Of few pairs `permute_tokens` writes before it waits: only what leaves workspace2 alone may
-    # come before it. Of as few as `max_unsorted_pairs` the GEMMs read ids before they wait, so
-    # that nothing of this layer may write those.
+    # For few pairs `permute_tokens` writes before gdc_wait, so that no launch before it may use
+    # workspace2. For at most `max_unsorted_pairs` the GEMMs read ids before gdc_wait, so that no
+    # launch of this layer may write ids.
     launches: list[Launch] = []
     if not unsorted:
         launches.append(route(routing, sort_into(block_m, pairs, E, config.sort_chunk), gpu))
@@ -214,7 +214,7 @@ def grouped_linear(a: GroupedLinearArgs) -> None:
     dtype = x.dtype if rounding is None else rounding.dtype
     config = configs.choose(S, w.E, K, K, w.format.bits, dtype, False, gpu.shared_memory)
     block_m = config.block_m
-    # The rows past the last group are one more group, of zeros.
+    # The rows past the last group are one more group, which is zeroed.
     routing = sorted_rows(a.index_workspace, w.E, num_blocks_of(S, w.E + 1, block_m))
     launches = [group_blocks(routing, offsets, S, 0, block_m, gpu)]
     rows = rows_of(x)
@@ -240,9 +240,11 @@ def _operand(
     gpu: Gpu,
     layout: str = "",
 ) -> MixedOperand:
-    """The MixedOperand of a weight, its scales, zero points, global and channel scales, and bias."""
+    """The MixedOperand of a weight with its scales, zero points, global and channel scales, and
+    bias.
+    """
     scale, zero, global_scale, channel_scale = parts
-    assert scale is not None, name  # op validation asks for it
+    assert scale is not None, name  # op validation requires it
     return operand(name, data, scale, zero, global_scale, channel_scale, scheme, gpu, layout, bias)
 
 
@@ -267,7 +269,7 @@ def _rounded(
     valid: Valid,
     gpu: Gpu,
 ) -> tuple[list[Launch], Input, Hidden]:
-    """Launches before GEMM1, what it reads as x, and what becomes of h."""
+    """(launches before GEMM1, GEMM1's x, h between the GEMMs), if activations are emulated."""
     if r is None:
         h = flat(a.workspace13, x.data.dtype, h_rows * I)
         return [], x, Hidden(h, None, [], Input(h, 0, I, 1))

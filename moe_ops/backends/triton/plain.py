@@ -1,4 +1,4 @@
-"""Layers of plain weights and of those quantized like their activations. Imported at first launch
+"""Layers whose weights are plain, or quantized like their activations. Imported at first launch
 only.
 """
 
@@ -27,7 +27,7 @@ from moe_ops.kernels.quantize.scales import batches_of, flat, hidden, rows_of
 from moe_ops.meta.workspace import cdiv
 from moe_ops.ops.args import BatchedExpertsArgs, ExpertsArgs, GroupedLinearArgs
 
-# spares two sym_min of 0.8 us a call
+# cached: it has two sym_min of 0.8 us
 num_blocks_of = lru_cache(maxsize=8192)(block_bound)
 
 
@@ -142,7 +142,7 @@ def grouped_linear(a: GroupedLinearArgs) -> None:
         S, E, K, K, x.dtype.itemsize, False, gpu.shared_memory, w_scale, x_scale, False
     )
     block_m = config.block_m
-    # The rows past the last group are one more group, of zeros.
+    # The rows past the last group are one more group, which is zeroed.
     routing = sorted_rows(a.index_workspace, E, num_blocks_of(S, E + 1, block_m))
     launches = [group_blocks(routing, offsets, S, 0, block_m, gpu)]
     rows = rows_of(x)

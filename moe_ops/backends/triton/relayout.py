@@ -18,15 +18,15 @@ from moe_ops.schemes import get_scheme
 if TYPE_CHECKING:
     from moe_ops.tensors.base import ExpertTensor
 
-# Where bits of an element, the lowest first, are in either 16 bits of a word, by column of four:
-# of three columns a shift puts sign and magnitude where bf16 has them; the bits of the fourth are
-# in the other 16, and a rotation by 6 brings all together (kernels/mixed_gemm/sm90_decode.py,
-# e2m1_words_pair).
+# Places of an element's bits, the lowest first, in each half of a word, for each of its four
+# columns. For three columns, a shift moves sign and magnitude to their places in bf16. Bits of the
+# fourth are in the other half too, and a rotation by 6 brings them together
+# (decode_e2m1_words in kernels/mixed_gemm/sm90_decode.py).
 _BITS = ((6, 7, 8, 15), (0, 1, 2, 9), (3, 4, 5, 12), (-3, -2, -6, -5))
 
 
 def _moves() -> dict[int, int]:
-    """By how many bits to the left which bits of a word (a mask) go."""
+    """Distance in bits to the left -> mask of the bits of a word that move by it."""
     masks: dict[int, int] = {}
     for column in range(8):
         for bit, place in enumerate(_BITS[column % 4]):
@@ -40,7 +40,7 @@ _MOVES = _moves()
 
 
 def _moved(q: Tensor, moves: dict[int, int]) -> Tensor:
-    """Bytes (.., bytes of a row), whose words of 4 have their bits moved."""
+    """Bytes (.., bytes of a row), with the bits of each word of 4 bytes moved."""
     if q.storage_offset() % 4 or not q.is_contiguous():
         q = q.clone(memory_format=torch.contiguous_format)
     words = q.view(torch.int32)
@@ -48,13 +48,13 @@ def _moved(q: Tensor, moves: dict[int, int]) -> Tensor:
     for shift, mask in moves.items():
         moved = words << shift if shift >= 0 else words >> -shift
         to = (mask << shift if shift >= 0 else mask >> -shift) & 0xFFFFFFFF
-        out |= moved & (to - (to >> 31 << 32))  # a sign that `>>` repeats is masked
+        out |= moved & (to - (to >> 31 << 32))  # masks the sign, which `>>` repeats
     return out.view(torch.uint8)
 
 
 def to_words(q: Tensor) -> Tensor:
-    """Bytes (E, N, K/2) of e2m1 pairs, the even column in the low half, with the bits of every 4
-    bytes as ``_BITS`` says.
+    """Bytes (E, N, K/2) of e2m1 pairs, the even column in the low half, with the bits of each word
+    of 4 bytes moved to the places in ``_BITS``.
     """
     return _of_each(q, _MOVES)
 
@@ -69,14 +69,14 @@ def _of_each(q: Tensor, moves: dict[int, int]) -> Tensor:
     if q.dim() == 2:
         return _moved(q, moves)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    for e in range(q.shape[0]):  # one expert at a time: each step makes copies
+    for e in range(q.shape[0]):  # one expert at a time, because each step makes copies
         out[e] = _moved(q[e], moves)
     return out
 
 
 def scales_of_rows(s: Tensor, group: int) -> Tensor:
-    """Scales (E, N, K / group) as (E, N / R, 16 K / 64), R = group / 4: 16 bytes are of 64 columns
-    of R rows, by row.
+    """Scales (E, N, K / group) as (E, N / R, 16 K / 64), R = group / 4: 16 bytes hold those of 64
+    columns of R rows, by row.
     """
     rows, columns = rows_side_by_side(group), 64 // group
     return s.unflatten(-2, (-1, rows)).unflatten(-1, (-1, columns)).transpose(-3, -2).flatten(-3)
@@ -105,7 +105,7 @@ def _apply(w: ExpertTensor) -> Tensors:
 
 
 def lay_out(w: ExpertTensor) -> Tensors:
-    """What changes of a weight in its natural layout."""
+    """The tensors of a weight in its natural layout that this layout changes."""
     return {"qdata": to_words(w.qdata), "scale": scales_of_rows(w.scale, _group(w))}
 
 
@@ -118,8 +118,8 @@ def _group(w: ExpertTensor) -> int:
 
 
 def _on(device: torch.device) -> bool:
-    """Whether the kernels that read this layout run there: on SM90, under the Triton they are
-    written for.
+    """Whether a device runs the kernels that read this layout: SM90, with a Triton that compiles
+    them.
     """
     if device.type != "cuda":
         return False

@@ -10,7 +10,7 @@ from moe_ops.kernels.device.e4m3 import clamp
 
 @triton.jit
 def above(x, limit):
-    """min(x, limit) that keeps NaN."""
+    """min(x, limit); NaN stays NaN."""
     return tl.where(x > limit, limit, x)
 
 

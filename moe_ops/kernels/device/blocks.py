@@ -1,12 +1,12 @@
 """How the GEMMs read the table of blocks that kernels/permute/sort.py writes.
 
 Legend: M tokens, S = M * top_k pairs (pair p is entry p % top_k of token p // top_k), E local
-experts, BLOCK_M rows a block holds at most.
+experts, BLOCK_M the most rows of a block.
 
-index workspace, int32:
-    blocks (num_blocks, 4): expert (-1: unused, E: rows to zero), first row, end row of the expert,
-                            and in the first block how many are used
-    order (S,):             the pairs sorted by expert, stable; absent where rows come sorted
+Index workspace, int32:
+    blocks (num_blocks, 4): expert (-1: unused block, E: rows to be zeroed), first row, end row of
+                            the expert, and in the first block the number of used blocks
+    order (S,):             the pairs sorted by expert, stable; absent if the input is sorted
 A block covers rows [first, min(first + BLOCK_M, end)) of `order`, or of the sorted input itself.
 """
 
@@ -27,8 +27,8 @@ def local_expert(
     ids_stride_k,
     map_stride,
 ):
-    """Local expert of each pair; -1 where the id means "not here". The range is checked before
-    narrowing.
+    """Local expert of each pair, -1 if this rank does not hold its expert. Ids are checked before
+    they are narrowed to int32.
     """
     token = (pair // top_k).to(tl.int64)
     e = tl.load(
@@ -54,8 +54,8 @@ def block_rows(
     BLOCK_M: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """(expert, positions (BLOCK_M,), their validity (BLOCK_M,)) of block b; the expert is -1 where
-    b is unused.
+    """(expert, positions (BLOCK_M,), their validity (BLOCK_M,)) of block b. An unused block has
+    expert -1.
     """
     lane = tl.arange(0, BLOCK_M)
     if ROWS == "direct":
@@ -72,7 +72,7 @@ def block_rows(
 
 @triton.jit
 def pairs_at(index_ptr, num_blocks, position, ok, ROWS: tl.constexpr):
-    """The pair at each position; the position itself where rows are not sorted by us."""
+    """The pair at each position; the position itself if no kernel sorted the rows."""
     if ROWS == "sorted":
         return tl.load(index_ptr + 4 * num_blocks + position, mask=ok, other=0)
     else:
@@ -81,7 +81,7 @@ def pairs_at(index_ptr, num_blocks, position, ok, ROWS: tl.constexpr):
 
 @triton.jit
 def block_and_tile(num_blocks, num_tiles, GROUP_M: tl.constexpr):
-    """Block and column tile of this program: GROUP_M blocks share a weight tile that is in L2."""
+    """(block, column tile) of this program: GROUP_M blocks in turn share a weight tile in L2."""
     pid = tl.program_id(0)
     first = pid // (GROUP_M * num_tiles) * GROUP_M
     size = tl.minimum(num_blocks - first, GROUP_M)

@@ -1,8 +1,8 @@
 """e4m3 and int8 in Triton: scales, rounding and codes. Imported at first launch only.
 
-Scales and elements are those of `moe_ops.numerics`: scale = amax / 448 (INT8: 127), 1 where that
-is zero; element = x / scale rounded to nearest even. NATIVE says whether the GPU knows e4m3;
-elsewhere its codes travel as uint8 and its values as fp16, which holds each of them.
+Scales and elements are those of `moe_ops.numerics`: scale = amax / 448 (INT8: amax / 127), or 1 if
+that is zero; element = x / scale, rounded to nearest even. NATIVE: the GPU has e4m3 products and
+conversions. On others, e4m3 codes are uint8 and their values fp16, which holds each of them.
 """
 
 import triton
@@ -13,11 +13,11 @@ INTERPRET = tl.constexpr(triton.knobs.runtime.interpret)
 
 @triton.jit
 def quotient(x, scale, inverse):
-    """x / scale as a division rounds it, fp32; `inverse` is 1 / scale within a few units.
+    """x / scale in fp32, rounded like a division; `inverse` is 1 / scale within a few ulps.
 
-    One step of Newton's method on the quotient: three instructions where a division takes ten.
+    One step of Newton's method on the quotient takes three instructions, a division takes ten.
     """
-    if INTERPRET:  # its fma rounds twice
+    if INTERPRET:  # the interpreter's fma rounds twice
         return x / scale
     else:
         q = x * inverse
@@ -26,20 +26,20 @@ def quotient(x, scale, inverse):
 
 @triton.jit
 def reciprocal(scale):
-    """1 / scale within two units; finite where the scale is subnormal."""
+    """1 / scale within two ulps; finite also for subnormal scales."""
     return tl.minimum(1.0 / scale, 3.0e38)
 
 
 @triton.jit
 def e4m3_scale(amax):
-    """The scale of e4m3 elements of which the largest has magnitude `amax`."""
+    """The scale of e4m3 elements whose largest magnitude is `amax`."""
     scale = quotient(amax, 448.0, 1.0 / 448.0)
     return tl.where(scale == 0.0, 1.0, scale)
 
 
 @triton.jit
 def element_scale(amax, INT8: tl.constexpr):
-    """The scale of e4m3 or int8 elements of which the largest has magnitude `amax`."""
+    """The scale of e4m3 or int8 elements whose largest magnitude is `amax`."""
     if INT8:
         scale = quotient(amax, 127.0, 1.0 / 127.0)
         return tl.where(scale == 0.0, 1.0, scale)
@@ -49,10 +49,10 @@ def element_scale(amax, INT8: tl.constexpr):
 
 @triton.jit
 def largest_magnitude(x, axis: tl.constexpr):
-    """The largest |x| along an axis, fp32; NaN where there is one, which int8 elements could not
-    hold.
+    """The largest |x| along an axis, fp32. It is NaN if an x is NaN, because int8 elements cannot
+    hold one.
     """
-    # bits are ordered as magnitudes are, NaN last
+    # as integers, the bits of magnitudes have the order of the magnitudes, with NaN last
     bits = tl.max(tl.abs(x).to(tl.int32, bitcast=True), axis)
     return bits.to(tl.float32, bitcast=True)
 
@@ -60,30 +60,30 @@ def largest_magnitude(x, axis: tl.constexpr):
 @triton.jit
 def round_int8(v):
     """fp32 v rounded to int8, ties to even, within -128 and 127."""
-    v = (v + 12582912.0) - 12582912.0  # 1.5 * 2^23, of which one unit is 1
+    v = (v + 12582912.0) - 12582912.0  # 1.5 * 2^23, whose ulp is 1
     return tl.where(v < -128.0, -128.0, tl.where(v > 127.0, 127.0, v)).to(tl.int8)
 
 
 @triton.jit
 def exponent_above(x):
-    """Biased exponent of the least power of two that x, not negative, does not exceed."""
+    """Biased exponent of the least power of two >= x, for x >= 0."""
     bits = x.to(tl.int32, bitcast=True)
     return (bits >> 23) + tl.where((bits & 0x7FFFFF) != 0, 1, 0)
 
 
 @triton.jit
 def clamp(x, limit):
-    """x within [-limit, limit]; keeps NaN."""
+    """x clamped to [-limit, limit]; NaN stays NaN."""
     return tl.where(x < -limit, -limit, tl.where(x > limit, limit, x))
 
 
 @triton.jit
 def nearest(v, MANTISSA: tl.constexpr, LEAST: tl.constexpr):
-    """The number with so many bits of mantissa nearest to fp32 v, ties to even; 2^LEAST is the
-    least normal one. |v| at most the largest but for rounding. Keeps NaN.
+    """fp32 v rounded to MANTISSA bits of mantissa, ties to even; 2^LEAST is the format's least
+    normal number. |v| must round to at most the largest number. NaN stays NaN.
     """
     DROP: tl.constexpr = 23 - MANTISSA
-    BIG: tl.constexpr = 1.5 * 2.0 ** (LEAST + DROP)  # one unit of it is the format's least number
+    BIG: tl.constexpr = 1.5 * 2.0 ** (LEAST + DROP)  # its ulp is the format's least number
     bits = v.to(tl.int32, bitcast=True)
     normal = (bits + ((1 << (DROP - 1)) - 1) + ((bits >> DROP) & 1)) & -(1 << DROP)
     small = (v + BIG) - BIG
@@ -93,7 +93,7 @@ def nearest(v, MANTISSA: tl.constexpr, LEAST: tl.constexpr):
 
 @triton.jit
 def round_e4m3(v):
-    """The e4m3 value nearest to v, ties to even; |v| at most 448 but for rounding. Keeps NaN."""
+    """The e4m3 value nearest to v, ties to even. |v| must round to at most 448. NaN stays NaN."""
     return nearest(v, 3, -6)
 
 
@@ -113,8 +113,8 @@ def encode(v):
 def decode(code, dtype: tl.constexpr):
     """The value of e4m3 codes (uint8 or e4m3) in `dtype`, exact; the NaN code becomes 480.
 
-    Sign, exponent and mantissa are shifted to where `dtype` has them, and one multiplication
-    corrects the exponent's bias. Cheaper than the GPU's own cast to bf16.
+    Sign, exponent and mantissa are shifted to their places in `dtype`, and one multiplication
+    corrects the exponent's bias. This is cheaper than the GPU's own cast to bf16.
     """
     c = code.to(tl.uint8, bitcast=True).to(tl.int16)
     if dtype == tl.bfloat16 and not INTERPRET:
@@ -134,8 +134,8 @@ def decode_activation(code):
 
 @triton.jit
 def operand(v, NATIVE: tl.constexpr, INT8: tl.constexpr = False):
-    """fp32 v (BLOCK_M, BLOCK_K) rounded to int8, or to e4m3, as an operand of a product: e4m3, or
-    fp16 where there is no such product.
+    """fp32 v (BLOCK_M, BLOCK_K) rounded to int8 or e4m3, as an operand of a product. On GPUs
+    without e4m3 products, e4m3 values are fp16.
     """
     if INT8:
         return round_int8(v)
@@ -147,7 +147,7 @@ def operand(v, NATIVE: tl.constexpr, INT8: tl.constexpr = False):
 
 @triton.jit
 def stored(v, NATIVE: tl.constexpr, INT8: tl.constexpr = False):
-    """fp32 v rounded to int8 or e4m3, as memory holds it."""
+    """fp32 v rounded to int8 or e4m3, in the dtype in which memory holds it."""
     if INT8:
         return round_int8(v)
     elif NATIVE:
@@ -158,7 +158,7 @@ def stored(v, NATIVE: tl.constexpr, INT8: tl.constexpr = False):
 
 @triton.jit
 def quantize_groups(x):
-    """(fp32 quotients not yet rounded, scales (R,)) of x (R, 128): one scale a row."""
+    """(unrounded fp32 quotients (R, 128), scales (R,)) of x (R, 128): one scale a row."""
     x = x.to(tl.float32)
     scale = e4m3_scale(tl.max(tl.abs(x), 1))
     return quotient(x, scale[:, None], reciprocal(scale)[:, None]), scale

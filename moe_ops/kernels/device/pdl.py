@@ -1,5 +1,5 @@
-"""Programmatic dependent launch: when a kernel lets the next one start, and when it waits for the
-one before.
+"""Programmatic dependent launch (PDL): where a kernel lets the next one start, and where it waits
+for the one before.
 """
 
 import triton
@@ -9,12 +9,12 @@ from triton.language.extra import cuda
 
 @triton.jit
 def gdc_launch_dependents(PDL: tl.constexpr):
-    """Let the next kernel start once all programs are here; it waits before it reads what this one
-    writes.
+    """Let the next kernel start once all programs of this one have executed this. The next kernel
+    executes gdc_wait before it reads what this one writes.
 
-    A GEMM written in Triton executes it after its main loop: programs that started earlier would
-    hold shared memory while they wait. Those of mixed_gemm/sm90_wgmma.py execute it first: what
-    starts early fills its ring buffer with weights before it waits.
+    GEMMs written in Triton execute it after their mainloop, because programs that start earlier
+    would hold shared memory while they wait. The GEMMs of mixed_gemm/sm90_wgmma.py execute it
+    first: their dependents prefetch weights into shared memory before they wait.
     """
     if PDL:
         cuda.gdc_launch_dependents()
@@ -24,13 +24,16 @@ def gdc_launch_dependents(PDL: tl.constexpr):
 def gdc_wait(PDL: tl.constexpr):
     """Wait until the kernel before this one has ended and its writes are visible.
 
-    Every program of every kernel waits before it ends (of those without work, one), and lets the
-    next kernel start only then (kernels that read nothing of their predecessor excepted). So once
-    a kernel runs, all kernels before its direct predecessor have ended. After the GEMMs of
-    mixed_gemm/sm90_wgmma.py, which let the next kernel start at once, that holds once it has
-    waited; the index, which they read before, was complete when the first of them started. For
-    few pairs they read ids instead, which are older than the layer, and the order only after their
-    main loop: `permute_tokens` writes it together with the rows that they wait for.
+    In every kernel, every program executes gdc_wait before it ends (of programs without work, one
+    does), and executes gdc_launch_dependents only after it (except in kernels that read nothing of
+    their predecessor). So while a kernel runs, all kernels before its direct predecessor have
+    ended.
+
+    The GEMMs of mixed_gemm/sm90_wgmma.py execute gdc_launch_dependents first, so there this holds
+    only after gdc_wait. They read the table of blocks before gdc_wait: it was complete when GEMM1
+    started. For few pairs they instead read ids, which are older than the layer, and they read the
+    order only after their mainloop: `permute_tokens` writes it together with the rows for which
+    they wait.
     """
     if PDL:
         cuda.gdc_wait()

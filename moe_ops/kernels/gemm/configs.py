@@ -1,4 +1,4 @@
-"""Configs of the GEMMs of plain weights and of those quantized like their activations, from the
+"""Configs of the GEMMs whose weights are plain or quantized like their activations, from the
 number of rows and static facts. torch alone.
 """
 
@@ -22,19 +22,19 @@ from moe_ops.kernels.configs import (
 from moe_ops.kernels.launch import Gpu
 from moe_ops.kernels.quantize.scales import FEW_ROWS
 
-SMALLEST_BLOCK_M = 16  # tokens; the least a tensor core takes
+SMALLEST_BLOCK_M = 16  # tokens: the fewest of a tensor-core instruction
 LARGE_ROWS = 24  # rows an expert from which the kernels of sm90_tma.py may run
 
 
 def _fit(
-    tile: GemmConfig, block_m: int, K: int, w_size: int, x_size: int, shared_memory: int
+    config: GemmConfig, block_m: int, K: int, w_size: int, x_size: int, shared_memory: int
 ) -> GemmConfig:
-    """`tile` with its step fitted to K and its stages to the shared memory of a block.
+    """`config` with BLOCK_K fitted to K, and NUM_STAGES to the shared memory of a block.
 
-    `w_size` and `x_size` are bytes an element. Weights of one byte keep the step: scales follow
-    it.
+    `w_size` and `x_size` are bytes an element. With weights of one byte, BLOCK_K stays: it is the
+    group of columns that share a scale.
     """
-    rows, k, stages, warps = tile
+    rows, k, stages, warps = config
     if w_size > 1:
         if k == 128 and K % 128 and K % 64 == 0:  # 2880: no masks, the same bytes in flight
             k, stages = 64, stages + 2
@@ -42,7 +42,7 @@ def _fit(
             k //= 2
     room = shared_memory - 8192
     if w_size < x_size:
-        room -= block_m * k * 2  # one of the operands is converted on its way
+        room -= block_m * k * 2  # one of the operands is converted, through shared memory
     while rows > 64 and (rows * w_size + block_m * x_size) * k * 2 > room:
         rows //= 2
     stages = max(2, min(stages, room // ((rows * w_size + block_m * x_size) * k)))
@@ -57,29 +57,29 @@ def choose(
     I: int,  # noqa: E741
     itemsize: int,  # bytes of an element of x
     direct: bool,
-    shared_memory: int,  # bytes a block may use
-    # of the weights and of the activations, as kernels/gemm/sm80_mma.py names them
+    shared_memory: int,  # bytes that a block may use
+    # scales of the weights and of the activations: W_SCALE and X_SCALE of sm80_mma.py
     weight_scale: str = "",
     x_scale: str = "",
     gated: bool = True,
     tma: bool = False,  # the kernels of sm90_tma.py can run
 ) -> LayerConfig:
-    """Config of the two GEMMs. An expert's rows should usually fit one block, so weights are read
-    once.
+    """Config of the two GEMMs. An expert's rows should usually fit one block, so that its weights
+    are read once.
 
     Tiles of 16 tokens keep 96 to 192 KiB of weights in flight on an SM90 multiprocessor, in
-    programs of about 110 registers a thread, which is what streaming takes; larger ones follow
-    register and shared-memory limits.
+    programs of about 110 registers a thread: enough for the full memory bandwidth. Larger tiles
+    are those that registers and shared memory allow.
     """
     if tma and rows >= LARGE_ROWS * groups and itemsize == 2:
         return _choose_tma(rows, groups, I, bool(weight_scale), gated)
     if weight_scale:
         return _choose_fp8(rows, groups, K, I, itemsize, direct, shared_memory, x_scale, gated)
     average = rows / groups
-    if itemsize == 4:  # fp32 products run on the ordinary units, exactly
+    if itemsize == 4:  # fp32 products are exact, and run outside of the tensor cores
         block_m = 16 if average <= 12 else 32
         gemm1 = gemm2 = GemmConfig(64, 32, 3, 4)
-    elif K % 16 or I % 16:  # unaligned rows load element by element: few registers a tile
+    elif K % 16 or I % 16:  # unaligned rows are loaded by element: smaller tiles save registers
         block_m = 16 if average <= 12 else 32
         gemm1 = gemm2 = GemmConfig(64, 32, 2, 4)
     elif direct or average <= 12:
@@ -126,18 +126,19 @@ def _for_experts(
     base = choose(M * top_k, E, K, I, *facts)
     if gemv:
         base = _choose_gemv(bool(scheme), dtype.itemsize, K, I, base.sort_chunk)
-    # Tables hold gated layers. Where GEMM1 quantizes what it writes, its tiles follow from that.
+    # Tables hold gated layers. A GEMM1 that quantizes its output has a tile size that follows from
+    # the group of columns, and is half of a gated layer's.
     if not tables or (scheme and not gated):
         return base
     config = measured(base, gpu, M, top_k, E, K, I, scheme, dtype)
-    # The workspace of many rows has no place for h in fp32.
+    # The workspace of many rows has no room for h in fp32.
     room = config.h_in_fp32 == base.h_in_fp32 or scales[1] == "group" and M * top_k <= FEW_ROWS * E
     can_run = (tma or config.kernel != SM90_TMA) and (gemv or config.kernel != GEMV)
     return config if room and can_run else base
 
 
 def for_experts(*problem: Any) -> LayerConfig:
-    """Config of an expert layer: that measured for its shape on its GPU, else what `choose` says.
+    """Config of an expert layer: the one measured for its shape on its GPU, else that of `choose`.
 
     Arguments: M, top_k, E, K, I, dtype, Gpu, scheme, scales, gated, and whether the kernels of
     sm90_tma.py and of gemv.py can run.
@@ -156,42 +157,43 @@ def _choose_fp8(
     x_scale: str,
     gated: bool,
 ) -> LayerConfig:
-    """Config for 8-bit weights whose activations are quantized too: steps of 128, the group that
-    shares a scale.
+    """Config for 8-bit weights whose activations are quantized too. BLOCK_K is 128, the group of
+    columns that share a scale.
 
-    A group's sum and the total are held side by side, so accumulators are half as large as for
-    plain weights.
+    A thread holds both a group's sum and the total, so accumulators are half as large as for plain
+    weights.
     """
     average = rows / groups
     odd = bool(K % 16 or I % 16)
-    # By groups, quantizing in GEMM1's epilogue beat doing it in GEMM2's loop by 1 to 30 %, and a
-    # kernel for x beat GEMM1's loop by 2 to 4 %; but rows that are not aligned to 16 bytes stay as
-    # they are.
-    # For one token, GEMM1's wide tiles may leave multiprocessors idle: then GEMM2 quantizes,
+    # Quantizing h by groups in GEMM1's epilogue was 1 to 30 % faster than in GEMM2's mainloop, and
+    # a kernel that quantizes x was 2 to 4 % faster than GEMM1's mainloop. But rows that are not
+    # aligned to 16 bytes are quantized in the mainloops.
+    # For one token, GEMM1's wide tiles may leave multiprocessors idle: then GEMM2 quantizes h,
     # unless its sums are long.
     few = direct and I <= 2048 and rows * I <= 96 * 128
-    few = few and average <= FEW_ROWS  # else h has no room in fp32
+    few = few and average <= FEW_ROWS  # for more the workspace has no room for h in fp32
     wide = x_scale in ("row", "tensor") or x_scale == "group" and (odd or few)
     quantize = x_scale == "row" or x_scale == "group" and not (odd and average <= FEW_ROWS)
-    # Masks along K take the registers that 64 tokens need, as do operands of 16 bits before SM90.
+    # Blocks of 64 tokens need the registers that masks along K take, and those that operands of 16
+    # bits take before SM90.
     small = K % 128 or I % 128 or shared_memory <= LARGE_SHARED_MEMORY
     block_m = 16 if direct or average <= 12 else 32 if average <= 25 or small else 64
-    if odd:  # element by element: few registers a tile
+    if odd:  # rows are loaded by element: smaller tiles save registers
         gemm1 = gemm2 = GemmConfig(64, 128, 2, 8)
     else:
-        # GEMM1 quantizes groups of 128 columns of h: 256 rows of gate and up
+        # GEMM1 quantizes groups of 128 columns of h, from 256 rows of gate and up
         gemm1 = GemmConfig(256 if x_scale == "group" and not wide and gated else 128, 128, 4, 4)
         gemm2 = GemmConfig(128, 128, 4, 4)
         if gemm1.block_n == 256:
-            # On an H200 within 4 % of the best of 19 tiles and of 12, for 1 to 256 tokens of
-            # qwen3, mixtral, dsv3
+            # On an H200 within 4 % of the best of 19 configs of GEMM1 and of 12 of GEMM2, for 1 to
+            # 256 tokens of qwen3, mixtral and dsv3
             gemm1 = GemmConfig(256, 128, 5, 4 if block_m <= 32 else 8)
             gemm2 = GemmConfig(64, 128, 3, 4)
-            if min(rows, groups) * K <= 64 * 132:  # a block a multiprocessor: the more in flight
+            if min(rows, groups) * K <= 64 * 132:  # one block a multiprocessor: more stages
                 gemm2 = GemmConfig(64, 128, 6, 4)
         elif x_scale == "group" and few:
             gemm1, gemm2 = GemmConfig(64, 128, 6, 4), GemmConfig(256, 128, 4, 4)
-        if block_m == 64 and not quantize:  # a conversion needs registers
+        if block_m == 64 and not quantize:  # conversions need registers
             gemm1 = gemm1._replace(num_warps=8)
         if block_m == 64 and wide:
             gemm2 = gemm2._replace(num_warps=8)
@@ -209,13 +211,12 @@ def _choose_fp8(
 
 
 def _choose_gemv(quantized: bool, itemsize: int, K: int, I: int, chunk: int) -> LayerConfig:  # noqa: E741
-    """Config of the kernels of gemv.py: columns of h or of the output, and the step along their
-    sums.
+    """Config of the kernels of gemv.py: BLOCK_N columns of h or of the output, and BLOCK_K.
 
-    As measured on an H200 for qwen3, mixtral, dsv3, gptoss20, glm45air, e64, e160
-    (docs/performance.md). Where a block quantizes x, more rows share that. GEMM2's sums take one
-    step if they can: of 1408 columns, steps of 1024 took 19 and 43 % longer for a layer in bf16, 8
-    and 14 % in fp8_block.
+    Measured on an H200 for qwen3, mixtral, dsv3, gptoss20, glm45air, e64 and e160
+    (docs/performance.md). If each block quantizes x, it has more rows of weights, which share that
+    work. BLOCK_K of GEMM2 covers the whole sum if it can: for sums of 1408 columns, BLOCK_K = 1024
+    took 19 and 43 % longer for a layer in bf16, 8 and 14 % in fp8_block.
     """
 
     def gemm(n: int, k: int, num_stages: int, num_warps: int, columns: int) -> GemmConfig:
@@ -237,11 +238,11 @@ def _choose_gemv(quantized: bool, itemsize: int, K: int, I: int, chunk: int) -> 
 
 
 def gemv_space(base: LayerConfig, K: int, I: int) -> tuple[list[LayerConfig], list[LayerConfig]]:  # noqa: E741
-    """For the search (moe_ops.tuning): variants of the two kernels of one token, with 16 to 128
-    weights a thread.
+    """Configs of gemv.py that the search (moe_ops.tuning) tries for GEMM1 and GEMM2, with 16 to
+    128 weights a thread.
     """
 
-    def tiles(columns: int, rows: int) -> list[GemmConfig]:
+    def gemms(columns: int, rows: int) -> list[GemmConfig]:
         return [
             GemmConfig(n, k, stages, warps)
             for n in (1, 2, 4, 8, 16)
@@ -251,19 +252,20 @@ def gemv_space(base: LayerConfig, K: int, I: int) -> tuple[list[LayerConfig], li
             if 16 <= n * rows * k // (32 * warps) <= 128 and k < 2 * columns
         ]
 
-    ones = [base._replace(gemm1=tile) for tile in tiles(K, 2)]  # gate and up
-    return ones, [base._replace(gemm2=tile) for tile in tiles(I, 1)]
+    ones = [base._replace(gemm1=gemm) for gemm in gemms(K, 2)]  # gate and up
+    return ones, [base._replace(gemm2=gemm) for gemm in gemms(I, 1)]
 
 
 def _choose_tma(rows: int, groups: int, I: int, quantized: bool, gated: bool) -> LayerConfig:  # noqa: E741
-    """Config of the kernels of sm90_tma.py, as measured on an H200.
+    """Config of the kernels of sm90_tma.py, measured on an H200.
 
-    Blocks of 128 rows hold most experts' rows from 48 an expert on, so that weights are read once;
-    of a half that is empty nothing is multiplied in GEMM1, and two programs share a block in
-    GEMM2. Qwen3 at M = 1024 and Mixtral at 256 took 2 to 6 % less so than in blocks of 64. GEMM2
-    of e4m3 in 64 x 128 leaves room for three programs, which scale their sums while others
-    multiply. In 16 bits from 96 rows an expert on, whole blocks in GEMM2 are 2 to 6 % faster;
-    where its sums are short, two programs hide each other's start and end.
+    From 48 rows an expert on, blocks have 128 rows: they hold all rows of most experts, so that
+    weights are read once. GEMM1 skips the second half of a block if that is empty, and in GEMM2
+    two programs share a block. Qwen3 at M = 1024 and Mixtral at 256 took 2 to 6 % less than with
+    blocks of 64. In e4m3, tiles of 64 x 128 in GEMM2 leave room for three programs a
+    multiprocessor, which scale their sums while others multiply. In 16 bits, from 96 rows an
+    expert on, one program for a whole block of GEMM2 is 2 to 6 % faster; if its sums are short,
+    two programs a multiprocessor hide each other's prologue and epilogue.
     """
     average = rows / groups
     block_m, split_m = (64, 1) if average < 48 else (128, 2)

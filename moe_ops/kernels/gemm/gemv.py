@@ -1,12 +1,12 @@
-"""A layer of one token: two matrix-vector products. Imported at first launch only.
+"""A layer of one token: two matrix-vector products (GEMV). Imported at first launch only.
 
-One token leaves a tensor core's tile of tokens empty but for one, and what is left to do is to
-read weights once. So weights go from memory to registers and meet x in ordinary multiplications,
-no block waits for its neighbours at every step, and the second kernel sums a token's experts
-itself: no sort, no products in memory, no kernel that combines them.
+One token would leave all but one column of a tensor-core instruction empty, and the time is that
+of reading the weights once. So weights are loaded into registers and multiplied with x outside of
+the tensor cores, without a barrier in every K tile. The second kernel sums over the token's
+experts: there is no sorting kernel, no y in memory, and no kernel that combines it.
 
-x and h are quantized by groups where the scheme says so, by every block for itself, which is
-cheaper than a kernel of its own: a block reads some rows of a weight and all of x.
+If the scheme quantizes x and h by groups, every block quantizes them for itself. This is cheaper
+than a kernel of its own, because a block reads some rows of a weight and all of x.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from moe_ops.ops.args import ExpertsArgs
 
 @triton.jit
 def round_groups(x, BLOCK_K: tl.constexpr, NATIVE: tl.constexpr):
-    """(fp32 x (BLOCK_K,) rounded to e4m3 numbers, groups of 128 by a scale each, the scales
+    """(fp32 x (BLOCK_K,) rounded to e4m3 numbers with one scale for each group of 128, the scales
     (BLOCK_K // 128,)).
     """
     x = x.reshape(BLOCK_K // 128, 128)
@@ -62,15 +62,15 @@ def round_groups(x, BLOCK_K: tl.constexpr, NATIVE: tl.constexpr):
 
 @triton.jit
 def repeat_each(scale, TIMES: tl.constexpr):
-    """(n,) to (n * TIMES,)."""
+    """(n,) to (n * TIMES,), with each element TIMES times."""
     n: tl.constexpr = scale.shape[0]
     return tl.broadcast_to(scale[:, None], (n, TIMES)).reshape(n * TIMES)
 
 
 @triton.jit
 def pack_fp16x2(x, BLOCK_K: tl.constexpr):
-    """e4m3 numbers x (BLOCK_K,) over 64, as fp16 two in 32 bits: of each eight (BLOCK_K // 8,) the
-    first two, the next, ...
+    """e4m3 numbers x (BLOCK_K,) divided by 64, as pairs of fp16 in 32 bits: four tensors
+    (BLOCK_K // 8,), of the first two of each eight numbers, the next two, and so on.
     """
     bits = (x * 0.015625).to(tl.float16).to(tl.uint16, bitcast=True).to(tl.int32)
     low, high = bits.reshape(BLOCK_K // 2, 2).split()
@@ -82,12 +82,12 @@ def pack_fp16x2(x, BLOCK_K: tl.constexpr):
 
 @triton.jit
 def eight_products(w0, w1, x0, x1, x2, x3):
-    """Sums of eight products of e4m3 numbers, four in 32 bits, with such over 64 as `pack_fp16x2`
-    has them, fp32.
+    """fp32 sums of eight products of e4m3 numbers, four in each of w0 and w1, with those of
+    `pack_fp16x2`.
 
-    Products are exact in fp16, and four are added in it before two such sums are in fp32: 1.4
-    instructions a product where conversion to fp32 takes 2.5. Rounding to 11 bits adds 2e-4 to a
-    product's relative error.
+    Products are exact in fp16. Four of them are added in fp16, and two such sums in fp32. This
+    takes 1.4 instructions a product; conversion to fp32 would take 2.5. Rounding to 11 bits adds
+    2e-4 to the relative error of a product.
     """
     return tl.inline_asm_elementwise(
         """{
@@ -110,19 +110,23 @@ def eight_products(w0, w1, x0, x1, x2, x3):
 
 @triton.constexpr_function
 def elements_of_word(QUANTIZED, NATIVE):
-    """Elements of w that are loaded as one number: four of e4m3 for `eight_products`."""
+    """Elements of w that are loaded as one word: four e4m3 elements for `eight_products`, else
+    one.
+    """
     return 4 if QUANTIZED and NATIVE else 1
 
 
 @triton.constexpr_function
 def products_of_sum(WORD, dtype):
-    """Adjacent products that are added up at once: those of 16 bytes, or `eight_products`."""
+    """Adjacent products that are added before they are added to acc: those of 16 bytes of w, or
+    `eight_products`.
+    """
     return 8 if WORD == 4 else 128 // dtype.primitive_bitwidth
 
 
 @triton.jit
 def words_of(ptr, WORD: tl.constexpr):
-    """A pointer to elements, WORD of them at a time."""
+    """A pointer to elements as a pointer to words of WORD elements."""
     if WORD == 4:
         return ptr.to(tl.pointer_type(tl.int32))
     else:
@@ -131,7 +135,7 @@ def words_of(ptr, WORD: tl.constexpr):
 
 @triton.jit
 def in_words(elements, WORD: tl.constexpr):
-    """A number of elements, of those that are loaded as words a multiple of 16, in words."""
+    """A number of elements in words. If WORD > 1, it is known to be a multiple of 16 elements."""
     if WORD == 4:
         return tl.multiple_of(elements // 4, 4)
     else:
@@ -140,14 +144,14 @@ def in_words(elements, WORD: tl.constexpr):
 
 @triton.jit
 def accumulate(
-    w_ptrs,  # (ROWS, BLOCK_K), of WORD elements each (ROWS, BLOCK_K // WORD)
+    w_ptrs,  # (ROWS, BLOCK_K // WORD) pointers to words
     mask,  # (BLOCK_K // WORD,)
     x,  # (BLOCK_K,) fp32
-    x_scale,  # scales of its groups of 128 where QUANTIZED, (BLOCK_K // 128,)
-    w_scale_ptr,  # those of the weights' groups: of the first, one every `w_scale_stride_k`
+    x_scale,  # (BLOCK_K // 128,) scales of its groups of 128, if QUANTIZED
+    w_scale_ptr,  # scale of the weights' first group; the next are `w_scale_stride_k` apart
     w_scale_stride_k,
-    group,  # the first one's index
-    groups,  # in all
+    group,  # index of the first group
+    groups,  # number of groups
     acc,  # (ROWS, BLOCK_K // SUM)
     factor,
     ROWS: tl.constexpr,
@@ -157,7 +161,9 @@ def accumulate(
     QUANTIZED: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
-    """acc plus factor times the products of w with x, SUM adjacent ones together."""
+    """acc plus factor times the products of w with x, each entry the sum of SUM adjacent
+    products.
+    """
     w = tl.load(w_ptrs, mask=mask[None, :], other=0, eviction_policy="evict_first")
     if QUANTIZED:
         g = group + tl.arange(0, BLOCK_K // 128)
@@ -219,7 +225,7 @@ class Gemm1:
     h: Pointer  # (top_k, I), written
     x: Pointer  # (K,)
     weight: GemvWeight
-    routing: TokenRouting  # with router weights where they scale the input
+    routing: TokenRouting  # with router weights, if they scale the input
     top_k: Specialized
     K: Specialized
     I: Specialized
@@ -233,7 +239,7 @@ class Gemm1:
 
 
 @kernel(Gemm1, pdl_first=True)
-def moe_ops_vector_gemm1(
+def moe_ops_gemv1(
     h_ptr,
     x_ptr,
     w_ptr,
@@ -275,9 +281,8 @@ def moe_ops_vector_gemm1(
     BLOCK_I: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """h = activation(x @ w13.T + bias): a program an expert and BLOCK_I columns."""
-    # K and I are multiples of 16: programs have whole tiles, whose rows lie in one block of 128
-    # rows.
+    """h = activation(x @ w13.T + bias). Grid: (top_k, tiles of BLOCK_I columns)."""
+    # K and I are multiples of 16: tiles are whole, and their rows are in one block of 128 rows.
     tl.static_assert(16 % BLOCK_I == 0)
     QUANTIZED: tl.constexpr = X_SCALE != ""
     WORD: tl.constexpr = elements_of_word(QUANTIZED, NATIVE)
@@ -363,7 +368,7 @@ class Gemm2:
     out: Pointer  # (N,), written
     h: Pointer  # (top_k, K)
     weight: GemvWeight
-    routing: TokenRouting  # with router weights where they scale the experts' rows
+    routing: TokenRouting  # with router weights, if they scale outputs
     K: Specialized
     N: Specialized
     strides: GemvStrides
@@ -376,7 +381,7 @@ class Gemm2:
 
 
 @kernel(Gemm2)
-def moe_ops_vector_gemm2(
+def moe_ops_gemv2(
     out_ptr,
     h_ptr,
     w_ptr,
@@ -411,8 +416,8 @@ def moe_ops_vector_gemm2(
     BLOCK_N: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """out = the sum over the token's experts of router weight * (h @ w2.T + bias), in fp32,
-    rounded once: a program BLOCK_N columns.
+    """out = sum over the token's experts of router weight * (h @ w2.T + bias), in fp32, rounded
+    once. Grid: tiles of BLOCK_N columns.
     """
     tl.static_assert(16 % BLOCK_N == 0)  # as in GEMM1
     QUANTIZED: tl.constexpr = X_SCALE != ""
@@ -438,7 +443,7 @@ def moe_ops_vector_gemm2(
             ids_stride_m, ids_stride_k, map_stride,
         )  # fmt: skip
         e64 = tl.maximum(e, 0).to(tl.int64)
-        # Of an expert that is not here nothing is loaded; its pointers are those of the first.
+        # For an expert that is not here nothing is loaded; its pointers are those of expert 0.
         end = tl.where(e >= 0, K, 0)
         end_group = tl.where(e >= 0, groups, 0)
         e_scale_ptr = None
@@ -565,6 +570,6 @@ def launches(
         PDL=gpu.pdl,
     )
     return [
-        Launch(moe_ops_vector_gemm1, (top_k, cdiv(I, one.block_n), 1), first, one.num_warps),
-        Launch(moe_ops_vector_gemm2, (cdiv(K, two.block_n), 1, 1), second, two.num_warps),
+        Launch(moe_ops_gemv1, (top_k, cdiv(I, one.block_n), 1), first, one.num_warps),
+        Launch(moe_ops_gemv2, (cdiv(K, two.block_n), 1, 1), second, two.num_warps),
     ]

@@ -1,4 +1,4 @@
-"""Operands of the GEMMs whose weights and activations share a format, as the kernels take them.
+"""Operands of the GEMMs whose weights and activations have one format, as kernels take them.
 torch alone.
 """
 
@@ -26,12 +26,12 @@ class Weight(NamedTuple):
     stride_k: Specialized
     scale: Pointer = None
     scale_stride_e: Specialized = 0
-    scale_stride_n: Specialized = 0  # of a row, or of a block of rows
-    scale_stride_k: Specialized = 0  # of a block of columns
+    scale_stride_n: Specialized = 0  # between rows, or between blocks of rows
+    scale_stride_k: Specialized = 0  # between blocks of columns
 
     @property
     def data(self) -> Tensor:
-        """The tensor behind `ptr`. Quantized x and h have its dtype."""
+        """The tensor behind `ptr`. Quantized x and h have the same dtype."""
         assert self.ptr is not None
         return self.ptr
 
@@ -48,13 +48,13 @@ NO_BIAS = Bias(None, 0, 0)
 
 
 def bias_of(bias: Tensor | None) -> Bias:
-    """A bias as kernels take it."""
+    """The Bias of a tensor, or of None."""
     return NO_BIAS if bias is None else Bias(bias, *bias.stride())
 
 
 @unprefixed
 class Activated(NamedTuple):
-    """GEMM1's activation: the numbers of its formula, and what it is compiled for."""
+    """GEMM1's activation: the numbers in its formula, and the constants that select it."""
 
     alpha: RuntimeFloat
     beta: RuntimeFloat
@@ -67,7 +67,7 @@ class Activated(NamedTuple):
 
 @lru_cache(maxsize=256)
 def activated(name: str, alpha: float, beta: float, limit: float) -> Activated:
-    """The activation of an op's options."""
+    """The Activated of an op's options."""
     activation = Activation(name)
     function = name.removesuffix("_no_mul").removesuffix("_uninterleave")
     gated, interleaved = activation.gated, activation.interleaved
@@ -89,13 +89,13 @@ class GemmTile(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def tile_of(config: GemmConfig, block_m: int, K: int, N: int, block_out: int) -> GemmTile:
-    """The GemmTile of a GEMM over K columns that writes N of them, `block_out` a program."""
+    """The GemmTile of a GEMM over K columns that writes N columns, `block_out` a program."""
     n, k, num_stages, _ = config
     return GemmTile(K % k == 0, N % block_out == 0, GROUP_M, block_m, n, k, num_stages)
 
 
 class Output(NamedTuple):
-    """Where a GEMM writes: rows of expert e lie at e * stride_e + row * stride_m."""
+    """A GEMM's output: a row of expert e is at e * stride_e + row * stride_m."""
 
     ptr: Pointer
     stride_e: Specialized
@@ -105,7 +105,7 @@ class Output(NamedTuple):
 
 @unprefixed
 class Scaling(NamedTuple):
-    """How operands are scaled (kernels/gemm/sm80_mma.py), and whether the GPU knows e4m3."""
+    """How operands are scaled (kernels/gemm/sm80_mma.py), and whether the GPU has e4m3."""
 
     W_SCALE: Constant
     X_SCALE: Constant
@@ -114,7 +114,7 @@ class Scaling(NamedTuple):
 
 @cache
 def scaling_of(scheme: str, native: bool) -> Scaling:
-    """The Scaling of a scheme's name, "" for plain weights."""
+    """The Scaling of a scheme; "" stands for plain weights."""
     return Scaling(*scales(scheme), native)
 
 
@@ -126,7 +126,7 @@ def _storage(scheme: str) -> torch.dtype:
 def weight_of(
     name: str, data: Tensor, scale: Tensor | None, scheme: str, dtype: torch.dtype, gpu: Gpu
 ) -> Weight:
-    """The Weight of an op's tensors; ValueError where the dtype is not what the scheme says."""
+    """The Weight of an op's tensors. Raises ValueError if the dtype is not the scheme's."""
     expected = _storage(scheme) if scheme else dtype
     if data.dtype != expected:
         if scheme:
@@ -140,7 +140,7 @@ def weight_of(
     stride_e, stride_n, stride_k = data.stride()
     if scale is None:
         return Weight(data, stride_e, stride_n, stride_k)
-    if not gpu.native and data.dtype != torch.int8:  # bytes, where the GPU does not know e4m3
+    if not gpu.native and data.dtype != torch.int8:  # compilers for such GPUs do not know e4m3
         data = data.view(torch.uint8)
     scale_e, scale_n, scale_k = (*scale.stride(), 0, 0)[:3]
     return Weight(data, stride_e, stride_n, stride_k, scale, scale_e, scale_n, scale_k)

@@ -1,21 +1,22 @@
-"""The two grouped GEMMs on tensor cores by mma.sync, or wgmma where Triton picks it, of operands
-that are both plain, both e4m3 or both int8. Imported at first launch only; weights beside 16-bit
-activations have kernels/mixed_gemm.
+"""The two grouped GEMMs on tensor cores, whose operands are both plain, both e4m3 or both int8: by
+mma.sync, or by wgmma if Triton chooses it. Imported at first launch only. (16-bit activations
+times narrower weights: kernels/mixed_gemm.)
 
 Legend: S pairs sorted by expert, E local experts, K columns of the GEMM's input and weight, N its
-output columns (GEMM1: I), BLOCK_M rows (tokens) a block, BLOCK_N rows of the weight a tile, which
-give BLOCK_I columns of h (half as many where gated), BLOCK_K the step along K. A program handles
-one block (kernels/device/blocks.py) and one tile of columns.
+output columns (GEMM1: I), BLOCK_M rows (tokens) of a block, BLOCK_N rows of the weight in a tile,
+which give BLOCK_I columns of h (half as many if gated), BLOCK_K the step along K. A program
+handles one block (kernels/device/blocks.py) and one tile of columns.
 
 Weights are the left operand (`w (BLOCK_N, BLOCK_K) @ x.T (BLOCK_K, BLOCK_M)`), so that 16 tokens
-fill a tensor-core tile.
+fill a tensor-core instruction.
 
 W_SCALE  scales of w: "" none, "tensor" (E,), "channel" (E, N),
          "block" (E, ceil(N / 128), ceil(K / 128))
-X_SCALE  x is quantized to the weights' format: "" not at all; by "group" of 128 columns, "row",
-         "tensor" (scales computed by an earlier kernel, or here from groups) or "static" (scale
-         known). x that comes in that format was quantized before and has its scales in memory;
-         other x is quantized here, tile by tile.
+X_SCALE  how x is quantized to the weights' format: "" not at all; with one scale a "group" of 128
+         columns, a "row", or all of x ("tensor"), from x itself; "static" with a known scale.
+         If x comes in the weights' format, an earlier kernel quantized it and wrote its scales.
+         Otherwise it is quantized here, tile by tile: by groups, or with row and tensor scales
+         that an earlier kernel computed.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ def row_scales(
     scale_ptr, row, ok, BLOCK_M: tl.constexpr, PARTIALS: tl.constexpr, X_SCALE: tl.constexpr,
     INT8: tl.constexpr,
 ):  # fmt: skip
-    """Scale of each row of x (BLOCK_M,), of those that do not change along K."""
+    """(BLOCK_M,) scales of rows of x, for an X_SCALE that does not change along K."""
     if X_SCALE == "row":
         return element_scale(tl.load(scale_ptr + row, mask=ok, other=0.0), INT8)
     elif X_SCALE == "tensor":
@@ -75,7 +76,7 @@ def row_scales(
 
 @triton.jit
 def block_scale(s0, s1, s2, row, block0, block1, BLOCKS: tl.constexpr, BLOCK_N: tl.constexpr):
-    """(BLOCK_N,) scales of a tile's rows, which lie in BLOCKS blocks of 128 rows."""
+    """(BLOCK_N,) scales of a tile's rows, which are in BLOCKS blocks of 128 rows."""
     if BLOCKS == 1:
         return tl.full((BLOCK_N,), 1.0, tl.float32) * s0
     elif BLOCKS == 2:
@@ -94,14 +95,14 @@ def matmul(
     x_stride_k,
     w_stride_k,
     x_scale_ptr,
-    x_scale_stride_g,  # of a group of columns in the scales of x, whose rows lie side by side
+    x_scale_stride_g,  # between groups of columns in the scales of x, whose rows are contiguous
     x_row,  # (BLOCK_M,) rows of x
-    x_factor,  # (BLOCK_M,) to scale x by
-    w_scale_ptr,  # of this expert
+    x_factor,  # (BLOCK_M,) that x is multiplied by, or None
+    w_scale_ptr,  # scales of this expert
     w_scale_stride_n,
     w_scale_stride_k,
     row,  # (BLOCK_N,) rows of w
-    block0,  # blocks of 128 rows that `row` lies in
+    block0,  # blocks of 128 rows that contain `row`
     block1,
     block2,
     BLOCK_M: tl.constexpr,
@@ -117,19 +118,19 @@ def matmul(
     HAS_FACTOR: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
-    """x_factor * (w @ x.T), (BLOCK_N, BLOCK_M) in fp32. Both operands are masked along K: zero
-    times garbage may be NaN.
+    """x_factor * (w @ x.T), (BLOCK_N, BLOCK_M) in fp32. Both operands are masked along K, because
+    zero times uninitialized memory may be NaN.
 
-    Sums of e4m3 products leave the tensor core every BLOCK_K <= 128 columns: it adds in fewer than
-    fp32's bits.
+    Sums of e4m3 products are added to the fp32 total every BLOCK_K <= 128 columns, because tensor
+    cores accumulate them in fewer bits than fp32 has.
     """
     INT8: tl.constexpr = w_ptrs.dtype.element_ty == tl.int8
     X8: tl.constexpr = x_ptrs.dtype.element_ty.primitive_bitwidth == 8
     GROUPS: tl.constexpr = X_SCALE == "group"
     BLOCK: tl.constexpr = W_SCALE == "block"
     tl.static_assert(BLOCK == GROUPS)
-    # A scale that rows of several tokens share was computed from rows with the factor; elsewhere
-    # the factor commutes with quantization.
+    # A scale that rows of several tokens share was computed from x times the factor. With other
+    # scales the factor commutes with quantization.
     SCALE_HAS_FACTOR: tl.constexpr = HAS_FACTOR and (X_SCALE == "tensor" or X_SCALE == "static")
     if GROUPS:
         tl.static_assert(BLOCK_K == 128)
@@ -146,8 +147,8 @@ def matmul(
             s2 = tl.load(s2_ptr).to(tl.float32)
     if GROUPS:
         if X8:
-            # unused rows load the first row's scales instead of masking them: their sums are not
-            # stored
+            # Unused rows load the scales of the first row, which needs no mask. Their sums are not
+            # stored.
             xs_ptrs = x_scale_ptr + tl.where(x_ok, x_row, 0)
     elif X_SCALE != "":
         xs = row_scales(x_scale_ptr, x_row, x_ok, BLOCK_M, PARTIALS, X_SCALE, INT8)
@@ -160,7 +161,7 @@ def matmul(
         if not EVEN_K:
             x_mask = x_mask & (start + k < K)[None, :]
         x = tl.load(x_ptrs, mask=x_mask, other=0.0)
-        if GROUPS and X8:  # pipelined with the operands; a load near its use would stall each step
+        if GROUPS and X8:  # pipelined with the operands: a load at its use would stall every step
             xs = tl.load(xs_ptrs)
             xs_ptrs += x_scale_stride_g
         if EVEN_N and EVEN_K:
@@ -228,14 +229,13 @@ def matmul(
 
 @arguments
 class Gemm1:
-    h: Input  # (S, I), written at the block's positions; its scales by H_SCALE
-    # (M, K), or (E, T, K) seen as rows; without scales where it is quantized here by group or not
-    # at all
+    h: Input  # (S, I), written at the block's positions; its scales depend on H_SCALE
+    # (M, K), or (E, T, K) as rows; without scales if it is quantized here by groups, or not at all
     x: Input
     w: Weight  # (E, N, K)
     bias: Bias  # (E, N)
     routing: Routing
-    topk_weights: RouterWeights  # (M, top_k), where they scale the input
+    topk_weights: RouterWeights  # (M, top_k), if they scale the input
     K: Specialized
     I: Specialized
     activation: Activated
@@ -310,14 +310,16 @@ def moe_ops_gemm1(
     NUM_STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """h = activation(x @ w13.T + bias), the activation applied while gate and up are in registers.
+    """h = activation(x @ w13.T + bias). The activation is applied to gate and up in registers.
 
-    H_SCALE ""       h as it is, in h_ptr's dtype
-            "group"  h in e4m3, h_scale (ceil(I / 128), S) its scales; BLOCK_I is 128
-            "static" h in e4m3 or int8 as the weights are, h_scale (1,) its known scale
-            "row"    h as it is, and the largest magnitude of each row into h_scale (S,), which
-                     holds zeros before
-            "tensor" h as it is, and the largest magnitude of all into h_scale (1,), zero before
+    H_SCALE ""       writes h in h_ptr's dtype
+            "group"  writes h in e4m3, and its scales to h_scale (ceil(I / 128), S); BLOCK_I is 128
+            "static" writes h in the weights' e4m3 or int8, with the known scale h_scale (1,)
+            "row"    writes h in fp32, and raises h_scale (S,), zero before, to the largest
+                     magnitude of each row
+            "tensor" writes h in fp32, and raises h_scale (1,), zero before, to the largest
+                     magnitude of all rows
+    Grid: blocks times column tiles of BLOCK_I.
     """
     BLOCK_I: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
     if ROWS != "direct":  # the kernel before this one wrote the table of blocks
@@ -344,8 +346,8 @@ def moe_ops_gemm1(
         w_ok = row < (2 * I if GATED else I)
     INT8: tl.constexpr = w_ptr.dtype.element_ty == tl.int8
     HALVES: tl.constexpr = GATED and not INTERLEAVED
-    # Blocks of 128 weight rows in a tile: those of each half, one more where up rows begin inside
-    # a block
+    # Blocks of 128 weight rows in a tile: one for each half, and one more if the up rows begin
+    # inside a block
     BLOCKS: tl.constexpr = (2 if EVEN_N else 3) if HALVES else (BLOCK_N + 127) // 128
     last_block = tl.cdiv(2 * I if GATED else I, 128) - 1
     block0 = n * (BLOCK_I if HALVES else BLOCK_N) // 128
@@ -402,8 +404,8 @@ def moe_ops_gemm1(
     h_ok = ok[:, None] & (column < I)[None, :]
     if H_SCALE == "row" or H_SCALE == "tensor":
         amax = tl.where(ok, largest_magnitude(h, 0) if INT8 else tl.max(tl.abs(h), 0), 0.0)
-        # Bits of floats that are not negative are ordered as the floats are; no order of maxima
-        # changes the last.
+        # As integers, the bits of floats >= 0 have the order of the floats. The final maximum does
+        # not depend on the order of the atomics.
         slot = h_scale_ptr.to(tl.pointer_type(tl.int32))
         if H_SCALE == "row":
             tl.atomic_max(slot + place, amax.to(tl.int32, bitcast=True), mask=ok, sem="relaxed")
@@ -426,7 +428,7 @@ def moe_ops_gemm1(
 
 @arguments
 class Gemm2:
-    y: Output  # (S, N), written at the pairs, or where rows are plain at the block's positions
+    y: Output  # (S, N), written at the pairs; if ROWS is "plain", at the block's positions
     x: Input  # (S, K), read at the block's positions
     w: Weight  # (E, N, K)
     bias: Bias  # (E, N)
@@ -434,7 +436,7 @@ class Gemm2:
     K: Specialized
     N: Specialized
     scaling: Scaling
-    ZERO_TAIL: Constant  # rows past the last expert's become zero
+    ZERO_TAIL: Constant  # rows past those of the last expert are zeroed
     tile: GemmTile
     PDL: Constant
 
@@ -490,7 +492,10 @@ def moe_ops_gemm2(
     NUM_STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """y = x @ w.T + bias, rounded once, to y's dtype. Also the GEMM of grouped_linear."""
+    """y = x @ w.T + bias, rounded once, to y's dtype. Also the GEMM of grouped_linear.
+
+    Grid: blocks times column tiles of BLOCK_N.
+    """
     if ZERO_TAIL:  # the kernel before this one wrote the table of blocks
         gdc_wait(PDL)
     b, n = block_and_tile(num_blocks, tl.cdiv(N, BLOCK_N), GROUP_M)
@@ -504,7 +509,7 @@ def moe_ops_gemm2(
         return
     row = n * BLOCK_N + tl.arange(0, BLOCK_N)
     w_ok = row < N
-    if ZERO_TAIL:  # rows that belong to no expert: a sum of nothing, without bias
+    if ZERO_TAIL:  # rows of no expert: the sum over zero columns, without bias
         K = tl.where(e < E, K, 0)
     e64 = e.to(tl.int64)
     k = tl.arange(0, BLOCK_K)
@@ -519,7 +524,7 @@ def moe_ops_gemm2(
     )
     block0 = n * BLOCK_N // 128
     block1 = tl.minimum(block0 + 1, tl.cdiv(N, 128) - 1)
-    if W_SCALE != "":  # the zeroed tail has no scales: any will do
+    if W_SCALE != "":  # the zeroed tail has no scales: those of any expert will do
         w_scale_ptr += (tl.minimum(e, E - 1) if ZERO_TAIL else e).to(tl.int64) * w_scale_stride_e
     acc = matmul(
         x_ptrs, w_ptrs, ok, w_ok, K, x_stride_k, w_stride_k,
@@ -529,7 +534,7 @@ def moe_ops_gemm2(
         W_SCALE, X_SCALE, x_partials, (BLOCK_N + 127) // 128, False, NATIVE,
     )  # fmt: skip
     gdc_launch_dependents(PDL)
-    if ZERO_TAIL:  # a scale that is not finite would make NaN of the tail's zeros
+    if ZERO_TAIL:  # zero times a scale that is not finite would be NaN
         acc = tl.where(e < E, acc, 0.0)
     if bias_ptr is not None:
         bias_ok = w_ok
@@ -539,7 +544,8 @@ def moe_ops_gemm2(
             bias_ptr + e64 * bias_stride_e + row * bias_stride_n, mask=bias_ok, other=0.0
         )
         acc += bias.to(tl.float32)[:, None]
-    pair = pairs_at(index_ptr, num_blocks, position, ok, ROWS)  # late: not held through the loop
+    # late, so that it takes no registers in the mainloop
+    pair = pairs_at(index_ptr, num_blocks, position, ok, ROWS)
     y_ptrs = (
         y_ptr
         + e64 * y_stride_e
@@ -555,7 +561,7 @@ def gemm1(
     w: Weight,
     bias: Bias,
     routing: Routing,
-    topk_weights: RouterWeights,  # to scale the input by
+    topk_weights: RouterWeights,  # that scale the input
     activation: Activated,
     scaling: Scaling,
     h_scale: str,  # H_SCALE

@@ -1,13 +1,13 @@
-"""The two grouped GEMMs of many rows an expert, on GPUs whose shared memory a copy engine fills
-(the tensor memory accelerator of SM90). Imported at first launch only.
+"""The two grouped GEMMs for many rows an expert, on GPUs with the tensor memory accelerator (TMA)
+of SM90. Imported at first launch only.
 
 Legend as in sm80_mma.py. Here tokens are the left operand (`x (BLOCK_M, BLOCK_K) @ w.T (BLOCK_K,
-BLOCK_N)`), so that a tensor core takes 256 rows of the weight at once; weights and h come through
-tensor descriptors, which read zeros past an end.
+BLOCK_N)`), so that one wgmma takes up to 256 rows of the weight. Weights and h are loaded by
+tensor descriptors, which give zeros out of bounds.
 
-A weight is described as (E, halves, rows, K): gate and up are two halves that one box holds side
-by side, other weights are one. e4m3 weights have scales by blocks of 128 x 128, their x and h by
-groups of 128 columns.
+A weight is described as (E, halves, rows, K): gate and up rows are two halves, of which a box
+holds equal parts; other weights have one. e4m3 weights have scales by blocks of 128 x 128, their x
+and h by groups of 128 columns.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def dot(x, w, acc, NATIVE: tl.constexpr):
 
 @triton.jit
 def matmul_plain(
-    x,  # pointers (BLOCK_M, BLOCK_K) where rows are gathered, else a descriptor of (S, K)
+    x,  # pointers (BLOCK_M, BLOCK_K) if GATHERED, else a descriptor of (S, K)
     x_ok,  # (BLOCK_M,)
     w_desc,  # box [1, halves, BLOCK_N // halves, BLOCK_K]
     first,
@@ -91,7 +91,7 @@ def matmul_plain(
     BLOCK_K: tl.constexpr,
     NUM_STAGES: tl.constexpr,
 ):
-    """x @ w.T (BLOCK_M, BLOCK_N) in fp32, of one block and one tile."""
+    """x @ w.T (BLOCK_M, BLOCK_N) in fp32, for one block and one tile."""
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for k in tl.range(0, K, BLOCK_K, num_stages=NUM_STAGES):
         if GATHERED:
@@ -109,12 +109,12 @@ def matmul_plain(
 
 @triton.jit
 def matmul_blocks(
-    x,  # as above, BLOCK_K = 128; every pointer is valid
-    x_ok,  # (BLOCK_M,) rows that have scales
-    x_scale_ptrs,  # (BLOCK_M,) scales of the first group
+    x,  # as above, with BLOCK_K = 128; every pointer is valid
+    x_ok,  # (BLOCK_M,) which rows have scales
+    x_scale_ptrs,  # (BLOCK_M,) pointers to the scales of the first group
     x_scale_stride_g,
     w_desc,  # box [1, 1, 128, 128]
-    w_scale_ptr,  # of this expert
+    w_scale_ptr,  # scales of this expert
     w_scale_stride_n,
     w_scale_stride_k,
     first,
@@ -129,12 +129,12 @@ def matmul_blocks(
     BLOCK_M: tl.constexpr,
     NUM_STAGES: tl.constexpr,
 ):
-    """x @ w.T (BLOCK_M, 128) in fp32 of e4m3 operands, with 128 rows from `row` of the first half,
-    and where there are two (HALVES) of the second.
+    """x @ w.T in fp32 of e4m3 operands: (BLOCK_M, 128) for the 128 weight rows from `row` on of
+    the first half, and the same of the second half if there are two (HALVES).
 
-    The sum of 128 columns leaves the tensor core, which adds in fewer than fp32's bits, before it
-    is scaled and added to the total. One half after the other, as such sums of both would not fit
-    the registers.
+    The sum over 128 columns is scaled and added to the total outside of the tensor core, which
+    accumulates in fewer bits than fp32 has. One half is multiplied after the other, because the
+    sums of both would not fit into registers.
     """
     s0_ptr = w_scale_ptr + row // 128 * w_scale_stride_n
     s1_ptr = s0_ptr + N // 128 * w_scale_stride_n
@@ -214,7 +214,7 @@ def gemm1_rows(
     NUM_STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """moe_ops_tma_gemm1 of tile n of the first BLOCK_M rows of block b, which has no more."""
+    """moe_ops_tma_gemm1 for tile n of block b, which has at most BLOCK_M rows."""
     BLOCK_I: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
     HALVES: tl.constexpr = GATED and not INTERLEAVED
     e, first, position, ok = block_at(index_ptr, b, BLOCK_M, 1)
@@ -222,8 +222,9 @@ def gemm1_rows(
     token = pair // top_k
     row = token
     if QUANTIZED:
-        # For a mask of x no registers are left: 15 % at mixtral's sizes. Instead, rows are
-        # repeated; one row for all would be loaded by all programs at once.
+        # A mask of x would exceed the registers, which costs 15 % at mixtral's sizes. Instead,
+        # unused rows repeat the block's rows: one row for all of them would be loaded by all
+        # programs at once.
         again = first + (position - first) % tl.maximum(tl.sum(ok.to(tl.int32), 0), 1)
         row = tl.load(index_ptr + 4 * num_blocks + again) // top_k
     x_ptrs = x_ptr + row.to(tl.int64)[:, None] * x_stride_m
@@ -282,7 +283,7 @@ def gemm1_rows(
 
 
 class DescribedInput(NamedTuple):
-    """A GEMM's input (S, K) behind a tensor descriptor, and its scales."""
+    """A tensor descriptor of a GEMM's input (S, K), and the input's scales."""
 
     desc: Descriptor
     scale: Pointer  # (ceil(K / 128), S), or None
@@ -290,9 +291,7 @@ class DescribedInput(NamedTuple):
 
 
 class DescribedWeight(NamedTuple):
-    """A weight (E, N, K) behind a tensor descriptor of (E, halves, N / halves, K), and its
-    scales.
-    """
+    """A tensor descriptor (E, halves, N / halves, K) of a weight (E, N, K), and its scales."""
 
     desc: Descriptor
     scale: Pointer  # (E, ceil(N / 128), ceil(K / 128)), or None
@@ -303,14 +302,14 @@ class DescribedWeight(NamedTuple):
 
 @arguments
 class Gemm1:
-    h: Input  # (S, I), written at the block's positions; with scales where it is quantized
+    h: Input  # (S, I), written at the block's positions; with scales if it is quantized
     x: Input  # (M, K)
     w: DescribedWeight
     bias: Bias  # (E, N)
     index: Pointer
     num_blocks: Runtime
     top_k: Runtime
-    topk_weights: RouterWeights  # (M, top_k), where they scale the input
+    topk_weights: RouterWeights  # (M, top_k), if they scale the input
     K: Specialized
     I: Specialized
     activation: Activated
@@ -372,10 +371,11 @@ def moe_ops_tma_gemm1(
     NUM_STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """h = activation(x @ w13.T + bias), by groups of 128 columns in e4m3 where the weight is.
+    """h = activation(x @ w13.T + bias), quantized by groups of 128 columns if the weight is e4m3.
 
-    Of a block of 128 rows that has at most 64 the other half is not multiplied: one block then
-    holds all rows of an expert, which reads its weights once, also where most have few.
+    If a block of 128 rows has at most 64, its second half is not multiplied. So blocks can be
+    large enough for all rows of the busiest experts, whose weights are then read once, also if
+    most experts have few rows. Grid: blocks times column tiles.
     """
     FEW_M: tl.constexpr = BLOCK_M // 2 if BLOCK_M == 128 else BLOCK_M
     QUANTIZED: tl.constexpr = W_SCALE != ""
@@ -453,7 +453,7 @@ def moe_ops_tma_gemm2(
     SPLIT_M: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """y = x @ w.T + bias in fp32."""
+    """y = x @ w.T + bias in fp32. Grid: blocks times SPLIT_M times column tiles."""
     gdc_wait(PDL)
     b, n = block_and_tile(num_blocks * SPLIT_M, tl.cdiv(N, BLOCK_N), GROUP_M)
     e, first, position, ok = block_at(index_ptr, b, BLOCK_M, SPLIT_M)
@@ -505,7 +505,7 @@ def why_not(
 
 
 def _describable(w: Weight) -> bool:
-    """Whether a tensor descriptor takes the weight."""
+    """Whether a tensor descriptor can describe the weight."""
     size = w.data.dtype.itemsize
     addresses = w.stride_e * size | w.stride_n * size | w.data.data_ptr()
     return w.stride_k == 1 and addresses % 16 == 0
@@ -518,7 +518,9 @@ def _descriptor(
 
 
 def _described(w: Weight, halves: int, block_n: int, block_k: int) -> DescribedWeight:
-    """A weight of so many halves, in boxes of `block_n` rows: those of e4m3 hold one half's."""
+    """The DescribedWeight of a weight with so many halves, in boxes of `block_n` rows. A box has
+    rows of all halves, for e4m3 of one half.
+    """
     E, N, K = w.data.shape
     N //= halves
     side_by_side = 1 if w.scale is not None else halves
@@ -535,7 +537,7 @@ def gemm1(
     w: Weight,
     bias: Bias,
     routing: Routing,
-    topk_weights: RouterWeights,  # to scale the input by
+    topk_weights: RouterWeights,  # that scale the input
     activation: Activated,
     scaling: Scaling,
     config: LayerConfig,

@@ -1,8 +1,8 @@
-"""Configs of the mixed GEMMs, whose weights have 4 to 8 bits beside 16-bit activations, and when
-those of SM90 may run. torch alone.
+"""Configs of the mixed GEMMs (weights of 4 to 8 bits, 16-bit activations), and when those of SM90
+may run. torch alone.
 
-The kernels of sm80_mma.py have two warps a block, as Triton would give four another instruction,
-until an expert has so many rows that products count for more than what precedes them.
+The kernels of sm80_mma.py have two warps a block, because Triton would use wgmma with four, until
+an expert has so many rows that products take longer than decoding.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from moe_ops.kernels.launch import INTERPRETED, Gpu
 from moe_ops.kernels.mixed_gemm.operands import MixedOperand
 from moe_ops.meta.workspace import cdiv, maximum, minimum
 
-SMALLEST_BLOCK_M = 8  # tokens: the columns of one tensor-core product
+SMALLEST_BLOCK_M = 8  # tokens: the columns of one tensor-core instruction
 MULTIPROCESSORS = 132  # of an H100 or H200 with SXM
 FORMATS = ("int4", "e2m1", "e2m1_words", "int8", "e4m3")  # of sm90_wgmma.py
-MAX_SPLIT_K = 3  # programs that share a tile of GEMM2 by columns, where it has few tiles
-SPLIT_ROWS = 1024  # of y in all parts
-PAIR_BUCKETS = (64, 512)  # of so many or fewer, programs look at all
-MAX_ROWS_OF_8_BITS = 80  # of an expert, on average: from there on products count
+MAX_SPLIT_K = 3  # programs that share the reduction of a tile of GEMM2, if it has few tiles
+SPLIT_ROWS = 1024  # rows of y in all SPLIT_K partial sums
+PAIR_BUCKETS = (64, 512)  # up to so many pairs, every program reads the ids of all
+MAX_ROWS_OF_8_BITS = 80  # average rows of an expert, up to which sm90_wgmma.py takes 8-bit weights
 
 
 @cache
@@ -52,14 +52,14 @@ def choose(
     bits: int,  # of a weight
     dtype: torch.dtype,  # of x
     direct: bool,
-    shared_memory: int,  # bytes a block may use
+    shared_memory: int,  # bytes that a block may use
 ) -> LayerConfig:
     """Config of the two GEMMs of sm80_mma.py. An expert's rows should usually fit one block, so
-    weights are read once.
+    that its weights are read once.
     """
     average = rows / groups
     block_m = 8 if direct or average <= 4 else 16 if average <= 16 else 32 if average <= 40 else 64
-    if dtype != torch.bfloat16:  # weights are decoded by way of fp32, which takes registers
+    if dtype != torch.bfloat16:  # weights are decoded to fp32 first, which takes registers
         block_m = min(max(block_m, 16), 32)
         fp32 = dtype == torch.float32
         gemm1 = gemm2 = GemmConfig(64, 32, 2, 4) if fp32 else GemmConfig(64, 64, 3, 4)
@@ -70,7 +70,7 @@ def choose(
         gemm1 = gemm2 = GemmConfig(128, 128, 4, 4) if bits == 4 else GemmConfig(64, 128, 4, 2)
     elif block_m == 32:
         gemm1 = gemm2 = GemmConfig(128, 128, 4, 4)
-    elif shared_memory <= LARGE_SHARED_MEMORY:  # before SM90 sums of more rows spill
+    elif shared_memory <= LARGE_SHARED_MEMORY:  # before SM90, accumulators of more rows spill
         block_m, gemm1, gemm2 = 32, GemmConfig(64, 128, 4, 2), GemmConfig(64, 128, 4, 2)
     else:
         block_m = 128 if average > 64 else block_m
@@ -85,10 +85,10 @@ def choose(
 
 
 def _streaming(rows: int, bits: int) -> GemmConfig:
-    """Config for few rows an expert, as measured on an H200, where `rows` rows of weights are read
-    in all.
+    """Config for few rows an expert, measured on an H200. `rows` is the number of weight rows that
+    are read in all.
 
-    128 bytes of a row at a time, and smaller tiles where a multiprocessor would have fewer than
+    BLOCK_K is 128 bytes of a row. Tiles are smaller if a multiprocessor would have fewer than
     three blocks.
     """
     if rows < 3 * MULTIPROCESSORS * 64:
@@ -133,7 +133,7 @@ def _for_experts(
     if not tables:
         return base
     config = measured(base, gpu, M, top_k, E, K, I, scheme, dtype)
-    # Measured at another M, blocks may be too small for an expert's rows, or too large.
+    # A config that was measured at another M may have too small or too large blocks.
     if config.kernel == SM90_WGMMA and not (wgmma and fits_wgmma(config.block_m, M * top_k / E)):
         return base
     if config.kernel == GEMV and not gemv:
@@ -144,18 +144,16 @@ def _for_experts(
 
 
 def for_experts(*problem) -> LayerConfig:
-    """Config of an expert layer: that measured for its shape on its GPU, else what `choose` says.
+    """Config of an expert layer: the one measured for its shape on its GPU, else that of `choose`.
 
     Arguments: M, top_k, E, K, I, dtype, Gpu, scheme, bits of a weight, whether the kernels of
-    sm90_wgmma.py and those of gemv.py can run, and whether no others read the weights' layout.
+    sm90_wgmma.py and of gemv.py can run, and whether these alone read the weights' layout.
     """
     return find(_for_experts, problem)
 
 
 def _gemv_k(columns: int, bits: int, num_warps: int, loads: int = 1) -> int:
-    """Columns of a step of which every thread loads so many times 16 bytes, or less where a row is
-    shorter.
-    """
+    """BLOCK_K of which every thread loads `loads` times 16 bytes, or less if a row is shorter."""
     return min(4096 // bits * num_warps * loads, 1 << (columns - 1).bit_length())
 
 
@@ -166,11 +164,11 @@ def _choose_gemv(
     bits: int,
     chunk: int,
 ) -> LayerConfig:
-    """Config of the kernels of gemv.py: rows of w13 or w2, and columns of a step.
+    """Config of the kernels of gemv.py: BLOCK_N rows of w13 or w2, and BLOCK_K.
 
-    Eight rows a thread share what x costs. GEMM1's programs are many: theirs are steps that divide
-    rows of w13. GEMM2's are few: there more warps share a row, and programs have fewer rows where
-    a multiprocessor would have less than 12 warps.
+    A thread multiplies eight rows, which share the loads and conversions of x. GEMM1 has many
+    programs: its BLOCK_K divides the rows of w13. GEMM2 has few: more warps share a row, and a
+    program has fewer rows if a multiprocessor would have less than 12 warps.
     """
     warp = 4096 // bits  # columns that a warp reads at a time
     warps1 = next(w for w in (4, 2, 1) if K % (warp * w) == 0 or w == 1)
@@ -195,8 +193,8 @@ def gemv_space(
     I: int,  # noqa: E741
     bits: int,
 ) -> tuple[list[LayerConfig], list[LayerConfig]]:
-    """For the search (moe_ops.tuning): variants of the two kernels of one token, of 2 to 16 loads
-    a thread.
+    """Configs of gemv.py that the search (moe_ops.tuning) tries for GEMM1 and GEMM2, with 2 to 16
+    loads a thread.
     """
 
     def gemms(columns: int) -> list[GemmConfig]:
@@ -217,13 +215,13 @@ def gemv_space(
 def search_space(
     base: LayerConfig, average: float, bits: int, experts: int, K: int
 ) -> list[tuple[list[LayerConfig], list[LayerConfig]]]:
-    """For the search (moe_ops.tuning): variants of GEMM1 and of GEMM2, a pair of lists for each
-    kind of block.
+    """Configs that the search (moe_ops.tuning) tries: for each BLOCK_M a list for GEMM1 and one
+    for GEMM2.
 
     Args:
-        average: rows an expert has on average.
-        bits: of a weight.
-        experts: how many there are.
+        average: average rows of an expert.
+        bits: bits of a weight.
+        experts: number of experts.
         K: rows of GEMM2's weights.
     """
     if base.kernel == SM90_WGMMA:
@@ -237,8 +235,8 @@ def search_space(
     return space
 
 
-# BLOCK_N and warps of tiles worth timing, by BLOCK_M: 16 and 32 tokens are what each warp reads of
-# x for its 32 or 64 rows.
+# BLOCK_N and warps that the search tries, by BLOCK_M. With 16 and 32 tokens, each warp reads all
+# of x for its 32 or 64 rows.
 _ROWS_AND_WARPS = {
     8: ((32, 2), (64, 2), (128, 2)),
     16: ((64, 2), (128, 4), (256, 4), (256, 8)),
@@ -249,8 +247,8 @@ _ROWS_AND_WARPS = {
 
 
 def candidates(block_m: int, bits: int) -> list[GemmConfig]:
-    """Configs worth timing: sums and operands of a block fit its registers, and 64 or 128 bytes of
-    a row are read.
+    """Configs that the search tries: accumulators and operands of a block fit into its registers,
+    and BLOCK_K is 64 or 128 bytes of a row.
     """
     found = []
     for block_n, num_warps in _ROWS_AND_WARPS[block_m]:
@@ -270,19 +268,19 @@ def choose_wgmma(
     bits: int,
     chunk: int,
 ) -> LayerConfig | None:
-    """Config of the two GEMMs of sm90_wgmma.py; None where other kernels serve so many rows. An
-    expert's should usually fit a block.
+    """Config of the two GEMMs of sm90_wgmma.py, or None if other kernels are faster for so many
+    rows. An expert's rows should usually fit one block.
 
-    As measured on an H200 for qwen3, mixtral, gptoss20 and gptoss120 at 8 to 256 tokens.
-    Multiprocessors of more blocks were faster than those of deeper rings, which leave scales less
-    of the L1 cache, and GEMM2 of few tiles where its programs share the columns: of Mixtral's 64
-    tokens, three parts are two rounds of three blocks a multiprocessor. With 256 columns a step
-    instead of 128 Mixtral in nvfp4, prepared, took 236 us instead of 244 at M = 32, 548 instead of
-    566 at 256.
+    Measured on an H200 for qwen3, mixtral, gptoss20 and gptoss120 at 8 to 256 tokens. More blocks
+    a multiprocessor were faster than more stages, which leave less of the L1 cache for scales. A
+    GEMM2 of few tiles was faster with SPLIT_K: for Mixtral's 64 tokens, SPLIT_K = 3 makes two
+    waves of three blocks a multiprocessor. With BLOCK_K = 256 instead of 128, Mixtral in nvfp4,
+    prepared, took 236 us instead of 244 at M = 32, 548 instead of 566 at 256.
 
-    Of many rows, those of sm80_mma.py decode as often, and more slowly: of 64, 128, 256 and 512
-    rows an expert Mixtral in int4 took 1132, 1759, 3015 and 5308 us with them, and 506, 849, 1583
-    and 3114 with these; of fp8 990, 1335, 2322 and 4165, and 850, 1412, 2485 and 5011.
+    For many rows, the kernels of sm80_mma.py decode each weight as often, but more slowly. With
+    64, 128, 256 and 512 rows an expert, Mixtral in int4 took 1132, 1759, 3015 and 5308 us with
+    them, and 506, 849, 1583 and 3114 us with these; in fp8 990, 1335, 2322 and 4165 us with them,
+    and 850, 1412, 2485 and 5011 us with these.
     """
     average = rows / groups
     if bits == 8 and average > MAX_ROWS_OF_8_BITS:
@@ -291,7 +289,7 @@ def choose_wgmma(
 
     def gemm(columns: int, few: bool) -> GemmConfig:
         wide = bits == 4 and columns % 256 == 0
-        if block_m == 64:  # four warps have no registers for sums and what they come from
+        if block_m == 64:  # four warps lack registers for accumulators and operands
             return GemmConfig(128, 256, 2, 8) if wide else GemmConfig(128, 128, 4, 8)
         if not wide:
             return GemmConfig(128, 128, 3, 4)
@@ -304,11 +302,12 @@ def choose_wgmma(
 
 
 def fits_wgmma(block_m: int, average: float) -> bool:
-    """Whether blocks of so many tokens may be the best of sm90_wgmma.py for experts of so many
-    rows on average.
+    """Whether this BLOCK_M of sm90_wgmma.py may be the best for experts of so many rows on
+    average.
 
-    Weights are read once, if the largest blocks allow it, and blocks are not empty. (In mxfp4
-    Mixtral's layer of 32 tokens took 265 us with 16, 288 with 32.)
+    Blocks hold an expert's rows, so that weights are read once, as far as the largest block
+    allows, and are not mostly empty. (In mxfp4, Mixtral's layer of 32 tokens took 265 us with
+    BLOCK_M = 16, 288 with 32.)
     """
     return min(average, 64) <= block_m < max(9, 4 * average)
 
@@ -335,21 +334,22 @@ def _wgmma_space(
 
 
 def padded(columns: int) -> int:
-    """Columns of a row of x or h in whole chunks of sm90_wgmma.py, at most."""
+    """Upper bound of the columns of a row of x or h in whole chunks of sm90_wgmma.py."""
     return cdiv(columns, 128) * 128 if columns % 64 == 0 else columns
 
 
 def y_rows(pairs):
-    """Rows of y (fp32) in the workspace, int or SymInt: parts of few rows too."""
+    """Rows of y (fp32) in the workspace, with those of SPLIT_K partial sums for few pairs. int or
+    SymInt.
+    """
     return maximum(pairs, minimum(MAX_SPLIT_K * pairs, SPLIT_ROWS))
 
 
 def split_k_of(w2: MixedOperand, config: GemmConfig, split_k: int, pairs: int) -> int:
-    """How many programs share the columns of a tile of GEMM2: at most `split_k`, and as many as y
-    has room for.
+    """SPLIT_K of GEMM2: at most `split_k`, and at most what y has room for.
 
-    Each has a step of its own: one without would write y, where GEMM1's x is, with nothing of
-    GEMM1's to wait for.
+    Every program has at least one K tile. Without one it would not wait for GEMM1, and would write
+    y over GEMM1's x.
     """
     steps = cdiv(w2.K, w2.block_k(config))
     split_k = min(split_k, y_rows(pairs) // pairs)
@@ -357,14 +357,15 @@ def split_k_of(w2: MixedOperand, config: GemmConfig, split_k: int, pairs: int) -
 
 
 def pair_bucket(pairs: int) -> int:
-    """The least of PAIR_BUCKETS that `pairs` are no more than, 0 for none."""
+    """The least of PAIR_BUCKETS that is >= `pairs`, 0 if there is none."""
     return next((most for most in PAIR_BUCKETS if pairs <= most), 0)
 
 
 def max_unsorted_pairs(pairs: int, experts: int) -> int:
-    """The most pairs of a layer without a routing kernel, 0 with one: programs of the GEMMs find
-    their blocks then.
+    """The most pairs for which programs of the GEMMs find their blocks themselves, without a
+    sorting kernel; 0 if a sorting kernel runs.
 
-    Where many pairs share few experts, most programs would find none.
+    There is a program for each pair, of which most would have no block if many pairs shared few
+    experts.
     """
     return PAIR_BUCKETS[0] if pairs <= min(PAIR_BUCKETS[0], experts) else 0

@@ -1,7 +1,7 @@
 """Weights of 4 to 8 bits decoded to 16-bit numbers in registers. Imported at first launch only.
 
-The functions in assembly decode 4 bytes of a row to bf16 and are elementwise: byte i becomes
-element i, in whatever order threads hold them.
+The functions in assembly decode 4 bytes of a row to bf16. They are elementwise: byte i becomes
+element i, whatever the layout.
 
 FORMAT and SCALE are explained in kernels/mixed_gemm/sm80_mma.py.
 """
@@ -16,7 +16,9 @@ INTERPRET = tl.constexpr(triton.knobs.runtime.interpret)
 
 @triton.jit
 def int4_pair(p):
-    """bf16 of nibbles (even, odd columns), minus 8: 128 + n by its bits, then a difference."""
+    """(even columns, odd columns) in bf16: nibbles minus 8. The bits of 128 + n are assembled, and
+    136 is subtracted.
+    """
     return tl.inline_asm_elementwise(
         """{
         .reg .b32 a, b, c, d, q, r, o, m, u;
@@ -39,7 +41,7 @@ def int4_pair(p):
 
 @triton.jit
 def int4_pair_zero(p, offset):
-    """As int4_pair, plus an offset (bf16) of -128 - its zero point each."""
+    """As int4_pair, minus a zero point: `offset` is -128 - zero point, in bf16."""
     return tl.inline_asm_elementwise(
         """{
         .reg .b32 a, b, c, d, q, r, o, u;
@@ -67,9 +69,10 @@ def is_e2m1(FORMAT):
 
 @triton.jit
 def e2m1_pair(p, s):
-    """bf16 of nibbles times 2^-126 times a scale (bf16) each.
+    """(even columns, odd columns) in bf16: e2m1 nibbles times 2^-126 times a scale (bf16).
 
-    A product puts sign and magnitude where bf16 has them, as logic has half of the issue slots.
+    A multiplication moves sign and magnitude to their places in bf16, because logic instructions
+    issue at half rate.
     """
     return tl.inline_asm_elementwise(
         """{
@@ -93,10 +96,10 @@ def e2m1_pair(p, s):
 
 @triton.jit
 def scale_bf16x2(s, SCALE: tl.constexpr):
-    """The bf16 of e8m0 codes times 2^94 or of e4m3 codes times 2^118, both halves of 32 bits.
+    """Scales in bf16, in both halves of 32 bits: e8m0 codes times 2^94, or e4m3 codes times 2^118.
 
-    So 2^-32 or 2^-8 remains of it and of the 2^-126 of e2m1_pair. A product puts both where bf16
-    has them, e4m3 times 2^-120.
+    With the 2^-126 of e2m1_pair, a weight is multiplied by 2^-32 or 2^-8 in all. One
+    multiplication moves the bits of both halves to their places in bf16, for e4m3 times 2^-120.
     """
     if SCALE == "e8m0":
         return s.to(tl.int32) * 0x00800080 + 0x2F002F00
@@ -116,7 +119,7 @@ def scale_bf16x2(s, SCALE: tl.constexpr):
 
 @triton.jit
 def int8_value(p):
-    """bf16 of int8 codes (given as uint8): 128 + the low 7 bits, minus 128 or 256."""
+    """bf16 of int8 codes (as uint8): 128 + the low 7 bits, minus 128 or 256."""
     return tl.inline_asm_elementwise(
         """{
         .reg .b32 a, b, c, d, q, r, o, m, u;
@@ -156,7 +159,7 @@ def e4m3_value(p):
 
 @triton.jit
 def e2m1(code):
-    """fp32 of e2m1 codes, whose upper bits are zero."""
+    """fp32 of e2m1 codes in the low 4 bits; the other bits are zero."""
     magnitude = (code & 7).to(tl.int32)
     exponent, mantissa = magnitude >> 1, magnitude & 1
     normal = ((2 + mantissa) << exponent).to(tl.float32) * 0.25
@@ -166,7 +169,7 @@ def e2m1(code):
 
 @triton.jit
 def six_bits(p, ptrs, stride, column, end):
-    """Codes of 6 bits from the bytes they begin in, and their remaining bits from the next."""
+    """Codes of 6 bits: from the bytes in which they begin, and their other bits from the next."""
     place = column % 4
     more = (place == 1) | (place == 2)
     following = tl.load(ptrs + stride, mask=(more & (column < end))[None, :], other=0)
@@ -176,8 +179,8 @@ def six_bits(p, ptrs, stride, column, end):
 
 @triton.jit
 def six_bit_value(code, FORMAT: tl.constexpr, dtype: tl.constexpr):
-    """bf16 or fp32 of codes of 6 bits: sign, exponent and mantissa where `dtype` has them, times a
-    power of two that corrects the exponent bias.
+    """bf16 or fp32 of codes of 6 bits. Sign, exponent and mantissa are moved to their places in
+    `dtype`, and a multiplication by a power of two corrects the exponent bias.
     """
     MANTISSA: tl.constexpr = 2 if FORMAT == "e3m2" else 3
     EXPONENT_CORRECTION: tl.constexpr = 2.0**124 if FORMAT == "e3m2" else 2.0**126
@@ -203,7 +206,9 @@ def group_scale(s, SCALE: tl.constexpr):
 
 @triton.jit
 def spread(s, BLOCK_N: tl.constexpr, GROUPS: tl.constexpr, EACH: tl.constexpr):
-    """(BLOCK_N, GROUPS) or (BLOCK_N,) to (BLOCK_N, GROUPS * EACH): one a byte of a group."""
+    """(BLOCK_N, GROUPS) or (BLOCK_N,) to (BLOCK_N, GROUPS * EACH): each is repeated for every byte
+    of its group.
+    """
     if GROUPS == 1:
         return tl.broadcast_to(s[:, None], (BLOCK_N, EACH))
     else:
@@ -215,9 +220,9 @@ def spread(s, BLOCK_N: tl.constexpr, GROUPS: tl.constexpr, EACH: tl.constexpr):
 @triton.jit
 def operands(
     x,  # (BLOCK_M, BLOCK_K)
-    p,  # (BLOCK_N, BLOCK_K) or two columns a byte (BLOCK_N, BLOCK_K // 2), uint8
-    s,  # scales of these columns, (BLOCK_N, GROUPS), where weights are scaled
-    zero,  # zero points of them, (BLOCK_N,) or (BLOCK_N, GROUPS)
+    p,  # uint8 (BLOCK_N, BLOCK_K), or with two columns a byte (BLOCK_N, BLOCK_K // 2)
+    s,  # scales of these columns (BLOCK_N, GROUPS), if weights are scaled
+    zero,  # zero points of these columns, (BLOCK_N,) or (BLOCK_N, GROUPS)
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -226,8 +231,8 @@ def operands(
     SCALE: tl.constexpr,
     HAS_ZERO: tl.constexpr,
 ):
-    """(x0, x1, w0, w1): x @ w.T = x0 @ w0.T + x1 @ w1.T. Of 8-bit formats the second pair repeats
-    the first.
+    """(x0, x1, w0, w1) with x @ w.T = x0 @ w0.T + x1 @ w1.T. For 6- and 8-bit formats, x @ w.T is
+    x0 @ w0.T, and x1, w1 repeat x0, w0.
     """
     PAIRS: tl.constexpr = FORMAT == "int4" or FORMAT == "e2m1"
     BYTES: tl.constexpr = BLOCK_K // 2 if PAIRS else BLOCK_K
@@ -294,7 +299,7 @@ def operands(
             s = spread(group_scale(s, SCALE), BLOCK_N, GROUPS, EACH)
             w0 *= s
             w1 *= s
-        if INTERPRET:  # its 16-bit products are wrong
+        if INTERPRET:  # the interpreter's 16-bit products are wrong
             x0, x1 = x0.to(tl.float32), x1.to(tl.float32)
         w0, w1 = w0.to(x0.dtype), w1.to(x1.dtype)
     return x0, x1, w0, w1

@@ -1,12 +1,12 @@
-"""A layer of one token whose weights have 4 or 8 bits beside 16-bit activations, in two launches.
+"""A layer of one token with 16-bit activations and weights of 4 or 8 bits, in two launches.
 Imported at first launch only.
 
-As in kernels/gemm/gemv.py weights go from memory to registers and meet x in ordinary
-multiplications. A thread reads 16 bytes of a row, a chunk, and the activations that belong to
-them: nothing is exchanged between threads until sums are finished. Products: gemv_dot.py.
+As in kernels/gemm/gemv.py, weights are loaded into registers and multiplied outside of the tensor
+cores. A thread loads a chunk, which is 16 bytes of a row, and the activations of its columns: no
+data moves between threads until sums are finished. Products: gemv_dot.py.
 
-Legend: a chunk is 16 bytes of a row, 32 or 16 columns; CHUNKS of them in BLOCK_N rows are a step
-of a program. Tensors are (CHUNKS, BLOCK_N): of dimensions without neighbours in memory Triton
+Legend: a chunk is 16 bytes of a row, 32 or 16 columns. A K tile of a program has CHUNKS of them in
+BLOCK_N rows. Tensors are (CHUNKS, BLOCK_N): if neither dimension is contiguous in memory, Triton
 spreads threads over the first. FORMAT and SCALE as in sm80_mma.py; scales of rows and tensors are
 read like those of groups.
 """
@@ -48,15 +48,15 @@ from moe_ops.meta.workspace import cdiv
 from moe_ops.ops.args import ExpertsArgs
 
 CHUNK = 16  # bytes of a row that a thread reads at a time
-ALL_PAIRS = tl.constexpr(1 << 30)  # as top_k: every pair is of token 0
+ALL_PAIRS = tl.constexpr(1 << 30)  # passed as top_k, so that every pair is of token 0
 
 
 @unprefixed
 class GemvStrides(NamedTuple):
-    """Strides of a weight whose rows are contiguous, and of what belongs to it.
+    """Strides of a weight whose rows are contiguous, and of its scales and bias.
 
-    No kernel is compiled anew for those between groups: were they known to be 1, scales would be
-    loaded several a thread and exchanged.
+    Kernels are not specialized on those between groups: if they were known to be 1, threads would
+    load several scales each and exchange them.
     """
 
     w_stride_e: Specialized
@@ -88,7 +88,7 @@ class Gemm1:
     x: Pointer  # (K,)
     w: Pointer  # (E, N, bytes of K columns)
     pointers: MixedPointers
-    routing: TokenRouting  # with router weights where they scale the input
+    routing: TokenRouting  # with router weights, if they scale the input
     I: Specialized
     x_stride_k: Specialized
     strides: GemvStrides
@@ -100,7 +100,7 @@ class Gemm1:
 
 
 @kernel(Gemm1)
-def moe_ops_vector_packed_gemm1(
+def moe_ops_mixed_gemv1(
     h_ptr,
     x_ptr,
     w_ptr,
@@ -145,16 +145,15 @@ def moe_ops_vector_packed_gemm1(
     BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """h = activation(x @ w13.T + bias): a program an expert and BLOCK_N rows of w13, gates and
-    ups side by side.
+    """h = activation(x @ w13.T + bias). Grid: (top_k, tiles of BLOCK_N rows of w13, in which gate
+    and up rows are neighbours).
     """
     WORD: tl.constexpr = word_columns(FORMAT)
     CHUNKS: tl.constexpr = BLOCK_K // (4 * WORD)
     EACH: tl.constexpr = 2 if GATED else 1
     BLOCK_I: tl.constexpr = BLOCK_N // EACH
     gdc_wait(PDL)
-    # GEMM2's programs ask for their weights, into registers, as soon as the last of these programs
-    # run.
+    # GEMM2's programs load their weights into registers as soon as the last of these programs run.
     gdc_launch_dependents(PDL)
     pair = tl.program_id(0)
     e = local_expert(
@@ -178,7 +177,7 @@ def moe_ops_vector_packed_gemm1(
             w_scale_stride_e, w_scale_stride_n, w_scale_stride_g,
             w_zero_stride_e, w_zero_stride_n, w_zero_stride_g, FORMAT, SCALE, SCALE_GROUP,
         )  # fmt: skip
-        # Else the compiler puts loads off until they are needed, and fewer are on their way.
+        # Without it the compiler moves loads to their uses, and fewer are in flight.
         tl.debug_barrier()
         x0, x1, x2, x3 = load_columns(x_ptr, x_stride_k, chunk, here, WORD)
         acc += chunk_products(
@@ -226,7 +225,7 @@ def load_expert_and_weight(
     topk_weights_stride_k,
     TOP_K: tl.constexpr,
 ):
-    """(expert int64, whether it is here, router weight) of pairs."""
+    """(local expert as int64, whether it is here, router weight) of pairs."""
     e = local_expert(
         ids_ptr, map_ptr, pair, pair < TOP_K, E, num_ids, ALL_PAIRS,
         ids_stride_m, ids_stride_k, map_stride,
@@ -243,10 +242,10 @@ def load_expert_and_weight(
 @arguments
 class Gemm2:
     out: Pointer  # (N,), written
-    h: Pointer  # (top_k, K), read as one row: the sum goes over experts and columns alike
+    h: Pointer  # (top_k, K), read as one row: the sum is over experts and columns
     w: Pointer  # (E, N, bytes of K columns)
     pointers: MixedPointers
-    routing: TokenRouting  # with router weights where they scale the experts' rows
+    routing: TokenRouting  # with router weights, if they scale outputs
     N: Specialized
     strides: GemvStrides
     out_stride_n: Specialized
@@ -259,7 +258,7 @@ class Gemm2:
 
 
 @kernel(Gemm2)
-def moe_ops_vector_packed_gemm2(
+def moe_ops_mixed_gemv2(
     out_ptr,
     h_ptr,
     w_ptr,
@@ -299,11 +298,10 @@ def moe_ops_vector_packed_gemm2(
     BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """out = the sum over the token's experts of router weight * (h @ w2.T + bias), in fp32,
-    rounded once: a program BLOCK_N columns.
+    """out = sum over the token's experts of router weight * (h @ w2.T + bias), in fp32, rounded
+    once. Grid: tiles of BLOCK_N columns.
 
-    Only h is written by the kernel before this one, so weights are asked for before that has
-    ended.
+    The kernel before this one writes h alone, so weights are loaded before gdc_wait.
     """
     WORD: tl.constexpr = word_columns(FORMAT)
     CHUNKS: tl.constexpr = BLOCK_K // (4 * WORD)
@@ -334,7 +332,7 @@ def moe_ops_vector_packed_gemm2(
             w_zero_stride_e, w_zero_stride_n, w_zero_stride_g, FORMAT, SCALE, SCALE_GROUP,
         )  # fmt: skip
         tl.debug_barrier()  # as in GEMM1
-        gdc_wait(PDL)  # which it has to do but once; then this costs nothing
+        gdc_wait(PDL)  # once would be enough; again it costs nothing
         x0, x1, x2, x3 = load_columns(h_ptr, 1, chunk, here, WORD)
         part = chunk_products(
             w,
@@ -364,7 +362,7 @@ def _why_not(
     strides: tuple[tuple[int, ...], tuple[int, ...]],
     factor_strides: tuple[int, int],
 ) -> str | None:
-    """Why the kernels cannot run with such weights, wherever they lie."""
+    """Why the kernels cannot run with such weights at any address, or None."""
     of_chunk = CHUNK * 8 // of.bits
     if of.bits == 6 or of.scale == "weight":
         return f"gemv takes no {of.name} weights whose scales are {of.scale!r}"
@@ -378,8 +376,8 @@ def _why_not(
 
 
 def why_not(w13: MixedOperand, w2: MixedOperand) -> str | None:
-    """Why the kernels cannot run: they know these formats and scales, and read rows 16 bytes at a
-    time.
+    """Why the kernels cannot run with these weights, or None. They take certain formats and
+    scales, and load 16 bytes of a row at a time.
     """
     if w2.format.name == "e2m1_words" and not (w13.scales_in_place and w2.scales_in_place):
         return "gemv takes prepared scales that begin at multiples of 16 bytes"
@@ -450,8 +448,6 @@ def launches(
     )
     block_i = first.block_n // 2 if activation.GATED else first.block_n
     return [
-        Launch(moe_ops_vector_packed_gemm1, (top_k, cdiv(I, block_i), 1), args1, first.num_warps),
-        Launch(
-            moe_ops_vector_packed_gemm2, (cdiv(K, second.block_n), 1, 1), args2, second.num_warps
-        ),
+        Launch(moe_ops_mixed_gemv1, (top_k, cdiv(I, block_i), 1), args1, first.num_warps),
+        Launch(moe_ops_mixed_gemv2, (cdiv(K, second.block_n), 1, 1), args2, second.num_warps),
     ]

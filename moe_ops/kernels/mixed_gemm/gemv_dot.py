@@ -1,9 +1,9 @@
 """Loads of weights of 4 and 8 bits for gemv.py, and their products with x. Imported at first
 launch only.
 
-Weights become fp32 exactly, products are added in fp32, and the sum of a group is scaled. Decoding
-and multiplying is 3.1 instructions a weight of int4, 3.6 of e2m1; loads, x and scales add 0.9 to
-1.9 where a thread has eight rows.
+Weights are decoded to fp32 exactly, products are added in fp32, and each group's sum is scaled.
+Decoding and multiplying takes 3.1 instructions a weight for int4 and 3.6 for e2m1. Loads, x and
+scales add 0.9 to 1.9 if a thread has eight rows.
 """
 
 import triton
@@ -12,9 +12,9 @@ import triton.language as tl
 from moe_ops.kernels.mixed_gemm.decode import group_scale, is_e2m1
 
 INTERPRET = tl.constexpr(triton.knobs.runtime.interpret)
-# e2m1 and e4m3 become fp32 by their bits, whose exponent has another bias: values times 2^-126 and
-# 2^-120. x is multiplied by a part of the correction and the sum by the rest: x may have 2^80, and
-# loses digits below 2^-40 alone.
+# The bits of e2m1 and e4m3 are moved to fp32, whose exponent has another bias, which gives values
+# times 2^-126 and 2^-120. x is multiplied by a part of the correction, and the sum by the rest: so
+# x may have 2^80, and loses digits only below 2^-40.
 TO_X = tl.constexpr(2.0**46)
 E2M1_REST = tl.constexpr(2.0**80)
 E4M3_REST = tl.constexpr(2.0**74)
@@ -28,7 +28,9 @@ def word_columns(FORMAT):
 
 @triton.jit
 def split_columns(x, WORD: tl.constexpr):
-    """fp32 x (CHUNKS, WORD) as columns (CHUNKS,); of WORD 4 the last four repeat the first."""
+    """fp32 x (CHUNKS, WORD) as eight columns (CHUNKS,). If WORD is 4, the last four repeat the
+    first four.
+    """
     n: tl.constexpr = x.shape[0]
     even, odd = x.to(tl.float32).reshape(n, WORD // 2, 2).split()
     if WORD == 8:
@@ -47,7 +49,7 @@ def split_columns(x, WORD: tl.constexpr):
 
 @triton.jit
 def masked_or(w, mask, magic):
-    """(w & mask) | magic as fp32. By itself the compiler makes two instructions of it."""
+    """(w & mask) | magic as fp32, in one instruction. Without assembly the compiler makes two."""
     if INTERPRET:
         bits = (w & mask) | magic
     else:
@@ -60,8 +62,8 @@ def masked_or(w, mask, magic):
 
 @triton.jit
 def int4_product(w, x, acc, AT: tl.constexpr):
-    """acc + (nibble - 8) * x, the nibble from bit AT of w on: 2^23 + 2^AT * nibble by its bits, an
-    exact difference.
+    """acc + (nibble - 8) * x, with the nibble at bit AT of w. The bits of 2^23 + 2^AT * nibble are
+    assembled, and the difference to 2^23 + 2^AT * 8 is exact.
     """
     value = masked_or(w, 15 << AT, 0x4B000000) - (8388608.0 + 8.0 * (1 << AT))
     return acc + value * (x * (1.0 / (1 << AT)))[:, None]
@@ -69,8 +71,8 @@ def int4_product(w, x, acc, AT: tl.constexpr):
 
 @triton.jit
 def e2m1_products(bits, low, high, acc):
-    """acc + 2^-80 times the products of two numbers: the halves of `bits`, whose sign and
-    magnitude are where bf16 has them, the lower one times `low`.
+    """acc + 2^-80 times the products of the two halves of `bits`, whose sign and magnitude are at
+    their places in bf16, with `low` and `high`.
     """
     upper = (bits & 0x81C00000).to(tl.float32, bitcast=True)
     lower = ((bits << 16) & 0x81C00000).to(tl.float32, bitcast=True)
@@ -80,7 +82,7 @@ def e2m1_products(bits, low, high, acc):
 
 @triton.jit
 def int8_product(w, x, acc, AT: tl.constexpr):
-    """acc + byte * x, the byte from bit AT of w on with its sign bit flipped: as of int4."""
+    """acc + byte * x, with the byte at bit AT of w, whose sign bit is flipped: as for int4."""
     return acc + (masked_or(w >> AT, 255, 0x4B000000) - 8388736.0) * x[:, None]
 
 
@@ -108,7 +110,7 @@ def word_products(w, x, acc, FORMAT: tl.constexpr):
         acc = int4_product(w, x5, acc, 8)
         acc = int4_product(w, x6, acc, 12)
         return int4_product(w, x7, acc, 16)
-    elif FORMAT == "e2m1":  # by products, since logic has half of the issue slots
+    elif FORMAT == "e2m1":  # by multiplications, because logic instructions issue at half rate
         acc = e2m1_products((w & 0x000F000F) * 0x1040, x0, x4, acc)
         acc = e2m1_products((w & 0x00F000F0) * 0x0104, x1, x5, acc)
         w = w >> 8
@@ -135,7 +137,7 @@ def word_products(w, x, acc, FORMAT: tl.constexpr):
 
 @triton.jit
 def load_columns(x_ptr, stride, chunk, here, WORD: tl.constexpr):
-    """x (CHUNKS, WORD), four times: the columns of each word of a chunk."""
+    """x of the four words of each chunk: four times (CHUNKS, WORD)."""
     column = chunk[:, None] * (4 * WORD) + tl.arange(0, WORD)[None, :]
     ptrs = x_ptr + column.to(tl.int64) * stride
     here = here[:, None]
@@ -158,14 +160,15 @@ def load_side_by_side(
     w_scale_stride_g,
     SCALE_GROUP: tl.constexpr,
 ):
-    """Scales of the first and second half of chunks, which lie as backends/triton/relayout.py puts
-    them: 16 bytes are of two chunks of R rows, by row. A chunk's two are read as one number.
+    """Scales of the first and second half of chunks, in the order of backends/triton/relayout.py:
+    16 bytes hold those of two chunks of R rows, by row. The two of a chunk are loaded as one
+    number.
 
-    `w_scale_stride_g` is 1, which Triton does not know: it would read numbers of several rows at
-    once, and exchange them.
+    `w_scale_stride_g` is 1, but Triton must not know it: it would load the numbers of several rows
+    at once, and move them between threads.
     """
     R: tl.constexpr = SCALE_GROUP // 4
-    BYTES: tl.constexpr = 32 // SCALE_GROUP  # of a number
+    BYTES: tl.constexpr = 32 // SCALE_GROUP  # bytes of such a number
     NUMBER: tl.constexpr = tl.uint16 if BYTES == 2 else tl.uint8
     ptr = w_scale_ptr.to(tl.pointer_type(NUMBER))
     ptr += (
@@ -173,7 +176,7 @@ def load_side_by_side(
         + chunk // 2 * (16 // BYTES)
         + chunk % 2 * w_scale_stride_g
     )[:, None]
-    # of an expert, whose scales 32 bits address
+    # 32 bits address the scales of one expert
     ptr += (row // R * (w_scale_stride_n // BYTES) + row % R * 2 * w_scale_stride_g)[None, :]
     s = tl.load(ptr, mask=here, other=0)
     if BYTES == 1:
@@ -189,8 +192,8 @@ def load_chunks(
     w_zero_ptr,
     expert,  # (CHUNKS,) int64
     row,  # (BLOCK_N,)
-    chunk,  # (CHUNKS,) of a row
-    here,  # (CHUNKS,)
+    chunk,  # (CHUNKS,) index in a row
+    here,  # (CHUNKS,) whether the chunk exists and its expert is here
     w_stride_e,
     w_stride_n,
     w_scale_stride_e,
@@ -203,8 +206,8 @@ def load_chunks(
     SCALE: tl.constexpr,
     SCALE_GROUP: tl.constexpr,
 ):
-    """(words (CHUNKS, BLOCK_N, 4), scales of their first and second half, zero points); scales of
-    what is not there are zero.
+    """(words (CHUNKS, BLOCK_N, 4), scales of the first and second half of chunks, zero points).
+    Scales are zero unless `here`.
     """
     COLUMNS: tl.constexpr = 4 * word_columns(FORMAT)
     here = here[:, None]
@@ -213,7 +216,7 @@ def load_chunks(
     start = (start + chunk * 4)[:, None]
     start += (row.to(tl.int64) * tl.multiple_of(w_stride_n // 4, 4))[None, :]
     ptrs = words_ptr + start[:, :, None] + tl.arange(0, 4)[None, None, :]
-    # what is not there meets zeros of x, and every word is a finite number
+    # No mask: unless `here`, x is zero, and every word is a finite number.
     w = tl.load(ptrs, mask=here[:, :, None], eviction_policy="evict_first")
     if SCALE == "e4m3":
         w_scale_ptr = w_scale_ptr.to(tl.pointer_type(tl.uint8))
@@ -253,7 +256,7 @@ def chunk_products(
     w,
     first,
     second,
-    zero,  # as load_chunks has them
+    zero,  # all four from load_chunks
     x0,
     x1,
     x2,
@@ -267,7 +270,7 @@ def chunk_products(
     CHUNKS: tl.constexpr = w.shape[0]
     BLOCK_N: tl.constexpr = w.shape[1]
     # a chunk has two groups
-    SPLIT: tl.constexpr = SCALE_GROUP > 0 and 4 * word_columns(FORMAT) > SCALE_GROUP
+    TWO_GROUPS: tl.constexpr = SCALE_GROUP > 0 and 4 * word_columns(FORMAT) > SCALE_GROUP
     even, odd = w.reshape(CHUNKS, BLOCK_N, 2, 2).split()
     w0, w2 = even.split()
     w1, w3 = odd.split()
@@ -275,13 +278,13 @@ def chunk_products(
     part = word_products(w0, x0, part, FORMAT)
     part = word_products(w1, x1, part, FORMAT)
     total = part
-    if SPLIT:
+    if TWO_GROUPS:
         total = scaled(part, first, FORMAT, SCALE)
         part = tl.zeros((CHUNKS, BLOCK_N), tl.float32)
     part = word_products(w2, x2, part, FORMAT)
     part = word_products(w3, x3, part, FORMAT)
     if HAS_ZERO:
-        tl.static_assert(not SPLIT)
+        tl.static_assert(not TWO_GROUPS)
         sums = tl.sum(x0.to(tl.float32) + x1.to(tl.float32), 1)
         sums += tl.sum(x2.to(tl.float32) + x3.to(tl.float32), 1)
         if FORMAT == "int4":
@@ -290,14 +293,14 @@ def chunk_products(
             zero = zero.to(tl.int8, bitcast=True).to(tl.float32)
         part -= zero * sums[:, None]
     part = scaled(part, second, FORMAT, SCALE)
-    if SPLIT:
+    if TWO_GROUPS:
         part += total
     return part
 
 
 @triton.jit
 def scaled(part, scale, FORMAT: tl.constexpr, SCALE: tl.constexpr):
-    """Sums of products of undecoded exponents, corrected and times their scale."""
+    """Sums of products times their scale, with the correction of the exponent bias."""
     if is_e2m1(FORMAT):
         part *= E2M1_REST
     elif FORMAT == "e4m3":

@@ -1,5 +1,5 @@
-"""Weights of 4 to 8 bits beside 16-bit activations, as the kernels of the mixed GEMM take them.
-torch alone.
+"""Operands of the mixed GEMM: weights of 4 to 8 bits, multiplied with 16-bit activations, as the
+kernels take them. torch alone.
 """
 
 from __future__ import annotations
@@ -21,18 +21,19 @@ E2M1 = ("e2m1", "e2m1_words")
 
 
 class Format(NamedTuple):
-    """A scheme's weights in the words of kernels/mixed_gemm/sm80_mma.py."""
+    """A scheme's weights, in the terms of kernels/mixed_gemm/sm80_mma.py."""
 
-    name: str
-    scale: str
+    name: str  # FORMAT
+    scale: str  # SCALE
     group: int  # columns that share a scale, 0 for all
     bits: int
     storage: torch.dtype
 
 
 def describe(scheme: str) -> Format | None:
-    """The Format of a scheme's weights; None of plain ones and of those that the kernels of `gemm`
-    multiply with activations of their own format.
+    """The Format of a scheme's weights. None for plain weights, and for weights that the kernels
+    of
+    `gemm` multiply with activations of the same format.
     """
     found = get_scheme(scheme)
     desc, activation = found.weight, found.activation
@@ -49,7 +50,7 @@ def describe(scheme: str) -> Format | None:
     return Format(desc.dtype, "block" if desc.group.rows > 1 else "sum", desc.group.cols, *kind)
 
 
-format_of = cache(describe)  # for launches; in traced code Dynamo warns of a cached function
+format_of = cache(describe)  # for launches; Dynamo warns of cached functions in traced code
 
 
 class WeightStride(NamedTuple):
@@ -62,13 +63,13 @@ class WeightStride(NamedTuple):
 
 @unprefixed
 class MixedPointers(NamedTuple):
-    """What belongs to a weight: scales, zero points like them (bytes), an fp32 factor of each
-    expert (global scales) or of its rows (channel scales), and a bias (E, N).
+    """Scales of a weight, zero points of the same shape (bytes), an fp32 factor for each expert
+    (global scales) or each of its rows (channel scales), and a bias (E, N).
 
-    Kernels take these pointers before all numbers: ptxas merges loads of neighbouring parameters,
-    and that moves the loads of weights. One token of gptoss20 in prepared mxfp4 took 26.6 us on an
-    H200 with this order of gemv.py's parameters, and 29.0 with each tensor's strides beside its
-    pointer.
+    Kernels take these pointers before all numbers, because ptxas merges loads of neighbouring
+    parameters, which moves the loads of weights. One token of gptoss20 in prepared mxfp4 took 26.6
+    us on an H200 with this order of gemv.py's parameters, and 29.0 with each tensor's strides
+    after its pointer.
     """
 
     w_scale: Pointer
@@ -79,11 +80,11 @@ class MixedPointers(NamedTuple):
 
 @unprefixed
 class MixedStrides(NamedTuple):
-    """Strides of MixedPointers; those of what is absent are 0."""
+    """Strides of MixedPointers. Those of an absent tensor are 0."""
 
     w_scale_stride_e: Specialized
-    w_scale_stride_n: Specialized  # of a row, or of a block of rows
-    w_scale_stride_g: Specialized  # of a group of columns
+    w_scale_stride_n: Specialized  # between rows, or between blocks of rows
+    w_scale_stride_g: Specialized  # between groups of columns
     w_zero_stride_e: Specialized
     w_zero_stride_n: Specialized
     w_zero_stride_g: Specialized
@@ -103,7 +104,7 @@ class Decoding(NamedTuple):
 
 
 class MixedOperand(NamedTuple):
-    """A weight, what belongs to it, and what follows from its scheme and shape."""
+    """A weight with its scales, and what follows from its scheme and shape."""
 
     data: Tensor  # bytes, (E, N, bytes of K columns)
     stride: WeightStride
@@ -114,11 +115,10 @@ class MixedOperand(NamedTuple):
     E: int
     N: int
     K: int
-    # columns that the wgmma takes in an order of their own (`_k_chunk`); 0: it takes no such rows
-    k_chunk: int
-    chunk_bytes: int  # of a weight's k_chunk columns
+    k_chunk: int  # K_CHUNK of sm90_wgmma.py (`_k_chunk`), 0 if it cannot take such rows
+    chunk_bytes: int  # bytes of k_chunk columns of the weight
     padded_k: int  # columns of a row in whole chunks
-    # scales that lie side by side and begin at a multiple of so many in every row
+    # contiguous scales start at a multiple of so many in every row, and are a multiple of so many
     scale_align: int
 
     @property
@@ -134,13 +134,13 @@ class MixedOperand(NamedTuple):
 
     @property
     def scales_in_place(self) -> bool:
-        """Whether scales that lie side by side do so by 16 bytes, of each expert without gaps."""
+        """Whether the scales of an expert are contiguous and start at a multiple of 16 bytes."""
         scale = self.scale
         expert, row, one = scale.stride()
         return (scale.data_ptr() | expert) % 16 == 0 and (row, one) == (scale.shape[2], 1)
 
     def chunks(self, config: GemmConfig) -> int:
-        """Chunks of a step of sm90_wgmma.py: one where a row's last may reach back into the one
+        """Chunks of a BLOCK_K of sm90_wgmma.py: one if a row's last chunk may overlap the one
         before.
         """
         if self.K % self.k_chunk:
@@ -148,12 +148,12 @@ class MixedOperand(NamedTuple):
         return max(1, config.block_k // self.k_chunk)
 
     def block_k(self, config: GemmConfig) -> int:
-        """Columns of a step of sm90_wgmma.py."""
+        """BLOCK_K of sm90_wgmma.py."""
         return self.chunks(config) * self.k_chunk
 
 
 class _Derived(NamedTuple):
-    """The last fields of a MixedOperand."""
+    """The fields of a MixedOperand that follow from its scheme and shape."""
 
     format: Format
     wgmma_format: Format
@@ -167,11 +167,12 @@ class _Derived(NamedTuple):
 
 
 def _wgmma_format(of: Format, scales: torch.dtype) -> Format:
-    """A format whose `scale` says what sm90_wgmma.py scales: of int4, weights by bf16 scales,
-    which are rounded to bf16 so.
+    """The Format that sm90_wgmma.py uses. It scales int4 weights with bf16 scales themselves,
+    rounded to bf16, instead of the sums.
 
-    A group's sums then need no registers, are not waited for and not multiplied: Mixtral took 264
-    us instead of 273 at M = 64, 506 instead of 649 at 256. Other scales would lose bits in bf16.
+    Then sums of groups take no registers and no multiplications, and nothing waits for them:
+    Mixtral took 264 us instead of 273 at M = 64, 506 instead of 649 at 256. Scales of other dtypes
+    would lose bits in bf16.
     """
     if of.name != "int4" or of.scale != "sum" or scales != torch.bfloat16:
         return of
@@ -179,13 +180,13 @@ def _wgmma_format(of: Format, scales: torch.dtype) -> Format:
 
 
 def _k_chunk(K: int, of: Format) -> int:
-    """Columns that the wgmma takes in an order of their own, all of one group where sums are
-    scaled; 0 for none.
+    """K_CHUNK of sm90_wgmma.py: the columns that are permuted and decoded together. They share one
+    scale if sums are scaled. 0 if the kernels cannot take such rows.
 
-    They may be more than what is left of a row for the last chunk. Then this one is the row's last
-    columns, of which those of the chunk before meet zeros. (gptoss20 of 2880 columns, at 64
-    tokens: in mxfp4 163 us by 64 columns, whose scales are asked for by twice as many loads, and
-    155 so; in nvfp4 182 and 173.)
+    A row need not have whole chunks: the last chunk is then the last K_CHUNK columns of the row,
+    and x is zero at those that belong to the chunk before. (gptoss20, with 2880 columns, at 64
+    tokens: in mxfp4 163 us with chunks of 64 columns, which take twice as many loads of scales,
+    and 155 with 128; in nvfp4 182 and 173.)
     """
     if K % 64:
         return 0
@@ -200,7 +201,7 @@ def _derived(
     layout: str,
     shape: tuple[int, ...],
     scale_dtype: torch.dtype,
-    scale_columns: int,  # scales of a row
+    scale_columns: int,  # scales in a row
     strides: tuple[tuple[int, ...], ...],  # of scales and of zero points
 ) -> _Derived:
     """What follows from a weight's scheme and shape."""
@@ -234,9 +235,7 @@ def operand(
     layout: str = "",
     bias: Tensor | None = None,  # (E, N)
 ) -> MixedOperand:
-    """The MixedOperand of an op's tensors; ValueError where the dtype is not what the scheme
-    says.
-    """
+    """The MixedOperand of an op's tensors. Raises ValueError if the dtype is not the scheme's."""
     scale_strides: tuple[int, ...] = scale.stride()
     zero_strides: tuple[int, ...] = (0, 0, 0) if zero is None else zero.stride()
     strides = (scale_strides,) if zero is None else (scale_strides, zero_strides)
@@ -252,7 +251,7 @@ def operand(
         scale = scale.view(torch.uint8) if scale.dtype == torch.float8_e4m3fn else scale
     if len(scale_strides) != 3:
         scale_strides = (scale_strides[0], 0, 0)
-    if found.format.group == 0:  # one a row, if not one for all
+    if found.format.group == 0:  # one scale a row or a tensor
         scale_strides, zero_strides = (*scale_strides[:2], 0), (*zero_strides[:2], 0)
     factor = channel_scale if global_scale is None else global_scale
     factor_strides = (0, 0) if factor is None else (*factor.stride(), 0)[:2]

@@ -1,29 +1,31 @@
-"""The two grouped GEMMs of weights of 4 to 8 bits beside 16-bit activations, on tensor cores by
+"""The two grouped GEMMs of 16-bit activations and weights of 4 to 8 bits, on tensor cores by
 mma.sync. Imported at first launch only.
 
-Legend, rows and blocks as in kernels/gemm/sm80_mma.py. Rows of a weight past its end are read as
-its last one, and what comes of them is not stored.
+Legend, rows and blocks as in kernels/gemm/sm80_mma.py. Rows past the end of a weight are read as
+its last row, and their results are not stored.
 
-Weights are the left operand and reach the tensor core from registers: what a thread loads is 4
-bytes of one row, which masks take apart. Two columns a byte make two operands, the even columns
-and the odd ones; the few activations are split likewise in registers. Nothing is repacked, nothing
-is exchanged between threads.
+Weights are the left operand and reach the tensor core from registers: a thread loads 4 bytes of a
+row, and masks them into fragments. Two columns a byte make two operands, one of the even columns
+and one of the odd columns; activations, which are few, are split likewise in registers. Weights
+are not repacked, and no data moves between threads.
 
-On SM90 that is 2.2 instructions a weight of int4 and 3.2 of e2m1, all included, where 3.5 a weight
-fill all issue slots at 4.3 TB/s. It takes blocks of two warps, since Triton gives four of them
-`wgmma` from 16 tokens on, for which the bytes change threads: 4.2 a weight.
+On SM90 this takes 2.2 instructions a weight for int4 and 3.2 for e2m1, everything included; 3.5 a
+weight would fill all issue slots at 4.3 TB/s. Blocks have two warps: with four, Triton uses
+`wgmma` from 16 tokens on, whose operands move between threads, and takes 4.2 instructions a
+weight.
 
 FORMAT   "int4" (low nibble first, 0..15), "e2m1" (low nibble first), "int8", "e4m3"; "e3m2" and
-         "e2m3" (lowest bits first: four in three bytes, which are read column by column)
-SCALE    how the scale of a weight reaches the sum:
-         "end"     one a row or tensor: the finished sum is scaled
-         "sum"     one a group of at least 32 columns: each group's sum is scaled in fp32. Weights
-                   are exact.
-         "block"   one a block of 128 x 128: likewise
-         "e8m0"    one a group of 32: the weight is scaled in bf16, exactly
-         "e4m3"    one a group of 16: likewise, and the sum divided by the tensor's global scale;
-                   of int4 one a group of 128, and the sum multiplied by its row's channel scale
-         "weight"  a bf16 scale a group: the weight is scaled and rounded in bf16
+         "e2m3" (lowest bits first: four columns in three bytes, which are loaded by column)
+SCALE    where the scale of a weight is applied:
+         "end"     one scale a row or tensor: the finished sum is scaled
+         "sum"     one scale a group of at least 32 columns: each group's sum is scaled in fp32;
+                   weights are exact
+         "block"   one scale a block of 128 x 128: as "sum"
+         "e8m0"    one scale a group of 32: the weight is scaled in bf16, exactly
+         "e4m3"    one scale a group of 16: the weight is scaled in bf16, exactly, and the finished
+                   sum divided by the tensor's global scale; for int4 one scale a group of 128, and
+                   the finished sum is multiplied by its row's channel scale
+         "weight"  one bf16 scale a group: the weight is scaled in bf16, and rounded
 """
 
 from __future__ import annotations
@@ -63,17 +65,17 @@ from moe_ops.kernels.quantize.scales import Input
 from moe_ops.meta.workspace import cdiv
 
 INTERPRET = tl.constexpr(triton.knobs.runtime.interpret)
-# bf16 has a wider range than scaled e2m1 may need: products lack these powers of two, by which the
-# finished sum is multiplied. Of e8m0, scales from 2^-93 to 2^33 are exact; larger ones are refused
-# when a tensor is made (tensors/checks.py).
+# Scaled e2m1 weights are smaller by these powers of two, to fit the range of bf16, and the
+# finished sum is multiplied by them. e8m0 scales from 2^-93 to 2^33 are exact; larger ones are
+# refused when a tensor is made (tensors/checks.py).
 E8M0_SHIFT = tl.constexpr(4294967296.0)  # 2^32
 E4M3_SHIFT = tl.constexpr(256.0)
 
 
 @triton.jit
 def first_bytes(K_CHUNK: tl.constexpr, FORMAT: tl.constexpr):
-    """Bytes of a row in which K_CHUNK columns begin: two columns of 4 bits in one, four of 6 bits
-    in three.
+    """The bytes of a row in which K_CHUNK columns begin. Two columns of 4 bits are one byte, four
+    columns of 6 bits three bytes.
     """
     if FORMAT == "e3m2" or FORMAT == "e2m3":
         return tl.arange(0, K_CHUNK) * 3 // 4
@@ -85,7 +87,7 @@ def first_bytes(K_CHUNK: tl.constexpr, FORMAT: tl.constexpr):
 
 @triton.jit
 def column_of(scales, chunk: tl.constexpr, BLOCK_N: tl.constexpr, CHUNKS: tl.constexpr):
-    """(BLOCK_N,) column `chunk` of (BLOCK_N, 2 or 4)."""
+    """(BLOCK_N,) column `chunk` of scales (BLOCK_N, CHUNKS), CHUNKS 2 or 4."""
     if CHUNKS == 2:
         first, second = scales.split()
         return second if chunk == 1 else first
@@ -97,13 +99,13 @@ def column_of(scales, chunk: tl.constexpr, BLOCK_N: tl.constexpr, CHUNKS: tl.con
 
 @triton.constexpr_function
 def tokens_are_lhs(BLOCK_M):
-    """Whether the tokens of a block are the left operand, which takes 16 of them at a time."""
+    """Whether tokens are the left operand of the product, whose instructions take 16 of them."""
     return BLOCK_M == 16 or BLOCK_M == 32
 
 
 @triton.jit
 def product(x, w, acc, TOKENS_ARE_LHS: tl.constexpr):
-    """acc + x @ w.T: (BLOCK_M, BLOCK_N) where x is the left operand, else (BLOCK_N, BLOCK_M)."""
+    """acc + x @ w.T: (BLOCK_M, BLOCK_N) if TOKENS_ARE_LHS, else (BLOCK_N, BLOCK_M)."""
     if TOKENS_ARE_LHS:
         return tl.dot(x, w.T, acc, input_precision="ieee")
     else:
@@ -116,12 +118,12 @@ def group_load(
     g,
     stride,
     group,
-    count,  # of groups in a row
+    count,  # groups in a row
     EVEN_K: tl.constexpr,
     GROUPS: tl.constexpr,
     SCALE_ALIGN: tl.constexpr,
 ):
-    """Those of groups g and on; zeros past the end of a row."""
+    """Scales or zero points of GROUPS groups from g on; zeros past the end of a row."""
     if EVEN_K or GROUPS == 1:
         return tl.load(ptrs + g * stride)
     else:
@@ -153,13 +155,13 @@ def matmul(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,  # columns a step, a multiple of K_CHUNK
-    K_CHUNK: tl.constexpr,  # columns a product: at most a group where sums are scaled
+    K_CHUNK: tl.constexpr,  # columns a product: at most a group if its sums are scaled
     EVEN_K: tl.constexpr,
     NUM_STAGES: tl.constexpr,
     FORMAT: tl.constexpr,
     SCALE: tl.constexpr,
     SCALE_GROUP: tl.constexpr,  # columns that share a scale; 0 for all
-    # a power of two that divides the strides of scales and their number in a row
+    # a power of two that divides the strides of scales and the scales in a row
     SCALE_ALIGN: tl.constexpr,
     NUM_WARPS: tl.constexpr,
 ):
@@ -167,9 +169,8 @@ def matmul(
     TOKENS_ARE_LHS: tl.constexpr = tokens_are_lhs(BLOCK_M)
     PAIRS: tl.constexpr = FORMAT == "int4" or FORMAT == "e2m1"
     SIX: tl.constexpr = FORMAT == "e3m2" or FORMAT == "e2m3"
-    BYTES: tl.constexpr = (
-        K_CHUNK // 2 if PAIRS else K_CHUNK
-    )  # that a thread block reads of a row; of 6 bits some of them twice
+    # bytes that are loaded of a row; for 6 bits some of them twice
+    BYTES: tl.constexpr = K_CHUNK // 2 if PAIRS else K_CHUNK
     CHUNK_BYTES: tl.constexpr = K_CHUNK * 3 // 4 if SIX else BYTES
     SCALED: tl.constexpr = SCALE == "e8m0" or SCALE == "e4m3" or SCALE == "weight"
     SUM: tl.constexpr = SCALE == "sum" or SCALE == "block"
@@ -193,9 +194,9 @@ def matmul(
         w_scale_ptrs = w_scale_ptrs[:, None] + group * w_scale_stride_g
         w_zero_ptrs = w_zero_ptrs[:, None] + group * w_zero_stride_g
     CHUNKS: tl.constexpr = BLOCK_K // K_CHUNK
-    # Scales travel with the operands where a thread's have the 4 bytes of an asynchronous copy:
-    # those of a product, or of all chunks of a step at once. Elsewhere they are prefetched one
-    # product early.
+    # Scales are pipelined with the operands (COPIED, STEP_SCALES) if a thread's have the 4 bytes
+    # that an asynchronous copy takes, those of one product or of all chunks of a K tile at once.
+    # Otherwise they are prefetched one product ahead (PREFETCH).
     SIZE: tl.constexpr = 1 if HAS_ZERO else w_scale_ptr.dtype.element_ty.primitive_bitwidth // 8
     STEP_SCALES: tl.constexpr = (
         SCALE == "sum"
@@ -211,7 +212,7 @@ def matmul(
     if STEP_SCALES:
         step_scale_ptrs = w_scale_ptrs[:, None] + tl.arange(0, CHUNKS)[None, :] * w_scale_stride_g
     count = tl.cdiv(K, SCALE_GROUP) if SUM or SCALED else 1
-    s, zero = w_scale_ptrs, w_zero_ptrs  # not used where there are none
+    s, zero = w_scale_ptrs, w_zero_ptrs  # not used if there are none
     if PREFETCH:
         s = group_load(
             w_scale_ptrs, 0, w_scale_stride_g, group, count, EVEN_K, GROUPS, SCALE_ALIGN
@@ -234,7 +235,7 @@ def matmul(
                 p = tl.load(w_ptrs + chunk * CHUNK_BYTES * w_stride_k)
             else:
                 end = (K - k) // 2 if PAIRS else K - k
-                if SCALE_GROUP >= 32 and SCALE != "block":  # which divides K
+                if SCALE_GROUP >= 32 and SCALE != "block":  # SCALE_GROUP divides K
                     end = tl.multiple_of(end, 16)
                 p = tl.load(
                     w_ptrs + chunk * CHUNK_BYTES * w_stride_k, mask=(byte < end)[None, :], other=0
@@ -304,7 +305,7 @@ def matmul(
 
 @unprefixed
 class MixedTile(NamedTuple):
-    """A GEMM's config, and what of a weight's format the kernel is compiled for."""
+    """A GEMM's config, and the constants of a weight's format."""
 
     FORMAT: Constant
     SCALE: Constant
@@ -324,25 +325,25 @@ class MixedTile(NamedTuple):
 def tile_of(
     of: Format,
     scale_align: int,
-    same_dtype: bool,  # of scales and activations
+    same_dtype: bool,  # whether scales have the dtype of the activations
     config: GemmConfig,
     block_m: int,
     K: int,
 ) -> MixedTile:
     """The MixedTile of a GEMM over K columns.
 
-    A product takes 128 columns at most, for more its operands would fill the registers. More of
-    them in a step read longer runs of a row: mixtral in int4 at M = 8 took 225 us with 256
-    columns, 294 with 128.
+    A product takes at most 128 columns, because operands of more would fill the registers. More
+    products in a K tile read longer runs of a row: mixtral in int4 at M = 8 took 225 us with
+    BLOCK_K = 256, 294 with 128.
     """
     n, k, num_stages, num_warps = config
     how = of.scale
     if of.group == 32 and of.name == "int4" and same_dtype:
-        how = "weight"  # products of 32 columns alone would be too short
+        how = "weight"  # with "sum", products would have 32 columns alone
     chunk = min(k, 64 if block_m == 32 else 128)
     if how == "sum":
         chunk = min(chunk, of.group)
-    if of.bits == 6:  # loaded column by column, a register each
+    if of.bits == 6:  # loaded by column, a register each
         chunk = min(chunk, 32)
     even = K % k == 0
     return MixedTile(
@@ -353,7 +354,7 @@ def tile_of(
 
 @unprefixed
 class MixedInput(NamedTuple):
-    """A GEMM's input; sums of rows are multiplied by their scales."""
+    """A GEMM's input, and scales of its rows, which multiply the finished sums."""
 
     x: Pointer
     x_scale: Pointer
@@ -361,7 +362,7 @@ class MixedInput(NamedTuple):
 
 
 class RowStride(NamedTuple):
-    """Strides of rows: row m of expert e lies at e * stride_e + m * stride_m."""
+    """Strides of rows that are read: a row of expert e is at e * stride_e + row * stride_m."""
 
     e: Specialized
     m: Specialized
@@ -369,7 +370,7 @@ class RowStride(NamedTuple):
 
 
 class OutputStride(NamedTuple):
-    """Strides of rows that are written, likewise."""
+    """Strides of rows that are written: a row of expert e is at e * stride_e + row * stride_m."""
 
     e: Specialized
     m: Specialized
@@ -379,12 +380,12 @@ class OutputStride(NamedTuple):
 @arguments
 class Gemm1:
     h: Pointer  # (S, I), written at the block's positions
-    h_amax: Pointer  # (1,) fp32, raised to the largest magnitude of h
-    input: MixedInput  # (M, K), or (E, T, K) seen as rows
+    h_amax: Pointer  # (1,) fp32, raised to the largest magnitude of h, or None
+    input: MixedInput  # (M, K), or (E, T, K) as rows
     w: Pointer  # (E, N, bytes of K columns)
     pointers: MixedPointers
     routing: Routing
-    topk_weights: RouterWeights  # (M, top_k), where they scale the input
+    topk_weights: RouterWeights  # (M, top_k), if they scale the input
     K: Specialized
     I: Specialized
     x_stride: RowStride
@@ -460,8 +461,9 @@ def moe_ops_mixed_gemm1(
     SCALE_ALIGN: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """h = activation(x @ w13.T + bias), the activation applied while gate and up are in
-    registers.
+    """h = activation(x @ w13.T + bias). The activation is applied to gate and up in registers.
+
+    Grid: blocks times column tiles of BLOCK_I.
     """
     BLOCK_I: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
     if ROWS != "direct":  # the kernel before this one wrote the table of blocks
@@ -478,8 +480,8 @@ def moe_ops_mixed_gemm1(
     pair = pairs_at(index_ptr, num_blocks, position, ok, ROWS)
     r = tl.arange(0, BLOCK_N)
     if GATED:
-        # A thread's accumulators hold neighbours where tokens are the left operand, elsewhere rows
-        # i and i + 8: there gate and up meet without a shuffle.
+        # A thread's accumulators hold neighbouring columns if tokens are the left operand, else
+        # rows i and i + 8. Gate and up are put there, so that they meet without a shuffle.
         EACH: tl.constexpr = 1 if tokens_are_lhs(BLOCK_M) else 8
         column = tl.minimum(n * BLOCK_I + r // (2 * EACH) * EACH + r % EACH, I - 1)
         up = r // EACH % 2
@@ -525,7 +527,7 @@ def moe_ops_mixed_gemm1(
     else:
         h = activate_one(acc, ACTIVATION)
     if h_amax_ptr is not None:
-        # Bits of floats that are not negative are ordered as the floats are.
+        # As integers, the bits of floats >= 0 have the order of the floats.
         amax = tl.where(ok[:, None] & (h == h), tl.abs(h), 0.0)  # NaN stays in its row
         largest = tl.max(tl.max(amax, 0), 0).to(tl.int32, bitcast=True)
         tl.atomic_max(h_amax_ptr.to(tl.pointer_type(tl.int32)), largest, sem="relaxed")
@@ -536,7 +538,7 @@ def moe_ops_mixed_gemm1(
 
 @arguments
 class Gemm2:
-    y: Pointer  # (S, N), written at the pairs, or where rows are plain at the block's positions
+    y: Pointer  # (S, N), written at the pairs; if ROWS is "plain", at the block's positions
     input: MixedInput  # (S, K), read at the block's positions
     w: Pointer  # (E, N, bytes of K columns)
     pointers: MixedPointers
@@ -548,7 +550,7 @@ class Gemm2:
     w_stride: WeightStride
     strides: MixedStrides
     y_stride: OutputStride
-    ZERO_TAIL: Constant  # rows past the last expert's become zero
+    ZERO_TAIL: Constant  # rows past those of the last expert are zeroed
     tile: MixedTile
     PDL: Constant
 
@@ -610,7 +612,10 @@ def moe_ops_mixed_gemm2(
     SCALE_ALIGN: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """y = x @ w.T + bias, rounded once, to y's dtype. Also the GEMM of grouped_linear."""
+    """y = x @ w.T + bias, rounded once, to y's dtype. Also the GEMM of grouped_linear.
+
+    Grid: blocks times column tiles of BLOCK_N.
+    """
     if ZERO_TAIL:  # the kernel before this one wrote the table of blocks
         gdc_wait(PDL)
     b, n = block_and_tile(num_blocks, tl.cdiv(N, BLOCK_N), GROUP_M)
@@ -625,9 +630,9 @@ def moe_ops_mixed_gemm2(
     column = n * BLOCK_N + tl.arange(0, BLOCK_N)
     row = tl.minimum(column, N - 1)
     here = e
-    if ZERO_TAIL:  # rows that belong to no expert: a sum of nothing, without bias
+    if ZERO_TAIL:  # rows of no expert: the sum over zero columns, without bias
         K = tl.where(e < E, K, 0)
-        here = tl.minimum(e, E - 1)  # whatever is read by them is not used
+        here = tl.minimum(e, E - 1)  # an expert whose pointers are valid; what is read is not used
     e64 = here.to(tl.int64)
     x_ptrs = x_ptr + position.to(tl.int64)[:, None] * x_stride_m
     x_ptrs += tl.arange(0, K_CHUNK).to(tl.int64)[None, :] * x_stride_k
@@ -654,7 +659,8 @@ def moe_ops_mixed_gemm2(
         acc += bias.to(tl.float32)[None, :]
     if ZERO_TAIL:
         acc = tl.where(e < E, acc, 0.0)
-    pair = pairs_at(index_ptr, num_blocks, position, ok, ROWS)  # late: not held through the loop
+    # late, so that it takes no registers in the mainloop
+    pair = pairs_at(index_ptr, num_blocks, position, ok, ROWS)
     y_ptrs = y_ptr + e64 * y_stride_e + pair.to(tl.int64)[:, None] * y_stride_m
     y_ptrs += column.to(tl.int64)[None, :] * y_stride_n
     tl.store(y_ptrs, acc.to(y_ptr.dtype.element_ty), mask=ok[:, None] & (column < N)[None, :])
@@ -666,7 +672,7 @@ def gemm1(
     x: Input,
     w: MixedOperand,
     routing: Routing,
-    topk_weights: RouterWeights,  # to scale the input by
+    topk_weights: RouterWeights,  # that scale the input
     activation: Activated,
     config: GemmConfig,
     block_m: int,

@@ -1,22 +1,23 @@
-"""Operands of the mixed GEMM on SM90: weights of 4 and 8 bits as bf16 in the register fragments
-that `wgmma` reads, and the order of columns that takes no exchange between threads. Imported at
-first launch only.
+"""Operands of the mixed GEMM on SM90: weights of 4 and 8 bits decoded to bf16 in the register
+fragments that `wgmma` reads, and the order of columns in which no data moves between threads.
+Imported at first launch only.
 
-A row of weights is taken K_CHUNK columns at a time. Thread t % 4 of the four that share a row
-takes a quarter of a chunk's bytes, which lie side by side, and decodes them four at a time in the
-order that costs least. The column for which the tensor core takes a weight follows from where the
-weight is: activations are permuted to that order (`permutation_bits`), weights stay as they are.
+A row of weights is decoded K_CHUNK columns at a time. Of the four threads that share a row, each
+loads a contiguous quarter of a chunk's bytes, and decodes four bytes at a time in the order that
+takes the fewest instructions. A weight's place in a fragment decides which column the tensor core
+takes it for. So activations are permuted to that order (`permutation_bits`), and weights stay as
+they are.
 
-FORMAT and SCALE as in sm80_mma.py; beside those "e2m1_words", e2m1 whose bits
-backends/triton/relayout.py has put where decoding takes fewer instructions: 12 for eight weights,
-17 in their natural order.
+FORMAT and SCALE as in sm80_mma.py. In addition "e2m1_words": e2m1 with the bits of each word in
+the order of backends/triton/relayout.py, which takes 12 instructions to decode eight weights,
+instead of 17.
 """
 
 from moe_ops.kernels.device.gluon import gl, gluon
 from moe_ops.kernels.mixed_gemm.decode import is_e2m1, scale_bf16x2
 from moe_ops.meta.scales import rows_side_by_side
 
-# What decode_int4 makes of a code and its zero point is their difference times INT4_ONE.
+# decode_int4 gives the difference of a code and its zero point, times INT4_ONE.
 INT4_LOW, INT4_HIGH, INT4_ONE = (gl.constexpr(2.0**n) for n in (69, 65, -64))
 # INT4_LOW, INT4_HIGH and -8 * INT4_ONE as bits of bf16
 INT4_LOW_BITS, INT4_HIGH_BITS, INT4_OFFSET_BITS = (
@@ -26,7 +27,7 @@ INT4_LOW_BITS, INT4_HIGH_BITS, INT4_OFFSET_BITS = (
 
 @gluon.constexpr_function
 def log2(n):
-    """The logarithm of a power of two."""
+    """The binary logarithm of a power of two."""
     return n.bit_length() - 1
 
 
@@ -38,19 +39,19 @@ def weight_bits(FORMAT):
 
 @gluon.constexpr_function
 def groups_per_chunk(K_CHUNK, SCALE_GROUP):
-    """Scales of a row of a chunk, at least one."""
+    """Scales of one row in a chunk, at least one."""
     return K_CHUNK // SCALE_GROUP if 0 < SCALE_GROUP < K_CHUNK else 1
 
 
 @gluon.constexpr_function
 def scales_per_element(dtype, SCALE):
-    """Scales in one element of `dtype`: two e4m3 ones in 16 bits, where the host says so."""
+    """Scales in one element of `dtype`: two e4m3 scales, if the host views them as 16 bits."""
     return 2 if SCALE == "e4m3" and dtype.primitive_bitwidth == 16 else 1
 
 
 @gluon.jit
 def split_scales(s, SCALE: gl.constexpr):
-    """(BLOCK_N, n) elements as the (BLOCK_N, n) or (BLOCK_N, 2 n) scales in them."""
+    """The scales (BLOCK_N, n) or (BLOCK_N, 2 n) in elements (BLOCK_N, n)."""
     if scales_per_element(s.dtype, SCALE) == 1:
         return s
     else:
@@ -60,10 +61,11 @@ def split_scales(s, SCALE: gl.constexpr):
 
 @gluon.constexpr_function
 def permutation_bits(K_CHUNK, W_BITS):
-    """The permutation of a chunk's columns, as one of the bits of their indices.
+    """The permutation of a chunk's columns, as a permutation of the bits of their indices.
 
-    Bit i of a column's permuted index is bit `permutation_bits[i]` of the column. Bits of a byte's
-    index are 0 and 1 within 4 bytes, then the 4 bytes of a thread, the last two the thread.
+    Bit i of a column's permuted index is bit `permutation_bits[i]` of the column. In the index of
+    a byte, bits 0 and 1 are its place within a word of 4 bytes, the next bits the word of a
+    thread, and the last two the thread.
     """
     bits = log2(K_CHUNK * W_BITS // 8)
     order = [1, bits - 2, bits - 1, 0, *range(2, bits - 2)]
@@ -72,11 +74,11 @@ def permutation_bits(K_CHUNK, W_BITS):
 
 @gluon.constexpr_function
 def row_bases(BLOCK_N, NUM_WARPS, GATED, INTERLEAVED):
-    """Rows of a tile, as they lie in memory, at the basis vectors of registers, lanes and warps,
+    """Rows of a tile, in the order of memory, at the basis vectors of registers, lanes and warps,
     each from the lowest bit on.
 
-    Row r of the accumulator is row r of a tile, but of gated ones i + 8 of every 16 is the up row
-    of gate i: there both meet in a thread.
+    Row r of the accumulator is row r of the tile. If gated, rows i and i + 8 of every 16 are a
+    gate row and its up row, because one thread has both.
     """
 
     def row(r):
@@ -92,8 +94,8 @@ def row_bases(BLOCK_N, NUM_WARPS, GATED, INTERLEAVED):
 
 @gluon.constexpr_function
 def weight_layout(BLOCK_N, CHUNK_BYTES, NUM_WARPS, GATED, INTERLEAVED):
-    """Layout of a chunk (BLOCK_N, CHUNK_BYTES), rows as they lie in memory, in the registers of
-    the threads that decode it.
+    """Layout of a chunk (BLOCK_N, CHUNK_BYTES), with rows in the order of memory, in the registers
+    of the threads that decode it.
     """
     found = row_bases(BLOCK_N, NUM_WARPS, GATED, INTERLEAVED)
     registers, lanes, warps = [[[row, 0] for row in rows] for rows in found]
@@ -102,15 +104,15 @@ def weight_layout(BLOCK_N, CHUNK_BYTES, NUM_WARPS, GATED, INTERLEAVED):
     return gl.DistributedLinearLayout(registers, lanes, warps, [], [BLOCK_N, CHUNK_BYTES])
 
 
-scale_rows = gluon.constexpr_function(rows_side_by_side)  # R
+scale_rows = gluon.constexpr_function(rows_side_by_side)  # R of `scale_layout`
 
 
 @gluon.constexpr_function
 def scale_layout(BLOCK_N, SCALE_GROUP, NUM_WARPS, GATED, INTERLEAVED):
-    """Layout of a chunk's scales in the threads that decode what they scale.
+    """Layout of a chunk's scales in the threads that decode the weights they scale.
 
-    They lie in memory as (BLOCK_N // R, 4 R) elements: for R rows the scales of a chunk, by half
-    of the chunk, then by row. An element is a thread's scales, one or two.
+    In memory they are (BLOCK_N // R, 4 R) elements: for R rows the scales of a chunk, ordered by
+    half of the chunk, then by row. An element holds the one or two scales of a thread.
     """
     R = scale_rows(SCALE_GROUP)
     found = row_bases(BLOCK_N, NUM_WARPS, GATED, INTERLEAVED)
@@ -121,7 +123,9 @@ def scale_layout(BLOCK_N, SCALE_GROUP, NUM_WARPS, GATED, INTERLEAVED):
 
 @gluon.jit
 def scales_by_row(s, SCALE_GROUP: gl.constexpr):
-    """(BLOCK_N // R, 4 R) elements as (BLOCK_N, 4), rows as in memory. No data movement."""
+    """Elements (BLOCK_N // R, 4 R) as (BLOCK_N, 4), rows in the order of memory. No data
+    movement.
+    """
     R: gl.constexpr = scale_rows(SCALE_GROUP)
     TILES: gl.constexpr = s.shape[0]
     return s.reshape((TILES, 2, R, 2)).permute((0, 2, 1, 3)).reshape((TILES * R, 4))
@@ -129,7 +133,7 @@ def scales_by_row(s, SCALE_GROUP: gl.constexpr):
 
 @gluon.constexpr_function
 def grouped_layout(BLOCK_N, CHUNK_BYTES, NUM_WARPS, GROUPS):
-    """`weight_layout` of (BLOCK_N, GROUPS, bytes of a group), rows in the accumulator's order."""
+    """`weight_layout` for (BLOCK_N, GROUPS, bytes of a group), rows in the accumulator's order."""
     group_bytes = CHUNK_BYTES // GROUPS
 
     def split(base):
@@ -166,11 +170,11 @@ def fragment(w, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def decode_int4(codes, low, high, offset):
-    """(even columns, odd columns) in bf16: low nibbles times `low`, high ones times 16 `high`,
+    """(even columns, odd columns) in bf16: low nibbles times `low`, high nibbles times 16 `high`,
     each times 2^-133, plus an offset.
 
-    The low 8 bits of a bf16 count in steps of 2^-133, so nibbles of either half of a byte need no
-    shift. Here and below elements of 4 bytes come in the order 0, 2, 1, 3.
+    As bf16, an integer of 8 bits is that multiple of 2^-133, a subnormal number. So neither nibble
+    of a byte needs a shift. Here and below, the elements of 4 bytes are in the order 0, 2, 1, 3.
     """
     return gl.inline_asm_elementwise(
         """{
@@ -213,11 +217,12 @@ def decode_e2m1(codes, s):
 
 @gluon.jit
 def decode_e2m1_words(codes, s):
-    """As decode_e2m1, of words of 4 bytes whose bits lie as backends/triton/relayout.py puts them.
+    """As decode_e2m1, for words of 4 bytes whose bits are in the order of
+    backends/triton/relayout.py.
 
-    Sign and magnitude of a pair are where bf16 has them at once, after a shift by 3, or a rotation
-    by 6; those of the last one a product puts there, the sum of three shifts whose bits do not
-    meet.
+    Sign and magnitude of the first pair of columns are at their places in bf16 already. Those of
+    the next two are there after a shift by 3 or a rotation by 6. Those of the last pair are moved
+    by a multiplication: a sum of three shifts whose bits do not overlap.
     """
     return gl.inline_asm_elementwise(
         """{
@@ -282,18 +287,18 @@ def decode_e4m3(codes):
 def decode_weights(
     codes,  # (BLOCK_N, CHUNK_BYTES) uint8, rows in the accumulator's order
     s,  # scales (BLOCK_N, GROUPS), or two in each element
-    zero,  # zero points (BLOCK_N, GROUPS), or anything
+    zero,  # zero points (BLOCK_N, GROUPS); not used without HAS_ZERO
     GROUPS: gl.constexpr,
     NUM_WARPS: gl.constexpr,
     FORMAT: gl.constexpr,
     SCALE: gl.constexpr,
     HAS_ZERO: gl.constexpr,
 ):
-    """bf16 (BLOCK_N, CHUNK_BYTES) of the even and of the odd columns, times their scales where
-    weights are scaled.
+    """(even columns, odd columns) of a chunk in bf16, each (BLOCK_N, CHUNK_BYTES), times their
+    scales if SCALE says that weights are scaled.
 
-    Of 8-bit formats the second repeats the first; e2m1 times 2^-32 or 2^-8 (`scale_bf16x2`), int4
-    times 2^-64.
+    For 8-bit formats both are all columns. e2m1 is multiplied by 2^-32 or 2^-8 (`scale_bf16x2`),
+    int4 by 2^-64.
     """
     BLOCK_N: gl.constexpr = codes.shape[0]
     CHUNK_BYTES: gl.constexpr = codes.shape[1]
@@ -322,8 +327,8 @@ def decode_weights(
             w0 -= gl.expand_dims(zero, 2).broadcast_to((BLOCK_N, GROUPS, GROUP_BYTES))
         w1 = w0
     else:
-        # Constants in fp32, which the compiler narrows, or by their bits: of bf16 constants Triton
-        # 3.6 keeps six decimals.
+        # Constants are fp32, which the compiler narrows, or given by their bits: Triton 3.6 keeps
+        # six decimals of bf16 constants.
         if SCALE == "weight" and not HAS_ZERO:
             s = gl.expand_dims(s.to(gl.float32), 2)
             low, high = (s * INT4_LOW).to(gl.bfloat16), (s * INT4_HIGH).to(gl.bfloat16)

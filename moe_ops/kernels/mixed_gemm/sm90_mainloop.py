@@ -1,13 +1,13 @@
 """The mainloop of the mixed GEMM on SM90: 16-bit activations times weights of 4 and 8 bits.
 Imported at first launch only.
 
-Weights are the left operand of `wgmma` and reach it from registers, tokens the right one from
-shared memory: a weight is decoded once for all tokens of a block. A producer warp fills a ring of
-NUM_STAGES stages by TMA; the consumer warps, which decode, meet it in the ring's barriers alone.
-(A thread of theirs that issued the copies itself would need the compiler's fence of all memory
-accesses in each step, which waits for the scales just prefetched.) By tile, all included, a weight
-of int4 takes 1.7 to 2.0 instructions, with zero points 2.3 to 2.7, one of e2m1 2.8 to 3.1,
-prepared 2.0 to 2.5.
+Weights are the left operand of `wgmma`, from registers, and tokens the right operand, from shared
+memory: each weight is decoded once for all tokens of a block. A producer warp fills a ring buffer
+of NUM_STAGES slots by TMA. Consumer warps decode and multiply. Both synchronize through the slots'
+mbarriers alone. (If a consumer thread issued the copies, the compiler would put a fence of all
+memory accesses into each K tile, which waits for the scales just prefetched.) Depending on the
+tile, and with everything included, this takes 1.7 to 2.0 instructions a weight for int4, 2.3 to
+2.7 with zero points, 2.8 to 3.1 for e2m1, and 2.0 to 2.5 for prepared e2m1.
 
 FORMAT and SCALE as in sm80_mma.py; K_CHUNK and the accumulator's order of rows and columns as in
 sm90_decode.py.
@@ -47,7 +47,7 @@ INT4_SHIFT = gl.constexpr(2.0**64)
 
 @gluon.jit
 def accumulator_rows(LAYOUT: gl.constexpr, BLOCK_N: gl.constexpr, GATED: gl.constexpr):
-    """(column of the tile, whether its up row) of every row of the accumulator."""
+    """(output column within the tile, 1 for its up row or 0) of every row of the accumulator."""
     r = gl.arange(0, BLOCK_N, LAYOUT)
     if GATED:
         return r // 16 * 8 + r % 8, r // 8 % 2
@@ -62,10 +62,10 @@ def scale_pointers(
     BLOCK_N: gl.constexpr, K_CHUNK: gl.constexpr, SCALE_GROUP: gl.constexpr,
     NUM_WARPS: gl.constexpr,
 ):  # fmt: skip
-    """Pointers (BLOCK_N, GROUPS) to scales or zero points of the first chunk, of the tile from
-    `column` of I on.
+    """Pointers (BLOCK_N, GROUPS) to the scales or zero points of the first chunk, for the tile
+    whose first output column is `column` of I.
 
-    Where an element is two scales, strides are of elements, and GROUPS is half.
+    If an element holds two scales, strides count elements, and GROUPS is half.
     """
     GROUPS: gl.constexpr = groups_per_chunk(K_CHUNK, SCALE_GROUP) // scales_per_element(
         ptr.dtype.element_ty, SCALE
@@ -91,7 +91,7 @@ def apply_row_scales(
     scale_stride_e, scale_stride_n, factor_stride_e, factor_stride_n,
     FORMAT: gl.constexpr, SCALE: gl.constexpr,
 ):  # fmt: skip
-    """The accumulator times what scales whole rows or experts."""
+    """The accumulator times the scales of whole rows or experts."""
     if SCALE == "end":
         scale = gl.load(scale_ptr + expert64 * scale_stride_e + row.to(gl.int64) * scale_stride_n)
         acc *= gl.expand_dims(scale.to(gl.float32), 1)
@@ -111,12 +111,12 @@ def find_block(
     pair, ids_ptr, map_ptr, S, E, num_ids, top_k, ids_stride_m, ids_stride_k, map_stride,
     MAX_PAIRS: gl.constexpr, BLOCK_M: gl.constexpr, NUM_WARPS: gl.constexpr,
 ):  # fmt: skip
-    """(whether a pair opens a block; its expert, first position, end position) of at most
-    MAX_PAIRS pairs.
+    """(whether a pair is the first of a block; the block's expert, first and end position), for at
+    most MAX_PAIRS pairs.
 
-    Of an expert's pairs, in their order, every BLOCK_M-th opens one. Each warp looks at all pairs;
-    one sum holds three numbers. Ids come through L1: past it, all programs ask one part of L2, and
-    Qwen3 at M = 8 takes 61 us in mxfp4 for 51.
+    Every BLOCK_M-th pair of an expert is the first of a block. Each warp reads the ids of all
+    pairs, and one reduction computes three counts. Ids are cached in L1: otherwise all programs
+    load from the same slice of L2, and Qwen3 at M = 8 takes 61 us in mxfp4 instead of 51.
     """
     LANES: gl.constexpr = gl.BlockedLayout([MAX_PAIRS // 32], [32], [NUM_WARPS], [0])
     other = gl.arange(0, MAX_PAIRS, LANES)
@@ -142,13 +142,13 @@ def schedule_tile(
     SPLIT_K: gl.constexpr, MAX_UNSORTED_PAIRS: gl.constexpr, BLOCK_M: gl.constexpr,
     NUM_WARPS: gl.constexpr,
 ):  # fmt: skip
-    """The tile of this program: (whether there is one; its expert, first position and end of at
-    most BLOCK_M, tile of rows, which of SPLIT_K shares of the reduction, first K tile and end of
-    the K tiles).
+    """The tile of this program: (whether there is one; its expert, first and end position of at
+    most BLOCK_M, tile of weight rows, share of the reduction out of SPLIT_K, first and end K
+    tile).
 
-    Consecutive programs take different blocks: side by side, tiles of one block would all read the
-    same rows of x at a time. (Mixtral's GEMM1 of 64 tokens took 216 us so, and 182 in turns;
-    programs that took one tile after the other were no faster.)
+    Consecutive programs take different blocks, because programs of one block would all read the
+    same rows of x at the same time. (Mixtral's GEMM1 of 64 tokens took 182 us with this order and
+    216 us with the other. Persistent programs were no faster.)
     """
     tile = gl.program_id(0)
     if MAX_UNSORTED_PAIRS:
@@ -178,10 +178,12 @@ def load_weights(
     w, w_scales, w_smem, s_smem, full, slot, k_tile, pred, e, row, K,
     STAGE_BYTES: gl.constexpr, SCALE_GROUP: gl.constexpr, K_CHUNK: gl.constexpr,
 ):  # fmt: skip
-    """Issue the copies of a K tile's weights, and tell its barrier of all bytes to come."""
+    """Issue the copies of a K tile's weights, after telling the slot's mbarrier how many bytes to
+    expect, those of the tokens included.
+    """
     CHUNKS: gl.constexpr = w.block_shape[1]
     at = k_tile * CHUNKS
-    if CHUNKS == 1:  # where 64 columns remain, chunks are described from every 64th on
+    if CHUNKS == 1:  # if a row ends in 64 columns, the descriptor has a chunk from every 64th on
         at = gl.where(K % K_CHUNK == 0, at, gl.minimum(2 * at, K * 2 // K_CHUNK - 2))
     mbarrier.expect(full.index(slot), STAGE_BYTES, pred)
     stage = w_smem.index(slot)
@@ -194,8 +196,8 @@ def load_weights(
 
 @gluon.jit
 def load_tokens(x, x_smem, full, slot, k_tile, pred, first, end):
-    """Issue the copy of a K tile of the block's rows, which are the last of the box. TMA fills
-    those before them, which are out of bounds, with zeros.
+    """Issue the copy of a K tile of the block's rows, which are the last rows of the box. The rows
+    before them are out of bounds, and TMA fills them with zeros.
     """
     PARTS: gl.constexpr = x.block_shape[0]
     BLOCK_M: gl.constexpr = x.block_shape[1]
@@ -205,7 +207,7 @@ def load_tokens(x, x_smem, full, slot, k_tile, pred, first, end):
 
 @gluon.jit
 def advance_slot(slot, phase, NUM_STAGES: gl.constexpr):
-    """The next slot of the ring, and the phase of its barriers."""
+    """The next slot of the ring buffer, and the phase of its mbarriers."""
     phase ^= (slot == NUM_STAGES - 1).to(gl.int32)
     return gl.where(slot == NUM_STAGES - 1, 0, slot + 1), phase
 
@@ -216,7 +218,9 @@ def producer(
     STAGE_BYTES: gl.constexpr, SCALE_GROUP: gl.constexpr, K_CHUNK: gl.constexpr,
     NUM_STAGES: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """The producer warp: fill the ring. Weights come before gdc_wait, tokens behind it."""
+    """The producer warp: fill the ring buffer, with the first weights before gdc_wait, and tokens
+    after it.
+    """
     for i in gl.static_range(NUM_STAGES):
         load_weights(
             w, w_scales, w_smem, s_smem, full, i, k_begin + i, k_begin + i < k_end, e, row, K,
@@ -238,8 +242,8 @@ def producer(
 
 @gluon.jit
 def group_index(chunk, K, K_CHUNK: gl.constexpr, SCALE_GROUP: gl.constexpr):
-    """First group of SCALE_GROUP columns of a chunk; of the row's last K_CHUNK columns for chunks
-    that pass its end.
+    """Index of the first group of SCALE_GROUP columns of a chunk. A chunk past the row's end has
+    that of the row's last K_CHUNK columns.
     """
     if SCALE_GROUP == 0:
         return 0
@@ -251,16 +255,16 @@ def group_index(chunk, K, K_CHUNK: gl.constexpr, SCALE_GROUP: gl.constexpr):
 
 @gluon.constexpr_function
 def load_instruction(dtype):
-    """PTX of a load of `dtype` into 32 bits."""
+    """PTX that loads a `dtype` into 32 bits."""
     return f"ld.global.nc.L2::128B.b{dtype.primitive_bitwidth} $0, [$1];"
 
 
 @gluon.jit
 def prefetch_scale(ptrs):
-    """Scales or zero points, in 32 bits each.
+    """Scales or zero points, each in 32 bits.
 
-    What is loaded as of fewer the compiler packs in pairs where the step ends, and waits for it
-    there.
+    If they were loaded as 8 or 16 bits, the compiler would pack them in pairs at the end of the K
+    tile, and wait for them there.
     """
     ASSEMBLY: gl.constexpr = load_instruction(ptrs.dtype.element_ty)
     return gl.inline_asm_elementwise(
@@ -270,7 +274,7 @@ def prefetch_scale(ptrs):
 
 @gluon.jit
 def unpack_scale(t, dtype: gl.constexpr):
-    """What was prefetched, as `dtype`."""
+    """Prefetched scales or zero points as `dtype`."""
     if dtype.primitive_bitwidth == 8:
         return t.to(gl.uint8).to(dtype, bitcast=True)
     elif dtype.primitive_bitwidth == 16:
@@ -287,8 +291,8 @@ def is_widened(dtype):
 
 @gluon.jit
 def widen_scale(t, dtype: gl.constexpr):
-    """fp32 of prefetched bf16 or fp32, here and now: its register is to be loaded anew before it
-    is used.
+    """fp32 of prefetched bf16 or fp32 scales. In assembly, so that the compiler does not move it
+    past the next prefetch into the same register.
     """
     if dtype == gl.bfloat16:
         return gl.inline_asm_elementwise(
@@ -302,7 +306,7 @@ def widen_scale(t, dtype: gl.constexpr):
 
 @gluon.jit
 def split_rows(t):
-    """The first and the second half of the rows, of which a thread has both. No data movement."""
+    """(first half of the rows, second half). Each thread has rows of both: no data movement."""
     ROWS: gl.constexpr = t.shape[0] // 2
     return t.reshape((2, ROWS, t.shape[1])).permute((1, 2, 0)).split()
 
@@ -313,7 +317,7 @@ def issue_wgmma(
     GROUPS: gl.constexpr, NUM_WARPS: gl.constexpr, FORMAT: gl.constexpr, SCALE: gl.constexpr,
     PROMOTE: gl.constexpr, HAS_ZERO: gl.constexpr,
 ):  # fmt: skip
-    """Issue the products of a chunk: into sums of their own (PROMOTE), or on top of acc."""
+    """Issue the products of a chunk: into new accumulators (PROMOTE), or added to acc."""
     A: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
     w0, w1 = decode_weights(codes, scale, zero, GROUPS, NUM_WARPS, FORMAT, SCALE, HAS_ZERO)
     d = warpgroup_mma(fragment(w0, A), x0, acc, use_acc=not PROMOTE, is_async=True)
@@ -324,7 +328,9 @@ def issue_wgmma(
 
 @gluon.jit
 def accumulate(acc, d, scale, SCALE: gl.constexpr, PROMOTE: gl.constexpr):
-    """acc plus a chunk's sums d times the scales of its rows; d where it is on top of acc."""
+    """acc plus a chunk's sums d times the scales of their rows (PROMOTE); else d, which
+    has acc.
+    """
     if not PROMOTE:
         return d
     else:
@@ -345,31 +351,31 @@ def consumer(
     BLOCK_K: gl.constexpr, NUM_STAGES: gl.constexpr, NUM_WARPS: gl.constexpr,
     OVERLAP: gl.constexpr,
 ):  # fmt: skip
-    """The consumer warps: decode and multiply what is in the ring. Returns the accumulators of the
-    first and of the second half of the rows.
+    """The consumer warps: decode and multiply the chunks in the ring buffer. Returns the
+    accumulators of the first and of the second half of the rows.
 
-    OVERLAP: the chunk decoded last is multiplied while the next is decoded, at 32 registers more a
+    OVERLAP: a chunk is decoded while the one before is multiplied, which takes 32 more registers a
     thread.
     """
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [NUM_WARPS, 1], [16, BLOCK_M, 16])
     CHUNK_BYTES: gl.constexpr = w_chunks.shape[2]
-    MMAS: gl.constexpr = K_CHUNK // CHUNK_BYTES  # wgmma of a chunk, each with an operand of x
+    MMAS: gl.constexpr = K_CHUNK // CHUNK_BYTES  # products of a chunk, each with an operand of x
     WEIGHT: gl.constexpr = weight_layout(BLOCK_N, CHUNK_BYTES, NUM_WARPS, GATED, INTERLEAVED)
-    ROWS: gl.constexpr = min(BLOCK_N, 16 * NUM_WARPS)  # decoded at a time
+    ROWS: gl.constexpr = min(BLOCK_N, 16 * NUM_WARPS)  # rows decoded at a time
     CHUNKS: gl.constexpr = BLOCK_K // K_CHUNK
     GROUPS: gl.constexpr = groups_per_chunk(K_CHUNK, SCALE_GROUP)
-    # A group's finished sums are scaled and added; of int4, e4m3 scales like all others.
+    # Each group's finished sums are scaled and added to the total; for int4 also with e4m3 scales.
     PROMOTE: gl.constexpr = (
         SCALE == "sum" or SCALE == "block" or (FORMAT == "int4" and SCALE == "e4m3")
     )
     HAS_ZERO: gl.constexpr = zero_ptrs is not None
     WIDEN: gl.constexpr = is_widened(scale_ptrs.dtype.element_ty) if PROMOTE else False
-    PENDING: gl.constexpr = MMAS  # wgmma that may stay in flight: the last chunk's
-    # Scales that are not in the ring are prefetched two chunks ahead, and one load does for those
-    # past the end.
+    PENDING: gl.constexpr = MMAS  # products that may stay in flight: the last chunk's
+    # Scales that are not in the ring buffer are prefetched two chunks ahead. Past the row's end,
+    # the last ones are loaded again.
     chunk = k_begin * CHUNKS
     if s_chunks is None:
-        S_COLUMNS: gl.constexpr = SCALE_GROUP * scales_per_element(  # of an element
+        S_COLUMNS: gl.constexpr = SCALE_GROUP * scales_per_element(  # columns of an element
             scale_ptrs.dtype.element_ty, SCALE
         )
         scale = prefetch_scale(
@@ -390,7 +396,7 @@ def consumer(
             zero_ptrs + group_index(chunk + 1, K, K_CHUNK, SCALE_GROUP) * zero_stride_g
         )
     acc0 = gl.zeros([ROWS, BLOCK_M], gl.float32, MMA)
-    acc1 = acc0  # of the second half of the rows, where a thread has rows of both
+    acc1 = acc0  # of the second half of the rows, if threads have rows of both
     slot, phase = k_begin * 0, k_begin * 0
     for k_tile in range(k_begin, k_end):
         mbarrier.wait(full.index(slot), phase)
@@ -474,23 +480,23 @@ def consumer(
 
 @gluon.jit
 def mainloop(
-    # descriptor of (K / CHUNK_BYTES, BLOCK_M rows from each of S, S, CHUNK_BYTES), with boxes
+    # descriptor of (K / CHUNK_BYTES, BLOCK_M rows from each of S on, S, CHUNK_BYTES), with boxes
     # [operands of a K tile, BLOCK_M, 1, CHUNK_BYTES]
     x,
-    # descriptor of (E, chunks, parts, rows, CHUNK_BYTES), with boxes
-    # [1, chunks of a K tile, parts, BLOCK_N // parts, CHUNK_BYTES]
+    # descriptor of (E, chunks, halves, rows, CHUNK_BYTES), with boxes
+    # [1, chunks of a K tile, halves, BLOCK_N // halves, CHUNK_BYTES]
     w,
-    # descriptor alike of R rows each: (E, chunks, parts, rows // R, elements) as `scale_layout`
-    # has them, or None
+    # descriptor of (E, chunks, halves, rows // R, 4 R elements) in the order of `scale_layout`,
+    # with boxes like those of w, or None
     w_scales,
     first,
     end,
     e,
     tile_row,
-    k_begin,  # K tiles
+    k_begin,  # first and end K tile
     k_end,
     K,
-    # (BLOCK_N, scales of a chunk) of the first chunk, by `scale_pointers`; None with `w_scales`
+    # (BLOCK_N, scales of a chunk) of the first chunk, from `scale_pointers`; None with `w_scales`
     scale_ptrs,
     zero_ptrs,  # as scale_ptrs, or None
     scale_stride_g,
@@ -509,14 +515,14 @@ def mainloop(
     OVERLAP: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """w @ x.T (BLOCK_N, BLOCK_M) in fp32, of the BLOCK_M positions before `end` and, with zeros,
-    those of them before `first`.
+    """w @ x.T (BLOCK_N, BLOCK_M) in fp32, for the BLOCK_M positions before `end`; those before
+    `first` are zero.
 
-    Rows are in the accumulator's order. Scales of whole rows are left to the caller.
+    Rows are in the accumulator's order. The caller applies the scales of whole rows.
     """
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [NUM_WARPS, 1], [16, BLOCK_M, 16])
-    ROWS: gl.constexpr = min(BLOCK_N, 16 * NUM_WARPS)  # decoded at a time
-    # of a row of weights; also columns of an operand of x: a half of the chunk's or all
+    ROWS: gl.constexpr = min(BLOCK_N, 16 * NUM_WARPS)  # rows decoded at a time
+    # bytes of a row of weights; also the columns of an operand of x: half of a chunk, or all of it
     CHUNK_BYTES: gl.constexpr = K_CHUNK * weight_bits(FORMAT) // 8
     S_BYTES: gl.constexpr = 0 if w_scales is None else K_CHUNK // SCALE_GROUP  # of a row
     STAGE_BYTES: gl.constexpr = (
@@ -554,7 +560,7 @@ def mainloop(
     for i in gl.static_range(NUM_STAGES):
         mbarrier.init(full.index(i), 1)
         mbarrier.init(empty.index(i), 1)
-    fence_async_shared()  # TMA sees the barriers
+    fence_async_shared()  # makes the mbarriers visible to TMA
     acc0, acc1 = gl.warp_specialize(
         [
             (consumer, (

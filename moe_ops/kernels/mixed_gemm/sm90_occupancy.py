@@ -1,5 +1,5 @@
-"""Occupancy of the kernels of sm90_wgmma.py: how many blocks a multiprocessor holds, and what
-registers their threads have for it.
+"""Occupancy of the kernels of sm90_wgmma.py: how many blocks a multiprocessor holds, and how many
+registers that leaves to a thread.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from moe_ops.kernels.mixed_gemm.operands import E2M1, Format
 from moe_ops.meta.workspace import cdiv
 
 SHARED_MEMORY, REGISTERS = 228 * 1024, 65536  # of a multiprocessor
-# registers a thread of a block's last four warps, of which one is the producer
+# registers a thread in the last four warps of a block, of which one is the producer
 PRODUCER_REGISTERS = 24
-MAX_CONSUMER_REGISTERS = 232  # a thread of the consumer warps
+MAX_CONSUMER_REGISTERS = 232  # registers a thread in the consumer warps, at most
 
 
 class WgmmaKernel(NamedTuple):
-    """A GEMM as far as registers depend on it."""
+    """The facts of a GEMM on which its registers depend."""
 
     format: Format
     k_chunk: int
@@ -34,29 +34,29 @@ class WgmmaKernel(NamedTuple):
         return 32 * (self.config.num_warps + 4)
 
     def average(self, consumer_registers: int) -> float:
-        """Registers of a thread, on average, where those of consumers have so many."""
+        """Average registers a thread, if consumer threads have so many."""
         warps = self.config.num_warps
         return (consumer_registers * warps + PRODUCER_REGISTERS * 4) / (warps + 4)
 
 
 class Occupancy(NamedTuple):
-    """What `occupancy` finds."""
+    """How a GEMM's blocks share a multiprocessor."""
 
-    blocks: int  # a multiprocessor
-    registers: int  # of a thread, on average
-    overlap: bool  # weights are decoded while those before them are multiplied
+    blocks: int  # blocks a multiprocessor
+    registers: int  # average registers a thread
+    overlap: bool  # a chunk is decoded while the one before is multiplied
 
 
 @lru_cache(maxsize=4096)
 def occupancy(kernel: WgmmaKernel, tiles: int) -> Occupancy:
-    """How blocks of so many tiles in all share the multiprocessors.
+    """The Occupancy of a GEMM of `tiles` tiles.
 
-    As many as there is room for, since what a block waits for others cover. Where scales come with
-    the weights, three blocks are enough for that, and the number is chosen by the waves it takes:
-    the last one is seldom full. (gptoss20 in nvfp4 at M = 8, 7.0 tiles of GEMM1 and 3.6 of GEMM2 a
-    multiprocessor: by three blocks 107 us, by four 95, by five 106; gptoss120, of 9.7 and 5.0:
-    132, 140, 128. Of int4, four blocks instead of three took gptoss20 from 94 to 88 us at M = 8,
-    from 118 to 127 at 16.)
+    A multiprocessor holds as many blocks as fit, because each hides the latency of the others. If
+    scales are copied with the weights, three blocks hide it, and the number of blocks is the one
+    that leaves the least of the last wave empty. (gptoss20 in nvfp4 at M = 8, with 7.0 tiles of
+    GEMM1 and 3.6 of GEMM2 a multiprocessor: 107 us with three blocks, 95 with four, 106 with five;
+    gptoss120, with 9.7 and 5.0: 132, 140, 128. In int4, four blocks instead of three took gptoss20
+    from 94 to 88 us at M = 8, from 118 to 127 at 16.)
     """
     overlap = _may_overlap(kernel)
     if kernel.format.name != "e2m1_words":
@@ -73,40 +73,41 @@ def occupancy(kernel: WgmmaKernel, tiles: int) -> Occupancy:
 
 
 def _time(tiles: int, blocks: int) -> float:
-    """Time of tiles in waves of so many blocks a multiprocessor, in units of a block's copies,
-    with 1.2 for what a wave's first and last ones wait for (fits the times in `occupancy`).
-    Routing makes some more tiles, or some fewer.
+    """Estimated time of a GEMM in waves of `blocks` blocks a multiprocessor, in units of the time
+    that a block's copies take. A wave takes 1.2 more for its start and end, which fits the times
+    in
+    `occupancy`. The sum over a few numbers of tiles accounts for routing that makes more or fewer.
     """
     waves = [cdiv(tiles * percent, 100 * MULTIPROCESSORS * blocks) for percent in (95, 100, 105)]
     return sum(waves) * (blocks + 1.2)
 
 
 def _max_blocks(kernel: WgmmaKernel, consumer_registers: int) -> int:
-    """Blocks that a multiprocessor has room for, with so many registers a consumer thread."""
+    """Blocks that fit on a multiprocessor, with so many registers a consumer thread."""
     block_n, _, num_stages, _ = kernel.config
-    weight_bytes, x_bytes = block_n * kernel.format.bits / 8, kernel.block_m * 2  # of a column
+    weight_bytes, x_bytes = block_n * kernel.format.bits / 8, kernel.block_m * 2  # of one column
     if kernel.format.name == "e2m1_words":
         weight_bytes += block_n / kernel.format.group
     shared = num_stages * kernel.block_k * (weight_bytes + x_bytes) + 2048
     fit = max(1, int(SHARED_MEMORY // shared))
     by_registers = int(REGISTERS // (kernel.average(consumer_registers) * kernel.threads))
-    return min(fit, max(2, by_registers))  # two rather spill
+    return min(fit, max(2, by_registers))  # two blocks that spill are faster than one
 
 
 def _min_registers(kernel: WgmmaKernel, overlap: bool) -> int:
-    """Registers that a thread of a consumer needs. Counted: from there on, and with the 7 fewer
-    that rounding may leave, the compiler spills little or nothing.
+    """Registers that a consumer thread needs, found by compiling: with so many, and with the 7
+    fewer that rounding may leave, the compiler spills little or nothing.
     """
     of, (block_n, _, _, num_warps), block_m = kernel.format, kernel.config, kernel.block_m
     accumulators = block_n * block_m // (32 * num_warps)
-    if of.name == "e2m1_words":  # whose scales are read where they are needed
+    if of.name == "e2m1_words":  # scales are in shared memory, not prefetched into registers
         registers = 64
     else:
         registers = 72 if of.scale == "e8m0" or (of.bits == 4 and block_m == 8) else 80
     registers += accumulators + 8 * kernel.has_zero
     whole = block_n == 16 * num_warps
     if not whole and of.name not in E2M1 and of.scale != "weight":
-        registers += accumulators // 2  # a group's, of a half of the rows
+        registers += accumulators // 2  # sums of a group, for half of the rows
     if overlap:
         few = kernel.k_chunk == 64 or whole or (of.name == "e2m1_words" and block_m == 8)
         registers += 16 if few else 32
@@ -114,16 +115,16 @@ def _min_registers(kernel: WgmmaKernel, overlap: bool) -> int:
 
 
 def _may_overlap(kernel: WgmmaKernel) -> bool:
-    """Whether to decode weights while those before them are multiplied, where registers for both
+    """Whether a chunk may be decoded while the one before is multiplied, if the registers for that
     cost no block.
 
-    On an H200 that took 1 to 8 % less time at 8 tokens a block and, where it takes few registers,
-    at 16; at 32, 1 to 2 % less where weights are scaled, so that chunks are not summed apart, and
-    zero points need no registers.
+    On an H200 this took 1 to 8 % less time with BLOCK_M = 8, and with 16 if it takes few
+    registers. With 32 it took 1 to 2 % less if weights are scaled, so that chunks have no sums of
+    their own, and no zero points take registers.
 
-    Blocks of two stages leave a multiprocessor room for so many that these cover for each other: 1
-    to 5 % less without. So do those of int4 in chunks of 64 whose sums are scaled (gptoss20 at M =
-    8: 104 us without, 108 with).
+    With two stages, so many blocks fit on a multiprocessor that they hide each other's latency: 1
+    to 5 % less time without the overlap. The same holds for int4 in chunks of 64 whose sums are
+    scaled (gptoss20 at M = 8: 104 us without, 108 with).
     """
     of, config = kernel.format, kernel.config
     if kernel.block_m == 8:

@@ -1,16 +1,16 @@
-"""The two grouped GEMMs by `wgmma` of weights of 4 and 8 bits beside bf16 activations, and the
-permutation of tokens that precedes them: on SM90, of more than one token. Imported at first launch
-only, where Triton compiles Gluon (`configs.on_sm90`).
+"""The two grouped GEMMs of bf16 activations and weights of 4 and 8 bits by `wgmma`, and the
+permutation of tokens before them: on SM90, for more than one token. Imported at first launch only,
+if the installed Triton compiles Gluon (`configs.on_sm90`).
 
 Legend: S pairs sorted by expert, E local experts, K columns of the GEMM's input and weight, N its
-output columns (GEMM1: I), BLOCK_M rows (tokens) a block, BLOCK_N rows of the weight a tile, which
-give BLOCK_I columns of h (half as many where gated), BLOCK_K the step along K, K_CHUNK columns
+output columns (GEMM1: I), BLOCK_M rows (tokens) of a block, BLOCK_N rows of the weight in a tile,
+which give BLOCK_I columns of h (half as many if gated), BLOCK_K the step along K, K_CHUNK columns
 decoded at a time. A program handles one block (kernels/device/blocks.py) and one tile of rows of
-the weight; the mainloop is in sm90_mainloop.py.
+the weight. The mainloop is in sm90_mainloop.py.
 
-Rows of x and h are (S, K) sorted by expert, their columns permuted within each chunk to the order
-in which the mainloop takes them. A weight is described as (E, chunks of a row, halves, rows, bytes
-of a chunk): gate and up are two halves, other weights are one.
+Rows of x and h (S, K) are sorted by expert, and their columns are permuted within each chunk to
+the order of the weights' fragments (sm90_decode.py). A weight is described as (E, chunks of a row,
+halves, rows, bytes of a chunk): gate and up rows are two halves, other weights have one.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ from moe_ops.kernels.permute.rows import RouterWeights, Routing
 from moe_ops.meta.scales import rows_side_by_side
 from moe_ops.meta.workspace import cdiv
 
-PERMUTED_COLUMNS = 1024  # of a row that a program permutes: 16 bytes a thread
+PERMUTED_COLUMNS = 1024  # columns of a row that a program permutes: 16 bytes a thread
 
 
 @triton.jit
@@ -85,7 +85,7 @@ def permuted_column_of_row(column, K_CHUNK: tl.constexpr, W_BITS: tl.constexpr):
 def permute_columns(x, K_CHUNK: tl.constexpr, W_BITS: tl.constexpr):
     """(N,) columns of whole chunks, each at its permuted index."""
     N: tl.constexpr = x.shape[0]
-    if W_BITS == 4:  # axes: thread, its 4 bytes, bits of a byte's index, nibble
+    if W_BITS == 4:  # axes: chunk, thread, its words of 4 bytes, bits of a byte's index, nibble
         x = x.reshape(N // K_CHUNK, 4, K_CHUNK // 32, 2, 2, 2).permute(0, 5, 2, 4, 1, 3)
     else:
         x = x.reshape(N // K_CHUNK, 4, K_CHUNK // 16, 2, 2).permute(0, 2, 4, 1, 3)
@@ -97,7 +97,9 @@ def sorted_position(
     pair, ids_ptr, map_ptr, S, E, num_ids, top_k, ids_stride_m, ids_stride_k, map_stride,
     MAX_PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """Sorted position of one of at most MAX_PAIRS pairs, and whether its expert is here."""
+    """Sorted position of one of at most MAX_PAIRS (token, expert) pairs, and whether this rank
+    holds its expert.
+    """
     other = tl.arange(0, MAX_PAIRS)
     experts = local_expert(
         ids_ptr, map_ptr, other, other < S, E, num_ids, top_k,
@@ -110,8 +112,8 @@ def sorted_position(
 
 @unprefixed
 class SortedPairs(NamedTuple):
-    """S pairs that are sorted by expert, and what they are sorted from. No kernel is compiled anew
-    for its numbers.
+    """S pairs sorted by expert, and the tensors that they are sorted from. Kernels are not
+    specialized on its numbers.
     """
 
     index: Pointer  # type: ignore[assignment]  # hides a method of tuples
@@ -134,8 +136,8 @@ class PairStrides(NamedTuple):
 
 
 class PairRouting(NamedTuple):
-    """Routing as the three kernels of this file take it. Their parameters have S among the counts and
-    strides after K, for the reason that `MixedPointers` gives.
+    """Routing as the three kernels of this file take it: S is among the counts, and strides come
+    after K, for the reason given at `MixedPointers`.
     """
 
     pairs: SortedPairs
@@ -164,10 +166,11 @@ class PermuteTokens:
     x_stride_m: Specialized
     x_stride_k: Specialized
     K_CHUNK: Constant
-    W_BITS: Constant  # of a weight
+    W_BITS: Constant  # bits of a weight
     BLOCK_K: Constant  # columns of a program
-    PAIR_BUCKET: Constant  # of so many pairs at most the kernel finds positions itself; 0 of more
-    WRITE_ORDER: Constant  # no sorting kernel runs: this one writes the order
+    # up to so many pairs, programs compute their positions; 0: they read the order
+    PAIR_BUCKET: Constant
+    WRITE_ORDER: Constant  # no sorting kernel runs, and this one writes the order
     TAIL: Constant  # the last chunk overlaps the one before
     PDL: Constant
 
@@ -198,10 +201,10 @@ def moe_ops_permute_tokens(
     TAIL: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Rows of tokens sorted by expert, one program a pair or position, and BLOCK_K columns.
+    """Rows of tokens, sorted by expert, with permuted columns. Grid: (pairs, column tiles).
 
-    Of few pairs (PAIR_BUCKET) it does not wait for the sorting kernel's order. Unused rows stay
-    uninitialized.
+    For few pairs (PAIR_BUCKET) programs compute positions from ids instead of waiting for the
+    sorting kernel's order. Unused rows stay uninitialized.
     """
     if WRITE_ORDER:
         gdc_wait(PDL)
@@ -225,7 +228,7 @@ def moe_ops_permute_tokens(
         columns = tl.cdiv(K, K_CHUNK) * K_CHUNK
         column = tl.where(out_column < columns - K_CHUNK, out_column, out_column - (columns - K))
     ok = out_column < tl.where(here, columns, 0)
-    own = ok  # columns of the chunk before are zeros in the last one
+    own = ok  # in an overlapping last chunk, columns that belong to the chunk before are zero
     if TAIL:
         own = ok & ((out_column < columns - K_CHUNK) | (column >= columns - K_CHUNK))
     x_ptrs = x_ptr + (pair // top_k).to(tl.int64) * x_stride_m + column.to(tl.int64) * x_stride_k
@@ -236,7 +239,7 @@ def moe_ops_permute_tokens(
         tl.store(order_ptr, pair, mask=here & (tl.program_id(1) == 0))
     elif PAIR_BUCKET:
         gdc_wait(PDL)
-        gdc_launch_dependents(PDL)  # GEMM1 reads what the sorting kernel wrote before it waits
+        gdc_launch_dependents(PDL)  # GEMM1 reads the sorting kernel's output before gdc_wait
 
 
 @gluon.jit
@@ -268,8 +271,8 @@ class WgmmaTile(NamedTuple):
     BLOCK_K: Constant
     NUM_STAGES: Constant
     NUM_WARPS: Constant
-    OVERLAP: Constant  # weights are decoded while those before them are multiplied
-    # of so many pairs at most programs find their blocks themselves; 0 of more
+    OVERLAP: Constant  # a chunk is decoded while the one before is multiplied
+    # up to so many pairs, programs find their blocks themselves; 0: they read the table of blocks
     MAX_UNSORTED_PAIRS: Constant
 
 
@@ -278,11 +281,11 @@ class Gemm1:
     hidden: Hidden
     x: Descriptor  # (S, K in whole chunks)
     w: Descriptor  # (E, N, K)
-    w_scales: Descriptor  # scales that lie beside the weights of a chunk, or None
+    w_scales: Descriptor  # scales in the order of prepared weights, or None
     pointers: MixedPointers
     pairs: SortedPairs
     pair_strides: PairStrides
-    topk_weights: RouterWeights  # (M, top_k), where they scale the input
+    topk_weights: RouterWeights  # (M, top_k), if they scale the input
     K: Specialized
     I: Specialized
     strides: MixedStrides
@@ -350,7 +353,7 @@ def moe_ops_wgmma_gemm1(
     MAX_UNSORTED_PAIRS: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """h = activation(x @ w13.T + bias)."""
+    """h = activation(x @ w13.T + bias). Grid: blocks times tiles of BLOCK_N rows of w13."""
     BLOCK_I: gl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
     gdc_launch_dependents(PDL)
     has_tile, e, first, end, n, _, k_begin, k_end = schedule_tile(
@@ -434,7 +437,7 @@ def moe_ops_wgmma_gemm1(
 
 @arguments
 class Gemm2:
-    y: Pointer  # (SPLIT_K, S, N), written at the pairs: each sums a share of the columns
+    y: Pointer  # (SPLIT_K, S, N), written at the pairs: partial sums over shares of the columns
     x: Descriptor  # (S, K in whole chunks)
     w: Descriptor  # (E, N, K)
     w_scales: Descriptor  # as in GEMM1
@@ -497,7 +500,9 @@ def moe_ops_wgmma_gemm2(
     MAX_UNSORTED_PAIRS: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """y = x @ w2.T + bias in fp32."""
+    """y = x @ w2.T + bias in fp32, as SPLIT_K partial sums. Grid: blocks times tiles of BLOCK_N
+    rows of w2 times SPLIT_K.
+    """
     gdc_launch_dependents(PDL)
     has_tile, e, first, end, n, split, k_begin, k_end = schedule_tile(
         index_ptr, ids_ptr, map_ptr, num_blocks, S, E, num_ids, top_k,
@@ -550,7 +555,7 @@ def moe_ops_wgmma_gemm2(
 
 @lru_cache(maxsize=1024)
 def _why_not(of: Format, K: int, k_chunk: int, strides: tuple, dtype: torch.dtype) -> str | None:
-    """`why_not` of what stays the same from call to call."""
+    """The part of `why_not` that is the same for every call."""
     if dtype != torch.bfloat16:
         return f"activations must be bfloat16, got {dtype}"
     if of.name not in FORMATS:
@@ -569,8 +574,8 @@ def _why_not(of: Format, K: int, k_chunk: int, strides: tuple, dtype: torch.dtyp
 def why_not(
     w13: MixedOperand, w2: MixedOperand, x: Tensor, workspaces: tuple[Tensor, Tensor]
 ) -> str | None:
-    """Why a layer cannot run on these kernels, on a GPU that has them (`configs.on_sm90`); None
-    where it can. TMA takes rows of a 16-byte step alone.
+    """Why these kernels cannot run a layer on a GPU that has them (`configs.on_sm90`), or None.
+    TMA needs strides of a multiple of 16 bytes.
     """
     for w in (w13, w2):
         if w.format.name == "e2m1_words" and not w.scales_in_place:
@@ -590,7 +595,7 @@ _layout = cache(gl.NVMMASharedLayout)
 
 
 class Boxes(NamedTuple):
-    """A tensor descriptor but for its tensor."""
+    """A tensor descriptor without its tensor."""
 
     shape: list[int]
     strides: list[int]
@@ -598,8 +603,8 @@ class Boxes(NamedTuple):
     layout: Any
 
     def of(self, base: Tensor) -> Any:
-        """The descriptor. Its constructor takes 7 us to check what `why_not` knows, so it is left
-        out.
+        """The descriptor of a tensor. Its constructor is skipped: it takes 7 us to check what
+        `why_not` has checked.
         """
         found = object.__new__(TensorDescriptor)
         found.base = base
@@ -616,10 +621,10 @@ def chunk_boxes(
     block_rows: int,
     itemsize: int,
 ) -> Boxes:
-    """Boxes of (E, rows, row), a row in chunks of `size` elements and the rows in `halves` equal
-    parts: `chunks` chunks of `block_rows` rows.
+    """Boxes of `chunks` chunks of `block_rows` rows, of a tensor (E, rows, row) whose rows have
+    chunks of `size` elements and are `halves` equal parts.
 
-    Where half a chunk is left of a row, chunks are described from every half on: the last one
+    If a row ends in half a chunk, a chunk is described from every half on, so that the last one
     overlaps the one before.
     """
     E, N, row = shape
@@ -634,20 +639,21 @@ def chunk_boxes(
 def token_boxes(
     K: int, chunk_bytes: int, k_chunk: int, chunks: int, rows: int, block_m: int
 ) -> Boxes:
-    """Boxes of rows (bf16) that a weight is multiplied with: `chunks` chunks of a block's rows.
+    """Boxes of `chunks` chunks of a block's rows of x or h (bf16).
 
-    They are those of every row and the `block_m - 1` after it, so that a box that starts before a
-    row ends as many rows after it: TMA reads a block's own rows alone. (Boxes of whole blocks:
-    Mixtral at M = 64 took 302 us in mxfp4 for 293 so, gptoss20 in nvfp4 184 for 180.)
+    The descriptor has, for every row, this row and the `block_m - 1` rows after it. A box that
+    starts before row 0 of such a view, and so is partly out of bounds, has just a block's own
+    rows, and TMA reads no others. (With boxes of whole blocks Mixtral at M = 64 took 302 us in
+    mxfp4 instead of 293, gptoss20 in nvfp4 184 instead of 180.)
     """
-    size = chunk_bytes  # columns of an operand: a half of a chunk, or all of it
+    size = chunk_bytes  # columns of an operand: half a chunk, or all of it
     box = [k_chunk // size * chunks, block_m, 1, size]
     return Boxes([K // size, block_m, rows, size], [size, K, K, 1], box, _layout(2 * size, 16, 4))
 
 
 def expected_tiles(pairs: int, experts: int, num_ids: int, block_m: int, across: int) -> int:
-    """Tiles of a layer, `across` of each block, where experts are equally likely: of those that
-    get a pair, or of more.
+    """Expected number of tiles of a layer, `across` for each block, if experts are equally likely.
+    Blocks are at least the experts that get a pair.
     """
     pairs_here = pairs * experts / num_ids
     blocks = max(experts * (1 - (1 - 1 / experts) ** pairs_here), pairs_here / block_m)
@@ -655,7 +661,7 @@ def expected_tiles(pairs: int, experts: int, num_ids: int, block_m: int, across:
 
 
 class _Prepared(NamedTuple):
-    """What a GEMM's launch needs beside its tensors."""
+    """What a GEMM's launch needs besides its tensors."""
 
     decoding: Decoding
     tile: WgmmaTile
@@ -668,11 +674,11 @@ class _Prepared(NamedTuple):
 @lru_cache(maxsize=4096)
 def _prepare(
     of: Format,
-    shape: tuple[int, ...],  # of the weight's bytes, as the next
-    strides: tuple[int, ...],
+    shape: tuple[int, ...],  # of the weight's bytes
+    strides: tuple[int, ...],  # of the weight's bytes
     k_chunk: int,
     has_zero: bool,
-    scale_shape: tuple[int, ...] | None,  # of scales that lie side by side, as the next
+    scale_shape: tuple[int, ...] | None,  # of scales in the order of prepared weights
     scale_strides: tuple[int, ...],
     halves: int,
     config: GemmConfig,
@@ -681,12 +687,14 @@ def _prepare(
     pairs: int,
     num_ids: int,
 ) -> _Prepared:
-    """What follows from shapes, the config and the number of pairs. Kept, as it takes 3 us."""
+    """What follows from shapes, the config and the number of pairs. Cached, because it
+    takes 3 us.
+    """
     E, N, row_bytes = shape
     block_n, block_k, num_stages, num_warps = config
     K = row_bytes * 8 // of.bits
     chunk_bytes = k_chunk * of.bits // 8
-    # one chunk a step where the last may overlap the one before
+    # one chunk a K tile if the last chunk overlaps the one before
     chunks = max(1, block_k // k_chunk) if K % k_chunk == 0 else 1
     block_k = chunks * k_chunk
     tiles = split_k * expected_tiles(pairs, E, num_ids, block_m, cdiv(N, block_n))
@@ -712,11 +720,11 @@ def _prepare(
 
 
 class _Operand(NamedTuple):
-    """A weight as a GEMM takes it, and what follows from it."""
+    """A weight as a GEMM takes it."""
 
     w: Any  # descriptor
-    w_scales: Any  # descriptor of scales that lie beside the weights of a chunk, or None
-    pointers: MixedPointers  # those of others
+    w_scales: Any  # descriptor of scales in the order of prepared weights, or None
+    pointers: MixedPointers  # all other scales
     strides: MixedStrides
     prepared: _Prepared
 
@@ -729,7 +737,9 @@ def _operand(
     split_k: int,
     pairs: SortedPairs,
 ) -> _Operand:
-    """Where a thread reads two e4m3 scales, they are one element."""
+    """The _Operand of a weight. If a thread needs two neighbouring e4m3 scales, they are one
+    element of 16 bits.
+    """
     data, of, k_chunk = w.data, w.wgmma_format, w.k_chunk
     pointers, strides = w.pointers, w.strides
     elements: Tensor | None = None
@@ -762,10 +772,10 @@ def _operand(
 def permute_tokens(
     out: Tensor, x: Tensor, w13: MixedOperand, routing: PairRouting, gpu: Gpu
 ) -> Launch:
-    """Rows of x sorted by expert, their columns in the order in which `w13` takes them.
+    """Sort rows of x by expert, and permute their columns for `w13`.
 
-    Of few pairs (`pair_bucket`) it writes before it waits: only what leaves its output alone may
-    come before it.
+    For few pairs (`pair_bucket`) the kernel writes before gdc_wait, so that the kernel before it
+    must not use its output.
     """
     k_chunk, K = w13.k_chunk, w13.K
     pairs, pair_strides = routing
@@ -791,7 +801,7 @@ def permute_tokens(
 
 
 def gemm1(
-    h: Tensor,  # (pairs, I in whole chunks), columns in the order in which w2 takes them
+    h: Tensor,  # (pairs, I in whole chunks), columns permuted for w2
     x: Tensor,
     w13: MixedOperand,
     w2: MixedOperand,
@@ -840,8 +850,8 @@ def gemm2(
     split_k: int,
     gpu: Gpu,
 ) -> Launch:
-    """y (split_k, pairs, N) in fp32, whose sum is h @ w2.T + bias: from pairs sorted by expert to
-    their own order.
+    """y (split_k, pairs, N) in fp32, whose sum over split_k is h @ w2.T + bias. h is sorted by
+    expert, y has the order of the pairs.
     """
     pairs, pair_strides = routing
     w, w_scales, pointers, strides, prepared = _operand(w2, 1, config, block_m, split_k, pairs)

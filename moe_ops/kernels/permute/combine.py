@@ -15,8 +15,8 @@ BLOCK_N = 512  # columns of a program
 @arguments
 class Combine:
     out: Pointer  # (M, K), written
-    # (SPLIT_K, M * top_k, K) fp32, to be summed; rows of pairs that are not here were never
-    # written
+    # (SPLIT_K, M * top_k, K) fp32, summed over SPLIT_K; rows of pairs whose expert is not here are
+    # uninitialized
     y: Pointer
     topk_weights: RouterWeights
     routing: Routing
@@ -57,12 +57,14 @@ def moe_ops_combine(
     BLOCK_N: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """out[m] = sum of router weight * y over the token's entries, in their order, rounded once."""
+    """out[m] = sum over top_k of router weight * y, in fp32 and in the order of the token's
+    entries, rounded once. Grid: (M, column tiles).
+    """
     m = tl.program_id(0)
     column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    ends = ()  # of a token's rows of y: 0 of a pair that is not here
+    ends = ()  # end column of each of the token's rows of y, 0 if its expert is not here
     scales = ()
-    # before the wait: nothing here is written by the kernel before
+    # before gdc_wait: the kernel before writes none of these
     for j in tl.static_range(TOP_K):
         pair = m * TOP_K + j
         e = local_expert(
@@ -101,9 +103,9 @@ def combine(
     routing: Routing,
     weighted: bool,
     gpu: Gpu,
-    split_k: int = 1,  # parts that y is the sum of
+    split_k: int = 1,  # partial sums that y has
 ) -> Launch:
-    """The sum of a token's rows of y, by the router's weights or (not `weighted`) as they are."""
+    """Sum a token's rows of y, multiplied by the router's weights if `weighted`."""
     (M, K), (stride_m, stride_k) = out.shape, out.stride()
     args = Combine(
         out=out,

@@ -1,4 +1,4 @@
-"""Routing as the kernels take it: which rows each block of a GEMM has. torch alone."""
+"""Routing as kernels take it: which rows each block of a GEMM has. torch alone."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from moe_ops.kernels.launch import Constant, Pointer, Runtime, unprefixed
 
 @unprefixed
 class Routing(NamedTuple):
-    """The table of blocks and what it was made from. No kernel is compiled anew for its numbers.
+    """The table of blocks and the tensors that it was made from. Kernels are not specialized on
+    its numbers.
 
-    ROWS is how rows reach a block:
+    ROWS says which rows a block has:
         "sorted"  position p of the order is a pair; tokens are gathered, pairs scattered
-        "direct"  block b is pair b, its expert is read from the ids; no sorting kernel ran
-        "plain"   the rows of input and output are sorted by expert themselves
+        "direct"  block b is pair b, whose expert is read from the ids; no sorting kernel runs
+        "plain"   the rows of input and output are sorted by expert already
     """
 
     # int32: see kernels/device/blocks.py
@@ -45,7 +46,7 @@ NO_ROUTER_WEIGHTS = RouterWeights(None, 0, 0)
 
 
 def router_weights(weights: Tensor | None) -> RouterWeights:
-    """Router weights as kernels take them."""
+    """The RouterWeights of a tensor, or of None."""
     return NO_ROUTER_WEIGHTS if weights is None else RouterWeights(weights, *weights.stride())
 
 
@@ -57,8 +58,8 @@ def route_pairs(
     num_blocks: int,
     direct: bool,
 ) -> Routing:
-    """Routing of pairs that are sorted by expert, or (`direct`: one token) of which each is a
-    block.
+    """Routing of pairs that a kernel sorts by expert, or (`direct`, one token) of pairs that are a
+    block each.
     """
     num_ids, map_stride = num_experts, 0
     if expert_map is not None:
@@ -107,5 +108,5 @@ def route_token(
 
 
 def sorted_rows(index: Tensor, num_experts: int, num_blocks: int) -> Routing:
-    """Routing of an input that is sorted by expert already."""
+    """Routing of an input whose rows are sorted by expert."""
     return Routing(index, None, None, num_blocks, num_experts, 0, 1, 0, 0, 0, "plain")

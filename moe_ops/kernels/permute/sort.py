@@ -1,7 +1,7 @@
 """Sorting (token, expert) pairs into blocks of rows of one expert. Imported at first launch only.
 
-Legend and the index workspace: kernels/device/blocks.py. BLOCK_E is a power of two above E, CHUNK
-elements are handled at a time.
+Legend and the index workspace: kernels/device/blocks.py. BLOCK_E is a power of two, at least E.
+CHUNK elements are handled at a time.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ def write_blocks(
     index_ptr, group, groups, base, first, count, used, num_blocks,
     BLOCK_M: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Store the blocks of one of `groups` groups from slot `base` on, and its share of the unused
-    slots.
+    """Write the blocks of one of `groups` groups, from slot `base` on, and this program's share of
+    the unused slots.
     """
     lane = tl.arange(0, CHUNK)
     if group == 0:
@@ -50,9 +50,8 @@ def write_blocks(
         i = start + lane
         slot = index_ptr + 4 * i
         tl.store(slot, tl.full((CHUNK,), -1, tl.int32), mask=i < num_blocks)
-        tl.store(
-            slot + 1, tl.zeros_like(i), mask=i < num_blocks
-        )  # no rows, wherever they would be
+        # no rows
+        tl.store(slot + 1, tl.zeros_like(i), mask=i < num_blocks)
         tl.store(slot + 2, tl.zeros_like(i), mask=i < num_blocks)
 
 
@@ -74,7 +73,7 @@ def sort_expert(
     BLOCK_M: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Write the blocks of one expert and its part of the order."""
+    """Write the blocks of one expert and its pairs in the order."""
     lane = tl.arange(0, CHUNK)
     counts = tl.zeros((BLOCK_E,), tl.int32)
     for start in range(0, S, CHUNK):
@@ -115,7 +114,7 @@ class Sort(NamedTuple):
 
     @property
     def num_warps(self) -> int:
-        """Of a sorting program."""
+        """Warps of a sorting program."""
         return 4 if self.CHUNK < 1024 else 8
 
 
@@ -145,8 +144,8 @@ def moe_ops_route(
     CHUNK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Sort pairs by expert. One program an expert, each counting all pairs: no atomics, no
-    barrier, stable.
+    """Sort pairs by expert, stably. Grid: one program an expert, each of which counts all pairs,
+    so that there are no atomics and no grid-wide barrier.
     """
     gdc_wait(PDL)
     gdc_launch_dependents(PDL)
@@ -169,7 +168,7 @@ def route(routing: Routing, sort: Sort, gpu: Gpu) -> Launch:
 
 
 def block_e(num_experts: int) -> int:
-    """A power of two that is no less than the number of experts, 16 at least."""
+    """The least power of two >= the number of experts, at least 16."""
     return max(16, 1 << (num_experts - 1).bit_length())
 
 
@@ -181,7 +180,7 @@ class GroupBlocks:
     T: Runtime
     E: Runtime
     num_blocks: Runtime
-    stride: Runtime  # of sizes
+    stride: Runtime  # of `sizes`
     BLOCK_E: Constant
     BLOCK_M: Constant
     CHUNK: Constant
@@ -204,10 +203,10 @@ def moe_ops_group_blocks(
     BATCHED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Blocks of rows that lie sorted already. One program a group.
+    """Blocks of rows that are sorted by expert. Grid: one program a group.
 
-    BATCHED: expert e owns rows [e * T, e * T + sizes[e]). Else rows [sizes[e - 1], sizes[e]) of S,
-    and program E owns the rest, which the GEMM zeroes.
+    BATCHED: expert e owns rows [e * T, e * T + sizes[e]). Otherwise it owns rows
+    [sizes[e - 1], sizes[e]) of S, and program E the remaining rows, which the GEMM zeroes.
     """
     gdc_launch_dependents(PDL)
     program = tl.program_id(0)
@@ -235,8 +234,8 @@ def moe_ops_group_blocks(
 def group_blocks(
     routing: Routing, sizes: Tensor, S: int, T: int, block_m: int, gpu: Gpu
 ) -> Launch:
-    """Blocks of sorted rows. T > 0: batches of T rows whose counts `sizes` holds. Else `sizes`
-    holds end rows, and the rows past the last one are one more group.
+    """Write the blocks of sorted rows. If T > 0, rows are batches of T, and `sizes` holds their
+    counts. Otherwise `sizes` holds end rows, and the rows past the last one are one more group.
     """
     E = routing.E
     args = GroupBlocks(

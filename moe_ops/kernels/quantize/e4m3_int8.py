@@ -1,4 +1,4 @@
-"""Kernels that quantize activations to e4m3 or int8, and those that look for their largest
+"""Kernels that quantize activations to e4m3 or int8, and the kernel that finds their largest
 magnitude. Imported at first launch only.
 """
 
@@ -61,8 +61,8 @@ def quantize_row(
     NATIVE: tl.constexpr,
     INT8: tl.constexpr,
 ):
-    """Quantize columns [part, part + 1) * GROUPS * 128 of row m, each 128 with a scale of their
-    own (BY_GROUP), or the whole row with one.
+    """Quantize columns [part, part + 1) * GROUPS * 128 of row m with one scale for each 128
+    (BY_GROUP), or the whole row with one scale.
     """
     m = m.to(tl.int64)
     x_ptr += m // T * x_stride_e + m * x_stride_m
@@ -108,12 +108,12 @@ def quantize_row(
 
 @unprefixed
 class Quantized(NamedTuple):
-    """What a kernel that quantizes rows writes, and how."""
+    """Outputs of a kernel that quantizes rows, and how it quantizes."""
 
     q: Pointer  # (rows, K) e4m3 or int8, written
-    # written: BY_GROUP (ceil(K / 128), rows) scales, else (rows,) largest magnitudes
+    # written: scales (ceil(K / 128), rows) if BY_GROUP, else the largest magnitudes (rows,)
     scale: Pointer
-    zero: Pointer  # (rows * zeros,) fp32 set to zero, or None
+    zero: Pointer  # (rows * zeros,) fp32, set to zero, or None
     rows: Runtime
     T: Runtime  # rows of a batch
     zeros: Runtime
@@ -145,7 +145,7 @@ def moe_ops_quantize(
     NATIVE: tl.constexpr,
     INT8: tl.constexpr,
     x_ptr,
-    x_stride_e,  # what rows of batch m // T are off by from m * x_stride_m
+    x_stride_e,  # row m is at m // T * x_stride_e + m * x_stride_m
     x_stride_m,
     x_stride_k,
     x_scale_ptr,
@@ -154,8 +154,8 @@ def moe_ops_quantize(
     x_partials: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Quantize rows, GROUPS * 128 columns at a time: by groups of 128 columns (a program for each
-    GROUPS of them), or whole rows.
+    """Quantize rows, GROUPS * 128 columns at a time. Grid: (rows, parts of a row) if BY_GROUP,
+    else (rows, 1).
     """
     gdc_launch_dependents(PDL)
     quantize_row(
@@ -204,7 +204,7 @@ def moe_ops_route_quantize(
     NATIVE: tl.constexpr,
     INT8: tl.constexpr,
     x_ptr,
-    x_stride_e,  # what rows of batch m // T are off by from m * x_stride_m
+    x_stride_e,  # row m is at m // T * x_stride_e + m * x_stride_m
     x_stride_m,
     x_stride_k,
     x_scale_ptr,
@@ -212,7 +212,7 @@ def moe_ops_route_quantize(
     x_scale_stride_g,
     x_partials: tl.constexpr,
 ):
-    """moe_ops_route in the first E programs, moe_ops_quantize in the others: neither waits for the
+    """moe_ops_route in the first E programs, moe_ops_quantize in the others. Neither waits for the
     other.
     """
     gdc_wait(PDL)
@@ -233,13 +233,13 @@ def moe_ops_route_quantize(
 
 @arguments
 class Amax:
-    partials: Pointer  # (programs,) fp32, written: largest magnitude of each program's rows
-    zero: Pointer  # (1,) fp32 set to zero, or None
+    partials: Pointer  # (programs,) fp32, written: largest magnitude in each program's rows
+    zero: Pointer  # (1,) fp32, set to zero, or None
     x: Input  # (rows, K)
-    # ids by VALID: "pairs" (rows, top_k); "batched" rows of each batch (E,); "groups" end rows
-    # (E,)
+    # its ids, by VALID: "pairs" expert ids (rows, top_k), "batched" counts of rows (E,), "groups"
+    # end rows (E,)
     routing: Routing
-    topk_weights: RouterWeights  # (rows, 1), where they scale the input
+    topk_weights: RouterWeights  # (rows, 1), if they scale the input
     rows: Runtime
     T: Runtime
     K: Specialized
@@ -254,7 +254,7 @@ def moe_ops_amax(
     partials_ptr,
     zero_ptr,
     x_ptr,
-    x_stride_e,  # what rows of batch m // T are off by from m * x_stride_m
+    x_stride_e,  # row m is at m // T * x_stride_e + m * x_stride_m
     x_stride_m,
     x_stride_k,
     x_scale_ptr,
@@ -283,7 +283,7 @@ def moe_ops_amax(
     CHUNK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Largest magnitude of the rows that an expert here will see; the others may hold anything."""
+    """Largest magnitude in the rows that a local expert takes; other rows may hold anything."""
     gdc_launch_dependents(PDL)
     lane = tl.arange(0, CHUNK)
     largest = 0.0
@@ -319,16 +319,16 @@ def moe_ops_amax(
 
 
 class Valid(NamedTuple):
-    """Which rows of x count for a scale that all share."""
+    """Which rows of x count for a scale that all rows share."""
 
-    how: str  # "pairs", "batched" or "groups"
+    how: str  # VALID: "pairs", "batched" or "groups"
     routing: Routing
-    topk_weights: RouterWeights = NO_ROUTER_WEIGHTS  # to scale the input by
+    topk_weights: RouterWeights = NO_ROUTER_WEIGHTS  # that scale the input
 
 
 def counted(how: str, sizes: Tensor) -> Valid:
-    """Rows of batches whose counts `sizes` (E,) holds ("batched"), or of groups whose end rows it
-    holds ("groups").
+    """The Valid of batches, if `sizes` (E,) holds their counts ("batched"), or of groups, if it
+    holds their end rows ("groups").
     """
     E, stride = sizes.shape[0], sizes.stride(0)
     return Valid(how, Routing(None, sizes, None, 0, E, 0, 1, stride, 0, 0, "plain"))
@@ -337,16 +337,14 @@ def counted(how: str, sizes: Tensor) -> Valid:
 def amax(
     x: Input,
     rows: int,
-    rows_of_expert: int,  # of batched x, else all
+    rows_of_expert: int,  # of one expert if x is batched, else all
     K: int,
     partials: Tensor,  # (NUM_PARTIALS,), written
     valid: Valid,
     zero: Tensor | None,
     gpu: Gpu,
 ) -> Launch:
-    """The largest magnitude of the rows of x that count, as so many partial ones as programs
-    looked for it.
-    """
+    """Find the largest magnitude in the rows of x that count: one partial maximum a program."""
     args = Amax(
         partials=partials,
         zero=zero,
@@ -365,22 +363,22 @@ def amax(
 
 
 def quantize_x(
-    x: Input,  # as the caller has it
+    x: Input,  # the caller's
     rows: int,
-    rows_of_expert: int,  # of batched x, else all
+    rows_of_expert: int,  # of one expert if x is batched, else all
     K: int,
     x_scale: str,
     config: LayerConfig,
     workspace: Tensor,
     static: Tensor | None,
     valid: Valid,
-    h_scale: Tensor | None,  # largest magnitudes of h, which GEMM1 raises from zero
+    h_scale: Tensor | None,  # set to zero: GEMM1 raises it to the largest magnitudes of h
     zeros_a_row: int,
     codes: torch.dtype,
     gpu: Gpu,
-    sort: Sort | None = None,  # of the pairs, where a kernel sorts them
+    sort: Sort | None = None,  # if a kernel sorts the pairs
 ) -> tuple[list[Launch], Input]:
-    """Launches that come before GEMM1, the sorting among them, and what it reads as x."""
+    """(launches before GEMM1, the sorting kernel's among them; GEMM1's x)."""
     routing = valid.routing
     before = [] if sort is None else [route(routing, sort, gpu)]
     if x_scale == "static":

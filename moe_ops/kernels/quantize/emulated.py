@@ -1,15 +1,16 @@
-"""Activations rounded as a scheme rounds them, for GPUs that do not multiply its formats. Imported
+"""Activations rounded as a scheme rounds them, for GPUs without products of its formats. Imported
 at first launch only.
 
-What is written stands for the quantized activations and is multiplied with weights by
-kernels/mixed_gemm/sm80_mma.py. Elements and scales are those of `moe_ops.numerics`.
+The output stands for the quantized activations: kernels/mixed_gemm/sm80_mma.py multiplies it with
+the weights. Elements and scales are those of `moe_ops.numerics`.
 
-SCALE    how the scale of an element comes about:
-         "mx"     a power of two for SCALE_GROUP columns: bf16 holds element times scale
-         "nv"     e4m3 for SCALE_GROUP columns, under one scale for all rows: bf16 holds element
-                  times e4m3, the rest is left to the finished sum
-         "row"    fp32, one a row: bf16 holds the element, the rest is left to the finished sum
-         "group"  fp32 for SCALE_GROUP columns: element times scale is rounded to fp32
+SCALE    the scale of an element, and what the output holds:
+         "mx"     a power of two for SCALE_GROUP columns: element times scale in bf16
+         "nv"     an e4m3 scale for SCALE_GROUP columns and one scale for all rows: element times
+                  e4m3 scale in bf16; the GEMM's finished sum is multiplied by the other scale
+         "row"    one fp32 scale a row: the element in bf16; the GEMM's finished sum is multiplied
+                  by the scale
+         "group"  an fp32 scale for SCALE_GROUP columns: element times scale, rounded to fp32
 """
 
 from __future__ import annotations
@@ -52,8 +53,8 @@ CHUNK = 1024  # columns that a program rounds at a time
 
 @triton.jit
 def power_of_two(amax, RULE: tl.constexpr, MANTISSA: tl.constexpr, MAX_VALUE: tl.constexpr):
-    """(scale, 1 / scale) by a rule of `schemes.QuantDesc`, from the largest magnitude of a group;
-    NaN if not finite.
+    """(scale, 1 / scale) of a group by a rule of `schemes.QuantDesc`, from its largest magnitude.
+    Both are NaN if that is not finite.
     """
     if RULE == "ceil":
         least = 1e-4 if MANTISSA == 1 else 0.0
@@ -62,7 +63,7 @@ def power_of_two(amax, RULE: tl.constexpr, MANTISSA: tl.constexpr, MAX_VALUE: tl
         bits = amax.to(tl.int32, bitcast=True)
         if RULE == "round":
             bits += 1 << (22 - MANTISSA)
-        # of the largest number, 6, 7.5 or 28
+        # exponent of MAX_VALUE, which is 6, 7.5 or 28
         exponent: tl.constexpr = 4 if MAX_VALUE == 28.0 else 2
         code = (bits >> 23) - exponent
     code = tl.minimum(tl.maximum(code, 0), 254)
@@ -81,12 +82,12 @@ def activations(ptr, k, K, stride, factor):
 @arguments
 class FakeQuantize:
     q: Pointer  # (rows, K) bf16 or fp32, written
-    # fp32, written: what sums of q are to be multiplied by, "row" (rows,), "nv" (1,); else None
+    # fp32, written: scales of the sums of q, (rows,) for "row", (1,) for "nv"; else None
     scale: Pointer
-    zero: Pointer  # (1,) fp32 set to zero, or None
-    # (rows, K); "nv": its scale has the partial largest magnitudes of x, or (1,) the known scale
+    zero: Pointer  # (1,) fp32, set to zero, or None
+    # (rows, K); "nv": its scale holds partial maxima of |x|, or (1,) the known scale
     x: Input
-    topk_weights: RouterWeights  # (rows, 1) to multiply x by first
+    topk_weights: RouterWeights  # (rows, 1); x is multiplied by them first
     T: Runtime  # rows of a batch
     K: Specialized
     rounding: Rounding
@@ -101,7 +102,7 @@ def moe_ops_fake_quantize(
     scale_ptr,
     zero_ptr,
     x_ptr,
-    x_stride_e,  # what rows of batch m // T are off by from m * x_stride_m
+    x_stride_e,  # row m is at m // T * x_stride_e + m * x_stride_m
     x_stride_m,
     x_stride_k,
     x_scale_ptr,
@@ -123,7 +124,7 @@ def moe_ops_fake_quantize(
     CHUNK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A row a program, or some of its columns."""
+    """Round rows. A program takes a row, or CHUNK of its columns."""
     gdc_wait(PDL)
     m = tl.program_id(0).to(tl.int64)
     x_ptr += m // T * x_stride_e + m * x_stride_m
@@ -141,7 +142,7 @@ def moe_ops_fake_quantize(
         amax = tl.zeros((CHUNK // SCALE_GROUP, SCALE_GROUP), tl.float32)
         for start in range(0, K, CHUNK):
             x = tl.abs(activations(x_ptr, start + lane, K, x_stride_k, factor))
-            amax = tl.where(x <= amax, amax, x)  # NaN stays
+            amax = tl.where(x <= amax, amax, x)  # NaN stays NaN
         of_row = element_scale(largest_magnitude(largest_magnitude(amax, 1), 0), False)
         tl.store(scale_ptr + m, of_row)
         inverse = reciprocal(of_row)
@@ -173,7 +174,7 @@ def moe_ops_fake_quantize(
                 scale = quotient(tl.where(of_group == 0.0, 1.0, of_group), whole, part_of_whole)
                 inverse = tl.where(of_group == 0.0, 0.0, reciprocal(scale))
             scale, inverse = scale[:, None], inverse[:, None]
-        # by a power of two the product is exact
+        # the product with a power of two is exact
         q = x * inverse if SCALE == "mx" else quotient(x, scale, inverse)
         q = nearest(clamp(q, MAX_VALUE), MANTISSA, MIN_EXPONENT)
         if SCALE == "nv":
@@ -185,28 +186,28 @@ def moe_ops_fake_quantize(
 
 
 class Hidden(NamedTuple):
-    """What becomes of h between the GEMMs."""
+    """h between the GEMMs."""
 
-    written: Tensor  # h in fp32, by GEMM1
-    amax: Tensor | None  # raised by GEMM1 to its largest magnitude; zero before
-    launches: list[Launch]  # before GEMM2
-    read: Input  # by GEMM2
+    written: Tensor  # h in fp32, which GEMM1 writes
+    amax: Tensor | None  # zero; GEMM1 raises it to the largest magnitude of h
+    launches: list[Launch]  # between the GEMMs
+    read: Input  # GEMM2's input
 
 
 def round_x(
     r: Rounding,
     x: Input,
     rows: int,
-    rows_of_expert: int,  # of batched x, else all
+    rows_of_expert: int,  # of one expert if x is batched, else all
     K: int,
     workspace: Tensor,
     static: Tensor | None,
     valid: Valid,
-    zero: Tensor | None,  # of h: its largest magnitude, which GEMM1 raises
+    zero: Tensor | None,  # set to zero: GEMM1 raises it to the largest magnitude of h
     gpu: Gpu,
 ) -> tuple[list[Launch], Input]:
-    """Launches that come before GEMM1, and what it reads as x: scaled by input weights, if there
-    are any.
+    """(launches before GEMM1, GEMM1's x). x is multiplied by router weights, if they scale the
+    input.
     """
     space = flat(workspace, torch.float32, x_elements(rows, K, r))
     end = _end(r, 0, rows, K)
@@ -232,7 +233,7 @@ def round_h(
     static: Tensor | None,
     gpu: Gpu,
 ) -> Hidden:
-    """h in fp32, the launch that rounds it, and what GEMM2 reads."""
+    """The Hidden of h (rows, I): its buffers, and the launches that round it."""
     space = flat(workspace, torch.float32, h_elements(rows, I, r))
     behind = rows * I
     largest = amax = None
@@ -250,17 +251,17 @@ def round_h(
 
 
 def _end(r: Rounding, start: int, rows: int, columns: int) -> int:
-    """Where rounded activations that begin at an fp32 element end."""
+    """The fp32 element at which rounded activations end that begin at element `start`."""
     return start + round_up(rows * columns * r.dtype.itemsize, 4 * GAP) // 4
 
 
 def _round(
     r: Rounding,
-    source: Input,  # "nv": its scale is the partial largest magnitudes, or the known scale
+    source: Input,  # "nv": its scale holds partial maxima, or the known scale
     rows: int,
     rows_of_expert: int,
     columns: int,
-    space: Tensor,  # fp32: from `start` to `end` rounded activations, behind them scales
+    space: Tensor,  # fp32: rounded activations from `start` to `end`, then their scales
     start: int,
     end: int,
     static: bool,
@@ -271,7 +272,7 @@ def _round(
     by_row, scale = r.SCALE == "row", None
     if by_row:
         scale = space[end:]
-    elif r.SCALE == "nv":  # behind the partial largest magnitudes
+    elif r.SCALE == "nv":  # after the partial maxima
         scale = space[end + NUM_PARTIALS :]
     data = flat(space[start:] if start else space, r.dtype, rows * columns)
     args = FakeQuantize(

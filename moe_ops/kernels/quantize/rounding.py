@@ -1,5 +1,5 @@
-"""How activations of schemes that GPUs without the hardware emulate are rounded, and what room
-they need in the workspaces. torch alone; the kernel is in emulated.py.
+"""How activations are rounded for schemes that are emulated on GPUs without their products, and
+how much workspace that takes. torch alone; the kernel is in emulated.py.
 """
 
 from __future__ import annotations
@@ -14,34 +14,34 @@ from moe_ops.kernels.quantize.scales import NUM_PARTIALS
 from moe_ops.meta.workspace import cdiv
 from moe_ops.schemes import get_scheme
 
-GAP = 32  # fp32 elements that align what comes second in a workspace
+GAP = 32  # fp32 elements: alignment of the second part of a workspace
 
 
 @unprefixed
 class Rounding(NamedTuple):
-    """A scheme's quantized activations in the words of kernels/quantize/emulated.py."""
+    """A scheme's quantized activations, in the terms of kernels/quantize/emulated.py."""
 
     SCALE: Constant
-    SCALE_GROUP: Constant  # columns that share a scale; of whole rows any
-    RULE: Constant  # of a power of two: schemes.QuantDesc.scale_rule
-    MANTISSA: Constant  # bits of an element's
-    MIN_EXPONENT: Constant  # of its least normal number
-    MAX_VALUE: Constant  # its largest number
+    SCALE_GROUP: Constant  # columns that share a scale; of no meaning for one scale a row
+    RULE: Constant  # how a power of two is chosen: schemes.QuantDesc.scale_rule
+    MANTISSA: Constant  # bits of an element's mantissa
+    MIN_EXPONENT: Constant  # exponent of an element's least normal number
+    MAX_VALUE: Constant  # an element's largest number
 
     @property
     def dtype(self) -> torch.dtype:
-        """What holds the rounded activations."""
+        """Dtype of the rounded activations."""
         return torch.float32 if self.SCALE == "group" else torch.bfloat16
 
     def num_scales(self, rows):
-        """fp32 elements behind the rounded activations: scales of rows; partial largest magnitudes
-        and one scale.
+        """fp32 elements after the rounded activations: the scales of rows, or partial maxima and
+        one scale.
         """
         return rows if self.SCALE == "row" else NUM_PARTIALS + 1 if self.SCALE == "nv" else 0
 
 
 def describe(scheme: str) -> Rounding | None:
-    """The Rounding of a scheme's activations; None where they stay as they are."""
+    """The Rounding of a scheme's activations, or None if they are not quantized."""
     desc = get_scheme(scheme).activation
     if desc is None:
         return None
@@ -52,7 +52,7 @@ def describe(scheme: str) -> Rounding | None:
     )  # fmt: skip
 
 
-rounding_of = cache(describe)  # for launches; in traced code Dynamo warns of a cached function
+rounding_of = cache(describe)  # for launches; Dynamo warns of cached functions in traced code
 
 
 def x_elements(rows, K: int, r: Rounding):

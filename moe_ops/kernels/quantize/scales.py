@@ -1,5 +1,5 @@
-"""How activations of a quantization scheme run on the Triton kernels: which scales there are, and
-where they and quantized activations live in the workspaces. torch alone.
+"""Quantized activations of the Triton kernels: which scales a scheme has, and where these and the
+elements are in the workspaces. torch alone.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from moe_ops.kernels.launch import Constant, Pointer, Runtime, Specialized
 from moe_ops.meta.workspace import cdiv, maximum, minimum, round_up
 from moe_ops.schemes import get_scheme
 
-NUM_PARTIALS = 128  # programs that look for the largest magnitude of x
-# Up to so many rows an expert, on average, the workspace holds h in fp32 too, so that GEMM2 may
+NUM_PARTIALS = 128  # programs that find the largest magnitude of x
+# Up to this average of rows an expert the workspace has room for h in fp32 too, so that GEMM2 may
 # quantize it by groups.
 FEW_ROWS = 2
-_GAP = 32  # fp32 elements that align what comes second in a workspace
+_GAP = 32  # fp32 elements: alignment of the second part of a workspace
 
 
 class Scales(NamedTuple):
-    """The scales of a scheme, as kernels/gemm/sm80_mma.py names them; "" where there are none."""
+    """The scales of a scheme in the terms of kernels/gemm/sm80_mma.py; "" if there are none."""
 
     weight: str
     x: str
@@ -33,25 +33,25 @@ PLAIN = Scales("", "")
 
 
 def describe(scheme: str) -> Scales:
-    """The Scales of a scheme's name; "" means plain weights."""
+    """The Scales of a scheme; "" stands for plain weights."""
     found = get_scheme(scheme)
     if found.weight is None:
         return PLAIN
     group = found.weight.group
     weight = "tensor" if group.is_tensor else "channel" if group.is_row else "block"
     activation = found.activation
-    assert activation is not None, scheme  # weights alone: kernels/mixed_gemm
+    assert activation is not None, scheme  # else kernels/mixed_gemm
     if activation.static:
         return Scales(weight, "static")
     group = activation.group
     return Scales(weight, "tensor" if group.is_tensor else "row" if group.is_row else "group")
 
 
-scales = cache(describe)  # for launches; in traced code Dynamo warns of a cached function
+scales = cache(describe)  # for launches; Dynamo warns of cached functions in traced code
 
 
 def h_elements(rows: Any, I: int, experts: int, x_scale: str, aligned: bool) -> Any:  # noqa: E741
-    """fp32 elements that h (rows, I) and its scales need, whatever the config. int or SymInt.
+    """fp32 elements that h (rows, I) and its scales need with any config. int or SymInt.
 
     `aligned`: rows of all operands start at multiples of 16 bytes.
     """
@@ -77,9 +77,9 @@ def x_elements(rows: Any, K: int, x_scale: str) -> Any:
 
 
 class Input(NamedTuple):
-    """A GEMM's input and its scales as the kernels take them: rows of x or h.
+    """A GEMM's input, x or h, and its scales.
 
-    Rows of expert e lie at e * stride_e + row * stride_m.
+    A row of expert e is at e * stride_e + row * stride_m.
     """
 
     ptr: Pointer
@@ -87,10 +87,10 @@ class Input(NamedTuple):
     stride_m: Specialized
     stride_k: Specialized
     scale: Pointer = None
-    scale_stride_m: Specialized = 0  # between the scales of rows that have one each (mixed_gemm)
-    # between the scales of groups of columns; those of rows lie side by side
+    scale_stride_m: Specialized = 0  # between scales of rows, if each row has one (mixed_gemm)
+    # between scales of groups of columns; those of rows are contiguous
     scale_stride_g: Runtime = 0
-    partials: Constant = 1  # numbers whose maximum is the one scale of all rows
+    partials: Constant = 1  # partial maxima, of which the largest gives the one scale of all rows
 
     @property
     def data(self) -> Tensor:
@@ -108,15 +108,15 @@ def rows_of(x: Tensor) -> Input:
 def batches_of(x: Tensor) -> Input:
     """The Input of a tensor (E, T, K), whose row t of expert e is row e * T + t.
 
-    What (e, t) is off by from that times the row stride is the expert's own term, zero for a
-    contiguous tensor.
+    So stride_e is the stride of experts minus T times the stride of rows: zero for a contiguous
+    tensor.
     """
     return Input(x, x.stride(0) - x.shape[1] * x.stride(1), x.stride(1), x.stride(2))
 
 
 def flat(workspace: Tensor, dtype: torch.dtype, size: int) -> Tensor:
-    """The workspace as `dtype`, of which `size` elements are used; kernels take no more of it than
-    its address.
+    """The workspace as `dtype`, of which `size` elements are used. Kernels use its address
+    alone.
     """
     found = workspace if workspace.dtype == dtype else workspace.view(dtype)
     assert found.numel() >= size, (found.shape, size)
@@ -126,7 +126,7 @@ def flat(workspace: Tensor, dtype: torch.dtype, size: int) -> Tensor:
 def split(
     workspace: Tensor, rows: int, columns: int, dtype: torch.dtype, num_scales: int
 ) -> tuple[Tensor, Tensor]:
-    """rows * columns elements of `dtype`, and behind them so many fp32 scales."""
+    """(rows * columns elements of `dtype`, the fp32 scales after them) of a workspace."""
     start = round_up(rows * columns * dtype.itemsize, 4 * _GAP) // 4
     behind = flat(workspace, torch.float32, start + num_scales)[start:]
     return flat(workspace, dtype, rows * columns), behind
@@ -140,9 +140,9 @@ def hidden(
     x_scale: str,
     config: LayerConfig,
     static: Tensor | None,
-    codes: torch.dtype,  # of quantized activations
+    codes: torch.dtype,  # dtype of quantized activations
 ) -> tuple[Input, str]:
-    """h (rows, I) as GEMM2 reads it, and GEMM1's H_SCALE."""
+    """(h (rows, I) as GEMM2's input, GEMM1's H_SCALE)."""
     if not x_scale:
         return Input(flat(workspace, dtype, rows * I), 0, I, 1), ""
     if x_scale == "static":

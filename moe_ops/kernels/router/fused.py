@@ -1,11 +1,11 @@
-"""The whole router, from hidden states to weights and ids. Few tokens: logits and choice of
-experts in two launches; many: torch's matrix product and one launch. Imported at first launch
-only.
+"""The whole router, from hidden states to weights and ids. For few tokens one kernel computes
+logits and another chooses experts; for many, torch's matrix product replaces the first. Imported
+at first launch only.
 
-M tokens, K hidden size, E = G * S experts. The weight is cut into tiles of BLOCK_K columns and
-BLOCK_E rows, one program each, so that all of it is in flight at once: at M = 1 a router is a wait
-for memory. The second kernel adds the partial sums in a fixed order, rounds once as a linear layer
-does, and chooses on the rounded logits.
+M tokens, K hidden size, E = G * S experts. Each program multiplies a tile of BLOCK_K columns and
+BLOCK_E rows of the weight, so that the whole weight is in flight at once: at M = 1, memory latency
+is what a router costs. The second kernel adds the partial sums in a fixed order, rounds once like
+a linear layer, and chooses experts by the rounded logits.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ def moe_ops_router_sums(
     BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Sums over BLOCK_K columns, for BLOCK_E experts and BLOCK_M tokens. No tensor cores: few
-    tokens leave them no work, and fp32 weights need no other kernel.
+    """Partial sums over BLOCK_K columns, for BLOCK_E experts and BLOCK_M tokens. Without tensor
+    cores: few tokens would leave them mostly idle, and so one kernel serves fp32 weights too.
     """
     gdc_launch_dependents(PDL)
     split = tl.program_id(0)
@@ -86,7 +86,7 @@ def moe_ops_router_sums(
     column = first + tl.arange(0, BLOCK_M)[None, :]
     sums = tl.zeros((BLOCK_E, BLOCK_M), tl.float32)
     for m in tl.static_range(BLOCK_M):
-        # a pointer for each row of the tile: one for all rows would pass through shared memory
+        # a pointer for each row of the tile: one for all rows would go through shared memory
         token = (first + tl.full((BLOCK_E,), m, tl.int64))[:, None]
         x_ptrs = x_ptr + token * x_stride_m + columns
         x = tl.load(x_ptrs, mask=in_tile & (token < M), other=0.0).to(tl.float32)
@@ -101,8 +101,8 @@ class Choice:
     ids: Pointer  # (M, TOP_K), written
     logits: Pointer  # (M, E), written
     sums: Pointer  # (SPLIT_K, M, E) fp32
-    router_bias: Pointer  # (E,) of the linear layer, or None
-    bias: Pointer  # (E,) of the choice, or None
+    router_bias: Pointer  # (E,) bias of the linear layer, or None
+    bias: Pointer  # (E,) bias of the choice, or None
     M: Runtime
     router_bias_stride: Specialized
     bias_stride: Specialized
@@ -143,7 +143,7 @@ def moe_ops_router_choice(
     expert = group * S + member
     is_expert = (group < G) & (member < S)
     total = tl.zeros((BLOCK_G, BLOCK_S), tl.float32)
-    if router_bias_ptr is not None:  # written before the kernel in front of this one began
+    if router_bias_ptr is not None:  # no kernel of the call writes it: loaded before gdc_wait
         bias_ptrs = router_bias_ptr + expert * router_bias_stride
         linear_bias = tl.load(bias_ptrs, mask=is_expert, other=0.0).to(tl.float32)
     gdc_wait(PDL)
@@ -208,7 +208,7 @@ def route_tokens(
         x=hidden_states,
         w=router_weight,
         M=M,
-        # the one row of one token may have any stride
+        # the row of a single token may have any stride
         x_stride_m=hidden_states.stride(0) if M > 1 else 0,
         x_stride_k=hidden_states.stride(1),
         w_stride_e=router_weight.stride(0),
@@ -251,7 +251,7 @@ def _linear(
     dtype = router_logits.dtype
     same = hidden_states.dtype == weight.dtype
     if same and dtype == torch.float32 != weight.dtype and hidden_states.is_cuda:
-        # products of 16-bit numbers are exact in fp32: nothing is gained by converting before
+        # products of 16-bit numbers are exact in fp32, so that operands need no conversion
         torch.mm(hidden_states, weight.t(), out_dtype=dtype, out=router_logits)
         if bias is not None:
             router_logits += bias

@@ -2,10 +2,10 @@
 launch only.
 
 M tokens, E = G * S experts in G groups of S (G = 1 without groups), TOP_K experts per token. A
-program routes one token and holds its row as (BLOCK_G, BLOCK_S), padded to powers of two: several
-rows a program spread each row over warps, and every reduction through shared memory.
-`moe_ops.routing` states the formulas; the kernel must give the same ids and, up to rounding, the
-same weights.
+program routes one token, whose row it holds as (BLOCK_G, BLOCK_S), padded to powers of two. With
+several rows a program, each row would be spread over warps, and every reduction would go through
+shared memory. `moe_ops.routing` has the formulas; the kernel must give the same ids and, up to
+rounding, the same weights.
 """
 
 from __future__ import annotations
@@ -59,13 +59,15 @@ def _unordered(ordered):
 
 @triton.jit
 def _flat(x):
-    """All elements along one axis: a whole warp then reduces at once."""
+    """All elements along one axis, so that a whole warp reduces them at once."""
     return tl.reshape(x, [x.numel])
 
 
 @triton.jit
 def _score(x, row_max, row_scale, SCORING: tl.constexpr):
-    """Scores of finite logits; zero for the lowest finite number, which stands for none."""
+    """Scores of finite logits; zero for the lowest finite number, which stands for no
+    candidate.
+    """
     if SCORING == "softmax":
         score = tl.exp(x - row_max) * row_scale
     elif SCORING == "sigmoid":
@@ -97,7 +99,7 @@ def choose(
     BLOCK_S: tl.constexpr,
     BLOCK_TOP_K: tl.constexpr,
 ):
-    """(weights, ids), each (BLOCK_TOP_K,), of one token; entries from TOP_K on mean nothing."""
+    """(weights, ids), each (BLOCK_TOP_K,), of one token. Entries from TOP_K on are undefined."""
     group = tl.arange(0, BLOCK_G)[:, None]
     member = tl.arange(0, BLOCK_S)[None, :]
     expert = group * S + member
@@ -110,7 +112,7 @@ def choose(
         total = tl.sum(_flat(tl.where(x > _LOWEST, tl.exp(x - row_max), 0.0)), 0)
         row_scale = tl.where(total > 0.0, 1.0 / tl.where(total > 0.0, total, 1.0), 0.0)
 
-    # Every scoring grows with its logit, so without a bias the logits themselves choose: the ids
+    # Every scoring is monotonic, so that without a bias the logits themselves choose, and the ids
     # do not depend on how exp rounds.
     key = x
     if bias_ptr is not None:
@@ -133,8 +135,8 @@ def choose(
             groups = tl.where(index == lowest, _TAKEN, groups)
         key = tl.where((groups == _TAKEN)[:, None], key, float("-inf"))
 
-    # Two reductions of 32 bits, the second for the lower index among equals: a warp has one
-    # instruction for each, where a pair of both in 64 bits takes ten shuffles.
+    # Two reductions of 32 bits, of which the second finds the lowest index among equals. A warp
+    # has an instruction for each; one reduction of 64 bits for both would take ten shuffles.
     ordered = _ordered(key)
     slot = tl.arange(0, BLOCK_TOP_K)
     ids = tl.zeros((BLOCK_TOP_K,), dtype=tl.int32)
@@ -142,8 +144,8 @@ def choose(
     for k in range(TOP_K):
         best = tl.max(_flat(ordered), 0)
         winner = tl.min(_flat(tl.where(ordered == best, expert, G * S)), 0)
-        # Without a bias the key is the logit. With one it is summed out of the row, which does not
-        # hold up the next maximum, as reading the row again would hold up the weights.
+        # Without a bias the key is the logit. With one, the logit is found by a sum over the row,
+        # which does not delay the next maximum; loading it again would delay the weights.
         if bias_ptr is not None:
             logit = tl.sum(_flat(tl.where(is_expert & (expert == winner), x, 0.0)), 0)
         else:
@@ -202,7 +204,7 @@ def selection(
     )
 
 
-# Addresses: one binary a router, which logits of any alignment and strides run with.
+# Addresses: one binary a router, for logits of any alignment and strides.
 @arguments
 class Topk:
     weights: Address  # (M, TOP_K), contiguous, written
@@ -293,6 +295,5 @@ def route(
             raise RuntimeError(
                 "route must have run once with these arguments before a CUDA graph captures it, "
                 f"got a first call with E={E}, top_k={topk_ids.shape[1]}; call it once on the "
-                "same "
-                "shapes, dtypes and device, then capture"
+                "same shapes, dtypes and device, then capture"
             ) from None

@@ -65,7 +65,7 @@ def kernels(monkeypatch):
 )
 def test_values(where, scheme, how, kernels):
     Case(*where, scheme, **{**SIZES, **how}).check("triton")
-    assert kernels == ["moe_ops_vector_gemm1", "moe_ops_vector_gemm2"]
+    assert kernels == ["moe_ops_gemv1", "moe_ops_gemv2"]
 
 
 @everywhere
@@ -78,7 +78,7 @@ def test_no_expert_is_here(where, scheme, kernels):
         bias=True,
     )
     assert (case.run("triton") == 0).all()
-    assert kernels == ["moe_ops_vector_gemm1", "moe_ops_vector_gemm2"]
+    assert kernels == ["moe_ops_gemv1", "moe_ops_gemv2"]
 
 
 def layer_config(gemm1: GemmConfig, gemm2: GemmConfig, scheme: str) -> LayerConfig:
@@ -161,7 +161,7 @@ def test_strides(where, scheme, kernels):
     gemm = GemmConfig(8, 512, 1, 4)
     with override(layer_config(gemm, gemm, scheme)):
         case.check("triton")
-    assert kernels == ["moe_ops_vector_gemm1", "moe_ops_vector_gemm2"]
+    assert kernels == ["moe_ops_gemv1", "moe_ops_gemv2"]
 
 
 def off_by(t: torch.Tensor, elements: int) -> torch.Tensor:
@@ -183,7 +183,7 @@ def test_weights_out_of_16_byte_step_take_other_kernels(scheme, which, spoil, ke
     w = case.args[which]
     case.args[which] = w._replace(qdata=spoil(w.qdata)) if scheme else spoil(w)
     case.check("triton")
-    assert not any("vector" in kernel for kernel in kernels)
+    assert not any("gemv" in kernel for kernel in kernels)
 
 
 @pytest.mark.parametrize(
@@ -201,7 +201,7 @@ def test_weights_out_of_16_byte_step_take_other_kernels(scheme, which, spoil, ke
 )
 def test_other_layers_take_other_kernels(sizes, scheme, kernels):
     Case("cpu", FP32, scheme, **{**SIZES, **sizes}).check("triton")
-    assert not any("vector" in kernel for kernel in kernels)
+    assert not any("gemv" in kernel for kernel in kernels)
 
 
 # --- the assembly of e4m3 products, which no interpreter runs ------------------------------------

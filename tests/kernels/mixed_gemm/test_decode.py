@@ -1,4 +1,4 @@
-"""The inline assembly of the packed product, run on numbers: neither Triton's interpreter nor a
+"""The inline assembly of the mixed GEMM, run on numbers: neither Triton's interpreter nor a
 CPU runs it.
 
 Each function must be elementwise: what comes of byte i is element i, whatever thread and row it is

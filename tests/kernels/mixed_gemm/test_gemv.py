@@ -27,7 +27,7 @@ IDS = torch.tensor([[2, 0, 3]])
 SIZES = {"M": 1, "E": 4, "top_k": 3, "K": 160, "I": 96, "ids": IDS}
 ONE = GemmConfig(64, 256, 1, 2), GemmConfig(128, 512, 1, 2)
 FEW = LayerConfig(*ONE, 1, 64, GEMV, direct=True)
-VECTOR = ["moe_ops_vector_packed_gemm1", "moe_ops_vector_packed_gemm2"]
+KERNELS = ["moe_ops_mixed_gemv1", "moe_ops_mixed_gemv2"]
 # one of each way that weights are decoded and scaled
 WAYS = [
     "int4_w4a16:g32",
@@ -67,7 +67,7 @@ def check(case: Case) -> None:
 @pytest.mark.parametrize("scheme", [name for name in FORMATS if "mxfp6" not in name])
 def test_formats(where, scheme, kernels):
     check(Case(*where, scheme, **SIZES, bias=True))
-    assert kernels == VECTOR
+    assert kernels == KERNELS
 
 
 @everywhere
@@ -87,7 +87,7 @@ def test_formats(where, scheme, kernels):
 )
 def test_values(where, scheme, how, kernels):
     check(Case(*where, scheme, **{**SIZES, **how}))
-    assert kernels == VECTOR
+    assert kernels == KERNELS
 
 
 @everywhere
@@ -104,7 +104,7 @@ def test_prepared_weights(where, scheme, activation, kernels, monkeypatch):
     with few(where):
         out = moe_ops.fused_experts(*case.args, **case.options, backend="triton")
     assert_matches(out, expected, tolerance(case.dtype, scheme, case.device))
-    assert kernels == VECTOR
+    assert kernels == KERNELS
 
 
 @everywhere
@@ -123,7 +123,7 @@ def test_prepared_experts_that_are_parts_of_others(where, scheme, kernels):
     with few(where):
         out = moe_ops.fused_experts(*case.args, **case.options, backend="triton")
     assert_matches(out, expected, tolerance(case.dtype, scheme, case.device))
-    assert kernels == VECTOR
+    assert kernels == KERNELS
 
 
 @everywhere
@@ -132,7 +132,7 @@ def test_no_expert_is_here(where, scheme, kernels):
     case = Case(*where, scheme, **{**SIZES, "ids": torch.tensor([[-1, 4, 2**31 - 1]])}, bias=True)
     with few(where):
         assert (case.run("triton") == 0).all()
-    assert kernels == VECTOR
+    assert kernels == KERNELS
 
 
 @everywhere
@@ -165,7 +165,7 @@ def test_any_codes_and_zero_points(where, dtype, group, has_zero, kernels):
         case.args[i] = moe_ops.from_quantized(f"int4_w4a16:g{group}", q, scale, zero_point=zero)
     case.scheme = f"int4_w4a16:g{group}" + ":zp" * has_zero
     check(case)
-    assert kernels == VECTOR
+    assert kernels == KERNELS
 
 
 @everywhere
@@ -193,7 +193,7 @@ def test_scales_of_very_different_size(where, scheme, kernels):
     case.args[:3] = [x.to(dtype), *weights]
     case.dtype, case.scheme = dtype, scheme
     check(case)
-    assert kernels == VECTOR
+    assert kernels == KERNELS
 
 
 @everywhere
@@ -230,7 +230,7 @@ def test_strides(where, scheme, kernels):
     ]
     case.args = [wide[:, ::3], w13, w2, weights, ids]
     check(case)
-    assert kernels == VECTOR
+    assert kernels == KERNELS
 
 
 @pytest.mark.parametrize("spoil", [lambda t: off_by(t, 1), lambda t: steps_of(t, 1)])
@@ -239,7 +239,7 @@ def test_weights_out_of_16_byte_step_take_other_kernels(which, spoil, kernels):
     case = Case("cpu", FP32, "int4_w4a16:g32", **SIZES)
     case.args[which] = case.args[which]._replace(qdata=spoil(case.args[which].qdata))
     case.check("triton")
-    assert kernels and not any("vector" in kernel for kernel in kernels)
+    assert kernels and not any("gemv" in kernel for kernel in kernels)
 
 
 @pytest.mark.parametrize(
@@ -254,14 +254,14 @@ def test_weights_out_of_16_byte_step_take_other_kernels(which, spoil, kernels):
 )
 def test_other_layers_take_other_kernels(scheme, sizes, kernels):
     Case("cpu", FP32, scheme, **{**SIZES, **sizes}).check("triton")
-    assert kernels and not any("vector" in kernel for kernel in kernels)
+    assert kernels and not any("gemv" in kernel for kernel in kernels)
 
 
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize(
     "K, I, top_k", [(4096, 14336, 2), (2048, 768, 8), (2880, 2880, 4), (96, 64, 1)]
 )
-def test_tiles_to_search(bits, K, I, top_k):  # noqa: E741
+def test_configs_to_search(bits, K, I, top_k):  # noqa: E741
     """Every warp of a program has columns of its own, and the tiles taken without a table are
     among those searched.
     """

@@ -108,11 +108,11 @@ def test_every_number_of_rows(where, scheme, average):
 @everywhere
 @pytest.mark.parametrize("scheme", WAYS)
 @pytest.mark.parametrize(
-    "tile", [(64, 32, 2, 4), (32, 64, 3, 2), (128, 128, 4, 2), (64, 256, 2, 2)], ids=str
+    "gemm", [(64, 32, 2, 4), (32, 64, 3, 2), (128, 128, 4, 2), (64, 256, 2, 2)], ids=str
 )
-def test_tiles(where, scheme, tile):
+def test_configs(where, scheme, gemm):
     """Steps below, of and above a group; rows that pass the end of the weight."""
-    config = LayerConfig(GemmConfig(*tile), GemmConfig(*tile), 8, 64)
+    config = LayerConfig(GemmConfig(*gemm), GemmConfig(*gemm), 8, 64)
     case = Case(*where, scheme, M=4, E=2, top_k=1, K=192, I=64)
     with override(config) as seen:
         case.check("triton")

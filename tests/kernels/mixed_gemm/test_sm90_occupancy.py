@@ -1,4 +1,4 @@
-"""Blocks of a multiprocessor, and the tiles that are chosen for them."""
+"""Occupancy of the wgmma kernels, and the configs that are chosen for it."""
 
 from __future__ import annotations
 
@@ -64,12 +64,12 @@ def test_blocks_follow_from_waves():
     ],
 )
 def test_tiles_of_a_layer(sizes, tiles):
-    pairs, experts, num_ids, parts = sizes
-    found = sm90_wgmma.expected_tiles(pairs, experts, num_ids, 8, 3) * parts
+    pairs, experts, num_ids, split_k = sizes
+    found = sm90_wgmma.expected_tiles(pairs, experts, num_ids, 8, 3) * split_k
     assert found == pytest.approx(tiles, rel=0.03)
 
 
-def test_search_tries_parts_and_none():
+def test_search_tries_split_k_and_none():
     base = configs.choose_wgmma(128, 8, 4096, 14336, 4, 256)
     assert base.split_k == 3  # 256 tiles of GEMM2 for 132 multiprocessors of three blocks
     for ones, twos in configs.search_space(base, 16, 4, 8, 4096):
@@ -79,22 +79,22 @@ def test_search_tries_parts_and_none():
 
 
 @pytest.mark.parametrize("columns", range(128, 1700, 128))
-def test_every_part_has_a_step(columns):
+def test_every_split_has_a_step(columns):
     """Shared out as `schedule_tile` does."""
     w = mxfp4(torch.zeros(1, 128, columns // 2, dtype=torch.uint8))
     for k, most in itertools.product((128, 256), (1, 2, 3)):
         steps = -(-columns // k)
         gemm = GemmConfig(128, k, 2, 4)
-        parts = configs.split_k_of(w, gemm, most, 10)
-        each = -(-steps // parts)
-        assert 1 <= parts <= most and (parts - 1) * each < steps <= parts * each
-        assert parts == most or steps < most * each
+        split_k = configs.split_k_of(w, gemm, most, 10)
+        each = -(-steps // split_k)
+        assert 1 <= split_k <= most and (split_k - 1) * each < steps <= split_k * each
+        assert split_k == most or steps < most * each
     for pairs, most in ((341, 3), (342, 2), (512, 2), (513, 1)):  # room for that many
         assert configs.split_k_of(w, gemm, 3, pairs) == configs.split_k_of(w, gemm, most, 10)
 
 
 @pytest.mark.parametrize("pairs", [1, 64, 341, 342, 1023, 1024, 5000])
-def test_workspace_holds_parts_of_few_rows(pairs):
+def test_workspace_holds_partial_sums_of_few_rows(pairs):
     rows = configs.y_rows(pairs)
     assert rows >= pairs and rows == max(pairs, min(3 * pairs, 1024))
 

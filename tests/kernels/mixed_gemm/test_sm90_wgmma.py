@@ -183,7 +183,7 @@ def test_programs_find_the_blocks_of_the_sorting_kernel(block_m, S, most):
 
 
 @pytest.mark.parametrize("split_k", [1, 3])
-def test_parts_are_summed(split_k):
+def test_partial_sums_are_combined(split_k):
     M, top_k, E, K = 3, 2, 4, 70
     ids = torch.tensor([[0, 3], [2, -1], [1, 0]])
     weights, y = torch.rand(M, top_k), torch.randn(split_k, M * top_k, K)
@@ -224,7 +224,7 @@ def test_first_block_says_how_many_are_used(experts):
 COMPILE = """
 from benchmarks import compile_kernels as c
 from moe_ops.kernels.configs import SM90_WGMMA, GemmConfig, LayerConfig, override
-gpu = c.chip_of(90)
+gpu = c.gpu_of(90)
 cases = {"int4_w4a16:g64:zp": "silu", "nvfp4_w4a16": "swigluoai"}
 cases |= {"fp8_w8a16:block": "relu2_no_mul"}
 cases |= {"int8_w8a16:g128:zp": "silu", "mxfp4_w4a16": "silu", "int4_w4a16:g128": "silu"}
@@ -457,7 +457,7 @@ def test_values(scheme, config):
 @pytest.mark.parametrize(
     "config", [(8, 64, 256, 4, 4), (32, 128, 256, 2, 4), (64, 128, 128, 3, 8)], ids=str
 )
-def test_parts_of_the_columns(scheme, split_k, I, config):  # noqa: E741
+def test_split_k(scheme, split_k, I, config):  # noqa: E741
     """A part has more steps than the next; of one step, or more rows than the workspace has place
     for, there is one."""
     for M, expected in ((9, split_k if I > 128 else 1), (600, 1)):

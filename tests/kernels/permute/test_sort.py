@@ -20,28 +20,28 @@ from tests.kernels.gemm.test_sm80_mma import GARBAGE, INTERPRETED, ON_GPU, poiso
 # --- routing alone -------------------------------------------------------------------------------
 
 
-def route(ids, E, tile, chunk, expert_map=None):
+def route(ids, E, block_m, chunk, expert_map=None):
     """(blocks [(expert, first, end)], order) as the routing kernel writes them."""
     from moe_ops.kernels.permute import sort
 
     S, gpu = ids.numel(), launch.gpu(ids.get_device())._replace(pdl=False)
-    blocks = block_bound(S, E, tile)
+    blocks = block_bound(S, E, block_m)
     index = poisoned((4 * blocks + S + 8,), torch.int32, ids.device)
     routing = route_pairs(index, ids, expert_map, E, blocks, direct=False)
     launch.run(
-        [sort.route(routing, sort.sort_into(tile, S, E, chunk), gpu)], ids.get_device(), gpu
+        [sort.route(routing, sort.sort_into(block_m, S, E, chunk), gpu)], ids.get_device(), gpu
     )
     assert (index[4 * blocks + S :] == GARBAGE).all()
     table = index[: 4 * blocks].view(blocks, 4)[:, :3].tolist()
     return [tuple(row) for row in table], index[4 * blocks : 4 * blocks + S].tolist()
 
 
-def oracle_route(local, E, tile):
+def oracle_route(local, E, block_m):
     order, blocks = [], []
     for e in range(E):
         mine = [p for p, i in enumerate(local) if i == e]
         first, end = len(order), len(order) + len(mine)
-        blocks += [(e, row, end) for row in range(first, end, tile)]
+        blocks += [(e, row, end) for row in range(first, end, block_m)]
         order += mine
     return blocks, order
 
@@ -54,7 +54,7 @@ def oracle_route(local, E, tile):
 def test_routing_against_python(device, data):
     M, top_k = data.draw(st.integers(1, 40)), data.draw(st.integers(1, 4))
     E = data.draw(st.integers(1, 20))
-    tile = data.draw(st.sampled_from([16, 32]))
+    block_m = data.draw(st.sampled_from([16, 32]))
     low, high = data.draw(st.sampled_from([(-1, E), (0, 0), (-3, E - 1), (E, E + 3)]))
     ids = data.draw(st.lists(st.integers(low, high), min_size=M * top_k, max_size=M * top_k))
     dtype = data.draw(st.sampled_from([torch.int32, torch.int64]))
@@ -65,17 +65,17 @@ def test_routing_against_python(device, data):
         entries = data.draw(st.lists(st.integers(-1, E), min_size=size, max_size=size))
         table = torch.tensor(entries, dtype=torch.int32, device=device)
         local = [entries[i] if 0 <= i < size else -1 for i in ids]
-    blocks, order = route(tensor, E, tile, 64, table)  # up to three chunks
-    expected, expected_order = oracle_route(local, E, tile)
+    blocks, order = route(tensor, E, block_m, 64, table)  # up to three chunks
+    expected, expected_order = oracle_route(local, E, block_m)
     assert blocks[: len(expected)] == expected
     assert all(expert == -1 for expert, _, _ in blocks[len(expected) :])
     assert order[: len(expected_order)] == expected_order
 
 
 @given(st.integers(0, 5000), st.integers(1, 300), st.sampled_from([16, 32, 64, 128]))
-def test_block_bound_holds_for_the_worst_routing(rows, groups, tile):
+def test_block_bound_holds_for_the_worst_routing(rows, groups, block_m):
     """As many groups of one row as there can be, the rest in whole tiles but one row over."""
     singles = min(rows, groups)
-    worst = singles + max(0, rows - singles) // tile if singles else 0
-    bound = block_bound(rows, groups, tile)
+    worst = singles + max(0, rows - singles) // block_m if singles else 0
+    bound = block_bound(rows, groups, block_m)
     assert worst <= bound <= block_bound(rows, groups, configs.SMALLEST_BLOCK_M)

@@ -53,16 +53,16 @@ def rounded(x, scheme, static=None, weights=NO_ROUTER_WEIGHTS):
     by.
     """
     r = rounding.describe(scheme)
-    (rows, K), chip = x.shape, gpu(x.get_device())
+    (rows, K), facts = x.shape, gpu(x.get_device())
     size = rounding.x_elements(rows, K, r)
     workspace = cases.garbage(torch.empty(size, device=x.device))
     zero = torch.ones(1, device=x.device)
     ends = torch.tensor([rows], dtype=torch.int32, device=x.device)
     valid = counted("groups", ends)._replace(topk_weights=weights)
     launches, found = emulated.round_x(
-        r, rows_of(x), rows, rows, K, workspace, static, valid, zero, chip
+        r, rows_of(x), rows, rows, K, workspace, static, valid, zero, facts
     )
-    run(launches, x.get_device(), chip)
+    run(launches, x.get_device(), facts)
     assert zero.item() == 0
     q = found.data[: rows * K].view(rows, K).double()
     return q if found.scale is None else q * found.scale[: rows if r.SCALE == "row" else 1, None]
