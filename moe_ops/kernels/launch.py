@@ -10,7 +10,8 @@ is compiled anew for:
     Address      a tensor or None, of any alignment: for its dtype and for whether it is None
     Descriptor   a tensor descriptor: for its dtype, box and layout
     Specialized  an integer on which Triton specializes (1, multiples of 16): for each value
-    Runtime      a number that depends on the number of tokens or on the routing tensors: never
+    Runtime      a number that depends on the number of tokens or on the routing tensors: never.
+                 Integers are below 2^31: looking at each would cost 4 us a layer
     Constant     a tl.constexpr: for each value
 """
 
@@ -300,7 +301,8 @@ def run(launches: Sequence[Launch], device: int, gpu: Gpu) -> None:
     if not INTERPRETED:
         from triton.runtime import driver
 
-        _compiled[key], _driver = compiled, driver
+        _driver = driver  # first: another thread may find the kernels at once
+        _compiled[key] = compiled
 
 
 def _start(launch: Launch, first: bool, gpu: Gpu) -> Any:
