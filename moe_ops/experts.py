@@ -135,7 +135,7 @@ def batched_experts(
 
     Raises:
         ValueError, ImportError, RuntimeError: as `fused_experts`; also when gradients are
-        required.
+            required.
     """
     tensors = (hidden_states, w13, w2, expert_num_tokens, w13_bias, w2_bias)
     _check_tensors("hidden_states w13 w2 expert_num_tokens w13_bias w2_bias", 4, *tensors)

@@ -52,8 +52,8 @@ def route_tokens(
         hidden_states: (M, K), bf16, fp16 or fp32, any strides; other float dtypes run in two
             steps.
         router_weight: (E, K), on the device of hidden_states.
-        top_k, method, num_expert_groups, topk_groups, correction_bias, scaling_factor, scoring,
-            generator: as for `route`.
+        top_k, method, num_expert_groups, topk_groups: as for `route`.
+        correction_bias, scaling_factor, scoring, generator: as for `route`.
         router_bias: (E,), added to the logits.
         logits_dtype: the dtype of the linear layer's computation and of the logits. None: that of
             hidden_states, weight and bias, which must then be one. torch.float32 is exact for bf16
