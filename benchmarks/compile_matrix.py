@@ -60,6 +60,7 @@ REGISTERS = 255  # a thread's at most
 # Spilled bytes a thread at most. Rows of a size that 16 bytes do not divide are loaded element by
 # element, and take more.
 SPILLED, SPILLED_ODD = 96, 768
+KNOWN_SPILLED = {((3, 8), 100, "nvfp4"): 264}  # (Triton, architecture, scheme): 3.9 mends it
 # every number of tokens up to 16, four in each octave from there on
 TOKENS = sorted({*range(1, 17), *[int(16 * 2 ** (i / 4)) for i in range(37)]})
 
@@ -178,7 +179,8 @@ def compile_one(arch: int, what: Reached) -> list[Row]:
     for one in compiled:
         if one.binary.hash not in _usages:
             _usages[one.binary.hash] = usage(one.binary)
-    limit = SPILLED_ODD if call.shape == SHAPES["odd"] else SPILLED
+    key = (environment.release(triton.__version__), arch, getattr(call, "scheme", ""))
+    limit = SPILLED_ODD if call.shape == SHAPES["odd"] else KNOWN_SPILLED.get(key, SPILLED)
     return [
         Row(one.name, _configuration(one), str(what), limit, *_usages[one.binary.hash])
         for one in compiled

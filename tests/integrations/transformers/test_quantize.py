@@ -231,7 +231,8 @@ def fp8_experts(**options):
         for name in ("gate_up_proj", "down_proj"):
             weight = getattr(module, name)
             if weight.dtype == torch.float8_e4m3fn:
-                weight.copy_((torch.randn(weight.shape, generator=rng) * 100).to(weight.dtype))
+                values = torch.randn(weight.shape, generator=rng) * 100
+                weight.copy_(values.clamp(-448, 448).to(weight.dtype))  # NaN past it before 2.13
                 scale = getattr(module, f"{name}_scale_inv")
                 values = torch.rand(scale.shape, generator=rng) + 0.5
                 scale.copy_((values / 100 / weight.shape[-1] ** 0.5).to(scale.dtype))
