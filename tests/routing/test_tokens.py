@@ -189,9 +189,14 @@ def test_one_graph_for_every_number_of_tokens(mark):
 @pytest.mark.parametrize("rows", ["static", "dynamic", "unbacked"])
 def test_traces_to_one_operator_on_a_gpu(rows):
     recorder = Recorder()
-    with fake_gpu(), torch.device("cuda"):
-        x, w = torch.empty(7, 2048, dtype=BF16), torch.empty(128, 2048, dtype=BF16)
-        if rows == "unbacked":
+    with fake_gpu() as mode, torch.device("cuda"):
+        M = 7
+        old = torch.__version__.startswith("2.11")  # whose tracer takes no such fake tensors
+        if rows == "unbacked" and not old:
+            M = mode.shape_env.create_unbacked_symint()
+            torch._check(M >= 0)
+        x, w = torch.empty(M, 2048, dtype=BF16), torch.empty(128, 2048, dtype=BF16)
+        if rows == "unbacked" and old:
             torch._dynamo.decorators.mark_unbacked(x, 0)
         if rows == "dynamic":
             torch._dynamo.mark_dynamic(x, 0)
