@@ -34,6 +34,7 @@ def imports_at_load(path: Path) -> set[str]:
     return found
 
 
+@pytest.mark.slow  # a fresh process imports torch, 4 to 7 s
 def test_import_is_light():
     """Nor do schemes, the arithmetic of quantization and routing on a CPU load anything; quantized
     tensors load torchao, which they are made of."""
