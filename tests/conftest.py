@@ -25,6 +25,10 @@ if not torch.cuda.is_available():
     patch_language_once()
     drop_unread_checks()
 
+# torch remembers at its first use which functions `with torch.device(...)` changes. Were that
+# while a test has torch.empty patched, the real one would make tensors elsewhere from then on.
+torch.utils._device._device_constructors()
+
 # Tracing and interpreting make objects by the million, few of them in cycles: look for these less
 # often.
 gc.set_threshold(50_000, 20, 100)
