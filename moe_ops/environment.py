@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import os
+import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -40,7 +41,8 @@ def version(distribution: str) -> str | None:
         return None
 
 
-TRITON = version("triton") or ""  # looked up once: Dynamo would trace what looks it up
+# Looked up once: Dynamo would trace what looks it up. Nightly builds of torch name it otherwise.
+TRITON = version("triton") or version("pytorch-triton") or ""
 
 
 def why_not_installed(module: str, distribution: str, wanted: str) -> str | None:
@@ -64,9 +66,9 @@ def why_no_triton() -> str | None:
 
 
 def release(installed: str) -> tuple[int, int]:
-    """Major and minor number of a version, (0, 0) of ""."""
-    major, minor = (installed or "0.0").split(".")[:2]
-    return int(major), int(minor)
+    """Major and minor number of a version such as "3.10rc1" or "4"; (0, 0) where it is unknown."""
+    found = re.match(r"v?(\d+)(?:\.(\d+))?", installed)
+    return (int(found[1]), int(found[2] or 0)) if found else (0, 0)
 
 
 @constant

@@ -40,8 +40,8 @@ class ExpertsArgs(NamedTuple):
     alpha: float
     beta: float
     limit: float
-    router_weight_on_input: bool = False
-    deterministic: bool = True
+    router_weight_on_input: bool
+    deterministic: bool
     tiers: str = ""  # "max_M:backend,...,*:backend" for `auto`, else ""
 
 

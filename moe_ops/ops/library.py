@@ -58,6 +58,8 @@ class Kind:
         hints = list(get_type_hints(args, include_extras=True).items())
         scales = [i for i, (_, hint) in enumerate(hints) if hint == Scale]
         self.first_scale, self.no_scales = scales[0], (None,) * len(scales)
+        # w13 and w2 have their slots one after the other: five each
+        self.weights = 2 if "w2" in args._fields else 1
         self.options = tuple([name for name, hint in hints if hint in (str, float, bool)])
         self.defaults = tuple(args._field_defaults.items())
 
@@ -65,8 +67,26 @@ class Kind:
         """The argument tuple of an op's arguments."""
         first = self.first_scale
         scales = values[first] or self.no_scales
+        if len(scales) != len(self.no_scales):
+            scales = self._fill(scales)
         options = _parse_options(values[-1], self.options, self.defaults)
         return self.args._make((*values[:first], *scales, *values[first + 1 : -1], *options))
+
+    def _fill(self, scales: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """The scales of a program that was exported when a weight had fewer slots: what each
+        weight has, and None in the slots that were added behind.
+        """
+        slots = len(self.no_scales) // self.weights
+        each, rest = divmod(len(scales), self.weights)
+        if rest or each > slots:
+            raise ValueError(
+                f"scales must hold the same number of slots for each of {self.weights} weights, "
+                f"at most {slots}; got {len(scales)} in all"
+            )
+        filled: list[Tensor | None] = []
+        for start in range(0, len(scales), each):
+            filled += [*scales[start : start + each], *[None] * (slots - each)]
+        return filled
 
 
 KINDS = {
@@ -98,7 +118,11 @@ def _parse_options(
     """The options in the order of `names`; those with a default may be missing, in programs that
     were exported before they existed.
     """
-    options = dict(defaults) | ast.literal_eval(text)
+    try:
+        given = ast.literal_eval(text)
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+        given = None
+    options = dict(defaults) | given if isinstance(given, dict) else {}
     if set(options) != set(names):
         raise ValueError(f"options must be a dict of {', '.join(names)}; got {text}")
     # Kernels are compiled for a whole number as for a constant: 1 and 1.702 would not be told
@@ -173,7 +197,12 @@ def register(
             so that a missing kernel is an error and not a silent use of the fake.
         warm: see `Backend`. What it saves goes below `environment.cache_folder()`.
         relayouts, distribution, faster_from, missing_kernels: see `Backend`.
+
+    Raises:
+        ValueError: `name` is no identifier, or taken; a kind of `launch` or a key of `devices`
+            does not exist. Nothing is defined then.
     """
+    _check_new(name, launch, devices)
     ops, kernels = {}, {}
     for kind_name, function in launch.items():
         kind = KINDS[kind_name]
@@ -207,6 +236,26 @@ def register(
         _registered.append(backend)
         RELAYOUTS[name] = relayouts
     return backend
+
+
+def _check_new(name: str, launch: dict[str, Callable], devices: tuple[str, ...]) -> None:
+    """Raise ValueError before anything is defined: operators cannot be taken back."""
+    if not isinstance(name, str) or not (name.isascii() and name.isidentifier()):
+        raise ValueError(
+            f"name must be an identifier, for operators are named after it, got {name!r}"
+        )
+    # "auto" is registered once, by this package, and its operators are there from then on
+    taken = [kind for kind in KINDS if hasattr(torch.ops.moe_ops, f"{name}_{kind}")]
+    if taken or any([backend.name == name for backend in _registered]):
+        raise ValueError(f"name must be one that is not taken, got {name!r}")
+    unknown = [kind for kind in launch if kind not in KINDS]
+    if unknown or not launch:
+        raise ValueError(
+            f"launch must have kinds among {', '.join(KINDS)}; got {', '.join(unknown) or 'none'}"
+        )
+    missing = [key for key in devices if not hasattr(torch._C.DispatchKey, key)]
+    if missing or isinstance(devices, str):
+        raise ValueError(f"devices must be dispatch keys such as ('CPU', 'CUDA'); got {devices}")
 
 
 _registered: list[Backend] = []

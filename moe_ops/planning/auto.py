@@ -11,15 +11,21 @@ from moe_ops.backends.torch.backend import workspace_shapes
 from moe_ops.ops import library
 
 
-@functools.lru_cache(maxsize=256)
-def _parse_tiers(text: str) -> tuple[tuple[int, library.Backend], ...]:
+def _parse(text: str) -> tuple[tuple[int, library.Backend], ...]:
     pairs = [tier.split(":") for tier in text.split(",")]
     return tuple([(int(limit), backends.named(name)) for limit, name in pairs])
 
 
+_parse_tiers = functools.lru_cache(maxsize=256)(_parse)
+
+
 def forget() -> None:
-    """Parse tiers again: the backends are others."""
-    _parse_tiers.cache_clear()
+    """Parse tiers again: the backends are others.
+
+    In a new cache: into the one before, another thread may yet put what it parsed.
+    """
+    global _parse_tiers
+    _parse_tiers = functools.lru_cache(maxsize=256)(_parse)
 
 
 def _launch_auto(kind: str, rows_of: int) -> Callable[[Any], None]:

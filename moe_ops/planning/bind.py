@@ -109,23 +109,29 @@ def look_up(call: Call, backend: str) -> BoundPlan:
     """
     if torch.compiler.is_compiling() or machines.pretending():
         return BoundPlan(make_plan(call, backend))
+    bound_plans = _bound  # these, should another thread register a backend before we are done
     try:
         key = (backend, call.key())
-        bound = _bound.get(key)
+        bound = bound_plans.get(key)
     except (
         TypeError,
         IndexError,
     ):  # sizes without a hash, where make_fx traces; sizes that are not there
         return BoundPlan(make_plan(call, backend))
     if bound is None:
-        if len(_bound) >= 4096:
-            _bound.clear()
+        if len(bound_plans) >= 4096:
+            bound_plans.clear()
         plan = make_plan(call, backend)
         plain = all([entry in _PLAIN for entry in key[1] if isinstance(entry, type)])
-        bound = _bound[key] = BoundPlan(plan, plain).split()
+        bound = bound_plans[key] = BoundPlan(plan, plain).split()
     return bound
 
 
 def forget() -> None:
-    """Plan all calls again: the backends are others."""
-    _bound.clear()
+    """Plan all calls again: the backends are others.
+
+    A new dict, so that a call that plans in another thread does not put its old plan among the
+    new ones.
+    """
+    global _bound
+    _bound = {}

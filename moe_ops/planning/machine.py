@@ -16,8 +16,7 @@ def _machine_facts(device_type: str, index: int) -> tuple:
     return _machine_facts_cached(device_type, index)
 
 
-@functools.cache
-def _machine_facts_cached(device_type: str, index: int) -> tuple:
+def _find_machine_facts(device_type: str, index: int) -> tuple:
     available = tuple([b.name for b in backends.BACKENDS if b.available() is None])
     if device_type != "cuda":
         return (device_type, (0, 0), "", available, TRITON)
@@ -26,9 +25,16 @@ def _machine_facts_cached(device_type: str, index: int) -> tuple:
     return (device_type, capability, properties.name, available, TRITON)
 
 
+_machine_facts_cached = functools.cache(_find_machine_facts)
+
+
 def forget() -> None:
-    """Look the facts up again: the backends are others."""
-    _machine_facts_cached.cache_clear()
+    """Look the facts up again: the backends are others.
+
+    In a new cache: into the one before, another thread may yet put what it found.
+    """
+    global _machine_facts_cached
+    _machine_facts_cached = functools.cache(_find_machine_facts)
 
 
 def machine(device: torch.device) -> Machine:

@@ -240,7 +240,7 @@ def _reasons(backend: library.Backend, problem: Problem, machine: Machine) -> li
         return [f"has no {problem.kind}"]
     if backend.name not in machine.available:
         return [_why_not_available(backend.name)]
-    reasons = backend.supports(problem, machine)
+    reasons = [*backend.supports(problem, machine)]  # theirs may be a list that they keep
     if problem.needs_grad and not backend.differentiable:
         reasons.append(
             "has no backward: wrap the call in torch.no_grad() or use backend='auto' or 'torch'"

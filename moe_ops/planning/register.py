@@ -19,7 +19,7 @@ def register_backend(backend: Backend) -> None:
         backend: what `moe_ops.ops.library.register` returned.
 
     Raises:
-        ValueError: it is no Backend, or its name is taken.
+        ValueError: it is no Backend, its name is taken, or it says that it is differentiable.
     """
     if not isinstance(backend, Backend):
         raise ValueError(
@@ -28,6 +28,12 @@ def register_backend(backend: Backend) -> None:
         )
     if backend.name in ("auto", *backends.list_backends()):
         raise ValueError(f"backend must have a name that is not taken, got {backend.name!r}")
+    if backend.differentiable:
+        raise ValueError(
+            f"backend must not be differentiable, got {backend.name!r}: gradients run on torch's "
+            "products, so a call that names it would silently run elsewhere. Register it without "
+            "differentiable=True; calls that record gradients take backend='auto' or 'torch'"
+        )
     *before, last = backends.BACKENDS  # the last one is "torch", which runs everything
     replace_backends((*before, backend, last))
 

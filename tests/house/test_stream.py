@@ -32,7 +32,8 @@ FLOORS = (
     "experts",
     "nn",
     "warmup",
-    "moe_ops",  # the face: moe_ops/__init__.py
+    # the face, moe_ops/__init__.py, and paths beside it that saved files hold
+    "moe_ops layer layer_parts config",
     "info tuning integrations",
 )
 FLOOR_OF = {name: floor for floor, names in enumerate(FLOORS) for name in names.split()}

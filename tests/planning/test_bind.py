@@ -2,6 +2,7 @@
 same."""
 
 import dataclasses
+import functools
 
 import pytest
 import torch
@@ -11,7 +12,9 @@ import moe_ops
 from moe_ops import backends as backends_module
 from moe_ops.ops import library
 from moe_ops.ops.library import dispatcher_is_idle
-from moe_ops.planning import bind
+from moe_ops.planning import auto, bind
+from moe_ops.planning import machine as machines
+from moe_ops.planning.register import replace_backends
 
 M, E, TOP_K, K, I = 5, 4, 2, 64, 32
 
@@ -146,7 +149,8 @@ def test_options_are_told_apart():
     args = kind.unpack((*range(7), [], None, text))
     assert args[:7] == tuple(range(7)) and args.weight_scale is None and args.bias is None
     assert (args.scheme, args.layout, args.tiers) == ("fp8_block", "", "4:torch,-1:triton")
-    for wrong in ("{'scheme': ''}", "{'scheme': '', 'layout': '', 'tiers': '', 'depth': 3}"):
+    whole = "{'scheme': '', 'layout': '', 'tiers': '', 'depth': 3}"
+    for wrong in ("{'scheme': ''}", whole, "", "scheme", "['scheme']", "{[]: 1}", "7", "{"):
         with pytest.raises(ValueError, match="options must be a dict of scheme, layout, tiers"):
             kind.unpack((*range(7), [], None, wrong))
 
@@ -155,12 +159,88 @@ def test_options_that_a_program_lacks_have_their_defaults():
     """Programs that were exported before an option existed."""
     kind = library.KINDS["experts"]
     text = (
-        "{'activation': 'silu', 'scheme': '', 'layout': '', 'alpha': 1, 'beta': 0.5, 'limit': 2.0}"
+        "{'activation': 'silu', 'scheme': '', 'layout': '', 'alpha': 1, 'beta': 0.5, 'limit': 2.0,"
+        " 'router_weight_on_input': False, 'deterministic': True}"
     )
     args = kind.unpack((*range(9), [], None, None, None, text))
     assert (args.activation, args.alpha, args.beta, args.limit) == ("silu", 1.0, 0.5, 2.0)
     assert (args.router_weight_on_input, args.deterministic, args.tiers) == (False, True, "")
     assert type(args.alpha) is float and type(args.deterministic) is bool
+    for carried in (", 'deterministic': True", " 'router_weight_on_input': False,"):
+        with pytest.raises(ValueError, match="options must be a dict of scheme, layout"):
+            kind.unpack((*range(9), [], None, None, None, text.replace(carried, "")))
+
+
+@pytest.mark.parametrize("each", [1, 3, 4, 5])
+def test_scales_that_a_program_lacks_are_none(each):
+    """Programs that were exported when a weight had fewer slots."""
+    text = library.options_text("experts", ("", "", "silu", 1.0, 0.0, 0.0, False, True, ""))
+    scales = [f"{weight}{i}" for weight in ("w13", "w2") for i in range(each)]
+    args = library.KINDS["experts"].unpack((*range(9), scales, "bias", None, None, text))
+    first = args._fields.index("w13_scale")
+    missing = (None,) * (5 - each)
+    assert args[first : first + 5] == (*scales[:each], *missing)
+    assert args[first + 5 : first + 10] == (*scales[each:], *missing)
+    assert args.w13_bias == "bias"
+    text = library.options_text("grouped_linear", ("", "", ""))
+    args = library.KINDS["grouped_linear"].unpack((*range(7), scales[:each], "bias", text))
+    assert args[7:12] == (*scales[:each], *missing) and args.bias == "bias"
+
+
+@pytest.mark.parametrize("name, inputs, biases, wrong", [
+    ("experts", 9, 3, (1, 9, 12)),
+    ("batched_experts", 8, 2, (3, 11)),
+    ("grouped_linear", 7, 1, (6, 10)),
+])  # fmt: skip
+def test_scales_that_no_weights_have_are_refused(name, inputs, biases, wrong):
+    for count in wrong:
+        values = (*range(inputs), [None] * count, *[None] * biases, "{}")
+        with pytest.raises(ValueError, match=f"scales must hold .*; got {count} in all"):
+            library.KINDS[name].unpack(values)
+
+
+def test_a_plan_made_while_backends_change_is_not_kept(monkeypatch):
+    """Another thread registers a backend between planning and remembering the plan."""
+    args, make_plan, facts = arguments(), bind.make_plan, machines._find_machine_facts
+    bind.forget()
+
+    def plan_and_register(*values):
+        plan = make_plan(*values)
+        replace_backends(backends_module.BACKENDS)
+        return plan
+
+    with monkeypatch.context() as patch:
+        patch.setattr(bind, "make_plan", plan_and_register)
+        moe_ops.fused_experts(*args)
+    assert not bind._bound
+    moe_ops.fused_experts(*args)
+    assert len(bind._bound) == 1
+
+    def find_and_register(*values):
+        found = facts(*values)
+        with monkeypatch.context() as patch:
+            patch.setattr(machines, "_find_machine_facts", facts)
+            machines.forget()
+        return found
+
+    monkeypatch.setattr(machines, "_machine_facts_cached", functools.cache(find_and_register))
+    machines.machine(torch.device("cpu"))
+    assert machines._machine_facts_cached.cache_info().currsize == 0
+
+
+def test_tiers_parsed_while_backends_change_are_not_kept(monkeypatch):
+    parse = auto._parse
+
+    def parse_and_register(text):
+        found = parse(text)
+        with monkeypatch.context() as patch:
+            patch.setattr(auto, "_parse", parse)
+            auto.forget()
+        return found
+
+    monkeypatch.setattr(auto, "_parse_tiers", functools.lru_cache(parse_and_register))
+    assert [limit for limit, _ in auto._parse_tiers("4:torch,-1:triton")] == [4, -1]
+    assert auto._parse_tiers.cache_info().currsize == 0
 
 
 class FakeCall:

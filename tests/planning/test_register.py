@@ -14,6 +14,8 @@ import torch
 
 import moe_ops
 from moe_ops import backends
+from moe_ops.ops import library
+from moe_ops.ops.problem import Machine
 from moe_ops.ops.relayout import RELAYOUTS
 from moe_ops.planning import bind
 from moe_ops.planning import plan as plans
@@ -131,6 +133,8 @@ def test_refusals():
         taken = dataclasses.replace(dense(), name=name)
         with pytest.raises(ValueError, match=f"a name that is not taken, got '{name}'"):
             moe_ops.register_backend(taken)
+    with pytest.raises(ValueError, match="backend must not be differentiable, got 'trained': .*"):
+        moe_ops.register_backend(dataclasses.replace(dense(), name="trained", differentiable=True))
     with registered(dense()), pytest.raises(ValueError, match="not taken, got 'dense'"):
         moe_ops.register_backend(dense())
     assert backends.BACKENDS[-1].name == "torch"
@@ -139,6 +143,46 @@ def test_refusals():
         many = [w.repeat(9, 1, 1) for w in (w13, w2)]
         text = str(moe_ops.explain(x, *many, ids, backend="auto"))
         assert "not dense: dense takes at most 16 experts, got 18" in text
+
+
+@pytest.mark.parametrize("changes, message", [
+    ({"name": "two words"}, "name must be an identifier, .* got 'two words'"),
+    ({"name": "größer"}, "name must be an identifier"),
+    ({"name": ""}, "name must be an identifier, .* got ''"),
+    ({"name": "auto"}, "name must be one that is not taken, got 'auto'"),
+    ({"name": "torch"}, "name must be one that is not taken, got 'torch'"),
+    ({"launch": {"experts": print, "expert": print}}, "launch must have kinds among .* expert$"),
+    ({"launch": {}}, "launch must have kinds among experts, .* got none"),
+    ({"devices": ("CPU", "GPU")}, "devices must be dispatch keys"),
+])  # fmt: skip
+def test_nothing_is_half_registered(changes, message):
+    facts = {
+        "name": "refused",
+        "available": lambda: None,
+        "supports": lambda problem, machine: [],
+        "workspace_shapes": dense().workspace_shapes,
+        "launch": {"experts": print},
+        "devices": ("CPU",),
+    } | changes
+    before = library.registered(), dict(RELAYOUTS)
+    with pytest.raises(ValueError, match=message):
+        library.register(**facts)
+    assert (library.registered(), RELAYOUTS) == before
+    assert not hasattr(torch.ops.moe_ops, "refused_experts")
+
+
+def test_reasons_of_a_backend_stay_its_own():
+    x, w13, w2, _, ids = layer()
+    problem = moe_ops.explain(x, w13, w2, ids).problem
+    machine = Machine("cpu", available=("refusing",))
+    own = ["it never runs"]
+    refusing = dataclasses.replace(
+        dense(), name="refusing", supports=lambda problem, machine: own, interpreted=True
+    )
+    problem = dataclasses.replace(problem, needs_grad=True)
+    for _ in range(2):
+        assert len(plans.why_not(refusing, problem, machine)) == 3
+    assert own == ["it never runs"]
 
 
 @pytest.mark.slow

@@ -1,6 +1,9 @@
 """What the backend says of kernels that the installed Triton cannot compile."""
 
 import dataclasses
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -10,6 +13,7 @@ from moe_ops import environment
 from moe_ops.backends.triton import backend
 from moe_ops.ops.problem import Machine, Problem
 from moe_ops.planning.plan import plan
+from tests.support.paths import ROOT
 
 HOPPER = Machine("cuda", (9, 0), "NVIDIA H200", ("triton",))
 BLACKWELL = dataclasses.replace(HOPPER, capability=(10, 0), gpu_name="NVIDIA B200")
@@ -69,3 +73,34 @@ def test_compiler_that_fails_for_sm100(scheme, monkeypatch):
     assert not backend.supports(problem(scheme), under("3.7.1"))
     assert not backend.supports(problem(scheme, kind="grouped_linear", activation=None), old)
     assert not backend.supports(problem(scheme), under("3.8.0", BLACKWELL))
+
+
+@pytest.mark.parametrize("version, release", [
+    ("3.6.0", (3, 6)),
+    ("3.6.0+git1a2b3c4d", (3, 6)),
+    ("3.10rc1", (3, 10)),
+    ("4", (4, 0)),
+    ("4rc1", (4, 0)),
+    ("", (0, 0)),
+    ("unknown", (0, 0)),
+])  # fmt: skip
+def test_releases_of_versions(version, release):
+    assert environment.release(version) == release
+
+
+@pytest.mark.parametrize("version", ["", "unknown", "4", "3.10rc1"])
+def test_nothing_is_too_old_where_the_version_is_unknown_or_newer(version, monkeypatch):
+    monkeypatch.setattr(backend, "INTERPRETED", False)
+    assert not backend.supports(problem("nvfp4"), under(version, BLACKWELL))
+
+
+def test_triton_of_nightly_builds_is_found():
+    """pip knows it by another name there."""
+    code = (
+        "import importlib.metadata as m\n"
+        "found, m.version = m.version, lambda name: {'pytorch-triton': '3.7.0+git1'}.get(name)\n"
+        "from moe_ops import environment\n"
+        "assert environment.TRITON == '3.7.0+git1'\n"
+    )
+    environ = os.environ | {"PYTHONPATH": str(ROOT)}
+    subprocess.run([sys.executable, "-c", code], env=environ, check=True)

@@ -1,0 +1,41 @@
+"""Path that saved files hold, of objects that were pickled whole."""
+
+from moe_ops.integrations.transformers.routers import (
+    RouterReport,
+    RoutersReport,
+    _cohere2,
+    _deepseek_v2,
+    _deepseek_v3,
+    _flint,
+    _gpt_oss,
+    _granite,
+    _hy_v3,
+    _jamba,
+    _minimax_m2,
+    _minimax_m3,
+    _mixtral,
+    _privacy_filter,
+    _qwen2,
+    _qwen3_vl,
+    router_forward,
+)
+
+__all__ = [
+    "RouterReport",
+    "RoutersReport",
+    "_cohere2",
+    "_deepseek_v2",
+    "_deepseek_v3",
+    "_flint",
+    "_gpt_oss",
+    "_granite",
+    "_hy_v3",
+    "_jamba",
+    "_minimax_m2",
+    "_minimax_m3",
+    "_mixtral",
+    "_privacy_filter",
+    "_qwen2",
+    "_qwen3_vl",
+    "router_forward",
+]
