@@ -92,10 +92,10 @@ class Names(ast.NodeVisitor):
     def say(self, node: ast.AST, what: str) -> None:
         self.unnamed.append((getattr(node, "lineno", 0), ".".join(self.scope), what))
 
-    def text(self, node: ast.AST, text: str, begins: bool = False) -> None:
+    def text(self, node: ast.AST, text: str) -> None:
         """A string, or the beginning of one."""
         found = LAZY.fullmatch(text)
-        if found and ("." in text or ":" in text and not begins) and "::" not in text:
+        if found and text.startswith("moe_ops."):
             self.names.append((getattr(node, "lineno", 0), found[1]))
 
     def visit_Import(self, node: ast.Import) -> None:
@@ -155,7 +155,7 @@ class Names(ast.NodeVisitor):
     def visit_JoinedStr(self, node: ast.JoinedStr) -> None:
         first, *others = node.values
         if isinstance(first, ast.Constant):
-            self.text(node, first.value, begins=True)
+            self.text(node, first.value)
         else:
             self.visit(first)
         for part in others:
@@ -171,10 +171,10 @@ class Names(ast.NodeVisitor):
             begin += rest.pop(0).value  # type: ignore[attr-defined]
         left = node.left.value if isinstance(node.left, ast.Constant) else None
         if isinstance(node.op, ast.Mod) and isinstance(left, str):
-            self.text(node, left.partition("%")[0], begins=True)
+            self.text(node, left.partition("%")[0])
             rest = [node.right]
         elif len(terms) > 1 and begin:
-            self.text(node, begin, begins=bool(rest))
+            self.text(node, begin)
         else:
             self.generic_visit(node)
             return
@@ -191,13 +191,13 @@ class Names(ast.NodeVisitor):
         if isinstance(function, ast.Attribute) and isinstance(function.value, ast.Constant):
             begin = function.value.value
             if function.attr == "format" and isinstance(begin, str):
-                self.text(node, begin.partition("{")[0], begins=True)
+                self.text(node, begin.partition("{")[0])
             parts = getattr(first, "elts", [])
             if (function.attr, begin) == ("join", ".") and parts:
                 constants = [getattr(part, "value", "") for part in parts]
                 if constants[0] == "moe_ops":
                     known = next((i for i, c in enumerate(constants) if not c), len(constants))
-                    self.text(node, ".".join(map(str, constants[:known])) + ".", begins=True)
+                    self.text(node, ".".join(map(str, constants[:known])) + ".")
         if not self.imports_one(node):
             self.generic_visit(node)
             return
