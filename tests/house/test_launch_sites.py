@@ -1,28 +1,73 @@
 """Kernels are launched by named arguments: no positional ones, no specialization key written by
 hand, no kernel named by a string or listed.
+
+What `Launch` takes is a call of an arguments class by keywords, or a name that only such calls are
+assigned to in its function.
 """
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-PACKAGE = Path(__file__).resolve().parents[2] / "moe_ops"
+import moe_ops
+
+PACKAGE = Path(moe_ops.__file__).resolve().parent
 LAUNCH = Path("kernels/launch.py")
-FOLDERS = ("kernels", "backends")  # where kernels are defined and launched
+LAUNCH_CLASS = (LAUNCH, "Launch")
+# Functions that read addresses; elsewhere, what depends on an address is a key written by hand.
+ADDRESSES = {
+    ("backends/torch/cpu.py", "grouped_mm"): "passes them to a C function",
+    ("backends/torch/cpu.py", "combine"): "passes them to a C function",
+    ("backends/torch/grouped_mm.py", "_native"): "PyTorch's product needs 16 bytes",
+    ("kernels/gemm/gemv.py", "why_not"): "says why it cannot run",
+    ("kernels/gemm/sm90_tma.py", "_describable"): "TMA needs 16 bytes",
+    ("kernels/mixed_gemm/gemv.py", "why_not"): "says why it cannot run",
+    ("kernels/mixed_gemm/operands.py", "MixedOperand.scales_in_place"): "why_not asks for it",
+    ("kernels/mixed_gemm/sm90_wgmma.py", "why_not"): "says why it cannot run",
+    ("kernels/mixed_gemm/sm90_wgmma.py", "_operand"): "scales are read in pairs where they can be",
+    ("warmup.py", "_tensor_facts"): "which layers share their kernels",
+}
 MOST_FIELDS = 15  # of a kernel's arguments
 
 
 def sources(root: Path) -> dict[Path, ast.Module]:
-    """The files that define or launch kernels, by their paths below the package."""
+    """The files of the package, by their paths below it."""
     return {
-        path.relative_to(root): ast.parse(path.read_text())
-        for folder in FOLDERS
-        for path in sorted((root / folder).rglob("*.py"))
+        path.relative_to(root): ast.parse(path.read_text()) for path in sorted(root.rglob("*.py"))
     }
+
+
+def functions(tree: ast.AST, scope: tuple[str, ...] = ()) -> Iterator[tuple[str, ast.AST]]:
+    """(dotted name, node) of every node's innermost function, and the node."""
+    for node in ast.iter_child_nodes(tree):
+        named = isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))
+        inner = (*scope, node.name) if named else scope  # type: ignore[attr-defined]
+        yield ".".join(scope), node
+        yield from functions(node, inner)
+
+
+def bindings(function: ast.AST, name: str) -> Iterator[ast.AST | None]:
+    """What a name is assigned to in a function; None for what is no plain assignment."""
+    plain: set[ast.AST] = set()
+    for node in ast.walk(function):
+        if isinstance(node, ast.Assign):
+            for target in node.targets:
+                if isinstance(target, ast.Name) and target.id == name:
+                    plain.add(target)
+                    yield node.value
+        elif isinstance(node, ast.AnnAssign) and name_of(node.target) == name:
+            plain.add(node.target)
+            yield node.value
+    for node in ast.walk(function):
+        stored = isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load)
+        if stored and node.id == name and node not in plain:  # type: ignore[attr-defined]
+            yield None
+        if isinstance(node, ast.arg) and node.arg == name:
+            yield None
 
 
 def name_of(node: ast.AST) -> str:
@@ -84,32 +129,84 @@ def violations(root: Path) -> list[str]:
             if isinstance(node, ast.ImportFrom) and node.module
             for alias in node.names
         }
-        for node in ast.walk(tree):
+
+        def origin_of(node: ast.AST, path: Path = path, imported: dict = imported) -> tuple:
+            """(file, name) of what is defined in the package."""
+            if isinstance(node, ast.Attribute):
+                file, module = imported.get(name_of(node.value), (Path(), ""))
+                return file.parent / file.stem / f"{module}.py", node.attr
+            return imported.get(name_of(node), (path, name_of(node)))
+
+        def filled(node: ast.AST | None, origin_of: Callable = origin_of) -> bool:
+            """Whether it is a call of an arguments class by its fields' names."""
+            if not (isinstance(node, ast.Call) and origin_of(node.func) in classes):
+                return False
+            return not node.args and all(k.arg is not None for k in node.keywords)
+
+        # where a class of arguments may stand: called, or as the argument of `kernel`
+        called_or_declared = set()
+        parts = list(ast.walk(tree))
+        for node in parts:
+            if isinstance(node, ast.Call):
+                called_or_declared.add(node.func)
+                if name_of(node.func) == "kernel":
+                    called_or_declared |= set(node.args)
+        inside = {  # the innermost function of each node: later ones are within earlier ones
+            part: function
+            for function in parts
+            if isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
+            for part in ast.walk(function)
+        }
+        for function, node in functions(tree):
+            known = (path.as_posix(), function) in ADDRESSES
+            if isinstance(node, ast.Attribute) and node.attr == "data_ptr" and not known:
+                say(path, node, "reads an address")
+        for node in parts:
             if isinstance(node, ast.Constant) and node.value in names:
                 say(path, node, f"names the kernel {node.value} by a string")
             if isinstance(node, (ast.List, ast.Tuple, ast.Set, ast.Dict)):
                 held = node.values if isinstance(node, ast.Dict) else node.elts
-                if len([one for one in held if one is not None and name_of(one) in names]) > 1:
+                if any(name_of(one) in names for one in held if one is not None):
                     say(path, node, "lists kernels")
             if name_of(node) in ("_compiled", "_specialization"):
                 say(path, node, "touches the kernels that launch.py keeps")
+            read = isinstance(getattr(node, "ctx", None), ast.Load)
+            if read and node not in called_or_declared and origin_of(node) in classes:
+                say(path, node, f"gives {name_of(node)} another name")
+            assigned = isinstance(node, (ast.Assign, ast.AnnAssign, ast.NamedExpr))
+            if assigned and origin_of(getattr(node, "value", None) or node) == LAUNCH_CLASS:
+                say(path, node, "gives Launch another name")
             if not isinstance(node, ast.Call):
                 continue
-            called = name_of(node.func)
-            origin = imported.get(called, (path, called))
+            called, origin = name_of(node.func), origin_of(node.func)
+            values = [*node.args, *(k.value for k in node.keywords)]
             if called == "pointers":
                 say(path, node, "writes a key of pointers")
-            if isinstance(node.func, ast.Subscript):
+            if called == "dict" and any(name_of(value) in names for value in values):
+                say(path, node, "lists kernels")
+            if called == "_replace" and any(k.arg == "args" for k in node.keywords):
+                say(path, node, "replaces kernel arguments")
+            of_kernels = path.parts[0] in ("kernels", "backends")  # others call what they look up
+            subscript = node.func if isinstance(node.func, ast.Subscript) else None
+            begun = "" if subscript is None else name_of(subscript.value)
+            if subscript is not None and (of_kernels or begun in names | {"function"}):
                 say(path, node, "starts a kernel itself")
-            if origin in classes and (node.args or any(k.arg is None for k in node.keywords)):
+            if origin in classes and not filled(node):
                 say(path, node, f"fills {called} without its fields' names")
-            if called == "Launch":
-                values = [*node.args, *(k.value for k in node.keywords)]
+            made = getattr(node.func, "value", node)
+            if called == "_make" and origin_of(made) == LAUNCH_CLASS:
+                say(path, node, "passes positional kernel arguments")
+            if called == "Launch" or origin == LAUNCH_CLASS:
                 if any(isinstance(v, ast.Constant) and isinstance(v.value, str) for v in values):
                     say(path, node, "launches a kernel by a string")
                 third = node.args[2] if len(node.args) > 2 else None
                 third = next((k.value for k in node.keywords if k.arg == "args"), third)
-                if isinstance(third, (ast.Tuple, ast.BinOp)):
+                if isinstance(third, ast.Name):
+                    found_there = list(bindings(inside.get(node, tree), third.id))
+                    named = bool(found_there) and all(filled(value) for value in found_there)
+                else:
+                    named = filled(third)
+                if not named or any(isinstance(value, ast.Starred) for value in node.args):
                     say(path, node, "passes positional kernel arguments")
             if origin == (LAUNCH, "run") and not (len(node.args) == 3 and not node.keywords):
                 say(path, node, "passes `run` more than launches, device and GPU")
@@ -124,7 +221,17 @@ def test_there_are_kernels_to_look_at():
     trees = sources(PACKAGE)
     files = {path for path, _ in kernels(trees)}
     assert len(files) > 8 and len(list(classes_of_arguments(trees))) > 15
-    assert LAUNCH in trees
+    assert LAUNCH in trees and len(trees) > 50
+
+
+def test_functions_that_read_addresses_are_there():
+    found = {
+        (path.as_posix(), function)
+        for path, tree in sources(PACKAGE).items()
+        for function, node in functions(tree)
+        if isinstance(node, ast.Attribute) and node.attr == "data_ptr" and path != LAUNCH
+    }
+    assert found == set(ADDRESSES)
 
 
 GOOD = """
@@ -152,6 +259,10 @@ def gemm(y, gpu):
 """
 
 
+RUN = "    run([Launch(moe_ops_one, (1, 1, 1), Gemm(y=y, K=1), 4)]"
+NAMED = "    run([Launch(moe_ops_one, (1, 1, 1), flat, 4)]"
+
+
 @pytest.mark.parametrize(
     "before, after, message",
     [
@@ -176,6 +287,25 @@ def gemm(y, gpu):
             "touches the kernels",
         ),
         ("@kernel(Gemm)\ndef moe_ops_two", "@triton.jit\ndef moe_ops_two", "must be decorated"),
+        ("Gemm(y=y, K=1)", "tuple([y, 1])", "passes positional kernel arguments"),
+        ("Gemm(y=y, K=1), 4", "args=(y, 1)", "passes positional kernel arguments"),
+        ("Gemm(y=y, K=1), 4", "args=tuple([y, 1])", "passes positional kernel arguments"),
+        ("Gemm(y=y, K=1)", "flat", "passes positional kernel arguments"),
+        ("Gemm(y=y, K=1)", "y", "passes positional kernel arguments"),
+        ("Gemm(y=y, K=1), 4", "*rest", "passes positional kernel arguments"),
+        (RUN, f"    flat = (y, 1)\n{NAMED}", "passes positional kernel arguments"),
+        (RUN, f"    flat = Gemm(y=y, K=1)\n    flat += (1,)\n{NAMED}", "passes positional"),
+        (RUN, f"    flat = Gemm(y=y, K=1)\n    flat, _ = y\n{NAMED}", "passes positional"),
+        (RUN, f"    G = Gemm\n    flat = G(y, 1)\n{NAMED}", "gives Gemm another name"),
+        (RUN, f"    G = Gemm\n    flat = G(y, 1)\n{NAMED}", "passes positional"),
+        ("    run(", "    L = Launch\n    run(", "gives Launch another name"),
+        ("Launch(moe", "Launch._make(moe", "passes positional kernel arguments"),
+        ("Launch, run", "Launch as Start, run\n\nStart(1, 2, (3,))", "passes positional"),
+        ("    run(", "    one = one._replace(args=(y, 1))\n    run(", "replaces kernel arguments"),
+        ("def gemm", "KERNELS = dict(one=moe_ops_one)\n\n\ndef gemm", "lists kernels"),
+        ("def gemm", "KERNELS = dict([(1, moe_ops_one)])\n\n\ndef gemm", "lists kernels"),
+        ("    run(", "    key = y.data_ptr() % 16\n    run(", "reads an address"),
+        ("    run(", "    a = y.data_ptr()\n    key = a & 15\n    run(", "reads an address"),
         ("    K: Specialized\n", "".join(f"    K{i}: Constant\n" for i in range(15)), "16 fields"),
     ],
 )
@@ -189,3 +319,19 @@ def test_each_of_them_is_found(tmp_path, before, after, message):
     assert before in GOOD
     file.write_text(GOOD.replace(before, after, 1))
     assert any(message in text for text in violations(tmp_path)), violations(tmp_path)
+
+
+def test_other_files_are_looked_at(tmp_path):
+    """In every folder, also where a class of arguments is another file's."""
+    for folder in ("kernels", "nn"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "kernels" / "gemm.py").write_text(GOOD)
+    other = tmp_path / "nn" / "layer.py"
+    imports = "from moe_ops.kernels.launch import Launch\nfrom moe_ops.kernels import gemm\n"
+    launch = "\nflat = {0}\none = Launch(gemm.moe_ops_one, (1, 1, 1), flat)\n"
+    other.write_text(imports + launch.format("gemm.Gemm(y=1, K=1)"))
+    assert violations(tmp_path) == []
+    other.write_text(imports + launch.format("gemm.Gemm(1, 1)"))
+    assert any("fills Gemm without" in text for text in violations(tmp_path))
+    other.write_text(imports + launch.format("(1, 1)"))
+    assert any("passes positional" in text for text in violations(tmp_path))

@@ -2,7 +2,9 @@
 or up.
 
 Imports inside functions and under TYPE_CHECKING count, and so do strings that name a module
-("moe_ops.x.y:z").
+("moe_ops.x.y:z"), f-strings and sums of strings that begin with one, and annotations in strings.
+Docstrings and the texts of errors do not. Modules are imported by names that are not written out
+in two places, LAZY_IMPORTS, and found in sys.modules in one, BY_PUBLIC_NAME.
 """
 
 from __future__ import annotations
@@ -17,8 +19,9 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-PACKAGE = ROOT / "moe_ops"
+import moe_ops
+
+PACKAGE = Path(moe_ops.__file__).resolve().parent
 
 # from the bottom up
 FLOORS = (
@@ -57,26 +60,185 @@ BACKEND = (
     "backend",
 )
 
-LAZY = re.compile(r"moe_ops(\.\w+)+(:\w+)?")
+LAZY_IMPORTS = {  # (file, function) that imports a module whose name is not written there
+    ("kernels/launch.py", "Lazy.resolve"),  # what makes a Lazy names its module in a string
+    ("__init__.py", "__getattr__"),  # the face: its _LAZY names modules in strings
+}
+# pickled weights name their class, and files outlive modules: classes are found by public names
+BY_PUBLIC_NAME = {("pickling.py", "rebuild_expert_tensor")}
+
+# all of a string, or its beginning where more follows
+LAZY = re.compile(r"(moe_ops(?:\.\w+)*)(?:\.|\.?:[\w.]*)?")
+IN_ANNOTATION = re.compile(r"\bmoe_ops(?:\.\w+)+")
+IMPORTERS = ("import_module", "__import__")
+
+
+def name_of(node: ast.AST | None) -> str:
+    """The last part of a dotted name, "" of anything else."""
+    return getattr(node, "id", getattr(node, "attr", ""))
+
+
+class Names(ast.NodeVisitor):
+    """What a source imports or names: (line, dotted name), "." of a relative import; and where it
+    imports what it does not name: (line, function, what it does).
+    """
+
+    def __init__(self) -> None:
+        self.names: list[tuple[int, str]] = []
+        self.unnamed: list[tuple[int, str, str]] = []
+        self.scope: list[str] = []
+        self.importers = set(IMPORTERS)
+        self.modules = {"sys.modules"}
+
+    def say(self, node: ast.AST, what: str) -> None:
+        self.unnamed.append((getattr(node, "lineno", 0), ".".join(self.scope), what))
+
+    def text(self, node: ast.AST, text: str) -> None:
+        """A string, or the beginning of one."""
+        found = LAZY.fullmatch(text)
+        if found and text.startswith("moe_ops."):
+            self.names.append((getattr(node, "lineno", 0), found[1]))
+
+    def visit_Import(self, node: ast.Import) -> None:
+        self.names += [(node.lineno, alias.name) for alias in node.names]
+
+    def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
+        if node.level:
+            self.names.append((node.lineno, "."))
+            return
+        self.names += [(node.lineno, f"{node.module}.{alias.name}") for alias in node.names]
+        for alias in node.names:
+            if alias.name in IMPORTERS:
+                self.importers.add(alias.asname or alias.name)
+            if (node.module, alias.name) == ("sys", "modules"):
+                self.modules.add(alias.asname or alias.name)
+
+    def visit_scope(self, node: ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef) -> None:
+        self.annotation(getattr(node, "returns", None))
+        self.scope.append(node.name)
+        self.generic_visit(node)
+        self.scope.pop()
+
+    visit_FunctionDef = visit_AsyncFunctionDef = visit_ClassDef = visit_scope
+
+    def annotation(self, node: ast.AST | None) -> None:
+        """Names in the strings of an annotation that are more than one name."""
+        for part in ast.walk(node) if node is not None else ():
+            text = part.value if isinstance(part, ast.Constant) else None
+            if isinstance(text, str) and not LAZY.fullmatch(text):  # else `text` finds it
+                found = IN_ANNOTATION.findall(text)
+                self.names += [(getattr(part, "lineno", 0), name) for name in found]
+
+    def visit_arg(self, node: ast.arg) -> None:
+        self.annotation(node.annotation)
+        self.generic_visit(node)
+
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
+        self.annotation(node.annotation)
+        if name_of(node.annotation) == "TypeAlias":
+            self.annotation(node.value)
+        self.generic_visit(node)
+
+    def visit_Expr(self, node: ast.Expr) -> None:
+        if not isinstance(node.value, ast.Constant):  # a docstring
+            self.generic_visit(node)
+
+    def visit_Raise(self, node: ast.Raise) -> None:
+        """Errors mention modules; but what they call counts."""
+        for part in ast.walk(node):
+            if isinstance(part, ast.Call) and self.imports_one(part):
+                self.visit(part)
+
+    def visit_Constant(self, node: ast.Constant) -> None:
+        if isinstance(node.value, str):
+            self.text(node, node.value)
+
+    def visit_JoinedStr(self, node: ast.JoinedStr) -> None:
+        first, *others = node.values
+        if isinstance(first, ast.Constant):
+            self.text(node, first.value)
+        else:
+            self.visit(first)
+        for part in others:
+            if not isinstance(part, ast.Constant):
+                self.visit(part)
+
+    def visit_BinOp(self, node: ast.BinOp) -> None:
+        terms: list[ast.expr] = [node]
+        while isinstance(terms[0], ast.BinOp) and isinstance(terms[0].op, ast.Add):
+            terms[:1] = [terms[0].left, terms[0].right]
+        begin, rest = "", list(terms)
+        while rest and isinstance(rest[0], ast.Constant) and isinstance(rest[0].value, str):
+            begin += rest.pop(0).value  # type: ignore[attr-defined]
+        left = node.left.value if isinstance(node.left, ast.Constant) else None
+        if isinstance(node.op, ast.Mod) and isinstance(left, str):
+            self.text(node, left.partition("%")[0])
+            rest = [node.right]
+        elif len(terms) > 1 and begin:
+            self.text(node, begin)
+        else:
+            self.generic_visit(node)
+            return
+        for part in rest:
+            self.visit(part)
+
+    def imports_one(self, node: ast.Call) -> bool:
+        return name_of(node.func) in self.importers
+
+    def visit_Call(self, node: ast.Call) -> None:
+        function, first = node.func, node.args[0] if node.args else None
+        if name_of(function) == "cast":
+            self.annotation(first)
+        if isinstance(function, ast.Attribute) and isinstance(function.value, ast.Constant):
+            begin = function.value.value
+            if function.attr == "format" and isinstance(begin, str):
+                self.text(node, begin.partition("{")[0])
+            parts = getattr(first, "elts", [])
+            if (function.attr, begin) == ("join", ".") and parts:
+                constants = [getattr(part, "value", "") for part in parts]
+                if constants[0] == "moe_ops":
+                    known = next((i for i, c in enumerate(constants) if not c), len(constants))
+                    self.text(node, ".".join(map(str, constants[:known])) + ".")
+        if not self.imports_one(node):
+            self.generic_visit(node)
+            return
+        named = next((k.value for k in node.keywords if k.arg == "name"), first)
+        name = named.value if isinstance(named, ast.Constant) else None
+        if not isinstance(name, str):
+            self.say(node, "imports a module that it does not name")
+        elif name.startswith(".") or len(node.args) > 1 or len(node.keywords) > (first is None):
+            self.names.append((node.lineno, "."))
+        elif name == "moe_ops":
+            self.names.append((node.lineno, name))
+        for part in (*node.args, *node.keywords):
+            self.visit(part)
+
+    def visit_Compare(self, node: ast.Compare) -> None:
+        """`name in sys.modules` asks whether it was imported, and imports nothing."""
+        self.visit(node.left)
+        for operator, part in zip(node.ops, node.comparators, strict=True):
+            if not (isinstance(operator, (ast.In, ast.NotIn)) and self.is_modules(part)):
+                self.visit(part)
+
+    def is_modules(self, node: ast.AST) -> bool:
+        return isinstance(node, (ast.Name, ast.Attribute)) and ast.unparse(node) in self.modules
+
+    def visit_reference(self, node: ast.Name | ast.Attribute) -> None:
+        if self.is_modules(node):
+            self.say(node, "finds modules in sys.modules")
+        if name_of(node) in self.importers:  # not called, or `imports_one` has seen it
+            self.say(node, "imports a module that it does not name")
+        self.generic_visit(node)
+
+    visit_Name = visit_Attribute = visit_reference
 
 
 @functools.cache
-def named(text: str) -> tuple[tuple[int, str], ...]:
-    """(line, dotted name) of everything that a source imports or names; "." of a relative
-    import."""
-    found = []
-    for node in ast.walk(ast.parse(text)):
-        names: list[str] = []
-        if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            names = (
-                ["."] if node.level else [f"{node.module}.{alias.name}" for alias in node.names]
-            )
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            names = [node.value.partition(":")[0]] if LAZY.fullmatch(node.value) else []
-        found += [(node.lineno, name) for name in names]
-    return tuple(found)
+def names_of(text: str) -> Names:
+    """What a source imports or names."""
+    found = Names()
+    found.visit(ast.parse(text))
+    return found
 
 
 class Package:
@@ -85,7 +247,10 @@ class Package:
     def __init__(self, folder: Path):
         self.folder = folder
         self.files = {self.module_of(path): path for path in sorted(folder.rglob("*.py"))}
-        self.named = {module: named(path.read_text()) for module, path in self.files.items()}
+        self.named, self.unnamed = {}, {}
+        for module, path in self.files.items():
+            found = names_of(path.read_text())
+            self.named[module], self.unnamed[module] = found.names, found.unnamed
 
     def module_of(self, path: Path) -> str:
         parts = path.relative_to(self.folder.parent).with_suffix("").parts
@@ -128,6 +293,10 @@ def wrong_way(package: Package) -> list[str]:
         for line, name in package.named[module]:
             if name == ".":
                 found.append(f"{package.where(module)}:{line} imports relatively")
+        for line, function, what in package.unnamed[module]:
+            allowed = BY_PUBLIC_NAME if "sys.modules" in what else LAZY_IMPORTS
+            if (package.where(module), function) not in allowed:
+                found.append(f"{package.where(module)}:{line} {what}")
         for line, other in package.imports(module):
             reason = _why_wrong(module, other)
             if other != module and reason:
@@ -183,6 +352,17 @@ def cycle(package: Package) -> list[str]:
     return []
 
 
+def test_there_are_files_to_look_at():
+    package = Package(PACKAGE)
+    assert len(package.files) > 50
+    found = {
+        (package.where(module), function)
+        for module in package.files
+        for _, function, _ in package.unnamed[module]
+    }
+    assert found == LAZY_IMPORTS | BY_PUBLIC_NAME
+
+
 def test_imports_run_down():
     assert wrong_way(Package(PACKAGE)) == []
 
@@ -214,12 +394,65 @@ def append(path: Path, text: str) -> None:
     ("\n\nfrom moe_ops import fused_experts\n", "upward"),
     ("\n\nfrom moe_ops import numerics\n", "sideways"),
     ("\n\nfrom .problem import Problem\n", "relatively"),
+    ("\n\n_LAZY = 'moe_ops.planning.plan:Plan.op'\n", "imports moe_ops.planning.plan: upward"),
+    ("\n\n_LAZY = f'moe_ops.planning.{Any}'\n", "imports moe_ops.planning: upward"),
+    ("\n\n_LAZY = f'moe_ops.planning.plan:{Any}'\n", "imports moe_ops.planning.plan: upward"),
+    ("\n\n_LAZY = f'moe_ops.{Any}.plan'\n", "imports moe_ops: upward"),
+    ("\n\n_LAZY = 'moe_ops.planning.' + str(Any)\n", "imports moe_ops.planning: upward"),
+    ("\n\n_LAZY = 'moe_ops' + '.planning' + '.plan'\n", "imports moe_ops.planning.plan: upward"),
+    ("\n\n_LAZY = 'moe_ops.planning.%s' % Any\n", "imports moe_ops.planning: upward"),
+    ("\n\n_LAZY = 'moe_ops.planning.{}'.format(Any)\n", "imports moe_ops.planning: upward"),
+    ("\n\n_LAZY = '.'.join(['moe_ops', 'planning', Any])\n", "moe_ops.planning: upward"),
+    ("\n\ndef f(x: 'moe_ops.planning.plan.Plan | None'): ...\n", "moe_ops.planning.plan: upward"),
+    ("\n\ndef f() -> 'list[moe_ops.planning.plan.Plan]': ...\n", "planning.plan: upward"),
+    ("\n\n_PLAN: 'moe_ops.planning.plan.Plan | None' = None\n", "moe_ops.planning.plan: upward"),
+    ("\n\n_P = cast('moe_ops.planning.plan.Plan | None', 1)\n", "moe_ops.planning.plan: upward"),
+    ("\n\nimportlib.import_module('moe_ops.planning')\n", "imports moe_ops.planning: upward"),
+    ("\n\nimportlib.import_module('moe_ops')\n", "imports moe_ops: upward"),
+    ("\n\nimportlib.import_module(Any)\n", "does not name"),
+    ("\n\n_X = __import__(Any)\n", "does not name"),
+    ("\n\n_LOAD = importlib.import_module\n", "does not name"),
+    ("\n\nimportlib.import_module('.plan', Any)\n", "relatively"),
+    ("\n\nimportlib.import_module('.plan', package='moe_ops.meta')\n", "relatively"),
+    ("\n\n_PLANS = sys.modules['plans']\n", "sys.modules"),
+    ("\n\n_PLANS = sys.modules.get('plans')\n", "sys.modules"),
 ])  # fmt: skip
 def test_what_runs_up_is_found(copy, text, reason):
     append(copy / "ops" / "library.py", text)
     (found,) = wrong_way(Package(copy))
     assert found.startswith("ops/library.py:")
     assert reason in found
+
+
+@pytest.mark.parametrize("text", [
+    "from importlib import import_module as load\n\nload(Any)",
+    "from sys import modules\n\nmodules['plans']",
+])  # fmt: skip
+def test_other_names_for_importing_are_found(copy, text):
+    append(copy / "ops" / "library.py", f"\n\n{text}\n")
+    assert len(wrong_way(Package(copy))) == 1
+
+
+@pytest.mark.parametrize("text", [
+    "def f():\n    'moe_ops.planning.plan'\n",
+    "def f():\n    'See moe_ops.planning.plan.'\n",
+    "def f(x):\n    raise ValueError('moe_ops.planning.plan')\n",
+    "def f(x):\n    raise ValueError(f'moe_ops.warmup must be called before {x}')\n",
+    "TEXT = 'moe_ops.prepare must be called'\n",
+    "def f(x):\n    return f'moe_ops.prepare(w13, {x})'\n",
+    "def f(x):\n    return f'moe_ops::{x}'\n",
+    "def f(x):\n    return x in sys.modules\n",
+    "def f():\n    return importlib.import_module('deep_gemm')\n",
+])  # fmt: skip
+def test_what_mentions_a_module_is_no_import(copy, text):
+    append(copy / "ops" / "library.py", f"\n\n{text}")
+    assert wrong_way(Package(copy)) == []
+
+
+def test_importing_by_variables_is_for_the_named_functions_alone(copy):
+    append(copy / "kernels" / "launch.py", "\n\ndef load(x):\n    return __import__(x)\n")
+    append(copy / "pickling.py", "\n\ndef find(x):\n    return sys.modules[x]\n")
+    assert len(wrong_way(Package(copy))) == 2
 
 
 @pytest.mark.parametrize("name, text, reason", [

@@ -77,7 +77,7 @@ def test_exported_grouped_linear_runs(ends):
 
 @pytest.mark.parametrize("M", [2, 9])
 def test_exported_routers_run(M):
-    """`route_tokens` in groups, and `route` of its logits: on CPU, of PyTorch's operators alone."""
+    """`route_tokens` in groups, and `route` of its logits: on CPU of PyTorch's operators."""
     router, weights, ops = load("router_bf16.pt2")
     assert not ops
     x = torch.randn(M, 16).to(BF16)
