@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils._device import _device_constructors
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before triton is imported anywhere
@@ -27,7 +28,7 @@ if not torch.cuda.is_available():
 
 # torch remembers at its first use which functions `with torch.device(...)` changes. Were that
 # while a test has torch.empty patched, the real one would make tensors elsewhere from then on.
-torch.utils._device._device_constructors()
+_device_constructors()
 
 # Tracing and interpreting make objects by the million, few of them in cycles: look for these less
 # often.
