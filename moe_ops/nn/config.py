@@ -24,8 +24,7 @@ class MoEConfig:
 
     Raises:
         ValueError: a size that is no integer or below 1, experts_per_token outside 1..num_experts
-        or
-            not 1 for llama4, an intermediate_size that tp_size does not divide, a
+            or not 1 for llama4, an intermediate_size that tp_size does not divide, a
             num_local_experts that contradicts the placement, or an unknown dtype, activation,
             routing method or backend.
     """

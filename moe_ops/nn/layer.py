@@ -42,11 +42,13 @@ class MoELayer(nn.Module):
     Args:
         hidden_size, intermediate_size, num_experts, top_k: H, I, E and experts per token.
         activation: a name or an `Activation`.
-        routing_method: a method of `route`, or a callable (router_logits, top_k) -> (weights,
-        ids). scoring, num_expert_groups, topk_groups: as in `route`. correction_bias: hold
-        gate.e_score_correction_bias (E,), a buffer that steers the choice. routed_scaling_factor:
-        multiplies the router weights. router_bias: give the gate a bias. router_logits_dtype:
-        dtype the gate computes in, under torch.autocast too; None: the
+        routing_method: a method of `route`, or a callable
+            (router_logits, top_k) -> (weights, ids).
+        scoring, num_expert_groups, topk_groups: as in `route`.
+        correction_bias: hold gate.e_score_correction_bias (E,), a buffer that steers the choice.
+        routed_scaling_factor: multiplies the router weights.
+        router_bias: give the gate a bias.
+        router_logits_dtype: dtype the gate computes in, under torch.autocast too; None: the
             dtype of hidden_states, or what autocast makes of it.
         router_weight_on_input: multiply the experts' input by the router weight; top_k = 1 only.
         expert_bias: give both expert projections a bias.
@@ -71,10 +73,9 @@ class MoELayer(nn.Module):
 
     Raises:
         ValueError: a size that is no integer or below 1, an unknown activation, backend, scoring
-        or
-            routing method, arguments that the method needs or does not take, top_k outside 1..E,
-            an expert_map of another shape, without values or with ids of experts that the layer
-            does not hold, or arguments that contradict each other.
+            or routing method, arguments that the method needs or does not take, top_k outside
+            1..E, an expert_map of another shape, without values or with ids of experts that the
+            layer does not hold, or arguments that contradict each other.
     """
 
     expert_load: Tensor
@@ -192,9 +193,8 @@ class MoELayer(nn.Module):
 
         Raises:
             ValueError: config is no MoEConfig; as the constructor; or a term that would be added
-            once per device (a
-                shared expert, or with tensor parallelism an expert bias); or replicated experts
-                without an expert_map.
+                once per device (a shared expert, or with tensor parallelism an expert bias); or
+                replicated experts without an expert_map.
         """
         if not isinstance(config, MoEConfig):
             raise ValueError(f"config must be a moe_ops.MoEConfig, got {type(config).__name__}")
@@ -269,7 +269,7 @@ class MoELayer(nn.Module):
 
         Raises:
             ValueError: no tensor, a wrong last dimension, a dtype that is not the layer's, and as
-            `route` and `fused_experts`.
+                `route` and `fused_experts`.
         """
         check_tensor("hidden_states", hidden_states)
         if residual is not None:

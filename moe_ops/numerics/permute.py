@@ -76,7 +76,8 @@ def combine(y: Tensor, topk_weights: Tensor, pairs: Pairs, dtype: torch.dtype) -
 
     Args:
         y: (S, K) expert outputs in sorted pair order; rows of pairs whose expert is not here may
-        hold anything. topk_weights: (M, top_k), any float dtype.
+            hold anything.
+        topk_weights: (M, top_k), any float dtype.
 
     Returns:
         (M, K) of `dtype`. Differentiable in y and topk_weights.
