@@ -6,7 +6,7 @@
 //   rows of one expert x rows of its weight, in register tiles of MT x NT accumulators along K.
 //
 // Plain C interface, no torch headers: the Python side passes pointers (ctypes), so one build serves
-// every torch version. The algorithm stands in cpu_grouped_mm.inc, over the registers and element types
+// every torch version. The algorithm stands in grouped_mm.inc, over the registers and element types
 // of AVX-512 (with AVX512_BF16) and of AVX2 here; the processor chooses when the library is loaded.
 //
 // Legend: E experts, N rows and K columns of a weight, S rows of x sorted by expert.
@@ -111,7 +111,7 @@ TARGET inline void for_rows(int64_t s, int64_t end, F tile) {
     if (s < end) tile.template operator()<1>(s);
 }
 
-#include "cpu_grouped_mm.inc"
+#include "grouped_mm.inc"
 #undef TARGET
 }  // namespace avx512
 
@@ -213,7 +213,7 @@ TARGET inline void for_rows(int64_t s, int64_t end, F tile) {
     if (s < end) tile.template operator()<1>(s);
 }
 
-#include "cpu_grouped_mm.inc"
+#include "grouped_mm.inc"
 #undef TARGET
 }  // namespace avx2
 

@@ -3,10 +3,14 @@ have."""
 
 import ctypes
 import math
+import shutil
+import subprocess
+from pathlib import Path
 
 import pytest
 import torch
 
+import moe_ops
 from moe_ops.backends.torch import cpu, grouped_mm
 from tests.support import oracle
 
@@ -209,3 +213,14 @@ def test_fallback_and_kernel_agree(dtype, transposed, monkeypatch):
     expected = oracle.grouped_linear(x, weight, offsets, bias=bias)
     assert oracle.relative_error(out, expected) <= TOLERANCE[dtype]
     assert (out[10:] == 0).all()
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+def test_the_source_compiles(tmp_path):
+    """An installation whose source did not compile would go on without the kernels, in silence."""
+    source = Path(moe_ops.__file__).parent / "csrc/cpu/grouped_mm.cpp"
+    library = tmp_path / "kernels.so"
+    flags = ["-O0", "-std=c++20", "-shared", "-fPIC", "-fopenmp"]
+    subprocess.run(["g++", *flags, "-o", str(library), str(source)], check=True)
+    exported = subprocess.run(["nm", "-D", str(library)], capture_output=True, text=True).stdout
+    assert "moe_ops_cpu_grouped_mm_" in exported
