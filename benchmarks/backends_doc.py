@@ -1,5 +1,4 @@
-"""The tables of docs/backends.md, made from the code, the measured tables and the plots that are
-there.
+"""The tables of docs/backends.md, made from the code, the measured tables and the plots.
 
     python benchmarks/backends_doc.py            # say whether the document is up to date
     python benchmarks/backends_doc.py --write    # bring it up to date

@@ -280,6 +280,13 @@ def _next(pending: list[list], lock: threading.Lock) -> Iterator[tuple[str, str,
         yield from cells
 
 
+def gpu_found() -> bool:
+    """Whether torch sees a GPU."""
+    import torch
+
+    return torch.cuda.is_available()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("before", nargs="?")
@@ -302,6 +309,11 @@ def main() -> None:
     if arguments.report:
         rows = [row for f in arguments.report for row in json.loads(Path(f).read_text())["rows"]]
     else:
+        if arguments.before is None or arguments.after is None:
+            parser.error("BEFORE and AFTER must be folders of two checkouts, or --report be given")
+        if not gpu_found():
+            print("This benchmark needs a GPU; none found, nothing measured.")
+            return
         rows = run(arguments)
     sys.exit(report(rows, arguments.limit) > 0)
 

@@ -1,5 +1,4 @@
-"""What each quantization scheme costs: bytes, the error of a layer, the perplexity of a trained
-model.
+"""What each quantization scheme costs: bytes, a layer's error, a trained model's perplexity.
 
 For every scheme it quantizes one expert layer of unit-scale random data and compares its output
 with the bf16 layer's, then quantizes the experts of the tiny model beside this file and measures

@@ -1,5 +1,4 @@
-"""A stack of MoE layers whose first step ever is captured in a CUDA graph, because moe_ops.warmup
-came before.
+"""A stack of MoE layers whose first step is captured in a CUDA graph, after moe_ops.warmup.
 
 Warm-up compiles, loads and tunes for every number of tokens that steps will have, once for layers
 that are alike. On a GPU each size is then captured at once and replayed while the routing changes;
