@@ -2,8 +2,8 @@
 
 Three tiers. A test without a mark runs in `make check` and takes at most a few seconds. `slow` are
 those that take longer, and every case of a sweep but the first. In the folders of `SWEEPS` each
-parametrized function is one, of which also run the first of each scheme on each backend in a file;
-elsewhere the mark `sweep` says so. `gpu` need a CUDA device.
+parametrized function is one, and of those in `EVERY_SCHEME` also the first of each scheme on each
+backend runs; elsewhere the mark `sweep` says so. `gpu` need a CUDA device.
 """
 
 from __future__ import annotations
@@ -41,15 +41,16 @@ for name in filter(None, os.environ.get("MOE_OPS_TEST_BACKENDS", "").split(","))
 HERE = Path(__file__).parent
 # folders whose tests run over many cases that differ in sizes and options alone
 SWEEPS = ("autograd", "backends", "kernels", "matrix", "numerics")
+EVERY_SCHEME = Path("matrix/test_values.py")
 # Of processor time, which a busy machine disturbs little. What a test imports first counts, too.
-MOST_SECONDS = 5.0
+MOST_SECONDS = 8.0
 
 
 def scheme_and_backend(item: pytest.Function) -> tuple[object, ...]:
     params = item.callspec.params
     where = params.get("where")
     backend = where[0] if isinstance(where, tuple) else params.get("backend")
-    return item.path, params.get("scheme"), backend
+    return params.get("scheme"), backend
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses by marks
@@ -61,9 +62,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if item.get_closest_marker("gpu") or item.get_closest_marker("slow"):
             continue
         keys = {(item.path, item.originalname)}
-        if item.path.relative_to(HERE).parts[0] in SWEEPS:
+        path = item.path.relative_to(HERE)
+        if path == EVERY_SCHEME:
             keys.add(scheme_and_backend(item))
-        elif not item.get_closest_marker("sweep"):
+        elif path.parts[0] not in SWEEPS and not item.get_closest_marker("sweep"):
             continue
         if keys <= seen:
             item.add_marker("slow")

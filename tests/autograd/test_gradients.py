@@ -236,6 +236,7 @@ def test_gradcheck():
     assert torch.autograd.gradcheck(function, tuple(given.values()))
 
 
+@pytest.mark.slow
 def test_second_derivatives():
     """Of every argument, among them where another path reaches the input too (a gradient
     penalty)."""
@@ -297,6 +298,7 @@ def test_autocast(dtype):
 # --- compiled ------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @everywhere
 @pytest.mark.parametrize("options", [{"activation": "swigluoai"}, {"on_input": True, "top_k": 1}])
 def test_compiled(where, options):
@@ -310,6 +312,7 @@ def test_compiled(where, options):
         check(case, compiled)
 
 
+@pytest.mark.slow
 def test_compiled_quantized():
     compiled = torch.compile(moe_ops.fused_experts, fullgraph=True, backend="aot_eager")
     check(Case(scheme="fp8_block", K=160, I=136, bias=True), compiled, within=2e-3)

@@ -36,6 +36,7 @@ def tiers(monkeypatch):
     torch._dynamo.reset()
 
 
+@pytest.mark.slow
 @interpreter
 def test_tiers_follow_the_number_of_tokens(tiers):
     cases = {M: Case("cpu", FP32, M=M, bias=True) for M in (1, 4, 5, 9)}

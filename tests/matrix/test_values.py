@@ -413,6 +413,7 @@ def test_bitwise_repeatable_and_inputs_stay(where, scheme, M):
     attempt(where, problem_of(case, name), call)
 
 
+@pytest.mark.slow
 @once
 @pytest.mark.parametrize("scheme", ["", "fp8_tensor", *VARIED])
 def test_compiled_equals_eager(where, scheme):

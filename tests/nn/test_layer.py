@@ -362,6 +362,7 @@ def test_one_graph_for_every_number_of_tokens(name, training, mark):
     torch._dynamo.reset()
 
 
+@pytest.mark.slow
 def test_training_step_through_aot_autograd():
     layer = make_layer(shared_expert_intermediate_size=8).train()
     eager = make_layer(shared_expert_intermediate_size=8).train()

@@ -59,7 +59,12 @@ def choose(
     """
     average = rows / groups
     block_m = 8 if direct or average <= 4 else 16 if average <= 16 else 32 if average <= 40 else 64
-    if dtype != torch.bfloat16:  # weights are decoded to fp32 first, which takes registers
+    if K * bits % 128 or I * bits % 128:
+        # Rows that 16 bytes do not divide are loaded by element. Larger tiles spill up to 4 KiB a
+        # thread.
+        block_m = 16
+        gemm1 = gemm2 = GemmConfig(32, 64, 2, 4)
+    elif dtype != torch.bfloat16:  # weights are decoded to fp32 first, which takes registers
         block_m = min(max(block_m, 16), 32)
         fp32 = dtype == torch.float32
         gemm1 = gemm2 = GemmConfig(64, 32, 2, 4) if fp32 else GemmConfig(64, 64, 3, 4)

@@ -94,6 +94,7 @@ def test_nothing_is_too_old_where_the_version_is_unknown_or_newer(version, monke
     assert not backend.supports(problem("nvfp4"), under(version, BLACKWELL))
 
 
+@pytest.mark.slow
 def test_triton_of_nightly_builds_is_found():
     """pip knows it by another name there."""
     code = (

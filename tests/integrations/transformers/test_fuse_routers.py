@@ -133,6 +133,7 @@ def test_every_router_with_a_known_formula_is_listed():
     assert len(names) >= 35
 
 
+@pytest.mark.slow
 @pytest.mark.sweep
 @pytest.mark.parametrize("family", ["mixtral", "hy_v3"])
 def test_compiles_whole(family):
