@@ -385,8 +385,8 @@ def test_kernels_are_compiled_once_and_started_as_compiled_after_that(compiled):
     launches = [one_of(log), one_of(log, num_warps=8, maxnreg=64)]
     launch.run(launches, -1, H200)
     assert [options for *_, options in log] == [
-        {"num_warps": 4},
-        {"num_warps": 8, "maxnreg": 64, "launch_pdl": True},
+        {"num_warps": 4, "enable_fp_fusion": True},
+        {"num_warps": 8, "maxnreg": 64, "launch_pdl": True, "enable_fp_fusion": True},
     ]
     log.clear()
     again = [one._replace(grid=(5, 1, 1)) for one in launches]
