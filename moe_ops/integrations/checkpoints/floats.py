@@ -88,7 +88,7 @@ def describe_scaled(t: dict, config: Config) -> Matrix:
     """
     *batch, n, k = shape_of(t, "weight")
     element, schemes = ("int8", _INT8_SCALES) if _is_int8(t) else ("float8", _FP8)
-    shared = _shared_by(t)
+    shared = _shared_by(t, config)
     if shared not in schemes:
         raise ValueError(
             f"weight_scale must have one element, {(*batch, n, 1)} or, of fp8, one for each "
@@ -119,7 +119,7 @@ def _is_int8(t: dict) -> bool:
     return t["weight"].dtype == torch.int8
 
 
-def _shared_by(t: dict) -> str:
+def _shared_by(t: dict, config: Config) -> str:
     """What shares a scale, by the scales' shape and dtype; "" for a shape that has no meaning."""
     *batch, n, k = shape_of(t, "weight")
     scale = shape_of(t, "weight_scale")
@@ -127,7 +127,9 @@ def _shared_by(t: dict) -> str:
         return "group" if scale == (*batch, n, k // 32) and k % 32 == 0 else ""
     if t["weight_scale"].dtype not in FLOATS:
         return ""
-    if scale == (*batch, math.ceil(n / 128), math.ceil(k / 128)) and min(n, k) > 128:
+    rows, columns = math.ceil(n / 128), math.ceil(k / 128)
+    is_block = min(n, k) > 128 or (config.get("weights") or {}).get("strategy") == "block"
+    if scale in ((*batch, rows, columns), (*batch, rows, 1, columns, 1)) and is_block:
         return "block"
     if scale in ((*batch, n, 1), (*batch, n)):
         return "channel"
@@ -145,10 +147,12 @@ def convert_scaled(t: dict[str, Tensor], config: Config) -> dict[str, Tensor]:
         scale = scale.float()
     if matrix.scheme.startswith(("fp8_tensor", "fp8_w8a16:tensor")):
         scale = scale.reshape(matrix.batch)
-    elif _shared_by(t) == "tensor":
+    elif _shared_by(t, config) == "tensor":
         scale = scale.reshape(*matrix.batch, 1, 1).repeat_interleave(matrix.rows, -2)
-    elif _shared_by(t) == "channel":
+    elif _shared_by(t, config) == "channel":
         scale = scale.reshape(*matrix.batch, matrix.rows, 1)
+    elif scale.dim() > t["weight"].dim():  # ModelOpt's blocks
+        scale = scale.squeeze(-1).squeeze(-2)
     parts = {"qdata": t["weight"], "scale": scale}
     if matrix.scheme.endswith("static"):
         parts["activation_scale"] = t["input_scale"].float().amax()

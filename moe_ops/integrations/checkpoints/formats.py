@@ -157,4 +157,5 @@ _REFUSED = {
 
 def why_refused(role: str) -> str:
     """Why a tensor of this role beside a weight cannot be left out."""
-    return _REFUSED.get(role, "moe_ops does not know how the weight depends on it")
+    known = next((why for end, why in _REFUSED.items() if role.endswith(end)), None)
+    return known or "moe_ops does not know how the weight depends on it"

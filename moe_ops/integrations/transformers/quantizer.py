@@ -134,12 +134,15 @@ class MoeOpsQuantizer(HfQuantizer):
         found: dict[str, dict[str, tuple[int, str]]] = {}
         foreign: set[str] = set()
         modules: dict[str, bool] = {}  # that tensors were found for, and whether we read them
-        unclaimed: list[str] = []
-        for tensor in sorted(self._opened.files.entries, key=loading.dot_natural_key):
+        unclaimed: dict[str, str] = {}  # tensor -> its name in the model
+        tensors = [*self._opened.files.entries, *self._opened.files.unknown]
+        for tensor in sorted(tensors, key=loading.dot_natural_key):
             target, pattern = loading.rename_source_key(
                 tensor, renamings, converters, model.base_model_prefix, state
             )
-            if target in state and pattern in table:
+            if tensor in self._opened.files.unknown:
+                unclaimed[tensor] = target
+            elif target in state and pattern in table:
                 found.setdefault(target, {})[tensor] = table[pattern]
                 modules[module_of(tensor, table[pattern][1])] = True
             elif target in state:
@@ -149,14 +152,14 @@ class MoeOpsQuantizer(HfQuantizer):
             elif pattern in table:
                 self._check_unclaimed(tensor, renamings, converters)
             else:
-                unclaimed.append(tensor)
-        self._check_companions(model, modules, [*unclaimed, *self._opened.files.unknown])
-        for target, tensors in found.items():
+                unclaimed[tensor] = target
+        self._check_companions(model, modules, unclaimed)
+        for target, sources in found.items():
             if target in self._layers:
-                self._assign_weight(target, tensors)
+                self._assign_weight(target, sources)
             else:
                 source: Source = {}
-                for tensor, (_, role) in tensors.items():
+                for tensor, (_, role) in sources.items():
                     add_tensor(source, role, tensor, target)
                 self._matrices[target] = source
                 self._opened.plan(target, ((source,),))
@@ -180,26 +183,24 @@ class MoeOpsQuantizer(HfQuantizer):
             )
 
     def _check_companions(
-        self, model: Any, modules: dict[str, bool], unclaimed: list[str]
+        self, model: Any, modules: dict[str, bool], unclaimed: dict[str, str]
     ) -> None:
-        """Raise for tensors beside a weight that nobody would read, though it depends on them."""
-        unexpected = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
-        for tensor in unclaimed:
-            split = (
-                (tensor[: m.start()], tensor[m.end() :])
-                for m in re.finditer(r"[.]|_(?!.*[.])", tensor)
-            )
-            module, role = next((s for s in split if s[0] in modules), (None, ""))
-            ours = module is not None and modules[module]
-            if module is None or any(re.search(pattern, tensor) for pattern in unexpected):
+        """Raise for tensors that nobody would read although a weight depends on them."""
+        entries, unknown = self._opened.files.entries, self._opened.files.unknown
+        ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
+        owners = tuple({target.rpartition(".")[0] + "." for target in self._layers})
+        for tensor, target in unclaimed.items():
+            names = [m.span() for m in re.finditer(r"[.]|_(?!.*[.])", tensor)]
+            beside = next(((i, j) for i, j in names if tensor[:i] in modules), None)
+            role = tensor[beside[1] :] if beside else tensor.rpartition(".")[2]
+            ours = target.startswith(owners) or (beside and modules[tensor[: beside[0]]])
+            if any(re.search(pattern, tensor) for pattern in ignored):
                 continue
-            if ours and role == BIAS:
+            if ours and role == BIAS and tensor in entries:
                 self._check_zero(tensor, "matrices of this name")
-            elif role not in _OF_THE_CACHE and (ours or role in _SCALES):
-                file = self._opened.files.entries.get(
-                    tensor, self._opened.files.unknown.get(tensor)
-                )
-                raise ValueError(f"{file} must be absent: {why_refused(role)}")
+            elif role not in _OF_THE_CACHE and (ours or (beside and role in _SCALES)):
+                where = entries.get(tensor) or f"{tensor} in {unknown[tensor]}"
+                raise ValueError(f"{where} must be absent: {why_refused(role)}")
 
     def _check_unclaimed(self, tensor: str, renamings: list, converters: list) -> None:
         """Raise for a quantized tensor that transformers would join or split by its own
