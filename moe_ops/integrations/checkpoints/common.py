@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 Config = dict[str, Any]
+VALUES_ONLY = "values_only"  # added to the Config of a matrix whose activations do not matter
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -75,23 +76,50 @@ def activations(config: Config, default: str = "") -> str:
     )
 
 
-def scheme_of(schemes: dict[str, str], asked: str, weights: str) -> str:
-    """The scheme of weights and activations, or ValueError. ``schemes``: by `activations`."""
+def scheme_of(
+    tensors: dict,
+    config: Config,
+    schemes: dict[str, str],
+    weights: str,
+    *,
+    default: str,
+    input_scale: str = "",
+) -> str:
+    """The scheme of weights and of the activations that meet them.
+
+    Args:
+        tensors: of the matrix, by role.
+        config: of the matrix.
+        schemes: the scheme by what `activations` returns.
+        weights: for messages.
+        default: how activations are quantized where the configuration does not tell.
+        input_scale: role of the activations' scale, if there can be one.
+
+    Raises:
+        ValueError: there is no such scheme; or the scale must be there and is not, or is there
+            and must not be, or has more than one element a matrix.
+    """
+    if config.get(VALUES_ONLY):
+        return next(iter(schemes.values()))
+    asked = activations(config, default)
     if asked not in schemes:
         known = " or ".join(repr(name) if name else "null" for name in schemes)
         raise ValueError(
             f"input_activations must be {known} beside {weights}, got {asked or 'null'!r}"
         )
-    return schemes[asked]
-
-
-def check_scale(tensors: dict, role: str, matrix: Matrix, needed: bool) -> None:
-    """Raise ValueError unless the activations' scale is there where it is needed, one a matrix."""
-    if needed != (role in tensors):
+    scheme, needed = schemes[asked], asked.endswith(("static", "local"))
+    if input_scale and needed != (input_scale in tensors):
         raise ValueError(
-            f"{role} must be {'there' if needed else 'absent'}: the checkpoint says that "
-            f"activations are {'quantized by it' if needed else 'not'}, scheme {matrix.scheme!r}"
+            f"{input_scale} must be {'there' if needed else 'absent'}: the checkpoint says that "
+            f"activations are {'quantized by it' if needed else 'not'}, scheme {scheme!r}"
         )
-    count = math.prod(shape_of(tensors, role)) if needed else 1
-    if count not in (1, math.prod(matrix.batch)):
-        raise ValueError(f"{role} must have one element a matrix, got {shape_of(tensors, role)}")
+    if needed and math.prod(shape_of(tensors, input_scale)) not in (1, _matrices(tensors)):
+        raise ValueError(
+            f"{input_scale} must have one element a matrix, got {shape_of(tensors, input_scale)}"
+        )
+    return scheme
+
+
+def _matrices(tensors: dict) -> int:
+    elements = "weight_packed" if "weight_packed" in tensors else "weight"
+    return math.prod(shape_of(tensors, elements)[:-2])

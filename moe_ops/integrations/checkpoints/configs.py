@@ -16,32 +16,31 @@ from typing import Any
 
 from moe_ops.integrations.checkpoints.common import Config
 
-_ANY = (
-    "; if weights do not depend on it, leave it out: Checkpoint(path, quantization_config=...) "
-    "takes a changed one, and {} reads the tensors by their names alone"
+_REMEDY = (
+    "; if no weight depends on it, leave it out of config.json or of "
+    "Checkpoint(path, quantization_config=...), where {} lets the tensors alone tell"
 )
-# which matrices are quantized: their tensors tell
-_WHERE = """
-    modules_to_not_convert modules_to_convert ignored_layers modules_in_block_to_quantize
-    block_name_to_quantize to_quant_block_names module_name_preceding_first_block lm_head
-    quant_lm_head
-"""
-# what attention keeps in its cache: no weight depends on it
-_CACHE = "kv_cache_scheme kv_cache_quant_algo kv_cache_quant_method static_kv_dtype"
-# how transformers loads it; other loaders' kernels
-_LOADING = """
-    dequantize run_compressed use_optimized_inference backend use_exllama disable_exllama
-    exllama_config use_cuda_fp16 do_fuse fuse_max_seq_len modules_to_fuse max_input_length
-"""
-# how the weights were found, and by whom
-_CALIBRATION = """
-    tokenizer dataset damp_percent damp_auto_increment true_sequential static_groups
-    act_group_aware mse model_seqlen batch_size pad_token_id cache_block_outputs meta quantizer
-    model_name_or_path model_file_base_name producer autoround_version iters lr
-    minmax_lr nsamples seqlen low_gpu_mem_usage gradient_accumulate_steps enable_quanted_input
-    enable_minmax_tuning enable_norm_bias_tuning enable_alg_ext amp low_cpu_mem_usage model_free
-    provider quantization_status global_compression_ratio v2 v2_alpha parallel_packing
-"""
+_SILENT = " ".join(
+    (
+        # which matrices are quantized: their tensors tell
+        "modules_to_not_convert modules_to_convert ignored_layers modules_in_block_to_quantize",
+        "block_name_to_quantize to_quant_block_names module_name_preceding_first_block",
+        "lm_head quant_lm_head",
+        # what attention keeps in its cache
+        "kv_cache_scheme kv_cache_quant_algo kv_cache_quant_method static_kv_dtype",
+        # how transformers loads it, and by which kernels it runs there
+        "dequantize run_compressed use_optimized_inference backend use_exllama disable_exllama",
+        "exllama_config use_cuda_fp16 do_fuse fuse_max_seq_len modules_to_fuse max_input_length",
+        # how the weights were found, and by whom
+        "tokenizer dataset damp_percent damp_auto_increment true_sequential static_groups",
+        "act_group_aware mse model_seqlen batch_size pad_token_id cache_block_outputs meta",
+        "quantizer model_name_or_path model_file_base_name producer provider autoround_version",
+        "iters lr minmax_lr nsamples seqlen low_gpu_mem_usage low_cpu_mem_usage amp model_free",
+        "gradient_accumulate_steps enable_quanted_input enable_minmax_tuning",
+        "enable_norm_bias_tuning enable_alg_ext quantization_status global_compression_ratio",
+        "v2 v2_alpha parallel_packing",
+    )
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,13 +54,12 @@ class Family:
 
     used: str
     fixed: dict[str, tuple[Any, ...]] = field(default_factory=dict)
-    silent: str = ""
+    silent: str = _SILENT
     resolve: Callable[[Config, str], Config] = lambda config, module: config
 
     @cached_property
     def known(self) -> set[str]:
-        common = " ".join((_WHERE, _CACHE, _LOADING, _CALIBRATION))
-        return {"quant_method", *f"{self.used} {self.silent} {common}".split(), *self.fixed}
+        return {*self.used.split(), *self.silent.split(), *self.fixed}
 
 
 def config_for(config: Config, module: str) -> Config:
@@ -109,7 +107,7 @@ def _family_of(config: Config) -> Family:
     if found is None:
         raise ValueError(
             f"quant_method must be one of {', '.join(map(repr, FAMILIES))} to use quantized "
-            f"weights, got {method!r} with {', '.join(config)}{_ANY}"
+            f"weights, got {method!r} with {', '.join(config)}{_REMEDY}"
         )
     return found
 
@@ -117,6 +115,8 @@ def _family_of(config: Config) -> Family:
 def _check_fields(config: Config, family: Family, where: str) -> None:
     known = family.known
     for name, value in config.items():
+        if name == "quant_method":
+            continue
         if name in family.fixed:
             allowed = family.fixed[name]
             value = value.lower() if isinstance(value, str) else value
@@ -127,7 +127,7 @@ def _check_fields(config: Config, family: Family, where: str) -> None:
                 )
         elif name not in known and value not in (None, "", [], {}):
             raise ValueError(
-                f"{name} of {where} must be a field that moe_ops knows, got {value!r}{_ANY}"
+                f"{name} of {where} must be a field that moe_ops knows, got {value!r}{_REMEDY}"
             )
 
 
@@ -151,8 +151,13 @@ _GROUP = Family(
             "mxfp8-quantized",
         )
     },
+    silent="",
 )
-_CLASSES = ("Linear", "Module")  # of a module that is quantized: torch.nn's, by name
+
+
+def _classes(module: str) -> tuple[str, ...]:
+    """Names of the torch.nn classes of a quantized module."""
+    return ("Embedding" if "embed" in module.rpartition(".")[2] else "Linear", "Module")
 
 
 def _is_match(module: str, target: str) -> bool:
@@ -178,7 +183,7 @@ def _compressed_tensors(config: Config, module: str) -> Config:
             f"{form!r} and method {method!r}"
         )
     for target in config.get("ignore") or []:
-        if _is_match(module, target) or target in _CLASSES:
+        if _is_match(module, target) or target in _classes(module):
             raise ValueError(
                 f"ignore of quantization_config must not name {module}, whose tensors are "
                 f"quantized, got {target!r}"
@@ -192,7 +197,9 @@ def _compressed_tensors(config: Config, module: str) -> Config:
             )
         groups |= {target: name for target in group.get("targets") or []}
     ordered = sorted(groups, key=lambda target: ("re:" in target, target))
-    found = [t for t in ordered if _is_match(module, t)] + [t for t in ordered if t in _CLASSES]
+    found = [t for t in ordered if _is_match(module, t)] + [
+        t for t in ordered if t in _classes(module)
+    ]
     if not found:
         raise ValueError(
             f"config_groups must have a group for {module}, whose tensors are quantized, got "
@@ -279,7 +286,7 @@ def _modelopt(config: Config, module: str) -> Config:
     if found is None:
         raise ValueError(
             f"quant_algo of {module} must be one of {', '.join(map(repr, _ALGORITHMS))}, got "
-            f"{algorithm!r}{_ANY}"
+            f"{algorithm!r}{_REMEDY}"
         )
     size = found[0].get("group_size")
     if config.get("group_size") not in (None, 0, size):
@@ -314,11 +321,12 @@ def _gptq(config: Config, module: str) -> Config:
 
 
 def _auto_round(config: Config, module: str) -> Config:
-    """AutoRound packs as GPTQ or AWQ; ``extra_config`` changes fields of single modules."""
+    """AutoRound packs as GPTQ or AWQ; ``extra_config`` changes fields of single modules, by their
+    whole names or by regular expressions, which have characters that no name has.
+    """
     extra = config.get("extra_config") or {}
-    changed: Config = extra.get(module) or next(
-        (c for p, c in extra.items() if re.match(p, module)), {}
-    )
+    patterns = (p for p in extra if set(p) & set("*+?^$()[]{}|\\") and re.search(p, module))
+    changed: Config = extra.get(module) or extra.get(next(patterns, ""), {})
     _check_fields(changed, AUTO_ROUND, f"extra_config of {module}")
     config = config | changed
     packing = str(config.get("packing_format", "auto_round:auto_gptq")).lower()
@@ -347,7 +355,8 @@ AUTO_ROUND = Family(
         "act_bits": (16, 32),
         "desc_act": (False,),
     },
-    silent="act_data_type act_dynamic act_group_size act_sym scale_dtype supported_types",
+    silent=f"{_SILENT} act_data_type act_dynamic act_group_size act_sym scale_dtype "
+    "supported_types",
     resolve=_auto_round,
 )
 MODELOPT = Family(
@@ -356,7 +365,7 @@ MODELOPT = Family(
         transform_config
     """,
     fixed={"has_zero_point": (False,)},
-    silent="pre_quant_scale",  # a tensor of that name tells
+    silent=f"{_SILENT} pre_quant_scale",  # a tensor of that name tells
     resolve=_modelopt,
 )
 FAMILIES = {
@@ -368,7 +377,7 @@ FAMILIES = {
     "compressed-tensors": Family(
         used="config_groups ignore transform_config sparsity_config moe_sparsity_config",
         fixed={"format": (*_GROUP.fixed["format"], "mixed-precision")},
-        silent="version",
+        silent=f"{_SILENT} version",
         resolve=_compressed_tensors,
     ),
     "modelopt": MODELOPT,
@@ -385,7 +394,8 @@ FAMILIES = {
             "zero_point": (True,),
             "desc_act": (False,),
         },
-        silent="sym checkpoint_format",  # transformers writes GPTQ's defaults beside AWQ's fields
+        # transformers writes GPTQ's defaults beside AWQ's fields
+        silent=f"{_SILENT} sym checkpoint_format",
     ),
     "auto-round": AUTO_ROUND,
 }

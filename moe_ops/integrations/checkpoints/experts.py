@@ -20,6 +20,7 @@ from torch import Tensor
 
 import moe_ops
 from moe_ops.integrations.checkpoints import files
+from moe_ops.integrations.checkpoints.common import VALUES_ONLY
 from moe_ops.integrations.checkpoints.configs import check_transforms, config_for
 from moe_ops.integrations.checkpoints.formats import ALIASES, ROLES, Format, Matrix, format_of
 from moe_ops.schemes import QuantScheme, get_scheme
@@ -40,6 +41,7 @@ class Weight:
     shape: tuple[int, int, int]
     stacked: bool  # the files hold (E, N, K), not E matrices
     columns_first: bool = False  # a stacked plain weight lies as (E, K, N)
+    values_only: bool = False  # it is read for its values: activations stay as they are
 
 
 class Checkpoint:
@@ -110,13 +112,16 @@ class Checkpoint:
                 if match is None:
                     continue
                 number, _, text, joined = match.groups()
-                role = role_of(text or joined or "") or text or joined
+                whole = f"weight_{joined}"  # "scale" of gate_up_proj_scale
+                role = whole if whole in ROLES else role_of(text or joined or "")
+                role = role or text or joined
                 if role == BIAS:
                     continue
                 source = stacked[i] if number is None else single[i].setdefault(int(number), {})
                 add_tensor(source, role, tensor, name)
         sources = experts_of(name, stacked, single)
-        if self._count is not None and single[0] and len(single[0]) < self._count:
+        routed = experts.endswith(".experts") and single[0]
+        if self._count and routed and len(routed) < self._count:
             raise ValueError(
                 f"{name} must have {self._count} experts, as config.json says, got experts 0 to "
                 f"{len(single[0]) - 1}; download the files of the others"
@@ -124,7 +129,13 @@ class Checkpoint:
         return self.plan(name, sources)
 
     def plan(
-        self, name: str, sources: tuple, *, columns_first: bool = False, joined: int = 0
+        self,
+        name: str,
+        sources: tuple,
+        *,
+        columns_first: bool = False,
+        joined: int = 0,
+        values_only: bool = False,
     ) -> Weight:
         """Check one weight against the files' headers: nothing of its data is read.
 
@@ -134,8 +145,13 @@ class Checkpoint:
             columns_first: a stacked plain weight lies as (E, K, N).
             joined: a plain matrix holds this many experts, one after the other: (E * N, K) or,
                 with columns_first, (E * K, N).
+            values_only: it will be dequantized, so that what the configuration says of
+                activations does not matter.
         """
-        matrices = [[self._describe(source) for source in projection] for projection in sources]
+        matrices = [
+            [self._describe(source, values_only) for source in projection]
+            for projection in sources
+        ]
         form, first = matrices[0][0]
         rows = 0
         for projection, described in zip(sources, matrices, strict=True):
@@ -169,7 +185,9 @@ class Checkpoint:
         shape = (count, rows // joined if joined else rows, first.columns)
         if columns_first:
             shape = (shape[0], shape[2], shape[1])
-        return Weight(name, sources, form, first.scheme, shape, stacked, columns_first)
+        return Weight(
+            name, sources, form, first.scheme, shape, stacked, columns_first, values_only
+        )
 
     def load(
         self,
@@ -248,7 +266,7 @@ class Checkpoint:
         assert weight.format is not None
         tensors = self._read(source, device)
         try:
-            parts = weight.format.convert(tensors, self._config(source))
+            parts = weight.format.convert(tensors, self._config(source, weight.values_only))
             for name, t in parts.items():
                 if (
                     name != "qdata"
@@ -285,7 +303,7 @@ class Checkpoint:
                 out[name] = t
         return out
 
-    def _describe(self, source: Source) -> tuple[Format | None, Matrix]:
+    def _describe(self, source: Source, values_only: bool) -> tuple[Format | None, Matrix]:
         for tensor in source.values():
             if tensor in self.files.unknown:
                 raise ValueError(
@@ -298,13 +316,14 @@ class Checkpoint:
             *batch, rows, columns = entries["weight"].shape
             return None, Matrix("", rows, columns, tuple(batch))
         try:
-            return form, form.describe(entries, self._config(source))
+            return form, form.describe(entries, self._config(source, values_only))
         except ValueError as error:
             raise ValueError(f"{self._where(source)}: {error}") from error
 
-    def _config(self, source: Source) -> dict[str, Any]:
+    def _config(self, source: Source, values_only: bool) -> dict[str, Any]:
         role, tensor = next(iter(source.items()))
-        return config_for(self.config, module_of(tensor, role))
+        config = config_for(self.config, module_of(tensor, role))
+        return config | {VALUES_ONLY: True} if values_only else config
 
     def _read(self, source: Source, device: Any) -> dict[str, Tensor]:
         return {role: self.files.read(tensor, device) for role, tensor in source.items()}
@@ -318,7 +337,7 @@ class Checkpoint:
 
     def matrix(self, name: str, source: Source, dtype: torch.dtype, device: Any = "cpu") -> Tensor:
         """The values of one quantized matrix (N, K) outside the experts, in ``dtype``."""
-        weight = self.plan(name, ((source,),))
+        weight = self.plan(name, ((source,),), values_only=True)
         return self.load(weight, device=device, dtype=dtype).dequantize()[0]
 
 

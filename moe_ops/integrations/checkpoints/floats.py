@@ -14,8 +14,6 @@ from moe_ops.integrations.checkpoints.common import (
     FLOATS,
     Config,
     Matrix,
-    activations,
-    check_scale,
     check_weights,
     require,
     scheme_of,
@@ -108,11 +106,15 @@ def describe_scaled(t: dict, config: Config) -> Matrix:
     static = "input_scale" in t if scheme is None else scheme == "static"
     natural = "token" if element == "int8" else _NATURAL[shared]
     default = f"{element} tensor static" if static else f"{element} {natural} dynamic"
-    asked = activations(config, default)
-    name = scheme_of(schemes[shared], asked, f"{element} weights with a scale for a {shared}")
-    matrix = Matrix(name, n, k, tuple(batch))
-    check_scale(t, "input_scale", matrix, needed=asked.endswith("static"))
-    return matrix
+    name = scheme_of(
+        t,
+        config,
+        schemes[shared],
+        f"{element} weights with a scale for a {shared}",
+        default=default,
+        input_scale="input_scale",
+    )
+    return Matrix(name, n, k, tuple(batch))
 
 
 def _is_int8(t: dict) -> bool:
@@ -181,10 +183,15 @@ def describe_nvfp4(t: dict, config: Config) -> Matrix:
     strategies = ("tensor_group", "group")
     check_weights(config, type=("float",), num_bits=(4,), symmetric=(True,), group_size=(16,))
     check_weights(config, strategy=strategies)
-    asked = activations(config, "float4 tensor_group16 local" if input_scale in t else "")
-    matrix = Matrix(scheme_of(_NVFP4, asked, "NVFP4 weights"), n, k, tuple(batch))
-    check_scale(t, input_scale, matrix, needed=asked.endswith(("local", "static")))
-    return matrix
+    name = scheme_of(
+        t,
+        config,
+        _NVFP4,
+        "NVFP4 weights",
+        default="float4 tensor_group16 local" if input_scale in t else "",
+        input_scale=input_scale,
+    )
+    return Matrix(name, n, k, tuple(batch))
 
 
 def convert_nvfp4(t: dict[str, Tensor], config: Config) -> dict[str, Tensor]:
@@ -234,7 +241,7 @@ def describe_mxfp4(t: dict, config: Config) -> Matrix:
         if role in t:
             raise ValueError(f"{role} must be absent: MXFP4 is symmetric and in ascending order")
     check_weights(config, type=("float",), num_bits=(4,), symmetric=(True,), group_size=(32,))
-    scheme = scheme_of(_MXFP4, activations(config), "MXFP4 weights")
+    scheme = scheme_of(t, config, _MXFP4, "MXFP4 weights", default="")
     return Matrix(scheme, n, k, tuple(batch))
 
 

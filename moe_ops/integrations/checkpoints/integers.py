@@ -15,9 +15,9 @@ from moe_ops.integrations.checkpoints.common import (
     FLOATS,
     Config,
     Matrix,
-    activations,
     check_weights,
     require,
+    scheme_of,
     shape_of,
 )
 from moe_ops.integrations.checkpoints.packings import AWQ_ORDER, pack_nibbles, unpack_int32
@@ -67,17 +67,9 @@ def describe_packed(t: dict, config: Config) -> Matrix:
         zp = ":zp"
     elif args.get("symmetric") is False:
         raise ValueError("weight_zero_point must be there: the checkpoint says symmetric is False")
-    asked = activations(config)
-    if asked:
-        raise ValueError(
-            f"input_activations must be null beside packed {bits}-bit weights, got {asked!r}"
-        )
-    return Matrix(
-        f"int{bits}_w{bits}a16" + group_variant(k, groups, size, (32, 64, 128)) + zp,
-        n,
-        k,
-        tuple(batch),
-    )
+    name = f"int{bits}_w{bits}a16" + group_variant(k, groups, size, (32, 64, 128)) + zp
+    name = scheme_of(t, config, {"": name}, f"packed {bits}-bit weights", default="")
+    return Matrix(name, n, k, tuple(batch))
 
 
 def convert_packed(t: dict[str, Tensor], config: Config) -> dict[str, Tensor]:

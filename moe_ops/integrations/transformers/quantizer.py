@@ -162,7 +162,7 @@ class MoeOpsQuantizer(HfQuantizer):
                 for tensor, (_, role) in sources.items():
                     add_tensor(source, role, tensor, target)
                 self._matrices[target] = source
-                self._opened.plan(target, ((source,),))
+                self._opened.plan(target, ((source,),), values_only=True)
         for target in self._layers:
             if target not in found and target not in foreign:
                 raise ValueError(f"{target} must be in the checkpoint, got no tensor for it")

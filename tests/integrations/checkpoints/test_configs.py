@@ -97,6 +97,14 @@ def test_groups_are_those_of_compressed_tensors(targets):
     assert config_for(config, EXPERT)["weights"]["num_bits"] == want
 
 
+def test_embeddings_have_a_class_of_their_own():
+    groups = {name: {"targets": [name], "weights": INT8} for name in ("Linear", "Embedding")}
+    groups["Embedding"]["weights"] = INT8 | {"num_bits": 4}
+    config = {"quant_method": "compressed-tensors", "config_groups": groups}
+    assert config_for(config, "model.embed_tokens")["weights"]["num_bits"] == 4
+    assert config_for(config, EXPERT)["weights"]["num_bits"] == 8
+
+
 def test_a_regular_expression_counts_before_an_earlier_class(tmp_path):
     """Attention in int8 by "Linear", experts packed in 4 bits by their name: the scheme of the
     second, and as many columns as it has."""
@@ -246,6 +254,10 @@ REFUSED = {
     "field of weights": (
         with_weights(ChannelFP8(), offset=3),
         r"offset of weights of config_groups\['group_0'\] must be a field that moe_ops knows",
+    ),
+    "field of another place": (
+        with_weights(ChannelFP8(), damp_percent=0.1),
+        r"damp_percent of weights of config_groups\['group_0'\] must be a field",
     ),
     "dynamic weights": (
         with_weights(ChannelFP8(), dynamic=True),
@@ -415,6 +427,7 @@ def test_auto_round(tmp_path):
     fields = {"bits": 4, "group_size": 128, "sym": True, "data_type": "int", "iters": 200}
     fields |= {"quant_method": "auto-round", "autoround_version": "0.8"}
     extra = {f"{PREFIX}.1.up_proj": {"group_size": 128}, ".*gate$": {"bits": 16}}
+    extra |= {f"{PREFIX}.0.gate": {"bits": 16}}  # a name: not of gate_proj
     for packing, writer, scheme in (
         ("auto_round:auto_gptq", GPTQ(sym=True), "int4_w4a16:g128"),
         ("auto_round:auto_awq", AWQWriter(), "int4_w4a16:g64:zp"),
@@ -558,6 +571,10 @@ def test_tensors_beside_plain_weights_and_stacks(tmp_path):
     stacks |= {f"{PREFIX}.up_proj_bias": torch.ones(3, I)}
     write(tmp_path, Plain(), stack)
     assert Checkpoint(tmp_path).expert_weight(PREFIX, ("up_proj",)).shape == (3, I, K)
+    e4m3_stack = {f"{PREFIX}.up_proj": torch.randn(3, I, K).to(torch.float8_e4m3fn)}
+    e4m3_stack[f"{PREFIX}.up_proj_scale"] = torch.rand(3, I, 1)
+    write(tmp_path, Plain(), lambda t: [t.clear(), t.update(e4m3_stack)])
+    assert Checkpoint(tmp_path).expert_weight(PREFIX, ("up_proj",)).scheme == "fp8_channel"
     stacks |= {f"{PREFIX}.up_proj_pre_quant_scale": torch.ones(3, K)}
     write(tmp_path, Plain(), stack)
     with pytest.raises(ValueError, match="pre_quant_scale beside .*up_proj in .* must be absent"):

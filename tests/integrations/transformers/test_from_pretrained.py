@@ -542,6 +542,25 @@ def test_groups_of_attention_and_experts(tmp_path):
     assert relative(logits(loaded), logits(original)) < 1e-5
 
 
+def test_activations_of_matrices_that_become_plain_do_not_matter(tmp_path):
+    """Attention whose activations have one scale, for which no scheme is named; experts whose
+    have."""
+    writer, original = copy.deepcopy(WRITERS["ct_fp8"]), qwen()
+    experts = writer.config["config_groups"]["group_0"]
+    attention = experts | {
+        "input_activations": experts["input_activations"] | {"strategy": "tensor"}
+    }
+    groups = {"group_0": attention, "group_1": experts | {"targets": ["re:.*experts.*"]}}
+    writer.config["config_groups"] = groups
+    requantize(tmp_path, writer, original)
+    assert relative(logits(load(tmp_path, writer.weight_only)), logits(original)) < 1e-5
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"]["config_groups"] = {"group_0": attention}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=r"experts.0.\w+.weight in .*got 'float8 tensor dynamic'"):
+        load(tmp_path)
+
+
 def test_the_index_is_the_truth(tmp_path):
     """As for `Checkpoint`: tests/integrations/checkpoints/test_files.py."""
     original = mixtral()
