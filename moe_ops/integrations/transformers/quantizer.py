@@ -193,12 +193,15 @@ class MoeOpsQuantizer(HfQuantizer):
             names = [m.span() for m in re.finditer(r"[.]|_(?!.*[.])", tensor)]
             beside = next(((i, j) for i, j in names if tensor[:i] in modules), None)
             role = tensor[beside[1] :] if beside else tensor.rpartition(".")[2]
-            ours = target.startswith(owners) or (beside and modules[tensor[: beside[0]]])
+            in_experts = target.startswith(owners)
+            ours = in_experts or (beside and modules[tensor[: beside[0]]])
             if any(re.search(pattern, tensor) for pattern in ignored):
                 continue
             if ours and role == BIAS and tensor in entries:
                 self._check_zero(tensor, "matrices of this name")
-            elif role not in _OF_THE_CACHE and (ours or (beside and role in _SCALES)):
+            elif not in_experts and role in _OF_THE_CACHE:
+                continue
+            elif ours or (beside and role in _SCALES):
                 where = entries.get(tensor) or f"{tensor} in {unknown[tensor]}"
                 raise ValueError(f"{where} must be absent: {why_refused(role)}")
 
