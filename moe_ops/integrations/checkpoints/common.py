@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 Config = dict[str, Any]
+VALUES_ONLY = "values_only"  # added to the Config of a matrix whose activations do not matter
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -34,6 +36,90 @@ def require(tensors: dict, role: str, shape: tuple[int, ...], *dtypes: torch.dty
         raise ValueError(f"{role} must be one of {dtypes}, got {t.dtype}")
 
 
-def activations(config: Config, default: dict | None = None) -> dict | None:
-    """compressed-tensors' description of the activations; None where they stay as they are."""
-    return config.get("input_activations", default)
+def check_weights(config: Config, **expected: tuple) -> None:
+    """Raise ValueError where a description of weights contradicts what their tensors are."""
+    args = config.get("weights") or {}
+    for name, allowed in expected.items():
+        if args.get(name) is not None and args[name] not in allowed:
+            raise ValueError(
+                f"{name} of weights must be {' or '.join(map(str, allowed))}, as the tensors are, "
+                f"got {args[name]!r}"
+            )
+
+
+def activations(config: Config, default: str = "") -> str:
+    """How activations are quantized, of compressed-tensors' QuantizationArgs.
+
+    Args:
+        config: of the matrix.
+        default: where nothing is said of them.
+
+    Returns:
+        "" where they stay as they are, else element type and bits, what shares a scale, and
+        whether that is known beforehand: "float8 token dynamic", "float8 tensor static",
+        "float4 tensor_group16 local" (the scale of groups is dynamic, that of all is static).
+    """
+    if "input_activations" not in config:
+        return default
+    args = config["input_activations"]
+    if args is None:
+        return ""
+    if args.get("symmetric") is False:
+        raise ValueError("symmetric of input_activations must be True, got False")
+    size = args.get("group_size")
+    strategy = args.get("strategy") or {None: "tensor", -1: "token"}.get(size, "group")
+    times = {True: "dynamic", False: "static"}
+    dynamic = args.get("dynamic", False)
+    shared = f"{strategy}{size}" if strategy in ("group", "tensor_group") else strategy
+    return f"{args.get('type', 'int')}{args.get('num_bits', 8)} {shared} " + (
+        times.get(dynamic) or str(dynamic)
+    )
+
+
+def scheme_of(
+    tensors: dict,
+    config: Config,
+    schemes: dict[str, str],
+    weights: str,
+    *,
+    default: str,
+    input_scale: str = "",
+) -> str:
+    """The scheme of weights and of the activations that meet them.
+
+    Args:
+        tensors: of the matrix, by role.
+        config: of the matrix.
+        schemes: the scheme by what `activations` returns.
+        weights: for messages.
+        default: how activations are quantized where the configuration does not tell.
+        input_scale: role of the activations' scale, if there can be one.
+
+    Raises:
+        ValueError: there is no such scheme; or the scale must be there and is not, or is there
+            and must not be, or has more than one element a matrix.
+    """
+    if config.get(VALUES_ONLY):
+        return next(iter(schemes.values()))
+    asked = activations(config, default)
+    if asked not in schemes:
+        known = " or ".join(repr(name) if name else "null" for name in schemes)
+        raise ValueError(
+            f"input_activations must be {known} beside {weights}, got {asked or 'null'!r}"
+        )
+    scheme, needed = schemes[asked], asked.endswith(("static", "local"))
+    if input_scale and needed != (input_scale in tensors):
+        raise ValueError(
+            f"{input_scale} must be {'there' if needed else 'absent'}: the checkpoint says that "
+            f"activations are {'quantized by it' if needed else 'not'}, scheme {scheme!r}"
+        )
+    if needed and math.prod(shape_of(tensors, input_scale)) not in (1, _matrices(tensors)):
+        raise ValueError(
+            f"{input_scale} must have one element a matrix, got {shape_of(tensors, input_scale)}"
+        )
+    return scheme
+
+
+def _matrices(tensors: dict) -> int:
+    elements = "weight_packed" if "weight_packed" in tensors else "weight"
+    return math.prod(shape_of(tensors, elements)[:-2])

@@ -20,17 +20,13 @@ from torch import Tensor
 
 import moe_ops
 from moe_ops.integrations.checkpoints import files
-from moe_ops.integrations.checkpoints.formats import (
-    ALIASES,
-    ROLES,
-    Format,
-    Matrix,
-    config_for,
-    format_of,
-)
+from moe_ops.integrations.checkpoints.common import VALUES_ONLY
+from moe_ops.integrations.checkpoints.configs import check_transforms, config_for
+from moe_ops.integrations.checkpoints.formats import ALIASES, ROLES, Format, Matrix, format_of
 from moe_ops.schemes import QuantScheme, get_scheme
 
 Source = dict[str, str]  # role -> name of a tensor in the files
+BIAS = "bias"  # no part of a weight
 _ELEMENTS = ("weight", "weight_packed", "qweight", "blocks")
 
 
@@ -45,23 +41,27 @@ class Weight:
     shape: tuple[int, int, int]
     stacked: bool  # the files hold (E, N, K), not E matrices
     columns_first: bool = False  # a stacked plain weight lies as (E, K, N)
+    values_only: bool = False  # it is read for its values: activations stay as they are
 
 
 class Checkpoint:
     """A checkpoint of safetensors files.
 
     Args:
-        path: its folder, one of its files, or a list of them.
+        path: its folder, whose ``model.safetensors.index.json`` says which files and tensors
+            count; an index; or one of its files or a list of them.
         quantization_config: what config.json says of the quantization, as a dict; read from the
-            folder by default.
+            folder by default. {}: nothing, so that the tensors' names, dtypes and shapes alone
+            tell.
 
     Raises:
-        ValueError: there are no files, or one is damaged.
+        ValueError: there are no files, one is missing or damaged, or two hold the same tensor.
     """
 
     def __init__(self, path: Any, quantization_config: dict[str, Any] | None = None):
         self.files = files.TensorFiles(path)
         folder = self.files.files[0].parent
+        self._count = files.number_of_experts(folder) if self.files.is_whole else None
         if quantization_config is None:
             quantization_config = files.quantization_config(folder)
         self.config = quantization_config
@@ -86,11 +86,13 @@ class Checkpoint:
             device: where the weight is made.
 
         Returns:
-            (E, N, K), an ExpertTensor or a plain tensor.
+            (E, N, K), an ExpertTensor or a plain tensor. Biases (``up_proj.bias``,
+            ``gate_up_proj_bias``) are not part of it.
 
         Raises:
-            ValueError: tensors are missing, contradict each other or are not finite; the message
-                names tensor and file.
+            ValueError: tensors are missing, contradict each other or the quantization_config, or
+                are not finite; one beside the weight, or a field of the configuration, is of no
+                known use. The message names tensor and file.
         """
         return self.load(self.find(experts, projections), scheme, device=device)
 
@@ -99,25 +101,41 @@ class Checkpoint:
         name = f"{experts}.{'+'.join(projections)}"
         stacked: list[Source] = [{} for _ in projections]
         single: list[dict[int, Source]] = [{} for _ in projections]
-        for tensor in self.files.entries:
+        for tensor in (*self.files.entries, *self.files.unknown):
             if not tensor.startswith(f"{experts}."):
                 continue
             for i, projection in enumerate(projections):
                 match = re.fullmatch(
-                    rf"(?:(\d+)\.)?{re.escape(projection)}(?:[._](.+))?",
+                    rf"(?:(\d+)\.)?{re.escape(projection)}(?:(\.)(.+)|_([^.]+))?",
                     tensor.removeprefix(f"{experts}."),
                 )
                 if match is None:
                     continue
-                role = role_of(match.group(2) or "")
-                if role and match.group(1) is None:
-                    stacked[i][role] = tensor
-                elif role:
-                    single[i].setdefault(int(match.group(1)), {})[role] = tensor
-        return self.plan(name, experts_of(name, stacked, single))
+                number, _, text, joined = match.groups()
+                whole = f"weight_{joined}"  # "scale" of gate_up_proj_scale
+                role = whole if whole in ROLES else role_of(text or joined or "")
+                role = role or text or joined
+                if role == BIAS:
+                    continue
+                source = stacked[i] if number is None else single[i].setdefault(int(number), {})
+                add_tensor(source, role, tensor, name)
+        sources = experts_of(name, stacked, single)
+        routed = experts.endswith(".experts") and single[0]
+        if self._count and routed and len(routed) < self._count:
+            raise ValueError(
+                f"{name} must have {self._count} experts, as config.json says, got experts 0 to "
+                f"{len(single[0]) - 1}; download the files of the others"
+            )
+        return self.plan(name, sources)
 
     def plan(
-        self, name: str, sources: tuple, *, columns_first: bool = False, joined: int = 0
+        self,
+        name: str,
+        sources: tuple,
+        *,
+        columns_first: bool = False,
+        joined: int = 0,
+        values_only: bool = False,
     ) -> Weight:
         """Check one weight against the files' headers: nothing of its data is read.
 
@@ -127,8 +145,13 @@ class Checkpoint:
             columns_first: a stacked plain weight lies as (E, K, N).
             joined: a plain matrix holds this many experts, one after the other: (E * N, K) or,
                 with columns_first, (E * K, N).
+            values_only: it will be dequantized, so that what the configuration says of
+                activations does not matter.
         """
-        matrices = [[self._describe(source) for source in projection] for projection in sources]
+        matrices = [
+            [self._describe(source, values_only) for source in projection]
+            for projection in sources
+        ]
         form, first = matrices[0][0]
         rows = 0
         for projection, described in zip(sources, matrices, strict=True):
@@ -162,7 +185,9 @@ class Checkpoint:
         shape = (count, rows // joined if joined else rows, first.columns)
         if columns_first:
             shape = (shape[0], shape[2], shape[1])
-        return Weight(name, sources, form, first.scheme, shape, stacked, columns_first)
+        return Weight(
+            name, sources, form, first.scheme, shape, stacked, columns_first, values_only
+        )
 
     def load(
         self,
@@ -241,7 +266,7 @@ class Checkpoint:
         assert weight.format is not None
         tensors = self._read(source, device)
         try:
-            parts = weight.format.convert(tensors, self._config(source))
+            parts = weight.format.convert(tensors, self._config(source, weight.values_only))
             for name, t in parts.items():
                 if (
                     name != "qdata"
@@ -278,20 +303,27 @@ class Checkpoint:
                 out[name] = t
         return out
 
-    def _describe(self, source: Source) -> tuple[Format | None, Matrix]:
+    def _describe(self, source: Source, values_only: bool) -> tuple[Format | None, Matrix]:
+        for tensor in source.values():
+            if tensor in self.files.unknown:
+                raise ValueError(
+                    f"{tensor} in {self.files.unknown[tensor]} must have a dtype that torch has"
+                )
         entries = {role: self.files.entries[tensor] for role, tensor in source.items()}
         form = format_of(entries, self._where(source))
         if form is None:
+            check_transforms(self.config)
             *batch, rows, columns = entries["weight"].shape
             return None, Matrix("", rows, columns, tuple(batch))
         try:
-            return form, form.describe(entries, self._config(source))
+            return form, form.describe(entries, self._config(source, values_only))
         except ValueError as error:
             raise ValueError(f"{self._where(source)}: {error}") from error
 
-    def _config(self, source: Source) -> dict[str, Any]:
-        tensor = next(iter(source.values()))
-        return config_for(self.config, tensor.rpartition(".")[0])
+    def _config(self, source: Source, values_only: bool) -> dict[str, Any]:
+        role, tensor = next(iter(source.items()))
+        config = config_for(self.config, module_of(tensor, role))
+        return config | {VALUES_ONLY: True} if values_only else config
 
     def _read(self, source: Source, device: Any) -> dict[str, Tensor]:
         return {role: self.files.read(tensor, device) for role, tensor in source.items()}
@@ -305,7 +337,7 @@ class Checkpoint:
 
     def matrix(self, name: str, source: Source, dtype: torch.dtype, device: Any = "cpu") -> Tensor:
         """The values of one quantized matrix (N, K) outside the experts, in ``dtype``."""
-        weight = self.plan(name, ((source,),))
+        weight = self.plan(name, ((source,),), values_only=True)
         return self.load(weight, device=device, dtype=dtype).dequantize()[0]
 
 
@@ -322,8 +354,35 @@ def role_of(text: str) -> str:
     return f"weight_{text}" if f"weight_{text}" in ROLES else ""
 
 
+def add_tensor(source: Source, role: str, tensor: str, name: str) -> None:
+    """Add a tensor to those of one matrix of the weight ``name``, or raise ValueError."""
+    if role in source:
+        raise ValueError(
+            f"{tensor} must not be beside {source[role]}, because both are the {role} of {name}"
+        )
+    source[role] = tensor
+
+
+def module_of(tensor: str, role: str) -> str:
+    """The matrix that a tensor of this role belongs to: its name without what names the role."""
+    texts = [role, role.removeprefix("weight_"), *(a for a, r in ALIASES.items() if r == role)]
+    for end in (separator + text for text in texts for separator in "._"):
+        if tensor.endswith(end):
+            return tensor.removesuffix(end)
+    return tensor
+
+
 def experts_of(name: str, stacked: list[Source], single: list[dict[int, Source]]) -> tuple:
-    """[projection][expert] of the tensors found for a weight; ValueError if some are missing."""
+    """[projection][expert] of the tensors found for a weight.
+
+    Raises:
+        ValueError: some experts are missing, or there are stacks beside single ones.
+    """
+    if any(stacked) and any(single):
+        one = next(iter(next(filter(None, stacked)).values()))
+        raise ValueError(
+            f"{name} must be stored as stacks or expert by expert, got both, one of them {one}"
+        )
     if all(stacked):
         return tuple((source,) for source in stacked)
     numbers = sorted(set().union(*single))

@@ -1,5 +1,9 @@
 """Safetensors files of a checkpoint: which tensors there are, and reading them one at a time.
 
+A folder's ``model.safetensors.index.json`` says which tensor lies in which file. It is the truth:
+files and tensors that it does not name are left out, and what it names must be there. Without an
+index all files of the folder count, and none may repeat a tensor of another.
+
 Tensors are read into memory of their own, not mapped: what a process holds is then what it loaded,
 and a checkpoint several times as large as the memory can be quantized while it is read.
 """
@@ -8,6 +12,8 @@ from __future__ import annotations
 
 import json
 import math
+import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,14 +27,27 @@ _DTYPES = {
     "F16": torch.float16,
     "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
     "F8_E5M2": torch.float8_e5m2,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
     "F8_E8M0": torch.float8_e8m0fnu,
     "I64": torch.int64,
+    "U64": torch.uint64,
     "I32": torch.int32,
+    "U32": torch.uint32,
     "I16": torch.int16,
+    "U16": torch.uint16,
     "I8": torch.int8,
     "U8": torch.uint8,
     "BOOL": torch.bool,
+}
+
+INDEX = "model.safetensors.index.json"
+_CONFIGS = ("quantization_config", "compression_config")
+_OTHER_FILES = {  # where quantization_config stands but in config.json, and its quant_method
+    "hf_quant_config.json": "modelopt",
+    "quantize_config.json": "gptq",
+    "quant_config.json": "awq",
 }
 
 
@@ -50,20 +69,44 @@ class TensorFiles:
     """The tensors of safetensors files by name; only headers are read until `read`.
 
     Args:
-        path: a folder of ``*.safetensors`` files, one such file, or a list of them.
+        path: a folder of ``*.safetensors`` files; one such file or a list of them, which are taken
+            as they are given (an index beside them that names all of them still says which tensor
+            is in which); or an index.
+
+    Attributes:
+        files: those that count.
+        is_whole: whether they are a whole checkpoint, by its folder or index.
+        entries: the tensors by name.
+        unknown: names of tensors whose dtype torch lacks, with their files.
+        repeated: tensors that lie in one more file than the one in which the index has them; the
+            index's counts.
 
     Raises:
-        ValueError: there is none, a header is damaged, or a file is shorter than its header says.
+        ValueError: there is no file; the index is damaged or names a file or tensor that is not
+            there; files are numbered and one is missing; two hold the same tensor and no index
+            says which counts; a header is damaged, or a file is shorter than its header says. The
+            message names tensor and file.
     """
 
     def __init__(self, path: str | Path | list[str] | list[Path]):
         self.entries: dict[str, Entry] = {}
+        self.unknown: dict[str, Path] = {}
+        self.repeated: list[Entry] = []
         self.metadata: dict[str, str] = {}
-        self.files = _files(path)
+        self.files, index = _files_of(path)
+        self.is_whole = isinstance(path, (str, Path)) and self.files != [Path(path)]
+        listed = None if index is None else read_index(index)
         for file in self.files:
-            self._read_header(file)
+            self._read_header(file, listed)
+        given = set(self.files)
+        for name, file in (listed or {}).items():
+            if file in given and name not in self.entries and name not in self.unknown:
+                raise ValueError(
+                    f"{file} must hold {name}, which {index} says it does, got a file without it; "
+                    "download both again"
+                )
 
-    def _read_header(self, file: Path) -> None:
+    def _read_header(self, file: Path, listed: dict[str, Path] | None) -> None:
         size = file.stat().st_size
         with file.open("rb") as f:
             length = int.from_bytes(f.read(8), "little")
@@ -73,34 +116,42 @@ class TensorFiles:
                 )
             try:
                 header = json.loads(f.read(length))
-            except ValueError as error:
+                self.metadata.update(header.pop("__metadata__", None) or {})
+                found = [_entry(name, file, info, 8 + length) for name, info in header.items()]
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
                 raise ValueError(
-                    f"{file} must have a JSON header, got a damaged one: {error}"
+                    f"{file} must have a JSON header of a safetensors file, got a damaged one: "
+                    f"{error}"
                 ) from error
-        self.metadata.update(header.pop("__metadata__", None) or {})
-        for name, info in header.items():
-            if info["dtype"] not in _DTYPES:
-                continue  # of no use to experts, e.g. unsigned 64-bit counters
-            entry = Entry(
-                name,
-                file,
-                _DTYPES[info["dtype"]],
-                tuple(info["shape"]),
-                8 + length + info["data_offsets"][0],
-            )
-            end = 8 + length + info["data_offsets"][1]
-            if end > size or end - entry.begin != math.prod(entry.shape) * entry.dtype.itemsize:
+        for entry, end in found:
+            if isinstance(entry, str):
+                self.unknown[entry] = file
+                continue
+            count = _bytes(entry)
+            if end > size or end - entry.begin != count:
                 raise ValueError(
-                    f"{entry} must have {math.prod(entry.shape) * entry.dtype.itemsize} bytes "
-                    f"that end at or before {size}, the file's size, got {end - entry.begin} "
-                    f"that end at {end}: the file is truncated; download it again"
+                    f"{entry} must have {count} bytes that end at or before {size}, the file's "
+                    f"size, got {end - entry.begin} that end at {end}: the file is truncated; "
+                    "download it again"
                 )
-            self.entries[name] = entry
+            self._add(entry, listed)
+
+    def _add(self, entry: Entry, listed: dict[str, Path] | None) -> None:
+        if listed is None and entry.name in self.entries:
+            raise ValueError(
+                f"{entry.name} must be in one file, got it in {self.entries[entry.name].file} and "
+                f"in {entry.file}, and no {INDEX} says which counts; remove the one that is out "
+                "of date"
+            )
+        if listed is None or listed.get(entry.name) == entry.file:
+            self.entries[entry.name] = entry
+        elif entry.name in listed:
+            self.repeated.append(entry)
 
     def read(self, name: str, device: torch.device | str = "cpu") -> Tensor:
         """One tensor, read from its file."""
         entry = self.entries[name]
-        data = torch.empty(math.prod(entry.shape) * entry.dtype.itemsize, dtype=torch.uint8)
+        data = torch.empty(_bytes(entry), dtype=torch.uint8)
         with entry.file.open("rb") as f:
             f.seek(entry.begin)
             if data.numel() and f.readinto(data.numpy().data) != data.numel():
@@ -108,31 +159,148 @@ class TensorFiles:
         return data.view(entry.dtype).reshape(entry.shape).to(device)
 
 
-def _files(path: str | Path | list) -> list[Path]:
-    if isinstance(path, (list, tuple)):
-        return [Path(p) for p in path]
-    path = Path(path)
-    files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
+def _entry(name: str, file: Path, info: dict, data: int) -> tuple[Entry | str, int]:
+    """A tensor of a header and where it ends; its name alone if torch lacks the dtype."""
+    begin, end = info["data_offsets"]
+    if info["dtype"] not in _DTYPES:
+        return name, data + end
+    shape = tuple(info["shape"])
+    return Entry(name, file, _DTYPES[info["dtype"]], shape, data + begin), data + end
+
+
+def _bytes(entry: Entry) -> int:
+    return math.prod(entry.shape) * entry.dtype.itemsize
+
+
+def _files_of(path: str | Path | list) -> tuple[list[Path], Path | None]:
+    """The files that count, and the index that says which tensor is in which."""
+    path = [Path(p) for p in path] if isinstance(path, (list, tuple)) else Path(path)
+    if isinstance(path, list) or path.suffix == ".safetensors" and not path.is_dir():
+        files = path if isinstance(path, list) else [path]
+        check_files(files, "path")
+        named = (i for i in _indices(files[0].parent) if set(files) <= set(read_index(i).values()))
+        return files, next(named, None)
+    index = path if path.suffix == ".json" else _index_of(path)
+    if index is not None:
+        files = sorted(set(read_index(index).values()))
+        check_files(files, str(index))
+        return files, index
+    files = sorted(path.glob("*.safetensors"))
     if not files:
         raise ValueError(
             f"path must be a folder with *.safetensors files or such a file, got {path}"
         )
+    _check_numbers(files)
+    return files, None
+
+
+def check_files(files: Iterable[Path], named_by: str) -> None:
+    """Raise ValueError for files that are not there."""
+    missing = [str(file) for file in files if not file.is_file()]
+    if missing:
+        more = f" and {len(missing) - 4} more" if len(missing) > 4 else ""
+        raise ValueError(
+            f"all files that {named_by} names must be there, got none at "
+            f"{', '.join(missing[:4])}{more}; download them"
+        )
+
+
+def _indices(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*.safetensors.index*.json"))
+
+
+def _index_of(folder: Path) -> Path | None:
+    """The index of a folder, if it has one."""
+    if (folder / INDEX).is_file():
+        return folder / INDEX
+    found = [file for file in _indices(folder) if file.name.endswith(".safetensors.index.json")]
+    if len(found) > 1:
+        raise ValueError(
+            f"{folder} must have {INDEX} or one other index, got "
+            f"{', '.join(file.name for file in found)}; give the one that counts as path"
+        )
+    return found[0] if found else None
+
+
+def read_index(index: Path) -> dict[str, Path]:
+    """The file of each tensor; ValueError if the index is damaged."""
+    try:
+        listed = json.loads(index.read_text())["weight_map"]
+        paths = {file: index.parent / file for file in set(listed.values())}
+        files = {name: paths[file] for name, file in listed.items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"{index} must be JSON with a weight_map of tensors to files, got a damaged one: "
+            f"{error!r}; download it again"
+        ) from error
+    if not files:
+        raise ValueError(f"{index} must name files in its weight_map, got an empty one")
     return files
+
+
+def _check_numbers(files: list[Path]) -> None:
+    """Raise ValueError if one of ``model-00001-of-00003.safetensors`` and so on is missing."""
+    found: dict[tuple[str, int], set[int]] = {}
+    for file in files:
+        match = re.fullmatch(r"(.*?)(\d+)-of-(\d+)", file.stem)
+        if match:
+            key = match.group(1), int(match.group(3))
+            found.setdefault(key, set()).add(int(match.group(2)))
+    for (start, count), numbers in found.items():
+        first = 0 if 0 in numbers else 1
+        missing = sorted(set(range(first, first + count)) - numbers)
+        if missing:
+            raise ValueError(
+                f"{files[0].parent} must have {count} files {start}*-of-{count}.safetensors, got "
+                f"none of number {', '.join(map(str, missing[:8]))}; download them"
+            )
+
+
+def number_of_experts(folder: Path) -> int | None:
+    """How many experts a layer has, as config.json says; None where it says nothing certain."""
+    config = _json(folder / "config.json")
+    if quantization_config(folder).get("moe_sparsity_config"):
+        return None  # another number in each layer
+    names = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+    said = {c[name] for c in _parts(config) for name in names if isinstance(c.get(name), int)}
+    return said.pop() if len(said) == 1 else None
+
+
+def _json(file: Path) -> dict[str, Any]:
+    if not file.exists():
+        return {}
+    try:
+        found = json.loads(file.read_text())
+    except ValueError as error:
+        raise ValueError(f"{file} must be JSON, got a damaged file: {error}") from error
+    return found if isinstance(found, dict) else {}
+
+
+def _parts(config: dict) -> Iterable[dict]:
+    """A model's configuration and those of its parts, e.g. its text_config, outermost first."""
+    parts = [config]
+    for part in parts:
+        parts += [
+            p
+            for name, p in part.items()
+            if isinstance(p, dict) and name.endswith("_config") and name not in _CONFIGS
+        ]
+    return parts
 
 
 def quantization_config(folder: Path) -> dict[str, Any]:
     """What a checkpoint's own files say of its quantization; {} where they say nothing.
 
-    It stands in config.json, of multimodal models under text_config, or in ModelOpt's
-    hf_quant_config.json.
+    It stands in config.json, of multimodal models in that of a part such as text_config, or in a
+    file of the library that quantized: ModelOpt's hf_quant_config.json, AutoGPTQ's
+    quantize_config.json, AutoAWQ's quant_config.json.
     """
-    file = folder / "config.json"
-    config = json.loads(file.read_text()) if file.exists() else {}
-    for part in (config, config.get("text_config") or {}):
-        found = part.get("quantization_config") or part.get("compression_config")
+    for part in _parts(_json(folder / "config.json")):
+        for name in _CONFIGS:
+            if part.get(name):
+                return part[name]
+    for name, method in _OTHER_FILES.items():
+        found = _json(folder / name)
         if found:
-            return found
-    file = folder / "hf_quant_config.json"
-    if file.exists():
-        return {"quant_method": "modelopt"} | json.loads(file.read_text()).get("quantization", {})
+            return {"quant_method": method} | found.get("quantization", found)
     return {}

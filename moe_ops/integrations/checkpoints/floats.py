@@ -14,8 +14,9 @@ from moe_ops.integrations.checkpoints.common import (
     FLOATS,
     Config,
     Matrix,
-    activations,
+    check_weights,
     require,
+    scheme_of,
     shape_of,
 )
 
@@ -29,6 +30,10 @@ def describe_scale_inv(t: dict, config: Config) -> Matrix:
     *batch, n, k = shape_of(t, "weight")
     is_fp4 = t["weight"].dtype == torch.int8
     k *= 2 if is_fp4 else 1
+    if config.get("activation_scheme", "dynamic") != "dynamic":
+        raise ValueError(
+            f"activation_scheme must be 'dynamic', got {config['activation_scheme']!r}"
+        )
     powers_of_two = t["weight_scale_inv"].dtype in (torch.float8_e8m0fnu, torch.uint8)
     if is_fp4 or (powers_of_two and shape_of(t, "weight_scale_inv") == (*batch, n, k // 32)):
         e8m0 = torch.float8_e8m0fnu
@@ -37,10 +42,6 @@ def describe_scale_inv(t: dict, config: Config) -> Matrix:
     block = tuple(config.get("weight_block_size") or (128, 128))
     if block != (128, 128):
         raise ValueError(f"weight_block_size must be (128, 128), got {block}")
-    if config.get("activation_scheme", "dynamic") != "dynamic":
-        raise ValueError(
-            f"activation_scheme must be 'dynamic', got {config['activation_scheme']!r}"
-        )
     shape = (*batch, math.ceil(n / 128), math.ceil(k / 128))
     require(t, "weight_scale_inv", shape, *FLOATS, torch.float8_e8m0fnu, torch.uint8)
     return Matrix("fp8_block", n, k, tuple(batch))
@@ -58,63 +59,139 @@ def convert_scale_inv(t: dict[str, Tensor], config: Config) -> dict[str, Tensor]
 
 # --- compressed-tensors, and ModelOpt's fp8 --------------------------------------------------
 
+# what shares a weight's scale -> how activations are quantized -> scheme
+_FP8 = {
+    "tensor": {
+        "": "fp8_w8a16:tensor",
+        "float8 tensor dynamic": "fp8_tensor",
+        "float8 tensor static": "fp8_tensor_static",
+        "float8 token dynamic": "fp8_channel",  # the scale of a matrix is that of each row
+    },
+    "channel": {"": "fp8_w8a16:channel", "float8 token dynamic": "fp8_channel"},
+    "block": {"": "fp8_w8a16:block", "float8 group128 dynamic": "fp8_block"},
+    "group": {"float8 group32 dynamic": "mxfp8"},
+}
+_INT8 = {
+    "": "int8_w8a16:channel",
+    "int8 token dynamic": "int8_w8a8",
+    "int8 tensor static": "int8_w8a8_static",
+}
+_INT8_SCALES = {"tensor": _INT8, "channel": _INT8}
+_NATURAL = {"tensor": "tensor", "channel": "token", "block": "group128", "group": "group32"}
+
 
 def describe_scaled(t: dict, config: Config) -> Matrix:
-    """float-quantized (e4m3), int-quantized (int8): one scale a row, of fp8 also for a matrix."""
+    """float-quantized (e4m3), int-quantized (int8): a scale for a row, a matrix, a 128 x 128 block
+    of fp8 or 32 elements of a row (e8m0).
+    """
     *batch, n, k = shape_of(t, "weight")
-    acts = activations(config, {"dynamic": "input_scale" not in t})
-    static = acts is not None and acts.get("dynamic") is False
-    if t["weight"].dtype == torch.int8:
-        require(t, "weight_scale", (*batch, n, 1), *FLOATS)
-        if "weight_zero_point" in t:
-            raise ValueError("weight_zero_point must be absent: int8_w8a8 is symmetric")
-        name = "int8_w8a16:channel" if acts is None else "int8_w8a8"
-        return Matrix(f"{name}_static" if static else name, n, k, tuple(batch))
-    require(t, "weight", (*batch, n, k), torch.float8_e4m3fn)
-    scale = shape_of(t, "weight_scale")
-    if scale == (*batch, math.ceil(n / 128), math.ceil(k / 128)) and min(n, k) > 128:
-        return Matrix("fp8_w8a16:block" if acts is None else "fp8_block", n, k, tuple(batch))
-    if scale == (*batch, n, 1) and not static:
-        return Matrix("fp8_w8a16:channel" if acts is None else "fp8_channel", n, k, tuple(batch))
-    if math.prod(scale) == math.prod(batch):
-        name = "fp8_tensor_static" if static else "fp8_tensor"
-        return Matrix("fp8_w8a16:tensor" if acts is None else name, n, k, tuple(batch))
-    raise ValueError(
-        f"weight_scale must have one element, {(*batch, n, 1)} with activations that are not "
-        f"static, or one element for each 128 x 128 block, got {scale}"
+    element, schemes = ("int8", _INT8_SCALES) if _is_int8(t) else ("float8", _FP8)
+    shared = _shared_by(t, config)
+    if shared not in schemes:
+        raise ValueError(
+            f"weight_scale must have one element, {(*batch, n, 1)} or, of fp8, one for each "
+            f"128 x 128 block or, in e8m0, for each 32 of a row, got "
+            f"{shape_of(t, 'weight_scale')} {t['weight_scale'].dtype}"
+        )
+    check_weights(
+        config,
+        type=(element[:-1],),
+        num_bits=(8,),
+        symmetric=(True,),
+        strategy=(shared,),
+        block_structure=([128, 128], (128, 128), "128x128"),
+        group_size=(-1,) if shared != "group" else (32,),
     )
+    scheme = config.get("activation_scheme")
+    static = "input_scale" in t if scheme is None else scheme == "static"
+    natural = "token" if element == "int8" else _NATURAL[shared]
+    default = f"{element} tensor static" if static else f"{element} {natural} dynamic"
+    name = scheme_of(
+        t,
+        config,
+        schemes[shared],
+        f"{element} weights with a scale for a {shared}",
+        default=default,
+        input_scale="input_scale",
+    )
+    return Matrix(name, n, k, tuple(batch))
+
+
+def _is_int8(t: dict) -> bool:
+    return t["weight"].dtype == torch.int8
+
+
+def _shared_by(t: dict, config: Config) -> str:
+    """What shares a scale, by the scales' shape and dtype; "" for a shape that has no meaning."""
+    *batch, n, k = shape_of(t, "weight")
+    scale = shape_of(t, "weight_scale")
+    if t["weight_scale"].dtype in (torch.float8_e8m0fnu, torch.uint8):
+        return "group" if scale == (*batch, n, k // 32) and k % 32 == 0 else ""
+    if t["weight_scale"].dtype not in FLOATS:
+        return ""
+    rows, columns = math.ceil(n / 128), math.ceil(k / 128)
+    is_block = min(n, k) > 128 or (config.get("weights") or {}).get("strategy") == "block"
+    if scale in ((*batch, rows, columns), (*batch, rows, 1, columns, 1)) and is_block:
+        return "block"
+    if scale in ((*batch, n, 1), (*batch, n)):
+        return "channel"
+    return "tensor" if math.prod(scale) == math.prod(batch) else ""
 
 
 def convert_scaled(t: dict[str, Tensor], config: Config) -> dict[str, Tensor]:
     matrix = describe_scaled(t, config)
+    if "weight_zero_point" in t and t["weight_zero_point"].float().any():
+        raise ValueError("weight_zero_point must be zero: fp8 and int8 schemes are symmetric")
     scale = t["weight_scale"]
+    if matrix.scheme == "mxfp8":
+        return {"qdata": t["weight"], "scale": scale.view(torch.uint8)}
     if not matrix.scheme.startswith("int8_w8a16"):
         scale = scale.float()
     if matrix.scheme.startswith(("fp8_tensor", "fp8_w8a16:tensor")):
         scale = scale.reshape(matrix.batch)
+    elif _shared_by(t, config) == "tensor":
+        scale = scale.reshape(*matrix.batch, 1, 1).repeat_interleave(matrix.rows, -2)
+    elif _shared_by(t, config) == "channel":
+        scale = scale.reshape(*matrix.batch, matrix.rows, 1)
+    elif scale.dim() > t["weight"].dim():  # ModelOpt's blocks
+        scale = scale.squeeze(-1).squeeze(-2)
     parts = {"qdata": t["weight"], "scale": scale}
     if matrix.scheme.endswith("static"):
         parts["activation_scale"] = t["input_scale"].float().amax()
     return parts
 
 
+_NVFP4 = {
+    "": "nvfp4_w4a16",
+    "float4 tensor_group16 local": "nvfp4",
+    "float4 group16 static": "nvfp4",  # ModelOpt's words for it
+    "float4 tensor_group16 dynamic": "nvfp4",
+}
+
+
 def describe_nvfp4(t: dict, config: Config) -> Matrix:
-    qdata, global_scale = ("weight_packed", "weight_global_scale")
-    if qdata not in t:
-        qdata, global_scale = ("weight", "weight_scale_2")
+    names = ("weight_packed", "weight_global_scale", "input_global_scale")
+    if "weight_packed" not in t:
+        names = ("weight", "weight_scale_2", "input_scale")
+    qdata, global_scale, input_scale = names
     *batch, n, k = shape_of(t, qdata)
     k *= 2
     require(t, qdata, (*batch, n, k // 2), torch.uint8)
     require(t, "weight_scale", (*batch, n, k // 16), torch.float8_e4m3fn)
     if math.prod(shape_of(t, global_scale)) != math.prod(batch):
         raise ValueError(f"{global_scale} must have one element, got {shape_of(t, global_scale)}")
-    if config.get("group_size", 16) not in (16, None):
-        raise ValueError(f"group_size must be 16 for NVFP4, got {config['group_size']}")
-    if "weight_packed" in t:
-        quantized = activations(config, {} if "input_global_scale" in t else None) is not None
-    else:
-        quantized = "input_scale" in t
-    return Matrix("nvfp4" if quantized else "nvfp4_w4a16", n, k, tuple(batch))
+    strategies = ("tensor_group", "group")
+    check_weights(config, type=("float",), num_bits=(4,), symmetric=(True,), group_size=(16,))
+    check_weights(config, strategy=strategies)
+    name = scheme_of(
+        t,
+        config,
+        _NVFP4,
+        "NVFP4 weights",
+        default="float4 tensor_group16 local" if input_scale in t else "",
+        input_scale=input_scale,
+    )
+    return Matrix(name, n, k, tuple(batch))
 
 
 def convert_nvfp4(t: dict[str, Tensor], config: Config) -> dict[str, Tensor]:
@@ -128,7 +205,7 @@ def convert_nvfp4(t: dict[str, Tensor], config: Config) -> dict[str, Tensor]:
         parts = {"qdata": t["weight"], "scale": t["weight_scale"]}
         parts["global_scale"] = 1 / t["weight_scale_2"].float().reshape(matrix.batch)
         activation = t["input_scale"].float() if "input_scale" in t else None
-    if matrix.scheme == "nvfp4" and activation is not None:
+    if activation is not None:
         parts["activation_scale"] = activation.amax()
     return parts
 
@@ -147,14 +224,24 @@ def convert_blocks(t: dict[str, Tensor], config: Config) -> dict[str, Tensor]:
     return {"qdata": t["blocks"].flatten(-2), "scale": t["scales"]}
 
 
+_MXFP4 = {
+    "": "mxfp4_w4a16",
+    "float4 group32 dynamic": "mxfp4",
+    "float8 group32 dynamic": "mxfp4_mxfp8",
+    "float8 group128 dynamic": "mxfp4_w4a8",
+}
+
+
 def describe_mxfp4(t: dict, config: Config) -> Matrix:
     *batch, n, half = shape_of(t, "weight_packed")
     k = half * 2
     require(t, "weight_packed", (*batch, n, half), torch.uint8)
     require(t, "weight_scale", (*batch, n, k // 32), torch.uint8, torch.float8_e8m0fnu)
-    acts = activations(config)
-    bits = None if acts is None else acts.get("num_bits")
-    scheme = {None: "mxfp4_w4a16", 4: "mxfp4", 8: "mxfp4_mxfp8"}[bits]
+    for role in ("weight_zero_point", "weight_g_idx"):
+        if role in t:
+            raise ValueError(f"{role} must be absent: MXFP4 is symmetric and in ascending order")
+    check_weights(config, type=("float",), num_bits=(4,), symmetric=(True,), group_size=(32,))
+    scheme = scheme_of(t, config, _MXFP4, "MXFP4 weights", default="")
     return Matrix(scheme, n, k, tuple(batch))
 
 

@@ -13,7 +13,6 @@ Dimensions: N rows (outputs), K columns (inputs), g columns of one scale group.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -46,8 +45,12 @@ def format_of(tensors: dict, where: str) -> Format | None:
     """The format of the tensors of one matrix, by role; None for a plain floating-point weight.
 
     Raises:
-        ValueError: they are of no known format; the message names what there is.
+        ValueError: they are of no known format, or one is of no known role; the message names
+            what there is.
     """
+    for role in tensors:
+        if role not in ROLES:
+            raise ValueError(f"{role} beside {where} must be absent: {why_refused(role)}")
     for form in FORMATS:
         roles = {*form.required, *form.optional}
         if not set(form.required) <= tensors.keys() <= roles:
@@ -78,6 +81,13 @@ def _describe_weight_packed(t: dict, config: Config) -> Matrix:
 
 def _convert_weight_packed(t: dict[str, Tensor], config: Config) -> dict[str, Tensor]:
     is_words = t["weight_packed"].dtype == torch.int32
+    matrix = _describe_weight_packed(t, config)
+    shape = t["weight_shape"].flatten()[-2:].tolist() if "weight_shape" in t else None
+    if shape not in (None, [matrix.rows, matrix.columns]):
+        raise ValueError(
+            f"weight_shape must be {[matrix.rows, matrix.columns]}, as the packed elements are, "
+            f"got {shape}"
+        )
     return (integers.convert_packed if is_words else floats.convert_mxfp4)(t, config)
 
 
@@ -138,12 +148,14 @@ ROLES = tuple(sorted({role for f in FORMATS for role in (*f.required, *f.optiona
 ALIASES = {"scale": "weight_scale_inv", "qscale_weight": "weight_scale_inv"}
 
 
-def config_for(config: Config, module: str) -> Config:
-    """What a quantization_config says of one module: compressed-tensors has groups of them."""
-    for group in (config.get("config_groups") or {}).values():
-        for target in group.get("targets") or ["Linear"]:
-            pattern = target.removeprefix("re:")
-            matches = re.match(pattern, module) if target != pattern else module.endswith(target)
-            if matches or target == "Linear":
-                return {**config, **group}
-    return config
+_REFUSED = {
+    "pre_quant_scale": "AWQ's factors would have to multiply each column of the activations; "
+    "quantize without AWQ, or let the exporter fold them into what comes before",
+    "qdata": "moe_ops wrote this file; load it by from_pretrained or moe_ops.tensors.unflatten",
+}
+
+
+def why_refused(role: str) -> str:
+    """Why a tensor of this role beside a weight cannot be left out."""
+    known = next((why for end, why in _REFUSED.items() if role.endswith(end)), None)
+    return known or "moe_ops does not know how the weight depends on it"

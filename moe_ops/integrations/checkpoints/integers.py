@@ -15,8 +15,9 @@ from moe_ops.integrations.checkpoints.common import (
     FLOATS,
     Config,
     Matrix,
-    activations,
+    check_weights,
     require,
+    scheme_of,
     shape_of,
 )
 from moe_ops.integrations.checkpoints.packings import AWQ_ORDER, pack_nibbles, unpack_int32
@@ -53,6 +54,7 @@ def describe_packed(t: dict, config: Config) -> Matrix:
         raise ValueError(f"num_bits must be 4 or 8, got {bits}")
     if "weight_g_idx" in t or args.get("actorder") in ("group", "dynamic", True):
         raise ValueError(_ACT_ORDER.format("actorder"))
+    check_weights(config, type=("int",), strategy=("group", "channel"))
     *batch, n, words = shape_of(t, "weight_packed")
     k = words * 32 // bits
     require(t, "weight_packed", (*batch, n, words), torch.int32)
@@ -65,18 +67,9 @@ def describe_packed(t: dict, config: Config) -> Matrix:
         zp = ":zp"
     elif args.get("symmetric") is False:
         raise ValueError("weight_zero_point must be there: the checkpoint says symmetric is False")
-    acts = activations(config)
-    if acts is not None:
-        raise ValueError(
-            f"input_activations must be null beside packed {bits}-bit weights, got "
-            f"{acts.get('num_bits')}-bit {acts.get('type')} activations"
-        )
-    return Matrix(
-        f"int{bits}_w{bits}a16" + group_variant(k, groups, size, (32, 64, 128)) + zp,
-        n,
-        k,
-        tuple(batch),
-    )
+    name = f"int{bits}_w{bits}a16" + group_variant(k, groups, size, (32, 64, 128)) + zp
+    name = scheme_of(t, config, {"": name}, f"packed {bits}-bit weights", default="")
+    return Matrix(name, n, k, tuple(batch))
 
 
 def convert_packed(t: dict[str, Tensor], config: Config) -> dict[str, Tensor]:

@@ -12,14 +12,13 @@ from typing import Any
 
 from transformers import core_model_loading as loading
 
-from moe_ops.integrations.checkpoints.experts import Checkpoint
+from moe_ops.integrations.checkpoints.experts import BIAS, Checkpoint
 from moe_ops.integrations.checkpoints.formats import ALIASES, ROLES, format_of
 from moe_ops.integrations.transformers.layers import Layer
 from moe_ops.tensors import ExpertTensor
 
 # what `flatten` adds to the name of a quantized weight
 STORED = tuple(sorted({*ExpertTensor.tensor_data_names, *ExpertTensor.optional_tensor_data_names}))
-BIAS = "bias"  # GPTQ writes one for each matrix, of zeros where the model has none
 _COMPANIONS = tuple(role for role in ROLES if role != "weight")
 _START = r"(?<![a-zA-Z0-9_])"  # of a name's part: experts, but not shared_experts
 
@@ -126,6 +125,7 @@ def _bases(transform: loading.WeightConverter) -> list[str]:
 def _reader(
     bases: list[str], target: str, table: Table, roles: tuple[str, ...] = (*ROLES, BIAS)
 ) -> OwnReader:
+    # a bias: GPTQ writes one for each matrix, of zeros where the model has none
     patterns = []
     for projection, base in enumerate(bases):
         for role in (*roles, *ALIASES):

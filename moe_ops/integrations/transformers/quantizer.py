@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +25,16 @@ import moe_ops
 from moe_ops.integrations.checkpoints import files
 from moe_ops.integrations.checkpoints.common import FLOATS
 from moe_ops.integrations.checkpoints.experts import (
+    BIAS,
     Checkpoint,
     Source,
     Weight,
+    add_tensor,
     experts_of,
+    module_of,
     scheme_for,
 )
+from moe_ops.integrations.checkpoints.formats import ROLES, why_refused
 from moe_ops.integrations.transformers import conversions
 from moe_ops.integrations.transformers import layers as layers_of
 from moe_ops.integrations.transformers.config import METHOD, MoeOpsConfig
@@ -40,6 +45,11 @@ from moe_ops.ops.relayout import natural as in_natural_layout
 from moe_ops.schemes import get_scheme
 from moe_ops.tensors import ExpertTensor, check_quantizable, flatten, unflatten
 from moe_ops.tensors.checks import check_groups
+
+# of attention's cache, or of its products: no weight depends on them
+_OF_THE_CACHE = {f"{of}_{what}" for of in "qkv" for what in ("scale", "zero_point", "bias")}
+_OF_THE_CACHE |= {"output_scale", "output_zero_point"}
+_SCALES = {*ROLES, "pre_quant_scale"} - {"weight"}
 
 
 @auto.register_quantizer(METHOD)
@@ -88,9 +98,15 @@ class MoeOpsQuantizer(HfQuantizer):
             )
         if isinstance(device_map, dict) and "disk" in device_map.values():
             raise ValueError("device_map must not have 'disk', got one: offload to 'cpu' instead")
+        _check_index(Path(checkpoint_files[0]))
         config = files.quantization_config(Path(checkpoint_files[0]).parent)
         self._own_names = config.get("quant_method") == METHOD
         self._checkpoint = Checkpoint(list(checkpoint_files), {} if self._own_names else config)
+        for entry in self._checkpoint.files.repeated:
+            raise ValueError(
+                f"{entry} must not be there, because the index has it in another file and "
+                "transformers reads both; remove the one that is out of date"
+            )
         self._layers = {
             layer.parameter_name(name): (layer, name)
             for layer in layers_of.find(model)
@@ -117,24 +133,36 @@ class MoeOpsQuantizer(HfQuantizer):
         state = model.state_dict()
         found: dict[str, dict[str, tuple[int, str]]] = {}
         foreign: set[str] = set()
-        for tensor in sorted(self._opened.files.entries, key=loading.dot_natural_key):
+        modules: dict[str, bool] = {}  # that tensors were found for, and whether we read them
+        unclaimed: dict[str, str] = {}  # tensor -> its name in the model
+        tensors = [*self._opened.files.entries, *self._opened.files.unknown]
+        for tensor in sorted(tensors, key=loading.dot_natural_key):
             target, pattern = loading.rename_source_key(
                 tensor, renamings, converters, model.base_model_prefix, state
             )
-            if target in state and pattern in table:
+            if tensor in self._opened.files.unknown:
+                unclaimed[tensor] = target
+            elif target in state and pattern in table:
                 found.setdefault(target, {})[tensor] = table[pattern]
+                modules[module_of(tensor, table[pattern][1])] = True
             elif target in state:
                 self._check_plain(tensor, state[target])
                 foreign.add(target)
+                modules.setdefault(tensor.removesuffix(".weight"), False)
             elif pattern in table:
                 self._check_unclaimed(tensor, renamings, converters)
-        for target, tensors in found.items():
-            if target in self._layers:
-                self._assign_weight(target, tensors)
             else:
-                source = {role: tensor for tensor, (_, role) in tensors.items()}
+                unclaimed[tensor] = target
+        self._check_companions(model, modules, unclaimed)
+        for target, sources in found.items():
+            if target in self._layers:
+                self._assign_weight(target, sources)
+            else:
+                source: Source = {}
+                for tensor, (_, role) in sources.items():
+                    add_tensor(source, role, tensor, target)
                 self._matrices[target] = source
-                self._opened.plan(target, ((source,),))
+                self._opened.plan(target, ((source,),), values_only=True)
         for target in self._layers:
             if target not in found and target not in foreign:
                 raise ValueError(f"{target} must be in the checkpoint, got no tensor for it")
@@ -153,6 +181,29 @@ class MoeOpsQuantizer(HfQuantizer):
                 f"{entry} must be a plain weight or have scales of a known name beside it, got "
                 f"{entry.dtype}"
             )
+
+    def _check_companions(
+        self, model: Any, modules: dict[str, bool], unclaimed: dict[str, str]
+    ) -> None:
+        """Raise for tensors that nobody would read although a weight depends on them."""
+        entries, unknown = self._opened.files.entries, self._opened.files.unknown
+        ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
+        owners = tuple({target.rpartition(".")[0] + "." for target in self._layers})
+        for tensor, target in unclaimed.items():
+            names = [m.span() for m in re.finditer(r"[.]|_(?!.*[.])", tensor)]
+            beside = next(((i, j) for i, j in names if tensor[:i] in modules), None)
+            role = tensor[beside[1] :] if beside else tensor.rpartition(".")[2]
+            in_experts = target.startswith(owners)
+            ours = in_experts or (beside and modules[tensor[: beside[0]]])
+            if any(re.search(pattern, tensor) for pattern in ignored):
+                continue
+            if ours and role == BIAS and tensor in entries:
+                self._check_zero(tensor, "matrices of this name")
+            elif not in_experts and role in _OF_THE_CACHE:
+                continue
+            elif ours or (beside and role in _SCALES):
+                where = entries.get(tensor) or f"{tensor} in {unknown[tensor]}"
+                raise ValueError(f"{where} must be absent: {why_refused(role)}")
 
     def _check_unclaimed(self, tensor: str, renamings: list, converters: list) -> None:
         """Raise for a quantized tensor that transformers would join or split by its own
@@ -174,14 +225,15 @@ class MoeOpsQuantizer(HfQuantizer):
         stacked: list[Source] = [{} for _ in range(count)]
         single: list[dict[int, Source]] = [{} for _ in range(count)]
         for tensor, (projection, role) in tensors.items():
-            if role == conversions.BIAS:
-                self._check_zero(tensor)
+            if role == BIAS:
+                self._check_zero(tensor, "experts")
                 continue
             number = conversions.expert_number(tensor)
             if number is None:
-                stacked[projection][role] = tensor
+                source = stacked[projection]
             else:
-                single[projection].setdefault(number, {})[role] = tensor
+                source = single[projection].setdefault(number, {})
+            add_tensor(source, role, tensor, target)
         layer, name = self._layers[target]
         expected = tuple(layer.natural_weight(name).shape)
         sources = experts_of(target, stacked, single)
@@ -200,10 +252,10 @@ class MoeOpsQuantizer(HfQuantizer):
             check_scheme_fits(target, scheme, weight.shape)
         self._weights[target] = weight
 
-    def _check_zero(self, tensor: str) -> None:
+    def _check_zero(self, tensor: str, owner: str) -> None:
         if self._opened.files.read(tensor).any():
             raise ValueError(
-                f"{self._opened.files.entries[tensor]} must be zero: the model's experts have no "
+                f"{self._opened.files.entries[tensor]} must be zero: the model's {owner} have no "
                 "bias"
             )
 
@@ -230,8 +282,8 @@ class MoeOpsQuantizer(HfQuantizer):
         """Read a parameter and set it. ``tensors``: what transformers would call to read each
         itself.
         """
-        entries = self._opened.files.entries
-        smallest = min(tensors, key=lambda name: _bytes(entries[name]))
+        entries = self._opened.files.entries  # without those that the index does not name
+        smallest = min(tensors.keys() & entries.keys(), key=lambda name: _bytes(entries[name]))
         device = tensors[smallest]().device  # transformers' device map, applied
         if target in self._matrices:
             value = self._read_matrix(model, target, device)
@@ -385,6 +437,18 @@ def check_scheme_fits(name: str, scheme: str, shape: tuple[int, int, int]) -> No
             "carries them"
         )
     check_groups(name, shape, found)
+
+
+def _check_index(file: Path) -> None:
+    """Raise ValueError if transformers chose a file that the folder's index does not name."""
+    index = file.parent / files.INDEX
+    if file.name == "model.safetensors" and index.is_file():
+        named = set(files.read_index(index).values())
+        if file not in named:
+            raise ValueError(
+                f"{file} must be named by {index}, got one that names {min(named).name} and "
+                "others; remove the one of the two that is out of date"
+            )
 
 
 def _metadata_key(source: Source) -> str:

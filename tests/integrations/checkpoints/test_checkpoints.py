@@ -259,9 +259,18 @@ BAD = {
         r"expert.*gate and up",
     ),
     "not stored alike": (
+        Packed(),
+        lambda t: [
+            t.update({f"{PREFIX}.0.up_proj.{p}": v})
+            for p, v in Packed(symmetric=False, group=32).matrix(I, K)[0].items()
+        ],
+        "0.up_proj.* must be stored like .*0.gate_proj.*int4_w4a16:g32 with 256 columns, got "
+        "int4_w4a16:g32:zp",
+    ),
+    "no scale of activations": (
         NVFP4(modelopt=True),
         lambda t: [t.pop(f"{PREFIX}.{e}.up_proj.input_scale") for e in range(E)],
-        "0.up_proj.* must be stored like .*0.gate_proj.*nvfp4 with 256 columns, got nvfp4_w4a16",
+        "0.up_proj.weight in .*: input_scale must be there: .* quantized by it, scheme 'nvfp4'",
     ),
 }
 

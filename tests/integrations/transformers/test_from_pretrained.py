@@ -489,6 +489,113 @@ def test_biases_that_gptq_writes_for_every_matrix(tmp_path):
         load(tmp_path)
 
 
+def test_biases_of_other_matrices_and_scales_of_the_cache(tmp_path):
+    """GPTQ writes zero biases for attention too; scales of keys and values change no weight."""
+    original, name = qwen(), "model.layers.0.self_attn.k_proj"
+    requantize(tmp_path, GPTQ(), original)
+    zero = {f"{name}.bias": torch.zeros(128), f"{name}.k_scale": torch.ones(1)}
+    rewrite(tmp_path, lambda t: t.update(zero))
+    assert relative(logits(load(tmp_path)), logits(original)) < 1e-5
+    rewrite(tmp_path, lambda t: t.update({f"{name}.bias": torch.ones(128)}))
+    with pytest.raises(ValueError, match=f"{name}.bias in .* must be zero: the model's matrices"):
+        load(tmp_path)
+
+
+BESIDE = {
+    "expert": (f"{LAST}.up_proj.pre_quant_scale", "AWQ's factors"),
+    "stack": ("model.layers.1.mlp.experts.gate_up_proj_pre_quant_scale", "AWQ's factors"),
+    "attention": ("model.layers.0.self_attn.o_proj.pre_quant_scale", "AWQ's factors"),
+    "outputs": (f"{LAST}.up_proj.output_scale", "does not know how the weight depends"),
+    "low rank": (f"{LAST}.down_proj.svdquant_lora_a", "does not know how the weight depends"),
+    "plain": ("model.layers.0.mlp.gate.weight_scale", "does not know how the weight depends"),
+}
+
+
+@pytest.mark.parametrize("case", BESIDE)
+def test_tensors_beside_weights_are_refused_by_name(case, tmp_path):
+    name, reason = BESIDE[case]
+    requantize(tmp_path, copy.deepcopy(WRITERS["modelopt_nvfp4"]), qwen())
+    rewrite(tmp_path, lambda t: t.update({name: torch.ones(H)}))
+    with pytest.raises(ValueError, match=f"{name} in .*safetensors must be absent: .*{reason}"):
+        load(tmp_path)
+
+
+def test_factors_beside_plain_experts(tmp_path):
+    save_plain(qwen(), tmp_path)
+    rewrite(tmp_path, lambda t: t.update({f"{LAST}.up_proj.pre_quant_scale": torch.ones(H)}))
+    with pytest.raises(ValueError, match=f"{LAST}.up_proj.pre_quant_scale in .* must be absent"):
+        load(tmp_path, "int8_w8a16")
+
+
+def test_groups_of_attention_and_experts(tmp_path):
+    """The first group's class also fits the experts, which the second one names."""
+    writer, original = copy.deepcopy(WRITERS["ct_int4"]), qwen()
+    group = writer.config["config_groups"]["group_0"]
+    other = {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True}
+    names = ["re:.*experts.*", "re:.*self_attn.*"]
+    writer.config["config_groups"] = {
+        "group_0": {"targets": ["Linear"], "weights": other},
+        "group_1": group | {"targets": names},
+    }
+    requantize(tmp_path, writer, original)
+    loaded = load(tmp_path)
+    assert {w.scheme for w in weights_of(loaded).values()} == {"int4_w4a16:g32"}
+    assert relative(logits(loaded), logits(original)) < 1e-5
+
+
+def test_activations_of_matrices_that_become_plain_do_not_matter(tmp_path):
+    """Attention whose activations have one scale, for which no scheme is named; experts whose
+    have."""
+    writer, original = copy.deepcopy(WRITERS["ct_fp8"]), qwen()
+    experts = writer.config["config_groups"]["group_0"]
+    attention = experts | {
+        "input_activations": experts["input_activations"] | {"strategy": "tensor"}
+    }
+    groups = {"group_0": attention, "group_1": experts | {"targets": ["re:.*experts.*"]}}
+    writer.config["config_groups"] = groups
+    requantize(tmp_path, writer, original)
+    assert relative(logits(load(tmp_path, writer.weight_only)), logits(original)) < 1e-5
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"]["config_groups"] = {"group_0": attention}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=r"experts.0.\w+.weight in .*got 'float8 tensor dynamic'"):
+        load(tmp_path)
+
+
+def test_the_index_is_the_truth(tmp_path):
+    """As for `Checkpoint`: tests/integrations/checkpoints/test_files.py."""
+    original = mixtral()
+    with torch.no_grad():
+        for p in original.parameters():
+            p.copy_(p.bfloat16())
+    original.save_pretrained(tmp_path, max_shard_size="400KB")
+    index = tmp_path / "model.safetensors.index.json"
+    listed = json.loads(index.read_text())["weight_map"]
+    shards = sorted(set(listed.values()))
+    expert = next(n for n in listed if ".experts.1." in n)
+    stale = {expert: torch.zeros_like(files.load_file(tmp_path / listed[expert])[expert])}
+    want = load(tmp_path, "int8_w8a16")
+    files.save_file(stale, tmp_path / "old.safetensors")
+    got = load(tmp_path, "int8_w8a16")
+    assert all(torch.equal(w.qdata, weights_of(got)[n].qdata) for n, w in weights_of(want).items())
+
+    other = tmp_path / next(file for file in shards if file != listed[expert])
+    kept = files.load_file(other)
+    files.save_file(kept | stale, other, {"format": "pt"})
+    with pytest.raises(ValueError, match=f"{expert} in .*{other.name} must not be there, because"):
+        load(tmp_path, "int8_w8a16")
+    other.unlink()
+    with pytest.raises(ValueError, match=f"must be there, got none at .*{other.name}"):
+        load(tmp_path, "int8_w8a16")
+    files.save_file(kept, other, {"format": "pt"})
+
+    files.save_file(
+        stale, tmp_path / "model.safetensors", {"format": "pt"}
+    )  # transformers' choice
+    with pytest.raises(ValueError, match=r"model.safetensors must be named by .*index.json, got"):
+        load(tmp_path, "int8_w8a16")
+
+
 def test_offloaded_and_dequantized(tmp_path):
     accelerate = pytest.importorskip("accelerate")
     save_plain(mixtral(), tmp_path)

@@ -1,0 +1,401 @@
+"""What a checkpoint's quantization_config says of one matrix.
+
+Each library that quantizes has its own fields. Of each field a `Family` knows whether the formats
+read it, which values of it moe_ops can follow, or that no weight depends on it. Anything else is
+refused by name, so that nothing a checkpoint says is dropped in silence.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from moe_ops.integrations.checkpoints.common import Config
+
+_REMEDY = (
+    "; if no weight depends on it, leave it out of config.json or of "
+    "Checkpoint(path, quantization_config=...), where {} lets the tensors alone tell"
+)
+_SILENT = " ".join(
+    (
+        # which matrices are quantized: their tensors tell
+        "modules_to_not_convert modules_to_convert ignored_layers modules_in_block_to_quantize",
+        "block_name_to_quantize to_quant_block_names module_name_preceding_first_block",
+        "lm_head quant_lm_head",
+        # what attention keeps in its cache
+        "kv_cache_scheme kv_cache_quant_algo kv_cache_quant_method static_kv_dtype",
+        # how transformers loads it, and by which kernels it runs there
+        "dequantize run_compressed use_optimized_inference backend use_exllama disable_exllama",
+        "exllama_config use_cuda_fp16 do_fuse fuse_max_seq_len modules_to_fuse max_input_length",
+        # how the weights were found, and by whom
+        "tokenizer dataset damp_percent damp_auto_increment true_sequential static_groups",
+        "act_group_aware mse model_seqlen batch_size pad_token_id cache_block_outputs meta",
+        "quantizer model_name_or_path model_file_base_name producer provider autoround_version",
+        "iters lr minmax_lr nsamples seqlen low_gpu_mem_usage low_cpu_mem_usage amp model_free",
+        "gradient_accumulate_steps enable_quanted_input enable_minmax_tuning",
+        "enable_norm_bias_tuning enable_alg_ext quantization_status global_compression_ratio",
+        "v2 v2_alpha parallel_packing",
+    )
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Family:
+    """The fields of one quant_method.
+
+    ``used``: the formats, or ``resolve``, read them. ``fixed``: the values that moe_ops follows.
+    ``silent``: no weight depends on them. ``resolve`` makes of them what holds for one module, and
+    raises ValueError for what it cannot follow.
+    """
+
+    used: str
+    fixed: dict[str, tuple[Any, ...]] = field(default_factory=dict)
+    silent: str = _SILENT
+    resolve: Callable[[Config, str], Config] = lambda config, module: config
+
+    @cached_property
+    def known(self) -> set[str]:
+        return {*self.used.split(), *self.silent.split(), *self.fixed}
+
+
+def config_for(config: Config, module: str) -> Config:
+    """What a quantization_config says of one quantized matrix.
+
+    Args:
+        config: of the whole checkpoint; {} where it has none, whose tensors alone then tell.
+        module: name of the matrix in the checkpoint, e.g. "model.layers.0.mlp.experts.3.up_proj".
+
+    Returns:
+        The fields that the formats read. A compressed-tensors or ModelOpt configuration has
+        "weights" and "input_activations", as compressed-tensors' QuantizationArgs.
+
+    Raises:
+        ValueError: a method or field that moe_ops does not know or cannot follow, or none that is
+            meant for this matrix.
+    """
+    if not config:
+        return {}
+    family = _family_of(config)
+    _check_fields(config, family, "quantization_config")
+    return family.resolve(config, module)
+
+
+def check_transforms(config: Config) -> None:
+    """Raise ValueError if activations must be rotated, of plain weights too."""
+    groups = (config.get("transform_config") or {}).get("config_groups") or {}
+    for name, group in groups.items():
+        for applied in group.get("apply") or []:
+            if applied.get("location") not in ("weight_input", "weight_output"):
+                raise ValueError(
+                    f"transform_config must change weights alone, got {name!r} "
+                    f"({group.get('type')}) at location {applied.get('location')!r}, which every "
+                    "call would have to apply to activations; moe_ops has no such transforms"
+                )
+
+
+def _family_of(config: Config) -> Family:
+    method = config.get("quant_method")
+    if method is None:  # a description without its author's name
+        known = (f for f in FAMILIES.values() if {k for k, v in config.items() if v} <= f.known)
+        found = next(known, None)
+    else:
+        found = FAMILIES.get(str(method).lower())
+    if found is None:
+        raise ValueError(
+            f"quant_method must be one of {', '.join(map(repr, FAMILIES))} to use quantized "
+            f"weights, got {method!r} with {', '.join(config)}{_REMEDY}"
+        )
+    return found
+
+
+def _check_fields(config: Config, family: Family, where: str) -> None:
+    known = family.known
+    for name, value in config.items():
+        if name == "quant_method":
+            continue
+        if name in family.fixed:
+            allowed = family.fixed[name]
+            value = value.lower() if isinstance(value, str) else value
+            if value is not None and value not in allowed:
+                raise ValueError(
+                    f"{name} of {where} must be {' or '.join(map(repr, allowed))}, got "
+                    f"{config[name]!r}"
+                )
+        elif name not in known and value not in (None, "", [], {}):
+            raise ValueError(
+                f"{name} of {where} must be a field that moe_ops knows, got {value!r}{_REMEDY}"
+            )
+
+
+# --- compressed-tensors -----------------------------------------------------------------------
+
+_ARGS = Family(
+    used="num_bits type symmetric group_size strategy block_structure dynamic actorder",
+    silent="observer observer_kwargs scale_dtype zp_dtype",  # stored tensors have their dtypes
+)
+_GROUP = Family(
+    used="targets weights input_activations output_activations",
+    fixed={
+        "format": (
+            "dense",
+            "int-quantized",
+            "float-quantized",
+            "naive-quantized",
+            "pack-quantized",
+            "nvfp4-pack-quantized",
+            "mxfp4-pack-quantized",
+            "mxfp8-quantized",
+        )
+    },
+    silent="",
+)
+
+
+def _classes(module: str) -> tuple[str, ...]:
+    """Names of the torch.nn classes of a quantized module."""
+    return ("Embedding" if "embed" in module.rpartition(".")[2] else "Linear", "Module")
+
+
+def _is_match(module: str, target: str) -> bool:
+    """compressed-tensors' match_name: the whole name, or a regular expression from its start."""
+    if target.startswith("re:"):
+        return re.match(target.removeprefix("re:"), module) is not None
+    return target == module
+
+
+def _compressed_tensors(config: Config, module: str) -> Config:
+    """The group whose target names a module most specifically.
+
+    As compressed-tensors' apply_quantization_config has it: names before regular expressions, both
+    in alphabetical order, before classes; of a target that several groups have, the last one's
+    group. A module that ``ignore`` names is not quantized.
+    """
+    check_transforms(config)
+    form = (config.get("sparsity_config") or {}).get("format", "dense")
+    method = (config.get("moe_sparsity_config") or {}).get("method", "prune")
+    if form != "dense" or method != "prune":
+        raise ValueError(
+            "sparsity_config and moe_sparsity_config must leave the experts dense, got format "
+            f"{form!r} and method {method!r}"
+        )
+    for target in config.get("ignore") or []:
+        if _is_match(module, target) or target in _classes(module):
+            raise ValueError(
+                f"ignore of quantization_config must not name {module}, whose tensors are "
+                f"quantized, got {target!r}"
+            )
+    groups: dict[str, str] = {}  # target -> name of its group
+    for name, group in (config.get("config_groups") or {}).items():
+        if not isinstance(group, dict):
+            raise ValueError(
+                f"config_groups[{name!r}] must describe weights and activations, got {group!r}; "
+                "write out the preset"
+            )
+        groups |= {target: name for target in group.get("targets") or []}
+    ordered = sorted(groups, key=lambda target: ("re:" in target, target))
+    found = [t for t in ordered if _is_match(module, t)] + [
+        t for t in ordered if t in _classes(module)
+    ]
+    if not found:
+        raise ValueError(
+            f"config_groups must have a group for {module}, whose tensors are quantized, got "
+            f"targets {', '.join(map(repr, ordered)) or 'of none'}"
+        )
+    name = groups[found[0]]
+    return config | _check_group(config["config_groups"][name], f"config_groups[{name!r}]")
+
+
+def _check_group(group: Config, where: str) -> Config:
+    group = {"weights": None, "input_activations": None} | group
+    _check_fields(group, _GROUP, where)
+    for name in ("weights", "input_activations"):
+        _check_fields(group[name] or {}, _ARGS, f"{name} of {where}")
+    if group["weights"] is None:
+        raise ValueError(f"weights of {where} must say how they are quantized, got null")
+    if group["weights"].get("dynamic"):
+        raise ValueError(
+            f"dynamic of weights of {where} must be False, got {group['weights']['dynamic']!r}"
+        )
+    if group.get("output_activations"):
+        raise ValueError(
+            f"output_activations of {where} must be null: moe_ops does not quantize what a matrix "
+            f"product returns, got {group['output_activations']}"
+        )
+    return group
+
+
+# --- ModelOpt ---------------------------------------------------------------------------------
+
+
+def _args(kind: str, bits: int, strategy: str, size: int | None = None, **others: Any) -> Config:
+    args = {"type": kind, "num_bits": bits, "strategy": strategy, "dynamic": False}
+    return args | ({} if size is None else {"group_size": size}) | others
+
+
+_NVFP4 = _args("float", 4, "tensor_group", 16)
+_FP8_BLOCK = _args("float", 8, "block", block_structure=[128, 128])
+_MXFP8 = _args("float", 8, "group", 32)
+# quant_algo -> weights and input_activations. AWQ's pre_quant_scale is a tensor, and refused as
+# such; where ModelOpt could move it to the norm before, the weights are ordinary ones.
+_ALGORITHMS: dict[str, tuple[Config, Config | None]] = {
+    "FP8": (_args("float", 8, "tensor"), _args("float", 8, "tensor")),
+    "FP8_PER_CHANNEL_PER_TOKEN": (
+        _args("float", 8, "channel"),
+        _args("float", 8, "token", dynamic=True),
+    ),
+    "FP8_PB_WO": (_FP8_BLOCK, None),
+    "NVFP4": (_NVFP4, _NVFP4 | {"dynamic": "local"}),
+    "NVFP4_AWQ": (_NVFP4, _NVFP4 | {"dynamic": "local"}),
+    "W4A16_NVFP4": (_NVFP4, None),
+    "MXFP8": (_MXFP8, _MXFP8 | {"dynamic": True}),
+}
+
+
+def _modelopt(config: Config, module: str) -> Config:
+    """By quant_algo, of MIXED_PRECISION by that of the module in quantized_layers."""
+    nested = config.get("quantization") or {}  # of a whole hf_quant_config.json
+    _check_fields(nested, MODELOPT, "quantization")
+    config = config | nested
+    check_transforms(config)
+    for pattern in (config.get("ignore") or []) + (config.get("exclude_modules") or []):
+        if fnmatch.fnmatchcase(module, pattern):
+            raise ValueError(
+                f"exclude_modules of quantization_config must not name {module}, whose tensors "
+                f"are quantized, got {pattern!r}"
+            )
+    algorithm = config.get("quant_algo")
+    if algorithm is None and config.get("config_groups"):
+        return _compressed_tensors(config, module)
+    if str(algorithm).upper() == "MIXED_PRECISION":
+        layers = config.get("quantized_layers") or {}
+        names = [module.rsplit(".", i)[0] for i in range(module.count(".") + 1)]
+        name = next((name for name in names if name in layers), None)
+        if name is None:
+            raise ValueError(
+                f"quantized_layers must name {module}, whose tensors are quantized, got "
+                f"{len(layers)} other names"
+            )
+        _check_fields(layers[name], MODELOPT, f"quantized_layers[{name!r}]")
+        config = config | layers[name]
+        algorithm = config.get("quant_algo")
+    found = _ALGORITHMS.get(str(algorithm).upper())
+    if found is None:
+        raise ValueError(
+            f"quant_algo of {module} must be one of {', '.join(map(repr, _ALGORITHMS))}, got "
+            f"{algorithm!r}{_REMEDY}"
+        )
+    size = found[0].get("group_size")
+    if config.get("group_size") not in (None, 0, size):
+        raise ValueError(
+            f"group_size of {module} must be {size} for {algorithm}, got {config['group_size']}"
+        )
+    return config | {"weights": found[0], "input_activations": found[1]}
+
+
+# --- GPTQ, AWQ, AutoRound ---------------------------------------------------------------------
+
+
+def _gptq(config: Config, module: str) -> Config:
+    """GPTQModel's ``dynamic``: the first pattern that a name begins with changes its fields; those
+    that leave modules out, "-:", come before the others.
+    """
+    form = config.get("checkpoint_format") or config.get("format") or "gptq"
+    dynamic = config.get("dynamic") or {}
+    for pattern in sorted(dynamic, key=lambda pattern: not pattern.startswith("-")):
+        changed = dynamic[pattern]
+        if not re.match(pattern[2:] if pattern[:2] in ("+:", "-:") else pattern, module):
+            continue
+        if pattern.startswith("-:"):
+            raise ValueError(
+                f"dynamic of quantization_config must not leave out {module}, whose tensors are "
+                f"quantized, got {pattern!r}"
+            )
+        _check_fields(changed, GPTQ, f"dynamic[{pattern!r}]")
+        config = config | changed
+        break
+    return config | {"checkpoint_format": str(form).lower()}
+
+
+def _auto_round(config: Config, module: str) -> Config:
+    """AutoRound packs as GPTQ or AWQ; ``extra_config`` changes fields of single modules, by their
+    whole names or by regular expressions, which have characters that no name has.
+    """
+    extra = config.get("extra_config") or {}
+    patterns = (p for p in extra if set(p) & set("*+?^$()[]{}|\\") and re.search(p, module))
+    changed: Config = extra.get(module) or extra.get(next(patterns, ""), {})
+    _check_fields(changed, AUTO_ROUND, f"extra_config of {module}")
+    config = config | changed
+    packing = str(config.get("packing_format", "auto_round:auto_gptq")).lower()
+    return config | {"quant_method": "awq" if packing.endswith("awq") else "gptq"}
+
+
+_INTEGERS = {"pack_dtype": ("int32",), "is_marlin_format": (False,)}
+_GPTQ_FORMATS = ("gptq", "gptq_v2")
+GPTQ = Family(
+    used="bits group_size desc_act sym dynamic",
+    fixed=_INTEGERS | {"checkpoint_format": _GPTQ_FORMATS, "format": _GPTQ_FORMATS},
+    resolve=_gptq,
+)
+AUTO_ROUND = Family(
+    used="bits group_size sym extra_config",
+    fixed={
+        "packing_format": (
+            "auto_round:auto_gptq",
+            "auto_round:gptq",
+            "auto_gptq",
+            "auto_round:auto_awq",
+            "auto_round:awq",
+            "auto_awq",
+        ),
+        "data_type": ("int",),
+        "act_bits": (16, 32),
+        "desc_act": (False,),
+    },
+    silent=f"{_SILENT} act_data_type act_dynamic act_group_size act_sym scale_dtype "
+    "supported_types",
+    resolve=_auto_round,
+)
+MODELOPT = Family(
+    used="""
+        quant_algo group_size config_groups ignore exclude_modules quantized_layers quantization
+        transform_config
+    """,
+    fixed={"has_zero_point": (False,)},
+    silent=f"{_SILENT} pre_quant_scale",  # a tensor of that name tells
+    resolve=_modelopt,
+)
+FAMILIES = {
+    "fp8": Family(
+        used="activation_scheme weight_block_size scale_fmt",
+        fixed={"fmt": ("e4m3", "float8_e4m3fn"), "expert_dtype": ("fp8", "fp4")},
+    ),
+    "mxfp4": Family(used=""),
+    "compressed-tensors": Family(
+        used="config_groups ignore transform_config sparsity_config moe_sparsity_config",
+        fixed={"format": (*_GROUP.fixed["format"], "mixed-precision")},
+        silent=f"{_SILENT} version",
+        resolve=_compressed_tensors,
+    ),
+    "modelopt": MODELOPT,
+    "modelopt_fp4": MODELOPT,
+    "modelopt_fp8": MODELOPT,
+    "modelopt_mixed": MODELOPT,
+    "gptq": GPTQ,
+    "awq": Family(
+        used="bits w_bit group_size q_group_size",
+        fixed=_INTEGERS
+        | {
+            "version": ("gemm",),
+            "format": ("gemm",),
+            "zero_point": (True,),
+            "desc_act": (False,),
+        },
+        # transformers writes GPTQ's defaults beside AWQ's fields
+        silent=f"{_SILENT} sym checkpoint_format",
+    ),
+    "auto-round": AUTO_ROUND,
+}
