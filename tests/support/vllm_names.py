@@ -40,7 +40,8 @@ LAYER = _names("""
     num_experts experts_per_token hidden_dim intermediate_size num_local_experts
     num_logical_experts activation device routing_method moe_parallel_config in_dtype
     router_logits_dtype hidden_dim_unpadded intermediate_size_per_partition_unpadded
-    intermediate_pad moe_backend max_num_tokens has_bias is_lora_enabled shared_expert_prefix skip_final_all_reduce
+    intermediate_pad moe_backend max_num_tokens has_bias is_lora_enabled shared_expert_prefix
+    skip_final_all_reduce
     defer_moe_finalize swiglu_limit swiglu_alpha swiglu_beta activation_situ_beta
     activation_situ_linear_beta max_capture_size intermediate_size_per_partition is_act_and_mul
     w13_num_shards
