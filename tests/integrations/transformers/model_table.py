@@ -34,8 +34,8 @@ KINDS = {
         ("fp8_w8a16:channel", "int8_w8a16:channel", "int4_w4a16:g32", "mxfp4_w4a16"),
         1e-4,
     ),
-    "8-bit activations": (("fp8_channel", "fp8_block", "int8_w8a8", "mxfp4_mxfp8"), 0.1),
-    "4-bit activations": (("mxfp4", "nvfp4"), 0.5),
+    "8-bit activations": (("fp8_channel", "fp8_block", "int8_w8a8", "mxfp4_mxfp8"), 0.15),
+    "4-bit activations": (("mxfp4", "nvfp4"), 0.7),
 }
 HEADER = ("family", "calls", *KINDS, "gradients", "expert parallel")
 
