@@ -1,7 +1,7 @@
 """One expert layer on the CPU: moe_ops against the three experts implementations of transformers.
 
     python benchmarks/cpu_layer.py [--tokens 1 8 64 512] [--dtypes bf16 fp32]
-                                   [--only eager moe_ops] [--threads 1] [--seconds 8] [--no-write]
+                                   [--only eager moe_ops] [--threads 1] [--seconds 8] [--write]
 
 Every implementation gets the same random weights and the same routing sets; calls are interleaved
 and rotate through the routing sets, so weights come from memory as they do in a model. Each time
@@ -9,7 +9,8 @@ stands beside its error against fp64. The floor of a cell is the larger of (byte
 hit) / (measured read bandwidth) and FLOPs / (measured rate of square matrix products, or of fp32's
 where that is higher).
 On a busy machine use ``--threads 1``: it is timed by CPU time, which others disturb little.
-Writes benchmarks/results/cpu_layer_AVX2.json or cpu_layer_AVX512.json, and a plot beside it.
+``--write`` keeps the times in benchmarks/results/cpu_layer_AVX2.json or cpu_layer_AVX512.json, and
+a plot beside it.
 """
 
 from __future__ import annotations
@@ -276,7 +277,7 @@ def main() -> None:
         "--threads", type=int, default=2, help="1: timed by CPU time, not the clock"
     )
     parser.add_argument("--seconds", type=float, default=8.0, help="time spent on each cell")
-    parser.add_argument("--no-write", action="store_true", help="print only; keep the results")
+    parser.add_argument("--write", action="store_true", help="keep the times in results/")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     torch.set_grad_enabled(False)
@@ -298,7 +299,7 @@ def main() -> None:
         case = Case(num_tokens=tokens, dtype=dtype)
         rows.append(run_case(case, arguments.only, (gb_s, gflop_s[dtype]), arguments.seconds))
     print_table(rows)
-    if not arguments.no_write:
+    if arguments.write:
         name = f"cpu_layer_{facts['processor'].split()[-1]}"
         print(write_json(name, {"machine": facts, "rows": rows}))
         draw(rows, facts, name)

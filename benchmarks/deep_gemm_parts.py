@@ -19,7 +19,6 @@ import statistics
 from collections import defaultdict
 from collections.abc import Callable
 
-import deep_gemm
 import torch
 from cases import SHAPES, Case, Cell, make_cell, make_plain_weights, make_sets, make_weights
 from harness import capture, relative_error
@@ -105,6 +104,8 @@ def report_masked(cell: Cell) -> None:
 
 
 def report(cell: Cell, alignment: int) -> None:
+    import deep_gemm
+
     deep_gemm.set_mk_alignment_for_contiguous_layout(alignment)
     for which in range(len(cell.sets)):  # warm
         out = call(cell, which, "deep_gemm")
@@ -128,6 +129,8 @@ def main() -> None:
     parser.add_argument("--masked", action="store_true")
     parser.add_argument("--pdl", action="store_true")
     arguments = parser.parse_args()
+    import deep_gemm  # here: --help needs no library
+
     deep_gemm.set_pdl(arguments.pdl)
     l2 = torch.cuda.get_device_properties(0).L2_cache_size
     for shape in arguments.shapes:

@@ -1,12 +1,12 @@
 """Host time of one eager fused_experts call outside its kernel launches, and where it goes.
 
-    python benchmarks/host_overhead.py [--device cuda]
+    python benchmarks/host_overhead.py [--device cuda] [--write]
 
 A backend whose launcher is empty is registered with the workspaces of a real one, so what remains
 is this library: validation, plan, allocation, the way to the launcher. Target: 25 us. "as an
 operator" is the same call where something listens to the dispatcher (a profiler, a mode), which an
-ordinary eager call does not pass through. Writes benchmarks/results/host_overhead_<cpu or GPU
-name>.json.
+ordinary eager call does not pass through. ``--write`` keeps the times in
+benchmarks/results/host_overhead_<cpu or GPU name>.json.
 """
 
 from __future__ import annotations
@@ -126,7 +126,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     default = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument("--device", type=torch.device, default=torch.device(default))
-    device = torch.empty(0, device=parser.parse_args().device).device
+    parser.add_argument("--write", action="store_true", help="keep the times in results/")
+    arguments = parser.parse_args()
+    device = torch.empty(0, device=arguments.device).device
     torch.set_grad_enabled(False)
     wanted = "triton" if device.type == "cuda" else "torch"
     like = next(backend for backend in backends.BACKENDS if backend.name == wanted)
@@ -151,8 +153,9 @@ def main() -> None:
             ],
         )
     )
-    where = facts["gpu"].replace(" ", "_") if device.type == "cuda" else "cpu"
-    print(write_json(f"host_overhead_{where}", {"machine": facts, "rows": rows}))
+    if arguments.write:
+        where = facts["gpu"].replace(" ", "_") if device.type == "cuda" else "cpu"
+        print(write_json(f"host_overhead_{where}", {"machine": facts, "rows": rows}))
 
 
 if __name__ == "__main__":

@@ -1,12 +1,13 @@
 """Host memory that `from_pretrained` needs to quantize a bf16 checkpoint while it reads it.
 
     python benchmarks/load_memory.py [--gigabytes 4] [--scheme int4_w4a16] [--folder DIR]
+                                     [--write]
 
 Writes a synthetic Mixture-of-Experts checkpoint of random weights, in shards and with the tensor
 names of Qwen3-MoE, then loads it in a fresh process and reports the peaks of its memory: private
 (RssAnon, what the process holds) and resident (VmHWM, with the pages of mapped files, which the
-system may drop). The target is the quantized model and one layer in bf16. Writes
-benchmarks/results/load_memory_<gigabytes>GB.json.
+system may drop). The target is the quantized model and one layer in bf16.
+``--write`` keeps the numbers in benchmarks/results/load_memory_<gigabytes>GB.json.
 """
 
 from __future__ import annotations
@@ -165,6 +166,7 @@ def main() -> None:
     parser.add_argument("--gigabytes", type=float, default=4.0, help="size of the bf16 checkpoint")
     parser.add_argument("--scheme", default="int4_w4a16")
     parser.add_argument("--folder", type=Path, help="where to write it (default: temporary)")
+    parser.add_argument("--write", action="store_true", help="keep the numbers in results/")
     parser.add_argument("--load", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.load:
@@ -203,6 +205,8 @@ def report(args, model: Model, size: int, measured: dict) -> None:
         f"{args.scheme}: loaded in {measured['seconds']:.0f} s, target "
         f"{'met' if needed <= allowed else 'MISSED'}"
     )
+    if not args.write:
+        return
     name = f"load_memory_{args.gigabytes:g}GB"
     result = {
         "scheme": args.scheme,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import logging
+import argparse
 import sys
 import warnings
 from collections import Counter
@@ -11,9 +11,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-# Start-up chatter of other libraries; it must be off before they are imported. Errors still show.
-for _name in ("torchao", "torch.utils._pytree"):
-    logging.getLogger(_name).setLevel(logging.ERROR)
+# What other libraries warn of while examples compile and train; errors still show.
 warnings.filterwarnings("ignore", category=UserWarning, module="torch._inductor")
 warnings.filterwarnings("ignore", category=FutureWarning)
 # Inductor advises TF32 for the matmuls of an fp32 model; here they are to equal eager's.
@@ -47,6 +45,29 @@ def check(holds: bool, claim: str) -> None:
     print(f"  {'ok    ' if holds else 'FAILED'}  {claim}", flush=True)
     if not holds:
         sys.exit(1)
+
+
+def scheme_name(name: str) -> str:
+    """The full name of a scheme that a command line names: a `type` of argparse."""
+    from moe_ops.schemes import get_scheme
+
+    try:
+        found = get_scheme(name)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    if found.activation is not None and found.activation.static:
+        raise argparse.ArgumentTypeError(
+            f"{name!r} has static activation scales, which need calibration data; take another"
+        )
+    return found.name
+
+
+def scheme_names(names: str) -> list[str]:
+    """Schemes that quantize, separated by commas: a `type` of argparse."""
+    found = [scheme_name(name) for name in names.split(",")]
+    if "" in found:
+        raise argparse.ArgumentTypeError(f"schemes must be names between commas, got {names!r}")
+    return found
 
 
 def max_error(got: torch.Tensor, want: torch.Tensor) -> float:

@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 
 import torch
-from common import check, max_error, title
+from common import check, max_error, scheme_name, title
 from compile_layer import Layer, oracle
 
 import moe_ops
@@ -43,7 +43,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument(
-        "--schemes", nargs="*", default=["", "fp8_block"], help='"" is float32, one layer each'
+        "--schemes",
+        nargs="*",
+        type=scheme_name,
+        default=["", "fp8_block"],
+        help='"" is float32, one layer each',
     )
     args = parser.parse_args()
 

@@ -15,7 +15,15 @@ import math
 import time
 
 import torch
-from common import check, cuda_graphs_recorded, expert_bytes, ops_called, table, title
+from common import (
+    check,
+    cuda_graphs_recorded,
+    expert_bytes,
+    ops_called,
+    scheme_names,
+    table,
+    title,
+)
 from tiny_moe.model import decode, encode, held_out, load, perplexity
 
 import moe_ops.integrations.transformers as moe_transformers
@@ -108,7 +116,7 @@ def compare_schemes(args: argparse.Namespace) -> None:
     text = held_out(args.perplexity_bytes)
     title(f"perplexity on {len(text)} bytes of library code that the model was not trained on")
     rows, reference = [], 0.0
-    for scheme in ["bf16", *args.schemes.split(",")]:
+    for scheme in ["bf16", *args.schemes]:
         model = load("moe_ops", torch.bfloat16, args.device)
         if scheme != "bf16":
             moe_transformers.quantize(model, scheme)
@@ -134,7 +142,12 @@ def main() -> None:
     # moe_ops adds in fp32 and rounds once: near ties may fall either way through no fault of
     # either.
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
-    parser.add_argument("--schemes", default="fp8_block,fp8_channel", help="comma-separated")
+    parser.add_argument(
+        "--schemes",
+        type=scheme_names,
+        default="fp8_block,fp8_channel",
+        help="comma-separated",
+    )
     parser.add_argument(
         "--compile-schemes",
         action=argparse.BooleanOptionalAction,

@@ -13,7 +13,7 @@ import argparse
 from typing import NamedTuple
 
 import torch
-from common import check, expert_bytes, stored_bytes, table, title
+from common import check, expert_bytes, scheme_names, stored_bytes, table, title
 from tiny_moe.model import held_out, load, perplexity
 
 import moe_ops
@@ -139,16 +139,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     # static activation scales need calibration data, which nothing here has
     every = ",".join(name for name in SCHEMES if name and not name.endswith("_static"))
-    parser.add_argument("--schemes", default=every, help="comma-separated; default: all")
+    parser.add_argument(
+        "--schemes", type=scheme_names, default=every, help="comma-separated; default: all"
+    )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--perplexity-bytes", type=int, default=65536, help="at most 65536")
     parser.add_argument("--plot", help="file to draw to")
     args = parser.parse_args()
 
-    schemes = [moe_ops.schemes.get_scheme(name).name for name in args.schemes.split(",")]
     text = held_out(args.perplexity_bytes)
     title(f"one layer of unit-scale data, and the tiny model on {len(text)} bytes of text")
-    rows = measure(schemes, args.device, text)
+    rows = measure(args.schemes, args.device, text)
     reference = rows[0].perplexity
     headers = ("scheme", "activations", "bits/weight", "layer error", "perplexity", "against bf16")
     table(

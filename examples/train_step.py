@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 
 import torch
-from common import check, max_error, title
+from common import check, max_error, scheme_name, title
 from tiny_moe.model import held_out, load, windows
 
 import moe_ops.integrations.transformers as moe_transformers
@@ -111,7 +111,9 @@ def qlora(batch: torch.Tensor, args: argparse.Namespace) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--scheme", default="fp8_block", help="scheme of the frozen experts")
+    parser.add_argument(
+        "--scheme", type=scheme_name, default="fp8_block", help="scheme of the frozen experts"
+    )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args()
 

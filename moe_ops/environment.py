@@ -1,23 +1,29 @@
 """The machine around the package: installed versions, the interpreter flag, the cache folder,
-progress bars.
+progress bars, and what other libraries log when we import them.
 
-No optional library is imported here, but for progress bars.
+No optional library is imported here.
 """
 
 from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import logging
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import ParamSpec, TypeVar
+
+import torch
 
 # Triton kernels run under its interpreter: on a machine without a GPU, for tests
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 CACHE_VARIABLE = "MOE_OPS_CACHE"
+DISTRIBUTION = "torch-moe-ops"  # what pip knows this package by
+FOREIGN_DISTRIBUTION = "moe-ops"  # another project of the public index, imported by the same name
 GLUON_TRITON = ((3, 6), (3, 9))  # the oldest and the newest Triton that compile our Gluon kernels
 GLUON_VERSIONS = " to ".join(".".join(map(str, bound)) for bound in GLUON_TRITON)
 
@@ -39,6 +45,23 @@ def version(distribution: str) -> str | None:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+def other_owners() -> list[str]:
+    """The other installed distributions that are imported as ``moe_ops``, as "name version".
+
+    Files of theirs and ours replace one another, whichever was installed last.
+    """
+    found = []
+    for distribution in importlib.metadata.distributions():
+        name = re.sub(r"[-_.]+", "-", distribution.metadata["Name"] or "").lower()
+        # the files of a whole installation as one text: a list of them takes seconds to make
+        files = distribution.read_text("RECORD") or ""
+        names = (distribution.read_text("top_level.txt") or "").split()
+        owns = "moe_ops" in names or re.search(r"^moe_ops/__init__\.py,", files, re.M)
+        if name != DISTRIBUTION and (owns or name == FOREIGN_DISTRIBUTION):
+            found.append(f"{name} {distribution.version}")
+    return sorted(found)
 
 
 # Looked up once: Dynamo would trace what looks it up. Nightly builds of torch name it otherwise.
@@ -94,10 +117,47 @@ def cache_folder() -> Path:
     return Path(os.environ.get(CACHE_VARIABLE) or Path.home() / ".cache" / "moe_ops")
 
 
-def progress_bar(items: Sequence[_T], what: str) -> Iterable[_T]:
-    """`items` behind a progress bar on a terminal's stderr, if tqdm is installed."""
-    try:
-        from tqdm import tqdm
-    except ImportError:
+PROGRESS_SECONDS = 2.0  # what takes less shows no progress bar
+
+
+def progress_bar(items: Iterable[_T], what: str, total: int | None = None) -> Iterable[_T]:
+    """`items` behind a progress bar, on a terminal or in a notebook.
+
+    It appears once PROGRESS_SECONDS have passed. ``total`` is the number of items where they have
+    no length.
+    """
+    if torch.compiler.is_compiling() or not (sys.stderr.isatty() or "ipykernel" in sys.modules):
         return items
-    return tqdm(items, desc=what, leave=False, disable=not sys.stderr.isatty())
+    from tqdm import tqdm
+
+    return tqdm(items, desc=what, total=total, leave=False, delay=PROGRESS_SECONDS)
+
+
+@contextmanager
+def importing_torchao() -> Iterator[None]:
+    """Import torchao without two messages that its users can do nothing about.
+
+    They are left out while this context is open, and all others are logged: that its CUDA
+    extensions do not load into a torch built without CUDA, and that torch deprecates calls which
+    torchao makes.
+    """
+    loggers = [logging.getLogger(name) for name in ("torchao", "torch.utils._pytree")]
+    for logger in loggers:
+        logger.addFilter(_is_for_users)
+    try:
+        yield
+    finally:
+        for logger in loggers:
+            logger.removeFilter(_is_for_users)
+
+
+def _is_for_users(record: logging.LogRecord) -> bool:
+    """Whether a message at torchao's import is none of those that `importing_torchao` names."""
+    if failed := re.match(r"Failed to load (\S+\.so): ", record.getMessage()):
+        extension = Path(failed[1])
+        needs_cuda = extension.is_file() and b"libcudart.so" in extension.read_bytes()
+        return torch.version.cuda is not None or not needs_cuda
+    deprecated = "register_constant() on Enum subclasses is deprecated" in record.getMessage()
+    classes = record.args if isinstance(record.args, tuple) else ()
+    by_torchao = any([getattr(c, "__module__", "").startswith("torchao.") for c in classes])
+    return not (deprecated and by_torchao)

@@ -12,11 +12,13 @@ that are not quantized.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import platform
 import shutil
 import subprocess
 import sys
+import textwrap
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -56,10 +58,11 @@ def facts() -> dict[str, Any]:
     may choose it for some bf16 layer here, else why not and what to do), ``takes`` (name -> the
     schemes of these layers, of weights as they are in ``natural``, of those that need `prepare` in
     ``prepared``), ``cpu_kernel`` (None if the CPU kernel is in use, else why not), ``tuning`` (GPU
-    name -> number of measured problems).
+    name -> number of measured problems), ``other_owners`` (other distributions that install a
+    package ``moe_ops``, which should be none).
     """
     backends, takes = _backends()
-    libraries = ("moe-ops", *DISTRIBUTIONS, *backends_module.distributions())
+    libraries = (environment.DISTRIBUTION, *DISTRIBUTIONS, *backends_module.distributions())
     distributions = tuple(dict.fromkeys(libraries))
     return {
         "python": platform.python_version(),
@@ -74,6 +77,7 @@ def facts() -> dict[str, Any]:
             name: len(json.loads(path.read_text())["entries"])
             for name, path in lookup.tables().items()
         },
+        "other_owners": environment.other_owners(),
     }
 
 
@@ -116,43 +120,66 @@ def explain(
 
 
 def format_facts(found: dict[str, Any]) -> str:
-    """The text form of :func:`facts`."""
-    lines = [f"moe_ops {found['versions']['moe-ops'] or '(not installed, imported from source)'}"]
-    lines.append(f"  {found['platform']}, Python {found['python']}")
+    """The text form of :func:`facts`: one screen of 80 columns."""
+    versions = dict(found["versions"])
+    version = versions.pop(environment.DISTRIBUTION) or "(not installed, imported from source)"
+    lines = [f"moe_ops {version}, {found['platform']}, Python {found['python']}"]
+    for other in found["other_owners"]:
+        lines += _wrapped(
+            "WARNING: ",
+            f"{other} is another distribution that is imported as moe_ops, and may have replaced "
+            f"files of this one; pip uninstall {other.split()[0]} {environment.DISTRIBUTION}, "
+            "then install this one again",
+        )
+    cuda = found["cuda"]
     if found["gpus"]:
-        cuda = found["cuda"]
-        lines.append(f"  CUDA {cuda['runtime']}, driver {cuda['driver'] or 'unknown'}")
-        for index, gpu in enumerate(found["gpus"]):
+        for gpu, numbers in _alike(found["gpus"]):
             major, minor = gpu["capability"]
             memory = f"{gpu['memory_gib']:.0f} GiB"
-            lines.append(f"  GPU {index}: {gpu['name']}, SM{major}{minor}, {memory}")
+            lines.append(f"GPU {numbers}: {gpu['name']}, SM{major}{minor}, {memory}")
             if note := plans.not_tested_note((major, minor)):
-                lines.append(f"    {note}")
+                lines += _wrapped("  ", note)
+        lines.append(f"CUDA {cuda['runtime']}, driver {cuda['driver'] or 'unknown'}")
     else:
-        built = found["cuda"]["runtime"]
-        lines.append(
-            f"  no CUDA device (torch is built for {'CUDA ' + built if built else 'CPU'})"
-        )
-    lines.append("versions")
-    for name, version in found["versions"].items():
-        if name != "moe-ops":
-            lines.append(f"  {name:18} {version or '-'}")
+        built = f"CUDA {cuda['runtime']}" if cuda["runtime"] else "CPU"
+        lines.append(f"no CUDA device (torch is built for {built})")
+    installed = [f"{name} {version}" for name, version in versions.items() if version]
+    lines += _wrapped("versions: ", ", ".join(installed))
+    if missing := [name for name, version in versions.items() if not version]:
+        lines += _wrapped("not installed: ", ", ".join(missing))
     lines.append("backends that 'auto' chooses from here")
     for name, reason in found["backends"].items():
         answer = f"available{_takes(found['takes'][name])}" if reason is None else f"no: {reason}"
-        lines.append(f"  {name:18} {answer}")
+        lines += _wrapped(f"  {name:13} ", answer)
     tested = ", ".join([f"SM{major}{minor}" for major, minor in plans.RUN_ON])
-    lines.append(
-        f"  tested on CPUs and {tested}; what they have for other GPUs was not run on hardware"
+    lines += _wrapped(
+        "tested on ", f"CPUs and {tested}; what they have for other GPUs was not run on hardware"
     )
     in_use = found["cpu_kernel"] or "built and in use"
-    lines.append(f"  on a CPU, the kernels for AVX2 and AVX-512: {in_use}")
-    lines.append("tuning tables")
-    for gpu_name, count in found["tuning"].items():
-        lines.append(f"  {gpu_name:18} {count} measured problems")
-    if not found["tuning"]:
-        lines.append("  none: backends are taken in the order above")
+    lines += _wrapped("on a CPU, the kernels for AVX2 and AVX-512: ", in_use, hanging=2)
+    tables = [f"{name}, {count} problems" for name, count in found["tuning"].items()]
+    lines += _wrapped(
+        "measured: ", "; ".join(tables) or "nothing: backends are taken in the order above"
+    )
     return "\n".join(lines)
+
+
+def _wrapped(head: str, text: str, hanging: int | None = None) -> list[str]:
+    """`head` and `text` in lines of 80 columns; the next ones are indented like the text."""
+    indent = " " * (len(head) if hanging is None else hanging)
+    return textwrap.wrap(
+        text, 80, initial_indent=head, subsequent_indent=indent, break_on_hyphens=False
+    )
+
+
+def _alike(gpus: list[dict[str, Any]]) -> list[tuple[dict[str, Any], str]]:
+    """(GPU, its index), or the indices of neighbours that are alike."""
+    found = []
+    for gpu, group in itertools.groupby(enumerate(gpus), key=lambda item: item[1]):
+        indices = [index for index, _ in group]
+        first, last = indices[0], indices[-1]
+        found.append((gpu, str(first) if first == last else f"{first} to {last}"))
+    return found
 
 
 def format_explanation(found: dict[str, Any]) -> str:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from moe_ops import backends as backends_module
-from moe_ops import info
+from moe_ops import environment, info
 from moe_ops.backends.torch import cpu
 from moe_ops.ops.problem import Buffer, Machine, Problem, Workspaces
 from moe_ops.planning import machine as machines
@@ -18,6 +18,11 @@ from moe_ops.planning import plan as plans
 
 H200 = Machine("cuda", (9, 0), "NVIDIA H200", ("narrow", "wide"))
 PROBLEM = Problem("experts", 8, 64, 32, 64, 2, torch.bfloat16)
+
+
+def flat(text):
+    """A text without its line breaks and indentation."""
+    return " ".join(text.split())
 
 
 def fake_backend(name, bytes_per_token, **changes):
@@ -102,8 +107,8 @@ def test_facts_tell_what_is_missing(monkeypatch):
     assert found["backends"]["torch"] is None
     assert len(found["gpus"]) == torch.cuda.device_count()
     text = info.format_facts(found)
-    assert f"{'missing':18} no: pip install it" in text
-    assert f"{'torch':18} available" in text
+    assert "  missing       no: pip install it\n" in text
+    assert "  torch         available\n" in text
 
 
 def test_facts_tell_what_runs_without_a_gpu(monkeypatch):
@@ -119,7 +124,7 @@ def test_facts_tell_what_runs_without_a_gpu(monkeypatch):
         monkeypatch.setattr(backends_module, "BACKENDS", backends)
         found = info.facts()
         assert found["backends"] == {"triton": reason, "torch": None}
-        assert f"{'triton':18} no: {reason}" in info.format_facts(found)
+        assert f" triton no: {reason} " in flat(info.format_facts(found))
 
 
 @pytest.mark.parametrize(
@@ -151,9 +156,73 @@ def test_facts_tell_what_weights_backends_take(capability, lines):
     with machines.pretend(Machine("cuda", capability, "", backends_module.list_backends())):
         found = info.facts()
     assert json.loads(json.dumps(found)) == found
-    text = info.format_facts(found).splitlines()
+    text = flat(info.format_facts(found))
     for name, line in lines.items():
-        assert f"  {name:18} {line}" in text
+        others = [*backends_module.list_backends(), "tested"]
+        assert any(f" {name} {line} {other} " in text for other in others), text
+
+
+ONE = {"name": "NVIDIA H200", "capability": [9, 0], "memory_gib": 139.8}
+OTHER = {"name": "NVIDIA RTX PRO 6000 Blackwell", "capability": [12, 0], "memory_gib": 95.0}
+
+
+@pytest.mark.parametrize(
+    ("gpus", "lines"),
+    [
+        ([], ["no CUDA device (torch is built for CPU)"]),
+        ([ONE], ["GPU 0: NVIDIA H200, SM90, 140 GiB"]),
+        ([ONE] * 8, ["GPU 0 to 7: NVIDIA H200, SM90, 140 GiB"]),
+        ([ONE, ONE, OTHER], ["GPU 0 to 1: NVIDIA H200", "GPU 2: NVIDIA RTX PRO 6000"]),
+    ],
+)
+def test_facts_fit_on_one_screen(gpus, lines, monkeypatch):
+    """24 lines of 80 columns, with all libraries there or none."""
+    monkeypatch.setattr(info, "_gpus", lambda: gpus)
+    monkeypatch.setattr(torch.version, "cuda", "13.0" if gpus else None)
+    monkeypatch.setattr("moe_ops.environment.other_owners", list)
+    here = machines.machine(torch.device("cpu"))
+    if gpus:
+        here = Machine("cuda", tuple(gpus[-1]["capability"]), "", backends_module.list_backends())
+    with machines.pretend(here):
+        for version in ("1.2.3.post1+cu130", None):
+            monkeypatch.setattr("moe_ops.environment.version", lambda name, v=version: v)
+            text = info.format_facts(info.facts())
+            assert len(text.splitlines()) <= 24, text
+            assert max(map(len, text.splitlines())) <= 80, text
+            for line in lines:
+                assert line in text
+
+
+def installed(folder, name, *files, top_level=None):
+    """A distribution's metadata, as pip leaves it behind."""
+    metadata = folder / f"{name.replace('-', '_')}-1.5.dist-info"
+    metadata.mkdir(parents=True)
+    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.5\n")
+    (metadata / "RECORD").write_text("".join([f"{file},,\n" for file in files]))
+    if top_level is not None:
+        (metadata / "top_level.txt").write_text(f"{top_level}\n")
+
+
+def test_other_distributions_of_this_import_name_are_named(monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    installed(tmp_path, "torch_moe_ops", "moe_ops/__init__.py", "moe_ops/experts.py")
+    installed(tmp_path, "user-of-it", "user/moe_ops/__init__.py", "moe_ops_user/__init__.py")
+    assert environment.other_owners() == []
+    assert "WARNING" not in info.format_facts(info.facts())
+    installed(tmp_path, "Moe.Ops", "moe_ops/__init__.py")
+    installed(tmp_path, "a-fork", "moe_ops/__init__.py")
+    installed(tmp_path, "older", top_level="moe_ops")
+    assert environment.other_owners() == ["a-fork 1.5", "moe-ops 1.5", "older 1.5"]
+    text = flat(info.format_facts(info.facts()))
+    assert "WARNING: moe-ops 1.5 is another distribution that is imported as moe_ops" in text
+    assert "pip uninstall moe-ops torch-moe-ops" in text
+
+
+def test_the_public_name_of_somebody_else_is_named_without_files(monkeypatch, tmp_path):
+    """An editable installation lists none."""
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    installed(tmp_path, "moe-ops", "_moe_ops.pth")
+    assert environment.other_owners() == ["moe-ops 1.5"]
 
 
 def test_gpus_that_no_test_ran_on_are_named(monkeypatch):
@@ -164,7 +233,7 @@ def test_gpus_that_no_test_ran_on_are_named(monkeypatch):
         with machines.pretend(machine):
             found = info.explain(PROBLEM, torch.device("cuda"), "auto", [1])
         for text in (info.format_facts(info.facts()), info.format_explanation(found)):
-            assert ("not run on hardware: nothing" in text) == (capability == (10, 0))
+            assert ("not run on hardware: nothing" in flat(text)) == (capability == (10, 0))
 
 
 def test_facts_tell_whether_the_cpu_kernel_is_in_use(monkeypatch, tmp_path):
@@ -173,12 +242,22 @@ def test_facts_tell_whether_the_cpu_kernel_is_in_use(monkeypatch, tmp_path):
     monkeypatch.setattr(cpu, "_kernels", dict)
     assert info.facts()["cpu_kernel"].startswith("not built: ")
     library.touch()
-    assert "AVX2 and AVX-512: built, but this processor lacks AVX2" in info.format_facts(
-        info.facts()
+    assert re.match("built, but cannot be loaded: .* file too short", cpu.why_not())
+    monkeypatch.setattr(cpu.ctypes, "CDLL", lambda path: None)
+    assert "AVX2 and AVX-512: built, but this processor lacks AVX2" in flat(
+        info.format_facts(info.facts())
     )
     monkeypatch.setattr(cpu, "_kernels", lambda: {torch.bfloat16: None})
     assert info.facts()["cpu_kernel"] is None
     assert "AVX2 and AVX-512: built and in use" in info.format_facts(info.facts())
+
+
+def test_a_library_that_cannot_be_loaded_is_left_alone(monkeypatch, tmp_path):
+    library = tmp_path / "cpu_grouped_mm.so"
+    monkeypatch.setattr(cpu, "_LIBRARY", library)
+    assert cpu._kernels.__wrapped__() == {}
+    library.write_bytes(b"\x7fELF, but of another machine")
+    assert cpu._kernels.__wrapped__() == {}
 
 
 def test_command_line_prints_the_plan(capsys):

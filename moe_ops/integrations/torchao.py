@@ -17,13 +17,16 @@ from dataclasses import dataclass
 from types import ModuleType
 
 from torch import nn
-from torchao.core.config import AOBaseConfig
-from torchao.quantization.transform_module import register_quantize_module_handler
 
 import moe_ops
+from moe_ops import environment
 from moe_ops.nn.modules import Experts
 from moe_ops.schemes import get_scheme
 from moe_ops.tensors import check_quantizable
+
+with environment.importing_torchao():
+    from torchao.core.config import AOBaseConfig
+    from torchao.quantization.transform_module import register_quantize_module_handler
 
 __all__ = ["ExpertsConfig", "is_experts"]
 

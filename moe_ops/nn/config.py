@@ -20,7 +20,7 @@ class MoEConfig:
     num_local_experts defaults to this rank's share of a linear placement (the first
     num_experts % ep_size ranks hold one more); with `parallel.enable_eplb` it may be larger, for
     replicas. router_logits_dtype defaults to in_dtype. max_num_tokens bounds the tokens that one
-    device passes to a dispatcher in one step (the T of the batched format follows from it).
+    device passes to a dispatcher in one step, from which `dispatched_shape` follows.
 
     Raises:
         ValueError: a size that is no integer or below 1, experts_per_token outside 1..num_experts
@@ -98,3 +98,17 @@ class MoEConfig:
     @property
     def intermediate_size_per_partition(self) -> int:
         return self.intermediate_size // self.parallel.tp_size
+
+    @property
+    def dispatched_shape(self) -> tuple[int, ...]:
+        """Shape of the most hidden states that arrive at this device's experts in one step.
+
+        (num_local_experts, T, hidden_dim) in the batched format, for `batched_experts`; else
+        (T, hidden_dim), for `fused_experts`. T = max_num_tokens * parallel.num_dispatchers, since
+        all tokens of all devices may choose the same expert.
+        """
+        tokens = self.max_num_tokens * self.parallel.num_dispatchers
+        if self.parallel.use_batched_activation_format:
+            assert self.num_local_experts is not None  # __post_init__ has set it
+            return (self.num_local_experts, tokens, self.hidden_dim)
+        return (tokens, self.hidden_dim)

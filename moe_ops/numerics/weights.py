@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from moe_ops import environment
 from moe_ops.numerics import scaling
 from moe_ops.numerics.elements import decode, e4m3_to_float32, e8m0_to_float32, encode
 from moe_ops.numerics.groups import grouped, ungrouped
@@ -67,7 +68,8 @@ def quantize_experts(weight: Tensor, scheme: str | QuantScheme) -> tuple[Tensor,
     experts = max(1, _AT_ONCE // (weight.shape[-2] * weight.shape[-1]))
     if weight.dim() == 2 or experts >= weight.shape[0]:
         return quantize_weight(weight, scheme)
-    parts = [quantize_weight(w, scheme) for w in weight.split(experts)]
+    chunks = environment.progress_bar(weight.split(experts), "quantizing")
+    parts = [quantize_weight(w, scheme) for w in chunks]
     scales = zip(*[scales for _, scales in parts], strict=True)
     joined = [None if s[0] is None else torch.cat(s) for s in scales]
     return torch.cat([qdata for qdata, _ in parts]), Scales._make(joined)

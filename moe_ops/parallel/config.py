@@ -22,6 +22,10 @@ class ParallelConfig:
     parallelism (use_ep) every device holds whole experts and tp_size is 1; without it every
     expert is cut along its intermediate dimension over all dp * pcp * tp devices and ep_size is 1.
 
+    sp_size devices of a tensor-parallel group have divided the tokens of their sequences among
+    them. all2all_backend is the dispatcher of whoever runs this layer: this library has none, and
+    takes from its name in which format rows arrive (`MoEConfig.dispatched_shape`).
+
     Raises:
         ValueError: a size that is no integer or below 1, a rank outside its size, sizes that
             contradict use_ep, or an unknown all2all_backend.
@@ -35,7 +39,7 @@ class ParallelConfig:
     dp_rank: int = 0
     ep_size: int = 1
     ep_rank: int = 0
-    sp_size: int = 1  # sequence parallel
+    sp_size: int = 1  # sequence parallel: tokens are divided inside a tensor-parallel group
     sp_rank: int = 0
     use_ep: bool = False
     all2all_backend: str = "allgather_reducescatter"
@@ -117,9 +121,19 @@ class ParallelConfig:
         )
 
     @property
+    def is_sequence_parallel(self) -> bool:
+        """Devices of one tensor-parallel group have different tokens."""
+        return self.sp_size > 1
+
+    @property
+    def num_dispatchers(self) -> int:
+        """Devices with tokens of their own, which they send to the experts."""
+        return self.dp_size * self.pcp_size * self.sp_size
+
+    @property
     def use_all2all_kernels(self) -> bool:
         """Tokens travel between devices: each has its own tokens and only some of the experts."""
-        return self.dp_size > 1 and self.use_ep
+        return self.use_ep and self.num_dispatchers > 1
 
     @property
     def use_naive_kernels(self) -> bool:

@@ -3,7 +3,11 @@
 Importing this package imports torchao; ``import moe_ops`` alone does not.
 """
 
-from moe_ops.tensors.base import ExpertTensor
+from moe_ops import environment
+
+with environment.importing_torchao():
+    from moe_ops.tensors.base import ExpertTensor
+
 from moe_ops.tensors.checks import check_quantizable
 from moe_ops.tensors.formats import (
     Float8ExpertTensor,

@@ -125,7 +125,7 @@ def measure(
         flush=True,
     )
     measured = 0
-    for M in environment.progress_bar(list(todo), "backends"):
+    for M in environment.progress_bar(list(todo), "timing backends"):
         # all of them, so that their times are comparable
         us = backends.times_us(M, names)
         measured += len(us)

@@ -217,7 +217,7 @@ def tune(bench: Bench, num_tokens: int) -> tuple[LayerConfig, float, float]:
     # % slower.
     default_us = best_us = bench.time_us(base, warm_up_seconds=0.25)
     best = base
-    for first, second in environment.progress_bar(plan, f"M={num_tokens}"):
+    for first, second in environment.progress_bar(plan, f"timing M={num_tokens}"):
         local, local_us = first[0], math.inf
         for config in first:
             us = bench.time_us(config)
@@ -315,7 +315,7 @@ def compile_all(target: Target, num_tokens: int, choices: Iterable[LayerConfig])
     one = dataclasses.replace(target, num_experts=max(2, target.top_k))
     pool = _pool(_workers(one))
     jobs = [pool.submit(_compile, one, num_tokens, choice) for choice in dict.fromkeys(choices)]
-    for job in jobs:
+    for job in environment.progress_bar(jobs, f"compiling for M={num_tokens}"):
         job.result()
 
 

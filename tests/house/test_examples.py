@@ -1,10 +1,12 @@
 """Every example runs from a fresh process and finds all its claims true, at its smallest
 settings."""
 
+import argparse
 import os
 import re
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -54,22 +56,65 @@ def test_every_example_is_run():
         assert f"{name}.py" in text, f"examples/README.md does not mention {name}.py"
 
 
+def run(name, arguments):
+    """An example in a fresh process, without Triton's interpreter."""
+    package = str(Path(moe_ops.__file__).parent.parent)
+    paths = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))
+    environment = os.environ | {"PYTHONPATH": paths, "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+    environment.pop("TRITON_INTERPRET", None)
+    command = [sys.executable, str(EXAMPLES / f"{name}.py"), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, env=environment)
+
+
+@pytest.fixture
+def common(monkeypatch):
+    monkeypatch.syspath_prepend(EXAMPLES)
+    monkeypatch.setattr(torch, "set_num_threads", lambda number: None)
+    with warnings.catch_warnings():
+        import common
+    yield common
+    del sys.modules["common"]
+
+
+def test_schemes_of_command_lines(common):
+    assert common.scheme_name("int4_w4a16") == "int4_w4a16:g128"
+    assert common.scheme_name("") == ""
+    assert common.scheme_names("fp8_block,nvfp4") == ["fp8_block", "nvfp4"]
+    for parse, text, message in (
+        (common.scheme_name, "fp8_blok", "got 'fp8_blok'; did you mean 'fp8_block'"),
+        (common.scheme_name, "fp8_tensor_static", "'fp8_tensor_static' has static activation"),
+        (common.scheme_names, "nvfp4,fp9", "got 'fp9'"),
+        (common.scheme_names, "nvfp4,", "must be names between commas, got 'nvfp4,'"),
+    ):
+        with pytest.raises(argparse.ArgumentTypeError, match=message):
+            parse(text)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "option"),
+    [
+        ("export_layer", "--schemes"),
+        ("generate", "--schemes"),
+        ("quantize_and_compare", "--schemes"),
+        ("train_step", "--scheme"),
+    ],
+)
+def test_unknown_schemes_are_answered(name, option):
+    pytest.importorskip("transformers")
+    answer = run(name, [option, "fp9_block"])
+    assert answer.returncode == 2
+    assert f"error: argument {option}: scheme must be one of" in answer.stderr
+    assert "Traceback" not in answer.stderr and not answer.stdout
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RUNS)
 def test_example(name):
     arguments, claims, needs = RUNS[name]
     for library in needs:
         pytest.importorskip(library)
-    package = str(Path(moe_ops.__file__).parent.parent)
-    paths = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))
-    environment = os.environ | {"PYTHONPATH": paths, "TORCHINDUCTOR_COMPILE_THREADS": "1"}
-    environment.pop("TRITON_INTERPRET", None)
-    answer = subprocess.run(
-        [sys.executable, str(EXAMPLES / f"{name}.py"), *arguments],
-        capture_output=True,
-        text=True,
-        env=environment,
-    )
+    answer = run(name, arguments)
     output = answer.stdout
     assert answer.returncode == 0, f"{output}\n{answer.stderr}"
     assert "FAILED" not in output

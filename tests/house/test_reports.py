@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import moe_ops
+from tests.house.test_imports import imports_at_load
 from tests.support.paths import BENCHMARKS
 
 
@@ -93,3 +94,24 @@ def test_vllms_sort_is_checked_and_added(tmp_path, monkeypatch):
     vllm_sort.path_of(tmp_path, "NVIDIA H200").write_text(json.dumps({"rows": rows}))
     assert vllm_sort.read(tmp_path, "NVIDIA H200") == {("qwen3", 8): 5.0}
     assert vllm_sort.read(tmp_path, "NVIDIA H100") == {}
+
+
+def test_scripts_tell_their_options_without_libraries():
+    """Libraries that are compared are imported by what needs them, after the options are read."""
+    for path in sorted(BENCHMARKS.glob("*.py")):
+        early = {name.split(".")[0] for name in imports_at_load(path)}
+        assert not early & {"deep_gemm", "flashinfer", "vllm", "transformers"}, path
+
+
+@pytest.mark.slow
+def test_results_are_written_when_asked(tmp_path):
+    """On a CPU, where anybody runs them; those of a GPU are for recording."""
+    results = {path: path.stat().st_mtime_ns for path in (BENCHMARKS / "results").iterdir()}
+    answer = run("host_overhead.py", "--device", "cpu")
+    assert answer.returncode == 0, answer.stderr
+    assert "total us" in answer.stdout
+    arguments = ("--tokens", "1", "--dtypes", "fp32", "--only", "moe_ops", "--seconds", "0.1")
+    answer = run("cpu_layer.py", *arguments)
+    assert answer.returncode == 0, answer.stderr
+    for path, time in results.items():
+        assert path.stat().st_mtime_ns == time, path

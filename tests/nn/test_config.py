@@ -5,9 +5,11 @@ import dataclasses
 import pytest
 import torch
 
+import moe_ops
 from moe_ops.nn.config import MoEConfig
 from moe_ops.parallel.config import ParallelConfig
 from moe_ops.routing.methods import RoutingMethod
+from tests.support import oracle
 
 
 def moe_config(**fields):
@@ -48,6 +50,50 @@ def test_local_experts_of_all_ranks_add_up():
         moe_config(parallel=local(2, enable_eplb=True), num_local_experts=1)
     with pytest.raises(ValueError, match="num_experts must be at least ep_size=3, got 2"):
         moe_config(parallel=local(2), num_experts=2)
+
+
+@pytest.mark.parametrize("backend", ["deepep_low_latency", "allgather_reducescatter"])
+@pytest.mark.parametrize("same_expert", [False, True])
+def test_what_dispatchers_send_has_room(backend, same_expert):
+    """Two devices with 5 and 7 tokens, at most 8: all may choose experts of one device."""
+    torch.manual_seed(0)
+    E, K, I, top_k = 4, 16, 8, 1  # noqa: E741
+    w13, w2 = torch.randn(E, 2 * I, K) / 4, torch.randn(E, K, I) / 3
+    x, weights = torch.randn(12, K), torch.rand(12, top_k) + 0.1
+    ids = torch.ones(12, top_k, dtype=torch.long) if same_expert else torch.randint(E, (12, top_k))
+    total = torch.zeros(12, K, dtype=torch.float64)
+    for rank in range(2):
+        config = MoEConfig(
+            num_experts=E,
+            experts_per_token=top_k,
+            hidden_dim=K,
+            intermediate_size=I,
+            in_dtype=torch.float32,
+            max_num_tokens=8,
+            parallel=ParallelConfig.make(
+                dp_size=2, dp_rank=rank, enable_expert_parallel=True, all2all_backend=backend
+            ),
+        )
+        mine = slice(2 * rank, 2 * rank + config.num_local_experts)
+        if config.parallel.use_batched_activation_format:
+            assert config.dispatched_shape == (2, 16, K)
+            rows = torch.zeros(config.dispatched_shape)
+            tokens = [(ids[:, 0] == e).nonzero()[:, 0] for e in range(E)[mine]]
+            for e, chosen in enumerate(tokens):
+                rows[e, : len(chosen)] = x[chosen]
+            counts = torch.tensor([len(chosen) for chosen in tokens], dtype=torch.int32)
+            out = moe_ops.batched_experts(rows, w13[mine], w2[mine], counts)
+            for e, chosen in enumerate(tokens):
+                total[chosen] += (weights[chosen] * out[e, : len(chosen)]).double()
+        else:
+            assert config.dispatched_shape == (16, K)
+            rows = torch.zeros(config.dispatched_shape)
+            rows[:12] = x
+            local = torch.nn.functional.pad(ids - 2 * rank, (0, 0, 0, 4), value=-1)
+            router = torch.nn.functional.pad(weights, (0, 0, 0, 4))
+            total += moe_ops.fused_experts(rows, w13[mine], w2[mine], router, local)[:12].double()
+    expected = oracle.experts(x, w13, w2, weights, ids)
+    torch.testing.assert_close(total, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(

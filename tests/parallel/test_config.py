@@ -49,6 +49,19 @@ def test_ranks_are_flattened_tp_fastest_and_dp_slowest():
     assert (config.sp_size, config.sp_rank) == (2, 1)
 
 
+@pytest.mark.parametrize("kind", ["dp", "pcp", "sp"])
+def test_devices_with_tokens_of_their_own_send_them(kind):
+    sizes = {f"{kind}_size": 2, f"{kind}_rank": 1}
+    for tp in (1, 2):
+        alone = ParallelConfig.make(tp_size=tp, enable_expert_parallel=True)
+        parallel = ParallelConfig.make(tp_size=2, enable_expert_parallel=True, **sizes)
+        assert (alone.num_dispatchers, parallel.num_dispatchers) == (1, 2)
+        assert parallel.use_all2all_kernels and not alone.use_all2all_kernels
+        assert parallel.is_sequence_parallel == (kind == "sp")
+        # without whole experts on devices every device computes a part of each token
+        assert not ParallelConfig.make(tp_size=2, **sizes).use_all2all_kernels
+
+
 @pytest.mark.parametrize("backend", ALL2ALL_BACKENDS)
 def test_exactly_one_all2all_predicate_holds(backend):
     parallel = ParallelConfig.make(

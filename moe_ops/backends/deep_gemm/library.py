@@ -36,7 +36,7 @@ def library() -> Any:
     except Exception as error:  # its import runs native code, which raises errors of many types
         raise ImportError(
             f"deep_gemm cannot be imported ({type(error).__name__}: {error}); "
-            "pip install 'moe-ops[deepgemm]'"
+            "pip install sgl-deep-gemm"
         ) from error
     return module
 

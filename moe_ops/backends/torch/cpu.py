@@ -35,10 +35,13 @@ class _Kernels(NamedTuple):
 
 @functools.cache
 def _kernels() -> dict[torch.dtype, _Kernels]:
-    """Entry points by dtype; empty if nothing was built, or this processor lacks AVX2."""
-    if not _LIBRARY.exists():
+    """Entry points by dtype; empty if nothing was built, or does not load, or this processor lacks
+    AVX2.
+    """
+    try:
+        library = ctypes.CDLL(str(_LIBRARY))
+    except OSError:  # not there; or CXX compiles for another machine, or libgomp is missing
         return {}
-    library = ctypes.CDLL(str(_LIBRARY))
     # built from a version whose kernels take other arguments
     if not hasattr(library, "moe_ops_cpu_avx"):
         return {}
@@ -68,6 +71,10 @@ def why_not() -> str | None:
         return "not built: installing builds it on x86-64 Linux, where there is a C++ compiler"
     if _kernels():
         return None
+    try:
+        ctypes.CDLL(str(_LIBRARY))
+    except OSError as error:
+        return f"built, but cannot be loaded: {error}"
     return "built, but this processor lacks AVX2 (or built from an older version: install again)"
 
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 import moe_ops
+from moe_ops import environment
 from moe_ops.integrations.checkpoints import files
 from moe_ops.integrations.checkpoints.common import VALUES_ONLY
 from moe_ops.integrations.checkpoints.configs import check_transforms, config_for
@@ -423,7 +424,7 @@ def scheme_for(weight: Weight, scheme: str | QuantScheme | None) -> str:
 def _stack(matrices: Iterator[dict[str, Tensor]], count: int) -> dict[str, Tensor]:
     """Stack tensors as they come, so that no more than one matrix exists twice."""
     out: dict[str, Tensor] = {}
-    for e, parts in enumerate(matrices):
+    for e, parts in enumerate(environment.progress_bar(matrices, "loading experts", count)):
         for name, t in parts.items():
             if name not in out:
                 out[name] = t.new_empty((count, *t.shape))

@@ -16,8 +16,12 @@ docs/checkpoints.md.
 
 from __future__ import annotations
 
-from transformers.integrations.finegrained_fp8 import FP8ExpertsInterface
-from transformers.integrations.moe import ExpertsInterface
+from moe_ops import environment
+
+with environment.importing_torchao():  # transformers imports more of it than tensors do
+    from transformers.integrations.finegrained_fp8 import FP8ExpertsInterface
+    from transformers.integrations.moe import ExpertsInterface
+    from transformers.quantizers import auto as _auto  # noqa: F401
 
 from moe_ops.integrations.transformers.activations import experts_forward
 from moe_ops.integrations.transformers.attach import attach

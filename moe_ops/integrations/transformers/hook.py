@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import moe_ops
+from moe_ops import environment
 from moe_ops.activations import Activation
 from moe_ops.integrations.transformers import activations as hf_activations
 from moe_ops.integrations.transformers import families, fp8
@@ -55,7 +56,11 @@ def attach_layers(model: HfModule, backend: str) -> AttachReport:
             layer.family is None for layer in layers
         ):
             model.set_experts_implementation(NAME)
-        return AttachReport(tuple([_attach_layer(layer, backend) for layer in layers]))
+        reports = [
+            _attach_layer(layer, backend)
+            for layer in environment.progress_bar(layers, "attaching layers")
+        ]
+        return AttachReport(tuple(reports))
     except BaseException:
         undo()
         raise

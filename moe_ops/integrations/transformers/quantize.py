@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from torch import nn
 from torch.nn.utils import parametrize
 
 import moe_ops
+from moe_ops import environment
 from moe_ops.integrations.transformers import fp8
 from moe_ops.integrations.transformers import layers as layers_of
 from moe_ops.integrations.transformers.attach import attach
@@ -55,7 +54,7 @@ def quantize(model: nn.Module, scheme: str | QuantScheme) -> AttachReport:
     for layer, name in pairs:
         _check_quantizable(layer, name, scheme)
     report = attach(model)
-    for layer, name in _progress(pairs):
+    for layer, name in environment.progress_bar(pairs, "quantizing experts"):
         _quantize_weight(layer, name, scheme)
     mark_quantized(model, MoeOpsConfig(scheme))
     return report
@@ -110,14 +109,3 @@ def _check_quantizable(layer: Layer, weight_name: str, scheme: QuantScheme) -> N
     if weight.device.type == "meta":
         raise ValueError(f"{name} must be loaded, got the meta device; quantize before offloading")
     check_quantizable(name, layer.natural_weight(weight_name), scheme)
-
-
-def _progress(pairs: list) -> Iterable:
-    """A progress bar over a model whose weights take a while, if tqdm is installed."""
-    if sum(getattr(layer.owner, name).numel() for layer, name in pairs) < 2**30:
-        return pairs
-    try:
-        from tqdm.auto import tqdm
-    except ImportError:
-        return pairs
-    return tqdm(pairs, desc="quantizing experts", unit="weight")

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from moe_ops import environment
 from moe_ops.checks import autocasting
 from moe_ops.integrations.transformers import families
 from moe_ops.integrations.transformers.activations import HfModule
@@ -244,7 +245,8 @@ def fuse_routers(model: nn.Module) -> RoutersReport:
     if not isinstance(model, nn.Module):
         raise ValueError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     reports = []
-    for name, module in model.named_modules():
+    modules = list(model.named_modules())
+    for name, module in environment.progress_bar(modules, "checking routers"):
         rule = _rule_of(module)
         if rule is not None or re.search(r"Router$|TopKGating$", type(module).__name__):
             reports.append(_fuse(name, module, rule))

@@ -1,0 +1,119 @@
+"""Installing: the CPU kernels are optional, whatever CXX says, and no index is claimed."""
+
+import importlib.util
+import re
+import shlex
+import sys
+import tomllib
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from moe_ops import environment
+from tests.house.test_documents import documents
+from tests.support.paths import ROOT
+
+pytestmark = pytest.mark.skipif(
+    not (ROOT / "hatch_build.py").exists(), reason="tests of a wheel, away from the source tree"
+)
+
+
+@pytest.fixture
+def hook(monkeypatch, tmp_path):
+    """hatch_build, on an x86-64 machine whose PATH has nothing of a compiler."""
+    interface = ModuleType("hatchling.builders.hooks.plugin.interface")
+    interface.BuildHookInterface = object  # hatchling is there only while something is built
+    monkeypatch.setitem(sys.modules, interface.__name__, interface)
+    spec = importlib.util.spec_from_file_location("hatch_build", ROOT / "hatch_build.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    monkeypatch.setattr(module.platform, "machine", lambda: "x86_64")
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    monkeypatch.delenv("CXX", raising=False)
+    (tmp_path / "bin").mkdir()
+    return module
+
+
+def script(path, text):
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    return path
+
+
+# what follows -o is where the library goes
+COMPILES = 'while [ "$1" != -o ]; do shift; done; echo "compiled" > "$2"'
+
+
+def build(hook, tmp_path):
+    """(why not, text of the library), where a library was before."""
+    library = tmp_path / "library.so"
+    library.write_text("of an earlier build")
+    reason = hook.build(tmp_path / "source.cpp", library)
+    return reason, library.read_text().strip() if library.exists() else None
+
+
+def test_compiler_of_path_is_used(hook, tmp_path):
+    script(tmp_path / "bin" / "g++", COMPILES)
+    assert build(hook, tmp_path) == (None, "compiled")
+
+
+def test_cxx_may_have_arguments(hook, tmp_path, monkeypatch):
+    script(tmp_path / "bin" / "g++", COMPILES)
+    folder = tmp_path / "a folder"
+    folder.mkdir()
+    cache = script(folder / "ccache", 'exec "$@"')
+    monkeypatch.setenv("CXX", f"{shlex.quote(str(cache))} g++")
+    assert build(hook, tmp_path) == (None, "compiled")
+
+
+@pytest.mark.parametrize(
+    ("cxx", "why"),
+    [
+        ("", "there is no g\\+\\+ or c\\+\\+ on PATH, and CXX is not set"),
+        ("/nonexistent/g++", "No such file or directory: '/nonexistent/g\\+\\+'"),
+        ("g++-99", "No such file or directory: 'g\\+\\+-99'"),
+        ("{folder}", "Permission denied"),
+        ("{folder}/not_executable", "Permission denied"),
+        ("{folder}/not_a_program", "Exec format error"),
+        ("{folder}/fails", "fails -O3 .* ended with 3: no such flag"),
+        ("{folder}/does_nothing", "does_nothing -O3 .* ended with 0"),
+        ("ccache 'g++", "No closing quotation"),
+    ],
+)
+def test_any_other_cxx_leaves_the_kernels_out(cxx, why, hook, tmp_path, monkeypatch):
+    (tmp_path / "not_executable").write_text("")
+    script(tmp_path / "not_a_program", "").write_bytes(b"\x00\x01")
+    script(tmp_path / "fails", "echo no such flag >&2; exit 3")
+    script(tmp_path / "does_nothing", "exit 0")
+    monkeypatch.setenv("CXX", cxx.format(folder=tmp_path))
+    reason, library = build(hook, tmp_path)
+    assert re.search(why, reason), reason
+    assert library is None
+
+
+def test_other_processors_get_no_kernels(hook, tmp_path, monkeypatch):
+    script(tmp_path / "bin" / "g++", COMPILES)
+    monkeypatch.setattr(hook.platform, "machine", lambda: "aarch64")
+    reason, library = build(hook, tmp_path)
+    assert "this is aarch64" in reason and library is None
+
+
+def test_distribution_has_a_name_of_its_own():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["name"] == environment.DISTRIBUTION == "torch-moe-ops"
+    for extra in project["optional-dependencies"].values():
+        assert not [one for one in extra if re.match("moe[-_.]ops", one)]
+
+
+def test_nobody_is_told_to_install_this_from_an_index():
+    """`pip install moe-ops`, with extras or without, would install another project."""
+    folders = ("moe_ops", "tests", "benchmarks", "examples", "docs", ".github", ".ci")
+    files = [path for folder in folders for path in (ROOT / folder).rglob("*")]
+    files += [ROOT / name for name in (*documents(), "Makefile", "pyproject.toml")]
+    index = re.compile(r"pip install[^\n`]*\s['\"]?(?:torch-)?moe[-_.]ops\b(?![\w/*-]*\.whl|/)")
+    for path in files:
+        texts = path.is_file() and path.suffix in (".py", ".md", ".toml", ".yml", "")
+        if texts and path.name != Path(__file__).name:
+            found = index.search(path.read_text())
+            assert found is None, f"{path.relative_to(ROOT)}: {found.group()}"
