@@ -21,6 +21,11 @@ def static_size(size: int) -> int:
     M.
     """
     if torch.compiler.is_compiling() or type(size) is not int:
+        if isinstance(size, Tensor):
+            raise RuntimeError(
+                "moe_ops cannot be traced by torch.jit.trace, which would keep one plan for every "
+                "shape; use torch.export.export or torch.compile"
+            )
         return int(guard_scalar(size))
     return size
 
@@ -31,6 +36,19 @@ def check_rank(name: str, tensor: Tensor, shape: str) -> None:
     rank = shape.count(",") + 1
     if tensor.ndim != rank:
         raise ValueError(f"{name} must have shape {shape}, got a {tensor.ndim}-D tensor")
+
+
+def check_strided(name: str, tensor: Tensor) -> None:
+    """Raise unless a tensor has one size a dimension and all of its elements."""
+    if tensor.is_nested:
+        raise ValueError(
+            f"{name} must be a dense tensor, got a nested one; pass torch.stack(tuple("
+            f"{name}.unbind()))"
+        )
+    if tensor.layout != torch.strided:
+        raise ValueError(
+            f"{name} must be a dense tensor, got layout {tensor.layout}; pass {name}.to_dense()"
+        )
 
 
 def check_tensor(name: str, value: object) -> None:

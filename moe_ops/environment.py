@@ -6,6 +6,7 @@ No optional library is imported here.
 
 from __future__ import annotations
 
+import importlib.abc
 import importlib.metadata
 import importlib.util
 import logging
@@ -15,7 +16,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
@@ -115,6 +116,48 @@ def cache_folder() -> Path:
     have caches of their own for what they compile; docs/backends.md names them.)
     """
     return Path(os.environ.get(CACHE_VARIABLE) or Path.home() / ".cache" / "moe_ops")
+
+
+def when_imported(module: str, function: Callable[[], object]) -> None:
+    """Call `function` now if a module is imported already, else once somebody imports it.
+
+    So that what belongs in an expensive module costs nothing where nobody uses it.
+    """
+    if module in sys.modules:
+        function()
+        return
+    if module not in _awaited:
+        _awaited[module] = []
+        sys.meta_path.insert(0, _Finder(module))
+    _awaited[module].append(function)
+
+
+_awaited: dict[str, list[Callable[[], object]]] = {}  # by the name of the module
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Finds one module as the others would, and has `when_imported`'s functions called behind
+    it.
+    """
+
+    def __init__(self, module: str):
+        self.module = module
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
+        if name != self.module:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def exec_module(module: Any) -> None:
+                execute(module)
+                for function in _awaited.pop(name):
+                    function()
+
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
 
 
 PROGRESS_SECONDS = 2.0  # what takes less shows no progress bar

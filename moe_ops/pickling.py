@@ -13,6 +13,14 @@ import torch
 from torch import Tensor
 
 
+def stored(t: Tensor) -> Tensor | tuple[Tensor, torch.dtype]:
+    """What is pickled of a tensor: of float8 its bytes and its dtype, for pickle and the format of
+    torch.save before 1.6 know no storage of float8.
+    """
+    is_float8 = t.dtype.itemsize == 1 and t.dtype.is_floating_point
+    return (t.view(torch.uint8), t.dtype) if is_float8 else t
+
+
 def rebuild_expert_tensor(
     class_name: str, arguments: dict[str, Any], attributes: dict[str, Any]
 ) -> Tensor:
@@ -25,7 +33,11 @@ def rebuild_expert_tensor(
             f"{class_name!r}"
         )
     cls = getattr(sys.modules["moe_ops"], class_name)  # torchao is imported at the first one
-    tensor = cls(**arguments)
+    tensors = {
+        name: value[0].view(value[1]) if isinstance(value, tuple) else value
+        for name, value in arguments.items()
+    }
+    tensor = cls(**tensors)
     for name, value in attributes.items():
         setattr(tensor, name, value)
     return tensor

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from moe_ops.backends.torch import grouped_mm as products
+from moe_ops.meta import flops
 from moe_ops.numerics import Scales
 from moe_ops.ops.library import register_function
 from moe_ops.schemes import get_scheme
@@ -119,6 +120,7 @@ grouped_mm = register_function(
     _grouped_mm,
     _grouped_mm_fake,
     (_mm_backward, _save_mm),
+    flops=flops.grouped_mm,
 )
 
 
@@ -128,4 +130,5 @@ grouped_outer = register_function(
     products.grouped_outer,
     _grouped_outer_fake,
     (_outer_backward, _save_outer),
+    flops=flops.grouped_outer,
 )

@@ -11,6 +11,9 @@ DEEP_GEMM_UE8M0 = "deep_gemm_ue8m0"
 # fill 16 bytes.
 TRITON_E2M1 = "triton_e2m1"
 TRANSPOSED = "transposed"  # the layout of a quantized weight's transposed view
+# The layout of a quantized weight viewed as one dimension, before the name of the layout that its
+# data have.
+FLAT = "flat:"
 
 
 def scale_shape(rows: int, cols: int, group_rows: int, group_cols: int) -> tuple[int, ...]:

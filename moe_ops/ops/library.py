@@ -22,7 +22,8 @@ from typing import Any, get_type_hints
 import torch
 from torch import Tensor
 
-from moe_ops.meta import fake
+from moe_ops.environment import when_imported
+from moe_ops.meta import fake, flops
 from moe_ops.ops.args import BatchedExpertsArgs, ExpertsArgs, GroupedLinearArgs, Scale
 from moe_ops.ops.problem import Machine, Problem, Workspaces
 from moe_ops.ops.relayout import RELAYOUTS, Relayout
@@ -51,10 +52,12 @@ def schema(args: Any) -> str:
 
 
 class Kind:
-    """One of the three op families: its arguments, the fake's checks and the kernel's."""
+    """One of the three op families: its arguments, the fake's checks, the kernel's, and how many
+    floating-point operations it takes.
+    """
 
-    def __init__(self, args: Any, check: Callable, check_rows: Callable):
-        self.args, self.check, self.check_rows = args, check, check_rows
+    def __init__(self, args: Any, check: Callable, check_rows: Callable, flops: Callable):
+        self.args, self.check, self.check_rows, self.flops = args, check, check_rows, flops
         hints = list(get_type_hints(args, include_extras=True).items())
         scales = [i for i, (_, hint) in enumerate(hints) if hint == Scale]
         self.first_scale, self.no_scales = scales[0], (None,) * len(scales)
@@ -90,11 +93,19 @@ class Kind:
 
 
 KINDS = {
-    "experts": Kind(ExpertsArgs, fake.check_experts, fake.rows_experts),
+    "experts": Kind(ExpertsArgs, fake.check_experts, fake.rows_experts, flops.experts),
     "batched_experts": Kind(
-        BatchedExpertsArgs, fake.check_batched_experts, fake.rows_batched_experts
+        BatchedExpertsArgs,
+        fake.check_batched_experts,
+        fake.rows_batched_experts,
+        flops.batched_experts,
     ),
-    "grouped_linear": Kind(GroupedLinearArgs, fake.check_grouped_linear, fake.rows_grouped_linear),
+    "grouped_linear": Kind(
+        GroupedLinearArgs,
+        fake.check_grouped_linear,
+        fake.rows_grouped_linear,
+        flops.grouped_linear,
+    ),
 }
 
 
@@ -213,6 +224,7 @@ def register(
         for key in keys:
             LIB.impl(op_name, below_autograd(kernels[kind_name][key.lower()]), key)
         torch.library.register_fake(f"moe_ops::{op_name}", _fake(kind), lib=LIB)
+        _count_flops(op_name, _flops(kind))
         ops[kind_name] = getattr(torch.ops.moe_ops, op_name).default
     backend = Backend(
         name,
@@ -345,6 +357,25 @@ def _fake(kind: Kind) -> Callable:
     return fake_kernel
 
 
+def _flops(kind: Kind) -> Callable:
+    def formula(*shapes: Any, out_shape: Any = None, **_: Any) -> int:
+        args = kind.unpack(shapes)
+        return kind.flops(args, _BITS.get(args.scheme, 8))
+
+    return formula
+
+
+def _count_flops(op_name: str, formula: Callable) -> None:
+    """Teach torch.utils.flop_counter an op. Its import takes 0.8 s, and imports Triton."""
+
+    def register() -> None:
+        from torch.utils.flop_counter import register_flop_formula
+
+        register_flop_formula(getattr(torch.ops.moe_ops, op_name))(formula)
+
+    when_imported("torch.utils.flop_counter", register)
+
+
 def register_function(
     name: str,
     signature: str,
@@ -352,6 +383,7 @@ def register_function(
     fake_function: Callable,
     derivative: tuple[Callable, Callable] | None = None,
     devices: tuple[str, ...] = ("CPU", "CUDA"),
+    flops: Callable | None = None,
 ) -> Callable:
     """Define `moe_ops::<name>`, an op outside the three families (router, training products).
 
@@ -360,11 +392,14 @@ def register_function(
         fake_function: its fake kernel.
         derivative: backward and setup_context, as torch.library.register_autograd takes them.
         devices: dispatch keys that run `function`.
+        flops: its formula in `meta.flops`; None for an op without a matrix product.
     """
     LIB.define(name + signature)
     for device in devices:
         LIB.impl(name, function, device)
     torch.library.register_fake(f"moe_ops::{name}", fake_function, lib=LIB)
+    if flops is not None:
+        _count_flops(name, flops)
     if derivative is not None:
         backward, save = derivative
         torch.library.register_autograd(f"moe_ops::{name}", backward, setup_context=save, lib=LIB)

@@ -18,6 +18,7 @@ together if their layouts agree up to there.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -25,7 +26,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from moe_ops.meta.scales import TRANSPOSED, unpacked_size
+from moe_ops.meta.scales import FLAT, TRANSPOSED, unpacked_size
 from moe_ops.ops.problem import Problem
 from moe_ops.schemes import QuantScheme, get_scheme
 
@@ -55,6 +56,9 @@ RELAYOUTS: dict[str, tuple[Relayout, ...]] = {}
 
 def logical(qdata: Tensor, scheme: str, layout: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """(shape, strides) of the weights that ``qdata`` holds."""
+    if layout.startswith(FLAT):
+        shape, _ = logical(qdata, scheme, layout.removeprefix(FLAT))
+        return (math.prod(shape),), (1,)
     desc = get_scheme(scheme).weight
     bits = 8 if desc is None else desc.format.bits
     shape, strides = tuple(qdata.shape), tuple(qdata.stride())

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from moe_ops.activations import Activation
-from moe_ops.checks import check_rank, static_size
-from moe_ops.meta.scales import TRANSPOSED, TRITON_E2M1
+from moe_ops.checks import check_rank, check_strided, static_size
+from moe_ops.meta.scales import FLAT, TRANSPOSED, TRITON_E2M1
 from moe_ops.ops.call import BatchedCall, Call, ExpertsCall, LinearCall, Weight
 from moe_ops.ops.problem import Problem
 from moe_ops.schemes import QuantScheme, get_scheme
@@ -25,9 +25,19 @@ def problem_of(call: Call) -> Problem:
     Raises:
         ValueError: it names the argument and the remedy.
     """
+    _check_layouts(call)
     if isinstance(call, ExpertsCall):
         return _experts_problem(call)
     return _batched_problem(call) if isinstance(call, BatchedCall) else _linear_problem(call)
+
+
+def _check_layouts(call: Call) -> None:
+    """Raise for sparse, nested and other tensors whose elements do not lie one a stride."""
+    for name, value in call._asdict().items():
+        tensor = value.data if isinstance(value, Weight) else value
+        if isinstance(tensor, Tensor):
+            linear = isinstance(call, LinearCall) and name == "hidden_states"
+            check_strided("x" if linear else name, tensor)
 
 
 def _shape(tensor: Tensor) -> tuple[int, ...]:
@@ -209,8 +219,9 @@ def _check_weight(name: str, weight: Weight, x: Tensor, x_name: str) -> tuple[in
             )
         return stored
     scheme = get_scheme(weight.scheme)
-    if weight.layout == TRANSPOSED:
-        raise ValueError(f"{name} must have its natural layout, got a transposed view of {stored}")
+    if weight.layout == TRANSPOSED or weight.layout.startswith(FLAT):
+        view = "transposed" if weight.layout == TRANSPOSED else "flat"
+        raise ValueError(f"{name} must have its natural layout, got a {view} view of {stored}")
     E, N, K = scheme.logical_shape(*stored)
     _check_scales(name, weight, scheme, (E, N, K), x.device)
     return E, N, K

@@ -113,10 +113,8 @@ def look_up(call: Call, backend: str) -> BoundPlan:
     try:
         key = (backend, call.key())
         bound = bound_plans.get(key)
-    except (
-        TypeError,
-        IndexError,
-    ):  # sizes without a hash, where make_fx traces; sizes that are not there
+    # sizes without a hash, where make_fx traces; sizes that are not there; tensors without strides
+    except (TypeError, IndexError, RuntimeError):
         return BoundPlan(make_plan(call, backend))
     if bound is None:
         if len(bound_plans) >= 4096:

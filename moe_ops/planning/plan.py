@@ -49,10 +49,12 @@ class Plan:
         return AUTO.ops[self.problem.kind]
 
     @property
-    def kernel(self) -> Callable:
-        """What the dispatcher calls for that op on this plan's device."""
+    def kernel(self) -> Callable | None:
+        """What the dispatcher calls for that op on this plan's device; None where that is a fake,
+        on the meta device.
+        """
         backend = self.tiers[0][1] if len(self.tiers) == 1 else AUTO
-        return backend.kernels[self.problem.kind][self.machine.device_type]
+        return backend.kernels[self.problem.kind].get(self.machine.device_type)
 
     @property
     def tiers_text(self) -> str:

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from moe_ops.checks import autocasting, check_tensor
 from moe_ops.kernels.launch import Lazy
+from moe_ops.meta import flops
 from moe_ops.meta.router import router_workspace
 from moe_ops.ops.library import below_autograd, register_function
 from moe_ops.routing.methods import RoutingMethod
@@ -241,4 +242,5 @@ _OP = register_function(
         Lazy("moe_ops.kernels.router.fused:route_tokens")
     ),  # on the CPU under Triton's interpreter
     _fake,
+    flops=flops.route_tokens,
 )

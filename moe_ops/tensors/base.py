@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 from torchao.utils import TorchAOBaseTensor
 
-from moe_ops.meta.scales import TRANSPOSED
+from moe_ops.meta.scales import FLAT, TRANSPOSED
 from moe_ops.numerics import dequantize_weight, quantize_experts
 from moe_ops.ops.relayout import logical, natural
-from moe_ops.pickling import rebuild_expert_tensor
+from moe_ops.pickling import rebuild_expert_tensor, stored
 from moe_ops.schemes import get_scheme
 
 Types = Iterable[type]  # of a call's arguments, as torch hands them over
@@ -38,7 +38,9 @@ class ExpertTensor(TorchAOBaseTensor):
         scheme: full name, e.g. "fp8_w8a16:block".
         weight_layout: how the data lies: "" as the shape says; "transposed" for (E, K, N), where
             the data are the natural ones with their last two dimensions exchanged; else the name
-            of a layout that ``moe_ops.prepare`` made. (``layout`` is torch's: strided.)
+            of a layout that ``moe_ops.prepare`` made. Behind "flat:" it is that of the data of a
+            tensor that ``view(-1)`` made: its shape has one dimension, its data have the shape
+            they had. (``layout`` is torch's: strided.)
         dtype: of the weights this stands for and of ``dequantize()``; ``.to(dtype)`` changes it
             alone.
 
@@ -167,6 +169,8 @@ class ExpertTensor(TorchAOBaseTensor):
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """The weights as a plain tensor of this shape, in ``dtype`` (default: ``self.dtype``)."""
         dtype = self.dtype if dtype is None else dtype
+        if self.weight_layout.startswith(FLAT):
+            return self._unflattened().dequantize(dtype).view(-1)
         if self.weight_layout == TRANSPOSED:
             return self._transposed().dequantize(dtype).transpose(-2, -1)
         if self.weight_layout:
@@ -177,7 +181,7 @@ class ExpertTensor(TorchAOBaseTensor):
 
     def __reduce_ex__(self, protocol: Any) -> tuple:
         names, attributes = self.__tensor_flatten__()
-        arguments = {name: getattr(self, name) for name in names} | attributes
+        arguments = {name: stored(getattr(self, name)) for name in names} | attributes
         own = (*self.tensor_data_names, *self.optional_tensor_data_names, *attributes)
         others = {name: value for name, value in vars(self).items() if name not in own}
         return rebuild_expert_tensor, (type(self).__name__, arguments, others)
@@ -212,10 +216,25 @@ class ExpertTensor(TorchAOBaseTensor):
             weight_layout="" if self.weight_layout == TRANSPOSED else TRANSPOSED,
         )
 
+    def _unflattened(self) -> ExpertTensor:
+        """This tensor in the shape of its data, before ``view(-1)``."""
+        return self._replace(weight_layout=self.weight_layout.removeprefix(FLAT))
+
     def _with_weights(self, function: Callable[[Tensor], Tensor]) -> ExpertTensor:
         """This tensor with ``function`` applied to all that has one entry for each expert."""
         names = [name for name in self.__tensor_flatten__()[0] if name != "activation_scale"]
         return self._replace(**{name: function(getattr(self, name)) for name in names})
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Types, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        if torch.jit.is_tracing():
+            raise RuntimeError(
+                "quantized weights cannot be traced by torch.jit.trace; use torch.export.export "
+                "or torch.compile"
+            )
+        return super().__torch_function__(func, types, args, kwargs)
 
     @classmethod
     def __torch_dispatch__(
@@ -224,13 +243,18 @@ class ExpertTensor(TorchAOBaseTensor):
         kwargs = kwargs or {}
         handler = cls._ATEN_OP_TABLE[cls].get(func)
         if handler is not None:
-            return handler(func, types, args, kwargs)
-        # under inference_mode composite operators arrive whole
-        result = func.decompose(*args, **kwargs)
+            result = handler(func, types, args, kwargs)
+        else:  # under inference_mode composite operators arrive whole
+            result = func.decompose(*args, **kwargs)
         if result is NotImplemented:
+            remedy = "call it on weight.dequantize()"
+            if func._schema.is_mutable:
+                remedy = (
+                    "merge adapters into plain weights, and quantize the result: "
+                    "moe_ops.quantize(weight.dequantize() + change, weight.scheme)"
+                )
             raise NotImplementedError(
-                f"{func} has no meaning for a quantized {cls.__name__}; "
-                f"call it on weight.dequantize()"
+                f"{func} has no meaning for a quantized {cls.__name__}; {remedy}"
             )
         return result
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from moe_ops.checks import check_tensor
+from moe_ops.checks import check_strided, check_tensor
 from moe_ops.schemes import QuantScheme, get_scheme
 from moe_ops.tensors.base import ExpertTensor
 
@@ -27,6 +27,7 @@ def check_quantizable(name: str, weight: Tensor, scheme: str | QuantScheme | Non
     nothing.
     """
     check_tensor(name, weight)
+    check_strided(name, weight)
     if isinstance(weight, ExpertTensor):
         raise ValueError(
             f"{name} must be a plain tensor, got {weight}; quantize its dequantize() to change "
@@ -151,26 +152,29 @@ def _checked_scale(
 
 
 def _check_zero_points(value: Tensor, dtype: str) -> None:
-    if dtype == "int4" and _known(value) and bool((value > 15).any()):
+    if dtype == "int4" and known(value) and bool((value > 15).any()):
         raise ValueError(f"zero_point must be in 0..15 for int4, got {value.max().item()}")
 
 
 def _check_positive(name: str, value: Tensor) -> None:
-    if _known(value) and not bool((value > 0).all()):
+    if known(value) and not bool((value > 0).all()):
         raise ValueError(f"{name} must be positive, got {value.min().item()}")
 
 
-def _known(values: Tensor) -> bool:
+def known(values: Tensor) -> bool:
+    """Whether a tensor has values: not on the meta device, not traced."""
     return values.device.type != "meta" and not isinstance(values, FakeTensor)
 
 
 def _check_at_most(name: str, values: Tensor, most: float, why: str) -> None:
-    if _known(values) and values.max() > most:
+    if known(values) and values.max() > most:
         raise ValueError(f"{name} must be at most {most:g} {why}, got {values.max().item():g}")
 
 
 def _check_plain(name: str, value: object) -> None:
     check_tensor(name, value)
+    assert isinstance(value, Tensor)
+    check_strided(name, value)
     if isinstance(value, ExpertTensor):
         raise ValueError(f"{name} must be a plain tensor, got {value}")
     if hasattr(value, "full_tensor"):
@@ -190,7 +194,7 @@ def _check_matrices(name: str, t: Tensor) -> None:
 
 def _check_finite(name: str, values: Tensor) -> None:
     """Raise, naming the experts, unless all of these numbers (E, ...) are finite."""
-    if not _known(values):
+    if not known(values):
         return
     finite = torch.isfinite(values).reshape(values.shape[0], -1).all(1)
     experts = (~finite).nonzero().flatten().tolist()
@@ -220,6 +224,6 @@ def checked_activation_scale(
             f"activation_scale must be one number, got shape {tuple(scale.shape)}; "
             f"of a scale for each expert, take the largest"
         )
-    if _known(scale) and not 0 < scale.item() < float("inf"):
+    if known(scale) and not 0 < scale.item() < float("inf"):
         raise ValueError(f"activation_scale must be positive and finite, got {scale.item()}")
     return scale.reshape(()).clone()

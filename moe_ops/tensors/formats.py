@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_ops.meta.scales import FLAT
 from moe_ops.ops.relayout import natural
 
 # registered before: a subclass copies its parent's operators when it is defined
@@ -104,4 +105,6 @@ class PlainExpertTensor(ExpertTensor):
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """The weights as a plain tensor in their natural order."""
+        if self.weight_layout.startswith(FLAT):
+            return super().dequantize(dtype)
         return natural(self).to(self.dtype if dtype is None else dtype)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import return_and_correct_aliasing
 from torchao.utils import fill_defaults
 
@@ -17,6 +18,7 @@ from moe_ops.tensors.base import (
     implements_torch_function,
     refuse_grad,
 )
+from moe_ops.tensors.checks import known
 
 aten = torch.ops.aten
 
@@ -69,13 +71,7 @@ def _(func: Callable, types: Types, args: tuple, kwargs: dict) -> Any:
 
 @implements(aten._to_copy.default)
 def _(func: Callable, types: Types, args: tuple, kwargs: dict) -> Any:
-    self = args[0]
-    dtype = kwargs.get("dtype") or self.dtype
-    if dtype not in _HIGH_PRECISION:
-        raise ValueError(
-            f"dtype of quantized weights must be one of {_HIGH_PRECISION}, got {dtype}; "
-            f"dequantize() takes any dtype"
-        )
+    self, dtype = args[0], _dtype(args[0], kwargs)
     where = {k: kwargs[k] for k in ("device", "non_blocking") if kwargs.get(k) is not None}
     if not self.scheme:
         where["dtype"] = dtype
@@ -84,19 +80,56 @@ def _(func: Callable, types: Types, args: tuple, kwargs: dict) -> Any:
 
 @implements(aten.empty_like.default)
 def _(func: Callable, types: Types, args: tuple, kwargs: dict) -> Any:
-    dtype = kwargs.pop("dtype", None) or args[0].dtype
-    if not args[0].scheme:
-        kwargs["dtype"] = dtype
+    dtype = _dtype(args[0], kwargs)
+    kwargs = kwargs | {"dtype": None if args[0].scheme else dtype}
     return args[0]._map(lambda t: func(t, **kwargs), dtype=dtype)
+
+
+@implements([aten.new_zeros.default, aten.zeros_like.default, aten.new_empty.default])
+def _(func: Callable, types: Types, args: tuple, kwargs: dict) -> Any:
+    """Weights that are zero, of as many experts as the size says."""
+    self, dtype = args[0], _dtype(args[0], kwargs)
+    size = tuple(self.shape) if func is aten.zeros_like.default else tuple(args[1])
+    whole = size == tuple(self.shape)
+    if not whole and (self.dim() != 3 or size[1:] != tuple(self.shape[1:])):
+        raise ValueError(
+            f"new weights like {self} must differ in the number of experts alone, got shape {size}"
+        )
+
+    def zeros(name: str, t: Tensor) -> Tensor:
+        shape = t.shape if whole or name == "activation_scale" else (size[0], *t.shape[1:])
+        own = t.dtype if self.scheme else dtype
+        # positive, as these scales must be: values are divided by one of them
+        fill = 1 if name in ("global_scale", "channel_scale", "activation_scale") else 0
+        return t.new_full(shape, fill, dtype=own, device=kwargs.get("device"))
+
+    names = self.__tensor_flatten__()[0]
+    return self._replace(**{n: zeros(n, getattr(self, n)) for n in names}, dtype=dtype)
+
+
+def _dtype(self: ExpertTensor, kwargs: dict) -> torch.dtype:
+    """The dtype that a new tensor stands for. Raises ValueError for one that weights cannot
+    have.
+    """
+    dtype = kwargs.get("dtype") or self.dtype
+    if dtype not in _HIGH_PRECISION:
+        raise ValueError(
+            f"dtype of quantized weights must be one of {_HIGH_PRECISION}, got {dtype}; "
+            f"dequantize() takes any dtype"
+        )
+    return dtype
 
 
 @implements(aten.copy_.default)
 def _(func: Callable, types: Types, args: tuple, kwargs: dict) -> Any:
     self, src = args[0], args[1]
     if not isinstance(src, ExpertTensor):
+        if _holds(self, src):
+            return self
         raise ValueError(
-            f"source of a copy into {self} must be quantized alike, got a plain tensor; "
-            f"pass it through moe_ops.quantize first"
+            f"source of a copy into {self} must be quantized alike, got a plain tensor of other "
+            "values; pass it through moe_ops.quantize first (DistributedDataParallel copies those "
+            "of one process: load the same weights on all)"
         )
     if not isinstance(self, ExpertTensor):
         raise ValueError(
@@ -105,13 +138,66 @@ def _(func: Callable, types: Types, args: tuple, kwargs: dict) -> Any:
             "parameters) and then load_state_dict(..., assign=True)"
         )
     own, other = (
-        (*t.__tensor_flatten__()[0], t.scheme, t.weight_layout, *t.shape) for t in (self, src)
+        (*t.__tensor_flatten__()[0], t.scheme, t.weight_layout, *t.shape, *t.qdata.shape)
+        for t in (self, src)
     )
     if own != other:
         raise ValueError(f"source of a copy into {self} must be quantized alike, got {src}")
     for name in self.__tensor_flatten__()[0]:
         getattr(self, name).copy_(getattr(src, name), *args[2:])
     return self
+
+
+@implements_torch_function(torch.Tensor.data.__set__)  # type: ignore[attr-defined]
+def _(func: Callable, types: Types, args: tuple, kwargs: dict) -> Any:
+    self, data = args
+    if type(data) is not type(self):
+        got = data if isinstance(data, ExpertTensor) else "a plain tensor"
+        raise ValueError(
+            f"data of {self} must be of its class, got {got}; put another parameter in its place, "
+            "nn.Parameter(moe_ops.quantize(weight, scheme), requires_grad=False)"
+        )
+    with torch._C.DisableTorchFunctionSubclass():
+        func(self, data)  # shape, strides, dtype and device
+    for name in (*self.tensor_data_names, *self.optional_tensor_data_names):
+        setattr(self, name, getattr(data, name))
+    self.scheme, self.weight_layout = data.scheme, data.weight_layout
+
+
+@implements_torch_function(torch.Tensor.share_memory_)
+def _(func: Callable, types: Types, args: tuple, kwargs: dict) -> Any:
+    for name in args[0].__tensor_flatten__()[0]:
+        getattr(args[0], name).share_memory_()
+    return args[0]
+
+
+@implements_torch_function(torch.Tensor.is_shared)
+@implements(aten.is_pinned.default)
+def _(func: Callable, types: Types, args: tuple, kwargs: dict) -> Any:
+    names = args[0].__tensor_flatten__()[0]
+    return all([func(getattr(args[0], name), *args[1:], **kwargs) for name in names])
+
+
+@implements(aten._pin_memory.default)
+def _(func: Callable, types: Types, args: tuple, kwargs: dict) -> Any:
+    return args[0]._map(lambda t: func(t, *args[1:], **kwargs))
+
+
+def _holds(self: ExpertTensor, values: Tensor) -> bool:
+    """Whether plain values are those of a quantized weight, as where DistributedDataParallel sends
+    one process's to all others.
+    """
+    alike = (self.shape, self.dtype, self.device) == (values.shape, values.dtype, values.device)
+    return alike and known(values) and torch.equal(self.dequantize(), values)
+
+
+@implements(aten.cat.default)
+def _(func: Callable, types: Types, args: tuple, kwargs: dict) -> Any:
+    """Flat weights, as DistributedDataParallel joins them with others for one broadcast."""
+    for t in args[0]:
+        if isinstance(t, ExpertTensor) and t.dim() != 1:
+            return NotImplemented
+    return func([t.dequantize() if isinstance(t, ExpertTensor) else t for t in args[0]])
 
 
 # Views are registered twice: as torch functions, for tracers that would otherwise see an operator
@@ -130,10 +216,7 @@ def _(func: Callable, types: Types, args: tuple, kwargs: dict) -> Any:
 
 @implements_torch_function([torch.narrow, torch.Tensor.narrow])
 def _(func: Callable, types: Types, args: tuple, kwargs: dict) -> Any:
-    def narrow(self: ExpertTensor, dim: int, start: int, length: int) -> ExpertTensor:
-        return views.slice_(self, dim, start, start + length, 1)
-
-    return narrow(*args, **kwargs)
+    return views.narrow(*args, **kwargs)
 
 
 @implements_torch_function([torch.chunk, torch.Tensor.chunk])
@@ -157,16 +240,21 @@ def _(func: Callable, types: Types, args: tuple, kwargs: dict) -> Any:
     return iter(parts) if func is torch.Tensor.__iter__ else parts
 
 
-@implements_torch_function([torch.transpose, torch.Tensor.transpose, torch.t, torch.Tensor.t])
+@implements_torch_function([torch.transpose, torch.Tensor.transpose])
 def _(func: Callable, types: Types, args: tuple, kwargs: dict) -> Any:
     return views.transpose(*args, **kwargs)
 
 
-@implements_torch_function(
-    [torch.Tensor.mT.__get__, torch.Tensor.T.__get__]  # type: ignore[attr-defined]
-)
+@implements_torch_function(torch.Tensor.mT.__get__)  # type: ignore[attr-defined]
 def _(func: Callable, types: Types, args: tuple, kwargs: dict) -> Any:
     return views.transpose(args[0])
+
+
+@implements_torch_function(
+    [torch.t, torch.Tensor.t, torch.Tensor.T.__get__]  # type: ignore[attr-defined]
+)
+def _(func: Callable, types: Types, args: tuple, kwargs: dict) -> Any:
+    return views.matrix_transpose(args[0])
 
 
 @implements(aten.slice.Tensor)
@@ -180,9 +268,24 @@ def _(func: Callable, types: Types, args: tuple, kwargs: dict) -> Any:
     return return_and_correct_aliasing(func, args, kwargs, views.select(*args))
 
 
-@implements([aten.transpose.int, aten.t.default])
+@implements(aten.transpose.int)
 def _(func: Callable, types: Types, args: tuple, kwargs: dict) -> Any:
     return return_and_correct_aliasing(func, args, kwargs, views.transpose(*args))
+
+
+@implements(aten.t.default)
+def _(func: Callable, types: Types, args: tuple, kwargs: dict) -> Any:
+    return return_and_correct_aliasing(func, args, kwargs, views.matrix_transpose(*args))
+
+
+@implements(aten.view.default)
+def _(func: Callable, types: Types, args: tuple, kwargs: dict) -> Any:
+    return return_and_correct_aliasing(func, args, kwargs, views.view(*args))
+
+
+@implements(aten.as_strided.default)
+def _(func: Callable, types: Types, args: tuple, kwargs: dict) -> Any:
+    return return_and_correct_aliasing(func, args, kwargs, views.as_strided(*args, **kwargs))
 
 
 @implements([aten.split.Tensor, aten.split_with_sizes.default])

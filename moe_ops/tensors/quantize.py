@@ -8,7 +8,7 @@ from torch import Tensor
 
 from moe_ops import activations
 from moe_ops.activations import Activation, rows_before
-from moe_ops.checks import check_tensor
+from moe_ops.checks import check_strided, check_tensor
 from moe_ops.meta.scales import TRANSPOSED
 from moe_ops.ops.relayout import RELAYOUTS, natural
 from moe_ops.schemes import SCHEMES, QuantScheme, get_scheme
@@ -135,6 +135,7 @@ def prepare(weight: Tensor, backend: str, *, activation: str | Activation | None
             that is a transposed view, or one whose shape or scales do not admit the layout.
     """
     check_tensor("weight", weight)
+    check_strided("weight", weight)
     known = ("auto", *RELAYOUTS)
     if backend not in known:
         raise ValueError(f"backend must be one of {', '.join(known)}; got {backend!r}")

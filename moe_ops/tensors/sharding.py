@@ -1,8 +1,10 @@
-"""Quantized weights sharded over processes by experts: under FSDP2, and as DTensors.
+"""Quantized weights on several processes: sharded by experts under FSDP2 and as DTensors, or equal
+on all under DistributedDataParallel.
 
 FSDP2 (`fully_shard`) keeps some experts of each weight on every process and gathers all of them
-for a layer's forward. It does so through the operators and the two methods below; their names and
-signatures are FSDP's. The weights' tensors travel as they are, quantized.
+for a layer's forward. It does so through operators (new_zeros, narrow, copy_, view, as_strided)
+and the two methods below; their names and signatures are FSDP's. The weights' tensors travel as
+they are, quantized.
 """
 
 from __future__ import annotations
@@ -17,8 +19,6 @@ from moe_ops.tensors.base import ExpertTensor, Types, implements
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-
-aten = torch.ops.aten
 
 
 def fsdp_pre_all_gather(
@@ -90,6 +90,24 @@ def gathered(weight: Any) -> Tensor:
     return local._replace(**parts)
 
 
+if torch.distributed.is_available():
+
+    @implements(torch.ops.c10d.broadcast_.default)
+    def _(func: Callable, types: Types, args: tuple, kwargs: dict) -> Any:
+        """Weights of one process to all others, quantized: DistributedDataParallel sends a large
+        parameter so.
+        """
+        for tensor in args[0]:
+            for name in tensor.__tensor_flatten__()[0]:
+                data = getattr(tensor, name)
+                sent = data.contiguous()
+                work = func([sent.view(-1).view(torch.uint8)], *args[1:], **kwargs)[1]
+                work.wait()
+                if sent is not data:
+                    data.copy_(sent)
+        return args[0], work
+
+
 def _per_expert(weight: ExpertTensor) -> list[str]:
     return [name for name in weight.__tensor_flatten__()[0] if name != "activation_scale"]
 
@@ -97,30 +115,6 @@ def _per_expert(weight: ExpertTensor) -> list[str]:
 def _bytes(t: Tensor) -> Tensor:
     """(E, ...) as (E, bytes of an expert) uint8."""
     return t.view(torch.uint8) if t.dim() > 1 else t.unsqueeze(-1).view(torch.uint8)
-
-
-@implements(aten.new_zeros.default)
-def _(func: Callable, types: Types, args: tuple, kwargs: dict) -> Any:
-    self, size = args[0], tuple(args[1])
-    if size[1:] != tuple(self.shape[1:]):
-        raise ValueError(
-            f"zeros like {self} must differ in the number of experts alone, got shape {size}"
-        )
-    return self._with_weights(lambda t: t.new_zeros((size[0], *t.shape[1:])))
-
-
-@implements([aten.view.default, aten.as_strided.default])
-def _(func: Callable, types: Types, args: tuple, kwargs: dict) -> Any:
-    """The same weights: FSDP flattens its shard, keeps it as it is, and restores the shape."""
-    self, size = args[0], tuple(args[1])
-    natural = torch.empty(self.shape, device="meta").stride()
-    strides = tuple(args[2]) if func is aten.as_strided.default else natural
-    if size not in ((-1,), (self.numel(),), tuple(self.shape)) or strides != natural:
-        raise ValueError(
-            f"a view of {self} must have its shape, or be flat where nothing reads it, got shape "
-            f"{size} and strides {strides}; view dequantize()"
-        )
-    return self._map(lambda t: t.view(t.shape))
 
 
 ExpertTensor.fsdp_pre_all_gather = fsdp_pre_all_gather

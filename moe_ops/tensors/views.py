@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_ops.meta.scales import TRANSPOSED, packed_size
+from moe_ops.meta.scales import FLAT, TRANSPOSED, packed_size
 from moe_ops.schemes import QuantDesc, get_scheme
 from moe_ops.tensors.base import ExpertTensor
 
@@ -25,6 +25,11 @@ def axis(self: ExpertTensor, dim: int) -> tuple[str, int]:
     dim = dim - self.dim() if dim >= 0 else dim
     if dim == -3:
         return "expert", dim
+    if self.weight_layout.startswith(FLAT):
+        raise ValueError(
+            f"views of {self} must restore its shape first, "
+            f"view({', '.join(map(str, self._unflattened().shape))}); or view dequantize()"
+        )
     if self.weight_layout not in ("", TRANSPOSED):
         raise ValueError(
             f"views of {self} must be along the expert dimension 0: its rows and columns lie in "
@@ -140,17 +145,42 @@ def index_select(self: ExpertTensor, dim: int, index: Tensor) -> ExpertTensor:
     return take(self, index)
 
 
+def narrow(self: ExpertTensor, dim: int, start: int, length: int) -> ExpertTensor:
+    axis(self, dim)
+    size, first = self.shape[dim], int(start)
+    first += size if first < 0 else 0
+    if length < 0 or not 0 <= first <= size - length:
+        raise IndexError(
+            f"narrow of {self} along dim {dim} must stay within its {size} entries, got start "
+            f"{start} and length {length}"
+        )
+    return slice_(self, dim, first, first + length, 1)
+
+
 def chunk(self: ExpertTensor, chunks: int, dim: int = 0) -> tuple[ExpertTensor, ...]:
-    return split(self, (self.shape[dim] + chunks - 1) // chunks, dim)
+    axis(self, dim)
+    if chunks < 1:
+        raise ValueError(f"chunks must be at least 1, got {chunks}")
+    total = self.shape[dim]
+    return split(self, -(-total // chunks) if total else [0] * chunks, dim)
 
 
 def split(
     self: ExpertTensor, split_size: int | list[int], dim: int = 0
 ) -> tuple[ExpertTensor, ...]:
+    axis(self, dim)
     total = self.shape[dim]
-    sizes = split_size
-    if isinstance(sizes, int):
-        sizes = [min(sizes, total - start) for start in range(0, total, sizes)]
+    if not isinstance(split_size, int):
+        sizes = list(split_size)
+    elif split_size > 0:
+        sizes = [min(split_size, total - start) for start in range(0, max(total, 1), split_size)]
+    else:
+        sizes = [0] if split_size == 0 else [split_size]
+    if any([size < 0 for size in sizes]) or sum(sizes) != total:
+        raise ValueError(
+            f"split of {self} along dim {dim} must be into parts of together {total} entries, got "
+            f"{split_size}"
+        )
     parts, start = [], 0
     for size in sizes:
         parts.append(slice_(self, dim, start, start + size, 1))
@@ -169,6 +199,56 @@ def transpose(self: ExpertTensor, dim0: int = -2, dim1: int = -1) -> ExpertTenso
             f"transpose of {self} must exchange its last two dimensions, got {dim0} and {dim1}"
         )
     return self._transposed()
+
+
+def matrix_transpose(self: ExpertTensor) -> ExpertTensor:
+    """`t` and `T`, which torch defines of matrices alone."""
+    if self.dim() != 2:
+        raise ValueError(
+            f"t and T of a quantized weight must be of one expert's matrix, got {self}; mT "
+            "exchanges the last two dimensions"
+        )
+    return self._transposed()
+
+
+def view(self: ExpertTensor, size: tuple[int, ...]) -> ExpertTensor:
+    """The same weights in their shape, in one dimension, or back in their shape.
+
+    FSDP2 flattens its shards by ``view(-1)``.
+    """
+    shape = tuple(self.shape)
+    viewed = tuple(torch.empty_strided(shape, self.stride(), device="meta").view(size).shape)
+    if viewed == shape:
+        return self._map(_alias)
+    if self.weight_layout.startswith(FLAT):
+        whole = self._unflattened()
+        if viewed == tuple(whole.shape):
+            return whole._map(_alias)
+    elif len(viewed) == 1:
+        return self._map(_alias, weight_layout=FLAT + self.weight_layout)
+    raise ValueError(
+        f"a view of {self} must have its shape, or one dimension, got {viewed}; {_VIEW}"
+    )
+
+
+def as_strided(
+    self: ExpertTensor, size: tuple[int, ...], stride: tuple[int, ...], offset: int | None = None
+) -> ExpertTensor:
+    """The same weights: FSDP2 gives what it gathered its shape so."""
+    same = tuple(size) == tuple(self.shape) and tuple(stride) == tuple(self.stride())
+    if not same or offset not in (None, self.qdata.storage_offset()):
+        raise ValueError(
+            f"as_strided of {self} must keep its shape, strides and offset, got {tuple(size)}, "
+            f"{tuple(stride)} and {offset}; {_VIEW}"
+        )
+    return self._map(_alias)
+
+
+_VIEW = "view dequantize()"
+
+
+def _alias(t: Tensor) -> Tensor:
+    return t.view(t.shape)
 
 
 def getitem(self: ExpertTensor, key: Any) -> ExpertTensor:

@@ -7,6 +7,7 @@ import torch
 import moe_ops
 from moe_ops import backends, checks
 from moe_ops.ops.problem import Machine
+from moe_ops.planning import bind
 from moe_ops.planning import machine as machines
 from tests.support.cases import BF16, Case
 
@@ -484,3 +485,66 @@ def test_named_backend_never_falls_back():
         plan = moe_ops.explain(*positional[:3], positional[4], **good)
     assert plan.backend == "torch"
     assert "not triton: triton needs compute capability 8.0 or higher, got 7.5" in str(plan)
+
+
+def unusual(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """A tensor in every layout that has no element for each stride."""
+    rows = list(tensor)
+    found = [tensor.to_sparse(), tensor.to_sparse_csr()]
+    if tensor.dtype == torch.float32:
+        found.append(tensor.to_mkldnn())
+    if tensor.dim() > 1:
+        for layout in (torch.strided, torch.jagged):
+            found.append(torch.nested.nested_tensor(rows, layout=layout))
+    return found
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR", "ignore:The PyTorch API of nested")
+@pytest.mark.parametrize("function", POSITIONAL)
+def test_sparse_nested_and_mkldnn_tensors(function):
+    """Each is refused by name, with what makes of it a tensor that is taken."""
+    names = [*POSITIONAL[function], *("w13_bias", "w2_bias", "bias")]
+    for name in names:
+        good = good_arguments(function)
+        if name not in good or good[name].dim() == 1:
+            continue
+        for tensor in unusual(good[name].float()):
+            bind.forget()
+            given = good | {name: tensor}
+            nested = rf"a nested one; pass torch\.stack\(tuple\({name}\.unbind\(\)\)\)"
+            dense = rf"layout torch\.\w+; pass {name}\.to_dense\(\)"
+            with pytest.raises(ValueError, match=f"{name} must be a dense tensor, got "):
+                function(*[given.pop(n) for n in POSITIONAL[function]], **given)
+            if tensor.is_nested or tensor.layout == torch.sparse_coo:
+                given = good | {name: tensor}
+                with pytest.raises(ValueError, match=nested if tensor.is_nested else dense):
+                    function(*[given.pop(n) for n in POSITIONAL[function]], **given)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR", "ignore:The PyTorch API of nested")
+def test_sparse_nested_and_mkldnn_weights_are_not_quantized():
+    for weight in unusual(torch.randn(4, 8, 32)):
+        for function in (
+            lambda w: moe_ops.quantize(w, "fp8_tensor"),
+            lambda w: moe_ops.prepare(w, "flashinfer"),
+        ):
+            with pytest.raises(ValueError, match="weight must be a dense tensor, got "):
+                function(weight)
+        with pytest.raises(ValueError, match="qdata must be a dense tensor, got "):
+            moe_ops.from_quantized("fp8_tensor", weight, torch.ones(4))
+        with pytest.raises(ValueError, match="scale must be a dense tensor, got "):
+            qdata = torch.zeros(4, 8, 32, dtype=torch.float8_e4m3fn)
+            moe_ops.from_quantized("fp8_tensor", qdata, weight)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("function", POSITIONAL)
+@pytest.mark.parametrize("scheme", ["", "fp8_block"])
+def test_jit_trace(function, scheme):
+    """What it would keep is the plan of one shape; the error names what traces all."""
+    good = good_arguments(function, scheme)
+    positional = [good.pop(name) for name in POSITIONAL[function]]
+    with pytest.raises(RuntimeError, match=r"torch\.jit\.trace, .*use torch\.export\.export or"):
+        torch.jit.trace(
+            lambda x: function(x, *positional[1:], **good), positional[0], check_trace=False
+        )

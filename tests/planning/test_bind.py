@@ -299,3 +299,36 @@ def test_deterministic_algorithms_fill_what_nobody_writes():
         torch.use_deterministic_algorithms(False)
     assert out[0, 2:].isnan().all() and out[2].isnan().all()
     assert out[0, :2].isfinite().all() and out[1].isfinite().all()
+
+
+@pytest.mark.parametrize("scheme", ["", "fp8_block", "int4_w4a16:g32", "nvfp4"])
+def test_meta_tensors_give_meta_results(scheme):
+    """Shapes and dtypes of what the same call computes elsewhere, forward and backward."""
+    x, w13, w2, weights, ids = arguments()
+    if scheme:
+        w13, w2 = moe_ops.quantize(w13, scheme), moe_ops.quantize(w2, scheme)
+    counts, ends = (torch.zeros(E, dtype=torch.int32), torch.full((E,), M, dtype=torch.int32))
+    blocks = torch.randn(E, 3, K).to(torch.bfloat16)
+    for dtype in (torch.float32, torch.bfloat16):
+        a, b = w13.to(dtype), w2.to(dtype)
+        for function, args in (
+            (moe_ops.fused_experts, (x.to(dtype), a, b, weights, ids)),
+            (moe_ops.batched_experts, (blocks.to(dtype), a, b, counts)),
+            (moe_ops.grouped_linear, (x.to(dtype), a, ends)),
+        ):
+            want, got = function(*args), function(*[t.to("meta") for t in args])
+            assert got.device.type == "meta" and not got.requires_grad
+            assert (got.shape, got.dtype, got.stride()) == (want.shape, want.dtype, want.stride())
+    x = x.to("meta").requires_grad_()
+    rest = [t.to("meta") for t in (w13, w2, weights, ids)]
+    (grad,) = torch.autograd.grad(moe_ops.fused_experts(x, *rest).sum(), x)
+    assert grad.device.type == "meta" and grad.shape == x.shape
+
+
+def test_meta_layers():
+    with torch.device("meta"):
+        layer = moe_ops.MoELayer(K, I, num_experts=E, top_k=TOP_K)
+        x = torch.randn(M, K)
+    assert layer(x).shape == (M, K) and layer(x).requires_grad
+    with torch.no_grad():
+        assert layer(x).device.type == "meta"

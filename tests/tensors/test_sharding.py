@@ -1,6 +1,6 @@
 """Weights sharded over processes by experts: FSDP2 around a layer, DTensors in fused_experts."""
 
-import copy
+import contextlib
 
 import pytest
 import torch
@@ -87,19 +87,98 @@ def run(rank, file, world):
     dist.destroy_process_group()
 
 
+class Block(nn.Module):
+    """A layer that trains in front of quantized experts that do not."""
+
+    def __init__(self, scheme, seed=0):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.norm = nn.Linear(128, 128)
+        self.moe = layer_of(scheme)
+
+    def forward(self, x):
+        return self.moe(self.norm(x))
+
+
+def run_replicas(rank, file, world):
+    dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=world)
+    torch.manual_seed(rank)
+    x = torch.randn(6, 128)
+    for scheme in SCHEMES[1:]:
+        block = Block(scheme, seed=rank)  # their trainable weights differ
+        parallel = nn.parallel.DistributedDataParallel(block)
+        want = Block(scheme)
+        assert torch.equal(parallel(x), want(x)), scheme
+        parallel(x).sum().backward()
+        want(x).sum().backward()
+        grad = want.norm.weight.grad
+        dist.all_reduce(grad)
+        torch.testing.assert_close(block.norm.weight.grad, grad / world)
+        weight = moe_ops.quantize(torch.randn(4, 32, 128), scheme)
+        dist.broadcast(weight, 0)
+        parts = [None] * world
+        dist.all_gather_object(parts, weight.dequantize())
+        assert torch.equal(parts[0], parts[-1])
+    if world == 2:
+        other = Block("fp8_block")
+        other.moe.experts.down_proj.qdata.view(torch.uint8).add_(rank)
+        states = [p.detach() for p in other.parameters()]
+        differs = contextlib.nullcontext()
+        if rank:
+            differs = pytest.raises(
+                ValueError, match="DistributedDataParallel .* the same weights on all"
+            )
+        with differs:  # as it sends what it puts into one bucket
+            dist._broadcast_coalesced(dist.group.WORLD, states, 1 << 30, 0)
+    dist.destroy_process_group()
+
+
+def run_checkpoints(rank, folder, world):
+    from torch.distributed import checkpoint
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    file = f"file://{folder}/rendezvous"
+    dist.init_process_group("gloo", init_method=file, rank=rank, world_size=world)
+    mesh = init_device_mesh("cpu", (world,))
+    x = torch.randn(6, 128)
+    for scheme in SCHEMES[1:]:
+        layer = layer_of(scheme)
+        want = layer(x)
+        for sharded in (False, True):
+            where = f"{folder}/{scheme}-{sharded}"
+            if sharded:
+                fully_shard(layer, mesh=mesh)
+            checkpoint.save(layer.state_dict(), checkpoint_id=where)
+            checkpoint.async_save(layer.state_dict(), checkpoint_id=where + "-async").result()
+            for saved in (where, where + "-async"):
+                again = layer_of(scheme)
+                for name in ("gate_up_proj", "down_proj"):
+                    weight = getattr(again.experts, name)
+                    weight.data = torch.zeros_like(weight.data)
+                again.gate.weight.zero_()
+                if sharded:
+                    fully_shard(again, mesh=mesh)
+                state = again.state_dict()
+                checkpoint.load(state, checkpoint_id=saved)
+                again.load_state_dict(state)
+                assert torch.equal(again(x), want), (scheme, saved)
+    dist.destroy_process_group()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 2])
 def test_processes(world, tmp_path):
     torch.multiprocessing.spawn(run, (str(tmp_path / "rendezvous"), world), nprocs=world)
 
 
-def test_zeros_and_views():
-    weight = moe_ops.quantize(torch.randn(4, 32, 64), "int4_w4a16:g32")
-    zeros = weight.new_zeros((2, 32, 64))
-    assert zeros.shape == (2, 32, 64) and not zeros.scale.any() and zeros.scheme == weight.scheme
-    assert torch.equal(weight.view(4, 32, 64).dequantize(), weight.dequantize())
-    with pytest.raises(ValueError, match="differ in the number of experts alone"):
-        weight.new_zeros((4, 32, 32))
-    with pytest.raises(ValueError, match="a view of .* must have its shape"):
-        weight.view(8, 16, 64)
-    assert torch.equal(copy.deepcopy(weight).qdata, weight.qdata)
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [1, 2])
+def test_distributed_data_parallel(world, tmp_path):
+    torch.multiprocessing.spawn(run_replicas, (str(tmp_path / "rendezvous"), world), nprocs=world)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [1, 2])
+def test_distributed_checkpoints(world, tmp_path):
+    torch.multiprocessing.spawn(run_checkpoints, (str(tmp_path), world), nprocs=world)

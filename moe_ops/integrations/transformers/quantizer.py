@@ -362,11 +362,14 @@ class MoeOpsQuantizer(HfQuantizer):
         return True
 
     def _dequantize(self, model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
+        if isinstance(dtype, str):  # as a configuration has it once it was saved
+            dtype = getattr(torch, dtype)
         for layer in layers_of.find(model):
             for name in layer.weights:
                 weight = layer.natural_weight(name)
                 if isinstance(weight, ExpertTensor):
                     layer.set_weight(name, weight.dequantize(dtype))
+        vars(model.config).pop("experts_implementation", None)  # as `mark_quantized` set it
         return model
 
 
@@ -401,6 +404,9 @@ def mark_quantized(model: nn.Module, config: MoeOpsConfig) -> None:
         return
     model.hf_quantizer = MoeOpsQuantizer(config)
     model.config.quantization_config = config
+    # In config.json: where nobody imported this package, transformers would skip a quant_method
+    # that it does not know, and leave the experts random. It raises for this name.
+    model.config.experts_implementation = METHOD
     model.is_quantized = True
     model.quantization_method = METHOD
     # the tensors keep the model's names: conversions would take quantized weights apart as if

@@ -3,6 +3,7 @@
 import copy
 import inspect
 import io
+import json
 import re
 
 import pytest
@@ -18,6 +19,7 @@ import moe_ops
 import moe_ops.integrations.transformers as integration
 from moe_ops.integrations.transformers import activations
 from moe_ops.ops import relayout as relayout_module
+from tests.house.test_documents import run_python
 from tests.integrations.transformers.test_families import FAMILIES, build, relative
 from tests.integrations.transformers.test_models import (
     IDS,
@@ -308,3 +310,78 @@ def test_fp8_experts_refused(options, message):
         module(torch.randn(2, 256), ids, weights)
     with pytest.raises(ValueError, match=message):
         integration.attach(nn.ModuleDict({"experts": module}))
+
+
+WITHOUT_IMPORT = """
+import sys, transformers
+try:
+    transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1])
+except ValueError as error:
+    print("refused:", error)
+else:
+    print("loaded")
+import moe_ops.integrations.transformers
+model = transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1])
+print(model.model.layers[0].mlp.experts.gate_up_proj.scheme)
+"""
+
+
+@pytest.mark.slow  # a fresh process imports transformers
+def test_a_process_that_did_not_import_us_is_refused(tmp_path):
+    """transformers would skip our quant_method with a warning, and leave the experts random."""
+    model = model_of("mixtral")
+    integration.quantize(model, "fp8_channel")
+    model.save_pretrained(tmp_path)
+    refused, scheme = run_python(WITHOUT_IMPORT, str(tmp_path)).splitlines()[-2:]
+    assert refused.startswith('refused: Specified `experts_implementation="moe_ops"` is not')
+    assert scheme == "fp8_channel"
+
+
+def test_the_saved_configuration_needs_us_only_while_quantized(tmp_path):
+    model = model_of("mixtral")
+    integration.quantize(model, "fp8_channel")
+    model.save_pretrained(tmp_path)
+    saved = json.loads((tmp_path / "config.json").read_text())
+    assert saved["experts_implementation"] == "moe_ops"
+    assert saved["quantization_config"]["quant_method"] == "moe_ops"
+    again = type(model).from_pretrained(tmp_path)
+    again.save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text()) == saved
+    again.dequantize()
+    again.save_pretrained(tmp_path)
+    assert "experts_implementation" not in json.loads((tmp_path / "config.json").read_text())
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_adapters_of_quantized_experts():
+    """peft adds them to the dequantized weights in every forward; to merge them is refused, with
+    what to do instead.
+    """
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(
+        r=4,
+        target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+        init_lora_weights=False,
+    )
+    results = []
+    for scheme in (None, "fp8_channel"):
+        model = model_of("qwen3_moe")
+        integration.quantize(model, "fp8_channel")
+        if scheme is None:
+            model.dequantize()
+        torch.manual_seed(1)
+        adapted = peft.get_peft_model(model, config)
+        results.append(logits(adapted))
+        if scheme is None:
+            torch.testing.assert_close(logits(adapted.merge_and_unload()), results[0])
+            continue
+        for merge in (
+            adapted.merge_adapter,
+            adapted.merge_and_unload,
+            lambda adapted=adapted: adapted.merge_and_unload(safe_merge=True),
+        ):
+            with pytest.raises(
+                NotImplementedError, match=r"a quantized Float8ExpertTensor; merge adapters into"
+            ):
+                merge()
+    assert relative(results[1], results[0]) < 0.05  # the activations are quantized, too

@@ -1,0 +1,361 @@
+"""torch's own list of operations on quantized weights: each gives what it gives of `dequantize()`,
+or raises an error that says what is quantized.
+"""
+
+import io
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils._pytree import tree_flatten, tree_map
+
+import moe_ops
+from moe_ops.tensors import ExpertTensor, flatten, unflatten
+from tests.tensors.test_e4m3 import same, sample
+
+SCHEMES = ("fp8_block", "int8_w8a16:g64:zp", "int4_w4a16:g32", "int4_w4a8", "mxfp4_w4a16", "nvfp4")
+schemes = pytest.mark.parametrize("scheme", SCHEMES)
+E, N, K = 4, 128, 256
+
+
+def make(scheme, *shape, **kwargs):
+    return moe_ops.quantize(sample(*(shape or (E, N, K)), **kwargs), scheme)
+
+
+# --- torch's list of operations ------------------------------------------------------------------
+
+# values that torch leaves undefined
+UNDEFINED = ("empty_like", "new_empty")
+
+
+def quantized(t):
+    """A tensor of two or three dimensions, quantized; None for others."""
+    if not isinstance(t, torch.Tensor) or t.layout != torch.strided or t.dtype != torch.float32:
+        return None
+    if t.dim() not in (2, 3) or 0 in t.shape or not t.isfinite().all():
+        return None
+    whole = t.detach().contiguous()
+    if t.dim() == 3:
+        return moe_ops.quantize(whole, "fp8_tensor")
+    return moe_ops.quantize(whole.unsqueeze(0), "fp8_tensor")[0]
+
+
+def arguments(sample):
+    """(input, args) of a sample with its tensors quantized: the input, then all others."""
+    several = isinstance(sample.input, (list, tuple))
+    tensors = list(sample.input) if several else [sample.input]
+    for own, others in ((True, False), (False, True)):
+        changed = [quantized(t) if own else None for t in tensors]
+        rest = [quantized(t) if others else None for t in sample.args]
+        if any(t is not None for t in (*changed, *rest)):
+            given = [t if q is None else q for t, q in zip(tensors, changed, strict=True)]
+            yield (
+                given if several else given[0],
+                [t if q is None else q for t, q in zip(sample.args, rest, strict=True)],
+            )
+
+
+def outcome(function, arguments, plain):
+    """What a function returns for copies of its arguments, dequantized where `plain`; or what it
+    raises.
+    """
+
+    def copied(t):
+        if not isinstance(t, torch.Tensor):
+            return t
+        return t.dequantize() if plain and isinstance(t, ExpertTensor) else t.clone()
+
+    given = tree_map(copied, arguments, is_leaf=lambda t: isinstance(t, torch.Tensor))
+    torch.manual_seed(0)
+    try:
+        return function(given[0], *given[1], **given[2]), given[0]
+    except Exception as error:
+        return error
+
+
+def equal(got, want):
+    got, want = tree_flatten(got)[0], tree_flatten(want)[0]
+    return len(got) == len(want) and all(map(equal_leaves, got, want))
+
+
+def equal_leaves(got, want):
+    if not isinstance(want, torch.Tensor):
+        return got == want or got != got
+    if (got.shape, got.dtype, got.layout) != (want.shape, want.dtype, want.layout):
+        return False
+    if isinstance(got, ExpertTensor):
+        return got.stride() == want.stride() and torch.equal(got.dequantize(), want)
+    if got.layout != torch.strided:
+        got, want = got.to_dense(), want.to_dense()
+    return torch.allclose(got, want, rtol=1e-5, atol=1e-6, equal_nan=True)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_every_operation_of_torch():
+    from torch.testing._internal.common_methods_invocations import op_db
+
+    wrong, counts = {}, {"equal": 0, "named": 0, "both raise": 0}
+    for op in op_db:
+        if torch.float32 not in op.dtypes or op.name in UNDEFINED:
+            continue
+        variants = {"": op.op, ".method": op.method_variant, "_": op.inplace_variant}
+        for number, sample_ in enumerate(op.sample_inputs("cpu", torch.float32)):
+            if number == 6:
+                break
+            for own, args in arguments(sample_):
+                for variant, function in variants.items():
+                    if function is None or variant and not isinstance(own, torch.Tensor):
+                        continue
+                    given = own, args, sample_.kwargs
+                    got, want = outcome(function, given, False), outcome(function, given, True)
+                    if isinstance(got, Exception):
+                        named = "quantized" in str(got) or "ExpertTensor" in str(got)
+                        kind = "named" if named else "both raise"
+                        fine = named or isinstance(want, Exception)
+                    else:
+                        kind = "equal"
+                        fine = not isinstance(want, Exception) and equal(
+                            got if variant == "_" else got[0], want if variant == "_" else want[0]
+                        )
+                    if fine:
+                        counts[kind] += 1
+                    else:
+                        wrong[op.name + variant] = (got, want)
+    assert not wrong
+    assert counts["equal"] > 200 and counts["named"] > 2000, counts
+
+
+# --- views ---------------------------------------------------------------------------------------
+
+
+@schemes
+def test_one_dimension(scheme):
+    """What FSDP2 makes of its shards, `view(-1)`, is what it is of any tensor."""
+    q = make(scheme)
+    want = q.dequantize()
+    for flat in (
+        q.view(-1),
+        q.view(want.numel()),
+        q.flatten(),
+        q.reshape(-1),
+        q.ravel(),
+        q.view(-1).view(-1),
+        q.view(-1).clone(),
+    ):
+        assert type(flat) is type(q) and flat.shape == (E * N * K,) and flat.stride() == (1,)
+        assert torch.equal(flat.dequantize(), want.view(-1))
+        assert same(flat.view(E, -1, K), q) and same(flat.reshape(q.shape), q)
+    assert torch.equal(q[1].view(-1).dequantize(), want[1].view(-1))
+    assert q.view(-1).qdata.data_ptr() == q.qdata.data_ptr()
+    assert torch.equal(q.view(-1).half().dequantize(), q.half().dequantize().view(-1))
+    with torch.inference_mode():
+        assert torch.equal(q.flatten().dequantize(), want.flatten())
+    assert same(q.view(E, N, -1), q) and same(q.reshape(-1, N, K), q)
+    for bad in (lambda t: t[:3], lambda t: t.narrow(0, 0, 2), lambda t: t.chunk(2)):
+        with pytest.raises(ValueError, match=rf"restore its shape first, view\({E}, {N}, {K}\)"):
+            bad(q.view(-1))
+    for bad in (
+        lambda: q.view(E * N, K),
+        lambda: q.flatten(0, 1),
+        lambda: q.reshape(E, N * K),
+        lambda: q.view(-1).view(N, E, K),
+    ):
+        with pytest.raises(ValueError, match="a view of .* must have its shape, or one dimension"):
+            bad()
+    for bad in (lambda: q.view(3, -1), lambda: q.mT.view(-1)):
+        with pytest.raises(RuntimeError):  # as of any tensor
+            bad()
+    x = sample(2, E * N * K, dtype=torch.float32)
+    values = q.float().dequantize().view(-1)
+    assert torch.equal(F.linear(x, q.float().view(-1)), F.linear(x, values))
+    file = io.BytesIO()
+    torch.save(q.view(-1), file)
+    file.seek(0)
+    assert same(torch.load(file), q.view(-1))
+    assert same(unflatten(*flatten({"w": q.view(-1)}))["w"], q.view(-1))
+    ids = torch.zeros(2, 1, dtype=torch.int64)
+    with pytest.raises(ValueError, match="w13 must have its natural layout, got a flat view"):
+        moe_ops.fused_experts(sample(2, K), q.view(-1), q.view(-1), torch.ones(2, 1), ids)
+
+
+def test_prepared_weights_in_one_dimension():
+    for scheme in ("", "fp8_block", "int4_w4a16:g32"):
+        weight = sample(2, 256, 128)
+        weight = moe_ops.prepare(
+            moe_ops.quantize(weight, scheme) if scheme else weight, "flashinfer", activation="silu"
+        )
+        if not hasattr(weight, "weight_layout"):
+            continue
+        flat = weight.view(-1)
+        assert torch.equal(flat.dequantize(), weight.dequantize().view(-1))
+        assert flat.view(weight.shape).weight_layout == weight.weight_layout
+
+
+def test_as_strided_changes_nothing():
+    q = make("fp8_block")
+    assert same(q.as_strided(q.shape, q.stride()), q)
+    assert same(q.as_strided(q.shape, q.stride(), 0), q)
+    for args in (
+        ((8,), (1,)),
+        ((E * N * K,), (1,)),
+        (q.shape, q.stride(), 5),
+        (q.mT.shape, q.mT.stride()),
+    ):
+        with pytest.raises(ValueError, match="as_strided of .* must keep its shape"):
+            q.as_strided(*args)
+    with pytest.raises(ValueError, match="as_strided of .* must keep its shape"):
+        q[1:].as_strided(q[1:].shape, q.stride(), 0)
+
+
+def test_transposes_of_matrices_alone():
+    q = make("fp8_block")
+    for one in (q[1].T, q[1].t(), torch.t(q[1]), q[1].mT, q[1].H):
+        assert torch.equal(one.dequantize(), q.dequantize()[1].T)
+    for bad in (lambda: q.T, lambda: q.t(), lambda: torch.t(q)):
+        with pytest.raises(ValueError, match="of one expert's matrix, got .*; mT exchanges"):
+            bad()
+
+
+@pytest.mark.parametrize("scheme", ["fp8_tensor", "int4_w4a16:g32"])
+@pytest.mark.parametrize("dim", [0, 1, 2, -1])
+def test_parts_stay_within_bounds(scheme, dim):
+    q = make(scheme)
+    want, size = q.dequantize(), q.shape[dim]
+    for start, length in ((-size // 2, size // 4), (0, size), (size, 0), (-size, size // 2)):
+        got = q.narrow(dim, start, length)
+        assert torch.equal(got.dequantize(), want.narrow(dim, start, length))
+    start = torch.tensor(size // 2)
+    assert torch.equal(
+        q.narrow(dim, start, size // 2).dequantize(), want.narrow(dim, start, size // 2)
+    )
+    for start, length in (
+        (0, size + 1),
+        (size // 2, size),
+        (0, -1),
+        (-size - 1, 1),
+        (size + 1, 0),
+    ):
+        with pytest.raises(IndexError, match=f"narrow of .* stay within its {size} entries"):
+            q.narrow(dim, start, length)
+        with pytest.raises((IndexError, RuntimeError)):
+            want.narrow(dim, start, length)
+    half, quarter = size // 2, size // 4
+    for sizes in (half, [quarter, half, quarter], size, 2 * size, (half, half)):
+        parts, plain = q.split(sizes, dim), want.split(sizes, dim)
+        assert len(parts) == len(plain)
+        for part, other in zip(parts, plain, strict=True):
+            assert torch.equal(part.dequantize(), other)
+    for sizes in ([half], [size, half], [-half, size + half], 0, -1):
+        for split in (torch.split, torch.Tensor.split):
+            with pytest.raises(ValueError, match=f"split of .* parts of together {size} entries"):
+                split(q, sizes, dim)
+    for chunks in (0, -1):
+        with pytest.raises(ValueError, match="chunks must be at least 1"):
+            q.chunk(chunks, dim)
+    with torch.inference_mode(), pytest.raises((ValueError, RuntimeError)):
+        q.split([half], dim)
+
+
+def test_parts_of_nothing():
+    q, want = make("fp8_tensor")[:0], torch.empty(0, N, K)
+    for got, expected in ((q.split(2), want.split(2)), (q.chunk(3), want.chunk(3))):
+        assert [part.shape for part in got] == [part.shape for part in expected]
+
+
+# --- new tensors, and memory ---------------------------------------------------------------------
+
+
+@schemes
+def test_zeros_are_zero(scheme):
+    q = make(scheme)
+    for zeros, shape in (
+        (q.new_zeros(q.shape), q.shape),
+        (q.new_zeros((2, N, K)), (2, N, K)),
+        (torch.zeros_like(q), q.shape),
+        (q[1].new_zeros((N, K)), (N, K)),
+    ):
+        assert type(zeros) is type(q) and zeros.scheme == q.scheme and zeros.shape == shape
+        assert torch.equal(zeros.dequantize().abs(), torch.zeros(shape, dtype=q.dtype))
+    assert q.new_zeros(q.shape, dtype=torch.float16).dtype == torch.float16
+    assert q.new_zeros(q.shape, device="meta").scale.device.type == "meta"
+    again = moe_ops.from_quantized(
+        scheme, **{n: getattr(torch.zeros_like(q), n) for n in q.__tensor_flatten__()[0]}
+    )
+    assert not again.dequantize().any()
+    for like in (torch.empty_like, torch.zeros_like):
+        with pytest.raises(ValueError, match="dtype of quantized weights must be"):
+            like(q, dtype=torch.int32)
+    with pytest.raises(ValueError, match="differ in the number of experts alone"):
+        q[1].new_zeros((2, K))
+
+
+@schemes
+def test_data_is_replaced_whole(scheme):
+    q, other = make(scheme), make(scheme, 2, N, K, seed=1).to(torch.float16)
+    weight = nn.Parameter(q, requires_grad=False)
+    weight.data = other
+    assert isinstance(weight, nn.Parameter) and weight.dtype == torch.float16
+    assert weight.shape == (2, N, K) and same(weight.detach(), other)
+    with pytest.raises(RuntimeError, match="incompatible tensor type"):  # as of any tensor
+        weight.data = weight.data.to("meta")
+    assert same(weight.detach(), other)
+    with pytest.raises(ValueError, match="data of .* must be of its class, got a plain tensor"):
+        weight.data = sample(2, N, K)
+    with pytest.raises(ValueError, match="must be of its class, got "):
+        weight.data = make("fp8_block" if scheme != "fp8_block" else "nvfp4")
+
+
+def test_data_of_another_scheme_and_layout():
+    weight, other = make("fp8_block"), make("fp8_channel").mT
+    weight.data = other
+    assert same(weight, other) and weight.scheme == "fp8_channel"
+    assert weight.weight_layout == "transposed" and weight.stride() == other.stride()
+
+
+@schemes
+def test_shared_and_pinned_memory(scheme):
+    q = make(scheme)
+    assert not q.is_shared() and q.share_memory_() is q and q.is_shared() and q.scale.is_shared()
+    module = nn.Module()
+    module.weight = nn.Parameter(make(scheme), requires_grad=False)
+    assert module.share_memory().weight.is_shared()
+    assert not q.is_pinned()
+    if torch.cuda.is_available():
+        assert q.pin_memory().is_pinned()
+
+
+@schemes
+@pytest.mark.parametrize("form", ["pickle", "zip", "legacy"])
+def test_every_way_to_pickle(scheme, form):
+    q = make(scheme)
+    state = {"whole": q, "view": q[1:, :, :128].mT, "parameter": nn.Parameter(q, False)}
+    file = io.BytesIO()
+    if form == "pickle":
+        loaded = pickle.loads(pickle.dumps(state))
+    else:
+        torch.save(state, file, _use_new_zipfile_serialization=form == "zip")
+        file.seek(0)
+        loaded = torch.load(file, weights_only=True)
+    for name, weight in state.items():
+        assert same(loaded[name], weight), name
+
+
+def test_changes_in_place_say_how_to_change_a_weight():
+    """Adapters are merged so."""
+    q = make("fp8_block")
+    for change in (lambda: q.add_(1), lambda: q.zero_(), lambda: q.data.add_(sample(E, N, K))):
+        with pytest.raises(NotImplementedError, match="merge adapters into plain weights.*"):
+            change()
+    same_values = q.dequantize()
+    assert q.copy_(same_values) is q
+    with pytest.raises(ValueError, match="a plain tensor of other values; .*moe_ops.quantize"):
+        q.copy_(same_values + 1)
+
+
+def test_jit_trace_is_refused_by_name():
+    q = make("fp8_block")
+    with pytest.raises(RuntimeError, match=r"torch\.jit\.trace; use torch\.export\.export"):
+        torch.jit.trace(lambda x: F.linear(x, q[0]), sample(2, K))
