@@ -39,6 +39,10 @@ class Rule(NamedTuple):
     options: dict[str, Any] = {}  # keyword arguments of `route`
     returned: torch.dtype | None = None  # of the logits returned, if it is another
     flattens: bool = True  # takes (..., H)
+    top_k: int = 0  # where the module has none of its own
+    inputs: Callable[[HfModule, Tensor], Tensor] | None = None  # what the linear layer multiplies
+    outputs: Callable[..., tuple[Tensor, Tensor, Tensor]] | None = None  # (module, logits, ...)
+    learned: tuple[Tensor, ...] = ()  # parameters beside those of the linear layer
 
 
 _Rule = Callable[..., Rule | None]  # of (module, hidden_states, further arguments of its forward)
@@ -117,6 +121,104 @@ def _minimax_m3(module: HfModule, x: Tensor) -> Rule:
     return _minimax_m2(module, x, module.e_score_correction_bias)
 
 
+def _afmoe(module: HfModule, x: Tensor, expert_bias: Tensor) -> Rule:
+    options = {"correction_bias": expert_bias, "scaling_factor": module.route_scale}
+    return Rule("deepseek_v3", x.dtype, options=options, returned=torch.float32)
+
+
+def _axk2(module: HfModule, x: Tensor) -> Rule | None:
+    if (module.num_group or 1) > 1:  # experts outside of the best groups count as zero there
+        return None
+    options = {"correction_bias": module.e_score_correction_bias}
+    options |= {"scaling_factor": module.routed_scaling_factor}
+    return Rule(
+        "deepseek_v3" if module.norm_topk_prob else "sigmoid", torch.float32, options=options
+    )
+
+
+def _deepseek_v4(module: HfModule, x: Tensor) -> Rule | None:
+    name = type(module.score_fn).__name__
+    method = {"SqrtSoftplusActivation": "sqrtsoftplus", "Sigmoid": "deepseek_v3"}.get(name)
+    if method is None or x.dtype != torch.float32:  # scores are rounded before they are compared
+        return None
+    options = {"correction_bias": module.e_score_correction_bias}
+    options |= {"scaling_factor": module.routed_scaling_factor}
+    return Rule(method, torch.float32, options=options)
+
+
+def _inkling2(module: HfModule, x: Tensor) -> Rule | None:
+    return _deepseek_v4(module, x.float())
+
+
+def _ernie4_5(module: HfModule, x: Tensor) -> Rule:
+    options = {"correction_bias": module.moe_statics.e_score_correction_bias.flatten()}
+    return Rule("renormalize_naive", torch.float32, x.dtype, options, flattens=False)
+
+
+def _gemma4(module: HfModule, x: Tensor) -> Rule:
+    return Rule(
+        "renormalize",
+        x.dtype,
+        flattens=False,
+        top_k=module.config.top_k_experts,
+        inputs=_gemma4_inputs,
+        outputs=_gemma4_outputs,
+        learned=(module.scale, module.per_expert_scale),
+    )
+
+
+def _gemma4_inputs(module: HfModule, x: Tensor) -> Tensor:
+    return module.norm(x) * module.scale * module.scalar_root_size
+
+
+def _gemma4_outputs(
+    module: HfModule, logits: Tensor, weights: Tensor, ids: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    probabilities = torch.softmax(logits, -1, dtype=torch.float32)
+    return probabilities, weights * module.per_expert_scale[ids], ids
+
+
+def _hunyuan(module: HfModule, x: Tensor) -> Rule:
+    dtype = module.wg.weight.dtype
+    return Rule("renormalize", dtype, dtype)
+
+
+def _laguna(module: HfModule, x: Tensor) -> Rule | None:
+    if module.router_logit_softcapping > 0:
+        return None
+    options = {"correction_bias": module.e_score_correction_bias}
+    return Rule("deepseek_v3", x.dtype, x.dtype, options, returned=torch.float32)
+
+
+def _longcat(module: HfModule, x: Tensor) -> Rule | None:
+    if module.classifier.bias is not None:  # which its own forward leaves out
+        return None
+    options = {"correction_bias": module.e_score_correction_bias}
+    options |= {"scaling_factor": module.routed_scaling_factor}
+    return Rule("default", torch.float32, options=options)
+
+
+def _mistral4(module: HfModule, x: Tensor) -> Rule | None:
+    if x.dtype != torch.float32:  # scores are rounded before they are compared
+        return None
+    method = "renormalize_naive" if module.norm_topk_prob else "default"
+    return Rule(method, torch.float32, options=_mistral4_options(module))
+
+
+def _mistral_large4(module: HfModule, x: Tensor) -> Rule:
+    return Rule("renormalize_naive", torch.float32, options=_mistral4_options(module))
+
+
+def _mistral4_options(module: HfModule) -> dict[str, Any]:
+    options = {"scaling_factor": module.routed_scaling_factor}
+    if module.num_group > 1:
+        # with a bias, a group is worth the sum of its two best scores, as it is there
+        zeros = module.weight.new_zeros(module.weight.shape[0], dtype=torch.float32)
+        options |= {"num_expert_groups": module.num_group, "topk_groups": module.topk_group}
+        options |= {"correction_bias": zeros}
+    return options
+
+
 _ROUTERS: dict[_Rule, str] = {
     _mixtral: "MixtralTopKRouter MiniMaxTopKRouter",
     _qwen2: "FlexOlmoTopKRouter MellumTopKRouter OlmoeTopKRouter Qwen2MoeTopKRouter "
@@ -140,6 +242,41 @@ _ROUTERS: dict[_Rule, str] = {
     _hy_v3: "HYV3TopKRouter Dots3NoteVisionTopKRouter",
     _minimax_m2: "MiniMaxM2TopKRouter",
     _minimax_m3: "MiniMaxM3VLTopKRouter Step3p7TopKRouter",
+    _afmoe: "AfmoeTokenChoiceRouter",
+    _axk2: "AXK2TopkRouter",
+    _deepseek_v4: "DeepseekV4TopKRouter",
+    _inkling2: "Inkling2TopKRouter",
+    _ernie4_5: "Ernie4_5_MoeTopKRouter Ernie4_5_VLMoeMoeTopKRouter",
+    _gemma4: "Gemma4TextRouter DiffusionGemmaTextRouter",
+    _hunyuan: "HunYuanMoEV1Gate",
+    _laguna: "LagunaTopKRouter",
+    _longcat: "LongcatFlashTopkRouter",
+    _mistral4: "Mistral4TopkRouter",
+    _mistral_large4: "MistralLarge4TextTopkRouter",
+}
+# the linear layer in a router that is not one itself
+_LINEAR: dict[_Rule, str] = {
+    _afmoe: "gate",
+    _gemma4: "proj",
+    _hunyuan: "wg",
+    _longcat: "classifier",
+}
+_TAKES_BIAS = (_hy_v3, _minimax_m2, _afmoe)  # called with the bias of the choice
+# Routers that no method of `route` computes, and why.
+NOT_COVERED = {
+    "DbrxRouter": "it returns logits alone, and the block around it routes by them",
+    "DeepseekV4HashRouter": "its experts come from a table of token ids, not from a top-k",
+    "InklingTopkRouter": "shared experts take part in the division of the weights",
+    "JetMoeTopKGating": "it sorts the tokens itself and reads their counts on the host",
+    "Kolibri1TopKRouter": "its bias is added to the logits, before the sigmoid",
+    "Lfm2MoeTopKRouter": "its sigmoids are rounded to the dtype of the logits before they are "
+    "compared",
+    "Llama4Router": "it returns a weight for every expert and no ids",
+    "MuseSparkTopkRouter": "its logits are multiplied before the sigmoid",
+    "NllbMoeTop2Router": "experts have a capacity, beyond which tokens are dropped",
+    "PhimoeTopKRouter": "it masks logits by their distance from the best (SparseMixer)",
+    "SwitchTransformersTop1Router": "experts have a capacity, beyond which tokens are dropped",
+    "ZayaRouter": "its logits come from a network with a state, not from a linear layer",
 }
 _RULES: dict[str, _Rule] = {
     f"{name}.forward": rule for rule, names in _ROUTERS.items() for name in names.split()
@@ -162,31 +299,43 @@ def router_forward(
     """
     more += tuple(named.values())  # no router takes more than one
     rule = find_rule(module, hidden_states, *more)
-    bias = getattr(module, "bias", None)
-    if rule is None or not _served(rule, module.weight, bias, hidden_states):
+    linear = _linear_of(find_rule, module)
+    weight, bias = linear.weight, getattr(linear, "bias", None)
+    if rule is None or not _served(rule, weight, bias, hidden_states):
         return type(module).forward(module, hidden_states, *more)
     x = hidden_states.reshape(-1, hidden_states.shape[-1])
+    if rule.inputs is not None:
+        x = rule.inputs(module, x)
+    top_k = rule.top_k or module.top_k
     found = fused_router(
         x,
-        module.weight,
+        weight,
         bias,
         rule.logits,
-        module.top_k,
+        top_k,
         rule.method,
         rule.options,
         (rule.weights, torch.int64),
     )
     if found is None:
-        logits = router_linear(x, module.weight, bias, rule.logits)
-        weights, ids = route(logits, module.top_k, rule.method, **rule.options)
+        logits = router_linear(x, weight, bias, rule.logits)
+        weights, ids = route(logits, top_k, rule.method, **rule.options)
         found = logits, weights.to(rule.weights), ids.long()
+    if rule.outputs is not None:
+        found = rule.outputs(module, *found)
     logits, weights, ids = found
     return (logits if rule.returned is None else logits.to(rule.returned)), weights, ids
 
 
+def _linear_of(find_rule: _Rule, module: HfModule) -> HfModule:
+    """The module that holds the weight (E, H) of a router's linear layer."""
+    name = _LINEAR.get(find_rule)
+    return module if name is None else getattr(module, name)
+
+
 def _served(rule: Rule, weight: Tensor, bias: Tensor | None, x: Tensor) -> bool:
     tensors = (x, weight) if bias is None else (x, weight, bias)
-    if torch.is_grad_enabled() and any([t.requires_grad for t in tensors]):
+    if torch.is_grad_enabled() and any([t.requires_grad for t in (*tensors, *rule.learned)]):
         return False
     if autocasting(x.device) or not (rule.flattens or x.dim() == 2):
         return False
@@ -289,10 +438,14 @@ def _fuse(name: str, module: HfModule, rule: _Rule | None) -> RouterReport:
 def _refusal(module: HfModule, rule: _Rule | None) -> str:
     """Why a router is left as it is, before it is called; empty if it need not be."""
     if rule is None:
-        return "its formula is none of moe_ops"
-    if parametrize.is_parametrized(module):
+        why = NOT_COVERED.get(type(module).__name__)
+        return "its formula is none of moe_ops" + (f": {why}" if why else "")
+    linear = _linear_of(rule, module)
+    if parametrize.is_parametrized(linear):
         return "its weight carries an adapter"
-    weight = module.weight
+    if linear is not module and type(linear) is not nn.Linear:
+        return f"its linear layer is a {type(linear).__name__}"
+    weight = linear.weight
     if type(weight) not in (Tensor, nn.Parameter) or weight.element_size() == 1:
         return f"its weight is a {type(weight).__name__} of {weight.dtype}"
     # accelerate keeps the forward below its hooks as _old_forward, and leaves it behind as forward
@@ -311,7 +464,7 @@ def _check(module: HfModule, find_rule: _Rule) -> tuple[str, str]:
         RuntimeError: they differ.
         ValueError: the module's settings are none that `route` takes.
     """
-    weight = module.weight
+    weight = _linear_of(find_rule, module).weight
     rng = torch.Generator().manual_seed(0)
 
     def random(*shape: int) -> Tensor:
@@ -319,19 +472,28 @@ def _check(module: HfModule, find_rule: _Rule) -> tuple[str, str]:
         numbers = torch.randn(*shape, generator=rng).bfloat16().float()
         return numbers.to("cpu" if weight.is_meta else weight.device)
 
-    clone = copy.copy(module)
     scale = 2.0 ** -round(weight.shape[1].bit_length() / 2)
-    clone.__dict__["_parameters"] = {
-        key: nn.Parameter(random(*p.shape) * (scale if p.dim() > 1 else 1), requires_grad=False)
-        for key, p in module._parameters.items()
-        if p is not None
-    }
-    clone.__dict__["_buffers"] = {
-        key: random(*b.shape) if b is not None and b.is_floating_point() else b
-        for key, b in module._buffers.items()
-    }
+
+    def factor(p: Tensor) -> float:
+        return scale if p.dim() > 1 else 1.0
+
+    def randomized(module: HfModule) -> HfModule:
+        clone = copy.copy(module)
+        clone.__dict__["_parameters"] = {
+            key: None if p is None else nn.Parameter(random(*p.shape) * factor(p), False)
+            for key, p in module._parameters.items()
+        }
+        clone.__dict__["_buffers"] = {
+            key: random(*b.shape) if b is not None and b.is_floating_point() else b
+            for key, b in module._buffers.items()
+        }
+        inner = module._modules.items()
+        clone.__dict__["_modules"] = {key: m and randomized(m) for key, m in inner}
+        return clone
+
+    clone = randomized(module)
     x = random(_ROWS, weight.shape[1])
-    takes_bias = find_rule in (_hy_v3, _minimax_m2)
+    takes_bias = find_rule in _TAKES_BIAS
     more: tuple[Tensor, ...] = (random(weight.shape[0]),) if takes_bias else ()
     rule = find_rule(clone, x, *more)
     if rule is None:
@@ -344,6 +506,8 @@ def _check(module: HfModule, find_rule: _Rule) -> tuple[str, str]:
         more = tuple([t.to(weight.dtype) for t in more])
         tolerance = 3e-2 if low else 1e-4
         x = x.to(weight.dtype)
+        if find_rule(module, x, *more) is None:
+            raise ValueError(f"in {weight.dtype} it rounds its scores before it compares them")
         for rows in (x, x[:_FEW]):  # few tokens of a large router run by other kernels than many
             error = max(error, _difference(find_rule, module, rows, more, tolerance, True))
     return rule.method, f"differs from its own forward by {error:.1e} at most"
@@ -357,14 +521,16 @@ def _difference(
     tolerance: float,  # relative to the largest value
     logits_only: bool = False,  # rounded logits tie, and ties may fall either way
 ) -> float:
-    want = type(module).forward(module, x, *more)
+    rule = find_rule(module, x, *more)
+    own = x.unsqueeze(0) if rule is not None and rule.flattens else x  # one takes (B, S, H) alone
+    want = type(module).forward(module, own, *more)
     got = router_forward(find_rule, module, x, *more)
     facts = [[(t.shape, t.dtype) for t in output] for output in (want, got)]
     if facts[0] != facts[1]:
         raise RuntimeError(f"its own forward returns {facts[0]}, not {facts[1]}")
     errors = [_relative(got[0], want[0])]
     if not logits_only:
-        shape = (x.shape[0], module.weight.shape[0])
+        shape = (x.shape[0], got[0].shape[1])
         zeros = torch.zeros(shape, dtype=torch.float32, device=x.device)
         dense = [zeros.scatter(1, ids, weights.float()) for _, weights, ids in (got, want)]
         chosen = [zeros.scatter(1, ids, 1.0) for _, _, ids in (got, want)]
