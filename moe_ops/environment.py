@@ -6,6 +6,7 @@ No optional library is imported here, but for progress bars.
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import importlib.util
 import os
@@ -13,7 +14,9 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
+
+import torch
 
 # Triton kernels run under its interpreter: on a machine without a GPU, for tests
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -84,6 +87,24 @@ def why_no_gluon(installed: str) -> str | None:
     if GLUON_TRITON[0] <= release(installed) <= GLUON_TRITON[1]:
         return None
     return f"{kernels} need Triton {GLUON_VERSIONS}, got {installed}"
+
+
+def gpu_architecture(properties: Any) -> tuple[tuple[int, int], str]:
+    """(compute capability, "") of an NVIDIA GPU, ((0, 0), its name, such as "gfx942") of an AMD
+    GPU, whose major and minor number (9, 4) would mean another.
+
+    Args:
+        properties: as torch.cuda.get_device_properties returns them.
+    """
+    if torch.version.hip is not None:
+        return (0, 0), properties.gcnArchName.split(":")[0]
+    return (properties.major, properties.minor), ""
+
+
+@functools.cache
+def capability(device: torch.device | int) -> tuple[int, int]:
+    """Compute capability of a device that torch calls "cuda"; (0, 0) of an AMD GPU."""
+    return gpu_architecture(torch.cuda.get_device_properties(device))[0]
 
 
 def cache_folder() -> Path:

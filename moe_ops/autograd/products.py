@@ -12,7 +12,7 @@ from torch import Tensor
 
 from moe_ops.backends.torch import grouped_mm as products
 from moe_ops.numerics import Scales
-from moe_ops.ops.library import register_function
+from moe_ops.ops.library import TORCH_DEVICES, register_function
 from moe_ops.schemes import get_scheme
 
 _PLAIN = (None, None, None, None)  # scales of plain weights
@@ -119,6 +119,7 @@ grouped_mm = register_function(
     _grouped_mm,
     _grouped_mm_fake,
     (_mm_backward, _save_mm),
+    devices=TORCH_DEVICES,
 )
 
 
@@ -128,4 +129,5 @@ grouped_outer = register_function(
     products.grouped_outer,
     _grouped_outer_fake,
     (_outer_backward, _save_outer),
+    devices=TORCH_DEVICES,
 )
