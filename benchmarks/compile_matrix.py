@@ -292,7 +292,8 @@ def compile_here(arches: Iterable[Arch], one: bool, jobs: int, out: Path | None)
         written[arch] = [row._asdict() for row in rows]
         seconds = time.perf_counter() - start
         print(
-            f"Triton {triton.__version__}, {arch_name(arch)}: {len(rows)} configurations, {seconds:.0f} s"
+            f"Triton {triton.__version__}, {arch_name(arch)}: {len(rows)} configurations, "
+            f"{seconds:.0f} s"
         )
         for reason in sorted(_refusals(arch)):
             print(f"  {reason}")

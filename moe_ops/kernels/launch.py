@@ -227,8 +227,8 @@ class Gpu(NamedTuple):
 
 @cache
 def gpu(device: int) -> Gpu:
-    """Facts of a device that torch calls "cuda". Without one (-1: the interpreter), the shared memory of an H200 and
-    no e4m3.
+    """Facts of a device that torch calls "cuda". Without one (-1: the interpreter), the shared
+    memory of an H200 and no e4m3.
     """
     if device < 0:
         return Gpu(227 * 1024, False, False)

@@ -35,9 +35,9 @@ class MoELayer(nn.Module):
     """A mixture-of-experts feed-forward layer.
 
     out = residual + residual_scale * (sum_j weight_j * expert_j(x) + shared_expert(x)), where the
-    weights and experts of a token come from `moe_ops.route_tokens`, which on CUDA without gradients
-    is one operator; the residual is optional. It traces as one graph with a dynamic number of
-    tokens. Expert weights may be replaced by quantized ones:
+    weights and experts of a token come from `moe_ops.route_tokens`, one operator on CUDA without
+    gradients; the residual is optional. It traces as one graph with a dynamic number of tokens.
+    Expert weights may be replaced by quantized ones:
     `layer.experts.down_proj = nn.Parameter(quantize(w, scheme), False)`.
 
     Spread over devices, each layer gets the same tokens, routes all of them, and returns its own

@@ -60,8 +60,8 @@ class Gate(nn.Module):
             logits = self(x)
             return (logits, *route(logits, top_k, method, **routing))
         self._check(x)
-        linear = {"router_bias": self.bias, "logits_dtype": self.logits_dtype}
-        return route_tokens(x, self.weight, top_k, method, **linear, **routing)
+        routing |= {"router_bias": self.bias, "logits_dtype": self.logits_dtype}
+        return route_tokens(x, self.weight, top_k, method, **routing)
 
     def _must_be_called(self) -> bool:
         hooks = self._forward_hooks or self._forward_pre_hooks

@@ -5,7 +5,8 @@ device. There are three ways, and on a GPU none of them reads a device tensor on
 - CPU: a kernel of ours if experts have few rows, else one matrix product per expert that has
   rows;
 - NVIDIA GPU from SM90 on, bf16 and aligned: torch's grouped GEMM;
-- everything else, on other devices too: rows padded to blocks of one expert each, weights gathered per block.
+- everything else, on other devices too: rows padded to blocks of one expert each, weights gathered
+  per block.
 """
 
 from __future__ import annotations
