@@ -17,32 +17,12 @@ from torch import Tensor
 
 import moe_ops
 from moe_ops import numerics
+from moe_ops.bench.layers import quantized
+from moe_ops.bench.shapes import SHAPES as MODEL_SHAPES
+from moe_ops.bench.shapes import Shape
 from moe_ops.schemes import get_scheme
 
-
-@dataclass(frozen=True)
-class Shape:
-    """One model's expert layer. With ep_size > 1 tokens are routed over ep_size * num_experts
-    experts, of which the first num_experts are held here; ids of the others contribute nothing."""
-
-    num_experts: int
-    top_k: int
-    hidden_size: int
-    intermediate_size: int
-    ep_size: int = 1
-
-
-SHAPES = {
-    "qwen3": Shape(128, 8, 2048, 768),
-    "mixtral": Shape(8, 2, 4096, 14336),
-    "dsv3": Shape(256, 8, 7168, 2048),
-    "gptoss20": Shape(32, 4, 2880, 2880),
-    "gptoss120": Shape(128, 4, 2880, 2880),
-    "glm45air": Shape(128, 8, 4096, 1408),
-    "scout": Shape(16, 1, 5120, 8192),
-    "dsv3_ep8": Shape(32, 8, 7168, 2048, ep_size=8),
-    "e64": Shape(64, 6, 2048, 1408),
-    "e160": Shape(160, 6, 5120, 1536),
+SHAPES = MODEL_SHAPES | {
     "tiny": Shape(8, 2, 256, 128),  # --dry-run only
     "tiny_ep": Shape(4, 2, 128, 256, ep_size=2),  # --dry-run only
 }
@@ -57,9 +37,6 @@ ROUTINGS = ("uniform", "zipf")
 ZIPF_EXPONENT = 1.1
 # Above this many tokens, errors are taken over SAMPLED_TOKENS of them.
 MAX_CHECKED_TOKENS, SAMPLED_TOKENS = 1024, 256
-QUANTIZE_CHUNK_BYTES = (
-    512 << 20
-)  # bf16 weights quantized at a time; fp32 temporaries take 4x of it
 
 
 class Limits(NamedTuple):
@@ -163,26 +140,8 @@ def make_weights(shape: Shape, scheme: str, plain13: Tensor, plain2: Tensor) -> 
     """The weights in `scheme`, quantized some experts at a time."""
     if not scheme:
         return Weights(shape, scheme, plain13, plain2, plain13, plain2)
-    w13, w2 = _quantize(plain13, scheme), _quantize(plain2, scheme)
+    w13, w2 = quantized(plain13, scheme), quantized(plain2, scheme)
     return Weights(shape, scheme, plain13, plain2, w13, w2)
-
-
-def _quantize(plain: Tensor, scheme: str) -> Tensor:
-    storage = get_scheme(scheme).quantized_weight.storage_dtype
-    step = max(1, QUANTIZE_CHUNK_BYTES // (plain[0].numel() * plain.itemsize))
-    qdata_shape = get_scheme(scheme).qdata_shape(*plain.shape)
-    qdata = torch.empty(qdata_shape, dtype=storage, device=plain.device)
-    names = ("scale", "zero_point", "global_scale")
-    others: dict[str, list[Tensor]] = {name: [] for name in names}
-    for e in range(0, plain.shape[0], step):
-        part = moe_ops.quantize(plain[e : e + step], scheme)
-        qdata[e : e + step].copy_(part.qdata)
-        for name in names:
-            if getattr(part, name) is not None:
-                others[name].append(getattr(part, name).view(torch.uint8))
-    dtypes = {name: getattr(part, name).dtype for name in names if others[name]}
-    found = {name: torch.cat(others[name]).view(dtype) for name, dtype in dtypes.items()}
-    return moe_ops.from_quantized(scheme, qdata, **found)
 
 
 def make_sets(case: Case, l2_bytes: int) -> tuple[RoutingSet, ...]:

@@ -49,16 +49,18 @@ from moe_ops.ops import library
 from moe_ops.ops.problem import Machine, Problem
 from moe_ops.schemes import SCHEMES, get_scheme
 
+Arch = int | str  # 90 for an NVIDIA GPU of compute capability 9.0, "gfx942" for one of AMD
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 # a block's static and dynamic shared memory at most (CUDA C programming guide, table of compute
-# capabilities)
-SHARED_MEMORY = {
+# capabilities; AMD CDNA 3 instruction set architecture, local data share)
+SHARED_MEMORY: dict[Arch, int] = {
     80: 163 * 1024,
     86: 99 * 1024,
     89: 99 * 1024,
     90: 227 * 1024,
     100: 227 * 1024,
     120: 99 * 1024,
+    "gfx942": 64 * 1024,
 }
 SHAPES = {  # E, top_k, K, I
     "qwen3": (128, 8, 2048, 768),
@@ -116,13 +118,15 @@ class Compiled(NamedTuple):
 class _Driver:
     """Stands in for Triton's: a GPU that can be compiled for."""
 
-    def __init__(self, arch: int):
+    def __init__(self, arch: Arch):
         self.arch = arch
 
     def get_current_target(self) -> GPUTarget:
+        if isinstance(self.arch, str):
+            return GPUTarget("hip", self.arch, 64)
         return GPUTarget("cuda", self.arch, 32)
 
-    def get_current_device(self) -> int:
+    def get_current_device(self) -> Arch:
         return self.arch  # kernels are kept by device
 
     def get_current_stream(self, device: int) -> int:
@@ -153,15 +157,23 @@ class _Recorder:
         return compile_
 
 
-def gpu_of(arch: int, name: str = "") -> Gpu:
+def machine_of(arch: Arch, *backends: str) -> Machine:
+    """A machine with a GPU of this architecture and these backends."""
+    facts = {"available": backends, "triton": triton.__version__}
+    if isinstance(arch, str):
+        return Machine("cuda", gfx=arch, **facts)
+    return Machine("cuda", (arch // 10, arch % 10), **facts)
+
+
+def gpu_of(arch: Arch, name: str = "") -> Gpu:
     """A GPU of this architecture; `name` finds the configs measured on it."""
-    capability = (arch // 10, arch % 10)
+    capability = machine_of(arch).capability
     native, pdl = capability >= launch.NATIVE_CAPABILITY, capability >= launch.PDL_CAPABILITY
     return Gpu(SHARED_MEMORY[arch], native=native, pdl=pdl, name=name)
 
 
 @contextmanager
-def _compiling(gpu: Gpu, arch: int, compiles: bool = True) -> Iterator[list[Compiled]]:
+def _compiling(gpu: Gpu, arch: Arch, compiles: bool = True) -> Iterator[list[Compiled]]:
     """Kernels that are launched are compiled for `arch` and listed, none is started."""
     found: list[Compiled] = []
     start = launch._start
@@ -253,16 +265,15 @@ def problem_of(call: Call) -> Problem:
     )
 
 
-def refused(call: Call | RouterCall, arch: int) -> list[str]:
+def refused(call: Call | RouterCall, arch: Arch) -> list[str]:
     """Why the call's backend does not take it on a GPU of `arch`, as `explain` says it."""
     if isinstance(call, RouterCall):
         return []
-    capability = (arch // 10, arch % 10)
-    machine = Machine("cuda", capability, "", (call.backend,), triton=triton.__version__)
+    machine = machine_of(arch, call.backend)
     return backends.named(call.backend).supports(problem_of(call), machine)
 
 
-def compile_call(call: Call, gpu: Gpu, arch: int, compiles: bool = True) -> list[Compiled]:
+def compile_call(call: Call, gpu: Gpu, arch: Arch, compiles: bool = True) -> list[Compiled]:
     """The kernels of one call, compiled for `arch` with the configs that are picked on `gpu`.
 
     compiles: False lists the launches alone, in about a millisecond.
@@ -309,7 +320,9 @@ def compile_call(call: Call, gpu: Gpu, arch: int, compiles: bool = True) -> list
     return found
 
 
-def compile_router(call: RouterCall, gpu: Gpu, arch: int, compiles: bool = True) -> list[Compiled]:
+def compile_router(
+    call: RouterCall, gpu: Gpu, arch: Arch, compiles: bool = True
+) -> list[Compiled]:
     """The kernels of a router, compiled for `arch` or, without `compiles`, listed."""
     E, top_k, K = call.shape
     logits = _empty(call.M, E, dtype=call.logits)
@@ -332,7 +345,7 @@ def compile_router(call: RouterCall, gpu: Gpu, arch: int, compiles: bool = True)
     return found
 
 
-def _compile_one(gpu: Gpu, arch: int, call: Call | RouterCall) -> None:
+def _compile_one(gpu: Gpu, arch: Arch, call: Call | RouterCall) -> None:
     with suppress(Exception):  # the launch itself will say what is wrong
         if isinstance(call, RouterCall):
             compile_router(call, gpu, arch)
@@ -340,7 +353,7 @@ def _compile_one(gpu: Gpu, arch: int, call: Call | RouterCall) -> None:
             compile_call(call, gpu, arch)
 
 
-def compile_all(calls: Sequence[Call | RouterCall], gpu: Gpu, arch: int) -> None:
+def compile_all(calls: Sequence[Call | RouterCall], gpu: Gpu, arch: Arch) -> None:
     """Compile many calls on all cores: Triton keeps kernels on disk, where a later launch finds
     them."""
     with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
@@ -373,6 +386,12 @@ def _run_tool(name: str, binary: Any, *options: str) -> str:
 
 def usage(binary: Any) -> Usage:
     """Read from the compiled kernel; its stack holds nothing but spilled registers."""
+    if "amdgcn" in binary.asm:
+        found = [
+            int(re.search(rf"\.{key}:\s+(\d+)", binary.asm["amdgcn"])[1])
+            for key in ("vgpr_count", "private_segment_fixed_size")
+        ]
+        return Usage(*found, binary.metadata.shared)
     text = _run_tool("cuobjdump", binary, "-res-usage")
     registers, stack = (int(re.search(rf"{key}:(\d+)", text)[1]) for key in ("REG", "STACK"))
     return Usage(registers, stack, binary.metadata.shared)
@@ -381,6 +400,10 @@ def usage(binary: Any) -> Usage:
 def describe(binary: Any, warps: int) -> str:
     """One line of what the assembler made of a kernel."""
     registers, spilled, shared = usage(binary)
+    if "amdgcn" in binary.asm:
+        shapes = set(re.findall(r"v_mfma_\w+?_(\d+x\d+x\d+\w*)", binary.asm["amdgcn"]))
+        shapes_text = ",".join(sorted(shapes)) or "-"
+        return f"registers {registers}  spilled {spilled}  shared {shared}  mfma {shapes_text}"
     sass = _run_tool("nvdisasm", binary, "-c")
     resident = min(
         65536 // (-(-registers * 32 // 256) * 256 * warps),
@@ -405,9 +428,19 @@ def describe(binary: Any, warps: int) -> str:
     )
 
 
+def arch_of(text: str) -> Arch:
+    """The architecture that a command line names: "90", "gfx942"."""
+    return int(text) if text.isdecimal() else text
+
+
+def arch_name(arch: Arch) -> str:
+    """As compilers name it."""
+    return arch if isinstance(arch, str) else f"sm_{arch}"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--arch", type=int, default=90, choices=sorted(SHARED_MEMORY))
+    parser.add_argument("--arch", type=arch_of, default=90, choices=list(SHARED_MEMORY))
     parser.add_argument("--gpu", default="", help="whose measured configs to use; default: none")
     parser.add_argument("--shape", choices=SHAPES, nargs="+", default=list(SHAPES))
     parser.add_argument("--scheme", choices=SCHEMES, nargs="+", default=list(SCHEMES))
@@ -422,7 +455,7 @@ def main() -> None:
     if os.environ.get("TRITON_INTERPRET") == "1":
         raise SystemExit("unset TRITON_INTERPRET: the interpreter compiles nothing")
     gpu = gpu_of(arguments.arch, arguments.gpu)
-    print(f"triton {triton.__version__}, sm_{arguments.arch}")
+    print(f"triton {triton.__version__}, {arch_name(arguments.arch)}")
     told = set()
     for shape in arguments.shape:
         for scheme in arguments.scheme:
@@ -435,6 +468,9 @@ def main() -> None:
                     backend=arguments.backend,
                     layout=arguments.layout,
                 )
+                if reasons := refused(call, arguments.arch):
+                    print(f"{shape} {scheme or 'bf16'} M={M}: {'; '.join(reasons)}")
+                    continue
                 for name, constants, warps, binary, _ in compile_call(call, gpu, arguments.arch):
                     if binary.hash in told:
                         continue

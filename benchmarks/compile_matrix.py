@@ -1,6 +1,7 @@
 """Compile every configuration of every Triton kernel, without a GPU.
 
-    python benchmarks/compile_matrix.py [--triton [3.6.0 ...]] [--arch 80 90 100 120] [--one]
+    python benchmarks/compile_matrix.py [--triton [3.6.0 ...]] [--arch 80 90 100 120 gfx942]
+                                       [--one]
 
 For several architectures and versions of Triton. Calls of many shapes, schemes and numbers of
 tokens are listed first, which takes a fraction of a millisecond each. Of all configurations that
@@ -37,10 +38,13 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 from compile_kernels import (  # noqa: E402
     SHAPES,
     SHARED_MEMORY,
+    Arch,
     Call,
     Compiled,
     RouterCall,
     Usage,
+    arch_name,
+    arch_of,
     compile_call,
     compile_router,
     gpu_of,
@@ -53,10 +57,12 @@ from moe_ops import environment  # noqa: E402
 from moe_ops.meta.scales import DEEP_GEMM_UE8M0, TRITON_E2M1  # noqa: E402
 from moe_ops.schemes import SCHEMES  # noqa: E402
 
-ARCHITECTURES = (80, 90, 100, 120)
-MEASURED = {90: ("NVIDIA H200",)}  # GPUs whose measured tables are read, by architecture
+ARCHITECTURES: tuple[Arch, ...] = (80, 90, 100, 120, "gfx942")
+MEASURED: dict[Arch, tuple[str, ...]] = {
+    90: ("NVIDIA H200",)
+}  # GPUs whose measured tables are read, by architecture
 VERSIONS = ("3.6.0", "3.7.1", "3.8.0", "3.9.0")  # those that torch 2.11 to 2.15 bring
-REGISTERS = 255  # a thread's at most
+REGISTERS, REGISTERS_AMD = 255, 512  # a thread's at most
 SPILLED = 96  # bytes a thread at most
 # By Triton's release, architecture and scheme: what this one compiles worse than the others do.
 KNOWN_SPILLED = {
@@ -68,6 +74,18 @@ KNOWN_SPILLED = {
 }
 # every number of tokens up to 16, four in each octave from there on
 TOKENS = sorted({*range(1, 17), *[int(16 * 2 ** (i / 4)) for i in range(37)]})
+
+
+# kernels that no call reaches on AMD's GPUs, by a part of their name
+LEFT_OUT_ON_AMD = {
+    "_flashinfer_": "runs around FlashInfer's kernels, for NVIDIA GPUs",
+    "_deep_gemm_": "runs around DeepGEMM's products, for NVIDIA GPUs",
+    "_fake_quantize": "runs before the kernels that hold PTX",
+    "_mixed_": "holds PTX",
+    "_wgmma_": "holds PTX",
+    "_permute_tokens": "runs before the kernels that hold PTX",
+    "_tma_": "needs NVIDIA's tensor memory accelerator",
+}
 
 
 class Row(NamedTuple):
@@ -134,7 +152,7 @@ def _routers() -> Iterator[RouterCall]:
     yield RouterCall((60, 4, 1000), 16, torch.float32, torch.float32, bias=True)
 
 
-def _compiled(call: Call | RouterCall, gpu: str, arch: int, compiles: bool) -> list[Compiled]:
+def _compiled(call: Call | RouterCall, gpu: str, arch: Arch, compiles: bool) -> list[Compiled]:
     compile_one = compile_router if isinstance(call, RouterCall) else compile_call
     return compile_one(call, gpu_of(arch, gpu), arch, compiles)
 
@@ -144,7 +162,7 @@ def _configuration(one: Compiled) -> str:
     return f"{constants} warps={one.warps} registers={one.registers}"
 
 
-def configurations(arch: int) -> list[Reached]:
+def configurations(arch: Arch) -> list[Reached]:
     """(call, GPU) by which each configuration is reached, the first of them."""
     found: set[tuple[str, str]] = set()
     chosen = []
@@ -159,7 +177,7 @@ def configurations(arch: int) -> list[Reached]:
     return chosen
 
 
-def one_each(arch: int) -> list[Reached]:
+def one_each(arch: Arch) -> list[Reached]:
     """(call, GPU) by which each kernel is reached."""
     found: set[str] = set()
     chosen = []
@@ -174,7 +192,7 @@ def one_each(arch: int) -> list[Reached]:
 _usages: dict[str, Usage] = {}  # of this process, by the kernel's hash
 
 
-def compile_one(arch: int, what: Reached) -> list[Row]:
+def compile_one(arch: Arch, what: Reached) -> list[Row]:
     """The kernels of a call. Where one does not compile, the call's others are left out, too."""
     call, gpu = what
     try:
@@ -199,7 +217,7 @@ def _reason(error: BaseException) -> str:
     return f"{kernel}: {type(error).__name__}: {str(error)[-400:]}"
 
 
-def _alone(arch: int, what: Reached) -> list[Row]:
+def _alone(arch: Arch, what: Reached) -> list[Row]:
     """`compile_one` in a process of its own: an assertion that fails ends the compiler's."""
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         try:
@@ -208,7 +226,7 @@ def _alone(arch: int, what: Reached) -> list[Row]:
             return [Row("", "", str(what), error="the compiler aborted")]
 
 
-def compile_all(arch: int, todo: Sequence[Reached], jobs: int) -> list[Row]:
+def compile_all(arch: Arch, todo: Sequence[Reached], jobs: int) -> list[Row]:
     """What was found, once for each configuration."""
     found: dict[tuple[str, str], Row] = {}
     size = 64 * jobs  # not all at once, since an abort repeats its chunk
@@ -223,8 +241,10 @@ def compile_all(arch: int, todo: Sequence[Reached], jobs: int) -> list[Row]:
     return list(found.values())
 
 
-def why_left_out(kernel: str, arch: int) -> str:
+def why_left_out(kernel: str, arch: Arch) -> str:
     """Why no call reaches a kernel on an architecture; empty where none should be left out."""
+    if isinstance(arch, str):
+        return _why_left_out_on_amd(kernel)
     if "_flashinfer_" in kernel:
         return "runs around FlashInfer's kernels, which compile_flashinfer.py compiles"
     if "_wgmma_" in kernel or kernel == "moe_ops_permute_tokens":
@@ -238,29 +258,36 @@ def why_left_out(kernel: str, arch: int) -> str:
     return ""
 
 
-def _refusals(arch: int) -> set[str]:
+def _why_left_out_on_amd(kernel: str) -> str:
+    for part, why in LEFT_OUT_ON_AMD.items():
+        if part in kernel:
+            return why
+    return ""
+
+
+def _refusals(arch: Arch) -> set[str]:
     """Why schemes do not run on an architecture in their natural layout."""
     natural = [call for call in calls() if isinstance(call, Call) and not call.layout]
     return {why for call in natural if call.backend == "triton" for why in refused(call, arch)}
 
 
-def faults(arch: int, rows: Iterable[Row]) -> list[str]:
+def faults(arch: Arch, rows: Iterable[Row]) -> list[str]:
     """What is beyond a limit, in words."""
     found = []
     for row in rows:
-        where = f"sm_{arch} {row.kernel} [{row.configuration}] of {row.call}"
+        where = f"{arch_name(arch)} {row.kernel} [{row.configuration}] of {row.call}"
         if row.error:
             found.append(f"{where}: {row.error}")
         if row.spilled > row.most_spilled:
             found.append(f"{where}: {row.spilled} bytes spilled at {row.registers} registers")
-        if row.registers > REGISTERS:
+        if row.registers > (REGISTERS_AMD if isinstance(arch, str) else REGISTERS):
             found.append(f"{where}: {row.registers} registers")
         if row.shared > SHARED_MEMORY[arch]:
             found.append(f"{where}: {row.shared} bytes of shared memory")
     return found
 
 
-def compile_here(arches: Iterable[int], one: bool, jobs: int, out: Path | None) -> list[str]:
+def compile_here(arches: Iterable[Arch], one: bool, jobs: int, out: Path | None) -> list[str]:
     """Compile with the installed Triton; answers what is wrong."""
     wrong, written = [], {}
     for arch in arches:
@@ -270,7 +297,8 @@ def compile_here(arches: Iterable[int], one: bool, jobs: int, out: Path | None) 
         written[arch] = [row._asdict() for row in rows]
         seconds = time.perf_counter() - start
         print(
-            f"Triton {triton.__version__}, sm_{arch}: {len(rows)} configurations, {seconds:.0f} s"
+            f"Triton {triton.__version__}, {arch_name(arch)}: {len(rows)} configurations, "
+            f"{seconds:.0f} s"
         )
         for reason in sorted(_refusals(arch)):
             print(f"  {reason}")
@@ -288,7 +316,7 @@ def compile_here(arches: Iterable[int], one: bool, jobs: int, out: Path | None) 
             reason = why_left_out(kernel, arch)
             print(f"  {kernel:32s} left out: {reason or 'NO REASON'}")
             if not reason:
-                wrong.append(f"sm_{arch} {kernel}: no call reaches it")
+                wrong.append(f"{arch_name(arch)} {kernel}: no call reaches it")
         wrong += faults(arch, rows)
         print(end="", flush=True)
     if out:
@@ -311,7 +339,7 @@ def main() -> int:
     parser.add_argument(
         "--triton", nargs="*", metavar="VERSION", help="without one: all supported"
     )
-    parser.add_argument("--arch", type=int, nargs="+", default=ARCHITECTURES)
+    parser.add_argument("--arch", type=arch_of, nargs="+", default=ARCHITECTURES)
     parser.add_argument("--one", action="store_true", help="one configuration of each kernel")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--out", type=Path, help="JSON file for all rows of the installed version")

@@ -36,6 +36,9 @@ from harness import (
 )
 from torch import Tensor
 
+from moe_ops.bench.layers import per_expert_loop, transformers_experts
+from moe_ops.bench.shapes import Shape
+
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 PEERS = ("eager", "grouped_mm", "batched_mm")
 IMPLEMENTATIONS = (*PEERS, "moe_ops")
@@ -105,34 +108,15 @@ def make_inputs(case: Case) -> Inputs:
 def reference(inputs: Inputs, w13: Tensor, w2: Tensor, which: int) -> Tensor:
     """The layer in fp64, one expert at a time."""
     x = inputs.hidden_states.double()
-    weights, ids = inputs.topk_weights[which].double(), inputs.topk_ids[which]
-    out = torch.zeros_like(x)
-    for expert in ids.unique().tolist():
-        rows, slot = torch.where(ids == expert)
-        gate, up = (x[rows] @ w13[expert].double().T).chunk(2, dim=-1)
-        y = (torch.nn.functional.silu(gate) * up) @ w2[expert].double().T
-        out.index_add_(0, rows, y * weights[rows, slot, None])
-    return out
+    return per_expert_loop(x, w13, w2, inputs.topk_weights[which], inputs.topk_ids[which])
 
 
 def transformers_layers(case: Case, w13: Tensor, w2: Tensor) -> dict[str, Layer]:
     """The experts module of Qwen3-MoE holding these very weights, once per implementation."""
-    from transformers import Qwen3MoeConfig
-    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
-
+    sizes = (case.num_experts, case.top_k, case.hidden_size, case.intermediate_size)
     layers: dict[str, Layer] = {}
     for name in PEERS:
-        config = Qwen3MoeConfig(
-            hidden_size=case.hidden_size,
-            moe_intermediate_size=case.intermediate_size,
-            num_experts=case.num_experts,
-            num_experts_per_tok=case.top_k,
-        )
-        config._experts_implementation = name
-        with torch.device("meta"):
-            experts = Qwen3MoeExperts(config)
-        experts.gate_up_proj = torch.nn.Parameter(w13, requires_grad=False)
-        experts.down_proj = torch.nn.Parameter(w2, requires_grad=False)
+        experts = transformers_experts(Shape(*sizes), w13, w2, name)
         layers[name] = lambda x, weights, ids, experts=experts: experts(x, ids, weights)
     return layers
 

@@ -21,6 +21,7 @@ from torch import Tensor
 
 import moe_ops
 from moe_ops import numerics
+from moe_ops.bench import layers
 from moe_ops.tuning.backends import laid_out
 
 # batched_mm copies both weights of every (token, expert) pair; past this it is not run.
@@ -87,21 +88,8 @@ def transformers_experts(implementation: str, compiled: bool) -> Callable[[Weigh
     """
 
     def make(weights: Weights) -> Builder:
-        from transformers import Qwen3MoeConfig
-        from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
-
         shape = weights.shape
-        config = Qwen3MoeConfig(
-            hidden_size=shape.hidden_size,
-            moe_intermediate_size=shape.intermediate_size,
-            num_experts=shape.num_experts,
-            num_experts_per_tok=shape.top_k,
-        )
-        config._experts_implementation = implementation
-        with torch.device("meta"):
-            experts = Qwen3MoeExperts(config)
-        experts.gate_up_proj = torch.nn.Parameter(weights.w13, requires_grad=False)
-        experts.down_proj = torch.nn.Parameter(weights.w2, requires_grad=False)
+        experts = layers.transformers_experts(shape, weights.w13, weights.w2, implementation)
 
         def build(cell: Cell) -> Layer:
             if implementation == "batched_mm":
@@ -129,27 +117,12 @@ def transformers_experts(implementation: str, compiled: bool) -> Callable[[Weigh
 def torch_grouped_mm(weights: Weights) -> Builder:
     """A plain layer around two torch.nn.functional.grouped_mm: sort, gather, products, weighted
     sum."""
-    E, top_k = weights.shape.num_experts, weights.shape.top_k
-    w13, w2 = weights.w13.transpose(-2, -1), weights.w2.transpose(-2, -1)
-    experts = torch.arange(E, device=w13.device, dtype=torch.int32)
+    layer = layers.grouped_mm_layer(weights.w13, weights.w2, weights.shape.ep_size > 1)
 
     def build(cell: Cell) -> Layer:
         x = cell.hidden_states
-        M, K = x.shape
-        router = [routing.weights.to(x.dtype).unsqueeze(1) for routing in cell.sets]
-
-        def call(which: int) -> Tensor:
-            ids, order = cell.sets[which].ids.view(-1).sort()
-            offsets = torch.searchsorted(ids, experts, right=True, out_int32=True)
-            gate, up = F.grouped_mm(x[order // top_k], w13, offs=offsets).chunk(2, dim=-1)
-            y = F.grouped_mm(F.silu(gate) * up, w2, offs=offsets)
-            if cell.weights.shape.ep_size > 1:  # rows past the last offset are not written
-                y = torch.where((ids < E).unsqueeze(1), y, 0)
-            rows = torch.empty_like(order)
-            rows[order] = torch.arange(M * top_k, device=x.device)
-            return torch.bmm(router[which], y[rows].view(M, top_k, K)).squeeze(1)
-
-        return Layer(call)
+        router = [routing.weights.to(x.dtype) for routing in cell.sets]
+        return Layer(lambda which: layer(x, router[which], cell.sets[which].ids))
 
     return build
 

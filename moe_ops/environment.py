@@ -6,6 +6,7 @@ No optional library is imported here.
 
 from __future__ import annotations
 
+import functools
 import importlib.abc
 import importlib.metadata
 import importlib.util
@@ -108,6 +109,24 @@ def why_no_gluon(installed: str) -> str | None:
     if GLUON_TRITON[0] <= release(installed) <= GLUON_TRITON[1]:
         return None
     return f"{kernels} need Triton {GLUON_VERSIONS}, got {installed}"
+
+
+def gpu_architecture(properties: Any) -> tuple[tuple[int, int], str]:
+    """(compute capability, "") of an NVIDIA GPU, ((0, 0), its name, such as "gfx942") of an AMD
+    GPU, whose major and minor number (9, 4) would mean another.
+
+    Args:
+        properties: as torch.cuda.get_device_properties returns them.
+    """
+    if torch.version.hip is not None:
+        return (0, 0), properties.gcnArchName.split(":")[0]
+    return (properties.major, properties.minor), ""
+
+
+@functools.cache
+def capability(device: torch.device | int) -> tuple[int, int]:
+    """Compute capability of a device that torch calls "cuda"; (0, 0) of an AMD GPU."""
+    return gpu_architecture(torch.cuda.get_device_properties(device))[0]
 
 
 def cache_folder() -> Path:

@@ -54,7 +54,9 @@ def facts() -> dict[str, Any]:
     """Everything ``python -m moe_ops.info --json`` prints, in types that JSON knows.
 
     Keys: ``python``, ``versions`` (distribution -> version or None), ``cuda`` (runtime and driver,
-    or None), ``gpus`` (name, capability, memory_gib), ``backends`` (name -> None if backend="auto"
+    or None), ``rocm`` (runtime or None), ``gpus`` (name, architecture: "SM90", "gfx942";
+    capability, [0, 0] of AMD's; memory_gib), ``accelerator`` (the type of another accelerator that
+    torch finds, such as "xpu" or "mps", or None), ``backends`` (name -> None if backend="auto"
     may choose it for some bf16 layer here, else why not and what to do), ``takes`` (name -> the
     schemes of these layers, of weights as they are in ``natural``, of those that need `prepare` in
     ``prepared``), ``cpu_kernel`` (None if the CPU kernel is in use, else why not), ``tuning`` (GPU
@@ -69,7 +71,9 @@ def facts() -> dict[str, Any]:
         "platform": f"{platform.system()} {platform.machine()}",
         "versions": {name: environment.version(name) for name in distributions},
         "cuda": _cuda(),
+        "rocm": torch.version.hip,
         "gpus": _gpus(),
+        "accelerator": _accelerator(),
         "backends": backends,
         "takes": takes,
         "cpu_kernel": cpu.why_not(),
@@ -134,15 +138,19 @@ def format_facts(found: dict[str, Any]) -> str:
     cuda = found["cuda"]
     if found["gpus"]:
         for gpu, numbers in _alike(found["gpus"]):
-            major, minor = gpu["capability"]
             memory = f"{gpu['memory_gib']:.0f} GiB"
-            lines.append(f"GPU {numbers}: {gpu['name']}, SM{major}{minor}, {memory}")
-            if note := plans.not_tested_note((major, minor)):
+            lines.append(f"GPU {numbers}: {gpu['name']}, {gpu['architecture']}, {memory}")
+            if note := plans.not_tested_note(gpu["architecture"]):
                 lines += _wrapped("  ", note)
-        lines.append(f"CUDA {cuda['runtime']}, driver {cuda['driver'] or 'unknown'}")
+        rocm = f"ROCm {found['rocm']}"
+        nvidia = f"CUDA {cuda['runtime']}, driver {cuda['driver'] or 'unknown'}"
+        lines.append(rocm if found["rocm"] else nvidia)
     else:
         built = f"CUDA {cuda['runtime']}" if cuda["runtime"] else "CPU"
         lines.append(f"no CUDA device (torch is built for {built})")
+        if found["accelerator"]:
+            note = plans.not_tested_note(found["accelerator"])
+            lines += _wrapped(f"{found['accelerator']}: ", f"plain torch operators; {note}")
     installed = [f"{name} {version}" for name, version in versions.items() if version]
     lines += _wrapped("versions: ", ", ".join(installed))
     if missing := [name for name, version in versions.items() if not version]:
@@ -151,7 +159,7 @@ def format_facts(found: dict[str, Any]) -> str:
     for name, reason in found["backends"].items():
         answer = f"available{_takes(found['takes'][name])}" if reason is None else f"no: {reason}"
         lines += _wrapped(f"  {name:13} ", answer)
-    tested = ", ".join([f"SM{major}{minor}" for major, minor in plans.RUN_ON])
+    tested = ", ".join(plans.RUN_ON[1:])
     lines += _wrapped(
         "tested on ", f"CPUs and {tested}; what they have for other GPUs was not run on hardware"
     )
@@ -312,14 +320,22 @@ def _cuda() -> dict[str, str | None]:
     return {"runtime": torch.version.cuda, "driver": driver}
 
 
+def _accelerator() -> str | None:
+    """The type of an accelerator that is no GPU of CUDA or ROCm."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return None if found is None or found.type == "cuda" else found.type
+
+
 def _gpus() -> list[dict[str, Any]]:
     found = []
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
+        here = machines.machine(torch.device("cuda", index))
         found.append(
             {
                 "name": properties.name,
-                "capability": [properties.major, properties.minor],
+                "architecture": here.architecture,
+                "capability": list(here.capability),
                 "memory_gib": round(properties.total_memory / 2**30, 1),
             }
         )

@@ -228,6 +228,7 @@ def test_the_public_name_of_somebody_else_is_named_without_files(monkeypatch, tm
 def test_gpus_that_no_test_ran_on_are_named(monkeypatch):
     for capability in ((9, 0), (10, 0)):
         gpu = {"name": "GPU", "capability": list(capability), "memory_gib": 1.0}
+        gpu["architecture"] = f"SM{capability[0]}{capability[1]}"
         monkeypatch.setattr(info, "_gpus", lambda gpu=gpu: [gpu])
         machine = Machine("cuda", capability, "GPU", ("torch",))
         with machines.pretend(machine):

@@ -13,7 +13,7 @@ from torch import Tensor
 from moe_ops.backends.torch import grouped_mm as products
 from moe_ops.meta import flops
 from moe_ops.numerics import Scales
-from moe_ops.ops.library import register_function
+from moe_ops.ops.library import TORCH_DEVICES, register_function
 from moe_ops.schemes import get_scheme
 
 _PLAIN = (None, None, None, None)  # scales of plain weights
@@ -120,6 +120,7 @@ grouped_mm = register_function(
     _grouped_mm,
     _grouped_mm_fake,
     (_mm_backward, _save_mm),
+    devices=TORCH_DEVICES,
     flops=flops.grouped_mm,
 )
 
@@ -130,5 +131,6 @@ grouped_outer = register_function(
     products.grouped_outer,
     _grouped_outer_fake,
     (_outer_backward, _save_outer),
+    devices=TORCH_DEVICES,
     flops=flops.grouped_outer,
 )

@@ -36,6 +36,8 @@ from typing import (
 import torch
 from torch import Tensor
 
+from moe_ops import environment
+
 # programmatic dependent launch: a kernel can start while the one before it ends
 PDL_CAPABILITY = (9, 0)
 NATIVE_CAPABILITY = (8, 9)  # e4m3 products and conversions
@@ -225,13 +227,15 @@ class Gpu(NamedTuple):
 
 @cache
 def gpu(device: int) -> Gpu:
-    """Facts of a CUDA device. Without one (-1: the interpreter), the shared memory of an H200 and
-    no e4m3.
+    """Facts of a device that torch calls "cuda". Without one (-1: the interpreter), the shared
+    memory of an H200 and no e4m3.
     """
     if device < 0:
         return Gpu(227 * 1024, False, False)
     properties = torch.cuda.get_device_properties(device)
-    capability = (properties.major, properties.minor)
+    capability, gfx = environment.gpu_architecture(properties)
+    if gfx:  # its e4m3 has other values, and PDL is NVIDIA's
+        return Gpu(properties.shared_memory_per_block, False, False, properties.name)
     memory = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]
     native, pdl = capability >= NATIVE_CAPABILITY, capability >= PDL_CAPABILITY
     return Gpu(memory, native, pdl, properties.name)

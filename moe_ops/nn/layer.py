@@ -28,16 +28,25 @@ from moe_ops.meta.workspace import maximum
 from moe_ops.nn.config import MoEConfig
 from moe_ops.nn.modules import Experts, Gate, SharedExpert, expert_map_on_host
 from moe_ops.routing.methods import RoutingMethod, check_method
-from moe_ops.routing.route import route, router_probabilities
+from moe_ops.routing.route import router_probabilities
 
 
 class MoELayer(nn.Module):
     """A mixture-of-experts feed-forward layer.
 
     out = residual + residual_scale * (sum_j weight_j * expert_j(x) + shared_expert(x)), where the
-    weights and experts of a token come from `moe_ops.route`; the residual is optional. It traces
-    as one graph with a dynamic number of tokens. Expert weights may be replaced by quantized ones:
+    weights and experts of a token come from `moe_ops.route_tokens`, one operator on CUDA without
+    gradients; the residual is optional. It traces as one graph with a dynamic number of tokens.
+    Expert weights may be replaced by quantized ones:
     `layer.experts.down_proj = nn.Parameter(quantize(w, scheme), False)`.
+
+    Spread over devices, each layer gets the same tokens, routes all of them, and returns its own
+    experts' share of the sum (`expert_map`), or its own columns' share (a smaller
+    intermediate_size): the sum over the devices is what a whole layer returns. The layer does not
+    communicate: sum the outputs yourself (all_reduce, or reduce_scatter). What is not split is
+    added once per device, so the residual belongs to one of them, and the shared expert to one of
+    them or, in equal parts of its columns, to each (`from_config` does so). The auxiliary loss and
+    expert_load count all experts, and are the same on every device: do not sum them.
 
     Args:
         hidden_size, intermediate_size, num_experts, top_k: H, I, E and experts per token.
@@ -57,7 +66,8 @@ class MoELayer(nn.Module):
             projection, as Qwen2-MoE does.
         residual_scale: multiplies the layer's output before the residual is added.
         expert_map: (E,) int32, global expert id -> local id or -1; the layer then holds
-            num_local_experts experts and returns their share of the sum. It is copied to `device`
+            num_local_experts experts and returns their share of the sum (above). It is copied to
+            `device`
             and keeps its values when a layer built on the meta device is materialized.
         num_local_experts: E_local; with expert_map only.
         track_load: count tokens per expert in evaluation too, not in training alone.
@@ -184,17 +194,21 @@ class MoELayer(nn.Module):
         """The layer of a MoEConfig, as this device holds it.
 
         With expert parallelism it holds num_local_experts experts of a linear placement; with
-        tensor parallelism intermediate_size_per_partition columns of each. Either way its output
-        is this device's share: sum it over the devices, and give a residual to one of them only.
+        tensor parallelism intermediate_size_per_partition columns of each. Of a shared expert it
+        holds shared_expert_intermediate_size / (ep_size * tp_size) columns: rows
+        [rank * width, (rank + 1) * width) of gate_proj and up_proj, the same columns of down_proj,
+        and all of shared_expert_gate. Either way its output is this device's share for the tokens
+        it was given, which must be the same on every device: sum it over the devices, and give a
+        residual to one of them only.
 
         Args:
             options: keyword arguments of the constructor that the configuration does not have;
                 those that it has may be overridden (a callable routing_method for "custom").
 
         Raises:
-            ValueError: config is no MoEConfig; as the constructor; or a term that would be added
-                once per device (a shared expert, or with tensor parallelism an expert bias); or
-                replicated experts without an expert_map.
+            ValueError: config is no MoEConfig; as the constructor; with tensor parallelism an
+                expert bias, which would be added once per device; a shared expert whose width the
+                number of devices does not divide; or replicated experts without an expert_map.
         """
         if not isinstance(config, MoEConfig):
             raise ValueError(f"config must be a moe_ops.MoEConfig, got {type(config).__name__}")
@@ -214,12 +228,16 @@ class MoELayer(nn.Module):
             if "expert_map" not in options:
                 settings["expert_map"] = _linear_expert_map(config)
         settings |= options
-        sharded = parallel.use_ep or parallel.tp_size > 1
-        if sharded and settings.get("shared_expert_intermediate_size"):
-            raise ValueError(
-                "shared_expert_intermediate_size must be 0 for a layer spread over devices: each "
-                "would add the shared expert; add it after the sum"
-            )
+        devices = parallel.ep_size * parallel.tp_size  # one of them is 1
+        if width := settings.get("shared_expert_intermediate_size", 0):
+            check_size("shared_expert_intermediate_size", width)
+            if width % devices:
+                raise ValueError(
+                    "shared_expert_intermediate_size must be a multiple of the "
+                    f"{devices} devices over which the layer is spread, got {width}; pad it with "
+                    "zeros, or give none and add the shared expert after the sum"
+                )
+            settings["shared_expert_intermediate_size"] = width // devices
         if parallel.tp_size > 1 and settings["expert_bias"]:
             raise ValueError(
                 f"has_bias must be False with tp_size={parallel.tp_size}: each device would add "
@@ -306,14 +324,12 @@ class MoELayer(nn.Module):
         """Router and experts alone: x (M, H) -> out (M, H), router_logits (M, E), topk_ids (M,
         top_k).
         """
-        router_logits = self.gate(x)
-        topk_weights, topk_ids = route(
-            router_logits,
+        router_logits, topk_weights, topk_ids = self.gate.route(
+            x,
             self.top_k,
             self.routing_method,
             num_expert_groups=self.num_expert_groups,
             topk_groups=self.topk_groups,
-            correction_bias=self.gate.e_score_correction_bias,
             scaling_factor=self.routed_scaling_factor,
             scoring=self.scoring,
         )

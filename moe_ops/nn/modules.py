@@ -6,16 +6,20 @@ Dimensions as in layer.py: M tokens, H hidden size, I intermediate size, E exper
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.modules.module import _has_any_global_hook
 
 from moe_ops import activations
 from moe_ops.activations import Activation
 from moe_ops.checks import check_tensor
-from moe_ops.routing.tokens import router_linear
+from moe_ops.routing.methods import RoutingMethod
+from moe_ops.routing.route import route
+from moe_ops.routing.tokens import route_tokens, router_linear
 
 _INIT_STD = 0.02
 
@@ -39,13 +43,39 @@ class Gate(nn.Module):
         self.register_buffer("e_score_correction_bias", correction)
 
     def forward(self, x: Tensor) -> Tensor:  # (M, H) -> (M, E)
+        self._check(x)
+        return router_linear(x, self.weight, self.bias, self.logits_dtype)
+
+    def route(
+        self, x: Tensor, top_k: int, method: RoutingMethod | str | Callable, **routing: Any
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """router_logits (M, E), topk_weights and topk_ids (M, top_k) of tokens x (M, H), by
+        `moe_ops.route_tokens` with its keyword arguments.
+
+        Where hooks wait for this module to be called, or its forward is another, it is called, and
+        `moe_ops.route` chooses by the logits that it returns.
+        """
+        routing["correction_bias"] = self.e_score_correction_bias
+        if self._must_be_called():
+            logits = self(x)
+            return (logits, *route(logits, top_k, method, **routing))
+        self._check(x)
+        routing |= {"router_bias": self.bias, "logits_dtype": self.logits_dtype}
+        return route_tokens(x, self.weight, top_k, method, **routing)
+
+    def _must_be_called(self) -> bool:
+        hooks = self._forward_hooks or self._forward_pre_hooks
+        hooks = hooks or self._backward_hooks or self._backward_pre_hooks
+        replaced = "forward" in self.__dict__ or type(self).forward is not Gate.forward
+        return bool(hooks) or replaced or _has_any_global_hook()
+
+    def _check(self, x: Tensor) -> None:
         wrong = self.logits_dtype is None and x.dtype != self.weight.dtype
         if wrong and not torch.is_autocast_enabled(x.device.type):
             raise ValueError(
                 f"hidden_states must have the layer's dtype {self.weight.dtype}, got {x.dtype}; "
                 "convert one of them with .to(), or run under torch.autocast"
             )
-        return router_linear(x, self.weight, self.bias, self.logits_dtype)
 
 
 class Experts(nn.Module):

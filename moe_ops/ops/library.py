@@ -30,6 +30,9 @@ from moe_ops.ops.relayout import RELAYOUTS, Relayout
 from moe_ops.schemes import SCHEMES, get_scheme
 
 LIB = torch.library.Library("moe_ops", "DEF")
+# dispatch keys of the devices for which plain torch is there: those of the backend `torch` and of
+# its gradients. PrivateUse1 is the key of devices that come as extensions.
+TORCH_DEVICES = ("CPU", "CUDA", "XPU", "MPS", "HPU", "PrivateUse1")
 
 
 _TYPES: dict[Any, str] = {Tensor: "Tensor", Tensor | None: "Tensor?"}

@@ -44,10 +44,18 @@ class Machine:
     """Where a call runs. Tests build one by hand, so every GPU's plan can be made on a CPU."""
 
     device_type: str  # "cpu", "cuda", ...
-    capability: tuple[int, int] = (0, 0)  # CUDA compute capability, (0, 0) elsewhere
+    capability: tuple[int, int] = (0, 0)  # of an NVIDIA GPU, (0, 0) elsewhere
     gpu_name: str = ""
     available: tuple[str, ...] = ()  # names of the backends whose libraries are installed
     triton: str = TRITON  # version of Triton, "" where there is none
+    gfx: str = ""  # architecture of an AMD GPU, such as "gfx942", which torch calls "cuda", too
+
+    @property
+    def architecture(self) -> str:
+        """What kernels are compiled for: "SM90", "gfx942", or the type of another device."""
+        if self.device_type != "cuda":
+            return self.device_type
+        return self.gfx or f"SM{self.capability[0]}{self.capability[1]}"
 
 
 class Buffer(NamedTuple):

@@ -54,7 +54,7 @@ AUTO = library.register(
     supports=lambda problem, machine: [],
     workspace_shapes=workspace_shapes,
     launch={kind: _launch_auto(kind, rows_of) for kind, rows_of in _ROWS_OF.items()},
-    devices=("CPU", "CUDA"),
+    devices=library.TORCH_DEVICES,
 )
 
 

@@ -7,7 +7,7 @@ import functools
 import torch
 
 from moe_ops import backends
-from moe_ops.environment import TRITON, constant
+from moe_ops.environment import TRITON, constant, gpu_architecture
 from moe_ops.ops.problem import Machine
 
 
@@ -19,10 +19,10 @@ def _machine_facts(device_type: str, index: int) -> tuple:
 def _find_machine_facts(device_type: str, index: int) -> tuple:
     available = tuple([b.name for b in backends.BACKENDS if b.available() is None])
     if device_type != "cuda":
-        return (device_type, (0, 0), "", available, TRITON)
+        return (device_type, (0, 0), "", available, TRITON, "")
     properties = torch.cuda.get_device_properties(index)
-    capability = (properties.major, properties.minor)
-    return (device_type, capability, properties.name, available, TRITON)
+    capability, gfx = gpu_architecture(properties)
+    return (device_type, capability, properties.name, available, TRITON, gfx)
 
 
 _machine_facts_cached = functools.cache(_find_machine_facts)

@@ -21,9 +21,8 @@ from moe_ops.ops.problem import Buffer, Machine, Problem, Workspaces
 from moe_ops.planning.auto import AUTO
 from moe_ops.tables import lookup
 
-# compute capabilities of GPUs that the tests ran on; what there is for others was compiled or
-# traced, not run
-RUN_ON = ((9, 0),)
+# what the tests ran on; what there is for other devices was compiled or traced, not run
+RUN_ON = ("cpu", "SM90")
 
 
 @dataclass(frozen=True)
@@ -50,8 +49,8 @@ class Plan:
 
     @property
     def kernel(self) -> Callable | None:
-        """What the dispatcher calls for that op on this plan's device; None where that is a fake,
-        on the meta device.
+        """What the dispatcher calls for that op on this plan's device; None where it is asked,
+        as on the meta device, where that is a fake.
         """
         backend = self.tiers[0][1] if len(self.tiers) == 1 else AUTO
         return backend.kernels[self.problem.kind].get(self.machine.device_type)
@@ -78,12 +77,8 @@ class Plan:
 
     @property
     def not_tested_note(self) -> str | None:
-        """None, or that no test ran on such a GPU."""
-        return (
-            not_tested_note(self.machine.capability)
-            if self.machine.device_type == "cuda"
-            else None
-        )
+        """None, or that no test ran on such a device."""
+        return not_tested_note(self.machine.architecture)
 
     @property
     def differentiable(self) -> bool:
@@ -250,12 +245,12 @@ def _reasons(backend: library.Backend, problem: Problem, machine: Machine) -> li
     return reasons
 
 
-def not_tested_note(capability: tuple[int, int]) -> str | None:
-    """What to say of a GPU that no test ran on; None of others."""
-    if capability in RUN_ON:
+def not_tested_note(architecture: str) -> str | None:
+    """What to say of a device (`Machine.architecture`) that no test ran on; None of others."""
+    if architecture in (*RUN_ON, "meta"):
         return None
-    major, minor = capability
-    return f"not run on hardware: nothing of this package was tested on a GPU of SM{major}{minor}"
+    what = f"a GPU of {architecture}" if architecture[:2] in ("SM", "gf") else architecture
+    return f"not run on hardware: nothing of this package was tested on {what}"
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -37,7 +37,7 @@ FLOORS = (
     "warmup",
     # the face, moe_ops/__init__.py, and paths beside it that saved files hold
     "moe_ops layer layer_parts config",
-    "info tuning integrations",
+    "info tuning bench integrations",
 )
 FLOOR_OF = {name: floor for floor, names in enumerate(FLOORS) for name in names.split()}
 

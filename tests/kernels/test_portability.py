@@ -17,7 +17,7 @@ pytest.importorskip("triton.backends.nvidia")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arch", [80, 90, 100, 120])
+@pytest.mark.parametrize("arch", [80, 90, 100, 120, "gfx942"])
 def test_kernels_compile_and_fit(arch):
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     command = [sys.executable, str(BENCHMARKS / "compile_matrix.py"), "--one", "--jobs", "1"]

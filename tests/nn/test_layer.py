@@ -11,12 +11,14 @@ import torch.nn.functional as F
 from torch import nn
 from torch._dynamo.testing import CompileCounter
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from moe_ops.nn.config import MoEConfig
 from moe_ops.nn.layer import MoELayer, load_balancing_loss, tokens_per_expert
 from moe_ops.parallel.config import ParallelConfig
 from tests.support.cases import poisoned_memory
+from tests.support.fake_cuda import fake_gpu
 
 H, I, E, TOP_K = 32, 16, 8, 3  # noqa: E741
 
@@ -448,19 +450,32 @@ def test_from_config():
     assert custom.expert_load.tolist() == [0] * (E - TOP_K) + [4] * TOP_K
 
 
+@pytest.mark.parametrize("name", ["plain", "shared_gated"])
 @pytest.mark.parametrize("expert_parallel", [False, True])
-def test_shards_add_up_to_the_whole(expert_parallel):
+def test_shards_add_up_to_the_whole(expert_parallel, name):
+    """With a shared expert, too, of which each device holds its columns; one gets the residual;
+    loss and load are the same everywhere."""
     size = 3 if expert_parallel else 2
-    whole = make_layer()
-    x = torch.randn(11, H)
+    shared = LAYERS[name]
+    whole = make_layer(**shared, track_load=True)
+    x, residual = torch.randn(11, H), torch.randn(11, H)
     total = torch.zeros(11, H)
+    with torch.no_grad():
+        _, loss = whole(x, return_aux_loss=True)
     for rank in range(size):
         parallel = ParallelConfig.make(
             tp_size=size, tp_rank=rank, enable_expert_parallel=expert_parallel
         )
         moe = config(parallel=parallel)
-        layer = MoELayer.from_config(moe).eval()
+        layer = MoELayer.from_config(moe, **shared, track_load=True).eval()
         state = whole.state_dict()
+        if shared:
+            columns = slice(rank * 24 // size, (rank + 1) * 24 // size)
+            for part in ("gate", "up"):
+                key = f"shared_expert.{part}_proj.weight"
+                state[key] = state[key][columns]
+            key = "shared_expert.down_proj.weight"
+            state[key] = state[key][:, columns]
         if expert_parallel:
             start = (0, 3, 6)[rank]
             local = slice(start, start + moe.num_local_experts)
@@ -474,8 +489,49 @@ def test_shards_add_up_to_the_whole(expert_parallel):
             state["experts.down_proj"] = state["experts.down_proj"][:, :, columns]
         layer.load_state_dict(state)
         with torch.no_grad():
-            total += layer(x)
-    torch.testing.assert_close(total.double(), oracle(whole, x)[0], rtol=1e-5, atol=1e-5)
+            share, its_loss = layer(x, residual if rank == 0 else None, return_aux_loss=True)
+        total += share
+        assert torch.equal(its_loss, loss)
+        assert torch.equal(layer.expert_load, whole.expert_load)
+    want, _ = oracle(whole, x, residual)
+    torch.testing.assert_close(total.double(), want, rtol=1e-5, atol=1e-5)
+
+
+def test_the_router_is_one_operator_on_a_gpu():
+    """Without gradients."""
+
+    class Names(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func.namespace == "moe_ops":
+                names.append(func._opname)
+            return func(*args, **(kwargs or {}))
+
+    names = []
+    with fake_gpu(), torch.device("cuda"):
+        layer = MoELayer(H, I, E, TOP_K, dtype=torch.bfloat16).eval()
+        x = torch.empty(5, H, dtype=torch.bfloat16)
+        with Names(), torch.no_grad():
+            layer(x)
+    assert names[0] == "route_tokens" and "route" not in names
+
+
+def test_hooks_of_the_gate_see_and_change_the_logits():
+    layer = make_layer().requires_grad_(False)
+    x = torch.randn(6, H)
+    want = layer(x)
+    seen = []
+    handle = layer.gate.register_forward_hook(lambda _, inputs, logits: seen.append(logits))
+    torch.testing.assert_close(layer(x), want)
+    torch.testing.assert_close(seen[0], x @ layer.gate.weight.T)
+    handle.remove()
+    handle = layer.gate.register_forward_hook(lambda _, inputs, logits: -logits)
+    flipped = layer(x)
+    handle.remove()
+    layer.gate.weight.neg_()
+    torch.testing.assert_close(layer(x), flipped)
+    assert not torch.allclose(flipped, want)
+    layer.gate.forward = lambda x: x @ -layer.gate.weight.T  # as accelerate replaces it
+    torch.testing.assert_close(layer(x), want)
 
 
 @pytest.mark.parametrize("built", ["from_config", "explicit map", "context"])
@@ -617,8 +673,8 @@ def test_bad_configurations():
     expert_parallel = ParallelConfig.make(tp_size=2, enable_expert_parallel=True)
     with pytest.raises(ValueError, match="config must be a moe_ops.MoEConfig, got NoneType"):
         MoELayer.from_config(None)
-    with pytest.raises(ValueError, match="shared_expert_intermediate_size must be 0"):
-        MoELayer.from_config(config(parallel=expert_parallel), shared_expert_intermediate_size=8)
+    with pytest.raises(ValueError, match="must be a multiple of the . devices .* got 7; pad"):
+        MoELayer.from_config(config(parallel=expert_parallel), shared_expert_intermediate_size=7)
     with pytest.raises(ValueError, match="has_bias must be False with tp_size=2"):
         MoELayer.from_config(config(parallel=ParallelConfig(tp_size=2), has_bias=True))
     replicas = ParallelConfig.make(tp_size=2, enable_expert_parallel=True, enable_eplb=True)

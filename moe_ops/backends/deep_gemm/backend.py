@@ -41,6 +41,8 @@ def _reasons(name: str, p: Problem, machine: Machine, majors: tuple[int, ...]) -
     found = []
     if machine.device_type != "cuda" and not (machine.device_type == "cpu" and INTERPRETED):
         found.append(f"{name} needs a CUDA device, got {machine.device_type}")
+    elif machine.gfx:
+        found.append(f"{name} needs an NVIDIA GPU, got {machine.gfx}")
     elif machine.device_type == "cuda" and machine.capability[0] not in majors:
         known = ", ".join([f"{major}.x" for major in majors])
         major, minor = machine.capability

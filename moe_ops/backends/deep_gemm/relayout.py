@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from moe_ops import environment
 from moe_ops.meta.scales import DEEP_GEMM_UE8M0
 from moe_ops.numerics import scaling
 from moe_ops.numerics.elements import e8m0_to_float32
@@ -94,7 +95,7 @@ def _base(scheme: QuantScheme) -> str:
 
 def _multiplies_exponents(device: torch.device) -> bool:
     """Whether GEMMs on the device take exponents as scales: GPUs from SM100 on do."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (10, 0)
+    return device.type == "cuda" and environment.capability(device) >= (10, 0)
 
 
 RELAYOUTS = (

@@ -51,6 +51,8 @@ def supports(problem: Problem, machine: Machine) -> list[str]:
     major, minor = machine.capability
     if machine.device_type != "cuda":
         reasons.append(f"flashinfer needs a CUDA device, got {machine.device_type}")
+    elif machine.gfx:
+        reasons.append(f"flashinfer needs an NVIDIA GPU, got {machine.gfx}")
     elif (major, 0) not in ALL:
         reasons.append(f"flashinfer needs SM90, SM100 or SM120, got SM{major}{minor}")
     elif scheme is not None and (major, 0) not in scheme.gpus:

@@ -92,8 +92,7 @@ def module(arch: str) -> Any:
 @cache
 def runner(device: int, kernels: Kernels) -> Any:
     """The module's object for a family of kernels on a device."""
-    capability = torch.cuda.get_device_capability(device)
-    return module(architecture(capability)).init(*kernels)
+    return module(architecture(environment.capability(device))).init(*kernels)
 
 
 _warm: set[tuple] = set()
@@ -203,7 +202,7 @@ def tuning() -> bool:
 @cache
 def numbered(device: int) -> bool:
     """Whether `candidates` knows the numbers of tactics on a device; if not, the default runs."""
-    return torch.cuda.get_device_capability(device) == (9, 0)
+    return environment.capability(device) == (9, 0)
 
 
 def tune(gpu: str, key: Key, of: Any, call: Callable[[Tactics], None]) -> None:

@@ -17,6 +17,7 @@ from moe_ops.numerics import permute
 from moe_ops.ops import library
 from moe_ops.ops.args import BatchedExpertsArgs, ExpertsArgs, GroupedLinearArgs
 from moe_ops.ops.problem import Buffer, Machine, Problem, Workspaces
+from moe_ops.schemes import get_scheme
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
@@ -27,8 +28,12 @@ def available() -> str | None:
 
 
 def supports(problem: Problem, machine: Machine) -> list[str]:
-    """Reasons why this backend cannot run the problem: prepared layouts alone."""
+    """Reasons why this backend cannot run the problem: prepared layouts, and dtypes that torch
+    lacks on a device.
+    """
     reasons = []
+    if machine.device_type == "mps" and (lacking := _not_on_mps(problem)):
+        reasons.append(f"cannot run on mps, where torch has no {lacking}")
     if problem.dtype not in _FLOATS:
         reasons.append(f"needs a floating-point hidden_states, got {problem.dtype}")
     if problem.layout:
@@ -37,6 +42,15 @@ def supports(problem: Problem, machine: Machine) -> list[str]:
             "moe_ops.prepare(weight, 'torch') brings it back"
         )
     return reasons
+
+
+def _not_on_mps(problem: Problem) -> str:
+    """The dtype that a problem needs and that torch does not have on Apple's GPUs."""
+    if problem.dtype == torch.float64:
+        return "float64"
+    scheme = get_scheme(problem.scheme)
+    descs = [desc for desc in (scheme.weight, scheme.activation) if desc is not None]
+    return "float8" if any([not desc.dtype.startswith("int") for desc in descs]) else ""
 
 
 def workspace_shapes(M: int, problem: Problem) -> Workspaces:
@@ -202,6 +216,6 @@ BACKEND = library.register(
         "batched_experts": _launch_batched_experts,
         "grouped_linear": _launch_grouped_linear,
     },
-    devices=("CPU", "CUDA"),
+    devices=library.TORCH_DEVICES,
     differentiable=True,
 )

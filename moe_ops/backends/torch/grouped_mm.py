@@ -4,8 +4,9 @@ S rows sorted by expert, E experts, `offsets` (E,) int32 the cumulative end row 
 device. There are three ways, and on a GPU none of them reads a device tensor on the host:
 - CPU: a kernel of ours if experts have few rows, else one matrix product per expert that has
   rows;
-- GPU, bf16 and aligned: torch's grouped GEMM;
-- GPU, everything else: rows padded to blocks of one expert each, weights gathered per block.
+- NVIDIA GPU from SM90 on, bf16 and aligned: torch's grouped GEMM;
+- everything else, on other devices too: rows padded to blocks of one expert each, weights gathered
+  per block.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from moe_ops import environment
 from moe_ops.backends.torch import cpu
 from moe_ops.numerics import Scales, dequantize_weight
 from moe_ops.schemes import get_scheme
@@ -130,6 +132,9 @@ def grouped_outer(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
 
 def _native(*operands: Tensor) -> bool:
     """Whether torch's grouped GEMM takes these operands without its synchronising fallback."""
+    device = operands[0].device
+    if device.type != "cuda" or environment.capability(device) < (9, 0):
+        return False
     for t in operands:
         row, column = t.stride()[-2:]
         steps = [s for s in t.stride() if s != 1]
@@ -137,7 +142,7 @@ def _native(*operands: Tensor) -> bool:
             return False
         if any(s % 8 for s in (*steps, *t.shape[-1:])) or (t.ndim == 3 and t.shape[1] % 8):
             return False
-    return torch.cuda.get_device_capability(operands[0].device) >= (9, 0)
+    return True
 
 
 def _blocks(offsets: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:

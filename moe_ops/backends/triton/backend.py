@@ -1,4 +1,5 @@
-"""Backend `triton`: every scheme on any CUDA GPU from SM80 on, bf16, fp16 or fp32 activations.
+"""Backend `triton`: every scheme on any NVIDIA GPU from SM80 on, bf16, fp16 or fp32 activations;
+on AMD's gfx942 plain weights and those whose activations are quantized to e4m3 or int8.
 
 If a scheme quantizes activations to a format of which no GPU up to SM90 has products, they are
 rounded and multiplied in a wider type: kernels/quantize/emulated.py.
@@ -39,6 +40,8 @@ _QUANTIZING = (
     *("int8_w8a8", "int8_w8a8_static"),
 )
 _MIXED_SCHEMES = frozenset(filter(operands.describe, SCHEMES))
+# AMD's GPUs for which benchmarks/compile_matrix.py compiles the kernels; none was run on hardware
+AMD_GPUS = ("gfx942",)
 _NATIVE = (*_QUANTIZING, *sorted(name for name in _MIXED_SCHEMES if SCHEMES[name].weight_only))
 
 
@@ -52,6 +55,8 @@ def supports(problem: Problem, machine: Machine) -> list[str]:
     reasons = []
     if machine.device_type != "cuda" and not (machine.device_type == "cpu" and INTERPRETED):
         reasons.append(f"triton needs a CUDA device, got {machine.device_type}")
+    elif machine.gfx:
+        reasons += _reasons_against_amd(problem, machine.gfx)
     elif machine.device_type == "cuda" and machine.capability < (8, 0):
         major, minor = machine.capability
         reasons.append(f"triton needs compute capability 8.0 or higher, got {major}.{minor}")
@@ -70,6 +75,20 @@ def supports(problem: Problem, machine: Machine) -> list[str]:
         )
     if problem.dtype not in _DTYPES:
         reasons.append(f"triton takes bfloat16, float16 or float32, got {problem.dtype}")
+    return reasons
+
+
+def _reasons_against_amd(problem: Problem, gfx: str) -> list[str]:
+    """Why an AMD GPU cannot run a problem: its kernels are those without PTX."""
+    reasons = []
+    if gfx not in AMD_GPUS:
+        known = " and ".join(AMD_GPUS)
+        reasons.append(f"triton's kernels were compiled for {known} of AMD's GPUs, got {gfx}")
+    if problem.scheme in _MIXED_SCHEMES:
+        reasons.append(
+            f"triton's kernels for schemes other than {', '.join(_QUANTIZING)} hold PTX, which "
+            f"needs an NVIDIA GPU, got {gfx}"
+        )
     return reasons
 
 

@@ -2,8 +2,7 @@
 
 Dimensions: M tokens, H hidden size, E experts, top_k experts per token.
 
-A router is one of ours only if its formula is (`_RULES`, keyed by the forward that a module's
-class really uses, so that an overridden forward is never mistaken for the one it replaces).
+The formulas are in router_rules.py.
 """
 
 from __future__ import annotations
@@ -11,9 +10,8 @@ from __future__ import annotations
 import copy
 import functools
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +22,30 @@ from moe_ops import environment
 from moe_ops.checks import autocasting
 from moe_ops.integrations.transformers import families
 from moe_ops.integrations.transformers.activations import HfModule
+from moe_ops.integrations.transformers.router_rules import (  # noqa: F401  models pickled whole
+    LINEAR,
+    NOT_COVERED,
+    TAKES_BIAS,
+    FindRule,
+    Rule,
+    _cohere2,
+    _deepseek_v2,
+    _deepseek_v3,
+    _flint,
+    _gpt_oss,
+    _granite,
+    _hy_v3,
+    _jamba,
+    _minimax_m2,
+    _minimax_m3,
+    _mixtral,
+    _privacy_filter,
+    _qwen2,
+    _qwen3_vl,
+)
+from moe_ops.integrations.transformers.router_rules import (
+    RULES as _RULES,
+)
 from moe_ops.routing.route import route
 from moe_ops.routing.tokens import fused_router, router_linear
 
@@ -31,130 +53,14 @@ from moe_ops.routing.tokens import fused_router, router_linear
 _ROWS, _FEW, _AGREEING = (8, 4, 7)
 
 
-class Rule(NamedTuple):
-    """What a router computes; its ids are int64."""
-
-    method: str
-    logits: torch.dtype  # in which the linear layer computes
-    weights: torch.dtype = torch.float32  # of the routing weights returned
-    options: dict[str, Any] = {}  # keyword arguments of `route`
-    returned: torch.dtype | None = None  # of the logits returned, if it is another
-    flattens: bool = True  # takes (..., H)
-
-
-_Rule = Callable[..., Rule | None]  # of (module, hidden_states, further arguments of its forward)
-
-
-def _mixtral(module: HfModule, x: Tensor) -> Rule:
-    return Rule("renormalize", x.dtype)
-
-
-def _qwen2(module: HfModule, x: Tensor) -> Rule:
-    return Rule("renormalize" if module.norm_topk_prob else "default", x.dtype, x.dtype)
-
-
-def _qwen3_vl(module: HfModule, x: Tensor) -> Rule:
-    return Rule("renormalize", x.dtype, x.dtype)
-
-
-def _granite(module: HfModule, x: Tensor) -> Rule:
-    return Rule("renormalize", x.dtype, x.dtype, returned=torch.float32, flattens=False)
-
-
-def _gpt_oss(module: HfModule, x: Tensor) -> Rule:
-    return Rule("renormalize", x.dtype, x.dtype, flattens=False)
-
-
-def _privacy_filter(module: HfModule, x: Tensor) -> Rule:
-    options = {"scaling_factor": 1 / module.top_k}
-    return Rule("renormalize", torch.float32, options=options, flattens=False)
-
-
-def _jamba(module: HfModule, x: Tensor) -> Rule:
-    return Rule("default", x.dtype, x.dtype, flattens=False)
-
-
-def _cohere2(module: HfModule, x: Tensor) -> Rule | None:
-    if module.expert_selection_fn != "softmax":  # a sigmoid is rounded before it is divided
-        return None
-    return Rule("renormalize", x.dtype, x.dtype, flattens=False)
-
-
-def _flint(module: HfModule, x: Tensor) -> Rule:
-    return Rule("sigmoid_renormalize" if module.norm_topk_prob else "sigmoid", torch.float32)
-
-
-def _deepseek_v2(module: HfModule, x: Tensor) -> Rule | None:
-    options = {"scaling_factor": module.routed_scaling_factor}
-    if module.topk_method == "greedy":
-        return Rule("default", torch.float32, options=options)
-    if module.topk_method != "group_limited_greedy":
-        return None
-    options |= {"num_expert_groups": module.num_group, "topk_groups": module.topk_group}
-    return Rule("grouped_softmax", torch.float32, options=options)
-
-
-def _deepseek_v3(module: HfModule, x: Tensor) -> Rule:
-    options = {"correction_bias": module.e_score_correction_bias}
-    options |= {"scaling_factor": getattr(module, "routed_scaling_factor", 1.0)}  # beam has none
-    if module.num_group > 1:
-        options |= {"num_expert_groups": module.num_group, "topk_groups": module.topk_group}
-    method = "deepseek_v3" if module.norm_topk_prob else "sigmoid"
-    return Rule(method, torch.float32, options=options)
-
-
-def _hy_v3(module: HfModule, x: Tensor, e_score_correction_bias: Tensor) -> Rule:
-    options = {"correction_bias": e_score_correction_bias}
-    options |= {"scaling_factor": module.router_scaling_factor}
-    return Rule("deepseek_v3", torch.float32, options=options)
-
-
-def _minimax_m2(module: HfModule, x: Tensor, e_score_correction_bias: Tensor) -> Rule:
-    options = {"correction_bias": e_score_correction_bias}
-    return Rule("deepseek_v3", module.weight.dtype, options=options)
-
-
-def _minimax_m3(module: HfModule, x: Tensor) -> Rule:
-    return _minimax_m2(module, x, module.e_score_correction_bias)
-
-
-_ROUTERS: dict[_Rule, str] = {
-    _mixtral: "MixtralTopKRouter MiniMaxTopKRouter",
-    _qwen2: "FlexOlmoTopKRouter MellumTopKRouter OlmoeTopKRouter Qwen2MoeTopKRouter "
-    "Qwen3MoeTopKRouter Qwen3NextTopKRouter Qwen3OmniMoeThinkerTextTopKRouter "
-    "Qwen3OmniMoeTalkerTextTopKRouter Qwen4ExpTextTopKRouter",
-    _qwen3_vl: "Qwen3_5MoeTopKRouter Qwen3OmniMoeTextTopKRouter Qwen3VLMoeTextTopKRouter",
-    # before 5.23 most of these return their ids first, which the check notices
-    _granite: "GraniteMoeTopKRouter GraniteMoeSWATopKRouter GraniteMoeHybridTopKRouter "
-    "GraniteMoeSharedTopKRouter",
-    _gpt_oss: "GptOssTopKRouter AriaTextTopKRouter",
-    _privacy_filter: "OpenAIPrivacyFilterTopKRouter",
-    _jamba: "JambaTopKRouter",
-    _cohere2: "Cohere2MoeTopKRouter",
-    _flint: "FlintTopKRouter",
-    _deepseek_v2: "DeepseekV2TopkRouter DeepseekOcr2TextTopkRouter UnlimitedOcrTextTopkRouter",
-    _deepseek_v3: "AXK1TopkRouter BailingHybridTopkRouter BeamTopKRouter DeepseekV3TopkRouter "
-    "DeepseekV32TopkRouter Dots1TopkRouter Dots3NoteTextTopkRouter ExaoneMoeTopkRouter "
-    "Glm4MoeTopkRouter Glm4MoeLiteTopkRouter Glm4vMoeTextTopkRouter Glm5NextTextTopkRouter "
-    "GlmMoeDsaTopkRouter HYV4TopkRouter KimiLinearTopkRouter MiMoV2FlashTopkRouter "
-    "NemotronHTopkRouter SolarOpenTopkRouter",
-    _hy_v3: "HYV3TopKRouter Dots3NoteVisionTopKRouter",
-    _minimax_m2: "MiniMaxM2TopKRouter",
-    _minimax_m3: "MiniMaxM3VLTopKRouter Step3p7TopKRouter",
-}
-_RULES: dict[str, _Rule] = {
-    f"{name}.forward": rule for rule, names in _ROUTERS.items() for name in names.split()
-}
-
-
-def _rule_of(module: HfModule) -> _Rule | None:
+def _rule_of(module: HfModule) -> FindRule | None:
     forward = type(module).forward
     ours = getattr(forward, "__module__", "").startswith("transformers.")
     return _RULES.get(forward.__qualname__) if ours else None
 
 
 def router_forward(
-    find_rule: _Rule, module: HfModule, hidden_states: Tensor, *more: Any, **named: Any
+    find_rule: FindRule, module: HfModule, hidden_states: Tensor, *more: Any, **named: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     """What the module's own forward returns: (router_logits, topk_weights, topk_ids int64).
 
@@ -163,31 +69,43 @@ def router_forward(
     """
     more += tuple(named.values())  # no router takes more than one
     rule = find_rule(module, hidden_states, *more)
-    bias = getattr(module, "bias", None)
-    if rule is None or not _served(rule, module.weight, bias, hidden_states):
+    linear = _linear_of(find_rule, module)
+    weight, bias = linear.weight, getattr(linear, "bias", None)
+    if rule is None or not _served(rule, weight, bias, hidden_states):
         return type(module).forward(module, hidden_states, *more)
     x = hidden_states.reshape(-1, hidden_states.shape[-1])
+    if rule.inputs is not None:
+        x = rule.inputs(module, x)
+    top_k = rule.top_k or module.top_k
     found = fused_router(
         x,
-        module.weight,
+        weight,
         bias,
         rule.logits,
-        module.top_k,
+        top_k,
         rule.method,
         rule.options,
         (rule.weights, torch.int64),
     )
     if found is None:
-        logits = router_linear(x, module.weight, bias, rule.logits)
-        weights, ids = route(logits, module.top_k, rule.method, **rule.options)
+        logits = router_linear(x, weight, bias, rule.logits)
+        weights, ids = route(logits, top_k, rule.method, **rule.options)
         found = logits, weights.to(rule.weights), ids.long()
+    if rule.outputs is not None:
+        found = rule.outputs(module, *found)
     logits, weights, ids = found
     return (logits if rule.returned is None else logits.to(rule.returned)), weights, ids
 
 
+def _linear_of(find_rule: FindRule, module: HfModule) -> HfModule:
+    """The module that holds the weight (E, H) of a router's linear layer."""
+    name = LINEAR.get(find_rule)
+    return module if name is None else getattr(module, name)
+
+
 def _served(rule: Rule, weight: Tensor, bias: Tensor | None, x: Tensor) -> bool:
     tensors = (x, weight) if bias is None else (x, weight, bias)
-    if torch.is_grad_enabled() and any([t.requires_grad for t in tensors]):
+    if torch.is_grad_enabled() and any([t.requires_grad for t in (*tensors, *rule.learned)]):
         return False
     if autocasting(x.device) or not (rule.flattens or x.dim() == 2):
         return False
@@ -270,7 +188,7 @@ def _is_fused(module: HfModule) -> bool:
     return isinstance(forward, functools.partial) and forward.func is router_forward
 
 
-def _fuse(name: str, module: HfModule, rule: _Rule | None) -> RouterReport:
+def _fuse(name: str, module: HfModule, rule: FindRule | None) -> RouterReport:
     reason = _refusal(module, rule)
     method = difference = ""
     if not reason:
@@ -288,13 +206,17 @@ def _fuse(name: str, module: HfModule, rule: _Rule | None) -> RouterReport:
     return RouterReport(name, type(module).__name__, method, difference)
 
 
-def _refusal(module: HfModule, rule: _Rule | None) -> str:
+def _refusal(module: HfModule, rule: FindRule | None) -> str:
     """Why a router is left as it is, before it is called; empty if it need not be."""
     if rule is None:
-        return "its formula is none of moe_ops"
-    if parametrize.is_parametrized(module):
+        why = NOT_COVERED.get(type(module).__name__)
+        return "its formula is none of moe_ops" + (f": {why}" if why else "")
+    linear = _linear_of(rule, module)
+    if parametrize.is_parametrized(linear):
         return "its weight carries an adapter"
-    weight = module.weight
+    if linear is not module and type(linear) is not nn.Linear:
+        return f"its linear layer is a {type(linear).__name__}"
+    weight = linear.weight
     if type(weight) not in (Tensor, nn.Parameter) or weight.element_size() == 1:
         return f"its weight is a {type(weight).__name__} of {weight.dtype}"
     # accelerate keeps the forward below its hooks as _old_forward, and leaves it behind as forward
@@ -306,14 +228,14 @@ def _refusal(module: HfModule, rule: _Rule | None) -> str:
     return ""
 
 
-def _check(module: HfModule, find_rule: _Rule) -> tuple[str, str]:
+def _check(module: HfModule, find_rule: FindRule) -> tuple[str, str]:
     """(method, difference from the module's own forward).
 
     Raises:
         RuntimeError: they differ.
         ValueError: the module's settings are none that `route` takes.
     """
-    weight = module.weight
+    weight = _linear_of(find_rule, module).weight
     rng = torch.Generator().manual_seed(0)
 
     def random(*shape: int) -> Tensor:
@@ -321,19 +243,28 @@ def _check(module: HfModule, find_rule: _Rule) -> tuple[str, str]:
         numbers = torch.randn(*shape, generator=rng).bfloat16().float()
         return numbers.to("cpu" if weight.is_meta else weight.device)
 
-    clone = copy.copy(module)
     scale = 2.0 ** -round(weight.shape[1].bit_length() / 2)
-    clone.__dict__["_parameters"] = {
-        key: nn.Parameter(random(*p.shape) * (scale if p.dim() > 1 else 1), requires_grad=False)
-        for key, p in module._parameters.items()
-        if p is not None
-    }
-    clone.__dict__["_buffers"] = {
-        key: random(*b.shape) if b is not None and b.is_floating_point() else b
-        for key, b in module._buffers.items()
-    }
+
+    def factor(p: Tensor) -> float:
+        return scale if p.dim() > 1 else 1.0
+
+    def randomized(module: HfModule) -> HfModule:
+        clone = copy.copy(module)
+        clone.__dict__["_parameters"] = {
+            key: None if p is None else nn.Parameter(random(*p.shape) * factor(p), False)
+            for key, p in module._parameters.items()
+        }
+        clone.__dict__["_buffers"] = {
+            key: random(*b.shape) if b is not None and b.is_floating_point() else b
+            for key, b in module._buffers.items()
+        }
+        inner = module._modules.items()
+        clone.__dict__["_modules"] = {key: m and randomized(m) for key, m in inner}
+        return clone
+
+    clone = randomized(module)
     x = random(_ROWS, weight.shape[1])
-    takes_bias = find_rule in (_hy_v3, _minimax_m2)
+    takes_bias = find_rule in TAKES_BIAS
     more: tuple[Tensor, ...] = (random(weight.shape[0]),) if takes_bias else ()
     rule = find_rule(clone, x, *more)
     if rule is None:
@@ -346,27 +277,31 @@ def _check(module: HfModule, find_rule: _Rule) -> tuple[str, str]:
         more = tuple([t.to(weight.dtype) for t in more])
         tolerance = 3e-2 if low else 1e-4
         x = x.to(weight.dtype)
+        if find_rule(module, x, *more) is None:
+            raise ValueError(f"in {weight.dtype} it rounds its scores before it compares them")
         for rows in (x, x[:_FEW]):  # few tokens of a large router run by other kernels than many
             error = max(error, _difference(find_rule, module, rows, more, tolerance, True))
     return rule.method, f"differs from its own forward by {error:.1e} at most"
 
 
 def _difference(
-    find_rule: _Rule,
+    find_rule: FindRule,
     module: HfModule,
     x: Tensor,
     more: tuple[Tensor, ...],
     tolerance: float,  # relative to the largest value
     logits_only: bool = False,  # rounded logits tie, and ties may fall either way
 ) -> float:
-    want = type(module).forward(module, x, *more)
+    rule = find_rule(module, x, *more)
+    own = x.unsqueeze(0) if rule is not None and rule.flattens else x  # one takes (B, S, H) alone
+    want = type(module).forward(module, own, *more)
     got = router_forward(find_rule, module, x, *more)
     facts = [[(t.shape, t.dtype) for t in output] for output in (want, got)]
     if facts[0] != facts[1]:
         raise RuntimeError(f"its own forward returns {facts[0]}, not {facts[1]}")
     errors = [_relative(got[0], want[0])]
     if not logits_only:
-        shape = (x.shape[0], module.weight.shape[0])
+        shape = (x.shape[0], got[0].shape[1])
         zeros = torch.zeros(shape, dtype=torch.float32, device=x.device)
         dense = [zeros.scatter(1, ids, weights.float()) for _, weights, ids in (got, want)]
         chosen = [zeros.scatter(1, ids, 1.0) for _, _, ids in (got, want)]

@@ -38,7 +38,7 @@ MAX_ROWS_OF_8_BITS = 80  # average rows of an expert, up to which sm90_wgmma.py 
 @cache
 def on_sm90(device: int) -> bool:
     """Whether a CUDA device has the instructions of sm90_wgmma.py, and Triton compiles them."""
-    if device < 0 or INTERPRETED or torch.cuda.get_device_capability(device)[0] != 9:
+    if device < 0 or INTERPRETED or environment.capability(device)[0] != 9:
         return False
     return environment.why_no_gluon(environment.TRITON) is None
 

@@ -250,7 +250,8 @@ def _linear(
     """hidden_states @ weight.T + bias into router_logits, computed in their dtype."""
     dtype = router_logits.dtype
     same = hidden_states.dtype == weight.dtype
-    if same and dtype == torch.float32 != weight.dtype and hidden_states.is_cuda:
+    is_nvidia = hidden_states.is_cuda and torch.version.hip is None
+    if same and dtype == torch.float32 != weight.dtype and is_nvidia:
         # products of 16-bit numbers are exact in fp32, so that operands need no conversion
         torch.mm(hidden_states, weight.t(), out_dtype=dtype, out=router_logits)
         if bias is not None:

@@ -41,7 +41,22 @@ SETTINGS = [
     ("hy_v3", {}, "deepseek_v3"),
     ("minimax_m2", {}, "deepseek_v3"),
     ("minimax_m3_vl", {}, "deepseek_v3"),
+    ("afmoe", {}, "deepseek_v3"),
+    ("axk2", {"num_group": None}, "deepseek_v3"),
+    ("axk2", {"norm_topk_prob": False}, "sigmoid"),
+    ("deepseek_v4", {}, "sqrtsoftplus"),
+    ("inkling2", {}, "deepseek_v3"),
+    ("ernie4_5_moe", {}, "renormalize_naive"),
+    ("gemma4", {}, "renormalize"),
+    ("hunyuan_v1_moe", {}, "renormalize"),
+    ("laguna", {}, "deepseek_v3"),
+    ("longcat_flash", {}, "default"),
+    ("mistral4", {"norm_topk_prob": False}, "default"),
+    ("mistral_large4", {"num_group": 3, "topk_group": 2}, "renormalize_naive"),
 ]
+# these round their scores to a narrower dtype before they compare them, or take fp32 alone
+FP32_ONLY = {"deepseek_v4": "it rounds its scores", "mistral4": "it rounds its scores"}
+FP32_ONLY["inkling2"] = "the same dtype"
 
 
 def routers_of(model):
@@ -70,8 +85,13 @@ def test_equals_the_routers_of_the_model(family, fields, method, dtype):
         for name, value in fields.items():
             assert hasattr(router, name), name
             setattr(router, name, value)
-        for buffer in router.buffers():
-            buffer.normal_(generator=torch.Generator().manual_seed(5))
+        for name, tensor in (*router.named_buffers(), *router.named_parameters()):
+            if "weight" not in name:
+                tensor.data.normal_(generator=torch.Generator().manual_seed(5))
+    if dtype == torch.bfloat16 and family in FP32_ONLY:
+        with pytest.raises(ValueError, match=FP32_ONLY[family]):
+            integration.fuse_routers(model)
+        return
     report = integration.fuse_routers(model)
     (line,) = report.routers
     assert line.method == method and "differs from its own forward by" in line.check
@@ -83,7 +103,7 @@ def test_equals_the_routers_of_the_model(family, fields, method, dtype):
         theirs = type(router).forward(router, *inputs)
     assert [t.dtype for t in theirs] == [logits.dtype, weights.dtype, ids.dtype]
     assert torch.equal(logits, theirs[0])
-    E = router.weight.shape[0]
+    E = logits.shape[1]
     mine, wanted = by_expert(weights, ids, E), by_expert(*theirs[1:], E)
     decided = ((mine != 0) == (wanted != 0)).all(1)  # rounded logits may tie
     assert decided.all() if dtype == torch.float32 else decided.float().mean() >= 0.7
@@ -131,6 +151,33 @@ def test_every_router_with_a_known_formula_is_listed():
     assert not unlisted
     names = {name.split(".")[0] for name in routers._RULES if name in found}
     assert len(names) >= 35
+
+
+def test_every_router_has_a_rule_or_a_reason():
+    """What chooses experts in transformers runs through route_tokens, or it is said why not."""
+    chooses = {name.split(".")[0] for name, source in sources().items() if "top" in source}
+    routers_there = {name for name in chooses if re.search(r"(Router|Gate|TopKGating)$", name)}
+    covered = {name.split(".")[0] for name in routers._RULES}
+    assert not routers_there - covered - set(routers.NOT_COVERED)
+    assert not covered & set(routers.NOT_COVERED)
+    assert len(routers_there & covered) >= 45
+
+
+def test_a_router_that_is_not_covered_says_why():
+    with pytest.raises(ValueError, match="none of moe_ops: its bias is added to the logits"):
+        integration.fuse_routers(build("kolibri1", 1))
+
+
+def test_gradients_of_scales_beside_the_linear_layer():
+    """Gemma's router has learned scales; its own forward runs where these alone want gradients."""
+    model = build("gemma4", 1)
+    integration.fuse_routers(model)
+    (router,) = routers_of(model)
+    for parameter in model.parameters():
+        parameter.requires_grad_(parameter is router.per_expert_scale)
+    x = torch.randn(3, router.hidden_size)
+    router(x)[1].square().sum().backward()
+    assert router.per_expert_scale.grad.abs().sum() > 0
 
 
 @pytest.mark.slow

@@ -1,0 +1,1 @@
+"""What a machine gains: one expert layer of a model, beside what people would use instead."""

@@ -1,0 +1,62 @@
+"""Which layer a command line names."""
+
+import json
+
+import pytest
+
+from moe_ops.bench.shapes import SHAPES, Shape, resolve
+
+
+def test_shapes_by_numbers_and_by_name():
+    assert resolve("128,8,2048,768") == ("128,8,2048,768", Shape(128, 8, 2048, 768))
+    assert resolve("128, 8, 2048, 768")[1] == SHAPES["qwen3"]
+    assert resolve("mixtral") == ("mixtral", SHAPES["mixtral"])
+
+
+def test_model_types_have_their_default_sizes():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.Qwen3MoeConfig()
+    sizes = (config.num_experts, config.num_experts_per_tok, config.hidden_size)
+    assert resolve("qwen3_moe")[1] == Shape(*sizes, config.moe_intermediate_size)
+    assert resolve("deepseek_v3")[1] == Shape(256, 8, 7168, 2048)
+    assert resolve("qwen3_vl_moe")[1].num_experts > 1  # those of its language model
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_folders_with_a_config(tmp_path, nested):
+    sizes = {"num_local_experts": 16, "num_experts_per_tok": 4, "hidden_size": 64}
+    sizes["intermediate_size"] = 96
+    content = {"model_type": "x", "hidden_size": 8, "text_config": sizes} if nested else sizes
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    name, shape = resolve(str(tmp_path))
+    assert (name, shape) == (tmp_path.name, Shape(16, 4, 64, 96))
+    assert resolve(str(tmp_path / "config.json")) == (name, shape)
+
+
+def test_what_a_file_leaves_out_is_the_default_of_its_class(tmp_path):
+    pytest.importorskip("transformers")
+    content = {"model_type": "mixtral", "hidden_size": 64}
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    assert resolve(str(tmp_path))[1] == Shape(8, 2, 64, 14336)
+
+
+def test_errors_name_what_was_wrong(tmp_path):
+    for text, message in (
+        ("1,2,3", "four positive integers E,top_k,K,I .* got '1,2,3'"),
+        ("8,0,64,64", "four positive integers"),
+        ("8,9,64,64", "top_k must be at most E=8, got 9"),
+        (str(tmp_path), "must hold a config.json"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            resolve(text)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ValueError, match="config.json must be JSON"):
+        resolve(str(tmp_path))
+    (tmp_path / "config.json").write_text(json.dumps({"hidden_size": 64}))
+    with pytest.raises(ValueError, match="its configuration has no num_experts, top_k"):
+        resolve(str(tmp_path))
+    pytest.importorskip("transformers")
+    with pytest.raises(ValueError, match="'nope' is no shape .* no model type of transformers"):
+        resolve("nope")
+    with pytest.raises(ValueError, match="bert must be a model with experts"):
+        resolve("bert")
