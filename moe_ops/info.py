@@ -56,7 +56,8 @@ def facts() -> dict[str, Any]:
     may choose it for some bf16 layer here, else why not and what to do), ``takes`` (name -> the
     schemes of these layers, of weights as they are in ``natural``, of those that need `prepare` in
     ``prepared``), ``cpu_kernel`` (None if the CPU kernel is in use, else why not), ``tuning`` (GPU
-    name -> number of measured problems).
+    name -> number of measured problems), ``newer_than_tested`` (distribution -> what to say of
+    it).
     """
     backends, takes = _backends()
     libraries = ("moe-ops", *DISTRIBUTIONS, *backends_module.distributions())
@@ -69,6 +70,11 @@ def facts() -> dict[str, Any]:
         "gpus": _gpus(),
         "backends": backends,
         "takes": takes,
+        "newer_than_tested": {
+            backend.distribution: backend.untested_version
+            for backend in backends_module.BACKENDS
+            if backend.untested_version
+        },
         "cpu_kernel": cpu.why_not(),
         "tuning": {
             name: len(json.loads(path.read_text())["entries"])
@@ -137,6 +143,8 @@ def format_facts(found: dict[str, Any]) -> str:
     for name, version in found["versions"].items():
         if name != "moe-ops":
             lines.append(f"  {name:18} {version or '-'}")
+            if name in found["newer_than_tested"]:
+                lines.append(f"    {found['newer_than_tested'][name]}")
     lines.append("backends that 'auto' chooses from here")
     for name, reason in found["backends"].items():
         answer = f"available{_takes(found['takes'][name])}" if reason is None else f"no: {reason}"

@@ -43,12 +43,13 @@ def describe_scale_inv(t: dict, config: Config) -> Matrix:
         )
     shape = (*batch, math.ceil(n / 128), math.ceil(k / 128))
     require(t, "weight_scale_inv", shape, *FLOATS, torch.float8_e8m0fnu, torch.uint8)
-    return Matrix("fp8_block", n, k, tuple(batch))
+    powers_of_two = powers_of_two or config.get("scale_fmt") == "ue8m0"
+    return Matrix("fp8_block:ue8m0" if powers_of_two else "fp8_block", n, k, tuple(batch))
 
 
 def convert_scale_inv(t: dict[str, Tensor], config: Config) -> dict[str, Tensor]:
     scale = t["weight_scale_inv"]
-    if describe_scale_inv(t, config).scheme != "fp8_block":
+    if not describe_scale_inv(t, config).scheme.startswith("fp8_block"):
         weight = t["weight"]
         weight = weight.view(torch.uint8) if weight.dtype == torch.int8 else weight
         return {"qdata": weight, "scale": scale.view(torch.uint8)}
@@ -74,14 +75,17 @@ def describe_scaled(t: dict, config: Config) -> Matrix:
     scale = shape_of(t, "weight_scale")
     if scale == (*batch, math.ceil(n / 128), math.ceil(k / 128)) and min(n, k) > 128:
         return Matrix("fp8_w8a16:block" if acts is None else "fp8_block", n, k, tuple(batch))
-    if scale == (*batch, n, 1) and not static:
-        return Matrix("fp8_w8a16:channel" if acts is None else "fp8_channel", n, k, tuple(batch))
+    if scale == (*batch, n, 1):
+        name = "fp8_channel"
+        if acts is not None and (static or acts.get("strategy") == "tensor"):
+            name = "fp8_channel_tensor_static" if static else "fp8_channel_tensor"
+        return Matrix("fp8_w8a16:channel" if acts is None else name, n, k, tuple(batch))
     if math.prod(scale) == math.prod(batch):
         name = "fp8_tensor_static" if static else "fp8_tensor"
         return Matrix("fp8_w8a16:tensor" if acts is None else name, n, k, tuple(batch))
     raise ValueError(
-        f"weight_scale must have one element, {(*batch, n, 1)} with activations that are not "
-        f"static, or one element for each 128 x 128 block, got {scale}"
+        f"weight_scale must have one element, {(*batch, n, 1)}, or one element for each 128 x 128 "
+        f"block, got {scale}"
     )
 
 
