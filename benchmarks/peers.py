@@ -197,7 +197,7 @@ def deep_gemm_two_gemms(weights: Weights) -> Builder:
     def operand(rows: Tensor):
         if not fp8:
             return rows
-        q, scale, _ = numerics.quantize_activation(rows, weights.scheme)
+        q, scale, *_ = numerics.quantize_activation(rows, weights.scheme)
         # column-major, as TMA reads them, so that no call has to transpose them
         return q.contiguous(), scale.t().contiguous().t()
 

@@ -70,17 +70,34 @@ def other_owners() -> list[str]:
 TRITON = version("triton") or version("pytorch-triton") or ""
 
 
-def why_not_installed(module: str, distribution: str, wanted: str) -> str | None:
-    """None if a module can be found in the one version that a backend was written for, else why
+def why_not_installed(module: str, distribution: str, oldest: str) -> str | None:
+    """None if a module can be found in a version that a backend runs, `oldest` or newer, else why
     not and what to do.
     """
-    remedy = f"pip install {distribution}=={wanted}"
+    remedy = f"pip install '{distribution}>={oldest}'"
     if importlib.util.find_spec(module) is None:
         return f"{module} is not installed; {remedy}"
-    found = version(distribution) or "one that pip does not know by this name"
-    if found.split(".post")[0].split("+")[0] != wanted:
-        return f"needs {distribution} {wanted}, got {found}; {remedy}"
+    found = version(distribution)
+    if found is None or _numbers(found) < _numbers(oldest):
+        found = found or "one that pip does not know by this name"
+        return f"needs {distribution} {oldest} or newer, got {found}; {remedy}"
     return None
+
+
+def newer_than_tested(distribution: str, newest: str) -> str | None:
+    """What to say of a distribution that is newer than the newest that the tests ran with; None of
+    others. Post-releases are as new as their release.
+    """
+    found = version(distribution)
+    if found is None or _numbers(found) <= _numbers(newest):
+        return None
+    return f"{distribution} {found} is newer than tested: no test ran with one after {newest}"
+
+
+def _numbers(installed: str) -> tuple[int, ...]:
+    """The numbers of a release such as "0.6.13.post1+cu130"."""
+    found = re.match(r"v?(\d+(?:\.\d+)*)", installed)
+    return tuple(map(int, found[1].split("."))) if found else ()
 
 
 def why_no_triton() -> str | None:

@@ -61,7 +61,8 @@ def facts() -> dict[str, Any]:
     schemes of these layers, of weights as they are in ``natural``, of those that need `prepare` in
     ``prepared``), ``cpu_kernel`` (None if the CPU kernel is in use, else why not), ``tuning`` (GPU
     name -> number of measured problems), ``other_owners`` (other distributions that install a
-    package ``moe_ops``, which should be none).
+    package ``moe_ops``, which should be none), ``newer_than_tested`` (distribution -> what to say
+    of it).
     """
     backends, takes = _backends()
     libraries = (environment.DISTRIBUTION, *DISTRIBUTIONS, *backends_module.distributions())
@@ -76,6 +77,11 @@ def facts() -> dict[str, Any]:
         "accelerator": _accelerator(),
         "backends": backends,
         "takes": takes,
+        "newer_than_tested": {
+            backend.distribution: backend.untested_version
+            for backend in backends_module.BACKENDS
+            if backend.untested_version
+        },
         "cpu_kernel": cpu.why_not(),
         "tuning": {
             name: len(json.loads(path.read_text())["entries"])
@@ -155,6 +161,8 @@ def format_facts(found: dict[str, Any]) -> str:
     lines += _wrapped("versions: ", ", ".join(installed))
     if missing := [name for name, version in versions.items() if not version]:
         lines += _wrapped("not installed: ", ", ".join(missing))
+    for note in found["newer_than_tested"].values():
+        lines += _wrapped("  ", note)
     lines.append("backends that 'auto' chooses from here")
     for name, reason in found["backends"].items():
         answer = f"available{_takes(found['takes'][name])}" if reason is None else f"no: {reason}"

@@ -1,12 +1,15 @@
-"""Named quantization schemes: how expert weights and the activations that meet them are quantized.
+"""Quantization schemes: how expert weights and the activations that meet them are quantized.
 
-A scheme is one row of the table at the end of this file. Its full name is what travels through
-operator arguments, tuning files and quantized tensors; ``get_scheme`` turns a name into the row.
+A named scheme is one row of the table at the end of this file. A scheme of one's own is any legal
+pair of descriptions, and its name spells them out: "custom:e4m3,1xall,f32:e4m3,allxall,f32". The
+full name is what travels through operator arguments, tuning files and quantized tensors;
+``get_scheme`` turns a name into the scheme, in any process.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -123,7 +126,8 @@ class QuantDesc:
         scale_rule: of e8m0 scales, how their exponent follows from the largest magnitude of a
             group: "ocp" floor(log2(amax)) - floor(log2(format's max)), as the OCP MX specification
             has it; "round" the same of amax rounded to the format's mantissa; "ceil"
-            ceil(log2(amax / format's max)).
+            ceil(log2(amax / format's max)). Of float32 scales, "ceil" makes them powers of two in
+            the same way, and "" leaves them as they are.
 
     Raises:
         ValueError: for a combination that has no meaning; the message says why.
@@ -158,8 +162,13 @@ class QuantDesc:
 
     @property
     def is_mx(self) -> bool:
-        """Whether scales are powers of two, stored as e8m0."""
+        """Whether scales are stored as e8m0, the exponents of powers of two."""
         return self.scale_dtype == torch.float8_e8m0fnu
+
+    @property
+    def powers_of_two(self) -> bool:
+        """Whether scales are powers of two, in whichever dtype they are stored."""
+        return self.scale_rule != ""
 
     @property
     def whole_groups(self) -> bool:
@@ -181,10 +190,10 @@ def _meaningless(d: QuantDesc) -> str:
     """Why a description has no meaning, "" if it has one."""
     if d.zero_point and d.format.is_float:
         return f"zero_point must be False for {d.dtype}: a floating-point format is symmetric"
-    if d.global_scale and d.scale_dtype == torch.float32:
+    if d.global_scale and d.scale_dtype != torch.float8_e4m3fn:
         return (
-            "global_scale must be False with float32 scales: it exists to widen the range of "
-            "scales stored in fewer bits"
+            f"global_scale must be False with scales of {d.scale_dtype}: it exists to widen the "
+            "range of scales stored in fewer bits, float8_e4m3fn"
         )
     if d.scale_dtype not in (torch.float32, torch.float8_e8m0fnu, torch.float8_e4m3fn, None):
         return (
@@ -198,13 +207,24 @@ def _meaningless(d: QuantDesc) -> str:
         )
     if d.channel_scale and d.scale_dtype != torch.float8_e4m3fn:
         return "channel_scale must be False unless scales are float8_e4m3fn, whose range it widens"
-    if d.is_mx != (d.scale_rule in SCALE_RULES):
+    if d.zero_point and d.scale_dtype not in (torch.float32, None):
         return (
-            f"scale_rule must be one of {SCALE_RULES} with e8m0 scales and empty without, "
+            f"zero_point must be False with scales of {d.scale_dtype}: the zero points found are "
+            "those of scales that take any value"
+        )
+    if d.zero_point and d.scale_rule:
+        return "zero_point must be False with a scale_rule, which leaves it no room"
+    rules = SCALE_RULES if d.is_mx else ("", "ceil") if d.scale_dtype == torch.float32 else ("",)
+    if d.scale_rule not in rules:
+        return (
+            f"scale_rule must be one of {rules} with scales of {d.scale_dtype}, "
             f"got {d.scale_rule!r}"
         )
-    if (d.is_mx or d.global_scale) and not d.whole_groups:
-        return f"e8m0 scales and a global_scale need groups of one row, got {d.group}"
+    if (d.is_mx or d.global_scale or d.channel_scale) and not d.whole_groups:
+        return (
+            "e8m0 scales, a global_scale and a channel_scale need groups of some columns of one "
+            f"row, got {d.group}"
+        )
     return ""
 
 
@@ -249,8 +269,16 @@ class QuantScheme:
 
     @property
     def config_name(self) -> str:
-        """The scheme's name inside a file name, as tuning tables use it."""
+        """The scheme's name inside a file name."""
         return self.name.replace(":", "-") or "unquantized"
+
+    @property
+    def measured_as(self) -> str:
+        """The scheme under whose name tuning tables hold its times: rules of scales change
+        none.
+        """
+        base, _, last = self.name.rpartition(":")
+        return base if last in ("ue8m0", "round", "ceil") else self.name
 
     def scale_shape(self, n: int, k: int) -> tuple[int, ...]:
         """Shape of the scales of one expert's (N, K) weight."""
@@ -291,11 +319,18 @@ class QuantScheme:
         return (*shape[:-1], scales.unpacked_size(shape[-1], bits))
 
     def why_not_shape(self, n: int, k: int) -> str:
-        """Why weights (N, K) cannot be quantized so, "" if they can."""
+        """Why weights (N, K), and activations of K columns, cannot be quantized so, "" if they
+        can.
+        """
         desc = self.quantized_weight
         if not desc.whole_groups or k % desc.group.cols == 0:
-            even = 2 if desc.format.bits == 4 else 1
-            return f"its {k} columns must be even to share bytes in pairs" if k % even else ""
+            for operand in (desc, self.activation):
+                # elements that fill whole bytes: two of 4 bits, four of 6
+                fill = 1 if operand is None else 8 // math.gcd(8, operand.format.bits)
+                if k % fill:
+                    must = "even to share bytes in pairs" if fill == 2 else f"a multiple of {fill}"
+                    return f"its {k} columns must be {must}"
+            return ""
         base = self.name.split(":")[0]
         fitting = [
             repr(name)
@@ -320,6 +355,10 @@ def _illegal(weight: QuantDesc | None, activation: QuantDesc | None) -> str:
         return ""
     if weight is None:
         return "quantized activations need quantized weights"
+    if activation.zero_point:
+        return "activations are symmetric, without zero points, which nothing would hold"
+    if activation.scale_dtype is None:
+        return "scales of activations must have a dtype: None stands for that of the weights"
     if activation.group.rows not in (-1, 1):
         return (
             f"an activation scale belongs to one token or to all, "
@@ -331,6 +370,8 @@ def _illegal(weight: QuantDesc | None, activation: QuantDesc | None) -> str:
         return "activations scaled by groups of columns must be scaled for each token"
     if activation.static and not activation.group.is_tensor:
         return "the tokens are not known beforehand, so only one scale for all can be static"
+    if activation.static and activation.scale_rule:
+        return "a static activation scale is given, so that no scale_rule finds it"
     if weight.zero_point:
         return "products of quantized activations need symmetric weights, without zero points"
     if weight.group.is_block and activation.group.is_block:
@@ -344,28 +385,91 @@ def get_scheme(scheme: str | QuantScheme) -> QuantScheme:
     """The scheme of a name such as "fp8_block" or "int4_w4a16:g64"; "" means plain weights.
 
     A name whose variant is left out stands for the default one: "fp8_w8a16" is
-    "fp8_w8a16:channel". A QuantScheme is returned as it is.
+    "fp8_w8a16:channel". Of a QuantScheme of one's own, the named scheme that is made alike, or
+    else the scheme whose name spells out both descriptions, since operators, files and exported
+    programs know schemes by their names.
 
     Raises:
-        ValueError: the name is not known, or the QuantScheme is not one of the named ones
-            (operators receive a scheme by its name).
+        ValueError: the name is not known, or a QuantScheme has the name of another one.
     """
     if isinstance(scheme, QuantScheme):
-        if SCHEMES.get(scheme.name) != scheme:
+        named = SCHEMES.get(scheme.name)
+        if named is not None and named != scheme:
             raise ValueError(
-                f"scheme must be one of the named schemes, got a QuantScheme named "
-                f"{scheme.name!r} that differs from all of them; use one of {_known()}"
+                f"scheme must have a name of its own, got a QuantScheme named {scheme.name!r} "
+                "that differs from the one of that name"
             )
-        return scheme
+        return named or _alike(scheme)
     found = None
     if isinstance(scheme, str):
-        found = SCHEMES.get(OTHER_NAMES.get(scheme, scheme))
+        found = SCHEMES.get(OTHER_NAMES.get(scheme, scheme)) or _spelled_out.get(scheme)
+        if found is None and scheme.startswith(_CUSTOM):
+            return _spell(scheme)
     if found is None:
         close = [n for n in (*OTHER_NAMES, *SCHEMES) if n and n.startswith(str(scheme))][:5]
         close = close or get_close_matches(str(scheme), SCHEMES, 3)
         meant = f"; did you mean {' or '.join(map(repr, close))}?" if close else ""
         raise ValueError(f"scheme must be one of {_known()}, got {scheme!r}{meant}")
     return found
+
+
+# --- schemes of one's own: names that spell out both descriptions --------------------------------
+
+_CUSTOM = "custom:"
+_SCALE_DTYPES = {
+    torch.float32: "f32",
+    torch.float8_e8m0fnu: "e8m0",
+    torch.float8_e4m3fn: "e4m3",
+    None: "same",
+}
+_FLAGS = {"global": "global_scale", "channel": "channel_scale", "zp": "zero_point"}
+_spelled_out: dict[str, QuantScheme] = {}
+
+
+def _alike(scheme: QuantScheme) -> QuantScheme:
+    """The named scheme of the same descriptions, or the one whose name spells them out."""
+    for named in SCHEMES.values():
+        if (named.weight, named.activation) == (scheme.weight, scheme.activation):
+            return named
+    descriptions = [d for d in (scheme.weight, scheme.activation) if d is not None]
+    return _spell(_CUSTOM + ":".join(map(_text_of, descriptions)))
+
+
+def _text_of(desc: QuantDesc) -> str:
+    """E.g. "e4m3,1x128,f32,ceil,dynamic"."""
+    sizes = ["all" if size == -1 else str(size) for size in (desc.group.rows, desc.group.cols)]
+    parts = [desc.dtype, "x".join(sizes), _SCALE_DTYPES[desc.scale_dtype], desc.scale_rule]
+    parts += [flag for flag, field in _FLAGS.items() if getattr(desc, field)]
+    return ",".join([part for part in (*parts, "" if desc.static else "dynamic") if part])
+
+
+def _spell(name: str) -> QuantScheme:
+    """The scheme of a name that `_text_of` made. Raises ValueError for others."""
+    try:
+        weight, *others = [_description(part) for part in name.removeprefix(_CUSTOM).split(":")]
+        scheme = QuantScheme(name, weight, others[0] if others else None)
+        if name != _CUSTOM + ":".join(map(_text_of, (weight, *others[:1]))):
+            raise ValueError("it is not spelled as moe_ops spells it")
+    except (ValueError, KeyError) as error:
+        raise ValueError(
+            "scheme must spell out the descriptions of weights and of activations, as in "
+            f"'{_CUSTOM}e4m3,1xall,f32:e4m3,allxall,f32,dynamic', got {name!r}: {error}"
+        ) from error
+    return _spelled_out.setdefault(name, scheme)
+
+
+def _description(text: str) -> QuantDesc:
+    """The inverse of `_text_of`."""
+    dtype, group, scale, *rest = text.split(",")
+    rows, cols = [-1 if size == "all" else int(size) for size in group.split("x")]
+    return QuantDesc(
+        dtype,
+        GroupShape(rows, cols),
+        static="dynamic" not in rest,
+        scale_dtype={text: dtype for dtype, text in _SCALE_DTYPES.items()}[scale],
+        scale_rule=next((rule for rule in SCALE_RULES if rule in rest), ""),
+        **{field: flag in rest for flag, field in _FLAGS.items()},
+    )
 
 
 def _known() -> str:
@@ -388,13 +492,20 @@ def _all_schemes() -> Iterator[tuple[str, QuantDesc | None, QuantDesc | None]]:
     yield "fp8_tensor", tensor, QuantDesc("e4m3", PER_TENSOR, static=False)
     yield "fp8_tensor_static", tensor, QuantDesc("e4m3", PER_TENSOR)
     yield "fp8_channel", channel, per_token
+    yield "fp8_channel_tensor", channel, QuantDesc("e4m3", PER_TENSOR, static=False)
+    yield "fp8_channel_tensor_static", channel, QuantDesc("e4m3", PER_TENSOR)
     yield "fp8_block", block, per_token_group
+    powers, of_tokens = [
+        dataclasses.replace(desc, scale_rule="ceil") for desc in (block, per_token_group)
+    ]
+    yield "fp8_block:ue8m0", powers, of_tokens
     yield "fp8_w8a16:tensor", tensor, None
     yield "fp8_w8a16:channel", channel, None
     yield "fp8_w8a16:block", block, None
 
     int8 = QuantDesc("int8", PER_ROW)
     yield "int8_w8a8", int8, QuantDesc("int8", PER_ROW, static=False)
+    yield "int8_w8a8_tensor", int8, QuantDesc("int8", PER_TENSOR, static=False)
     yield "int8_w8a8_static", int8, QuantDesc("int8", PER_TENSOR)
     for base, dtype in (("int8_w8a16", "int8"), ("int4_w4a16", "int4")):
         for suffix, zero_point in (("", False), (":zp", True)):

@@ -11,6 +11,7 @@ import torch
 
 from moe_ops import backends as backends_module
 from moe_ops import environment, info
+from moe_ops.activations import resolve
 from moe_ops.backends.torch import cpu
 from moe_ops.ops.problem import Buffer, Machine, Problem, Workspaces
 from moe_ops.planning import machine as machines
@@ -109,6 +110,20 @@ def test_facts_tell_what_is_missing(monkeypatch):
     text = info.format_facts(found)
     assert "  missing       no: pip install it\n" in text
     assert "  torch         available\n" in text
+
+
+def test_facts_and_plans_tell_of_versions_newer_than_tested(monkeypatch):
+    real = environment.version
+    known = {"flashinfer-python": "0.7.2.post1", "sgl-deep-gemm": "0.1.5.post2"}
+    monkeypatch.setattr(environment, "version", lambda name: known.get(name) or real(name))
+    found = info.facts()
+    said = "flashinfer-python 0.7.2.post1 is newer than tested: no test ran with one after 0.6.13"
+    assert found["newer_than_tested"] == {"flashinfer-python": said}
+    assert f"  {'flashinfer-python':18} 0.7.2.post1\n    {said}\n" in info.format_facts(found)
+    h200 = Machine("cuda", (9, 0), "an H200", ("flashinfer",))
+    problem = Problem("experts", 8, 256, 128, 256, 2, torch.bfloat16, layout=":up_gate")
+    problem = dataclasses.replace(problem, activation=resolve("silu"))
+    assert f"  {said}" in str(plans.plan(problem, h200, "flashinfer")).splitlines()
 
 
 def test_facts_tell_what_runs_without_a_gpu(monkeypatch):

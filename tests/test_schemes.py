@@ -7,6 +7,7 @@ from moe_ops.meta import scales
 from moe_ops.schemes import (
     PER_BLOCK,
     PER_COLUMN,
+    PER_NV_BLOCK,
     PER_ROW,
     PER_TENSOR,
     PER_TOKEN_GROUP,
@@ -62,9 +63,9 @@ def test_unknown_name_lists_the_known():
         assert "''" not in str(caught.value)  # plain weights, which quantize would refuse
     with pytest.raises(ValueError, match="fp8_w8a16:block"):
         get_scheme("fp8_w8a16:row")
-    mine = QuantScheme("mine", QuantDesc("e4m3", PER_ROW), None)
-    with pytest.raises(ValueError, match="'mine'"):
-        get_scheme(mine)
+    taken = QuantScheme("fp8_block", QuantDesc("e4m3", PER_ROW), None)
+    with pytest.raises(ValueError, match="name of its own, got a QuantScheme named 'fp8_block'"):
+        get_scheme(taken)
     with pytest.raises(ValueError, match="quantizes weights, 'fp8_tensor', .*got ''"):
         get_scheme("").scale_shape(2, 3)
 
@@ -79,8 +80,27 @@ ILLEGAL = {
     ),
     "channel_scale must be False": lambda: QuantDesc("int4", PER_TOKEN_GROUP, channel_scale=True),
     "scale_rule must be one of": lambda: QuantDesc("e2m1", PER_TOKEN_GROUP, scale_dtype=E8M0),
-    "empty without, got 'ceil'": lambda: QuantDesc("int8", PER_ROW, scale_rule="ceil"),
-    "need groups of one row": lambda: QuantDesc("e2m1", PER_ROW, **MX),
+    "float32, got 'ocp'": lambda: QuantDesc("int8", PER_ROW, scale_rule="ocp"),
+    "float8_e4m3fn, got 'ceil'": lambda: QuantDesc(
+        "e2m1", PER_NV_BLOCK, scale_dtype=E4M3_SCALE, global_scale=True, scale_rule="ceil"
+    ),
+    "need groups of some columns of one row": lambda: QuantDesc("e2m1", PER_ROW, **MX),
+    "a channel_scale need groups": lambda: QuantDesc(
+        "int4", PER_ROW, scale_dtype=E4M3_SCALE, channel_scale=True
+    ),
+    "activations are symmetric": lambda: QuantScheme(
+        "x", QuantDesc("int8", PER_ROW), QuantDesc("int8", PER_ROW, False, zero_point=True)
+    ),
+    "activations must have a dtype": lambda: QuantScheme(
+        "x", QuantDesc("int8", PER_ROW), QuantDesc("int8", PER_ROW, False, None)
+    ),
+    "no scale_rule finds it": lambda: QuantScheme(
+        "x", W, QuantDesc("e4m3", PER_TENSOR, scale_rule="ceil")
+    ),
+    "scales that take any value": lambda: QuantDesc(
+        "int4", PER_TOKEN_GROUP, zero_point=True, **MX
+    ),
+    "leaves it no room": lambda: QuantDesc("int4", PER_ROW, zero_point=True, scale_rule="ceil"),
     "need symmetric weights": lambda: QuantScheme(
         "x", QuantDesc("int8", PER_ROW, zero_point=True), QuantDesc("int8", PER_ROW, False)
     ),
@@ -101,6 +121,32 @@ ILLEGAL = {
         "x", QuantDesc("e4m3", PER_BLOCK), QuantDesc("e4m3", GroupShape(1, 96), False)
     ),
 }
+
+
+def test_schemes_of_ones_own_spell_out_their_descriptions():
+    """A name that any process understands; that of the table where the descriptions are in it."""
+    token = QuantDesc("int8", GroupShape(1, 64), static=False, scale_rule="ceil")
+    mine = get_scheme(QuantScheme("mine", W, token))
+    assert mine.name == "custom:e4m3,1xall,f32:int8,1x64,f32,ceil,dynamic"
+    assert (mine.weight, mine.activation) == (W, token)
+    assert get_scheme(mine) is get_scheme(mine.name) is mine
+    for named in SCHEMES.values():
+        again = get_scheme(QuantScheme("mine", named.weight, named.activation))
+        assert (again.weight, again.activation) == (named.weight, named.activation)
+        assert again.name in SCHEMES
+    assert get_scheme(QuantScheme("mine", W, SCHEMES["fp8_tensor"].activation)).name == (
+        "fp8_channel_tensor"
+    )
+    for wrong in ("custom:", "custom:e4m3", "custom:e4m3,1xall,f32,dynamic", f"{mine.name}:"):
+        with pytest.raises(ValueError, match="must spell out the descriptions"):
+            get_scheme(wrong)
+
+
+def test_tuning_tables_do_not_tell_rules_of_scales_apart():
+    assert get_scheme("fp8_block:ue8m0").measured_as == "fp8_block"
+    assert get_scheme("mxfp4_w4a16:ceil").measured_as == "mxfp4_w4a16"
+    for name in ("", "fp8_w8a16:block", "int4_w4a16:g64:zp", "mxfp6_e3m2:mxfp8"):
+        assert get_scheme(name).measured_as == name
 
 
 @pytest.mark.parametrize("reason", ILLEGAL)

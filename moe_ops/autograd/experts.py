@@ -42,7 +42,8 @@ def grouped_linear(
     if weight.scheme:
         if rows_valid is None:
             rows_valid = torch.arange(x.shape[0], device=x.device) < offsets[-1]
-        x = _straight_through(x, weight.scheme, weight.activation_scale, rows_valid)
+        scale = numerics.static_scale_of_sorted(weight.activation_scale, offsets, x.shape[0])
+        x = _straight_through(x, weight.scheme, scale, rows_valid)
     return grouped_mm(x, weight.data, offsets, *weight.scales, bias, weight.scheme, False)
 
 
@@ -56,14 +57,20 @@ def fused_experts(call: ExpertsCall) -> Tensor:
     if call.router_weight_on_input:
         rows = permute.weigh_inputs(rows, weights, pairs)
         weights = torch.ones_like(weights)
-    if scheme:
+    # each pair has the scale of its expert where these differ
+    by_pair = w13.activation_scale is not None and w13.activation_scale.numel() > 1
+    if scheme and not by_pair:
         rows = _straight_through(rows, scheme, w13.activation_scale, pairs.valid.any(1))
     rows = permute.gather_tokens(rows, pairs)
+    if by_pair:
+        scale = numerics.static_scale_of_rows(w13.activation_scale, pairs.experts)
+        rows = _straight_through(rows, scheme, scale, pairs.experts < num_experts)
     gate_up = grouped_mm(rows, w13.data, pairs.offsets, *w13.scales, call.w13_bias, scheme, False)
     hidden = activations.apply(gate_up, call.activation)
     if scheme:
         valid = pairs.experts < num_experts
-        hidden = _straight_through(hidden, scheme, w2.activation_scale, valid)
+        scale = numerics.static_scale_of_rows(w2.activation_scale, pairs.experts)
+        hidden = _straight_through(hidden, scheme, scale, valid)
     y = grouped_mm(hidden, w2.data, pairs.offsets, *w2.scales, call.w2_bias, scheme, False)
     return permute.combine(y, weights, pairs, call.hidden_states.dtype)
 

@@ -15,6 +15,7 @@ import torch
 
 from moe_ops.kernels.launch import Gpu
 from moe_ops.meta.workspace import minimum
+from moe_ops.schemes import get_scheme
 from moe_ops.tables import lookup
 
 GROUP_M = 16  # blocks that use one weight tile in turn, while it is in L2
@@ -103,7 +104,8 @@ def measured(
 ) -> LayerConfig:
     """The table's config for a layer on a GPU, or `base` if the table has none."""
     name = str(dtype).removeprefix("torch.")
-    fields = lookup.layer_config(gpu.name, E, K, I, top_k, scheme, name, M)
+    rows = get_scheme(scheme).measured_as
+    fields = lookup.layer_config(gpu.name, E, K, I, top_k, rows, name, M)
     return base if fields is None else config_of(fields, base.sort_chunk)
 
 

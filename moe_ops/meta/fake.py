@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.fx.experimental.symbolic_shapes import guard_or_false
 
-from moe_ops.meta.scales import unpacked_size
+from moe_ops.meta.scales import sizes_of_layout, unpacked_size
 
 _IDS = (torch.int32, torch.int64)
 
@@ -35,10 +35,11 @@ def _check_workspaces(a: Any) -> None:
 def _check_weights(a: Any, width: int, bits: int) -> None:
     _check(a.w13.ndim == 3 and a.w2.ndim == 3, "w13 and w2 must be 3-D")
     _check(a.w13.shape[0] == a.w2.shape[0], "w13 and w2 must hold the same experts")
-    _check(
-        unpacked_size(a.w13.shape[2], bits) == width,
-        "w13 must have as many columns as hidden_states",
-    )
+    columns = unpacked_size(a.w13.shape[2], bits)
+    if sizes_of_layout(a.layout):  # padded data
+        _check(columns >= width, "w13 must have at least as many columns as hidden_states")
+        width = columns
+    _check(columns == width, "w13 must have as many columns as hidden_states")
     _check(a.w2.shape[1] == width, "w2 must have as many rows as hidden_states has columns")
     N, I = a.w13.shape[1], unpacked_size(a.w2.shape[2], bits)
     _check(N == I or N == 2 * I, "w13 must have as many rows as w2 has columns, or twice that")
@@ -48,10 +49,12 @@ def _rows(name: str, rows: int, of: str, expected: int) -> None:
     raise ValueError(f"{name} must have one row per row of {of}, {expected}, got {rows}")
 
 
-def _widths(x: str, K: int, w13: Any, w2: Any, bits: int) -> None:
+def _widths(x: str, K: int, w13: Any, w2: Any, bits: int, layout: str) -> None:
     (E, N, width), (experts, rows, I) = w13.shape, w2.shape
     if bits != 8:
         width, I = unpacked_size(width, bits), unpacked_size(I, bits)
+        if width > K and sizes_of_layout(layout):  # padded data
+            K = width
     if width != K or rows != K or experts != E or (I != N and 2 * I != N):
         raise ValueError(
             f"w13 and w2 must have shapes (E, N, K) and (E, K, I) for {x} of width {K}, "
@@ -71,14 +74,14 @@ def rows_experts(a: Any, bits: int) -> None:
         _rows("out", out, "hidden_states", rows)
     if a.topk_weights.shape[1] != a.topk_ids.shape[1]:
         raise ValueError("topk_ids and topk_weights must have equal top_k")
-    _widths("hidden_states", K, a.w13, a.w2, bits)
+    _widths("hidden_states", K, a.w13, a.w2, bits, a.layout)
 
 
 def rows_batched_experts(a: Any, bits: int) -> None:
     """Check the real sizes of `<backend>_batched_experts`."""
     if a.out.shape != a.hidden_states.shape:
         _rows("out", a.out.shape[1], "hidden_states", a.hidden_states.shape[1])
-    _widths("hidden_states", a.hidden_states.shape[2], a.w13, a.w2, bits)
+    _widths("hidden_states", a.hidden_states.shape[2], a.w13, a.w2, bits, a.layout)
 
 
 def rows_grouped_linear(a: Any, bits: int) -> None:

@@ -16,6 +16,24 @@ TRANSPOSED = "transposed"  # the layout of a quantized weight's transposed view
 FLAT = "flat:"
 
 
+def padded_layout(layout: str, rows: int, columns: int) -> str:
+    """The name of a layout whose data have more rows or columns than the (rows, columns) of the
+    weight they stand for: "flashinfer_mixed:up_gate[5760x2880]".
+    """
+    return f"{layout}[{rows}x{columns}]"
+
+
+def base_layout(layout: str) -> str:
+    """A layout's name without the sizes of `padded_layout`."""
+    return layout.partition("[")[0]
+
+
+def sizes_of_layout(layout: str) -> tuple[int, ...]:
+    """The (rows, columns) in the name of a padded layout; () of others."""
+    sizes = layout.partition("[")[2].removesuffix("]")
+    return tuple([int(size) for size in sizes.split("x")]) if sizes else ()
+
+
 def scale_shape(rows: int, cols: int, group_rows: int, group_cols: int) -> tuple[int, ...]:
     """Shape of the scales of a (rows, cols) matrix with one scale per group of elements.
 

@@ -6,7 +6,12 @@ elements and scales in fp32, with one rounding at the end. A group of zeros stay
 is vectorised, traceable, and free of host synchronisation.
 """
 
-from moe_ops.numerics.activations import fake_quantize_activation, quantize_activation
+from moe_ops.numerics.activations import (
+    fake_quantize_activation,
+    quantize_activation,
+    static_scale_of_rows,
+    static_scale_of_sorted,
+)
 from moe_ops.numerics.weights import Scales, dequantize_weight, quantize_experts, quantize_weight
 
 __all__ = [
@@ -16,4 +21,6 @@ __all__ = [
     "quantize_activation",
     "quantize_experts",
     "quantize_weight",
+    "static_scale_of_rows",
+    "static_scale_of_sorted",
 ]

@@ -10,16 +10,20 @@ from torch import Tensor
 from moe_ops.numerics import scaling
 from moe_ops.numerics.elements import decode, e4m3_to_float32, e8m0_to_float32, encode
 from moe_ops.numerics.groups import split
-from moe_ops.numerics.weights import scale_to_float32
+from moe_ops.numerics.weights import infinite_where_zero, scale_to_float32
 from moe_ops.schemes import QuantDesc, QuantScheme, get_scheme
 
 
 class QuantizedActivation(NamedTuple):
-    """Activations (..., K) as a scheme quantizes them: value = q * scale / global_scale."""
+    """Activations (..., K) as a scheme quantizes them: value = q * scale * channel_scale /
+    global_scale.
+    """
 
     q: Tensor  # in the storage dtype, with fewer columns where elements share bytes
-    scale: Tensor  # () for one, (..., 1) per token, (..., ceil(K/group)) per group
-    global_scale: Tensor | None = None  # () fp32
+    # () for one, (..., 1) per token, computed or known, (..., ceil(K/group)) per group
+    scale: Tensor
+    global_scale: Tensor | None = None  # () fp32, or (..., 1) where each token has a known one
+    channel_scale: Tensor | None = None  # (..., 1) fp32
 
 
 def quantize_activation(
@@ -33,9 +37,9 @@ def quantize_activation(
     Args:
         x: (..., K), any float dtype; every row is a token. K fills the bytes of packed elements.
         scheme: the scheme or its name.
-        static_scale: the one scale, () or (1,), of a scheme with static activation scales. If
-            activations have a global scale, it is 1 / static_scale, or without static_scale it is
-            computed from the data.
+        static_scale: the known scale of a scheme with static activation scales: one, () or (1,),
+            or one of each token (`static_scale_of_rows`). If activations have a global scale, it
+            is 1 / static_scale, or without static_scale it is computed from the data.
         rows_valid: bool, x.shape[:-1]: rows that count for a scale shared by all rows; the others
             may hold anything, NaN included, and do not change the result of these.
 
@@ -47,7 +51,7 @@ def quantize_activation(
     assert desc is not None, f"{scheme} leaves activations as they are"
     assert desc.global_scale or (static_scale is not None) == desc.static, f"{static_scale=}"
     parts = split(x, -1, desc.group.cols).to(torch.float32)  # (..., groups, columns)
-    global_ = None
+    global_ = channel = None
     if desc.is_mx:
         scale = scaling.exponents(_amax(parts), desc)
         divisor = e8m0_to_float32(scale)
@@ -55,21 +59,48 @@ def quantize_activation(
         if static_scale is None:
             global_ = scaling.global_scale(_amax_of_rows(x, rows_valid), desc)
         else:
-            given = static_scale.to(torch.float32).reshape(())
+            given = _known(static_scale)
             global_ = torch.ones_like(given) / given
-        scale = scaling.block_scales(_amax(parts), global_, desc)
-        divisor = e4m3_to_float32(scale)
-        divisor = torch.where(divisor == 0, torch.inf, divisor) / global_
+        whole = global_.unsqueeze(-1) if global_.dim() else global_
+        scale = scaling.block_scales(_amax(parts), whole, desc)
+        divisor = infinite_where_zero(e4m3_to_float32(scale)) / whole
+    elif desc.channel_scale:
+        amax = _amax(parts)
+        channel = scaling.channel_scale(amax.amax(-2, keepdim=True), desc)
+        scale = scaling.group_scales(amax, channel, desc)
+        divisor = infinite_where_zero(e4m3_to_float32(scale) * channel)
     elif not desc.group.is_tensor:
         scale = divisor = scaling.plain(_amax(parts), desc)
     else:
         if static_scale is not None:
-            scale = static_scale.to(torch.float32).reshape(())
+            scale = _known(static_scale)
         else:
             scale = scaling.plain(_amax_of_rows(x, rows_valid), desc)
-        divisor = scale
+        divisor = scale.unsqueeze(-1) if scale.dim() else scale
     q = encode((parts / divisor).flatten(-2)[..., : x.shape[-1]], desc.format)
-    return QuantizedActivation(q, scale if desc.group.is_tensor else scale.squeeze(-1), global_)
+    scale = scale if desc.group.is_tensor else scale.squeeze(-1)
+    return QuantizedActivation(q, scale, global_, None if channel is None else channel[..., 0])
+
+
+def static_scale_of_rows(static_scale: Tensor | None, experts: Tensor) -> Tensor | None:
+    """The known scale of rows (...) that experts take, (..., 1); one scale of all experts, and
+    None, stay. Rows of no expert, whose id is E, have that of the last one.
+    """
+    if static_scale is None or static_scale.numel() == 1:
+        return static_scale
+    return static_scale[experts.clamp(max=static_scale.shape[0] - 1)].unsqueeze(-1)
+
+
+def static_scale_of_sorted(
+    static_scale: Tensor | None,
+    offsets: Tensor,  # (E,) int32, cumulative end row of each expert
+    rows: int,
+) -> Tensor | None:
+    """`static_scale_of_rows` of rows sorted by expert, (rows, 1)."""
+    if static_scale is None or static_scale.numel() == 1:
+        return static_scale
+    row = torch.arange(rows, device=offsets.device, dtype=offsets.dtype)
+    return static_scale_of_rows(static_scale, torch.searchsorted(offsets, row, right=True))
 
 
 def fake_quantize_activation(
@@ -97,7 +128,14 @@ def values_of(a: QuantizedActivation, desc: QuantDesc) -> Tensor:
         return values.mul_(scale)
     k = values.shape[-1]
     values = (split(values, -1, desc.group.cols) * scale[..., None]).flatten(-2)[..., :k]
+    values = values if a.channel_scale is None else values * a.channel_scale
     return values if a.global_scale is None else values / a.global_scale
+
+
+def _known(static_scale: Tensor) -> Tensor:
+    """() fp32 of one scale, or (..., 1) fp32 of one of each token."""
+    scale = static_scale.to(torch.float32)
+    return scale.reshape(()) if scale.numel() == 1 else scale
 
 
 def _amax(parts: Tensor) -> Tensor:

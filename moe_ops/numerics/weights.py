@@ -55,9 +55,9 @@ def quantize_weight(weight: Tensor, scheme: str | QuantScheme) -> tuple[Tensor, 
         torch.float32
     )  # (..., n groups, rows, k groups, columns)
     scales, divisor, zero_point = _scales(parts, desc, weight.dtype)
-    parts = ungrouped(parts / divisor, n, k)
     if zero_point is not None:
-        zero_point = _spread(zero_point, desc, n, k)
+        zero_point = ungrouped(zero_point.expand(parts.shape), n, k)
+    parts = ungrouped(parts / divisor, n, k)
     return encode(parts, desc.format, zero_point).contiguous(), scales
 
 
@@ -100,10 +100,9 @@ def dequantize_weight(
     n, k = scheme.logical_shape(*qdata.shape[-2:])
     values = grouped(decode(qdata, desc.format, zero_point is not None), desc.group)
     if zero_point is not None:
-        values = values.sub_(zero_point[..., :, None, :, None])
-    scale = scale_to_float32(scale, desc)
-    scale = scale[..., None, None] if desc.group.is_tensor else scale
-    values = values.mul_(scale[..., :, None, :, None])  # in place: `decode` made a copy
+        values = values.sub_(_of_groups(zero_point, desc))
+    # in place: `decode` made a copy
+    values = values.mul_(_of_groups(scale_to_float32(scale, desc), desc))
     values = ungrouped(values, n, k)
     if channel_scale is not None:
         values = values.mul_(channel_scale)
@@ -134,13 +133,13 @@ def _scales(
     if desc.global_scale:
         global_ = scaling.global_scale(amax.amax((-4, -2), keepdim=True), desc)
         scale = scaling.block_scales(amax, global_, desc)
-        divisor = _infinite_where_zero(e4m3_to_float32(scale)) / global_
+        divisor = infinite_where_zero(e4m3_to_float32(scale)) / global_
         per_expert = global_[..., 0, 0, 0, 0].contiguous()
         return Scales(_squeeze(scale, desc), global_scale=per_expert), divisor, None
     if desc.channel_scale:
         channel = scaling.channel_scale(amax.amax(-2, keepdim=True), desc)
         scale = scaling.group_scales(amax, channel, desc)
-        divisor = _infinite_where_zero(e4m3_to_float32(scale) * channel)
+        divisor = infinite_where_zero(e4m3_to_float32(scale) * channel)
         per_row = _squeeze(channel, desc).contiguous()
         return Scales(_squeeze(scale, desc), channel_scale=per_row), divisor, None
     dtype = desc.scale_dtype or dtype
@@ -153,7 +152,13 @@ def _scales(
     return Scales(_squeeze(scale, desc)), scale.to(torch.float32), None
 
 
-def _infinite_where_zero(scale: Tensor) -> Tensor:
+def _of_groups(scale: Tensor, desc: QuantDesc) -> Tensor:
+    """A stored scale or zero point, broadcast to grouped weights."""
+    scale = scale[..., None, None] if desc.group.is_tensor else scale
+    return scale[..., :, None, :, None]
+
+
+def infinite_where_zero(scale: Tensor) -> Tensor:
     """The scale, with infinity in place of 0, so that a group whose scale rounds to 0 is all
     zeros.
     """
@@ -163,12 +168,3 @@ def _infinite_where_zero(scale: Tensor) -> Tensor:
 def _squeeze(scale: Tensor, desc: QuantDesc) -> Tensor:
     scale = scale.squeeze(-1).squeeze(-2)
     return scale[..., 0, 0].contiguous() if desc.group.is_tensor else scale
-
-
-def _spread(per_group: Tensor, desc: QuantDesc, n: int, k: int) -> Tensor:
-    """(..., groups of rows, 1, groups of columns, 1) to (..., N, K), or (..., N, 1) for whole
-    rows.
-    """
-    if desc.group.cols == -1:
-        return per_group.squeeze(-1).squeeze(-2)
-    return per_group.expand(*per_group.shape[:-1], desc.group.cols).flatten(-2).flatten(-3, -2)

@@ -87,7 +87,7 @@ def _key(
         key += (scheme, layout)
         if scale is not None:
             key += (scale.shape, scale.device, scale.is_contiguous())
-            key += (None if static is None else static.device,)
+            key += (None,) if static is None else (static.device, static.shape)
             if zero is not None or global_ is not None or channel is not None:
                 for other in (zero, global_, channel):
                     if other is None:

@@ -22,12 +22,13 @@ from typing import Any, get_type_hints
 import torch
 from torch import Tensor
 
+from moe_ops import environment
 from moe_ops.environment import when_imported
 from moe_ops.meta import fake, flops
 from moe_ops.ops.args import BatchedExpertsArgs, ExpertsArgs, GroupedLinearArgs, Scale
 from moe_ops.ops.problem import Machine, Problem, Workspaces
 from moe_ops.ops.relayout import RELAYOUTS, Relayout
-from moe_ops.schemes import SCHEMES, get_scheme
+from moe_ops.schemes import get_scheme
 
 LIB = torch.library.Library("moe_ops", "DEF")
 # dispatch keys of the devices for which plain torch is there: those of the backend `torch` and of
@@ -112,8 +113,16 @@ KINDS = {
 }
 
 
-# scheme -> bits of a stored element: how many columns the data of a weight stand for
-_BITS = {name: scheme.weight.format.bits for name, scheme in SCHEMES.items() if scheme.weight}
+class _Bits(dict[str, int]):
+    """Scheme -> bits of a stored element: how many columns the data of a weight stand for."""
+
+    def __missing__(self, scheme: str) -> int:
+        desc = get_scheme(scheme).weight
+        self[scheme] = 8 if desc is None else desc.format.bits
+        return self[scheme]
+
+
+_BITS = _Bits()
 
 
 _OPTIONS = {name: kind.options for name, kind in KINDS.items()}  # for traced code
@@ -172,6 +181,14 @@ class Backend:
     faster_from: Callable[[Problem], int | None] | None = None
     # kernels of its own that it must do without here, and why: `explain` says so
     missing_kernels: Callable[[Problem, Machine], list[str]] | None = None
+    newest_tested: str = ""  # the newest version of its distribution that its tests ran with
+
+    @property
+    def untested_version(self) -> str | None:
+        """What to say of a distribution that is newer than tested; None of others."""
+        if not (self.distribution and self.newest_tested):
+            return None
+        return environment.newer_than_tested(self.distribution, self.newest_tested)
 
     def native(self, scheme: str, machine: Machine) -> bool:
         """Whether products on `machine` are those of the scheme's own formats, not emulated."""
@@ -202,6 +219,7 @@ def register(
     distribution: str = "",
     faster_from: Callable[[Problem], int | None] | None = None,
     missing_kernels: Callable[[Problem, Machine], list[str]] | None = None,
+    newest_tested: str = "",
 ) -> Backend:
     """Define `moe_ops::<name>_<kind>` for every kind in `launch` and return the backend.
 
@@ -210,7 +228,7 @@ def register(
         devices: dispatch keys that have a kernel ("CPU", "CUDA"). Fakes serve every other purpose,
             so that a missing kernel is an error and not a silent use of the fake.
         warm: see `Backend`. What it saves goes below `environment.cache_folder()`.
-        relayouts, distribution, faster_from, missing_kernels: see `Backend`.
+        relayouts, distribution, faster_from, missing_kernels, newest_tested: see `Backend`.
 
     Raises:
         ValueError: `name` is no identifier, or taken; a kind of `launch` or a key of `devices`
@@ -246,6 +264,7 @@ def register(
         distribution,
         faster_from,
         missing_kernels,
+        newest_tested,
     )
     if name != "auto":
         _registered.append(backend)
@@ -291,7 +310,7 @@ def _entry(launch: Callable, kind: Kind, device: str) -> Callable:
 
     def run(*values: Any) -> None:
         args = unpack(values)
-        check_rows(args, _BITS.get(args.scheme, 8))
+        check_rows(args, _BITS[args.scheme])
         launch(args)
 
     def run_on_device(*values: Any) -> None:
@@ -355,7 +374,7 @@ def dispatcher_is_idle() -> bool:
 def _fake(kind: Kind) -> Callable:
     def fake_kernel(*values: Any) -> None:
         args = kind.unpack(values)
-        kind.check(args, _BITS.get(args.scheme, 8))
+        kind.check(args, _BITS[args.scheme])
 
     return fake_kernel
 

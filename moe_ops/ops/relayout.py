@@ -7,9 +7,11 @@ It registers a `Relayout`, and accepts the layout's name in its ``supports``:
     BACKEND = register("triton", relayouts=(Relayout("triton_int4", is_int4, interleave,
     uninterleave),), ...)
 
-A relayout may permute the bytes of each expert's elements and reshape and permute its scales.
-qdata keeps its shape (E, N, bytes of a row), from which the shape of the weights follows, and all
-tensors keep their first dimension, so that experts can be taken apart.
+A relayout may permute the bytes of each expert's elements and reshape and permute its scales. The
+shape of the weights follows from that of qdata, (E, N, bytes of a row). Where a relayout pads
+these, the layout's name also says how many rows and columns the weights have
+(`meta.scales.padded_layout`). All tensors keep their first dimension, so that experts can be taken
+apart.
 
 A backend may want the rows of w13 in another order, which depends on the activation that follows.
 Its relayouts for that say so by ``rows``, and in their name behind a colon: w13 and w2 fit
@@ -26,7 +28,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from moe_ops.meta.scales import FLAT, TRANSPOSED, unpacked_size
+from moe_ops.meta.scales import FLAT, TRANSPOSED, base_layout, sizes_of_layout, unpacked_size
 from moe_ops.ops.problem import Problem
 from moe_ops.schemes import QuantScheme, get_scheme
 
@@ -62,6 +64,10 @@ def logical(qdata: Tensor, scheme: str, layout: str) -> tuple[tuple[int, ...], t
     desc = get_scheme(scheme).weight
     bits = 8 if desc is None else desc.format.bits
     shape, strides = tuple(qdata.shape), tuple(qdata.stride())
+    sizes = sizes_of_layout(layout)
+    if sizes:
+        strides = (*[unpacked_size(s, bits) for s in strides[:-1]], 1)
+        return (*shape[:-2], *sizes), strides
     if bits == 8:
         return shape, strides
     packed = len(shape) - (2 if layout == TRANSPOSED else 1)
@@ -83,10 +89,10 @@ def natural(weight: ExpertTensor) -> Tensor:
     """``weight`` in its natural layout; a plain tensor where it is not quantized."""
     if not weight.weight_layout:
         return weight
-    scheme = get_scheme(weight.scheme)
+    scheme, layout = get_scheme(weight.scheme), base_layout(weight.weight_layout)
     for relayouts in RELAYOUTS.values():
         for relayout in relayouts:
-            if relayout.layout == weight.weight_layout and relayout.takes(scheme):
+            if relayout.layout == layout and relayout.takes(scheme):
                 back = weight._replace(**relayout.undo(weight), weight_layout="")
                 return back if weight.scheme else back.qdata
     raise ValueError(f"weight must have a known layout, got {weight}")

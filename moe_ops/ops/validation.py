@@ -10,7 +10,7 @@ from torch import Tensor
 
 from moe_ops.activations import Activation
 from moe_ops.checks import check_rank, check_strided, static_size
-from moe_ops.meta.scales import FLAT, TRANSPOSED, TRITON_E2M1
+from moe_ops.meta.scales import FLAT, TRANSPOSED, TRITON_E2M1, base_layout, sizes_of_layout
 from moe_ops.ops.call import BatchedCall, Call, ExpertsCall, LinearCall, Weight
 from moe_ops.ops.problem import Problem
 from moe_ops.schemes import QuantScheme, get_scheme
@@ -198,7 +198,7 @@ def _check_weights(
 
 def _layouts(w13: Weight, w2: Weight) -> tuple[str, str]:
     """What must agree of two layouts: of w13's not the order of its rows, behind a colon."""
-    return w13.layout.partition(":")[0], w2.layout
+    return base_layout(w13.layout).partition(":")[0], base_layout(w2.layout)
 
 
 def _check_weight(name: str, weight: Weight, x: Tensor, x_name: str) -> tuple[int, int, int]:
@@ -223,6 +223,7 @@ def _check_weight(name: str, weight: Weight, x: Tensor, x_name: str) -> tuple[in
         view = "transposed" if weight.layout == TRANSPOSED else "flat"
         raise ValueError(f"{name} must have its natural layout, got a {view} view of {stored}")
     E, N, K = scheme.logical_shape(*stored)
+    N, K = sizes_of_layout(weight.layout) or (N, K)
     _check_scales(name, weight, scheme, (E, N, K), x.device)
     return E, N, K
 
@@ -255,6 +256,11 @@ def _check_scales(
         )
     if weight.activation_scale is not None:
         _check_device(f"{name}'s activation_scale", weight.activation_scale.device, device)
+        got = _shape(weight.activation_scale)
+        if got not in ((), (1,), (num_experts,)):
+            raise ValueError(
+                f"{name}'s activation_scale must have shape () or ({num_experts},), got {got}"
+            )
 
 
 def _check_bias(name: str, bias: Tensor | None, shape: tuple, device: torch.device) -> None:

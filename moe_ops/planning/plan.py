@@ -19,6 +19,7 @@ from moe_ops.meta.workspace import maximum
 from moe_ops.ops import library
 from moe_ops.ops.problem import Buffer, Machine, Problem, Workspaces
 from moe_ops.planning.auto import AUTO
+from moe_ops.schemes import get_scheme
 from moe_ops.tables import lookup
 
 # what the tests ran on; what there is for other devices was compiled or traced, not run
@@ -124,6 +125,8 @@ class Plan:
             if backend.missing_kernels is not None:
                 for reason in backend.missing_kernels(p, m):
                     lines.append(f"  {backend.name} runs without some of its kernels: {reason}")
+            if backend.untested_version:
+                lines.append(f"  {backend.untested_version}")
         for M in (1, 64, 4096):
             total = sum(_bytes(buffer) for buffer in self.workspace_shapes(M))
             lines.append(f"  workspace at M={M}: {total / 2**20:.2f} MiB")
@@ -221,7 +224,7 @@ def _table_key(problem: Problem, machine: Machine) -> tuple:
     """What measured tables are looked up by."""
     p = problem
     sizes = (p.num_experts, p.hidden_size, p.intermediate_size, p.top_k)
-    return (machine.gpu_name, *sizes, p.scheme, _name(p.dtype))
+    return (machine.gpu_name, *sizes, get_scheme(p.scheme).measured_as, _name(p.dtype))
 
 
 def why_not(backend: library.Backend, problem: Problem, machine: Machine) -> list[str]:

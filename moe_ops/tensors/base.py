@@ -32,7 +32,8 @@ class ExpertTensor(TorchAOBaseTensor):
             bytes.
         scale: see ``moe_ops.schemes.QuantScheme.batched_scale_shape``.
         zero_point, global_scale, channel_scale: of schemes that have them, else None.
-        activation_scale: () fp32, of schemes whose activations have one static scale, else None.
+        activation_scale: () fp32, or (E,) with one of each expert, of schemes whose activations
+            have a static scale, else None.
 
     Attributes:
         scheme: full name, e.g. "fp8_w8a16:block".
@@ -220,10 +221,19 @@ class ExpertTensor(TorchAOBaseTensor):
         """This tensor in the shape of its data, before ``view(-1)``."""
         return self._replace(weight_layout=self.weight_layout.removeprefix(FLAT))
 
+    @property
+    def _per_expert(self) -> list[str]:
+        """Names of the tensors that have one entry for each expert: all but a shared scale of
+        activations.
+        """
+        scale = self.activation_scale
+        names = self.__tensor_flatten__()[0]
+        shared = scale is None or scale.dim() == 0
+        return [name for name in names if name != "activation_scale" or not shared]
+
     def _with_weights(self, function: Callable[[Tensor], Tensor]) -> ExpertTensor:
         """This tensor with ``function`` applied to all that has one entry for each expert."""
-        names = [name for name in self.__tensor_flatten__()[0] if name != "activation_scale"]
-        return self._replace(**{name: function(getattr(self, name)) for name in names})
+        return self._replace(**{name: function(getattr(self, name)) for name in self._per_expert})
 
     @classmethod
     def __torch_function__(

@@ -142,6 +142,8 @@ def _checked_scale(
             _check_at_most(name, value, LARGEST_E8M0, "(2^33) for e2m1 elements")
     else:
         _check_finite(name, value.to(torch.float32))
+        if name == "scale" and desc.powers_of_two:
+            _check_powers_of_two(name, value, scheme)
         if name == "scale" and desc.dtype == "int4":
             _check_at_most(
                 name, value.float().abs(), LARGEST_INT4_SCALE, "(2^58) for int4 elements"
@@ -159,6 +161,15 @@ def _check_zero_points(value: Tensor, dtype: str) -> None:
 def _check_positive(name: str, value: Tensor) -> None:
     if known(value) and not bool((value > 0).all()):
         raise ValueError(f"{name} must be positive, got {value.min().item()}")
+
+
+def _check_powers_of_two(name: str, value: Tensor, scheme: QuantScheme) -> None:
+    if known(value) and not bool((torch.frexp(value.abs()).mantissa == 0.5).all()):
+        raise ValueError(
+            f"{name} must hold powers of two for scheme {scheme.name!r}, got "
+            f"{value[torch.frexp(value.abs()).mantissa != 0.5][0].item()}; the scheme whose "
+            "scales are any numbers takes it, 'fp8_block' instead of 'fp8_block:ue8m0'"
+        )
 
 
 def known(values: Tensor) -> bool:
@@ -203,9 +214,11 @@ def _check_finite(name: str, values: Tensor) -> None:
 
 
 def checked_activation_scale(
-    value: Tensor | float | None, scheme: QuantScheme, device: torch.device
+    value: Tensor | float | None, scheme: QuantScheme, device: torch.device, num_experts: int
 ) -> Tensor | None:
-    """() fp32 of its own, or None where there is none and need not be; ValueError else."""
+    """() or (E,) fp32 of its own, or None where there is none and need not be; ValueError
+    else.
+    """
     desc = scheme.activation
     if desc is not None and not desc.static and not desc.global_scale:
         desc = None
@@ -219,11 +232,12 @@ def checked_activation_scale(
     if desc is None:
         raise ValueError(f"activation_scale must be None: scheme {scheme.name!r} does not use it")
     scale = torch.as_tensor(value, dtype=torch.float32, device=device).detach()
-    if scale.numel() != 1:
+    if scale.numel() != 1 and tuple(scale.shape) != (num_experts,):
         raise ValueError(
-            f"activation_scale must be one number, got shape {tuple(scale.shape)}; "
-            f"of a scale for each expert, take the largest"
+            f"activation_scale must be one number, or one of each expert, ({num_experts},); got "
+            f"shape {tuple(scale.shape)}"
         )
-    if known(scale) and not 0 < scale.item() < float("inf"):
-        raise ValueError(f"activation_scale must be positive and finite, got {scale.item()}")
-    return scale.reshape(()).clone()
+    if known(scale) and not bool(((scale > 0) & (scale < torch.inf)).all()):
+        found = scale.item() if scale.numel() == 1 else scale.tolist()
+        raise ValueError(f"activation_scale must be positive and finite, got {found}")
+    return scale.reshape(() if scale.numel() == 1 else scale.shape).clone()

@@ -19,7 +19,9 @@ class Float8ExpertTensor(ExpertTensor):
     """e4m3 weights: value = qdata * scale of its group, for the schemes named "fp8_...".
 
     qdata is (E, N, K) float8_e4m3fn; scale is fp32, (E,) per expert, (E, N, 1) per channel,
-    (E, ceil(N/128), ceil(K/128)) per block. See ``ExpertTensor`` for the rest.
+    (E, ceil(N/128), ceil(K/128)) per block, powers of two for "fp8_block:ue8m0". See
+    ``ExpertTensor`` for the rest. Schemes of one's own whose elements are floating-point numbers
+    under scales in fp32 have this class too.
     """
 
 

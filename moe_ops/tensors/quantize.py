@@ -9,7 +9,7 @@ from torch import Tensor
 from moe_ops import activations
 from moe_ops.activations import Activation, rows_before
 from moe_ops.checks import check_strided, check_tensor
-from moe_ops.meta.scales import TRANSPOSED
+from moe_ops.meta.scales import TRANSPOSED, base_layout, padded_layout
 from moe_ops.ops.relayout import RELAYOUTS, natural
 from moe_ops.schemes import SCHEMES, QuantScheme, get_scheme
 from moe_ops.tensors.base import ExpertTensor
@@ -45,9 +45,12 @@ def quantize(
         weight: (E, N, K) bf16, fp16 or fp32. It is read, not kept.
         scheme: a name such as "fp8_block", "int4_w4a16:g64" or "mxfp4_w4a16:ceil", or a
             QuantScheme.
-        activation_scale: one positive fp32 number, needed by schemes with static activation
-            scales, optional for "nvfp4", where it is amax / (448 * 6), and refused by the others:
-            the activations that meet this weight are quantized as round(x / activation_scale).
+        activation_scale: one positive fp32 number, or one of each expert, (E,): needed by schemes
+            with static activation scales, optional for "nvfp4", where it is amax / (448 * 6), and
+            refused by the others. The activations that meet this weight are quantized as
+            round(x / activation_scale). A token has several experts: with a scale of each,
+            backends "torch" and, but for "nvfp4", "triton" quantize each pair of a token and an
+            expert by the expert's; the others quantize a token by the largest (docs/backends.md).
 
     Raises:
         ValueError: a wrong rank, dtype or scheme, columns that are no multiple of the scheme's
@@ -57,8 +60,10 @@ def quantize(
     scheme = get_scheme(scheme)
     cls = _class_of(scheme)
     check_tensor("weight", weight)
-    activation_scale = checked_activation_scale(activation_scale, scheme, weight.device)
     check_quantizable("weight", weight, scheme)
+    activation_scale = checked_activation_scale(
+        activation_scale, scheme, weight.device, weight.shape[0]
+    )
     return cls.from_hp(weight, scheme.name, activation_scale)
 
 
@@ -81,8 +86,8 @@ def from_quantized(
         qdata: (E, N, K) in the scheme's storage dtype, with fewer columns where elements share
             bytes (two of 4 bits, four of 6 bits in three).
         scale: the factor an element is multiplied by. A scheme with fp32 scales takes
-            float8_e8m0fnu too and converts it, exactly; one with e8m0 scales takes uint8 or
-            float8_e8m0fnu.
+            float8_e8m0fnu too and converts it, exactly; "fp8_block:ue8m0" takes powers of two
+            alone. One with e8m0 scales takes uint8 or float8_e8m0fnu.
         zero_point: shaped like scale, uint8 0..15 for int4, int8 for int8; makes of
             "int4_w4a16:g128" its variant with zero points, "int4_w4a16:g128:zp".
         global_scale: (E,) fp32, for "nvfp4": value = element * scale / global_scale.
@@ -110,7 +115,9 @@ def from_quantized(
             "channel_scale": channel_scale,
         },
     )
-    activation_scale = checked_activation_scale(activation_scale, scheme, qdata.device)
+    activation_scale = checked_activation_scale(
+        activation_scale, scheme, qdata.device, qdata.shape[0]
+    )
     return _class_of(scheme)(**parts, scheme=scheme.name, activation_scale=activation_scale)
 
 
@@ -167,7 +174,7 @@ def change(weight: Any, backend: str, activation: Activation | None = None) -> T
     ]
     wanted = [r for r in relayouts if r.rows == rows_before(activation)]
     wanted = wanted or [r for r in relayouts if not r.rows]
-    layout = getattr(weight, "weight_layout", "")
+    layout = base_layout(getattr(weight, "weight_layout", ""))
     if layout == (wanted[0].layout if wanted else ""):
         return weight
     if activation is None and layout in [r.layout for r in relayouts]:
@@ -178,4 +185,7 @@ def change(weight: Any, backend: str, activation: Activation | None = None) -> T
         return weight
     if not hasattr(weight, "weight_layout"):
         weight = PlainExpertTensor(weight.detach(), dtype=weight.dtype)
-    return weight._replace(**wanted[0].apply(weight), weight_layout=wanted[0].layout)
+    changed, layout = wanted[0].apply(weight), wanted[0].layout
+    if changed.get("qdata", weight.qdata).shape != weight.qdata.shape:
+        layout = padded_layout(layout, *weight.shape[-2:])
+    return weight._replace(**changed, weight_layout=layout)

@@ -94,7 +94,7 @@ def _checked(name: str, parts: dict[str, Tensor], attributes: dict) -> dict[str,
     scheme = get_scheme(attributes["scheme"])
     try:
         of_activations = checked_activation_scale(
-            parts.get("activation_scale"), scheme, parts["qdata"].device
+            parts.get("activation_scale"), scheme, parts["qdata"].device, len(parts["qdata"])
         )
         found = checked_parts(scheme, parts)
     except ValueError as error:

@@ -38,7 +38,7 @@ def fsdp_pre_all_gather(
             f"of FSDP divide, got {outer_size[0]}; leave them out by "
             "fully_shard(ignored_params=...)"
         )
-    names = _per_expert(self)
+    names = self._per_expert
     if mesh.size() == 1:  # FSDP takes the first tensor alone then; the others are whole here
         names = names[:1]
     data = [getattr(self, name).contiguous() for name in names]
@@ -78,7 +78,7 @@ def gathered(weight: Any) -> Tensor:
             f"Shard(0), got placements {placements}"
         )
     parts = {}
-    for name in _per_expert(local):
+    for name in local._per_expert:
         t = getattr(local, name)
         data = _bytes(t.contiguous())
         shape = torch.Size((weight.shape[0], *data.shape[1:]))
@@ -106,10 +106,6 @@ if torch.distributed.is_available():
                 if sent is not data:
                     data.copy_(sent)
         return args[0], work
-
-
-def _per_expert(weight: ExpertTensor) -> list[str]:
-    return [name for name in weight.__tensor_flatten__()[0] if name != "activation_scale"]
 
 
 def _bytes(t: Tensor) -> Tensor:

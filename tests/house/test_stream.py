@@ -54,6 +54,7 @@ KERNELS = (
 ROUTER_USES = ("launch", "device", "router")
 # inside of one backend
 BACKEND = (
+    "binding",
     "relayout library schemes cpu",
     "rows permute inputs grouped_mm",
     "layer plain mixed",

@@ -17,6 +17,7 @@ from moe_ops.numerics.elements import e4m3_to_float32
 from moe_ops.schemes import (
     SCHEMES,
     GroupShape,
+    QuantDesc,
 )
 from tests.test_schemes import ACTIVATIONS, E4M3, QUANTIZED
 
@@ -38,14 +39,18 @@ def groups(rows, cols, group_rows, group_cols):
             yield (i // gr, j // gc), (slice(i, i + gr), slice(j, j + gc))
 
 
-def oracle_scales(x: torch.Tensor, group: GroupShape) -> torch.Tensor:
-    """fp32 amax / 448 of each group, as a matrix; 1 for a group of zeros."""
+def oracle_scales(x: torch.Tensor, desc: QuantDesc) -> torch.Tensor:
+    """fp32 amax / 448 of each group, as a matrix, rounded up to a power of two if the rule is
+    "ceil"; 1 for a group of zeros."""
+    group = desc.group
     out = {
         at: x[where].double().abs().max().item() / 448
         for at, where in groups(*x.shape, group.rows, group.cols)
     }
     shape = tuple(max(at[d] for at in out) + 1 for d in (0, 1))
     values = [out[divmod(i, shape[1])] or 1.0 for i in range(len(out))]
+    if desc.scale_rule == "ceil":
+        values = [2.0 ** math.ceil(math.log2(torch.tensor(v).float().item())) for v in values]
     return torch.tensor(values, dtype=torch.float64).float().reshape(shape)
 
 
@@ -89,16 +94,16 @@ def test_all_codes_are_decoded_exactly():
 def test_weights_match_the_oracle(scheme, n, k, seed):
     dtype = (torch.float32, torch.bfloat16, torch.float16)[seed % 3]
     weight = sample(2, n, k, dtype=dtype, seed=seed)
-    group = SCHEMES[scheme].weight.group
+    desc = SCHEMES[scheme].weight
     qdata, (scale, *_) = quantize_weight(weight, scheme)
     assert qdata.dtype == torch.float8_e4m3fn and qdata.shape == weight.shape
     assert scale.dtype == torch.float32 and qdata.is_contiguous() and scale.is_contiguous()
     assert scale.shape == SCHEMES[scheme].batched_scale_shape(2, n, k)
     values = dequantize_weight(qdata, scheme, scale)
     for e in range(2):
-        want_scale = oracle_scales(weight[e], group)
+        want_scale = oracle_scales(weight[e], desc)
         assert torch.equal(scale[e].reshape(want_scale.shape), want_scale)
-        want = oracle_values(weight[e], want_scale, group)
+        want = oracle_values(weight[e], want_scale, desc.group)
         assert torch.equal(values[e], want.float())
         one, (one_scale, *_) = quantize_weight(weight[e], scheme)
         assert one_scale.shape == SCHEMES[scheme].scale_shape(n, k)
@@ -114,8 +119,8 @@ def test_activations_match_the_oracle(scheme, m, k, seed):
     x = sample(m, k, dtype=(torch.float32, torch.bfloat16)[seed % 2], seed=seed)
     desc = SCHEMES[scheme].activation
     static = torch.tensor(x.abs().max().item() / 600) if desc.static else None  # clamps some
-    want_scale = static.reshape(1, 1) if desc.static else oracle_scales(x, desc.group)
-    q, scale, _ = quantize_activation(x, scheme, static)
+    want_scale = static.reshape(1, 1) if desc.static else oracle_scales(x, desc)
+    q, scale, *_ = quantize_activation(x, scheme, static)
     assert q.dtype == torch.float8_e4m3fn and scale.shape == desc.scale_shape(m, k)
     assert torch.equal(scale.reshape(want_scale.shape), want_scale)
     got = fake_quantize_activation(x, scheme, static)

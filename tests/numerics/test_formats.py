@@ -238,7 +238,7 @@ def test_activations_match_the_oracle(scheme, m, k, seed):
     want = oracle.quantized_activation(x.double(), scheme, static)
     assert got.dtype == torch.float32
     torch.testing.assert_close(got.double(), want, rtol=1e-6, atol=0)
-    q, scale, whole = quantize_activation(x, scheme, static)
+    q, scale, whole, _ = quantize_activation(x, scheme, static)
     assert q.dtype == desc.storage_dtype and tuple(scale.shape) == desc.scale_shape(m, k)
     assert (whole is None) != desc.global_scale
     if whole is not None:

@@ -147,7 +147,7 @@ def install(monkeypatch) -> types.ModuleType:
     """Let the fake be imported, as the distribution and version that the backends ask for."""
     made, real = module(), importlib.metadata.version
     monkeypatch.setitem(sys.modules, "deep_gemm", made)
-    known = {"sgl-deep-gemm": backend.VERSION}
+    known = {"sgl-deep-gemm": backend.TESTED[1]}
     monkeypatch.setattr(importlib.metadata, "version", lambda name: known.get(name) or real(name))
     return made
 

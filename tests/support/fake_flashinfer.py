@@ -129,7 +129,7 @@ class FakeRunner:
                     None if t is None else float(t[e])
                     for t in (swiglu_alpha, swiglu_beta, swiglu_limit)
                 ]
-                y = w2[e] @ quantize(activate(gate_up, activation_type, *limits))
+                y = w2[e] @ quantize(activate(gate_up, activation_type, *limits), e)
                 if fc2_expert_biases is not None:
                     y = y + fc2_expert_biases[e].double()
                 total += y if weights is None else y * float(weights[m, j])
@@ -138,7 +138,7 @@ class FakeRunner:
     def operands(self, x, x_scale, w1, w2, scales, K: int, I: int):  # noqa: E741
         """fp64 rows and weights, and what happens to the activation's output."""
 
-        def to_output(h):
+        def to_output(h, e=0):
             return h.to(self.output).double()
 
         if self.fp8_block:
@@ -154,7 +154,7 @@ class FakeRunner:
             def by_groups(t):
                 return oracle.quantized_activation(t.double().view(-1, t.shape[-1]), "fp8_block")
 
-            return by_groups(x), w1, w2, lambda h: by_groups(to_output(h))[0]
+            return by_groups(x), w1, w2, lambda h, e: by_groups(to_output(h))[0]
         if self.weight == torch.uint8 and self.w4 and not self.packed:
             s1, s2 = scales
             return (
@@ -171,7 +171,8 @@ class FakeRunner:
             assert quant2.dtype == torch.float32 and quant2.ndim <= 1
             w1 = w1.double() * dequant1.double().view(-1, 1, 1)
             w2 = w2.double() * dequant2.double().view(-1, 1, 1)
-            return x.double(), w1, w2, lambda h: oracle.e4m3(h * quant2.double())
+            quant2 = quant2.double().expand(len(w2))  # one, or one of each expert
+            return x.double(), w1, w2, lambda h, e: oracle.e4m3(h * quant2[e])
         if self.weight == torch.int64:
             return self.blackwell(x, x_scale, w1, w2, scales, K, I, to_output)
         assert self.input == self.weight == self.output and self.output in FLOATS
@@ -185,8 +186,8 @@ class FakeRunner:
             s1, global1, s2, global2 = scales
         else:
             a1, s1, global1, a2, s2, global2 = scales
-            for a in (a1, a2):
-                assert a.dtype == torch.float32 and a.ndim == 0
+            assert a1.dtype == a2.dtype == torch.float32 and a1.ndim == 0 and a2.ndim <= 1
+            a2 = a2.expand(len(w2))
         weights = []
         for w, s, factor, columns in ((w1, s1, global1, K), (w2, s2, global2, I)):
             check(s, torch.int32, 3)
@@ -203,7 +204,7 @@ class FakeRunner:
             assert x_scale.shape == (len(x), K // 32)
             rows = x.double() * (2.0 ** (x_scale.double() - 127)).repeat_interleave(32, 1)
 
-            def quantize(h):
+            def quantize(h, e):
                 return oracle.quantized_activation(to_output(h)[None], "mxfp4_mxfp8")[0]
 
             return rows, *weights, quantize
@@ -213,7 +214,7 @@ class FakeRunner:
             q = oracle.quantized_activation(t.double(), "nvfp4", 1 / scale.double())
             return q * scale.double()
 
-        return nvfp4(x, a1), *weights, lambda h: nvfp4(to_output(h)[None], a2)[0]
+        return nvfp4(x, a1), *weights, lambda h, e: nvfp4(to_output(h)[None], a2[e])[0]
 
 
 def e4m3_values(codes: Tensor) -> Tensor:

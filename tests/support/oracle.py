@@ -33,11 +33,15 @@ ACTIVATIONS: dict[str, tuple[str, str] | None] = {
     "fp8_tensor": ("e4m3", "tensor"),
     "fp8_tensor_static": ("e4m3", "static"),
     "fp8_channel": ("e4m3", "token"),
+    "fp8_channel_tensor": ("e4m3", "tensor"),
+    "fp8_channel_tensor_static": ("e4m3", "static"),
     "fp8_block": ("e4m3", "128"),
+    "fp8_block:ue8m0": ("e4m3", "128 power of two"),
     "fp8_w8a16:tensor": None,
     "fp8_w8a16:channel": None,
     "fp8_w8a16:block": None,
     "int8_w8a8": ("int8", "token"),
+    "int8_w8a8_tensor": ("int8", "tensor"),
     "int8_w8a8_static": ("int8", "static"),
     **{
         f"{bits}:{group}{zero_point}": None
@@ -190,7 +194,7 @@ def quantized_activation(rows: Tensor, scheme: str, static_scale: Tensor | None 
     fmt, shared = ACTIVATIONS[scheme]
     largest = 127.0 if fmt == "int8" else FORMATS[fmt][2]
     x = rows.detach()
-    if shared == "static":
+    if shared == "static":  # one, or one of each row
         scale = static_scale.double()
     elif shared == "tensor":
         scale = _over(x.abs().max(), largest)
@@ -198,6 +202,10 @@ def quantized_activation(rows: Tensor, scheme: str, static_scale: Tensor | None 
         scale = _over(x.abs().amax(1, keepdim=True), largest)
     elif shared == "128":
         scale = _by_groups(x, 128, lambda amax: _over(amax, largest))
+    elif shared == "128 power of two":
+        scale = _by_groups(
+            x, 128, lambda amax: 2.0 ** torch.ceil(torch.log2(_over(amax.clamp(min=1e-30), 448.0)))
+        )
     elif shared == "nv":
         whole = E4M3_MAX * 6 / x.abs().max() if static_scale is None else 1 / static_scale
         whole = whole.float()
@@ -258,6 +266,12 @@ def weight(w: Tensor) -> Tensor:
     return dequantized(w.qdata, w.scale, w.scheme, w.zero_point, w.global_scale, w.channel_scale)
 
 
+def static_scale(w: Tensor, experts: Tensor) -> Tensor | None:
+    """The known scale of activations, or (S, 1) that of each row's expert."""
+    scale = getattr(w, "activation_scale", None)
+    return scale if scale is None or scale.numel() == 1 else scale[experts].unsqueeze(1)
+
+
 def _linear(rows, w, bias, experts):
     """rows (S, K) through the weights of their experts (S,)."""
     y = torch.einsum("sk,snk->sn", rows, w[experts])
@@ -269,10 +283,10 @@ def _expert_rows(
 ):
     """Both products and the activation between them for rows (S, K) of known experts (S,)."""
     scheme = getattr(w13, "scheme", "")
-    rows = quantized_activation(rows, scheme, getattr(w13, "activation_scale", None))
+    rows = quantized_activation(rows, scheme, static_scale(w13, experts))
     gate_up = _linear(rows, weight(w13).to(weights).double(), w13_bias, experts)
     hidden = activation(gate_up, **act).to(rounded).double()
-    hidden = quantized_activation(hidden, scheme, getattr(w2, "activation_scale", None))
+    hidden = quantized_activation(hidden, scheme, static_scale(w2, experts))
     return _linear(hidden, weight(w2).to(weights).double(), w2_bias, experts)
 
 
@@ -346,9 +360,7 @@ def grouped_linear(x, weight_, offsets, *, bias=None) -> Tensor:
     rows = torch.arange(min(S, int(offsets[-1])), device=x.device)
     e = torch.searchsorted(offsets, rows, right=True)
     scheme = getattr(weight_, "scheme", "")
-    inside = quantized_activation(
-        x[: rows.shape[0]].double(), scheme, getattr(weight_, "activation_scale", None)
-    )
+    inside = quantized_activation(x[: rows.shape[0]].double(), scheme, static_scale(weight_, e))
     y = _linear(inside, weight(weight_), bias, e)
     return torch.cat((y, y.new_zeros(S - rows.shape[0], N)))
 

@@ -109,7 +109,7 @@ BAD_QUANTIZE = {
         torch.ones(2, 3, 4), "fp8_block", activation_scale=1.0
     ),
     "activation_scale must be one number": lambda: quantize(
-        torch.ones(2, 3, 4), "fp8_tensor_static", activation_scale=torch.ones(2)
+        torch.ones(2, 3, 4), "fp8_tensor_static", activation_scale=torch.ones(3)
     ),
     "activation_scale must be positive": lambda: quantize(
         torch.ones(2, 3, 4), "fp8_tensor_static", activation_scale=float("nan")

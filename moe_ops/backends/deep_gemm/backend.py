@@ -1,7 +1,8 @@
 """Backends `deep_gemm` and `deep_gemm_fp4`: DeepGEMM's grouped GEMMs between three fused kernels
 of our own (layer.py).
 
-`deep_gemm` runs bf16; fp8_block, from SM100 on with scales that are powers of two; mxfp8 on SM100.
+`deep_gemm` runs bf16; fp8_block and fp8_block:ue8m0; mxfp8 on SM100. From SM100 on all scales are
+powers of two, so that those of fp8_block are rounded up to them once, when it is prepared.
 `deep_gemm_fp4` runs mxfp4 weights x e4m3 activations from SM100 on, which are quantized by 128
 columns with scales that are powers of two. What needs SM100 or SM120 was not run on hardware.
 """
@@ -9,6 +10,7 @@ columns with scales that are powers of two. What needs SM100 or SM120 was not ru
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
@@ -22,18 +24,37 @@ from moe_ops.meta.workspace import padded_rows, round_up
 from moe_ops.ops.library import register
 from moe_ops.ops.problem import Buffer, Machine, Problem, Workspaces
 
-_MAJORS = {"": (9, 10, 12), "fp8_block": (9, 10, 12), "mxfp8": (10,)}  # by scheme
+_BLOCK = ("fp8_block", "fp8_block:ue8m0")
+_MAJORS = {"": (9, 10, 12), **dict.fromkeys(_BLOCK, (9, 10, 12)), "mxfp8": (10,)}  # by scheme
 _BACK = "moe_ops.prepare(weight, 'torch') brings it back"
 _FP4_SCHEMES = ("mxfp4_w4a8", "mxfp4_w4a8:round", "mxfp4_w4a8:ceil")
 _FP4_ACTIVATIONS = ("silu", "swiglustep")
 _OTHERS = "use backend='triton' or 'auto'"
-VERSION = "0.1.5"  # of sgl-deep-gemm: its calls and layouts are those of this one
+DISTRIBUTION = "sgl-deep-gemm"
+TESTED = ("0.1.5", "0.1.5")  # the oldest and the newest version that the tests ran with
 
 
 def available() -> str | None:
     """None, or what to install."""
-    missing = environment.why_not_installed("deep_gemm", "sgl-deep-gemm", VERSION)
-    return missing or environment.why_no_triton()
+    missing = environment.why_not_installed("deep_gemm", DISTRIBUTION, TESTED[0])
+    return missing or _why_not_loaded() or environment.why_no_triton()
+
+
+def _why_not_loaded() -> str | None:
+    """Why torch lacks what the installed wheel was linked against. From 0.2 on, wheels need
+    `c10::cuda::CUDAErrorLogCapture`, which torch 2.11 to 2.13 do not have; one that is loaded
+    nevertheless ends the process at the first CUDA error check.
+    """
+    found = environment.version(DISTRIBUTION) or ""
+    if environment.release(found) < (0, 2):
+        return None
+    header = Path(torch.__file__).parent / "include" / "c10" / "cuda" / "CUDAException.h"
+    if not header.exists() or "CUDAErrorLogCapture" in header.read_text():
+        return None
+    return (
+        f"{DISTRIBUTION} {found} is built for a newer torch than {torch.__version__}; "
+        f"pip install '{DISTRIBUTION}>={TESTED[0]},<0.2'"
+    )
 
 
 def _reasons(name: str, p: Problem, machine: Machine, majors: tuple[int, ...]) -> list[str]:
@@ -140,7 +161,7 @@ FASTER_FROM = 64
 
 def faster_from(problem: Problem) -> int | None:
     """Rows an expert from which "auto" takes this backend unmeasured."""
-    measured = problem.kind == "experts" and problem.scheme == "fp8_block"
+    measured = problem.kind == "experts" and problem.scheme in _BLOCK
     return FASTER_FROM if measured else None
 
 
@@ -155,11 +176,12 @@ BACKEND = register(
     workspace_shapes=workspace_shapes,
     launch=_LAUNCH,
     devices=("CUDA",),
-    native_schemes=("fp8_block", "mxfp8"),
+    native_schemes=(*_BLOCK, "mxfp8"),
     native_capability=(9, 0),
     interpreted=INTERPRETED,
     relayouts=RELAYOUTS,
-    distribution="sgl-deep-gemm",
+    distribution=DISTRIBUTION,
+    newest_tested=TESTED[1],
     faster_from=faster_from,
 )
 FP4 = register(
@@ -173,5 +195,6 @@ FP4 = register(
     native_capability=(10, 0),
     interpreted=INTERPRETED,
     relayouts=RELAYOUTS_FP4,
-    distribution="sgl-deep-gemm",
+    distribution=DISTRIBUTION,
+    newest_tested=TESTED[1],
 )

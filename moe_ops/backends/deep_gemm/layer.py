@@ -37,8 +37,8 @@ def format_of(scheme: str, layout: str) -> Format:
     if not scheme:
         return Format("", 128, 128)
     if not layout:
-        return Format("fp32", 128, 128)
-    width = 128 if scheme == "fp8_block" else 32
+        return Format("powers" if scheme == "fp8_block:ue8m0" else "fp32", 128, 128)
+    width = 128 if scheme.startswith("fp8_block") else 32
     return Format("ue8m0", 32 if scheme == "mxfp8" else 128, width)
 
 
@@ -59,8 +59,8 @@ def rows_in(buffer: Tensor, shape: tuple[int, ...], form: Format) -> dg.Operand:
 
 def _weight(name: str, data: Tensor, scale: Tensor | None, form: Format) -> dg.Operand:
     """A weight for the GEMMs. Raises ValueError for what they need and plans cannot check."""
-    dtypes = {"": (torch.bfloat16,), "fp32": (torch.float8_e4m3fn,)}
-    expected = dtypes.get(form.scales, (torch.float8_e4m3fn, torch.uint8))
+    dtypes = {"": (torch.bfloat16,), "ue8m0": (torch.float8_e4m3fn, torch.uint8)}
+    expected = dtypes.get(form.scales, (torch.float8_e4m3fn,))
     if data.dtype not in expected:
         raise ValueError(f"{name} must have dtype {expected[0]}, got {data.dtype}")
     for what, tensor in ((name, data), (f"the scale of {name}", scale)):

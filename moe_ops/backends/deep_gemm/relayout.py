@@ -61,8 +61,17 @@ def requantize_block(weight: ExpertTensor) -> Tensors:
     return {"qdata": qdata, "scale": packed}
 
 
+def pack_block(weight: ExpertTensor) -> Tensors:
+    """The scales of fp8_block:ue8m0 weights, which are powers of two, packed."""
+    _check_sizes(*weight.shape[-2:])
+    exponents = (weight.scale.view(torch.int32) >> 23).to(torch.uint8)
+    return {"scale": pack_exponents(exponents.repeat_interleave(128, -2))}
+
+
 def block_scales(weight: ExpertTensor) -> Tensors:
-    """fp32 scales of 128 x 128 blocks; the elements stay as `requantize_block` rounded them."""
+    """fp32 scales of 128 x 128 blocks; elements stay as they are, or as `requantize_block` rounded
+    them.
+    """
     exponents = unpack_exponents(weight.scale, weight.shape[-1] // 128)[..., ::128, :]
     return {"scale": e8m0_to_float32(exponents.contiguous())}
 
@@ -86,11 +95,7 @@ def _check_sizes(N: int, K: int) -> None:
 
 
 def _is(*names: str) -> Callable[[QuantScheme], bool]:
-    return lambda scheme: _base(scheme) in names
-
-
-def _base(scheme: QuantScheme) -> str:
-    return scheme.name.split(":")[0]
+    return lambda scheme: scheme.name in names
 
 
 def _multiplies_exponents(device: torch.device) -> bool:
@@ -107,5 +112,13 @@ RELAYOUTS = (
         block_scales,
         on=lambda device: _multiplies_exponents(device),
     ),
+    Relayout(
+        DEEP_GEMM_UE8M0,
+        _is("fp8_block:ue8m0"),
+        pack_block,
+        block_scales,
+        on=lambda device: _multiplies_exponents(device),
+    ),
 )
-RELAYOUTS_FP4 = (Relayout(DEEP_GEMM_UE8M0, _is("mxfp4_w4a8"), pack_mx, unpack_mx),)
+_RULES_OF_MXFP4 = ("mxfp4_w4a8", "mxfp4_w4a8:round", "mxfp4_w4a8:ceil")
+RELAYOUTS_FP4 = (Relayout(DEEP_GEMM_UE8M0, _is(*_RULES_OF_MXFP4), pack_mx, unpack_mx),)

@@ -13,6 +13,7 @@ SCALES names the scales of e4m3 data. Scales of neighbouring rows are contiguous
 rows, of which the contiguous layout has one:
     ""       none, data are in the input's dtype
     "fp32"   (blocks, columns / 128, R), one for 128 columns
+    "powers" the same, of powers of two
     "ue8m0"  int32 words of four exponents, one for WIDTH columns:
              (blocks, columns / (4 WIDTH), R); byte j of word p is group 4 p + j
 """
@@ -115,8 +116,8 @@ def rounded_columns(x, SCALES: tl.constexpr, WIDTH: tl.constexpr, NATIVE: tl.con
     if SCALES == "ue8m0":
         v, scale = quantize_by_powers(tl.reshape(x, (GROUPS * PARTS, WIDTH)))
         y = stored(tl.reshape(v, (GROUPS, 128)), NATIVE)
-    elif SCALES == "fp32":
-        v, scale = quantize_groups(x)
+    elif SCALES != "":
+        v, scale = quantize_groups(x, SCALES == "powers")
         y = stored(v, NATIVE)
     else:
         y, scale = x, x
@@ -248,7 +249,7 @@ def activate_units(
         owner = row_of(rows_ptr, first, part // (I // WIDTH), pairs)
         part %= I // WIDTH
         store_scale(scale_ptr, scale, owner, part, I // WIDTH, R, owner >= 0, SCALES)
-    elif SCALES == "fp32":
+    elif SCALES != "":
         store_scale(scale_ptr, scale, row, group, I // 128, R, row >= 0, SCALES)
     tl.store(h_ptr + row[:, None] * I + column, h.to(h_ptr.dtype.element_ty), mask=ok)
 

@@ -2,13 +2,17 @@
 
 Before the library's kernels, a small kernel of ours converts ids and router weights to the form
 that the library reads, applies `expert_map`, and marks ids of experts that are not here with -1,
-which the library skips. Another copies, weighs or quantizes rows of the input, if needed. The
-library allocates its own workspace on every call from torch's caching allocator, and inside a
-captured graph from the graph's pool. Gated activations need w13 with up rows before gate rows:
+which the library skips. Another copies, weighs, pads or quantizes rows of the input, if needed.
+4-bit weights are padded by `prepare` to sizes that 128 divides. The library allocates its own
+workspace on every call from torch's caching allocator, and inside a captured graph from the
+graph's pool. Gated activations need w13 with up rows before gate rows:
 `moe_ops.prepare(w13, "flashinfer", activation=...)`, `moe_ops.prepare(w2, "flashinfer")`.
 
 `expert_map` covers expert parallelism, so that the library's own ranks stay 1 of 1. Shards of
 tensor parallelism are weights of a smaller I.
+
+Of known activation scales that differ by expert, hidden_states have the largest, because a token
+is quantized once, and the activation's output has that of its expert.
 
 The library's gelu is the exact one, and gelu_tanh runs on it too: they differ by at most 5e-4 an
 element, and by 2e-4 in the norm for normally distributed inputs, where rounding to bf16 is 1.7e-3
@@ -27,10 +31,11 @@ import torch
 
 from moe_ops import environment
 from moe_ops.activations import rows_before
-from moe_ops.backends.flashinfer import library
-from moe_ops.backends.flashinfer.relayout import RELAYOUTS
+from moe_ops.backends.flashinfer import binding, library
+from moe_ops.backends.flashinfer.relayout import MIXED, RELAYOUTS
 from moe_ops.backends.flashinfer.schemes import ACTIVATIONS, ALL, OTHERS, SCHEMES
 from moe_ops.kernels.launch import Lazy
+from moe_ops.meta.scales import base_layout
 from moe_ops.meta.workspace import round_up
 from moe_ops.ops.library import register
 from moe_ops.ops.problem import Buffer, Machine, Problem, Workspaces
@@ -39,8 +44,12 @@ from moe_ops.ops.problem import Buffer, Machine, Problem, Workspaces
 @cache
 def available() -> str | None:
     """None, or why the library cannot be used here."""
-    missing = environment.why_not_installed("flashinfer", "flashinfer-python", library.VERSION)
-    return missing or environment.why_no_triton()
+    return binding.why_not() or environment.why_no_triton()
+
+
+@environment.constant
+def _reads_mixed_order() -> bool:
+    return binding.binding().mixed_order
 
 
 def supports(problem: Problem, machine: Machine) -> list[str]:
@@ -68,17 +77,23 @@ def supports(problem: Problem, machine: Machine) -> list[str]:
     if scheme is None:
         reasons.append(OTHERS.get(p.scheme, f"flashinfer has no kernel for {of}"))
         return reasons
+    if scheme.layout == MIXED and not _reads_mixed_order():
+        reasons.append(
+            f"{p.scheme} runs with flashinfer-python {binding.TESTED[1]}: the one that is "
+            "installed reads 4-bit weights in another order than moe_ops.prepare makes"
+        )
     if p.dtype not in scheme.dtypes:
         names = " or ".join([str(d).removeprefix("torch.") for d in scheme.dtypes])
         reasons.append(f"flashinfer takes {names} for {of}, got {p.dtype}")
-    if p.hidden_size % scheme.multiple or p.intermediate_size % scheme.multiple:
+    whole = not (p.hidden_size % scheme.multiple or p.intermediate_size % scheme.multiple)
+    if not whole and not scheme.layout:
         reasons.append(
             f"flashinfer needs K and I to be multiples of {scheme.multiple} for {of}, got "
             f"{p.hidden_size} and {p.intermediate_size}"
         )
     order = rows_before(act)
     wanted = scheme.layout + (f":{order}" if order else "")
-    if p.layout != wanted:
+    if base_layout(p.layout) != wanted:
         argument = f", activation={act.name!r}" if act is not None and act.gated else ""
         reasons.append(
             f"flashinfer takes weights in layout {wanted!r}, got {p.layout!r}: once call "
@@ -89,22 +104,24 @@ def supports(problem: Problem, machine: Machine) -> list[str]:
 
 def workspace_shapes(M: int, problem: Problem) -> Workspaces:
     """Shapes of the workspaces. workspace13 holds copies of the input's rows (M, K), unless they
-    are read in place; workspace2 the router's weights (M, top_k) and the layer's constants in
-    fp32, the scales of quantized rows, and biases in the output's dtype; the index workspace local
-    ids (M, top_k). The library allocates its own workspace.
+    are read in place, and if weights are padded, padded rows and the padded output; workspace2 the
+    router's weights (M, top_k) and the layer's constants in fp32, the scales of quantized rows,
+    and biases in the output's dtype; the index workspace local ids (M, top_k). The library
+    allocates its own workspace.
     """
     p = problem
-    pairs = M * p.top_k
-    floats = (
-        round_up(pairs, 32)
-        + 7 * round_up(p.num_experts, 32)
-        + round_up(M * p.hidden_size, 4096) // 128
-    )
+    pairs, K, N = M * p.top_k, p.hidden_size, p.num_rows
+    copies = 1  # of the rows, and of the output if it is padded too
+    if SCHEMES[p.scheme].layout:
+        K = round_up(K, 128)
+        N = N // p.intermediate_size * round_up(p.intermediate_size, 128)
+        copies = 1 if p.hidden_size == K else 2
+    floats = round_up(pairs, 32) + 8 * round_up(p.num_experts, 32) + round_up(M * K, 4096) // 128
     if p.has_bias:
-        floats = floats + round_up(p.num_experts * p.num_rows, 64) // 2
-        floats = floats + round_up(p.num_experts * p.hidden_size, 64) // 2
+        floats = floats + round_up(p.num_experts * N, 64) // 2
+        floats = floats + round_up(p.num_experts * K, 64) // 2
     return Workspaces(
-        Buffer((M, p.hidden_size), p.dtype),
+        Buffer((copies * M, K), p.dtype),
         Buffer((floats,), torch.float32),
         Buffer((pairs,), torch.int32),
     )
@@ -121,5 +138,6 @@ BACKEND = register(
     native_capability=(9, 0),
     warm=library.warm,
     relayouts=RELAYOUTS,
-    distribution="flashinfer-python",
+    distribution=binding.DISTRIBUTION,
+    newest_tested=binding.TESTED[1],
 )

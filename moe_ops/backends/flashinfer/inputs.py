@@ -32,6 +32,7 @@ from moe_ops.kernels.launch import (
     unprefixed,
 )
 from moe_ops.kernels.permute.rows import NO_ROUTER_WEIGHTS, RouterWeights, router_weights
+from moe_ops.kernels.quantize.scales import expert_stride
 from moe_ops.meta.workspace import cdiv
 from moe_ops.ops.args import ExpertsArgs
 
@@ -59,13 +60,17 @@ class Constants(NamedTuple):
     they are computed from.
     """
 
-    # (7, SLOT) fp32, written: alpha, beta, limit, factors of w13 and w2, inverse scales of a13 and
-    # a2
+    # (8, SLOT) fp32, written: alpha, beta, limit, factors of w13 and w2, inverse scales of a13 and
+    # a2, scale of a13
     constants: Pointer
     w13_scale: Pointer  # (E,) scales of the weights, or None
     w2_scale: Pointer
-    a13_scale: Pointer  # () scales of the activations, or None
+    # () or (E,) scales of the activations, or None. Of a13 the largest is taken, because a token
+    # is quantized once
+    a13_scale: Pointer
     a2_scale: Pointer
+    a13_stride: Runtime  # between scales of experts
+    a2_stride: Runtime
     alpha: RuntimeFloat
     beta: RuntimeFloat
     limit: RuntimeFloat
@@ -116,6 +121,8 @@ def moe_ops_flashinfer_route(
     w2_scale_ptr,
     a13_scale_ptr,
     a2_scale_ptr,
+    a13_stride,
+    a2_stride,
     alpha,
     beta,
     limit,
@@ -165,12 +172,13 @@ def moe_ops_flashinfer_route(
             tl.store(constants_ptr + 3 * slot + lane, one, mask=ok)
             tl.store(constants_ptr + 4 * slot + lane, one, mask=ok)
         elif FACTORS != "":
-            a13 = tl.load(a13_scale_ptr)
-            a2 = tl.load(a2_scale_ptr)
+            a13 = tl.max(tl.load(a13_scale_ptr + lane * a13_stride, mask=ok, other=0.0), 0)
+            a2 = tl.load(a2_scale_ptr + lane * a2_stride, mask=ok, other=1.0)
             store_factors(constants_ptr + 3 * slot, w13_scale_ptr, a13, lane, ok, FACTORS)
             store_factors(constants_ptr + 4 * slot, w2_scale_ptr, a2, lane, ok, FACTORS)
             tl.store(constants_ptr + 5 * slot, 1.0 / a13)
-            tl.store(constants_ptr + 6 * slot, 1.0 / a2)
+            tl.store(constants_ptr + 6 * slot + lane, 1.0 / a2, mask=ok)
+            tl.store(constants_ptr + 7 * slot, a13)
 
 
 def route(
@@ -197,7 +205,8 @@ def route(
         ids=Ids(ids, expert_map, M, E, num_ids, ids.stride(0), ids.stride(1), map_stride),
         topk_weights=router_weights(a.topk_weights),
         constants=Constants(
-            *(constants, w13_scale, w2_scale, a13_scale, a2_scale, a.alpha, a.beta, a.limit),
+            *(constants, w13_scale, w2_scale, a13_scale, a2_scale),
+            *(expert_stride(a13_scale), expert_stride(a2_scale), a.alpha, a.beta, a.limit),
             *(constants.stride(0), 1 << (E - 1).bit_length(), scheme.factors),
         ),
         TOP_K=top_k,
@@ -213,12 +222,14 @@ class Rows:
     scale: Pointer  # (M, K / 32) e8m0 codes, written if TO is "mxfp8"
     x: Pointer  # (M, K)
     weights: RouterWeights  # (M, 1) that multiply the rows, or none
-    a_scale: Pointer  # () scale of e4m3 rows
+    a_scale: Pointer  # () scale of e4m3 rows, or those of experts, of which the largest is taken
     K: Specialized
+    columns: Specialized  # of out: zeros from K on, or fewer than x has
     x_stride_m: Specialized
     x_stride_k: Specialized
     TO: Constant  # "": copy, "e4m3": x / a_scale, "mxfp8": groups of 32 with powers of two
     NATIVE: Constant
+    SCALES: Constant  # number of a_scale
     GROUPS: Constant  # of 32 columns, in one program
 
 
@@ -232,58 +243,85 @@ def moe_ops_flashinfer_rows(
     weights_stride_k,
     a_scale_ptr,
     K,
+    columns,
     x_stride_m,
     x_stride_k,
     TO: tl.constexpr,
     NATIVE: tl.constexpr,
+    SCALES: tl.constexpr,
     GROUPS: tl.constexpr,
 ):
-    """Copy rows of the input, multiplied by router weights and quantized if asked for. Rows that
-    no expert takes may hold anything.
+    """Copy rows of the input, multiplied by router weights, padded and quantized if asked for.
+    Rows that no expert takes may hold anything.
     """
     m = tl.program_id(0).to(tl.int64)
     g = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
     k = g[:, None] * 32 + tl.arange(0, 32)[None, :]
-    ok = k < K
-    x = tl.load(x_ptr + m * x_stride_m + k.to(tl.int64) * x_stride_k, mask=ok, other=0.0)
+    ok = k < columns
+    x = tl.load(x_ptr + m * x_stride_m + k.to(tl.int64) * x_stride_k, mask=k < K, other=0.0)
     v = x.to(tl.float32)
     if weights_ptr is not None:
         v *= tl.load(weights_ptr + m * weights_stride_m).to(tl.float32)
     if TO == "":
-        tl.store(out_ptr + m * K + k, v.to(x.dtype), mask=ok)
+        tl.store(out_ptr + m * columns + k, v.to(x.dtype), mask=ok)
     elif TO == "e4m3":
-        a = tl.load(a_scale_ptr)
+        known = tl.arange(0, triton.next_power_of_2(SCALES))
+        a = tl.max(tl.load(a_scale_ptr + known, mask=known < SCALES, other=0.0), 0)
         v = clamp(quotient(v, a, reciprocal(a)), 448.0)
-        tl.store(out_ptr + m * K + k, stored(v, NATIVE), mask=ok)
+        tl.store(out_ptr + m * columns + k, stored(v, NATIVE), mask=ok)
     else:
         amax = tl.max(tl.abs(v), 1)
         code = exponent_above(quotient(amax, 448.0, 1.0 / 448.0))
         code = tl.where(amax < float("inf"), tl.minimum(tl.maximum(code, 0), 253), 255)
         inverse = tl.where(code == 255, 0x7FC00000, (254 - code) << 23)
         v = clamp(v * inverse.to(tl.float32, bitcast=True)[:, None], 448.0)
-        tl.store(out_ptr + m * K + k, stored(v, NATIVE), mask=ok)
-        tl.store(scale_ptr + m * (K // 32) + g, code.to(tl.uint8), mask=g < K // 32)
+        tl.store(out_ptr + m * columns + k, stored(v, NATIVE), mask=ok)
+        groups = columns // 32
+        tl.store(scale_ptr + m * groups + g, code.to(tl.uint8), mask=g < groups)
 
 
 def rows(a: ExpertsArgs, out: Tensor, scale: Tensor | None, to: str, gpu: Gpu) -> Launch:
     """Write the input's rows in the form `to`, multiplied by router weights if these scale the
     input.
     """
-    x, K = a.hidden_states, a.hidden_states.shape[1]
+    x, columns = a.hidden_states, out.shape[1]
     args = Rows(
         out=out if gpu.native or not to else out.view(torch.uint8),
         scale=scale,
         x=x,
         weights=router_weights(a.topk_weights) if a.router_weight_on_input else NO_ROUTER_WEIGHTS,
         a_scale=a.a13_scale if to == "e4m3" else None,
-        K=K,
+        K=x.shape[1],
+        columns=columns,
         x_stride_m=x.stride(0),
         x_stride_k=x.stride(1),
         TO=to,
         NATIVE=gpu.native,
+        SCALES=a.a13_scale.numel() if to == "e4m3" and a.a13_scale is not None else 1,
         GROUPS=GROUPS,
     )
-    return Launch(moe_ops_flashinfer_rows, (x.shape[0], cdiv(K, 32 * GROUPS), 1), args)
+    return Launch(moe_ops_flashinfer_rows, (x.shape[0], cdiv(columns, 32 * GROUPS), 1), args)
+
+
+def unpad(padded: Tensor, out: Tensor, gpu: Gpu) -> Launch:
+    """Copy the first columns of padded rows (M, K) to out, which has fewer."""
+    args = Rows(
+        out=out,
+        scale=None,
+        x=padded,
+        weights=NO_ROUTER_WEIGHTS,
+        a_scale=None,
+        K=out.shape[1],
+        columns=out.shape[1],
+        x_stride_m=padded.stride(0),
+        x_stride_k=1,
+        TO="",
+        NATIVE=gpu.native,
+        SCALES=1,
+        GROUPS=GROUPS,
+    )
+    grid = (out.shape[0], cdiv(out.shape[1], 32 * GROUPS), 1)
+    return Launch(moe_ops_flashinfer_rows, grid, args)
 
 
 class RuntimeBias(NamedTuple):
@@ -300,8 +338,10 @@ class Biases:
     out2: Pointer  # (E, K), written
     b13: RuntimeBias
     b2: RuntimeBias
-    N: Runtime
+    N: Runtime  # rows of w13 and of w2 as the caller counts them
     K: Runtime
+    out_N: Runtime  # and as they are stored: padded, in each half of w13
+    out_K: Runtime
     ORDER: Constant  # of w13's rows: "", "up_gate" or "up_gate_of_pairs"
     BLOCK_N: Constant
 
@@ -318,6 +358,8 @@ def moe_ops_flashinfer_biases(
     b2_stride_n,
     N,
     K,
+    out_N,
+    out_K,
     ORDER: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
@@ -326,36 +368,45 @@ def moe_ops_flashinfer_biases(
     """
     e = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    half = N // 2
-    if ORDER == "up_gate":
-        source = tl.where(n < half, n + half, n - half)
-    elif ORDER == "up_gate_of_pairs":
-        source = tl.where(n < half, 2 * n + 1, 2 * (n - half))
-    else:
+    if ORDER == "":
         source = n
+        ok = n < N
+    else:  # up rows, then gate rows
+        up = n < out_N // 2
+        row = tl.where(up, n, n - out_N // 2)
+        ok = row < N // 2
+        if ORDER == "up_gate":
+            source = tl.where(up, row + N // 2, row)
+        else:
+            source = tl.where(up, 2 * row + 1, 2 * row)
     if b13_ptr is None:
         first = tl.zeros((BLOCK_N,), tl.float32)
     else:
-        first = tl.load(b13_ptr + e * b13_stride_e + source * b13_stride_n, mask=n < N, other=0.0)
+        ok = ok & (n < out_N)
+        first = tl.load(b13_ptr + e * b13_stride_e + source * b13_stride_n, mask=ok, other=0.0)
     if b2_ptr is None:
         second = tl.zeros((BLOCK_N,), tl.float32)
     else:
         second = tl.load(b2_ptr + e * b2_stride_e + n * b2_stride_n, mask=n < K, other=0.0)
-    tl.store(out13_ptr + e * N + n, first.to(out13_ptr.dtype.element_ty), mask=n < N)
-    tl.store(out2_ptr + e * K + n, second.to(out2_ptr.dtype.element_ty), mask=n < K)
+    out13 = first.to(out13_ptr.dtype.element_ty)
+    tl.store(out13_ptr + e * out_N + n, out13, mask=n < out_N)
+    out2 = second.to(out2_ptr.dtype.element_ty)
+    tl.store(out2_ptr + e * out_K + n, out2, mask=n < out_K)
 
 
 def biases(a: ExpertsArgs, out13: Tensor, out2: Tensor, order: str) -> Launch:
     """Write both biases in the form that the library reads."""
-    (E, N), K = out13.shape, out2.shape[1]
+    (E, out_N), out_K = out13.shape, out2.shape[1]
     args = Biases(
         out13=out13,
         out2=out2,
         b13=RuntimeBias(*bias_of(a.w13_bias)),
         b2=RuntimeBias(*bias_of(a.w2_bias)),
-        N=N,
-        K=K,
+        N=out_N if a.w13_bias is None else a.w13_bias.shape[1],
+        K=a.hidden_states.shape[1],
+        out_N=out_N,
+        out_K=out_K,
         ORDER=order,
         BLOCK_N=BLOCK_N,
     )
-    return Launch(moe_ops_flashinfer_biases, (E, cdiv(max(N, K), BLOCK_N), 1), args)
+    return Launch(moe_ops_flashinfer_biases, (E, cdiv(max(out_N, out_K), BLOCK_N), 1), args)

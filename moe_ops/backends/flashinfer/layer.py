@@ -9,11 +9,13 @@ from torch import Tensor
 
 from moe_ops.activations import NO_LIMIT
 from moe_ops.backends.flashinfer import inputs, library
+from moe_ops.backends.flashinfer.binding import binding
 from moe_ops.backends.flashinfer.library import Kernels
 from moe_ops.backends.flashinfer.schemes import ACTIVATIONS, SCHEMES
 from moe_ops.kernels import launch
 from moe_ops.kernels.gemm.operands import activated
 from moe_ops.kernels.launch import Gpu, run
+from moe_ops.meta.scales import base_layout
 from moe_ops.meta.workspace import carve, round_up
 from moe_ops.ops.args import ExpertsArgs
 
@@ -41,7 +43,8 @@ def experts(a: ExpertsArgs) -> None:
         return
     _check_contiguous(a)
     E, N = a.w13.shape[:2]
-    K, device = x.shape[1], x.get_device()
+    K, device = a.w2.shape[1], x.get_device()  # padded, if weights are
+    padded = x.shape[1] != K
     scheme = SCHEMES[a.scheme]
     gated = activated(a.activation, a.alpha, a.beta, a.limit).GATED
     gpu = launch.gpu(device)
@@ -49,21 +52,27 @@ def experts(a: ExpertsArgs) -> None:
     parts = _Parts(a.workspace2)
     local = carve(a.index_workspace, (M, top_k), torch.int32)
     sums = parts.take((M, top_k), torch.float32)
-    constants = parts.take((7, round_up(E, 32)), torch.float32)
+    constants = parts.take((8, round_up(E, 32)), torch.float32)
     launches = [inputs.route(a, local, sums, constants, scheme)]
 
     on_input = a.router_weight_on_input
-    rows, row_scales = x, None
-    if scheme.input or on_input or not x.is_contiguous():
+    rows, row_scales, target = x, None, out
+    if scheme.input or on_input or padded or not x.is_contiguous():
         dtype = torch.float8_e4m3fn if scheme.input else x.dtype
         rows = carve(a.workspace13, (M, K), dtype)
         if scheme.input == "mxfp8":
             row_scales = parts.take((M, K // 32), torch.uint8)
         launches.append(inputs.rows(a, rows, row_scales, scheme.input, gpu))
+    if padded:
+        both = _Parts(a.workspace13)
+        both.take((M, K), rows.dtype)
+        target = both.take((M, K), out.dtype)
     w13_bias = w2_bias = None
     if a.w13_bias is not None or a.w2_bias is not None:
         w13_bias, w2_bias = parts.take((E, N), out.dtype), parts.take((E, K), out.dtype)
-        launches.append(inputs.biases(a, w13_bias, w2_bias, a.layout.partition(":")[2]))
+        launches.append(
+            inputs.biases(a, w13_bias, w2_bias, base_layout(a.layout).partition(":")[2])
+        )
 
     kernels, w13, w2, scales = _weights(a, rows.dtype, constants, E)
     plain_silu = a.activation == "silu" and a.limit >= NO_LIMIT
@@ -82,7 +91,7 @@ def experts(a: ExpertsArgs) -> None:
 
     def call(tactics: library.Tactics) -> None:
         runner.run_moe(
-            out,
+            target,
             rows,
             local,
             None if on_input else sums,
@@ -93,6 +102,7 @@ def experts(a: ExpertsArgs) -> None:
             scales,
             row_scales,
             *swiglu,
+            *binding().nones,
             False,  # swizzled_input_sf
             *(1, 0, 1, 0, 1, 0),  # sizes and ranks of tensor and expert parallelism, and clusters
             False,  # enable_alltoall
@@ -107,6 +117,8 @@ def experts(a: ExpertsArgs) -> None:
     if library.tuning() and a.scheme != "fp8_block" and library.numbered(device):
         library.tune(gpu.name, name, runner, call)
     call(library.tactics(gpu.name, name))
+    if padded:
+        run([inputs.unpad(target, out, gpu)], device, _NO_PDL)
     library.mark_warm(made)
 
 
@@ -131,13 +143,14 @@ def _weights(
     if not a.scheme:
         return Kernels(dtype, dtype, dtype), a.w13, a.w2, None
     assert s13 is not None and s2 is not None, a.scheme
+    by_expert = a.a2_scale is not None and a.a2_scale.numel() > 1
+    inverse = constants[6, :E] if by_expert else constants[6, 0]
     if a.scheme == "fp8_block":
         kernels = Kernels(dtype, a.w13.dtype, dtype, fp8_block=True)
         return kernels, a.w13, a.w2, [s13, s2]
     if a.scheme == "fp8_tensor_static":
-        assert a.a13_scale is not None
         # [factor of w13, inverse scale of a2, factor of w2, scale of a13]
-        scales = [constants[3, :E], constants[6, 0], constants[4, :E], a.a13_scale.reshape(())]
+        scales = [constants[3, :E], inverse, constants[4, :E], constants[7, 0]]
         return Kernels(row_dtype, a.w13.dtype, dtype), a.w13, a.w2, scales
     if a.layout.startswith("flashinfer_swizzled"):
         w13, w2 = a.w13.view(torch.int64), a.w2.view(torch.int64)
@@ -145,7 +158,7 @@ def _weights(
         f13, f2 = constants[3, :E], constants[4, :E]
         if a.scheme == "nvfp4":
             # the library quantizes rows itself, by the inverses of the activations' scales
-            scales = [constants[5, 0], s13, f13, constants[6, 0], s2, f2]
+            scales = [constants[5, 0], s13, f13, inverse, s2, f2]
             return Kernels(dtype, torch.int64, dtype), w13, w2, scales
         return Kernels(row_dtype, torch.int64, dtype, mxfp8=True), w13, w2, [s13, f13, s2, f2]
     kernels = Kernels(dtype, torch.uint8, dtype, w4_groups=True)

@@ -26,8 +26,8 @@ from typing import Any, NamedTuple
 import torch
 
 from moe_ops import environment
+from moe_ops.backends.flashinfer.binding import DISTRIBUTION, TESTED, binding
 
-VERSION = "0.6.13"  # whose module's arguments are spelled out here
 # Tactics of GEMM1 and GEMM2, each counted from 0; -1 is the library's default. The module also
 # accepts GEMM2's counted from GEMM1's last on, but only numbers past GEMM2's own count: all others
 # it takes as counted from 0.
@@ -92,7 +92,7 @@ def module(arch: str) -> Any:
 @cache
 def runner(device: int, kernels: Kernels) -> Any:
     """The module's object for a family of kernels on a device."""
-    return module(architecture(environment.capability(device))).init(*kernels)
+    return module(architecture(environment.capability(device))).init(*kernels, *binding().init)
 
 
 _warm: set[tuple] = set()
@@ -149,7 +149,7 @@ def _table(gpu: str) -> dict[Key, Tactics]:
 
 def tactics_path() -> Path:
     """The file to which `moe_ops.warmup` writes measured tactics."""
-    return environment.cache_folder() / f"flashinfer-{VERSION}.json"
+    return environment.cache_folder() / f"flashinfer-{TESTED[1]}.json"
 
 
 def load(path: Path, gpu: str) -> dict[Key, Tactics]:
@@ -201,8 +201,11 @@ def tuning() -> bool:
 
 @cache
 def numbered(device: int) -> bool:
-    """Whether `candidates` knows the numbers of tactics on a device; if not, the default runs."""
-    return environment.capability(device) == (9, 0)
+    """Whether `candidates` knows the numbers of tactics on a device; if not, the default runs.
+    They are those of the tested versions.
+    """
+    tested = environment.newer_than_tested(DISTRIBUTION, TESTED[1]) is None
+    return tested and environment.capability(device) == (9, 0)
 
 
 def tune(gpu: str, key: Key, of: Any, call: Callable[[Tactics], None]) -> None:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from moe_ops.activations import UP_GATE, UP_GATE_OF_PAIRS
+from moe_ops.meta.workspace import round_up
 from moe_ops.ops.relayout import Relayout, Tensors
 from moe_ops.schemes import QuantScheme
 
@@ -130,64 +131,87 @@ def separate_scales(scale: Tensor) -> Tensor:
     return scale.view(E, parts, rows // 4, 4).transpose(1, 2).reshape(E, rows // 4, 4 * parts)
 
 
-@_of_each_expert
 def swizzle(scale: Tensor) -> Tensor:
-    """Scales (E, N, G) in tiles of 128 rows and 4 columns: row r, column c of a tile at
-    (r % 32, r // 32, c).
-
-    N a multiple of 128 and G of 4; the shape stays.
+    """Scales (.., N, G) in tiles of 128 rows and 4 columns: row r, column c of a tile at
+    (r % 32, r // 32, c). Padded with zeros to whole tiles.
     """
-    E, N, G = scale.shape
-    tiles = _raw(scale).view(E, N // 128, 4, 32, G // 4, 4).permute(0, 1, 4, 3, 2, 5)
-    return tiles.reshape(E, N, G).view(scale.dtype)
+    scale = _pad(scale, round_up(scale.shape[-2], 128), round_up(scale.shape[-1], 4))
+    *batch, N, G = scale.shape
+    tiles = _raw(scale).view(*batch, N // 128, 4, 32, G // 4, 4).movedim(-2, -4)
+    return tiles.transpose(-3, -2).reshape(*batch, N, G).view(scale.dtype)
 
 
-@_of_each_expert
-def unswizzle(scale: Tensor) -> Tensor:
-    """The inverse of `swizzle`."""
-    E, N, G = scale.shape
-    tiles = _raw(scale).view(E, N // 128, G // 4, 32, 4, 4).permute(0, 1, 4, 3, 2, 5)
-    return tiles.reshape(E, N, G).view(scale.dtype)
+def unswizzle(scale: Tensor, rows: int, columns: int) -> Tensor:
+    """The inverse of `swizzle` for scales (.., rows, columns)."""
+    *batch, N, G = scale.shape
+    tiles = _raw(scale).view(*batch, N // 128, G // 4, 32, 4, 4).transpose(-3, -2)
+    found = tiles.movedim(-4, -2).reshape(*batch, N, G).view(scale.dtype)
+    return found[..., :rows, :columns].contiguous()
 
 
-def _check_whole(w: ExpertTensor) -> None:
-    N, B = w.qdata.shape[-2:]
-    if N % 128 or B % 64:
-        raise ValueError(
-            "weight must have rows and columns that 128 divides to be laid out for flashinfer, "
-            f"got {(N, 2 * B)}; use backend 'triton' or 'torch'"
-        )
+def _pad(t: Tensor, rows: int, columns: int) -> Tensor:
+    """t (.., N, K) followed by zeros to (.., rows, columns)."""
+    more = (0, columns - t.shape[-1], 0, rows - t.shape[-2])
+    return torch.nn.functional.pad(_raw(t), more).view(t.dtype) if any(more) else t
+
+
+def _whole(t: Tensor, columns: int, halves: int) -> Tensor:
+    """t (.., N, K) with as many columns, and with rows padded to a multiple of 128 in each of
+    `halves` parts.
+    """
+    rows = round_up(t.shape[-2] // halves, 128)
+    return _cat(*[_pad(part, rows, columns) for part in t.chunk(halves, -2)])
+
+
+def _part(t: Tensor, rows: int, columns: int, halves: int) -> Tensor:
+    """The inverse of `_whole` for t (.., rows, columns)."""
+    return _cat(*[part[..., : rows // halves, :columns] for part in t.chunk(halves, -2)])
+
+
+def _padded(w: ExpertTensor, order: str) -> Tensors:
+    """Elements and scales in an order of rows, padded with zeros so that 128 divides I and K: zero
+    rows of w13 give zeros, which zero columns of w2 multiply.
+    """
+    t, halves = {"qdata": w.qdata, "scale": w.scale} | reorder_rows(w, order), 2 if order else 1
+    K = w.shape[-1]
+    return {
+        name: _whole(t[name], t[name].shape[-1] * round_up(K, 128) // K, halves).contiguous()
+        for name in ("qdata", "scale")
+    }
+
+
+def _unpadded(w: ExpertTensor, order: str, qdata: Tensor, scale: Tensor) -> Tensors:
+    """The natural elements and scales of a weight, from those that `_padded` made."""
+    (N, K), halves = w.shape[-2:], 2 if order else 1
+    parts = {
+        name: _part(t, N, t.shape[-1] * K // round_up(K, 128), halves)
+        for name, t in (("qdata", qdata), ("scale", scale))
+    }
+    return parts | reorder_rows(w._replace(**parts), order, undo=True)
 
 
 def _swizzled(w: ExpertTensor, order: str) -> Tensors:
-    _check_whole(w)
     if w.scheme == "nvfp4" and w.activation_scale is None:
         raise ValueError(
             "weight must have an activation_scale to be laid out for flashinfer, whose kernels "
             "quantize activations by scales known beforehand; give one to moe_ops.quantize or "
             "moe_ops.from_quantized"
         )
-    t = {"qdata": w.qdata, "scale": w.scale} | reorder_rows(w, order)
-    return {"qdata": t["qdata"].contiguous(), "scale": swizzle(t["scale"].contiguous())}
+    t = _padded(w, order)
+    return {"qdata": t["qdata"], "scale": swizzle(t["scale"])}
 
 
 def _unswizzled(w: ExpertTensor, order: str) -> Tensors:
-    w = w._replace(scale=unswizzle(w.scale))
-    return {"scale": w.scale} | reorder_rows(w, order, undo=True)
+    return _unpadded(w, order, w.qdata, unswizzle(w.scale, *w.scale.shape[-2:]))
 
 
 def _mixed(w: ExpertTensor, order: str) -> Tensors:
-    _check_whole(w)
-    t = {"qdata": w.qdata, "scale": w.scale} | reorder_rows(w, order)
-    return {
-        "qdata": interleave_e2m1(t["qdata"].contiguous()),
-        "scale": interleave_scales(t["scale"].contiguous()),
-    }
+    t = _padded(w, order)
+    return {"qdata": interleave_e2m1(t["qdata"]), "scale": interleave_scales(t["scale"])}
 
 
 def _unmixed(w: ExpertTensor, order: str) -> Tensors:
-    w = w._replace(qdata=separate_e2m1(w.qdata), scale=separate_scales(w.scale))
-    return {"qdata": w.qdata, "scale": w.scale} | reorder_rows(w, order, undo=True)
+    return _unpadded(w, order, separate_e2m1(w.qdata), separate_scales(w.scale))
 
 
 def _takes(*schemes: str) -> Callable[[QuantScheme], bool]:

@@ -31,7 +31,7 @@ class Scheme(NamedTuple):
 
     gpus: tuple[tuple[int, int], ...]  # compute capabilities; a minor number of 0 stands for all
     dtypes: tuple[torch.dtype, ...]
-    multiple: int  # K and I must be multiples of it
+    multiple: int  # K and I must be multiples of it; `prepare` pads those that have a layout
     layout: str = ""  # of weights, except for the order of rows
     input: str = ""  # to what the input's rows are quantized before the library's kernels
     factors: str = ""  # how factors follow from scales of weights and activations (inputs.py)
@@ -56,5 +56,13 @@ OTHERS = {
     "int4_w4a8": (
         "flashinfer's int4 kernels multiply activations by one scale known beforehand; those of "
         "int4_w4a8 have one for each token, from the data; use backend='triton' or 'torch'"
-    )
+    ),
+    **{
+        f"mxfp4{rule}": (
+            "flashinfer's expert layer has no product of mxfp4 weights and mxfp4 activations, but "
+            "with activations in mxfp8 (from SM100 on) or 16 bits (SM90): weights of schemes "
+            "'mxfp4_mxfp8' and 'mxfp4_w4a16' are stored alike"
+        )
+        for rule in _RULES
+    },
 }

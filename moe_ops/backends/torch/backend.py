@@ -1,7 +1,8 @@
 """Backend `torch`: any device, float dtype, scheme and activation, in plain torch operators.
 
 Quantized weights run with the exact meaning of their scheme: activations are really quantized,
-weights dequantized, products summed in fp32. All other backends are held to these results.
+weights dequantized, products summed in fp32. All other backends are held to these results. Of
+activation scales that differ by expert, each pair has that of its expert.
 """
 
 from __future__ import annotations
@@ -88,9 +89,16 @@ def _launch_experts(a: ExpertsArgs) -> None:
     if a.router_weight_on_input:
         x = permute.weigh_inputs(x, weights, pairs)
         weights = torch.ones_like(weights)
-    if a.scheme:
+    by_pair = a.a13_scale is not None and a.a13_scale.numel() > 1
+    if a.scheme and not by_pair:
         x = numerics.fake_quantize_activation(x, a.scheme, a.a13_scale, pairs.valid.any(1))
-    x = torch.index_select(x, 0, tokens, out=workspace.carve(a.workspace13, (S, K), dtype))
+    rows = workspace.carve(a.workspace13, (S, K), dtype)
+    if by_pair:
+        scale = numerics.static_scale_of_rows(a.a13_scale, pairs.experts)
+        rows.copy_(numerics.fake_quantize_activation(x[tokens], a.scheme, scale))
+    else:
+        torch.index_select(x, 0, tokens, out=rows)
+    x = rows
     gate_up = grouped_mm(
         x,
         a.w13,
@@ -104,7 +112,8 @@ def _launch_experts(a: ExpertsArgs) -> None:
     _activate(gate_up, act, hidden)
     if a.scheme:
         valid = pairs.experts < E
-        hidden.copy_(numerics.fake_quantize_activation(hidden, a.scheme, a.a2_scale, valid))
+        scale = numerics.static_scale_of_rows(a.a2_scale, pairs.experts)
+        hidden.copy_(numerics.fake_quantize_activation(hidden, a.scheme, scale, valid))
     y = grouped_mm(
         hidden,
         a.w2,
@@ -142,14 +151,17 @@ def _launch_batched_experts(a: BatchedExpertsArgs) -> None:
     x = a.hidden_states
     counts = a.expert_num_tokens
     valid = torch.arange(T, device=x.device) < counts.unsqueeze(1)  # (E, T)
+    of_rows = torch.arange(E, device=x.device).unsqueeze(1).expand(E, T)
     if a.scheme:
-        x = numerics.fake_quantize_activation(x, a.scheme, a.a13_scale, valid)
+        scale = numerics.static_scale_of_rows(a.a13_scale, of_rows)
+        x = numerics.fake_quantize_activation(x, a.scheme, scale, valid)
     gate_up = workspace.carve(a.workspace13, (E, T, N), dtype)
     _batched_mm(x, a.w13, counts, _scales(a, "w13"), a.w13_bias, a.scheme, gate_up)
     hidden = workspace.carve(a.workspace2, (E, T, width), dtype)
     _activate(gate_up.flatten(0, 1), act, hidden.flatten(0, 1))
     if a.scheme:
-        hidden.copy_(numerics.fake_quantize_activation(hidden, a.scheme, a.a2_scale, valid))
+        scale = numerics.static_scale_of_rows(a.a2_scale, of_rows)
+        hidden.copy_(numerics.fake_quantize_activation(hidden, a.scheme, scale, valid))
     y = workspace.carve(a.workspace13, (E, T, K), dtype)
     _batched_mm(hidden, a.w2, counts, _scales(a, "w2"), a.w2_bias, a.scheme, y)
     a.out.copy_(y)
@@ -186,7 +198,8 @@ def _launch_grouped_linear(a: GroupedLinearArgs) -> None:
         return
     if a.scheme:
         inside = torch.arange(x.shape[0], device=x.device) < a.offsets[-1]
-        x = numerics.fake_quantize_activation(x, a.scheme, a.activation_scale, inside)
+        scale = numerics.static_scale_of_sorted(a.activation_scale, a.offsets, x.shape[0])
+        x = numerics.fake_quantize_activation(x, a.scheme, scale, inside)
     scales = _scales(a, "weight")
     y = grouped_mm(x, a.weight, a.offsets, scales=scales, scheme=a.scheme, bias=a.bias)
     a.out.copy_(y)

@@ -2,7 +2,9 @@
 on AMD's gfx942 plain weights and those whose activations are quantized to e4m3 or int8.
 
 If a scheme quantizes activations to a format of which no GPU up to SM90 has products, they are
-rounded and multiplied in a wider type: kernels/quantize/emulated.py.
+rounded and multiplied in a wider type: kernels/quantize/emulated.py. Of known activation scales
+that differ by expert, each pair has that of its expert, but of nvfp4 all have the largest, because
+a token is rounded once.
 
 A layer takes four launches: route (none for one token), GEMM1 with the activation in its
 epilogue, GEMM2, and combine; one more may quantize activations. One token takes two launches, with
@@ -36,8 +38,9 @@ from moe_ops.schemes import SCHEMES, get_scheme
 _BACK = "moe_ops.prepare(weight, 'torch') brings it back"
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _QUANTIZING = (
-    *("fp8_tensor", "fp8_tensor_static", "fp8_channel", "fp8_block"),
-    *("int8_w8a8", "int8_w8a8_static"),
+    *("fp8_tensor", "fp8_tensor_static", "fp8_channel", "fp8_channel_tensor"),
+    *("fp8_channel_tensor_static", "fp8_block", "fp8_block:ue8m0"),
+    *("int8_w8a8", "int8_w8a8_tensor", "int8_w8a8_static"),
 )
 _MIXED_SCHEMES = frozenset(filter(operands.describe, SCHEMES))
 # AMD's GPUs for which benchmarks/compile_matrix.py compiles the kernels; none was run on hardware
@@ -60,6 +63,11 @@ def supports(problem: Problem, machine: Machine) -> list[str]:
     elif machine.device_type == "cuda" and machine.capability < (8, 0):
         major, minor = machine.capability
         reasons.append(f"triton needs compute capability 8.0 or higher, got {major}.{minor}")
+    if problem.scheme not in SCHEMES:
+        reasons.append(
+            f"triton runs the named schemes, got {problem.scheme!r}; use backend='torch' or 'auto'"
+        )
+        return reasons
     if _needs_newer_triton(problem, machine):
         major, minor = machine.capability
         reasons.append(
@@ -98,7 +106,8 @@ def _needs_newer_triton(problem: Problem, machine: Machine) -> bool:
     """
     if machine.device_type != "cuda" or machine.capability[0] != 10 or INTERPRETED:
         return False
-    one_maximum = problem.scheme in ("fp8_tensor", "nvfp4") and problem.kind != "grouped_linear"
+    schemes = ("fp8_tensor", "fp8_channel_tensor", "int8_w8a8_tensor", "nvfp4")
+    one_maximum = problem.scheme in schemes and problem.kind != "grouped_linear"
     return one_maximum and (0, 0) != environment.release(machine.triton) < (3, 8)
 
 

@@ -44,7 +44,7 @@ def experts(a: ExpertsArgs) -> None:
     w2 = weight_of("w2", a.w2, a.w2_scale, a.scheme, dtype, gpu)
     activation = activated(a.activation, a.alpha, a.beta, a.limit)
     scaling = scaling_of(a.scheme, gpu.native)
-    w_scale, x_scale, _ = scaling
+    w_scale, x_scale, powers, _ = scaling
     pairs = M * top_k
     tma = pairs >= LARGE_ROWS * E and sm90_tma.why_not(w13, w2, activation, scaling, gpu) is None
     one_token = M == 1 and gemv.why_not(w13, w2, top_k, scaling) is None
@@ -65,7 +65,8 @@ def experts(a: ExpertsArgs) -> None:
     if x_scale:
         launches, rows = quantize_x(
             rows, M, M, K, x_scale, config, y, a.a13_scale,
-            Valid("pairs", routing, on_input), h.scale, top_k, w13.data.dtype, gpu, sort,
+            Valid("pairs", routing, on_input), h.scale, top_k, w13.data.dtype, powers, gpu,
+            sort,
         )  # fmt: skip
     else:
         launches = [] if sort is None else [route(routing, sort, gpu)]
@@ -102,7 +103,7 @@ def batched_experts(a: BatchedExpertsArgs) -> None:
     w2 = weight_of("w2", a.w2, a.w2_scale, a.scheme, dtype, gpu)
     activation = activated(a.activation, a.alpha, a.beta, a.limit)
     scaling = scaling_of(a.scheme, gpu.native)
-    w_scale, x_scale, _ = scaling
+    w_scale, x_scale, powers, _ = scaling
     facts = (dtype.itemsize, False, gpu.shared_memory, w_scale, x_scale, activation.GATED)
     config = choose(E * T, E, K, I, *facts)
     block_m = config.block_m
@@ -113,7 +114,7 @@ def batched_experts(a: BatchedExpertsArgs) -> None:
     if x_scale:
         more, rows = quantize_x(
             rows, E * T, T, K, x_scale, config, a.workspace2, a.a13_scale,
-            counted("batched", counts), h.scale, 1, w13.data.dtype, gpu,
+            counted("batched", counts), h.scale, 1, w13.data.dtype, powers, gpu,
         )  # fmt: skip
         launches += more
     b13, b2, out = bias_of(a.w13_bias), bias_of(a.w2_bias), Output(*batches_of(a.out)[:4])
@@ -137,7 +138,7 @@ def grouped_linear(a: GroupedLinearArgs) -> None:
     gpu = launch.gpu(device)
     w = weight_of("weight", a.weight, a.weight_scale, a.scheme, x.dtype, gpu)
     scaling = scaling_of(a.scheme, gpu.native)
-    w_scale, x_scale, _ = scaling
+    w_scale, x_scale, powers, _ = scaling
     config = choose(
         S, E, K, K, x.dtype.itemsize, False, gpu.shared_memory, w_scale, x_scale, False
     )
@@ -149,7 +150,7 @@ def grouped_linear(a: GroupedLinearArgs) -> None:
     if x_scale:
         more, rows = quantize_x(
             rows, S, S, K, x_scale, config, a.workspace2, a.activation_scale,
-            counted("groups", offsets), None, 0, w.data.dtype, gpu,
+            counted("groups", offsets), None, 0, w.data.dtype, powers, gpu,
         )  # fmt: skip
         launches += more
     gemm = config.gemm1 if x_scale else config.gemm2

@@ -44,12 +44,13 @@ def describe_scale_inv(t: dict, config: Config) -> Matrix:
         raise ValueError(f"weight_block_size must be (128, 128), got {block}")
     shape = (*batch, math.ceil(n / 128), math.ceil(k / 128))
     require(t, "weight_scale_inv", shape, *FLOATS, torch.float8_e8m0fnu, torch.uint8)
-    return Matrix("fp8_block", n, k, tuple(batch))
+    powers_of_two = powers_of_two or config.get("scale_fmt") == "ue8m0"
+    return Matrix("fp8_block:ue8m0" if powers_of_two else "fp8_block", n, k, tuple(batch))
 
 
 def convert_scale_inv(t: dict[str, Tensor], config: Config) -> dict[str, Tensor]:
     scale = t["weight_scale_inv"]
-    if describe_scale_inv(t, config).scheme != "fp8_block":
+    if not describe_scale_inv(t, config).scheme.startswith("fp8_block"):
         weight = t["weight"]
         weight = weight.view(torch.uint8) if weight.dtype == torch.int8 else weight
         return {"qdata": weight, "scale": scale.view(torch.uint8)}
@@ -67,7 +68,12 @@ _FP8 = {
         "float8 tensor static": "fp8_tensor_static",
         "float8 token dynamic": "fp8_channel",  # the scale of a matrix is that of each row
     },
-    "channel": {"": "fp8_w8a16:channel", "float8 token dynamic": "fp8_channel"},
+    "channel": {
+        "": "fp8_w8a16:channel",
+        "float8 tensor dynamic": "fp8_channel_tensor",
+        "float8 tensor static": "fp8_channel_tensor_static",
+        "float8 token dynamic": "fp8_channel",
+    },
     "block": {"": "fp8_w8a16:block", "float8 group128 dynamic": "fp8_block"},
     "group": {"float8 group32 dynamic": "mxfp8"},
 }

@@ -18,8 +18,10 @@ def fp8_experts_forward(
 ) -> Tensor:
     """Forward of transformers' FP8Experts: e4m3 weights with one scale for each 128 x 128 block.
 
-    Activations are quantized per token and 128 columns, as scheme "fp8_block" says. The weights
-    and scales of the checkpoint are used as they lie; e8m0 scales become fp32 in each call.
+    Activations are quantized per token and 128 columns, as scheme "fp8_block" says, or
+    "fp8_block:ue8m0", by powers of two, where the model's quantization_config has
+    scale_fmt="ue8m0". The weights and scales of the checkpoint are used as they lie; e8m0 scales
+    become fp32 in each call.
 
     Raises:
         ValueError: the experts are packed FP4, have another block size or static activation
@@ -39,8 +41,8 @@ def fp8_experts_forward(
         hidden_states,
         top_k_index,
         top_k_weights,
-        _wrap_fp8(w13, getattr(module, f"{name}_scale_inv")),
-        _wrap_fp8(w2, module.down_proj_scale_inv),
+        _wrap_fp8(module, w13, getattr(module, f"{name}_scale_inv")),
+        _wrap_fp8(module, w2, module.down_proj_scale_inv),
     )
 
 
@@ -59,9 +61,22 @@ def refusal(module: HfModule, weight: Tensor) -> str:
     return ""
 
 
-def _wrap_fp8(qdata: Tensor, scale: Tensor) -> Tensor:
+def _wrap_fp8(module: HfModule, qdata: Tensor, scale: Tensor) -> Tensor:
     """`from_quantized` without its checks: they read the scales back from the device."""
-    return moe_ops.Float8ExpertTensor(qdata.detach(), scale.detach().float(), "fp8_block")
+    scheme = "fp8_block:ue8m0" if _scales_are_powers(module, scale) else "fp8_block"
+    return moe_ops.Float8ExpertTensor(qdata.detach(), scale.detach().float(), scheme)
+
+
+def _scales_are_powers(module: HfModule, scale: Tensor) -> bool:
+    """Whether scales are powers of two: stored as such, or as fp32 in a model whose
+    quantization_config has scale_fmt="ue8m0".
+    """
+    if scale.dtype == torch.float8_e8m0fnu:
+        return True
+    config = getattr(getattr(module, "config", None), "quantization_config", None)
+    if isinstance(config, dict):
+        return config.get("scale_fmt") == "ue8m0"
+    return getattr(config, "scale_fmt", None) == "ue8m0"
 
 
 def is_quantized(weight: Tensor) -> bool:

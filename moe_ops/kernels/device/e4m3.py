@@ -31,9 +31,14 @@ def reciprocal(scale):
 
 
 @triton.jit
-def e4m3_scale(amax):
-    """The scale of e4m3 elements whose largest magnitude is `amax`."""
+def e4m3_scale(amax, POWERS: tl.constexpr = False):
+    """The scale of e4m3 elements whose largest magnitude is `amax`; POWERS rounds it up to a power
+    of two.
+    """
     scale = quotient(amax, 448.0, 1.0 / 448.0)
+    if POWERS:  # a mantissa that is not zero carries into the exponent
+        bits = (scale.to(tl.int32, bitcast=True) + 0x7FFFFF) & -0x800000
+        scale = bits.to(tl.float32, bitcast=True)
     return tl.where(scale == 0.0, 1.0, scale)
 
 
@@ -157,8 +162,8 @@ def stored(v, NATIVE: tl.constexpr, INT8: tl.constexpr = False):
 
 
 @triton.jit
-def quantize_groups(x):
+def quantize_groups(x, POWERS: tl.constexpr):
     """(unrounded fp32 quotients (R, 128), scales (R,)) of x (R, 128): one scale a row."""
     x = x.to(tl.float32)
-    scale = e4m3_scale(tl.max(tl.abs(x), 1))
+    scale = e4m3_scale(tl.max(tl.abs(x), 1), POWERS)
     return quotient(x, scale[:, None], reciprocal(scale)[:, None]), scale

@@ -49,12 +49,12 @@ from moe_ops.ops.args import ExpertsArgs
 
 
 @triton.jit
-def round_groups(x, BLOCK_K: tl.constexpr, NATIVE: tl.constexpr):
+def round_groups(x, BLOCK_K: tl.constexpr, POWERS: tl.constexpr, NATIVE: tl.constexpr):
     """(fp32 x (BLOCK_K,) rounded to e4m3 numbers with one scale for each group of 128, the scales
     (BLOCK_K // 128,)).
     """
     x = x.reshape(BLOCK_K // 128, 128)
-    scale = e4m3_scale(tl.max(tl.abs(x), 1))
+    scale = e4m3_scale(tl.max(tl.abs(x), 1), POWERS)
     code = stored(quotient(x, scale[:, None], reciprocal(scale)[:, None]), NATIVE)
     x = (code if NATIVE else decode_activation(code)).to(tl.float32)
     return x.reshape(BLOCK_K), scale
@@ -274,6 +274,7 @@ def moe_ops_gemv1(
     HAS_LIMIT: tl.constexpr,
     W_SCALE: tl.constexpr,
     X_SCALE: tl.constexpr,
+    POWERS: tl.constexpr,
     NATIVE: tl.constexpr,
     ONE_STEP: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -332,7 +333,7 @@ def moe_ops_gemv1(
         x = x.to(tl.float32)
         x_scale = None
         if QUANTIZED:
-            x, x_scale = round_groups(x, BLOCK_K, NATIVE)
+            x, x_scale = round_groups(x, BLOCK_K, POWERS, NATIVE)
         word = in_words(start, WORD)
         mask = word + words < end_word
         g_acc = accumulate(
@@ -409,6 +410,7 @@ def moe_ops_gemv2(
     TOP_K: tl.constexpr,
     W_SCALE: tl.constexpr,
     X_SCALE: tl.constexpr,
+    POWERS: tl.constexpr,
     NATIVE: tl.constexpr,
     ONE_STEP: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -458,7 +460,7 @@ def moe_ops_gemv2(
             x = tl.load(h_ptrs, mask=start + k < end, other=0.0).to(tl.float32)
             x_scale = None
             if QUANTIZED:
-                x, x_scale = round_groups(x, BLOCK_K, NATIVE)
+                x, x_scale = round_groups(x, BLOCK_K, POWERS, NATIVE)
             word = in_words(start, WORD)
             mask = word + words < tl.where(e >= 0, end_word, 0)
             acc = accumulate(
@@ -486,7 +488,7 @@ def _why_not(
     top_k: int,
 ) -> str | None:
     E, K, I = shape  # noqa: E741
-    w_scale, x_scale, _ = scaling
+    w_scale, x_scale, *_ = scaling
     if w_scale and (w_scale, x_scale) != ("block", "group"):
         return "weights must be plain, or e4m3 with scales by blocks"
     if x_scale and top_k > FEW_ROWS * E:

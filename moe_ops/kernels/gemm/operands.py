@@ -109,6 +109,7 @@ class Scaling(NamedTuple):
 
     W_SCALE: Constant
     X_SCALE: Constant
+    POWERS: Constant
     NATIVE: Constant
 
 

@@ -13,7 +13,8 @@ fill a tensor-core instruction.
 W_SCALE  scales of w: "" none, "tensor" (E,), "channel" (E, N),
          "block" (E, ceil(N / 128), ceil(K / 128))
 X_SCALE  how x is quantized to the weights' format: "" not at all; with one scale a "group" of 128
-         columns, a "row", or all of x ("tensor"), from x itself; "static" with a known scale.
+         columns, a "row", or all of x ("tensor"), from x itself; "static" with a known scale, of
+         each expert or of all. POWERS: scales of groups are powers of two.
          If x comes in the weights' format, an earlier kernel quantized it and wrote its scales.
          Otherwise it is quantized here, tile by tile: by groups, or with row and tensor scales
          that an earlier kernel computed.
@@ -116,6 +117,7 @@ def matmul(
     PARTIALS: tl.constexpr,
     BLOCKS: tl.constexpr,
     HAS_FACTOR: tl.constexpr,
+    POWERS: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
     """x_factor * (w @ x.T), (BLOCK_N, BLOCK_M) in fp32. Both operands are masked along K, because
@@ -178,7 +180,7 @@ def matmul(
                     x = decode_activation(x)
             else:
                 if GROUPS:
-                    v, xs = quantize_groups(x)
+                    v, xs = quantize_groups(x, POWERS)
                 else:
                     v = x.to(tl.float32)
                     if SCALE_HAS_FACTOR:
@@ -299,6 +301,7 @@ def moe_ops_gemm1(
     HAS_LIMIT: tl.constexpr,
     W_SCALE: tl.constexpr,
     X_SCALE: tl.constexpr,
+    POWERS: tl.constexpr,
     NATIVE: tl.constexpr,
     H_SCALE: tl.constexpr,
     EVEN_K: tl.constexpr,
@@ -314,7 +317,8 @@ def moe_ops_gemm1(
 
     H_SCALE ""       writes h in h_ptr's dtype
             "group"  writes h in e4m3, and its scales to h_scale (ceil(I / 128), S); BLOCK_I is 128
-            "static" writes h in the weights' e4m3 or int8, with the known scale h_scale (1,)
+            "static" writes h in the weights' e4m3 or int8, with the known scale h_scale, (1,) or
+                     (E,)
             "row"    writes h in fp32, and raises h_scale (S,), zero before, to the largest
                      magnitude of each row
             "tensor" writes h in fp32, and raises h_scale (1,), zero before, to the largest
@@ -376,13 +380,16 @@ def moe_ops_gemm1(
             + (pair % top_k) * topk_weights_stride_k
         )
         factor = tl.load(factor_ptrs, mask=ok, other=0.0).to(tl.float32)
+    if X_SCALE == "static":
+        x_scale_ptr += e64 * x_scale_stride_m
     acc = matmul(
         x_ptrs, w_ptrs, ok, w_ok, K, x_stride_k, w_stride_k,
         x_scale_ptr, x_scale_stride_g, pair // top_k, factor,
         w_scale_ptr if W_SCALE == "" else w_scale_ptr + e64 * w_scale_stride_e,
         w_scale_stride_n, w_scale_stride_k, row, block0, block1, block2,
         BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, EVEN_N, NUM_STAGES,
-        W_SCALE, X_SCALE, x_partials, BLOCKS, topk_weights_ptr is not None, NATIVE,
+        W_SCALE, X_SCALE, x_partials, BLOCKS, topk_weights_ptr is not None, POWERS,
+        NATIVE,
     )  # fmt: skip
     gdc_launch_dependents(PDL)
     if bias_ptr is not None:
@@ -414,11 +421,11 @@ def moe_ops_gemm1(
             tl.atomic_max(slot, tl.max(amax, 0).to(tl.int32, bitcast=True), sem="relaxed")
     if H_SCALE == "group":
         tl.static_assert(BLOCK_I == 128)
-        scale = e4m3_scale(tl.max(tl.abs(h), 0))
+        scale = e4m3_scale(tl.max(tl.abs(h), 0), POWERS)
         tl.store(h_scale_ptr + n.to(tl.int64) * h_scale_stride_g + position, scale, mask=ok)
         h = stored(quotient(h, scale[None, :], reciprocal(scale)[None, :]), NATIVE)
     elif H_SCALE == "static":
-        scale = tl.load(h_scale_ptr).to(tl.float32)
+        scale = tl.load(h_scale_ptr + e64 * h_scale_stride_m).to(tl.float32)
         h = clamp(h, (130.0 if INT8 else 448.0) * scale)
         h = stored(quotient(h, scale, reciprocal(scale)), NATIVE, INT8)
     else:
@@ -481,6 +488,7 @@ def moe_ops_gemm2(
     N,
     W_SCALE: tl.constexpr,
     X_SCALE: tl.constexpr,
+    POWERS: tl.constexpr,
     NATIVE: tl.constexpr,
     ZERO_TAIL: tl.constexpr,
     EVEN_K: tl.constexpr,
@@ -525,13 +533,17 @@ def moe_ops_gemm2(
     block0 = n * BLOCK_N // 128
     block1 = tl.minimum(block0 + 1, tl.cdiv(N, 128) - 1)
     if W_SCALE != "":  # the zeroed tail has no scales: those of any expert will do
-        w_scale_ptr += (tl.minimum(e, E - 1) if ZERO_TAIL else e).to(tl.int64) * w_scale_stride_e
+        scaled = (tl.minimum(e, E - 1) if ZERO_TAIL else e).to(tl.int64)
+        w_scale_ptr += scaled * w_scale_stride_e
+        if X_SCALE == "static":
+            x_scale_ptr += scaled * x_scale_stride_m
     acc = matmul(
         x_ptrs, w_ptrs, ok, w_ok, K, x_stride_k, w_stride_k,
         x_scale_ptr, x_scale_stride_g, position, None,
         w_scale_ptr, w_scale_stride_n, w_scale_stride_k, row, block0, block1, block1,
         BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, EVEN_N, NUM_STAGES,
-        W_SCALE, X_SCALE, x_partials, (BLOCK_N + 127) // 128, False, NATIVE,
+        W_SCALE, X_SCALE, x_partials, (BLOCK_N + 127) // 128, False, POWERS,
+        NATIVE,
     )  # fmt: skip
     gdc_launch_dependents(PDL)
     if ZERO_TAIL:  # zero times a scale that is not finite would be NaN

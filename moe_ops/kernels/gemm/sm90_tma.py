@@ -206,6 +206,7 @@ def gemm1_rows(
     INTERLEAVED: tl.constexpr,
     HAS_LIMIT: tl.constexpr,
     QUANTIZED: tl.constexpr,
+    POWERS: tl.constexpr,
     NATIVE: tl.constexpr,
     EVEN_K: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -273,7 +274,7 @@ def gemm1_rows(
     else:
         h = activate_one(g, ACTIVATION)
     if QUANTIZED:
-        scale = e4m3_scale(tl.max(tl.abs(h), 1))
+        scale = e4m3_scale(tl.max(tl.abs(h), 1), POWERS)
         tl.store(h_scale_ptr + n.to(tl.int64) * h_scale_stride_g + position, scale, mask=ok)
         h = stored(quotient(h, scale[:, None], reciprocal(scale)[:, None]), NATIVE)
     else:
@@ -361,6 +362,7 @@ def moe_ops_tma_gemm1(
     HAS_LIMIT: tl.constexpr,
     W_SCALE: tl.constexpr,
     X_SCALE: tl.constexpr,
+    POWERS: tl.constexpr,
     NATIVE: tl.constexpr,
     EVEN_K: tl.constexpr,
     EVEN_N: tl.constexpr,
@@ -391,8 +393,8 @@ def moe_ops_tma_gemm1(
             w_desc, w_scale_ptr, w_scale_stride_e, w_scale_stride_n, w_scale_stride_k,
             bias_ptr, bias_stride_e, bias_stride_n, index_ptr, num_blocks, top_k,
             topk_weights_ptr, topk_weights_stride_m, topk_weights_stride_k, K, I,
-            alpha, beta, limit, ACTIVATION, GATED, INTERLEAVED, HAS_LIMIT, QUANTIZED, NATIVE,
-            EVEN_K, FEW_M, BLOCK_N, BLOCK_K, NUM_STAGES, PDL,
+            alpha, beta, limit, ACTIVATION, GATED, INTERLEAVED, HAS_LIMIT, QUANTIZED, POWERS,
+            NATIVE, EVEN_K, FEW_M, BLOCK_N, BLOCK_K, NUM_STAGES, PDL,
         )  # fmt: skip
     elif FEW_M < BLOCK_M:
         gemm1_rows(
@@ -401,8 +403,8 @@ def moe_ops_tma_gemm1(
             w_desc, w_scale_ptr, w_scale_stride_e, w_scale_stride_n, w_scale_stride_k,
             bias_ptr, bias_stride_e, bias_stride_n, index_ptr, num_blocks, top_k,
             topk_weights_ptr, topk_weights_stride_m, topk_weights_stride_k, K, I,
-            alpha, beta, limit, ACTIVATION, GATED, INTERLEAVED, HAS_LIMIT, QUANTIZED, NATIVE,
-            EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K, NUM_STAGES, PDL,
+            alpha, beta, limit, ACTIVATION, GATED, INTERLEAVED, HAS_LIMIT, QUANTIZED, POWERS,
+            NATIVE, EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K, NUM_STAGES, PDL,
         )  # fmt: skip
 
 
@@ -442,6 +444,7 @@ def moe_ops_tma_gemm2(
     N,
     W_SCALE: tl.constexpr,
     X_SCALE: tl.constexpr,
+    POWERS: tl.constexpr,
     NATIVE: tl.constexpr,
     EVEN_K: tl.constexpr,
     EVEN_N: tl.constexpr,
@@ -491,7 +494,7 @@ def why_not(
         return "the GPU has no tensor memory accelerator"
     if not (_describable(w13) and _describable(w2)):
         return "rows of weights must be contiguous and start at multiples of 16 bytes"
-    w_scale, x_scale, _ = scaling
+    w_scale, x_scale, *_ = scaling
     if not w_scale:
         whole = I * w2.data.dtype.itemsize % 16 == 0
         return None if whole else "rows of h must start at multiples of 16 bytes"

@@ -35,7 +35,7 @@ from moe_ops.kernels.launch import (
 )
 from moe_ops.kernels.permute.rows import NO_ROUTER_WEIGHTS, RouterWeights, Routing
 from moe_ops.kernels.permute.sort import Sort, route, sort_expert
-from moe_ops.kernels.quantize.scales import NUM_PARTIALS, Input, flat, split
+from moe_ops.kernels.quantize.scales import NUM_PARTIALS, Input, expert_stride, flat, split
 from moe_ops.meta.workspace import cdiv
 
 GROUPS = 16  # groups of 128 columns that a quantizing program handles at a time
@@ -60,6 +60,7 @@ def quantize_row(
     GROUPS: tl.constexpr,
     NATIVE: tl.constexpr,
     INT8: tl.constexpr,
+    POWERS: tl.constexpr,
 ):
     """Quantize columns [part, part + 1) * GROUPS * 128 of row m with one scale for each 128
     (BY_GROUP), or the whole row with one scale.
@@ -73,7 +74,7 @@ def quantize_row(
         first = part * GROUPS
         k = first * 128 + lane
         x = tl.load(x_ptr + k.to(tl.int64) * x_stride_k, mask=k < K, other=0.0)
-        v, scale = quantize_groups(x)
+        v, scale = quantize_groups(x, POWERS)
         tl.store(q_ptr + k, stored(v, NATIVE), mask=k < K)
         g = first + group
         tl.store(scale_ptr + m + g.to(tl.int64) * scale_stride_g, scale, mask=g < tl.cdiv(K, 128))
@@ -122,6 +123,7 @@ class Quantized(NamedTuple):
     GROUPS: Constant
     NATIVE: Constant
     INT8: Constant
+    POWERS: Constant  # scales of groups are powers of two
 
 
 @arguments
@@ -144,6 +146,7 @@ def moe_ops_quantize(
     GROUPS: tl.constexpr,
     NATIVE: tl.constexpr,
     INT8: tl.constexpr,
+    POWERS: tl.constexpr,
     x_ptr,
     x_stride_e,  # row m is at m // T * x_stride_e + m * x_stride_m
     x_stride_m,
@@ -160,7 +163,7 @@ def moe_ops_quantize(
     gdc_launch_dependents(PDL)
     quantize_row(
         q_ptr, scale_ptr, zero_ptr, x_ptr, tl.program_id(0), tl.program_id(1), T, zeros, rows,
-        K, x_stride_e, x_stride_m, x_stride_k, BY_GROUP, GROUPS, NATIVE, INT8,
+        K, x_stride_e, x_stride_m, x_stride_k, BY_GROUP, GROUPS, NATIVE, INT8, POWERS,
     )  # fmt: skip
     gdc_wait(PDL)
 
@@ -203,6 +206,7 @@ def moe_ops_route_quantize(
     GROUPS: tl.constexpr,
     NATIVE: tl.constexpr,
     INT8: tl.constexpr,
+    POWERS: tl.constexpr,
     x_ptr,
     x_stride_e,  # row m is at m // T * x_stride_e + m * x_stride_m
     x_stride_m,
@@ -227,7 +231,7 @@ def moe_ops_route_quantize(
         program -= E
         quantize_row(
             q_ptr, scale_ptr, zero_ptr, x_ptr, program % rows, program // rows, T, zeros, rows,
-            K, x_stride_e, x_stride_m, x_stride_k, BY_GROUP, GROUPS, NATIVE, INT8,
+            K, x_stride_e, x_stride_m, x_stride_k, BY_GROUP, GROUPS, NATIVE, INT8, POWERS,
         )  # fmt: skip
 
 
@@ -375,6 +379,7 @@ def quantize_x(
     h_scale: Tensor | None,  # set to zero: GEMM1 raises it to the largest magnitudes of h
     zeros_a_row: int,
     codes: torch.dtype,
+    powers: bool,  # scales of groups are powers of two
     gpu: Gpu,
     sort: Sort | None = None,  # if a kernel sorts the pairs
 ) -> tuple[list[Launch], Input]:
@@ -382,7 +387,7 @@ def quantize_x(
     routing = valid.routing
     before = [] if sort is None else [route(routing, sort, gpu)]
     if x_scale == "static":
-        return before, x._replace(scale=static)
+        return before, x._replace(scale=static, scale_stride_m=expert_stride(static))
     if x_scale == "tensor":
         partials = flat(workspace, torch.float32, NUM_PARTIALS)
         before.append(amax(x, rows, rows_of_expert, K, partials, valid, h_scale, gpu))
@@ -403,6 +408,7 @@ def quantize_x(
         GROUPS=GROUPS,
         NATIVE=gpu.native,
         INT8=codes == torch.int8,
+        POWERS=powers,
     )
     parts_of_row = cdiv(K, GROUPS * 128) if by_group else 1
     quantized_x = Input(data, 0, K, 1, scale, scale_stride_g=rows)

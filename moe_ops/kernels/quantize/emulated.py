@@ -91,7 +91,7 @@ class FakeQuantize:
     T: Runtime  # rows of a batch
     K: Specialized
     rounding: Rounding
-    STATIC: Constant  # the scale of x is known
+    STATIC: Constant  # known scales of x, of all experts or of each; 0 if there are none
     CHUNK: Constant
     PDL: Constant
 
@@ -147,8 +147,10 @@ def moe_ops_fake_quantize(
         tl.store(scale_ptr + m, of_row)
         inverse = reciprocal(of_row)
     if SCALE == "nv":
-        if STATIC:
-            given = tl.load(x_scale_ptr).to(tl.float32)
+        if STATIC:  # of one for each expert, the largest
+            known = tl.arange(0, x_partials)
+            given = tl.max(tl.load(x_scale_ptr + known, mask=known < STATIC, other=0.0), 0)
+            given = given.to(tl.float32)
             whole = quotient(1.0, given, reciprocal(given))
         else:
             most = tl.max(tl.load(x_scale_ptr + tl.arange(0, x_partials)), 0)
@@ -213,14 +215,14 @@ def round_x(
     end = _end(r, 0, rows, K)
     launches = []
     if r.SCALE == "nv":
-        largest, count = static, 1
+        largest, count = static, _scales_at_once(static)
         if largest is None:
             largest, count = space[end:], NUM_PARTIALS
             launches.append(amax(x, rows, rows_of_expert, K, largest, valid, None, gpu))
         x = Input(x.ptr, x.stride_e, x.stride_m, x.stride_k, largest, partials=count)
     launch, rounded = _round(
         *(r, x, rows, rows_of_expert, K, space, 0, end),
-        *(static is not None, zero, valid.topk_weights, gpu),
+        *(_known_scales(static), zero, valid.topk_weights, gpu),
     )
     return [*launches, launch], rounded
 
@@ -241,13 +243,23 @@ def round_h(
         if static is None:
             amax = space[behind : behind + 1]
         largest = amax if static is None else static
-    source = Input(space, 0, I, 1, largest)
+    source = Input(space, 0, I, 1, largest, partials=_scales_at_once(static))
     start = behind + GAP
     launch, read = _round(
         *(r, source, rows, rows, I, space, start, _end(r, start, rows, I)),
-        *(static is not None, None, NO_ROUTER_WEIGHTS, gpu),
+        *(_known_scales(static), None, NO_ROUTER_WEIGHTS, gpu),
     )
     return Hidden(space, amax, [launch], read)
+
+
+def _known_scales(static: Tensor | None) -> int:
+    """STATIC of moe_ops_fake_quantize. Their tensor is contiguous."""
+    return 0 if static is None else static.numel()
+
+
+def _scales_at_once(static: Tensor | None) -> int:
+    """x_partials of known scales: the least power of two that holds them."""
+    return 1 << (max(_known_scales(static), 1) - 1).bit_length()
 
 
 def _end(r: Rounding, start: int, rows: int, columns: int) -> int:
@@ -264,7 +276,7 @@ def _round(
     space: Tensor,  # fp32: rounded activations from `start` to `end`, then their scales
     start: int,
     end: int,
-    static: bool,
+    static: int,  # known scales
     zero: Tensor | None,
     weights: RouterWeights,
     gpu: Gpu,

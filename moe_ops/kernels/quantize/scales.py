@@ -27,9 +27,10 @@ class Scales(NamedTuple):
 
     weight: str
     x: str
+    powers: bool  # scales of x are powers of two
 
 
-PLAIN = Scales("", "")
+PLAIN = Scales("", "", False)
 
 
 def describe(scheme: str) -> Scales:
@@ -42,9 +43,10 @@ def describe(scheme: str) -> Scales:
     activation = found.activation
     assert activation is not None, scheme  # else kernels/mixed_gemm
     if activation.static:
-        return Scales(weight, "static")
+        return Scales(weight, "static", False)
     group = activation.group
-    return Scales(weight, "tensor" if group.is_tensor else "row" if group.is_row else "group")
+    x = "tensor" if group.is_tensor else "row" if group.is_row else "group"
+    return Scales(weight, x, activation.powers_of_two)
 
 
 scales = cache(describe)  # for launches; Dynamo warns of cached functions in traced code
@@ -87,7 +89,8 @@ class Input(NamedTuple):
     stride_m: Specialized
     stride_k: Specialized
     scale: Pointer = None
-    scale_stride_m: Specialized = 0  # between scales of rows, if each row has one (mixed_gemm)
+    # between scales of rows, if each row has one (mixed_gemm); between known scales of experts
+    scale_stride_m: Specialized = 0
     # between scales of groups of columns; those of rows are contiguous
     scale_stride_g: Runtime = 0
     partials: Constant = 1  # partial maxima, of which the largest gives the one scale of all rows
@@ -132,6 +135,11 @@ def split(
     return flat(workspace, dtype, rows * columns), behind
 
 
+def expert_stride(static: Tensor | None) -> int:
+    """Elements between the known scales of two experts: 0 for one scale of all."""
+    return 0 if static is None or static.numel() == 1 else static.stride(0)
+
+
 def hidden(
     workspace: Tensor,
     rows: int,
@@ -146,7 +154,8 @@ def hidden(
     if not x_scale:
         return Input(flat(workspace, dtype, rows * I), 0, I, 1), ""
     if x_scale == "static":
-        return Input(flat(workspace, codes, rows * I), 0, I, 1, static), "static"
+        h = Input(flat(workspace, codes, rows * I), 0, I, 1)
+        return h._replace(scale=static, scale_stride_m=expert_stride(static)), "static"
     if x_scale == "group":
         if config.h_in_fp32:
             return Input(flat(workspace, torch.float32, rows * I), 0, I, 1), ""

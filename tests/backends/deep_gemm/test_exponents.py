@@ -42,7 +42,8 @@ from tests.support.fake_cuda import Recorder, fake_gpu
 
 INSTALLED = importlib.machinery.PathFinder.find_spec("deep_gemm")
 installed = pytest.mark.skipif(INSTALLED is None, reason="sgl-deep-gemm is not installed")
-SCHEMES = {"fp8_block": "deep_gemm", "mxfp8": "deep_gemm", "mxfp4_w4a8": "deep_gemm_fp4"}
+SCHEMES = {"fp8_block": "deep_gemm", "fp8_block:ue8m0": "deep_gemm"}
+SCHEMES |= {"mxfp8": "deep_gemm", "mxfp4_w4a8": "deep_gemm_fp4"}
 schemes = pytest.mark.parametrize("scheme", SCHEMES)
 devices = pytest.mark.parametrize("device", PLACES)
 
@@ -161,6 +162,15 @@ def test_quantized_rows_are_the_library_s(reference, scheme, width, K, device):
     assert (y.data.view(torch.uint8)[untouched] == 255).all()
     assert (y.scale[untouched] == -1).all()
     assert y.scale.stride() == (1, R)
+
+
+def test_weights_with_scales_that_are_powers_of_two_keep_their_elements():
+    w = moe_ops.quantize(torch.randn(2, 256, 384), "fp8_block:ue8m0")
+    prepared = moe_ops.prepare(w, "deep_gemm")
+    assert prepared.weight_layout == DEEP_GEMM_UE8M0 and prepared.qdata is w.qdata
+    assert torch.equal(prepared.dequantize(), w.dequantize())
+    back = moe_ops.prepare(prepared, "torch")
+    assert torch.equal(back.scale, w.scale) and back.qdata is w.qdata
 
 
 # --- layers --------------------------------------------------------------------------------------

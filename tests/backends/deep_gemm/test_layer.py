@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.metadata
 import importlib.util
+import re
 import sys
 from unittest import mock
 
@@ -41,7 +42,9 @@ PLACES = [
     pytest.param("cuda", marks=pytest.mark.gpu),
 ]
 devices = pytest.mark.parametrize("device", PLACES)
-schemes = pytest.mark.parametrize("scheme", ["", "fp8_block"], ids=["plain", "fp8_block"])
+schemes = pytest.mark.parametrize(
+    "scheme", ["", "fp8_block", "fp8_block:ue8m0"], ids=["plain", "fp8_block", "ue8m0"]
+)
 
 
 def forget() -> None:
@@ -236,7 +239,7 @@ def test_reasons(changes, reason):
 def test_a_missing_library_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "deep_gemm", None)
     forget()
-    with pytest.raises(ImportError, match="not installed; pip install sgl-deep-gemm==0.1.5"):
+    with pytest.raises(ImportError, match="not installed; pip install 'sgl-deep-gemm>=0.1.5'"):
         case_of("cpu").run("deep_gemm")
 
 
@@ -244,8 +247,25 @@ def test_a_missing_library_is_named(monkeypatch):
 def test_available_names_the_version(version, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
-    other = f"needs sgl-deep-gemm 0.1.5, got {version}; pip install sgl-deep-gemm==0.1.5"
-    assert backend.available() == (other if version in ("0.1.4", "0.1.50") else None)
+    older = "needs sgl-deep-gemm 0.1.5 or newer, got 0.1.4; pip install 'sgl-deep-gemm>=0.1.5'"
+    assert backend.available() == (older if version == "0.1.4" else None)
+    newer = "sgl-deep-gemm 0.1.50 is newer than tested: no test ran with one after "
+    said = backend.BACKEND.untested_version
+    assert said == (newer + backend.TESTED[1] if version == "0.1.50" else None)
+
+
+@pytest.mark.parametrize("has_symbol", [False, True])
+def test_wheels_that_torch_cannot_load_are_refused(has_symbol, monkeypatch, tmp_path):
+    """Before they end the process: from 0.2 on they need a symbol that older torch lacks."""
+    header = tmp_path / "include" / "c10" / "cuda" / "CUDAException.h"
+    header.parent.mkdir(parents=True)
+    header.write_text("struct CUDAErrorLogCapture {};" if has_symbol else "")
+    monkeypatch.setattr(torch, "__file__", str(tmp_path / "__init__.py"))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.2.5")
+    reason = "is built for a newer torch than .*; pip install 'sgl-deep-gemm>=0.1.5,<0.2'"
+    found = backend.available()
+    assert found is None if has_symbol else re.search(reason, found)
 
 
 def test_a_deep_gemm_of_another_name_is_not_taken(monkeypatch):

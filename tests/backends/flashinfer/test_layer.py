@@ -22,6 +22,7 @@ from moe_ops.backends.flashinfer import layer as layer_module
 from moe_ops.backends.flashinfer import library, schemes
 from moe_ops.backends.flashinfer import relayout as layouts_of_flashinfer
 from moe_ops.ops.args import ExpertsArgs
+from moe_ops.ops.library import KINDS
 from moe_ops.ops.problem import Machine
 from tests.support.cases import BF16, FP16, FP32, Case, assert_matches, garbage, tolerance
 from tests.support.fake_cuda import Recorder, fake_gpu
@@ -79,6 +80,15 @@ def problem_of(case: Case):
     return dataclasses.replace(plan.problem, layout=getattr(w13, "weight_layout", ""))
 
 
+def with_scales_of_experts(case: Case) -> Case:
+    """Give the weights a scale of activations for each expert."""
+    shape = torch.tensor([1.0, 2.6, 0.5])
+    for i in (1, 2):
+        scale = case.args[i].activation_scale
+        case.args[i] = case.args[i]._replace(activation_scale=shape * scale)
+    return case
+
+
 def launch(case: Case, deterministic: bool = True) -> torch.Tensor:
     """The launcher's output on CPU tensors, out of memory that held garbage."""
     x, w13, w2, weights, ids = case.args
@@ -117,6 +127,10 @@ def launch(case: Case, deterministic: bool = True) -> torch.Tensor:
         deterministic=deterministic,
         tiers="",
     )
+    bits = 4 if getattr(w13, "qdata", w13).dtype == torch.uint8 else 8
+    kind = KINDS["experts"]
+    kind.check(args, bits)
+    kind.check_rows(args, bits)
     layer_module.experts(args)
     return args.out
 
@@ -207,6 +221,33 @@ def test_the_fake_notices(fake, mistake, monkeypatch):
         monkeypatch.setattr(layer_module, "_weights", wrong)
     with pytest.raises((AssertionError, RuntimeError)):
         check(case)
+
+
+FOUR_BITS = ("mxfp4_w4a16", "nvfp4", "mxfp4_mxfp8")
+
+
+@on_cpu
+@pytest.mark.parametrize("scheme", FOUR_BITS)
+@pytest.mark.parametrize("activation", ["silu", "swigluoai", "relu2_no_mul"])
+def test_sizes_that_128_does_not_divide(fake, scheme, activation):
+    """Weights are padded by `prepare`, rows and the output by the launcher (gpt-oss: 2880)."""
+    for options in ({"bias": True, "M": 7}, {"top_k": 1, "on_input": True, "M": 5}):
+        check(Case("cpu", BF16, scheme, activation, K=160, I=96, E=3, **options))
+
+
+@on_cpu
+@pytest.mark.parametrize("scheme", ["fp8_tensor_static", "nvfp4"])
+def test_scales_of_experts(fake, scheme):
+    """The activation's output is quantized by its expert's; a token by the largest of all."""
+    case = with_scales_of_experts(with_scales(Case("cpu", BF16, scheme, **WHOLE, E=3, M=9)))
+    w13 = case.args[1]
+    case.args[1] = w13._replace(activation_scale=w13.activation_scale.amax())
+    expected = case.reference()
+    case.args[1] = w13
+    case.args = case.args_for("flashinfer")
+    out = launch(case)
+    within = tolerance(BF16, scheme, "cuda") + (3e-2 if scheme == "nvfp4" else 0)
+    assert_matches(out, expected, within)
 
 
 # --- capture and tactics -------------------------------------------------------------------------

@@ -32,7 +32,7 @@ SCHEMES = {
     "ct_mxfp4": "mxfp4_w4a16",
     "modelopt_nvfp4": "nvfp4",
     "fp8_block": "fp8_block",
-    "fp8_block_e8m0": "fp8_block",
+    "fp8_block_e8m0": "fp8_block:ue8m0",
     "deepseek_fp4": "mxfp4_w4a8",
     "mxfp8": "mxfp8",
 }
@@ -98,6 +98,49 @@ def test_experts_of_a_checkpoint_compute(tmp_path):
     w13 = torch.cat([plain["gate_proj"], plain["up_proj"]], 1)
     want = moe_ops.fused_experts(x, w13, plain["down_proj"], router, ids)
     assert (got - want).abs().max() < 1e-4 * want.abs().max()
+
+
+def test_scale_fmt_says_that_scales_are_powers_of_two(tmp_path):
+    """DeepSeek-V3.1 stores them as fp32."""
+
+    def as_fp32(tensors):
+        for name, t in tensors.items():
+            if t.dtype == torch.float8_e8m0fnu:
+                tensors[name] = t.float()
+
+    writer = copy.deepcopy(WRITERS["fp8_block_e8m0"])
+    writer.config = writer.config | {"scale_fmt": "ue8m0"}
+    write(tmp_path, writer, as_fp32)
+    w2 = Checkpoint(tmp_path).expert_weight(PREFIX, ("down_proj",))
+    assert w2.scheme == "fp8_block:ue8m0" and w2.scale.dtype == torch.float32
+
+    def other(tensors):
+        as_fp32(tensors)
+        tensors[f"{PREFIX}.1.down_proj.weight_scale_inv"].mul_(1.25)
+
+    write(tmp_path, writer, other)
+    with pytest.raises(ValueError, match=r"down_proj.*powers of two.*'fp8_block' instead of"):
+        Checkpoint(tmp_path).expert_weight(PREFIX, ("down_proj",))
+    w2 = Checkpoint(tmp_path).expert_weight(PREFIX, ("down_proj",), "fp8_block")
+    assert w2.scheme == "fp8_block"
+
+
+def test_channel_weights_meet_activations_with_one_scale(tmp_path):
+    for dynamic, name in ((True, "fp8_channel_tensor"), (False, "fp8_channel_tensor_static")):
+        writer = copy.deepcopy(WRITERS["ct_fp8"])
+        config = json.loads(json.dumps(writer.config))
+        acts = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": dynamic}
+        config["config_groups"]["group_0"]["input_activations"] = acts
+        writer.config = config
+
+        def input_scales(tensors, dynamic=dynamic):
+            for e in range(E if not dynamic else 0):
+                tensors[f"{PREFIX}.{e}.down_proj.input_scale"] = torch.tensor([0.5 + e])
+
+        write(tmp_path, writer, input_scales, ("down_proj",))
+        w2 = Checkpoint(tmp_path).expert_weight(PREFIX, ("down_proj",))
+        assert w2.scheme == name
+        assert dynamic or w2.activation_scale == E - 0.5
 
 
 def test_gpt_oss_blocks_stay_where_they_are(tmp_path):

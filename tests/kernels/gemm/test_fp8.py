@@ -268,7 +268,7 @@ def test_workspaces_hold_whatever_config_is_chosen(scheme):
                 x = rows_of(torch.empty(M, K, device="meta"))
                 e4m3_int8.quantize_x(
                     x, M, M, K, scales.x, config, ws2, static, valid, h.scale, top_k, codes,
-                    Gpu(0, True, False),
+                    scales.powers, Gpu(0, True, False),
                 )  # fmt: skip
                 assert h.data.numel() >= pairs * I
 

@@ -111,13 +111,13 @@ def test_quotients_round_as_divisions_do(device):
 
 @devices
 @pytest.mark.parametrize("K", [16, 128, 200, 4112])
-@pytest.mark.parametrize("scheme", ["fp8_block", "fp8_channel"])
+@pytest.mark.parametrize("scheme", ["fp8_block", "fp8_block:ue8m0", "fp8_channel"])
 def test_quantized_rows_are_those_of_numerics(device, scheme, K):
     g = torch.Generator().manual_seed(K)
     x = torch.randn(5, K, generator=g).to(BF16 if device == "cuda" else FP32).to(device)
     x[1] = 0
     x[2] *= 1e-30
-    by_group = scheme == "fp8_block"
+    by_group = scheme.startswith("fp8_block")
     groups = -(-K // 128) if by_group else 1
     codes = torch.full((5, K), 255, dtype=torch.uint8, device=device)
     scale = torch.full((groups, 5), math.nan, device=device)
@@ -126,12 +126,12 @@ def test_quantized_rows_are_those_of_numerics(device, scheme, K):
     q = codes.view(torch.float8_e4m3fn) if gpu.native else codes
     to = e4m3_int8.Quantized(
         q, scale, zeros, rows=5, T=5, zeros=2, K=K, BY_GROUP=by_group, GROUPS=16,
-        NATIVE=gpu.native, INT8=False,
+        NATIVE=gpu.native, INT8=False, POWERS=scheme.endswith(":ue8m0"),
     )  # fmt: skip
     arguments = e4m3_int8.Quantize(to=to, x=rows_of(x), PDL=False)
     grid = (5, -(-K // 2048) if by_group else 1, 1)
     launch.run([Launch(e4m3_int8.moe_ops_quantize, grid, arguments)], x.get_device(), gpu)
-    expected, expected_scale, _ = numerics.quantize_activation(x, scheme)
+    expected, expected_scale, *_ = numerics.quantize_activation(x, scheme)
     assert torch.equal(codes, expected.view(torch.uint8))
     if by_group:
         assert torch.equal(scale, expected_scale.T)
