@@ -2,8 +2,8 @@
 
 Kernels take addresses. Calls skip the dispatcher only with tensors that `addressable` admits (see
 planning/bind); the others go through it to the entry of the operator, which materializes lazily
-negated tensors and implicit zeros, and refuses by name what has no values. A storage that was shrunk, but not freed, is not
-noticed: torch's own operators read past its end, too.
+negated tensors and implicit zeros, and refuses by name what has no values. A storage that was
+shrunk, but not freed, is not noticed: torch's own operators read past its end, too.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def refuse_lost(name: str, tensor: Tensor) -> None:
         return
     if tensor.layout != torch.strided:
         _refuse(name, f"a tensor of layout {tensor.layout}; pass its to_dense()")
-    if tensor.is_meta or not torch._C._has_storage(tensor) or tensor.data_ptr():
+    if not torch._C._has_storage(tensor) or tensor.data_ptr() or tensor.is_meta:
         return
     if tensor.numel() == 0 or tensor._is_zerotensor() or torch._is_functional_tensor(tensor):
         return

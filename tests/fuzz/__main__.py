@@ -1,15 +1,17 @@
 """make fuzz: random calls in batches, with their seeds.
 
-    python -m tests.fuzz [--examples 20000] [--seed 0] [--kernels grouped_mm.so]
+    python -m tests.fuzz [--examples 20000] [--seed 0] [--kernels grouped_mm.so] [--avx 512]
 
 A batch that fails prints its seed and the smallest example found; `--examples 500 --seed THAT`
-runs it again. `--kernels` runs the CPU kernels of another build: see `make fuzz-sanitized`.
+runs it again. `--kernels` runs the CPU kernels of another build, as `make fuzz-sanitized` does,
+and `--avx 2` those for processors without AVX-512.
 """
 
 from __future__ import annotations
 
 import argparse
 import collections
+import ctypes
 import os
 import sys
 import time
@@ -51,6 +53,7 @@ def main() -> int:
     parser.add_argument("--examples", type=int, default=20_000)
     parser.add_argument("--seed", type=int, default=0, help="of the first batch")
     parser.add_argument("--kernels", type=Path, help="a build of csrc/cpu/grouped_mm.cpp")
+    parser.add_argument("--avx", type=int, default=512, help="the widest that kernels may use")
     parser.add_argument("--keep-going", action="store_true", help="after a failure")
     options = parser.parse_args()
     patch_language_once()
@@ -60,6 +63,8 @@ def main() -> int:
         cpu._LIBRARY = options.kernels.resolve()
         cpu._kernels.cache_clear()
     print(f"CPU kernels: {cpu.why_not() or cpu._LIBRARY}", flush=True)
+    if cpu.why_not() is None:
+        print(f"AVX: {ctypes.CDLL(str(cpu._LIBRARY)).moe_ops_cpu_avx(options.avx)}", flush=True)
     answers: collections.Counter = collections.Counter()
     start, failed = time.monotonic(), 0
     for done in range(0, options.examples, BATCH):

@@ -76,6 +76,7 @@ ARGUMENTS = {
     "quantize": "weight scheme activation_scale",
     "layer": "hidden_states residual",
 }
+NAMED_TOO = {"layer": {"w13", "w2"}}  # what a call passes on
 FUNCTIONS = ("fused_experts",) * 6 + ("grouped_linear",) * 3 + tuple(ARGUMENTS)
 
 
@@ -107,7 +108,7 @@ class Example:
 
 
 @st.composite
-def examples(draw: Callable) -> Example:
+def examples(draw: Callable, triton: bool = True) -> Example:
     def one_of(values):
         return draw(st.sampled_from(values))
 
@@ -115,7 +116,8 @@ def examples(draw: Callable) -> Example:
     names = tuple(ARGUMENTS[function].split())
     tensors = names[:5] if function == "fused_experts" else names[:4]
     tensors += ("w13_bias", "w2_bias", "expert_map")
-    scheme = one_of(SCHEMES) if draw(st.integers(0, 2)) == 0 else ""
+    has_weights = function in ("fused_experts", "batched_experts", "grouped_linear", "quantize")
+    scheme = one_of(SCHEMES) if has_weights and draw(st.integers(0, 2)) == 0 else ""
     flawed = draw(st.integers(0, 3)) == 0
     sizes = SIZES if draw(st.integers(0, 15)) else (*SIZES, 0)
     return Example(
@@ -129,7 +131,7 @@ def examples(draw: Callable) -> Example:
         scheme=scheme,
         activation=one_of(NAMES),
         # kernels under Triton's interpreter take a hundred times as long as all the rest
-        backend="triton" if draw(st.integers(0, 199)) == 77 else one_of(("torch", "auto")),
+        backend="triton" if triton and draw(RARE) else one_of(("torch", "auto")),
         seed=draw(st.integers(0, 2**16)),
         bias=draw(st.booleans()),
         expert_map=draw(st.booleans()),
@@ -144,6 +146,7 @@ def examples(draw: Callable) -> Example:
     )
 
 
+RARE = st.integers(0, 199).map(lambda i: i == 77)
 METHODS = ("default", "renormalize", "sigmoid", "topk", "llama4", "sqrtsoftplus", "custom", "nope")
 
 
@@ -188,7 +191,7 @@ def arguments_of(e: Example) -> tuple[dict, dict]:
     act = Activation(e.activation)
     K, I = e.K, e.I  # noqa: E741
     if e.scheme:
-        K, I = max(fitting(K, e.scheme), 1), max(fitting(I, e.scheme), 1)  # noqa: E741
+        K, I = fitting(max(K, 1), e.scheme), fitting(max(I, 1), e.scheme)  # noqa: E741
     N = 2 * I if act.gated else I
 
     def normal(*shape: int, scale: float = 1.0) -> Tensor:
@@ -244,7 +247,7 @@ def arguments_of(e: Example) -> tuple[dict, dict]:
         options = {"scheme": e.scheme or "int8_w8a16"}
         if options["scheme"].endswith("_static"):
             options["activation_scale"] = 0.1
-        values = {"weight": normal(e.E, N, fitting(K, options["scheme"]))}
+        values = {"weight": normal(e.E, N, fitting(max(K, 1), options["scheme"]))}
     else:
         values = {"hidden_states": normal(e.M, K)}
         options = {}
@@ -259,21 +262,19 @@ def arguments_of(e: Example) -> tuple[dict, dict]:
     return wanted | options, given | options
 
 
-def freed(e: Example, given: dict) -> bool:
+def freed(given: dict) -> bool:
     """Whether an argument has lost its values."""
-    return any(
-        e.states.get(name) == "freed" and isinstance(t, Tensor) and t.numel()
-        for name, t in given.items()
-    )
+    plain = [t for t in given.values() if type(t) in (Tensor, torch.nn.Parameter)]
+    plain = [t for t in plain if t.layout == torch.strided and not t.is_meta and t.numel()]
+    return any(t.untyped_storage().nbytes() == 0 for t in plain)
 
 
 def allowed_error(e: Example, error: BaseException) -> bool:
     """Whether an error is of a known class and names an argument."""
     if not isinstance(error, ERRORS):
         return False
-    names = ARGUMENTS[e.function].split() + ["requires_grad", "topk_weights"]
-    found = re.findall(r"\w+", str(error))
-    return bool({*names} & {*found})
+    names = {*ARGUMENTS[e.function].split(), e.function} | NAMED_TOO.get(e.function, set())
+    return bool(names & {*re.findall(r"\w+", str(error))})
 
 
 def tolerance(e: Example, dtype: torch.dtype) -> float:
@@ -288,6 +289,9 @@ def check_close(e: Example, out: Tensor, expected: Tensor) -> None:
     if not out.numel():
         return
     assert out.isfinite().all(), "not finite"
+    if not expected.isfinite().all():  # the oracle divides by the amax of tokens that are all 0
+        assert e.scheme, "the oracle's values are not finite"
+        return
     floor = 0.25 * expected.numel() ** 0.5
     error = oracle.relative_error(out, expected, floor)
     within = tolerance(e, out.dtype)
@@ -300,7 +304,7 @@ def run(e: Example) -> str:
     if e.flaw is not None:
         name, what = e.flaw
         try:
-            given[name] = FLAWS[what](given.get(name))
+            given[name] = FLAWS[what](wanted.get(name))  # torch itself crashes on freed ones
         except Exception:  # the flaw has no meaning for this argument
             given[name] = None
     with torch.set_grad_enabled(not e.no_grad):
@@ -312,13 +316,13 @@ def run(e: Example) -> str:
             if isinstance(error, KeyboardInterrupt):
                 raise
             assert allowed_error(e, error), f"{type(error).__name__}: {error}"
-            assert e.flaw or freed(e, given) or may_refuse(e, given, error), (
+            assert e.flaw or freed(given) or may_refuse(e, given, error), (
                 f"a good call raised {type(error).__name__}: {error}"
             )
             return "error"
         if e.flaw is not None:  # what is no flaw after all must be computed as it is given
             wanted[e.flaw[0]] = given[e.flaw[0]]
-        assert not freed(e, given), "values that were freed gave a result"
+        assert not freed(given), "values that were freed gave a result"
         EXPECTED[e.function](e, out, wanted)
     return "value"
 
@@ -334,9 +338,9 @@ def may_refuse(e: Example, given: dict, error: BaseException) -> bool:
         return True
     if e.backend == "triton":
         return "backend 'triton' cannot run this call" in text
-    if e.scheme and e.dtype == FP64:
-        return "dtype" in text
-    return e.function == "quantize" and e.dtype == FP64
+    if e.dtype == FP64 and e.function == "quantize":
+        return "got torch.float64" in text
+    return bool(e.scheme) and e.dtype == FP64 and "dtype" in text
 
 
 def call_function(e: Example, given: dict) -> Any:
@@ -381,9 +385,7 @@ def expect_linear(e: Example, out: Tensor, wanted: dict) -> None:
         return
     x, bias = wanted["x"], wanted.get("bias")
     end = int(offsets.clamp(min=0)[-1])
-    expected = oracle.grouped_linear(
-        x, wanted["weight"], offsets.clamp(min=0), bias=bias
-    )
+    expected = oracle.grouped_linear(x, wanted["weight"], offsets.clamp(min=0), bias=bias)
     check_close(e, out, expected)
     assert (out[end:] == 0).all()
 
