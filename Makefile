@@ -6,7 +6,10 @@ STAMP := $(VENV)/.moe_ops_dev
 # Two workers that take over each other's tests, each with one thread.
 PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -q -n 2 --dist worksteal
 
-.PHONY: venv demo check test docs compile-matrix test-gpu lint bench bench-gpu clean
+EXAMPLES ?= 20000
+SEED ?= 0
+
+.PHONY: venv demo check test fuzz fuzz-sanitized docs compile-matrix test-gpu lint bench bench-gpu clean
 
 venv: $(STAMP)
 
@@ -37,6 +40,22 @@ check: venv
 # Everything that runs without a GPU, under twelve minutes on two cores.
 test: venv
 	$(PYTEST) tests
+
+# Random calls of the public functions against the fp64 oracle, some ten minutes. A failure prints
+# the seed and the smallest call that fails: make fuzz EXAMPLES=500 SEED=that runs it again.
+fuzz: venv
+	OMP_NUM_THREADS=1 $(PY) -W ignore -m tests.fuzz --examples $(EXAMPLES) --seed $(SEED)
+
+# The same with the CPU kernels under AddressSanitizer and UndefinedBehaviorSanitizer; needs g++.
+fuzz-sanitized: venv
+	mkdir -p build
+	g++ -g -O1 -std=c++20 -shared -fPIC -fopenmp -fsanitize=address,undefined \
+	  -fno-sanitize-recover=undefined -o build/sanitized.so moe_ops/csrc/cpu/grouped_mm.cpp
+	for avx in 512 2; do \
+	  LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)" \
+	  ASAN_OPTIONS=detect_leaks=0 OMP_NUM_THREADS=1 $(PY) -W ignore -m tests.fuzz \
+	    --examples $(EXAMPLES) --seed $(SEED) --kernels build/sanitized.so --avx $$avx || exit 1; \
+	done
 
 # The site, in site/. Nothing is downloaded, and a warning is an error.
 docs: venv

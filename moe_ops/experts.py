@@ -18,7 +18,7 @@ from torch.fx.experimental.symbolic_shapes import guard_or_false
 from moe_ops import activations, checks
 from moe_ops.activations import Activation
 from moe_ops.autograd import experts as autograd
-from moe_ops.ops.call import BatchedCall, ExpertsCall, LinearCall, take_apart
+from moe_ops.ops.call import BatchedCall, Call, ExpertsCall, LinearCall, refuse_lost, take_apart
 from moe_ops.planning import bind
 from moe_ops.planning.plan import Plan
 
@@ -107,7 +107,7 @@ def fused_experts(
         _check_rows("topk_ids", topk_ids, M)
         _check_rows("topk_weights", topk_weights, M)
     if needs_grad:  # gradients allocate their own
-        _warn_training_path(hidden_states)
+        _before_training(call)
         return autograd.fused_experts(call)
     return bound.run(call, M)
 
@@ -190,7 +190,7 @@ def grouped_linear(
     call = LinearCall(x, a, offsets, bias, needs_grad)
     bound = bind.look_up(call, backend)
     if needs_grad:
-        _warn_training_path(x)
+        _before_training(call)
         return autograd.grouped_linear(x, a, offsets, bias).to(x.dtype)
     return bound.run(call, x.shape[0])
 
@@ -291,10 +291,15 @@ def _autocast(x: Tensor, *others: Any) -> tuple:
 _warned = False
 
 
-def _warn_training_path(x: Tensor) -> None:
-    """Say once that recording gradients on a GPU leaves the fast kernels unused."""
+def _before_training(call: Call) -> None:
+    """Refuse tensors without values. Say once that recording gradients on a GPU leaves the fast
+    kernels unused.
+    """
     global _warned
-    if torch.compiler.is_compiling() or _warned or x.device.type != "cuda":
+    if torch.compiler.is_compiling():
+        return
+    refuse_lost(call)
+    if _warned or call.hidden_states.device.type != "cuda":
         return
     _warned = True
     warnings.warn(

@@ -62,9 +62,9 @@ def _widths(x: str, K: int, w13: Any, w2: Any, bits: int, layout: str) -> None:
         )
 
 
-def rows_experts(a: Any, bits: int) -> None:
-    """Check the real sizes of `<backend>_experts`, before anything is launched."""
-    rows, K = a.hidden_states.shape
+def rows_experts(a: Any) -> None:
+    """Check the real numbers of rows of `<backend>_experts`, before anything is launched."""
+    rows = a.hidden_states.shape[0]
     ids, weights, out = a.topk_ids.shape[0], a.topk_weights.shape[0], a.out.shape[0]
     if ids != rows:
         _rows("topk_ids", ids, "hidden_states", rows)
@@ -72,22 +72,36 @@ def rows_experts(a: Any, bits: int) -> None:
         _rows("topk_weights", weights, "hidden_states", rows)
     if out != rows:
         _rows("out", out, "hidden_states", rows)
+
+
+def sizes_experts(a: Any, bits: int) -> None:
+    """Check the real sizes of `<backend>_experts` but for rows: those that a plan has checked,
+    which operators in graphs are called without.
+    """
     if a.topk_weights.shape[1] != a.topk_ids.shape[1]:
         raise ValueError("topk_ids and topk_weights must have equal top_k")
-    _widths("hidden_states", K, a.w13, a.w2, bits, a.layout)
+    _widths("hidden_states", a.hidden_states.shape[1], a.w13, a.w2, bits, a.layout)
 
 
-def rows_batched_experts(a: Any, bits: int) -> None:
-    """Check the real sizes of `<backend>_batched_experts`."""
+def rows_batched_experts(a: Any) -> None:
+    """Check the real numbers of rows of `<backend>_batched_experts`."""
     if a.out.shape != a.hidden_states.shape:
         _rows("out", a.out.shape[1], "hidden_states", a.hidden_states.shape[1])
+
+
+def sizes_batched_experts(a: Any, bits: int) -> None:
+    """Check the other real sizes of `<backend>_batched_experts`."""
     _widths("hidden_states", a.hidden_states.shape[2], a.w13, a.w2, bits, a.layout)
 
 
-def rows_grouped_linear(a: Any, bits: int) -> None:
-    """Check the real sizes of `<backend>_grouped_linear`."""
+def rows_grouped_linear(a: Any) -> None:
+    """Check the real numbers of rows of `<backend>_grouped_linear`."""
     if a.out.shape[0] != a.x.shape[0]:
         _rows("out", a.out.shape[0], "x", a.x.shape[0])
+
+
+def sizes_grouped_linear(a: Any, bits: int) -> None:
+    """Check the other real sizes of `<backend>_grouped_linear`."""
     columns = unpacked_size(a.weight.shape[2], bits)
     if columns != a.x.shape[1] or a.out.shape[1] != a.weight.shape[1]:
         raise ValueError(

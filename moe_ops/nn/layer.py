@@ -27,6 +27,7 @@ from moe_ops.experts import fused_experts
 from moe_ops.meta.workspace import maximum
 from moe_ops.nn.config import MoEConfig
 from moe_ops.nn.modules import Experts, Gate, SharedExpert, expert_map_on_host
+from moe_ops.ops.memory import refuse_lost
 from moe_ops.routing.methods import RoutingMethod, check_method
 from moe_ops.routing.route import router_probabilities
 
@@ -297,6 +298,8 @@ class MoELayer(nn.Module):
                 f"hidden_states must have shape (..., H={self.hidden_size}) with at least one "
                 f"leading dimension, got {tuple(hidden_states.shape)}"
             )
+        if residual is not None and not torch.compiler.is_compiling():
+            refuse_lost("residual", residual)
         x = hidden_states.flatten(0, -2)
         out, router_logits, topk_ids = self._routed(x)
         if self.shared_expert is not None:

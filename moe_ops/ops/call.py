@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from moe_ops.activations import Activation
+from moe_ops.ops import memory
 
 _ATTRIBUTES = (  # of an ExpertTensor, as `Weight` orders them
     *("qdata", "scale", "zero_point", "global_scale", "channel_scale", "activation_scale"),
@@ -194,3 +195,15 @@ class LinearCall(NamedTuple):
 
 
 Call = ExpertsCall | BatchedCall | LinearCall
+
+
+def refuse_lost(call: Call) -> None:
+    """Raise ValueError, naming the argument, where one has lost its values: see
+    `memory.refuse_lost`. Calls ask before operators of torch, or its dispatcher, meet it; eager
+    ones that skip both leave it to the operator's entry.
+    """
+    for name, value in zip(call._fields, call, strict=True):
+        tensor = value.data if isinstance(value, Weight) else value
+        if isinstance(tensor, Tensor):
+            linear = name == "hidden_states" and isinstance(call, LinearCall)
+            memory.refuse_lost("x" if linear else name, tensor)

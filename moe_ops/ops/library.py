@@ -25,6 +25,7 @@ from torch import Tensor
 from moe_ops import environment
 from moe_ops.environment import when_imported
 from moe_ops.meta import fake, flops
+from moe_ops.ops import memory
 from moe_ops.ops.args import BatchedExpertsArgs, ExpertsArgs, GroupedLinearArgs, Scale
 from moe_ops.ops.problem import Machine, Problem, Workspaces
 from moe_ops.ops.relayout import RELAYOUTS, Relayout
@@ -40,6 +41,10 @@ _TYPES: dict[Any, str] = {Tensor: "Tensor", Tensor | None: "Tensor?"}
 
 
 _WRITTEN = ("out", "workspace13", "workspace2", "index_workspace")
+
+
+# the tensors of a weight that travel in `scales`
+_SLOTS = ("scale", "zero_point", "global_scale", "channel_scale", "activation_scale")
 
 
 def schema(args: Any) -> str:
@@ -60,8 +65,16 @@ class Kind:
     floating-point operations it takes.
     """
 
-    def __init__(self, args: Any, check: Callable, check_rows: Callable, flops: Callable):
-        self.args, self.check, self.check_rows, self.flops = args, check, check_rows, flops
+    def __init__(
+        self,
+        args: Any,
+        check: Callable,
+        check_rows: Callable,
+        check_sizes: Callable,
+        flops: Callable,
+    ):
+        self.args, self.check = args, check
+        self.check_rows, self.check_sizes, self.flops = check_rows, check_sizes, flops
         hints = list(get_type_hints(args, include_extras=True).items())
         scales = [i for i, (_, hint) in enumerate(hints) if hint == Scale]
         self.first_scale, self.no_scales = scales[0], (None,) * len(scales)
@@ -97,17 +110,21 @@ class Kind:
 
 
 KINDS = {
-    "experts": Kind(ExpertsArgs, fake.check_experts, fake.rows_experts, flops.experts),
+    "experts": Kind(
+        ExpertsArgs, fake.check_experts, fake.rows_experts, fake.sizes_experts, flops.experts
+    ),
     "batched_experts": Kind(
         BatchedExpertsArgs,
         fake.check_batched_experts,
         fake.rows_batched_experts,
+        fake.sizes_batched_experts,
         flops.batched_experts,
     ),
     "grouped_linear": Kind(
         GroupedLinearArgs,
         fake.check_grouped_linear,
         fake.rows_grouped_linear,
+        fake.sizes_grouped_linear,
         flops.grouped_linear,
     ),
 }
@@ -166,7 +183,7 @@ class Backend:
     ops: dict[str, Callable]
     kernels: dict[
         str, dict[str, Callable]
-    ]  # kind -> device type -> what the dispatcher calls there
+    ]  # kind -> device type -> what runs there below the dispatcher, called from a plan
     differentiable: bool = False
     native_schemes: tuple[str, ...] = ()  # schemes run without dequantizing to a wider product
     interpreted: bool = False  # on a CPU: by an interpreter, for tests; never chosen by "auto"
@@ -241,9 +258,10 @@ def register(
         op_name = f"{name}_{kind_name}"
         LIB.define(op_name + schema(kind.args))
         keys = (*devices, "CPU") if interpreted else devices
-        kernels[kind_name] = {key.lower(): _entry(function, kind, key) for key in keys}
+        kernels[kind_name] = {key.lower(): _entry(function, kind, key, True) for key in keys}
         for key in keys:
-            LIB.impl(op_name, below_autograd(kernels[kind_name][key.lower()]), key)
+            kernel = in_memory(_entry(function, kind, key, False), op_name)
+            LIB.impl(op_name, below_autograd(kernel), key)
         torch.library.register_fake(f"moe_ops::{op_name}", _fake(kind), lib=LIB)
         _count_flops(op_name, _flops(kind))
         ops[kind_name] = getattr(torch.ops.moe_ops, op_name).default
@@ -304,13 +322,17 @@ def registered() -> tuple[Backend, ...]:
 current_device = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 
 
-def _entry(launch: Callable, kind: Kind, device: str) -> Callable:
-    """The dispatcher's entry: checks on real sizes, then the launcher."""
-    unpack, check_rows = kind.unpack, kind.check_rows
+def _entry(launch: Callable, kind: Kind, device: str, planned: bool) -> Callable:
+    """What runs an op, on tensors whose values lie in memory: checks on real sizes, then the
+    launcher. `planned` calls come from a plan, which has checked all sizes but the rows.
+    """
+    unpack, check_rows, check_sizes = kind.unpack, kind.check_rows, kind.check_sizes
 
     def run(*values: Any) -> None:
         args = unpack(values)
-        check_rows(args, _BITS[args.scheme])
+        check_rows(args)
+        if not planned:
+            check_sizes(args, _BITS[args.scheme])
         launch(args)
 
     def run_on_device(*values: Any) -> None:
@@ -321,6 +343,48 @@ def _entry(launch: Callable, kind: Kind, device: str) -> Callable:
             run(*values)
 
     return run_on_device if device == "CUDA" else run
+
+
+def in_memory(function: Callable, op_name: str) -> Callable:
+    """`function`, which runs an op, with the values of its inputs in memory: see ops/memory.py."""
+    schema = getattr(torch.ops.moe_ops, op_name).default._schema
+    inputs = [i for i, argument in enumerate(schema.arguments) if _is_input(argument)]
+    names = [argument.name for argument in schema.arguments]
+
+    def run(*values: Any) -> Any:
+        flat: list = []
+        for i in inputs:
+            flat += values[i] if names[i] == "scales" else (values[i],)
+        if memory.addressable(flat):
+            return function(*values)
+        given = list(values)
+        for i in inputs:
+            if names[i] == "scales":
+                given[i] = [
+                    _materialized(_name_of_scale(op_name, k, len(given[i])), scale)
+                    for k, scale in enumerate(given[i])
+                ]
+            else:
+                given[i] = _materialized(names[i], given[i])
+        return function(*given)
+
+    return run
+
+
+def _is_input(argument: Any) -> bool:
+    """Whether an argument of a schema is one or more tensors that are read alone."""
+    return "Tensor" in str(argument.type) and argument.alias_info is None
+
+
+def _materialized(name: str, tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else memory.materialized(name, tensor)
+
+
+def _name_of_scale(op_name: str, index: int, count: int) -> str:
+    """What an error calls an entry of `scales`."""
+    weights = ("weight",) if op_name.endswith("grouped_linear") else ("w13", "w2")
+    weight, slot = divmod(index, count // len(weights))
+    return f"{weights[weight]}'s {_SLOTS[slot]}"
 
 
 def below_autograd(kernel: Callable) -> Callable:
@@ -418,7 +482,7 @@ def register_function(
     """
     LIB.define(name + signature)
     for device in devices:
-        LIB.impl(name, function, device)
+        LIB.impl(name, in_memory(function, name), device)
     torch.library.register_fake(f"moe_ops::{name}", fake_function, lib=LIB)
     if flops is not None:
         _count_flops(name, flops)

@@ -22,6 +22,7 @@ from torch.fx.experimental.symbolic_shapes import guard_or_false
 from moe_ops.checks import check_number, check_tensor
 from moe_ops.kernels.launch import Lazy
 from moe_ops.ops.library import below_autograd, register_function
+from moe_ops.ops.memory import refuse_lost
 from moe_ops.routing.methods import (
     RECIPES,
     Recipe,
@@ -128,6 +129,10 @@ def route(
         )
         return topk_weights, topk_ids
 
+    if not torch.compiler.is_compiling():
+        refuse_lost("router_logits", router_logits)
+        if correction_bias is not None:
+            refuse_lost("correction_bias", correction_bias)
     recipe, scoring = choice.recipe, choice.scoring
     logits = _candidates(router_logits)
     groups = choice.num_expert_groups, choice.topk_groups

@@ -20,6 +20,7 @@ from moe_ops.kernels.launch import Lazy
 from moe_ops.meta import flops
 from moe_ops.meta.router import router_workspace
 from moe_ops.ops.library import below_autograd, register_function
+from moe_ops.ops.memory import refuse_lost
 from moe_ops.routing.methods import RoutingMethod
 from moe_ops.routing.route import MAX_EXPERTS_FUSED, check_routing, route
 
@@ -134,6 +135,11 @@ def router_linear(
     logits_dtype: torch.dtype | None,
 ) -> Tensor:
     """(M, E) router logits, computed in logits_dtype, or if None like a linear layer."""
+    if not torch.compiler.is_compiling():
+        refuse_lost("hidden_states", hidden_states)
+        refuse_lost("router_weight", router_weight)
+        if router_bias is not None:
+            refuse_lost("router_bias", router_bias)
     if logits_dtype is None:
         return F.linear(hidden_states, router_weight, router_bias)
     bias = None if router_bias is None else router_bias.to(logits_dtype)

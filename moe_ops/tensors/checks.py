@@ -10,6 +10,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from moe_ops.checks import check_strided, check_tensor
+from moe_ops.ops.memory import refuse_lost
 from moe_ops.schemes import QuantScheme, get_scheme
 from moe_ops.tensors.base import ExpertTensor
 
@@ -38,6 +39,7 @@ def check_quantizable(name: str, weight: Tensor, scheme: str | QuantScheme | Non
             f"{name} must be bfloat16, float16 or float32, got {weight.dtype}; weights that are "
             f"quantized already go through moe_ops.from_quantized"
         )
+    refuse_lost(name, weight)
     _check_matrices(name, weight)
     quantized = None if scheme is None else get_scheme(scheme)
     if quantized is not None:
@@ -188,6 +190,8 @@ def _check_plain(name: str, value: object) -> None:
     check_strided(name, value)
     if isinstance(value, ExpertTensor):
         raise ValueError(f"{name} must be a plain tensor, got {value}")
+    if isinstance(value, Tensor):
+        refuse_lost(name, value)
     if hasattr(value, "full_tensor"):
         raise ValueError(
             f"{name} must be a plain tensor, got a DTensor; pass its to_local(), and the result "

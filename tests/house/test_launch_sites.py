@@ -29,6 +29,10 @@ ADDRESSES = {
     ("kernels/mixed_gemm/operands.py", "MixedOperand.scales_in_place"): "why_not asks for it",
     ("kernels/mixed_gemm/sm90_wgmma.py", "why_not"): "says why it cannot run",
     ("kernels/mixed_gemm/sm90_wgmma.py", "_operand"): "scales are read in pairs where they can be",
+    ("ops/memory.py", "addressable"): "says what may reach a raw pointer",
+    ("ops/memory.py", "materialized"): "makes what may reach a raw pointer",
+    ("ops/memory.py", "refuse_lost"): "refuses what has none",
+    ("planning/bind.py", ""): "asks for those of each call's tensors",
     ("warmup.py", "_tensor_facts"): "which layers share their kernels",
 }
 MOST_FIELDS = 15  # of a kernel's arguments

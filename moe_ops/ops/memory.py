@@ -1,0 +1,84 @@
+"""What may reach a raw pointer: tensors whose values lie in memory as dtype and strides say.
+
+Kernels take addresses. Calls skip the dispatcher only with tensors that `addressable` admits (see
+planning/bind); the others go through it to the entry of the operator, which materializes lazily
+negated tensors and implicit zeros, and refuses by name what has no values. A storage that was
+shrunk, but not freed, is not noticed: torch's own operators read past its end, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+
+def addressable(tensors: Iterable[Tensor | None]) -> bool:
+    """Whether the values of all lie in memory; False also of tensors without elements.
+
+    Two attributes a tensor, 0.1 us: each operator asks in every call. Conjugation is no question,
+    because no operator takes complex numbers.
+    """
+    try:
+        for tensor in tensors:
+            if tensor is not None and (tensor.is_neg() or not tensor.data_ptr()):
+                return False
+    except RuntimeError:  # layouts without a storage
+        return False
+    return True
+
+
+def materialized(name: str, tensor: Tensor) -> Tensor:
+    """The tensor, or a copy of it where its values do not lie in memory.
+
+    Raises:
+        ValueError: it has no values; the message names it.
+    """
+    refuse_lost(name, tensor)
+    if tensor._is_zerotensor():
+        return torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+    if tensor.is_neg():
+        try:
+            tensor = tensor.resolve_neg()
+        except RuntimeError as error:
+            what = f"a lazily negated tensor of {tensor.dtype}, which torch does not negate"
+            raise ValueError(_MUST.format(name, what)) from error
+    if tensor.numel() and not tensor.data_ptr():
+        _refuse(name, "a tensor that wraps another one; pass the one within")
+    return tensor
+
+
+def refuse_lost(name: str, tensor: Tensor) -> None:
+    """Raise ValueError for a tensor whose storage was freed, or whose `.data` was set to a tensor
+    subclass, of which it keeps shape and dtype alone; and for layouts that no kernel reads.
+
+    Whoever hands tensors to operators of torch asks first: these crash the process on the latter.
+    """
+    if type(tensor) is not Tensor and type(tensor) is not torch.nn.Parameter:
+        return
+    if tensor.layout != torch.strided:
+        _refuse(name, f"a tensor of layout {tensor.layout}; pass its to_dense()")
+    if not torch._C._has_storage(tensor) or tensor.data_ptr() or tensor.is_meta:
+        return
+    if tensor.numel() == 0 or tensor._is_zerotensor() or torch._is_functional_tensor(tensor):
+        return
+    if tensor.untyped_storage().nbytes() == 0:
+        _refuse(
+            name,
+            "a tensor whose storage was freed; fill it first: FSDP does so in forward(), and "
+            "for other code in FullyShardedDataParallel.summon_full_params",
+        )
+    _refuse(
+        name,
+        f"a {type(tensor).__name__} whose .data was set to a quantized tensor or another "
+        "subclass, of which it keeps nothing; assign torch.nn.Parameter(subclass, "
+        "requires_grad=False) in its place",
+    )
+
+
+_MUST = "{} must hold its values in memory, got {}"
+
+
+def _refuse(name: str, what: str) -> None:
+    raise ValueError(_MUST.format(name, what))
