@@ -37,6 +37,7 @@ class Problem:
     deterministic: bool = True
     needs_grad: bool = False
     contiguous_weights: bool = True
+    max_workspace_bytes: int | None = None  # None: the machine's default
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,7 @@ class Machine:
     gpu_name: str = ""
     available: tuple[str, ...] = ()  # names of the backends whose libraries are installed
     triton: str = TRITON  # version of Triton, "" where there is none
+    total_memory: int = 0  # bytes of the GPU, not those that are free; 0: not known
 
 
 class Buffer(NamedTuple):

@@ -19,10 +19,12 @@ def _machine_facts(device_type: str, index: int) -> tuple:
 def _find_machine_facts(device_type: str, index: int) -> tuple:
     available = tuple([b.name for b in backends.BACKENDS if b.available() is None])
     if device_type != "cuda":
-        return (device_type, (0, 0), "", available, TRITON)
+        return (device_type, (0, 0), "", available, TRITON, 0)
     properties = torch.cuda.get_device_properties(index)
     capability = (properties.major, properties.minor)
-    return (device_type, capability, properties.name, available, TRITON)
+    return (
+        device_type, capability, properties.name, available, TRITON, properties.total_memory
+    )  # fmt: skip
 
 
 _machine_facts_cached = functools.cache(_find_machine_facts)

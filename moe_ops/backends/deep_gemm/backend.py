@@ -158,6 +158,7 @@ BACKEND = register(
     interpreted=INTERPRETED,
     relayouts=RELAYOUTS,
     distribution="sgl-deep-gemm",
+    chunked=True,
     faster_from=faster_from,
 )
 FP4 = register(
@@ -172,4 +173,5 @@ FP4 = register(
     interpreted=INTERPRETED,
     relayouts=RELAYOUTS_FP4,
     distribution="sgl-deep-gemm",
+    chunked=True,
 )
