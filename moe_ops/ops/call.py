@@ -155,7 +155,7 @@ class BatchedCall(NamedTuple):
     def key(self) -> tuple:
         """All facts but T. Raises IndexError as that of `ExpertsCall`."""
         x, act = self.hidden_states, self.activation
-        key = ["batched_experts", act.name, act.alpha, act.beta, act.limit, *self[7:]]
+        key: list = ["batched_experts", act.name, act.alpha, act.beta, act.limit, *self[7:]]
         key += (type(x), x.ndim, x.shape[0], x.shape[2], x.dtype, x.device)
         return _key(key, (), self[1:3], self[3:6])
 

@@ -1,10 +1,13 @@
-"""Chunks: an operator whose workspaces have no room for all rows runs them one part after the other.
+"""Chunks: an operator whose workspaces have no room for all rows runs them in parts, one after the
+other.
 
-The configuration of kernels is chosen for all rows, and only the tensors of a call are cut, so that
-every row is computed as it is without chunks.
+The configuration of kernels is chosen for all rows, and only the tensors of a call are cut, so
+that every row is computed as it is without chunks.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 from torch import Tensor
 
@@ -12,6 +15,8 @@ from moe_ops.meta.workspace import cdiv, maximum, minimum, round_up
 from moe_ops.ops.args import BatchedExpertsArgs, ExpertsArgs
 
 ALIGNMENT = 16  # tokens: a chunk of a tensor starts at a multiple of 16 bytes if the tensor does
+
+_OF_TOKENS = ("out", "hidden_states", "topk_weights", "topk_ids")  # (M, ..)
 
 
 def chunks(a: ExpertsArgs) -> list[ExpertsArgs]:
@@ -21,19 +26,14 @@ def chunks(a: ExpertsArgs) -> list[ExpertsArgs]:
         return [a]
     step = min(rows, round_up(cdiv(M, cdiv(M, rows)), ALIGNMENT))
     return [
-        a._replace(
-            out=a.out[m : m + step],
-            hidden_states=a.hidden_states[m : m + step],
-            topk_weights=a.topk_weights[m : m + step],
-            topk_ids=a.topk_ids[m : m + step],
-        )
+        a._replace(**{name: getattr(a, name)[m : m + step] for name in _OF_TOKENS})
         for m in range(0, M, step)
     ]
 
 
 def experts_of_chunk(E: int, T: int, chunk_rows: int) -> int:
-    """Experts, of E with T rows each, that a chunk of `batched_experts` has: as many as `chunk_rows`
-    rows allow where each pads its own to 128, but at least one. int or SymInt.
+    """Experts, of E with T rows each, that a chunk of `batched_experts` has: as many as
+    `chunk_rows` rows allow where each pads its own to 128, but at least one. int or SymInt.
     """
     return maximum(1, minimum(E, chunk_rows // round_up(maximum(T, 1), 128)))
 
@@ -46,7 +46,7 @@ def batched_chunks(a: BatchedExpertsArgs) -> list[BatchedExpertsArgs]:
         return [a]
     step = cdiv(E, cdiv(E, most))
     written = ("workspace13", "workspace2", "index_workspace")
-    of_experts = {
+    of_experts: dict[str, Any] = {
         name: value
         for name, value in zip(a._fields, a, strict=True)
         if isinstance(value, Tensor) and name not in written and value.shape[:1] == (E,)

@@ -119,8 +119,8 @@ def _parse_options(
     floats: tuple[str, ...],
     defaults: tuple[tuple[str, Any], ...],
 ) -> tuple:
-    """The options in the order of `names`, those in `floats` as floats; those with a default may be
-    missing, in programs that were exported before they existed.
+    """The options in the order of `names`, those in `floats` as floats; those with a default may
+    be missing, in programs that were exported before they existed.
     """
     try:
         given = ast.literal_eval(text)
@@ -161,8 +161,8 @@ class Backend:
     faster_from: Callable[[Problem], int | None] | None = None
     # kernels of its own that it must do without here, and why: `explain` says so
     missing_kernels: Callable[[Problem, Machine], list[str]] | None = None
-    # its launchers run calls of more than `chunk_rows` rows in chunks (ops/chunks.py); only then are
-    # its workspaces bounded
+    # its launchers run calls of more than `chunk_rows` rows in chunks (ops/chunks.py); only then
+    # are its workspaces bounded
     chunked: bool = False
     # bytes that its library allocates by itself for so many rows, beside the workspaces
     library_bytes: Callable[[int, Problem], int] | None = None

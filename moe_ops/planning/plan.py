@@ -94,7 +94,7 @@ class Plan:
 
     @property
     def max_workspace_bytes(self) -> int:
-        """What bounds the workspaces: the caller's argument or the machine's default; 0: nothing."""
+        """The bound of the workspaces: the caller's, or the machine's default; 0: none."""
         given = self.problem.max_workspace_bytes
         return self.machine.total_memory // SHARE_OF_MEMORY if given is None else given
 
@@ -264,8 +264,8 @@ def _bounded(plan: Plan) -> Plan:
             break
         rows = min(rows * most // needed, rows - 1)
     raise ValueError(
-        f"max_workspace_bytes must be at least {needed} for {plan.backend}, which a chunk of {rows} "
-        f"rows takes, got {most}"
+        f"max_workspace_bytes must be at least {needed} for backend {plan.backend!r}, which needs "
+        f"them for a chunk of {rows} rows, got {most}"
     )
 
 

@@ -109,8 +109,8 @@ def workspace_shapes(M: int, problem: Problem) -> Workspaces:
 
 
 def library_bytes(M: int, problem: Problem) -> int:
-    """Bytes that the library allocates for M tokens, from above: getWorkspaceDeviceBufferSizes in its
-    sources, without what does not grow with M.
+    """Bytes that the library allocates for M tokens, from above: getWorkspaceDeviceBufferSizes in
+    its sources, without what does not grow with M.
     """
     p, pairs = problem, M * problem.top_k
     widest = max(p.hidden_size, p.intermediate_size)

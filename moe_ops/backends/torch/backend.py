@@ -104,7 +104,7 @@ def _sort(a: ExpertsArgs) -> permute.Pairs:
 
 
 def _inputs(a: ExpertsArgs, pairs: permute.Pairs) -> tuple[Tensor, Tensor]:
-    """(x (M, K), multiplied by router weights that scale the input; which rows an expert takes)."""
+    """(x (M, K), times router weights that scale the input; which rows an expert takes)."""
     x = a.hidden_states
     if a.router_weight_on_input:
         x = permute.weigh_inputs(x, a.topk_weights, pairs)

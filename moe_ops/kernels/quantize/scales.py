@@ -78,8 +78,8 @@ def x_elements(rows: Any, K: int, x_scale: str) -> Any:
 
 
 class Shared(NamedTuple):
-    """Largest magnitudes of which follow the one scale of x and that of h, of all rows of a call that
-    runs in chunks.
+    """Largest magnitudes from which the one scale of x and that of h follow, over all rows of a
+    call that runs in chunks.
     """
 
     x: Tensor  # (NUM_PARTIALS,) fp32 partial maxima
