@@ -72,6 +72,7 @@ def test_explain_of_a_named_backend_and_emulation(two_backends):
                 "backend": name,
                 "native": native,
                 "workspace_bytes": 3 * 4 * bytes_per_token,
+                "chunks": 1,
             }
         ]
         assert ("emulated" in info.format_explanation(found)) is not native

@@ -80,6 +80,7 @@ class MoELayer(nn.Module):
 
     expert_load: Tensor
     expert_map: Tensor | None
+    max_workspace_bytes: int | None = None  # layers that were saved before have none of their own
 
     def __init__(
         self,

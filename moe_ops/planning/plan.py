@@ -172,13 +172,13 @@ class Plan:
             if backend.missing_kernels is not None:
                 for reason in backend.missing_kernels(p, m):
                     lines.append(f"  {backend.name} runs without some of its kernels: {reason}")
-        for M in (1, 64, 4096, 131072):
+        for M in (1, 64, 4096):
             parts = self.num_chunks(M)
             chunks = f" in {parts} chunks" if parts > 1 else ""
             lines.append(f"  workspace at M={M}: {self.num_bytes(M) / 2**20:.2f} MiB{chunks}")
         if self.chunk_rows:
             lines.append(
-                f"  chunks of at most {self.chunk_rows} rows, so that workspaces take at most "
+                f"  more than {self.chunk_rows} rows run in chunks, for a workspace of at most "
                 f"{self.max_workspace_bytes / 2**20:.2f} MiB"
             )
         for name, reasons in self.refused:
@@ -246,8 +246,12 @@ def _bounded(plan: Plan) -> Plan:
         return plan
     if not all([backend.chunked for _, backend in plan.tiers]):
         return plan
-    # a chunk of batched_experts has the rows of as many experts as there is room for
-    whole = plan if problem.kind == "experts" else replace(plan, problem=_one_expert(problem))
+    whole = plan
+    if problem.kind == "batched_experts":
+        # A chunk has the rows of as many experts as there is room for, by any of the tiers: these
+        # depend on the rows of one expert.
+        tiers = tuple([(-1, backend) for _, backend in plan.tiers])
+        whole = replace(plan, problem=replace(problem, num_experts=1), tiers=tiers)
     # Of many rows, bytes are a linear function. Where they are a larger one of fewer rows, rows
     # shrink with the bytes.
     first = whole.num_bytes(_MANY_ROWS)
@@ -269,10 +273,6 @@ def _bounded(plan: Plan) -> Plan:
     )
 
 
-def _one_expert(problem: Problem) -> Problem:
-    return replace(problem, num_experts=1)
-
-
 _Tiers = tuple[tuple[int, library.Backend], ...]
 
 
@@ -287,7 +287,8 @@ def _measured_tiers(
             if candidate.name == name:
                 if tiers and tiers[-1][1] is candidate:
                     tiers.pop()
-                tiers.append((limit, candidate))
+                # a sum, because Dynamo cannot ask for the type of a constant that has a source
+                tiers.append((limit + 0, candidate))
     if tiers:
         tiers[-1] = (-1, tiers[-1][1])
     return tuple(tiers)
