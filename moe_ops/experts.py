@@ -64,7 +64,7 @@ def fused_experts(
             only.
         deterministic: results are bitwise equal from run to run; False admits faster variants.
         max_workspace_bytes: most bytes of scratch memory. More tokens than it has room for run in
-            chunks, one after the other, with the same result bit for bit on a GPU. None: a 24th of
+            chunks, one after the other, with the same result (docs/backends.md). None: a 22nd of
             the GPU's memory; on a CPU no bound. Calls that record gradients are not bounded.
         backend: "auto" chooses from measured times; a name runs that backend or raises.
 
