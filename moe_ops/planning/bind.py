@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 from torch import Tensor
 from torch._prims_common import make_contiguous_strides_for
@@ -38,7 +40,10 @@ class BoundPlan:
         needs.
         """
         if len(self.plan.tiers) > 1:
-            alone = [(limit, self.plan.alone(backend)) for limit, backend in self.plan.tiers]
+            alone = [
+                (limit, dataclasses.replace(self.plan, tiers=((-1, backend),)))
+                for limit, backend in self.plan.tiers
+            ]
             plain = self.kernel is not None
             self.tiers = tuple([(limit, BoundPlan(plan, plain)) for limit, plan in alone])
         return self

@@ -22,9 +22,8 @@ def _find_machine_facts(device_type: str, index: int) -> tuple:
         return (device_type, (0, 0), "", available, TRITON, 0)
     properties = torch.cuda.get_device_properties(index)
     capability = (properties.major, properties.minor)
-    return (
-        device_type, capability, properties.name, available, TRITON, properties.total_memory
-    )  # fmt: skip
+    memory = properties.total_memory
+    return (device_type, capability, properties.name, available, TRITON, memory)
 
 
 _machine_facts_cached = functools.cache(_find_machine_facts)

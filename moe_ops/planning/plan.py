@@ -118,10 +118,6 @@ class Plan:
         experts = self.problem.num_experts
         return cdiv(experts, experts_of_chunk(experts, M, self.chunk_rows))
 
-    def alone(self, backend: library.Backend) -> Plan:
-        """The plan of one of the tiers' backends for any M."""
-        return _bounded(Plan(self.problem, self.machine, ((-1, backend),)))
-
     @property
     def differentiable(self) -> bool:
         """Whether gradients can flow."""
@@ -252,8 +248,8 @@ def _bounded(plan: Plan) -> Plan:
         # depend on the rows of one expert.
         tiers = tuple([(-1, backend) for _, backend in plan.tiers])
         whole = replace(plan, problem=replace(problem, num_experts=1), tiers=tiers)
-    # Of many rows, bytes are a linear function. Where they are a larger one of fewer rows, rows
-    # shrink with the bytes.
+    # For many rows bytes grow linearly. Where fewer rows take more than that line says, rows are
+    # reduced until they fit.
     first = whole.num_bytes(_MANY_ROWS)
     of_row = (whole.num_bytes(2 * _MANY_ROWS) - first) // _MANY_ROWS + 1
     rows = _MANY_ROWS + (most - first) // of_row
@@ -336,6 +332,8 @@ def _reasons(backend: library.Backend, problem: Problem, machine: Machine) -> li
         reasons.append(
             "has no backward: wrap the call in torch.no_grad() or use backend='auto' or 'torch'"
         )
+    if problem.max_workspace_bytes is not None and not backend.chunked:
+        reasons.append("cannot run in chunks: leave max_workspace_bytes out")
     return reasons
 
 

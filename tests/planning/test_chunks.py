@@ -12,6 +12,7 @@ import moe_ops
 from moe_ops import backends
 from moe_ops.activations import Activation
 from moe_ops.ops.problem import Machine, Problem
+from moe_ops.planning import bind
 from moe_ops.planning import machine as machines
 from moe_ops.planning import plan as plans
 from tests.support.cases import Case
@@ -126,18 +127,32 @@ def test_calls_that_are_never_bounded():
     assert plans._bounded(plans.Plan(SMALL, small, tiers)).chunk_rows == 0
 
 
+def test_a_bound_that_a_backend_cannot_keep_is_a_reason_against_it(monkeypatch):
+    other = dataclasses.replace(backends.named("triton"), name="other", chunked=False)
+    monkeypatch.setattr(backends, "BACKENDS", (other, *backends.BACKENDS))
+    machine = with_memory(MEMORY, available=("other", "torch"))
+    assert plans.plan(SMALL, machine).backend == "other"
+    bounded = dataclasses.replace(SMALL, max_workspace_bytes=2**20)
+    plan = plans.plan(bounded, machine)
+    assert plan.backend == "torch" and plan.chunk_rows > 0
+    with pytest.raises(ValueError, match="cannot run in chunks: leave max_workspace_bytes out"):
+        plans.plan(bounded, machine, "other")
+
+
 def test_a_default_without_room_runs_the_smallest_chunks():
     plan = plans.plan(DEEPSEEK, with_memory(2**20))
     assert plan.chunk_rows == 16
 
 
 def test_tiers_alone_are_bounded_too():
-    """Calls whose M is known run their tier's operator."""
+    """Calls whose M is known run their tier's operator, in chunks of the same size."""
     plan = plans.plan(DEEPSEEK, with_memory(MEMORY))
-    for _, backend in plan.tiers:
-        alone = plan.alone(backend)
-        assert len(alone.tiers) == 1 and alone.tiers[0][1] is backend
-        assert 0 < alone.num_bytes(131072) <= plan.max_workspace_bytes
+    tiers = bind.BoundPlan(plan).split().tiers
+    assert [limit for limit, _ in tiers] == [limit for limit, _ in plan.tiers]
+    for limit, alone in tiers:
+        assert alone.plan.chunk_rows == plan.chunk_rows
+        most = 131072 if limit < 0 else limit
+        assert 0 < alone.plan.num_bytes(most) <= plan.num_bytes(most)
 
 
 def test_total_memory_is_a_fact_of_the_machine(monkeypatch):

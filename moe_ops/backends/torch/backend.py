@@ -6,8 +6,6 @@ weights dequantized, products summed in fp32. All other backends are held to the
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import torch
 from torch import Tensor
 
@@ -67,8 +65,8 @@ def _launch_experts(a: ExpertsArgs) -> None:
         return
     parts, amax_of_x, amax_of_h = chunks(a), None, None
     if len(parts) > 1 and _has_one_scale(a.scheme):  # the scales are those of all tokens
-        amax_of_x = _largest(_inputs(part, _sort(part)) for part in parts)
-        amax_of_h = _largest(_hidden(part, _sort(part), amax_of_x) for part in parts)
+        amax_of_x = torch.stack([_amax_of_x(part) for part in parts]).amax()
+        amax_of_h = torch.stack([_amax_of_h(part, amax_of_x) for part in parts]).amax()
     for part in parts:
         _experts(part, amax_of_x, amax_of_h)
 
@@ -77,8 +75,9 @@ def _experts(a: ExpertsArgs, amax_of_x: Tensor | None, amax_of_h: Tensor | None)
     """A layer, or a chunk of its tokens."""
     (M, K), S, pairs, weights = a.hidden_states.shape, a.topk_ids.numel(), _sort(a), a.topk_weights
     dtype = _compute_dtype(a.out.dtype, a.scheme)
-    hidden, valid = _hidden(a, pairs, amax_of_x)
+    hidden = _hidden(a, pairs, amax_of_x)
     if a.scheme:
+        valid = pairs.experts < a.w13.shape[0]
         rounded = numerics.fake_quantize_activation(hidden, a.scheme, a.a2_scale, valid, amax_of_h)
         hidden.copy_(rounded)
     y = grouped_mm(
@@ -103,24 +102,22 @@ def _sort(a: ExpertsArgs) -> permute.Pairs:
     return permute.sort_pairs(a.topk_ids, a.w13.shape[0], a.expert_map)
 
 
-def _inputs(a: ExpertsArgs, pairs: permute.Pairs) -> tuple[Tensor, Tensor]:
-    """(x (M, K), times router weights that scale the input; which rows an expert takes)."""
-    x = a.hidden_states
-    if a.router_weight_on_input:
-        x = permute.weigh_inputs(x, a.topk_weights, pairs)
-    return x, pairs.valid.any(1)
+def _inputs(a: ExpertsArgs, pairs: permute.Pairs) -> Tensor:
+    """x (M, K), multiplied by router weights that scale the input."""
+    if not a.router_weight_on_input:
+        return a.hidden_states
+    return permute.weigh_inputs(a.hidden_states, a.topk_weights, pairs)
 
 
-def _hidden(
-    a: ExpertsArgs, pairs: permute.Pairs, amax_of_x: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """(the activation's output h (S, I), which of its rows an expert takes)."""
-    (E, N), K, S = a.w13.shape[:2], a.hidden_states.shape[1], a.topk_ids.numel()
+def _hidden(a: ExpertsArgs, pairs: permute.Pairs, amax_of_x: Tensor | None) -> Tensor:
+    """The activation's output h (S, I)."""
+    N, K, S = a.w13.shape[1], a.hidden_states.shape[1], a.topk_ids.numel()
     act = activations.from_op(a.activation, a.alpha, a.beta, a.limit)
     dtype = _compute_dtype(a.out.dtype, a.scheme)
     tokens = torch.floor_divide(pairs.order, a.topk_ids.shape[1])
-    x, valid = _inputs(a, pairs)
+    x = _inputs(a, pairs)
     if a.scheme:
+        valid = pairs.valid.any(1)
         x = numerics.fake_quantize_activation(x, a.scheme, a.a13_scale, valid, amax_of_x)
     x = torch.index_select(x, 0, tokens, out=workspace.carve(a.workspace13, (S, K), dtype))
     gate_up = grouped_mm(
@@ -134,18 +131,24 @@ def _hidden(
     )
     hidden = workspace.carve(a.workspace13, (S, N // 2 if act.gated else N), dtype)
     _activate(gate_up, act, hidden)
-    return hidden, pairs.experts < E
+    return hidden
+
+
+def _amax_of_x(a: ExpertsArgs) -> Tensor:
+    pairs = _sort(a)
+    return numerics.largest_magnitude(_inputs(a, pairs), pairs.valid.any(1))
+
+
+def _amax_of_h(a: ExpertsArgs, amax_of_x: Tensor) -> Tensor:
+    pairs = _sort(a)
+    valid = pairs.experts < a.w13.shape[0]
+    return numerics.largest_magnitude(_hidden(a, pairs, amax_of_x), valid)
 
 
 def _has_one_scale(scheme: str) -> bool:
     """Whether all rows of quantized activations share a scale that follows from them."""
     desc = get_scheme(scheme).activation
     return desc is not None and not desc.static and (desc.group.is_tensor or desc.global_scale)
-
-
-def _largest(parts: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
-    """() fp32: the largest magnitude of parts of which some rows count."""
-    return torch.stack([numerics.largest_magnitude(x, valid) for x, valid in parts]).amax()
 
 
 def _activate(gate_up: Tensor, activation: activations.Activation, out: Tensor) -> None:
@@ -163,8 +166,12 @@ def _launch_batched_experts(a: BatchedExpertsArgs) -> None:
         return
     parts, amax_of_x, amax_of_h = batched_chunks(a), None, None
     if len(parts) > 1 and _has_one_scale(a.scheme):
-        amax_of_x = _largest((part.hidden_states, _valid(part)) for part in parts)
-        amax_of_h = _largest((_batched_hidden(part, amax_of_x), _valid(part)) for part in parts)
+        largest = [numerics.largest_magnitude(p.hidden_states, _valid(p)) for p in parts]
+        amax_of_x = torch.stack(largest).amax()
+        largest = [
+            numerics.largest_magnitude(_batched_hidden(p, amax_of_x), _valid(p)) for p in parts
+        ]
+        amax_of_h = torch.stack(largest).amax()
     for part in parts:
         _batched_experts(part, amax_of_x, amax_of_h)
 
