@@ -166,7 +166,7 @@ def test_strided_inputs(device, scheme):
 @schemes
 def test_chunks_are_one_piece(device, scheme):
     """The last of three has fewer tokens. Same kernels, so the same bits."""
-    case = case_of(device, scheme, M=41, K=128, expert_map=True)
+    case = case_of(device, scheme, M=37, E=2, K=128, expert_map=True)
     whole = check(case)
     call = {**case.options, "backend": "deep_gemm"}
     x, w13, w2, _, ids = case.args
