@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parent.parent
 DOCUMENT = ROOT / "docs" / "backends.md"
 RESULTS = ROOT / "benchmarks" / "results"
 EVERYTHING = backends.list_backends()
-H200 = Machine("cuda", (9, 0), "NVIDIA H200", EVERYTHING)
+H200 = Machine("cuda", (9, 0), "NVIDIA H200", EVERYTHING, total_memory=150_109_880_320)
 MACHINES = {
     "CPU": Machine("cpu", available=EVERYTHING),
     **{

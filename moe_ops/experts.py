@@ -38,6 +38,7 @@ def fused_experts(
     expert_map: Tensor | None = None,  # (global E,)
     router_weight_on_input: bool = False,
     deterministic: bool = True,
+    max_workspace_bytes: int | None = None,
     backend: str = "auto",
 ) -> Tensor:
     """Run the experts of a mixture-of-experts layer on tokens that have already been routed.
@@ -62,6 +63,9 @@ def fused_experts(
         router_weight_on_input: multiply the input, not the output, by the router weight; top_k = 1
             only.
         deterministic: results are bitwise equal from run to run; False admits faster variants.
+        max_workspace_bytes: most bytes of scratch memory. More tokens than it has room for run in
+            chunks, one after the other, with the same result (docs/backends.md). None: a 22nd of
+            the GPU's memory; on a CPU no bound. Calls that record gradients are not bounded.
         backend: "auto" chooses from measured times; a name runs that backend or raises.
 
     Returns:
@@ -100,6 +104,7 @@ def fused_experts(
         router_weight_on_input,
         deterministic,
         needs_grad,
+        max_workspace_bytes,
     )
     bound = bind.look_up(call, backend)
     M = hidden_states.shape[0]
@@ -121,6 +126,7 @@ def batched_experts(
     activation: str | Activation = "silu",
     w13_bias: Tensor | None = None,  # (E, N)
     w2_bias: Tensor | None = None,  # (E, K)
+    max_workspace_bytes: int | None = None,
     backend: str = "auto",
 ) -> Tensor:
     """Run each expert on its own padded block of rows, as batched dispatchers deliver them.
@@ -129,6 +135,8 @@ def batched_experts(
         hidden_states: (E, T, K) bf16, fp16 or fp32; rows past an expert's count may hold anything.
         w13, w2, activation, w13_bias, w2_bias, backend: as in `fused_experts`.
         expert_num_tokens: (E,) int32 or int64, on the device; counts above T mean T.
+        max_workspace_bytes: as in `fused_experts`; a chunk has all rows of some experts, of one at
+            least.
 
     Returns:
         (E, T, K) in hidden_states' dtype; rows past the count are unspecified.
@@ -150,7 +158,17 @@ def batched_experts(
     needs_grad = torch.is_grad_enabled() and _requires_grad(
         hidden_states, a.data, b.data, w13_bias, w2_bias
     )
-    call = BatchedCall(hidden_states, a, b, expert_num_tokens, w13_bias, w2_bias, act, needs_grad)
+    call = BatchedCall(
+        hidden_states,
+        a,
+        b,
+        expert_num_tokens,
+        w13_bias,
+        w2_bias,
+        act,
+        needs_grad,
+        max_workspace_bytes,
+    )
     return bind.look_up(call, backend).run(call, hidden_states.shape[1])
 
 
@@ -207,12 +225,14 @@ def explain(
     expert_map: Tensor | None = None,
     router_weight_on_input: bool = False,
     deterministic: bool = True,
+    max_workspace_bytes: int | None = None,
     backend: str = "auto",
 ) -> Plan:
     """The plan `fused_experts` would follow for these arguments, without running it.
 
     Returns:
-        A Plan; str() lists the tiers, the workspace bytes and, for every backend left out, why.
+        A Plan; str() lists the tiers, the workspace bytes and chunks and, for every backend left
+        out, why.
         Gradients are left aside: it describes the call under torch.no_grad().
 
     Raises:
@@ -234,6 +254,7 @@ def explain(
         router_weight_on_input,
         deterministic,
         needs_grad=False,
+        max_workspace_bytes=max_workspace_bytes,
     )
     return bind.make_plan(call, backend)
 

@@ -98,8 +98,8 @@ def explain(
 
     Returns:
         ``problem`` (one line), ``untried`` (None, or that no test ran on such a GPU),
-        ``rows`` (for each M: ``tokens``, ``backend``, ``native``, ``workspace_bytes``) and
-        ``refused`` (backend name -> reasons).
+        ``rows`` (for each M: ``tokens``, ``backend``, ``native``, ``workspace_bytes``,
+        ``chunks``) and ``refused`` (backend name -> reasons).
 
     Raises:
         ValueError: no backend, or not the one asked for, takes the problem; all reasons are
@@ -119,6 +119,7 @@ def explain(
                 "backend": chosen.name,
                 "native": chosen.native(problem.scheme, plan.machine),
                 "workspace_bytes": sum(_num_bytes(buffer) for buffer in buffers),
+                "chunks": plan.num_chunks(tokens),
             }
         )
     return {
@@ -210,7 +211,10 @@ def format_explanation(found: dict[str, Any]) -> str:
         emulated = (
             "" if row["native"] else "  emulated: operands dequantized, products in a wider type"
         )
-        lines.append(f"  {row['tokens']:>8}  {row['backend']:10} {mib:>8.2f} MiB{emulated}")
+        chunks = f" in {row['chunks']} chunks" if row["chunks"] > 1 else ""
+        lines.append(
+            f"  {row['tokens']:>8}  {row['backend']:10} {mib:>8.2f} MiB{chunks}{emulated}"
+        )
     for name, reasons in found["refused"].items():
         lines.append(f"  not {name}: {'; '.join(reasons)}")
     return "\n".join(lines)

@@ -78,9 +78,23 @@ def test_explain_of_a_named_backend_and_emulation(two_backends):
                 "backend": name,
                 "native": native,
                 "workspace_bytes": 3 * 4 * bytes_per_token,
+                "chunks": 1,
             }
         ]
         assert ("emulated" in info.format_explanation(found)) is not native
+
+
+def test_explain_tells_chunks(two_backends, monkeypatch):
+    chunked = [dataclasses.replace(backend, chunked=True) for backend in two_backends]
+    monkeypatch.setattr(backends_module, "BACKENDS", tuple(chunked))
+    # 22 * 1536 bytes and more of each of 1024 tokens
+    memory = 22 * 3 * 512 * 1024
+    with machines.pretend(dataclasses.replace(H200, total_memory=memory)):
+        found = info.explain(PROBLEM, torch.device("cuda"), "auto", [1024, 4096])
+    assert [row["chunks"] for row in found["rows"]] == [1, 4]
+    assert [row["workspace_bytes"] for row in found["rows"]] == [3 * 512 * 1024] * 2
+    last = info.format_explanation(found).splitlines()[-1]
+    assert last.split() == ["4096", "wide", "1.50", "MiB", "in", "4", "chunks"]
 
 
 def test_explain_lists_why_not(two_backends, monkeypatch):

@@ -72,7 +72,7 @@ class MoELayer(nn.Module):
             and keeps its values when a layer built on the meta device is materialized.
         num_local_experts: E_local; with expert_map only.
         track_load: count tokens per expert in evaluation too, not in training alone.
-        backend: as in `fused_experts`.
+        max_workspace_bytes, backend: as in `fused_experts`.
         device, dtype: of the parameters.
 
     Attributes:
@@ -91,6 +91,7 @@ class MoELayer(nn.Module):
 
     expert_load: Tensor
     expert_map: Tensor | None
+    max_workspace_bytes: int | None = None  # layers that were saved before have none of their own
 
     def __init__(
         self,
@@ -116,6 +117,7 @@ class MoELayer(nn.Module):
         expert_map: Tensor | None = None,
         num_local_experts: int | None = None,
         track_load: bool = False,
+        max_workspace_bytes: int | None = None,
         backend: str = "auto",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -128,6 +130,8 @@ class MoELayer(nn.Module):
         check_number("routed_scaling_factor", routed_scaling_factor)
         check_number("residual_scale", residual_scale)
         check_backend("backend", backend)
+        if max_workspace_bytes is not None:
+            check_size("max_workspace_bytes", max_workspace_bytes)
         check_method(
             routing_method,
             num_experts,
@@ -163,6 +167,7 @@ class MoELayer(nn.Module):
         self.router_weight_on_input = router_weight_on_input
         self.residual_scale = residual_scale
         self.track_load = track_load
+        self.max_workspace_bytes = max_workspace_bytes
         self.backend = backend
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         self.gate = Gate(num_experts, hidden_size, router_bias, correction_bias, factory)
@@ -347,6 +352,7 @@ class MoELayer(nn.Module):
             w2_bias=self.experts.down_proj_bias,
             expert_map=self.expert_map,
             router_weight_on_input=self.router_weight_on_input,
+            max_workspace_bytes=self.max_workspace_bytes,
             backend=self.backend,
         )
         return out, router_logits, topk_ids

@@ -8,6 +8,7 @@ is vectorised, traceable, and free of host synchronisation.
 
 from moe_ops.numerics.activations import (
     fake_quantize_activation,
+    largest_magnitude,
     quantize_activation,
     static_scale_of_rows,
     static_scale_of_sorted,
@@ -18,6 +19,7 @@ __all__ = [
     "Scales",
     "dequantize_weight",
     "fake_quantize_activation",
+    "largest_magnitude",
     "quantize_activation",
     "quantize_experts",
     "quantize_weight",

@@ -31,6 +31,7 @@ def quantize_activation(
     scheme: str | QuantScheme,
     static_scale: Tensor | None = None,
     rows_valid: Tensor | None = None,
+    amax: Tensor | None = None,
 ) -> QuantizedActivation:
     """Quantize activations as a scheme with quantized activations does.
 
@@ -42,6 +43,8 @@ def quantize_activation(
             is 1 / static_scale, or without static_scale it is computed from the data.
         rows_valid: bool, x.shape[:-1]: rows that count for a scale shared by all rows; the others
             may hold anything, NaN included, and do not change the result of these.
+        amax: () fp32, `largest_magnitude` of all rows, where x is a part of those that share a
+            dynamic scale.
 
     Returns:
         A QuantizedActivation: scales fp32, or uint8 e8m0 codes, or float8_e4m3fn with a global
@@ -57,7 +60,8 @@ def quantize_activation(
         divisor = e8m0_to_float32(scale)
     elif desc.global_scale:
         if static_scale is None:
-            global_ = scaling.global_scale(_amax_of_rows(x, rows_valid), desc)
+            amax = largest_magnitude(x, rows_valid) if amax is None else amax
+            global_ = scaling.global_scale(amax, desc)
         else:
             given = _known(static_scale)
             global_ = torch.ones_like(given) / given
@@ -75,7 +79,8 @@ def quantize_activation(
         if static_scale is not None:
             scale = _known(static_scale)
         else:
-            scale = scaling.plain(_amax_of_rows(x, rows_valid), desc)
+            amax = largest_magnitude(x, rows_valid) if amax is None else amax
+            scale = scaling.plain(amax, desc)
         divisor = scale.unsqueeze(-1) if scale.dim() else scale
     q = encode((parts / divisor).flatten(-2)[..., : x.shape[-1]], desc.format)
     scale = scale if desc.group.is_tensor else scale.squeeze(-1)
@@ -108,6 +113,7 @@ def fake_quantize_activation(
     scheme: str | QuantScheme,
     static_scale: Tensor | None = None,
     rows_valid: Tensor | None = None,
+    amax: Tensor | None = None,
 ) -> Tensor:
     """The fp32 values of activations after quantization, or x if the scheme does not quantize
     them.
@@ -117,7 +123,7 @@ def fake_quantize_activation(
     desc = get_scheme(scheme).activation
     if desc is None:
         return x.to(torch.float32)
-    return values_of(quantize_activation(x, scheme, static_scale, rows_valid), desc)
+    return values_of(quantize_activation(x, scheme, static_scale, rows_valid, amax), desc)
 
 
 def values_of(a: QuantizedActivation, desc: QuantDesc) -> Tensor:
@@ -142,7 +148,7 @@ def _amax(parts: Tensor) -> Tensor:
     return parts.abs().amax(-1, keepdim=True)
 
 
-def _amax_of_rows(x: Tensor, rows_valid: Tensor | None) -> Tensor:
+def largest_magnitude(x: Tensor, rows_valid: Tensor | None = None) -> Tensor:
     """() fp32: the largest magnitude of the rows that count."""
     amax = x.abs().amax(-1)
     if rows_valid is not None:

@@ -43,6 +43,7 @@ class ExpertsArgs(NamedTuple):
     router_weight_on_input: bool
     deterministic: bool
     tiers: str = ""  # "max_M:backend,...,*:backend" for `auto`, else ""
+    chunk_rows: int = 0  # tokens that the workspaces have room for (ops/chunks.py); 0: for all
 
 
 class BatchedExpertsArgs(NamedTuple):
@@ -75,6 +76,7 @@ class BatchedExpertsArgs(NamedTuple):
     beta: float
     limit: float
     tiers: str = ""
+    chunk_rows: int = 0  # rows E * T that the workspaces have room for; 0: for all
 
 
 class GroupedLinearArgs(NamedTuple):

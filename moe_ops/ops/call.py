@@ -118,6 +118,7 @@ class ExpertsCall(NamedTuple):
     router_weight_on_input: bool
     deterministic: bool
     needs_grad: bool
+    max_workspace_bytes: int | None = None
 
     def key(self) -> tuple:
         """All facts but M. Raises IndexError for tensors of too few dimensions, which validation
@@ -150,11 +151,12 @@ class BatchedCall(NamedTuple):
     w2_bias: Tensor | None
     activation: Activation
     needs_grad: bool
+    max_workspace_bytes: int | None = None
 
     def key(self) -> tuple:
         """All facts but T. Raises IndexError as that of `ExpertsCall`."""
         x, act = self.hidden_states, self.activation
-        key = ["batched_experts", act.name, act.alpha, act.beta, act.limit, self.needs_grad]
+        key: list = ["batched_experts", act.name, act.alpha, act.beta, act.limit, *self[7:]]
         key += (type(x), x.ndim, x.shape[0], x.shape[2], x.dtype, x.device)
         return _key(key, (), self[1:3], self[3:6])
 

@@ -80,7 +80,8 @@ class Kind:
         self.first_scale, self.no_scales = scales[0], (None,) * len(scales)
         # w13 and w2 have their slots one after the other: five each
         self.weights = 2 if "w2" in args._fields else 1
-        self.options = tuple([name for name, hint in hints if hint in (str, float, bool)])
+        self.options = tuple([name for name, hint in hints if hint in (str, float, bool, int)])
+        self.floats = tuple([name for name, hint in hints if hint is float])
         self.defaults = tuple(args._field_defaults.items())
 
     def unpack(self, values: Sequence[Any]) -> Any:
@@ -89,7 +90,7 @@ class Kind:
         scales = values[first] or self.no_scales
         if len(scales) != len(self.no_scales):
             scales = self._fill(scales)
-        options = _parse_options(values[-1], self.options, self.defaults)
+        options = _parse_options(values[-1], self.options, self.floats, self.defaults)
         return self.args._make((*values[:first], *scales, *values[first + 1 : -1], *options))
 
     def _fill(self, scales: Sequence[Tensor | None]) -> list[Tensor | None]:
@@ -153,10 +154,13 @@ def options_text(kind: str, values: Sequence[Any]) -> str:
 
 @functools.lru_cache(maxsize=4096)
 def _parse_options(
-    text: str, names: tuple[str, ...], defaults: tuple[tuple[str, Any], ...]
+    text: str,
+    names: tuple[str, ...],
+    floats: tuple[str, ...],
+    defaults: tuple[tuple[str, Any], ...],
 ) -> tuple:
-    """The options in the order of `names`; those with a default may be missing, in programs that
-    were exported before they existed.
+    """The options in the order of `names`, those in `floats` as floats; those with a default may
+    be missing, in programs that were exported before they existed.
     """
     try:
         given = ast.literal_eval(text)
@@ -167,8 +171,7 @@ def _parse_options(
         raise ValueError(f"options must be a dict of {', '.join(names)}; got {text}")
     # Kernels are compiled for a whole number as for a constant: 1 and 1.702 would not be told
     # apart.
-    values = [options[name] for name in names]
-    return tuple([float(v) if type(v) is int else v for v in values])
+    return tuple([float(options[n]) if n in floats else options[n] for n in names])
 
 
 @dataclass(frozen=True)
@@ -199,6 +202,11 @@ class Backend:
     # kernels of its own that it must do without here, and why: `explain` says so
     missing_kernels: Callable[[Problem, Machine], list[str]] | None = None
     newest_tested: str = ""  # the newest version of its distribution that its tests ran with
+    # its launchers run calls of more than `chunk_rows` rows in chunks (ops/chunks.py); only then
+    # are its workspaces bounded
+    chunked: bool = False
+    # bytes that its library allocates by itself for so many rows, beside the workspaces
+    library_bytes: Callable[[int, Problem], int] | None = None
 
     @property
     def untested_version(self) -> str | None:
@@ -237,6 +245,8 @@ def register(
     faster_from: Callable[[Problem], int | None] | None = None,
     missing_kernels: Callable[[Problem, Machine], list[str]] | None = None,
     newest_tested: str = "",
+    chunked: bool = False,
+    library_bytes: Callable[[int, Problem], int] | None = None,
 ) -> Backend:
     """Define `moe_ops::<name>_<kind>` for every kind in `launch` and return the backend.
 
@@ -245,7 +255,8 @@ def register(
         devices: dispatch keys that have a kernel ("CPU", "CUDA"). Fakes serve every other purpose,
             so that a missing kernel is an error and not a silent use of the fake.
         warm: see `Backend`. What it saves goes below `environment.cache_folder()`.
-        relayouts, distribution, faster_from, missing_kernels, newest_tested: see `Backend`.
+        relayouts, distribution, faster_from, missing_kernels, newest_tested, chunked,
+            library_bytes: see `Backend`.
 
     Raises:
         ValueError: `name` is no identifier, or taken; a kind of `launch` or a key of `devices`
@@ -283,6 +294,8 @@ def register(
         faster_from,
         missing_kernels,
         newest_tested,
+        chunked,
+        library_bytes,
     )
     if name != "auto":
         _registered.append(backend)

@@ -37,6 +37,7 @@ class Problem:
     deterministic: bool = True
     needs_grad: bool = False
     contiguous_weights: bool = True
+    max_workspace_bytes: int | None = None  # None: the machine's default
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,7 @@ class Machine:
     available: tuple[str, ...] = ()  # names of the backends whose libraries are installed
     triton: str = TRITON  # version of Triton, "" where there is none
     gfx: str = ""  # architecture of an AMD GPU, such as "gfx942", which torch calls "cuda", too
+    total_memory: int = 0  # bytes of the GPU, not those that are free; 0: not known
 
     @property
     def architecture(self) -> str:

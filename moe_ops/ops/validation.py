@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from moe_ops.activations import Activation
-from moe_ops.checks import check_rank, check_strided, static_size
+from moe_ops.checks import check_rank, check_size, check_strided, static_size
 from moe_ops.meta.scales import FLAT, TRANSPOSED, TRITON_E2M1, base_layout, sizes_of_layout
 from moe_ops.ops.call import BatchedCall, Call, ExpertsCall, LinearCall, Weight
 from moe_ops.ops.problem import Problem
@@ -94,6 +94,7 @@ def _experts_problem(call: ExpertsCall) -> Problem:
         deterministic=call.deterministic,
         needs_grad=call.needs_grad,
         contiguous_weights=call.w13.contiguous and call.w2.contiguous,
+        max_workspace_bytes=_bytes(call.max_workspace_bytes),
     )
 
 
@@ -132,7 +133,15 @@ def _batched_problem(call: BatchedCall) -> Problem:
         activation=call.activation,
         has_bias=call.w13_bias is not None or call.w2_bias is not None,
         contiguous_weights=call.w13.contiguous and call.w2.contiguous,
+        max_workspace_bytes=_bytes(call.max_workspace_bytes),
     )
+
+
+def _bytes(max_workspace_bytes: int | None) -> int | None:
+    if max_workspace_bytes is None:
+        return None
+    check_size("max_workspace_bytes", max_workspace_bytes)
+    return static_size(max_workspace_bytes)
 
 
 def _linear_problem(call: LinearCall) -> Problem:

@@ -19,10 +19,11 @@ def _machine_facts(device_type: str, index: int) -> tuple:
 def _find_machine_facts(device_type: str, index: int) -> tuple:
     available = tuple([b.name for b in backends.BACKENDS if b.available() is None])
     if device_type != "cuda":
-        return (device_type, (0, 0), "", available, TRITON, "")
+        return (device_type, (0, 0), "", available, TRITON, "", 0)
     properties = torch.cuda.get_device_properties(index)
     capability, gfx = gpu_architecture(properties)
-    return (device_type, capability, properties.name, available, TRITON, gfx)
+    memory = properties.total_memory
+    return (device_type, capability, properties.name, available, TRITON, gfx, memory)
 
 
 _machine_facts_cached = functools.cache(_find_machine_facts)

@@ -7,7 +7,7 @@ in traced code; only facts of the machine and the measured tables are looked up 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,8 +15,9 @@ from torch.fx.experimental.symbolic_shapes import guard_scalar
 
 from moe_ops import backends
 from moe_ops.environment import constant
-from moe_ops.meta.workspace import maximum
+from moe_ops.meta.workspace import cdiv, maximum, minimum
 from moe_ops.ops import library
+from moe_ops.ops.chunks import ALIGNMENT, experts_of_chunk
 from moe_ops.ops.problem import Buffer, Machine, Problem, Workspaces
 from moe_ops.planning.auto import AUTO
 from moe_ops.schemes import get_scheme
@@ -24,6 +25,10 @@ from moe_ops.tables import lookup
 
 # what the tests ran on; what there is for other devices was compiled or traced, not run
 RUN_ON = ("cpu", "SM90")
+# The workspaces of a call take at most this share of a GPU's memory, unless the caller says
+# otherwise: 6.3 GiB of an H200. There 32768 tokens of DeepSeek-V3 run at once, in 6.0 GiB.
+SHARE_OF_MEMORY = 22
+_MANY_ROWS = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -35,6 +40,7 @@ class Plan:
     tiers: tuple[tuple[int, library.Backend], ...]
     refused: tuple[tuple[str, tuple[str, ...]], ...] = ()
     basis: str = ""  # of the tiers: "measured", "heuristic", or "" where there was no choice
+    chunk_rows: int = 0  # rows that the workspaces hold; larger calls run in chunks. 0: all rows
 
     @property
     def backend(self) -> str:
@@ -74,12 +80,41 @@ class Plan:
             values += (act.name, *numbers)
         if p.kind == "experts":
             values += (p.router_weight_on_input, p.deterministic)
-        return library.options_text(p.kind, (*values, self.tiers_text))
+        values += (self.tiers_text,)
+        if p.kind != "grouped_linear":
+            values += (self.chunk_rows,)
+        return library.options_text(p.kind, values)
 
     @property
     def not_tested_note(self) -> str | None:
         """None, or that no test ran on such a device."""
         return not_tested_note(self.machine.architecture)
+
+    @property
+    def max_workspace_bytes(self) -> int:
+        """The bound of the workspaces: the caller's, or the machine's default; 0: none."""
+        given = self.problem.max_workspace_bytes
+        return self.machine.total_memory // SHARE_OF_MEMORY if given is None else given
+
+    def num_bytes(self, M: int) -> int:
+        """Bytes of scratch memory for M rows: the workspaces, and what libraries add to them."""
+        total = sum([_bytes(buffer) for buffer in self.workspace_shapes(M)])
+        rows = min(M, self.chunk_rows) if self.chunk_rows else M
+        more = [
+            backend.library_bytes(rows if limit < 0 else min(rows, limit), self.problem)
+            for limit, backend in self.tiers
+            if backend.library_bytes is not None
+        ]
+        return total + max(more, default=0)
+
+    def num_chunks(self, M: int) -> int:
+        """How many parts a call with M rows runs in, one after the other."""
+        if not self.chunk_rows or M == 0:
+            return 1
+        if self.problem.kind == "experts":
+            return cdiv(M, self.chunk_rows)
+        experts = self.problem.num_experts
+        return cdiv(experts, experts_of_chunk(experts, M, self.chunk_rows))
 
     @property
     def differentiable(self) -> bool:
@@ -88,13 +123,19 @@ class Plan:
 
     def workspace_shapes(self, M: int) -> Workspaces:
         """Shapes and dtypes of the workspaces; M tokens (T for batched, S rows for linear)."""
-        first = self.tiers[0][1].workspace_shapes(M, self.problem)
+        problem, rows = self.problem, M
+        if self.chunk_rows and problem.kind == "experts":
+            rows = minimum(M, self.chunk_rows)
+        elif self.chunk_rows:
+            experts = experts_of_chunk(problem.num_experts, M, self.chunk_rows)
+            problem = replace(problem, num_experts=experts)
         if len(self.tiers) == 1:
-            return first
-        sizes = [_bytes(buffer) for buffer in first]
-        for _, backend in self.tiers[1:]:
-            more = backend.workspace_shapes(M, self.problem)
-            sizes = [maximum(a, _bytes(b)) for a, b in zip(sizes, more, strict=True)]
+            return self.tiers[0][1].workspace_shapes(rows, problem)
+        sizes: list = [0, 0, 0]
+        for limit, backend in self.tiers:
+            most = rows if limit < 0 else minimum(rows, limit)
+            buffers = backend.workspace_shapes(most, problem)
+            sizes = [maximum(a, _bytes(b)) for a, b in zip(sizes, buffers, strict=True)]
         return Workspaces(
             Buffer((sizes[0],), torch.uint8),
             Buffer((sizes[1],), torch.uint8),
@@ -128,8 +169,14 @@ class Plan:
             if backend.untested_version:
                 lines.append(f"  {backend.untested_version}")
         for M in (1, 64, 4096):
-            total = sum(_bytes(buffer) for buffer in self.workspace_shapes(M))
-            lines.append(f"  workspace at M={M}: {total / 2**20:.2f} MiB")
+            parts = self.num_chunks(M)
+            chunks = f" in {parts} chunks" if parts > 1 else ""
+            lines.append(f"  workspace at M={M}: {self.num_bytes(M) / 2**20:.2f} MiB{chunks}")
+        if self.chunk_rows:
+            lines.append(
+                f"  more than {self.chunk_rows} rows run in chunks, for a workspace of at most "
+                f"{self.max_workspace_bytes / 2**20:.2f} MiB"
+            )
         for name, reasons in self.refused:
             lines.append(f"  not {name}: {'; '.join(reasons)}")
         return "\n".join(lines)
@@ -162,7 +209,7 @@ def plan(problem: Problem, machine: Machine, backend: str = "auto") -> Plan:
         if reasons:
             error = ImportError if backend not in machine.available else ValueError
             raise error(f"backend {backend!r} cannot run this call: {'; '.join(reasons)}")
-        return Plan(problem, machine, ((-1, chosen),))
+        return _bounded(Plan(problem, machine, ((-1, chosen),)))
     accepted, refused = [], []
     for candidate in backends.BACKENDS:
         reasons = why_not(candidate, problem, machine)
@@ -180,7 +227,46 @@ def plan(problem: Problem, machine: Machine, backend: str = "auto") -> Plan:
     tiers, basis = _measured_tiers(problem, machine, accepted), "measured"
     if not tiers:
         tiers, basis = _heuristic(problem, accepted), "heuristic"
-    return Plan(problem, machine, tiers, tuple(refused), basis if len(accepted) > 1 else "")
+    basis = basis if len(accepted) > 1 else ""
+    return _bounded(Plan(problem, machine, tiers, tuple(refused), basis))
+
+
+def _bounded(plan: Plan) -> Plan:
+    """`plan` with as many rows of a chunk as `max_workspace_bytes` allows.
+
+    Raises:
+        ValueError: the caller's bound has no room for the smallest chunk.
+    """
+    problem, most = plan.problem, plan.max_workspace_bytes
+    if not most or problem.kind == "grouped_linear" or problem.needs_grad:
+        return plan
+    if not all([backend.chunked for _, backend in plan.tiers]):
+        return plan
+    whole = plan
+    if problem.kind == "batched_experts":
+        # A chunk has the rows of as many experts as there is room for, by any of the tiers: these
+        # depend on the rows of one expert.
+        tiers = tuple([(-1, backend) for _, backend in plan.tiers])
+        whole = replace(plan, problem=replace(problem, num_experts=1), tiers=tiers)
+    # For many rows bytes grow linearly. Where fewer rows take more than that line says, rows are
+    # reduced until they fit.
+    first = whole.num_bytes(_MANY_ROWS)
+    of_row = (whole.num_bytes(2 * _MANY_ROWS) - first) // _MANY_ROWS + 1
+    rows = _MANY_ROWS + (most - first) // of_row
+    while True:
+        # few significant bits, so that prompts of round lengths have few chunks
+        step = max(1 << max(rows.bit_length() - 4, 0), ALIGNMENT)
+        rows = max(rows // step * step, ALIGNMENT)
+        needed = whole.num_bytes(rows)
+        if needed <= most or (rows == ALIGNMENT and problem.max_workspace_bytes is None):
+            return replace(plan, chunk_rows=rows)
+        if rows == ALIGNMENT:
+            break
+        rows = min(rows * most // needed, rows - 1)
+    raise ValueError(
+        f"max_workspace_bytes must be at least {needed} for backend {plan.backend!r}, which needs "
+        f"them for a chunk of {rows} rows, got {most}"
+    )
 
 
 _Tiers = tuple[tuple[int, library.Backend], ...]
@@ -197,7 +283,8 @@ def _measured_tiers(
             if candidate.name == name:
                 if tiers and tiers[-1][1] is candidate:
                     tiers.pop()
-                tiers.append((limit, candidate))
+                # a sum, because Dynamo cannot ask for the type of a constant that has a source
+                tiers.append((limit + 0, candidate))
     if tiers:
         tiers[-1] = (-1, tiers[-1][1])
     return tuple(tiers)
@@ -245,6 +332,8 @@ def _reasons(backend: library.Backend, problem: Problem, machine: Machine) -> li
         reasons.append(
             "has no backward: wrap the call in torch.no_grad() or use backend='auto' or 'torch'"
         )
+    if problem.max_workspace_bytes is not None and not backend.chunked:
+        reasons.append("cannot run in chunks: leave max_workspace_bytes out")
     return reasons
 
 

@@ -3,6 +3,7 @@
 What is traced is what a GPU would run: the plan, the op, its workspaces. No kernel runs here.
 """
 
+import dataclasses
 import json
 import os
 import shutil
@@ -137,6 +138,42 @@ def test_traces_for_a_gpu(backend, scheme, kind, rows, monkeypatch):
     weight = args["weight" if kind == "grouped_linear" else "w13"]
     assert weight.dtype == (torch.float8_e4m3fn if scheme else torch.bfloat16)
     assert f"'scheme': '{scheme}'" in args["options"]
+
+
+@pytest.mark.parametrize("rows", ("dynamic", "unbacked"))
+@pytest.mark.parametrize("kind", ("experts", "batched_experts"))
+@pytest.mark.parametrize("scheme", ("", "fp8_channel"))
+@pytest.mark.parametrize("backend", ("triton", "torch", "tiers"))
+def test_bounded_workspaces_are_traced(backend, scheme, kind, rows, monkeypatch):
+    """One graph for every number of rows, whose workspaces stop growing."""
+    small = dataclasses.replace(H200, total_memory=plans.SHARE_OF_MEMORY * 2**21)
+    if backend == "tiers":
+        tiers = tuple((16 << i, name) for i, name in enumerate(takers(kind, scheme)))
+        monkeypatch.setattr(plans, "_measured", lambda *_: tiers)
+    recorder = Recorder()
+    with fake_gpu(small) as mode:
+        size = mode.shape_env.create_unbacked_symint() if rows == "unbacked" else M
+        if rows == "unbacked":
+            torch._check(size >= 0)
+        name = "auto" if backend == "tiers" else backend
+        function, tensors = call_of(kind, scheme, size, name)
+        for tensor in tensors:
+            if rows == "dynamic" and tensor.ndim != 1:
+                torch._dynamo.mark_dynamic(tensor, 1 if kind == "batched_experts" else 0)
+        torch.compile(function, fullgraph=True, backend=recorder.backend)(*tensors)
+        ((_, args),) = recorder.calls()
+        problem = problem_of(function, tensors, monkeypatch)
+        plan = plans.plan(problem, small, name)
+        assert plan.chunk_rows > 0 and args["options"] == plan.options
+        traced = args["out"].shape[1 if kind == "batched_experts" else 0]
+        for name, buffer in zip(
+            ("workspace13", "workspace2", "index_workspace"),
+            plan.workspace_shapes(traced),
+            strict=True,
+        ):
+            assert [str(size) for size in args[name].shape] == [str(s) for s in buffer.shape]
+        # bounded, but for batches the rows of one expert
+        assert "Min(" in str(args["workspace13"].shape)
 
 
 def problem_of(function, tensors, monkeypatch) -> Problem:

@@ -45,7 +45,10 @@ def test_tiers_follow_the_number_of_tokens(tiers):
     assert plan.backend == "auto" and plan.tiers_text == "4:torch,-1:triton"
     for buffers in zip(
         plan.workspace_shapes(9),
-        *[b.workspace_shapes(9, plan.problem) for _, b in plan.tiers],
+        *[
+            b.workspace_shapes(M, plan.problem)
+            for M, (_, b) in zip((4, 9), plan.tiers, strict=True)
+        ],
         strict=True,
     ):
         whole, *parts = [math.prod(b.shape) * b.dtype.itemsize for b in buffers]

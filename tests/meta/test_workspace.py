@@ -31,14 +31,19 @@ def problem(kind: str, E: int, K: int, I: int, top_k: int, **facts) -> Problem: 
     return Problem(kind, E, K, I, 2 * I, top_k, facts.pop("dtype", torch.bfloat16), **facts)
 
 
-def plans(p: Problem, machine: Machine = H200) -> dict[str, plans_module.Plan]:
+def plans(
+    p: Problem, machine: Machine = H200, chunk_rows: int = 0
+) -> dict[str, plans_module.Plan]:
     """The plan of each backend that takes a problem, and of all of them as tiers."""
     able = [b for b in backends.BACKENDS if p.kind in b.ops and not b.supports(p, machine)]
-    found = {b.name: plans_module.Plan(p, machine, ((-1, b),)) for b in able}
+    tiers = {b.name: ((-1, b),) for b in able}
     if len(able) > 1:
         limits = [*range(4, 4 * len(able), 4), -1]
-        found["auto"] = plans_module.Plan(p, machine, tuple(zip(limits, able, strict=True)))
-    return found
+        tiers["auto"] = tuple(zip(limits, able, strict=True))
+    return {
+        name: plans_module.Plan(p, machine, of, chunk_rows=chunk_rows)
+        for name, of in tiers.items()
+    }
 
 
 def at(size, M: int) -> int:
@@ -78,9 +83,11 @@ def symbols() -> dict[str, tuple[ShapeEnv, torch.SymInt]]:
     sizes, sizes, sizes, st.integers(1, 8), st.lists(st.integers(0, 5000), min_size=4, max_size=4)
 )
 @pytest.mark.parametrize("scheme", ("", "fp8_block"))
-@pytest.mark.parametrize("kind", KINDS)
-def test_symbols_give_what_numbers_give(kind, scheme, E, K, I, top_k, tokens):  # noqa: E741
-    found = plans(problem(kind, E, K, I, top_k, scheme=scheme))
+@pytest.mark.parametrize("kind, chunk_rows", [
+    *[(kind, 0) for kind in KINDS], ("experts", 48), ("batched_experts", 1024),
+])  # fmt: skip
+def test_symbols_give_what_numbers_give(kind, chunk_rows, scheme, E, K, I, top_k, tokens):  # noqa: E741
+    found = plans(problem(kind, E, K, I, top_k, scheme=scheme), chunk_rows=chunk_rows)
     assert "torch" in found
     for name, plan in found.items():
         for how, (env, M) in symbols().items():
@@ -313,6 +320,11 @@ def test_tiers_share_the_largest_of_each_buffer():
     p = problem("experts", 4, 8, 5, 2, activation=Activation("silu"))
     for tiers in (((4, small), (-1, large)), ((4, large), (-1, small))):
         plan = plans_module.Plan(p, H200, tiers)
+        # the first one's only for 4 rows
+        most = [b.workspace_shapes(m, p) for (_, b), m in zip(tiers, (4, 4000), strict=True)]
+        assert [nbytes(b) for b in plan.workspace_shapes(4000)] == [
+            -(-max(map(nbytes, of_tiers)) // 128) * 128 for of_tiers in zip(*most, strict=True)
+        ]
         # whole multiples of 128 bytes: 1200, 36 and 2400 bytes at M = 3
         assert plan.workspace_shapes(3) == (
             ((1280,), torch.uint8),
@@ -334,7 +346,9 @@ def test_tiers_share_the_largest_of_each_buffer():
 @given(st.integers(0, 5000), sizes, sizes, sizes, st.integers(1, 8))
 def test_tiers_hold_every_backend(M, E, K, I, top_k):  # noqa: E741
     found = plans(problem("experts", E, K, I, top_k))
-    tiered = found.pop("auto").workspace_shapes(M)
-    for plan in found.values():
-        for one, shared in zip(plan.workspace_shapes(M), tiered, strict=True):
+    whole = found.pop("auto")
+    tiered = whole.workspace_shapes(M)
+    for limit, backend in whole.tiers:
+        needed = found[backend.name].workspace_shapes(M if limit < 0 else min(M, limit))
+        for one, shared in zip(needed, tiered, strict=True):
             assert nbytes(one) <= nbytes(shared)

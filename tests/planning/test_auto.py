@@ -13,15 +13,21 @@ from tests.planning.test_plan import H200, PLAIN
 
 
 def test_one_workspace_serves_every_tier(table):
-    """At each M every buffer holds what any tier's backend asks for, whatever its tier's bound."""
+    """At each M every buffer holds what any tier's backend asks for, up to the largest M of its
+    tier, and no more."""
     table((16, "torch"), (-1, "triton"))
     plan = plans.plan(PLAIN, H200)
     assert len(plan.tiers) == 2
     for M in (0, 1, 16, 17, 4096):
         whole = [plans._bytes(buffer) for buffer in plan.workspace_shapes(M)]
-        for _, backend in plan.tiers:
-            needed = [plans._bytes(b) for b in backend.workspace_shapes(M, PLAIN)]
-            assert all(a >= b for a, b in zip(whole, needed, strict=True))
+        needed = [
+            [
+                plans._bytes(buffer)
+                for buffer in backend.workspace_shapes(M if limit < 0 else min(M, limit), PLAIN)
+            ]
+            for limit, backend in plan.tiers
+        ]
+        assert whole == [max(sizes) for sizes in zip(*needed, strict=True)]
 
 
 def test_the_tiered_op_picks_by_the_real_size(monkeypatch):

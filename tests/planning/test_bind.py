@@ -181,7 +181,7 @@ def test_options_that_a_program_lacks_have_their_defaults():
 @pytest.mark.parametrize("each", [1, 3, 4, 5])
 def test_scales_that_a_program_lacks_are_none(each):
     """Programs that were exported when a weight had fewer slots."""
-    text = library.options_text("experts", ("", "", "silu", 1.0, 0.0, 0.0, False, True, ""))
+    text = library.options_text("experts", ("", "", "silu", 1.0, 0.0, 0.0, False, True, "", 0))
     scales = [f"{weight}{i}" for weight in ("w13", "w2") for i in range(each)]
     args = library.KINDS["experts"].unpack((*range(9), scales, "bias", None, None, text))
     first = args._fields.index("w13_scale")

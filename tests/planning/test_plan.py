@@ -287,7 +287,8 @@ def two_backends(monkeypatch):
 
 def test_a_plan_reads_well(table, two_backends):
     table((16, "torch"), (-1, "triton"))
-    # per pair: torch 2 * 64 and 2 * 64 bytes; triton 2 * 32 and 4 * 64, and its table of blocks
+    # per pair: torch 2 * 64 and 2 * 64 bytes, for 16 rows at most; triton 2 * 32 and 4 * 64, and
+    # its table of blocks
     assert str(plans.plan(PLAIN, H200)) == (
         "experts: E=8 top_k=2 K=64 I=32 plain bfloat16 on NVIDIA H200\n"
         "  M in 0..16: torch\n"
@@ -298,8 +299,8 @@ def test_a_plan_reads_well(table, two_backends):
         "          16         2.0         1.0\n"
         "          17         1.0         2.0\n"
         "  workspace at M=1: 0.00 MiB\n"
-        "  workspace at M=64: 0.05 MiB\n"
-        "  workspace at M=4096: 3.04 MiB"
+        "  workspace at M=64: 0.04 MiB\n"
+        "  workspace at M=4096: 2.54 MiB"
     )
     assert str(plans.plan(WIDE, H200)) == (
         "experts: E=8 top_k=2 K=64 I=32 plain float64 on NVIDIA H200\n"

@@ -182,6 +182,7 @@ BACKEND = register(
     relayouts=RELAYOUTS,
     distribution=DISTRIBUTION,
     newest_tested=TESTED[1],
+    chunked=True,
     faster_from=faster_from,
 )
 FP4 = register(
@@ -197,4 +198,5 @@ FP4 = register(
     relayouts=RELAYOUTS_FP4,
     distribution=DISTRIBUTION,
     newest_tested=TESTED[1],
+    chunked=True,
 )

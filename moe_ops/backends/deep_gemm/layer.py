@@ -19,9 +19,10 @@ from moe_ops.backends.deep_gemm.permute import place, place_batches
 from moe_ops.backends.deep_gemm.rows import activate, combine, scatter
 from moe_ops.kernels import launch
 from moe_ops.kernels.gemm.operands import activated
-from moe_ops.kernels.launch import run
+from moe_ops.kernels.launch import Gpu, run
 from moe_ops.meta.workspace import carve, cdiv, padded_rows, round_up
 from moe_ops.ops.args import BatchedExpertsArgs, ExpertsArgs
+from moe_ops.ops.chunks import batched_chunks, chunks
 
 
 class Format(NamedTuple):
@@ -94,8 +95,7 @@ def experts(a: ExpertsArgs) -> None:
     M, top_k = a.topk_ids.shape
     if M == 0:
         return
-    x, device = a.hidden_states, a.hidden_states.get_device()
-    (E, N), K, I = a.w13.shape[:2], x.shape[1], intermediate_size(a)  # noqa: E741
+    E, device = a.w13.shape[0], a.hidden_states.get_device()
     gpu, form = launch.gpu(device), format_of(a.scheme, a.layout)
     w13, w2 = _weights(a, form)
     dg.check_warm((), device)  # before the library is loaded
@@ -103,6 +103,23 @@ def experts(a: ExpertsArgs) -> None:
     expected = dg.expected_rows(M * top_k, E)
     gemms = dg.gemm_keys("contiguous", w13, w2, expected, alignment)
     dg.check_warm(gemms, device)
+    for part in chunks(a):
+        _experts(part, w13, w2, form, alignment, expected, gpu)
+    dg.mark_warm(gemms)
+
+
+def _experts(
+    a: ExpertsArgs,
+    w13: dg.Operand,
+    w2: dg.Operand,
+    form: Format,
+    alignment: int,
+    expected: int,
+    gpu: Gpu,
+) -> None:
+    """A layer, or a chunk of its tokens, with the kernels for `expected` rows an expert."""
+    (M, top_k), x, device = a.topk_ids.shape, a.hidden_states, a.hidden_states.get_device()
+    (E, N), K, I = a.w13.shape[:2], x.shape[1], intermediate_size(a)  # noqa: E741
     size = padded_rows(M, top_k, E, alignment)
     permuted = rows_in(a.workspace13, (size, K), form)
     h = rows_in(a.workspace13, (size, I), form)
@@ -117,7 +134,6 @@ def experts(a: ExpertsArgs) -> None:
     run([activate(a, h, gate_up, layout, on_input, gpu)], device, gpu)
     dg.grouped_gemm(y, h, w2, layout.groups, expected)
     run([combine(a.out, y, on_output, layout, top_k)], device, gpu)
-    dg.mark_warm(gemms)
 
 
 def batched_experts(a: BatchedExpertsArgs) -> None:
@@ -125,6 +141,11 @@ def batched_experts(a: BatchedExpertsArgs) -> None:
     x, out, device = a.hidden_states, a.out, a.hidden_states.get_device()
     (E, T, K), N, I = x.shape, a.w13.shape[1], intermediate_size(a)  # noqa: E741
     if T == 0:
+        return
+    parts = batched_chunks(a)
+    if len(parts) > 1:
+        for part in parts:
+            batched_experts(part)
         return
     gpu, form = launch.gpu(device), format_of(a.scheme, a.layout)
     w13, w2 = _weights(a, form)

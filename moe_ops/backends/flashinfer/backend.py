@@ -127,6 +127,19 @@ def workspace_shapes(M: int, problem: Problem) -> Workspaces:
     )
 
 
+def library_bytes(M: int, problem: Problem) -> int:
+    """Bytes that the library allocates for M tokens, from above: getWorkspaceDeviceBufferSizes in
+    its sources, without what does not grow with M.
+    """
+    p, pairs = problem, M * problem.top_k
+    widest = max(p.hidden_size, p.intermediate_size)
+    of_pair = 2 * widest + 2 * max(p.num_rows, p.hidden_size)  # inputs and outputs of a GEMM
+    of_pair += widest // 8 + 16  # scales of e2m1 and e8m0, and indices
+    if p.scheme == "fp8_block":
+        of_pair += widest * 5 // 4  # rows quantized to e4m3, and scales
+    return pairs * of_pair + 4 * p.num_experts * M
+
+
 BACKEND = register(
     "flashinfer",
     available=available,
@@ -137,6 +150,8 @@ BACKEND = register(
     native_schemes=tuple(SCHEMES),
     native_capability=(9, 0),
     warm=library.warm,
+    chunked=True,
+    library_bytes=library_bytes,
     relayouts=RELAYOUTS,
     distribution=binding.DISTRIBUTION,
     newest_tested=binding.TESTED[1],

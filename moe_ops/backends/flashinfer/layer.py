@@ -18,6 +18,7 @@ from moe_ops.kernels.launch import Gpu, run
 from moe_ops.meta.scales import base_layout
 from moe_ops.meta.workspace import carve, round_up
 from moe_ops.ops.args import ExpertsArgs
+from moe_ops.ops.chunks import chunks
 
 _NO_PDL = Gpu(0, False, False)  # the kernels of inputs.py are launched without it
 
@@ -37,11 +38,18 @@ class _Parts:
 
 def experts(a: ExpertsArgs) -> None:
     """Launch `moe_ops::flashinfer_experts`."""
-    x, ids, out = a.hidden_states, a.topk_ids, a.out
-    M, top_k = ids.shape
-    if M == 0:
+    rows = a.hidden_states.shape[0]
+    if rows == 0:
         return
     _check_contiguous(a)
+    for part in chunks(a):
+        _experts(part, rows)
+
+
+def _experts(a: ExpertsArgs, rows_of_call: int) -> None:
+    """A layer, or a chunk of its tokens, with the tactics for so many rows."""
+    x, ids, out = a.hidden_states, a.topk_ids, a.out
+    M, top_k = ids.shape
     E, N = a.w13.shape[:2]
     K, device = a.w2.shape[1], x.get_device()  # padded, if weights are
     padded = x.shape[1] != K
@@ -112,7 +120,9 @@ def experts(a: ExpertsArgs) -> None:
             ACTIVATIONS[a.activation],
         )
 
-    name = library.key_of(a.scheme, out.dtype, (E, K, I, top_k), a.activation, a.deterministic, M)
+    name = library.key_of(
+        a.scheme, out.dtype, (E, K, I, top_k), a.activation, a.deterministic, rows_of_call
+    )
     # fp8_block has one tactic
     if library.tuning() and a.scheme != "fp8_block" and library.numbered(device):
         library.tune(gpu.name, name, runner, call)

@@ -17,6 +17,7 @@ from moe_ops.meta import workspace
 from moe_ops.numerics import permute
 from moe_ops.ops import library
 from moe_ops.ops.args import BatchedExpertsArgs, ExpertsArgs, GroupedLinearArgs
+from moe_ops.ops.chunks import batched_chunks, chunks
 from moe_ops.ops.problem import Buffer, Machine, Problem, Workspaces
 from moe_ops.schemes import get_scheme
 
@@ -74,24 +75,66 @@ def workspace_shapes(M: int, problem: Problem) -> Workspaces:
 
 
 def _launch_experts(a: ExpertsArgs) -> None:
-    M, K = a.hidden_states.shape
-    if M == 0:
+    if a.hidden_states.shape[0] == 0:
         return
-    E, N = a.w13.shape[:2]
+    parts, amax_of_x, amax_of_h = chunks(a), None, None
+    if len(parts) > 1 and _has_one_scale(a.scheme):  # the scales are those of all tokens
+        amax_of_x = torch.stack([_amax_of_x(part) for part in parts]).amax()
+        amax_of_h = torch.stack([_amax_of_h(part, amax_of_x) for part in parts]).amax()
+    for part in parts:
+        _experts(part, amax_of_x, amax_of_h)
+
+
+def _experts(a: ExpertsArgs, amax_of_x: Tensor | None, amax_of_h: Tensor | None) -> None:
+    """A layer, or a chunk of its tokens."""
+    (M, K), S, pairs, weights = a.hidden_states.shape, a.topk_ids.numel(), _sort(a), a.topk_weights
+    dtype = _compute_dtype(a.out.dtype, a.scheme)
+    hidden = _hidden(a, pairs, amax_of_x)
+    if a.scheme:
+        valid = pairs.experts < a.w13.shape[0]
+        scale = numerics.static_scale_of_rows(a.a2_scale, pairs.experts)
+        rounded = numerics.fake_quantize_activation(hidden, a.scheme, scale, valid, amax_of_h)
+        hidden.copy_(rounded)
+    y = grouped_mm(
+        hidden,
+        a.w2,
+        pairs.offsets,
+        scales=_scales(a, "w2"),
+        scheme=a.scheme,
+        bias=a.w2_bias,
+        out=workspace.carve(a.workspace2, (S, K), dtype),
+    )
+    if a.router_weight_on_input:
+        weights = torch.ones_like(weights)
+    if cpu.can_combine(y, a.out):
+        rows = torch.where(pairs.valid, pairs.inverse.view(M, -1), -1)
+        cpu.combine(y, weights, rows, a.out)
+    else:
+        a.out.copy_(permute.combine(y, weights, pairs, a.out.dtype))
+
+
+def _sort(a: ExpertsArgs) -> permute.Pairs:
+    return permute.sort_pairs(a.topk_ids, a.w13.shape[0], a.expert_map)
+
+
+def _inputs(a: ExpertsArgs, pairs: permute.Pairs) -> Tensor:
+    """x (M, K), multiplied by router weights that scale the input."""
+    if not a.router_weight_on_input:
+        return a.hidden_states
+    return permute.weigh_inputs(a.hidden_states, a.topk_weights, pairs)
+
+
+def _hidden(a: ExpertsArgs, pairs: permute.Pairs, amax_of_x: Tensor | None) -> Tensor:
+    """The activation's output h (S, I)."""
+    N, K, S = a.w13.shape[1], a.hidden_states.shape[1], a.topk_ids.numel()
     act = activations.from_op(a.activation, a.alpha, a.beta, a.limit)
     dtype = _compute_dtype(a.out.dtype, a.scheme)
-    S = a.topk_ids.numel()
-    width = N // 2 if act.gated else N
-    pairs = permute.sort_pairs(a.topk_ids, E, a.expert_map)
-    weights = a.topk_weights
     tokens = torch.floor_divide(pairs.order, a.topk_ids.shape[1])
-    x = a.hidden_states
-    if a.router_weight_on_input:
-        x = permute.weigh_inputs(x, weights, pairs)
-        weights = torch.ones_like(weights)
+    x = _inputs(a, pairs)
     by_pair = a.a13_scale is not None and a.a13_scale.numel() > 1
     if a.scheme and not by_pair:
-        x = numerics.fake_quantize_activation(x, a.scheme, a.a13_scale, pairs.valid.any(1))
+        valid = pairs.valid.any(1)
+        x = numerics.fake_quantize_activation(x, a.scheme, a.a13_scale, valid, amax_of_x)
     rows = workspace.carve(a.workspace13, (S, K), dtype)
     if by_pair:
         scale = numerics.static_scale_of_rows(a.a13_scale, pairs.experts)
@@ -108,26 +151,26 @@ def _launch_experts(a: ExpertsArgs) -> None:
         bias=a.w13_bias,
         out=workspace.carve(a.workspace2, (S, N), dtype),
     )
-    hidden = workspace.carve(a.workspace13, (S, width), dtype)
+    hidden = workspace.carve(a.workspace13, (S, N // 2 if act.gated else N), dtype)
     _activate(gate_up, act, hidden)
-    if a.scheme:
-        valid = pairs.experts < E
-        scale = numerics.static_scale_of_rows(a.a2_scale, pairs.experts)
-        hidden.copy_(numerics.fake_quantize_activation(hidden, a.scheme, scale, valid))
-    y = grouped_mm(
-        hidden,
-        a.w2,
-        pairs.offsets,
-        scales=_scales(a, "w2"),
-        scheme=a.scheme,
-        bias=a.w2_bias,
-        out=workspace.carve(a.workspace2, (S, K), dtype),
-    )
-    if cpu.can_combine(y, a.out):
-        rows = torch.where(pairs.valid, pairs.inverse.view(M, -1), -1)
-        cpu.combine(y, weights, rows, a.out)
-    else:
-        a.out.copy_(permute.combine(y, weights, pairs, a.out.dtype))
+    return hidden
+
+
+def _amax_of_x(a: ExpertsArgs) -> Tensor:
+    pairs = _sort(a)
+    return numerics.largest_magnitude(_inputs(a, pairs), pairs.valid.any(1))
+
+
+def _amax_of_h(a: ExpertsArgs, amax_of_x: Tensor) -> Tensor:
+    pairs = _sort(a)
+    valid = pairs.experts < a.w13.shape[0]
+    return numerics.largest_magnitude(_hidden(a, pairs, amax_of_x), valid)
+
+
+def _has_one_scale(scheme: str) -> bool:
+    """Whether all rows of quantized activations share a scale that follows from them."""
+    desc = get_scheme(scheme).activation
+    return desc is not None and not desc.static and (desc.group.is_tensor or desc.global_scale)
 
 
 def _activate(gate_up: Tensor, activation: activations.Activation, out: Tensor) -> None:
@@ -141,30 +184,61 @@ def _activate(gate_up: Tensor, activation: activations.Activation, out: Tensor) 
 
 
 def _launch_batched_experts(a: BatchedExpertsArgs) -> None:
-    E, T, K = a.hidden_states.shape
-    if T == 0:
+    if a.hidden_states.shape[1] == 0:
         return
+    parts, amax_of_x, amax_of_h = batched_chunks(a), None, None
+    if len(parts) > 1 and _has_one_scale(a.scheme):
+        largest = [numerics.largest_magnitude(p.hidden_states, _valid(p)) for p in parts]
+        amax_of_x = torch.stack(largest).amax()
+        largest = [
+            numerics.largest_magnitude(_batched_hidden(p, amax_of_x), _valid(p)) for p in parts
+        ]
+        amax_of_h = torch.stack(largest).amax()
+    for part in parts:
+        _batched_experts(part, amax_of_x, amax_of_h)
+
+
+def _batched_experts(
+    a: BatchedExpertsArgs, amax_of_x: Tensor | None, amax_of_h: Tensor | None
+) -> None:
+    """All batches, or a chunk of experts."""
+    hidden = _batched_hidden(a, amax_of_x)
+    if a.scheme:
+        scale = numerics.static_scale_of_rows(a.a2_scale, _experts_of_rows(a))
+        hidden.copy_(
+            numerics.fake_quantize_activation(hidden, a.scheme, scale, _valid(a), amax_of_h)
+        )
+    shape, dtype = a.hidden_states.shape, _compute_dtype(a.out.dtype, a.scheme)
+    y = workspace.carve(a.workspace13, shape, dtype)
+    _batched_mm(hidden, a.w2, a.expert_num_tokens, _scales(a, "w2"), a.w2_bias, a.scheme, y)
+    a.out.copy_(y)
+
+
+def _valid(a: BatchedExpertsArgs) -> Tensor:
+    """(E, T) bool: rows before each expert's count."""
+    rows = torch.arange(a.hidden_states.shape[1], device=a.hidden_states.device)
+    return rows < a.expert_num_tokens.unsqueeze(1)
+
+
+def _experts_of_rows(a: BatchedExpertsArgs) -> Tensor:
+    """(E, T) expert of each row."""
+    E, T = a.hidden_states.shape[:2]
+    return torch.arange(E, device=a.hidden_states.device).unsqueeze(1).expand(E, T)
+
+
+def _batched_hidden(a: BatchedExpertsArgs, amax_of_x: Tensor | None) -> Tensor:
+    """The activation's output h (E, T, I)."""
+    x, (E, T), N = a.hidden_states, a.hidden_states.shape[:2], a.w13.shape[1]
     act = activations.from_op(a.activation, a.alpha, a.beta, a.limit)
     dtype = _compute_dtype(a.out.dtype, a.scheme)
-    N = a.w13.shape[1]
-    width = N // 2 if act.gated else N
-    x = a.hidden_states
-    counts = a.expert_num_tokens
-    valid = torch.arange(T, device=x.device) < counts.unsqueeze(1)  # (E, T)
-    of_rows = torch.arange(E, device=x.device).unsqueeze(1).expand(E, T)
     if a.scheme:
-        scale = numerics.static_scale_of_rows(a.a13_scale, of_rows)
-        x = numerics.fake_quantize_activation(x, a.scheme, scale, valid)
+        scale = numerics.static_scale_of_rows(a.a13_scale, _experts_of_rows(a))
+        x = numerics.fake_quantize_activation(x, a.scheme, scale, _valid(a), amax_of_x)
     gate_up = workspace.carve(a.workspace13, (E, T, N), dtype)
-    _batched_mm(x, a.w13, counts, _scales(a, "w13"), a.w13_bias, a.scheme, gate_up)
-    hidden = workspace.carve(a.workspace2, (E, T, width), dtype)
+    _batched_mm(x, a.w13, a.expert_num_tokens, _scales(a, "w13"), a.w13_bias, a.scheme, gate_up)
+    hidden = workspace.carve(a.workspace2, (E, T, N // 2 if act.gated else N), dtype)
     _activate(gate_up.flatten(0, 1), act, hidden.flatten(0, 1))
-    if a.scheme:
-        scale = numerics.static_scale_of_rows(a.a2_scale, of_rows)
-        hidden.copy_(numerics.fake_quantize_activation(hidden, a.scheme, scale, valid))
-    y = workspace.carve(a.workspace13, (E, T, K), dtype)
-    _batched_mm(hidden, a.w2, counts, _scales(a, "w2"), a.w2_bias, a.scheme, y)
-    a.out.copy_(y)
+    return hidden
 
 
 def _batched_mm(
@@ -231,4 +305,5 @@ BACKEND = library.register(
     },
     devices=library.TORCH_DEVICES,
     differentiable=True,
+    chunked=True,
 )

@@ -172,10 +172,14 @@ def workspace_shapes(M: int, problem: Problem) -> Workspaces:
     if rounded is not None:
         hidden = Buffer((rounding.h_elements(h, I, rounded),), torch.float32)
         y = maximum(y, rounding.x_elements(rows, K, rounded))
+        if rounded.SCALE == "nv":
+            y = y + scales.SHARED
     elif x_scale:
         elements = scales.h_elements(h, I, experts, x_scale, K % 16 == I % 16 == 0)
         hidden = Buffer((elements,), torch.float32)
-        y = maximum(y, scales.x_elements(rows, K, x_scale))
+        x_elements = scales.x_elements(rows, K, x_scale)
+        # the one scale of all tokens outlives the products of a chunk
+        y = y + x_elements if x_scale == "tensor" else maximum(y, x_elements)
     else:
         columns = I
         if mixed and problem.kind == "experts":
@@ -221,4 +225,5 @@ BACKEND = register(
     relayouts=RELAYOUTS,
     distribution="triton",
     missing_kernels=missing_kernels,
+    chunked=True,
 )

@@ -19,17 +19,19 @@ from moe_ops.kernels.mixed_gemm.operands import MixedOperand, operand
 from moe_ops.kernels.permute.combine import combine
 from moe_ops.kernels.permute.rows import (
     NO_ROUTER_WEIGHTS,
+    Routing,
     route_pairs,
     router_weights,
     sorted_rows,
 )
 from moe_ops.kernels.permute.sort import group_blocks, route, sort_into
-from moe_ops.kernels.quantize.e4m3_int8 import Valid, counted
+from moe_ops.kernels.quantize.e4m3_int8 import Valid, amax, counted
 from moe_ops.kernels.quantize.emulated import Hidden, round_h, round_x
-from moe_ops.kernels.quantize.rounding import Rounding, rounding_of
-from moe_ops.kernels.quantize.scales import Input, batches_of, flat, rows_of
+from moe_ops.kernels.quantize.rounding import Rounding, rounding_of, x_elements
+from moe_ops.kernels.quantize.scales import Input, Shared, batches_of, flat, rows_of, shared_of
 from moe_ops.meta.workspace import cdiv
 from moe_ops.ops.args import BatchedExpertsArgs, ExpertsArgs, GroupedLinearArgs
+from moe_ops.ops.chunks import batched_chunks, chunks
 
 # cached: it has two sym_min of 0.8 us
 num_blocks_of = lru_cache(maxsize=8192)(block_bound)
@@ -80,13 +82,35 @@ def experts(a: ExpertsArgs) -> None:
             "compute capability 9.0; moe_ops.prepare(weight, 'torch') brings them back"
         )
     activation = activated(a.activation, a.alpha, a.beta, a.limit)
+    if config.kernel == GEMV:
+        return run(gemv.launches(a, w13, w2, activation, config, gpu), device, gpu)
     if config.kernel == SM90_WGMMA:
-        launches = _wgmma_launches(a, w13, w2, activation, config, gpu)
-    elif config.kernel == GEMV:
-        launches = gemv.launches(a, w13, w2, activation, config, gpu)
-    else:
-        launches = _mma_launches(a, w13, w2, activation, rounding, config, gpu)
-    run(launches, device, gpu)
+        split_k = configs.split_k_of(w2, config.gemm2, config.split_k, M * top_k)
+        for part in chunks(a):
+            run(_wgmma_launches(part, w13, w2, activation, config, split_k, gpu), device, gpu)
+        return
+    layer = (w13, w2, activation, rounding, config, gpu)
+    if not 0 < a.chunk_rows < M:
+        return run(_mma_launches(a, *layer), device, gpu)
+    parts, shared = chunks(a), None
+    if rounding is not None and rounding.SCALE == "nv":
+        rows = parts[0].hidden_states.shape[0]
+        used = max(rows * top_k * K, x_elements(rows, K, rounding))
+        valid = _valid(a, route_pairs(a.index_workspace, ids, a.expert_map, w2.E, 0, False))
+        shared = shared_of(a.workspace2, used)
+        run([amax(rows_of(x), M, M, K, shared.x, valid, shared.h, gpu)], device, gpu)
+        if a.a2_scale is None:
+            # the one scale of h is known once GEMM1 has run for all tokens
+            for part in parts:
+                run(_mma_launches(part, *layer, shared, gemm1_alone=True), device, gpu)
+    for part in parts:
+        run(_mma_launches(part, *layer, shared), device, gpu)
+
+
+def _valid(a: ExpertsArgs, routing: Routing) -> Valid:
+    """The rows of x that a local expert takes."""
+    on_input = router_weights(a.topk_weights) if a.router_weight_on_input else NO_ROUTER_WEIGHTS
+    return Valid("pairs", routing, on_input)
 
 
 def _mma_launches(
@@ -97,8 +121,10 @@ def _mma_launches(
     rounding: Rounding | None,
     config: LayerConfig,
     gpu: Gpu,
+    shared: Shared | None = None,
+    gemm1_alone: bool = False,
 ) -> list[Launch]:
-    """A layer of experts by kernels/mixed_gemm/sm80_mma.py."""
+    """A layer of experts, or a chunk of its tokens, by kernels/mixed_gemm/sm80_mma.py."""
     x, ids = a.hidden_states, a.topk_ids
     (M, top_k), E, K, I = ids.shape, w2.E, w2.N, w2.K  # noqa: E741
     pairs, block_m = M * top_k, config.block_m
@@ -110,8 +136,8 @@ def _mma_launches(
     launches: list[Launch] = []
     if not config.direct:
         launches.append(route(routing, sort_into(block_m, pairs, E, config.sort_chunk), gpu))
-    valid = Valid("pairs", routing, on_input)
-    more, rows, h = _rounded(a, rounding, rows_of(x), M, M, K, pairs, I, valid, gpu)
+    valid = _valid(a, routing)
+    more, rows, h = _rounded(a, rounding, rows_of(x), M, M, K, pairs, I, valid, gpu, shared)
     if rounding is not None:  # router weights have scaled x before rounding
         on_input = NO_ROUTER_WEIGHTS
     launches += (
@@ -120,10 +146,14 @@ def _mma_launches(
             *(h.written, h.amax, rows, w13, routing, on_input, activation),
             *(config.gemm1, block_m, gpu),
         ),
+    )
+    if gemm1_alone:
+        return launches
+    launches += (
         *h.launches,
         sm80_mma.gemm2(Output(y, 0, K, 1), h.read, w2, routing, config.gemm2, block_m, gpu),
         combine(a.out, y, weights, routing, not a.router_weight_on_input, gpu),
-    )  # fmt: skip
+    )
     return launches
 
 
@@ -133,9 +163,10 @@ def _wgmma_launches(
     w2: MixedOperand,
     activation: Activated,
     config: LayerConfig,
+    split_k: int,
     gpu: Gpu,
 ) -> list[Launch]:
-    """A layer of experts by kernels/mixed_gemm/sm90_wgmma.py."""
+    """A layer of experts, or a chunk of its tokens, by kernels/mixed_gemm/sm90_wgmma.py."""
     x, ids = a.hidden_states, a.topk_ids
     (M, top_k), E, K, I = ids.shape, w2.E, w2.N, w2.K  # noqa: E741
     pairs, block_m = M * top_k, config.block_m
@@ -146,7 +177,6 @@ def _wgmma_launches(
     on_input = weights if a.router_weight_on_input else NO_ROUTER_WEIGHTS
     # where y will be
     permuted = flat(a.workspace2, x.dtype, pairs * configs.padded(K))
-    split_k = configs.split_k_of(w2, config.gemm2, config.split_k, pairs)
     h = flat(a.workspace13, x.dtype, pairs * configs.padded(I))
     y = flat(a.workspace2, torch.float32, split_k * pairs * K)
     g1, g2 = config.gemm1, config.gemm2
@@ -175,15 +205,39 @@ def batched_experts(a: BatchedExpertsArgs) -> None:
         return
     device = x.get_device()
     gpu = launch.gpu(device)
-    w13, w2 = _weights(a, gpu)
-    I, bits = w2.K, w2.format.bits  # noqa: E741
+    _, w2 = _weights(a, gpu)
     rounding = rounding_of(a.scheme)
     dtype = x.dtype if rounding is None else rounding.dtype
-    config = configs.choose(E * T, E, K, I, bits, dtype, False, gpu.shared_memory)
-    block_m = config.block_m
+    config = configs.choose(*(E * T, E, K, w2.K, w2.format.bits, dtype, False, gpu.shared_memory))
+    parts, shared = batched_chunks(a), None
+    if len(parts) > 1 and rounding is not None and rounding.SCALE == "nv":  # as in `experts`
+        used = x_elements(parts[0].w2.shape[0] * T, K, rounding)
+        shared, valid = shared_of(a.workspace2, used), counted("batched", counts)
+        run([amax(batches_of(x), E * T, T, K, shared.x, valid, shared.h, gpu)], device, gpu)
+        if a.a2_scale is None:
+            for part in parts:
+                layer = _batched_launches(part, rounding, config, gpu, shared, gemm1_alone=True)
+                run(layer, device, gpu)
+    for part in parts:
+        run(_batched_launches(part, rounding, config, gpu, shared), device, gpu)
+
+
+def _batched_launches(
+    a: BatchedExpertsArgs,
+    rounding: Rounding | None,
+    config: LayerConfig,
+    gpu: Gpu,
+    shared: Shared | None = None,
+    gemm1_alone: bool = False,
+) -> list[Launch]:
+    """The launches of batches, or of a chunk of experts."""
+    x, counts, block_m = a.hidden_states, a.expert_num_tokens, config.block_m
+    (E, T, K), (w13, w2) = x.shape, _weights(a, gpu)
+    I = w2.K  # noqa: E741
     routing = sorted_rows(a.index_workspace, E, E * cdiv(T, block_m))
     more, rows, h = _rounded(
-        a, rounding, batches_of(x), E * T, T, K, E * T, I, counted("batched", counts), gpu
+        *(a, rounding, batches_of(x), E * T, T, K, E * T, I, counted("batched", counts), gpu),
+        shared,
     )
     activation = activated(a.activation, a.alpha, a.beta, a.limit)
     out = Output(*batches_of(a.out)[:4])
@@ -194,10 +248,11 @@ def batched_experts(a: BatchedExpertsArgs) -> None:
             *(h.written, h.amax, rows, w13, routing, NO_ROUTER_WEIGHTS, activation),
             *(config.gemm1, block_m, gpu),
         ),
-        *h.launches,
-        sm80_mma.gemm2(out, h.read, w2, routing, config.gemm2, block_m, gpu),
     ]
-    run(launches, device, gpu)
+    if gemm1_alone:
+        return launches
+    gemm2 = sm80_mma.gemm2(out, h.read, w2, routing, config.gemm2, block_m, gpu)
+    return [*launches, *h.launches, gemm2]
 
 
 def grouped_linear(a: GroupedLinearArgs) -> None:
@@ -268,13 +323,15 @@ def _rounded(
     I: int,  # noqa: E741
     valid: Valid,
     gpu: Gpu,
+    shared: Shared | None = None,  # of all chunks
 ) -> tuple[list[Launch], Input, Hidden]:
     """(launches before GEMM1, GEMM1's x, h between the GEMMs), if activations are emulated."""
     if r is None:
         h = flat(a.workspace13, x.data.dtype, h_rows * I)
         return [], x, Hidden(h, None, [], Input(h, 0, I, 1))
-    hidden = round_h(r, h_rows, I, a.workspace13, a.a2_scale, gpu)
+    hidden = round_h(r, h_rows, I, a.workspace13, a.a2_scale, gpu, shared)
     launches, x = round_x(
-        r, x, rows, rows_of_expert, K, a.workspace2, a.a13_scale, valid, hidden.amax, gpu
+        *(r, x, rows, rows_of_expert, K, a.workspace2, a.a13_scale, valid),
+        *(hidden.amax, gpu, shared),
     )
     return launches, x, hidden

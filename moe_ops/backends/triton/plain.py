@@ -9,23 +9,42 @@ from functools import lru_cache
 import torch
 
 from moe_ops.kernels import launch
-from moe_ops.kernels.configs import GEMV, SM90_TMA, block_bound
+from moe_ops.kernels.configs import GEMV, SM90_TMA, LayerConfig, block_bound
 from moe_ops.kernels.gemm import gemv, sm80_mma, sm90_tma
 from moe_ops.kernels.gemm.configs import LARGE_ROWS, choose, for_experts
-from moe_ops.kernels.gemm.operands import Output, activated, bias_of, scaling_of, weight_of
-from moe_ops.kernels.launch import Launch, run
+from moe_ops.kernels.gemm.operands import (
+    Activated,
+    Output,
+    Scaling,
+    Weight,
+    activated,
+    bias_of,
+    scaling_of,
+    weight_of,
+)
+from moe_ops.kernels.launch import Gpu, Launch, run
 from moe_ops.kernels.permute.combine import combine
 from moe_ops.kernels.permute.rows import (
     NO_ROUTER_WEIGHTS,
+    Routing,
     route_pairs,
     router_weights,
     sorted_rows,
 )
 from moe_ops.kernels.permute.sort import group_blocks, route, sort_into
-from moe_ops.kernels.quantize.e4m3_int8 import Valid, counted, quantize_x
-from moe_ops.kernels.quantize.scales import batches_of, flat, hidden, rows_of
+from moe_ops.kernels.quantize.e4m3_int8 import Valid, amax, counted, quantize_x
+from moe_ops.kernels.quantize.scales import (
+    NUM_PARTIALS,
+    Shared,
+    batches_of,
+    flat,
+    hidden,
+    rows_of,
+    shared_of,
+)
 from moe_ops.meta.workspace import cdiv
 from moe_ops.ops.args import BatchedExpertsArgs, ExpertsArgs, GroupedLinearArgs
+from moe_ops.ops.chunks import batched_chunks, chunks
 
 # cached: it has two sym_min of 0.8 us
 num_blocks_of = lru_cache(maxsize=8192)(block_bound)
@@ -33,7 +52,7 @@ num_blocks_of = lru_cache(maxsize=8192)(block_bound)
 
 def experts(a: ExpertsArgs) -> None:
     """Launch `moe_ops::triton_experts`."""
-    x, ids, out = a.hidden_states, a.topk_ids, a.out
+    x, ids = a.hidden_states, a.topk_ids
     M, top_k = ids.shape
     if M == 0:
         return
@@ -44,7 +63,7 @@ def experts(a: ExpertsArgs) -> None:
     w2 = weight_of("w2", a.w2, a.w2_scale, a.scheme, dtype, gpu)
     activation = activated(a.activation, a.alpha, a.beta, a.limit)
     scaling = scaling_of(a.scheme, gpu.native)
-    w_scale, x_scale, powers, _ = scaling
+    w_scale, x_scale, *_ = scaling
     pairs = M * top_k
     tma = pairs >= LARGE_ROWS * E and sm90_tma.why_not(w13, w2, activation, scaling, gpu) is None
     one_token = M == 1 and gemv.why_not(w13, w2, top_k, scaling) is None
@@ -52,7 +71,44 @@ def experts(a: ExpertsArgs) -> None:
     config = for_experts(*shape, dtype, gpu, a.scheme, scales, activation.GATED, tma, one_token)
     if config.kernel == GEMV:
         return run(gemv.launches(a, w13, w2, activation, scaling, config, gpu), device, gpu)
-    block_m = config.block_m
+    layer = (w13, w2, activation, scaling, config, gpu)
+    if not 0 < a.chunk_rows < M:
+        return run(_launches(a, *layer), device, gpu)
+    parts, shared = chunks(a), None
+    if x_scale == "tensor":
+        # its scales are those of all tokens: that of h is known once GEMM1 has run for all of them
+        shared = shared_of(a.workspace2, parts[0].topk_ids.numel() * K)
+        valid = _valid(a, route_pairs(a.index_workspace, ids, a.expert_map, E, 0, False))
+        run([amax(rows_of(x), M, M, K, shared.x, valid, shared.h, gpu)], device, gpu)
+        for part in parts:
+            run(_launches(part, *layer, shared, gemm1_alone=True), device, gpu)
+    for part in parts:
+        run(_launches(part, *layer, shared), device, gpu)
+
+
+def _valid(a: ExpertsArgs, routing: Routing) -> Valid:
+    """The rows of x that a local expert takes."""
+    on_input = router_weights(a.topk_weights) if a.router_weight_on_input else NO_ROUTER_WEIGHTS
+    return Valid("pairs", routing, on_input)
+
+
+def _launches(
+    a: ExpertsArgs,
+    w13: Weight,
+    w2: Weight,
+    activation: Activated,
+    scaling: Scaling,
+    config: LayerConfig,
+    gpu: Gpu,
+    shared: Shared | None = None,
+    gemm1_alone: bool = False,
+) -> list[Launch]:
+    """The launches of a layer, or of a chunk of its tokens, whose one scale of x and of h is then
+    known (`shared`).
+    """
+    x, ids, out = a.hidden_states, a.topk_ids, a.out
+    (M, top_k), (E, K, I) = ids.shape, a.w2.shape  # noqa: E741
+    pairs, block_m, x_scale, dtype = M * top_k, config.block_m, scaling.X_SCALE, x.dtype
     blocks = pairs if config.direct else num_blocks_of(pairs, E, block_m)
     routing = route_pairs(a.index_workspace, ids, a.expert_map, E, blocks, config.direct)
     weights = router_weights(a.topk_weights)
@@ -62,11 +118,14 @@ def experts(a: ExpertsArgs) -> None:
     y = flat(a.workspace2, torch.float32, pairs * K)
     rows = rows_of(x)
     launches: list[Launch]
-    if x_scale:
+    if shared is not None:
+        h = h._replace(scale=shared.h)
+        rows = rows._replace(scale=shared.x, partials=NUM_PARTIALS)
+        launches = [] if sort is None else [route(routing, sort, gpu)]
+    elif x_scale:
         launches, rows = quantize_x(
-            rows, M, M, K, x_scale, config, y, a.a13_scale,
-            Valid("pairs", routing, on_input), h.scale, top_k, w13.data.dtype, powers, gpu,
-            sort,
+            rows, M, M, K, x_scale, config, y, a.a13_scale, _valid(a, routing), h.scale, top_k,
+            w13.data.dtype, scaling.POWERS, gpu, sort,
         )  # fmt: skip
     else:
         launches = [] if sort is None else [route(routing, sort, gpu)]
@@ -86,8 +145,10 @@ def experts(a: ExpertsArgs) -> None:
                 Output(y, 0, K, 1), h, w2, b2, routing, scaling, config.gemm2, block_m, gpu
             ),
         )  # fmt: skip
+    if gemm1_alone:
+        return launches[:-1]
     launches.append(combine(out, y, weights, routing, not a.router_weight_on_input, gpu))
-    run(launches, device, gpu)
+    return launches
 
 
 def batched_experts(a: BatchedExpertsArgs) -> None:
@@ -99,22 +160,51 @@ def batched_experts(a: BatchedExpertsArgs) -> None:
     I = a.w2.shape[2]  # noqa: E741
     dtype, device = x.dtype, x.get_device()
     gpu = launch.gpu(device)
-    w13 = weight_of("w13", a.w13, a.w13_scale, a.scheme, dtype, gpu)
-    w2 = weight_of("w2", a.w2, a.w2_scale, a.scheme, dtype, gpu)
     activation = activated(a.activation, a.alpha, a.beta, a.limit)
     scaling = scaling_of(a.scheme, gpu.native)
-    w_scale, x_scale, powers, _ = scaling
+    w_scale, x_scale, *_ = scaling
     facts = (dtype.itemsize, False, gpu.shared_memory, w_scale, x_scale, activation.GATED)
     config = choose(E * T, E, K, I, *facts)
-    block_m = config.block_m
+    parts = batched_chunks(a)
+    if len(parts) == 1:
+        return run(_batched_launches(a, activation, scaling, config, gpu), device, gpu)
+    shared = None
+    if x_scale == "tensor":  # as in `experts`
+        shared, valid = shared_of(a.workspace2, 0), counted("batched", counts)
+        run([amax(batches_of(x), E * T, T, K, shared.x, valid, shared.h, gpu)], device, gpu)
+        for part in parts:
+            layer = _batched_launches(part, activation, scaling, config, gpu, shared)
+            run(layer[:-1], device, gpu)
+    for part in parts:
+        run(_batched_launches(part, activation, scaling, config, gpu, shared), device, gpu)
+
+
+def _batched_launches(
+    a: BatchedExpertsArgs,
+    activation: Activated,
+    scaling: Scaling,
+    config: LayerConfig,
+    gpu: Gpu,
+    shared: Shared | None = None,
+) -> list[Launch]:
+    """The launches of batches, or of a chunk of experts, whose one scale of x and of h is then
+    known (`shared`).
+    """
+    x, counts, I = a.hidden_states, a.expert_num_tokens, a.w2.shape[2]  # noqa: E741
+    (E, T, K), dtype, x_scale, block_m = x.shape, x.dtype, scaling.X_SCALE, config.block_m
+    w13 = weight_of("w13", a.w13, a.w13_scale, a.scheme, dtype, gpu)
+    w2 = weight_of("w2", a.w2, a.w2_scale, a.scheme, dtype, gpu)
     routing = sorted_rows(a.index_workspace, E, E * cdiv(T, block_m))
     h, h_scale = hidden(a.workspace13, E * T, I, dtype, x_scale, config, a.a2_scale, w2.data.dtype)
     launches = [group_blocks(routing, counts, E * T, T, block_m, gpu)]
     rows = batches_of(x)
-    if x_scale:
+    if shared is not None:
+        h = h._replace(scale=shared.h)
+        rows = rows._replace(scale=shared.x, partials=NUM_PARTIALS)
+    elif x_scale:
         more, rows = quantize_x(
             rows, E * T, T, K, x_scale, config, a.workspace2, a.a13_scale,
-            counted("batched", counts), h.scale, 1, w13.data.dtype, powers, gpu,
+            counted("batched", counts), h.scale, 1, w13.data.dtype, scaling.POWERS, gpu,
         )  # fmt: skip
         launches += more
     b13, b2, out = bias_of(a.w13_bias), bias_of(a.w2_bias), Output(*batches_of(a.out)[:4])
@@ -125,7 +215,7 @@ def batched_experts(a: BatchedExpertsArgs) -> None:
         ),
         sm80_mma.gemm2(out, h, w2, b2, routing, scaling, config.gemm2, block_m, gpu),
     )  # fmt: skip
-    run(launches, device, gpu)
+    return launches
 
 
 def grouped_linear(a: GroupedLinearArgs) -> None:
@@ -138,7 +228,7 @@ def grouped_linear(a: GroupedLinearArgs) -> None:
     gpu = launch.gpu(device)
     w = weight_of("weight", a.weight, a.weight_scale, a.scheme, x.dtype, gpu)
     scaling = scaling_of(a.scheme, gpu.native)
-    w_scale, x_scale, powers, _ = scaling
+    w_scale, x_scale, *_ = scaling
     config = choose(
         S, E, K, K, x.dtype.itemsize, False, gpu.shared_memory, w_scale, x_scale, False
     )
@@ -150,7 +240,7 @@ def grouped_linear(a: GroupedLinearArgs) -> None:
     if x_scale:
         more, rows = quantize_x(
             rows, S, S, K, x_scale, config, a.workspace2, a.activation_scale,
-            counted("groups", offsets), None, 0, w.data.dtype, powers, gpu,
+            counted("groups", offsets), None, 0, w.data.dtype, scaling.POWERS, gpu,
         )  # fmt: skip
         launches += more
     gemm = config.gemm1 if x_scale else config.gemm2

@@ -164,6 +164,7 @@ def run_experts(
             activation=activation,
             w13_bias=w13_bias,
             w2_bias=w2_bias,
+            max_workspace_bytes=max_workspace_bytes_of(module),
             backend=backend,
         )
         return y.to(hidden_states.dtype)
@@ -180,6 +181,11 @@ def run_experts(
 def backend_of(module: HfModule) -> str:
     """The backend that attach() chose for this module."""
     return getattr(module, "_moe_ops_backend", "auto")
+
+
+def max_workspace_bytes_of(module: HfModule) -> int | None:
+    """The bound of the workspaces that attach() set for this module."""
+    return getattr(module, "_moe_ops_max_workspace_bytes", None)
 
 
 def experts_forward(

@@ -5,13 +5,16 @@ from __future__ import annotations
 from torch import nn
 
 from moe_ops.backends import check_backend
+from moe_ops.checks import check_size
 from moe_ops.integrations.transformers.config import MoeOpsConfig
 from moe_ops.integrations.transformers.hook import AttachReport, attach_layers
 from moe_ops.integrations.transformers.mxfp4 import restore_modules
 from moe_ops.integrations.transformers.quantizer import mark_quantized
 
 
-def attach(model: nn.Module, backend: str = "auto") -> AttachReport:
+def attach(
+    model: nn.Module, backend: str = "auto", *, max_workspace_bytes: int | None = None
+) -> AttachReport:
     """Run the experts of a model through moe_ops, in place, and check that they do.
 
     Modules on transformers' experts hook get experts_implementation="moe_ops"; those of llama4,
@@ -20,14 +23,16 @@ def attach(model: nn.Module, backend: str = "auto") -> AttachReport:
 
     Args:
         model: a transformers model, or any module that contains such layers.
-        backend: for every expert call of these layers, as in `moe_ops.fused_experts`.
+        backend, max_workspace_bytes: for every expert call of these layers, as in
+            `moe_ops.fused_experts`.
 
     Returns:
         A report; print it to see what runs where.
 
     Raises:
         ValueError: no MoE layer, one of a family nobody taught us, experts that are packed FP4, or
-            an unknown backend.
+            an unknown backend, or a max_workspace_bytes that is no positive integer or has no room
+            for the smallest chunk.
         RuntimeError: a layer did not call moe_ops or differs from its own forward.
 
     After an error the model is as it was before the call. One thing stays done: gpt_oss that
@@ -35,6 +40,8 @@ def attach(model: nn.Module, backend: str = "auto") -> AttachReport:
     weights as ExpertTensors of scheme "mxfp4_w4a16".
     """
     check_backend("backend", backend)
+    if max_workspace_bytes is not None:
+        check_size("max_workspace_bytes", max_workspace_bytes)
     if isinstance(model, nn.Module) and restore_modules(model):
         mark_quantized(model, MoeOpsConfig())
-    return attach_layers(model, backend)
+    return attach_layers(model, backend, max_workspace_bytes)

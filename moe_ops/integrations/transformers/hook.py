@@ -47,7 +47,9 @@ class AttachReport:
         return "\n".join(map(str, self.layers))
 
 
-def attach_layers(model: HfModule, backend: str) -> AttachReport:
+def attach_layers(
+    model: HfModule, backend: str, max_workspace_bytes: int | None = None
+) -> AttachReport:
     """`attach` of a model whose experts are ordinary modules."""
     layers = layers_of.find(model)
     undo = layers_of.snapshot(model, layers)
@@ -57,7 +59,7 @@ def attach_layers(model: HfModule, backend: str) -> AttachReport:
         ):
             model.set_experts_implementation(NAME)
         reports = [
-            _attach_layer(layer, backend)
+            _attach_layer(layer, backend, max_workspace_bytes)
             for layer in environment.progress_bar(layers, "attaching layers")
         ]
         return AttachReport(tuple(reports))
@@ -66,7 +68,7 @@ def attach_layers(model: HfModule, backend: str) -> AttachReport:
         raise
 
 
-def _attach_layer(layer: Layer, backend: str) -> LayerReport:
+def _attach_layer(layer: Layer, backend: str, max_workspace_bytes: int | None) -> LayerReport:
     module, owner, family = layer.module, layer.owner, layer.family
     if family is None:
         module.config._experts_implementation = NAME
@@ -77,6 +79,7 @@ def _attach_layer(layer: Layer, backend: str) -> LayerReport:
             families.set_forward(owner, family.owner_forward)
         path = family.path
     owner._moe_ops_backend = backend
+    owner._moe_ops_max_workspace_bytes = max_workspace_bytes
     operators, check = _check(layer)
     return LayerReport(
         layer.name,
@@ -111,6 +114,7 @@ def _plan_text(layer: Layer) -> str:
         activation=activation,
         w13_bias=bias[0],
         w2_bias=bias[1],
+        max_workspace_bytes=hf_activations.max_workspace_bytes_of(owner),
         backend=hf_activations.backend_of(owner),
     )
     return ", ".join(

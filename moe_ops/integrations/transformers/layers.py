@@ -111,7 +111,8 @@ def snapshot(model: nn.Module, layers: list[Layer]) -> Callable[[], None]:
     objects: dict[int, tuple[Any, tuple[str, ...]]] = {}
     for layer in layers:
         for module in (layer.module, layer.owner):
-            objects[id(module)] = (module, ("forward", "_old_forward", "_moe_ops_backend"))
+            ours = ("_moe_ops_backend", "_moe_ops_max_workspace_bytes")
+            objects[id(module)] = (module, ("forward", "_old_forward", *ours))
     configs = [getattr(module, "config", None) for module in model.modules()]
     while configs:
         config = configs.pop()

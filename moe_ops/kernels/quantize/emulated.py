@@ -45,7 +45,7 @@ from moe_ops.kernels.launch import (
 from moe_ops.kernels.permute.rows import NO_ROUTER_WEIGHTS, RouterWeights
 from moe_ops.kernels.quantize.e4m3_int8 import Valid, amax
 from moe_ops.kernels.quantize.rounding import GAP, Rounding, h_elements, x_elements
-from moe_ops.kernels.quantize.scales import NUM_PARTIALS, Input, flat
+from moe_ops.kernels.quantize.scales import NUM_PARTIALS, Input, Shared, flat
 from moe_ops.meta.workspace import cdiv, round_up
 
 CHUNK = 1024  # columns that a program rounds at a time
@@ -207,6 +207,7 @@ def round_x(
     valid: Valid,
     zero: Tensor | None,  # set to zero: GEMM1 raises it to the largest magnitude of h
     gpu: Gpu,
+    shared: Shared | None = None,  # known already, of all rows of which these are a chunk
 ) -> tuple[list[Launch], Input]:
     """(launches before GEMM1, GEMM1's x). x is multiplied by router weights, if they scale the
     input.
@@ -216,13 +217,15 @@ def round_x(
     launches = []
     if r.SCALE == "nv":
         largest, count = static, _scales_at_once(static)
-        if largest is None:
+        if largest is None and shared is not None:
+            largest, count = shared.x, NUM_PARTIALS
+        elif largest is None:
             largest, count = space[end:], NUM_PARTIALS
             launches.append(amax(x, rows, rows_of_expert, K, largest, valid, None, gpu))
         x = Input(x.ptr, x.stride_e, x.stride_m, x.stride_k, largest, partials=count)
     launch, rounded = _round(
         *(r, x, rows, rows_of_expert, K, space, 0, end),
-        *(_known_scales(static), zero, valid.topk_weights, gpu),
+        *(_known_scales(static), zero if shared is None else None, valid.topk_weights, gpu),
     )
     return [*launches, launch], rounded
 
@@ -234,6 +237,7 @@ def round_h(
     workspace: Tensor,
     static: Tensor | None,
     gpu: Gpu,
+    shared: Shared | None = None,
 ) -> Hidden:
     """The Hidden of h (rows, I): its buffers, and the launches that round it."""
     space = flat(workspace, torch.float32, h_elements(rows, I, r))
@@ -241,7 +245,7 @@ def round_h(
     largest = amax = None
     if r.SCALE == "nv":
         if static is None:
-            amax = space[behind : behind + 1]
+            amax = space[behind : behind + 1] if shared is None else shared.h
         largest = amax if static is None else static
     source = Input(space, 0, I, 1, largest, partials=_scales_at_once(static))
     start = behind + GAP

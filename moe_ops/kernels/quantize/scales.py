@@ -16,6 +16,7 @@ from moe_ops.meta.workspace import cdiv, maximum, minimum, round_up
 from moe_ops.schemes import get_scheme
 
 NUM_PARTIALS = 128  # programs that find the largest magnitude of x
+SHARED = NUM_PARTIALS + 1  # fp32 elements of a `Shared`
 # Up to this average of rows an expert the workspace has room for h in fp32 too, so that GEMM2 may
 # quantize it by groups.
 FEW_ROWS = 2
@@ -72,10 +73,25 @@ def h_elements(rows: Any, I: int, experts: int, x_scale: str, aligned: bool) -> 
 def x_elements(rows: Any, K: int, x_scale: str) -> Any:
     """fp32 elements that quantized x (rows, K) and its scales need at most. int or SymInt."""
     if x_scale == "tensor":
-        return NUM_PARTIALS
+        return SHARED
     if x_scale in ("group", "row"):
         return cdiv(rows * K, 4) + _GAP + rows * (cdiv(K, 128) if x_scale == "group" else 1)
     return 0
+
+
+class Shared(NamedTuple):
+    """Largest magnitudes from which the one scale of x and that of h follow, over all rows of a
+    call that runs in chunks.
+    """
+
+    x: Tensor  # (NUM_PARTIALS,) fp32 partial maxima
+    h: Tensor  # (1,) fp32
+
+
+def shared_of(workspace: Tensor, start: int) -> Shared:
+    """The Shared behind the first `start` fp32 elements of a workspace."""
+    found = flat(workspace, torch.float32, start + SHARED)[start : start + SHARED]
+    return Shared(found[:NUM_PARTIALS], found[NUM_PARTIALS:])
 
 
 class Input(NamedTuple):

@@ -167,6 +167,39 @@ def test_strided_inputs(device, scheme):
 
 @devices
 @schemes
+def test_chunks_are_one_piece(device, scheme):
+    """The last of three has fewer tokens. Same kernels, so the same bits."""
+    case = case_of(device, scheme, M=37, E=2, K=128, expert_map=True)
+    whole = check(case)
+    call = {**case.options, "backend": "deep_gemm"}
+    x, w13, w2, _, ids = case.args
+    most = moe_ops.explain(x, w13, w2, ids, **call).num_bytes(16)
+    with mock.patch.object(dg, "grouped_gemm", wraps=dg.grouped_gemm) as gemm, poisoned_memory():
+        parts = moe_ops.fused_experts(*case.args, **call, max_workspace_bytes=most)
+    assert gemm.call_count == 6
+    assert len({call.args[4] for call in gemm.call_args_list}) == 1  # rows that are expected
+    assert torch.equal(parts, whole)
+
+
+@devices
+@schemes
+def test_chunks_of_batches_are_one_piece(device, scheme):
+    case = case_of(device, scheme, K=128)
+    _, w13, w2, *_ = case.args
+    x = torch.randn(4, 6, 128, generator=torch.Generator().manual_seed(1)).to(BF16).to(device)
+    counts = torch.tensor([3, 0, 6, 4], dtype=torch.int32, device=device)
+    inside = torch.arange(6, device=device) < counts[:, None]
+    call = {**case.options, "backend": "deep_gemm"}
+    whole = moe_ops.batched_experts(x, w13, w2, counts, **call)
+    with mock.patch.object(dg, "masked_gemm", wraps=dg.masked_gemm) as gemm, poisoned_memory():
+        # room for the 128 rows of two experts, and not of three
+        parts = moe_ops.batched_experts(x, w13, w2, counts, **call, max_workspace_bytes=250_000)
+    assert gemm.call_count == 4
+    assert torch.equal(parts[inside], whole[inside])
+
+
+@devices
+@schemes
 def test_repeatable(device, scheme):
     case = case_of(device, scheme, top_k=3)
     first = check(case)

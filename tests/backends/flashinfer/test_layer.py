@@ -89,7 +89,7 @@ def with_scales_of_experts(case: Case) -> Case:
     return case
 
 
-def launch(case: Case, deterministic: bool = True) -> torch.Tensor:
+def launch(case: Case, deterministic: bool = True, chunk_rows: int = 0) -> torch.Tensor:
     """The launcher's output on CPU tensors, out of memory that held garbage."""
     x, w13, w2, weights, ids = case.args
     problem = dataclasses.replace(problem_of(case), contiguous_weights=True)
@@ -98,7 +98,9 @@ def launch(case: Case, deterministic: bool = True) -> torch.Tensor:
     buffers = [torch.empty(x.shape, dtype=x.dtype)]
     buffers += [
         torch.empty(b.shape, dtype=b.dtype)
-        for b in backend_module.workspace_shapes(len(x), problem)
+        for b in backend_module.workspace_shapes(
+            min(len(x), chunk_rows) if chunk_rows else len(x), problem
+        )
     ]
     parts = {}
     for name, w in (("w13", w13), ("w2", w2)):
@@ -126,6 +128,7 @@ def launch(case: Case, deterministic: bool = True) -> torch.Tensor:
         router_weight_on_input=problem.router_weight_on_input,
         deterministic=deterministic,
         tiers="",
+        chunk_rows=chunk_rows,
     )
     bits = 4 if getattr(w13, "qdata", w13).dtype == torch.uint8 else 8
     kind = KINDS["experts"]
@@ -166,6 +169,20 @@ ACTIVATIONS = [
 @pytest.mark.parametrize("bias", [False, True])
 def test_plain(fake, activation, bias):
     check(Case("cpu", BF16, activation=activation, bias=bias, top_k=3))
+
+
+@on_cpu
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_chunks_are_one_piece(fake, scheme, monkeypatch):
+    """All with the tactics of all tokens; the last of three has fewer."""
+    rows = []
+    key_of = library.key_of
+    monkeypatch.setattr(library, "key_of", lambda *of: rows.append(of[-1]) or key_of(*of))
+    case = Case("cpu", BF16, scheme, bias=scheme != "fp8_block", M=41, **WHOLE, E=3)
+    whole = check(case)
+    parts = launch(case, chunk_rows=16)
+    assert rows == [41] * 4
+    assert torch.equal(parts, whole)
 
 
 @on_cpu

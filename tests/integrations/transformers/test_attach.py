@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch import nn
 import moe_ops
 import moe_ops.integrations.transformers as integration
 from moe_ops.integrations.transformers import activations
+from moe_ops.planning import bind
 from tests.integrations.transformers.test_families import FAMILIES, Calls, build, relative
 from tests.integrations.transformers.test_models import IDS, experts_of, logits, switches
 
@@ -35,6 +37,29 @@ def test_attach_reports_each_layer():
     own = integration.attach(build("inkling2", 1)).layers[0]
     assert "own gate" in own.activation
     assert own.runs == "torch_grouped_linear"
+
+
+def test_attach_bounds_workspaces():
+    model = build("mixtral", 1)
+    own = logits(model)
+    owner = experts_of(model)
+    x = torch.randn(30, owner.gate_up_proj.shape[2])
+    w13, w2 = owner.gate_up_proj, owner.down_proj
+    ids = torch.zeros(30, model.config.num_experts_per_tok, dtype=torch.int64)
+    most = moe_ops.explain(x, w13, w2, ids, backend="torch").num_bytes(16)
+    integration.attach(model, "torch", max_workspace_bytes=most)
+    plans = []
+    look_up = bind.look_up
+    with mock.patch.object(
+        bind, "look_up", lambda *call: plans.append(look_up(*call).plan) or look_up(*call)
+    ):
+        assert relative(logits(model), own) < 1e-5
+    assert [plan.max_workspace_bytes for plan in plans] == [most]
+    for wrong in (0, "1 GiB"):
+        with pytest.raises(ValueError, match="max_workspace_bytes must be"):
+            integration.attach(build("mixtral", 1), max_workspace_bytes=wrong)
+    with pytest.raises(ValueError, match="max_workspace_bytes must be at least .* for a chunk"):
+        integration.attach(build("mixtral", 1), max_workspace_bytes=7)
 
 
 def test_attach_refuses_what_it_cannot_serve():

@@ -1,0 +1,57 @@
+"""Chunks: an operator whose workspaces have no room for all rows runs them in parts, one after the
+other.
+
+The configuration of kernels is chosen for all rows, and only the tensors of a call are cut, so
+that every row is computed as it is without chunks.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from moe_ops.meta.workspace import cdiv, maximum, minimum, round_up
+from moe_ops.ops.args import BatchedExpertsArgs, ExpertsArgs
+
+ALIGNMENT = 16  # tokens: a chunk of a tensor starts at a multiple of 16 bytes if the tensor does
+
+_OF_TOKENS = ("out", "hidden_states", "topk_weights", "topk_ids")  # (M, ..)
+
+
+def chunks(a: ExpertsArgs) -> list[ExpertsArgs]:
+    """The arguments of each chunk of at most `chunk_rows` tokens, about equally many each."""
+    M, rows = a.hidden_states.shape[0], a.chunk_rows
+    if not 0 < rows < M:
+        return [a]
+    step = min(rows, round_up(cdiv(M, cdiv(M, rows)), ALIGNMENT))
+    return [
+        a._replace(**{name: getattr(a, name)[m : m + step] for name in _OF_TOKENS})
+        for m in range(0, M, step)
+    ]
+
+
+def experts_of_chunk(E: int, T: int, chunk_rows: int) -> int:
+    """Experts, of E with T rows each, that a chunk of `batched_experts` has: as many as
+    `chunk_rows` rows allow where each pads its own to 128, but at least one. int or SymInt.
+    """
+    return maximum(1, minimum(E, chunk_rows // round_up(maximum(T, 1), 128)))
+
+
+def batched_chunks(a: BatchedExpertsArgs) -> list[BatchedExpertsArgs]:
+    """The arguments of each chunk of experts, about equally many each."""
+    E, T = a.hidden_states.shape[:2]
+    most = experts_of_chunk(E, T, a.chunk_rows) if a.chunk_rows else E
+    if most == E:
+        return [a]
+    step = cdiv(E, cdiv(E, most))
+    written = ("workspace13", "workspace2", "index_workspace")
+    of_experts: dict[str, Any] = {
+        name: value
+        for name, value in zip(a._fields, a, strict=True)
+        if isinstance(value, Tensor) and name not in written and value.shape[:1] == (E,)
+    }
+    return [
+        a._replace(**{name: value[e : e + step] for name, value in of_experts.items()})
+        for e in range(0, E, step)
+    ]
