@@ -52,9 +52,8 @@ def materialized(name: str, tensor: Tensor) -> Tensor:
 
 
 def refuse_lost(name: str, tensor: Tensor) -> None:
-    """Raise ValueError for tensors that are nested or have no strides, for one whose storage was
-    freed, and for one whose `.data` was set to a tensor subclass, of which it keeps shape and dtype
-    alone.
+    """Raise ValueError for a tensor that is nested or has no strides, whose storage was freed, or
+    whose `.data` was set to a tensor subclass, of which it keeps shape and dtype alone.
 
     Whoever hands tensors to operators of torch asks first: these crash the process on the last.
     """
