@@ -82,6 +82,7 @@ _FP8 = {
 _INT8 = {
     "": "int8_w8a16:channel",
     "int8 token dynamic": "int8_w8a8",
+    "int8 tensor dynamic": "int8_w8a8_tensor",
     "int8 tensor static": "int8_w8a8_static",
 }
 _INT8_SCALES = {"tensor": _INT8, "channel": _INT8}

@@ -181,6 +181,10 @@ USED = {
     "block alone": (ScaledFP8((128, 128), None), "fp8_w8a16:block"),
     "mx": (ScaledFP8((1, 32), FLOAT8 | GROUP | {"group_size": 32}), "mxfp8"),
     "int8 alone": (with_group(Int8(), input_activations=None), "int8_w8a16:channel"),
+    "int8, one scale": (
+        with_group(Int8(), input_activations=INT8 | {"dynamic": True}),
+        "int8_w8a8_tensor",
+    ),
     "mxfp4, e4m3 of 128": (
         with_group(MXFP4Packed(), input_activations=FLOAT8 | GROUP | {"group_size": 128}),
         "mxfp4_w4a8",
