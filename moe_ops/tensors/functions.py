@@ -143,9 +143,9 @@ def _(func: Callable, types: Types, args: tuple, kwargs: dict) -> Any:
     )
     if own != other:
         raise ValueError(f"source of a copy into {self} must be quantized alike, got {src}")
-    scales = self.activation_scale, src.activation_scale
-    if scales[0] is not None and scales[0].shape != scales[1].shape:
-        shapes = [tuple(scale.shape) for scale in scales]
+    scales = [t.activation_scale for t in (self, src)]
+    shapes = [tuple(scale.shape) for scale in scales if scale is not None]
+    if len(set(shapes)) > 1:
         raise ValueError(
             f"activation_scale of a copy into {self} must have shape {shapes[0]}, got {shapes[1]}"
         )
