@@ -363,8 +363,10 @@ def compile_all(calls: Sequence[Call | RouterCall], gpu: Gpu, arch: Arch) -> Non
 def compile_here(calls: Sequence[Call | RouterCall]) -> None:
     """`compile_all` for the GPU of this machine: one process would take some seconds a call."""
     start = time.perf_counter()
-    major, minor = torch.cuda.get_device_capability()
-    compile_all(calls, launch.gpu(torch.cuda.current_device()), 10 * major + minor)
+    device = torch.cuda.current_device()
+    properties = torch.cuda.get_device_properties(device)
+    (major, minor), gfx = environment.gpu_architecture(properties)
+    compile_all(calls, launch.gpu(device), gfx or 10 * major + minor)
     print(f"compiled {len(calls)} calls in {time.perf_counter() - start:.0f} s", flush=True)
 
 

@@ -61,8 +61,8 @@ def facts() -> dict[str, Any]:
     schemes of these layers, of weights as they are in ``natural``, of those that need `prepare` in
     ``prepared``), ``cpu_kernel`` (None if the CPU kernel is in use, else why not), ``tuning`` (GPU
     name -> number of measured problems), ``other_owners`` (other distributions that install a
-    package ``moe_ops``, which should be none), ``newer_than_tested`` (distribution -> what to say
-    of it).
+    package ``moe_ops``, which should be none), ``newer_than_tested`` (distribution -> the newest
+    version that the tests ran with, where a newer one is installed).
     """
     backends, takes = _backends()
     libraries = (environment.DISTRIBUTION, *DISTRIBUTIONS, *backends_module.distributions())
@@ -78,7 +78,7 @@ def facts() -> dict[str, Any]:
         "backends": backends,
         "takes": takes,
         "newer_than_tested": {
-            backend.distribution: backend.untested_version
+            backend.distribution: backend.newest_tested
             for backend in backends_module.BACKENDS
             if backend.untested_version
         },
@@ -158,12 +158,14 @@ def format_facts(found: dict[str, Any]) -> str:
         if found["accelerator"]:
             note = plans.not_tested_note(found["accelerator"])
             lines += _wrapped(f"{found['accelerator']}: ", f"plain torch operators; {note}")
-    installed = [f"{name} {version}" for name, version in versions.items() if version]
+    notes = {
+        name: f" (newer than {newest}, the last tested)"
+        for name, newest in found["newer_than_tested"].items()
+    }
+    installed = [f"{name} {v}{notes.get(name, '')}" for name, v in versions.items() if v]
     lines += _wrapped("versions: ", ", ".join(installed))
     if missing := [name for name, version in versions.items() if not version]:
         lines += _wrapped("not installed: ", ", ".join(missing))
-    for note in found["newer_than_tested"].values():
-        lines += _wrapped("  ", note)
     lines.append("backends that 'auto' chooses from here")
     for name, reason in found["backends"].items():
         answer = f"available{_takes(found['takes'][name])}" if reason is None else f"no: {reason}"

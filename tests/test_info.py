@@ -132,8 +132,10 @@ def test_facts_and_plans_tell_of_versions_newer_than_tested(monkeypatch):
     monkeypatch.setattr(environment, "version", lambda name: known.get(name) or real(name))
     found = info.facts()
     said = "flashinfer-python 0.7.2.post1 is newer than tested: no test ran with one after 0.6.13"
-    assert found["newer_than_tested"] == {"flashinfer-python": said}
-    assert f"  {'flashinfer-python':18} 0.7.2.post1\n    {said}\n" in info.format_facts(found)
+    assert found["newer_than_tested"] == {"flashinfer-python": "0.6.13"}
+    text = flat(info.format_facts(found))
+    assert "sgl-deep-gemm 0.1.5.post2, " in text
+    assert "flashinfer-python 0.7.2.post1 (newer than 0.6.13, the last tested) " in text
     h200 = Machine("cuda", (9, 0), "an H200", ("flashinfer",))
     problem = Problem("experts", 8, 256, 128, 256, 2, torch.bfloat16, layout=":up_gate")
     problem = dataclasses.replace(problem, activation=resolve("silu"))
@@ -192,7 +194,9 @@ def test_facts_tell_what_weights_backends_take(capability, lines):
 
 
 ONE = {"name": "NVIDIA H200", "capability": [9, 0], "memory_gib": 139.8}
+ONE["architecture"] = "SM90"
 OTHER = {"name": "NVIDIA RTX PRO 6000 Blackwell", "capability": [12, 0], "memory_gib": 95.0}
+OTHER["architecture"] = "SM120"
 
 
 @pytest.mark.parametrize(

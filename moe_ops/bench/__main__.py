@@ -304,7 +304,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(format_result(result))
     if parsed.json is not None:
         written = asdict(result) | {"eager": sorted(result.eager)}
-        written["moe_ops"] = environment.version("moe-ops") or moe_ops.__name__
+        written["moe_ops"] = moe_ops.__version__
         parsed.json.write_text(json.dumps(written, indent=1) + "\n")
         print(parsed.json)
     path = parsed.png or Path(f"moe_ops_bench_{result.name.replace(',', '_')}.png")

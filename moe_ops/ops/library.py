@@ -459,7 +459,7 @@ def _fake(kind: Kind) -> Callable:
 def _flops(kind: Kind) -> Callable:
     def formula(*shapes: Any, out_shape: Any = None, **_: Any) -> int:
         args = kind.unpack(shapes)
-        return kind.flops(args, _BITS.get(args.scheme, 8))
+        return kind.flops(args, _BITS[args.scheme])
 
     return formula
 

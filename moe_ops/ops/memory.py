@@ -13,6 +13,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from moe_ops.checks import check_strided
+
 
 def addressable(tensors: Iterable[Tensor | None]) -> bool:
     """Whether the values of all lie in memory; False also of tensors without elements.
@@ -50,15 +52,14 @@ def materialized(name: str, tensor: Tensor) -> Tensor:
 
 
 def refuse_lost(name: str, tensor: Tensor) -> None:
-    """Raise ValueError for a tensor whose storage was freed, or whose `.data` was set to a tensor
-    subclass, of which it keeps shape and dtype alone; and for layouts that no kernel reads.
+    """Raise ValueError for a tensor that is nested or has no strides, whose storage was freed, or
+    whose `.data` was set to a tensor subclass, of which it keeps shape and dtype alone.
 
-    Whoever hands tensors to operators of torch asks first: these crash the process on the latter.
+    Whoever hands tensors to operators of torch asks first: these crash the process on the last.
     """
     if type(tensor) is not Tensor and type(tensor) is not torch.nn.Parameter:
         return
-    if tensor.layout != torch.strided:
-        _refuse(name, f"a tensor of layout {tensor.layout}; pass its to_dense()")
+    check_strided(name, tensor)
     if not torch._C._has_storage(tensor) or tensor.data_ptr() or tensor.is_meta:
         return
     if tensor.numel() == 0 or tensor._is_zerotensor() or torch._is_functional_tensor(tensor):

@@ -97,7 +97,7 @@ def _(func: Callable, types: Types, args: tuple, kwargs: dict) -> Any:
         )
 
     def zeros(name: str, t: Tensor) -> Tensor:
-        shape = t.shape if whole or name == "activation_scale" else (size[0], *t.shape[1:])
+        shape = t.shape if whole or name not in self._per_expert else (size[0], *t.shape[1:])
         own = t.dtype if self.scheme else dtype
         # positive, as these scales must be: values are divided by one of them
         fill = 1 if name in ("global_scale", "channel_scale", "activation_scale") else 0
@@ -143,6 +143,12 @@ def _(func: Callable, types: Types, args: tuple, kwargs: dict) -> Any:
     )
     if own != other:
         raise ValueError(f"source of a copy into {self} must be quantized alike, got {src}")
+    scales = [t.activation_scale for t in (self, src)]
+    shapes = [tuple(scale.shape) for scale in scales if scale is not None]
+    if len(set(shapes)) > 1:
+        raise ValueError(
+            f"activation_scale of a copy into {self} must have shape {shapes[0]}, got {shapes[1]}"
+        )
     for name in self.__tensor_flatten__()[0]:
         getattr(self, name).copy_(getattr(src, name), *args[2:])
     return self

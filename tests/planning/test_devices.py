@@ -23,7 +23,8 @@ from tests.support.paths import ROOT
 LAYER = Problem("experts", 8, 256, 128, 256, 2, torch.bfloat16, activation=Activation("silu"))
 MI300X = Machine("cuda", gfx="gfx942", gpu_name="AMD Instinct MI300X")
 MI300X = replace(MI300X, available=backends.list_backends(), triton="3.9.0")
-PLAIN = ("", "fp8_block", "fp8_channel", "fp8_tensor", "int8_w8a8")
+PLAIN = ("", "fp8_block", "fp8_block:ue8m0", "fp8_channel", "fp8_channel_tensor", "fp8_tensor")
+PLAIN += ("int8_w8a8", "int8_w8a8_tensor")
 
 
 @pytest.fixture
@@ -77,7 +78,8 @@ def test_plans_for_an_amd_gpu():
         assert [b.name for _, b in plan.tiers] == (["triton"] if plain else ["torch"]), scheme
         if not plain:
             assert "hold PTX, which needs an NVIDIA GPU, got gfx942" in refused["triton"][0]
-        assert "SM" not in str(plan) and "nothing of this package was tested" in str(plan)
+        assert "SM94" not in str(plan) and "got SM" not in str(plan)
+        assert "nothing of this package was tested" in str(plan)
     for name in ("deep_gemm", "flashinfer"):
         reasons = plans.why_not(backends.named(name), replace(LAYER, scheme="fp8_block"), MI300X)
         assert f"{name} needs an NVIDIA GPU, got gfx942" in reasons

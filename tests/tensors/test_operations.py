@@ -292,6 +292,23 @@ def test_zeros_are_zero(scheme):
         q[1].new_zeros((2, K))
 
 
+def test_a_scale_of_activations_of_each_expert():
+    """It is as long as there are experts, and none of another shape is copied into it."""
+
+    def quantized(scale):
+        return moe_ops.quantize(sample(E, N, K), "fp8_tensor_static", activation_scale=scale)
+
+    each, shared = quantized(torch.arange(1.0, E + 1)), quantized(0.5)
+    fewer = each.new_zeros((2, N, K))
+    assert torch.equal(fewer.activation_scale, torch.ones(2))
+    assert fewer.copy_(each[1:3]) is fewer and fewer.activation_scale.tolist() == [2, 3]
+    assert shared.new_zeros((2, N, K)).activation_scale.shape == ()
+    for target, source in ((torch.zeros_like(each), shared), (torch.zeros_like(shared), each)):
+        with pytest.raises(ValueError, match=r"^activation_scale of a copy into .* must have sha"):
+            target.copy_(source)
+        assert not target.qdata.float().any()  # nothing was copied
+
+
 @schemes
 def test_data_is_replaced_whole(scheme):
     q, other = make(scheme), make(scheme, 2, N, K, seed=1).to(torch.float16)

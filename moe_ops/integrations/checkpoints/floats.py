@@ -12,6 +12,7 @@ from torch import Tensor
 
 from moe_ops.integrations.checkpoints.common import (
     FLOATS,
+    VALUES_ONLY,
     Config,
     Matrix,
     check_weights,
@@ -44,7 +45,8 @@ def describe_scale_inv(t: dict, config: Config) -> Matrix:
         raise ValueError(f"weight_block_size must be (128, 128), got {block}")
     shape = (*batch, math.ceil(n / 128), math.ceil(k / 128))
     require(t, "weight_scale_inv", shape, *FLOATS, torch.float8_e8m0fnu, torch.uint8)
-    powers_of_two = powers_of_two or config.get("scale_fmt") == "ue8m0"
+    if not config.get(VALUES_ONLY):  # how activations are rounded does not matter to these
+        powers_of_two = powers_of_two or config.get("scale_fmt") == "ue8m0"
     return Matrix("fp8_block:ue8m0" if powers_of_two else "fp8_block", n, k, tuple(batch))
 
 
@@ -80,6 +82,7 @@ _FP8 = {
 _INT8 = {
     "": "int8_w8a16:channel",
     "int8 token dynamic": "int8_w8a8",
+    "int8 tensor dynamic": "int8_w8a8_tensor",
     "int8 tensor static": "int8_w8a8_static",
 }
 _INT8_SCALES = {"tensor": _INT8, "channel": _INT8}

@@ -27,12 +27,18 @@ LARGE_ROWS = 24  # rows an expert from which the kernels of sm90_tma.py may run
 
 
 def _fit(
-    config: GemmConfig, block_m: int, K: int, w_size: int, x_size: int, shared_memory: int
+    config: GemmConfig,
+    block_m: int,
+    K: int,
+    w_size: int,
+    x_size: int,
+    shared_memory: int,
+    whole: bool = False,
 ) -> GemmConfig:
     """`config` with BLOCK_K fitted to K, and NUM_STAGES to the shared memory of a block.
 
     `w_size` and `x_size` are bytes an element. With weights of one byte, BLOCK_K stays: it is the
-    group of columns that share a scale.
+    group of columns that share a scale. BLOCK_N stays if `whole`: its columns share a scale, too.
     """
     rows, k, stages, warps = config
     if w_size > 1:
@@ -43,9 +49,9 @@ def _fit(
     room = shared_memory - 8192
     if w_size < x_size:
         room -= block_m * k * 2  # one of the operands is converted, through shared memory
-    while rows > 64 and (rows * w_size + block_m * x_size) * k * 2 > room:
+    while not whole and rows > 64 and (rows * w_size + block_m * x_size) * k * 2 > room:
         rows //= 2
-    stages = max(2, min(stages, room // ((rows * w_size + block_m * x_size) * k)))
+    stages = max(1 if whole else 2, min(stages, room // ((rows * w_size + block_m * x_size) * k)))
     return GemmConfig(rows, k, stages, warps)
 
 
@@ -200,7 +206,7 @@ def _choose_fp8(
     x_size = 1 if quantize else itemsize
     h_size = 4 if wide else 1
     return LayerConfig(
-        _fit(gemm1, block_m, K, 1, x_size, shared_memory),
+        _fit(gemm1, block_m, K, 1, x_size, shared_memory, x_scale == "group" and not wide),
         _fit(gemm2, block_m, I, 1, h_size, shared_memory),
         block_m,
         sort_chunk(rows),

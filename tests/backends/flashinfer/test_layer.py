@@ -133,7 +133,8 @@ def launch(case: Case, deterministic: bool = True, chunk_rows: int = 0) -> torch
     bits = 4 if getattr(w13, "qdata", w13).dtype == torch.uint8 else 8
     kind = KINDS["experts"]
     kind.check(args, bits)
-    kind.check_rows(args, bits)
+    kind.check_rows(args)
+    kind.check_sizes(args, bits)
     layer_module.experts(args)
     return args.out
 

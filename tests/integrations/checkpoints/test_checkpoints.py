@@ -13,7 +13,8 @@ from tests.support.writers import GPTQ, NVFP4, WRITERS, BlockFP8, Packed, gpt_os
 files = pytest.importorskip("safetensors.torch")
 
 import moe_ops
-from moe_ops.integrations.checkpoints import Checkpoint
+from moe_ops.integrations.checkpoints import Checkpoint, floats
+from moe_ops.integrations.checkpoints.common import VALUES_ONLY
 
 E, I, K = 3, 128, 256
 PREFIX = "model.layers.1.mlp.experts"
@@ -123,6 +124,10 @@ def test_scale_fmt_says_that_scales_are_powers_of_two(tmp_path):
         Checkpoint(tmp_path).expert_weight(PREFIX, ("down_proj",))
     w2 = Checkpoint(tmp_path).expert_weight(PREFIX, ("down_proj",), "fp8_block")
     assert w2.scheme == "fp8_block"
+    # a matrix that becomes plain meets no activations that are rounded so
+    tensors = {"weight": w2.qdata[1], "weight_scale_inv": w2.scale[1]}
+    plain = floats.describe_scale_inv(tensors, writer.config | {VALUES_ONLY: True})
+    assert plain.scheme == "fp8_block"
 
 
 def test_channel_weights_meet_activations_with_one_scale(tmp_path):

@@ -172,11 +172,19 @@ GROUP = {"strategy": "group", "dynamic": True}
 USED = {
     "per matrix, per token": (ScaledFP8((1,), FLOAT8 | TOKEN), "fp8_channel"),
     "per matrix, dynamic": (ScaledFP8((1,), FLOAT8 | {"dynamic": True}), "fp8_tensor"),
+    "per row, dynamic": (
+        with_group(ChannelFP8(), input_activations=FLOAT8 | {"dynamic": True}),
+        "fp8_channel_tensor",
+    ),
     "per matrix alone": (ScaledFP8((1,), None), "fp8_w8a16:tensor"),
     "block": (ScaledFP8((128, 128), FLOAT8 | GROUP | {"group_size": 128}), "fp8_block"),
     "block alone": (ScaledFP8((128, 128), None), "fp8_w8a16:block"),
     "mx": (ScaledFP8((1, 32), FLOAT8 | GROUP | {"group_size": 32}), "mxfp8"),
     "int8 alone": (with_group(Int8(), input_activations=None), "int8_w8a16:channel"),
+    "int8, one scale": (
+        with_group(Int8(), input_activations=INT8 | {"dynamic": True}),
+        "int8_w8a8_tensor",
+    ),
     "mxfp4, e4m3 of 128": (
         with_group(MXFP4Packed(), input_activations=FLOAT8 | GROUP | {"group_size": 128}),
         "mxfp4_w4a8",
@@ -206,10 +214,14 @@ def test_activations_decide_the_scheme(case, tmp_path):
 
 
 REFUSED = {
-    "activations per tensor beside channels": (
-        with_group(ChannelFP8(), input_activations=FLOAT8 | {"dynamic": True}),
-        "input_activations must be null or 'float8 token dynamic' beside float8 weights with a "
-        "scale for a channel, got 'float8 tensor dynamic'",
+    "activations by groups beside channels": (
+        with_group(ChannelFP8(), input_activations=FLOAT8 | GROUP | {"group_size": 128}),
+        "input_activations must be null or .* or 'float8 token dynamic' beside float8 weights "
+        "with a scale for a channel, got 'float8 group128 dynamic'",
+    ),
+    "static beside channels without its scale": (
+        with_group(ChannelFP8(), input_activations=FLOAT8 | {"dynamic": False}),
+        "input_scale must be there: .* quantized by it, scheme 'fp8_channel_tensor_static'",
     ),
     "asymmetric activations": (
         with_group(Int8(), input_activations=INT8 | TOKEN | {"symmetric": False}),

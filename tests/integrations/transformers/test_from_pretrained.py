@@ -544,12 +544,11 @@ def test_groups_of_attention_and_experts(tmp_path):
 
 
 def test_activations_of_matrices_that_become_plain_do_not_matter(tmp_path):
-    """Attention whose activations have one scale, for which no scheme is named; experts whose
-    have."""
+    """Attention whose activations have scales for which no scheme is named; experts whose have."""
     writer, original = copy.deepcopy(WRITERS["ct_fp8"]), qwen()
     experts = writer.config["config_groups"]["group_0"]
     attention = experts | {
-        "input_activations": experts["input_activations"] | {"strategy": "tensor"}
+        "input_activations": experts["input_activations"] | {"strategy": "group", "group_size": 64}
     }
     groups = {"group_0": attention, "group_1": experts | {"targets": ["re:.*experts.*"]}}
     writer.config["config_groups"] = groups
@@ -558,7 +557,7 @@ def test_activations_of_matrices_that_become_plain_do_not_matter(tmp_path):
     config = json.loads((tmp_path / "config.json").read_text())
     config["quantization_config"]["config_groups"] = {"group_0": attention}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match=r"experts.0.\w+.weight in .*got 'float8 tensor dynamic'"):
+    with pytest.raises(ValueError, match=r"experts.0.\w+.weight in .*got 'float8 group64 dyn"):
         load(tmp_path)
 
 
