@@ -6,11 +6,18 @@ elements and scales in fp32, with one rounding at the end. A group of zeros stay
 is vectorised, traceable, and free of host synchronisation.
 """
 
-from moe_ops.numerics.activations import fake_quantize_activation, quantize_activation
+from moe_ops.numerics.activations import (
+    QuantizedActivation,
+    activation_values,
+    fake_quantize_activation,
+    quantize_activation,
+)
 from moe_ops.numerics.weights import Scales, dequantize_weight, quantize_experts, quantize_weight
 
 __all__ = [
+    "QuantizedActivation",
     "Scales",
+    "activation_values",
     "dequantize_weight",
     "fake_quantize_activation",
     "quantize_activation",

@@ -11,7 +11,7 @@ from moe_ops.numerics import scaling
 from moe_ops.numerics.elements import decode, e4m3_to_float32, e8m0_to_float32, encode
 from moe_ops.numerics.groups import split
 from moe_ops.numerics.weights import scale_to_float32
-from moe_ops.schemes import QuantDesc, QuantScheme, get_scheme
+from moe_ops.schemes import QuantScheme, get_scheme
 
 
 class QuantizedActivation(NamedTuple):
@@ -86,11 +86,13 @@ def fake_quantize_activation(
     desc = get_scheme(scheme).activation
     if desc is None:
         return x.to(torch.float32)
-    return values_of(quantize_activation(x, scheme, static_scale, rows_valid), desc)
+    return activation_values(quantize_activation(x, scheme, static_scale, rows_valid), scheme)
 
 
-def values_of(a: QuantizedActivation, desc: QuantDesc) -> Tensor:
-    """The fp32 values of quantized activations, (..., K)."""
+def activation_values(a: QuantizedActivation, scheme: str | QuantScheme) -> Tensor:
+    """The fp32 values (..., K) of activations as a scheme quantizes them."""
+    desc = get_scheme(scheme).activation
+    assert desc is not None, f"{scheme} leaves activations as they are"
     values = decode(a.q, desc.format)
     scale = scale_to_float32(a.scale, desc)
     if desc.group.is_tensor:

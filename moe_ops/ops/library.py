@@ -50,6 +50,9 @@ def schema(args: Any) -> str:
     return f"({', '.join(parts)}, str options) -> ()"
 
 
+_INPUT_SCALES = 2  # slots of an input that arrives quantized: its scales, and the global one
+
+
 class Kind:
     """One of the three op families: its arguments, the fake's checks and the kernel's."""
 
@@ -58,8 +61,9 @@ class Kind:
         hints = list(get_type_hints(args, include_extras=True).items())
         scales = [i for i, (_, hint) in enumerate(hints) if hint == Scale]
         self.first_scale, self.no_scales = scales[0], (None,) * len(scales)
-        # w13 and w2 have their slots one after the other: five each
+        # w13 and w2 have their slots one after the other, five each; two of the input follow
         self.weights = 2 if "w2" in args._fields else 1
+        self.weight_scales = len(scales) - _INPUT_SCALES
         self.options = tuple([name for name, hint in hints if hint in (str, float, bool)])
         self.defaults = tuple(args._field_defaults.items())
 
@@ -73,20 +77,25 @@ class Kind:
         return self.args._make((*values[:first], *scales, *values[first + 1 : -1], *options))
 
     def _fill(self, scales: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """The scales of a program that was exported when a weight had fewer slots: what each
-        weight has, and None in the slots that were added behind.
+        """All scales of a list without those of the input, which are left out where it arrives
+        unquantized. A program that was exported when a weight had fewer slots has what each weight
+        had: None is in the slots that were added behind.
         """
-        slots = len(self.no_scales) // self.weights
+        not_quantized = (None,) * _INPUT_SCALES
+        if len(scales) == self.weight_scales:
+            return [*scales, *not_quantized]
+        slots = self.weight_scales // self.weights
         each, rest = divmod(len(scales), self.weights)
         if rest or each > slots:
             raise ValueError(
                 f"scales must hold the same number of slots for each of {self.weights} weights, "
-                f"at most {slots}; got {len(scales)} in all"
+                f"at most {slots}, and the {_INPUT_SCALES} of the input or none; got "
+                f"{len(scales)} in all"
             )
         filled: list[Tensor | None] = []
         for start in range(0, len(scales), each):
             filled += [*scales[start : start + each], *[None] * (slots - each)]
-        return filled
+        return [*filled, *not_quantized]
 
 
 KINDS = {
@@ -98,8 +107,14 @@ KINDS = {
 }
 
 
-# scheme -> bits of a stored element: how many columns the data of a weight stand for
-_BITS = {name: scheme.weight.format.bits for name, scheme in SCHEMES.items() if scheme.weight}
+# scheme -> bits of a stored element of weights, and of activations that arrive quantized: how many
+# columns the data stand for
+_BITS = {
+    name: (scheme.weight.format.bits, scheme.activation.format.bits if scheme.activation else 8)
+    for name, scheme in SCHEMES.items()
+    if scheme.weight
+}
+_BYTES = (8, 8)  # of plain weights
 
 
 _OPTIONS = {name: kind.options for name, kind in KINDS.items()}  # for traced code
@@ -158,6 +173,8 @@ class Backend:
     faster_from: Callable[[Problem], int | None] | None = None
     # kernels of its own that it must do without here, and why: `explain` says so
     missing_kernels: Callable[[Problem, Machine], list[str]] | None = None
+    # schemes of which it takes an input that arrives quantized
+    quantized_input: tuple[str, ...] = ()
 
     def native(self, scheme: str, machine: Machine) -> bool:
         """Whether products on `machine` are those of the scheme's own formats, not emulated."""
@@ -188,6 +205,7 @@ def register(
     distribution: str = "",
     faster_from: Callable[[Problem], int | None] | None = None,
     missing_kernels: Callable[[Problem, Machine], list[str]] | None = None,
+    quantized_input: tuple[str, ...] = (),
 ) -> Backend:
     """Define `moe_ops::<name>_<kind>` for every kind in `launch` and return the backend.
 
@@ -196,7 +214,7 @@ def register(
         devices: dispatch keys that have a kernel ("CPU", "CUDA"). Fakes serve every other purpose,
             so that a missing kernel is an error and not a silent use of the fake.
         warm: see `Backend`. What it saves goes below `environment.cache_folder()`.
-        relayouts, distribution, faster_from, missing_kernels: see `Backend`.
+        relayouts, distribution, faster_from, missing_kernels, quantized_input: see `Backend`.
 
     Raises:
         ValueError: `name` is no identifier, or taken; a kind of `launch` or a key of `devices`
@@ -231,6 +249,7 @@ def register(
         distribution,
         faster_from,
         missing_kernels,
+        quantized_input,
     )
     if name != "auto":
         _registered.append(backend)
@@ -276,7 +295,7 @@ def _entry(launch: Callable, kind: Kind, device: str) -> Callable:
 
     def run(*values: Any) -> None:
         args = unpack(values)
-        check_rows(args, _BITS.get(args.scheme, 8))
+        check_rows(args, *_BITS.get(args.scheme, _BYTES))
         launch(args)
 
     def run_on_device(*values: Any) -> None:
@@ -340,7 +359,7 @@ def dispatcher_is_idle() -> bool:
 def _fake(kind: Kind) -> Callable:
     def fake_kernel(*values: Any) -> None:
         args = kind.unpack(values)
-        kind.check(args, _BITS.get(args.scheme, 8))
+        kind.check(args, *_BITS.get(args.scheme, _BYTES))
 
     return fake_kernel
 

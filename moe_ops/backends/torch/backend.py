@@ -17,6 +17,7 @@ from moe_ops.numerics import permute
 from moe_ops.ops import library
 from moe_ops.ops.args import BatchedExpertsArgs, ExpertsArgs, GroupedLinearArgs
 from moe_ops.ops.problem import Buffer, Machine, Problem, Workspaces
+from moe_ops.schemes import SCHEMES
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
@@ -59,7 +60,7 @@ def workspace_shapes(M: int, problem: Problem) -> Workspaces:
 
 
 def _launch_experts(a: ExpertsArgs) -> None:
-    M, K = a.hidden_states.shape
+    M, K = a.out.shape
     if M == 0:
         return
     E, N = a.w13.shape[:2]
@@ -70,11 +71,15 @@ def _launch_experts(a: ExpertsArgs) -> None:
     pairs = permute.sort_pairs(a.topk_ids, E, a.expert_map)
     weights = a.topk_weights
     tokens = torch.floor_divide(pairs.order, a.topk_ids.shape[1])
-    x = a.hidden_states
+    x, arrived = a.hidden_states, _arrived(a)
+    if arrived is not None:
+        x = numerics.activation_values(arrived, a.scheme)
+    elif a.scheme:  # router weights scale the input in fp32, before it is quantized
+        x = x.to(torch.float32)
     if a.router_weight_on_input:
         x = permute.weigh_inputs(x, weights, pairs)
         weights = torch.ones_like(weights)
-    if a.scheme:
+    if a.scheme and arrived is None:
         x = numerics.fake_quantize_activation(x, a.scheme, a.a13_scale, pairs.valid.any(1))
     x = torch.index_select(x, 0, tokens, out=workspace.carve(a.workspace13, (S, K), dtype))
     gate_up = grouped_mm(
@@ -118,17 +123,19 @@ def _activate(gate_up: Tensor, activation: activations.Activation, out: Tensor) 
 
 
 def _launch_batched_experts(a: BatchedExpertsArgs) -> None:
-    E, T, K = a.hidden_states.shape
+    E, T, K = a.out.shape
     if T == 0:
         return
     act = activations.from_op(a.activation, a.alpha, a.beta, a.limit)
     dtype = _compute_dtype(a.out.dtype, a.scheme)
     N = a.w13.shape[1]
     width = N // 2 if act.gated else N
-    x = a.hidden_states
+    x, arrived = a.hidden_states, _arrived(a)
     counts = a.expert_num_tokens
     valid = torch.arange(T, device=x.device) < counts.unsqueeze(1)  # (E, T)
-    if a.scheme:
+    if arrived is not None:
+        x = numerics.activation_values(arrived, a.scheme)
+    elif a.scheme:
         x = numerics.fake_quantize_activation(x, a.scheme, a.a13_scale, valid)
     gate_up = workspace.carve(a.workspace13, (E, T, N), dtype)
     _batched_mm(x, a.w13, counts, _scales(a, "w13"), a.w13_bias, a.scheme, gate_up)
@@ -170,12 +177,24 @@ def _launch_grouped_linear(a: GroupedLinearArgs) -> None:
     x = a.x
     if x.shape[0] == 0:
         return
-    if a.scheme:
+    if a.x_scale is not None:
+        arrived = numerics.QuantizedActivation(x, a.x_scale, a.x_global_scale)
+        x = numerics.activation_values(arrived, a.scheme)
+    elif a.scheme:
         inside = torch.arange(x.shape[0], device=x.device) < a.offsets[-1]
         x = numerics.fake_quantize_activation(x, a.scheme, a.activation_scale, inside)
     scales = _scales(a, "weight")
     y = grouped_mm(x, a.weight, a.offsets, scales=scales, scheme=a.scheme, bias=a.bias)
     a.out.copy_(y)
+
+
+def _arrived(a: ExpertsArgs | BatchedExpertsArgs) -> numerics.QuantizedActivation | None:
+    """hidden_states if they arrive quantized."""
+    if a.hidden_states_scale is None:
+        return None
+    return numerics.QuantizedActivation(
+        a.hidden_states, a.hidden_states_scale, a.hidden_states_global_scale
+    )
 
 
 def _scales(
@@ -204,4 +223,5 @@ BACKEND = library.register(
     },
     devices=("CPU", "CUDA"),
     differentiable=True,
+    quantized_input=tuple([name for name, scheme in SCHEMES.items() if scheme.activation]),
 )
