@@ -147,7 +147,8 @@ def workspace_shapes(M: int, problem: Problem) -> Workspaces:
     elif x_scale:
         elements = scales.h_elements(h, I, experts, x_scale, K % 16 == I % 16 == 0)
         hidden = Buffer((elements,), torch.float32)
-        y = maximum(y, scales.x_elements(rows, K, x_scale))
+        if not problem.quantized_input:
+            y = maximum(y, scales.x_elements(rows, K, x_scale))
     else:
         columns = I
         if mixed and problem.kind == "experts":
@@ -193,4 +194,5 @@ BACKEND = register(
     relayouts=RELAYOUTS,
     distribution="triton",
     missing_kernels=missing_kernels,
+    quantized_input=_QUANTIZING,
 )

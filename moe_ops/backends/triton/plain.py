@@ -23,7 +23,7 @@ from moe_ops.kernels.permute.rows import (
 )
 from moe_ops.kernels.permute.sort import group_blocks, route, sort_into
 from moe_ops.kernels.quantize.e4m3_int8 import Valid, counted, quantize_x
-from moe_ops.kernels.quantize.scales import batches_of, flat, hidden, rows_of
+from moe_ops.kernels.quantize.scales import arrived, batches_of, flat, hidden, of_arrived
 from moe_ops.meta.workspace import cdiv
 from moe_ops.ops.args import BatchedExpertsArgs, ExpertsArgs, GroupedLinearArgs
 
@@ -38,10 +38,11 @@ def experts(a: ExpertsArgs) -> None:
     if M == 0:
         return
     E, K, I = a.w2.shape  # noqa: E741
-    dtype, device = x.dtype, x.get_device()
+    dtype, device = out.dtype, x.get_device()
     gpu = launch.gpu(device)
     w13 = weight_of("w13", a.w13, a.w13_scale, a.scheme, dtype, gpu)
     w2 = weight_of("w2", a.w2, a.w2_scale, a.scheme, dtype, gpu)
+    rows = arrived(x, a.hidden_states_scale, w13.data, gpu.native)
     activation = activated(a.activation, a.alpha, a.beta, a.limit)
     scaling = scaling_of(a.scheme, gpu.native)
     w_scale, x_scale, _ = scaling
@@ -51,7 +52,7 @@ def experts(a: ExpertsArgs) -> None:
     shape, scales = (M, top_k, E, K, I), (w_scale, x_scale)
     config = for_experts(*shape, dtype, gpu, a.scheme, scales, activation.GATED, tma, one_token)
     if config.kernel == GEMV:
-        return run(gemv.launches(a, w13, w2, activation, scaling, config, gpu), device, gpu)
+        return run(gemv.launches(a, rows, w13, w2, activation, scaling, config, gpu), device, gpu)
     block_m = config.block_m
     blocks = pairs if config.direct else num_blocks_of(pairs, E, block_m)
     routing = route_pairs(a.index_workspace, ids, a.expert_map, E, blocks, config.direct)
@@ -60,9 +61,11 @@ def experts(a: ExpertsArgs) -> None:
     sort = None if config.direct else sort_into(block_m, pairs, E, config.sort_chunk)
     h, h_scale = hidden(a.workspace13, pairs, I, dtype, x_scale, config, a.a2_scale, w2.data.dtype)
     y = flat(a.workspace2, torch.float32, pairs * K)
-    rows = rows_of(x)
     launches: list[Launch]
+    first = scaling
     if x_scale:
+        if rows.scale is not None:
+            first = scaling._replace(X_SCALE=of_arrived(x_scale))
         launches, rows = quantize_x(
             rows, M, M, K, x_scale, config, y, a.a13_scale,
             Valid("pairs", routing, on_input), h.scale, top_k, w13.data.dtype, gpu, sort,
@@ -72,13 +75,13 @@ def experts(a: ExpertsArgs) -> None:
     b13, b2 = bias_of(a.w13_bias), bias_of(a.w2_bias)
     if config.kernel == SM90_TMA:
         launches += (
-            sm90_tma.gemm1(h, rows, w13, b13, routing, on_input, activation, scaling, config, gpu),
+            sm90_tma.gemm1(h, rows, w13, b13, routing, on_input, activation, first, config, gpu),
             sm90_tma.gemm2(y, h, pairs, w2, b2, routing, scaling, config, gpu),
         )
     else:
         launches += (
             sm80_mma.gemm1(
-                h, rows, w13, b13, routing, on_input, activation, scaling, h_scale,
+                h, rows, w13, b13, routing, on_input, activation, first, h_scale,
                 config.gemm1, block_m, gpu,
             ),
             sm80_mma.gemm2(
@@ -96,7 +99,7 @@ def batched_experts(a: BatchedExpertsArgs) -> None:
     if T == 0:
         return
     I = a.w2.shape[2]  # noqa: E741
-    dtype, device = x.dtype, x.get_device()
+    dtype, device = a.out.dtype, x.get_device()
     gpu = launch.gpu(device)
     w13 = weight_of("w13", a.w13, a.w13_scale, a.scheme, dtype, gpu)
     w2 = weight_of("w2", a.w2, a.w2_scale, a.scheme, dtype, gpu)
@@ -109,8 +112,11 @@ def batched_experts(a: BatchedExpertsArgs) -> None:
     routing = sorted_rows(a.index_workspace, E, E * cdiv(T, block_m))
     h, h_scale = hidden(a.workspace13, E * T, I, dtype, x_scale, config, a.a2_scale, w2.data.dtype)
     launches = [group_blocks(routing, counts, E * T, T, block_m, gpu)]
-    rows = batches_of(x)
+    rows = arrived(x, a.hidden_states_scale, w13.data, gpu.native)
+    first = scaling
     if x_scale:
+        if rows.scale is not None:
+            first = scaling._replace(X_SCALE=of_arrived(x_scale))
         more, rows = quantize_x(
             rows, E * T, T, K, x_scale, config, a.workspace2, a.a13_scale,
             counted("batched", counts), h.scale, 1, w13.data.dtype, gpu,
@@ -119,7 +125,7 @@ def batched_experts(a: BatchedExpertsArgs) -> None:
     b13, b2, out = bias_of(a.w13_bias), bias_of(a.w2_bias), Output(*batches_of(a.out)[:4])
     launches += (
         sm80_mma.gemm1(
-            h, rows, w13, b13, routing, NO_ROUTER_WEIGHTS, activation, scaling, h_scale,
+            h, rows, w13, b13, routing, NO_ROUTER_WEIGHTS, activation, first, h_scale,
             config.gemm1, block_m, gpu,
         ),
         sm80_mma.gemm2(out, h, w2, b2, routing, scaling, config.gemm2, block_m, gpu),
@@ -135,18 +141,20 @@ def grouped_linear(a: GroupedLinearArgs) -> None:
         return
     E, device = a.weight.shape[0], x.get_device()
     gpu = launch.gpu(device)
-    w = weight_of("weight", a.weight, a.weight_scale, a.scheme, x.dtype, gpu)
+    w = weight_of("weight", a.weight, a.weight_scale, a.scheme, out.dtype, gpu)
     scaling = scaling_of(a.scheme, gpu.native)
     w_scale, x_scale, _ = scaling
     config = choose(
-        S, E, K, K, x.dtype.itemsize, False, gpu.shared_memory, w_scale, x_scale, False
+        S, E, K, K, out.dtype.itemsize, False, gpu.shared_memory, w_scale, x_scale, False
     )
     block_m = config.block_m
     # The rows past the last group are one more group, which is zeroed.
     routing = sorted_rows(a.index_workspace, E, num_blocks_of(S, E + 1, block_m))
     launches = [group_blocks(routing, offsets, S, 0, block_m, gpu)]
-    rows = rows_of(x)
+    rows = arrived(x, a.x_scale, w.data, gpu.native)
     if x_scale:
+        if rows.scale is not None:
+            scaling = scaling._replace(X_SCALE=of_arrived(x_scale))
         more, rows = quantize_x(
             rows, S, S, K, x_scale, config, a.workspace2, a.activation_scale,
             counted("groups", offsets), None, 0, w.data.dtype, gpu,

@@ -62,11 +62,13 @@ def quantize_row(
     INT8: tl.constexpr,
 ):
     """Quantize columns [part, part + 1) * GROUPS * 128 of row m with one scale for each 128
-    (BY_GROUP), or the whole row with one scale.
+    (BY_GROUP), or the whole row with one scale. Without q, x arrived quantized, and zeros alone
+    are written.
     """
     m = m.to(tl.int64)
-    x_ptr += m // T * x_stride_e + m * x_stride_m
-    q_ptr += m * K
+    if q_ptr is not None:
+        x_ptr += m // T * x_stride_e + m * x_stride_m
+        q_ptr += m * K
     group = tl.arange(0, GROUPS)
     lane = group[:, None] * 128 + tl.arange(0, 128)[None, :]
     if BY_GROUP:
@@ -78,29 +80,30 @@ def quantize_row(
         g = first + group
         tl.store(scale_ptr + m + g.to(tl.int64) * scale_stride_g, scale, mask=g < tl.cdiv(K, 128))
     else:
-        amax = tl.zeros((GROUPS, 128), tl.float32)
-        for start in range(0, K, GROUPS * 128):
-            k = start + lane
-            x = tl.load(x_ptr + k.to(tl.int64) * x_stride_k, mask=k < K, other=0.0)
-            magnitude = tl.abs(x.to(tl.float32))
+        if q_ptr is not None:
+            amax = tl.zeros((GROUPS, 128), tl.float32)
+            for start in range(0, K, GROUPS * 128):
+                k = start + lane
+                x = tl.load(x_ptr + k.to(tl.int64) * x_stride_k, mask=k < K, other=0.0)
+                magnitude = tl.abs(x.to(tl.float32))
+                if INT8:
+                    amax = tl.where(
+                        magnitude != magnitude, magnitude, tl.where(amax < magnitude, magnitude, amax)
+                    )
+                else:
+                    amax = tl.maximum(amax, magnitude)
             if INT8:
-                amax = tl.where(
-                    magnitude != magnitude, magnitude, tl.where(amax < magnitude, magnitude, amax)
-                )
+                largest = largest_magnitude(largest_magnitude(amax, 1), 0)
             else:
-                amax = tl.maximum(amax, magnitude)
-        if INT8:
-            largest = largest_magnitude(largest_magnitude(amax, 1), 0)
-        else:
-            largest = tl.max(tl.max(amax, 1), 0)
-        tl.store(scale_ptr + m, largest)
-        scale = element_scale(largest, INT8)
-        inverse = reciprocal(scale)
-        for start in range(0, K, GROUPS * 128):
-            k = start + lane
-            x = tl.load(x_ptr + k.to(tl.int64) * x_stride_k, mask=k < K, other=0.0)
-            v = quotient(x.to(tl.float32), scale, inverse)
-            tl.store(q_ptr + k, stored(v, NATIVE, INT8), mask=k < K)
+                largest = tl.max(tl.max(amax, 1), 0)
+            tl.store(scale_ptr + m, largest)
+            scale = element_scale(largest, INT8)
+            inverse = reciprocal(scale)
+            for start in range(0, K, GROUPS * 128):
+                k = start + lane
+                x = tl.load(x_ptr + k.to(tl.int64) * x_stride_k, mask=k < K, other=0.0)
+                v = quotient(x.to(tl.float32), scale, inverse)
+                tl.store(q_ptr + k, stored(v, NATIVE, INT8), mask=k < K)
         if zero_ptr is not None:
             for i in range(zeros):
                 tl.store(zero_ptr + m * zeros + i, 0.0)
@@ -110,7 +113,7 @@ def quantize_row(
 class Quantized(NamedTuple):
     """Outputs of a kernel that quantizes rows, and how it quantizes."""
 
-    q: Pointer  # (rows, K) e4m3 or int8, written
+    q: Pointer  # (rows, K) e4m3 or int8, written, or None
     # written: scales (ceil(K / 128), rows) if BY_GROUP, else the largest magnitudes (rows,)
     scale: Pointer
     zero: Pointer  # (rows * zeros,) fp32, set to zero, or None
@@ -149,6 +152,7 @@ def moe_ops_quantize(
     x_stride_m,
     x_stride_k,
     x_scale_ptr,
+    x_scale_stride_e,
     x_scale_stride_m,
     x_scale_stride_g,
     x_partials: tl.constexpr,
@@ -208,6 +212,7 @@ def moe_ops_route_quantize(
     x_stride_m,
     x_stride_k,
     x_scale_ptr,
+    x_scale_stride_e,
     x_scale_stride_m,
     x_scale_stride_g,
     x_partials: tl.constexpr,
@@ -258,6 +263,7 @@ def moe_ops_amax(
     x_stride_m,
     x_stride_k,
     x_scale_ptr,
+    x_scale_stride_e,
     x_scale_stride_m,
     x_scale_stride_g,
     x_partials: tl.constexpr,
@@ -378,9 +384,30 @@ def quantize_x(
     gpu: Gpu,
     sort: Sort | None = None,  # if a kernel sorts the pairs
 ) -> tuple[list[Launch], Input]:
-    """(launches before GEMM1, the sorting kernel's among them; GEMM1's x)."""
+    """(launches before GEMM1, the sorting kernel's among them; GEMM1's x). x that has scales
+    arrived quantized, and nothing quantizes it.
+    """
     routing = valid.routing
     before = [] if sort is None else [route(routing, sort, gpu)]
+    if x.scale is not None:
+        if x_scale in ("group", "static") or h_scale is None:
+            return before, x
+        if x_scale == "tensor":
+            rows = zeros_a_row = 1
+        to = Quantized(
+            q=None,
+            scale=None,
+            zero=h_scale,
+            rows=rows,
+            T=rows,
+            zeros=zeros_a_row,
+            K=K,
+            BY_GROUP=False,
+            GROUPS=GROUPS,
+            NATIVE=gpu.native,
+            INT8=False,
+        )
+        return [_quantize(to, x, 1, routing, sort, gpu)], x
     if x_scale == "static":
         return before, x._replace(scale=static)
     if x_scale == "tensor":
@@ -405,10 +432,19 @@ def quantize_x(
         INT8=codes == torch.int8,
     )
     parts_of_row = cdiv(K, GROUPS * 128) if by_group else 1
-    quantized_x = Input(data, 0, K, 1, scale, scale_stride_g=rows)
+    return (
+        [_quantize(to, x, parts_of_row, routing, sort, gpu)],
+        Input(data, 0, K, 1, scale, 0, 1, rows),
+    )
+
+
+def _quantize(
+    to: Quantized, x: Input, parts_of_row: int, routing: Routing, sort: Sort | None, gpu: Gpu
+) -> Launch:
+    """Quantize x, and sort pairs in the same launch if they are sorted."""
     if sort is None:
         args = Quantize(to=to, x=x, PDL=gpu.pdl)
-        return [Launch(moe_ops_quantize, (rows, parts_of_row, 1), args)], quantized_x
-    grid = (routing.E + rows * parts_of_row, 1, 1)
+        return Launch(moe_ops_quantize, (to.rows, parts_of_row, 1), args)
     both = RouteQuantize(routing=routing, sort=sort, PDL=gpu.pdl, to=to, x=x)
-    return [Launch(moe_ops_route_quantize, grid, both, sort.num_warps)], quantized_x
+    grid = (routing.E + to.rows * parts_of_row, 1, 1)
+    return Launch(moe_ops_route_quantize, grid, both, sort.num_warps)

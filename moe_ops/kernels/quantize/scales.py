@@ -86,10 +86,10 @@ class Input(NamedTuple):
     stride_e: Specialized
     stride_m: Specialized
     stride_k: Specialized
-    scale: Pointer = None
-    scale_stride_m: Specialized = 0  # between scales of rows, if each row has one (mixed_gemm)
-    # between scales of groups of columns; those of rows are contiguous
-    scale_stride_g: Runtime = 0
+    scale: Pointer = None  # that of a row is at e * scale_stride_e + row * scale_stride_m
+    scale_stride_e: Runtime = 0
+    scale_stride_m: Specialized = 0
+    scale_stride_g: Runtime = 0  # between scales of groups of columns
     partials: Constant = 1  # partial maxima, of which the largest gives the one scale of all rows
 
     @property
@@ -112,6 +112,42 @@ def batches_of(x: Tensor) -> Input:
     tensor.
     """
     return Input(x, x.stride(0) - x.shape[1] * x.stride(1), x.stride(1), x.stride(2))
+
+
+def arrived(x: Tensor, scale: Tensor | None, like: Tensor, native: bool) -> Input:
+    """The Input of a tensor (M, K) or (E, T, K), with its scales if it arrives quantized.
+
+    Args:
+        like: weights, whose dtype is that of quantized elements.
+
+    Raises:
+        ValueError: x has scales and another dtype.
+    """
+    batched = x.ndim == 3
+    found = batches_of(x) if batched else rows_of(x)
+    if scale is None:
+        return found
+    if x.dtype.itemsize != 1 or (x.dtype == torch.int8) != (like.dtype == torch.int8):
+        raise ValueError(
+            f"an input with scales must have the weights' dtype {like.dtype}, got {x.dtype}"
+        )
+    if not native and x.dtype != torch.int8:  # compilers for such GPUs do not know e4m3
+        found = found._replace(ptr=x.view(torch.uint8))
+    if scale.ndim < x.ndim:  # one for all rows
+        return found._replace(scale=scale)
+    stride_m, stride_g = scale.stride()[-2:]
+    stride_e = scale.stride(0) - scale.shape[1] * stride_m if batched else 0
+    return found._replace(
+        scale=scale, scale_stride_e=stride_e, scale_stride_m=stride_m, scale_stride_g=stride_g
+    )
+
+
+_OF_ARRIVED = {"row": "token", "tensor": "static"}
+
+
+def of_arrived(x_scale: str) -> str:
+    """X_SCALE of an input that arrives quantized: its scales are known."""
+    return _OF_ARRIVED.get(x_scale, x_scale)
 
 
 def flat(workspace: Tensor, dtype: torch.dtype, size: int) -> Tensor:
@@ -151,6 +187,6 @@ def hidden(
         if config.h_in_fp32:
             return Input(flat(workspace, torch.float32, rows * I), 0, I, 1), ""
         data, scale = split(workspace, rows, I, codes, rows * cdiv(I, 128))
-        return Input(data, 0, I, 1, scale, scale_stride_g=rows), "group"
+        return Input(data, 0, I, 1, scale, 0, 1, rows), "group"
     data, scale = split(workspace, rows, I, torch.float32, rows if x_scale == "row" else 1)
-    return Input(data, 0, I, 1, scale), x_scale
+    return Input(data, 0, I, 1, scale, scale_stride_m=1), x_scale
