@@ -74,6 +74,11 @@ def supports(problem: Problem, machine: Machine) -> list[str]:
             f"flashinfer needs K and I to be multiples of {scheme.multiple} for {of}, got "
             f"{p.hidden_size} and {p.intermediate_size}"
         )
+    if p.quantized_input and p.router_weight_on_input:
+        reasons.append(
+            "flashinfer cannot multiply an input that arrives quantized by router weights; pass "
+            "it unquantized, or weigh it before it is quantized"
+        )
     order = rows_before(act)
     wanted = scheme.layout + (f":{order}" if order else "")
     if p.layout != wanted:
@@ -98,6 +103,8 @@ def workspace_shapes(M: int, problem: Problem) -> Workspaces:
         + 7 * round_up(p.num_experts, 32)
         + round_up(M * p.hidden_size, 4096) // 128
     )
+    if p.quantized_input:  # scales of groups that are not contiguous, and the one of all rows
+        floats = floats + round_up(M * p.hidden_size, 4096) // 64 + 32
     if p.has_bias:
         floats = floats + round_up(p.num_experts * p.num_rows, 64) // 2
         floats = floats + round_up(p.num_experts * p.hidden_size, 64) // 2
@@ -120,4 +127,5 @@ BACKEND = register(
     warm=library.warm,
     relayouts=RELAYOUTS,
     distribution="flashinfer-python",
+    quantized_input=("nvfp4", *[name for name, scheme in SCHEMES.items() if scheme.input]),
 )

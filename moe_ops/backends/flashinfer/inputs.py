@@ -270,6 +270,8 @@ def rows(a: ExpertsArgs, out: Tensor, scale: Tensor | None, to: str, gpu: Gpu) -
     input.
     """
     x, K = a.hidden_states, a.hidden_states.shape[1]
+    if x.dtype.itemsize == 1:  # arrived quantized: bytes, which fp32 holds, are copied
+        x, out = x.view(torch.uint8), out.view(torch.uint8)
     args = Rows(
         out=out if gpu.native or not to else out.view(torch.uint8),
         scale=scale,

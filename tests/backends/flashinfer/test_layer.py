@@ -21,6 +21,8 @@ from moe_ops.backends.flashinfer import backend as backend_module
 from moe_ops.backends.flashinfer import layer as layer_module
 from moe_ops.backends.flashinfer import library, schemes
 from moe_ops.backends.flashinfer import relayout as layouts_of_flashinfer
+from moe_ops.backends.flashinfer.backend import BACKEND
+from moe_ops.numerics import QuantizedActivation, quantize_activation
 from moe_ops.ops.args import ExpertsArgs
 from moe_ops.ops.problem import Machine
 from tests.support.cases import BF16, FP16, FP32, Case, assert_matches, garbage, tolerance
@@ -79,10 +81,16 @@ def problem_of(case: Case):
     return dataclasses.replace(plan.problem, layout=getattr(w13, "weight_layout", ""))
 
 
-def launch(case: Case, deterministic: bool = True) -> torch.Tensor:
-    """The launcher's output on CPU tensors, out of memory that held garbage."""
+def launch(
+    case: Case, deterministic: bool = True, arrived: QuantizedActivation | None = None
+) -> torch.Tensor:
+    """The launcher's output on CPU tensors, out of memory that held garbage. `arrived` takes the
+    place of hidden_states."""
     x, w13, w2, weights, ids = case.args
-    problem = dataclasses.replace(problem_of(case), contiguous_weights=True)
+    quantized = arrived is not None
+    problem = dataclasses.replace(
+        problem_of(case), contiguous_weights=True, quantized_input=quantized
+    )
     assert backend_module.supports(problem, machine_of(case.scheme)) == []
     act = problem.activation
     buffers = [torch.empty(x.shape, dtype=x.dtype)]
@@ -96,13 +104,15 @@ def launch(case: Case, deterministic: bool = True) -> torch.Tensor:
             parts[f"{name}_{part}"] = getattr(w, part, None)
     args = ExpertsArgs(
         *[garbage(b) for b in buffers],
-        x,
+        arrived.q if quantized else x,
         getattr(w13, "qdata", w13),
         getattr(w2, "qdata", w2),
         weights,
         ids,
         a13_scale=getattr(w13, "activation_scale", None),
         a2_scale=getattr(w2, "activation_scale", None),
+        hidden_states_scale=arrived.scale if quantized else None,
+        hidden_states_global_scale=arrived.global_scale if quantized else None,
         **parts,
         w13_bias=case.options.get("w13_bias"),
         w2_bias=case.options.get("w2_bias"),
@@ -152,6 +162,25 @@ ACTIVATIONS = [
 @pytest.mark.parametrize("bias", [False, True])
 def test_plain(fake, activation, bias):
     check(Case("cpu", BF16, activation=activation, bias=bias, top_k=3))
+
+
+@on_cpu
+@pytest.mark.parametrize("scheme", [s for s in SCHEMES if s in BACKEND.quantized_input])
+@pytest.mark.parametrize("strided", [False, True])
+def test_arriving_quantized(fake, scheme, strided):
+    """Elements and scales reach the library as they are, and give what quantizing inside gives."""
+    case = with_scales(Case("cpu", BF16, scheme, bias=True, **WHOLE, E=3))
+    x, w13, *_ = case.args
+    x[case.nowhere] = 0
+    arrived = quantize_activation(x, scheme, w13.activation_scale)
+    if strided:
+        q, scale = [
+            t if t.ndim < 2 else torch.stack((t.view(torch.uint8),) * 2, 2)[..., 0].view(t.dtype)
+            for t in arrived[:2]
+        ]
+        arrived = QuantizedActivation(q, scale, arrived.global_scale)
+    case = prepared(case)
+    assert torch.equal(launch(case, arrived=arrived), launch(case))
 
 
 @on_cpu
