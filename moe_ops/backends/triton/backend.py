@@ -38,6 +38,12 @@ _QUANTIZING = (
     *("fp8_tensor", "fp8_tensor_static", "fp8_channel", "fp8_block"),
     *("int8_w8a8", "int8_w8a8_static"),
 )
+def _decoded(name: str) -> bool:
+    """Whether the kernels decode activations of an emulated scheme: elements of 8 and 4 bits."""
+    activation = SCHEMES[name].activation
+    return name in _MIXED_SCHEMES and activation is not None and activation.format.bits != 6
+
+
 _MIXED_SCHEMES = frozenset(filter(operands.describe, SCHEMES))
 _NATIVE = (*_QUANTIZING, *sorted(name for name in _MIXED_SCHEMES if SCHEMES[name].weight_only))
 
@@ -194,5 +200,5 @@ BACKEND = register(
     relayouts=RELAYOUTS,
     distribution="triton",
     missing_kernels=missing_kernels,
-    quantized_input=_QUANTIZING,
+    quantized_input=tuple([*_QUANTIZING, *filter(_decoded, SCHEMES)]),
 )

@@ -23,7 +23,7 @@ from moe_ops.kernels.permute.rows import (
 )
 from moe_ops.kernels.permute.sort import group_blocks, route, sort_into
 from moe_ops.kernels.quantize.e4m3_int8 import Valid, counted, quantize_x
-from moe_ops.kernels.quantize.scales import arrived, batches_of, flat, hidden, of_arrived
+from moe_ops.kernels.quantize.scales import batches_of, flat, hidden, input_of, of_arrived
 from moe_ops.meta.workspace import cdiv
 from moe_ops.ops.args import BatchedExpertsArgs, ExpertsArgs, GroupedLinearArgs
 
@@ -42,7 +42,7 @@ def experts(a: ExpertsArgs) -> None:
     gpu = launch.gpu(device)
     w13 = weight_of("w13", a.w13, a.w13_scale, a.scheme, dtype, gpu)
     w2 = weight_of("w2", a.w2, a.w2_scale, a.scheme, dtype, gpu)
-    rows = arrived(x, a.hidden_states_scale, w13.data, gpu.native)
+    rows = input_of(x, a.hidden_states_scale, a.scheme, gpu.native)
     activation = activated(a.activation, a.alpha, a.beta, a.limit)
     scaling = scaling_of(a.scheme, gpu.native)
     w_scale, x_scale, _ = scaling
@@ -112,7 +112,7 @@ def batched_experts(a: BatchedExpertsArgs) -> None:
     routing = sorted_rows(a.index_workspace, E, E * cdiv(T, block_m))
     h, h_scale = hidden(a.workspace13, E * T, I, dtype, x_scale, config, a.a2_scale, w2.data.dtype)
     launches = [group_blocks(routing, counts, E * T, T, block_m, gpu)]
-    rows = arrived(x, a.hidden_states_scale, w13.data, gpu.native)
+    rows = input_of(x, a.hidden_states_scale, a.scheme, gpu.native)
     first = scaling
     if x_scale:
         if rows.scale is not None:
@@ -151,7 +151,7 @@ def grouped_linear(a: GroupedLinearArgs) -> None:
     # The rows past the last group are one more group, which is zeroed.
     routing = sorted_rows(a.index_workspace, E, num_blocks_of(S, E + 1, block_m))
     launches = [group_blocks(routing, offsets, S, 0, block_m, gpu)]
-    rows = arrived(x, a.x_scale, w.data, gpu.native)
+    rows = input_of(x, a.x_scale, a.scheme, gpu.native)
     if x_scale:
         if rows.scale is not None:
             scaling = scaling._replace(X_SCALE=of_arrived(x_scale))

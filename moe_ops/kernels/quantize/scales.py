@@ -114,22 +114,26 @@ def batches_of(x: Tensor) -> Input:
     return Input(x, x.stride(0) - x.shape[1] * x.stride(1), x.stride(1), x.stride(2))
 
 
-def arrived(x: Tensor, scale: Tensor | None, like: Tensor, native: bool) -> Input:
+@cache
+def _storage(scheme: str) -> torch.dtype | None:
+    desc = get_scheme(scheme).activation
+    return None if desc is None else desc.storage_dtype
+
+
+def input_of(x: Tensor, scale: Tensor | None, scheme: str, native: bool) -> Input:
     """The Input of a tensor (M, K) or (E, T, K), with its scales if it arrives quantized.
 
-    Args:
-        like: weights, whose dtype is that of quantized elements.
-
     Raises:
-        ValueError: x has scales and another dtype.
+        ValueError: x has scales, but not the dtype that the scheme quantizes to.
     """
     batched = x.ndim == 3
     found = batches_of(x) if batched else rows_of(x)
     if scale is None:
         return found
-    if x.dtype.itemsize != 1 or (x.dtype == torch.int8) != (like.dtype == torch.int8):
+    if x.dtype != _storage(scheme):
         raise ValueError(
-            f"an input with scales must have the weights' dtype {like.dtype}, got {x.dtype}"
+            f"an input with scales must have dtype {_storage(scheme)} for scheme {scheme!r}, got "
+            f"{x.dtype}"
         )
     if not native and x.dtype != torch.int8:  # compilers for such GPUs do not know e4m3
         found = found._replace(ptr=x.view(torch.uint8))
