@@ -182,9 +182,10 @@ def _check_input(
                 "arrives quantized"
             )
         if x.dtype not in _FLOATS:
+            hint = f"; if it arrives quantized, pass its scales as {name}_scale"
             raise ValueError(
-                f"{name} must be a floating-point tensor of at least 16 bits, got {x.dtype}; "
-                f"activations that are quantized already come with their scales, {name}_scale"
+                f"{name} must be a floating-point tensor, got {x.dtype}"
+                + hint * (x.dtype.itemsize == 1)
             )
         if out_dtype is not None and out_dtype != x.dtype:
             raise ValueError(

@@ -199,6 +199,13 @@ class GemvWeight(NamedTuple):
     bias: Pointer  # (E, N)
 
 
+class GemvInput(NamedTuple):
+    """The token."""
+
+    ptr: Pointer  # (K,)
+    scale: Pointer  # (ceil(K / 128),) if it arrives quantized, or None
+
+
 @unprefixed
 class GemvStrides(NamedTuple):
     """Strides of a GemvWeight, whose rows are contiguous."""
@@ -224,8 +231,7 @@ class GemvSteps(NamedTuple):
 @arguments
 class Gemm1:
     h: Pointer  # (top_k, I), written
-    x: Pointer  # (K,)
-    x_scale: Pointer  # (ceil(K / 128),) of x that arrives quantized, or None
+    x: GemvInput
     weight: GemvWeight
     routing: TokenRouting  # with router weights, if they scale the input
     top_k: Specialized
@@ -550,8 +556,7 @@ def launches(
     weight, strides = _weight(w13, a.w13_bias)
     first = Gemm1(
         h=h,
-        x=x.ptr,
-        x_scale=x.scale,
+        x=GemvInput(x.ptr, x.scale),
         weight=weight,
         routing=on_input,
         top_k=top_k,

@@ -387,10 +387,11 @@ def moe_ops_gemm1(
             + (pair % top_k) * topk_weights_stride_k
         )
         factor = tl.load(factor_ptrs, mask=ok, other=0.0).to(tl.float32)
+    if x_scale_ptr is not None:
+        x_scale_ptr += e64 * x_scale_stride_e
     acc = matmul(
         x_ptrs, w_ptrs, ok, w_ok, K, x_stride_k, w_stride_k,
-        x_scale_ptr if X_SCALE == "" else x_scale_ptr + e64 * x_scale_stride_e,
-        x_scale_stride_m, x_scale_stride_g, pair // top_k, factor,
+        x_scale_ptr, x_scale_stride_m, x_scale_stride_g, pair // top_k, factor,
         w_scale_ptr if W_SCALE == "" else w_scale_ptr + e64 * w_scale_stride_e,
         w_scale_stride_n, w_scale_stride_k, row, block0, block1, block2,
         BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, EVEN_N, NUM_STAGES,
