@@ -62,15 +62,17 @@ def fused_experts(
         w2_bias: (E, K), added before the router weight.
         expert_map: (global E,) int32 or int64, global id -> local id, -1 for experts held
             elsewhere.
-        router_weight_on_input: multiply the input, not the output, by the router weight; top_k = 1
-            only.
+        router_weight_on_input: multiply the input, not the output, by the router weight, before a
+            scheme quantizes it; top_k = 1 only.
         deterministic: results are bitwise equal from run to run; False admits faster variants.
         backend: "auto" chooses from measured times; a name runs that backend or raises.
         hidden_states_scale: says that hidden_states arrive quantized, as the weights' scheme
             quantizes them: e4m3, int8, or packed bytes (M, K * bits / 8), multiplied by their
             scales. These are fp32 (M, ceil(K / 128)) for groups of 128 columns, (M, 1) for
             tokens, () or (1,) for one scale; e8m0 codes (M, ceil(K / 32)) of MX formats; e4m3
-            (M, K / 16) of nvfp4. Any strides. Nothing is quantized a second time.
+            (M, K / 16) of nvfp4. Any strides. They are computed as they are: nothing is
+            quantized a second time, and router weights on the input multiply their values.
+            `quantize_activation` makes both.
         hidden_states_global_scale: () or (1,) fp32, of nvfp4 alone: values are divided by it.
         out_dtype: the result's dtype where hidden_states arrive quantized, bf16 by default; else
             None or their own.

@@ -28,7 +28,8 @@ def quantize_activation(
     static_scale: Tensor | None = None,
     rows_valid: Tensor | None = None,
 ) -> QuantizedActivation:
-    """Quantize activations as a scheme with quantized activations does.
+    """Quantize activations as a scheme with quantized activations does: what `fused_experts` takes
+    as hidden_states with hidden_states_scale and hidden_states_global_scale.
 
     Args:
         x: (..., K), any float dtype; every row is a token. K fills the bytes of packed elements.
@@ -42,10 +43,22 @@ def quantize_activation(
     Returns:
         A QuantizedActivation: scales fp32, or uint8 e8m0 codes, or float8_e4m3fn with a global
         scale.
+
+    Raises:
+        ValueError: the scheme does not quantize activations, K does not fill the bytes of packed
+            elements, or static_scale is missing or has no use.
     """
     desc = get_scheme(scheme).activation
-    assert desc is not None, f"{scheme} leaves activations as they are"
-    assert desc.global_scale or (static_scale is not None) == desc.static, f"{static_scale=}"
+    if desc is None:
+        raise ValueError(f"scheme must be one that quantizes activations, got {scheme!r}")
+    if not desc.global_scale and (static_scale is not None) != desc.static:
+        must, got = ("a tensor", "None") if desc.static else ("None", "one")
+        raise ValueError(f"static_scale must be {must} for scheme {scheme!r}, got {got}")
+    if x.shape[-1] * desc.format.bits % 8:
+        raise ValueError(
+            f"x must have columns that fill the bytes of {desc.format.bits}-bit elements for "
+            f"scheme {scheme!r}, got {x.shape[-1]}"
+        )
     parts = split(x, -1, desc.group.cols).to(torch.float32)  # (..., groups, columns)
     global_ = None
     if desc.is_mx:
