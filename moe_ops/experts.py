@@ -78,12 +78,14 @@ def fused_experts(
             None or their own.
 
     Returns:
-        (M, K) in hidden_states' dtype, or in out_dtype if they arrive quantized. Under torch.autocast inputs and weights are cast first, as
-        torch.nn.functional.linear casts them. Gradients flow where inputs require them.
+        (M, K) in hidden_states' dtype, or in out_dtype if they arrive quantized. Under
+        torch.autocast inputs and weights are cast first, as torch.nn.functional.linear casts them.
+        Gradients flow where inputs require them.
 
     Raises:
         ValueError: an argument has the wrong rank, shape, dtype, device or layout, or no backend
-            (or not the named one) can run the call.
+            (or not the named one) can run the call; or hidden_states arrive quantized and
+            gradients are required.
         ImportError: the named backend's library is not installed.
         RuntimeError: a CUDA graph is being captured before the call has run once.
     """
@@ -158,7 +160,8 @@ def batched_experts(
             scales (E, T, groups).
 
     Returns:
-        (E, T, K) in hidden_states' dtype, or in out_dtype if they arrive quantized; rows past the count are unspecified.
+        (E, T, K) in hidden_states' dtype, or in out_dtype if they arrive quantized; rows past the
+        count are unspecified.
 
     Raises:
         ValueError, ImportError, RuntimeError: as `fused_experts`; also when gradients are
@@ -221,8 +224,8 @@ def grouped_linear(
         x_scale, x_global_scale, out_dtype: of x that arrives quantized, as in `fused_experts`.
 
     Returns:
-        (S, N) in x's dtype, or in out_dtype if x arrives quantized; rows past offsets[-1] are zero. Gradients flow where inputs require
-        them.
+        (S, N) in x's dtype, or in out_dtype if x arrives quantized; rows past offsets[-1] are
+        zero. Gradients flow where inputs require them.
 
     Raises:
         ValueError, ImportError, RuntimeError: as `fused_experts`.

@@ -278,9 +278,7 @@ class Layer(torch.nn.Module):
         super().__init__()
         case = Case("cpu", BF16, scheme, M=6, K=128, I=128)
         self.case, self.backend = case, backend
-        self.w13, self.w2 = [
-            torch.nn.Parameter(w, requires_grad=False) for w in case.args[1:3]
-        ]
+        self.w13, self.w2 = [torch.nn.Parameter(w, requires_grad=False) for w in case.args[1:3]]
 
     def forward(self, q, scale, topk_weights, topk_ids):
         return moe_ops.fused_experts(

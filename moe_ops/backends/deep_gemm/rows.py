@@ -483,8 +483,8 @@ def scatter(
     x_scale: Tensor | None = None,
     weights: Tensor | None = None,
 ) -> Launch:
-    """x (M, K) or (E, T, K) copied to the rows of its pairs. If y has scales, x is quantized, after
-    it was multiplied by weights (M, 1) if there are any; or it has arrived so, with scales.
+    """x (M, K) or (E, T, K) copied to the rows of its pairs. If y has scales, x is quantized,
+    after it was multiplied by weights (M, 1) if there are any; or it has arrived so, with scales.
     """
     if x_scale is not None:
         if x.dtype != y.data.dtype:

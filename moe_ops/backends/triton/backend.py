@@ -38,6 +38,8 @@ _QUANTIZING = (
     *("fp8_tensor", "fp8_tensor_static", "fp8_channel", "fp8_block"),
     *("int8_w8a8", "int8_w8a8_static"),
 )
+
+
 def _decoded(name: str) -> bool:
     """Whether the kernels decode activations of an emulated scheme: elements of 8 and 4 bits."""
     activation = SCHEMES[name].activation

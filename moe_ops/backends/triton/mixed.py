@@ -183,9 +183,7 @@ def batched_experts(a: BatchedExpertsArgs) -> None:
     config = configs.choose(E * T, E, K, I, bits, dtype, False, gpu.shared_memory)
     block_m = config.block_m
     routing = sorted_rows(a.index_workspace, E, E * cdiv(T, block_m))
-    more, rows, h = _rounded(
-        a, rounding, E * T, T, K, E * T, I, counted("batched", counts), gpu
-    )
+    more, rows, h = _rounded(a, rounding, E * T, T, K, E * T, I, counted("batched", counts), gpu)
     activation = activated(a.activation, a.alpha, a.beta, a.limit)
     out = Output(*batches_of(a.out)[:4])
     launches = [
@@ -221,9 +219,7 @@ def grouped_linear(a: GroupedLinearArgs) -> None:
     rows = input_of(x, a.x_scale, a.scheme, False)
     if a.x_scale is not None:
         assert rounding is not None, a.scheme
-        more, rows = decode_x(
-            rounding, rows, a.x_global_scale, S, S, K, a.workspace2, None, gpu
-        )
+        more, rows = decode_x(rounding, rows, a.x_global_scale, S, S, K, a.workspace2, None, gpu)
         launches += more
     elif rounding is not None:
         valid = counted("groups", offsets)

@@ -66,7 +66,7 @@ def experts(a: ExpertsArgs) -> None:
     if x_scale:
         if rows.scale is not None:
             first = scaling._replace(X_SCALE=of_arrived(x_scale))
-        launches, rows = quantize_x(
+        launches, rows, on_input = quantize_x(
             rows, M, M, K, x_scale, config, y, a.a13_scale,
             Valid("pairs", routing, on_input), h.scale, top_k, w13.data.dtype, gpu, sort,
         )  # fmt: skip
@@ -117,7 +117,7 @@ def batched_experts(a: BatchedExpertsArgs) -> None:
     if x_scale:
         if rows.scale is not None:
             first = scaling._replace(X_SCALE=of_arrived(x_scale))
-        more, rows = quantize_x(
+        more, rows, _ = quantize_x(
             rows, E * T, T, K, x_scale, config, a.workspace2, a.a13_scale,
             counted("batched", counts), h.scale, 1, w13.data.dtype, gpu,
         )  # fmt: skip
@@ -155,7 +155,7 @@ def grouped_linear(a: GroupedLinearArgs) -> None:
     if x_scale:
         if rows.scale is not None:
             scaling = scaling._replace(X_SCALE=of_arrived(x_scale))
-        more, rows = quantize_x(
+        more, rows, _ = quantize_x(
             rows, S, S, K, x_scale, config, a.workspace2, a.activation_scale,
             counted("groups", offsets), None, 0, w.data.dtype, gpu,
         )  # fmt: skip

@@ -335,6 +335,10 @@ def moe_ops_gemv1(
         g_scale_ptr = w_scale_ptr + first // 128 * w_scale_stride_n
         u_scale_ptr = w_scale_ptr + first_up // 128 * w_scale_stride_n
     groups = tl.cdiv(K, 128)
+    # the factor comes before quantization; what arrives quantized is multiplied by it later
+    QUANTIZE_PRODUCT: tl.constexpr = QUANTIZED and x_scale_ptr is None
+    if topk_weights_ptr is not None:
+        factor = tl.load(topk_weights_ptr + pair * topk_weights_stride_k).to(tl.float32)
     g_acc = tl.zeros((BLOCK_I, BLOCK_K // SUM), tl.float32)
     u_acc = g_acc
     for start in tl.range(0, BLOCK_K if ONE_STEP else K, BLOCK_K, num_stages=NUM_STAGES):
@@ -348,6 +352,8 @@ def moe_ops_gemv1(
         else:
             x = x.to(tl.float32)
             if QUANTIZED:
+                if topk_weights_ptr is not None:
+                    x *= factor
                 x, x_scale = round_groups(x, BLOCK_K, NATIVE)
         word = in_words(start, WORD)
         mask = word + words < end_word
@@ -363,8 +369,7 @@ def moe_ops_gemv1(
     gdc_launch_dependents(PDL)
     g = tl.sum(g_acc, 1)
     u = tl.sum(u_acc, 1)
-    if topk_weights_ptr is not None:
-        factor = tl.load(topk_weights_ptr + pair * topk_weights_stride_k).to(tl.float32)
+    if topk_weights_ptr is not None and not QUANTIZE_PRODUCT:
         g *= factor
         u *= factor
     if bias_ptr is not None:

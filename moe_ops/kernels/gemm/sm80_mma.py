@@ -134,11 +134,8 @@ def matmul(
     GROUPS: tl.constexpr = X_SCALE == "group"
     BLOCK: tl.constexpr = W_SCALE == "block"
     tl.static_assert(BLOCK == GROUPS)
-    # A scale that rows of several tokens share was computed from x times the factor. With other
-    # scales the factor commutes with quantization. What arrives quantized is multiplied later.
-    SCALE_HAS_FACTOR: tl.constexpr = (
-        HAS_FACTOR and not X8 and (X_SCALE == "tensor" or X_SCALE == "static")
-    )
+    # The factor comes before quantization; what arrives quantized is multiplied by it later.
+    QUANTIZE_PRODUCT: tl.constexpr = HAS_FACTOR and X_SCALE != "" and not X8
     if GROUPS:
         tl.static_assert(BLOCK_K == 128)
     if BLOCK:  # scales are loaded one step ahead of their use
@@ -186,12 +183,12 @@ def matmul(
                 if not NATIVE and not INT8:
                     x = decode_activation(x)
             else:
+                v = x.to(tl.float32)
+                if QUANTIZE_PRODUCT:
+                    v *= x_factor[:, None]
                 if GROUPS:
-                    v, xs = quantize_groups(x)
+                    v, xs = quantize_groups(v)
                 else:
-                    v = x.to(tl.float32)
-                    if SCALE_HAS_FACTOR:
-                        v *= x_factor[:, None]
                     if X_SCALE == "static":
                         v = clamp(v, (130.0 if INT8 else 448.0) * xs[:, None])
                     v = quotient(v, xs[:, None], inverse[:, None])
@@ -231,7 +228,7 @@ def matmul(
     elif W_SCALE == "channel":
         scale = tl.load(w_scale_ptr + row.to(tl.int64) * w_scale_stride_n, mask=w_ok, other=0.0)
         acc *= scale.to(tl.float32)[:, None]
-    if HAS_FACTOR and not SCALE_HAS_FACTOR:
+    if HAS_FACTOR and not QUANTIZE_PRODUCT:
         acc *= x_factor[None, :]
     return acc
 

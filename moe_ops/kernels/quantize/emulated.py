@@ -1,5 +1,5 @@
-"""Activations rounded as a scheme rounds them, for GPUs without products of its formats; those that
-arrive quantized are decoded. Imported at first launch only.
+"""Activations rounded as a scheme rounds them, for GPUs without products of its formats, and
+decoded if they arrive quantized. Imported at first launch only.
 
 The output stands for the quantized activations: kernels/mixed_gemm/sm80_mma.py multiplies it with
 the weights. Elements and scales are those of `moe_ops.numerics`.
