@@ -183,6 +183,16 @@ def test_arriving_quantized(fake, scheme, strided):
     assert torch.equal(launch(case, arrived=arrived), launch(case))
 
 
+def test_router_weights_on_what_arrives_are_refused():
+    """The library takes one weight a token, after its products."""
+    case = prepared(Case("cpu", BF16, "fp8_tensor_static", top_k=1, on_input=True, **WHOLE, E=3))
+    problem = dataclasses.replace(problem_of(case), quantized_input=True, contiguous_weights=True)
+    (reason,) = backend_module.supports(problem, H200)
+    assert "cannot multiply an input that arrives quantized by router weights" in reason
+    problem = dataclasses.replace(problem, router_weight_on_input=False)
+    assert backend_module.supports(problem, H200) == []
+
+
 @on_cpu
 @pytest.mark.parametrize("scheme", SCHEMES[1:])
 @pytest.mark.parametrize("activation", ["silu", "relu2_no_mul"])
