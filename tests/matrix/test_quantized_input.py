@@ -66,7 +66,7 @@ def arriving(case: Case, strided: bool = False) -> tuple[list, dict]:
     found = quantized(x, w13, ~case.nowhere)
     q, scale, global_scale = found
     q.view(torch.uint8)[case.nowhere] = 127
-    if scale.ndim:
+    if scale.ndim and len(q):
         scale.view(torch.uint8)[case.nowhere] = 255
     if strided:
         wide = torch.empty(2 * len(q), q.shape[1] + 8, dtype=q.dtype, device=q.device)
