@@ -100,7 +100,8 @@ def test_torch(scheme, M):
         check(case, "torch", strided=M > 1)
     else:
         args, options = arriving(case)
-        assert moe_ops.fused_experts(*args, **options, backend="torch").shape == (0, 160)
+        out = moe_ops.fused_experts(*args, **options, backend="torch")
+        assert out.shape == (0, case.args[1].shape[2])
 
 
 @pytest.mark.parametrize(
