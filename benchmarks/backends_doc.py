@@ -123,6 +123,7 @@ def features() -> str:
         "biases": lambda b: yes(some(b, has_bias=True)),
         "`expert_map`": lambda b: yes(some(b, has_expert_map=True)),
         "`router_weight_on_input`": lambda b: yes(some(b, router_weight_on_input=True, top_k=1)),
+        "hidden_states that arrive quantized": arriving,
         "strided weights": lambda b: yes(some(b, contiguous_weights=False)),
         "gradients": lambda b: yes(b.differentiable),
         "layout of weights": layout,
@@ -133,6 +134,16 @@ def features() -> str:
     for what, text in rows.items():
         lines.append(f"| {what} | {' | '.join([text(b) for b in backends.BACKENDS])} |")
     return "\n".join(lines)
+
+
+def arriving(backend: library.Backend) -> str:
+    """The schemes of which it takes an input that arrives quantized."""
+    families = dict.fromkeys([name.split(":")[0] for name in backend.quantized_input])
+    every = {name.split(":")[0] for name, scheme in SCHEMES.items() if scheme.activation}
+    missing = sorted(every - set(families))
+    if len(missing) < len(families):
+        return f"all but {', '.join(missing)}" if missing else "all that quantize them"
+    return ", ".join(families) or "no"
 
 
 def yes(value: bool) -> str:

@@ -88,6 +88,7 @@ class Call:
     router: torch.dtype = torch.float32
     backend: str = "triton"  # or "deep_gemm", for what runs around its products
     layout: str = ""  # of quantized weights: DEEP_GEMM_UE8M0 or TRITON_E2M1
+    arrives: bool = False  # the input arrives quantized
 
 
 @dataclass(frozen=True)
@@ -244,6 +245,20 @@ def _weight(call: Call, rows: int, columns: int) -> tuple[Tensor, dict[str, Tens
     }
 
 
+def _arriving(call: Call, rows: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Activations (.., K) as the scheme quantizes them: elements, scales, global scale."""
+    desc, K = get_scheme(call.scheme).activation, call.shape[2]
+    assert desc is not None, call
+    shape = () if desc.group.is_tensor else (*rows, desc.scale_shape(1, K)[1])
+    dtype = torch.uint8 if desc.is_mx else desc.scale_dtype
+    assert dtype is not None, call
+    return (
+        _empty(*rows, K * desc.format.bits // 8, dtype=desc.storage_dtype),
+        _empty(*shape, dtype=dtype),
+        _empty(dtype=torch.float32) if desc.global_scale else None,
+    )
+
+
 def problem_of(call: Call) -> Problem:
     """What the call's backend is asked about."""
     E, top_k, K, I = call.shape  # noqa: E741
@@ -262,6 +277,7 @@ def problem_of(call: Call) -> Problem:
         None if linear else activation,
         has_bias=call.bias,
         has_expert_map=call.expert_map,
+        quantized_input=call.arrives,
     )
 
 
@@ -269,8 +285,10 @@ def refused(call: Call | RouterCall, arch: Arch) -> list[str]:
     """Why the call's backend does not take it on a GPU of `arch`, as `explain` says it."""
     if isinstance(call, RouterCall):
         return []
-    machine = machine_of(arch, call.backend)
-    return backends.named(call.backend).supports(problem_of(call), machine)
+    machine, backend = machine_of(arch, call.backend), backends.named(call.backend)
+    if call.arrives and call.scheme not in backend.quantized_input:
+        return ["takes no input that arrives quantized"]
+    return backend.supports(problem_of(call), machine)
 
 
 def compile_call(call: Call, gpu: Gpu, arch: Arch, compiles: bool = True) -> list[Compiled]:
@@ -306,6 +324,10 @@ def compile_call(call: Call, gpu: Gpu, arch: Arch, compiles: bool = True) -> lis
         fields["expert_map"] = _empty(2 * E, dtype=torch.int32)
     rows = (E, M) if call.kind == "batched_experts" else (M,)
     x = _empty(*rows, K, dtype=call.dtype)
+    if call.arrives:
+        x, scale, global_scale = _arriving(call, rows)
+        fields |= {"hidden_states_scale": scale, "x_scale": scale}
+        fields |= {"hidden_states_global_scale": global_scale, "x_global_scale": global_scale}
     fields |= {"hidden_states": x, "x": x}
     fields["out"] = _empty(*rows, N if call.kind == "grouped_linear" else K, dtype=call.dtype)
     fields["topk_ids"] = _empty(M, top_k, dtype=call.ids)
@@ -452,6 +474,7 @@ def main() -> None:
     parser.add_argument("--layout", choices=["", DEEP_GEMM_UE8M0, TRITON_E2M1], default="")
     parser.add_argument("--activation", default="silu")
     parser.add_argument("--bias", action="store_true")
+    parser.add_argument("--arrives", action="store_true", help="the input arrives quantized")
     parser.add_argument("--backend", choices=["triton", "deep_gemm"], default="triton")
     arguments = parser.parse_args()
     if os.environ.get("TRITON_INTERPRET") == "1":
@@ -469,6 +492,7 @@ def main() -> None:
                     transposed=arguments.transposed,
                     backend=arguments.backend,
                     layout=arguments.layout,
+                    arrives=arguments.arrives,
                 )
                 if reasons := refused(call, arguments.arch):
                     print(f"{shape} {scheme or 'bf16'} M={M}: {'; '.join(reasons)}")

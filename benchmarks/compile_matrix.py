@@ -121,6 +121,12 @@ def calls() -> Iterator[Call | RouterCall]:
         for size in (qwen3, gptoss, SHAPES["mixtral"]):
             for M in TOKENS:
                 yield Call(size, M, scheme, layout=TRITON_E2M1)
+    for scheme in filter(None, SCHEMES):
+        if SCHEMES[scheme].activation is not None:
+            for M in (1, 64, 1024, 4096):
+                yield Call(qwen3, M, scheme, arrives=True)
+            yield Call(qwen3, 64, scheme, kind="batched_experts", arrives=True)
+            yield Call(gptoss, 64, scheme, kind="grouped_linear", arrives=True)
     yield Call(gptoss, 64, activation="swigluoai", bias=True, transposed=True, ids=torch.int64)
     for dtype in (torch.float16, torch.float32):
         for M in (1, 8, 64, 1024):
@@ -135,9 +141,12 @@ def _around_deep_gemm() -> Iterator[Call]:
         for M in (8, 64, 512, 4096):
             yield Call(qwen3, M, scheme, **around)
         yield Call(qwen3, 64, scheme, kind="batched_experts", **around)
+    for kind in ("experts", "batched_experts"):
+        yield Call(qwen3, 64, "fp8_block", kind=kind, arrives=True, **around)
     yield Call(SHAPES["dsv3"], 4096, activation="swiglustep", expert_map=True, **around)
     yield Call(qwen3, 4096, "fp8_block", layout=DEEP_GEMM_UE8M0, **around)
     yield Call(qwen3, 4096, "mxfp8", layout=DEEP_GEMM_UE8M0, **around)
+    yield Call(qwen3, 4096, "mxfp8", layout=DEEP_GEMM_UE8M0, arrives=True, **around)
 
 
 def _routers() -> Iterator[RouterCall]:

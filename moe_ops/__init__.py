@@ -14,6 +14,7 @@ from moe_ops.activations import Activation
 from moe_ops.backends import list_backends
 from moe_ops.experts import batched_experts, explain, fused_experts, grouped_linear
 from moe_ops.nn.config import MoEConfig
+from moe_ops.numerics import quantize_activation
 from moe_ops.parallel.config import ParallelConfig
 from moe_ops.planning.register import register_backend
 from moe_ops.routing.methods import RoutingMethod
@@ -60,6 +61,7 @@ __all__ = [
     "list_backends",
     "prepare",
     "quantize",
+    "quantize_activation",
     "register_backend",
     "route",
     "route_tokens",

@@ -40,6 +40,9 @@ def fused_experts(
     deterministic: bool = True,
     max_workspace_bytes: int | None = None,
     backend: str = "auto",
+    hidden_states_scale: Tensor | None = None,  # (M, groups)
+    hidden_states_global_scale: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Run the experts of a mixture-of-experts layer on tokens that have already been routed.
 
@@ -60,30 +63,46 @@ def fused_experts(
         w2_bias: (E, K), added before the router weight.
         expert_map: (global E,) int32 or int64, global id -> local id, -1 for experts held
             elsewhere.
-        router_weight_on_input: multiply the input, not the output, by the router weight; top_k = 1
-            only.
+        router_weight_on_input: multiply the input, not the output, by the router weight, before a
+            scheme quantizes it; top_k = 1 only.
         deterministic: results are bitwise equal from run to run; False admits faster variants.
         max_workspace_bytes: most bytes of scratch memory. More tokens than it has room for run in
             chunks, one after the other, with the same result (docs/backends.md). None: a 22nd of
             the GPU's memory; on a CPU no bound. Calls that record gradients are not bounded.
         backend: "auto" chooses from measured times; a name runs that backend or raises.
+        hidden_states_scale: says that hidden_states arrive quantized, as the weights' scheme
+            quantizes them: e4m3, int8, or packed bytes (M, K * bits / 8), multiplied by their
+            scales. These are fp32 (M, ceil(K / 128)) for groups of 128 columns, (M, 1) for
+            tokens, () or (1,) for one scale; e8m0 codes (M, ceil(K / 32)) of MX formats; e4m3
+            (M, K / 16) of nvfp4. Any strides. They are computed as they are: nothing is
+            quantized a second time, and router weights on the input multiply their values.
+            `quantize_activation` makes both.
+        hidden_states_global_scale: () or (1,) fp32, of nvfp4 alone: values are divided by it.
+        out_dtype: the result's dtype where hidden_states arrive quantized, bf16 by default; else
+            None or their own.
 
     Returns:
-        (M, K) in hidden_states' dtype. Under torch.autocast inputs and weights are cast first, as
-        torch.nn.functional.linear casts them. Gradients flow where inputs require them.
+        (M, K) in hidden_states' dtype, or in out_dtype if they arrive quantized. Under
+        torch.autocast inputs and weights are cast first, as torch.nn.functional.linear casts them.
+        Gradients flow where inputs require them.
 
     Raises:
         ValueError: an argument has the wrong rank, shape, dtype, device or layout, or no backend
-            (or not the named one) can run the call.
+            (or not the named one) can run the call; or hidden_states arrive quantized and
+            gradients are required.
         ImportError: the named backend's library is not installed.
         RuntimeError: a CUDA graph is being captured before the call has run once.
     """
     tensors = (hidden_states, w13, w2, topk_weights, topk_ids, w13_bias, w2_bias, expert_map)
     _check_tensors(_EXPERTS, 5, *tensors)
     act = activations.resolve(activation)
+    if hidden_states_scale is not None or hidden_states_global_scale is not None:
+        hidden_states_scale = _scale_of_input(
+            "hidden_states", hidden_states_scale, hidden_states_global_scale
+        )
     if checks.autocasting(hidden_states.device):
         hidden_states, w13, w2, w13_bias, w2_bias = _autocast(
-            hidden_states, w13, w2, w13_bias, w2_bias
+            hidden_states_scale is None, hidden_states, w13, w2, w13_bias, w2_bias
         )
     a, b = take_apart(w13, _gather), take_apart(w2, _gather)
     if forward_ad._current_level >= 0:
@@ -105,12 +124,17 @@ def fused_experts(
         deterministic,
         needs_grad,
         max_workspace_bytes,
+        out_dtype,
+        hidden_states_scale,
+        hidden_states_global_scale,
     )
     bound = bind.look_up(call, backend)
     M = hidden_states.shape[0]
     if needs_grad or torch.compiler.is_compiling():  # else the op compares them, on real sizes
         _check_rows("topk_ids", topk_ids, M)
         _check_rows("topk_weights", topk_weights, M)
+        if hidden_states_scale is not None and hidden_states_scale.ndim == 2:
+            _check_rows("hidden_states_scale", hidden_states_scale, M)
     if needs_grad:  # gradients allocate their own
         _before_training(call)
         return autograd.fused_experts(call)
@@ -128,6 +152,9 @@ def batched_experts(
     w2_bias: Tensor | None = None,  # (E, K)
     max_workspace_bytes: int | None = None,
     backend: str = "auto",
+    hidden_states_scale: Tensor | None = None,  # (E, T, groups)
+    hidden_states_global_scale: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Run each expert on its own padded block of rows, as batched dispatchers deliver them.
 
@@ -137,9 +164,12 @@ def batched_experts(
         expert_num_tokens: (E,) int32 or int64, on the device; counts above T mean T.
         max_workspace_bytes: as in `fused_experts`; a chunk has all rows of some experts, of one at
             least.
+        hidden_states_scale, hidden_states_global_scale, out_dtype: as in `fused_experts`, with
+            scales (E, T, groups).
 
     Returns:
-        (E, T, K) in hidden_states' dtype; rows past the count are unspecified.
+        (E, T, K) in hidden_states' dtype, or in out_dtype if they arrive quantized; rows past the
+        count are unspecified.
 
     Raises:
         ValueError, ImportError, RuntimeError: as `fused_experts`; also when gradients are
@@ -148,9 +178,13 @@ def batched_experts(
     tensors = (hidden_states, w13, w2, expert_num_tokens, w13_bias, w2_bias)
     _check_tensors("hidden_states w13 w2 expert_num_tokens w13_bias w2_bias", 4, *tensors)
     act = activations.resolve(activation)
+    if hidden_states_scale is not None or hidden_states_global_scale is not None:
+        hidden_states_scale = _scale_of_input(
+            "hidden_states", hidden_states_scale, hidden_states_global_scale
+        )
     if checks.autocasting(hidden_states.device):
         hidden_states, w13, w2, w13_bias, w2_bias = _autocast(
-            hidden_states, w13, w2, w13_bias, w2_bias
+            hidden_states_scale is None, hidden_states, w13, w2, w13_bias, w2_bias
         )
     a, b = take_apart(w13, _gather), take_apart(w2, _gather)
     if forward_ad._current_level >= 0:
@@ -168,6 +202,9 @@ def batched_experts(
         act,
         needs_grad,
         max_workspace_bytes,
+        out_dtype,
+        hidden_states_scale,
+        hidden_states_global_scale,
     )
     return bind.look_up(call, backend).run(call, hidden_states.shape[1])
 
@@ -179,6 +216,9 @@ def grouped_linear(
     *,
     bias: Tensor | None = None,  # (E, N)
     backend: str = "auto",
+    x_scale: Tensor | None = None,  # (S, groups)
+    x_global_scale: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """x @ weight[e].T + bias[e] for rows sorted by expert: one half of an expert layer.
 
@@ -190,22 +230,25 @@ def grouped_linear(
         offsets: (E,) int32 on x's device: cumulative end row of each expert, not decreasing.
         bias: (E, N).
         backend: as in `fused_experts`.
+        x_scale, x_global_scale, out_dtype: of x that arrives quantized, as in `fused_experts`.
 
     Returns:
-        (S, N) in x's dtype; rows past offsets[-1] are zero. Gradients flow where inputs require
-        them.
+        (S, N) in x's dtype, or in out_dtype if x arrives quantized; rows past offsets[-1] are
+        zero. Gradients flow where inputs require them.
 
     Raises:
         ValueError, ImportError, RuntimeError: as `fused_experts`.
     """
     _check_tensors("x weight offsets bias", 3, x, weight, offsets, bias)
+    if x_scale is not None or x_global_scale is not None:
+        x_scale = _scale_of_input("x", x_scale, x_global_scale)
     if checks.autocasting(x.device):
-        x, weight, bias = _autocast(x, weight, bias)
+        x, weight, bias = _autocast(x_scale is None, x, weight, bias)
     a = take_apart(weight, _gather)
     if forward_ad._current_level >= 0:
         _refuse_tangents(x, a.data, bias)
     needs_grad = torch.is_grad_enabled() and _requires_grad(x, a.data, bias)
-    call = LinearCall(x, a, offsets, bias, needs_grad)
+    call = LinearCall(x, a, offsets, bias, needs_grad, out_dtype, x_scale, x_global_scale)
     bound = bind.look_up(call, backend)
     if needs_grad:
         _before_training(call)
@@ -227,6 +270,9 @@ def explain(
     deterministic: bool = True,
     max_workspace_bytes: int | None = None,
     backend: str = "auto",
+    hidden_states_scale: Tensor | None = None,
+    hidden_states_global_scale: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
 ) -> Plan:
     """The plan `fused_experts` would follow for these arguments, without running it.
 
@@ -241,6 +287,10 @@ def explain(
     tensors = (hidden_states, w13, w2, topk_ids, topk_ids, w13_bias, w2_bias, expert_map)
     _check_tensors(_EXPERTS.replace("topk_weights", "topk_ids"), 5, *tensors)
     checks.check_rank("topk_ids", topk_ids, "(M, top_k)")
+    if hidden_states_scale is not None or hidden_states_global_scale is not None:
+        hidden_states_scale = _scale_of_input(
+            "hidden_states", hidden_states_scale, hidden_states_global_scale
+        )
     call = ExpertsCall(
         hidden_states,
         take_apart(w13, _gather),
@@ -253,8 +303,11 @@ def explain(
         activations.resolve(activation),
         router_weight_on_input,
         deterministic,
-        needs_grad=False,
-        max_workspace_bytes=max_workspace_bytes,
+        False,  # needs_grad
+        max_workspace_bytes,
+        out_dtype,
+        hidden_states_scale,
+        hidden_states_global_scale,
     )
     return bind.make_plan(call, backend)
 
@@ -267,6 +320,26 @@ def _check_tensors(names: str, required: int, *values: Any) -> None:
         # None first: asking whether it is a Tensor costs three times as much as of one
         if (i < required) if value is None else not isinstance(value, Tensor):
             checks.check_tensor(names.split()[i], value)
+
+
+def _scale_of_input(name: str, scale: Any, global_scale: Any) -> Tensor | None:
+    """The scale of an input that arrives quantized, as the ops carry it: e8m0 as its uint8
+    codes.
+    """
+    for what, value in (("scale", scale), ("global_scale", global_scale)):
+        if value is not None:
+            if not isinstance(value, Tensor):
+                checks.check_tensor(f"{name}_{what}", value)
+            if torch.is_grad_enabled() and value.requires_grad:
+                raise ValueError(
+                    f"{name}_{what} must not require gradients, for none flow through an input "
+                    "that arrives quantized: detach it"
+                )
+    if forward_ad._current_level >= 0:
+        _refuse_tangents(scale, global_scale)
+    if scale is not None and scale.dtype == torch.float8_e8m0fnu:
+        return scale.view(torch.uint8)
+    return scale
 
 
 def _gather(weight: Any) -> Tensor:
@@ -297,13 +370,13 @@ def _requires_grad(*tensors: Tensor | None) -> bool:
     return any([t is not None and t.requires_grad for t in tensors])
 
 
-def _autocast(x: Tensor, *others: Any) -> tuple:
-    """Cast as torch.nn.functional.linear's arguments are: all but fp64 and quantized weights."""
+def _autocast(cast_x: bool, x: Tensor, *others: Any) -> tuple:
+    """Cast as torch.nn.functional.linear's arguments are: all but fp64 and what is quantized."""
     dtype = torch.get_autocast_dtype(x.device.type)
     cast = []
     t: Any
     for t in (x, *others):
-        plain = t is not None and getattr(t, "scheme", None) is None
+        plain = t is not None and getattr(t, "scheme", None) is None and (cast_x or t is not x)
         eligible = plain and t.dtype.is_floating_point and t.dtype != torch.float64
         cast.append(t.to(dtype) if eligible else t)
     return tuple(cast)

@@ -54,6 +54,8 @@ def fused_experts(call: ExpertsCall) -> Tensor:
     num_experts, scheme = w13.data.shape[0], w13.scheme
     pairs = permute.sort_pairs(call.topk_ids, num_experts, call.expert_map)
     weights, rows = call.topk_weights, call.hidden_states
+    if scheme:  # router weights scale the input in fp32, before it is quantized
+        rows = rows.to(torch.float32)
     if call.router_weight_on_input:
         rows = permute.weigh_inputs(rows, weights, pairs)
         weights = torch.ones_like(weights)

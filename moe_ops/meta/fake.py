@@ -2,8 +2,8 @@
 repeat.
 
 Comparisons are between single dimensions, so that dynamic and unbacked row counts can be traced.
-`bits` are those of a weight's stored element; the data of a weight have fewer columns if elements
-share bytes.
+`bits` are those of a weight's stored element, `x_bits` those of an input's that arrives quantized;
+data have fewer columns if elements share bytes.
 """
 
 from __future__ import annotations
@@ -62,9 +62,25 @@ def _widths(x: str, K: int, w13: Any, w2: Any, bits: int, layout: str) -> None:
         )
 
 
+def _rows_of_scale(name: str, x: Any, scale: Any) -> None:
+    """ValueError unless each row of an input that arrives quantized has its scales."""
+    if scale.ndim == x.ndim and scale.shape[:-1] != x.shape[:-1]:
+        raise ValueError(
+            f"{name}_scale must have the rows of {name}, {tuple(x.shape[:-1])}, got "
+            f"{tuple(scale.shape[:-1])}"
+        )
+
+
+def _width(x: Any, scale: Any, x_bits: int) -> int:
+    """Columns that an input stands for; it has scales if it arrives quantized."""
+    return x.shape[-1] if scale is None else unpacked_size(x.shape[-1], x_bits)
+
+
 def rows_experts(a: Any) -> None:
     """Check the real numbers of rows of `<backend>_experts`, before anything is launched."""
     rows = a.hidden_states.shape[0]
+    if a.hidden_states_scale is not None:
+        _rows_of_scale("hidden_states", a.hidden_states, a.hidden_states_scale)
     ids, weights, out = a.topk_ids.shape[0], a.topk_weights.shape[0], a.out.shape[0]
     if ids != rows:
         _rows("topk_ids", ids, "hidden_states", rows)
@@ -74,43 +90,65 @@ def rows_experts(a: Any) -> None:
         _rows("out", out, "hidden_states", rows)
 
 
-def sizes_experts(a: Any, bits: int) -> None:
+def sizes_experts(a: Any, bits: int, x_bits: int) -> None:
     """Check the real sizes of `<backend>_experts` but for rows: those that a plan has checked,
     which operators in graphs are called without.
     """
     if a.topk_weights.shape[1] != a.topk_ids.shape[1]:
         raise ValueError("topk_ids and topk_weights must have equal top_k")
-    _widths("hidden_states", a.hidden_states.shape[1], a.w13, a.w2, bits, a.layout)
+    K = _width(a.hidden_states, a.hidden_states_scale, x_bits)
+    _widths("hidden_states", K, a.w13, a.w2, bits, a.layout)
 
 
 def rows_batched_experts(a: Any) -> None:
     """Check the real numbers of rows of `<backend>_batched_experts`."""
-    if a.out.shape != a.hidden_states.shape:
-        _rows("out", a.out.shape[1], "hidden_states", a.hidden_states.shape[1])
+    x = a.hidden_states
+    if a.hidden_states_scale is not None:
+        _rows_of_scale("hidden_states", x, a.hidden_states_scale)
+    if a.out.shape[:2] != x.shape[:2]:
+        _rows("out", a.out.shape[1], "hidden_states", x.shape[1])
 
 
-def sizes_batched_experts(a: Any, bits: int) -> None:
+def sizes_batched_experts(a: Any, bits: int, x_bits: int) -> None:
     """Check the other real sizes of `<backend>_batched_experts`."""
-    _widths("hidden_states", a.hidden_states.shape[2], a.w13, a.w2, bits, a.layout)
+    K = _width(a.hidden_states, a.hidden_states_scale, x_bits)
+    if a.out.shape[2] != K:
+        raise ValueError(f"out must have the width of hidden_states, {K}, got {a.out.shape[2]}")
+    _widths("hidden_states", K, a.w13, a.w2, bits, a.layout)
 
 
 def rows_grouped_linear(a: Any) -> None:
     """Check the real numbers of rows of `<backend>_grouped_linear`."""
+    if a.x_scale is not None:
+        _rows_of_scale("x", a.x, a.x_scale)
     if a.out.shape[0] != a.x.shape[0]:
         _rows("out", a.out.shape[0], "x", a.x.shape[0])
 
 
-def sizes_grouped_linear(a: Any, bits: int) -> None:
+def sizes_grouped_linear(a: Any, bits: int, x_bits: int) -> None:
     """Check the other real sizes of `<backend>_grouped_linear`."""
+    K = _width(a.x, a.x_scale, x_bits)
     columns = unpacked_size(a.weight.shape[2], bits)
-    if columns != a.x.shape[1] or a.out.shape[1] != a.weight.shape[1]:
+    if columns != K or a.out.shape[1] != a.weight.shape[1]:
         raise ValueError(
-            f"weight must have shape (E, N, K) for x of width {a.x.shape[1]} and out of width "
+            f"weight must have shape (E, N, K) for x of width {K} and out of width "
             f"{a.out.shape[1]}, got {tuple(a.weight.shape)}"
         )
 
 
-def check_experts(a: Any, bits: int) -> None:
+def _check_input(name: str, x: Any, scale: Any, out: Any, x_bits: int) -> Any:
+    """The columns that an input stands for. Unless it arrives quantized, `out` has its dtype."""
+    if scale is None:
+        _check(x.dtype == out.dtype, f"out must have the dtype of {name}")
+        return x.shape[-1]
+    _check(out.dtype.is_floating_point, "out must be floating point")
+    if scale.ndim == x.ndim:
+        rows = f"{name}_scale must have one row per row of {name}"
+        _check_rows(scale.shape[-2], x.shape[-2], rows)
+    return unpacked_size(x.shape[-1], x_bits)
+
+
+def check_experts(a: Any, bits: int, x_bits: int) -> None:
     """Checks of `<backend>_experts`; `a` holds the op's arguments by name."""
     _check_workspaces(a)
     x, ids, weights = a.hidden_states, a.topk_ids, a.topk_weights
@@ -121,36 +159,36 @@ def check_experts(a: Any, bits: int) -> None:
     _check_rows(weights.shape[0], rows, "topk_weights must have one row per row of hidden_states")
     _check_rows(a.out.shape[0], rows, "out must have one row per row of hidden_states")
     _check(ids.shape[1] == weights.shape[1], "topk_ids and topk_weights must have equal top_k")
-    _check(x.shape[1] == a.out.shape[1], "out must have hidden_states' width")
-    _check(x.dtype == a.out.dtype, "out must have hidden_states' dtype")
+    K = _check_input("hidden_states", x, a.hidden_states_scale, a.out, x_bits)
+    _check(a.out.shape[1] == K, "out must have hidden_states' width")
     _check(ids.dtype in _IDS, "topk_ids must be int32 or int64")
     _check(weights.dtype.is_floating_point, "topk_weights must be floating point")
-    _check_weights(a, x.shape[1], bits)
+    _check_weights(a, K, bits)
 
 
-def check_batched_experts(a: Any, bits: int) -> None:
+def check_batched_experts(a: Any, bits: int, x_bits: int) -> None:
     """Checks of `<backend>_batched_experts`."""
     _check_workspaces(a)
     x = a.hidden_states
     _check(x.ndim == 3 and a.out.ndim == 3, "hidden_states and out must be 3-D")
     _check(x.shape[0] == a.w13.shape[0], "hidden_states must have one block per expert")
     _check_rows(a.out.shape[1], x.shape[1], "out must have hidden_states' rows")
-    _check(x.shape[2] == a.out.shape[2], "out must have hidden_states' width")
-    _check(x.dtype == a.out.dtype, "out must have hidden_states' dtype")
+    K = _check_input("hidden_states", x, a.hidden_states_scale, a.out, x_bits)
+    _check(a.out.shape[2] == K, "out must have hidden_states' width")
     _check(a.expert_num_tokens.ndim == 1, "expert_num_tokens must be 1-D")
     _check(a.expert_num_tokens.shape[0] == x.shape[0], "expert_num_tokens must have E entries")
     _check(a.expert_num_tokens.dtype in _IDS, "expert_num_tokens must be int32 or int64")
-    _check_weights(a, x.shape[2], bits)
+    _check_weights(a, K, bits)
 
 
-def check_grouped_linear(a: Any, bits: int) -> None:
+def check_grouped_linear(a: Any, bits: int, x_bits: int) -> None:
     """Checks of `<backend>_grouped_linear`."""
     _check_workspaces(a)
     _check(a.x.ndim == 2 and a.out.ndim == 2, "x and out must be 2-D")
     _check_rows(a.out.shape[0], a.x.shape[0], "out must have one row per row of x")
-    _check(a.x.dtype == a.out.dtype, "out must have the dtype of x")
+    K = _check_input("x", a.x, a.x_scale, a.out, x_bits)
     columns = unpacked_size(a.weight.shape[2], bits)
-    _check(a.x.shape[1] == columns, "weight must have as many columns as x")
+    _check(columns == K, "weight must have as many columns as x")
     _check(a.out.shape[1] == a.weight.shape[1], "out must have as many columns as weight has rows")
     _check(a.offsets.ndim == 1, "offsets must be 1-D")
     _check(a.offsets.shape[0] == a.weight.shape[0], "offsets must have E entries")

@@ -15,20 +15,20 @@ from moe_ops.meta.scales import unpacked_size
 
 def experts(a: Any, bits: int) -> int:
     """Of `<backend>_experts`: M * top_k pairs through both products."""
-    M, K = a.hidden_states
+    M, K = a.out  # hidden_states that arrive packed have fewer columns
     return 2 * M * a.topk_ids[1] * K * (a.w13[1] + unpacked_size(a.w2[2], bits))
 
 
 def batched_experts(a: Any, bits: int) -> int:
     """Of `<backend>_batched_experts`: E * T rows through both products."""
-    E, T, K = a.hidden_states
+    E, T, K = a.out
     return 2 * E * T * K * (a.w13[1] + unpacked_size(a.w2[2], bits))
 
 
 def grouped_linear(a: Any, bits: int) -> int:
     """Of `<backend>_grouped_linear`."""
-    S, K = a.x
-    return 2 * S * K * a.weight[1]
+    K = unpacked_size(a.weight[2], bits)
+    return 2 * a.x[0] * K * a.weight[1]
 
 
 def grouped_mm(x: tuple, weight: tuple, *_: Any, out_shape: tuple, **__: Any) -> int:

@@ -7,6 +7,8 @@ is vectorised, traceable, and free of host synchronisation.
 """
 
 from moe_ops.numerics.activations import (
+    QuantizedActivation,
+    activation_values,
     fake_quantize_activation,
     largest_magnitude,
     quantize_activation,
@@ -16,7 +18,9 @@ from moe_ops.numerics.activations import (
 from moe_ops.numerics.weights import Scales, dequantize_weight, quantize_experts, quantize_weight
 
 __all__ = [
+    "QuantizedActivation",
     "Scales",
+    "activation_values",
     "dequantize_weight",
     "fake_quantize_activation",
     "largest_magnitude",

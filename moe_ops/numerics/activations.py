@@ -11,7 +11,7 @@ from moe_ops.numerics import scaling
 from moe_ops.numerics.elements import decode, e4m3_to_float32, e8m0_to_float32, encode
 from moe_ops.numerics.groups import split
 from moe_ops.numerics.weights import infinite_where_zero, scale_to_float32
-from moe_ops.schemes import QuantDesc, QuantScheme, get_scheme
+from moe_ops.schemes import QuantScheme, get_scheme
 
 
 class QuantizedActivation(NamedTuple):
@@ -33,7 +33,8 @@ def quantize_activation(
     rows_valid: Tensor | None = None,
     amax: Tensor | None = None,
 ) -> QuantizedActivation:
-    """Quantize activations as a scheme with quantized activations does.
+    """Quantize activations as a scheme with quantized activations does: what `fused_experts` takes
+    as hidden_states with hidden_states_scale and hidden_states_global_scale.
 
     Args:
         x: (..., K), any float dtype; every row is a token. K fills the bytes of packed elements.
@@ -49,10 +50,22 @@ def quantize_activation(
     Returns:
         A QuantizedActivation: scales fp32, or uint8 e8m0 codes, or float8_e4m3fn with a global
         scale.
+
+    Raises:
+        ValueError: the scheme does not quantize activations, K does not fill the bytes of packed
+            elements, or static_scale is missing or has no use.
     """
     desc = get_scheme(scheme).activation
-    assert desc is not None, f"{scheme} leaves activations as they are"
-    assert desc.global_scale or (static_scale is not None) == desc.static, f"{static_scale=}"
+    if desc is None:
+        raise ValueError(f"scheme must be one that quantizes activations, got {scheme!r}")
+    if not desc.global_scale and (static_scale is not None) != desc.static:
+        must, got = ("a tensor", "None") if desc.static else ("None", "one")
+        raise ValueError(f"static_scale must be {must} for scheme {scheme!r}, got {got}")
+    if x.shape[-1] * desc.format.bits % 8:
+        raise ValueError(
+            f"x must have columns that fill the bytes of {desc.format.bits}-bit elements for "
+            f"scheme {scheme!r}, got {x.shape[-1]}"
+        )
     parts = split(x, -1, desc.group.cols).to(torch.float32)  # (..., groups, columns)
     global_ = channel = None
     if desc.is_mx:
@@ -123,11 +136,14 @@ def fake_quantize_activation(
     desc = get_scheme(scheme).activation
     if desc is None:
         return x.to(torch.float32)
-    return values_of(quantize_activation(x, scheme, static_scale, rows_valid, amax), desc)
+    quantized = quantize_activation(x, scheme, static_scale, rows_valid, amax)
+    return activation_values(quantized, scheme)
 
 
-def values_of(a: QuantizedActivation, desc: QuantDesc) -> Tensor:
-    """The fp32 values of quantized activations, (..., K)."""
+def activation_values(a: QuantizedActivation, scheme: str | QuantScheme) -> Tensor:
+    """The fp32 values (..., K) of activations as a scheme quantizes them."""
+    desc = get_scheme(scheme).activation
+    assert desc is not None, f"{scheme} leaves activations as they are"
     values = decode(a.q, desc.format)
     scale = scale_to_float32(a.scale, desc)
     if desc.group.is_tensor:

@@ -16,7 +16,7 @@ class ExpertsArgs(NamedTuple):
     workspace13: Tensor  # written
     workspace2: Tensor  # written
     index_workspace: Tensor  # int32, written
-    hidden_states: Tensor  # (M, K)
+    hidden_states: Tensor  # (M, K); fewer columns where quantized elements share bytes
     w13: Tensor  # (E, N, K), gate rows first, then up; fewer columns where elements share bytes
     w2: Tensor  # (E, K, I)
     topk_weights: Tensor  # (M, top_k), any float dtype
@@ -31,6 +31,8 @@ class ExpertsArgs(NamedTuple):
     w2_global_scale: Scale
     w2_channel_scale: Scale
     a2_scale: Scale  # static scale of the activation's output
+    hidden_states_scale: Scale  # scales of hidden_states that arrive quantized
+    hidden_states_global_scale: Scale
     w13_bias: Tensor | None  # (E, N)
     w2_bias: Tensor | None  # (E, K)
     expert_map: Tensor | None  # (global E,) integer: global id -> local id or -1
@@ -67,6 +69,8 @@ class BatchedExpertsArgs(NamedTuple):
     w2_global_scale: Scale
     w2_channel_scale: Scale
     a2_scale: Scale
+    hidden_states_scale: Scale
+    hidden_states_global_scale: Scale
     w13_bias: Tensor | None
     w2_bias: Tensor | None
     scheme: str
@@ -94,6 +98,8 @@ class GroupedLinearArgs(NamedTuple):
     weight_global_scale: Scale
     weight_channel_scale: Scale
     activation_scale: Scale
+    x_scale: Scale
+    x_global_scale: Scale
     bias: Tensor | None  # (E, N)
     scheme: str
     layout: str

@@ -21,6 +21,7 @@ _ATTRIBUTES = (  # of an ExpertTensor, as `Weight` orders them
     *("qdata", "scale", "zero_point", "global_scale", "channel_scale", "activation_scale"),
     *("scheme", "weight_layout"),
 )
+_DEFAULT_OUT = torch.bfloat16  # dtype of the output where the input arrives quantized
 _attributes = operator.itemgetter(*_ATTRIBUTES)
 
 
@@ -64,11 +65,18 @@ def take_apart(weight: Any, gather: Callable[[Any], Tensor] | None = None) -> We
     return Weight._make(_attributes(vars(weight)))  # half the time of eight attributes
 
 
-def _scales_value(*weights: Weight) -> list[Tensor | None]:
-    """The op argument `scales` of quantized weights; that of plain ones is empty."""
+def _scales_value(
+    weights: Sequence[Weight], scale: Tensor | None, global_scale: Tensor | None
+) -> list[Tensor | None]:
+    """The op argument `scales`: empty for plain weights. Those of an input that arrives quantized
+    follow those of the weights.
+    """
     found: list[Tensor | None] = []
-    for weight in weights:
-        found += weight[1:6]  # scale to activation_scale
+    if weights[0].scheme:
+        for weight in weights:
+            found += weight[1:6]  # scale to activation_scale
+        if scale is not None:
+            found += (scale, global_scale)
     return found
 
 
@@ -103,6 +111,17 @@ def _key(
     return tuple(key)
 
 
+def _input_key(scale: Tensor | None, global_scale: Tensor | None) -> tuple:
+    """The facts of the scales of an input that arrives quantized, whose first sizes may be M."""
+    key: tuple = ()
+    for t in (scale, global_scale):
+        if t is None:
+            key += (None,)
+        else:
+            key += (type(t), t.ndim, t.shape[-1] if t.ndim else 1, t.dtype, t.device)
+    return key
+
+
 class ExpertsCall(NamedTuple):
     """A call of `fused_experts`."""
 
@@ -119,6 +138,9 @@ class ExpertsCall(NamedTuple):
     deterministic: bool
     needs_grad: bool
     max_workspace_bytes: int | None = None
+    out_dtype: torch.dtype | None = None
+    hidden_states_scale: Tensor | None = None
+    hidden_states_global_scale: Tensor | None = None
 
     def key(self) -> tuple:
         """All facts but M. Raises IndexError for tensors of too few dimensions, which validation
@@ -126,17 +148,22 @@ class ExpertsCall(NamedTuple):
         """
         x, w13, w2, weights, ids = self[:5]
         act = self.activation  # its fields: hashing the dataclass takes 0.5 us
-        key = ["experts", act.name, act.alpha, act.beta, act.limit, *self[9:]]
+        key = ["experts", act.name, act.alpha, act.beta, act.limit, *self[9:14]]
+        if self[14] is not None or self[15] is not None:
+            key += _input_key(self[14], self[15])
         return _key(key, (x, weights, ids), (w13, w2), self[5:8])
 
     def output(self) -> tuple[tuple, torch.dtype]:
         """Shape and dtype of the result."""
-        return tuple(self.hidden_states.shape), self.hidden_states.dtype
+        x = self.hidden_states
+        if self.hidden_states_scale is None:
+            return tuple(x.shape), x.dtype
+        return (x.shape[0], self.w2.data.shape[1]), self.out_dtype or _DEFAULT_OUT
 
     def op_values(self, options: str) -> tuple:
         """The op's arguments behind the buffers it writes."""
         x, w13, w2, weights, ids, b13, b2, expert_map = self[:8]
-        scales = _scales_value(w13, w2) if w13.scheme else []
+        scales = _scales_value((w13, w2), self[14], self[15])
         return (x, w13.data, w2.data, weights, ids, scales, b13, b2, expert_map, options)
 
 
@@ -152,22 +179,30 @@ class BatchedCall(NamedTuple):
     activation: Activation
     needs_grad: bool
     max_workspace_bytes: int | None = None
+    out_dtype: torch.dtype | None = None
+    hidden_states_scale: Tensor | None = None
+    hidden_states_global_scale: Tensor | None = None
 
     def key(self) -> tuple:
         """All facts but T. Raises IndexError as that of `ExpertsCall`."""
         x, act = self.hidden_states, self.activation
-        key: list = ["batched_experts", act.name, act.alpha, act.beta, act.limit, *self[7:]]
+        key: list = ["batched_experts", act.name, act.alpha, act.beta, act.limit, *self[7:10]]
         key += (type(x), x.ndim, x.shape[0], x.shape[2], x.dtype, x.device)
+        if self[10] is not None or self[11] is not None:
+            key += _input_key(self[10], self[11])
         return _key(key, (), self[1:3], self[3:6])
 
     def output(self) -> tuple[tuple, torch.dtype]:
         """Shape and dtype of the result."""
-        return tuple(self.hidden_states.shape), self.hidden_states.dtype
+        x = self.hidden_states
+        if self.hidden_states_scale is None:
+            return tuple(x.shape), x.dtype
+        return (*x.shape[:2], self.w2.data.shape[1]), self.out_dtype or _DEFAULT_OUT
 
     def op_values(self, options: str) -> tuple:
         """The op's arguments behind the buffers it writes."""
         x, w13, w2, counts, b13, b2 = self[:6]
-        scales = _scales_value(w13, w2) if w13.scheme else []
+        scales = _scales_value((w13, w2), self[10], self[11])
         return (x, w13.data, w2.data, counts, scales, b13, b2, options)
 
 
@@ -179,20 +214,27 @@ class LinearCall(NamedTuple):
     offsets: Tensor
     bias: Tensor | None
     needs_grad: bool
+    out_dtype: torch.dtype | None = None
+    x_scale: Tensor | None = None
+    x_global_scale: Tensor | None = None
 
     def key(self) -> tuple:
         """All facts but S. Raises IndexError as that of `ExpertsCall`."""
-        return _key(["grouped_linear", self.needs_grad], self[:1], self[1:2], self[2:4])
+        key = ["grouped_linear", *self[4:6]]
+        if self[6] is not None or self[7] is not None:
+            key += _input_key(self[6], self[7])
+        return _key(key, self[:1], self[1:2], self[2:4])
 
     def output(self) -> tuple[tuple, torch.dtype]:
         """Shape and dtype of the result."""
         x = self.hidden_states
-        return (x.shape[0], self.weight.data.shape[1]), x.dtype
+        dtype = x.dtype if self.x_scale is None else self.out_dtype or _DEFAULT_OUT
+        return (x.shape[0], self.weight.data.shape[1]), dtype
 
     def op_values(self, options: str) -> tuple:
         """The op's arguments behind the buffers it writes."""
         x, weight, offsets, bias = self[:4]
-        scales = _scales_value(weight) if weight.scheme else []
+        scales = _scales_value((weight,), self[6], self[7])
         return (x, weight.data, offsets, scales, bias, options)
 
 

@@ -25,8 +25,11 @@ def chunks(a: ExpertsArgs) -> list[ExpertsArgs]:
     if not 0 < rows < M:
         return [a]
     step = min(rows, round_up(cdiv(M, cdiv(M, rows)), ALIGNMENT))
+    of_tokens, scale = {name: getattr(a, name) for name in _OF_TOKENS}, a.hidden_states_scale
+    if scale is not None and scale.ndim == 2:  # else one scale of all
+        of_tokens["hidden_states_scale"] = scale
     return [
-        a._replace(**{name: getattr(a, name)[m : m + step] for name in _OF_TOKENS})
+        a._replace(**{name: value[m : m + step] for name, value in of_tokens.items()})
         for m in range(0, M, step)
     ]
 

@@ -45,6 +45,8 @@ _WRITTEN = ("out", "workspace13", "workspace2", "index_workspace")
 
 # the tensors of a weight that travel in `scales`
 _SLOTS = ("scale", "zero_point", "global_scale", "channel_scale", "activation_scale")
+# and behind those of all weights, those of an input that arrives quantized
+_INPUT_SLOTS = ("scale", "global_scale")
 
 
 def schema(args: Any) -> str:
@@ -78,8 +80,9 @@ class Kind:
         hints = list(get_type_hints(args, include_extras=True).items())
         scales = [i for i, (_, hint) in enumerate(hints) if hint == Scale]
         self.first_scale, self.no_scales = scales[0], (None,) * len(scales)
-        # w13 and w2 have their slots one after the other: five each
+        # w13 and w2 have their slots one after the other, five each; two of the input follow
         self.weights = 2 if "w2" in args._fields else 1
+        self.weight_scales = len(scales) - len(_INPUT_SLOTS)
         self.options = tuple([name for name, hint in hints if hint in (str, float, bool, int)])
         self.floats = tuple([name for name, hint in hints if hint is float])
         self.defaults = tuple(args._field_defaults.items())
@@ -94,20 +97,25 @@ class Kind:
         return self.args._make((*values[:first], *scales, *values[first + 1 : -1], *options))
 
     def _fill(self, scales: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """The scales of a program that was exported when a weight had fewer slots: what each
-        weight has, and None in the slots that were added behind.
+        """All scales of a list without those of the input, which are left out where it arrives
+        unquantized. A program that was exported when a weight had fewer slots has what each weight
+        had: None is in the slots that were added behind.
         """
-        slots = len(self.no_scales) // self.weights
+        not_quantized = (None,) * len(_INPUT_SLOTS)
+        if len(scales) == self.weight_scales:
+            return [*scales, *not_quantized]
+        slots = self.weight_scales // self.weights
         each, rest = divmod(len(scales), self.weights)
         if rest or each > slots:
             raise ValueError(
                 f"scales must hold the same number of slots for each of {self.weights} weights, "
-                f"at most {slots}; got {len(scales)} in all"
+                f"at most {slots}, and the {len(_INPUT_SLOTS)} of the input or none; got "
+                f"{len(scales)} in all"
             )
         filled: list[Tensor | None] = []
         for start in range(0, len(scales), each):
             filled += [*scales[start : start + each], *[None] * (slots - each)]
-        return filled
+        return [*filled, *not_quantized]
 
 
 KINDS = {
@@ -131,12 +139,17 @@ KINDS = {
 }
 
 
-class _Bits(dict[str, int]):
-    """Scheme -> bits of a stored element: how many columns the data of a weight stand for."""
+class _Bits(dict[str, tuple[int, int]]):
+    """Scheme -> bits of a stored element of weights, and of activations that arrive quantized: how
+    many columns the data stand for.
+    """
 
-    def __missing__(self, scheme: str) -> int:
-        desc = get_scheme(scheme).weight
-        self[scheme] = 8 if desc is None else desc.format.bits
+    def __missing__(self, scheme: str) -> tuple[int, int]:
+        found = get_scheme(scheme)
+        weight, activation = [
+            8 if desc is None else desc.format.bits for desc in (found.weight, found.activation)
+        ]
+        self[scheme] = weight, activation
         return self[scheme]
 
 
@@ -207,6 +220,8 @@ class Backend:
     chunked: bool = False
     # bytes that its library allocates by itself for so many rows, beside the workspaces
     library_bytes: Callable[[int, Problem], int] | None = None
+    # schemes of which it takes an input that arrives quantized
+    quantized_input: tuple[str, ...] = ()
 
     @property
     def untested_version(self) -> str | None:
@@ -247,6 +262,7 @@ def register(
     newest_tested: str = "",
     chunked: bool = False,
     library_bytes: Callable[[int, Problem], int] | None = None,
+    quantized_input: tuple[str, ...] = (),
 ) -> Backend:
     """Define `moe_ops::<name>_<kind>` for every kind in `launch` and return the backend.
 
@@ -256,7 +272,7 @@ def register(
             so that a missing kernel is an error and not a silent use of the fake.
         warm: see `Backend`. What it saves goes below `environment.cache_folder()`.
         relayouts, distribution, faster_from, missing_kernels, newest_tested, chunked,
-            library_bytes: see `Backend`.
+            library_bytes, quantized_input: see `Backend`.
 
     Raises:
         ValueError: `name` is no identifier, or taken; a kind of `launch` or a key of `devices`
@@ -296,6 +312,7 @@ def register(
         newest_tested,
         chunked,
         library_bytes,
+        quantized_input,
     )
     if name != "auto":
         _registered.append(backend)
@@ -345,7 +362,7 @@ def _entry(launch: Callable, kind: Kind, device: str, planned: bool) -> Callable
         args = unpack(values)
         check_rows(args)
         if not planned:
-            check_sizes(args, _BITS[args.scheme])
+            check_sizes(args, *_BITS[args.scheme])
         launch(args)
 
     def run_on_device(*values: Any) -> None:
@@ -395,8 +412,12 @@ def _materialized(name: str, tensor: Tensor | None) -> Tensor | None:
 
 def _name_of_scale(op_name: str, index: int, count: int) -> str:
     """What an error calls an entry of `scales`."""
-    weights = ("weight",) if op_name.endswith("grouped_linear") else ("w13", "w2")
-    weight, slot = divmod(index, count // len(weights))
+    linear = op_name.endswith("grouped_linear")
+    weights = ("weight",) if linear else ("w13", "w2")
+    all_slots = len(_SLOTS) * len(weights)
+    if index >= all_slots:
+        return f"{'x' if linear else 'hidden_states'}_{_INPUT_SLOTS[index - all_slots]}"
+    weight, slot = divmod(index, min(count, all_slots) // len(weights))
     return f"{weights[weight]}'s {_SLOTS[slot]}"
 
 
@@ -451,7 +472,7 @@ def dispatcher_is_idle() -> bool:
 def _fake(kind: Kind) -> Callable:
     def fake_kernel(*values: Any) -> None:
         args = kind.unpack(values)
-        kind.check(args, _BITS[args.scheme])
+        kind.check(args, *_BITS[args.scheme])
 
     return fake_kernel
 
@@ -459,7 +480,7 @@ def _fake(kind: Kind) -> Callable:
 def _flops(kind: Kind) -> Callable:
     def formula(*shapes: Any, out_shape: Any = None, **_: Any) -> int:
         args = kind.unpack(shapes)
-        return kind.flops(args, _BITS[args.scheme])
+        return kind.flops(args, _BITS[args.scheme][0])
 
     return formula
 

@@ -27,7 +27,7 @@ class Problem:
     intermediate_size: int  # I; for grouped_linear 0
     num_rows: int  # N: rows of w13 (or of the single weight of grouped_linear)
     top_k: int  # 0 where there is no routing (batched_experts, grouped_linear)
-    dtype: torch.dtype  # of hidden_states and of the output
+    dtype: torch.dtype  # of the output, and of hidden_states unless they arrive quantized
     scheme: str = ""  # quantization scheme of the weights, "" for plain ones
     layout: str = ""  # prepared layout of the weights, "" for the natural one
     activation: Activation | None = None  # None for grouped_linear
@@ -38,6 +38,7 @@ class Problem:
     needs_grad: bool = False
     contiguous_weights: bool = True
     max_workspace_bytes: int | None = None  # None: the machine's default
+    quantized_input: bool = False  # hidden_states arrive quantized, as the scheme quantizes them
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,14 @@ from torch import Tensor
 
 from moe_ops.activations import Activation
 from moe_ops.checks import check_rank, check_size, check_strided, static_size
-from moe_ops.meta.scales import FLAT, TRANSPOSED, TRITON_E2M1, base_layout, sizes_of_layout
+from moe_ops.meta.scales import (
+    FLAT,
+    TRANSPOSED,
+    TRITON_E2M1,
+    base_layout,
+    sizes_of_layout,
+    unpacked_size,
+)
 from moe_ops.ops.call import BatchedCall, Call, ExpertsCall, LinearCall, Weight
 from moe_ops.ops.problem import Problem
 from moe_ops.schemes import QuantScheme, get_scheme
@@ -50,8 +57,11 @@ def _experts_problem(call: ExpertsCall) -> Problem:
     check_rank("hidden_states", x, "(M, K)")
     check_rank("topk_weights", call.topk_weights, "(M, top_k)")
     check_rank("topk_ids", call.topk_ids, "(M, top_k)")
-    _check_float("hidden_states", x.dtype)
-    E, N, K, I = _check_weights(call.w13, call.w2, x, call.activation)  # noqa: E741
+    dtype, width = _check_input(
+        *("hidden_states", x, call.hidden_states_scale, call.hidden_states_global_scale),
+        *(call.out_dtype, call.w13.scheme, call.needs_grad),
+    )
+    E, N, K, I = _check_weights(call.w13, call.w2, x, width, call.activation)  # noqa: E741
     top_k = static_size(call.topk_ids.shape[1])
     _check_dtype("topk_ids", call.topk_ids.dtype, _INTS)
     _check_float("topk_weights", call.topk_weights.dtype)
@@ -84,7 +94,7 @@ def _experts_problem(call: ExpertsCall) -> Problem:
         intermediate_size=I,
         num_rows=N,
         top_k=top_k,
-        dtype=x.dtype,
+        dtype=dtype,
         scheme=call.w13.scheme,
         layout=call.w13.layout,
         activation=call.activation,
@@ -95,14 +105,18 @@ def _experts_problem(call: ExpertsCall) -> Problem:
         needs_grad=call.needs_grad,
         contiguous_weights=call.w13.contiguous and call.w2.contiguous,
         max_workspace_bytes=_bytes(call.max_workspace_bytes),
+        quantized_input=call.hidden_states_scale is not None,
     )
 
 
 def _batched_problem(call: BatchedCall) -> Problem:
     x, counts = call.hidden_states, call.expert_num_tokens
     check_rank("hidden_states", x, "(E, T, K)")
-    _check_float("hidden_states", x.dtype)
-    E, N, K, I = _check_weights(call.w13, call.w2, x, call.activation)  # noqa: E741
+    dtype, width = _check_input(
+        *("hidden_states", x, call.hidden_states_scale, call.hidden_states_global_scale),
+        *(call.out_dtype, call.w13.scheme, call.needs_grad),
+    )
+    E, N, K, I = _check_weights(call.w13, call.w2, x, width, call.activation)  # noqa: E741
     blocks = static_size(x.shape[0])
     if blocks != E:
         raise ValueError(
@@ -127,13 +141,14 @@ def _batched_problem(call: BatchedCall) -> Problem:
         intermediate_size=I,
         num_rows=N,
         top_k=0,
-        dtype=x.dtype,
+        dtype=dtype,
         scheme=call.w13.scheme,
         layout=call.w13.layout,
         activation=call.activation,
         has_bias=call.w13_bias is not None or call.w2_bias is not None,
         contiguous_weights=call.w13.contiguous and call.w2.contiguous,
         max_workspace_bytes=_bytes(call.max_workspace_bytes),
+        quantized_input=call.hidden_states_scale is not None,
     )
 
 
@@ -147,9 +162,11 @@ def _bytes(max_workspace_bytes: int | None) -> int | None:
 def _linear_problem(call: LinearCall) -> Problem:
     x, offsets = call.hidden_states, call.offsets
     check_rank("x", x, "(S, K)")
-    _check_float("x", x.dtype)
+    dtype, width = _check_input(
+        *("x", x, call.x_scale, call.x_global_scale, call.out_dtype, call.weight.scheme),
+        call.needs_grad,
+    )
     E, N, K = _check_weight("weight", call.weight, x, "x")
-    width = static_size(x.shape[1])
     if width != K:
         raise ValueError(f"weight must have shape (E, N, {width}) for x, got {(E, N, K)}")
     if _shape(offsets) != (E,):
@@ -164,21 +181,109 @@ def _linear_problem(call: LinearCall) -> Problem:
         intermediate_size=0,
         num_rows=N,
         top_k=0,
-        dtype=x.dtype,
+        dtype=dtype,
         scheme=call.weight.scheme,
         layout=call.weight.layout,
         has_bias=call.bias is not None,
         needs_grad=call.needs_grad,
         contiguous_weights=call.weight.contiguous,
+        quantized_input=call.x_scale is not None,
     )
 
 
+def _check_input(
+    name: str,
+    x: Tensor,
+    scale: Tensor | None,
+    global_scale: Tensor | None,
+    out_dtype: torch.dtype | None,
+    scheme_name: str,
+    needs_grad: bool,
+) -> tuple[torch.dtype, int]:
+    """(dtype of the output, columns that the input stands for)."""
+    if scale is None:
+        if global_scale is not None:
+            raise ValueError(
+                f"{name}_global_scale must be None without {name}_scale, which says that {name} "
+                "arrives quantized"
+            )
+        if x.dtype not in _FLOATS:
+            hint = f"; if it arrives quantized, pass its scales as {name}_scale"
+            raise ValueError(
+                f"{name} must be a floating-point tensor, got {x.dtype}"
+                + hint * (x.dtype.itemsize == 1)
+            )
+        if out_dtype is not None and out_dtype != x.dtype:
+            raise ValueError(
+                f"out_dtype must be None or {name}'s dtype {x.dtype} unless {name} arrives "
+                f"quantized, got {out_dtype}; convert the result with .to()"
+            )
+        return x.dtype, static_size(x.shape[-1])
+    if needs_grad:
+        raise ValueError(
+            f"{name} must not arrive quantized ({name}_scale must be None) where gradients are "
+            f"required, for none flow through it: wrap the call in torch.no_grad(), or pass "
+            f"{name} unquantized"
+        )
+    desc = get_scheme(scheme_name).activation
+    if desc is None:
+        raise ValueError(
+            f"{name}_scale must be None for {_scheme(scheme_name)}, whose activations are not "
+            f"quantized; pass {name} in 16 or 32 bits"
+        )
+    if x.dtype != desc.storage_dtype:
+        raise ValueError(
+            f"{name} with {name}_scale must have dtype {desc.storage_dtype}, as scheme "
+            f"{scheme_name} quantizes activations, got {x.dtype}"
+        )
+    columns = unpacked_size(static_size(x.shape[-1]), desc.format.bits)
+    groups = None if desc.group.is_tensor else desc.scale_shape(1, columns)[1]
+    found = tuple(scale.shape)
+    if groups is None:
+        fits, expected = found in ((), (1,)), "() or (1,)"
+    else:
+        rows = "E, T" if x.ndim == 3 else "S" if name == "x" else "M"
+        expected = f"({rows}, {groups})"
+        # rows that may be symbols are compared where they are known
+        fits = len(found) == x.ndim and static_size(found[-1]) == groups
+    if not fits:
+        raise ValueError(
+            f"{name}_scale must have shape {expected} for scheme {scheme_name}, got {found}"
+        )
+    kinds = (torch.uint8, torch.float8_e8m0fnu) if desc.is_mx else (desc.scale_dtype,)
+    if scale.dtype not in kinds:
+        names = " or ".join([str(kind) for kind in kinds])
+        raise ValueError(
+            f"{name}_scale must have dtype {names} for scheme {scheme_name}, got {scale.dtype}"
+        )
+    _check_device(f"{name}_scale", scale.device, x.device)
+    if (global_scale is not None) != desc.global_scale:
+        must = "a tensor () or (1,)" if desc.global_scale else "None"
+        raise ValueError(
+            f"{name}_global_scale must be {must} for scheme {scheme_name}, got "
+            f"{None if global_scale is None else tuple(global_scale.shape)}"
+        )
+    if global_scale is not None:
+        if tuple(global_scale.shape) not in ((), (1,)) or global_scale.dtype != torch.float32:
+            raise ValueError(
+                f"{name}_global_scale must be a float32 tensor () or (1,), got "
+                f"{global_scale.dtype} of shape {tuple(global_scale.shape)}"
+            )
+        _check_device(f"{name}_global_scale", global_scale.device, x.device)
+    out_dtype = torch.bfloat16 if out_dtype is None else out_dtype
+    _check_float("out_dtype", out_dtype)
+    return out_dtype, columns
+
+
+def _scheme(name: str) -> str:
+    return f"scheme {name}" if name else "plain weights"
+
+
 def _check_weights(
-    w13: Weight, w2: Weight, x: Tensor, activation: Activation
+    w13: Weight, w2: Weight, x: Tensor, width: int, activation: Activation
 ) -> tuple[int, int, int, int]:
     """(E, N, K, I) of a pair of expert weights that fit together, the input and the activation."""
     E, N, K = _check_weight("w13", w13, x, "hidden_states")
-    width = static_size(x.shape[-1])
     if width != K:
         raise ValueError(
             f"w13 must have shape (E, N, {width}) for hidden_states (M, {width}), got "

@@ -149,6 +149,8 @@ class Plan:
             f"{p.kind}: E={p.num_experts} top_k={p.top_k} K={p.hidden_size} "
             f"I={p.intermediate_size} {p.scheme or 'plain'} {_name(p.dtype)} on {where}"
         ]
+        if p.quantized_input:
+            lines.append("  the input arrives quantized: no pass quantizes it")
         if self.not_tested_note:
             lines.append(f"  {self.not_tested_note}")
         low = 0
@@ -328,6 +330,11 @@ def _reasons(backend: library.Backend, problem: Problem, machine: Machine) -> li
     if backend.name not in machine.available:
         return [_why_not_available(backend.name)]
     reasons = [*backend.supports(problem, machine)]  # theirs may be a list that they keep
+    if problem.quantized_input and problem.scheme not in backend.quantized_input:
+        reasons.append(
+            f"takes no input that arrives quantized for scheme {problem.scheme!r}: pass it "
+            "unquantized"
+        )
     if problem.needs_grad and not backend.differentiable:
         reasons.append(
             "has no backward: wrap the call in torch.no_grad() or use backend='auto' or 'torch'"

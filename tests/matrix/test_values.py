@@ -199,6 +199,25 @@ def test_options_quantized(scheme, options):
     check(("torch", "cpu", FP32), scheme=scheme, bias=True, **options)
 
 
+@once
+@pytest.mark.parametrize("scheme", [s for s in SCHEMES if s.startswith("fp8_")] + VARIED)
+@pytest.mark.parametrize("M", [24, 1])
+def test_router_weights_come_before_quantization(where, scheme, M):
+    """In bf16, where a product rounded before it is quantized has other codes."""
+    name, device, _ = where
+    options = fitted(name, {"K": 256, "I": 128})
+    case = Case(
+        device, BF16, scheme, M=M, top_k=1, on_input=True, ids=torch.arange(M)[:, None] % 4,
+        **options,
+    )  # fmt: skip
+    out = attempt(where, problem_of(case, name), lambda: case.check(name))
+    if name != "torch" or oracle.ACTIVATIONS[scheme] is None:
+        return
+    # the differentiable path says the same
+    case.args[0].requires_grad_()
+    assert_matches(case.run(name), out.double(), TOLERANCE[BF16])
+
+
 @everywhere
 @pytest.mark.parametrize("K, I", [(33, 17), (1, 1), (130, 70)])
 def test_odd_sizes(where, K, I):  # noqa: E741

@@ -195,7 +195,7 @@ def test_scales_that_a_program_lacks_are_none(each):
 
 
 @pytest.mark.parametrize("name, inputs, biases, wrong", [
-    ("experts", 9, 3, (1, 9, 12)),
+    ("experts", 9, 3, (1, 9, 11, 13)),
     ("batched_experts", 8, 2, (3, 11)),
     ("grouped_linear", 7, 1, (6, 10)),
 ])  # fmt: skip

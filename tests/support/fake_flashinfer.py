@@ -208,13 +208,20 @@ class FakeRunner:
                 return oracle.quantized_activation(to_output(h)[None], "mxfp4_mxfp8")[0]
 
             return rows, *weights, quantize
-        assert x_scale is None
 
         def nvfp4(t, scale):  # times the global scale: the factors take it away again
             q = oracle.quantized_activation(t.double(), "nvfp4", 1 / scale.double())
             return q * scale.double()
 
-        return nvfp4(x, a1), *weights, lambda h, e: nvfp4(to_output(h)[None], a2[e])[0]
+        if x.dtype == torch.uint8:  # rows that arrive packed
+            check(x_scale, torch.float8_e4m3fn, 2)
+            assert x_scale.shape == (len(x), K // 16)
+            rows = NIBBLES[torch.stack((x & 15, x >> 4), -1).flatten(-2).long()]
+            rows = rows * x_scale.double().repeat_interleave(16, 1)
+        else:
+            assert x_scale is None
+            rows = nvfp4(x, a1)
+        return rows, *weights, lambda h, e: nvfp4(to_output(h)[None], a2[e])[0]
 
 
 def e4m3_values(codes: Tensor) -> Tensor:

@@ -104,6 +104,11 @@ def supports(problem: Problem, machine: Machine) -> list[str]:
             "deep_gemm needs weights laid out for it: call moe_ops.prepare(weight, 'deep_gemm') "
             "on each once, on the GPU that is to run them"
         )
+    if problem.quantized_input and scheme == "fp8_block" and layout:
+        reasons.append(
+            f"deep_gemm takes no input that arrives quantized for {scheme!r} in layout "
+            f"{layout!r}: there its scales are powers of two; pass it unquantized"
+        )
     return reasons
 
 
@@ -184,6 +189,7 @@ BACKEND = register(
     newest_tested=TESTED[1],
     chunked=True,
     faster_from=faster_from,
+    quantized_input=("fp8_block", "mxfp8"),
 )
 FP4 = register(
     "deep_gemm_fp4",

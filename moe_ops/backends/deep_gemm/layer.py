@@ -125,15 +125,26 @@ def _experts(
     h = rows_in(a.workspace13, (size, I), form)
     gate_up = carve(a.workspace2, (size, N), torch.bfloat16)
     y = carve(a.workspace2, (size, K), torch.bfloat16)
+    weights, scale = a.topk_weights, a.hidden_states_scale
+    on_input, on_output = (weights, None) if a.router_weight_on_input else (None, weights)
+    # rows that are quantized here are weighed before
+    before, after = (on_input, None) if form.scales and scale is None else (None, on_input)
     launches, layout = place(a, size, alignment, gpu)
-    launches.append(scatter(x, permuted, layout, top_k, gpu))
+    launches.append(scatter(x, permuted, layout, top_k, gpu, scale, before))
     run(launches, device, gpu)
     dg.grouped_gemm(gate_up, permuted, w13, layout.groups, expected)
-    weights = a.topk_weights
-    on_input, on_output = (weights, None) if a.router_weight_on_input else (None, weights)
-    run([activate(a, h, gate_up, layout, on_input, gpu)], device, gpu)
+    run([activate(a, h, gate_up, layout, after, gpu)], device, gpu)
     dg.grouped_gemm(y, h, w2, layout.groups, expected)
     run([combine(a.out, y, on_output, layout, top_k)], device, gpu)
+
+
+def _readable(scale: Tensor | None, rows: int, form: Format) -> bool:
+    """Whether the GEMM reads batched rows in place: without scales, or with fp32 scales
+    (E, rows, groups) of which those of neighbouring rows are contiguous.
+    """
+    if scale is None or form.scales != "fp32":
+        return not form.scales
+    return scale.stride() == (rows * scale.shape[2], 1, rows)
 
 
 def batched_experts(a: BatchedExpertsArgs) -> None:
@@ -159,11 +170,12 @@ def batched_experts(a: BatchedExpertsArgs) -> None:
     dg.check_warm(gemms, device)
     first, layout = place_batches(a, R, gpu)
     launches = [first]
-    if form.scales or R != T or not x.is_contiguous():
-        inputs = rows_in(a.workspace2, (E, R, K), form)
-        launches.append(scatter(x, inputs, layout, 1, gpu))
+    scale = a.hidden_states_scale
+    if R == T and x.is_contiguous() and _readable(scale, T, form):
+        inputs = dg.Operand(dg.dense(x), scale, form.scales, form.width)
     else:
-        inputs = dg.Operand(dg.dense(x))
+        inputs = rows_in(a.workspace2, (E, R, K), form)
+        launches.append(scatter(x, inputs, layout, 1, gpu, scale))
     run(launches, device, gpu)
     dg.masked_gemm(gate_up, inputs, w13, layout.groups, T)
     run([activate(a, h, gate_up, layout, None, gpu)], device, gpu)

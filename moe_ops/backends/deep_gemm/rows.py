@@ -72,6 +72,15 @@ class Rows(NamedTuple):
     stride_k: Specialized
 
 
+class Scales(NamedTuple):
+    """Scales (M, groups) or (E, T, groups) of rows that arrive quantized, or none."""
+
+    ptr: Pointer
+    stride_e: Runtime
+    stride_m: Runtime
+    stride_g: Runtime
+
+
 @triton.jit
 def quantize_by_powers(x):
     """(unrounded fp32 quotients, uint8 exponents (R,)) of x (R, columns): scales are the least
@@ -125,6 +134,24 @@ def rounded_columns(x, SCALES: tl.constexpr, WIDTH: tl.constexpr, NATIVE: tl.con
 
 
 @triton.jit
+def columns_of_row(
+    x_ptr, x_scale_ptr, x_scale_stride_g, factor, k, part, K, SCALES: tl.constexpr,
+    WIDTH: tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
+    """(columns (GROUPS, 128) of a row times factor as they are stored, their scales, or x if there
+    are none). What arrives with scales is not quantized again.
+    """
+    x = tl.load(x_ptr, mask=k < K, other=0.0)
+    if x_scale_ptr is not None:
+        scale_ptrs = x_scale_ptr + part.to(tl.int64) * x_scale_stride_g
+        return x, tl.load(scale_ptrs, mask=part * WIDTH < K, other=0)
+    else:
+        if factor is not None:
+            x = x.to(tl.float32) * factor
+        return rounded_columns(x, SCALES, WIDTH, NATIVE)
+
+
+@triton.jit
 def store_columns(
     y_ptr, scale_ptr, y, scale, row, k, part, end, K, R, SCALES: tl.constexpr, WIDTH: tl.constexpr
 ):
@@ -140,6 +167,9 @@ class Scatter:
     y: Pointer  # (rows, K), written
     quantized: Quantized
     x: Rows
+    x_scale: Scales
+    weights: Pointer  # (M,) that multiply x before it is quantized, or None
+    weights_stride: Runtime
     layout: Layout
     K: Specialized
     programs: Runtime
@@ -159,6 +189,12 @@ def moe_ops_deep_gemm_scatter(
     x_stride_e,
     x_stride_m,
     x_stride_k,
+    x_scale_ptr,
+    x_scale_stride_e,
+    x_scale_stride_m,
+    x_scale_stride_g,
+    weights_ptr,
+    weights_stride,
     rows_ptr,
     groups_ptr,
     R,
@@ -167,8 +203,8 @@ def moe_ops_deep_gemm_scatter(
     TOP_K: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Read GROUPS * 128 columns of a token once, quantize them once, and write them to all rows of
-    the token.
+    """Read GROUPS * 128 columns of a token once, quantize them once unless they arrive quantized,
+    and write them to all rows of the token.
     """
     group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
     k = group[:, None] * 128 + tl.arange(0, 128)[None, :]
@@ -181,13 +217,25 @@ def moe_ops_deep_gemm_scatter(
         e = (tl.program_id(0) // programs).to(tl.int64)
         for t in range(tl.program_id(0) % programs, tl.load(groups_ptr + e), programs):
             m = tl.cast(t, tl.int64)
-            x = tl.load(x_ptr + (e * x_stride_e + m * x_stride_m), mask=k < K, other=0.0)
-            y, scale = rounded_columns(x, SCALES, WIDTH, NATIVE)
+            scale_ptr_of_row = x_scale_ptr
+            if x_scale_ptr is not None:
+                scale_ptr_of_row += e * x_scale_stride_e + m * x_scale_stride_m
+            y, scale = columns_of_row(
+                x_ptr + (e * x_stride_e + m * x_stride_m), scale_ptr_of_row, x_scale_stride_g,
+                None, k, part, K, SCALES, WIDTH, NATIVE,
+            )  # fmt: skip
             store_columns(y_ptr, scale_ptr, y, scale, e * R + m, k, part, K, K, R, SCALES, WIDTH)
     else:
         m = tl.program_id(0).to(tl.int64)
-        x = tl.load(x_ptr + m * x_stride_m, mask=k < K, other=0.0)
-        y, scale = rounded_columns(x, SCALES, WIDTH, NATIVE)
+        if x_scale_ptr is not None:
+            x_scale_ptr += m * x_scale_stride_m
+        factor = None
+        if weights_ptr is not None:
+            factor = tl.load(weights_ptr + m * weights_stride).to(tl.float32)
+        y, scale = columns_of_row(
+            x_ptr + m * x_stride_m, x_scale_ptr, x_scale_stride_g, factor, k, part, K,
+            SCALES, WIDTH, NATIVE,
+        )  # fmt: skip
         gdc_wait(PDL)  # the kernel before this one writes `rows`, and may not have ended
         # the GEMM executes gdc_wait too, if it was launched with PDL (deep_gemm.set_pdl)
         gdc_launch_dependents(PDL)
@@ -299,7 +347,8 @@ def moe_ops_deep_gemm_activate(
     the next.
 
     I is a multiple of 128. Router weights that scale the input multiply the GEMM's output instead,
-    which is linear in the input, so that they are applied in fp32 without rounding.
+    which is linear in the input, so that they are applied in fp32 without rounding; but rows that
+    are quantized here they multiply before.
     """
     gdc_launch_dependents(PDL)
     per_row = I // 128
@@ -419,14 +468,38 @@ def programs_of_rows(x: Tensor, layout: Layout, top_k: int) -> tuple[int, int]:
     return x.shape[0] * programs, programs
 
 
-def scatter(x: Tensor, y: Operand, layout: Layout, top_k: int, gpu: Gpu) -> Launch:
-    """x (M, K) or (E, T, K), quantized if y has scales, copied to the rows of its pairs."""
+def scales_of(scale: Tensor | None) -> Scales:
+    """The Scales of a tensor (M, groups) or (E, T, groups), or of None."""
+    if scale is None:
+        return Scales(None, 0, 0, 0)
+    return Scales(scale, *scale.stride()) if scale.ndim == 3 else Scales(scale, 0, *scale.stride())
+
+
+def scatter(
+    x: Tensor,
+    y: Operand,
+    layout: Layout,
+    top_k: int,
+    gpu: Gpu,
+    x_scale: Tensor | None = None,
+    weights: Tensor | None = None,
+) -> Launch:
+    """x (M, K) or (E, T, K) copied to the rows of its pairs. If y has scales, x is quantized,
+    after it was multiplied by weights (M, 1) if there are any; or it has arrived so, with scales.
+    """
+    if x_scale is not None:
+        if x.dtype != y.data.dtype:
+            raise ValueError(f"hidden_states with scales must be {y.data.dtype}, got {x.dtype}")
+        x = x if gpu.native else x.view(torch.uint8)
     K, (programs, shared) = x.shape[-1], programs_of_rows(x, layout, top_k)
     data, how = quantized(y, gpu)
     args = Scatter(
         y=data,
         quantized=how,
         x=rows_of(x),
+        x_scale=scales_of(x_scale),
+        weights=weights,
+        weights_stride=0 if weights is None else weights.stride(0),
         layout=layout,
         K=K,
         programs=shared,

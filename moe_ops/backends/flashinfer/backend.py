@@ -91,6 +91,11 @@ def supports(problem: Problem, machine: Machine) -> list[str]:
             f"flashinfer needs K and I to be multiples of {scheme.multiple} for {of}, got "
             f"{p.hidden_size} and {p.intermediate_size}"
         )
+    if p.quantized_input and p.router_weight_on_input:
+        reasons.append(
+            "flashinfer cannot multiply an input that arrives quantized by router weights; pass "
+            "it unquantized, or weigh it before it is quantized"
+        )
     order = rows_before(act)
     wanted = scheme.layout + (f":{order}" if order else "")
     if base_layout(p.layout) != wanted:
@@ -117,6 +122,8 @@ def workspace_shapes(M: int, problem: Problem) -> Workspaces:
         N = N // p.intermediate_size * round_up(p.intermediate_size, 128)
         copies = 1 if p.hidden_size == K else 2
     floats = round_up(pairs, 32) + 8 * round_up(p.num_experts, 32) + round_up(M * K, 4096) // 128
+    if p.quantized_input:  # scales of groups that are copied, and the one of all rows
+        floats = floats + round_up(M * K, 4096) // 64 + 32
     if p.has_bias:
         floats = floats + round_up(p.num_experts * N, 64) // 2
         floats = floats + round_up(p.num_experts * K, 64) // 2
@@ -155,4 +162,5 @@ BACKEND = register(
     relayouts=RELAYOUTS,
     distribution=binding.DISTRIBUTION,
     newest_tested=binding.TESTED[1],
+    quantized_input=("nvfp4", *[name for name, scheme in SCHEMES.items() if scheme.input]),
 )

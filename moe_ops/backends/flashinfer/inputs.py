@@ -285,6 +285,8 @@ def rows(a: ExpertsArgs, out: Tensor, scale: Tensor | None, to: str, gpu: Gpu) -
     input.
     """
     x, columns = a.hidden_states, out.shape[1]
+    if x.dtype.itemsize == 1:  # arrived quantized: bytes, which fp32 holds, are copied
+        x, out = x.view(torch.uint8), out.view(torch.uint8)
     args = Rows(
         out=out if gpu.native or not to else out.view(torch.uint8),
         scale=scale,
@@ -403,7 +405,7 @@ def biases(a: ExpertsArgs, out13: Tensor, out2: Tensor, order: str) -> Launch:
         b13=RuntimeBias(*bias_of(a.w13_bias)),
         b2=RuntimeBias(*bias_of(a.w2_bias)),
         N=out_N if a.w13_bias is None else a.w13_bias.shape[1],
-        K=a.hidden_states.shape[1],
+        K=a.out.shape[1],
         out_N=out_N,
         out_K=out_K,
         ORDER=order,

@@ -52,8 +52,8 @@ def _experts(a: ExpertsArgs, rows_of_call: int) -> None:
     M, top_k = ids.shape
     E, N = a.w13.shape[:2]
     K, device = a.w2.shape[1], x.get_device()  # padded, if weights are
-    padded = x.shape[1] != K
-    scheme = SCHEMES[a.scheme]
+    padded = out.shape[1] != K
+    scheme, arrived = SCHEMES[a.scheme], a.hidden_states_scale
     gated = activated(a.activation, a.alpha, a.beta, a.limit).GATED
     gpu = launch.gpu(device)
 
@@ -61,11 +61,25 @@ def _experts(a: ExpertsArgs, rows_of_call: int) -> None:
     local = carve(a.index_workspace, (M, top_k), torch.int32)
     sums = parts.take((M, top_k), torch.float32)
     constants = parts.take((8, round_up(E, 32)), torch.float32)
+    if arrived is not None:
+        a = a._replace(a13_scale=_scale_of_arrived(a, parts))
     launches = [inputs.route(a, local, sums, constants, scheme)]
 
     on_input = a.router_weight_on_input
     rows, row_scales, target = x, None, out
-    if scheme.input or on_input or padded or not x.is_contiguous():
+    if arrived is not None:
+        if padded or not x.is_contiguous():
+            columns = x.shape[1] * K // out.shape[1]  # bytes
+            rows = carve(a.workspace13, (M, columns), x.dtype)
+            launches.append(inputs.rows(a, rows, None, "", gpu))
+        if scheme.input != "e4m3":
+            row_scales = arrived
+            if padded or not arrived.is_contiguous():
+                groups = K // (16 if a.scheme == "nvfp4" else 32)
+                row_scales = parts.take((M, groups), arrived.dtype)
+                row_scales[:, arrived.shape[1] :].zero_()
+                row_scales[:, : arrived.shape[1]].copy_(arrived)
+    elif scheme.input or on_input or padded or not x.is_contiguous():
         dtype = torch.float8_e4m3fn if scheme.input else x.dtype
         rows = carve(a.workspace13, (M, K), dtype)
         if scheme.input == "mxfp8":
@@ -132,6 +146,26 @@ def _experts(a: ExpertsArgs, rows_of_call: int) -> None:
     library.mark_warm(made)
 
 
+def _scale_of_arrived(a: ExpertsArgs, parts: _Parts) -> Tensor | None:
+    """The one scale of an input that arrives quantized, in the place of the static one.
+
+    Raises:
+        ValueError: the input does not have the dtype that the scheme quantizes to.
+    """
+    expected = torch.uint8 if a.scheme == "nvfp4" else torch.float8_e4m3fn
+    if a.hidden_states.dtype != expected:
+        raise ValueError(
+            f"hidden_states with scales must have dtype {expected} for scheme {a.scheme}, got "
+            f"{a.hidden_states.dtype}"
+        )
+    if a.scheme == "fp8_tensor_static":
+        return a.hidden_states_scale
+    if a.hidden_states_global_scale is None:
+        return a.a13_scale
+    scale = parts.take((1,), torch.float32)
+    return torch.reciprocal(a.hidden_states_global_scale.view(1), out=scale)
+
+
 def _check_contiguous(a: ExpertsArgs) -> None:
     """Raise unless tensors are contiguous: the library reads bare addresses."""
     scales = ("w13_scale", "w2_scale", "w13_global_scale", "w2_global_scale")
@@ -167,9 +201,9 @@ def _weights(
         s13, s2 = s13.view(torch.int32), s2.view(torch.int32)
         f13, f2 = constants[3, :E], constants[4, :E]
         if a.scheme == "nvfp4":
-            # the library quantizes rows itself, by the inverses of the activations' scales
+            # the library quantizes rows in 16 bits itself, by the inverses of the scales
             scales = [constants[5, 0], s13, f13, inverse, s2, f2]
-            return Kernels(dtype, torch.int64, dtype), w13, w2, scales
+            return Kernels(row_dtype, torch.int64, dtype), w13, w2, scales
         return Kernels(row_dtype, torch.int64, dtype, mxfp8=True), w13, w2, [s13, f13, s2, f2]
     kernels = Kernels(dtype, torch.uint8, dtype, w4_groups=True)
     return kernels, a.w13, a.w2, [s13, s2]

@@ -19,7 +19,7 @@ from moe_ops.ops import library
 from moe_ops.ops.args import BatchedExpertsArgs, ExpertsArgs, GroupedLinearArgs
 from moe_ops.ops.chunks import batched_chunks, chunks
 from moe_ops.ops.problem import Buffer, Machine, Problem, Workspaces
-from moe_ops.schemes import get_scheme
+from moe_ops.schemes import SCHEMES, get_scheme
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
@@ -75,11 +75,12 @@ def workspace_shapes(M: int, problem: Problem) -> Workspaces:
 
 
 def _launch_experts(a: ExpertsArgs) -> None:
-    if a.hidden_states.shape[0] == 0:
+    if a.out.shape[0] == 0:
         return
     parts, amax_of_x, amax_of_h = chunks(a), None, None
     if len(parts) > 1 and _has_one_scale(a.scheme):  # the scales are those of all tokens
-        amax_of_x = torch.stack([_amax_of_x(part) for part in parts]).amax()
+        if a.hidden_states_scale is None:
+            amax_of_x = torch.stack([_amax_of_x(part) for part in parts]).amax()
         amax_of_h = torch.stack([_amax_of_h(part, amax_of_x) for part in parts]).amax()
     for part in parts:
         _experts(part, amax_of_x, amax_of_h)
@@ -87,7 +88,7 @@ def _launch_experts(a: ExpertsArgs) -> None:
 
 def _experts(a: ExpertsArgs, amax_of_x: Tensor | None, amax_of_h: Tensor | None) -> None:
     """A layer, or a chunk of its tokens."""
-    (M, K), S, pairs, weights = a.hidden_states.shape, a.topk_ids.numel(), _sort(a), a.topk_weights
+    (M, K), S, pairs, weights = a.out.shape, a.topk_ids.numel(), _sort(a), a.topk_weights
     dtype = _compute_dtype(a.out.dtype, a.scheme)
     hidden = _hidden(a, pairs, amax_of_x)
     if a.scheme:
@@ -118,21 +119,27 @@ def _sort(a: ExpertsArgs) -> permute.Pairs:
 
 
 def _inputs(a: ExpertsArgs, pairs: permute.Pairs) -> Tensor:
-    """x (M, K), multiplied by router weights that scale the input."""
+    """x (M, K), multiplied by router weights that scale the input: in fp32 if it is quantized
+    then, or has arrived so.
+    """
+    x, arrived = a.hidden_states, _arrived(a)
+    if arrived is not None:
+        x = numerics.activation_values(arrived, a.scheme)
     if not a.router_weight_on_input:
-        return a.hidden_states
-    return permute.weigh_inputs(a.hidden_states, a.topk_weights, pairs)
+        return x
+    return permute.weigh_inputs(x.to(torch.float32) if a.scheme else x, a.topk_weights, pairs)
 
 
 def _hidden(a: ExpertsArgs, pairs: permute.Pairs, amax_of_x: Tensor | None) -> Tensor:
     """The activation's output h (S, I)."""
-    N, K, S = a.w13.shape[1], a.hidden_states.shape[1], a.topk_ids.numel()
+    N, K, S = a.w13.shape[1], a.out.shape[1], a.topk_ids.numel()
     act = activations.from_op(a.activation, a.alpha, a.beta, a.limit)
     dtype = _compute_dtype(a.out.dtype, a.scheme)
     tokens = torch.floor_divide(pairs.order, a.topk_ids.shape[1])
     x = _inputs(a, pairs)
-    by_pair = a.a13_scale is not None and a.a13_scale.numel() > 1
-    if a.scheme and not by_pair:
+    quantizes = a.scheme != "" and a.hidden_states_scale is None
+    by_pair = quantizes and a.a13_scale is not None and a.a13_scale.numel() > 1
+    if quantizes and not by_pair:
         valid = pairs.valid.any(1)
         x = numerics.fake_quantize_activation(x, a.scheme, a.a13_scale, valid, amax_of_x)
     rows = workspace.carve(a.workspace13, (S, K), dtype)
@@ -140,7 +147,7 @@ def _hidden(a: ExpertsArgs, pairs: permute.Pairs, amax_of_x: Tensor | None) -> T
         scale = numerics.static_scale_of_rows(a.a13_scale, pairs.experts)
         rows.copy_(numerics.fake_quantize_activation(x[tokens], a.scheme, scale))
     else:
-        torch.index_select(x, 0, tokens, out=rows)
+        torch.index_select(x.to(dtype), 0, tokens, out=rows)
     x = rows
     gate_up = grouped_mm(
         x,
@@ -161,7 +168,7 @@ def _amax_of_x(a: ExpertsArgs) -> Tensor:
     return numerics.largest_magnitude(_inputs(a, pairs), pairs.valid.any(1))
 
 
-def _amax_of_h(a: ExpertsArgs, amax_of_x: Tensor) -> Tensor:
+def _amax_of_h(a: ExpertsArgs, amax_of_x: Tensor | None) -> Tensor:
     pairs = _sort(a)
     valid = pairs.experts < a.w13.shape[0]
     return numerics.largest_magnitude(_hidden(a, pairs, amax_of_x), valid)
@@ -184,12 +191,13 @@ def _activate(gate_up: Tensor, activation: activations.Activation, out: Tensor) 
 
 
 def _launch_batched_experts(a: BatchedExpertsArgs) -> None:
-    if a.hidden_states.shape[1] == 0:
+    if a.out.shape[1] == 0:
         return
     parts, amax_of_x, amax_of_h = batched_chunks(a), None, None
     if len(parts) > 1 and _has_one_scale(a.scheme):
-        largest = [numerics.largest_magnitude(p.hidden_states, _valid(p)) for p in parts]
-        amax_of_x = torch.stack(largest).amax()
+        if a.hidden_states_scale is None:
+            largest = [numerics.largest_magnitude(p.hidden_states, _valid(p)) for p in parts]
+            amax_of_x = torch.stack(largest).amax()
         largest = [
             numerics.largest_magnitude(_batched_hidden(p, amax_of_x), _valid(p)) for p in parts
         ]
@@ -208,8 +216,8 @@ def _batched_experts(
         hidden.copy_(
             numerics.fake_quantize_activation(hidden, a.scheme, scale, _valid(a), amax_of_h)
         )
-    shape, dtype = a.hidden_states.shape, _compute_dtype(a.out.dtype, a.scheme)
-    y = workspace.carve(a.workspace13, shape, dtype)
+    dtype = _compute_dtype(a.out.dtype, a.scheme)
+    y = workspace.carve(a.workspace13, a.out.shape, dtype)
     _batched_mm(hidden, a.w2, a.expert_num_tokens, _scales(a, "w2"), a.w2_bias, a.scheme, y)
     a.out.copy_(y)
 
@@ -231,7 +239,9 @@ def _batched_hidden(a: BatchedExpertsArgs, amax_of_x: Tensor | None) -> Tensor:
     x, (E, T), N = a.hidden_states, a.hidden_states.shape[:2], a.w13.shape[1]
     act = activations.from_op(a.activation, a.alpha, a.beta, a.limit)
     dtype = _compute_dtype(a.out.dtype, a.scheme)
-    if a.scheme:
+    if (arrived := _arrived(a)) is not None:
+        x = numerics.activation_values(arrived, a.scheme)
+    elif a.scheme:
         scale = numerics.static_scale_of_rows(a.a13_scale, _experts_of_rows(a))
         x = numerics.fake_quantize_activation(x, a.scheme, scale, _valid(a), amax_of_x)
     gate_up = workspace.carve(a.workspace13, (E, T, N), dtype)
@@ -270,13 +280,25 @@ def _launch_grouped_linear(a: GroupedLinearArgs) -> None:
     x = a.x
     if x.shape[0] == 0:
         return
-    if a.scheme:
+    if a.x_scale is not None:
+        arrived = numerics.QuantizedActivation(x, a.x_scale, a.x_global_scale)
+        x = numerics.activation_values(arrived, a.scheme)
+    elif a.scheme:
         inside = torch.arange(x.shape[0], device=x.device) < a.offsets[-1]
         scale = numerics.static_scale_of_sorted(a.activation_scale, a.offsets, x.shape[0])
         x = numerics.fake_quantize_activation(x, a.scheme, scale, inside)
     scales = _scales(a, "weight")
     y = grouped_mm(x, a.weight, a.offsets, scales=scales, scheme=a.scheme, bias=a.bias)
     a.out.copy_(y)
+
+
+def _arrived(a: ExpertsArgs | BatchedExpertsArgs) -> numerics.QuantizedActivation | None:
+    """hidden_states if they arrive quantized."""
+    if a.hidden_states_scale is None:
+        return None
+    return numerics.QuantizedActivation(
+        a.hidden_states, a.hidden_states_scale, a.hidden_states_global_scale
+    )
 
 
 def _scales(
@@ -306,4 +328,5 @@ BACKEND = library.register(
     devices=library.TORCH_DEVICES,
     differentiable=True,
     chunked=True,
+    quantized_input=tuple([name for name, scheme in SCHEMES.items() if scheme.activation]),
 )

@@ -42,6 +42,14 @@ _QUANTIZING = (
     *("fp8_channel_tensor_static", "fp8_block", "fp8_block:ue8m0"),
     *("int8_w8a8", "int8_w8a8_tensor", "int8_w8a8_static"),
 )
+
+
+def _decoded(name: str) -> bool:
+    """Whether the kernels decode activations of an emulated scheme: elements of 8 and 4 bits."""
+    activation = SCHEMES[name].activation
+    return name in _MIXED_SCHEMES and activation is not None and activation.format.bits != 6
+
+
 _MIXED_SCHEMES = frozenset(filter(operands.describe, SCHEMES))
 # AMD's GPUs for which benchmarks/compile_matrix.py compiles the kernels; none was run on hardware
 AMD_GPUS = ("gfx942",)
@@ -178,8 +186,10 @@ def workspace_shapes(M: int, problem: Problem) -> Workspaces:
         elements = scales.h_elements(h, I, experts, x_scale, K % 16 == I % 16 == 0)
         hidden = Buffer((elements,), torch.float32)
         x_elements = scales.x_elements(rows, K, x_scale)
-        # the one scale of all tokens outlives the products of a chunk
-        y = y + x_elements if x_scale == "tensor" else maximum(y, x_elements)
+        if x_scale == "tensor":  # the one scale of all tokens outlives the products of a chunk
+            y = y + x_elements
+        elif not problem.quantized_input:
+            y = maximum(y, x_elements)
     else:
         columns = I
         if mixed and problem.kind == "experts":
@@ -226,4 +236,5 @@ BACKEND = register(
     distribution="triton",
     missing_kernels=missing_kernels,
     chunked=True,
+    quantized_input=tuple([*_QUANTIZING, *filter(_decoded, SCHEMES)]),
 )

@@ -26,9 +26,17 @@ from moe_ops.kernels.permute.rows import (
 )
 from moe_ops.kernels.permute.sort import group_blocks, route, sort_into
 from moe_ops.kernels.quantize.e4m3_int8 import Valid, amax, counted
-from moe_ops.kernels.quantize.emulated import Hidden, round_h, round_x
+from moe_ops.kernels.quantize.emulated import Hidden, decode_x, round_h, round_x
 from moe_ops.kernels.quantize.rounding import Rounding, rounding_of, x_elements
-from moe_ops.kernels.quantize.scales import Input, Shared, batches_of, flat, rows_of, shared_of
+from moe_ops.kernels.quantize.scales import (
+    Input,
+    Shared,
+    batches_of,
+    flat,
+    input_of,
+    rows_of,
+    shared_of,
+)
 from moe_ops.meta.workspace import cdiv
 from moe_ops.ops.args import BatchedExpertsArgs, ExpertsArgs, GroupedLinearArgs
 from moe_ops.ops.chunks import batched_chunks, chunks
@@ -51,7 +59,7 @@ def sm90_wgmma() -> ModuleType:
 def experts(a: ExpertsArgs) -> None:
     """Launch `moe_ops::triton_experts`."""
     x, ids = a.hidden_states, a.topk_ids
-    (M, top_k), K = ids.shape, x.shape[1]
+    (M, top_k), K = ids.shape, a.out.shape[1]
     if M == 0:
         return
     device = x.get_device()
@@ -96,9 +104,12 @@ def experts(a: ExpertsArgs) -> None:
     if rounding is not None and rounding.SCALE == "nv":
         rows = parts[0].hidden_states.shape[0]
         used = max(rows * top_k * K, x_elements(rows, K, rounding))
-        valid = _valid(a, route_pairs(a.index_workspace, ids, a.expert_map, w2.E, 0, False))
         shared = shared_of(a.workspace2, used)
-        run([amax(rows_of(x), M, M, K, shared.x, valid, shared.h, gpu)], device, gpu)
+        if a.hidden_states_scale is None:
+            valid = _valid(a, route_pairs(a.index_workspace, ids, a.expert_map, w2.E, 0, False))
+            run([amax(rows_of(x), M, M, K, shared.x, valid, shared.h, gpu)], device, gpu)
+        else:
+            shared.h.zero_()
         if a.a2_scale is None:
             # the one scale of h is known once GEMM1 has run for all tokens
             for part in parts:
@@ -125,7 +136,7 @@ def _mma_launches(
     gemm1_alone: bool = False,
 ) -> list[Launch]:
     """A layer of experts, or a chunk of its tokens, by kernels/mixed_gemm/sm80_mma.py."""
-    x, ids = a.hidden_states, a.topk_ids
+    ids = a.topk_ids
     (M, top_k), E, K, I = ids.shape, w2.E, w2.N, w2.K  # noqa: E741
     pairs, block_m = M * top_k, config.block_m
     blocks = pairs if config.direct else num_blocks_of(pairs, E, block_m)
@@ -136,9 +147,10 @@ def _mma_launches(
     launches: list[Launch] = []
     if not config.direct:
         launches.append(route(routing, sort_into(block_m, pairs, E, config.sort_chunk), gpu))
-    valid = _valid(a, routing)
-    more, rows, h = _rounded(a, rounding, rows_of(x), M, M, K, pairs, I, valid, gpu, shared)
-    if rounding is not None:  # router weights have scaled x before rounding
+    valid = Valid("pairs", routing, on_input)
+    more, rows, h = _rounded(a, rounding, M, M, K, pairs, I, valid, gpu, shared)
+    if rounding is not None and a.hidden_states_scale is None:
+        # router weights have scaled x before rounding
         on_input = NO_ROUTER_WEIGHTS
     launches += (
         *more,
@@ -200,7 +212,7 @@ def _wgmma_launches(
 def batched_experts(a: BatchedExpertsArgs) -> None:
     """Launch `moe_ops::triton_batched_experts`."""
     x, counts = a.hidden_states, a.expert_num_tokens
-    E, T, K = x.shape
+    E, T, K = a.out.shape
     if T == 0:
         return
     device = x.get_device()
@@ -213,7 +225,10 @@ def batched_experts(a: BatchedExpertsArgs) -> None:
     if len(parts) > 1 and rounding is not None and rounding.SCALE == "nv":  # as in `experts`
         used = x_elements(parts[0].w2.shape[0] * T, K, rounding)
         shared, valid = shared_of(a.workspace2, used), counted("batched", counts)
-        run([amax(batches_of(x), E * T, T, K, shared.x, valid, shared.h, gpu)], device, gpu)
+        if a.hidden_states_scale is None:
+            run([amax(batches_of(x), E * T, T, K, shared.x, valid, shared.h, gpu)], device, gpu)
+        else:
+            shared.h.zero_()
         if a.a2_scale is None:
             for part in parts:
                 layer = _batched_launches(part, rounding, config, gpu, shared, gemm1_alone=True)
@@ -231,14 +246,12 @@ def _batched_launches(
     gemm1_alone: bool = False,
 ) -> list[Launch]:
     """The launches of batches, or of a chunk of experts."""
-    x, counts, block_m = a.hidden_states, a.expert_num_tokens, config.block_m
-    (E, T, K), (w13, w2) = x.shape, _weights(a, gpu)
+    counts, block_m = a.expert_num_tokens, config.block_m
+    (E, T, K), (w13, w2) = a.out.shape, _weights(a, gpu)
     I = w2.K  # noqa: E741
     routing = sorted_rows(a.index_workspace, E, E * cdiv(T, block_m))
-    more, rows, h = _rounded(
-        *(a, rounding, batches_of(x), E * T, T, K, E * T, I, counted("batched", counts), gpu),
-        shared,
-    )
+    valid = counted("batched", counts)
+    more, rows, h = _rounded(a, rounding, E * T, T, K, E * T, I, valid, gpu, shared)
     activation = activated(a.activation, a.alpha, a.beta, a.limit)
     out = Output(*batches_of(a.out)[:4])
     launches = [
@@ -258,22 +271,26 @@ def _batched_launches(
 def grouped_linear(a: GroupedLinearArgs) -> None:
     """Launch `moe_ops::triton_grouped_linear`."""
     x, offsets = a.x, a.offsets
-    S, K = x.shape
+    S = x.shape[0]
     if S == 0:
         return
     device = x.get_device()
     gpu = launch.gpu(device)
     scales = (a.weight_scale, a.weight_zero_point, a.weight_global_scale, a.weight_channel_scale)
     w = _operand("weight", a.weight, scales, a.bias, a.scheme, gpu)
-    rounding = rounding_of(a.scheme)
+    K, rounding = w.K, rounding_of(a.scheme)
     dtype = x.dtype if rounding is None else rounding.dtype
     config = configs.choose(S, w.E, K, K, w.format.bits, dtype, False, gpu.shared_memory)
     block_m = config.block_m
     # The rows past the last group are one more group, which is zeroed.
     routing = sorted_rows(a.index_workspace, w.E, num_blocks_of(S, w.E + 1, block_m))
     launches = [group_blocks(routing, offsets, S, 0, block_m, gpu)]
-    rows = rows_of(x)
-    if rounding is not None:
+    rows = input_of(x, a.x_scale, a.scheme, False)
+    if a.x_scale is not None:
+        assert rounding is not None, a.scheme
+        more, rows = decode_x(rounding, rows, a.x_global_scale, S, S, K, a.workspace2, None, gpu)
+        launches += more
+    elif rounding is not None:
         valid = counted("groups", offsets)
         more, rows = round_x(
             rounding, rows, S, S, K, a.workspace2, a.activation_scale, valid, None, gpu
@@ -315,7 +332,6 @@ def _weights(a: ExpertsArgs | BatchedExpertsArgs, gpu: Gpu) -> tuple[MixedOperan
 def _rounded(
     a: ExpertsArgs | BatchedExpertsArgs,
     r: Rounding | None,
-    x: Input,
     rows: int,  # of x
     rows_of_expert: int,
     K: int,
@@ -326,10 +342,17 @@ def _rounded(
     shared: Shared | None = None,  # of all chunks
 ) -> tuple[list[Launch], Input, Hidden]:
     """(launches before GEMM1, GEMM1's x, h between the GEMMs), if activations are emulated."""
+    x = input_of(a.hidden_states, a.hidden_states_scale, a.scheme, False)
     if r is None:
         h = flat(a.workspace13, x.data.dtype, h_rows * I)
         return [], x, Hidden(h, None, [], Input(h, 0, I, 1))
     hidden = round_h(r, h_rows, I, a.workspace13, a.a2_scale, gpu, shared)
+    if a.hidden_states_scale is not None:
+        launches, x = decode_x(
+            *(r, x, a.hidden_states_global_scale, rows, rows_of_expert, K, a.workspace2),
+            *(hidden.amax if shared is None else None, gpu),
+        )
+        return launches, x, hidden
     launches, x = round_x(
         *(r, x, rows, rows_of_expert, K, a.workspace2, a.a13_scale, valid),
         *(hidden.amax, gpu, shared),

@@ -35,10 +35,13 @@ from moe_ops.kernels.permute.sort import group_blocks, route, sort_into
 from moe_ops.kernels.quantize.e4m3_int8 import Valid, amax, counted, quantize_x
 from moe_ops.kernels.quantize.scales import (
     NUM_PARTIALS,
+    Input,
     Shared,
     batches_of,
     flat,
     hidden,
+    input_of,
+    of_arrived,
     rows_of,
     shared_of,
 )
@@ -57,7 +60,7 @@ def experts(a: ExpertsArgs) -> None:
     if M == 0:
         return
     E, K, I = a.w2.shape  # noqa: E741
-    dtype, device = x.dtype, x.get_device()
+    dtype, device = a.out.dtype, x.get_device()
     gpu = launch.gpu(device)
     w13 = weight_of("w13", a.w13, a.w13_scale, a.scheme, dtype, gpu)
     w2 = weight_of("w2", a.w2, a.w2_scale, a.scheme, dtype, gpu)
@@ -70,7 +73,8 @@ def experts(a: ExpertsArgs) -> None:
     shape, scales = (M, top_k, E, K, I), (w_scale, x_scale)
     config = for_experts(*shape, dtype, gpu, a.scheme, scales, activation.GATED, tma, one_token)
     if config.kernel == GEMV:
-        return run(gemv.launches(a, w13, w2, activation, scaling, config, gpu), device, gpu)
+        rows = input_of(x, a.hidden_states_scale, a.scheme, gpu.native)
+        return run(gemv.launches(a, rows, w13, w2, activation, scaling, config, gpu), device, gpu)
     layer = (w13, w2, activation, scaling, config, gpu)
     if not 0 < a.chunk_rows < M:
         return run(_launches(a, *layer), device, gpu)
@@ -78,8 +82,11 @@ def experts(a: ExpertsArgs) -> None:
     if x_scale == "tensor":
         # its scales are those of all tokens: that of h is known once GEMM1 has run for all of them
         shared = shared_of(a.workspace2, parts[0].topk_ids.numel() * K)
-        valid = _valid(a, route_pairs(a.index_workspace, ids, a.expert_map, E, 0, False))
-        run([amax(rows_of(x), M, M, K, shared.x, valid, shared.h, gpu)], device, gpu)
+        if a.hidden_states_scale is None:
+            valid = _valid(a, route_pairs(a.index_workspace, ids, a.expert_map, E, 0, False))
+            run([amax(rows_of(x), M, M, K, shared.x, valid, shared.h, gpu)], device, gpu)
+        else:
+            shared.h.zero_()
         for part in parts:
             run(_launches(part, *layer, shared, gemm1_alone=True), device, gpu)
     for part in parts:
@@ -106,9 +113,10 @@ def _launches(
     """The launches of a layer, or of a chunk of its tokens, whose one scale of x and of h is then
     known (`shared`).
     """
-    x, ids, out = a.hidden_states, a.topk_ids, a.out
+    ids, out = a.topk_ids, a.out
     (M, top_k), (E, K, I) = ids.shape, a.w2.shape  # noqa: E741
-    pairs, block_m, x_scale, dtype = M * top_k, config.block_m, scaling.X_SCALE, x.dtype
+    pairs, block_m, x_scale, dtype = M * top_k, config.block_m, scaling.X_SCALE, out.dtype
+    rows, first = _input(a, scaling, gpu)
     blocks = pairs if config.direct else num_blocks_of(pairs, E, block_m)
     routing = route_pairs(a.index_workspace, ids, a.expert_map, E, blocks, config.direct)
     weights = router_weights(a.topk_weights)
@@ -116,29 +124,29 @@ def _launches(
     sort = None if config.direct else sort_into(block_m, pairs, E, config.sort_chunk)
     h, h_scale = hidden(a.workspace13, pairs, I, dtype, x_scale, config, a.a2_scale, w2.data.dtype)
     y = flat(a.workspace2, torch.float32, pairs * K)
-    rows = rows_of(x)
     launches: list[Launch]
     if shared is not None:
         h = h._replace(scale=shared.h)
-        rows = rows._replace(scale=shared.x, partials=NUM_PARTIALS)
+        if rows.scale is None:
+            rows = rows._replace(scale=shared.x, partials=NUM_PARTIALS)
         launches = [] if sort is None else [route(routing, sort, gpu)]
     elif x_scale:
-        launches, rows = quantize_x(
-            rows, M, M, K, x_scale, config, y, a.a13_scale, _valid(a, routing), h.scale, top_k,
-            w13.data.dtype, scaling.POWERS, gpu, sort,
+        launches, rows, on_input = quantize_x(
+            rows, M, M, K, x_scale, config, y, a.a13_scale, Valid("pairs", routing, on_input),
+            h.scale, top_k, w13.data.dtype, scaling.POWERS, gpu, sort,
         )  # fmt: skip
     else:
         launches = [] if sort is None else [route(routing, sort, gpu)]
     b13, b2 = bias_of(a.w13_bias), bias_of(a.w2_bias)
     if config.kernel == SM90_TMA:
         launches += (
-            sm90_tma.gemm1(h, rows, w13, b13, routing, on_input, activation, scaling, config, gpu),
+            sm90_tma.gemm1(h, rows, w13, b13, routing, on_input, activation, first, config, gpu),
             sm90_tma.gemm2(y, h, pairs, w2, b2, routing, scaling, config, gpu),
         )
     else:
         launches += (
             sm80_mma.gemm1(
-                h, rows, w13, b13, routing, on_input, activation, scaling, h_scale,
+                h, rows, w13, b13, routing, on_input, activation, first, h_scale,
                 config.gemm1, block_m, gpu,
             ),
             sm80_mma.gemm2(
@@ -151,6 +159,16 @@ def _launches(
     return launches
 
 
+def _input(
+    a: ExpertsArgs | BatchedExpertsArgs, scaling: Scaling, gpu: Gpu
+) -> tuple[Input, Scaling]:
+    """(x, GEMM1's scaling), of which the scales of x that arrives quantized are known."""
+    x = input_of(a.hidden_states, a.hidden_states_scale, a.scheme, gpu.native)
+    if x.scale is None:
+        return x, scaling
+    return x, scaling._replace(X_SCALE=of_arrived(scaling.X_SCALE))
+
+
 def batched_experts(a: BatchedExpertsArgs) -> None:
     """Launch `moe_ops::triton_batched_experts`."""
     x, counts = a.hidden_states, a.expert_num_tokens
@@ -158,7 +176,7 @@ def batched_experts(a: BatchedExpertsArgs) -> None:
     if T == 0:
         return
     I = a.w2.shape[2]  # noqa: E741
-    dtype, device = x.dtype, x.get_device()
+    dtype, device = a.out.dtype, x.get_device()
     gpu = launch.gpu(device)
     activation = activated(a.activation, a.alpha, a.beta, a.limit)
     scaling = scaling_of(a.scheme, gpu.native)
@@ -171,7 +189,10 @@ def batched_experts(a: BatchedExpertsArgs) -> None:
     shared = None
     if x_scale == "tensor":  # as in `experts`
         shared, valid = shared_of(a.workspace2, 0), counted("batched", counts)
-        run([amax(batches_of(x), E * T, T, K, shared.x, valid, shared.h, gpu)], device, gpu)
+        if a.hidden_states_scale is None:
+            run([amax(batches_of(x), E * T, T, K, shared.x, valid, shared.h, gpu)], device, gpu)
+        else:
+            shared.h.zero_()
         for part in parts:
             layer = _batched_launches(part, activation, scaling, config, gpu, shared)
             run(layer[:-1], device, gpu)
@@ -190,19 +211,20 @@ def _batched_launches(
     """The launches of batches, or of a chunk of experts, whose one scale of x and of h is then
     known (`shared`).
     """
-    x, counts, I = a.hidden_states, a.expert_num_tokens, a.w2.shape[2]  # noqa: E741
-    (E, T, K), dtype, x_scale, block_m = x.shape, x.dtype, scaling.X_SCALE, config.block_m
+    counts, I = a.expert_num_tokens, a.w2.shape[2]  # noqa: E741
+    (E, T, K), dtype, x_scale, block_m = a.out.shape, a.out.dtype, scaling.X_SCALE, config.block_m
     w13 = weight_of("w13", a.w13, a.w13_scale, a.scheme, dtype, gpu)
     w2 = weight_of("w2", a.w2, a.w2_scale, a.scheme, dtype, gpu)
     routing = sorted_rows(a.index_workspace, E, E * cdiv(T, block_m))
     h, h_scale = hidden(a.workspace13, E * T, I, dtype, x_scale, config, a.a2_scale, w2.data.dtype)
     launches = [group_blocks(routing, counts, E * T, T, block_m, gpu)]
-    rows = batches_of(x)
+    rows, first = _input(a, scaling, gpu)
     if shared is not None:
         h = h._replace(scale=shared.h)
-        rows = rows._replace(scale=shared.x, partials=NUM_PARTIALS)
+        if rows.scale is None:
+            rows = rows._replace(scale=shared.x, partials=NUM_PARTIALS)
     elif x_scale:
-        more, rows = quantize_x(
+        more, rows, _ = quantize_x(
             rows, E * T, T, K, x_scale, config, a.workspace2, a.a13_scale,
             counted("batched", counts), h.scale, 1, w13.data.dtype, scaling.POWERS, gpu,
         )  # fmt: skip
@@ -210,7 +232,7 @@ def _batched_launches(
     b13, b2, out = bias_of(a.w13_bias), bias_of(a.w2_bias), Output(*batches_of(a.out)[:4])
     launches += (
         sm80_mma.gemm1(
-            h, rows, w13, b13, routing, NO_ROUTER_WEIGHTS, activation, scaling, h_scale,
+            h, rows, w13, b13, routing, NO_ROUTER_WEIGHTS, activation, first, h_scale,
             config.gemm1, block_m, gpu,
         ),
         sm80_mma.gemm2(out, h, w2, b2, routing, scaling, config.gemm2, block_m, gpu),
@@ -226,19 +248,21 @@ def grouped_linear(a: GroupedLinearArgs) -> None:
         return
     E, device = a.weight.shape[0], x.get_device()
     gpu = launch.gpu(device)
-    w = weight_of("weight", a.weight, a.weight_scale, a.scheme, x.dtype, gpu)
+    w = weight_of("weight", a.weight, a.weight_scale, a.scheme, out.dtype, gpu)
     scaling = scaling_of(a.scheme, gpu.native)
     w_scale, x_scale, *_ = scaling
     config = choose(
-        S, E, K, K, x.dtype.itemsize, False, gpu.shared_memory, w_scale, x_scale, False
+        S, E, K, K, out.dtype.itemsize, False, gpu.shared_memory, w_scale, x_scale, False
     )
     block_m = config.block_m
     # The rows past the last group are one more group, which is zeroed.
     routing = sorted_rows(a.index_workspace, E, num_blocks_of(S, E + 1, block_m))
     launches = [group_blocks(routing, offsets, S, 0, block_m, gpu)]
-    rows = rows_of(x)
+    rows = input_of(x, a.x_scale, a.scheme, gpu.native)
     if x_scale:
-        more, rows = quantize_x(
+        if rows.scale is not None:
+            scaling = scaling._replace(X_SCALE=of_arrived(x_scale))
+        more, rows, _ = quantize_x(
             rows, S, S, K, x_scale, config, a.workspace2, a.activation_scale,
             counted("groups", offsets), None, 0, w.data.dtype, scaling.POWERS, gpu,
         )  # fmt: skip

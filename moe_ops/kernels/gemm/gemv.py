@@ -5,7 +5,8 @@ of reading the weights once. So weights are loaded into registers and multiplied
 the tensor cores, without a barrier in every K tile. The second kernel sums over the token's
 experts: there is no sorting kernel, no y in memory, and no kernel that combines it.
 
-If the scheme quantizes x and h by groups, every block quantizes them for itself. This is cheaper
+If the scheme quantizes x and h by groups, every block quantizes them for itself, but for x that
+arrives quantized. This is cheaper
 than a kernel of its own, because a block reads some rows of a weight and all of x.
 """
 
@@ -43,7 +44,7 @@ from moe_ops.kernels.launch import (
     unprefixed,
 )
 from moe_ops.kernels.permute.rows import TokenRouting, route_token
-from moe_ops.kernels.quantize.scales import FEW_ROWS, flat
+from moe_ops.kernels.quantize.scales import FEW_ROWS, Input, flat
 from moe_ops.meta.workspace import cdiv
 from moe_ops.ops.args import ExpertsArgs
 
@@ -198,6 +199,13 @@ class GemvWeight(NamedTuple):
     bias: Pointer  # (E, N)
 
 
+class GemvInput(NamedTuple):
+    """The token."""
+
+    ptr: Pointer  # (K,)
+    scale: Pointer  # (ceil(K / 128),) if it arrives quantized, or None
+
+
 @unprefixed
 class GemvStrides(NamedTuple):
     """Strides of a GemvWeight, whose rows are contiguous."""
@@ -223,13 +231,14 @@ class GemvSteps(NamedTuple):
 @arguments
 class Gemm1:
     h: Pointer  # (top_k, I), written
-    x: Pointer  # (K,)
+    x: GemvInput
     weight: GemvWeight
     routing: TokenRouting  # with router weights, if they scale the input
     top_k: Specialized
     K: Specialized
     I: Specialized
     x_stride_k: Specialized
+    x_scale_stride_g: Specialized
     strides: GemvStrides
     activation: Activated
     scaling: Scaling
@@ -242,6 +251,7 @@ class Gemm1:
 def moe_ops_gemv1(
     h_ptr,
     x_ptr,
+    x_scale_ptr,
     w_ptr,
     w_scale_ptr,
     bias_ptr,
@@ -258,6 +268,7 @@ def moe_ops_gemv1(
     K,
     I,  # noqa: E741
     x_stride_k,
+    x_scale_stride_g,
     w_stride_e,
     w_stride_n,
     w_scale_stride_e,
@@ -325,15 +336,26 @@ def moe_ops_gemv1(
         g_scale_ptr = w_scale_ptr + first // 128 * w_scale_stride_n
         u_scale_ptr = w_scale_ptr + first_up // 128 * w_scale_stride_n
     groups = tl.cdiv(K, 128)
+    # the factor comes before quantization; what arrives quantized is multiplied by it later
+    QUANTIZE_PRODUCT: tl.constexpr = QUANTIZED and x_scale_ptr is None
+    if topk_weights_ptr is not None:
+        factor = tl.load(topk_weights_ptr + pair * topk_weights_stride_k).to(tl.float32)
     g_acc = tl.zeros((BLOCK_I, BLOCK_K // SUM), tl.float32)
     u_acc = g_acc
     for start in tl.range(0, BLOCK_K if ONE_STEP else K, BLOCK_K, num_stages=NUM_STAGES):
         mask = start + k < K
         x = tl.load(x_ptr + (start + k).to(tl.int64) * x_stride_k, mask=mask, other=0.0)
-        x = x.to(tl.float32)
         x_scale = None
-        if QUANTIZED:
-            x, x_scale = round_groups(x, BLOCK_K, POWERS, NATIVE)
+        if x_scale_ptr is not None:
+            x = (x if NATIVE else decode_activation(x)).to(tl.float32)
+            g = start // 128 + tl.arange(0, BLOCK_K // 128)
+            x_scale = tl.load(x_scale_ptr + g * x_scale_stride_g, mask=g < groups, other=0.0)
+        else:
+            x = x.to(tl.float32)
+            if QUANTIZED:
+                if topk_weights_ptr is not None:
+                    x *= factor
+                x, x_scale = round_groups(x, BLOCK_K, POWERS, NATIVE)
         word = in_words(start, WORD)
         mask = word + words < end_word
         g_acc = accumulate(
@@ -348,8 +370,7 @@ def moe_ops_gemv1(
     gdc_launch_dependents(PDL)
     g = tl.sum(g_acc, 1)
     u = tl.sum(u_acc, 1)
-    if topk_weights_ptr is not None:
-        factor = tl.load(topk_weights_ptr + pair * topk_weights_stride_k).to(tl.float32)
+    if topk_weights_ptr is not None and not QUANTIZE_PRODUCT:
         g *= factor
         u *= factor
     if bias_ptr is not None:
@@ -523,6 +544,7 @@ def _steps(config: GemmConfig, K: int) -> GemvSteps:
 
 def launches(
     a: ExpertsArgs,
+    x: Input,
     w13: Weight,
     w2: Weight,
     activation: Activated,
@@ -531,9 +553,9 @@ def launches(
     gpu: Gpu,
 ) -> list[Launch]:
     """Both launches of a layer of one token."""
-    x, ids, out = a.hidden_states, a.topk_ids, a.out
+    ids, out = a.topk_ids, a.out
     (E, K, I), top_k = w2.data.shape, ids.shape[1]  # noqa: E741
-    h = flat(a.workspace13, torch.float32 if scaling.X_SCALE else x.dtype, top_k * I)
+    h = flat(a.workspace13, torch.float32 if scaling.X_SCALE else x.data.dtype, top_k * I)
     on_input, on_output = route_token(ids, a.expert_map, a.topk_weights, E)
     if a.router_weight_on_input:
         on_input, on_output = on_output, on_input
@@ -541,13 +563,14 @@ def launches(
     weight, strides = _weight(w13, a.w13_bias)
     first = Gemm1(
         h=h,
-        x=x,
+        x=GemvInput(x.ptr, x.scale),
         weight=weight,
         routing=on_input,
         top_k=top_k,
         K=K,
         I=I,
-        x_stride_k=x.stride(1),
+        x_stride_k=x.stride_k,
+        x_scale_stride_g=x.scale_stride_g,
         strides=strides,
         activation=activation,
         scaling=scaling,

@@ -14,10 +14,11 @@ W_SCALE  scales of w: "" none, "tensor" (E,), "channel" (E, N),
          "block" (E, ceil(N / 128), ceil(K / 128))
 X_SCALE  how x is quantized to the weights' format: "" not at all; with one scale a "group" of 128
          columns, a "row", or all of x ("tensor"), from x itself; "static" with a known scale, of
-         each expert or of all. POWERS: scales of groups are powers of two.
-         If x comes in the weights' format, an earlier kernel quantized it and wrote its scales.
-         Otherwise it is quantized here, tile by tile: by groups, or with row and tensor scales
-         that an earlier kernel computed.
+         each expert or of all, "token" with a known one for each row. POWERS: scales of groups
+         are powers of two. If x comes in the weights' format, the caller or an earlier kernel
+         quantized it. Otherwise it is quantized here, tile by tile: by groups, or with row and
+         tensor scales that an earlier kernel computed. Scales of a "row" and of a "tensor" are
+         still the largest magnitudes that they follow from.
 """
 
 from __future__ import annotations
@@ -61,12 +62,15 @@ INTERPRET = tl.constexpr(triton.knobs.runtime.interpret)
 
 @triton.jit
 def row_scales(
-    scale_ptr, row, ok, BLOCK_M: tl.constexpr, PARTIALS: tl.constexpr, X_SCALE: tl.constexpr,
-    INT8: tl.constexpr,
+    scale_ptr, scale_stride_m, row, ok, BLOCK_M: tl.constexpr, PARTIALS: tl.constexpr,
+    X_SCALE: tl.constexpr, INT8: tl.constexpr,
 ):  # fmt: skip
     """(BLOCK_M,) scales of rows of x, for an X_SCALE that does not change along K."""
     if X_SCALE == "row":
         return element_scale(tl.load(scale_ptr + row, mask=ok, other=0.0), INT8)
+    elif X_SCALE == "token":
+        scale_ptr += row.to(tl.int64) * scale_stride_m
+        return tl.load(scale_ptr, mask=ok, other=1.0).to(tl.float32)
     elif X_SCALE == "tensor":
         partials = tl.load(scale_ptr + tl.arange(0, PARTIALS))
         return element_scale(tl.max(partials, 0), INT8) + tl.zeros((BLOCK_M,), tl.float32)
@@ -96,7 +100,8 @@ def matmul(
     x_stride_k,
     w_stride_k,
     x_scale_ptr,
-    x_scale_stride_g,  # between groups of columns in the scales of x, whose rows are contiguous
+    x_scale_stride_m,
+    x_scale_stride_g,  # between groups of columns in the scales of x
     x_row,  # (BLOCK_M,) rows of x
     x_factor,  # (BLOCK_M,) that x is multiplied by, or None
     w_scale_ptr,  # scales of this expert
@@ -131,9 +136,8 @@ def matmul(
     GROUPS: tl.constexpr = X_SCALE == "group"
     BLOCK: tl.constexpr = W_SCALE == "block"
     tl.static_assert(BLOCK == GROUPS)
-    # A scale that rows of several tokens share was computed from x times the factor. With other
-    # scales the factor commutes with quantization.
-    SCALE_HAS_FACTOR: tl.constexpr = HAS_FACTOR and (X_SCALE == "tensor" or X_SCALE == "static")
+    # The factor comes before quantization; what arrives quantized is multiplied by it later.
+    QUANTIZE_PRODUCT: tl.constexpr = HAS_FACTOR and X_SCALE != "" and not X8
     if GROUPS:
         tl.static_assert(BLOCK_K == 128)
     if BLOCK:  # scales are loaded one step ahead of their use
@@ -151,9 +155,11 @@ def matmul(
         if X8:
             # Unused rows load the scales of the first row, which needs no mask. Their sums are not
             # stored.
-            xs_ptrs = x_scale_ptr + tl.where(x_ok, x_row, 0)
+            xs_ptrs = x_scale_ptr + tl.where(x_ok, x_row, 0).to(tl.int64) * x_scale_stride_m
     elif X_SCALE != "":
-        xs = row_scales(x_scale_ptr, x_row, x_ok, BLOCK_M, PARTIALS, X_SCALE, INT8)
+        xs = row_scales(
+            x_scale_ptr, x_scale_stride_m, x_row, x_ok, BLOCK_M, PARTIALS, X_SCALE, INT8
+        )
         if not X8:
             inverse = reciprocal(xs)
     k = tl.arange(0, BLOCK_K)
@@ -179,12 +185,12 @@ def matmul(
                 if not NATIVE and not INT8:
                     x = decode_activation(x)
             else:
+                v = x.to(tl.float32)
+                if QUANTIZE_PRODUCT:
+                    v *= x_factor[:, None]
                 if GROUPS:
-                    v, xs = quantize_groups(x, POWERS)
+                    v, xs = quantize_groups(v, POWERS)
                 else:
-                    v = x.to(tl.float32)
-                    if SCALE_HAS_FACTOR:
-                        v *= x_factor[:, None]
                     if X_SCALE == "static":
                         v = clamp(v, (130.0 if INT8 else 448.0) * xs[:, None])
                     v = quotient(v, xs[:, None], inverse[:, None])
@@ -224,7 +230,7 @@ def matmul(
     elif W_SCALE == "channel":
         scale = tl.load(w_scale_ptr + row.to(tl.int64) * w_scale_stride_n, mask=w_ok, other=0.0)
         acc *= scale.to(tl.float32)[:, None]
-    if HAS_FACTOR and not SCALE_HAS_FACTOR:
+    if HAS_FACTOR and not QUANTIZE_PRODUCT:
         acc *= x_factor[None, :]
     return acc
 
@@ -254,6 +260,7 @@ def moe_ops_gemm1(
     h_stride_m,
     h_stride_k,
     h_scale_ptr,
+    h_scale_stride_e,
     h_scale_stride_m,
     h_scale_stride_g,
     h_partials: tl.constexpr,
@@ -262,6 +269,7 @@ def moe_ops_gemm1(
     x_stride_m,
     x_stride_k,
     x_scale_ptr,
+    x_scale_stride_e,
     x_scale_stride_m,
     x_scale_stride_g,
     x_partials: tl.constexpr,
@@ -380,11 +388,11 @@ def moe_ops_gemm1(
             + (pair % top_k) * topk_weights_stride_k
         )
         factor = tl.load(factor_ptrs, mask=ok, other=0.0).to(tl.float32)
-    if X_SCALE == "static":
-        x_scale_ptr += e64 * x_scale_stride_m
+    if x_scale_ptr is not None:
+        x_scale_ptr += e64 * x_scale_stride_e
     acc = matmul(
         x_ptrs, w_ptrs, ok, w_ok, K, x_stride_k, w_stride_k,
-        x_scale_ptr, x_scale_stride_g, pair // top_k, factor,
+        x_scale_ptr, x_scale_stride_m, x_scale_stride_g, pair // top_k, factor,
         w_scale_ptr if W_SCALE == "" else w_scale_ptr + e64 * w_scale_stride_e,
         w_scale_stride_n, w_scale_stride_k, row, block0, block1, block2,
         BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, EVEN_N, NUM_STAGES,
@@ -425,7 +433,7 @@ def moe_ops_gemm1(
         tl.store(h_scale_ptr + n.to(tl.int64) * h_scale_stride_g + position, scale, mask=ok)
         h = stored(quotient(h, scale[None, :], reciprocal(scale)[None, :]), NATIVE)
     elif H_SCALE == "static":
-        scale = tl.load(h_scale_ptr + e64 * h_scale_stride_m).to(tl.float32)
+        scale = tl.load(h_scale_ptr + e64 * h_scale_stride_e).to(tl.float32)
         h = clamp(h, (130.0 if INT8 else 448.0) * scale)
         h = stored(quotient(h, scale, reciprocal(scale)), NATIVE, INT8)
     else:
@@ -459,6 +467,7 @@ def moe_ops_gemm2(
     x_stride_m,
     x_stride_k,
     x_scale_ptr,
+    x_scale_stride_e,
     x_scale_stride_m,
     x_scale_stride_g,
     x_partials: tl.constexpr,
@@ -536,10 +545,10 @@ def moe_ops_gemm2(
         scaled = (tl.minimum(e, E - 1) if ZERO_TAIL else e).to(tl.int64)
         w_scale_ptr += scaled * w_scale_stride_e
         if X_SCALE == "static":
-            x_scale_ptr += scaled * x_scale_stride_m
+            x_scale_ptr += scaled * x_scale_stride_e
     acc = matmul(
         x_ptrs, w_ptrs, ok, w_ok, K, x_stride_k, w_stride_k,
-        x_scale_ptr, x_scale_stride_g, position, None,
+        x_scale_ptr, x_scale_stride_m, x_scale_stride_g, position, None,
         w_scale_ptr, w_scale_stride_n, w_scale_stride_k, row, block0, block1, block1,
         BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, EVEN_N, NUM_STAGES,
         W_SCALE, X_SCALE, x_partials, (BLOCK_N + 127) // 128, False, POWERS,

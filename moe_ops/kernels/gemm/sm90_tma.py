@@ -181,6 +181,7 @@ def gemm1_rows(
     x_stride_m,
     x_stride_k,
     x_scale_ptr,
+    x_scale_stride_m,
     x_scale_stride_g,
     w_desc,
     w_scale_ptr,
@@ -235,7 +236,7 @@ def gemm1_rows(
     if QUANTIZED:
         tl.static_assert(BLOCK_I == 128 and BLOCK_K == 128 and EVEN_K and (HALVES or not GATED))
         g, u = matmul_blocks(
-            x_ptrs, ok, x_scale_ptr + token, x_scale_stride_g,
+            x_ptrs, ok, x_scale_ptr + token.to(tl.int64) * x_scale_stride_m, x_scale_stride_g,
             w_desc, w_scale_ptr + e64 * w_scale_stride_e, w_scale_stride_n, w_scale_stride_k,
             first, e, n * BLOCK_I, K, I, x_stride_k, True, HALVES, NATIVE, BLOCK_M, NUM_STAGES,
         )  # fmt: skip
@@ -326,6 +327,7 @@ def moe_ops_tma_gemm1(
     h_stride_m,
     h_stride_k,
     h_scale_ptr,
+    h_scale_stride_e,
     h_scale_stride_m,
     h_scale_stride_g,
     h_partials: tl.constexpr,
@@ -334,6 +336,7 @@ def moe_ops_tma_gemm1(
     x_stride_m,
     x_stride_k,
     x_scale_ptr,
+    x_scale_stride_e,
     x_scale_stride_m,
     x_scale_stride_g,
     x_partials: tl.constexpr,
@@ -389,7 +392,7 @@ def moe_ops_tma_gemm1(
     if tl.minimum(tl.load(slot + 2) - tl.load(slot + 1), BLOCK_M) <= FEW_M:
         gemm1_rows(
             b, n, h_ptr, h_scale_ptr, h_scale_stride_g,
-            x_ptr, x_stride_m, x_stride_k, x_scale_ptr, x_scale_stride_g,
+            x_ptr, x_stride_m, x_stride_k, x_scale_ptr, x_scale_stride_m, x_scale_stride_g,
             w_desc, w_scale_ptr, w_scale_stride_e, w_scale_stride_n, w_scale_stride_k,
             bias_ptr, bias_stride_e, bias_stride_n, index_ptr, num_blocks, top_k,
             topk_weights_ptr, topk_weights_stride_m, topk_weights_stride_k, K, I,
@@ -399,7 +402,7 @@ def moe_ops_tma_gemm1(
     elif FEW_M < BLOCK_M:
         gemm1_rows(
             b, n, h_ptr, h_scale_ptr, h_scale_stride_g,
-            x_ptr, x_stride_m, x_stride_k, x_scale_ptr, x_scale_stride_g,
+            x_ptr, x_stride_m, x_stride_k, x_scale_ptr, x_scale_stride_m, x_scale_stride_g,
             w_desc, w_scale_ptr, w_scale_stride_e, w_scale_stride_n, w_scale_stride_k,
             bias_ptr, bias_stride_e, bias_stride_n, index_ptr, num_blocks, top_k,
             topk_weights_ptr, topk_weights_stride_m, topk_weights_stride_k, K, I,

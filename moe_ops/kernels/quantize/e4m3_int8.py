@@ -56,6 +56,8 @@ def quantize_row(
     x_stride_e,
     x_stride_m,
     x_stride_k,
+    weights_ptr,
+    weights_stride_m,
     BY_GROUP: tl.constexpr,
     GROUPS: tl.constexpr,
     NATIVE: tl.constexpr,
@@ -63,45 +65,50 @@ def quantize_row(
     POWERS: tl.constexpr,
 ):
     """Quantize columns [part, part + 1) * GROUPS * 128 of row m with one scale for each 128
-    (BY_GROUP), or the whole row with one scale.
+    (BY_GROUP), or the whole row with one scale; after multiplying it by its router weight, if
+    there are any. Without q, x arrived quantized, and zeros alone are written.
     """
     m = m.to(tl.int64)
-    x_ptr += m // T * x_stride_e + m * x_stride_m
-    q_ptr += m * K
+    if q_ptr is not None:
+        x_ptr += m // T * x_stride_e + m * x_stride_m
+        q_ptr += m * K
+    factor = 1.0
+    if weights_ptr is not None:
+        factor = tl.load(weights_ptr + m * weights_stride_m).to(tl.float32)
     group = tl.arange(0, GROUPS)
     lane = group[:, None] * 128 + tl.arange(0, 128)[None, :]
     if BY_GROUP:
         first = part * GROUPS
         k = first * 128 + lane
         x = tl.load(x_ptr + k.to(tl.int64) * x_stride_k, mask=k < K, other=0.0)
-        v, scale = quantize_groups(x, POWERS)
+        v, scale = quantize_groups(x.to(tl.float32) * factor, POWERS)
         tl.store(q_ptr + k, stored(v, NATIVE), mask=k < K)
         g = first + group
         tl.store(scale_ptr + m + g.to(tl.int64) * scale_stride_g, scale, mask=g < tl.cdiv(K, 128))
     else:
-        amax = tl.zeros((GROUPS, 128), tl.float32)
-        for start in range(0, K, GROUPS * 128):
-            k = start + lane
-            x = tl.load(x_ptr + k.to(tl.int64) * x_stride_k, mask=k < K, other=0.0)
-            magnitude = tl.abs(x.to(tl.float32))
+        if q_ptr is not None:
+            amax = tl.zeros((GROUPS, 128), tl.float32)
+            for start in range(0, K, GROUPS * 128):
+                k = start + lane
+                x = tl.load(x_ptr + k.to(tl.int64) * x_stride_k, mask=k < K, other=0.0)
+                magnitude = tl.abs(x.to(tl.float32) * factor)
+                if INT8:
+                    grown = tl.where(amax < magnitude, magnitude, amax)
+                    amax = tl.where(magnitude != magnitude, magnitude, grown)
+                else:
+                    amax = tl.maximum(amax, magnitude)
             if INT8:
-                amax = tl.where(
-                    magnitude != magnitude, magnitude, tl.where(amax < magnitude, magnitude, amax)
-                )
+                largest = largest_magnitude(largest_magnitude(amax, 1), 0)
             else:
-                amax = tl.maximum(amax, magnitude)
-        if INT8:
-            largest = largest_magnitude(largest_magnitude(amax, 1), 0)
-        else:
-            largest = tl.max(tl.max(amax, 1), 0)
-        tl.store(scale_ptr + m, largest)
-        scale = element_scale(largest, INT8)
-        inverse = reciprocal(scale)
-        for start in range(0, K, GROUPS * 128):
-            k = start + lane
-            x = tl.load(x_ptr + k.to(tl.int64) * x_stride_k, mask=k < K, other=0.0)
-            v = quotient(x.to(tl.float32), scale, inverse)
-            tl.store(q_ptr + k, stored(v, NATIVE, INT8), mask=k < K)
+                largest = tl.max(tl.max(amax, 1), 0)
+            tl.store(scale_ptr + m, largest)
+            scale = element_scale(largest, INT8)
+            inverse = reciprocal(scale)
+            for start in range(0, K, GROUPS * 128):
+                k = start + lane
+                x = tl.load(x_ptr + k.to(tl.int64) * x_stride_k, mask=k < K, other=0.0)
+                v = quotient(x.to(tl.float32) * factor, scale, inverse)
+                tl.store(q_ptr + k, stored(v, NATIVE, INT8), mask=k < K)
         if zero_ptr is not None:
             for i in range(zeros):
                 tl.store(zero_ptr + m * zeros + i, 0.0)
@@ -111,7 +118,7 @@ def quantize_row(
 class Quantized(NamedTuple):
     """Outputs of a kernel that quantizes rows, and how it quantizes."""
 
-    q: Pointer  # (rows, K) e4m3 or int8, written
+    q: Pointer  # (rows, K) e4m3 or int8, written, or None
     # written: scales (ceil(K / 128), rows) if BY_GROUP, else the largest magnitudes (rows,)
     scale: Pointer
     zero: Pointer  # (rows * zeros,) fp32, set to zero, or None
@@ -130,6 +137,7 @@ class Quantized(NamedTuple):
 class Quantize:
     to: Quantized
     x: Input  # (rows, K)
+    weights: RouterWeights  # (rows, 1), if they scale the input
     PDL: Constant
 
 
@@ -152,9 +160,13 @@ def moe_ops_quantize(
     x_stride_m,
     x_stride_k,
     x_scale_ptr,
+    x_scale_stride_e,
     x_scale_stride_m,
     x_scale_stride_g,
     x_partials: tl.constexpr,
+    weights_ptr,
+    weights_stride_m,
+    weights_stride_k,
     PDL: tl.constexpr,
 ):
     """Quantize rows, GROUPS * 128 columns at a time. Grid: (rows, parts of a row) if BY_GROUP,
@@ -163,7 +175,8 @@ def moe_ops_quantize(
     gdc_launch_dependents(PDL)
     quantize_row(
         q_ptr, scale_ptr, zero_ptr, x_ptr, tl.program_id(0), tl.program_id(1), T, zeros, rows,
-        K, x_stride_e, x_stride_m, x_stride_k, BY_GROUP, GROUPS, NATIVE, INT8, POWERS,
+        K, x_stride_e, x_stride_m, x_stride_k, weights_ptr, weights_stride_m,
+        BY_GROUP, GROUPS, NATIVE, INT8, POWERS,
     )  # fmt: skip
     gdc_wait(PDL)
 
@@ -175,6 +188,7 @@ class RouteQuantize:
     PDL: Constant
     to: Quantized  # as in moe_ops_quantize
     x: Input
+    weights: RouterWeights
 
 
 @kernel(RouteQuantize, pdl_first=True)
@@ -212,9 +226,13 @@ def moe_ops_route_quantize(
     x_stride_m,
     x_stride_k,
     x_scale_ptr,
+    x_scale_stride_e,
     x_scale_stride_m,
     x_scale_stride_g,
     x_partials: tl.constexpr,
+    weights_ptr,
+    weights_stride_m,
+    weights_stride_k,
 ):
     """moe_ops_route in the first E programs, moe_ops_quantize in the others. Neither waits for the
     other.
@@ -231,7 +249,8 @@ def moe_ops_route_quantize(
         program -= E
         quantize_row(
             q_ptr, scale_ptr, zero_ptr, x_ptr, program % rows, program // rows, T, zeros, rows,
-            K, x_stride_e, x_stride_m, x_stride_k, BY_GROUP, GROUPS, NATIVE, INT8, POWERS,
+            K, x_stride_e, x_stride_m, x_stride_k, weights_ptr, weights_stride_m,
+            BY_GROUP, GROUPS, NATIVE, INT8, POWERS,
         )  # fmt: skip
 
 
@@ -262,6 +281,7 @@ def moe_ops_amax(
     x_stride_m,
     x_stride_k,
     x_scale_ptr,
+    x_scale_stride_e,
     x_scale_stride_m,
     x_scale_stride_g,
     x_partials: tl.constexpr,
@@ -382,18 +402,41 @@ def quantize_x(
     powers: bool,  # scales of groups are powers of two
     gpu: Gpu,
     sort: Sort | None = None,  # if a kernel sorts the pairs
-) -> tuple[list[Launch], Input]:
-    """(launches before GEMM1, the sorting kernel's among them; GEMM1's x)."""
-    routing = valid.routing
+) -> tuple[list[Launch], Input, RouterWeights]:
+    """(launches before GEMM1, the sorting kernel's among them; GEMM1's x; router weights that it
+    is yet to be multiplied by). x that has scales arrived quantized, and nothing quantizes it.
+    """
+    routing, weights = valid.routing, valid.topk_weights
     before = [] if sort is None else [route(routing, sort, gpu)]
+    if x.scale is not None:
+        if x_scale in ("group", "static") or h_scale is None:
+            return before, x, weights
+        if x_scale == "tensor":
+            rows = zeros_a_row = 1
+        to = Quantized(
+            q=None,
+            scale=None,
+            zero=h_scale,
+            rows=rows,
+            T=rows,
+            zeros=zeros_a_row,
+            K=K,
+            BY_GROUP=False,
+            GROUPS=GROUPS,
+            NATIVE=gpu.native,
+            INT8=False,
+            POWERS=False,
+        )
+        return [_quantize(to, x, NO_ROUTER_WEIGHTS, 1, routing, sort, gpu)], x, weights
     if x_scale == "static":
-        return before, x._replace(scale=static, scale_stride_m=expert_stride(static))
+        stride_e = expert_stride(static)
+        return before, x._replace(scale=static, scale_stride_e=stride_e), weights
     if x_scale == "tensor":
         partials = flat(workspace, torch.float32, NUM_PARTIALS)
         before.append(amax(x, rows, rows_of_expert, K, partials, valid, h_scale, gpu))
-        return before, x._replace(scale=partials, partials=NUM_PARTIALS)
+        return before, x._replace(scale=partials, partials=NUM_PARTIALS), weights
     if not config.quantize_x:
-        return before, x
+        return before, x, weights
     by_group = x_scale == "group"
     data, scale = split(workspace, rows, K, codes, rows * (cdiv(K, 128) if by_group else 1))
     to = Quantized(
@@ -411,10 +454,26 @@ def quantize_x(
         POWERS=powers,
     )
     parts_of_row = cdiv(K, GROUPS * 128) if by_group else 1
-    quantized_x = Input(data, 0, K, 1, scale, scale_stride_g=rows)
+    return (
+        [_quantize(to, x, weights, parts_of_row, routing, sort, gpu)],
+        Input(data, 0, K, 1, scale, 0, 1, rows),
+        NO_ROUTER_WEIGHTS,
+    )
+
+
+def _quantize(
+    to: Quantized,
+    x: Input,
+    weights: RouterWeights,  # that multiply x first
+    parts_of_row: int,
+    routing: Routing,
+    sort: Sort | None,
+    gpu: Gpu,
+) -> Launch:
+    """Quantize x, and sort pairs in the same launch if they are sorted."""
     if sort is None:
-        args = Quantize(to=to, x=x, PDL=gpu.pdl)
-        return [Launch(moe_ops_quantize, (rows, parts_of_row, 1), args)], quantized_x
-    grid = (routing.E + rows * parts_of_row, 1, 1)
-    both = RouteQuantize(routing=routing, sort=sort, PDL=gpu.pdl, to=to, x=x)
-    return [Launch(moe_ops_route_quantize, grid, both, sort.num_warps)], quantized_x
+        args = Quantize(to=to, x=x, weights=weights, PDL=gpu.pdl)
+        return Launch(moe_ops_quantize, (to.rows, parts_of_row, 1), args)
+    both = RouteQuantize(routing=routing, sort=sort, PDL=gpu.pdl, to=to, x=x, weights=weights)
+    grid = (routing.E + to.rows * parts_of_row, 1, 1)
+    return Launch(moe_ops_route_quantize, grid, both, sort.num_warps)

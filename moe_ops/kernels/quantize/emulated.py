@@ -1,5 +1,5 @@
-"""Activations rounded as a scheme rounds them, for GPUs without products of its formats. Imported
-at first launch only.
+"""Activations rounded as a scheme rounds them, for GPUs without products of its formats, and
+decoded if they arrive quantized. Imported at first launch only.
 
 The output stands for the quantized activations: kernels/mixed_gemm/sm80_mma.py multiplies it with
 the weights. Elements and scales are those of `moe_ops.numerics`.
@@ -24,6 +24,7 @@ from torch import Tensor
 
 from moe_ops.kernels.device.e4m3 import (
     clamp,
+    decode_activation,
     element_scale,
     exponent_above,
     largest_magnitude,
@@ -106,6 +107,7 @@ def moe_ops_fake_quantize(
     x_stride_m,
     x_stride_k,
     x_scale_ptr,
+    x_scale_stride_e,
     x_scale_stride_m,
     x_scale_stride_g,
     x_partials: tl.constexpr,
@@ -185,6 +187,138 @@ def moe_ops_fake_quantize(
             q *= scale
         tl.store(q_ptr + m * K + k, q.to(q_ptr.dtype.element_ty), mask=k < K)
     gdc_launch_dependents(PDL)
+
+
+@triton.jit
+def e8m0_value(code):
+    """The fp32 power of two of an e8m0 code."""
+    code = code.to(tl.int32)
+    bits = tl.where(code == 0, 1 << 22, tl.where(code == 255, 0x7FC00000, code << 23))
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def e2m1_value(code):
+    """The fp32 value of e2m1 codes in the low four bits."""
+    code = code.to(tl.int32)
+    exponent, mantissa = (code >> 1) & 3, code & 1
+    quarters = tl.where(exponent == 0, 2 * mantissa, (2 + mantissa) << exponent)
+    return tl.where((code & 8) != 0, -0.25, 0.25) * quarters.to(tl.float32)
+
+
+@arguments
+class Decode:
+    q: Pointer  # (rows, K) bf16 or fp32, written
+    # fp32, written: scales of the sums of q, (rows,) for "row", (1,) for "nv"; else None
+    scale: Pointer
+    zero: Pointer  # (1,) fp32, set to zero, or None
+    x: Input  # bytes: (rows, K) e4m3, or (rows, K / 2) pairs of e2m1, and their scales
+    whole: Pointer  # (1,) fp32 that values are divided by ("nv"), or None
+    T: Runtime  # rows of a batch
+    K: Specialized
+    SCALE: Constant
+    SCALE_GROUP: Constant
+    BITS: Constant  # of an element
+    CHUNK: Constant
+    PDL: Constant
+
+
+@kernel(Decode)
+def moe_ops_decode(
+    q_ptr,
+    scale_ptr,
+    zero_ptr,
+    x_ptr,
+    x_stride_e,  # row m is at m // T * x_stride_e + m * x_stride_m
+    x_stride_m,
+    x_stride_k,
+    x_scale_ptr,
+    x_scale_stride_e,
+    x_scale_stride_m,
+    x_scale_stride_g,
+    x_partials: tl.constexpr,
+    whole_ptr,
+    T,
+    K,
+    SCALE: tl.constexpr,
+    SCALE_GROUP: tl.constexpr,
+    BITS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """What moe_ops_fake_quantize writes, of rows that arrive quantized. Grid: (rows, parts of a
+    row of CHUNK columns).
+    """
+    gdc_wait(PDL)
+    m = tl.program_id(0).to(tl.int64)
+    x_ptr += m // T * x_stride_e + m * x_stride_m
+    x_scale_ptr += m // T * x_scale_stride_e + m * x_scale_stride_m
+    first = tl.program_id(1) == 0
+    if zero_ptr is not None:
+        tl.store(zero_ptr, 0.0, mask=first & (m == 0))
+    if SCALE == "row":
+        tl.store(scale_ptr + m, tl.load(x_scale_ptr), mask=first)
+    elif SCALE == "nv":
+        whole = tl.load(whole_ptr)
+        tl.store(scale_ptr, quotient(1.0, whole, reciprocal(whole)), mask=first & (m == 0))
+    g = tl.program_id(1) * (CHUNK // SCALE_GROUP) + tl.arange(0, CHUNK // SCALE_GROUP)
+    k = g[:, None] * SCALE_GROUP + tl.arange(0, SCALE_GROUP)[None, :]
+    if BITS == 4:
+        code = tl.load(x_ptr + (k // 2).to(tl.int64) * x_stride_k, mask=k < K, other=0)
+        q = e2m1_value(code.to(tl.int32) >> (k % 2 * 4))
+    else:
+        code = tl.load(x_ptr + k.to(tl.int64) * x_stride_k, mask=k < K, other=0)
+        q = decode_activation(code).to(tl.float32)
+    if SCALE != "row":
+        scale_ptrs = x_scale_ptr + g.to(tl.int64) * x_scale_stride_g
+        scale = tl.load(scale_ptrs, mask=g * SCALE_GROUP < K, other=0)
+        if SCALE == "mx":
+            scale = e8m0_value(scale)
+        elif SCALE == "nv":
+            scale = decode_activation(scale).to(tl.float32)
+        q *= scale[:, None]
+    tl.store(q_ptr + m * K + k, q.to(q_ptr.dtype.element_ty), mask=k < K)
+    gdc_launch_dependents(PDL)
+
+
+def decode_x(
+    r: Rounding,
+    x: Input,  # it arrives quantized: its elements and scales
+    global_scale: Tensor | None,
+    rows: int,
+    rows_of_expert: int,  # of one expert if x is batched, else all
+    K: int,
+    workspace: Tensor,
+    zero: Tensor | None,  # set to zero: GEMM1 raises it to the largest magnitude of h
+    gpu: Gpu,
+) -> tuple[list[Launch], Input]:
+    """(launches before GEMM1, GEMM1's x)."""
+    space = flat(workspace, torch.float32, x_elements(rows, K, r))
+    end = _end(r, 0, rows, K)
+    by_row, scale = r.SCALE == "row", None
+    if r.SCALE in ("row", "nv"):
+        scale = space[end:]
+    assert x.scale is not None
+    source = x._replace(ptr=x.data.view(torch.uint8))
+    if x.scale.dtype == torch.float8_e4m3fn:
+        source = source._replace(scale=x.scale.view(torch.uint8))
+    data = flat(space, r.dtype, rows * K)
+    args = Decode(
+        q=data,
+        scale=scale,
+        zero=zero,
+        x=source,
+        whole=global_scale,
+        T=rows_of_expert,
+        K=K,
+        SCALE=r.SCALE,
+        SCALE_GROUP=r.SCALE_GROUP,
+        BITS=4 if r.MAX_VALUE == 6.0 else 8,
+        CHUNK=CHUNK,
+        PDL=gpu.pdl,
+    )
+    launch = Launch(moe_ops_decode, (rows, cdiv(K, CHUNK), 1), args)
+    return [launch], Input(data, 0, K, 1, scale, scale_stride_m=int(by_row))
 
 
 class Hidden(NamedTuple):

@@ -104,11 +104,12 @@ class Input(NamedTuple):
     stride_e: Specialized
     stride_m: Specialized
     stride_k: Specialized
+    # that of a row is at e * scale_stride_e + row * scale_stride_m; known ones of experts have
+    # scale_stride_m 0
     scale: Pointer = None
-    # between scales of rows, if each row has one (mixed_gemm); between known scales of experts
+    scale_stride_e: Runtime = 0
     scale_stride_m: Specialized = 0
-    # between scales of groups of columns; those of rows are contiguous
-    scale_stride_g: Runtime = 0
+    scale_stride_g: Runtime = 0  # between scales of groups of columns
     partials: Constant = 1  # partial maxima, of which the largest gives the one scale of all rows
 
     @property
@@ -131,6 +132,46 @@ def batches_of(x: Tensor) -> Input:
     tensor.
     """
     return Input(x, x.stride(0) - x.shape[1] * x.stride(1), x.stride(1), x.stride(2))
+
+
+@cache
+def _storage(scheme: str) -> torch.dtype | None:
+    desc = get_scheme(scheme).activation
+    return None if desc is None else desc.storage_dtype
+
+
+def input_of(x: Tensor, scale: Tensor | None, scheme: str, native: bool) -> Input:
+    """The Input of a tensor (M, K) or (E, T, K), with its scales if it arrives quantized.
+
+    Raises:
+        ValueError: x has scales, but not the dtype that the scheme quantizes to.
+    """
+    batched = x.ndim == 3
+    found = batches_of(x) if batched else rows_of(x)
+    if scale is None:
+        return found
+    if x.dtype != _storage(scheme):
+        raise ValueError(
+            f"an input with scales must have dtype {_storage(scheme)} for scheme {scheme!r}, got "
+            f"{x.dtype}"
+        )
+    if not native and x.dtype != torch.int8:  # compilers for such GPUs do not know e4m3
+        found = found._replace(ptr=x.view(torch.uint8))
+    if scale.ndim < x.ndim:  # one for all rows
+        return found._replace(scale=scale)
+    stride_m, stride_g = scale.stride()[-2:]
+    stride_e = scale.stride(0) - scale.shape[1] * stride_m if batched else 0
+    return found._replace(
+        scale=scale, scale_stride_e=stride_e, scale_stride_m=stride_m, scale_stride_g=stride_g
+    )
+
+
+_OF_ARRIVED = {"row": "token", "tensor": "static"}
+
+
+def of_arrived(x_scale: str) -> str:
+    """X_SCALE of an input that arrives quantized: its scales are known."""
+    return _OF_ARRIVED.get(x_scale, x_scale)
 
 
 def flat(workspace: Tensor, dtype: torch.dtype, size: int) -> Tensor:
@@ -171,11 +212,11 @@ def hidden(
         return Input(flat(workspace, dtype, rows * I), 0, I, 1), ""
     if x_scale == "static":
         h = Input(flat(workspace, codes, rows * I), 0, I, 1)
-        return h._replace(scale=static, scale_stride_m=expert_stride(static)), "static"
+        return h._replace(scale=static, scale_stride_e=expert_stride(static)), "static"
     if x_scale == "group":
         if config.h_in_fp32:
             return Input(flat(workspace, torch.float32, rows * I), 0, I, 1), ""
         data, scale = split(workspace, rows, I, codes, rows * cdiv(I, 128))
-        return Input(data, 0, I, 1, scale, scale_stride_g=rows), "group"
+        return Input(data, 0, I, 1, scale, 0, 1, rows), "group"
     data, scale = split(workspace, rows, I, torch.float32, rows if x_scale == "row" else 1)
-    return Input(data, 0, I, 1, scale), x_scale
+    return Input(data, 0, I, 1, scale, scale_stride_m=1), x_scale

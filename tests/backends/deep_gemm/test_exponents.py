@@ -32,6 +32,7 @@ from moe_ops.backends.deep_gemm import relayout as layout
 from moe_ops.backends.deep_gemm import rows as rows_module
 from moe_ops.kernels import launch
 from moe_ops.meta.scales import DEEP_GEMM_UE8M0
+from moe_ops.numerics import quantize_activation
 from moe_ops.ops import relayout
 from moe_ops.ops.problem import Machine, Problem
 from moe_ops.planning import machine as machines
@@ -197,13 +198,61 @@ def prepared_case(device: str, scheme: str, **options) -> tuple[Case, torch.Tens
 
 @devices
 @schemes
-@pytest.mark.parametrize("options", [{}, {"K": 640, "activation": "swiglustep", "M": 3}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"K": 640, "activation": "swiglustep", "M": 3},
+        {"M": 20, "top_k": 1, "on_input": True},  # before rows have scales
+    ],
+    ids=str,
+)
 def test_layers(device, scheme, options):
     case, expected = prepared_case(device, scheme, **options)
     with planning(device):
         out = case.run(SCHEMES[scheme])
     assert_matches(out, expected, tolerance(BF16, "fp8_block", device))
     assert (out[case.nowhere] == 0).all()
+
+
+@devices
+@pytest.mark.parametrize("on_input", [False, True])
+def test_what_arrives_quantized_is_packed(device, on_input):
+    """e8m0 scales of rows that arrive become words of four; router weights multiply products."""
+    options = {"top_k": 1, "on_input": True} if on_input else {}
+    case = Case(device, BF16, "mxfp8", K=640, I=128, **options)
+    x, w13, w2, weights, ids = case.args
+    x[case.nowhere] = 0
+    arrived = quantize_activation(x, "mxfp8")
+    laid_out = [moe_ops.prepare(w, "deep_gemm") for w in (w13, w2)]
+    options = {**case.options, "hidden_states_scale": arrived.scale}
+    with planning(device), poisoned_memory():
+        out = moe_ops.fused_experts(
+            arrived.q, *laid_out, weights, ids, **options, backend="deep_gemm"
+        )
+        if not on_input:
+            inside = moe_ops.fused_experts(
+                x, *laid_out, weights, ids, **case.options, backend="deep_gemm"
+            )
+            assert torch.equal(out, inside)
+    options["out_dtype"] = BF16
+    want = moe_ops.fused_experts(arrived.q, *case.args[1:], **options, backend="torch")
+    # the library rounds the first product to bf16, which moves one activation in a hundred
+    assert_matches(out, want.double(), tolerance(BF16, "fp8_block", "cuda"))
+
+
+@devices
+@pytest.mark.parametrize("scheme", ["fp8_block", "mxfp4_w4a8"])
+def test_scales_that_are_no_powers_of_two_are_refused(device, scheme):
+    case = Case(device, BF16, scheme, K=128, I=128)
+    laid_out = [moe_ops.prepare(w, SCHEMES[scheme]) for w in case.args[1:3]]
+    arrived = quantize_activation(case.args[0].nan_to_num(), scheme)
+    with planning(device), pytest.raises(ValueError, match="takes no input that arrives quant"):
+        moe_ops.fused_experts(
+            *(arrived.q, *laid_out, *case.args[3:]),
+            hidden_states_scale=arrived.scale,
+            backend=SCHEMES[scheme],
+        )
 
 
 @devices

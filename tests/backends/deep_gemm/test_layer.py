@@ -21,6 +21,7 @@ from moe_ops.backends.deep_gemm import library as dg
 from moe_ops.backends.deep_gemm import rows as rows_module
 from moe_ops.kernels import launch
 from moe_ops.meta.workspace import padded_rows
+from moe_ops.numerics import quantize_activation
 from moe_ops.ops.problem import Machine, Problem
 from moe_ops.planning import bind
 from moe_ops.planning import machine as machines
@@ -145,6 +146,46 @@ def test_router_weights_on_the_input(device, scheme):
         device, scheme, M=20, K=128, top_k=1, on_input=True, weights_dtype=FP16, expert_map=True
     )
     assert_matches(case.run("deep_gemm"), case.reference(), tolerance(BF16, scheme, "cuda"))
+
+
+@devices
+@pytest.mark.parametrize("columns", [False, True])
+def test_what_arrives_quantized_is_copied(device, columns):
+    """Bit for bit as if it were quantized here, whatever rows without experts hold."""
+    case = case_of(device, "fp8_block", expert_map=True, M=20)
+    x, *others = case.args
+    x[case.nowhere] = 0
+    q, scale, *_ = quantize_activation(x, "fp8_block")
+    if columns:
+        scale = scale.t().contiguous().t()
+    scale[case.nowhere] = torch.nan
+    options = {**case.options, "hidden_states_scale": scale, "backend": "deep_gemm"}
+    with poisoned_memory():
+        out = moe_ops.fused_experts(q, *others, **options)
+    assert torch.equal(out, case.run("deep_gemm"))
+
+
+@devices
+@pytest.mark.parametrize("T, in_place", [(6, False), (128, True)])
+def test_batches_that_arrive_quantized(device, T, in_place, monkeypatch):
+    """Whole blocks of rows with scales as the products read them are read where they are."""
+    scattered = []
+    scatter = experts.scatter
+    monkeypatch.setattr(experts, "scatter", lambda *a: scattered.append(a) or scatter(*a))
+    case = case_of(device, "fp8_block")
+    _, w13, w2, *_ = case.args
+    x = torch.randn(4, T, 256).to(BF16).to(device)
+    counts = torch.tensor([3, 0, 5, 1], device=device)
+    want = moe_ops.batched_experts(x, w13, w2, counts, backend="deep_gemm")
+    q, scale, *_ = quantize_activation(x, "fp8_block")
+    scattered.clear()
+    for s in (scale, scale.mT.contiguous().mT):
+        got = moe_ops.batched_experts(
+            q, w13, w2, counts, backend="deep_gemm", hidden_states_scale=s
+        )
+        for e, count in enumerate(counts.tolist()):
+            assert torch.equal(got[e, :count], want[e, :count])
+    assert len(scattered) == (1 if in_place else 2)
 
 
 @devices

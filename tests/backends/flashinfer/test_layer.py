@@ -21,6 +21,8 @@ from moe_ops.backends.flashinfer import backend as backend_module
 from moe_ops.backends.flashinfer import layer as layer_module
 from moe_ops.backends.flashinfer import library, schemes
 from moe_ops.backends.flashinfer import relayout as layouts_of_flashinfer
+from moe_ops.backends.flashinfer.backend import BACKEND
+from moe_ops.numerics import QuantizedActivation, quantize_activation
 from moe_ops.ops.args import ExpertsArgs
 from moe_ops.ops.library import KINDS
 from moe_ops.ops.problem import Machine
@@ -89,10 +91,19 @@ def with_scales_of_experts(case: Case) -> Case:
     return case
 
 
-def launch(case: Case, deterministic: bool = True, chunk_rows: int = 0) -> torch.Tensor:
-    """The launcher's output on CPU tensors, out of memory that held garbage."""
+def launch(
+    case: Case,
+    deterministic: bool = True,
+    chunk_rows: int = 0,
+    arrived: QuantizedActivation | None = None,
+) -> torch.Tensor:
+    """The launcher's output on CPU tensors, out of memory that held garbage. `arrived` takes the
+    place of hidden_states."""
     x, w13, w2, weights, ids = case.args
-    problem = dataclasses.replace(problem_of(case), contiguous_weights=True)
+    quantized = arrived is not None
+    problem = dataclasses.replace(
+        problem_of(case), contiguous_weights=True, quantized_input=quantized
+    )
     assert backend_module.supports(problem, machine_of(case.scheme)) == []
     act = problem.activation
     buffers = [torch.empty(x.shape, dtype=x.dtype)]
@@ -108,13 +119,15 @@ def launch(case: Case, deterministic: bool = True, chunk_rows: int = 0) -> torch
             parts[f"{name}_{part}"] = getattr(w, part, None)
     args = ExpertsArgs(
         *[garbage(b) for b in buffers],
-        x,
+        arrived.q if quantized else x,
         getattr(w13, "qdata", w13),
         getattr(w2, "qdata", w2),
         weights,
         ids,
         a13_scale=getattr(w13, "activation_scale", None),
         a2_scale=getattr(w2, "activation_scale", None),
+        hidden_states_scale=arrived.scale if quantized else None,
+        hidden_states_global_scale=arrived.global_scale if quantized else None,
         **parts,
         w13_bias=case.options.get("w13_bias"),
         w2_bias=case.options.get("w2_bias"),
@@ -130,11 +143,11 @@ def launch(case: Case, deterministic: bool = True, chunk_rows: int = 0) -> torch
         tiers="",
         chunk_rows=chunk_rows,
     )
-    bits = 4 if getattr(w13, "qdata", w13).dtype == torch.uint8 else 8
+    bits = [4 if t.dtype == torch.uint8 else 8 for t in (args.w13, args.hidden_states)]
     kind = KINDS["experts"]
-    kind.check(args, bits)
+    kind.check(args, *bits)
     kind.check_rows(args)
-    kind.check_sizes(args, bits)
+    kind.check_sizes(args, *bits)
     layer_module.experts(args)
     return args.out
 
@@ -184,6 +197,53 @@ def test_chunks_are_one_piece(fake, scheme, monkeypatch):
     parts = launch(case, chunk_rows=16)
     assert rows == [41] * 4
     assert torch.equal(parts, whole)
+
+
+ARRIVING = [s for s in SCHEMES if s in BACKEND.quantized_input]
+
+
+@on_cpu
+@pytest.mark.parametrize("scheme", ARRIVING)
+@pytest.mark.parametrize("strided", [False, True])
+def test_arriving_quantized(fake, scheme, strided):
+    """Elements and scales reach the library as they are, and give what quantizing inside gives;
+    in one piece and in chunks."""
+    case, arrived = arriving(scheme, WHOLE)
+    if strided:
+        q, scale = [
+            t if t.ndim < 2 else torch.stack((t.view(torch.uint8),) * 2, 2)[..., 0].view(t.dtype)
+            for t in arrived[:2]
+        ]
+        arrived = arrived._replace(q=q, scale=scale)
+    whole = launch(case)
+    assert torch.equal(launch(case, arrived=arrived), whole)
+    assert torch.equal(launch(case, arrived=arrived, chunk_rows=16), whole)
+
+
+@on_cpu
+@pytest.mark.parametrize("scheme", [s for s in ARRIVING if s != "fp8_tensor_static"])
+def test_arriving_quantized_beside_padded_weights(fake, scheme):
+    case, arrived = arriving(scheme, {"K": 192, "I": 96})
+    assert torch.equal(launch(case, arrived=arrived), launch(case))
+
+
+def arriving(scheme: str, sizes: dict) -> tuple[Case, QuantizedActivation]:
+    """A case of prepared weights, and its hidden_states quantized."""
+    case = with_scales(Case("cpu", BF16, scheme, bias=True, **sizes, E=3))
+    x, w13, *_ = case.args
+    x[case.nowhere] = 0
+    arrived = quantize_activation(x, scheme, w13.activation_scale)
+    return prepared(case), arrived
+
+
+def test_router_weights_on_what_arrives_are_refused():
+    """The library takes one weight a token, after its products."""
+    case = prepared(Case("cpu", BF16, "fp8_tensor_static", top_k=1, on_input=True, **WHOLE, E=3))
+    problem = dataclasses.replace(problem_of(case), quantized_input=True, contiguous_weights=True)
+    (reason,) = backend_module.supports(problem, H200)
+    assert "cannot multiply an input that arrives quantized by router weights" in reason
+    problem = dataclasses.replace(problem, router_weight_on_input=False)
+    assert backend_module.supports(problem, H200) == []
 
 
 @on_cpu

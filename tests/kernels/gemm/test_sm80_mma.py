@@ -155,7 +155,7 @@ class Case:
             shapes = backend.workspace_shapes(self.x.shape[0], self.problem())
             workspaces = [poisoned(b.shape, b.dtype, self.device) for b in shapes]
         act = self.act
-        options = ("", "", act.name, act.alpha, act.beta, act.limit, self.on_input, True, "")
+        options = ("", "", act.name, act.alpha, act.beta, act.limit, self.on_input, True, "", 0)
         backend.BACKEND.ops["experts"](
             *(out, *workspaces, self.x, self.w13, self.w2, self.weights, self.ids, []),
             *(self.b13, self.b2, self.expert_map, options_text("experts", options)),
@@ -387,7 +387,7 @@ def run_batched(c: Case, x, counts):
     workspaces = [poisoned(b.shape, b.dtype, c.device) for b in shapes]
     out = poisoned(x.shape, c.dtype, c.device)
     act = c.act
-    options = ("", "", act.name, act.alpha, act.beta, act.limit, "")
+    options = ("", "", act.name, act.alpha, act.beta, act.limit, "", 0)
     backend.BACKEND.ops["batched_experts"](
         *(out, *workspaces, x, c.w13, c.w2, counts, [], c.b13, c.b2),
         options_text("batched_experts", options),

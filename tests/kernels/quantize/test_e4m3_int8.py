@@ -15,6 +15,7 @@ triton = pytest.importorskip("triton")
 from moe_ops.kernels import launch
 from moe_ops.kernels.device import e4m3
 from moe_ops.kernels.launch import Launch
+from moe_ops.kernels.permute.rows import NO_ROUTER_WEIGHTS
 from moe_ops.kernels.quantize import e4m3_int8
 from moe_ops.kernels.quantize.scales import rows_of
 from tests.kernels.gemm.test_fp8 import INTERPRETED, ON_GPU  # noqa: E402
@@ -128,7 +129,7 @@ def test_quantized_rows_are_those_of_numerics(device, scheme, K):
         q, scale, zeros, rows=5, T=5, zeros=2, K=K, BY_GROUP=by_group, GROUPS=16,
         NATIVE=gpu.native, INT8=False, POWERS=scheme.endswith(":ue8m0"),
     )  # fmt: skip
-    arguments = e4m3_int8.Quantize(to=to, x=rows_of(x), PDL=False)
+    arguments = e4m3_int8.Quantize(to=to, x=rows_of(x), weights=NO_ROUTER_WEIGHTS, PDL=False)
     grid = (5, -(-K // 2048) if by_group else 1, 1)
     launch.run([Launch(e4m3_int8.moe_ops_quantize, grid, arguments)], x.get_device(), gpu)
     expected, expected_scale, *_ = numerics.quantize_activation(x, scheme)
