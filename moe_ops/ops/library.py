@@ -271,8 +271,8 @@ def register(
         devices: dispatch keys that have a kernel ("CPU", "CUDA"). Fakes serve every other purpose,
             so that a missing kernel is an error and not a silent use of the fake.
         warm: see `Backend`. What it saves goes below `environment.cache_folder()`.
-        relayouts, distribution, faster_from, missing_kernels, newest_tested, chunked,
-            library_bytes, quantized_input: see `Backend`.
+        relayouts, distribution, faster_from, missing_kernels: see `Backend`.
+        newest_tested, chunked, library_bytes, quantized_input: see `Backend`.
 
     Raises:
         ValueError: `name` is no identifier, or taken; a kind of `launch` or a key of `devices`
