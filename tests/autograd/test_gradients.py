@@ -318,6 +318,7 @@ def test_compiled_quantized():
     check(Case(scheme="fp8_block", K=160, I=136, bias=True), compiled, within=2e-3)
 
 
+@pytest.mark.slow
 def test_compiled_with_unbacked_tokens():
     """Not one guard on M: the graph of 5 tokens serves 11."""
     torch._dynamo.reset()

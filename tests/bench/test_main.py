@@ -13,6 +13,7 @@ from tests.support.oracle import experts as oracle
 TINY = "4,2,64,32"
 
 
+@pytest.mark.slow
 def test_the_table_the_numbers_and_the_plot(tmp_path, capsys):
     pytest.importorskip("transformers")
     where = {name: tmp_path / f"out.{name}" for name in ("json", "png")}

@@ -186,6 +186,7 @@ def test_graphs_of_grouped_linear(mark, scheme):
     assert counter.frame_count <= most_graphs
 
 
+@pytest.mark.slow
 def test_decoding_stops_compiling_after_the_first_sizes():
     """Nothing marked: the size 1, the first other size, then one graph with a symbol for it."""
     layers = Layers(2)
@@ -199,6 +200,7 @@ def test_decoding_stops_compiling_after_the_first_sizes():
     assert counter.frame_count == graphs <= 3
 
 
+@pytest.mark.slow
 def test_dynamic_true_makes_constants_of_all_sizes_but_tokens():
     layers = Layers()
     graphs = []
@@ -388,6 +390,7 @@ def test_inputs_are_neither_mutated_nor_returned(scheme):
 @pytest.mark.skipif(
     not backends_module.named("triton").interpreted, reason="needs Triton's interpreter"
 )
+@pytest.mark.slow
 def test_two_backends_in_one_graph():
     first, second = Layers(backend="torch"), Layers(backend="triton")
     graphs = []
@@ -514,6 +517,7 @@ def tiers_in(graph: torch.fx.GraphModule) -> list[str]:
     return found
 
 
+@pytest.mark.slow
 def test_another_machine_compiles_again():
     layers = Layers()
     counter = CompileCounterWithBackend("eager")
@@ -535,6 +539,7 @@ def test_another_machine_compiles_again():
     assert counter.frame_count == 2
 
 
+@pytest.mark.slow
 def test_another_table_gives_another_graph(tmp_path, monkeypatch):
     """Tables are constants of a process, as a GPU's name is; a new one shows after a reset."""
     backends = backends_module.BACKENDS
@@ -602,6 +607,7 @@ def test_make_fx(scheme, tracing_mode):
     assert op_names(graph).count("moe_ops.torch_experts") == 1
 
 
+@pytest.mark.slow
 def test_eager_plans_of_one_size_serve_another():
     """Eager calls after a compiled one, and the reverse, at other sizes."""
     bind._bound.clear()

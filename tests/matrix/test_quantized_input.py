@@ -118,6 +118,7 @@ def test_triton(scheme, M, device, dtype):
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=ON_GPU)])
 @pytest.mark.parametrize("average", [30, 70])
+@pytest.mark.slow
 def test_kernels_for_many_rows(average, device):
     """kernels/gemm/sm90_tma.py, with scales of either order."""
     ids = torch.arange(2 * average)[:, None] % 2
@@ -386,6 +387,7 @@ def test_one_graph_of_every_number_of_tokens(scheme):
 
 
 @pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.slow
 def test_export(strict, tmp_path):
     layer = Layer("fp8_block")
     rows = torch.export.Dim("rows", min=1, max=4096)

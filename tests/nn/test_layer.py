@@ -340,6 +340,7 @@ def test_no_tokens():
 @pytest.mark.parametrize("mark", ["dynamic", "unbacked"])
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("name", ["shared_gated", "deepseek_v3", "llama4"])
+@pytest.mark.slow
 def test_one_graph_for_every_number_of_tokens(name, training, mark):
     layer = make_layer(**LAYERS[name]).train(training)
     eager = make_layer(**LAYERS[name]).train(training)

@@ -257,6 +257,7 @@ def test_scales_that_are_no_powers_of_two_are_refused(device, scheme):
 
 @devices
 @schemes
+@pytest.mark.slow
 def test_batches(device, scheme, monkeypatch):
     """Two programs share what rows an expert has, whose scales fill more than a word of four."""
     monkeypatch.setattr(rows_module, "MAX_PROGRAMS", 7)

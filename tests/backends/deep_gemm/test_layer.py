@@ -376,6 +376,7 @@ def test_capture_before_a_warm_call_is_refused(monkeypatch):
 
 
 @devices
+@pytest.mark.slow
 def test_groups_are_padded_to_what_the_library_says(device, monkeypatch):
     """Also when it changes between calls, as it may; not where workspaces would be too small."""
     case = case_of(device, "fp8_block", M=40)

@@ -332,6 +332,7 @@ def test_family(family):
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.slow
 def test_fullgraph(family):
     torch._dynamo.reset()
     model = build(family, layers=1)

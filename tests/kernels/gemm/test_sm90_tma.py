@@ -98,6 +98,7 @@ def test_rows_over_block_boundaries(where, scheme, counts, split_m):
         ("silu", 128, 128),
     ],
 )
+@pytest.mark.slow
 def test_fp8_blocks(where, name, K, I):  # noqa: E741
     case = Case(*where, "fp8_block", name, M=70, E=3, K=K, I=I, bias=True)
     w13, w2 = case.args[1:3]
