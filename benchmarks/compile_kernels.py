@@ -310,7 +310,7 @@ def compile_call(call: Call, gpu: Gpu, arch: Arch, compiles: bool = True) -> lis
         "activation": activation.name,
     }
     fields |= {name: getattr(activation, name) for name in ("alpha", "beta", "limit")}
-    fields |= {"router_weight_on_input": False, "deterministic": True}
+    fields |= {"router_weight_on_input": False, "deterministic": True, "chunk_rows": 0}
     fields |= {"a13_scale": scale, "a2_scale": scale, "activation_scale": scale}
     for names, size in ((("w13", "weight"), (N, K)), (("w2",), (K, I))):
         data, parts = _weight(call, *size)

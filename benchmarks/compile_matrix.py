@@ -81,6 +81,7 @@ LEFT_OUT_ON_AMD = {
     "_flashinfer_": "runs around FlashInfer's kernels, for NVIDIA GPUs",
     "_deep_gemm_": "runs around DeepGEMM's products, for NVIDIA GPUs",
     "_fake_quantize": "runs before the kernels that hold PTX",
+    "moe_ops_decode": "runs before the kernels that hold PTX",
     "_mixed_": "holds PTX",
     "_wgmma_": "holds PTX",
     "_permute_tokens": "runs before the kernels that hold PTX",

@@ -50,8 +50,8 @@ def at(size, M: int) -> int:
     """The value of a size at M."""
     if isinstance(size, int):
         return size
-    (symbol,) = size.node.expr.free_symbols
-    return int(size.node.expr.subs({symbol: M}))
+    expression = size.node.expr
+    return int(expression.subs(dict.fromkeys(expression.free_symbols, M)))
 
 
 def nbytes(buffer: Buffer) -> int:

@@ -69,7 +69,7 @@ def compiled(
         f[buffer] = _empty(*shape.shape, dtype=shape.dtype)
     f |= {"scheme": scheme, "layout": layout, "activation": name, "tiers": ""}
     f |= {"alpha": 1.0, "beta": 0.0, "limit": 3e38}
-    f |= {"router_weight_on_input": on_input, "deterministic": True}
+    f |= {"router_weight_on_input": on_input, "deterministic": True, "chunk_rows": 0}
     gpu = launch.Gpu(227 * 1024, True, True)
     found, before = [], driver._active
 
