@@ -239,10 +239,8 @@ def _scheme(name: str) -> str:
 
 
 def _device(name: str | None) -> torch.device:
-    if name is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        device = torch.device(name)
+        device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
     except RuntimeError as error:
         raise ValueError(f"--device must be a torch device such as cpu, got {name!r}") from error
     if device.type not in TOKENS:
@@ -252,6 +250,8 @@ def _device(name: str | None) -> torch.device:
             f"--device must exist on this machine, got {name!r} with "
             f"{torch.cuda.device_count()} GPUs; use --device cpu"
         )
+    if device.type == "cuda" and device.index is None:  # torch.cuda.set_device wants a number
+        return torch.device("cuda", torch.cuda.current_device())
     return device
 
 

@@ -13,11 +13,14 @@ from tests.support.oracle import experts as oracle
 TINY = "4,2,64,32"
 
 
-@pytest.mark.slow
-def test_the_table_the_numbers_and_the_plot(tmp_path, capsys):
+@pytest.mark.parametrize(
+    "device",
+    [pytest.param("cpu", marks=pytest.mark.slow), pytest.param("cuda", marks=pytest.mark.gpu)],
+)
+def test_the_table_the_numbers_and_the_plot(device, tmp_path, capsys):
     pytest.importorskip("transformers")
     where = {name: tmp_path / f"out.{name}" for name in ("json", "png")}
-    arguments = [TINY, "--device", "cpu", "--tokens", "2", "1", "--schemes", "bf16", "int8_w8a8"]
+    arguments = [TINY, "--device", device, "--tokens", "2", "1", "--schemes", "bf16", "int8_w8a8"]
     arguments += [f"--{name}={path}" for name, path in where.items()]
     assert bench.main([*arguments, "--seconds", "60"]) == 0
     text = capsys.readouterr().out

@@ -96,6 +96,11 @@ def supports(problem: Problem, machine: Machine) -> list[str]:
             "flashinfer cannot multiply an input that arrives quantized by router weights; pass "
             "it unquantized, or weigh it before it is quantized"
         )
+    if p.scheme == "fp8_block" and p.router_weight_on_input:
+        reasons.append(
+            "flashinfer quantizes the input of fp8_block by itself, and could only be given the "
+            "product with the router weights rounded to 16 bits before"
+        )
     order = rows_before(act)
     wanted = scheme.layout + (f":{order}" if order else "")
     if base_layout(p.layout) != wanted:

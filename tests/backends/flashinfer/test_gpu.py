@@ -25,9 +25,9 @@ from tests.matrix import test_opcheck as of_opcheck
 from tests.support.cases import (
     BF16,
     FP16,
-    QUANTIZED_ON_TENSOR_CORES,
     Case,
     assert_matches,
+    poisoned_memory,
     tolerance,
 )
 from tests.support.fake_flashinfer import FakeRunner
@@ -104,15 +104,33 @@ def test_routing(scheme, top_k, M):
 @gpu
 @pytest.mark.parametrize("scheme", SM90)
 def test_router_weight_on_input_and_strided_rows(scheme):
-    case = case_of(scheme, 20, top_k=1, on_input=True)
+    case = case_of(scheme, 20, top_k=1, on_input=scheme != "fp8_block")
     wide = torch.full((20, 512), float("nan"), dtype=BF16, device="cuda")
     case.args[0] = wide[:, ::2].copy_(case.args[0])
-    within = tolerance(BF16, scheme, "cuda")
-    if (
-        scheme == "fp8_block"
-    ):  # weighed x is rounded to bf16 first: one in 32 becomes another e4m3 number
-        within += QUANTIZED_ON_TENSOR_CORES
-    assert_matches(case.run("flashinfer"), case.reference(), within)
+    case.check("flashinfer")
+
+
+@gpu
+@pytest.mark.parametrize("M", [1, 40])
+@pytest.mark.parametrize("K, I", [(160, 288), (2880, 2880)])
+@pytest.mark.parametrize("options", [{"bias": True}, {"top_k": 1, "on_input": True}])
+def test_sizes_that_are_padded(M, K, I, options):  # noqa: E741
+    case_of("mxfp4_w4a16", M, "swigluoai", K=K, I=I, **options).check("flashinfer")
+
+
+@gpu
+@pytest.mark.parametrize("scheme", SM90)
+def test_chunks_are_one_piece(scheme):
+    """As close to the oracle as one piece is; the library chooses its kernels by the rows."""
+    case = case_of(scheme, 100, bias=scheme != "fp8_block")
+    x, w13, w2, weights, ids = case.args_for("flashinfer")
+    call = {**case.options, "backend": "flashinfer"}
+    most = moe_ops.explain(x, w13, w2, ids, **call).num_bytes(32)
+    plan = moe_ops.explain(x, w13, w2, ids, **call, max_workspace_bytes=most)
+    assert plan.num_chunks(100) == 4
+    with poisoned_memory():
+        out = moe_ops.fused_experts(x, w13, w2, weights, ids, **call, max_workspace_bytes=most)
+    assert_matches(out, case.reference(), tolerance(BF16, scheme, "cuda"))
 
 
 # --- graphs --------------------------------------------------------------------------------------

@@ -274,7 +274,7 @@ def test_routing(fake, options, dtype):
 @on_cpu
 @pytest.mark.parametrize("scheme", ["", "fp8_tensor_static", "fp8_block", "mxfp4_mxfp8"])
 def test_weighted_and_strided_rows(fake, scheme):
-    case = Case("cpu", BF16, scheme, on_input=True, top_k=1, **WHOLE)
+    case = Case("cpu", BF16, scheme, on_input=scheme != "fp8_block", top_k=1, **WHOLE)
     wide = garbage(torch.empty(7, 2 * 128, dtype=BF16))
     case.args[0] = wide[:, ::2].copy_(case.args[0])
     check(case)

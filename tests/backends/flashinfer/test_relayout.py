@@ -114,7 +114,8 @@ def test_prepared_plain_weights_travel(tmp_path):
     half = ready.to(FP16)
     assert half.dtype == half.qdata.dtype == FP16
     assert torch.equal(half.dequantize(), w.to(FP16))
-    assert torch.equal(torch.nn.functional.linear(torch.ones(4), ready[0]), w[0].sum(1))
+    got = torch.nn.functional.linear(torch.ones(4), ready[0])
+    torch.testing.assert_close(got, w[0].sum(1))  # fp32 sums in either order
     with pytest.raises(ValueError, match="views of .* along the expert dimension"):
         ready[:, :4]
 
