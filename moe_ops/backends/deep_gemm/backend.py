@@ -43,11 +43,19 @@ def available() -> str | None:
 def _why_not_loaded() -> str | None:
     """Why torch lacks what the installed wheel was linked against. From 0.2 on, wheels need
     `c10::cuda::CUDAErrorLogCapture`, which torch 2.11 to 2.13 do not have; one that is loaded
-    nevertheless ends the process at the first CUDA error check.
+    nevertheless ends the process at the first CUDA error check. 0.1.6 and 0.1.7 load on torch
+    2.11, but on an H200 every GEMM of theirs ended with "Assertion error: dim == 2 or dim == 3",
+    whatever the tensors.
     """
     found = environment.version(DISTRIBUTION) or ""
     if environment.release(found) < (0, 2):
-        return None
+        newer = environment.newer_than_tested(DISTRIBUTION, TESTED[1])
+        if newer is None or environment.release(torch.__version__) >= (2, 12):
+            return None
+        return (
+            f"{DISTRIBUTION} {found} takes no tensor of torch {torch.__version__}; "
+            f"pip install '{DISTRIBUTION}>={TESTED[0]},<0.1.6'"
+        )
     header = Path(torch.__file__).parent / "include" / "c10" / "cuda" / "CUDAException.h"
     if not header.exists() or "CUDAErrorLogCapture" in header.read_text():
         return None

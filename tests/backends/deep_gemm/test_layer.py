@@ -321,11 +321,22 @@ def test_a_missing_library_is_named(monkeypatch):
 def test_available_names_the_version(version, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
+    monkeypatch.setattr(torch, "__version__", "2.12.0+cu130")
     older = "needs sgl-deep-gemm 0.1.5 or newer, got 0.1.4; pip install 'sgl-deep-gemm>=0.1.5'"
     assert backend.available() == (older if version == "0.1.4" else None)
     newer = "sgl-deep-gemm 0.1.50 is newer than tested: no test ran with one after "
     said = backend.BACKEND.untested_version
     assert said == (newer + backend.TESTED[1] if version == "0.1.50" else None)
+
+
+def test_wheels_that_take_no_tensor_of_this_torch_are_refused(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.1.7")
+    monkeypatch.setattr(torch, "__version__", "2.11.0+cu130")
+    assert backend.available() == (
+        "sgl-deep-gemm 0.1.7 takes no tensor of torch 2.11.0+cu130; "
+        "pip install 'sgl-deep-gemm>=0.1.5,<0.1.6'"
+    )
 
 
 @pytest.mark.parametrize("has_symbol", [False, True])
