@@ -19,6 +19,7 @@ from moe_ops.backends.deep_gemm import library
 from moe_ops.backends.deep_gemm.relayout import RELAYOUTS, RELAYOUTS_FP4
 from moe_ops.environment import INTERPRETED
 from moe_ops.kernels.launch import Lazy
+from moe_ops.kernels.permute.layout import index_parts
 from moe_ops.meta.scales import DEEP_GEMM_UE8M0
 from moe_ops.meta.workspace import padded_rows, round_up
 from moe_ops.ops.library import register
@@ -149,7 +150,7 @@ def workspace_shapes(M: int, problem: Problem) -> Workspaces:
     E, N, K, I = p.num_experts, p.num_rows, p.hidden_size, p.intermediate_size  # noqa: E741
     if p.kind == "experts":
         rows = padded_rows(M, p.top_k, E, library.ALIGNMENT)
-        index = library.index_parts(M * p.top_k, E).end
+        index = index_parts(M * p.top_k, E).end
     else:
         rows = E * round_up(M, library.ALIGNMENT)
         index = E

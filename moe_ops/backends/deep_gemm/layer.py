@@ -15,11 +15,12 @@ import torch
 from torch import Tensor
 
 from moe_ops.backends.deep_gemm import library as dg
-from moe_ops.backends.deep_gemm.permute import place, place_batches
-from moe_ops.backends.deep_gemm.rows import activate, combine, scatter
+from moe_ops.backends.deep_gemm.rows import activate, scatter
 from moe_ops.kernels import launch
 from moe_ops.kernels.gemm.operands import activated
 from moe_ops.kernels.launch import Gpu, run
+from moe_ops.kernels.permute.combine import combine_rows
+from moe_ops.kernels.permute.place import place, place_batches
 from moe_ops.meta.workspace import carve, cdiv, padded_rows, round_up
 from moe_ops.ops.args import BatchedExpertsArgs, ExpertsArgs
 from moe_ops.ops.chunks import batched_chunks, chunks
@@ -135,7 +136,7 @@ def _experts(
     dg.grouped_gemm(gate_up, permuted, w13, layout.groups, expected)
     run([activate(a, h, gate_up, layout, after, gpu)], device, gpu)
     dg.grouped_gemm(y, h, w2, layout.groups, expected)
-    run([combine(a.out, y, on_output, layout, top_k)], device, gpu)
+    run([combine_rows(a.out, y, on_output, layout, top_k)], device, gpu)
 
 
 def _readable(scale: Tensor | None, rows: int, form: Format) -> bool:
@@ -181,5 +182,5 @@ def batched_experts(a: BatchedExpertsArgs) -> None:
     run([activate(a, h, gate_up, layout, None, gpu)], device, gpu)
     dg.masked_gemm(y, h, w2, layout.groups, T)
     if not in_place:
-        run([combine(out, y, None, layout, 1)], device, gpu)
+        run([combine_rows(out, y, None, layout, 1)], device, gpu)
     dg.mark_warm(gemms)

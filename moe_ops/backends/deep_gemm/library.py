@@ -1,5 +1,4 @@
-"""DeepGEMM's grouped GEMMs: loading the library, its calls, and their layouts of rows. Imports
-torch alone.
+"""DeepGEMM's grouped GEMMs: loading the library, and its calls. Imports torch alone.
 
 DeepGEMM compiles a kernel with nvcc at the first call with a shape, which takes 1 to 3 s, and
 caches it on disk.
@@ -9,18 +8,16 @@ from __future__ import annotations
 
 import importlib
 from functools import cache
-from typing import Annotated, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from moe_ops.kernels.launch import Pointer, Runtime, unprefixed
-from moe_ops.meta.workspace import cdiv, round_up
+from moe_ops.meta.workspace import cdiv
 
 # Rows that a group is padded to: get_mk_alignment_for_contiguous_layout(), which is 128 unless set
 # otherwise. On SM90 it is also the GEMMs' BLOCK_M, so that no block has rows of two experts.
 ALIGNMENT = 128
-MAX_PARTS = 128  # at most so many programs place pairs
 
 
 @cache
@@ -149,39 +146,3 @@ def dense(t: Tensor) -> Tensor:
     the library checks.
     """
     return t.view(-1).view(t.shape) if 1 in t.shape else t
-
-
-# --- layouts of rows -----------------------------------------------------------------------------
-
-
-class Index(NamedTuple):
-    """Where each part of the int32 workspace starts. int or SymInt."""
-
-    rows: int  # (S,) the row of each pair
-    counts: int  # (MAX_PARTS, BLOCK_E) pairs of each expert in each part
-    end: int
-
-
-def block_e(E: int) -> int:
-    """BLOCK_E of backends/deep_gemm/permute.py."""
-    return max(16, 1 << (E - 1).bit_length())
-
-
-def index_parts(pairs: Any, E: int) -> Index:
-    """The parts after the end rows (E,). Each starts at a multiple of 16 bytes."""
-    starts = [round_up(E, 4)]
-    for size in (pairs, MAX_PARTS * block_e(E)):
-        starts.append(starts[-1] + (size + 3) // 4 * 4)
-    return Index(*starts)
-
-
-@unprefixed
-class Layout(NamedTuple):
-    """Where rows of x are: in the contiguous layout, or in the masked layout of R rows an
-    expert.
-    """
-
-    rows: Pointer  # (S,) the row of each pair; None in the masked layout
-    # (E,) the row after each expert's last pair; in the masked layout, the rows of each expert
-    groups: Annotated[Tensor, "pointer"]
-    R: Runtime  # all rows of the contiguous layout, or those of an expert in the masked layout

@@ -1,5 +1,4 @@
-"""Triton kernels around DeepGEMM's two GEMMs: scatter, activate, combine. Imported at first launch
-only.
+"""Triton kernels around DeepGEMM's two GEMMs: scatter and activate. Imported at first launch only.
 
 Legend: M tokens, S = M * top_k pairs, K hidden size, I intermediate size, N columns of the first
 GEMM's output (2 I if gated, else I). `rows` (S,) is the row of each pair in the GEMMs' operands,
@@ -27,7 +26,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moe_ops.backends.deep_gemm.library import Layout, Operand
+from moe_ops.backends.deep_gemm.library import Operand
 from moe_ops.kernels.device.activations import activate_one, activate_two
 from moe_ops.kernels.device.e4m3 import exponent_above, quantize_groups, quotient, stored
 from moe_ops.kernels.device.pdl import gdc_launch_dependents, gdc_wait
@@ -43,13 +42,17 @@ from moe_ops.kernels.launch import (
     kernel,
     unprefixed,
 )
-from moe_ops.kernels.permute.rows import RouterWeights, router_weights
+from moe_ops.kernels.permute.layout import (
+    Layout,
+    Rows,
+    programs_of_expert,
+    programs_of_rows,
+    rows_of,
+)
 from moe_ops.meta.workspace import cdiv
 from moe_ops.ops.args import BatchedExpertsArgs, ExpertsArgs
 
 GROUPS = 16  # groups of 128 columns that a program handles at a time
-BLOCK_N = 1024  # columns of a program of combine
-MAX_PROGRAMS = 4096  # about so many programs of a launch over batches share all rows
 
 
 @unprefixed
@@ -61,15 +64,6 @@ class Quantized(NamedTuple):
     WIDTH: Constant
     GROUPS: Constant
     NATIVE: Constant
-
-
-class Rows(NamedTuple):
-    """Rows (M, K), with stride_e 0, or batches of rows (E, T, K)."""
-
-    ptr: Pointer
-    stride_e: Specialized
-    stride_m: Specialized
-    stride_k: Specialized
 
 
 class Scales(NamedTuple):
@@ -375,64 +369,6 @@ def moe_ops_deep_gemm_activate(
         )  # fmt: skip
 
 
-@arguments
-class Combine:
-    out: Rows  # (M, K) or (E, T, K), written
-    y: Pointer  # (rows, K)
-    topk_weights: RouterWeights
-    layout: Layout
-    K: Specialized
-    programs: Runtime
-    TOP_K: Constant
-    BLOCK_N: Constant
-
-
-@kernel(Combine)
-def moe_ops_deep_gemm_combine(
-    out_ptr,
-    out_stride_e,
-    out_stride_m,
-    out_stride_k,
-    y_ptr,
-    topk_weights_ptr,
-    topk_weights_stride_m,
-    topk_weights_stride_k,
-    rows_ptr,
-    groups_ptr,
-    R,
-    K,
-    programs,
-    TOP_K: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
-    """out[m] = sum of router weight * y over the token's pairs, in fp32 and in their order,
-    rounded once.
-    """
-    column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    out_ptr += column.to(tl.int64) * out_stride_k
-    if rows_ptr is None:
-        e = (tl.program_id(0) // programs).to(tl.int64)
-        for t in range(tl.program_id(0) % programs, tl.load(groups_ptr + e), programs):
-            m = tl.cast(t, tl.int64)
-            y = tl.load(y_ptr + (e * R + m) * K + column, mask=column < K)
-            tl.store(out_ptr + (e * out_stride_e + m * out_stride_m), y, mask=column < K)
-    else:
-        m = tl.program_id(0).to(tl.int64)
-        total = tl.zeros((BLOCK_N,), tl.float32)
-        for j in tl.static_range(TOP_K):
-            row = tl.load(rows_ptr + m * TOP_K + j).to(tl.int64)
-            end = tl.where(row >= 0, K, 0)  # nothing is read for a pair whose expert is not here
-            y = tl.load(y_ptr + row * K + column, mask=column < end, other=0.0).to(tl.float32)
-            if topk_weights_ptr is not None:
-                weight_ptr = (
-                    topk_weights_ptr + m * topk_weights_stride_m + j * topk_weights_stride_k
-                )
-                y *= tl.load(weight_ptr, mask=row >= 0, other=0.0).to(tl.float32)
-            total += y
-        out = total.to(out_ptr.dtype.element_ty)
-        tl.store(out_ptr + m * out_stride_m, out, mask=column < K)
-
-
 def quantized(operand: Operand, gpu: Gpu) -> tuple[Tensor, Quantized]:
     """An operand as kernels write it. e4m3 data are bytes if the GPU does not have e4m3."""
     data, scale, scales, width = operand
@@ -442,30 +378,6 @@ def quantized(operand: Operand, gpu: Gpu) -> tuple[Tensor, Quantized]:
         if scales == "ue8m0":  # as bytes; kernels use the address alone
             scale = scale.transpose(-2, -1).view(torch.uint8)
     return data, Quantized(scale, scales, width, GROUPS, gpu.native)
-
-
-def rows_of(x: Tensor) -> Rows:
-    """The Rows of a tensor (M, K) or (E, T, K)."""
-    return Rows(x, *x.stride()) if x.ndim == 3 else Rows(x, 0, *x.stride())
-
-
-def programs_of_expert(tasks: int, experts: int) -> int:
-    """Programs that share the tasks of one expert, at most `tasks`.
-
-    With a program for each of E * T rows, 1000 of them took 1 us. All rows in one of many experts
-    were not timed.
-    """
-    return min(tasks, cdiv(MAX_PROGRAMS, experts))
-
-
-def programs_of_rows(x: Tensor, layout: Layout, top_k: int) -> tuple[int, int]:
-    """(programs along the first axis, programs of one expert): one a token, or several that share
-    a batch.
-    """
-    if layout.rows is not None:
-        return layout.rows.numel() // top_k, 1
-    programs = programs_of_expert(x.shape[1], x.shape[0])
-    return x.shape[0] * programs, programs
 
 
 def scales_of(scale: Tensor | None) -> Scales:
@@ -541,21 +453,3 @@ def activate(
         PDL=gpu.pdl,
     )
     return Launch(moe_ops_deep_gemm_activate, (programs, 1, 1), args)
-
-
-def combine(out: Tensor, y: Tensor, weights: Tensor | None, layout: Layout, top_k: int) -> Launch:
-    """out (M, K) or (E, T, K): the sum of a token's rows of y, multiplied by weights (M, top_k) if
-    there are any.
-    """
-    K, (programs, shared) = out.shape[-1], programs_of_rows(out, layout, top_k)
-    args = Combine(
-        out=rows_of(out),
-        y=y,
-        topk_weights=router_weights(weights),
-        layout=layout,
-        K=K,
-        programs=shared,
-        TOP_K=top_k,
-        BLOCK_N=BLOCK_N,
-    )
-    return Launch(moe_ops_deep_gemm_combine, (programs, cdiv(K, BLOCK_N), 1), args)

@@ -5,11 +5,22 @@ from torch import Tensor
 
 from moe_ops.kernels.device.blocks import local_expert
 from moe_ops.kernels.device.pdl import gdc_wait
-from moe_ops.kernels.launch import Constant, Gpu, Launch, Pointer, Specialized, arguments, kernel
-from moe_ops.kernels.permute.rows import RouterWeights, Routing
+from moe_ops.kernels.launch import (
+    Constant,
+    Gpu,
+    Launch,
+    Pointer,
+    Runtime,
+    Specialized,
+    arguments,
+    kernel,
+)
+from moe_ops.kernels.permute.layout import Layout, Rows, programs_of_rows, rows_of
+from moe_ops.kernels.permute.rows import RouterWeights, Routing, router_weights
 from moe_ops.meta.workspace import cdiv
 
-BLOCK_N = 512  # columns of a program
+BLOCK_N = 512  # columns of a program of combine
+ROWS_BLOCK_N = 1024  # of combine_rows
 
 
 @arguments
@@ -122,3 +133,81 @@ def combine(
         PDL=gpu.pdl,
     )
     return Launch(moe_ops_combine, (M, cdiv(K, BLOCK_N), 1), args)
+
+
+@arguments
+class CombineRows:
+    out: Rows  # (M, K) or (E, T, K), written
+    y: Pointer  # (rows, K)
+    topk_weights: RouterWeights
+    layout: Layout
+    K: Specialized
+    programs: Runtime
+    TOP_K: Constant
+    BLOCK_N: Constant
+
+
+@kernel(CombineRows)
+def moe_ops_combine_rows(
+    out_ptr,
+    out_stride_e,
+    out_stride_m,
+    out_stride_k,
+    y_ptr,
+    topk_weights_ptr,
+    topk_weights_stride_m,
+    topk_weights_stride_k,
+    rows_ptr,
+    groups_ptr,
+    R,
+    K,
+    programs,
+    TOP_K: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """out[m] = sum of router weight * y over the token's pairs, in fp32 and in their order,
+    rounded once.
+    """
+    column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    out_ptr += column.to(tl.int64) * out_stride_k
+    if rows_ptr is None:
+        e = (tl.program_id(0) // programs).to(tl.int64)
+        for t in range(tl.program_id(0) % programs, tl.load(groups_ptr + e), programs):
+            m = tl.cast(t, tl.int64)
+            y = tl.load(y_ptr + (e * R + m) * K + column, mask=column < K)
+            tl.store(out_ptr + (e * out_stride_e + m * out_stride_m), y, mask=column < K)
+    else:
+        m = tl.program_id(0).to(tl.int64)
+        total = tl.zeros((BLOCK_N,), tl.float32)
+        for j in tl.static_range(TOP_K):
+            row = tl.load(rows_ptr + m * TOP_K + j).to(tl.int64)
+            end = tl.where(row >= 0, K, 0)  # nothing is read for a pair whose expert is not here
+            y = tl.load(y_ptr + row * K + column, mask=column < end, other=0.0).to(tl.float32)
+            if topk_weights_ptr is not None:
+                weight_ptr = (
+                    topk_weights_ptr + m * topk_weights_stride_m + j * topk_weights_stride_k
+                )
+                y *= tl.load(weight_ptr, mask=row >= 0, other=0.0).to(tl.float32)
+            total += y
+        out = total.to(out_ptr.dtype.element_ty)
+        tl.store(out_ptr + m * out_stride_m, out, mask=column < K)
+
+
+def combine_rows(
+    out: Tensor, y: Tensor, weights: Tensor | None, layout: Layout, top_k: int
+) -> Launch:
+    """out (M, K) or (E, T, K): the sum of a token's rows of y, multiplied by weights (M, top_k) if
+    there are any.
+    """
+    K, (programs, shared) = out.shape[-1], programs_of_rows(out, layout, top_k)
+    args = CombineRows(
+        out=rows_of(out),
+        y=y,
+        topk_weights=router_weights(weights),
+        layout=layout,
+        K=K,
+        programs=shared,
+        TOP_K=top_k,
+        BLOCK_N=ROWS_BLOCK_N,
+    )
+    return Launch(moe_ops_combine_rows, (programs, cdiv(K, ROWS_BLOCK_N), 1), args)

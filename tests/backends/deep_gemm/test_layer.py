@@ -20,6 +20,7 @@ from moe_ops.backends.deep_gemm import layer as experts
 from moe_ops.backends.deep_gemm import library as dg
 from moe_ops.backends.deep_gemm import rows as rows_module
 from moe_ops.kernels import launch
+from moe_ops.kernels.permute.layout import index_parts
 from moe_ops.meta.workspace import padded_rows
 from moe_ops.numerics import quantize_activation
 from moe_ops.ops.problem import Machine, Problem
@@ -423,7 +424,7 @@ def test_workspaces_hold_what_is_carved(scheme, M, E, top_k):
     rows = padded_rows(M, top_k, E, 128)
     assert rows % 128 == 0 and rows >= M * top_k
     assert second.shape == (rows, 256) and second.dtype == BF16
-    assert first.shape[0] == rows and index.shape[0] == dg.index_parts(M * top_k, E).end
+    assert first.shape[0] == rows and index.shape[0] == index_parts(M * top_k, E).end
     buffer = torch.empty(first.shape, dtype=first.dtype)
     for columns in (256, 128):
         form = experts.format_of(scheme, "")

@@ -1,4 +1,4 @@
-"""Kernels that place pairs in DeepGEMM's contiguous layout. Imported at first launch only.
+"""Kernels that place pairs in the contiguous layout. Imported at first launch only.
 
 Legend: M tokens, S = M * top_k pairs (pair p is entry p % top_k of token p // top_k), E local
 experts, BLOCK_E a power of two, at least E, CHUNK pairs handled at a time.
@@ -16,7 +16,6 @@ from typing import NamedTuple
 
 import triton.language as tl
 
-from moe_ops.backends.deep_gemm.library import MAX_PARTS, Layout, block_e, index_parts
 from moe_ops.kernels.device.blocks import local_expert
 from moe_ops.kernels.device.pdl import gdc_launch_dependents, gdc_wait
 from moe_ops.kernels.launch import (
@@ -29,6 +28,7 @@ from moe_ops.kernels.launch import (
     kernel,
     unprefixed,
 )
+from moe_ops.kernels.permute.layout import MAX_PARTS, Layout, block_e, index_parts
 from moe_ops.meta.workspace import cdiv, round_up
 from moe_ops.ops.args import BatchedExpertsArgs, ExpertsArgs
 
@@ -62,7 +62,7 @@ class Count:
 
 
 @kernel(Count)
-def moe_ops_deep_gemm_count(
+def moe_ops_count_pairs(
     counts_ptr,
     ids_ptr,
     map_ptr,
@@ -103,7 +103,7 @@ class Place:
 
 
 @kernel(Place)
-def moe_ops_deep_gemm_place(
+def moe_ops_place_pairs(
     rows_ptr,
     ends_ptr,
     counts_ptr,
@@ -186,8 +186,8 @@ def place(a: ExpertsArgs, size: int, alignment: int, gpu: Gpu) -> tuple[list[Lau
         rows=rows, ends=ends, counts=counts, pairs=pairs, ALIGNMENT=alignment, PDL=gpu.pdl
     )
     launches = [
-        Launch(moe_ops_deep_gemm_count, grid, Count(counts=counts, pairs=pairs, PDL=gpu.pdl)),
-        Launch(moe_ops_deep_gemm_place, grid, placed, 8),
+        Launch(moe_ops_count_pairs, grid, Count(counts=counts, pairs=pairs, PDL=gpu.pdl)),
+        Launch(moe_ops_place_pairs, grid, placed, 8),
     ]
     return launches, Layout(rows, ends, size)
 
@@ -204,7 +204,7 @@ class Batches:
 
 
 @kernel(Batches)
-def moe_ops_deep_gemm_batches(
+def moe_ops_count_batches(
     counts_ptr,
     sizes_ptr,
     T,
@@ -229,4 +229,4 @@ def place_batches(a: BatchedExpertsArgs, R: int, gpu: Gpu) -> tuple[Launch, Layo
     args = Batches(
         counts=counts, sizes=sizes, T=T, E=E, stride=sizes.stride(0), BLOCK_E=128, PDL=gpu.pdl
     )
-    return Launch(moe_ops_deep_gemm_batches, (cdiv(E, 128), 1, 1), args), Layout(None, counts, R)
+    return Launch(moe_ops_count_batches, (cdiv(E, 128), 1, 1), args), Layout(None, counts, R)

@@ -1,0 +1,46 @@
+// The C interface of the grouped GEMMs: D[e] = A[e] @ B[e]^T for every expert e, in one launch.
+//
+// All pointers inside are device pointers: the host reads none of what they point to, so that a
+// call can be captured and replayed with other numbers of rows. The setup kernel
+// (moe_ops/backends/cutlass/setup.py) writes the arrays over experts.
+//
+// Each kernel NAME has three functions of C linkage:
+//   int NAME_run(const GroupedGemm*)                0, or what went wrong: status() of common.cuh
+//   size_t NAME_workspace(const GroupedGemm*)       bytes; depends on sm_count alone
+//   int NAME_shared_memory()                        bytes a block
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstddef>
+#include <cstdint>
+
+#define MOE_OPS_CUTLASS_ABI 1  // of this struct and of the functions: backends/cutlass/library.py
+
+struct GroupedGemm {
+  int32_t groups;    // experts
+  int32_t sm_count;  // of the GPU, asked once
+  // int32 (groups, 3): m, n, k of each group in the kernel's terms. With the operands exchanged
+  // (swapped kernels), the weight is A and m its rows.
+  const void* problem_sizes;
+  const void* a;  // int64 (groups): addresses
+  const void* b;
+  const void* d;
+  const void* stride_a;  // int64 (groups): leading dimensions in elements
+  const void* stride_b;
+  const void* stride_d;
+  const void* row_scale;     // int64 (groups): addresses of fp32 scales along m, or of one
+  const void* column_scale;  // the same along n
+  int32_t row_scale_is_vector;
+  int32_t column_scale_is_vector;
+  const void* a_scale;  // int64 (groups): addresses of scales of blocks or groups of A, or null
+  const void* b_scale;
+  const void* a_scale_layout;  // (groups) layouts or strides of these, or null
+  const void* b_scale_layout;
+  const void* alpha;   // int64 (groups): addresses of one fp32 factor each, or null
+  int32_t group_size;  // columns of a weight that share a scale, in the int4 kernels
+  int32_t pdl;         // whether the kernel may start before the one before it has ended
+  void* workspace;     // written: descriptors of the tensor memory accelerator
+  size_t workspace_bytes;
+  cudaStream_t stream;
+};
