@@ -8,6 +8,7 @@ the others.
 import moe_ops.backends.triton.backend  # noqa: F401
 import moe_ops.backends.deep_gemm.backend  # noqa: F401
 import moe_ops.backends.flashinfer.backend  # noqa: F401
+import moe_ops.backends.cutlass.backend  # noqa: F401
 import moe_ops.backends.torch.backend  # noqa: F401
 
 # isort: on

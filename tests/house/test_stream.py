@@ -25,7 +25,7 @@ PACKAGE = Path(moe_ops.__file__).resolve().parent
 
 # from the bottom up
 FLOORS = (
-    "environment checks meta activations tables pickling",
+    "environment checks meta activations tables pickling csrc",
     "schemes",
     "numerics ops",
     "kernels tensors",
@@ -56,7 +56,7 @@ ROUTER_USES = ("launch", "device", "router")
 BACKEND = (
     "binding",
     "relayout library schemes cpu",
-    "rows permute inputs grouped_mm",
+    "rows setup inputs grouped_mm",
     "layer plain mixed",
     "backend",
 )

@@ -51,7 +51,10 @@ def bounded_plans():
     """(plan, bytes) of every backend, and of tiers of all of them, for bounds of many sizes."""
     sm100 = dataclasses.replace(H200, capability=(10, 0))
     for scheme, layout, machine in (
-        *((scheme, "", H200) for scheme in ("", "fp8_block", "fp8_tensor", "nvfp4", "int4_w4a16")),
+        *(
+            (scheme, "", H200)
+            for scheme in ("", "fp8_block", "fp8_channel", "nvfp4", "int4_w4a16")
+        ),
         ("mxfp4_w4a8", moe_ops.meta.scales.DEEP_GEMM_UE8M0, sm100),
     ):
         for E, kind in itertools.product((1, 8, 300), ("experts", "batched_experts")):

@@ -44,7 +44,7 @@ from moe_ops.kernels.launch import (
 )
 from moe_ops.kernels.permute.layout import (
     Layout,
-    Rows,
+    StridedRows,
     programs_of_expert,
     programs_of_rows,
     rows_of,
@@ -160,7 +160,7 @@ def store_columns(
 class Scatter:
     y: Pointer  # (rows, K), written
     quantized: Quantized
-    x: Rows
+    x: StridedRows
     x_scale: Scales
     weights: Pointer  # (M,) that multiply x before it is quantized, or None
     weights_stride: Runtime

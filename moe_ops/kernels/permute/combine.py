@@ -15,7 +15,7 @@ from moe_ops.kernels.launch import (
     arguments,
     kernel,
 )
-from moe_ops.kernels.permute.layout import Layout, Rows, programs_of_rows, rows_of
+from moe_ops.kernels.permute.layout import Layout, StridedRows, programs_of_rows, rows_of
 from moe_ops.kernels.permute.rows import RouterWeights, Routing, router_weights
 from moe_ops.meta.workspace import cdiv
 
@@ -137,7 +137,7 @@ def combine(
 
 @arguments
 class CombineRows:
-    out: Rows  # (M, K) or (E, T, K), written
+    out: StridedRows  # (M, K) or (E, T, K), written
     y: Pointer  # (rows, K)
     topk_weights: RouterWeights
     layout: Layout

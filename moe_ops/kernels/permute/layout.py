@@ -52,7 +52,7 @@ class Layout(NamedTuple):
     R: Runtime  # all rows of the contiguous layout, or those of an expert in the masked layout
 
 
-class Rows(NamedTuple):
+class StridedRows(NamedTuple):
     """Rows (M, K), with stride_e 0, or batches of rows (E, T, K)."""
 
     ptr: Pointer
@@ -61,9 +61,9 @@ class Rows(NamedTuple):
     stride_k: Specialized
 
 
-def rows_of(x: Tensor) -> Rows:
-    """The Rows of a tensor (M, K) or (E, T, K)."""
-    return Rows(x, *x.stride()) if x.ndim == 3 else Rows(x, 0, *x.stride())
+def rows_of(x: Tensor) -> StridedRows:
+    """The StridedRows of a tensor (M, K) or (E, T, K)."""
+    return StridedRows(x, *x.stride()) if x.ndim == 3 else StridedRows(x, 0, *x.stride())
 
 
 def programs_of_expert(tasks: int, experts: int) -> int:

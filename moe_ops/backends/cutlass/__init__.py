@@ -1,0 +1,1 @@
+"""Backend `cutlass`: grouped GEMMs of csrc/cutlass between fused kernels of our own."""

@@ -1,0 +1,92 @@
+"""Backend `cutlass`: grouped GEMMs on CUTLASS 3.x collectives, in C++ (csrc/cutlass), between
+fused kernels of our own (layer.py).
+
+On SM90 it runs e4m3 weights with one scale or one for each row, beside e4m3 activations with known
+scales or one for each token.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from moe_ops import environment
+from moe_ops.backends.cutlass import library
+from moe_ops.environment import INTERPRETED
+from moe_ops.kernels.launch import Lazy
+from moe_ops.kernels.permute.layout import index_parts
+from moe_ops.meta.workspace import round_up
+from moe_ops.ops.library import register
+from moe_ops.ops.problem import Buffer, Machine, Problem, Workspaces
+
+_FP8 = ("fp8_channel", "fp8_tensor_static", "fp8_channel_tensor_static")
+_MULTIPLE = 16  # of K and I: rows of e4m3 begin at multiples of 16 bytes
+
+
+def available() -> str | None:
+    """None, or what to install."""
+    return library.why_not() or environment.why_no_triton()
+
+
+def supports(problem: Problem, machine: Machine) -> list[str]:
+    """Reasons why this backend cannot run the problem; empty if it can."""
+    p, reasons = problem, []
+    if p.scheme not in _FP8:
+        return [
+            f"cutlass has no kernel for {f'scheme {p.scheme!r}' if p.scheme else 'plain weights'}"
+        ]
+    if machine.device_type != "cuda" and not (machine.device_type == "cpu" and INTERPRETED):
+        reasons.append(f"cutlass needs a CUDA device, got {machine.device_type}")
+    elif machine.gfx:
+        reasons.append(f"cutlass needs an NVIDIA GPU, got {machine.gfx}")
+    elif machine.device_type == "cuda" and not library.architecture(machine.capability):
+        known = ", ".join([f"{major}.{minor}" for major, minor in library.ARCHITECTURES])
+        major, minor = machine.capability
+        reasons.append(f"cutlass has kernels for compute capability {known}, got {major}.{minor}")
+    if p.dtype not in (torch.bfloat16, torch.float16):
+        reasons.append(f"cutlass takes bfloat16 or float16 hidden_states, got {p.dtype}")
+    for name, size in (("K", p.hidden_size), ("I", p.intermediate_size)):
+        if size % _MULTIPLE:
+            reasons.append(f"cutlass needs {name} to be a multiple of {_MULTIPLE}, got {size}")
+    if not p.contiguous_weights:
+        reasons.append(
+            "cutlass needs contiguous weights and scales; call .contiguous() on them once"
+        )
+    if p.has_bias:
+        reasons.append("cutlass takes no bias; use backend='triton' or 'auto'")
+    if p.layout:
+        reasons.append(
+            f"cutlass takes weights in their natural layout, got {p.layout!r}; "
+            "moe_ops.prepare(weight, 'torch') brings it back"
+        )
+    return reasons
+
+
+def workspace_shapes(M: int, problem: Problem) -> Workspaces:
+    """Shapes of the workspaces. workspace13 holds quantized x (rows, K), then the activation's
+    output h (rows, I), each followed by a scale for each row; workspace2 gate and up (rows, N),
+    then the products with w2 (rows, K). The index workspace: kernels/permute/layout.py, then
+    library.Parts.
+    """
+    p = problem
+    rows, E = M * p.top_k, p.num_experts
+    wide = max(p.hidden_size, p.intermediate_size)
+    return Workspaces(
+        Buffer((round_up(rows * wide, 128) + 4 * rows,), torch.uint8),
+        Buffer((rows, max(p.num_rows, p.hidden_size)), p.dtype),
+        Buffer((library.parts(index_parts(rows, E).end, E).end,), torch.int32),
+    )
+
+
+BACKEND = register(
+    "cutlass",
+    available=available,
+    supports=supports,
+    workspace_shapes=workspace_shapes,
+    launch={"experts": Lazy("moe_ops.backends.cutlass.layer:experts")},
+    devices=("CUDA",),
+    native_schemes=_FP8,
+    native_capability=(9, 0),
+    interpreted=INTERPRETED,
+    chunked=True,
+    quantized_input=_FP8,
+)

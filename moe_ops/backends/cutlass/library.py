@@ -1,0 +1,202 @@
+"""The grouped GEMMs of csrc/cutlass: finding or building the object of a GPU, and calling its
+kernels through ctypes. torch alone.
+
+ctypes rather than an extension of torch: the object then depends on neither torch nor Python, and
+an operator in Python, which this package needs anyway, is around it. Capture works as with any
+kernel, for each call names its stream.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+
+from moe_ops import environment
+from moe_ops.csrc import build
+from moe_ops.meta.workspace import round_up
+
+ARCHITECTURES = {(9, 0): "sm_90a"}  # by compute capability
+MAX_SMS = 160  # of the GPUs for which there are kernels
+# CUTLASS keeps descriptors of the tensor memory accelerator for each multiprocessor there
+DESCRIPTOR_BYTES = 512 * MAX_SMS
+
+
+class GroupedGemm(ctypes.Structure):
+    """struct GroupedGemm of csrc/cutlass/grouped.h."""
+
+    _fields_ = [
+        ("groups", ctypes.c_int32),
+        ("sm_count", ctypes.c_int32),
+        ("problem_sizes", ctypes.c_void_p),
+        ("a", ctypes.c_void_p),
+        ("b", ctypes.c_void_p),
+        ("d", ctypes.c_void_p),
+        ("stride_a", ctypes.c_void_p),
+        ("stride_b", ctypes.c_void_p),
+        ("stride_d", ctypes.c_void_p),
+        ("row_scale", ctypes.c_void_p),
+        ("column_scale", ctypes.c_void_p),
+        ("row_scale_is_vector", ctypes.c_int32),
+        ("column_scale_is_vector", ctypes.c_int32),
+        ("a_scale", ctypes.c_void_p),
+        ("b_scale", ctypes.c_void_p),
+        ("a_scale_layout", ctypes.c_void_p),
+        ("b_scale_layout", ctypes.c_void_p),
+        ("alpha", ctypes.c_void_p),
+        ("group_size", ctypes.c_int32),
+        ("pdl", ctypes.c_int32),
+        ("workspace", ctypes.c_void_p),
+        ("workspace_bytes", ctypes.c_size_t),
+        ("stream", ctypes.c_void_p),
+    ]
+
+
+_ERRORS = {
+    100: "its arguments are refused",
+    200: "its workspace is too small",
+    300: "it cannot be set up on this GPU",
+    400: "it cannot be launched",
+}
+
+
+class Gemms(NamedTuple):
+    """The loaded object for a GPU."""
+
+    library: Any  # ctypes.CDLL, or in tests what stands for it
+    sm_count: int
+
+    def run(self, kernel: str, gemm: GroupedGemm) -> None:
+        """Launch a kernel. Raises RuntimeError where CUTLASS refuses."""
+        status = getattr(self.library, f"{kernel}_run")(ctypes.byref(gemm))
+        if status:
+            reason = _ERRORS.get(status // 100 * 100, "it failed")
+            raise RuntimeError(
+                f"moe_ops backend 'cutlass': {kernel} was not launched: {reason} (CUTLASS status "
+                f"{status % 100}); please report it with the output of python -m moe_ops.info"
+            )
+
+
+def architecture(capability: tuple[int, int]) -> str:
+    """The family of a GPU, or "" if there are no kernels for it."""
+    return ARCHITECTURES.get(capability, "")
+
+
+@cache
+def why_not() -> str | None:
+    """Why there is no object for any GPU, and none can be built; None if there is or can be."""
+    folder = environment.cache_folder()
+    if any([build.installed(name, folder) for name in build.FILES]):
+        return None
+    missing = build.why_not_built()
+    return None if missing is None else f"its kernels are not built: {missing}"
+
+
+def check_warm(device: int) -> None:
+    """Raise RuntimeError while a CUDA graph is captured, unless the object is loaded."""
+    if device not in _loaded and device >= 0 and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "moe_ops backend 'cutlass' has not loaded its kernels yet and cannot do so while a "
+            "CUDA graph is captured; warm up first: call the same function once outside of "
+            "torch.cuda.graph(...), or use moe_ops.warmup, then capture"
+        )
+
+
+_loaded: dict[int, Gemms] = {}
+
+
+def gemms(device: int) -> Gemms:
+    """The kernels for a device. The first use on a machine builds them, unless the package brought
+    them.
+
+    Raises:
+        ImportError: they cannot be built or loaded.
+    """
+    found = _loaded.get(device)
+    if found is None:
+        check_warm(device)
+        properties = torch.cuda.get_device_properties(device)
+        name = architecture((properties.major, properties.minor))
+        found = _loaded[device] = Gemms(_load(name), properties.multi_processor_count)
+    return found
+
+
+@cache
+def _load(name: str) -> Any:
+    try:
+        path = build.ensure(name, environment.cache_folder(), _say)
+    except build.BuildError as error:
+        raise ImportError(f"moe_ops backend 'cutlass': {error}") from error
+    try:
+        library = ctypes.CDLL(str(path))
+    except OSError as error:  # of another machine, or cut short
+        raise ImportError(
+            f"moe_ops backend 'cutlass': {path} cannot be loaded ({error}); delete it, and the "
+            "next start builds it anew"
+        ) from error
+    if library.moe_ops_cutlass_abi() != build.ABI or (
+        library.moe_ops_cutlass_struct_bytes() != ctypes.sizeof(GroupedGemm)
+    ):
+        raise ImportError(
+            f"moe_ops backend 'cutlass': {path} was built from another version of this package; "
+            "delete it, and the next start builds it anew"
+        )
+    return library
+
+
+def _say(line: str) -> None:
+    print(f"moe_ops: {line}", file=sys.stderr, flush=True)
+
+
+def stream_of(device: int) -> int:
+    """The address of the current stream of a device; 0 on a CPU."""
+    return torch._C._cuda_getCurrentRawStream(device) if device >= 0 else 0
+
+
+# --- which kernel --------------------------------------------------------------------------------
+
+
+class Config(NamedTuple):
+    """A kernel of csrc/cutlass."""
+
+    name: str
+    swapped: bool = False  # the weight is its A
+
+
+_TYPES = {torch.bfloat16: "bf16", torch.float16: "f16"}
+# Rows an expert from which blocks have 128 rows and 256 columns. On an H200 Qwen3's GEMM1 took 124
+# and 132 us at 64 rows an expert, Mixtral's 304 and 259.
+_WIDE_FROM = 64
+
+
+def choose(rows: int, num_experts: int, dtype: torch.dtype) -> Config:
+    """The kernel for `rows` rows over all experts."""
+    tile = "128x256" if rows > _WIDE_FROM * num_experts else "64x128"
+    return Config(f"moe_ops_sm90_fp8_{_TYPES[dtype]}_{tile}")
+
+
+# --- the arrays over experts ---------------------------------------------------------------------
+
+ARRAYS = ("a", "b", "d", "stride_a", "stride_b", "stride_d", "row_scale", "column_scale")
+
+
+class Parts(NamedTuple):
+    """Where each part of the setup of two GEMMs starts in the index workspace, in int32. int or
+    SymInt; each start is a multiple of 128 bytes.
+    """
+
+    arrays: int  # (2, len(ARRAYS), E) int64
+    sizes: int  # (2, E, 3) int32
+    descriptors: int  # (2, DESCRIPTOR_BYTES): GEMM2 may be set up while GEMM1 still runs
+    end: int
+
+
+def parts(start: Any, E: int) -> Parts:
+    """The parts from `start` on."""
+    starts = [round_up(start, 32)]
+    for size in (4 * len(ARRAYS) * E, 6 * E, DESCRIPTOR_BYTES // 2):
+        starts.append(starts[-1] + round_up(size, 32))
+    return Parts(*starts)

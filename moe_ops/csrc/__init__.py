@@ -1,0 +1,1 @@
+"""Sources in C++ and CUDA, and how they are built."""

@@ -1,0 +1,285 @@
+"""Builds the CUDA kernels of csrc/cutlass: one shared object for each family of GPUs. The standard
+library alone, so that installing can use it, too.
+
+    python -m moe_ops.csrc.build [sm_90a ...] [--out FOLDER]
+
+The objects know neither torch nor Python: plain C functions, with the CUDA runtime linked in. One
+object serves every torch and every Python of its machine's architecture.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import hashlib
+import importlib.util
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+SOURCES = Path(__file__).parent / "cutlass"
+ABI = 1  # MOE_OPS_CUTLASS_ABI of grouped.h
+
+# files of each object; each takes 25 to 90 s and up to 5.6 GB of memory
+FILES = {
+    "sm_90a": ("abi", "sm90_fp8_bf16", "sm90_fp8_f16"),
+}
+BYTES_OF_JOB = 6 << 30
+OLDEST_NVCC = (12, 3)  # wgmma, and C++20 on the device
+FLAGS = ("-O3", "-std=c++20", "-DNDEBUG", "--expt-relaxed-constexpr", "-w", "-Xcompiler", "-fPIC")
+# Pointer-array kernels of CUTLASS before 4.5 do not wait for the kernel before them: launched as
+# programmatic dependents they would race. From 4.5 on they do, if this is defined.
+DEPENDENT_LAUNCH = ("-DCUTLASS_ENABLE_GDC_FOR_SM90", "-DCUTLASS_ENABLE_GDC_FOR_SM100")
+
+
+class BuildError(RuntimeError):
+    """Nothing was built; the message says why and what to do."""
+
+
+class Toolchain(NamedTuple):
+    """What builds: the compiler and CUTLASS's headers."""
+
+    nvcc: str
+    nvcc_version: tuple[int, int]
+    headers: Path  # a folder with cutlass/cutlass.h
+    cutlass_version: tuple[int, int]
+
+    @property
+    def dependent_launch(self) -> bool:
+        """Whether kernels may be launched as programmatic dependents."""
+        return self.cutlass_version >= (4, 5)
+
+
+def why_not_built() -> str | None:
+    """Why nothing can be built on this machine, and the remedy; None if it can."""
+    try:
+        toolchain()
+    except BuildError as error:
+        return str(error)
+    return None
+
+
+def toolchain() -> Toolchain:
+    """The compiler and the headers of this machine.
+
+    Raises:
+        BuildError: nvcc or CUTLASS is missing or too old.
+    """
+    nvcc = _nvcc()
+    try:
+        said = subprocess.run(
+            [nvcc, "--version"], capture_output=True, text=True, errors="replace"
+        )
+    except OSError as error:
+        raise BuildError(f"nvcc cannot be run: {error}; set CUDACXX to the compiler") from error
+    found = re.search(r"release (\d+)\.(\d+)", said.stdout)
+    if not found:
+        raise BuildError(f"{nvcc} does not say its version; set CUDACXX to an nvcc")
+    version = (int(found[1]), int(found[2]))
+    if version < OLDEST_NVCC:
+        oldest = ".".join(map(str, OLDEST_NVCC))
+        raise BuildError(
+            f"nvcc must be {oldest} or newer, got {version[0]}.{version[1]} at {nvcc}; install a "
+            "newer CUDA toolkit, or set CUDACXX"
+        )
+    headers = _headers()
+    return Toolchain(nvcc, version, headers, _cutlass_version(headers))
+
+
+def _nvcc() -> str:
+    named = os.environ.get("CUDACXX")
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "/usr/local/cuda"
+    for found in (named, shutil.which("nvcc"), str(Path(home, "bin", "nvcc"))):
+        if found and (shutil.which(found) or Path(found).is_file()):
+            return found
+    raise BuildError(
+        "there is no nvcc on PATH, at CUDA_HOME or named by CUDACXX; install the CUDA toolkit "
+        f"({'.'.join(map(str, OLDEST_NVCC))} or newer)"
+    )
+
+
+def _headers() -> Path:
+    """The folder of CUTLASS's headers: CUTLASS_PATH, or of a package that brings them."""
+    named = os.environ.get("CUTLASS_PATH")
+    if named:
+        for folder in (Path(named, "include"), Path(named)):
+            if (folder / "cutlass" / "cutlass.h").is_file():
+                return folder
+        raise BuildError(f"CUTLASS_PATH must hold include/cutlass/cutlass.h, got {named}")
+    found = []
+    for package, inside in (("deep_gemm", "include"), ("cutlass_library", "source/include")):
+        spec = importlib.util.find_spec(package)
+        for place in (spec.submodule_search_locations or ()) if spec else ():
+            if Path(place, inside, "cutlass", "cutlass.h").is_file():
+                found.append(Path(place, inside))
+    if not found:
+        raise BuildError(
+            "CUTLASS's headers are not installed; pip install --no-deps nvidia-cutlass==4.2.0.0, "
+            "or set CUTLASS_PATH to a checkout of CUTLASS"
+        )
+    return max(found, key=_cutlass_version)
+
+
+def _cutlass_version(headers: Path) -> tuple[int, int]:
+    text = (headers / "cutlass" / "version.h").read_text()
+    numbers = [re.search(rf"define CUTLASS_{part} (\d+)", text) for part in ("MAJOR", "MINOR")]
+    major, minor = [int(number[1]) if number else 0 for number in numbers]
+    if (major, minor) < (4, 1):
+        raise BuildError(
+            f"CUTLASS must be 4.1 or newer, got {major}.{minor} at {headers}; "
+            "pip install --no-deps nvidia-cutlass==4.2.0.0"
+        )
+    return major, minor
+
+
+def fingerprint(architecture: str) -> str:
+    """Of everything that an object is made from but the toolchain: names its folder in the
+    cache.
+    """
+    digest = hashlib.sha256(repr((ABI, architecture, FILES[architecture], FLAGS)).encode())
+    for path in sorted(SOURCES.iterdir()):
+        digest.update(path.name.encode() + path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def object_name(architecture: str) -> str:
+    """The file name of the object of a family of GPUs."""
+    return f"moe_ops_cutlass_{architecture.replace('_', '')}.so"
+
+
+def cached(architecture: str, cache: Path) -> Path:
+    """Where the object is that is built at first use, in a folder for caches."""
+    return cache / "cutlass" / fingerprint(architecture) / object_name(architecture)
+
+
+def installed(architecture: str, cache: Path) -> Path | None:
+    """The object that was built with the package, or by an earlier use; None if there is none."""
+    for path in (SOURCES / object_name(architecture), cached(architecture, cache)):
+        if path.is_file():
+            return path
+    return None
+
+
+def jobs() -> int:
+    """Compilers that run at a time: as many as there are processors and memory for."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+    return max(1, min(os.cpu_count() or 1, memory // BYTES_OF_JOB))
+
+
+def build(
+    architecture: str, target: Path, progress: Callable[[str], None] = lambda line: None
+) -> None:
+    """Compile the object of a family of GPUs into the file `target`, which appears whole or not at
+    all.
+
+    Raises:
+        BuildError: a tool is missing, a compiler failed, or the folder cannot be written.
+    """
+    tools = toolchain()
+    number = architecture.removeprefix("sm_")
+    flags = [*FLAGS, f"-I{tools.headers}", f"-I{SOURCES}"]
+    flags += ["-gencode", f"arch=compute_{number},code=sm_{number}"]
+    if tools.dependent_launch:
+        flags += [*DEPENDENT_LAUNCH, "-DMOE_OPS_DEPENDENT_LAUNCH"]
+    start, names = time.monotonic(), FILES[architecture]
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=target.parent, prefix=".building-") as folder:
+            with ThreadPoolExecutor(jobs()) as pool:
+                commands = [
+                    [tools.nvcc, *flags, "-c", f"{SOURCES}/{name}.cu", "-o", f"{folder}/{name}.o"]
+                    for name in names
+                ]
+                for done, _ in enumerate(pool.map(_run, commands), 1):
+                    seconds = time.monotonic() - start
+                    progress(f"{architecture}: {done} of {len(names)} files, {seconds:.0f} s")
+            whole = Path(folder, target.name)
+            objects = [f"{folder}/{name}.o" for name in names]
+            _run([tools.nvcc, "-shared", "-cudart", "static", *objects, "-o", str(whole)])
+            os.replace(whole, target)
+    except OSError as error:  # no right to write, no space
+        raise BuildError(
+            f"{target.parent} cannot be written: {error}; set MOE_OPS_CACHE to another folder"
+        ) from error
+
+
+def _run(command: list[str]) -> None:
+    result = subprocess.run(command, capture_output=True, text=True, errors="replace")
+    if result.returncode:
+        said = (result.stdout + result.stderr)[-2000:]
+        if "No space left" in said:
+            raise OSError(28, "no space left on the device")
+        raise BuildError(f"{shlex.join(command)} ended with {result.returncode}: {said}")
+
+
+@contextlib.contextmanager
+def only_one(folder: Path) -> Iterator[None]:
+    """Hold the lock of a folder: a second process waits for the first. The operating system drops
+    it with the process that holds it, however that ends.
+    """
+    import fcntl
+
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        handle = open(folder / ".lock", "w")  # noqa: SIM115
+    except OSError as error:
+        raise BuildError(
+            f"{folder} cannot be written: {error}; set MOE_OPS_CACHE to another folder"
+        ) from error
+    with handle:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+
+
+def ensure(
+    architecture: str, cache: Path, progress: Callable[[str], None] = lambda line: None
+) -> Path:
+    """The object of a family of GPUs, built into a folder for caches at the first use.
+
+    Raises:
+        BuildError: see `build`.
+    """
+    found = installed(architecture, cache)
+    if found is not None:
+        return found
+    target = cached(architecture, cache)
+    with only_one(target.parent):
+        if not target.is_file():  # another process may have built it meanwhile
+            progress(
+                f"building moe_ops's CUTLASS kernels for {architecture}, once, into {target}; "
+                "this takes one to five minutes"
+            )
+            build(architecture, target, progress)
+    return target
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("architectures", nargs="*", metavar="sm_90a", help=", ".join(FILES))
+    parser.add_argument("--out", type=Path, default=SOURCES, help="where objects are written")
+    given = parser.parse_args(arguments)
+    unknown = set(given.architectures) - set(FILES)
+    if unknown:
+        parser.error(f"unknown: {', '.join(sorted(unknown))}; known: {', '.join(FILES)}")
+    for architecture in given.architectures or FILES:
+        target = given.out / object_name(architecture)
+        try:
+            build(architecture, target, lambda line: print(line, file=sys.stderr, flush=True))
+        except BuildError as error:
+            print(f"moe_ops.csrc.build: {error}", file=sys.stderr)
+            return 1
+        print(target)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,180 @@
+"""Backend cutlass: its kernels under Triton's interpreter around GEMMs in plain torch, and on a
+GPU the real ones.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import moe_ops
+from moe_ops.activations import NAMES
+from moe_ops.backends.cutlass import backend, library
+from moe_ops.planning import bind
+from moe_ops.planning import machine as machines
+from tests.support import fake_cutlass, oracle
+from tests.support.cases import BF16, FP16, Case, assert_matches, garbage, tolerance
+
+CUDA = torch.cuda.is_available()
+PLACES = [
+    pytest.param("cpu", marks=pytest.mark.skipif(CUDA, reason="kernels run on the GPU here")),
+    pytest.param("cuda", marks=pytest.mark.gpu),
+]
+devices = pytest.mark.parametrize("device", PLACES)
+schemes = pytest.mark.parametrize("scheme", backend._FP8)
+
+
+def forget() -> None:
+    machines._machine_facts_cached.cache_clear()
+    bind._bound.clear()
+
+
+@pytest.fixture(autouse=True)
+def products(monkeypatch):
+    """On a CPU the kernels are those of plain torch."""
+    fake = None if CUDA else fake_cutlass.install(monkeypatch)
+    forget()
+    yield fake
+    monkeypatch.undo()
+    forget()
+
+
+def case_of(device: str, scheme: str, dtype=BF16, **options) -> Case:
+    return Case(device, dtype, scheme, **{"K": 64, "I": 48, **options})
+
+
+def check(case: Case) -> torch.Tensor:
+    """Compare with the oracle whose first product is rounded as the library returns it."""
+    out = case.run("cutlass")
+    real, dtype = oracle.activation, case.dtype
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(oracle, "activation", lambda x, **o: real(x.to(dtype).double(), **o))
+        expected = case.reference()
+    squared = str(case.options["activation"]).startswith("relu2")
+    assert_matches(out, expected, tolerance(dtype, case.scheme, "cuda") * (2 if squared else 1))
+    assert out.dtype == dtype and (out[case.nowhere] == 0).all()
+    return out
+
+
+@devices
+@schemes
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_values(device, scheme, dtype):
+    check(case_of(device, scheme, dtype, M=37, E=5, top_k=3))
+
+
+@devices
+@pytest.mark.parametrize("activation", NAMES)
+def test_activations(device, activation):
+    check(case_of(device, "fp8_channel", activation=activation, M=9, E=3))
+
+
+@devices
+@schemes
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"expert_map": True, "ids_dtype": torch.int64, "weights_dtype": BF16, "M": 33, "E": 6},
+        {"on_input": True, "top_k": 1, "M": 20},
+        {"M": 3, "ids": torch.tensor([[-1, 4], [-9, 99], [2**31 - 1, -(2**31)]])},
+        {"E": 1, "top_k": 3, "M": 5},
+        {"M": 70, "top_k": 4, "K": 80, "I": 112},
+    ],
+    ids=lambda o: "-".join(o),
+)
+def test_options(device, scheme, options):
+    """Repeats of an expert come as one; ids that name none are skipped, whatever their rows and
+    weights hold."""
+    check(case_of(device, scheme, **options))
+
+
+@devices
+@schemes
+def test_strided_rows(device, scheme):
+    case = case_of(device, scheme, M=7)
+    wide = garbage(torch.empty(7, 2 * 64 + 6, dtype=BF16, device=device))
+    case.args[0] = wide[:, 3:-3:2].copy_(case.args[0])
+    check(case)
+
+
+@devices
+@pytest.mark.parametrize("rows", [3, 200])
+def test_both_kernels(device, rows, products):
+    """Few rows an expert take blocks of 64 rows, more those of 128 and 256 columns."""
+    check(case_of(device, "fp8_channel", M=rows, E=2, K=272, I=400))
+    if products is not None:
+        tile = "128x256" if rows == 200 else "64x128"
+        assert products.calls == [f"moe_ops_sm90_fp8_bf16_{tile}"] * 2
+
+
+@devices
+def test_an_expert_with_all_rows(device):
+    check(case_of(device, "fp8_channel", M=300, top_k=1, ids=torch.full((300, 1), 2), E=4))
+
+
+@devices
+@schemes
+def test_chunks_are_one_piece(device, scheme):
+    case = case_of(device, scheme, M=37, E=3)
+    whole = check(case)
+    x, w13, w2, _, ids = case.args
+    call = {**case.options, "backend": "cutlass"}
+    most = moe_ops.explain(x, w13, w2, ids, **call).num_bytes(16)
+    out = moe_ops.fused_experts(*case.args, **call, max_workspace_bytes=most)
+    assert torch.equal(out, whole)
+
+
+@devices
+@schemes
+def test_arriving_quantized(device, scheme):
+    """The bits of quantizing inside."""
+    case = case_of(device, scheme, M=21, E=4, expert_map=True)
+    whole = check(case)
+    x, w13, *rest = case.args
+    found = moe_ops.numerics.quantize_activation(x, scheme, w13.activation_scale)
+    found.q.view(torch.uint8)[case.nowhere] = 127
+    scale = found.scale
+    if scale.ndim:
+        wide = garbage(torch.empty(len(x), 3, device=device))
+        scale = wide[:, 1:2].copy_(scale)
+    out = moe_ops.fused_experts(
+        found.q, w13, *rest, **case.options, hidden_states_scale=scale, out_dtype=BF16,
+        backend="cutlass",
+    )  # fmt: skip
+    assert torch.equal(out, whole)
+
+
+@devices
+def test_scales_of_experts(device):
+    """Each pair is quantized by the scale of its expert."""
+    case = case_of(device, "fp8_tensor_static", M=40, E=5)
+    w13, w2 = case.args[1:3]
+    steps = torch.linspace(0.5, 2.0, 5, device=device)
+    case.args[1] = w13._replace(activation_scale=w13.activation_scale * steps)
+    case.args[2] = w2._replace(activation_scale=w2.activation_scale * steps.flip(0))
+    check(case)
+
+
+@pytest.mark.parametrize(
+    "options, reason",
+    [
+        ({"scheme": "fp8_block"}, "cutlass has no kernel for scheme 'fp8_block'"),
+        ({"scheme": "fp8_channel", "K": 72}, "needs K to be a multiple of 16, got 72"),
+        ({"scheme": "fp8_channel", "I": 40}, "needs I to be a multiple of 16, got 40"),
+        ({"scheme": "fp8_channel", "bias": True}, "cutlass takes no bias"),
+    ],
+    ids=lambda o: "-".join(o) if isinstance(o, dict) else "",
+)
+def test_what_is_refused(options, reason):
+    case = case_of("cpu", **options)
+    with pytest.raises(ValueError, match=reason):
+        case.run("cutlass")
+
+
+def test_parts_do_not_overlap():
+    for E in (1, 8, 128, 513):
+        at = library.parts(1001, E)
+        assert at.arrays % 32 == at.sizes % 32 == at.descriptors % 32 == 0
+        assert at.arrays >= 1001 and at.sizes - at.arrays >= 4 * 8 * E
+        assert at.descriptors - at.sizes >= 6 * E
+        assert 4 * (at.end - at.descriptors) == 2 * library.DESCRIPTOR_BYTES
