@@ -321,6 +321,10 @@ def why_not(backend: library.Backend, problem: Problem, machine: Machine) -> lis
     reasons = _reasons(backend, problem, machine)
     if backend.interpreted and machine.device_type == "cpu":
         reasons.append("runs in an interpreter on a CPU: only when named")
+    if not reasons and backend.unbuilt is not None:
+        missing = backend.unbuilt(machine)
+        if missing is not None:
+            reasons.append(missing)
     return reasons
 
 

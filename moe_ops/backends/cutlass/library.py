@@ -18,6 +18,7 @@ import torch
 from moe_ops import environment
 from moe_ops.csrc import build
 from moe_ops.meta.workspace import round_up
+from moe_ops.ops.problem import Machine
 
 ARCHITECTURES = {(9, 0): "sm_90a"}  # by compute capability
 MAX_SMS = 160  # of the GPUs for which there are kernels
@@ -85,6 +86,21 @@ def architecture(capability: tuple[int, int]) -> str:
     return ARCHITECTURES.get(capability, "")
 
 
+@environment.constant
+def _unbuilt(name: str) -> str | None:
+    if build.installed(name, environment.cache_folder()):
+        return None
+    return (
+        "its kernels are not built yet, which takes minutes: python -m moe_ops.csrc.build "
+        f"{name}, or name the backend, whose first use builds them"
+    )
+
+
+def unbuilt(machine: Machine) -> str | None:
+    """Why "auto" leaves this backend out on a machine; None if its kernels are built."""
+    return None if simulated() else _unbuilt(architecture(machine.capability))
+
+
 @cache
 def why_not() -> str | None:
     """Why there is no object for any GPU, and none can be built; None if there is or can be."""
@@ -105,7 +121,13 @@ def check_warm(device: int) -> None:
         )
 
 
+_SIMULATED = -1  # the "device" of tests on a CPU, where something stands for the kernels
 _loaded: dict[int, Gemms] = {}
+
+
+def simulated() -> bool:
+    """Whether something stands for the kernels on a CPU."""
+    return _SIMULATED in _loaded
 
 
 def gemms(device: int) -> Gemms:
