@@ -80,10 +80,7 @@ class KernelBuildHook(BuildHookInterface):
         root = Path(self.root)
         built = [LIBRARY] if self.built(LIBRARY, build(root / SOURCE, root / LIBRARY)) else []
         if os.environ.get("CUTLASS_PATH"):
-            reasons = build_cuda(root)
-            built += [
-                library for library, reason in reasons.items() if self.built(library, reason)
-            ]
+            built += [name for name, why in build_cuda(root).items() if self.built(name, why)]
         if built:
             build_data["pure_python"] = False
             build_data["tag"] = "py3-none-linux_x86_64"  # no Python ABI in it

@@ -37,7 +37,7 @@ def experts(a: ExpertsArgs) -> None:
             raise ValueError(f"{name} must have dtype torch.float8_e4m3fn, got {tensor.dtype}")
         if not tensor.is_contiguous():
             raise ValueError(f"{name} must be contiguous for cutlass; make it so once")
-    config = library.choose(M * top_k, a.w13.shape[0], a.out.dtype)
+    config = library.choose(a.out.dtype)
     gpu = launch.gpu(device)
     for part in chunks(a):
         _experts(part, gemms, config, gpu, device)

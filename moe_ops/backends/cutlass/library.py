@@ -189,15 +189,11 @@ class Config(NamedTuple):
 
 
 _TYPES = {torch.bfloat16: "bf16", torch.float16: "f16"}
-# Rows an expert from which blocks have 128 rows and 256 columns. On an H200 Qwen3's GEMM1 took 124
-# and 132 us at 64 rows an expert, Mixtral's 304 and 259.
-_WIDE_FROM = 64
 
 
-def choose(rows: int, num_experts: int, dtype: torch.dtype) -> Config:
-    """The kernel for `rows` rows over all experts."""
-    tile = "128x256" if rows > _WIDE_FROM * num_experts else "64x128"
-    return Config(f"moe_ops_sm90_fp8_{_TYPES[dtype]}_{tile}")
+def choose(dtype: torch.dtype) -> Config:
+    """The kernel for an output dtype."""
+    return Config(f"moe_ops_sm90_fp8_{_TYPES[dtype]}")
 
 
 # --- the arrays over experts ---------------------------------------------------------------------
