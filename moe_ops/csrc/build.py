@@ -33,6 +33,7 @@ ABI = 1  # MOE_OPS_CUTLASS_ABI of grouped.h
 FILES = {
     "sm_90a": ("abi", "sm90_fp8_bf16", "sm90_fp8_f16"),
 }
+SUFFIXES = (".cu", ".cuh", ".h")
 BYTES_OF_JOB = 6 << 30
 OLDEST_NVCC = (12, 3)  # wgmma, and C++20 on the device
 FLAGS = ("-O3", "-std=c++20", "-DNDEBUG", "--expt-relaxed-constexpr", "-w", "-Xcompiler", "-fPIC")
@@ -146,7 +147,7 @@ def fingerprint(architecture: str) -> str:
     cache.
     """
     digest = hashlib.sha256(repr((ABI, architecture, FILES[architecture], FLAGS)).encode())
-    for path in sorted(SOURCES.iterdir()):
+    for path in sorted(path for path in SOURCES.iterdir() if path.suffix in SUFFIXES):
         digest.update(path.name.encode() + path.read_bytes())
     return digest.hexdigest()[:16]
 

@@ -56,7 +56,7 @@ def copied(folder: Path) -> Path:
     """The sources, without what was built beside them."""
     folder.mkdir()
     for path in build.SOURCES.iterdir():
-        if path.suffix != ".so":
+        if path.suffix in build.SUFFIXES:
             shutil.copy(path, folder)
     return folder
 
@@ -74,6 +74,8 @@ def test_the_first_use_builds_and_the_next_finds(tools, tmp_path):
     count = runs(log)
     assert count == 1 + len(build.FILES[ARCHITECTURE]) + 1  # version, files, link
     assert build.ensure(ARCHITECTURE, tmp_path / "cache") == path and runs(log) == count
+    (build.SOURCES / "other.so").write_text("built into the package")
+    assert build.cached(ARCHITECTURE, tmp_path / "cache") == path
     (build.SOURCES / "sm90_fp8.cuh").write_text("// changed")
     assert build.ensure(ARCHITECTURE, tmp_path / "cache") != path
     assert not list(path.parent.glob(".building-*"))
