@@ -68,12 +68,15 @@ def workspace_shapes(M: int, problem: Problem) -> Workspaces:
     library.Parts.
     """
     p = problem
-    rows, E = M * p.top_k, p.num_experts
+    E, rows = p.num_experts, M * p.top_k
+    index = index_parts(rows, E).end
+    if p.kind == "batched_experts":
+        rows, index = E * M, E
     wide = max(p.hidden_size, p.intermediate_size)
     return Workspaces(
         Buffer((round_up(rows * wide, 128) + 4 * rows,), torch.uint8),
         Buffer((rows, max(p.num_rows, p.hidden_size)), p.dtype),
-        Buffer((library.parts(index_parts(rows, E).end, E).end,), torch.int32),
+        Buffer((library.parts(index, E).end,), torch.int32),
     )
 
 
@@ -94,7 +97,10 @@ BACKEND = register(
     available=available,
     supports=supports,
     workspace_shapes=workspace_shapes,
-    launch={"experts": Lazy("moe_ops.backends.cutlass.layer:experts")},
+    launch={
+        "experts": Lazy("moe_ops.backends.cutlass.layer:experts"),
+        "batched_experts": Lazy("moe_ops.backends.cutlass.layer:batched_experts"),
+    },
     devices=("CUDA",),
     native_schemes=_FP8,
     native_capability=(9, 0),
