@@ -293,7 +293,7 @@ def test_zeros_are_zero(scheme):
 
 
 def test_a_scale_of_activations_of_each_expert():
-    """It is as long as there are experts, and none of another shape is copied into it."""
+    """It is as long as there are experts; one of all is copied into it as that of each."""
 
     def quantized(scale):
         return moe_ops.quantize(sample(E, N, K), "fp8_tensor_static", activation_scale=scale)
@@ -303,10 +303,13 @@ def test_a_scale_of_activations_of_each_expert():
     assert torch.equal(fewer.activation_scale, torch.ones(2))
     assert fewer.copy_(each[1:3]) is fewer and fewer.activation_scale.tolist() == [2, 3]
     assert shared.new_zeros((2, N, K)).activation_scale.shape == ()
-    for target, source in ((torch.zeros_like(each), shared), (torch.zeros_like(shared), each)):
-        with pytest.raises(ValueError, match=r"^activation_scale of a copy into .* must have sha"):
-            target.copy_(source)
-        assert not target.qdata.float().any()  # nothing was copied
+    whole = torch.zeros_like(each)
+    assert whole.copy_(shared) is whole
+    assert whole.activation_scale.tolist() == [0.5] * E and torch.equal(whole.qdata, shared.qdata)
+    one = torch.zeros_like(shared)
+    with pytest.raises(ValueError, match=r"^activation_scale of a copy into .* hold those of all"):
+        one.copy_(each)
+    assert not one.qdata.float().any()  # nothing was copied
 
 
 @schemes
