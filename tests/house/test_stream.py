@@ -56,7 +56,7 @@ ROUTER_USES = ("launch", "device", "router")
 BACKEND = (
     "binding",
     "relayout library schemes cpu",
-    "rows setup inputs grouped_mm",
+    "rows setup inputs grouped_mm chunked",
     "layer plain mixed",
     "backend",
 )
