@@ -1,8 +1,8 @@
 """Backend `cutlass`: grouped GEMMs on CUTLASS 3.x collectives, in C++ (csrc/cutlass), between
 fused kernels of our own (layer.py).
 
-On SM90 it runs e4m3 weights with one scale or one for each row, beside e4m3 activations with known
-scales or one for each token.
+On SM90 it runs e4m3 weights with one scale or one for each row, beside e4m3 activations with one
+scale, known or dynamic, or one for each token.
 """
 
 from __future__ import annotations
@@ -18,7 +18,10 @@ from moe_ops.meta.workspace import round_up
 from moe_ops.ops.library import register
 from moe_ops.ops.problem import Buffer, Machine, Problem, Workspaces
 
-_FP8 = ("fp8_channel", "fp8_tensor_static", "fp8_channel_tensor_static")
+_FP8 = (
+    *("fp8_channel", "fp8_tensor", "fp8_tensor_static"),
+    *("fp8_channel_tensor", "fp8_channel_tensor_static"),
+)
 _MULTIPLE = 16  # of K and I: rows of e4m3 begin at multiples of 16 bytes
 
 

@@ -7,6 +7,9 @@ no device memory: one kernel writes the addresses and sizes that the GEMMs read.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -16,10 +19,12 @@ from moe_ops.backends.cutlass.rows import Operand, activate, scatter
 from moe_ops.backends.cutlass.setup import Gemm, setup
 from moe_ops.kernels import launch
 from moe_ops.kernels.gemm.operands import activated
-from moe_ops.kernels.launch import Gpu, run
+from moe_ops.kernels.launch import Gpu, Launch, run
 from moe_ops.kernels.permute.combine import combine_rows
 from moe_ops.kernels.permute.layout import Layout, index_parts
 from moe_ops.kernels.permute.place import place, place_batches
+from moe_ops.kernels.quantize.scales import Shared
+from moe_ops.kernels.quantize.shared import amax_of
 from moe_ops.meta.workspace import carve, round_up
 from moe_ops.ops.args import BatchedExpertsArgs, ExpertsArgs
 from moe_ops.ops.chunks import batched_chunks, chunks
@@ -27,20 +32,39 @@ from moe_ops.ops.chunks import batched_chunks, chunks
 
 def experts(a: ExpertsArgs) -> None:
     """Launch `moe_ops::cutlass_experts`."""
-    if a.topk_ids.numel() == 0:
-        return
-    gemms = _gemms(a)
-    for part in chunks(a):
-        _experts(part, gemms)
+    if a.topk_ids.numel():
+        _run(a, chunks(a), _Pairs)
 
 
 def batched_experts(a: BatchedExpertsArgs) -> None:
     """Launch `moe_ops::cutlass_batched_experts`."""
-    if a.hidden_states.shape[1] == 0:
-        return
-    gemms = _gemms(a)
-    for part in batched_chunks(a):
-        _batched_experts(part, gemms)
+    if a.hidden_states.shape[1]:
+        _run(a, batched_chunks(a), _Batches)
+
+
+def _run(a: Any, parts: list[Any], layer_of: Callable[..., _Layer]) -> None:
+    """Run the parts of a call, one after the other. Where all rows share one dynamic scale, that
+    of h is known once the first GEMM has run for all of them.
+    """
+    gemms, device, shared = _gemms(a), a.hidden_states.get_device(), None
+    gpu = launch.gpu(device)
+    if library.one_scale(a.scheme):
+        shared = library.shared(a.index_workspace)
+        if a.hidden_states_scale is None:
+            run([amax_of(a, shared, gpu)], device, gpu)
+        else:
+            shared.h.zero_()
+        for part in parts:
+            layer = layer_of(part, gemms, gpu, shared)
+            layer.first()
+            layer.find_largest()
+        if len(parts) == 1:
+            layer.second()
+            return
+    for part in parts:
+        layer = layer_of(part, gemms, gpu, shared)
+        layer.first()
+        layer.second()
 
 
 def _gemms(a: ExpertsArgs | BatchedExpertsArgs) -> Gemms:
@@ -53,21 +77,17 @@ def _gemms(a: ExpertsArgs | BatchedExpertsArgs) -> Gemms:
     return library.gemms(a.hidden_states.get_device())
 
 
-def rows_in(
-    buffer: Tensor,
-    rows: int,
-    columns: int,
-    known: Tensor | None,
-    scales: str,
-) -> Operand:
-    """The operand (rows, columns) at the start of a workspace, with a scale for each row behind it
-    if none is known.
+def rows_in(buffer: Tensor, rows: int, columns: int, known: Tensor | None, scales: str) -> Operand:
+    """The operand (rows, columns) at the start of a workspace, with the scales that are written
+    behind it.
     """
     size = round_up(rows * columns, 128)
     everything = carve(buffer, (size + 4 * rows,), torch.uint8)
     data = everything[: rows * columns].view(torch.float8_e4m3fn).view(rows, columns)
-    scale = everything[size:].view(torch.float32) if known is None else None
-    return Operand(data, scale, known, scales)
+    scale = everything[size:].view(torch.float32)
+    if scales == "tensor":
+        return Operand(data, scale[:1], known, scales)
+    return Operand(data, scale if known is None else None, known, scales)
 
 
 def _known(scale: Tensor | None) -> tuple[Tensor | None, str]:
@@ -80,61 +100,112 @@ def _known(scale: Tensor | None) -> tuple[Tensor | None, str]:
     return scale, "known" if scale.numel() == 1 else "experts"
 
 
-def _input(a: ExpertsArgs | BatchedExpertsArgs, rows: int, workspace: Tensor) -> Operand:
-    """The first GEMM's operand (rows, K), quantized as the call says or as it arrives."""
-    known, scales = _known(a.a13_scale)
-    arrived = a.hidden_states_scale
-    if arrived is not None:
-        one = arrived.numel() == 1 and arrived.ndim < 2
-        known, scales = arrived.reshape(-1) if one else None, "given"
-    return rows_in(workspace, rows, a.hidden_states.shape[-1], known, scales)
+class _Layer:
+    """A layer, or a chunk of it, in two halves: through the first GEMM, and the rest."""
+
+    def __init__(
+        self,
+        a: ExpertsArgs | BatchedExpertsArgs,
+        rows: int,
+        layout: Layout,
+        R: int,  # rows that each expert has room for; 0: those of all follow one another
+        start: int,  # of what is free in the index workspace
+        y: Tensor,  # (rows, K)
+        gemms: Gemms,
+        gpu: Gpu,
+        shared: Shared | None,
+    ):
+        self.a, self.gpu, self.layout, self.shared, self.y = a, gpu, layout, shared, y
+        self.device, N = a.hidden_states.get_device(), a.w13.shape[1]
+        self.activation = activated(a.activation, a.alpha, a.beta, a.limit)
+        I = N // 2 if self.activation.GATED else N  # noqa: E741
+        known, scales = _known(a.a13_scale)
+        of_h = _known(a.a2_scale)
+        if shared is not None:
+            known, scales, of_h = shared.x, "tensor", (shared.h, "tensor")
+        arrived = a.hidden_states_scale
+        if arrived is not None:
+            one = arrived.numel() == 1 and arrived.ndim < 2
+            known, scales = arrived.reshape(-1) if one else None, "given"
+        self.x = rows_in(a.workspace13, rows, a.hidden_states.shape[-1], known, scales)
+        self.h = rows_in(a.workspace13, rows, I, *of_h)
+        self.gate_up = carve(a.workspace2, (rows, N), a.out.dtype)
+        self.both = _Both(a, gemms, layout, R, start, (self.x, self.gate_up), (self.h, y), gpu)
+
+    before: list[Launch]  # place the rows
+    weights_before: Tensor | None = None  # that multiply x before it is quantized
+    weights_after: Tensor | None = None  # that multiply the first GEMM's output
+    top_k = 1
+
+    def first(self) -> None:
+        """Quantize the rows, and run the first GEMM."""
+        a, gpu = self.a, self.gpu
+        rows = scatter(
+            a.hidden_states, a.hidden_states_scale, self.x, self.layout, self.top_k,
+            self.weights_before, gpu,
+        )  # fmt: skip
+        run([*self.before, self.both.setup, rows], self.device, gpu)
+        self.both.run(0)
+
+    def find_largest(self) -> None:
+        """Raise the largest magnitude of h that all rows share."""
+        self._activate(self.h._replace(scales="amax"))
+
+    def _activate(self, h: Operand) -> None:
+        launched = activate(
+            self.activation, h, self.gate_up, self.layout, self.weights_after, self.gpu
+        )
+        run([launched], self.device, self.gpu)
+
+    def second(self) -> None:
+        """Activate, run the second GEMM, and write the output."""
+        self._activate(self.h)
+        self.both.run(1)
+        run(self.after(), self.device, self.gpu)
+
+    def after(self) -> list[Launch]:
+        """What follows the second GEMM."""
+        raise NotImplementedError
 
 
-def _experts(a: ExpertsArgs, gemms: Gemms) -> None:
-    """A layer, or a chunk of its tokens."""
-    x, arrived, (M, top_k) = a.hidden_states, a.hidden_states_scale, a.topk_ids.shape
-    (E, N, K), rows, device, dtype = a.w13.shape, M * top_k, x.get_device(), a.out.dtype
-    gpu, activation = launch.gpu(device), activated(a.activation, a.alpha, a.beta, a.limit)
-    I = N // 2 if activation.GATED else N  # noqa: E741
-    permuted = _input(a, rows, a.workspace13)
-    h = rows_in(a.workspace13, rows, I, *_known(a.a2_scale))
-    gate_up = carve(a.workspace2, (rows, N), dtype)
-    y = carve(a.workspace2, (rows, K), dtype)
+class _Pairs(_Layer):
+    """Tokens, whose pairs are sorted by expert."""
 
-    weights = a.topk_weights
-    on_input, on_output = (weights, None) if a.router_weight_on_input else (None, weights)
-    before, after = (on_input, None) if arrived is None else (None, on_input)
-    launches, layout = place(a, rows, 1, gpu)
-    start = index_parts(rows, E).end
-    both = _Both(a, gemms, layout, 0, start, (permuted, gate_up), (h, y), gpu)
-    launches += (both.setup, scatter(x, arrived, permuted, layout, top_k, before, gpu))
-    run(launches, device, gpu)
-    both.run(0)
-    run([activate(activation, h, gate_up, layout, after, gpu)], device, gpu)
-    both.run(1)
-    run([combine_rows(a.out, y, on_output, layout, top_k)], device, gpu)
+    def __init__(self, a: ExpertsArgs, gemms: Gemms, gpu: Gpu, shared: Shared | None):
+        rows, (E, _, K) = a.topk_ids.numel(), a.w13.shape
+        self.before, layout = place(a, rows, 1, gpu)
+        y = carve(a.workspace2, (rows, K), a.out.dtype)
+        super().__init__(a, rows, layout, 0, index_parts(rows, E).end, y, gemms, gpu, shared)
+        self.top_k = a.topk_ids.shape[1]
+        self.weights_on_output: Tensor | None = a.topk_weights
+        if a.router_weight_on_input:
+            self.weights_on_output = None
+            if a.hidden_states_scale is None:
+                self.weights_before = a.topk_weights
+            else:
+                self.weights_after = a.topk_weights
+
+    def after(self) -> list[Launch]:
+        out, weights = self.a.out, self.weights_on_output
+        return [combine_rows(out, self.y, weights, self.layout, self.top_k)]
 
 
-def _batched_experts(a: BatchedExpertsArgs, gemms: Gemms) -> None:
-    """Batches of rows, or a chunk of experts."""
-    x, arrived, (E, T, K) = a.hidden_states, a.hidden_states_scale, a.hidden_states.shape
-    N, rows, device, dtype = a.w13.shape[1], E * T, x.get_device(), a.out.dtype
-    gpu, activation = launch.gpu(device), activated(a.activation, a.alpha, a.beta, a.limit)
-    I = N // 2 if activation.GATED else N  # noqa: E741
-    permuted = _input(a, rows, a.workspace13)
-    h = rows_in(a.workspace13, rows, I, *_known(a.a2_scale))
-    gate_up = carve(a.workspace2, (rows, N), dtype)
-    in_place = a.out.is_contiguous()
-    y = a.out.view(rows, K) if in_place else carve(a.workspace2, (rows, K), dtype)
+class _Batches(_Layer):
+    """Batches (E, T, ..), whose rows stay where they are."""
 
-    first, layout = place_batches(a, T, gpu)
-    both = _Both(a, gemms, layout, T, E, (permuted, gate_up), (h, y), gpu)
-    run([first, both.setup, scatter(x, arrived, permuted, layout, 1, None, gpu)], device, gpu)
-    both.run(0)
-    run([activate(activation, h, gate_up, layout, None, gpu)], device, gpu)
-    both.run(1)
-    if not in_place:
-        run([combine_rows(a.out, y.view(E, T, K), None, layout, 1)], device, gpu)
+    def __init__(self, a: BatchedExpertsArgs, gemms: Gemms, gpu: Gpu, shared: Shared | None):
+        E, T, K = a.out.shape
+        first, layout = place_batches(a, T, gpu)
+        self.before, self.in_place = [first], a.out.is_contiguous()
+        where = a.out if self.in_place else carve(a.workspace2, (E, T, K), a.out.dtype)
+        y = where.view(E * T, K)
+        super().__init__(a, E * T, layout, T, E, y, gemms, gpu, shared)
+
+    def after(self) -> list[Launch]:
+        if self.in_place:
+            return []
+        out = self.a.out
+        return [combine_rows(out, self.y.view(out.shape), None, self.layout, 1)]
 
 
 class _Both:
@@ -174,7 +245,7 @@ class _Both:
         """Launch the first (0) or the second (1) on the arrays that the setup kernel wrote."""
         (x, w_scale), E = self.operands[which], self.E
         start = self.arrays.data_ptr() + which * 8 * len(ARRAYS) * E
-        vectors = (x.known is None, w_scale is not None and w_scale.numel() > E)
+        vectors = (x.of_gemm[1] < 0, w_scale is not None and w_scale.numel() > E)
         if self.config.swapped:
             vectors = vectors[::-1]
         gemm = GroupedGemm(
@@ -195,7 +266,7 @@ def _gemm(x: Operand, w: Tensor, d: Tensor, w_scale: Tensor | None) -> Gemm:
     """The operands of a GEMM as the setup kernel takes them."""
     assert w_scale is not None
     E, N, _ = w.shape
-    scale, step = (x.scale, -1) if x.known is None else (x.known, min(x.known.numel() - 1, 1))
+    scale, step = x.of_gemm
     return Gemm(
         x=x.data.view(torch.uint8),
         w=w.view(torch.uint8),

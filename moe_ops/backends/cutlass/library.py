@@ -14,11 +14,14 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from moe_ops import environment
 from moe_ops.csrc import build
+from moe_ops.kernels.quantize.scales import NUM_PARTIALS, SHARED, Shared
 from moe_ops.meta.workspace import round_up
 from moe_ops.ops.problem import Machine
+from moe_ops.schemes import get_scheme
 
 ARCHITECTURES = {(9, 0): "sm_90a"}  # by compute capability
 MAX_SMS = 160  # of the GPUs for which there are kernels
@@ -209,12 +212,28 @@ class Parts(NamedTuple):
     arrays: int  # (2, len(ARRAYS), E) int64
     sizes: int  # (2, E, 3) int32
     descriptors: int  # (2, DESCRIPTOR_BYTES): GEMM2 may be set up while GEMM1 still runs
+    shared: int  # fp32 of `shared`, at the end of the workspace
     end: int
 
 
 def parts(start: Any, E: int) -> Parts:
     """The parts from `start` on."""
     starts = [round_up(start, 32)]
-    for size in (4 * len(ARRAYS) * E, 6 * E, DESCRIPTOR_BYTES // 2):
+    for size in (4 * len(ARRAYS) * E, 6 * E, DESCRIPTOR_BYTES // 2, SHARED):
         starts.append(starts[-1] + round_up(size, 32))
     return Parts(*starts)
+
+
+@cache
+def one_scale(scheme: str) -> bool:
+    """Whether all rows share one dynamic scale."""
+    activation = get_scheme(scheme).activation
+    return activation is not None and activation.group.is_tensor and not activation.static
+
+
+def shared(index: Tensor) -> Shared:
+    """The largest magnitudes that all rows share, at the end of the index workspace: chunks write
+    the parts before it, each where its own number of rows says.
+    """
+    found = index[-round_up(SHARED, 32) :].view(torch.float32)
+    return Shared(found[:NUM_PARTIALS], found[NUM_PARTIALS:SHARED])

@@ -11,6 +11,8 @@ SCALES says where the scales of e4m3 data come from:
     "known"    one that is known, for all rows
     "experts"  one that is known for each expert
     "given"    the data arrive quantized, with a scale for each row or one for all
+    "tensor"   computed from the largest magnitude of all rows, which is known: one scale
+    "amax"     nothing is quantized, but that magnitude found
 """
 
 from __future__ import annotations
@@ -51,10 +53,11 @@ from moe_ops.kernels.permute.layout import (
 class Quantized(NamedTuple):
     """How rows are quantized."""
 
-    scale: Pointer  # (rows,) fp32, written, or None: not one for each row
-    known: Pointer  # (1,) or (E,) fp32, or None
+    scale: Pointer  # (rows,) fp32, written; of "tensor" (1,); or None: none to be written
+    known: Pointer  # (1,) or (E,) fp32 scales, partial maxima of magnitudes, or None
     E: Runtime
     SCALES: Constant
+    PARTIALS: Constant  # of "tensor": maxima in `known`, a power of two
     BLOCK_E: Constant
     NATIVE: Constant
 
@@ -63,12 +66,26 @@ class Operand(NamedTuple):
     """Rows of a GEMM as kernels write them: e4m3 (rows, columns), and their scales."""
 
     data: Tensor
-    scale: Tensor | None  # (rows,) fp32 where SCALES is "token" or "given", with one for each row
-    known: Tensor | None  # (1,) or (E,)
+    scale: Tensor | None  # fp32, written: one of each row; of "tensor" one; else None
+    known: Tensor | None  # (1,) or (E,) scales; of "tensor" maxima of magnitudes
     scales: str
 
     def quantized(self, E: int, gpu: Gpu) -> Quantized:
-        return Quantized(self.scale, self.known, E, self.scales, block_e(E), gpu.native)
+        """The operand as the kernels take it."""
+        partials = self.known.numel() if self.known is not None and self.scales == "tensor" else 1
+        known, scale = self.known, self.scale
+        return Quantized(scale, known, E, self.scales, partials, block_e(E), gpu.native)
+
+    @property
+    def of_gemm(self) -> tuple[Tensor | None, int]:
+        """The scales that a GEMM reads, and the elements between those of two experts: -1 where
+        each row has its own.
+        """
+        if self.scales == "tensor":
+            return self.scale, 0
+        if self.known is None:
+            return self.scale, -1
+        return self.known, min(self.known.numel() - 1, 1)
 
 
 @triton.jit
@@ -78,6 +95,12 @@ def known_scale(known_ptr, ends_ptr, row, E, BLOCK_E: tl.constexpr):
     ends = tl.load(ends_ptr + e, mask=e < E, other=0x7FFFFFFF)
     expert = tl.sum((ends <= row).to(tl.int32), 0)
     return tl.load(known_ptr + tl.minimum(expert, E - 1))
+
+
+@triton.jit
+def tensor_scale(partials_ptr, PARTIALS: tl.constexpr):
+    """The scale of all rows, from their largest magnitude."""
+    return e4m3_scale(tl.max(tl.load(partials_ptr + tl.arange(0, PARTIALS)), 0))
 
 
 @triton.jit
@@ -102,7 +125,9 @@ class Scales(NamedTuple):
 
 
 @triton.jit
-def quantized_row(x, factor, known_ptr, e, SCALES: tl.constexpr, NATIVE: tl.constexpr):
+def quantized_row(
+    x, factor, known_ptr, e, SCALES: tl.constexpr, PARTIALS: tl.constexpr, NATIVE: tl.constexpr
+):
     """(x * factor as e4m3, its scale), or x where each expert has a scale of its own and none is
     given.
     """
@@ -115,6 +140,9 @@ def quantized_row(x, factor, known_ptr, e, SCALES: tl.constexpr, NATIVE: tl.cons
             v *= factor
         if SCALES == "token":
             y, scale = by_token(v, NATIVE)
+        elif SCALES == "tensor":
+            scale = tensor_scale(known_ptr, PARTIALS)
+            y = by_known(v, scale, NATIVE)
         elif SCALES == "known":
             y = by_known(v, tl.load(known_ptr), NATIVE)
         elif e is not None:
@@ -147,6 +175,7 @@ def moe_ops_cutlass_scatter(
     known_ptr,
     E,
     SCALES: tl.constexpr,
+    PARTIALS: tl.constexpr,
     BLOCK_E: tl.constexpr,
     NATIVE: tl.constexpr,
     x_ptr,
@@ -172,6 +201,7 @@ def moe_ops_cutlass_scatter(
     """
     k = tl.arange(0, BLOCK_K)
     x_ptr += k.to(tl.int64) * x_stride_k
+    EACH: tl.constexpr = SCALES == "token" or SCALES == "given"
     if rows_ptr is None:
         gdc_wait(PDL)
         gdc_launch_dependents(PDL)
@@ -179,11 +209,11 @@ def moe_ops_cutlass_scatter(
         for t in range(tl.program_id(0) % programs, tl.load(groups_ptr + e), programs):
             m = tl.cast(t, tl.int64)
             x = tl.load(x_ptr + (e * x_stride_e + m * x_stride_m), mask=k < K, other=0)
-            y, scale = quantized_row(x, None, known_ptr, e, SCALES, NATIVE)
+            y, scale = quantized_row(x, None, known_ptr, e, SCALES, PARTIALS, NATIVE)
             if x_scale_ptr is not None:
                 scale = tl.load(x_scale_ptr + (e * x_scale_stride_e + m * x_scale_stride_m))
             tl.store(y_ptr + (e * R + m) * K + k, y, mask=k < K)
-            if scale_ptr is not None:
+            if EACH and scale_ptr is not None:
                 tl.store(scale_ptr + (e * R + m), scale)
     else:
         m = tl.program_id(0).to(tl.int64)
@@ -191,7 +221,7 @@ def moe_ops_cutlass_scatter(
         factor = None
         if weights_ptr is not None:
             factor = tl.load(weights_ptr + m * weights_stride).to(tl.float32)
-        y, scale = quantized_row(x, factor, known_ptr, None, SCALES, NATIVE)
+        y, scale = quantized_row(x, factor, known_ptr, None, SCALES, PARTIALS, NATIVE)
         if x_scale_ptr is not None:
             scale = tl.load(x_scale_ptr + m * x_scale_stride_m)
         gdc_wait(PDL)  # the kernels before this one write `rows`
@@ -204,8 +234,10 @@ def moe_ops_cutlass_scatter(
                     known = known_scale(known_ptr, groups_ptr, row, E, BLOCK_E)
                     of_pair = by_known(y, known, NATIVE)
                 tl.store(y_ptr + row * K + k, of_pair, mask=k < K)
-                if scale_ptr is not None:
+                if EACH and scale_ptr is not None:
                     tl.store(scale_ptr + row, scale)
+    if SCALES == "tensor" and tl.program_id(0) == 0:
+        tl.store(scale_ptr, tensor_scale(known_ptr, PARTIALS))
 
 
 @triton.jit
@@ -232,6 +264,19 @@ def activated_row(
     return tl.where(ok, h, 0.0)
 
 
+@triton.jit
+def raise_to(amax_ptr, h):
+    """Raise the fp32 number >= 0 at an address to the largest magnitude in h, NaN left aside.
+
+    As integers, the bits of floats >= 0 have the order of the floats. The final maximum does not
+    depend on the order of the atomics, and most programs see that they need none.
+    """
+    amax = tl.max(tl.where(h == h, tl.abs(h), 0.0), 0)
+    if amax > tl.load(amax_ptr, volatile=True):
+        bits = amax.to(tl.int32, bitcast=True)
+        tl.atomic_max(amax_ptr.to(tl.pointer_type(tl.int32)), bits, sem="relaxed")
+
+
 @arguments
 class Activate:
     h: Pointer  # (rows, I), written
@@ -255,6 +300,7 @@ def moe_ops_cutlass_activate(
     known_ptr,
     E,
     SCALES: tl.constexpr,
+    PARTIALS: tl.constexpr,
     BLOCK_E: tl.constexpr,
     NATIVE: tl.constexpr,
     x_ptr,
@@ -281,6 +327,8 @@ def moe_ops_cutlass_activate(
     """
     gdc_launch_dependents(PDL)
     i = tl.arange(0, BLOCK_I)
+    if SCALES == "tensor" and tl.program_id(0) == 0:
+        tl.store(scale_ptr, tensor_scale(known_ptr, PARTIALS))
     if rows_ptr is None:
         e = (tl.program_id(0) // programs).to(tl.int64)
         for t in range(tl.program_id(0) % programs, tl.load(groups_ptr + e), programs):
@@ -289,10 +337,13 @@ def moe_ops_cutlass_activate(
                 x_ptr + row * N, 1.0, i, I, alpha, beta, limit, ACTIVATION, GATED, INTERLEAVED,
                 HAS_LIMIT, BLOCK_I,
             )  # fmt: skip
-            y, scale = quantized_row(h, None, known_ptr, e, SCALES, NATIVE)
-            tl.store(h_ptr + row * I + i, y, mask=i < I)
-            if scale_ptr is not None:
-                tl.store(scale_ptr + row, scale)
+            if SCALES == "amax":
+                raise_to(known_ptr, h)
+            else:
+                y, scale = quantized_row(h, None, known_ptr, e, SCALES, PARTIALS, NATIVE)
+                tl.store(h_ptr + row * I + i, y, mask=i < I)
+                if SCALES == "token":
+                    tl.store(scale_ptr + row, scale)
     else:
         pair = tl.program_id(0)
         row = tl.load(rows_ptr + pair).to(tl.int64)
@@ -305,14 +356,17 @@ def moe_ops_cutlass_activate(
             x_ptr + row * N, weight, i, I, alpha, beta, limit, ACTIVATION, GATED, INTERLEAVED,
             HAS_LIMIT, BLOCK_I,
         )  # fmt: skip
-        if SCALES == "experts":
-            scale = known_scale(known_ptr, groups_ptr, row, E, BLOCK_E)
-            y = by_known(h, scale, NATIVE)
+        if SCALES == "amax":
+            raise_to(known_ptr, h)
         else:
-            y, scale = quantized_row(h, None, known_ptr, None, SCALES, NATIVE)
-        tl.store(h_ptr + row * I + i, y, mask=i < I)
-        if scale_ptr is not None:
-            tl.store(scale_ptr + row, scale)
+            if SCALES == "experts":
+                scale = known_scale(known_ptr, groups_ptr, row, E, BLOCK_E)
+                y = by_known(h, scale, NATIVE)
+            else:
+                y, scale = quantized_row(h, None, known_ptr, None, SCALES, PARTIALS, NATIVE)
+            tl.store(h_ptr + row * I + i, y, mask=i < I)
+            if SCALES == "token":
+                tl.store(scale_ptr + row, scale)
 
 
 def _warps(block: int) -> int:

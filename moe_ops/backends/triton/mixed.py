@@ -10,7 +10,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from moe_ops.backends.triton.chunked import run_in_chunks, valid_pairs
+from moe_ops.backends.triton.chunked import run_in_chunks
 from moe_ops.kernels import launch
 from moe_ops.kernels.configs import GEMV, SM90_WGMMA, LayerConfig, block_bound
 from moe_ops.kernels.gemm.operands import Activated, Output, activated
@@ -35,6 +35,7 @@ from moe_ops.kernels.quantize.scales import (
     flat,
     input_of,
 )
+from moe_ops.kernels.quantize.shared import valid_pairs
 from moe_ops.meta.workspace import cdiv
 from moe_ops.ops.args import BatchedExpertsArgs, ExpertsArgs, GroupedLinearArgs
 from moe_ops.ops.chunks import batched_chunks, chunks

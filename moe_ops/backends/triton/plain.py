@@ -8,7 +8,7 @@ from functools import lru_cache
 
 import torch
 
-from moe_ops.backends.triton.chunked import run_in_chunks, valid_pairs
+from moe_ops.backends.triton.chunked import run_in_chunks
 from moe_ops.kernels import launch
 from moe_ops.kernels.configs import GEMV, SM90_TMA, LayerConfig, block_bound
 from moe_ops.kernels.gemm import gemv, sm80_mma, sm90_tma
@@ -43,6 +43,7 @@ from moe_ops.kernels.quantize.scales import (
     input_of,
     of_arrived,
 )
+from moe_ops.kernels.quantize.shared import valid_pairs
 from moe_ops.meta.workspace import cdiv
 from moe_ops.ops.args import BatchedExpertsArgs, ExpertsArgs, GroupedLinearArgs
 from moe_ops.ops.chunks import batched_chunks, chunks
