@@ -83,7 +83,7 @@ class KernelBuildHook(BuildHookInterface):
             built += [name for name, why in build_cuda(root).items() if self.built(name, why)]
         if built:
             build_data["pure_python"] = False
-            build_data["tag"] = "py3-none-linux_x86_64"  # no Python ABI in it
+            build_data["tag"] = f"py3-none-linux_{platform.machine()}"  # no Python ABI in it
             build_data["artifacts"] += built
 
     def built(self, library, reason):

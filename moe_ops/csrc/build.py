@@ -14,6 +14,7 @@ import contextlib
 import hashlib
 import importlib.util
 import os
+import platform
 import re
 import shlex
 import shutil
@@ -34,8 +35,10 @@ FILES = {
     "sm_90a": ("abi", "sm90_fp8_bf16", "sm90_fp8_f16"),
 }
 SUFFIXES = (".cu", ".cuh", ".h")
+BUILDING = ".building-"  # what folders of a build begin with
 BYTES_OF_JOB = 6 << 30
 OLDEST_NVCC = (12, 3)  # wgmma, and C++20 on the device
+OLDEST_CUTLASS = (4, 1)
 FLAGS = ("-O3", "-std=c++20", "-DNDEBUG", "--expt-relaxed-constexpr", "-w", "-Xcompiler", "-fPIC")
 # Pointer-array kernels of CUTLASS before 4.5 do not wait for the kernel before them: launched as
 # programmatic dependents they would race. From 4.5 on they do, if this is defined.
@@ -49,7 +52,7 @@ class BuildError(RuntimeError):
 class Toolchain(NamedTuple):
     """What builds: the compiler and CUTLASS's headers."""
 
-    nvcc: str
+    nvcc: list[str]  # the command
     nvcc_version: tuple[int, int]
     headers: Path  # a folder with cutlass/cutlass.h
     cutlass_version: tuple[int, int]
@@ -61,9 +64,12 @@ class Toolchain(NamedTuple):
 
 
 def why_not_built() -> str | None:
-    """Why nothing can be built on this machine, and the remedy; None if it can."""
+    """Why nothing can be built on this machine, and the remedy; None if there is what building
+    starts with. Starts no process: the version of nvcc is read when something is built.
+    """
     try:
-        toolchain()
+        _nvcc()
+        _headers()
     except BuildError as error:
         return str(error)
     return None
@@ -77,95 +83,116 @@ def toolchain() -> Toolchain:
     """
     nvcc = _nvcc()
     try:
-        said = subprocess.run(
-            [nvcc, "--version"], capture_output=True, text=True, errors="replace"
-        )
-    except OSError as error:
+        said = subprocess.run([*nvcc, "--version"], capture_output=True, text=True, timeout=60)
+    except (OSError, subprocess.TimeoutExpired) as error:
         raise BuildError(f"nvcc cannot be run: {error}; set CUDACXX to the compiler") from error
     found = re.search(r"release (\d+)\.(\d+)", said.stdout)
     if not found:
-        raise BuildError(f"{nvcc} does not say its version; set CUDACXX to an nvcc")
+        raise BuildError(f"{shlex.join(nvcc)} does not say its version; set CUDACXX to an nvcc")
     version = (int(found[1]), int(found[2]))
     if version < OLDEST_NVCC:
         oldest = ".".join(map(str, OLDEST_NVCC))
         raise BuildError(
-            f"nvcc must be {oldest} or newer, got {version[0]}.{version[1]} at {nvcc}; install a "
-            "newer CUDA toolkit, or set CUDACXX"
+            f"nvcc must be {oldest} or newer, got {version[0]}.{version[1]} at "
+            f"{shlex.join(nvcc)}; install a newer CUDA toolkit, or set CUDACXX"
         )
-    headers = _headers()
-    return Toolchain(nvcc, version, headers, _cutlass_version(headers))
+    return Toolchain(nvcc, version, *_headers())
 
 
-def _nvcc() -> str:
-    named = os.environ.get("CUDACXX")
+def _nvcc() -> list[str]:
+    """The command of the compiler: CUDACXX, which may be "ccache nvcc", else the one found.
+
+    Raises:
+        BuildError: there is none, or CUDACXX names none.
+    """
+    named = shlex.split(os.environ.get("CUDACXX", ""))
+    if named:
+        if shutil.which(named[0]) is None:
+            raise BuildError(f"CUDACXX must name a compiler, got {os.environ['CUDACXX']!r}")
+        return named
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "/usr/local/cuda"
-    for found in (named, shutil.which("nvcc"), str(Path(home, "bin", "nvcc"))):
-        if found and (shutil.which(found) or Path(found).is_file()):
-            return found
-    raise BuildError(
-        "there is no nvcc on PATH, at CUDA_HOME or named by CUDACXX; install the CUDA toolkit "
-        f"({'.'.join(map(str, OLDEST_NVCC))} or newer)"
-    )
+    found = shutil.which("nvcc") or shutil.which(str(Path(home, "bin", "nvcc")))
+    if found is None:
+        raise BuildError(
+            "there is no nvcc on PATH, at CUDA_HOME or named by CUDACXX; install the CUDA "
+            f"toolkit ({'.'.join(map(str, OLDEST_NVCC))} or newer)"
+        )
+    return [found]
 
 
-def _headers() -> Path:
-    """The folder of CUTLASS's headers: CUTLASS_PATH, or of a package that brings them."""
+def _headers() -> tuple[Path, tuple[int, int]]:
+    """(folder, version) of CUTLASS's headers: those of CUTLASS_PATH, or the newest that a package
+    brings.
+
+    Raises:
+        BuildError: there are none, or they are too old.
+    """
     named = os.environ.get("CUTLASS_PATH")
     if named:
-        for folder in (Path(named, "include"), Path(named)):
-            if (folder / "cutlass" / "cutlass.h").is_file():
-                return folder
-        raise BuildError(f"CUTLASS_PATH must hold include/cutlass/cutlass.h, got {named}")
-    found = []
-    for package, inside in (("deep_gemm", "include"), ("cutlass_library", "source/include")):
-        spec = importlib.util.find_spec(package)
-        for place in (spec.submodule_search_locations or ()) if spec else ():
-            if Path(place, inside, "cutlass", "cutlass.h").is_file():
-                found.append(Path(place, inside))
-    if not found:
+        found = [_version_of(Path(named, inside)) for inside in ("include", "")]
+        if found == [None, None]:
+            raise BuildError(f"CUTLASS_PATH must hold include/cutlass/cutlass.h, got {named}")
+    else:
+        found = []
+        for package, inside in (("deep_gemm", "include"), ("cutlass_library", "source/include")):
+            spec = importlib.util.find_spec(package)
+            places = (spec.submodule_search_locations or ()) if spec else ()
+            found += [_version_of(Path(place, inside)) for place in places]
+    newest = max([one for one in found if one is not None], default=None)
+    if newest is None:
         raise BuildError(
             "CUTLASS's headers are not installed; pip install --no-deps nvidia-cutlass==4.2.0.0, "
             "or set CUTLASS_PATH to a checkout of CUTLASS"
         )
-    return max(found, key=_cutlass_version)
-
-
-def _cutlass_version(headers: Path) -> tuple[int, int]:
-    text = (headers / "cutlass" / "version.h").read_text()
-    numbers = [re.search(rf"define CUTLASS_{part} (\d+)", text) for part in ("MAJOR", "MINOR")]
-    major, minor = [int(number[1]) if number else 0 for number in numbers]
-    if (major, minor) < (4, 1):
+    version, folder = newest
+    if version < OLDEST_CUTLASS:
         raise BuildError(
-            f"CUTLASS must be 4.1 or newer, got {major}.{minor} at {headers}; "
+            f"CUTLASS must be 4.1 or newer, got {version[0]}.{version[1]} at {folder}; "
             "pip install --no-deps nvidia-cutlass==4.2.0.0"
         )
-    return major, minor
+    return folder, version
+
+
+def _version_of(headers: Path) -> tuple[tuple[int, int], Path] | None:
+    """(version, folder) of CUTLASS's headers in a folder; None if they are not there."""
+    try:
+        text = (headers / "cutlass" / "version.h").read_text()
+    except OSError:
+        return None
+    numbers = [re.search(rf"define CUTLASS_{part} (\d+)", text) for part in ("MAJOR", "MINOR")]
+    major, minor = [int(number[1]) if number else 0 for number in numbers]
+    return (major, minor), headers
 
 
 def fingerprint(architecture: str) -> str:
-    """Of everything that an object is made from but the toolchain: names its folder in the
-    cache.
+    """Of everything that an object is made from but the toolchain: part of its name, so that one
+    of other sources, or for processors of another kind, is not found.
     """
-    digest = hashlib.sha256(repr((ABI, architecture, FILES[architecture], FLAGS)).encode())
+    made_from = (ABI, architecture, FILES[architecture], FLAGS, platform.machine())
+    digest = hashlib.sha256(repr(made_from).encode())
     for path in sorted(path for path in SOURCES.iterdir() if path.suffix in SUFFIXES):
         digest.update(path.name.encode() + path.read_bytes())
     return digest.hexdigest()[:16]
 
 
+def _stem(architecture: str) -> str:
+    return f"moe_ops_cutlass_{architecture.replace('_', '')}_"
+
+
 def object_name(architecture: str) -> str:
     """The file name of the object of a family of GPUs."""
-    return f"moe_ops_cutlass_{architecture.replace('_', '')}.so"
+    return f"{_stem(architecture)}{fingerprint(architecture)}.so"
 
 
 def cached(architecture: str, cache: Path) -> Path:
     """Where the object is that is built at first use, in a folder for caches."""
-    return cache / "cutlass" / fingerprint(architecture) / object_name(architecture)
+    return cache / "cutlass" / object_name(architecture)
 
 
 def installed(architecture: str, cache: Path) -> Path | None:
     """The object that was built with the package, or by an earlier use; None if there is none."""
     for path in (SOURCES / object_name(architecture), cached(architecture, cache)):
-        if path.is_file():
+        if os.path.isfile(path):  # False, too, where the folder may not be searched
             return path
     return None
 
@@ -173,7 +200,7 @@ def installed(architecture: str, cache: Path) -> Path | None:
 def jobs() -> int:
     """Compilers that run at a time: as many as there are processors and memory for."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
-    return max(1, min(os.cpu_count() or 1, memory // BYTES_OF_JOB))
+    return max(1, min(len(os.sched_getaffinity(0)), memory // BYTES_OF_JOB))
 
 
 def build(
@@ -194,10 +221,10 @@ def build(
     start, names = time.monotonic(), FILES[architecture]
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=target.parent, prefix=".building-") as folder:
+        with tempfile.TemporaryDirectory(dir=target.parent, prefix=BUILDING) as folder:
             with ThreadPoolExecutor(jobs()) as pool:
                 commands = [
-                    [tools.nvcc, *flags, "-c", f"{SOURCES}/{name}.cu", "-o", f"{folder}/{name}.o"]
+                    [*tools.nvcc, *flags, "-c", f"{SOURCES}/{name}.cu", "-o", f"{folder}/{name}.o"]
                     for name in names
                 ]
                 for done, _ in enumerate(pool.map(_run, commands), 1):
@@ -205,12 +232,10 @@ def build(
                     progress(f"{architecture}: {done} of {len(names)} files, {seconds:.0f} s")
             whole = Path(folder, target.name)
             objects = [f"{folder}/{name}.o" for name in names]
-            _run([tools.nvcc, "-shared", "-cudart", "static", *objects, "-o", str(whole)])
+            _run([*tools.nvcc, "-shared", "-cudart", "static", *objects, "-o", str(whole)])
             os.replace(whole, target)
     except OSError as error:  # no right to write, no space
-        raise BuildError(
-            f"{target.parent} cannot be written: {error}; set MOE_OPS_CACHE to another folder"
-        ) from error
+        raise _unwritable(target.parent, error) from error
 
 
 def _run(command: list[str]) -> None:
@@ -219,13 +244,15 @@ def _run(command: list[str]) -> None:
         said = (result.stdout + result.stderr)[-2000:]
         if "No space left" in said:
             raise OSError(28, "no space left on the device")
+        if result.returncode in (-9, 137):
+            said = "it was killed, most likely for want of memory; build where 8 GB are free"
         raise BuildError(f"{shlex.join(command)} ended with {result.returncode}: {said}")
 
 
 @contextlib.contextmanager
-def only_one(folder: Path) -> Iterator[None]:
+def only_one(folder: Path, progress: Callable[[str], None]) -> Iterator[None]:
     """Hold the lock of a folder: a second process waits for the first. The operating system drops
-    it with the process that holds it, however that ends.
+    it with the process that holds it, however that ends; what that left is removed.
     """
     import fcntl
 
@@ -233,12 +260,26 @@ def only_one(folder: Path) -> Iterator[None]:
         folder.mkdir(parents=True, exist_ok=True)
         handle = open(folder / ".lock", "w")  # noqa: SIM115
     except OSError as error:
-        raise BuildError(
-            f"{folder} cannot be written: {error}; set MOE_OPS_CACHE to another folder"
-        ) from error
+        raise _unwritable(folder, error) from error
     with handle:
-        fcntl.flock(handle, fcntl.LOCK_EX)
+        try:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                progress(f"another process builds in {folder}: waiting for it")
+                fcntl.flock(handle, fcntl.LOCK_EX)
+        except OSError as error:  # a file system without locks
+            raise _unwritable(folder, error) from error
+        for left in folder.glob(f"{BUILDING}*"):
+            shutil.rmtree(left, ignore_errors=True)
         yield
+
+
+def _unwritable(folder: Path, error: OSError) -> BuildError:
+    return BuildError(
+        f"{folder} cannot be written: {error}; set MOE_OPS_CACHE to another folder, or name one "
+        "by python -m moe_ops.csrc.build --out"
+    )
 
 
 def ensure(
@@ -253,7 +294,7 @@ def ensure(
     if found is not None:
         return found
     target = cached(architecture, cache)
-    with only_one(target.parent):
+    with only_one(target.parent, progress):
         if not target.is_file():  # another process may have built it meanwhile
             progress(
                 f"building moe_ops's CUTLASS kernels for {architecture}, once, into {target}; "
@@ -275,6 +316,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         target = given.out / object_name(architecture)
         try:
             build(architecture, target, lambda line: print(line, file=sys.stderr, flush=True))
+            for older in set(given.out.glob(f"{_stem(architecture)}*.so")) - {target}:
+                older.unlink()
         except BuildError as error:
             print(f"moe_ops.csrc.build: {error}", file=sys.stderr)
             return 1

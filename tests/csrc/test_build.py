@@ -69,7 +69,7 @@ def runs(log: Path) -> int:
 def test_the_first_use_builds_and_the_next_finds(tools, tmp_path):
     log, said = tools(), []
     path = build.ensure(ARCHITECTURE, tmp_path / "cache", said.append)
-    assert path.read_text() == "made\n" and path.parent.parent.name == "cutlass"
+    assert path.read_text() == "made\n" and path.parent.name == "cutlass"
     assert "building" in said[0] and f"{len(build.FILES[ARCHITECTURE])} of" in said[-1]
     count = runs(log)
     assert count == 1 + len(build.FILES[ARCHITECTURE]) + 1  # version, files, link
@@ -131,6 +131,7 @@ def test_a_build_that_is_killed_leaves_nothing(tools, tmp_path):
     assert not target.exists()
     tools()
     assert build.ensure(ARCHITECTURE, tmp_path / "cache") == target and target.exists()
+    assert not list(target.parent.glob(f"{build.BUILDING}*"))  # what the other one left
 
 
 @pytest.mark.parametrize(
@@ -211,13 +212,13 @@ def loaded(monkeypatch, path: Path):
         library._load.cache_clear()
 
 
-def compiled(tmp_path: Path, abi: int, size: int) -> Path:
+def compiled(tmp_path: Path, abi: int, size: int, driver: int = 13020) -> Path:
+    numbers = {"abi": abi, "struct_bytes": size, "runtime_version": 13000}
+    numbers |= {"driver_version": driver}
     source = tmp_path / "object.c"
-    source.write_text(
-        f"int moe_ops_cutlass_abi(void) {{ return {abi}; }}\n"
-        f"int moe_ops_cutlass_struct_bytes(void) {{ return {size}; }}\n"
-    )
-    path = tmp_path / f"{abi}_{size}.so"
+    lines = [f"int moe_ops_cutlass_{n}(void) {{ return {v}; }}\n" for n, v in numbers.items()]
+    source.write_text("".join(lines))
+    path = tmp_path / f"{abi}_{size}_{driver}.so"
     subprocess.run(["gcc", "-shared", "-fPIC", "-o", str(path), str(source)], check=True)
     return path
 
@@ -231,6 +232,17 @@ def test_an_object_of_another_version_is_refused(tmp_path, monkeypatch):
             loaded(monkeypatch, compiled(tmp_path, abi, bytes_))
 
 
+@needs_compiler
+def test_a_driver_that_is_too_old_is_named(tmp_path, monkeypatch):
+    path = compiled(tmp_path, build.ABI, ctypes.sizeof(library.GroupedGemm), driver=12080)
+    with pytest.raises(ImportError, match="with CUDA 13, and the driver runs CUDA 12 at most"):
+        loaded(monkeypatch, path)
+    monkeypatch.setattr(build, "installed", lambda *_: path)
+    library._load.cache_clear()
+    assert "the driver runs CUDA 12 at most" in library._unbuilt(ARCHITECTURE)
+    library._load.cache_clear()
+
+
 def test_an_object_that_is_cut_short_is_refused(tmp_path, monkeypatch):
     broken = tmp_path / "broken.so"
     broken.write_bytes(b"\x7fELF")
@@ -238,10 +250,94 @@ def test_an_object_that_is_cut_short_is_refused(tmp_path, monkeypatch):
         loaded(monkeypatch, broken)
 
 
-def test_the_numbers_of_the_header_are_those_of_python():
+def test_the_struct_of_the_header_is_that_of_python():
+    """Field by field: names, types and order."""
     text = (ROOT / "moe_ops" / "csrc" / "cutlass" / "grouped.h").read_text()
     assert f"#define MOE_OPS_CUTLASS_ABI {build.ABI} " in text
-    names = [line.split()[-1].rstrip(";") for line in text.splitlines() if line.endswith(";")]
-    fields = [name for name, _ in library.GroupedGemm._fields_]
-    body = text[text.index("struct GroupedGemm {") :]
-    assert all(f" {name};" in body for name in fields), names
+    body = text[text.index("struct GroupedGemm {") :].split("{", 1)[1].split("};")[0]
+    lines = [line.split("//")[0].strip() for line in body.splitlines()]
+    found = [tuple(line.rstrip(";").rsplit(None, 1)) for line in lines if line]
+    types = {
+        "int32_t": ctypes.c_int32,
+        "size_t": ctypes.c_size_t,
+        "cudaStream_t": ctypes.c_void_p,
+        "const void*": ctypes.c_void_p,
+        "void*": ctypes.c_void_p,
+    }
+    assert [(name, types[kind]) for kind, name in found] == library.GroupedGemm._fields_
+
+
+# --- where nothing can be built or found ---------------------------------------------------------
+
+
+def test_asking_never_raises_and_starts_no_process(tools, tmp_path, monkeypatch):
+    """Every first call of the library asks whether this backend is available."""
+    log = tools()
+    hidden = tmp_path / "hidden"
+    monkeypatch.setattr(build.os.path, "isfile", lambda path: False)
+    for folder in (lambda: hidden, no_home):
+        monkeypatch.setattr(library.environment, "cache_folder", folder)
+        library.why_not.cache_clear()
+        assert library.why_not() is None and "not built yet" in library._unbuilt(ARCHITECTURE)
+    assert runs(log) == 0
+    (tmp_path / "cutlass_path" / "include" / "cutlass" / "version.h").unlink()
+    library.why_not.cache_clear()
+    assert "CUTLASS_PATH must hold" in library.why_not()
+    library.why_not.cache_clear()
+    with pytest.raises(build.BuildError, match="cannot be written: .*; set MOE_OPS_CACHE"):
+        tools()
+        build.ensure(ARCHITECTURE, library._cache())
+
+
+def no_home():
+    raise RuntimeError("Could not determine home directory.")
+
+
+def test_processors_of_another_kind_have_other_objects(monkeypatch):
+    here = build.object_name(ARCHITECTURE)
+    monkeypatch.setattr(build.platform, "machine", lambda: "another")
+    assert build.object_name(ARCHITECTURE) != here
+
+
+def test_an_old_package_does_not_hide_a_newer_one(tools, tmp_path, monkeypatch):
+    tools()
+    monkeypatch.delenv("CUTLASS_PATH")
+    for name, inside, version in (
+        ("deep_gemm", "include", (3, 9)),
+        ("cutlass_library", "source/include", (4, 2)),
+    ):
+        folder = tmp_path / name / inside / "cutlass"
+        folder.mkdir(parents=True)
+        major, minor = version
+        (folder / "version.h").write_text(
+            f"#define CUTLASS_MAJOR {major}\n#define CUTLASS_MINOR {minor}\n"
+        )
+
+    class Spec:
+        def __init__(self, name):
+            self.submodule_search_locations = [str(tmp_path / name)]
+
+    monkeypatch.setattr(build.importlib.util, "find_spec", Spec)
+    assert build.toolchain().cutlass_version == (4, 2)
+    assert not build.toolchain().dependent_launch
+
+
+def test_what_CUDACXX_names_is_taken_or_refused(tools, tmp_path, monkeypatch):
+    log = tools()
+    wrapper = tmp_path / "wrapper"
+    wrapper.write_text(f'#!/bin/sh\necho wrapped >> {log}\nexec "$@"\n')
+    wrapper.chmod(0o755)
+    monkeypatch.setenv("CUDACXX", f"{wrapper} {tmp_path / 'nvcc'}")
+    assert build.ensure(ARCHITECTURE, tmp_path / "cache").exists()
+    assert log.read_text().count("wrapped") == runs(log)
+    monkeypatch.setenv("CUDACXX", str(tmp_path / "nowhere"))
+    assert "CUDACXX must name a compiler" in build.why_not_built()
+
+
+def test_a_build_removes_older_objects_beside_it(tools, tmp_path):
+    tools()
+    assert build.main([ARCHITECTURE, "--out", str(tmp_path / "out")]) == 0
+    (build.SOURCES / "abi.cu").write_text("// changed")
+    assert build.main([ARCHITECTURE, "--out", str(tmp_path / "out")]) == 0
+    names = [path.name for path in (tmp_path / "out").glob("*.so")]
+    assert names == [build.object_name(ARCHITECTURE)]

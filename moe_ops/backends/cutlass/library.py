@@ -9,8 +9,10 @@ kernel, for each call names its stream.
 from __future__ import annotations
 
 import ctypes
+import os
 import sys
 from functools import cache
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -89,26 +91,39 @@ def architecture(capability: tuple[int, int]) -> str:
     return ARCHITECTURES.get(capability, "")
 
 
+def _cache() -> Path:
+    """The folder for what is built at first use; one that is never there if a user has none."""
+    try:
+        return environment.cache_folder()
+    except RuntimeError:  # no home directory
+        return Path(os.devnull, "no home directory")
+
+
 @environment.constant
 def _unbuilt(name: str) -> str | None:
-    if build.installed(name, environment.cache_folder()):
+    if simulated():
         return None
-    return (
-        "its kernels are not built yet, which takes minutes: python -m moe_ops.csrc.build "
-        f"{name}, or name the backend, whose first use builds them"
-    )
+    if build.installed(name, _cache()) is None:
+        return (
+            "its kernels are not built yet, which takes minutes: python -m moe_ops.csrc.build "
+            f"{name}, or name the backend, whose first use builds them"
+        )
+    try:
+        _load(name)
+    except ImportError as error:
+        return str(error)
+    return None
 
 
 def unbuilt(machine: Machine) -> str | None:
-    """Why "auto" leaves this backend out on a machine; None if its kernels are built."""
-    return None if simulated() else _unbuilt(architecture(machine.capability))
+    """Why "auto" leaves this backend out on a machine; None if its kernels are built and load."""
+    return _unbuilt(architecture(machine.capability))
 
 
 @cache
 def why_not() -> str | None:
     """Why there is no object for any GPU, and none can be built; None if there is or can be."""
-    folder = environment.cache_folder()
-    if any([build.installed(name, folder) for name in build.FILES]):
+    if any([build.installed(name, _cache()) for name in build.FILES]):
         return None
     missing = build.why_not_built()
     return None if missing is None else f"its kernels are not built: {missing}"
@@ -133,18 +148,23 @@ def simulated() -> bool:
     return _SIMULATED in _loaded
 
 
-def gemms(device: int) -> Gemms:
+def gemms(device: int, may_build: bool = True) -> Gemms:
     """The kernels for a device. The first use on a machine builds them, unless the package brought
-    them.
+    them, or a call did not name the backend.
 
     Raises:
-        ImportError: they cannot be built or loaded.
+        ImportError: they cannot be built or loaded, or may not be built.
     """
     found = _loaded.get(device)
     if found is None:
         check_warm(device)
         properties = torch.cuda.get_device_properties(device)
         name = architecture((properties.major, properties.minor))
+        if not may_build and build.installed(name, _cache()) is None:
+            raise ImportError(
+                "moe_ops backend 'cutlass': this call was planned by 'auto' where its kernels "
+                f"were built, and here they are not: python -m moe_ops.csrc.build {name}"
+            )
         found = _loaded[device] = Gemms(_load(name), properties.multi_processor_count)
     return found
 
@@ -152,7 +172,7 @@ def gemms(device: int) -> Gemms:
 @cache
 def _load(name: str) -> Any:
     try:
-        path = build.ensure(name, environment.cache_folder(), _say)
+        path = build.ensure(name, _cache(), _say)
     except build.BuildError as error:
         raise ImportError(f"moe_ops backend 'cutlass': {error}") from error
     try:
@@ -168,6 +188,13 @@ def _load(name: str) -> Any:
         raise ImportError(
             f"moe_ops backend 'cutlass': {path} was built from another version of this package; "
             "delete it, and the next start builds it anew"
+        )
+    runtime = library.moe_ops_cutlass_runtime_version() // 1000
+    driver = library.moe_ops_cutlass_driver_version() // 1000
+    if driver < runtime:
+        raise ImportError(
+            f"moe_ops backend 'cutlass': {path} was built with CUDA {runtime}, and the driver "
+            f"runs CUDA {driver} at most; update it, or build with an older toolkit"
         )
     return library
 

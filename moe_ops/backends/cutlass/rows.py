@@ -345,7 +345,7 @@ def moe_ops_cutlass_activate(
                 if SCALES == "token":
                     tl.store(scale_ptr + row, scale)
     else:
-        pair = tl.program_id(0)
+        pair = tl.program_id(0).to(tl.int64)
         row = tl.load(rows_ptr + pair).to(tl.int64)
         if row < 0:
             return
@@ -370,8 +370,8 @@ def moe_ops_cutlass_activate(
 
 
 def _warps(block: int) -> int:
-    """Warps of a program that handles so many columns: 16 to 32 of each thread."""
-    return max(1, min(16, block // 1024 * 2))
+    """Warps of a program that handles so many columns: 16 of each thread up to 16384."""
+    return max(1, min(32, block // 1024 * 2))
 
 
 def _codes(data: Tensor, gpu: Gpu) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 
 import moe_ops
 from moe_ops.activations import NAMES
-from moe_ops.backends.cutlass import backend, library
+from moe_ops.backends.cutlass import backend, layer, library
 from moe_ops.planning import bind
 from moe_ops.planning import machine as machines
 from tests.support import fake_cutlass, oracle
@@ -126,7 +126,7 @@ def test_an_expert_with_all_rows(device):
 @devices
 @schemes
 @pytest.mark.parametrize("on_input", [False, True])
-def test_chunks_are_one_piece(device, scheme, on_input):
+def test_chunks_are_one_piece(device, scheme, on_input, products):
     """Of a scale that all rows share, the largest token and the largest h may lie in any chunk."""
     case = case_of(device, scheme, M=37, E=3, on_input=on_input, top_k=1 if on_input else 2)
     case.args[0][20] *= 3
@@ -134,8 +134,11 @@ def test_chunks_are_one_piece(device, scheme, on_input):
     x, w13, w2, _, ids = case.args
     call = {**case.options, "backend": "cutlass"}
     most = moe_ops.explain(x, w13, w2, ids, **call).num_bytes(16)
+    before = len(products.calls) if products is not None else 0
     out = moe_ops.fused_experts(*case.args, **call, max_workspace_bytes=most)
     assert torch.equal(out, whole)
+    if products is not None:  # the first GEMM twice where h has one scale of all rows
+        assert len(products.calls) - before == (9 if library.one_scale(scheme) else 6)
 
 
 @devices
@@ -223,6 +226,25 @@ def test_batches_that_are_strided_and_arrive_quantized(device):
         backend="cutlass",
     )  # fmt: skip
     assert torch.equal(arrived[inside], whole[inside])
+
+
+@devices
+def test_addresses_that_the_instructions_do_not_take(device):
+    """Weights are refused, with the remedy; an output is copied to."""
+    case = case_of(device, "fp8_channel", M=5)
+    w13 = case.args[1]
+    bytes_ = torch.empty(w13.qdata.numel() + 1, dtype=torch.uint8, device=device)
+    moved = bytes_[1:].view(torch.float8_e4m3fn).view(w13.qdata.shape).copy_(w13.qdata)
+    case.args[1] = w13._replace(qdata=moved)
+    with pytest.raises(ValueError, match="w13 must begin at a multiple of 16 bytes .*clone"):
+        case.run("cutlass")
+    x, w13, w2, counts, inside = batches(device, "fp8_channel")
+    whole = moe_ops.batched_experts(x, w13, w2, counts, backend="cutlass")
+    real = layer.aligned
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(layer, "aligned", lambda t: t.shape != whole.shape and real(t))
+        copied = moe_ops.batched_experts(x, w13, w2, counts, backend="cutlass")
+    assert torch.equal(copied[inside], whole[inside])
 
 
 @pytest.mark.parametrize(

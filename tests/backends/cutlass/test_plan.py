@@ -33,6 +33,7 @@ def built(monkeypatch, tmp_path):
 
     def say(there: bool):
         monkeypatch.setattr(build, "installed", lambda *_: tmp_path if there else None)
+        monkeypatch.setattr(library, "_load", lambda name: None)
 
     monkeypatch.setattr(library, "simulated", lambda: False)
     return say
@@ -72,3 +73,20 @@ def test_what_needs_another_gpu(built):
     amd = dataclasses.replace(H200, gfx="gfx942")
     with pytest.raises(ValueError, match="cutlass needs an NVIDIA GPU, got gfx942"):
         plans.plan(LAYER, amd, "cutlass")
+
+
+def test_auto_leaves_out_what_does_not_load(built, monkeypatch):
+    built(True)
+
+    def fails(name):
+        raise ImportError("it cannot be loaded; delete it")
+
+    monkeypatch.setattr(library, "_load", fails)
+    assert names(LAYER) == [(-1, "triton")]
+    assert "it cannot be loaded; delete it" in str(plans.plan(LAYER, H200, "auto"))
+
+
+def test_under_expert_parallelism_more_rows_are_asked_for(built):
+    built(True)
+    problem = dataclasses.replace(LAYER, has_expert_map=True)
+    assert names(problem) == [(511, "triton"), (-1, "cutlass")]
