@@ -32,6 +32,8 @@ ABI = 1  # MOE_OPS_CUTLASS_ABI of grouped.h
 # files of each object; each takes 25 to 90 s and up to 5.6 GB of memory
 FILES = {
     "sm_90a": ("abi", "sm90_fp8_bf16", "sm90_fp8_f16"),
+    "sm_100a": ("abi", "sm100_nvfp4", "sm100_mxfp4", "sm100_mxfp8"),
+    "sm_120a": ("abi", "sm120_nvfp4", "sm120_mxfp4", "sm120_mxfp8"),
 }
 BYTES_OF_JOB = 6 << 30
 OLDEST_NVCC = (12, 3)  # wgmma, and C++20 on the device

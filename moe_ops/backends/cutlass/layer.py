@@ -10,9 +10,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moe_ops.backends.cutlass import library
+from moe_ops.backends.cutlass import blockscaled, library
 from moe_ops.backends.cutlass.library import ARRAYS, Config, Gemms, GroupedGemm
 from moe_ops.backends.cutlass.rows import Operand, activate, scatter
+from moe_ops.backends.cutlass.schemes import BLOCK_SCALED
 from moe_ops.backends.cutlass.setup import Gemm, setup
 from moe_ops.kernels import launch
 from moe_ops.kernels.gemm.operands import activated
@@ -30,6 +31,8 @@ def experts(a: ExpertsArgs) -> None:
     M, top_k = a.topk_ids.shape
     if M == 0:
         return
+    if a.scheme in BLOCK_SCALED:
+        return blockscaled.experts(a)
     device = a.hidden_states.get_device()
     gemms = library.gemms(device)
     for name, tensor in (("w13", a.w13), ("w2", a.w2)):

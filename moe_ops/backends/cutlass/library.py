@@ -19,8 +19,9 @@ from moe_ops import environment
 from moe_ops.csrc import build
 from moe_ops.meta.workspace import round_up
 
-ARCHITECTURES = {(9, 0): "sm_90a"}  # by compute capability
-MAX_SMS = 160  # of the GPUs for which there are kernels
+# by compute capability; those for SM100 and SM120 were not run on hardware
+ARCHITECTURES = {(9, 0): "sm_90a", (10, 0): "sm_100a", (12, 0): "sm_120a"}
+MAX_SMS = 160  # of the GPUs with compute capability 9.0
 # CUTLASS keeps descriptors of the tensor memory accelerator for each multiprocessor there
 DESCRIPTOR_BYTES = 512 * MAX_SMS
 
@@ -68,6 +69,7 @@ class Gemms(NamedTuple):
 
     library: Any  # ctypes.CDLL, or in tests what stands for it
     sm_count: int
+    architecture: str = "sm_90a"
 
     def run(self, kernel: str, gemm: GroupedGemm) -> None:
         """Launch a kernel. Raises RuntimeError where CUTLASS refuses."""
@@ -120,7 +122,9 @@ def gemms(device: int) -> Gemms:
         check_warm(device)
         properties = torch.cuda.get_device_properties(device)
         name = architecture((properties.major, properties.minor))
-        found = _loaded[device] = Gemms(_load(name), properties.multi_processor_count)
+        found = _loaded[device] = Gemms(
+            _load(name), properties.multi_processor_count, name
+        )
     return found
 
 
