@@ -39,7 +39,7 @@ def matrix(address: int, rows: int, columns: int, stride: int, dtype: torch.dtyp
 
 class FakeLibrary:
     """What stands for the loaded object. `calls` has the name of each kernel that ran, `operands`
-    (bytes of elements, scales in rows) of the A of each expert that has rows, of block-scaled ones.
+    the (bytes of elements, rows of scales) of each expert's A in block-scaled kernels.
     """
 
     def __init__(self) -> None:
@@ -85,7 +85,7 @@ class FakeLibrary:
         assert kind, name
         E, format = g.groups, kind[2]
         bits, group = (8 if format == "mxfp8" else 4), (16 if format == "nvfp4" else 32)
-        needed = {"100": 640, "120": 768}[kind[1]] * g.sm_count
+        needed = {"100": 9984, "120": 768}[kind[1]] * g.sm_count
         assert g.workspace % 64 == 0 and g.workspace_bytes >= needed
         at(g.workspace, g.workspace_bytes, torch.uint8).fill_(0xAB)  # the kernel writes it
         sizes = at(g.problem_sizes, 3 * E, torch.int32).view(E, 3).tolist()
@@ -150,7 +150,7 @@ def block_scaled(
 
 
 def values(codes: Tensor, scales: Tensor, bits: int, group: int) -> Tensor:
-    """fp64 (rows, columns). As the tensor cores do, elements past the last column are multiplied as
+    """fp64 (rows, columns). As on tensor cores, elements past the last column are multiplied as
     zeros, whatever their scales.
     """
     if bits == 8:

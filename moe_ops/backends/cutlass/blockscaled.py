@@ -86,9 +86,7 @@ def _magnitudes(a: ExpertsArgs, device: int, gpu: Gpu) -> Magnitudes:
         run([amax(rows_of(a.hidden_states), M, M, K, of_x, valid, of_h, gpu)], device, gpu)
     elif a.a2_scale is None:
         of_h.zero_()
-    return Magnitudes(
-        of_x if a.a13_scale is None else None, of_h if a.a2_scale is None else None
-    )
+    return Magnitudes(of_x if a.a13_scale is None else None, of_h if a.a2_scale is None else None)
 
 
 def _known(scale: Tensor | None, found: Tensor | None) -> tuple[Tensor | None, str]:
@@ -186,7 +184,7 @@ class Layer:
         start = self.arrays.data_ptr() + which * 8 * len(ARRAYS) * E
         addresses = {name: start + 8 * E * i for i, name in enumerate(ARRAYS)}
         if x.alpha is None:
-            addresses["alpha"] = None
+            del addresses["alpha"]
         layouts = self.layouts.data_ptr() + which * 8 * LAYOUT_WORDS * E
         architecture = self.gemms.architecture.removesuffix("a").replace("_", "")
         self.gemms.run(

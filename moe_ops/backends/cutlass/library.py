@@ -122,9 +122,7 @@ def gemms(device: int) -> Gemms:
         check_warm(device)
         properties = torch.cuda.get_device_properties(device)
         name = architecture((properties.major, properties.minor))
-        found = _loaded[device] = Gemms(
-            _load(name), properties.multi_processor_count, name
-        )
+        found = _loaded[device] = Gemms(_load(name), properties.multi_processor_count, name)
     return found
 
 

@@ -27,6 +27,4 @@ def _natural(weight: ExpertTensor) -> Tensors:
     return {"scale": unswizzle(weight.scale, rows, columns // BLOCK_SCALED[weight.scheme].group)}
 
 
-RELAYOUTS = (
-    Relayout(SWIZZLED, lambda scheme: scheme.name in BLOCK_SCALED, _swizzled, _natural),
-)
+RELAYOUTS = (Relayout(SWIZZLED, lambda scheme: scheme.name in BLOCK_SCALED, _swizzled, _natural),)

@@ -11,9 +11,9 @@ from moe_ops.meta.workspace import cdiv, padded_rows, round_up
 from moe_ops.numerics.swizzle import TILE_ROWS, swizzled_shape
 
 CAPABILITIES = ((10, 0), (12, 0))  # for which csrc/cutlass has kernels of these schemes
-# CUTLASS keeps descriptors for each multiprocessor: 640 bytes on SM100, 768 on SM120, whose GPUs
-# have up to 192.
-DESCRIPTOR_BYTES = 768 * 192
+# CUTLASS keeps descriptors for each multiprocessor: with CUTLASS 4.8, 9984 bytes at most on SM100,
+# whose GPUs have up to 160, for it writes some anew for each stage of its pipeline; 768 on SM120.
+DESCRIPTOR_BYTES = 10240 * 160
 
 
 class Format(NamedTuple):

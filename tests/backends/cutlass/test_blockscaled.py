@@ -123,9 +123,7 @@ def test_chunks_are_one_piece(scheme):
     x, w13, w2, _, ids = given.args_for("cutlass")
     call = {**given.options, "backend": "cutlass"}
     most = moe_ops.explain(x, w13, w2, ids, **call).num_bytes(16)
-    out = moe_ops.fused_experts(
-        *given.args_for("cutlass"), **call, max_workspace_bytes=most
-    )
+    out = moe_ops.fused_experts(*given.args_for("cutlass"), **call, max_workspace_bytes=most)
     assert torch.equal(out, whole)
 
 
