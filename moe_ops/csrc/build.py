@@ -37,6 +37,7 @@ FILES = {
 }
 BYTES_OF_JOB = 6 << 30
 OLDEST_NVCC = (12, 3)  # wgmma, and C++20 on the device
+OLDEST_NVCC_OF = {"sm_100a": (12, 8), "sm_120a": (12, 8)}  # the first that know these
 FLAGS = ("-O3", "-std=c++20", "-DNDEBUG", "--expt-relaxed-constexpr", "-w", "-Xcompiler", "-fPIC")
 # Pointer-array kernels of CUTLASS before 4.5 do not wait for the kernel before them: launched as
 # programmatic dependents they would race. From 4.5 on they do, if this is defined.
@@ -187,6 +188,13 @@ def build(
         BuildError: a tool is missing, a compiler failed, or the folder cannot be written.
     """
     tools = toolchain()
+    oldest = OLDEST_NVCC_OF.get(architecture, OLDEST_NVCC)
+    if tools.nvcc_version < oldest:
+        wanted, found = [".".join(map(str, v)) for v in (oldest, tools.nvcc_version)]
+        raise BuildError(
+            f"nvcc must be {wanted} or newer for {architecture}, got {found} at {tools.nvcc}; "
+            "install a newer CUDA toolkit, or set CUDACXX"
+        )
     number = architecture.removeprefix("sm_")
     flags = [*FLAGS, f"-I{tools.headers}", f"-I{SOURCES}"]
     flags += ["-gencode", f"arch=compute_{number},code=sm_{number}"]

@@ -96,10 +96,11 @@ struct BlockScaled {
 
 }  // namespace moe_ops
 
-// A block-scaled kernel, and two functions of the host for tests:
-//   int NAME_layouts(m, n, k, a, b)           one entry each of a_scale_layout and b_scale_layout is
-//                                             written; the bytes of one
-//   int64_t NAME_a_scale_offset(m, n, k, row, column)   where the scale of an element of A is, in bytes
+// A block-scaled kernel, and functions of the host for tests:
+//   int NAME_layouts(m, n, k, a, b)    writes an entry each of a_scale_layout and b_scale_layout;
+//                                      the bytes of one
+//   int64_t NAME_a_scale_offset(m, n, k, row, column)   byte of the scale of an element of A
+//   int64_t NAME_b_scale_offset(m, n, k, row, column)   the same of B
 #define MOE_OPS_BLOCK_SCALED(NAME, ...)                                                     \
   MOE_OPS_KERNEL(NAME, __VA_ARGS__)                                                         \
   extern "C" int NAME##_layouts(int m, int n, int k, void* a, void* b) {                    \

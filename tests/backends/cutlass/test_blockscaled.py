@@ -12,6 +12,7 @@ import torch
 import moe_ops
 from moe_ops import numerics
 from moe_ops.backends.cutlass import backend, schemes
+from moe_ops.csrc import build
 from moe_ops.ops.problem import Machine, Problem
 from tests.backends.cutlass.test_layer import case_of, check, forget
 from tests.support import fake_cutlass
@@ -233,3 +234,11 @@ def test_parts_do_not_overlap():
         assert at.sizes - at.layouts >= 2 * 2 * schemes.LAYOUT_WORDS * E
         assert at.alphas - at.sizes >= 2 * 3 * E and at.descriptors - at.alphas >= 2 * E
         assert 4 * (at.end - at.descriptors) == 2 * schemes.DESCRIPTOR_BYTES
+
+
+@pytest.mark.parametrize("architecture", ["sm_100a", "sm_120a"])
+def test_an_old_compiler_is_named(architecture, monkeypatch, tmp_path):
+    old = build.Toolchain("/usr/bin/nvcc", (12, 6), tmp_path, (4, 8))
+    monkeypatch.setattr(build, "toolchain", lambda: old)
+    with pytest.raises(build.BuildError, match=rf"12.8 or newer for {architecture}, got 12.6"):
+        build.build(architecture, tmp_path / "object.so")
