@@ -9,7 +9,7 @@ PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -q -n 2 --dist worksteal
 EXAMPLES ?= 20000
 SEED ?= 0
 
-.PHONY: venv demo check test fuzz fuzz-sanitized docs compile-matrix test-gpu lint bench bench-gpu clean
+.PHONY: venv demo check test fuzz fuzz-sanitized native docs compile-matrix test-gpu lint bench bench-gpu clean
 
 venv: $(STAMP)
 
@@ -56,6 +56,11 @@ fuzz-sanitized: venv
 	  ASAN_OPTIONS=detect_leaks=0 OMP_NUM_THREADS=1 $(PY) -W ignore -m tests.fuzz \
 	    --examples $(EXAMPLES) --seed $(SEED) --kernels build/sanitized.so --avx $$avx || exit 1; \
 	done
+
+# The CUDA kernels of moe_ops/csrc, for each family of GPUs: some minutes and 6 GB of memory a job.
+# Needs nvcc, and CUTLASS's headers, which CUTLASS_PATH or an installed nvidia-cutlass brings.
+native: venv
+	$(PY) -m moe_ops.csrc.build
 
 # The site, in site/. Nothing is downloaded, and a warning is an error.
 docs: venv

@@ -1,9 +1,11 @@
-"""Builds the CPU kernel into the package: one C++ file without dependencies, and optional.
+"""Builds the CPU kernel into the package: one C++ file without dependencies, and optional. Where
+CUTLASS_PATH is set and there is an nvcc, the CUDA kernels of csrc/cutlass, too.
 
 Where there is no compiler, or it fails, the package is pure Python and its CPU path uses torch's
 own products: installing never fails for want of a kernel.
 """
 
+import importlib.util
 import os
 import platform
 import shlex
@@ -16,6 +18,7 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 SOURCE = "moe_ops/csrc/cpu/grouped_mm.cpp"
 LIBRARY = "moe_ops/cpu_grouped_mm.so"
+CUDA_BUILD = "moe_ops/csrc/build.py"
 # no -march: the kernels name their instruction sets themselves and are entered only where these
 # exist
 FLAGS = ("-O3", "-std=c++20", "-shared", "-fPIC", "-fopenmp")
@@ -52,15 +55,38 @@ def build(source: Path, library: Path) -> str | None:
     return f"{shlex.join(command)} ended with {result.returncode}: {result.stderr[-2000:]}"
 
 
+def build_cuda(root: Path) -> dict[str, str | None]:
+    """Compile the CUDA kernels, for minutes; of each object None, or why there is none."""
+    spec = importlib.util.spec_from_file_location("csrc_build", root / CUDA_BUILD)
+    cuda = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = cuda
+    spec.loader.exec_module(cuda)
+    reasons: dict[str, str | None] = {}
+    for architecture in cuda.FILES:
+        library = root / Path(CUDA_BUILD).parent / "cutlass" / cuda.object_name(architecture)
+        name = str(library.relative_to(root))
+        try:
+            cuda.build(architecture, library)
+            reasons[name] = None
+        except cuda.BuildError as error:
+            reasons[name] = str(error)
+    return reasons
+
+
 class KernelBuildHook(BuildHookInterface):
     def initialize(self, version, build_data):
         if self.target_name != "wheel" or not sys.platform.startswith("linux"):
             return
         root = Path(self.root)
-        reason = build(root / SOURCE, root / LIBRARY)
+        built = [LIBRARY] if self.built(LIBRARY, build(root / SOURCE, root / LIBRARY)) else []
+        if os.environ.get("CUTLASS_PATH"):
+            built += [name for name, why in build_cuda(root).items() if self.built(name, why)]
+        if built:
+            build_data["pure_python"] = False
+            build_data["tag"] = "py3-none-linux_x86_64"  # no Python ABI in it
+            build_data["artifacts"] += built
+
+    def built(self, library, reason):
         if reason is not None:
-            self.app.display_warning(f"{LIBRARY} is not built: {reason}")
-            return
-        build_data["pure_python"] = False
-        build_data["tag"] = "py3-none-linux_x86_64"  # no Python ABI in it
-        build_data["artifacts"].append(LIBRARY)
+            self.app.display_warning(f"{library} is not built: {reason}")
+        return reason is None

@@ -1,6 +1,6 @@
 """Host time of one eager fused_experts call outside its kernel launches, and where it goes.
 
-    python benchmarks/host_overhead.py [--device cuda] [--write]
+    python benchmarks/host_overhead.py [--device cuda] [--rounds 101] [--write]
 
 A backend whose launcher is empty is registered with the workspaces of a real one, so what remains
 is this library: validation, plan, allocation, the way to the launcher. Target: 25 us. "as an
@@ -106,10 +106,11 @@ def calls_of(case: Case, device: torch.device) -> list[Callable[[], object]]:
     return [call, allocate, call_operator]
 
 
-def measure(device: torch.device, like: library.Backend) -> list[dict]:
+def measure(device: torch.device, like: library.Backend, rounds: int) -> list[dict]:
     """One row for each case."""
     functions = [calls_of(case, device) for case in CASES]
-    times = iter(microseconds([function for calls in functions for function in calls]))
+    in_turns = [function for calls in functions for function in calls]
+    times = iter(microseconds(in_turns, rounds=rounds))
     return [
         {
             "case": asdict(case),
@@ -126,6 +127,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     default = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument("--device", type=torch.device, default=torch.device(default))
+    parser.add_argument("--rounds", type=int, default=101, help="of 50 calls; at least 2")
     parser.add_argument("--write", action="store_true", help="keep the times in results/")
     arguments = parser.parse_args()
     device = torch.empty(0, device=arguments.device).device
@@ -134,7 +136,7 @@ def main() -> None:
     like = next(backend for backend in backends.BACKENDS if backend.name == wanted)
     register_empty(like)
     facts = machine_facts()
-    rows = measure(device, like)
+    rows = measure(device, like, arguments.rounds)
     print(facts)
     header = ["M", "scheme", "total us", "of it allocations", "as an operator", "target"]
     print(

@@ -47,6 +47,21 @@ def check(holds: bool, claim: str) -> None:
         sys.exit(1)
 
 
+def compile_backend(device: str | torch.device) -> str:
+    """The backend of torch.compile: "inductor", or "aot_eager" where that finds no C++ compiler,
+    without which it generates nothing for CPUs.
+    """
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    if torch.device(device).type == "cpu":
+        try:
+            get_cpp_compiler()
+        except InvalidCxxCompiler:
+            return "aot_eager"
+    return "inductor"
+
+
 def scheme_name(name: str) -> str:
     """The full name of a scheme that a command line names: a `type` of argparse."""
     from moe_ops.schemes import get_scheme

@@ -17,6 +17,7 @@ import time
 import torch
 from common import (
     check,
+    compile_backend,
     cuda_graphs_recorded,
     expert_bytes,
     ops_called,
@@ -64,7 +65,7 @@ def compile_config_for(device: torch.device):
     from transformers import CompileConfig
 
     mode = "reduce-overhead" if device.type == "cuda" else "default"
-    config = CompileConfig(fullgraph=True, mode=mode)
+    config = CompileConfig(fullgraph=True, mode=mode, backend=compile_backend(device))
     config._compile_all_devices = True  # else generate() runs uncompiled on a CPU
     return config
 
@@ -81,6 +82,8 @@ def compare(args: argparse.Namespace) -> torch.Tensor:
     print(f"  {args.tokens} tokens in {eager_seconds:.2f} s")
 
     title("experts through moe_ops, decode step compiled with fullgraph=True")
+    if compile_backend(device) == "aot_eager":
+        print("  no C++ compiler was found: the graph runs operator by operator, without Inductor")
     model = load("moe_ops", dtype, device)
     with torch.no_grad():
         calls = ops_called(lambda: model(input_ids=ids, use_cache=False))
@@ -121,7 +124,9 @@ def compare_schemes(args: argparse.Namespace) -> None:
         if scheme != "bf16":
             moe_transformers.quantize(model, scheme)
         torch._dynamo.reset()
-        run = torch.compile(model, fullgraph=True) if args.compile_schemes else model
+        run = model
+        if args.compile_schemes:
+            run = torch.compile(model, fullgraph=True, backend=compile_backend(args.device))
         value = perplexity(run, text)
         reference = reference or value
         size, count = expert_bytes(model)

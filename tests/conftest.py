@@ -21,10 +21,15 @@ from torch.utils._device import _device_constructors
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before triton is imported anywhere
-    from tests.support.interpreter import drop_unread_checks, patch_language_once
+    from tests.support.interpreter import (
+        drop_unread_checks,
+        patch_language_once,
+        remember_types,
+    )
 
     patch_language_once()
     drop_unread_checks()
+    remember_types()
 
 # torch remembers at its first use which functions `with torch.device(...)` changes. Were that
 # while a test has torch.empty patched, the real one would make tensors elsewhere from then on.

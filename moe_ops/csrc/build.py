@@ -35,6 +35,7 @@ FILES = {
     "sm_100a": ("abi", "sm100_nvfp4", "sm100_mxfp4", "sm100_mxfp8"),
     "sm_120a": ("abi", "sm120_nvfp4", "sm120_mxfp4", "sm120_mxfp8"),
 }
+SUFFIXES = (".cu", ".cuh", ".h")
 BYTES_OF_JOB = 6 << 30
 OLDEST_NVCC = (12, 3)  # wgmma, and C++20 on the device
 OLDEST_NVCC_OF = {"sm_100a": (12, 8), "sm_120a": (12, 8)}  # the first that know these
@@ -149,7 +150,7 @@ def fingerprint(architecture: str) -> str:
     cache.
     """
     digest = hashlib.sha256(repr((ABI, architecture, FILES[architecture], FLAGS)).encode())
-    for path in sorted(SOURCES.iterdir()):
+    for path in sorted(path for path in SOURCES.iterdir() if path.suffix in SUFFIXES):
         digest.update(path.name.encode() + path.read_bytes())
     return digest.hexdigest()[:16]
 

@@ -283,7 +283,9 @@ class MoELayer(nn.Module):
         """Route every token and run its experts.
 
         Args:
-            hidden_states: (..., H) bf16, fp16 or fp32; leading dimensions are tokens.
+            hidden_states: (..., H) bf16, fp16 or fp32; leading dimensions are tokens. Not what
+                arrives quantized: the router and the shared expert need values of 16 bits or
+                more. Route where those are, and call `fused_experts` with hidden_states_scale.
             residual: (..., H), added to the scaled output.
             return_aux_loss: also return `load_balancing_loss`, a scalar fp32 tensor; scale it by
                 a coefficient of your choice and add it to the training loss.
@@ -292,12 +294,20 @@ class MoELayer(nn.Module):
             (..., H) in hidden_states' dtype (autocast's under torch.autocast), or (that, loss).
 
         Raises:
-            ValueError: no tensor, a wrong last dimension, a dtype that is not the layer's, and as
-                `route` and `fused_experts`.
+            ValueError: no tensor, quantized hidden_states, a wrong last dimension, a dtype that is
+                not the layer's, and as `route` and `fused_experts`.
         """
         check_tensor("hidden_states", hidden_states)
         if residual is not None:
             check_tensor("residual", residual)
+        if hidden_states.dtype.itemsize == 1:
+            raise ValueError(
+                f"hidden_states must have 16 bits or more, got {hidden_states.dtype}: the router "
+                "cannot read what arrives quantized. Call moe_ops.route_tokens(unquantized, "
+                "layer.gate.weight, layer.top_k, layer.routing_method), and moe_ops.fused_experts("
+                "q, layer.experts.w13, layer.experts.down_proj, topk_weights, topk_ids, "
+                "hidden_states_scale=scale)"
+            )
         if hidden_states.dim() < 2 or hidden_states.shape[-1] != self.hidden_size:
             raise ValueError(
                 f"hidden_states must have shape (..., H={self.hidden_size}) with at least one "

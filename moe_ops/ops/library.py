@@ -222,6 +222,9 @@ class Backend:
     library_bytes: Callable[[int, Problem], int] | None = None
     # schemes of which it takes an input that arrives quantized
     quantized_input: tuple[str, ...] = ()
+    # why "auto" leaves it out on a machine where a call that names it would first build it, for
+    # minutes; None where it is built
+    unbuilt: Callable[[Machine], str | None] | None = None
 
     @property
     def untested_version(self) -> str | None:
@@ -263,6 +266,7 @@ def register(
     chunked: bool = False,
     library_bytes: Callable[[int, Problem], int] | None = None,
     quantized_input: tuple[str, ...] = (),
+    unbuilt: Callable[[Machine], str | None] | None = None,
 ) -> Backend:
     """Define `moe_ops::<name>_<kind>` for every kind in `launch` and return the backend.
 
@@ -272,7 +276,7 @@ def register(
             so that a missing kernel is an error and not a silent use of the fake.
         warm: see `Backend`. What it saves goes below `environment.cache_folder()`.
         relayouts, distribution, faster_from, missing_kernels: see `Backend`.
-        newest_tested, chunked, library_bytes, quantized_input: see `Backend`.
+        newest_tested, chunked, library_bytes, quantized_input, unbuilt: see `Backend`.
 
     Raises:
         ValueError: `name` is no identifier, or taken; a kind of `launch` or a key of `devices`
@@ -313,6 +317,7 @@ def register(
         chunked,
         library_bytes,
         quantized_input,
+        unbuilt,
     )
     if name != "auto":
         _registered.append(backend)

@@ -319,8 +319,12 @@ def _table_key(problem: Problem, machine: Machine) -> tuple:
 def why_not(backend: library.Backend, problem: Problem, machine: Machine) -> list[str]:
     """Why "auto" leaves a backend out; empty if it may choose it."""
     reasons = _reasons(backend, problem, machine)
-    if backend.interpreted and machine.device_type == "cpu":
+    if not reasons and backend.interpreted and machine.device_type == "cpu":
         reasons.append("runs in an interpreter on a CPU: only when named")
+    if not reasons and backend.unbuilt is not None:
+        missing = backend.unbuilt(machine)
+        if missing is not None:
+            reasons.append(missing)
     return reasons
 
 

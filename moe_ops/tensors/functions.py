@@ -143,11 +143,13 @@ def _(func: Callable, types: Types, args: tuple, kwargs: dict) -> Any:
     )
     if own != other:
         raise ValueError(f"source of a copy into {self} must be quantized alike, got {src}")
-    scales = [t.activation_scale for t in (self, src)]
-    shapes = [tuple(scale.shape) for scale in scales if scale is not None]
-    if len(set(shapes)) > 1:
+    mine, given = self.activation_scale, src.activation_scale
+    # one of all experts is that of each
+    if mine is not None and given is not None and given.ndim and given.shape != mine.shape:
         raise ValueError(
-            f"activation_scale of a copy into {self} must have shape {shapes[0]}, got {shapes[1]}"
+            f"activation_scale of a copy into {self} must have shape {tuple(mine.shape)}, got "
+            f"{tuple(given.shape)}: one cannot hold those of all experts; quantize the target "
+            "with activation_scale=torch.ones(num_experts)"
         )
     for name in self.__tensor_flatten__()[0]:
         getattr(self, name).copy_(getattr(src, name), *args[2:])

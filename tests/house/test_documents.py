@@ -8,6 +8,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import torch
 
 import moe_ops
 from moe_ops.schemes import SCHEMES
@@ -182,3 +183,23 @@ def test_readme_is_short_and_names_every_backend():
     assert len(text.splitlines()) < 150
     for name in moe_ops.list_backends():
         assert f"| `{name}` |" in text, f"README's backend table lacks {name}"
+
+
+def test_every_form_in_which_activations_arrive_is_documented():
+    """Each scheme that quantizes activations has one row, with its elements and its scales."""
+    text = (ROOT / "docs/quantization.md").read_text()
+    table = text[text.index("| scheme | hidden_states |") :].partition("\n\n")[0]
+    elements = {"e4m3": "e4m3 (M, K)", "int8": "int8 (M, K)", "e2m1": "two e2m1 a byte (M, K / 2)"}
+    dtypes = {torch.float32: "fp32", torch.float8_e8m0fnu: "e8m0", torch.float8_e4m3fn: "e4m3"}
+    shapes = {-1: "(M, 1)", 128: "(M, ceil(K / 128))", 32: "(M, K / 32)", 16: "(M, K / 16)"}
+    found = []
+    for row in table.splitlines()[2:]:
+        names, data, scale = row.strip("| ").split(" | ")
+        for name in re.findall(r"`([^`]+)`", names):
+            desc = SCHEMES[name].activation
+            assert data.startswith(elements.get(desc.dtype, "four of 6 bits")), row
+            shape = "() or (1,)" if desc.group.is_tensor else shapes[desc.group.cols]
+            assert scale.startswith(f"{dtypes[desc.scale_dtype]} {shape}"), row
+            found.append(name)
+    quantizing = {name for name, scheme in SCHEMES.items() if scheme.activation}
+    assert sorted(found) == sorted({re.sub(":(round|ceil)$", "", name) for name in quantizing})

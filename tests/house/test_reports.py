@@ -107,10 +107,11 @@ def test_scripts_tell_their_options_without_libraries():
 def test_results_are_written_when_asked(tmp_path):
     """On a CPU, where anybody runs them; those of a GPU are for recording."""
     results = {path: path.stat().st_mtime_ns for path in (BENCHMARKS / "results").iterdir()}
-    answer = run("host_overhead.py", "--device", "cpu")
+    answer = run("host_overhead.py", "--device", "cpu", "--rounds", "3")
     assert answer.returncode == 0, answer.stderr
     assert "total us" in answer.stdout
     arguments = ("--tokens", "1", "--dtypes", "fp32", "--only", "moe_ops", "--seconds", "0.1")
+    arguments += ("--threads", "1")
     answer = run("cpu_layer.py", *arguments)
     assert answer.returncode == 0, answer.stderr
     for path, time in results.items():

@@ -56,7 +56,7 @@ ROUTER_USES = ("launch", "device", "router")
 BACKEND = (
     "binding",
     "relayout library schemes cpu",
-    "rows blocks setup inputs grouped_mm",
+    "rows blocks setup inputs grouped_mm chunked",
     "layer blockscaled plain mixed",
     "backend",
 )

@@ -45,6 +45,25 @@ def test_experts(scheme, activation):
     assert flops(lambda: moe_ops.grouped_linear(x, w13, ends)) == 2 * M * N * K
 
 
+@pytest.mark.parametrize("scheme", ["fp8_channel", "nvfp4", "mxfp4", "mxfp6_e3m2"])
+def test_activations_that_arrive_quantized(scheme):
+    """Elements count, of which two share a byte where they have 4 bits, and four share three."""
+    x, w13, w2, weights, ids = arguments(scheme)
+    q, scale, global_scale, _ = moe_ops.quantize_activation(x, scheme)
+    scales = {"hidden_states_scale": scale, "hidden_states_global_scale": global_scale}
+    assert flops(lambda: moe_ops.fused_experts(q, w13, w2, weights, ids, **scales)) == (
+        2 * M * TOP_K * 3 * I * K
+    )
+    counts = torch.full((1,), M, dtype=torch.int32)
+    batched = {name: s[None] if s is not None and s.ndim else s for name, s in scales.items()}
+    assert flops(lambda: moe_ops.batched_experts(q[None], w13[:1], w2[:1], counts, **batched)) == (
+        2 * M * 3 * I * K
+    )
+    ends = torch.tensor([1, 2, 3, 6], dtype=torch.int32)
+    of_x = {"x_scale": scale, "x_global_scale": global_scale}
+    assert flops(lambda: moe_ops.grouped_linear(q, w13, ends, **of_x)) == 2 * M * 2 * I * K
+
+
 @pytest.mark.parametrize("scheme", ["", "fp8_block", "int4_w4a16:g32"])
 def test_forward_and_backward(scheme):
     """Backward computes one product more for each of a layer's inputs and of its weights."""

@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+import moe_ops
 from moe_ops.nn.config import MoEConfig
 from moe_ops.nn.layer import MoELayer, load_balancing_loss, tokens_per_expert
 from moe_ops.parallel.config import ParallelConfig
@@ -698,3 +699,21 @@ def test_bad_input():
         layer(x.bfloat16())
     with pytest.raises(ValueError, match="residual must be a torch.Tensor, got float"):
         layer(x, 1.0)
+
+
+def test_what_arrives_quantized_is_routed_by_the_caller():
+    """The remedy of the error is what the layer would have computed."""
+    layer = MoELayer(64, 32, 4, 2).requires_grad_(False)
+    for name in ("gate_up_proj", "down_proj"):
+        weight = moe_ops.quantize(getattr(layer.experts, name), "fp8_channel")
+        setattr(layer.experts, name, torch.nn.Parameter(weight, requires_grad=False))
+    x = torch.randn(5, 64)
+    q, scale, *_ = moe_ops.quantize_activation(x, "fp8_channel")
+    for arrived in (q, q.view(torch.int8), q.view(torch.uint8)[:, :32]):
+        with pytest.raises(ValueError, match="^hidden_states must have 16 bits .*fused_experts"):
+            layer(arrived)
+    gate = layer.gate.weight, layer.top_k, layer.routing_method
+    _, weights, ids = moe_ops.route_tokens(x, *gate)
+    args = q, layer.experts.w13, layer.experts.down_proj, weights, ids
+    out = moe_ops.fused_experts(*args, hidden_states_scale=scale, out_dtype=x.dtype)
+    assert torch.equal(out, layer(x))

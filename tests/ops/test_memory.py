@@ -179,6 +179,39 @@ def test_scales_of_quantized_weights(backend, way):
         moe_ops.fused_experts(**arguments, backend=backend)
 
 
+@ways
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_scales_of_activations_that_arrive_quantized(backend, way):
+    """In a call that was made before too, which skips the dispatcher."""
+    x, counts = torch.randn(2, 4, 32), torch.tensor([4, 3], dtype=torch.int32)
+    w13, w2 = [moe_ops.quantize(torch.randn(2, 32, k), "nvfp4") for k in (32, 16)]
+    weights, ids = moe_ops.route(torch.randn(8, 2), 2)
+    q, scale, global_scale, _ = moe_ops.quantize_activation(x.flatten(0, 1), "nvfp4")
+    ends = torch.tensor([4, 8], dtype=torch.int32)
+    of_hidden_states = "hidden_states_scale", "hidden_states_global_scale"
+
+    def experts(*scales):
+        named = dict(zip(of_hidden_states, scales, strict=True))
+        moe_ops.fused_experts(q, w13, w2, weights, ids, backend=backend, **named)
+
+    def batched(*scales):
+        named = dict(zip(of_hidden_states, scales, strict=True))
+        rows = q.view(2, 4, -1)
+        moe_ops.batched_experts(rows, w13, w2, counts, backend=backend, **named)
+
+    def linear(*scales):
+        named = {"x_scale": scales[0], "x_global_scale": scales[1]}
+        moe_ops.grouped_linear(q, w13, ends, backend=backend, **named)
+
+    for call, of_rows in ((experts, scale), (batched, scale.view(2, 4, -1)), (linear, scale)):
+        name = "x" if call is linear else "hidden_states"
+        call(of_rows, global_scale)
+        with way(), pytest.raises(ValueError, match=f"^{name}_scale must hold .* was freed"):
+            call(freed(of_rows), global_scale)
+        with way(), pytest.raises(ValueError, match=f"^{name}_global_scale must hold .* freed"):
+            call(of_rows, freed(global_scale))
+
+
 def test_batched_experts():
     x, w13, w2 = torch.randn(3, 5, 32), torch.randn(3, 32, 32), torch.randn(3, 32, 16)
     counts = torch.tensor([2, 5, 0], dtype=torch.int32)

@@ -181,7 +181,7 @@ def test_reasons_of_a_backend_stay_its_own():
     )
     problem = dataclasses.replace(problem, needs_grad=True)
     for _ in range(2):
-        assert len(plans.why_not(refusing, problem, machine)) == 3
+        assert len(plans.why_not(refusing, problem, machine)) == 2
     assert own == ["it never runs"]
 
 

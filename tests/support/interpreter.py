@@ -59,3 +59,62 @@ def drop_unread_checks() -> None:
     options = getattr(builder, "options", None)
     if getattr(options, "sanitize_overflow", False) and getattr(options, "debug", None) is False:
         builder.options = dataclasses.replace(options, sanitize_overflow=False)
+
+
+def remember_types() -> None:
+    """Each operation makes the types and shapes of its result anew, from the same few: a third of
+    the interpreter's time. Let it look up the parts that say the same of all, which nothing
+    changes. Another Triton than this was written for is left as it is."""
+    try:
+        from triton.language import core
+        from triton.runtime import interpreter
+
+        plain = interpreter._get_np_dtype
+        block_init, tensor_init = core.block_type.__init__, core.tensor.__init__
+    except (ImportError, AttributeError):
+        return
+    parts: dict[tuple, tuple] = {}  # of a block type: shape, numel, name
+    shapes: dict[str, tuple] = {}  # of a tensor, by its type's name: shape, numel
+    of_numpy: dict[str, object] = {}
+
+    def init_block(self, element_ty, shape):
+        key = element_ty.name, *[getattr(size, "value", size) for size in shape]
+        found = parts.get(key)
+        if found is None:
+            block_init(self, element_ty, shape)
+            parts[key] = self.shape, self.numel, self.name
+            return
+        self.element_ty = element_ty
+        self.shape, self.numel, self.name = found
+
+    def init_tensor(self, handle, type):
+        found = shapes.get(type.name)
+        if found is None:
+            tensor_init(self, handle, type)
+            shapes[type.name] = self.shape, self.numel
+            return
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.shape, self.numel = found
+
+    def np_dtype(tt_dtype):
+        element = tt_dtype.element_ty if isinstance(tt_dtype, core.block_type) else tt_dtype
+        found = of_numpy.get(element.name)
+        if found is None:
+            found = of_numpy[element.name] = plain(tt_dtype)
+        return found
+
+    def told() -> str:
+        block = core.block_type(core.float32, [core.constexpr(4), 8])
+        some = (block, core.tensor(None, block), core.tensor(None, core.int1))
+        found = [sorted(vars(each).items(), key=lambda item: item[0]) for each in some]
+        return str([[(name, str(value)) for name, value in each] for each in found])
+
+    before = told()
+    core.block_type.__init__, core.tensor.__init__ = init_block, init_tensor
+    if before != told() or before != told():
+        core.block_type.__init__, core.tensor.__init__ = block_init, tensor_init
+    pointers = core.pointer_type(core.float32)
+    for each in (core.bfloat16, core.int64, pointers, core.block_type(pointers, [4])):
+        if plain(each) != np_dtype(each):
+            return
+    interpreter._get_np_dtype = np_dtype

@@ -22,7 +22,6 @@ from moe_ops.backends.cutlass.schemes import (
     BLOCK_SCALED,
     DESCRIPTOR_BYTES,
     LAYOUT_WORDS,
-    MAGNITUDES,
     parts,
     scale_rows,
 )
@@ -34,7 +33,7 @@ from moe_ops.kernels.permute.layout import Layout, index_parts
 from moe_ops.kernels.permute.place import place
 from moe_ops.kernels.permute.rows import NO_ROUTER_WEIGHTS, route_pairs, router_weights
 from moe_ops.kernels.quantize.e4m3_int8 import Valid, amax
-from moe_ops.kernels.quantize.scales import NUM_PARTIALS, rows_of
+from moe_ops.kernels.quantize.scales import rows_of
 from moe_ops.meta.workspace import carve, round_up
 from moe_ops.ops.args import ExpertsArgs
 from moe_ops.ops.chunks import chunks
@@ -49,6 +48,8 @@ class Magnitudes(NamedTuple):
 
 def experts(a: ExpertsArgs) -> None:
     """Launch `moe_ops::cutlass_experts` for a scheme of `BLOCK_SCALED`."""
+    if not a.topk_ids.numel():
+        return
     device = a.hidden_states.get_device()
     gemms, gpu = library.gemms(device), launch.gpu(device)
     for name in ("w13", "w2", "w13_scale", "w2_scale"):
@@ -72,8 +73,7 @@ def _magnitudes(a: ExpertsArgs, device: int, gpu: Gpu) -> Magnitudes:
     """The Magnitudes of a call: that of x is found here, that of h becomes zero."""
     if BLOCK_SCALED[a.scheme].name != "nvfp4":
         return Magnitudes(None, None)
-    space = a.index_workspace[a.index_workspace.numel() - MAGNITUDES :].view(torch.float32)
-    of_x, of_h = space[:NUM_PARTIALS], space[NUM_PARTIALS:]
+    of_x, of_h = library.shared(a.index_workspace)
     if a.a13_scale is None:
         routing = route_pairs(
             a.index_workspace, a.topk_ids, a.expert_map, a.w13.shape[0], a.topk_ids.numel(), True
@@ -115,7 +115,7 @@ class Layer:
         self.layouts = index[at.layouts : at.sizes][: 4 * LAYOUT_WORDS * E]
         self.sizes = index[at.sizes : at.alphas][: 6 * E]
         self.alphas = index[at.alphas : at.descriptors].view(torch.float32)[: 2 * E]
-        self.descriptors = index[at.descriptors : at.end]
+        self.descriptors = index[at.descriptors : at.shared]
         self.x = self._operand(0, K, a.a13_scale, found.x, a.w13_global_scale)
         self.h = self._operand(1, N // 2 if gated else N, a.a2_scale, found.h, a.w2_global_scale)
         self.gate_up = carve(a.workspace2, (self.rows, N), a.out.dtype)

@@ -14,10 +14,14 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from moe_ops import environment
 from moe_ops.csrc import build
+from moe_ops.kernels.quantize.scales import NUM_PARTIALS, SHARED, Shared
 from moe_ops.meta.workspace import round_up
+from moe_ops.ops.problem import Machine
+from moe_ops.schemes import get_scheme
 
 # by compute capability; those for SM100 and SM120 were not run on hardware
 ARCHITECTURES = {(9, 0): "sm_90a", (10, 0): "sm_100a", (12, 0): "sm_120a"}
@@ -87,6 +91,21 @@ def architecture(capability: tuple[int, int]) -> str:
     return ARCHITECTURES.get(capability, "")
 
 
+@environment.constant
+def _unbuilt(name: str) -> str | None:
+    if build.installed(name, environment.cache_folder()):
+        return None
+    return (
+        "its kernels are not built yet, which takes minutes: python -m moe_ops.csrc.build "
+        f"{name}, or name the backend, whose first use builds them"
+    )
+
+
+def unbuilt(machine: Machine) -> str | None:
+    """Why "auto" leaves this backend out on a machine; None if its kernels are built."""
+    return None if simulated() else _unbuilt(architecture(machine.capability))
+
+
 @cache
 def why_not() -> str | None:
     """Why there is no object for any GPU, and none can be built; None if there is or can be."""
@@ -107,7 +126,13 @@ def check_warm(device: int) -> None:
         )
 
 
+_SIMULATED = -1  # the "device" of tests on a CPU, where something stands for the kernels
 _loaded: dict[int, Gemms] = {}
+
+
+def simulated() -> bool:
+    """Whether something stands for the kernels on a CPU."""
+    return _SIMULATED in _loaded
 
 
 def gemms(device: int) -> Gemms:
@@ -169,15 +194,11 @@ class Config(NamedTuple):
 
 
 _TYPES = {torch.bfloat16: "bf16", torch.float16: "f16"}
-# Rows an expert from which blocks have 128 rows and 256 columns. On an H200 Qwen3's GEMM1 took 124
-# and 132 us at 64 rows an expert, Mixtral's 304 and 259.
-_WIDE_FROM = 64
 
 
-def choose(rows: int, num_experts: int, dtype: torch.dtype) -> Config:
-    """The kernel for `rows` rows over all experts."""
-    tile = "128x256" if rows > _WIDE_FROM * num_experts else "64x128"
-    return Config(f"moe_ops_sm90_fp8_{_TYPES[dtype]}_{tile}")
+def choose(dtype: torch.dtype) -> Config:
+    """The kernel for an output dtype."""
+    return Config(f"moe_ops_sm90_fp8_{_TYPES[dtype]}")
 
 
 # --- the arrays over experts ---------------------------------------------------------------------
@@ -193,12 +214,28 @@ class Parts(NamedTuple):
     arrays: int  # (2, len(ARRAYS), E) int64
     sizes: int  # (2, E, 3) int32
     descriptors: int  # (2, DESCRIPTOR_BYTES): GEMM2 may be set up while GEMM1 still runs
+    shared: int  # fp32 of `shared`, at the end of the workspace
     end: int
 
 
 def parts(start: Any, E: int) -> Parts:
     """The parts from `start` on."""
     starts = [round_up(start, 32)]
-    for size in (4 * len(ARRAYS) * E, 6 * E, DESCRIPTOR_BYTES // 2):
+    for size in (4 * len(ARRAYS) * E, 6 * E, DESCRIPTOR_BYTES // 2, SHARED):
         starts.append(starts[-1] + round_up(size, 32))
     return Parts(*starts)
+
+
+@cache
+def one_scale(scheme: str) -> bool:
+    """Whether all rows share one dynamic scale."""
+    activation = get_scheme(scheme).activation
+    return activation is not None and activation.group.is_tensor and not activation.static
+
+
+def shared(index: Tensor) -> Shared:
+    """The largest magnitudes that all rows share, at the end of the index workspace: chunks write
+    the parts before it, each where its own number of rows says.
+    """
+    found = index[-round_up(SHARED, 32) :].view(torch.float32)
+    return Shared(found[:NUM_PARTIALS], found[NUM_PARTIALS:SHARED])

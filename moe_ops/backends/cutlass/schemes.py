@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from moe_ops.kernels.quantize.scales import NUM_PARTIALS
+from moe_ops.kernels.quantize.scales import SHARED
 from moe_ops.meta.workspace import cdiv, padded_rows, round_up
 from moe_ops.numerics.swizzle import TILE_ROWS, swizzled_shape
 
@@ -57,10 +57,6 @@ def scale_rows(M: Any, top_k: int, E: int) -> Any:
 ARRAYS = ("a", "b", "d", "stride_a", "stride_b", "stride_d", "a_scale", "b_scale", "alpha")
 LAYOUT_WORDS = 5  # int32 of a layout of scales
 
-# largest magnitudes from which global scales follow, at the end of the index workspace: of x by
-# NUM_PARTIALS programs, and of the activation's output
-MAGNITUDES = NUM_PARTIALS + 1
-
 
 class Parts(NamedTuple):
     """Where each part of the setup of two GEMMs starts in the index workspace, in int32. int or
@@ -72,6 +68,7 @@ class Parts(NamedTuple):
     sizes: int  # (2, E, 3)
     alphas: int  # (2, E) fp32
     descriptors: int  # (2, DESCRIPTOR_BYTES): GEMM2 may be set up while GEMM1 still runs
+    shared: int  # fp32 of `library.shared`, at the end of the workspace
     end: int
 
 
@@ -79,6 +76,6 @@ def parts(start: Any, E: int) -> Parts:
     """The parts from `start` on."""
     starts = [round_up(start, 32)]
     numbers = (4 * len(ARRAYS) * E, 4 * LAYOUT_WORDS * E, 6 * E, 2 * E, DESCRIPTOR_BYTES // 2)
-    for size in numbers:
+    for size in (*numbers, SHARED):
         starts.append(starts[-1] + round_up(size, 32))
     return Parts(*starts)

@@ -10,6 +10,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+from moe_ops.backends.triton.chunked import run_in_chunks
 from moe_ops.kernels import launch
 from moe_ops.kernels.configs import GEMV, SM90_WGMMA, LayerConfig, block_bound
 from moe_ops.kernels.gemm.operands import Activated, Output, activated
@@ -19,13 +20,12 @@ from moe_ops.kernels.mixed_gemm.operands import MixedOperand, operand
 from moe_ops.kernels.permute.combine import combine
 from moe_ops.kernels.permute.rows import (
     NO_ROUTER_WEIGHTS,
-    Routing,
     route_pairs,
     router_weights,
     sorted_rows,
 )
 from moe_ops.kernels.permute.sort import group_blocks, route, sort_into
-from moe_ops.kernels.quantize.e4m3_int8 import Valid, amax, counted
+from moe_ops.kernels.quantize.e4m3_int8 import Valid, counted
 from moe_ops.kernels.quantize.emulated import Hidden, decode_x, round_h, round_x
 from moe_ops.kernels.quantize.rounding import Rounding, rounding_of, x_elements
 from moe_ops.kernels.quantize.scales import (
@@ -34,9 +34,8 @@ from moe_ops.kernels.quantize.scales import (
     batches_of,
     flat,
     input_of,
-    rows_of,
-    shared_of,
 )
+from moe_ops.kernels.quantize.shared import valid_pairs
 from moe_ops.meta.workspace import cdiv
 from moe_ops.ops.args import BatchedExpertsArgs, ExpertsArgs, GroupedLinearArgs
 from moe_ops.ops.chunks import batched_chunks, chunks
@@ -100,28 +99,11 @@ def experts(a: ExpertsArgs) -> None:
     layer = (w13, w2, activation, rounding, config, gpu)
     if not 0 < a.chunk_rows < M:
         return run(_mma_launches(a, *layer), device, gpu)
-    parts, shared = chunks(a), None
+    parts, behind = chunks(a), None
     if rounding is not None and rounding.SCALE == "nv":
         rows = parts[0].hidden_states.shape[0]
-        used = max(rows * top_k * K, x_elements(rows, K, rounding))
-        shared = shared_of(a.workspace2, used)
-        if a.hidden_states_scale is None:
-            valid = _valid(a, route_pairs(a.index_workspace, ids, a.expert_map, w2.E, 0, False))
-            run([amax(rows_of(x), M, M, K, shared.x, valid, shared.h, gpu)], device, gpu)
-        else:
-            shared.h.zero_()
-        if a.a2_scale is None:
-            # the one scale of h is known once GEMM1 has run for all tokens
-            for part in parts:
-                run(_mma_launches(part, *layer, shared, gemm1_alone=True), device, gpu)
-    for part in parts:
-        run(_mma_launches(part, *layer, shared), device, gpu)
-
-
-def _valid(a: ExpertsArgs, routing: Routing) -> Valid:
-    """The rows of x that a local expert takes."""
-    on_input = router_weights(a.topk_weights) if a.router_weight_on_input else NO_ROUTER_WEIGHTS
-    return Valid("pairs", routing, on_input)
+        behind = max(rows * top_k * K, x_elements(rows, K, rounding))
+    run_in_chunks(a, parts, lambda part, *how: _mma_launches(part, *layer, *how), behind, gpu)
 
 
 def _mma_launches(
@@ -141,13 +123,12 @@ def _mma_launches(
     pairs, block_m = M * top_k, config.block_m
     blocks = pairs if config.direct else num_blocks_of(pairs, E, block_m)
     routing = route_pairs(a.index_workspace, ids, a.expert_map, E, blocks, config.direct)
-    weights = router_weights(a.topk_weights)
-    on_input = weights if a.router_weight_on_input else NO_ROUTER_WEIGHTS
+    weights, valid = router_weights(a.topk_weights), valid_pairs(a, routing)
+    on_input = valid.topk_weights
     y = flat(a.workspace2, torch.float32, pairs * K)
     launches: list[Launch] = []
     if not config.direct:
         launches.append(route(routing, sort_into(block_m, pairs, E, config.sort_chunk), gpu))
-    valid = Valid("pairs", routing, on_input)
     more, rows, h = _rounded(a, rounding, M, M, K, pairs, I, valid, gpu, shared)
     if rounding is not None and a.hidden_states_scale is None:
         # router weights have scaled x before rounding
@@ -211,30 +192,24 @@ def _wgmma_launches(
 
 def batched_experts(a: BatchedExpertsArgs) -> None:
     """Launch `moe_ops::triton_batched_experts`."""
-    x, counts = a.hidden_states, a.expert_num_tokens
-    E, T, K = a.out.shape
+    x, (E, T, K) = a.hidden_states, a.out.shape
     if T == 0:
         return
-    device = x.get_device()
-    gpu = launch.gpu(device)
+    gpu = launch.gpu(x.get_device())
     _, w2 = _weights(a, gpu)
     rounding = rounding_of(a.scheme)
     dtype = x.dtype if rounding is None else rounding.dtype
     config = configs.choose(*(E * T, E, K, w2.K, w2.format.bits, dtype, False, gpu.shared_memory))
-    parts, shared = batched_chunks(a), None
-    if len(parts) > 1 and rounding is not None and rounding.SCALE == "nv":  # as in `experts`
-        used = x_elements(parts[0].w2.shape[0] * T, K, rounding)
-        shared, valid = shared_of(a.workspace2, used), counted("batched", counts)
-        if a.hidden_states_scale is None:
-            run([amax(batches_of(x), E * T, T, K, shared.x, valid, shared.h, gpu)], device, gpu)
-        else:
-            shared.h.zero_()
-        if a.a2_scale is None:
-            for part in parts:
-                layer = _batched_launches(part, rounding, config, gpu, shared, gemm1_alone=True)
-                run(layer, device, gpu)
-    for part in parts:
-        run(_batched_launches(part, rounding, config, gpu, shared), device, gpu)
+    parts, behind = batched_chunks(a), None
+    if rounding is not None and rounding.SCALE == "nv":
+        behind = x_elements(parts[0].w2.shape[0] * T, K, rounding)
+    run_in_chunks(
+        a,
+        parts,
+        lambda part, *how: _batched_launches(part, rounding, config, gpu, *how),
+        behind,
+        gpu,
+    )
 
 
 def _batched_launches(

@@ -8,6 +8,7 @@ from functools import lru_cache
 
 import torch
 
+from moe_ops.backends.triton.chunked import run_in_chunks
 from moe_ops.kernels import launch
 from moe_ops.kernels.configs import GEMV, SM90_TMA, LayerConfig, block_bound
 from moe_ops.kernels.gemm import gemv, sm80_mma, sm90_tma
@@ -26,13 +27,12 @@ from moe_ops.kernels.launch import Gpu, Launch, run
 from moe_ops.kernels.permute.combine import combine
 from moe_ops.kernels.permute.rows import (
     NO_ROUTER_WEIGHTS,
-    Routing,
     route_pairs,
     router_weights,
     sorted_rows,
 )
 from moe_ops.kernels.permute.sort import group_blocks, route, sort_into
-from moe_ops.kernels.quantize.e4m3_int8 import Valid, amax, counted, quantize_x
+from moe_ops.kernels.quantize.e4m3_int8 import counted, quantize_x
 from moe_ops.kernels.quantize.scales import (
     NUM_PARTIALS,
     Input,
@@ -42,9 +42,8 @@ from moe_ops.kernels.quantize.scales import (
     hidden,
     input_of,
     of_arrived,
-    rows_of,
-    shared_of,
 )
+from moe_ops.kernels.quantize.shared import valid_pairs
 from moe_ops.meta.workspace import cdiv
 from moe_ops.ops.args import BatchedExpertsArgs, ExpertsArgs, GroupedLinearArgs
 from moe_ops.ops.chunks import batched_chunks, chunks
@@ -78,25 +77,9 @@ def experts(a: ExpertsArgs) -> None:
     layer = (w13, w2, activation, scaling, config, gpu)
     if not 0 < a.chunk_rows < M:
         return run(_launches(a, *layer), device, gpu)
-    parts, shared = chunks(a), None
-    if x_scale == "tensor":
-        # its scales are those of all tokens: that of h is known once GEMM1 has run for all of them
-        shared = shared_of(a.workspace2, parts[0].topk_ids.numel() * K)
-        if a.hidden_states_scale is None:
-            valid = _valid(a, route_pairs(a.index_workspace, ids, a.expert_map, E, 0, False))
-            run([amax(rows_of(x), M, M, K, shared.x, valid, shared.h, gpu)], device, gpu)
-        else:
-            shared.h.zero_()
-        for part in parts:
-            run(_launches(part, *layer, shared, gemm1_alone=True), device, gpu)
-    for part in parts:
-        run(_launches(part, *layer, shared), device, gpu)
-
-
-def _valid(a: ExpertsArgs, routing: Routing) -> Valid:
-    """The rows of x that a local expert takes."""
-    on_input = router_weights(a.topk_weights) if a.router_weight_on_input else NO_ROUTER_WEIGHTS
-    return Valid("pairs", routing, on_input)
+    parts = chunks(a)
+    behind = parts[0].topk_ids.numel() * K if x_scale == "tensor" else None
+    run_in_chunks(a, parts, lambda part, *how: _launches(part, *layer, *how), behind, gpu)
 
 
 def _launches(
@@ -119,8 +102,8 @@ def _launches(
     rows, first = _input(a, scaling, gpu)
     blocks = pairs if config.direct else num_blocks_of(pairs, E, block_m)
     routing = route_pairs(a.index_workspace, ids, a.expert_map, E, blocks, config.direct)
-    weights = router_weights(a.topk_weights)
-    on_input = weights if a.router_weight_on_input else NO_ROUTER_WEIGHTS
+    weights, valid = router_weights(a.topk_weights), valid_pairs(a, routing)
+    on_input = valid.topk_weights
     sort = None if config.direct else sort_into(block_m, pairs, E, config.sort_chunk)
     h, h_scale = hidden(a.workspace13, pairs, I, dtype, x_scale, config, a.a2_scale, w2.data.dtype)
     y = flat(a.workspace2, torch.float32, pairs * K)
@@ -132,8 +115,8 @@ def _launches(
         launches = [] if sort is None else [route(routing, sort, gpu)]
     elif x_scale:
         launches, rows, on_input = quantize_x(
-            rows, M, M, K, x_scale, config, y, a.a13_scale, Valid("pairs", routing, on_input),
-            h.scale, top_k, w13.data.dtype, scaling.POWERS, gpu, sort,
+            rows, M, M, K, x_scale, config, y, a.a13_scale, valid, h.scale,
+            top_k, w13.data.dtype, scaling.POWERS, gpu, sort,
         )  # fmt: skip
     else:
         launches = [] if sort is None else [route(routing, sort, gpu)]
@@ -171,33 +154,23 @@ def _input(
 
 def batched_experts(a: BatchedExpertsArgs) -> None:
     """Launch `moe_ops::triton_batched_experts`."""
-    x, counts = a.hidden_states, a.expert_num_tokens
-    E, T, K = x.shape
+    E, T, K = a.out.shape
     if T == 0:
         return
-    I = a.w2.shape[2]  # noqa: E741
-    dtype, device = a.out.dtype, x.get_device()
-    gpu = launch.gpu(device)
+    dtype, I = a.out.dtype, a.w2.shape[2]  # noqa: E741
+    gpu = launch.gpu(a.hidden_states.get_device())
     activation = activated(a.activation, a.alpha, a.beta, a.limit)
     scaling = scaling_of(a.scheme, gpu.native)
     w_scale, x_scale, *_ = scaling
     facts = (dtype.itemsize, False, gpu.shared_memory, w_scale, x_scale, activation.GATED)
     config = choose(E * T, E, K, I, *facts)
-    parts = batched_chunks(a)
-    if len(parts) == 1:
-        return run(_batched_launches(a, activation, scaling, config, gpu), device, gpu)
-    shared = None
-    if x_scale == "tensor":  # as in `experts`
-        shared, valid = shared_of(a.workspace2, 0), counted("batched", counts)
-        if a.hidden_states_scale is None:
-            run([amax(batches_of(x), E * T, T, K, shared.x, valid, shared.h, gpu)], device, gpu)
-        else:
-            shared.h.zero_()
-        for part in parts:
-            layer = _batched_launches(part, activation, scaling, config, gpu, shared)
-            run(layer[:-1], device, gpu)
-    for part in parts:
-        run(_batched_launches(part, activation, scaling, config, gpu, shared), device, gpu)
+    run_in_chunks(
+        a,
+        batched_chunks(a),
+        lambda part, *how: _batched_launches(part, activation, scaling, config, gpu, *how),
+        0 if x_scale == "tensor" else None,
+        gpu,
+    )
 
 
 def _batched_launches(
@@ -207,6 +180,7 @@ def _batched_launches(
     config: LayerConfig,
     gpu: Gpu,
     shared: Shared | None = None,
+    gemm1_alone: bool = False,
 ) -> list[Launch]:
     """The launches of batches, or of a chunk of experts, whose one scale of x and of h is then
     known (`shared`).
@@ -230,13 +204,15 @@ def _batched_launches(
         )  # fmt: skip
         launches += more
     b13, b2, out = bias_of(a.w13_bias), bias_of(a.w2_bias), Output(*batches_of(a.out)[:4])
-    launches += (
+    launches.append(
         sm80_mma.gemm1(
             h, rows, w13, b13, routing, NO_ROUTER_WEIGHTS, activation, first, h_scale,
             config.gemm1, block_m, gpu,
-        ),
-        sm80_mma.gemm2(out, h, w2, b2, routing, scaling, config.gemm2, block_m, gpu),
+        )
     )  # fmt: skip
+    if not gemm1_alone:
+        gemm2 = sm80_mma.gemm2(out, h, w2, b2, routing, scaling, config.gemm2, block_m, gpu)
+        launches.append(gemm2)
     return launches
 
 

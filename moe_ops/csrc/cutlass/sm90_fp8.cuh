@@ -2,26 +2,22 @@
 //
 // Sums are those of the tensor cores (FastAccum): at K = 7168 their error is 1.9e-3 of the result,
 // rounding it to bf16 1.7e-3; with promotion to fp32 registers each 128 columns the kernels took
-// 2 to 3.7 times as long on an H200 (docs/kernels/cutlass.md).
+// 2 to 3.7 times as long on an H200, in tiles of 128 x 128 (docs/kernels/cutlass.md).
 #pragma once
 
 #include "common.cuh"
 
 namespace moe_ops {
 
-template <class Out, int TILE_M, int TILE_N, bool COOPERATIVE>
+template <class Out, int TILE_M, int TILE_N>
 struct Sm90Fp8 {
   using E4m3 = cutlass::float_e4m3_t;
   using Tile = Shape<Int<TILE_M>, Int<TILE_N>, Int<128>>;
   using Cluster = Shape<_1, _1, _1>;
   using RowMajor = cutlass::layout::RowMajor*;
   using ColumnMajor = cutlass::layout::ColumnMajor*;
-  using MainSchedule =
-      conditional_t<COOPERATIVE, cutlass::gemm::KernelPtrArrayTmaWarpSpecializedCooperativeFP8FastAccum,
-                    cutlass::gemm::KernelPtrArrayTmaWarpSpecializedPingpongFP8FastAccum>;
-  using EpilogueSchedule =
-      conditional_t<COOPERATIVE, cutlass::epilogue::PtrArrayTmaWarpSpecializedCooperative,
-                    cutlass::epilogue::PtrArrayTmaWarpSpecializedPingpong>;
+  using MainSchedule = cutlass::gemm::KernelPtrArrayTmaWarpSpecializedPingpongFP8FastAccum;
+  using EpilogueSchedule = cutlass::epilogue::PtrArrayTmaWarpSpecializedPingpong;
   using Scaled = ScaledEpilogue<Out, Tile>;
   using Epilogue = typename cutlass::epilogue::collective::CollectiveBuilder<
       cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, Tile, Cluster,

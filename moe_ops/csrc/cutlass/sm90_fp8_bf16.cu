@@ -2,6 +2,5 @@
 
 using Out = cutlass::bfloat16_t;
 
-// 64 rows a block up to some 64 rows an expert, 256 columns above: docs/kernels/cutlass.md
-MOE_OPS_KERNEL(moe_ops_sm90_fp8_bf16_64x128, moe_ops::Sm90Fp8<Out, 64, 128, false>)
-MOE_OPS_KERNEL(moe_ops_sm90_fp8_bf16_128x256, moe_ops::Sm90Fp8<Out, 128, 256, true>)
+// Of nine tiles the best or next to it at 4 to 1024 rows an expert: docs/kernels/cutlass.md
+MOE_OPS_KERNEL(moe_ops_sm90_fp8_bf16, moe_ops::Sm90Fp8<Out, 64, 256>)

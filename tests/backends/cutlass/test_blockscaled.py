@@ -233,7 +233,7 @@ def test_parts_do_not_overlap():
         assert at.layouts - at.arrays >= 2 * 2 * len(schemes.ARRAYS) * E
         assert at.sizes - at.layouts >= 2 * 2 * schemes.LAYOUT_WORDS * E
         assert at.alphas - at.sizes >= 2 * 3 * E and at.descriptors - at.alphas >= 2 * E
-        assert 4 * (at.end - at.descriptors) == 2 * schemes.DESCRIPTOR_BYTES
+        assert 4 * (at.shared - at.descriptors) == 2 * schemes.DESCRIPTOR_BYTES
 
 
 @pytest.mark.parametrize("architecture", ["sm_100a", "sm_120a"])

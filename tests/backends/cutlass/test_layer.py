@@ -13,7 +13,15 @@ from moe_ops.backends.cutlass import backend, library
 from moe_ops.planning import bind
 from moe_ops.planning import machine as machines
 from tests.support import fake_cutlass, oracle
-from tests.support.cases import BF16, FP16, Case, assert_matches, garbage, tolerance
+from tests.support.cases import (
+    BF16,
+    FP16,
+    Case,
+    assert_matches,
+    garbage,
+    poisoned_memory,
+    tolerance,
+)
 
 CUDA = torch.cuda.is_available()
 PLACES = [
@@ -43,13 +51,17 @@ def case_of(device: str, scheme: str, dtype=BF16, **options) -> Case:
     return Case(device, dtype, scheme, **{"K": 64, "I": 48, **options})
 
 
-def check(case: Case) -> torch.Tensor:
-    """Compare with the oracle whose first product is rounded as the library returns it."""
-    out = case.run("cutlass")
-    real, dtype = oracle.activation, case.dtype
+def rounded(dtype: torch.dtype, reference) -> torch.Tensor:
+    """The oracle with the first product rounded to 16 bits, as the library returns it."""
+    real = oracle.activation
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(oracle, "activation", lambda x, **o: real(x.to(dtype).double(), **o))
-        expected = case.reference()
+        return reference()
+
+
+def check(case: Case) -> torch.Tensor:
+    out, dtype = case.run("cutlass"), case.dtype
+    expected = rounded(dtype, case.reference)
     squared = str(case.options["activation"]).startswith("relu2")
     assert_matches(out, expected, tolerance(dtype, case.scheme, "cuda") * (2 if squared else 1))
     assert out.dtype == dtype and (out[case.nowhere] == 0).all()
@@ -99,12 +111,11 @@ def test_strided_rows(device, scheme):
 
 @devices
 @pytest.mark.parametrize("rows", [3, 200])
-def test_both_kernels(device, rows, products):
-    """Few rows an expert take blocks of 64 rows, more those of 128 and 256 columns."""
+def test_several_tiles(device, rows, products):
+    """In every direction, the last of each not whole."""
     check(case_of(device, "fp8_channel", M=rows, E=2, K=272, I=400))
     if products is not None:
-        tile = "128x256" if rows == 200 else "64x128"
-        assert products.calls == [f"moe_ops_sm90_fp8_bf16_{tile}"] * 2
+        assert products.calls == ["moe_ops_sm90_fp8_bf16"] * 2
 
 
 @devices
@@ -114,8 +125,11 @@ def test_an_expert_with_all_rows(device):
 
 @devices
 @schemes
-def test_chunks_are_one_piece(device, scheme):
-    case = case_of(device, scheme, M=37, E=3)
+@pytest.mark.parametrize("on_input", [False, True])
+def test_chunks_are_one_piece(device, scheme, on_input):
+    """Of a scale that all rows share, the largest token and the largest h may lie in any chunk."""
+    case = case_of(device, scheme, M=37, E=3, on_input=on_input, top_k=1 if on_input else 2)
+    case.args[0][20] *= 3
     whole = check(case)
     x, w13, w2, _, ids = case.args
     call = {**case.options, "backend": "cutlass"}
@@ -131,7 +145,8 @@ def test_arriving_quantized(device, scheme):
     case = case_of(device, scheme, M=21, E=4, expert_map=True)
     whole = check(case)
     x, w13, *rest = case.args
-    found = moe_ops.numerics.quantize_activation(x, scheme, w13.activation_scale)
+    known = w13.activation_scale
+    found = moe_ops.numerics.quantize_activation(x, scheme, known, ~case.nowhere)
     found.q.view(torch.uint8)[case.nowhere] = 127
     scale = found.scale
     if scale.ndim:
@@ -153,6 +168,61 @@ def test_scales_of_experts(device):
     case.args[1] = w13._replace(activation_scale=w13.activation_scale * steps)
     case.args[2] = w2._replace(activation_scale=w2.activation_scale * steps.flip(0))
     check(case)
+
+
+def batches(device, scheme, E=3, T=9, dtype=BF16):
+    """(x, w13, w2, counts) whose rows behind the counts hold NaN; one batch is empty, one full."""
+    case = case_of(device, scheme, E=E)
+    _, w13, w2, *_ = case.args
+    x = torch.randn(E, T, 64, generator=torch.Generator().manual_seed(1)).to(dtype).to(device)
+    counts = torch.tensor([4, 0, T, 1][:E], dtype=torch.int32, device=device)
+    inside = torch.arange(T, device=device) < counts[:, None]
+    x[~inside] = torch.nan
+    return x, w13, w2, counts, inside
+
+
+@devices
+@schemes
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_batches(device, scheme, dtype):
+    x, w13, w2, counts, inside = batches(device, scheme, dtype=dtype)
+    w13, w2 = w13.to(dtype), w2.to(dtype)
+    expected = rounded(dtype, lambda: oracle.batched(x, w13, w2, counts))
+    with poisoned_memory():
+        out = moe_ops.batched_experts(x, w13, w2, counts, backend="cutlass")
+    assert_matches(out[inside], expected[inside], tolerance(dtype, scheme, "cuda"))
+
+
+@devices
+@pytest.mark.parametrize("scheme", ["fp8_channel", "fp8_tensor"])
+def test_chunks_of_batches_are_one_piece(device, scheme, products):
+    x, w13, w2, counts, inside = batches(device, scheme, E=4, T=6)
+    whole = moe_ops.batched_experts(x, w13, w2, counts, backend="cutlass")
+    before = len(products.calls) if products is not None else 0
+    # room for the 128 rows that are planned for an expert, and not for those of two
+    parts = moe_ops.batched_experts(
+        x, w13, w2, counts, backend="cutlass", max_workspace_bytes=250_000
+    )
+    if products is not None:
+        assert len(products.calls) - before > 2
+    assert torch.equal(parts[inside], whole[inside])
+
+
+@devices
+def test_batches_that_are_strided_and_arrive_quantized(device):
+    x, w13, w2, counts, inside = batches(device, "fp8_channel")
+    whole = moe_ops.batched_experts(x, w13, w2, counts.long() + 0, backend="cutlass")
+    wide = garbage(torch.empty(3, 9, 2 * 64, dtype=BF16, device=device))
+    strided = wide[..., ::2].copy_(x)
+    again = moe_ops.batched_experts(strided, w13, w2, counts, backend="cutlass")
+    assert torch.equal(again[inside], whole[inside])
+    found = moe_ops.numerics.quantize_activation(x.nan_to_num(), "fp8_channel")
+    found.q.view(torch.uint8)[~inside] = 127
+    arrived = moe_ops.batched_experts(
+        found.q, w13, w2, counts, hidden_states_scale=found.scale, out_dtype=BF16,
+        backend="cutlass",
+    )  # fmt: skip
+    assert torch.equal(arrived[inside], whole[inside])
 
 
 @pytest.mark.parametrize(
@@ -177,4 +247,5 @@ def test_parts_do_not_overlap():
         assert at.arrays % 32 == at.sizes % 32 == at.descriptors % 32 == 0
         assert at.arrays >= 1001 and at.sizes - at.arrays >= 4 * 8 * E
         assert at.descriptors - at.sizes >= 6 * E
-        assert 4 * (at.end - at.descriptors) == 2 * library.DESCRIPTOR_BYTES
+        assert 4 * (at.shared - at.descriptors) == 2 * library.DESCRIPTOR_BYTES
+        assert at.end - at.shared >= library.SHARED

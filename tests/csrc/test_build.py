@@ -1,0 +1,247 @@
+"""Building the CUDA kernels, with an nvcc that is a script: what is missing, too old, read-only,
+full or killed half-way is said, and the next build works."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from moe_ops.backends.cutlass import library
+from moe_ops.csrc import build
+from tests.support.paths import ROOT
+
+ARCHITECTURE = "sm_90a"
+# compiles each file to its name and links by writing down what it links; each run leaves a line
+NVCC = """
+echo run >> {log}
+if [ "$1" = --version ]; then echo "Cuda compilation tools, release {version}, V"; exit 0; fi
+{before}
+while [ "$1" != -o ]; do shift; done
+echo made > "$2"
+"""
+
+
+@pytest.fixture
+def tools(tmp_path, monkeypatch):
+    """A function that puts an nvcc into place, and headers of CUTLASS."""
+    headers = tmp_path / "cutlass_path" / "include" / "cutlass"
+    headers.mkdir(parents=True)
+    (headers / "cutlass.h").write_text("")
+    monkeypatch.setenv("CUTLASS_PATH", str(headers.parents[1]))
+
+    def install(version="13.0", before="", cutlass=(4, 8)):
+        (headers / "version.h").write_text(
+            f"#define CUTLASS_MAJOR {cutlass[0]}\n#define CUTLASS_MINOR {cutlass[1]}\n"
+        )
+        nvcc = tmp_path / "nvcc"
+        text = NVCC.format(version=version, before=before, log=tmp_path / "log")
+        nvcc.write_text(f"#!/bin/sh\n{text}")
+        nvcc.chmod(0o755)
+        monkeypatch.setenv("CUDACXX", str(nvcc))
+        return tmp_path / "log"
+
+    monkeypatch.setattr(build, "SOURCES", copied(tmp_path / "sources"))
+    return install
+
+
+def copied(folder: Path) -> Path:
+    """The sources, without what was built beside them."""
+    folder.mkdir()
+    for path in build.SOURCES.iterdir():
+        if path.suffix in build.SUFFIXES:
+            shutil.copy(path, folder)
+    return folder
+
+
+def runs(log: Path) -> int:
+    """How often the compiler did more than say its version."""
+    return log.read_text().count("run") if log.exists() else 0
+
+
+def test_the_first_use_builds_and_the_next_finds(tools, tmp_path):
+    log, said = tools(), []
+    path = build.ensure(ARCHITECTURE, tmp_path / "cache", said.append)
+    assert path.read_text() == "made\n" and path.parent.parent.name == "cutlass"
+    assert "building" in said[0] and f"{len(build.FILES[ARCHITECTURE])} of" in said[-1]
+    count = runs(log)
+    assert count == 1 + len(build.FILES[ARCHITECTURE]) + 1  # version, files, link
+    assert build.ensure(ARCHITECTURE, tmp_path / "cache") == path and runs(log) == count
+    (build.SOURCES / "other.so").write_text("built into the package")
+    assert build.cached(ARCHITECTURE, tmp_path / "cache") == path
+    (build.SOURCES / "sm90_fp8.cuh").write_text("// changed")
+    assert build.ensure(ARCHITECTURE, tmp_path / "cache") != path
+    assert not list(path.parent.glob(".building-*"))
+
+
+def test_what_the_package_brought_comes_first(tools, tmp_path):
+    tools()
+    beside = build.SOURCES / build.object_name(ARCHITECTURE)
+    beside.write_text("brought")
+    assert build.ensure(ARCHITECTURE, tmp_path / "cache") == beside
+
+
+def test_flags_follow_the_toolchain(tools, tmp_path):
+    """Dependent launches need headers that wait; the code is that of one family."""
+    for cutlass, dependent in (((4, 2), False), ((4, 5), True)):
+        tools(before=f'echo "$@" >> {tmp_path}/arguments', cutlass=cutlass)
+        (tmp_path / "arguments").unlink(missing_ok=True)
+        build.build(ARCHITECTURE, tmp_path / "out.so")
+        said = (tmp_path / "arguments").read_text().splitlines()
+        assert all("arch=compute_90a,code=sm_90a" in line for line in said if " -c " in line)
+        assert all(("-DMOE_OPS_DEPENDENT_LAUNCH" in line) == dependent for line in said[:-1])
+        assert "-cudart static" in said[-1]
+
+
+def ensuring(tmp_path: Path) -> list[str]:
+    """The command of a process that builds into the cache, without torch, as installing does."""
+    code = (
+        "import sys; from pathlib import Path; sys.path.insert(0, sys.argv[1]); import build; "
+        "build.SOURCES = Path(sys.argv[2]); print(build.ensure('sm_90a', Path(sys.argv[3])))"
+    )
+    folders = (ROOT / "moe_ops" / "csrc", build.SOURCES, tmp_path / "cache")
+    return [sys.executable, "-c", code, *map(str, folders)]
+
+
+def test_two_processes_build_once(tools, tmp_path):
+    log = tools(before="sleep 0.3")
+    command = ensuring(tmp_path)
+    both = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in "12"]
+    paths = {process.communicate(timeout=120)[0] for process in both}
+    assert len(paths) == 1 and all(process.returncode == 0 for process in both)
+    assert runs(log) == 1 + len(build.FILES[ARCHITECTURE]) + 1
+
+
+def test_a_build_that_is_killed_leaves_nothing(tools, tmp_path):
+    tools(before="sleep 30")
+    process = subprocess.Popen(ensuring(tmp_path), start_new_session=True)
+    target = build.cached(ARCHITECTURE, tmp_path / "cache")
+    deadline = time.monotonic() + 60
+    while not list(target.parent.glob(".building-*")) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    assert not target.exists()
+    tools()
+    assert build.ensure(ARCHITECTURE, tmp_path / "cache") == target and target.exists()
+
+
+@pytest.mark.parametrize(
+    "how, message",
+    [
+        (dict(version="11.8"), "nvcc must be 12.3 or newer, got 11.8 .*; install a newer CUDA"),
+        (dict(version="none"), "does not say its version; set CUDACXX"),
+        (dict(cutlass=(3, 9)), "CUTLASS must be 4.1 or newer, got 3.9 .*nvidia-cutlass==4.2.0.0"),
+        (dict(before="echo 'no such type' >&2; exit 2"), "ended with 2: no such type"),
+        (
+            dict(before="echo 'No space left on device' >&2; exit 1"),
+            "cannot be written: .*no space left.*; set MOE_OPS_CACHE to another folder",
+        ),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_what_fails_is_said(tools, tmp_path, how, message):
+    tools(**how)
+    with pytest.raises(build.BuildError, match=message):
+        build.ensure(ARCHITECTURE, tmp_path / "cache")
+    assert not build.cached(ARCHITECTURE, tmp_path / "cache").exists()
+    tools()
+    assert build.ensure(ARCHITECTURE, tmp_path / "cache").exists()
+
+
+def test_nothing_to_build_with(tools, tmp_path, monkeypatch):
+    tools()
+    monkeypatch.setenv("CUTLASS_PATH", str(tmp_path / "nowhere"))
+    assert "CUTLASS_PATH must hold include/cutlass/cutlass.h" in build.why_not_built()
+    monkeypatch.delenv("CUTLASS_PATH")
+    monkeypatch.setattr(build.importlib.util, "find_spec", lambda name: None)
+    assert "pip install --no-deps nvidia-cutlass==4.2.0.0" in build.why_not_built()
+    for name in ("CUDACXX", "CUDA_HOME", "CUDA_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "nowhere"))
+    (tmp_path / "nvcc").unlink()
+    assert "there is no nvcc on PATH" in build.why_not_built()
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_folder_that_may_not_be_written(tools, tmp_path):
+    tools()
+    (tmp_path / "cache").mkdir(mode=0o500)
+    with pytest.raises(build.BuildError, match="cannot be written: .*; set MOE_OPS_CACHE"):
+        build.ensure(ARCHITECTURE, tmp_path / "cache")
+
+
+def test_a_file_where_the_folder_should_be(tools, tmp_path):
+    tools()
+    (tmp_path / "cache").write_text("")
+    with pytest.raises(build.BuildError, match="cannot be written: .*; set MOE_OPS_CACHE"):
+        build.ensure(ARCHITECTURE, tmp_path / "cache")
+
+
+def test_the_command_line(tools, tmp_path, capsys):
+    tools()
+    assert build.main([ARCHITECTURE, "--out", str(tmp_path / "out")]) == 0
+    assert (tmp_path / "out" / build.object_name(ARCHITECTURE)).exists()
+    tools(version="11.0")
+    assert build.main([ARCHITECTURE, "--out", str(tmp_path / "out")]) == 1
+    assert "moe_ops.csrc.build: nvcc must be" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        build.main(["sm_1"])
+
+
+# --- what is loaded ------------------------------------------------------------------------------
+
+needs_compiler = pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc")
+
+
+def loaded(monkeypatch, path: Path):
+    monkeypatch.setattr(build, "ensure", lambda *_: path)
+    library._load.cache_clear()
+    try:
+        return library._load(ARCHITECTURE)
+    finally:
+        library._load.cache_clear()
+
+
+def compiled(tmp_path: Path, abi: int, size: int) -> Path:
+    source = tmp_path / "object.c"
+    source.write_text(
+        f"int moe_ops_cutlass_abi(void) {{ return {abi}; }}\n"
+        f"int moe_ops_cutlass_struct_bytes(void) {{ return {size}; }}\n"
+    )
+    path = tmp_path / f"{abi}_{size}.so"
+    subprocess.run(["gcc", "-shared", "-fPIC", "-o", str(path), str(source)], check=True)
+    return path
+
+
+@needs_compiler
+def test_an_object_of_another_version_is_refused(tmp_path, monkeypatch):
+    size = ctypes.sizeof(library.GroupedGemm)
+    assert loaded(monkeypatch, compiled(tmp_path, build.ABI, size)) is not None
+    for abi, bytes_ in ((build.ABI + 1, size), (build.ABI, size + 8)):
+        with pytest.raises(ImportError, match="built from another version .*; delete it"):
+            loaded(monkeypatch, compiled(tmp_path, abi, bytes_))
+
+
+def test_an_object_that_is_cut_short_is_refused(tmp_path, monkeypatch):
+    broken = tmp_path / "broken.so"
+    broken.write_bytes(b"\x7fELF")
+    with pytest.raises(ImportError, match="cannot be loaded .*; delete it"):
+        loaded(monkeypatch, broken)
+
+
+def test_the_numbers_of_the_header_are_those_of_python():
+    text = (ROOT / "moe_ops" / "csrc" / "cutlass" / "grouped.h").read_text()
+    assert f"#define MOE_OPS_CUTLASS_ABI {build.ABI} " in text
+    names = [line.split()[-1].rstrip(";") for line in text.splitlines() if line.endswith(";")]
+    fields = [name for name, _ in library.GroupedGemm._fields_]
+    body = text[text.index("struct GroupedGemm {") :]
+    assert all(f" {name};" in body for name in fields), names
