@@ -8,6 +8,7 @@ import re
 
 import pytest
 import torch
+import torch._dynamo.testing
 
 import moe_ops
 from moe_ops import numerics
@@ -153,6 +154,25 @@ def test_rows_are_quantized_as_numerics_do(scheme, num_experts, products):
         groups = found.scale.shape[1]
         assert torch.equal(scales[:, :groups], found.scale[e::4].view(torch.uint8))
         assert (scales[:, groups:] == 0).all()
+
+
+@pytest.mark.slow
+@three
+def test_one_graph_for_every_number_of_tokens(scheme):
+    torch._dynamo.reset()
+    given = case(scheme, M=9)
+    x, w13, w2, weights, ids = given.args_for("cutlass")
+    x, weights = x.nan_to_num(), weights.nan_to_num()
+
+    def layer(x, weights, ids):
+        return moe_ops.fused_experts(x, w13, w2, weights, ids, backend="cutlass")
+
+    graphs = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend=graphs)
+    for rows in (9, 4, 7):
+        some = [t[:rows].clone() for t in (x, weights, ids)]
+        assert torch.equal(compiled(*some), layer(*some))
+    assert graphs.frame_count == 1
 
 
 # --- what is refused -----------------------------------------------------------------------------
