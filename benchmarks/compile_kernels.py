@@ -38,6 +38,7 @@ from triton.runtime import driver
 
 from moe_ops import backends, environment, kernels
 from moe_ops.activations import Activation
+from moe_ops.backends.cutlass import library as cutlass
 from moe_ops.backends.deep_gemm import library as deep_gemm
 from moe_ops.kernels import launch
 from moe_ops.kernels.launch import Gpu, Launch
@@ -86,7 +87,7 @@ class Call:
     transposed: bool = False  # weights stored (E, K, N)
     ids: torch.dtype = torch.int32
     router: torch.dtype = torch.float32
-    backend: str = "triton"  # or "deep_gemm", for what runs around its products
+    backend: str = "triton"  # or another one, for what runs around its products
     layout: str = ""  # of quantized weights: DEEP_GEMM_UE8M0 or TRITON_E2M1
     arrives: bool = False  # the input arrives quantized
 
@@ -173,6 +174,13 @@ def gpu_of(arch: Arch, name: str = "") -> Gpu:
     return Gpu(SHARED_MEMORY[arch], native=native, pdl=pdl, name=name)
 
 
+class _NoGemms(cutlass.Gemms):
+    """Products of backend cutlass that are not run."""
+
+    def run(self, kernel: str, gemm: cutlass.GroupedGemm) -> None:
+        pass
+
+
 @contextmanager
 def _compiling(gpu: Gpu, arch: Arch, compiles: bool = True) -> Iterator[list[Compiled]]:
     """Kernels that are launched are compiled for `arch` and listed, none is started."""
@@ -197,6 +205,7 @@ def _compiling(gpu: Gpu, arch: Arch, compiles: bool = True) -> Iterator[list[Com
             mock.patch.object(deep_gemm, "alignment", lambda: deep_gemm.ALIGNMENT),
             mock.patch.object(deep_gemm, "grouped_gemm", lambda *_: None),
             mock.patch.object(deep_gemm, "masked_gemm", lambda *_: None),
+            mock.patch.dict(cutlass._loaded, {-1: _NoGemms(None, 132)}),
             mock.patch.object(mixed_configs, "on_sm90", lambda _: sm90),
         ):
             yield found
@@ -475,7 +484,7 @@ def main() -> None:
     parser.add_argument("--activation", default="silu")
     parser.add_argument("--bias", action="store_true")
     parser.add_argument("--arrives", action="store_true", help="the input arrives quantized")
-    parser.add_argument("--backend", choices=["triton", "deep_gemm"], default="triton")
+    parser.add_argument("--backend", choices=["triton", "deep_gemm", "cutlass"], default="triton")
     arguments = parser.parse_args()
     if os.environ.get("TRITON_INTERPRET") == "1":
         raise SystemExit("unset TRITON_INTERPRET: the interpreter compiles nothing")

@@ -54,6 +54,8 @@ from compile_kernels import (  # noqa: E402
 )
 
 from moe_ops import environment  # noqa: E402
+from moe_ops.backends.cutlass.relayout import SWIZZLED  # noqa: E402
+from moe_ops.backends.cutlass.schemes import BLOCK_SCALED  # noqa: E402
 from moe_ops.meta.scales import DEEP_GEMM_UE8M0, TRITON_E2M1  # noqa: E402
 from moe_ops.schemes import SCHEMES  # noqa: E402
 
@@ -76,10 +78,17 @@ KNOWN_SPILLED = {
 TOKENS = sorted({*range(1, 17), *[int(16 * 2 ** (i / 4)) for i in range(37)]})
 
 
+# kernels of the layout that is not padded to blocks
+AROUND_BOTH = (
+    *("moe_ops_count_pairs", "moe_ops_place_pairs"),
+    *("moe_ops_count_batches", "moe_ops_combine_rows"),
+)
 # kernels that no call reaches on AMD's GPUs, by a part of their name
 LEFT_OUT_ON_AMD = {
     "_flashinfer_": "runs around FlashInfer's kernels, for NVIDIA GPUs",
     "_deep_gemm_": "runs around DeepGEMM's products, for NVIDIA GPUs",
+    "_cutlass_": "runs around CUTLASS's products, for NVIDIA GPUs",
+    **dict.fromkeys(AROUND_BOTH, "runs around DeepGEMM's and CUTLASS's products, for NVIDIA GPUs"),
     "_fake_quantize": "runs before the kernels that hold PTX",
     "moe_ops_decode": "runs before the kernels that hold PTX",
     "_mixed_": "holds PTX",
@@ -132,8 +141,24 @@ def calls() -> Iterator[Call | RouterCall]:
     for dtype in (torch.float16, torch.float32):
         for M in (1, 8, 64, 1024):
             yield Call(SHAPES["odd"], M, dtype=dtype, activation="gelu_tanh")
-    yield from _around_deep_gemm()
+    yield from _around_products()
     yield from _routers()
+
+
+def _around_products() -> Iterator[Call]:
+    """Calls of backends whose products are not written in Triton."""
+    qwen3, around = SHAPES["qwen3"], {"backend": "cutlass"}
+    for scheme in ("fp8_channel", "fp8_tensor", "fp8_tensor_static", "fp8_channel_tensor"):
+        for kind in ("experts", "batched_experts"):
+            yield Call(qwen3, 64, scheme, kind=kind, **around)
+            yield Call(qwen3, 64, scheme, kind=kind, arrives=True, **around)
+        yield Call(SHAPES["mixtral"], 4096, scheme, activation="swigluoai", **around)
+    yield Call(qwen3, 64, "fp8_channel", activation="relu2_no_mul", expert_map=True, **around)
+    for scheme in BLOCK_SCALED:
+        for activation in ("silu", "swigluoai", "relu2_no_mul"):
+            of_blocks = {**around, "layout": SWIZZLED, "activation": activation}
+            yield Call(qwen3, 64, scheme, expert_map=activation == "silu", **of_blocks)
+    yield from _around_deep_gemm()
 
 
 def _around_deep_gemm() -> Iterator[Call]:
@@ -191,7 +216,7 @@ def one_each(arch: Arch) -> list[Reached]:
     """(call, GPU) by which each kernel is reached: a fraction of all calls reaches all that are
     reached at all. The rest is asked only where a kernel is missing.
     """
-    rare = [*_routers(), *_around_deep_gemm()]  # which alone reach their kernels
+    rare = [*_routers(), *_around_products()]  # which alone reach their kernels
     common = [call for call in calls() if call not in rare]
     apart = 37  # has no factor in common with the number of TOKENS, so that all of these come
     in_turns = [call for start in range(apart) for call in common[start::apart]]
@@ -275,8 +300,13 @@ def why_left_out(kernel: str, arch: Arch) -> str:
         return environment.why_no_gluon(triton.__version__) or ""
     if "_tma_" in kernel and arch not in (90, 100):
         return "needs the shared memory of compute capability 9.0"
-    if "_deep_gemm_" in kernel and arch < 90:
-        return "runs around DeepGEMM's products, which need compute capability 9.0"
+    if "_cutlass_" in kernel and kernel.endswith("_blocks"):
+        wanted = "compute capability 10.0 and 12.0"
+        return "" if arch in (100, 120) else f"runs around products that are built for {wanted}"
+    if "_cutlass_" in kernel and arch != 90:
+        return "runs around CUTLASS's products, which are built for compute capability 9.0"
+    if ("_deep_gemm_" in kernel or kernel in AROUND_BOTH) and arch < 90:
+        return "runs around products of DeepGEMM and CUTLASS, which need compute capability 9.0"
     return ""
 
 

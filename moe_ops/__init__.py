@@ -37,6 +37,7 @@ _LAZY = {
     "from_quantized": "moe_ops.tensors",
     "prepare": "moe_ops.tensors",
     "quantize": "moe_ops.tensors",
+    "self_check": "moe_ops.selfcheck.check",
 }
 
 __all__ = [
@@ -65,6 +66,7 @@ __all__ = [
     "register_backend",
     "route",
     "route_tokens",
+    "self_check",
     "warmup",
 ]
 

@@ -13,6 +13,8 @@ import importlib.util
 import logging
 import os
 import re
+import shutil
+import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -47,6 +49,16 @@ def version(distribution: str) -> str | None:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+def nvidia_driver() -> str | None:
+    """The version of NVIDIA's driver, as nvidia-smi says it; None where it says none."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return None
+    query = [tool, "--query-gpu=driver_version", "--format=csv,noheader"]
+    answer = subprocess.run(query, capture_output=True, text=True, timeout=30)
+    return answer.stdout.strip().splitlines()[0] if answer.returncode == 0 else None
 
 
 def other_owners() -> list[str]:

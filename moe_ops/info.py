@@ -3,10 +3,15 @@
     python -m moe_ops.info [--json]
     python -m moe_ops.info --explain E K I TOP_K SCHEME [--dtype bfloat16] [--activation silu]
                            [--device cuda] [--backend auto] [--m 1 8 64] [--json]
+    python -m moe_ops.info --check [--device cuda] [--backends NAME ...] [--schemes NAME ...]
+                           [--seconds 90] [--json]
 
 ``--explain`` prints which backend runs an expert layer at each number of tokens M, what workspace
 it takes and, for every backend left out, why. SCHEME is a scheme's name, or ``plain`` for weights
 that are not quantized.
+
+``--check`` is `moe_ops.self_check`: it runs every backend and scheme that runs on this machine,
+compares them with fp64, and prints a table. The exit status is 1 if anything differs.
 """
 
 from __future__ import annotations
@@ -15,8 +20,6 @@ import argparse
 import itertools
 import json
 import platform
-import shutil
-import subprocess
 import sys
 import textwrap
 from collections.abc import Sequence
@@ -71,7 +74,7 @@ def facts() -> dict[str, Any]:
         "python": platform.python_version(),
         "platform": f"{platform.system()} {platform.machine()}",
         "versions": {name: environment.version(name) for name in distributions},
-        "cuda": _cuda(),
+        "cuda": {"runtime": torch.version.cuda, "driver": environment.nvidia_driver()},
         "rocm": torch.version.hip,
         "gpus": _gpus(),
         "accelerator": _accelerator(),
@@ -323,17 +326,6 @@ def _takes(found: dict[str, list[str]]) -> str:
     return " for " + "; ".join(parts + ([f"{prepared}, prepared weights"] if prepared else []))
 
 
-def _cuda() -> dict[str, str | None]:
-    driver = None
-    tool = shutil.which("nvidia-smi")
-    if tool is not None:
-        query = [tool, "--query-gpu=driver_version", "--format=csv,noheader"]
-        answer = subprocess.run(query, capture_output=True, text=True, timeout=30)
-        if answer.returncode == 0:
-            driver = answer.stdout.strip().splitlines()[0]
-    return {"runtime": torch.version.cuda, "driver": driver}
-
-
 def _accelerator() -> str | None:
     """The type of an accelerator that is no GPU of CUDA or ROCm."""
     found = torch.accelerator.current_accelerator(check_available=True)
@@ -356,8 +348,27 @@ def _gpus() -> list[dict[str, Any]]:
     return found
 
 
+def _check(parsed: argparse.Namespace) -> int:
+    from moe_ops.selfcheck import check, report
+
+    try:
+        found = check.self_check(
+            parsed.device,
+            backends=parsed.backends,
+            schemes=parsed.schemes,
+            seconds=check.SECONDS if parsed.seconds is None else parsed.seconds,
+        )
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 1
+    print(json.dumps(report.to_json(found), indent=1) if parsed.json else found)
+    return 0 if found.ok else 1
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit status, 1 for a question that has no answer."""
+    """Run the command line; returns the exit status, 1 for a question that has no answer and for a
+    check in which anything differs.
+    """
     parser = argparse.ArgumentParser(
         prog="python -m moe_ops.info",
         description="What this machine can run, and why not the rest.",
@@ -374,7 +385,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", help="default: the GPU if there is one")
     parser.add_argument("--backend", default="auto")
     parser.add_argument("--m", type=int, nargs="+", default=DEFAULT_M, help="numbers of tokens")
+    parser.add_argument("--check", action="store_true", help="run what runs here, against fp64")
+    parser.add_argument("--backends", nargs="+", help="of --check; default: all")
+    parser.add_argument("--schemes", nargs="+", help="of --check; default: all")
+    parser.add_argument("--seconds", type=float, help="of --check: then no call starts any more")
     parsed = parser.parse_args(arguments)
+    if parsed.check:
+        return _check(parsed)
     if parsed.explain is None:
         found = facts()
         print(json.dumps(found, indent=1) if parsed.json else format_facts(found))

@@ -316,9 +316,13 @@ def _table_key(problem: Problem, machine: Machine) -> tuple:
     return (machine.gpu_name, *sizes, get_scheme(p.scheme).measured_as, _name(p.dtype))
 
 
-def why_not(backend: library.Backend, problem: Problem, machine: Machine) -> list[str]:
-    """Why "auto" leaves a backend out; empty if it may choose it."""
+def why_not(
+    backend: library.Backend, problem: Problem, machine: Machine, named: bool = False
+) -> list[str]:
+    """Why "auto", or a call that names it, leaves a backend out; empty if it may run."""
     reasons = _reasons(backend, problem, machine)
+    if named:
+        return reasons
     if not reasons and backend.interpreted and machine.device_type == "cpu":
         reasons.append("runs in an interpreter on a CPU: only when named")
     if not reasons and backend.unbuilt is not None:

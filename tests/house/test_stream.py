@@ -34,7 +34,7 @@ FLOORS = (
     "autograd parallel",
     "experts",
     "nn",
-    "warmup",
+    "warmup selfcheck",
     # the face, moe_ops/__init__.py, and paths beside it that saved files hold
     "moe_ops layer layer_parts config",
     "info tuning bench integrations",

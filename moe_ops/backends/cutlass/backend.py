@@ -116,15 +116,18 @@ def workspace_shapes(M: int, problem: Problem) -> Workspaces:
 
 
 # Average rows an expert from which it is taken to be faster than triton, if that was not
-# measured. On an H200 it took of triton's time: in fp8_channel 0.95 at 2 rows (DeepSeek-V3 on one
-# of eight GPUs), 1.02 and 0.89 at 16 (Mixtral, Qwen3), 0.74 at 32 (Qwen3), 0.76 at 64 (Mixtral);
-# in fp8_tensor_static 1.03 at 16 and 0.63 at 32 (Qwen3).
-FASTER_FROM = 24
+# measured. On an H200 it took of triton's time: in fp8_channel 0.94 at 2 rows (DeepSeek-V3 on one
+# of eight GPUs), 0.99 and 0.88 at 16 (Mixtral, Qwen3), 0.74 at 32 (Qwen3), 0.67 at 64 (Mixtral);
+# in fp8_tensor_static 1.02 at 16 and 0.63 at 32 (Qwen3).
+FASTER_FROM = 16
 
 
 def faster_from(problem: Problem) -> int | None:
-    """Rows an expert from which "auto" takes this backend unmeasured."""
-    return FASTER_FROM if problem.kind == "experts" and problem.scheme in _FP8 else None
+    """Rows an expert from which "auto" takes this backend unmeasured; None of what was not run on
+    hardware: one dynamic scale of all activations, and scales of blocks.
+    """
+    run = problem.scheme in _FP8 and not library.one_scale(problem.scheme)
+    return FASTER_FROM if run and problem.kind == "experts" else None
 
 
 BACKEND = register(
