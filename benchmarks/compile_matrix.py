@@ -54,6 +54,8 @@ from compile_kernels import (  # noqa: E402
 )
 
 from moe_ops import environment  # noqa: E402
+from moe_ops.backends.cutlass.relayout import SWIZZLED  # noqa: E402
+from moe_ops.backends.cutlass.schemes import BLOCK_SCALED  # noqa: E402
 from moe_ops.meta.scales import DEEP_GEMM_UE8M0, TRITON_E2M1  # noqa: E402
 from moe_ops.schemes import SCHEMES  # noqa: E402
 
@@ -152,6 +154,10 @@ def _around_products() -> Iterator[Call]:
             yield Call(qwen3, 64, scheme, kind=kind, arrives=True, **around)
         yield Call(SHAPES["mixtral"], 4096, scheme, activation="swigluoai", **around)
     yield Call(qwen3, 64, "fp8_channel", activation="relu2_no_mul", expert_map=True, **around)
+    for scheme in BLOCK_SCALED:
+        for activation in ("silu", "swigluoai", "relu2_no_mul"):
+            of_blocks = {**around, "layout": SWIZZLED, "activation": activation}
+            yield Call(qwen3, 64, scheme, expert_map=activation == "silu", **of_blocks)
     yield from _around_deep_gemm()
 
 
@@ -294,6 +300,9 @@ def why_left_out(kernel: str, arch: Arch) -> str:
         return environment.why_no_gluon(triton.__version__) or ""
     if "_tma_" in kernel and arch not in (90, 100):
         return "needs the shared memory of compute capability 9.0"
+    if "_cutlass_" in kernel and kernel.endswith("_blocks"):
+        wanted = "compute capability 10.0 and 12.0"
+        return "" if arch in (100, 120) else f"runs around products that are built for {wanted}"
     if "_cutlass_" in kernel and arch != 90:
         return "runs around CUTLASS's products, which are built for compute capability 9.0"
     if ("_deep_gemm_" in kernel or kernel in AROUND_BOTH) and arch < 90:

@@ -33,12 +33,15 @@ ABI = 1  # MOE_OPS_CUTLASS_ABI of grouped.h
 # files of each object; each takes 25 to 90 s and up to 5.6 GB of memory
 FILES = {
     "sm_90a": ("abi", "sm90_fp8_bf16", "sm90_fp8_f16"),
+    "sm_100a": ("abi", "sm100_nvfp4", "sm100_mxfp4", "sm100_mxfp8"),
+    "sm_120a": ("abi", "sm120_nvfp4", "sm120_mxfp4", "sm120_mxfp8"),
 }
 SUFFIXES = (".cu", ".cuh", ".h")
 BUILDING = ".building-"  # what folders of a build begin with
 BYTES_OF_JOB = 6 << 30
 OLDEST_NVCC = (12, 3)  # wgmma, and C++20 on the device
 OLDEST_CUTLASS = (4, 1)
+OLDEST_NVCC_OF = {"sm_100a": (12, 8), "sm_120a": (12, 8)}  # the first that know these
 FLAGS = ("-O3", "-std=c++20", "-DNDEBUG", "--expt-relaxed-constexpr", "-w", "-Xcompiler", "-fPIC")
 # Pointer-array kernels of CUTLASS before 4.5 do not wait for the kernel before them: launched as
 # programmatic dependents they would race. From 4.5 on they do, if this is defined.
@@ -213,6 +216,14 @@ def build(
         BuildError: a tool is missing, a compiler failed, or the folder cannot be written.
     """
     tools = toolchain()
+    oldest = OLDEST_NVCC_OF.get(architecture, OLDEST_NVCC)
+    if tools.nvcc_version < oldest:
+        wanted, found = [".".join(map(str, v)) for v in (oldest, tools.nvcc_version)]
+        raise BuildError(
+            f"nvcc must be {wanted} or newer for {architecture}, got {found} at "
+            f"{shlex.join(tools.nvcc)}; "
+            "install a newer CUDA toolkit, or set CUDACXX"
+        )
     number = architecture.removeprefix("sm_")
     flags = [*FLAGS, f"-I{tools.headers}", f"-I{SOURCES}"]
     flags += ["-gencode", f"arch=compute_{number},code=sm_{number}"]

@@ -77,7 +77,7 @@ def test_optional_libraries_are_imported_late():
     """Only kernels, tensors and integrations may import an optional library when they are
     loaded."""
     kernels = (
-        *("cutlass/rows.py", "cutlass/setup.py"),
+        *("cutlass/rows.py", "cutlass/setup.py", "cutlass/blocks.py"),
         *("deep_gemm/rows.py", "flashinfer/inputs.py"),
     )
     for path in package_files():

@@ -20,8 +20,9 @@ LAUNCH = Path("kernels/launch.py")
 LAUNCH_CLASS = (LAUNCH, "Launch")
 # Functions that read addresses; elsewhere, what depends on an address is a key written by hand.
 ADDRESSES = {
+    ("backends/cutlass/blockscaled.py", "Layer._run"): "passes them to a C function",
     ("backends/cutlass/layer.py", "_Both.run"): "passes them to a C function",
-    ("backends/cutlass/layer.py", "aligned"): "TMA needs 16 bytes",
+    ("backends/cutlass/library.py", "aligned"): "TMA needs 16 bytes",
     ("backends/torch/cpu.py", "grouped_mm"): "passes them to a C function",
     ("backends/torch/cpu.py", "combine"): "passes them to a C function",
     ("backends/torch/grouped_mm.py", "_native"): "PyTorch's product needs 16 bytes",

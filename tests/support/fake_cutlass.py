@@ -12,7 +12,8 @@ import re
 import torch
 from torch import Tensor
 
-from moe_ops.backends.cutlass import library
+from moe_ops.backends.cutlass import library, schemes
+from tests.support import oracle
 
 E4M3 = torch.float8_e4m3fn
 ALIGNMENT = 16  # bytes, of base addresses and leading dimensions
@@ -37,10 +38,13 @@ def matrix(address: int, rows: int, columns: int, stride: int, dtype: torch.dtyp
 
 
 class FakeLibrary:
-    """What stands for the loaded object. `calls` has the name of each kernel that ran."""
+    """What stands for the loaded object. `calls` has the name of each kernel that ran, `operands`
+    the (bytes of elements, rows of scales) of each expert's A in block-scaled kernels.
+    """
 
     def __init__(self) -> None:
         self.calls: list[str] = []
+        self.operands: list[tuple[Tensor, Tensor]] = []
 
     def __getattr__(self, name: str):
         if not name.endswith("_run"):
@@ -49,6 +53,8 @@ class FakeLibrary:
 
     def run(self, name: str, g: library.GroupedGemm) -> int:
         self.calls.append(name)
+        if not name.startswith("moe_ops_sm90_"):
+            return self.run_block_scaled(name, g)
         kind = re.fullmatch(r"moe_ops_sm90_fp8_(bf16|f16)", name)
         assert kind, name
         out, E = OUT[kind[1]], g.groups
@@ -73,10 +79,94 @@ class FakeLibrary:
             matrix(one["d"], m, n, one["stride_d"], out).copy_(found.to(out))
         return 0
 
+    def run_block_scaled(self, name: str, g: library.GroupedGemm) -> int:
+        """D = alpha * A @ B^T, with scales read where the layouts say."""
+        kind = re.fullmatch(r"moe_ops_sm(100|120)_(nvfp4|mxfp4|mxfp8)_bf16", name)
+        assert kind, name
+        E, format = g.groups, kind[2]
+        bits, group = (8 if format == "mxfp8" else 4), (16 if format == "nvfp4" else 32)
+        needed = {"100": 9984, "120": 768}[kind[1]] * g.sm_count
+        assert g.workspace % 64 == 0 and g.workspace_bytes >= needed
+        at(g.workspace, g.workspace_bytes, torch.uint8).fill_(0xAB)  # the kernel writes it
+        sizes = at(g.problem_sizes, 3 * E, torch.int32).view(E, 3).tolist()
+        names = [n for n in schemes.ARRAYS if getattr(g, n)]
+        assert ("alpha" in names) == (format == "nvfp4")
+        arrays = {n: at(getattr(g, n), E, torch.int64).tolist() for n in names}
+        layouts = [
+            at(address, 5 * E, torch.int32).view(E, 5).tolist()
+            for address in (g.a_scale_layout, g.b_scale_layout)
+        ]
+        for e, (m, n, k) in enumerate(sizes):
+            one = {name: values[e] for name, values in arrays.items()}
+            assert min(m, n, k) >= 0
+            if m == 0:  # no tile: nothing of it is read
+                continue
+            assert k * bits % 128 == 0 and n % 8 == 0, (n, k)
+            for array in ("a", "b", "d", "a_scale", "b_scale"):
+                assert one[array] % ALIGNMENT == 0, array
+            both = [
+                block_scaled(
+                    *(one[x], rows, k, one[f"stride_{x}"], bits, group),
+                    *(one[f"{x}_scale"], layouts[i][e]),
+                )
+                for i, (x, rows) in enumerate((("a", m), ("b", n)))
+            ]
+            self.operands.append(both[0])
+            a, b = [values(*operand, bits, group) for operand in both]
+            alpha = at(one["alpha"], 1, torch.float32).double() if "alpha" in one else 1.0
+            found = (a @ b.T * alpha).to(torch.bfloat16)
+            matrix(one["d"], m, n, one["stride_d"], torch.bfloat16).copy_(found)
+        return 0
 
-def install(monkeypatch) -> FakeLibrary:
+
+def scale_values(codes: Tensor, group: int) -> Tensor:
+    """fp64 values of the scales of blocks: e4m3 of 16 columns, powers of two of 32."""
+    if group == 16:
+        return codes.view(E4M3).double()
+    return torch.where(codes == 255, torch.nan, 2.0 ** (codes.double() - 127))
+
+
+def block_scaled(
+    address: int,
+    rows: int,
+    k: int,
+    stride: int,
+    bits: int,
+    group: int,
+    scale_address: int,
+    layout: list[int],
+) -> tuple[Tensor, Tensor]:
+    """(bytes of elements (rows, ..), scales (rows, columns)) of an operand: also those that fill
+    the last tile of 4 columns.
+    """
+    tiles, column_tiles, one, stride_tile, stride_all = layout
+    assert one == 1 and tiles == -(-rows // 128) and column_tiles == -(-k // (4 * group))
+    assert stride_tile == 512 * column_tiles and stride_all == stride_tile * tiles
+    codes = matrix(address, rows, k * bits // 8, stride * bits // 8, torch.uint8).clone()
+    # tile (row // 128, column // 4), and in it row % 32, row // 32 % 4, column % 4
+    r, c = torch.arange(rows)[:, None], torch.arange(4 * column_tiles)
+    offset = r // 128 * stride_tile + c // 4 * 512 + r % 32 * 16 + r // 32 % 4 * 4 + c % 4
+    return codes, at(scale_address, stride_all, torch.uint8)[offset]
+
+
+def values(codes: Tensor, scales: Tensor, bits: int, group: int) -> Tensor:
+    """fp64 (rows, columns). As on tensor cores, elements past the last column are multiplied as
+    zeros, whatever their scales.
+    """
+    if bits == 8:
+        elements = codes.view(E4M3).double()
+    else:
+        table = torch.tensor(oracle.code_values("e2m1"), dtype=torch.float64)
+        elements = table[oracle.codes(codes, 4)]
+    more = scales.shape[1] * group - elements.shape[1]
+    elements = torch.nn.functional.pad(elements, (0, more))
+    return elements * scale_values(scales, group).repeat_interleave(group, 1)
+
+
+def install(monkeypatch, architecture: str = "sm_90a") -> FakeLibrary:
     """Let backend cutlass be available on a CPU and call the fake."""
     fake = FakeLibrary()
     monkeypatch.setattr(library, "why_not", lambda: None)
-    monkeypatch.setitem(library._loaded, -1, library.Gemms(fake, 132))
+    sms = {"sm_90a": 132, "sm_100a": 160, "sm_120a": 192}[architecture]
+    monkeypatch.setitem(library._loaded, -1, library.Gemms(fake, sms, architecture))
     return fake

@@ -2,7 +2,9 @@
 fused kernels of our own (layer.py).
 
 On SM90 it runs e4m3 weights with one scale or one for each row, beside e4m3 activations with one
-scale, known or dynamic, or one for each token.
+scale, known or dynamic, or one for each token. On SM100 and SM120 it runs nvfp4, mxfp4 and mxfp8,
+whose scales the tensor cores apply (blockscaled.py): that was compiled and simulated, not run on
+hardware. Their weights are prepared: `moe_ops.prepare(weight, "cutlass")`.
 """
 
 from __future__ import annotations
@@ -11,6 +13,9 @@ import torch
 
 from moe_ops import environment
 from moe_ops.backends.cutlass import library
+from moe_ops.backends.cutlass.relayout import RELAYOUTS, SWIZZLED
+from moe_ops.backends.cutlass.schemes import BLOCK_SCALED, CAPABILITIES, scale_rows
+from moe_ops.backends.cutlass.schemes import parts as block_parts
 from moe_ops.environment import INTERPRETED
 from moe_ops.kernels.launch import Lazy
 from moe_ops.kernels.permute.layout import index_parts
@@ -30,33 +35,54 @@ def available() -> str | None:
     return library.why_not() or environment.why_no_triton()
 
 
+def _capabilities(scheme: str) -> tuple[tuple[int, int], ...]:
+    """Of the GPUs for which there are kernels of a scheme."""
+    return CAPABILITIES if scheme in BLOCK_SCALED else ((9, 0),)
+
+
 def supports(problem: Problem, machine: Machine) -> list[str]:
     """Reasons why this backend cannot run the problem; empty if it can."""
     p, reasons = problem, []
-    if p.scheme not in _FP8:
+    blocks = BLOCK_SCALED.get(p.scheme)
+    if p.scheme not in _FP8 and blocks is None:
         return [
             f"cutlass has no kernel for {f'scheme {p.scheme!r}' if p.scheme else 'plain weights'}"
         ]
+    known = _capabilities(p.scheme)
     if machine.device_type != "cuda" and not (INTERPRETED and library.simulated()):
         reasons.append(f"cutlass needs a CUDA device, got {machine.device_type}")
     elif machine.gfx:
         reasons.append(f"cutlass needs an NVIDIA GPU, got {machine.gfx}")
-    elif machine.device_type == "cuda" and not library.architecture(machine.capability):
-        known = ", ".join([f"{major}.{minor}" for major, minor in library.ARCHITECTURES])
+    elif machine.device_type == "cuda" and machine.capability not in known:
+        wanted = " and ".join([f"{major}.{minor}" for major, minor in known])
         major, minor = machine.capability
-        reasons.append(f"cutlass has kernels for compute capability {known}, got {major}.{minor}")
-    if p.dtype not in (torch.bfloat16, torch.float16):
-        reasons.append(f"cutlass takes bfloat16 or float16 hidden_states, got {p.dtype}")
+        reasons.append(
+            f"cutlass has kernels of {p.scheme} for compute capability {wanted}, got "
+            f"{major}.{minor}"
+        )
+    dtypes = (torch.bfloat16,) if blocks else (torch.bfloat16, torch.float16)
+    if p.dtype not in dtypes:
+        takes = " or ".join([str(dtype).removeprefix("torch.") for dtype in dtypes])
+        of = f" with {p.scheme}" if blocks else ""
+        reasons.append(f"cutlass takes {takes} hidden_states{of}, got {p.dtype}")
+    multiple = blocks.multiple if blocks else _MULTIPLE
     for name, size in (("K", p.hidden_size), ("I", p.intermediate_size)):
-        if size % _MULTIPLE:
-            reasons.append(f"cutlass needs {name} to be a multiple of {_MULTIPLE}, got {size}")
+        if size % multiple:
+            reasons.append(f"cutlass needs {name} to be a multiple of {multiple}, got {size}")
     if not p.contiguous_weights:
         reasons.append(
             "cutlass needs contiguous weights and scales; call .contiguous() on them once"
         )
     if p.has_bias:
         reasons.append("cutlass takes no bias; use backend='triton' or 'auto'")
-    if p.layout:
+    if blocks and p.kind != "experts":
+        reasons.append(f"cutlass runs {p.scheme} in fused_experts alone, got {p.kind}")
+    if blocks and p.layout != SWIZZLED:
+        reasons.append(
+            f"cutlass takes {p.scheme} weights in layout {SWIZZLED!r}, got {p.layout!r}: once "
+            "call moe_ops.prepare(w13, 'cutlass') and moe_ops.prepare(w2, 'cutlass')"
+        )
+    if p.layout and not blocks:
         reasons.append(
             f"cutlass takes weights in their natural layout, got {p.layout!r}; "
             "moe_ops.prepare(weight, 'torch') brings it back"
@@ -66,9 +92,9 @@ def supports(problem: Problem, machine: Machine) -> list[str]:
 
 def workspace_shapes(M: int, problem: Problem) -> Workspaces:
     """Shapes of the workspaces. workspace13 holds quantized x (rows, K), then the activation's
-    output h (rows, I), each followed by a scale for each row; workspace2 gate and up (rows, N),
-    then the products with w2 (rows, K). The index workspace: kernels/permute/layout.py, then
-    library.Parts.
+    output h (rows, I), each followed by its scales: one for each row, or those of blocks in tiles;
+    workspace2 gate and up (rows, N), then the products with w2 (rows, K). The index workspace:
+    kernels/permute/layout.py, then library.Parts, or schemes.Parts.
     """
     p = problem
     E, rows = p.num_experts, M * p.top_k
@@ -76,10 +102,16 @@ def workspace_shapes(M: int, problem: Problem) -> Workspaces:
     if p.kind == "batched_experts":
         rows, index = E * M, E
     wide = max(p.hidden_size, p.intermediate_size)
+    blocks = BLOCK_SCALED.get(p.scheme)
+    if blocks is None:
+        size, end = round_up(rows * wide, 128) + 4 * rows, library.parts(index, E).end
+    else:
+        size = blocks.operand_bytes(rows, scale_rows(M, p.top_k, E), wide)
+        end = block_parts(index, E).end
     return Workspaces(
-        Buffer((round_up(rows * wide, 128) + 4 * rows,), torch.uint8),
+        Buffer((size,), torch.uint8),
         Buffer((rows, max(p.num_rows, p.hidden_size)), p.dtype),
-        Buffer((library.parts(index, E).end,), torch.int32),
+        Buffer((end,), torch.int32),
     )
 
 
@@ -93,10 +125,10 @@ FASTER_FROM = 16
 
 def faster_from(problem: Problem) -> int | None:
     """Rows an expert from which "auto" takes this backend unmeasured; None of what was not run on
-    hardware: one dynamic scale of all activations.
+    hardware: one dynamic scale of all activations, and scales of blocks.
     """
-    run = problem.kind == "experts" and not library.one_scale(problem.scheme)
-    if not run:
+    run = problem.scheme in _FP8 and not library.one_scale(problem.scheme)
+    if not run or problem.kind != "experts":
         return None
     return 2 * FASTER_FROM if problem.has_expert_map else FASTER_FROM
 
@@ -111,9 +143,10 @@ BACKEND = register(
         "batched_experts": Lazy("moe_ops.backends.cutlass.layer:batched_experts"),
     },
     devices=("CUDA",),
-    native_schemes=_FP8,
+    native_schemes=(*_FP8, *BLOCK_SCALED),
     native_capability=(9, 0),
     interpreted=INTERPRETED,
+    relayouts=RELAYOUTS,
     chunked=True,
     quantized_input=_FP8,
     faster_from=faster_from,

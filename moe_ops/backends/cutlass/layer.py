@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_ops.backends.cutlass import library
+from moe_ops.backends.cutlass import blockscaled, library
 from moe_ops.backends.cutlass.library import ARRAYS, Gemms, GroupedGemm
 from moe_ops.backends.cutlass.rows import Operand, activate, scatter
+from moe_ops.backends.cutlass.schemes import BLOCK_SCALED
 from moe_ops.backends.cutlass.setup import Gemm, setup
 from moe_ops.kernels import launch
 from moe_ops.kernels.gemm.operands import activated
@@ -29,12 +30,12 @@ from moe_ops.meta.workspace import carve, round_up
 from moe_ops.ops.args import BatchedExpertsArgs, ExpertsArgs
 from moe_ops.ops.chunks import batched_chunks, chunks
 
-ALIGNMENT = 16  # bytes, of base addresses
-
 
 def experts(a: ExpertsArgs) -> None:
     """Launch `moe_ops::cutlass_experts`."""
-    if a.topk_ids.numel():
+    if a.scheme in BLOCK_SCALED:
+        blockscaled.experts(a)
+    elif a.topk_ids.numel():
         _run(a, chunks(a), _Pairs)
 
 
@@ -76,20 +77,8 @@ def _gemms(a: ExpertsArgs | BatchedExpertsArgs) -> Gemms:
             raise ValueError(f"{name} must have dtype torch.float8_e4m3fn, got {tensor.dtype}")
         if not tensor.is_contiguous():
             raise ValueError(f"{name} must be contiguous for cutlass; make it so once")
-        if not aligned(tensor):
-            raise ValueError(
-                f"{name} must begin at a multiple of {ALIGNMENT} bytes for cutlass; .clone() it "
-                "once, or use backend='triton'"
-            )
-    for name in ("workspace13", "workspace2", "index_workspace"):
-        if not aligned(getattr(a, name)):
-            raise ValueError(f"{name} must begin at a multiple of {ALIGNMENT} bytes for cutlass")
+    library.check_addresses(a)
     return library.gemms(a.hidden_states.get_device(), may_build=not a.tiers)
-
-
-def aligned(tensor: Tensor) -> bool:
-    """Whether the tensor memory accelerator can read or write a tensor: CUTLASS does not ask."""
-    return tensor.data_ptr() % ALIGNMENT == 0
 
 
 def rows_in(buffer: Tensor, rows: int, columns: int, known: Tensor | None, scales: str) -> Operand:
@@ -212,7 +201,7 @@ class _Batches(_Layer):
         E, T, K = a.out.shape
         first, layout = place_batches(a, T, gpu)
         self.before = [first]
-        self.in_place = a.out.is_contiguous() and aligned(a.out)
+        self.in_place = a.out.is_contiguous() and library.aligned(a.out)
         where = a.out if self.in_place else carve(a.workspace2, (E, T, K), a.out.dtype)
         y = where.view(E * T, K)
         super().__init__(a, E * T, layout, T, E, y, gemms, gpu, shared)

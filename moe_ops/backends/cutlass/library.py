@@ -22,11 +22,14 @@ from moe_ops import environment
 from moe_ops.csrc import build
 from moe_ops.kernels.quantize.scales import NUM_PARTIALS, SHARED, Shared
 from moe_ops.meta.workspace import round_up
+from moe_ops.ops.args import BatchedExpertsArgs, ExpertsArgs
 from moe_ops.ops.problem import Machine
 from moe_ops.schemes import get_scheme
 
-ARCHITECTURES = {(9, 0): "sm_90a"}  # by compute capability
-MAX_SMS = 160  # of the GPUs for which there are kernels
+# by compute capability; those for SM100 and SM120 were not run on hardware
+ARCHITECTURES = {(9, 0): "sm_90a", (10, 0): "sm_100a", (12, 0): "sm_120a"}
+ALIGNMENT = 16  # bytes, of base addresses
+MAX_SMS = 160  # of the GPUs with compute capability 9.0
 # CUTLASS keeps descriptors of the tensor memory accelerator for each multiprocessor there
 DESCRIPTOR_BYTES = 512 * MAX_SMS
 
@@ -74,6 +77,7 @@ class Gemms(NamedTuple):
 
     library: Any  # ctypes.CDLL, or in tests what stands for it
     sm_count: int
+    architecture: str = "sm_90a"
 
     def run(self, kernel: str, gemm: GroupedGemm) -> None:
         """Launch a kernel. Raises RuntimeError where CUTLASS refuses."""
@@ -165,7 +169,7 @@ def gemms(device: int, may_build: bool = True) -> Gemms:
                 "moe_ops backend 'cutlass': this call was planned by 'auto' where its kernels "
                 f"were built, and here they are not: python -m moe_ops.csrc.build {name}"
             )
-        found = _loaded[device] = Gemms(_load(name), properties.multi_processor_count)
+        found = _loaded[device] = Gemms(_load(name), properties.multi_processor_count, name)
     return found
 
 
@@ -201,6 +205,24 @@ def _load(name: str) -> Any:
 
 def _say(line: str) -> None:
     print(f"moe_ops: {line}", file=sys.stderr, flush=True)
+
+
+def aligned(tensor: Tensor) -> bool:
+    """Whether the tensor memory accelerator can read or write a tensor: CUTLASS does not ask."""
+    return tensor.data_ptr() % ALIGNMENT == 0
+
+
+def check_addresses(a: ExpertsArgs | BatchedExpertsArgs) -> None:
+    """Raise ValueError for tensors that the tensor memory accelerator cannot read or write."""
+    for name in ("w13", "w2", "w13_scale", "w2_scale"):
+        if not aligned(getattr(a, name)):
+            raise ValueError(
+                f"{name} must begin at a multiple of {ALIGNMENT} bytes for cutlass; .clone() it "
+                "once, or use another backend"
+            )
+    for name in ("workspace13", "workspace2", "index_workspace"):
+        if not aligned(getattr(a, name)):
+            raise ValueError(f"{name} must begin at a multiple of {ALIGNMENT} bytes for cutlass")
 
 
 def stream_of(device: int) -> int:

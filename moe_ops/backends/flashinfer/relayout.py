@@ -15,6 +15,7 @@ from torch import Tensor
 
 from moe_ops.activations import UP_GATE, UP_GATE_OF_PAIRS
 from moe_ops.meta.workspace import round_up
+from moe_ops.numerics.swizzle import swizzle, unswizzle
 from moe_ops.ops.relayout import Relayout, Tensors
 from moe_ops.schemes import QuantScheme
 
@@ -129,24 +130,6 @@ def separate_scales(scale: Tensor) -> Tensor:
     """The inverse of `interleave_scales`."""
     E, parts, rows = scale.shape
     return scale.view(E, parts, rows // 4, 4).transpose(1, 2).reshape(E, rows // 4, 4 * parts)
-
-
-def swizzle(scale: Tensor) -> Tensor:
-    """Scales (.., N, G) in tiles of 128 rows and 4 columns: row r, column c of a tile at
-    (r % 32, r // 32, c). Padded with zeros to whole tiles.
-    """
-    scale = _pad(scale, round_up(scale.shape[-2], 128), round_up(scale.shape[-1], 4))
-    *batch, N, G = scale.shape
-    tiles = _raw(scale).view(*batch, N // 128, 4, 32, G // 4, 4).movedim(-2, -4)
-    return tiles.transpose(-3, -2).reshape(*batch, N, G).view(scale.dtype)
-
-
-def unswizzle(scale: Tensor, rows: int, columns: int) -> Tensor:
-    """The inverse of `swizzle` for scales (.., rows, columns)."""
-    *batch, N, G = scale.shape
-    tiles = _raw(scale).view(*batch, N // 128, G // 4, 32, 4, 4).transpose(-3, -2)
-    found = tiles.movedim(-4, -2).reshape(*batch, N, G).view(scale.dtype)
-    return found[..., :rows, :columns].contiguous()
 
 
 def _pad(t: Tensor, rows: int, columns: int) -> Tensor:

@@ -15,6 +15,7 @@ namespace moe_ops {
 
 using cute::_0;
 using cute::_1;
+using cute::_128;
 using cute::conditional_t;
 using cute::Int;
 using cute::Shape;

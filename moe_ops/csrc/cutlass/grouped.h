@@ -8,6 +8,7 @@
 //   int NAME_run(const GroupedGemm*)                0, or what went wrong: status() of common.cuh
 //   size_t NAME_workspace(const GroupedGemm*)       bytes; depends on sm_count alone
 //   int NAME_shared_memory()                        bytes a block
+// Block-scaled ones have three more, for tests on the host: blockscaled.cuh.
 #pragma once
 
 #include <cuda_runtime_api.h>

@@ -9,7 +9,7 @@ import torch
 
 import moe_ops
 from moe_ops.activations import NAMES
-from moe_ops.backends.cutlass import backend, layer, library
+from moe_ops.backends.cutlass import backend, library
 from moe_ops.planning import bind
 from moe_ops.planning import machine as machines
 from tests.support import fake_cutlass, oracle
@@ -240,9 +240,9 @@ def test_addresses_that_the_instructions_do_not_take(device):
         case.run("cutlass")
     x, w13, w2, counts, inside = batches(device, "fp8_channel")
     whole = moe_ops.batched_experts(x, w13, w2, counts, backend="cutlass")
-    real = layer.aligned
+    real = library.aligned
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(layer, "aligned", lambda t: t.shape != whole.shape and real(t))
+        patch.setattr(library, "aligned", lambda t: t.shape != whole.shape and real(t))
         copied = moe_ops.batched_experts(x, w13, w2, counts, backend="cutlass")
     assert torch.equal(copied[inside], whole[inside])
 

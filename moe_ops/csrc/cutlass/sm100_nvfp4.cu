@@ -1,0 +1,4 @@
+#include "blockscaled.cuh"
+
+MOE_OPS_BLOCK_SCALED(moe_ops_sm100_nvfp4_bf16,
+                     moe_ops::BlockScaled<moe_ops::Nvfp4, moe_ops::OnSm100<moe_ops::Nvfp4>, cutlass::bfloat16_t>)
