@@ -82,7 +82,7 @@ def symbols() -> dict[str, tuple[ShapeEnv, torch.SymInt]]:
 @given(
     sizes, sizes, sizes, st.integers(1, 8), st.lists(st.integers(0, 5000), min_size=4, max_size=4)
 )
-@pytest.mark.parametrize("scheme", ("", "fp8_block"))
+@pytest.mark.parametrize("scheme", ("", "fp8_block", "fp8_channel"))
 @pytest.mark.parametrize("kind, chunk_rows", [
     *[(kind, 0) for kind in KINDS], ("experts", 48), ("batched_experts", 1024),
 ])  # fmt: skip
@@ -105,7 +105,7 @@ def test_symbols_give_what_numbers_give(kind, chunk_rows, scheme, E, K, I, top_k
 
 def test_every_backend_is_looked_at():
     seen = set()
-    for kind, scheme in itertools.product(KINDS, ("", "fp8_block")):
+    for kind, scheme in itertools.product(KINDS, ("", "fp8_block", "fp8_channel")):
         seen |= set(plans(problem(kind, 4, 128, 128, 2, scheme=scheme)))
     facts = {"scheme": "mxfp4_w4a8", "layout": DEEP_GEMM_UE8M0, "activation": Activation("silu")}
     sm100 = dataclasses.replace(H200, capability=(10, 0))

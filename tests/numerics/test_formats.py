@@ -140,6 +140,8 @@ def test_weights_match_the_rules(scheme, n, seed):
         assert tuple(got.shape) == shape and got.is_contiguous()
         # quotients of fp32 and fp64 may be neighbours in the bits that are kept
         ulp = {torch.float32: 1e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}.get(got.dtype, 0)
+        if scheme == "int4_w4a8" and name == "scale":
+            ulp = 0.125  # of e4m3, whose ties bf16 weights do hit
         torch.testing.assert_close(
             got.double(),
             getattr(want, name).double(),

@@ -18,9 +18,8 @@ from moe_ops.activations import NAMES, Activation
 from moe_ops.backends.deep_gemm import backend
 from moe_ops.backends.deep_gemm import layer as experts
 from moe_ops.backends.deep_gemm import library as dg
-from moe_ops.backends.deep_gemm import rows as rows_module
 from moe_ops.kernels import launch
-from moe_ops.kernels.permute.layout import index_parts
+from moe_ops.kernels.permute import layout as layouts
 from moe_ops.meta.workspace import padded_rows
 from moe_ops.numerics import quantize_activation
 from moe_ops.ops.problem import Machine, Problem
@@ -259,7 +258,7 @@ def test_batched(device, scheme, T, strided, monkeypatch):
     Where x is strided, two programs share what rows an expert has.
     """
     if strided:
-        monkeypatch.setattr(rows_module, "MAX_PROGRAMS", 7)
+        monkeypatch.setattr(layouts, "MAX_PROGRAMS", 7)
     I = 640 if T == 40 else 128  # noqa: E741
     case = case_of(device, scheme, activation="swigluoai_uninterleave", I=I)
     _, w13, w2, *_ = case.args
@@ -424,7 +423,7 @@ def test_workspaces_hold_what_is_carved(scheme, M, E, top_k):
     rows = padded_rows(M, top_k, E, 128)
     assert rows % 128 == 0 and rows >= M * top_k
     assert second.shape == (rows, 256) and second.dtype == BF16
-    assert first.shape[0] == rows and index.shape[0] == index_parts(M * top_k, E).end
+    assert first.shape[0] == rows and index.shape[0] == layouts.index_parts(M * top_k, E).end
     buffer = torch.empty(first.shape, dtype=first.dtype)
     for columns in (256, 128):
         form = experts.format_of(scheme, "")
