@@ -228,7 +228,7 @@ def build(
     flags = [*FLAGS, f"-I{tools.headers}", f"-I{SOURCES}"]
     flags += ["-gencode", f"arch=compute_{number},code=sm_{number}"]
     if tools.dependent_launch:
-        flags += [*DEPENDENT_LAUNCH, "-DMOE_OPS_DEPENDENT_LAUNCH"]
+        flags += DEPENDENT_LAUNCH
     start, names = time.monotonic(), FILES[architecture]
     try:
         target.parent.mkdir(parents=True, exist_ok=True)

@@ -96,7 +96,7 @@ def test_flags_follow_the_toolchain(tools, tmp_path):
         build.build(ARCHITECTURE, tmp_path / "out.so")
         said = (tmp_path / "arguments").read_text().splitlines()
         assert all("arch=compute_90a,code=sm_90a" in line for line in said if " -c " in line)
-        assert all(("-DMOE_OPS_DEPENDENT_LAUNCH" in line) == dependent for line in said[:-1])
+        assert all(("-DCUTLASS_ENABLE_GDC_FOR_SM90" in line) == dependent for line in said[:-1])
         assert "-cudart static" in said[-1]
 
 

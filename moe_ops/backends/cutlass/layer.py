@@ -232,7 +232,7 @@ class _Both:
         self.arrays = index[at.arrays : at.sizes].view(torch.int64)[: 2 * len(ARRAYS) * E]
         self.sizes = index[at.sizes : at.sizes + 6 * E]
         self.descriptors = index[at.descriptors : at.end]
-        self.gemms, self.config, self.E = gemms, library.choose(a.out.dtype), E
+        self.gemms, self.kernel, self.E = gemms, library.kernel_of(a.out.dtype), E
         self.stream = library.stream_of(a.out.get_device())
         self.operands = (first[0], a.w13_scale), (second[0], a.w2_scale)
         self.setup = setup(
@@ -242,7 +242,6 @@ class _Both:
             R,
             _gemm(first[0], a.w13, first[1], a.w13_scale),
             _gemm(second[0], a.w2, second[1], a.w2_scale),
-            self.config.swapped,
             gpu,
         )
 
@@ -251,8 +250,6 @@ class _Both:
         (x, w_scale), E = self.operands[which], self.E
         start = self.arrays.data_ptr() + which * 8 * len(ARRAYS) * E
         vectors = (x.of_gemm[1] < 0, w_scale is not None and w_scale.numel() > E)
-        if self.config.swapped:
-            vectors = vectors[::-1]
         gemm = GroupedGemm(
             groups=E,
             sm_count=self.gemms.sm_count,
@@ -264,7 +261,7 @@ class _Both:
             stream=self.stream,
             **{name: start + 8 * E * i for i, name in enumerate(ARRAYS)},
         )
-        self.gemms.run(self.config.name, gemm)
+        self.gemms.run(self.kernel, gemm)
 
 
 def _gemm(x: Operand, w: Tensor, d: Tensor, w_scale: Tensor | None) -> Gemm:

@@ -233,19 +233,12 @@ def stream_of(device: int) -> int:
 # --- which kernel --------------------------------------------------------------------------------
 
 
-class Config(NamedTuple):
-    """A kernel of csrc/cutlass."""
-
-    name: str
-    swapped: bool = False  # the weight is its A
-
-
 _TYPES = {torch.bfloat16: "bf16", torch.float16: "f16"}
 
 
-def choose(dtype: torch.dtype) -> Config:
+def kernel_of(dtype: torch.dtype) -> str:
     """The kernel for an output dtype."""
-    return Config(f"moe_ops_sm90_fp8_{_TYPES[dtype]}")
+    return f"moe_ops_sm90_fp8_{_TYPES[dtype]}"
 
 
 # --- the arrays over experts ---------------------------------------------------------------------

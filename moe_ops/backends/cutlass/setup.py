@@ -53,14 +53,13 @@ class Setup:
     g1: Gemm
     g2: Gemm
     BLOCK_E: Constant
-    SWAPPED: Constant
     PDL: Constant
 
 
 @triton.jit
 def write_gemm(
     arrays_ptr, sizes_ptr, e, E, first, rows, x_ptr, w_ptr, d_ptr, x_scale_ptr, w_scale_ptr, N, K,
-    w_bytes, d_bytes, x_scale_step, w_scale_step, SWAPPED: tl.constexpr,
+    w_bytes, d_bytes, x_scale_step, w_scale_step,
 ):  # fmt: skip
     """Addresses, leading dimensions and sizes of one GEMM of every expert."""
     ok = e < E
@@ -71,24 +70,18 @@ def write_gemm(
     step = tl.where(x_scale_step < 0, first, expert * x_scale_step)
     x_scale = x_scale_ptr.to(tl.int64) + 4 * step
     w_scale = w_scale_ptr.to(tl.int64) + 4 * expert * w_scale_step
-    wide = tl.zeros_like(expert)
-    if SWAPPED:
-        a, b, row_scale, column_scale = w, x, w_scale, x_scale
-        m, n = N + tl.zeros_like(rows), rows
-    else:
-        a, b, row_scale, column_scale = x, w, x_scale, w_scale
-        m, n = rows, N + tl.zeros_like(rows)
-    tl.store(arrays_ptr + e, a, mask=ok)
-    tl.store(arrays_ptr + E + e, b, mask=ok)
+    wide, zero = tl.zeros_like(expert), tl.zeros_like(rows)
+    tl.store(arrays_ptr + e, x, mask=ok)
+    tl.store(arrays_ptr + E + e, w, mask=ok)
     tl.store(arrays_ptr + 2 * E + e, d, mask=ok)
     tl.store(arrays_ptr + 3 * E + e, wide + K, mask=ok)
     tl.store(arrays_ptr + 4 * E + e, wide + K, mask=ok)
     tl.store(arrays_ptr + 5 * E + e, wide + N, mask=ok)
-    tl.store(arrays_ptr + 6 * E + e, row_scale, mask=ok)
-    tl.store(arrays_ptr + 7 * E + e, column_scale, mask=ok)
-    tl.store(sizes_ptr + 3 * e, m, mask=ok)
-    tl.store(sizes_ptr + 3 * e + 1, n, mask=ok)
-    tl.store(sizes_ptr + 3 * e + 2, K + tl.zeros_like(rows), mask=ok)
+    tl.store(arrays_ptr + 6 * E + e, x_scale, mask=ok)
+    tl.store(arrays_ptr + 7 * E + e, w_scale, mask=ok)
+    tl.store(sizes_ptr + 3 * e, rows, mask=ok)
+    tl.store(sizes_ptr + 3 * e + 1, zero + N, mask=ok)
+    tl.store(sizes_ptr + 3 * e + 2, zero + K, mask=ok)
 
 
 @kernel(Setup)
@@ -121,7 +114,6 @@ def moe_ops_cutlass_setup(
     g2_x_scale_step,
     g2_w_scale_step,
     BLOCK_E: tl.constexpr,
-    SWAPPED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One program writes everything: some 80 bytes a GEMM and expert."""
@@ -135,12 +127,12 @@ def moe_ops_cutlass_setup(
     write_gemm(
         arrays_ptr, sizes_ptr, e, E, first, rows,
         g1_x_ptr, g1_w_ptr, g1_d_ptr, g1_x_scale_ptr, g1_w_scale_ptr, g1_N, g1_K,
-        g1_w_bytes, g1_d_bytes, g1_x_scale_step, g1_w_scale_step, SWAPPED,
+        g1_w_bytes, g1_d_bytes, g1_x_scale_step, g1_w_scale_step,
     )  # fmt: skip
     write_gemm(
         arrays_ptr + 8 * E, sizes_ptr + 3 * E, e, E, first, rows,
         g2_x_ptr, g2_w_ptr, g2_d_ptr, g2_x_scale_ptr, g2_w_scale_ptr, g2_N, g2_K,
-        g2_w_bytes, g2_d_bytes, g2_x_scale_step, g2_w_scale_step, SWAPPED,
+        g2_w_bytes, g2_d_bytes, g2_x_scale_step, g2_w_scale_step,
     )  # fmt: skip
 
 
@@ -151,7 +143,6 @@ def setup(
     R: int,
     g1: Gemm,
     g2: Gemm,
-    swapped: bool,
     gpu: Gpu,
 ) -> Launch:
     """Write the arrays over experts, in the order of library.ARRAYS."""
@@ -166,7 +157,6 @@ def setup(
         g1=g1,
         g2=g2,
         BLOCK_E=block_e(E),
-        SWAPPED=swapped,
         PDL=gpu.pdl,
     )
     return Launch(moe_ops_cutlass_setup, (1, 1, 1), args)

@@ -21,8 +21,7 @@
 struct GroupedGemm {
   int32_t groups;    // experts
   int32_t sm_count;  // of the GPU, asked once
-  // int32 (groups, 3): m, n, k of each group in the kernel's terms. With the operands exchanged
-  // (swapped kernels), the weight is A and m its rows.
+  // int32 (groups, 3): m, n, k of each group
   const void* problem_sizes;
   const void* a;  // int64 (groups): addresses
   const void* b;
