@@ -23,12 +23,14 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before triton is imported anywhere
     from tests.support.interpreter import (
         drop_unread_checks,
+        multiply_rows_alike,
         patch_language_once,
         remember_types,
     )
 
     patch_language_once()
     drop_unread_checks()
+    multiply_rows_alike()
     remember_types()
 
 # torch remembers at its first use which functions `with torch.device(...)` changes. Were that

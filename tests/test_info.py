@@ -213,6 +213,7 @@ def test_facts_fit_on_one_screen(gpus, lines, monkeypatch):
     monkeypatch.setattr(info, "_gpus", lambda: gpus)
     monkeypatch.setattr(torch.version, "cuda", "13.0" if gpus else None)
     monkeypatch.setattr("moe_ops.environment.other_owners", list)
+    monkeypatch.setattr("moe_ops.backends.cutlass.library._unbuilt", lambda name: None)
     here = machines.machine(torch.device("cpu"))
     if gpus:
         here = Machine("cuda", tuple(gpus[-1]["capability"]), "", backends_module.list_backends())

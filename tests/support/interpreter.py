@@ -1,10 +1,12 @@
-"""Triton's interpreter, without the work that it repeats at each call of a function."""
+"""Triton's interpreter, without the work that it repeats, and with sums that GPUs make."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import inspect
+
+import numpy as np
 
 
 def patch_language_once() -> None:
@@ -59,6 +61,27 @@ def drop_unread_checks() -> None:
     options = getattr(builder, "options", None)
     if getattr(options, "sanitize_overflow", False) and getattr(options, "debug", None) is False:
         builder.options = dataclasses.replace(options, sanitize_overflow=False)
+
+
+def multiply_rows_alike() -> None:
+    """A BLAS may add the products of a row in an order that depends on where the row stands in its
+    tile (OpenBLAS's kernels for AMD Zen do), and GPUs do not. Let the interpreter multiply in fp64
+    and round once, so that the bits of a row are the same anywhere."""
+    try:
+        from triton.language import float64
+        from triton.runtime import interpreter
+    except ImportError:
+        return
+    builder, handle = interpreter.InterpreterBuilder, interpreter.TensorHandle
+    plain = builder.create_dot
+
+    def create_dot(self, a, b, d, *rest):
+        if d.data.dtype != np.float32:
+            return plain(self, a, b, d, *rest)
+        exact = plain(self, a, b, handle(d.data.astype(np.float64), float64), *rest)
+        return handle(exact.data.astype(np.float32), d.dtype.scalar)
+
+    builder.create_dot = create_dot
 
 
 def remember_types() -> None:
