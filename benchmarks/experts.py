@@ -30,6 +30,7 @@ from typing import Any
 
 import experts_report
 import torch
+import vllm_cutlass
 from cases import (
     H200,
     MAX_CHECKED_TOKENS,
@@ -351,6 +352,8 @@ def main() -> None:
         gpu = torch.cuda.get_device_name().replace(" ", "_")
         results = open_results(arguments.results / f"experts_{gpu}.json")
     run = results.begin(sys.argv, arguments.dry_run)
+    if vllm_cutlass.version():
+        results.runs[run]["versions"]["vllm"] = vllm_cutlass.version()
     print(results.runs[run], flush=True)
     measured = run_all(arguments, results, run, arguments.dry_run)
     if arguments.dry_run:
