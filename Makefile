@@ -9,7 +9,8 @@ PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -q -n 2 --dist worksteal
 EXAMPLES ?= 20000
 SEED ?= 0
 
-.PHONY: venv demo check test fuzz fuzz-sanitized native docs compile-matrix test-gpu lint bench bench-gpu clean
+.PHONY: venv demo check test fuzz fuzz-sanitized native docs compile-matrix test-gpu sanitize-cuda lint \
+  bench bench-gpu clean
 
 venv: $(STAMP)
 
@@ -73,6 +74,10 @@ compile-matrix: venv
 
 test-gpu: venv
 	$(PY) -m pytest -q -m gpu tests
+
+# The kernels of moe_ops/csrc under compute-sanitizer's four tools; needs a GPU.
+sanitize-cuda: venv
+	$(PY) benchmarks/sanitize_kernels.py --write
 
 lint: venv
 	$(PY) -m ruff check .
