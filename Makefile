@@ -9,7 +9,7 @@ PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -q -n 2 --dist worksteal
 EXAMPLES ?= 20000
 SEED ?= 0
 
-.PHONY: venv demo check test fuzz fuzz-sanitized native docs compile-matrix test-gpu sanitize-cuda lint \
+.PHONY: venv demo check test fuzz fuzz-sanitized native native-check docs compile-matrix test-gpu sanitize-cuda lint \
   bench bench-gpu clean
 
 venv: $(STAMP)
@@ -62,6 +62,12 @@ fuzz-sanitized: venv
 # Needs nvcc, and CUTLASS's headers, which CUTLASS_PATH or an installed nvidia-cutlass brings.
 native: venv
 	$(PY) -m moe_ops.csrc.build
+
+# Compiles the kernels for SM90, and of the others what host checks need, and asks them on the host;
+# needs nvcc. Three to four minutes on two cores where the sources changed, else seconds. CHECK=--all
+# compiles every object in full.
+native-check: venv
+	OMP_NUM_THREADS=1 $(PY) -m tests.support.native_check $(CHECK)
 
 # The site, in site/. Nothing is downloaded, and a warning is an error.
 docs: venv
