@@ -98,6 +98,7 @@ bench: venv
 bench-gpu: venv
 	$(PY) benchmarks/experts.py --schemes bf16
 	$(PY) benchmarks/experts.py --schemes fp8_block --shapes qwen3 mixtral dsv3
+	$(PY) benchmarks/experts.py --schemes fp8_channel fp8_tensor_static int4_w4a8 --shapes qwen3 mixtral dsv3
 	$(PY) benchmarks/experts.py --schemes bf16 fp8_block --shapes qwen3 mixtral --routing zipf \
 	  --tokens 64 1024 --only moe_ops
 	$(PY) benchmarks/experts.py --shapes gptoss120 glm45air scout dsv3_ep8 e64 e160 --only moe_ops

@@ -1,12 +1,15 @@
 """Tables of whole layers for documents, from the committed results of experts.py: the schemes that
 backend `cutlass` runs on an H200, beside the other backends and the peers.
 
+    python benchmarks/layers_doc.py [FILE]    # print those of a file of results
+
 backends_doc.py writes them. Standard library alone.
 """
 
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 FOLDER = Path(__file__).parent / "results"
@@ -107,3 +110,10 @@ def summary(path: Path = RESULTS) -> str:
         if (path.parent / (name := f"{path.stem}_{scheme}_uniform.png")).exists()
     ]
     return "\n\n".join([*parts, "\n".join(plots)]).rstrip()
+
+
+if __name__ == "__main__":
+    results = Path(sys.argv[1]) if len(sys.argv) > 1 else RESULTS
+    print(
+        whole_layers(results) or "none of these schemes was measured", summary(results), sep="\n\n"
+    )

@@ -220,6 +220,12 @@ def test_torchs_scaled_grouped_mm_is_called_as_it_is_defined(modules, monkeypatc
     assert error(modules, peers.torch_scaled_grouped_mm, "fp8_channel", 40) < TOLERANCE
 
 
+def test_every_implementation_can_be_drawn(modules):
+    import experts_report
+
+    assert set(experts_report.NAMES) <= set(experts_report.STYLES)
+
+
 def test_weights_of_all_schemes_are_quantized_in_parts(modules, monkeypatch):
     """Some experts at a time, as all at once."""
     import moe_ops
