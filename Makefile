@@ -9,7 +9,8 @@ PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -q -n 2 --dist worksteal
 EXAMPLES ?= 20000
 SEED ?= 0
 
-.PHONY: venv demo check test fuzz fuzz-sanitized native docs compile-matrix test-gpu lint bench bench-gpu clean
+.PHONY: venv demo check test fuzz fuzz-sanitized native native-check docs compile-matrix test-gpu sanitize-cuda lint \
+  bench bench-gpu clean
 
 venv: $(STAMP)
 
@@ -62,6 +63,12 @@ fuzz-sanitized: venv
 native: venv
 	$(PY) -m moe_ops.csrc.build
 
+# Compiles the kernels for SM90, and of the others what host checks need, and asks them on the host;
+# needs nvcc. Three to four minutes on two cores where the sources changed, else seconds. CHECK=--all
+# compiles every object in full.
+native-check: venv
+	OMP_NUM_THREADS=1 $(PY) -m tests.support.native_check $(CHECK)
+
 # The site, in site/. Nothing is downloaded, and a warning is an error.
 docs: venv
 	PYTHONPATH=. NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
@@ -73,6 +80,10 @@ compile-matrix: venv
 
 test-gpu: venv
 	$(PY) -m pytest -q -m gpu tests
+
+# The kernels of moe_ops/csrc under compute-sanitizer's four tools; needs a GPU.
+sanitize-cuda: venv
+	$(PY) benchmarks/sanitize_kernels.py --write
 
 lint: venv
 	$(PY) -m ruff check .
@@ -87,6 +98,7 @@ bench: venv
 bench-gpu: venv
 	$(PY) benchmarks/experts.py --schemes bf16
 	$(PY) benchmarks/experts.py --schemes fp8_block --shapes qwen3 mixtral dsv3
+	$(PY) benchmarks/experts.py --schemes fp8_channel fp8_tensor_static int4_w4a8 --shapes qwen3 mixtral dsv3
 	$(PY) benchmarks/experts.py --schemes bf16 fp8_block --shapes qwen3 mixtral --routing zipf \
 	  --tokens 64 1024 --only moe_ops
 	$(PY) benchmarks/experts.py --shapes gptoss120 glm45air scout dsv3_ep8 e64 e160 --only moe_ops

@@ -1,7 +1,8 @@
-"""The tables of docs/backends.md, made from the code, the measured tables and the plots.
+"""The tables of docs/backends.md, made from the code, the measured tables and the plots, and those
+of other documents that are made from committed results (layers_doc.py).
 
-    python benchmarks/backends_doc.py            # say whether the document is up to date
-    python benchmarks/backends_doc.py --write    # bring it up to date
+    python benchmarks/backends_doc.py            # say whether the documents are up to date
+    python benchmarks/backends_doc.py --write    # bring them up to date
 
 Needs no GPU: what backends accept is asked for GPUs described by hand.
 """
@@ -16,6 +17,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import layers_doc
 import torch
 
 from moe_ops import backends
@@ -27,7 +29,6 @@ from moe_ops.schemes import SCHEMES
 from moe_ops.tables import lookup
 
 ROOT = Path(__file__).resolve().parent.parent
-DOCUMENT = ROOT / "docs" / "backends.md"
 RESULTS = ROOT / "benchmarks" / "results"
 EVERYTHING = backends.list_backends()
 H200 = Machine("cuda", (9, 0), "NVIDIA H200", EVERYTHING, total_memory=150_109_880_320)
@@ -191,23 +192,30 @@ def plots() -> str:
     return "\n".join(lines)
 
 
-BLOCKS = {
-    "accepts": accepts,
-    "features": features,
-    "explain": explanation,
-    "tiers": tiers,
-    "plots": plots,
+# Of each document its blocks. One that makes None stays as it is.
+DOCUMENTS: dict[str, dict[str, Callable[[], str | None]]] = {
+    "docs/backends.md": {
+        "accepts": accepts,
+        "features": features,
+        "explain": explanation,
+        "tiers": tiers,
+        "plots": plots,
+    },
+    "docs/kernels/cutlass.md": {"layers": layers_doc.whole_layers},
+    "docs/performance.md": {"8-bit activations": layers_doc.summary},
 }
 
 
-def brought_up_to_date(text: str) -> str:
-    """The document with every block between its two comments made anew."""
-    for name, make in BLOCKS.items():
-        begin, end = f"<!-- made by backends_doc.py: {name} -->", "<!-- end -->"
+def brought_up_to_date(name: str, text: str) -> str:
+    """A document with every block between its two comments made anew."""
+    for block, make in DOCUMENTS[name].items():
+        begin, end = f"<!-- made by backends_doc.py: {block} -->", "<!-- end -->"
         pattern = re.compile(f"{re.escape(begin)}\n.*?{re.escape(end)}", re.S)
         if not pattern.search(text):
-            raise ValueError(f"{DOCUMENT.name} has no block {name!r}")
-        text = pattern.sub(lambda _, b=begin, m=make, e=end: f"{b}\n{m()}\n{e}", text)
+            raise ValueError(f"{name} has no block {block!r}")
+        made = make()
+        if made is not None:
+            text = pattern.sub(lambda _, b=begin, m=made, e=end: f"{b}\n{m}\n{e}", text)
     return text
 
 
@@ -215,12 +223,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--write", action="store_true")
     arguments = parser.parse_args()
-    before = DOCUMENT.read_text()
-    after = brought_up_to_date(before)
-    if arguments.write:
-        DOCUMENT.write_text(after)
-    elif before != after:
-        sys.exit(f"{DOCUMENT.name} is behind: python benchmarks/backends_doc.py --write")
+    behind = []
+    for name in DOCUMENTS:
+        before = (ROOT / name).read_text()
+        after = brought_up_to_date(name, before)
+        if before != after:
+            behind.append(name)
+            if arguments.write:
+                (ROOT / name).write_text(after)
+    if behind and not arguments.write:
+        are = "is" if len(behind) == 1 else "are"
+        sys.exit(f"{', '.join(behind)} {are} behind: python benchmarks/backends_doc.py --write")
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ SHAPES = MODEL_SHAPES | {
     "tiny_ep": Shape(4, 2, 128, 256, ep_size=2),  # --dry-run only
 }
 SCHEMES = (
-    *("", "fp8_block", "fp8_channel", "fp8_tensor", "int8_w8a8"),
+    *("", "fp8_block", "fp8_channel", "fp8_tensor", "fp8_tensor_static", "int8_w8a8", "int4_w4a8"),
     *("fp8_w8a16:channel", "int8_w8a16:channel"),
     *("int4_w4a16:g128", "int4_w4a16:g64", "int4_w4a16:g128:zp", "int4_w4a16:g64:zp"),
     *("mxfp4_w4a16", "nvfp4_w4a16"),
@@ -35,6 +35,9 @@ SCHEMES = (
 TOKENS = (1, 8, 32, 64, 256, 1024, 4096)
 ROUTINGS = ("uniform", "zipf")
 ZIPF_EXPONENT = 1.1
+# Static scales of the activations before w13 and w2, where a scheme has them: over 448, about the
+# largest magnitudes of unit-scale hidden states and of silu(gate) * up in the largest cell.
+STATIC_SCALES = (6 / 448, 24 / 448)
 # Above this many tokens, errors are taken over SAMPLED_TOKENS of them.
 MAX_CHECKED_TOKENS, SAMPLED_TOKENS = 1024, 256
 
@@ -140,7 +143,12 @@ def make_weights(shape: Shape, scheme: str, plain13: Tensor, plain2: Tensor) -> 
     """The weights in `scheme`, quantized some experts at a time."""
     if not scheme:
         return Weights(shape, scheme, plain13, plain2, plain13, plain2)
-    w13, w2 = quantized(plain13, scheme), quantized(plain2, scheme)
+    activation = get_scheme(scheme).activation
+    static = activation is not None and activation.static
+    scales = STATIC_SCALES if static else (None, None)
+    w13, w2 = (
+        quantized(w, scheme, scale) for w, scale in zip((plain13, plain2), scales, strict=True)
+    )
     return Weights(shape, scheme, plain13, plain2, w13, w2)
 
 
@@ -248,7 +256,9 @@ def oracle(
     row, slot = torch.where(valid)
     x = x.double()
     if quantized_activations:
-        x = numerics.fake_quantize_activation(x.float(), scheme, rows_valid=valid.any(1)).double()
+        x = numerics.fake_quantize_activation(
+            x.float(), scheme, known_scale(weights.w13), rows_valid=valid.any(1)
+        ).double()
     h = x.new_empty(row.numel(), shape.intermediate_size)
     groups = list(_groups(ids[row, slot], shape.num_experts))
     for e, pairs in groups:
@@ -256,12 +266,18 @@ def oracle(
         gate, up = (x[row[pairs]] @ w13.T).chunk(2, dim=-1)
         h[pairs] = torch.nn.functional.silu(gate) * up
     if quantized_activations:
-        h = numerics.fake_quantize_activation(h.float(), scheme).double()
+        known = known_scale(weights.w2)
+        h = numerics.fake_quantize_activation(h.float(), scheme, known).double()
     out = torch.zeros_like(x)
     for e, pairs in groups:
         y = h[pairs] @ _matrix(weights.w2 if dequantized_weights else weights.plain2, e).T
         out.index_add_(0, row[pairs], y * router[row[pairs], slot[pairs], None].double())
     return out
+
+
+def known_scale(weight: Any) -> Tensor | None:
+    """The static scale of the activations that meet a weight, None where there is none."""
+    return getattr(weight, "activation_scale", None)
 
 
 def _groups(experts: Tensor, num_experts: int) -> Iterator[tuple[int, Tensor]]:

@@ -2,7 +2,7 @@
 
     python benchmarks/experts.py [--shapes qwen3 mixtral gptoss20] [--schemes bf16 fp8_block]
                                  [--tokens 1 8 64] [--routing uniform zipf] [--only moe_ops ...]
-                                 [--replays 15] [--results FOLDER]
+                                 [--replays 15] [--results FOLDER] [--missing]
     python benchmarks/experts.py --merge FILE ...   # add another run's rows to the results
     python benchmarks/experts.py --report       # table, means, worst cells and plots of all rows
     python benchmarks/experts.py --dry-run      # all but graphs, tiny, on a CPU; keeps nothing
@@ -10,7 +10,8 @@
 A CUDA graph holds one pass over all routing sets of a cell; graphs of all implementations are
 replayed in turn, and a time is the median replay over the number of sets. Rows are written to
 FOLDER/experts_<GPU>.json after each cell, replacing older rows of the same cell and
-implementation, so several short runs complete one table. docs/performance.md describes the method.
+implementation, so several short runs complete one table; --missing leaves out the cells in which
+all that is asked for was measured with the same sources. docs/performance.md describes the method.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from typing import Any
 
 import experts_report
 import torch
+import vllm_cutlass
 from cases import (
     H200,
     MAX_CHECKED_TOKENS,
@@ -248,17 +250,42 @@ def describe_cell(case: Case, floor: float, rows: list[dict], seconds: dict[str,
     return f"{where}: floor {floor:.1f} us | {' | '.join(parts)} [{total:.1f} s: {spent}]"
 
 
-def compile_kernels(arguments: argparse.Namespace) -> None:
+def compile_kernels(cases: Iterable[Case]) -> None:
     """Compile this library's kernels for all cells at once."""
     from compile_kernels import Call, compile_here
 
-    cells = itertools.product(arguments.shapes, arguments.schemes, arguments.tokens)
     calls = []
-    for shape, scheme, tokens in cells:
-        layer = SHAPES[shape]
+    for case in cases:
+        layer = case.layer
         sizes = (layer.num_experts, layer.top_k, layer.hidden_size, layer.intermediate_size)
-        calls.append(Call(sizes, tokens, scheme))
+        calls.append(Call(sizes, case.num_tokens, case.scheme))
     compile_here(calls)
+
+
+def cases_of(arguments: argparse.Namespace, results: Results, run: str) -> list[Case]:
+    """The cells to measure, those of a shape together, and in them those of a scheme."""
+    sizes = (arguments.shapes, arguments.schemes, arguments.routing, arguments.tokens)
+    cases = [
+        Case(shape, scheme, tokens, routing)
+        for shape, scheme, routing, tokens in itertools.product(*sizes)
+    ]
+    if not arguments.missing:
+        return cases
+    sources = results.runs[run]["moe_ops_sources"]
+
+    def measured(case: Case, name: str) -> bool:
+        cell = (case.shape, case.scheme, case.routing, case.num_tokens)
+        row = results.rows.get((*cell, name))
+        return row is not None and results.runs[row["run"]]["moe_ops_sources"] == sources
+
+    return [
+        case
+        for case in cases
+        if any(
+            case.scheme in IMPLEMENTATIONS[name].schemes and not measured(case, name)
+            for name in arguments.only
+        )
+    ]
 
 
 def run_all(arguments: argparse.Namespace, results: Results, run: str, dry: bool) -> set[tuple]:
@@ -269,15 +296,15 @@ def run_all(arguments: argparse.Namespace, results: Results, run: str, dry: bool
     l2 = l2 if dry else max(l2, 50 << 20)
     told: set[tuple[str, str]] = set()
     measured = set()
+    cases = cases_of(arguments, results, run)
     if not dry and any(name.startswith(OURS) for name in arguments.only):
-        compile_kernels(arguments)
-    for shape in arguments.shapes:
+        compile_kernels(cases)
+    for shape, of_shape in itertools.groupby(cases, lambda case: case.shape):
         plain = make_plain_weights(SHAPES[shape], device)
-        for scheme in arguments.schemes:
+        for scheme, of_scheme in itertools.groupby(of_shape, lambda case: case.scheme):
             weights = make_weights(SHAPES[shape], scheme, *plain)
             builders = make_builders(weights, arguments.only)
-            for routing, tokens in itertools.product(arguments.routing, arguments.tokens):
-                case = Case(shape, scheme, tokens, routing)
+            for case in of_scheme:
                 sets = make_sets(case, l2)
                 floor = floor_us(case, sets, limits)
                 cell = make_cell(case, weights, sets)
@@ -318,6 +345,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--only", nargs="+", choices=IMPLEMENTATIONS, default=list(DEFAULT))
     parser.add_argument("--replays", type=int, default=15)
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder for JSON and plots")
+    parser.add_argument("--missing", action="store_true", help="only cells not measured so far")
     parser.add_argument("--merge", type=Path, nargs="+", metavar="FILE", default=[])
     parser.add_argument("--report", action="store_true")
     parser.add_argument("--dry-run", action="store_true")
@@ -351,6 +379,8 @@ def main() -> None:
         gpu = torch.cuda.get_device_name().replace(" ", "_")
         results = open_results(arguments.results / f"experts_{gpu}.json")
     run = results.begin(sys.argv, arguments.dry_run)
+    if vllm_cutlass.version():
+        results.runs[run]["versions"]["vllm"] = vllm_cutlass.version()
     print(results.runs[run], flush=True)
     measured = run_all(arguments, results, run, arguments.dry_run)
     if arguments.dry_run:

@@ -12,9 +12,11 @@ import contextlib
 import io
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
+import vllm_cutlass
 from cases import SCHEMES, Cell, Weights
 from records import OURS
 from torch import Tensor
@@ -26,6 +28,8 @@ from moe_ops.tuning.backends import laid_out
 
 # batched_mm copies both weights of every (token, expert) pair; past this it is not run.
 MAX_GATHER_BYTES = 4 << 30
+# Which backend's layout "auto" gets where no other one has kernels of a scheme; else Triton's.
+PREPARED_FOR = {"int4_w4a8": "cutlass"}
 # A layout padded to 128 rows an expert is not for fewer tokens than this.
 DEEP_GEMM_MIN_TOKENS = 64
 
@@ -54,12 +58,13 @@ class Implementation:
 
 def moe_ops_backend(backend: str) -> Callable[[Weights], Builder]:
     """This library under one backend, with weights as they are or else in its layout; "auto" with
-    those laid out that `triton` reads faster so."""
+    those laid out that `triton` reads faster so, or `cutlass` alone has kernels for."""
 
     def make(weights: Weights) -> Builder:
         w13, w2 = weights.w13, weights.w2
         if backend == "auto":
-            w13, w2 = moe_ops.prepare(w13, "triton"), moe_ops.prepare(w2, "triton")
+            layout = PREPARED_FOR.get(weights.scheme, "triton")
+            w13, w2 = moe_ops.prepare(w13, layout), moe_ops.prepare(w2, layout)
         else:
             size = (1, weights.shape.top_k)
             x = torch.empty(1, w13.shape[2], dtype=torch.bfloat16, device=w13.device)
@@ -127,9 +132,83 @@ def torch_grouped_mm(weights: Weights) -> Builder:
     return build
 
 
+def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """e4m3 rows (R, K) and a scale for each (R,), as scheme fp8_channel quantizes tokens."""
+    x = x.float()
+    scale = x.abs().amax(-1) / 448
+    inverse = torch.where(scale > 0, 1 / scale, 0)
+    return (x * inverse[:, None]).clamp(-448, 448).to(torch.float8_e4m3fn), scale
+
+
+def torch_scaled_grouped_mm(weights: Weights) -> Builder:
+    """A layer around two torch.nn.functional.scaled_grouped_mm with a scale for each row: what is
+    before, between and after them is compiled by torch.compile."""
+    ByRow = torch.nn.functional.ScalingType.RowWise  # type: ignore[attr-defined]
+    shape = weights.shape
+    if shape.ep_size > 1:
+        raise ValueError("does not leave out experts held elsewhere")
+    E, top_k = shape.num_experts, shape.top_k
+
+    def gemm(rows: Tensor, scale: Tensor, w: Any, offsets: Tensor) -> Tensor:
+        return F.scaled_grouped_mm(  # type: ignore[attr-defined, no-any-return]
+            rows,
+            w.qdata.transpose(1, 2),
+            scale,
+            ByRow,
+            w.scale.view(w.shape[:2]),
+            ByRow,
+            offs=offsets,
+            output_dtype=torch.bfloat16,
+            use_fast_accum=True,
+        )
+
+    experts = torch.arange(E, device=weights.plain13.device, dtype=torch.int32)
+
+    def before(x: Tensor, ids: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        ids, order = ids.view(-1).sort()
+        offsets = torch.searchsorted(ids, experts, right=True, out_int32=True)
+        q, scale = quantize_rows(x)
+        token = order // top_k
+        return q.view(torch.uint8)[token].view(q.dtype), scale[token], offsets, order
+
+    def between(gate_up: Tensor) -> tuple[Tensor, Tensor]:
+        gate, up = gate_up.float().chunk(2, dim=-1)
+        return quantize_rows(F.silu(gate) * up)
+
+    def after(y: Tensor, order: Tensor, router: Tensor) -> Tensor:
+        row = torch.empty_like(order)
+        row[order] = torch.arange(order.numel(), device=y.device)
+        of_token = y[row].view(*router.shape, -1).float()
+        return (of_token * router[..., None]).sum(1).to(y.dtype)
+
+    def build(cell: Cell) -> Layer:
+        x = cell.hidden_states
+        parts = [before, between, after]
+        if x.is_cuda:
+            torch._dynamo.reset()
+            parts = [torch.compile(part, fullgraph=True, dynamic=False) for part in parts]
+
+        def call(which: int) -> Tensor:
+            routing = cell.sets[which]
+            rows, scale, offsets, order = parts[0](x, routing.ids)
+            h = parts[1](gemm(rows, scale, weights.w13, offsets))
+            return parts[2](gemm(*h, weights.w2, offsets), order, routing.weights)
+
+        return Layer(call)
+
+    return build
+
+
+def vllm_layer(weights: Weights) -> Builder:
+    """vLLM's experts on CUTLASS (vllm_cutlass.py)."""
+    build = vllm_cutlass.make(weights)
+    return lambda cell: Layer(build(cell))
+
+
 def flashinfer_cutlass(weights: Weights) -> Builder:
     """FlashInfer's CUTLASS layer, autotuned at each number of tokens. It wants up rows before gate
-    rows."""
+    rows. Of fp8_tensor_static it takes tokens that are quantized: a compiled kernel does that
+    first."""
     from flashinfer import autotune
     from flashinfer.fused_moe import cutlass_fused_moe
 
@@ -138,15 +217,30 @@ def flashinfer_cutlass(weights: Weights) -> Builder:
         return torch.cat((up, gate), dim=1)
 
     scheme = weights.scheme
-    if scheme:
+    block, static = scheme == "fp8_block", scheme == "fp8_tensor_static"
+    if block:
         if weights.shape.intermediate_size % 128:
             raise ValueError("gate and up share a scale block: I is not a multiple of 128")
         # concatenated as bytes: not every version of torch can concatenate e4m3
         w13 = up_first(weights.w13.qdata.view(torch.uint8)).view(torch.float8_e4m3fn)
         w2 = weights.w2.qdata
         scales = [up_first(weights.w13.scale), weights.w2.scale]
+    elif static:
+        w13 = up_first(weights.w13.qdata.view(torch.uint8)).view(torch.float8_e4m3fn)
+        w2 = weights.w2.qdata
+        of_x, of_h = weights.w13.activation_scale, weights.w2.activation_scale
+        # products of the scales of both operands, and what quantizes the second GEMM's input
+        scales = [weights.w13.scale * of_x, 1 / of_h, weights.w2.scale * of_h, of_x]
+        inverse = 1 / of_x
     else:
         w13, w2, scales = up_first(weights.w13), weights.w2, None
+
+    def quantize(x: Tensor) -> Tensor:
+        return (x.float() * inverse).clamp(-448, 448).to(torch.float8_e4m3fn)
+
+    if static:
+        torch._dynamo.reset()
+        quantize = torch.compile(quantize, dynamic=False)
 
     def build(cell: Cell) -> Layer:
         M = cell.case.num_tokens
@@ -155,7 +249,7 @@ def flashinfer_cutlass(weights: Weights) -> Builder:
             # One bucket, this M: the default ones would tune 21 numbers of tokens.
             with autotune(tune, tuning_buckets=(M,)):
                 out = cutlass_fused_moe(
-                    cell.hidden_states,
+                    quantize(cell.hidden_states) if static else cell.hidden_states,
                     cell.sets[which].ids,
                     cell.sets[which].weights,
                     w13,
@@ -164,11 +258,11 @@ def flashinfer_cutlass(weights: Weights) -> Builder:
                     quant_scales=scales,
                     ep_size=weights.shape.ep_size,
                     ep_rank=0,
-                    use_deepseek_fp8_block_scale=bool(scheme),
+                    use_deepseek_fp8_block_scale=block,
                 )
             return out[0] if isinstance(out, (list, tuple)) else out
 
-        if not scheme:  # fp8_block has one tactic only
+        if not block:  # that one has one tactic only
             with contextlib.redirect_stderr(io.StringIO()):  # its progress bars
                 call(0, tune=True)
         return Layer(call)
@@ -268,7 +362,11 @@ IMPLEMENTATIONS = {
     "HF grouped_mm compiled": Implementation(transformers_experts("grouped_mm", True), ("",)),
     "HF batched_mm": Implementation(transformers_experts("batched_mm", False), ("",)),
     "F.grouped_mm": Implementation(torch_grouped_mm, ("",)),
-    "FlashInfer CUTLASS": Implementation(flashinfer_cutlass, ("", "fp8_block")),
+    "F.scaled_grouped_mm": Implementation(torch_scaled_grouped_mm, ("fp8_channel",)),
+    "FlashInfer CUTLASS": Implementation(
+        flashinfer_cutlass, ("", "fp8_block", "fp8_tensor_static")
+    ),
+    "vLLM CUTLASS": Implementation(vllm_layer, vllm_cutlass.SCHEMES),
     "DeepGEMM two GEMMs only": Implementation(
         deep_gemm_two_gemms, ("", "fp8_block"), whole_layer=False
     ),

@@ -42,23 +42,23 @@ def make_weights(shape: Shape, dtype: torch.dtype, device: torch.device) -> tupl
     return weights[0], weights[1]
 
 
-def quantized(plain: Tensor, scheme: str) -> Any:
+def quantized(plain: Tensor, scheme: str, activation_scale: float | None = None) -> Any:
     """`moe_ops.quantize`, some experts at a time: it computes in fp32, which takes 4x of bf16."""
     storage = get_scheme(scheme).quantized_weight.storage_dtype
     step = max(1, _CHUNK_BYTES // (plain[0].numel() * plain.itemsize))
     qdata_shape = get_scheme(scheme).qdata_shape(*plain.shape)
     qdata = torch.empty(qdata_shape, dtype=storage, device=plain.device)
-    names = ("scale", "zero_point", "global_scale")
+    names = ("scale", "zero_point", "global_scale", "channel_scale")
     others: dict[str, list[Tensor]] = {name: [] for name in names}
     for e in range(0, plain.shape[0], step):
-        part = moe_ops.quantize(plain[e : e + step], scheme)
+        part = moe_ops.quantize(plain[e : e + step], scheme, activation_scale=activation_scale)
         qdata[e : e + step].copy_(part.qdata)
         for name in names:
             if getattr(part, name) is not None:
                 others[name].append(getattr(part, name).view(torch.uint8))
     dtypes = {name: getattr(part, name).dtype for name in names if others[name]}
     found = {name: torch.cat(others[name]).view(dtype) for name, dtype in dtypes.items()}
-    return moe_ops.from_quantized(scheme, qdata, **found)
+    return moe_ops.from_quantized(scheme, qdata, **found, activation_scale=activation_scale)
 
 
 def ours(w13: Tensor, w2: Tensor, scheme: str, backend: str = "auto") -> Layer:

@@ -207,10 +207,18 @@ def jobs() -> int:
 
 
 def build(
-    architecture: str, target: Path, progress: Callable[[str], None] = lambda line: None
+    architecture: str,
+    target: Path,
+    progress: Callable[[str], None] = lambda line: None,
+    names: Sequence[str] = (),
+    more_flags: Sequence[str] = (),
 ) -> None:
     """Compile the object of a family of GPUs into the file `target`, which appears whole or not at
     all.
+
+    Args:
+        names: the files of it; all, if there are none.
+        more_flags: of the compiler.
 
     Raises:
         BuildError: a tool is missing, a compiler failed, or the folder cannot be written.
@@ -229,7 +237,8 @@ def build(
     flags += ["-gencode", f"arch=compute_{number},code=sm_{number}"]
     if tools.dependent_launch:
         flags += DEPENDENT_LAUNCH
-    start, names = time.monotonic(), FILES[architecture]
+    flags += more_flags
+    start, names = time.monotonic(), names or FILES[architecture]
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=target.parent, prefix=BUILDING) as folder:

@@ -16,6 +16,7 @@ import pytest
 
 from moe_ops.backends.cutlass import library
 from moe_ops.csrc import build
+from tests.support import native_check
 from tests.support.paths import ROOT
 
 ARCHITECTURE = "sm_90a"
@@ -98,6 +99,38 @@ def test_flags_follow_the_toolchain(tools, tmp_path):
         assert all("arch=compute_90a,code=sm_90a" in line for line in said if " -c " in line)
         assert all(("-DCUTLASS_ENABLE_GDC_FOR_SM90" in line) == dependent for line in said[:-1])
         assert "-cudart static" in said[-1]
+
+
+def test_some_files_with_more_flags(tools, tmp_path, monkeypatch):
+    """As `make native-check` compiles what its tests ask: once, in a folder of its own."""
+    log = tools(before=f'echo "$@" >> {tmp_path}/arguments')
+    names = build.FILES["sm_120a"][:2]
+    for _ in range(2):
+        path = native_check.part_of("sm_120a", tmp_path / "cache")
+    assert path.parent.name == "checked" and build.installed("sm_120a", tmp_path / "cache") is None
+    said = (tmp_path / "arguments").read_text().splitlines()
+    compiled = [line for line in said if " -c " in line]
+    assert [f"{name}.cu" in line for name, line in zip(names, sorted(compiled), strict=True)]
+    assert not any(native_check.PARSED in line for line in compiled)  # this nvcc has no such flag
+    count = runs(log)
+    (build.SOURCES / "abi.cu").write_text("// changed")
+    build.build("sm_120a", path, names=names, more_flags=("-flag",))
+    assert "-flag" in (tmp_path / "arguments").read_text() and runs(log) > count
+    assert native_check.part_of("sm_120a", tmp_path / "cache") != path and not path.exists()
+
+
+def test_headers_are_found_before_any_are_downloaded(tools, tmp_path, monkeypatch):
+    tools()
+    monkeypatch.setattr(native_check.subprocess, "run", lambda *_, **__: pytest.fail("downloads"))
+    native_check.find_headers(tmp_path / "headers")
+    assert os.environ["CUTLASS_PATH"] == str(tmp_path / "cutlass_path")
+    headers = tmp_path / "headers" / "include" / "cutlass"
+    headers.mkdir(parents=True)
+    (headers / "cutlass.h").touch()
+    monkeypatch.delenv("CUTLASS_PATH")
+    monkeypatch.setattr(build.importlib.util, "find_spec", lambda name: None)
+    native_check.find_headers(tmp_path / "headers")
+    assert os.environ["CUTLASS_PATH"] == str(tmp_path / "headers")
 
 
 def ensuring(tmp_path: Path) -> list[str]:

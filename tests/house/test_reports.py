@@ -116,3 +116,62 @@ def test_results_are_written_when_asked(tmp_path):
     assert answer.returncode == 0, answer.stderr
     for path, time in results.items():
         assert path.stat().st_mtime_ns == time, path
+
+
+def test_tables_of_layers_are_made_of_results(tmp_path, monkeypatch):
+    """Fastest in bold, shapes named once, and `auto` over the fastest peer."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import layers_doc
+
+    path = tmp_path / "experts_NVIDIA_H200.json"
+    path.write_text(json.dumps({"rows": [row(8, "moe_ops", 5.0)]}))
+    assert layers_doc.whole_layers(path) is None
+    assert layers_doc.summary(path) == "No results are committed yet."
+    rows = [
+        row(M, name, us, scheme="fp8_channel")
+        for M in (64, 8)
+        for name, us in {"moe_ops": 90.0, "moe_ops cutlass": 101.2, "vLLM CUTLASS": 120.0}.items()
+    ]
+    rows.append(row(64, "F.scaled_grouped_mm", 99.96, scheme="fp8_channel"))
+    rows.append(row(64, "FlashInfer CUTLASS", 1.0) | {"reason": "no", "us": None})
+    del rows[-1]["us"]
+    path.write_text(json.dumps({"rows": rows}))
+    table = layers_doc.whole_layers(path).splitlines()
+    assert table[0] == "fp8_channel:"
+    assert table[2:] == [
+        "|  | M | floor | `auto` | `cutlass` | vLLM | torch |",
+        "|---|---|---|---|---|---|---|",
+        "| Qwen3 | 8 | 10.0 | **90.0** | 101 | 120 | - |",
+        "|  | 64 | 10.0 | **90.0** | 101 | 120 | 100.0 |",
+    ]
+    (tmp_path / "experts_NVIDIA_H200_fp8_channel_uniform.png").touch()
+    assert layers_doc.summary(path).splitlines() == [
+        "| scheme | | M = 8 | M = 64 |",
+        "|---|---|---|---|",
+        "| fp8_channel | Qwen3 | 0.75 vLLM | 0.90 torch |",
+        "",
+        "![One expert layer in fp8_channel on an H200]"
+        "(../benchmarks/results/experts_NVIDIA_H200_fp8_channel_uniform.png)",
+    ]
+
+
+def test_cells_that_were_measured_are_left_out(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import experts
+
+    arguments = experts.parse(
+        ["--missing", "--shapes", "qwen3", "--schemes", "fp8_channel", "--tokens", "1", "8", "64"]
+        + ["--only", "moe_ops", "vLLM CUTLASS", "HF grouped_mm"]
+    )
+    results = experts.open_results(tmp_path / "experts_x.json")
+    results.runs = {"old": {"moe_ops_sources": "a"}, "r": {"moe_ops_sources": "b"}}
+    for M, run, names in (
+        (1, "r", ["moe_ops"]),
+        (8, "r", ["moe_ops", "vLLM CUTLASS"]),  # the third has no such scheme
+        (64, "old", ["moe_ops", "vLLM CUTLASS"]),
+    ):
+        for name in names:
+            results.add(row(M, name, 1.0, scheme="fp8_channel") | {"run": run})
+    assert [case.num_tokens for case in experts.cases_of(arguments, results, "r")] == [1, 64]
+    arguments.missing = False
+    assert len(experts.cases_of(arguments, results, "r")) == 3

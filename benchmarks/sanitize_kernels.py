@@ -1,0 +1,255 @@
+"""The CUDA kernels of moe_ops/csrc under compute-sanitizer, at small sizes.
+
+    python benchmarks/sanitize_kernels.py [--tools memcheck racecheck] [--timeout 120] [--write]
+
+Every scheme and dtype that backend `cutlass` takes on this GPU is run, on few and on many tokens,
+with an expert that no token picks, and on batches; results are compared with backend `torch`. A
+kernel of the GPU's object that none of these calls launches is an error, so that a new one is not
+forgotten. Each tool is a run of its own, after one without any, which compiles Triton's kernels.
+
+memcheck and initcheck look at all kernels, each tensor in an allocation of its own: initcheck has
+to see what Triton's kernels write for CUTLASS's. racecheck and synccheck look at CUTLASS's alone.
+
+compute-sanitizer is the one that COMPUTE_SANITIZER names, that is on PATH, or that the package
+nvidia-cuda-sanitizer-api brings. --write keeps what was found in
+benchmarks/results/sanitizer_<GPU>.json. Exits with 1 where a tool found anything.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from harness import format_table, machine_facts, relative_error, versions, write_json
+from torch import Tensor
+
+import moe_ops
+from moe_ops.backends.cutlass import library
+from moe_ops.backends.cutlass.backend import BACKEND
+from moe_ops.bench.layers import quantized
+from moe_ops.csrc import build
+from moe_ops.schemes import get_scheme
+from moe_ops.tuning.backends import laid_out
+
+ALL_KERNELS: tuple[str, ...] = ()
+CUTLASS = ("--kernel-regex", "kns=cutlass")
+TOOLS = {"memcheck": ALL_KERNELS, "racecheck": CUTLASS, "initcheck": ALL_KERNELS}
+TOOLS["synccheck"] = CUTLASS
+SUMMARY = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (\d+) (?:error|hazard).*")
+FOUND = 9  # the exit code of a tool that found anything
+E, TOP_K, K, I = 5, 2, 256, 256
+TOKENS = (1, 40, 150)  # with tiles of 64 rows: fewer, one and more of them an expert
+STATIC_SCALE = 0.02
+MAX_ERROR = 0.08  # from backend torch, both rounding to 8 or 4 bits
+MARK = "ran: "
+
+
+class Report(NamedTuple):
+    """What a run launched, and what was wrong with it."""
+
+    calls: list[str]
+    kernels: list[str]
+    wrong: list[str]
+
+
+def weights(scheme: str, dtype: torch.dtype, device: str) -> tuple[Any, Any]:
+    """Small w13 and w2 of a scheme."""
+    rng = torch.Generator(device).manual_seed(0)
+    activation = get_scheme(scheme).activation
+    scale = STATIC_SCALE if activation is not None and activation.static else None
+    found = []
+    for rows, columns in ((2 * I, K), (K, I)):
+        plain = torch.randn(E, rows, columns, generator=rng, device=device) / columns**0.5
+        found.append(quantized(plain.to(dtype), scheme, scale))
+    return found[0], found[1]
+
+
+def recorded(names: list[str]) -> Callable[..., None]:
+    """What stands for Gemms.run, and notes which kernels it launches."""
+    launch = library.Gemms.run
+
+    def run(self: library.Gemms, kernel: str, gemm: Any) -> None:
+        names.append(kernel)
+        launch(self, kernel, gemm)
+
+    return run
+
+
+def layers(scheme: str, dtype: torch.dtype, device: str) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """(call, its result, that of backend torch) of all calls on a scheme that are possible."""
+    w13, w2 = weights(scheme, dtype, device)
+    rng = torch.Generator(device).manual_seed(1)
+    x = torch.randn(max(TOKENS), K, generator=rng, device=device).to(dtype)
+    scores = torch.rand(max(TOKENS), E - 1, generator=rng, device=device)  # none picks the last
+    router, ids = scores.topk(TOP_K)
+    ids = ids.to(torch.int32)
+    prepared = laid_out("cutlass", w13, w2, x, ids)
+    for M in TOKENS:
+        args = (router[:M], ids[:M])
+        out = moe_ops.fused_experts(x[:M], *prepared, *args, backend="cutlass")
+        expected = moe_ops.fused_experts(x[:M], w13, w2, *args, backend="torch")
+        yield f"{scheme} {str(dtype).removeprefix('torch.')} M={M}", out, expected
+    batches = torch.randn(E, 8, K, generator=rng, device=device).to(dtype)
+    counts = torch.arange(E, device=device, dtype=torch.int32)
+    try:
+        out = moe_ops.batched_experts(batches, *prepared, counts, backend="cutlass")
+    except ValueError:  # this scheme runs in layers of tokens alone
+        return
+    expected = moe_ops.batched_experts(batches, w13, w2, counts, backend="torch")
+    valid = torch.arange(8, device=device) < counts[:, None]
+    yield f"{scheme} {str(dtype).removeprefix('torch.')} batches", out[valid], expected[valid]
+
+
+def run_calls(device: str, schemes: tuple[str, ...] = BACKEND.native_schemes) -> Report:
+    """Run every call that backend cutlass takes on this device."""
+    calls: list[str] = []
+    kernels: list[str] = []
+    wrong: list[str] = []
+    launch = library.Gemms.run
+    library.Gemms.run = recorded(kernels)  # type: ignore[method-assign]
+    try:
+        for scheme in schemes:
+            for dtype in (torch.bfloat16, torch.float16):
+                try:
+                    for call, out, expected in layers(scheme, dtype, device):
+                        calls.append(call)
+                        far = relative_error(out, expected.double())
+                        if not far <= MAX_ERROR:  # NaN, too
+                            wrong.append(f"{call}: relative error {far:.3g}")
+                except (ValueError, ImportError) as error:
+                    print(f"not {scheme} {dtype}: {error}", flush=True)
+    finally:
+        library.Gemms.run = launch  # type: ignore[method-assign]
+    return Report(calls, sorted(set(kernels)), wrong)
+
+
+def kernels_of(path: Path) -> list[str]:
+    """The kernels of an object, from the names of its functions."""
+    names = re.findall(rb"(?<=\0)(moe_ops_sm\d+_\w+)_run(?=\0)", path.read_bytes())
+    return sorted({name.decode() for name in names})
+
+
+def object_path() -> Path:
+    """The object of this GPU, built if it is not there."""
+    return build.ensure(library.architecture(torch.cuda.get_device_capability()), library._cache())
+
+
+def compute_sanitizer() -> str:
+    """Its command. Raises FileNotFoundError where there is none."""
+    named = os.environ.get("COMPUTE_SANITIZER") or shutil.which("compute-sanitizer")
+    if named:
+        return named
+    for folder in map(Path, filter(None, sys.path)):
+        for path in folder.glob("nvidia/*/bin/compute-sanitizer"):
+            return str(path)
+    raise FileNotFoundError(
+        "compute-sanitizer is neither on PATH nor named by COMPUTE_SANITIZER; pip install "
+        "nvidia-cuda-sanitizer-api, of a version no newer than the driver's CUDA"
+    )
+
+
+def run_tool(prefix: list[str], timeout: float) -> dict[str, Any]:
+    """Run all calls behind the command of a tool, or of none; what came of it."""
+    environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    command = [*prefix, sys.executable, str(Path(__file__).resolve()), "--worker"]
+    start = time.monotonic()
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, errors="replace", env=environment,
+            timeout=timeout,
+        )  # fmt: skip
+        code, said = done.returncode, done.stdout + done.stderr
+    except subprocess.TimeoutExpired as error:
+        parts = [part or b"" for part in (error.stdout, error.stderr)]
+        code = 124
+        said = "".join(p if isinstance(p, str) else p.decode(errors="replace") for p in parts)
+    result: dict[str, Any] = {"exit": code, "seconds": round(time.monotonic() - start, 1)}
+    summaries = SUMMARY.findall(said)
+    if prefix:
+        result["found"] = int(summaries[-1]) if summaries else None
+    ran = [line for line in said.splitlines() if line.startswith(MARK)]
+    result |= json.loads(ran[-1].removeprefix(MARK)) if ran else {}
+    if code or result.get("found"):
+        lines = [line for line in said.splitlines() if line.strip()]
+        reported = [line for line in lines if line.startswith("=========")]
+        result["said"] = (reported or lines[-20:])[:40]
+    return result
+
+
+def clean(result: dict[str, Any]) -> bool:
+    """Whether a run ended well, launched something, and its tool says that it found nothing."""
+    right = result["exit"] == 0 and bool(result.get("kernels")) and not result.get("wrong")
+    return right and result.get("found", 0) == 0
+
+
+def worker() -> int:
+    """Run the calls in this process, and print what they launched."""
+    report = run_calls("cuda")
+    torch.cuda.synchronize()
+    missing = sorted(set(kernels_of(object_path())) - set(report.kernels))
+    wrong = report.wrong + [f"{name} is never launched" for name in missing]
+    print(MARK + json.dumps({"calls": report.calls, "kernels": report.kernels, "wrong": wrong}))
+    return bool(wrong)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--tools", nargs="+", choices=TOOLS, default=list(TOOLS))
+    parser.add_argument("--timeout", type=float, default=120, help="seconds a tool may take")
+    parser.add_argument("--write", action="store_true")
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    arguments = parser.parse_args(argv)
+    if not torch.cuda.is_available():
+        print("The kernels need a GPU; none found, nothing was run.")
+        return 0
+    if arguments.worker:
+        return worker()
+    command = compute_sanitizer()
+    said = subprocess.run([command, "--version"], capture_output=True, text=True).stdout
+    found = re.search(r"Version ([\d.]+)", said)
+    path = object_path()  # built before anything is timed
+    results = {"no tool": run_tool([], 10 * arguments.timeout)}
+    print("no tool:", "clean" if clean(results["no tool"]) else results["no tool"], flush=True)
+    for tool in arguments.tools:
+        prefix = [command, "--tool", tool, "--error-exitcode", str(FOUND), *TOOLS[tool]]
+        results[tool] = run_tool(prefix, arguments.timeout)
+        for line in results[tool].get("said", []):
+            print(f"  {line}")
+        print(f"{tool}: {'clean' if clean(results[tool]) else 'NOT CLEAN'}", flush=True)
+    if arguments.write:
+        calls = results["no tool"].get("calls", [])
+        for result in results.values():
+            result.pop("calls", None)
+        facts = {
+            "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+            "machine": machine_facts(),
+            "versions": versions("torch", "triton"),
+            "compute_sanitizer": found[1] if found else None,
+            "object": path.name,
+            "calls": calls,
+            "tools": results,
+        }
+        gpu = torch.cuda.get_device_name().replace(" ", "_")
+        print(write_json(f"sanitizer_{gpu}", facts))
+    lines = [
+        [tool, result["exit"], result.get("found", "-"), len(result.get("kernels", [])),
+         result["seconds"], "clean" if clean(result) else "NOT CLEAN"]
+        for tool, result in results.items()
+    ]  # fmt: skip
+    print(format_table(["tool", "exit", "found", "kernels", "seconds", ""], lines))
+    return 0 if all(clean(result) for result in results.values()) else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
