@@ -111,7 +111,8 @@ SCALE_RULES = ("ocp", "round", "ceil")
 @dataclass(frozen=True)
 class QuantDesc:
     """How one operand is quantized: value = (q - zero_point) * scale * channel_scale /
-    global_scale.
+    global_scale. Of int4 elements under a channel_scale (`e4m3_products`), q * scale is rounded to
+    e4m3 before channel_scale multiplies it.
 
     Args:
         dtype: names an element format, e.g. "e4m3".
@@ -169,6 +170,15 @@ class QuantDesc:
     def powers_of_two(self) -> bool:
         """Whether scales are powers of two, in whichever dtype they are stored."""
         return self.scale_rule != ""
+
+    @property
+    def e4m3_products(self) -> bool:
+        """Whether elements times the scale of their group are rounded to e4m3, so that fp8 tensor
+        cores multiply them and channel_scale multiplies finished sums. So it is with int4 elements
+        under a channel_scale, whatever the other operand is. Ties go to the even neighbour, and
+        products beyond 448 become 448.
+        """
+        return self.channel_scale and self.dtype == "int4"
 
     @property
     def whole_groups(self) -> bool:

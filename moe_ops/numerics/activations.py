@@ -8,7 +8,13 @@ import torch
 from torch import Tensor
 
 from moe_ops.numerics import scaling
-from moe_ops.numerics.elements import decode, e4m3_to_float32, e8m0_to_float32, encode
+from moe_ops.numerics.elements import (
+    decode,
+    e4m3_to_float32,
+    e8m0_to_float32,
+    encode,
+    round_products_to_e4m3,
+)
 from moe_ops.numerics.groups import split
 from moe_ops.numerics.weights import infinite_where_zero, scale_to_float32
 from moe_ops.schemes import QuantScheme, get_scheme
@@ -16,7 +22,7 @@ from moe_ops.schemes import QuantScheme, get_scheme
 
 class QuantizedActivation(NamedTuple):
     """Activations (..., K) as a scheme quantizes them: value = q * scale * channel_scale /
-    global_scale.
+    global_scale, with q * scale rounded to e4m3 where `QuantDesc.e4m3_products` says so.
     """
 
     q: Tensor  # in the storage dtype, with fewer columns where elements share bytes
@@ -149,7 +155,10 @@ def activation_values(a: QuantizedActivation, scheme: str | QuantScheme) -> Tens
     if desc.group.is_tensor:
         return values.mul_(scale)
     k = values.shape[-1]
-    values = (split(values, -1, desc.group.cols) * scale[..., None]).flatten(-2)[..., :k]
+    values = split(values, -1, desc.group.cols) * scale[..., None]
+    if desc.e4m3_products:
+        values = round_products_to_e4m3(values)
+    values = values.flatten(-2)[..., :k]
     values = values if a.channel_scale is None else values * a.channel_scale
     return values if a.global_scale is None else values / a.global_scale
 

@@ -9,7 +9,13 @@ from torch import Tensor
 
 from moe_ops import environment
 from moe_ops.numerics import scaling
-from moe_ops.numerics.elements import decode, e4m3_to_float32, e8m0_to_float32, encode
+from moe_ops.numerics.elements import (
+    decode,
+    e4m3_to_float32,
+    e8m0_to_float32,
+    encode,
+    round_products_to_e4m3,
+)
 from moe_ops.numerics.groups import grouped, ungrouped
 from moe_ops.schemes import QuantDesc, QuantScheme, get_scheme
 
@@ -85,7 +91,8 @@ def dequantize_weight(
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
     """The values of quantized weights, (q - zero_point) * scale * channel_scale / global_scale:
-    products in fp32, then one rounding to ``dtype``.
+    products in fp32, then one rounding to ``dtype``. q * scale is rounded to e4m3 first where the
+    description says so (`QuantDesc.e4m3_products`).
 
     Args:
         qdata: (N, K) of one expert, or any number of experts (..., N, K), as stored.
@@ -103,6 +110,8 @@ def dequantize_weight(
         values = values.sub_(_of_groups(zero_point, desc))
     # in place: `decode` made a copy
     values = values.mul_(_of_groups(scale_to_float32(scale, desc), desc))
+    if desc.e4m3_products:
+        values = round_products_to_e4m3(values)
     values = ungrouped(values, n, k)
     if channel_scale is not None:
         values = values.mul_(channel_scale)

@@ -21,6 +21,9 @@ LARGEST_E8M0 = 160
 # Largest scale of int4 elements, of all schemes for simplicity: kernels that scale them in bf16
 # are exact from 2^-62 to here and return infinities from 2^59 on.
 LARGEST_INT4_SCALE = 2.0**58
+# Largest scale of int4 elements whose products with it are rounded to e4m3: eight times as much is
+# e4m3's largest number. Kernels round larger products too, but not to 448.
+LARGEST_E4M3_PRODUCT_SCALE = 56.0
 
 
 def check_quantizable(name: str, weight: Tensor, scheme: str | QuantScheme | None = None) -> None:
@@ -146,7 +149,15 @@ def _checked_scale(
         _check_finite(name, value.to(torch.float32))
         if name == "scale" and desc.powers_of_two:
             _check_powers_of_two(name, value, scheme)
-        if name == "scale" and desc.dtype == "int4":
+        if name == "scale" and desc.e4m3_products:
+            _check_at_most(
+                name,
+                value.float().abs(),
+                LARGEST_E4M3_PRODUCT_SCALE,
+                "(448 / 8), so that products with int4 elements are within e4m3: an eighth of "
+                "scale and eight times channel_scale have the same product",
+            )
+        elif name == "scale" and desc.dtype == "int4":
             _check_at_most(
                 name, value.float().abs(), LARGEST_INT4_SCALE, "(2^58) for int4 elements"
             )

@@ -44,9 +44,9 @@ class Int4ExpertTensor(ExpertTensor):
     ``from_quantized``); zero_point is uint8 0..15, shaped like scale, in the variants that end in
     ":zp", and 8 in the others, where scale = amax / 7.5.
 
-    "int4_w4a8" has e4m3 scales (E, N, K/128) and channel_scale fp32 (E, N, 1): value = (code - 8)
-    * scale * channel_scale. Its scales are at most 56, so that their products with codes fit e4m3
-    as well.
+    "int4_w4a8" has e4m3 scales (E, N, K/128) and channel_scale fp32 (E, N, 1): value = e4m3((code
+    - 8) * scale) * channel_scale, where e4m3 rounds to the nearest, ties to even, as kernels do
+    that multiply in fp8. Its scales are at most 56, so that these products are at most 448.
     """
 
 

@@ -91,7 +91,8 @@ def from_quantized(
         zero_point: shaped like scale, uint8 0..15 for int4, int8 for int8; makes of
             "int4_w4a16:g128" its variant with zero points, "int4_w4a16:g128:zp".
         global_scale: (E,) fp32, for "nvfp4": value = element * scale / global_scale.
-        channel_scale: (E, N, 1) fp32, for "int4_w4a8".
+        channel_scale: (E, N, 1) fp32, for "int4_w4a8": value = e4m3(element * scale) *
+            channel_scale.
         activation_scale: as for ``quantize``.
 
     Returns:
@@ -99,8 +100,8 @@ def from_quantized(
 
     Raises:
         ValueError: a wrong rank, shape, dtype, device or scheme, a scale that is not finite or too
-            large (2^33 of mxfp4, 2^58 of int4), or a tensor that is missing or that the scheme
-            does not have.
+            large (2^33 of mxfp4, 2^58 of int4, 56 of int4_w4a8), or a tensor that is missing or
+            that the scheme does not have.
     """
     scheme = get_scheme(scheme)
     if zero_point is not None:

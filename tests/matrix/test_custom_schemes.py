@@ -112,7 +112,11 @@ def activation_values(x: Tensor, d: QuantDesc | None, static: Tensor | None) -> 
     out = []
     for part in x.split(x.shape[1] if d.group.cols == -1 else d.group.cols, 1):
         scale = scale_of(part)
-        out.append(nearest((part.float() / scale.float()).double(), d.dtype) * scale)
+        codes = nearest((part.float() / scale.float()).double(), d.dtype)
+        if d.channel_scale and d.dtype == "int4":  # products with the scale of a group are e4m3
+            out.append(oracle.e4m3(codes * oracle.e4m3(scale / channel)) * channel)
+        else:
+            out.append(codes * scale)
     return torch.cat(out, 1)
 
 
@@ -135,7 +139,9 @@ def weight_values(w) -> Tensor:
     scale = 2.0 ** (w.scale.double() - 127) if d.scale_dtype == E8M0 else w.scale.float()
     zero = 8 if d.dtype == "int4" else 0
     values = (codes - (zero if w.zero_point is None else spread(w.zero_point))) * spread(scale)
-    values = values if w.channel_scale is None else values * w.channel_scale.double()
+    if w.channel_scale is not None:
+        values = oracle.e4m3(values) if d.dtype == "int4" else values
+        values = values * w.channel_scale.double()
     return values if w.global_scale is None else values / w.global_scale.double().view(E, 1, 1)
 
 
@@ -171,7 +177,10 @@ def test_every_legal_pair_runs(part):
         hidden = activation_values(hidden, a, given if static else None)
         y = by_expert(hidden, weight_values(w2), ids.flatten())
         want = (y.view(M, TOP_K, K) * weights.double().unsqueeze(-1)).sum(1)
-        assert oracle.relative_error(out, want) < 4e-2 if a else 1e-5, scheme
+        # A row's largest magnitude is halfway between -7 and -8, which rounding of h may decide
+        # either way. Their e4m3 products with the scale 56 are 64 apart.
+        within = 6e-2 if a and a.e4m3_products else 4e-2 if a else 1e-5
+        assert oracle.relative_error(out, want) < within, scheme
         done += 1
     assert done > 10
 

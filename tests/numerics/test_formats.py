@@ -17,7 +17,7 @@ from moe_ops.numerics import (
     quantize_weight,
 )
 from moe_ops.numerics.elements import decode, e8m0_to_float32, encode, pack, unpack
-from moe_ops.schemes import ELEMENT_FORMATS, SCHEMES
+from moe_ops.schemes import ELEMENT_FORMATS, SCHEMES, get_scheme
 from tests.support import oracle
 
 FP64 = torch.float64
@@ -171,13 +171,48 @@ def check_error(weight, values, scheme, qdata, scales):
         quotient = (weight / unit.float().double()).float().double()
         assert ((values / unit - oracle.nearest(quotient, fmt)).abs() < 1e-6).all()
         return
-    error = (values - weight).abs() / unit
     code = qdata.long() if fmt == "int8" else oracle.codes(qdata, 4)
+    if scheme == "int4_w4a8":  # codes are the nearest, and then their products are rounded
+        nearest = (code - 8) * unit
+        assert ((values - nearest).abs() <= nearest.abs() / 16).all()
+        values = nearest
+    error = (values - weight).abs() / unit
     inside = (code > code.min()) & (
         code < code.max()
     )  # the ends saturate where a scale was rounded down
     assert inside.double().mean() > 0.8 and (error[inside] <= 0.5 + 1e-3).all()
     assert (error <= 0.5 + 255 * 2.0**-9 + 0.5).all()
+
+
+def test_products_of_int4_and_e4m3_scales_are_e4m3():
+    """Bit for bit torch's own cast; products beyond 448 become 448."""
+    codes = torch.arange(256, dtype=torch.uint8)
+    scales = codes.view(torch.float8_e4m3fn)
+    scales = scales[scales.float().isfinite()].view(1, -1, 1)
+    E, N, _ = scales.shape
+    elements = torch.arange(16, dtype=torch.uint8).repeat(8)  # a group of 128 columns
+    qdata = pack(elements.expand(E, N, 128), ELEMENT_FORMATS["int4"])
+    channel = torch.rand(E, N, 1) + 0.5
+    got = dequantize_weight(qdata, "int4_w4a8", scales, channel_scale=channel)
+    products = (elements.float() - 8) * scales.float()
+    rounded = products.clamp(-448, 448).to(torch.float8_e4m3fn).float()
+    assert torch.equal(got, rounded * channel)
+    assert (rounded != products).any() and rounded.abs().max() == 448
+    assert torch.equal(oracle.e4m3(products.double()), rounded.double())
+
+
+@pytest.mark.parametrize("activation", [None, "e4m3,1xall,f32,dynamic"])
+@pytest.mark.parametrize("dtype", ["int4", "int8", "e2m1"])
+def test_products_are_e4m3_whatever_they_meet(dtype, activation):
+    """It is the weight's description that says so, in schemes of one's own, too."""
+    scheme = ":".join(filter(None, (f"custom:{dtype},1x32,e4m3,channel", activation)))
+    qdata, scales = quantize_weight(sample(2, 3, 64), scheme)
+    alone = scales._replace(channel_scale=torch.ones_like(scales.channel_scale))
+    products = dequantize_weight(qdata, scheme, *alone)
+    are_e4m3 = torch.equal(products, products.to(torch.float8_e4m3fn).float())
+    assert are_e4m3 == get_scheme(scheme).weight.e4m3_products == (dtype == "int4")
+    values = dequantize_weight(qdata, scheme, *scales)
+    assert torch.equal(values, products * scales.channel_scale)
 
 
 def test_zero_points_are_exact_zeros():

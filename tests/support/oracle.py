@@ -229,7 +229,8 @@ def dequantized(
     channel_scale: Tensor | None = None,
 ) -> Tensor:
     """The fp64 values of stored weights (E, N, K): elements times the scale of their expert, row,
-    group or 128x128 block."""
+    group or 128x128 block. int4 times such a scale is rounded to e4m3 before a scale of the row
+    multiplies it."""
     fmt = weight_format(scheme)
     if fmt.startswith("int"):
         bits = int(fmt[3:])
@@ -255,6 +256,8 @@ def dequantized(
     elif fmt == "int4":
         elements = elements - 8
     values = elements * spread(scale)
+    if fmt == "int4" and channel_scale is not None:
+        values = e4m3(values)
     values = values if channel_scale is None else values * channel_scale.double()
     return values if global_scale is None else values / spread(global_scale)
 

@@ -206,6 +206,14 @@ BAD = {
     "global_scale must be positive, got 0": lambda: from_quantized(
         "nvfp4", NV.qdata, NV.scale, global_scale=torch.zeros(2)
     ),
+    r"scale must be at most 56 \(448 / 8\).* eight times channel_scale .* got 60": lambda: (
+        from_quantized(
+            "int4_w4a8",
+            W4A8.qdata,
+            torch.full_like(W4A8.scale, -60.0),
+            channel_scale=W4A8.channel_scale,
+        )
+    ),
     "channel_scale must be given": lambda: from_quantized("int4_w4a8", W4A8.qdata, W4A8.scale),
     "channel_scale must be None": lambda: from_quantized(
         "mxfp4", MX.qdata, MX.scale, channel_scale=torch.ones(2, 3, 1)

@@ -9,9 +9,12 @@ FORMAT and SCALE are explained in kernels/mixed_gemm/sm80_mma.py.
 import triton
 import triton.language as tl
 
-from moe_ops.kernels.device.e4m3 import decode
+from moe_ops.kernels.device.e4m3 import decode, round_e4m3
 
 INTERPRET = tl.constexpr(triton.knobs.runtime.interpret)
+# What `scale_above` adds: four bits for each of the eight mantissas of e4m3, the first in the
+# lowest bits. These may be 0 to 8, 5 to 9, 4 or 5, 7 to 15, 0 to 8, 5 to 10, 6 to 9, and anything.
+ABOVE = tl.constexpr(0x77777550)
 
 
 @triton.jit
@@ -56,6 +59,53 @@ def int4_pair_zero(p, offset):
         }""",
         "=r,=r,=r,=r,r,r,r",
         [p, offset],
+        dtype=(tl.bfloat16, tl.bfloat16),
+        is_pure=True,
+        pack=4,
+    )
+
+
+@triton.jit
+def scale_above(s):
+    """e4m3 scales (as uint8) times 64 in bf16, and a little more: their four lowest bits, which
+    e4m3 leaves 0, get a number that depends on the three bits of mantissa above them.
+
+    With it, products with 1 to 8, rounded to bf16 and then cut off after four significant bits,
+    are the products with the scale itself rounded to four bits, ties to even. A cut takes one
+    instruction for two weights, rounding takes four. Powers of two, and so zero, get nothing.
+    """
+    bits = decode(s, tl.bfloat16).to(tl.int16, bitcast=True)
+    more = (ABOVE >> ((bits >> 2) & 28).to(tl.int32)) & 15
+    return (bits | more.to(tl.int16)).to(tl.bfloat16, bitcast=True) * 64.0
+
+
+@triton.jit
+def int4_pair_e4m3(p, s):
+    """(even columns, odd columns) in bf16: nibbles minus 8 times a scale, rounded to e4m3. `s` is
+    `scale_above`.
+
+    As bf16, an integer of 8 bits is that multiple of 2^-133, a subnormal number. So neither nibble
+    of a byte needs a shift: one fma multiplies it by 2^127 or 2^123 and subtracts 8 / 64. All
+    products are multiples of e4m3's least number, so that rounding to four significant bits is
+    rounding to e4m3.
+    """
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .b32 a, b, c, d, q, r, l, h, m, z;
+        mov.b32 l, 0x7f007f00; mov.b32 h, 0x7d007d00;
+        mov.b32 m, 0xbe00be00; mov.b32 z, 0x80008000;
+        prmt.b32 q, $4, 0, 0x3120; shr.u32 r, q, 8;
+        and.b32 a, q, 0x000f000f; and.b32 b, r, 0x000f000f;
+        and.b32 c, q, 0x00f000f0; and.b32 d, r, 0x00f000f0;
+        fma.rn.bf16x2 a, a, l, m; fma.rn.bf16x2 b, b, l, m;
+        fma.rn.bf16x2 c, c, h, m; fma.rn.bf16x2 d, d, h, m;
+        fma.rn.bf16x2 a, a, $5, z; fma.rn.bf16x2 b, b, $6, z;
+        fma.rn.bf16x2 c, c, $5, z; fma.rn.bf16x2 d, d, $6, z;
+        and.b32 $0, a, 0xfff0fff0; and.b32 $1, b, 0xfff0fff0;
+        and.b32 $2, c, 0xfff0fff0; and.b32 $3, d, 0xfff0fff0;
+        }""",
+        "=r,=r,=r,=r,r,r,r",
+        [p, s],
         dtype=(tl.bfloat16, tl.bfloat16),
         is_pure=True,
         pack=4,
@@ -232,12 +282,13 @@ def operands(
     HAS_ZERO: tl.constexpr,
 ):
     """(x0, x1, w0, w1) with x @ w.T = x0 @ w0.T + x1 @ w1.T. For 6- and 8-bit formats, x @ w.T is
-    x0 @ w0.T, and x1, w1 repeat x0, w0.
+    x0 @ w0.T, and x1, w1 repeat x0, w0. int4 weights with e4m3 scales are rounded to e4m3.
     """
     PAIRS: tl.constexpr = FORMAT == "int4" or FORMAT == "e2m1"
     BYTES: tl.constexpr = BLOCK_K // 2 if PAIRS else BLOCK_K
     SIX: tl.constexpr = FORMAT == "e3m2" or FORMAT == "e2m3"
     SCALED: tl.constexpr = SCALE == "e8m0" or SCALE == "e4m3" or SCALE == "weight"
+    ROUNDED: tl.constexpr = FORMAT == "int4" and SCALE == "e4m3"
     if PAIRS:
         x0, x1 = x.reshape(BLOCK_M, BYTES, 2).split()
     else:
@@ -248,6 +299,8 @@ def operands(
         if FORMAT == "e2m1":
             s = scale_bf16x2(s, SCALE).to(tl.int16).to(tl.bfloat16, bitcast=True)
             w0, w1 = e2m1_pair(p, spread(s, BLOCK_N, GROUPS, EACH))
+        elif ROUNDED:
+            w0, w1 = int4_pair_e4m3(p, spread(scale_above(s), BLOCK_N, GROUPS, EACH))
         elif FORMAT == "int4":
             if HAS_ZERO:
                 w0, w1 = int4_pair_zero(
@@ -267,7 +320,7 @@ def operands(
         else:
             w0 = e4m3_value(p)
             w1 = w0
-        if SCALED and FORMAT != "e2m1":
+        if SCALED and FORMAT != "e2m1" and not ROUNDED:
             if SCALE == "e8m0":
                 s = (s.to(tl.int16) * 128).to(tl.bfloat16, bitcast=True)
             elif SCALE == "e4m3":
@@ -299,6 +352,8 @@ def operands(
             s = spread(group_scale(s, SCALE), BLOCK_N, GROUPS, EACH)
             w0 *= s
             w1 *= s
+            if ROUNDED:
+                w0, w1 = round_e4m3(w0), round_e4m3(w1)
         if INTERPRET:  # the interpreter's 16-bit products are wrong
             x0, x1 = x0.to(tl.float32), x1.to(tl.float32)
         w0, w1 = w0.to(x0.dtype), w1.to(x1.dtype)

@@ -23,8 +23,9 @@ SCALE    where the scale of a weight is applied:
          "block"   one scale a block of 128 x 128: as "sum"
          "e8m0"    one scale a group of 32: the weight is scaled in bf16, exactly
          "e4m3"    one scale a group of 16: the weight is scaled in bf16, exactly, and the finished
-                   sum divided by the tensor's global scale; for int4 one scale a group of 128, and
-                   the finished sum is multiplied by its row's channel scale
+                   sum divided by the tensor's global scale; for int4 one scale a group of 128: the
+                   scaled weight is rounded to e4m3, and the finished sum multiplied by its row's
+                   channel scale
          "weight"  one bf16 scale a group: the weight is scaled in bf16, and rounded
 """
 

@@ -88,8 +88,7 @@ def scale_pointers(
 @gluon.jit
 def apply_row_scales(
     acc, scale_ptr, factor_ptr, expert64, row,
-    scale_stride_e, scale_stride_n, factor_stride_e, factor_stride_n,
-    FORMAT: gl.constexpr, SCALE: gl.constexpr,
+    scale_stride_e, scale_stride_n, factor_stride_e, factor_stride_n, SCALE: gl.constexpr,
 ):  # fmt: skip
     """The accumulator times the scales of whole rows or experts."""
     if SCALE == "end":
@@ -99,10 +98,7 @@ def apply_row_scales(
         factor = gl.load(
             factor_ptr + expert64 * factor_stride_e + row.to(gl.int64) * factor_stride_n
         ).to(gl.float32)
-        if FORMAT == "int4":
-            acc *= gl.expand_dims(factor, 1)
-        else:
-            acc /= gl.expand_dims(factor, 1)
+        acc /= gl.expand_dims(factor, 1)
     return acc
 
 
@@ -327,7 +323,7 @@ def issue_wgmma(
 
 
 @gluon.jit
-def accumulate(acc, d, scale, SCALE: gl.constexpr, PROMOTE: gl.constexpr):
+def accumulate(acc, d, scale, PROMOTE: gl.constexpr):
     """acc plus a chunk's sums d times the scales of their rows (PROMOTE); else d, which
     has acc.
     """
@@ -337,8 +333,6 @@ def accumulate(acc, d, scale, SCALE: gl.constexpr, PROMOTE: gl.constexpr):
         LAYOUT: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
         scale = scale.reshape((scale.shape[0],))
         scale = gl.convert_layout(scale, LAYOUT, assert_trivial=True)
-        if SCALE == "e4m3":
-            scale = scale.to(gl.float8e4nv, bitcast=True)
         return acc + d * gl.expand_dims(scale.to(gl.float32), 1)
 
 
@@ -364,10 +358,8 @@ def consumer(
     ROWS: gl.constexpr = min(BLOCK_N, 16 * NUM_WARPS)  # rows decoded at a time
     CHUNKS: gl.constexpr = BLOCK_K // K_CHUNK
     GROUPS: gl.constexpr = groups_per_chunk(K_CHUNK, SCALE_GROUP)
-    # Each group's finished sums are scaled and added to the total; for int4 also with e4m3 scales.
-    PROMOTE: gl.constexpr = (
-        SCALE == "sum" or SCALE == "block" or (FORMAT == "int4" and SCALE == "e4m3")
-    )
+    # Each group's finished sums are scaled and added to the total.
+    PROMOTE: gl.constexpr = SCALE == "sum" or SCALE == "block"
     HAS_ZERO: gl.constexpr = zero_ptrs is not None
     WIDEN: gl.constexpr = is_widened(scale_ptrs.dtype.element_ty) if PROMOTE else False
     PENDING: gl.constexpr = MMAS  # products that may stay in flight: the last chunk's
@@ -423,14 +415,14 @@ def consumer(
                 )  # fmt: skip
                 if not OVERLAP:
                     d = warpgroup_mma_wait(0, [d])
-                    acc0 = accumulate(acc0, d, s, SCALE, PROMOTE)
+                    acc0 = accumulate(acc0, d, s, PROMOTE)
                 elif not PROMOTE:
                     acc0 = warpgroup_mma_wait(PENDING, [d])
                     pending, pending_scale = acc0, s
                 else:
                     if j > 0:
                         pending = warpgroup_mma_wait(PENDING, [pending])
-                        acc0 = accumulate(acc0, pending, pending_scale, SCALE, PROMOTE)
+                        acc0 = accumulate(acc0, pending, pending_scale, PROMOTE)
                     pending, pending_scale = d, s
             else:
                 codes0, codes1 = split_rows(codes)
@@ -442,20 +434,20 @@ def consumer(
                 )  # fmt: skip
                 if not OVERLAP:
                     d0 = warpgroup_mma_wait(0, [d0])
-                    acc0 = accumulate(acc0, d0, s0, SCALE, PROMOTE)
+                    acc0 = accumulate(acc0, d0, s0, PROMOTE)
                 elif j > 0:
                     pending = warpgroup_mma_wait(PENDING, [pending])
-                    acc1 = accumulate(acc1, pending, pending_scale, SCALE, PROMOTE)
+                    acc1 = accumulate(acc1, pending, pending_scale, PROMOTE)
                 d1 = issue_wgmma(
                     codes1, s1, z1, x0, x1, acc1,
                     GROUPS, NUM_WARPS, FORMAT, SCALE, PROMOTE, HAS_ZERO,
                 )  # fmt: skip
                 if OVERLAP:
                     d0 = warpgroup_mma_wait(PENDING, [d0])
-                    acc0 = accumulate(acc0, d0, s0, SCALE, PROMOTE)
+                    acc0 = accumulate(acc0, d0, s0, PROMOTE)
                 else:
                     d1 = warpgroup_mma_wait(0, [d1])
-                    acc1 = accumulate(acc1, d1, s1, SCALE, PROMOTE)
+                    acc1 = accumulate(acc1, d1, s1, PROMOTE)
                 pending, pending_scale = d1, s1
             chunk = k_tile * CHUNKS + j + 2
             scale, zero = next_scale, next_zero
@@ -470,9 +462,9 @@ def consumer(
         if OVERLAP:
             pending = warpgroup_mma_wait(0, [pending])
             if ROWS == BLOCK_N:
-                acc0 = accumulate(acc0, pending, pending_scale, SCALE, PROMOTE)
+                acc0 = accumulate(acc0, pending, pending_scale, PROMOTE)
             else:
-                acc1 = accumulate(acc1, pending, pending_scale, SCALE, PROMOTE)
+                acc1 = accumulate(acc1, pending, pending_scale, PROMOTE)
         mbarrier.arrive(empty.index(slot), count=1)
         slot, phase = advance_slot(slot, phase, NUM_STAGES)
     return acc0, acc1

@@ -392,7 +392,7 @@ def moe_ops_wgmma_gemm1(
     row = 2 * i + up if INTERLEAVED else i + up * I
     acc = apply_row_scales(
         acc, w_scale_ptr, w_factor_ptr, expert64, row,
-        w_scale_stride_e, w_scale_stride_n, w_factor_stride_e, w_factor_stride_n, FORMAT, SCALE,
+        w_scale_stride_e, w_scale_stride_n, w_factor_stride_e, w_factor_stride_n, SCALE,
     )  # fmt: skip
     if topk_weights_ptr is not None:
         ACC_COLUMNS: gl.constexpr = gl.SliceLayout(0, acc.type.layout)
@@ -537,7 +537,7 @@ def moe_ops_wgmma_gemm2(
     row = gl.minimum(column, N - 1)
     acc = apply_row_scales(
         acc, w_scale_ptr, w_factor_ptr, expert64, row,
-        w_scale_stride_e, w_scale_stride_n, w_factor_stride_e, w_factor_stride_n, FORMAT, SCALE,
+        w_scale_stride_e, w_scale_stride_n, w_factor_stride_e, w_factor_stride_n, SCALE,
     )  # fmt: skip
     if bias_ptr is not None:
         bias_ptrs = bias_ptr + expert64 * bias_stride_e + row * bias_stride_n
@@ -562,6 +562,8 @@ def _why_not(of: Format, K: int, k_chunk: int, strides: tuple, dtype: torch.dtyp
         return f"weights must have one of the formats {', '.join(FORMATS)}, got {of.name}"
     if k_chunk == 0:
         return f"rows of weights must have a multiple of 64 columns, got {K}"
+    if of.name == "int4" and of.scale == "e4m3":
+        return "int4 weights must not be rounded to e4m3, as those with a channel scale are"
     if of.bits == 8 and of.scale not in ("end", "sum", "block"):
         return f"8-bit weights must have scales of sums, got {of.scale!r}"
     if of.scale in ("sum", "block") and of.group % k_chunk:

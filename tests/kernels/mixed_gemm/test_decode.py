@@ -87,6 +87,8 @@ def nibbles(word: int) -> list[int]:
 
 E2M1 = oracle.code_values("e2m1")
 E4M3 = oracle.code_values("e4m3")
+SOURCE = (KERNELS / "mixed_gemm/decode.py").read_text()
+ABOVE = int(re.search(r"ABOVE = tl.constexpr\((\w+)\)", SOURCE)[1], 16)
 
 
 def test_int4():
@@ -100,6 +102,40 @@ def test_int4_with_zero_point(zero):
     for word in words(64)[zero % 7 :: 7]:
         found = run("int4_pair_zero", word, offsets, offsets)
         assert found == [n - zero for n in nibbles(word)]
+
+
+def scale_above(code: int) -> int:
+    """The bf16 bits of `scale_above` of an e4m3 code, as an integer."""
+    bits = int(torch.tensor(E4M3[code]).to(torch.bfloat16).view(torch.int16))
+    bits |= (ABOVE >> (bits >> 2 & 28)) & 15
+    scale = torch.tensor(bits, dtype=torch.int16).view(torch.bfloat16) * 64
+    return int(scale.view(torch.int16)) & 0xFFFF
+
+
+def test_int4_rounded_to_e4m3():
+    """With every scale, also below e4m3's least normal number, where neighbours in a register may
+    have other scales.
+    """
+    least, most = E4M3.index(0.0), E4M3.index(56.0)
+    for code in [*range(least, most + 1), *range(128 + least, 128 + most + 1)]:
+        own = [code, most, (code * 7 + 3) % most, code]
+        halves_of = [scale_above(c) for c in own]
+        pairs = [halves_of[0] | halves_of[1] << 16, halves_of[2] | halves_of[3] << 16]
+        for word in (0x76543210, 0xFEDCBA98, 0x89ABCDEF, 0x01234567):
+            found = run("int4_pair_e4m3", word, *pairs)
+            products = [(n - 8) * E4M3[c] for n, c in zip(nibbles(word), own * 2, strict=True)]
+            assert found == oracle.e4m3(torch.tensor(products).double()).tolist()
+
+
+def test_other_additions_to_a_scale_round_wrong():
+    """The numbers that ABOVE may hold are those that its comment lists."""
+    for mantissa, right in enumerate([(0, 8), (5, 9), (4, 5), (7, 15), (0, 8), (5, 10), (6, 9)]):
+        c = torch.arange(1, 9).double()
+        want = oracle.e4m3(c * (8 + mantissa))
+        for more in range(16):
+            rounded = (c * (8 + mantissa + more / 16)).to(torch.bfloat16)
+            cut = (rounded.view(torch.int16) & -16).view(torch.bfloat16)
+            assert torch.equal(cut.double(), want) == (right[0] <= more <= right[1])
 
 
 @pytest.mark.parametrize("exponent", [-93, -1, 0, 32])

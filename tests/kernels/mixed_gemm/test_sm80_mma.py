@@ -247,6 +247,30 @@ def test_grouped_linear(where, scheme, ends, S, tail):
     assert (out[ends[-1] :] == 0).all()
 
 
+@everywhere
+@pytest.mark.parametrize("S", [8, 16, 32, 128])
+def test_weights_rounded_to_e4m3(where, S):
+    """Every product of an int4 element and a scale, read out by rows that are 1 in one column."""
+    device, dtype = where
+    scales = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    scales = scales[scales.float().abs() <= 56].to(device)
+    N = scales.numel()
+    qdata = torch.randint(0, 256, (1, N, 64), dtype=torch.uint8, device=device)
+    w = moe_ops.from_quantized(
+        "int4_w4a8",
+        qdata,
+        scales.view(1, N, 1),
+        channel_scale=torch.full((1, N, 1), 0.5, device=device),
+    )
+    offsets = torch.tensor([S], dtype=torch.int32, device=device)
+    for start in range(0, 128, S) if S >= 32 else (0, 128 - S):
+        x = torch.eye(128, device=device)[start : start + S].to(dtype)
+        out = moe_ops.grouped_linear(x, w, offsets, backend="triton")
+        rounded = oracle.weight(w)[0].T[start : start + S]
+        # what is left is the rounding of an activation's scale
+        torch.testing.assert_close(out.double(), rounded, rtol=2e-7, atol=0)
+
+
 # --- host ----------------------------------------------------------------------------------------
 
 
