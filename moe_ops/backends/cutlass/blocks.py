@@ -1,4 +1,4 @@
-"""Triton kernels around the block-scaled GEMMs: setup, scatter and activate. Imported at first
+"""Triton kernels around the block-scaled GEMMs: scatter and activate. Imported at first
 launch only.
 
 Legend: M tokens, S = M * top_k pairs, K hidden size, I intermediate size, N columns of the first
@@ -26,7 +26,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moe_ops.backends.cutlass.schemes import ARRAYS, BLOCK_SCALED, LAYOUT_WORDS
+from moe_ops.backends.cutlass.schemes import BLOCK_SCALED
 from moe_ops.kernels.device.activations import activate_one, activate_two
 from moe_ops.kernels.device.e4m3 import (
     clamp,
@@ -37,7 +37,7 @@ from moe_ops.kernels.device.e4m3 import (
     stored,
 )
 from moe_ops.kernels.device.pdl import gdc_launch_dependents, gdc_wait
-from moe_ops.kernels.gemm.operands import Activated, activated
+from moe_ops.kernels.gemm.operands import Activated
 from moe_ops.kernels.launch import (
     Constant,
     Gpu,
@@ -52,8 +52,7 @@ from moe_ops.kernels.launch import (
 from moe_ops.kernels.permute.layout import Layout, block_e
 from moe_ops.kernels.quantize.emulated import power_of_two
 from moe_ops.kernels.quantize.rounding import Rounding, rounding_of
-from moe_ops.meta.workspace import cdiv
-from moe_ops.ops.args import ExpertsArgs
+from moe_ops.meta.workspace import carve, cdiv, round_up
 
 CHUNK = 1024  # columns that a program quantizes; scales of so many columns fill whole tiles
 
@@ -207,10 +206,16 @@ class Operand(NamedTuple):
     whole: str  # WHOLE
     w_global: Tensor | None  # (E,)
     scheme: str
+    raises: bool = False  # `activate` raises the largest magnitude at `known`, and nothing else
 
     @property
     def scale_columns(self) -> int:
         return BLOCK_SCALED[self.scheme].scale_columns(self.columns)
+
+    @property
+    def of_gemm(self) -> tuple[Tensor, int]:
+        """The scales that a GEMM reads, whose places follow from its layout."""
+        return self.scale, 0
 
     @property
     def rounding(self) -> Rounding:
@@ -236,6 +241,65 @@ class Operand(NamedTuple):
             BLOCK_E=block_e(E),
             NATIVE=gpu.native,
         )
+
+    def raising(self) -> Operand:
+        """The operand for `activate` to find the largest magnitude of alone."""
+        return self._replace(raises=True)
+
+    def scatter(
+        self,
+        x: Tensor,
+        x_scale: Tensor | None,
+        layout: Layout,
+        top_k: int,
+        weights: Tensor | None,
+        gpu: Gpu,
+    ) -> Launch:
+        """x (M, K) quantized into the rows of its pairs, after it was multiplied by weights
+        (M, 1) if there are any.
+        """
+        assert x_scale is None
+        return _scatter(self, x, layout, top_k, weights, gpu)
+
+    def activate(
+        self, activation: Activated, x: Tensor, layout: Layout, weights: Tensor | None, gpu: Gpu
+    ) -> Launch:
+        """activation(x), quantized."""
+        assert weights is None
+        return _activate(self, activation, x, layout, gpu)
+
+
+def operand_in(
+    buffer: Tensor,
+    num_rows: int,
+    of_scales: int,  # rows of scales
+    columns: int,
+    scheme: str,
+    known: Tensor | None,
+    largest: Tensor | None,
+    w_global: Tensor | None,
+    alpha: Tensor,
+) -> Operand:
+    """The rows at the start of a workspace, with their scales behind them."""
+    format = BLOCK_SCALED[scheme]
+    row_bytes, size = format.row_bytes(columns), format.operand_bytes(num_rows, of_scales, columns)
+    everything, whole = carve(buffer, (size,), torch.uint8), ""
+    if w_global is None:
+        known = None
+    elif known is not None:
+        whole = "known" if known.numel() == 1 else "experts"
+    else:
+        known, whole = largest, "amax"
+    return Operand(
+        data=everything[: num_rows * row_bytes].view(num_rows, row_bytes),
+        scale=everything[round_up(num_rows * row_bytes, 128) :],
+        columns=columns,
+        alpha=None if w_global is None else alpha,
+        known=known,
+        whole=whole,
+        w_global=w_global,
+        scheme=scheme,
+    )
 
 
 # --- scatter -------------------------------------------------------------------------------------
@@ -334,24 +398,21 @@ def moe_ops_cutlass_scatter_blocks(
                 )  # fmt: skip
 
 
-def scatter(
-    a: ExpertsArgs, y: Operand, layout: Layout, weights: Tensor | None, gpu: Gpu
+def _scatter(
+    y: Operand, x: Tensor, layout: Layout, top_k: int, weights: Tensor | None, gpu: Gpu
 ) -> Launch:
-    """hidden_states quantized into the rows of their pairs, after they were multiplied by weights
-    (M, 1) if there are any.
-    """
-    M, K = a.hidden_states.shape
+    M, K = x.shape
     args = ScatterBlocks(
-        to=y.written(a.w13.shape[0], gpu),
-        x=a.hidden_states,
-        x_stride_m=a.hidden_states.stride(0),
-        x_stride_k=a.hidden_states.stride(1),
+        to=y.written(layout.groups.shape[0], gpu),
+        x=x,
+        x_stride_m=x.stride(0),
+        x_stride_k=x.stride(1),
         weights=weights,
         weights_stride=0 if weights is None else weights.stride(0),
         layout=layout,
         rounding=y.rounding,
         K=K,
-        TOP_K=a.topk_ids.shape[1],
+        TOP_K=top_k,
         CHUNK=CHUNK,
         PDL=gpu.pdl,
     )
@@ -460,171 +521,22 @@ def moe_ops_cutlass_activate_blocks(
         )  # fmt: skip
 
 
-def activate(
-    a: ExpertsArgs, h: Operand, x: Tensor, layout: Layout, amax: Tensor | None, gpu: Gpu
-) -> Launch:
-    """h = activation(x), quantized, or its largest magnitude raised into `amax`."""
+def _activate(h: Operand, activation: Activated, x: Tensor, layout: Layout, gpu: Gpu) -> Launch:
+    assert layout.rows is not None
+    raised = None
+    if h.raises:
+        assert h.known is not None
+        raised = h.known.view(torch.int32)
     args = ActivateBlocks(
-        to=h.written(a.w13.shape[0], gpu),
-        amax=amax,
+        to=h.written(layout.groups.shape[0], gpu),
+        amax=raised,
         x=x,
         layout=layout,
         rounding=h.rounding,
         I=h.columns,
-        activation=activated(a.activation, a.alpha, a.beta, a.limit),
+        activation=activation,
         CHUNK=CHUNK,
         PDL=gpu.pdl,
     )
-    grid = (a.topk_ids.numel(), cdiv(h.columns, CHUNK), 1)
+    grid = (layout.rows.numel(), cdiv(h.columns, CHUNK), 1)
     return Launch(moe_ops_cutlass_activate_blocks, grid, args)
-
-
-# --- setup ---------------------------------------------------------------------------------------
-
-
-class Gemm(NamedTuple):
-    """Operands of one GEMM: x sorted by expert, w (E, N, K), d (rows, N)."""
-
-    x: Pointer  # bytes
-    w: Pointer
-    d: Pointer
-    x_scale: Pointer  # bytes in tiles; those of each expert begin one
-    w_scale: Pointer  # (E, N, columns) bytes in tiles, padded
-    alpha: Pointer  # (E,) fp32; None: no array of their addresses is written
-    N: Runtime
-    K: Runtime
-    row_bytes: Runtime  # of x and of w
-    d_bytes: Runtime  # of an element of d
-    columns: Runtime  # of scales
-
-
-@arguments
-class SetupBlocks:
-    arrays: Pointer  # (2, len(ARRAYS), E) int64, written
-    layouts: Pointer  # (2, 2, E, LAYOUT_WORDS) int32, written
-    sizes: Pointer  # (2, E, 3) int32, written
-    ends: Pointer  # (E,)
-    E: Runtime
-    g1: Gemm
-    g2: Gemm
-    BLOCK_E: Constant
-    PDL: Constant
-
-
-@triton.jit
-def write_layout(layouts_ptr, e, E, tiles, column_tiles):
-    """The layout of scales of each expert: tiles of rows and columns, 1, and the strides between
-    tiles of rows and between matrices.
-    """
-    ok = e < E
-    at = layouts_ptr + 5 * e
-    one = tl.zeros_like(tiles) + 1
-    stride = 512 * column_tiles
-    tl.store(at, tiles, mask=ok)
-    tl.store(at + 1, one * column_tiles, mask=ok)
-    tl.store(at + 2, one, mask=ok)
-    tl.store(at + 3, one * stride, mask=ok)
-    tl.store(at + 4, tiles * stride, mask=ok)
-
-
-@triton.jit
-def write_blocks(
-    arrays_ptr, layouts_ptr, sizes_ptr, e, E, first, rows, first_tile,
-    x_ptr, w_ptr, d_ptr, x_scale_ptr, w_scale_ptr, alpha_ptr, N, K, row_bytes, d_bytes, columns,
-):  # fmt: skip
-    """Addresses, leading dimensions, layouts and sizes of one GEMM of every expert."""
-    ok = e < E
-    expert = e.to(tl.int64)
-    wide, zero = tl.zeros_like(expert), tl.zeros_like(rows)
-    row_tiles, weight_tiles = tl.cdiv(rows, 128), tl.cdiv(N, 128)
-    tl.store(arrays_ptr + e, x_ptr.to(tl.int64) + first * row_bytes, mask=ok)
-    tl.store(arrays_ptr + E + e, w_ptr.to(tl.int64) + expert * N * row_bytes, mask=ok)
-    tl.store(arrays_ptr + 2 * E + e, d_ptr.to(tl.int64) + first * N * d_bytes, mask=ok)
-    tl.store(arrays_ptr + 3 * E + e, wide + K, mask=ok)
-    tl.store(arrays_ptr + 4 * E + e, wide + K, mask=ok)
-    tl.store(arrays_ptr + 5 * E + e, wide + N, mask=ok)
-    x_scale = x_scale_ptr.to(tl.int64) + first_tile.to(tl.int64) * 128 * columns
-    w_scale = w_scale_ptr.to(tl.int64) + expert * weight_tiles * 128 * columns
-    tl.store(arrays_ptr + 6 * E + e, x_scale, mask=ok)
-    tl.store(arrays_ptr + 7 * E + e, w_scale, mask=ok)
-    if alpha_ptr is not None:
-        tl.store(arrays_ptr + 8 * E + e, alpha_ptr.to(tl.int64) + 4 * expert, mask=ok)
-    write_layout(layouts_ptr, e, E, row_tiles, columns // 4)
-    write_layout(layouts_ptr + 5 * E, e, E, zero + weight_tiles, columns // 4)
-    tl.store(sizes_ptr + 3 * e, rows, mask=ok)
-    tl.store(sizes_ptr + 3 * e + 1, zero + N, mask=ok)
-    tl.store(sizes_ptr + 3 * e + 2, zero + K, mask=ok)
-
-
-@kernel(SetupBlocks)
-def moe_ops_cutlass_setup_blocks(
-    arrays_ptr,
-    layouts_ptr,
-    sizes_ptr,
-    ends_ptr,
-    E,
-    g1_x_ptr,
-    g1_w_ptr,
-    g1_d_ptr,
-    g1_x_scale_ptr,
-    g1_w_scale_ptr,
-    g1_alpha_ptr,
-    g1_N,
-    g1_K,
-    g1_row_bytes,
-    g1_d_bytes,
-    g1_columns,
-    g2_x_ptr,
-    g2_w_ptr,
-    g2_d_ptr,
-    g2_x_scale_ptr,
-    g2_w_scale_ptr,
-    g2_alpha_ptr,
-    g2_N,
-    g2_K,
-    g2_row_bytes,
-    g2_d_bytes,
-    g2_columns,
-    BLOCK_E: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """One program writes everything: some 120 bytes a GEMM and expert."""
-    gdc_wait(PDL)
-    gdc_launch_dependents(PDL)
-    e = tl.arange(0, BLOCK_E)
-    end = tl.load(ends_ptr + e, mask=e < E, other=0)
-    before = tl.load(ends_ptr + e - 1, mask=(e > 0) & (e < E), other=0)
-    rows = tl.where(e < E, end - before, 0)
-    tiles = tl.cdiv(rows, 128)
-    first_tile = tl.cumsum(tiles) - tiles
-    first = before.to(tl.int64)
-    write_blocks(
-        arrays_ptr, layouts_ptr, sizes_ptr, e, E, first, rows, first_tile,
-        g1_x_ptr, g1_w_ptr, g1_d_ptr, g1_x_scale_ptr, g1_w_scale_ptr, g1_alpha_ptr,
-        g1_N, g1_K, g1_row_bytes, g1_d_bytes, g1_columns,
-    )  # fmt: skip
-    write_blocks(
-        arrays_ptr + 9 * E, layouts_ptr + 10 * E, sizes_ptr + 3 * E, e, E, first, rows, first_tile,
-        g2_x_ptr, g2_w_ptr, g2_d_ptr, g2_x_scale_ptr, g2_w_scale_ptr, g2_alpha_ptr,
-        g2_N, g2_K, g2_row_bytes, g2_d_bytes, g2_columns,
-    )  # fmt: skip
-
-
-def setup(
-    arrays: Tensor, layouts: Tensor, sizes: Tensor, ends: Tensor, g1: Gemm, g2: Gemm, gpu: Gpu
-) -> Launch:
-    """Write the arrays over experts, in the order of schemes.ARRAYS."""
-    assert (len(ARRAYS), LAYOUT_WORDS) == (9, 5)
-    E = ends.shape[0]
-    args = SetupBlocks(
-        arrays=arrays,
-        layouts=layouts,
-        sizes=sizes,
-        ends=ends,
-        E=E,
-        g1=g1,
-        g2=g2,
-        BLOCK_E=block_e(E),
-        PDL=gpu.pdl,
-    )
-    return Launch(moe_ops_cutlass_setup_blocks, (1, 1, 1), args)

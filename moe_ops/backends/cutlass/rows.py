@@ -47,6 +47,7 @@ from moe_ops.kernels.permute.layout import (
     programs_of_rows,
     rows_of,
 )
+from moe_ops.meta.workspace import carve, round_up
 
 
 @unprefixed
@@ -70,6 +71,19 @@ class Operand(NamedTuple):
     known: Tensor | None  # (1,) or (E,) scales; of "tensor" maxima of magnitudes
     scales: str
 
+    @property
+    def columns(self) -> int:
+        return self.data.shape[1]
+
+    @property
+    def alpha(self) -> None:
+        """Products have no factor, as they have with a global scale."""
+        return None
+
+    @property
+    def scale_columns(self) -> int:
+        return 0
+
     def quantized(self, E: int, gpu: Gpu) -> Quantized:
         """The operand as the kernels take it."""
         partials = self.known.numel() if self.known is not None and self.scales == "tensor" else 1
@@ -86,6 +100,59 @@ class Operand(NamedTuple):
         if self.known is None:
             return self.scale, -1
         return self.known, min(self.known.numel() - 1, 1)
+
+    def raising(self) -> Operand:
+        """The operand for `activate` to find the largest magnitude of alone."""
+        return self._replace(scales="amax")
+
+    def scatter(
+        self,
+        x: Tensor,
+        x_scale: Tensor | None,
+        layout: Layout,
+        top_k: int,
+        weights: Tensor | None,
+        gpu: Gpu,
+    ) -> Launch:
+        """x (M, K) or (E, T, K) copied to the rows of its pairs: quantized, after it was
+        multiplied by weights (M, 1) if there are any, unless it arrives so, with scales.
+        """
+        return _scatter(self, x, x_scale, layout, top_k, weights, gpu)
+
+    def activate(
+        self, activation: Activated, x: Tensor, layout: Layout, weights: Tensor | None, gpu: Gpu
+    ) -> Launch:
+        """activation(x), quantized; x (rows, N) is multiplied by weights (S, 1) first if there
+        are any.
+        """
+        return _activate(self, activation, x, layout, weights, gpu)
+
+
+def operand_in(
+    buffer: Tensor,
+    num_rows: int,
+    columns: int,
+    known: Tensor | None,
+    largest: Tensor | None,
+    arrived: Tensor | None = None,
+) -> Operand:
+    """The operand (rows, columns) at the start of a workspace, with the scales that are written
+    behind it: known ones, one that follows from largest magnitudes, those of rows that arrived
+    quantized, or those of each row.
+    """
+    size = round_up(num_rows * columns, 128)
+    everything = carve(buffer, (size + 4 * num_rows,), torch.uint8)
+    data = everything[: num_rows * columns].view(torch.float8_e4m3fn).view(num_rows, columns)
+    scale = everything[size:].view(torch.float32)
+    if arrived is not None:
+        one = arrived.numel() == 1 and arrived.ndim < 2
+        known = arrived.reshape(-1) if one else None
+        return Operand(data, None if one else scale, known, "given")
+    if largest is not None:
+        return Operand(data, scale[:1], largest, "tensor")
+    if known is None:
+        return Operand(data, scale, None, "token")
+    return Operand(data, None, known, "known" if known.numel() == 1 else "experts")
 
 
 @triton.jit
@@ -379,18 +446,15 @@ def _codes(data: Tensor, gpu: Gpu) -> Tensor:
     return data if gpu.native else data.view(torch.uint8)
 
 
-def scatter(
+def _scatter(
+    y: Operand,
     x: Tensor,
     x_scale: Tensor | None,
-    y: Operand,
     layout: Layout,
     top_k: int,
     weights: Tensor | None,
     gpu: Gpu,
 ) -> Launch:
-    """x (M, K) or (E, T, K) copied to the rows of its pairs: quantized, after it was multiplied by
-    weights (M, 1) if there are any, unless it arrives so, with scales.
-    """
     K, data, (programs, shared) = x.shape[-1], y.data, programs_of_rows(x, layout, top_k)
     if y.scales == "given":
         x, data = x.view(torch.uint8), data.view(torch.uint8)
@@ -416,15 +480,14 @@ def scatter(
     return Launch(moe_ops_cutlass_scatter, (programs, 1, 1), args, _warps(block))
 
 
-def activate(
-    activation: Activated,
+def _activate(
     h: Operand,
-    x: Tensor,  # (rows, N)
+    activation: Activated,
+    x: Tensor,
     layout: Layout,
     weights: Tensor | None,
     gpu: Gpu,
 ) -> Launch:
-    """h = activation(x), quantized; x is multiplied by weights (S, 1) first if there are any."""
     I = h.data.shape[1]  # noqa: E741
     block, E = triton.next_power_of_2(I), layout.groups.shape[0]
     if layout.rows is not None:

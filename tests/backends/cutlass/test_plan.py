@@ -9,6 +9,7 @@ import torch
 
 from moe_ops.activations import Activation
 from moe_ops.backends.cutlass import backend, library
+from moe_ops.backends.cutlass.schemes import one_scale
 from moe_ops.csrc import build
 from moe_ops.ops.problem import Machine, Problem
 from moe_ops.planning import plan as plans
@@ -47,7 +48,7 @@ def names(problem: Problem) -> list[tuple[int, str]]:
 def test_auto_takes_it_for_many_rows(built, scheme):
     """16 rows an expert are 256 tokens of 64 experts and top-4."""
     built(True)
-    run = not library.one_scale(scheme)  # the others were not run on hardware
+    run = not one_scale(scheme)  # the others were not run on hardware
     problem = dataclasses.replace(LAYER, scheme=scheme)
     assert names(problem) == ([(255, "triton"), (-1, "cutlass")] if run else [(-1, "triton")])
     batches = dataclasses.replace(problem, kind="batched_experts", top_k=0)
