@@ -7,6 +7,7 @@ For ``moe_ops.prepare(weight, "cutlass")``; plain torch on any device.
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import torch
@@ -64,29 +65,35 @@ _ENCODED = [8 - number if number > 0 else number & 15 for number in _NUMBERS]
 _DECODED = [_ENCODED.index(nibble) for nibble in range(16)]
 
 
+def _atoms(experts: int, N: int, half: int) -> list[int]:
+    """The sizes of weights (E, N, bytes of a row) by atoms, in units of four weights."""
+    return [experts, N // 16, *_ATOM[0], half // 16, *_ATOM[1]]
+
+
 def _reordered(weight: ExpertTensor) -> Tensors:
-    E, N, half = weight.qdata.shape
+    *batch, N, half = weight.qdata.shape
     if N % 16:
         raise ValueError(
             f"weight must have a multiple of 16 rows to be prepared for 'cutlass', got {N}; use "
             "backend='triton'"
         )
-    fours = weight.qdata.contiguous().view(torch.int16)
-    atoms = fours.view(E, N // 16, *_ATOM[0], half // 16, *_ATOM[1])
-    q = atoms.permute(_TO_MEMORY).reshape(E, N, half // 2).view(torch.uint8)
+    fours = weight.qdata.contiguous().view(torch.int16).view(_atoms(math.prod(batch), N, half))
+    q = fours.permute(_TO_MEMORY).reshape(math.prod(batch), N, half // 2).view(torch.uint8)
     steps = torch.arange(-8, 0, dtype=torch.float32, device=q.device)
-    scale = e4m3_to_float32(weight.scale).transpose(1, 2).contiguous()  # (E, K / 128, N)
-    table = (scale.unsqueeze(3) * steps).clamp(-448.0, 448.0).to(torch.float8_e4m3fn)
-    return {"qdata": _codes(q, _ENCODED), "scale": table}
+    # (.., K / 128, N)
+    scale = e4m3_to_float32(weight.scale).transpose(-2, -1).contiguous()
+    table = (scale.unsqueeze(-1) * steps).clamp(-448.0, 448.0).to(torch.float8_e4m3fn)
+    return {"qdata": _codes(q, _ENCODED).view(weight.qdata.shape), "scale": table}
 
 
 def _unordered(weight: ExpertTensor) -> Tensors:
-    E, N, half = weight.qdata.shape
-    fours = weight.qdata.contiguous().view(torch.int16)
-    sizes = [(E, N // 16, *_ATOM[0], half // 16, *_ATOM[1])[d] for d in _TO_MEMORY]
-    q = fours.view(sizes).permute(_BACK).reshape(E, N, half // 2).view(torch.uint8)
-    bits = weight.scale.view(torch.uint8)[..., 7].transpose(1, 2).contiguous()
-    return {"qdata": _codes(q, _DECODED), "scale": (bits ^ 128).view(torch.float8_e4m3fn)}
+    *batch, N, half = weight.qdata.shape
+    sizes = _atoms(math.prod(batch), N, half)
+    fours = weight.qdata.contiguous().view(torch.int16).view([sizes[d] for d in _TO_MEMORY])
+    q = fours.permute(_BACK).reshape(sizes[0], N, half // 2).view(torch.uint8)
+    bits = weight.scale.view(torch.uint8)[..., 7].transpose(-2, -1).contiguous()
+    qdata = _codes(q, _DECODED).view(weight.qdata.shape)
+    return {"qdata": qdata, "scale": (bits ^ 128).view(torch.float8_e4m3fn)}
 
 
 RELAYOUTS = (
