@@ -57,6 +57,7 @@ BACKEND = (
     "binding",
     "relayout library schemes cpu",
     "rows blocks setup grouped inputs grouped_mm chunked",
+    "scatter activate scatter_blocks activate_blocks",
     "layer plain mixed",
     "backend",
 )

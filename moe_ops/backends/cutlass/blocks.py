@@ -1,5 +1,5 @@
-"""Triton kernels around the block-scaled GEMMs: scatter and activate. Imported at first
-launch only.
+"""Rows with scales of blocks as the kernels around the grouped GEMMs write them, and how these
+(scatter_blocks.py, activate_blocks.py) quantize. Imported at first launch only.
 
 Legend: M tokens, S = M * top_k pairs, K hidden size, I intermediate size, N columns of the first
 GEMM's output (2 I if gated, else I), SIZE columns that share a scale. `rows` (S,) is the row of
@@ -27,7 +27,6 @@ import triton.language as tl
 from torch import Tensor
 
 from moe_ops.backends.cutlass.schemes import BLOCK_SCALED
-from moe_ops.kernels.device.activations import activate_one, activate_two
 from moe_ops.kernels.device.e4m3 import (
     clamp,
     largest_magnitude,
@@ -36,23 +35,12 @@ from moe_ops.kernels.device.e4m3 import (
     reciprocal,
     stored,
 )
-from moe_ops.kernels.device.pdl import gdc_launch_dependents, gdc_wait
-from moe_ops.kernels.gemm.operands import Activated
-from moe_ops.kernels.launch import (
-    Constant,
-    Gpu,
-    Launch,
-    Pointer,
-    Runtime,
-    Specialized,
-    arguments,
-    kernel,
-    unprefixed,
-)
-from moe_ops.kernels.permute.layout import Layout, block_e
+from moe_ops.kernels.device.experts import ends_of_experts, expert_of_row
+from moe_ops.kernels.launch import Constant, Gpu, Pointer, Runtime, Specialized, unprefixed
+from moe_ops.kernels.permute.layout import block_e
 from moe_ops.kernels.quantize.emulated import power_of_two
 from moe_ops.kernels.quantize.rounding import Rounding, rounding_of
-from moe_ops.meta.workspace import carve, cdiv, round_up
+from moe_ops.meta.workspace import carve, round_up
 
 CHUNK = 1024  # columns that a program quantizes; scales of so many columns fill whole tiles
 
@@ -60,13 +48,12 @@ CHUNK = 1024  # columns that a program quantizes; scales of so many columns fill
 @triton.jit
 def place_of_scales(ends_ptr, row, E, BLOCK_E: tl.constexpr):
     """(expert of a row, row of its scales)."""
-    e = tl.arange(0, BLOCK_E)
-    ends = tl.load(ends_ptr + e, mask=e < E, other=0x7FFFFFFF)
+    e, ends = tl.arange(0, BLOCK_E), ends_of_experts(ends_ptr, E, BLOCK_E)
     starts = tl.load(ends_ptr + e - 1, mask=(e > 0) & (e < E), other=0)
     before = ends <= row
     tiles = tl.where(before, tl.cdiv(ends - starts, 128), 0)
     first = tl.max(tl.where(before, ends, 0), 0)
-    return tl.sum(before.to(tl.int32), 0), tl.sum(tiles, 0) * 128 + row - first
+    return expert_of_row(ends, row), tl.sum(tiles, 0) * 128 + row - first
 
 
 @triton.jit
@@ -246,28 +233,6 @@ class Operand(NamedTuple):
         """The operand for `activate` to find the largest magnitude of alone."""
         return self._replace(raises=True)
 
-    def scatter(
-        self,
-        x: Tensor,
-        x_scale: Tensor | None,
-        layout: Layout,
-        top_k: int,
-        weights: Tensor | None,
-        gpu: Gpu,
-    ) -> Launch:
-        """x (M, K) quantized into the rows of its pairs, after it was multiplied by weights
-        (M, 1) if there are any.
-        """
-        assert x_scale is None
-        return _scatter(self, x, layout, top_k, weights, gpu)
-
-    def activate(
-        self, activation: Activated, x: Tensor, layout: Layout, weights: Tensor | None, gpu: Gpu
-    ) -> Launch:
-        """activation(x), quantized."""
-        assert weights is None
-        return _activate(self, activation, x, layout, gpu)
-
 
 def operand_in(
     buffer: Tensor,
@@ -300,243 +265,3 @@ def operand_in(
         w_global=w_global,
         scheme=scheme,
     )
-
-
-# --- scatter -------------------------------------------------------------------------------------
-
-
-@arguments
-class ScatterBlocks:
-    to: Written
-    x: Pointer  # (M, K)
-    x_stride_m: Specialized
-    x_stride_k: Specialized
-    weights: Pointer  # (M,) that multiply x before it is quantized, or None
-    weights_stride: Runtime
-    layout: Layout
-    rounding: Rounding
-    K: Specialized
-    TOP_K: Constant
-    CHUNK: Constant
-    PDL: Constant
-
-
-@kernel(ScatterBlocks)
-def moe_ops_cutlass_scatter_blocks(
-    data_ptr,
-    scale_ptr,
-    alpha_ptr,
-    known_ptr,
-    w_global_ptr,
-    E,
-    columns,
-    WHOLE: tl.constexpr,
-    PARTIALS: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    NATIVE: tl.constexpr,
-    x_ptr,
-    x_stride_m,
-    x_stride_k,
-    weights_ptr,
-    weights_stride,
-    rows_ptr,
-    groups_ptr,
-    R,
-    SCALE: tl.constexpr,
-    SCALE_GROUP: tl.constexpr,
-    RULE: tl.constexpr,
-    MANTISSA: tl.constexpr,
-    MIN_EXPONENT: tl.constexpr,
-    MAX_VALUE: tl.constexpr,
-    K,
-    TOP_K: tl.constexpr,
-    CHUNK: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """Read CHUNK columns of a token once, quantize them, and write them to the rows of its pairs.
-    Grid: (M, chunks).
-    """
-    GROUPS: tl.constexpr = CHUNK // SCALE_GROUP
-    m = tl.program_id(0).to(tl.int64)
-    first = tl.program_id(1) * GROUPS
-    lane = tl.arange(0, GROUPS)[:, None] * SCALE_GROUP + tl.arange(0, SCALE_GROUP)[None, :]
-    k = first * SCALE_GROUP + lane
-    x = tl.load(x_ptr + m * x_stride_m + k.to(tl.int64) * x_stride_k, mask=k < K, other=0.0)
-    x = x.to(tl.float32)
-    if weights_ptr is not None:
-        x *= tl.load(weights_ptr + m * weights_stride).to(tl.float32)
-    gdc_wait(PDL)  # the kernels before this one write `rows`, `ends` and largest magnitudes
-    gdc_launch_dependents(PDL)
-    # two branches, of which a kernel without alpha_ptr has neither
-    if alpha_ptr is not None:  # noqa: SIM102
-        if (m == 0) & (first == 0):
-            store_alphas(
-                alpha_ptr, known_ptr, w_global_ptr, E, WHOLE, PARTIALS, MAX_VALUE, BLOCK_E
-            )
-    if WHOLE != "experts":
-        whole = global_scale(known_ptr, 0, WHOLE, PARTIALS, MAX_VALUE)
-        q, code = quantized(
-            x, whole, SCALE, RULE, MANTISSA, MIN_EXPONENT, MAX_VALUE, NATIVE
-        )  # fmt: skip
-    for j in tl.static_range(TOP_K):
-        row = tl.load(rows_ptr + m * TOP_K + j)
-        if row >= 0:
-            expert, scale_row = place_of_scales(groups_ptr, row, E, BLOCK_E)
-            if WHOLE == "experts":
-                of_expert = global_scale(known_ptr, expert, WHOLE, PARTIALS, MAX_VALUE)
-                q_of, code_of = quantized(
-                    x, of_expert, SCALE, RULE, MANTISSA, MIN_EXPONENT, MAX_VALUE, NATIVE
-                )  # fmt: skip
-                store(
-                    data_ptr, scale_ptr, columns, row, scale_row, first, K, q_of, code_of,
-                    SCALE_GROUP, MAX_VALUE,
-                )  # fmt: skip
-            else:
-                store(
-                    data_ptr, scale_ptr, columns, row, scale_row, first, K, q, code,
-                    SCALE_GROUP, MAX_VALUE,
-                )  # fmt: skip
-
-
-def _scatter(
-    y: Operand, x: Tensor, layout: Layout, top_k: int, weights: Tensor | None, gpu: Gpu
-) -> Launch:
-    M, K = x.shape
-    args = ScatterBlocks(
-        to=y.written(layout.groups.shape[0], gpu),
-        x=x,
-        x_stride_m=x.stride(0),
-        x_stride_k=x.stride(1),
-        weights=weights,
-        weights_stride=0 if weights is None else weights.stride(0),
-        layout=layout,
-        rounding=y.rounding,
-        K=K,
-        TOP_K=top_k,
-        CHUNK=CHUNK,
-        PDL=gpu.pdl,
-    )
-    return Launch(moe_ops_cutlass_scatter_blocks, (M, cdiv(K, CHUNK), 1), args)
-
-
-# --- activate ------------------------------------------------------------------------------------
-
-
-@arguments
-class ActivateBlocks:
-    to: Written
-    amax: Pointer  # (1,) int32 bits of a magnitude that this raises, and writes nothing else; None
-    x: Pointer  # (rows, N)
-    layout: Layout
-    rounding: Rounding
-    I: Specialized  # noqa: E741
-    activation: Activated
-    CHUNK: Constant
-    PDL: Constant
-
-
-@kernel(ActivateBlocks)
-def moe_ops_cutlass_activate_blocks(
-    data_ptr,
-    scale_ptr,
-    alpha_ptr,
-    known_ptr,
-    w_global_ptr,
-    E,
-    columns,
-    WHOLE: tl.constexpr,
-    PARTIALS: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    NATIVE: tl.constexpr,
-    amax_ptr,
-    x_ptr,
-    rows_ptr,
-    groups_ptr,
-    R,
-    SCALE: tl.constexpr,
-    SCALE_GROUP: tl.constexpr,
-    RULE: tl.constexpr,
-    MANTISSA: tl.constexpr,
-    MIN_EXPONENT: tl.constexpr,
-    MAX_VALUE: tl.constexpr,
-    I,  # noqa: E741
-    alpha,
-    beta,
-    limit,
-    ACTIVATION: tl.constexpr,
-    GATED: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    HAS_LIMIT: tl.constexpr,
-    CHUNK: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """h = activation(x), quantized; or with `amax` its largest magnitude alone. Grid: (S, chunks).
-
-    Where a global scale follows from h, the activation is computed twice: reading x once more
-    costs no more than h in fp32, written and read.
-    """
-    GROUPS: tl.constexpr = CHUNK // SCALE_GROUP
-    gdc_wait(PDL)
-    gdc_launch_dependents(PDL)
-    pair = tl.program_id(0)
-    first = tl.program_id(1) * GROUPS
-    if amax_ptr is None and alpha_ptr is not None:  # noqa: SIM102
-        if (pair == 0) & (first == 0):
-            store_alphas(
-                alpha_ptr, known_ptr, w_global_ptr, E, WHOLE, PARTIALS, MAX_VALUE, BLOCK_E
-            )
-    row = tl.load(rows_ptr + pair)
-    if row < 0:
-        return
-    lane = tl.arange(0, GROUPS)[:, None] * SCALE_GROUP + tl.arange(0, SCALE_GROUP)[None, :]
-    i = first * SCALE_GROUP + lane
-    ok = i < I
-    if GATED:
-        start = x_ptr + row.to(tl.int64) * (2 * I)
-        if INTERLEAVED:
-            gate = tl.load(start + 2 * i, mask=ok, other=0.0)
-            up = tl.load(start + 2 * i + 1, mask=ok, other=0.0)
-        else:
-            gate = tl.load(start + i, mask=ok, other=0.0)
-            up = tl.load(start + I + i, mask=ok, other=0.0)
-        gate, up = gate.to(tl.float32), up.to(tl.float32)
-        h = activate_two(gate, up, alpha, beta, limit, ACTIVATION, HAS_LIMIT)
-    else:
-        x = tl.load(x_ptr + row.to(tl.int64) * I + i, mask=ok, other=0.0)
-        h = activate_one(x.to(tl.float32), ACTIVATION)
-    h = tl.where(ok, h, 0.0)
-    if amax_ptr is not None:
-        largest = largest_magnitude(largest_magnitude(h, 1), 0)
-        tl.atomic_max(amax_ptr, largest.to(tl.int32, bitcast=True))
-    else:
-        expert, scale_row = place_of_scales(groups_ptr, row, E, BLOCK_E)
-        of = expert if WHOLE == "experts" else 0
-        whole = global_scale(known_ptr, of, WHOLE, PARTIALS, MAX_VALUE)
-        q, code = quantized(
-            h, whole, SCALE, RULE, MANTISSA, MIN_EXPONENT, MAX_VALUE, NATIVE
-        )  # fmt: skip
-        store(
-            data_ptr, scale_ptr, columns, row, scale_row, first, I, q, code,
-            SCALE_GROUP, MAX_VALUE,
-        )  # fmt: skip
-
-
-def _activate(h: Operand, activation: Activated, x: Tensor, layout: Layout, gpu: Gpu) -> Launch:
-    assert layout.rows is not None
-    raised = None
-    if h.raises:
-        assert h.known is not None
-        raised = h.known.view(torch.int32)
-    args = ActivateBlocks(
-        to=h.written(layout.groups.shape[0], gpu),
-        amax=raised,
-        x=x,
-        layout=layout,
-        rounding=h.rounding,
-        I=h.columns,
-        activation=activation,
-        CHUNK=CHUNK,
-        PDL=gpu.pdl,
-    )
-    grid = (layout.rows.numel(), cdiv(h.columns, CHUNK), 1)
-    return Launch(moe_ops_cutlass_activate_blocks, grid, args)

@@ -15,8 +15,12 @@ import torch
 from torch import Tensor
 
 from moe_ops.backends.cutlass import blocks, library, rows
+from moe_ops.backends.cutlass.activate import activate
+from moe_ops.backends.cutlass.activate_blocks import activate_blocks
 from moe_ops.backends.cutlass.grouped import Grouped, Weights
 from moe_ops.backends.cutlass.library import Gemms
+from moe_ops.backends.cutlass.scatter import scatter
+from moe_ops.backends.cutlass.scatter_blocks import scatter_blocks
 from moe_ops.backends.cutlass.schemes import (
     BLOCKS,
     INT4,
@@ -181,10 +185,12 @@ class _Layer:
     def first(self) -> None:
         """Quantize the rows, and run the first GEMM."""
         a, gpu = self.a, self.whole.gpu
-        scattered = self.x.scatter(
-            a.hidden_states, a.hidden_states_scale, self.layout, self.top_k, self.weights_before,
-            gpu,
-        )  # fmt: skip
+        x, layout, weights = a.hidden_states, self.layout, self.weights_before
+        if isinstance(self.x, blocks.Operand):
+            scattered = scatter_blocks(self.x, x, layout, self.top_k, weights, gpu)
+        else:
+            scale = a.hidden_states_scale
+            scattered = scatter(self.x, x, scale, layout, self.top_k, weights, gpu)
         run([*self.before, self.setup, scattered], self.whole.device, gpu)
         self.grouped.run(0)
 
@@ -193,8 +199,11 @@ class _Layer:
         self._activate(self.h.raising())
 
     def _activate(self, h: Operand) -> None:
-        gpu = self.whole.gpu
-        launched = h.activate(self.activation, self.gate_up, self.layout, self.weights_after, gpu)
+        x, layout, gpu = self.gate_up, self.layout, self.whole.gpu
+        if isinstance(h, blocks.Operand):
+            launched = activate_blocks(h, self.activation, x, layout, gpu)
+        else:
+            launched = activate(h, self.activation, x, layout, self.weights_after, gpu)
         run([launched], self.whole.device, gpu)
 
     def second(self) -> None:

@@ -1,5 +1,5 @@
-"""The layouts of block scales that SM100 and SM120 multiply and of int4 weights that SM90 does: bit
-for bit by their definitions, by torchao's, and there and back.
+"""The layouts of block scales that SM100 and SM120 multiply and of int4 weights that SM90 does:
+bit for bit by their definitions, by torchao's, and there and back.
 """
 
 from __future__ import annotations
