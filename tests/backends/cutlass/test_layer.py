@@ -22,6 +22,7 @@ from tests.support.cases import (
     assert_matches,
     garbage,
     poisoned_memory,
+    refill,
     tolerance,
 )
 
@@ -300,6 +301,25 @@ def test_what_is_refused(options, reason):
     case = case_of("cpu", **options)
     with pytest.raises(ValueError, match=reason):
         case.run("cutlass")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("M", [5, 40, 200, 600])
+@pytest.mark.parametrize("scheme", ["fp8_channel", "int4_w4a8"])
+def test_replay_follows_the_routing(scheme, M):
+    """A captured call computes with the tokens and the routing that its tensors hold later."""
+    case = case_of("cuda", scheme, M=M, E=5, K=256)
+    args = case.args_for("cutlass")
+    moe_ops.fused_experts(*args, backend="cutlass")  # loads and compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = moe_ops.fused_experts(*args, backend="cutlass")
+    for seed in (1, 2):
+        refill(case, seed)
+        graph.replay()
+        assert torch.equal(out, moe_ops.fused_experts(*args, backend="cutlass"))
+        within = tolerance(BF16, scheme, "cuda")
+        assert_matches(out, rounded(BF16, case.reference), within)
 
 
 @pytest.mark.parametrize("kind", library_schemes.CAPABILITIES)
