@@ -312,7 +312,7 @@ def ensure(
         if not target.is_file():  # another process may have built it meanwhile
             progress(
                 f"building moe_ops's CUTLASS kernels for {architecture}, once, into {target}; "
-                "this takes one to five minutes"
+                "this takes one to ten minutes"
             )
             build(architecture, target, progress)
     return target
