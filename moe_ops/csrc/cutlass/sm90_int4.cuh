@@ -1,12 +1,13 @@
-// SM90: int4 weights with e4m3 scales of groups of 128 columns x e4m3 activations, fp32 scales of weight rows
-// and of tokens in the epilogue.
+// SM90: int4 weights with e4m3 scales of groups of 128 columns x e4m3 activations, fp32 scales of
+// weight rows and of tokens in the epilogue.
 //
-// The product is exchanged: A are the weights (N, K), which the tensor cores take from registers once a table of
-// eight numbers has turned their codes into e4m3(code * scale), B the rows of activations, and D, column-major
-// (N, rows), is row-major (rows, N) in memory. m is N, n the number of rows.
+// The product is exchanged: A are the weights (N, K), which the tensor cores take from registers
+// once a table of eight numbers has turned their codes into e4m3(code * scale), B the rows of
+// activations, and D, column-major (N, rows), is row-major (rows, N) in memory. m is N, n the
+// number of rows.
 //
-// Not run on hardware: compiled, and the host functions below compared with what `prepare` and the setup kernel
-// write (tests/backends/cutlass/test_objects.py).
+// Not run on hardware: compiled, and the host functions below compared with what `prepare` and the
+// setup kernel write (tests/backends/cutlass/test_objects.py).
 #pragma once
 
 #include "common.cuh"
@@ -15,13 +16,14 @@ namespace moe_ops {
 
 using Int4 = cutlass::int4b_t;
 
-// What cutlass/util/mixed_dtype_utils.hpp (which wants curand_kernel.h) calls compute_memory_reordering_atom: values that
-// one thread of the WGMMA with A in registers reads become neighbours in memory.
+// What cutlass/util/mixed_dtype_utils.hpp (which wants curand_kernel.h) calls
+// compute_memory_reordering_atom: values that one thread of the WGMMA with A in registers reads
+// become neighbours in memory.
 template <class Element>
 constexpr auto reorder_atom() {
   using namespace cute;
-  using Traits =
-      MMA_Traits<decltype(SM90::GMMA::rs_op_selector<Element, Element, float, Shape<_64, _16, _32>>())>;
+  using Traits = MMA_Traits<
+      decltype(SM90::GMMA::rs_op_selector<Element, Element, float, Shape<_64, _16, _32>>())>;
   auto tv = typename Traits::ALayout{};
   auto warp = make_layout_like(composition(tv, make_shape(Int<32>{}, size<1>(tv))));
   auto shape = shape_div(select<0, 2>(typename Traits::Shape_MNK{}),
@@ -38,8 +40,9 @@ struct Sm90Int4 {
   using Tile = Shape<Int<TILE_M>, Int<TILE_N>, Int<128>>;
   using Cluster = Shape<_1, _1, _1>;
   using ColumnMajor = cutlass::layout::ColumnMajor*;
-  using MainSchedule = conditional_t<PINGPONG, cutlass::gemm::KernelPtrArrayTmaWarpSpecializedPingpong,
-                                     cutlass::gemm::KernelPtrArrayTmaWarpSpecializedCooperative>;
+  using MainSchedule =
+      conditional_t<PINGPONG, cutlass::gemm::KernelPtrArrayTmaWarpSpecializedPingpong,
+                    cutlass::gemm::KernelPtrArrayTmaWarpSpecializedCooperative>;
   using EpilogueSchedule =
       conditional_t<PINGPONG, cutlass::epilogue::PtrArrayTmaWarpSpecializedPingpong,
                     cutlass::epilogue::PtrArrayTmaWarpSpecializedCooperative>;
@@ -66,7 +69,8 @@ struct Sm90Int4 {
   static_assert(sizeof(StrideB) == 8 && sizeof(StrideD) == 8,
                 "the setup kernel writes one int64 for a stride");
   static_assert(sizeof(LayoutW) == 12, "the setup kernel writes three int32 for a layout of weights");
-  static_assert(cute::is_same_v<StrideScale, Stride<_1, int64_t, int64_t>> && sizeof(StrideScale) == 16,
+  static_assert(cute::is_same_v<StrideScale, Stride<_1, int64_t, int64_t>> &&
+                    sizeof(StrideScale) == 16,
                 "the setup kernel writes two int64 for the strides of scales");
   static_assert(cute::is_same_v<typename Kernel::InternalStrideA, LayoutW>,
                 "the kernel reads an array of layouts where those of others read strides");
