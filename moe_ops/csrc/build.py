@@ -30,9 +30,12 @@ from typing import NamedTuple
 SOURCES = Path(__file__).parent / "cutlass"
 ABI = 1  # MOE_OPS_CUTLASS_ABI of grouped.h
 
-# files of each object; each takes 25 to 90 s and up to 5.6 GB of memory
+# files of each object; each takes 25 to 110 s and up to 5.6 GB of memory
 FILES = {
-    "sm_90a": ("abi", "sm90_fp8_bf16", "sm90_fp8_f16"),
+    "sm_90a": (
+        *("abi", "sm90_fp8_bf16", "sm90_fp8_f16"),
+        *("sm90_int4_bf16_few", "sm90_int4_bf16_many", "sm90_int4_f16_few", "sm90_int4_f16_many"),
+    ),
     "sm_100a": ("abi", "sm100_nvfp4", "sm100_mxfp4", "sm100_mxfp8"),
     "sm_120a": ("abi", "sm120_nvfp4", "sm120_mxfp4", "sm120_mxfp8"),
 }
@@ -318,7 +321,7 @@ def ensure(
         if not target.is_file():  # another process may have built it meanwhile
             progress(
                 f"building moe_ops's CUTLASS kernels for {architecture}, once, into {target}; "
-                "this takes one to five minutes"
+                "this takes one to ten minutes"
             )
             build(architecture, target, progress)
     return target

@@ -77,7 +77,8 @@ def test_optional_libraries_are_imported_late():
     """Only kernels, tensors and integrations may import an optional library when they are
     loaded."""
     kernels = (
-        *("cutlass/rows.py", "cutlass/setup.py", "cutlass/blocks.py"),
+        *[f"cutlass/{name}.py" for name in ("rows", "scatter", "activate", "setup", "blocks")],
+        *("cutlass/scatter_blocks.py", "cutlass/activate_blocks.py"),
         *("deep_gemm/rows.py", "flashinfer/inputs.py"),
     )
     for path in package_files():

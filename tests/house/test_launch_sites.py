@@ -20,8 +20,8 @@ LAUNCH = Path("kernels/launch.py")
 LAUNCH_CLASS = (LAUNCH, "Launch")
 # Functions that read addresses; elsewhere, what depends on an address is a key written by hand.
 ADDRESSES = {
-    ("backends/cutlass/blockscaled.py", "Layer._run"): "passes them to a C function",
-    ("backends/cutlass/layer.py", "_Both.run"): "passes them to a C function",
+    ("backends/cutlass/grouped.py", "Grouped.__init__"): "passes them to a C function",
+    ("backends/cutlass/grouped.py", "Grouped.run"): "passes them to a C function",
     ("backends/cutlass/library.py", "aligned"): "TMA needs 16 bytes",
     ("backends/torch/cpu.py", "grouped_mm"): "passes them to a C function",
     ("backends/torch/cpu.py", "combine"): "passes them to a C function",

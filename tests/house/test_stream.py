@@ -56,8 +56,9 @@ ROUTER_USES = ("launch", "device", "router")
 BACKEND = (
     "binding",
     "relayout library schemes cpu",
-    "rows blocks setup inputs grouped_mm chunked",
-    "layer blockscaled plain mixed",
+    "rows blocks setup grouped inputs grouped_mm chunked",
+    "scatter activate scatter_blocks activate_blocks",
+    "layer plain mixed",
     "backend",
 )
 

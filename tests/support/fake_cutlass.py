@@ -12,11 +12,13 @@ import re
 import torch
 from torch import Tensor
 
-from moe_ops.backends.cutlass import library, schemes
+from moe_ops.backends.cutlass import library
 from tests.support import oracle
 
 E4M3 = torch.float8_e4m3fn
 ALIGNMENT = 16  # bytes, of base addresses and leading dimensions
+# of the struct: arrays of one int64 for each expert
+FIELDS = ("a", "b", "d", "stride_a", "stride_b", "stride_d", "row_scale", "column_scale")
 OUT = {"bf16": torch.bfloat16, "f16": torch.float16}
 
 
@@ -55,6 +57,8 @@ class FakeLibrary:
         self.calls.append(name)
         if not name.startswith("moe_ops_sm90_"):
             return self.run_block_scaled(name, g)
+        if name.startswith("moe_ops_sm90_int4_"):
+            return self.run_int4(name, g)
         kind = re.fullmatch(r"moe_ops_sm90_fp8_(bf16|f16)", name)
         assert kind, name
         out, E = OUT[kind[1]], g.groups
@@ -62,7 +66,7 @@ class FakeLibrary:
         assert g.workspace_bytes >= 512 * g.sm_count
         at(g.workspace, g.workspace_bytes, torch.uint8).fill_(0xAB)  # the kernel writes it
         sizes = at(g.problem_sizes, 3 * E, torch.int32).view(E, 3).tolist()
-        arrays = {n: at(getattr(g, n), E, torch.int64).tolist() for n in library.ARRAYS}
+        arrays = {n: at(getattr(g, n), E, torch.int64).tolist() for n in FIELDS}
         for e, (m, n, k) in enumerate(sizes):
             one = {name: values[e] for name, values in arrays.items()}
             assert min(m, n, k) >= 0
@@ -79,6 +83,39 @@ class FakeLibrary:
             matrix(one["d"], m, n, one["stride_d"], out).copy_(found.to(out))
         return 0
 
+    def run_int4(self, name: str, g: library.GroupedGemm) -> int:
+        """D^T = row_scale * (column_scale * A @ B^T), where A are int4 weights in the order of the
+        tensor cores, each looked up in a table, and D is column-major.
+        """
+        kind = re.fullmatch(r"moe_ops_sm90_int4_(bf16|f16)_128x(16|32|64|128)", name)
+        assert kind, name
+        out, E = OUT[kind[1]], g.groups
+        assert g.sm_count > 0 and g.workspace % 64 == 0 and g.workspace_bytes >= 640 * g.sm_count
+        at(g.workspace, g.workspace_bytes, torch.uint8).fill_(0xAB)  # the kernel writes it
+        assert g.group_size == 128 and g.row_scale_is_vector
+        sizes = at(g.problem_sizes, 3 * E, torch.int32).view(E, 3).tolist()
+        names = ("a", "b", "d", "stride_b", "stride_d", "row_scale", "column_scale", "a_scale")
+        arrays = {n: at(getattr(g, n), E, torch.int64).tolist() for n in names}
+        layouts = at(g.stride_a, 3 * E, torch.int32).view(E, 3).tolist()
+        strides = at(g.a_scale_layout, 2 * E, torch.int64).view(E, 2).tolist()
+        for e, (m, n, k) in enumerate(sizes):  # m weight rows, n tokens
+            one = {name: values[e] for name, values in arrays.items()}
+            assert min(m, n, k) >= 0
+            if n == 0:  # no tile: nothing of it is read
+                continue
+            assert k % 128 == 0 and m % 16 == 0, (m, k)
+            for array in ("a", "b", "d", "a_scale"):
+                assert one[array] % ALIGNMENT == 0, array
+            assert layouts[e] == [m // 16, k // 32, 32 * m] and strides[e] == [m, 0]
+            a = int4_weights(one["a"], one["a_scale"], m, k)
+            b = matrix(one["b"], n, k, one["stride_b"], E4M3).double()
+            row = at(one["row_scale"], m, torch.float32)
+            columns = n if g.column_scale_is_vector else 1
+            column = at(one["column_scale"], columns, torch.float32)
+            found = (a @ b.T) * column.double() * row.double()[:, None]
+            matrix(one["d"], n, m, one["stride_d"], out).copy_(found.T.to(out))
+        return 0
+
     def run_block_scaled(self, name: str, g: library.GroupedGemm) -> int:
         """D = alpha * A @ B^T, with scales read where the layouts say."""
         kind = re.fullmatch(r"moe_ops_sm(100|120)_(nvfp4|mxfp4|mxfp8)_bf16", name)
@@ -89,7 +126,7 @@ class FakeLibrary:
         assert g.workspace % 64 == 0 and g.workspace_bytes >= needed
         at(g.workspace, g.workspace_bytes, torch.uint8).fill_(0xAB)  # the kernel writes it
         sizes = at(g.problem_sizes, 3 * E, torch.int32).view(E, 3).tolist()
-        names = [n for n in schemes.ARRAYS if getattr(g, n)]
+        names = [n for n in (*FIELDS[:6], "a_scale", "b_scale", "alpha") if getattr(g, n)]
         assert ("alpha" in names) == (format == "nvfp4")
         arrays = {n: at(getattr(g, n), E, torch.int64).tolist() for n in names}
         layouts = [
@@ -117,6 +154,25 @@ class FakeLibrary:
             found = (a @ b.T * alpha).to(torch.bfloat16)
             matrix(one["d"], m, n, one["stride_d"], torch.bfloat16).copy_(found)
         return 0
+
+
+def int4_weights(address: int, tables: int, rows: int, k: int) -> Tensor:
+    """fp64 weights (rows, k) as the tensor cores multiply them, read one definition at a time:
+    atoms of 16 x 32 nibbles one after the other along rows first; in an atom the place of row n
+    and column c is 64 (n % 8) + 32 (c // 8 % 2) + 16 (c // 4 % 2) + 8 (c // 16) + 4 (n // 8) +
+    c % 4. A nibble of 8 or more is entry nibble - 8 of the table (k / 128, rows, 8) of its row and
+    128 columns, one of 1 to 7 that entry with the other sign, and 0 is zero.
+    """
+    n, c = torch.arange(rows)[:, None], torch.arange(k)
+    atom = c // 32 * (rows // 16) + n // 16
+    place = n % 8 * 64 + c // 8 % 2 * 32 + c // 4 % 2 * 16 + c // 16 % 2 * 8
+    place = 512 * atom + place + n // 8 % 2 * 4 + c % 4
+    data = at(address, rows * k // 2, torch.uint8)
+    nibble = (data[place // 2] >> (place % 2 * 4)).long() & 15
+    table = at(tables, k // 128 * rows * 8, torch.uint8).view(E4M3).view(k // 128, rows, 8)
+    found = table.double()[c // 128, n, nibble % 8]
+    found = torch.where(nibble < 8, -found, found)
+    return torch.where(nibble == 0, 0.0, found)
 
 
 def scale_values(codes: Tensor, group: int) -> Tensor:

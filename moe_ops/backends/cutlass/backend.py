@@ -2,9 +2,10 @@
 fused kernels of our own (layer.py).
 
 On SM90 it runs e4m3 weights with one scale or one for each row, beside e4m3 activations with one
-scale, known or dynamic, or one for each token. On SM100 and SM120 it runs nvfp4, mxfp4 and mxfp8,
-whose scales the tensor cores apply (blockscaled.py): that was compiled and simulated, not run on
-hardware. Their weights are prepared: `moe_ops.prepare(weight, "cutlass")`.
+scale, known or dynamic, or one for each token. There it also runs int4 weights with scales of
+groups beside e4m3 tokens (int4_w4a8), and on SM100 and SM120 nvfp4, mxfp4 and mxfp8, whose scales
+the tensor cores apply: these were compiled and simulated, not run on hardware. Their weights are
+prepared: `moe_ops.prepare(weight, "cutlass")`.
 """
 
 from __future__ import annotations
@@ -13,9 +14,21 @@ import torch
 
 from moe_ops import environment
 from moe_ops.backends.cutlass import library
-from moe_ops.backends.cutlass.relayout import RELAYOUTS, SWIZZLED
-from moe_ops.backends.cutlass.schemes import BLOCK_SCALED, CAPABILITIES, scale_rows
-from moe_ops.backends.cutlass.schemes import parts as block_parts
+from moe_ops.backends.cutlass.relayout import LAYOUT_OF_KIND, RELAYOUTS
+from moe_ops.backends.cutlass.schemes import (
+    BLOCK_SCALED,
+    BLOCKS,
+    CAPABILITIES,
+    INT4,
+    INT4_GROUP,
+    INT4_SCHEME,
+    ROWS,
+    SCHEMES_OF_ROWS,
+    kind_of,
+    one_scale,
+    parts,
+    scale_rows,
+)
 from moe_ops.environment import INTERPRETED
 from moe_ops.kernels.launch import Lazy
 from moe_ops.kernels.permute.layout import index_parts
@@ -23,10 +36,7 @@ from moe_ops.meta.workspace import round_up
 from moe_ops.ops.library import register
 from moe_ops.ops.problem import Buffer, Machine, Problem, Workspaces
 
-_FP8 = (
-    *("fp8_channel", "fp8_tensor", "fp8_tensor_static"),
-    *("fp8_channel_tensor", "fp8_channel_tensor_static"),
-)
+_FP8 = SCHEMES_OF_ROWS
 _MULTIPLE = 16  # of K and I: rows of e4m3 begin at multiples of 16 bytes
 
 
@@ -35,20 +45,24 @@ def available() -> str | None:
     return library.why_not() or environment.why_no_triton()
 
 
-def _capabilities(scheme: str) -> tuple[tuple[int, int], ...]:
-    """Of the GPUs for which there are kernels of a scheme."""
-    return CAPABILITIES if scheme in BLOCK_SCALED else ((9, 0),)
+def _multiple(scheme: str, kind: str) -> int:
+    """What K and I must be a multiple of, so that rows and scales begin where instructions read
+    them: CUTLASS does not check that when sizes are on the device.
+    """
+    if kind == BLOCKS:
+        return BLOCK_SCALED[scheme].multiple
+    return INT4_GROUP if kind == INT4 else _MULTIPLE
 
 
 def supports(problem: Problem, machine: Machine) -> list[str]:
     """Reasons why this backend cannot run the problem; empty if it can."""
     p, reasons = problem, []
-    blocks = BLOCK_SCALED.get(p.scheme)
-    if p.scheme not in _FP8 and blocks is None:
+    kind = kind_of(p.scheme)
+    if kind is None:
         return [
             f"cutlass has no kernel for {f'scheme {p.scheme!r}' if p.scheme else 'plain weights'}"
         ]
-    known = _capabilities(p.scheme)
+    known = CAPABILITIES[kind]
     if machine.device_type != "cuda" and not (INTERPRETED and library.simulated()):
         reasons.append(f"cutlass needs a CUDA device, got {machine.device_type}")
     elif machine.gfx:
@@ -60,12 +74,12 @@ def supports(problem: Problem, machine: Machine) -> list[str]:
             f"cutlass has kernels of {p.scheme} for compute capability {wanted}, got "
             f"{major}.{minor}"
         )
-    dtypes = (torch.bfloat16,) if blocks else (torch.bfloat16, torch.float16)
+    dtypes = (torch.bfloat16,) if kind == BLOCKS else (torch.bfloat16, torch.float16)
     if p.dtype not in dtypes:
         takes = " or ".join([str(dtype).removeprefix("torch.") for dtype in dtypes])
-        of = f" with {p.scheme}" if blocks else ""
+        of = f" with {p.scheme}" if kind == BLOCKS else ""
         reasons.append(f"cutlass takes {takes} hidden_states{of}, got {p.dtype}")
-    multiple = blocks.multiple if blocks else _MULTIPLE
+    multiple = _multiple(p.scheme, kind)
     for name, size in (("K", p.hidden_size), ("I", p.intermediate_size)):
         if size % multiple:
             reasons.append(f"cutlass needs {name} to be a multiple of {multiple}, got {size}")
@@ -75,14 +89,15 @@ def supports(problem: Problem, machine: Machine) -> list[str]:
         )
     if p.has_bias:
         reasons.append("cutlass takes no bias; use backend='triton' or 'auto'")
-    if blocks and p.kind != "experts":
+    if kind == BLOCKS and p.kind != "experts":
         reasons.append(f"cutlass runs {p.scheme} in fused_experts alone, got {p.kind}")
-    if blocks and p.layout != SWIZZLED:
+    layout = LAYOUT_OF_KIND.get(kind, "")
+    if layout and p.layout != layout:
         reasons.append(
-            f"cutlass takes {p.scheme} weights in layout {SWIZZLED!r}, got {p.layout!r}: once "
+            f"cutlass takes {p.scheme} weights in layout {layout!r}, got {p.layout!r}: once "
             "call moe_ops.prepare(w13, 'cutlass') and moe_ops.prepare(w2, 'cutlass')"
         )
-    if p.layout and not blocks:
+    if p.layout and not layout:
         reasons.append(
             f"cutlass takes weights in their natural layout, got {p.layout!r}; "
             "moe_ops.prepare(weight, 'torch') brings it back"
@@ -94,7 +109,7 @@ def workspace_shapes(M: int, problem: Problem) -> Workspaces:
     """Shapes of the workspaces. workspace13 holds quantized x (rows, K), then the activation's
     output h (rows, I), each followed by its scales: one for each row, or those of blocks in tiles;
     workspace2 gate and up (rows, N), then the products with w2 (rows, K). The index workspace:
-    kernels/permute/layout.py, then library.Parts, or schemes.Parts.
+    kernels/permute/layout.py, then schemes.Parts.
     """
     p = problem
     E, rows = p.num_experts, M * p.top_k
@@ -102,16 +117,16 @@ def workspace_shapes(M: int, problem: Problem) -> Workspaces:
     if p.kind == "batched_experts":
         rows, index = E * M, E
     wide = max(p.hidden_size, p.intermediate_size)
-    blocks = BLOCK_SCALED.get(p.scheme)
-    if blocks is None:
-        size, end = round_up(rows * wide, 128) + 4 * rows, library.parts(index, E).end
+    kind = kind_of(p.scheme)
+    assert kind is not None
+    if kind == BLOCKS:
+        size = BLOCK_SCALED[p.scheme].operand_bytes(rows, scale_rows(M, p.top_k, E), wide)
     else:
-        size = blocks.operand_bytes(rows, scale_rows(M, p.top_k, E), wide)
-        end = block_parts(index, E).end
+        size = round_up(rows * wide, 128) + 4 * rows
     return Workspaces(
         Buffer((size,), torch.uint8),
         Buffer((rows, max(p.num_rows, p.hidden_size)), p.dtype),
-        Buffer((end,), torch.int32),
+        Buffer((parts(index, E, kind).end,), torch.int32),
     )
 
 
@@ -123,14 +138,18 @@ def workspace_shapes(M: int, problem: Problem) -> Workspaces:
 FASTER_FROM = 16
 
 
+FASTER_FROM_INT4: int | None = None  # of int4_w4a8: not run on hardware
+
+
 def faster_from(problem: Problem) -> int | None:
     """Rows an expert from which "auto" takes this backend unmeasured; None of what was not run on
-    hardware: one dynamic scale of all activations, and scales of blocks.
+    hardware: one dynamic scale of all activations, int4, and scales of blocks.
     """
-    run = problem.scheme in _FP8 and not library.one_scale(problem.scheme)
-    if not run or problem.kind != "experts":
+    kind = kind_of(problem.scheme)
+    rows = {ROWS: FASTER_FROM, INT4: FASTER_FROM_INT4}.get(kind or "")
+    if rows is None or one_scale(problem.scheme) or problem.kind != "experts":
         return None
-    return 2 * FASTER_FROM if problem.has_expert_map else FASTER_FROM
+    return 2 * rows if problem.has_expert_map else rows
 
 
 BACKEND = register(
@@ -143,12 +162,12 @@ BACKEND = register(
         "batched_experts": Lazy("moe_ops.backends.cutlass.layer:batched_experts"),
     },
     devices=("CUDA",),
-    native_schemes=(*_FP8, *BLOCK_SCALED),
+    native_schemes=(*_FP8, INT4_SCHEME, *BLOCK_SCALED),
     native_capability=(9, 0),
     interpreted=INTERPRETED,
     relayouts=RELAYOUTS,
     chunked=True,
-    quantized_input=_FP8,
+    quantized_input=(*_FP8, INT4_SCHEME),
     faster_from=faster_from,
     unbuilt=library.unbuilt,
 )

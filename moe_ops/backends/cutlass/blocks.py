@@ -1,5 +1,5 @@
-"""Triton kernels around the block-scaled GEMMs: setup, scatter and activate. Imported at first
-launch only.
+"""Rows with scales of blocks as the kernels around the grouped GEMMs write them, and how these
+(scatter_blocks.py, activate_blocks.py) quantize. Imported at first launch only.
 
 Legend: M tokens, S = M * top_k pairs, K hidden size, I intermediate size, N columns of the first
 GEMM's output (2 I if gated, else I), SIZE columns that share a scale. `rows` (S,) is the row of
@@ -26,8 +26,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moe_ops.backends.cutlass.schemes import ARRAYS, BLOCK_SCALED, LAYOUT_WORDS
-from moe_ops.kernels.device.activations import activate_one, activate_two
+from moe_ops.backends.cutlass.schemes import BLOCK_SCALED
 from moe_ops.kernels.device.e4m3 import (
     clamp,
     largest_magnitude,
@@ -36,24 +35,12 @@ from moe_ops.kernels.device.e4m3 import (
     reciprocal,
     stored,
 )
-from moe_ops.kernels.device.pdl import gdc_launch_dependents, gdc_wait
-from moe_ops.kernels.gemm.operands import Activated, activated
-from moe_ops.kernels.launch import (
-    Constant,
-    Gpu,
-    Launch,
-    Pointer,
-    Runtime,
-    Specialized,
-    arguments,
-    kernel,
-    unprefixed,
-)
-from moe_ops.kernels.permute.layout import Layout, block_e
+from moe_ops.kernels.device.experts import ends_of_experts, expert_of_row
+from moe_ops.kernels.launch import Constant, Gpu, Pointer, Runtime, Specialized, unprefixed
+from moe_ops.kernels.permute.layout import block_e
 from moe_ops.kernels.quantize.emulated import power_of_two
 from moe_ops.kernels.quantize.rounding import Rounding, rounding_of
-from moe_ops.meta.workspace import cdiv
-from moe_ops.ops.args import ExpertsArgs
+from moe_ops.meta.workspace import carve, round_up
 
 CHUNK = 1024  # columns that a program quantizes; scales of so many columns fill whole tiles
 
@@ -61,13 +48,12 @@ CHUNK = 1024  # columns that a program quantizes; scales of so many columns fill
 @triton.jit
 def place_of_scales(ends_ptr, row, E, BLOCK_E: tl.constexpr):
     """(expert of a row, row of its scales)."""
-    e = tl.arange(0, BLOCK_E)
-    ends = tl.load(ends_ptr + e, mask=e < E, other=0x7FFFFFFF)
+    e, ends = tl.arange(0, BLOCK_E), ends_of_experts(ends_ptr, E, BLOCK_E)
     starts = tl.load(ends_ptr + e - 1, mask=(e > 0) & (e < E), other=0)
     before = ends <= row
     tiles = tl.where(before, tl.cdiv(ends - starts, 128), 0)
     first = tl.max(tl.where(before, ends, 0), 0)
-    return tl.sum(before.to(tl.int32), 0), tl.sum(tiles, 0) * 128 + row - first
+    return expert_of_row(ends, row), tl.sum(tiles, 0) * 128 + row - first
 
 
 @triton.jit
@@ -207,10 +193,16 @@ class Operand(NamedTuple):
     whole: str  # WHOLE
     w_global: Tensor | None  # (E,)
     scheme: str
+    raises: bool = False  # `activate` raises the largest magnitude at `known`, and nothing else
 
     @property
     def scale_columns(self) -> int:
         return BLOCK_SCALED[self.scheme].scale_columns(self.columns)
+
+    @property
+    def of_gemm(self) -> tuple[Tensor, int]:
+        """The scales that a GEMM reads, whose places follow from its layout."""
+        return self.scale, 0
 
     @property
     def rounding(self) -> Rounding:
@@ -237,394 +229,39 @@ class Operand(NamedTuple):
             NATIVE=gpu.native,
         )
 
-
-# --- scatter -------------------------------------------------------------------------------------
-
-
-@arguments
-class ScatterBlocks:
-    to: Written
-    x: Pointer  # (M, K)
-    x_stride_m: Specialized
-    x_stride_k: Specialized
-    weights: Pointer  # (M,) that multiply x before it is quantized, or None
-    weights_stride: Runtime
-    layout: Layout
-    rounding: Rounding
-    K: Specialized
-    TOP_K: Constant
-    CHUNK: Constant
-    PDL: Constant
+    def raising(self) -> Operand:
+        """The operand for `activate` to find the largest magnitude of alone."""
+        return self._replace(raises=True)
 
 
-@kernel(ScatterBlocks)
-def moe_ops_cutlass_scatter_blocks(
-    data_ptr,
-    scale_ptr,
-    alpha_ptr,
-    known_ptr,
-    w_global_ptr,
-    E,
-    columns,
-    WHOLE: tl.constexpr,
-    PARTIALS: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    NATIVE: tl.constexpr,
-    x_ptr,
-    x_stride_m,
-    x_stride_k,
-    weights_ptr,
-    weights_stride,
-    rows_ptr,
-    groups_ptr,
-    R,
-    SCALE: tl.constexpr,
-    SCALE_GROUP: tl.constexpr,
-    RULE: tl.constexpr,
-    MANTISSA: tl.constexpr,
-    MIN_EXPONENT: tl.constexpr,
-    MAX_VALUE: tl.constexpr,
-    K,
-    TOP_K: tl.constexpr,
-    CHUNK: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """Read CHUNK columns of a token once, quantize them, and write them to the rows of its pairs.
-    Grid: (M, chunks).
-    """
-    GROUPS: tl.constexpr = CHUNK // SCALE_GROUP
-    m = tl.program_id(0).to(tl.int64)
-    first = tl.program_id(1) * GROUPS
-    lane = tl.arange(0, GROUPS)[:, None] * SCALE_GROUP + tl.arange(0, SCALE_GROUP)[None, :]
-    k = first * SCALE_GROUP + lane
-    x = tl.load(x_ptr + m * x_stride_m + k.to(tl.int64) * x_stride_k, mask=k < K, other=0.0)
-    x = x.to(tl.float32)
-    if weights_ptr is not None:
-        x *= tl.load(weights_ptr + m * weights_stride).to(tl.float32)
-    gdc_wait(PDL)  # the kernels before this one write `rows`, `ends` and largest magnitudes
-    gdc_launch_dependents(PDL)
-    # two branches, of which a kernel without alpha_ptr has neither
-    if alpha_ptr is not None:  # noqa: SIM102
-        if (m == 0) & (first == 0):
-            store_alphas(
-                alpha_ptr, known_ptr, w_global_ptr, E, WHOLE, PARTIALS, MAX_VALUE, BLOCK_E
-            )
-    if WHOLE != "experts":
-        whole = global_scale(known_ptr, 0, WHOLE, PARTIALS, MAX_VALUE)
-        q, code = quantized(
-            x, whole, SCALE, RULE, MANTISSA, MIN_EXPONENT, MAX_VALUE, NATIVE
-        )  # fmt: skip
-    for j in tl.static_range(TOP_K):
-        row = tl.load(rows_ptr + m * TOP_K + j)
-        if row >= 0:
-            expert, scale_row = place_of_scales(groups_ptr, row, E, BLOCK_E)
-            if WHOLE == "experts":
-                of_expert = global_scale(known_ptr, expert, WHOLE, PARTIALS, MAX_VALUE)
-                q_of, code_of = quantized(
-                    x, of_expert, SCALE, RULE, MANTISSA, MIN_EXPONENT, MAX_VALUE, NATIVE
-                )  # fmt: skip
-                store(
-                    data_ptr, scale_ptr, columns, row, scale_row, first, K, q_of, code_of,
-                    SCALE_GROUP, MAX_VALUE,
-                )  # fmt: skip
-            else:
-                store(
-                    data_ptr, scale_ptr, columns, row, scale_row, first, K, q, code,
-                    SCALE_GROUP, MAX_VALUE,
-                )  # fmt: skip
-
-
-def scatter(
-    a: ExpertsArgs, y: Operand, layout: Layout, weights: Tensor | None, gpu: Gpu
-) -> Launch:
-    """hidden_states quantized into the rows of their pairs, after they were multiplied by weights
-    (M, 1) if there are any.
-    """
-    M, K = a.hidden_states.shape
-    args = ScatterBlocks(
-        to=y.written(a.w13.shape[0], gpu),
-        x=a.hidden_states,
-        x_stride_m=a.hidden_states.stride(0),
-        x_stride_k=a.hidden_states.stride(1),
-        weights=weights,
-        weights_stride=0 if weights is None else weights.stride(0),
-        layout=layout,
-        rounding=y.rounding,
-        K=K,
-        TOP_K=a.topk_ids.shape[1],
-        CHUNK=CHUNK,
-        PDL=gpu.pdl,
-    )
-    return Launch(moe_ops_cutlass_scatter_blocks, (M, cdiv(K, CHUNK), 1), args)
-
-
-# --- activate ------------------------------------------------------------------------------------
-
-
-@arguments
-class ActivateBlocks:
-    to: Written
-    amax: Pointer  # (1,) int32 bits of a magnitude that this raises, and writes nothing else; None
-    x: Pointer  # (rows, N)
-    layout: Layout
-    rounding: Rounding
-    I: Specialized  # noqa: E741
-    activation: Activated
-    CHUNK: Constant
-    PDL: Constant
-
-
-@kernel(ActivateBlocks)
-def moe_ops_cutlass_activate_blocks(
-    data_ptr,
-    scale_ptr,
-    alpha_ptr,
-    known_ptr,
-    w_global_ptr,
-    E,
-    columns,
-    WHOLE: tl.constexpr,
-    PARTIALS: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    NATIVE: tl.constexpr,
-    amax_ptr,
-    x_ptr,
-    rows_ptr,
-    groups_ptr,
-    R,
-    SCALE: tl.constexpr,
-    SCALE_GROUP: tl.constexpr,
-    RULE: tl.constexpr,
-    MANTISSA: tl.constexpr,
-    MIN_EXPONENT: tl.constexpr,
-    MAX_VALUE: tl.constexpr,
-    I,  # noqa: E741
-    alpha,
-    beta,
-    limit,
-    ACTIVATION: tl.constexpr,
-    GATED: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    HAS_LIMIT: tl.constexpr,
-    CHUNK: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """h = activation(x), quantized; or with `amax` its largest magnitude alone. Grid: (S, chunks).
-
-    Where a global scale follows from h, the activation is computed twice: reading x once more
-    costs no more than h in fp32, written and read.
-    """
-    GROUPS: tl.constexpr = CHUNK // SCALE_GROUP
-    gdc_wait(PDL)
-    gdc_launch_dependents(PDL)
-    pair = tl.program_id(0)
-    first = tl.program_id(1) * GROUPS
-    if amax_ptr is None and alpha_ptr is not None:  # noqa: SIM102
-        if (pair == 0) & (first == 0):
-            store_alphas(
-                alpha_ptr, known_ptr, w_global_ptr, E, WHOLE, PARTIALS, MAX_VALUE, BLOCK_E
-            )
-    row = tl.load(rows_ptr + pair)
-    if row < 0:
-        return
-    lane = tl.arange(0, GROUPS)[:, None] * SCALE_GROUP + tl.arange(0, SCALE_GROUP)[None, :]
-    i = first * SCALE_GROUP + lane
-    ok = i < I
-    if GATED:
-        start = x_ptr + row.to(tl.int64) * (2 * I)
-        if INTERLEAVED:
-            gate = tl.load(start + 2 * i, mask=ok, other=0.0)
-            up = tl.load(start + 2 * i + 1, mask=ok, other=0.0)
-        else:
-            gate = tl.load(start + i, mask=ok, other=0.0)
-            up = tl.load(start + I + i, mask=ok, other=0.0)
-        gate, up = gate.to(tl.float32), up.to(tl.float32)
-        h = activate_two(gate, up, alpha, beta, limit, ACTIVATION, HAS_LIMIT)
+def operand_in(
+    buffer: Tensor,
+    num_rows: int,
+    of_scales: int,  # rows of scales
+    columns: int,
+    scheme: str,
+    known: Tensor | None,
+    largest: Tensor | None,
+    w_global: Tensor | None,
+    alpha: Tensor,
+) -> Operand:
+    """The rows at the start of a workspace, with their scales behind them."""
+    format = BLOCK_SCALED[scheme]
+    row_bytes, size = format.row_bytes(columns), format.operand_bytes(num_rows, of_scales, columns)
+    everything, whole = carve(buffer, (size,), torch.uint8), ""
+    if w_global is None:
+        known = None
+    elif known is not None:
+        whole = "known" if known.numel() == 1 else "experts"
     else:
-        x = tl.load(x_ptr + row.to(tl.int64) * I + i, mask=ok, other=0.0)
-        h = activate_one(x.to(tl.float32), ACTIVATION)
-    h = tl.where(ok, h, 0.0)
-    if amax_ptr is not None:
-        largest = largest_magnitude(largest_magnitude(h, 1), 0)
-        tl.atomic_max(amax_ptr, largest.to(tl.int32, bitcast=True))
-    else:
-        expert, scale_row = place_of_scales(groups_ptr, row, E, BLOCK_E)
-        of = expert if WHOLE == "experts" else 0
-        whole = global_scale(known_ptr, of, WHOLE, PARTIALS, MAX_VALUE)
-        q, code = quantized(
-            h, whole, SCALE, RULE, MANTISSA, MIN_EXPONENT, MAX_VALUE, NATIVE
-        )  # fmt: skip
-        store(
-            data_ptr, scale_ptr, columns, row, scale_row, first, I, q, code,
-            SCALE_GROUP, MAX_VALUE,
-        )  # fmt: skip
-
-
-def activate(
-    a: ExpertsArgs, h: Operand, x: Tensor, layout: Layout, amax: Tensor | None, gpu: Gpu
-) -> Launch:
-    """h = activation(x), quantized, or its largest magnitude raised into `amax`."""
-    args = ActivateBlocks(
-        to=h.written(a.w13.shape[0], gpu),
-        amax=amax,
-        x=x,
-        layout=layout,
-        rounding=h.rounding,
-        I=h.columns,
-        activation=activated(a.activation, a.alpha, a.beta, a.limit),
-        CHUNK=CHUNK,
-        PDL=gpu.pdl,
+        known, whole = largest, "amax"
+    return Operand(
+        data=everything[: num_rows * row_bytes].view(num_rows, row_bytes),
+        scale=everything[round_up(num_rows * row_bytes, 128) :],
+        columns=columns,
+        alpha=None if w_global is None else alpha,
+        known=known,
+        whole=whole,
+        w_global=w_global,
+        scheme=scheme,
     )
-    grid = (a.topk_ids.numel(), cdiv(h.columns, CHUNK), 1)
-    return Launch(moe_ops_cutlass_activate_blocks, grid, args)
-
-
-# --- setup ---------------------------------------------------------------------------------------
-
-
-class Gemm(NamedTuple):
-    """Operands of one GEMM: x sorted by expert, w (E, N, K), d (rows, N)."""
-
-    x: Pointer  # bytes
-    w: Pointer
-    d: Pointer
-    x_scale: Pointer  # bytes in tiles; those of each expert begin one
-    w_scale: Pointer  # (E, N, columns) bytes in tiles, padded
-    alpha: Pointer  # (E,) fp32; None: no array of their addresses is written
-    N: Runtime
-    K: Runtime
-    row_bytes: Runtime  # of x and of w
-    d_bytes: Runtime  # of an element of d
-    columns: Runtime  # of scales
-
-
-@arguments
-class SetupBlocks:
-    arrays: Pointer  # (2, len(ARRAYS), E) int64, written
-    layouts: Pointer  # (2, 2, E, LAYOUT_WORDS) int32, written
-    sizes: Pointer  # (2, E, 3) int32, written
-    ends: Pointer  # (E,)
-    E: Runtime
-    g1: Gemm
-    g2: Gemm
-    BLOCK_E: Constant
-    PDL: Constant
-
-
-@triton.jit
-def write_layout(layouts_ptr, e, E, tiles, column_tiles):
-    """The layout of scales of each expert: tiles of rows and columns, 1, and the strides between
-    tiles of rows and between matrices.
-    """
-    ok = e < E
-    at = layouts_ptr + 5 * e
-    one = tl.zeros_like(tiles) + 1
-    stride = 512 * column_tiles
-    tl.store(at, tiles, mask=ok)
-    tl.store(at + 1, one * column_tiles, mask=ok)
-    tl.store(at + 2, one, mask=ok)
-    tl.store(at + 3, one * stride, mask=ok)
-    tl.store(at + 4, tiles * stride, mask=ok)
-
-
-@triton.jit
-def write_blocks(
-    arrays_ptr, layouts_ptr, sizes_ptr, e, E, first, rows, first_tile,
-    x_ptr, w_ptr, d_ptr, x_scale_ptr, w_scale_ptr, alpha_ptr, N, K, row_bytes, d_bytes, columns,
-):  # fmt: skip
-    """Addresses, leading dimensions, layouts and sizes of one GEMM of every expert."""
-    ok = e < E
-    expert = e.to(tl.int64)
-    wide, zero = tl.zeros_like(expert), tl.zeros_like(rows)
-    row_tiles, weight_tiles = tl.cdiv(rows, 128), tl.cdiv(N, 128)
-    tl.store(arrays_ptr + e, x_ptr.to(tl.int64) + first * row_bytes, mask=ok)
-    tl.store(arrays_ptr + E + e, w_ptr.to(tl.int64) + expert * N * row_bytes, mask=ok)
-    tl.store(arrays_ptr + 2 * E + e, d_ptr.to(tl.int64) + first * N * d_bytes, mask=ok)
-    tl.store(arrays_ptr + 3 * E + e, wide + K, mask=ok)
-    tl.store(arrays_ptr + 4 * E + e, wide + K, mask=ok)
-    tl.store(arrays_ptr + 5 * E + e, wide + N, mask=ok)
-    x_scale = x_scale_ptr.to(tl.int64) + first_tile.to(tl.int64) * 128 * columns
-    w_scale = w_scale_ptr.to(tl.int64) + expert * weight_tiles * 128 * columns
-    tl.store(arrays_ptr + 6 * E + e, x_scale, mask=ok)
-    tl.store(arrays_ptr + 7 * E + e, w_scale, mask=ok)
-    if alpha_ptr is not None:
-        tl.store(arrays_ptr + 8 * E + e, alpha_ptr.to(tl.int64) + 4 * expert, mask=ok)
-    write_layout(layouts_ptr, e, E, row_tiles, columns // 4)
-    write_layout(layouts_ptr + 5 * E, e, E, zero + weight_tiles, columns // 4)
-    tl.store(sizes_ptr + 3 * e, rows, mask=ok)
-    tl.store(sizes_ptr + 3 * e + 1, zero + N, mask=ok)
-    tl.store(sizes_ptr + 3 * e + 2, zero + K, mask=ok)
-
-
-@kernel(SetupBlocks)
-def moe_ops_cutlass_setup_blocks(
-    arrays_ptr,
-    layouts_ptr,
-    sizes_ptr,
-    ends_ptr,
-    E,
-    g1_x_ptr,
-    g1_w_ptr,
-    g1_d_ptr,
-    g1_x_scale_ptr,
-    g1_w_scale_ptr,
-    g1_alpha_ptr,
-    g1_N,
-    g1_K,
-    g1_row_bytes,
-    g1_d_bytes,
-    g1_columns,
-    g2_x_ptr,
-    g2_w_ptr,
-    g2_d_ptr,
-    g2_x_scale_ptr,
-    g2_w_scale_ptr,
-    g2_alpha_ptr,
-    g2_N,
-    g2_K,
-    g2_row_bytes,
-    g2_d_bytes,
-    g2_columns,
-    BLOCK_E: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """One program writes everything: some 120 bytes a GEMM and expert."""
-    gdc_wait(PDL)
-    gdc_launch_dependents(PDL)
-    e = tl.arange(0, BLOCK_E)
-    end = tl.load(ends_ptr + e, mask=e < E, other=0)
-    before = tl.load(ends_ptr + e - 1, mask=(e > 0) & (e < E), other=0)
-    rows = tl.where(e < E, end - before, 0)
-    tiles = tl.cdiv(rows, 128)
-    first_tile = tl.cumsum(tiles) - tiles
-    first = before.to(tl.int64)
-    write_blocks(
-        arrays_ptr, layouts_ptr, sizes_ptr, e, E, first, rows, first_tile,
-        g1_x_ptr, g1_w_ptr, g1_d_ptr, g1_x_scale_ptr, g1_w_scale_ptr, g1_alpha_ptr,
-        g1_N, g1_K, g1_row_bytes, g1_d_bytes, g1_columns,
-    )  # fmt: skip
-    write_blocks(
-        arrays_ptr + 9 * E, layouts_ptr + 10 * E, sizes_ptr + 3 * E, e, E, first, rows, first_tile,
-        g2_x_ptr, g2_w_ptr, g2_d_ptr, g2_x_scale_ptr, g2_w_scale_ptr, g2_alpha_ptr,
-        g2_N, g2_K, g2_row_bytes, g2_d_bytes, g2_columns,
-    )  # fmt: skip
-
-
-def setup(
-    arrays: Tensor, layouts: Tensor, sizes: Tensor, ends: Tensor, g1: Gemm, g2: Gemm, gpu: Gpu
-) -> Launch:
-    """Write the arrays over experts, in the order of schemes.ARRAYS."""
-    assert (len(ARRAYS), LAYOUT_WORDS) == (9, 5)
-    E = ends.shape[0]
-    args = SetupBlocks(
-        arrays=arrays,
-        layouts=layouts,
-        sizes=sizes,
-        ends=ends,
-        E=E,
-        g1=g1,
-        g2=g2,
-        BLOCK_E=block_e(E),
-        PDL=gpu.pdl,
-    )
-    return Launch(moe_ops_cutlass_setup_blocks, (1, 1, 1), args)

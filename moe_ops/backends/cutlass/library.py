@@ -19,19 +19,16 @@ import torch
 from torch import Tensor
 
 from moe_ops import environment
+from moe_ops.backends.cutlass.schemes import BLOCK_SCALED, BLOCKS, INT4, kind_of
 from moe_ops.csrc import build
 from moe_ops.kernels.quantize.scales import NUM_PARTIALS, SHARED, Shared
 from moe_ops.meta.workspace import round_up
 from moe_ops.ops.args import BatchedExpertsArgs, ExpertsArgs
 from moe_ops.ops.problem import Machine
-from moe_ops.schemes import get_scheme
 
 # by compute capability; those for SM100 and SM120 were not run on hardware
 ARCHITECTURES = {(9, 0): "sm_90a", (10, 0): "sm_100a", (12, 0): "sm_120a"}
 ALIGNMENT = 16  # bytes, of base addresses
-MAX_SMS = 160  # of the GPUs with compute capability 9.0
-# CUTLASS keeps descriptors of the tensor memory accelerator for each multiprocessor there
-DESCRIPTOR_BYTES = 512 * MAX_SMS
 
 
 class GroupedGemm(ctypes.Structure):
@@ -236,41 +233,24 @@ def stream_of(device: int) -> int:
 _TYPES = {torch.bfloat16: "bf16", torch.float16: "f16"}
 
 
-def kernel_of(dtype: torch.dtype) -> str:
-    """The kernel for an output dtype."""
-    return f"moe_ops_sm90_fp8_{_TYPES[dtype]}"
+# (average rows an expert up to which it is taken, tile) of the int4 kernels: weight rows x tokens.
+# Not measured: the least tile that holds the rows of an average expert.
+INT4_TILES = ((16, "128x16"), (32, "128x32"), (64, "128x64"), (None, "128x128"))
 
 
-# --- the arrays over experts ---------------------------------------------------------------------
-
-ARRAYS = ("a", "b", "d", "stride_a", "stride_b", "stride_d", "row_scale", "column_scale")
-
-
-class Parts(NamedTuple):
-    """Where each part of the setup of two GEMMs starts in the index workspace, in int32. int or
-    SymInt; each start is a multiple of 128 bytes.
-    """
-
-    arrays: int  # (2, len(ARRAYS), E) int64
-    sizes: int  # (2, E, 3) int32
-    descriptors: int  # (2, DESCRIPTOR_BYTES): GEMM2 may be set up while GEMM1 still runs
-    shared: int  # fp32 of `shared`, at the end of the workspace
-    end: int
+def kernel_of(scheme: str, architecture: str, dtype: torch.dtype, rows: int, E: int) -> str:
+    """The kernel for a scheme, an output dtype, and so many rows of E experts together."""
+    kind, name = kind_of(scheme), _TYPES[dtype]
+    if kind == BLOCKS:
+        of = architecture.removesuffix("a").replace("_", "")
+        return f"moe_ops_{of}_{BLOCK_SCALED[scheme].name}_{name}"
+    if kind == INT4:
+        tile = next(t for most, t in INT4_TILES if most is None or rows <= most * E)
+        return f"moe_ops_sm90_int4_{name}_{tile}"
+    return f"moe_ops_sm90_fp8_{name}"
 
 
-def parts(start: Any, E: int) -> Parts:
-    """The parts from `start` on."""
-    starts = [round_up(start, 32)]
-    for size in (4 * len(ARRAYS) * E, 6 * E, DESCRIPTOR_BYTES // 2, SHARED):
-        starts.append(starts[-1] + round_up(size, 32))
-    return Parts(*starts)
-
-
-@cache
-def one_scale(scheme: str) -> bool:
-    """Whether all rows share one dynamic scale."""
-    activation = get_scheme(scheme).activation
-    return activation is not None and activation.group.is_tensor and not activation.static
+# --- scales that all rows share ------------------------------------------------------------------
 
 
 def shared(index: Tensor) -> Shared:

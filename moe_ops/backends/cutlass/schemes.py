@@ -1,19 +1,34 @@
-"""Schemes whose blocks of columns have scales that the tensor cores of SM100 and SM120 apply: what
-their kernels need, and where their operands are in the workspaces. torch alone.
+"""What the kernels of each kind of scheme need, and where their operands are in the workspaces.
+torch alone.
+
+There are three kinds: `ROWS`, e4m3 with fp32 scales of rows and tokens (SM90); `INT4`, int4
+weights with scales of groups beside e4m3 tokens (SM90); `BLOCKS`, scales of blocks of columns that
+the tensor cores apply (SM100, SM120).
 """
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any, NamedTuple
 
 from moe_ops.kernels.quantize.scales import SHARED
 from moe_ops.meta.workspace import cdiv, padded_rows, round_up
 from moe_ops.numerics.swizzle import TILE_ROWS, swizzled_shape
+from moe_ops.schemes import get_scheme
 
-CAPABILITIES = ((10, 0), (12, 0))  # for which csrc/cutlass has kernels of these schemes
-# CUTLASS keeps descriptors for each multiprocessor: with CUTLASS 4.8, 9984 bytes at most on SM100,
-# whose GPUs have up to 160, for it writes some anew for each stage of its pipeline; 768 on SM120.
-DESCRIPTOR_BYTES = 10240 * 160
+ROWS, INT4, BLOCKS = "rows", "int4", "blocks"
+SCHEMES_OF_ROWS = (
+    *("fp8_channel", "fp8_tensor", "fp8_tensor_static"),
+    *("fp8_channel_tensor", "fp8_channel_tensor_static"),
+)
+INT4_SCHEME = "int4_w4a8"
+# kind -> the compute capabilities for which csrc/cutlass has kernels
+CAPABILITIES = {ROWS: ((9, 0),), INT4: ((9, 0),), BLOCKS: ((10, 0), (12, 0))}
+# CUTLASS keeps descriptors of the tensor memory accelerator for each multiprocessor, of which GPUs
+# of these capabilities have up to 160. Of BLOCKS that is 9984 bytes at most on SM100 with CUTLASS
+# 4.8, for it writes some anew for each stage of its pipeline, and 768 on SM120.
+DESCRIPTOR_BYTES = {ROWS: 512 * 160, INT4: 640 * 160, BLOCKS: 10240 * 160}
+INT4_GROUP = 128  # columns of a weight that share a scale: a tile of the kernels has as many
 
 
 class Format(NamedTuple):
@@ -54,8 +69,33 @@ def scale_rows(M: Any, top_k: int, E: int) -> Any:
     return padded_rows(M, top_k, E, TILE_ROWS)
 
 
-ARRAYS = ("a", "b", "d", "stride_a", "stride_b", "stride_d", "a_scale", "b_scale", "alpha")
-LAYOUT_WORDS = 5  # int32 of a layout of scales
+def kind_of(scheme: str) -> str | None:
+    """Which kind a scheme is; None of others."""
+    if scheme in BLOCK_SCALED:
+        return BLOCKS
+    if scheme == INT4_SCHEME:
+        return INT4
+    return ROWS if scheme in SCHEMES_OF_ROWS else None
+
+
+@cache
+def one_scale(scheme: str) -> bool:
+    """Whether all rows share one dynamic scale, or without a known one a global one of nvfp4."""
+    activation = get_scheme(scheme).activation
+    if activation is None or activation.static:
+        return False
+    return activation.group.is_tensor or activation.global_scale
+
+
+# --- the arrays over experts ---------------------------------------------------------------------
+
+# of one GEMM: x (rows, K), w (E, N, K), d (rows, N)
+ARRAYS = (
+    *("x", "w", "d", "stride_x", "stride_w", "stride_d", "x_scale", "w_scale"),
+    *("alpha", "tables"),
+)
+NUMBERS = len(ARRAYS) + 2  # int64 of an expert and GEMM: behind the arrays two strides of tables
+LAYOUT_WORDS = 5  # int32 of a layout of scales; of a layout of int4 weights 3
 
 
 class Parts(NamedTuple):
@@ -63,19 +103,19 @@ class Parts(NamedTuple):
     SymInt; each start is a multiple of 128 bytes.
     """
 
-    arrays: int  # (2, len(ARRAYS), E) int64
-    layouts: int  # (2, 2, E, LAYOUT_WORDS): of the scales of A, then of B
+    arrays: int  # (2, NUMBERS, E) int64
+    layouts: int  # (2, 2, E, LAYOUT_WORDS): of the scales of x, then of w; or of int4 weights
     sizes: int  # (2, E, 3)
     alphas: int  # (2, E) fp32
-    descriptors: int  # (2, DESCRIPTOR_BYTES): GEMM2 may be set up while GEMM1 still runs
+    descriptors: int  # (2, bytes): GEMM2 may be set up while GEMM1 still runs
     shared: int  # fp32 of `library.shared`, at the end of the workspace
     end: int
 
 
-def parts(start: Any, E: int) -> Parts:
+def parts(start: Any, E: int, kind: str) -> Parts:
     """The parts from `start` on."""
     starts = [round_up(start, 32)]
-    numbers = (4 * len(ARRAYS) * E, 4 * LAYOUT_WORDS * E, 6 * E, 2 * E, DESCRIPTOR_BYTES // 2)
+    numbers = (4 * NUMBERS * E, 4 * LAYOUT_WORDS * E, 6 * E, 2 * E, DESCRIPTOR_BYTES[kind] // 2)
     for size in (*numbers, SHARED):
         starts.append(starts[-1] + round_up(size, 32))
     return Parts(*starts)

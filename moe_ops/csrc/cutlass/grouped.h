@@ -8,7 +8,8 @@
 //   int NAME_run(const GroupedGemm*)                0, or what went wrong: status() of common.cuh
 //   size_t NAME_workspace(const GroupedGemm*)       bytes; depends on sm_count alone
 //   int NAME_shared_memory()                        bytes a block
-// Block-scaled ones have three more, for tests on the host: blockscaled.cuh.
+// Block-scaled ones have three more, for tests on the host: blockscaled.cuh; int4 ones two:
+// sm90_int4.cuh.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -26,7 +27,8 @@ struct GroupedGemm {
   const void* a;  // int64 (groups): addresses
   const void* b;
   const void* d;
-  const void* stride_a;  // int64 (groups): leading dimensions in elements
+  // int64 (groups): leading dimensions in elements; of int4 weights layouts
+  const void* stride_a;
   const void* stride_b;
   const void* stride_d;
   const void* row_scale;     // int64 (groups): addresses of fp32 scales along m, or of one

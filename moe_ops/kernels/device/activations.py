@@ -45,3 +45,30 @@ def activate_two(g, u, alpha, beta, limit, ACTIVATION: tl.constexpr, HAS_LIMIT: 
         else:
             tl.static_assert(ACTIVATION == "swigluoai")
             return g * tl.sigmoid(alpha * g) * (u + beta)
+
+
+@triton.jit
+def activated_columns(
+    x_ptr, weight, first, I, alpha, beta, limit,  # noqa: E741
+    ACTIVATION: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
+    HAS_LIMIT: tl.constexpr, BLOCK_I: tl.constexpr,
+):  # fmt: skip
+    """Columns from `first` on (BLOCK_I,) of the activation of a row of the first GEMM's output
+    times a weight, fp32, and 0 in columns from I on.
+    """
+    i = first + tl.arange(0, BLOCK_I)
+    ok = i < I
+    if GATED:
+        if INTERLEAVED:
+            wide = 2 * first + tl.arange(0, 2 * BLOCK_I)
+            both = tl.load(x_ptr + wide, mask=wide < 2 * I, other=0.0)
+            gate, up = tl.split(tl.reshape(both, (BLOCK_I, 2)))
+        else:
+            gate = tl.load(x_ptr + i, mask=ok, other=0.0)
+            up = tl.load(x_ptr + I + i, mask=ok, other=0.0)
+        gate, up = gate.to(tl.float32) * weight, up.to(tl.float32) * weight
+        h = activate_two(gate, up, alpha, beta, limit, ACTIVATION, HAS_LIMIT)
+    else:
+        x = tl.load(x_ptr + i, mask=ok, other=0.0)
+        h = activate_one(x.to(tl.float32) * weight, ACTIVATION)
+    return tl.where(ok, h, 0.0)

@@ -10,6 +10,8 @@ import torch
 import moe_ops
 from moe_ops.activations import NAMES
 from moe_ops.backends.cutlass import backend, library
+from moe_ops.backends.cutlass import schemes as library_schemes
+from moe_ops.backends.cutlass.schemes import one_scale
 from moe_ops.planning import bind
 from moe_ops.planning import machine as machines
 from tests.support import fake_cutlass, oracle
@@ -20,6 +22,7 @@ from tests.support.cases import (
     assert_matches,
     garbage,
     poisoned_memory,
+    refill,
     tolerance,
 )
 
@@ -29,7 +32,7 @@ PLACES = [
     pytest.param("cuda", marks=pytest.mark.gpu),
 ]
 devices = pytest.mark.parametrize("device", PLACES)
-schemes = pytest.mark.parametrize("scheme", backend._FP8)
+schemes = pytest.mark.parametrize("scheme", [*backend._FP8, "int4_w4a8"])
 
 
 def forget() -> None:
@@ -104,7 +107,8 @@ def test_options(device, scheme, options):
 @schemes
 def test_strided_rows(device, scheme):
     case = case_of(device, scheme, M=7)
-    wide = garbage(torch.empty(7, 2 * 64 + 6, dtype=BF16, device=device))
+    K = case.args[0].shape[1]
+    wide = garbage(torch.empty(7, 2 * K + 6, dtype=BF16, device=device))
     case.args[0] = wide[:, 3:-3:2].copy_(case.args[0])
     check(case)
 
@@ -116,6 +120,36 @@ def test_several_tiles(device, rows, products):
     check(case_of(device, "fp8_channel", M=rows, E=2, K=272, I=400))
     if products is not None:
         assert products.calls == ["moe_ops_sm90_fp8_bf16"] * 2
+
+
+@devices
+@pytest.mark.parametrize("dtype, name", [(BF16, "bf16"), (FP16, "f16")])
+@pytest.mark.parametrize("M, tile", [(3, 16), (30, 32), (63, 64), (200, 128)])
+def test_int4_tiles(device, M, tile, dtype, name, products):
+    """Each tile of tokens, whole and not; in w13 and w2 several tiles of rows and groups of
+    columns.
+    """
+    ids = torch.randint(0, 2, (M, 2), generator=torch.Generator().manual_seed(2))
+    options = {"M": M, "E": 2, "K": 256, "I": 384, "ids": ids, "activation": "relu2_no_mul"}
+    check(case_of(device, "int4_w4a8", dtype, **options))
+    if products is not None:
+        assert products.calls == [f"moe_ops_sm90_int4_{name}_128x{tile}"] * 2
+
+
+@devices
+def test_int4_scales_of_either_sign_and_zero(device):
+    """Codes of all sixteen numbers."""
+    case = case_of(device, "int4_w4a8", M=20, E=3, K=256)
+    for i in (1, 2):
+        w = case.args[i]
+        codes = torch.randint(0, 256, w.qdata.shape, generator=torch.Generator().manual_seed(i))
+        scale = w.scale.float()
+        scale[:, ::3] *= -1
+        scale[:, 1::7] = 0
+        case.args[i] = w._replace(
+            qdata=codes.to(w.qdata), scale=scale.to(w.scale.dtype), channel_scale=-w.channel_scale
+        )
+    check(case)
 
 
 @devices
@@ -131,14 +165,14 @@ def test_chunks_are_one_piece(device, scheme, on_input, products):
     case = case_of(device, scheme, M=37, E=3, on_input=on_input, top_k=1 if on_input else 2)
     case.args[0][20] *= 3
     whole = check(case)
-    x, w13, w2, _, ids = case.args
+    x, w13, w2, _, ids = args = case.args_for("cutlass")
     call = {**case.options, "backend": "cutlass"}
     most = moe_ops.explain(x, w13, w2, ids, **call).num_bytes(16)
     before = len(products.calls) if products is not None else 0
-    out = moe_ops.fused_experts(*case.args, **call, max_workspace_bytes=most)
+    out = moe_ops.fused_experts(*args, **call, max_workspace_bytes=most)
     assert torch.equal(out, whole)
     if products is not None:  # the first GEMM twice where h has one scale of all rows
-        assert len(products.calls) - before == (9 if library.one_scale(scheme) else 6)
+        assert len(products.calls) - before == (9 if one_scale(scheme) else 6)
 
 
 @devices
@@ -147,7 +181,7 @@ def test_arriving_quantized(device, scheme):
     """The bits of quantizing inside."""
     case = case_of(device, scheme, M=21, E=4, expert_map=True)
     whole = check(case)
-    x, w13, *rest = case.args
+    x, w13, *rest = case.args_for("cutlass")
     known = w13.activation_scale
     found = moe_ops.numerics.quantize_activation(x, scheme, known, ~case.nowhere)
     found.q.view(torch.uint8)[case.nowhere] = 127
@@ -176,8 +210,12 @@ def test_scales_of_experts(device):
 def batches(device, scheme, E=3, T=9, dtype=BF16):
     """(x, w13, w2, counts) whose rows behind the counts hold NaN; one batch is empty, one full."""
     case = case_of(device, scheme, E=E)
-    _, w13, w2, *_ = case.args
-    x = torch.randn(E, T, 64, generator=torch.Generator().manual_seed(1)).to(dtype).to(device)
+    _, w13, w2, *_ = case.args_for("cutlass")
+    x = (
+        torch.randn(E, T, w13.shape[-1], generator=torch.Generator().manual_seed(1))
+        .to(dtype)
+        .to(device)
+    )
     counts = torch.tensor([4, 0, T, 1][:E], dtype=torch.int32, device=device)
     inside = torch.arange(T, device=device) < counts[:, None]
     x[~inside] = torch.nan
@@ -190,7 +228,8 @@ def batches(device, scheme, E=3, T=9, dtype=BF16):
 def test_batches(device, scheme, dtype):
     x, w13, w2, counts, inside = batches(device, scheme, dtype=dtype)
     w13, w2 = w13.to(dtype), w2.to(dtype)
-    expected = rounded(dtype, lambda: oracle.batched(x, w13, w2, counts))
+    natural = [moe_ops.prepare(w, "torch") for w in (w13, w2)]
+    expected = rounded(dtype, lambda: oracle.batched(x, *natural, counts))
     with poisoned_memory():
         out = moe_ops.batched_experts(x, w13, w2, counts, backend="cutlass")
     assert_matches(out[inside], expected[inside], tolerance(dtype, scheme, "cuda"))
@@ -254,6 +293,7 @@ def test_addresses_that_the_instructions_do_not_take(device):
         ({"scheme": "fp8_channel", "K": 72}, "needs K to be a multiple of 16, got 72"),
         ({"scheme": "fp8_channel", "I": 40}, "needs I to be a multiple of 16, got 40"),
         ({"scheme": "fp8_channel", "bias": True}, "cutlass takes no bias"),
+        ({"scheme": "int4_w4a8", "bias": True}, "cutlass takes no bias"),
     ],
     ids=lambda o: "-".join(o) if isinstance(o, dict) else "",
 )
@@ -263,11 +303,33 @@ def test_what_is_refused(options, reason):
         case.run("cutlass")
 
 
-def test_parts_do_not_overlap():
+@pytest.mark.gpu
+@pytest.mark.parametrize("M", [5, 40, 200, 600])
+@pytest.mark.parametrize("scheme", ["fp8_channel", "int4_w4a8"])
+def test_replay_follows_the_routing(scheme, M):
+    """A captured call computes with the tokens and the routing that its tensors hold later."""
+    case = case_of("cuda", scheme, M=M, E=5, K=256)
+    args = case.args_for("cutlass")
+    moe_ops.fused_experts(*args, backend="cutlass")  # loads and compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = moe_ops.fused_experts(*args, backend="cutlass")
+    for seed in (1, 2):
+        refill(case, seed)
+        graph.replay()
+        assert torch.equal(out, moe_ops.fused_experts(*args, backend="cutlass"))
+        within = tolerance(BF16, scheme, "cuda")
+        assert_matches(out, rounded(BF16, case.reference), within)
+
+
+@pytest.mark.parametrize("kind", library_schemes.CAPABILITIES)
+def test_parts_do_not_overlap(kind):
     for E in (1, 8, 128, 513):
-        at = library.parts(1001, E)
-        assert at.arrays % 32 == at.sizes % 32 == at.descriptors % 32 == 0
-        assert at.arrays >= 1001 and at.sizes - at.arrays >= 4 * 8 * E
-        assert at.descriptors - at.sizes >= 6 * E
-        assert 4 * (at.shared - at.descriptors) == 2 * library.DESCRIPTOR_BYTES
+        at = library_schemes.parts(1001, E, kind)
+        assert not any(start % 32 for start in at) and at.arrays >= 1001
+        assert at.layouts - at.arrays >= 2 * 2 * library_schemes.NUMBERS * E
+        assert at.sizes - at.layouts >= 2 * 2 * library_schemes.LAYOUT_WORDS * E
+        assert at.alphas - at.sizes >= 2 * 3 * E and at.descriptors - at.alphas >= 2 * E
+        size = library_schemes.DESCRIPTOR_BYTES[kind]
+        assert 4 * (at.shared - at.descriptors) == 2 * size
         assert at.end - at.shared >= library.SHARED

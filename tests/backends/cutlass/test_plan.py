@@ -9,6 +9,7 @@ import torch
 
 from moe_ops.activations import Activation
 from moe_ops.backends.cutlass import backend, library
+from moe_ops.backends.cutlass.schemes import one_scale
 from moe_ops.csrc import build
 from moe_ops.ops.problem import Machine, Problem
 from moe_ops.planning import plan as plans
@@ -47,11 +48,52 @@ def names(problem: Problem) -> list[tuple[int, str]]:
 def test_auto_takes_it_for_many_rows(built, scheme):
     """16 rows an expert are 256 tokens of 64 experts and top-4."""
     built(True)
-    run = not library.one_scale(scheme)  # the others were not run on hardware
+    run = not one_scale(scheme)  # the others were not run on hardware
     problem = dataclasses.replace(LAYER, scheme=scheme)
     assert names(problem) == ([(255, "triton"), (-1, "cutlass")] if run else [(-1, "triton")])
     batches = dataclasses.replace(problem, kind="batched_experts", top_k=0)
     assert names(batches) == [(-1, "triton")]
+
+
+def test_auto_leaves_out_what_was_not_measured(built):
+    """Natural int4 weights stay with triton. No other backend takes those that were prepared."""
+    built(True)
+    int4 = dataclasses.replace(LAYER, scheme="int4_w4a8")
+    assert names(int4) == [(-1, "triton")]
+    assert backend.faster_from(dataclasses.replace(int4, layout="cutlass_int4")) is None
+    assert names(dataclasses.replace(int4, layout="cutlass_int4")) == [(-1, "cutlass")]
+
+
+@pytest.mark.parametrize(
+    "changes, capability, reason",
+    [
+        ({"hidden_size": 192}, (9, 0), "K to be a multiple of 128, got 192"),
+        ({"intermediate_size": 64}, (9, 0), "I to be a multiple of 128, got 64"),
+        ({"layout": ""}, (9, 0), "moe_ops.prepare.w13, 'cutlass'"),
+        ({"has_bias": True}, (9, 0), "takes no bias"),
+        ({"dtype": torch.float32}, (9, 0), "takes bfloat16 or float16 hidden_states"),
+        ({"contiguous_weights": False}, (9, 0), "contiguous weights and scales"),
+        ({}, (10, 0), "int4_w4a8 for compute capability 9.0, got 10.0"),
+        ({"kind": "batched_experts", "top_k": 0}, (9, 0), ""),
+        ({"has_expert_map": True, "dtype": torch.float16}, (9, 0), ""),
+    ],
+)
+def test_what_int4_needs(changes, capability, reason):
+    int4 = {"scheme": "int4_w4a8", "layout": "cutlass_int4", **changes}
+    machine = dataclasses.replace(H200, capability=capability)
+    reasons = backend.supports(dataclasses.replace(LAYER, **int4), machine)
+    assert len(reasons) == bool(reason)
+    if reason:
+        with pytest.raises(ValueError, match=reason):
+            raise ValueError(reasons[0])
+
+
+def test_int4_tiles_by_rows_of_an_average_expert():
+    chosen = [
+        library.kernel_of("int4_w4a8", "sm_90a", torch.bfloat16, rows, 8).rsplit("_", 1)[1]
+        for rows in (1, 128, 129, 256, 257, 512, 513, 10**6)
+    ]
+    assert chosen == [f"128x{n}" for n in (16, 16, 32, 32, 64, 64, 128, 128)]
 
 
 def test_auto_starts_no_build(built):
