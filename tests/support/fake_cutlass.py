@@ -93,6 +93,7 @@ class FakeLibrary:
         assert g.sm_count > 0 and g.workspace % 64 == 0 and g.workspace_bytes >= 640 * g.sm_count
         at(g.workspace, g.workspace_bytes, torch.uint8).fill_(0xAB)  # the kernel writes it
         assert g.group_size == 128 and g.row_scale_is_vector
+        assert g.a_scale % ALIGNMENT == 0  # the array itself: a descriptor of it is encoded
         sizes = at(g.problem_sizes, 3 * E, torch.int32).view(E, 3).tolist()
         names = ("a", "b", "d", "stride_b", "stride_d", "row_scale", "column_scale", "a_scale")
         arrays = {n: at(getattr(g, n), E, torch.int64).tolist() for n in names}

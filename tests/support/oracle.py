@@ -127,9 +127,11 @@ def nearest(x: Tensor, fmt: str) -> Tensor:
         return torch.round(x).clamp(-128, 127)
     exponents, mantissa, largest = FORMATS[fmt]
     least = 2 - 2 ** (exponents - 1)  # exponent of the least normal number
-    x = x.clamp(-largest, largest)
-    exponent = torch.floor(torch.log2(x.abs().clamp(min=2.0**-20))).clamp(min=least)
-    step = 2.0 ** (exponent - mantissa)
+    x = x.double().clamp(-largest, largest)
+    exponent = torch.frexp(x.abs().clamp(min=2.0**-20)).exponent.long() - 1
+    # a power of two from its bits: 2.0**exponent is an ulp off for some on a GPU, where ties then
+    # round either way
+    step = (exponent.clamp(min=least) - mantissa + 1023 << 52).view(torch.float64)
     return torch.round(x / step) * step
 
 

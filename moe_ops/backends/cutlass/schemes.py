@@ -89,10 +89,12 @@ def one_scale(scheme: str) -> bool:
 
 # --- the arrays over experts ---------------------------------------------------------------------
 
-# of one GEMM: x (rows, K), w (E, N, K), d (rows, N)
+# of one GEMM: x (rows, K), w (E, N, K), d (rows, N). The array of tables is the first, for it must
+# begin at a multiple of 16 bytes: on the host CUTLASS encodes a descriptor of its address, which
+# the kernel then replaces. Of the others' addresses it takes the multiple below.
 ARRAYS = (
-    *("x", "w", "d", "stride_x", "stride_w", "stride_d", "x_scale", "w_scale"),
-    *("alpha", "tables"),
+    *("tables", "w", "d", "stride_x", "stride_w", "stride_d", "x_scale", "w_scale"),
+    *("alpha", "x"),
 )
 NUMBERS = len(ARRAYS) + 2  # int64 of an expert and GEMM: behind the arrays two strides of tables
 LAYOUT_WORDS = 5  # int32 of a layout of scales; of a layout of int4 weights 3

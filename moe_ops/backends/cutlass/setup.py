@@ -91,7 +91,7 @@ def write_gemm(
     ok = e < E
     expert = e.to(tl.int64)
     wide, zero = tl.zeros_like(expert), tl.zeros_like(rows)
-    tl.store(arrays_ptr + e, x_ptr.to(tl.int64) + first * x_bytes, mask=ok)
+    tl.store(arrays_ptr + 9 * E + e, x_ptr.to(tl.int64) + first * x_bytes, mask=ok)
     tl.store(arrays_ptr + E + e, w_ptr.to(tl.int64) + expert * N * w_bytes, mask=ok)
     tl.store(arrays_ptr + 2 * E + e, d_ptr.to(tl.int64) + first * N * d_bytes, mask=ok)
     tl.store(arrays_ptr + 3 * E + e, wide + K, mask=ok)
@@ -113,7 +113,7 @@ def write_gemm(
     if KIND == "int4":
         m, n = n, m
         tables = tables_ptr.to(tl.int64) + expert * (K // 128) * (8 * N)
-        tl.store(arrays_ptr + 9 * E + e, tables, mask=ok)
+        tl.store(arrays_ptr + e, tables, mask=ok)
         strides_ptr = arrays_ptr + 10 * E + 2 * e  # of tables: between groups, and matrices
         tl.store(strides_ptr, wide + N, mask=ok)
         tl.store(strides_ptr + 1, wide, mask=ok)
@@ -209,7 +209,7 @@ def setup(
     gpu: Gpu,
 ) -> Launch:
     """Write the arrays over experts, in the order of schemes.ARRAYS."""
-    assert (len(ARRAYS), NUMBERS, LAYOUT_WORDS) == (10, 12, 5)
+    assert (ARRAYS[0], ARRAYS[9], NUMBERS, LAYOUT_WORDS) == ("tables", "x", 12, 5)
     E = groups.shape[0]
     args = Setup(
         arrays=arrays,
