@@ -4,8 +4,8 @@ fused kernels of our own (layer.py).
 On SM90 it runs e4m3 weights with one scale or one for each row, beside e4m3 activations with one
 scale, known or dynamic, or one for each token. There it also runs int4 weights with scales of
 groups beside e4m3 tokens (int4_w4a8), and on SM100 and SM120 nvfp4, mxfp4 and mxfp8, whose scales
-the tensor cores apply: these were compiled and simulated, not run on hardware. Their weights are
-prepared: `moe_ops.prepare(weight, "cutlass")`.
+the tensor cores apply: those of SM100 and SM120 were compiled and simulated, not run on hardware.
+Weights of both are prepared: `moe_ops.prepare(weight, "cutlass")`.
 """
 
 from __future__ import annotations
@@ -138,18 +138,14 @@ def workspace_shapes(M: int, problem: Problem) -> Workspaces:
 FASTER_FROM = 16
 
 
-FASTER_FROM_INT4: int | None = None  # of int4_w4a8: not run on hardware
-
-
 def faster_from(problem: Problem) -> int | None:
-    """Rows an expert from which "auto" takes this backend unmeasured; None of what was not run on
-    hardware: one dynamic scale of all activations, int4, and scales of blocks.
+    """Rows an expert from which "auto" takes this backend unmeasured; None of what was not timed,
+    one dynamic scale of all activations, and of prepared weights, which no other takes.
     """
-    kind = kind_of(problem.scheme)
-    rows = {ROWS: FASTER_FROM, INT4: FASTER_FROM_INT4}.get(kind or "")
-    if rows is None or one_scale(problem.scheme) or problem.kind != "experts":
+    timed = kind_of(problem.scheme) == ROWS and not one_scale(problem.scheme)
+    if not timed or problem.kind != "experts":
         return None
-    return 2 * rows if problem.has_expert_map else rows
+    return 2 * FASTER_FROM if problem.has_expert_map else FASTER_FROM
 
 
 BACKEND = register(

@@ -234,8 +234,12 @@ _TYPES = {torch.bfloat16: "bf16", torch.float16: "f16"}
 
 
 # (average rows an expert up to which it is taken, tile) of the int4 kernels: weight rows x tokens.
-# Not measured: the least tile that holds the rows of an average expert.
-INT4_TILES = ((16, "128x16"), (32, "128x32"), (64, "128x64"), (None, "128x128"))
+# Most experts have no more rows than the tile, for a second one would read their weights again
+# (docs/kernels/cutlass.md).
+INT4_TILES = (
+    *((6, "256x16"), (20, "256x32"), (48, "256x64"), (160, "256x128")),
+    (None, "128x256"),
+)
 
 
 def kernel_of(scheme: str, architecture: str, dtype: torch.dtype, rows: int, E: int) -> str:

@@ -16,7 +16,6 @@ namespace moe_ops {
 using cute::_0;
 using cute::_1;
 using cute::_128;
-using cute::conditional_t;
 using cute::Int;
 using cute::Shape;
 using cute::Stride;

@@ -5,9 +5,6 @@
 // once a table of eight numbers has turned their codes into e4m3(code * scale), B the rows of
 // activations, and D, column-major (N, rows), is row-major (rows, N) in memory. m is N, n the
 // number of rows.
-//
-// Not run on hardware: compiled, and the host functions below compared with what `prepare` and the
-// setup kernel write (tests/backends/cutlass/test_objects.py).
 #pragma once
 
 #include "common.cuh"
@@ -33,19 +30,15 @@ constexpr auto reorder_atom() {
   return composition(offsets, right_inverse(warp).with_shape(shape));
 }
 
-template <class Out, int TILE_M, int TILE_N, bool PINGPONG = false>
+template <class Out, int TILE_M, int TILE_N>
 struct Sm90Int4 {
   using E4m3 = cutlass::float_e4m3_t;
   using Table = cutlass::Array<E4m3, 8>;  // e4m3(-8 s), e4m3(-7 s), .., e4m3(-s)
   using Tile = Shape<Int<TILE_M>, Int<TILE_N>, Int<128>>;
   using Cluster = Shape<_1, _1, _1>;
   using ColumnMajor = cutlass::layout::ColumnMajor*;
-  using MainSchedule =
-      conditional_t<PINGPONG, cutlass::gemm::KernelPtrArrayTmaWarpSpecializedPingpong,
-                    cutlass::gemm::KernelPtrArrayTmaWarpSpecializedCooperative>;
-  using EpilogueSchedule =
-      conditional_t<PINGPONG, cutlass::epilogue::PtrArrayTmaWarpSpecializedPingpong,
-                    cutlass::epilogue::PtrArrayTmaWarpSpecializedCooperative>;
+  using MainSchedule = cutlass::gemm::KernelPtrArrayTmaWarpSpecializedCooperative;
+  using EpilogueSchedule = cutlass::epilogue::PtrArrayTmaWarpSpecializedCooperative;
   // (N, K, 1) in memory: atoms of 16 x 32 weights, along N first
   using StrideW = cute::remove_pointer_t<cutlass::detail::TagToStrideB_t<ColumnMajor>>;
   using LayoutW = decltype(cute::tile_to_shape(reorder_atom<E4m3>(),

@@ -124,16 +124,19 @@ def test_several_tiles(device, rows, products):
 
 @devices
 @pytest.mark.parametrize("dtype, name", [(BF16, "bf16"), (FP16, "f16")])
-@pytest.mark.parametrize("M, tile", [(3, 16), (30, 32), (63, 64), (200, 128)])
+@pytest.mark.parametrize(
+    "M, tile",
+    [(3, "256x16"), (18, "256x32"), (40, "256x64"), (150, "256x128"), (300, "128x256")],
+)
 def test_int4_tiles(device, M, tile, dtype, name, products):
     """Each tile of tokens, whole and not; in w13 and w2 several tiles of rows and groups of
     columns.
     """
     ids = torch.randint(0, 2, (M, 2), generator=torch.Generator().manual_seed(2))
-    options = {"M": M, "E": 2, "K": 256, "I": 384, "ids": ids, "activation": "relu2_no_mul"}
+    options = {"M": M, "E": 2, "K": 256, "I": 640, "ids": ids, "activation": "relu2_no_mul"}
     check(case_of(device, "int4_w4a8", dtype, **options))
     if products is not None:
-        assert products.calls == [f"moe_ops_sm90_int4_{name}_128x{tile}"] * 2
+        assert products.calls == [f"moe_ops_sm90_int4_{name}_{tile}"] * 2
 
 
 @devices
