@@ -122,6 +122,19 @@ def test_what_is_kept():
     assert kept_beside_inputs(moe_ops.fused_experts, case) == [((14, 80), BF16), order]
 
 
+def test_a_layer_that_recomputes_keeps_no_product():
+    for recompute in (False, True):
+        layer = moe_ops.MoELayer(32, 24, 4, 2, recompute=recompute)
+        shapes = []
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda t, to=shapes: to.append(tuple(t.shape)) or t, lambda t: t
+        ):
+            out = layer(torch.randn(5, 32))
+        assert ((10, 48) in shapes) != recompute
+        out.sum().backward()
+        assert layer.experts.w13.grad.norm() > 0
+
+
 def test_a_changed_input_is_noticed():
     case = Case()
     given = leaves(case)
