@@ -130,13 +130,13 @@ def formula(x: Tensor, activation: Activation) -> Tensor:
             return F.silu(x)
         if name == "relu2_no_mul":
             return F.relu(x).square()
-        return F.gelu(x, approximate="tanh" if name == "gelu_tanh_no_mul" else "none")
+        return _gelu(name, x)
     if activation.interleaved:
         g, u = x[..., 0::2], x[..., 1::2]
     else:
         g, u = x.chunk(2, dim=-1)
     if name in ("gelu", "gelu_tanh"):
-        return F.gelu(g, approximate="tanh" if name == "gelu_tanh" else "none") * u
+        return _gelu(name, g) * u
     if name == "swiglustep":
         return F.silu(g).clamp(max=limit) * u.clamp(-limit, limit)
     if limit < NO_LIMIT:
@@ -144,6 +144,56 @@ def formula(x: Tensor, activation: Activation) -> Tensor:
     if name == "silu":
         return F.silu(g) * u
     return g * torch.sigmoid(activation.alpha * g) * (u + activation.beta)
+
+
+def derivative(x: Tensor, grad: Tensor, activation: Activation) -> Tensor:
+    """The gradient of x (..., N) from that of `formula`'s result (..., I), both fp32 or fp64.
+
+    As in torch's clamp, gradients pass at a limit itself and not beyond it.
+    """
+    name, limit = activation.name, activation.limit
+    if not activation.gated:
+        if name == "relu2_no_mul":
+            return 2 * F.relu(x) * grad
+        return _derivative_of_one(name.removesuffix("_no_mul"), x, grad)
+    if activation.interleaved:
+        g, u = x[..., 0::2], x[..., 1::2]
+    else:
+        g, u = x.chunk(2, dim=-1)
+    limited = limit < NO_LIMIT and name not in ("gelu", "gelu_tanh")
+    clamped_u = u.clamp(-limit, limit) if limited else u
+    if name in ("swigluoai", "swigluoai_uninterleave"):
+        clamped_g = g.clamp(max=limit) if limited else g
+        sigmoid = torch.sigmoid(activation.alpha * clamped_g)
+        slope = sigmoid * (1 + activation.alpha * clamped_g * (1 - sigmoid))
+        dg, du = grad * (clamped_u + activation.beta) * slope, grad * clamped_g * sigmoid
+    elif name == "swiglustep":
+        silu = F.silu(g)
+        dg = _derivative_of_one("silu", g, grad * clamped_u * (silu <= limit))
+        du = grad * silu.clamp(max=limit)
+    else:
+        clamped_g = g.clamp(max=limit) if limited else g
+        one = F.silu(clamped_g) if name == "silu" else _gelu(name, clamped_g)
+        dg, du = _derivative_of_one(name, clamped_g, grad * clamped_u), grad * one
+    if limited:
+        du = torch.where((u >= -limit) & (u <= limit), du, 0)
+        if name != "swiglustep":
+            dg = torch.where(g <= limit, dg, 0)
+    if activation.interleaved:
+        return torch.stack((dg, du), -1).flatten(-2)
+    return torch.cat((dg, du), -1)
+
+
+def _gelu(name: str, x: Tensor) -> Tensor:
+    return F.gelu(x, approximate="tanh" if name.startswith("gelu_tanh") else "none")
+
+
+def _derivative_of_one(name: str, x: Tensor, grad: Tensor) -> Tensor:
+    """The gradient of x from that of silu(x) or gelu(x)."""
+    if name == "silu":
+        return torch.ops.aten.silu_backward(grad, x)
+    approximate = "tanh" if name == "gelu_tanh" else "none"
+    return torch.ops.aten.gelu_backward(grad, x, approximate=approximate)
 
 
 # orders of w13's rows other than the natural one of its activation, by what they are made from

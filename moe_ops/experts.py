@@ -18,6 +18,7 @@ from torch.fx.experimental.symbolic_shapes import guard_or_false
 from moe_ops import activations, checks
 from moe_ops.activations import Activation
 from moe_ops.autograd import experts as autograd
+from moe_ops.autograd import training
 from moe_ops.ops.call import BatchedCall, Call, ExpertsCall, LinearCall, refuse_lost, take_apart
 from moe_ops.planning import bind
 from moe_ops.planning.plan import Plan
@@ -43,6 +44,7 @@ def fused_experts(
     hidden_states_scale: Tensor | None = None,  # (M, groups)
     hidden_states_global_scale: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
+    recompute: bool = False,
 ) -> Tensor:
     """Run the experts of a mixture-of-experts layer on tokens that have already been routed.
 
@@ -80,6 +82,8 @@ def fused_experts(
         hidden_states_global_scale: () or (1,) fp32, of nvfp4 alone: values are divided by it.
         out_dtype: the result's dtype where hidden_states arrive quantized, bf16 by default; else
             None or their own.
+        recompute: keep the inputs alone for the backward pass, and compute the first product
+            again there. Without it, (M * top_k, N) elements are kept beside them.
 
     Returns:
         (M, K) in hidden_states' dtype, or in out_dtype if they arrive quantized. Under
@@ -137,7 +141,7 @@ def fused_experts(
             _check_rows("hidden_states_scale", hidden_states_scale, M)
     if needs_grad:  # gradients allocate their own
         _before_training(call)
-        return autograd.fused_experts(call)
+        return training.fused_experts(call, recompute)
     return bound.run(call, M)
 
 

@@ -1,4 +1,5 @@
-"""The differentiable path: experts as a composition of torch operators around one grouped product.
+"""Experts as a composition of torch operators around one grouped product: the values that
+training.py computes, and gradients that have gradients themselves.
 
 Except for the grouped product (products.py), torch computes the gradients, so that they are right
 for every activation, bias and routing option. Gradients pass through the dequantized values of
@@ -7,6 +8,9 @@ quantized weights, which get none themselves. The rounding of activations counts
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,7 +21,7 @@ from moe_ops.numerics import permute
 from moe_ops.ops.call import ExpertsCall, Weight
 
 
-def _refuse_transforms() -> None:
+def refuse_transforms() -> None:
     """Raise RuntimeError inside torch.func transforms, which cannot differentiate operators that
     are written in Python.
     """
@@ -38,7 +42,7 @@ def grouped_linear(
     """Differentiable grouped linear: (S, N) in x's dtype, computed in fp32 if the scheme
     quantizes.
     """
-    _refuse_transforms()
+    refuse_transforms()
     if weight.scheme:
         if rows_valid is None:
             rows_valid = torch.arange(x.shape[0], device=x.device) < offsets[-1]
@@ -47,18 +51,53 @@ def grouped_linear(
     return grouped_mm(x, weight.data, offsets, *weight.scales, bias, weight.scheme, False)
 
 
+class Layer(NamedTuple):
+    """What the layer computes on its way."""
+
+    out: Tensor  # (M, K)
+    gate_up: Tensor  # (S, N) before the activation, of pairs sorted by expert
+
+
 def fused_experts(call: ExpertsCall) -> Tensor:
-    """Differentiable experts, (M, K) in hidden_states' dtype."""
-    _refuse_transforms()
-    w13, w2 = call.w13, call.w2
-    num_experts, scheme = w13.data.shape[0], w13.scheme
-    pairs = permute.sort_pairs(call.topk_ids, num_experts, call.expert_map)
-    weights, rows = call.topk_weights, call.hidden_states
+    """Differentiable experts, (M, K) in hidden_states' dtype; so are their gradients."""
+    refuse_transforms()
+    pairs = permute.sort_pairs(call.topk_ids, call.w13.data.shape[0], call.expert_map)
+    return layer(call, pairs, grouped_mm).out
+
+
+def layer(call: ExpertsCall, pairs: permute.Pairs, multiply: Callable[..., Tensor]) -> Layer:
+    """The layer in torch operators and one that multiplies, with the arguments of `grouped_mm`."""
+    rows = gemm1_input(call, pairs)
+    gate_up = product(multiply, rows, call.w13, pairs, call.w13_bias)
+    hidden = gemm2_input(call, pairs, activations.apply(gate_up, call.activation))
+    y = product(multiply, hidden, call.w2, pairs, call.w2_bias)
+    weights = (
+        torch.ones_like(call.topk_weights) if call.router_weight_on_input else call.topk_weights
+    )
+    return Layer(permute.combine(y, weights, pairs, call.hidden_states.dtype), gate_up)
+
+
+def product(
+    multiply: Callable[..., Tensor],
+    rows: Tensor,
+    weight: Weight,
+    pairs: permute.Pairs,
+    bias: Tensor | None,
+    transpose: bool = False,
+) -> Tensor:
+    """rows times the weight of their expert."""
+    return multiply(
+        rows, weight.data, pairs.offsets, *weight.scales, bias, weight.scheme, transpose
+    )
+
+
+def gemm1_input(call: ExpertsCall, pairs: permute.Pairs) -> Tensor:
+    """(S, K): rows of hidden_states sorted by expert, weighted and rounded as the scheme says."""
+    w13, scheme, rows = call.w13, call.w13.scheme, call.hidden_states
     if scheme:  # router weights scale the input in fp32, before it is quantized
         rows = rows.to(torch.float32)
     if call.router_weight_on_input:
-        rows = permute.weigh_inputs(rows, weights, pairs)
-        weights = torch.ones_like(weights)
+        rows = permute.weigh_inputs(rows, call.topk_weights, pairs)
     # each pair has the scale of its expert where these differ
     by_pair = w13.activation_scale is not None and w13.activation_scale.numel() > 1
     if scheme and not by_pair:
@@ -66,15 +105,17 @@ def fused_experts(call: ExpertsCall) -> Tensor:
     rows = permute.gather_tokens(rows, pairs)
     if by_pair:
         scale = numerics.static_scale_of_rows(w13.activation_scale, pairs.experts)
-        rows = _straight_through(rows, scheme, scale, pairs.experts < num_experts)
-    gate_up = grouped_mm(rows, w13.data, pairs.offsets, *w13.scales, call.w13_bias, scheme, False)
-    hidden = activations.apply(gate_up, call.activation)
-    if scheme:
-        valid = pairs.experts < num_experts
-        scale = numerics.static_scale_of_rows(w2.activation_scale, pairs.experts)
-        hidden = _straight_through(hidden, scheme, scale, valid)
-    y = grouped_mm(hidden, w2.data, pairs.offsets, *w2.scales, call.w2_bias, scheme, False)
-    return permute.combine(y, weights, pairs, call.hidden_states.dtype)
+        rows = _straight_through(rows, scheme, scale, pairs.experts < w13.data.shape[0])
+    return rows
+
+
+def gemm2_input(call: ExpertsCall, pairs: permute.Pairs, hidden: Tensor) -> Tensor:
+    """(S, I): what the activation returned, rounded as the scheme says."""
+    if not call.w2.scheme:
+        return hidden
+    valid = pairs.experts < call.w2.data.shape[0]
+    scale = numerics.static_scale_of_rows(call.w2.activation_scale, pairs.experts)
+    return _straight_through(hidden, call.w2.scheme, scale, valid)
 
 
 def _straight_through(

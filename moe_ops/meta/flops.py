@@ -41,6 +41,40 @@ def grouped_outer(a: tuple, b: tuple, *_: Any, **__: Any) -> int:
     return 2 * a[0] * a[1] * b[1]
 
 
+def experts_forward(
+    x: tuple, w13: tuple, w2: tuple, _: tuple, ids: tuple, *__: Any, **k: Any
+) -> int:
+    """Of `experts_forward`: M * top_k pairs through both products."""
+    return 2 * x[0] * ids[1] * x[1] * (w13[1] + _columns_of_w2(x, w13, w2))
+
+
+def experts_backward(
+    grad: tuple,
+    h: tuple,
+    _: tuple,
+    x: tuple,
+    w13: tuple,
+    w2: tuple,
+    weights: tuple,
+    ids: tuple,
+    *rest: Any,
+    **__: Any,
+) -> int:
+    """Of `experts_backward`: the products that the needed gradients take, and the first of the
+    forward pass where it is computed again.
+    """
+    needs_x, needs_w13, needs_w2, *_rest = rest[-1]
+    first, second = w13[1], _columns_of_w2(x, w13, w2)
+    again = h[0] == 0
+    columns = first * (needs_x + needs_w13 + again) + second * (1 + needs_w2)
+    return 2 * x[0] * ids[1] * x[1] * columns
+
+
+def _columns_of_w2(x: tuple, w13: tuple, w2: tuple) -> int:
+    """I, also of packed weights: K is known from x."""
+    return w2[2] * x[1] // w13[2]
+
+
 def route_tokens(
     logits: tuple,
     weights: tuple,

@@ -72,7 +72,7 @@ class MoELayer(nn.Module):
             and keeps its values when a layer built on the meta device is materialized.
         num_local_experts: E_local; with expert_map only.
         track_load: count tokens per expert in evaluation too, not in training alone.
-        max_workspace_bytes, backend: as in `fused_experts`.
+        max_workspace_bytes, recompute, backend: as in `fused_experts`.
         device, dtype: of the parameters.
 
     Attributes:
@@ -91,7 +91,9 @@ class MoELayer(nn.Module):
 
     expert_load: Tensor
     expert_map: Tensor | None
-    max_workspace_bytes: int | None = None  # layers that were saved before have none of their own
+    # layers that were saved before have none of their own
+    max_workspace_bytes: int | None = None
+    recompute: bool = False
 
     def __init__(
         self,
@@ -118,6 +120,7 @@ class MoELayer(nn.Module):
         num_local_experts: int | None = None,
         track_load: bool = False,
         max_workspace_bytes: int | None = None,
+        recompute: bool = False,
         backend: str = "auto",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -168,6 +171,7 @@ class MoELayer(nn.Module):
         self.residual_scale = residual_scale
         self.track_load = track_load
         self.max_workspace_bytes = max_workspace_bytes
+        self.recompute = recompute
         self.backend = backend
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         self.gate = Gate(num_experts, hidden_size, router_bias, correction_bias, factory)
@@ -363,6 +367,7 @@ class MoELayer(nn.Module):
             expert_map=self.expert_map,
             router_weight_on_input=self.router_weight_on_input,
             max_workspace_bytes=self.max_workspace_bytes,
+            recompute=self.recompute,
             backend=self.backend,
         )
         return out, router_logits, topk_ids

@@ -161,8 +161,23 @@ _OPTIONS = {name: kind.options for name, kind in KINDS.items()}  # for traced co
 
 def options_text(kind: str, values: Sequence[Any]) -> str:
     """The `options` argument of an op: values of the fields that are no tensors, in order."""
-    names = _OPTIONS[kind]
+    return text_of(_OPTIONS[kind], values)
+
+
+def text_of(names: Sequence[str], values: Sequence[Any]) -> str:
+    """Options as ops carry them."""
     return "{" + ", ".join([f"'{n}': {v!r}" for n, v in zip(names, values, strict=True)]) + "}"
+
+
+def options_of(text: str, fields: Any) -> Any:
+    """An instance of a NamedTuple of options, from their text."""
+    return fields._make(_parse_options(text, fields._fields, *_floats_and_defaults(fields)))
+
+
+@functools.cache
+def _floats_and_defaults(fields: Any) -> tuple[tuple[str, ...], tuple[tuple[str, Any], ...]]:
+    floats = [name for name, hint in get_type_hints(fields).items() if hint is float]
+    return tuple(floats), tuple(fields._field_defaults.items())
 
 
 @functools.lru_cache(maxsize=4096)

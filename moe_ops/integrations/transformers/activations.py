@@ -27,6 +27,11 @@ HfModule = Any  # an nn.Module of transformers, whose class alone knows its attr
 FUSED = "fused_experts"
 GROUPED = "grouped_linear around the module's gate"
 
+# what attach() may choose for the calls of `fused_experts` of a module, which keeps it in
+# attributes of these names behind PREFIX
+OPTIONS: dict[str, Any] = {"backend": "auto", "max_workspace_bytes": None, "recompute": False}
+PREFIX = "_moe_ops_"
+
 # Pointwise functions of ours. NewGELUActivation writes out the tanh approximation that GELUTanh
 # calls.
 _POINTWISE = {
@@ -164,8 +169,7 @@ def run_experts(
             activation=activation,
             w13_bias=w13_bias,
             w2_bias=w2_bias,
-            max_workspace_bytes=max_workspace_bytes_of(module),
-            backend=backend,
+            **options_of(module),
         )
         return y.to(hidden_states.dtype)
     pairs = permute.sort_pairs(top_k_index, w13.shape[0])
@@ -183,9 +187,9 @@ def backend_of(module: HfModule) -> str:
     return getattr(module, "_moe_ops_backend", "auto")
 
 
-def max_workspace_bytes_of(module: HfModule) -> int | None:
-    """The bound of the workspaces that attach() set for this module."""
-    return getattr(module, "_moe_ops_max_workspace_bytes", None)
+def options_of(module: HfModule) -> dict[str, Any]:
+    """What attach() chose for the calls of `fused_experts` of this module."""
+    return {name: getattr(module, PREFIX + name, value) for name, value in OPTIONS.items()}
 
 
 def experts_forward(

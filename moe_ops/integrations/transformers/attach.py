@@ -13,7 +13,11 @@ from moe_ops.integrations.transformers.quantizer import mark_quantized
 
 
 def attach(
-    model: nn.Module, backend: str = "auto", *, max_workspace_bytes: int | None = None
+    model: nn.Module,
+    backend: str = "auto",
+    *,
+    max_workspace_bytes: int | None = None,
+    recompute: bool = False,
 ) -> AttachReport:
     """Run the experts of a model through moe_ops, in place, and check that they do.
 
@@ -23,7 +27,7 @@ def attach(
 
     Args:
         model: a transformers model, or any module that contains such layers.
-        backend, max_workspace_bytes: for every expert call of these layers, as in
+        backend, max_workspace_bytes, recompute: for every expert call of these layers, as in
             `moe_ops.fused_experts`.
 
     Returns:
@@ -44,4 +48,9 @@ def attach(
         check_size("max_workspace_bytes", max_workspace_bytes)
     if isinstance(model, nn.Module) and restore_modules(model):
         mark_quantized(model, MoeOpsConfig())
-    return attach_layers(model, backend, max_workspace_bytes)
+    options = {
+        "backend": backend,
+        "max_workspace_bytes": max_workspace_bytes,
+        "recompute": recompute,
+    }
+    return attach_layers(model, options)

@@ -61,8 +61,7 @@ def _llama4_experts(module: HfModule, x: Tensor, ids: Tensor, weights: Tensor) -
         ids,
         activation=_activation(module),
         router_weight_on_input=top_k == 1,
-        max_workspace_bytes=hf_activations.max_workspace_bytes_of(module),
-        backend=hf_activations.backend_of(module),
+        **hf_activations.options_of(module),
     )
     return y.view(M, top_k, -1).sum(1) if top_k > 1 else y
 

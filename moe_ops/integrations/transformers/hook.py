@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,7 +49,7 @@ class AttachReport:
 
 
 def attach_layers(
-    model: HfModule, backend: str, max_workspace_bytes: int | None = None
+    model: HfModule, options: Mapping[str, Any] = hf_activations.OPTIONS
 ) -> AttachReport:
     """`attach` of a model whose experts are ordinary modules."""
     layers = layers_of.find(model)
@@ -59,7 +60,7 @@ def attach_layers(
         ):
             model.set_experts_implementation(NAME)
         reports = [
-            _attach_layer(layer, backend, max_workspace_bytes)
+            _attach_layer(layer, options)
             for layer in environment.progress_bar(layers, "attaching layers")
         ]
         return AttachReport(tuple(reports))
@@ -68,7 +69,7 @@ def attach_layers(
         raise
 
 
-def _attach_layer(layer: Layer, backend: str, max_workspace_bytes: int | None) -> LayerReport:
+def _attach_layer(layer: Layer, options: Mapping[str, Any]) -> LayerReport:
     module, owner, family = layer.module, layer.owner, layer.family
     if family is None:
         module.config._experts_implementation = NAME
@@ -78,8 +79,8 @@ def _attach_layer(layer: Layer, backend: str, max_workspace_bytes: int | None) -
         if family.owner_forward is not None:
             families.set_forward(owner, family.owner_forward)
         path = family.path
-    owner._moe_ops_backend = backend
-    owner._moe_ops_max_workspace_bytes = max_workspace_bytes
+    for option, value in (hf_activations.OPTIONS | dict(options)).items():
+        setattr(owner, hf_activations.PREFIX + option, value)
     operators, check = _check(layer)
     return LayerReport(
         layer.name,
@@ -106,6 +107,7 @@ def _plan_text(layer: Layer) -> str:
     w13, w2 = (hf_activations.rows_first(w, owner) for w in weights)
     bias = [getattr(owner, f"{name}_bias", None) for name in layer.weights]
     top_k = getattr(owner.config, "num_experts_per_tok", None) or 1
+    options = hf_activations.options_of(owner)
     plan = moe_ops.explain(
         torch.empty(1, w13.shape[2], dtype=w13.dtype, device=w13.device),
         w13,
@@ -114,8 +116,8 @@ def _plan_text(layer: Layer) -> str:
         activation=activation,
         w13_bias=bias[0],
         w2_bias=bias[1],
-        max_workspace_bytes=hf_activations.max_workspace_bytes_of(owner),
-        backend=hf_activations.backend_of(owner),
+        max_workspace_bytes=options["max_workspace_bytes"],
+        backend=options["backend"],
     )
     return ", ".join(
         backend.name if limit < 0 else f"{backend.name} up to M = {limit}"

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from moe_ops.integrations.transformers import families
-from moe_ops.integrations.transformers.activations import HfModule, turned
+from moe_ops.integrations.transformers.activations import OPTIONS, PREFIX, HfModule, turned
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ def snapshot(model: nn.Module, layers: list[Layer]) -> Callable[[], None]:
     objects: dict[int, tuple[Any, tuple[str, ...]]] = {}
     for layer in layers:
         for module in (layer.module, layer.owner):
-            ours = ("_moe_ops_backend", "_moe_ops_max_workspace_bytes")
+            ours = [PREFIX + name for name in OPTIONS]
             objects[id(module)] = (module, ("forward", "_old_forward", *ours))
     configs = [getattr(module, "config", None) for module in model.modules()]
     while configs:

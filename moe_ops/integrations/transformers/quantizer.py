@@ -350,7 +350,7 @@ class MoeOpsQuantizer(HfQuantizer):
             state.clear()
         self._checkpoint = self._model = None
         mark_quantized(model, self.quantization_config)
-        attach_layers(model, self.quantization_config.backend)
+        attach_layers(model, {"backend": self.quantization_config.backend})
         return model
 
     def get_state_dict_and_metadata(

@@ -39,6 +39,26 @@ def test_attach_reports_each_layer():
     assert own.runs == "torch_grouped_linear"
 
 
+def test_attach_with_recompute_keeps_inputs_alone():
+    """Of each layer of experts, beside what the router and attention keep."""
+    kept = {}
+    for recompute in (False, True):
+        model = build("mixtral", 1)
+        integration.attach(model, "torch", recompute=recompute)
+        ids = torch.arange(12).view(1, 12)
+        rows = 12 * model.config.num_experts_per_tok
+        width = experts_of(model).gate_up_proj.shape[1]
+        shapes = []
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda t, to=shapes: to.append(tuple(t.shape)) or t, lambda t: t
+        ):
+            out = model(ids).logits
+        kept[recompute] = (rows, width) in shapes
+        out.sum().backward()
+        assert experts_of(model).gate_up_proj.grad.norm() > 0
+    assert kept == {False: True, True: False}
+
+
 def test_attach_bounds_workspaces():
     model = build("mixtral", 1)
     own = logits(model)
