@@ -6,7 +6,8 @@ Functional, because autograd refuses operators that write their arguments, and s
 checkpointing of one loses what it wrote. A compiler that partitions forward from backward keeps
 what these two say: hidden_states, h and the index.
 
-Both are plain torch here, on any device; see DESIGN.md for kernels behind them.
+Both are here in plain torch, for any device and any call, and in fused.py for plain bf16 weights
+on GPUs.
 """
 
 from __future__ import annotations
@@ -17,9 +18,12 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import guard_scalar
 
-from moe_ops import activations
+from moe_ops import activations, environment
 from moe_ops.autograd import experts as composition
 from moe_ops.backends.torch import grouped_mm as products
+from moe_ops.environment import INTERPRETED
+from moe_ops.kernels.launch import Lazy
+from moe_ops.kernels.permute.layout import index_parts
 from moe_ops.meta import flops
 from moe_ops.numerics import Scales, permute
 from moe_ops.ops.call import ExpertsCall, Weight
@@ -76,17 +80,56 @@ def _inputs(values: tuple) -> Inputs:
     return Inputs(call, o.recompute)
 
 
+# --- where it runs -------------------------------------------------------------------------------
+
+
+_fused_forward = Lazy("moe_ops.autograd.fused:forward")
+_fused_backward = Lazy("moe_ops.autograd.fused:backward")
+_MULTIPLE = 8  # of sizes: rows of 16-bit numbers begin at multiples of 16 bytes
+
+
+def why_not_fused(call: ExpertsCall) -> str | None:
+    """Why a call runs in plain torch; None if it runs here."""
+    x, w13, w2 = call.hidden_states, call.w13.data, call.w2.data
+    if call.w13.scheme:
+        return "its weights are quantized"
+    if call.w13_bias is not None or call.w2_bias is not None:
+        return "it has biases"
+    if call.router_weight_on_input:
+        return "router weights multiply its input"
+    if not call.topk_ids.numel():
+        return "it has no tokens"
+    if x.device.type != "cuda":
+        return None if INTERPRETED and x.dtype == torch.float32 else "it is not on a CUDA device"
+    if x.dtype != torch.bfloat16 or environment.capability(x.device) < (9, 0):
+        return "torch's grouped product takes bf16 on compute capability 9.0 or newer"
+    for t in (w13, w2):
+        if not t.is_contiguous() or t.data_ptr() % 16:
+            return "its weights are not contiguous, or begin askew"
+    if any([size % _MULTIPLE for size in (*w13.shape[1:], *w2.shape[1:])]):
+        return f"its sizes are no multiples of {_MULTIPLE}"
+    return None
+
+
 # --- forward -------------------------------------------------------------------------------------
 
 
 def _forward(*values: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """out (M, K); h (S, N), or (0, N) if it is computed again; int32 index (E + S,): the row after
-    each expert's last pair, then the pair m * top_k + j at each row.
+    """out (M, K); h (S, N), or (0, N) if it is computed again; int32 index: the row after each
+    expert's last pair (E,), then the row of each pair (S,), each padded to four numbers.
     """
     call, recompute = _inputs(values)
-    pairs = permute.sort_pairs(call.topk_ids, call.w13.data.shape[0], call.expert_map)
-    out, h = composition.layer(call, pairs, _multiply)
-    return out, h[:0].clone() if recompute else h, torch.cat((pairs.offsets, pairs.order.int()))
+    if why_not_fused(call) is None:
+        out, h, index = _fused_forward(call)
+    else:
+        E, S = call.w13.data.shape[0], call.topk_ids.numel()
+        pairs = permute.sort_pairs(call.topk_ids, E, call.expert_map)
+        out, h = composition.layer(call, pairs, _multiply)
+        at = index_parts(S, E)
+        index = pairs.order.new_zeros(at.counts, dtype=torch.int32)
+        index[:E] = pairs.offsets
+        index[at.rows : at.rows + S] = torch.where(pairs.valid.flatten(), pairs.inverse, -1)
+    return out, h[:0].clone() if recompute else h, index
 
 
 def _multiply(x: Tensor, weight: Tensor, offsets: Tensor, *scales_and_bias: Any) -> Tensor:
@@ -105,7 +148,7 @@ def _forward_fake(*values: Any) -> tuple[Tensor, Tensor, Tensor]:
     dtype = torch.float32 if call.w13.scheme else x.dtype
     h = x.new_empty((0 if inputs.recompute else S, N), dtype=dtype)
     out = x.new_empty(x.shape)
-    return out, h, call.topk_ids.new_empty((E + S,), dtype=torch.int32)
+    return out, h, call.topk_ids.new_empty((index_parts(S, E).counts,), dtype=torch.int32)
 
 
 # --- backward ------------------------------------------------------------------------------------
@@ -122,6 +165,9 @@ def _backward(grad: Tensor, h: Tensor, index: Tensor, *rest: Any) -> tuple[Tenso
     *values, needs = rest
     inputs = _inputs(tuple(values))
     call, (E, _, _, _, top_k) = inputs.call, inputs.sizes
+    if why_not_fused(call) is None:
+        found = _fused_backward(call, grad, None if inputs.recompute else h, index, needs)
+        return tuple([h.new_empty(0) if t is None else t for t in found])
     needs_x, needs_w13, needs_w2, needs_weights, needs_b13, needs_b2 = needs
     pairs = _pairs(call, index, E, top_k)
     on_input = call.router_weight_on_input
@@ -181,12 +227,21 @@ def _backward(grad: Tensor, h: Tensor, index: Tensor, *rest: Any) -> tuple[Tenso
 
 def _pairs(call: ExpertsCall, index: Tensor, E: int, top_k: int) -> permute.Pairs:
     """The sorted pairs of the index that the forward pass returned."""
-    offsets, order = index[:E], index[E:].long()
-    row = torch.arange(order.shape[0], device=index.device)
-    inverse = torch.empty_like(order).scatter_(0, order, row)
-    experts = torch.searchsorted(offsets, row, right=True)
-    valid = (inverse < offsets[-1]).unflatten(0, (call.topk_ids.shape[0], top_k))
-    return permute.Pairs(order, inverse, experts, offsets, valid)
+    S = call.topk_ids.numel()
+    first = index_parts(S, E).rows
+    offsets, rows = index[:E], index[first : first + S].long()
+    pair = torch.arange(S, device=index.device)
+    valid = rows >= 0
+    # rows behind the last are those of no pair: they have the first one's token, and count nowhere
+    order = rows.new_zeros(S + 1).scatter_(0, torch.where(valid, rows, S), pair)[:S]
+    experts = torch.searchsorted(offsets, pair, right=True)
+    return permute.Pairs(
+        order,
+        rows.clamp(min=0),
+        experts,
+        offsets,
+        valid.unflatten(0, (call.topk_ids.shape[0], top_k)),
+    )
 
 
 def _by_pair(values: Tensor, pairs: permute.Pairs) -> Tensor:

@@ -102,7 +102,7 @@ class Operators:
         nibbles = (b[..., None] >> shifts & 15).flatten(-2)
         values = torch.where(nibbles > 7, nibbles - 16, nibbles).double()
         scale = groups_of[..., ::8].double().transpose(1, 2).repeat_interleave(128, -1)
-        w = values * scale * sb.view(E, N, 1)
+        w = (values * scale).to(torch.float8_e4m3fn).double() * sb.view(E, N, 1)
         for e, rows in groups(out, offsets, sizes, swapped=True):
             out[rows] = (a[rows].double() * sa[rows]) @ w[e].T
 

@@ -41,9 +41,13 @@ def test_calls_launch_every_kernel(sanitize, monkeypatch):
         patch.setattr(sanitize, "I", 128)
         patch.setattr(sanitize, "TOKENS", (1, 5))
         run = library.Gemms.run
-        report = sanitize.run_calls("cpu", ("fp8_channel", "fp8_tensor_static"))
+        report = sanitize.run_calls("cpu", ("fp8_channel", "fp8_tensor_static", "int4_w4a8"))
         assert library.Gemms.run is run
-        kernels = {library.kernel_of(dtype) for dtype in (torch.bfloat16, torch.float16)}
+        kernels = {
+            library.kernel_of(scheme, "sm_90a", dtype, 1, sanitize.E)
+            for scheme in ("fp8_channel", "int4_w4a8")
+            for dtype in (torch.bfloat16, torch.float16)
+        }
     forget()
     assert kernels <= set(report.kernels) and not report.wrong
     assert "fp8_channel bfloat16 M=5" in report.calls

@@ -49,6 +49,7 @@ KERNELS = (
     "quantize",
     "gemm",
     "mixed_gemm",
+    "training",
     "router",
 )
 ROUTER_USES = ("launch", "device", "router")

@@ -48,6 +48,58 @@ def activate_two(g, u, alpha, beta, limit, ACTIVATION: tl.constexpr, HAS_LIMIT: 
 
 
 @triton.jit
+def derivative_of_one(x, ACTIVATION: tl.constexpr):
+    """The derivative of `activate_one`."""
+    if ACTIVATION == "silu":
+        s = tl.sigmoid(x)
+        return s * (1.0 + x * (1.0 - s))
+    elif ACTIVATION == "gelu":
+        density = 0.3989422804014327 * tl.exp(-0.5 * x * x)
+        return 0.5 * (1.0 + tl.erf(x * 0.7071067811865476)) + x * density
+    elif ACTIVATION == "gelu_tanh":
+        s = tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+        return s + x * s * (1.0 - s) * 1.5957691216057308 * (1.0 + 0.134145 * x * x)
+    else:
+        tl.static_assert(ACTIVATION == "relu2")
+        return tl.where(x < 0.0, 0.0, 2.0 * x)
+
+
+@triton.jit
+def derivatives_of_two(
+    g, u, alpha, beta, limit, ACTIVATION: tl.constexpr, HAS_LIMIT: tl.constexpr
+):
+    """(`activate_two`, its derivatives by g and by u). These are 0 beyond a limit, not at it."""
+    if ACTIVATION == "swiglustep":
+        silu = activate_one(g, "silu")
+        clamped = clamp(u, limit)
+        dg = tl.where(silu <= limit, derivative_of_one(g, "silu") * clamped, 0.0)
+        du = tl.where((u >= -limit) & (u <= limit), above(silu, limit), 0.0)
+        return above(silu, limit) * clamped, dg, du
+    elif ACTIVATION == "gelu" or ACTIVATION == "gelu_tanh":
+        one = activate_one(g, ACTIVATION)
+        return one * u, derivative_of_one(g, ACTIVATION) * u, one
+    else:
+        x, factor = g, u
+        if HAS_LIMIT:
+            x = above(g, limit)
+            factor = clamp(u, limit)
+        if ACTIVATION == "silu":
+            du = activate_one(x, "silu")
+            dg = derivative_of_one(x, "silu") * factor
+        else:
+            tl.static_assert(ACTIVATION == "swigluoai")
+            s = tl.sigmoid(alpha * x)
+            factor += beta
+            du = x * s
+            dg = s * (1.0 + alpha * x * (1.0 - s)) * factor
+        value = du * factor
+        if HAS_LIMIT:
+            dg = tl.where(g <= limit, dg, 0.0)
+            du = tl.where((u >= -limit) & (u <= limit), du, 0.0)
+        return value, dg, du
+
+
+@triton.jit
 def activated_columns(
     x_ptr, weight, first, I, alpha, beta, limit,  # noqa: E741
     ACTIVATION: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr,

@@ -1,0 +1,135 @@
+"""The functional pair on GPUs with grouped products: torch's, with kernels of this package between
+them. Imported at first launch only. Values are those of the portable code in training.py, rounded
+less often.
+
+A step takes nine products' worth of arithmetic and, beside them, passes over rows: tokens are
+copied to the rows of their pairs, one kernel goes back through activation and router weights, and
+one sums the rows of a token.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from moe_ops.backends.torch import grouped_mm as products
+from moe_ops.kernels import launch
+from moe_ops.kernels.gemm.operands import activated
+from moe_ops.kernels.launch import Launch, run
+from moe_ops.kernels.permute.combine import combine_rows
+from moe_ops.kernels.permute.layout import Layout, index_parts
+from moe_ops.kernels.permute.place import place
+from moe_ops.kernels.training.rows import activate, derive, scatter, zero_empty
+from moe_ops.ops.call import ExpertsCall
+
+
+class _Step:
+    """What forward and backward pass share."""
+
+    def __init__(self, call: ExpertsCall):
+        self.call, self.x = call, call.hidden_states
+        self.S, self.top_k = call.topk_ids.numel(), call.topk_ids.shape[1]
+        (self.E, self.N, self.K), self.I = call.w13.data.shape, call.w2.data.shape[2]
+        a = call.activation
+        self.activation = activated(a.name, a.alpha, a.beta, a.limit)
+        self.device = self.x.get_device()
+        self.gpu = launch.gpu(self.device)
+        self.layout: Layout
+
+    def run(self, *launches: Launch) -> None:
+        run(launches, self.device, self.gpu)
+
+    def rows(self, columns: int) -> Tensor:
+        return self.x.new_empty(self.S, columns)
+
+    def place(self) -> Tensor:
+        """Sort the pairs; returns the index."""
+        at = index_parts(self.S, self.E)
+        whole = self.x.new_empty(at.end, dtype=torch.int32)
+        of_ids = SimpleNamespace(
+            topk_ids=self.call.topk_ids,
+            expert_map=self.call.expert_map,
+            index_workspace=whole,
+            w13=self.call.w13.data,
+        )
+        launches, self.layout = place(of_ids, self.S, 1, self.gpu)  # type: ignore[arg-type]
+        self.run(*launches)
+        return whole[: at.counts].clone()  # the rest, counts, need not be kept
+
+    def read(self, index: Tensor) -> None:
+        """The layout of an index."""
+        rows = index_parts(self.S, self.E).rows
+        self.layout = Layout(index[rows : rows + self.S], index[: self.E], self.S)
+
+    def gathered(self, x: Tensor) -> Tensor:
+        """x (M, K) as rows of its pairs."""
+        y = self.rows(self.K)
+        self.run(scatter(x, y, self.layout, self.top_k))
+        return y
+
+    def multiply(self, rows: Tensor, weight: Tensor, transpose: bool = False) -> Tensor:
+        ends = self.layout.groups
+        if not rows.is_cuda:
+            return products.grouped_mm(rows, weight, ends, transpose=transpose)
+        return F.grouped_mm(rows, weight if transpose else weight.transpose(1, 2), offs=ends)
+
+    def outer(self, a: Tensor, b: Tensor) -> Tensor:
+        """a^T b for the rows of each expert."""
+        if not a.is_cuda:
+            return products.grouped_outer(a, b, self.layout.groups)
+        out = F.grouped_mm(a.t(), b, offs=self.layout.groups)
+        self.run(zero_empty(out, self.layout))
+        return out
+
+    def summed(self, y: Tensor, weights: Tensor | None) -> Tensor:
+        """(M, K): the sums of the rows of each token."""
+        out = torch.empty_like(self.x, memory_format=torch.contiguous_format)
+        self.run(combine_rows(out, y, weights, self.layout, self.top_k))
+        return out
+
+
+def forward(call: ExpertsCall) -> tuple[Tensor, Tensor, Tensor]:
+    """(out, h, index), as training.py defines them."""
+    step = _Step(call)
+    index = step.place()
+    h = step.multiply(step.gathered(call.hidden_states), call.w13.data)
+    hidden = step.rows(step.I)
+    step.run(activate(step.activation, hidden, h, step.layout))
+    y = step.multiply(hidden, call.w2.data)
+    return step.summed(y, call.topk_weights), h, index
+
+
+def backward(
+    call: ExpertsCall, grad: Tensor, h: Tensor | None, index: Tensor, needs: list[bool]
+) -> list[Tensor | None]:
+    """The gradients that are needed, as training.py defines them; `h` is None if it is computed
+    again.
+    """
+    needs_x, needs_w13, needs_w2, needs_weights, *_ = needs
+    step = _Step(call)
+    step.read(index)
+    found: list[Any] = [None] * 6
+    x = None
+    if h is None:
+        x = step.gathered(call.hidden_states)
+        h = step.multiply(x, call.w13.data)
+    dout = step.gathered(grad)
+    dhidden = step.multiply(dout, call.w2.data, transpose=True)
+    dh, hidden = step.rows(step.N), step.rows(step.I) if needs_w2 else None
+    dweights = dh.new_empty(call.topk_weights.shape, dtype=torch.float32)
+    weights, layout = call.topk_weights, step.layout
+    step.run(derive(step.activation, dh, hidden, dweights, h, dhidden, weights, layout))
+    if needs_weights:
+        found[3] = dweights.to(weights.dtype)
+    if hidden is not None:
+        found[2] = step.outer(dout, hidden)
+    del dout, dhidden, hidden
+    if needs_w13:
+        found[1] = step.outer(dh, step.gathered(call.hidden_states) if x is None else x)
+    if needs_x:
+        found[0] = step.summed(step.multiply(dh, call.w13.data, transpose=True), None)
+    return found

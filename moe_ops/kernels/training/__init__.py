@@ -1,0 +1,1 @@
+"""Kernels around the grouped products of a training step."""

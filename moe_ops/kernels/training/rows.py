@@ -1,0 +1,279 @@
+"""What a training step does to rows between its grouped products. Imported at first launch only.
+
+Legend: M tokens, S = M * top_k pairs, K hidden size, I intermediate size, N columns of w13's
+product (2 I if gated, else I). `rows` (S,) is the row of each pair, sorted by expert, or -1 if its
+expert is not here; `groups` (E,) the row after each expert's last pair.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from moe_ops.kernels.device.activations import (
+    activate_one,
+    activated_columns,
+    derivative_of_one,
+    derivatives_of_two,
+)
+from moe_ops.kernels.gemm.operands import Activated
+from moe_ops.kernels.launch import (
+    Constant,
+    Launch,
+    Pointer,
+    Runtime,
+    Specialized,
+    arguments,
+    kernel,
+)
+from moe_ops.kernels.permute.layout import Layout, StridedRows, rows_of
+from moe_ops.meta.workspace import cdiv
+
+BLOCK = 1024  # columns of a program
+ZEROS = 8192  # elements that a program of zero_empty writes at a time
+
+
+@arguments
+class Scatter:
+    y: Pointer  # (S, K), written
+    x: StridedRows
+    rows: Pointer
+    K: Specialized
+    TOP_K: Constant
+    BLOCK_K: Constant
+
+
+@kernel(Scatter)
+def moe_ops_train_scatter(
+    y_ptr,
+    x_ptr,
+    x_stride_e,
+    x_stride_m,
+    x_stride_k,
+    rows_ptr,
+    K,
+    TOP_K: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Read a token once and write it to the rows of its pairs. Grid: (M, column tiles)."""
+    m = tl.program_id(0).to(tl.int64)
+    k = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
+    x = tl.load(x_ptr + m * x_stride_m + k.to(tl.int64) * x_stride_k, mask=k < K, other=0.0)
+    for j in tl.static_range(TOP_K):
+        row = tl.load(rows_ptr + m * TOP_K + j).to(tl.int64)
+        tl.store(y_ptr + row * K + k, x, mask=k < tl.where(row >= 0, K, 0))
+
+
+def scatter(x: Tensor, y: Tensor, layout: Layout, top_k: int) -> Launch:
+    """x (M, K) copied to the rows of its pairs."""
+    M, K = x.shape
+    args = Scatter(y=y, x=rows_of(x), rows=layout.rows, K=K, TOP_K=top_k, BLOCK_K=BLOCK)
+    return Launch(moe_ops_train_scatter, (M, cdiv(K, BLOCK), 1), args)
+
+
+@arguments
+class Activate:
+    h: Pointer  # (S, I), written
+    x: Pointer  # (S, N)
+    groups: Pointer
+    E: Runtime
+    N: Specialized
+    I: Specialized  # noqa: E741
+    activation: Activated
+    BLOCK_I: Constant
+
+
+@kernel(Activate)
+def moe_ops_train_activate(
+    h_ptr,
+    x_ptr,
+    groups_ptr,
+    E,
+    N,
+    I,  # noqa: E741
+    alpha,
+    beta,
+    limit,
+    ACTIVATION: tl.constexpr,
+    GATED: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    HAS_LIMIT: tl.constexpr,
+    BLOCK_I: tl.constexpr,
+):
+    """h = activation(x). Grid: (S, column tiles)."""
+    row = tl.program_id(0).to(tl.int64)
+    if row >= tl.load(groups_ptr + E - 1):
+        return
+    first = tl.program_id(1) * BLOCK_I
+    i = first + tl.arange(0, BLOCK_I)
+    h = activated_columns(
+        x_ptr + row * N, 1.0, first, I, alpha, beta, limit, ACTIVATION, GATED, INTERLEAVED,
+        HAS_LIMIT, BLOCK_I,
+    )  # fmt: skip
+    tl.store(h_ptr + row * I + i, h.to(h_ptr.dtype.element_ty), mask=i < I)
+
+
+def activate(activation: Activated, h: Tensor, x: Tensor, layout: Layout) -> Launch:
+    """h (S, I) = activation(x (S, N))."""
+    (S, N), I = x.shape, h.shape[1]  # noqa: E741
+    args = Activate(
+        h=h,
+        x=x,
+        groups=layout.groups,
+        E=layout.groups.shape[0],
+        N=N,
+        I=I,
+        activation=activation,
+        BLOCK_I=BLOCK,
+    )
+    return Launch(moe_ops_train_activate, (S, cdiv(I, BLOCK), 1), args)
+
+
+@arguments
+class Derive:
+    dx: Pointer  # (S, N), written: the gradient of x
+    scaled: Pointer  # (S, I), written: router weight times activation(x); or None
+    dweights: Pointer  # (S,) fp32, written: the gradient of each pair's router weight
+    x: Pointer  # (S, N)
+    dh: Pointer  # (S, I): the gradient of the activation, without the router weight
+    weights: Pointer  # (M, top_k)
+    weights_stride_m: Runtime
+    weights_stride_k: Runtime
+    rows: Pointer
+    N: Specialized
+    I: Specialized  # noqa: E741
+    activation: Activated
+    TOP_K: Constant
+    BLOCK_I: Constant
+
+
+@kernel(Derive)
+def moe_ops_train_derive(
+    dx_ptr,
+    scaled_ptr,
+    dweights_ptr,
+    x_ptr,
+    dh_ptr,
+    weights_ptr,
+    weights_stride_m,
+    weights_stride_k,
+    rows_ptr,
+    N,
+    I,  # noqa: E741
+    alpha,
+    beta,
+    limit,
+    ACTIVATION: tl.constexpr,
+    GATED: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    HAS_LIMIT: tl.constexpr,
+    TOP_K: tl.constexpr,
+    BLOCK_I: tl.constexpr,
+):
+    """Through the activation and the router weight s of a pair, from the gradient dh of s * h:
+    dx = s * dh * activation'(x), ds = sum of dh * h, and s * h, with h = activation(x). Grid: S.
+    """
+    pair = tl.program_id(0)
+    row = tl.load(rows_ptr + pair).to(tl.int64)
+    if row < 0:
+        tl.store(dweights_ptr + pair, 0.0)
+        return
+    at = (pair // TOP_K).to(tl.int64) * weights_stride_m + (pair % TOP_K) * weights_stride_k
+    s = tl.load(weights_ptr + at).to(tl.float32)
+    x_ptr += row * N
+    dx_ptr += row * N
+    total = tl.zeros((BLOCK_I,), tl.float32)
+    for first in tl.range(0, I, BLOCK_I):
+        i = first + tl.arange(0, BLOCK_I)
+        ok = i < I
+        dh = tl.load(dh_ptr + row * I + i, mask=ok, other=0.0).to(tl.float32)
+        if GATED:
+            if INTERLEAVED:
+                wide = 2 * first + tl.arange(0, 2 * BLOCK_I)
+                both = tl.load(x_ptr + wide, mask=wide < 2 * I, other=0.0)
+                g, u = tl.split(tl.reshape(both, (BLOCK_I, 2)))
+            else:
+                g = tl.load(x_ptr + i, mask=ok, other=0.0)
+                u = tl.load(x_ptr + I + i, mask=ok, other=0.0)
+            h, dg, du = derivatives_of_two(
+                g.to(tl.float32), u.to(tl.float32), alpha, beta, limit, ACTIVATION, HAS_LIMIT
+            )
+            dg = (s * dh * dg).to(dx_ptr.dtype.element_ty)
+            du = (s * dh * du).to(dx_ptr.dtype.element_ty)
+            if INTERLEAVED:
+                both = tl.reshape(tl.join(dg, du), (2 * BLOCK_I,))
+                tl.store(dx_ptr + wide, both, mask=wide < 2 * I)
+            else:
+                tl.store(dx_ptr + i, dg, mask=ok)
+                tl.store(dx_ptr + I + i, du, mask=ok)
+        else:
+            x = tl.load(x_ptr + i, mask=ok, other=0.0).to(tl.float32)
+            h = activate_one(x, ACTIVATION)
+            dx = s * dh * derivative_of_one(x, ACTIVATION)
+            tl.store(dx_ptr + i, dx.to(dx_ptr.dtype.element_ty), mask=ok)
+        total += tl.where(ok, dh * h, 0.0)
+        if scaled_ptr is not None:
+            scaled = (s * h).to(scaled_ptr.dtype.element_ty)
+            tl.store(scaled_ptr + row * I + i, scaled, mask=ok)
+    tl.store(dweights_ptr + pair, tl.sum(total, 0))
+
+
+def derive(
+    activation: Activated,
+    dx: Tensor,
+    scaled: Tensor | None,
+    dweights: Tensor,  # (M, top_k) fp32
+    x: Tensor,
+    dh: Tensor,
+    weights: Tensor,  # (M, top_k)
+    layout: Layout,
+) -> Launch:
+    """Gradients through the activation and the router weights."""
+    I, (S, N) = dh.shape[1], x.shape  # noqa: E741
+    args = Derive(
+        dx=dx,
+        scaled=scaled,
+        dweights=dweights,
+        x=x,
+        dh=dh,
+        weights=weights,
+        weights_stride_m=weights.stride(0),
+        weights_stride_k=weights.stride(1),
+        rows=layout.rows,
+        N=N,
+        I=I,
+        activation=activation,
+        TOP_K=weights.shape[1],
+        BLOCK_I=min(BLOCK, triton.next_power_of_2(I)),
+    )
+    return Launch(moe_ops_train_derive, (S, 1, 1), args)
+
+
+@arguments
+class ZeroEmpty:
+    out: Pointer  # (E, size), written where an expert has no rows
+    groups: Pointer
+    size: Runtime
+    BLOCK: Constant
+
+
+@kernel(ZeroEmpty)
+def moe_ops_train_zero_empty(out_ptr, groups_ptr, size, BLOCK: tl.constexpr):
+    """Zeros for experts without rows. Grid: (E, programs of an expert)."""
+    e = tl.program_id(0)
+    before = tl.load(groups_ptr + e - 1, mask=e > 0, other=0)
+    if tl.load(groups_ptr + e) > before:
+        return
+    out_ptr += e.to(tl.int64) * size
+    zeros = tl.zeros((BLOCK,), out_ptr.dtype.element_ty)
+    for start in tl.range(tl.program_id(1) * BLOCK, size, tl.num_programs(1) * BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        tl.store(out_ptr + i, zeros, mask=i < size)
+
+
+def zero_empty(out: Tensor, layout: Layout) -> Launch:
+    """out (E, ..) zero for experts without rows, whose part a grouped product leaves as it is."""
+    size = out[0].numel()
+    args = ZeroEmpty(out=out, groups=layout.groups, size=size, BLOCK=ZEROS)
+    return Launch(moe_ops_train_zero_empty, (out.shape[0], min(32, cdiv(size, ZEROS)), 1), args)
