@@ -15,7 +15,7 @@ from tests.support.paths import BENCHMARKS
 
 SHAPE = Shape(6, 2, 256, 256)
 # Rounding gate and up to bf16 takes some elements of h to the next number in e4m3, 6 % away.
-TOLERANCE = 0.025
+TOLERANCE = 0.035
 # as vLLM 0.26.0 registers them
 SCHEMAS = {
     "_C": (
