@@ -390,8 +390,8 @@ _warned = False
 
 
 def _before_training(call: Call) -> None:
-    """Refuse tensors without values. Say once that recording gradients on a GPU leaves the fast
-    kernels unused.
+    """Refuse tensors without values. Say once that a call that records gradients on a GPU leaves
+    fast kernels unused, and why.
     """
     global _warned
     if torch.compiler.is_compiling():
@@ -399,10 +399,16 @@ def _before_training(call: Call) -> None:
     refuse_lost(call)
     if _warned or call.hidden_states.device.type != "cuda":
         return
+    reason = "grouped_linear has no other"
+    if isinstance(call, ExpertsCall):
+        found = training.why_not_fused(call)
+        if found is None:
+            return
+        reason = found
     _warned = True
     warnings.warn(
-        "moe_ops runs its differentiable torch path, because gradients are recorded. For "
-        "inference "
-        "wrap the call in torch.no_grad() or torch.inference_mode() to use the fast kernels.",
+        "moe_ops runs its differentiable torch path, because gradients are recorded, and "
+        f"{reason}. For inference wrap the call in torch.no_grad() or torch.inference_mode() to "
+        "use the fast kernels.",
         stacklevel=3,
     )

@@ -87,7 +87,7 @@ class FakeLibrary:
         """D^T = row_scale * (column_scale * A @ B^T), where A are int4 weights in the order of the
         tensor cores, each looked up in a table, and D is column-major.
         """
-        kind = re.fullmatch(r"moe_ops_sm90_int4_(bf16|f16)_(256x(16|32|64|128)|128x256)", name)
+        kind = re.fullmatch(r"moe_ops_sm90_int4_(bf16|f16)_(256x(32|64|128)|128x256)", name)
         assert kind, name
         out, E = OUT[kind[1]], g.groups
         assert g.sm_count > 0 and g.workspace % 64 == 0 and g.workspace_bytes >= 640 * g.sm_count

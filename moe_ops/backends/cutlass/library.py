@@ -237,7 +237,7 @@ _TYPES = {torch.bfloat16: "bf16", torch.float16: "f16"}
 # Most experts have no more rows than the tile, for a second one would read their weights again
 # (docs/kernels/cutlass.md).
 INT4_TILES = (
-    *((6, "256x16"), (20, "256x32"), (48, "256x64"), (160, "256x128")),
+    *((20, "256x32"), (48, "256x64"), (160, "256x128")),
     (None, "128x256"),
 )
 

@@ -2,5 +2,5 @@
 
 using Out = cutlass::bfloat16_t;
 
-MOE_OPS_INT4(moe_ops_sm90_int4_bf16_256x16, moe_ops::Sm90Int4<Out, 256, 16>)
 MOE_OPS_INT4(moe_ops_sm90_int4_bf16_256x32, moe_ops::Sm90Int4<Out, 256, 32>)
+MOE_OPS_INT4(moe_ops_sm90_int4_bf16_256x64, moe_ops::Sm90Int4<Out, 256, 64>)

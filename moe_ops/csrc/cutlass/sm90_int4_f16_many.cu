@@ -2,6 +2,5 @@
 
 using Out = cutlass::half_t;
 
-MOE_OPS_INT4(moe_ops_sm90_int4_f16_256x64, moe_ops::Sm90Int4<Out, 256, 64>)
 MOE_OPS_INT4(moe_ops_sm90_int4_f16_256x128, moe_ops::Sm90Int4<Out, 256, 128>)
 MOE_OPS_INT4(moe_ops_sm90_int4_f16_128x256, moe_ops::Sm90Int4<Out, 128, 256>)

@@ -126,7 +126,7 @@ def test_several_tiles(device, rows, products):
 @pytest.mark.parametrize("dtype, name", [(BF16, "bf16"), (FP16, "f16")])
 @pytest.mark.parametrize(
     "M, tile",
-    [(3, "256x16"), (18, "256x32"), (40, "256x64"), (150, "256x128"), (300, "128x256")],
+    [(3, "256x32"), (18, "256x32"), (40, "256x64"), (150, "256x128"), (300, "128x256")],
 )
 def test_int4_tiles(device, M, tile, dtype, name, products):
     """Each tile of tokens, whole and not; in w13 and w2 several tiles of rows and groups of
