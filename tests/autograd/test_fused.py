@@ -54,7 +54,11 @@ def every_call_is_fused(monkeypatch):
     ids=str,
 )
 def test_every_activation(where, activation):
-    check(Case(*where, activation=activation, top_k=3, K=48, I=40))
+    # Derivatives jump at limits, and bf16 takes some elements of h to the other side: that alone
+    # is an error of 0.02 to 0.04 with these limits, where leaving them out is one of 0.9 to 1.4.
+    limited = where[1] == BF16 and activations.resolve(activation).limit < 1
+    within = 0.1 if limited else None
+    check(Case(*where, activation=activation, top_k=3, K=48, I=40), within=within)
 
 
 @everywhere
