@@ -63,9 +63,9 @@ fuzz-sanitized: venv
 native: venv
 	$(PY) -m moe_ops.csrc.build
 
-# Compiles the kernels for SM90, and of the others what host checks need, and asks them on the host;
-# needs nvcc. Three to four minutes on two cores where the sources changed, else seconds. CHECK=--all
-# compiles every object in full.
+# Compiles of the kernels of moe_ops/csrc what host checks need, and asks them on the host; needs
+# nvcc. Some minutes on two cores where the sources changed, else seconds. CHECK=--all compiles every
+# object in full.
 native-check: venv
 	OMP_NUM_THREADS=1 $(PY) -m tests.support.native_check $(CHECK)
 

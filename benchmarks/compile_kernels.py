@@ -38,15 +38,18 @@ from triton.runtime import driver
 
 from moe_ops import backends, environment, kernels
 from moe_ops.activations import Activation
+from moe_ops.autograd import fused as training
 from moe_ops.backends.cutlass import library as cutlass
 from moe_ops.backends.deep_gemm import library as deep_gemm
 from moe_ops.kernels import launch
 from moe_ops.kernels.launch import Gpu, Launch
 from moe_ops.kernels.mixed_gemm import configs as mixed_configs
 from moe_ops.kernels.router import fused, topk
+from moe_ops.kernels.training.rows import zero_empty
 from moe_ops.meta.router import router_workspace
 from moe_ops.meta.scales import DEEP_GEMM_UE8M0, TRITON_E2M1
 from moe_ops.ops import library
+from moe_ops.ops.call import ExpertsCall, Weight
 from moe_ops.ops.problem import Machine, Problem
 from moe_ops.schemes import SCHEMES, get_scheme
 
@@ -107,6 +110,15 @@ class RouterCall:
     correction_bias: bool = False
 
 
+@dataclass(frozen=True)
+class TrainingCall:
+    """Forward and backward pass of a layer whose experts train."""
+
+    shape: tuple[int, int, int, int]  # E, top_k, K, I
+    M: int
+    activation: str = "silu"
+
+
 class Compiled(NamedTuple):
     """A kernel as a call starts it."""
 
@@ -115,6 +127,9 @@ class Compiled(NamedTuple):
     warps: int
     binary: Any  # triton's CompiledKernel; None where launches are only listed
     registers: int | None = None  # of a thread at most, where the launch sets it
+
+
+AnyCall = Call | RouterCall | TrainingCall
 
 
 class _Driver:
@@ -174,6 +189,13 @@ def gpu_of(arch: Arch, name: str = "") -> Gpu:
     return Gpu(SHARED_MEMORY[arch], native=native, pdl=pdl, name=name)
 
 
+class _Forgetful(dict):
+    """What remembers no kernel: a call that launches one twice asks for it twice."""
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        pass
+
+
 class _NoGemms(cutlass.Gemms):
     """Products of backend cutlass that are not run."""
 
@@ -200,7 +222,7 @@ def _compiling(gpu: Gpu, arch: Arch, compiles: bool = True) -> Iterator[list[Com
     try:
         with (
             mock.patch.object(launch, "_start", compile_one),
-            mock.patch.object(launch, "_compiled", {}),
+            mock.patch.object(launch, "_compiled", _Forgetful()),
             mock.patch.object(launch, "gpu", lambda device: gpu),
             mock.patch.object(deep_gemm, "alignment", lambda: deep_gemm.ALIGNMENT),
             mock.patch.object(deep_gemm, "grouped_gemm", lambda *_: None),
@@ -290,10 +312,13 @@ def problem_of(call: Call) -> Problem:
     )
 
 
-def refused(call: Call | RouterCall, arch: Arch) -> list[str]:
+def refused(call: AnyCall, arch: Arch) -> list[str]:
     """Why the call's backend does not take it on a GPU of `arch`, as `explain` says it."""
     if isinstance(call, RouterCall):
         return []
+    if isinstance(call, TrainingCall):
+        fits = isinstance(arch, int) and arch >= 90
+        return [] if fits else ["torch's grouped product needs compute capability 9.0"]
     machine, backend = machine_of(arch, call.backend), backends.named(call.backend)
     if call.arrives and call.scheme not in backend.quantized_input:
         return ["takes no input that arrives quantized"]
@@ -376,22 +401,58 @@ def compile_router(
     return found
 
 
-def _compile_one(gpu: Gpu, arch: Arch, call: Call | RouterCall) -> None:
+def compile_training(
+    call: TrainingCall, gpu: Gpu, arch: Arch, compiles: bool = True
+) -> list[Compiled]:
+    """The kernels between the products of a training step, compiled for `arch` or listed."""
+    E, top_k, K, I = call.shape  # noqa: E741
+    activation = Activation(call.activation)
+    N, dtype = 2 * I if activation.gated else I, torch.bfloat16
+    x, ids = _empty(call.M, K, dtype=dtype), _empty(call.M, top_k, dtype=torch.int32)
+    weights = [Weight(_empty(*size, dtype=dtype)) for size in ((E, N, K), (E, K, I))]
+    router = _empty(call.M, top_k, dtype=torch.float32)
+    step = ExpertsCall(x, *weights, router, ids, *[None] * 3, activation, False, True, True)
+
+    def multiply(_: Any, rows: Tensor, weight: Tensor, transpose: bool = False) -> Tensor:
+        return rows.new_empty(rows.shape[0], weight.shape[2 if transpose else 1])
+
+    def outer(self: Any, a: Tensor, b: Tensor) -> Tensor:
+        out = a.new_empty(E, a.shape[1], b.shape[1])
+        self.run(zero_empty(out, self.layout))
+        return out
+
+    with (
+        mock.patch.object(training._Step, "multiply", multiply),
+        mock.patch.object(training._Step, "outer", outer),
+        _compiling(gpu, arch, compiles) as found,
+    ):
+        _, h, index = training.forward(step)
+        training.backward(step, _empty(call.M, K, dtype=dtype), h, index, [True] * 6)
+    return found
+
+
+def compile_any(call: AnyCall, gpu: Gpu, arch: Arch, compiles: bool = True) -> list[Compiled]:
+    """The kernels of a call of any kind."""
+    if isinstance(call, RouterCall):
+        return compile_router(call, gpu, arch, compiles)
+    if isinstance(call, TrainingCall):
+        return compile_training(call, gpu, arch, compiles)
+    return compile_call(call, gpu, arch, compiles)
+
+
+def _compile_one(gpu: Gpu, arch: Arch, call: AnyCall) -> None:
     with suppress(Exception):  # the launch itself will say what is wrong
-        if isinstance(call, RouterCall):
-            compile_router(call, gpu, arch)
-        else:
-            compile_call(call, gpu, arch)
+        compile_any(call, gpu, arch)
 
 
-def compile_all(calls: Sequence[Call | RouterCall], gpu: Gpu, arch: Arch) -> None:
+def compile_all(calls: Sequence[AnyCall], gpu: Gpu, arch: Arch) -> None:
     """Compile many calls on all cores: Triton keeps kernels on disk, where a later launch finds
     them."""
     with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
         list(pool.map(partial(_compile_one, gpu, arch), calls))
 
 
-def compile_here(calls: Sequence[Call | RouterCall]) -> None:
+def compile_here(calls: Sequence[AnyCall]) -> None:
     """`compile_all` for the GPU of this machine: one process would take some seconds a call."""
     start = time.perf_counter()
     device = torch.cuda.current_device()

@@ -38,15 +38,16 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 from compile_kernels import (  # noqa: E402
     SHAPES,
     SHARED_MEMORY,
+    AnyCall,
     Arch,
     Call,
     Compiled,
     RouterCall,
+    TrainingCall,
     Usage,
     arch_name,
     arch_of,
-    compile_call,
-    compile_router,
+    compile_any,
     gpu_of,
     kernel_names,
     refused,
@@ -88,6 +89,7 @@ LEFT_OUT_ON_AMD = {
     "_flashinfer_": "runs around FlashInfer's kernels, for NVIDIA GPUs",
     "_deep_gemm_": "runs around DeepGEMM's products, for NVIDIA GPUs",
     "_cutlass_": "runs around CUTLASS's products, for NVIDIA GPUs",
+    "_train_": "runs around torch's grouped products, for NVIDIA GPUs",
     **dict.fromkeys(AROUND_BOTH, "runs around DeepGEMM's and CUTLASS's products, for NVIDIA GPUs"),
     "_fake_quantize": "runs before the kernels that hold PTX",
     "moe_ops_decode": "runs before the kernels that hold PTX",
@@ -111,10 +113,10 @@ class Row(NamedTuple):
     error: str = ""
 
 
-Reached = tuple[Call | RouterCall, str]  # a call, and the GPU whose measured table it reads
+Reached = tuple[AnyCall, str]  # a call, and the GPU whose measured table it reads
 
 
-def calls() -> Iterator[Call | RouterCall]:
+def calls() -> Iterator[AnyCall]:
     """Calls that reach every configuration, those with the most usual shapes first."""
     for size in SHAPES.values():
         for scheme in SCHEMES:
@@ -143,6 +145,7 @@ def calls() -> Iterator[Call | RouterCall]:
             yield Call(SHAPES["odd"], M, dtype=dtype, activation="gelu_tanh")
     yield from _around_products()
     yield from _routers()
+    yield from _steps()
 
 
 def _around_products() -> Iterator[Call]:
@@ -179,6 +182,13 @@ def _around_deep_gemm() -> Iterator[Call]:
     yield Call(qwen3, 4096, "mxfp8", layout=DEEP_GEMM_UE8M0, arrives=True, **around)
 
 
+def _steps() -> Iterator[TrainingCall]:
+    """Training steps, gated and not, of narrow and of wide experts."""
+    for name in ("qwen3", "mixtral"):
+        for activation in ("silu", "swigluoai", "gelu", "relu2_no_mul"):
+            yield TrainingCall(SHAPES[name], 4096, activation)
+
+
 def _routers() -> Iterator[RouterCall]:
     deepseek: dict[str, Any] = {
         "logits": torch.float32,
@@ -191,9 +201,8 @@ def _routers() -> Iterator[RouterCall]:
     yield RouterCall((60, 4, 1000), 16, torch.float32, torch.float32, bias=True)
 
 
-def _compiled(call: Call | RouterCall, gpu: str, arch: Arch, compiles: bool) -> list[Compiled]:
-    compile_one = compile_router if isinstance(call, RouterCall) else compile_call
-    return compile_one(call, gpu_of(arch, gpu), arch, compiles)
+def _compiled(call: AnyCall, gpu: str, arch: Arch, compiles: bool) -> list[Compiled]:
+    return compile_any(call, gpu_of(arch, gpu), arch, compiles)
 
 
 def _configuration(one: Compiled) -> str:
@@ -220,7 +229,7 @@ def one_each(arch: Arch) -> list[Reached]:
     """(call, GPU) by which each kernel is reached: a fraction of all calls reaches all that are
     reached at all. The rest is asked only where a kernel is missing.
     """
-    rare = [*_routers(), *_around_products()]  # which alone reach their kernels
+    rare = [*_routers(), *_around_products(), *_steps()]  # which alone reach their kernels
     common = [call for call in calls() if call not in rare]
     apart = 37  # has no factor in common with the number of TOKENS, so that all of these come
     in_turns = [call for start in range(apart) for call in common[start::apart]]
@@ -309,6 +318,8 @@ def why_left_out(kernel: str, arch: Arch) -> str:
         return "" if arch in (100, 120) else f"runs around products that are built for {wanted}"
     if "_cutlass_" in kernel and arch != 90 and not (arch > 90 and kernel.endswith("_setup")):
         return "runs around CUTLASS's products, which are built for compute capability 9.0"
+    if "_train_" in kernel and arch < 90:
+        return "runs around torch's grouped products, which need compute capability 9.0"
     if ("_deep_gemm_" in kernel or kernel in AROUND_BOTH) and arch < 90:
         return "runs around products of DeepGEMM and CUTLASS, which need compute capability 9.0"
     return ""

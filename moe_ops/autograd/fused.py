@@ -58,12 +58,11 @@ class _Step:
         )
         launches, self.layout = place(of_ids, self.S, 1, self.gpu)  # type: ignore[arg-type]
         self.run(*launches)
-        return whole[: at.counts].clone()  # the rest, counts, need not be kept
+        return torch.cat((self.layout.groups, whole[at.rows : at.rows + self.S]))
 
     def read(self, index: Tensor) -> None:
         """The layout of an index."""
-        rows = index_parts(self.S, self.E).rows
-        self.layout = Layout(index[rows : rows + self.S], index[: self.E], self.S)
+        self.layout = Layout(index[self.E :], index[: self.E], self.S)
 
     def gathered(self, x: Tensor) -> Tensor:
         """x (M, K) as rows of its pairs."""

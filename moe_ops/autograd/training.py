@@ -23,7 +23,6 @@ from moe_ops.autograd import experts as composition
 from moe_ops.backends.torch import grouped_mm as products
 from moe_ops.environment import INTERPRETED
 from moe_ops.kernels.launch import Lazy
-from moe_ops.kernels.permute.layout import index_parts
 from moe_ops.meta import flops
 from moe_ops.numerics import Scales, permute
 from moe_ops.ops.call import ExpertsCall, Weight
@@ -115,20 +114,18 @@ def why_not_fused(call: ExpertsCall) -> str | None:
 
 
 def _forward(*values: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """out (M, K); h (S, N), or (0, N) if it is computed again; int32 index: the row after each
-    expert's last pair (E,), then the row of each pair (S,), each padded to four numbers.
+    """out (M, K); h (S, N), or (0, N) if it is computed again, whose rows behind those of the last
+    expert may hold anything; int32 index (E + S,): the row after each expert's last pair, then the
+    row of each pair, or -1 if its expert is not here.
     """
     call, recompute = _inputs(values)
     if why_not_fused(call) is None:
         out, h, index = _fused_forward(call)
     else:
-        E, S = call.w13.data.shape[0], call.topk_ids.numel()
-        pairs = permute.sort_pairs(call.topk_ids, E, call.expert_map)
+        pairs = permute.sort_pairs(call.topk_ids, call.w13.data.shape[0], call.expert_map)
         out, h = composition.layer(call, pairs, _multiply)
-        at = index_parts(S, E)
-        index = pairs.order.new_zeros(at.counts, dtype=torch.int32)
-        index[:E] = pairs.offsets
-        index[at.rows : at.rows + S] = torch.where(pairs.valid.flatten(), pairs.inverse, -1)
+        rows = torch.where(pairs.valid.flatten(), pairs.inverse, -1)
+        index = torch.cat((pairs.offsets, rows.to(torch.int32)))
     return out, h[:0].clone() if recompute else h, index
 
 
@@ -148,7 +145,7 @@ def _forward_fake(*values: Any) -> tuple[Tensor, Tensor, Tensor]:
     dtype = torch.float32 if call.w13.scheme else x.dtype
     h = x.new_empty((0 if inputs.recompute else S, N), dtype=dtype)
     out = x.new_empty(x.shape)
-    return out, h, call.topk_ids.new_empty((index_parts(S, E).counts,), dtype=torch.int32)
+    return out, h, call.topk_ids.new_empty((E + S,), dtype=torch.int32)
 
 
 # --- backward ------------------------------------------------------------------------------------
@@ -228,8 +225,7 @@ def _backward(grad: Tensor, h: Tensor, index: Tensor, *rest: Any) -> tuple[Tenso
 def _pairs(call: ExpertsCall, index: Tensor, E: int, top_k: int) -> permute.Pairs:
     """The sorted pairs of the index that the forward pass returned."""
     S = call.topk_ids.numel()
-    first = index_parts(S, E).rows
-    offsets, rows = index[:E], index[first : first + S].long()
+    offsets, rows = index[:E], index[E:].long()
     pair = torch.arange(S, device=index.device)
     valid = rows >= 0
     # rows behind the last are those of no pair: they have the first one's token, and count nowhere

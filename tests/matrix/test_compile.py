@@ -324,50 +324,16 @@ def test_ops_of_training_graphs():
         for graph in (forward, backward)
     ]
     assert ours == [
-        ["moe_ops.grouped_mm.default"] * 2,
-        # of each product: the input's gradient and the weight's
-        ["moe_ops.grouped_mm.default", "moe_ops.grouped_outer.default"] * 2,
+        ["moe_ops.experts_forward.default"],
+        ["moe_ops.experts_backward.default"],
     ]
     assert_expected_inline(
         op_names(forward),
         """\
-aten.ge.Scalar
-aten.lt.Scalar
-aten.bitwise_and.Tensor
-aten.scalar_tensor.default
-aten.where.self
-aten.view.default
-aten.sort.stable
+moe_ops.experts_forward.default
 getitem
 getitem
-aten.arange.default
-aten.searchsorted.Tensor
-aten.empty_like.default
-aten.arange.default
-aten.scatter.src
-aten.lt.Scalar
-aten.unsqueeze.default
-aten.expand.default
-aten.clone.default
-aten._unsafe_view.default
-aten.index_select.default
-moe_ops.grouped_mm.default
-aten.split.Tensor
 getitem
-getitem
-aten.silu.default
-aten.mul.Tensor
-moe_ops.grouped_mm.default
-aten.unsqueeze.default
-aten.unsqueeze.default
-aten.scalar_tensor.default
-aten.where.self
-aten.index_select.default
-aten.view.default
-aten.scalar_tensor.default
-aten.where.self
-aten.mul.Tensor
-aten.sum.dim_IntList
 """,
     )
 

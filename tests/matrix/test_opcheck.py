@@ -173,7 +173,8 @@ def deep_gemm_calls(name: str, variant: str, device: str) -> list[Call]:
 
 
 def training_calls(name: str, variant: str, device: str) -> list[Call]:
-    call = experts_call("experts", variant, device, "auto", training=True)
+    kind = "grouped_linear" if name.startswith("grouped") else "experts"
+    call = experts_call(kind, variant, device, "auto", training=True)
     return recorded(lambda: call().sum().backward(), name)
 
 
@@ -201,6 +202,8 @@ SAMPLES |= {
     for kind in ("experts", "batched_experts")
 }
 SAMPLES |= {
+    "experts_forward": (training_calls, ("plain", "everything", *QUANTIZED)),
+    "experts_backward": (training_calls, ("plain", "everything", *QUANTIZED)),
     "grouped_mm": (training_calls, ("plain", "everything", *QUANTIZED)),
     "grouped_outer": (training_calls, ("plain", "everything")),
     "route": (route_calls, ("plain", "everything")),

@@ -80,7 +80,7 @@ def test_prepared_weights(family, monkeypatch):
     integration.quantize(model, "mxfp4_w4a16")
     want = logits(model, IDS[:1, :1])
     prepare_experts(model)
-    monkeypatch.setattr(activations, "backend_of", lambda module: "triton")
+    monkeypatch.setattr(activations, "options_of", lambda module: {"backend": "triton"})
     assert relative(logits(model, IDS[:1, :1]), want) < 2e-2
     with pytest.raises(ValueError, match="experts.gate_up_proj must be a plain tensor"):
         integration.quantize(model, "fp8_block")
