@@ -9,6 +9,8 @@ one sums the rows of a token.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -91,6 +93,20 @@ class _Step:
         return out
 
 
+def on_device(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, on the device of its call's hidden_states: kernels are launched on the current
+    one.
+    """
+
+    @functools.wraps(function)
+    def run_on_device(call: ExpertsCall, *args: Any) -> Any:
+        with torch.cuda.device_of(call.hidden_states):
+            return function(call, *args)
+
+    return run_on_device
+
+
+@on_device
 def forward(call: ExpertsCall) -> tuple[Tensor, Tensor, Tensor]:
     """(out, h, index), as training.py defines them."""
     step = _Step(call)
@@ -102,6 +118,7 @@ def forward(call: ExpertsCall) -> tuple[Tensor, Tensor, Tensor]:
     return step.summed(y, call.topk_weights), h, index
 
 
+@on_device
 def backward(
     call: ExpertsCall, grad: Tensor, h: Tensor | None, index: Tensor, needs: list[bool]
 ) -> list[Tensor | None]:

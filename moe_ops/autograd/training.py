@@ -27,6 +27,7 @@ from moe_ops.meta import flops
 from moe_ops.numerics import Scales, permute
 from moe_ops.ops.call import ExpertsCall, Weight
 from moe_ops.ops.library import TORCH_DEVICES, options_of, register_function, text_of
+from moe_ops.ops.memory import addressable
 from moe_ops.schemes import get_scheme
 
 _INPUTS = (
@@ -100,6 +101,9 @@ def why_not_fused(call: ExpertsCall) -> str | None:
         return "it has no tokens"
     if x.device.type != "cuda":
         return None if INTERPRETED and x.dtype == torch.float32 else "it is not on a CUDA device"
+    plain = all([type(t) is Tensor or type(t) is torch.nn.Parameter for t in (w13, w2)])
+    if not plain or not addressable((w13, w2)):
+        return "its weights have no addresses"
     if x.dtype != torch.bfloat16 or environment.capability(x.device) < (9, 0):
         return "torch's grouped product takes bf16 on compute capability 9.0 or newer"
     for t in (w13, w2):

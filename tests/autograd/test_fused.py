@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import moe_ops
 from moe_ops import activations
@@ -189,6 +190,11 @@ def test_what_is_not_fused(monkeypatch):
         "multiply its input": plain._replace(router_weight_on_input=True),
         "no tokens": plain._replace(topk_ids=ids[:0]),
     }
+    with FakeTensorMode():  # a call on those of a GPU is traced on any machine
+        size = {"dtype": BF16, "device": "cuda"}
+        w13, w2 = Weight(torch.empty(3, 16, 16, **size)), Weight(torch.empty(3, 16, 8, **size))
+        fake = plain._replace(hidden_states=torch.empty(4, 16, **size), w13=w13, w2=w2)
+    reasons["weights have no addresses"] = fake
     for reason, one in reasons.items():
         found = training.why_not_fused(one)
         assert found is not None and reason in found
