@@ -108,7 +108,6 @@ def liger(shape: Shape, inputs: Inputs) -> Layer:
 def sonic_moe(shape: Shape, inputs: Inputs) -> Layer:
     """SonicMoE with its default tile: its search takes minutes a shape."""
     import quack.gemm_interface as interface
-    from quack.gemm_config import get_all_configs  # noqa: F401  imported to fail here if absent
     from sonicmoe.enums import ActivationType
     from sonicmoe.functional import moe_general_routing_inputs
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -52,13 +51,8 @@ class _Step:
         """Sort the pairs; returns the index."""
         at = index_parts(self.S, self.E)
         whole = self.x.new_empty(at.end, dtype=torch.int32)
-        of_ids = SimpleNamespace(
-            topk_ids=self.call.topk_ids,
-            expert_map=self.call.expert_map,
-            index_workspace=whole,
-            w13=self.call.w13.data,
-        )
-        launches, self.layout = place(of_ids, self.S, 1, self.gpu)  # type: ignore[arg-type]
+        ids, expert_map = self.call.topk_ids, self.call.expert_map
+        launches, self.layout = place(ids, expert_map, whole, self.E, self.S, 1, self.gpu)
         self.run(*launches)
         return torch.cat((self.layout.groups, whole[at.rows : at.rows + self.S]))
 

@@ -222,9 +222,10 @@ class _Pairs(_Layer):
 
     def __init__(self, a: ExpertsArgs, whole: Whole):
         num_rows, K = a.topk_ids.numel(), a.out.shape[1]
-        self.before, layout = place(a, num_rows, 1, whole.gpu)
+        E, index = a.w13.shape[0], a.index_workspace
+        self.before, layout = place(a.topk_ids, a.expert_map, index, E, num_rows, 1, whole.gpu)
         y = carve(a.workspace2, (num_rows, K), a.out.dtype)
-        start = index_parts(num_rows, a.w13.shape[0]).end
+        start = index_parts(num_rows, E).end
         super().__init__(a, num_rows, layout, 0, start, y, whole)
         self.top_k = a.topk_ids.shape[1]
         self.weights_on_output: Tensor | None = a.topk_weights

@@ -130,7 +130,9 @@ def _experts(
     on_input, on_output = (weights, None) if a.router_weight_on_input else (None, weights)
     # rows that are quantized here are weighed before
     before, after = (on_input, None) if form.scales and scale is None else (None, on_input)
-    launches, layout = place(a, size, alignment, gpu)
+    launches, layout = place(
+        a.topk_ids, a.expert_map, a.index_workspace, a.w13.shape[0], size, alignment, gpu
+    )
     launches.append(scatter(x, permuted, layout, top_k, gpu, scale, before))
     run(launches, device, gpu)
     dg.grouped_gemm(gate_up, permuted, w13, layout.groups, expected)

@@ -100,6 +100,22 @@ def derivatives_of_two(
 
 
 @triton.jit
+def gate_and_up(
+    x_ptr, first, I, INTERLEAVED: tl.constexpr, BLOCK_I: tl.constexpr  # noqa: E741
+):  # fmt: skip
+    """Columns from `first` on (BLOCK_I,) of both halves of a row (2 I,), 0 from I on."""
+    if INTERLEAVED:
+        wide = 2 * first + tl.arange(0, 2 * BLOCK_I)
+        both = tl.load(x_ptr + wide, mask=wide < 2 * I, other=0.0)
+        gate, up = tl.split(tl.reshape(both, (BLOCK_I, 2)))
+    else:
+        i = first + tl.arange(0, BLOCK_I)
+        gate = tl.load(x_ptr + i, mask=i < I, other=0.0)
+        up = tl.load(x_ptr + I + i, mask=i < I, other=0.0)
+    return gate, up
+
+
+@triton.jit
 def activated_columns(
     x_ptr, weight, first, I, alpha, beta, limit,  # noqa: E741
     ACTIVATION: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
@@ -111,13 +127,7 @@ def activated_columns(
     i = first + tl.arange(0, BLOCK_I)
     ok = i < I
     if GATED:
-        if INTERLEAVED:
-            wide = 2 * first + tl.arange(0, 2 * BLOCK_I)
-            both = tl.load(x_ptr + wide, mask=wide < 2 * I, other=0.0)
-            gate, up = tl.split(tl.reshape(both, (BLOCK_I, 2)))
-        else:
-            gate = tl.load(x_ptr + i, mask=ok, other=0.0)
-            up = tl.load(x_ptr + I + i, mask=ok, other=0.0)
+        gate, up = gate_and_up(x_ptr, first, I, INTERLEAVED, BLOCK_I)
         gate, up = gate.to(tl.float32) * weight, up.to(tl.float32) * weight
         h = activate_two(gate, up, alpha, beta, limit, ACTIVATION, HAS_LIMIT)
     else:

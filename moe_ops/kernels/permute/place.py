@@ -15,6 +15,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import triton.language as tl
+from torch import Tensor
 
 from moe_ops.kernels.device.blocks import local_expert
 from moe_ops.kernels.device.pdl import gdc_launch_dependents, gdc_wait
@@ -30,7 +31,7 @@ from moe_ops.kernels.launch import (
 )
 from moe_ops.kernels.permute.layout import MAX_PARTS, Layout, block_e, index_parts
 from moe_ops.meta.workspace import cdiv, round_up
-from moe_ops.ops.args import BatchedExpertsArgs, ExpertsArgs
+from moe_ops.ops.args import BatchedExpertsArgs
 
 CHUNK = 128
 PARTS_PER_LOAD = tl.constexpr(64)  # each step of the loop over parts waits for memory
@@ -157,10 +158,17 @@ def moe_ops_place_pairs(
         next_row += tl.sum(mine.to(tl.int32), 0)
 
 
-def place(a: ExpertsArgs, size: int, alignment: int, gpu: Gpu) -> tuple[list[Launch], Layout]:
+def place(
+    ids: Tensor,  # (M, top_k)
+    expert_map: Tensor | None,
+    index: Tensor,  # int32, written: `Index` says what is where
+    E: int,
+    size: int,
+    alignment: int,
+    gpu: Gpu,
+) -> tuple[list[Launch], Layout]:
     """Sort pairs by expert into the contiguous layout of `size` rows."""
-    ids, expert_map, index = a.topk_ids, a.expert_map, a.index_workspace
-    E, S = a.w13.shape[0], ids.numel()
+    S = ids.numel()
     at = index_parts(S, E)
     rows, counts, ends = index[at.rows : at.rows + S], index[at.counts : at.end], index[:E]
     num_ids, map_stride = E, 0

@@ -16,6 +16,7 @@ from moe_ops.kernels.device.activations import (
     activated_columns,
     derivative_of_one,
     derivatives_of_two,
+    gate_and_up,
 )
 from moe_ops.kernels.gemm.operands import Activated
 from moe_ops.kernels.launch import (
@@ -189,19 +190,14 @@ def moe_ops_train_derive(
         ok = i < I
         dh = tl.load(dh_ptr + row * I + i, mask=ok, other=0.0).to(tl.float32)
         if GATED:
-            if INTERLEAVED:
-                wide = 2 * first + tl.arange(0, 2 * BLOCK_I)
-                both = tl.load(x_ptr + wide, mask=wide < 2 * I, other=0.0)
-                g, u = tl.split(tl.reshape(both, (BLOCK_I, 2)))
-            else:
-                g = tl.load(x_ptr + i, mask=ok, other=0.0)
-                u = tl.load(x_ptr + I + i, mask=ok, other=0.0)
+            g, u = gate_and_up(x_ptr, first, I, INTERLEAVED, BLOCK_I)
             h, dg, du = derivatives_of_two(
                 g.to(tl.float32), u.to(tl.float32), alpha, beta, limit, ACTIVATION, HAS_LIMIT
             )
             dg = (s * dh * dg).to(dx_ptr.dtype.element_ty)
             du = (s * dh * du).to(dx_ptr.dtype.element_ty)
             if INTERLEAVED:
+                wide = 2 * first + tl.arange(0, 2 * BLOCK_I)
                 both = tl.reshape(tl.join(dg, du), (2 * BLOCK_I,))
                 tl.store(dx_ptr + wide, both, mask=wide < 2 * I)
             else:
