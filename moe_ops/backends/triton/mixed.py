@@ -20,6 +20,7 @@ from moe_ops.kernels.mixed_gemm.operands import MixedOperand, operand
 from moe_ops.kernels.permute.combine import combine
 from moe_ops.kernels.permute.rows import (
     NO_ROUTER_WEIGHTS,
+    RouterWeights,
     route_pairs,
     router_weights,
     sorted_rows,
@@ -65,16 +66,13 @@ def experts(a: ExpertsArgs) -> None:
     gpu = launch.gpu(device)
     w13, w2 = _weights(a, gpu)
     rounding = rounding_of(a.scheme)
+    dtype = x.dtype if rounding is None else rounding.dtype
     wgmma = one_token = False
-    if rounding is not None:
-        dtype = rounding.dtype
-    else:
-        dtype = x.dtype
-        if M == 1:
-            one_token = gemv.why_not(w13, w2) is None
-        elif configs.on_sm90(device):
-            spaces = (a.workspace13, a.workspace2)
-            wgmma = sm90_wgmma().why_not(w13, w2, x, spaces) is None
+    if M == 1:
+        one_token = rounding is None and gemv.why_not(w13, w2) is None
+    elif configs.on_sm90(device) and _rows_of_wgmma(a, rounding):
+        spaces = (a.workspace13, a.workspace2)
+        wgmma = sm90_wgmma().why_not(w13, w2, dtype, spaces) is None
     prepared = a.layout != ""
     config = configs.for_experts(
         *(M, top_k, w2.E, K, w2.K, dtype, gpu, a.scheme, w2.format.bits),
@@ -94,7 +92,8 @@ def experts(a: ExpertsArgs) -> None:
     if config.kernel == SM90_WGMMA:
         split_k = configs.split_k_of(w2, config.gemm2, config.split_k, M * top_k)
         for part in chunks(a):
-            run(_wgmma_launches(part, w13, w2, activation, config, split_k, gpu), device, gpu)
+            layer = (w13, w2, activation, rounding, config, gpu)
+            run(_wgmma_launches(part, *layer, split_k), device, gpu)
         return
     layer = (w13, w2, activation, rounding, config, gpu)
     if not 0 < a.chunk_rows < M:
@@ -150,27 +149,43 @@ def _mma_launches(
     return launches
 
 
+def _rows_of_wgmma(a: ExpertsArgs, rounding: Rounding | None) -> bool:
+    """Whether kernels/mixed_gemm/sm90_wgmma.py can multiply by the scales of a call's activations:
+    it takes one factor for each row of x, a scale or a router weight.
+    """
+    if rounding is None:
+        return True
+    both = a.router_weight_on_input and a.hidden_states_scale is not None
+    return rounding.SCALE == "row" and not both
+
+
 def _wgmma_launches(
     a: ExpertsArgs,
     w13: MixedOperand,
     w2: MixedOperand,
     activation: Activated,
+    rounding: Rounding | None,
     config: LayerConfig,
-    split_k: int,
     gpu: Gpu,
+    split_k: int,
 ) -> list[Launch]:
     """A layer of experts, or a chunk of its tokens, by kernels/mixed_gemm/sm90_wgmma.py."""
-    x, ids = a.hidden_states, a.topk_ids
-    (M, top_k), E, K, I = ids.shape, w2.E, w2.N, w2.K  # noqa: E741
+    ids = a.topk_ids
+    (M, top_k), E, K = ids.shape, w2.E, w2.N
     pairs, block_m = M * top_k, config.block_m
     unsorted = configs.max_unsorted_pairs(pairs, E) > 0
     blocks = 0 if unsorted else num_blocks_of(pairs, E, block_m)
     routing = route_pairs(a.index_workspace, ids, a.expert_map, E, blocks, False)
-    weights = router_weights(a.topk_weights)
-    on_input = weights if a.router_weight_on_input else NO_ROUTER_WEIGHTS
+    weights, valid = router_weights(a.topk_weights), valid_pairs(a, routing)
+    factors, dtype, of_x = valid.topk_weights, a.hidden_states.dtype, a
+    if rounding is not None:  # x is rounded behind its permuted rows
+        dtype, start = rounding.dtype, configs.permuted_elements(pairs, K)
+        of_x = a._replace(workspace2=flat(a.workspace2, torch.float32, start)[start:])
+    more, x, h = _rounded(of_x, rounding, M, M, K, pairs, w2.padded_k, valid, gpu)
+    if rounding is not None:
+        factors = RouterWeights(x.scale, x.scale_stride_m, 0)
     # where y will be
-    permuted = flat(a.workspace2, x.dtype, pairs * configs.padded(K))
-    h = flat(a.workspace13, x.dtype, pairs * configs.padded(I))
+    permuted = flat(a.workspace2, dtype, pairs * configs.padded(K))
     y = flat(a.workspace2, torch.float32, split_k * pairs * K)
     g1, g2 = config.gemm1, config.gemm2
     kernels = sm90_wgmma()
@@ -182,9 +197,13 @@ def _wgmma_launches(
     if not unsorted:
         launches.append(route(routing, sort_into(block_m, pairs, E, config.sort_chunk), gpu))
     launches += (
-        kernels.permute_tokens(permuted, x, w13, of_pairs, gpu),
-        kernels.gemm1(*(h, permuted, w13, w2, of_pairs, on_input, activation, g1, block_m, gpu)),
-        kernels.gemm2(y, h, w2, of_pairs, g2, block_m, split_k, gpu),
+        *more,
+        kernels.permute_tokens(permuted, x, w13, of_pairs, gpu, rounding is not None),
+        kernels.gemm1(
+            *(h.written, permuted, w13, w2, of_pairs, factors, activation, g1, block_m, gpu)
+        ),
+        *h.launches,
+        kernels.gemm2(y, h.read.data, w2, of_pairs, g2, block_m, split_k, gpu, h.read.scale),
         combine(a.out, y, weights, routing, not a.router_weight_on_input, gpu, split_k),
     )
     return launches

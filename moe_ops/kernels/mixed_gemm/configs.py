@@ -24,7 +24,7 @@ from moe_ops.kernels.configs import (
 )
 from moe_ops.kernels.launch import INTERPRETED, Gpu
 from moe_ops.kernels.mixed_gemm.operands import MixedOperand
-from moe_ops.meta.workspace import cdiv, maximum, minimum
+from moe_ops.meta.workspace import cdiv, maximum, minimum, round_up
 
 SMALLEST_BLOCK_M = 8  # tokens: the columns of one tensor-core instruction
 MULTIPROCESSORS = 132  # of an H100 or H200 with SXM
@@ -341,6 +341,13 @@ def _wgmma_space(
 def padded(columns: int) -> int:
     """Upper bound of the columns of a row of x or h in whole chunks of sm90_wgmma.py."""
     return cdiv(columns, 128) * 128 if columns % 64 == 0 else columns
+
+
+def permuted_elements(pairs, K: int):
+    """fp32 elements of the workspace before x that is rounded: rows of pairs in 16 bits. int or
+    SymInt.
+    """
+    return round_up(cdiv(pairs * padded(K), 2), 32)
 
 
 def y_rows(pairs):

@@ -29,6 +29,11 @@ class Format(NamedTuple):
     bits: int
     storage: torch.dtype
 
+    @property
+    def scales_weights(self) -> bool:
+        """Whether weights are multiplied by their scales before the product."""
+        return self.scale in ("weight", "e8m0", "e4m3")
+
 
 def describe(scheme: str) -> Format | None:
     """The Format of a scheme's weights. None for plain weights, and for weights that the kernels

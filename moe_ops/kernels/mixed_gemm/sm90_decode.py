@@ -14,7 +14,7 @@ instead of 17.
 """
 
 from moe_ops.kernels.device.gluon import gl, gluon
-from moe_ops.kernels.mixed_gemm.decode import is_e2m1, scale_bf16x2
+from moe_ops.kernels.mixed_gemm.decode import is_e2m1, scale_above, scale_bf16x2
 from moe_ops.meta.scales import rows_side_by_side
 
 # decode_int4 gives the difference of a code and its zero point, times INT4_ONE.
@@ -194,6 +194,30 @@ def decode_int4(codes, low, high, offset):
 
 
 @gluon.jit
+def decode_int4_e4m3(codes, low, high, offset):
+    """As decode_int4, cut off after four significant bits: with the scales of `scale_above`,
+    weights rounded to e4m3.
+    """
+    return gl.inline_asm_elementwise(
+        """{
+        .reg .b32 a, b, c, d, r;
+        shr.u32 r, $4, 8;
+        and.b32 a, $4, 0x000f000f; and.b32 b, r, 0x000f000f;
+        and.b32 c, $4, 0x00f000f0; and.b32 d, r, 0x00f000f0;
+        fma.rn.bf16x2 a, a, $5, $9; fma.rn.bf16x2 b, b, $6, $10;
+        fma.rn.bf16x2 c, c, $7, $9; fma.rn.bf16x2 d, d, $8, $10;
+        and.b32 $0, a, 0xfff0fff0; and.b32 $1, b, 0xfff0fff0;
+        and.b32 $2, c, 0xfff0fff0; and.b32 $3, d, 0xfff0fff0;
+        }""",
+        "=r,=r,=r,=r,r,r,r,r,r,r,r",
+        [codes, low, high, offset],
+        dtype=(gl.bfloat16, gl.bfloat16),
+        is_pure=True,
+        pack=4,
+    )
+
+
+@gluon.jit
 def decode_e2m1(codes, s):
     """(even columns, odd columns) in bf16: nibbles times 2^-126 times a scale (bf16) each."""
     return gl.inline_asm_elementwise(
@@ -298,7 +322,7 @@ def decode_weights(
     scales if SCALE says that weights are scaled.
 
     For 8-bit formats both are all columns. e2m1 is multiplied by 2^-32 or 2^-8 (`scale_bf16x2`),
-    int4 by 2^-64.
+    int4 by 2^-64. int4 weights with e4m3 scales are rounded to e4m3 (`scale_above`).
     """
     BLOCK_N: gl.constexpr = codes.shape[0]
     CHUNK_BYTES: gl.constexpr = codes.shape[1]
@@ -329,8 +353,9 @@ def decode_weights(
     else:
         # Constants are fp32, which the compiler narrows, or given by their bits: Triton 3.6 keeps
         # six decimals of bf16 constants.
-        if SCALE == "weight" and not HAS_ZERO:
-            s = gl.expand_dims(s.to(gl.float32), 2)
+        if SCALE == "e4m3" or (SCALE == "weight" and not HAS_ZERO):
+            s = scale_above(s).to(gl.float32) * 0.015625 if SCALE == "e4m3" else s.to(gl.float32)
+            s = gl.expand_dims(s, 2)
             low, high = (s * INT4_LOW).to(gl.bfloat16), (s * INT4_HIGH).to(gl.bfloat16)
             offset = (s * (-8 * INT4_ONE)).to(gl.bfloat16)
         else:
@@ -346,7 +371,10 @@ def decode_weights(
         low = low.broadcast_to((BLOCK_N, GROUPS, GROUP_BYTES))
         high = high.broadcast_to((BLOCK_N, GROUPS, GROUP_BYTES))
         offset = offset.broadcast_to((BLOCK_N, GROUPS, GROUP_BYTES))
-        w0, w1 = decode_int4(codes, low, high, offset)
+        if SCALE == "e4m3":
+            w0, w1 = decode_int4_e4m3(codes, low, high, offset)
+        else:
+            w0, w1 = decode_int4(codes, low, high, offset)
         if SCALE == "weight" and HAS_ZERO:
             s = gl.expand_dims(s.to(gl.bfloat16), 2).broadcast_to((BLOCK_N, GROUPS, GROUP_BYTES))
             w0 *= s

@@ -88,7 +88,8 @@ def scale_pointers(
 @gluon.jit
 def apply_row_scales(
     acc, scale_ptr, factor_ptr, expert64, row,
-    scale_stride_e, scale_stride_n, factor_stride_e, factor_stride_n, SCALE: gl.constexpr,
+    scale_stride_e, scale_stride_n, factor_stride_e, factor_stride_n,
+    FORMAT: gl.constexpr, SCALE: gl.constexpr,
 ):  # fmt: skip
     """The accumulator times the scales of whole rows or experts."""
     if SCALE == "end":
@@ -98,7 +99,8 @@ def apply_row_scales(
         factor = gl.load(
             factor_ptr + expert64 * factor_stride_e + row.to(gl.int64) * factor_stride_n
         ).to(gl.float32)
-        acc /= gl.expand_dims(factor, 1)
+        factor = gl.expand_dims(factor, 1)
+        acc = acc * factor if FORMAT == "int4" else acc / factor
     return acc
 
 

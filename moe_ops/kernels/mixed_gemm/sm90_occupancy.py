@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from moe_ops.kernels.configs import GemmConfig
 from moe_ops.kernels.mixed_gemm.configs import MULTIPROCESSORS
-from moe_ops.kernels.mixed_gemm.operands import E2M1, Format
+from moe_ops.kernels.mixed_gemm.operands import Format
 from moe_ops.meta.workspace import cdiv
 
 SHARED_MEMORY, REGISTERS = 228 * 1024, 65536  # of a multiprocessor
@@ -106,7 +106,7 @@ def _min_registers(kernel: WgmmaKernel, overlap: bool) -> int:
         registers = 72 if of.scale == "e8m0" or (of.bits == 4 and block_m == 8) else 80
     registers += accumulators + 8 * kernel.has_zero
     whole = block_n == 16 * num_warps
-    if not whole and of.name not in E2M1 and of.scale != "weight":
+    if not whole and not of.scales_weights:
         registers += accumulators // 2  # sums of a group, for half of the rows
     if overlap:
         few = kernel.k_chunk == 64 or whole or (of.name == "e2m1_words" and block_m == 8)
@@ -132,6 +132,6 @@ def _may_overlap(kernel: WgmmaKernel) -> bool:
             config.num_stages > 2 and (of.scale != "sum" or kernel.k_chunk == 128)
         )
     if kernel.block_m == 32:
-        return of.name in E2M1 or (of.scale == "weight" and not kernel.has_zero)
+        return of.scales_weights and not kernel.has_zero
     whole = config.block_n == 16 * config.num_warps
     return kernel.block_m == 16 and (kernel.k_chunk == 64 or whole)

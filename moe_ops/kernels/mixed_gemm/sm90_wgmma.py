@@ -59,6 +59,7 @@ from moe_ops.kernels.mixed_gemm.sm90_mainloop import (
 )
 from moe_ops.kernels.mixed_gemm.sm90_occupancy import WgmmaKernel, occupancy
 from moe_ops.kernels.permute.rows import RouterWeights, Routing
+from moe_ops.kernels.quantize.scales import Input
 from moe_ops.meta.scales import rows_side_by_side
 from moe_ops.meta.workspace import cdiv
 
@@ -171,6 +172,7 @@ class PermuteTokens:
     # up to so many pairs, programs compute their positions; 0: they read the order
     PAIR_BUCKET: Constant
     WRITE_ORDER: Constant  # no sorting kernel runs, and this one writes the order
+    X_WRITTEN: Constant  # the kernel before writes x
     TAIL: Constant  # the last chunk overlaps the one before
     PDL: Constant
 
@@ -198,6 +200,7 @@ def moe_ops_permute_tokens(
     BLOCK_K: tl.constexpr,
     PAIR_BUCKET: tl.constexpr,
     WRITE_ORDER: tl.constexpr,
+    X_WRITTEN: tl.constexpr,
     TAIL: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -206,7 +209,8 @@ def moe_ops_permute_tokens(
     For few pairs (PAIR_BUCKET) programs compute positions from ids instead of waiting for the
     sorting kernel's order. Unused rows stay uninitialized.
     """
-    if WRITE_ORDER:
+    AT_ONCE: tl.constexpr = PAIR_BUCKET > 0 and not WRITE_ORDER and not X_WRITTEN
+    if not AT_ONCE:
         gdc_wait(PDL)
         gdc_launch_dependents(PDL)
     if PAIR_BUCKET:
@@ -216,8 +220,6 @@ def moe_ops_permute_tokens(
             ids_stride_m, ids_stride_k, map_stride, PAIR_BUCKET,
         )  # fmt: skip
     else:
-        gdc_wait(PDL)
-        gdc_launch_dependents(PDL)
         position = tl.program_id(0)
         pair = tl.load(index_ptr + 4 * num_blocks + position, cache_modifier=".cg")
         here = (pair >= 0) & (pair < S)
@@ -237,7 +239,7 @@ def moe_ops_permute_tokens(
     if WRITE_ORDER:
         order_ptr = index_ptr + 4 * num_blocks + position
         tl.store(order_ptr, pair, mask=here & (tl.program_id(1) == 0))
-    elif PAIR_BUCKET:
+    elif AT_ONCE:
         gdc_wait(PDL)
         gdc_launch_dependents(PDL)  # GEMM1 reads the sorting kernel's output before gdc_wait
 
@@ -285,7 +287,8 @@ class Gemm1:
     pointers: MixedPointers
     pairs: SortedPairs
     pair_strides: PairStrides
-    topk_weights: RouterWeights  # (M, top_k), if they scale the input
+    # (M, top_k) that scale the input, or (M, 1) scales of its rows
+    topk_weights: RouterWeights
     K: Specialized
     I: Specialized
     strides: MixedStrides
@@ -392,7 +395,7 @@ def moe_ops_wgmma_gemm1(
     row = 2 * i + up if INTERLEAVED else i + up * I
     acc = apply_row_scales(
         acc, w_scale_ptr, w_factor_ptr, expert64, row,
-        w_scale_stride_e, w_scale_stride_n, w_factor_stride_e, w_factor_stride_n, SCALE,
+        w_scale_stride_e, w_scale_stride_n, w_factor_stride_e, w_factor_stride_n, FORMAT, SCALE,
     )  # fmt: skip
     if topk_weights_ptr is not None:
         ACC_COLUMNS: gl.constexpr = gl.SliceLayout(0, acc.type.layout)
@@ -442,6 +445,7 @@ class Gemm2:
     w: Descriptor  # (E, N, K)
     w_scales: Descriptor  # as in GEMM1
     pointers: MixedPointers
+    x_scale: Pointer  # (S,) fp32, or None
     pairs: SortedPairs
     pair_strides: PairStrides
     K: Specialized
@@ -463,6 +467,7 @@ def moe_ops_wgmma_gemm2(
     w_zero_ptr,
     w_factor_ptr,
     bias_ptr,
+    x_scale_ptr,
     index_ptr,
     ids_ptr,
     map_ptr,
@@ -537,13 +542,16 @@ def moe_ops_wgmma_gemm2(
     row = gl.minimum(column, N - 1)
     acc = apply_row_scales(
         acc, w_scale_ptr, w_factor_ptr, expert64, row,
-        w_scale_stride_e, w_scale_stride_n, w_factor_stride_e, w_factor_stride_n, SCALE,
+        w_scale_stride_e, w_scale_stride_n, w_factor_stride_e, w_factor_stride_n, FORMAT, SCALE,
     )  # fmt: skip
+    position = end - BLOCK_M + gl.arange(0, BLOCK_M, gl.SliceLayout(0, acc.type.layout))
+    if x_scale_ptr is not None:
+        x_scale = gl.load(x_scale_ptr + position, mask=position >= first, other=0.0)
+        acc *= gl.expand_dims(x_scale, 0)
     if bias_ptr is not None:
         bias_ptrs = bias_ptr + expert64 * bias_stride_e + row * bias_stride_n
         bias = gl.load(bias_ptrs).to(gl.float32)
         acc += gl.expand_dims(gl.where(split == 0, bias, 0.0), 1)
-    position = end - BLOCK_M + gl.arange(0, BLOCK_M, gl.SliceLayout(0, acc.type.layout))
     pair = gl.load(index_ptr + 4 * num_blocks + position, mask=position >= first, other=0)
     y_ptrs = (
         y_ptr + gl.expand_dims((split * S + pair).to(gl.int64) * N, 0) + gl.expand_dims(column, 1)
@@ -562,8 +570,6 @@ def _why_not(of: Format, K: int, k_chunk: int, strides: tuple, dtype: torch.dtyp
         return f"weights must have one of the formats {', '.join(FORMATS)}, got {of.name}"
     if k_chunk == 0:
         return f"rows of weights must have a multiple of 64 columns, got {K}"
-    if of.name == "int4" and of.scale == "e4m3":
-        return "int4 weights must not be rounded to e4m3, as those with a channel scale are"
     if of.bits == 8 and of.scale not in ("end", "sum", "block"):
         return f"8-bit weights must have scales of sums, got {of.scale!r}"
     if of.scale in ("sum", "block") and of.group % k_chunk:
@@ -574,10 +580,10 @@ def _why_not(of: Format, K: int, k_chunk: int, strides: tuple, dtype: torch.dtyp
 
 
 def why_not(
-    w13: MixedOperand, w2: MixedOperand, x: Tensor, workspaces: tuple[Tensor, Tensor]
+    w13: MixedOperand, w2: MixedOperand, dtype: torch.dtype, workspaces: tuple[Tensor, Tensor]
 ) -> str | None:
     """Why these kernels cannot run a layer on a GPU that has them (`configs.on_sm90`), or None.
-    TMA needs strides of a multiple of 16 bytes.
+    `dtype` is that of the rows they multiply. TMA needs strides of a multiple of 16 bytes.
     """
     for w in (w13, w2):
         if w.format.name == "e2m1_words" and not w.scales_in_place:
@@ -585,7 +591,7 @@ def why_not(
         data = w.data
         if data.data_ptr() % 16:
             return "weights must start at a multiple of 16 bytes"
-        reason = _why_not(w.wgmma_format, w.K, w.k_chunk, data.stride(), x.dtype)
+        reason = _why_not(w.wgmma_format, w.K, w.k_chunk, data.stride(), dtype)
         if reason is not None:
             return reason
     if (workspaces[0].data_ptr() | workspaces[1].data_ptr()) % 16:
@@ -772,30 +778,30 @@ def _operand(
 
 
 def permute_tokens(
-    out: Tensor, x: Tensor, w13: MixedOperand, routing: PairRouting, gpu: Gpu
+    out: Tensor, x: Input, w13: MixedOperand, routing: PairRouting, gpu: Gpu, x_written: bool
 ) -> Launch:
     """Sort rows of x by expert, and permute their columns for `w13`.
 
     For few pairs (`pair_bucket`) the kernel writes before gdc_wait, so that the kernel before it
-    must not use its output.
+    must not use its output, unless it is the one that writes x (`x_written`).
     """
     k_chunk, K = w13.k_chunk, w13.K
     pairs, pair_strides = routing
     S = pairs.S
-    stride_m, stride_k = x.stride()
     args = PermuteTokens(
         out=out,
-        x=x,
+        x=x.ptr,
         pairs=pairs,
         K=K,
         pair_strides=pair_strides,
-        x_stride_m=stride_m,
-        x_stride_k=stride_k,
+        x_stride_m=x.stride_m,
+        x_stride_k=x.stride_k,
         K_CHUNK=k_chunk,
         W_BITS=w13.format.bits,
         BLOCK_K=PERMUTED_COLUMNS,
         PAIR_BUCKET=pair_bucket(S),
         WRITE_ORDER=max_unsorted_pairs(S, pairs.E) > 0,
+        X_WRITTEN=x_written,
         TAIL=K % k_chunk > 0,
         PDL=gpu.pdl,
     )
@@ -808,7 +814,7 @@ def gemm1(
     w13: MixedOperand,
     w2: MixedOperand,
     routing: PairRouting,
-    topk_weights: RouterWeights,  # that scale the input
+    topk_weights: RouterWeights,  # that scale the products with the input
     activation: Activated,
     config: GemmConfig,
     block_m: int,
@@ -851,9 +857,10 @@ def gemm2(
     block_m: int,
     split_k: int,
     gpu: Gpu,
+    h_scale: Tensor | None = None,  # (pairs,) fp32
 ) -> Launch:
-    """y (split_k, pairs, N) in fp32, whose sum over split_k is h @ w2.T + bias. h is sorted by
-    expert, y has the order of the pairs.
+    """y (split_k, pairs, N) in fp32, whose sum over split_k is h @ w2.T + bias, with rows of h
+    times their scales. h is sorted by expert, y has the order of the pairs.
     """
     pairs, pair_strides = routing
     w, w_scales, pointers, strides, prepared = _operand(w2, 1, config, block_m, split_k, pairs)
@@ -864,6 +871,7 @@ def gemm2(
         w=w,
         w_scales=w_scales,
         pointers=pointers,
+        x_scale=h_scale,
         pairs=pairs,
         pair_strides=pair_strides,
         K=w2.K,

@@ -8,7 +8,8 @@ from unittest import mock
 import pytest
 import torch
 
-from tests.kernels.mixed_gemm.test_decode import E2M1, E4M3, halves, run, words
+from tests.kernels.mixed_gemm.test_decode import E2M1, E4M3, halves, run, scale_above, words
+from tests.support import oracle
 from tests.support.cases import BF16
 
 pytest.importorskip("triton.experimental.gluon")
@@ -57,6 +58,21 @@ def test_int4_times_scales(scale):
         found = run("decode_int4", word, *numbers, source=SOURCE)
         expected = (torch.tensor(nibbles(word)).double() - 8) * s.double() * one
         assert found == expected.to(BF16).tolist()
+
+
+def test_int4_rounded_to_e4m3():
+    """With every scale, also below e4m3's least normal number, times 2^-64."""
+    most = E4M3.index(56.0)
+    one = sm90_decode.INT4_ONE.value
+    low, high = sm90_decode.INT4_LOW.value, sm90_decode.INT4_HIGH.value
+    for code in [*range(most + 1), *range(128, 129 + most)]:
+        s = torch.tensor(scale_above(code)).to(torch.int16).view(BF16) / 64
+        numbers = in_pairs(*(s * n for n in (low, high, -8 * one)))
+        for word in (0x76543210, 0xFEDCBA98, 0x89ABCDEF, 0x01234567):
+            found = run("decode_int4_e4m3", word, *numbers, source=SOURCE)
+            products = [(n - 8) * E4M3[code] for n in nibbles(word)]
+            expected = oracle.e4m3(torch.tensor(products).double()) * one
+            assert found == expected.tolist()
 
 
 @pytest.mark.parametrize("exponent", [-93, 0, 32])

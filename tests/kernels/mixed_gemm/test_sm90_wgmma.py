@@ -37,6 +37,7 @@ from moe_ops.kernels.mixed_gemm.sm90_occupancy import WgmmaKernel
 from moe_ops.kernels.permute.combine import Combine, moe_ops_combine
 from moe_ops.kernels.permute.rows import RouterWeights, Routing, route_pairs
 from moe_ops.kernels.permute.sort import Route, Sort, moe_ops_route
+from moe_ops.kernels.quantize.scales import rows_of
 from moe_ops.meta.scales import TRITON_E2M1
 from moe_ops.ops import relayout
 
@@ -75,7 +76,9 @@ def chunks_of(K: int, k_chunk: int) -> torch.Tensor:
     return columns[:, columns_at(k_chunk, 4)]
 
 
-def permute(out, x, routing: Routing, S: int, k_chunk: int, bucket=0, write_order=False) -> None:
+def permute(
+    out, x, routing: Routing, S: int, k_chunk: int, bucket=0, write_order=False, x_written=False
+) -> None:
     """Run moe_ops_permute_tokens."""
     K = x.shape[1]
     pairs, pair_strides = sm90_wgmma.pair_routing(routing, S)
@@ -92,6 +95,7 @@ def permute(out, x, routing: Routing, S: int, k_chunk: int, bucket=0, write_orde
         BLOCK_K=sm90_wgmma.PERMUTED_COLUMNS,
         PAIR_BUCKET=bucket,
         WRITE_ORDER=write_order,
+        X_WRITTEN=x_written,
         TAIL=K % k_chunk > 0,
         PDL=False,
     )
@@ -257,7 +261,7 @@ def test_compiles_for_sm90():
 def taken(w: MixedOperand, dtype=BF16) -> bool:
     """Whether a weight can run on these kernels."""
     spaces = (torch.empty(0), torch.empty(0))
-    return sm90_wgmma.why_not(w, w, torch.empty(0, dtype=dtype), spaces) is None
+    return sm90_wgmma.why_not(w, w, dtype, spaces) is None
 
 
 def int4(data: torch.Tensor, columns: int = 256) -> MixedOperand:
@@ -297,8 +301,7 @@ def test_descriptors_take_rows_of_16_byte_step_alone():
     assert possible("int4_w4a16:g32", 128, 32) and possible("int4_w4a16:g32", 192, 32)
     assert not possible("int4_w4a16:g32", 128, 32, scale=torch.float32)
     assert possible("int4_w4a16:g64", 192, 64, scale=torch.float32)
-    # rounded to e4m3, which these kernels do not do
-    assert not possible("int4_w4a8", 256, 128, scale=torch.float8_e4m3fn)
+    assert possible("int4_w4a8", 256, 128, scale=torch.float8_e4m3fn)
 
 
 @pytest.mark.parametrize("K", [128, 192, 256, 1216])
@@ -374,7 +377,7 @@ def test_rows_are_those_of_pairs():
     ids, index = torch.zeros(3, 2, dtype=torch.int64), torch.zeros(14, dtype=torch.int32)
     routing = route_pairs(index, ids, None, 2, 2, False)
     of_pairs = sm90_wgmma.pair_routing(routing, 6)
-    found = sm90_wgmma.permute_tokens(workspace, x, w, of_pairs, gpu(-1))
+    found = sm90_wgmma.permute_tokens(workspace, rows_of(x), w, of_pairs, gpu(-1), False)
     named = found.named()
     assert found.grid == (6, 1, 1) and (named["num_blocks"], named["S"]) == (2, 6)
 
@@ -422,7 +425,7 @@ def check(scheme: str, config: LayerConfig | None, activation: str = "silu", **s
 
 
 INT4 = ["int4_w4a16:g128", "int4_w4a16:g64", "int4_w4a16:g32", "int4_w4a16:channel"]
-GPU_SCHEMES = [*INT4, *(f"{name}:zp" for name in INT4), "mxfp4_w4a16", "nvfp4_w4a16"]
+GPU_SCHEMES = [*INT4, "int4_w4a8", *(f"{name}:zp" for name in INT4), "mxfp4_w4a16", "nvfp4_w4a16"]
 SHORT_INT4 = ["int4_w4a16:g64", "int4_w4a16:g64:zp", "int4_w4a16:g32", "int4_w4a16:g32:zp"]
 PREPARED = ["mxfp4_w4a16 prepared", "nvfp4_w4a16 prepared"]
 GPU_SCHEMES += ["int4_w4a16:g64 float16", "int4_w4a16:g128:zp float32"]  # groups' sums are scaled
@@ -466,7 +469,7 @@ def test_split_k(scheme, split_k, I, config):  # noqa: E741
         sizes = {"M": M, "E": 5, "top_k": 2, "K": 256, "I": I}
         with watched("gemm2") as used:
             check(scheme, layer(*config)._replace(split_k=split_k), bias=True, **sizes)
-        assert {call.args[-2] for call in used.call_args_list} == {expected}
+        assert {call.args[6] for call in used.call_args_list} == {expected}
 
 
 @pytest.mark.parametrize("words", [False, True])
@@ -538,7 +541,10 @@ def test_tiles_that_pass_the_last_row(scheme):
 
 @pytest.mark.parametrize(
     "scheme",
-    [pytest.param(n, marks=ON_GPU) for n in ("int4_w4a16:g128:zp", "nvfp4_w4a16", *PREPARED)],
+    [
+        pytest.param(n, marks=ON_GPU)
+        for n in ("int4_w4a16:g128:zp", "int4_w4a8", "nvfp4_w4a16", *PREPARED)
+    ],
 )
 @pytest.mark.parametrize("activation", ["swigluoai", "relu2_no_mul", "gelu"])
 def test_activations_map_and_weights_on_input(scheme, activation):
@@ -574,7 +580,10 @@ ROUTINGS = {
 
 @pytest.mark.parametrize(
     "scheme",
-    [pytest.param(n, marks=ON_GPU) for n in ("int4_w4a16:g128", "nvfp4_w4a16", *PREPARED)],
+    [
+        pytest.param(n, marks=ON_GPU)
+        for n in ("int4_w4a16:g128", "int4_w4a8", "nvfp4_w4a16", *PREPARED)
+    ],
 )
 @pytest.mark.parametrize("routing", ROUTINGS)
 @pytest.mark.parametrize("block_m", [8, 16])
