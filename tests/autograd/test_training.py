@@ -23,10 +23,12 @@ from tests.autograd.test_gradients import (
     expected_gradients,
     gradients,
     leaves,
+    plain_torch_on_cpus,  # noqa: F401
 )
 from tests.support.cases import BF16, FP32, FP64, Case
 
 OPS = torch.ops.moe_ops
+pytestmark = pytest.mark.usefixtures("plain_torch_on_cpus")
 
 
 def recomputing(*args, **options):
@@ -133,17 +135,6 @@ def test_a_layer_that_recomputes_keeps_no_product():
         assert ((10, 48) in shapes) != recompute
         out.sum().backward()
         assert layer.experts.w13.grad.norm() > 0
-
-
-def test_a_changed_input_is_noticed():
-    case = Case()
-    given = leaves(case)
-    x = given["hidden_states"].clone()
-    out = call(moe_ops.fused_experts, case, given | {"hidden_states": x})
-    with torch.no_grad():
-        x.zero_()
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        out.sum().backward()
 
 
 class Count(torch.utils._python_dispatch.TorchDispatchMode):
