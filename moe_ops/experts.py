@@ -7,6 +7,7 @@ stand in the captured graph and Inductor reuses them from layer to layer.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from moe_ops import activations, checks
 from moe_ops.activations import Activation
 from moe_ops.autograd import experts as autograd
 from moe_ops.autograd import training
+from moe_ops.autograd.training import explanation
 from moe_ops.ops.call import BatchedCall, ExpertsCall, LinearCall, refuse_lost, take_apart
 from moe_ops.planning import bind
 from moe_ops.planning.plan import Plan
@@ -280,13 +282,18 @@ def explain(
     hidden_states_scale: Tensor | None = None,
     hidden_states_global_scale: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
+    training: bool = False,
 ) -> Plan:
     """The plan `fused_experts` would follow for these arguments, without running it.
 
+    Args:
+        training: describe the call that records gradients; else that under torch.no_grad(),
+            whether or not the arguments require any.
+
     Returns:
         A Plan; str() lists the tiers, the workspace bytes and chunks and, for every backend left
-        out, why.
-        Gradients are left aside: it describes the call under torch.no_grad().
+        out, why. With `training` it says whether forward and backward pass run on fused kernels
+        or in plain torch, and for what reason; so does the field `gradients`.
 
     Raises:
         ValueError, ImportError: as `fused_experts`.
@@ -310,13 +317,14 @@ def explain(
         activations.resolve(activation),
         router_weight_on_input,
         deterministic,
-        False,  # needs_grad
+        training,
         max_workspace_bytes,
         out_dtype,
         hidden_states_scale,
         hidden_states_global_scale,
     )
-    return bind.make_plan(call, backend)
+    plan = bind.make_plan(call, backend)
+    return replace(plan, gradients=explanation(call)) if training else plan
 
 
 def _check_tensors(names: str, required: int, *values: Any) -> None:

@@ -112,7 +112,7 @@ def why_not_fused(call: ExpertsCall) -> str | None:
     if w13.shape[0] > _MOST_EXPERTS:
         return f"torch's grouped product takes at most {_MOST_EXPERTS} experts"
     for t in (w13, w2):
-        if not t.is_contiguous() or t.data_ptr() % 16:
+        if not (t.is_contiguous() or t.mT.is_contiguous()) or t.data_ptr() % 16:
             return "its weights are not contiguous, or begin askew"
     if any([size % _MULTIPLE for size in (*w13.shape[1:], *w2.shape[1:])]):
         return f"its sizes are no multiples of {_MULTIPLE}"

@@ -14,7 +14,15 @@ from moe_ops.activations import NAMES, Activation
 from moe_ops.autograd import training
 from moe_ops.environment import INTERPRETED
 from moe_ops.ops.call import ExpertsCall, Weight
-from tests.autograd.test_gradients import call, check, cotangent, gradients, leaves
+from tests.autograd.test_gradients import (
+    call,
+    check,
+    compare,
+    cotangent,
+    expected_gradients,
+    gradients,
+    leaves,
+)
 from tests.support.cases import BF16, FP32, Case
 
 CUDA = torch.cuda.is_available()
@@ -154,6 +162,21 @@ def test_strided_arguments(where):
     found |= {"w13_bias": db13.T, "w2_bias": db2.T}
     expected = gradients(case)
     assert all(torch.equal(found[name], expected[name]) for name in found)
+
+
+@everywhere
+def test_transposed_weights(where):
+    """As gpt-oss stores them: (E, K, N)."""
+    case = Case(*where, bias=True)
+    given = leaves(case)
+    stored = [given[name].detach().mT.contiguous().requires_grad_() for name in ("w13", "w2")]
+    given |= {"w13": stored[0].mT, "w2": stored[1].mT}
+    out = call(moe_ops.fused_experts, case, given)
+    inputs = [*stored, *[given[name] for name in given if name not in ("w13", "w2")]]
+    d13, d2, *others = torch.autograd.grad(out, inputs, cotangent(case))
+    names = [name for name in given if name not in ("w13", "w2")]
+    actual = {"w13": d13.mT, "w2": d2.mT} | dict(zip(names, others, strict=True))
+    compare(case, actual, expected_gradients(case))
 
 
 @everywhere
