@@ -14,16 +14,18 @@ from moe_ops.activations import NAMES, Activation
 from moe_ops.autograd import training
 from moe_ops.environment import INTERPRETED
 from moe_ops.ops.call import ExpertsCall, Weight
+from tests.autograd import test_gradients
 from tests.autograd.test_gradients import (
+    TOLERANCE,
     call,
-    check,
     compare,
     cotangent,
     expected_gradients,
     gradients,
     leaves,
 )
-from tests.support.cases import BF16, FP32, Case
+from tests.support import oracle
+from tests.support.cases import BF16, FP32, Case, poisoned_memory
 
 CUDA = torch.cuda.is_available()
 ON_GPU = (pytest.mark.gpu, pytest.mark.skipif(not CUDA, reason="needs a CUDA device"))
@@ -52,6 +54,15 @@ def every_call_is_fused(monkeypatch):
     monkeypatch.setattr(training, "why_not_fused", noted)
     yield
     assert set(asked) <= {None}
+
+
+def check(case: Case, only=None, within=None) -> dict:
+    """The result, and its gradients."""
+    with poisoned_memory():
+        out = call(moe_ops.fused_experts, case, leaves(case, only=only)).detach()
+    assert oracle.relative_error(out, case.reference()) <= TOLERANCE[case.dtype]
+    assert (out[case.nowhere] == 0).all()
+    return test_gradients.check(case, only=only, within=within)
 
 
 @everywhere
