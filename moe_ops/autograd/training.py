@@ -87,9 +87,9 @@ def _inputs(values: tuple) -> Inputs:
 _fused_forward = Lazy("moe_ops.autograd.fused:forward")
 _fused_backward = Lazy("moe_ops.autograd.fused:backward")
 _MULTIPLE = 8  # of sizes: rows of 16-bit numbers begin at multiples of 16 bytes
-# Compute capabilities (major numbers) for which torch 2.11 to 2.13 build their grouped product,
-# and the most experts it takes. Elsewhere, and for other dtypes, F.grouped_mm copies the offsets
-# to the host and loops over experts: fp16 stays in plain torch here until it is built for it.
+# Compute capabilities (major numbers) for which torch builds its grouped product, and the most
+# experts it takes. Elsewhere, and for other dtypes, F.grouped_mm copies the offsets to the host
+# and loops over experts.
 _GROUPED_MM_ON, _MOST_EXPERTS = (9, 10), 1023
 
 
