@@ -137,6 +137,22 @@ def test_a_layer_that_recomputes_keeps_no_product():
         assert layer.experts.w13.grad.norm() > 0
 
 
+@pytest.mark.parametrize(
+    "changed",
+    [*("hidden_states", "w13", "w2", "topk_weights", "w13_bias", "w2_bias"), "topk_ids"],
+)
+def test_a_changed_input_is_noticed(changed):
+    """By torch, whichever path runs: both get what the operators have kept."""
+    case = Case(bias=True)
+    given = leaves(case) | {"topk_ids": case.args[4]}
+    given[changed] = given[changed].clone()
+    out = call(moe_ops.fused_experts, case, given)
+    with torch.no_grad():
+        given[changed].zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
 class Count(torch.utils._python_dispatch.TorchDispatchMode):
     """Counts calls of operators by name."""
 
