@@ -162,9 +162,8 @@ def moe_ops_train_activate(
     if row >= tl.load(groups_ptr + E - 1):
         return
     if bias_ptr is not None:
-        bias_ptr += (
-            expert_of_row(ends_of_experts(groups_ptr, E, bias_BLOCK_E), row).to(tl.int64) * N
-        )
+        e = expert_of_row(ends_of_experts(groups_ptr, bias_E, bias_BLOCK_E), row)
+        bias_ptr += e.to(tl.int64) * N
     first = tl.program_id(1) * BLOCK_I
     i = first + tl.arange(0, BLOCK_I)
     g, u = activation_input(x_ptr + row * N, bias_ptr, first, I, GATED, INTERLEAVED, BLOCK_I)
