@@ -117,6 +117,8 @@ class TrainingCall:
     shape: tuple[int, int, int, int]  # E, top_k, K, I
     M: int
     activation: str = "silu"
+    bias: bool = False
+    on_input: bool = False  # router weights multiply the input; top_k is 1
 
 
 class Compiled(NamedTuple):
@@ -411,7 +413,10 @@ def compile_training(
     x, ids = _empty(call.M, K, dtype=dtype), _empty(call.M, top_k, dtype=torch.int32)
     weights = [Weight(_empty(*size, dtype=dtype)) for size in ((E, N, K), (E, K, I))]
     router = _empty(call.M, top_k, dtype=torch.float32)
-    step = ExpertsCall(x, *weights, router, ids, *[None] * 3, activation, False, True, True)
+    biases = [_empty(E, size, dtype=dtype) if call.bias else None for size in (N, K)]
+    options = (None, activation, call.on_input, True, True)
+    step = ExpertsCall(x, *weights, router, ids, *biases, *options)
+    needs = [True] * 4 + [call.bias] * 2
 
     def multiply(_: Any, rows: Tensor, weight: Tensor, transpose: bool = False) -> Tensor:
         return rows.new_empty(rows.shape[0], weight.shape[2 if transpose else 1])
@@ -427,7 +432,7 @@ def compile_training(
         _compiling(gpu, arch, compiles) as found,
     ):
         _, h, index = training.forward(step)
-        training.backward(step, _empty(call.M, K, dtype=dtype), h, index, [True] * 6)
+        training.backward(step, _empty(call.M, K, dtype=dtype), h, index, needs)
     return found
 
 

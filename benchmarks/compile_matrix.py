@@ -187,6 +187,9 @@ def _steps() -> Iterator[TrainingCall]:
     for name in ("qwen3", "mixtral"):
         for activation in ("silu", "swigluoai", "gelu", "relu2_no_mul"):
             yield TrainingCall(SHAPES[name], 4096, activation)
+    for activation in ("silu", "swigluoai", "relu2_no_mul"):
+        yield TrainingCall(SHAPES["gptoss20"], 4096, activation, bias=True)
+    yield TrainingCall((16, 1, 5120, 8192), 4096, on_input=True)
 
 
 def _routers() -> Iterator[RouterCall]:

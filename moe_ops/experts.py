@@ -7,7 +7,7 @@ stand in the captured graph and Inductor reuses them from layer to layer.
 
 from __future__ import annotations
 
-import warnings
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,7 +19,8 @@ from moe_ops import activations, checks
 from moe_ops.activations import Activation
 from moe_ops.autograd import experts as autograd
 from moe_ops.autograd import training
-from moe_ops.ops.call import BatchedCall, Call, ExpertsCall, LinearCall, refuse_lost, take_apart
+from moe_ops.autograd.training import explanation
+from moe_ops.ops.call import BatchedCall, ExpertsCall, LinearCall, refuse_lost, take_apart
 from moe_ops.planning import bind
 from moe_ops.planning.plan import Plan
 
@@ -140,7 +141,8 @@ def fused_experts(
         if hidden_states_scale is not None and hidden_states_scale.ndim == 2:
             _check_rows("hidden_states_scale", hidden_states_scale, M)
     if needs_grad:  # gradients allocate their own
-        _before_training(call)
+        if not torch.compiler.is_compiling():
+            refuse_lost(call)
         return training.fused_experts(call, recompute)
     return bound.run(call, M)
 
@@ -255,7 +257,10 @@ def grouped_linear(
     call = LinearCall(x, a, offsets, bias, needs_grad, out_dtype, x_scale, x_global_scale)
     bound = bind.look_up(call, backend)
     if needs_grad:
-        _before_training(call)
+        if not torch.compiler.is_compiling():
+            refuse_lost(call)
+            if x.is_cuda:
+                training.warn_of_plain_torch("grouped_linear has no other")
         return autograd.grouped_linear(x, a, offsets, bias).to(x.dtype)
     return bound.run(call, x.shape[0])
 
@@ -277,13 +282,18 @@ def explain(
     hidden_states_scale: Tensor | None = None,
     hidden_states_global_scale: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
+    training: bool = False,
 ) -> Plan:
     """The plan `fused_experts` would follow for these arguments, without running it.
 
+    Args:
+        training: describe the call that records gradients; else that under torch.no_grad(),
+            whether or not the arguments require any.
+
     Returns:
         A Plan; str() lists the tiers, the workspace bytes and chunks and, for every backend left
-        out, why.
-        Gradients are left aside: it describes the call under torch.no_grad().
+        out, why. With `training` it says whether forward and backward pass run on fused kernels
+        or in plain torch, and for what reason; so does the field `gradients`.
 
     Raises:
         ValueError, ImportError: as `fused_experts`.
@@ -307,13 +317,14 @@ def explain(
         activations.resolve(activation),
         router_weight_on_input,
         deterministic,
-        False,  # needs_grad
+        training,
         max_workspace_bytes,
         out_dtype,
         hidden_states_scale,
         hidden_states_global_scale,
     )
-    return bind.make_plan(call, backend)
+    plan = bind.make_plan(call, backend)
+    return replace(plan, gradients=explanation(call)) if training else plan
 
 
 def _check_tensors(names: str, required: int, *values: Any) -> None:
@@ -384,31 +395,3 @@ def _autocast(cast_x: bool, x: Tensor, *others: Any) -> tuple:
         eligible = plain and t.dtype.is_floating_point and t.dtype != torch.float64
         cast.append(t.to(dtype) if eligible else t)
     return tuple(cast)
-
-
-_warned = False
-
-
-def _before_training(call: Call) -> None:
-    """Refuse tensors without values. Say once that a call that records gradients on a GPU leaves
-    fast kernels unused, and why.
-    """
-    global _warned
-    if torch.compiler.is_compiling():
-        return
-    refuse_lost(call)
-    if _warned or call.hidden_states.device.type != "cuda":
-        return
-    reason = "grouped_linear has no other"
-    if isinstance(call, ExpertsCall):
-        found = training.why_not_fused(call)
-        if found is None:
-            return
-        reason = found
-    _warned = True
-    warnings.warn(
-        "moe_ops runs its differentiable torch path, because gradients are recorded, and "
-        f"{reason}. For inference wrap the call in torch.no_grad() or torch.inference_mode() to "
-        "use the fast kernels.",
-        stacklevel=3,
-    )

@@ -10,7 +10,6 @@ quantized weights, which get none themselves. The rounding of activations counts
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -51,30 +50,26 @@ def grouped_linear(
     return grouped_mm(x, weight.data, offsets, *weight.scales, bias, weight.scheme, False)
 
 
-class Layer(NamedTuple):
-    """What the layer computes on its way."""
-
-    out: Tensor  # (M, K)
-    gate_up: Tensor  # (S, N) before the activation, of pairs sorted by expert
-
-
 def fused_experts(call: ExpertsCall) -> Tensor:
     """Differentiable experts, (M, K) in hidden_states' dtype; so are their gradients."""
     refuse_transforms()
     pairs = permute.sort_pairs(call.topk_ids, call.w13.data.shape[0], call.expert_map)
-    return layer(call, pairs, grouped_mm).out
+    gate_up = product(grouped_mm, gemm1_input(call, pairs), call.w13, pairs, call.w13_bias)
+    return combined(grouped_mm, activations.apply(gate_up, call.activation), call, pairs)
 
 
-def layer(call: ExpertsCall, pairs: permute.Pairs, multiply: Callable[..., Tensor]) -> Layer:
-    """The layer in torch operators and one that multiplies, with the arguments of `grouped_mm`."""
-    rows = gemm1_input(call, pairs)
-    gate_up = product(multiply, rows, call.w13, pairs, call.w13_bias)
-    hidden = gemm2_input(call, pairs, activations.apply(gate_up, call.activation))
-    y = product(multiply, hidden, call.w2, pairs, call.w2_bias)
+def combined(
+    multiply: Callable[..., Tensor], hidden: Tensor, call: ExpertsCall, pairs: permute.Pairs
+) -> Tensor:
+    """The layer's output from that of the activation; `multiply` takes the arguments of
+    `grouped_mm`.
+    """
+    rows = gemm2_input(call, pairs, hidden)
+    y = product(multiply, rows, call.w2, pairs, call.w2_bias)
     weights = (
         torch.ones_like(call.topk_weights) if call.router_weight_on_input else call.topk_weights
     )
-    return Layer(permute.combine(y, weights, pairs, call.hidden_states.dtype), gate_up)
+    return permute.combine(y, weights, pairs, call.hidden_states.dtype)
 
 
 def product(

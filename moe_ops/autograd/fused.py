@@ -4,7 +4,8 @@ less often.
 
 A step takes nine products' worth of arithmetic and, beside them, passes over rows: tokens are
 copied to the rows of their pairs, one kernel goes back through activation and router weights, and
-one sums the rows of a token.
+one sums the rows of a token. Biases are added, and router weights multiplied, where a kernel reads
+those rows anyway; the gradients of biases are sums over the rows of an expert.
 """
 
 from __future__ import annotations
@@ -25,7 +26,10 @@ from moe_ops.kernels.permute.combine import combine_rows
 from moe_ops.kernels.permute.layout import Layout, index_parts
 from moe_ops.kernels.permute.place import place
 from moe_ops.kernels.training.rows import activate, derive, scatter, zero_empty
+from moe_ops.kernels.training.sums import add_dot, dot, sum_rows
 from moe_ops.ops.call import ExpertsCall
+
+_ROWS = torch.contiguous_format
 
 
 class _Step:
@@ -39,6 +43,16 @@ class _Step:
         self.activation = activated(a.name, a.alpha, a.beta, a.limit)
         self.device = self.x.get_device()
         self.gpu = launch.gpu(self.device)
+        self.b13, self.b2 = [
+            None if b is None else b.contiguous() for b in (call.w13_bias, call.w2_bias)
+        ]
+        # router weights multiply the rows of the input, or those of the output
+        self.of_input: Tensor | None = None
+        self.of_output: Tensor | None = None
+        if call.router_weight_on_input:
+            self.of_input = call.topk_weights
+        else:
+            self.of_output = call.topk_weights
         self.layout: Layout
 
     def run(self, *launches: Launch) -> None:
@@ -60,11 +74,15 @@ class _Step:
         """The layout of an index."""
         self.layout = Layout(index[self.E :], index[: self.E], self.S)
 
-    def gathered(self, x: Tensor) -> Tensor:
-        """x (M, K) as rows of its pairs."""
+    def gathered(self, x: Tensor, weights: Tensor | None = None) -> Tensor:
+        """x (M, K) as rows of its pairs, times weights (M, top_k) if there are any."""
         y = self.rows(self.K)
-        self.run(scatter(x, y, self.layout, self.top_k))
+        self.run(scatter(x, y, weights, self.layout, self.top_k))
         return y
+
+    def inputs(self) -> Tensor:
+        """The rows that w13 multiplies."""
+        return self.gathered(self.x, self.of_input)
 
     def multiply(self, rows: Tensor, weight: Tensor, transpose: bool = False) -> Tensor:
         ends = self.layout.groups
@@ -80,10 +98,17 @@ class _Step:
         self.run(zero_empty(out, self.layout))
         return out
 
-    def summed(self, y: Tensor, weights: Tensor | None) -> Tensor:
-        """(M, K): the sums of the rows of each token."""
-        out = torch.empty_like(self.x, memory_format=torch.contiguous_format)
-        self.run(combine_rows(out, y, weights, self.layout, self.top_k))
+    def summed(self, y: Tensor, weights: Tensor | None, bias: Tensor | None = None) -> Tensor:
+        """(M, K): the sums of the rows of each token, plus biases, times weights."""
+        out = torch.empty_like(self.x, memory_format=_ROWS)
+        self.run(combine_rows(out, y, weights, self.layout, self.top_k, bias))
+        return out
+
+    def sum_of_experts(self, rows: Tensor, factors: Tensor | None, bias: Tensor | None) -> Tensor:
+        """The gradient of a bias (E, columns): the sum of each expert's rows, times factors."""
+        assert bias is not None
+        out = torch.empty_like(bias)
+        self.run(sum_rows(out, rows, factors, self.layout))
         return out
 
 
@@ -105,11 +130,11 @@ def forward(call: ExpertsCall) -> tuple[Tensor, Tensor, Tensor]:
     """(out, h, index), as training.py defines them."""
     step = _Step(call)
     index = step.place()
-    h = step.multiply(step.gathered(call.hidden_states), call.w13.data)
+    h = step.multiply(step.inputs(), call.w13.data)
     hidden = step.rows(step.I)
-    step.run(activate(step.activation, hidden, h, step.layout))
+    step.run(activate(step.activation, hidden, h, step.b13, step.layout))
     y = step.multiply(hidden, call.w2.data)
-    return step.summed(y, call.topk_weights), h, index
+    return step.summed(y, step.of_output, step.b2), h, index
 
 
 @on_device
@@ -119,27 +144,57 @@ def backward(
     """The gradients that are needed, as training.py defines them; `h` is None if it is computed
     again.
     """
-    needs_x, needs_w13, needs_w2, needs_weights, *_ = needs
+    needs_x, needs_w13, needs_w2, needs_weights, needs_b13, needs_b2 = needs
     step = _Step(call)
     step.read(index)
+    layout, top_k = step.layout, step.top_k
     found: list[Any] = [None] * 6
     x = None
     if h is None:
-        x = step.gathered(call.hidden_states)
+        x = step.inputs()
         h = step.multiply(x, call.w13.data)
     dout = step.gathered(grad)
     dhidden = step.multiply(dout, call.w2.data, transpose=True)
     dh, hidden = step.rows(step.N), step.rows(step.I) if needs_w2 else None
-    dweights = dh.new_empty(call.topk_weights.shape, dtype=torch.float32)
-    weights, layout = call.topk_weights, step.layout
-    step.run(derive(step.activation, dh, hidden, dweights, h, dhidden, weights, layout))
+    dweights = factors = None
     if needs_weights:
-        found[3] = dweights.to(weights.dtype)
+        dweights = torch.empty_like(call.topk_weights, dtype=torch.float32, memory_format=_ROWS)
+    if needs_b2 and step.of_output is not None:
+        factors = torch.empty(step.S, dtype=torch.float32, device=dh.device)
+    ds = dweights if step.of_output is not None else None
+    step.run(
+        derive(
+            step.activation,
+            dx=dh,
+            scaled=hidden,
+            dweights=ds,
+            factors=factors,
+            x=h,
+            bias=step.b13,
+            dh=dhidden,
+            weights=step.of_output,
+            layout=layout,
+            top_k=top_k,
+        )
+    )
+    if ds is not None and step.b2 is not None:
+        step.run(add_dot(ds, grad, step.b2, layout, top_k))
     if hidden is not None:
         found[2] = step.outer(dout, hidden)
+    if needs_b2:
+        found[5] = step.sum_of_experts(dout, factors, step.b2)
     del dout, dhidden, hidden
+    if needs_b13:
+        found[4] = step.sum_of_experts(dh, None, step.b13)
     if needs_w13:
-        found[1] = step.outer(dh, step.gathered(call.hidden_states) if x is None else x)
-    if needs_x:
-        found[0] = step.summed(step.multiply(dh, call.w13.data, transpose=True), None)
+        found[1] = step.outer(dh, step.inputs() if x is None else x)
+    of_input = dweights if step.of_input is not None else None
+    if needs_x or of_input is not None:
+        drows = step.multiply(dh, call.w13.data, transpose=True)
+        if of_input is not None:
+            step.run(dot(of_input, call.hidden_states, drows, layout, top_k))
+        if needs_x:
+            found[0] = step.summed(drows, step.of_input)
+    if dweights is not None:
+        found[3] = dweights.to(call.topk_weights.dtype)
     return found

@@ -1,6 +1,6 @@
 """Experts with gradients as two functional operators: `moe_ops::experts_forward` returns what
-`moe_ops::experts_backward` needs beside the inputs, the first product h and the order of the
-pairs. All else is computed again.
+`moe_ops::experts_backward` needs beside the inputs, the first product h (without its bias) and the
+order of the pairs. All else is computed again.
 
 Functional, because autograd refuses operators that write their arguments, and selective
 checkpointing of one loses what it wrote. A compiler that partitions forward from backward keeps
@@ -12,6 +12,7 @@ on GPUs.
 
 from __future__ import annotations
 
+import warnings
 from typing import Any, NamedTuple
 
 import torch
@@ -86,32 +87,61 @@ def _inputs(values: tuple) -> Inputs:
 _fused_forward = Lazy("moe_ops.autograd.fused:forward")
 _fused_backward = Lazy("moe_ops.autograd.fused:backward")
 _MULTIPLE = 8  # of sizes: rows of 16-bit numbers begin at multiples of 16 bytes
+# Compute capabilities (major numbers) for which torch builds its grouped product, and the most
+# experts it takes. Elsewhere, and for other dtypes, F.grouped_mm copies the offsets to the host
+# and loops over experts.
+_GROUPED_MM_ON, _MOST_EXPERTS = (9, 10), 1023
 
 
 def why_not_fused(call: ExpertsCall) -> str | None:
-    """Why a call runs in plain torch; None if it runs here."""
+    """Why a call runs in plain torch; None if it runs in fused.py. Each operator asks once."""
     x, w13, w2 = call.hidden_states, call.w13.data, call.w2.data
     if call.w13.scheme:
         return "its weights are quantized"
-    if call.w13_bias is not None or call.w2_bias is not None:
-        return "it has biases"
-    if call.router_weight_on_input:
-        return "router weights multiply its input"
     if not call.topk_ids.numel():
         return "it has no tokens"
     if x.device.type != "cuda":
         return None if INTERPRETED and x.dtype == torch.float32 else "it is not on a CUDA device"
+    if x.dtype != torch.bfloat16:
+        return f"torch's grouped product takes bf16, not {x.dtype}"
     plain = all([type(t) is Tensor or type(t) is torch.nn.Parameter for t in (w13, w2)])
     if not plain or not addressable((w13, w2)):
         return "its weights have no addresses"
-    if x.dtype != torch.bfloat16 or environment.capability(x.device) < (9, 0):
-        return "torch's grouped product takes bf16 on compute capability 9.0 or newer"
+    if environment.capability(x.device)[0] not in _GROUPED_MM_ON:
+        return "torch's grouped product is built for compute capability 9 and 10"
+    if w13.shape[0] > _MOST_EXPERTS:
+        return f"torch's grouped product takes at most {_MOST_EXPERTS} experts"
     for t in (w13, w2):
-        if not t.is_contiguous() or t.data_ptr() % 16:
+        if not (t.is_contiguous() or t.mT.is_contiguous()) or t.data_ptr() % 16:
             return "its weights are not contiguous, or begin askew"
     if any([size % _MULTIPLE for size in (*w13.shape[1:], *w2.shape[1:])]):
         return f"its sizes are no multiples of {_MULTIPLE}"
     return None
+
+
+def explanation(call: ExpertsCall) -> str:
+    """How the operators run a call, in words."""
+    reason = why_not_fused(call)
+    return (
+        f"plain torch, because {reason}" if reason else "fused kernels, torch's grouped products"
+    )
+
+
+_warned = False
+
+
+def warn_of_plain_torch(reason: str) -> None:
+    """Say once that a call which records gradients leaves fast kernels unused, and why."""
+    global _warned
+    if _warned:
+        return
+    _warned = True
+    warnings.warn(
+        "moe_ops runs its differentiable torch path, because gradients are recorded, and "
+        f"{reason}. For inference wrap the call in torch.no_grad() or torch.inference_mode() to "
+        "use the fast kernels.",
+        stacklevel=2,
+    )
 
 
 # --- forward -------------------------------------------------------------------------------------
@@ -121,15 +151,24 @@ def _forward(*values: Any) -> tuple[Tensor, Tensor, Tensor]:
     """out (M, K); h (S, N), or (0, N) if it is computed again, whose rows behind those of the last
     expert may hold anything; int32 index (E + S,): the row after each expert's last pair, then the
     row of each pair, or -1 if its expert is not here.
+
+    h is the product with w13 alone, rounded to its dtype. Whoever reads it adds w13_bias, in fp32,
+    so that the product of torch, which takes none, needs no pass over h behind it.
     """
     call, recompute = _inputs(values)
-    if why_not_fused(call) is None:
+    reason = why_not_fused(call)
+    if reason is None:
         out, h, index = _fused_forward(call)
     else:
+        if call.hidden_states.is_cuda and call.topk_ids.numel():
+            warn_of_plain_torch(reason)
         pairs = permute.sort_pairs(call.topk_ids, call.w13.data.shape[0], call.expert_map)
-        out, h = composition.layer(call, pairs, _multiply)
-        rows = torch.where(pairs.valid.flatten(), pairs.inverse, -1)
-        index = torch.cat((pairs.offsets, rows.to(torch.int32)))
+        rows = composition.gemm1_input(call, pairs)
+        h = composition.product(_multiply, rows, call.w13, pairs, None)
+        hidden = activations.formula(_activation_input(call, h, pairs), call.activation)
+        out = composition.combined(_multiply, hidden.to(h.dtype), call, pairs)
+        places = torch.where(pairs.valid.flatten(), pairs.inverse, -1)
+        index = torch.cat((pairs.offsets, places.to(torch.int32)))
     return out, h[:0].clone() if recompute else h, index
 
 
@@ -139,6 +178,21 @@ def _multiply(x: Tensor, weight: Tensor, offsets: Tensor, *scales_and_bias: Any)
     return products.grouped_mm(
         x, weight, offsets, scales=of, scheme=scheme, bias=bias, transpose=transpose
     )
+
+
+def _activation_input(call: ExpertsCall, h: Tensor, pairs: permute.Pairs) -> Tensor:
+    """(S, N): h plus the bias of each row's expert, fp32 or fp64."""
+    x = h.to(_wide(h))
+    return x if call.w13_bias is None else x + _of_experts(call.w13_bias, pairs, x.dtype)
+
+
+def _of_experts(bias: Tensor, pairs: permute.Pairs, dtype: torch.dtype) -> Tensor:
+    """(S, columns): the bias of each row's expert; behind the last expert's rows that one's."""
+    return bias.to(dtype).index_select(0, pairs.experts.clamp(max=bias.shape[0] - 1))
+
+
+def _wide(h: Tensor) -> torch.dtype:
+    return h.dtype if h.dtype == torch.float64 else torch.float32
 
 
 def _forward_fake(*values: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -177,11 +231,11 @@ def _backward(grad: Tensor, h: Tensor, index: Tensor, *rest: Any) -> tuple[Tenso
         rows = composition.gemm1_input(call, pairs)
     if inputs.recompute:
         assert rows is not None
-        h = composition.product(_multiply, rows, call.w13, pairs, call.w13_bias)
-    wide = h.dtype if h.dtype == torch.float64 else torch.float32
+        h = composition.product(_multiply, rows, call.w13, pairs, None)
+    wide = _wide(h)
     weights = call.topk_weights.to(wide).flatten().index_select(0, pairs.order).unsqueeze(1)
     s = torch.ones_like(weights) if on_input else weights
-    x_wide = h.to(wide)
+    x_wide = _activation_input(call, h, pairs)
     # outputs may not share memory
     dx, dw13, dw2, dweights, db13, db2 = [h.new_empty(0) for _ in needs]
 
@@ -194,8 +248,7 @@ def _backward(grad: Tensor, h: Tensor, index: Tensor, *rest: Any) -> tuple[Tenso
     if of_output:
         ds = (da * hidden).sum(1)
         if call.w2_bias is not None:
-            bias = call.w2_bias.to(wide).index_select(0, pairs.experts.clamp(max=E - 1))
-            ds = ds + (dout.to(wide) * bias).sum(1)
+            ds = ds + (dout.to(wide) * _of_experts(call.w2_bias, pairs, wide)).sum(1)
         dweights = _by_pair(ds, pairs).to(call.topk_weights.dtype)
     if needs_w2:
         dw2 = products.grouped_outer(dout, (s * hidden).to(h.dtype), pairs.offsets)

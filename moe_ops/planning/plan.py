@@ -41,6 +41,7 @@ class Plan:
     refused: tuple[tuple[str, tuple[str, ...]], ...] = ()
     basis: str = ""  # of the tiers: "measured", "heuristic", or "" where there was no choice
     chunk_rows: int = 0  # rows that the workspaces hold; larger calls run in chunks. 0: all rows
+    gradients: str = ""  # `explain(training=True)`: how forward and backward pass run, in words
 
     @property
     def backend(self) -> str:
@@ -153,11 +154,20 @@ class Plan:
             lines.append("  the input arrives quantized: no pass quantizes it")
         if self.not_tested_note:
             lines.append(f"  {self.not_tested_note}")
-        low = 0
+        if self.gradients:  # what they run allocates its own memory
+            lines.append(f"  forward and backward pass: {self.gradients}")
+        else:
+            lines += self._tiers_and_workspaces()
+        for name, reasons in self.refused:
+            lines.append(f"  not {name}: {'; '.join(reasons)}")
+        return "\n".join(lines)
+
+    def _tiers_and_workspaces(self) -> list[str]:
+        m, lines, low = self.machine, [], 0
         for limit, backend in self.tiers:
             reach = f"M >= {low}" if limit < 0 else f"M in {low}..{limit}"
             how = " (emulated: operands dequantized, products in a wider type)"
-            native = backend.native(p.scheme, m)
+            native = backend.native(self.problem.scheme, m)
             lines.append(f"  {reach}: {backend.name}{'' if native else how}")
             low = limit + 1
         if self.basis == "measured":
@@ -166,7 +176,7 @@ class Plan:
             lines.append("  chosen by a heuristic: this problem was not measured on this GPU")
         for _, backend in self.tiers:
             if backend.missing_kernels is not None:
-                for reason in backend.missing_kernels(p, m):
+                for reason in backend.missing_kernels(self.problem, m):
                     lines.append(f"  {backend.name} runs without some of its kernels: {reason}")
             if backend.untested_version:
                 lines.append(f"  {backend.untested_version}")
@@ -179,9 +189,7 @@ class Plan:
                 f"  more than {self.chunk_rows} rows run in chunks, for a workspace of at most "
                 f"{self.max_workspace_bytes / 2**20:.2f} MiB"
             )
-        for name, reasons in self.refused:
-            lines.append(f"  not {name}: {'; '.join(reasons)}")
-        return "\n".join(lines)
+        return lines
 
     def _times(self) -> list[str]:
         """Lines of a table: microseconds a layer of every backend that was measured, by M."""

@@ -14,8 +14,18 @@ from moe_ops.activations import NAMES, Activation
 from moe_ops.autograd import training
 from moe_ops.environment import INTERPRETED
 from moe_ops.ops.call import ExpertsCall, Weight
-from tests.autograd.test_gradients import call, check, cotangent, gradients, leaves
-from tests.support.cases import BF16, FP32, Case
+from tests.autograd import test_gradients
+from tests.autograd.test_gradients import (
+    TOLERANCE,
+    call,
+    compare,
+    cotangent,
+    expected_gradients,
+    gradients,
+    leaves,
+)
+from tests.support import oracle
+from tests.support.cases import BF16, FP32, Case, poisoned_memory
 
 CUDA = torch.cuda.is_available()
 ON_GPU = (pytest.mark.gpu, pytest.mark.skipif(not CUDA, reason="needs a CUDA device"))
@@ -26,6 +36,10 @@ PLACES = [
     pytest.param(("cuda", BF16), marks=ON_GPU),
 ]
 everywhere = pytest.mark.parametrize("where", PLACES, ids=("interpreted", "gpu"))
+# of a call of one expert a token, which weighs its input, too
+WEIGHED = [{"M": 9, "E": 6}, {"M": 9, "E": 6, "bias": True}]
+WEIGHED.append(WEIGHED[1] | {"on_input": True, "top_k": 1})
+weighed = pytest.mark.parametrize("options", WEIGHED, ids=("plain", "bias", "on_input"))
 
 
 @pytest.fixture(autouse=True)
@@ -42,6 +56,15 @@ def every_call_is_fused(monkeypatch):
     assert set(asked) <= {None}
 
 
+def check(case: Case, only=None, within=None) -> dict:
+    """The result, and its gradients."""
+    with poisoned_memory():
+        out = call(moe_ops.fused_experts, case, leaves(case, only=only)).detach()
+    assert oracle.relative_error(out, case.reference()) <= TOLERANCE[case.dtype]
+    assert (out[case.nowhere] == 0).all()
+    return test_gradients.check(case, only=only, within=within)
+
+
 @everywhere
 @pytest.mark.parametrize(
     "activation",
@@ -54,24 +77,34 @@ def every_call_is_fused(monkeypatch):
     ],
     ids=str,
 )
-def test_every_activation(where, activation):
+@pytest.mark.parametrize("bias", [False, True], ids=("plain", "bias"))
+def test_every_activation(where, activation, bias):
     # Derivatives jump at limits, and bf16 takes some elements of h to the other side: that alone
     # is an error of 0.02 to 0.04 with these limits, where leaving them out is one of 0.9 to 1.4.
     limited = where[1] == BF16 and activations.resolve(activation).limit < 1
     within = 0.1 if limited else None
-    check(Case(*where, activation=activation, top_k=3, K=48, I=40), within=within)
+    case = Case(*where, activation=activation, bias=bias, top_k=3, K=48, I=40)
+    check(case, within=within)
 
 
 @everywhere
 @pytest.mark.parametrize(
     "options",
     [
+        {"bias": True},
+        {"bias": True, "on_input": True, "top_k": 1},
+        {"bias": True, "activation": "swigluoai", "top_k": 3},  # gate and up in turns
+        {"bias": True, "activation": "relu2_no_mul", "expert_map": True, "M": 20, "E": 6},
+        {"on_input": True, "top_k": 1, "expert_map": True, "weights_dtype": BF16},
+        {"bias": True, "M": 70, "E": 2, "K": 136, "I": 72},  # an expert has many rows
         {"expert_map": True, "M": 20, "E": 6},
         {"M": 1, "top_k": 4},
         {"M": 37, "ids_dtype": torch.int64, "weights_dtype": BF16},
         {"M": 5, "E": 40, "top_k": 1},  # most experts have no rows
         {"M": 300, "E": 2, "top_k": 2, "K": 16, "I": 8},
-        {"M": 9, "K": 1040, "I": 1032},  # more than one tile of columns, the last not whole
+        # more than one tile of columns, the last not whole
+        {"M": 9, "K": 1040, "I": 1032, "bias": True},
+        {"M": 9, "K": 1040, "I": 1032, "on_input": True, "top_k": 1},
     ],
     ids=lambda options: "-".join(options),
 )
@@ -80,45 +113,87 @@ def test_options(where, options):
 
 
 @everywhere
-def test_experts_without_rows_get_zeros(where):
+@pytest.mark.parametrize("on_input", [False, True])
+def test_experts_without_rows_get_zeros(where, on_input):
     """Also in memory that held something else, and NaN of tokens nowhere reaches nobody."""
-    ids = torch.tensor([[-1, 9], [2, 2], [9, 0], [0, -7]])
-    grads = check(Case(*where, M=4, top_k=2, ids=ids))
-    for name in ("w13", "w2"):
-        assert (grads[name][[1, 3]] == 0).all() and grads[name][[0, 2]].any()
-    nowhere = torch.full((5, 2), 11, dtype=torch.int32)
-    grads = gradients(Case(*where, M=5, top_k=2, ids=nowhere))
+    options = {"bias": True, "on_input": on_input, "top_k": 1 if on_input else 2}
+    ids = torch.tensor([[-1, 9], [2, 2], [9, 0], [0, -7]])[:, : options["top_k"]]
+    grads = check(Case(*where, M=4, ids=ids, **options))
+    for name in ("w13", "w2", "w13_bias", "w2_bias"):
+        assert (grads[name][[1, 3]] == 0).all() and grads[name][[0, 2]].any(1).all()
+    nowhere = torch.full((5, options["top_k"]), 11, dtype=torch.int32)
+    grads = gradients(Case(*where, M=5, ids=nowhere, **options))
     assert all((grad == 0).all() for grad in grads.values())
 
 
 @everywhere
-@pytest.mark.parametrize("only", ["hidden_states", "w13", "w2", "topk_weights"])
-def test_one_argument_alone(where, only):
-    check(Case(*where), only=[only])
+def test_all_tokens_on_one_expert(where):
+    """And each twice."""
+    ids = torch.full((40, 2), 2, dtype=torch.int32)
+    grads = check(Case(*where, M=40, ids=ids, bias=True))
+    assert grads["w13_bias"][2].any() and not grads["w13_bias"][[0, 1, 3]].any()
+
+
+@everywhere
+@pytest.mark.parametrize("options", [{}, {"on_input": True, "top_k": 1}], ids=("", "on_input"))
+@pytest.mark.parametrize(
+    "only", ["hidden_states", "w13", "w2", "topk_weights", "w13_bias", "w2_bias"]
+)
+def test_one_argument_alone(where, only, options):
+    check(Case(*where, bias=True, **options), only=[only])
+
+
+@everywhere
+def test_gradients_of_biases_have_their_dtype(where):
+    case = Case(*where, bias=True)
+    other = FP32 if where[1] == BF16 else BF16
+    for name in ("w13_bias", "w2_bias"):
+        case.options[name] = case.options[name].to(other)
+    grads = check(case)
+    assert grads["w13_bias"].dtype == grads["w2_bias"].dtype == other
 
 
 @everywhere
 def test_strided_arguments(where):
-    """Rows and columns of tokens, router weights, and of the output's gradient."""
-    case = Case(*where, M=11)
+    """Rows and columns of tokens, router weights, biases, and of the output's gradient."""
+    case = Case(*where, M=11, bias=True)
     given = leaves(case)
     wide = torch.full((11, 2 * 48 + 3), math.nan, dtype=case.dtype, device=case.device)
     wide[:, 3::2] = given["hidden_states"].detach()
     wide.requires_grad_()
     weights = given["topk_weights"].detach().T.contiguous().requires_grad_()
+    biases = [given[n].detach().T.contiguous().requires_grad_() for n in ("w13_bias", "w2_bias")]
     named = given | {"hidden_states": wide[:, 3::2], "topk_weights": weights.T}
+    named |= {"w13_bias": biases[0].T, "w2_bias": biases[1].T}
     out = call(moe_ops.fused_experts, case, named)
     grad = cotangent(case).T.contiguous().T
-    inputs = [wide, weights, given["w13"], given["w2"]]
-    dx, dweights, dw13, dw2 = torch.autograd.grad(out, inputs, grad)
+    inputs = [wide, weights, given["w13"], given["w2"], *biases]
+    dx, dweights, dw13, dw2, db13, db2 = torch.autograd.grad(out, inputs, grad)
     found = {"hidden_states": dx[:, 3::2], "topk_weights": dweights.T, "w13": dw13, "w2": dw2}
+    found |= {"w13_bias": db13.T, "w2_bias": db2.T}
     expected = gradients(case)
     assert all(torch.equal(found[name], expected[name]) for name in found)
 
 
 @everywhere
-def test_bitwise_repeatable_and_recomputed(where):
-    case = Case(*where, M=40, top_k=4)
+def test_transposed_weights(where):
+    """As gpt-oss stores them: (E, K, N)."""
+    case = Case(*where, bias=True)
+    given = leaves(case)
+    stored = [given[name].detach().mT.contiguous().requires_grad_() for name in ("w13", "w2")]
+    given |= {"w13": stored[0].mT, "w2": stored[1].mT}
+    out = call(moe_ops.fused_experts, case, given)
+    inputs = [*stored, *[given[name] for name in given if name not in ("w13", "w2")]]
+    d13, d2, *others = torch.autograd.grad(out, inputs, cotangent(case))
+    names = [name for name in given if name not in ("w13", "w2")]
+    actual = {"w13": d13.mT, "w2": d2.mT} | dict(zip(names, others, strict=True))
+    compare(case, actual, expected_gradients(case))
+
+
+@everywhere
+@weighed
+def test_bitwise_repeatable_and_recomputed(where, options):
+    case = Case(*where, **({"top_k": 4} | options | {"M": 40}))
     first, second = gradients(case), gradients(case)
     again = gradients(case, lambda *a, **k: moe_ops.fused_experts(*a, **k, recompute=True))
     for name in first:
@@ -126,8 +201,9 @@ def test_bitwise_repeatable_and_recomputed(where):
 
 
 @everywhere
-def test_a_nan_gradient_stays_with_its_token(where):
-    case = Case(*where, M=9, E=6)
+@weighed
+def test_a_nan_gradient_stays_with_its_token(where, options):
+    case = Case(*where, **options)
     clean, spoiled = gradients(case), cotangent(case)
     spoiled[4] = math.nan
     given = leaves(case)
@@ -138,15 +214,31 @@ def test_a_nan_gradient_stays_with_its_token(where):
     for name in ("hidden_states", "topk_weights"):
         assert torch.equal(found[name].cpu()[others], clean[name].cpu()[others])
     hit = torch.isin(torch.arange(6), case.args[4][4].cpu())
-    for name in ("w13", "w2"):
-        assert found[name][hit].isnan().any()
+    assert hit.any()
+    for name in set(given) - {"hidden_states", "topk_weights"}:
+        assert found[name].cpu()[hit].isnan().any()
         assert torch.equal(found[name].cpu()[~hit], clean[name].cpu()[~hit])
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="plain torch runs here")
+@pytest.mark.parametrize("fused_first", [True, False])
+@weighed
+def test_plain_torch_and_these_kernels_read_one_another(options, fused_first, monkeypatch):
+    """What one of them keeps the other may find, where a hook moved weights in between."""
+    monkeypatch.undo()
+    case = Case("cpu", FP32, **options)
+    given = leaves(case)
+    monkeypatch.setattr(training, "INTERPRETED", fused_first)
+    out = call(moe_ops.fused_experts, case, given)
+    monkeypatch.setattr(training, "INTERPRETED", not fused_first)
+    found = torch.autograd.grad(out, list(given.values()), cotangent(case))
+    compare(case, dict(zip(given, found, strict=True)), expected_gradients(case))
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not CUDA, reason="needs a CUDA device")
 def test_a_captured_step_follows_the_routing():
-    cases = [Case("cuda", BF16, M=64, E=8, top_k=2, seed=seed) for seed in (0, 1)]
+    cases = [Case("cuda", BF16, M=64, E=8, top_k=2, bias=True, seed=seed) for seed in (0, 1)]
     held = cases[0]
     given = leaves(held)
     ids, grad = held.args[4].clone(), cotangent(held)
@@ -186,15 +278,15 @@ def test_what_is_not_fused(monkeypatch):
     reasons = {
         "not on a CUDA device": plain,
         "weights are quantized": plain._replace(w13=Weight(w13, scheme="fp8_channel")),
-        "has biases": plain._replace(w2_bias=torch.zeros(3, 16)),
-        "multiply its input": plain._replace(router_weight_on_input=True),
         "no tokens": plain._replace(topk_ids=ids[:0]),
     }
     with FakeTensorMode():  # a call on those of a GPU is traced on any machine
         size = {"dtype": BF16, "device": "cuda"}
         w13, w2 = Weight(torch.empty(3, 16, 16, **size)), Weight(torch.empty(3, 16, 8, **size))
         fake = plain._replace(hidden_states=torch.empty(4, 16, **size), w13=w13, w2=w2)
+        half = fake._replace(hidden_states=fake.hidden_states.half())
     reasons["weights have no addresses"] = fake
+    reasons["takes bf16, not torch.float16"] = half
     for reason, one in reasons.items():
         found = training.why_not_fused(one)
         assert found is not None and reason in found

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import moe_ops
-from moe_ops import experts, schemes
+from moe_ops import schemes
 from moe_ops.activations import NAMES, Activation
 from moe_ops.autograd import experts as composition
 from moe_ops.autograd import training
@@ -27,6 +27,14 @@ PLACES = [
 everywhere = pytest.mark.parametrize(
     "where", PLACES, ids=lambda p: f"{p[0]}-{str(p[1]).removeprefix('torch.')}"
 )
+
+
+@pytest.fixture(autouse=True)
+def plain_torch_on_cpus(monkeypatch):
+    """Where the kernels of a step would be interpreted: test_fused.py is about those."""
+    monkeypatch.setattr(training, "INTERPRETED", False)
+
+
 NAMES_OF_ARGS = ("hidden_states", "w13", "w2", "topk_weights")
 
 
@@ -429,13 +437,13 @@ def test_backend_without_backward_is_refused_by_name():
 @pytest.mark.gpu
 @pytest.mark.skipif(not CUDA, reason="needs a CUDA device")
 def test_warns_once_that_fast_kernels_are_left_unused(monkeypatch):
-    monkeypatch.setattr(experts, "_warned", False)
-    case = Case("cuda", BF16)
+    monkeypatch.setattr(training, "_warned", False)
+    case = Case("cuda", FP16)
     given = leaves(case)
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("error")
         call(moe_ops.fused_experts, case, given)
-    with pytest.warns(UserWarning, match=r"wrap the call in torch.no_grad\(\)"):
+    with pytest.warns(UserWarning, match=r"takes bf16, .* wrap the call in torch.no_grad\(\)"):
         call(moe_ops.fused_experts, case, given)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -23,10 +23,12 @@ from tests.autograd.test_gradients import (
     expected_gradients,
     gradients,
     leaves,
+    plain_torch_on_cpus,  # noqa: F401
 )
 from tests.support.cases import BF16, FP32, FP64, Case
 
 OPS = torch.ops.moe_ops
+pytestmark = pytest.mark.usefixtures("plain_torch_on_cpus")
 
 
 def recomputing(*args, **options):
@@ -135,13 +137,18 @@ def test_a_layer_that_recomputes_keeps_no_product():
         assert layer.experts.w13.grad.norm() > 0
 
 
-def test_a_changed_input_is_noticed():
-    case = Case()
-    given = leaves(case)
-    x = given["hidden_states"].clone()
-    out = call(moe_ops.fused_experts, case, given | {"hidden_states": x})
+@pytest.mark.parametrize(
+    "changed",
+    [*("hidden_states", "w13", "w2", "topk_weights", "w13_bias", "w2_bias"), "topk_ids"],
+)
+def test_a_changed_input_is_noticed(changed):
+    """By torch, whichever path runs: both get what the operators have kept."""
+    case = Case(bias=True)
+    given = leaves(case) | {"topk_ids": case.args[4]}
+    given[changed] = given[changed].clone()
+    out = call(moe_ops.fused_experts, case, given)
     with torch.no_grad():
-        x.zero_()
+        given[changed].zero_()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         out.sum().backward()
 

@@ -10,6 +10,7 @@ import torch
 import moe_ops
 from moe_ops import backends as backends_module
 from moe_ops.activations import Activation
+from moe_ops.autograd import training
 from moe_ops.backends.deep_gemm import backend as deep_gemm
 from moe_ops.ops.problem import Machine, Problem
 from moe_ops.planning import bind
@@ -340,6 +341,44 @@ def test_explain_plans_the_call_it_is_given():
         moe_ops.explain(x.double(), w13.double(), w2.double(), ids, backend="triton")
     with machines.pretend(H200):
         assert "on NVIDIA H200" in str(moe_ops.explain(x, w13, w2, ids))
+
+
+@pytest.mark.parametrize(
+    ("interpreted", "dtype", "scheme", "how"),
+    [
+        (True, torch.float32, "", "fused kernels, torch's grouped products"),
+        (False, torch.float32, "", "plain torch, because it is not on a CUDA device"),
+        (True, torch.float16, "", "plain torch, because it is not on a CUDA device"),
+        (True, torch.float32, "fp8_channel", "plain torch, because its weights are quantized"),
+    ],
+)
+def test_explain_says_how_a_step_of_training_runs(monkeypatch, interpreted, dtype, scheme, how):
+    monkeypatch.setattr(training, "INTERPRETED", interpreted)
+    x, ids = torch.randn(5, 64, dtype=dtype), torch.zeros(5, 2, dtype=torch.int64)
+    weights = [torch.randn(8, n, k, dtype=dtype) for n, k in ((64, 64), (64, 32))]
+    if scheme:
+        weights = [moe_ops.quantize(w, scheme) for w in weights]
+    plan = moe_ops.explain(x, *weights, ids, training=True)
+    assert plan.gradients == how
+    text = str(plan).splitlines()
+    assert text[1] == f"  forward and backward pass: {how}"
+    assert not any("workspace" in line or "M >= 0" in line for line in text)
+    # a call runs as explained
+    asked = []
+    why_not = training.why_not_fused
+
+    def noted(call):
+        asked.append(why_not(call))
+        return asked[-1]
+
+    monkeypatch.setattr(training, "why_not_fused", noted)
+    router = torch.rand(5, 2, requires_grad=True)
+    moe_ops.fused_experts(x, *weights, router, ids).sum().backward()
+    assert len(asked) == 2 and len(set(asked)) == 1  # once an operator
+    assert how == ("plain torch, because " + asked[0] if asked[0] else how)
+    assert not moe_ops.explain(x, *weights, ids).gradients
+    with pytest.raises(ValueError, match="triton.* has no backward"):
+        moe_ops.explain(x, *weights, ids, backend="triton", training=True)
 
 
 def test_pretending_ends():

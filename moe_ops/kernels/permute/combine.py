@@ -4,6 +4,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moe_ops.kernels.device.blocks import local_expert
+from moe_ops.kernels.device.experts import ends_of_experts, expert_of_row
 from moe_ops.kernels.device.pdl import gdc_wait
 from moe_ops.kernels.launch import (
     Constant,
@@ -15,7 +16,14 @@ from moe_ops.kernels.launch import (
     arguments,
     kernel,
 )
-from moe_ops.kernels.permute.layout import Layout, StridedRows, programs_of_rows, rows_of
+from moe_ops.kernels.permute.layout import (
+    ExpertBias,
+    Layout,
+    StridedRows,
+    expert_bias,
+    programs_of_rows,
+    rows_of,
+)
 from moe_ops.kernels.permute.rows import RouterWeights, Routing, router_weights
 from moe_ops.meta.workspace import cdiv
 
@@ -139,6 +147,7 @@ def combine(
 class CombineRows:
     out: StridedRows  # (M, K) or (E, T, K), written
     y: Pointer  # (rows, K)
+    bias: ExpertBias  # (E, K)
     topk_weights: RouterWeights
     layout: Layout
     K: Specialized
@@ -154,6 +163,9 @@ def moe_ops_combine_rows(
     out_stride_m,
     out_stride_k,
     y_ptr,
+    bias_ptr,
+    bias_E,
+    bias_BLOCK_E: tl.constexpr,
     topk_weights_ptr,
     topk_weights_stride_m,
     topk_weights_stride_k,
@@ -165,8 +177,8 @@ def moe_ops_combine_rows(
     TOP_K: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """out[m] = sum of router weight * y over the token's pairs, in fp32 and in their order,
-    rounded once.
+    """out[m] = sum of router weight * (y + bias) over the token's pairs, in fp32 and in their
+    order, rounded once.
     """
     column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     out_ptr += column.to(tl.int64) * out_stride_k
@@ -179,10 +191,15 @@ def moe_ops_combine_rows(
     else:
         m = tl.program_id(0).to(tl.int64)
         total = tl.zeros((BLOCK_N,), tl.float32)
+        if bias_ptr is not None:
+            ends = ends_of_experts(groups_ptr, bias_E, bias_BLOCK_E)
         for j in tl.static_range(TOP_K):
             row = tl.load(rows_ptr + m * TOP_K + j).to(tl.int64)
             end = tl.where(row >= 0, K, 0)  # nothing is read for a pair whose expert is not here
             y = tl.load(y_ptr + row * K + column, mask=column < end, other=0.0).to(tl.float32)
+            if bias_ptr is not None:
+                bias_ptrs = bias_ptr + expert_of_row(ends, row).to(tl.int64) * K + column
+                y += tl.load(bias_ptrs, mask=column < end, other=0.0).to(tl.float32)
             if topk_weights_ptr is not None:
                 weight_ptr = (
                     topk_weights_ptr + m * topk_weights_stride_m + j * topk_weights_stride_k
@@ -194,15 +211,21 @@ def moe_ops_combine_rows(
 
 
 def combine_rows(
-    out: Tensor, y: Tensor, weights: Tensor | None, layout: Layout, top_k: int
+    out: Tensor,
+    y: Tensor,
+    weights: Tensor | None,
+    layout: Layout,
+    top_k: int,
+    bias: Tensor | None = None,
 ) -> Launch:
-    """out (M, K) or (E, T, K): the sum of a token's rows of y, multiplied by weights (M, top_k) if
-    there are any.
+    """out (M, K) or (E, T, K): the sum of a token's rows of y, each plus the bias (E, K) of its
+    expert and multiplied by weights (M, top_k) if there are any. Batches take no bias.
     """
     K, (programs, shared) = out.shape[-1], programs_of_rows(out, layout, top_k)
     args = CombineRows(
         out=rows_of(out),
         y=y,
+        bias=expert_bias(bias),
         topk_weights=router_weights(weights),
         layout=layout,
         K=K,

@@ -12,7 +12,7 @@ from typing import Annotated, Any, NamedTuple
 
 from torch import Tensor
 
-from moe_ops.kernels.launch import Pointer, Runtime, Specialized, unprefixed
+from moe_ops.kernels.launch import Constant, Pointer, Runtime, Specialized, unprefixed
 from moe_ops.meta.workspace import cdiv, round_up
 
 MAX_PARTS = 128  # at most so many programs place pairs
@@ -50,6 +50,23 @@ class Layout(NamedTuple):
     # (E,) the row after each expert's last pair; in the masked layout, the rows of each expert
     groups: Annotated[Tensor, "pointer"]
     R: Runtime  # all rows of the contiguous layout, or those of an expert in the masked layout
+
+
+class ExpertBias(NamedTuple):
+    """A bias (E, columns) whose rows follow one another, or none, for rows that know their expert
+    by `Layout.groups`.
+    """
+
+    ptr: Pointer
+    E: Runtime
+    BLOCK_E: Constant
+
+
+def expert_bias(bias: Tensor | None) -> ExpertBias:
+    """The ExpertBias of a contiguous tensor (E, columns), or of None."""
+    if bias is None:
+        return ExpertBias(None, 0, 0)
+    return ExpertBias(bias, bias.shape[0], block_e(bias.shape[0]))
 
 
 class StridedRows(NamedTuple):

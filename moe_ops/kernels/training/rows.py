@@ -2,7 +2,8 @@
 
 Legend: M tokens, S = M * top_k pairs, K hidden size, I intermediate size, N columns of w13's
 product (2 I if gated, else I). `rows` (S,) is the row of each pair, sorted by expert, or -1 if its
-expert is not here; `groups` (E,) the row after each expert's last pair.
+expert is not here; `groups` (E,) the row after each expert's last pair. h, the product with w13,
+is without its bias (E, N): who reads h adds the bias of the row's expert.
 """
 
 from __future__ import annotations
@@ -13,11 +14,12 @@ from torch import Tensor
 
 from moe_ops.kernels.device.activations import (
     activate_one,
-    activated_columns,
+    activate_two,
     derivative_of_one,
     derivatives_of_two,
     gate_and_up,
 )
+from moe_ops.kernels.device.experts import ends_of_experts, expert_of_row
 from moe_ops.kernels.gemm.operands import Activated
 from moe_ops.kernels.launch import (
     Constant,
@@ -28,7 +30,14 @@ from moe_ops.kernels.launch import (
     arguments,
     kernel,
 )
-from moe_ops.kernels.permute.layout import Layout, StridedRows, rows_of
+from moe_ops.kernels.permute.layout import (
+    ExpertBias,
+    Layout,
+    StridedRows,
+    expert_bias,
+    rows_of,
+)
+from moe_ops.kernels.permute.rows import RouterWeights, router_weights
 from moe_ops.meta.workspace import cdiv
 
 BLOCK = 1024  # columns of a program
@@ -39,6 +48,7 @@ ZEROS = 8192  # elements that a program of zero_empty writes at a time
 class Scatter:
     y: Pointer  # (S, K), written
     x: StridedRows
+    weights: RouterWeights  # of each pair, or none
     rows: Pointer
     K: Specialized
     TOP_K: Constant
@@ -52,31 +62,73 @@ def moe_ops_train_scatter(
     x_stride_e,
     x_stride_m,
     x_stride_k,
+    weights_ptr,
+    weights_stride_m,
+    weights_stride_k,
     rows_ptr,
     K,
     TOP_K: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Read a token once and write it to the rows of its pairs. Grid: (M, column tiles)."""
+    """Read a token once and write it, times the router weight if there is one, to the rows of its
+    pairs. Grid: (M, column tiles).
+    """
     m = tl.program_id(0).to(tl.int64)
     k = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
     x = tl.load(x_ptr + m * x_stride_m + k.to(tl.int64) * x_stride_k, mask=k < K, other=0.0)
     for j in tl.static_range(TOP_K):
         row = tl.load(rows_ptr + m * TOP_K + j).to(tl.int64)
-        tl.store(y_ptr + row * K + k, x, mask=k < tl.where(row >= 0, K, 0))
+        y = x
+        if weights_ptr is not None:
+            at = m * weights_stride_m + j * weights_stride_k
+            y = y.to(tl.float32) * tl.load(weights_ptr + at).to(tl.float32)
+        y = y.to(y_ptr.dtype.element_ty)
+        tl.store(y_ptr + row * K + k, y, mask=k < tl.where(row >= 0, K, 0))
 
 
-def scatter(x: Tensor, y: Tensor, layout: Layout, top_k: int) -> Launch:
-    """x (M, K) copied to the rows of its pairs."""
+def scatter(x: Tensor, y: Tensor, weights: Tensor | None, layout: Layout, top_k: int) -> Launch:
+    """x (M, K) copied to the rows of its pairs, times weights (M, top_k) if there are any."""
     M, K = x.shape
-    args = Scatter(y=y, x=rows_of(x), rows=layout.rows, K=K, TOP_K=top_k, BLOCK_K=BLOCK)
+    args = Scatter(
+        y=y,
+        x=rows_of(x),
+        weights=router_weights(weights),
+        rows=layout.rows,
+        K=K,
+        TOP_K=top_k,
+        BLOCK_K=BLOCK,
+    )
     return Launch(moe_ops_train_scatter, (M, cdiv(K, BLOCK), 1), args)
+
+
+@triton.jit
+def activation_input(
+    x_ptr, bias_ptr, first, I,  # noqa: E741
+    GATED: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_I: tl.constexpr,
+):  # fmt: skip
+    """Gate and up, fp32, of a row x + bias from column `first` on; of activations that are not
+    gated twice the same.
+    """
+    if GATED:
+        g, u = gate_and_up(x_ptr, first, I, INTERLEAVED, BLOCK_I)
+        g, u = g.to(tl.float32), u.to(tl.float32)
+        if bias_ptr is not None:
+            g_bias, u_bias = gate_and_up(bias_ptr, first, I, INTERLEAVED, BLOCK_I)
+            g, u = g + g_bias.to(tl.float32), u + u_bias.to(tl.float32)
+    else:
+        i = first + tl.arange(0, BLOCK_I)
+        g = tl.load(x_ptr + i, mask=i < I, other=0.0).to(tl.float32)
+        if bias_ptr is not None:
+            g += tl.load(bias_ptr + i, mask=i < I, other=0.0).to(tl.float32)
+        u = g
+    return g, u
 
 
 @arguments
 class Activate:
     h: Pointer  # (S, I), written
     x: Pointer  # (S, N)
+    bias: ExpertBias  # (E, N)
     groups: Pointer
     E: Runtime
     N: Specialized
@@ -89,6 +141,9 @@ class Activate:
 def moe_ops_train_activate(
     h_ptr,
     x_ptr,
+    bias_ptr,
+    bias_E,
+    bias_BLOCK_E: tl.constexpr,
     groups_ptr,
     E,
     N,
@@ -102,25 +157,32 @@ def moe_ops_train_activate(
     HAS_LIMIT: tl.constexpr,
     BLOCK_I: tl.constexpr,
 ):
-    """h = activation(x). Grid: (S, column tiles)."""
+    """h = activation(x + bias). Grid: (S, column tiles)."""
     row = tl.program_id(0).to(tl.int64)
     if row >= tl.load(groups_ptr + E - 1):
         return
+    if bias_ptr is not None:
+        e = expert_of_row(ends_of_experts(groups_ptr, bias_E, bias_BLOCK_E), row)
+        bias_ptr += e.to(tl.int64) * N
     first = tl.program_id(1) * BLOCK_I
     i = first + tl.arange(0, BLOCK_I)
-    h = activated_columns(
-        x_ptr + row * N, 1.0, first, I, alpha, beta, limit, ACTIVATION, GATED, INTERLEAVED,
-        HAS_LIMIT, BLOCK_I,
-    )  # fmt: skip
+    g, u = activation_input(x_ptr + row * N, bias_ptr, first, I, GATED, INTERLEAVED, BLOCK_I)
+    if GATED:
+        h = activate_two(g, u, alpha, beta, limit, ACTIVATION, HAS_LIMIT)
+    else:
+        h = activate_one(g, ACTIVATION)
     tl.store(h_ptr + row * I + i, h.to(h_ptr.dtype.element_ty), mask=i < I)
 
 
-def activate(activation: Activated, h: Tensor, x: Tensor, layout: Layout) -> Launch:
-    """h (S, I) = activation(x (S, N))."""
+def activate(
+    activation: Activated, h: Tensor, x: Tensor, bias: Tensor | None, layout: Layout
+) -> Launch:
+    """h (S, I) = activation(x (S, N) + bias (E, N))."""
     (S, N), I = x.shape, h.shape[1]  # noqa: E741
     args = Activate(
         h=h,
         x=x,
+        bias=expert_bias(bias),
         groups=layout.groups,
         E=layout.groups.shape[0],
         N=N,
@@ -135,13 +197,13 @@ def activate(activation: Activated, h: Tensor, x: Tensor, layout: Layout) -> Lau
 class Derive:
     dx: Pointer  # (S, N), written: the gradient of x
     scaled: Pointer  # (S, I), written: router weight times activation(x); or None
-    dweights: Pointer  # (S,) fp32, written: the gradient of each pair's router weight
+    dweights: Pointer  # (S,) fp32, written: the gradient of each pair's router weight; or None
+    factors: Pointer  # (S,) fp32, written: the router weight of each row; or None
     x: Pointer  # (S, N)
+    bias: ExpertBias  # (E, N), added to x
     dh: Pointer  # (S, I): the gradient of the activation, without the router weight
-    weights: Pointer  # (M, top_k)
-    weights_stride_m: Runtime
-    weights_stride_k: Runtime
-    rows: Pointer
+    weights: RouterWeights  # or none: 1
+    layout: Layout
     N: Specialized
     I: Specialized  # noqa: E741
     activation: Activated
@@ -154,12 +216,18 @@ def moe_ops_train_derive(
     dx_ptr,
     scaled_ptr,
     dweights_ptr,
+    factors_ptr,
     x_ptr,
+    bias_ptr,
+    bias_E,
+    bias_BLOCK_E: tl.constexpr,
     dh_ptr,
     weights_ptr,
     weights_stride_m,
     weights_stride_k,
     rows_ptr,
+    groups_ptr,
+    R,
     N,
     I,  # noqa: E741
     alpha,
@@ -173,15 +241,24 @@ def moe_ops_train_derive(
     BLOCK_I: tl.constexpr,
 ):
     """Through the activation and the router weight s of a pair, from the gradient dh of s * h:
-    dx = s * dh * activation'(x), ds = sum of dh * h, and s * h, with h = activation(x). Grid: S.
+    dx = s * dh * activation'(x), ds = sum of dh * h, and s * h, with h = activation(x + bias).
+    Grid: S.
     """
     pair = tl.program_id(0)
     row = tl.load(rows_ptr + pair).to(tl.int64)
     if row < 0:
-        tl.store(dweights_ptr + pair, 0.0)
+        if dweights_ptr is not None:
+            tl.store(dweights_ptr + pair, 0.0)
         return
-    at = (pair // TOP_K).to(tl.int64) * weights_stride_m + (pair % TOP_K) * weights_stride_k
-    s = tl.load(weights_ptr + at).to(tl.float32)
+    s = 1.0
+    if weights_ptr is not None:
+        at = (pair // TOP_K).to(tl.int64) * weights_stride_m + (pair % TOP_K) * weights_stride_k
+        s = tl.load(weights_ptr + at).to(tl.float32)
+    if factors_ptr is not None:
+        tl.store(factors_ptr + row, s)
+    if bias_ptr is not None:
+        e = expert_of_row(ends_of_experts(groups_ptr, bias_E, bias_BLOCK_E), row)
+        bias_ptr += e.to(tl.int64) * N
     x_ptr += row * N
     dx_ptr += row * N
     total = tl.zeros((BLOCK_I,), tl.float32)
@@ -189,11 +266,9 @@ def moe_ops_train_derive(
         i = first + tl.arange(0, BLOCK_I)
         ok = i < I
         dh = tl.load(dh_ptr + row * I + i, mask=ok, other=0.0).to(tl.float32)
+        g, u = activation_input(x_ptr, bias_ptr, first, I, GATED, INTERLEAVED, BLOCK_I)
         if GATED:
-            g, u = gate_and_up(x_ptr, first, I, INTERLEAVED, BLOCK_I)
-            h, dg, du = derivatives_of_two(
-                g.to(tl.float32), u.to(tl.float32), alpha, beta, limit, ACTIVATION, HAS_LIMIT
-            )
+            h, dg, du = derivatives_of_two(g, u, alpha, beta, limit, ACTIVATION, HAS_LIMIT)
             dg = (s * dh * dg).to(dx_ptr.dtype.element_ty)
             du = (s * dh * du).to(dx_ptr.dtype.element_ty)
             if INTERLEAVED:
@@ -204,26 +279,29 @@ def moe_ops_train_derive(
                 tl.store(dx_ptr + i, dg, mask=ok)
                 tl.store(dx_ptr + I + i, du, mask=ok)
         else:
-            x = tl.load(x_ptr + i, mask=ok, other=0.0).to(tl.float32)
-            h = activate_one(x, ACTIVATION)
-            dx = s * dh * derivative_of_one(x, ACTIVATION)
+            h = activate_one(g, ACTIVATION)
+            dx = s * dh * derivative_of_one(g, ACTIVATION)
             tl.store(dx_ptr + i, dx.to(dx_ptr.dtype.element_ty), mask=ok)
         total += tl.where(ok, dh * h, 0.0)
         if scaled_ptr is not None:
             scaled = (s * h).to(scaled_ptr.dtype.element_ty)
             tl.store(scaled_ptr + row * I + i, scaled, mask=ok)
-    tl.store(dweights_ptr + pair, tl.sum(total, 0))
+    if dweights_ptr is not None:
+        tl.store(dweights_ptr + pair, tl.sum(total, 0))
 
 
 def derive(
     activation: Activated,
     dx: Tensor,
     scaled: Tensor | None,
-    dweights: Tensor,  # (M, top_k) fp32
+    dweights: Tensor | None,  # (M, top_k) fp32
+    factors: Tensor | None,
     x: Tensor,
+    bias: Tensor | None,
     dh: Tensor,
-    weights: Tensor,  # (M, top_k)
+    weights: Tensor | None,  # (M, top_k)
     layout: Layout,
+    top_k: int,
 ) -> Launch:
     """Gradients through the activation and the router weights."""
     I, (S, N) = dh.shape[1], x.shape  # noqa: E741
@@ -231,16 +309,16 @@ def derive(
         dx=dx,
         scaled=scaled,
         dweights=dweights,
+        factors=factors,
         x=x,
+        bias=expert_bias(bias),
         dh=dh,
-        weights=weights,
-        weights_stride_m=weights.stride(0),
-        weights_stride_k=weights.stride(1),
-        rows=layout.rows,
+        weights=router_weights(weights),
+        layout=layout,
         N=N,
         I=I,
         activation=activation,
-        TOP_K=weights.shape[1],
+        TOP_K=top_k,
         BLOCK_I=min(BLOCK, triton.next_power_of_2(I)),
     )
     return Launch(moe_ops_train_derive, (S, 1, 1), args)
