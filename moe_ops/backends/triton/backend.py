@@ -178,13 +178,13 @@ def workspace_shapes(M: int, problem: Problem) -> Workspaces:
     rounded = rounding.describe(problem.scheme) if mixed else None
     x_scale = "" if mixed else scales.describe(problem.scheme).x
     if rounded is not None:
-        columns, of_x = I, rounding.x_elements(rows, K, rounded)
+        columns = I
         if problem.kind == "experts" and rounded.SCALE == "row":  # sm90_wgmma.py takes these
             columns = mixed_configs.padded(I)
-            of_x = of_x + mixed_configs.permuted_elements(pairs, K)
             y = mixed_configs.y_rows(pairs) * K
+            y = maximum(y, mixed_configs.permuted_elements(pairs, K) + pairs)
         hidden = Buffer((rounding.h_elements(h, columns, rounded),), torch.float32)
-        y = maximum(y, of_x)
+        y = maximum(y, rounding.x_elements(rows, K, rounded))
         if rounded.SCALE == "nv":
             y = y + scales.SHARED
     elif x_scale:

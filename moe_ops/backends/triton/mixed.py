@@ -20,7 +20,6 @@ from moe_ops.kernels.mixed_gemm.operands import MixedOperand, operand
 from moe_ops.kernels.permute.combine import combine
 from moe_ops.kernels.permute.rows import (
     NO_ROUTER_WEIGHTS,
-    RouterWeights,
     route_pairs,
     router_weights,
     sorted_rows,
@@ -68,9 +67,9 @@ def experts(a: ExpertsArgs) -> None:
     rounding = rounding_of(a.scheme)
     dtype = x.dtype if rounding is None else rounding.dtype
     wgmma = one_token = False
-    if M == 1:
-        one_token = rounding is None and gemv.why_not(w13, w2) is None
-    elif configs.on_sm90(device) and _rows_of_wgmma(a, rounding):
+    if M == 1 and rounding is None:
+        one_token = gemv.why_not(w13, w2) is None
+    elif configs.on_sm90(device) and (rounding is None or rounding.SCALE == "row"):
         spaces = (a.workspace13, a.workspace2)
         wgmma = sm90_wgmma().why_not(w13, w2, dtype, spaces) is None
     prepared = a.layout != ""
@@ -149,16 +148,6 @@ def _mma_launches(
     return launches
 
 
-def _rows_of_wgmma(a: ExpertsArgs, rounding: Rounding | None) -> bool:
-    """Whether kernels/mixed_gemm/sm90_wgmma.py can multiply by the scales of a call's activations:
-    it takes one factor for each row of x, a scale or a router weight.
-    """
-    if rounding is None:
-        return True
-    both = a.router_weight_on_input and a.hidden_states_scale is not None
-    return rounding.SCALE == "row" and not both
-
-
 def _wgmma_launches(
     a: ExpertsArgs,
     w13: MixedOperand,
@@ -176,14 +165,19 @@ def _wgmma_launches(
     unsorted = configs.max_unsorted_pairs(pairs, E) > 0
     blocks = 0 if unsorted else num_blocks_of(pairs, E, block_m)
     routing = route_pairs(a.index_workspace, ids, a.expert_map, E, blocks, False)
-    weights, valid = router_weights(a.topk_weights), valid_pairs(a, routing)
-    factors, dtype, of_x = valid.topk_weights, a.hidden_states.dtype, a
-    if rounding is not None:  # x is rounded behind its permuted rows
+    weights = router_weights(a.topk_weights)
+    on_input = before = weights if a.router_weight_on_input else NO_ROUTER_WEIGHTS
+    x = input_of(a.hidden_states, a.hidden_states_scale, a.scheme, False)
+    dtype, x_scale, I = x.data.dtype, None, w2.padded_k  # noqa: E741
+    if rounding is None:
+        space = flat(a.workspace13, dtype, pairs * I)
+        h = Hidden(space, None, [], Input(space, 0, I, 1))
+    else:
         dtype, start = rounding.dtype, configs.permuted_elements(pairs, K)
-        of_x = a._replace(workspace2=flat(a.workspace2, torch.float32, start)[start:])
-    more, x, h = _rounded(of_x, rounding, M, M, K, pairs, w2.padded_k, valid, gpu)
-    if rounding is not None:
-        factors = RouterWeights(x.scale, x.scale_stride_m, 0)
+        x_scale = flat(a.workspace2, torch.float32, start + pairs)[start:]
+        h = round_h(rounding, pairs, I, a.workspace13, None, gpu)
+        if x.scale is None:  # router weights scale x before it is rounded
+            on_input = NO_ROUTER_WEIGHTS
     # where y will be
     permuted = flat(a.workspace2, dtype, pairs * configs.padded(K))
     y = flat(a.workspace2, torch.float32, split_k * pairs * K)
@@ -197,10 +191,10 @@ def _wgmma_launches(
     if not unsorted:
         launches.append(route(routing, sort_into(block_m, pairs, E, config.sort_chunk), gpu))
     launches += (
-        *more,
-        kernels.permute_tokens(permuted, x, w13, of_pairs, gpu, rounding is not None),
+        kernels.permute_tokens(permuted, x, w13, of_pairs, before, rounding, x_scale, gpu),
         kernels.gemm1(
-            *(h.written, permuted, w13, w2, of_pairs, factors, activation, g1, block_m, gpu)
+            *(h.written, permuted, w13, w2, of_pairs, on_input, activation, g1, block_m, gpu),
+            x_scale,
         ),
         *h.launches,
         kernels.gemm2(y, h.read.data, w2, of_pairs, g2, block_m, split_k, gpu, h.read.scale),

@@ -344,8 +344,8 @@ def padded(columns: int) -> int:
 
 
 def permuted_elements(pairs, K: int):
-    """fp32 elements of the workspace before x that is rounded: rows of pairs in 16 bits. int or
-    SymInt.
+    """fp32 elements of the workspace before the scales of quantized rows: these rows in 16 bits.
+    int or SymInt.
     """
     return round_up(cdiv(pairs * padded(K), 2), 32)
 

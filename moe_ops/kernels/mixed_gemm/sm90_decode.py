@@ -24,6 +24,11 @@ INT4_LOW_BITS, INT4_HIGH_BITS, INT4_OFFSET_BITS = (
     gl.constexpr(n) for n in (0x6200, 0x6000, 0xA100 - 65536)
 )
 
+# The same for the scales of `scale_above`, which are 64 times as large
+INT4_LOW_ABOVE_BITS, INT4_HIGH_ABOVE_BITS, INT4_OFFSET_ABOVE_BITS = (
+    gl.constexpr(n) for n in (0x5F00, 0x5D00, 0x9E00 - 65536)
+)
+
 
 @gluon.constexpr_function
 def log2(n):
@@ -308,6 +313,12 @@ def decode_e4m3(codes):
 
 
 @gluon.jit
+def constant(like, BITS: gl.constexpr):
+    """A tensor like another with one bf16 number, given by its bits."""
+    return gl.full(like.shape, BITS, gl.int16, like.type.layout).to(gl.bfloat16, bitcast=True)
+
+
+@gluon.jit
 def decode_weights(
     codes,  # (BLOCK_N, CHUNK_BYTES) uint8, rows in the accumulator's order
     s,  # scales (BLOCK_N, GROUPS), or two in each element
@@ -353,21 +364,22 @@ def decode_weights(
     else:
         # Constants are fp32, which the compiler narrows, or given by their bits: Triton 3.6 keeps
         # six decimals of bf16 constants.
-        if SCALE == "e4m3" or (SCALE == "weight" and not HAS_ZERO):
-            s = scale_above(s).to(gl.float32) * 0.015625 if SCALE == "e4m3" else s.to(gl.float32)
-            s = gl.expand_dims(s, 2)
+        if SCALE == "e4m3":
+            s = gl.expand_dims(scale_above(s), 2)
+            low = s * constant(s, INT4_LOW_ABOVE_BITS)
+            high = s * constant(s, INT4_HIGH_ABOVE_BITS)
+            offset = s * constant(s, INT4_OFFSET_ABOVE_BITS)
+        elif SCALE == "weight" and not HAS_ZERO:
+            s = gl.expand_dims(s.to(gl.float32), 2)
             low, high = (s * INT4_LOW).to(gl.bfloat16), (s * INT4_HIGH).to(gl.bfloat16)
             offset = (s * (-8 * INT4_ONE)).to(gl.bfloat16)
         else:
-            low = gl.full((BLOCK_N, GROUPS, 1), INT4_LOW_BITS, gl.int16, LAYOUT)
-            low = low.to(gl.bfloat16, bitcast=True)
-            high = gl.full((BLOCK_N, GROUPS, 1), INT4_HIGH_BITS, gl.int16, LAYOUT)
-            high = high.to(gl.bfloat16, bitcast=True)
+            one = gl.full((BLOCK_N, GROUPS, 1), 0, gl.int16, LAYOUT)
+            low, high = constant(one, INT4_LOW_BITS), constant(one, INT4_HIGH_BITS)
             if HAS_ZERO:
                 offset = (gl.expand_dims(zero.to(gl.float32), 2) * -INT4_ONE).to(gl.bfloat16)
             else:
-                offset = gl.full((BLOCK_N, GROUPS, 1), INT4_OFFSET_BITS, gl.int16, LAYOUT)
-                offset = offset.to(gl.bfloat16, bitcast=True)
+                offset = constant(one, INT4_OFFSET_BITS)
         low = low.broadcast_to((BLOCK_N, GROUPS, GROUP_BYTES))
         high = high.broadcast_to((BLOCK_N, GROUPS, GROUP_BYTES))
         offset = offset.broadcast_to((BLOCK_N, GROUPS, GROUP_BYTES))

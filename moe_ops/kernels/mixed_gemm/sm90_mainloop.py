@@ -105,6 +105,15 @@ def apply_row_scales(
 
 
 @gluon.jit
+def apply_column_scales(acc, scale_ptr, position, first):
+    """The accumulator times the scales of the rows of x, if there are any."""
+    if scale_ptr is not None:
+        scale = gl.load(scale_ptr + position, mask=position >= first, other=0.0)
+        acc *= gl.expand_dims(scale, 0)
+    return acc
+
+
+@gluon.jit
 def find_block(
     pair, ids_ptr, map_ptr, S, E, num_ids, top_k, ids_stride_m, ids_stride_k, map_stride,
     MAX_PAIRS: gl.constexpr, BLOCK_M: gl.constexpr, NUM_WARPS: gl.constexpr,

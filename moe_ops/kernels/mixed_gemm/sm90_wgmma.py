@@ -26,6 +26,7 @@ from torch import Tensor
 from moe_ops.kernels.configs import GemmConfig
 from moe_ops.kernels.device.activations import activate_one, activate_two
 from moe_ops.kernels.device.blocks import local_expert
+from moe_ops.kernels.device.e4m3 import clamp, decode_activation, nearest, quotient, reciprocal
 from moe_ops.kernels.device.gluon import TensorDescriptor, gl, gluon
 from moe_ops.kernels.device.pdl import gdc_launch_dependents, gdc_wait
 from moe_ops.kernels.gemm.operands import Activated
@@ -52,13 +53,16 @@ from moe_ops.kernels.mixed_gemm.operands import (
 from moe_ops.kernels.mixed_gemm.sm90_decode import permutation_bits, weight_bits
 from moe_ops.kernels.mixed_gemm.sm90_mainloop import (
     accumulator_rows,
+    apply_column_scales,
     apply_row_scales,
     mainloop,
     scale_pointers,
     schedule_tile,
 )
 from moe_ops.kernels.mixed_gemm.sm90_occupancy import WgmmaKernel, occupancy
-from moe_ops.kernels.permute.rows import RouterWeights, Routing
+from moe_ops.kernels.permute.rows import NO_ROUTER_WEIGHTS, RouterWeights, Routing
+from moe_ops.kernels.quantize.emulated import row_scale
+from moe_ops.kernels.quantize.rounding import Rounding
 from moe_ops.kernels.quantize.scales import Input
 from moe_ops.meta.scales import rows_side_by_side
 from moe_ops.meta.workspace import cdiv
@@ -156,23 +160,39 @@ def pair_routing(routing: Routing, S: int) -> PairRouting:
     )
 
 
+@unprefixed
+class Rounded(NamedTuple):
+    """How rows are rounded to elements with one scale a row; without MANTISSA they are not."""
+
+    MANTISSA: Constant  # bits of an element's mantissa
+    MIN_EXPONENT: Constant  # exponent of an element's least normal number
+    MAX_VALUE: Constant  # an element's largest number
+
+
+NOT_ROUNDED = Rounded(0, 0, 0.0)
+
+
 @arguments
 class PermuteTokens:
     # (S, K in whole chunks), written: rows of x at their pairs' positions, columns permuted
     out: Pointer
+    out_scale: Pointer  # (S,) fp32, written: scales of rows that are quantized, or None
     x: Pointer  # (M, K)
+    x_scale: Pointer  # (M, 1) fp32 if x arrives quantized, as bytes of e4m3; else None
     pairs: SortedPairs
     K: Specialized
     pair_strides: PairStrides
     x_stride_m: Specialized
     x_stride_k: Specialized
+    x_scale_stride_m: Specialized
+    topk_weights: RouterWeights  # (M, 1); x is multiplied by them before it is rounded
+    rounded: Rounded
     K_CHUNK: Constant
     W_BITS: Constant  # bits of a weight
     BLOCK_K: Constant  # columns of a program
     # up to so many pairs, programs compute their positions; 0: they read the order
     PAIR_BUCKET: Constant
     WRITE_ORDER: Constant  # no sorting kernel runs, and this one writes the order
-    X_WRITTEN: Constant  # the kernel before writes x
     TAIL: Constant  # the last chunk overlaps the one before
     PDL: Constant
 
@@ -180,7 +200,9 @@ class PermuteTokens:
 @kernel(PermuteTokens, pdl_first=True)
 def moe_ops_permute_tokens(
     out_ptr,
+    out_scale_ptr,
     x_ptr,
+    x_scale_ptr,
     index_ptr,
     ids_ptr,
     map_ptr,
@@ -195,21 +217,28 @@ def moe_ops_permute_tokens(
     map_stride,
     x_stride_m,
     x_stride_k,
+    x_scale_stride_m,
+    topk_weights_ptr,
+    topk_weights_stride_m,
+    topk_weights_stride_k,
+    MANTISSA: tl.constexpr,
+    MIN_EXPONENT: tl.constexpr,
+    MAX_VALUE: tl.constexpr,
     K_CHUNK: tl.constexpr,
     W_BITS: tl.constexpr,
     BLOCK_K: tl.constexpr,
     PAIR_BUCKET: tl.constexpr,
     WRITE_ORDER: tl.constexpr,
-    X_WRITTEN: tl.constexpr,
     TAIL: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Rows of tokens, sorted by expert, with permuted columns. Grid: (pairs, column tiles).
+    """Rows of tokens, sorted by expert, with permuted columns; rounded with MANTISSA, or decoded
+    if they arrive with scales. Grid: (pairs, column tiles).
 
     For few pairs (PAIR_BUCKET) programs compute positions from ids instead of waiting for the
     sorting kernel's order. Unused rows stay uninitialized.
     """
-    AT_ONCE: tl.constexpr = PAIR_BUCKET > 0 and not WRITE_ORDER and not X_WRITTEN
+    AT_ONCE: tl.constexpr = PAIR_BUCKET > 0 and not WRITE_ORDER
     if not AT_ONCE:
         gdc_wait(PDL)
         gdc_launch_dependents(PDL)
@@ -233,8 +262,25 @@ def moe_ops_permute_tokens(
     own = ok  # in an overlapping last chunk, columns that belong to the chunk before are zero
     if TAIL:
         own = ok & ((out_column < columns - K_CHUNK) | (column >= columns - K_CHUNK))
-    x_ptrs = x_ptr + (pair // top_k).to(tl.int64) * x_stride_m + column.to(tl.int64) * x_stride_k
-    x = permute_columns(tl.load(x_ptrs, mask=own, other=0.0), K_CHUNK, W_BITS)
+    m = (pair // top_k).to(tl.int64)
+    x_ptrs = x_ptr + m * x_stride_m + column.to(tl.int64) * x_stride_k
+    if x_scale_ptr is not None:
+        x = decode_activation(tl.load(x_ptrs, mask=own, other=0)).to(out_ptr.dtype.element_ty)
+        scale = tl.load(x_scale_ptr + m * x_scale_stride_m, mask=here, other=0.0)
+    else:
+        x = tl.load(x_ptrs, mask=own, other=0.0)
+    if MANTISSA:
+        factor = 1.0
+        if topk_weights_ptr is not None:
+            factor_ptr = topk_weights_ptr + m * topk_weights_stride_m
+            factor = tl.load(factor_ptr, mask=here, other=0.0).to(tl.float32)
+        row_columns = tl.where(here, K, 0)
+        scale = row_scale(x_ptr + m * x_stride_m, row_columns, x_stride_k, factor, BLOCK_K)
+        q = quotient(x.to(tl.float32) * factor, scale, reciprocal(scale))
+        x = nearest(clamp(q, MAX_VALUE), MANTISSA, MIN_EXPONENT).to(out_ptr.dtype.element_ty)
+    if out_scale_ptr is not None:
+        tl.store(out_scale_ptr + position, scale, mask=here & (tl.program_id(1) == 0))
+    x = permute_columns(x, K_CHUNK, W_BITS)
     tl.store(out_ptr + position.to(tl.int64) * columns + out_column, x, mask=ok)
     if WRITE_ORDER:
         order_ptr = index_ptr + 4 * num_blocks + position
@@ -285,10 +331,10 @@ class Gemm1:
     w: Descriptor  # (E, N, K)
     w_scales: Descriptor  # scales in the order of prepared weights, or None
     pointers: MixedPointers
+    x_scale: Pointer  # (S,) fp32, or None
     pairs: SortedPairs
     pair_strides: PairStrides
-    # (M, top_k) that scale the input, or (M, 1) scales of its rows
-    topk_weights: RouterWeights
+    topk_weights: RouterWeights  # (M, top_k), if they scale the input
     K: Specialized
     I: Specialized
     strides: MixedStrides
@@ -310,6 +356,7 @@ def moe_ops_wgmma_gemm1(
     w_zero_ptr,
     w_factor_ptr,
     bias_ptr,
+    x_scale_ptr,
     index_ptr,
     ids_ptr,
     map_ptr,
@@ -397,9 +444,10 @@ def moe_ops_wgmma_gemm1(
         acc, w_scale_ptr, w_factor_ptr, expert64, row,
         w_scale_stride_e, w_scale_stride_n, w_factor_stride_e, w_factor_stride_n, FORMAT, SCALE,
     )  # fmt: skip
+    ACC_COLUMNS: gl.constexpr = gl.SliceLayout(0, acc.type.layout)
+    position = end - BLOCK_M + gl.arange(0, BLOCK_M, ACC_COLUMNS)
+    acc = apply_column_scales(acc, x_scale_ptr, position, first)
     if topk_weights_ptr is not None:
-        ACC_COLUMNS: gl.constexpr = gl.SliceLayout(0, acc.type.layout)
-        position = end - BLOCK_M + gl.arange(0, BLOCK_M, ACC_COLUMNS)
         pair = gl.load(index_ptr + 4 * num_blocks + position, mask=position >= first, other=0)
         factor_ptrs = (
             topk_weights_ptr
@@ -545,9 +593,7 @@ def moe_ops_wgmma_gemm2(
         w_scale_stride_e, w_scale_stride_n, w_factor_stride_e, w_factor_stride_n, FORMAT, SCALE,
     )  # fmt: skip
     position = end - BLOCK_M + gl.arange(0, BLOCK_M, gl.SliceLayout(0, acc.type.layout))
-    if x_scale_ptr is not None:
-        x_scale = gl.load(x_scale_ptr + position, mask=position >= first, other=0.0)
-        acc *= gl.expand_dims(x_scale, 0)
+    acc = apply_column_scales(acc, x_scale_ptr, position, first)
     if bias_ptr is not None:
         bias_ptrs = bias_ptr + expert64 * bias_stride_e + row * bias_stride_n
         bias = gl.load(bias_ptrs).to(gl.float32)
@@ -778,30 +824,47 @@ def _operand(
 
 
 def permute_tokens(
-    out: Tensor, x: Input, w13: MixedOperand, routing: PairRouting, gpu: Gpu, x_written: bool
+    out: Tensor,
+    x: Input,
+    w13: MixedOperand,
+    routing: PairRouting,
+    topk_weights: RouterWeights,  # that scale x before it is rounded
+    rounding: Rounding | None,
+    out_scale: Tensor | None,  # of quantized rows
+    gpu: Gpu,
 ) -> Launch:
-    """Sort rows of x by expert, and permute their columns for `w13`.
+    """Sort rows of x by expert, and permute their columns for `w13`. They are rounded, or decoded
+    if they arrive quantized.
 
     For few pairs (`pair_bucket`) the kernel writes before gdc_wait, so that the kernel before it
-    must not use its output, unless it is the one that writes x (`x_written`).
+    must not use its output.
     """
     k_chunk, K = w13.k_chunk, w13.K
     pairs, pair_strides = routing
     S = pairs.S
+    rounded = NOT_ROUNDED
+    if rounding is None or x.scale is not None:
+        topk_weights = NO_ROUTER_WEIGHTS
+    else:
+        rounded = Rounded(rounding.MANTISSA, rounding.MIN_EXPONENT, rounding.MAX_VALUE)
     args = PermuteTokens(
         out=out,
+        out_scale=out_scale,
         x=x.ptr,
+        x_scale=x.scale,
         pairs=pairs,
         K=K,
         pair_strides=pair_strides,
         x_stride_m=x.stride_m,
         x_stride_k=x.stride_k,
+        x_scale_stride_m=x.scale_stride_m,
+        topk_weights=topk_weights,
+        rounded=rounded,
         K_CHUNK=k_chunk,
         W_BITS=w13.format.bits,
         BLOCK_K=PERMUTED_COLUMNS,
         PAIR_BUCKET=pair_bucket(S),
         WRITE_ORDER=max_unsorted_pairs(S, pairs.E) > 0,
-        X_WRITTEN=x_written,
         TAIL=K % k_chunk > 0,
         PDL=gpu.pdl,
     )
@@ -814,13 +877,14 @@ def gemm1(
     w13: MixedOperand,
     w2: MixedOperand,
     routing: PairRouting,
-    topk_weights: RouterWeights,  # that scale the products with the input
+    topk_weights: RouterWeights,  # that scale the input
     activation: Activated,
     config: GemmConfig,
     block_m: int,
     gpu: Gpu,
+    x_scale: Tensor | None = None,  # (pairs,) fp32
 ) -> Launch:
-    """h = activation(x @ w13.T + bias)."""
+    """h = activation(x @ w13.T + bias), with rows of x times their scales."""
     gated = activation.GATED
     halves = 2 if gated and not activation.INTERLEAVED else 1
     pairs, pair_strides = routing
@@ -832,6 +896,7 @@ def gemm1(
         w=w,
         w_scales=w_scales,
         pointers=pointers,
+        x_scale=x_scale,
         pairs=pairs,
         pair_strides=pair_strides,
         topk_weights=topk_weights,

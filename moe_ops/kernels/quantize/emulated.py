@@ -80,6 +80,17 @@ def activations(ptr, k, K, stride, factor):
     return x.to(tl.float32) * factor
 
 
+@triton.jit
+def row_scale(ptr, K, stride, factor, CHUNK: tl.constexpr):
+    """The scale of e4m3 elements of a row of K columns times a factor."""
+    lane = tl.arange(0, CHUNK)
+    amax = tl.zeros((CHUNK,), tl.float32)
+    for start in range(0, K, CHUNK):
+        x = tl.abs(activations(ptr, start + lane, K, stride, factor))
+        amax = tl.where(x <= amax, amax, x)  # NaN stays NaN
+    return element_scale(largest_magnitude(amax, 0), False)
+
+
 @arguments
 class FakeQuantize:
     q: Pointer  # (rows, K) bf16 or fp32, written
@@ -128,6 +139,7 @@ def moe_ops_fake_quantize(
 ):
     """Round rows. A program takes a row, or CHUNK of its columns."""
     gdc_wait(PDL)
+    gdc_launch_dependents(PDL)
     m = tl.program_id(0).to(tl.int64)
     x_ptr += m // T * x_stride_e + m * x_stride_m
     factor = 1.0
@@ -141,11 +153,7 @@ def moe_ops_fake_quantize(
     if zero_ptr is not None:
         tl.store(zero_ptr, 0.0, mask=first)
     if SCALE == "row":
-        amax = tl.zeros((CHUNK // SCALE_GROUP, SCALE_GROUP), tl.float32)
-        for start in range(0, K, CHUNK):
-            x = tl.abs(activations(x_ptr, start + lane, K, x_stride_k, factor))
-            amax = tl.where(x <= amax, amax, x)  # NaN stays NaN
-        of_row = element_scale(largest_magnitude(largest_magnitude(amax, 1), 0), False)
+        of_row = row_scale(x_ptr, K, x_stride_k, factor, CHUNK)
         tl.store(scale_ptr + m, of_row)
         inverse = reciprocal(of_row)
     if SCALE == "nv":
@@ -186,7 +194,6 @@ def moe_ops_fake_quantize(
         elif SCALE != "row":
             q *= scale
         tl.store(q_ptr + m * K + k, q.to(q_ptr.dtype.element_ty), mask=k < K)
-    gdc_launch_dependents(PDL)
 
 
 @triton.jit

@@ -64,10 +64,17 @@ def test_int4_rounded_to_e4m3():
     """With every scale, also below e4m3's least normal number, times 2^-64."""
     most = E4M3.index(56.0)
     one = sm90_decode.INT4_ONE.value
-    low, high = sm90_decode.INT4_LOW.value, sm90_decode.INT4_HIGH.value
+    above = [
+        torch.tensor(bits.value, dtype=torch.int16).view(BF16)
+        for bits in (
+            sm90_decode.INT4_LOW_ABOVE_BITS,
+            sm90_decode.INT4_HIGH_ABOVE_BITS,
+            sm90_decode.INT4_OFFSET_ABOVE_BITS,
+        )
+    ]
     for code in [*range(most + 1), *range(128, 129 + most)]:
-        s = torch.tensor(scale_above(code)).to(torch.int16).view(BF16) / 64
-        numbers = in_pairs(*(s * n for n in (low, high, -8 * one)))
+        s = torch.tensor(scale_above(code)).to(torch.int16).view(BF16)
+        numbers = in_pairs(*(s * n for n in above))
         for word in (0x76543210, 0xFEDCBA98, 0x89ABCDEF, 0x01234567):
             found = run("decode_int4_e4m3", word, *numbers, source=SOURCE)
             products = [(n - 8) * E4M3[code] for n in nibbles(word)]

@@ -12,6 +12,7 @@ from unittest import mock
 import pytest
 import torch
 
+from tests.support import oracle
 from tests.support.cases import BF16, FP32, Case, assert_matches, prepared, refill, tolerance
 
 pytest.importorskip("triton.experimental.gluon")
@@ -35,8 +36,9 @@ from moe_ops.kernels.mixed_gemm import (
 from moe_ops.kernels.mixed_gemm.operands import MixedOperand, operand
 from moe_ops.kernels.mixed_gemm.sm90_occupancy import WgmmaKernel
 from moe_ops.kernels.permute.combine import Combine, moe_ops_combine
-from moe_ops.kernels.permute.rows import RouterWeights, Routing, route_pairs
+from moe_ops.kernels.permute.rows import NO_ROUTER_WEIGHTS, RouterWeights, Routing, route_pairs
 from moe_ops.kernels.permute.sort import Route, Sort, moe_ops_route
+from moe_ops.kernels.quantize.rounding import rounding_of
 from moe_ops.kernels.quantize.scales import rows_of
 from moe_ops.meta.scales import TRITON_E2M1
 from moe_ops.ops import relayout
@@ -76,8 +78,17 @@ def chunks_of(K: int, k_chunk: int) -> torch.Tensor:
     return columns[:, columns_at(k_chunk, 4)]
 
 
+NOT_QUANTIZED = {
+    "out_scale": None,
+    "x_scale": None,
+    "x_scale_stride_m": 0,
+    "topk_weights": NO_ROUTER_WEIGHTS,
+    "rounded": sm90_wgmma.NOT_ROUNDED,
+}
+
+
 def permute(
-    out, x, routing: Routing, S: int, k_chunk: int, bucket=0, write_order=False, x_written=False
+    out, x, routing: Routing, S: int, k_chunk: int, bucket=0, write_order=False, **quantized
 ) -> None:
     """Run moe_ops_permute_tokens."""
     K = x.shape[1]
@@ -90,12 +101,12 @@ def permute(
         pair_strides=pair_strides,
         x_stride_m=x.stride(0),
         x_stride_k=x.stride(1),
+        **{**NOT_QUANTIZED, **quantized},
         K_CHUNK=k_chunk,
         W_BITS=4,
         BLOCK_K=sm90_wgmma.PERMUTED_COLUMNS,
         PAIR_BUCKET=bucket,
         WRITE_ORDER=write_order,
-        X_WRITTEN=x_written,
         TAIL=K % k_chunk > 0,
         PDL=False,
     )
@@ -127,6 +138,54 @@ def test_permute_tokens(K, k_chunk):
         out[valid], torch.where(columns < 0, 0, x[pairs[valid] // top_k][:, columns])
     )
     assert out[~valid].isnan().all()
+
+
+ROUNDING = rounding_of("int4_w4a8")
+
+
+@pytest.mark.parametrize("K, k_chunk", [(1280, 128), (192, 128)])
+@pytest.mark.parametrize("arrives", [False, True])
+def test_permute_quantized_tokens(K, k_chunk, arrives):
+    """Rows rounded to e4m3, times router weights, or decoded if they arrive so; the scale of each
+    at its position."""
+    tokens, blocks = 5, 3
+    x = torch.randn(tokens, K).to(BF16)
+    x[3] = math.nan
+    factors = torch.rand(tokens, 1) + 0.5
+    pairs = torch.tensor([2, 0, 7, 3, 4], dtype=torch.int32)
+    index = torch.cat([torch.full((4 * blocks,), -1, dtype=torch.int32), pairs])
+    columns = chunks_of(K, k_chunk).flatten()
+    out = torch.full((tokens, len(columns)), float("nan"), dtype=BF16)
+    scales = torch.full((tokens,), -1.0)
+    weighed = x.double() if arrives else x.double() * factors
+    expected_scale = weighed.abs().amax(1) / 448
+    elements = oracle.e4m3(weighed / expected_scale[:, None])
+    if arrives:
+        given = {
+            "x_scale": expected_scale.float()[:, None],
+            "x_scale_stride_m": 1,
+        }
+        x = elements.to(torch.float8_e4m3fn).view(torch.uint8)
+    else:
+        rounded = ROUNDING.MANTISSA, ROUNDING.MIN_EXPONENT, ROUNDING.MAX_VALUE
+        given = {
+            "rounded": sm90_wgmma.Rounded(*rounded),
+            "topk_weights": RouterWeights(factors, 1, 1),
+        }
+    routing = Routing(index, None, None, blocks, 4, 4, 1, 0, 0, 0, "sorted")
+    permute(out, x, routing, tokens, k_chunk, out_scale=scales, **given)
+    for position, pair in enumerate(pairs.tolist()):
+        if pair >= tokens:
+            assert out[position].isnan().all() and scales[position] == -1
+            continue
+        torch.testing.assert_close(
+            scales[position].double(), expected_scale[pair], rtol=3e-7, atol=0, equal_nan=True
+        )
+        expected = torch.where(columns < 0, 0, elements[pair][columns])
+        # a quotient next to the middle of two elements may round to either
+        far = (out[position].double() - expected).abs() > 1e-6 * expected.abs()
+        assert far.sum() <= 1 or pair == 3
+        assert pair != 3 or out[position][columns >= 0].isnan().all()
 
 
 @pytest.mark.parametrize("mapped", [False, True])
@@ -377,7 +436,9 @@ def test_rows_are_those_of_pairs():
     ids, index = torch.zeros(3, 2, dtype=torch.int64), torch.zeros(14, dtype=torch.int32)
     routing = route_pairs(index, ids, None, 2, 2, False)
     of_pairs = sm90_wgmma.pair_routing(routing, 6)
-    found = sm90_wgmma.permute_tokens(workspace, rows_of(x), w, of_pairs, gpu(-1), False)
+    found = sm90_wgmma.permute_tokens(
+        *(workspace, rows_of(x), w, of_pairs, NO_ROUTER_WEIGHTS, None, None, gpu(-1))
+    )
     named = found.named()
     assert found.grid == (6, 1, 1) and (named["num_blocks"], named["S"]) == (2, 6)
 
