@@ -9,6 +9,9 @@ forgotten. Each tool is a run of its own, after one without any, which compiles 
 
 memcheck and initcheck look at all kernels, each tensor in an allocation of its own: initcheck has
 to see what Triton's kernels write for CUTLASS's. racecheck and synccheck look at CUTLASS's alone.
+The space of tensor maps is zeroed before a call: CUTLASS writes them by tensormap.cp_fenceproxy,
+which on SM90 is an atomic exchange of each word (ATOMG.EXCH, its result unused), and initcheck
+takes that for a read.
 
 compute-sanitizer is the one that COMPUTE_SANITIZER names, that is on PATH, or that the package
 nvidia-cuda-sanitizer-api brings. --write keeps what was found in
@@ -37,6 +40,8 @@ from torch import Tensor
 import moe_ops
 from moe_ops.backends.cutlass import library
 from moe_ops.backends.cutlass.backend import BACKEND
+from moe_ops.backends.cutlass.grouped import Grouped
+from moe_ops.backends.cutlass.schemes import parts
 from moe_ops.bench.layers import quantized
 from moe_ops.csrc import build
 from moe_ops.schemes import get_scheme
@@ -86,6 +91,16 @@ def recorded(names: list[str]) -> Callable[..., None]:
     return run
 
 
+def with_maps_zeroed(self: Grouped, a: Any, gemms: library.Gemms, kernel: str, start: int) -> None:
+    """What stands for Grouped.__init__, and zeroes the space of its tensor maps."""
+    INITIALIZE(self, a, gemms, kernel, start)
+    at = parts(start, self.E, self.kind)
+    a.index_workspace[at.descriptors : at.shared].zero_()
+
+
+INITIALIZE = Grouped.__init__
+
+
 def layers(scheme: str, dtype: torch.dtype, device: str) -> Iterator[tuple[str, Tensor, Tensor]]:
     """(call, its result, that of backend torch) of all calls on a scheme that are possible."""
     w13, w2 = weights(scheme, dtype, device)
@@ -118,6 +133,7 @@ def run_calls(device: str, schemes: tuple[str, ...] = BACKEND.native_schemes) ->
     wrong: list[str] = []
     launch = library.Gemms.run
     library.Gemms.run = recorded(kernels)  # type: ignore[method-assign]
+    Grouped.__init__ = with_maps_zeroed  # type: ignore[method-assign]
     try:
         for scheme in schemes:
             for dtype in (torch.bfloat16, torch.float16):
@@ -131,6 +147,7 @@ def run_calls(device: str, schemes: tuple[str, ...] = BACKEND.native_schemes) ->
                     print(f"not {scheme} {dtype}: {error}", flush=True)
     finally:
         library.Gemms.run = launch  # type: ignore[method-assign]
+        Grouped.__init__ = INITIALIZE  # type: ignore[method-assign]
     return Report(calls, sorted(set(kernels)), wrong)
 
 
