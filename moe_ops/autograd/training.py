@@ -6,8 +6,8 @@ Functional, because autograd refuses operators that write their arguments, and s
 checkpointing of one loses what it wrote. A compiler that partitions forward from backward keeps
 what these two say: hidden_states, h and the index.
 
-Both are here in plain torch, for any device and any call, and in fused.py for plain bf16 weights
-on GPUs.
+Both are here in plain torch, for any device and any call, and in fused.py for bf16 rows on GPUs,
+beside weights in bf16 or weights that alone are quantized.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from moe_ops.numerics import Scales, permute
 from moe_ops.ops.call import ExpertsCall, Weight
 from moe_ops.ops.library import TORCH_DEVICES, options_of, register_function, text_of
 from moe_ops.ops.memory import addressable
-from moe_ops.schemes import get_scheme
+from moe_ops.schemes import SCHEMES, get_scheme
 
 _INPUTS = (
     "Tensor hidden_states, Tensor w13, Tensor w2, Tensor topk_weights, Tensor topk_ids, "
@@ -86,19 +86,24 @@ def _inputs(values: tuple) -> Inputs:
 _fused_forward = Lazy("moe_ops.autograd.fused:forward")
 _fused_backward = Lazy("moe_ops.autograd.fused:backward")
 _MULTIPLE = 8  # of sizes: rows of 16-bit numbers begin at multiples of 16 bytes
+# the kernels decode these weights
+_PACKED = frozenset([name for name, scheme in SCHEMES.items() if scheme.weight_only])
 
 
 def why_not_fused(call: ExpertsCall) -> str | None:
     """Why a call runs in plain torch; None if it runs here."""
     x, w13, w2 = call.hidden_states, call.w13.data, call.w2.data
-    if call.w13.scheme:
-        return "its weights are quantized"
+    if call.w13.scheme and call.w13.scheme not in _PACKED:
+        return "its scheme quantizes activations, or has no name"
     if call.w13_bias is not None or call.w2_bias is not None:
         return "it has biases"
     if call.router_weight_on_input:
         return "router weights multiply its input"
     if not call.topk_ids.numel():
         return "it has no tokens"
+    logical = get_scheme(call.w13.scheme).logical_shape
+    if any([size % _MULTIPLE for t in (w13, w2) for size in logical(*t.shape)[1:]]):
+        return f"its sizes are no multiples of {_MULTIPLE}"
     if x.device.type != "cuda":
         return None if INTERPRETED and x.dtype == torch.float32 else "it is not on a CUDA device"
     plain = all([type(t) is Tensor or type(t) is torch.nn.Parameter for t in (w13, w2)])
@@ -106,11 +111,9 @@ def why_not_fused(call: ExpertsCall) -> str | None:
         return "its weights have no addresses"
     if x.dtype != torch.bfloat16 or environment.capability(x.device) < (9, 0):
         return "torch's grouped product takes bf16 on compute capability 9.0 or newer"
-    for t in (w13, w2):
+    for t in () if call.w13.scheme else (w13, w2):
         if not t.is_contiguous() or t.data_ptr() % 16:
             return "its weights are not contiguous, or begin askew"
-    if any([size % _MULTIPLE for size in (*w13.shape[1:], *w2.shape[1:])]):
-        return f"its sizes are no multiples of {_MULTIPLE}"
     return None
 
 
@@ -130,7 +133,14 @@ def _forward(*values: Any) -> tuple[Tensor, Tensor, Tensor]:
         out, h = composition.layer(call, pairs, _multiply)
         rows = torch.where(pairs.valid.flatten(), pairs.inverse, -1)
         index = torch.cat((pairs.offsets, rows.to(torch.int32)))
-    return out, h[:0].clone() if recompute else h, index
+    h = h[:0].clone() if recompute else h
+    return out, h.to(_kept_dtype(call)), index
+
+
+def _kept_dtype(call: ExpertsCall) -> torch.dtype:
+    """Of h: that of hidden_states, but fp32 where the scheme quantizes activations."""
+    plain = get_scheme(call.w13.scheme).activation is None
+    return call.hidden_states.dtype if plain else torch.float32
 
 
 def _multiply(x: Tensor, weight: Tensor, offsets: Tensor, *scales_and_bias: Any) -> Tensor:
@@ -146,8 +156,7 @@ def _forward_fake(*values: Any) -> tuple[Tensor, Tensor, Tensor]:
     call, (E, N, _, _, top_k) = inputs.call, inputs.sizes
     x = call.hidden_states
     S = x.shape[0] * top_k
-    dtype = torch.float32 if call.w13.scheme else x.dtype
-    h = x.new_empty((0 if inputs.recompute else S, N), dtype=dtype)
+    h = x.new_empty((0 if inputs.recompute else S, N), dtype=_kept_dtype(call))
     out = x.new_empty(x.shape)
     return out, h, call.topk_ids.new_empty((E + S,), dtype=torch.int32)
 
@@ -178,6 +187,9 @@ def _backward(grad: Tensor, h: Tensor, index: Tensor, *rest: Any) -> tuple[Tenso
     if inputs.recompute:
         assert rows is not None
         h = composition.product(_multiply, rows, call.w13, pairs, call.w13_bias)
+        h = h.to(_kept_dtype(call))
+    if call.w13.scheme:
+        h = h.to(torch.float32)  # the dtype of products with quantized weights
     wide = h.dtype if h.dtype == torch.float64 else torch.float32
     weights = call.topk_weights.to(wide).flatten().index_select(0, pairs.order).unsqueeze(1)
     s = torch.ones_like(weights) if on_input else weights
