@@ -92,7 +92,7 @@ class _Step:
         assert scale is not None
         w = operand("weight", weight.data, scale, *others, weight.scheme, self.gpu)
         y = self.rows(w.K if transpose else w.N)
-        self.run(packed.multiply(y, rows, w, self.blocks, transpose))
+        self.run(packed.multiply(y, rows, w, self.blocks, transpose, self.gpu))
         return y
 
     def outer(self, a: Tensor, b: Tensor) -> Tensor:

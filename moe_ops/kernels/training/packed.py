@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from moe_ops.kernels.configs import GROUP_M, block_bound
+from moe_ops.kernels.configs import GROUP_M, LARGE_SHARED_MEMORY, block_bound
 from moe_ops.kernels.device.blocks import block_and_tile
 from moe_ops.kernels.launch import (
     Constant,
@@ -51,6 +51,7 @@ from moe_ops.meta.workspace import cdiv
 INTERPRET = tl.constexpr(triton.knobs.runtime.interpret)
 BLOCK_M = 128  # rows of a block
 BLOCK_OUT = 128  # columns of the output that a program writes
+STEP = 64  # columns of the rows that it multiplies at a time
 NUM_STAGES = 3
 
 
@@ -256,18 +257,22 @@ def find_blocks(routing: Routing, ends: Tensor, S: int, gpu: Gpu) -> Launch:
 
 
 def tile_of(w: MixedOperand, transpose: bool) -> PackedTile:
-    """A tile of 128 x 128 outputs takes half of the registers that four warps have on a
-    multiprocessor with two blocks, so that one block decodes while the other one multiplies.
-    """
-    step = 32 if w.format.bits == 6 else 64  # 6 bits: loaded by column, a register each
+    """The tile of a product."""
+    step = STEP // 2 if w.format.bits == 6 else STEP  # 6 bits: loaded by column, a register each
     block_n, block_k = (step, BLOCK_OUT) if transpose else (BLOCK_OUT, step)
     even = w.N % block_n == 0 and w.K % block_k == 0
     return PackedTile(transpose, even, GROUP_M, BLOCK_M, block_n, block_k, NUM_STAGES)
 
 
-def multiply(y: Tensor, x: Tensor, w: MixedOperand, routing: Routing, transpose: bool) -> Launch:
+def multiply(
+    y: Tensor, x: Tensor, w: MixedOperand, routing: Routing, transpose: bool, gpu: Gpu
+) -> Launch:
     """y (S, N) = x (S, K) @ w.T, or with `transpose` y (S, K) = x (S, N) @ w, for the rows of each
     expert. Rows must be contiguous and begin at multiples of 16 bytes.
+
+    With four warps a tile takes half of a multiprocessor's registers, so that one block decodes
+    while another one multiplies. GPUs with less shared memory have no `wgmma`, whose operands are
+    there, and need more registers for them.
     """
     of, tile = w.format, tile_of(w, transpose)
     S, columns = x.shape
@@ -291,4 +296,5 @@ def multiply(y: Tensor, x: Tensor, w: MixedOperand, routing: Routing, transpose:
         tile=tile,
     )
     grid = (routing.num_blocks * cdiv(y.shape[1], BLOCK_OUT), 1, 1)
-    return Launch(moe_ops_train_packed, grid, args)
+    num_warps = 4 if gpu.shared_memory > LARGE_SHARED_MEMORY else 8
+    return Launch(moe_ops_train_packed, grid, args, num_warps)
