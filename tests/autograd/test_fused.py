@@ -185,7 +185,7 @@ def test_what_is_not_fused(monkeypatch):
     )
     reasons = {
         "not on a CUDA device": plain,
-        "weights are quantized": plain._replace(w13=Weight(w13, scheme="fp8_channel")),
+        "quantizes activations": plain._replace(w13=Weight(w13, scheme="fp8_channel")),
         "has biases": plain._replace(w2_bias=torch.zeros(3, 16)),
         "multiply its input": plain._replace(router_weight_on_input=True),
         "no tokens": plain._replace(topk_ids=ids[:0]),
