@@ -5,7 +5,7 @@ Legend: S rows sorted by expert, E experts, weights (E, N, K) packed along K. FO
 kernels/mixed_gemm/sm80_mma.py, with the difference that every weight is scaled before it is
 multiplied (SCALE is "e8m0", "e4m3" or "weight"): the transposed product sums over N, where each
 row of the weight has scales of its own. So both products multiply the same numbers, those of
-`dequantize()` rounded to the dtype of the rows.
+`dequantize()` rounded to the dtype of the rows; a global scale divides the finished sums.
 
 A program decodes a tile of the weight in registers, for BLOCK_M rows at a time, and puts it into
 shared memory, from where tensor cores read it as it is or transposed. No 16-bit weight is ever in
@@ -271,8 +271,8 @@ def multiply(
     expert. Rows must be contiguous and begin at multiples of 16 bytes.
 
     With four warps a tile takes half of a multiprocessor's registers, so that one block decodes
-    while another one multiplies. GPUs with less shared memory have no `wgmma`, whose operands are
-    there, and need more registers for them.
+    while another one multiplies. Weights of 6 bits take more registers, and so do all operands on
+    GPUs that have less shared memory, and no products that read it.
     """
     of, tile = w.format, tile_of(w, transpose)
     S, columns = x.shape
@@ -296,5 +296,5 @@ def multiply(
         tile=tile,
     )
     grid = (routing.num_blocks * cdiv(y.shape[1], BLOCK_OUT), 1, 1)
-    num_warps = 4 if gpu.shared_memory > LARGE_SHARED_MEMORY else 8
-    return Launch(moe_ops_train_packed, grid, args, num_warps)
+    few = gpu.shared_memory > LARGE_SHARED_MEMORY and of.bits != 6
+    return Launch(moe_ops_train_packed, grid, args, 4 if few else 8)
