@@ -35,7 +35,7 @@ from moe_ops.kernels.launch import (
     kernel,
     unprefixed,
 )
-from moe_ops.kernels.mixed_gemm.decode import six_bits, weights
+from moe_ops.kernels.mixed_gemm.decode import six_bits
 from moe_ops.kernels.mixed_gemm.operands import (
     Decoding,
     MixedOperand,
@@ -43,9 +43,10 @@ from moe_ops.kernels.mixed_gemm.operands import (
     MixedStrides,
     WeightStride,
 )
-from moe_ops.kernels.mixed_gemm.sm80_mma import E4M3_SHIFT, E8M0_SHIFT, first_bytes
+from moe_ops.kernels.mixed_gemm.sm80_mma import first_bytes
 from moe_ops.kernels.permute.rows import Routing
 from moe_ops.kernels.permute.sort import group_blocks
+from moe_ops.kernels.training.decode import columns, shift
 from moe_ops.meta.workspace import cdiv
 
 INTERPRET = tl.constexpr(triton.knobs.runtime.interpret)
@@ -225,8 +226,7 @@ def moe_ops_train_packed(
                 w_zero_ptr, next_n, next_k, N, K, w_zero_stride_n, w_zero_stride_g,
                 BLOCK_N, GROUPS, SCALE_ROWS, SCALE_GROUP,
             )  # fmt: skip
-        w0, w1 = weights(p, s, zero, dtype, BLOCK_N, BLOCK_K, GROUPS, FORMAT, SCALE, HAS_ZERO)
-        w = tl.join(w0, w1).reshape(BLOCK_N, BLOCK_K) if PAIRS else w0
+        w = columns(p, s, zero, dtype, BLOCK_N, BLOCK_K, GROUPS, FORMAT, SCALE, HAS_ZERO)
         if INTERPRET:  # the interpreter's 16-bit products are wrong
             x = x.to(tl.float32)
             w = w.to(tl.float32)
@@ -235,8 +235,7 @@ def moe_ops_train_packed(
         if HAS_ZERO:
             zero = next_zero
 
-    if FORMAT == "e2m1" and dtype == tl.bfloat16 and not INTERPRET:
-        acc *= E8M0_SHIFT if SCALE == "e8m0" else E4M3_SHIFT
+    acc *= shift(dtype, FORMAT, SCALE)
     if w_factor_ptr is not None:  # the global scale of an expert
         acc /= tl.load(w_factor_ptr + e * w_factor_stride_e)
     position = first + tl.arange(0, BLOCK_M)
