@@ -9,8 +9,9 @@ Every implementation gets the same bf16 weights, tokens, routing and gradient of
 Timed in turn, by events around one eager or compiled call, medians in ms: `infer` is the forward
 pass under torch.no_grad(), `forward` the one that records gradients, `step` forward and backward
 pass. `full` trains the weights, `frozen` passes gradients through them to tokens and router
-weights. `--schemes` adds frozen weights that are quantized, which moe_ops alone takes. `kept` are the bytes that wait for the backward pass beside inputs and weights, `peak` the
-most that a step allocates. `error` is the largest relative error of a gradient against fp64, over
+weights. `--schemes` adds frozen weights that are quantized, which moe_ops alone takes. `kept` are
+the bytes that wait for the backward pass beside inputs and weights, `peak` the most that a step
+allocates. `error` is the largest relative error of a gradient against fp64, over
 the first tokens' rows and an expert's weights, if there are at most 1024 tokens.
 
 The floor is the FLOPs of its products over the measured rate of a large bf16 product.

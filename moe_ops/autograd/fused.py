@@ -1,6 +1,6 @@
-"""The functional pair on GPUs with grouped products: torch's for plain weights, our own for weights
+"""The functional pair on GPUs with grouped products: torch's for plain weights, our own for those
 of 4 to 8 bits, with kernels of this package between them. Imported at first launch only. Values
-are those of the portable code in training.py; of plain weights rounded less often, of quantized
+are those of the portable code in training.py: of plain weights rounded less often, of quantized
 ones rounded to bf16 where that code computes in fp32.
 
 A step takes nine products' worth of arithmetic and, beside them, passes over rows: tokens are
@@ -88,9 +88,10 @@ class _Step:
             index = rows.new_empty(4 * count, dtype=torch.int32)
             self.blocks = sorted_rows(index, self.E, count)
             self.run(packed.find_blocks(self.blocks, self.layout.groups, self.S, self.gpu))
-        scale, *others = weight.scales
+        scale, zero, global_scale, channel_scale = weight.scales
         assert scale is not None
-        w = operand("weight", weight.data, scale, *others, weight.scheme, self.gpu)
+        parts = (weight.data, scale, zero, global_scale, channel_scale)
+        w = operand("weight", *parts, weight.scheme, self.gpu)
         y = self.rows(w.K if transpose else w.N)
         self.run(packed.multiply(y, rows, w, self.blocks, transpose, self.gpu))
         return y

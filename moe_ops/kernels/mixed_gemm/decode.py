@@ -336,10 +336,7 @@ def weights(
             elif SCALE == "e4m3":
                 s = decode(s, tl.bfloat16)
             w0 = times(w0, s, BLOCK_N, GROUPS, EACH)
-            if PAIRS:
-                w1 = times(w1, s, BLOCK_N, GROUPS, EACH)
-            else:
-                w1 = w0
+            w1 = times(w1, s, BLOCK_N, GROUPS, EACH) if PAIRS else w0
     else:
         if PAIRS:
             w0, w1 = p & 15, p >> 4

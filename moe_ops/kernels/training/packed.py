@@ -1,11 +1,11 @@
 """Grouped products with frozen weights of 4 to 8 bits, for training steps: sorted rows times the
 weight of their expert, or times its transpose. Imported at first launch only.
 
-Legend: S rows sorted by expert, E experts, weights (E, N, K) packed along K. FORMAT and SCALE as in
-kernels/mixed_gemm/sm80_mma.py, with the difference that every weight is scaled before it is
-multiplied (SCALE is "e8m0", "e4m3" or "weight"): the transposed product sums over N, where each
-row of the weight has scales of its own. So both products multiply the same numbers, those of
-`dequantize()` rounded to the dtype of the rows; a global scale divides the finished sums.
+Legend: S rows sorted by expert, E experts, weights (E, N, K) packed along K. FORMAT and SCALE as
+in kernels/mixed_gemm/sm80_mma.py, but every weight is scaled before it is multiplied (SCALE is
+"e8m0", "e4m3" or "weight"): the transposed product sums over N, where each row of the weight has
+scales of its own. So both products multiply the same numbers, those of `dequantize()` rounded to
+the dtype of the rows; a global scale divides the finished sums.
 
 A program decodes a tile of the weight in registers, for BLOCK_M rows at a time, and puts it into
 shared memory, from where tensor cores read it as it is or transposed. No 16-bit weight is ever in
