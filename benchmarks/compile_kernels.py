@@ -112,13 +112,15 @@ class RouterCall:
 
 @dataclass(frozen=True)
 class TrainingCall:
-    """Forward and backward pass of a layer whose experts train."""
+    """Forward and backward pass of a layer whose experts train, or whose quantized experts are
+    frozen."""
 
     shape: tuple[int, int, int, int]  # E, top_k, K, I
     M: int
     activation: str = "silu"
     bias: bool = False
     on_input: bool = False  # router weights multiply the input; top_k is 1
+    scheme: str = ""
 
 
 class Compiled(NamedTuple):
@@ -406,26 +408,34 @@ def compile_router(
 def compile_training(
     call: TrainingCall, gpu: Gpu, arch: Arch, compiles: bool = True
 ) -> list[Compiled]:
-    """The kernels between the products of a training step, compiled for `arch` or listed."""
+    """The kernels of a training step that are ours, compiled for `arch` or listed."""
     E, top_k, K, I = call.shape  # noqa: E741
     activation = Activation(call.activation)
     N, dtype = 2 * I if activation.gated else I, torch.bfloat16
     x, ids = _empty(call.M, K, dtype=dtype), _empty(call.M, top_k, dtype=torch.int32)
-    weights = [Weight(_empty(*size, dtype=dtype)) for size in ((E, N, K), (E, K, I))]
+    weights = []
+    for size in ((N, K), (K, I)):
+        data, parts = _weight(Call(call.shape, call.M, call.scheme), *size)
+        weights.append(Weight(data, **parts, scheme=call.scheme))
     router = _empty(call.M, top_k, dtype=torch.float32)
     biases = [_empty(E, size, dtype=dtype) if call.bias else None for size in (N, K)]
     options = (None, activation, call.on_input, True, True)
     step = ExpertsCall(x, *weights, router, ids, *biases, *options)
     needs = [True] * 4 + [call.bias] * 2
+    multiply_packed = training._Step.multiply
 
-    def multiply(_: Any, rows: Tensor, weight: Tensor, transpose: bool = False) -> Tensor:
-        return rows.new_empty(rows.shape[0], weight.shape[2 if transpose else 1])
+    def multiply(self: Any, rows: Tensor, weight: Weight, transpose: bool = False) -> Tensor:
+        if weight.scheme:
+            return multiply_packed(self, rows, weight, transpose)
+        return rows.new_empty(rows.shape[0], weight.data.shape[2 if transpose else 1])
 
     def outer(self: Any, a: Tensor, b: Tensor) -> Tensor:
         out = a.new_empty(E, a.shape[1], b.shape[1])
         self.run(zero_empty(out, self.layout))
         return out
 
+    trained = not call.scheme
+    needs = [True, trained, trained, True, False, False]
     with (
         mock.patch.object(training._Step, "multiply", multiply),
         mock.patch.object(training._Step, "outer", outer),

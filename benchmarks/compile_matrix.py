@@ -183,13 +183,17 @@ def _around_deep_gemm() -> Iterator[Call]:
 
 
 def _steps() -> Iterator[TrainingCall]:
-    """Training steps, gated and not, of narrow and of wide experts."""
+    """Training steps, gated and not, of narrow and of wide experts; quantized ones frozen."""
     for name in ("qwen3", "mixtral"):
         for activation in ("silu", "swigluoai", "gelu", "relu2_no_mul"):
             yield TrainingCall(SHAPES[name], 4096, activation)
     for activation in ("silu", "swigluoai", "relu2_no_mul"):
         yield TrainingCall(SHAPES["gptoss20"], 4096, activation, bias=True)
     yield TrainingCall((16, 1, 5120, 8192), 4096, on_input=True)
+    for name in ("qwen3", "gptoss20"):  # tiles divide the sizes of one alone
+        for scheme in SCHEMES:
+            if SCHEMES[scheme].weight_only:
+                yield TrainingCall(SHAPES[name], 4096, scheme=scheme)
 
 
 def _routers() -> Iterator[RouterCall]:

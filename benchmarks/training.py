@@ -1,15 +1,17 @@
 """A training step of one expert layer: moe_ops against transformers, Liger and SonicMoE.
 
     python benchmarks/training.py [--shapes qwen3 mixtral] [--tokens 1024 8192 32768]
-                                  [--trains full frozen] [--only moe_ops transformers]
+                                  [--trains full frozen] [--schemes int4_w4a16 mxfp4_w4a16]
+                                  [--only moe_ops transformers]
                                   [--rounds 20] [--write] [--dry-run]
 
 Every implementation gets the same bf16 weights, tokens, routing and gradient of the output.
 Timed in turn, by events around one eager or compiled call, medians in ms: `infer` is the forward
 pass under torch.no_grad(), `forward` the one that records gradients, `step` forward and backward
 pass. `full` trains the weights, `frozen` passes gradients through them to tokens and router
-weights. `kept` are the bytes that wait for the backward pass beside inputs and weights, `peak` the
-most that a step allocates. `error` is the largest relative error of a gradient against fp64, over
+weights. `--schemes` adds frozen weights that are quantized, which moe_ops alone takes. `kept` are
+the bytes that wait for the backward pass beside inputs and weights, `peak` the most that a step
+allocates. `error` is the largest relative error of a gradient against fp64, over
 the first tokens' rows and an expert's weights, if there are at most 1024 tokens.
 
 The floor is the FLOPs of its products over the measured rate of a large bf16 product.
@@ -44,8 +46,10 @@ import moe_ops
 from moe_ops import environment
 from moe_ops.bench.layers import per_expert_loop, transformers_experts
 from moe_ops.bench.shapes import Shape
+from moe_ops.schemes import OTHER_NAMES, SCHEMES, get_scheme
 
 TRAINS = ("full", "frozen")
+QUANTIZED = [name for name in (*SCHEMES, *OTHER_NAMES) if get_scheme(name).weight is not None]
 TOKENS = (1024, 2048, 4096, 8192, 16384, 32768)
 MAX_CHECKED_TOKENS = 1024
 # gradients come from products of bf16 numbers, each rounded: some 2^-8 each
@@ -60,6 +64,7 @@ class Case:
     shape: str
     trains: str  # one of TRAINS
     num_tokens: int
+    scheme: str = ""  # of the weights
 
     @property
     def sizes(self) -> Shape:
@@ -186,10 +191,10 @@ def make_inputs(case: Case, device: torch.device) -> Inputs:
     weights, ids = scores.topk(sizes.top_k)
     weights = (weights / weights.sum(1, keepdim=True)).to(torch.bfloat16)
     full = case.trains == "full"
-    w13, w2 = [
-        torch.nn.Parameter(random(*size, scale=size[-1] ** -0.5), requires_grad=full)
-        for size in ((E, 2 * I, K), (E, K, I))
-    ]
+    w13, w2 = [random(*size, scale=size[-1] ** -0.5) for size in ((E, 2 * I, K), (E, K, I))]
+    if case.scheme:
+        w13, w2 = [moe_ops.quantize(w, case.scheme) for w in (w13, w2)]
+    w13, w2 = [torch.nn.Parameter(w, requires_grad=full) for w in (w13, w2)]
     return Inputs(
         random(M, K).requires_grad_(),
         w13,
@@ -204,13 +209,17 @@ def gradients(layer: Layer, inputs: Inputs) -> tuple[Tensor, ...]:
     return torch.autograd.grad(layer(*inputs.args), list(inputs.trained.values()), inputs.grad)
 
 
+def _wide(t: Tensor) -> Tensor:
+    """fp64 of numbers."""
+    if isinstance(t, moe_ops.ExpertTensor):
+        return t.dequantize(torch.float32).double()
+    return t.detach().double() if t.is_floating_point() else t
+
+
 def error_of(layer: Layer, inputs: Inputs) -> float:
     """The largest relative error of a gradient against fp64."""
     found = dict(zip(inputs.trained, gradients(layer, inputs), strict=True))
-    wide = Inputs(
-        *[t.detach().double() if t.is_floating_point() else t for t in inputs.args],
-        inputs.grad.double(),
-    )
+    wide = Inputs(*[_wide(t) for t in inputs.args], inputs.grad.double())
     for name in inputs.trained:
         getattr(wide, name).requires_grad_()
     expected = dict(zip(wide.trained, gradients(per_expert_loop, wide), strict=True))
@@ -218,9 +227,17 @@ def error_of(layer: Layer, inputs: Inputs) -> float:
     return max(errors) if all([e == e for e in errors]) else float("nan")
 
 
+def _stored(t: Tensor) -> list[Tensor]:
+    """The tensors that hold it: those of a quantized weight are its elements and scales."""
+    if not isinstance(t, moe_ops.ExpertTensor):
+        return [t]
+    return [part for part in vars(t).values() if isinstance(part, Tensor)]
+
+
 def kept_bytes(layer: Layer, inputs: Inputs) -> int:
     """Bytes that wait for the backward pass, without those of inputs."""
-    known = {t.untyped_storage().data_ptr() for t in inputs.args}
+    parts = [part for t in inputs.args for part in _stored(t)]
+    known = {t.untyped_storage().data_ptr() for t in parts}
     kept: dict[int, int] = {}
 
     def pack(t: Tensor) -> Tensor:
@@ -308,7 +325,8 @@ def run_case(case: Case, only: list[str], rounds: int, device: torch.device) -> 
 
 
 def show(case: Case, rows: list[dict], flops_per_s: float | None) -> None:
-    title = f"{case.shape} {case.trains} T={case.num_tokens}"
+    title = " ".join([*filter(None, (case.shape, case.trains, case.scheme))])
+    title += f" T={case.num_tokens}"
     if flops_per_s:
         title += f", floor of a step {case.flops(True) / flops_per_s * 1e3:.3f} ms"
     print(title)
@@ -338,7 +356,7 @@ def plot(rows: list[dict], path: Any) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    panels = sorted({(row["shape"], row["trains"]) for row in rows})
+    panels = sorted({(row["shape"], row["trains"], row["scheme"]) for row in rows})
     figure, axes = pyplot.subplots(
         1, len(panels), figsize=(5 * len(panels), 4), squeeze=False, sharey=True
     )
@@ -347,10 +365,11 @@ def plot(rows: list[dict], path: Any) -> None:
             points = [
                 (
                     row["num_tokens"],
-                    Case(*panel, row["num_tokens"]).flops(True) / row["step_ms"] / 1e9,
+                    Case(*panel[:2], row["num_tokens"]).flops(True) / row["step_ms"] / 1e9,
                 )
                 for row in rows
-                if (row["shape"], row["trains"], row["implementation"]) == (*panel, name)
+                if (*panel, name)
+                == (row["shape"], row["trains"], row["scheme"], row["implementation"])
                 and "step_ms" in row
             ]
             if points:
@@ -368,6 +387,7 @@ def main() -> int:
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["qwen3", "mixtral"])
     parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS)
     parser.add_argument("--trains", nargs="+", choices=TRAINS, default=TRAINS)
+    parser.add_argument("--schemes", nargs="+", choices=QUANTIZED, default=[], metavar="SCHEME")
     parser.add_argument("--only", nargs="+", choices=IMPLEMENTATIONS, default=[*IMPLEMENTATIONS])
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--write", action="store_true")
@@ -381,9 +401,11 @@ def main() -> int:
     limits = gpu_limits() if device.type == "cuda" else {}
     rate = limits["bf16_matmul_tflop_s"] * 1e12 if limits else None
     rows: list[dict] = []
-    cases = [Case(s, t, m) for s in given.shapes for t in given.trains for m in given.tokens]
+    trained = [(t, "") for t in given.trains] + [("frozen", scheme) for scheme in given.schemes]
+    cases = [Case(s, t, m, q) for s in given.shapes for t, q in trained for m in given.tokens]
     for case in environment.progress_bar(cases, "training"):
-        found = run_case(case, given.only, given.rounds, device)
+        only = [name for name in given.only if not case.scheme or name.startswith("moe_ops")]
+        found = run_case(case, only, given.rounds, device)
         show(case, found, rate)
         rows += found
         if given.write:  # a run that is cut short keeps what it has

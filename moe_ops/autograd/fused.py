@@ -1,6 +1,7 @@
-"""The functional pair on GPUs with grouped products: torch's, with kernels of this package between
-them. Imported at first launch only. Values are those of the portable code in training.py, rounded
-less often.
+"""The functional pair on GPUs with grouped products: torch's for plain weights, our own for those
+of 4 to 8 bits, with kernels of this package between them. Imported at first launch only. Values
+are those of the portable code in training.py: of plain weights rounded less often, of quantized
+ones rounded to bf16 where that code computes in fp32.
 
 A step takes nine products' worth of arithmetic and, beside them, passes over rows: tokens are
 copied to the rows of their pairs, one kernel goes back through activation and router weights, and
@@ -22,12 +23,16 @@ from moe_ops.backends.torch import grouped_mm as products
 from moe_ops.kernels import launch
 from moe_ops.kernels.gemm.operands import activated
 from moe_ops.kernels.launch import Launch, run
+from moe_ops.kernels.mixed_gemm.operands import operand
 from moe_ops.kernels.permute.combine import combine_rows
 from moe_ops.kernels.permute.layout import Layout, index_parts
 from moe_ops.kernels.permute.place import place
+from moe_ops.kernels.permute.rows import Routing, sorted_rows
+from moe_ops.kernels.training import packed
 from moe_ops.kernels.training.rows import activate, derive, scatter, zero_empty
 from moe_ops.kernels.training.sums import add_dot, dot, sum_rows
-from moe_ops.ops.call import ExpertsCall
+from moe_ops.ops.call import ExpertsCall, Weight
+from moe_ops.schemes import get_scheme
 
 _ROWS = torch.contiguous_format
 
@@ -38,7 +43,9 @@ class _Step:
     def __init__(self, call: ExpertsCall):
         self.call, self.x = call, call.hidden_states
         self.S, self.top_k = call.topk_ids.numel(), call.topk_ids.shape[1]
-        (self.E, self.N, self.K), self.I = call.w13.data.shape, call.w2.data.shape[2]
+        logical = get_scheme(call.w13.scheme).logical_shape
+        self.E, self.N, self.K = logical(*call.w13.data.shape)
+        self.I = logical(*call.w2.data.shape)[2]
         a = call.activation
         self.activation = activated(a.name, a.alpha, a.beta, a.limit)
         self.device = self.x.get_device()
@@ -54,6 +61,7 @@ class _Step:
         else:
             self.of_output = call.topk_weights
         self.layout: Layout
+        self.blocks: Routing | None = None  # of the rows, for products with packed weights
 
     def run(self, *launches: Launch) -> None:
         run(launches, self.device, self.gpu)
@@ -84,11 +92,27 @@ class _Step:
         """The rows that w13 multiplies."""
         return self.gathered(self.x, self.of_input)
 
-    def multiply(self, rows: Tensor, weight: Tensor, transpose: bool = False) -> Tensor:
-        ends = self.layout.groups
+    def multiply(self, rows: Tensor, weight: Weight, transpose: bool = False) -> Tensor:
+        if weight.scheme:
+            return self.multiply_packed(rows, weight, transpose)
+        w, ends = weight.data, self.layout.groups
         if not rows.is_cuda:
-            return products.grouped_mm(rows, weight, ends, transpose=transpose)
-        return F.grouped_mm(rows, weight if transpose else weight.transpose(1, 2), offs=ends)
+            return products.grouped_mm(rows, w, ends, transpose=transpose)
+        return F.grouped_mm(rows, w if transpose else w.transpose(1, 2), offs=ends)
+
+    def multiply_packed(self, rows: Tensor, weight: Weight, transpose: bool) -> Tensor:
+        if self.blocks is None:
+            count = packed.num_blocks(self.S, self.E)
+            index = rows.new_empty(4 * count, dtype=torch.int32)
+            self.blocks = sorted_rows(index, self.E, count)
+            self.run(packed.find_blocks(self.blocks, self.layout.groups, self.S, self.gpu))
+        scale, zero, global_scale, channel_scale = weight.scales
+        assert scale is not None
+        parts = (weight.data, scale, zero, global_scale, channel_scale)
+        w = operand("weight", *parts, weight.scheme, self.gpu)
+        y = self.rows(w.K if transpose else w.N)
+        self.run(packed.multiply(y, rows, w, self.blocks, transpose, self.gpu))
+        return y
 
     def outer(self, a: Tensor, b: Tensor) -> Tensor:
         """a^T b for the rows of each expert."""
@@ -130,10 +154,10 @@ def forward(call: ExpertsCall) -> tuple[Tensor, Tensor, Tensor]:
     """(out, h, index), as training.py defines them."""
     step = _Step(call)
     index = step.place()
-    h = step.multiply(step.inputs(), call.w13.data)
+    h = step.multiply(step.inputs(), call.w13)
     hidden = step.rows(step.I)
     step.run(activate(step.activation, hidden, h, step.b13, step.layout))
-    y = step.multiply(hidden, call.w2.data)
+    y = step.multiply(hidden, call.w2)
     return step.summed(y, step.of_output, step.b2), h, index
 
 
@@ -152,9 +176,9 @@ def backward(
     x = None
     if h is None:
         x = step.inputs()
-        h = step.multiply(x, call.w13.data)
+        h = step.multiply(x, call.w13)
     dout = step.gathered(grad)
-    dhidden = step.multiply(dout, call.w2.data, transpose=True)
+    dhidden = step.multiply(dout, call.w2, transpose=True)
     dh, hidden = step.rows(step.N), step.rows(step.I) if needs_w2 else None
     dweights = factors = None
     if needs_weights:
@@ -190,7 +214,7 @@ def backward(
         found[1] = step.outer(dh, step.inputs() if x is None else x)
     of_input = dweights if step.of_input is not None else None
     if needs_x or of_input is not None:
-        drows = step.multiply(dh, call.w13.data, transpose=True)
+        drows = step.multiply(dh, call.w13, transpose=True)
         if of_input is not None:
             step.run(dot(of_input, call.hidden_states, drows, layout, top_k))
         if needs_x:

@@ -6,8 +6,8 @@ Functional, because autograd refuses operators that write their arguments, and s
 checkpointing of one loses what it wrote. A compiler that partitions forward from backward keeps
 what these two say: hidden_states, h and the index.
 
-Both are here in plain torch, for any device and any call, and in fused.py for plain bf16 weights
-on GPUs.
+Both are here in plain torch, for any device and any call, and in fused.py for bf16 rows on GPUs,
+beside weights in bf16 or weights that alone are quantized.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from moe_ops.numerics import Scales, permute
 from moe_ops.ops.call import ExpertsCall, Weight
 from moe_ops.ops.library import TORCH_DEVICES, options_of, register_function, text_of
 from moe_ops.ops.memory import addressable
-from moe_ops.schemes import get_scheme
+from moe_ops.schemes import SCHEMES, get_scheme
 
 _INPUTS = (
     "Tensor hidden_states, Tensor w13, Tensor w2, Tensor topk_weights, Tensor topk_ids, "
@@ -91,15 +91,20 @@ _MULTIPLE = 8  # of sizes: rows of 16-bit numbers begin at multiples of 16 bytes
 # experts it takes. Elsewhere, and for other dtypes, F.grouped_mm copies the offsets to the host
 # and loops over experts.
 _GROUPED_MM_ON, _MOST_EXPERTS = (9, 10), 1023
+# the kernels decode these weights
+_PACKED = frozenset([name for name, scheme in SCHEMES.items() if scheme.weight_only])
 
 
 def why_not_fused(call: ExpertsCall) -> str | None:
     """Why a call runs in plain torch; None if it runs in fused.py. Each operator asks once."""
     x, w13, w2 = call.hidden_states, call.w13.data, call.w2.data
-    if call.w13.scheme:
-        return "its weights are quantized"
+    if call.w13.scheme and call.w13.scheme not in _PACKED:
+        return "its scheme quantizes activations, or has no name"
     if not call.topk_ids.numel():
         return "it has no tokens"
+    logical = get_scheme(call.w13.scheme).logical_shape
+    if any([size % _MULTIPLE for t in (w13, w2) for size in logical(*t.shape)[1:]]):
+        return f"its sizes are no multiples of {_MULTIPLE}"
     if x.device.type != "cuda":
         return None if INTERPRETED and x.dtype == torch.float32 else "it is not on a CUDA device"
     if x.dtype != torch.bfloat16:
@@ -111,11 +116,9 @@ def why_not_fused(call: ExpertsCall) -> str | None:
         return "torch's grouped product is built for compute capability 9 and 10"
     if w13.shape[0] > _MOST_EXPERTS:
         return f"torch's grouped product takes at most {_MOST_EXPERTS} experts"
-    for t in (w13, w2):
+    for t in () if call.w13.scheme else (w13, w2):
         if not (t.is_contiguous() or t.mT.is_contiguous()) or t.data_ptr() % 16:
             return "its weights are not contiguous, or begin askew"
-    if any([size % _MULTIPLE for size in (*w13.shape[1:], *w2.shape[1:])]):
-        return f"its sizes are no multiples of {_MULTIPLE}"
     return None
 
 
@@ -169,7 +172,14 @@ def _forward(*values: Any) -> tuple[Tensor, Tensor, Tensor]:
         out = composition.combined(_multiply, hidden.to(h.dtype), call, pairs)
         places = torch.where(pairs.valid.flatten(), pairs.inverse, -1)
         index = torch.cat((pairs.offsets, places.to(torch.int32)))
-    return out, h[:0].clone() if recompute else h, index
+    h = h[:0].clone() if recompute else h
+    return out, h.to(_kept_dtype(call)), index
+
+
+def _kept_dtype(call: ExpertsCall) -> torch.dtype:
+    """Of h: that of hidden_states, but fp32 where the scheme quantizes activations."""
+    plain = get_scheme(call.w13.scheme).activation is None
+    return call.hidden_states.dtype if plain else torch.float32
 
 
 def _multiply(x: Tensor, weight: Tensor, offsets: Tensor, *scales_and_bias: Any) -> Tensor:
@@ -200,8 +210,7 @@ def _forward_fake(*values: Any) -> tuple[Tensor, Tensor, Tensor]:
     call, (E, N, _, _, top_k) = inputs.call, inputs.sizes
     x = call.hidden_states
     S = x.shape[0] * top_k
-    dtype = torch.float32 if call.w13.scheme else x.dtype
-    h = x.new_empty((0 if inputs.recompute else S, N), dtype=dtype)
+    h = x.new_empty((0 if inputs.recompute else S, N), dtype=_kept_dtype(call))
     out = x.new_empty(x.shape)
     return out, h, call.topk_ids.new_empty((E + S,), dtype=torch.int32)
 
@@ -231,7 +240,9 @@ def _backward(grad: Tensor, h: Tensor, index: Tensor, *rest: Any) -> tuple[Tenso
         rows = composition.gemm1_input(call, pairs)
     if inputs.recompute:
         assert rows is not None
-        h = composition.product(_multiply, rows, call.w13, pairs, None)
+        h = composition.product(_multiply, rows, call.w13, pairs, None).to(_kept_dtype(call))
+    if call.w13.scheme:
+        h = h.to(torch.float32)  # the dtype of products with quantized weights
     wide = _wide(h)
     weights = call.topk_weights.to(wide).flatten().index_select(0, pairs.order).unsqueeze(1)
     s = torch.ones_like(weights) if on_input else weights

@@ -277,7 +277,7 @@ def test_what_is_not_fused(monkeypatch):
     )
     reasons = {
         "not on a CUDA device": plain,
-        "weights are quantized": plain._replace(w13=Weight(w13, scheme="fp8_channel")),
+        "quantizes activations": plain._replace(w13=Weight(w13, scheme="fp8_channel")),
         "no tokens": plain._replace(topk_ids=ids[:0]),
     }
     with FakeTensorMode():  # a call on those of a GPU is traced on any machine

@@ -268,12 +268,27 @@ def spread(s, BLOCK_N: tl.constexpr, GROUPS: tl.constexpr, EACH: tl.constexpr):
 
 
 @triton.jit
-def operands(
-    x,  # (BLOCK_M, BLOCK_K)
+def times(w, s, BLOCK_N: tl.constexpr, GROUPS: tl.constexpr, EACH: tl.constexpr):
+    """w * s in bf16 of w (BLOCK_N, GROUPS * EACH) in bf16, whose scales may have more bits.
+
+    Such a scale is the sum of two numbers of bf16, so that one fma rounds the product as fp32
+    would, but for ties.
+    """
+    high = s.to(tl.bfloat16)
+    if s.dtype == tl.bfloat16:
+        return w * spread(high, BLOCK_N, GROUPS, EACH)
+    else:
+        low = (s.to(tl.float32) - high.to(tl.float32)).to(tl.bfloat16)
+        rest = w * spread(low, BLOCK_N, GROUPS, EACH)
+        return tl.fma(w, spread(high, BLOCK_N, GROUPS, EACH), rest)
+
+
+@triton.jit
+def weights(
     p,  # uint8 (BLOCK_N, BLOCK_K), or with two columns a byte (BLOCK_N, BLOCK_K // 2)
     s,  # scales of these columns (BLOCK_N, GROUPS), if weights are scaled
     zero,  # zero points of these columns, (BLOCK_N,) or (BLOCK_N, GROUPS)
-    BLOCK_M: tl.constexpr,
+    dtype: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     GROUPS: tl.constexpr,
@@ -281,21 +296,16 @@ def operands(
     SCALE: tl.constexpr,
     HAS_ZERO: tl.constexpr,
 ):
-    """(x0, x1, w0, w1) with x @ w.T = x0 @ w0.T + x1 @ w1.T. For 6- and 8-bit formats, x @ w.T is
-    x0 @ w0.T, and x1, w1 repeat x0, w0. int4 weights with e4m3 scales are rounded to e4m3.
+    """(w0, w1) in `dtype`: even and odd columns of formats of 4 bits, twice all columns of others.
+    int4 weights with e4m3 scales are rounded to e4m3. In bf16, e2m1 is smaller by a power of two
+    (`scale_bf16x2`).
     """
     PAIRS: tl.constexpr = FORMAT == "int4" or FORMAT == "e2m1"
-    BYTES: tl.constexpr = BLOCK_K // 2 if PAIRS else BLOCK_K
     SIX: tl.constexpr = FORMAT == "e3m2" or FORMAT == "e2m3"
     SCALED: tl.constexpr = SCALE == "e8m0" or SCALE == "e4m3" or SCALE == "weight"
     ROUNDED: tl.constexpr = FORMAT == "int4" and SCALE == "e4m3"
-    if PAIRS:
-        x0, x1 = x.reshape(BLOCK_M, BYTES, 2).split()
-    else:
-        x0 = x
-        x1 = x
-    EACH: tl.constexpr = BYTES // GROUPS
-    if x.dtype == tl.bfloat16 and not INTERPRET:
+    EACH: tl.constexpr = (BLOCK_K // 2 if PAIRS else BLOCK_K) // GROUPS
+    if dtype == tl.bfloat16 and not INTERPRET:
         if FORMAT == "e2m1":
             s = scale_bf16x2(s, SCALE).to(tl.int16).to(tl.bfloat16, bitcast=True)
             w0, w1 = e2m1_pair(p, spread(s, BLOCK_N, GROUPS, EACH))
@@ -325,9 +335,8 @@ def operands(
                 s = (s.to(tl.int16) * 128).to(tl.bfloat16, bitcast=True)
             elif SCALE == "e4m3":
                 s = decode(s, tl.bfloat16)
-            s = spread(s, BLOCK_N, GROUPS, EACH)
-            w0 *= s
-            w1 *= s
+            w0 = times(w0, s, BLOCK_N, GROUPS, EACH)
+            w1 = times(w1, s, BLOCK_N, GROUPS, EACH) if PAIRS else w0
     else:
         if PAIRS:
             w0, w1 = p & 15, p >> 4
@@ -354,7 +363,33 @@ def operands(
             w1 *= s
             if ROUNDED:
                 w0, w1 = round_e4m3(w0), round_e4m3(w1)
-        if INTERPRET:  # the interpreter's 16-bit products are wrong
-            x0, x1 = x0.to(tl.float32), x1.to(tl.float32)
-        w0, w1 = w0.to(x0.dtype), w1.to(x1.dtype)
+        w0, w1 = w0.to(dtype), w1.to(dtype)
+    return w0, w1
+
+
+@triton.jit
+def operands(
+    x,  # (BLOCK_M, BLOCK_K)
+    p,  # as those of `weights`
+    s,
+    zero,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUPS: tl.constexpr,
+    FORMAT: tl.constexpr,
+    SCALE: tl.constexpr,
+    HAS_ZERO: tl.constexpr,
+):
+    """(x0, x1, w0, w1) with x @ w.T = x0 @ w0.T + x1 @ w1.T. For 6- and 8-bit formats, x @ w.T is
+    x0 @ w0.T, and x1, w1 repeat x0, w0.
+    """
+    if INTERPRET:  # the interpreter's 16-bit products are wrong
+        x = x.to(tl.float32)
+    if FORMAT == "int4" or FORMAT == "e2m1":
+        x0, x1 = x.reshape(BLOCK_M, BLOCK_K // 2, 2).split()
+    else:
+        x0 = x
+        x1 = x
+    w0, w1 = weights(p, s, zero, x.dtype, BLOCK_N, BLOCK_K, GROUPS, FORMAT, SCALE, HAS_ZERO)
     return x0, x1, w0, w1

@@ -1,0 +1,299 @@
+"""Grouped products with frozen weights of 4 to 8 bits, for training steps: sorted rows times the
+weight of their expert, or times its transpose. Imported at first launch only.
+
+Legend: S rows sorted by expert, E experts, weights (E, N, K) packed along K. FORMAT and SCALE as
+in kernels/mixed_gemm/sm80_mma.py, but every weight is scaled before it is multiplied (SCALE is
+"e8m0", "e4m3" or "weight"): the transposed product sums over N, where each row of the weight has
+scales of its own. So both products multiply the same numbers, those of `dequantize()` rounded to
+the dtype of the rows; a global scale divides the finished sums.
+
+A program decodes a tile of the weight in registers, for BLOCK_M rows at a time, and puts it into
+shared memory, from where tensor cores read it as it is or transposed. No 16-bit weight is ever in
+global memory.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from moe_ops.kernels.configs import GROUP_M, LARGE_SHARED_MEMORY, block_bound
+from moe_ops.kernels.device.blocks import block_and_tile
+from moe_ops.kernels.launch import (
+    Constant,
+    Descriptor,
+    Gpu,
+    Launch,
+    Pointer,
+    Runtime,
+    Specialized,
+    arguments,
+    kernel,
+    unprefixed,
+)
+from moe_ops.kernels.mixed_gemm.decode import six_bits
+from moe_ops.kernels.mixed_gemm.operands import (
+    Decoding,
+    MixedOperand,
+    MixedPointers,
+    MixedStrides,
+    WeightStride,
+)
+from moe_ops.kernels.mixed_gemm.sm80_mma import first_bytes
+from moe_ops.kernels.permute.rows import Routing
+from moe_ops.kernels.permute.sort import group_blocks
+from moe_ops.kernels.training.decode import columns, shift
+from moe_ops.meta.workspace import cdiv
+
+INTERPRET = tl.constexpr(triton.knobs.runtime.interpret)
+BLOCK_M = 128  # rows of a block
+BLOCK_OUT = 128  # columns of the output that a program writes
+STEP = 64  # columns of the rows that it multiplies at a time
+NUM_STAGES = 3
+
+
+@triton.jit
+def group_tile(
+    ptr,  # scales or zero points of one expert
+    n,
+    k,
+    N,
+    K,
+    stride_n,
+    stride_g,
+    BLOCK_N: tl.constexpr,
+    GROUPS: tl.constexpr,
+    SCALE_ROWS: tl.constexpr,
+    SCALE_GROUP: tl.constexpr,
+):
+    """(BLOCK_N,) or (BLOCK_N, GROUPS) from row n and column k on; zeros past the end."""
+    row = n + tl.arange(0, BLOCK_N)
+    ptrs = ptr + (row // SCALE_ROWS).to(tl.int64) * stride_n
+    if SCALE_GROUP == 0:
+        return tl.load(ptrs, mask=row < N, other=0)
+    else:
+        first = k // SCALE_GROUP
+        ptrs += first * stride_g
+        count = tl.cdiv(K, SCALE_GROUP)
+        if GROUPS == 1:
+            return tl.load(ptrs, mask=row < tl.where(first < count, N, 0), other=0)
+        else:
+            group = tl.arange(0, GROUPS)
+            ok = (row < N)[:, None] & (first + group < count)[None, :]
+            return tl.load(ptrs[:, None] + (group * stride_g)[None, :], mask=ok, other=0)
+
+
+@unprefixed
+class PackedTile(NamedTuple):
+    """A tile of the weight, (BLOCK_N, BLOCK_K), and how many rows it multiplies."""
+
+    TRANSPOSE: Constant
+    EVEN: Constant  # tiles divide N and K
+    GROUP_M: Constant
+    BLOCK_M: Constant
+    BLOCK_N: Constant
+    BLOCK_K: Constant
+    NUM_STAGES: Constant
+
+
+@arguments
+class Packed:
+    y: Pointer  # (S, N), or (S, K) if TRANSPOSE; written
+    x_desc: Descriptor  # (S, K), or (S, N) if TRANSPOSE
+    w: Pointer  # (E, N, bytes of K columns)
+    pointers: MixedPointers
+    index: Pointer  # kernels/device/blocks.py
+    num_blocks: Runtime
+    E: Runtime
+    N: Specialized
+    K: Specialized
+    w_stride: WeightStride
+    strides: MixedStrides
+    decoding: Decoding
+    SCALE_ROWS: Constant  # rows of the weight that share a scale
+    tile: PackedTile
+
+
+@kernel(Packed)
+def moe_ops_train_packed(
+    y_ptr,
+    x_desc,
+    w_ptr,
+    w_scale_ptr,
+    w_zero_ptr,
+    w_factor_ptr,
+    bias_ptr,
+    index_ptr,
+    num_blocks,
+    E,
+    N,
+    K,
+    w_stride_e,
+    w_stride_n,
+    w_stride_k,
+    w_scale_stride_e,
+    w_scale_stride_n,
+    w_scale_stride_g,
+    w_zero_stride_e,
+    w_zero_stride_n,
+    w_zero_stride_g,
+    w_factor_stride_e,
+    w_factor_stride_n,
+    bias_stride_e,
+    bias_stride_n,
+    FORMAT: tl.constexpr,
+    SCALE: tl.constexpr,
+    SCALE_GROUP: tl.constexpr,
+    SCALE_ROWS: tl.constexpr,
+    TRANSPOSE: tl.constexpr,
+    EVEN: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+):
+    """y = x @ w.T, or x @ w if TRANSPOSE, for the rows of each expert; other rows are left as they
+    are. Grid: blocks times column tiles of the output.
+    """
+    PAIRS: tl.constexpr = FORMAT == "int4" or FORMAT == "e2m1"
+    SIX: tl.constexpr = FORMAT == "e3m2" or FORMAT == "e2m3"
+    BITS: tl.constexpr = 4 if PAIRS else 6 if SIX else 8
+    GROUPS: tl.constexpr = max(BLOCK_K // SCALE_GROUP, 1) if SCALE_GROUP > 0 else 1
+    HAS_ZERO: tl.constexpr = w_zero_ptr is not None
+    OUT: tl.constexpr = BLOCK_K if TRANSPOSE else BLOCK_N
+    IN: tl.constexpr = BLOCK_N if TRANSPOSE else BLOCK_K
+    out_size = K if TRANSPOSE else N
+    in_size = N if TRANSPOSE else K
+    dtype: tl.constexpr = x_desc.dtype
+
+    b, tile = block_and_tile(num_blocks, tl.cdiv(out_size, OUT), GROUP_M)
+    e = tl.load(index_ptr + 4 * b)
+    if (e < 0) | (e >= E):
+        return
+    first, end = tl.load(index_ptr + 4 * b + 1), tl.load(index_ptr + 4 * b + 2)
+    e = e.to(tl.int64)
+    w_ptr = w_ptr.to(tl.pointer_type(tl.uint8)) + e * w_stride_e
+    if SCALE == "e4m3":
+        w_scale_ptr = w_scale_ptr.to(tl.pointer_type(tl.uint8))
+    w_scale_ptr += e * w_scale_stride_e
+    if HAS_ZERO:
+        w_zero_ptr = w_zero_ptr.to(tl.pointer_type(tl.uint8)) + e * w_zero_stride_e
+    byte = first_bytes(BLOCK_K, FORMAT)
+
+    n = 0 if TRANSPOSE else tile * OUT
+    k = tile * OUT if TRANSPOSE else 0
+    s = group_tile(
+        w_scale_ptr, n, k, N, K, w_scale_stride_n, w_scale_stride_g, BLOCK_N, GROUPS, SCALE_ROWS,
+        SCALE_GROUP,
+    )  # fmt: skip
+    zero = s  # not used if there are none
+    if HAS_ZERO:
+        zero = group_tile(
+            w_zero_ptr, n, k, N, K, w_zero_stride_n, w_zero_stride_g, BLOCK_N, GROUPS, SCALE_ROWS,
+            SCALE_GROUP,
+        )  # fmt: skip
+    acc = tl.zeros((BLOCK_M, OUT), tl.float32)
+    for start in tl.range(0, in_size, IN, num_stages=NUM_STAGES):
+        if TRANSPOSE:
+            n = start
+        else:
+            k = start
+        x = x_desc.load([first, start])  # zeros past the end, which meet finite weights
+        row = n + tl.arange(0, BLOCK_N)
+        p_ptrs = w_ptr + row.to(tl.int64)[:, None] * w_stride_n
+        p_ptrs += (k * BITS // 8 + byte)[None, :] * w_stride_k
+        if EVEN:
+            p = tl.load(p_ptrs)
+        else:
+            ok = (row < N)[:, None] & (byte < (K - k) * BITS // 8)[None, :]
+            p = tl.load(p_ptrs, mask=ok, other=0)
+        if SIX:
+            p = six_bits(p, p_ptrs, w_stride_k, tl.arange(0, BLOCK_K), K - k)
+        # scales are loaded one step ahead of their use
+        next_n = n + BLOCK_N if TRANSPOSE else n
+        next_k = k if TRANSPOSE else k + BLOCK_K
+        next_s = group_tile(
+            w_scale_ptr, next_n, next_k, N, K, w_scale_stride_n, w_scale_stride_g,
+            BLOCK_N, GROUPS, SCALE_ROWS, SCALE_GROUP,
+        )  # fmt: skip
+        if HAS_ZERO:
+            next_zero = group_tile(
+                w_zero_ptr, next_n, next_k, N, K, w_zero_stride_n, w_zero_stride_g,
+                BLOCK_N, GROUPS, SCALE_ROWS, SCALE_GROUP,
+            )  # fmt: skip
+        w = columns(p, s, zero, dtype, BLOCK_N, BLOCK_K, GROUPS, FORMAT, SCALE, HAS_ZERO)
+        if INTERPRET:  # the interpreter's 16-bit products are wrong
+            x = x.to(tl.float32)
+            w = w.to(tl.float32)
+        acc = tl.dot(x, w if TRANSPOSE else w.T, acc, input_precision="ieee")
+        s = next_s
+        if HAS_ZERO:
+            zero = next_zero
+
+    acc *= shift(dtype, FORMAT, SCALE)
+    if w_factor_ptr is not None:  # the global scale of an expert
+        acc /= tl.load(w_factor_ptr + e * w_factor_stride_e)
+    position = first + tl.arange(0, BLOCK_M)
+    column = tile * OUT + tl.arange(0, OUT)
+    y_ptrs = y_ptr + position.to(tl.int64)[:, None] * out_size + column[None, :]
+    ok = (position < end)[:, None] & (column < out_size)[None, :]
+    tl.store(y_ptrs, acc.to(y_ptr.dtype.element_ty), mask=ok)
+
+
+def num_blocks(S: int, E: int) -> int:
+    """Blocks of S rows; those behind the last expert's are one more group."""
+    return block_bound(S, E + 1, BLOCK_M)
+
+
+def find_blocks(routing: Routing, ends: Tensor, S: int, gpu: Gpu) -> Launch:
+    """Write the table of `num_blocks` blocks of rows that are sorted by expert."""
+    return group_blocks(routing, ends, S, 0, BLOCK_M, gpu)
+
+
+def tile_of(w: MixedOperand, transpose: bool) -> PackedTile:
+    """The tile of a product."""
+    step = STEP // 2 if w.format.bits == 6 else STEP  # 6 bits: loaded by column, a register each
+    block_n, block_k = (step, BLOCK_OUT) if transpose else (BLOCK_OUT, step)
+    even = w.N % block_n == 0 and w.K % block_k == 0
+    return PackedTile(transpose, even, GROUP_M, BLOCK_M, block_n, block_k, NUM_STAGES)
+
+
+def multiply(
+    y: Tensor, x: Tensor, w: MixedOperand, routing: Routing, transpose: bool, gpu: Gpu
+) -> Launch:
+    """y (S, N) = x (S, K) @ w.T, or with `transpose` y (S, K) = x (S, N) @ w, for the rows of each
+    expert. Rows must be contiguous and begin at multiples of 16 bytes.
+
+    With four warps a tile takes half of a multiprocessor's registers, so that one block decodes
+    while another one multiplies. Weights of 6 bits take more registers, and so do all operands on
+    GPUs that have less shared memory, and no products that read it.
+    """
+    of, tile = w.format, tile_of(w, transpose)
+    S, columns = x.shape
+    step = tile.BLOCK_N if transpose else tile.BLOCK_K
+    args = Packed(
+        y=y,
+        x_desc=TensorDescriptor(x, [S, columns], [columns, 1], [BLOCK_M, step]),
+        w=w.data,
+        pointers=w.pointers,
+        index=routing.index,
+        num_blocks=routing.num_blocks,
+        E=routing.E,
+        N=w.N,
+        K=w.K,
+        w_stride=w.stride,
+        strides=w.strides,
+        decoding=Decoding(
+            of.name, of.scale if of.scale in ("e8m0", "e4m3") else "weight", of.group
+        ),
+        SCALE_ROWS=of.group if of.scale == "block" else 1,
+        tile=tile,
+    )
+    grid = (routing.num_blocks * cdiv(y.shape[1], BLOCK_OUT), 1, 1)
+    few = gpu.shared_memory > LARGE_SHARED_MEMORY and of.bits != 6
+    return Launch(moe_ops_train_packed, grid, args, 4 if few else 8)

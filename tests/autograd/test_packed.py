@@ -1,0 +1,209 @@
+"""Training steps over frozen quantized experts by kernels that decode them: under Triton's
+interpreter, and on a GPU. Every call of these tests but the last runs through them.
+"""
+
+import math
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import moe_ops
+from moe_ops.autograd import fused, training
+from moe_ops.kernels.training import packed
+from moe_ops.ops.call import ExpertsCall, take_apart
+from tests.autograd.test_fused import every_call_is_fused, everywhere  # noqa: F401
+from tests.autograd.test_gradients import (
+    TOLERANCE,
+    call,
+    check,
+    compare,
+    cotangent,
+    expected_gradients,
+    gradients,
+    leaves,
+)
+from tests.support import oracle
+from tests.support.cases import BF16, FP32, Case
+
+CUDA = torch.cuda.is_available()
+SCHEMES = [
+    *("int4_w4a16:g32", "int4_w4a16:g64:zp", "int4_w4a16:g128", "int4_w4a16:channel:zp"),
+    *("int8_w8a16:channel", "int8_w8a16:g32:zp", "fp8_w8a16:channel", "fp8_w8a16:block"),
+    *("mxfp4_w4a16", "nvfp4_w4a16", "mxfp6_e2m3_w6a16"),
+]
+
+
+@pytest.fixture(autouse=True)
+def several_tiles(monkeypatch):
+    """Small tiles, so that small sizes have many of them, if it is an interpreter that runs."""
+    if training.INTERPRETED:
+        for name in ("BLOCK_M", "BLOCK_OUT", "STEP"):
+            monkeypatch.setattr(packed, name, 16 if name == "BLOCK_M" else 32)
+
+
+def recomputing(*args, **options):
+    return moe_ops.fused_experts(*args, **options, recompute=True)
+
+
+@everywhere
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_schemes(where, scheme):
+    """The output and both gradients, of one computation."""
+    case = Case(*where, scheme, top_k=3, K=72, I=40)
+    given = leaves(case)
+    out = call(moe_ops.fused_experts, case, given)
+    assert oracle.relative_error(out, case.reference()) <= TOLERANCE[where[1]]
+    grads = torch.autograd.grad(out, list(given.values()), cotangent(case))
+    compare(case, dict(zip(given, grads, strict=True)), expected_gradients(case))
+
+
+@everywhere
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"expert_map": True, "M": 20, "E": 6},
+        {"M": 1, "top_k": 4},
+        {"M": 37, "ids_dtype": torch.int64, "weights_dtype": BF16},
+        {"M": 5, "E": 40, "top_k": 1},  # most experts have no rows
+        {"M": 60, "E": 2, "top_k": 2},  # several blocks an expert
+        {"activation": "swigluoai"},
+        {"activation": "relu2_no_mul"},
+    ],
+    ids=lambda options: "-".join(options),
+)
+def test_options(where, options):
+    check(Case(*where, "int4_w4a16:g32", **{"K": 64, "I": 32, **options}))
+
+
+@everywhere
+def test_no_pair_has_an_expert(where):
+    nowhere = torch.full((5, 2), 11, dtype=torch.int32)
+    grads = gradients(Case(*where, "mxfp4_w4a16", M=5, ids=nowhere))
+    assert all((grad == 0).all() for grad in grads.values())
+
+
+@everywhere
+@pytest.mark.parametrize("only", ["hidden_states", "topk_weights"])
+def test_one_argument_alone(where, only):
+    check(Case(*where, "int4_w4a16:g32"), only=[only])
+
+
+@everywhere
+def test_recomputed_and_repeated_to_the_bit(where):
+    case = Case(*where, "int4_w4a16:g32", M=20, top_k=3)
+    first, second, again = gradients(case), gradients(case), gradients(case, recomputing)
+    for name in first:
+        assert torch.equal(first[name], second[name]) and torch.equal(first[name], again[name])
+
+
+@everywhere
+def test_a_nan_gradient_stays_with_its_token(where):
+    case = Case(*where, "mxfp4_w4a16", M=9, E=6)
+    clean, spoiled, given = gradients(case), cotangent(case), leaves(case)
+    spoiled[4] = math.nan
+    out = call(moe_ops.fused_experts, case, given)
+    found = dict(zip(given, torch.autograd.grad(out, list(given.values()), spoiled), strict=True))
+    others = torch.arange(9) != 4
+    assert found["hidden_states"][4].isnan().all()
+    for name in ("hidden_states", "topk_weights"):
+        assert torch.equal(found[name].cpu()[others], clean[name].cpu()[others])
+
+
+# --- no copy of a weight -------------------------------------------------------------------------
+
+
+class Largest(TorchDispatchMode):
+    """The most elements, of 16 bits and more, that any operator returned."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        found = func(*args, **(kwargs or {}))
+        for t in found if isinstance(found, (tuple, list)) else (found,):
+            if torch.is_tensor(t) and t.itemsize > 1:
+                self.elements = max(self.elements, t.numel())
+        return found
+
+
+@everywhere
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("scheme", ["int4_w4a16:g64:zp", "mxfp4_w4a16", "fp8_w8a16:block"])
+def test_no_tensor_holds_even_one_expert(where, recompute, scheme):
+    """What the kernels write to is allocated by torch. All of it is for rows, which here are fewer
+    than the elements of one expert's smaller weight.
+    """
+    case = Case(*where, scheme, M=6, K=64, I=64)
+    x, w13, w2, weights, ids = case.args
+    step = ExpertsCall(
+        *(x, take_apart(w13), take_apart(w2), weights, ids, None, None, None),
+        *(moe_ops.activations.resolve("silu"), False, True, True),
+    )
+    with Largest() as largest:
+        _, h, index = fused.forward(step)
+        needs = [True, False, False, True, False, False]
+        dx, *_ = fused.backward(step, cotangent(case), None if recompute else h, index, needs)
+    assert oracle.relative_error(dx, expected_gradients(case)["hidden_states"]) < 0.02
+    assert 0 < largest.elements < 64 * 64
+    with Largest() as largest:  # it would see one
+        w2.dequantize()
+    assert largest.elements >= 64 * 64
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not CUDA, reason="needs a CUDA device")
+@pytest.mark.parametrize("scheme", ["int4_w4a16:g128", "mxfp4_w4a16"])
+def test_memory_of_a_step(scheme):
+    """Less than the weights would take in 16 bits, and gradients of whole tiles."""
+    case = Case("cuda", BF16, scheme, M=200, E=64, top_k=2, K=1024, I=512)
+    check(case)
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    gradients(case)
+    assert torch.cuda.max_memory_allocated() - before < 64 * 1024 * 512 * 2
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not CUDA, reason="needs a CUDA device")
+def test_a_captured_step_follows_the_routing():
+    cases = [Case("cuda", BF16, "int4_w4a16:g32", M=64, E=8, seed=seed) for seed in (0, 1)]
+    for case in cases:  # the weights of one
+        case.args[1:3] = cases[0].args[1:3]
+    held, grad = cases[0], cotangent(cases[0])
+    given, held.args[4] = leaves(held), held.args[4].clone()
+
+    def step():
+        out = call(moe_ops.fused_experts, held, given)
+        return torch.autograd.grad(out, list(given.values()), grad)
+
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = step()
+    for case in cases:
+        with torch.no_grad():
+            for name, t in leaves(case).items():
+                given[name].copy_(t)
+            held.args[4].copy_(case.args[4])
+        for t in found:
+            t.fill_(math.nan)
+        graph.replay()
+        expected = gradients(case)
+        assert all(torch.equal(t, expected[name]) for name, t in zip(given, found, strict=True))
+
+
+# --- beside the portable code --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scheme", ["int4_w4a16:g32", "fp8_block"])
+def test_what_is_kept_in_plain_torch(monkeypatch, scheme):
+    """h is in 16 bits as that of the kernels, since what is traced runs anywhere; in fp32 where
+    activations are quantized.
+    """
+    monkeypatch.undo()
+    case = Case("cpu", BF16, scheme, K=64, I=32)
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        out = call(moe_ops.fused_experts, case, leaves(case))
+    (h,) = [t for t in kept if t.shape == (14, 64)]
+    assert h.dtype == (FP32 if scheme == "fp8_block" else BF16) and out.dtype == BF16

@@ -1,0 +1,185 @@
+"""Products of sorted rows with packed weights against fp64 products of the same weights,
+interpreted on a CPU and compiled on a GPU (`-m gpu`)."""
+
+from __future__ import annotations
+
+import math
+import re
+
+import pytest
+import torch
+from torch import Tensor
+
+import moe_ops
+from moe_ops.environment import INTERPRETED
+from moe_ops.kernels.launch import gpu, run
+from moe_ops.kernels.mixed_gemm.operands import operand
+from moe_ops.kernels.permute.rows import sorted_rows
+from moe_ops.ops.call import Weight, take_apart
+from moe_ops.schemes import SCHEMES
+from tests.support import oracle
+from tests.support.cases import BF16, FP16, FP32, fitting
+
+pytest.importorskip("triton")
+
+from moe_ops.kernels.training import packed
+
+CUDA = torch.cuda.is_available()
+ON_GPU = (pytest.mark.gpu, pytest.mark.skipif(not CUDA, reason="needs a CUDA device"))
+ON_CPU = pytest.mark.skipif(not INTERPRETED, reason="with a GPU kernels are compiled")
+# A device and the dtype of rows. The interpreter cuts bf16 off where it should round.
+everywhere = pytest.mark.parametrize(
+    "where",
+    [pytest.param(("cpu", FP16), marks=ON_CPU), pytest.param(("cuda", BF16), marks=ON_GPU)],
+    ids=("interpreted", "gpu"),
+)
+both_ways = pytest.mark.parametrize("transpose", [False, True], ids=("rows", "columns"))
+FORMATS = [
+    name for name in SCHEMES if SCHEMES[name].weight_only and not re.search(":(round|ceil)", name)
+]
+ENDS = (5, 5, 40, 41)  # one expert without rows, one with several blocks, and rows of no expert
+S = 47
+
+
+@pytest.fixture(autouse=True)
+def several_tiles(request, monkeypatch):
+    """Small tiles, so that small sizes have many of them, if it is an interpreter that runs."""
+    if INTERPRETED:
+        for name in ("BLOCK_M", "BLOCK_OUT", "STEP"):
+            monkeypatch.setattr(packed, name, 16 if name == "BLOCK_M" else 32)
+
+
+def quantized(scheme: str, N: int, K: int, dtype=FP16) -> Weight:
+    g = torch.Generator().manual_seed(N * K)
+    w = (torch.randn(len(ENDS), N, K, generator=g) * K**-0.5).to(dtype)
+    return take_apart(moe_ops.quantize(w, scheme))
+
+
+def on(weight: Weight, device: str) -> Weight:
+    return Weight(*[t.to(device) if isinstance(t, Tensor) else t for t in weight])
+
+
+def rows_of(columns: int, dtype) -> Tensor:
+    """Unit-scale rows; those of no expert hold NaN."""
+    x = torch.randn(S, columns, generator=torch.Generator().manual_seed(columns)).to(dtype)
+    x[ENDS[-1] :] = math.nan
+    return x
+
+
+def multiply(x: Tensor, weight: Weight, transpose: bool, ends=ENDS) -> Tensor:
+    """The kernel's product, over memory that held NaN."""
+    device = x.get_device()
+    facts = gpu(device)
+    scale, *others = weight.scales
+    w = operand("weight", weight.data, scale, *others, weight.scheme, facts)
+    y = x.new_full((S, w.K if transpose else w.N), math.nan, dtype=FP32)
+    groups = torch.tensor(ends, dtype=torch.int32, device=x.device)
+    count = packed.num_blocks(S, len(ends))
+    routing = sorted_rows(groups.new_full((4 * count,), -77), len(ends), count)
+    run([packed.find_blocks(routing, groups, S, facts)], device, facts)
+    run([packed.multiply(y, x, w, routing, transpose, facts)], device, facts)
+    return y
+
+
+def expected(x: Tensor, weight: Weight, transpose: bool) -> Tensor:
+    """fp64, of the weights' values rounded to the dtype of the rows: before a global scale divides
+    them, which leaves them exact.
+    """
+    scale, zero, global_scale, channel_scale = weight.scales
+    assert scale is not None and channel_scale is None
+    values = oracle.dequantized(weight.data, scale, weight.scheme, zero)
+    values = values.to(x.dtype).double()
+    if global_scale is not None:
+        values /= global_scale.double()[:, None, None]
+    y = []
+    for values_e, start, end in zip(values, (0, *ENDS), ENDS, strict=False):
+        y.append(x[start:end].double() @ (values_e if transpose else values_e.T))
+    return torch.cat(y)
+
+
+def check(where: tuple, columns: int, weight: Weight, transpose: bool, within=2e-5) -> None:
+    device, dtype = where
+    x = rows_of(columns, dtype)
+    y = multiply(x.to(device), on(weight, device), transpose).cpu()
+    used = ENDS[-1]
+    assert y[used:].isnan().all()  # rows of no expert are not written
+    error = oracle.relative_error(y[:used], expected(x, weight, transpose))
+    assert error <= within, f"relative error {error:.2e}, allowed {within:.2e}"
+
+
+@everywhere
+@both_ways
+@pytest.mark.parametrize("scheme", FORMATS)
+def test_formats(where, transpose, scheme):
+    """Every weight-only scheme, several groups a row. Beside 16-bit rows the products are those of
+    weights rounded to their dtype: exact ones would be off by 1e-4 and 1e-3.
+    """
+    N, K = 136 if "block" in scheme else 40, fitting(136, scheme)
+    check(where, N if transpose else K, quantized(scheme, N, K), transpose)
+
+
+@pytest.mark.parametrize(
+    "where",
+    [pytest.param(("cpu", FP32), marks=ON_CPU), pytest.param(("cuda", FP16), marks=ON_GPU)],
+    ids=("interpreted", "gpu"),
+)
+@both_ways
+@pytest.mark.parametrize("scheme", ["int4_w4a16:g32:zp", "mxfp4_w4a16", "fp8_w8a16:channel"])
+def test_rows_of_other_dtypes(where, transpose, scheme):
+    check(where, 40 if transpose else 64, quantized(scheme, 40, 64), transpose)
+
+
+@everywhere
+@both_ways
+@pytest.mark.parametrize("scales", [BF16, FP16, FP32])
+@pytest.mark.parametrize("scheme", ["int4_w4a16:g32", "int8_w8a16:channel:zp"])
+def test_dtypes_of_scales(where, transpose, scales, scheme):
+    """Products of elements and scales are rounded once. Beside bf16 rows, scales of other dtypes
+    become two numbers of bf16, so that ties may go the other way.
+    """
+    weight = quantized(scheme, 40, 96, scales)
+    assert weight.scale is not None and weight.scale.dtype == scales
+    apart = where[1] == BF16 != scales
+    check(where, 40 if transpose else 96, weight, transpose, 2e-4 if apart else 2e-5)
+
+
+@everywhere
+@both_ways
+@pytest.mark.parametrize("N, K", [(8, 40), (24, 64), (64, 96), (136, 72)])
+def test_sizes(where, transpose, N, K):
+    """Sizes below a tile, of whole tiles, and that end within one."""
+    weight = quantized("int4_w4a16:channel:zp", N, K)
+    check(where, N if transpose else K, weight, transpose)
+
+
+@everywhere
+@both_ways
+@pytest.mark.parametrize("scheme", ["int4_w4a16:g32", "nvfp4_w4a16"])
+def test_strided_weights(where, transpose, scheme):
+    """A slice of an expert's rows, as sharding leaves it."""
+    whole = quantized(scheme, 96, 64)
+    assert whole.scale is not None
+    weight = whole._replace(data=whole.data[:, 24:64], scale=whole.scale[:, 24:64])
+    check(where, 40 if transpose else 64, weight, transpose)
+
+
+@everywhere
+@both_ways
+def test_nan_stays_in_its_row(where, transpose):
+    device, dtype = where
+    weight = on(quantized("int4_w4a16:g32", 40, 64), device)
+    x = rows_of(40 if transpose else 64, dtype).to(device)
+    clean = multiply(x, weight, transpose)
+    x[7] = math.nan  # of an expert that has others
+    spoiled = multiply(x, weight, transpose)
+    others = (torch.arange(S) != 7) & (torch.arange(S) < ENDS[-1])
+    assert spoiled[7].isnan().all() and not clean[7].isnan().any()
+    assert torch.equal(clean.cpu()[others], spoiled.cpu()[others])
+
+
+@everywhere
+@both_ways
+def test_no_expert_has_rows(where, transpose):
+    device, dtype = where
+    weight, x = on(quantized("mxfp4_w4a16", 32, 32), device), rows_of(32, dtype).to(device)
+    assert multiply(x, weight, transpose, ends=(0, 0, 0, 0)).isnan().all()
