@@ -15,7 +15,8 @@ takes that for a read.
 
 compute-sanitizer is the one that COMPUTE_SANITIZER names, that is on PATH, or that the package
 nvidia-cuda-sanitizer-api brings. --write keeps what was found in
-benchmarks/results/sanitizer_<GPU>.json. Exits with 1 where a tool found anything.
+benchmarks/results/sanitizer_<GPU>.json, beside what other tools found of the same object. Exits
+with 1 where a tool found anything.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from harness import format_table, machine_facts, relative_error, versions, write_json
+from harness import RESULTS, format_table, machine_facts, relative_error, versions, write_json
 from torch import Tensor
 
 import moe_ops
@@ -258,6 +259,10 @@ def main(argv: list[str] | None = None) -> int:
             "tools": results,
         }
         gpu = torch.cuda.get_device_name().replace(" ", "_")
+        before = RESULTS / f"sanitizer_{gpu}.json"
+        known = json.loads(before.read_text()) if before.exists() else {}
+        if known.get("object") == path.name:
+            facts["tools"] = known["tools"] | results
         print(write_json(f"sanitizer_{gpu}", facts))
     lines = [
         [tool, result["exit"], result.get("found", "-"), len(result.get("kernels", [])),
