@@ -39,6 +39,7 @@ FORMATS = [
 ]
 ENDS = (5, 5, 40, 41)  # one expert without rows, one with several blocks, and rows of no expert
 S = 47
+HELD = 1e4
 
 
 @pytest.fixture(autouse=True)
@@ -67,12 +68,12 @@ def rows_of(columns: int, dtype) -> Tensor:
 
 
 def multiply(x: Tensor, weight: Weight, transpose: bool, ends=ENDS) -> Tensor:
-    """The kernel's product, over memory that held NaN."""
+    """The kernel's product, over memory that held HELD."""
     device = x.get_device()
     facts = gpu(device)
     scale, *others = weight.scales
     w = operand("weight", weight.data, scale, *others, weight.scheme, facts)
-    y = x.new_full((S, w.K if transpose else w.N), math.nan, dtype=FP32)
+    y = x.new_full((S, w.K if transpose else w.N), HELD, dtype=FP32)
     groups = torch.tensor(ends, dtype=torch.int32, device=x.device)
     count = packed.num_blocks(S, len(ends))
     routing = sorted_rows(groups.new_full((4 * count,), -77), len(ends), count)
@@ -102,7 +103,7 @@ def check(where: tuple, columns: int, weight: Weight, transpose: bool, within=2e
     x = rows_of(columns, dtype)
     y = multiply(x.to(device), on(weight, device), transpose).cpu()
     used = ENDS[-1]
-    assert y[used:].isnan().all()  # rows of no expert are not written
+    assert (y[used:] == HELD).all()  # rows of no expert, NaN in x, are not written
     error = oracle.relative_error(y[:used], expected(x, weight, transpose))
     assert error <= within, f"relative error {error:.2e}, allowed {within:.2e}"
 
@@ -182,4 +183,20 @@ def test_nan_stays_in_its_row(where, transpose):
 def test_no_expert_has_rows(where, transpose):
     device, dtype = where
     weight, x = on(quantized("mxfp4_w4a16", 32, 32), device), rows_of(32, dtype).to(device)
-    assert multiply(x, weight, transpose, ends=(0, 0, 0, 0)).isnan().all()
+    assert (multiply(x, weight, transpose, ends=(0, 0, 0, 0)) == HELD).all()
+
+
+@everywhere
+@both_ways
+def test_an_expert_whose_scales_are_nan_spoils_no_other(where, transpose):
+    """Tiles that end past its neighbour's rows."""
+    device, dtype = where
+    weight = quantized("int4_w4a16:g32", 40, 64)
+    assert weight.scale is not None
+    scale = weight.scale.clone()
+    scale[3] = math.nan
+    x = rows_of(40 if transpose else 64, dtype).to(device)
+    spoiled = multiply(x, on(weight._replace(scale=scale), device), transpose)
+    clean = multiply(x, on(weight, device), transpose)
+    assert torch.equal(spoiled[: ENDS[2]], clean[: ENDS[2]])
+    assert spoiled[ENDS[2] : ENDS[3]].isnan().all()
