@@ -9,9 +9,10 @@ forgotten. Each tool is a run of its own, after one without any, which compiles 
 
 memcheck and initcheck look at all kernels, each tensor in an allocation of its own: initcheck has
 to see what Triton's kernels write for CUTLASS's. racecheck and synccheck look at CUTLASS's alone.
-The space of tensor maps is zeroed before a call: CUTLASS writes them by tensormap.cp_fenceproxy,
-which on SM90 is an atomic exchange of each word (ATOMG.EXCH, its result unused), and initcheck
-takes that for a read.
+Where CUTLASS writes is zeroed before a call, because initcheck misses what it does: it does not
+see copies of the tensor memory accelerator to global memory, and takes it for a read that
+tensormap.cp_fenceproxy exchanges each word of a tensor map (on SM90 ATOMG.EXCH, its result unused).
+Tests poison these buffers with NaN instead.
 
 compute-sanitizer is the one that COMPUTE_SANITIZER names, that is on PATH, or that the package
 nvidia-cuda-sanitizer-api brings. --write keeps what was found in
@@ -92,11 +93,14 @@ def recorded(names: list[str]) -> Callable[..., None]:
     return run
 
 
-def with_maps_zeroed(self: Grouped, a: Any, gemms: library.Gemms, kernel: str, start: int) -> None:
-    """What stands for Grouped.__init__, and zeroes the space of its tensor maps."""
+def with_outputs_zeroed(
+    self: Grouped, a: Any, gemms: library.Gemms, kernel: str, start: int
+) -> None:
+    """What stands for Grouped.__init__, and zeroes where the GEMMs write."""
     INITIALIZE(self, a, gemms, kernel, start)
     at = parts(start, self.E, self.kind)
-    a.index_workspace[at.descriptors : at.shared].zero_()
+    for written in (a.index_workspace[at.descriptors : at.shared], a.workspace2, a.out):
+        written.zero_()
 
 
 INITIALIZE = Grouped.__init__
@@ -134,7 +138,7 @@ def run_calls(device: str, schemes: tuple[str, ...] = BACKEND.native_schemes) ->
     wrong: list[str] = []
     launch = library.Gemms.run
     library.Gemms.run = recorded(kernels)  # type: ignore[method-assign]
-    Grouped.__init__ = with_maps_zeroed  # type: ignore[method-assign]
+    Grouped.__init__ = with_outputs_zeroed  # type: ignore[method-assign]
     try:
         for scheme in schemes:
             for dtype in (torch.bfloat16, torch.float16):

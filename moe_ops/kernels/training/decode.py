@@ -78,7 +78,7 @@ def int4(
 
     A bf16 scale and no zero point take one fma: the scaled nibble less 8 scales, rounded once.
     Otherwise the difference is exact. A scale of more bits is the sum of two numbers of bf16, so
-    that one fma rounds the product as fp32 would, but for ties.
+    that one fma rounds the product as fp32 would, but for one of 256.
     """
     EACH: tl.constexpr = BLOCK_K // 2 // GROUPS
     wide = s.to(tl.float32)
