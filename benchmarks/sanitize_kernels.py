@@ -11,7 +11,7 @@ memcheck and initcheck look at all kernels, each tensor in an allocation of its 
 to see what Triton's kernels write for CUTLASS's. racecheck and synccheck look at CUTLASS's alone.
 Where CUTLASS writes is zeroed before a call, because initcheck misses what it does: it does not
 see copies of the tensor memory accelerator to global memory, and takes it for a read that
-tensormap.cp_fenceproxy exchanges each word of a tensor map (on SM90 ATOMG.EXCH, its result unused).
+tensormap.cp_fenceproxy exchanges each word of a tensor map (on SM90 ATOMG.EXCH, result unused).
 Tests poison these buffers with NaN instead.
 
 compute-sanitizer is the one that COMPUTE_SANITIZER names, that is on PATH, or that the package
