@@ -1,6 +1,7 @@
 """The two grouped GEMMs of bf16 activations and weights of 4 and 8 bits by `wgmma`, and the
-permutation of tokens before them: on SM90, for more than one token. Imported at first launch only,
-if the installed Triton compiles Gluon (`configs.on_sm90`).
+permutation of tokens before them, which rounds those of int4_w4a8 to e4m3: on SM90, for more than
+one token, of int4_w4a8 for one, too. Imported at first launch only, if the installed Triton
+compiles Gluon (`configs.on_sm90`).
 
 Legend: S pairs sorted by expert, E local experts, K columns of the GEMM's input and weight, N its
 output columns (GEMM1: I), BLOCK_M rows (tokens) of a block, BLOCK_N rows of the weight in a tile,
