@@ -349,7 +349,12 @@ def test_explain_plans_the_call_it_is_given():
         (True, torch.float32, "", "fused kernels, torch's grouped products"),
         (False, torch.float32, "", "plain torch, because it is not on a CUDA device"),
         (True, torch.float16, "", "plain torch, because it is not on a CUDA device"),
-        (True, torch.float32, "fp8_channel", "plain torch, because its weights are quantized"),
+        (
+            True,
+            torch.float32,
+            "fp8_channel",
+            "plain torch, because its scheme quantizes activations",
+        ),
     ],
 )
 def test_explain_says_how_a_step_of_training_runs(monkeypatch, interpreted, dtype, scheme, how):

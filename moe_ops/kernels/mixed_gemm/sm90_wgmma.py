@@ -173,36 +173,57 @@ class Rounded(NamedTuple):
 NOT_ROUNDED = Rounded(0, 0, 0.0)
 
 
+@unprefixed
+class RowScales(NamedTuple):
+    """Scales of quantized rows."""
+
+    out_scale: Pointer  # (S,) fp32, written: of rows that are quantized, or None
+    x_scale: Pointer  # (M, 1) fp32 if x arrives quantized, as bytes of e4m3; else None
+
+
+@unprefixed
+class TokenStrides(NamedTuple):
+    """Strides of x and of its scales."""
+
+    x_stride_m: Specialized
+    x_stride_k: Specialized
+    x_scale_stride_m: Specialized
+
+
+@unprefixed
+class Chunks(NamedTuple):
+    """What columns are permuted for."""
+
+    K_CHUNK: Constant
+    W_BITS: Constant  # bits of a weight
+    TAIL: Constant  # the last chunk overlaps the one before
+
+
 @arguments
 class PermuteTokens:
     # (S, K in whole chunks), written: rows of x at their pairs' positions, columns permuted
     out: Pointer
-    out_scale: Pointer  # (S,) fp32, written: scales of rows that are quantized, or None
     x: Pointer  # (M, K)
-    x_scale: Pointer  # (M, 1) fp32 if x arrives quantized, as bytes of e4m3; else None
+    scales: RowScales
     pairs: SortedPairs
     K: Specialized
     pair_strides: PairStrides
-    x_stride_m: Specialized
-    x_stride_k: Specialized
-    x_scale_stride_m: Specialized
+    strides: TokenStrides
     topk_weights: RouterWeights  # (M, 1); x is multiplied by them before it is rounded
     rounded: Rounded
-    K_CHUNK: Constant
-    W_BITS: Constant  # bits of a weight
+    chunks: Chunks
     BLOCK_K: Constant  # columns of a program
     # up to so many pairs, programs compute their positions; 0: they read the order
     PAIR_BUCKET: Constant
     WRITE_ORDER: Constant  # no sorting kernel runs, and this one writes the order
-    TAIL: Constant  # the last chunk overlaps the one before
     PDL: Constant
 
 
 @kernel(PermuteTokens, pdl_first=True)
 def moe_ops_permute_tokens(
     out_ptr,
-    out_scale_ptr,
     x_ptr,
+    out_scale_ptr,
     x_scale_ptr,
     index_ptr,
     ids_ptr,
@@ -227,10 +248,10 @@ def moe_ops_permute_tokens(
     MAX_VALUE: tl.constexpr,
     K_CHUNK: tl.constexpr,
     W_BITS: tl.constexpr,
+    TAIL: tl.constexpr,
     BLOCK_K: tl.constexpr,
     PAIR_BUCKET: tl.constexpr,
     WRITE_ORDER: tl.constexpr,
-    TAIL: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Rows of tokens, sorted by expert, with permuted columns; rounded with MANTISSA, or decoded
@@ -325,12 +346,19 @@ class WgmmaTile(NamedTuple):
     MAX_UNSORTED_PAIRS: Constant
 
 
-@arguments
-class Gemm1:
-    hidden: Hidden
+@unprefixed
+class Descriptors(NamedTuple):
+    """What the tensor memory accelerator copies."""
+
     x: Descriptor  # (S, K in whole chunks)
     w: Descriptor  # (E, N, K)
     w_scales: Descriptor  # scales in the order of prepared weights, or None
+
+
+@arguments
+class Gemm1:
+    hidden: Hidden
+    descriptors: Descriptors
     pointers: MixedPointers
     x_scale: Pointer  # (S,) fp32, or None
     pairs: SortedPairs
@@ -490,9 +518,7 @@ def moe_ops_wgmma_gemm1(
 @arguments
 class Gemm2:
     y: Pointer  # (SPLIT_K, S, N), written at the pairs: partial sums over shares of the columns
-    x: Descriptor  # (S, K in whole chunks)
-    w: Descriptor  # (E, N, K)
-    w_scales: Descriptor  # as in GEMM1
+    descriptors: Descriptors
     pointers: MixedPointers
     x_scale: Pointer  # (S,) fp32, or None
     pairs: SortedPairs
@@ -850,23 +876,18 @@ def permute_tokens(
         rounded = Rounded(rounding.MANTISSA, rounding.MIN_EXPONENT, rounding.MAX_VALUE)
     args = PermuteTokens(
         out=out,
-        out_scale=out_scale,
         x=x.ptr,
-        x_scale=x.scale,
+        scales=RowScales(out_scale, x.scale),
         pairs=pairs,
         K=K,
         pair_strides=pair_strides,
-        x_stride_m=x.stride_m,
-        x_stride_k=x.stride_k,
-        x_scale_stride_m=x.scale_stride_m,
+        strides=TokenStrides(x.stride_m, x.stride_k, x.scale_stride_m),
         topk_weights=topk_weights,
         rounded=rounded,
-        K_CHUNK=k_chunk,
-        W_BITS=w13.format.bits,
+        chunks=Chunks(k_chunk, w13.format.bits, K % k_chunk > 0),
         BLOCK_K=PERMUTED_COLUMNS,
         PAIR_BUCKET=pair_bucket(S),
         WRITE_ORDER=max_unsorted_pairs(S, pairs.E) > 0,
-        TAIL=K % k_chunk > 0,
         PDL=gpu.pdl,
     )
     return Launch(moe_ops_permute_tokens, (S, cdiv(w13.padded_k, PERMUTED_COLUMNS), 1), args)
@@ -893,9 +914,7 @@ def gemm1(
     I, h_chunk = w2.K, w2.k_chunk  # noqa: E741
     args = Gemm1(
         hidden=Hidden(h, h_chunk, I % h_chunk > 0),
-        x=prepared.x.of(x),
-        w=w,
-        w_scales=w_scales,
+        descriptors=Descriptors(prepared.x.of(x), w, w_scales),
         pointers=pointers,
         x_scale=x_scale,
         pairs=pairs,
@@ -933,9 +952,7 @@ def gemm2(
     N = w2.N
     args = Gemm2(
         y=y,
-        x=prepared.x.of(h),
-        w=w,
-        w_scales=w_scales,
+        descriptors=Descriptors(prepared.x.of(h), w, w_scales),
         pointers=pointers,
         x_scale=h_scale,
         pairs=pairs,

@@ -78,17 +78,17 @@ def chunks_of(K: int, k_chunk: int) -> torch.Tensor:
     return columns[:, columns_at(k_chunk, 4)]
 
 
-NOT_QUANTIZED = {
-    "out_scale": None,
-    "x_scale": None,
-    "x_scale_stride_m": 0,
-    "topk_weights": NO_ROUTER_WEIGHTS,
-    "rounded": sm90_wgmma.NOT_ROUNDED,
-}
-
-
 def permute(
-    out, x, routing: Routing, S: int, k_chunk: int, bucket=0, write_order=False, **quantized
+    out,
+    x,
+    routing: Routing,
+    S: int,
+    k_chunk: int,
+    bucket=0,
+    write_order=False,
+    scales=(None, None, 0),  # out_scale, x_scale and its stride
+    weights=NO_ROUTER_WEIGHTS,
+    rounded=sm90_wgmma.NOT_ROUNDED,
 ) -> None:
     """Run moe_ops_permute_tokens."""
     K = x.shape[1]
@@ -96,18 +96,17 @@ def permute(
     args = sm90_wgmma.PermuteTokens(
         out=out,
         x=x,
+        scales=sm90_wgmma.RowScales(*scales[:2]),
         pairs=pairs,
         K=K,
         pair_strides=pair_strides,
-        x_stride_m=x.stride(0),
-        x_stride_k=x.stride(1),
-        **{**NOT_QUANTIZED, **quantized},
-        K_CHUNK=k_chunk,
-        W_BITS=4,
+        strides=sm90_wgmma.TokenStrides(*x.stride(), scales[2]),
+        topk_weights=weights,
+        rounded=rounded,
+        chunks=sm90_wgmma.Chunks(k_chunk, 4, K % k_chunk > 0),
         BLOCK_K=sm90_wgmma.PERMUTED_COLUMNS,
         PAIR_BUCKET=bucket,
         WRITE_ORDER=write_order,
-        TAIL=K % k_chunk > 0,
         PDL=False,
     )
     grid = (S, -(-out.shape[1] // sm90_wgmma.PERMUTED_COLUMNS), 1)
@@ -161,19 +160,17 @@ def test_permute_quantized_tokens(K, k_chunk, arrives):
     expected_scale = weighed.abs().amax(1) / 448
     elements = oracle.e4m3(weighed / expected_scale[:, None])
     if arrives:
-        given = {
-            "x_scale": expected_scale.float()[:, None],
-            "x_scale_stride_m": 1,
-        }
         x = elements.to(torch.float8_e4m3fn).view(torch.uint8)
+        given = {"scales": (scales, expected_scale.float()[:, None], 1)}
     else:
         rounded = ROUNDING.MANTISSA, ROUNDING.MIN_EXPONENT, ROUNDING.MAX_VALUE
         given = {
+            "scales": (scales, None, 0),
+            "weights": RouterWeights(factors, 1, 1),
             "rounded": sm90_wgmma.Rounded(*rounded),
-            "topk_weights": RouterWeights(factors, 1, 1),
         }
     routing = Routing(index, None, None, blocks, 4, 4, 1, 0, 0, 0, "sorted")
-    permute(out, x, routing, tokens, k_chunk, out_scale=scales, **given)
+    permute(out, x, routing, tokens, k_chunk, **given)
     for position, pair in enumerate(pairs.tolist()):
         if pair >= tokens:
             assert out[position].isnan().all() and scales[position] == -1
