@@ -353,7 +353,7 @@ def test_explain_plans_the_call_it_is_given():
             True,
             torch.float32,
             "fp8_channel",
-            "plain torch, because its scheme quantizes activations",
+            "plain torch, because its scheme quantizes activations, or has no name",
         ),
     ],
 )
