@@ -8,6 +8,7 @@ stand in the captured graph and Inductor reuses them from layer to layer.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,8 +18,10 @@ from torch.fx.experimental.symbolic_shapes import guard_or_false
 
 from moe_ops import activations, checks
 from moe_ops.activations import Activation
+from moe_ops.autograd import adapters as low_rank
 from moe_ops.autograd import experts as autograd
-from moe_ops.autograd import training
+from moe_ops.autograd import lora, training
+from moe_ops.autograd.adapters import LoRA
 from moe_ops.ops.call import BatchedCall, Call, ExpertsCall, LinearCall, refuse_lost, take_apart
 from moe_ops.planning import bind
 from moe_ops.planning.plan import Plan
@@ -45,6 +48,7 @@ def fused_experts(
     hidden_states_global_scale: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     recompute: bool = False,
+    adapters: LoRA | Sequence[LoRA] | None = None,
 ) -> Tensor:
     """Run the experts of a mixture-of-experts layer on tokens that have already been routed.
 
@@ -84,6 +88,10 @@ def fused_experts(
             None or their own.
         recompute: keep the inputs alone for the backward pass, and compute the first product
             again there. Without it, (M * top_k, N) elements are kept beside them.
+        adapters: low-rank adapters that are added to the weights, one `LoRA` or several. Weights
+            may be quantized. Gradients flow to the adapters, and through them to hidden_states.
+            Such calls run as those that record gradients do, also where none are: with backend
+            "auto" or "torch".
 
     Returns:
         (M, K) in hidden_states' dtype, or in out_dtype if they arrive quantized. Under
@@ -93,7 +101,7 @@ def fused_experts(
     Raises:
         ValueError: an argument has the wrong rank, shape, dtype, device or layout, or no backend
             (or not the named one) can run the call; or hidden_states arrive quantized and
-            gradients are required.
+            gradients are required or adapters given.
         ImportError: the named backend's library is not installed.
         RuntimeError: a CUDA graph is being captured before the call has run once.
     """
@@ -114,6 +122,9 @@ def fused_experts(
     needs_grad = torch.is_grad_enabled() and _requires_grad(
         hidden_states, topk_weights, a.data, b.data, w13_bias, w2_bias
     )
+    if adapters is not None:
+        _check_adapted(adapters, backend, hidden_states_scale)
+        needs_grad = True  # what backward passes need, no other path has
     call = ExpertsCall(
         hidden_states,
         a,
@@ -141,7 +152,10 @@ def fused_experts(
             _check_rows("hidden_states_scale", hidden_states_scale, M)
     if needs_grad:  # gradients allocate their own
         _before_training(call)
-        return training.fused_experts(call, recompute)
+        if adapters is None:
+            return training.fused_experts(call, recompute)
+        joined = low_rank.join(adapters, bound.plan.problem, hidden_states)
+        return lora.fused_experts(call, joined, recompute)
     return bound.run(call, M)
 
 
@@ -368,6 +382,23 @@ def _refuse_tangents(*tensors: Tensor | None) -> None:
                 "reverse "
                 "mode, torch.autograd.grad"
             )
+
+
+def _check_adapted(adapters: Any, backend: str, hidden_states_scale: Tensor | None) -> None:
+    """Raise ValueError for adapters where nothing adds them."""
+    tensors = low_rank.tensors_of(adapters)
+    if forward_ad._current_level >= 0:
+        _refuse_tangents(*tensors)
+    if backend not in ("auto", "torch"):
+        raise ValueError(
+            f"backend must be 'auto' or 'torch' for a call with adapters, got {backend!r}; merge "
+            "them into the weights to run it there"
+        )
+    if hidden_states_scale is not None:
+        raise ValueError(
+            "hidden_states must not arrive quantized (hidden_states_scale must be None) where "
+            "adapters are given: pass hidden_states unquantized"
+        )
 
 
 def _requires_grad(*tensors: Tensor | None) -> bool:

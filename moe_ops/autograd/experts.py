@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from moe_ops import activations, numerics
+from moe_ops.autograd.adapters import UNADAPTED, Adapters, LowRank
 from moe_ops.autograd.products import grouped_mm
 from moe_ops.numerics import permute
 from moe_ops.ops.call import ExpertsCall, Weight
@@ -58,19 +59,24 @@ class Layer(NamedTuple):
     gate_up: Tensor  # (S, N) before the activation, of pairs sorted by expert
 
 
-def fused_experts(call: ExpertsCall) -> Tensor:
+def fused_experts(call: ExpertsCall, adapters: Adapters = UNADAPTED) -> Tensor:
     """Differentiable experts, (M, K) in hidden_states' dtype; so are their gradients."""
     refuse_transforms()
     pairs = permute.sort_pairs(call.topk_ids, call.w13.data.shape[0], call.expert_map)
-    return layer(call, pairs, grouped_mm).out
+    return layer(call, pairs, grouped_mm, adapters).out
 
 
-def layer(call: ExpertsCall, pairs: permute.Pairs, multiply: Callable[..., Tensor]) -> Layer:
+def layer(
+    call: ExpertsCall,
+    pairs: permute.Pairs,
+    multiply: Callable[..., Tensor],
+    adapters: Adapters = UNADAPTED,
+) -> Layer:
     """The layer in torch operators and one that multiplies, with the arguments of `grouped_mm`."""
     rows = gemm1_input(call, pairs)
-    gate_up = product(multiply, rows, call.w13, pairs, call.w13_bias)
+    gate_up = product(multiply, rows, call.w13, pairs, call.w13_bias, adapters.w13)
     hidden = gemm2_input(call, pairs, activations.apply(gate_up, call.activation))
-    y = product(multiply, hidden, call.w2, pairs, call.w2_bias)
+    y = product(multiply, hidden, call.w2, pairs, call.w2_bias, adapters.w2)
     weights = (
         torch.ones_like(call.topk_weights) if call.router_weight_on_input else call.topk_weights
     )
@@ -83,12 +89,39 @@ def product(
     weight: Weight,
     pairs: permute.Pairs,
     bias: Tensor | None,
+    adapter: LowRank | None = None,
     transpose: bool = False,
 ) -> Tensor:
-    """rows times the weight of their expert."""
-    return multiply(
-        rows, weight.data, pairs.offsets, *weight.scales, bias, weight.scheme, transpose
-    )
+    """rows times the weight of their expert, and what adapts it."""
+    y = multiply(rows, weight.data, pairs.offsets, *weight.scales, bias, weight.scheme, transpose)
+    if adapter is None:
+        return y
+    u = narrowed(multiply, rows, adapter, pairs, transpose)
+    return y + _plain(multiply, u, adapter.a if transpose else adapter.b, pairs, transpose)
+
+
+def narrowed(
+    multiply: Callable[..., Tensor],
+    rows: Tensor,
+    adapter: LowRank,
+    pairs: permute.Pairs,
+    transpose: bool = False,
+) -> Tensor:
+    """(S, r): rows through the first matrix of an adapter, scaled."""
+    first = adapter.b if transpose else adapter.a
+    return _plain(multiply, rows, first, pairs, transpose) * adapter.scale
+
+
+def _plain(
+    multiply: Callable[..., Tensor],
+    rows: Tensor,
+    weight: Tensor,
+    pairs: permute.Pairs,
+    transpose: bool,
+) -> Tensor:
+    """rows times a plain weight of their expert."""
+    weight = weight.to(rows.dtype)
+    return multiply(rows, weight, pairs.offsets, *[None] * 5, "", transpose)
 
 
 def gemm1_input(call: ExpertsCall, pairs: permute.Pairs) -> Tensor:
