@@ -39,6 +39,8 @@ from triton.runtime import driver
 from moe_ops import backends, environment, kernels
 from moe_ops.activations import Activation
 from moe_ops.autograd import fused as training
+from moe_ops.autograd import fused_lora
+from moe_ops.autograd.adapters import Adapters, LowRank
 from moe_ops.backends.cutlass import library as cutlass
 from moe_ops.backends.deep_gemm import library as deep_gemm
 from moe_ops.kernels import launch
@@ -112,11 +114,12 @@ class RouterCall:
 
 @dataclass(frozen=True)
 class TrainingCall:
-    """Forward and backward pass of a layer whose experts train."""
+    """Forward and backward pass of a layer whose experts train, or adapters of a rank."""
 
     shape: tuple[int, int, int, int]  # E, top_k, K, I
     M: int
     activation: str = "silu"
+    rank: int = 0
 
 
 class Compiled(NamedTuple):
@@ -426,8 +429,17 @@ def compile_training(
         mock.patch.object(training._Step, "outer", outer),
         _compiling(gpu, arch, compiles) as found,
     ):
-        _, h, index = training.forward(step)
-        training.backward(step, _empty(call.M, K, dtype=dtype), h, index, [True] * 6)
+        grad = _empty(call.M, K, dtype=dtype)
+        if call.rank:
+            sizes = ((call.rank, K), (N, call.rank)), ((call.rank, I), (K, call.rank))
+            matrices = [[_empty(E, *size, dtype=dtype) for size in pair] for pair in sizes]
+            adapters = Adapters(*[LowRank(*pair, 2.0) for pair in matrices])
+            _, h, index = fused_lora.forward(step, adapters)
+            needs = [True, False, False, True, False, False] + [True] * 4
+            fused_lora.backward(step, adapters, grad, h, index, needs)
+        else:
+            _, h, index = training.forward(step)
+            training.backward(step, grad, h, index, [True] * 6)
     return found
 
 

@@ -187,6 +187,8 @@ def _steps() -> Iterator[TrainingCall]:
     for name in ("qwen3", "mixtral"):
         for activation in ("silu", "swigluoai", "gelu", "relu2_no_mul"):
             yield TrainingCall(SHAPES[name], 4096, activation)
+        for rank in (8, 16, 64, 128):
+            yield TrainingCall(SHAPES[name], 4096, rank=rank)
 
 
 def _routers() -> Iterator[RouterCall]:

@@ -198,9 +198,7 @@ def portable_backward(
         rows = composition.gemm1_input(call, pairs)
     if inputs.recompute:
         assert rows is not None
-        h = composition.product(
-            _multiply, rows, call.w13, pairs, call.w13_bias, adapters.w13
-        )
+        h = composition.product(_multiply, rows, call.w13, pairs, call.w13_bias, adapters.w13)
     wide = h.dtype if h.dtype == torch.float64 else torch.float32
     weights = call.topk_weights.to(wide).flatten().index_select(0, pairs.order).unsqueeze(1)
     s = torch.ones_like(weights) if on_input else weights

@@ -1,0 +1,344 @@
+"""Products of sorted rows with the low-rank matrices of their experts. Imported at first launch
+only.
+
+All three read rows as wide as the layer once and multiply them by a matrix that caches hold, so
+memory decides how long they take: a grouped product that returned its result would write rows that
+another kernel had to add.
+
+Legend: M tokens, S = M * top_k pairs sorted by expert, W columns of wide rows, R rank. A matrix of
+rank R is (E, R, W) or (E, W, R). `groups` (E,) is the row after each expert's last pair, `order`
+(S,) the pair of each row. A block is at most BLOCK_M rows of one expert.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from moe_ops.kernels.launch import (
+    Constant,
+    Launch,
+    Pointer,
+    Runtime,
+    RuntimeFloat,
+    Specialized,
+    arguments,
+    kernel,
+    unprefixed,
+)
+from moe_ops.kernels.permute.layout import Layout, StridedRows, block_e, rows_of
+from moe_ops.meta.workspace import cdiv
+
+BLOCK_M = 64  # rows of a block
+BLOCK_W = 128  # wide columns of a program, or of a step of its loop
+MOST_R = 64  # ranks of a program
+
+
+class Matrix(NamedTuple):
+    """Matrices of all experts, one behind the other."""
+
+    ptr: Pointer
+    stride_r: Specialized
+    stride_w: Specialized
+
+
+@unprefixed
+class Blocks(NamedTuple):
+    """How programs share the rows."""
+
+    groups: Pointer
+    E: Runtime
+    BLOCK_E: Constant
+    BLOCK_M: Constant
+
+
+@triton.jit
+def rows_of_block(groups_ptr, block, E, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr):
+    """(expert, first row, end of the expert's rows) of a block; behind the last block an expert
+    of at least E.
+    """
+    e = tl.arange(0, BLOCK_E)
+    ends = tl.load(groups_ptr + e, mask=e < E, other=0)
+    starts = tl.load(groups_ptr + e - 1, mask=(e > 0) & (e < E), other=0)
+    blocks = tl.where(e < E, (ends - starts + BLOCK_M - 1) // BLOCK_M, 0)
+    through = tl.cumsum(blocks)
+    expert = tl.sum((through <= block).to(tl.int32))
+    mine = e == expert
+    first = tl.sum(tl.where(mine, starts + (block - through + blocks) * BLOCK_M, 0))
+    return expert, first, tl.sum(tl.where(mine, ends, 0))
+
+
+@arguments
+class Narrow:
+    u: Pointer  # (S, R), written
+    x: StridedRows  # (S, W), or (M, W) with `order`
+    matrix: Matrix
+    order: Pointer
+    blocks: Blocks
+    scale: RuntimeFloat
+    W: Specialized
+    R: Specialized
+    TOP_K: Constant
+    BLOCK_W: Constant
+    BLOCK_R: Constant
+
+
+@kernel(Narrow)
+def moe_ops_train_narrow(
+    u_ptr,
+    x_ptr,
+    x_stride_e,
+    x_stride_m,
+    x_stride_k,
+    matrix_ptr,
+    matrix_stride_r,
+    matrix_stride_w,
+    order_ptr,
+    groups_ptr,
+    E,
+    BLOCK_E: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    scale,
+    W,
+    R,
+    TOP_K: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+):
+    """u = scale * x matrix[e]^T. Grid: (blocks, tiles of the rank)."""
+    e, first, end = rows_of_block(groups_ptr, tl.program_id(0), E, BLOCK_E, BLOCK_M)
+    if e >= E:
+        return
+    rows = (first + tl.arange(0, BLOCK_M)).to(tl.int64)
+    inside = rows < end
+    at = rows
+    if order_ptr is not None:
+        at = (tl.load(order_ptr + rows, mask=inside, other=0) // TOP_K).to(tl.int64)
+    r = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
+    matrix_ptr += e.to(tl.int64) * R * W
+    total = tl.zeros((BLOCK_M, BLOCK_R), tl.float32)
+    for start in tl.range(0, W, BLOCK_W):
+        w = start + tl.arange(0, BLOCK_W)
+        x = tl.load(
+            x_ptr + at[:, None] * x_stride_m + w.to(tl.int64)[None, :] * x_stride_k,
+            mask=inside[:, None] & (w < W)[None, :],
+            other=0.0,
+        )
+        matrix = tl.load(
+            matrix_ptr + w[:, None] * matrix_stride_w + r[None, :] * matrix_stride_r,
+            mask=(w < W)[:, None] & (r < R)[None, :],
+            other=0.0,
+        )
+        total = tl.dot(x, matrix, total, input_precision="ieee")
+    u = (total * scale).to(u_ptr.dtype.element_ty)
+    at_u = u_ptr + rows[:, None] * R + r[None, :]
+    tl.store(at_u, u, mask=inside[:, None] & (r < R)[None, :])
+
+
+@arguments
+class Widen:
+    y: Pointer  # (S, W), added to
+    u: Pointer  # (S, R)
+    matrix: Matrix
+    blocks: Blocks
+    W: Specialized
+    R: Specialized
+    BLOCK_W: Constant
+    BLOCK_R: Constant
+
+
+@kernel(Widen)
+def moe_ops_train_widen(
+    y_ptr,
+    u_ptr,
+    matrix_ptr,
+    matrix_stride_r,
+    matrix_stride_w,
+    groups_ptr,
+    E,
+    BLOCK_E: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    W,
+    R,
+    BLOCK_W: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+):
+    """y += u matrix[e]^T. Grid: (blocks, tiles of columns)."""
+    e, first, end = rows_of_block(groups_ptr, tl.program_id(0), E, BLOCK_E, BLOCK_M)
+    if e >= E:
+        return
+    rows = (first + tl.arange(0, BLOCK_M)).to(tl.int64)
+    w = tl.program_id(1) * BLOCK_W + tl.arange(0, BLOCK_W)
+    ok = (rows < end)[:, None] & (w < W)[None, :]
+    y_ptr += rows[:, None] * W + w[None, :]
+    total = tl.load(y_ptr, mask=ok, other=0.0).to(tl.float32)
+    matrix_ptr += e.to(tl.int64) * R * W
+    for start in tl.range(0, R, BLOCK_R):
+        r = start + tl.arange(0, BLOCK_R)
+        u = tl.load(
+            u_ptr + rows[:, None] * R + r[None, :],
+            mask=(rows < end)[:, None] & (r < R)[None, :],
+            other=0.0,
+        )
+        matrix = tl.load(
+            matrix_ptr + r[:, None] * matrix_stride_r + w[None, :] * matrix_stride_w,
+            mask=(r < R)[:, None] & (w < W)[None, :],
+            other=0.0,
+        )
+        total = tl.dot(u, matrix, total, input_precision="ieee")
+    tl.store(y_ptr, total.to(y_ptr.dtype.element_ty), mask=ok)
+
+
+@arguments
+class Outer:
+    out: Matrix  # written
+    x: StridedRows  # (S, W), or (M, W) with `order`
+    u: Pointer  # (S, R)
+    order: Pointer
+    groups: Pointer
+    W: Specialized
+    R: Specialized
+    TOP_K: Constant
+    BLOCK_M: Constant
+    BLOCK_W: Constant
+    BLOCK_R: Constant
+
+
+@kernel(Outer)
+def moe_ops_train_low_rank_outer(
+    out_ptr,
+    out_stride_r,
+    out_stride_w,
+    x_ptr,
+    x_stride_e,
+    x_stride_m,
+    x_stride_k,
+    u_ptr,
+    order_ptr,
+    groups_ptr,
+    W,
+    R,
+    TOP_K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+):
+    """out[e] = x^T u over the rows of each expert, 0 without rows. Grid: (E, tiles of columns,
+    tiles of the rank).
+    """
+    e = tl.program_id(0)
+    begin = tl.load(groups_ptr + e - 1, mask=e > 0, other=0)
+    end = tl.load(groups_ptr + e)
+    w = tl.program_id(1) * BLOCK_W + tl.arange(0, BLOCK_W)
+    r = tl.program_id(2) * BLOCK_R + tl.arange(0, BLOCK_R)
+    total = tl.zeros((BLOCK_W, BLOCK_R), tl.float32)
+    for first in tl.range(begin, end, BLOCK_M):
+        rows = (first + tl.arange(0, BLOCK_M)).to(tl.int64)
+        inside = rows < end
+        at = rows
+        if order_ptr is not None:
+            at = (tl.load(order_ptr + rows, mask=inside, other=0) // TOP_K).to(tl.int64)
+        x = tl.load(
+            x_ptr + at[:, None] * x_stride_m + w.to(tl.int64)[None, :] * x_stride_k,
+            mask=inside[:, None] & (w < W)[None, :],
+            other=0.0,
+        )
+        u = tl.load(
+            u_ptr + rows[:, None] * R + r[None, :],
+            mask=inside[:, None] & (r < R)[None, :],
+            other=0.0,
+        )
+        total = tl.dot(tl.trans(x), u, total, input_precision="ieee")
+    out_ptr += e.to(tl.int64) * R * W
+    at_out = out_ptr + w[:, None] * out_stride_w + r[None, :] * out_stride_r
+    ok = (w < W)[:, None] & (r < R)[None, :]
+    tl.store(at_out, total.to(out_ptr.dtype.element_ty), mask=ok)
+
+
+def _matrix(t: Tensor, rank_first: bool) -> tuple[Matrix, int, int]:
+    """The Matrix of a contiguous tensor (E, R, W), or (E, W, R), and its R and W."""
+    if rank_first:
+        _, R, W = t.shape
+        return Matrix(t, W, 1), R, W
+    _, W, R = t.shape
+    return Matrix(t, 1, R), R, W
+
+
+def _block_r(R: int) -> int:
+    return min(MOST_R, max(16, triton.next_power_of_2(R)))
+
+
+def _blocks(layout: Layout, S: int) -> tuple[Blocks, int]:
+    """How rows are shared, and by how many blocks at most."""
+    E = layout.groups.shape[0]
+    return Blocks(layout.groups, E, block_e(E), BLOCK_M), cdiv(S, BLOCK_M) + min(E, S)
+
+
+def narrow(
+    u: Tensor,  # (S, R), written
+    x: Tensor,  # (S, W), or with `order` tokens (M, W)
+    matrix: Tensor,
+    rank_first: bool,
+    scale: float,
+    layout: Layout,
+    order: Tensor | None = None,
+    top_k: int = 1,
+) -> Launch:
+    """u = scale * x matrix[e]^T."""
+    operand, R, W = _matrix(matrix, rank_first)
+    blocks, count = _blocks(layout, u.shape[0])
+    args = Narrow(
+        u=u,
+        x=rows_of(x),
+        matrix=operand,
+        order=order,
+        blocks=blocks,
+        scale=scale,
+        W=W,
+        R=R,
+        TOP_K=top_k,
+        BLOCK_W=BLOCK_W,
+        BLOCK_R=_block_r(R),
+    )
+    return Launch(moe_ops_train_narrow, (count, cdiv(R, _block_r(R)), 1), args)
+
+
+def widen(y: Tensor, u: Tensor, matrix: Tensor, rank_first: bool, layout: Layout) -> Launch:
+    """y (S, W) += u (S, R) matrix[e]^T."""
+    operand, R, W = _matrix(matrix, rank_first)
+    blocks, count = _blocks(layout, y.shape[0])
+    args = Widen(
+        y=y, u=u, matrix=operand, blocks=blocks, W=W, R=R, BLOCK_W=BLOCK_W, BLOCK_R=_block_r(R)
+    )
+    return Launch(moe_ops_train_widen, (count, cdiv(W, BLOCK_W), 1), args)
+
+
+def outer(
+    out: Tensor,  # written
+    rank_first: bool,
+    x: Tensor,  # (S, W), or with `order` tokens (M, W)
+    u: Tensor,  # (S, R)
+    layout: Layout,
+    order: Tensor | None = None,
+    top_k: int = 1,
+) -> Launch:
+    """out[e] = x^T u, or its transpose, over the rows of each expert."""
+    operand, R, W = _matrix(out, rank_first)
+    args = Outer(
+        out=operand,
+        x=rows_of(x),
+        u=u,
+        order=order,
+        groups=layout.groups,
+        W=W,
+        R=R,
+        TOP_K=top_k,
+        BLOCK_M=BLOCK_M,
+        BLOCK_W=BLOCK_W,
+        BLOCK_R=_block_r(R),
+    )
+    grid = (out.shape[0], cdiv(W, BLOCK_W), cdiv(R, _block_r(R)))
+    return Launch(moe_ops_train_low_rank_outer, grid, args)
