@@ -1,5 +1,5 @@
-"""Adapters of experts against fp64 autograd through the oracle with adapted weights, in plain torch
-and through the kernels: under Triton's interpreter, or on a GPU."""
+"""Adapters of experts against fp64 autograd through the oracle with adapted weights, in plain
+torch and through the kernels: under Triton's interpreter, or on a GPU."""
 
 import math
 from unittest import mock

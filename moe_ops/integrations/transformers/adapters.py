@@ -10,7 +10,6 @@ adapters are active, disabled or merged, and how they are saved.
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -27,20 +26,22 @@ def attach_wrappers(model: nn.Module, layers: Sequence[Layer], implementation: s
     wrappers.
     """
     found: set[str] = set()
-    peft = sys.modules.get("peft.tuners.lora.layer")
-    kind = getattr(peft, "ParamWrapper", None)
-    if kind is None:
-        return found
     owners = {id(layer.owner): layer for layer in layers if layer.family is None}
-    for module in model.modules():
-        if isinstance(module, kind):
-            layer = owners.get(id(module.get_base_layer()))
-            if layer is not None and module.parameter_name in layer.weights:
-                # a partial, as families.set_forward says
-                active = functools.partial(_activate, module, implementation)
-                module.__dict__["_activate_lora"] = active
-                found.add(layer.name)
+    for module in filter(_is_wrapper, model.modules()):
+        layer = owners.get(id(module.get_base_layer()))
+        if layer is not None and module.parameter_name in layer.weights:
+            # a partial, as families.set_forward says
+            active = functools.partial(_activate, module, implementation)
+            module.__dict__["_activate_lora"] = active
+            setattr(layer.owner, ADAPTERS, ())  # from here on: graphs are guarded by it
+            found.add(layer.name)
     return found
+
+
+def _is_wrapper(module: nn.Module) -> bool:
+    """Whether a module is a ParamWrapper: by name, for PEFT need not be installed."""
+    names = [(cls.__module__.partition(".")[0], cls.__name__) for cls in type(module).__mro__]
+    return ("peft", "ParamWrapper") in names
 
 
 @contextmanager
@@ -53,7 +54,7 @@ def _activate(wrapper: Any, implementation: str, active: Sequence[str]) -> Itera
         with type(wrapper)._activate_lora(wrapper, active):
             yield
         return
-    outer = getattr(experts, ADAPTERS, ())
+    outer = getattr(experts, ADAPTERS)
     own = [_adapter(wrapper, name) for name in active if name in wrapper.lora_A]
     setattr(experts, ADAPTERS, (*outer, *own))
     try:
