@@ -1,16 +1,18 @@
 """A training step of one expert layer: moe_ops against transformers, Liger and SonicMoE.
 
     python benchmarks/training.py [--shapes qwen3 mixtral] [--tokens 1024 8192 32768]
-                                  [--trains full frozen] [--only moe_ops transformers]
+                                  [--trains full frozen lora] [--only moe_ops transformers]
                                   [--rounds 20] [--write] [--dry-run]
 
 Every implementation gets the same bf16 weights, tokens, routing and gradient of the output.
 Timed in turn, by events around one eager or compiled call, medians in ms: `infer` is the forward
 pass under torch.no_grad(), `forward` the one that records gradients, `step` forward and backward
 pass. `full` trains the weights, `frozen` passes gradients through them to tokens and router
-weights. `kept` are the bytes that wait for the backward pass beside inputs and weights, `peak` the
-most that a step allocates. `error` is the largest relative error of a gradient against fp64, over
-the first tokens' rows and an expert's weights, if there are at most 1024 tokens.
+weights, `lora` trains adapters of rank 16 over frozen weights, and `qlora_int4` and `qlora_mxfp4`
+over weights of 4 bits; transformers' adapters are added to the weights, as PEFT adds them. `kept`
+are the bytes that wait for the backward pass beside inputs and weights, `peak` the most that a
+step allocates. `error` is the largest relative error of a gradient against fp64, over the first
+tokens' rows and an expert's weights, if there are at most 1024 tokens.
 
 The floor is the FLOPs of its products over the measured rate of a large bf16 product.
 ``--write`` keeps the numbers in benchmarks/results/training_<GPU>.json, and a plot beside it.
@@ -45,7 +47,10 @@ from moe_ops import environment
 from moe_ops.bench.layers import per_expert_loop, transformers_experts
 from moe_ops.bench.shapes import Shape
 
-TRAINS = ("full", "frozen")
+# schemes of the frozen weights, by what is trained
+ADAPTED = {"lora": "", "qlora_int4": "int4_w4a16:g128", "qlora_mxfp4": "mxfp4_w4a16"}
+TRAINS = ("full", "frozen", *ADAPTED)
+RANK = 16
 TOKENS = (1024, 2048, 4096, 8192, 16384, 32768)
 MAX_CHECKED_TOKENS = 1024
 # gradients come from products of bf16 numbers, each rounded: some 2^-8 each
@@ -66,7 +71,9 @@ class Case:
         return SHAPES[self.shape]
 
     def flops(self, step: bool) -> float:
-        """Of the forward pass, or of a step: three times as many, two with frozen weights."""
+        """Of the forward pass, or of a step: three times as many, two with frozen weights. Those
+        of adapters are left aside.
+        """
         sizes = self.sizes
         product = 3 * sizes.hidden_size * sizes.intermediate_size
         times = (3 if self.trains == "full" else 2) if step else 1
@@ -79,7 +86,9 @@ class Case:
 def ours(recompute: bool = False) -> Maker:
     def make(shape: Shape, inputs: Inputs) -> Layer:
         def layer(x: Tensor, w13: Tensor, w2: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
-            return moe_ops.fused_experts(x, w13, w2, weights, ids, recompute=recompute)
+            return moe_ops.fused_experts(
+                *(x, w13, w2, weights, ids), recompute=recompute, adapters=inputs.adapter
+            )
 
         return layer
 
@@ -93,7 +102,12 @@ def transformers_layer(shape: Shape, inputs: Inputs) -> Layer:
     def layer(x: Tensor, w13: Tensor, w2: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
         return module(x, ids, weights)
 
-    return layer
+    def adapted(x: Tensor, w13: Tensor, w2: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+        w13, w2 = inputs.merged(w13, w2)  # as PEFT's ParamWrapper
+        named = {"gate_up_proj": w13, "down_proj": w2}
+        return torch.func.functional_call(module, named, (x, ids, weights))
+
+    return layer if inputs.adapter is None else adapted
 
 
 def liger(shape: Shape, inputs: Inputs) -> Layer:
@@ -162,6 +176,16 @@ class Inputs:
     weights: Tensor
     ids: Tensor
     grad: Tensor
+    adapter: moe_ops.LoRA | None = None
+
+    def merged(self, w13: Tensor, w2: Tensor) -> tuple[Tensor, Tensor]:
+        """Weights with what adapts them."""
+        if self.adapter is None:
+            return w13, w2
+        a13, b13, a2, b2, scale = self.adapter
+        assert a13 is not None and b13 is not None and a2 is not None and b2 is not None
+        first = torch.baddbmm(w13, b13, a13, alpha=scale)
+        return first, torch.baddbmm(w2, b2, a2, alpha=scale)
 
     @property
     def args(self) -> tuple[Tensor, ...]:
@@ -170,6 +194,8 @@ class Inputs:
     @property
     def trained(self) -> dict[str, Tensor]:
         named = {"x": self.x, "w13": self.w13, "w2": self.w2, "weights": self.weights}
+        if self.adapter is not None:
+            named |= {k: v for k, v in self.adapter._asdict().items() if k != "scale"}
         return {name: t for name, t in named.items() if t.requires_grad}
 
 
@@ -190,6 +216,14 @@ def make_inputs(case: Case, device: torch.device) -> Inputs:
         torch.nn.Parameter(random(*size, scale=size[-1] ** -0.5), requires_grad=full)
         for size in ((E, 2 * I, K), (E, K, I))
     ]
+    adapter = None
+    if case.trains in ADAPTED:
+        scheme = ADAPTED[case.trains]
+        if scheme:
+            w13, w2 = [moe_ops.quantize(w.detach(), scheme) for w in (w13, w2)]
+        sizes_of = ((RANK, K), (2 * I, RANK), (RANK, I), (K, RANK))
+        matrices = [random(E, *size, scale=size[-1] ** -0.5) for size in sizes_of]
+        adapter = moe_ops.LoRA(*[t.requires_grad_() for t in matrices], 2.0)
     return Inputs(
         random(M, K).requires_grad_(),
         w13,
@@ -197,6 +231,7 @@ def make_inputs(case: Case, device: torch.device) -> Inputs:
         weights.requires_grad_(),
         ids,
         random(M, K),
+        adapter,
     )
 
 
@@ -207,20 +242,37 @@ def gradients(layer: Layer, inputs: Inputs) -> tuple[Tensor, ...]:
 def error_of(layer: Layer, inputs: Inputs) -> float:
     """The largest relative error of a gradient against fp64."""
     found = dict(zip(inputs.trained, gradients(layer, inputs), strict=True))
-    wide = Inputs(
-        *[t.detach().double() if t.is_floating_point() else t for t in inputs.args],
-        inputs.grad.double(),
-    )
+
+    def widened(t: Tensor) -> Tensor:
+        t = t.dequantize() if getattr(t, "scheme", "") else t
+        return t.detach().double() if t.is_floating_point() else t
+
+    adapter = inputs.adapter
+    if adapter is not None:
+        matrices = [widened(t).requires_grad_() for t in adapter[:4] if t is not None]
+        adapter = moe_ops.LoRA(*matrices, adapter.scale)
+    wide = Inputs(*map(widened, inputs.args), inputs.grad.double(), adapter)
     for name in inputs.trained:
-        getattr(wide, name).requires_grad_()
-    expected = dict(zip(wide.trained, gradients(per_expert_loop, wide), strict=True))
+        if name in vars(wide):
+            getattr(wide, name).requires_grad_()
+
+    def reference(x: Tensor, w13: Tensor, w2: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+        return per_expert_loop(x, *wide.merged(w13, w2), weights, ids)
+
+    expected = dict(zip(wide.trained, gradients(reference, wide), strict=True))
     errors = [relative_error(found[name], expected[name]) for name in found]
     return max(errors) if all([e == e for e in errors]) else float("nan")
 
 
 def kept_bytes(layer: Layer, inputs: Inputs) -> int:
     """Bytes that wait for the backward pass, without those of inputs."""
-    known = {t.untyped_storage().data_ptr() for t in inputs.args}
+    given = []
+    weight: Any
+    for weight in (*inputs.args, *inputs.trained.values()):
+        quantized = getattr(weight, "scheme", "")
+        names = weight.__tensor_flatten__()[0] if quantized else []
+        given += [getattr(weight, name) for name in names] if quantized else [weight]
+    known = {t.untyped_storage().data_ptr() for t in given}
     kept: dict[int, int] = {}
 
     def pack(t: Tensor) -> Tensor:
@@ -267,10 +319,19 @@ def times_ms(calls: dict[str, Callable[[], object]], rounds: int, cuda: bool) ->
     }
 
 
+def runs_adapters(name: str, case: Case) -> bool:
+    """Whether an implementation takes adapters over these weights."""
+    return name.startswith("moe_ops") or (
+        name.startswith("transformers") and not ADAPTED[case.trains]
+    )
+
+
 def run_case(case: Case, only: list[str], rounds: int, device: torch.device) -> list[dict]:
     """A row of numbers for each implementation, or the reason why it has none."""
     inputs, rows, calls = make_inputs(case, device), [], {}
     for name in only:
+        if case.trains in ADAPTED and not runs_adapters(name, case):
+            continue
         row: dict[str, Any] = {**asdict(case), "implementation": name}
         rows.append(row)
         try:
@@ -367,7 +428,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["qwen3", "mixtral"])
     parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS)
-    parser.add_argument("--trains", nargs="+", choices=TRAINS, default=TRAINS)
+    parser.add_argument("--trains", nargs="+", choices=TRAINS, default=TRAINS[:3])
     parser.add_argument("--only", nargs="+", choices=IMPLEMENTATIONS, default=[*IMPLEMENTATIONS])
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--write", action="store_true")
