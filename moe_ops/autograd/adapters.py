@@ -76,6 +76,7 @@ def join(adapters: Any, problem: Problem, hidden_states: Tensor) -> Adapters:
                 continue
             rank = _check(f"{name}.a{suffix}", a, (E, None, columns), device)
             _check(f"{name}.b{suffix}", b, (E, rows, rank), device)
+            assert a is not None and b is not None
             parts[suffix].append(LowRank(a, b, one.scale))
     return Adapters(*[_joined(part, dtype) for part in parts.values()])
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from moe_ops.autograd import fused
 from moe_ops.autograd.adapters import Adapters, LowRank
-from moe_ops.kernels.training.low_rank import narrow, outer, widen
+from moe_ops.kernels.training.low_rank import narrow, order, outer, widen
 from moe_ops.kernels.training.rows import activate, derive
 from moe_ops.ops.call import ExpertsCall
 
@@ -29,13 +29,15 @@ class _Step(fused._Step):
         rows: Tensor,
         adapter: LowRank,
         transpose: bool = False,
-        order: Tensor | None = None,
+        pairs: Tensor | None = None,
     ) -> Tensor:
-        """(S, r): rows through the first matrix of an adapter, scaled; with `order` of tokens."""
+        """(S, r): rows through the first matrix of an adapter, scaled; with the pairs of rows,
+        `rows` are tokens.
+        """
         matrix = adapter.b if transpose else adapter.a
         u = self.rows(adapter.a.shape[1])
         scale = adapter.scale
-        self.run(narrow(u, rows, matrix, not transpose, scale, self.layout, order, self.top_k))
+        self.run(narrow(u, rows, matrix, not transpose, scale, self.layout, pairs, self.top_k))
         return u
 
     def adapted(self, rows: Tensor, weight: Tensor, adapter: LowRank | None) -> Tensor:
@@ -58,10 +60,9 @@ class _Step(fused._Step):
 
     def order(self) -> Tensor:
         """(S,) int32: the pair of each row; of rows of no pair anything."""
-        rows = self.layout.rows
-        at = torch.where(rows < 0, self.S, rows).long()
-        pairs = torch.arange(self.S, dtype=torch.int32, device=rows.device)
-        return rows.new_empty(self.S + 1).scatter_(0, at, pairs)
+        pairs = self.x.new_empty(self.S, dtype=torch.int32)
+        self.run(order(pairs, self.layout))
+        return pairs
 
     def outer_products(
         self,
@@ -70,14 +71,14 @@ class _Step(fused._Step):
         du: Tensor,
         grad: Tensor,
         u: Tensor,
-        order: Tensor | None = None,
+        pairs: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """du^T rows and grad^T u, the gradients of a and b; with `order` rows are tokens."""
+        """du^T rows and grad^T u, the gradients of a and b; with the pairs of rows, `rows` are
+        tokens.
+        """
         da, db = torch.empty_like(adapter.a), torch.empty_like(adapter.b)
-        self.run(
-            outer(da, True, rows, du, self.layout, order, self.top_k),
-            outer(db, False, grad, u, self.layout),
-        )
+        self.run(outer(da, True, rows, du, self.layout, pairs, self.top_k))
+        self.run(outer(db, False, grad, u, self.layout))
         return da, db
 
 
@@ -141,9 +142,9 @@ def backward(
     if needs_first:
         assert first is not None and du is not None
         # tokens are read where they are: their rows, where nothing else needs them, are not made
-        rows, order = (call.hidden_states, step.order()) if x is None else (x, None)
-        u = step.narrowed(rows, first, order=order)
-        found[6:8] = step.outer_products(first, rows, du, dh, u, order)
+        rows, pairs = (call.hidden_states, step.order()) if x is None else (x, None)
+        u = step.narrowed(rows, first, pairs=pairs)
+        found[6:8] = step.outer_products(first, rows, du, dh, u, pairs)
     if needs_x:
         dx = step.adapted_back(dh, call.w13.data, first, du)
         found[0] = step.summed(dx, None)

@@ -18,6 +18,11 @@ class ExpertsLoRA(nn.Module):
     changes nothing.
     """
 
+    a13: Tensor
+    b13: Tensor
+    a2: Tensor
+    b2: Tensor
+
     def __init__(self, w13: Tensor, w2: Tensor, rank: int, scale: float, like: Tensor) -> None:
         super().__init__()
         self.scale = scale

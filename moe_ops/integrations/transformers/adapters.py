@@ -27,12 +27,14 @@ def attach_wrappers(model: nn.Module, layers: Sequence[Layer], implementation: s
     """
     found: set[str] = set()
     owners = {id(layer.owner): layer for layer in layers if layer.family is None}
-    for module in filter(_is_wrapper, model.modules()):
+    module: Any
+    for module in model.modules():
+        if not _is_wrapper(module):
+            continue
         layer = owners.get(id(module.get_base_layer()))
         if layer is not None and module.parameter_name in layer.weights:
             # a partial, as families.set_forward says
-            active = functools.partial(_activate, module, implementation)
-            module.__dict__["_activate_lora"] = active
+            module._activate_lora = functools.partial(_activate, module, implementation)
             setattr(layer.owner, ADAPTERS, ())  # from here on: graphs are guarded by it
             found.add(layer.name)
     return found

@@ -1,7 +1,7 @@
 """Products of sorted rows with the low-rank matrices of their experts. Imported at first launch
 only.
 
-All three read rows as wide as the layer once and multiply them by a matrix that caches hold, so
+The products read rows as wide as the layer once and multiply them by a matrix that caches hold, so
 memory decides how long they take: a grouped product that returned its result would write rows that
 another kernel had to add.
 
@@ -34,6 +34,7 @@ from moe_ops.meta.workspace import cdiv
 
 BLOCK_M = 64  # rows of a block
 BLOCK_W = 128  # wide columns of a program, or of a step of its loop
+BLOCK_S = 256  # pairs of a program
 MOST_R = 64  # ranks of a program
 
 
@@ -53,6 +54,29 @@ class Blocks(NamedTuple):
     E: Runtime
     BLOCK_E: Constant
     BLOCK_M: Constant
+
+
+@arguments
+class Order:
+    order: Pointer  # (S,), written
+    rows: Pointer  # (S,): the row of each pair, or -1
+    S: Runtime
+    BLOCK: Constant
+
+
+@kernel(Order)
+def moe_ops_train_order(order_ptr, rows_ptr, S, BLOCK: tl.constexpr):
+    """Write each pair where its row is."""
+    pair = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    row = tl.load(rows_ptr + pair, mask=pair < S, other=-1)
+    tl.store(order_ptr + row, pair, mask=row >= 0)
+
+
+def order(pairs: Tensor, layout: Layout) -> Launch:
+    """pairs (S,): the pair of each row."""
+    S = pairs.shape[0]
+    args = Order(order=pairs, rows=layout.rows, S=S, BLOCK=BLOCK_S)
+    return Launch(moe_ops_train_order, (cdiv(S, BLOCK_S), 1, 1), args)
 
 
 @triton.jit
