@@ -21,7 +21,7 @@ from moe_ops.activations import Activation
 from moe_ops.autograd import adapters as low_rank
 from moe_ops.autograd import experts as autograd
 from moe_ops.autograd import lora, training
-from moe_ops.autograd.adapters import LoRA
+from moe_ops.autograd.adapters import Adapters, LoRA
 from moe_ops.ops.call import BatchedCall, Call, ExpertsCall, LinearCall, refuse_lost, take_apart
 from moe_ops.planning import bind
 from moe_ops.planning.plan import Plan
@@ -151,10 +151,11 @@ def fused_experts(
         if hidden_states_scale is not None and hidden_states_scale.ndim == 2:
             _check_rows("hidden_states_scale", hidden_states_scale, M)
     if needs_grad:  # gradients allocate their own
-        _before_training(call)
         if adapters is None:
+            _before_training(call)
             return training.fused_experts(call, recompute)
         joined = low_rank.join(adapters, bound.plan.problem, hidden_states)
+        _before_training(call, joined)
         return lora.fused_experts(call, joined, recompute)
     return bound.run(call, M)
 
@@ -420,9 +421,9 @@ def _autocast(cast_x: bool, x: Tensor, *others: Any) -> tuple:
 _warned = False
 
 
-def _before_training(call: Call) -> None:
-    """Refuse tensors without values. Say once that a call that records gradients on a GPU leaves
-    fast kernels unused, and why.
+def _before_training(call: Call, adapters: Adapters | None = None) -> None:
+    """Refuse tensors without values. Say once that a call that records gradients, or has adapters,
+    leaves fast kernels unused on a GPU, and why.
     """
     global _warned
     if torch.compiler.is_compiling():
@@ -430,16 +431,20 @@ def _before_training(call: Call) -> None:
     refuse_lost(call)
     if _warned or call.hidden_states.device.type != "cuda":
         return
-    reason = "grouped_linear has no other"
+    reason: str | None = "grouped_linear has no other"
+    cause = "gradients are recorded"
+    remedy = "wrap the call in torch.no_grad() or torch.inference_mode()"
     if isinstance(call, ExpertsCall):
-        found = training.why_not_fused(call)
-        if found is None:
+        if adapters is None:
+            reason = training.why_not_fused(call)
+        else:
+            reason, cause = lora.why_not_fused(call, adapters), "adapters are given"
+            remedy = "merge them into the weights"
+        if reason is None:
             return
-        reason = found
     _warned = True
     warnings.warn(
-        "moe_ops runs its differentiable torch path, because gradients are recorded, and "
-        f"{reason}. For inference wrap the call in torch.no_grad() or torch.inference_mode() to "
-        "use the fast kernels.",
+        f"moe_ops runs its differentiable torch path, because {cause}, and {reason}. For "
+        f"inference {remedy} to use the fast kernels.",
         stacklevel=3,
     )

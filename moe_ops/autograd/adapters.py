@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from moe_ops.checks import check_number, check_rank, static_size
+from moe_ops.ops.memory import refuse_lost
 from moe_ops.ops.problem import Problem
 
 
@@ -108,6 +109,8 @@ def _check(name: str, t: Any, shape: tuple, device: torch.device) -> int:
             "neither"
         )
     check_rank(name, t, expected)
+    if not torch.compiler.is_compiling():
+        refuse_lost(name, t)
     found = tuple([static_size(size) for size in t.shape])
     if any([want is not None and want != size for want, size in zip(shape, found, strict=True)]):
         text = ", ".join(["r" if size is None else str(size) for size in shape])

@@ -16,13 +16,28 @@ from torch import Tensor
 
 from moe_ops.autograd import fused
 from moe_ops.autograd.adapters import Adapters, LowRank
-from moe_ops.kernels.training.low_rank import narrow, order, outer, widen
+from moe_ops.kernels.training.low_rank import (
+    blocks_of,
+    count_of_blocks,
+    narrow,
+    order,
+    outer,
+    widen,
+)
 from moe_ops.kernels.training.rows import activate, derive
 from moe_ops.ops.call import ExpertsCall
 
 
 class _Step(fused._Step):
     """What forward and backward pass share."""
+
+    blocks: Tensor
+
+    def share_rows(self) -> None:
+        """Find the blocks of the rows, once they are placed."""
+        count = count_of_blocks(self.S, self.E)
+        self.blocks = self.x.new_empty((count, 4), dtype=torch.int32)
+        self.run(blocks_of(self.blocks, self.layout))
 
     def narrowed(
         self,
@@ -37,7 +52,7 @@ class _Step(fused._Step):
         matrix = adapter.b if transpose else adapter.a
         u = self.rows(adapter.a.shape[1])
         scale = adapter.scale
-        self.run(narrow(u, rows, matrix, not transpose, scale, self.layout, pairs, self.top_k))
+        self.run(narrow(u, rows, matrix, not transpose, scale, self.blocks, pairs, self.top_k))
         return u
 
     def adapted(self, rows: Tensor, weight: Tensor, adapter: LowRank | None) -> Tensor:
@@ -45,7 +60,7 @@ class _Step(fused._Step):
         y = self.multiply(rows, weight)
         if adapter is not None:
             u = self.narrowed(rows, adapter)
-            self.run(widen(y, u, adapter.b, False, self.layout))
+            self.run(widen(y, u, adapter.b, False, self.blocks))
         return y
 
     def adapted_back(
@@ -55,7 +70,7 @@ class _Step(fused._Step):
         y = self.multiply(rows, weight, transpose=True)
         if adapter is not None:
             assert u is not None
-            self.run(widen(y, u, adapter.a, True, self.layout))
+            self.run(widen(y, u, adapter.a, True, self.blocks))
         return y
 
     def order(self) -> Tensor:
@@ -87,6 +102,7 @@ def forward(call: ExpertsCall, adapters: Adapters) -> tuple[Tensor, Tensor, Tens
     """(out, h, index), as lora.py defines them."""
     step = _Step(call)
     index = step.place()
+    step.share_rows()
     h = step.adapted(step.gathered(call.hidden_states), call.w13.data, adapters.w13)
     hidden = step.rows(step.I)
     step.run(activate(step.activation, hidden, h, step.layout))
@@ -111,6 +127,7 @@ def backward(
     first, second = adapters
     step = _Step(call)
     step.read(index)
+    step.share_rows()
     found: list[Any] = [None] * 10
     x = None
     if h is None:

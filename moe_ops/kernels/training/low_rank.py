@@ -7,7 +7,9 @@ another kernel had to add.
 
 Legend: M tokens, S = M * top_k pairs sorted by expert, W columns of wide rows, R rank. A matrix of
 rank R is (E, R, W) or (E, W, R). `groups` (E,) is the row after each expert's last pair, `order`
-(S,) the pair of each row. A block is at most BLOCK_M rows of one expert.
+(S,) the pair of each row. A block is at most BLOCK_M rows of one expert; `blocks` (count, 4) int32
+holds expert, first row and end of the expert's rows of each, and an expert of -1 where there is
+none.
 """
 
 from __future__ import annotations
@@ -27,7 +29,6 @@ from moe_ops.kernels.launch import (
     Specialized,
     arguments,
     kernel,
-    unprefixed,
 )
 from moe_ops.kernels.permute.layout import Layout, StridedRows, block_e, rows_of
 from moe_ops.meta.workspace import cdiv
@@ -44,16 +45,6 @@ class Matrix(NamedTuple):
     ptr: Pointer
     stride_r: Specialized
     stride_w: Specialized
-
-
-@unprefixed
-class Blocks(NamedTuple):
-    """How programs share the rows."""
-
-    groups: Pointer
-    E: Runtime
-    BLOCK_E: Constant
-    BLOCK_M: Constant
 
 
 @arguments
@@ -79,20 +70,43 @@ def order(pairs: Tensor, layout: Layout) -> Launch:
     return Launch(moe_ops_train_order, (cdiv(S, BLOCK_S), 1, 1), args)
 
 
-@triton.jit
-def rows_of_block(groups_ptr, block, E, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr):
-    """(expert, first row, end of the expert's rows) of a block; behind the last block an expert
-    of at least E.
-    """
+@arguments
+class Blocks:
+    blocks: Pointer  # (count, 4), written
+    groups: Pointer
+    E: Runtime
+    BLOCK_E: Constant
+    BLOCK_M: Constant
+
+
+@kernel(Blocks)
+def moe_ops_train_blocks(blocks_ptr, groups_ptr, E, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr):
+    """Say which rows each block has. Grid: blocks."""
+    block = tl.program_id(0)
     e = tl.arange(0, BLOCK_E)
     ends = tl.load(groups_ptr + e, mask=e < E, other=0)
     starts = tl.load(groups_ptr + e - 1, mask=(e > 0) & (e < E), other=0)
-    blocks = tl.where(e < E, (ends - starts + BLOCK_M - 1) // BLOCK_M, 0)
-    through = tl.cumsum(blocks)
+    counts = tl.where(e < E, (ends - starts + BLOCK_M - 1) // BLOCK_M, 0)
+    through = tl.cumsum(counts)
     expert = tl.sum((through <= block).to(tl.int32))
     mine = e == expert
-    first = tl.sum(tl.where(mine, starts + (block - through + blocks) * BLOCK_M, 0))
-    return expert, first, tl.sum(tl.where(mine, ends, 0))
+    first = starts + (block - through + counts) * BLOCK_M
+    blocks_ptr += 4 * block
+    tl.store(blocks_ptr, tl.where(expert < E, expert, -1))
+    tl.store(blocks_ptr + 1, tl.sum(tl.where(mine, first, 0)))
+    tl.store(blocks_ptr + 2, tl.sum(tl.where(mine, ends, 0)))
+
+
+def count_of_blocks(S: int, E: int) -> int:
+    """How many blocks S rows of E experts have at most."""
+    return cdiv(S, BLOCK_M) + min(E, S)
+
+
+def blocks_of(blocks: Tensor, layout: Layout) -> Launch:
+    """blocks (count_of_blocks, 4): the rows of each."""
+    E = layout.groups.shape[0]
+    args = Blocks(blocks=blocks, groups=layout.groups, E=E, BLOCK_E=block_e(E), BLOCK_M=BLOCK_M)
+    return Launch(moe_ops_train_blocks, (blocks.shape[0], 1, 1), args)
 
 
 @arguments
@@ -101,11 +115,12 @@ class Narrow:
     x: StridedRows  # (S, W), or (M, W) with `order`
     matrix: Matrix
     order: Pointer
-    blocks: Blocks
+    blocks: Pointer
     scale: RuntimeFloat
     W: Specialized
     R: Specialized
     TOP_K: Constant
+    BLOCK_M: Constant
     BLOCK_W: Constant
     BLOCK_R: Constant
 
@@ -121,23 +136,22 @@ def moe_ops_train_narrow(
     matrix_stride_r,
     matrix_stride_w,
     order_ptr,
-    groups_ptr,
-    E,
-    BLOCK_E: tl.constexpr,
-    BLOCK_M: tl.constexpr,
+    blocks_ptr,
     scale,
     W,
     R,
     TOP_K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
     BLOCK_W: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
     """u = scale * x matrix[e]^T. Grid: (blocks, tiles of the rank)."""
-    e, first, end = rows_of_block(groups_ptr, tl.program_id(0), E, BLOCK_E, BLOCK_M)
-    if e >= E:
+    blocks_ptr += 4 * tl.program_id(0)
+    e = tl.load(blocks_ptr)
+    if e < 0:
         return
-    rows = (first + tl.arange(0, BLOCK_M)).to(tl.int64)
-    inside = rows < end
+    rows = (tl.load(blocks_ptr + 1) + tl.arange(0, BLOCK_M)).to(tl.int64)
+    inside = rows < tl.load(blocks_ptr + 2)
     at = rows
     if order_ptr is not None:
         at = (tl.load(order_ptr + rows, mask=inside, other=0) // TOP_K).to(tl.int64)
@@ -167,9 +181,10 @@ class Widen:
     y: Pointer  # (S, W), added to
     u: Pointer  # (S, R)
     matrix: Matrix
-    blocks: Blocks
+    blocks: Pointer
     W: Specialized
     R: Specialized
+    BLOCK_M: Constant
     BLOCK_W: Constant
     BLOCK_R: Constant
 
@@ -181,22 +196,22 @@ def moe_ops_train_widen(
     matrix_ptr,
     matrix_stride_r,
     matrix_stride_w,
-    groups_ptr,
-    E,
-    BLOCK_E: tl.constexpr,
-    BLOCK_M: tl.constexpr,
+    blocks_ptr,
     W,
     R,
+    BLOCK_M: tl.constexpr,
     BLOCK_W: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
     """y += u matrix[e]^T. Grid: (blocks, tiles of columns)."""
-    e, first, end = rows_of_block(groups_ptr, tl.program_id(0), E, BLOCK_E, BLOCK_M)
-    if e >= E:
+    blocks_ptr += 4 * tl.program_id(0)
+    e = tl.load(blocks_ptr)
+    if e < 0:
         return
-    rows = (first + tl.arange(0, BLOCK_M)).to(tl.int64)
+    rows = (tl.load(blocks_ptr + 1) + tl.arange(0, BLOCK_M)).to(tl.int64)
+    inside = rows < tl.load(blocks_ptr + 2)
     w = tl.program_id(1) * BLOCK_W + tl.arange(0, BLOCK_W)
-    ok = (rows < end)[:, None] & (w < W)[None, :]
+    ok = inside[:, None] & (w < W)[None, :]
     y_ptr += rows[:, None] * W + w[None, :]
     total = tl.load(y_ptr, mask=ok, other=0.0).to(tl.float32)
     matrix_ptr += e.to(tl.int64) * R * W
@@ -204,7 +219,7 @@ def moe_ops_train_widen(
         r = start + tl.arange(0, BLOCK_R)
         u = tl.load(
             u_ptr + rows[:, None] * R + r[None, :],
-            mask=(rows < end)[:, None] & (r < R)[None, :],
+            mask=inside[:, None] & (r < R)[None, :],
             other=0.0,
         )
         matrix = tl.load(
@@ -295,25 +310,18 @@ def _block_r(R: int) -> int:
     return min(MOST_R, max(16, triton.next_power_of_2(R)))
 
 
-def _blocks(layout: Layout, S: int) -> tuple[Blocks, int]:
-    """How rows are shared, and by how many blocks at most."""
-    E = layout.groups.shape[0]
-    return Blocks(layout.groups, E, block_e(E), BLOCK_M), cdiv(S, BLOCK_M) + min(E, S)
-
-
 def narrow(
     u: Tensor,  # (S, R), written
     x: Tensor,  # (S, W), or with `order` tokens (M, W)
     matrix: Tensor,
     rank_first: bool,
     scale: float,
-    layout: Layout,
+    blocks: Tensor,
     order: Tensor | None = None,
     top_k: int = 1,
 ) -> Launch:
     """u = scale * x matrix[e]^T."""
     operand, R, W = _matrix(matrix, rank_first)
-    blocks, count = _blocks(layout, u.shape[0])
     args = Narrow(
         u=u,
         x=rows_of(x),
@@ -324,20 +332,28 @@ def narrow(
         W=W,
         R=R,
         TOP_K=top_k,
+        BLOCK_M=BLOCK_M,
         BLOCK_W=BLOCK_W,
         BLOCK_R=_block_r(R),
     )
-    return Launch(moe_ops_train_narrow, (count, cdiv(R, _block_r(R)), 1), args)
+    return Launch(moe_ops_train_narrow, (blocks.shape[0], cdiv(R, _block_r(R)), 1), args)
 
 
-def widen(y: Tensor, u: Tensor, matrix: Tensor, rank_first: bool, layout: Layout) -> Launch:
+def widen(y: Tensor, u: Tensor, matrix: Tensor, rank_first: bool, blocks: Tensor) -> Launch:
     """y (S, W) += u (S, R) matrix[e]^T."""
     operand, R, W = _matrix(matrix, rank_first)
-    blocks, count = _blocks(layout, y.shape[0])
     args = Widen(
-        y=y, u=u, matrix=operand, blocks=blocks, W=W, R=R, BLOCK_W=BLOCK_W, BLOCK_R=_block_r(R)
+        y=y,
+        u=u,
+        matrix=operand,
+        blocks=blocks,
+        W=W,
+        R=R,
+        BLOCK_M=BLOCK_M,
+        BLOCK_W=BLOCK_W,
+        BLOCK_R=_block_r(R),
     )
-    return Launch(moe_ops_train_widen, (count, cdiv(W, BLOCK_W), 1), args)
+    return Launch(moe_ops_train_widen, (blocks.shape[0], cdiv(W, BLOCK_W), 1), args)
 
 
 def outer(
