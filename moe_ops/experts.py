@@ -123,7 +123,9 @@ def fused_experts(
         hidden_states, topk_weights, a.data, b.data, w13_bias, w2_bias
     )
     if adapters is not None:
-        _check_adapted(adapters, backend, hidden_states_scale)
+        matrices = low_rank.check_call(adapters, backend, hidden_states_scale)
+        if forward_ad._current_level >= 0:
+            _refuse_tangents(*matrices)
         needs_grad = True  # what backward passes need, no other path has
     call = ExpertsCall(
         hidden_states,
@@ -383,23 +385,6 @@ def _refuse_tangents(*tensors: Tensor | None) -> None:
                 "reverse "
                 "mode, torch.autograd.grad"
             )
-
-
-def _check_adapted(adapters: Any, backend: str, hidden_states_scale: Tensor | None) -> None:
-    """Raise ValueError for adapters where nothing adds them."""
-    tensors = low_rank.tensors_of(adapters)
-    if forward_ad._current_level >= 0:
-        _refuse_tangents(*tensors)
-    if backend not in ("auto", "torch"):
-        raise ValueError(
-            f"backend must be 'auto' or 'torch' for a call with adapters, got {backend!r}; merge "
-            "them into the weights to run it there"
-        )
-    if hidden_states_scale is not None:
-        raise ValueError(
-            "hidden_states must not arrive quantized (hidden_states_scale must be None) where "
-            "adapters are given: pass hidden_states unquantized"
-        )
 
 
 def _requires_grad(*tensors: Tensor | None) -> bool:

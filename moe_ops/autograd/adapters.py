@@ -49,12 +49,23 @@ class Adapters(NamedTuple):
 UNADAPTED = Adapters()
 
 
-def tensors_of(adapters: Any) -> list[Tensor]:
+def check_call(adapters: Any, backend: str, hidden_states_scale: Tensor | None) -> list[Tensor]:
     """All tensors of one or several adapters.
 
     Raises:
-        ValueError: they are no `LoRA`, and no sequence of them.
+        ValueError: they are no `LoRA` and no sequence of them, or nothing adds them on this
+            backend or to an input that arrives quantized.
     """
+    if backend not in ("auto", "torch"):
+        raise ValueError(
+            f"backend must be 'auto' or 'torch' for a call with adapters, got {backend!r}; merge "
+            "them into the weights to run it there"
+        )
+    if hidden_states_scale is not None:
+        raise ValueError(
+            "hidden_states must not arrive quantized (hidden_states_scale must be None) where "
+            "adapters are given: pass hidden_states unquantized"
+        )
     return [t for _, one in _named(adapters) for t in one[:4] if isinstance(t, Tensor)]
 
 

@@ -2,9 +2,10 @@
 through ranks between them. Imported at first launch only. Values are those of the portable code in
 training.py.
 
-A product through the rank reads rows once to make them narrow, and adds to the rows of the base
-product where they lie. Of the gradients, da' = dO (w2 + b2 a2) and dh (w13 + b13 a13) share the
-narrow rows with those of the adapters.
+Products through ranks make rows narrow, and then wide again where the rows of the base product
+lie. Of tokens and of the gradient of the output they read each token where it is, through the pair
+of each row, rather than the rows that are copied for torch's products: those are top_k times as
+many.
 """
 
 from __future__ import annotations
@@ -31,70 +32,53 @@ from moe_ops.ops.call import ExpertsCall
 class _Step(fused._Step):
     """What forward and backward pass share."""
 
-    blocks: Tensor
+    blocks: Tensor  # of the rows
+    order: Tensor  # (S,) the pair of each row; of rows of no pair anything
 
     def share_rows(self) -> None:
-        """Find the blocks of the rows, once they are placed."""
-        count = count_of_blocks(self.S, self.E)
-        self.blocks = self.x.new_empty((count, 4), dtype=torch.int32)
+        """Find blocks and pairs of the rows, once they are placed."""
+        blocks = count_of_blocks(self.S, self.E), 4
+        self.blocks = self.x.new_empty(blocks, dtype=torch.int32)
+        self.order = self.x.new_empty(self.S, dtype=torch.int32)
         self.run(blocks_of(self.blocks, self.layout))
+        self.run(order(self.order, self.layout))
 
     def narrowed(
-        self,
-        rows: Tensor,
-        adapter: LowRank,
-        transpose: bool = False,
-        pairs: Tensor | None = None,
+        self, x: Tensor, adapter: LowRank, transpose: bool = False, tokens: bool = False
     ) -> Tensor:
-        """(S, r): rows through the first matrix of an adapter, scaled; with the pairs of rows,
-        `rows` are tokens.
-        """
+        """(S, r): rows x, or those of tokens x, through the first matrix of an adapter, scaled."""
         matrix = adapter.b if transpose else adapter.a
         u = self.rows(adapter.a.shape[1])
-        scale = adapter.scale
-        self.run(narrow(u, rows, matrix, not transpose, scale, self.blocks, pairs, self.top_k))
+        pairs = self.order if tokens else None
+        self.run(
+            narrow(u, x, matrix, not transpose, adapter.scale, self.blocks, pairs, self.top_k)
+        )
         return u
 
-    def adapted(self, rows: Tensor, weight: Tensor, adapter: LowRank | None) -> Tensor:
-        """rows times weight[e]^T, and what adapts it."""
-        y = self.multiply(rows, weight)
-        if adapter is not None:
-            u = self.narrowed(rows, adapter)
-            self.run(widen(y, u, adapter.b, False, self.blocks))
-        return y
-
-    def adapted_back(
-        self, rows: Tensor, weight: Tensor, adapter: LowRank | None, u: Tensor | None
+    def adapted(
+        self,
+        rows: Tensor,
+        weight: Tensor,
+        adapter: LowRank | None,
+        u: Tensor | None,
+        transpose: bool = False,
     ) -> Tensor:
-        """rows times weight[e], and what adapts it, from the narrow rows."""
-        y = self.multiply(rows, weight, transpose=True)
+        """rows times weight[e]^T, or weight[e], and what adapts it, from the narrow rows."""
+        y = self.multiply(rows, weight, transpose)
         if adapter is not None:
             assert u is not None
-            self.run(widen(y, u, adapter.a, True, self.blocks))
+            matrix = adapter.a if transpose else adapter.b
+            self.run(widen(y, u, matrix, transpose, self.blocks))
         return y
 
-    def order(self) -> Tensor:
-        """(S,) int32: the pair of each row; of rows of no pair anything."""
-        pairs = self.x.new_empty(self.S, dtype=torch.int32)
-        self.run(order(pairs, self.layout))
-        return pairs
-
-    def outer_products(
-        self,
-        adapter: LowRank,
-        rows: Tensor,
-        du: Tensor,
-        grad: Tensor,
-        u: Tensor,
-        pairs: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """du^T rows and grad^T u, the gradients of a and b; with the pairs of rows, `rows` are
-        tokens.
-        """
-        da, db = torch.empty_like(adapter.a), torch.empty_like(adapter.b)
-        self.run(outer(da, True, rows, du, self.layout, pairs, self.top_k))
-        self.run(outer(db, False, grad, u, self.layout))
-        return da, db
+    def outer_product(
+        self, like: Tensor, rank_first: bool, x: Tensor, u: Tensor, tokens: bool = False
+    ) -> Tensor:
+        """The gradient of a matrix (E, r, W), u^T x, or of one (E, W, r), x^T u."""
+        out = torch.empty_like(like)
+        pairs = self.order if tokens else None
+        self.run(outer(out, rank_first, x, u, self.layout, pairs, self.top_k))
+        return out
 
 
 @fused.on_device
@@ -103,10 +87,13 @@ def forward(call: ExpertsCall, adapters: Adapters) -> tuple[Tensor, Tensor, Tens
     step = _Step(call)
     index = step.place()
     step.share_rows()
-    h = step.adapted(step.gathered(call.hidden_states), call.w13.data, adapters.w13)
+    x, first, second = call.hidden_states, adapters.w13, adapters.w2
+    u = None if first is None else step.narrowed(x, first, tokens=True)
+    h = step.adapted(step.gathered(x), call.w13.data, first, u)
     hidden = step.rows(step.I)
     step.run(activate(step.activation, hidden, h, step.layout))
-    y = step.adapted(hidden, call.w2.data, adapters.w2)
+    v = None if second is None else step.narrowed(hidden, second)
+    y = step.adapted(hidden, call.w2.data, second, v)
     return step.summed(y, call.topk_weights), h, index
 
 
@@ -130,12 +117,17 @@ def backward(
     step.share_rows()
     found: list[Any] = [None] * 10
     x = None
-    if h is None:
+    if h is None or needs_w13:
         x = step.gathered(call.hidden_states)
-        h = step.adapted(x, call.w13.data, first)
+    u = None
+    if first is not None and (h is None or needs_first):
+        u = step.narrowed(call.hidden_states, first, tokens=True)
+    if h is None:
+        assert x is not None
+        h = step.adapted(x, call.w13.data, first, u)
     dout = step.gathered(grad)
-    dv = None if second is None else step.narrowed(dout, second, transpose=True)
-    dhidden = step.adapted_back(dout, call.w2.data, second, dv)
+    dv = None if second is None else step.narrowed(grad, second, transpose=True, tokens=True)
+    dhidden = step.adapted(dout, call.w2.data, second, dv, transpose=True)
     dh, hidden = step.rows(step.N), step.rows(step.I) if needs_w2 or needs_second else None
     dweights = dh.new_empty(call.topk_weights.shape, dtype=torch.float32)
     weights, layout = call.topk_weights, step.layout
@@ -147,22 +139,21 @@ def backward(
         found[2] = step.outer(dout, hidden)
     if needs_second:
         assert second is not None and dv is not None and hidden is not None
+        found[8] = step.outer_product(second.a, True, hidden, dv)
         v = step.narrowed(hidden, second)
-        found[8:] = step.outer_products(second, hidden, dv, dout, v)
+        found[9] = step.outer_product(second.b, False, grad, v, tokens=True)
     del dout, dhidden, hidden
     if needs_w13:
-        x = step.gathered(call.hidden_states) if x is None else x
+        assert x is not None
         found[1] = step.outer(dh, x)
     du = None
     if first is not None and (needs_x or needs_first):
         du = step.narrowed(dh, first, transpose=True)
     if needs_first:
-        assert first is not None and du is not None
-        # tokens are read where they are: their rows, where nothing else needs them, are not made
-        rows, pairs = (call.hidden_states, step.order()) if x is None else (x, None)
-        u = step.narrowed(rows, first, pairs=pairs)
-        found[6:8] = step.outer_products(first, rows, du, dh, u, pairs)
+        assert first is not None and u is not None and du is not None
+        found[6] = step.outer_product(first.a, True, call.hidden_states, du, tokens=True)
+        found[7] = step.outer_product(first.b, False, dh, u)
     if needs_x:
-        dx = step.adapted_back(dh, call.w13.data, first, du)
+        dx = step.adapted(dh, call.w13.data, first, du, transpose=True)
         found[0] = step.summed(dx, None)
     return found
