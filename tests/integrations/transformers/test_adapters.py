@@ -245,10 +245,9 @@ def test_fp32_adapters_of_a_bf16_model():
         out, grads = step(model)
     assert calls.names == BOTH and out.dtype == torch.bfloat16
     want, wanted = step(reference)
-    # other experts may be chosen where two scores are near: some tokens' logits differ
-    assert relative(out, want) < 0.15
+    assert relative(out, want) < 0.02  # all of the model rounds to bf16
     for name, grad in grads.items():
-        assert grad.dtype == torch.float32 and relative(grad, wanted[name]) < 0.15
+        assert grad.dtype == torch.float32 and relative(grad, wanted[name]) < 0.02
 
 
 def test_several_adapters_compile_whole():
