@@ -1,11 +1,11 @@
 """Fine-tunes the tiny model on text of another kind, with LoRA adapters on its experts alone.
 
-The model writes Python; the text is this repository's documentation, of which the last tenth is
-held out. PEFT puts the adapters on the experts' parameters, and `attach` runs them through
+The model writes Python; the text is this repository's documentation, whose last tenth is held
+out. PEFT puts the adapters on the experts' parameters, and `attach` runs them through
 moe_ops. With --scheme the experts' weights are quantized first and stay so (QLoRA). A minute of a
 CPU is enough; a GPU is used if there is one.
 
-    python examples/finetune.py --plot finetune.png
+    python examples/finetune.py --plot docs/lora.png
     python examples/finetune.py --scheme int4_w4a16:g32 --out adapter
 """
 
