@@ -21,6 +21,7 @@ from torch.fx.experimental.symbolic_shapes import guard_scalar
 
 from moe_ops import activations, environment
 from moe_ops.autograd import experts as composition
+from moe_ops.autograd.adapters import UNADAPTED, Adapters, LowRank
 from moe_ops.backends.torch import grouped_mm as products
 from moe_ops.environment import INTERPRETED
 from moe_ops.kernels.launch import Lazy
@@ -133,16 +134,20 @@ def explanation(call: ExpertsCall) -> str:
 _warned = False
 
 
-def warn_of_plain_torch(reason: str) -> None:
-    """Say once that a call which records gradients leaves fast kernels unused, and why."""
+def warn_of_plain_torch(
+    x: Tensor,
+    reason: str,
+    cause: str = "gradients are recorded",
+    remedy: str = "wrap the call in torch.no_grad() or torch.inference_mode()",
+) -> None:
+    """Say once that a call on a GPU, whose tokens are x, leaves fast kernels unused, and why."""
     global _warned
-    if _warned:
+    if _warned or not x.is_cuda or not x.numel():
         return
     _warned = True
     warnings.warn(
-        "moe_ops runs its differentiable torch path, because gradients are recorded, and "
-        f"{reason}. For inference wrap the call in torch.no_grad() or torch.inference_mode() to "
-        "use the fast kernels.",
+        f"moe_ops runs its differentiable torch path, because {cause}, and {reason}. For "
+        f"inference {remedy} to use the fast kernels.",
         stacklevel=2,
     )
 
@@ -160,20 +165,29 @@ def _forward(*values: Any) -> tuple[Tensor, Tensor, Tensor]:
     """
     call, recompute = _inputs(values)
     reason = why_not_fused(call)
-    if reason is None:
-        out, h, index = _fused_forward(call)
-    else:
-        if call.hidden_states.is_cuda and call.topk_ids.numel():
-            warn_of_plain_torch(reason)
-        pairs = permute.sort_pairs(call.topk_ids, call.w13.data.shape[0], call.expert_map)
-        rows = composition.gemm1_input(call, pairs)
-        h = composition.product(_multiply, rows, call.w13, pairs, None)
-        hidden = activations.formula(_activation_input(call, h, pairs), call.activation)
-        out = composition.combined(_multiply, hidden.to(h.dtype), call, pairs)
-        places = torch.where(pairs.valid.flatten(), pairs.inverse, -1)
-        index = torch.cat((pairs.offsets, places.to(torch.int32)))
+    if reason is not None:
+        warn_of_plain_torch(call.hidden_states, reason)
+    return run_forward(call, UNADAPTED, recompute, reason is None)
+
+
+def run_forward(
+    call: ExpertsCall, adapters: Adapters, recompute: bool, fused: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """out, h and index, with what adapts the products in h too."""
+    out, h, index = (_fused_forward if fused else _portable_forward)(call, adapters)
     h = h[:0].clone() if recompute else h
     return out, h.to(_kept_dtype(call)), index
+
+
+def _portable_forward(call: ExpertsCall, adapters: Adapters) -> tuple[Tensor, Tensor, Tensor]:
+    """out, h and index, in plain torch."""
+    pairs = permute.sort_pairs(call.topk_ids, call.w13.data.shape[0], call.expert_map)
+    rows = composition.gemm1_input(call, pairs)
+    h = composition.product(_multiply, rows, call.w13, pairs, None, adapters.w13)
+    hidden = activations.formula(_activation_input(call, h, pairs), call.activation)
+    out = composition.combined(_multiply, hidden.to(h.dtype), call, pairs, adapters.w2)
+    places = torch.where(pairs.valid.flatten(), pairs.inverse, -1)
+    return out, h, torch.cat((pairs.offsets, places.to(torch.int32)))
 
 
 def _kept_dtype(call: ExpertsCall) -> torch.dtype:
@@ -221,26 +235,56 @@ def _forward_fake(*values: Any) -> tuple[Tensor, Tensor, Tensor]:
 def _backward(grad: Tensor, h: Tensor, index: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     """Gradients of hidden_states, w13, w2, topk_weights, w13_bias and w2_bias; (0,) for those that
     are not needed.
+    """
+    *values, needs = rest
+    inputs = _inputs(tuple(values))
+    fused = why_not_fused(inputs.call) is None
+    return run_backward(inputs, grad, h, index, needs, UNADAPTED, fused)
+
+
+def run_backward(
+    inputs: Inputs,
+    grad: Tensor,
+    h: Tensor,
+    index: Tensor,
+    needs: list[bool],
+    adapters: Adapters,
+    fused: bool,
+) -> tuple[Tensor, ...]:
+    """The gradients, and where `needs` has them, behind them those of a13, b13, a2 and b2."""
+    if fused:
+        kept = None if inputs.recompute else h
+        found = _fused_backward(inputs.call, grad, kept, index, needs, adapters)
+        return tuple([h.new_empty(0) if t is None else t for t in found])
+    return _portable_backward(inputs, grad, h, index, needs, adapters)[: len(needs)]
+
+
+def _portable_backward(
+    inputs: Inputs,
+    grad: Tensor,
+    h: Tensor,
+    index: Tensor,
+    needs: list[bool],
+    adapters: Adapters,
+) -> tuple[Tensor, ...]:
+    """The gradients in plain torch.
 
     With s the router weight of a pair, a its activation and dO the gradient of its token's output:
     da = s * (dO @ w2), ds = <dO @ w2, a>, dw2 = dO^T @ (s * a). So dO is gathered and nothing of
     width K is stored (SonicMoE, arXiv 2512.14080, section 3).
     """
-    *values, needs = rest
-    inputs = _inputs(tuple(values))
     call, (E, _, _, _, top_k) = inputs.call, inputs.sizes
-    if why_not_fused(call) is None:
-        found = _fused_backward(call, grad, None if inputs.recompute else h, index, needs)
-        return tuple([h.new_empty(0) if t is None else t for t in found])
-    needs_x, needs_w13, needs_w2, needs_weights, needs_b13, needs_b2 = needs
+    needs_x, needs_w13, needs_w2, needs_weights, needs_b13, needs_b2 = needs[:6]
+    needs_adapters = any(needs[6:8]), any(needs[8:])  # a and b of a pair come together
     pairs = _pairs(call, index, E, top_k)
     on_input = call.router_weight_on_input
     rows = None
-    if inputs.recompute or needs_w13:
+    if inputs.recompute or needs_w13 or needs_adapters[0]:
         rows = composition.gemm1_input(call, pairs)
     if inputs.recompute:
         assert rows is not None
-        h = composition.product(_multiply, rows, call.w13, pairs, None).to(_kept_dtype(call))
+        h = composition.product(_multiply, rows, call.w13, pairs, None, adapters.w13)
+        h = h.to(_kept_dtype(call))
     if call.w13.scheme:
         h = h.to(torch.float32)  # the dtype of products with quantized weights
     wide = _wide(h)
@@ -248,12 +292,13 @@ def _backward(grad: Tensor, h: Tensor, index: Tensor, *rest: Any) -> tuple[Tenso
     s = torch.ones_like(weights) if on_input else weights
     x_wide = _activation_input(call, h, pairs)
     # outputs may not share memory
-    dx, dw13, dw2, dweights, db13, db2 = [h.new_empty(0) for _ in needs]
+    dx, dw13, dw2, dweights, db13, db2 = [h.new_empty(0) for _ in range(6)]
+    of_adapters = [h.new_empty(0) for _ in range(4)]
 
     dout = permute.gather_tokens(grad.to(h.dtype), pairs)
-    da = composition.product(_multiply, dout, call.w2, pairs, None, transpose=True).to(wide)
+    da = composition.product(_multiply, dout, call.w2, pairs, None, adapters.w2, True).to(wide)
     of_output = needs_weights and not on_input
-    if of_output or needs_w2:
+    if of_output or needs_w2 or needs_adapters[1]:
         hidden = activations.formula(x_wide, call.activation).to(h.dtype)
         hidden = composition.gemm2_input(call, pairs, hidden).to(wide)
     if of_output:
@@ -263,10 +308,14 @@ def _backward(grad: Tensor, h: Tensor, index: Tensor, *rest: Any) -> tuple[Tenso
         dweights = _by_pair(ds, pairs).to(call.topk_weights.dtype)
     if needs_w2:
         dw2 = products.grouped_outer(dout, (s * hidden).to(h.dtype), pairs.offsets)
+    if needs_adapters[1]:
+        assert adapters.w2 is not None
+        of_adapters[2:] = _of_adapter((s * hidden).to(h.dtype), dout, adapters.w2, pairs)
     if needs_b2:
         assert call.w2_bias is not None
         db2 = _sum_of_rows(dout, s, pairs).to(call.w2_bias.dtype)
-    if needs_x or needs_w13 or needs_b13 or (needs_weights and on_input):
+    through = needs_x or (needs_weights and on_input)
+    if through or needs_w13 or needs_b13 or needs_adapters[0]:
         dh = activations.derivative(x_wide, s * da, call.activation).to(h.dtype)
         if needs_w13:
             assert rows is not None
@@ -274,8 +323,13 @@ def _backward(grad: Tensor, h: Tensor, index: Tensor, *rest: Any) -> tuple[Tenso
         if needs_b13:
             assert call.w13_bias is not None
             db13 = _sum_of_rows(dh, torch.ones_like(s), pairs).to(call.w13_bias.dtype)
-        if needs_x or (needs_weights and on_input):
-            drows = composition.product(_multiply, dh, call.w13, pairs, None, transpose=True)
+        if needs_adapters[0]:
+            assert rows is not None and adapters.w13 is not None
+            of_adapters[:2] = _of_adapter(rows, dh, adapters.w13, pairs)
+        if through:
+            drows = composition.product(
+                _multiply, dh, call.w13, pairs, None, adapters.w13, transpose=True
+            )
             by_pair = drows.index_select(0, pairs.inverse).unflatten(0, pairs.valid.shape)
             by_pair = torch.where(pairs.valid.unsqueeze(-1), by_pair.to(wide), 0)
             if needs_weights and on_input:
@@ -287,7 +341,19 @@ def _backward(grad: Tensor, h: Tensor, index: Tensor, *rest: Any) -> tuple[Tenso
                 by_pair = torch.where(pairs.valid.unsqueeze(-1), by_pair, 0)
             if needs_x:
                 dx = by_pair.sum(1).to(call.hidden_states.dtype)
-    return dx, dw13, dw2, dweights, db13, db2
+    return dx, dw13, dw2, dweights, db13, db2, *of_adapters
+
+
+def _of_adapter(
+    rows: Tensor, grad: Tensor, adapter: LowRank, pairs: permute.Pairs
+) -> tuple[Tensor, Tensor]:
+    """Gradients of a and b, from the rows that the product takes and the gradient of those that
+    it returns.
+    """
+    u = composition.narrowed(_multiply, rows, adapter, pairs)
+    du = composition.narrowed(_multiply, grad, adapter, pairs, transpose=True)
+    da = products.grouped_outer(du, rows, pairs.offsets).to(adapter.a.dtype)
+    return da, products.grouped_outer(grad, u, pairs.offsets).to(adapter.b.dtype)
 
 
 def _pairs(call: ExpertsCall, index: Tensor, E: int, top_k: int) -> permute.Pairs:
@@ -402,9 +468,13 @@ def fused_experts(call: ExpertsCall, recompute: bool) -> Tensor:
     the backward pass but the inputs and the order of the pairs.
     """
     composition.refuse_transforms()
+    return forward(*op_values(call, recompute))[0]
+
+
+def op_values(call: ExpertsCall, recompute: bool) -> tuple:
+    """The inputs of both operators."""
     a = call.activation
     # constants, also where dynamic=True makes symbols of them
     numbers = [float(guard_scalar(x)) for x in (a.alpha, a.beta, a.limit)]
     values = (call.w13.scheme, a.name, *numbers, call.router_weight_on_input, recompute)
-    text = text_of(Options._fields, values)
-    return forward(*call.op_values(text))[0]
+    return call.op_values(text_of(Options._fields, values))

@@ -6,7 +6,6 @@ import math
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import moe_ops
 from moe_ops.autograd import fused, training
@@ -24,7 +23,7 @@ from tests.autograd.test_gradients import (
     leaves,
 )
 from tests.support import oracle
-from tests.support.cases import BF16, FP32, Case
+from tests.support.cases import BF16, FP32, Case, Largest
 
 CUDA = torch.cuda.is_available()
 SCHEMES = [
@@ -111,19 +110,6 @@ def test_a_nan_gradient_stays_with_its_token(where):
 
 
 # --- no copy of a weight -------------------------------------------------------------------------
-
-
-class Largest(TorchDispatchMode):
-    """The most elements, of 16 bits and more, that any operator returned."""
-
-    elements = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        found = func(*args, **(kwargs or {}))
-        for t in found if isinstance(found, (tuple, list)) else (found,):
-            if torch.is_tensor(t) and t.itemsize > 1:
-                self.elements = max(self.elements, t.numel())
-        return found
 
 
 @everywhere
