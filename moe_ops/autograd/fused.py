@@ -1,6 +1,6 @@
 """The functional pair on GPUs with grouped products: torch's for plain weights, our own for those
 of 4 to 8 bits, with kernels of this package between them. Imported at first launch only. Values
-are those of the portable code in training.py: of plain weights rounded less often, of quantized
+are those of portable.py: of plain weights rounded less often, of quantized
 ones rounded to bf16 where that code computes in fp32.
 
 A step takes nine products' worth of arithmetic and, beside them, passes over rows: tokens are

@@ -6,7 +6,7 @@ expert; so nothing as large as a weight is made, and weights may stay quantized.
 backward pass is what training.py keeps: the inputs, h and the index. What has the width of the
 rank is computed again.
 
-Both run where those of training.py do, in plain torch or in fused.py. Without gradients the
+Both run where those of training.py do, in portable.py or fused.py. Without gradients the
 forward operator runs alone.
 """
 

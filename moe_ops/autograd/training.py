@@ -6,8 +6,8 @@ Functional, because autograd refuses operators that write their arguments, and s
 checkpointing of one loses what it wrote. A compiler that partitions forward from backward keeps
 what these two say: hidden_states, h and the index.
 
-Both are here in plain torch, for any device and any call, and in fused.py for bf16 rows on GPUs,
-beside weights in bf16 or weights that alone are quantized.
+Both run in plain torch (portable.py), for any device and any call, and in fused.py for bf16 rows
+on GPUs, beside weights in bf16 or weights that alone are quantized.
 """
 
 from __future__ import annotations
@@ -21,12 +21,11 @@ from torch.fx.experimental.symbolic_shapes import guard_scalar
 
 from moe_ops import activations, environment
 from moe_ops.autograd import experts as composition
-from moe_ops.autograd.adapters import UNADAPTED, Adapters, LowRank
-from moe_ops.backends.torch import grouped_mm as products
+from moe_ops.autograd import portable
+from moe_ops.autograd.adapters import UNADAPTED, Adapters
 from moe_ops.environment import INTERPRETED
 from moe_ops.kernels.launch import Lazy
 from moe_ops.meta import flops
-from moe_ops.numerics import Scales, permute
 from moe_ops.ops.call import ExpertsCall, Weight
 from moe_ops.ops.library import TORCH_DEVICES, options_of, register_function, text_of
 from moe_ops.ops.memory import addressable
@@ -174,49 +173,9 @@ def run_forward(
     call: ExpertsCall, adapters: Adapters, recompute: bool, fused: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """out, h and index, with what adapts the products in h too."""
-    out, h, index = (_fused_forward if fused else _portable_forward)(call, adapters)
+    out, h, index = (_fused_forward if fused else portable.forward)(call, adapters)
     h = h[:0].clone() if recompute else h
-    return out, h.to(_kept_dtype(call)), index
-
-
-def _portable_forward(call: ExpertsCall, adapters: Adapters) -> tuple[Tensor, Tensor, Tensor]:
-    """out, h and index, in plain torch."""
-    pairs = permute.sort_pairs(call.topk_ids, call.w13.data.shape[0], call.expert_map)
-    rows = composition.gemm1_input(call, pairs)
-    h = composition.product(_multiply, rows, call.w13, pairs, None, adapters.w13)
-    hidden = activations.formula(_activation_input(call, h, pairs), call.activation)
-    out = composition.combined(_multiply, hidden.to(h.dtype), call, pairs, adapters.w2)
-    places = torch.where(pairs.valid.flatten(), pairs.inverse, -1)
-    return out, h, torch.cat((pairs.offsets, places.to(torch.int32)))
-
-
-def _kept_dtype(call: ExpertsCall) -> torch.dtype:
-    """Of h: that of hidden_states, but fp32 where the scheme quantizes activations."""
-    plain = get_scheme(call.w13.scheme).activation is None
-    return call.hidden_states.dtype if plain else torch.float32
-
-
-def _multiply(x: Tensor, weight: Tensor, offsets: Tensor, *scales_and_bias: Any) -> Tensor:
-    *scales, bias, scheme, transpose = scales_and_bias
-    of = Scales(*scales) if scheme else None
-    return products.grouped_mm(
-        x, weight, offsets, scales=of, scheme=scheme, bias=bias, transpose=transpose
-    )
-
-
-def _activation_input(call: ExpertsCall, h: Tensor, pairs: permute.Pairs) -> Tensor:
-    """(S, N): h plus the bias of each row's expert, fp32 or fp64."""
-    x = h.to(_wide(h))
-    return x if call.w13_bias is None else x + _of_experts(call.w13_bias, pairs, x.dtype)
-
-
-def _of_experts(bias: Tensor, pairs: permute.Pairs, dtype: torch.dtype) -> Tensor:
-    """(S, columns): the bias of each row's expert; behind the last expert's rows that one's."""
-    return bias.to(dtype).index_select(0, pairs.experts.clamp(max=bias.shape[0] - 1))
-
-
-def _wide(h: Tensor) -> torch.dtype:
-    return h.dtype if h.dtype == torch.float64 else torch.float32
+    return out, h.to(portable.kept_dtype(call)), index
 
 
 def _forward_fake(*values: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -224,7 +183,7 @@ def _forward_fake(*values: Any) -> tuple[Tensor, Tensor, Tensor]:
     call, (E, N, _, _, top_k) = inputs.call, inputs.sizes
     x = call.hidden_states
     S = x.shape[0] * top_k
-    h = x.new_empty((0 if inputs.recompute else S, N), dtype=_kept_dtype(call))
+    h = x.new_empty((0 if inputs.recompute else S, N), dtype=portable.kept_dtype(call))
     out = x.new_empty(x.shape)
     return out, h, call.topk_ids.new_empty((E + S,), dtype=torch.int32)
 
@@ -252,140 +211,10 @@ def run_backward(
     fused: bool,
 ) -> tuple[Tensor, ...]:
     """The gradients, and where `needs` has them, behind them those of a13, b13, a2 and b2."""
-    if fused:
-        kept = None if inputs.recompute else h
-        found = _fused_backward(inputs.call, grad, kept, index, needs, adapters)
-        return tuple([h.new_empty(0) if t is None else t for t in found])
-    return _portable_backward(inputs, grad, h, index, needs, adapters)[: len(needs)]
-
-
-def _portable_backward(
-    inputs: Inputs,
-    grad: Tensor,
-    h: Tensor,
-    index: Tensor,
-    needs: list[bool],
-    adapters: Adapters,
-) -> tuple[Tensor, ...]:
-    """The gradients in plain torch.
-
-    With s the router weight of a pair, a its activation and dO the gradient of its token's output:
-    da = s * (dO @ w2), ds = <dO @ w2, a>, dw2 = dO^T @ (s * a). So dO is gathered and nothing of
-    width K is stored (SonicMoE, arXiv 2512.14080, section 3).
-    """
-    call, (E, _, _, _, top_k) = inputs.call, inputs.sizes
-    needs_x, needs_w13, needs_w2, needs_weights, needs_b13, needs_b2 = needs[:6]
-    needs_adapters = any(needs[6:8]), any(needs[8:])  # a and b of a pair come together
-    pairs = _pairs(call, index, E, top_k)
-    on_input = call.router_weight_on_input
-    rows = None
-    if inputs.recompute or needs_w13 or needs_adapters[0]:
-        rows = composition.gemm1_input(call, pairs)
-    if inputs.recompute:
-        assert rows is not None
-        h = composition.product(_multiply, rows, call.w13, pairs, None, adapters.w13)
-        h = h.to(_kept_dtype(call))
-    if call.w13.scheme:
-        h = h.to(torch.float32)  # the dtype of products with quantized weights
-    wide = _wide(h)
-    weights = call.topk_weights.to(wide).flatten().index_select(0, pairs.order).unsqueeze(1)
-    s = torch.ones_like(weights) if on_input else weights
-    x_wide = _activation_input(call, h, pairs)
+    run = _fused_backward if fused else portable.backward
+    found = run(inputs.call, grad, None if inputs.recompute else h, index, needs, adapters)
     # outputs may not share memory
-    dx, dw13, dw2, dweights, db13, db2 = [h.new_empty(0) for _ in range(6)]
-    of_adapters = [h.new_empty(0) for _ in range(4)]
-
-    dout = permute.gather_tokens(grad.to(h.dtype), pairs)
-    da = composition.product(_multiply, dout, call.w2, pairs, None, adapters.w2, True).to(wide)
-    of_output = needs_weights and not on_input
-    if of_output or needs_w2 or needs_adapters[1]:
-        hidden = activations.formula(x_wide, call.activation).to(h.dtype)
-        hidden = composition.gemm2_input(call, pairs, hidden).to(wide)
-    if of_output:
-        ds = (da * hidden).sum(1)
-        if call.w2_bias is not None:
-            ds = ds + (dout.to(wide) * _of_experts(call.w2_bias, pairs, wide)).sum(1)
-        dweights = _by_pair(ds, pairs).to(call.topk_weights.dtype)
-    if needs_w2:
-        dw2 = products.grouped_outer(dout, (s * hidden).to(h.dtype), pairs.offsets)
-    if needs_adapters[1]:
-        assert adapters.w2 is not None
-        of_adapters[2:] = _of_adapter((s * hidden).to(h.dtype), dout, adapters.w2, pairs)
-    if needs_b2:
-        assert call.w2_bias is not None
-        db2 = _sum_of_rows(dout, s, pairs).to(call.w2_bias.dtype)
-    through = needs_x or (needs_weights and on_input)
-    if through or needs_w13 or needs_b13 or needs_adapters[0]:
-        dh = activations.derivative(x_wide, s * da, call.activation).to(h.dtype)
-        if needs_w13:
-            assert rows is not None
-            dw13 = products.grouped_outer(dh, rows, pairs.offsets)
-        if needs_b13:
-            assert call.w13_bias is not None
-            db13 = _sum_of_rows(dh, torch.ones_like(s), pairs).to(call.w13_bias.dtype)
-        if needs_adapters[0]:
-            assert rows is not None and adapters.w13 is not None
-            of_adapters[:2] = _of_adapter(rows, dh, adapters.w13, pairs)
-        if through:
-            drows = composition.product(
-                _multiply, dh, call.w13, pairs, None, adapters.w13, transpose=True
-            )
-            by_pair = drows.index_select(0, pairs.inverse).unflatten(0, pairs.valid.shape)
-            by_pair = torch.where(pairs.valid.unsqueeze(-1), by_pair.to(wide), 0)
-            if needs_weights and on_input:
-                x = torch.where(pairs.valid, call.hidden_states.to(wide), 0)
-                dweights = (by_pair.squeeze(1) * x).sum(1, keepdim=True)
-                dweights = dweights.to(call.topk_weights.dtype)
-            if on_input:
-                by_pair = by_pair * call.topk_weights.to(wide).unsqueeze(-1)
-                by_pair = torch.where(pairs.valid.unsqueeze(-1), by_pair, 0)
-            if needs_x:
-                dx = by_pair.sum(1).to(call.hidden_states.dtype)
-    return dx, dw13, dw2, dweights, db13, db2, *of_adapters
-
-
-def _of_adapter(
-    rows: Tensor, grad: Tensor, adapter: LowRank, pairs: permute.Pairs
-) -> tuple[Tensor, Tensor]:
-    """Gradients of a and b, from the rows that the product takes and the gradient of those that
-    it returns.
-    """
-    u = composition.narrowed(_multiply, rows, adapter, pairs)
-    du = composition.narrowed(_multiply, grad, adapter, pairs, transpose=True)
-    da = products.grouped_outer(du, rows, pairs.offsets).to(adapter.a.dtype)
-    return da, products.grouped_outer(grad, u, pairs.offsets).to(adapter.b.dtype)
-
-
-def _pairs(call: ExpertsCall, index: Tensor, E: int, top_k: int) -> permute.Pairs:
-    """The sorted pairs of the index that the forward pass returned."""
-    S = call.topk_ids.numel()
-    offsets, rows = index[:E], index[E:].long()
-    pair = torch.arange(S, device=index.device)
-    valid = rows >= 0
-    # rows behind the last are those of no pair: they have the first one's token, and count nowhere
-    order = rows.new_zeros(S + 1).scatter_(0, torch.where(valid, rows, S), pair)[:S]
-    experts = torch.searchsorted(offsets, pair, right=True)
-    return permute.Pairs(
-        order,
-        rows.clamp(min=0),
-        experts,
-        offsets,
-        valid.unflatten(0, (call.topk_ids.shape[0], top_k)),
-    )
-
-
-def _by_pair(values: Tensor, pairs: permute.Pairs) -> Tensor:
-    """Values of sorted rows (S,) as those of pairs (M, top_k): 0 where the expert is not here."""
-    found = values.index_select(0, pairs.inverse).view(pairs.valid.shape)
-    return torch.where(pairs.valid, found, 0)
-
-
-def _sum_of_rows(rows: Tensor, factor: Tensor, pairs: permute.Pairs) -> Tensor:
-    """(E, N): the sum of factor (S, 1) times each expert's rows (S, N). A product sums in a fixed
-    order; index_add would not.
-    """
-    factors = factor.to(rows.dtype).expand(-1, 8).contiguous()
-    return products.grouped_outer(rows, factors, pairs.offsets)[..., 0].contiguous()
+    return tuple([h.new_empty(0) if t is None else t for t in found])
 
 
 def _backward_fake(grad: Tensor, h: Tensor, index: Tensor, *rest: Any) -> tuple[Tensor, ...]:
