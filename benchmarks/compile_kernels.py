@@ -434,9 +434,9 @@ def compile_training(
             sizes = ((call.rank, K), (N, call.rank)), ((call.rank, I), (K, call.rank))
             matrices = [[_empty(E, *size, dtype=dtype) for size in pair] for pair in sizes]
             adapters = Adapters(*[LowRank(*pair, 2.0) for pair in matrices])
-            _, h, index = fused_lora.forward(step, adapters)
+            _, h, u, index = fused_lora.forward(step, adapters)
             needs = [True, False, False, True, False, False] + [True] * 4
-            fused_lora.backward(step, adapters, grad, h, index, needs)
+            fused_lora.backward(step, adapters, grad, h, u, index, needs)
         else:
             _, h, index = training.forward(step)
             training.backward(step, grad, h, index, [True] * 6)

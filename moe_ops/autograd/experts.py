@@ -57,6 +57,7 @@ class Layer(NamedTuple):
 
     out: Tensor  # (M, K)
     gate_up: Tensor  # (S, N) before the activation, of pairs sorted by expert
+    narrow: Tensor | None  # (S, r), the rows of the first product through its adapter's rank
 
 
 def fused_experts(call: ExpertsCall, adapters: Adapters = UNADAPTED) -> Tensor:
@@ -74,13 +75,14 @@ def layer(
 ) -> Layer:
     """The layer in torch operators and one that multiplies, with the arguments of `grouped_mm`."""
     rows = gemm1_input(call, pairs)
-    gate_up = product(multiply, rows, call.w13, pairs, call.w13_bias, adapters.w13)
+    u = None if adapters.w13 is None else narrowed(multiply, rows, adapters.w13, pairs)
+    gate_up = product(multiply, rows, call.w13, pairs, call.w13_bias, adapters.w13, u)
     hidden = gemm2_input(call, pairs, activations.apply(gate_up, call.activation))
     y = product(multiply, hidden, call.w2, pairs, call.w2_bias, adapters.w2)
     weights = (
         torch.ones_like(call.topk_weights) if call.router_weight_on_input else call.topk_weights
     )
-    return Layer(permute.combine(y, weights, pairs, call.hidden_states.dtype), gate_up)
+    return Layer(permute.combine(y, weights, pairs, call.hidden_states.dtype), gate_up, u)
 
 
 def product(
@@ -90,13 +92,17 @@ def product(
     pairs: permute.Pairs,
     bias: Tensor | None,
     adapter: LowRank | None = None,
+    u: Tensor | None = None,
     transpose: bool = False,
 ) -> Tensor:
-    """rows times the weight of their expert, and what adapts it."""
+    """rows times the weight of their expert, and what adapts it; `u` are the rows through the
+    rank, where they are known.
+    """
     y = multiply(rows, weight.data, pairs.offsets, *weight.scales, bias, weight.scheme, transpose)
     if adapter is None:
         return y
-    u = narrowed(multiply, rows, adapter, pairs, transpose)
+    if u is None:
+        u = narrowed(multiply, rows, adapter, pairs, transpose)
     return y + _plain(multiply, u, adapter.a if transpose else adapter.b, pairs, transpose)
 
 

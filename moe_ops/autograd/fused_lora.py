@@ -82,8 +82,8 @@ class _Step(fused._Step):
 
 
 @fused.on_device
-def forward(call: ExpertsCall, adapters: Adapters) -> tuple[Tensor, Tensor, Tensor]:
-    """(out, h, index), as lora.py defines them."""
+def forward(call: ExpertsCall, adapters: Adapters) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+    """(out, h, u, index), as lora.py defines them."""
     step = _Step(call)
     index = step.place()
     step.share_rows()
@@ -94,7 +94,7 @@ def forward(call: ExpertsCall, adapters: Adapters) -> tuple[Tensor, Tensor, Tens
     step.run(activate(step.activation, hidden, h, step.layout))
     v = None if second is None else step.narrowed(hidden, second)
     y = step.adapted(hidden, call.w2.data, second, v)
-    return step.summed(y, call.topk_weights), h, index
+    return step.summed(y, call.topk_weights), h, u, index
 
 
 @fused.on_device
@@ -103,11 +103,12 @@ def backward(
     adapters: Adapters,
     grad: Tensor,
     h: Tensor | None,
+    u: Tensor | None,
     index: Tensor,
     needs: list[bool],
 ) -> list[Tensor | None]:
-    """The gradients that are needed, as lora.py defines them; `h` is None if it is computed
-    again.
+    """The gradients that are needed, as lora.py defines them; `h` and `u` are None if they
+    are computed again.
     """
     needs_x, needs_w13, needs_w2, needs_weights, *_ = needs
     needs_first, needs_second = any(needs[6:8]), any(needs[8:])
@@ -119,11 +120,10 @@ def backward(
     x = None
     if h is None or needs_w13:
         x = step.gathered(call.hidden_states)
-    u = None
-    if first is not None and (h is None or needs_first):
-        u = step.narrowed(call.hidden_states, first, tokens=True)
     if h is None:
         assert x is not None
+        if first is not None:
+            u = step.narrowed(call.hidden_states, first, tokens=True)
         h = step.adapted(x, call.w13.data, first, u)
     dout = step.gathered(grad)
     dv = None if second is None else step.narrowed(grad, second, transpose=True, tokens=True)

@@ -3,8 +3,7 @@
 
 Each product gains one through the rank, h = x w13^T + scale (x a13^T) b13^T, on rows sorted by
 expert; so nothing as large as a weight is made, and weights may stay quantized. Kept for the
-backward pass is what training.py keeps: the inputs, h and the index. What has the width of the
-rank is computed again.
+backward pass is what training.py keeps, the inputs, h and the index, and u = scale x a13^T (S, r).
 
 Both are here in plain torch, for any device and any call, and in fused_lora.py for plain bf16
 weights on GPUs. Without gradients the forward operator runs alone.
@@ -62,27 +61,35 @@ def why_not_fused(call: ExpertsCall, adapters: Adapters) -> str | None:
 # --- forward -------------------------------------------------------------------------------------
 
 
-def _forward(*values: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """out, h and index of training.py, with h as the activation takes it."""
+def _forward(*values: Any) -> tuple[Tensor, ...]:
+    """out, h and index of training.py, with h as the activation takes it; and before the index u
+    (S, r), or (0, r) if it is computed again. Without an adapter of w13 u is (0, 0).
+    """
     call, recompute = training._inputs(values[:_OF_EXPERTS])
     adapters = _adapters(values)
     if why_not_fused(call, adapters) is None:
-        out, h, index = _fused_forward(call, adapters)
+        out, h, u, index = _fused_forward(call, adapters)
     else:
         pairs = permute.sort_pairs(call.topk_ids, call.w13.data.shape[0], call.expert_map)
-        out, h = composition.layer(call, pairs, training._multiply, adapters)
+        out, h, u = composition.layer(call, pairs, training._multiply, adapters)
         index = training.index_of(pairs)
-    return out, h[:0].clone() if recompute else h, index
+    u = h.new_empty(0, 0) if u is None else u
+    if recompute:
+        h, u = h[:0].clone(), u[:0].clone()
+    return out, h, u, index
 
 
-def _forward_fake(*values: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return training._forward_fake(*values[:_OF_EXPERTS])
+def _forward_fake(*values: Any) -> tuple[Tensor, ...]:
+    out, h, index = training._forward_fake(*values[:_OF_EXPERTS])
+    a13 = values[_OF_EXPERTS]
+    size = (0, 0) if a13 is None else (h.shape[0], a13.shape[1])
+    return out, h, h.new_empty(size), index
 
 
 # --- backward ------------------------------------------------------------------------------------
 
 
-def _backward(grad: Tensor, h: Tensor, index: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+def _backward(grad: Tensor, h: Tensor, u: Tensor, index: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     """Gradients of hidden_states, w13, w2, topk_weights, w13_bias, w2_bias, a13, b13, a2 and b2;
     (0,) for those that are not needed.
     """
@@ -90,14 +97,19 @@ def _backward(grad: Tensor, h: Tensor, index: Tensor, *rest: Any) -> tuple[Tenso
     inputs = training._inputs(tuple(values[:_OF_EXPERTS]))
     adapters = _adapters(tuple(values))
     if why_not_fused(inputs.call, adapters) is None:
-        kept = None if inputs.recompute else h
-        found = _fused_backward(inputs.call, adapters, grad, kept, index, needs)
+        kept = (None, None) if inputs.recompute else (h, u)
+        found = _fused_backward(inputs.call, adapters, grad, *kept, index, needs)
         return tuple([h.new_empty(0) if t is None else t for t in found])
     of_adapters = any(needs[6:8]), any(needs[8:])
-    return training.portable_backward(inputs, grad, h, index, needs[:6], adapters, of_adapters)
+    known = None if inputs.recompute else u
+    return training.portable_backward(
+        inputs, grad, h, index, needs[:6], adapters, of_adapters, known
+    )
 
 
-def _backward_fake(grad: Tensor, h: Tensor, index: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+def _backward_fake(
+    grad: Tensor, h: Tensor, u: Tensor, index: Tensor, *rest: Any
+) -> tuple[Tensor, ...]:
     *values, needs = rest
     both = [[bool(any(needs[i : i + 2]))] * 2 for i in (6, 8)]  # a and b of a pair come together
     needs = [*needs[:6], *both[0], *both[1]]
@@ -110,7 +122,7 @@ def _backward_fake(grad: Tensor, h: Tensor, index: Tensor, *rest: Any) -> tuple[
 # --- the operators -------------------------------------------------------------------------------
 
 
-def _save(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor, Tensor]) -> None:
+def _save(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> None:
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*output[1:])
     ctx.rest = [inputs[i] for i in _OPTIONS]
@@ -121,18 +133,18 @@ def _save(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor, Tensor]) -> Non
     ctx.save_for_backward(*output[1:], *tensors, *scales)
 
 
-def _values(ctx: Any) -> tuple[Tensor, Tensor, list]:
-    """h, index and the inputs."""
-    h, index, *tensors = ctx.saved_tensors
+def _values(ctx: Any) -> tuple[tuple[Tensor, Tensor, Tensor], list]:
+    """(h, u, index) and the inputs."""
+    h, u, index, *tensors = ctx.saved_tensors
     end = len(tensors) - ctx.num_scales
     values, scales = tensors[:end], tensors[end:]
     for i, value in sorted(zip((*_OPTIONS, _SCALES), (*ctx.rest, scales), strict=True)):
         values.insert(i, value)
-    return h, index, values
+    return (h, u, index), values
 
 
 def _gradients(ctx: Any, grad: Tensor | None, *_: Any) -> tuple:
-    h, index, values = _values(ctx)
+    kept, values = _values(ctx)
     needs = [bool(ctx.needs_input_grad[i]) for i in _GRADIENTS]
     found: list = [None] * len(values)
     if ctx.no_gaps:  # torch asks for as many gradients of a list as it has tensors
@@ -142,7 +154,7 @@ def _gradients(ctx: Any, grad: Tensor | None, *_: Any) -> tuple:
     if torch.is_grad_enabled():  # create_graph: derivatives of these gradients are asked for
         gradients = _differentiable(grad, values, needs)
     else:
-        gradients = backward(grad, h, index, *values, needs)
+        gradients = backward(grad, *kept, *values, needs)
     for i, need, gradient in zip(_GRADIENTS, needs, gradients, strict=True):
         found[i] = gradient if need else None
     return tuple(found)
@@ -159,7 +171,7 @@ def _differentiable(grad: Tensor, values: list, needs: list[bool]) -> list[Tenso
 
 forward = register_function(
     "lora_experts_forward",
-    f"({_INPUTS}) -> (Tensor out, Tensor h, Tensor index)",
+    f"({_INPUTS}) -> (Tensor out, Tensor h, Tensor u, Tensor index)",
     _forward,
     _forward_fake,
     (_gradients, _save),
@@ -170,7 +182,7 @@ forward = register_function(
 
 backward = register_function(
     "lora_experts_backward",
-    f"(Tensor grad, Tensor h, Tensor index, {_INPUTS}, bool[10] needs) -> ("
+    f"(Tensor grad, Tensor h, Tensor u, Tensor index, {_INPUTS}, bool[10] needs) -> ("
     + ", ".join(["Tensor"] * len(_GRADIENTS))
     + ")",
     _backward,

@@ -128,7 +128,7 @@ def _forward(*values: Any) -> tuple[Tensor, Tensor, Tensor]:
         out, h, index = _fused_forward(call)
     else:
         pairs = permute.sort_pairs(call.topk_ids, call.w13.data.shape[0], call.expert_map)
-        out, h = composition.layer(call, pairs, _multiply)
+        out, h, _ = composition.layer(call, pairs, _multiply)
         index = index_of(pairs)
     return out, h[:0].clone() if recompute else h, index
 
@@ -182,6 +182,7 @@ def portable_backward(
     needs: list[bool],
     adapters: Adapters = UNADAPTED,
     needs_adapters: tuple[bool, bool] = (False, False),  # those of w13, of w2
+    u: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
     """The gradients, and behind them those of a13, b13, a2 and b2, in plain torch.
 
@@ -208,7 +209,8 @@ def portable_backward(
     of_adapters = [h.new_empty(0) for _ in range(4)]
 
     dout = permute.gather_tokens(grad.to(h.dtype), pairs)
-    da = composition.product(_multiply, dout, call.w2, pairs, None, adapters.w2, True).to(wide)
+    da = composition.product(_multiply, dout, call.w2, pairs, None, adapters.w2, None, True)
+    da = da.to(wide)
     of_output = needs_weights and not on_input
     if of_output or needs_w2 or needs_adapters[1]:
         hidden = activations.formula(x_wide, call.activation).to(h.dtype)
@@ -238,7 +240,7 @@ def portable_backward(
             db13 = _sum_of_rows(dh, torch.ones_like(s), pairs).to(call.w13_bias.dtype)
         if needs_adapters[0]:
             assert rows is not None and adapters.w13 is not None
-            of_adapters[:2] = _of_adapter(rows, dh, adapters.w13, pairs)
+            of_adapters[:2] = _of_adapter(rows, dh, adapters.w13, pairs, u)
         if through:
             drows = composition.product(
                 _multiply, dh, call.w13, pairs, None, adapters.w13, transpose=True
@@ -258,12 +260,17 @@ def portable_backward(
 
 
 def _of_adapter(
-    rows: Tensor, grad: Tensor, adapter: LowRank, pairs: permute.Pairs
+    rows: Tensor,
+    grad: Tensor,
+    adapter: LowRank,
+    pairs: permute.Pairs,
+    u: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Gradients of a and b, from the rows that the product takes and the gradient of those that
-    it returns.
+    it returns; `u` are the rows through the rank, where they are known.
     """
-    u = composition.narrowed(_multiply, rows, adapter, pairs)
+    if u is None:
+        u = composition.narrowed(_multiply, rows, adapter, pairs)
     du = composition.narrowed(_multiply, grad, adapter, pairs, transpose=True)
     da = products.grouped_outer(du, rows, pairs.offsets).to(adapter.a.dtype)
     return da, products.grouped_outer(grad, u, pairs.offsets).to(adapter.b.dtype)
