@@ -449,9 +449,9 @@ def compile_training(
         mock.patch.object(training._Step, "outer", outer),
         _compiling(gpu, arch, compiles) as found,
     ):
-        _, h, index = training.forward(step, adapters)
+        _, h, u, index = training.forward(step, adapters)
         grad = _empty(call.M, K, dtype=dtype)
-        training.backward(step, grad, h, index, needs, adapters)
+        training.backward(step, grad, h, u, index, needs, adapters)
     return found
 
 

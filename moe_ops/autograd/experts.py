@@ -86,13 +86,17 @@ def product(
     pairs: permute.Pairs,
     bias: Tensor | None,
     adapter: LowRank | None = None,
+    u: Tensor | None = None,
     transpose: bool = False,
 ) -> Tensor:
-    """rows times the weight of their expert, and what adapts it."""
+    """rows times the weight of their expert, and what adapts it; `u` are the rows through the
+    rank, where they are known.
+    """
     y = multiply(rows, weight.data, pairs.offsets, *weight.scales, bias, weight.scheme, transpose)
     if adapter is None:
         return y
-    u = narrowed(multiply, rows, adapter, pairs, transpose)
+    if u is None:
+        u = narrowed(multiply, rows, adapter, pairs, transpose)
     return y + _plain(multiply, u, adapter.a if transpose else adapter.b, pairs, transpose)
 
 

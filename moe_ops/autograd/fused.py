@@ -1,7 +1,7 @@
 """The functional pair on GPUs with grouped products: torch's for plain weights, our own for those
 of 4 to 8 bits, with kernels of this package between them. Imported at first launch only. Values
-are those of portable.py: of plain weights rounded less often, of quantized
-ones rounded to bf16 where that code computes in fp32.
+are those of portable.py: of plain weights rounded less often, of quantized ones rounded to bf16
+where that code computes in fp32.
 
 A step takes nine products' worth of arithmetic and, beside them, passes over rows: tokens are
 copied to the rows of their pairs, one kernel goes back through activation and router weights, and
@@ -175,10 +175,11 @@ class _Adapter:
         of: LowRank,
         tokens: Tensor | None = None,
         outputs: Tensor | None = None,
+        u: Tensor | None = None,  # rows made narrow, where they are known
     ):
         self.step, self.of = step, of
         self.tokens = tokens, outputs
-        self.found: list[Tensor | None] = [None, None]
+        self.found: list[Tensor | None] = [u, None]
 
     def source(self, rows: Tensor | None, transpose: bool) -> tuple[Tensor, Tensor | None]:
         """The wide rows, and if those of tokens stand for them, the pair of each."""
@@ -221,13 +222,15 @@ class _Adapter:
 
 
 def _of_products(
-    step: _Step, adapters: Adapters, grad: Tensor | None = None
+    step: _Step, adapters: Adapters, grad: Tensor | None = None, u: Tensor | None = None
 ) -> tuple[_Adapter | None, _Adapter | None]:
-    """What adapts both products; `grad` is the gradient of the output."""
+    """What adapts both products; `grad` is the gradient of the output, `u` what the first one
+    makes narrow, where it is known.
+    """
     first, second = adapters
     tokens = step.x if step.of_input is None else None
     return (
-        None if first is None else _Adapter(step, first, tokens=tokens),
+        None if first is None else _Adapter(step, first, tokens=tokens, u=u),
         None if second is None else _Adapter(step, second, outputs=grad),
     )
 
@@ -246,8 +249,10 @@ def on_device(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @on_device
-def forward(call: ExpertsCall, adapters: Adapters = UNADAPTED) -> tuple[Tensor, Tensor, Tensor]:
-    """(out, h, index), as training.py defines them."""
+def forward(
+    call: ExpertsCall, adapters: Adapters = UNADAPTED
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+    """(out, h, u, index), as training.py and lora.py define them."""
     step = _Step(call)
     index = step.place()
     first, second = _of_products(step, adapters)
@@ -255,7 +260,8 @@ def forward(call: ExpertsCall, adapters: Adapters = UNADAPTED) -> tuple[Tensor, 
     hidden = step.rows(step.I)
     step.run(activate(step.activation, hidden, h, step.b13, step.layout))
     y = step.product(hidden, call.w2, second)
-    return step.summed(y, step.of_output, step.b2), h, index
+    u = None if first is None else first.found[False]
+    return step.summed(y, step.of_output, step.b2), h, u, index
 
 
 @on_device
@@ -263,18 +269,19 @@ def backward(
     call: ExpertsCall,
     grad: Tensor,
     h: Tensor | None,
+    u: Tensor | None,
     index: Tensor,
     needs: list[bool],
     adapters: Adapters = UNADAPTED,
 ) -> list[Tensor | None]:
     """The gradients that are needed, as training.py defines them, and with adapters those of a13,
-    b13, a2 and b2 behind them; `h` is None if it is computed again.
+    b13, a2 and b2 behind them; `h` and `u` are None if they are computed again.
     """
     needs_x, needs_w13, needs_w2, needs_weights, needs_b13, needs_b2 = needs[:6]
     step = _Step(call)
     step.read(index)
     layout, top_k = step.layout, step.top_k
-    first, second = _of_products(step, adapters, grad)
+    first, second = _of_products(step, adapters, grad, u)
     first_trained, second_trained = any(needs[6:8]), any(needs[8:])  # a and b come together
     found: list[Any] = [None] * len(needs)
     x = None

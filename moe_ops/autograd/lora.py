@@ -3,8 +3,7 @@
 
 Each product gains one through the rank, h = x w13^T + scale (x a13^T) b13^T, on rows sorted by
 expert; so nothing as large as a weight is made, and weights may stay quantized. Kept for the
-backward pass is what training.py keeps: the inputs, h and the index. What has the width of the
-rank is computed again.
+backward pass is what training.py keeps, the inputs, h and the index, and u = scale x a13^T (S, r).
 
 Both run where those of training.py do, in portable.py or fused.py. Without gradients the
 forward operator runs alone.
@@ -59,25 +58,32 @@ def why_not_fused(call: ExpertsCall, adapters: Adapters) -> str | None:
 # --- forward -------------------------------------------------------------------------------------
 
 
-def _forward(*values: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """out, h and index of training.py; h is the adapted product, without its bias."""
+def _forward(*values: Any) -> tuple[Tensor, ...]:
+    """out, h and index of training.py, where h is the adapted product, without its bias; and
+    before the index u (S, r), or (0, r) if it is computed again. Without an adapter of w13 u is
+    (0, 0).
+    """
     call, recompute = training._inputs(values[:_OF_EXPERTS])
     adapters = _adapters(values)
     reason = why_not_fused(call, adapters)
     if reason is not None:
         words = "adapters are given", "merge them into the weights"
         training.warn_of_plain_torch(call.hidden_states, reason, *words)
-    return training.run_forward(call, adapters, recompute, reason is None)
+    out, h, u, index = training.run_forward(call, adapters, recompute, reason is None)
+    return out, h, h.new_empty(0, 0) if u is None else u, index
 
 
-def _forward_fake(*values: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return training._forward_fake(*values[:_OF_EXPERTS])
+def _forward_fake(*values: Any) -> tuple[Tensor, ...]:
+    out, h, index = training._forward_fake(*values[:_OF_EXPERTS])
+    a13 = values[_OF_EXPERTS]
+    size = (0, 0) if a13 is None else (h.shape[0], a13.shape[1])
+    return out, h, h.new_empty(size), index
 
 
 # --- backward ------------------------------------------------------------------------------------
 
 
-def _backward(grad: Tensor, h: Tensor, index: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+def _backward(grad: Tensor, h: Tensor, u: Tensor, index: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     """Gradients of hidden_states, w13, w2, topk_weights, w13_bias, w2_bias, a13, b13, a2 and b2;
     (0,) for those that are not needed.
     """
@@ -85,10 +91,12 @@ def _backward(grad: Tensor, h: Tensor, index: Tensor, *rest: Any) -> tuple[Tenso
     inputs = training._inputs(tuple(values[:_OF_EXPERTS]))
     adapters = _adapters(tuple(values))
     fused = why_not_fused(inputs.call, adapters) is None
-    return training.run_backward(inputs, grad, h, index, needs, adapters, fused)
+    return training.run_backward(inputs, grad, h, u, index, needs, adapters, fused)
 
 
-def _backward_fake(grad: Tensor, h: Tensor, index: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+def _backward_fake(
+    grad: Tensor, h: Tensor, u: Tensor, index: Tensor, *rest: Any
+) -> tuple[Tensor, ...]:
     *values, needs = rest
     both = [[bool(any(needs[i : i + 2]))] * 2 for i in (6, 8)]  # a and b of a pair come together
     needs = [*needs[:6], *both[0], *both[1]]
@@ -101,7 +109,7 @@ def _backward_fake(grad: Tensor, h: Tensor, index: Tensor, *rest: Any) -> tuple[
 # --- the operators -------------------------------------------------------------------------------
 
 
-def _save(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor, Tensor]) -> None:
+def _save(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> None:
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*output[1:])
     ctx.rest = [inputs[i] for i in _OPTIONS]
@@ -112,18 +120,18 @@ def _save(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor, Tensor]) -> Non
     ctx.save_for_backward(*output[1:], *tensors, *scales)
 
 
-def _values(ctx: Any) -> tuple[Tensor, Tensor, list]:
-    """h, index and the inputs."""
-    h, index, *tensors = ctx.saved_tensors
+def _values(ctx: Any) -> tuple[tuple[Tensor, Tensor, Tensor], list]:
+    """(h, u, index) and the inputs."""
+    h, u, index, *tensors = ctx.saved_tensors
     end = len(tensors) - ctx.num_scales
     values, scales = tensors[:end], tensors[end:]
     for i, value in sorted(zip((*_OPTIONS, _SCALES), (*ctx.rest, scales), strict=True)):
         values.insert(i, value)
-    return h, index, values
+    return (h, u, index), values
 
 
 def _gradients(ctx: Any, grad: Tensor | None, *_: Any) -> tuple:
-    h, index, values = _values(ctx)
+    kept, values = _values(ctx)
     needs = [bool(ctx.needs_input_grad[i]) for i in _GRADIENTS]
     found: list = [None] * len(values)
     if ctx.no_gaps:  # torch asks for as many gradients of a list as it has tensors
@@ -133,7 +141,7 @@ def _gradients(ctx: Any, grad: Tensor | None, *_: Any) -> tuple:
     if torch.is_grad_enabled():  # create_graph: derivatives of these gradients are asked for
         gradients = _differentiable(grad, values, needs)
     else:
-        gradients = backward(grad, h, index, *values, needs)
+        gradients = backward(grad, *kept, *values, needs)
     for i, need, gradient in zip(_GRADIENTS, needs, gradients, strict=True):
         found[i] = gradient if need else None
     return tuple(found)
@@ -150,7 +158,7 @@ def _differentiable(grad: Tensor, values: list, needs: list[bool]) -> list[Tenso
 
 forward = register_function(
     "lora_experts_forward",
-    f"({_INPUTS}) -> (Tensor out, Tensor h, Tensor index)",
+    f"({_INPUTS}) -> (Tensor out, Tensor h, Tensor u, Tensor index)",
     _forward,
     _forward_fake,
     (_gradients, _save),
@@ -161,7 +169,7 @@ forward = register_function(
 
 backward = register_function(
     "lora_experts_backward",
-    f"(Tensor grad, Tensor h, Tensor index, {_INPUTS}, bool[10] needs) -> ("
+    f"(Tensor grad, Tensor h, Tensor u, Tensor index, {_INPUTS}, bool[10] needs) -> ("
     + ", ".join(["Tensor"] * len(_GRADIENTS))
     + ")",
     _backward,

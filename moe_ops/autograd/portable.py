@@ -18,15 +18,24 @@ from moe_ops.ops.call import ExpertsCall
 from moe_ops.schemes import get_scheme
 
 
-def forward(call: ExpertsCall, adapters: Adapters) -> tuple[Tensor, Tensor, Tensor]:
-    """out, h and index, in plain torch."""
+def forward(call: ExpertsCall, adapters: Adapters) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+    """out, h, u and index."""
     pairs = permute.sort_pairs(call.topk_ids, call.w13.data.shape[0], call.expert_map)
     rows = composition.gemm1_input(call, pairs)
-    h = composition.product(_multiply, rows, call.w13, pairs, None, adapters.w13)
+    h, u = _first(call, rows, adapters, pairs)
     hidden = activations.formula(_activation_input(call, h, pairs), call.activation)
     out = composition.combined(_multiply, hidden.to(h.dtype), call, pairs, adapters.w2)
     places = torch.where(pairs.valid.flatten(), pairs.inverse, -1)
-    return out, h, torch.cat((pairs.offsets, places.to(torch.int32)))
+    return out, h, u, torch.cat((pairs.offsets, places.to(torch.int32)))
+
+
+def _first(
+    call: ExpertsCall, rows: Tensor, adapters: Adapters, pairs: permute.Pairs
+) -> tuple[Tensor, Tensor | None]:
+    """h and u, in the dtype that products have."""
+    adapter = adapters.w13
+    u = None if adapter is None else composition.narrowed(_multiply, rows, adapter, pairs)
+    return composition.product(_multiply, rows, call.w13, pairs, None, adapter, u), u
 
 
 def kept_dtype(call: ExpertsCall) -> torch.dtype:
@@ -62,12 +71,13 @@ def backward(
     call: ExpertsCall,
     grad: Tensor,
     h: Tensor | None,
+    u: Tensor | None,
     index: Tensor,
     needs: list[bool],
     adapters: Adapters,
 ) -> list[Tensor | None]:
-    """The gradients, and behind them those of a13, b13, a2 and b2; `h` is None if it is computed
-    again.
+    """The gradients, and behind them those of a13, b13, a2 and b2; `h` and `u` are None if they
+    are computed again.
 
     With s the router weight of a pair, a its activation and dO the gradient of its token's output:
     da = s * (dO @ w2), ds = <dO @ w2, a>, dw2 = dO^T @ (s * a). So dO is gathered and nothing of
@@ -82,8 +92,8 @@ def backward(
         rows = composition.gemm1_input(call, pairs)
     if h is None:
         assert rows is not None
-        h = composition.product(_multiply, rows, call.w13, pairs, None, adapters.w13)
-        h = h.to(kept_dtype(call))
+        h, u = _first(call, rows, adapters, pairs)
+        h, u = h.to(kept_dtype(call)), None if u is None else u.to(kept_dtype(call))
     if call.w13.scheme:
         h = h.to(torch.float32)  # the dtype of products with quantized weights
     wide = _wide(h)
@@ -94,7 +104,8 @@ def backward(
     of_adapters: list[Tensor | None] = [None] * 4
 
     dout = permute.gather_tokens(grad.to(h.dtype), pairs)
-    da = composition.product(_multiply, dout, call.w2, pairs, None, adapters.w2, True).to(wide)
+    da = composition.product(_multiply, dout, call.w2, pairs, None, adapters.w2, transpose=True)
+    da = da.to(wide)
     of_output = needs_weights and not on_input
     if of_output or needs_w2 or needs_adapters[1]:
         hidden = activations.formula(x_wide, call.activation).to(h.dtype)
@@ -108,7 +119,9 @@ def backward(
         dw2 = products.grouped_outer(dout, (s * hidden).to(h.dtype), pairs.offsets)
     if needs_adapters[1]:
         assert adapters.w2 is not None
-        of_adapters[2:] = _of_adapter((s * hidden).to(h.dtype), dout, adapters.w2, pairs)
+        weighed = (s * hidden).to(h.dtype)
+        v = composition.narrowed(_multiply, weighed, adapters.w2, pairs)
+        of_adapters[2:] = _of_adapter(weighed, dout, v, adapters.w2, pairs)
     if needs_b2:
         assert call.w2_bias is not None
         db2 = _sum_of_rows(dout, s, pairs).to(call.w2_bias.dtype)
@@ -122,8 +135,8 @@ def backward(
             assert call.w13_bias is not None
             db13 = _sum_of_rows(dh, torch.ones_like(s), pairs).to(call.w13_bias.dtype)
         if needs_adapters[0]:
-            assert rows is not None and adapters.w13 is not None
-            of_adapters[:2] = _of_adapter(rows, dh, adapters.w13, pairs)
+            assert rows is not None and adapters.w13 is not None and u is not None
+            of_adapters[:2] = _of_adapter(rows, dh, u.to(h.dtype), adapters.w13, pairs)
         if through:
             drows = composition.product(
                 _multiply, dh, call.w13, pairs, None, adapters.w13, transpose=True
@@ -143,12 +156,11 @@ def backward(
 
 
 def _of_adapter(
-    rows: Tensor, grad: Tensor, adapter: LowRank, pairs: permute.Pairs
+    rows: Tensor, grad: Tensor, u: Tensor, adapter: LowRank, pairs: permute.Pairs
 ) -> tuple[Tensor, Tensor]:
     """Gradients of a and b, from the rows that the product takes and the gradient of those that
-    it returns.
+    it returns; `u` are the rows made narrow.
     """
-    u = composition.narrowed(_multiply, rows, adapter, pairs)
     du = composition.narrowed(_multiply, grad, adapter, pairs, transpose=True)
     da = products.grouped_outer(du, rows, pairs.offsets).to(adapter.a.dtype)
     return da, products.grouped_outer(grad, u, pairs.offsets).to(adapter.b.dtype)

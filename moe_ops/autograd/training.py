@@ -166,16 +166,22 @@ def _forward(*values: Any) -> tuple[Tensor, Tensor, Tensor]:
     reason = why_not_fused(call)
     if reason is not None:
         warn_of_plain_torch(call.hidden_states, reason)
-    return run_forward(call, UNADAPTED, recompute, reason is None)
+    out, h, _, index = run_forward(call, UNADAPTED, recompute, reason is None)
+    return out, h, index
 
 
 def run_forward(
     call: ExpertsCall, adapters: Adapters, recompute: bool, fused: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """out, h and index, with what adapts the products in h too."""
-    out, h, index = (_fused_forward if fused else portable.forward)(call, adapters)
-    h = h[:0].clone() if recompute else h
-    return out, h.to(portable.kept_dtype(call)), index
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+    """out, h, u and index: h with what adapts the product, and u (S, r) what that makes narrow,
+    None without an adapter of w13.
+    """
+
+    def kept(t: Tensor) -> Tensor:
+        return (t[:0].clone() if recompute else t).to(portable.kept_dtype(call))
+
+    out, h, u, index = (_fused_forward if fused else portable.forward)(call, adapters)
+    return out, kept(h), None if u is None else kept(u), index
 
 
 def _forward_fake(*values: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -198,13 +204,14 @@ def _backward(grad: Tensor, h: Tensor, index: Tensor, *rest: Any) -> tuple[Tenso
     *values, needs = rest
     inputs = _inputs(tuple(values))
     fused = why_not_fused(inputs.call) is None
-    return run_backward(inputs, grad, h, index, needs, UNADAPTED, fused)
+    return run_backward(inputs, grad, h, None, index, needs, UNADAPTED, fused)
 
 
 def run_backward(
     inputs: Inputs,
     grad: Tensor,
     h: Tensor,
+    u: Tensor | None,
     index: Tensor,
     needs: list[bool],
     adapters: Adapters,
@@ -212,7 +219,8 @@ def run_backward(
 ) -> tuple[Tensor, ...]:
     """The gradients, and where `needs` has them, behind them those of a13, b13, a2 and b2."""
     run = _fused_backward if fused else portable.backward
-    found = run(inputs.call, grad, None if inputs.recompute else h, index, needs, adapters)
+    known_h, known_u = (None, None) if inputs.recompute else (h, u)
+    found = run(inputs.call, grad, known_h, known_u, index, needs, adapters)
     # outputs may not share memory
     return tuple([h.new_empty(0) if t is None else t for t in found])
 

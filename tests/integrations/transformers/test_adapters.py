@@ -136,6 +136,7 @@ def test_dropout_is_refused_as_peft_refuses_it():
         adapted(lora_dropout=0.1)
 
 
+@pytest.mark.slow
 def test_several_adapters_add_up():
     """Of other ranks; one of them alone; and none."""
     model, reference = adapted(), adapted()
@@ -225,6 +226,7 @@ def test_quantized_weights(scheme):
     assert len(grads) == 4
 
 
+@pytest.mark.slow
 def test_adapters_on_attention_too_compile_whole():
     torch._dynamo.reset()
     options = {"target_modules": ["q_proj", "v_proj"]}
@@ -282,6 +284,7 @@ def test_one_graph_for_every_number_of_tokens():
                 assert relative(got, want) < 1e-10
 
 
+@pytest.mark.slow
 def test_another_implementation_takes_pefts_own_way():
     """Also after attach: nothing is lost by a switch, or by an error in attach."""
     model, reference = adapted(), adapted()
@@ -292,6 +295,7 @@ def test_another_implementation_takes_pefts_own_way():
     check(model, reference)
 
 
+@pytest.mark.slow
 def test_copies_and_pickles():
     model, reference = adapted(), adapted()
     integration.attach(model)
@@ -306,6 +310,7 @@ def test_copies_and_pickles():
                 p.copy_(q)
 
 
+@pytest.mark.slow
 def test_checkpointed_layers():
     model, reference = adapted(), adapted()
     integration.attach(model, recompute=True)
