@@ -39,6 +39,7 @@ from triton.runtime import driver
 from moe_ops import backends, environment, kernels
 from moe_ops.activations import Activation
 from moe_ops.autograd import fused as training
+from moe_ops.autograd.adapters import UNADAPTED, Adapters, LowRank
 from moe_ops.backends.cutlass import library as cutlass
 from moe_ops.backends.deep_gemm import library as deep_gemm
 from moe_ops.kernels import launch
@@ -112,8 +113,8 @@ class RouterCall:
 
 @dataclass(frozen=True)
 class TrainingCall:
-    """Forward and backward pass of a layer whose experts train, or whose quantized experts are
-    frozen."""
+    """Forward and backward pass of a layer whose experts train, whose quantized experts are
+    frozen, or whose frozen experts have adapters of a rank."""
 
     shape: tuple[int, int, int, int]  # E, top_k, K, I
     M: int
@@ -121,6 +122,7 @@ class TrainingCall:
     bias: bool = False
     on_input: bool = False  # router weights multiply the input; top_k is 1
     scheme: str = ""
+    rank: int = 0
 
 
 class Compiled(NamedTuple):
@@ -421,7 +423,6 @@ def compile_training(
     biases = [_empty(E, size, dtype=dtype) if call.bias else None for size in (N, K)]
     options = (None, activation, call.on_input, True, True)
     step = ExpertsCall(x, *weights, router, ids, *biases, *options)
-    needs = [True] * 4 + [call.bias] * 2
     multiply_packed = training._Step.multiply
 
     def multiply(self: Any, rows: Tensor, weight: Weight, transpose: bool = False) -> Tensor:
@@ -434,15 +435,23 @@ def compile_training(
         self.run(zero_empty(out, self.layout))
         return out
 
-    trained = not call.scheme
-    needs = [True, trained, trained, True, False, False]
+    trained = not (call.scheme or call.rank)
+    biases_train = trained and call.bias
+    needs = [True, trained, trained, True, biases_train, biases_train]
+    adapters = UNADAPTED
+    if call.rank:
+        sizes = ((call.rank, K), (N, call.rank)), ((call.rank, I), (K, call.rank))
+        matrices = [[_empty(E, *size, dtype=dtype) for size in pair] for pair in sizes]
+        adapters = Adapters(*[LowRank(*pair, 2.0) for pair in matrices])
+        needs += [True] * 4
     with (
         mock.patch.object(training._Step, "multiply", multiply),
         mock.patch.object(training._Step, "outer", outer),
         _compiling(gpu, arch, compiles) as found,
     ):
-        _, h, index = training.forward(step)
-        training.backward(step, _empty(call.M, K, dtype=dtype), h, index, needs)
+        _, h, u, index = training.forward(step, adapters)
+        grad = _empty(call.M, K, dtype=dtype)
+        training.backward(step, grad, h, u, index, needs, adapters)
     return found
 
 

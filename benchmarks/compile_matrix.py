@@ -194,6 +194,8 @@ def _steps() -> Iterator[TrainingCall]:
         for scheme in SCHEMES:
             if SCHEMES[scheme].weight_only:
                 yield TrainingCall(SHAPES[name], 4096, scheme=scheme)
+        for rank in (8, 16, 64, 128):
+            yield TrainingCall(SHAPES[name], 4096, rank=rank)
 
 
 def _routers() -> Iterator[RouterCall]:

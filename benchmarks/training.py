@@ -1,18 +1,20 @@
 """A training step of one expert layer: moe_ops against transformers, Liger and SonicMoE.
 
     python benchmarks/training.py [--shapes qwen3 mixtral] [--tokens 1024 8192 32768]
-                                  [--trains full frozen] [--schemes int4_w4a16 mxfp4_w4a16]
-                                  [--only moe_ops transformers]
+                                 [--trains full frozen lora] [--schemes int4_w4a16 mxfp4_w4a16]
+                                 [--only moe_ops transformers]
                                   [--rounds 20] [--write] [--dry-run]
 
 Every implementation gets the same bf16 weights, tokens, routing and gradient of the output.
 Timed in turn, by events around one eager or compiled call, medians in ms: `infer` is the forward
 pass under torch.no_grad(), `forward` the one that records gradients, `step` forward and backward
 pass. `full` trains the weights, `frozen` passes gradients through them to tokens and router
-weights. `--schemes` adds frozen weights that are quantized, which moe_ops alone takes. `kept` are
-the bytes that wait for the backward pass beside inputs and weights, `peak` the most that a step
-allocates. `error` is the largest relative error of a gradient against fp64, over
-the first tokens' rows and an expert's weights, if there are at most 1024 tokens.
+weights. `--schemes` adds frozen weights that are quantized, which moe_ops alone takes. `lora`
+trains adapters of rank 16 over frozen weights, and `qlora_int4` and `qlora_mxfp4` over weights of
+4 bits; transformers' adapters are added to the weights, as PEFT adds them. `kept` are the bytes
+that wait for the backward pass beside inputs and weights, `peak` the most that a step allocates.
+`error` is the largest relative error of a gradient against fp64, over the first tokens' rows and
+an expert's weights, if there are at most 1024 tokens.
 
 The floor is the FLOPs of its products over the measured rate of a large bf16 product.
 ``--write`` keeps the numbers in benchmarks/results/training_<GPU>.json, and a plot beside it.
@@ -48,7 +50,10 @@ from moe_ops.bench.layers import per_expert_loop, transformers_experts
 from moe_ops.bench.shapes import Shape
 from moe_ops.schemes import OTHER_NAMES, SCHEMES, get_scheme
 
-TRAINS = ("full", "frozen")
+# schemes of the frozen weights that are adapted, by what is trained
+ADAPTED = {"lora": "", "qlora_int4": "int4_w4a16:g128", "qlora_mxfp4": "mxfp4_w4a16"}
+TRAINS = ("full", "frozen", *ADAPTED)
+RANK = 16
 QUANTIZED = [name for name in (*SCHEMES, *OTHER_NAMES) if get_scheme(name).weight is not None]
 TOKENS = (1024, 2048, 4096, 8192, 16384, 32768)
 MAX_CHECKED_TOKENS = 1024
@@ -71,7 +76,9 @@ class Case:
         return SHAPES[self.shape]
 
     def flops(self, step: bool) -> float:
-        """Of the forward pass, or of a step: three times as many, two with frozen weights."""
+        """Of the forward pass, or of a step: three times as many, two with frozen weights. Those
+        of adapters are left aside.
+        """
         sizes = self.sizes
         product = 3 * sizes.hidden_size * sizes.intermediate_size
         times = (3 if self.trains == "full" else 2) if step else 1
@@ -84,7 +91,9 @@ class Case:
 def ours(recompute: bool = False) -> Maker:
     def make(shape: Shape, inputs: Inputs) -> Layer:
         def layer(x: Tensor, w13: Tensor, w2: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
-            return moe_ops.fused_experts(x, w13, w2, weights, ids, recompute=recompute)
+            return moe_ops.fused_experts(
+                *(x, w13, w2, weights, ids), recompute=recompute, adapters=inputs.adapter
+            )
 
         return layer
 
@@ -98,7 +107,12 @@ def transformers_layer(shape: Shape, inputs: Inputs) -> Layer:
     def layer(x: Tensor, w13: Tensor, w2: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
         return module(x, ids, weights)
 
-    return layer
+    def adapted(x: Tensor, w13: Tensor, w2: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+        w13, w2 = inputs.merged(w13, w2)  # as PEFT's ParamWrapper
+        named = {"gate_up_proj": w13, "down_proj": w2}
+        return torch.func.functional_call(module, named, (x, ids, weights))
+
+    return layer if inputs.adapter is None else adapted
 
 
 def liger(shape: Shape, inputs: Inputs) -> Layer:
@@ -167,6 +181,16 @@ class Inputs:
     weights: Tensor
     ids: Tensor
     grad: Tensor
+    adapter: moe_ops.LoRA | None = None
+
+    def merged(self, w13: Tensor, w2: Tensor) -> tuple[Tensor, Tensor]:
+        """Weights with what adapts them."""
+        if self.adapter is None:
+            return w13, w2
+        a13, b13, a2, b2, scale = self.adapter
+        assert a13 is not None and b13 is not None and a2 is not None and b2 is not None
+        first = torch.baddbmm(w13, b13, a13, alpha=scale)
+        return first, torch.baddbmm(w2, b2, a2, alpha=scale)
 
     @property
     def args(self) -> tuple[Tensor, ...]:
@@ -175,6 +199,8 @@ class Inputs:
     @property
     def trained(self) -> dict[str, Tensor]:
         named = {"x": self.x, "w13": self.w13, "w2": self.w2, "weights": self.weights}
+        if self.adapter is not None:
+            named |= {k: v for k, v in self.adapter._asdict().items() if k != "scale"}
         return {name: t for name, t in named.items() if t.requires_grad}
 
 
@@ -195,6 +221,11 @@ def make_inputs(case: Case, device: torch.device) -> Inputs:
     if case.scheme:
         w13, w2 = [moe_ops.quantize(w, case.scheme) for w in (w13, w2)]
     w13, w2 = [torch.nn.Parameter(w, requires_grad=full) for w in (w13, w2)]
+    adapter = None
+    if case.trains in ADAPTED:
+        sizes_of = ((RANK, K), (2 * I, RANK), (RANK, I), (K, RANK))
+        matrices = [random(E, *size, scale=size[-1] ** -0.5) for size in sizes_of]
+        adapter = moe_ops.LoRA(*[t.requires_grad_() for t in matrices], 2.0)
     return Inputs(
         random(M, K).requires_grad_(),
         w13,
@@ -202,6 +233,7 @@ def make_inputs(case: Case, device: torch.device) -> Inputs:
         weights.requires_grad_(),
         ids,
         random(M, K),
+        adapter,
     )
 
 
@@ -219,10 +251,19 @@ def _wide(t: Tensor) -> Tensor:
 def error_of(layer: Layer, inputs: Inputs) -> float:
     """The largest relative error of a gradient against fp64."""
     found = dict(zip(inputs.trained, gradients(layer, inputs), strict=True))
-    wide = Inputs(*[_wide(t) for t in inputs.args], inputs.grad.double())
+    adapter = inputs.adapter
+    if adapter is not None:
+        matrices = [_wide(t).requires_grad_() for t in adapter[:4] if t is not None]
+        adapter = moe_ops.LoRA(*matrices, adapter.scale)
+    wide = Inputs(*[_wide(t) for t in inputs.args], inputs.grad.double(), adapter)
     for name in inputs.trained:
-        getattr(wide, name).requires_grad_()
-    expected = dict(zip(wide.trained, gradients(per_expert_loop, wide), strict=True))
+        if name in vars(wide):
+            getattr(wide, name).requires_grad_()
+
+    def reference(x: Tensor, w13: Tensor, w2: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+        return per_expert_loop(x, *wide.merged(w13, w2), weights, ids)
+
+    expected = dict(zip(wide.trained, gradients(reference, wide), strict=True))
     errors = [relative_error(found[name], expected[name]) for name in found]
     return max(errors) if all([e == e for e in errors]) else float("nan")
 
@@ -236,7 +277,8 @@ def _stored(t: Tensor) -> list[Tensor]:
 
 def kept_bytes(layer: Layer, inputs: Inputs) -> int:
     """Bytes that wait for the backward pass, without those of inputs."""
-    parts = [part for t in inputs.args for part in _stored(t)]
+    given = (*inputs.args, *inputs.trained.values())
+    parts = [part for t in given for part in _stored(t)]
     known = {t.untyped_storage().data_ptr() for t in parts}
     kept: dict[int, int] = {}
 
@@ -284,10 +326,19 @@ def times_ms(calls: dict[str, Callable[[], object]], rounds: int, cuda: bool) ->
     }
 
 
+def takes(name: str, case: Case) -> bool:
+    """Whether an implementation takes the weights of a case, and adapters of them."""
+    if case.scheme:
+        return name.startswith("moe_ops")
+    return case.trains not in ADAPTED or name.startswith(("moe_ops", "transformers"))
+
+
 def run_case(case: Case, only: list[str], rounds: int, device: torch.device) -> list[dict]:
     """A row of numbers for each implementation, or the reason why it has none."""
     inputs, rows, calls = make_inputs(case, device), [], {}
     for name in only:
+        if not takes(name, case):
+            continue
         row: dict[str, Any] = {**asdict(case), "implementation": name}
         rows.append(row)
         try:
@@ -386,7 +437,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["qwen3", "mixtral"])
     parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS)
-    parser.add_argument("--trains", nargs="+", choices=TRAINS, default=TRAINS)
+    parser.add_argument("--trains", nargs="+", choices=TRAINS, default=TRAINS[:3])
     parser.add_argument("--schemes", nargs="+", choices=QUANTIZED, default=[], metavar="SCHEME")
     parser.add_argument("--only", nargs="+", choices=IMPLEMENTATIONS, default=[*IMPLEMENTATIONS])
     parser.add_argument("--rounds", type=int, default=20)
@@ -401,11 +452,11 @@ def main() -> int:
     limits = gpu_limits() if device.type == "cuda" else {}
     rate = limits["bf16_matmul_tflop_s"] * 1e12 if limits else None
     rows: list[dict] = []
-    trained = [(t, "") for t in given.trains] + [("frozen", scheme) for scheme in given.schemes]
+    trained = [(t, ADAPTED.get(t, "")) for t in given.trains]
+    trained += [("frozen", scheme) for scheme in given.schemes]
     cases = [Case(s, t, m, q) for s in given.shapes for t, q in trained for m in given.tokens]
     for case in environment.progress_bar(cases, "training"):
-        only = [name for name in given.only if not case.scheme or name.startswith("moe_ops")]
-        found = run_case(case, only, given.rounds, device)
+        found = run_case(case, given.only, given.rounds, device)
         show(case, found, rate)
         rows += found
         if given.write:  # a run that is cut short keeps what it has

@@ -74,6 +74,7 @@ def lora(batch: torch.Tensor, args: argparse.Namespace) -> None:
     title("LoRA on attention and experts, through PEFT")
     config = LoraConfig(r=8, target_modules=ATTENTION, target_parameters=EXPERTS)
     model = get_peft_model(load("moe_ops", device=args.device), config)
+    moe_transformers.attach(model)
     adapted = sum(".experts." in n for n, p in model.named_parameters() if p.requires_grad)
     check(adapted > 0, f"{adapted} adapter tensors sit on the experts")
     train(model, batch, args.steps, lr=3e-3)

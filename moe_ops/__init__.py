@@ -11,6 +11,7 @@ from typing import Any
 
 from moe_ops import pickling as _pickling  # noqa: F401 - torch.load knows it from here on
 from moe_ops.activations import Activation
+from moe_ops.autograd.adapters import LoRA
 from moe_ops.backends import list_backends
 from moe_ops.experts import batched_experts, explain, fused_experts, grouped_linear
 from moe_ops.nn.config import MoEConfig
@@ -46,6 +47,7 @@ __all__ = [
     "Float8ExpertTensor",
     "Int4ExpertTensor",
     "Int8ExpertTensor",
+    "LoRA",
     "MXExpertTensor",
     "MoEConfig",
     "MoELayer",

@@ -7,6 +7,7 @@ stand in the captured graph and Inductor reuses them from layer to layer.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,8 +18,10 @@ from torch.fx.experimental.symbolic_shapes import guard_or_false
 
 from moe_ops import activations, checks
 from moe_ops.activations import Activation
+from moe_ops.autograd import adapters as low_rank
 from moe_ops.autograd import experts as autograd
-from moe_ops.autograd import training
+from moe_ops.autograd import lora, training
+from moe_ops.autograd.adapters import LoRA
 from moe_ops.autograd.training import explanation
 from moe_ops.ops.call import BatchedCall, ExpertsCall, LinearCall, refuse_lost, take_apart
 from moe_ops.planning import bind
@@ -46,6 +49,7 @@ def fused_experts(
     hidden_states_global_scale: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     recompute: bool = False,
+    adapters: LoRA | Sequence[LoRA] | None = None,
 ) -> Tensor:
     """Run the experts of a mixture-of-experts layer on tokens that have already been routed.
 
@@ -85,6 +89,10 @@ def fused_experts(
             None or their own.
         recompute: keep the inputs alone for the backward pass, and compute the first product
             again there. Without it, (M * top_k, N) elements are kept beside them.
+        adapters: low-rank adapters that are added to the weights, one `LoRA` or several. Weights
+            may be quantized. Gradients flow to the adapters, and through them to hidden_states.
+            Such calls run as those that record gradients do, also where none are: with backend
+            "auto" or "torch".
 
     Returns:
         (M, K) in hidden_states' dtype, or in out_dtype if they arrive quantized. Under
@@ -94,7 +102,7 @@ def fused_experts(
     Raises:
         ValueError: an argument has the wrong rank, shape, dtype, device or layout, or no backend
             (or not the named one) can run the call; or hidden_states arrive quantized and
-            gradients are required.
+            gradients are required or adapters given.
         ImportError: the named backend's library is not installed.
         RuntimeError: a CUDA graph is being captured before the call has run once.
     """
@@ -115,6 +123,11 @@ def fused_experts(
     needs_grad = torch.is_grad_enabled() and _requires_grad(
         hidden_states, topk_weights, a.data, b.data, w13_bias, w2_bias
     )
+    if adapters is not None:
+        matrices = low_rank.check_call(adapters, backend, hidden_states_scale)
+        if forward_ad._current_level >= 0:
+            _refuse_tangents(*matrices)
+        needs_grad = True  # what backward passes need, no other path has
     call = ExpertsCall(
         hidden_states,
         a,
@@ -143,7 +156,10 @@ def fused_experts(
     if needs_grad:  # gradients allocate their own
         if not torch.compiler.is_compiling():
             refuse_lost(call)
-        return training.fused_experts(call, recompute)
+        if adapters is None:
+            return training.fused_experts(call, recompute)
+        joined = low_rank.join(adapters, bound.plan.problem, hidden_states)
+        return lora.fused_experts(call, joined, recompute)
     return bound.run(call, M)
 
 
@@ -259,8 +275,7 @@ def grouped_linear(
     if needs_grad:
         if not torch.compiler.is_compiling():
             refuse_lost(call)
-            if x.is_cuda:
-                training.warn_of_plain_torch("grouped_linear has no other")
+            training.warn_of_plain_torch(x, "grouped_linear has no other")
         return autograd.grouped_linear(x, a, offsets, bias).to(x.dtype)
     return bound.run(call, x.shape[0])
 

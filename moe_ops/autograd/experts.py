@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from moe_ops import activations, numerics
+from moe_ops.autograd.adapters import UNADAPTED, Adapters, LowRank
 from moe_ops.autograd.products import grouped_mm
 from moe_ops.numerics import permute
 from moe_ops.ops.call import ExpertsCall, Weight
@@ -50,22 +51,28 @@ def grouped_linear(
     return grouped_mm(x, weight.data, offsets, *weight.scales, bias, weight.scheme, False)
 
 
-def fused_experts(call: ExpertsCall) -> Tensor:
+def fused_experts(call: ExpertsCall, adapters: Adapters = UNADAPTED) -> Tensor:
     """Differentiable experts, (M, K) in hidden_states' dtype; so are their gradients."""
     refuse_transforms()
     pairs = permute.sort_pairs(call.topk_ids, call.w13.data.shape[0], call.expert_map)
-    gate_up = product(grouped_mm, gemm1_input(call, pairs), call.w13, pairs, call.w13_bias)
-    return combined(grouped_mm, activations.apply(gate_up, call.activation), call, pairs)
+    rows = gemm1_input(call, pairs)
+    gate_up = product(grouped_mm, rows, call.w13, pairs, call.w13_bias, adapters.w13)
+    hidden = activations.apply(gate_up, call.activation)
+    return combined(grouped_mm, hidden, call, pairs, adapters.w2)
 
 
 def combined(
-    multiply: Callable[..., Tensor], hidden: Tensor, call: ExpertsCall, pairs: permute.Pairs
+    multiply: Callable[..., Tensor],
+    hidden: Tensor,
+    call: ExpertsCall,
+    pairs: permute.Pairs,
+    adapter: LowRank | None,
 ) -> Tensor:
     """The layer's output from that of the activation; `multiply` takes the arguments of
     `grouped_mm`.
     """
     rows = gemm2_input(call, pairs, hidden)
-    y = product(multiply, rows, call.w2, pairs, call.w2_bias)
+    y = product(multiply, rows, call.w2, pairs, call.w2_bias, adapter)
     weights = (
         torch.ones_like(call.topk_weights) if call.router_weight_on_input else call.topk_weights
     )
@@ -78,12 +85,43 @@ def product(
     weight: Weight,
     pairs: permute.Pairs,
     bias: Tensor | None,
+    adapter: LowRank | None = None,
+    u: Tensor | None = None,
     transpose: bool = False,
 ) -> Tensor:
-    """rows times the weight of their expert."""
-    return multiply(
-        rows, weight.data, pairs.offsets, *weight.scales, bias, weight.scheme, transpose
-    )
+    """rows times the weight of their expert, and what adapts it; `u` are the rows through the
+    rank, where they are known.
+    """
+    y = multiply(rows, weight.data, pairs.offsets, *weight.scales, bias, weight.scheme, transpose)
+    if adapter is None:
+        return y
+    if u is None:
+        u = narrowed(multiply, rows, adapter, pairs, transpose)
+    return y + _plain(multiply, u, adapter.a if transpose else adapter.b, pairs, transpose)
+
+
+def narrowed(
+    multiply: Callable[..., Tensor],
+    rows: Tensor,
+    adapter: LowRank,
+    pairs: permute.Pairs,
+    transpose: bool = False,
+) -> Tensor:
+    """(S, r): rows through the first matrix of an adapter, scaled."""
+    first = adapter.b if transpose else adapter.a
+    return _plain(multiply, rows, first, pairs, transpose) * adapter.scale
+
+
+def _plain(
+    multiply: Callable[..., Tensor],
+    rows: Tensor,
+    weight: Tensor,
+    pairs: permute.Pairs,
+    transpose: bool,
+) -> Tensor:
+    """rows times a plain weight of their expert."""
+    weight = weight.to(rows.dtype)
+    return multiply(rows, weight, pairs.offsets, *[None] * 5, "", transpose)
 
 
 def gemm1_input(call: ExpertsCall, pairs: permute.Pairs) -> Tensor:

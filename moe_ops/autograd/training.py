@@ -6,8 +6,8 @@ Functional, because autograd refuses operators that write their arguments, and s
 checkpointing of one loses what it wrote. A compiler that partitions forward from backward keeps
 what these two say: hidden_states, h and the index.
 
-Both are here in plain torch, for any device and any call, and in fused.py for bf16 rows on GPUs,
-beside weights in bf16 or weights that alone are quantized.
+Both run in plain torch (portable.py), for any device and any call, and in fused.py for bf16 rows
+on GPUs, beside weights in bf16 or weights that alone are quantized.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from torch.fx.experimental.symbolic_shapes import guard_scalar
 
 from moe_ops import activations, environment
 from moe_ops.autograd import experts as composition
-from moe_ops.backends.torch import grouped_mm as products
+from moe_ops.autograd import portable
+from moe_ops.autograd.adapters import UNADAPTED, Adapters
 from moe_ops.environment import INTERPRETED
 from moe_ops.kernels.launch import Lazy
 from moe_ops.meta import flops
-from moe_ops.numerics import Scales, permute
 from moe_ops.ops.call import ExpertsCall, Weight
 from moe_ops.ops.library import TORCH_DEVICES, options_of, register_function, text_of
 from moe_ops.ops.memory import addressable
@@ -133,16 +133,20 @@ def explanation(call: ExpertsCall) -> str:
 _warned = False
 
 
-def warn_of_plain_torch(reason: str) -> None:
-    """Say once that a call which records gradients leaves fast kernels unused, and why."""
+def warn_of_plain_torch(
+    x: Tensor,
+    reason: str,
+    cause: str = "gradients are recorded",
+    remedy: str = "wrap the call in torch.no_grad() or torch.inference_mode()",
+) -> None:
+    """Say once that a call on a GPU, whose tokens are x, leaves fast kernels unused, and why."""
     global _warned
-    if _warned:
+    if _warned or not x.is_cuda or not x.numel():
         return
     _warned = True
     warnings.warn(
-        "moe_ops runs its differentiable torch path, because gradients are recorded, and "
-        f"{reason}. For inference wrap the call in torch.no_grad() or torch.inference_mode() to "
-        "use the fast kernels.",
+        f"moe_ops runs its differentiable torch path, because {cause}, and {reason}. For "
+        f"inference {remedy} to use the fast kernels.",
         stacklevel=2,
     )
 
@@ -160,49 +164,24 @@ def _forward(*values: Any) -> tuple[Tensor, Tensor, Tensor]:
     """
     call, recompute = _inputs(values)
     reason = why_not_fused(call)
-    if reason is None:
-        out, h, index = _fused_forward(call)
-    else:
-        if call.hidden_states.is_cuda and call.topk_ids.numel():
-            warn_of_plain_torch(reason)
-        pairs = permute.sort_pairs(call.topk_ids, call.w13.data.shape[0], call.expert_map)
-        rows = composition.gemm1_input(call, pairs)
-        h = composition.product(_multiply, rows, call.w13, pairs, None)
-        hidden = activations.formula(_activation_input(call, h, pairs), call.activation)
-        out = composition.combined(_multiply, hidden.to(h.dtype), call, pairs)
-        places = torch.where(pairs.valid.flatten(), pairs.inverse, -1)
-        index = torch.cat((pairs.offsets, places.to(torch.int32)))
-    h = h[:0].clone() if recompute else h
-    return out, h.to(_kept_dtype(call)), index
+    if reason is not None:
+        warn_of_plain_torch(call.hidden_states, reason)
+    out, h, _, index = run_forward(call, UNADAPTED, recompute, reason is None)
+    return out, h, index
 
 
-def _kept_dtype(call: ExpertsCall) -> torch.dtype:
-    """Of h: that of hidden_states, but fp32 where the scheme quantizes activations."""
-    plain = get_scheme(call.w13.scheme).activation is None
-    return call.hidden_states.dtype if plain else torch.float32
+def run_forward(
+    call: ExpertsCall, adapters: Adapters, recompute: bool, fused: bool
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+    """out, h, u and index: h with what adapts the product, and u (S, r) what that makes narrow,
+    None without an adapter of w13.
+    """
 
+    def kept(t: Tensor) -> Tensor:
+        return (t[:0].clone() if recompute else t).to(portable.kept_dtype(call))
 
-def _multiply(x: Tensor, weight: Tensor, offsets: Tensor, *scales_and_bias: Any) -> Tensor:
-    *scales, bias, scheme, transpose = scales_and_bias
-    of = Scales(*scales) if scheme else None
-    return products.grouped_mm(
-        x, weight, offsets, scales=of, scheme=scheme, bias=bias, transpose=transpose
-    )
-
-
-def _activation_input(call: ExpertsCall, h: Tensor, pairs: permute.Pairs) -> Tensor:
-    """(S, N): h plus the bias of each row's expert, fp32 or fp64."""
-    x = h.to(_wide(h))
-    return x if call.w13_bias is None else x + _of_experts(call.w13_bias, pairs, x.dtype)
-
-
-def _of_experts(bias: Tensor, pairs: permute.Pairs, dtype: torch.dtype) -> Tensor:
-    """(S, columns): the bias of each row's expert; behind the last expert's rows that one's."""
-    return bias.to(dtype).index_select(0, pairs.experts.clamp(max=bias.shape[0] - 1))
-
-
-def _wide(h: Tensor) -> torch.dtype:
-    return h.dtype if h.dtype == torch.float64 else torch.float32
+    out, h, u, index = (_fused_forward if fused else portable.forward)(call, adapters)
+    return out, kept(h), None if u is None else kept(u), index
 
 
 def _forward_fake(*values: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -210,7 +189,7 @@ def _forward_fake(*values: Any) -> tuple[Tensor, Tensor, Tensor]:
     call, (E, N, _, _, top_k) = inputs.call, inputs.sizes
     x = call.hidden_states
     S = x.shape[0] * top_k
-    h = x.new_empty((0 if inputs.recompute else S, N), dtype=_kept_dtype(call))
+    h = x.new_empty((0 if inputs.recompute else S, N), dtype=portable.kept_dtype(call))
     out = x.new_empty(x.shape)
     return out, h, call.topk_ids.new_empty((E + S,), dtype=torch.int32)
 
@@ -221,105 +200,29 @@ def _forward_fake(*values: Any) -> tuple[Tensor, Tensor, Tensor]:
 def _backward(grad: Tensor, h: Tensor, index: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     """Gradients of hidden_states, w13, w2, topk_weights, w13_bias and w2_bias; (0,) for those that
     are not needed.
-
-    With s the router weight of a pair, a its activation and dO the gradient of its token's output:
-    da = s * (dO @ w2), ds = <dO @ w2, a>, dw2 = dO^T @ (s * a). So dO is gathered and nothing of
-    width K is stored (SonicMoE, arXiv 2512.14080, section 3).
     """
     *values, needs = rest
     inputs = _inputs(tuple(values))
-    call, (E, _, _, _, top_k) = inputs.call, inputs.sizes
-    if why_not_fused(call) is None:
-        found = _fused_backward(call, grad, None if inputs.recompute else h, index, needs)
-        return tuple([h.new_empty(0) if t is None else t for t in found])
-    needs_x, needs_w13, needs_w2, needs_weights, needs_b13, needs_b2 = needs
-    pairs = _pairs(call, index, E, top_k)
-    on_input = call.router_weight_on_input
-    rows = None
-    if inputs.recompute or needs_w13:
-        rows = composition.gemm1_input(call, pairs)
-    if inputs.recompute:
-        assert rows is not None
-        h = composition.product(_multiply, rows, call.w13, pairs, None).to(_kept_dtype(call))
-    if call.w13.scheme:
-        h = h.to(torch.float32)  # the dtype of products with quantized weights
-    wide = _wide(h)
-    weights = call.topk_weights.to(wide).flatten().index_select(0, pairs.order).unsqueeze(1)
-    s = torch.ones_like(weights) if on_input else weights
-    x_wide = _activation_input(call, h, pairs)
+    fused = why_not_fused(inputs.call) is None
+    return run_backward(inputs, grad, h, None, index, needs, UNADAPTED, fused)
+
+
+def run_backward(
+    inputs: Inputs,
+    grad: Tensor,
+    h: Tensor,
+    u: Tensor | None,
+    index: Tensor,
+    needs: list[bool],
+    adapters: Adapters,
+    fused: bool,
+) -> tuple[Tensor, ...]:
+    """The gradients, and where `needs` has them, behind them those of a13, b13, a2 and b2."""
+    run = _fused_backward if fused else portable.backward
+    known_h, known_u = (None, None) if inputs.recompute else (h, u)
+    found = run(inputs.call, grad, known_h, known_u, index, needs, adapters)
     # outputs may not share memory
-    dx, dw13, dw2, dweights, db13, db2 = [h.new_empty(0) for _ in needs]
-
-    dout = permute.gather_tokens(grad.to(h.dtype), pairs)
-    da = composition.product(_multiply, dout, call.w2, pairs, None, transpose=True).to(wide)
-    of_output = needs_weights and not on_input
-    if of_output or needs_w2:
-        hidden = activations.formula(x_wide, call.activation).to(h.dtype)
-        hidden = composition.gemm2_input(call, pairs, hidden).to(wide)
-    if of_output:
-        ds = (da * hidden).sum(1)
-        if call.w2_bias is not None:
-            ds = ds + (dout.to(wide) * _of_experts(call.w2_bias, pairs, wide)).sum(1)
-        dweights = _by_pair(ds, pairs).to(call.topk_weights.dtype)
-    if needs_w2:
-        dw2 = products.grouped_outer(dout, (s * hidden).to(h.dtype), pairs.offsets)
-    if needs_b2:
-        assert call.w2_bias is not None
-        db2 = _sum_of_rows(dout, s, pairs).to(call.w2_bias.dtype)
-    if needs_x or needs_w13 or needs_b13 or (needs_weights and on_input):
-        dh = activations.derivative(x_wide, s * da, call.activation).to(h.dtype)
-        if needs_w13:
-            assert rows is not None
-            dw13 = products.grouped_outer(dh, rows, pairs.offsets)
-        if needs_b13:
-            assert call.w13_bias is not None
-            db13 = _sum_of_rows(dh, torch.ones_like(s), pairs).to(call.w13_bias.dtype)
-        if needs_x or (needs_weights and on_input):
-            drows = composition.product(_multiply, dh, call.w13, pairs, None, transpose=True)
-            by_pair = drows.index_select(0, pairs.inverse).unflatten(0, pairs.valid.shape)
-            by_pair = torch.where(pairs.valid.unsqueeze(-1), by_pair.to(wide), 0)
-            if needs_weights and on_input:
-                x = torch.where(pairs.valid, call.hidden_states.to(wide), 0)
-                dweights = (by_pair.squeeze(1) * x).sum(1, keepdim=True)
-                dweights = dweights.to(call.topk_weights.dtype)
-            if on_input:
-                by_pair = by_pair * call.topk_weights.to(wide).unsqueeze(-1)
-                by_pair = torch.where(pairs.valid.unsqueeze(-1), by_pair, 0)
-            if needs_x:
-                dx = by_pair.sum(1).to(call.hidden_states.dtype)
-    return dx, dw13, dw2, dweights, db13, db2
-
-
-def _pairs(call: ExpertsCall, index: Tensor, E: int, top_k: int) -> permute.Pairs:
-    """The sorted pairs of the index that the forward pass returned."""
-    S = call.topk_ids.numel()
-    offsets, rows = index[:E], index[E:].long()
-    pair = torch.arange(S, device=index.device)
-    valid = rows >= 0
-    # rows behind the last are those of no pair: they have the first one's token, and count nowhere
-    order = rows.new_zeros(S + 1).scatter_(0, torch.where(valid, rows, S), pair)[:S]
-    experts = torch.searchsorted(offsets, pair, right=True)
-    return permute.Pairs(
-        order,
-        rows.clamp(min=0),
-        experts,
-        offsets,
-        valid.unflatten(0, (call.topk_ids.shape[0], top_k)),
-    )
-
-
-def _by_pair(values: Tensor, pairs: permute.Pairs) -> Tensor:
-    """Values of sorted rows (S,) as those of pairs (M, top_k): 0 where the expert is not here."""
-    found = values.index_select(0, pairs.inverse).view(pairs.valid.shape)
-    return torch.where(pairs.valid, found, 0)
-
-
-def _sum_of_rows(rows: Tensor, factor: Tensor, pairs: permute.Pairs) -> Tensor:
-    """(E, N): the sum of factor (S, 1) times each expert's rows (S, N). A product sums in a fixed
-    order; index_add would not.
-    """
-    factors = factor.to(rows.dtype).expand(-1, 8).contiguous()
-    return products.grouped_outer(rows, factors, pairs.offsets)[..., 0].contiguous()
+    return tuple([h.new_empty(0) if t is None else t for t in found])
 
 
 def _backward_fake(grad: Tensor, h: Tensor, index: Tensor, *rest: Any) -> tuple[Tensor, ...]:
@@ -402,9 +305,13 @@ def fused_experts(call: ExpertsCall, recompute: bool) -> Tensor:
     the backward pass but the inputs and the order of the pairs.
     """
     composition.refuse_transforms()
+    return forward(*op_values(call, recompute))[0]
+
+
+def op_values(call: ExpertsCall, recompute: bool) -> tuple:
+    """The inputs of both operators."""
     a = call.activation
     # constants, also where dynamic=True makes symbols of them
     numbers = [float(guard_scalar(x)) for x in (a.alpha, a.beta, a.limit)]
     values = (call.w13.scheme, a.name, *numbers, call.router_weight_on_input, recompute)
-    text = text_of(Options._fields, values)
-    return forward(*call.op_values(text))[0]
+    return call.op_values(text_of(Options._fields, values))

@@ -70,6 +70,35 @@ def experts_backward(
     return 2 * x[0] * ids[1] * x[1] * columns
 
 
+def lora_experts_forward(x: tuple, *rest: Any, **k: Any) -> int:
+    """Of `lora_experts_forward`: those of `experts_forward`, and of the products through ranks."""
+    a13, b13, a2, b2 = rest[9:13]
+    of_pair = sum([t[1] * t[2] for t in (a13, b13, a2, b2) if t is not None])
+    return experts_forward(x, *rest[:9], **k) + 2 * x[0] * rest[3][1] * of_pair
+
+
+def lora_experts_backward(
+    grad: tuple, h: tuple, u: tuple, index: tuple, *rest: Any, **k: Any
+) -> int:
+    """Of `lora_experts_backward`: those of `experts_backward`, and the products through ranks.
+    Where an adapter is trained, two outer products follow; rows of the rank are computed again
+    for that of w2.
+    """
+    x, ids, needs = rest[0], rest[4], rest[-1]
+    columns = 0
+    for (a, b), trained, passes, again in (
+        (rest[10:12], any(needs[6:8]), bool(needs[0]), 0),
+        (rest[12:14], any(needs[8:10]), True, 1),
+    ):
+        if a is not None:
+            columns += b[1] * b[2] * ((passes or trained) + trained)
+            columns += a[1] * a[2] * (passes + (1 + again) * trained)
+    if h[0] == 0 and rest[10] is not None:
+        columns += sum([t[1] * t[2] for t in rest[10:12]])
+    experts = experts_backward(grad, h, index, *rest[:10], needs[:6], **k)
+    return experts + 2 * x[0] * ids[1] * columns
+
+
 def _columns_of_w2(x: tuple, w13: tuple, w2: tuple) -> int:
     """I, also of packed weights: K is known from x."""
     return w2[2] * x[1] // w13[2]

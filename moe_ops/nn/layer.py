@@ -26,6 +26,7 @@ from moe_ops.checks import check_number, check_size, check_tensor
 from moe_ops.experts import fused_experts
 from moe_ops.meta.workspace import maximum
 from moe_ops.nn.config import MoEConfig
+from moe_ops.nn.lora import ExpertsLoRA
 from moe_ops.nn.modules import Experts, Gate, SharedExpert, expert_map_on_host
 from moe_ops.ops.memory import refuse_lost
 from moe_ops.routing.methods import RoutingMethod, check_method
@@ -179,6 +180,7 @@ class MoELayer(nn.Module):
         self.experts = Experts(
             local, hidden_size, intermediate_size, self.activation.gated, expert_bias, factory
         )
+        self.lora: ExpertsLoRA | None = None
         self.shared_expert: SharedExpert | None = None
         self.shared_expert_gate: nn.Linear | None = None
         if shared_expert_intermediate_size:
@@ -342,6 +344,24 @@ class MoELayer(nn.Module):
         probabilities = router_probabilities(router_logits, self.routing_method, self.scoring)
         return out, load_balancing_loss(probabilities, topk_ids)
 
+    def add_lora(self, rank: int, scale: float = 1.0) -> ExpertsLoRA:
+        """Adapt the experts by a new `moe_ops.LoRA` of this rank, and freeze their own weights,
+        which may be quantized, and biases.
+
+        Its parameters are `lora.a13`, `lora.b13`, `lora.a2` and `lora.b2`, in the dtype of the
+        gate's weight; b13 and b2 begin at zero. An adapter that was there is replaced, and
+        `layer.lora = None` takes it away.
+
+        Raises:
+            ValueError: the rank is no integer or below 1, or the scale is no number.
+        """
+        check_size("rank", rank)
+        check_number("scale", scale)
+        experts = self.experts.requires_grad_(False)
+        w13, w2 = experts.w13, experts.down_proj
+        self.lora = ExpertsLoRA(w13, w2, rank, float(scale), self.gate.weight)
+        return self.lora
+
     def _routed(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Router and experts alone: x (M, H) -> out (M, H), router_logits (M, E), topk_ids (M,
         top_k).
@@ -355,6 +375,7 @@ class MoELayer(nn.Module):
             scaling_factor=self.routed_scaling_factor,
             scoring=self.scoring,
         )
+        lora = getattr(self, "lora", None)  # layers that were saved before have none
         out = fused_experts(
             x,
             self.experts.w13,
@@ -368,6 +389,7 @@ class MoELayer(nn.Module):
             router_weight_on_input=self.router_weight_on_input,
             max_workspace_bytes=self.max_workspace_bytes,
             recompute=self.recompute,
+            adapters=None if lora is None else lora.adapter(),
             backend=self.backend,
         )
         return out, router_logits, topk_ids

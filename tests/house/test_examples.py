@@ -20,6 +20,7 @@ RUNS = {
     "compile_layer": (("--layers", "2"), 9, ()),
     "cuda_graph_decode": (("--tokens", "4"), 0, ("transformers",)),
     "export_layer": (("--schemes", "fp8_block"), 6, ()),
+    "finetune": (("--steps", "3", "--rank", "2"), 4, ("transformers", "peft")),
     "generate": (
         (
             "--tokens",
@@ -95,6 +96,7 @@ def test_schemes_of_command_lines(common):
     ("name", "option"),
     [
         ("export_layer", "--schemes"),
+        ("finetune", "--scheme"),
         ("generate", "--schemes"),
         ("quantize_and_compare", "--schemes"),
         ("train_step", "--scheme"),

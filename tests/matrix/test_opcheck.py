@@ -79,7 +79,14 @@ def recorded(call, name: str) -> list[Call]:
 # --- samples -------------------------------------------------------------------------------------
 
 
-def experts_call(kind: str, variant: str, device: str, backend: str, training: bool = False):
+def experts_call(
+    kind: str,
+    variant: str,
+    device: str,
+    backend: str,
+    training: bool = False,
+    adapted: bool = False,
+):
     """A function that calls one of the public functions."""
     dtype = torch.float32
 
@@ -121,6 +128,11 @@ def experts_call(kind: str, variant: str, device: str, backend: str, training: b
     if variant == "everything":
         options["expert_map"] = torch.tensor([2, -1, 0, 1], device=device)
         ids = torch.stack([ids, ids], -1)[..., 0]
+    if adapted:  # of w2 alone where weights are plain
+        sizes = ((4, K), (2 * I, 4), (3, I), (K, 3))
+        matrices = [torch.randn(E, *size, device=device).requires_grad_() for size in sizes]
+        matrices[:2] = (None, None) if variant == "plain" else matrices[:2]
+        options["adapters"] = moe_ops.LoRA(*matrices, 0.5)
     return lambda: moe_ops.fused_experts(x, w13, w2, weights, ids, **options)
 
 
@@ -174,7 +186,8 @@ def deep_gemm_calls(name: str, variant: str, device: str) -> list[Call]:
 
 def training_calls(name: str, variant: str, device: str) -> list[Call]:
     kind = "grouped_linear" if name.startswith("grouped") else "experts"
-    call = experts_call(kind, variant, device, "auto", training=True)
+    adapted = name.startswith("lora")
+    call = experts_call(kind, variant, device, "auto", training=True, adapted=adapted)
     return recorded(lambda: call().sum().backward(), name)
 
 
@@ -204,6 +217,8 @@ SAMPLES |= {
 SAMPLES |= {
     "experts_forward": (training_calls, ("plain", "everything", *QUANTIZED)),
     "experts_backward": (training_calls, ("plain", "everything", *QUANTIZED)),
+    "lora_experts_forward": (training_calls, ("plain", "everything", *QUANTIZED)),
+    "lora_experts_backward": (training_calls, ("plain", "everything", *QUANTIZED)),
     "grouped_mm": (training_calls, ("plain", "everything", *QUANTIZED)),
     "grouped_outer": (training_calls, ("plain", "everything")),
     "route": (route_calls, ("plain", "everything")),

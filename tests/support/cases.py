@@ -15,6 +15,8 @@ from unittest import mock
 import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import moe_ops
 from moe_ops.activations import Activation
@@ -260,3 +262,16 @@ def measured_tiers(*tiers: tuple[int, str]) -> list[dict]:
         {"num_tokens": M, "us": {name: 1.0 if name == best else 2.0 for name in names}}
         for M, best in sorted(fastest.items())
     ]
+
+
+class Largest(TorchDispatchMode):
+    """The most elements, of 16 bits and more, that any operator returned but for views."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        found = func(*args, **(kwargs or {}))
+        for t in tree_leaves(found):
+            if torch.is_tensor(t) and t.itemsize > 1 and not func.is_view:
+                self.elements = max(self.elements, t.numel())
+        return found

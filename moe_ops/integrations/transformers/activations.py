@@ -9,7 +9,7 @@ gate is run by the module itself between two grouped linears.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -31,6 +31,8 @@ GROUPED = "grouped_linear around the module's gate"
 # attributes of these names behind PREFIX
 OPTIONS: dict[str, Any] = {"backend": "auto", "max_workspace_bytes": None, "recompute": False}
 PREFIX = "_moe_ops_"
+# where a module finds the adapters (moe_ops.LoRA) that are active in a forward
+ADAPTERS = "_moe_ops_adapters"
 
 # Pointwise functions of ours. NewGELUActivation writes out the tanh approximation that GELUTanh
 # calls.
@@ -154,7 +156,7 @@ def run_experts(
     if getattr(module, "has_bias", False):
         w13_bias = module.gate_up_proj_bias if gated else module.up_proj_bias
         w2_bias = module.down_proj_bias
-    backend = backend_of(module)
+    backend, adapters = backend_of(module), getattr(module, ADAPTERS, ())
     # as transformers' own grouped_mm: the weights' dtype decides, e.g. fp32 residuals beside bf16
     plain = getattr(w13, "scheme", None) is None
     x = hidden_states.to(w13.dtype) if plain else hidden_states
@@ -169,17 +171,37 @@ def run_experts(
             activation=activation,
             w13_bias=w13_bias,
             w2_bias=w2_bias,
+            adapters=adapters or None,
             **options_of(module),
         )
         return y.to(hidden_states.dtype)
     pairs = permute.sort_pairs(top_k_index, w13.shape[0])
     rows = permute.gather_tokens(x, pairs)
-    rows = moe_ops.grouped_linear(rows, w13, pairs.offsets, bias=w13_bias, backend=backend)
+    first = [(one.a13, one.b13, one.scale) for one in adapters]
+    rows = _linear(rows, w13, pairs.offsets, w13_bias, first, backend)
     rows = module._apply_gate(rows) if gated else module.act_fn(rows)
-    rows = moe_ops.grouped_linear(rows, w2, pairs.offsets, bias=w2_bias, backend=backend)
+    second = [(one.a2, one.b2, one.scale) for one in adapters]
+    rows = _linear(rows, w2, pairs.offsets, w2_bias, second, backend)
     if getattr(module, "has_post_expert_norm", False):
         rows = module.post_expert_norm(rows)
     return permute.combine(rows, top_k_weights, pairs, hidden_states.dtype)
+
+
+def _linear(
+    rows: Tensor,  # (S, K)
+    weight: Tensor,  # (E, N, K)
+    offsets: Tensor,  # (E,)
+    bias: Tensor | None,  # (E, N)
+    adapters: Sequence[tuple[Tensor | None, Tensor | None, float]],  # (E, r, K), (E, N, r), scale
+    backend: str,
+) -> Tensor:
+    """`grouped_linear`, with adapters of its weight."""
+    y = moe_ops.grouped_linear(rows, weight, offsets, bias=bias, backend=backend)
+    for a, b, scale in adapters:
+        if a is not None and b is not None:
+            u = moe_ops.grouped_linear(rows, a.to(rows.dtype), offsets) * scale
+            y = y + moe_ops.grouped_linear(u, b.to(rows.dtype), offsets)
+    return y
 
 
 def backend_of(module: HfModule) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ import moe_ops
 from moe_ops import environment
 from moe_ops.activations import Activation
 from moe_ops.integrations.transformers import activations as hf_activations
-from moe_ops.integrations.transformers import families, fp8
+from moe_ops.integrations.transformers import adapters, families, fp8
 from moe_ops.integrations.transformers import layers as layers_of
 from moe_ops.integrations.transformers.activations import HfModule
 from moe_ops.integrations.transformers.layers import Layer
@@ -63,7 +63,17 @@ def attach_layers(
             _attach_layer(layer, options)
             for layer in environment.progress_bar(layers, "attaching layers")
         ]
-        return AttachReport(tuple(reports))
+        adapted = adapters.attach_wrappers(model, layers, NAME)
+        return AttachReport(
+            tuple(
+                [
+                    replace(report, path=f"{report.path} with adapters")
+                    if report.name in adapted
+                    else report
+                    for report in reports
+                ]
+            )
+        )
     except BaseException:
         undo()
         raise

@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from moe_ops.kernels.configs import GROUP_M, LARGE_SHARED_MEMORY, block_bound
+from moe_ops.kernels.configs import GROUP_M, LARGE_SHARED_MEMORY
 from moe_ops.kernels.device.blocks import block_and_tile
 from moe_ops.kernels.launch import (
     Constant,
@@ -45,7 +45,6 @@ from moe_ops.kernels.mixed_gemm.operands import (
 )
 from moe_ops.kernels.mixed_gemm.sm80_mma import first_bytes
 from moe_ops.kernels.permute.rows import Routing
-from moe_ops.kernels.permute.sort import group_blocks
 from moe_ops.kernels.training.decode import columns, shift
 from moe_ops.meta.workspace import cdiv
 
@@ -243,16 +242,6 @@ def moe_ops_train_packed(
     y_ptrs = y_ptr + position.to(tl.int64)[:, None] * out_size + column[None, :]
     ok = (position < end)[:, None] & (column < out_size)[None, :]
     tl.store(y_ptrs, acc.to(y_ptr.dtype.element_ty), mask=ok)
-
-
-def num_blocks(S: int, E: int) -> int:
-    """Blocks of S rows; those behind the last expert's are one more group."""
-    return block_bound(S, E + 1, BLOCK_M)
-
-
-def find_blocks(routing: Routing, ends: Tensor, S: int, gpu: Gpu) -> Launch:
-    """Write the table of `num_blocks` blocks of rows that are sorted by expert."""
-    return group_blocks(routing, ends, S, 0, BLOCK_M, gpu)
 
 
 def tile_of(w: MixedOperand, transpose: bool) -> PackedTile:

@@ -12,9 +12,11 @@ from torch import Tensor
 
 import moe_ops
 from moe_ops.environment import INTERPRETED
+from moe_ops.kernels.configs import block_bound
 from moe_ops.kernels.launch import gpu, run
 from moe_ops.kernels.mixed_gemm.operands import operand
 from moe_ops.kernels.permute.rows import sorted_rows
+from moe_ops.kernels.permute.sort import group_blocks
 from moe_ops.ops.call import Weight, take_apart
 from moe_ops.schemes import SCHEMES
 from tests.support import oracle
@@ -75,9 +77,9 @@ def multiply(x: Tensor, weight: Weight, transpose: bool, ends=ENDS) -> Tensor:
     w = operand("weight", weight.data, scale, *others, weight.scheme, facts)
     y = x.new_full((S, w.K if transpose else w.N), HELD, dtype=FP32)
     groups = torch.tensor(ends, dtype=torch.int32, device=x.device)
-    count = packed.num_blocks(S, len(ends))
+    count = block_bound(S, len(ends) + 1, packed.BLOCK_M)
     routing = sorted_rows(groups.new_full((4 * count,), -77), len(ends), count)
-    run([packed.find_blocks(routing, groups, S, facts)], device, facts)
+    run([group_blocks(routing, groups, S, 0, packed.BLOCK_M, facts)], device, facts)
     run([packed.multiply(y, x, w, routing, transpose, facts)], device, facts)
     return y
 

@@ -1,0 +1,331 @@
+"""PEFT's adapters on expert parameters through moe_ops, against its own forward and gradients."""
+
+import contextlib
+import copy
+import pickle
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+peft = pytest.importorskip("peft")
+
+import moe_ops
+import moe_ops.integrations.transformers as integration
+from moe_ops.integrations.transformers.activations import ADAPTERS
+from tests.integrations.transformers.test_families import Calls, build, relative
+
+IDS = torch.tensor([[27, 54, 47, 78, 38], [4, 29, 33, 45, 61]])
+W13, W2 = "experts.gate_up_proj", "experts.down_proj"
+BOTH = ["lora_experts_forward", "lora_experts_backward"]
+
+
+def adapted(
+    family="qwen3_moe", parameters=(W13, W2), prepare=None, dtype=torch.float64, **options
+):
+    """A model of one layer with a random adapter."""
+    model = build(family, 1).to(dtype)
+    if prepare is not None:
+        prepare(model)
+    with torch.random.fork_rng():
+        torch.manual_seed(5)
+        return peft.get_peft_model(model, config(parameters, **options))
+
+
+def config(parameters=(W13, W2), **options):
+    options = {"r": 3, "lora_alpha": 5, "init_lora_weights": False, "target_modules": []} | options
+    return peft.LoraConfig(target_parameters=list(parameters), **options)
+
+
+def add_adapter(model, name, **options):
+    with torch.random.fork_rng():
+        torch.manual_seed(11)
+        model.add_adapter(name, config(**options))
+
+
+def step(model) -> tuple[torch.Tensor, dict]:
+    """The result, and the gradients of all that is trained."""
+    for p in model.parameters():
+        p.grad = None
+    out = model(input_ids=IDS, use_cache=False)
+    out = out.logits if hasattr(out, "logits") else out.last_hidden_state
+    rng = torch.Generator().manual_seed(3)
+    out.backward(torch.randn(out.shape, generator=rng).to(out.dtype))
+    named = {n.removeprefix("_orig_mod."): p.grad for n, p in model.named_parameters()}
+    return out.detach(), {n: grad for n, grad in named.items() if grad is not None}
+
+
+def check(model, reference, within=1e-12, operators=BOTH) -> dict:
+    """What a model computes, by these operators, is what the reference does."""
+    calls = Calls()
+    with contextlib.nullcontext() if operators is None else calls:
+        out, grads = step(model)
+    assert operators is None or calls.names == operators
+    want, wanted = step(reference)
+    assert relative(out, want) < within
+    assert grads.keys() == wanted.keys()
+    for name, grad in grads.items():
+        assert relative(grad, wanted[name]) < 10 * within, name
+    return grads
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        "qwen3_moe",
+        pytest.param("gpt_oss", marks=pytest.mark.slow),  # transposed, biases, interleaved
+        pytest.param("deepseek_v3", marks=pytest.mark.slow),  # a shared expert
+    ],
+)
+def test_values_and_gradients(family):
+    model, reference = adapted(family), adapted(family)
+    report = integration.attach(model)
+    assert report.layers[0].path == "fused_experts with adapters"
+    assert len(check(model, reference)) == 4
+
+
+@pytest.mark.slow
+def test_experts_without_a_gate_half():
+    names = ("experts.up_proj", W2)
+    model, reference = [adapted("nemotron_h", names, dtype=torch.float32) for _ in range(2)]
+    integration.attach(model)
+    assert len(check(model, reference, within=2e-6)) == 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["inkling2", "muse_spark"])
+def test_a_gate_of_the_modules_own(family):
+    """The adapters' products stand beside the two grouped products."""
+    model, reference = [adapted(family, dtype=torch.float32) for _ in range(2)]
+    report = integration.attach(model)
+    assert report.layers[0].path.endswith("gate with adapters")
+    assert len(check(model, reference, within=2e-6, operators=None)) == 4
+
+
+@pytest.mark.parametrize("parameters", [(W13,), (W2,), (W2, W13)])
+def test_which_parameters(parameters):
+    model, reference = adapted(parameters=parameters), adapted(parameters=parameters)
+    integration.attach(model)
+    assert len(check(model, reference)) == 2 * len(parameters)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"use_rslora": True},
+        {"rank_pattern": {W13: 5}, "alpha_pattern": {W13: 2, W2: 7}},
+        {"r": 1},
+    ],
+    ids=lambda options: "-".join(options),
+)
+@pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys")
+def test_ranks_and_scales(options):
+    model, reference = adapted(**options), adapted(**options)
+    scales = {m.parameter_name: m.scaling["default"] for m in model.modules()
+              if hasattr(m, "parameter_name")}  # fmt: skip
+    if "use_rslora" in options:
+        assert scales["down_proj"] == 5 / 3**0.5
+    if "alpha_pattern" in options:
+        assert scales == {"gate_up_proj": 2 / 5, "down_proj": 7 / 3}
+    integration.attach(model)
+    check(model, reference)
+
+
+def test_dropout_is_refused_as_peft_refuses_it():
+    with pytest.raises(ValueError, match="does not work with lora_dropout"):
+        adapted(lora_dropout=0.1)
+
+
+@pytest.mark.slow
+def test_several_adapters_add_up():
+    """Of other ranks; one of them alone; and none."""
+    model, reference = adapted(), adapted()
+    for one in (model, reference):
+        add_adapter(one, "other", r=2)
+    integration.attach(model)
+    for names in (["default", "other"], ["other"], ["default"]):
+        for one in (model, reference):
+            one.base_model.set_adapter(names)
+        assert len(check(model, reference)) == 4 * len(names)
+
+
+def logits_of(model) -> torch.Tensor:
+    with torch.no_grad():
+        return model(input_ids=IDS, use_cache=False).logits
+
+
+def test_disabled_merged_and_unmerged():
+    model, reference = adapted(), adapted()
+    plain = logits_of(build("qwen3_moe", 1).double())
+    integration.attach(model)
+    want = logits_of(reference)
+    assert relative(want, plain) > 0.01
+    with Calls() as calls:
+        assert relative(logits_of(model), want) < 1e-12
+    assert calls.names == ["lora_experts_forward"]
+    with model.disable_adapter(), Calls() as calls:
+        assert relative(logits_of(model), plain) < 1e-12
+    assert calls.names == ["torch_experts"]
+    model.merge_adapter()
+    with Calls() as calls:
+        assert relative(logits_of(model), want) < 1e-12
+    assert calls.names == ["torch_experts"]
+    model.unmerge_adapter()
+    check(model, reference)
+    model.merge_adapter()
+    with model.disable_adapter():  # this unmerges
+        assert relative(logits_of(model), plain) < 1e-12
+    assert relative(logits_of(model), want) < 1e-12
+    merged = model.merge_and_unload()
+    with Calls() as calls:
+        assert relative(logits_of(merged), want) < 1e-12
+    assert calls.names == ["torch_experts"]
+
+
+def test_saved_and_loaded(tmp_path):
+    model = adapted()
+    integration.attach(model)
+    want, _ = step(model)
+    model.save_pretrained(tmp_path)
+    reference = adapted()
+    reference.save_pretrained(tmp_path / "reference")
+    ours, theirs = [
+        peft.utils.load_peft_weights(str(path), device="cpu")
+        for path in (tmp_path, tmp_path / "reference")
+    ]
+    assert ours.keys() == theirs.keys() and len(ours) == 4
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    base = build("qwen3_moe", 1).double()
+    loaded = peft.PeftModel.from_pretrained(base, tmp_path, is_trainable=True)
+    loaded = loaded.double()
+    integration.attach(loaded)
+    with Calls() as calls:
+        assert relative(step(loaded)[0], want) < 1e-6  # saved in fp32
+    assert calls.names == BOTH
+
+
+@pytest.mark.parametrize("scheme", ["int4_w4a16:g32", "mxfp4_w4a16", "fp8_channel"])
+def test_quantized_weights(scheme):
+    """Against PEFT on the dequantized weights, which it adds its product to."""
+    rounded = moe_ops.schemes.get_scheme(scheme).activation is not None
+
+    def quantized(model):
+        integration.quantize(model.float(), scheme)
+
+    def dequantized(model):
+        quantized(model)
+        model.dequantize()
+        model.double()
+
+    model = adapted(prepare=quantized)
+    reference = adapted(prepare=dequantized)
+    reference.set_experts_implementation("eager")
+    integration.attach(model)
+    # e4m3 activations are off by up to 2^-4
+    grads = check(model, reference, within=0.05 if rounded else 2e-6)
+    assert len(grads) == 4
+
+
+@pytest.mark.slow
+def test_adapters_on_attention_too_compile_whole():
+    torch._dynamo.reset()
+    options = {"target_modules": ["q_proj", "v_proj"]}
+    model, reference = adapted(**options), adapted(**options)
+    integration.attach(model)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    assert len(check(compiled, reference, operators=None)) == 8
+
+
+def test_fp32_adapters_of_a_bf16_model():
+    """As PEFT keeps them; gradients stay fp32. Against the same model in fp64."""
+    model = adapted(dtype=torch.bfloat16)
+    matrices = [p for n, p in model.named_parameters() if "lora" in n]
+    assert len(matrices) == 4 and all(p.dtype == torch.float32 for p in matrices)
+    reference = adapted(dtype=torch.bfloat16).double()
+    integration.attach(model)
+    with Calls() as calls:
+        out, grads = step(model)
+    assert calls.names == BOTH and out.dtype == torch.bfloat16
+    want, wanted = step(reference)
+    assert relative(out, want) < 0.02  # all of the model rounds to bf16
+    for name, grad in grads.items():
+        assert grad.dtype == torch.float32 and relative(grad, wanted[name]) < 0.02
+
+
+def test_several_adapters_compile_whole():
+    torch._dynamo.reset()
+    model, reference = adapted(), adapted()
+    for one in (model, reference):
+        add_adapter(one, "other", r=2)
+        one.base_model.set_adapter(["default", "other"])
+    integration.attach(model)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    assert len(check(compiled, reference, operators=None)) == 8
+    experts = next(m for m in model.modules() if hasattr(m, "is_transposed"))
+    assert getattr(experts, ADAPTERS, ()) == ()
+
+
+@pytest.mark.slow
+def test_one_graph_for_every_number_of_tokens():
+    torch._dynamo.reset()
+    model, reference = adapted(), adapted()
+    integration.attach(model)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager", dynamic=True)
+    rng = torch.Generator().manual_seed(0)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for length in (16, 8, 100, 512):
+            ids = torch.randint(0, 96, (1, length), generator=rng)
+            found = []
+            for one in (compiled, reference):
+                out = one(input_ids=ids, use_cache=False).logits
+                weight = next(p for n, p in one.named_parameters() if "lora_A" in n)
+                found.append((out.detach(), *torch.autograd.grad(out.square().mean(), [weight])))
+            for got, want in zip(*found, strict=True):
+                assert relative(got, want) < 1e-10
+
+
+@pytest.mark.slow
+def test_another_implementation_takes_pefts_own_way():
+    """Also after attach: nothing is lost by a switch, or by an error in attach."""
+    model, reference = adapted(), adapted()
+    integration.attach(model)
+    model.set_experts_implementation("eager")
+    check(model, reference, operators=[])
+    model.set_experts_implementation("moe_ops")
+    check(model, reference)
+
+
+@pytest.mark.slow
+def test_copies_and_pickles():
+    model, reference = adapted(), adapted()
+    integration.attach(model)
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        with torch.no_grad():  # of the copy, whose wrappers must not call those of the original
+            for name, p in model.named_parameters():
+                if "lora_B" in name:
+                    p.zero_()
+        check(twin, reference)
+        with torch.no_grad():
+            for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+                p.copy_(q)
+
+
+@pytest.mark.slow
+def test_checkpointed_layers():
+    model, reference = adapted(), adapted()
+    integration.attach(model, recompute=True)
+    for one in (model, reference):
+        one.enable_input_require_grads()
+        one.gradient_checkpointing_enable({"use_reentrant": False})
+        one.train()
+    check(model, reference, operators=None)
+
+
+def test_an_error_leaves_no_adapter_behind():
+    model = adapted()
+    integration.attach(model)
+    experts = next(m for m in model.modules() if hasattr(m, "is_transposed"))
+    wrapper = next(m for m in model.modules() if hasattr(m, "parameter_name"))
+    with pytest.raises(ValueError, match="hidden_states"):
+        wrapper(torch.zeros(2, 3, 5), torch.zeros(2, 2, dtype=torch.int64), torch.zeros(2, 2))
+    assert getattr(experts, ADAPTERS, ()) == ()
