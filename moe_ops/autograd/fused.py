@@ -194,7 +194,8 @@ class _Adapter:
         u = self.found[transpose]
         if u is None:
             a, b, scale = self.of
-            u = self.found[transpose] = self.step.rows(a.shape[1])
+            # zeros where rows have no expert: u of the forward pass is returned
+            u = self.found[transpose] = self.step.x.new_zeros(self.step.S, a.shape[1])
             x, pairs = self.source(rows, transpose)
             blocks, top_k = self.step.blocks(low_rank.BLOCK_M), self.step.top_k
             matrix = b if transpose else a
