@@ -136,6 +136,8 @@ class _Step:
         parts = (weight.data, scale, zero, global_scale, channel_scale)
         w = operand("weight", *parts, weight.scheme, self.gpu)
         y = self.rows(w.K if transpose else w.N)
+        if not rows.is_cuda:  # rows of no expert are zeros, as those of grouped_mm
+            y.zero_()
         self.run(packed.multiply(y, rows, w, self.blocks(packed.BLOCK_M), transpose, self.gpu))
         return y
 

@@ -115,14 +115,14 @@ def check(where: tuple, columns: int, weight: Weight, transpose: bool, within=2e
 @pytest.mark.parametrize("scheme", FORMATS)
 def test_formats(where, transpose, scheme):
     """Every weight-only scheme, several groups a row. Beside 16-bit rows the products are those of
-    weights rounded to their dtype: exact ones would be off by 1e-4 and 1e-3. fp32 scales go into
-    bf16 weights by their 16 highest bits, so that one weight of 2^8 rounds to its other neighbour:
-    a root mean square of 2^-4 times 2^-8, over the square root of 3.
+    weights rounded to their dtype: exact ones would be off by 1e-4 and 1e-3. Scales of more bits
+    go into bf16 weights as two bf16 numbers, so that one weight of 2^8 rounds to its other
+    neighbour: a root mean square of 2^-4 times 2^-8, over the square root of 3.
     """
     N, K = 136 if "block" in scheme else 40, fitting(136, scheme)
     weight = quantized(scheme, N, K)
     (device, dtype), scale = where, weight.scales[0]
-    short = device == "cuda" and dtype == BF16 and scale.dtype == FP32
+    short = device == "cuda" and dtype == BF16 and scale.dtype in (FP16, FP32)
     check(where, N if transpose else K, weight, transpose, 2.0**-12 / 3**0.5 if short else 2e-5)
 
 
