@@ -123,6 +123,8 @@ def fused_experts(
     needs_grad = torch.is_grad_enabled() and _requires_grad(
         hidden_states, topk_weights, a.data, b.data, w13_bias, w2_bias
     )
+    if isinstance(adapters, (list, tuple)) and not adapters:
+        adapters = None
     if adapters is not None:
         matrices = low_rank.check_call(adapters, backend, hidden_states_scale)
         if forward_ad._current_level >= 0:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import SymFloat, Tensor
 
 from moe_ops.checks import check_number, check_rank, static_size
 from moe_ops.ops.memory import refuse_lost
@@ -89,7 +89,8 @@ def join(adapters: Any, problem: Problem, hidden_states: Tensor) -> Adapters:
             rank = _check(f"{name}.a{suffix}", a, (E, None, columns), device)
             _check(f"{name}.b{suffix}", b, (E, rows, rank), device)
             assert a is not None and b is not None
-            parts[suffix].append(LowRank(a, b, one.scale))
+            scale = one.scale if isinstance(one.scale, SymFloat) else float(one.scale)
+            parts[suffix].append(LowRank(a, b, scale))
     return Adapters(*[_joined(part, dtype) for part in parts.values()])
 
 

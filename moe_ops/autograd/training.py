@@ -125,9 +125,10 @@ def why_not_fused(call: ExpertsCall) -> str | None:
 def explanation(call: ExpertsCall) -> str:
     """How the operators run a call, in words."""
     reason = why_not_fused(call)
-    return (
-        f"plain torch, because {reason}" if reason else "fused kernels, torch's grouped products"
-    )
+    if reason:
+        return f"plain torch, because {reason}"
+    products = "products that decode weights" if call.w13.scheme else "torch's grouped products"
+    return f"fused kernels, {products}"
 
 
 _warned = False

@@ -13,6 +13,7 @@ experts.up_proj for experts without a gate half (Nemotron-H).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -353,10 +354,18 @@ class MoELayer(nn.Module):
         `layer.lora = None` takes it away.
 
         Raises:
-            ValueError: the rank is no integer or below 1, or the scale is no number.
+            ValueError: the rank is no integer or below 1, the scale is no finite number, or the
+                layer names a backend that has no adapters.
         """
         check_size("rank", rank)
         check_number("scale", scale)
+        if not math.isfinite(scale):
+            raise ValueError(f"scale must be finite, got {scale}")
+        if self.backend not in ("auto", "torch"):
+            raise ValueError(
+                "backend must be 'auto' or 'torch' for a layer with adapters, got "
+                f"{self.backend!r}"
+            )
         experts = self.experts.requires_grad_(False)
         w13, w2 = experts.w13, experts.down_proj
         self.lora = ExpertsLoRA(w13, w2, rank, float(scale), self.gate.weight)

@@ -42,8 +42,17 @@ WEIGHED.append(WEIGHED[1] | {"on_input": True, "top_k": 1})
 weighed = pytest.mark.parametrize("options", WEIGHED, ids=("plain", "bias", "on_input"))
 
 
+# these make no call, or one that they send elsewhere
+ELSEWHERE = (
+    "test_plain_torch_and_these_kernels_read_one_another",
+    "test_what_is_not_fused",
+    "test_no_tensor_holds_even_one_expert",
+    "test_what_is_kept_in_plain_torch",
+)
+
+
 @pytest.fixture(autouse=True)
-def every_call_is_fused(monkeypatch):
+def every_call_is_fused(request, monkeypatch):
     asked = []
     why_not = training.why_not_fused
 
@@ -53,7 +62,7 @@ def every_call_is_fused(monkeypatch):
 
     monkeypatch.setattr(training, "why_not_fused", noted)
     yield
-    assert set(asked) <= {None}
+    assert set(asked) == ({None} if asked or request.node.originalname not in ELSEWHERE else set())
 
 
 def check(case: Case, only=None, within=None) -> dict:

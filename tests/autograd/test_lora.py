@@ -45,7 +45,7 @@ def where(request, monkeypatch):
     monkeypatch.setattr(lora, "why_not_fused", noted)
     yield device, dtype
     if path == "kernels":
-        assert set(asked) <= {None}
+        assert set(asked) == {None} or request.node.callspec.params.get("only") == []
 
 
 def adapter(case: Case, ranks=(4, 3), scale=0.7, seed=0, dtype=None) -> LoRA:

@@ -209,9 +209,10 @@ def missing_kernels(problem: Problem, machine: Machine) -> list[str]:
     form = operands.describe(problem.scheme) if problem.kind == "experts" else None
     if form is None or form.name not in mixed_configs.FORMATS or machine.capability[0] != 9:
         return []
-    if not get_scheme(problem.scheme).weight_only:  # emulated
+    rounded = rounding.describe(problem.scheme)  # activations as these kernels take them
+    if rounded is not None and rounded.SCALE != "row":
         return []
-    if problem.dtype != torch.bfloat16:
+    if (problem.dtype if rounded is None else rounded.dtype) != torch.bfloat16:
         return []
     reason = environment.why_no_gluon(machine.triton)
     return [] if reason is None else [reason]

@@ -204,7 +204,9 @@ def moe_ops_train_packed(
             k = start
         x = x_desc.load([first, start])  # zeros past the end, which meet finite weights
         row = n + tl.arange(0, BLOCK_N)
-        p_ptrs = w_ptr + row.to(tl.int64)[:, None] * w_stride_n
+        # of the last row for those behind it, because six_bits masks columns alone
+        at = row if EVEN else tl.minimum(row, N - 1)
+        p_ptrs = w_ptr + at.to(tl.int64)[:, None] * w_stride_n
         p_ptrs += (k * BITS // 8 + byte)[None, :] * w_stride_k
         if EVEN:
             p = tl.load(p_ptrs)

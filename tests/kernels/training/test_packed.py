@@ -3,8 +3,11 @@ interpreted on a CPU and compiled on a GPU (`-m gpu`)."""
 
 from __future__ import annotations
 
+import ctypes
 import math
+import mmap
 import re
+import sys
 
 import pytest
 import torch
@@ -207,3 +210,27 @@ def test_an_expert_whose_scales_are_nan_spoils_no_other(where, transpose):
     clean = multiply(x, on(weight, device), transpose)
     assert torch.equal(spoiled[: ENDS[2]], clean[: ENDS[2]])
     assert spoiled[ENDS[2] : ENDS[3]].isnan().all()
+
+
+def before_a_protected_page(t: Tensor) -> Tensor:
+    """The same bytes, behind which nothing may be read."""
+    pages = -(-t.numel() // mmap.PAGESIZE)
+    memory = mmap.mmap(-1, (pages + 16) * mmap.PAGESIZE)
+    start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    protect = ctypes.CDLL(None).mprotect
+    protect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    assert protect(start + pages * mmap.PAGESIZE, 16 * mmap.PAGESIZE, 0) == 0  # PROT_NONE
+    offset = pages * mmap.PAGESIZE - t.numel()
+    found = torch.frombuffer(memory, dtype=torch.uint8, count=t.numel(), offset=offset)
+    return found.view(t.shape).copy_(t)
+
+
+@pytest.mark.skipif(not INTERPRETED or sys.platform != "linux", reason="protects memory of a CPU")
+@both_ways
+@pytest.mark.parametrize("scheme", [name for name in FORMATS if "mxfp" in name])
+def test_nothing_is_read_behind_a_weight(transpose, scheme):
+    """Rows that no tile divides: a read behind the last one ends the process."""
+    N, K = 40, fitting(136, scheme)
+    weight = quantized(scheme, N, K)
+    weight = weight._replace(data=before_a_protected_page(weight.data.view(torch.uint8)))
+    check(("cpu", FP32), N if transpose else K, weight, transpose)
