@@ -20,6 +20,7 @@ from torch.fx.experimental.symbolic_shapes import guard_scalar
 from moe_ops.autograd import experts as composition
 from moe_ops.autograd import training
 from moe_ops.autograd.adapters import Adapters, LowRank
+from moe_ops.autograd.record import recorded
 from moe_ops.meta import flops
 from moe_ops.ops.call import ExpertsCall
 from moe_ops.ops.library import TORCH_DEVICES, register_function
@@ -31,7 +32,6 @@ _INPUTS = (
 )
 _OF_EXPERTS = 10  # of the inputs, those that training.py has
 _OPTIONS = (9, 14, 15)  # and those that are no tensors
-_SCALES = 5
 _GRADIENTS = (*training._GRADIENTS, 10, 11, 12, 13)
 
 
@@ -109,51 +109,13 @@ def _backward_fake(
 # --- the operators -------------------------------------------------------------------------------
 
 
-def _save(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> None:
-    ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(*output[1:])
-    ctx.rest = [inputs[i] for i in _OPTIONS]
-    scales = inputs[_SCALES]
-    ctx.num_scales, ctx.no_gaps = len(scales), all([t is not None for t in scales])
-    apart = (*_OPTIONS, _SCALES)
-    tensors = [t for i, t in enumerate(inputs) if i not in apart]
-    ctx.save_for_backward(*output[1:], *tensors, *scales)
+def _run_backward(*values: Any) -> tuple[Tensor, ...]:
+    return backward(*values)
 
 
-def _values(ctx: Any) -> tuple[tuple[Tensor, Tensor, Tensor], list]:
-    """(h, u, index) and the inputs."""
-    h, u, index, *tensors = ctx.saved_tensors
-    end = len(tensors) - ctx.num_scales
-    values, scales = tensors[:end], tensors[end:]
-    for i, value in sorted(zip((*_OPTIONS, _SCALES), (*ctx.rest, scales), strict=True)):
-        values.insert(i, value)
-    return (h, u, index), values
-
-
-def _gradients(ctx: Any, grad: Tensor | None, *_: Any) -> tuple:
-    kept, values = _values(ctx)
-    needs = [bool(ctx.needs_input_grad[i]) for i in _GRADIENTS]
-    found: list = [None] * len(values)
-    if ctx.no_gaps:  # torch asks for as many gradients of a list as it has tensors
-        found[_SCALES] = [None] * ctx.num_scales
-    if grad is None:
-        return tuple(found)
-    if torch.is_grad_enabled():  # create_graph: derivatives of these gradients are asked for
-        gradients = _differentiable(grad, values, needs)
-    else:
-        gradients = backward(grad, *kept, *values, needs)
-    for i, need, gradient in zip(_GRADIENTS, needs, gradients, strict=True):
-        found[i] = gradient if need else None
-    return tuple(found)
-
-
-def _differentiable(grad: Tensor, values: list, needs: list[bool]) -> list[Tensor | None]:
-    """The gradients as a graph of torch operators."""
-    wanted = [values[i] for i, need in zip(_GRADIENTS, needs, strict=True) if need]
-    call = training._inputs(tuple(values[:_OF_EXPERTS])).call
-    out = composition.fused_experts(call, _adapters(tuple(values)))
-    found = iter(torch.autograd.grad(out, wanted, grad, create_graph=True))
-    return [next(found) if need else None for need in needs]
+def _layer(values: tuple) -> Tensor:
+    call = training._inputs(values[:_OF_EXPERTS]).call
+    return composition.fused_experts(call, _adapters(values))
 
 
 forward = register_function(
@@ -161,7 +123,7 @@ forward = register_function(
     f"({_INPUTS}) -> (Tensor out, Tensor h, Tensor u, Tensor index)",
     _forward,
     _forward_fake,
-    (_gradients, _save),
+    recorded(_OPTIONS, _GRADIENTS, _run_backward, _layer),
     devices=TORCH_DEVICES,
     flops=flops.lora_experts_forward,
 )

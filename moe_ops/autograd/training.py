@@ -23,6 +23,7 @@ from moe_ops import activations, environment
 from moe_ops.autograd import experts as composition
 from moe_ops.autograd import portable
 from moe_ops.autograd.adapters import UNADAPTED, Adapters
+from moe_ops.autograd.record import recorded
 from moe_ops.environment import INTERPRETED
 from moe_ops.kernels.launch import Lazy
 from moe_ops.meta import flops
@@ -241,42 +242,12 @@ def _backward_fake(grad: Tensor, h: Tensor, index: Tensor, *rest: Any) -> tuple[
 # --- the operators -------------------------------------------------------------------------------
 
 
-def _save(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor, Tensor]) -> None:
-    *tensors, ctx.options = inputs
-    ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(*output[1:])
-    scales = tensors.pop(5)
-    ctx.num_scales, ctx.no_gaps = len(scales), all([t is not None for t in scales])
-    ctx.save_for_backward(*tensors, *output[1:], *scales)
+def _run_backward(*values: Any) -> tuple[Tensor, ...]:
+    return backward(*values)
 
 
-def _gradients(ctx: Any, grad: Tensor | None, *_: Any) -> tuple:
-    tensors, scales = list(ctx.saved_tensors), []
-    if ctx.num_scales:
-        tensors, scales = tensors[: -ctx.num_scales], tensors[-ctx.num_scales :]
-    *tensors, h, index = tensors
-    tensors.insert(5, scales)
-    needs = [bool(ctx.needs_input_grad[i]) for i in _GRADIENTS]
-    found: list = [None] * 10
-    if ctx.no_gaps:  # torch asks for as many gradients of a list as it has tensors
-        found[5] = [None] * ctx.num_scales
-    if grad is None:
-        return tuple(found)
-    if torch.is_grad_enabled():  # create_graph: derivatives of these gradients are asked for
-        gradients = _differentiable(grad, (*tensors, ctx.options), needs)
-    else:
-        gradients = backward(grad, h, index, *tensors, ctx.options, needs)
-    for i, need, gradient in zip(_GRADIENTS, needs, gradients, strict=True):
-        found[i] = gradient if need else None
-    return tuple(found)
-
-
-def _differentiable(grad: Tensor, values: tuple, needs: list[bool]) -> list[Tensor | None]:
-    """The gradients as a graph of torch operators."""
-    wanted = [values[i] for i, need in zip(_GRADIENTS, needs, strict=True) if need]
-    out = composition.fused_experts(_inputs(values).call)
-    found = iter(torch.autograd.grad(out, wanted, grad, create_graph=True))
-    return [next(found) if need else None for need in needs]
+def _layer(values: tuple) -> Tensor:
+    return composition.fused_experts(_inputs(values).call)
 
 
 forward = register_function(
@@ -284,7 +255,7 @@ forward = register_function(
     f"({_INPUTS}) -> (Tensor out, Tensor h, Tensor index)",
     _forward,
     _forward_fake,
-    (_gradients, _save),
+    recorded((9,), _GRADIENTS, _run_backward, _layer),
     devices=TORCH_DEVICES,
     flops=flops.experts_forward,
 )
