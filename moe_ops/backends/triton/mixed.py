@@ -170,8 +170,7 @@ def _wgmma_launches(
     x = input_of(a.hidden_states, a.hidden_states_scale, a.scheme, False)
     dtype, x_scale, I = x.data.dtype, None, w2.padded_k  # noqa: E741
     if rounding is None:
-        space = flat(a.workspace13, dtype, pairs * I)
-        h = Hidden(space, None, [], Input(space, 0, I, 1))
+        h = _unrounded(a.workspace13, dtype, pairs, I)
     else:
         dtype, start = rounding.dtype, configs.permuted_elements(pairs, K)
         x_scale = flat(a.workspace2, torch.float32, start + pairs)[start:]
@@ -317,6 +316,12 @@ def _weights(a: ExpertsArgs | BatchedExpertsArgs, gpu: Gpu) -> tuple[MixedOperan
     )
 
 
+def _unrounded(workspace: Tensor, dtype: torch.dtype, rows: int, I: int) -> Hidden:  # noqa: E741
+    """h (rows, I) that the GEMMs hand over as it is."""
+    h = flat(workspace, dtype, rows * I)
+    return Hidden(h, None, [], Input(h, 0, I, 1))
+
+
 def _rounded(
     a: ExpertsArgs | BatchedExpertsArgs,
     r: Rounding | None,
@@ -332,8 +337,7 @@ def _rounded(
     """(launches before GEMM1, GEMM1's x, h between the GEMMs), if activations are emulated."""
     x = input_of(a.hidden_states, a.hidden_states_scale, a.scheme, False)
     if r is None:
-        h = flat(a.workspace13, x.data.dtype, h_rows * I)
-        return [], x, Hidden(h, None, [], Input(h, 0, I, 1))
+        return [], x, _unrounded(a.workspace13, x.data.dtype, h_rows, I)
     hidden = round_h(r, h_rows, I, a.workspace13, a.a2_scale, gpu, shared)
     if a.hidden_states_scale is not None:
         launches, x = decode_x(
