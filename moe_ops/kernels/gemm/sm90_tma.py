@@ -121,39 +121,55 @@ def matmul_blocks(
     e,
     row,
     K,
-    N,  # rows of a half
+    N,  # rows of a half, or of the weight
     x_stride_k,
     GATHERED: tl.constexpr,
-    HALVES: tl.constexpr,
+    SECOND: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    EVEN_N: tl.constexpr,
     NATIVE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     NUM_STAGES: tl.constexpr,
 ):
-    """x @ w.T in fp32 of e4m3 operands: (BLOCK_M, 128) for the 128 weight rows from `row` on of
-    the first half, and the same of the second half if there are two (HALVES).
+    """x @ w.T in fp32 of e4m3 operands: (BLOCK_M, 128) for the 128 weight rows from `row` on, and
+    for as many more: those of the second half that lie as they do in the first (SECOND is
+    "half"), or those behind them ("next").
 
     The sum over 128 columns is scaled and added to the total outside of the tensor core, which
     accumulates in fewer bits than fp32 has. One half is multiplied after the other, because the
     sums of both would not fit into registers.
     """
+    # In a second half that does not begin with a block, the rows of a box have scales of two.
+    TWO_SCALES: tl.constexpr = SECOND == "half" and not EVEN_N
     s0_ptr = w_scale_ptr + row // 128 * w_scale_stride_n
-    s1_ptr = s0_ptr + N // 128 * w_scale_stride_n
+    if TWO_SCALES:
+        rows = tl.minimum(N + row + tl.arange(0, 128), 2 * N - 1)
+        s1_ptr = w_scale_ptr + (rows // 128 * w_scale_stride_n)[None, :]
+    else:
+        s1_ptr = s0_ptr + (N // 128 if SECOND == "half" else 1) * w_scale_stride_n
+        if SECOND == "next":  # the last tile may have 128 rows and no more
+            s1_ptr = tl.where(row + 128 < N, s1_ptr, s0_ptr)
     acc0 = tl.zeros((BLOCK_M, 128), tl.float32)
     acc1 = acc0
     zeros = acc0
     xs = tl.load(x_scale_ptrs, mask=x_ok, other=0.0)
     s0 = tl.load(s0_ptr).to(tl.float32)
-    if HALVES:
+    if SECOND != "":
         s1 = tl.load(s1_ptr).to(tl.float32)
     for k in tl.range(0, K, 128, num_stages=NUM_STAGES):
         if GATHERED:
-            xt = tl.load(x)
+            if EVEN_K:
+                xt = tl.load(x)
+            else:
+                xt = tl.load(x, mask=(k + tl.arange(0, 128) < K)[None, :], other=0.0)
             x += 128 * x_stride_k
         else:
             xt = x.load([first, k])
         w0 = w_desc.load([e, 0, row, k]).reshape(128, 128)
-        if HALVES:
+        if SECOND == "half":
             w1 = w_desc.load([e, 1, row, k]).reshape(128, 128)
+        elif SECOND == "next":
+            w1 = w_desc.load([e, 0, row + 128, k]).reshape(128, 128)
         more = k + 128 < K  # scales are loaded one step ahead of their use
         x_scale_ptrs += tl.where(more, x_scale_stride_g, 0)
         next_xs = tl.load(x_scale_ptrs, mask=x_ok, other=0.0)
@@ -161,13 +177,55 @@ def matmul_blocks(
         next_s0 = tl.load(s0_ptr).to(tl.float32)
         acc0 += dot(xt, w0, zeros, NATIVE) * (xs * s0)[:, None]
         s0 = next_s0
-        if HALVES:
+        if SECOND != "":
             s1_ptr += tl.where(more, w_scale_stride_k, 0)
             next_s1 = tl.load(s1_ptr).to(tl.float32)
-            acc1 += dot(xt, w1, zeros, NATIVE) * (xs * s1)[:, None]
+            if TWO_SCALES:
+                acc1 += dot(xt, w1, zeros, NATIVE) * (xs[:, None] * s1)
+            else:
+                acc1 += dot(xt, w1, zeros, NATIVE) * (xs * s1)[:, None]
             s1 = next_s1
         xs = next_xs
     return acc0, acc1
+
+
+@triton.jit
+def hidden_columns(
+    g, u, factor, column, e64, bias_ptr, bias_stride_e, bias_stride_n, I, alpha, beta, limit,
+    ACTIVATION: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
+    HAS_LIMIT: tl.constexpr,
+):  # fmt: skip
+    """Those columns of h in fp32, from the products with their rows of the weight; 0 from column I
+    on.
+    """
+    if factor is not None:
+        g *= factor[:, None]
+        u *= factor[:, None]
+    if bias_ptr is not None:
+        bias_ptrs = (
+            bias_ptr + e64 * bias_stride_e + column * (bias_stride_n * (2 if INTERLEAVED else 1))
+        )
+        g += tl.load(bias_ptrs, mask=column < I, other=0.0).to(tl.float32)[None, :]
+        if GATED:
+            bias_ptrs += bias_stride_n * (1 if INTERLEAVED else I)
+            u += tl.load(bias_ptrs, mask=column < I, other=0.0).to(tl.float32)[None, :]
+    if GATED:
+        return activate_two(g, u, alpha, beta, limit, ACTIVATION, HAS_LIMIT)
+    else:
+        return activate_one(g, ACTIVATION)
+
+
+@triton.jit
+def store_hidden(
+    h_ptr, h, position, ok, column, I, scale, QUANTIZED: tl.constexpr, NATIVE: tl.constexpr
+):  # fmt: skip
+    """Store columns of h, as elements of that scale if they are quantized."""
+    if QUANTIZED:
+        h = stored(quotient(h, scale[:, None], reciprocal(scale)[:, None]), NATIVE)
+    else:
+        h = h.to(h_ptr.dtype.element_ty)
+    h_ptrs = h_ptr + position.to(tl.int64)[:, None] * I + column[None, :]
+    tl.store(h_ptrs, h, mask=ok[:, None] & (column < I)[None, :])
 
 
 @triton.jit
@@ -210,6 +268,7 @@ def gemm1_rows(
     POWERS: tl.constexpr,
     NATIVE: tl.constexpr,
     EVEN_K: tl.constexpr,
+    EVEN_N: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -232,13 +291,14 @@ def gemm1_rows(
     x_ptrs = x_ptr + row.to(tl.int64)[:, None] * x_stride_m
     x_ptrs += tl.arange(0, BLOCK_K).to(tl.int64)[None, :] * x_stride_k
     e64 = e.to(tl.int64)
-    column = n * BLOCK_I + tl.arange(0, BLOCK_I)
     if QUANTIZED:
-        tl.static_assert(BLOCK_I == 128 and BLOCK_K == 128 and EVEN_K and (HALVES or not GATED))
+        tl.static_assert(BLOCK_I == 128 and BLOCK_K == 128)
+        SECOND: tl.constexpr = "" if not GATED else "next" if INTERLEAVED else "half"
         g, u = matmul_blocks(
             x_ptrs, ok, x_scale_ptr + token.to(tl.int64) * x_scale_stride_m, x_scale_stride_g,
             w_desc, w_scale_ptr + e64 * w_scale_stride_e, w_scale_stride_n, w_scale_stride_k,
-            first, e, n * BLOCK_I, K, I, x_stride_k, True, HALVES, NATIVE, BLOCK_M, NUM_STAGES,
+            first, e, n * (BLOCK_I if HALVES else BLOCK_N), K, 2 * I if INTERLEAVED else I,
+            x_stride_k, True, SECOND, EVEN_K, EVEN_N, NATIVE, BLOCK_M, NUM_STAGES,
         )  # fmt: skip
     else:
         acc = matmul_plain(
@@ -253,6 +313,7 @@ def gemm1_rows(
             g = acc
             u = acc
     gdc_launch_dependents(PDL)
+    factor = None
     if topk_weights_ptr is not None:
         factor_ptrs = (
             topk_weights_ptr
@@ -260,28 +321,40 @@ def gemm1_rows(
             + (pair % top_k) * topk_weights_stride_k
         )
         factor = tl.load(factor_ptrs, mask=ok, other=0.0).to(tl.float32)
-        g *= factor[:, None]
-        u *= factor[:, None]
-    if bias_ptr is not None:
-        bias_ptrs = (
-            bias_ptr + e64 * bias_stride_e + column * (bias_stride_n * (2 if INTERLEAVED else 1))
-        )
-        g += tl.load(bias_ptrs, mask=column < I, other=0.0).to(tl.float32)[None, :]
-        if GATED:
-            bias_ptrs += bias_stride_n * (1 if INTERLEAVED else I)
-            u += tl.load(bias_ptrs, mask=column < I, other=0.0).to(tl.float32)[None, :]
-    if GATED:
-        h = activate_two(g, u, alpha, beta, limit, ACTIVATION, HAS_LIMIT)
-    else:
-        h = activate_one(g, ACTIVATION)
+    column = n * BLOCK_I + tl.arange(0, BLOCK_I)
+    scale_ptrs = h_scale_ptr
     if QUANTIZED:
-        scale = e4m3_scale(tl.max(tl.abs(h), 1), POWERS)
-        tl.store(h_scale_ptr + n.to(tl.int64) * h_scale_stride_g + position, scale, mask=ok)
-        h = stored(quotient(h, scale[:, None], reciprocal(scale)[:, None]), NATIVE)
+        scale_ptrs += n.to(tl.int64) * h_scale_stride_g + position
+    if QUANTIZED and GATED and INTERLEAVED:
+        # Both products hold rows of gate and up. Each gives half of the tile's columns, in the
+        # threads that have its sums.
+        HALF: tl.constexpr = BLOCK_I // 2
+        column = n * BLOCK_I + tl.arange(0, HALF)
+        g0, u0 = g.reshape(BLOCK_M, HALF, 2).split()
+        g1, u1 = u.reshape(BLOCK_M, HALF, 2).split()
+        h0 = hidden_columns(
+            g0, u0, factor, column, e64, bias_ptr, bias_stride_e, bias_stride_n, I,
+            alpha, beta, limit, ACTIVATION, GATED, INTERLEAVED, HAS_LIMIT,
+        )  # fmt: skip
+        h1 = hidden_columns(
+            g1, u1, factor, column + HALF, e64, bias_ptr, bias_stride_e, bias_stride_n, I,
+            alpha, beta, limit, ACTIVATION, GATED, INTERLEAVED, HAS_LIMIT,
+        )  # fmt: skip
+        amax = tl.maximum(tl.max(tl.abs(h0), 1), tl.max(tl.abs(h1), 1))
+        scale = e4m3_scale(amax, POWERS)
+        tl.store(scale_ptrs, scale, mask=ok)
+        store_hidden(h_ptr, h0, position, ok, column, I, scale, True, NATIVE)
+        store_hidden(h_ptr, h1, position, ok, column + HALF, I, scale, True, NATIVE)
     else:
-        h = h.to(h_ptr.dtype.element_ty)
-    h_ptrs = h_ptr + position.to(tl.int64)[:, None] * I + column[None, :]
-    tl.store(h_ptrs, h, mask=ok[:, None] & (column < I)[None, :])
+        h = hidden_columns(
+            g, u, factor, column, e64, bias_ptr, bias_stride_e, bias_stride_n, I,
+            alpha, beta, limit, ACTIVATION, GATED, INTERLEAVED, HAS_LIMIT,
+        )  # fmt: skip
+        scale = None
+        if QUANTIZED:
+            scale = e4m3_scale(tl.max(tl.abs(h), 1), POWERS)
+            tl.store(scale_ptrs, scale, mask=ok)
+        store_hidden(h_ptr, h, position, ok, column, I, scale, QUANTIZED, NATIVE)
 
 
 class DescribedInput(NamedTuple):
@@ -397,7 +470,7 @@ def moe_ops_tma_gemm1(
             bias_ptr, bias_stride_e, bias_stride_n, index_ptr, num_blocks, top_k,
             topk_weights_ptr, topk_weights_stride_m, topk_weights_stride_k, K, I,
             alpha, beta, limit, ACTIVATION, GATED, INTERLEAVED, HAS_LIMIT, QUANTIZED, POWERS,
-            NATIVE, EVEN_K, FEW_M, BLOCK_N, BLOCK_K, NUM_STAGES, PDL,
+            NATIVE, EVEN_K, EVEN_N, FEW_M, BLOCK_N, BLOCK_K, NUM_STAGES, PDL,
         )  # fmt: skip
     elif FEW_M < BLOCK_M:
         gemm1_rows(
@@ -407,7 +480,7 @@ def moe_ops_tma_gemm1(
             bias_ptr, bias_stride_e, bias_stride_n, index_ptr, num_blocks, top_k,
             topk_weights_ptr, topk_weights_stride_m, topk_weights_stride_k, K, I,
             alpha, beta, limit, ACTIVATION, GATED, INTERLEAVED, HAS_LIMIT, QUANTIZED, POWERS,
-            NATIVE, EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K, NUM_STAGES, PDL,
+            NATIVE, EVEN_K, EVEN_N, BLOCK_M, BLOCK_N, BLOCK_K, NUM_STAGES, PDL,
         )  # fmt: skip
 
 
@@ -471,7 +544,7 @@ def moe_ops_tma_gemm2(
         acc, _ = matmul_blocks(
             x_desc, ok, x_scale_ptr + position, x_scale_stride_g,
             w_desc, w_scale_ptr + e64 * w_scale_stride_e, w_scale_stride_n, w_scale_stride_k,
-            first, e, n * BLOCK_N, K, N, 1, False, False, NATIVE, BLOCK_M, NUM_STAGES,
+            first, e, n * BLOCK_N, K, N, 1, False, "", EVEN_K, EVEN_N, NATIVE, BLOCK_M, NUM_STAGES,
         )  # fmt: skip
     else:
         acc = matmul_plain(
@@ -488,25 +561,18 @@ def moe_ops_tma_gemm2(
     tl.store(y_ptrs, acc, mask=ok[:, None] & (column < N)[None, :])
 
 
-def why_not(
-    w13: Weight, w2: Weight, activation: Activated, scaling: Scaling, gpu: Gpu
-) -> str | None:
+def why_not(w13: Weight, w2: Weight, scaling: Scaling, gpu: Gpu) -> str | None:
     """Why these kernels cannot run a layer, or None."""
-    K, I = w2.data.shape[1:]  # noqa: E741
+    I = w2.data.shape[2]  # noqa: E741
     if gpu.shared_memory <= LARGE_SHARED_MEMORY:
         return "the GPU has no tensor memory accelerator"
     if not (_describable(w13) and _describable(w2)):
         return "rows of weights must be contiguous and start at multiples of 16 bytes"
     w_scale, x_scale, *_ = scaling
-    if not w_scale:
-        whole = I * w2.data.dtype.itemsize % 16 == 0
-        return None if whole else "rows of h must start at multiples of 16 bytes"
-    if (w_scale, x_scale) != ("block", "group"):
+    if w_scale and (w_scale, x_scale) != ("block", "group"):
         return "weights must be plain, or e4m3 with scales by blocks"
-    if K % 128 or I % 128:
-        return "K and I must be multiples of 128, the size of a block that has a scale"
-    if activation.GATED and activation.INTERLEAVED:
-        return "quantized gate and up rows must not be interleaved"
+    if I * w2.data.dtype.itemsize % 16:
+        return "rows of h must start at multiples of 16 bytes"
     return None
 
 
@@ -525,14 +591,16 @@ def _descriptor(
 
 def _described(w: Weight, halves: int, block_n: int, block_k: int) -> DescribedWeight:
     """The DescribedWeight of a weight with so many halves, in boxes of `block_n` rows. A box has
-    rows of all halves, for e4m3 of one half.
+    rows of all halves, for e4m3 128 rows of one half.
     """
     E, N, K = w.data.shape
     N //= halves
-    side_by_side = 1 if w.scale is not None else halves
+    side_by_side, rows = halves, block_n // halves
+    if w.scale is not None:
+        side_by_side, rows = 1, 128
     desc = _descriptor(
         *(w.data, (E, halves, N, K), (w.stride_e, N * w.stride_n, w.stride_n, w.stride_k)),
-        (1, side_by_side, block_n // halves, block_k),
+        (1, side_by_side, rows, block_k),
     )
     return DescribedWeight(desc, w.scale, w.scale_stride_e, w.scale_stride_n, w.scale_stride_k)
 
