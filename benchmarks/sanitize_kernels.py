@@ -40,7 +40,7 @@ from harness import RESULTS, format_table, machine_facts, relative_error, versio
 from torch import Tensor
 
 import moe_ops
-from moe_ops.backends.cutlass import library
+from moe_ops.backends.cutlass import library, products
 from moe_ops.backends.cutlass.backend import BACKEND
 from moe_ops.backends.cutlass.grouped import Grouped
 from moe_ops.backends.cutlass.schemes import parts
@@ -131,6 +131,30 @@ def layers(scheme: str, dtype: torch.dtype, device: str) -> Iterator[tuple[str, 
     yield f"{scheme} {str(dtype).removeprefix('torch.')} batches", out[valid], expected[valid]
 
 
+def grouped_products(device: str) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """(call, its result, that of torch) of products of bf16 rows, where this GPU has them."""
+    rows, dtype = (100, 0, 300, 64, 7), torch.bfloat16  # of each expert
+    rng = torch.Generator(device).manual_seed(2)
+    ends = torch.tensor(rows, device=device).cumsum(0).int()
+    x, y = [torch.randn(sum(rows), K, generator=rng, device=device).to(dtype) for _ in range(2)]
+    w = torch.randn(len(rows), I, K, generator=rng, device=device).to(dtype)
+    parts, others = x.double().split(rows), y.double().split(rows)
+    allocate = Tensor.new_empty
+    Tensor.new_empty = Tensor.new_zeros  # type: ignore[method-assign]
+    try:
+        found = [products.multiply(x, w, ends), products.multiply(x, w, ends, transpose=True)]
+        found.append(products.outer(x, y, ends))
+    finally:
+        Tensor.new_empty = allocate  # type: ignore[method-assign]
+    experts = list(zip(parts, others, w.double(), strict=True))
+    expected = [torch.cat([rows @ one.mT for rows, _, one in experts])]
+    expected.append(torch.cat([rows @ one for rows, _, one in experts]))
+    expected.append(torch.stack([rows.mT @ other for rows, other, _ in experts]))
+    for call, out, exact in zip(("x w^T", "x w", "a^T b"), found, expected, strict=True):
+        if out is not None:
+            yield f"products of rows: {call}", out, exact
+
+
 def run_calls(device: str, schemes: tuple[str, ...] = BACKEND.native_schemes) -> Report:
     """Run every call that backend cutlass takes on this device."""
     calls: list[str] = []
@@ -150,6 +174,11 @@ def run_calls(device: str, schemes: tuple[str, ...] = BACKEND.native_schemes) ->
                             wrong.append(f"{call}: relative error {far:.3g}")
                 except (ValueError, ImportError) as error:
                     print(f"not {scheme} {dtype}: {error}", flush=True)
+        for call, out, expected in grouped_products(device):
+            calls.append(call)
+            far = relative_error(out, expected)
+            if not far <= MAX_ERROR:
+                wrong.append(f"{call}: relative error {far:.3g}")
     finally:
         library.Gemms.run = launch  # type: ignore[method-assign]
         Grouped.__init__ = INITIALIZE  # type: ignore[method-assign]

@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moe_ops.autograd.adapters import UNADAPTED, Adapters, LowRank
+from moe_ops.backends.cutlass import products as native
 from moe_ops.backends.torch import grouped_mm as products
 from moe_ops.kernels import launch
 from moe_ops.kernels.configs import block_bound
@@ -126,6 +127,9 @@ class _Step:
         if weight.scheme:
             return self.multiply_packed(rows, weight, transpose)
         w, ends = weight.data, self.layout.groups
+        y = native.multiply(rows, w, ends, transpose)
+        if y is not None:
+            return y
         if not rows.is_cuda:
             return products.grouped_mm(rows, w, ends, transpose=transpose)
         return F.grouped_mm(rows, w if transpose else w.transpose(1, 2), offs=ends)
@@ -143,6 +147,9 @@ class _Step:
 
     def outer(self, a: Tensor, b: Tensor) -> Tensor:
         """a^T b for the rows of each expert."""
+        out = native.outer(a, b, self.layout.groups)
+        if out is not None:
+            return out
         if not a.is_cuda:
             return products.grouped_outer(a, b, self.layout.groups)
         out = F.grouped_mm(a.t(), b, offs=self.layout.groups)

@@ -24,6 +24,7 @@ from moe_ops.autograd import experts as composition
 from moe_ops.autograd import portable
 from moe_ops.autograd.adapters import UNADAPTED, Adapters
 from moe_ops.autograd.record import recorded
+from moe_ops.backends.cutlass import products as native
 from moe_ops.environment import INTERPRETED
 from moe_ops.kernels.launch import Lazy
 from moe_ops.meta import flops
@@ -128,7 +129,11 @@ def explanation(call: ExpertsCall) -> str:
     reason = why_not_fused(call)
     if reason:
         return f"plain torch, because {reason}"
-    products = "products that decode weights" if call.w13.scheme else "torch's grouped products"
+    products = "torch's grouped products"
+    if call.w13.scheme:
+        products = "products that decode weights"
+    elif native.kernels(call.hidden_states.get_device()) is not None:
+        products = "grouped products of csrc/cutlass"
     return f"fused kernels, {products}"
 
 

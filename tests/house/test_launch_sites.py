@@ -24,6 +24,7 @@ ADDRESSES = {
     ("backends/cutlass/grouped.py", "Grouped.__init__"): "passes them to a C function",
     ("backends/cutlass/grouped.py", "Grouped.run"): "passes them to a C function",
     ("backends/cutlass/library.py", "aligned"): "TMA needs 16 bytes",
+    ("backends/cutlass/products.py", "_run"): "passes them to a C function",
     ("backends/torch/cpu.py", "grouped_mm"): "passes them to a C function",
     ("backends/torch/cpu.py", "combine"): "passes them to a C function",
     ("backends/torch/grouped_mm.py", "_native"): "PyTorch's product needs 16 bytes",

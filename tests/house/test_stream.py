@@ -57,7 +57,7 @@ ROUTER_USES = ("launch", "device", "router")
 BACKEND = (
     "binding",
     "relayout library schemes cpu",
-    "rows blocks setup grouped inputs grouped_mm chunked",
+    "rows blocks setup grouped inputs grouped_mm chunked products",
     "scatter activate scatter_blocks activate_blocks",
     "layer plain mixed",
     "backend",

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import ctypes
 import re
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from moe_ops.backends.cutlass import library
+from moe_ops.backends.cutlass import library, products
 from tests.support import oracle
 
 E4M3 = torch.float8_e4m3fn
@@ -53,8 +54,10 @@ class FakeLibrary:
             raise AttributeError(name)
         return lambda gemm: self.run(name.removesuffix("_run"), gemm._obj)
 
-    def run(self, name: str, g: library.GroupedGemm) -> int:
+    def run(self, name: str, g: Any) -> int:
         self.calls.append(name)
+        if name.startswith("moe_ops_sm90_product_"):
+            return self.run_product(name.removeprefix("moe_ops_sm90_product_"), g)
         if not name.startswith("moe_ops_sm90_"):
             return self.run_block_scaled(name, g)
         if name.startswith("moe_ops_sm90_int4_"):
@@ -81,6 +84,32 @@ class FakeLibrary:
             column = at(one["column_scale"], n if g.column_scale_is_vector else 1, torch.float32)
             found = (a @ b.T) * row.double()[:, None] * column.double()
             matrix(one["d"], m, n, one["stride_d"], out).copy_(found.to(out))
+        return 0
+
+    def run_product(self, kind: str, g: products.GroupedProduct) -> int:
+        """Products of rows sorted by expert. What another expert has no one reads."""
+        E, outer = g.groups, kind == "outer"
+        assert g.sm_count > 0 and not any(t % ALIGNMENT for t in (g.a, g.b, g.d))
+        assert g.n % 8 == 0 and (g.m if outer else g.k) % 8 == 0 and (g.k if outer else g.m) == 0
+        bf16 = torch.bfloat16
+        a = matrix(g.a, g.rows, g.m if outer else g.k, g.m if outer else g.k, bf16)
+        if outer:
+            b = matrix(g.b, g.rows, g.n, g.n, bf16)
+            d = at(g.d, E * g.m * g.n, bf16).view(E, g.m, g.n)
+        else:
+            b = at(g.b, E * g.n * g.k, bf16).view(
+                E, *((g.n, g.k) if kind == "x_wt" else (g.k, g.n))
+            )
+            d = matrix(g.d, g.rows, g.n, g.n, bf16)
+        start = 0
+        for e, end in enumerate(at(g.ends, E, torch.int32).tolist()):
+            rows = slice(start, end)
+            if outer:
+                d[e] = a[rows].double().t() @ b[rows].double()
+            else:
+                w = b[e].double()
+                d[rows] = a[rows].double() @ (w.t() if kind == "x_wt" else w)
+            start = end
         return 0
 
     def run_int4(self, name: str, g: library.GroupedGemm) -> int:

@@ -32,7 +32,7 @@ from tests.support.paths import ROOT
 HEADERS = "sgl-deep-gemm==0.2.5"  # CUTLASS 4.8
 # of each object the files that are checked
 PARTS = {
-    "sm_90a": ("abi", "sm90_fp8_bf16", "sm90_int4_bf16_few"),
+    "sm_90a": ("abi", "sm90_fp8_bf16", "sm90_int4_bf16_few", "sm90_products"),
     "sm_100a": ("abi", "sm100_nvfp4"),
     "sm_120a": ("abi", "sm120_nvfp4"),
 }

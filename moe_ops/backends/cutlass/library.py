@@ -76,7 +76,7 @@ class Gemms(NamedTuple):
     sm_count: int
     architecture: str = "sm_90a"
 
-    def run(self, kernel: str, gemm: GroupedGemm) -> None:
+    def run(self, kernel: str, gemm: ctypes.Structure) -> None:
         """Launch a kernel. Raises RuntimeError where CUTLASS refuses."""
         status = getattr(self.library, f"{kernel}_run")(ctypes.byref(gemm))
         if status:
@@ -168,6 +168,22 @@ def gemms(device: int, may_build: bool = True) -> Gemms:
             )
         found = _loaded[device] = Gemms(_load(name), properties.multi_processor_count, name)
     return found
+
+
+def if_built(device: int, architecture: str) -> Gemms | None:
+    """The kernels for a device, if it is of a family of GPUs and they are built. Nothing is loaded
+    while a CUDA graph is captured.
+    """
+    found = _loaded.get(device)
+    if found is not None or device < 0 or not _is_built(device, architecture):
+        return found
+    return None if torch.cuda.is_current_stream_capturing() else gemms(device, may_build=False)
+
+
+@cache
+def _is_built(device: int, name: str) -> bool:
+    """Whether kernels of a family are those of a device, and built: asked once."""
+    return architecture(torch.cuda.get_device_capability(device)) == name and not _unbuilt(name)
 
 
 @cache

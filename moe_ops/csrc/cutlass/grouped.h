@@ -8,6 +8,7 @@
 //   int NAME_run(const GroupedGemm*)                0, or what went wrong: status() of common.cuh
 //   size_t NAME_workspace(const GroupedGemm*)       bytes; depends on sm_count alone
 //   int NAME_shared_memory()                        bytes a block
+// Products of bf16 rows have no workspace, and one NAME_shared_memory.
 // Block-scaled ones have three more, for tests on the host: blockscaled.cuh; int4 ones two:
 // sm90_int4.cuh.
 #pragma once
@@ -44,5 +45,21 @@ struct GroupedGemm {
   int32_t pdl;         // whether the kernel may start before the one before it has ended
   void* workspace;     // written: descriptors of the tensor memory accelerator
   size_t workspace_bytes;
+  cudaStream_t stream;
+};
+
+// A product of bf16 rows sorted by expert, row-major all: sm90_products.cuh. NAME_run takes it in
+// place of GroupedGemm.
+struct GroupedProduct {
+  int32_t groups;     // experts
+  int32_t sm_count;   // of the GPU, asked once
+  const void* a;      // (rows, k), or of an outer product (rows, m)
+  const void* b;      // (groups, n, k) or (groups, k, n), or of an outer product (rows, n)
+  void* d;            // (rows, n), or of an outer product (groups, m, n)
+  const void* ends;   // int32 (groups): the row after each expert's last
+  int32_t rows;       // of all experts, and of none
+  int32_t m;          // of an outer product alone
+  int32_t n;
+  int32_t k;          // 0 for an outer product
   cudaStream_t stream;
 };

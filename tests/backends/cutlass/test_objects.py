@@ -17,7 +17,7 @@ import torch
 
 import moe_ops
 from moe_ops import environment
-from moe_ops.backends.cutlass import library, schemes
+from moe_ops.backends.cutlass import library, products, schemes
 from moe_ops.backends.cutlass.schemes import BLOCKS, INT4, ROWS
 from moe_ops.backends.cutlass.setup import Gemm, setup
 from moe_ops.csrc import build
@@ -102,6 +102,14 @@ def test_the_struct_is_that_of_python(architecture):
     object_ = loaded(architecture)
     assert object_.moe_ops_cutlass_abi() == build.ABI
     assert object_.moe_ops_cutlass_struct_bytes() == ctypes.sizeof(library.GroupedGemm)
+
+
+def test_products_of_bf16_rows_are_there():
+    for kind in ("x_wt", "x_w", "outer"):
+        assert function_of("sm_90a", f"moe_ops_sm90_product_{kind}", "run")
+    assert 0 < function_of("sm_90a", "moe_ops_sm90_product", "shared_memory")() <= 227 * 1024
+    size = loaded("sm_90a").moe_ops_cutlass_product_bytes()
+    assert size == ctypes.sizeof(products.GroupedProduct)
 
 
 @architectures

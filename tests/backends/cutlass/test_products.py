@@ -1,0 +1,156 @@
+"""Products of bf16 rows sorted by expert: on a CPU those of plain torch, and on a GPU the kernels,
+where they are built.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import moe_ops
+from moe_ops.backends.cutlass import library, products
+from tests.autograd.test_gradients import call, cotangent, leaves
+from tests.support import fake_cutlass
+from tests.support.cases import BF16, Case
+
+CUDA = torch.cuda.is_available()
+PLACES = [
+    pytest.param("cpu", marks=pytest.mark.skipif(CUDA, reason="kernels run on the GPU here")),
+    pytest.param("cuda", marks=pytest.mark.gpu),
+]
+devices = pytest.mark.parametrize("device", PLACES)
+ROUNDING = {"rtol": 2**-8, "atol": 1e-2}  # to bf16, and sums in fp32 that nearly cancel
+# rows of each expert: none, a part of a tile, exactly one, of several an odd and an even number
+ROWS = {
+    "one": [200],
+    "none": [0, 0, 0],
+    "few": [3, 0, 64, 65, 0, 1],
+    "tiles": [128, 129, 256, 300, 0, 511],
+    "many": [5 * e % 13 for e in range(70)],
+}
+# (N, K): less than a tile, with tails, and more tiles than one; sums are along either
+SIZES = ((8, 16), (264, 72), (768, 136))
+
+
+@pytest.fixture(autouse=True)
+def fake(monkeypatch):
+    if CUDA:
+        if products.kernels(0) is None:
+            pytest.skip("the kernels are not built, or not for this GPU")
+        yield None
+    else:
+        yield fake_cutlass.install(monkeypatch)
+
+
+def poisoned(size: tuple[int, ...], experts: torch.Tensor, which: int, device: str):
+    """Rows of bf16, and the same in fp64: NaN are those of no expert and of every other one."""
+    x = torch.randn(size, device=device, dtype=BF16)
+    x[(experts < 0) | (experts % 2 == which)] = torch.nan
+    return x, x.double()
+
+
+def layout(rows: list[int], device: str, behind: int = 40):
+    """(ends, the expert of each row): `behind` rows have none."""
+    counts = torch.tensor(rows, device=device)
+    experts = torch.arange(len(rows), device=device).repeat_interleave(counts)
+    experts = torch.cat((experts, torch.full((behind,), -1, device=device)))
+    return counts.cumsum(0).int(), experts
+
+
+@devices
+@pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS)
+@pytest.mark.parametrize("N, K", SIZES)
+@pytest.mark.parametrize("transpose", (False, True))
+@pytest.mark.parametrize("stored_transposed", (False, True))
+def test_multiply(device, rows, N, K, transpose, stored_transposed):
+    ends, experts = layout(rows, device)
+    w = torch.randn(len(rows), N, K, device=device, dtype=BF16)
+    if stored_transposed:
+        w = w.mT.contiguous().mT
+    for which in (0, 1):
+        x, exact = poisoned((len(experts), N if transpose else K), experts, which, device)
+        out = products.multiply(x, w, ends, transpose)
+        assert out.shape == (len(x), K if transpose else N) and out.dtype == BF16
+        for e in range(1 - which, len(rows), 2):
+            mine = experts == e
+            expected = exact[mine] @ (w[e] if transpose else w[e].mT).double()
+            torch.testing.assert_close(out[mine].double(), expected, **ROUNDING)
+
+
+@devices
+@pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS)
+@pytest.mark.parametrize("M, N", [*SIZES, (192, 512)])
+def test_outer(device, rows, M, N):
+    ends, experts = layout(rows, device)
+    for which in (0, 1):
+        a, exact_a = poisoned((len(experts), M), experts, which, device)
+        b, exact_b = poisoned((len(experts), N), experts, which, device)
+        out = products.outer(a, b, ends)
+        assert out.shape == (len(rows), M, N) and out.dtype == BF16
+        for e, count in enumerate(rows):
+            mine = experts == e
+            if not count:
+                assert (out[e] == 0).all()
+            elif e % 2 != which:
+                expected = exact_a[mine].mT @ exact_b[mine]
+                torch.testing.assert_close(out[e].double(), expected, **ROUNDING)
+
+
+@devices
+def test_rows_of_no_expert_are_not_written(device, monkeypatch):
+    ends, experts = layout([130, 7, 64], device)
+    x = torch.randn(len(experts), 72, device=device, dtype=BF16)
+    w = torch.randn(3, 264, 72, device=device, dtype=BF16)
+    held = torch.full((len(x), 264), torch.nan, device=device, dtype=BF16)
+    monkeypatch.setattr(torch.Tensor, "new_empty", lambda *_: held)
+    assert products.multiply(x, w, ends) is held
+    assert held[experts < 0].isnan().all() and not held[experts >= 0].isnan().any()
+
+
+def test_where_there_is_no_kernel(fake, monkeypatch):
+    ends, experts = layout([3, 4], "cpu")
+    x, w = torch.randn(len(experts), 16), torch.randn(2, 8, 16)
+    assert products.multiply(x, w, ends) is None and products.outer(x, x, ends) is None  # fp32
+    x, w = x.to(BF16), w.to(BF16)
+    if not CUDA:
+        monkeypatch.setitem(library._loaded, -1, library.Gemms(fake, 160, "sm_100a"))
+    assert products.multiply(x, w, ends) is None and products.outer(x, x, ends) is None
+
+
+@pytest.mark.parametrize("capability, built", [((9, 0), False), ((10, 0), True)])
+def test_nothing_is_built_or_loaded_for_them(monkeypatch, capability, built):
+    """Where the GPU is another one, or the object is not there."""
+    library._is_built.cache_clear()
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(library, "_unbuilt", lambda name: None if built else "not built")
+    monkeypatch.setattr(library, "gemms", lambda *_, **__: pytest.fail("it was loaded"))
+    assert products.kernels(7) is None
+    library._is_built.cache_clear()
+
+
+@pytest.mark.parametrize("capturing", [False, True])
+def test_they_are_loaded_where_they_are_built(fake, monkeypatch, capturing):
+    library._is_built.cache_clear()
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    monkeypatch.setattr(library, "_unbuilt", lambda name: None)
+    gemms = library.Gemms(fake, 132)
+    monkeypatch.setattr(library, "gemms", lambda device, may_build: gemms)
+    assert products.kernels(7) is (None if capturing else gemms)
+    library._is_built.cache_clear()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not CUDA, reason="needs a CUDA device")
+def test_a_step_runs_them(monkeypatch):
+    ran = []
+    launch = library.Gemms.run
+    monkeypatch.setattr(
+        library.Gemms, "run", lambda self, name, g: (ran.append(name), launch(self, name, g))
+    )
+    case = Case("cuda", BF16, M=64, E=8, top_k=2)
+    given = leaves(case)
+    out = call(moe_ops.fused_experts, case, given)
+    torch.autograd.grad(out, list(given.values()), cotangent(case))
+    names = [name.removeprefix("moe_ops_sm90_product_") for name in ran]
+    assert names == ["x_wt", "x_wt", "x_w", "outer", "outer", "x_w"]
