@@ -97,7 +97,7 @@ def product(
         return y
     if u is None:
         u = narrowed(multiply, rows, adapter, pairs, transpose)
-    return y + _plain(multiply, u, adapter.a if transpose else adapter.b, pairs, transpose)
+    return y + widened(multiply, u, adapter, pairs, transpose)
 
 
 def narrowed(
@@ -110,6 +110,18 @@ def narrowed(
     """(S, r): rows through the first matrix of an adapter, scaled."""
     first = adapter.b if transpose else adapter.a
     return _plain(multiply, rows, first, pairs, transpose) * adapter.scale
+
+
+def widened(
+    multiply: Callable[..., Tensor],
+    u: Tensor,
+    adapter: LowRank,
+    pairs: permute.Pairs,
+    transpose: bool = False,
+) -> Tensor:
+    """Rows of the rank (S, r) through the second matrix of an adapter."""
+    second = adapter.a if transpose else adapter.b
+    return _plain(multiply, u, second, pairs, transpose)
 
 
 def _plain(
