@@ -40,9 +40,8 @@ from moe_ops.kernels.training.low_rank import BLOCK_M, block_r
 from moe_ops.kernels.training.rows import Gradients
 from moe_ops.meta.workspace import cdiv
 
-ROWS = 32  # rows of a program
-BLOCK_I = 64  # columns of a step of its loop
-NUM_WARPS = 2
+# rows of a program, columns of a step of its loop, and warps
+ACTIVATE, DERIVE = (64, 32, 4), (64, 32, 4)
 
 
 class Adapted(NamedTuple):
@@ -74,7 +73,6 @@ def adapted(
 class Tile(NamedTuple):
     """Rows and columns that a program takes at a time."""
 
-    BLOCK_M: Constant  # of the table of blocks
     ROWS: Constant
     BLOCK_I: Constant
 
@@ -203,7 +201,6 @@ def moe_ops_train_activate_adapted(
     second_R,
     second_BLOCK_R: tl.constexpr,
     second_TILES: tl.constexpr,
-    BLOCK_M: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_I: tl.constexpr,
 ):
@@ -283,10 +280,10 @@ def activate(
         activation=activation,
         first=first,
         second=second,
-        tile=Tile(BLOCK_M, ROWS, BLOCK_I),
+        tile=Tile(*ACTIVATE[:2]),
     )
-    grid = (blocks.num_blocks, BLOCK_M // ROWS, 1)
-    return Launch(moe_ops_train_activate_adapted, grid, args, NUM_WARPS)
+    grid = (blocks.num_blocks, BLOCK_M // ACTIVATE[0], 1)
+    return Launch(moe_ops_train_activate_adapted, grid, args, ACTIVATE[2])
 
 
 @arguments
@@ -347,7 +344,6 @@ def moe_ops_train_derive_adapted(
     second_BLOCK_R: tl.constexpr,
     second_TILES: tl.constexpr,
     TOP_K: tl.constexpr,
-    BLOCK_M: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_I: tl.constexpr,
 ):
@@ -482,7 +478,7 @@ def derive(
         first=first,
         second=second,
         TOP_K=top_k,
-        tile=Tile(BLOCK_M, ROWS, BLOCK_I),
+        tile=Tile(*DERIVE[:2]),
     )
-    grid = (blocks.num_blocks, BLOCK_M // ROWS, 1)
-    return Launch(moe_ops_train_derive_adapted, grid, args, NUM_WARPS)
+    grid = (blocks.num_blocks, BLOCK_M // DERIVE[0], 1)
+    return Launch(moe_ops_train_derive_adapted, grid, args, DERIVE[2])
