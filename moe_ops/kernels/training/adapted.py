@@ -36,7 +36,7 @@ from moe_ops.kernels.launch import (
     unprefixed,
 )
 from moe_ops.kernels.permute.rows import RouterWeights, Routing, router_weights
-from moe_ops.kernels.training.low_rank import BLOCK_M, block_r
+from moe_ops.kernels.training.low_rank import BLOCK_M, block_r, last_first
 from moe_ops.kernels.training.rows import Gradients
 from moe_ops.meta.workspace import cdiv
 
@@ -102,15 +102,37 @@ def of_a(ptr, i, I, first, R, BLOCK_R: tl.constexpr):  # noqa: E741
 
 
 @triton.jit
-def product_rows(
-    x_ptr, bias_ptr, n, n_ok, rows, inside, N,
-    u, u_ptr, b_ptr, R, BLOCK_R: tl.constexpr, TILES: tl.constexpr,
+def load_rows(
+    x_ptr, start, rows, inside, N, I,  # noqa: E741
+    GATED: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_I: tl.constexpr,
 ):  # fmt: skip
-    """Columns n of rows of the first product, with its bias and what adapts it, fp32; and the last
-    tile of b.
+    """Gate and up of rows of the first product, from column `start` of each on; twice the same of
+    activations that are not gated, and twice both, as they are stored, if they are in turns.
     """
-    ok = inside[:, None] & n_ok[None, :]
-    x = tl.load(x_ptr + rows[:, None] * N + n[None, :], mask=ok, other=0.0).to(tl.float32)
+    x_ptr += rows[:, None] * N
+    if GATED and INTERLEAVED:
+        n = 2 * start + tl.arange(0, 2 * BLOCK_I)
+        x = tl.load(x_ptr + n[None, :], mask=inside[:, None] & (n < N)[None, :], other=0.0)
+        return x, x
+    else:
+        i = start + tl.arange(0, BLOCK_I)
+        ok = inside[:, None] & (i < I)[None, :]
+        x = tl.load(x_ptr + i[None, :], mask=ok, other=0.0)
+        up = x
+        if GATED:
+            up = tl.load(x_ptr + (I + i)[None, :], mask=ok, other=0.0)
+        return x, up
+
+
+@triton.jit
+def product_rows(
+    x, bias_ptr, n, n_ok, rows, inside, u, u_ptr, b_ptr, R,
+    BLOCK_R: tl.constexpr, TILES: tl.constexpr,
+):  # fmt: skip
+    """x, which are columns n of rows of the first product, with its bias and what adapts it, fp32;
+    and the last tile of b.
+    """
+    x = x.to(tl.float32)
     if bias_ptr is not None:
         x += tl.load(bias_ptr + n, mask=n_ok, other=0.0).to(tl.float32)[None, :]
     b = u
@@ -126,31 +148,29 @@ def product_rows(
 
 @triton.jit
 def activation_rows(
-    x_ptr, bias_ptr, first, rows, inside, N, I,  # noqa: E741
+    x, up, bias_ptr, start, rows, inside, N, I,  # noqa: E741
     u, u_ptr, b_ptr, R, BLOCK_R: tl.constexpr, TILES: tl.constexpr,
     GATED: tl.constexpr, INTERLEAVED: tl.constexpr, ROWS: tl.constexpr, BLOCK_I: tl.constexpr,
 ):  # fmt: skip
-    """Gate and up, fp32, of rows of the first product from column `first` on, and the tiles of b
-    that belong to both; twice the same of activations that are not gated, and of gate and up in
-    turns one tile of b for both.
+    """What the activation takes, fp32, of rows that `load_rows` returned, and the tiles of b that
+    belong to both; of gate and up in turns one tile for both.
     """
-    i = first + tl.arange(0, BLOCK_I)
+    i = start + tl.arange(0, BLOCK_I)
     if GATED and INTERLEAVED:
-        n = 2 * first + tl.arange(0, 2 * BLOCK_I)
+        n = 2 * start + tl.arange(0, 2 * BLOCK_I)
         x, b = product_rows(
-            x_ptr, bias_ptr, n, n < N, rows, inside, N, u, u_ptr, b_ptr, R, BLOCK_R, TILES
+            x, bias_ptr, n, n < N, rows, inside, u, u_ptr, b_ptr, R, BLOCK_R, TILES
         )
         gate, up = tl.split(tl.reshape(x, (ROWS, BLOCK_I, 2)))
         return gate, up, b, b
     else:
         gate, b = product_rows(
-            x_ptr, bias_ptr, i, i < I, rows, inside, N, u, u_ptr, b_ptr, R, BLOCK_R, TILES
+            x, bias_ptr, i, i < I, rows, inside, u, u_ptr, b_ptr, R, BLOCK_R, TILES
         )
         if GATED:
             up, b_up = product_rows(
-                x_ptr, bias_ptr, I + i, i < I, rows, inside, N,
-                u, u_ptr, b_ptr, R, BLOCK_R, TILES,
-            )  # fmt: skip
+                up, bias_ptr, I + i, i < I, rows, inside, u, u_ptr, b_ptr, R, BLOCK_R, TILES
+            )
             return gate, up, b, b_up
         else:
             return gate, gate, b, b
@@ -207,7 +227,7 @@ def moe_ops_train_activate_adapted(
     """h = activation(x + bias + u b[e]^T), and v = scale * h a[e]^T. Grid: (blocks, parts of a
     block).
     """
-    index_ptr += 4 * tl.program_id(0)
+    index_ptr += 4 * last_first()
     e = tl.load(index_ptr)
     if (e < 0) | (e >= E):
         return
@@ -227,10 +247,16 @@ def moe_ops_train_activate_adapted(
     if second_matrix_ptr is not None:
         second_matrix_ptr += e * second_R * I
     v = tl.zeros((ROWS, second_BLOCK_R), tl.float32)
+    next_x, next_up = load_rows(x_ptr, 0, rows, inside, N, I, GATED, INTERLEAVED, BLOCK_I)
     for start in tl.range(0, I, BLOCK_I):
         i = start + tl.arange(0, BLOCK_I)
+        x, up = next_x, next_up
+        # one step ahead of their use
+        next_x, next_up = load_rows(
+            x_ptr, start + BLOCK_I, rows, inside, N, I, GATED, INTERLEAVED, BLOCK_I
+        )
         gate, up, _, _ = activation_rows(
-            x_ptr, bias_ptr, start, rows, inside, N, I,
+            x, up, bias_ptr, start, rows, inside, N, I,
             u, first_wide_ptr, first_matrix_ptr, first_R, first_BLOCK_R, first_TILES,
             GATED, INTERLEAVED, ROWS, BLOCK_I,
         )  # fmt: skip
@@ -350,7 +376,7 @@ def moe_ops_train_derive_adapted(
     """`derive` of rows.py, with x + u b[e]^T in the place of x and dh + dv a[e] in that of dh; and
     du = scale * dx b[e], v = scale * (s * h) a[e]^T. Grid: (blocks, parts of a block).
     """
-    index_ptr += 4 * tl.program_id(0)
+    index_ptr += 4 * last_first()
     e = tl.load(index_ptr)
     if (e < 0) | (e >= E):
         return
@@ -383,11 +409,26 @@ def moe_ops_train_derive_adapted(
     du = tl.zeros((ROWS, first_BLOCK_R), tl.float32)
     v = tl.zeros((ROWS, second_BLOCK_R), tl.float32)
     ds = tl.zeros((ROWS,), tl.float32)
+    next_x, next_up = load_rows(x_ptr, 0, rows, inside, N, I, GATED, INTERLEAVED, BLOCK_I)
+    if dh_ptr is not None:
+        dh_ptr += rows[:, None] * I
+        i = tl.arange(0, BLOCK_I)
+        next_dh = tl.load(dh_ptr + i[None, :], mask=inside[:, None] & (i < I)[None, :], other=0.0)
     for start in tl.range(0, I, BLOCK_I):
+        x, up = next_x, next_up
+        # one step ahead of their use
+        next_x, next_up = load_rows(
+            x_ptr, start + BLOCK_I, rows, inside, N, I, GATED, INTERLEAVED, BLOCK_I
+        )
+        if dh_ptr is not None:
+            dh = next_dh.to(tl.float32)
+            i = start + BLOCK_I + tl.arange(0, BLOCK_I)
+            ok = inside[:, None] & (i < I)[None, :]
+            next_dh = tl.load(dh_ptr + i[None, :], mask=ok, other=0.0)
         i = start + tl.arange(0, BLOCK_I)
         ok = inside[:, None] & (i < I)[None, :]
         gate, up, b, b_up = activation_rows(
-            x_ptr, bias_ptr, start, rows, inside, N, I,
+            x, up, bias_ptr, start, rows, inside, N, I,
             u, first_wide_ptr, first_matrix_ptr, first_R, first_BLOCK_R, first_TILES,
             GATED, INTERLEAVED, ROWS, BLOCK_I,
         )  # fmt: skip
@@ -404,8 +445,6 @@ def moe_ops_train_derive_adapted(
             if second_narrow_ptr is not None:
                 v = tl.dot(scaled, tl.trans(a), v, input_precision="ieee")
         if dh_ptr is not None:
-            dh = tl.load(dh_ptr + rows[:, None] * I + i[None, :], mask=ok, other=0.0)
-            dh = dh.to(tl.float32)
             if second_wide_ptr is not None:
                 for t in tl.static_range(second_TILES):
                     if second_TILES > 1:

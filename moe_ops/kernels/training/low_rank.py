@@ -36,6 +36,7 @@ from moe_ops.meta.workspace import cdiv
 
 BLOCK_M = 64  # rows of a block
 BLOCK_W = 128  # wide columns of a program, or of a step of its loop
+STEPS = 4  # of BLOCK_W columns that a program of widen takes
 BLOCK_S = 256  # pairs of a program
 MOST_R = 64  # ranks of a program
 
@@ -91,6 +92,14 @@ def order(pairs: Tensor, layout: Layout) -> Launch:
     S = pairs.shape[0]
     args = Order(order=pairs, rows=layout.rows, S=S, BLOCK=BLOCK_S)
     return Launch(moe_ops_train_order, (cdiv(S, BLOCK_S), 1, 1), args)
+
+
+@triton.jit
+def last_first():
+    """The block of this program: the last one first, because the cache holds what the product
+    before wrote last.
+    """
+    return tl.num_programs(0) - 1 - tl.program_id(0)
 
 
 @arguments
@@ -155,7 +164,7 @@ def moe_ops_train_narrow(
     copied = tl.where(tl.program_id(1) == 0, W, 0)  # columns that this program copies
     matrix_ptr += e.to(tl.int64) * R * W
     total = tl.zeros((BLOCK_M, BLOCK_R), tl.float32)
-    for start in tl.range(0, W, BLOCK_W):
+    for start in tl.range(0, W, BLOCK_W, num_stages=2):
         w = start + tl.arange(0, BLOCK_W)
         x = tl.load(
             x_ptr + at[:, None] * stride_m + w.to(tl.int64)[None, :] * stride_k,
@@ -184,6 +193,7 @@ class Widen:
     index: Pointer  # the table of blocks
     E: Runtime
     tile: Tile
+    TILES: Constant  # of the rank
 
 
 @kernel(Widen)
@@ -200,33 +210,41 @@ def moe_ops_train_widen(
     BLOCK_M: tl.constexpr,
     BLOCK_W: tl.constexpr,
     BLOCK_R: tl.constexpr,
+    TILES: tl.constexpr,
 ):
-    """y += u matrix[e]^T. Grid: (blocks, tiles of columns)."""
-    index_ptr += 4 * tl.program_id(0)
+    """y += u matrix[e]^T. Grid: (blocks, parts of the columns)."""
+    index_ptr += 4 * last_first()
     e = tl.load(index_ptr)
     if (e < 0) | (e >= E):
         return
     rows = (tl.load(index_ptr + 1) + tl.arange(0, BLOCK_M)).to(tl.int64)
-    inside = rows < tl.load(index_ptr + 2)
-    w = tl.program_id(1) * BLOCK_W + tl.arange(0, BLOCK_W)
-    ok = inside[:, None] & (w < W)[None, :]
-    y_ptr += rows[:, None] * W + w[None, :]
-    total = tl.load(y_ptr, mask=ok, other=0.0).to(tl.float32)
+    inside = (rows < tl.load(index_ptr + 2))[:, None]
+    y_ptr += rows[:, None] * W
+    u_ptr += rows[:, None] * R
     matrix_ptr += e.to(tl.int64) * R * W
-    for start in tl.range(0, R, BLOCK_R):
-        r = start + tl.arange(0, BLOCK_R)
-        u = tl.load(
-            u_ptr + rows[:, None] * R + r[None, :],
-            mask=inside[:, None] & (r < R)[None, :],
-            other=0.0,
-        )
-        matrix = tl.load(
-            matrix_ptr + r[:, None] * matrix_stride_r + w[None, :] * matrix_stride_w,
-            mask=(r < R)[:, None] & (w < W)[None, :],
-            other=0.0,
-        )
-        total = tl.dot(u, matrix, total, input_precision="ieee")
-    tl.store(y_ptr, total.to(y_ptr.dtype.element_ty), mask=ok)
+    step = tl.num_programs(1) * BLOCK_W
+    first = tl.program_id(1) * BLOCK_W
+    w = first + tl.arange(0, BLOCK_W)
+    next_y = tl.load(y_ptr + w[None, :], mask=inside & (w < W)[None, :], other=0.0)
+    r = tl.arange(0, BLOCK_R)
+    u = tl.load(u_ptr + r[None, :], mask=inside & (r < R)[None, :], other=0.0)
+    for start in tl.range(first, W, step):
+        total = next_y.to(tl.float32)
+        w = start + step + tl.arange(0, BLOCK_W)  # a step ahead
+        next_y = tl.load(y_ptr + w[None, :], mask=inside & (w < W)[None, :], other=0.0)
+        w = start + tl.arange(0, BLOCK_W)
+        for t in tl.static_range(TILES):
+            r = t * BLOCK_R + tl.arange(0, BLOCK_R)
+            if TILES > 1:
+                u = tl.load(u_ptr + r[None, :], mask=inside & (r < R)[None, :], other=0.0)
+            matrix = tl.load(
+                matrix_ptr + r[:, None] * matrix_stride_r + w[None, :] * matrix_stride_w,
+                mask=(r < R)[:, None] & (w < W)[None, :],
+                other=0.0,
+            )
+            total = tl.dot(u, matrix, total, input_precision="ieee")
+        y = total.to(y_ptr.dtype.element_ty)
+        tl.store(y_ptr + w[None, :], y, mask=inside & (w < W)[None, :])
 
 
 @arguments
@@ -265,7 +283,7 @@ def moe_ops_train_low_rank_outer(
     w = tl.program_id(1) * BLOCK_W + tl.arange(0, BLOCK_W)
     r = tl.program_id(2) * BLOCK_R + tl.arange(0, BLOCK_R)
     total = tl.zeros((BLOCK_W, BLOCK_R), tl.float32)
-    for first in tl.range(begin, end, BLOCK_M):
+    for first in tl.range(begin, end, BLOCK_M, num_stages=2):
         rows = (first + tl.arange(0, BLOCK_M)).to(tl.int64)
         inside = rows < end
         at = rows
@@ -340,8 +358,17 @@ def narrow(
 def widen(y: Tensor, u: Tensor, matrix: Tensor, rank_first: bool, blocks: Routing) -> Launch:
     """y (S, W) += u (S, R) matrix[e]^T."""
     operand, tile = _matrix(matrix, rank_first)
-    args = Widen(y=y, u=u, matrix=operand, index=blocks.index, E=blocks.E, tile=tile)
-    return Launch(moe_ops_train_widen, (blocks.num_blocks, cdiv(tile.W, BLOCK_W), 1), args)
+    args = Widen(
+        y=y,
+        u=u,
+        matrix=operand,
+        index=blocks.index,
+        E=blocks.E,
+        tile=tile,
+        TILES=cdiv(tile.R, tile.BLOCK_R),
+    )
+    parts = cdiv(cdiv(tile.W, BLOCK_W), STEPS)
+    return Launch(moe_ops_train_widen, (blocks.num_blocks, parts, 1), args)
 
 
 def outer(
