@@ -1,23 +1,28 @@
-"""The CUDA kernels of moe_ops/csrc under compute-sanitizer, at small sizes.
+"""Kernels under compute-sanitizer, at small sizes: the CUDA kernels of moe_ops/csrc, or the Triton
+kernels of training steps.
 
-    python benchmarks/sanitize_kernels.py [--tools memcheck racecheck] [--timeout 120] [--write]
+    python benchmarks/sanitize_kernels.py [--calls cutlass training] [--tools memcheck racecheck]
+                                          [--timeout 120] [--write]
 
-Every scheme and dtype that backend `cutlass` takes on this GPU is run, on few and on many tokens,
-with an expert that no token picks, and on batches; results are compared with backend `torch`. A
-kernel of the GPU's object that none of these calls launches is an error, so that a new one is not
-forgotten. Each tool is a run of its own, after one without any, which compiles Triton's kernels.
+`cutlass`: every scheme and dtype that backend `cutlass` takes on this GPU is run, on few and on
+many tokens, with an expert that no token picks, and on batches; results are compared with backend
+`torch`. `training`: the steps of sanitize_steps.py, compared with plain torch. A kernel of the
+GPU's object, or of kernels/training, that none of these calls launches is an error, so that a new
+one is not forgotten. Each tool is a run of its own, after one without any, which compiles Triton's
+kernels.
 
 memcheck and initcheck look at all kernels, each tensor in an allocation of its own: initcheck has
-to see what Triton's kernels write for CUTLASS's. racecheck and synccheck look at CUTLASS's alone.
+to see what Triton's kernels write for CUTLASS's. racecheck and synccheck look at CUTLASS's alone,
+or at those of training steps.
 Where CUTLASS writes is zeroed before a call, because initcheck misses what it does: it does not
 see copies of the tensor memory accelerator to global memory, and takes it for a read that
 tensormap.cp_fenceproxy exchanges each word of a tensor map (on SM90 ATOMG.EXCH, result unused).
 Tests poison these buffers with NaN instead.
 
 compute-sanitizer is the one that COMPUTE_SANITIZER names, that is on PATH, or that the package
-nvidia-cuda-sanitizer-api brings. --write keeps what was found in
-benchmarks/results/sanitizer_<GPU>.json, beside what other tools found of the same object. Exits
-with 1 where a tool found anything.
+nvidia-cuda-sanitizer-api brings. --write keeps what was found in benchmarks/results, in
+sanitizer_<GPU>.json, beside what other tools found of the same object, or in
+sanitizer_training_<GPU>.json. Exits with 1 where a tool found anything.
 """
 
 from __future__ import annotations
@@ -37,6 +42,7 @@ from typing import Any, NamedTuple
 
 import torch
 from harness import RESULTS, format_table, machine_facts, relative_error, versions, write_json
+from sanitize_steps import run_steps
 from torch import Tensor
 
 import moe_ops
@@ -49,10 +55,10 @@ from moe_ops.csrc import build
 from moe_ops.schemes import get_scheme
 from moe_ops.tuning.backends import laid_out
 
-ALL_KERNELS: tuple[str, ...] = ()
-CUTLASS = ("--kernel-regex", "kns=cutlass")
-TOOLS = {"memcheck": ALL_KERNELS, "racecheck": CUTLASS, "initcheck": ALL_KERNELS}
-TOOLS["synccheck"] = CUTLASS
+TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
+# these look at kernels whose names hold what stands here for each set of calls
+OF_OURS = ("racecheck", "synccheck")
+OURS = {"cutlass": "cutlass", "training": "moe_ops_train"}
 SUMMARY = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (\d+) (?:error|hazard).*")
 FOUND = 9  # the exit code of a tool that found anything
 E, TOP_K, K, I = 5, 2, 256, 256
@@ -210,10 +216,11 @@ def compute_sanitizer() -> str:
     )
 
 
-def run_tool(prefix: list[str], timeout: float) -> dict[str, Any]:
-    """Run all calls behind the command of a tool, or of none; what came of it."""
+def run_tool(prefix: list[str], timeout: float, calls: str = "cutlass") -> dict[str, Any]:
+    """Run all of these calls behind the command of a tool, or of none; what came of it."""
     environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-    command = [*prefix, sys.executable, str(Path(__file__).resolve()), "--worker"]
+    worker = [sys.executable, str(Path(__file__).resolve()), "--worker", "--calls", calls]
+    command = [*prefix, *worker]
     start = time.monotonic()
     try:
         done = subprocess.run(
@@ -244,42 +251,54 @@ def clean(result: dict[str, Any]) -> bool:
     return right and result.get("found", 0) == 0
 
 
-def worker() -> int:
+def worker(calls: str) -> int:
     """Run the calls in this process, and print what they launched."""
-    report = run_calls("cuda")
+    report = Report(*run_steps("cuda")) if calls == "training" else run_calls("cuda")
     torch.cuda.synchronize()
-    missing = sorted(set(kernels_of(object_path())) - set(report.kernels))
-    wrong = report.wrong + [f"{name} is never launched" for name in missing]
+    wrong = report.wrong
+    if calls == "cutlass":
+        missing = sorted(set(kernels_of(object_path())) - set(report.kernels))
+        wrong = wrong + [f"{name} is never launched" for name in missing]
     print(MARK + json.dumps({"calls": report.calls, "kernels": report.kernels, "wrong": wrong}))
     return bool(wrong)
 
 
+def object_of(calls: str) -> str | None:
+    """The name of the object that holds the kernels of these calls, built if it is not there; None
+    of those that Triton compiles.
+    """
+    return object_path().name if calls == "cutlass" else None
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--calls", choices=OURS, default="cutlass")
     parser.add_argument("--tools", nargs="+", choices=TOOLS, default=list(TOOLS))
     parser.add_argument("--timeout", type=float, default=120, help="seconds a tool may take")
     parser.add_argument("--write", action="store_true")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
+    calls = arguments.calls
     if not torch.cuda.is_available():
         print("The kernels need a GPU; none found, nothing was run.")
         return 0
     if arguments.worker:
-        return worker()
+        return worker(calls)
     command = compute_sanitizer()
     said = subprocess.run([command, "--version"], capture_output=True, text=True).stdout
     found = re.search(r"Version ([\d.]+)", said)
-    path = object_path()  # built before anything is timed
-    results = {"no tool": run_tool([], 10 * arguments.timeout)}
+    name = object_of(calls)  # built before anything is timed
+    results = {"no tool": run_tool([], 10 * arguments.timeout, calls)}
     print("no tool:", "clean" if clean(results["no tool"]) else results["no tool"], flush=True)
     for tool in arguments.tools:
-        prefix = [command, "--tool", tool, "--error-exitcode", str(FOUND), *TOOLS[tool]]
-        results[tool] = run_tool(prefix, arguments.timeout)
+        some = ["--kernel-regex", f"kns={OURS[calls]}"] if tool in OF_OURS else []
+        prefix = [command, "--tool", tool, "--error-exitcode", str(FOUND), *some]
+        results[tool] = run_tool(prefix, arguments.timeout, calls)
         for line in results[tool].get("said", []):
             print(f"  {line}")
         print(f"{tool}: {'clean' if clean(results[tool]) else 'NOT CLEAN'}", flush=True)
     if arguments.write:
-        calls = results["no tool"].get("calls", [])
+        ran = results["no tool"].get("calls", [])
         for result in results.values():
             result.pop("calls", None)
         facts = {
@@ -287,16 +306,17 @@ def main(argv: list[str] | None = None) -> int:
             "machine": machine_facts(),
             "versions": versions("torch", "triton"),
             "compute_sanitizer": found[1] if found else None,
-            "object": path.name,
-            "calls": calls,
+            "object": name,
+            "calls": ran,
             "tools": results,
         }
         gpu = torch.cuda.get_device_name().replace(" ", "_")
-        before = RESULTS / f"sanitizer_{gpu}.json"
+        kept = f"sanitizer_{'' if calls == 'cutlass' else f'{calls}_'}{gpu}"
+        before = RESULTS / f"{kept}.json"
         known = json.loads(before.read_text()) if before.exists() else {}
-        if known.get("object") == path.name:
+        if name is not None and known.get("object") == name:
             facts["tools"] = known["tools"] | results
-        print(write_json(f"sanitizer_{gpu}", facts))
+        print(write_json(kept, facts))
     lines = [
         [tool, result["exit"], result.get("found", "-"), len(result.get("kernels", [])),
          result["seconds"], "clean" if clean(result) else "NOT CLEAN"]

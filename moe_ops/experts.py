@@ -75,7 +75,8 @@ def fused_experts(
         deterministic: results are bitwise equal from run to run; False admits faster variants.
         max_workspace_bytes: most bytes of scratch memory. More tokens than it has room for run in
             chunks, one after the other, with the same result (docs/backends.md). None: a 22nd of
-            the GPU's memory; on a CPU no bound. Calls that record gradients are not bounded.
+            the GPU's memory; on a CPU no bound. Calls that record gradients, or have adapters,
+            are not bounded.
         backend: "auto" chooses from measured times; a name runs that backend or raises.
         hidden_states_scale: says that hidden_states arrive quantized, as the weights' scheme
             quantizes them: e4m3, int8, or packed bytes (M, K * bits / 8), multiplied by their

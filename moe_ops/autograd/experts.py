@@ -22,14 +22,21 @@ from moe_ops.ops.call import ExpertsCall, Weight
 
 
 def refuse_transforms() -> None:
-    """Raise RuntimeError inside torch.func transforms, which cannot differentiate operators that
-    are written in Python.
+    """Raise RuntimeError inside torch.func transforms, which can neither differentiate nor batch
+    operators that are written in Python.
     """
-    if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
+    if torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active():
+        return
+    innermost = torch._C._functorch.peek_interpreter_stack()
+    if innermost.key() == torch._C._functorch.TransformType.Vmap:
         raise RuntimeError(
-            "moe_ops cannot be differentiated by torch.func (grad, vjp, jacrev, ...): use "
-            "torch.autograd.grad or Tensor.backward"
+            "moe_ops cannot be batched by torch.func.vmap where gradients are recorded or "
+            "adapters given: call it once, with the tokens of all batches as rows of hidden_states"
         )
+    raise RuntimeError(
+        "moe_ops cannot be differentiated by torch.func (grad, vjp, jacrev, ...): use "
+        "torch.autograd.grad or Tensor.backward"
+    )
 
 
 def grouped_linear(
@@ -97,7 +104,7 @@ def product(
         return y
     if u is None:
         u = narrowed(multiply, rows, adapter, pairs, transpose)
-    return y + _plain(multiply, u, adapter.a if transpose else adapter.b, pairs, transpose)
+    return y + widened(multiply, u, adapter, pairs, transpose)
 
 
 def narrowed(
@@ -110,6 +117,18 @@ def narrowed(
     """(S, r): rows through the first matrix of an adapter, scaled."""
     first = adapter.b if transpose else adapter.a
     return _plain(multiply, rows, first, pairs, transpose) * adapter.scale
+
+
+def widened(
+    multiply: Callable[..., Tensor],
+    u: Tensor,
+    adapter: LowRank,
+    pairs: permute.Pairs,
+    transpose: bool = False,
+) -> Tensor:
+    """Rows of the rank (S, r) through the second matrix of an adapter."""
+    second = adapter.a if transpose else adapter.b
+    return _plain(multiply, u, second, pairs, transpose)
 
 
 def _plain(

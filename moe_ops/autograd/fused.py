@@ -8,7 +8,9 @@ copied to the rows of their pairs, one kernel goes back through activation and r
 one sums the rows of a token. Biases are added, and router weights multiplied, where a kernel reads
 those rows anyway; the gradients of biases are sums over the rows of an expert.
 
-Adapters make rows narrow, and then wide again where the rows of the product that they adapt lie.
+Adapters make rows narrow, and then wide again. The copy of tokens makes them narrow on its way,
+and the kernels between the products add what adapts their input, and make their output narrow; a
+kernel of its own adds to the rows of y and of dx. So h is kept without what adapts it.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moe_ops.autograd.adapters import UNADAPTED, Adapters, LowRank
+from moe_ops.autograd.adapters import UNADAPTED, Adapters
+from moe_ops.autograd.fused_adapters import Adapter, of_products, operands
 from moe_ops.backends.cutlass import products as native
 from moe_ops.backends.torch import grouped_mm as products
 from moe_ops.kernels import launch
@@ -34,8 +37,8 @@ from moe_ops.kernels.permute.layout import Layout, index_parts
 from moe_ops.kernels.permute.place import place
 from moe_ops.kernels.permute.rows import Routing, sorted_rows
 from moe_ops.kernels.permute.sort import group_blocks
-from moe_ops.kernels.training import low_rank, packed
-from moe_ops.kernels.training.rows import activate, derive, scatter, zero_empty
+from moe_ops.kernels.training import adapted, low_rank, packed
+from moe_ops.kernels.training.rows import Gradients, activate, derive, scatter, zero_empty
 from moe_ops.kernels.training.sums import add_dot, dot, sum_rows
 from moe_ops.ops.call import ExpertsCall, Weight
 from moe_ops.schemes import get_scheme
@@ -88,15 +91,26 @@ class _Step:
         """The layout of an index."""
         self.layout = Layout(index[self.E :], index[: self.E], self.S)
 
-    def gathered(self, x: Tensor, weights: Tensor | None = None) -> Tensor:
-        """x (M, K) as rows of its pairs, times weights (M, top_k) if there are any."""
+    def gathered(
+        self,
+        x: Tensor,
+        weights: Tensor | None = None,
+        adapter: Adapter | None = None,
+        transpose: bool = False,
+    ) -> Tensor:
+        """x (M, K) as rows of its pairs, times weights (M, top_k) if there are any. On its way it
+        is made narrow for an adapter.
+        """
         y = self.rows(self.K)
-        self.run(scatter(x, y, weights, self.layout, self.top_k))
+        if adapter is None or adapter.found[transpose] is not None:
+            self.run(scatter(x, y, weights, self.layout, self.top_k))
+        else:
+            adapter.narrow(x, transpose, self.order, weights, y)
         return y
 
-    def inputs(self) -> Tensor:
+    def inputs(self, adapter: Adapter | None = None) -> Tensor:
         """The rows that w13 multiplies."""
-        return self.gathered(self.x, self.of_input)
+        return self.gathered(self.x, self.of_input, adapter)
 
     def blocks(self, block_m: int) -> Routing:
         """Blocks of at most block_m rows of an expert, found once a pass."""
@@ -113,15 +127,6 @@ class _Step:
         pairs = self.x.new_empty(self.S, dtype=torch.int32)
         self.run(low_rank.order(pairs, self.layout))
         return pairs
-
-    def product(
-        self, rows: Tensor, weight: Weight, adapter: _Adapter | None, transpose: bool = False
-    ) -> Tensor:
-        """rows times weight[e]^T, or weight[e], and what adapts it."""
-        y = self.multiply(rows, weight, transpose)
-        if adapter is not None:
-            adapter.add(y, rows, transpose)
-        return y
 
     def multiply(self, rows: Tensor, weight: Weight, transpose: bool = False) -> Tensor:
         if weight.scheme:
@@ -156,6 +161,38 @@ class _Step:
         self.run(zero_empty(out, self.layout))
         return out
 
+    def activated(
+        self, h: Tensor, first: Adapter | None = None, second: Adapter | None = None
+    ) -> Tensor:
+        """The rows that w2 multiplies, made narrow for its adapter."""
+        out = self.rows(self.I)
+        if first is None and second is None:
+            self.run(activate(self.activation, out, h, self.b13, self.layout))
+        else:
+            pair = operands(first, second)
+            blocks = self.blocks(low_rank.BLOCK_M)
+            self.run(adapted.activate(self.activation, out, h, self.b13, *pair, blocks))
+        return out
+
+    def derive(
+        self,
+        to: Gradients,
+        h: Tensor,
+        dhidden: Tensor | None,
+        first: Adapter | None = None,
+        second: Adapter | None = None,
+    ) -> None:
+        """Back through the activation and router weights of the output."""
+        args = self.activation, to, h, self.b13, dhidden, self.of_output, self.I, self.top_k
+        if first is None and second is None:
+            self.run(derive(*args, self.layout))
+        else:
+            if to.dweights is not None:
+                to.dweights.zero_()  # of pairs without a row
+            pair = operands(first, second, to)
+            blocks = self.blocks(low_rank.BLOCK_M)
+            self.run(adapted.derive(*args, self.order, *pair, blocks))
+
     def summed(self, y: Tensor, weights: Tensor | None, bias: Tensor | None = None) -> Tensor:
         """(M, K): the sums of the rows of each token, plus biases, times weights."""
         out = torch.empty_like(self.x, memory_format=_ROWS)
@@ -168,81 +205,6 @@ class _Step:
         out = torch.empty_like(bias)
         self.run(sum_rows(out, rows, factors, self.layout))
         return out
-
-
-class _Adapter:
-    """What adapts one product, in one pass: scale * rows a[e]^T b[e]^T. With `transpose` rows are
-    the gradient of what the product returns, and go through b first.
-
-    Where rows are those of tokens (`tokens`, or `outputs` for transposed ones), each token is read
-    where it is, through the pair of each row: copied rows are top_k times as many.
-    """
-
-    def __init__(
-        self,
-        step: _Step,
-        of: LowRank,
-        tokens: Tensor | None = None,
-        outputs: Tensor | None = None,
-        u: Tensor | None = None,  # rows made narrow, where they are known
-    ):
-        self.step, self.of = step, of
-        self.tokens = tokens, outputs
-        self.found: list[Tensor | None] = [u, None]
-
-    def source(self, rows: Tensor | None, transpose: bool) -> tuple[Tensor, Tensor | None]:
-        """The wide rows, and if those of tokens stand for them, the pair of each."""
-        tokens = self.tokens[transpose]
-        if tokens is not None:
-            return tokens, self.step.order
-        assert rows is not None
-        return rows, None
-
-    def narrowed(self, rows: Tensor | None, transpose: bool = False) -> Tensor:
-        """(S, r): rows through the first matrix, scaled."""
-        u = self.found[transpose]
-        if u is None:
-            a, b, scale = self.of
-            # zeros where rows have no expert: u of the forward pass is returned
-            u = self.found[transpose] = self.step.x.new_zeros(self.step.S, a.shape[1])
-            x, pairs = self.source(rows, transpose)
-            blocks, top_k = self.step.blocks(low_rank.BLOCK_M), self.step.top_k
-            matrix = b if transpose else a
-            args = (u, x, matrix, not transpose, scale, blocks, pairs, top_k)
-            self.step.run(low_rank.narrow(*args))
-        return u
-
-    def add(self, y: Tensor, rows: Tensor, transpose: bool) -> None:
-        """Add it to the product y of these rows."""
-        u, matrix = self.narrowed(rows, transpose), self.of.a if transpose else self.of.b
-        blocks = self.step.blocks(low_rank.BLOCK_M)
-        self.step.run(low_rank.widen(y, u, matrix, transpose, blocks))
-
-    def gradients(self, rows: Tensor | None, grad: Tensor) -> list[Tensor]:
-        """Of a and b: du^T rows and grad^T u."""
-        u, du = self.narrowed(rows), self.narrowed(grad, True)
-        found = [torch.empty_like(self.of.a), torch.empty_like(self.of.b)]
-        for out, wide, narrow, transpose in zip(
-            found, (rows, grad), (du, u), (False, True), strict=True
-        ):
-            x, pairs = self.source(wide, transpose)
-            args = (out, not transpose, x, narrow, self.step.layout, pairs, self.step.top_k)
-            self.step.run(low_rank.outer(*args))
-        return found
-
-
-def _of_products(
-    step: _Step, adapters: Adapters, grad: Tensor | None = None, u: Tensor | None = None
-) -> tuple[_Adapter | None, _Adapter | None]:
-    """What adapts both products; `grad` is the gradient of the output, `u` what the first one
-    makes narrow, where it is known.
-    """
-    first, second = adapters
-    tokens = step.x if step.of_input is None else None
-    return (
-        None if first is None else _Adapter(step, first, tokens=tokens, u=u),
-        None if second is None else _Adapter(step, second, outputs=grad),
-    )
 
 
 def on_device(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -265,11 +227,12 @@ def forward(
     """(out, h, u, index), as training.py and lora.py define them."""
     step = _Step(call)
     index = step.place()
-    first, second = _of_products(step, adapters)
-    h = step.product(step.inputs(), call.w13, first)
-    hidden = step.rows(step.I)
-    step.run(activate(step.activation, hidden, h, step.b13, step.layout))
-    y = step.product(hidden, call.w2, second)
+    first, second = of_products(step, adapters)
+    h = step.multiply(step.inputs(first), call.w13)
+    hidden = step.activated(h, first, second)
+    y = step.multiply(hidden, call.w2)
+    if second is not None:
+        second.widen(y, hidden, False)
     u = None if first is None else first.found[False]
     return step.summed(y, step.of_output, step.b2), h, u, index
 
@@ -291,62 +254,67 @@ def backward(
     step = _Step(call)
     step.read(index)
     layout, top_k = step.layout, step.top_k
-    first, second = _of_products(step, adapters, grad, u)
+    first, second = of_products(step, adapters, grad, u)
     first_trained, second_trained = any(needs[6:8]), any(needs[8:])  # a and b come together
+    dweights = ds = of_input = dout = dhidden = factors = None
+    if needs_weights:
+        dweights = torch.empty_like(call.topk_weights, dtype=torch.float32, memory_format=_ROWS)
+        ds, of_input = (dweights, None) if step.of_input is None else (None, dweights)
+    if needs_b2 and step.of_output is not None:
+        factors = torch.empty(step.S, dtype=torch.float32, device=call.hidden_states.device)
+    through_w13 = needs_x or of_input is not None
+    needs_dh = through_w13 or needs_w13 or needs_b13 or first_trained
+    needs_hidden = needs_w2 or second_trained
     found: list[Any] = [None] * len(needs)
     x = None
     if h is None:
-        x = step.inputs()
-        h = step.product(x, call.w13, first)
-    dout = step.gathered(grad)
-    dhidden = step.product(dout, call.w2, second, transpose=True)
-    dh, hidden = step.rows(step.N), step.rows(step.I) if needs_w2 or second_trained else None
-    dweights = factors = None
-    if needs_weights:
-        dweights = torch.empty_like(call.topk_weights, dtype=torch.float32, memory_format=_ROWS)
-    if needs_b2 and step.of_output is not None:
-        factors = torch.empty(step.S, dtype=torch.float32, device=dh.device)
-    ds = dweights if step.of_output is not None else None
-    step.run(
-        derive(
-            step.activation,
-            dx=dh,
-            scaled=hidden,
-            dweights=ds,
-            factors=factors,
-            x=h,
-            bias=step.b13,
-            dh=dhidden,
-            weights=step.of_output,
-            layout=layout,
-            top_k=top_k,
-        )
+        x = step.inputs(first)
+        h = step.multiply(x, call.w13)
+    through_w2 = needs_dh or ds is not None
+    if through_w2 or needs_w2 or needs_b2:
+        dout = step.gathered(grad, None, second if through_w2 else None, True)
+    if through_w2:
+        assert dout is not None
+        dhidden = step.multiply(dout, call.w2, transpose=True)
+    to = Gradients(
+        step.rows(step.N) if needs_dh else None,
+        step.rows(step.I) if needs_hidden else None,
+        ds,
+        factors,
     )
+    if any([t is not None for t in to]):
+        step.derive(to, h, dhidden, first, second)
+    del dhidden
     if ds is not None and step.b2 is not None:
         step.run(add_dot(ds, grad, step.b2, layout, top_k))
     if needs_w2:
-        assert hidden is not None
-        found[2] = step.outer(dout, hidden)
+        assert dout is not None and to.scaled is not None
+        found[2] = step.outer(dout, to.scaled)
     if second_trained:
         assert second is not None
-        found[8:] = second.gradients(hidden, dout)
+        found[8:] = second.gradients(to.scaled, grad)
     if needs_b2:
+        assert dout is not None
         found[5] = step.sum_of_experts(dout, factors, step.b2)
-    del dout, dhidden, hidden
+    dh = to.dx
+    del dout, to
     if needs_b13:
+        assert dh is not None
         found[4] = step.sum_of_experts(dh, None, step.b13)
     if x is None and (needs_w13 or (first_trained and step.of_input is not None)):
         x = step.inputs()
     if needs_w13:
-        assert x is not None
+        assert x is not None and dh is not None
         found[1] = step.outer(dh, x)
     if first_trained:
-        assert first is not None
+        assert first is not None and dh is not None
         found[6:8] = first.gradients(x, dh)
     del x
-    of_input = dweights if step.of_input is not None else None
-    if needs_x or of_input is not None:
-        drows = step.product(dh, call.w13, first, transpose=True)
+    if through_w13:
+        assert dh is not None
+        drows = step.multiply(dh, call.w13, transpose=True)
+        if first is not None:
+            first.widen(drows, dh, True)
         if of_input is not None:
             step.run(dot(of_input, call.hidden_states, drows, layout, top_k))
         if needs_x:

@@ -23,7 +23,8 @@ def forward(call: ExpertsCall, adapters: Adapters) -> tuple[Tensor, Tensor, Tens
     pairs = permute.sort_pairs(call.topk_ids, call.w13.data.shape[0], call.expert_map)
     rows = composition.gemm1_input(call, pairs)
     h, u = _first(call, rows, adapters, pairs)
-    hidden = activations.formula(_activation_input(call, h, pairs), call.activation)
+    x = _activation_input(call, h, u, adapters.w13, pairs)
+    hidden = activations.formula(x, call.activation)
     out = composition.combined(_multiply, hidden.to(h.dtype), call, pairs, adapters.w2)
     places = torch.where(pairs.valid.flatten(), pairs.inverse, -1)
     return out, h, u, torch.cat((pairs.offsets, places.to(torch.int32)))
@@ -32,10 +33,10 @@ def forward(call: ExpertsCall, adapters: Adapters) -> tuple[Tensor, Tensor, Tens
 def _first(
     call: ExpertsCall, rows: Tensor, adapters: Adapters, pairs: permute.Pairs
 ) -> tuple[Tensor, Tensor | None]:
-    """h and u, in the dtype that products have."""
+    """h, without what adapts it, and u, in the dtype that products have."""
     adapter = adapters.w13
     u = None if adapter is None else composition.narrowed(_multiply, rows, adapter, pairs)
-    return composition.product(_multiply, rows, call.w13, pairs, None, adapter, u), u
+    return composition.product(_multiply, rows, call.w13, pairs, None), u
 
 
 def kept_dtype(call: ExpertsCall) -> torch.dtype:
@@ -52,9 +53,14 @@ def _multiply(x: Tensor, weight: Tensor, offsets: Tensor, *scales_and_bias: Any)
     )
 
 
-def _activation_input(call: ExpertsCall, h: Tensor, pairs: permute.Pairs) -> Tensor:
-    """(S, N): h plus the bias of each row's expert, fp32 or fp64."""
+def _activation_input(
+    call: ExpertsCall, h: Tensor, u: Tensor | None, adapter: LowRank | None, pairs: permute.Pairs
+) -> Tensor:
+    """(S, N): h plus what adapts it and the bias of each row's expert, fp32 or fp64."""
     x = h.to(_wide(h))
+    if adapter is not None:
+        assert u is not None
+        x = x + composition.widened(_multiply, u, adapter, pairs)
     return x if call.w13_bias is None else x + _of_experts(call.w13_bias, pairs, x.dtype)
 
 
@@ -99,14 +105,20 @@ def backward(
     wide = _wide(h)
     weights = call.topk_weights.to(wide).flatten().index_select(0, pairs.order).unsqueeze(1)
     s = torch.ones_like(weights) if on_input else weights
-    x_wide = _activation_input(call, h, pairs)
+    if u is not None:
+        u = u.to(h.dtype)
+    x_wide = _activation_input(call, h, u, adapters.w13, pairs)
     dx = dw13 = dw2 = dweights = db13 = db2 = None
     of_adapters: list[Tensor | None] = [None] * 4
 
-    dout = permute.gather_tokens(grad.to(h.dtype), pairs)
-    da = composition.product(_multiply, dout, call.w2, pairs, None, adapters.w2, transpose=True)
-    da = da.to(wide)
     of_output = needs_weights and not on_input
+    through = needs_x or (needs_weights and on_input)
+    needs_dh = through or needs_w13 or needs_b13 or needs_adapters[0]
+    dout = permute.gather_tokens(grad.to(h.dtype), pairs)
+    if needs_dh or of_output:
+        da = composition.product(
+            _multiply, dout, call.w2, pairs, None, adapters.w2, transpose=True
+        ).to(wide)
     if of_output or needs_w2 or needs_adapters[1]:
         hidden = activations.formula(x_wide, call.activation).to(h.dtype)
         hidden = composition.gemm2_input(call, pairs, hidden).to(wide)
@@ -125,8 +137,7 @@ def backward(
     if needs_b2:
         assert call.w2_bias is not None
         db2 = _sum_of_rows(dout, s, pairs).to(call.w2_bias.dtype)
-    through = needs_x or (needs_weights and on_input)
-    if through or needs_w13 or needs_b13 or needs_adapters[0]:
+    if needs_dh:
         dh = activations.derivative(x_wide, s * da, call.activation).to(h.dtype)
         if needs_w13:
             assert rows is not None
@@ -136,7 +147,7 @@ def backward(
             db13 = _sum_of_rows(dh, torch.ones_like(s), pairs).to(call.w13_bias.dtype)
         if needs_adapters[0]:
             assert rows is not None and adapters.w13 is not None and u is not None
-            of_adapters[:2] = _of_adapter(rows, dh, u.to(h.dtype), adapters.w13, pairs)
+            of_adapters[:2] = _of_adapter(rows, dh, u, adapters.w13, pairs)
         if through:
             drows = composition.product(
                 _multiply, dh, call.w13, pairs, None, adapters.w13, transpose=True

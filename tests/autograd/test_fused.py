@@ -18,6 +18,7 @@ from tests.autograd import test_gradients
 from tests.autograd.test_gradients import (
     TOLERANCE,
     call,
+    check_captured_step,
     compare,
     cotangent,
     expected_gradients,
@@ -247,31 +248,9 @@ def test_plain_torch_and_these_kernels_read_one_another(options, fused_first, mo
 @pytest.mark.gpu
 @pytest.mark.skipif(not CUDA, reason="needs a CUDA device")
 def test_a_captured_step_follows_the_routing():
-    cases = [Case("cuda", BF16, M=64, E=8, top_k=2, bias=True, seed=seed) for seed in (0, 1)]
-    held = cases[0]
-    given = leaves(held)
-    ids, grad = held.args[4].clone(), cotangent(held)
-    held.args[4] = ids
-
-    def step():
-        out = call(moe_ops.fused_experts, held, given)
-        return torch.autograd.grad(out, list(given.values()), grad)
-
-    step()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found = step()
-    for case in cases:
-        with torch.no_grad():
-            for name, t in leaves(case).items():
-                given[name].copy_(t)
-            ids.copy_(case.args[4])
-            grad.copy_(cotangent(case))
-        for t in found:
-            t.fill_(math.nan)
-        graph.replay()
-        expected = gradients(case)
-        assert all(torch.equal(t, expected[name]) for name, t in zip(given, found, strict=True))
+    check_captured_step(
+        [Case("cuda", BF16, M=64, E=8, top_k=2, bias=True, seed=seed) for seed in (0, 1)]
+    )
 
 
 def test_what_is_not_fused(monkeypatch):

@@ -62,6 +62,42 @@ def cotangent(case: Case) -> torch.Tensor:
     return torch.randn(case.args[0].shape, generator=g).to(case.dtype).to(case.device)
 
 
+def check_captured_step(cases: list[Case], more=(), **options) -> None:
+    """A training step that is captured once gives the gradients of each case, whose tokens,
+    routing and cotangent are copied to where the step reads them. `more` require gradients, too.
+    """
+    held = cases[0]
+    given, ids, grad = leaves(held), held.args[4].clone(), cotangent(held)
+    want = [
+        step_gradients(case, leaves(case), case.args[4], cotangent(case), more, options)
+        for case in cases
+    ]
+
+    def step():
+        return step_gradients(held, given, ids, grad, more, options)
+
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = step()
+    for case, expected in zip(cases, want, strict=True):
+        with torch.no_grad():
+            for name, t in leaves(case).items():
+                given[name].copy_(t)
+            ids.copy_(case.args[4])
+            grad.copy_(cotangent(case))
+        for t in found:
+            t.fill_(math.nan)
+        graph.replay()
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def step_gradients(case: Case, given: dict, ids, grad, more, options) -> tuple:
+    """Of one step, with these ids."""
+    out = call(moe_ops.fused_experts, case, given | {"topk_ids": ids}, **options)
+    return torch.autograd.grad(out, [*given.values(), *more], grad)
+
+
 def expected_gradients(case: Case, only=None) -> dict:
     given = leaves(case, FP64, only)
     act = case.options["activation"]

@@ -84,6 +84,17 @@ def test_transforms_are_refused_in_a_sentence():
         torch.func.vjp(lambda x: moe_ops.grouped_linear(x, module.w13, offsets), x)
 
 
+def test_vmap_is_refused_in_a_sentence_about_batches():
+    module, x = Experts(), torch.randn(2, M, K)
+    refused = pytest.raises(RuntimeError, match="moe_ops cannot be batched by torch.func.vmap")
+    with refused:
+        torch.func.vmap(module)(x)
+    with refused:  # the transform that is looked at is the innermost one
+        torch.func.grad(lambda x: torch.func.vmap(module)(x).sum())(x)
+    with pytest.raises(RuntimeError, match="moe_ops cannot be differentiated by torch.func"):
+        torch.func.vmap(torch.func.grad(lambda x: module(x).sum()))(x)
+
+
 def test_a_strictly_exported_grouped_linear_trains():
     class Linear(nn.Module):
         def __init__(self):

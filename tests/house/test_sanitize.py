@@ -54,6 +54,26 @@ def test_calls_launch_every_kernel(sanitize, monkeypatch):
     assert "fp8_tensor_static float16 batches" in report.calls
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(not INTERPRETED, reason="kernels are in plain torch here")
+def test_steps_launch_every_kernel_of_training(sanitize, monkeypatch):
+    import sanitize_steps
+
+    monkeypatch.setattr(sanitize_steps, "TOKENS", (1, 9))
+    report = sanitize.Report(*sanitize_steps.run_steps("cpu", torch.float32))
+    of_gpus = {"moe_ops_train_zero_empty is never launched"}  # it follows products of GPUs
+    assert set(report.wrong) <= of_gpus
+    assert len(report.calls) == 2 * len(sanitize_steps.STEPS)
+    assert len(sanitize_steps.training_kernels() - set(report.kernels)) == len(report.wrong)
+    assert "int4_w4a16:g32 rank 16 M=9" in report.calls
+    with monkeypatch.context() as patch:  # one whose gradients are wrong, and that launches less
+        patch.setattr(sanitize_steps, "STEPS", sanitize_steps.STEPS[:1])
+        patch.setattr(sanitize_steps, "MAX_ERROR", 0.0)
+        _, _, wrong = sanitize_steps.run_steps("cpu", torch.float32)
+    assert any("relative error" in line for line in wrong)
+    assert "moe_ops_train_widen is never launched" in wrong
+
+
 def test_kernels_are_read_from_an_object(sanitize, tmp_path):
     path = tmp_path / "object.so"
     names = b"\0moe_ops_sm90_fp8_bf16_run\0moe_ops_sm90_fp8_f16_run\0moe_ops_cutlass_abi\0"

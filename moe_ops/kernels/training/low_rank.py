@@ -28,13 +28,15 @@ from moe_ops.kernels.launch import (
     Specialized,
     arguments,
     kernel,
+    unprefixed,
 )
-from moe_ops.kernels.permute.layout import Layout, StridedRows, rows_of
-from moe_ops.kernels.permute.rows import Routing
+from moe_ops.kernels.permute.layout import Layout
+from moe_ops.kernels.permute.rows import RouterWeights, Routing, router_weights
 from moe_ops.meta.workspace import cdiv
 
 BLOCK_M = 64  # rows of a block
 BLOCK_W = 128  # wide columns of a program, or of a step of its loop
+STEPS = 4  # of BLOCK_W columns that a program of widen takes
 BLOCK_S = 256  # pairs of a program
 MOST_R = 64  # ranks of a program
 
@@ -45,6 +47,28 @@ class Matrix(NamedTuple):
     ptr: Pointer
     stride_r: Specialized
     stride_w: Specialized
+
+
+@unprefixed
+class Tile(NamedTuple):
+    """Sizes, and how much of each a program takes at a time."""
+
+    W: Specialized
+    R: Specialized
+    BLOCK_M: Constant
+    BLOCK_W: Constant
+    BLOCK_R: Constant
+
+
+@unprefixed
+class Rows(NamedTuple):
+    """Sorted rows (S, W), or tokens (M, W) that are read through the pair of each row."""
+
+    x: Pointer
+    stride_m: Specialized
+    stride_k: Specialized
+    order: Pointer  # None: rows
+    TOP_K: Constant
 
 
 @arguments
@@ -70,73 +94,95 @@ def order(pairs: Tensor, layout: Layout) -> Launch:
     return Launch(moe_ops_train_order, (cdiv(S, BLOCK_S), 1, 1), args)
 
 
+@triton.jit
+def last_first():
+    """The block of this program: the last one first, because the cache holds what the product
+    before wrote last.
+    """
+    return tl.num_programs(0) - 1 - tl.program_id(0)
+
+
 @arguments
 class Narrow:
     u: Pointer  # (S, R), written
-    x: StridedRows  # (S, W), or (M, W) with `order`
+    copy: Pointer  # (S, W), written: the rows; or None
+    rows: Rows
+    weights: RouterWeights  # that multiply the rows of tokens, or none
     matrix: Matrix
-    order: Pointer
     index: Pointer  # the table of blocks
     E: Runtime
     scale: RuntimeFloat
-    W: Specialized
-    R: Specialized
-    TOP_K: Constant
-    BLOCK_M: Constant
-    BLOCK_W: Constant
-    BLOCK_R: Constant
+    tile: Tile
 
 
 @kernel(Narrow)
 def moe_ops_train_narrow(
     u_ptr,
+    copy_ptr,
     x_ptr,
-    x_stride_e,
-    x_stride_m,
-    x_stride_k,
+    stride_m,
+    stride_k,
+    order_ptr,
+    TOP_K: tl.constexpr,
+    weights_ptr,
+    weights_stride_m,
+    weights_stride_k,
     matrix_ptr,
     matrix_stride_r,
     matrix_stride_w,
-    order_ptr,
     index_ptr,
     E,
     scale,
     W,
     R,
-    TOP_K: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_W: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
-    """u = scale * x matrix[e]^T. Grid: (blocks, tiles of the rank)."""
+    """u = scale * x matrix[e]^T, 0 for rows of no expert; and where tokens are read, a copy of
+    them as rows. Grid: (blocks, tiles of the rank).
+    """
     index_ptr += 4 * tl.program_id(0)
     e = tl.load(index_ptr)
-    if (e < 0) | (e >= E):
+    if e < 0:
         return
     rows = (tl.load(index_ptr + 1) + tl.arange(0, BLOCK_M)).to(tl.int64)
     inside = rows < tl.load(index_ptr + 2)
+    r = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
+    at_u = u_ptr + rows[:, None] * R + r[None, :]
+    ok_u = inside[:, None] & (r < R)[None, :]
+    if e >= E:
+        tl.store(at_u, tl.zeros((BLOCK_M, BLOCK_R), u_ptr.dtype.element_ty), mask=ok_u)
+        return
     at = rows
     if order_ptr is not None:
-        at = (tl.load(order_ptr + rows, mask=inside, other=0) // TOP_K).to(tl.int64)
-    r = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
+        pair = tl.load(order_ptr + rows, mask=inside, other=0)
+        at = (pair // TOP_K).to(tl.int64)
+    if weights_ptr is not None:
+        weights_ptr += at * weights_stride_m + (pair % TOP_K) * weights_stride_k
+        s = tl.load(weights_ptr, mask=inside, other=0.0).to(tl.float32)
+    copied = tl.where(tl.program_id(1) == 0, W, 0)  # columns that this program copies
     matrix_ptr += e.to(tl.int64) * R * W
     total = tl.zeros((BLOCK_M, BLOCK_R), tl.float32)
-    for start in tl.range(0, W, BLOCK_W):
+    for start in tl.range(0, W, BLOCK_W, num_stages=2):
         w = start + tl.arange(0, BLOCK_W)
         x = tl.load(
-            x_ptr + at[:, None] * x_stride_m + w.to(tl.int64)[None, :] * x_stride_k,
+            x_ptr + at[:, None] * stride_m + w.to(tl.int64)[None, :] * stride_k,
             mask=inside[:, None] & (w < W)[None, :],
             other=0.0,
         )
+        if weights_ptr is not None:
+            x = (x.to(tl.float32) * s[:, None]).to(u_ptr.dtype.element_ty)
         matrix = tl.load(
             matrix_ptr + w[:, None] * matrix_stride_w + r[None, :] * matrix_stride_r,
             mask=(w < W)[:, None] & (r < R)[None, :],
             other=0.0,
         )
         total = tl.dot(x, matrix, total, input_precision="ieee")
-    u = (total * scale).to(u_ptr.dtype.element_ty)
-    at_u = u_ptr + rows[:, None] * R + r[None, :]
-    tl.store(at_u, u, mask=inside[:, None] & (r < R)[None, :])
+        if copy_ptr is not None:
+            mine = inside[:, None] & (w < copied)[None, :]
+            tl.store(copy_ptr + rows[:, None] * W + w[None, :], x, mask=mine)
+    tl.store(at_u, (total * scale).to(u_ptr.dtype.element_ty), mask=ok_u)
 
 
 @arguments
@@ -146,11 +192,8 @@ class Widen:
     matrix: Matrix
     index: Pointer  # the table of blocks
     E: Runtime
-    W: Specialized
-    R: Specialized
-    BLOCK_M: Constant
-    BLOCK_W: Constant
-    BLOCK_R: Constant
+    tile: Tile
+    TILES: Constant  # of the rank
 
 
 @kernel(Widen)
@@ -167,48 +210,50 @@ def moe_ops_train_widen(
     BLOCK_M: tl.constexpr,
     BLOCK_W: tl.constexpr,
     BLOCK_R: tl.constexpr,
+    TILES: tl.constexpr,
 ):
-    """y += u matrix[e]^T. Grid: (blocks, tiles of columns)."""
-    index_ptr += 4 * tl.program_id(0)
+    """y += u matrix[e]^T. Grid: (blocks, parts of the columns)."""
+    index_ptr += 4 * last_first()
     e = tl.load(index_ptr)
     if (e < 0) | (e >= E):
         return
     rows = (tl.load(index_ptr + 1) + tl.arange(0, BLOCK_M)).to(tl.int64)
-    inside = rows < tl.load(index_ptr + 2)
-    w = tl.program_id(1) * BLOCK_W + tl.arange(0, BLOCK_W)
-    ok = inside[:, None] & (w < W)[None, :]
-    y_ptr += rows[:, None] * W + w[None, :]
-    total = tl.load(y_ptr, mask=ok, other=0.0).to(tl.float32)
+    inside = (rows < tl.load(index_ptr + 2))[:, None]
+    y_ptr += rows[:, None] * W
+    u_ptr += rows[:, None] * R
     matrix_ptr += e.to(tl.int64) * R * W
-    for start in tl.range(0, R, BLOCK_R):
-        r = start + tl.arange(0, BLOCK_R)
-        u = tl.load(
-            u_ptr + rows[:, None] * R + r[None, :],
-            mask=inside[:, None] & (r < R)[None, :],
-            other=0.0,
-        )
-        matrix = tl.load(
-            matrix_ptr + r[:, None] * matrix_stride_r + w[None, :] * matrix_stride_w,
-            mask=(r < R)[:, None] & (w < W)[None, :],
-            other=0.0,
-        )
-        total = tl.dot(u, matrix, total, input_precision="ieee")
-    tl.store(y_ptr, total.to(y_ptr.dtype.element_ty), mask=ok)
+    step = tl.num_programs(1) * BLOCK_W
+    first = tl.program_id(1) * BLOCK_W
+    w = first + tl.arange(0, BLOCK_W)
+    next_y = tl.load(y_ptr + w[None, :], mask=inside & (w < W)[None, :], other=0.0)
+    r = tl.arange(0, BLOCK_R)
+    u = tl.load(u_ptr + r[None, :], mask=inside & (r < R)[None, :], other=0.0)
+    for start in tl.range(first, W, step):
+        total = next_y.to(tl.float32)
+        w = start + step + tl.arange(0, BLOCK_W)  # a step ahead
+        next_y = tl.load(y_ptr + w[None, :], mask=inside & (w < W)[None, :], other=0.0)
+        w = start + tl.arange(0, BLOCK_W)
+        for t in tl.static_range(TILES):
+            r = t * BLOCK_R + tl.arange(0, BLOCK_R)
+            if TILES > 1:
+                u = tl.load(u_ptr + r[None, :], mask=inside & (r < R)[None, :], other=0.0)
+            matrix = tl.load(
+                matrix_ptr + r[:, None] * matrix_stride_r + w[None, :] * matrix_stride_w,
+                mask=(r < R)[:, None] & (w < W)[None, :],
+                other=0.0,
+            )
+            total = tl.dot(u, matrix, total, input_precision="ieee")
+        y = total.to(y_ptr.dtype.element_ty)
+        tl.store(y_ptr + w[None, :], y, mask=inside & (w < W)[None, :])
 
 
 @arguments
 class Outer:
     out: Matrix  # written
-    x: StridedRows  # (S, W), or (M, W) with `order`
+    rows: Rows
     u: Pointer  # (S, R)
-    order: Pointer
     groups: Pointer
-    W: Specialized
-    R: Specialized
-    TOP_K: Constant
-    BLOCK_M: Constant
-    BLOCK_W: Constant
-    BLOCK_R: Constant
+    tile: Tile
 
 
 @kernel(Outer)
@@ -217,15 +262,14 @@ def moe_ops_train_low_rank_outer(
     out_stride_r,
     out_stride_w,
     x_ptr,
-    x_stride_e,
-    x_stride_m,
-    x_stride_k,
-    u_ptr,
+    stride_m,
+    stride_k,
     order_ptr,
+    TOP_K: tl.constexpr,
+    u_ptr,
     groups_ptr,
     W,
     R,
-    TOP_K: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_W: tl.constexpr,
     BLOCK_R: tl.constexpr,
@@ -239,14 +283,14 @@ def moe_ops_train_low_rank_outer(
     w = tl.program_id(1) * BLOCK_W + tl.arange(0, BLOCK_W)
     r = tl.program_id(2) * BLOCK_R + tl.arange(0, BLOCK_R)
     total = tl.zeros((BLOCK_W, BLOCK_R), tl.float32)
-    for first in tl.range(begin, end, BLOCK_M):
+    for first in tl.range(begin, end, BLOCK_M, num_stages=2):
         rows = (first + tl.arange(0, BLOCK_M)).to(tl.int64)
         inside = rows < end
         at = rows
         if order_ptr is not None:
             at = (tl.load(order_ptr + rows, mask=inside, other=0) // TOP_K).to(tl.int64)
         x = tl.load(
-            x_ptr + at[:, None] * x_stride_m + w.to(tl.int64)[None, :] * x_stride_k,
+            x_ptr + at[:, None] * stride_m + w.to(tl.int64)[None, :] * stride_k,
             mask=inside[:, None] & (w < W)[None, :],
             other=0.0,
         )
@@ -262,17 +306,25 @@ def moe_ops_train_low_rank_outer(
     tl.store(at_out, total.to(out_ptr.dtype.element_ty), mask=ok)
 
 
-def _matrix(t: Tensor, rank_first: bool) -> tuple[Matrix, int, int]:
-    """The Matrix of a contiguous tensor (E, R, W), or (E, W, R), and its R and W."""
+def _matrix(t: Tensor, rank_first: bool) -> tuple[Matrix, Tile]:
+    """The Matrix of a contiguous tensor (E, R, W), or (E, W, R), and its tile."""
     if rank_first:
         _, R, W = t.shape
-        return Matrix(t, W, 1), R, W
-    _, W, R = t.shape
-    return Matrix(t, 1, R), R, W
+        matrix = Matrix(t, W, 1)
+    else:
+        _, W, R = t.shape
+        matrix = Matrix(t, 1, R)
+    return matrix, Tile(W, R, BLOCK_M, BLOCK_W, block_r(R))
 
 
-def _block_r(R: int) -> int:
+def block_r(R: int) -> int:
+    """Ranks of a program."""
     return min(MOST_R, max(16, triton.next_power_of_2(R)))
+
+
+def fits(R: int) -> bool:
+    """Whether a program takes all ranks."""
+    return R <= MOST_R
 
 
 def narrow(
@@ -284,43 +336,39 @@ def narrow(
     blocks: Routing,
     order: Tensor | None = None,
     top_k: int = 1,
+    weights: Tensor | None = None,  # (M, top_k)
+    copy: Tensor | None = None,  # (S, W), written
 ) -> Launch:
-    """u = scale * x matrix[e]^T."""
-    operand, R, W = _matrix(matrix, rank_first)
+    """u = scale * x matrix[e]^T, and tokens, times weights if there are any, copied as rows."""
+    operand, tile = _matrix(matrix, rank_first)
     args = Narrow(
         u=u,
-        x=rows_of(x),
+        copy=copy,
+        rows=Rows(x, *x.stride(), order, top_k),
+        weights=router_weights(weights),
         matrix=operand,
-        order=order,
         index=blocks.index,
         E=blocks.E,
         scale=scale,
-        W=W,
-        R=R,
-        TOP_K=top_k,
-        BLOCK_M=BLOCK_M,
-        BLOCK_W=BLOCK_W,
-        BLOCK_R=_block_r(R),
+        tile=tile,
     )
-    return Launch(moe_ops_train_narrow, (blocks.num_blocks, cdiv(R, _block_r(R)), 1), args)
+    return Launch(moe_ops_train_narrow, (blocks.num_blocks, cdiv(tile.R, tile.BLOCK_R), 1), args)
 
 
 def widen(y: Tensor, u: Tensor, matrix: Tensor, rank_first: bool, blocks: Routing) -> Launch:
     """y (S, W) += u (S, R) matrix[e]^T."""
-    operand, R, W = _matrix(matrix, rank_first)
+    operand, tile = _matrix(matrix, rank_first)
     args = Widen(
         y=y,
         u=u,
         matrix=operand,
         index=blocks.index,
         E=blocks.E,
-        W=W,
-        R=R,
-        BLOCK_M=BLOCK_M,
-        BLOCK_W=BLOCK_W,
-        BLOCK_R=_block_r(R),
+        tile=tile,
+        TILES=cdiv(tile.R, tile.BLOCK_R),
     )
-    return Launch(moe_ops_train_widen, (blocks.num_blocks, cdiv(W, BLOCK_W), 1), args)
+    parts = cdiv(cdiv(tile.W, BLOCK_W), STEPS)
+    return Launch(moe_ops_train_widen, (blocks.num_blocks, parts, 1), args)
 
 
 def outer(
@@ -333,19 +381,8 @@ def outer(
     top_k: int = 1,
 ) -> Launch:
     """out[e] = x^T u, or its transpose, over the rows of each expert."""
-    operand, R, W = _matrix(out, rank_first)
-    args = Outer(
-        out=operand,
-        x=rows_of(x),
-        u=u,
-        order=order,
-        groups=layout.groups,
-        W=W,
-        R=R,
-        TOP_K=top_k,
-        BLOCK_M=BLOCK_M,
-        BLOCK_W=BLOCK_W,
-        BLOCK_R=_block_r(R),
-    )
-    grid = (out.shape[0], cdiv(W, BLOCK_W), cdiv(R, _block_r(R)))
+    operand, tile = _matrix(out, rank_first)
+    rows = Rows(x, *x.stride(), order, top_k)
+    args = Outer(out=operand, rows=rows, u=u, groups=layout.groups, tile=tile)
+    grid = (out.shape[0], cdiv(tile.W, BLOCK_W), cdiv(tile.R, tile.BLOCK_R))
     return Launch(moe_ops_train_low_rank_outer, grid, args)

@@ -8,6 +8,8 @@ is without its bias (E, N): who reads h adds the bias of the row's expert.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -193,15 +195,21 @@ def activate(
     return Launch(moe_ops_train_activate, (S, cdiv(I, BLOCK), 1), args)
 
 
+class Gradients(NamedTuple):
+    """What is written on the way back through the activation, each of it or None."""
+
+    dx: Pointer  # (S, N): the gradient of x
+    scaled: Pointer  # (S, I): router weight times activation(x)
+    dweights: Pointer  # (S,) fp32: the gradient of the router weight of each pair that has a row
+    factors: Pointer  # (S,) fp32: the router weight of each row
+
+
 @arguments
 class Derive:
-    dx: Pointer  # (S, N), written: the gradient of x
-    scaled: Pointer  # (S, I), written: router weight times activation(x); or None
-    dweights: Pointer  # (S,) fp32, written: the gradient of each pair's router weight; or None
-    factors: Pointer  # (S,) fp32, written: the router weight of each row; or None
+    to: Gradients
     x: Pointer  # (S, N)
     bias: ExpertBias  # (E, N), added to x
-    dh: Pointer  # (S, I): the gradient of the activation, without the router weight
+    dh: Pointer  # (S, I): the gradient of the activation, without the router weight; or None
     weights: RouterWeights  # or none: 1
     layout: Layout
     N: Specialized
@@ -213,10 +221,10 @@ class Derive:
 
 @kernel(Derive)
 def moe_ops_train_derive(
-    dx_ptr,
-    scaled_ptr,
-    dweights_ptr,
-    factors_ptr,
+    to_dx_ptr,
+    to_scaled_ptr,
+    to_dweights_ptr,
+    to_factors_ptr,
     x_ptr,
     bias_ptr,
     bias_E,
@@ -247,69 +255,69 @@ def moe_ops_train_derive(
     pair = tl.program_id(0)
     row = tl.load(rows_ptr + pair).to(tl.int64)
     if row < 0:
-        if dweights_ptr is not None:
-            tl.store(dweights_ptr + pair, 0.0)
+        if to_dweights_ptr is not None:
+            tl.store(to_dweights_ptr + pair, 0.0)
         return
     s = 1.0
     if weights_ptr is not None:
         at = (pair // TOP_K).to(tl.int64) * weights_stride_m + (pair % TOP_K) * weights_stride_k
         s = tl.load(weights_ptr + at).to(tl.float32)
-    if factors_ptr is not None:
-        tl.store(factors_ptr + row, s)
+    if to_factors_ptr is not None:
+        tl.store(to_factors_ptr + row, s)
     if bias_ptr is not None:
         e = expert_of_row(ends_of_experts(groups_ptr, bias_E, bias_BLOCK_E), row)
         bias_ptr += e.to(tl.int64) * N
     x_ptr += row * N
-    dx_ptr += row * N
+    if to_dx_ptr is not None:
+        to_dx_ptr += row * N
     total = tl.zeros((BLOCK_I,), tl.float32)
     for first in tl.range(0, I, BLOCK_I):
         i = first + tl.arange(0, BLOCK_I)
         ok = i < I
-        dh = tl.load(dh_ptr + row * I + i, mask=ok, other=0.0).to(tl.float32)
         g, u = activation_input(x_ptr, bias_ptr, first, I, GATED, INTERLEAVED, BLOCK_I)
         if GATED:
             h, dg, du = derivatives_of_two(g, u, alpha, beta, limit, ACTIVATION, HAS_LIMIT)
-            dg = (s * dh * dg).to(dx_ptr.dtype.element_ty)
-            du = (s * dh * du).to(dx_ptr.dtype.element_ty)
-            if INTERLEAVED:
-                wide = 2 * first + tl.arange(0, 2 * BLOCK_I)
-                both = tl.reshape(tl.join(dg, du), (2 * BLOCK_I,))
-                tl.store(dx_ptr + wide, both, mask=wide < 2 * I)
-            else:
-                tl.store(dx_ptr + i, dg, mask=ok)
-                tl.store(dx_ptr + I + i, du, mask=ok)
         else:
-            h = activate_one(g, ACTIVATION)
-            dx = s * dh * derivative_of_one(g, ACTIVATION)
-            tl.store(dx_ptr + i, dx.to(dx_ptr.dtype.element_ty), mask=ok)
-        total += tl.where(ok, dh * h, 0.0)
-        if scaled_ptr is not None:
-            scaled = (s * h).to(scaled_ptr.dtype.element_ty)
-            tl.store(scaled_ptr + row * I + i, scaled, mask=ok)
-    if dweights_ptr is not None:
-        tl.store(dweights_ptr + pair, tl.sum(total, 0))
+            h, dg = activate_one(g, ACTIVATION), derivative_of_one(g, ACTIVATION)
+        if to_scaled_ptr is not None:
+            scaled = (s * h).to(to_scaled_ptr.dtype.element_ty)
+            tl.store(to_scaled_ptr + row * I + i, scaled, mask=ok)
+        if dh_ptr is not None:
+            dh = tl.load(dh_ptr + row * I + i, mask=ok, other=0.0).to(tl.float32)
+            total += tl.where(ok, dh * h, 0.0)
+            if to_dx_ptr is not None:
+                dg = (s * dh * dg).to(to_dx_ptr.dtype.element_ty)
+                if GATED:
+                    du = (s * dh * du).to(to_dx_ptr.dtype.element_ty)
+                if GATED and INTERLEAVED:
+                    wide = 2 * first + tl.arange(0, 2 * BLOCK_I)
+                    both = tl.reshape(tl.join(dg, du), (2 * BLOCK_I,))
+                    tl.store(to_dx_ptr + wide, both, mask=wide < 2 * I)
+                else:
+                    tl.store(to_dx_ptr + i, dg, mask=ok)
+                    if GATED:
+                        tl.store(to_dx_ptr + I + i, du, mask=ok)
+    if to_dweights_ptr is not None:
+        tl.store(to_dweights_ptr + pair, tl.sum(total, 0))
 
 
 def derive(
     activation: Activated,
-    dx: Tensor,
-    scaled: Tensor | None,
-    dweights: Tensor | None,  # (M, top_k) fp32
-    factors: Tensor | None,
+    to: Gradients,
     x: Tensor,
     bias: Tensor | None,
-    dh: Tensor,
+    dh: Tensor | None,
     weights: Tensor | None,  # (M, top_k)
-    layout: Layout,
+    I: int,  # noqa: E741
     top_k: int,
+    layout: Layout,
 ) -> Launch:
-    """Gradients through the activation and the router weights."""
-    I, (S, N) = dh.shape[1], x.shape  # noqa: E741
+    """Gradients through the activation and the router weights. `dh` is None where `to.scaled` or
+    `to.factors` alone are asked for.
+    """
+    S, N = x.shape
     args = Derive(
-        dx=dx,
-        scaled=scaled,
-        dweights=dweights,
-        factors=factors,
+        to=to,
         x=x,
         bias=expert_bias(bias),
         dh=dh,

@@ -1,0 +1,131 @@
+"""Training steps at small sizes, which sanitize_kernels.py runs under compute-sanitizer: weights,
+biases, packed weights and adapters, experts that no token picks, and pairs of no expert.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any
+from unittest import mock
+
+import torch
+from harness import relative_error
+from torch import Tensor
+
+import moe_ops
+from moe_ops import Activation
+from moe_ops.autograd import fused, lora, training
+from moe_ops.bench.layers import quantized
+from moe_ops.kernels import launch
+from moe_ops.kernels import training as package
+
+E, TOP_K, K, I = 5, 2, 224, 160
+# scheme, rank of adapters or 0, and what a layer has beside its weights. Sizes are no multiples of
+# tiles, and an expert has more rows than a block.
+STEPS: tuple[tuple[str, int, dict[str, Any]], ...] = (
+    ("", 0, {}),
+    ("", 0, {"bias": True, "activation": "swigluoai"}),
+    ("", 0, {"bias": True, "on_input": True, "activation": "relu2_no_mul"}),
+    ("int4_w4a16:g32:zp", 0, {"bias": True}),
+    ("mxfp6_e2m3_w6a16", 0, {}),
+    ("", 5, {"activation": "swigluoai"}),
+    ("", 16, {"bias": True}),
+    ("", 70, {"on_input": True, "activation": "relu2_no_mul"}),  # more ranks than a program takes
+    ("int4_w4a16:g32", 16, {}),
+)
+TOKENS = (1, 300)
+# of gradients, between products in bf16 and in fp32 for packed weights
+MAX_ERROR = 0.05
+
+
+def launched(names: list[str]) -> Callable[..., None]:
+    """What stands for kernels.launch.run in a training step, and notes which kernels it runs."""
+
+    def run(launches: Any, device: int, gpu: Any) -> None:
+        names.extend([one.kernel.name for one in launches])
+        launch.run(launches, device, gpu)
+
+    return run
+
+
+def steps(device: str, dtype: torch.dtype) -> Iterator[tuple[str, list[Tensor], list[Tensor]]]:
+    """(call, its result and gradients, those of plain torch) of training steps."""
+    rng = torch.Generator(device).manual_seed(2)
+
+    def random(*size: int) -> Tensor:
+        t = torch.randn(*size, generator=rng, device=device) * size[-1] ** -0.5
+        return t.to(dtype).requires_grad_()
+
+    for scheme, rank, has in STEPS:
+        of = Activation(has.get("activation", "silu"))
+        N = 2 * I if of.gated else I
+        top_k = 1 if has.get("on_input") else TOP_K
+        weights: list[Any] = [random(E, N, K), random(E, K, I)]
+        if scheme:
+            weights = [quantized(w.detach(), scheme, None) for w in weights]
+        pairs = ((rank, K), (N, rank), (rank, I), (K, rank))
+        matrices: list[Any] = [random(E, *size) for size in pairs] if rank else []
+        adapter = moe_ops.LoRA._make((*matrices, 0.5)) if matrices else None
+        biases = [random(E, size) for size in (N, K)] if has.get("bias") else [None, None]
+        for M in TOKENS:
+            x, grad = random(M, K), torch.randn(M, K, generator=rng, device=device).to(dtype)
+            router = torch.rand(M, top_k, generator=rng, device=device).requires_grad_()
+            # none picks the last expert; of the first token, where more follow, none is here
+            ids = torch.rand(M, E - 1, generator=rng, device=device).topk(top_k).indices
+            ids[: M // 2, -1] = 0
+            if M > 1:
+                ids[0] = E
+            given = [x, router, *([] if scheme else weights), *biases, *matrices]
+            leaves = [t for t in given if t is not None]
+            found = []
+            for plain in (False, True):
+                with ExitStack() as stack:
+                    for module in (training, lora) if plain else ():
+                        stack.enter_context(mock.patch.object(module, "why_not_fused", _plain))
+                    out = moe_ops.fused_experts(
+                        *(x, *weights, router, ids),
+                        activation=of,
+                        w13_bias=biases[0],
+                        w2_bias=biases[1],
+                        router_weight_on_input=bool(has.get("on_input")),
+                        adapters=adapter,
+                    )
+                    found.append([out.detach(), *torch.autograd.grad(out, leaves, grad)])
+            name = " ".join([scheme or "plain", f"rank {rank}", *map(str, has)])
+            yield f"{name} M={M}", found[0], found[1]
+
+
+def _plain(*call: Any) -> str:
+    return "this is what the kernels are compared with"
+
+
+def run_steps(
+    device: str, dtype: torch.dtype = torch.bfloat16
+) -> tuple[list[str], list[str], list[str]]:
+    """Run the steps: their names, the kernels that they launched, and what was wrong."""
+    calls: list[str] = []
+    kernels: list[str] = []
+    wrong: list[str] = []
+    with mock.patch.object(fused, "run", launched(kernels)):
+        for call, found, expected in steps(device, dtype):
+            calls.append(call)
+            for i, (a, b) in enumerate(zip(found, expected, strict=True)):
+                far = relative_error(a, b.double())
+                if not far <= MAX_ERROR:  # NaN, too
+                    wrong.append(f"{call}: relative error {far:.3g} of result {i}")
+    missing = sorted(training_kernels() - set(kernels))
+    wrong += [f"{name} is never launched" for name in missing]
+    return calls, sorted(set(kernels)), wrong
+
+
+def training_kernels() -> set[str]:
+    """The names of all kernels of kernels/training."""
+    modules = [
+        importlib.import_module(f"{package.__name__}.{found.name}")
+        for found in pkgutil.iter_modules(package.__path__)
+    ]
+    values = [value for module in modules for value in vars(module).values()]
+    return {value.name for value in values if isinstance(value, launch.Kernel)}

@@ -1,0 +1,523 @@
+"""The activation of adapted experts, forward and backward, with the narrow products of their
+adapters. Imported at first launch only.
+
+The rows that both kernels read are those that an adapter adds to, and the rows that they write
+are those that the next one makes narrow: so both happen here, and no kernel of an adapter's own
+passes over rows of width N or I.
+
+Legend: rows.py and low_rank.py. `first` adapts w13, with b (E, N, R); `second` adapts w2, with
+a (E, R, I).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from moe_ops.kernels.device.activations import (
+    activate_one,
+    activate_two,
+    derivative_of_one,
+    derivatives_of_two,
+)
+from moe_ops.kernels.gemm.operands import Activated
+from moe_ops.kernels.launch import (
+    Constant,
+    Launch,
+    Pointer,
+    Runtime,
+    RuntimeFloat,
+    Specialized,
+    arguments,
+    kernel,
+    unprefixed,
+)
+from moe_ops.kernels.permute.rows import RouterWeights, Routing, router_weights
+from moe_ops.kernels.training.low_rank import BLOCK_M, block_r, last_first
+from moe_ops.kernels.training.rows import Gradients
+from moe_ops.meta.workspace import cdiv
+
+# rows of a program, columns of a step of its loop, and warps
+ACTIVATE, DERIVE = (64, 32, 4), (64, 32, 4)
+
+
+class Adapted(NamedTuple):
+    """One of an adapter's matrices, and the rows that it makes wide and narrow."""
+
+    wide: Pointer  # (S, R): rows whose product with the matrix is added; or None
+    narrow: Pointer  # (S, R), written: the product of rows with the matrix; or None
+    matrix: Pointer  # (E, N, R) of the first adapter, (E, R, I) of the second
+    scale: RuntimeFloat  # of what is written
+    R: Specialized
+    BLOCK_R: Constant
+    TILES: Constant  # of BLOCK_R ranks; one if narrow rows are written
+
+
+NOTHING = Adapted(None, None, None, 1.0, 16, 16, 1)
+
+
+def adapted(
+    matrix: Tensor, rank: int, scale: float, wide: Tensor | None, narrow: Tensor | None
+) -> Adapted:
+    """The Adapted of a matrix, for one or both of its products."""
+    if wide is None and narrow is None:
+        return NOTHING
+    block = block_r(rank)
+    return Adapted(wide, narrow, matrix, scale, rank, block, cdiv(rank, block))
+
+
+@unprefixed
+class Tile(NamedTuple):
+    """Rows and columns that a program takes at a time."""
+
+    ROWS: Constant
+    BLOCK_I: Constant
+
+
+@triton.jit
+def narrow_rows(ptr, rows, inside, first, R, BLOCK_R: tl.constexpr):
+    """(ROWS, BLOCK_R) of rows (S, R), from rank `first` on."""
+    r = first + tl.arange(0, BLOCK_R)
+    ptrs = ptr + rows[:, None] * R + r[None, :]
+    return tl.load(ptrs, mask=inside[:, None] & (r < R)[None, :], other=0.0)
+
+
+@triton.jit
+def of_b(ptr, n, n_ok, first, R, BLOCK_R: tl.constexpr):
+    """(columns, BLOCK_R) of one expert's b (N, R)."""
+    r = first + tl.arange(0, BLOCK_R)
+    ptrs = ptr + n[:, None] * R + r[None, :]
+    return tl.load(ptrs, mask=n_ok[:, None] & (r < R)[None, :], other=0.0)
+
+
+@triton.jit
+def of_a(ptr, i, I, first, R, BLOCK_R: tl.constexpr):  # noqa: E741
+    """(BLOCK_R, columns) of one expert's a (R, I)."""
+    r = first + tl.arange(0, BLOCK_R)
+    ptrs = ptr + r[:, None] * I + i[None, :]
+    return tl.load(ptrs, mask=(r < R)[:, None] & (i < I)[None, :], other=0.0)
+
+
+@triton.jit
+def load_rows(
+    x_ptr, start, rows, inside, N, I,  # noqa: E741
+    GATED: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_I: tl.constexpr,
+):  # fmt: skip
+    """Gate and up of rows of the first product, from column `start` of each on; twice the same of
+    activations that are not gated, and twice both, as they are stored, if they are in turns.
+    """
+    x_ptr += rows[:, None] * N
+    if GATED and INTERLEAVED:
+        n = 2 * start + tl.arange(0, 2 * BLOCK_I)
+        x = tl.load(x_ptr + n[None, :], mask=inside[:, None] & (n < N)[None, :], other=0.0)
+        return x, x
+    else:
+        i = start + tl.arange(0, BLOCK_I)
+        ok = inside[:, None] & (i < I)[None, :]
+        x = tl.load(x_ptr + i[None, :], mask=ok, other=0.0)
+        up = x
+        if GATED:
+            up = tl.load(x_ptr + (I + i)[None, :], mask=ok, other=0.0)
+        return x, up
+
+
+@triton.jit
+def product_rows(
+    x, bias_ptr, n, n_ok, rows, inside, u, u_ptr, b_ptr, R,
+    BLOCK_R: tl.constexpr, TILES: tl.constexpr,
+):  # fmt: skip
+    """x, which are columns n of rows of the first product, with its bias and what adapts it, fp32;
+    and the last tile of b.
+    """
+    x = x.to(tl.float32)
+    if bias_ptr is not None:
+        x += tl.load(bias_ptr + n, mask=n_ok, other=0.0).to(tl.float32)[None, :]
+    b = u
+    if b_ptr is not None:
+        for t in tl.static_range(TILES):
+            b = of_b(b_ptr, n, n_ok, t * BLOCK_R, R, BLOCK_R)
+            if u_ptr is not None:
+                if TILES > 1:
+                    u = narrow_rows(u_ptr, rows, inside, t * BLOCK_R, R, BLOCK_R)
+                x = tl.dot(u, tl.trans(b), x, input_precision="ieee")
+    return x, b
+
+
+@triton.jit
+def activation_rows(
+    x, up, bias_ptr, start, rows, inside, N, I,  # noqa: E741
+    u, u_ptr, b_ptr, R, BLOCK_R: tl.constexpr, TILES: tl.constexpr,
+    GATED: tl.constexpr, INTERLEAVED: tl.constexpr, ROWS: tl.constexpr, BLOCK_I: tl.constexpr,
+):  # fmt: skip
+    """What the activation takes, fp32, of rows that `load_rows` returned, and the tiles of b that
+    belong to both; of gate and up in turns one tile for both.
+    """
+    i = start + tl.arange(0, BLOCK_I)
+    if GATED and INTERLEAVED:
+        n = 2 * start + tl.arange(0, 2 * BLOCK_I)
+        x, b = product_rows(
+            x, bias_ptr, n, n < N, rows, inside, u, u_ptr, b_ptr, R, BLOCK_R, TILES
+        )
+        gate, up = tl.split(tl.reshape(x, (ROWS, BLOCK_I, 2)))
+        return gate, up, b, b
+    else:
+        gate, b = product_rows(
+            x, bias_ptr, i, i < I, rows, inside, u, u_ptr, b_ptr, R, BLOCK_R, TILES
+        )
+        if GATED:
+            up, b_up = product_rows(
+                up, bias_ptr, I + i, i < I, rows, inside, u, u_ptr, b_ptr, R, BLOCK_R, TILES
+            )
+            return gate, up, b, b_up
+        else:
+            return gate, gate, b, b
+
+
+@arguments
+class ActivateAdapted:
+    h: Pointer  # (S, I), written
+    x: Pointer  # (S, N)
+    bias: Pointer  # (E, N), or None
+    index: Pointer  # the table of blocks
+    E: Runtime
+    N: Specialized
+    I: Specialized  # noqa: E741
+    activation: Activated
+    first: Adapted
+    second: Adapted
+    tile: Tile
+
+
+@kernel(ActivateAdapted)
+def moe_ops_train_activate_adapted(
+    h_ptr,
+    x_ptr,
+    bias_ptr,
+    index_ptr,
+    E,
+    N,
+    I,  # noqa: E741
+    alpha,
+    beta,
+    limit,
+    ACTIVATION: tl.constexpr,
+    GATED: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    HAS_LIMIT: tl.constexpr,
+    first_wide_ptr,
+    first_narrow_ptr,
+    first_matrix_ptr,
+    first_scale,
+    first_R,
+    first_BLOCK_R: tl.constexpr,
+    first_TILES: tl.constexpr,
+    second_wide_ptr,
+    second_narrow_ptr,
+    second_matrix_ptr,
+    second_scale,
+    second_R,
+    second_BLOCK_R: tl.constexpr,
+    second_TILES: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_I: tl.constexpr,
+):
+    """h = activation(x + bias + u b[e]^T), and v = scale * h a[e]^T. Grid: (blocks, parts of a
+    block).
+    """
+    index_ptr += 4 * last_first()
+    e = tl.load(index_ptr)
+    if (e < 0) | (e >= E):
+        return
+    begin, end = tl.load(index_ptr + 1) + tl.program_id(1) * ROWS, tl.load(index_ptr + 2)
+    if begin >= end:
+        return
+    rows = begin + tl.arange(0, ROWS)
+    inside = rows < end
+    rows = rows.to(tl.int64)
+    e = e.to(tl.int64)
+    if bias_ptr is not None:
+        bias_ptr += e * N
+    u = tl.zeros((ROWS, first_BLOCK_R), h_ptr.dtype.element_ty)
+    if first_matrix_ptr is not None:
+        first_matrix_ptr += e * N * first_R
+        u = narrow_rows(first_wide_ptr, rows, inside, 0, first_R, first_BLOCK_R)
+    if second_matrix_ptr is not None:
+        second_matrix_ptr += e * second_R * I
+    v = tl.zeros((ROWS, second_BLOCK_R), tl.float32)
+    next_x, next_up = load_rows(x_ptr, 0, rows, inside, N, I, GATED, INTERLEAVED, BLOCK_I)
+    for start in tl.range(0, I, BLOCK_I):
+        i = start + tl.arange(0, BLOCK_I)
+        x, up = next_x, next_up
+        # one step ahead of their use
+        next_x, next_up = load_rows(
+            x_ptr, start + BLOCK_I, rows, inside, N, I, GATED, INTERLEAVED, BLOCK_I
+        )
+        gate, up, _, _ = activation_rows(
+            x, up, bias_ptr, start, rows, inside, N, I,
+            u, first_wide_ptr, first_matrix_ptr, first_R, first_BLOCK_R, first_TILES,
+            GATED, INTERLEAVED, ROWS, BLOCK_I,
+        )  # fmt: skip
+        if GATED:
+            h = activate_two(gate, up, alpha, beta, limit, ACTIVATION, HAS_LIMIT)
+        else:
+            h = activate_one(gate, ACTIVATION)
+        h = h.to(h_ptr.dtype.element_ty)
+        tl.store(
+            h_ptr + rows[:, None] * I + i[None, :], h, mask=inside[:, None] & (i < I)[None, :]
+        )
+        if second_narrow_ptr is not None:
+            a = of_a(second_matrix_ptr, i, I, 0, second_R, second_BLOCK_R)
+            v = tl.dot(h, tl.trans(a), v, input_precision="ieee")
+    if second_narrow_ptr is not None:
+        store_narrow(second_narrow_ptr, v * second_scale, rows, inside, second_R, second_BLOCK_R)
+
+
+@triton.jit
+def store_narrow(ptr, values, rows, inside, R, BLOCK_R: tl.constexpr):
+    """Write rows (ROWS, BLOCK_R) of (S, R)."""
+    r = tl.arange(0, BLOCK_R)
+    ok = inside[:, None] & (r < R)[None, :]
+    tl.store(ptr + rows[:, None] * R + r[None, :], values.to(ptr.dtype.element_ty), mask=ok)
+
+
+def activate(
+    activation: Activated,
+    h: Tensor,
+    x: Tensor,
+    bias: Tensor | None,
+    first: Adapted,
+    second: Adapted,
+    blocks: Routing,
+) -> Launch:
+    """h (S, I) = activation(x (S, N) + bias (E, N) + what `first` adds), and what `second` makes
+    narrow of it.
+    """
+    args = ActivateAdapted(
+        h=h,
+        x=x,
+        bias=bias,
+        index=blocks.index,
+        E=blocks.E,
+        N=x.shape[1],
+        I=h.shape[1],
+        activation=activation,
+        first=first,
+        second=second,
+        tile=Tile(*ACTIVATE[:2]),
+    )
+    grid = (blocks.num_blocks, BLOCK_M // ACTIVATE[0], 1)
+    return Launch(moe_ops_train_activate_adapted, grid, args, ACTIVATE[2])
+
+
+@arguments
+class DeriveAdapted:
+    to: Gradients
+    x: Pointer  # (S, N)
+    bias: Pointer  # (E, N), added to x; or None
+    dh: Pointer  # (S, I): the gradient of the activation, without the router weight
+    weights: RouterWeights  # or none: 1
+    order: Pointer  # (S,): the pair of each row
+    index: Pointer  # the table of blocks
+    E: Runtime
+    N: Specialized
+    I: Specialized  # noqa: E741
+    activation: Activated
+    first: Adapted
+    second: Adapted
+    TOP_K: Constant
+    tile: Tile
+
+
+@kernel(DeriveAdapted)
+def moe_ops_train_derive_adapted(
+    to_dx_ptr,
+    to_scaled_ptr,
+    to_dweights_ptr,
+    to_factors_ptr,
+    x_ptr,
+    bias_ptr,
+    dh_ptr,
+    weights_ptr,
+    weights_stride_m,
+    weights_stride_k,
+    order_ptr,
+    index_ptr,
+    E,
+    N,
+    I,  # noqa: E741
+    alpha,
+    beta,
+    limit,
+    ACTIVATION: tl.constexpr,
+    GATED: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    HAS_LIMIT: tl.constexpr,
+    first_wide_ptr,
+    first_narrow_ptr,
+    first_matrix_ptr,
+    first_scale,
+    first_R,
+    first_BLOCK_R: tl.constexpr,
+    first_TILES: tl.constexpr,
+    second_wide_ptr,
+    second_narrow_ptr,
+    second_matrix_ptr,
+    second_scale,
+    second_R,
+    second_BLOCK_R: tl.constexpr,
+    second_TILES: tl.constexpr,
+    TOP_K: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_I: tl.constexpr,
+):
+    """`derive` of rows.py, with x + u b[e]^T in the place of x and dh + dv a[e] in that of dh; and
+    du = scale * dx b[e], v = scale * (s * h) a[e]^T. Grid: (blocks, parts of a block).
+    """
+    index_ptr += 4 * last_first()
+    e = tl.load(index_ptr)
+    if (e < 0) | (e >= E):
+        return
+    begin, end = tl.load(index_ptr + 1) + tl.program_id(1) * ROWS, tl.load(index_ptr + 2)
+    if begin >= end:
+        return
+    rows = begin + tl.arange(0, ROWS)
+    inside = rows < end
+    pair = tl.load(order_ptr + rows, mask=inside, other=0)
+    rows = rows.to(tl.int64)
+    e = e.to(tl.int64)
+    s = tl.full((ROWS,), 1.0, tl.float32)
+    if weights_ptr is not None:
+        at = (pair // TOP_K).to(tl.int64) * weights_stride_m + (pair % TOP_K) * weights_stride_k
+        s = tl.load(weights_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    if to_factors_ptr is not None:
+        tl.store(to_factors_ptr + rows, s, mask=inside)
+    if bias_ptr is not None:
+        bias_ptr += e * N
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    u = tl.zeros((ROWS, first_BLOCK_R), dtype)
+    if first_matrix_ptr is not None:
+        first_matrix_ptr += e * N * first_R
+        u = narrow_rows(first_wide_ptr, rows, inside, 0, first_R, first_BLOCK_R)
+    dv = tl.zeros((ROWS, second_BLOCK_R), dtype)
+    if second_matrix_ptr is not None:
+        second_matrix_ptr += e * second_R * I
+        if second_wide_ptr is not None:
+            dv = narrow_rows(second_wide_ptr, rows, inside, 0, second_R, second_BLOCK_R)
+    du = tl.zeros((ROWS, first_BLOCK_R), tl.float32)
+    v = tl.zeros((ROWS, second_BLOCK_R), tl.float32)
+    ds = tl.zeros((ROWS,), tl.float32)
+    next_x, next_up = load_rows(x_ptr, 0, rows, inside, N, I, GATED, INTERLEAVED, BLOCK_I)
+    if dh_ptr is not None:
+        dh_ptr += rows[:, None] * I
+        i = tl.arange(0, BLOCK_I)
+        next_dh = tl.load(dh_ptr + i[None, :], mask=inside[:, None] & (i < I)[None, :], other=0.0)
+    for start in tl.range(0, I, BLOCK_I):
+        x, up = next_x, next_up
+        # one step ahead of their use
+        next_x, next_up = load_rows(
+            x_ptr, start + BLOCK_I, rows, inside, N, I, GATED, INTERLEAVED, BLOCK_I
+        )
+        if dh_ptr is not None:
+            dh = next_dh.to(tl.float32)
+            i = start + BLOCK_I + tl.arange(0, BLOCK_I)
+            ok = inside[:, None] & (i < I)[None, :]
+            next_dh = tl.load(dh_ptr + i[None, :], mask=ok, other=0.0)
+        i = start + tl.arange(0, BLOCK_I)
+        ok = inside[:, None] & (i < I)[None, :]
+        gate, up, b, b_up = activation_rows(
+            x, up, bias_ptr, start, rows, inside, N, I,
+            u, first_wide_ptr, first_matrix_ptr, first_R, first_BLOCK_R, first_TILES,
+            GATED, INTERLEAVED, ROWS, BLOCK_I,
+        )  # fmt: skip
+        if GATED:
+            h, dg, dup = derivatives_of_two(gate, up, alpha, beta, limit, ACTIVATION, HAS_LIMIT)
+        else:
+            h, dg = activate_one(gate, ACTIVATION), derivative_of_one(gate, ACTIVATION)
+        if second_narrow_ptr is not None:
+            a = of_a(second_matrix_ptr, i, I, 0, second_R, second_BLOCK_R)
+        if to_scaled_ptr is not None or second_narrow_ptr is not None:
+            scaled = (s[:, None] * h).to(dtype)
+            if to_scaled_ptr is not None:
+                tl.store(to_scaled_ptr + rows[:, None] * I + i[None, :], scaled, mask=ok)
+            if second_narrow_ptr is not None:
+                v = tl.dot(scaled, tl.trans(a), v, input_precision="ieee")
+        if dh_ptr is not None:
+            if second_wide_ptr is not None:
+                for t in tl.static_range(second_TILES):
+                    if second_TILES > 1:
+                        dv = narrow_rows(
+                            second_wide_ptr, rows, inside, t * second_BLOCK_R, second_R,
+                            second_BLOCK_R,
+                        )  # fmt: skip
+                    if second_TILES > 1 or second_narrow_ptr is None:
+                        a = of_a(
+                            second_matrix_ptr, i, I, t * second_BLOCK_R, second_R, second_BLOCK_R
+                        )
+                    dh = tl.dot(dv, a, dh, input_precision="ieee")
+            ds += tl.sum(tl.where(ok, dh * h, 0.0), 1)
+            if to_dx_ptr is not None:
+                dh *= s[:, None]
+                dg = (dh * dg).to(dtype)
+                if GATED:
+                    dup = (dh * dup).to(dtype)
+                if GATED and INTERLEAVED:
+                    n = 2 * start + tl.arange(0, 2 * BLOCK_I)
+                    dg = tl.reshape(tl.join(dg, dup), (ROWS, 2 * BLOCK_I))
+                    dx_ok = inside[:, None] & (n < N)[None, :]
+                    tl.store(to_dx_ptr + rows[:, None] * N + n[None, :], dg, mask=dx_ok)
+                else:
+                    dx_ptrs = to_dx_ptr + rows[:, None] * N + i[None, :]
+                    tl.store(dx_ptrs, dg, mask=ok)
+                    if GATED:
+                        tl.store(dx_ptrs + I, dup, mask=ok)
+                if first_narrow_ptr is not None:
+                    du = tl.dot(dg, b, du, input_precision="ieee")
+                    if GATED and not INTERLEAVED:
+                        du = tl.dot(dup, b_up, du, input_precision="ieee")
+    if to_dweights_ptr is not None:
+        tl.store(to_dweights_ptr + pair, ds, mask=inside)
+    if first_narrow_ptr is not None:
+        store_narrow(first_narrow_ptr, du * first_scale, rows, inside, first_R, first_BLOCK_R)
+    if second_narrow_ptr is not None:
+        store_narrow(second_narrow_ptr, v * second_scale, rows, inside, second_R, second_BLOCK_R)
+
+
+def derive(
+    activation: Activated,
+    to: Gradients,
+    x: Tensor,
+    bias: Tensor | None,
+    dh: Tensor | None,
+    weights: Tensor | None,  # (M, top_k)
+    I: int,  # noqa: E741
+    top_k: int,
+    order: Tensor,
+    first: Adapted,
+    second: Adapted,
+    blocks: Routing,
+) -> Launch:
+    """Gradients through the activation and the router weights, and what both adapters add to its
+    input and make narrow of what it returns.
+    """
+    args = DeriveAdapted(
+        to=to,
+        x=x,
+        bias=bias,
+        dh=dh,
+        weights=router_weights(weights),
+        order=order,
+        index=blocks.index,
+        E=blocks.E,
+        N=x.shape[1],
+        I=I,
+        activation=activation,
+        first=first,
+        second=second,
+        TOP_K=top_k,
+        tile=Tile(*DERIVE[:2]),
+    )
+    grid = (blocks.num_blocks, BLOCK_M // DERIVE[0], 1)
+    return Launch(moe_ops_train_derive_adapted, grid, args, DERIVE[2])
