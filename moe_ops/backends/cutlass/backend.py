@@ -1,11 +1,11 @@
 """Backend `cutlass`: grouped GEMMs on CUTLASS 3.x collectives, in C++ (csrc/cutlass), between
 fused kernels of our own (layer.py).
 
-On SM90 it runs e4m3 weights with one scale or one for each row, beside e4m3 activations with one
-scale, known or dynamic, or one for each token. There it also runs int4 weights with scales of
-groups beside e4m3 tokens (int4_w4a8), and on SM100 and SM120 nvfp4, mxfp4 and mxfp8, whose scales
-the tensor cores apply: those of SM100 and SM120 were compiled and simulated, not run on hardware.
-Weights of both are prepared: `moe_ops.prepare(weight, "cutlass")`.
+On SM90 it runs plain bf16 weights, and e4m3 weights with one scale or one for each row, beside
+e4m3 activations with one scale, known or dynamic, or one for each token. There it also runs int4
+weights with scales of groups beside e4m3 tokens (int4_w4a8), and on SM100 and SM120 nvfp4, mxfp4
+and mxfp8, whose scales the tensor cores apply: those of SM100 and SM120 were compiled and
+simulated, not run on hardware. Weights of both are prepared: `moe_ops.prepare(weight, "cutlass")`.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from moe_ops.backends.cutlass.schemes import (
     INT4,
     INT4_GROUP,
     INT4_SCHEME,
+    PLAIN,
     ROWS,
     SCHEMES_OF_ROWS,
     kind_of,
@@ -49,6 +50,8 @@ def _multiple(scheme: str, kind: str) -> int:
     """What K and I must be a multiple of, so that rows and scales begin where instructions read
     them: CUTLASS does not check that when sizes are on the device.
     """
+    if kind == PLAIN:
+        return 8
     if kind == BLOCKS:
         return BLOCK_SCALED[scheme].multiple
     return INT4_GROUP if kind == INT4 else _MULTIPLE
@@ -59,10 +62,8 @@ def supports(problem: Problem, machine: Machine) -> list[str]:
     p, reasons = problem, []
     kind = kind_of(p.scheme)
     if kind is None:
-        return [
-            f"cutlass has no kernel for {f'scheme {p.scheme!r}' if p.scheme else 'plain weights'}"
-        ]
-    known = CAPABILITIES[kind]
+        return [f"cutlass has no kernel for scheme {p.scheme!r}"]
+    known, scheme = CAPABILITIES[kind], p.scheme or "plain weights"
     if machine.device_type != "cuda" and not (INTERPRETED and library.simulated()):
         reasons.append(f"cutlass needs a CUDA device, got {machine.device_type}")
     elif machine.gfx:
@@ -71,13 +72,13 @@ def supports(problem: Problem, machine: Machine) -> list[str]:
         wanted = " and ".join([f"{major}.{minor}" for major, minor in known])
         major, minor = machine.capability
         reasons.append(
-            f"cutlass has kernels of {p.scheme} for compute capability {wanted}, got "
-            f"{major}.{minor}"
+            f"cutlass has kernels of {scheme} for compute capability {wanted}, got {major}.{minor}"
         )
-    dtypes = (torch.bfloat16,) if kind == BLOCKS else (torch.bfloat16, torch.float16)
+    narrow = kind in (PLAIN, BLOCKS)
+    dtypes = (torch.bfloat16,) if narrow else (torch.bfloat16, torch.float16)
     if p.dtype not in dtypes:
         takes = " or ".join([str(dtype).removeprefix("torch.") for dtype in dtypes])
-        of = f" with {p.scheme}" if kind == BLOCKS else ""
+        of = f" with {scheme}" if narrow else ""
         reasons.append(f"cutlass takes {takes} hidden_states{of}, got {p.dtype}")
     multiple = _multiple(p.scheme, kind)
     for name, size in (("K", p.hidden_size), ("I", p.intermediate_size)):
@@ -87,10 +88,12 @@ def supports(problem: Problem, machine: Machine) -> list[str]:
         reasons.append(
             "cutlass needs contiguous weights and scales; call .contiguous() on them once"
         )
-    if p.has_bias:
-        reasons.append("cutlass takes no bias; use backend='triton' or 'auto'")
-    if kind == BLOCKS and p.kind != "experts":
-        reasons.append(f"cutlass runs {p.scheme} in fused_experts alone, got {p.kind}")
+    if p.has_bias and kind != PLAIN:
+        reasons.append(
+            "cutlass takes no bias with quantized weights; use backend='triton' or 'auto'"
+        )
+    if narrow and p.kind != "experts":
+        reasons.append(f"cutlass runs {scheme} in fused_experts alone, got {p.kind}")
     layout = LAYOUT_OF_KIND.get(kind, "")
     if layout and p.layout != layout:
         reasons.append(
@@ -109,7 +112,8 @@ def workspace_shapes(M: int, problem: Problem) -> Workspaces:
     """Shapes of the workspaces. workspace13 holds quantized x (rows, K), then the activation's
     output h (rows, I), each followed by its scales: one for each row, or those of blocks in tiles;
     workspace2 gate and up (rows, N), then the products with w2 (rows, K). The index workspace:
-    kernels/permute/layout.py, then schemes.Parts.
+    kernels/permute/layout.py, then schemes.Parts. Of plain weights x and h are bf16 without
+    scales, and the index workspace has the layout alone.
     """
     p = problem
     E, rows = p.num_experts, M * p.top_k
@@ -119,6 +123,12 @@ def workspace_shapes(M: int, problem: Problem) -> Workspaces:
     wide = max(p.hidden_size, p.intermediate_size)
     kind = kind_of(p.scheme)
     assert kind is not None
+    if kind == PLAIN:
+        return Workspaces(
+            Buffer((rows, wide), p.dtype),
+            Buffer((rows, max(p.num_rows, p.hidden_size)), p.dtype),
+            Buffer((index,), torch.int32),
+        )
     if kind == BLOCKS:
         size = BLOCK_SCALED[p.scheme].operand_bytes(rows, scale_rows(M, p.top_k, E), wide)
     else:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from moe_ops.backends.cutlass import blocks, library, rows
+from moe_ops.backends.cutlass import blocks, library, plain, rows
 from moe_ops.backends.cutlass.activate import activate
 from moe_ops.backends.cutlass.activate_blocks import activate_blocks
 from moe_ops.backends.cutlass.grouped import Grouped, Weights
@@ -46,7 +46,9 @@ Operand = rows.Operand | blocks.Operand
 
 def experts(a: ExpertsArgs) -> None:
     """Launch `moe_ops::cutlass_experts`."""
-    if a.topk_ids.numel():
+    if a.topk_ids.numel() and not a.scheme:
+        plain.experts(a)
+    elif a.topk_ids.numel():
         _run(a, a.topk_ids.numel(), chunks(a), _Pairs)
 
 

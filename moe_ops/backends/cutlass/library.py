@@ -228,7 +228,8 @@ def aligned(tensor: Tensor) -> bool:
 def check_addresses(a: ExpertsArgs | BatchedExpertsArgs) -> None:
     """Raise ValueError for tensors that the tensor memory accelerator cannot read or write."""
     for name in ("w13", "w2", "w13_scale", "w2_scale"):
-        if not aligned(getattr(a, name)):
+        tensor = getattr(a, name)
+        if tensor is not None and not aligned(tensor):
             raise ValueError(
                 f"{name} must begin at a multiple of {ALIGNMENT} bytes for cutlass; .clone() it "
                 "once, or use another backend"

@@ -54,17 +54,25 @@ def multiply(
     Sizes are multiples of 8, and addresses of 16. Rows past ends[-1] are neither read into others
     nor written. None where there is no kernel.
     """
-    gemms = kernels(rows.get_device())
-    if gemms is None or rows.dtype != torch.bfloat16:
+    if rows.dtype != torch.bfloat16 or kernels(rows.get_device()) is None:
         return None
+    out = rows.new_empty(rows.shape[0], weight.shape[2 if transpose else 1])
+    multiply_into(out, rows, weight, ends, transpose)
+    return out
+
+
+def multiply_into(
+    out: Tensor, rows: Tensor, weight: Tensor, ends: Tensor, transpose: bool = False
+) -> None:
+    """`multiply` where there is a kernel, written to `out`."""
+    gemms = kernels(rows.get_device())
+    assert gemms is not None
     n, k = weight.shape[1:]
     if transpose:
         n, k = k, n
     # stored (E, n, k), or (E, k, n)
     name = "x_wt" if weight.is_contiguous() != transpose else "x_w"
-    out = rows.new_empty(rows.shape[0], n)
     _run(gemms, name, rows, weight, out, ends, n=n, k=k)
-    return out
 
 
 def outer(

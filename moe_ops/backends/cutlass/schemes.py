@@ -1,9 +1,9 @@
 """What the kernels of each kind of scheme need, and where their operands are in the workspaces.
 torch alone.
 
-There are three kinds: `ROWS`, e4m3 with fp32 scales of rows and tokens (SM90); `INT4`, int4
-weights with scales of groups beside e4m3 tokens (SM90); `BLOCKS`, scales of blocks of columns that
-the tensor cores apply (SM100, SM120).
+There are four kinds: `PLAIN`, bf16 weights (SM90); `ROWS`, e4m3 with fp32 scales of rows and
+tokens (SM90); `INT4`, int4 weights with scales of groups beside e4m3 tokens (SM90); `BLOCKS`,
+scales of blocks of columns that the tensor cores apply (SM100, SM120).
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from moe_ops.meta.workspace import cdiv, padded_rows, round_up
 from moe_ops.numerics.swizzle import TILE_ROWS, swizzled_shape
 from moe_ops.schemes import get_scheme
 
-ROWS, INT4, BLOCKS = "rows", "int4", "blocks"
+PLAIN, ROWS, INT4, BLOCKS = "plain", "rows", "int4", "blocks"
 SCHEMES_OF_ROWS = (
     *("fp8_channel", "fp8_tensor", "fp8_tensor_static"),
     *("fp8_channel_tensor", "fp8_channel_tensor_static"),
 )
 INT4_SCHEME = "int4_w4a8"
 # kind -> the compute capabilities for which csrc/cutlass has kernels
-CAPABILITIES = {ROWS: ((9, 0),), INT4: ((9, 0),), BLOCKS: ((10, 0), (12, 0))}
+CAPABILITIES = {PLAIN: ((9, 0),), ROWS: ((9, 0),), INT4: ((9, 0),), BLOCKS: ((10, 0), (12, 0))}
 # CUTLASS keeps descriptors of the tensor memory accelerator for each multiprocessor, of which GPUs
 # of these capabilities have up to 160. Of BLOCKS that is 9984 bytes at most on SM100 with CUTLASS
 # 4.8, for it writes some anew for each stage of its pipeline, and 768 on SM120.
@@ -71,6 +71,8 @@ def scale_rows(M: Any, top_k: int, E: int) -> Any:
 
 def kind_of(scheme: str) -> str | None:
     """Which kind a scheme is; None of others."""
+    if not scheme:
+        return PLAIN
     if scheme in BLOCK_SCALED:
         return BLOCKS
     if scheme == INT4_SCHEME:

@@ -325,7 +325,7 @@ def test_replay_follows_the_routing(scheme, M):
         assert_matches(out, rounded(BF16, case.reference), within)
 
 
-@pytest.mark.parametrize("kind", library_schemes.CAPABILITIES)
+@pytest.mark.parametrize("kind", library_schemes.DESCRIPTOR_BYTES)
 def test_parts_do_not_overlap(kind):
     for E in (1, 8, 128, 513):
         at = library_schemes.parts(1001, E, kind)

@@ -1,0 +1,59 @@
+"""The layer of plain bf16 experts: products of csrc/cutlass between kernels that training shares.
+Imported at first launch only.
+
+Pairs are sorted by expert, without padding between experts. Tokens are copied to their rows;
+product with w13; activation; product with w2; weighted sum. Biases are added where a kernel reads
+those rows anyway.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moe_ops.backends.cutlass import library, products
+from moe_ops.kernels import launch
+from moe_ops.kernels.gemm.operands import activated
+from moe_ops.kernels.launch import run
+from moe_ops.kernels.permute.combine import combine_rows
+from moe_ops.kernels.permute.place import place
+from moe_ops.kernels.training.rows import activate, scatter
+from moe_ops.meta.workspace import carve
+from moe_ops.ops.args import ExpertsArgs
+from moe_ops.ops.chunks import chunks
+
+
+def experts(a: ExpertsArgs) -> None:
+    """Launch a layer of scheme ""."""
+    for name in ("w13", "w2"):
+        if not getattr(a, name).is_contiguous():
+            raise ValueError(f"{name} must be contiguous for cutlass; make it so once")
+    library.check_addresses(a)
+    library.gemms(a.hidden_states.get_device(), may_build=not a.tiers)
+    for part in chunks(a):
+        _run(part)
+
+
+def _contiguous(bias: Tensor | None) -> Tensor | None:
+    return None if bias is None else bias.contiguous()
+
+
+def _run(a: ExpertsArgs) -> None:
+    x, (S, top_k) = a.hidden_states, (a.topk_ids.numel(), a.topk_ids.shape[1])
+    device = x.get_device()
+    gpu = launch.gpu(device)
+    (E, N, K), I = a.w13.shape, a.w2.shape[2]  # noqa: E741
+    on_input = a.topk_weights if a.router_weight_on_input else None
+    on_output = None if a.router_weight_on_input else a.topk_weights
+    before, layout = place(a.topk_ids, a.expert_map, a.index_workspace, E, S, 1, gpu)
+    rows = carve(a.workspace13, (S, K), torch.bfloat16)
+    gate_up = carve(a.workspace2, (S, N), torch.bfloat16)
+    run([*before, scatter(x, rows, on_input, layout, top_k)], device, gpu)
+    products.multiply_into(gate_up, rows, a.w13, layout.groups)
+    h = carve(a.workspace13, (S, I), torch.bfloat16)
+    activation = activated(a.activation, a.alpha, a.beta, a.limit)
+    run([activate(activation, h, gate_up, _contiguous(a.w13_bias), layout)], device, gpu)
+    y = carve(a.workspace2, (S, K), torch.bfloat16)
+    products.multiply_into(y, h, a.w2, layout.groups)
+    bias = _contiguous(a.w2_bias)
+    run([combine_rows(a.out, y, on_output, layout, top_k, bias)], device, gpu)
