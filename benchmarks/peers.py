@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import sonicmoe_layer
 import torch
 import torch.nn.functional as F
 import vllm_cutlass
@@ -270,6 +271,21 @@ def flashinfer_cutlass(weights: Weights) -> Builder:
     return build
 
 
+def sonic_moe(weights: Weights) -> Builder:
+    """SonicMoE's layer with its default tile (sonicmoe_layer.py)."""
+    shape = weights.shape
+    if shape.ep_size > 1:
+        raise ValueError("does not leave out experts held elsewhere")
+
+    def build(cell: Cell) -> Layer:
+        tiles = sonicmoe_layer.TILES[:1]
+        layers = [sonicmoe_layer.make(r.ids, shape.num_experts, tiles) for r in cell.sets]
+        x, w13, w2 = cell.hidden_states, weights.w13, weights.w2
+        return Layer(lambda which: layers[which](x, w13, w2, cell.sets[which].weights))
+
+    return build
+
+
 def deep_gemm_two_gemms(weights: Weights) -> Builder:
     """DeepGEMM's two contiguous grouped GEMMs alone: no permutation, activation, quantization or
     combine.
@@ -367,6 +383,7 @@ IMPLEMENTATIONS = {
         flashinfer_cutlass, ("", "fp8_block", "fp8_tensor_static")
     ),
     "vLLM CUTLASS": Implementation(vllm_layer, vllm_cutlass.SCHEMES),
+    "SonicMoE": Implementation(sonic_moe, ("",)),
     "DeepGEMM two GEMMs only": Implementation(
         deep_gemm_two_gemms, ("", "fp8_block"), whole_layer=False
     ),
