@@ -272,18 +272,9 @@ def flashinfer_cutlass(weights: Weights) -> Builder:
 
 
 def sonic_moe(weights: Weights) -> Builder:
-    """SonicMoE's layer with its default tile (sonicmoe_layer.py)."""
-    shape = weights.shape
-    if shape.ep_size > 1:
-        raise ValueError("does not leave out experts held elsewhere")
-
-    def build(cell: Cell) -> Layer:
-        tiles = sonicmoe_layer.TILES[:1]
-        layers = [sonicmoe_layer.make(r.ids, shape.num_experts, tiles) for r in cell.sets]
-        x, w13, w2 = cell.hidden_states, weights.w13, weights.w2
-        return Layer(lambda which: layers[which](x, w13, w2, cell.sets[which].weights))
-
-    return build
+    """SonicMoE with its default tile (sonicmoe_layer.py)."""
+    build = sonicmoe_layer.of_weights(weights)
+    return lambda cell: Layer(build(cell))
 
 
 def deep_gemm_two_gemms(weights: Weights) -> Builder:

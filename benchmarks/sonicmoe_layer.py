@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from cases import Cell, Weights
 from torch import Tensor
 
 # rows and columns of a tile, and whether two of them take turns; the first is its default
@@ -64,3 +65,17 @@ def make(ids: Tensor, num_experts: int, tiles: tuple[tuple[int, int, bool], ...]
         return out[0]
 
     return layer
+
+
+def of_weights(weights: Weights) -> Callable[[Cell], Callable[[int], Tensor]]:
+    """A layer for experts.py: its call on each routing set of a cell, with the default tile."""
+    shape = weights.shape
+    if shape.ep_size > 1:
+        raise ValueError("does not leave out experts held elsewhere")
+
+    def build(cell: Cell) -> Callable[[int], Tensor]:
+        layers = [make(r.ids, shape.num_experts, TILES[:1]) for r in cell.sets]
+        x, w13, w2 = cell.hidden_states, weights.w13, weights.w2
+        return lambda which: layers[which](x, w13, w2, cell.sets[which].weights)
+
+    return build

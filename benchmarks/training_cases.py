@@ -167,9 +167,8 @@ def expected_gradients(inputs: Inputs) -> dict[str, Tensor]:
     """In fp64, of the same numbers."""
     adapter = inputs.adapter
     if adapter is not None:
-        adapter = moe_ops.LoRA(
-            *[None if t is None else _wide(t) for t in adapter[:4]], adapter.scale
-        )
+        wide_matrices = [None if t is None else _wide(t) for t in adapter[:4]]
+        adapter = moe_ops.LoRA(*wide_matrices, adapter.scale)
     b13, b2 = [None if b is None else _wide(b) for b in (inputs.b13, inputs.b2)]
     args = [_wide(t) for t in inputs.args]
     wide = Inputs(*args, inputs.grad.double(), b13, b2, adapter)
