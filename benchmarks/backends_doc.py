@@ -1,5 +1,5 @@
 """The tables of docs/backends.md, made from the code, the measured tables and the plots, and those
-of other documents that are made from committed results (layers_doc.py).
+of other documents that are made from committed results (layers_doc.py, training_doc.py).
 
     python benchmarks/backends_doc.py            # say whether the documents are up to date
     python benchmarks/backends_doc.py --write    # bring them up to date
@@ -19,6 +19,7 @@ from pathlib import Path
 
 import layers_doc
 import torch
+import training_doc
 
 from moe_ops import backends
 from moe_ops.activations import NAMES, Activation
@@ -202,6 +203,7 @@ DOCUMENTS: dict[str, dict[str, Callable[[], str | None]]] = {
         "plots": plots,
     },
     "docs/kernels/cutlass.md": {"layers": layers_doc.whole_layers},
+    "docs/kernels/training.md": {"steps": training_doc.steps},
     "docs/performance.md": {"8-bit activations": layers_doc.summary},
 }
 

@@ -271,12 +271,10 @@ def cases_of(arguments: argparse.Namespace, results: Results, run: str) -> list[
     ]
     if not arguments.missing:
         return cases
-    sources = results.runs[run]["moe_ops_sources"]
 
     def measured(case: Case, name: str) -> bool:
         cell = (case.shape, case.scheme, case.routing, case.num_tokens)
-        row = results.rows.get((*cell, name))
-        return row is not None and results.runs[row["run"]]["moe_ops_sources"] == sources
+        return results.measured((*cell, name), run)
 
     return [
         case

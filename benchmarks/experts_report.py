@@ -35,6 +35,7 @@ STYLES = {
     "F.scaled_grouped_mm": ("#F0E442", "s"),
     "FlashInfer CUTLASS": ("#009E73", "D"),
     "vLLM CUTLASS": ("#56B4E9", "v"),
+    "SonicMoE": ("#E69F00", "p"),
     "DeepGEMM two GEMMs only": ("#CC79A7", "<"),
     VLLM_NAME: ("#000000", "*"),
 }

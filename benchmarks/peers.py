@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import sonicmoe_layer
 import torch
 import torch.nn.functional as F
 import vllm_cutlass
@@ -270,6 +271,12 @@ def flashinfer_cutlass(weights: Weights) -> Builder:
     return build
 
 
+def sonic_moe(weights: Weights) -> Builder:
+    """SonicMoE with its default tile (sonicmoe_layer.py)."""
+    build = sonicmoe_layer.of_weights(weights)
+    return lambda cell: Layer(build(cell))
+
+
 def deep_gemm_two_gemms(weights: Weights) -> Builder:
     """DeepGEMM's two contiguous grouped GEMMs alone: no permutation, activation, quantization or
     combine.
@@ -367,6 +374,7 @@ IMPLEMENTATIONS = {
         flashinfer_cutlass, ("", "fp8_block", "fp8_tensor_static")
     ),
     "vLLM CUTLASS": Implementation(vllm_layer, vllm_cutlass.SCHEMES),
+    "SonicMoE": Implementation(sonic_moe, ("",)),
     "DeepGEMM two GEMMs only": Implementation(
         deep_gemm_two_gemms, ("", "fp8_block"), whole_layer=False
     ),

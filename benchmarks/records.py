@@ -48,6 +48,12 @@ class Results:
         if "reason" not in row or ours or old is None or "reason" in old:
             self.rows[self.key(row)] = row
 
+    def measured(self, key: tuple, run: str) -> bool:
+        """Whether there is a row of the same sources as those of a run."""
+        row = self.rows.get(key)
+        sources = self.runs[run]["moe_ops_sources"]
+        return row is not None and self.runs[row["run"]]["moe_ops_sources"] == sources
+
     def merge(self, path: Path) -> None:
         """Add the rows of another file, the later date winning."""
         other = Results(path, self.key, self.order)
