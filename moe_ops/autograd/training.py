@@ -180,7 +180,7 @@ def _forward(*values: Any) -> tuple[Tensor, Tensor, Tensor]:
 def run_forward(
     call: ExpertsCall, adapters: Adapters, recompute: bool, fused: bool
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-    """out, h, u and index: h with what adapts the product, and u (S, r) what that makes narrow,
+    """out, h, u and index: h without what adapts the product, and u (S, r) what that makes narrow,
     None without an adapter of w13.
     """
 

@@ -63,10 +63,11 @@ def experts_backward(
     """Of `experts_backward`: the products that the needed gradients take, and the first of the
     forward pass where it is computed again.
     """
-    needs_x, needs_w13, needs_w2, *_rest = rest[-1]
+    needs_x, needs_w13, needs_w2, needs_weights, needs_b13, _ = rest[-1]
+    through_w2 = needs_x or needs_w13 or needs_weights or needs_b13
     first, second = w13[1], _columns_of_w2(x, w13, w2)
     again = h[0] == 0
-    columns = first * (needs_x + needs_w13 + again) + second * (1 + needs_w2)
+    columns = first * (needs_x + needs_w13 + again) + second * (through_w2 + needs_w2)
     return 2 * x[0] * ids[1] * x[1] * columns
 
 
@@ -86,16 +87,18 @@ def lora_experts_backward(
     """
     x, ids, needs = rest[0], rest[4], rest[-1]
     columns = 0
+    of_experts = [*needs[:4], needs[4] or any(needs[6:8]), needs[5]]
+    through_w2 = bool(needs[0] or needs[1] or any(of_experts[3:5]))
     for (a, b), trained, passes, again in (
         (rest[10:12], any(needs[6:8]), bool(needs[0]), 0),
-        (rest[12:14], any(needs[8:10]), True, 1),
+        (rest[12:14], any(needs[8:10]), through_w2, 1),
     ):
         if a is not None:
             columns += b[1] * b[2] * ((passes or trained) + trained)
             columns += a[1] * a[2] * (passes + (1 + again) * trained)
     if h[0] == 0 and rest[10] is not None:
         columns += sum([t[1] * t[2] for t in rest[10:12]])
-    experts = experts_backward(grad, h, index, *rest[:10], needs[:6], **k)
+    experts = experts_backward(grad, h, index, *rest[:10], of_experts, **k)
     return experts + 2 * x[0] * ids[1] * columns
 
 

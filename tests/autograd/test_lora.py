@@ -12,6 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import moe_ops
 from moe_ops import LoRA
 from moe_ops.autograd import lora, training
+from moe_ops.backends.torch import grouped_mm as products
 from moe_ops.environment import INTERPRETED
 from tests.autograd.test_gradients import (
     TOLERANCE,
@@ -158,7 +159,7 @@ def test_options(where, options):
     check(Case(*where, **options))
 
 
-@pytest.mark.parametrize("ranks", [(1, 2), (16, 8), (17, 70)], ids=str)
+@pytest.mark.parametrize("ranks", [(1, 2), (16, 8), (17, 70), (70, 130)], ids=str)
 def test_every_rank(where, ranks):
     case = Case(*where, M=12)
     check(case, [adapter(case, ranks)])
@@ -226,6 +227,26 @@ def test_some_gradients_alone(where, only, adapters):
     if only or adapters != "frozen":
         grads = check(case, [one], only=only)
         assert len(grads) == len(only) + {"trained": 4, "frozen": 0, "a13": 1}[adapters]
+
+
+@pytest.mark.parametrize("path", ["plain", "kernels"])
+def test_nothing_goes_back_through_w2_for_its_own_gradients(path, monkeypatch):
+    """Those of w2, its bias and its adapter need no product with it."""
+    if path == "plain":
+        monkeypatch.setattr(lora, "why_not_fused", lambda *_: "the test says so")
+    case = Case("cpu", FP32, bias=True)
+    one = adapter(case)._replace(a13=None, b13=None)
+    passed, multiply = [], products.grouped_mm
+
+    def noted(x, weight, *rest, transpose=False, **options):
+        passed.append(transpose and weight.shape == case.args[2].shape)
+        return multiply(x, weight, *rest, transpose=transpose, **options)
+
+    monkeypatch.setattr(products, "grouped_mm", noted)
+    for only, expected in ((["w2", "w2_bias"], False), (["w2", "topk_weights"], True)):
+        passed.clear()
+        check(case, [one], only=only)
+        assert any(passed) == expected
 
 
 def test_bitwise_repeatable_and_recomputed(where):
@@ -390,6 +411,10 @@ def test_flops():
             run(case, [one], only=["hidden_states"], recompute=recompute)
         forward, backward = base + narrow + wide, base + 2 * (narrow + wide) + 2 * S * 3 * 40
         assert counted.get_total_flops() == forward + backward + again
+    one = one._replace(a13=None, b13=None)  # nothing goes back through w2
+    with FlopCounterMode(display=False) as counted:
+        run(case, [one], only=[])
+    assert counted.get_total_flops() == base + 2 * S * 3 * (40 + 48) * 3
 
 
 # --- compiled ------------------------------------------------------------------------------------

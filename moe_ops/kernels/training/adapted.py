@@ -41,7 +41,7 @@ from moe_ops.kernels.training.rows import Gradients
 from moe_ops.meta.workspace import cdiv
 
 # rows of a program, columns of a step of its loop, and warps
-ACTIVATE, DERIVE = (64, 32, 4), (64, 32, 4)
+ACTIVATE, DERIVE = (32, 32, 2), (64, 32, 4)
 
 
 class Adapted(NamedTuple):
@@ -247,8 +247,10 @@ def moe_ops_train_activate_adapted(
     if second_matrix_ptr is not None:
         second_matrix_ptr += e * second_R * I
     v = tl.zeros((ROWS, second_BLOCK_R), tl.float32)
+    # tiles of many ranks are not loaded ahead: shared memory has no room for stages of them
+    STAGES: tl.constexpr = 3 if first_TILES == 1 and second_TILES == 1 else 1
     next_x, next_up = load_rows(x_ptr, 0, rows, inside, N, I, GATED, INTERLEAVED, BLOCK_I)
-    for start in tl.range(0, I, BLOCK_I):
+    for start in tl.range(0, I, BLOCK_I, num_stages=STAGES):
         i = start + tl.arange(0, BLOCK_I)
         x, up = next_x, next_up
         # one step ahead of their use
@@ -409,12 +411,14 @@ def moe_ops_train_derive_adapted(
     du = tl.zeros((ROWS, first_BLOCK_R), tl.float32)
     v = tl.zeros((ROWS, second_BLOCK_R), tl.float32)
     ds = tl.zeros((ROWS,), tl.float32)
+    # tiles of many ranks are not loaded ahead: shared memory has no room for stages of them
+    STAGES: tl.constexpr = 3 if first_TILES == 1 and second_TILES == 1 else 1
     next_x, next_up = load_rows(x_ptr, 0, rows, inside, N, I, GATED, INTERLEAVED, BLOCK_I)
     if dh_ptr is not None:
         dh_ptr += rows[:, None] * I
         i = tl.arange(0, BLOCK_I)
         next_dh = tl.load(dh_ptr + i[None, :], mask=inside[:, None] & (i < I)[None, :], other=0.0)
-    for start in tl.range(0, I, BLOCK_I):
+    for start in tl.range(0, I, BLOCK_I, num_stages=STAGES):
         x, up = next_x, next_up
         # one step ahead of their use
         next_x, next_up = load_rows(

@@ -228,7 +228,8 @@ def moe_ops_train_widen(
     next_y = tl.load(y_ptr + w[None, :], mask=inside & (w < W)[None, :], other=0.0)
     r = tl.arange(0, BLOCK_R)
     u = tl.load(u_ptr + r[None, :], mask=inside & (r < R)[None, :], other=0.0)
-    for start in tl.range(first, W, step):
+    STAGES: tl.constexpr = 3 if TILES == 1 else 1  # shared memory has room for one tile ahead
+    for start in tl.range(first, W, step, num_stages=STAGES):
         total = next_y.to(tl.float32)
         w = start + step + tl.arange(0, BLOCK_W)  # a step ahead
         next_y = tl.load(y_ptr + w[None, :], mask=inside & (w < W)[None, :], other=0.0)
