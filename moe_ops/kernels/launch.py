@@ -131,10 +131,13 @@ class Kernel:
         "function",
         "pdl_first",
         "pointers",
+        "waits",
     )
 
     def __init__(self, function: Any, arguments: Any, pdl_first: bool):
         roles = arguments.roles
+        # whether it executes gdc_wait: only such a kernel may start before its predecessor ends
+        self.waits = "PDL" in arguments.names
         self.function, self.arguments, self.pdl_first = function, arguments, pdl_first
         self.constants = _positions(roles, "specialized", "constant")
         self.pointers = _positions(roles, "pointer")
@@ -313,7 +316,7 @@ def _start(launch: Launch, first: bool, gpu: Gpu) -> Any:
     """Compile and launch one kernel. Returns the compiled kernel."""
     # Triton 3.9 warns where fusion into FMA is not asked for, since 3.10 changes the default.
     options: dict[str, Any] = {"num_warps": launch.num_warps, "enable_fp_fusion": True}
-    if gpu.pdl and (not first or launch.kernel.pdl_first):
+    if gpu.pdl and launch.kernel.waits and (not first or launch.kernel.pdl_first):
         options["launch_pdl"] = True
     if launch.maxnreg is not None:
         options["maxnreg"] = launch.maxnreg

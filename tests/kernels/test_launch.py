@@ -374,9 +374,17 @@ def compiled(monkeypatch):
     monkeypatch.setattr(driver, "_active", active)
 
 
-def one_of(log: list, pdl_first: bool = False, **options) -> Launch:
-    made = launch.Kernel(Started(log), Small, pdl_first)
-    args = Small(y=torch.empty(4), K=8, BLOCK=16)
+@arguments
+class Waiting:
+    y: Pointer
+    K: Specialized
+    PDL: Constant
+
+
+def one_of(log: list, pdl_first: bool = False, waits: bool = True, **options) -> Launch:
+    made = launch.Kernel(Started(log), Waiting if waits else Small, pdl_first)
+    y = torch.empty(4)
+    args = Waiting(y=y, K=8, PDL=True) if waits else Small(y=y, K=8, BLOCK=16)
     return Launch(made, (3, 1, 1), args, **options)
 
 
@@ -402,6 +410,13 @@ def test_first_kernels_are_launched_early_where_they_wait(compiled, pdl, pdl_fir
     launch.run([one_of(log, pdl_first), one_of(log)], -1, H200._replace(pdl=pdl))
     early = [options.get("launch_pdl", False) for *_, options in log]
     assert early == [pdl and pdl_first, pdl]
+
+
+def test_kernels_that_do_not_wait_are_not_launched_early(compiled):
+    """They would read what the kernel before them has not written yet."""
+    log: list = []
+    launch.run([one_of(log, waits=False), one_of(log, True, waits=False)], -1, H200)
+    assert [options.get("launch_pdl", False) for *_, options in log] == [False, False]
 
 
 def test_capture_of_what_was_never_run_is_refused(compiled, monkeypatch):
