@@ -37,7 +37,7 @@ from moe_ops.kernels.permute.layout import Layout, index_parts
 from moe_ops.kernels.permute.place import place
 from moe_ops.kernels.permute.rows import Routing, sorted_rows
 from moe_ops.kernels.permute.sort import group_blocks
-from moe_ops.kernels.training import adapted, low_rank, packed
+from moe_ops.kernels.training import adapted, adapted_derive, low_rank, packed
 from moe_ops.kernels.training.rows import Gradients, activate, derive, scatter, zero_empty
 from moe_ops.kernels.training.sums import add_dot, dot, sum_rows
 from moe_ops.ops.call import ExpertsCall, Weight
@@ -191,7 +191,7 @@ class _Step:
                 to.dweights.zero_()  # of pairs without a row
             pair = operands(first, second, to)
             blocks = self.blocks(low_rank.BLOCK_M)
-            self.run(adapted.derive(*args, self.order, *pair, blocks))
+            self.run(adapted_derive.derive(*args, self.order, *pair, blocks))
 
     def summed(self, y: Tensor, weights: Tensor | None, bias: Tensor | None = None) -> Tensor:
         """(M, K): the sums of the rows of each token, plus biases, times weights."""

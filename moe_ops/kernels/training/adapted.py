@@ -1,5 +1,5 @@
-"""The activation of adapted experts, forward and backward, with the narrow products of their
-adapters. Imported at first launch only.
+"""The activation of adapted experts, with the narrow products of their adapters; its way back is
+in adapted_derive.py. Imported at first launch only.
 
 The rows that both kernels read are those that an adapter adds to, and the rows that they write
 are those that the next one makes narrow: so both happen here, and no kernel of an adapter's own
@@ -20,8 +20,6 @@ from torch import Tensor
 from moe_ops.kernels.device.activations import (
     activate_one,
     activate_two,
-    derivative_of_one,
-    derivatives_of_two,
 )
 from moe_ops.kernels.gemm.operands import Activated
 from moe_ops.kernels.launch import (
@@ -35,13 +33,12 @@ from moe_ops.kernels.launch import (
     kernel,
     unprefixed,
 )
-from moe_ops.kernels.permute.rows import RouterWeights, Routing, router_weights
+from moe_ops.kernels.permute.rows import Routing
 from moe_ops.kernels.training.low_rank import BLOCK_M, block_r, last_first
-from moe_ops.kernels.training.rows import Gradients
 from moe_ops.meta.workspace import cdiv
 
 # rows of a program, columns of a step of its loop, and warps
-ACTIVATE, DERIVE = (32, 32, 2), (64, 32, 4)
+ACTIVATE = (32, 32, 2)
 
 
 class Adapted(NamedTuple):
@@ -70,7 +67,7 @@ def adapted(
 
 
 @unprefixed
-class Tile(NamedTuple):
+class AdaptedTile(NamedTuple):
     """Rows and columns that a program takes at a time."""
 
     ROWS: Constant
@@ -83,6 +80,14 @@ def narrow_rows(ptr, rows, inside, first, R, BLOCK_R: tl.constexpr):
     r = first + tl.arange(0, BLOCK_R)
     ptrs = ptr + rows[:, None] * R + r[None, :]
     return tl.load(ptrs, mask=inside[:, None] & (r < R)[None, :], other=0.0)
+
+
+@triton.jit
+def store_narrow(ptr, values, rows, inside, R, BLOCK_R: tl.constexpr):
+    """Write rows (ROWS, BLOCK_R) of (S, R)."""
+    r = tl.arange(0, BLOCK_R)
+    ok = inside[:, None] & (r < R)[None, :]
+    tl.store(ptr + rows[:, None] * R + r[None, :], values.to(ptr.dtype.element_ty), mask=ok)
 
 
 @triton.jit
@@ -188,7 +193,7 @@ class ActivateAdapted:
     activation: Activated
     first: Adapted
     second: Adapted
-    tile: Tile
+    tile: AdaptedTile
 
 
 @kernel(ActivateAdapted)
@@ -277,14 +282,6 @@ def moe_ops_train_activate_adapted(
         store_narrow(second_narrow_ptr, v * second_scale, rows, inside, second_R, second_BLOCK_R)
 
 
-@triton.jit
-def store_narrow(ptr, values, rows, inside, R, BLOCK_R: tl.constexpr):
-    """Write rows (ROWS, BLOCK_R) of (S, R)."""
-    r = tl.arange(0, BLOCK_R)
-    ok = inside[:, None] & (r < R)[None, :]
-    tl.store(ptr + rows[:, None] * R + r[None, :], values.to(ptr.dtype.element_ty), mask=ok)
-
-
 def activate(
     activation: Activated,
     h: Tensor,
@@ -308,220 +305,7 @@ def activate(
         activation=activation,
         first=first,
         second=second,
-        tile=Tile(*ACTIVATE[:2]),
+        tile=AdaptedTile(*ACTIVATE[:2]),
     )
     grid = (blocks.num_blocks, BLOCK_M // ACTIVATE[0], 1)
     return Launch(moe_ops_train_activate_adapted, grid, args, ACTIVATE[2])
-
-
-@arguments
-class DeriveAdapted:
-    to: Gradients
-    x: Pointer  # (S, N)
-    bias: Pointer  # (E, N), added to x; or None
-    dh: Pointer  # (S, I): the gradient of the activation, without the router weight
-    weights: RouterWeights  # or none: 1
-    order: Pointer  # (S,): the pair of each row
-    index: Pointer  # the table of blocks
-    E: Runtime
-    N: Specialized
-    I: Specialized  # noqa: E741
-    activation: Activated
-    first: Adapted
-    second: Adapted
-    TOP_K: Constant
-    tile: Tile
-
-
-@kernel(DeriveAdapted)
-def moe_ops_train_derive_adapted(
-    to_dx_ptr,
-    to_scaled_ptr,
-    to_dweights_ptr,
-    to_factors_ptr,
-    x_ptr,
-    bias_ptr,
-    dh_ptr,
-    weights_ptr,
-    weights_stride_m,
-    weights_stride_k,
-    order_ptr,
-    index_ptr,
-    E,
-    N,
-    I,  # noqa: E741
-    alpha,
-    beta,
-    limit,
-    ACTIVATION: tl.constexpr,
-    GATED: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    HAS_LIMIT: tl.constexpr,
-    first_wide_ptr,
-    first_narrow_ptr,
-    first_matrix_ptr,
-    first_scale,
-    first_R,
-    first_BLOCK_R: tl.constexpr,
-    first_TILES: tl.constexpr,
-    second_wide_ptr,
-    second_narrow_ptr,
-    second_matrix_ptr,
-    second_scale,
-    second_R,
-    second_BLOCK_R: tl.constexpr,
-    second_TILES: tl.constexpr,
-    TOP_K: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK_I: tl.constexpr,
-):
-    """`derive` of rows.py, with x + u b[e]^T in the place of x and dh + dv a[e] in that of dh; and
-    du = scale * dx b[e], v = scale * (s * h) a[e]^T. Grid: (blocks, parts of a block).
-    """
-    index_ptr += 4 * last_first()
-    e = tl.load(index_ptr)
-    if (e < 0) | (e >= E):
-        return
-    begin, end = tl.load(index_ptr + 1) + tl.program_id(1) * ROWS, tl.load(index_ptr + 2)
-    if begin >= end:
-        return
-    rows = begin + tl.arange(0, ROWS)
-    inside = rows < end
-    pair = tl.load(order_ptr + rows, mask=inside, other=0)
-    rows = rows.to(tl.int64)
-    e = e.to(tl.int64)
-    s = tl.full((ROWS,), 1.0, tl.float32)
-    if weights_ptr is not None:
-        at = (pair // TOP_K).to(tl.int64) * weights_stride_m + (pair % TOP_K) * weights_stride_k
-        s = tl.load(weights_ptr + at, mask=inside, other=0.0).to(tl.float32)
-    if to_factors_ptr is not None:
-        tl.store(to_factors_ptr + rows, s, mask=inside)
-    if bias_ptr is not None:
-        bias_ptr += e * N
-    dtype: tl.constexpr = x_ptr.dtype.element_ty
-    u = tl.zeros((ROWS, first_BLOCK_R), dtype)
-    if first_matrix_ptr is not None:
-        first_matrix_ptr += e * N * first_R
-        u = narrow_rows(first_wide_ptr, rows, inside, 0, first_R, first_BLOCK_R)
-    dv = tl.zeros((ROWS, second_BLOCK_R), dtype)
-    if second_matrix_ptr is not None:
-        second_matrix_ptr += e * second_R * I
-        if second_wide_ptr is not None:
-            dv = narrow_rows(second_wide_ptr, rows, inside, 0, second_R, second_BLOCK_R)
-    du = tl.zeros((ROWS, first_BLOCK_R), tl.float32)
-    v = tl.zeros((ROWS, second_BLOCK_R), tl.float32)
-    ds = tl.zeros((ROWS,), tl.float32)
-    # tiles of many ranks are not loaded ahead: shared memory has no room for stages of them
-    STAGES: tl.constexpr = 3 if first_TILES == 1 and second_TILES == 1 else 1
-    next_x, next_up = load_rows(x_ptr, 0, rows, inside, N, I, GATED, INTERLEAVED, BLOCK_I)
-    if dh_ptr is not None:
-        dh_ptr += rows[:, None] * I
-        i = tl.arange(0, BLOCK_I)
-        next_dh = tl.load(dh_ptr + i[None, :], mask=inside[:, None] & (i < I)[None, :], other=0.0)
-    for start in tl.range(0, I, BLOCK_I, num_stages=STAGES):
-        x, up = next_x, next_up
-        # one step ahead of their use
-        next_x, next_up = load_rows(
-            x_ptr, start + BLOCK_I, rows, inside, N, I, GATED, INTERLEAVED, BLOCK_I
-        )
-        if dh_ptr is not None:
-            dh = next_dh.to(tl.float32)
-            i = start + BLOCK_I + tl.arange(0, BLOCK_I)
-            ok = inside[:, None] & (i < I)[None, :]
-            next_dh = tl.load(dh_ptr + i[None, :], mask=ok, other=0.0)
-        i = start + tl.arange(0, BLOCK_I)
-        ok = inside[:, None] & (i < I)[None, :]
-        gate, up, b, b_up = activation_rows(
-            x, up, bias_ptr, start, rows, inside, N, I,
-            u, first_wide_ptr, first_matrix_ptr, first_R, first_BLOCK_R, first_TILES,
-            GATED, INTERLEAVED, ROWS, BLOCK_I,
-        )  # fmt: skip
-        if GATED:
-            h, dg, dup = derivatives_of_two(gate, up, alpha, beta, limit, ACTIVATION, HAS_LIMIT)
-        else:
-            h, dg = activate_one(gate, ACTIVATION), derivative_of_one(gate, ACTIVATION)
-        if second_narrow_ptr is not None:
-            a = of_a(second_matrix_ptr, i, I, 0, second_R, second_BLOCK_R)
-        if to_scaled_ptr is not None or second_narrow_ptr is not None:
-            scaled = (s[:, None] * h).to(dtype)
-            if to_scaled_ptr is not None:
-                tl.store(to_scaled_ptr + rows[:, None] * I + i[None, :], scaled, mask=ok)
-            if second_narrow_ptr is not None:
-                v = tl.dot(scaled, tl.trans(a), v, input_precision="ieee")
-        if dh_ptr is not None:
-            if second_wide_ptr is not None:
-                for t in tl.static_range(second_TILES):
-                    if second_TILES > 1:
-                        dv = narrow_rows(
-                            second_wide_ptr, rows, inside, t * second_BLOCK_R, second_R,
-                            second_BLOCK_R,
-                        )  # fmt: skip
-                    if second_TILES > 1 or second_narrow_ptr is None:
-                        a = of_a(
-                            second_matrix_ptr, i, I, t * second_BLOCK_R, second_R, second_BLOCK_R
-                        )
-                    dh = tl.dot(dv, a, dh, input_precision="ieee")
-            ds += tl.sum(tl.where(ok, dh * h, 0.0), 1)
-            if to_dx_ptr is not None:
-                dh *= s[:, None]
-                dg = (dh * dg).to(dtype)
-                if GATED:
-                    dup = (dh * dup).to(dtype)
-                if GATED and INTERLEAVED:
-                    n = 2 * start + tl.arange(0, 2 * BLOCK_I)
-                    dg = tl.reshape(tl.join(dg, dup), (ROWS, 2 * BLOCK_I))
-                    dx_ok = inside[:, None] & (n < N)[None, :]
-                    tl.store(to_dx_ptr + rows[:, None] * N + n[None, :], dg, mask=dx_ok)
-                else:
-                    dx_ptrs = to_dx_ptr + rows[:, None] * N + i[None, :]
-                    tl.store(dx_ptrs, dg, mask=ok)
-                    if GATED:
-                        tl.store(dx_ptrs + I, dup, mask=ok)
-                if first_narrow_ptr is not None:
-                    du = tl.dot(dg, b, du, input_precision="ieee")
-                    if GATED and not INTERLEAVED:
-                        du = tl.dot(dup, b_up, du, input_precision="ieee")
-    if to_dweights_ptr is not None:
-        tl.store(to_dweights_ptr + pair, ds, mask=inside)
-    if first_narrow_ptr is not None:
-        store_narrow(first_narrow_ptr, du * first_scale, rows, inside, first_R, first_BLOCK_R)
-    if second_narrow_ptr is not None:
-        store_narrow(second_narrow_ptr, v * second_scale, rows, inside, second_R, second_BLOCK_R)
-
-
-def derive(
-    activation: Activated,
-    to: Gradients,
-    x: Tensor,
-    bias: Tensor | None,
-    dh: Tensor | None,
-    weights: Tensor | None,  # (M, top_k)
-    I: int,  # noqa: E741
-    top_k: int,
-    order: Tensor,
-    first: Adapted,
-    second: Adapted,
-    blocks: Routing,
-) -> Launch:
-    """Gradients through the activation and the router weights, and what both adapters add to its
-    input and make narrow of what it returns.
-    """
-    args = DeriveAdapted(
-        to=to,
-        x=x,
-        bias=bias,
-        dh=dh,
-        weights=router_weights(weights),
-        order=order,
-        index=blocks.index,
-        E=blocks.E,
-        N=x.shape[1],
-        I=I,
-        activation=activation,
-        first=first,
-        second=second,
-        TOP_K=top_k,
-        tile=Tile(*DERIVE[:2]),
-    )
-    grid = (blocks.num_blocks, BLOCK_M // DERIVE[0], 1)
-    return Launch(moe_ops_train_derive_adapted, grid, args, DERIVE[2])

@@ -50,7 +50,7 @@ class Matrix(NamedTuple):
 
 
 @unprefixed
-class Tile(NamedTuple):
+class RankTile(NamedTuple):
     """Sizes, and how much of each a program takes at a time."""
 
     W: Specialized
@@ -61,7 +61,7 @@ class Tile(NamedTuple):
 
 
 @unprefixed
-class Rows(NamedTuple):
+class WideRows(NamedTuple):
     """Sorted rows (S, W), or tokens (M, W) that are read through the pair of each row."""
 
     x: Pointer
@@ -106,13 +106,13 @@ def last_first():
 class Narrow:
     u: Pointer  # (S, R), written
     copy: Pointer  # (S, W), written: the rows; or None
-    rows: Rows
+    rows: WideRows
     weights: RouterWeights  # that multiply the rows of tokens, or none
     matrix: Matrix
     index: Pointer  # the table of blocks
     E: Runtime
     scale: RuntimeFloat
-    tile: Tile
+    tile: RankTile
 
 
 @kernel(Narrow)
@@ -192,7 +192,7 @@ class Widen:
     matrix: Matrix
     index: Pointer  # the table of blocks
     E: Runtime
-    tile: Tile
+    tile: RankTile
     TILES: Constant  # of the rank
 
 
@@ -251,10 +251,10 @@ def moe_ops_train_widen(
 @arguments
 class Outer:
     out: Matrix  # written
-    rows: Rows
+    rows: WideRows
     u: Pointer  # (S, R)
     groups: Pointer
-    tile: Tile
+    tile: RankTile
 
 
 @kernel(Outer)
@@ -307,7 +307,7 @@ def moe_ops_train_low_rank_outer(
     tl.store(at_out, total.to(out_ptr.dtype.element_ty), mask=ok)
 
 
-def _matrix(t: Tensor, rank_first: bool) -> tuple[Matrix, Tile]:
+def _matrix(t: Tensor, rank_first: bool) -> tuple[Matrix, RankTile]:
     """The Matrix of a contiguous tensor (E, R, W), or (E, W, R), and its tile."""
     if rank_first:
         _, R, W = t.shape
@@ -315,7 +315,7 @@ def _matrix(t: Tensor, rank_first: bool) -> tuple[Matrix, Tile]:
     else:
         _, W, R = t.shape
         matrix = Matrix(t, 1, R)
-    return matrix, Tile(W, R, BLOCK_M, BLOCK_W, block_r(R))
+    return matrix, RankTile(W, R, BLOCK_M, BLOCK_W, block_r(R))
 
 
 def block_r(R: int) -> int:
@@ -345,7 +345,7 @@ def narrow(
     args = Narrow(
         u=u,
         copy=copy,
-        rows=Rows(x, *x.stride(), order, top_k),
+        rows=WideRows(x, x.stride(0), x.stride(1), order, top_k),
         weights=router_weights(weights),
         matrix=operand,
         index=blocks.index,
@@ -383,7 +383,7 @@ def outer(
 ) -> Launch:
     """out[e] = x^T u, or its transpose, over the rows of each expert."""
     operand, tile = _matrix(out, rank_first)
-    rows = Rows(x, *x.stride(), order, top_k)
+    rows = WideRows(x, x.stride(0), x.stride(1), order, top_k)
     args = Outer(out=operand, rows=rows, u=u, groups=layout.groups, tile=tile)
     grid = (out.shape[0], cdiv(tile.W, BLOCK_W), cdiv(tile.R, tile.BLOCK_R))
     return Launch(moe_ops_train_low_rank_outer, grid, args)
