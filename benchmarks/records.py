@@ -95,8 +95,9 @@ def describe_run(command: list[str], dry: bool) -> dict[str, Any]:
     (UTC)."""
     package = Path(moe_ops.__file__).parent
     source = hashlib.sha256()
-    for path in sorted(package.rglob("*.py")) + sorted(package.rglob("*.json")):
-        source.update(path.read_bytes())
+    for suffix in ("py", "json", "cu", "cuh", "h", "cpp"):
+        for path in sorted(package.rglob(f"*.{suffix}")):
+            source.update(path.read_bytes())
     return {
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
         "command": re.sub(r" --results \S+", "", " ".join(command)),  # where rows go says nothing

@@ -100,7 +100,7 @@ def times_ms(
     ):
         for name, call in calls.items():
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            torch.cuda._sleep(400_000)  # 0.2 ms, in which the host gets ahead
+            torch.cuda._sleep(10_000_000)  # 5 ms, in which the host launches the whole step
             begin.record()
             call()
             end.record()

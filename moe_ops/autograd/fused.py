@@ -1,5 +1,6 @@
-"""The functional pair on GPUs with grouped products: torch's for plain weights, our own for those
-of 4 to 8 bits, with kernels of this package between them. Imported at first launch only. Values
+"""The functional pair on GPUs with grouped products: for plain weights those of backend cutlass
+where its object is built, else torch's; our own for those of 4 to 8 bits. Kernels of this package
+are between them. Imported at first launch only. Values
 are those of portable.py: of plain weights rounded less often, of quantized ones rounded to bf16
 where that code computes in fp32.
 

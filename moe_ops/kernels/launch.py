@@ -134,10 +134,10 @@ class Kernel:
         "waits",
     )
 
-    def __init__(self, function: Any, arguments: Any, pdl_first: bool):
+    def __init__(self, function: Any, arguments: Any, pdl_first: bool, waits: bool = True):
         roles = arguments.roles
         # whether it executes gdc_wait: only such a kernel may start before its predecessor ends
-        self.waits = "PDL" in arguments.names
+        self.waits = waits and "PDL" in arguments.names
         self.function, self.arguments, self.pdl_first = function, arguments, pdl_first
         self.constants = _positions(roles, "specialized", "constant")
         self.pointers = _positions(roles, "pointer")
@@ -154,7 +154,7 @@ class Kernel:
 
 
 def kernel(
-    arguments: Any, *, pdl_first: bool = False, jit: Callable | None = None
+    arguments: Any, *, pdl_first: bool = False, waits: bool = True, jit: Callable | None = None
 ) -> Callable[[Callable], Kernel]:
     """Decorate a kernel: jit it, and check its parameters against its arguments.
 
@@ -166,6 +166,8 @@ def kernel(
             one token and weights of the mixed GEMM, because the second kernel then starts later.)
             gdc_wait covers the direct predecessor alone: if that kernel was itself launched early,
             it must have waited for its own predecessor, as programmatic dependent launch demands.
+        waits: the kernel executes gdc_wait, if it has the argument PDL. One that does not is never
+            launched early: it only lets its successor be.
         jit: triton.jit (the default) or gluon.jit.
 
     Raises:
@@ -200,7 +202,7 @@ def kernel(
                     f"{function.__name__}: {name} must{'' if role == 'constant' else ' not'} be "
                     f"tl.constexpr, as {arguments.__name__} has it as {role}"
                 )
-        return Kernel(jitted, arguments, pdl_first)
+        return Kernel(jitted, arguments, pdl_first, waits)
 
     return decorate
 

@@ -468,6 +468,24 @@ def test_first_kernels_wait_before_anything_else():
     assert sorted(found) == expected
 
 
+# functions that execute gdc_wait for the kernel that calls them
+WAITING = ("gdc_wait(", "mainloop(", "quantize_rows(")
+
+
+def test_kernels_say_whether_they_wait():
+    """A kernel that is launched early, and does not wait, reads what is not written yet."""
+    seen = 0
+    for path, node, options in kernels_of_the_package():
+        names = [argument.arg for argument in node.args.args]
+        if "PDL" not in names:
+            continue
+        body = "\n".join(path.read_text().split("\n")[node.body[0].lineno - 1 : node.end_lineno])
+        says = getattr(options.get("waits"), "value", True)
+        seen += 1
+        assert any(word in body for word in WAITING) == says, node.name
+    assert seen > 20
+
+
 def test_inspected_kernels_are_where_they_are_said_to_be():
     """`kernels_of_the_package` finds those that this file launches."""
     names = {node.name for _, node, _ in kernels_of_the_package()}

@@ -62,7 +62,7 @@ class Activate:
     PDL: Constant
 
 
-@kernel(Activate)
+@kernel(Activate, waits=False)
 def moe_ops_cutlass_activate(
     h_ptr,
     scale_ptr,

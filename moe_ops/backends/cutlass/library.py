@@ -1,4 +1,4 @@
-"""The grouped GEMMs of csrc/cutlass: finding or building the object of a GPU, and calling its
+"""The grouped products of csrc/cutlass: finding or building the object of a GPU, and calling its
 kernels through ctypes. torch alone.
 
 ctypes rather than an extension of torch: the object then depends on neither torch nor Python, and

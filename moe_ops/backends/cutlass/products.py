@@ -67,6 +67,7 @@ def multiply_into(
     """`multiply` where there is a kernel, written to `out`."""
     gemms = kernels(rows.get_device())
     assert gemms is not None
+    assert weight.is_contiguous() or weight.mT.is_contiguous()
     n, k = weight.shape[1:]
     if transpose:
         n, k = k, n
@@ -86,6 +87,7 @@ def outer(
     gemms = kernels(a.get_device())
     if gemms is None or a.dtype != torch.bfloat16:
         return None
+    assert b.is_contiguous()
     m, n = a.shape[1], b.shape[1]
     out = a.new_empty(ends.shape[0], m, n)
     _run(gemms, "outer", a, b, out, ends, m=m, n=n)
@@ -95,6 +97,11 @@ def outer(
 def _run(
     gemms: Gemms, name: str, a: Tensor, b: Tensor, d: Tensor, ends: Tensor, **sizes: Any
 ) -> None:
+    if a.shape[0] == 0:
+        if name == "outer":
+            d.zero_()
+        return
+    assert a.dtype == b.dtype == d.dtype == torch.bfloat16 and d.is_contiguous()
     assert a.is_contiguous() and ends.is_contiguous() and ends.dtype == torch.int32
     assert all([library.aligned(t) for t in (a, b, d)])
     assert not any([size % 8 for size in sizes.values()]), sizes

@@ -311,7 +311,7 @@ class Activate:
     PDL: Constant
 
 
-@kernel(Activate)
+@kernel(Activate, waits=False)
 def moe_ops_deep_gemm_activate(
     h_ptr,
     scale_ptr,

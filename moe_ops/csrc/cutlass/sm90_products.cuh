@@ -9,8 +9,8 @@
 //
 // Clusters of two blocks, with tiles of 128 x 256 each, share what is the same for both: two tiles
 // of rows share columns, and the last of an odd number of tiles of rows is done for two tiles of
-// columns, which share rows. So an expert's rows are rounded up to 128, not 256. Of at most 64 rows
-// in the last tile both warpgroups take all, and half of the columns each.
+// columns, which share rows. So an expert's rows are rounded up to 128, not 256. If the last of an
+// odd number has at most 64 rows, both warpgroups take all, and half of the columns each.
 #pragma once
 
 #include <cuda.h>

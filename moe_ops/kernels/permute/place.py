@@ -62,7 +62,7 @@ class Count:
     PDL: Constant
 
 
-@kernel(Count)
+@kernel(Count, waits=False)
 def moe_ops_count_pairs(
     counts_ptr,
     ids_ptr,
@@ -211,7 +211,7 @@ class Batches:
     PDL: Constant
 
 
-@kernel(Batches)
+@kernel(Batches, waits=False)
 def moe_ops_count_batches(
     counts_ptr,
     sizes_ptr,

@@ -188,7 +188,7 @@ class GroupBlocks:
     PDL: Constant
 
 
-@kernel(GroupBlocks)
+@kernel(GroupBlocks, waits=False)
 def moe_ops_group_blocks(
     index_ptr,
     sizes_ptr,

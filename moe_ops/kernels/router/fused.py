@@ -54,7 +54,7 @@ class Sums:
     PDL: Constant
 
 
-@kernel(Sums)
+@kernel(Sums, waits=False)
 def moe_ops_router_sums(
     sums_ptr,
     x_ptr,

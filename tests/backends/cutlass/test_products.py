@@ -27,6 +27,7 @@ ROWS = {
     "few": [3, 0, 64, 65, 0, 1],
     "tiles": [128, 129, 256, 300, 0, 511],
     "many": [5 * e % 13 for e in range(70)],
+    "long": [2500, 0, 130],  # more tiles than blocks take at a time
 }
 # (N, K): less than a tile, with tails, and more tiles than one; sums are along either
 SIZES = ((8, 16), (264, 72), (768, 136))
