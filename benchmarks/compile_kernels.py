@@ -219,6 +219,7 @@ def _compiling(gpu: Gpu, arch: Arch, compiles: bool = True) -> Iterator[list[Com
         kernel: Any = SimpleNamespace(
             function=_Recorder(one.kernel.function, found, compiles),
             pdl_first=one.kernel.pdl_first,
+            waits=one.kernel.waits,
         )
         return start(one._replace(kernel=kernel), first, gpu)
 
