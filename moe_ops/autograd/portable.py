@@ -181,8 +181,11 @@ def backward(
             found.append(activations.derivative(x, s[rows] * da_rows, call.activation).to(h.dtype))
         return found
 
-    # a scheme may round all rows of its activations by one scale
-    derived = derive(slice(None)) if call.w2.scheme else _over_rows(derive, h)
+    derived: list[Tensor] = []
+    if call.w2.scheme:  # it may round all rows of its activations by one scale
+        derived = derive(slice(None))
+    elif of_output or needs_hidden or needs_dh:
+        derived = _over_rows(derive, h)
     dh = derived.pop() if needs_dh else None
     weighed = derived.pop() if needs_hidden else None
     da = None
