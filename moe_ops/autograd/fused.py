@@ -175,6 +175,18 @@ class _Step:
             self.run(adapted.activate(self.activation, out, h, self.b13, *pair, blocks))
         return out
 
+    def gate_up_and_activated(self) -> tuple[Tensor, Tensor]:
+        """h, and the rows that w2 multiplies, without adapters."""
+        w13, of = self.call.w13, self.activation
+        fused = not w13.scheme and w13.data.is_contiguous() and of.GATED and not of.INTERLEAVED
+        if not fused or native.kernels(self.device) is None or self.x.dtype != torch.bfloat16:
+            h = self.multiply(self.inputs(), w13)
+            return h, self.activated(h)
+        h, out = self.rows(self.N), self.rows(self.I)
+        ends = self.layout.groups
+        native.activate_into(out, self.inputs(), w13.data, ends, of, self.b13, h)
+        return h, out
+
     def derive(
         self,
         to: Gradients,
@@ -229,8 +241,11 @@ def forward(
     step = _Step(call)
     index = step.place()
     first, second = of_products(step, adapters)
-    h = step.multiply(step.inputs(first), call.w13)
-    hidden = step.activated(h, first, second)
+    if first is None and second is None:
+        h, hidden = step.gate_up_and_activated()
+    else:
+        h = step.multiply(step.inputs(first), call.w13)
+        hidden = step.activated(h, first, second)
     y = step.multiply(hidden, call.w2)
     if second is not None:
         second.widen(y, hidden, False)

@@ -86,8 +86,10 @@ class FakeLibrary:
             matrix(one["d"], m, n, one["stride_d"], out).copy_(found.to(out))
         return 0
 
-    def run_product(self, kind: str, g: products.GroupedProduct) -> int:
+    def run_product(self, kind: str, g: Any) -> int:
         """Products of rows sorted by expert. What another expert has no one reads."""
+        if kind == "activated":
+            return self.run_activated(g)
         E, outer = g.groups, kind == "outer"
         assert g.sm_count > 0 and not any(t % ALIGNMENT for t in (g.a, g.b, g.d))
         assert g.n % 8 == 0 and (g.m if outer else g.k) % 8 == 0 and (g.k if outer else g.m) == 0
@@ -109,6 +111,32 @@ class FakeLibrary:
             else:
                 w = b[e].double()
                 d[rows] = a[rows].double() @ (w.t() if kind == "x_wt" else w)
+            start = end
+        return 0
+
+    def run_activated(self, gated: products.GatedProduct) -> int:
+        """The activation of products."""
+        g, bf16 = gated.product, torch.bfloat16
+        assert g.sm_count > 0 and not any(t % ALIGNMENT for t in (g.a, g.b, g.d))
+        assert g.n % 8 == g.k % 8 == g.m == 0
+        ends = at(g.ends, g.groups, torch.int32).tolist()
+        a = matrix(g.a, g.rows, g.k, g.k, bf16)
+        b = at(g.b, g.groups * 2 * g.n * g.k, bf16).view(g.groups, 2 * g.n, g.k)
+        d, bias, start = matrix(g.d, g.rows, g.n, g.n, bf16), torch.zeros(2 * g.n), 0
+        names = ("silu", "gelu", "gelu_tanh", "swigluoai_uninterleave", "swiglustep")
+        name = names[gated.activation]
+        if gated.interleaved:
+            assert name == "swigluoai_uninterleave" and not gated.gate_up
+            name = "swigluoai"
+        numbers = (gated.alpha, gated.beta, gated.limit)
+        for e, end in enumerate(ends):
+            found = a[start:end].double() @ b[e].double().t()
+            if gated.gate_up:
+                matrix(gated.gate_up, g.rows, 2 * g.n, 2 * g.n, bf16)[start:end] = found
+            if gated.bias:
+                dtype = torch.float32 if gated.bias_is_float else bf16
+                bias = at(gated.bias, g.groups * 2 * g.n, dtype).view(g.groups, -1)[e]
+            d[start:end] = oracle.activation(found + bias, name, *numbers)
             start = end
         return 0
 

@@ -112,8 +112,8 @@ def workspace_shapes(M: int, problem: Problem) -> Workspaces:
     """Shapes of the workspaces. workspace13 holds quantized x (rows, K), then the activation's
     output h (rows, I), each followed by its scales: one for each row, or those of blocks in tiles;
     workspace2 gate and up (rows, N), then the products with w2 (rows, K). The index workspace:
-    kernels/permute/layout.py, then schemes.Parts. Of plain weights x and h are bf16 without
-    scales, and the index workspace has the layout alone.
+    kernels/permute/layout.py, then schemes.Parts. Of plain weights all are bf16 without scales. If
+    the activation is gated, workspace2 holds its output alone, and workspace13 the rest.
     """
     p = problem
     E, rows = p.num_experts, M * p.top_k
@@ -124,9 +124,11 @@ def workspace_shapes(M: int, problem: Problem) -> Workspaces:
     kind = kind_of(p.scheme)
     assert kind is not None
     if kind == PLAIN:
+        gated = p.activation is not None and p.activation.gated
+        second = p.intermediate_size if gated else wide
         return Workspaces(
-            Buffer((rows, wide), p.dtype),
-            Buffer((rows, max(p.num_rows, p.hidden_size)), p.dtype),
+            Buffer((rows, p.hidden_size if gated else wide), p.dtype),
+            Buffer((rows, second), p.dtype),
             Buffer((index,), torch.int32),
         )
     if kind == BLOCKS:

@@ -1,9 +1,9 @@
 """The layer of plain bf16 experts: products of csrc/cutlass between kernels that training shares.
 Imported at first launch only.
 
-Pairs are sorted by expert, without padding between experts. Tokens are copied to their rows;
-product with w13; activation; product with w2; weighted sum. Biases are added where a kernel reads
-those rows anyway.
+Pairs are sorted by expert, without padding between experts. Tokens are copied to their rows; the
+product with w13 ends with the activation, if that is gated, else it is a kernel of its own; the
+product with w2 and a weighted sum follow.
 """
 
 from __future__ import annotations
@@ -46,14 +46,19 @@ def _run(a: ExpertsArgs) -> None:
     on_input = a.topk_weights if a.router_weight_on_input else None
     on_output = None if a.router_weight_on_input else a.topk_weights
     before, layout = place(a.topk_ids, a.expert_map, a.index_workspace, E, S, 1, gpu)
-    rows = carve(a.workspace13, (S, K), torch.bfloat16)
-    gate_up = carve(a.workspace2, (S, N), torch.bfloat16)
-    run([*before, scatter(x, rows, on_input, layout, top_k)], device, gpu)
-    products.multiply_into(gate_up, rows, a.w13, layout.groups)
-    h = carve(a.workspace13, (S, I), torch.bfloat16)
     activation = activated(a.activation, a.alpha, a.beta, a.limit)
-    run([activate(activation, h, gate_up, _contiguous(a.w13_bias), layout)], device, gpu)
-    y = carve(a.workspace2, (S, K), torch.bfloat16)
+    bias = _contiguous(a.w13_bias)
+    rows = carve(a.workspace13, (S, K), torch.bfloat16)
+    run([*before, scatter(x, rows, on_input, layout, top_k)], device, gpu)
+    if activation.GATED:
+        h, y = carve(a.workspace2, (S, I), torch.bfloat16), rows
+        products.activate_into(h, rows, a.w13, layout.groups, activation, bias)
+    else:
+        y = carve(a.workspace2, (S, N), torch.bfloat16)
+        products.multiply_into(y, rows, a.w13, layout.groups)
+        h = carve(a.workspace13, (S, I), torch.bfloat16)
+        run([activate(activation, h, y, bias, layout)], device, gpu)
+        y = carve(a.workspace2, (S, K), torch.bfloat16)
     products.multiply_into(y, h, a.w2, layout.groups)
     bias = _contiguous(a.w2_bias)
     run([combine_rows(a.out, y, on_output, layout, top_k, bias)], device, gpu)

@@ -1,4 +1,5 @@
-"""Products of bf16 rows sorted by expert on SM90: csrc/cutlass/sm90_products.cuh. torch alone.
+"""Products of bf16 rows sorted by expert on SM90, and the activation of one:
+csrc/cutlass/sm90_products.cuh. torch alone.
 
 They run where the object is built. Nothing is built for them: torch's grouped product takes their
 place.
@@ -14,9 +15,12 @@ from torch import Tensor
 
 from moe_ops.backends.cutlass import library
 from moe_ops.backends.cutlass.library import Gemms
+from moe_ops.kernels.gemm.operands import Activated
 
 _ARCHITECTURE = "sm_90a"
 _KERNEL = "moe_ops_sm90_product"
+# enum Activation of csrc/cutlass/sm90_schedule.cuh
+_ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "swigluoai", "swiglustep")
 
 
 class GroupedProduct(ctypes.Structure):
@@ -34,6 +38,22 @@ class GroupedProduct(ctypes.Structure):
         ("n", ctypes.c_int32),
         ("k", ctypes.c_int32),
         ("stream", ctypes.c_void_p),
+    ]
+
+
+class GatedProduct(ctypes.Structure):
+    """struct GatedProduct of csrc/cutlass/grouped.h."""
+
+    _fields_ = [
+        ("product", GroupedProduct),
+        ("bias", ctypes.c_void_p),
+        ("gate_up", ctypes.c_void_p),
+        ("bias_is_float", ctypes.c_int32),
+        ("interleaved", ctypes.c_int32),
+        ("activation", ctypes.c_int32),
+        ("alpha", ctypes.c_float),
+        ("beta", ctypes.c_float),
+        ("limit", ctypes.c_float),
     ]
 
 
@@ -94,18 +114,55 @@ def outer(
     return out
 
 
-def _run(
-    gemms: Gemms, name: str, a: Tensor, b: Tensor, d: Tensor, ends: Tensor, **sizes: Any
+def activate_into(
+    out: Tensor,  # (S, I) bf16, written
+    rows: Tensor,  # (S, K) bf16
+    weight: Tensor,  # (E, 2 I, K), contiguous
+    ends: Tensor,  # (E,) int32
+    activation: Activated,  # a gated one
+    bias: Tensor | None = None,  # (E, 2 I), contiguous
+    gate_up: Tensor | None = None,  # (S, 2 I) bf16, written: rows @ weight[e].T; not interleaved
 ) -> None:
-    if a.shape[0] == 0:
-        if name == "outer":
-            d.zero_()
+    """activation(rows @ weight[e].T + bias[e]) for the rows of each expert, where there is a
+    kernel. The sums are not rounded before the activation. Sizes, addresses and rows past ends[-1]
+    as in `multiply`.
+    """
+    gemms = kernels(rows.get_device())
+    assert gemms is not None and activation.GATED and weight.is_contiguous()
+    if bias is not None and bias.dtype != torch.bfloat16:
+        bias = bias.float()
+    assert bias is None or bias.is_contiguous()
+    if gate_up is not None:
+        assert gate_up.is_contiguous() and gate_up.dtype == torch.bfloat16
+        assert library.aligned(gate_up) and not activation.INTERLEAVED
+    if out.shape[0] == 0:
         return
+    product = GatedProduct(
+        product=_product(gemms, rows, weight, out, ends, n=out.shape[1], k=rows.shape[1]),
+        bias=_address(bias),
+        gate_up=_address(gate_up),
+        bias_is_float=bias is not None and bias.dtype == torch.float32,
+        interleaved=activation.INTERLEAVED,
+        activation=_ACTIVATIONS.index(activation.ACTIVATION),
+        alpha=activation.alpha,
+        beta=activation.beta,
+        limit=activation.limit,
+    )
+    gemms.run(f"{_KERNEL}_activated", product)
+
+
+def _address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+def _product(
+    gemms: Gemms, a: Tensor, b: Tensor, d: Tensor, ends: Tensor, **sizes: Any
+) -> GroupedProduct:
     assert a.dtype == b.dtype == d.dtype == torch.bfloat16 and d.is_contiguous()
     assert a.is_contiguous() and ends.is_contiguous() and ends.dtype == torch.int32
     assert all([library.aligned(t) for t in (a, b, d)])
     assert not any([size % 8 for size in sizes.values()]), sizes
-    product = GroupedProduct(
+    return GroupedProduct(
         groups=ends.shape[0],
         sm_count=gemms.sm_count,
         a=a.data_ptr(),
@@ -116,4 +173,12 @@ def _run(
         stream=library.stream_of(a.get_device()),
         **sizes,
     )
-    gemms.run(f"{_KERNEL}_{name}", product)
+
+
+def _run(
+    gemms: Gemms, name: str, a: Tensor, b: Tensor, d: Tensor, ends: Tensor, **sizes: Any
+) -> None:
+    if a.shape[0] > 0:
+        gemms.run(f"{_KERNEL}_{name}", _product(gemms, a, b, d, ends, **sizes))
+    elif name == "outer":
+        d.zero_()

@@ -63,3 +63,17 @@ struct GroupedProduct {
   int32_t k;          // 0 for an outer product
   cudaStream_t stream;
 };
+
+// The activation of a product x w^T with the gate and up rows of w (groups, 2 n, k), which writes d
+// (rows, n). NAME_run takes it in place of GroupedGemm.
+struct GatedProduct {
+  GroupedProduct product;
+  const void* bias;     // (groups, 2 n) as rows of w are, bf16 or fp32, or null
+  void* gate_up;        // (rows, 2 n): the product without bias, written; or null
+  int32_t bias_is_float;
+  int32_t interleaved;  // whether gate and up rows of w take turns; then gate_up is null
+  int32_t activation;   // sm90_schedule.cuh
+  float alpha;
+  float beta;
+  float limit;
+};

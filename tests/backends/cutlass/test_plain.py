@@ -29,7 +29,7 @@ def case_of(device: str, **options) -> Case:
 def test_values(device, K, I, bias, products):  # noqa: E741, F811
     check(case_of(device, K=K, I=I, bias=bias))
     if products is not None:
-        assert products.calls == ["moe_ops_sm90_product_x_wt"] * 2
+        assert products.calls == [f"moe_ops_sm90_product_{name}" for name in ("activated", "x_wt")]
 
 
 @devices

@@ -8,10 +8,12 @@ import pytest
 import torch
 
 import moe_ops
+from moe_ops.activations import Activation
 from moe_ops.backends.cutlass import library, products
+from moe_ops.kernels.gemm.operands import activated
 from tests.autograd.test_gradients import call, cotangent, leaves
-from tests.support import fake_cutlass
-from tests.support.cases import BF16, Case
+from tests.support import fake_cutlass, oracle
+from tests.support.cases import BF16, FP16, FP32, Case
 
 CUDA = torch.cuda.is_available()
 PLACES = [
@@ -97,6 +99,49 @@ def test_outer(device, rows, M, N):
                 torch.testing.assert_close(out[e].double(), expected, **ROUNDING)
 
 
+# activation, dtype of the bias, and whether gate and up are written
+ACTIVATED = {
+    "silu": (Activation("silu"), None, True),
+    "silu, limit": (Activation("silu", limit=0.7), BF16, True),
+    "gelu": (Activation("gelu"), FP32, False),
+    "gelu_tanh": (Activation("gelu_tanh"), None, False),
+    "swigluoai": (Activation("swigluoai"), FP32, False),
+    "swigluoai, rows": (Activation("swigluoai", alpha=1.3, limit=0.8), None, False),
+    "swigluoai, halves": (Activation("swigluoai_uninterleave", beta=0.4), FP16, True),
+    "swiglustep": (Activation("swiglustep", limit=0.9), FP16, True),
+}
+
+
+@devices
+@pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS)
+@pytest.mark.parametrize("I, K", [(8, 16), (136, 72), (384, 136)])
+@pytest.mark.parametrize("options", ACTIVATED.values(), ids=ACTIVATED)
+def test_activated(device, rows, I, K, options):  # noqa: E741
+    activation, of_bias, keeps = options
+    of = activated(activation.name, activation.alpha, activation.beta, activation.limit)
+    ends, experts = layout(rows, device)
+    E, S = len(rows), len(experts)
+    w = torch.randn(E, 2 * I, K, device=device, dtype=BF16) / K**0.5
+    bias = None if of_bias is None else torch.randn(E, 2 * I, device=device, dtype=of_bias)
+    for which in (0, 1):
+        x, exact = poisoned((S, K), experts, which, device)
+        out = torch.full((S, I), torch.nan, device=device, dtype=BF16)
+        gate_up = torch.full((S, 2 * I), torch.nan, device=device, dtype=BF16) if keeps else None
+        products.activate_into(out, x, w, ends, of, bias, gate_up)
+        assert out[experts < 0].isnan().all()
+        for e in range(1 - which, E, 2):
+            mine = experts == e
+            product = exact[mine] @ w[e].mT.double()
+            if gate_up is not None:
+                torch.testing.assert_close(gate_up[mine].double(), product, **ROUNDING)
+            biased = product if bias is None else product + bias[e].double()
+            numbers = activation.alpha, activation.beta, activation.limit
+            expected = oracle.activation(biased, activation.name, *numbers)
+            torch.testing.assert_close(out[mine].double(), expected, **ROUNDING)
+        if gate_up is not None:
+            assert gate_up[experts < 0].isnan().all()
+
+
 @devices
 def test_rows_of_no_expert_are_not_written(device, monkeypatch):
     ends, experts = layout([130, 7, 64], device)
@@ -154,4 +199,4 @@ def test_a_step_runs_them(monkeypatch):
     out = call(moe_ops.fused_experts, case, given)
     torch.autograd.grad(out, list(given.values()), cotangent(case))
     names = [name.removeprefix("moe_ops_sm90_product_") for name in ran]
-    assert names == ["x_wt", "x_wt", "x_w", "outer", "outer", "x_w"]
+    assert names == ["activated", "x_wt", "x_w", "outer", "outer", "x_w"]

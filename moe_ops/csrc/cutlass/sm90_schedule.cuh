@@ -1,0 +1,155 @@
+// Tiles of grouped products of bf16 rows on SM90, and who does which: sm90_products.cuh.
+#pragma once
+
+#include <cuda_bf16.h>
+
+#include "cute/arch/cluster_sm90.hpp"
+#include "cutlass/arch/barrier.h"
+#include "grouped.h"
+
+namespace moe_ops::cutlass_products {
+
+// GATED is x w^T and the activation behind it: of its 192 columns, half are of the gate.
+enum Kind { X_WT, X_W, OUTER, GATED };
+
+constexpr int TILE_M = 128, TILE_N = 192, TILE_K = 64;
+constexpr int PART = 64;            // rows or columns of a part of a tile: 128 bytes of the other
+constexpr int PAIRS = 8;            // pairs of tiles of rows that are done for the same columns
+constexpr int PART_BYTES = PART * TILE_K * 2;
+constexpr int STORED_ROWS = 16;     // what a warp stores at a time
+template <Kind KIND>
+constexpr int COLUMNS_OF_D = KIND == GATED ? TILE_N / 2 : TILE_N;
+// Outer products store as much as they multiply where experts have few rows: with five stages and
+// buffers of 32 columns they took 15 % longer at 256 rows, and 3 % less at 1024.
+template <Kind KIND>
+constexpr int STAGES = KIND == OUTER ? 4 : 5;
+template <Kind KIND>
+constexpr int STORED_COLUMNS = KIND == OUTER ? 64 : 32;
+
+using Barrier = cutlass::arch::ClusterTransactionBarrier;
+
+struct Stage {  // rows of 128 bytes, swizzled
+  uint8_t a[TILE_M / PART][PART_BYTES];
+  uint8_t b[TILE_N / PART][PART_BYTES];
+};
+
+template <Kind KIND>
+struct alignas(1024) Shared {
+  Stage stages[STAGES<KIND>];
+  uint8_t out[8][2][STORED_ROWS * STORED_COLUMNS<KIND> * 2];  // of each warp, two buffers
+  Barrier full[STAGES<KIND>], empty[STAGES<KIND>];
+  static_assert(sizeof(Stage) * STAGES<KIND> + sizeof(out) <= 226 * 1024);
+};
+
+enum Activation { SILU, GELU, GELU_TANH, SWIGLUOAI, SWIGLUSTEP };
+
+struct Gated {  // of kind GATED alone
+  void const* bias;        // (groups, 2 n), or null
+  bool bias_is_float;      // else bf16
+  __nv_bfloat16* gate_up;  // (rows, 2 n), written: the product, or null
+  bool interleaved;        // gate and up rows of weights take turns; bias is as they are
+  int activation;
+  float alpha, beta, limit;
+
+  __device__ float bias_at(int64_t i) const {
+    return bias_is_float ? static_cast<float const*>(bias)[i]
+                         : __bfloat162float(static_cast<__nv_bfloat16 const*>(bias)[i]);
+  }
+};
+
+struct Sizes {
+  const int* ends;
+  __nv_bfloat16* d;
+  int groups, m, n, k;
+  Gated gated;
+};
+
+// What a cluster does next.
+struct Work {
+  int expert, start, rows;  // the expert, its first row and their number
+  int m, n;                 // this block's tile
+  bool pair;                // the blocks share columns; else they share rows
+  bool half;                // of at most 64 rows
+  int steps;                // along the sum
+};
+
+// Finds the work of a cluster in that of all experts. A warp does it together: each lane knows one
+// of 32 experts.
+template <Kind KIND>
+struct Schedule {
+  Sizes const& p;
+  int lane, block, first = 0;  // experts first to first + 31
+  int start, end, last;        // rows of this lane's expert; work of all experts up to it
+
+  __device__ explicit Schedule(Sizes const& p)
+      : p(p), lane(threadIdx.x % 32), block(cute::block_rank_in_cluster()) {
+    read(0);
+  }
+
+  __device__ static int divided(int a, int b) { return (a + b - 1) / b; }
+
+  // Work of an expert whose D has so many rows.
+  __device__ int work(int rows) const {
+    int tiles_m = divided(rows, TILE_M), tiles_n = divided(p.n, COLUMNS_OF_D<KIND>);
+    return tiles_m / 2 * tiles_n + tiles_m % 2 * divided(tiles_n, 2);
+  }
+  __device__ int rows_of_d(int rows) const { return KIND == OUTER ? p.m : rows; }
+
+  __device__ void read(int before) {
+    int e = first + lane;
+    end = e < p.groups ? p.ends[e] : 0;
+    start = 0 < e && e < p.groups ? p.ends[e - 1] : 0;
+    last = e < p.groups ? work(rows_of_d(end - start)) : 0;
+    for (int i = 1; i < 32; i *= 2) {
+      int left = __shfl_up_sync(~0u, last, i);
+      last += lane >= i ? left : 0;
+    }
+    last += before;
+  }
+
+  __device__ bool find(int index, Work& w) {
+    for (int all; index >= (all = __shfl_sync(~0u, last, 31)); read(all)) {
+      first += 32;
+      if (first >= p.groups) return false;
+    }
+    int at = __ffs(__ballot_sync(~0u, last > index)) - 1;
+    w.expert = first + at;
+    w.start = __shfl_sync(~0u, start, at);
+    w.rows = __shfl_sync(~0u, end, at) - w.start;
+    int rows = rows_of_d(w.rows), pairs = divided(rows, TILE_M) / 2;
+    int tiles_n = divided(p.n, COLUMNS_OF_D<KIND>);
+    index -= __shfl_sync(~0u, last, at) - work(rows);
+    w.pair = index < pairs * tiles_n;
+    if (w.pair) {
+      int from = index / (PAIRS * tiles_n) * PAIRS, several = min(PAIRS, pairs - from);
+      index -= from * tiles_n;
+      w.m = 2 * (from + index % several) + block;
+      w.n = index / several;
+    } else {
+      w.m = 2 * pairs;
+      w.n = 2 * (index - pairs * tiles_n) + block;
+    }
+    w.half = !w.pair && rows - w.m * TILE_M <= PART;
+    w.steps = divided(KIND == OUTER ? w.rows : p.k, TILE_K);
+    return true;
+  }
+};
+
+template <Kind KIND>
+struct Ring {
+  int at = 0;
+  uint32_t phase = 0;
+
+  __device__ void next() {
+    if (++at == STAGES<KIND>) {
+      at = 0;
+      phase ^= 1;
+    }
+  }
+  __device__ void skip(int steps) {
+    phase ^= (at + steps) / STAGES<KIND> % 2;
+    at = (at + steps) % STAGES<KIND>;
+  }
+};
+
+}  // namespace moe_ops::cutlass_products
