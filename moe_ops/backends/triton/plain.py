@@ -67,7 +67,7 @@ def experts(a: ExpertsArgs) -> None:
     scaling = scaling_of(a.scheme, gpu.native)
     w_scale, x_scale, *_ = scaling
     pairs = M * top_k
-    tma = pairs >= LARGE_ROWS * E and sm90_tma.why_not(w13, w2, scaling, gpu) is None
+    tma = pairs >= LARGE_ROWS * E and sm90_tma.why_not(w13, w2, activation, scaling, gpu) is None
     one_token = M == 1 and gemv.why_not(w13, w2, top_k, scaling) is None
     shape, scales = (M, top_k, E, K, I), (w_scale, x_scale)
     config = for_experts(*shape, dtype, gpu, a.scheme, scales, activation.GATED, tma, one_token)

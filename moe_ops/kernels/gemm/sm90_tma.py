@@ -113,7 +113,7 @@ def matmul_blocks(
     x_ok,  # (BLOCK_M,) which rows have scales
     x_scale_ptrs,  # (BLOCK_M,) pointers to the scales of the first group
     x_scale_stride_g,
-    w_desc,  # box [1, 1, 128, 128]
+    w_desc,  # box [1, 1, 128, 128], or [1, 1, 64, 128] if SECOND is "uneven half"
     w_scale_ptr,  # scales of this expert
     w_scale_stride_n,
     w_scale_stride_k,
@@ -126,36 +126,43 @@ def matmul_blocks(
     GATHERED: tl.constexpr,
     SECOND: tl.constexpr,
     EVEN_K: tl.constexpr,
-    EVEN_N: tl.constexpr,
     NATIVE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     NUM_STAGES: tl.constexpr,
 ):
     """x @ w.T in fp32 of e4m3 operands: (BLOCK_M, 128) for the 128 weight rows from `row` on, and
     for as many more: those of the second half that lie as they do in the first (SECOND is
-    "half"), or those behind them ("next").
+    "half"), or those behind them ("next"). A second half that begins in the middle of a block
+    ("uneven half") is four products of 64 rows, because the rows of such a box have one scale;
+    with a scale of each row 168 registers of a thread spilled.
 
     The sum over 128 columns is scaled and added to the total outside of the tensor core, which
     accumulates in fewer bits than fp32 has. One half is multiplied after the other, because the
     sums of both would not fit into registers.
     """
-    # In a second half that does not begin with a block, the rows of a box have scales of two.
-    TWO_SCALES: tl.constexpr = SECOND == "half" and not EVEN_N
+    UNEVEN: tl.constexpr = SECOND == "uneven half"
+    ROWS: tl.constexpr = 64 if UNEVEN else 128
     s0_ptr = w_scale_ptr + row // 128 * w_scale_stride_n
-    if TWO_SCALES:
-        rows = tl.minimum(N + row + tl.arange(0, 128), 2 * N - 1)
-        s1_ptr = w_scale_ptr + (rows // 128 * w_scale_stride_n)[None, :]
-    else:
-        s1_ptr = s0_ptr + (N // 128 if SECOND == "half" else 1) * w_scale_stride_n
-        if SECOND == "next":  # the last tile may have 128 rows and no more
-            s1_ptr = tl.where(row + 128 < N, s1_ptr, s0_ptr)
-    acc0 = tl.zeros((BLOCK_M, 128), tl.float32)
+    s1_ptr = s0_ptr
+    s2_ptr = s0_ptr
+    if UNEVEN:  # the last tile may have 64 rows and no more
+        s1_ptr = w_scale_ptr + (N + row) // 128 * w_scale_stride_n
+        s2_ptr = w_scale_ptr + tl.minimum(N + row + 64, 2 * N - 1) // 128 * w_scale_stride_n
+    elif SECOND == "half":
+        s1_ptr += N // 128 * w_scale_stride_n
+    elif SECOND == "next":  # the last tile may have 128 rows and no more
+        s1_ptr = tl.where(row + 128 < N, s0_ptr + w_scale_stride_n, s0_ptr)
+    acc0 = tl.zeros((BLOCK_M, ROWS), tl.float32)
     acc1 = acc0
+    acc2 = acc0
+    acc3 = acc0
     zeros = acc0
     xs = tl.load(x_scale_ptrs, mask=x_ok, other=0.0)
     s0 = tl.load(s0_ptr).to(tl.float32)
     if SECOND != "":
         s1 = tl.load(s1_ptr).to(tl.float32)
+    if UNEVEN:
+        s2 = tl.load(s2_ptr).to(tl.float32)
     for k in tl.range(0, K, 128, num_stages=NUM_STAGES):
         if GATHERED:
             if EVEN_K:
@@ -165,28 +172,38 @@ def matmul_blocks(
             x += 128 * x_stride_k
         else:
             xt = x.load([first, k])
-        w0 = w_desc.load([e, 0, row, k]).reshape(128, 128)
+        w0 = w_desc.load([e, 0, row, k]).reshape(ROWS, 128)
         if SECOND == "half":
             w1 = w_desc.load([e, 1, row, k]).reshape(128, 128)
         elif SECOND == "next":
             w1 = w_desc.load([e, 0, row + 128, k]).reshape(128, 128)
+        elif UNEVEN:
+            w1 = w_desc.load([e, 0, row + 64, k]).reshape(64, 128)
+            w2 = w_desc.load([e, 1, row, k]).reshape(64, 128)
+            w3 = w_desc.load([e, 1, row + 64, k]).reshape(64, 128)
         more = k + 128 < K  # scales are loaded one step ahead of their use
         x_scale_ptrs += tl.where(more, x_scale_stride_g, 0)
         next_xs = tl.load(x_scale_ptrs, mask=x_ok, other=0.0)
         s0_ptr += tl.where(more, w_scale_stride_k, 0)
         next_s0 = tl.load(s0_ptr).to(tl.float32)
-        acc0 += dot(xt, w0, zeros, NATIVE) * (xs * s0)[:, None]
-        s0 = next_s0
         if SECOND != "":
             s1_ptr += tl.where(more, w_scale_stride_k, 0)
             next_s1 = tl.load(s1_ptr).to(tl.float32)
-            if TWO_SCALES:
-                acc1 += dot(xt, w1, zeros, NATIVE) * (xs[:, None] * s1)
-            else:
-                acc1 += dot(xt, w1, zeros, NATIVE) * (xs * s1)[:, None]
+        acc0 += dot(xt, w0, zeros, NATIVE) * (xs * s0)[:, None]
+        if UNEVEN:
+            s2_ptr += tl.where(more, w_scale_stride_k, 0)
+            next_s2 = tl.load(s2_ptr).to(tl.float32)
+            acc1 += dot(xt, w1, zeros, NATIVE) * (xs * s0)[:, None]
+            acc2 += dot(xt, w2, zeros, NATIVE) * (xs * s1)[:, None]
+            acc3 += dot(xt, w3, zeros, NATIVE) * (xs * s2)[:, None]
+            s2 = next_s2
+        elif SECOND != "":
+            acc1 += dot(xt, w1, zeros, NATIVE) * (xs * s1)[:, None]
+        s0 = next_s0
+        if SECOND != "":
             s1 = next_s1
         xs = next_xs
-    return acc0, acc1
+    return acc0, acc1, acc2, acc3
 
 
 @triton.jit
@@ -278,6 +295,7 @@ def gemm1_rows(
     """moe_ops_tma_gemm1 for tile n of block b, which has at most BLOCK_M rows."""
     BLOCK_I: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
     HALVES: tl.constexpr = GATED and not INTERLEAVED
+    UNEVEN: tl.constexpr = QUANTIZED and HALVES and not EVEN_N
     e, first, position, ok = block_at(index_ptr, b, BLOCK_M, 1)
     pair = pairs_at(index_ptr, num_blocks, position, ok, "sorted")
     token = pair // top_k
@@ -293,12 +311,14 @@ def gemm1_rows(
     e64 = e.to(tl.int64)
     if QUANTIZED:
         tl.static_assert(BLOCK_I == 128 and BLOCK_K == 128)
-        SECOND: tl.constexpr = "" if not GATED else "next" if INTERLEAVED else "half"
-        g, u = matmul_blocks(
+        SECOND: tl.constexpr = (
+            ("uneven half" if UNEVEN else "half") if HALVES else "next" if GATED else ""
+        )
+        g, u, u0, u1 = matmul_blocks(
             x_ptrs, ok, x_scale_ptr + token.to(tl.int64) * x_scale_stride_m, x_scale_stride_g,
             w_desc, w_scale_ptr + e64 * w_scale_stride_e, w_scale_stride_n, w_scale_stride_k,
             first, e, n * (BLOCK_I if HALVES else BLOCK_N), K, 2 * I if INTERLEAVED else I,
-            x_stride_k, True, SECOND, EVEN_K, EVEN_N, NATIVE, BLOCK_M, NUM_STAGES,
+            x_stride_k, True, SECOND, EVEN_K, NATIVE, BLOCK_M, NUM_STAGES,
         )  # fmt: skip
     else:
         acc = matmul_plain(
@@ -325,13 +345,17 @@ def gemm1_rows(
     scale_ptrs = h_scale_ptr
     if QUANTIZED:
         scale_ptrs += n.to(tl.int64) * h_scale_stride_g + position
-    if QUANTIZED and GATED and INTERLEAVED:
-        # Both products hold rows of gate and up. Each gives half of the tile's columns, in the
-        # threads that have its sums.
+    if UNEVEN or (QUANTIZED and GATED and INTERLEAVED):
+        # Each half of the tile's columns in the threads that have its sums: both interleaved
+        # products hold rows of gate and up.
         HALF: tl.constexpr = BLOCK_I // 2
         column = n * BLOCK_I + tl.arange(0, HALF)
-        g0, u0 = g.reshape(BLOCK_M, HALF, 2).split()
-        g1, u1 = u.reshape(BLOCK_M, HALF, 2).split()
+        if INTERLEAVED:
+            g0, u0 = g.reshape(BLOCK_M, HALF, 2).split()
+            g1, u1 = u.reshape(BLOCK_M, HALF, 2).split()
+        else:
+            g0 = g
+            g1 = u
         h0 = hidden_columns(
             g0, u0, factor, column, e64, bias_ptr, bias_stride_e, bias_stride_n, I,
             alpha, beta, limit, ACTIVATION, GATED, INTERLEAVED, HAS_LIMIT,
@@ -541,10 +565,10 @@ def moe_ops_tma_gemm2(
     e64 = e.to(tl.int64)
     if W_SCALE != "":
         tl.static_assert(BLOCK_N == 128 and BLOCK_K == 128)
-        acc, _ = matmul_blocks(
+        acc, _, _, _ = matmul_blocks(
             x_desc, ok, x_scale_ptr + position, x_scale_stride_g,
             w_desc, w_scale_ptr + e64 * w_scale_stride_e, w_scale_stride_n, w_scale_stride_k,
-            first, e, n * BLOCK_N, K, N, 1, False, "", EVEN_K, EVEN_N, NATIVE, BLOCK_M, NUM_STAGES,
+            first, e, n * BLOCK_N, K, N, 1, False, "", EVEN_K, NATIVE, BLOCK_M, NUM_STAGES,
         )  # fmt: skip
     else:
         acc = matmul_plain(
@@ -561,7 +585,9 @@ def moe_ops_tma_gemm2(
     tl.store(y_ptrs, acc, mask=ok[:, None] & (column < N)[None, :])
 
 
-def why_not(w13: Weight, w2: Weight, scaling: Scaling, gpu: Gpu) -> str | None:
+def why_not(
+    w13: Weight, w2: Weight, activation: Activated, scaling: Scaling, gpu: Gpu
+) -> str | None:
     """Why these kernels cannot run a layer, or None."""
     I = w2.data.shape[2]  # noqa: E741
     if gpu.shared_memory <= LARGE_SHARED_MEMORY:
@@ -571,6 +597,8 @@ def why_not(w13: Weight, w2: Weight, scaling: Scaling, gpu: Gpu) -> str | None:
     w_scale, x_scale, *_ = scaling
     if w_scale and (w_scale, x_scale) != ("block", "group"):
         return "weights must be plain, or e4m3 with scales by blocks"
+    if w_scale and activation.GATED and not activation.INTERLEAVED and I % 64:
+        return "64 up rows of a tile would have scales of two blocks"
     if I * w2.data.dtype.itemsize % 16:
         return "rows of h must start at multiples of 16 bytes"
     return None
@@ -591,13 +619,13 @@ def _descriptor(
 
 def _described(w: Weight, halves: int, block_n: int, block_k: int) -> DescribedWeight:
     """The DescribedWeight of a weight with so many halves, in boxes of `block_n` rows. A box has
-    rows of all halves, for e4m3 128 rows of one half.
+    rows of all halves, for e4m3 128 rows of one half, or 64 if a half ends inside a block.
     """
     E, N, K = w.data.shape
     N //= halves
     side_by_side, rows = halves, block_n // halves
     if w.scale is not None:
-        side_by_side, rows = 1, 128
+        side_by_side, rows = 1, 64 if halves == 2 and N % 128 else 128
     desc = _descriptor(
         *(w.data, (E, halves, N, K), (w.stride_e, N * w.stride_n, w.stride_n, w.stride_k)),
         (1, side_by_side, rows, block_k),

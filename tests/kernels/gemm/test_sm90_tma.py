@@ -8,14 +8,14 @@ import math
 import pytest
 import torch
 
-from moe_ops.activations import NAMES, Activation
+from moe_ops.activations import NAMES, NO_LIMIT, Activation
 from tests.support.cases import BF16, FP16, FP32, Case, assert_matches, tolerance
 
 triton = pytest.importorskip("triton")
 
 from moe_ops.kernels.configs import SM90_TMA, GemmConfig, LayerConfig, override  # noqa: E402
 from moe_ops.kernels.gemm import configs, sm90_tma  # noqa: E402
-from moe_ops.kernels.gemm.operands import Scaling, weight_of  # noqa: E402
+from moe_ops.kernels.gemm.operands import Scaling, activated, weight_of  # noqa: E402
 from moe_ops.kernels.launch import Gpu  # noqa: E402
 
 CUDA = torch.cuda.is_available()
@@ -218,7 +218,10 @@ def test_captured_graph_follows_new_routing(device, scheme):
         ({"I": 60, "stride": 64}, "rows of h must start at multiples of 16 bytes"),
         ({"transposed": True}, "rows of weights must be contiguous"),
         ({"scheme": "fp8_block"}, None),
-        ({"scheme": "fp8_block", "I": 80}, None),
+        ({"scheme": "fp8_block", "I": 192}, None),
+        ({"scheme": "fp8_block", "I": 80}, "64 up rows of a tile would have scales of two blocks"),
+        ({"scheme": "fp8_block", "I": 80, "activation": "swigluoai"}, None),
+        ({"scheme": "fp8_block", "I": 160, "activation": "gelu_no_mul"}, None),
         ({"scheme": "fp8_block", "I": 72, "stride": 80}, "rows of h must start at multiples of"),
         ({"scheme": "fp8_block", "scales": ("channel", "row")}, "scales by blocks"),
     ],
@@ -236,7 +239,8 @@ def test_why_not(changes, reason):
         w13 = w13.mT.contiguous().mT
     scale = torch.empty(2, 1, 1) if scheme else None
     weights = [weight_of("w", w, scale, scheme, BF16, gpu) for w in (w13, w2)]
-    found = sm90_tma.why_not(*weights, Scaling(*scales, False, True), gpu)
+    activation = activated(facts.get("activation", "silu"), 1.0, 0.0, NO_LIMIT)
+    found = sm90_tma.why_not(*weights, activation, Scaling(*scales, False, True), gpu)
     assert found is None if reason is None else reason in found
 
 
