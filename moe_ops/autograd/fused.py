@@ -167,6 +167,9 @@ class _Step:
     ) -> Tensor:
         """The rows that w2 multiplies, made narrow for its adapter."""
         out = self.rows(self.I)
+        h, first = self.adapted_apart(h, first)
+        if second is not None and second.apart:
+            second = None
         if first is None and second is None:
             self.run(activate(self.activation, out, h, self.b13, self.layout))
         else:
@@ -174,6 +177,15 @@ class _Step:
             blocks = self.blocks(low_rank.BLOCK_M)
             self.run(adapted.activate(self.activation, out, h, self.b13, *pair, blocks))
         return out
+
+    @staticmethod
+    def adapted_apart(h: Tensor, first: Adapter | None) -> tuple[Tensor, Adapter | None]:
+        """h, with what a kernel of its own adds, and the adapter that is then left."""
+        if first is None or not first.apart:
+            return h, first
+        h = h.clone()  # what is saved has no adapters
+        first.widen(h, None, False)
+        return h, None
 
     def gate_up_and_activated(self) -> tuple[Tensor, Tensor]:
         """h, and the rows that w2 multiplies, without adapters."""
@@ -196,6 +208,11 @@ class _Step:
         second: Adapter | None = None,
     ) -> None:
         """Back through the activation and router weights of the output."""
+        h, first = self.adapted_apart(h, first)
+        if second is not None and second.apart:
+            if dhidden is not None:
+                second.widen(dhidden, None, True)
+            second = None
         args = self.activation, to, h, self.b13, dhidden, self.of_output, self.I, self.top_k
         if first is None and second is None:
             self.run(derive(*args, self.layout))

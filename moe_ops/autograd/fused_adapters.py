@@ -88,18 +88,23 @@ class Adapter:
             u = self.narrow(x, transpose, pairs)
         return u
 
+    @property
+    def apart(self) -> bool:
+        """Whether it has more ranks than the kernels between the products take: kernels of its
+        own then make their rows wide before, and narrow after.
+        """
+        return not low_rank.fits(self.of.a.shape[1])
+
     def operand(self, matrix: Tensor, widened: bool | None, narrowed: bool | None) -> Adapted:
         """What a kernel between the products takes, with the rows that it makes wide, and those
-        that it makes narrow if a program holds so many ranks: gradients or not, or None.
+        that it makes narrow: gradients or not, or None.
         """
         wide = None if widened is None else self.found[widened]
-        narrow = None
-        if narrowed is not None and low_rank.fits(self.of.a.shape[1]):
-            narrow = self.new(narrowed)
+        narrow = None if narrowed is None else self.new(narrowed)
         return adapted.adapted(matrix, self.of.a.shape[1], self.of.scale, wide, narrow)
 
     def widen(self, y: Tensor, rows: Tensor | None, transpose: bool) -> None:
-        """Add it to the product y of these rows."""
+        """Add it to the product y of these rows, which are None if they were made narrow."""
         u, matrix = self.narrowed(rows, transpose), self.of.a if transpose else self.of.b
         blocks = self.step.blocks(low_rank.BLOCK_M)
         self.step.run(low_rank.widen(y, u, matrix, transpose, blocks))

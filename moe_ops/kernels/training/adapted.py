@@ -35,7 +35,6 @@ from moe_ops.kernels.launch import (
 )
 from moe_ops.kernels.permute.rows import Routing
 from moe_ops.kernels.training.low_rank import BLOCK_M, block_r, last_first
-from moe_ops.meta.workspace import cdiv
 
 # rows of a program, columns of a step of its loop, and warps
 ACTIVATE = (32, 32, 2)
@@ -49,11 +48,10 @@ class Adapted(NamedTuple):
     matrix: Pointer  # (E, N, R) of the first adapter, (E, R, I) of the second
     scale: RuntimeFloat  # of what is written
     R: Specialized
-    BLOCK_R: Constant
-    TILES: Constant  # of BLOCK_R ranks; one if narrow rows are written
+    BLOCK_R: Constant  # at least R: `fits` of low_rank.py
 
 
-NOTHING = Adapted(None, None, None, 1.0, 16, 16, 1)
+NOTHING = Adapted(None, None, None, 1.0, 16, 16)
 
 
 def adapted(
@@ -62,8 +60,7 @@ def adapted(
     """The Adapted of a matrix, for one or both of its products."""
     if wide is None and narrow is None:
         return NOTHING
-    block = block_r(rank)
-    return Adapted(wide, narrow, matrix, scale, rank, block, cdiv(rank, block))
+    return Adapted(wide, narrow, matrix, scale, rank, block_r(rank))
 
 
 @unprefixed
@@ -75,9 +72,9 @@ class AdaptedTile(NamedTuple):
 
 
 @triton.jit
-def narrow_rows(ptr, rows, inside, first, R, BLOCK_R: tl.constexpr):
-    """(ROWS, BLOCK_R) of rows (S, R), from rank `first` on."""
-    r = first + tl.arange(0, BLOCK_R)
+def narrow_rows(ptr, rows, inside, R, BLOCK_R: tl.constexpr):
+    """(ROWS, BLOCK_R) of rows (S, R)."""
+    r = tl.arange(0, BLOCK_R)
     ptrs = ptr + rows[:, None] * R + r[None, :]
     return tl.load(ptrs, mask=inside[:, None] & (r < R)[None, :], other=0.0)
 
@@ -91,17 +88,17 @@ def store_narrow(ptr, values, rows, inside, R, BLOCK_R: tl.constexpr):
 
 
 @triton.jit
-def of_b(ptr, n, n_ok, first, R, BLOCK_R: tl.constexpr):
+def of_b(ptr, n, n_ok, R, BLOCK_R: tl.constexpr):
     """(columns, BLOCK_R) of one expert's b (N, R)."""
-    r = first + tl.arange(0, BLOCK_R)
+    r = tl.arange(0, BLOCK_R)
     ptrs = ptr + n[:, None] * R + r[None, :]
     return tl.load(ptrs, mask=n_ok[:, None] & (r < R)[None, :], other=0.0)
 
 
 @triton.jit
-def of_a(ptr, i, I, first, R, BLOCK_R: tl.constexpr):  # noqa: E741
+def of_a(ptr, i, I, R, BLOCK_R: tl.constexpr):  # noqa: E741
     """(BLOCK_R, columns) of one expert's a (R, I)."""
-    r = first + tl.arange(0, BLOCK_R)
+    r = tl.arange(0, BLOCK_R)
     ptrs = ptr + r[:, None] * I + i[None, :]
     return tl.load(ptrs, mask=(r < R)[:, None] & (i < I)[None, :], other=0.0)
 
@@ -131,51 +128,41 @@ def load_rows(
 
 @triton.jit
 def product_rows(
-    x, bias_ptr, n, n_ok, rows, inside, u, u_ptr, b_ptr, R,
-    BLOCK_R: tl.constexpr, TILES: tl.constexpr,
+    x, bias_ptr, n, n_ok, u, u_ptr, b_ptr, R, BLOCK_R: tl.constexpr
 ):  # fmt: skip
     """x, which are columns n of rows of the first product, with its bias and what adapts it, fp32;
-    and the last tile of b.
+    and these columns of b.
     """
     x = x.to(tl.float32)
     if bias_ptr is not None:
         x += tl.load(bias_ptr + n, mask=n_ok, other=0.0).to(tl.float32)[None, :]
     b = u
     if b_ptr is not None:
-        for t in tl.static_range(TILES):
-            b = of_b(b_ptr, n, n_ok, t * BLOCK_R, R, BLOCK_R)
-            if u_ptr is not None:
-                if TILES > 1:
-                    u = narrow_rows(u_ptr, rows, inside, t * BLOCK_R, R, BLOCK_R)
-                x = tl.dot(u, tl.trans(b), x, input_precision="ieee")
+        b = of_b(b_ptr, n, n_ok, R, BLOCK_R)
+        if u_ptr is not None:
+            x = tl.dot(u, tl.trans(b), x, input_precision="ieee")
     return x, b
 
 
 @triton.jit
 def activation_rows(
-    x, up, bias_ptr, start, rows, inside, N, I,  # noqa: E741
-    u, u_ptr, b_ptr, R, BLOCK_R: tl.constexpr, TILES: tl.constexpr,
+    x, up, bias_ptr, start, N, I,  # noqa: E741
+    u, u_ptr, b_ptr, R, BLOCK_R: tl.constexpr,
     GATED: tl.constexpr, INTERLEAVED: tl.constexpr, ROWS: tl.constexpr, BLOCK_I: tl.constexpr,
 ):  # fmt: skip
-    """What the activation takes, fp32, of rows that `load_rows` returned, and the tiles of b that
-    belong to both; of gate and up in turns one tile for both.
+    """What the activation takes, fp32, of rows that `load_rows` returned, and what of b belongs to
+    both; of gate and up in turns one block for both.
     """
     i = start + tl.arange(0, BLOCK_I)
     if GATED and INTERLEAVED:
         n = 2 * start + tl.arange(0, 2 * BLOCK_I)
-        x, b = product_rows(
-            x, bias_ptr, n, n < N, rows, inside, u, u_ptr, b_ptr, R, BLOCK_R, TILES
-        )
+        x, b = product_rows(x, bias_ptr, n, n < N, u, u_ptr, b_ptr, R, BLOCK_R)
         gate, up = tl.split(tl.reshape(x, (ROWS, BLOCK_I, 2)))
         return gate, up, b, b
     else:
-        gate, b = product_rows(
-            x, bias_ptr, i, i < I, rows, inside, u, u_ptr, b_ptr, R, BLOCK_R, TILES
-        )
+        gate, b = product_rows(x, bias_ptr, i, i < I, u, u_ptr, b_ptr, R, BLOCK_R)
         if GATED:
-            up, b_up = product_rows(
-                up, bias_ptr, I + i, i < I, rows, inside, u, u_ptr, b_ptr, R, BLOCK_R, TILES
-            )
+            up, b_up = product_rows(up, bias_ptr, I + i, i < I, u, u_ptr, b_ptr, R, BLOCK_R)
             return gate, up, b, b_up
         else:
             return gate, gate, b, b
@@ -218,14 +205,12 @@ def moe_ops_train_activate_adapted(
     first_scale,
     first_R,
     first_BLOCK_R: tl.constexpr,
-    first_TILES: tl.constexpr,
     second_wide_ptr,
     second_narrow_ptr,
     second_matrix_ptr,
     second_scale,
     second_R,
     second_BLOCK_R: tl.constexpr,
-    second_TILES: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_I: tl.constexpr,
 ):
@@ -248,14 +233,12 @@ def moe_ops_train_activate_adapted(
     u = tl.zeros((ROWS, first_BLOCK_R), h_ptr.dtype.element_ty)
     if first_matrix_ptr is not None:
         first_matrix_ptr += e * N * first_R
-        u = narrow_rows(first_wide_ptr, rows, inside, 0, first_R, first_BLOCK_R)
+        u = narrow_rows(first_wide_ptr, rows, inside, first_R, first_BLOCK_R)
     if second_matrix_ptr is not None:
         second_matrix_ptr += e * second_R * I
     v = tl.zeros((ROWS, second_BLOCK_R), tl.float32)
-    # tiles of many ranks are not loaded ahead: shared memory has no room for stages of them
-    STAGES: tl.constexpr = 3 if first_TILES == 1 and second_TILES == 1 else 1
     next_x, next_up = load_rows(x_ptr, 0, rows, inside, N, I, GATED, INTERLEAVED, BLOCK_I)
-    for start in tl.range(0, I, BLOCK_I, num_stages=STAGES):
+    for start in tl.range(0, I, BLOCK_I, num_stages=3):
         i = start + tl.arange(0, BLOCK_I)
         x, up = next_x, next_up
         # one step ahead of their use
@@ -263,8 +246,8 @@ def moe_ops_train_activate_adapted(
             x_ptr, start + BLOCK_I, rows, inside, N, I, GATED, INTERLEAVED, BLOCK_I
         )
         gate, up, _, _ = activation_rows(
-            x, up, bias_ptr, start, rows, inside, N, I,
-            u, first_wide_ptr, first_matrix_ptr, first_R, first_BLOCK_R, first_TILES,
+            x, up, bias_ptr, start, N, I,
+            u, first_wide_ptr, first_matrix_ptr, first_R, first_BLOCK_R,
             GATED, INTERLEAVED, ROWS, BLOCK_I,
         )  # fmt: skip
         if GATED:
@@ -276,7 +259,7 @@ def moe_ops_train_activate_adapted(
             h_ptr + rows[:, None] * I + i[None, :], h, mask=inside[:, None] & (i < I)[None, :]
         )
         if second_narrow_ptr is not None:
-            a = of_a(second_matrix_ptr, i, I, 0, second_R, second_BLOCK_R)
+            a = of_a(second_matrix_ptr, i, I, second_R, second_BLOCK_R)
             v = tl.dot(h, tl.trans(a), v, input_precision="ieee")
     if second_narrow_ptr is not None:
         store_narrow(second_narrow_ptr, v * second_scale, rows, inside, second_R, second_BLOCK_R)

@@ -88,14 +88,12 @@ def moe_ops_train_derive_adapted(
     first_scale,
     first_R,
     first_BLOCK_R: tl.constexpr,
-    first_TILES: tl.constexpr,
     second_wide_ptr,
     second_narrow_ptr,
     second_matrix_ptr,
     second_scale,
     second_R,
     second_BLOCK_R: tl.constexpr,
-    second_TILES: tl.constexpr,
     TOP_K: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_I: tl.constexpr,
@@ -127,23 +125,21 @@ def moe_ops_train_derive_adapted(
     u = tl.zeros((ROWS, first_BLOCK_R), dtype)
     if first_matrix_ptr is not None:
         first_matrix_ptr += e * N * first_R
-        u = narrow_rows(first_wide_ptr, rows, inside, 0, first_R, first_BLOCK_R)
+        u = narrow_rows(first_wide_ptr, rows, inside, first_R, first_BLOCK_R)
     dv = tl.zeros((ROWS, second_BLOCK_R), dtype)
     if second_matrix_ptr is not None:
         second_matrix_ptr += e * second_R * I
         if second_wide_ptr is not None:
-            dv = narrow_rows(second_wide_ptr, rows, inside, 0, second_R, second_BLOCK_R)
+            dv = narrow_rows(second_wide_ptr, rows, inside, second_R, second_BLOCK_R)
     du = tl.zeros((ROWS, first_BLOCK_R), tl.float32)
     v = tl.zeros((ROWS, second_BLOCK_R), tl.float32)
     ds = tl.zeros((ROWS,), tl.float32)
-    # tiles of many ranks are not loaded ahead: shared memory has no room for stages of them
-    STAGES: tl.constexpr = 3 if first_TILES == 1 and second_TILES == 1 else 1
     next_x, next_up = load_rows(x_ptr, 0, rows, inside, N, I, GATED, INTERLEAVED, BLOCK_I)
     if dh_ptr is not None:
         dh_ptr += rows[:, None] * I
         i = tl.arange(0, BLOCK_I)
         next_dh = tl.load(dh_ptr + i[None, :], mask=inside[:, None] & (i < I)[None, :], other=0.0)
-    for start in tl.range(0, I, BLOCK_I, num_stages=STAGES):
+    for start in tl.range(0, I, BLOCK_I, num_stages=3):
         x, up = next_x, next_up
         # one step ahead of their use
         next_x, next_up = load_rows(
@@ -157,16 +153,16 @@ def moe_ops_train_derive_adapted(
         i = start + tl.arange(0, BLOCK_I)
         ok = inside[:, None] & (i < I)[None, :]
         gate, up, b, b_up = activation_rows(
-            x, up, bias_ptr, start, rows, inside, N, I,
-            u, first_wide_ptr, first_matrix_ptr, first_R, first_BLOCK_R, first_TILES,
+            x, up, bias_ptr, start, N, I,
+            u, first_wide_ptr, first_matrix_ptr, first_R, first_BLOCK_R,
             GATED, INTERLEAVED, ROWS, BLOCK_I,
         )  # fmt: skip
         if GATED:
             h, dg, dup = derivatives_of_two(gate, up, alpha, beta, limit, ACTIVATION, HAS_LIMIT)
         else:
             h, dg = activate_one(gate, ACTIVATION), derivative_of_one(gate, ACTIVATION)
-        if second_narrow_ptr is not None:
-            a = of_a(second_matrix_ptr, i, I, 0, second_R, second_BLOCK_R)
+        if second_matrix_ptr is not None:
+            a = of_a(second_matrix_ptr, i, I, second_R, second_BLOCK_R)
         if to_scaled_ptr is not None or second_narrow_ptr is not None:
             scaled = (s[:, None] * h).to(dtype)
             if to_scaled_ptr is not None:
@@ -175,17 +171,7 @@ def moe_ops_train_derive_adapted(
                 v = tl.dot(scaled, tl.trans(a), v, input_precision="ieee")
         if dh_ptr is not None:
             if second_wide_ptr is not None:
-                for t in tl.static_range(second_TILES):
-                    if second_TILES > 1:
-                        dv = narrow_rows(
-                            second_wide_ptr, rows, inside, t * second_BLOCK_R, second_R,
-                            second_BLOCK_R,
-                        )  # fmt: skip
-                    if second_TILES > 1 or second_narrow_ptr is None:
-                        a = of_a(
-                            second_matrix_ptr, i, I, t * second_BLOCK_R, second_R, second_BLOCK_R
-                        )
-                    dh = tl.dot(dv, a, dh, input_precision="ieee")
+                dh = tl.dot(dv, a, dh, input_precision="ieee")
             ds += tl.sum(tl.where(ok, dh * h, 0.0), 1)
             if to_dx_ptr is not None:
                 dh *= s[:, None]
