@@ -33,7 +33,7 @@ ABI = 1  # MOE_OPS_CUTLASS_ABI of grouped.h
 # files of each object; each takes 25 to 110 s and up to 5.6 GB of memory
 FILES = {
     "sm_90a": (
-        *("abi", "sm90_fp8_bf16", "sm90_fp8_f16", "sm90_products"),
+        *("abi", "sm90_fp8_bf16", "sm90_fp8_f16", "sm90_products", "sm90_blocks"),
         *("sm90_int4_bf16_few", "sm90_int4_bf16_many", "sm90_int4_f16_few", "sm90_int4_f16_many"),
     ),
     "sm_100a": ("abi", "sm100_nvfp4", "sm100_mxfp4", "sm100_mxfp8"),

@@ -1,14 +1,14 @@
-"""Products of bf16 rows sorted by expert on SM90, and the activation of one:
-csrc/cutlass/sm90_products.cuh. torch alone.
+"""Products of rows sorted by expert on SM90, and the activation of one: of bf16
+(csrc/cutlass/sm90_products.cuh), and of e4m3 with scales of blocks (sm90_blocks.cuh). torch alone.
 
-They run where the object is built. Nothing is built for them: torch's grouped product takes their
-place.
+Those of bf16 run where the object is built. Nothing is built for them in training: torch's grouped
+product takes their place.
 """
 
 from __future__ import annotations
 
 import ctypes
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,9 +16,10 @@ from torch import Tensor
 from moe_ops.backends.cutlass import library
 from moe_ops.backends.cutlass.library import Gemms
 from moe_ops.kernels.gemm.operands import Activated
+from moe_ops.meta.workspace import cdiv
 
 _ARCHITECTURE = "sm_90a"
-_KERNEL = "moe_ops_sm90_product"
+_KERNEL, _BLOCKS = "moe_ops_sm90_product", "moe_ops_sm90_blocks"
 # enum Activation of csrc/cutlass/sm90_schedule.cuh
 _ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "swigluoai", "swiglustep")
 
@@ -55,6 +56,27 @@ class GatedProduct(ctypes.Structure):
         ("beta", ctypes.c_float),
         ("limit", ctypes.c_float),
     ]
+
+
+class BlockScaledProduct(ctypes.Structure):
+    """struct BlockScaledProduct of csrc/cutlass/grouped.h."""
+
+    _fields_ = [
+        ("gated", GatedProduct),
+        ("a_scale", ctypes.c_void_p),
+        ("b_scale", ctypes.c_void_p),
+        ("d_scale", ctypes.c_void_p),
+        ("powers", ctypes.c_int32),
+    ]
+
+
+class Scaled(NamedTuple):
+    """e4m3 with contiguous fp32 scales: rows (S, K) with (ceil(K / 128), S), or a weight (E, N, K)
+    with (E, ceil(N / 128), ceil(K / 128)).
+    """
+
+    data: Tensor
+    scale: Tensor
 
 
 def kernels(device: int) -> Gemms | None:
@@ -128,19 +150,68 @@ def activate_into(
     as in `multiply`.
     """
     gemms = kernels(rows.get_device())
-    assert gemms is not None and activation.GATED and weight.is_contiguous()
-    if bias is not None and bias.dtype != torch.bfloat16:
-        bias = bias.float()
-    assert bias is None or bias.is_contiguous()
+    assert gemms is not None and weight.is_contiguous()
     if gate_up is not None:
         assert gate_up.is_contiguous() and gate_up.dtype == torch.bfloat16
         assert library.aligned(gate_up) and not activation.INTERLEAVED
-    if out.shape[0] == 0:
-        return
-    product = GatedProduct(
-        product=_product(gemms, rows, weight, out, ends, n=out.shape[1], k=rows.shape[1]),
+    if out.shape[0] > 0:
+        sizes = {"n": out.shape[1], "k": rows.shape[1]}
+        product = _product(gemms, rows, weight, out, ends, **sizes)
+        bias = _bias(bias)
+        gated = _gated(product, activation, bias)
+        gated.gate_up = _address(gate_up)
+        gemms.run(f"{_KERNEL}_activated", gated)
+
+
+def multiply_blocks_into(out: Tensor, rows: Scaled, weight: Scaled, ends: Tensor) -> None:
+    """rows @ weight[e].T for the rows of each expert, written to `out` (S, N) bf16. N and K are
+    multiples of 16; addresses and rows past ends[-1] as in `multiply`.
+    """
+    gemms = kernels(out.get_device())
+    assert gemms is not None
+    if out.shape[0] > 0:
+        product = _of_blocks(gemms, rows, weight, out, ends)
+        scaled = BlockScaledProduct(gated=GatedProduct(product=product))
+        _scales(scaled, rows, weight)
+        gemms.run(f"{_BLOCKS}_x_wt", scaled)
+
+
+def activate_blocks_into(
+    out: Scaled,  # (S, I), written
+    rows: Scaled,  # (S, K)
+    weight: Scaled,  # (E, 2 I, K)
+    ends: Tensor,  # (E,) int32
+    activation: Activated,  # a gated one
+    powers: bool,  # whether scales of `out` are powers of two
+    bias: Tensor | None = None,  # (E, 2 I), contiguous
+) -> None:
+    """activation(rows @ weight[e].T + bias[e]) for the rows of each expert, quantized by groups of
+    128 columns. I is a multiple of 16, and of 64 unless gate and up rows take turns, and K of 16.
+    """
+    gemms = kernels(rows.data.get_device())
+    assert gemms is not None
+    assert activation.INTERLEAVED or out.data.shape[1] % 64 == 0
+    if out.data.shape[0] > 0:
+        product = _of_blocks(gemms, rows, weight, out.data, ends)
+        bias = _bias(bias)
+        scaled = BlockScaledProduct(gated=_gated(product, activation, bias), powers=powers)
+        _scales(scaled, rows, weight)
+        assert out.scale.is_contiguous() and out.scale.dtype == torch.float32
+        scaled.d_scale = out.scale.data_ptr()
+        gemms.run(f"{_BLOCKS}_activated", scaled)
+
+
+def _bias(bias: Tensor | None) -> Tensor | None:
+    """A bias as kernels take it: bf16 or fp32."""
+    assert bias is None or bias.is_contiguous()
+    return bias if bias is None or bias.dtype == torch.bfloat16 else bias.float()
+
+
+def _gated(product: GroupedProduct, activation: Activated, bias: Tensor | None) -> GatedProduct:
+    assert activation.GATED
+    return GatedProduct(
+        product=product,
         bias=_address(bias),
-        gate_up=_address(gate_up),
         bias_is_float=bias is not None and bias.dtype == torch.float32,
         interleaved=activation.INTERLEAVED,
         activation=_ACTIVATIONS.index(activation.ACTIVATION),
@@ -148,7 +219,24 @@ def activate_into(
         beta=activation.beta,
         limit=activation.limit,
     )
-    gemms.run(f"{_KERNEL}_activated", product)
+
+
+def _scales(scaled: BlockScaledProduct, rows: Scaled, weight: Scaled) -> None:
+    (S, K), (E, N, _) = rows.data.shape, weight.data.shape
+    assert rows.scale.shape == (cdiv(K, 128), S), rows.scale.shape
+    assert weight.scale.shape == (E, cdiv(N, 128), cdiv(K, 128)), weight.scale.shape
+    for scale in (rows.scale, weight.scale):
+        assert scale.is_contiguous() and scale.dtype == torch.float32
+    scaled.a_scale, scaled.b_scale = rows.scale.data_ptr(), weight.scale.data_ptr()
+
+
+def _of_blocks(
+    gemms: Gemms, rows: Scaled, weight: Scaled, out: Tensor, ends: Tensor
+) -> GroupedProduct:
+    sizes = {"n": out.shape[1], "k": rows.data.shape[1]}
+    assert rows.data.dtype == weight.data.dtype == torch.float8_e4m3fn
+    assert weight.data.is_contiguous() and not any([size % 16 for size in sizes.values()]), sizes
+    return _product(gemms, rows.data, weight.data, out, ends, **sizes)
 
 
 def _address(tensor: Tensor | None) -> int | None:
@@ -158,8 +246,8 @@ def _address(tensor: Tensor | None) -> int | None:
 def _product(
     gemms: Gemms, a: Tensor, b: Tensor, d: Tensor, ends: Tensor, **sizes: Any
 ) -> GroupedProduct:
-    assert a.dtype == b.dtype == d.dtype == torch.bfloat16 and d.is_contiguous()
-    assert a.is_contiguous() and ends.is_contiguous() and ends.dtype == torch.int32
+    assert a.dtype == b.dtype and d.is_contiguous() and a.is_contiguous()
+    assert ends.is_contiguous() and ends.dtype == torch.int32
     assert all([library.aligned(t) for t in (a, b, d)])
     assert not any([size % 8 for size in sizes.values()]), sizes
     return GroupedProduct(
@@ -178,6 +266,7 @@ def _product(
 def _run(
     gemms: Gemms, name: str, a: Tensor, b: Tensor, d: Tensor, ends: Tensor, **sizes: Any
 ) -> None:
+    assert a.dtype == d.dtype == torch.bfloat16
     if a.shape[0] > 0:
         gemms.run(f"{_KERNEL}_{name}", _product(gemms, a, b, d, ends, **sizes))
     elif name == "outer":

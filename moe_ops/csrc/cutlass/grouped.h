@@ -77,3 +77,14 @@ struct GatedProduct {
   float beta;
   float limit;
 };
+
+// The product of e4m3 rows and weights with fp32 scales: sm90_blocks.cuh. Sizes n and k are
+// multiples of 16, the n of gated ones of 64 unless they are interleaved. NAME_run takes it in place
+// of GroupedGemm.
+struct BlockScaledProduct {
+  GatedProduct gated;  // of a plain product its `product` alone; no gate_up. d is e4m3 if activated
+  const void* a_scale;  // (k / 128, rows), with k / 128 rounded up
+  const void* b_scale;  // (groups, rows of b / 128, k / 128), with both rounded up
+  void* d_scale;        // (n / 128, rows), with n / 128 rounded up, written if activated
+  int32_t powers;       // whether scales of d are powers of two
+};

@@ -1,4 +1,4 @@
-// Tiles of grouped products of bf16 rows on SM90, and who does which: sm90_products.cuh.
+// Tiles of grouped products on SM90, and who does which: sm90_products.cuh, sm90_blocks.cuh.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -9,41 +9,52 @@
 
 namespace moe_ops::cutlass_products {
 
-// GATED is x w^T and the activation behind it: of its 192 columns, half are of the gate.
-enum Kind { X_WT, X_W, OUTER, GATED };
+// GATED is x w^T and the activation behind it: half of its columns are of the gate. BLOCKS and
+// GATED_BLOCKS are the same of e4m3 with scales of blocks, the others of bf16.
+enum Kind { X_WT, X_W, OUTER, GATED, BLOCKS, GATED_BLOCKS };
+template <Kind KIND>
+constexpr bool IS_GATED = KIND == GATED || KIND == GATED_BLOCKS;
+template <Kind KIND>
+constexpr bool OF_BLOCKS = KIND == BLOCKS || KIND == GATED_BLOCKS;
 
-constexpr int TILE_M = 128, TILE_N = 192, TILE_K = 64;
+constexpr int TILE_M = 128, TILE_N = 192, TILE_K = 64;  // of bf16
+constexpr int BLOCK = 128;          // columns of e4m3 that share a scale, and two of them a tile
 constexpr int PART = 64;            // rows or columns of a part of a tile: 128 bytes of the other
 constexpr int PAIRS = 8;            // pairs of tiles of rows that are done for the same columns
-constexpr int PART_BYTES = PART * TILE_K * 2;
+constexpr int PART_BYTES = PART * 128;
 constexpr int STORED_ROWS = 16;     // what a warp stores at a time
 template <Kind KIND>
-constexpr int COLUMNS_OF_D = KIND == GATED ? TILE_N / 2 : TILE_N;
+constexpr int COLUMNS_OF_TILE = OF_BLOCKS<KIND> ? 2 * BLOCK : TILE_N;
+template <Kind KIND>
+constexpr int COLUMNS_OF_D = COLUMNS_OF_TILE<KIND> / (IS_GATED<KIND> ? 2 : 1);
+template <Kind KIND>
+constexpr int STEP = OF_BLOCKS<KIND> ? BLOCK : TILE_K;  // along the sum: 128 bytes
 // Outer products store as much as they multiply where experts have few rows: with five stages and
 // buffers of 32 columns they took 15 % longer at 256 rows, and 3 % less at 1024.
 template <Kind KIND>
-constexpr int STAGES = KIND == OUTER ? 4 : 5;
+constexpr int STAGES = KIND == OUTER || OF_BLOCKS<KIND> ? 4 : 5;
 template <Kind KIND>
-constexpr int STORED_COLUMNS = KIND == OUTER ? 64 : 32;
+constexpr int STORED_BYTES = KIND == OUTER || OF_BLOCKS<KIND> ? 128 : 64;  // of a row, at a time
 
 using Barrier = cutlass::arch::ClusterTransactionBarrier;
 
+template <Kind KIND>
 struct Stage {  // rows of 128 bytes, swizzled
   uint8_t a[TILE_M / PART][PART_BYTES];
-  uint8_t b[TILE_N / PART][PART_BYTES];
+  uint8_t b[COLUMNS_OF_TILE<KIND> / PART][PART_BYTES];
 };
 
 template <Kind KIND>
 struct alignas(1024) Shared {
-  Stage stages[STAGES<KIND>];
-  uint8_t out[8][2][STORED_ROWS * STORED_COLUMNS<KIND> * 2];  // of each warp, two buffers
+  Stage<KIND> stages[STAGES<KIND>];
+  uint8_t out[8][2][STORED_ROWS * STORED_BYTES<KIND>];  // of each warp, two buffers
   Barrier full[STAGES<KIND>], empty[STAGES<KIND>];
-  static_assert(sizeof(Stage) * STAGES<KIND> + sizeof(out) <= 226 * 1024);
+  static_assert(sizeof(stages) + sizeof(out) <= 226 * 1024);
 };
 
 enum Activation { SILU, GELU, GELU_TANH, SWIGLUOAI, SWIGLUSTEP };
 
-struct Gated {  // of kind GATED alone
+struct Gated {  // of gated kinds alone
   void const* bias;        // (groups, 2 n), or null
   bool bias_is_float;      // else bf16
   __nv_bfloat16* gate_up;  // (rows, 2 n), written: the product, or null
@@ -57,11 +68,19 @@ struct Gated {  // of kind GATED alone
   }
 };
 
+struct Scales {  // of kinds of blocks alone, fp32
+  float const* a;  // (k / 128, rows), with both rounded up
+  float const* b;  // (groups, rows of b / 128, k / 128), with both rounded up
+  float* d;        // (n / 128, rows), written with d of e4m3
+  bool powers;     // whether those of d are powers of two
+};
+
 struct Sizes {
   const int* ends;
-  __nv_bfloat16* d;
-  int groups, m, n, k;
+  void* d;
+  int groups, rows, m, n, k;
   Gated gated;
+  Scales scales;
 };
 
 // What a cluster does next.
@@ -130,7 +149,7 @@ struct Schedule {
       w.n = 2 * (index - pairs * tiles_n) + block;
     }
     w.half = !w.pair && rows - w.m * TILE_M <= PART;
-    w.steps = divided(KIND == OUTER ? w.rows : p.k, TILE_K);
+    w.steps = divided(KIND == OUTER ? w.rows : p.k, STEP<KIND>);
     return true;
   }
 };

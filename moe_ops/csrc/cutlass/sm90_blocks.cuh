@@ -1,0 +1,255 @@
+// SM90: grouped products x w^T of e4m3 rows sorted by expert, and the activation of one, quantized
+// again: fp8_block. Rows have scales of 128 columns, weights of blocks of 128 x 128. For prefill.
+//
+// Tiles of 128 rows by two blocks of 128 columns: two blocks of D, or gate and up of one. Two
+// warpgroups multiply 64 rows each. The tensor cores add up 128 products in fewer bits than fp32
+// has; the sum is scaled and added to the total outside of them, while the other warpgroup
+// multiplies.
+#pragma once
+
+#include <cuda_fp8.h>
+
+#include "sm90_tiles.cuh"
+
+namespace moe_ops::cutlass_products {
+
+constexpr int SUMS = BLOCK / 2;  // of a thread, of 64 rows by a block
+
+// A block's product of one step: 64 rows by 128 columns by 128 of the sum.
+struct Product {
+  using Type = cute::SM90::GMMA::MMA_64x128x32_F32E4M3E4M3_SS_TN<>;
+
+  template <size_t... I>
+  __device__ static void add(uint64_t a, uint64_t b, float (&d)[SUMS], bool first,
+                             std::index_sequence<I...>) {
+    using cute::SM90::GMMA::ScaleOut;
+    Type::fma(a, b, d[I]..., first ? ScaleOut::Zero : ScaleOut::One);
+  }
+  __device__ static void find(uint8_t const* rows, uint8_t const* columns, float (&d)[SUMS]) {
+    uint64_t a = matrix(rows), b = matrix(columns);
+#pragma unroll
+    for (int i = 0; i < SUMS; ++i) cute::warpgroup_fence_operand(d[i]);
+    cute::warpgroup_arrive();
+#pragma unroll
+    for (int j = 0; j < BLOCK / 32; ++j) {  // 32 bytes on, in units of 16
+      add(a + 2 * j, b + 2 * j, d, j == 0, std::make_index_sequence<SUMS>{});
+    }
+    cute::warpgroup_commit_batch();
+    cute::warpgroup_wait<0>();
+#pragma unroll
+    for (int i = 0; i < SUMS; ++i) cute::warpgroup_fence_operand(d[i]);
+  }
+};
+
+// The scales of a thread's rows, and of both halves of both blocks, a step ahead of their use.
+// Rows of a half of 64 share a block of the weight: a half of gate and up rows may end inside one.
+template <Kind KIND>
+struct StepScales {
+  float const* of_a;     // of the next step
+  float const* of_b[4];  // of block b's half h at 2 b + h
+  int64_t rows;
+  float a[2], b[4];
+  int rest;  // steps
+
+  __device__ StepScales(Sizes const& p, Work const& w, int row) : rows(p.rows), rest(w.steps) {
+    int first = w.start + w.m * TILE_M + row, all = IS_GATED<KIND> ? 2 * p.n : p.n;
+    of_a = p.scales.a + min(first, p.rows - 1);
+    second = min(first + 8, p.rows - 1) - min(first, p.rows - 1);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      int block = i / 2, column = w.n * COLUMNS_OF_D<KIND> + i % 2 * BLOCK / 2;
+      int at = !IS_GATED<KIND>         ? column + block * BLOCK
+               : p.gated.interleaved ? 2 * column + block
+                                     : column + block * p.n;
+      int64_t blocks = (all + BLOCK - 1) / BLOCK;
+      of_b[i] = p.scales.b + (w.expert * blocks + min(at, all - 1) / BLOCK) * w.steps;
+    }
+    read();
+  }
+  __device__ void read() {
+    a[0] = of_a[0];
+    a[1] = of_a[second];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) b[i] = *of_b[i];
+    if (--rest > 0) {
+      of_a += rows;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) ++of_b[i];
+    }
+  }
+
+ private:
+  int second;
+};
+
+// A warpgroup's sums of 64 rows by both blocks.
+template <Kind KIND>
+__device__ void multiply(float (&d)[2][SUMS], Shared<KIND>& shared, Ring<KIND>& ring,
+                         Sizes const& p, Work const& w, int group, int row) {
+#pragma unroll
+  for (int i = 0; i < 2 * SUMS; ++i) d[0][i] = 0;
+  StepScales<KIND> next(p, w, row);
+  for (int k = 0; k < w.steps; ++k, ring.next()) {
+    StepScales<KIND> now = next;
+    next.read();
+    auto& stage = shared.stages[ring.at];
+    shared.full[ring.at].wait(ring.phase);
+#pragma unroll
+    for (int block = 0; block < 2; ++block) {
+      float sums[SUMS];
+      Product::find(stage.a[group], stage.b[2 * block], sums);
+      if (block == 1) release(shared, ring.at);
+#pragma unroll
+      for (int i = 0; i < SUMS; ++i) {
+        int half = i / (SUMS / 2), lower = i / 2 % 2;
+        d[block][i] += sums[i] * (now.a[lower] * now.b[2 * block + half]);
+      }
+    }
+  }
+}
+
+// The scale of e4m3 elements of at most this magnitude: kernels/device/e4m3.py.
+__device__ inline float scale_of(float amax, bool powers) {
+  float scale = __fdiv_rn(amax, 448.f);
+  if (powers) scale = __int_as_float((__float_as_int(scale) + 0x7FFFFF) & -0x800000);
+  return scale == 0 ? 1 : scale;
+}
+
+// Activates gate and up into gate, with its bias, and stores it as e4m3 with a scale a row.
+template <int ACTIVATION>
+__device__ void store_activated(float (&g)[SUMS], float (&u)[SUMS], Stored<GATED_BLOCKS>& store,
+                                CUtensorMap const& map, Sizes const& p, Work const& w, int row) {
+  Gated const& of = p.gated;
+  int x = w.n * BLOCK;
+  float amax[2] = {};
+#pragma unroll
+  for (int j = 0; j < BLOCK / 8; ++j) {
+    int column = x + 8 * j + store.lane % 4 * 2;
+    float of_g[2] = {}, of_u[2] = {};
+    if (of.bias && column < p.n) {
+      int64_t bias = int64_t(w.expert) * 2 * p.n;
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        int at = column + i;
+        of_g[i] = of.bias_at(bias + (of.interleaved ? 2 * at : at));
+        of_u[i] = of.bias_at(bias + (of.interleaved ? 2 * at + 1 : p.n + at));
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      float h = activated<ACTIVATION>(g[4 * j + i] + of_g[i % 2], u[4 * j + i] + of_u[i % 2], of);
+      h = column < p.n ? h : 0;
+      g[4 * j + i] = h;
+      float most = amax[i / 2], magnitude = fabsf(h);
+      amax[i / 2] = magnitude > most || magnitude != magnitude ? magnitude : most;  // keeps NaN
+    }
+  }
+  float scale[2];
+#pragma unroll
+  for (int lower = 0; lower < 2; ++lower) {
+    float most = amax[lower];
+#pragma unroll
+    for (int lane = 1; lane < 4; lane *= 2) {
+      float other = __shfl_xor_sync(~0u, most, lane);
+      most = other > most || other != other ? other : most;
+    }
+    scale[lower] = scale_of(most, p.scales.powers);
+    int in_tile = row + 8 * lower;
+    // a tile of a cluster may lie behind the last column
+    if (store.lane % 4 == 0 && x < p.n && w.m * TILE_M + in_tile < w.rows) {
+      p.scales.d[int64_t(w.n) * p.rows + w.start + w.m * TILE_M + in_tile] = scale[lower];
+    }
+  }
+  float inverse[2] = {fminf(__frcp_rn(scale[0]), 3e38f), fminf(__frcp_rn(scale[1]), 3e38f)};
+  store.begin();
+#pragma unroll
+  for (int i = 0; i < SUMS; i += 2) {
+    int lower = i / 2 % 2, column = i / 4 * 8 + store.lane % 4 * 2;
+    float found[2];
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {  // rounded like a division
+      float q = g[i + j] * inverse[lower];
+      found[j] = fmaf(fmaf(-q, scale[lower], g[i + j]), inverse[lower], q);
+    }
+    uint8_t* to = store.at(store.lane / 4 + 8 * lower, column / 16) + column % 16;
+    *reinterpret_cast<__nv_fp8x2_storage_t*>(to) =
+        __nv_cvt_float2_to_fp8x2(make_float2(found[0], found[1]), __NV_SATFINITE, __NV_E4M3);
+  }
+  store.send(map, static_cast<uint8_t*>(p.d), p.n, x, 0);
+}
+
+template <Kind KIND>
+__device__ void tile(Shared<KIND>& shared, Ring<KIND>& ring, Stored<KIND>& store,
+                     CUtensorMap const& map, Sizes const& p, Work const& w, int warp) {
+  float d[2][SUMS];
+  int first = warp * STORED_ROWS, row = first + store.lane / 4;
+  multiply<KIND>(d, shared, ring, p, w, warp / 4, row);
+  int m = w.m * TILE_M + first;
+  store.y = w.start + m;
+  store.rows = w.rows - m;
+  if constexpr (KIND == GATED_BLOCKS) {
+    auto stored = [&](auto activation) {
+      store_activated<decltype(activation)::value>(d[0], d[1], store, map, p, w, row);
+    };
+    switch (p.gated.activation) {
+      case SILU: stored(cute::Int<SILU>{}); break;
+      case GELU: stored(cute::Int<GELU>{}); break;
+      case GELU_TANH: stored(cute::Int<GELU_TANH>{}); break;
+      case SWIGLUOAI: stored(cute::Int<SWIGLUOAI>{}); break;
+      default: stored(cute::Int<SWIGLUSTEP>{});
+    }
+  } else {
+#pragma unroll
+    for (int at = 0; at < 2 * BLOCK; at += 64) {
+      store(map, d_of(p), p.n, w.n * 2 * BLOCK + at, 0, [&](int j, float (&s)[8]) {
+#pragma unroll
+        for (int i = 0; i < 8; ++i) s[i] = d[0][at / 2 + 8 * j + i];
+      });
+    }
+  }
+}
+
+template <Kind KIND>
+  requires(OF_BLOCKS<KIND>)
+__device__ void compute(Shared<KIND>& shared, CUtensorMap const& map, CUtensorMap const&,
+                        Sizes const& p, int warp) {
+  Schedule<KIND> schedule(p);
+  Stored<KIND> store{shared.out[warp], p.n};
+  Ring<KIND> ring;
+  Work w;
+  for (int i = blockIdx.x / 2; schedule.find(i, w); i += gridDim.x / 2) {
+    if (w.half && warp >= 4) {  // no rows
+      for (int k = 0; k < w.steps; ++k, ring.next()) {
+        shared.full[ring.at].wait(ring.phase);
+        release(shared, ring.at);
+      }
+    } else {
+      tile<KIND>(shared, ring, store, map, p, w, warp);
+    }
+  }
+  cute::tma_store_wait<0>();
+}
+
+// Returns what `launch` of common.cuh returns.
+template <Kind KIND>
+int launch_blocks(BlockScaledProduct const& f) {
+  GroupedProduct const& g = f.gated.product;
+  CUtensorMap a{}, b{}, d{};
+  uint64_t rows = g.rows, n = g.n, k = g.k, groups = g.groups;
+  bool ok = encode<3, uint8_t>(a, g.a, {k, rows, 1}, {k, k * rows}, {BLOCK, PART, 1});
+  if constexpr (KIND == GATED_BLOCKS) {
+    uint64_t of_row = f.gated.interleaved ? 2 * k : k, of_up = f.gated.interleaved ? k : n * k;
+    ok &= encode<4, uint8_t>(b, g.b, {k, n, 2, groups}, {of_row, of_up, 2 * n * k},
+                             {BLOCK, BLOCK, 1, 1});
+    ok &= encode<3, uint8_t>(d, g.d, {n, rows, 1}, {n, n * rows}, {128, STORED_ROWS, 1});
+  } else {
+    ok &= encode<4, uint8_t>(b, g.b, {k, n, 1, groups}, {k, n * k, n * k}, {BLOCK, BLOCK, 1, 1});
+    ok &= encode<3>(d, g.d, {n, rows, 1}, {n, n * rows}, {64, STORED_ROWS, 1});
+  }
+  if (!ok) return 100;
+  Scales scales{static_cast<float const*>(f.a_scale), static_cast<float const*>(f.b_scale),
+                static_cast<float*>(f.d_scale), f.powers != 0};
+  return start<KIND>(a, b, d, {}, g, gated_of(f.gated), scales);
+}
+
+}  // namespace moe_ops::cutlass_products
