@@ -15,19 +15,20 @@ import torch
 from torch import Tensor
 
 from moe_ops.backends.deep_gemm import library as dg
-from moe_ops.backends.deep_gemm.rows import activate, scatter
+from moe_ops.backends.deep_gemm.rows import activate
 from moe_ops.kernels import launch
 from moe_ops.kernels.gemm.operands import activated
 from moe_ops.kernels.launch import Gpu, run
 from moe_ops.kernels.permute.combine import combine_rows
 from moe_ops.kernels.permute.place import place, place_batches
+from moe_ops.kernels.permute.scatter import scatter
 from moe_ops.meta.workspace import carve, cdiv, padded_rows, round_up
 from moe_ops.ops.args import BatchedExpertsArgs, ExpertsArgs
 from moe_ops.ops.chunks import batched_chunks, chunks
 
 
 class Format(NamedTuple):
-    """Scales of quantized operands: SCALES and WIDTH of backends/deep_gemm/rows.py."""
+    """Scales of quantized operands: SCALES and WIDTH of kernels/permute/scatter.py."""
 
     scales: str
     width: int  # of rows: columns that share a scale

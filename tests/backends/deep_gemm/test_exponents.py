@@ -28,9 +28,9 @@ from moe_ops.activations import Activation
 from moe_ops.backends.deep_gemm import backend as backend_module
 from moe_ops.backends.deep_gemm import layer
 from moe_ops.backends.deep_gemm import relayout as layout
-from moe_ops.backends.deep_gemm import rows as rows_module
 from moe_ops.kernels import launch
 from moe_ops.kernels.permute import layout as layouts
+from moe_ops.kernels.permute import scatter as scatter_module
 from moe_ops.meta.scales import DEEP_GEMM_UE8M0
 from moe_ops.numerics import quantize_activation
 from moe_ops.ops import relayout
@@ -153,7 +153,7 @@ def test_quantized_rows_are_the_library_s(reference, scheme, width, K, device):
     buffer = torch.full((size,), 255, dtype=torch.uint8, device=device)
     y, index = layer.rows_in(buffer, (R, K), form), x.get_device()
     gpu = launch.gpu(index)
-    launch.run([rows_module.scatter(x, y, layouts.Layout(rows, rows, R), 1, gpu)], index, gpu)
+    launch.run([scatter_module.scatter(x, y, layouts.Layout(rows, rows, R), 1, gpu)], index, gpu)
     q, scale = reference.math.per_token_cast_to_fp8(x, True, gran_k=width)
     words = reference.layout._pack_fp32_into_ue8m0_fallback(scale)
     for m, row in ((0, 70), (2, 5)):
