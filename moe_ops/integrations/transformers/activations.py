@@ -100,6 +100,7 @@ _GATES: dict[str, Callable[[HfModule], Activation | None]] = {
     "DeepseekV4Experts._apply_gate": _deepseek_v4,
     "Glm5NextTextExperts._apply_gate": _clamped_silu,
     "HYV4Experts._apply_gate": _clamped_silu,
+    "HYV4VLExperts._apply_gate": _clamped_silu,
     "Step3p7Experts._apply_gate": _step3p7,
     "FP8Experts._apply_gate": _fp8,
 }

@@ -43,6 +43,11 @@ def _qwen2(module: HfModule, x: Tensor) -> Rule:
     return Rule("renormalize" if module.norm_topk_prob else "default", x.dtype, x.dtype)
 
 
+def _lara_mini(module: HfModule, x: Tensor) -> Rule:
+    method = "renormalize" if module.norm_topk_prob else "default"
+    return Rule(method, torch.float32, x.dtype)
+
+
 def _qwen3_vl(module: HfModule, x: Tensor) -> Rule:
     return Rule("renormalize", x.dtype, x.dtype)
 
@@ -211,6 +216,7 @@ _ROUTERS: dict[FindRule, str] = {
     _qwen2: "FlexOlmoTopKRouter MellumTopKRouter OlmoeTopKRouter Qwen2MoeTopKRouter "
     "Qwen3MoeTopKRouter Qwen3NextTopKRouter Qwen3OmniMoeThinkerTextTopKRouter "
     "Qwen3OmniMoeTalkerTextTopKRouter Qwen4ExpTextTopKRouter",
+    _lara_mini: "LaraMiniTopKRouter",
     _qwen3_vl: "Qwen3_5MoeTopKRouter Qwen3OmniMoeTextTopKRouter Qwen3VLMoeTextTopKRouter",
     # before 5.23 most of these return their ids first, which the check notices
     _granite: "GraniteMoeTopKRouter GraniteMoeSWATopKRouter GraniteMoeHybridTopKRouter "
@@ -224,15 +230,15 @@ _ROUTERS: dict[FindRule, str] = {
     _deepseek_v3: "AXK1TopkRouter BailingHybridTopkRouter BeamTopKRouter DeepseekV3TopkRouter "
     "DeepseekV32TopkRouter Dots1TopkRouter Dots3NoteTextTopkRouter ExaoneMoeTopkRouter "
     "Glm4MoeTopkRouter Glm4MoeLiteTopkRouter Glm4vMoeTextTopkRouter Glm5NextTextTopkRouter "
-    "GlmMoeDsaTopkRouter HYV4TopkRouter KimiLinearTopkRouter MiMoV2FlashTopkRouter "
-    "NemotronHTopkRouter SolarOpenTopkRouter",
+    "GlmMoeDsaTopkRouter HYV4TopkRouter HYV4VLTopkRouter KimiLinearTopkRouter "
+    "MiMoV2FlashTopkRouter NemotronHTopkRouter SolarOpenTopkRouter",
     _hy_v3: "HYV3TopKRouter Dots3NoteVisionTopKRouter",
     _minimax_m2: "MiniMaxM2TopKRouter",
     _minimax_m3: "MiniMaxM3VLTopKRouter Step3p7TopKRouter",
     _afmoe: "AfmoeTokenChoiceRouter",
     _axk2: "AXK2TopkRouter",
     _deepseek_v4: "DeepseekV4TopKRouter",
-    _inkling2: "Inkling2TopKRouter",
+    _inkling2: "Inkling2TopKRouter Inkling2LoopTopKRouter",
     _ernie4_5: "Ernie4_5_MoeTopKRouter Ernie4_5_VLMoeMoeTopKRouter",
     _gemma4: "Gemma4TextRouter DiffusionGemmaTextRouter",
     _hunyuan: "HunYuanMoEV1Gate",

@@ -259,7 +259,10 @@ def test_plain_checkpoint_is_quantized_while_it_is_read(build, tmp_path):
 
 @pytest.mark.parametrize(
     "family",
-    ["gpt_oss", "llama4", "dbrx", "longcat_flash", "step3p7", "nemotron_h", "inkling2"],
+    [
+        *("gpt_oss", "llama4", "dbrx", "longcat_flash", "step3p7", "nemotron_h", "inkling2"),
+        *("inkling2_loop", "lara_mini"),
+    ],
 )
 def test_families_that_store_experts_in_other_ways(family, tmp_path):
     """Stacked, transposed, joined with rows, without a gate, or converted by transformers
