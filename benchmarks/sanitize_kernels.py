@@ -84,7 +84,8 @@ def weights(scheme: str, dtype: torch.dtype, device: str) -> tuple[Any, Any]:
     found = []
     for rows, columns in ((2 * I, K), (K, I)):
         plain = torch.randn(E, rows, columns, generator=rng, device=device) / columns**0.5
-        found.append(quantized(plain.to(dtype), scheme, scale))
+        plain = plain.to(dtype)
+        found.append(quantized(plain, scheme, scale) if scheme else plain)
     return found[0], found[1]
 
 
@@ -110,6 +111,19 @@ def with_outputs_zeroed(
 
 
 INITIALIZE = Grouped.__init__
+# functions of `products` that write their first argument
+INTO = ("multiply_into", "activate_into", "multiply_blocks_into", "activate_blocks_into")
+
+
+def zeroing(into: Callable[..., None]) -> Callable[..., None]:
+    """A function of `products` that zeroes what it writes first."""
+
+    def run(out: Tensor | products.Scaled, *args: Any, **options: Any) -> None:
+        for written in (out,) if isinstance(out, Tensor) else out:
+            written.view(torch.uint8).zero_()
+        into(out, *args, **options)
+
+    return run
 
 
 def layers(scheme: str, dtype: torch.dtype, device: str) -> Iterator[tuple[str, Tensor, Tensor]]:
@@ -125,7 +139,7 @@ def layers(scheme: str, dtype: torch.dtype, device: str) -> Iterator[tuple[str, 
         args = (router[:M], ids[:M])
         out = moe_ops.fused_experts(x[:M], *prepared, *args, backend="cutlass")
         expected = moe_ops.fused_experts(x[:M], w13, w2, *args, backend="torch")
-        yield f"{scheme} {str(dtype).removeprefix('torch.')} M={M}", out, expected
+        yield f"{scheme or 'plain'} {str(dtype).removeprefix('torch.')} M={M}", out, expected
     batches = torch.randn(E, 8, K, generator=rng, device=device).to(dtype)
     counts = torch.arange(E, device=device, dtype=torch.int32)
     try:
@@ -145,10 +159,10 @@ def grouped_products(device: str) -> Iterator[tuple[str, Tensor, Tensor]]:
     x, y = [torch.randn(sum(rows), K, generator=rng, device=device).to(dtype) for _ in range(2)]
     w = torch.randn(len(rows), I, K, generator=rng, device=device).to(dtype)
     parts, others = x.double().split(rows), y.double().split(rows)
+    found = [products.multiply(x, w, ends), products.multiply(x, w, ends, transpose=True)]
     allocate = Tensor.new_empty
     Tensor.new_empty = Tensor.new_zeros  # type: ignore[method-assign]
     try:
-        found = [products.multiply(x, w, ends), products.multiply(x, w, ends, transpose=True)]
         found.append(products.outer(x, y, ends))
     finally:
         Tensor.new_empty = allocate  # type: ignore[method-assign]
@@ -161,7 +175,7 @@ def grouped_products(device: str) -> Iterator[tuple[str, Tensor, Tensor]]:
             yield f"products of rows: {call}", out, exact
 
 
-def run_calls(device: str, schemes: tuple[str, ...] = BACKEND.native_schemes) -> Report:
+def run_calls(device: str, schemes: tuple[str, ...] = ("", *BACKEND.native_schemes)) -> Report:
     """Run every call that backend cutlass takes on this device."""
     calls: list[str] = []
     kernels: list[str] = []
@@ -169,6 +183,9 @@ def run_calls(device: str, schemes: tuple[str, ...] = BACKEND.native_schemes) ->
     launch = library.Gemms.run
     library.Gemms.run = recorded(kernels)  # type: ignore[method-assign]
     Grouped.__init__ = with_outputs_zeroed  # type: ignore[method-assign]
+    into = {name: getattr(products, name) for name in INTO}
+    for name, function in into.items():
+        setattr(products, name, zeroing(function))
     try:
         for scheme in schemes:
             for dtype in (torch.bfloat16, torch.float16):
@@ -188,6 +205,8 @@ def run_calls(device: str, schemes: tuple[str, ...] = BACKEND.native_schemes) ->
     finally:
         library.Gemms.run = launch  # type: ignore[method-assign]
         Grouped.__init__ = INITIALIZE  # type: ignore[method-assign]
+        for name, function in into.items():
+            setattr(products, name, function)
     return Report(calls, sorted(set(kernels)), wrong)
 
 

@@ -41,7 +41,8 @@ def test_calls_launch_every_kernel(sanitize, monkeypatch):
         patch.setattr(sanitize, "I", 128)
         patch.setattr(sanitize, "TOKENS", (1, 5))
         run = library.Gemms.run
-        report = sanitize.run_calls("cpu", ("fp8_channel", "fp8_tensor_static", "int4_w4a8"))
+        schemes = ("", "fp8_block", "fp8_channel", "fp8_tensor_static", "int4_w4a8")
+        report = sanitize.run_calls("cpu", schemes)
         assert library.Gemms.run is run
         kernels = {
             library.kernel_of(scheme, "sm_90a", dtype, 1, sanitize.E)
@@ -49,6 +50,8 @@ def test_calls_launch_every_kernel(sanitize, monkeypatch):
             for dtype in (torch.bfloat16, torch.float16)
         }
     forget()
+    kernels |= {f"moe_ops_sm90_blocks_{name}" for name in ("activated", "x_wt")}
+    kernels |= {f"moe_ops_sm90_product_{name}" for name in ("activated", "x_wt", "x_w", "outer")}
     assert kernels <= set(report.kernels) and not report.wrong
     assert "fp8_channel bfloat16 M=5" in report.calls
     assert "fp8_tensor_static float16 batches" in report.calls

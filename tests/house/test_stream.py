@@ -59,7 +59,7 @@ BACKEND = (
     "relayout library schemes cpu",
     "rows blocks setup grouped inputs grouped_mm chunked products",
     "scatter activate scatter_blocks activate_blocks",
-    "layer plain mixed",
+    "layer plain groups mixed",
     "backend",
 )
 

@@ -58,6 +58,8 @@ class FakeLibrary:
         self.calls.append(name)
         if name.startswith("moe_ops_sm90_product_"):
             return self.run_product(name.removeprefix("moe_ops_sm90_product_"), g)
+        if name.startswith("moe_ops_sm90_blocks_"):
+            return self.run_blocks(name.removeprefix("moe_ops_sm90_blocks_"), g)
         if not name.startswith("moe_ops_sm90_"):
             return self.run_block_scaled(name, g)
         if name.startswith("moe_ops_sm90_int4_"):
@@ -122,23 +124,68 @@ class FakeLibrary:
         ends = at(g.ends, g.groups, torch.int32).tolist()
         a = matrix(g.a, g.rows, g.k, g.k, bf16)
         b = at(g.b, g.groups * 2 * g.n * g.k, bf16).view(g.groups, 2 * g.n, g.k)
-        d, bias, start = matrix(g.d, g.rows, g.n, g.n, bf16), torch.zeros(2 * g.n), 0
+        d, start = matrix(g.d, g.rows, g.n, g.n, bf16), 0
+        for e, end in enumerate(ends):
+            found = a[start:end].double() @ b[e].double().t()
+            if gated.gate_up:
+                matrix(gated.gate_up, g.rows, 2 * g.n, 2 * g.n, bf16)[start:end] = found
+            d[start:end] = self.activated(gated, found, e)
+            start = end
+        return 0
+
+    def run_blocks(self, kind: str, scaled: products.BlockScaledProduct) -> int:
+        """Products of e4m3 rows and weights with scales of 128 columns and of blocks."""
+        gated, g = scaled.gated, scaled.gated.product
+        of_both = kind == "activated"
+        N = 2 * g.n if of_both else g.n
+        assert g.sm_count > 0 and not any(t % ALIGNMENT for t in (g.a, g.b, g.d))
+        assert g.n % 16 == g.k % 16 == g.m == 0
+        ends, steps = at(g.ends, g.groups, torch.int32).tolist(), -(-g.k // 128)
+
+        def wide(elements: Tensor, scale: Tensor) -> Tensor:
+            """(rows, columns) times (rows / 128, columns / 128) or (rows, columns / 128)."""
+            scale = scale.double().repeat_interleave(128, 1)[:, : elements.shape[1]]
+            if len(scale) != len(elements):
+                scale = scale.repeat_interleave(128, 0)[: len(elements)]
+            return elements.double() * scale
+
+        a_scale = matrix(scaled.a_scale, steps, g.rows, g.rows, torch.float32)
+        a = wide(matrix(g.a, g.rows, g.k, g.k, E4M3), a_scale.t())
+        b = at(g.b, g.groups * N * g.k, E4M3).view(g.groups, N, g.k)
+        b_scale = at(scaled.b_scale, g.groups * -(-N // 128) * steps, torch.float32)
+        b_scale, start = b_scale.view(g.groups, -1, steps), 0
+        for e, end in enumerate(ends):
+            found = a[start:end] @ wide(b[e], b_scale[e]).t()
+            if not of_both:
+                matrix(g.d, g.rows, g.n, g.n, torch.bfloat16)[start:end] = found
+            elif end > start:
+                assert gated.interleaved or g.n % 64 == 0
+                h = self.activated(gated, found, e)
+                h = torch.nn.functional.pad(h, (0, -g.n % 128)).view(end - start, -1, 128)
+                scale = (h.abs().amax(-1) / 448).float()
+                if scaled.powers:
+                    scale = torch.exp2(torch.ceil(torch.log2(scale)))
+                scale = torch.where(scale == 0, 1.0, scale)
+                of_d = matrix(scaled.d_scale, -(-g.n // 128), g.rows, g.rows, torch.float32)
+                of_d[:, start:end] = scale.t()
+                elements = (h.float() / scale[:, :, None]).to(E4M3).view(end - start, -1)
+                d = matrix(g.d, g.rows, g.n, g.n, E4M3)
+                d[start:end] = elements[:, : g.n]
+            start = end
+        return 0
+
+    def activated(self, gated: products.GatedProduct, found: Tensor, e: int) -> Tensor:
+        """The activation of an expert's gate and up columns (rows, 2 n), fp64."""
+        g = gated.product
         names = ("silu", "gelu", "gelu_tanh", "swigluoai_uninterleave", "swiglustep")
         name = names[gated.activation]
         if gated.interleaved:
             assert name == "swigluoai_uninterleave" and not gated.gate_up
             name = "swigluoai"
-        numbers = (gated.alpha, gated.beta, gated.limit)
-        for e, end in enumerate(ends):
-            found = a[start:end].double() @ b[e].double().t()
-            if gated.gate_up:
-                matrix(gated.gate_up, g.rows, 2 * g.n, 2 * g.n, bf16)[start:end] = found
-            if gated.bias:
-                dtype = torch.float32 if gated.bias_is_float else bf16
-                bias = at(gated.bias, g.groups * 2 * g.n, dtype).view(g.groups, -1)[e]
-            d[start:end] = oracle.activation(found + bias, name, *numbers)
-            start = end
-        return 0
+        if gated.bias:
+            dtype = torch.float32 if gated.bias_is_float else torch.bfloat16
+            found = found + at(gated.bias, g.groups * 2 * g.n, dtype).view(g.groups, -1)[e]
+        return oracle.activation(found, name, gated.alpha, gated.beta, gated.limit)
 
     def run_int4(self, name: str, g: library.GroupedGemm) -> int:
         """D^T = row_scale * (column_scale * A @ B^T), where A are int4 weights in the order of the

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from moe_ops.backends.cutlass import blocks, library, plain, rows
+from moe_ops.backends.cutlass import blocks, groups, library, plain, rows
 from moe_ops.backends.cutlass.activate import activate
 from moe_ops.backends.cutlass.activate_blocks import activate_blocks
 from moe_ops.backends.cutlass.grouped import Grouped, Weights
@@ -23,7 +23,9 @@ from moe_ops.backends.cutlass.scatter import scatter
 from moe_ops.backends.cutlass.scatter_blocks import scatter_blocks
 from moe_ops.backends.cutlass.schemes import (
     BLOCKS,
+    GROUPS,
     INT4,
+    PLAIN,
     ROWS,
     kind_of,
     one_scale,
@@ -46,9 +48,12 @@ Operand = rows.Operand | blocks.Operand
 
 def experts(a: ExpertsArgs) -> None:
     """Launch `moe_ops::cutlass_experts`."""
-    if a.topk_ids.numel() and not a.scheme:
-        plain.experts(a)
-    elif a.topk_ids.numel():
+    if a.topk_ids.numel() == 0:
+        return
+    of_kind = {PLAIN: plain.experts, GROUPS: groups.experts}.get(kind_of(a.scheme) or "")
+    if of_kind is not None:
+        of_kind(a)
+    else:
         _run(a, a.topk_ids.numel(), chunks(a), _Pairs)
 
 

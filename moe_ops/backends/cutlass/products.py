@@ -197,7 +197,7 @@ def activate_blocks_into(
         scaled = BlockScaledProduct(gated=_gated(product, activation, bias), powers=powers)
         _scales(scaled, rows, weight)
         assert out.scale.is_contiguous() and out.scale.dtype == torch.float32
-        scaled.d_scale = out.scale.data_ptr()
+        scaled.d_scale = _address(out.scale)
         gemms.run(f"{_BLOCKS}_activated", scaled)
 
 
@@ -227,7 +227,7 @@ def _scales(scaled: BlockScaledProduct, rows: Scaled, weight: Scaled) -> None:
     assert weight.scale.shape == (E, cdiv(N, 128), cdiv(K, 128)), weight.scale.shape
     for scale in (rows.scale, weight.scale):
         assert scale.is_contiguous() and scale.dtype == torch.float32
-    scaled.a_scale, scaled.b_scale = rows.scale.data_ptr(), weight.scale.data_ptr()
+    scaled.a_scale, scaled.b_scale = _address(rows.scale), _address(weight.scale)
 
 
 def _of_blocks(

@@ -1,7 +1,8 @@
 """What the kernels of each kind of scheme need, and where their operands are in the workspaces.
 torch alone.
 
-There are four kinds: `PLAIN`, bf16 weights (SM90); `ROWS`, e4m3 with fp32 scales of rows and
+There are five kinds: `PLAIN`, bf16 weights (SM90); `ROWS`, e4m3 with fp32 scales of rows and
+tokens (SM90); `GROUPS`, e4m3 with fp32 scales of blocks of 128 x 128 beside those of groups of
 tokens (SM90); `INT4`, int4 weights with scales of groups beside e4m3 tokens (SM90); `BLOCKS`,
 scales of blocks of columns that the tensor cores apply (SM100, SM120).
 """
@@ -16,14 +17,18 @@ from moe_ops.meta.workspace import cdiv, padded_rows, round_up
 from moe_ops.numerics.swizzle import TILE_ROWS, swizzled_shape
 from moe_ops.schemes import get_scheme
 
-PLAIN, ROWS, INT4, BLOCKS = "plain", "rows", "int4", "blocks"
+PLAIN, ROWS, GROUPS, INT4, BLOCKS = "plain", "rows", "groups", "int4", "blocks"
 SCHEMES_OF_ROWS = (
     *("fp8_channel", "fp8_tensor", "fp8_tensor_static"),
     *("fp8_channel_tensor", "fp8_channel_tensor_static"),
 )
+SCHEMES_OF_GROUPS = ("fp8_block", "fp8_block:ue8m0")
 INT4_SCHEME = "int4_w4a8"
 # kind -> the compute capabilities for which csrc/cutlass has kernels
-CAPABILITIES = {PLAIN: ((9, 0),), ROWS: ((9, 0),), INT4: ((9, 0),), BLOCKS: ((10, 0), (12, 0))}
+CAPABILITIES: dict[str, tuple[tuple[int, int], ...]] = {
+    **{kind: ((9, 0),) for kind in (PLAIN, ROWS, GROUPS, INT4)},
+    BLOCKS: ((10, 0), (12, 0)),
+}
 # CUTLASS keeps descriptors of the tensor memory accelerator for each multiprocessor, of which GPUs
 # of these capabilities have up to 160. Of BLOCKS that is 9984 bytes at most on SM100 with CUTLASS
 # 4.8, for it writes some anew for each stage of its pipeline, and 768 on SM120.
@@ -69,6 +74,11 @@ def scale_rows(M: Any, top_k: int, E: int) -> Any:
     return padded_rows(M, top_k, E, TILE_ROWS)
 
 
+def grouped_bytes(rows: Any, columns: Any) -> Any:
+    """Bytes of e4m3 rows (rows, columns) and their scales of groups. int or SymInt."""
+    return round_up(rows * columns, 128) + 4 * rows * cdiv(columns, 128)
+
+
 def kind_of(scheme: str) -> str | None:
     """Which kind a scheme is; None of others."""
     if not scheme:
@@ -77,6 +87,8 @@ def kind_of(scheme: str) -> str | None:
         return BLOCKS
     if scheme == INT4_SCHEME:
         return INT4
+    if scheme in SCHEMES_OF_GROUPS:
+        return GROUPS
     return ROWS if scheme in SCHEMES_OF_ROWS else None
 
 

@@ -45,7 +45,7 @@ from moe_ops.meta.workspace import cdiv
 GROUPS = 16  # groups of 128 columns that a program handles at a time
 
 
-class Rows(Protocol):
+class OperandRows(Protocol):
     """Rows that a GEMM takes: in bf16, or quantized with scales."""
 
     @property
@@ -61,7 +61,7 @@ class Rows(Protocol):
 
 
 class GroupedRows(NamedTuple):
-    """The Rows of a GEMM with fp32 scales."""
+    """The rows of a GEMM with fp32 scales."""
 
     data: Tensor  # (S, K) e4m3
     scale: Tensor  # (ceil(K / 128), S)
@@ -147,12 +147,15 @@ def columns_of_row(
     WIDTH: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
     """(columns (GROUPS, 128) of a row times factor as they are stored, their scales, or x if there
-    are none). What arrives with scales is not quantized again.
+    are none). What arrives with scales is not quantized again: the factor is of its scales.
     """
     x = tl.load(x_ptr, mask=k < K, other=0.0)
     if x_scale_ptr is not None:
         scale_ptrs = x_scale_ptr + part.to(tl.int64) * x_scale_stride_g
-        return x, tl.load(scale_ptrs, mask=part * WIDTH < K, other=0)
+        scale = tl.load(scale_ptrs, mask=part * WIDTH < K, other=0)
+        if factor is not None:
+            scale *= factor
+        return x, scale
     else:
         if factor is not None:
             x = x.to(tl.float32) * factor
@@ -176,7 +179,7 @@ class Scatter:
     quantized: Quantized
     x: StridedRows
     x_scale: Scales
-    weights: Pointer  # (M,) that multiply x before it is quantized, or None
+    weights: Pointer  # (M,) that multiply x before it is quantized, or its fp32 scales; or None
     weights_stride: Runtime
     layout: Layout
     K: Specialized
@@ -253,7 +256,7 @@ def moe_ops_scatter_groups(
             store_columns(y_ptr, scale_ptr, y, scale, row, k, part, end, K, R, SCALES, WIDTH)
 
 
-def quantized(operand: Rows, gpu: Gpu) -> tuple[Tensor, Quantized]:
+def quantized(operand: OperandRows, gpu: Gpu) -> tuple[Tensor, Quantized]:
     """An operand as kernels write it. e4m3 data are bytes if the GPU does not have e4m3."""
     data, scale = operand.data, operand.scale
     if scale is not None:
@@ -273,7 +276,7 @@ def scales_of(scale: Tensor | None) -> Scales:
 
 def scatter(
     x: Tensor,
-    y: Rows,
+    y: OperandRows,
     layout: Layout,
     top_k: int,
     gpu: Gpu,

@@ -55,6 +55,16 @@ def test_auto_takes_it_for_many_rows(built, scheme):
     assert names(batches) == [(-1, "triton")]
 
 
+@pytest.mark.parametrize("scheme, rows", [("fp8_block", 64), ("", 96)])
+def test_auto_takes_it_for_more_rows_of_blocks_and_of_plain_weights(built, scheme, rows):
+    """deep_gemm, which comes before it, does not take 192 columns."""
+    built(True)
+    layer = dataclasses.replace(LAYER, scheme=scheme, hidden_size=192, dtype=torch.bfloat16)
+    assert names(layer) == [(16 * rows - 1, "triton"), (-1, "cutlass")]
+    parallel = dataclasses.replace(layer, has_expert_map=True)
+    assert names(parallel) == [(32 * rows - 1, "triton"), (-1, "cutlass")]
+
+
 def test_auto_leaves_out_what_was_not_measured(built):
     """Natural int4 weights stay with triton. No other backend takes those that were prepared."""
     built(True)
