@@ -96,6 +96,21 @@ def why_not_installed(module: str, distribution: str, oldest: str) -> str | None
     return None
 
 
+def missing_requirement(distribution: str) -> str | None:
+    """What a distribution requires and pip does not know, such as "apache-tvm-ffi==0.1.11"; None
+    where nothing is missing, or the distribution is unknown.
+    """
+    try:
+        required = importlib.metadata.requires(distribution) or ()
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    for requirement in required:
+        name = re.match(r"[\w.-]+", requirement)
+        if name and ";" not in requirement and version(name[0]) is None:
+            return requirement
+    return None
+
+
 def newer_than_tested(distribution: str, newest: str) -> str | None:
     """What to say of a distribution that is newer than the newest that the tests ran with; None of
     others. Post-releases are as new as their release.

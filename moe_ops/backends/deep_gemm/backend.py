@@ -38,7 +38,15 @@ TESTED = ("0.1.5", "0.1.5")  # the oldest and the newest version that the tests 
 def available() -> str | None:
     """None, or what to install."""
     missing = environment.why_not_installed("deep_gemm", DISTRIBUTION, TESTED[0])
-    return missing or _why_not_loaded() or environment.why_no_triton()
+    return missing or _why_not_loaded() or _why_incomplete() or environment.why_no_triton()
+
+
+def _why_incomplete() -> str | None:
+    """What the installed wheel imports and is not there, as after pip install --no-deps."""
+    missing = environment.missing_requirement(DISTRIBUTION)
+    if missing is None:
+        return None
+    return f"{DISTRIBUTION} needs {missing}, which is not installed; pip install '{missing}'"
 
 
 def _why_not_loaded() -> str | None:

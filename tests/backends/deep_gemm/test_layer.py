@@ -329,6 +329,28 @@ def test_available_names_the_version(version, monkeypatch):
     assert said == (newer + backend.TESTED[1] if version == "0.1.50" else None)
 
 
+def test_a_wheel_without_what_it_requires_is_refused(monkeypatch):
+    """Else "auto" would take it, and its import would fail at the first call."""
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    known = {"sgl-deep-gemm": "0.1.5", "numpy": "2.0"}
+
+    def version(name: str) -> str:
+        if name not in known:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return known[name]
+
+    required = ["numpy>=1", "apache-tvm-ffi==0.1.11", 'pytest; extra == "dev"']
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    monkeypatch.setattr(importlib.metadata, "requires", lambda name: required)
+    monkeypatch.setattr(torch, "__version__", "2.11.0+cu130")
+    assert backend.available() == (
+        "sgl-deep-gemm needs apache-tvm-ffi==0.1.11, which is not installed; "
+        "pip install 'apache-tvm-ffi==0.1.11'"
+    )
+    known["apache-tvm-ffi"] = "0.1.11"
+    assert backend.available() is None
+
+
 def test_wheels_that_take_no_tensor_of_this_torch_are_refused(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.1.7")
