@@ -225,9 +225,14 @@ def aligned(tensor: Tensor) -> bool:
     return tensor.data_ptr() % ALIGNMENT == 0
 
 
-def check_addresses(a: ExpertsArgs | BatchedExpertsArgs) -> None:
-    """Raise ValueError for tensors that the tensor memory accelerator cannot read or write."""
-    for name in ("w13", "w2", "w13_scale", "w2_scale"):
+_READ = ("w13", "w2", "w13_scale", "w2_scale")
+
+
+def check_addresses(a: ExpertsArgs | BatchedExpertsArgs, names: tuple[str, ...] = _READ) -> None:
+    """Raise ValueError for tensors that the tensor memory accelerator cannot read or write. It
+    reads those named.
+    """
+    for name in names:
         tensor = getattr(a, name)
         if tensor is not None and not aligned(tensor):
             raise ValueError(

@@ -48,8 +48,8 @@ struct GroupedGemm {
   cudaStream_t stream;
 };
 
-// A product of bf16 rows sorted by expert, row-major all: sm90_products.cuh. NAME_run takes it in
-// place of GroupedGemm.
+// A product of rows sorted by expert, row-major all: of bf16 in sm90_products.cuh, where NAME_run takes
+// it in place of GroupedGemm, and of e4m3 as a part of BlockScaledProduct.
 struct GroupedProduct {
   int32_t groups;     // experts
   int32_t sm_count;   // of the GPU, asked once

@@ -111,7 +111,7 @@ __device__ void multiply(float (&d)[2][SUMS], Shared<KIND>& shared, Ring<KIND>& 
 // The scale of e4m3 elements of at most this magnitude: kernels/device/e4m3.py.
 __device__ inline float scale_of(float amax, bool powers) {
   float scale = __fdiv_rn(amax, 448.f);
-  if (powers) scale = __int_as_float((__float_as_int(scale) + 0x7FFFFF) & -0x800000);
+  if (powers) scale = __uint_as_float((__float_as_uint(scale) + 0x7FFFFFu) & 0xFF800000u);
   return scale == 0 ? 1 : scale;
 }
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import moe_ops
-from moe_ops.activations import Activation
+from moe_ops.activations import NAMES, Activation
 from moe_ops.backends.cutlass import products as native
 from moe_ops.backends.cutlass.products import Scaled
 from moe_ops.backends.cutlass.schemes import SCHEMES_OF_GROUPS
@@ -20,7 +20,13 @@ from tests.backends.cutlass.test_layer import (
     devices,
     products,  # noqa: F401  (a fixture)
 )
-from tests.backends.cutlass.test_products import ACTIVATED, PLACES, ROWS, layout
+from tests.backends.cutlass.test_products import (
+    ACTIVATED,
+    PLACES,
+    ROWS,
+    few_multiprocessors,
+    layout,
+)
 from tests.matrix.test_quantized_input import arriving
 from tests.support import oracle
 from tests.support.cases import BF16, FP16, Case, assert_matches, poisoned_memory, tolerance
@@ -122,11 +128,33 @@ def test_nan_stays_in_its_token(device):
 
 
 @devices
-def test_chunks(device):
+def test_chunks(device, products):  # noqa: F811
     case = case_of(device, M=40)
     whole = check(case)
     case.options["max_workspace_bytes"] = 60_000
     assert torch.equal(case.run("cutlass"), whole)
+    assert products is None or len(products.calls) > 4  # two a chunk
+
+
+@devices
+@pytest.mark.parametrize("M", [1, 2, 3, 9])
+@pytest.mark.parametrize("K, I", [(16, 64), (32, 64), (48, 64), (64, 64)])
+def test_few_narrow_rows(device, M, K, I):  # noqa: E741
+    """Scales and their alignment take more than the elements there."""
+    ids = torch.arange(M)[:, None] % 3
+    check(case_of(device, M=M, E=3, top_k=1, K=K, I=I, ids=ids))
+
+
+@devices
+def test_scales_at_any_address(device):
+    """Those of a range of experts begin at any multiple of 4 bytes."""
+    case = case_of(device, K=400, I=192)
+    for i in (1, 2):
+        scale = case.args[i].scale
+        moved = torch.empty(scale.numel() + 1, device=device)[1:].view(scale.shape).copy_(scale)
+        assert moved.data_ptr() % 16
+        case.args[i] = case.args[i]._replace(scale=moved)
+    check(case)
 
 
 @devices
@@ -279,5 +307,14 @@ def check_quantized(
     assert relative < (2**-4 if powers else 0.04), relative
 
 
+@placed_rows
+@needs_kernels
+def test_many_tiles_of_many_steps(device, rows, monkeypatch):
+    few_multiprocessors(monkeypatch)
+    test_product(device, rows, 784, 1168)
+    for name in ("silu", "swigluoai, rows"):
+        test_activated(device, rows, 448, 1168, ACTIVATED[name], False)
+
+
 def test_every_activation_is_tested():
-    assert set(GATED) == {n for n in GATED if Activation(n).gated}
+    assert set(GATED) == {name for name in NAMES if Activation(name).gated}

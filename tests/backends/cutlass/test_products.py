@@ -142,6 +142,24 @@ def test_activated(device, rows, I, K, options):  # noqa: E741
             assert gate_up[experts < 0].isnan().all()
 
 
+def few_multiprocessors(monkeypatch) -> None:
+    """Two clusters, so that each has many tiles, whole ones and halves, one after the other."""
+    found = products.kernels
+    few = {"sm_count": 4}
+    monkeypatch.setattr(products, "kernels", lambda device: found(device)._replace(**few))
+
+
+@devices
+@pytest.mark.parametrize("rows", ("few", "tiles", "long"))
+def test_many_tiles_of_many_steps(device, rows, monkeypatch):
+    few_multiprocessors(monkeypatch)
+    test_multiply(device, ROWS[rows], 768, 712, False, False)
+    test_multiply(device, ROWS[rows], 712, 768, True, False)
+    test_outer(device, ROWS[rows], 192, 512)
+    for name in ("silu", "swigluoai, rows"):
+        test_activated(device, ROWS[rows], 384, 712, ACTIVATED[name])
+
+
 @devices
 def test_rows_of_no_expert_are_not_written(device, monkeypatch):
     ends, experts = layout([130, 7, 64], device)
