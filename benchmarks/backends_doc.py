@@ -203,7 +203,10 @@ DOCUMENTS: dict[str, dict[str, Callable[[], str | None]]] = {
         "plots": plots,
     },
     "docs/kernels/cutlass.md": {"layers": layers_doc.whole_layers},
-    "docs/kernels/training.md": {"steps": training_doc.steps},
+    "docs/kernels/training.md": {
+        "steps": training_doc.steps,
+        "steps on an H100": lambda: training_doc.steps(training_doc.ON_H100),
+    },
     "docs/performance.md": {"8-bit activations": layers_doc.summary},
 }
 

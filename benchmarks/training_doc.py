@@ -10,6 +10,7 @@ import json
 from pathlib import Path
 
 RESULTS = Path(__file__).parent / "results" / "training_NVIDIA_H200.json"
+ON_H100 = RESULTS.with_name("training_NVIDIA_H100_80GB_HBM3.json")
 SHAPES = {"qwen3": "Qwen3", "mixtral": "Mixtral", "olmoe": "OLMoE", "gptoss20": "gpt-oss-20b"}
 COLUMNS = {
     "moe_ops": "moe_ops",

@@ -173,8 +173,9 @@ FASTER_FROM = 16
 # (gpt-oss-20b), 0.98 and 0.83 at 256 (Mixtral, Qwen3), 0.75 to 0.96 above. On an H100 1.01 at 64
 # (Qwen3), 1.03 at 256 (Mixtral), 0.75 to 0.98 else.
 PLAIN_FASTER_FROM = 96
-# The same of fp8_block, on an H100: 0.92 at 64 rows (Qwen3), 0.68 at 128 (gpt-oss-20b), 0.93 and
-# 0.77 at 256 (Mixtral, Qwen3), 0.46 to 0.81 above. Where deep_gemm takes a call it comes first.
+# The same of fp8_block, on an H100: 0.85 at 64 rows, 0.67 at 256 and 0.60 at 1024 (Qwen3); before
+# its warpgroups took turns, 0.68 at 128 (gpt-oss-20b), 0.93 at 256 (Mixtral), 0.46 to 0.81 above.
+# Where deep_gemm takes a call it comes first.
 GROUPS_FASTER_FROM = 64
 
 

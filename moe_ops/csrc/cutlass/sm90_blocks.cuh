@@ -25,87 +25,104 @@ struct Product {
     using cute::SM90::GMMA::ScaleOut;
     Type::fma(a, b, d[I]..., first ? ScaleOut::Zero : ScaleOut::One);
   }
-  __device__ static void find(uint8_t const* rows, uint8_t const* columns, float (&d)[SUMS]) {
+  // In turns: of the products of two warpgroups the tensor cores take an instruction at a time, and
+  // both end at once, so that nothing is multiplied while both scale. The turn ends with the first
+  // half, so that the other warpgroup's product follows the second one without a pause.
+  __device__ static void find(uint8_t const* rows, uint8_t const* columns, float (&d)[SUMS],
+                              Turns& turns) {
     uint64_t a = matrix(rows), b = matrix(columns);
 #pragma unroll
     for (int i = 0; i < SUMS; ++i) cute::warpgroup_fence_operand(d[i]);
+    turns.wait();
     cute::warpgroup_arrive();
 #pragma unroll
     for (int j = 0; j < BLOCK / 32; ++j) {  // 32 bytes on, in units of 16
       add(a + 2 * j, b + 2 * j, d, j == 0, std::make_index_sequence<SUMS>{});
+      if (j == 1) cute::warpgroup_commit_batch();
     }
     cute::warpgroup_commit_batch();
+    cute::warpgroup_wait<1>();
+    turns.done();
     cute::warpgroup_wait<0>();
 #pragma unroll
     for (int i = 0; i < SUMS; ++i) cute::warpgroup_fence_operand(d[i]);
   }
 };
 
-// The scales of a thread's rows, and of both halves of both blocks, a step ahead of their use.
-// Rows of a half of 64 share a block of the weight: a half of gate and up rows may end inside one.
-template <Kind KIND>
+// The scales of a thread's two rows and of quarters, in one step after the other. Lanes read those
+// of a warp's 16 rows and of the four quarters two steps ahead, for a step takes less time than a
+// read of what is not in the L1 cache.
 struct StepScales {
-  float const* of_a;     // of the next step
-  float const* of_b[4];  // of block b's half h at 2 b + h
-  int64_t rows;
-  float a[2], b[4];
-  int rest;  // steps
+  float const* at;
+  int64_t stride;
+  int left;  // steps that were not read
+  float read[2], a[2], b[4];
 
-  __device__ StepScales(Sizes const& p, Work const& w, int row) : rows(p.rows), rest(w.steps) {
-    int first = w.start + w.m * TILE_M + row, all = IS_GATED<KIND> ? 2 * p.n : p.n;
-    of_a = p.scales.a + min(first, p.rows - 1);
-    second = min(first + 8, p.rows - 1) - min(first, p.rows - 1);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      int block = i / 2, column = w.n * COLUMNS_OF_D<KIND> + i % 2 * BLOCK / 2;
-      int at = !IS_GATED<KIND>         ? column + block * BLOCK
-               : p.gated.interleaved ? 2 * column + block
-                                     : column + block * p.n;
+  // Rows of a quarter share a block of the weight: a half of gate and up rows may end inside one.
+  __device__ StepScales(Sizes const& p, Work const& w, int first, int column, bool is_gated) {
+    int lane = threadIdx.x % 32;
+    if (lane < STORED_ROWS) {
+      at = p.scales.a + min(w.start + w.m * TILE_M + first + lane, p.rows - 1);
+      stride = p.rows;
+    } else {
+      int quarter = min(lane - STORED_ROWS, 3), block = quarter / 2, all = is_gated ? 2 * p.n : p.n;
+      column += quarter % 2 * PART;
+      int row = !is_gated             ? column + block * BLOCK
+                : p.gated.interleaved ? 2 * column + block
+                                      : column + block * p.n;
       int64_t blocks = (all + BLOCK - 1) / BLOCK;
-      of_b[i] = p.scales.b + (w.expert * blocks + min(at, all - 1) / BLOCK) * w.steps;
+      at = p.scales.b + (w.expert * blocks + min(row, all - 1) / BLOCK) * w.steps;
+      stride = 1;
     }
-    read();
+    left = w.steps;
+    fetch(0);
+    fetch(1);
   }
-  __device__ void read() {
-    a[0] = of_a[0];
-    a[1] = of_a[second];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) b[i] = *of_b[i];
-    if (--rest > 0) {
-      of_a += rows;
-#pragma unroll
-      for (int i = 0; i < 4; ++i) ++of_b[i];
-    }
+  // Written as assembly so that compilers do not read it where it is used.
+  __device__ void fetch(int parity) {
+    asm volatile("ld.global.f32 %0, [%1];" : "=f"(read[parity]) : "l"(at));
+    at += --left > 0 ? stride : 0;
   }
-
- private:
-  int second;
+  __device__ void step(int parity) {
+    int row = threadIdx.x % 32 / 4;
+    a[0] = __shfl_sync(~0u, read[parity], row);
+    a[1] = __shfl_sync(~0u, read[parity], row + 8);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) b[i] = __shfl_sync(~0u, read[parity], STORED_ROWS + i);
+    fetch(parity);
+  }
 };
 
 // A warpgroup's sums of 64 rows by both blocks.
 template <Kind KIND>
 __device__ void multiply(float (&d)[2][SUMS], Shared<KIND>& shared, Ring<KIND>& ring,
-                         Sizes const& p, Work const& w, int group, int row) {
+                         Sizes const& p, Work const& w, int warp, Turns& turns) {
 #pragma unroll
   for (int i = 0; i < 2 * SUMS; ++i) d[0][i] = 0;
-  StepScales<KIND> next(p, w, row);
-  for (int k = 0; k < w.steps; ++k, ring.next()) {
-    StepScales<KIND> now = next;
-    next.read();
+  StepScales scales(p, w, warp * STORED_ROWS, w.n * COLUMNS_OF_D<KIND>, IS_GATED<KIND>);
+  auto step = [&](int parity) {
     auto& stage = shared.stages[ring.at];
+    scales.step(parity);
     shared.full[ring.at].wait(ring.phase);
 #pragma unroll
     for (int block = 0; block < 2; ++block) {
       float sums[SUMS];
-      Product::find(stage.a[group], stage.b[2 * block], sums);
+      Product::find(stage.a[warp / 4], stage.b[2 * block], sums, turns);
       if (block == 1) release(shared, ring.at);
 #pragma unroll
       for (int i = 0; i < SUMS; ++i) {
         int half = i / (SUMS / 2), lower = i / 2 % 2;
-        d[block][i] += sums[i] * (now.a[lower] * now.b[2 * block + half]);
+        d[block][i] += sums[i] * (scales.a[lower] * scales.b[2 * block + half]);
       }
     }
+    ring.next();
+  };
+  int k = 0;
+  for (; k + 1 < w.steps; k += 2) {
+    step(0);
+    step(1);
   }
+  if (k < w.steps) step(0);
 }
 
 // The scale of e4m3 elements of at most this magnitude: kernels/device/e4m3.py.
@@ -115,8 +132,9 @@ __device__ inline float scale_of(float amax, bool powers) {
   return scale == 0 ? 1 : scale;
 }
 
-// Activates gate and up into gate, with its bias, and stores it as e4m3 with a scale a row.
-template <int ACTIVATION>
+// Activates gate and up into gate, with its bias, and stores it as e4m3 with a scale a row. PLAIN is
+// of whole tiles without biases or limits: a quarter of the instructions is for these.
+template <int ACTIVATION, bool PLAIN>
 __device__ void store_activated(float (&g)[SUMS], float (&u)[SUMS], Stored<GATED_BLOCKS>& store,
                                 CUtensorMap const& map, Sizes const& p, Work const& w, int row) {
   Gated const& of = p.gated;
@@ -126,7 +144,7 @@ __device__ void store_activated(float (&g)[SUMS], float (&u)[SUMS], Stored<GATED
   for (int j = 0; j < BLOCK / 8; ++j) {
     int column = x + 8 * j + store.lane % 4 * 2;
     float of_g[2] = {}, of_u[2] = {};
-    if (of.bias && column < p.n) {
+    if (!PLAIN && of.bias && column < p.n) {
       int64_t bias = int64_t(w.expert) * 2 * p.n;
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
@@ -137,11 +155,14 @@ __device__ void store_activated(float (&g)[SUMS], float (&u)[SUMS], Stored<GATED
     }
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      float h = activated<ACTIVATION>(g[4 * j + i] + of_g[i % 2], u[4 * j + i] + of_u[i % 2], of);
-      h = column < p.n ? h : 0;
-      g[4 * j + i] = h;
-      float most = amax[i / 2], magnitude = fabsf(h);
-      amax[i / 2] = magnitude > most || magnitude != magnitude ? magnitude : most;  // keeps NaN
+      float &gate = g[4 * j + i], up = u[4 * j + i];
+      if constexpr (PLAIN) {
+        gate = silu(gate) * up;
+      } else {
+        gate = activated<ACTIVATION>(gate + of_g[i % 2], up + of_u[i % 2], of);
+        gate = column < p.n ? gate : 0;
+      }
+      amax[i / 2] = larger(amax[i / 2], fabsf(gate));
     }
   }
   float scale[2];
@@ -150,8 +171,7 @@ __device__ void store_activated(float (&g)[SUMS], float (&u)[SUMS], Stored<GATED
     float most = amax[lower];
 #pragma unroll
     for (int lane = 1; lane < 4; lane *= 2) {
-      float other = __shfl_xor_sync(~0u, most, lane);
-      most = other > most || other != other ? other : most;
+      most = larger(most, __shfl_xor_sync(~0u, most, lane));
     }
     scale[lower] = scale_of(most, p.scales.powers);
     int in_tile = row + 8 * lower;
@@ -180,23 +200,31 @@ __device__ void store_activated(float (&g)[SUMS], float (&u)[SUMS], Stored<GATED
 
 template <Kind KIND>
 __device__ void tile(Shared<KIND>& shared, Ring<KIND>& ring, Stored<KIND>& store,
-                     CUtensorMap const& map, Sizes const& p, Work const& w, int warp) {
+                     CUtensorMap const& map, Sizes const& p, Work const& w, int warp,
+                     Turns& turns) {
   float d[2][SUMS];
   int first = warp * STORED_ROWS, row = first + store.lane / 4;
-  multiply<KIND>(d, shared, ring, p, w, warp / 4, row);
+  multiply<KIND>(d, shared, ring, p, w, warp, turns);
   int m = w.m * TILE_M + first;
   store.y = w.start + m;
   store.rows = w.rows - m;
   if constexpr (KIND == GATED_BLOCKS) {
-    auto stored = [&](auto activation) {
-      store_activated<decltype(activation)::value>(d[0], d[1], store, map, p, w, row);
+    auto stored = [&](auto activation, auto plain) {
+      store_activated<activation, plain>(d[0], d[1], store, map, p, w, row);
     };
+    bool whole = (w.n + 1) * BLOCK <= p.n, limited = p.gated.limit < NO_LIMIT;
     switch (p.gated.activation) {
-      case SILU: stored(cute::Int<SILU>{}); break;
-      case GELU: stored(cute::Int<GELU>{}); break;
-      case GELU_TANH: stored(cute::Int<GELU_TANH>{}); break;
-      case SWIGLUOAI: stored(cute::Int<SWIGLUOAI>{}); break;
-      default: stored(cute::Int<SWIGLUSTEP>{});
+      case SILU:
+        if (whole && !p.gated.bias && !limited) {
+          stored(cute::Int<SILU>{}, std::true_type{});
+        } else {
+          stored(cute::Int<SILU>{}, std::false_type{});
+        }
+        break;
+      case GELU: stored(cute::Int<GELU>{}, std::false_type{}); break;
+      case GELU_TANH: stored(cute::Int<GELU_TANH>{}, std::false_type{}); break;
+      case SWIGLUOAI: stored(cute::Int<SWIGLUOAI>{}, std::false_type{}); break;
+      default: stored(cute::Int<SWIGLUSTEP>{}, std::false_type{});
     }
   } else {
 #pragma unroll
@@ -216,15 +244,20 @@ __device__ void compute(Shared<KIND>& shared, CUtensorMap const& map, CUtensorMa
   Schedule<KIND> schedule(p);
   Stored<KIND> store{shared.out[warp], p.n};
   Ring<KIND> ring;
+  Turns turns(warp / 4);
   Work w;
   for (int i = blockIdx.x / 2; schedule.find(i, w); i += gridDim.x / 2) {
     if (w.half && warp >= 4) {  // no rows
       for (int k = 0; k < w.steps; ++k, ring.next()) {
         shared.full[ring.at].wait(ring.phase);
+        for (int block = 0; block < 2; ++block) {
+          turns.wait();
+          turns.done();
+        }
         release(shared, ring.at);
       }
     } else {
-      tile<KIND>(shared, ring, store, map, p, w, warp);
+      tile<KIND>(shared, ring, store, map, p, w, warp, turns);
     }
   }
   cute::tma_store_wait<0>();

@@ -62,19 +62,8 @@ __device__ inline void erase(uint8_t (*parts)[PART_BYTES], int count, int from, 
   }
 }
 
-// The warpgroups' turns to wait for stages: one that waited for a stage's second next phase would
-// take its last one for it.
-struct Turns {
-  int group;
-
-  __device__ explicit Turns(int group) : group(group) {
-    if (group == 1) done();
-  }
-  __device__ void wait() { cutlass::arch::NamedBarrier::sync(256, 2 + group); }
-  __device__ void done() { cutlass::arch::NamedBarrier::arrive(256, 2 + (group ^ 1)); }
-};
-
-// A warpgroup's sums of a tile: of the first PARTS parts of A.
+// A warpgroup's sums of a tile: of the first PARTS parts of A. Warpgroups wait for stages in turns:
+// one that waited for a stage's second next phase would take its last one for it.
 template <Kind KIND, int PARTS>
 __device__ void multiply(float (&d)[PARTS][TILE_N / 2], Shared<KIND>& shared, Ring<KIND>& ring,
                          Work const& w, Turns& turns) {

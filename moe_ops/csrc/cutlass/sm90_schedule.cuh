@@ -52,6 +52,7 @@ struct alignas(1024) Shared {
   static_assert(sizeof(stages) + sizeof(out) <= 226 * 1024);
 };
 
+constexpr float NO_LIMIT = 3.0e38f;  // moe_ops/activations.py
 enum Activation { SILU, GELU, GELU_TANH, SWIGLUOAI, SWIGLUSTEP };
 
 struct Gated {  // of gated kinds alone
@@ -60,7 +61,7 @@ struct Gated {  // of gated kinds alone
   __nv_bfloat16* gate_up;  // (rows, 2 n), written: the product, or null
   bool interleaved;        // gate and up rows of weights take turns; bias is as they are
   int activation;
-  float alpha, beta, limit;
+  float alpha, beta, limit;  // NO_LIMIT where there is none
 
   __device__ float bias_at(int64_t i) const {
     return bias_is_float ? static_cast<float const*>(bias)[i]
