@@ -16,7 +16,7 @@ from pathlib import Path
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-SOURCE = "moe_ops/csrc/cpu/grouped_mm.cpp"
+SOURCES = ("moe_ops/csrc/cpu/grouped_mm.cpp", "moe_ops/csrc/cpu/experts.cpp")
 LIBRARY = "moe_ops/cpu_grouped_mm.so"
 CUDA_BUILD = "moe_ops/csrc/build.py"
 # no -march: the kernels name their instruction sets themselves and are entered only where these
@@ -39,13 +39,13 @@ def compiler() -> list[str]:
     return [found]
 
 
-def build(source: Path, library: Path) -> str | None:
+def build(sources: list[Path], library: Path) -> str | None:
     """Compile the kernels; None, or why there is no library."""
     library.unlink(missing_ok=True)
     if platform.machine() != "x86_64":
         return f"the kernels are for x86-64, this is {platform.machine()}"
     try:
-        command = [*compiler(), *FLAGS, "-o", str(library), str(source)]
+        command = [*compiler(), *FLAGS, "-o", str(library), *map(str, sources)]
         result = subprocess.run(command, capture_output=True, text=True, errors="replace")
     except (OSError, ValueError) as error:  # no such file, not executable, not quoted
         return str(error)
@@ -78,7 +78,8 @@ class KernelBuildHook(BuildHookInterface):
         if self.target_name != "wheel" or not sys.platform.startswith("linux"):
             return
         root = Path(self.root)
-        built = [LIBRARY] if self.built(LIBRARY, build(root / SOURCE, root / LIBRARY)) else []
+        reason = build([root / source for source in SOURCES], root / LIBRARY)
+        built = [LIBRARY] if self.built(LIBRARY, reason) else []
         if os.environ.get("CUTLASS_PATH"):
             built += [name for name, why in build_cuda(root).items() if self.built(name, why)]
         if built:

@@ -52,7 +52,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--examples", type=int, default=20_000)
     parser.add_argument("--seed", type=int, default=0, help="of the first batch")
-    parser.add_argument("--kernels", type=Path, help="a build of csrc/cpu/grouped_mm.cpp")
+    parser.add_argument("--kernels", type=Path, help="a build of csrc/cpu")
     parser.add_argument("--avx", type=int, default=512, help="the widest that kernels may use")
     parser.add_argument("--keep-going", action="store_true", help="after a failure")
     options = parser.parse_args()

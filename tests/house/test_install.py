@@ -49,7 +49,7 @@ def build(hook, tmp_path):
     """(why not, text of the library), where a library was before."""
     library = tmp_path / "library.so"
     library.write_text("of an earlier build")
-    reason = hook.build(tmp_path / "source.cpp", library)
+    reason = hook.build([tmp_path / "source.cpp"], library)
     return reason, library.read_text().strip() if library.exists() else None
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from moe_ops import activations, numerics
-from moe_ops.backends.torch import cpu
+from moe_ops.backends.torch import cpu, layer
 from moe_ops.backends.torch.grouped_mm import grouped_mm
 from moe_ops.meta import workspace
 from moe_ops.numerics import permute
@@ -78,6 +78,10 @@ def _launch_experts(a: ExpertsArgs) -> None:
     if a.out.shape[0] == 0:
         return
     parts, amax_of_x, amax_of_h = chunks(a), None, None
+    if layer.takes(a):
+        for part in parts:
+            layer.run(part)
+        return
     if len(parts) > 1 and _has_one_scale(a.scheme):  # the scales are those of all tokens
         if a.hidden_states_scale is None:
             amax_of_x = torch.stack([_amax_of_x(part) for part in parts]).amax()

@@ -34,32 +34,37 @@ class _Kernels(NamedTuple):
 
 
 @functools.cache
-def _kernels() -> dict[torch.dtype, _Kernels]:
-    """Entry points by dtype; empty if nothing was built, or does not load, or this processor lacks
-    AVX2.
-    """
+def library() -> ctypes.CDLL | None:
+    """What was built; None if nothing was, or does not load, or is of an older version."""
     try:
-        library = ctypes.CDLL(str(_LIBRARY))
+        found = ctypes.CDLL(str(_LIBRARY))
     except OSError:  # not there; or CXX compiles for another machine, or libgomp is missing
-        return {}
+        return None
     # built from a version whose kernels take other arguments
-    if not hasattr(library, "moe_ops_cpu_avx"):
+    return found if hasattr(found, "moe_ops_cpu_avx") else None
+
+
+@functools.cache
+def _kernels() -> dict[torch.dtype, _Kernels]:
+    """Entry points by dtype; empty if there are none, or this processor lacks AVX2."""
+    built = library()
+    if built is None:
         return {}
-    avx = library.moe_ops_cpu_avx(512)  # the widest that it may use
+    avx = built.moe_ops_cpu_avx(512)  # the widest that it may use
     if not avx:
         return {}
     pointer, size = ctypes.c_void_p, ctypes.c_int64
     kernels = {}
     for dtype, suffix in ((torch.bfloat16, "bf16"), (torch.float32, "fp32")):
-        grouped = getattr(library, f"moe_ops_cpu_grouped_mm_{suffix}")
+        grouped = getattr(built, f"moe_ops_cpu_grouped_mm_{suffix}")
         grouped.argtypes = [pointer, size, pointer, size, size, pointer, pointer, size, pointer]
         grouped.argtypes += [size, size, size, size, ctypes.c_int]
         grouped.restype = None
-        combined = getattr(library, f"moe_ops_cpu_combine_{suffix}")
+        combined = getattr(built, f"moe_ops_cpu_combine_{suffix}")
         combined.argtypes = [pointer, pointer, pointer, pointer, size, size, size, ctypes.c_int]
         combined.restype = None
         most_rows = _MOST_ROWS[avx][dtype]
-        if dtype == torch.bfloat16 and library.moe_ops_cpu_amx():
+        if dtype == torch.bfloat16 and built.moe_ops_cpu_amx():
             most_rows = _MOST_ROWS_AMX
         kernels[dtype] = _Kernels(most_rows, grouped, combined)
     return kernels

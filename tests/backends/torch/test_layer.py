@@ -1,0 +1,258 @@
+"""Whole layers on a CPU with AVX-512, by csrc/cpu/experts.cpp, against fp64."""
+
+import ctypes
+import math
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+import moe_ops
+from moe_ops import activations
+from moe_ops.backends.torch import layer
+
+BF16 = torch.bfloat16
+# sums are fp32; h and the output are rounded to bf16, by 2^-9 of a number at most
+TOLERANCE = 3.5e-3
+SCHEMES = (
+    *("", "int4_w4a16:g128", "int4_w4a16:g64", "int4_w4a16:g32", "int4_w4a16:g128:zp"),
+    *("int4_w4a16:g32:zp", "mxfp4_w4a16", "nvfp4_w4a16", "int8_w8a16:channel"),
+    *("fp8_w8a16:channel", "fp8_w8a16:tensor", "fp8_w8a16:block"),
+)
+pytestmark = pytest.mark.skipif(layer._library() is None, reason="not built, or no AVX-512 VBMI")
+
+
+@pytest.fixture(autouse=True)
+def native(monkeypatch) -> Iterator[list]:
+    """The calls that ran here, with NaN in memory that was not written before."""
+    calls, run, threads = [], layer.run, torch.get_num_threads()
+    monkeypatch.setattr(layer, "run", lambda a: (calls.append(a), run(a)))
+    torch.use_deterministic_algorithms(True)  # fills what torch.empty makes
+    yield calls
+    torch.use_deterministic_algorithms(False)
+    torch.set_num_threads(threads)
+
+
+def normal(*shape, seed):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def weights(E, K, I, scheme, seed=0):  # noqa: E741
+    """w13 and w2 as a call takes them, and in fp64."""
+    w13 = (normal(E, 2 * I, K, seed=seed) / K**0.5).to(BF16)
+    w2 = (normal(E, K, I, seed=seed + 1) / I**0.5).to(BF16)
+    if not scheme:
+        return w13, w2, w13.double(), w2.double()
+    w13, w2 = moe_ops.quantize(w13, scheme), moe_ops.quantize(w2, scheme)
+    return w13, w2, *[w.dequantize(torch.float32).double() for w in (w13, w2)]
+
+
+def routing(M, E, top_k, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.rand(M, E, generator=generator).topk(top_k).indices
+    return ids, torch.rand(M, top_k, generator=generator) + 0.5
+
+
+def expected(x, w13, w2, router, ids, activation="silu", b13=None, b2=None):
+    out = torch.zeros(x.shape[0], w2.shape[1], dtype=torch.float64)
+    for e in range(w13.shape[0]):
+        token, which = (ids == e).nonzero(as_tuple=True)
+        gate_up = x[token].double() @ w13[e].T
+        if b13 is not None:
+            gate_up += b13[e].double()
+        h = activations.formula(gate_up, activations.resolve(activation))
+        y = h @ w2[e].T + (0 if b2 is None else b2[e].double())
+        out.index_add_(0, token, y * router[token, which].double()[:, None])
+    return out
+
+
+def error(out, reference):
+    return ((out.double() - reference).norm() / reference.norm()).item()
+
+
+def run(x, w13, w2, router, ids, **options):
+    return moe_ops.fused_experts(x, w13, w2, router, ids, backend="torch", **options)
+
+
+# K and I with a whole last step of 128 columns, and with 32, 64 and 96 of one
+@pytest.mark.parametrize(("K", "I"), [(256, 128), (320, 224), (96, 160)])
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_schemes(native, scheme, K, I):  # noqa: E741
+    try:
+        w13, w2, exact13, exact2 = weights(5, K, I, scheme)
+    except ValueError as reason:
+        pytest.skip(str(reason))  # columns are no multiple of a group's
+    # 1 to 8 rows an expert, some more, and rows in parts
+    for M, threads in ((1, 1), (3, 2), (7, 1), (20, 2), (70, 1)):
+        if not scheme and 2 * M > layer.MOST_ROWS_OF_BF16 * 5:
+            continue
+        torch.set_num_threads(threads)
+        x, (ids, router) = normal(M, K, seed=M).to(BF16), routing(M, 5, 2, seed=M)
+        out = run(x, w13, w2, router, ids)
+        assert error(out, expected(x, exact13, exact2, router, ids)) < TOLERANCE, (M, threads)
+    assert native
+
+
+@pytest.mark.parametrize("count", range(1, 20))
+def test_every_number_of_rows(native, count):
+    w13, w2, exact13, exact2 = weights(2, 128, 128, "mxfp4_w4a16")
+    x, router = normal(count, 128, seed=count).to(BF16), torch.full((count, 1), 0.7)
+    ids = torch.ones(count, 1, dtype=torch.int64)
+    reference = expected(x, exact13, exact2, router, ids)
+    assert error(run(x, w13, w2, router, ids), reference) < TOLERANCE
+    assert native
+
+
+@pytest.mark.parametrize("bias", [None, torch.float32, BF16, torch.float16])
+@pytest.mark.parametrize(
+    "activation",
+    [
+        *("silu", "swigluoai", "swigluoai_uninterleave", "gelu_tanh", "swiglustep"),
+        moe_ops.Activation("silu", limit=0.5),
+    ],
+    ids=str,
+)
+def test_activations_and_biases(native, activation, bias):
+    w13, w2, exact13, exact2 = weights(4, 128, 96, "mxfp4_w4a16")
+    x, (ids, router) = normal(9, 128, seed=3).to(BF16), routing(9, 4, 2)
+    b13 = b2 = None
+    if bias is not None:
+        b13, b2 = normal(4, 192, seed=4).to(bias), normal(4, 128, seed=5).to(bias)
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        out = run(x, w13, w2, router, ids, activation=activation, w13_bias=b13, w2_bias=b2)
+        reference = expected(x, exact13, exact2, router, ids, activation, b13, b2)
+        assert error(out, reference) < TOLERANCE
+    assert native
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float16, torch.float32])
+@pytest.mark.parametrize("scheme", ["int4_w4a16:g64:zp", "int4_w4a16:g128", "int8_w8a16:channel"])
+def test_scales_of_any_type(native, scheme, dtype):
+    x, (ids, router) = normal(5, 256, seed=3).to(BF16), routing(5, 4, 2)
+    w13 = moe_ops.quantize((normal(4, 256, 256, seed=0) / 16).to(dtype), scheme)
+    w2 = moe_ops.quantize((normal(4, 256, 128, seed=1) / 12).to(dtype), scheme)
+    assert w13.scale.dtype == dtype
+    reference = expected(
+        *(x, w13.dequantize(torch.float32).double(), w2.dequantize(torch.float32).double()),
+        *(router, ids),
+    )
+    assert error(run(x, w13, w2, router, ids), reference) < TOLERANCE
+    assert native
+
+
+def test_the_number_of_threads_changes_no_bit():
+    w13, w2, *_ = weights(6, 384, 160, "int4_w4a16:g32")
+    x, (ids, router) = normal(33, 384, seed=3).to(BF16), routing(33, 6, 3)
+    outs = []
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        outs.append(run(x, w13, w2, router, ids))
+    assert all(torch.equal(out, outs[0]) for out in outs)
+
+
+def test_ids_out_of_range_and_an_expert_map(native):
+    w13, w2, exact13, exact2 = weights(3, 128, 128, "nvfp4_w4a16")
+    x, router = normal(6, 128, seed=3).to(BF16), torch.rand(6, 2) + 0.5
+    ids = torch.tensor([[0, 7], [-1, 2], [5, 5], [1, 4], [3, -9], [2, 10**12]])
+    out = run(x, w13, w2, router, ids)
+    assert error(out, expected(x, exact13, exact2, router, ids)) < TOLERANCE
+    assert (out[2] == 0).all()
+
+    expert_map = torch.tensor([2, -1, 0, 1, 99, -5])  # 99 is no expert here
+    local = torch.tensor([[2, -1], [-1, 0], [-1, -1], [-1, -1], [1, -1], [0, -1]])
+    out = run(x, w13, w2, router, ids, expert_map=expert_map)
+    assert error(out, expected(x, exact13, exact2, router, local)) < TOLERANCE
+    assert len(native) == 2
+
+
+def test_no_pair_has_an_expert():
+    w13, w2, *_ = weights(3, 128, 128, "int8_w8a16:channel")
+    x, ids = normal(4, 128, seed=3).to(BF16), torch.full((4, 2), -1)
+    assert (run(x, w13, w2, torch.ones(4, 2), ids) == 0).all()
+
+
+def test_nan_stays_with_its_token():
+    w13, w2, *_ = weights(3, 128, 128, "fp8_w8a16:block")
+    x, (ids, router) = normal(6, 128, seed=3).to(BF16), routing(6, 3, 2)
+    clean = run(x, w13, w2, router, ids)
+    x[2, 5] = math.nan
+    out = run(x, w13, w2, router, ids)
+    others = torch.arange(6) != 2
+    assert out[2].isnan().all() and torch.equal(out[others], clean[others])
+
+
+def test_nan_of_a_weight_shows():
+    w13, w2, *_ = weights(2, 128, 128, "fp8_w8a16:channel")
+    w2.qdata.view(torch.uint8)[1, 17, 3] = 0x7F
+    x, ids = normal(2, 128, seed=3).to(BF16), torch.tensor([[0], [1]])
+    out = run(x, w13, w2, torch.ones(2, 1), ids)
+    assert out[1, 17].isnan() and out.isnan().sum() == 1
+
+
+def test_all_codes_of_a_byte():
+    """Products with rows of the unit matrix are the decoded weights, but for int8's sums."""
+    for scheme, codes in (("fp8_w8a16:tensor", 256), ("int8_w8a16:channel", 256)):
+        w13, w2, *_ = weights(1, 128, 128, scheme)
+        q = torch.arange(codes).to(torch.uint8).view(2, 128)
+        q = torch.where((q & 0x7F) == 0x7F, 0, q) if "fp8" in scheme else q
+        w2.qdata.view(torch.uint8)[0, :2] = q
+        x, ids = normal(1, 128, seed=3).to(BF16), torch.zeros(1, 1, dtype=torch.int64)
+        exact13, exact2 = [w.dequantize(torch.float32).double() for w in (w13, w2)]
+        reference = expected(x, exact13, exact2, torch.ones(1, 1), ids)
+        assert error(run(x, w13, w2, torch.ones(1, 1), ids), reference) < TOLERANCE
+
+
+def test_views_of_tokens_and_weights(native):
+    w13, w2, exact13, exact2 = weights(5, 128, 128, "int4_w4a16:g64")
+    wide = normal(4, 300, seed=3).to(BF16)
+    x, (ids, router) = wide[:, 7:135], routing(4, 2, 2)
+    out = run(x, w13[2:4], w2[2:4], router, ids.to(torch.int32))
+    assert error(out, expected(x, exact13[2:4], exact2[2:4], router, ids)) < TOLERANCE
+    assert native
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"dtype": torch.float16},
+        {"dtype": torch.float32},
+        {"K": 80},
+        {"activation": "gelu"},
+        {"scheme": "fp8_block"},
+        {"scheme": "int4_w4a16:channel"},
+    ],
+    ids=str,
+)
+def test_the_rest_runs_as_before(native, change):
+    K, scheme = change.get("K", 128), change.get("scheme", "int8_w8a16:channel")
+    activation, dtype = change.get("activation", "silu"), change.get("dtype", BF16)
+    w13, w2, exact13, exact2 = weights(3, K, 128, scheme)
+    x, (ids, router) = normal(4, K, seed=3).to(dtype), routing(4, 3, 2)
+    out = run(x, w13, w2, router, ids, activation=activation)
+    loose = 0.06 if scheme == "fp8_block" else TOLERANCE  # its activations have three bits
+    assert error(out, expected(x, exact13, exact2, router, ids, activation)) < loose
+    assert not native
+
+
+def test_no_copy_of_a_weight_is_made(native):
+    w13, w2, *_ = weights(16, 512, 512, "int4_w4a16:g128")
+    x, (ids, router) = normal(2, 512, seed=3).to(BF16), routing(2, 16, 2)
+    scratch = []
+    empty = torch.empty
+
+    def spy(*args, **kwargs):
+        found = empty(*args, **kwargs)
+        scratch.append(found.nbytes)
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(layer.torch, "empty", spy)
+        run(x, w13, w2, router, ids)
+    # tokens, pairs of h, sums: some 30 KB, where a bf16 copy of one expert's w13 is 1 MB
+    assert native and max(scratch) < 100_000
+
+
+def test_structs_are_those_of_the_kernels():
+    library = ctypes.CDLL(str(layer.cpu._LIBRARY))
+    assert library.moe_ops_cpu_experts_struct_bytes() == ctypes.sizeof(layer.Experts)
