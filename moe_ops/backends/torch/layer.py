@@ -16,10 +16,13 @@ from torch import Tensor
 
 from moe_ops.backends.torch import cpu
 from moe_ops.ops.args import ExpertsArgs
-from moe_ops.schemes import PER_BLOCK, QuantDesc, get_scheme
+from moe_ops.schemes import PER_BLOCK, PER_ROW, PER_TOKEN_GROUP, QuantDesc, get_scheme
 
 # of experts.cpp, in the order of its ENTRIES
-_DECODERS = ("bf16", "int4", "int4_any", "mxfp4", "nvfp4", "int8", "fp8", "fp8_blocks")
+_DECODERS = (
+    *("bf16", "int4", "int4_any", "mxfp4", "nvfp4", "int8", "fp8", "fp8_blocks"),
+    *("int8_tokens", "fp8_tokens", "fp8_blocks_tokens"),
+)
 _ACTIVATIONS = {  # of its Activation
     "silu": 0,
     "swigluoai": 0,
@@ -56,7 +59,7 @@ class Experts(ctypes.Structure):
         *[(name, _size) for name in ("x_row", "M", "top_k", "E", "mapped", "K", "I")],
         ("w13", Matrix),
         ("w2", Matrix),
-        *[(name, _int) for name in ("scheme", "activation", "interleaved", "threads")],
+        *[(name, _int) for name in ("scheme", "activation", "interleaved", "threads", "powers")],
         *[(name, ctypes.c_float) for name in ("alpha", "beta", "limit")],
     ]
 
@@ -79,12 +82,14 @@ def _library() -> Any:
 
 @functools.cache
 def _decoder(scheme: str) -> str:
-    """The decoder of a scheme's weights; "" if there is none, or activations are quantized."""
+    """The decoder of a scheme's weights, beside its activations; "" if there is none."""
     described = get_scheme(scheme)
-    desc = described.weight
+    desc, tokens = described.weight, described.activation
     if desc is None:
         return "bf16"
-    if described.activation is not None or desc.channel_scale:
+    if tokens is not None:
+        return _beside(desc, tokens)
+    if desc.channel_scale:
         return ""
     if desc.dtype == "e2m1":
         return "nvfp4" if desc.global_scale else "mxfp4" if desc.is_mx else ""
@@ -96,6 +101,18 @@ def _decoder(scheme: str) -> str:
     if desc.dtype == "e4m3" and desc.scale_dtype == torch.float32:
         return "fp8" if of_rows else "fp8_blocks" if desc.group == PER_BLOCK else ""
     return ""
+
+
+def _beside(desc: QuantDesc, tokens: QuantDesc) -> str:
+    """The decoder of weights of 8 bits beside quantized activations."""
+    if desc.dtype != tokens.dtype or tokens.static or tokens.scale_dtype != torch.float32:
+        return ""
+    if desc.scale_dtype != torch.float32 or desc.zero_point:
+        return ""
+    if desc.group == PER_ROW and tokens.group == PER_ROW and not tokens.powers_of_two:
+        return {"int8": "int8_tokens", "e4m3": "fp8_tokens"}.get(desc.dtype, "")
+    blocks = desc.group == PER_BLOCK and tokens.group == PER_TOKEN_GROUP
+    return "fp8_blocks_tokens" if blocks and desc.dtype == "e4m3" else ""
 
 
 def _groups(desc: QuantDesc) -> int:
@@ -143,45 +160,45 @@ def _readable(weight: Tensor) -> bool:
 
 def run(a: ExpertsArgs) -> None:
     """A layer, or a chunk of its tokens, that `takes`."""
-    library = _library()
-    decoder = _decoder(a.scheme)
+    library, decoder = _library(), _decoder(a.scheme)
     M, top_k = a.topk_ids.shape
     x = a.hidden_states if a.hidden_states.stride(1) == 1 else a.hidden_states.contiguous()
     ids = a.topk_ids.to(torch.int64).contiguous()
     weights = a.topk_weights.to(torch.float32).contiguous()
     expert_map = None if a.expert_map is None else a.expert_map.to(torch.int32).contiguous()
-    w13, kept13 = _matrix(a, "w13", decoder)
-    w2, kept2 = _matrix(a, "w2", decoder)
-    if decoder == "int4_any" and all([_is_simple(m) for m in (w13, w2)]):
+    scales13, scales2 = (
+        [None if t is None else t.contiguous() for t in scales]
+        for scales in (
+            (a.w13_scale, a.w13_zero_point, a.w13_global_scale, a.w13_bias),
+            (a.w2_scale, a.w2_zero_point, a.w2_global_scale, a.w2_bias),
+        )
+    )
+    groups = _groups(get_scheme(a.scheme).quantized_weight) if decoder == "int4_any" else 0
+    w13, w2 = _matrix(a.w13, groups, *scales13), _matrix(a.w2, groups, *scales2)
+    if groups and all([_is_simple(m) for m in (w13, w2)]):
         decoder = "int4"
     call = Experts(
-        x=x.data_ptr(),
-        ids=ids.data_ptr(),
-        weights=weights.data_ptr(),
-        map=None if expert_map is None else expert_map.data_ptr(),
-        out=a.out.data_ptr(),
-        x_row=x.stride(0),
-        M=M,
-        top_k=top_k,
-        E=a.w13.shape[0],
-        mapped=0 if expert_map is None else expert_map.numel(),
-        K=a.out.shape[1],
-        I=_logical_columns(a.w2),
-        w13=w13,
-        w2=w2,
-        scheme=_DECODERS.index(decoder),
-        activation=_ACTIVATIONS[a.activation],
-        interleaved=a.activation == "swigluoai",
-        threads=torch.get_num_threads(),
-        alpha=a.alpha,
-        beta=a.beta,
-        limit=a.limit,
+        *(x.data_ptr(), ids.data_ptr(), weights.data_ptr(), _address(expert_map)),
+        *(a.out.data_ptr(), x.stride(0), M, top_k, a.w13.shape[0]),
+        *(0 if expert_map is None else expert_map.numel(), a.out.shape[1]),
+        *(_logical_columns(a.w2), w13, w2, _DECODERS.index(decoder)),
+        *(_ACTIVATIONS[a.activation], a.activation == "swigluoai", torch.get_num_threads()),
+        *(_powers_of_two(a.scheme), a.alpha, a.beta, a.limit),
     )
-    needed = library.moe_ops_cpu_experts_scratch(ctypes.byref(call))
+    of_call = ctypes.byref(call)
+    needed = library.moe_ops_cpu_experts_scratch(of_call)
     scratch = torch.empty(needed + ALIGNMENT, dtype=torch.uint8)
-    begin = -(-scratch.data_ptr() // ALIGNMENT) * ALIGNMENT
-    library.moe_ops_cpu_experts(ctypes.byref(call), begin)
-    del kept13, kept2  # what was made contiguous for the call
+    library.moe_ops_cpu_experts(of_call, -(-scratch.data_ptr() // ALIGNMENT) * ALIGNMENT)
+
+
+@functools.cache
+def _powers_of_two(scheme: str) -> bool:
+    tokens = get_scheme(scheme).activation
+    return tokens is not None and tokens.powers_of_two
+
+
+def _address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
 
 
 def _is_simple(matrix: Matrix) -> bool:
@@ -189,33 +206,27 @@ def _is_simple(matrix: Matrix) -> bool:
     return matrix.groups == 1 and matrix.scale_type == 0 and not matrix.zero_point
 
 
-def _matrix(a: ExpertsArgs, name: str, decoder: str) -> tuple[Matrix, list[Tensor]]:
-    """A weight with its scales and its bias, and the tensors that it points to."""
-    weight = getattr(a, name)
-    scale, zero_point = getattr(a, f"{name}_scale"), getattr(a, f"{name}_zero_point")
-    global_scale, bias = getattr(a, f"{name}_global_scale"), getattr(a, f"{name}_bias")
-    kept = [t.contiguous() for t in (scale, zero_point, global_scale, bias) if t is not None]
-    tensors = iter(kept)
-    found = Matrix(
-        data=weight.data_ptr(),
-        expert=weight.stride(0) * weight.element_size(),
-        row=weight.stride(1) * weight.element_size(),
-    )
+def _matrix(
+    weight: Tensor,
+    groups: int,
+    scale: Tensor | None,
+    zero_point: Tensor | None,
+    global_scale: Tensor | None,
+    bias: Tensor | None,
+) -> Matrix:
+    """A weight with its contiguous scales and bias."""
+    size, (expert, row, _) = weight.element_size(), weight.stride()
+    scale_expert = scale_row = scale_type = 0
     if scale is not None:
-        of = next(tensors)
-        found.scale, size = of.data_ptr(), of.element_size()
-        found.scale_expert = size * (of.stride(0) if of.shape[0] > 1 else 0)
-        found.scale_row = size * of.stride(1) if of.dim() == 3 else 0
-        found.scale_type = _TYPES.get(of.dtype, 0)
-    if zero_point is not None:
-        of = next(tensors)
-        found.zero_point, found.zero_expert, found.zero_row = of.data_ptr(), *of.stride()[:2]
-    if global_scale is not None:
-        found.global_ = next(tensors).data_ptr()
-    if bias is not None:
-        of = next(tensors)
-        found.bias, found.bias_expert = of.data_ptr(), of.stride(0)
-        found.bias_type = _TYPES[of.dtype]
-    if decoder == "int4_any":
-        found.groups = _groups(get_scheme(a.scheme).quantized_weight)
-    return found, kept
+        scale_type, of_scale = _TYPES.get(scale.dtype, 0), scale.element_size()
+        if scale.dim() == 3:
+            scale_expert, scale_row = [of_scale * stride for stride in scale.stride()[:2]]
+        elif scale.shape[0] > 1:
+            scale_expert = of_scale
+    return Matrix(
+        *(weight.data_ptr(), _address(scale), _address(zero_point), _address(global_scale)),
+        *(_address(bias), expert * size, row * size, scale_expert, scale_row),
+        *((0, 0) if zero_point is None else zero_point.stride()[:2]),
+        *(0 if bias is None else bias.shape[1], groups, scale_type),
+        0 if bias is None else _TYPES[bias.dtype],
+    )

@@ -16,6 +16,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <type_traits>
 
 namespace {
 
@@ -44,7 +45,7 @@ struct Experts {  // struct Experts of backends/torch/cpu_experts.py
     uint16_t* out;           // (M, K)
     int64_t x_row, M, top_k, E, mapped, K, I;
     Matrix w13, w2;
-    int32_t scheme, activation, interleaved, threads;
+    int32_t scheme, activation, interleaved, threads, powers;  // powers: of two, scales of activations
     float alpha, beta, limit;
 };
 
@@ -117,6 +118,8 @@ INLINE void part(const D& decoder, const uint8_t* const* x, const uint8_t* const
                 const V xv = load(x[i] + b * D::PACKED + v * 64);
                 for (int j = 0; j < NR; ++j) a[j] = dot(a[j], xv, q[j][v]);
             }
+            if constexpr (D::TOKENS == GROUPS)
+                for (int j = 0; j < NR; ++j) a[j] = _mm512_mul_ps(a[j], _mm512_loadu_ps(x[i] + b * D::PACKED + 256));
             for (int j = 0; j < NR; ++j)
                 acc[i][j] = D::GROUPED ? _mm512_fmadd_ps(a[j], scale[j], acc[i][j])
                             : FRESH    ? _mm512_add_ps(acc[i][j], a[j])
@@ -156,8 +159,11 @@ TARGET __attribute__((noinline)) void tile(const uint8_t* const* x, const Matrix
         }
         part<D, MT, NR>(decoder, x, rows, of, cols, &sums[0][j], next);
     }
-    const __m128 scales = D::row_scales(m, w, n);
+    const __m128 of_rows = D::row_scales(m, w, n);
     for (int i = 0; i < MT; ++i) {
+        __m128 scales = of_rows;
+        if constexpr (D::TOKENS == ROWS)
+            scales = _mm_mul_ps(scales, _mm_set1_ps(number(x[i] + (cols + BLOCK - 1) / BLOCK * D::PACKED, 0, 2)));
         const F a = sums[i][0], b = sums[i][1], c = sums[i][2], d = sums[i][3];
         const F ab = _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
         const F cd = _mm512_add_ps(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d));
@@ -225,18 +231,23 @@ INLINE F activated(const Experts& a, F g, F u) {
     return _mm512_mul_ps(s, _mm512_add_ps(u, _mm512_set1_ps(a.beta)));
 }
 
-// Columns i0 to i1 of h (bf16) of a row of sums, gate and up of these columns.
-TARGET void activate(const Experts& a, const float* y, const float* bias, int64_t i0, int64_t i1, uint16_t* h) {
+INLINE void write16(uint16_t* p, __mmask16 here, F v) {
+    _mm256_mask_storeu_epi16(p, here, (__m256i)_mm512_cvtneps_pbh(v));
+}
+INLINE void write16(float* p, __mmask16 here, F v) { _mm512_mask_storeu_ps(p, here, v); }
+
+// Columns i0 to i1 of h of a row of sums, gate and up of these columns.
+template <class H>
+TARGET void activate(const Experts& a, const float* y, const float* bias, int64_t i0, int64_t i1, H* h) {
     const int64_t n = i1 - i0;
     const V even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
     const V odd = _mm512_add_epi32(even, _mm512_set1_epi32(1));
     for (int64_t i = 0; i < n; i += 16) {
-        const __mmask16 here = n - i < 16 ? __mmask16((1 << (n - i)) - 1) : __mmask16(-1);
+        const __mmask16 here = first(n - i);
         F g, u;
         auto read = [&](const float* from) INLINED {
             if (a.interleaved) {
-                const __mmask16 low = n - i < 8 ? __mmask16((1 << 2 * (n - i)) - 1) : __mmask16(-1);
-                const __mmask16 high = n - i < 16 ? n - i > 8 ? __mmask16((1 << 2 * (n - i - 8)) - 1) : 0 : __mmask16(-1);
+                const __mmask16 low = first(2 * (n - i)), high = n - i > 8 ? first(2 * (n - i) - 16) : 0;
                 const F l = _mm512_maskz_loadu_ps(low, from + 2 * i), r = _mm512_maskz_loadu_ps(high, from + 2 * i + 16);
                 g = _mm512_permutex2var_ps(l, even, r);
                 u = _mm512_permutex2var_ps(l, odd, r);
@@ -252,14 +263,14 @@ TARGET void activate(const Experts& a, const float* y, const float* bias, int64_
             g = _mm512_add_ps(g, of_g);
             u = _mm512_add_ps(u, of_u);
         }
-        _mm256_mask_storeu_epi16(h + i0 + i, here, (__m256i)_mm512_cvtneps_pbh(activated(a, g, u)));
+        write16(h + i0 + i, here, activated(a, g, u));
     }
 }
 
 TARGET void add(float* sums, const float* y, const float* bias, float weight, int64_t n) {
     const F w = _mm512_set1_ps(weight);
     for (int64_t i = 0; i < n; i += 16) {
-        const __mmask16 here = n - i < 16 ? __mmask16((1 << (n - i)) - 1) : __mmask16(-1);
+        const __mmask16 here = first(n - i);
         F v = _mm512_maskz_loadu_ps(here, y + i);
         if (bias) v = _mm512_add_ps(v, _mm512_maskz_loadu_ps(here, bias + i));
         _mm512_mask_storeu_ps(sums + i, here, _mm512_fmadd_ps(w, v, _mm512_maskz_loadu_ps(here, sums + i)));
@@ -268,9 +279,8 @@ TARGET void add(float* sums, const float* y, const float* bias, float weight, in
 
 TARGET void narrow(const float* sums, uint16_t* out, int64_t n) {
     for (int64_t i = 0; i < n; i += 16) {
-        const __mmask16 here = n - i < 16 ? __mmask16((1 << (n - i)) - 1) : __mmask16(-1);
-        const F v = _mm512_maskz_loadu_ps(here, sums + i);
-        _mm256_mask_storeu_epi16(out + i, here, (__m256i)_mm512_cvtneps_pbh(v));
+        const __mmask16 here = first(n - i);
+        write16(out + i, here, _mm512_maskz_loadu_ps(here, sums + i));
     }
 }
 
@@ -279,13 +289,15 @@ int64_t rounded(int64_t bytes) { return (bytes + 63) / 64 * 64; }
 // Where everything lies in the scratch memory.
 template <class D>
 struct Layout {
+    using H = std::conditional_t<D::TOKENS == WIDE, uint16_t, float>;  // quantized tokens are not rounded before
     int64_t x_row, h_row, share13, share2, width;  // bytes of packed rows; rows of a thread's share
-    int64_t x, h, packed_h, sums, local, rows_x, rows_h, pair, start, hit, bytes;
+    int64_t x, h, packed_h, sums, local, wide, rows_x, rows_h, pair, start, hit, bytes;
 
     explicit Layout(const Experts& a) {
         const int64_t P = a.M * a.top_k;
-        x_row = (a.K + BLOCK - 1) / BLOCK * D::PACKED;
-        h_row = (a.I + BLOCK - 1) / BLOCK * D::PACKED;
+        const int64_t behind = D::TOKENS == ROWS ? 64 : 0;
+        x_row = (a.K + BLOCK - 1) / BLOCK * D::PACKED + behind;
+        h_row = (a.I + BLOCK - 1) / BLOCK * D::PACKED + behind;
         const int64_t unit = a.interleaved ? 2 : TILE;
         share13 = ((a.I + unit - 1) / unit + a.threads - 1) / a.threads * unit;
         share2 = ((a.K + TILE - 1) / TILE + a.threads - 1) / a.threads * TILE;
@@ -293,10 +305,11 @@ struct Layout {
         bytes = 0;
         auto take = [&](int64_t size) { const int64_t at = bytes; bytes += rounded(size); return at; };
         x = take(a.M * x_row);
-        h = take(P * a.I * 2);
+        h = take(P * a.I * sizeof(H));
         packed_h = take(P * h_row);
         sums = take(a.M * a.K * 4);
         local = take(a.threads * rounded((P + 1) * width * 4));  // and a row of biases
+        wide = take(D::TOKENS == WIDE ? 0 : a.threads * rounded(std::max(a.K, a.I) * 2));
         rows_x = take(P * 8);
         rows_h = take(P * 8);
         pair = take(P * 8);
@@ -343,13 +356,15 @@ void layer(const Experts& a, uint8_t* scratch) {
     }
     // rows of x at a time: weights are read again for the next ones
     auto several = [](int64_t row) { return std::max<int64_t>(MOST_ROWS, RESIDENT / row / MOST_ROWS * MOST_ROWS); };
-    uint16_t* h = (uint16_t*)(scratch + at.h);
+    auto* h = (typename Layout<D>::H*)(scratch + at.h);
 #pragma omp parallel num_threads(a.threads)
     {
         const int64_t t = omp_get_thread_num(), T = omp_get_num_threads();
         float* y = (float*)(scratch + at.local + t * rounded((a.M * a.top_k + 1) * at.width * 4));
         float* bias = y + a.M * a.top_k * at.width;
-        for (int64_t m = t; m < a.M; m += T) pack<D>(a.x + m * a.x_row, a.K, scratch + at.x + m * at.x_row);
+        auto* wide = (uint16_t*)(scratch + at.wide + t * rounded(std::max(a.K, a.I) * 2));
+        for (int64_t m = t; m < a.M; m += T)
+            take<D>(a.x + m * a.x_row, a.K, a.powers, wide, scratch + at.x + m * at.x_row);
 #pragma omp barrier
         // fewer threads than asked for share what is left in turns
         for (int64_t part = t; part < a.threads; part += T) {
@@ -380,7 +395,8 @@ void layer(const Experts& a, uint8_t* scratch) {
             }
         }
 #pragma omp barrier
-        for (int64_t s = t; s < pairs; s += T) pack<D>(h + s * a.I, a.I, scratch + at.packed_h + s * at.h_row);
+        for (int64_t s = t; s < pairs; s += T)
+            take<D>(h + s * a.I, a.I, a.powers, wide, scratch + at.packed_h + s * at.h_row);
 #pragma omp barrier
         for (int64_t part = t; part < a.threads; part += T) {
             const int64_t k0 = std::min(part * at.share2, a.K), n = std::min(k0 + at.share2, a.K) - k0;
@@ -412,7 +428,8 @@ template <class D>
 constexpr Entry ENTRY = {[](const Experts& a) { return Layout<D>(a).bytes; }, layer<D>};
 // in the order of SCHEMES of backends/torch/cpu_experts.py
 const Entry ENTRIES[] = {ENTRY<Bf16>, ENTRY<Int4>, ENTRY<Int4Any>, ENTRY<Mxfp4>, ENTRY<Nvfp4>,
-                         ENTRY<Int8>, ENTRY<Fp8>,  ENTRY<Fp8Blocks>};
+                         ENTRY<Int8>, ENTRY<Fp8>,  ENTRY<Fp8Blocks>, ENTRY<Int8Tokens>, ENTRY<Fp8Tokens>,
+                         ENTRY<Fp8BlocksTokens>};
 
 }  // namespace
 

@@ -1,0 +1,189 @@
+"""One expert layer of quantized weights on a CPU, beside the same layer in bf16.
+
+    python benchmarks/cpu_quantized.py [--tokens 1 8 64 512] [--schemes int4_w4a16:g128 ...]
+                                       [--rounds 60] [--threads 2] [--write]
+
+Every scheme gets NUM_LAYERS layers of random weights, more than the caches hold, which calls go
+through in turn, so that weights come from memory as they do in a model; calls of all schemes are
+interleaved. `plain torch` is the path through dequantized copies, which runs where the kernels of
+csrc/cpu/experts.cpp do not. The floor is the bytes of the experts that a call reads over the
+measured read bandwidth. ``--write`` keeps the times in
+benchmarks/results/cpu_quantized_AVX512.json, and a plot beside it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from harness import (
+    RESULTS,
+    format_table,
+    interleaved_ms,
+    machine_facts,
+    read_bandwidth_gb_s,
+    relative_error,
+    summary,
+    write_json,
+)
+from torch import Tensor
+
+import moe_ops
+from moe_ops.backends.torch import layer
+from moe_ops.bench.layers import per_expert_loop
+
+SCHEMES = (
+    *("int4_w4a16:g128", "int4_w4a16:g32", "int4_w4a16:g128:zp", "mxfp4_w4a16", "nvfp4_w4a16"),
+    *("int8_w8a16:channel", "fp8_w8a16:channel", "fp8_w8a16:block", "int8_w8a8", "fp8_channel"),
+    "fp8_block",
+)
+NUM_EXPERTS, TOP_K, HIDDEN, INTERMEDIATE = 32, 4, 1024, 512
+NUM_LAYERS = 12  # of 25 MB and more
+PLAIN_CALLS = 3
+
+Weights = tuple[Tensor, Tensor]
+
+
+def make_layers(scheme: str) -> list[Weights]:
+    """Layers with the same numbers at different places in memory."""
+    generator = torch.Generator().manual_seed(0)
+    E, K, I = NUM_EXPERTS, HIDDEN, INTERMEDIATE  # noqa: E741
+    w13 = (torch.randn(E, 2 * I, K, generator=generator) / K**0.5).to(torch.bfloat16)
+    w2 = (torch.randn(E, K, I, generator=generator) / I**0.5).to(torch.bfloat16)
+    if scheme:
+        w13, w2 = moe_ops.quantize(w13, scheme), moe_ops.quantize(w2, scheme)
+    return [(w13.clone(), w2.clone()) for _ in range(NUM_LAYERS)]
+
+
+def stored_bytes(weights: Weights) -> int:
+    """Of all experts, scales included."""
+    total = 0
+    for weight in weights:
+        parts = [weight]
+        if isinstance(weight, moe_ops.ExpertTensor):
+            names = ("qdata", "scale", "zero_point", "global_scale", "channel_scale")
+            parts = [t for name in names if (t := getattr(weight, name, None)) is not None]
+        total += sum(part.nbytes for part in parts)
+    return total
+
+
+def run_case(
+    M: int, layers: dict[str, list[Weights]], rounds: int, gb_s: float
+) -> dict[str, dict[str, Any]]:
+    """A row of each scheme."""
+    generator = torch.Generator().manual_seed(M)
+    x = torch.randn(M, HIDDEN, generator=generator).to(torch.bfloat16)
+    ids = [
+        torch.rand(M, NUM_EXPERTS, generator=generator).topk(TOP_K).indices
+        for _ in range(NUM_LAYERS)
+    ]
+    router = torch.rand(M, TOP_K, generator=generator) + 0.5
+    router /= router.sum(1, keepdim=True)
+
+    def call(scheme: str) -> Callable[[int], Tensor]:
+        return lambda i: moe_ops.fused_experts(x, *layers[scheme][i], router, ids[i])
+
+    times = interleaved_ms({s: call(s) for s in layers}, rounds=rounds, num_sets=NUM_LAYERS)
+    hit = statistics.mean(i.unique().numel() for i in ids) / NUM_EXPERTS
+    rows = {}
+    for scheme, found in times.items():
+        w13, w2 = [
+            w.dequantize(torch.float32) if isinstance(w, moe_ops.ExpertTensor) else w
+            for w in layers[scheme][0]
+        ]
+        expected = per_expert_loop(x.double(), w13, w2, router, ids[0])
+        size = stored_bytes(layers[scheme][0])
+        row: dict[str, Any] = {
+            "scheme": scheme,
+            "num_tokens": M,
+            "bytes": size,
+            "floor_ms": round(hit * size / gb_s / 1e6, 4),
+            "ms": summary(found),
+            "relative_error": float(f"{relative_error(call(scheme)(0), expected):.2e}"),
+        }
+        takes = layer.takes
+        layer.takes = lambda a: False
+        try:
+            plain = []
+            for i in range(PLAIN_CALLS):
+                start = time.perf_counter()
+                call(scheme)(i)
+                plain.append((time.perf_counter() - start) * 1e3)
+        finally:
+            layer.takes = takes
+        row["plain_torch_ms"] = round(min(plain), 3)
+        rows[scheme] = row
+    for row in rows.values():
+        row["speed_against_bf16"] = round(rows[""]["ms"]["median"] / row["ms"]["median"], 2)
+    return rows
+
+
+def draw(rows: list[dict[str, Any]], facts: dict[str, Any], name: str) -> None:
+    """Speed against bf16 by scheme, a group of bars a scheme, a bar a number of tokens."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    tokens = sorted({row["num_tokens"] for row in rows})
+    schemes = list(dict.fromkeys(row["scheme"] for row in rows if row["scheme"]))
+    figure, panel = pyplot.subplots(figsize=(9, 4))
+    for number, M in enumerate(tokens):
+        found = {r["scheme"]: r["speed_against_bf16"] for r in rows if r["num_tokens"] == M}
+        width = 0.8 / len(tokens)
+        places = [i + (number - (len(tokens) - 1) / 2) * width for i in range(len(schemes))]
+        panel.bar(places, [found[s] for s in schemes], width, label=f"M = {M}")
+    panel.axhline(1, color="black", linestyle="dotted")
+    panel.set_xticks(range(len(schemes)), schemes, rotation=20, ha="right", fontsize=8)
+    panel.set_ylabel("times as fast as bf16")
+    panel.set_title(
+        f"One expert layer, E={NUM_EXPERTS} top_k={TOP_K} K={HIDDEN} I={INTERMEDIATE}, weights "
+        f"from memory\n{facts['processor']}, threads: {facts['threads']}",
+        fontsize=9,
+    )
+    panel.legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(RESULTS / f"{name}.png", dpi=110)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--tokens", type=int, nargs="+", default=[1, 8, 64, 512])
+    parser.add_argument("--schemes", nargs="+", default=list(SCHEMES))
+    parser.add_argument("--rounds", type=int, default=60, help="calls of each at one token")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--write", action="store_true", help="keep the times in results/")
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    torch.set_grad_enabled(False)
+    gb_s = read_bandwidth_gb_s()
+    facts = machine_facts() | {"read_gb_s": round(gb_s, 1)}
+    print(facts)
+    layers = {scheme: make_layers(scheme) for scheme in ("", *arguments.schemes)}
+    rows: list[dict[str, Any]] = []
+    for M in arguments.tokens:
+        rounds = max(12, arguments.rounds if M <= 8 else arguments.rounds * 8 // M)
+        found = run_case(M, layers, rounds, gb_s)
+        rows += found.values()
+        table = [
+            [
+                *(row["scheme"] or "bf16", M, row["floor_ms"]),
+                f"{row['ms']['median']:.3f} [{row['ms']['min']:.3f}]",
+                *(row["speed_against_bf16"], row["plain_torch_ms"], row["relative_error"]),
+            ]
+            for row in found.values()
+        ]
+        header = ["scheme", "M", "floor ms", "median [least] ms", "against bf16", "plain torch"]
+        print(format_table([*header, "error"], table), flush=True)
+    if arguments.write:
+        name = f"cpu_quantized_{facts['processor'].split()[-1]}"
+        print(write_json(name, {"machine": facts, "rows": rows}))
+        draw(rows, facts, name)
+
+
+if __name__ == "__main__":
+    main()
