@@ -1,14 +1,15 @@
 """One expert layer of quantized weights on a CPU, beside the same layer in bf16.
 
     python benchmarks/cpu_quantized.py [--tokens 1 8 64 512] [--schemes int4_w4a16:g128 ...]
-                                       [--rounds 60] [--threads 2] [--write]
+                                       [--rounds 60] [--threads 2] [--avx 512] [--write]
 
 Every scheme gets NUM_LAYERS layers of random weights, more than the caches hold, which calls go
 through in turn, so that weights come from memory as they do in a model; calls of all schemes are
 interleaved. `plain torch` is the path through dequantized copies, which runs where the kernels of
 csrc/cpu/experts.cpp do not. The floor is the bytes of the experts that a call reads over the
 measured read bandwidth. ``--write`` keeps the times in
-benchmarks/results/cpu_quantized_AVX512.json, and a plot beside it.
+benchmarks/results/cpu_quantized_AVX512.json, and a plot beside it; ``--avx 2`` uses no wider
+instructions than AVX2.
 """
 
 from __future__ import annotations
@@ -142,7 +143,8 @@ def draw(rows: list[dict[str, Any]], facts: dict[str, Any], name: str) -> None:
     panel.set_ylabel("times as fast as bf16")
     panel.set_title(
         f"One expert layer, E={NUM_EXPERTS} top_k={TOP_K} K={HIDDEN} I={INTERMEDIATE}, weights "
-        f"from memory\n{facts['processor']}, threads: {facts['threads']}",
+        f"from memory\n{facts['processor']}, kernels for AVX{facts['avx']}, "
+        f"threads: {facts['threads']}",
         fontsize=9,
     )
     panel.legend(fontsize=8)
@@ -156,12 +158,19 @@ def main() -> None:
     parser.add_argument("--schemes", nargs="+", default=list(SCHEMES))
     parser.add_argument("--rounds", type=int, default=60, help="calls of each at one token")
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--avx", type=int, choices=[512, 2], default=512, help="the widest")
     parser.add_argument("--write", action="store_true", help="keep the times in results/")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     torch.set_grad_enabled(False)
+    kernels = layer.kernels()
+    if kernels is None:
+        raise SystemExit("the CPU kernels are not built, or this processor lacks AVX2")
+    layer.cpu.why_not()  # chooses the widest AVX, once
+    avx = kernels.moe_ops_cpu_experts_avx(arguments.avx)
+    kernels.moe_ops_cpu_avx(avx)
     gb_s = read_bandwidth_gb_s()
-    facts = machine_facts() | {"read_gb_s": round(gb_s, 1)}
+    facts = machine_facts() | {"read_gb_s": round(gb_s, 1), "avx": avx}
     print(facts)
     layers = {scheme: make_layers(scheme) for scheme in ("", *arguments.schemes)}
     rows: list[dict[str, Any]] = []
@@ -180,7 +189,7 @@ def main() -> None:
         header = ["scheme", "M", "floor ms", "median [least] ms", "against bf16", "plain torch"]
         print(format_table([*header, "error"], table), flush=True)
     if arguments.write:
-        name = f"cpu_quantized_{facts['processor'].split()[-1]}"
+        name = f"cpu_quantized_AVX{avx}"
         print(write_json(name, {"machine": facts, "rows": rows}))
         draw(rows, facts, name)
 

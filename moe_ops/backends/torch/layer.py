@@ -1,6 +1,6 @@
-"""Whole layers of bf16 tokens on a CPU with AVX-512: csrc/cpu/experts.cpp, called through ctypes
-if it was built. Weights of 4 and 8 bits beside 16-bit activations, and bf16 ones, are read where
-they lie; nothing of their size is allocated.
+"""Whole layers of bf16 tokens on a CPU with AVX2 or AVX-512: csrc/cpu/experts.cpp, called through
+ctypes if it was built. Weights of 4 and 8 bits, and bf16 ones, are read where they lie; nothing of
+their size is allocated.
 
 Error against fp64 at unit scale: 2.5e-3, nearly all of it from rounding h to bf16.
 """
@@ -65,12 +65,12 @@ class Experts(ctypes.Structure):
 
 
 @functools.cache
-def _library() -> Any:
+def kernels() -> Any:
     """The kernels, or None where they do not run."""
     library = cpu.library()
-    if library is None or not hasattr(library, "moe_ops_cpu_experts_runs"):
+    if library is None or not hasattr(library, "moe_ops_cpu_experts_avx"):
         return None
-    if not library.moe_ops_cpu_experts_runs():
+    if not library.moe_ops_cpu_experts_avx(512):  # the widest that it may use
         return None
     if library.moe_ops_cpu_experts_struct_bytes() != ctypes.sizeof(Experts):
         return None  # built from another version
@@ -124,7 +124,7 @@ def _groups(desc: QuantDesc) -> int:
 def takes(a: ExpertsArgs) -> bool:
     """Whether the kernels run a call."""
     return (
-        _library() is not None
+        kernels() is not None
         and a.out.device.type == "cpu"
         and a.out.dtype == a.hidden_states.dtype == torch.bfloat16
         and a.hidden_states_scale is None
@@ -160,7 +160,7 @@ def _readable(weight: Tensor) -> bool:
 
 def run(a: ExpertsArgs) -> None:
     """A layer, or a chunk of its tokens, that `takes`."""
-    library, decoder = _library(), _decoder(a.scheme)
+    library, decoder = kernels(), _decoder(a.scheme)
     M, top_k = a.topk_ids.shape
     x = a.hidden_states if a.hidden_states.stride(1) == 1 else a.hidden_states.contiguous()
     ids = a.topk_ids.to(torch.int64).contiguous()

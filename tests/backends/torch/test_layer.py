@@ -1,4 +1,4 @@
-"""Whole layers on a CPU with AVX-512, by csrc/cpu/experts.cpp, against fp64."""
+"""Whole layers on a CPU, by csrc/cpu/experts.cpp, against fp64."""
 
 import ctypes
 import math
@@ -20,7 +20,19 @@ SCHEMES = (
     *("fp8_w8a16:channel", "fp8_w8a16:tensor", "fp8_w8a16:block"),
 )
 RUN = layer.run
-pytestmark = pytest.mark.skipif(layer._library() is None, reason="not built, or no AVX-512 VBMI")
+pytestmark = pytest.mark.skipif(layer.kernels() is None, reason="not built, or no AVX2")
+
+
+@pytest.fixture(autouse=True, params=[512, 2], ids=["avx512", "avx2"])
+def avx(request) -> Iterator[None]:
+    """Every form of the kernels that this processor runs."""
+    library = layer.kernels()
+    try:
+        if library.moe_ops_cpu_experts_avx(request.param) != request.param:
+            pytest.skip("this processor lacks it")
+        yield
+    finally:
+        library.moe_ops_cpu_experts_avx(512)
 
 
 @pytest.fixture(autouse=True)
