@@ -1,8 +1,15 @@
 """ParallelConfig: how one layer is spread over devices."""
 
+from __future__ import annotations
+
+import os
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from moe_ops.checks import check_integer, check_size
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 ALL2ALL_BACKENDS = (
     "naive",
@@ -13,12 +20,16 @@ ALL2ALL_BACKENDS = (
     "mori",
 )
 
+# dimensions of a mesh that devices are counted along, the slowest first
+MESH_DIMS = ("dp", "pcp", "tp")
+
 
 @dataclass(frozen=True)
 class ParallelConfig:
     """Sizes and ranks along which one MoE layer is sharded, as this device sees them.
 
-    `make` derives them from the sizes of a deployment; the fields are the result. With expert
+    `make` derives them from the sizes of a deployment, `from_mesh` and `from_torchrun` from what
+    torch.distributed knows of it; the fields are the result. With expert
     parallelism (use_ep) every device holds whole experts and tp_size is 1; without it every
     expert is cut along its intermediate dimension over all dp * pcp * tp devices and ep_size is 1.
 
@@ -86,7 +97,7 @@ class ParallelConfig:
         enable_expert_parallel: bool = False,
         all2all_backend: str = "allgather_reducescatter",
         enable_eplb: bool = False,
-    ) -> "ParallelConfig":
+    ) -> ParallelConfig:
         """Shard a layer over a deployment of dp_size * pcp_size * tp_size devices.
 
         The ranks say which of them this device is. Experts are placed whole on devices if
@@ -116,6 +127,131 @@ class ParallelConfig:
             sp_size=sp_size,
             sp_rank=sp_rank,
             use_ep=use_ep,
+            all2all_backend=all2all_backend,
+            enable_eplb=enable_eplb,
+        )
+
+    @classmethod
+    def from_mesh(
+        cls,
+        mesh: DeviceMesh,
+        *,
+        sequence_parallel: bool = False,
+        enable_expert_parallel: bool = False,
+        all2all_backend: str = "allgather_reducescatter",
+        enable_eplb: bool = False,
+    ) -> ParallelConfig:
+        """Shard a layer over all devices of a mesh, as this process's device sees them.
+
+        Args:
+            mesh: a DeviceMesh whose dimensions are named "dp", "pcp" or "tp", in this order; those
+                that it lacks have size 1. `init_device_mesh("cuda", (4, 2), mesh_dim_names=("dp",
+                "tp"))` makes one.
+            sequence_parallel: the devices along "tp" have different tokens.
+            enable_expert_parallel, all2all_backend, enable_eplb: as in `make`.
+
+        Raises:
+            ValueError: as `make`; a mesh without names, with others, or with these in another
+                order; or a process that is not in the mesh.
+        """
+        names = mesh.mesh_dim_names
+        expected = tuple(name for name in MESH_DIMS if name in (names or ()))
+        if not names or tuple(names) != expected:
+            raise ValueError(
+                f"mesh must have dimensions named {', '.join(MESH_DIMS)} or some of them, in this "
+                f"order, got {names}; pass mesh_dim_names to init_device_mesh, or a part of the "
+                "mesh, mesh['dp', 'tp']"
+            )
+        if mesh.get_coordinate() is None:
+            raise ValueError(
+                "mesh must contain this process's device, got one of other ranks; build the layer "
+                "on the mesh's own ranks alone"
+            )
+        sizes = {name: mesh.size(dim) for dim, name in enumerate(names)}
+        ranks = {name: mesh.get_local_rank(name) for name in names}
+        return cls._of_deployment(
+            sizes,
+            ranks,
+            sequence_parallel,
+            enable_expert_parallel=enable_expert_parallel,
+            all2all_backend=all2all_backend,
+            enable_eplb=enable_eplb,
+        )
+
+    @classmethod
+    def from_torchrun(
+        cls,
+        *,
+        tp_size: int = 1,
+        pcp_size: int = 1,
+        sequence_parallel: bool = False,
+        enable_expert_parallel: bool = False,
+        all2all_backend: str = "allgather_reducescatter",
+        enable_eplb: bool = False,
+    ) -> ParallelConfig:
+        """Shard a layer over all processes that torchrun started, from the environment variables
+        RANK and WORLD_SIZE, which it sets.
+
+        Ranks are counted along tp first, then pcp, then dp, whose size is what the world leaves:
+        WORLD_SIZE / (tp_size * pcp_size). No process group is needed.
+
+        Args:
+            tp_size, pcp_size: sizes of a deployment.
+            sequence_parallel: the devices of a tensor-parallel group have different tokens.
+            enable_expert_parallel, all2all_backend, enable_eplb: as in `make`.
+
+        Raises:
+            ValueError: as `make`; a variable that is not set or no integer; or a WORLD_SIZE that
+                tp_size * pcp_size does not divide.
+        """
+        check_size("tp_size", tp_size)
+        check_size("pcp_size", pcp_size)
+        world, rank = _environment_integer("WORLD_SIZE"), _environment_integer("RANK")
+        if world < 1 or not 0 <= rank < world:
+            raise ValueError(
+                f"RANK must be in 0..WORLD_SIZE - 1 = {world - 1}, got {rank}; start the program "
+                "by torchrun, which sets both"
+            )
+        if world % (tp_size * pcp_size):
+            raise ValueError(
+                f"tp_size * pcp_size must divide WORLD_SIZE={world}, got {tp_size} * {pcp_size}; "
+                "choose other sizes or another number of processes"
+            )
+        inner, tp_rank = divmod(rank, tp_size)
+        dp_rank, pcp_rank = divmod(inner, pcp_size)
+        return cls._of_deployment(
+            {"tp": tp_size, "pcp": pcp_size, "dp": world // (tp_size * pcp_size)},
+            {"tp": tp_rank, "pcp": pcp_rank, "dp": dp_rank},
+            sequence_parallel,
+            enable_expert_parallel=enable_expert_parallel,
+            all2all_backend=all2all_backend,
+            enable_eplb=enable_eplb,
+        )
+
+    @classmethod
+    def _of_deployment(
+        cls,
+        sizes: dict[str, int],
+        ranks: dict[str, int],
+        sequence_parallel: bool,
+        *,
+        enable_expert_parallel: bool,
+        all2all_backend: str,
+        enable_eplb: bool,
+    ) -> ParallelConfig:
+        """`make` for sizes and ranks by name; missing ones are 1 and 0."""
+        tp = sizes.get("tp", 1), ranks.get("tp", 0)
+        sp = tp if sequence_parallel else (1, 0)
+        return cls.make(
+            tp_size=tp[0],
+            tp_rank=tp[1],
+            pcp_size=sizes.get("pcp", 1),
+            pcp_rank=ranks.get("pcp", 0),
+            dp_size=sizes.get("dp", 1),
+            dp_rank=ranks.get("dp", 0),
+            sp_size=sp[0],
+            sp_rank=sp[1],
+            enable_expert_parallel=enable_expert_parallel,
             all2all_backend=all2all_backend,
             enable_eplb=enable_eplb,
         )
@@ -181,3 +317,16 @@ def _check_size_and_rank(name: str, size: int, rank: int) -> None:
     check_integer(f"{name}_rank", rank)
     if not 0 <= rank < size:
         raise ValueError(f"{name}_rank must be in 0..{name}_size - 1 = {size - 1}, got {rank}")
+
+
+def _environment_integer(name: str) -> int:
+    text = os.environ.get(name)
+    if text is None:
+        raise ValueError(
+            f"{name} must be set in the environment, got none; start the program by torchrun, or "
+            "use ParallelConfig.make"
+        )
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(f"{name} must be an integer in the environment, got {text!r}") from None

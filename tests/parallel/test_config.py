@@ -1,6 +1,9 @@
 """ParallelConfig: the sharding table, ranks and validation."""
 
 import pytest
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from moe_ops.parallel.config import ALL2ALL_BACKENDS, ParallelConfig, flatten_tp_across_dp_and_pcp
 
@@ -97,3 +100,101 @@ def test_bad_parallel_config(fields, message):
 def test_make_rejects_a_rank_that_flattening_would_hide():
     with pytest.raises(ValueError, match="tp_rank must be in 0..tp_size - 1 = 1, got 2"):
         ParallelConfig.make(tp_size=2, tp_rank=2, dp_size=2)
+
+
+@pytest.fixture
+def world():
+    """A function that makes this process one rank of a group in which nothing is sent."""
+
+    def start(rank, size):
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
+
+    yield start
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("expert_parallel", [False, True])
+def test_meshes_and_torchrun_say_what_make_is_told(
+    world, monkeypatch, expert_parallel, sequence_parallel
+):
+    """For each rank of 12 devices in (dp, pcp, tp) = (3, 2, 2)."""
+    for rank in range(12):
+        tp_rank = rank % 2
+        wanted = ParallelConfig.make(
+            tp_size=2,
+            tp_rank=tp_rank,
+            pcp_size=2,
+            pcp_rank=rank // 2 % 2,
+            dp_size=3,
+            dp_rank=rank // 4,
+            sp_size=2 if sequence_parallel else 1,
+            sp_rank=tp_rank if sequence_parallel else 0,
+            enable_expert_parallel=expert_parallel,
+            all2all_backend="naive",
+            enable_eplb=expert_parallel,
+        )
+        assert (wanted.ep_rank if expert_parallel else wanted.tp_rank) == rank
+        options = {
+            "sequence_parallel": sequence_parallel,
+            "enable_expert_parallel": expert_parallel,
+            "all2all_backend": "naive",
+            "enable_eplb": expert_parallel,
+        }
+        world(rank, 12)
+        mesh = init_device_mesh("cpu", (3, 2, 2), mesh_dim_names=("dp", "pcp", "tp"))
+        assert ParallelConfig.from_mesh(mesh, **options) == wanted
+        monkeypatch.setenv("RANK", str(rank))
+        monkeypatch.setenv("WORLD_SIZE", "12")
+        assert ParallelConfig.from_torchrun(tp_size=2, pcp_size=2, **options) == wanted
+
+
+def test_dimensions_that_a_mesh_lacks_have_size_one(world):
+    world(5, 6)
+    mesh = init_device_mesh("cpu", (3, 2), mesh_dim_names=("dp", "tp"))
+    assert ParallelConfig.from_mesh(mesh["dp"], enable_expert_parallel=True) == (
+        ParallelConfig.make(dp_size=3, dp_rank=2, enable_expert_parallel=True)
+    )
+    assert ParallelConfig.from_mesh(mesh["tp"]) == ParallelConfig.make(tp_size=2, tp_rank=1)
+
+
+@pytest.mark.parametrize("names", [None, ("tp", "dp"), ("dp", "ep")])
+def test_meshes_with_other_dimensions_are_refused(world, names):
+    world(0, 6)
+    mesh = init_device_mesh("cpu", (3, 2), mesh_dim_names=names)
+    with pytest.raises(ValueError, match="mesh must have dimensions named dp, pcp, tp .*got"):
+        ParallelConfig.from_mesh(mesh)
+
+
+def test_a_mesh_of_other_ranks_is_refused(world):
+    world(2, 4)
+    mesh = dist.DeviceMesh("cpu", [0, 1], mesh_dim_names=("dp",))
+    with pytest.raises(ValueError, match="mesh must contain this process's device"):
+        ParallelConfig.from_mesh(mesh)
+
+
+@pytest.mark.parametrize(
+    ("variables", "sizes", "message"),
+    [
+        ({"RANK": "0"}, {}, "WORLD_SIZE must be set in the environment.*torchrun"),
+        ({"WORLD_SIZE": "2"}, {}, "RANK must be set in the environment.*ParallelConfig.make"),
+        ({"RANK": "x", "WORLD_SIZE": "2"}, {}, "RANK must be an integer .*got 'x'"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, {}, r"RANK must be in 0..WORLD_SIZE - 1 = 1, got 2"),
+        (
+            {"RANK": "0", "WORLD_SIZE": "6"},
+            {"tp_size": 2, "pcp_size": 2},
+            r"tp_size \* pcp_size must divide WORLD_SIZE=6, got 2 \* 2",
+        ),
+        ({"RANK": "0", "WORLD_SIZE": "6"}, {"tp_size": 0}, "tp_size must be at least 1, got 0"),
+    ],
+)
+def test_bad_environments_of_torchrun(monkeypatch, variables, sizes, message):
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=message):
+        ParallelConfig.from_torchrun(**sizes)
