@@ -8,6 +8,7 @@ from moe_ops.activations import Activation, resolve
 from moe_ops.backends import check_backend
 from moe_ops.checks import check_integer, check_size
 from moe_ops.parallel.config import ParallelConfig
+from moe_ops.parallel.placement import Placement
 from moe_ops.routing.methods import RoutingMethod, check_method_takes, resolve_routing_method
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -17,7 +18,7 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 class MoEConfig:
     """One MoE layer: its sizes, dtypes, activation, routing, backend and sharding.
 
-    num_local_experts defaults to this rank's share of a linear placement (the first
+    num_local_experts defaults to this rank's share of the `placement` (the first
     num_experts % ep_size ranks hold one more); with `parallel.enable_eplb` it may be larger, for
     replicas. router_logits_dtype defaults to in_dtype. max_num_tokens bounds the tokens that one
     device passes to a dispatcher in one step, from which `dispatched_shape` follows.
@@ -75,7 +76,7 @@ class MoEConfig:
 
     def _set_num_local_experts(self) -> None:
         size, rank = self.parallel.ep_size, self.parallel.ep_rank
-        share = self.num_experts // size + (rank < self.num_experts % size)
+        share = len(self.placement.experts_of(rank))
         local = share if self.num_local_experts is None else self.num_local_experts
         if local != share and not (self.parallel.enable_eplb and local > share):
             raise ValueError(
@@ -89,6 +90,12 @@ class MoEConfig:
                 f"rank {rank} would hold no expert"
             )
         object.__setattr__(self, "num_local_experts", local)
+
+    @property
+    def placement(self) -> Placement:
+        """Which rank of the expert-parallel group holds which experts."""
+        parallel = self.parallel
+        return Placement(self.num_experts, parallel.ep_size, parallel.expert_placement)
 
     @property
     def is_act_and_mul(self) -> bool:

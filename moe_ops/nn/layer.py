@@ -206,9 +206,9 @@ class MoELayer(nn.Module):
     def from_config(cls, config: MoEConfig, **options: Any) -> MoELayer:
         """The layer of a MoEConfig, as this device holds it.
 
-        With expert parallelism it holds num_local_experts experts of a linear placement; with
-        tensor parallelism intermediate_size_per_partition columns of each. Of a shared expert it
-        holds shared_expert_intermediate_size / (ep_size * tp_size) columns: rows
+        With expert parallelism it holds num_local_experts experts, those of `config.placement`;
+        with tensor parallelism intermediate_size_per_partition columns of each. Of a shared expert
+        it holds shared_expert_intermediate_size / (ep_size * tp_size) columns: rows
         [rank * width, (rank + 1) * width) of gate_proj and up_proj, the same columns of down_proj,
         and all of shared_expert_gate. Either way its output is this device's share for the tokens
         it was given, which must be the same on every device: sum it over the devices, and give a
@@ -239,7 +239,7 @@ class MoELayer(nn.Module):
         if parallel.use_ep:
             settings["num_local_experts"] = config.num_local_experts
             if "expert_map" not in options:
-                settings["expert_map"] = _linear_expert_map(config)
+                settings["expert_map"] = _placed_expert_map(config)
         settings |= options
         devices = parallel.ep_size * parallel.tp_size  # one of them is 1
         if width := settings.get("shared_expert_intermediate_size", 0):
@@ -449,16 +449,13 @@ def _fill_buffers(layer: MoELayer, incompatible_keys: object) -> None:
             layer._buffers[name] = value.to(device, copy=True)
 
 
-def _linear_expert_map(config: MoEConfig) -> Tensor:
-    """Global id -> local id or -1: ranks hold runs of experts, the first ones the larger runs."""
-    size, rank = config.parallel.ep_size, config.parallel.ep_rank
-    share, extra = divmod(config.num_experts, size)
-    count = share + (rank < extra)
+def _placed_expert_map(config: MoEConfig) -> Tensor:
+    """Global id -> local id or -1, by the configuration's placement."""
+    rank = config.parallel.ep_rank
+    count = len(config.placement.experts_of(rank))
     if config.num_local_experts != count:
         raise ValueError(
             f"expert_map must be given for num_local_experts={config.num_local_experts}, more "
-            f"than the {count} of a linear placement"
+            f"than the {count} of a {config.parallel.expert_placement} placement"
         )
-    start = rank * share + min(rank, extra)
-    ids = torch.arange(config.num_experts, dtype=torch.int32, device="cpu") - start
-    return torch.where((ids >= 0) & (ids < count), ids, -1)
+    return config.placement.expert_map(rank)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from moe_ops.checks import check_integer, check_size
+from moe_ops.parallel.placement import check_placement
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -36,10 +37,12 @@ class ParallelConfig:
     sp_size devices of a tensor-parallel group have divided the tokens of their sequences among
     them. all2all_backend is the dispatcher of whoever runs this layer: this library has none, and
     takes from its name in which format rows arrive (`MoEConfig.dispatched_shape`).
+    expert_placement says which experts a device holds with use_ep: "linear" a run of neighbours,
+    "round_robin" every ep_size-th.
 
     Raises:
         ValueError: a size that is no integer or below 1, a rank outside its size, sizes that
-            contradict use_ep, or an unknown all2all_backend.
+            contradict use_ep, or an unknown all2all_backend or expert_placement.
     """
 
     tp_size: int = 1
@@ -55,6 +58,7 @@ class ParallelConfig:
     use_ep: bool = False
     all2all_backend: str = "allgather_reducescatter"
     enable_eplb: bool = False  # experts may be replicated and moved between devices
+    expert_placement: str = "linear"
 
     def __post_init__(self) -> None:
         for name in ("tp", "pcp", "dp", "ep", "sp"):
@@ -81,6 +85,7 @@ class ParallelConfig:
                 f"all2all_backend must be one of {', '.join(ALL2ALL_BACKENDS)}, "
                 f"got {self.all2all_backend!r}"
             )
+        check_placement("expert_placement", self.expert_placement)
 
     @classmethod
     def make(
@@ -97,6 +102,7 @@ class ParallelConfig:
         enable_expert_parallel: bool = False,
         all2all_backend: str = "allgather_reducescatter",
         enable_eplb: bool = False,
+        expert_placement: str = "linear",
     ) -> ParallelConfig:
         """Shard a layer over a deployment of dp_size * pcp_size * tp_size devices.
 
@@ -129,6 +135,7 @@ class ParallelConfig:
             use_ep=use_ep,
             all2all_backend=all2all_backend,
             enable_eplb=enable_eplb,
+            expert_placement=expert_placement,
         )
 
     @classmethod
@@ -140,6 +147,7 @@ class ParallelConfig:
         enable_expert_parallel: bool = False,
         all2all_backend: str = "allgather_reducescatter",
         enable_eplb: bool = False,
+        expert_placement: str = "linear",
     ) -> ParallelConfig:
         """Shard a layer over all devices of a mesh, as this process's device sees them.
 
@@ -148,7 +156,7 @@ class ParallelConfig:
                 that it lacks have size 1. `init_device_mesh("cuda", (4, 2), mesh_dim_names=("dp",
                 "tp"))` makes one.
             sequence_parallel: the devices along "tp" have different tokens.
-            enable_expert_parallel, all2all_backend, enable_eplb: as in `make`.
+            enable_expert_parallel, all2all_backend, enable_eplb, expert_placement: as in `make`.
 
         Raises:
             ValueError: as `make`; a mesh without names, with others, or with these in another
@@ -176,6 +184,7 @@ class ParallelConfig:
             enable_expert_parallel=enable_expert_parallel,
             all2all_backend=all2all_backend,
             enable_eplb=enable_eplb,
+            expert_placement=expert_placement,
         )
 
     @classmethod
@@ -188,6 +197,7 @@ class ParallelConfig:
         enable_expert_parallel: bool = False,
         all2all_backend: str = "allgather_reducescatter",
         enable_eplb: bool = False,
+        expert_placement: str = "linear",
     ) -> ParallelConfig:
         """Shard a layer over all processes that torchrun started, from the environment variables
         RANK and WORLD_SIZE, which it sets.
@@ -198,7 +208,7 @@ class ParallelConfig:
         Args:
             tp_size, pcp_size: sizes of a deployment.
             sequence_parallel: the devices of a tensor-parallel group have different tokens.
-            enable_expert_parallel, all2all_backend, enable_eplb: as in `make`.
+            enable_expert_parallel, all2all_backend, enable_eplb, expert_placement: as in `make`.
 
         Raises:
             ValueError: as `make`; a variable that is not set or no integer; or a WORLD_SIZE that
@@ -226,6 +236,7 @@ class ParallelConfig:
             enable_expert_parallel=enable_expert_parallel,
             all2all_backend=all2all_backend,
             enable_eplb=enable_eplb,
+            expert_placement=expert_placement,
         )
 
     @classmethod
@@ -238,6 +249,7 @@ class ParallelConfig:
         enable_expert_parallel: bool,
         all2all_backend: str,
         enable_eplb: bool,
+        expert_placement: str,
     ) -> ParallelConfig:
         """`make` for sizes and ranks by name; missing ones are 1 and 0."""
         tp = sizes.get("tp", 1), ranks.get("tp", 0)
@@ -254,6 +266,7 @@ class ParallelConfig:
             enable_expert_parallel=enable_expert_parallel,
             all2all_backend=all2all_backend,
             enable_eplb=enable_eplb,
+            expert_placement=expert_placement,
         )
 
     @property

@@ -89,6 +89,7 @@ def test_exactly_one_all2all_predicate_holds(backend):
         ({"ep_size": 2}, "ep_size must be 1 without use_ep, got 2"),
         ({"use_ep": True, "ep_size": 2, "tp_size": 2}, "tp_size must be 1 with use_ep, got 2"),
         ({"enable_eplb": True}, "enable_eplb must be False without use_ep"),
+        ({"expert_placement": "first"}, "expert_placement must be one of linear, round_robin"),
         ({"all2all_backend": "nccl"}, "must be one of naive, .*mori, got 'nccl'"),
     ],
 )
@@ -136,6 +137,7 @@ def test_meshes_and_torchrun_say_what_make_is_told(
             enable_expert_parallel=expert_parallel,
             all2all_backend="naive",
             enable_eplb=expert_parallel,
+            expert_placement="round_robin",
         )
         assert (wanted.ep_rank if expert_parallel else wanted.tp_rank) == rank
         options = {
@@ -143,6 +145,7 @@ def test_meshes_and_torchrun_say_what_make_is_told(
             "enable_expert_parallel": expert_parallel,
             "all2all_backend": "naive",
             "enable_eplb": expert_parallel,
+            "expert_placement": "round_robin",
         }
         world(rank, 12)
         mesh = init_device_mesh("cpu", (3, 2, 2), mesh_dim_names=("dp", "pcp", "tp"))
