@@ -1,0 +1,182 @@
+"""What each process of a group does: every case, one after another, against a single process.
+
+Dimensions: M tokens of all ranks, H hidden size, I intermediate size, E experts.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import moe_ops
+import moe_ops.tensors  # noqa: F401 - with torchao, once for all processes
+from moe_ops.parallel.dispatch import AllGatherReduceScatter
+from moe_ops.parallel.placement import Placement, shard_experts
+from tests.support import oracle
+
+E, H, I, TOP_K = 6, 128, 128, 2  # noqa: E741
+MOST = 8  # tokens of a rank
+SCHEMES = ("", "fp8_block", "int4_w4a16", "mxfp4_w4a16")
+ROUTINGS = ("even", "one rank without tokens", "one expert", "ids out of range")
+# Each rank rounds its share to bf16 once, and the sum once more: 2 ** -9 each, at most.
+BF16, FP32 = 2**-8, 1e-6
+
+
+@dataclass
+class Tokens:
+    """Tokens of all ranks, equal on each of them; `mine` are those of this rank."""
+
+    x: Tensor  # (M, H)
+    ids: Tensor  # (M, TOP_K)
+    weights: Tensor  # (M, TOP_K)
+    mine: slice
+
+    def local(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.x[self.mine], self.ids[self.mine], self.weights[self.mine]
+
+
+def tokens(routing: str, rank: int, size: int, dtype: torch.dtype) -> Tokens:
+    counts = [MOST] * size
+    if routing == "one rank without tokens":
+        counts = [0, *[MOST - r for r in range(size - 1)]]
+    M, start = sum(counts), sum(counts[:rank])
+    ids = torch.stack([torch.randperm(E)[:TOP_K] for _ in range(M)])
+    if routing == "one expert":
+        ids[:] = E - 1
+    x = torch.randn(M, H).to(dtype)
+    if routing == "ids out of range":
+        outside = torch.tensor([-1, E, 2**32 + 1, -(2**40)])
+        ids[::2, 0] = outside[torch.arange(len(ids[::2])) % 4]
+        ids[1::4] = -1
+        x[1::4] = torch.nan  # nobody asks for these rows
+    return Tokens(x, ids, torch.rand(M, TOP_K) + 0.1, slice(start, start + counts[rank]))
+
+
+def experts_weights(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Weights that keep rows at unit scale."""
+    w13 = torch.randn(E, 2 * I, H) / H**0.5
+    return w13.to(dtype), (torch.randn(E, H, I) / I**0.5).to(dtype)
+
+
+def difference(got: Tensor, want: Tensor) -> float:
+    """Norm of the difference, relative to that of what is wanted; infinite if one is NaN."""
+    if got.shape != want.shape or not got.isfinite().all():
+        return float("inf")
+    got, want = got.detach().double(), want.detach().double()
+    error, norm = (got - want).norm(), want.norm()
+    return float(error / norm) if norm else float(error)
+
+
+class Spread:
+    """This rank's experts, called as one would call all of them."""
+
+    def __init__(self, w13: Tensor, w2: Tensor, rank: int, size: int, strategy: str) -> None:
+        placement = Placement(E, size, strategy)
+        self.w13, self.w2 = (shard_experts(w, placement, rank) for w in (w13, w2))
+        self.experts = list(placement.experts_of(rank))
+        self.expert_map = placement.expert_map(rank)
+        self.dispatcher = AllGatherReduceScatter(dist.group.WORLD.group_name, size, MOST)
+
+    def __call__(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        M = x.shape[0]
+        x, ids, weights = self.dispatcher.dispatch(x, ids, weights)
+        out = moe_ops.fused_experts(x, self.w13, self.w2, weights, ids, expert_map=self.expert_map)
+        return self.dispatcher.combine(out, M)
+
+
+def forwards(rank: int, size: int) -> Iterator[tuple[str, float, float]]:
+    """(what was compared, its error, the largest that is allowed)."""
+    for scheme in SCHEMES:
+        w13, w2 = experts_weights(torch.bfloat16)
+        if scheme:
+            w13, w2 = moe_ops.quantize(w13, scheme), moe_ops.quantize(w2, scheme)
+        for number, routing in enumerate(ROUTINGS):
+            strategy = ("linear", "round_robin")[number % 2]
+            t = tokens(routing, rank, size, torch.bfloat16)
+            want = moe_ops.fused_experts(t.x, w13, w2, t.weights, t.ids)
+            got = Spread(w13, w2, rank, size, strategy)(*t.local())
+            name = f"{scheme or 'bf16'}, {routing}"
+            yield name, difference(got, want[t.mine]), BF16
+            if not scheme:
+                exact = oracle.experts(t.x.nan_to_num(), w13, w2, t.weights, t.ids)
+                yield f"{name}, fp64", difference(got, exact[t.mine]), 2 * BF16
+            unasked = ((t.ids < 0) | (t.ids >= E)).all(1)[t.mine]
+            yield f"{name}, rows of no expert", float(got[unasked].abs().sum()), 0.0
+
+
+def gradients(rank: int, size: int) -> Iterator[tuple[str, float, float]]:
+    """Of x, the router weights and the weights of this rank's experts."""
+    for dtype, allowed in ((torch.float32, 4 * FP32), (torch.bfloat16, 2 * BF16)):
+        w13, w2 = (w.requires_grad_() for w in experts_weights(dtype))
+        for routing in ROUTINGS[:3]:
+            t = tokens(routing, rank, size, dtype)
+            upstream = torch.randn(t.x.shape).to(dtype)
+            x, weights = t.x.clone().requires_grad_(), t.weights.clone().requires_grad_()
+            out = moe_ops.fused_experts(x, w13, w2, weights, t.ids)
+            want = torch.autograd.grad(out, (x, weights, w13, w2), upstream)
+            spread = Spread(w13.detach(), w2.detach(), rank, size, "linear")
+            local = spread.w13.requires_grad_(), spread.w2.requires_grad_()
+            x, weights = (s[t.mine].clone().requires_grad_() for s in (t.x, t.weights))
+            out = spread(x, t.ids[t.mine], weights)
+            got = torch.autograd.grad(out, (x, weights, *local), upstream[t.mine])
+            for name, part, one, all_ in zip(
+                ("x", "topk_weights", "w13", "w2"),
+                (t.mine, t.mine, spread.experts, spread.experts),
+                got,
+                want,
+                strict=True,
+            ):
+                error = difference(one, all_[part])
+                yield f"gradient of {name}, {dtype}, {routing}", error, allowed
+
+
+def compiled(rank: int, size: int) -> Iterator[tuple[str, float, float]]:
+    """One graph for all numbers of tokens but 0, forward and backward, with the bits of eager."""
+    graphs = []
+
+    def count(graph: torch.fx.GraphModule, inputs: list) -> Callable:
+        compiled = torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
+        graphs.append(graph)  # not before: torch may begin a graph anew here
+        return compiled
+
+    spread = Spread(*experts_weights(torch.float32), rank, size, "linear")
+    call = torch.compile(spread.__call__, fullgraph=True, backend=count, dynamic=True)
+    for routing in ROUTINGS[:3]:
+        t = tokens(routing, rank, size, torch.float32)
+        # of their own memory: torch makes graphs for offsets into others, too
+        x, ids, weights = (part.clone() for part in t.local())
+        wanted, got = (f(x.requires_grad_(), ids, weights) for f in (spread, call))
+        yield f"compiled, {routing}", difference(got, wanted), 0.0
+        (want,) = torch.autograd.grad(wanted.sum(), x)
+        (gradient,) = torch.autograd.grad(got.sum(), x)
+        yield f"compiled, gradient, {routing}", difference(gradient, want), 0.0
+    yield "compiled, graphs", float(len(graphs)), 2.0 if rank == 0 else 1.0
+
+
+# by number of ranks; compiling takes the most time, and does not depend on it
+CASES = {2: (forwards, gradients, compiled), 4: (forwards, gradients)}
+
+
+def run_all(rank: int, size: int, folder: str, seconds: float) -> None:
+    """All cases; what each compared goes to a file of this rank."""
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/rendezvous",
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=seconds),
+    )
+    compared = []
+    for case in CASES[size]:
+        torch.manual_seed(7)  # the same data on all ranks
+        compared += list(case(rank, size))
+    Path(folder, f"{rank}.json").write_text(json.dumps(compared))
+    dist.destroy_process_group()

@@ -1,0 +1,117 @@
+"""Dispatchers: which deployments they serve, and what they refuse."""
+
+import copy
+import pickle
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from moe_ops import ParallelConfig
+from moe_ops.parallel.dispatch import DISPATCHERS, AllGatherReduceScatter, make_dispatcher
+
+DISPATCHER = AllGatherReduceScatter("group", 2, 4)
+
+
+def group(size=2, rank=1):
+    """What is asked of a process group."""
+    return SimpleNamespace(group_name="group", size=lambda: size, rank=lambda: rank)
+
+
+def parallel(**fields):
+    return ParallelConfig.make(**{"enable_expert_parallel": True, **fields})
+
+
+def tokens(M=3, ids=torch.int64):
+    return torch.randn(M, 8), torch.zeros(M, 2, dtype=ids), torch.rand(M, 2)
+
+
+@pytest.mark.parametrize(
+    "deployment",
+    [
+        {"dp_size": 2},
+        {"pcp_size": 2},
+        {"tp_size": 2, "sp_size": 2},
+        {"tp_size": 2, "sp_size": 2, "dp_size": 3},
+    ],
+)
+def test_serves_devices_with_tokens_of_their_own(deployment):
+    assert AllGatherReduceScatter.why_not(parallel(**deployment)) == []
+
+
+@pytest.mark.parametrize(
+    ("deployment", "reasons"),
+    [
+        ({}, ["use_ep is False; pass enable_expert_parallel=True and more than one device"]),
+        ({"tp_size": 2}, ["2 devices hold experts, but 1 of them have tokens of their own"]),
+        ({"tp_size": 2, "dp_size": 2}, ["4 devices hold experts, but 2 of them"]),
+        ({"dp_size": 2, "enable_eplb": True}, ["enable_eplb is True"]),
+        ({"tp_size": 2, "enable_eplb": True}, ["2 devices hold experts", "enable_eplb is True"]),
+    ],
+)
+def test_every_reason_is_given(deployment, reasons):
+    found = AllGatherReduceScatter.why_not(parallel(**deployment))
+    assert len(found) == len(reasons)
+    for reason, begin in zip(found, reasons, strict=True):
+        assert reason.startswith(begin)
+    with pytest.raises(ValueError, match="allgather_reducescatter cannot serve this ParallelCon"):
+        make_dispatcher(parallel(**deployment), group(), max_num_tokens=4)
+
+
+def test_dispatchers_are_made_by_name_and_can_be_copied():
+    made = make_dispatcher(
+        parallel(dp_size=2, dp_rank=1), group(), max_num_tokens=4, reduce_dtype=torch.bfloat16
+    )
+    assert made == AllGatherReduceScatter("group", 2, 4, torch.bfloat16)
+    assert DISPATCHERS[made.name] is type(made)
+    assert copy.deepcopy(made) == pickle.loads(pickle.dumps(made)) == made
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda: AllGatherReduceScatter("group", 2, 0),
+            "max_num_tokens must be at least 1",
+        ),
+        (lambda: AllGatherReduceScatter("group", 2.0, 1), "group_size must be an integer"),
+        (
+            lambda: AllGatherReduceScatter("group", 2, 1, torch.float64),
+            "reduce_dtype must be torch.float32, .*got torch.float64",
+        ),
+        (
+            lambda: make_dispatcher(
+                parallel(dp_size=2, all2all_backend="mori"), group(), max_num_tokens=4
+            ),
+            "all2all_backend must be one of allgather_reducescatter .*got 'mori'",
+        ),
+        (
+            lambda: make_dispatcher(parallel(dp_size=2), group(), max_num_tokens=4),
+            "group must have ep_size=2 ranks with this process as ep_rank=0, got 2 ranks .* as 1",
+        ),
+        (
+            lambda: make_dispatcher(parallel(dp_size=3, dp_rank=1), group(), max_num_tokens=4),
+            "group must have ep_size=3 ranks .*got 2 ranks",
+        ),
+        (
+            lambda: DISPATCHER.dispatch(*tokens(5)),
+            "x must have at most max_num_tokens=4 rows, got 5; pass them in several calls",
+        ),
+        (lambda: DISPATCHER.dispatch(*tokens(ids=torch.uint8)), "topk_ids must be int32 or int64"),
+        (
+            lambda: DISPATCHER.dispatch(*tokens(3)[:2], torch.rand(2, 2)),
+            "topk_weights must have as many rows as x, M=3, got 2",
+        ),
+        (
+            lambda: DISPATCHER.dispatch(tokens()[0], torch.zeros(3, dtype=torch.int64), None),
+            r"topk_ids must have shape \(M, top_k\), got a 1-D tensor",
+        ),
+        (
+            lambda: DISPATCHER.combine(torch.randn(4, 8), 3),
+            "out must have the 8 rows that dispatch returned, got 4",
+        ),
+    ],
+)
+def test_bad_arguments(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()

@@ -1,0 +1,43 @@
+"""Expert parallelism over processes that talk through gloo equals one process with all experts."""
+
+import json
+import multiprocessing
+import time
+
+import pytest
+import torch.multiprocessing
+
+from tests.parallel import ranks
+
+SECONDS = 120.0  # after which a job is killed
+
+
+@pytest.mark.slow  # starting processes takes longer than the cases
+@pytest.mark.parametrize("size", ranks.CASES)
+def test_ranks_agree_with_a_single_process(size, tmp_path):
+    # all processes of both jobs come from one that has imported everything
+    multiprocessing.set_forkserver_preload([ranks.__name__])
+    start = time.monotonic()
+    job = torch.multiprocessing.start_processes(
+        ranks.run_all,
+        (size, str(tmp_path), SECONDS),
+        nprocs=size,
+        join=False,
+        start_method="forkserver",
+    )
+    try:
+        while not job.join(timeout=1.0):
+            assert time.monotonic() - start < SECONDS, "the job hangs"
+    finally:
+        for process in job.processes:
+            if process.is_alive():
+                process.kill()
+    for rank in range(size):
+        compared = json.loads((tmp_path / f"{rank}.json").read_text())
+        assert len(compared) >= 60
+        wrong = [
+            f"{name}: {error:.3g}, above {most:.3g}"
+            for name, error, most in compared
+            if not error <= most  # NaN is wrong, too
+        ]
+        assert not wrong, f"rank {rank} of {size}:\n" + "\n".join(wrong)
