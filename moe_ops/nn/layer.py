@@ -13,9 +13,10 @@ experts.up_proj for experts without a gate half (Nemotron-H).
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -30,8 +31,13 @@ from moe_ops.nn.config import MoEConfig
 from moe_ops.nn.lora import ExpertsLoRA
 from moe_ops.nn.modules import Experts, Gate, SharedExpert, expert_map_on_host
 from moe_ops.ops.memory import refuse_lost
+from moe_ops.parallel.agreement import check_agreement
+from moe_ops.parallel.dispatch import Dispatcher, make_dispatcher
 from moe_ops.routing.methods import RoutingMethod, check_method
 from moe_ops.routing.route import router_probabilities
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
 class MoELayer(nn.Module):
@@ -43,10 +49,15 @@ class MoELayer(nn.Module):
     Expert weights may be replaced by quantized ones:
     `layer.experts.down_proj = nn.Parameter(quantize(w, scheme), False)`.
 
-    Spread over devices, each layer gets the same tokens, routes all of them, and returns its own
-    experts' share of the sum (`expert_map`), or its own columns' share (a smaller
-    intermediate_size): the sum over the devices is what a whole layer returns. The layer does not
-    communicate: sum the outputs yourself (all_reduce, or reduce_scatter). What is not split is
+    Spread over devices there are two ways. With a process group (`from_config(config, group=...)`)
+    each rank passes tokens of its own and gets their outputs, as from a whole layer: the layer
+    sends tokens to the ranks of their experts and the outputs back. Residual, shared expert,
+    auxiliary loss and expert_load are those of the rank's own tokens.
+
+    Without one the layer does not communicate. Each device gets the same tokens, routes all of
+    them, and returns its own experts' share of the sum (`expert_map`), or its own columns' share
+    (a smaller intermediate_size): the sum over the devices is what a whole layer returns. Sum the
+    outputs yourself (all_reduce, or reduce_scatter). What is not split is
     added once per device, so the residual belongs to one of them, and the shared expert to one of
     them or, in equal parts of its columns, to each (`from_config` does so). The auxiliary loss and
     expert_load count all experts, and are the same on every device: do not sum them.
@@ -83,6 +94,7 @@ class MoELayer(nn.Module):
             Activation checkpointing runs a forward again during the backward; that run is not
             counted. A compiled layer cannot tell: around one, torch.utils.checkpoint counts tokens
             twice, with use_reentrant=False too, unless the checkpoint itself is compiled.
+        dispatcher: what sends tokens between ranks, a `Dispatcher`; None: nothing is sent.
 
     Raises:
         ValueError: a size that is no integer or below 1, an unknown activation, backend, scoring
@@ -96,6 +108,7 @@ class MoELayer(nn.Module):
     # layers that were saved before have none of their own
     max_workspace_bytes: int | None = None
     recompute: bool = False
+    dispatcher: Dispatcher | None = None
 
     def __init__(
         self,
@@ -203,7 +216,9 @@ class MoELayer(nn.Module):
         self.register_load_state_dict_post_hook(_fill_buffers)
 
     @classmethod
-    def from_config(cls, config: MoEConfig, **options: Any) -> MoELayer:
+    def from_config(
+        cls, config: MoEConfig, *, group: ProcessGroup | None = None, **options: Any
+    ) -> MoELayer:
         """The layer of a MoEConfig, as this device holds it.
 
         With expert parallelism it holds num_local_experts experts, those of `config.placement`;
@@ -214,7 +229,15 @@ class MoELayer(nn.Module):
         it was given, which must be the same on every device: sum it over the devices, and give a
         residual to one of them only.
 
+        With a process group each rank passes tokens of its own, at most config.max_num_tokens and
+        possibly none, and gets their outputs; it holds the experts of its placement and all of a
+        shared expert. All ranks of the group construct the layer, which compares their
+        configurations, and call it equally often, backwards too.
+
         Args:
+            group: the ranks of expert parallelism in the order of `config.parallel.ep_rank`, each
+                with tokens of its own (dp_size, pcp_size, or sp_size as large as the
+                tensor-parallel group); `config.parallel.all2all_backend` names what sends them.
             options: keyword arguments of the constructor that the configuration does not have;
                 those that it has may be overridden (a callable routing_method for "custom").
 
@@ -222,10 +245,21 @@ class MoELayer(nn.Module):
             ValueError: config is no MoEConfig; as the constructor; with tensor parallelism an
                 expert bias, which would be added once per device; a shared expert whose width the
                 number of devices does not divide; or replicated experts without an expert_map.
+                With a group as `make_dispatcher`, an expert_map of your own, or a configuration
+                that is not the same on all of its ranks, naming field and ranks.
         """
         if not isinstance(config, MoEConfig):
             raise ValueError(f"config must be a moe_ops.MoEConfig, got {type(config).__name__}")
         parallel = config.parallel
+        dispatcher = None
+        if group is not None:
+            check_agreement(_common_fields(config, options), group)
+            dispatcher = make_dispatcher(parallel, group, max_num_tokens=config.max_num_tokens)
+            if "expert_map" in options:
+                raise ValueError(
+                    "expert_map must be left out with a group; the layer places experts by "
+                    "config.parallel.expert_placement"
+                )
         same_dtype = config.router_logits_dtype == config.in_dtype
         settings: dict[str, Any] = {
             "activation": config.activation,
@@ -241,7 +275,8 @@ class MoELayer(nn.Module):
             if "expert_map" not in options:
                 settings["expert_map"] = _placed_expert_map(config)
         settings |= options
-        devices = parallel.ep_size * parallel.tp_size  # one of them is 1
+        # One of the sizes is 1. A rank's own tokens need a whole shared expert.
+        devices = 1 if dispatcher is not None else parallel.ep_size * parallel.tp_size
         if width := settings.get("shared_expert_intermediate_size", 0):
             check_size("shared_expert_intermediate_size", width)
             if width % devices:
@@ -256,13 +291,15 @@ class MoELayer(nn.Module):
                 f"has_bias must be False with tp_size={parallel.tp_size}: each device would add "
                 "the bias of the second projection; use expert parallelism"
             )
-        return cls(
+        layer = cls(
             config.hidden_dim,
             config.intermediate_size_per_partition,
             config.num_experts,
             config.experts_per_token,
             **settings,
         )
+        layer.dispatcher = dispatcher
+        return layer
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> MoELayer:
         """to(), to_empty() and the like: buffers keep their values, also through the meta
@@ -385,12 +422,15 @@ class MoELayer(nn.Module):
             scoring=self.scoring,
         )
         lora = getattr(self, "lora", None)  # layers that were saved before have none
+        rows, ids, weights = x, topk_ids, topk_weights
+        if self.dispatcher is not None:
+            rows, ids, weights = self.dispatcher.dispatch(x, topk_ids, topk_weights)
         out = fused_experts(
-            x,
+            rows,
             self.experts.w13,
             self.experts.down_proj,
-            topk_weights,
-            topk_ids,
+            weights,
+            ids,
             activation=self.activation,
             w13_bias=self.experts.w13_bias,
             w2_bias=self.experts.down_proj_bias,
@@ -401,6 +441,8 @@ class MoELayer(nn.Module):
             adapters=None if lora is None else lora.adapter(),
             backend=self.backend,
         )
+        if self.dispatcher is not None:
+            out = self.dispatcher.combine(out, x.shape[0])
         return out, router_logits, topk_ids
 
 
@@ -459,3 +501,19 @@ def _placed_expert_map(config: MoEConfig) -> Tensor:
             f"than the {count} of a {config.parallel.expert_placement} placement"
         )
     return config.placement.expert_map(rank)
+
+
+def _common_fields(config: MoEConfig, options: dict[str, Any]) -> dict[str, object]:
+    """What all ranks of a dispatcher must have alike, by name."""
+    fields: dict[str, object] = {}
+    for part in (config, config.parallel):
+        for field in dataclasses.fields(part):
+            fields[field.name] = getattr(part, field.name)
+    for name in [name for name in fields if name.endswith("_rank")]:
+        del fields[name]
+    del fields["num_local_experts"], fields["parallel"]
+    for name, value in options.items():  # of others, such as callables, repr has an address
+        plain = isinstance(value, (str, int, float, torch.dtype, Activation))
+        fields[name] = value if plain or value is None else type(value).__name__
+    fields.pop("device", None)
+    return fields

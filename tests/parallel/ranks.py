@@ -5,9 +5,10 @@ Dimensions: M tokens of all ranks, H hidden size, I intermediate size, E experts
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from torch import Tensor
 import moe_ops
 import moe_ops.tensors  # noqa: F401 - with torchao, once for all processes
 from moe_ops.parallel.dispatch import AllGatherReduceScatter
-from moe_ops.parallel.placement import Placement, shard_experts
+from moe_ops.parallel.placement import PLACEMENTS, Placement, shard_experts
 from tests.support import oracle
 
 E, H, I, TOP_K = 6, 128, 128, 2  # noqa: E741
@@ -77,12 +78,22 @@ def difference(got: Tensor, want: Tensor) -> float:
 class Spread:
     """This rank's experts, called as one would call all of them."""
 
-    def __init__(self, w13: Tensor, w2: Tensor, rank: int, size: int, strategy: str) -> None:
+    def __init__(
+        self,
+        w13: Tensor,
+        w2: Tensor,
+        rank: int,
+        size: int,
+        strategy: str,
+        reduce_dtype: torch.dtype = torch.float32,
+    ) -> None:
         placement = Placement(E, size, strategy)
         self.w13, self.w2 = (shard_experts(w, placement, rank) for w in (w13, w2))
         self.experts = list(placement.experts_of(rank))
         self.expert_map = placement.expert_map(rank)
-        self.dispatcher = AllGatherReduceScatter(dist.group.WORLD.group_name, size, MOST)
+        self.dispatcher = AllGatherReduceScatter(
+            dist.group.WORLD.group_name, size, MOST, reduce_dtype
+        )
 
     def __call__(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         M = x.shape[0]
@@ -107,6 +118,8 @@ def forwards(rank: int, size: int) -> Iterator[tuple[str, float, float]]:
             if not scheme:
                 exact = oracle.experts(t.x.nan_to_num(), w13, w2, t.weights, t.ids)
                 yield f"{name}, fp64", difference(got, exact[t.mine]), 2 * BF16
+                got16 = Spread(w13, w2, rank, size, strategy, torch.bfloat16)(*t.local())
+                yield f"{name}, added in bf16", difference(got16, want[t.mine]), 2 * BF16
             unasked = ((t.ids < 0) | (t.ids >= E)).all(1)[t.mine]
             yield f"{name}, rows of no expert", float(got[unasked].abs().sum()), 0.0
 
@@ -157,11 +170,113 @@ def compiled(rank: int, size: int) -> Iterator[tuple[str, float, float]]:
         (want,) = torch.autograd.grad(wanted.sum(), x)
         (gradient,) = torch.autograd.grad(got.sum(), x)
         yield f"compiled, gradient, {routing}", difference(gradient, want), 0.0
+    layer = spread_layer(
+        moe_ops.MoEConfig(E, TOP_K, H, I, in_dtype=torch.float32, max_num_tokens=MOST),
+        rank,
+        size,
+        "linear",
+    ).eval()
+    call = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    x = torch.randn(size * MOST, H)[rank::size]
+    with torch.no_grad():
+        yield "compiled layer", difference(call(x), layer(x)), 0.0
     yield "compiled, graphs", float(len(graphs)), 2.0 if rank == 0 else 1.0
 
 
+def spread_layer(
+    config: moe_ops.MoEConfig, rank: int, size: int, strategy: str, **options: object
+) -> moe_ops.MoELayer:
+    parallel = moe_ops.ParallelConfig.make(
+        dp_size=size, dp_rank=rank, enable_expert_parallel=True, expert_placement=strategy
+    )
+    config = replace(config, parallel=parallel, num_local_experts=None)
+    with torch.random.fork_rng():  # ranks that hold more experts draw more numbers
+        return moe_ops.MoELayer.from_config(config, group=dist.group.WORLD, **options)
+
+
+def layers(rank: int, size: int) -> Iterator[tuple[str, float, float]]:
+    """A MoELayer that is spread over the ranks, against one that holds everything."""
+    options = {"shared_expert_intermediate_size": 32, "shared_expert_gate": True}
+    config = moe_ops.MoEConfig(
+        E, TOP_K, H, I, in_dtype=torch.float32, max_num_tokens=MOST, has_bias=True
+    )
+    whole = moe_ops.MoELayer.from_config(config, **options).train()
+    with torch.no_grad():
+        for bias in (whole.experts.w13_bias, whole.experts.down_proj_bias):
+            bias.normal_()
+    for strategy, routing in zip(PLACEMENTS, ROUTINGS, strict=False):
+        layer = spread_layer(config, rank, size, strategy, **options).train()
+        placement = Placement(E, size, strategy)
+        state = whole.state_dict()
+        for name in state:
+            if name.startswith("experts."):
+                state[name] = shard_experts(state[name], placement, rank)
+        layer.load_state_dict(state)
+        copied = copy.deepcopy(layer)
+        t = tokens(routing, rank, size, torch.float32)
+        whole.zero_grad()
+        layer.zero_grad()
+        whole.expert_load.zero_()
+        layer.expert_load.zero_()
+        upstream = torch.randn(t.x.shape)
+        want, got = whole(t.x, t.x), layer(t.x[t.mine], t.x[t.mine])
+        (want * upstream).sum().backward()
+        (got * upstream[t.mine]).sum().backward()
+        name = f"layer, {strategy}, {routing}"
+        yield name, difference(got, want[t.mine]), FP32
+        yield f"{name}, copied", difference(copied(t.x[t.mine], t.x[t.mine]), got), 0.0
+        load = layer.expert_load.clone()
+        dist.all_reduce(load)
+        yield f"{name}, expert_load", difference(load, whole.expert_load), 0.0
+        mine = dict(layer.named_parameters())
+        for key, parameter in whole.named_parameters():
+            gradient, local = parameter.grad, mine[key].grad.clone()
+            if key.startswith("experts."):
+                gradient = shard_experts(gradient, placement, rank)
+            else:  # each rank has its own tokens' part
+                dist.all_reduce(local)
+            yield f"{name}, gradient of {key}", difference(local, gradient), 8 * FP32
+
+
+def disagreements(rank: int, size: int) -> Iterator[tuple[str, float, float]]:
+    """Ranks that were configured differently all say so, and wait for nothing."""
+    last = size - 1
+    others = ("ranks " if last > 1 else "rank ") + ", ".join(map(str, range(last)))
+    config = moe_ops.MoEConfig(E, TOP_K, H, I)
+    for name, changed, values in (
+        ("max_num_tokens", {"max_num_tokens": 128}, (256, 128)),
+        ("experts_per_token", {"experts_per_token": 1}, (2, 1)),
+        ("expert_placement", {}, ("'linear'", "'round_robin'")),
+        ("residual_scale", {}, ("no value", 2.0)),
+    ):
+        different = rank == last
+        strategy = "round_robin" if different and name == "expert_placement" else "linear"
+        options = {"residual_scale": 2.0} if different and name == "residual_scale" else {}
+        said = "nothing"
+        try:
+            spread_layer(
+                replace(config, **(changed if different else {})), rank, size, strategy, **options
+            )
+        except ValueError as error:
+            said = str(error)
+        right = (
+            f"{name} must be equal on all ranks of the group, got {values[0]} on {others} and "
+            f"{values[1]} on rank {last}; construct the layer with the same configuration"
+        )
+        yield f"what a layer says: {said}", float(not said.startswith(right)), 0.0
+    try:
+        spread_layer(config, rank, size, "linear", expert_map=torch.arange(E))
+    except ValueError as error:
+        said = str(error)
+    right = said.startswith("expert_map must be left out with a group")
+    yield f"what a layer says: {said}", float(not right), 0.0
+
+
 # by number of ranks; compiling takes the most time, and does not depend on it
-CASES = {2: (forwards, gradients, compiled), 4: (forwards, gradients)}
+CASES = {
+    2: (forwards, gradients, layers, disagreements, compiled),
+    4: (forwards, gradients, layers, disagreements),
+}
 
 
 def run_all(rank: int, size: int, folder: str, seconds: float) -> None:

@@ -9,12 +9,13 @@ import torch.multiprocessing
 
 from tests.parallel import ranks
 
-SECONDS = 120.0  # after which a job is killed
+SECONDS = 100.0  # after which a job is killed
 
 
-@pytest.mark.slow  # starting processes takes longer than the cases
-@pytest.mark.parametrize("size", ranks.CASES)
-def test_ranks_agree_with_a_single_process(size, tmp_path):
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.slow), 4])  # 2 compile
+def test_ranks_agree_with_a_single_process(size, tmp_path, monkeypatch):
+    # the ranks run what a machine without a GPU runs, not Triton's interpreter
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     # all processes of both jobs come from one that has imported everything
     multiprocessing.set_forkserver_preload([ranks.__name__])
     start = time.monotonic()
