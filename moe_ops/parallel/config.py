@@ -35,8 +35,9 @@ class ParallelConfig:
     expert is cut along its intermediate dimension over all dp * pcp * tp devices and ep_size is 1.
 
     sp_size devices of a tensor-parallel group have divided the tokens of their sequences among
-    them. all2all_backend is the dispatcher of whoever runs this layer: this library has none, and
-    takes from its name in which format rows arrive (`MoEConfig.dispatched_shape`).
+    them. all2all_backend is the dispatcher of whoever runs this layer; its name says in which
+    format rows arrive (`MoEConfig.dispatched_shape`). `MoELayer.from_config` with a process group
+    runs "allgather_reducescatter" itself.
     expert_placement says which experts a device holds with use_ep: "linear" a run of neighbours,
     "round_robin" every ep_size-th.
 

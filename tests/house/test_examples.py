@@ -19,6 +19,7 @@ from tests.support.paths import EXAMPLES
 RUNS = {
     "compile_layer": (("--layers", "2"), 9, ()),
     "cuda_graph_decode": (("--tokens", "4"), 0, ("transformers",)),
+    "expert_parallel": ((), 3, ()),
     "export_layer": (("--schemes", "fp8_block"), 6, ()),
     "finetune": (("--steps", "3", "--rank", "2"), 4, ("transformers", "peft")),
     "generate": (
