@@ -39,6 +39,9 @@ from moe_ops.routing.route import router_probabilities
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+# not None, which torch.distributed.group.WORLD is where init_process_group was forgotten
+_NO_GROUP: Any = object()
+
 
 class MoELayer(nn.Module):
     """A mixture-of-experts feed-forward layer.
@@ -217,7 +220,7 @@ class MoELayer(nn.Module):
 
     @classmethod
     def from_config(
-        cls, config: MoEConfig, *, group: ProcessGroup | None = None, **options: Any
+        cls, config: MoEConfig, *, group: ProcessGroup = _NO_GROUP, **options: Any
     ) -> MoELayer:
         """The layer of a MoEConfig, as this device holds it.
 
@@ -252,7 +255,7 @@ class MoELayer(nn.Module):
             raise ValueError(f"config must be a moe_ops.MoEConfig, got {type(config).__name__}")
         parallel = config.parallel
         dispatcher = None
-        if group is not None:
+        if group is not _NO_GROUP:
             check_agreement(_common_fields(config, options), group)
             dispatcher = make_dispatcher(parallel, group, max_num_tokens=config.max_num_tokens)
             if "expert_map" in options:

@@ -22,8 +22,14 @@ def check_agreement(fields: Mapping[str, object], group: ProcessGroup) -> None:
         group: the ranks.
 
     Raises:
-        ValueError: naming the first field that differs, its values and the ranks that have each.
+        ValueError: no group that this process belongs to; or naming the first field that differs,
+            its values and the ranks that have each.
     """
+    if not isinstance(group, torch.distributed.ProcessGroup):
+        raise ValueError(
+            "group must be a torch.distributed.ProcessGroup that this process belongs to, got "
+            f"{group!r}; torch.distributed.group.WORLD is one after init_process_group"
+        )
     mine = {name: repr(value) for name, value in fields.items()}
     gathered: list[dict[str, str]] = [{} for _ in range(group.size())]
     torch.distributed.all_gather_object(gathered, mine, group=group)

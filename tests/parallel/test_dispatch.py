@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from moe_ops import ParallelConfig
+from moe_ops import MoEConfig, MoELayer, ParallelConfig
 from moe_ops.parallel.dispatch import DISPATCHERS, AllGatherReduceScatter, make_dispatcher
 
 DISPATCHER = AllGatherReduceScatter("group", 2, 4)
@@ -115,3 +115,12 @@ def test_dispatchers_are_made_by_name_and_can_be_copied():
 def test_bad_arguments(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+@pytest.mark.parametrize("group", [None, torch.distributed.GroupMember.NON_GROUP_MEMBER])
+def test_layers_say_that_there_is_no_group(group):
+    """Without init_process_group torch.distributed.group.WORLD is None."""
+    config = MoEConfig(4, 2, 64, 64, parallel=parallel(dp_size=2))
+    assert MoELayer.from_config(config).dispatcher is None
+    with pytest.raises(ValueError, match="group must be a torch.distributed.ProcessGroup .*init"):
+        MoELayer.from_config(config, group=group)
