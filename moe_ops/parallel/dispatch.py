@@ -70,8 +70,8 @@ class AllGatherReduceScatter:
 
     All shapes are static: a rank sends T rows whatever M is, those without a token with expert ids
     -1, so nothing is read on the host. Gradients of x, of the router weights and of the outputs
-    flow. Every call moves R * T rows to each rank and back, which is the right choice where most
-    ranks need most tokens, that is for few ranks or many experts per token.
+    flow. Every call moves R * T rows to each rank and back, also those that no expert there needs:
+    meant for few ranks, or many experts per token.
 
     Args:
         group_name: of the expert-parallel process group (`group.group_name`).

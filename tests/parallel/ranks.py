@@ -150,6 +150,23 @@ def gradients(rank: int, size: int) -> Iterator[tuple[str, float, float]]:
                 yield f"gradient of {name}, {dtype}, {routing}", error, allowed
 
 
+def second_gradients(rank: int, size: int) -> Iterator[tuple[str, float, float]]:
+    """Gradients of gradients, of x through the tokens of all ranks."""
+    t = tokens("even", rank, size, torch.float32)
+    w13, w2 = experts_weights(torch.float32)
+    upstream, direction = torch.randn_like(t.x), torch.randn_like(t.x)
+    found = []
+    for call, part in (
+        (lambda x, ids, w: moe_ops.fused_experts(x, w13, w2, w, ids), slice(None)),
+        (Spread(w13, w2, rank, size, "linear"), t.mine),
+    ):
+        x = t.x[part].clone().requires_grad_()
+        out = call(x, t.ids[part], t.weights[part])
+        (first,) = torch.autograd.grad(out, x, upstream[part], create_graph=True)
+        found += torch.autograd.grad(first, x, direction[part])
+    yield "gradient of the gradient of x", difference(found[1], found[0][t.mine]), 4 * FP32
+
+
 def compiled(rank: int, size: int) -> Iterator[tuple[str, float, float]]:
     """One graph for all numbers of tokens but 0, forward and backward, with the bits of eager."""
     graphs = []
@@ -274,8 +291,8 @@ def disagreements(rank: int, size: int) -> Iterator[tuple[str, float, float]]:
 
 # by number of ranks; compiling takes the most time, and does not depend on it
 CASES = {
-    2: (forwards, gradients, layers, disagreements, compiled),
-    4: (forwards, gradients, layers, disagreements),
+    2: (forwards, gradients, second_gradients, layers, disagreements, compiled),
+    4: (forwards, gradients, second_gradients, layers, disagreements),
 }
 
 
