@@ -1,5 +1,6 @@
 """The tables of docs/backends.md, made from the code, the measured tables and the plots, and those
-of other documents that are made from committed results (layers_doc.py, training_doc.py).
+of other documents that are made from committed results (cpu_doc.py, layers_doc.py,
+training_doc.py).
 
     python benchmarks/backends_doc.py            # say whether the documents are up to date
     python benchmarks/backends_doc.py --write    # bring them up to date
@@ -17,6 +18,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import cpu_doc
 import layers_doc
 import torch
 import training_doc
@@ -202,6 +204,7 @@ DOCUMENTS: dict[str, dict[str, Callable[[], str | None]]] = {
         "tiers": tiers,
         "plots": plots,
     },
+    "docs/kernels/cpu.md": {"quantized": cpu_doc.quantized},
     "docs/kernels/cutlass.md": {"layers": layers_doc.whole_layers},
     "docs/kernels/training.md": {
         "steps": training_doc.steps,

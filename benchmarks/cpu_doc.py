@@ -1,0 +1,40 @@
+"""The table of quantized layers on a CPU for docs/kernels/cpu.md, from the committed results of
+cpu_quantized.py. backends_doc.py writes it. Standard library alone.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def quantized() -> str | None:
+    """Median ms of a layer and, in brackets, its speed against bf16, by scheme and M; the last
+    columns are of plain torch."""
+    lines: list[str] = []
+    for avx in (512, 2):
+        path = RESULTS / f"cpu_quantized_AVX{avx}.json"
+        if not path.exists():
+            continue
+        rows = json.loads(path.read_text())["rows"]
+        tokens = sorted({row["num_tokens"] for row in rows})
+        plain = [M for M in (1, 64) if M in tokens]
+        name = "AVX-512" if avx == 512 else "AVX2"
+        header = [name, *[f"M = {M}" for M in tokens], *[f"plain torch, {M}" for M in plain]]
+        lines += ["", f"| {' | '.join(header)} |", "|---" * len(header) + "|"]
+        for scheme in dict.fromkeys(row["scheme"] for row in rows):
+            of = {row["num_tokens"]: row for row in rows if row["scheme"] == scheme}
+            cells = [
+                number(of[M]["ms"]["median"])
+                + (f" ({of[M]['speed_against_bf16']:.1f})" if scheme else "")
+                for M in tokens
+            ]
+            cells += [number(of[M]["plain_torch_ms"]) for M in plain]
+            lines.append(f"| {' | '.join([scheme or 'bf16', *cells])} |")
+    return "\n".join(lines[1:]) if lines else None
+
+
+def number(ms: float) -> str:
+    return f"{ms:.2f}" if ms < 10 else f"{ms:.0f}"
