@@ -16,7 +16,16 @@ from torch import Tensor
 
 from moe_ops.backends.torch import cpu
 from moe_ops.ops.args import ExpertsArgs
-from moe_ops.schemes import PER_BLOCK, PER_ROW, PER_TOKEN_GROUP, QuantDesc, get_scheme
+from moe_ops.schemes import (
+    PER_BLOCK,
+    PER_MX_BLOCK,
+    PER_NV_BLOCK,
+    PER_ROW,
+    PER_TENSOR,
+    PER_TOKEN_GROUP,
+    QuantDesc,
+    get_scheme,
+)
 
 # of experts.cpp, in the order of its ENTRIES
 _DECODERS = (
@@ -89,13 +98,15 @@ def _decoder(scheme: str) -> str:
         return "bf16"
     if tokens is not None:
         return _beside(desc, tokens)
-    if desc.channel_scale:
-        return ""
     if desc.dtype == "e2m1":
-        return "nvfp4" if desc.global_scale else "mxfp4" if desc.is_mx else ""
+        of_group = {PER_MX_BLOCK: "mxfp4", PER_NV_BLOCK: "nvfp4"}.get(desc.group, "")
+        fits = desc.is_mx if of_group == "mxfp4" else desc.global_scale
+        return of_group if fits else ""
+    if desc.scale_dtype not in (torch.float32, None):
+        return ""
     if desc.dtype == "int4":
         return "int4_any" if _groups(desc) else ""
-    of_rows = desc.group.cols == -1 and not desc.zero_point
+    of_rows = desc.group in (PER_ROW, PER_TENSOR) and not desc.zero_point
     if desc.dtype == "int8":
         return "int8" if of_rows else ""
     if desc.dtype == "e4m3" and desc.scale_dtype == torch.float32:
@@ -131,8 +142,7 @@ def takes(a: ExpertsArgs) -> bool:
         and not a.router_weight_on_input
         and a.activation in _ACTIVATIONS
         and _decoder(a.scheme) != ""
-        and a.hidden_states.shape[1] % COLUMNS == 0
-        and _logical_columns(a.w2) % COLUMNS == 0
+        and all([n > 0 and n % COLUMNS == 0 for n in (a.out.shape[1], _logical_columns(a.w2))])
         and all([_readable(weight) for weight in (a.w13, a.w2)])
         and all([s is None or s.dtype in _SCALE_TYPES for s in (a.w13_scale, a.w2_scale)])
         and all([b is None or b.dtype in _TYPES for b in (a.w13_bias, a.w2_bias)])
@@ -165,7 +175,7 @@ def run(a: ExpertsArgs) -> None:
     x = a.hidden_states if a.hidden_states.stride(1) == 1 else a.hidden_states.contiguous()
     ids = a.topk_ids.to(torch.int64).contiguous()
     weights = a.topk_weights.to(torch.float32).contiguous()
-    expert_map = None if a.expert_map is None else a.expert_map.to(torch.int32).contiguous()
+    expert_map = None if a.expert_map is None else a.expert_map.to(torch.int64).contiguous()
     scales13, scales2 = (
         [None if t is None else t.contiguous() for t in scales]
         for scales in (
@@ -187,7 +197,8 @@ def run(a: ExpertsArgs) -> None:
     )
     of_call = ctypes.byref(call)
     needed = library.moe_ops_cpu_experts_scratch(of_call)
-    scratch = torch.empty(needed + ALIGNMENT, dtype=torch.uint8)
+    # a default device may be another one
+    scratch = torch.empty(needed + ALIGNMENT, dtype=torch.uint8, device="cpu")
     library.moe_ops_cpu_experts(of_call, -(-scratch.data_ptr() // ALIGNMENT) * ALIGNMENT)
 
 

@@ -28,7 +28,7 @@ constexpr int TILE = 4;            // weight rows of a tile
 constexpr int PREFETCH = 2 * TILE; // weight rows ahead
 constexpr int64_t RESIDENT = 384 << 10;  // bytes of rows of x that stay in a core's cache
 
-// A weight of all experts: struct Matrix of backends/torch/cpu_experts.py. Strides in bytes.
+// A weight of all experts: struct Matrix of backends/torch/layer.py. Strides in bytes.
 struct Matrix {
     const uint8_t *data, *scale, *zero_point;  // zero_point uint8, or null
     const float* global;                       // of each expert, or null
@@ -39,11 +39,11 @@ struct Matrix {
     int32_t bias_type;
 };
 
-struct Experts {  // struct Experts of backends/torch/cpu_experts.py
+struct Experts {  // struct Experts of backends/torch/layer.py
     const uint16_t* x;       // (M, K) bf16, rows at x_row elements
     const int64_t* ids;      // (M, top_k)
     const float* weights;    // (M, top_k)
-    const int32_t* map;      // (mapped,) of ids to experts here or -1, or null
+    const int64_t* map;      // (mapped,) of ids to experts here or -1, or null
     uint16_t* out;           // (M, K)
     int64_t x_row, M, top_k, E, mapped, K, I;
     Matrix w13, w2;
