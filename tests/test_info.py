@@ -290,6 +290,7 @@ def test_facts_tell_whether_the_cpu_kernel_is_in_use(monkeypatch, tmp_path):
 def test_a_library_that_cannot_be_loaded_is_left_alone(monkeypatch, tmp_path):
     library = tmp_path / "cpu_grouped_mm.so"
     monkeypatch.setattr(cpu, "_LIBRARY", library)
+    monkeypatch.setattr(cpu, "library", cpu.library.__wrapped__)
     assert cpu._kernels.__wrapped__() == {}
     library.write_bytes(b"\x7fELF, but of another machine")
     assert cpu._kernels.__wrapped__() == {}

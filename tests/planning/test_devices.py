@@ -117,7 +117,8 @@ def test_values_on_a_device_that_is_neither_cpu_nor_cuda():
     )
     assert answer.returncode == 0, answer.stderr[-3000:]
     found = json.loads(answer.stdout.splitlines()[-1])
-    limits = {"torch.bfloat16": 2e-2, "torch.float16": 2e-3}
+    # int4: a kernel of the CPU's own, which rounds h to bf16
+    limits = {"torch.bfloat16": 2e-2, "torch.float16": 2e-3, "int4_w4a16:g32": 5e-3}
     assert len(found) == 10
     for name, error in found.items():
         assert error <= limits.get(name, 1e-6), name
