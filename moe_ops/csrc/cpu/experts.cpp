@@ -20,6 +20,8 @@
 #include <cstring>
 #include <type_traits>
 
+#include "bf16.h"
+
 namespace {
 
 constexpr int64_t BLOCK = 128;     // columns of a step
@@ -68,11 +70,7 @@ enum Activation { SWIGLU, GELU_TANH, SWIGLUSTEP };
 __attribute__((target("f16c"))) inline float number(const void* p, int64_t i, int type) {
     if (type == 2) return ((const float*)p)[i];
     const uint16_t bits = ((const uint16_t*)p)[i];
-    if (type == 1) return _cvtsh_ss(bits);
-    const uint32_t wide = uint32_t(bits) << 16;
-    float found;
-    memcpy(&found, &wide, 4);
-    return found;
+    return type == 1 ? _cvtsh_ss(bits) : widen_bf16(bits);
 }
 
 #define INLINE __attribute__((target(ISA), always_inline)) inline
