@@ -424,12 +424,9 @@ def compile_training(
     biases = [_empty(E, size, dtype=dtype) if call.bias else None for size in (N, K)]
     options = (None, activation, call.on_input, True, True)
     step = ExpertsCall(x, *weights, router, ids, *biases, *options)
-    multiply_packed = training._Step.multiply
 
-    def multiply(self: Any, rows: Tensor, weight: Weight, transpose: bool = False) -> Tensor:
-        if weight.scheme:
-            return multiply_packed(self, rows, weight, transpose)
-        return rows.new_empty(rows.shape[0], weight.data.shape[2 if transpose else 1])
+    def multiply(rows: Tensor, weight: Tensor, _: Tensor, transpose: bool) -> Tensor:
+        return rows.new_empty(rows.shape[0], weight.shape[2 if transpose else 1])
 
     def outer(self: Any, a: Tensor, b: Tensor) -> Tensor:
         out = a.new_empty(E, a.shape[1], b.shape[1])
@@ -446,7 +443,7 @@ def compile_training(
         adapters = Adapters(*[LowRank(*pair, 2.0) for pair in matrices])
         needs += [True] * 4
     with (
-        mock.patch.object(training._Step, "multiply", multiply),
+        mock.patch.object(training.products, "grouped_mm", multiply),
         mock.patch.object(training._Step, "outer", outer),
         _compiling(gpu, arch, compiles) as found,
     ):

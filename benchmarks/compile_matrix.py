@@ -196,6 +196,7 @@ def _steps() -> Iterator[TrainingCall]:
                 yield TrainingCall(SHAPES[name], 4096, scheme=scheme)
         for rank in (8, 16, 64, 128):
             yield TrainingCall(SHAPES[name], 4096, rank=rank)
+            yield TrainingCall(SHAPES[name], 4096, scheme="int4_w4a16:g128", rank=rank)
 
 
 def _routers() -> Iterator[RouterCall]:

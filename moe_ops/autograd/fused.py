@@ -10,8 +10,8 @@ one sums the rows of a token. Biases are added, and router weights multiplied, w
 those rows anyway; the gradients of biases are sums over the rows of an expert.
 
 Adapters make rows narrow, and then wide again. The copy of tokens makes them narrow on its way,
-and the kernels between the products add what adapts their input, and make their output narrow; a
-kernel of its own adds to the rows of y and of dx. So h is kept without what adapts it.
+other rows a kernel of its own; a product makes them wide and adds them to its sums, in steps
+behind those of its weight. Torch's products add nothing: a kernel does it behind them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moe_ops.autograd.adapters import UNADAPTED, Adapters
-from moe_ops.autograd.fused_adapters import Adapter, of_products, operands
+from moe_ops.autograd.fused_adapters import Adapter, of_products
 from moe_ops.backends.cutlass import products as native
 from moe_ops.backends.torch import grouped_mm as products
 from moe_ops.kernels import launch
@@ -38,7 +38,7 @@ from moe_ops.kernels.permute.layout import Layout, index_parts
 from moe_ops.kernels.permute.place import place
 from moe_ops.kernels.permute.rows import Routing, sorted_rows
 from moe_ops.kernels.permute.sort import group_blocks
-from moe_ops.kernels.training import adapted, adapted_derive, low_rank, packed
+from moe_ops.kernels.training import low_rank, packed
 from moe_ops.kernels.training.rows import Gradients, activate, derive, scatter, zero_empty
 from moe_ops.kernels.training.sums import add_dot, dot, sum_rows
 from moe_ops.ops.call import ExpertsCall, Weight
@@ -129,18 +129,32 @@ class _Step:
         self.run(low_rank.order(pairs, self.layout))
         return pairs
 
-    def multiply(self, rows: Tensor, weight: Weight, transpose: bool = False) -> Tensor:
+    def multiply(
+        self,
+        rows: Tensor,
+        weight: Weight,
+        transpose: bool = False,
+        adapter: Adapter | None = None,
+    ) -> Tensor:
+        """Rows times the weight of their expert, and what adapts it."""
+        low = None if adapter is None else adapter.added(rows, transpose)
         if weight.scheme:
-            return self.multiply_packed(rows, weight, transpose)
+            return self.multiply_packed(rows, weight, transpose, low)
         w, ends = weight.data, self.layout.groups
-        y = native.multiply(rows, w, ends, transpose)
+        y = native.multiply(rows, w, ends, transpose, low)
         if y is not None:
             return y
-        if not rows.is_cuda:
-            return products.grouped_mm(rows, w, ends, transpose=transpose)
-        return F.grouped_mm(rows, w if transpose else w.transpose(1, 2), offs=ends)
+        if rows.is_cuda:
+            y = F.grouped_mm(rows, w if transpose else w.transpose(1, 2), offs=ends)
+        else:
+            y = products.grouped_mm(rows, w, ends, transpose=transpose)
+        if low is not None:
+            self.run(low_rank.widen(y, *low, transpose, self.blocks(low_rank.BLOCK_M)))
+        return y
 
-    def multiply_packed(self, rows: Tensor, weight: Weight, transpose: bool) -> Tensor:
+    def multiply_packed(
+        self, rows: Tensor, weight: Weight, transpose: bool, low: tuple[Tensor, Tensor] | None
+    ) -> Tensor:
         scale, zero, global_scale, channel_scale = weight.scales
         assert scale is not None
         parts = (weight.data, scale, zero, global_scale, channel_scale)
@@ -148,7 +162,8 @@ class _Step:
         y = self.rows(w.K if transpose else w.N)
         if not rows.is_cuda:  # rows of no expert are zeros, as those of grouped_mm
             y.zero_()
-        self.run(packed.multiply(y, rows, w, self.blocks(packed.BLOCK_M), transpose, self.gpu))
+        blocks = self.blocks(packed.BLOCK_M)
+        self.run(packed.multiply(y, rows, w, blocks, transpose, self.gpu, low))
         return y
 
     def outer(self, a: Tensor, b: Tensor) -> Tensor:
@@ -162,66 +177,30 @@ class _Step:
         self.run(zero_empty(out, self.layout))
         return out
 
-    def activated(
-        self, h: Tensor, first: Adapter | None = None, second: Adapter | None = None
-    ) -> Tensor:
-        """The rows that w2 multiplies, made narrow for its adapter."""
+    def activated(self, h: Tensor) -> Tensor:
+        """The rows that w2 multiplies."""
         out = self.rows(self.I)
-        h, first = self.adapted_apart(h, first)
-        if second is not None and second.apart:
-            second = None
-        if first is None and second is None:
-            self.run(activate(self.activation, out, h, self.b13, self.layout))
-        else:
-            pair = operands(first, second)
-            blocks = self.blocks(low_rank.BLOCK_M)
-            self.run(adapted.activate(self.activation, out, h, self.b13, *pair, blocks))
+        self.run(activate(self.activation, out, h, self.b13, self.layout))
         return out
 
-    @staticmethod
-    def adapted_apart(h: Tensor, first: Adapter | None) -> tuple[Tensor, Adapter | None]:
-        """h, with what a kernel of its own adds, and the adapter that is then left."""
-        if first is None or not first.apart:
-            return h, first
-        h = h.clone()  # what is saved has no adapters
-        first.widen(h, None, False)
-        return h, None
-
-    def gate_up_and_activated(self) -> tuple[Tensor, Tensor]:
-        """h, and the rows that w2 multiplies, without adapters."""
+    def gate_up_and_activated(self, adapter: Adapter | None) -> tuple[Tensor, Tensor]:
+        """h, and the rows that w2 multiplies."""
         w13, of = self.call.w13, self.activation
+        rows = self.inputs(adapter)
         fused = not w13.scheme and w13.data.is_contiguous() and of.GATED and not of.INTERLEAVED
         if not fused or native.kernels(self.device) is None or self.x.dtype != torch.bfloat16:
-            h = self.multiply(self.inputs(), w13)
+            h = self.multiply(rows, w13, adapter=adapter)
             return h, self.activated(h)
         h, out = self.rows(self.N), self.rows(self.I)
+        low = None if adapter is None else adapter.added(rows, False)
         ends = self.layout.groups
-        native.activate_into(out, self.inputs(), w13.data, ends, of, self.b13, h)
+        native.activate_into(out, rows, w13.data, ends, of, self.b13, h, low)
         return h, out
 
-    def derive(
-        self,
-        to: Gradients,
-        h: Tensor,
-        dhidden: Tensor | None,
-        first: Adapter | None = None,
-        second: Adapter | None = None,
-    ) -> None:
+    def derive(self, to: Gradients, h: Tensor, dhidden: Tensor | None) -> None:
         """Back through the activation and router weights of the output."""
-        h, first = self.adapted_apart(h, first)
-        if second is not None and second.apart:
-            if dhidden is not None:
-                second.widen(dhidden, None, True)
-            second = None
         args = self.activation, to, h, self.b13, dhidden, self.of_output, self.I, self.top_k
-        if first is None and second is None:
-            self.run(derive(*args, self.layout))
-        else:
-            if to.dweights is not None:
-                to.dweights.zero_()  # of pairs without a row
-            pair = operands(first, second, to)
-            blocks = self.blocks(low_rank.BLOCK_M)
-            self.run(adapted_derive.derive(*args, self.order, *pair, blocks))
+        self.run(derive(*args, self.layout))
 
     def summed(self, y: Tensor, weights: Tensor | None, bias: Tensor | None = None) -> Tensor:
         """(M, K): the sums of the rows of each token, plus biases, times weights."""
@@ -258,14 +237,8 @@ def forward(
     step = _Step(call)
     index = step.place()
     first, second = of_products(step, adapters)
-    if first is None and second is None:
-        h, hidden = step.gate_up_and_activated()
-    else:
-        h = step.multiply(step.inputs(first), call.w13)
-        hidden = step.activated(h, first, second)
-    y = step.multiply(hidden, call.w2)
-    if second is not None:
-        second.widen(y, hidden, False)
+    h, hidden = step.gate_up_and_activated(first)
+    y = step.multiply(hidden, call.w2, adapter=second)
     u = None if first is None else first.found[False]
     return step.summed(y, step.of_output, step.b2), h, u, index
 
@@ -302,13 +275,13 @@ def backward(
     x = None
     if h is None:
         x = step.inputs(first)
-        h = step.multiply(x, call.w13)
+        h = step.multiply(x, call.w13, adapter=first)
     through_w2 = needs_dh or ds is not None
     if through_w2 or needs_w2 or needs_b2:
         dout = step.gathered(grad, None, second if through_w2 else None, True)
     if through_w2:
         assert dout is not None
-        dhidden = step.multiply(dout, call.w2, transpose=True)
+        dhidden = step.multiply(dout, call.w2, transpose=True, adapter=second)
     to = Gradients(
         step.rows(step.N) if needs_dh else None,
         step.rows(step.I) if needs_hidden else None,
@@ -316,7 +289,7 @@ def backward(
         factors,
     )
     if any([t is not None for t in to]):
-        step.derive(to, h, dhidden, first, second)
+        step.derive(to, h, dhidden)
     del dhidden
     if ds is not None and step.b2 is not None:
         step.run(add_dot(ds, grad, step.b2, layout, top_k))
@@ -345,9 +318,7 @@ def backward(
     del x
     if through_w13:
         assert dh is not None
-        drows = step.multiply(dh, call.w13, transpose=True)
-        if first is not None:
-            first.widen(drows, dh, True)
+        drows = step.multiply(dh, call.w13, transpose=True, adapter=first)
         if of_input is not None:
             step.run(dot(of_input, call.hidden_states, drows, layout, top_k))
         if needs_x:

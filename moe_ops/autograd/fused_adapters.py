@@ -11,9 +11,7 @@ from moe_ops.autograd.adapters import Adapters, LowRank
 from moe_ops.kernels.launch import Launch
 from moe_ops.kernels.permute.layout import Layout
 from moe_ops.kernels.permute.rows import Routing
-from moe_ops.kernels.training import adapted, low_rank
-from moe_ops.kernels.training.adapted import Adapted
-from moe_ops.kernels.training.rows import Gradients
+from moe_ops.kernels.training import low_rank
 
 
 class Step(Protocol):
@@ -88,26 +86,11 @@ class Adapter:
             u = self.narrow(x, transpose, pairs)
         return u
 
-    @property
-    def apart(self) -> bool:
-        """Whether it has more ranks than the kernels between the products take: kernels of its
-        own then make their rows wide before, and narrow after.
+    def added(self, rows: Tensor, transpose: bool) -> tuple[Tensor, Tensor]:
+        """What a product of these rows adds: rows (S, r), and the matrix of each expert that
+        makes them wide, b (E, N, r), or with `transpose` a (E, r, K).
         """
-        return not low_rank.fits(self.of.a.shape[1])
-
-    def operand(self, matrix: Tensor, widened: bool | None, narrowed: bool | None) -> Adapted:
-        """What a kernel between the products takes, with the rows that it makes wide, and those
-        that it makes narrow: gradients or not, or None.
-        """
-        wide = None if widened is None else self.found[widened]
-        narrow = None if narrowed is None else self.new(narrowed)
-        return adapted.adapted(matrix, self.of.a.shape[1], self.of.scale, wide, narrow)
-
-    def widen(self, y: Tensor, rows: Tensor | None, transpose: bool) -> None:
-        """Add it to the product y of these rows, which are None if they were made narrow."""
-        u, matrix = self.narrowed(rows, transpose), self.of.a if transpose else self.of.b
-        blocks = self.step.blocks(low_rank.BLOCK_M)
-        self.step.run(low_rank.widen(y, u, matrix, transpose, blocks))
+        return self.narrowed(rows, transpose), self.of.a if transpose else self.of.b
 
     def gradients(self, rows: Tensor | None, grad: Tensor) -> list[Tensor]:
         """Of a and b: du^T rows and grad^T u."""
@@ -134,20 +117,3 @@ def of_products(
         None if first is None else Adapter(step, first, tokens=tokens, u=u),
         None if second is None else Adapter(step, second, outputs=grad),
     )
-
-
-def operands(
-    first: Adapter | None, second: Adapter | None, gradients: Gradients | None = None
-) -> tuple[Adapted, Adapted]:
-    """What both adapters have for the kernel between the products, forward or back to
-    `gradients`.
-    """
-    operands = [adapted.NOTHING, adapted.NOTHING]
-    back = gradients is not None
-    if first is not None:
-        narrowed = True if gradients is not None and gradients.dx is not None else None
-        operands[0] = first.operand(first.of.b, False, narrowed)
-    if second is not None:
-        made = gradients is None or gradients.scaled is not None
-        operands[1] = second.operand(second.of.a, True if back else None, False if made else None)
-    return operands[0], operands[1]

@@ -3,8 +3,7 @@
 
 Each product gains one through the rank, h = x w13^T + scale (x a13^T) b13^T, on rows sorted by
 expert; so nothing as large as a weight is made, and weights may stay quantized. Kept for the
-backward pass is what training.py keeps, the inputs, the product with w13 alone and the index, and
-u = scale x a13^T (S, r).
+backward pass is what training.py keeps, the inputs, h and the index, and u = scale x a13^T (S, r).
 
 Both run where those of training.py do, in portable.py or fused.py. Without gradients the
 forward operator runs alone.
@@ -60,9 +59,8 @@ def why_not_fused(call: ExpertsCall, adapters: Adapters) -> str | None:
 
 
 def _forward(*values: Any) -> tuple[Tensor, ...]:
-    """out, h and index of training.py, where h is the product without what adapts it; and before
-    the index u (S, r), or (0, r) if it is computed again. Without an adapter of w13 u is
-    (0, 0).
+    """out, h and index of training.py, and before the index u (S, r), or (0, r) if it is computed
+    again. Without an adapter of w13 u is (0, 0).
     """
     call, recompute = training._inputs(values[:_OF_EXPERTS])
     adapters = _adapters(values)

@@ -24,7 +24,7 @@ def forward(call: ExpertsCall, adapters: Adapters) -> tuple[Tensor, Tensor, Tens
     pairs = permute.sort_pairs(call.topk_ids, call.w13.data.shape[0], call.expert_map)
     rows = composition.gemm1_input(call, pairs)
     h, u = _first(call, rows, adapters, pairs)
-    inputs = _ActivationInput(call, h, u, adapters.w13, pairs)
+    inputs = _ActivationInput(call, h, pairs)
 
     def activate(rows: slice) -> list[Tensor]:
         return [activations.formula(inputs.of(rows), call.activation).to(h.dtype)]
@@ -38,10 +38,10 @@ def forward(call: ExpertsCall, adapters: Adapters) -> tuple[Tensor, Tensor, Tens
 def _first(
     call: ExpertsCall, rows: Tensor, adapters: Adapters, pairs: permute.Pairs
 ) -> tuple[Tensor, Tensor | None]:
-    """h, without what adapts it, and u, in the dtype that products have."""
+    """h and u, in the dtype that products have."""
     adapter = adapters.w13
     u = None if adapter is None else composition.narrowed(_multiply, rows, adapter, pairs)
-    return composition.product(_multiply, rows, call.w13, pairs, None), u
+    return composition.product(_multiply, rows, call.w13, pairs, None, adapter, u), u
 
 
 def kept_dtype(call: ExpertsCall) -> torch.dtype:
@@ -59,26 +59,13 @@ def _multiply(x: Tensor, weight: Tensor, offsets: Tensor, *scales_and_bias: Any)
 
 
 class _ActivationInput:
-    """(S, N): h plus what adapts it and the bias of each row's expert, fp32 or fp64."""
+    """(S, N): h plus the bias of each row's expert, fp32 or fp64."""
 
-    def __init__(
-        self,
-        call: ExpertsCall,
-        h: Tensor,
-        u: Tensor | None,
-        adapter: LowRank | None,
-        pairs: permute.Pairs,
-    ):
+    def __init__(self, call: ExpertsCall, h: Tensor, pairs: permute.Pairs):
         self.h, self.bias, self.experts = h, call.w13_bias, pairs.experts
-        self.more: Tensor | None = None
-        if adapter is not None:
-            assert u is not None
-            self.more = composition.widened(_multiply, u, adapter, pairs)
 
     def of(self, rows: slice) -> Tensor:
         x = self.h[rows].to(_wide(self.h))
-        if self.more is not None:
-            x = x + self.more[rows]
         if self.bias is not None:
             x = x + _of_experts(self.bias, self.experts[rows], x.dtype)
         return x
@@ -149,7 +136,7 @@ def backward(
     s = torch.ones_like(weights) if on_input else weights
     if u is not None:
         u = u.to(h.dtype)
-    inputs = _ActivationInput(call, h, u, adapters.w13, pairs)
+    inputs = _ActivationInput(call, h, pairs)
     dx = dw13 = dw2 = dweights = db13 = db2 = None
     of_adapters: list[Tensor | None] = [None] * 4
 

@@ -166,8 +166,8 @@ def _forward(*values: Any) -> tuple[Tensor, Tensor, Tensor]:
     expert may hold anything; int32 index (E + S,): the row after each expert's last pair, then the
     row of each pair, or -1 if its expert is not here.
 
-    h is the product with w13 alone, rounded to its dtype. Whoever reads it adds w13_bias, in fp32,
-    so that the product of torch, which takes none, needs no pass over h behind it.
+    h is the product with w13, and what adapts it, rounded to its dtype. Whoever reads it adds
+    w13_bias, in fp32, so that the product of torch, which takes none, needs no pass over h.
     """
     call, recompute = _inputs(values)
     reason = why_not_fused(call)
@@ -180,9 +180,7 @@ def _forward(*values: Any) -> tuple[Tensor, Tensor, Tensor]:
 def run_forward(
     call: ExpertsCall, adapters: Adapters, recompute: bool, fused: bool
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-    """out, h, u and index: h without what adapts the product, and u (S, r) what that makes narrow,
-    None without an adapter of w13.
-    """
+    """out, h, u and index: u (S, r) is what an adapter of w13 makes narrow, None without one."""
 
     def kept(t: Tensor) -> Tensor:
         return (t[:0].clone() if recompute else t).to(portable.kept_dtype(call))

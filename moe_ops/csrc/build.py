@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 SOURCES = Path(__file__).parent / "cutlass"
-ABI = 1  # MOE_OPS_CUTLASS_ABI of grouped.h
+ABI = 2  # MOE_OPS_CUTLASS_ABI of grouped.h
 
 # files of each object; each takes 25 to 110 s and up to 5.6 GB of memory
 FILES = {

@@ -105,6 +105,7 @@ class FakeLibrary:
                 E, *((g.n, g.k) if kind == "x_wt" else (g.k, g.n))
             )
             d = matrix(g.d, g.rows, g.n, g.n, bf16)
+        low_a, low_b = self.low_rank(g, g.n, kind == "x_wt")
         start = 0
         for e, end in enumerate(at(g.ends, E, torch.int32).tolist()):
             rows = slice(start, end)
@@ -112,9 +113,19 @@ class FakeLibrary:
                 d[e] = a[rows].double().t() @ b[rows].double()
             else:
                 w = b[e].double()
-                d[rows] = a[rows].double() @ (w.t() if kind == "x_wt" else w)
+                found = a[rows].double() @ (w.t() if kind == "x_wt" else w)
+                d[rows] = found + low_a[rows].double() @ low_b[e]
             start = end
         return 0
+
+    def low_rank(self, g: Any, n: int, as_rows: bool) -> tuple[Tensor, Tensor]:
+        """What a product adds: rows (rows, rank), and matrices (groups, rank, n) in fp64."""
+        assert g.rank % 8 == 0 and not any((t or 0) % ALIGNMENT for t in (g.low_a, g.low_b))
+        a = matrix(g.low_a, g.rows, g.rank, g.rank, torch.bfloat16)
+        b = at(g.low_b, g.groups * n * g.rank, torch.bfloat16).double()
+        if as_rows:
+            return a, b.view(g.groups, n, g.rank).mT
+        return a, b.view(g.groups, g.rank, n)
 
     def run_activated(self, gated: products.GatedProduct) -> int:
         """The activation of products."""
@@ -125,8 +136,10 @@ class FakeLibrary:
         a = matrix(g.a, g.rows, g.k, g.k, bf16)
         b = at(g.b, g.groups * 2 * g.n * g.k, bf16).view(g.groups, 2 * g.n, g.k)
         d, start = matrix(g.d, g.rows, g.n, g.n, bf16), 0
+        low_a, low_b = self.low_rank(g, 2 * g.n, True)
         for e, end in enumerate(ends):
             found = a[start:end].double() @ b[e].double().t()
+            found += low_a[start:end].double() @ low_b[e]
             if gated.gate_up:
                 matrix(gated.gate_up, g.rows, 2 * g.n, 2 * g.n, bf16)[start:end] = found
             d[start:end] = self.activated(gated, found, e)

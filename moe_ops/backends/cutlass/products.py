@@ -11,6 +11,7 @@ import ctypes
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from moe_ops.backends.cutlass import library
@@ -39,6 +40,9 @@ class GroupedProduct(ctypes.Structure):
         ("n", ctypes.c_int32),
         ("k", ctypes.c_int32),
         ("stream", ctypes.c_void_p),
+        ("low_a", ctypes.c_void_p),
+        ("low_b", ctypes.c_void_p),
+        ("rank", ctypes.c_int32),
     ]
 
 
@@ -90,8 +94,10 @@ def multiply(
     weight: Tensor,  # (E, N, K), contiguous or stored (E, K, N)
     ends: Tensor,  # (E,) int32, the row after each expert's last
     transpose: bool = False,
+    low: tuple[Tensor, Tensor] | None = None,  # rows (S, r), matrices (E, N, r) or (E, r, K)
 ) -> Tensor | None:
-    """rows @ weight[e].T for the rows of each expert, or with `transpose` rows (S, N) @ weight[e].
+    """rows @ weight[e].T for the rows of each expert, or with `transpose` rows (S, N) @ weight[e];
+    plus the same product of `low`, whose matrices are contiguous and of any rank r.
 
     Sizes are multiples of 8, and addresses of 16. Rows past ends[-1] are neither read into others
     nor written. None where there is no kernel.
@@ -99,12 +105,17 @@ def multiply(
     if rows.dtype != torch.bfloat16 or kernels(rows.get_device()) is None:
         return None
     out = rows.new_empty(rows.shape[0], weight.shape[2 if transpose else 1])
-    multiply_into(out, rows, weight, ends, transpose)
+    multiply_into(out, rows, weight, ends, transpose, low)
     return out
 
 
 def multiply_into(
-    out: Tensor, rows: Tensor, weight: Tensor, ends: Tensor, transpose: bool = False
+    out: Tensor,
+    rows: Tensor,
+    weight: Tensor,
+    ends: Tensor,
+    transpose: bool = False,
+    low: tuple[Tensor, Tensor] | None = None,
 ) -> None:
     """`multiply` where there is a kernel, written to `out`."""
     gemms = kernels(rows.get_device())
@@ -115,7 +126,26 @@ def multiply_into(
         n, k = k, n
     # stored (E, n, k), or (E, k, n)
     name = "x_wt" if weight.is_contiguous() != transpose else "x_w"
-    _run(gemms, name, rows, weight, out, ends, n=n, k=k)
+    added = _added(low, transpose, weight.is_contiguous())
+    _run(gemms, name, rows, weight, out, ends, added, n=n, k=k)
+
+
+def _added(
+    low: tuple[Tensor, Tensor] | None, transpose: bool, as_stored: bool
+) -> tuple[Tensor, Tensor] | None:
+    """`low` as kernels take it: in the order in which the weight is stored, of a rank that is a
+    multiple of 8, at multiples of 16 bytes.
+    """
+    if low is None:
+        return None
+    rows, matrix = low
+    more = -rows.shape[1] % 8
+    if more:  # columns of zeros
+        rows = F.pad(rows, (0, more))
+        matrix = F.pad(matrix, (0, 0, 0, more) if transpose else (0, more))
+    if not as_stored:
+        matrix = matrix.mT.contiguous()
+    return rows, matrix if library.aligned(matrix) else matrix.clone()
 
 
 def outer(
@@ -144,6 +174,7 @@ def activate_into(
     activation: Activated,  # a gated one
     bias: Tensor | None = None,  # (E, 2 I), contiguous
     gate_up: Tensor | None = None,  # (S, 2 I) bf16, written: rows @ weight[e].T; not interleaved
+    low: tuple[Tensor, Tensor] | None = None,  # (S, r), (E, 2 I, r): added to gate_up
 ) -> None:
     """activation(rows @ weight[e].T + bias[e]) for the rows of each expert, where there is a
     kernel. The sums are not rounded before the activation. Sizes, addresses and rows past ends[-1]
@@ -156,7 +187,8 @@ def activate_into(
         assert library.aligned(gate_up) and not activation.INTERLEAVED
     if out.shape[0] > 0:
         sizes = {"n": out.shape[1], "k": rows.shape[1]}
-        product = _product(gemms, rows, weight, out, ends, **sizes)
+        added = _added(low, False, True)
+        product = _product(gemms, rows, weight, out, ends, added, **sizes)
         bias = _bias(bias)
         gated = _gated(product, activation, bias)
         gated.gate_up = _address(gate_up)
@@ -233,7 +265,7 @@ def _scales(scaled: BlockScaledProduct, rows: Scaled, weight: Scaled) -> None:
 def _of_blocks(
     gemms: Gemms, rows: Scaled, weight: Scaled, out: Tensor, ends: Tensor
 ) -> GroupedProduct:
-    sizes = {"n": out.shape[1], "k": rows.data.shape[1]}
+    sizes: dict[str, Any] = {"n": out.shape[1], "k": rows.data.shape[1]}
     assert rows.data.dtype == weight.data.dtype == torch.float8_e4m3fn
     assert weight.data.is_contiguous() and not any([size % 16 for size in sizes.values()]), sizes
     return _product(gemms, rows.data, weight.data, out, ends, **sizes)
@@ -244,12 +276,23 @@ def _address(tensor: Tensor | None) -> int | None:
 
 
 def _product(
-    gemms: Gemms, a: Tensor, b: Tensor, d: Tensor, ends: Tensor, **sizes: Any
+    gemms: Gemms,
+    a: Tensor,
+    b: Tensor,
+    d: Tensor,
+    ends: Tensor,
+    added: tuple[Tensor, Tensor] | None = None,
+    **sizes: Any,
 ) -> GroupedProduct:
     assert a.dtype == b.dtype and d.is_contiguous() and a.is_contiguous()
     assert ends.is_contiguous() and ends.dtype == torch.int32
     assert all([library.aligned(t) for t in (a, b, d)])
     assert not any([size % 8 for size in sizes.values()]), sizes
+    if added is not None:
+        low_a, low_b = added
+        assert low_a.dtype == low_b.dtype == a.dtype and low_a.shape[1] % 8 == 0
+        assert all([t.is_contiguous() and library.aligned(t) for t in added])
+        sizes |= {"low_a": low_a.data_ptr(), "low_b": low_b.data_ptr(), "rank": low_a.shape[1]}
     return GroupedProduct(
         groups=ends.shape[0],
         sm_count=gemms.sm_count,
@@ -264,10 +307,17 @@ def _product(
 
 
 def _run(
-    gemms: Gemms, name: str, a: Tensor, b: Tensor, d: Tensor, ends: Tensor, **sizes: Any
+    gemms: Gemms,
+    name: str,
+    a: Tensor,
+    b: Tensor,
+    d: Tensor,
+    ends: Tensor,
+    added: tuple[Tensor, Tensor] | None = None,
+    **sizes: Any,
 ) -> None:
     assert a.dtype == d.dtype == torch.bfloat16
     if a.shape[0] > 0:
-        gemms.run(f"{_KERNEL}_{name}", _product(gemms, a, b, d, ends, **sizes))
+        gemms.run(f"{_KERNEL}_{name}", _product(gemms, a, b, d, ends, added, **sizes))
     elif name == "outer":
         d.zero_()

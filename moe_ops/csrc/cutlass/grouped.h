@@ -18,7 +18,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#define MOE_OPS_CUTLASS_ABI 1  // of this struct and of the functions: backends/cutlass/library.py
+#define MOE_OPS_CUTLASS_ABI 2  // of this struct and of the functions: backends/cutlass/library.py
 
 struct GroupedGemm {
   int32_t groups;    // experts
@@ -62,6 +62,11 @@ struct GroupedProduct {
   int32_t n;
   int32_t k;          // 0 for an outer product
   cudaStream_t stream;
+  // Added to a product of bf16 that is not an outer one: low_a (rows, rank) times low_b (groups, n,
+  // rank) or (groups, rank, n), as b is. The rank is a multiple of 8; 0: nothing is added.
+  const void* low_a;
+  const void* low_b;
+  int32_t rank;
 };
 
 // The activation of a product x w^T with the gate and up rows of w (groups, 2 n, k), which writes d

@@ -136,22 +136,18 @@ __device__ inline float scale_of(float amax, bool powers) {
 // of whole tiles without biases or limits: a quarter of the instructions is for these.
 template <int ACTIVATION, bool PLAIN>
 __device__ void store_activated(float (&g)[SUMS], float (&u)[SUMS], Stored<GATED_BLOCKS>& store,
-                                CUtensorMap const& map, Sizes const& p, Work const& w, int row) {
+                                CUtensorMap const& map, Sizes const& p, Work const& w, int row,
+                                float const* bias) {
   Gated const& of = p.gated;
   int x = w.n * BLOCK;
   float amax[2] = {};
 #pragma unroll
   for (int j = 0; j < BLOCK / 8; ++j) {
-    int column = x + 8 * j + store.lane % 4 * 2;
-    float of_g[2] = {}, of_u[2] = {};
-    if (!PLAIN && of.bias && column < p.n) {
-      int64_t bias = int64_t(w.expert) * 2 * p.n;
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        int at = column + i;
-        of_g[i] = of.bias_at(bias + (of.interleaved ? 2 * at : at));
-        of_u[i] = of.bias_at(bias + (of.interleaved ? 2 * at + 1 : p.n + at));
-      }
+    int at = 8 * j + store.lane % 4 * 2, column = x + at;
+    float2 of_g{}, of_u{};
+    if constexpr (!PLAIN) {
+      of_g = two(bias, at);
+      of_u = two(bias, BLOCK + at);
     }
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -159,7 +155,7 @@ __device__ void store_activated(float (&g)[SUMS], float (&u)[SUMS], Stored<GATED
       if constexpr (PLAIN) {
         gate = silu(gate) * up;
       } else {
-        gate = activated<ACTIVATION>(gate + of_g[i % 2], up + of_u[i % 2], of);
+        gate = activated<ACTIVATION>(gate + (i % 2 ? of_g.y : of_g.x), up + (i % 2 ? of_u.y : of_u.x), of);
         gate = column < p.n ? gate : 0;
       }
       amax[i / 2] = larger(amax[i / 2], fabsf(gate));
@@ -209,8 +205,9 @@ __device__ void tile(Shared<KIND>& shared, Ring<KIND>& ring, Stored<KIND>& store
   store.y = w.start + m;
   store.rows = w.rows - m;
   if constexpr (KIND == GATED_BLOCKS) {
+    float const* bias = biases(shared, p, w, turns.group);
     auto stored = [&](auto activation, auto plain) {
-      store_activated<activation, plain>(d[0], d[1], store, map, p, w, row);
+      store_activated<activation, plain>(d[0], d[1], store, map, p, w, row, bias);
     };
     bool whole = (w.n + 1) * BLOCK <= p.n, limited = p.gated.limit < NO_LIMIT;
     switch (p.gated.activation) {
@@ -239,8 +236,7 @@ __device__ void tile(Shared<KIND>& shared, Ring<KIND>& ring, Stored<KIND>& store
 
 template <Kind KIND>
   requires(OF_BLOCKS<KIND>)
-__device__ void compute(Shared<KIND>& shared, CUtensorMap const& map, CUtensorMap const&,
-                        Sizes const& p, int warp) {
+__device__ void compute(Shared<KIND>& shared, Maps const& maps, Sizes const& p, int warp) {
   Schedule<KIND> schedule(p);
   Stored<KIND> store{shared.out[warp], p.n};
   Ring<KIND> ring;
@@ -257,7 +253,7 @@ __device__ void compute(Shared<KIND>& shared, CUtensorMap const& map, CUtensorMa
         release(shared, ring.at);
       }
     } else {
-      tile<KIND>(shared, ring, store, map, p, w, warp, turns);
+      tile<KIND>(shared, ring, store, maps.d, p, w, warp, turns);
     }
   }
   cute::tma_store_wait<0>();
@@ -267,22 +263,22 @@ __device__ void compute(Shared<KIND>& shared, CUtensorMap const& map, CUtensorMa
 template <Kind KIND>
 int launch_blocks(BlockScaledProduct const& f) {
   GroupedProduct const& g = f.gated.product;
-  CUtensorMap a{}, b{}, d{};
+  Maps maps{};
   uint64_t rows = g.rows, n = g.n, k = g.k, groups = g.groups;
-  bool ok = encode<3, uint8_t>(a, g.a, {k, rows, 1}, {k, k * rows}, {BLOCK, PART, 1});
+  bool ok = encode<3, uint8_t>(maps.a, g.a, {k, rows, 1}, {k, k * rows}, {BLOCK, PART, 1});
   if constexpr (KIND == GATED_BLOCKS) {
     uint64_t of_row = f.gated.interleaved ? 2 * k : k, of_up = f.gated.interleaved ? k : n * k;
-    ok &= encode<4, uint8_t>(b, g.b, {k, n, 2, groups}, {of_row, of_up, 2 * n * k},
+    ok &= encode<4, uint8_t>(maps.b, g.b, {k, n, 2, groups}, {of_row, of_up, 2 * n * k},
                              {BLOCK, BLOCK, 1, 1});
-    ok &= encode<3, uint8_t>(d, g.d, {n, rows, 1}, {n, n * rows}, {128, STORED_ROWS, 1});
+    ok &= encode<3, uint8_t>(maps.d, g.d, {n, rows, 1}, {n, n * rows}, {128, STORED_ROWS, 1});
   } else {
-    ok &= encode<4, uint8_t>(b, g.b, {k, n, 1, groups}, {k, n * k, n * k}, {BLOCK, BLOCK, 1, 1});
-    ok &= encode<3>(d, g.d, {n, rows, 1}, {n, n * rows}, {64, STORED_ROWS, 1});
+    ok &= encode<4, uint8_t>(maps.b, g.b, {k, n, 1, groups}, {k, n * k, n * k}, {BLOCK, BLOCK, 1, 1});
+    ok &= encode<3>(maps.d, g.d, {n, rows, 1}, {n, n * rows}, {64, STORED_ROWS, 1});
   }
   if (!ok) return 100;
   Scales scales{static_cast<float const*>(f.a_scale), static_cast<float const*>(f.b_scale),
                 static_cast<float*>(f.d_scale), f.powers != 0};
-  return start<KIND>(a, b, d, {}, g, gated_of(f.gated), scales);
+  return start<KIND>(maps, g, gated_of(f.gated), scales);
 }
 
 }  // namespace moe_ops::cutlass_products

@@ -112,11 +112,10 @@ __device__ void multiply(float (&d)[PARTS][TILE_N / 2], Shared<KIND>& shared, Ri
 
 // Of a part's sums, which are gate and up columns in quarters of a tile.
 template <int ACTIVATION>
-__device__ void store_activated(float (&d)[TILE_N / 2], Stored<GATED>& store, CUtensorMap const& map,
-                                CUtensorMap const& gate_up, Sizes const& p, int x, int expert) {
+__device__ void store_activated(float (&d)[TILE_N / 2], Stored<GATED>& store, Maps const& maps,
+                                Sizes const& p, int x, float const* bias) {
   constexpr int QUARTER = TILE_N / 4, COLUMNS = STORED_BYTES<GATED> / 2;
   Gated const& of = p.gated;
-  auto column = [&](int j, int i) { return x + 16 * j + i / 4 * 8 + store.lane % 4 * 2 + i % 2; };
 #pragma unroll
   for (int first = 0; first < TILE_N / 2; first += COLUMNS, x += COLUMNS) {
     auto sums = [&](int j) {  // of a gate's 16 columns
@@ -126,31 +125,24 @@ __device__ void store_activated(float (&d)[TILE_N / 2], Stored<GATED>& store, CU
     if (of.gate_up) {
 #pragma unroll
       for (int up = 0; up < 2; ++up) {
-        store(gate_up, of.gate_up + up * p.n, 2 * p.n, x, up, [&](int j, float (&s)[8]) {
+        store(maps.gate_up, of.gate_up + up * p.n, 2 * p.n, x, up, [&](int j, float (&s)[8]) {
 #pragma unroll
           for (int i = 0; i < 8; ++i) s[i] = sums(j)[up * QUARTER / 2 + i];
         });
       }
     }
-    store(map, d_of(p), p.n, x, 0, [&](int j, float (&s)[8]) {
+    store(maps.d, d_of(p), p.n, x, 0, [&](int j, float (&s)[8]) {
       float* g = sums(j);
       float* u = g + QUARTER / 2;
-      float of_g[4] = {}, of_u[4] = {};
-      if (of.bias) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          int at = column(j, i / 2 * 4 + i % 2);
-          if (at < p.n) {
-            int64_t bias = int64_t(expert) * 2 * p.n;
-            of_g[i] = of.bias_at(bias + (of.interleaved ? 2 * at : at));
-            of_u[i] = of.bias_at(bias + (of.interleaved ? 2 * at + 1 : p.n + at));
-          }
+      for (int half = 0; half < 2; ++half) {
+        int column = first + 16 * j + 8 * half + store.lane % 4 * 2;
+        float2 of_g = two(bias, column), of_u = two(bias, TILE_N / 2 + column);
+#pragma unroll
+        for (int i = 4 * half; i < 4 * half + 4; i += 2) {
+          s[i] = activated<ACTIVATION>(g[i] + of_g.x, u[i] + of_u.x, of);
+          s[i + 1] = activated<ACTIVATION>(g[i + 1] + of_g.y, u[i + 1] + of_u.y, of);
         }
-      }
-#pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        int of_column = i / 4 * 2 + i % 2;
-        s[i] = activated<ACTIVATION>(g[i] + of_g[of_column], u[i] + of_u[of_column], of);
       }
     });
   }
@@ -159,10 +151,11 @@ __device__ void store_activated(float (&d)[TILE_N / 2], Stored<GATED>& store, CU
 // A warpgroup's tile.
 template <Kind KIND, int PARTS>
 __device__ void tile(Shared<KIND>& shared, Ring<KIND>& ring, Stored<KIND>& store,
-                     CUtensorMap const& map, CUtensorMap const& gate_up, Sizes const& p,
-                     Work const& w, Turns& turns) {
+                     Maps const& maps, Sizes const& p, Work const& w, Turns& turns) {
   float d[PARTS][TILE_N / 2];
   multiply<KIND>(d, shared, ring, w, turns);
+  float const* bias = nullptr;
+  if constexpr (KIND == GATED) bias = biases(shared, p, w, turns.group);
 #pragma unroll
   for (int part = 0; part < PARTS; ++part) {
     int m = w.m * TILE_M + part * PART + threadIdx.x % 128 / 32 * STORED_ROWS;
@@ -172,7 +165,7 @@ __device__ void tile(Shared<KIND>& shared, Ring<KIND>& ring, Stored<KIND>& store
     store.rows = KIND == OUTER ? STORED_ROWS : w.rows - m;
     if constexpr (KIND == GATED) {
       auto stored = [&](auto activation) {
-        store_activated<decltype(activation)::value>(d[part], store, map, gate_up, p, n, w.expert);
+        store_activated<decltype(activation)::value>(d[part], store, maps, p, n, bias);
       };
       switch (p.gated.activation) {
         case SILU: stored(cute::Int<SILU>{}); break;
@@ -184,7 +177,7 @@ __device__ void tile(Shared<KIND>& shared, Ring<KIND>& ring, Stored<KIND>& store
     } else {
 #pragma unroll
       for (int at = 0; at < TILE_N; at += STORED_BYTES<KIND> / 2) {
-        store(map, d_of(p), p.n, n + at, KIND == OUTER ? w.expert : 0, [&](int j, float (&s)[8]) {
+        store(maps.d, d_of(p), p.n, n + at, KIND == OUTER ? w.expert : 0, [&](int j, float (&s)[8]) {
 #pragma unroll
           for (int i = 0; i < 8; ++i) s[i] = d[part][at / 2 + 8 * j + i];
         });
@@ -195,8 +188,7 @@ __device__ void tile(Shared<KIND>& shared, Ring<KIND>& ring, Stored<KIND>& store
 
 template <Kind KIND>
   requires(!OF_BLOCKS<KIND>)
-__device__ void compute(Shared<KIND>& shared, CUtensorMap const& map, CUtensorMap const& gate_up,
-                        Sizes const& p, int warp) {
+__device__ void compute(Shared<KIND>& shared, Maps const& maps, Sizes const& p, int warp) {
   Turns turns(warp / 4);
   Schedule<KIND> schedule(p);
   Stored<KIND> store{shared.out[warp], p.n};
@@ -206,9 +198,9 @@ __device__ void compute(Shared<KIND>& shared, CUtensorMap const& map, CUtensorMa
     if (turn != turns.group) {
       ring.skip(w.steps);
     } else if (w.half) {
-      tile<KIND, 1>(shared, ring, store, map, gate_up, p, w, turns);
+      tile<KIND, 1>(shared, ring, store, maps, p, w, turns);
     } else {
-      tile<KIND, 2>(shared, ring, store, map, gate_up, p, w, turns);
+      tile<KIND, 2>(shared, ring, store, maps, p, w, turns);
     }
   }
   cute::tma_store_wait<0>();
@@ -217,31 +209,35 @@ __device__ void compute(Shared<KIND>& shared, CUtensorMap const& map, CUtensorMa
 // Returns what `launch` of common.cuh returns.
 template <Kind KIND>
 int launch(GroupedProduct const& g, Gated const& gated = {}) {
-  CUtensorMap a{}, b{}, d{}, gate_up{};
+  Maps maps{};
   bool ok = true;
   uint64_t rows = g.rows, m = g.m, n = g.n, k = g.k, groups = g.groups;
   constexpr uint32_t STORED = STORED_BYTES<KIND> / 2, HALF = TILE_N / 2;
   if constexpr (KIND == OUTER) {
-    ok &= encode<3>(a, g.a, {m, rows, 1}, {m, m * rows}, {64, TILE_K, 1});
-    ok &= encode<3>(b, g.b, {n, rows, 1}, {n, n * rows}, {64, TILE_K / 2, 1});
-    ok &= encode<3>(d, g.d, {n, m, groups}, {n, n * m}, {STORED, STORED_ROWS, 1});
+    ok &= encode<3>(maps.a, g.a, {m, rows, 1}, {m, m * rows}, {64, TILE_K, 1});
+    ok &= encode<3>(maps.b, g.b, {n, rows, 1}, {n, n * rows}, {64, TILE_K / 2, 1});
+    ok &= encode<3>(maps.d, g.d, {n, m, groups}, {n, n * m}, {STORED, STORED_ROWS, 1});
   } else {
-    ok &= encode<3>(a, g.a, {k, rows, 1}, {k, k * rows}, {64, PART, 1});
-    ok &= encode<3>(d, g.d, {n, rows, 1}, {n, n * rows}, {STORED, STORED_ROWS, 1});
-  }
-  if constexpr (KIND == X_WT) {
-    ok &= encode<3>(b, g.b, {k, n, groups}, {k, k * n}, {64, HALF, 1});
-  } else if constexpr (KIND == X_W) {
-    ok &= encode<3>(b, g.b, {n, k, groups}, {n, n * k}, {64, TILE_K / 2, 1});
-  } else if constexpr (KIND == GATED) {
-    uint64_t of_row = gated.interleaved ? 2 * k : k, of_up = gated.interleaved ? k : n * k;
-    ok &= encode<4>(b, g.b, {k, n, 2, groups}, {of_row, of_up, 2 * n * k}, {64, HALF / 2, 2, 1});
+    auto operands = [&](CUtensorMap& a, void const* of_a, CUtensorMap& b, void const* of_b, uint64_t k) {
+      ok &= encode<3>(a, of_a, {k, rows, 1}, {k, k * rows}, {64, PART, 1});
+      if constexpr (KIND == X_WT) {
+        ok &= encode<3>(b, of_b, {k, n, groups}, {k, k * n}, {64, HALF, 1});
+      } else if constexpr (KIND == X_W) {
+        ok &= encode<3>(b, of_b, {n, k, groups}, {n, n * k}, {64, TILE_K / 2, 1});
+      } else {
+        uint64_t of_row = gated.interleaved ? 2 * k : k, of_up = gated.interleaved ? k : n * k;
+        ok &= encode<4>(b, of_b, {k, n, 2, groups}, {of_row, of_up, 2 * n * k}, {64, HALF / 2, 2, 1});
+      }
+    };
+    operands(maps.a, g.a, maps.b, g.b, k);
+    if (g.rank > 0) operands(maps.low_a, g.low_a, maps.low_b, g.low_b, g.rank);
+    ok &= encode<3>(maps.d, g.d, {n, rows, 1}, {n, n * rows}, {STORED, STORED_ROWS, 1});
     if (gated.gate_up) {
-      ok &= encode<3>(gate_up, gated.gate_up, {n, rows, 2}, {2 * n, n}, {STORED, STORED_ROWS, 1});
+      ok &= encode<3>(maps.gate_up, gated.gate_up, {n, rows, 2}, {2 * n, n}, {STORED, STORED_ROWS, 1});
     }
   }
   if (!ok) return 100;
-  return start<KIND>(a, b, d, gate_up, g, gated, {});
+  return start<KIND>(maps, g, gated, {});
 }
 
 }  // namespace moe_ops::cutlass_products

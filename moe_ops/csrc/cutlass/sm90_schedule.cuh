@@ -24,6 +24,8 @@ constexpr int PAIRS = 8;            // pairs of tiles of rows that are done for 
 constexpr int PART_BYTES = PART * 128;
 constexpr int STORED_ROWS = 16;     // what a warp stores at a time
 template <Kind KIND>
+constexpr bool ADDS_LOW_RANK = KIND != OUTER && !OF_BLOCKS<KIND>;
+template <Kind KIND>
 constexpr int COLUMNS_OF_TILE = OF_BLOCKS<KIND> ? 2 * BLOCK : TILE_N;
 template <Kind KIND>
 constexpr int COLUMNS_OF_D = COLUMNS_OF_TILE<KIND> / (IS_GATED<KIND> ? 2 : 1);
@@ -48,8 +50,9 @@ template <Kind KIND>
 struct alignas(1024) Shared {
   Stage<KIND> stages[STAGES<KIND>];
   uint8_t out[8][2][STORED_ROWS * STORED_BYTES<KIND>];  // of each warp, two buffers
+  float bias[2][IS_GATED<KIND> ? COLUMNS_OF_TILE<KIND> : 2];  // of each warpgroup's tile
   Barrier full[STAGES<KIND>], empty[STAGES<KIND>];
-  static_assert(sizeof(stages) + sizeof(out) <= 226 * 1024);
+  static_assert(sizeof(stages) + sizeof(out) + sizeof(bias) <= 226 * 1024);
 };
 
 constexpr float NO_LIMIT = 3.0e38f;  // moe_ops/activations.py
@@ -79,7 +82,7 @@ struct Scales {  // of kinds of blocks alone, fp32
 struct Sizes {
   const int* ends;
   void* d;
-  int groups, rows, m, n, k;
+  int groups, rows, m, n, k, rank;
   Gated gated;
   Scales scales;
 };
@@ -151,6 +154,7 @@ struct Schedule {
     }
     w.half = !w.pair && rows - w.m * TILE_M <= PART;
     w.steps = divided(KIND == OUTER ? w.rows : p.k, STEP<KIND>);
+    if constexpr (ADDS_LOW_RANK<KIND>) w.steps += divided(p.rank, STEP<KIND>);
     return true;
   }
 };

@@ -36,10 +36,15 @@ bool encode(CUtensorMap& map, const void* at, cuuint64_t const (&sizes)[N],
              CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 
+struct Maps {
+  CUtensorMap a, b, d;
+  CUtensorMap gate_up;       // of GATED alone
+  CUtensorMap low_a, low_b;  // what is added (ADDS_LOW_RANK), in steps behind those of a and b
+};
+
 // The warp that loads. Both blocks of a cluster load the same numbers of bytes at each step.
 template <Kind KIND>
-__device__ void load(Shared<KIND>& shared, CUtensorMap const& a, CUtensorMap const& b,
-                     Sizes const& p) {
+__device__ void load(Shared<KIND>& shared, Maps const& maps, Sizes const& p) {
   constexpr uint64_t HINT = static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_NORMAL);
   int block = cute::block_rank_in_cluster();
   Schedule<KIND> schedule(p);
@@ -47,7 +52,12 @@ __device__ void load(Shared<KIND>& shared, CUtensorMap const& a, CUtensorMap con
   Work w;
   for (int i = blockIdx.x / 2; schedule.find(i, w); i += gridDim.x / 2) {
     int m = w.m * TILE_M, n = w.n * COLUMNS_OF_D<KIND>;
-    for (int k = 0; k < w.steps * STEP<KIND> && threadIdx.x == 0; k += STEP<KIND>, ring.next()) {
+    int whole = Schedule<KIND>::divided(p.k, STEP<KIND>);  // steps of a and b
+    for (int step = 0; step < w.steps && threadIdx.x == 0; ++step, ring.next()) {
+      bool low = ADDS_LOW_RANK<KIND> && step >= whole;
+      CUtensorMap const& a = low ? maps.low_a : maps.a;
+      CUtensorMap const& b = low ? maps.low_b : maps.b;
+      int k = (low ? step - whole : step) * STEP<KIND>;
       Stage<KIND>& stage = shared.stages[ring.at];
       auto* full = reinterpret_cast<uint64_t*>(&shared.full[ring.at]);
       auto box = [&](CUtensorMap const& map, void* to, bool both, auto... at) {
@@ -233,6 +243,30 @@ __device__ float activated(float g, float u, Gated const& p) {
   }
 }
 
+// The biases of a tile's columns in shared memory: those of gate, then those of up; null without.
+// All threads of a warpgroup ask for them. Threads that each read theirs from global memory took
+// longer than the products of a tile.
+template <Kind KIND>
+__device__ float const* biases(Shared<KIND>& shared, Sizes const& p, Work const& w, int group) {
+  constexpr int COLUMNS = COLUMNS_OF_D<KIND>;
+  Gated const& of = p.gated;
+  if (!of.bias) return nullptr;
+  float* found = shared.bias[group];
+  int64_t row = int64_t(w.expert) * 2 * p.n;
+  for (int i = threadIdx.x % 128; i < 2 * COLUMNS; i += 128) {
+    int up = i / COLUMNS, column = w.n * COLUMNS + i % COLUMNS;
+    int at = of.interleaved ? 2 * column + up : up * p.n + column;
+    found[i] = column < p.n ? of.bias_at(row + at) : 0;
+  }
+  cutlass::arch::NamedBarrier::sync(128, group);
+  return found;
+}
+
+// Two neighbours of them.
+__device__ inline float2 two(float const* bias, int column) {
+  return bias ? *reinterpret_cast<float2 const*>(bias + column) : float2{};
+}
+
 template <Kind KIND>
 using Stored = Store<std::conditional_t<KIND == GATED_BLOCKS, uint8_t, __nv_bfloat16>, STORED_BYTES<KIND>>;
 __device__ inline __nv_bfloat16* d_of(Sizes const& p) { return static_cast<__nv_bfloat16*>(p.d); }
@@ -240,18 +274,14 @@ __device__ inline __nv_bfloat16* d_of(Sizes const& p) { return static_cast<__nv_
 // A warp that multiplies: sm90_products.cuh and sm90_blocks.cuh.
 template <Kind KIND>
   requires(!OF_BLOCKS<KIND>)
-__device__ void compute(Shared<KIND>& shared, CUtensorMap const& map, CUtensorMap const& gate_up,
-                        Sizes const& p, int warp);
+__device__ void compute(Shared<KIND>& shared, Maps const& maps, Sizes const& p, int warp);
 template <Kind KIND>
   requires(OF_BLOCKS<KIND>)
-__device__ void compute(Shared<KIND>& shared, CUtensorMap const& map, CUtensorMap const& gate_up,
-                        Sizes const& p, int warp);
+__device__ void compute(Shared<KIND>& shared, Maps const& maps, Sizes const& p, int warp);
 
 template <Kind KIND>
 __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 1)
-    product(__grid_constant__ CUtensorMap const a, __grid_constant__ CUtensorMap const b,
-            __grid_constant__ CUtensorMap const d, __grid_constant__ CUtensorMap const gate_up,
-            __grid_constant__ Sizes const p) {
+    product(__grid_constant__ Maps const maps, __grid_constant__ Sizes const p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ __align__(1024) uint8_t memory[];
   auto& shared = *reinterpret_cast<Shared<KIND>*>(memory);
@@ -266,10 +296,10 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 1)
   cute::cluster_sync();
   if (warp < 4) {
     cutlass::arch::warpgroup_reg_dealloc<40>();
-    if (warp == 0) load<KIND>(shared, a, b, p);
+    if (warp == 0) load<KIND>(shared, maps, p);
   } else {
     cutlass::arch::warpgroup_reg_alloc<232>();
-    compute<KIND>(shared, d, gate_up, p, warp - 4);
+    compute<KIND>(shared, maps, p, warp - 4);
   }
   __syncwarp();
   cute::cluster_sync();  // the other block may still write here
@@ -283,16 +313,13 @@ inline Gated gated_of(GatedProduct const& g) {
 
 // Returns what `launch` of common.cuh returns.
 template <Kind KIND>
-int start(CUtensorMap const& a, CUtensorMap const& b, CUtensorMap const& d,
-          CUtensorMap const& gate_up, GroupedProduct const& g, Gated const& gated,
-          Scales const& scales) {
+int start(Maps const& maps, GroupedProduct const& g, Gated const& gated, Scales const& scales) {
   constexpr auto SHARED = cudaFuncAttributeMaxDynamicSharedMemorySize;
   cudaError_t e = cudaFuncSetAttribute(product<KIND>, SHARED, sizeof(Shared<KIND>));
   if (e != cudaSuccess) return 300;
   auto* ends = static_cast<const int*>(g.ends);
-  Sizes sizes{ends, g.d, g.groups, g.rows, g.m, g.n, g.k, gated, scales};
-  product<KIND><<<g.sm_count / 2 * 2, THREADS, sizeof(Shared<KIND>), g.stream>>>(a, b, d, gate_up,
-                                                                                sizes);
+  Sizes sizes{ends, g.d, g.groups, g.rows, g.m, g.n, g.k, g.rank, gated, scales};
+  product<KIND><<<g.sm_count / 2 * 2, THREADS, sizeof(Shared<KIND>), g.stream>>>(maps, sizes);
   return cudaGetLastError() == cudaSuccess ? 0 : 400;
 }
 

@@ -323,11 +323,6 @@ def block_r(R: int) -> int:
     return min(MOST_R, max(16, triton.next_power_of_2(R)))
 
 
-def fits(R: int) -> bool:
-    """Whether a program takes all ranks."""
-    return R <= MOST_R
-
-
 def narrow(
     u: Tensor,  # (S, R), written
     x: Tensor,  # (S, W), or with `order` tokens (M, W)

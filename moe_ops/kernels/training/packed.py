@@ -46,6 +46,7 @@ from moe_ops.kernels.mixed_gemm.operands import (
 from moe_ops.kernels.mixed_gemm.sm80_mma import first_bytes
 from moe_ops.kernels.permute.rows import Routing
 from moe_ops.kernels.training.decode import columns, shift
+from moe_ops.kernels.training.low_rank import block_r
 from moe_ops.meta.workspace import cdiv
 
 INTERPRET = tl.constexpr(triton.knobs.runtime.interpret)
@@ -53,6 +54,7 @@ BLOCK_M = 128  # rows of a block
 BLOCK_OUT = 128  # columns of the output that a program writes
 STEP = 64  # columns of the rows that it multiplies at a time
 NUM_STAGES = 3
+MOST_R = 32  # of the rank at a time: with 64 x w^T of int4 spills 24 bytes a thread
 
 
 @triton.jit
@@ -99,6 +101,15 @@ class PackedTile(NamedTuple):
     NUM_STAGES: Constant
 
 
+class LowRank(NamedTuple):
+    """What is added: rows times the matrix of their expert."""
+
+    rows: Pointer  # (S, R), or None
+    matrix: Pointer  # (E, N, R), or (E, R, K) if TRANSPOSE
+    R: Specialized
+    BLOCK_R: Constant
+
+
 @arguments
 class Packed:
     y: Pointer  # (S, N), or (S, K) if TRANSPOSE; written
@@ -114,6 +125,7 @@ class Packed:
     strides: MixedStrides
     decoding: Decoding
     SCALE_ROWS: Constant  # rows of the weight that share a scale
+    low: LowRank
     tile: PackedTile
 
 
@@ -148,6 +160,10 @@ def moe_ops_train_packed(
     SCALE: tl.constexpr,
     SCALE_GROUP: tl.constexpr,
     SCALE_ROWS: tl.constexpr,
+    low_rows_ptr,
+    low_matrix_ptr,
+    low_R,
+    low_BLOCK_R: tl.constexpr,
     TRANSPOSE: tl.constexpr,
     EVEN: tl.constexpr,
     GROUP_M: tl.constexpr,
@@ -156,8 +172,9 @@ def moe_ops_train_packed(
     BLOCK_K: tl.constexpr,
     NUM_STAGES: tl.constexpr,
 ):
-    """y = x @ w.T, or x @ w if TRANSPOSE, for the rows of each expert; other rows are left as they
-    are. Grid: blocks times column tiles of the output.
+    """y = x @ w.T, or x @ w if TRANSPOSE, for the rows of each expert, and the same product of
+    rows and matrices of the rank; other rows are left as they are. Grid: blocks times column tiles
+    of the output.
     """
     PAIRS: tl.constexpr = FORMAT == "int4" or FORMAT == "e2m1"
     SIX: tl.constexpr = FORMAT == "e3m2" or FORMAT == "e2m3"
@@ -241,8 +258,26 @@ def moe_ops_train_packed(
         acc /= tl.load(w_factor_ptr + e * w_factor_stride_e)
     position = first + tl.arange(0, BLOCK_M)
     column = tile * OUT + tl.arange(0, OUT)
-    y_ptrs = y_ptr + position.to(tl.int64)[:, None] * out_size + column[None, :]
-    ok = (position < end)[:, None] & (column < out_size)[None, :]
+    inside = (position < end)[:, None]
+    position = position.to(tl.int64)[:, None]
+    ok = inside & (column < out_size)[None, :]
+    if low_rows_ptr is not None:
+        low_rows_ptr += position * low_R
+        low_matrix_ptr += e * low_R * out_size
+        for first_r in tl.range(0, low_R, low_BLOCK_R, num_stages=1):
+            r = first_r + tl.arange(0, low_BLOCK_R)
+            u = tl.load(low_rows_ptr + r[None, :], mask=inside & (r < low_R)[None, :], other=0.0)
+            if TRANSPOSE:
+                at = r.to(tl.int64)[:, None] * out_size + column[None, :]
+            else:
+                at = column.to(tl.int64)[None, :] * low_R + r[:, None]
+            matrix_ok = (r < low_R)[:, None] & (column < out_size)[None, :]
+            matrix = tl.load(low_matrix_ptr + at, mask=matrix_ok, other=0.0)
+            if INTERPRET:
+                u = u.to(tl.float32)
+                matrix = matrix.to(tl.float32)
+            acc = tl.dot(u, matrix, acc, input_precision="ieee")
+    y_ptrs = y_ptr + position * out_size + column[None, :]
     tl.store(y_ptrs, acc.to(y_ptr.dtype.element_ty), mask=ok)
 
 
@@ -255,10 +290,17 @@ def tile_of(w: MixedOperand, transpose: bool) -> PackedTile:
 
 
 def multiply(
-    y: Tensor, x: Tensor, w: MixedOperand, routing: Routing, transpose: bool, gpu: Gpu
+    y: Tensor,
+    x: Tensor,
+    w: MixedOperand,
+    routing: Routing,
+    transpose: bool,
+    gpu: Gpu,
+    low: tuple[Tensor, Tensor] | None = None,
 ) -> Launch:
     """y (S, N) = x (S, K) @ w.T, or with `transpose` y (S, K) = x (S, N) @ w, for the rows of each
-    expert. Rows must be contiguous and begin at multiples of 16 bytes.
+    expert; plus the same product of `low`, rows (S, R) and matrices (E, N, R) or (E, R, K), which
+    are contiguous. Rows must be contiguous and begin at multiples of 16 bytes.
 
     With four warps a tile takes half of a multiprocessor's registers, so that one block decodes
     while another one multiplies. Weights of 6 bits take more registers, and so do all operands on
@@ -267,6 +309,8 @@ def multiply(
     of, tile = w.format, tile_of(w, transpose)
     S, columns = x.shape
     step = tile.BLOCK_N if transpose else tile.BLOCK_K
+    u, matrix = (None, None) if low is None else low
+    R = 16 if u is None else u.shape[1]
     args = Packed(
         y=y,
         x_desc=TensorDescriptor(x, [S, columns], [columns, 1], [BLOCK_M, step]),
@@ -283,6 +327,7 @@ def multiply(
             of.name, of.scale if of.scale in ("e8m0", "e4m3") else "weight", of.group
         ),
         SCALE_ROWS=of.group if of.scale == "block" else 1,
+        low=LowRank(u, matrix, R, min(MOST_R, block_r(R))),
         tile=tile,
     )
     grid = (routing.num_blocks * cdiv(y.shape[1], BLOCK_OUT), 1, 1)

@@ -80,6 +80,37 @@ def test_multiply(device, rows, N, K, transpose, stored_transposed):
             torch.testing.assert_close(out[mine].double(), expected, **ROUNDING)
 
 
+def low_rank(E: int, S: int, rank: int, wide: int, transpose: bool, device: str):
+    """Rows of the rank and matrices that make them wide, not at a multiple of 16 bytes."""
+    size = (rank, wide) if transpose else (wide, rank)
+    flat = torch.randn(1 + E * rank * wide, device=device, dtype=BF16)
+    return torch.randn(S, rank, device=device, dtype=BF16), flat[1:].view(E, *size)
+
+
+@devices
+@pytest.mark.parametrize("rows", [ROWS["few"], ROWS["tiles"]], ids=["few", "tiles"])
+@pytest.mark.parametrize("rank", (3, 16, 136))
+@pytest.mark.parametrize("transpose", (False, True))
+@pytest.mark.parametrize("stored_transposed", (False, True))
+def test_multiply_adds(device, rows, rank, transpose, stored_transposed):
+    """A product of a low rank, whose rows are NaN where those of the weight are."""
+    (ends, experts), E, (N, K) = layout(rows, device), len(rows), SIZES[1]
+    w = torch.randn(E, N, K, device=device, dtype=BF16)
+    if stored_transposed:
+        w = w.mT.contiguous().mT
+    u, matrix = low_rank(E, len(experts), rank, K if transpose else N, transpose, device)
+    for which in (0, 1):
+        x, exact = poisoned((len(experts), N if transpose else K), experts, which, device)
+        u[x[:, 0].isnan()] = torch.nan
+        out = products.multiply(x, w, ends, transpose, (u, matrix))
+        for e in range(1 - which, E, 2):
+            mine = experts == e
+            product = exact[mine] @ (w[e] if transpose else w[e].mT).double()
+            more = u[mine].double() @ (matrix[e] if transpose else matrix[e].mT).double()
+            torch.testing.assert_close(out[mine].double(), product + more, **ROUNDING)
+        u = torch.randn_like(u)
+
+
 @devices
 @pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS)
 @pytest.mark.parametrize("M, N", [*SIZES, (192, 512)])
@@ -110,28 +141,39 @@ ACTIVATED = {
     "swigluoai, halves": (Activation("swigluoai_uninterleave", beta=0.4), FP16, True),
     "swiglustep": (Activation("swiglustep", limit=0.9), FP16, True),
 }
+# and the rank of what is added to the product
+ADAPTED = {
+    "silu, adapted": (Activation("silu"), BF16, True, 16),
+    "swigluoai, adapted": (Activation("swigluoai_uninterleave"), None, True, 70),
+}
 
 
 @devices
 @pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS)
 @pytest.mark.parametrize("I, K", [(8, 16), (136, 72), (384, 136)])
-@pytest.mark.parametrize("options", ACTIVATED.values(), ids=ACTIVATED)
+@pytest.mark.parametrize("options", (ACTIVATED | ADAPTED).values(), ids=ACTIVATED | ADAPTED)
 def test_activated(device, rows, I, K, options):  # noqa: E741
-    activation, of_bias, keeps = options
+    activation, of_bias, keeps, *ranks = options
     of = activated(activation.name, activation.alpha, activation.beta, activation.limit)
     ends, experts = layout(rows, device)
     E, S = len(rows), len(experts)
     w = torch.randn(E, 2 * I, K, device=device, dtype=BF16) / K**0.5
     bias = None if of_bias is None else torch.randn(E, 2 * I, device=device, dtype=of_bias)
+    low = None
     for which in (0, 1):
         x, exact = poisoned((S, K), experts, which, device)
+        if ranks:
+            low = low_rank(E, S, ranks[0], 2 * I, False, device)
+            low[0].mul_(ranks[0] ** -0.5)[x[:, 0].isnan()] = torch.nan
         out = torch.full((S, I), torch.nan, device=device, dtype=BF16)
         gate_up = torch.full((S, 2 * I), torch.nan, device=device, dtype=BF16) if keeps else None
-        products.activate_into(out, x, w, ends, of, bias, gate_up)
+        products.activate_into(out, x, w, ends, of, bias, gate_up, low)
         assert out[experts < 0].isnan().all()
         for e in range(1 - which, E, 2):
             mine = experts == e
             product = exact[mine] @ w[e].mT.double()
+            if low is not None:
+                product += low[0][mine].double() @ low[1][e].mT.double()
             if gate_up is not None:
                 torch.testing.assert_close(gate_up[mine].double(), product, **ROUNDING)
             biased = product if bias is None else product + bias[e].double()
