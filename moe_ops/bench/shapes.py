@@ -45,6 +45,8 @@ SHAPES = {
     "dsv3_ep8": Shape(32, 8, 7168, 2048, ep_size=8),
     "e64": Shape(64, 6, 2048, 1408),
     "e160": Shape(160, 6, 5120, 1536),
+    "qwen3next": Shape(512, 10, 2048, 512),
+    "phi35": Shape(16, 2, 4096, 6400),
 }
 
 # fields of configurations that hold each size, the first that a configuration has

@@ -47,6 +47,16 @@ class Weight(NamedTuple):
         """Whether all of it lies in memory as its shapes say."""
         return all([part is None or part.is_contiguous() for part in (self.data, *self.scales)])
 
+    @property
+    def transposed(self) -> bool:
+        """Whether it is a plain weight (E, N, K) that is stored (E, K, N)."""
+        return not self.scheme and stored_transposed(self.data)
+
+
+def stored_transposed(data: Tensor) -> bool:
+    """Whether the transposed view of matrices is contiguous."""
+    return data.ndim == 3 and data.mT.is_contiguous()
+
 
 def take_apart(weight: Any, gather: Callable[[Any], Tensor] | None = None) -> Weight:
     """The `Weight` of a plain tensor, or of a quantized or prepared one, which says what it is.
@@ -92,7 +102,8 @@ def _key(
     for t in rows:
         key += (type(t), t.ndim, t.shape[1], t.dtype, t.device)
     for data, scale, zero, global_, channel, static, scheme, layout in weights:
-        key += (type(data), data.shape, data.dtype, data.device, data.is_contiguous())
+        in_order = data.is_contiguous() or (stored_transposed(data) and "transposed")
+        key += (type(data), data.shape, data.dtype, data.device, in_order)
         key += (scheme, layout)
         if scale is not None:
             key += (scale.shape, scale.device, scale.is_contiguous())

@@ -37,6 +37,7 @@ class Problem:
     deterministic: bool = True
     needs_grad: bool = False
     contiguous_weights: bool = True
+    transposed_weights: bool = False  # plain ones, of which one is stored transposed, or both
     max_workspace_bytes: int | None = None  # None: the machine's default
     quantized_input: bool = False  # hidden_states arrive quantized, as the scheme quantizes them
 

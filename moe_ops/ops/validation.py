@@ -87,6 +87,9 @@ def _experts_problem(call: ExpertsCall) -> Problem:
             raise ValueError(f"expert_map must have shape (global E,), got {shape}")
         _check_dtype("expert_map", expert_map.dtype, _INTS)
         _check_device("expert_map", expert_map.device, x.device)
+    weights = call.w13, call.w2
+    contiguous = all([weight.contiguous for weight in weights])
+    in_order = contiguous or all([w.contiguous or w.transposed for w in weights])
     return Problem(
         kind="experts",
         num_experts=E,
@@ -103,7 +106,8 @@ def _experts_problem(call: ExpertsCall) -> Problem:
         router_weight_on_input=call.router_weight_on_input,
         deterministic=call.deterministic,
         needs_grad=call.needs_grad,
-        contiguous_weights=call.w13.contiguous and call.w2.contiguous,
+        contiguous_weights=contiguous,
+        transposed_weights=not contiguous and in_order,
         max_workspace_bytes=_bytes(call.max_workspace_bytes),
         quantized_input=call.hidden_states_scale is not None,
     )

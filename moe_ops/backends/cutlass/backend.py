@@ -97,7 +97,7 @@ def supports(problem: Problem, machine: Machine) -> list[str]:
                 f"cutlass needs I to be a multiple of {BLOCK // 2} with gate and up in halves, "
                 f"got {p.intermediate_size}: a half would end in the middle of a block"
             )
-    if not p.contiguous_weights:
+    if not (p.contiguous_weights or (kind == PLAIN and p.transposed_weights)):
         reasons.append(
             "cutlass needs contiguous weights and scales; call .contiguous() on them once"
         )
@@ -119,13 +119,21 @@ def supports(problem: Problem, machine: Machine) -> list[str]:
     return reasons
 
 
+def plain_ends_activated(problem: Problem) -> bool:
+    """Whether the product with plain w13 ends with the activation, as plain.py runs it: gate and
+    up rows of a weight that is stored transposed do not lie in rows.
+    """
+    p = problem
+    return p.activation is not None and p.activation.gated and p.contiguous_weights
+
+
 def workspace_shapes(M: int, problem: Problem) -> Workspaces:
     """Shapes of the workspaces. workspace13 holds quantized x (rows, K), then the activation's
     output h (rows, I), each followed by its scales: one for each row, or those of blocks in tiles;
     workspace2 gate and up (rows, N), then the products with w2 (rows, K). The index workspace:
-    kernels/permute/layout.py, then schemes.Parts. Of plain weights all are bf16 without scales. If
-    the activation is gated, workspace2 holds its output alone, and workspace13 the rest; so it is
-    of GROUPS.
+    kernels/permute/layout.py, then schemes.Parts. Of plain weights all are bf16 without scales.
+    Where the first product ends with the activation, workspace2 holds its output alone, and
+    workspace13 the rest; so it is of GROUPS.
     """
     p = problem
     E, rows = p.num_experts, M * p.top_k
@@ -136,10 +144,10 @@ def workspace_shapes(M: int, problem: Problem) -> Workspaces:
     kind = kind_of(p.scheme)
     assert kind is not None
     if kind == PLAIN:
-        gated = p.activation is not None and p.activation.gated
-        second = p.intermediate_size if gated else wide
+        ends_activated = plain_ends_activated(p)
+        second = p.intermediate_size if ends_activated else max(p.num_rows, p.hidden_size)
         return Workspaces(
-            Buffer((rows, p.hidden_size if gated else wide), p.dtype),
+            Buffer((rows, p.hidden_size if ends_activated else wide), p.dtype),
             Buffer((rows, second), p.dtype),
             Buffer((index,), torch.int32),
         )

@@ -2,8 +2,8 @@
 Imported at first launch only.
 
 Pairs are sorted by expert, without padding between experts. Tokens are copied to their rows; the
-product with w13 ends with the activation, if that is gated, else it is a kernel of its own; the
-product with w2 and a weighted sum follow.
+product with w13 ends with the activation, if that is gated and the weights are contiguous, else it
+is a kernel of its own; the product with w2 and a weighted sum follow.
 """
 
 from __future__ import annotations
@@ -20,14 +20,18 @@ from moe_ops.kernels.permute.place import place
 from moe_ops.kernels.training.rows import activate, scatter
 from moe_ops.meta.workspace import carve
 from moe_ops.ops.args import ExpertsArgs
+from moe_ops.ops.call import stored_transposed
 from moe_ops.ops.chunks import chunks
 
 
 def experts(a: ExpertsArgs) -> None:
     """Launch a layer of scheme ""."""
     for name in ("w13", "w2"):
-        if not getattr(a, name).is_contiguous():
-            raise ValueError(f"{name} must be contiguous for cutlass; make it so once")
+        weight = getattr(a, name)
+        if not (weight.is_contiguous() or stored_transposed(weight)):
+            raise ValueError(
+                f"{name} must be contiguous, or stored (E, K, N), for cutlass; make it so once"
+            )
     library.check_addresses(a)
     library.gemms(a.hidden_states.get_device(), may_build=not a.tiers)
     for part in chunks(a):
@@ -50,7 +54,7 @@ def _run(a: ExpertsArgs) -> None:
     bias = _contiguous(a.w13_bias)
     rows = carve(a.workspace13, (S, K), torch.bfloat16)
     run([*before, scatter(x, rows, on_input, layout, top_k)], device, gpu)
-    if activation.GATED:
+    if activation.GATED and a.w13.is_contiguous() and a.w2.is_contiguous():
         h, y = carve(a.workspace2, (S, I), torch.bfloat16), rows
         products.activate_into(h, rows, a.w13, layout.groups, activation, bias)
     else:

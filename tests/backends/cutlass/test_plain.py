@@ -39,6 +39,24 @@ def test_activations(device, activation):
 
 
 @devices
+@pytest.mark.parametrize("activation", ["silu", "swigluoai", "relu2_no_mul"])
+@pytest.mark.parametrize("transposed", [(1, 2), (1,), (2,)], ids=["both", "w13", "w2"])
+def test_transposed_weights(device, activation, transposed):
+    """Stored (E, K, N), as those of gpt-oss; contiguous ones before them have another plan."""
+    case = case_of(device, M=40, K=72, I=136, bias=True, activation=activation)
+    plain = check(case)
+    for i in transposed:
+        case.args[i] = case.args[i].mT.contiguous().mT
+    out = check(case)
+    assert_matches(out, plain.double(), 2 * tolerance(BF16, "", "cuda"))
+    case.options["max_workspace_bytes"] = 80_000
+    assert torch.equal(case.run("cutlass"), out)
+    case.args[1] = torch.cat((case.args[1], case.args[1]), 2)[..., ::2]
+    with pytest.raises(ValueError, match="cutlass needs contiguous weights"):
+        case.run("cutlass")
+
+
+@devices
 @pytest.mark.parametrize(
     "options",
     [
