@@ -224,8 +224,8 @@ class Backend:
     warm: Callable[[int], AbstractContextManager] | None = None
     relayouts: tuple[Relayout, ...] = ()  # what `prepare` can do for it
     distribution: str = ""  # what pip calls its library
-    # rows an expert has on average from which "auto" takes it where nothing was measured; None:
-    # never for that
+    # rows an expert has on average from which "auto" takes it where it was not timed, in the place
+    # of all that are registered before it; None: never for that
     faster_from: Callable[[Problem], int | None] | None = None
     # kernels of its own that it must do without here, and why: `explain` says so
     missing_kernels: Callable[[Problem, Machine], list[str]] | None = None

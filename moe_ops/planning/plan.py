@@ -195,10 +195,12 @@ class Plan:
         """Lines of a table: microseconds a layer of every backend that was measured, by M."""
         times = lookup.backend_times(*_table_key(self.problem, self.machine))
         names = [b.name for b in backends.BACKENDS if any(b.name in us for _, us in times)]
+        claimed = [b.name for _, b in self.tiers if b.name not in names]
         lines = ["  measured, us a layer:", "".join([f"  {name:>10}" for name in ("M", *names)])]
         for M, us in times:
             cells = [f"{us[name]:.1f}" if name in us else "-" for name in names]
             lines.append("".join([f"  {cell:>10}" for cell in (str(M), *cells)]))
+        lines += [f"  {name} was not timed here: faster elsewhere" for name in claimed]
         return lines
 
 
@@ -235,8 +237,14 @@ def plan(problem: Problem, machine: Machine, backend: str = "auto") -> Plan:
         why = " | ".join([f"{name}: {'; '.join(reasons)}" for name, reasons in refused])
         raise ValueError(f"no backend can run this call: {why}")
     tiers, basis = _measured_tiers(problem, machine, accepted), "measured"
-    if not tiers:
-        tiers, basis = _heuristic(problem, accepted), "heuristic"
+    timed: tuple[str, ...] = ()
+    if tiers:
+        timed = _timed(*_table_key(problem, machine))
+    else:
+        tiers, basis = ((-1, accepted[0]),), "heuristic"
+    for candidate in accepted[1:]:
+        if candidate.name not in timed:
+            tiers = _claimed(problem, tiers, candidate)
     basis = basis if len(accepted) > 1 else ""
     return _bounded(Plan(problem, machine, tiers, tuple(refused), basis))
 
@@ -300,21 +308,25 @@ def _measured_tiers(
     return tuple(tiers)
 
 
-def _heuristic(problem: Problem, accepted: Sequence[library.Backend]) -> _Tiers:
-    """The first accepted backend; another one from as many rows an expert on as it says that it is
-    faster from.
+def _claimed(problem: Problem, tiers: _Tiers, candidate: library.Backend) -> _Tiers:
+    """`tiers` with a backend that was not timed in the place of others, from as many rows an
+    expert on as it says that it is faster from.
     """
-    first = accepted[0]
-    for candidate in accepted[1:]:
-        rows = None if candidate.faster_from is None else candidate.faster_from(problem)
-        if rows is None:
-            continue
-        if problem.kind == "batched_experts":  # M is the rows of each expert
-            fewer = rows - 1
-        else:
-            fewer = (rows * problem.num_experts - 1) // max(problem.top_k, 1)
-        return ((fewer, first), (-1, candidate)) if fewer >= 0 else ((-1, candidate),)
-    return ((-1, first),)
+    rows = None if candidate.faster_from is None else candidate.faster_from(problem)
+    if rows is None:
+        return tiers
+    if problem.kind == "batched_experts":  # M is the rows of each expert
+        fewer = rows - 1
+    else:
+        fewer = (rows * problem.num_experts - 1) // max(problem.top_k, 1)
+    kept: list[tuple[int, library.Backend]] = []
+    for limit, backend in tiers:
+        if limit < 0 or limit >= fewer:
+            if fewer >= 0:
+                kept.append((fewer, backend))
+            break
+        kept.append((limit, backend))
+    return (*kept, (-1, candidate))
 
 
 def _table_key(problem: Problem, machine: Machine) -> tuple:
@@ -382,6 +394,12 @@ def _bytes(buffer: Buffer) -> int:
 @constant
 def _measured(*key: Any) -> tuple[tuple[int, str], ...]:
     return lookup.look_up(*key)
+
+
+@constant
+def _timed(*key: Any) -> tuple[str, ...]:
+    """The backends that were timed for a problem."""
+    return tuple(sorted({name for _, us in lookup.backend_times(*key) for name in us}))
 
 
 @constant

@@ -256,6 +256,37 @@ def test_the_heuristic_for_what_was_not_measured(monkeypatch, table):
     assert names(plans.plan(FP8, here)) == [(4, "deep_gemm"), (-1, "triton")]
 
 
+def test_what_was_not_timed_comes_from_where_it_is_faster(monkeypatch):
+    """Of backends that a table timed it does not count what they say."""
+    torch_backend = backends_module.named("torch")
+    rows = {"few": None, "some": 2, "many": 50, "new": 10}
+
+    def backend(name, limit):
+        faster = None if limit is None else lambda problem: limit
+        return dataclasses.replace(torch_backend, name=name, faster_from=faster)
+
+    monkeypatch.setattr(
+        backends_module, "BACKENDS", tuple([backend(*one) for one in rows.items()])
+    )
+    times = [(8, {"few": 1, "some": 2}), (64, {"few": 2, "some": 1})]
+    monkeypatch.setattr(lookup, "backend_times", lambda *key: times)
+
+    def planned(*available):
+        return plans.plan(PLAIN, dataclasses.replace(H200, available=available))
+
+    measured = [(22, "few"), (-1, "some")]
+    assert names(planned("few", "some")) == measured
+    # 8 experts, two a token: 10 rows an expert are 40 tokens, 50 are 200
+    plan = planned("few", "some", "new")
+    assert names(plan) == [(22, "few"), (39, "some"), (-1, "new")] and plan.basis == "measured"
+    assert "new was not timed here: faster elsewhere" in str(plan)
+    everyone = planned(*rows)  # the last one's claim begins below that of the one before it
+    assert names(everyone) == [(22, "few"), (39, "some"), (-1, "new")]
+    monkeypatch.setattr(lookup, "backend_times", lambda *key: [])
+    assert names(planned(*rows)) == [(7, "few"), (39, "some"), (-1, "new")]
+    assert names(planned("few", "some", "many")) == [(7, "few"), (199, "some"), (-1, "many")]
+
+
 @pytest.mark.parametrize("kind, top_k, rows, limit", [
     ("experts", 2, 10, 39),
     ("grouped_linear", 0, 10, 79),  # S rows of 8 experts

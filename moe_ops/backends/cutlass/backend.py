@@ -178,13 +178,15 @@ def workspace_shapes(M: int, problem: Problem) -> Workspaces:
 # those of experts elsewhere, which the number does not tell: there twice as many are asked for.
 FASTER_FROM = 16
 # The same of plain weights: 0.99 at 32 rows (DeepSeek-V3), 1.02 at 64 (Qwen3), 0.90 at 128
-# (gpt-oss-20b), 0.98 and 0.83 at 256 (Mixtral, Qwen3), 0.75 to 0.96 above. On an H100 1.01 at 64
-# (Qwen3), 1.03 at 256 (Mixtral), 0.75 to 0.98 else.
-PLAIN_FASTER_FROM = 96
-# The same of fp8_block, on an H100: 0.85 at 64 rows, 0.67 at 256 and 0.60 at 1024 (Qwen3); before
-# its warpgroups took turns, 0.68 at 128 (gpt-oss-20b), 0.93 at 256 (Mixtral), 0.46 to 0.81 above.
-# Where deep_gemm takes a call it comes first.
-GROUPS_FASTER_FROM = 64
+# (gpt-oss-20b), 0.98 and 0.83 at 256 (Mixtral, Qwen3), 0.75 to 0.96 above. On an H100 0.96 at 32
+# (Phi-3.5-MoE), 1.01 at 64 (Qwen3), 0.92 at 80 (Qwen3-Next), 1.03 at 256 (Mixtral), 0.75 to 0.98
+# else.
+PLAIN_FASTER_FROM = 64
+# The same of fp8_block, on an H100: 1.04 at 5 rows, 0.96 at 20 and 0.69 at 80 (Qwen3-Next), 0.88
+# at 32 (DeepSeek-V3), 0.85 at 64 (Qwen3), 0.63 to 0.79 above. Of deep_gemm's time it took 0.86 to
+# 0.97 up to 320 rows, 0.98 at 512 (DeepSeek-V3), 1.03 and 1.00 at 1024 and 4096 (Mixtral): so it
+# comes before it.
+GROUPS_FASTER_FROM = 24
 
 
 def faster_from(problem: Problem) -> int | None:

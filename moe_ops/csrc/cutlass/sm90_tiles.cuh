@@ -244,8 +244,7 @@ __device__ float activated(float g, float u, Gated const& p) {
 }
 
 // The biases of a tile's columns in shared memory: those of gate, then those of up; null without.
-// All threads of a warpgroup ask for them. Threads that each read theirs from global memory took
-// longer than the products of a tile.
+// All threads of a warpgroup ask for them.
 template <Kind KIND>
 __device__ float const* biases(Shared<KIND>& shared, Sizes const& p, Work const& w, int group) {
   constexpr int COLUMNS = COLUMNS_OF_D<KIND>;

@@ -55,7 +55,7 @@ def test_auto_takes_it_for_many_rows(built, scheme):
     assert names(batches) == [(-1, "triton")]
 
 
-@pytest.mark.parametrize("scheme, rows", [("fp8_block", 64), ("", 96)])
+@pytest.mark.parametrize("scheme, rows", [("fp8_block", 24), ("", 64)])
 def test_auto_takes_it_for_more_rows_of_blocks_and_of_plain_weights(built, scheme, rows):
     """deep_gemm, which comes before it, does not take 192 columns."""
     built(True)
