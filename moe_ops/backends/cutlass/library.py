@@ -77,13 +77,14 @@ class Gemms(NamedTuple):
     architecture: str = "sm_90a"
 
     def run(self, kernel: str, gemm: ctypes.Structure) -> None:
-        """Launch a kernel. Raises RuntimeError where CUTLASS refuses."""
+        """Launch a kernel. Raises RuntimeError where CUTLASS or CUDA refuses."""
         status = getattr(self.library, f"{kernel}_run")(ctypes.byref(gemm))
         if status:
-            reason = _ERRORS.get(status // 100 * 100, "it failed")
+            size, of = (1000, "CUDA error") if status >= 1000 else (100, "CUTLASS status")
+            reason = _ERRORS.get(status // size * 100, "it failed")
             raise RuntimeError(
-                f"moe_ops backend 'cutlass': {kernel} was not launched: {reason} (CUTLASS status "
-                f"{status % 100}); please report it with the output of python -m moe_ops.info"
+                f"moe_ops backend 'cutlass': {kernel} was not launched: {reason} ({of} "
+                f"{status % size}); please report it with the output of python -m moe_ops.info"
             )
 
 

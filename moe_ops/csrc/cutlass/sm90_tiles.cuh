@@ -310,16 +310,18 @@ inline Gated gated_of(GatedProduct const& g) {
           g.activation, g.alpha, g.beta, g.limit};
 }
 
-// Returns what `launch` of common.cuh returns.
+// Returns what `launch` of common.cuh returns, of CUDA's errors 3000 and 4000 + cudaError.
 template <Kind KIND>
 int start(Maps const& maps, GroupedProduct const& g, Gated const& gated, Scales const& scales) {
   constexpr auto SHARED = cudaFuncAttributeMaxDynamicSharedMemorySize;
   cudaError_t e = cudaFuncSetAttribute(product<KIND>, SHARED, sizeof(Shared<KIND>));
-  if (e != cudaSuccess) return 300;
+  if (e != cudaSuccess) return 3000 + int(e);
   auto* ends = static_cast<const int*>(g.ends);
   Sizes sizes{ends, g.d, g.groups, g.rows, g.m, g.n, g.k, g.rank, gated, scales};
-  product<KIND><<<g.sm_count / 2 * 2, THREADS, sizeof(Shared<KIND>), g.stream>>>(maps, sizes);
-  return cudaGetLastError() == cudaSuccess ? 0 : 400;
+  int blocks = g.sm_count < 2 ? 2 : g.sm_count / 2 * 2;  // whole clusters
+  product<KIND><<<blocks, THREADS, sizeof(Shared<KIND>), g.stream>>>(maps, sizes);
+  e = cudaGetLastError();
+  return e == cudaSuccess ? 0 : 4000 + int(e);
 }
 
 }  // namespace moe_ops::cutlass_products

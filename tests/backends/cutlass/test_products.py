@@ -4,6 +4,8 @@ where they are built.
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -182,6 +184,21 @@ def test_activated(device, rows, I, K, options):  # noqa: E741
             torch.testing.assert_close(out[mine].double(), expected, **ROUNDING)
         if gate_up is not None:
             assert gate_up[experts < 0].isnan().all()
+
+
+@pytest.mark.parametrize(
+    "status, reason",
+    [
+        (107, "its arguments are refused .CUTLASS status 7."),
+        (200, "its workspace is too small"),
+        (3098, "it cannot be set up on this GPU .CUDA error 98."),
+        (4702, "it cannot be launched .CUDA error 702."),
+    ],
+)
+def test_what_was_not_launched(status, reason):
+    gemms = library.Gemms(SimpleNamespace(name_run=lambda gemm: status), 132)
+    with pytest.raises(RuntimeError, match=f"name was not launched: {reason}"):
+        gemms.run("name", library.GroupedGemm())
 
 
 def few_multiprocessors(monkeypatch) -> None:
