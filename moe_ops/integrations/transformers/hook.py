@@ -43,9 +43,11 @@ class AttachReport:
     """What `attach` did; str() has one line for each layer."""
 
     layers: tuple[LayerReport, ...]
+    quantized: str = ""  # the scheme that `quantize` gave the experts, and why if it chose it
 
     def __str__(self) -> str:
-        return "\n".join(map(str, self.layers))
+        first = [f"experts quantized to {self.quantized}"] if self.quantized else []
+        return "\n".join([*first, *map(str, self.layers)])
 
 
 def attach_layers(

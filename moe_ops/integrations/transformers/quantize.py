@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import nn
 from torch.nn.utils import parametrize
 
@@ -11,6 +13,7 @@ from moe_ops.integrations.transformers import fp8
 from moe_ops.integrations.transformers import layers as layers_of
 from moe_ops.integrations.transformers.attach import attach
 from moe_ops.integrations.transformers.config import MoeOpsConfig
+from moe_ops.integrations.transformers.default_scheme import default_scheme
 from moe_ops.integrations.transformers.hook import AttachReport
 from moe_ops.integrations.transformers.layers import Layer
 from moe_ops.integrations.transformers.quantizer import mark_quantized
@@ -18,7 +21,7 @@ from moe_ops.schemes import QuantScheme, get_scheme
 from moe_ops.tensors import check_quantizable
 
 
-def quantize(model: nn.Module, scheme: str | QuantScheme) -> AttachReport:
+def quantize(model: nn.Module, scheme: str | QuantScheme | None = None) -> AttachReport:
     """Quantize the expert weights of a model in place, and attach the model if it is not yet.
 
     All weights are checked before the first one changes: after a ValueError or RuntimeError the
@@ -32,16 +35,29 @@ def quantize(model: nn.Module, scheme: str | QuantScheme) -> AttachReport:
     Args:
         model: as for `attach`.
         scheme: as for `moe_ops.quantize`, but for those with static activation scales, which only
-            its `activation_scale` can give ("fp8_tensor_static").
+            its `activation_scale` can give ("fp8_tensor_static"). None: one of 8 bits that is fast
+            on the machine of the experts, "fp8_block" on GPUs that multiply e4m3 and else
+            "int8_w8a16:channel"; the report says which.
 
     Returns:
-        The report of `attach`, made before the weights were quantized.
+        The report of `attach`, made before the weights were quantized; its `quantized` names the
+        scheme.
 
     Raises:
         ValueError: as `attach` and `moe_ops.quantize`, naming the parameter; also weights that are
-            quantized already, carry adapters, or are not loaded (meta device).
+            quantized already, carry adapters, or are not loaded (meta device); or no scheme is
+            given where none is fast.
         RuntimeError: as `attach`.
     """
+    pairs = [(layer, name) for layer in layers_of.find(model) for name in layer.weights]
+    if not pairs:
+        return attach(model)  # says what is wrong
+    why = ""
+    if scheme is None:
+        for layer, name in pairs:
+            _check_plain(layer, name)
+        chosen = default_scheme([layer.natural_weight(name) for layer, name in pairs])
+        scheme, why = chosen.name, f", because {chosen.reason}"
     scheme = get_scheme(scheme)
     _ = scheme.quantized_weight  # raises for plain weights
     if scheme.activation is not None and scheme.activation.static:
@@ -50,14 +66,13 @@ def quantize(model: nn.Module, scheme: str | QuantScheme) -> AttachReport:
             "carries them; use 'fp8_tensor', whose scales come from the data of each call, or "
             "quantize each weight by moe_ops.quantize(weight, scheme, activation_scale=...)"
         )
-    pairs = [(layer, name) for layer in layers_of.find(model) for name in layer.weights]
     for layer, name in pairs:
         _check_quantizable(layer, name, scheme)
     report = attach(model)
-    for layer, name in environment.progress_bar(pairs, "quantizing experts"):
+    for layer, name in environment.progress_bar(pairs, f"quantizing experts to {scheme.name}"):
         _quantize_weight(layer, name, scheme)
     mark_quantized(model, MoeOpsConfig(scheme))
-    return report
+    return replace(report, quantized=f"{scheme.name}{why}")
 
 
 def is_experts(module: nn.Module) -> bool:
@@ -91,6 +106,12 @@ def _quantize_weight(layer: Layer, name: str, scheme: QuantScheme) -> None:
 
 
 def _check_quantizable(layer: Layer, weight_name: str, scheme: QuantScheme) -> None:
+    _check_plain(layer, weight_name)
+    name = layer.parameter_name(weight_name)
+    check_quantizable(name, layer.natural_weight(weight_name), scheme)
+
+
+def _check_plain(layer: Layer, weight_name: str) -> None:
     name = layer.parameter_name(weight_name)
     # PEFT wraps the module, as "base_layer", and parametrizes its weights during the forward only
     if "base_layer" in name.split(".") or parametrize.is_parametrized(layer.owner, weight_name):
@@ -108,4 +129,3 @@ def _check_quantizable(layer: Layer, weight_name: str, scheme: QuantScheme) -> N
         raise ValueError(f"{name} must be a plain tensor, got {what}: it is quantized already")
     if weight.device.type == "meta":
         raise ValueError(f"{name} must be loaded, got the meta device; quantize before offloading")
-    check_quantizable(name, layer.natural_weight(weight_name), scheme)
