@@ -1,5 +1,5 @@
 """The tables of docs/backends.md, made from the code, the measured tables and the plots, and those
-of other documents that are made from committed results (cpu_doc.py, layers_doc.py,
+of other documents that are made from committed results (cpu_doc.py, layers_doc.py, schemes_doc.py,
 training_doc.py).
 
     python benchmarks/backends_doc.py            # say whether the documents are up to date
@@ -20,6 +20,7 @@ from pathlib import Path
 
 import cpu_doc
 import layers_doc
+import schemes_doc
 import torch
 import training_doc
 
@@ -210,6 +211,7 @@ DOCUMENTS: dict[str, dict[str, Callable[[], str | None]]] = {
         "steps": training_doc.steps,
         "steps on an H100": lambda: training_doc.steps(training_doc.ON_H100),
     },
+    "docs/quantization.md": {"schemes": schemes_doc.table},
     "docs/performance.md": {"8-bit activations": layers_doc.summary},
 }
 
