@@ -220,7 +220,12 @@ class MoELayer(nn.Module):
 
     @classmethod
     def from_config(
-        cls, config: MoEConfig, *, group: ProcessGroup = _NO_GROUP, **options: Any
+        cls,
+        config: MoEConfig,
+        *,
+        group: ProcessGroup = _NO_GROUP,
+        name: str = "",
+        **options: Any,
     ) -> MoELayer:
         """The layer of a MoEConfig, as this device holds it.
 
@@ -241,6 +246,8 @@ class MoELayer(nn.Module):
             group: the ranks of expert parallelism in the order of `config.parallel.ep_rank`, each
                 with tokens of its own (dp_size, pcp_size, or sp_size as large as the
                 tensor-parallel group); `config.parallel.all2all_backend` names what sends them.
+            name: with a group, what errors of communication call the layer, such as its name in
+                the model.
             options: keyword arguments of the constructor that the configuration does not have;
                 those that it has may be overridden (a callable routing_method for "custom").
 
@@ -256,8 +263,15 @@ class MoELayer(nn.Module):
         parallel = config.parallel
         dispatcher = None
         if group is not _NO_GROUP:
-            check_agreement(_common_fields(config, options), group)
-            dispatcher = make_dispatcher(parallel, group, max_num_tokens=config.max_num_tokens)
+            check_agreement(_common_fields(config, {"name": name, **options}), group)
+            dispatcher = make_dispatcher(
+                parallel,
+                group,
+                max_num_tokens=config.max_num_tokens,
+                label=f"MoELayer {name}"
+                if name
+                else f"a MoELayer of {config.num_experts} experts",
+            )
             if "expert_map" in options:
                 raise ValueError(
                     "expert_map must be left out with a group; the layer places experts by "

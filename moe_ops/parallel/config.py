@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypedDict, Unpack
 
 from moe_ops.checks import check_integer, check_size
 from moe_ops.parallel.placement import check_placement
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 ALL2ALL_BACKENDS = (
     "naive",
     "allgather_reducescatter",
+    "all_to_all",
     "deepep_high_throughput",
     "deepep_low_latency",
     "flashinfer_all2allv",
@@ -23,6 +24,20 @@ ALL2ALL_BACKENDS = (
 
 # dimensions of a mesh that devices are counted along, the slowest first
 MESH_DIMS = ("dp", "pcp", "tp")
+
+
+class _Kept(TypedDict, total=False):
+    """Fields that all constructors take as they are."""
+
+    all2all_backend: str
+    enable_eplb: bool
+    expert_placement: str
+
+
+class _Options(_Kept, total=False):
+    """What `make` takes beside sizes and ranks."""
+
+    enable_expert_parallel: bool
 
 
 @dataclass(frozen=True)
@@ -37,7 +52,7 @@ class ParallelConfig:
     sp_size devices of a tensor-parallel group have divided the tokens of their sequences among
     them. all2all_backend is the dispatcher of whoever runs this layer; its name says in which
     format rows arrive (`MoEConfig.dispatched_shape`). `MoELayer.from_config` with a process group
-    runs "allgather_reducescatter" itself.
+    runs "allgather_reducescatter" and "all_to_all" itself.
     expert_placement says which experts a device holds with use_ep: "linear" a run of neighbours,
     "round_robin" every ep_size-th.
 
@@ -101,15 +116,14 @@ class ParallelConfig:
         sp_size: int = 1,
         sp_rank: int = 0,
         enable_expert_parallel: bool = False,
-        all2all_backend: str = "allgather_reducescatter",
-        enable_eplb: bool = False,
-        expert_placement: str = "linear",
+        **kept: Unpack[_Kept],
     ) -> ParallelConfig:
         """Shard a layer over a deployment of dp_size * pcp_size * tp_size devices.
 
         The ranks say which of them this device is. Experts are placed whole on devices if
         enable_expert_parallel and there is more than one device; otherwise they are cut along the
-        intermediate dimension over all of them.
+        intermediate dimension over all of them. all2all_backend, enable_eplb and expert_placement
+        are the class's fields.
 
         Raises:
             ValueError: as the class does, and for ranks outside the sizes given here.
@@ -134,9 +148,7 @@ class ParallelConfig:
             sp_size=sp_size,
             sp_rank=sp_rank,
             use_ep=use_ep,
-            all2all_backend=all2all_backend,
-            enable_eplb=enable_eplb,
-            expert_placement=expert_placement,
+            **kept,
         )
 
     @classmethod
@@ -145,10 +157,7 @@ class ParallelConfig:
         mesh: DeviceMesh,
         *,
         sequence_parallel: bool = False,
-        enable_expert_parallel: bool = False,
-        all2all_backend: str = "allgather_reducescatter",
-        enable_eplb: bool = False,
-        expert_placement: str = "linear",
+        **options: Unpack[_Options],
     ) -> ParallelConfig:
         """Shard a layer over all devices of a mesh, as this process's device sees them.
 
@@ -157,7 +166,8 @@ class ParallelConfig:
                 that it lacks have size 1. `init_device_mesh("cuda", (4, 2), mesh_dim_names=("dp",
                 "tp"))` makes one.
             sequence_parallel: the devices along "tp" have different tokens.
-            enable_expert_parallel, all2all_backend, enable_eplb, expert_placement: as in `make`.
+            options: enable_expert_parallel, all2all_backend, enable_eplb and expert_placement, as
+                in `make`.
 
         Raises:
             ValueError: as `make`; a mesh without names, with others, or with these in another
@@ -182,10 +192,7 @@ class ParallelConfig:
             sizes,
             ranks,
             sequence_parallel,
-            enable_expert_parallel=enable_expert_parallel,
-            all2all_backend=all2all_backend,
-            enable_eplb=enable_eplb,
-            expert_placement=expert_placement,
+            **options,
         )
 
     @classmethod
@@ -195,10 +202,7 @@ class ParallelConfig:
         tp_size: int = 1,
         pcp_size: int = 1,
         sequence_parallel: bool = False,
-        enable_expert_parallel: bool = False,
-        all2all_backend: str = "allgather_reducescatter",
-        enable_eplb: bool = False,
-        expert_placement: str = "linear",
+        **options: Unpack[_Options],
     ) -> ParallelConfig:
         """Shard a layer over all processes that torchrun started, from the environment variables
         RANK and WORLD_SIZE, which it sets.
@@ -209,7 +213,8 @@ class ParallelConfig:
         Args:
             tp_size, pcp_size: sizes of a deployment.
             sequence_parallel: the devices of a tensor-parallel group have different tokens.
-            enable_expert_parallel, all2all_backend, enable_eplb, expert_placement: as in `make`.
+            options: enable_expert_parallel, all2all_backend, enable_eplb and expert_placement, as
+                in `make`.
 
         Raises:
             ValueError: as `make`; a variable that is not set or no integer; or a WORLD_SIZE that
@@ -234,10 +239,7 @@ class ParallelConfig:
             {"tp": tp_size, "pcp": pcp_size, "dp": world // (tp_size * pcp_size)},
             {"tp": tp_rank, "pcp": pcp_rank, "dp": dp_rank},
             sequence_parallel,
-            enable_expert_parallel=enable_expert_parallel,
-            all2all_backend=all2all_backend,
-            enable_eplb=enable_eplb,
-            expert_placement=expert_placement,
+            **options,
         )
 
     @classmethod
@@ -246,11 +248,7 @@ class ParallelConfig:
         sizes: dict[str, int],
         ranks: dict[str, int],
         sequence_parallel: bool,
-        *,
-        enable_expert_parallel: bool,
-        all2all_backend: str,
-        enable_eplb: bool,
-        expert_placement: str,
+        **options: Unpack[_Options],
     ) -> ParallelConfig:
         """`make` for sizes and ranks by name; missing ones are 1 and 0."""
         tp = sizes.get("tp", 1), ranks.get("tp", 0)
@@ -264,10 +262,7 @@ class ParallelConfig:
             dp_rank=ranks.get("dp", 0),
             sp_size=sp[0],
             sp_rank=sp[1],
-            enable_expert_parallel=enable_expert_parallel,
-            all2all_backend=all2all_backend,
-            enable_eplb=enable_eplb,
-            expert_placement=expert_placement,
+            **options,
         )
 
     @property
@@ -292,6 +287,10 @@ class ParallelConfig:
     @property
     def use_allgather_reducescatter_kernels(self) -> bool:
         return self._uses("allgather_reducescatter")
+
+    @property
+    def use_all_to_all_kernels(self) -> bool:
+        return self._uses("all_to_all")
 
     @property
     def use_deepep_high_throughput_kernels(self) -> bool:

@@ -6,8 +6,9 @@ expert-parallel group, T = max_num_tokens.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ from moe_ops.parallel.config import ParallelConfig
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-_REDUCE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_REDUCE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, None)
 
 
 class Dispatcher(Protocol):
@@ -64,43 +65,37 @@ class Dispatcher(Protocol):
         """
 
 
+class _Ranks(NamedTuple):
+    """What the collectives of a dispatcher are told."""
+
+    group: str
+    size: int
+    all_to_all: bool  # send rows as they are and add them here
+    reduce_dtype: torch.dtype | None  # in which rows of 16 bits are added; None: their own
+    label: str
+
+
 @dataclass(frozen=True)
-class AllGatherReduceScatter:
-    """Every rank gets the tokens of all ranks; a reduce-scatter adds up the outputs.
+class _PaddedDispatcher:
+    """Every rank gets the tokens of all ranks, T rows of each, and returns one row for each.
 
     All shapes are static: a rank sends T rows whatever M is, those without a token with expert ids
-    -1, so nothing is read on the host. Gradients of x, of the router weights and of the outputs
-    flow. Every call moves R * T rows to each rank and back, also those that no expert there needs:
-    meant for few ranks, or many experts per token.
-
-    Args:
-        group_name: of the expert-parallel process group (`group.group_name`).
-        group_size: R.
-        max_num_tokens: T.
-        reduce_dtype: torch.float32, torch.bfloat16 or torch.float16, in which outputs travel and
-            are added. Each rank's output has been rounded once to the tokens' dtype before; in
-            fp32 their sum is rounded once more, however many ranks there are. Gradients of x are
-            added in it, too; those of router weights in fp32.
-
-    Raises:
-        ValueError: a size that is no integer or below 1, or another reduce_dtype.
+    -1, so nothing is read on the host. No counts are known before a call, so each rank must have
+    room for T rows of every other: rows stay in their place, since to pack those that a rank needs
+    would save no bytes. Gradients of x, of the router weights and of the outputs flow.
     """
 
-    name: ClassVar[str] = "allgather_reducescatter"
+    name: ClassVar[str]
+    all_to_all: ClassVar[bool]
 
     group_name: str
     group_size: int
     max_num_tokens: int
-    reduce_dtype: torch.dtype = torch.float32
+    label: str = field(default="a MoE layer", kw_only=True)
 
     def __post_init__(self) -> None:
         check_size("group_size", self.group_size)
         check_size("max_num_tokens", self.max_num_tokens)
-        if self.reduce_dtype not in _REDUCE_DTYPES:
-            raise ValueError(
-                "reduce_dtype must be torch.float32, torch.bfloat16 or torch.float16, got "
-                f"{self.reduce_dtype}"
-            )
 
     @staticmethod
     def why_not(parallel: ParallelConfig) -> list[str]:
@@ -120,6 +115,16 @@ class AllGatherReduceScatter:
             reasons.append("enable_eplb is True; a replicated expert would be counted twice")
         return reasons
 
+    @property
+    def _reduce_dtype(self) -> torch.dtype | None:
+        return None
+
+    @property
+    def _ranks(self) -> _Ranks:
+        return _Ranks(
+            self.group_name, self.group_size, self.all_to_all, self._reduce_dtype, self.label
+        )
+
     def dispatch(
         self,
         x: Tensor,  # (M, K)
@@ -130,7 +135,8 @@ class AllGatherReduceScatter:
 
         Args:
             x: (M, K) bf16, fp16 or fp32, of one dtype and K on all ranks; M may be 0, and differ
-                from rank to rank.
+                from rank to rank. It requires gradients on all ranks or on none, and so do
+                topk_weights.
             topk_ids: (M, top_k) int32 or int64 global expert ids; any that name no expert, such as
                 -1, choose none.
             topk_weights: (M, top_k), any float dtype.
@@ -141,7 +147,7 @@ class AllGatherReduceScatter:
 
         Raises:
             ValueError: a tensor of another rank, number of rows or dtype, or M above
-                max_num_tokens.
+                max_num_tokens; nothing was sent then.
         """
         check_rank("x", x, "(M, K)")
         check_rank("topk_ids", topk_ids, "(M, top_k)")
@@ -152,6 +158,7 @@ class AllGatherReduceScatter:
                 f"x must have at most max_num_tokens={self.max_num_tokens} rows, got {M}; pass "
                 "them in several calls, or construct all ranks with a larger max_num_tokens"
             )
+        torch._check(self.max_num_tokens >= M)  # of a size that is not known while tracing
         for name, tensor in (("topk_ids", topk_ids), ("topk_weights", topk_weights)):
             if guard_or_false(tensor.shape[0] != M):
                 raise ValueError(
@@ -161,10 +168,11 @@ class AllGatherReduceScatter:
             raise ValueError(f"topk_ids must be int32 or int64, got {topk_ids.dtype}")
         # one dtype on the wire for all ranks; int64 ids that int32 lacks must not wrap to others
         ids = topk_ids.clamp(-1, torch.iinfo(torch.int32).max).to(torch.int32)
-        return (
-            self._gather(self._padded(x, 0), self.reduce_dtype),
-            self._gather(self._padded(ids, -1), torch.float32),
-            self._gather(self._padded(topk_weights.to(torch.float32), 0), torch.float32),
+        return _AllGather.apply(
+            self._ranks,
+            self._padded(x, 0),
+            self._padded(ids, -1),
+            self._padded(topk_weights.to(torch.float32), 0),
         )
 
     def combine(
@@ -190,19 +198,80 @@ class AllGatherReduceScatter:
             raise ValueError(
                 f"out must have the {rows} rows that dispatch returned, got {out.shape[0]}"
             )
-        group = self.group_size, self.group_name, self.reduce_dtype
-        return _ReduceScatter.apply(out, *group)[:num_tokens]
+        return _ReduceScatter.apply(self._ranks, out)[:num_tokens]
 
     def _padded(self, rows: Tensor, value: int) -> Tensor:  # (M, ...) -> (T, ...)
         missing = self.max_num_tokens - rows.shape[0]
         # not cat, of which a graph for M < T could not serve M = T, an empty second part
         return torch.nn.functional.pad(rows, (0, 0, 0, missing), value=value)
 
-    def _gather(self, rows: Tensor, reduce_dtype: torch.dtype) -> Tensor:  # -> (R * T, ...)
-        return _AllGather.apply(rows, self.group_size, self.group_name, reduce_dtype)
+
+@dataclass(frozen=True)
+class AllGatherReduceScatter(_PaddedDispatcher):
+    """Every rank gets the tokens of all ranks; a reduce-scatter adds up the outputs.
+
+    Every call moves R * T rows to each rank and back, also those that no expert there needs:
+    meant for few ranks, or many experts per token.
+
+    Args:
+        group_name: of the expert-parallel process group (`group.group_name`).
+        group_size: R.
+        max_num_tokens: T.
+        reduce_dtype: torch.float32, torch.bfloat16 or torch.float16, in which outputs of 16 bits
+            travel and are added; those of fp32 stay in it. Each rank's output has been rounded
+            once to the tokens' dtype before; in fp32 their sum is rounded once more, however many
+            ranks there are. Gradients of x are added in it, too. None: the tokens' dtype for two
+            ranks, of which the sum is rounded once either way, else fp32.
+        label: what errors call the layer.
+
+    Raises:
+        ValueError: a size that is no integer or below 1, or another reduce_dtype.
+    """
+
+    name: ClassVar[str] = "allgather_reducescatter"
+    all_to_all: ClassVar[bool] = False
+
+    reduce_dtype: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.reduce_dtype not in _REDUCE_DTYPES:
+            raise ValueError(
+                "reduce_dtype must be torch.float32, torch.bfloat16, torch.float16 or None, got "
+                f"{self.reduce_dtype}"
+            )
+
+    @property
+    def _reduce_dtype(self) -> torch.dtype | None:
+        if self.reduce_dtype is None and self.group_size > 2:
+            return torch.float32
+        return self.reduce_dtype
 
 
-DISPATCHERS = {AllGatherReduceScatter.name: AllGatherReduceScatter}
+@dataclass(frozen=True)
+class AllToAll(_PaddedDispatcher):
+    """Every rank gets the tokens of all ranks, and sends each its outputs, which that adds up.
+
+    Outputs travel in the tokens' dtype, half the bytes of a reduce-scatter in fp32, one row for
+    each token and rank. The rank that sent the token adds them in fp32 in the order of ranks and
+    rounds the sum once, so the bits do not depend on how a library of collectives adds. Gradients
+    of tokens take the same way.
+
+    Args:
+        group_name: of the expert-parallel process group (`group.group_name`).
+        group_size: R.
+        max_num_tokens: T.
+        label: as in `AllGatherReduceScatter`.
+
+    Raises:
+        ValueError: a size that is no integer or below 1.
+    """
+
+    name: ClassVar[str] = "all_to_all"
+    all_to_all: ClassVar[bool] = True
+
+
+DISPATCHERS = {kind.name: kind for kind in (AllGatherReduceScatter, AllToAll)}
 
 
 def make_dispatcher(
@@ -210,18 +279,21 @@ def make_dispatcher(
     group: ProcessGroup,
     *,
     max_num_tokens: int,
-    reduce_dtype: torch.dtype = torch.float32,
+    **options: Any,
 ) -> Dispatcher:
     """The dispatcher that `parallel.all2all_backend` names, on a process group.
 
     Args:
         parallel: the deployment; its ep_size and ep_rank are those of the group.
         group: the ranks that hold experts, in the order of ep_rank.
-        max_num_tokens, reduce_dtype: as in `AllGatherReduceScatter`.
+        max_num_tokens: T, the most tokens that one rank passes in one call.
+        options: label, and what that dispatcher alone takes: `reduce_dtype` of
+            `AllGatherReduceScatter`.
 
     Raises:
         ValueError: a name without a dispatcher here, a deployment that it cannot serve, with every
-            reason, a group of other ranks, or a bad max_num_tokens or reduce_dtype.
+            reason, a group of other ranks, an option that it does not have, or a bad
+            max_num_tokens or option.
     """
     name = parallel.all2all_backend
     if name not in DISPATCHERS:
@@ -239,38 +311,91 @@ def make_dispatcher(
             f"{parallel.ep_rank}, got {size} ranks with it as {rank}; pass the group of all "
             "devices of the deployment"
         )
-    return dispatcher(group.group_name, size, max_num_tokens, reduce_dtype)
+    known = [field.name for field in fields(dispatcher)[3:]]
+    for option in options:
+        if option not in known:
+            raise ValueError(
+                f"{option} must be left out with {name}, whose options are {', '.join(known)}"
+            )
+    return dispatcher(group.group_name, size, max_num_tokens, **options)
 
 
 class _AllGather(torch.autograd.Function):
-    """(T, ...) -> (R * T, ...); gradients are added in `reduce_dtype`.
+    """Of each tensor (T, ...) the rows of all ranks, (R * T, ...), sent together.
 
     torch's own formulas would add gradients of 16 bits in 16 bits. Each of this pair is the
     other's backward, so that gradients of gradients exist.
     """
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, size: int, name: str, reduce_dtype: torch.dtype) -> Tensor:
-        ctx.group = size, name, reduce_dtype
-        op = torch.ops._c10d_functional
-        return op.wait_tensor(op.all_gather_into_tensor(rows.contiguous(), size, name))
+    def forward(ctx: Any, ranks: _Ranks, *rows: Tensor) -> tuple[Tensor, ...]:
+        ctx.ranks = ranks
+        # As bytes: gloo (torch 2.11 to 2.13) mixes up coalesced tensors of different item sizes.
+        sent = [part.contiguous().view(torch.uint8) for part in rows]
+        received = _exchange(
+            ranks, lambda op: op.all_gather_into_tensor_coalesced(sent, ranks.size, ranks.group)
+        )
+        gathered = [r.view(part.dtype) for r, part in zip(received, rows, strict=True)]
+        ctx.mark_non_differentiable(*[part for part in gathered if not part.is_floating_point()])
+        ctx.set_materialize_grads(False)
+        return tuple(gathered)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        return _ReduceScatter.apply(grads[0], *ctx.group), None, None, None
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        wanted = zip(grads, ctx.needs_input_grad[1:], strict=True)
+        return None, *[
+            _ReduceScatter.apply(ctx.ranks, grad) if grad is not None and needed else None
+            for grad, needed in wanted
+        ]
 
 
 class _ReduceScatter(torch.autograd.Function):
-    """(R * T, ...) -> (T, ...), summed in `reduce_dtype` and returned in the input's dtype."""
+    """(R * T, ...) -> (T, ...), summed over ranks and rounded once to the input's dtype."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, size: int, name: str, reduce_dtype: torch.dtype) -> Tensor:
-        ctx.group = size, name, reduce_dtype
+    def forward(ctx: Any, ranks: _Ranks, rows: Tensor) -> Tensor:
+        ctx.ranks = ranks
+        rows = rows.contiguous()
+        if ranks.all_to_all:
+            share = rows.shape[0] // ranks.size
+            splits = [share] * ranks.size
+            (received,) = _exchange(
+                ranks, lambda op: [op.all_to_all_single(rows, splits, splits, ranks.group)]
+            )
+            # torch adds 16-bit numbers in fp32, here in the order of ranks, and rounds once
+            return received.unflatten(0, (ranks.size, share)).sum(0)
+        wide = rows.dtype if rows.dtype == torch.float32 else ranks.reduce_dtype or rows.dtype
+        sent = rows.to(wide)
+        (summed,) = _exchange(
+            ranks, lambda op: [op.reduce_scatter_tensor(sent, "sum", ranks.size, ranks.group)]
+        )
+        # with torch 2.11 a cast to the dtype that it has would lose compiled gradients
+        return summed if wide == rows.dtype else summed.to(rows.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return None, _AllGather.apply(ctx.ranks, grads[0])[0]
+
+
+def _exchange(ranks: _Ranks, start: Callable[[Any], list[Tensor]]) -> list[Tensor]:
+    """What a functional collective returns, once it is there.
+
+    Raises:
+        RuntimeError: naming the layer, where the others did not take part. NCCL has no such error:
+            it ends the process, and traced code has torch's.
+    """
+
+    def received() -> list[Tensor]:
         op = torch.ops._c10d_functional
-        sent = rows.to(reduce_dtype).contiguous()
-        received = op.wait_tensor(op.reduce_scatter_tensor(sent, "sum", size, name))
-        return received.to(rows.dtype)
+        return [op.wait_tensor(tensor) for tensor in start(op)]
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        return _AllGather.apply(grads[0], *ctx.group), None, None, None
+    if torch.compiler.is_compiling():
+        return received()
+    try:
+        return received()
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"{ranks.label} could not exchange tokens with the other ranks: one of them ended, or "
+            "did not call the layer within the timeout of the process group. The first error in "
+            f"the logs of all ranks says more. Here: {error}"
+        ) from error

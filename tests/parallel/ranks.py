@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import copy
 import json
+import os
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -18,7 +20,7 @@ from torch import Tensor
 
 import moe_ops
 import moe_ops.tensors  # noqa: F401 - with torchao, once for all processes
-from moe_ops.parallel.dispatch import AllGatherReduceScatter
+from moe_ops.parallel.dispatch import DISPATCHERS, AllGatherReduceScatter, AllToAll
 from moe_ops.parallel.placement import PLACEMENTS, Placement, shard_experts
 from tests.support import oracle
 
@@ -29,6 +31,13 @@ ROUTINGS = ("even", "one rank without tokens", "one expert", "ids out of range")
 # Each rank rounds its share to bf16 once, and the sum once more: 2 ** -9 each, at most. Besides, a
 # CPU rounds gate and up where experts have many rows, and h.
 BF16, FP32 = 2**-7, 1e-6
+KINDS = tuple(DISPATCHERS.values())
+# NVLink multicast can take the GPUs of a host out of service
+WITHOUT_MULTICAST = {
+    "NCCL_NVLS_ENABLE": "0",
+    "NVSHMEM_DISABLE_NVLS": "1",
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+}
 
 
 @dataclass
@@ -86,15 +95,14 @@ class Spread:
         rank: int,
         size: int,
         strategy: str,
-        reduce_dtype: torch.dtype = torch.float32,
+        kind: type = AllGatherReduceScatter,
+        **options: object,
     ) -> None:
         placement = Placement(E, size, strategy)
         self.w13, self.w2 = (shard_experts(w, placement, rank) for w in (w13, w2))
         self.experts = list(placement.experts_of(rank))
-        self.expert_map = placement.expert_map(rank)
-        self.dispatcher = AllGatherReduceScatter(
-            dist.group.WORLD.group_name, size, MOST, reduce_dtype
-        )
+        self.expert_map = placement.expert_map(rank).to(w13.device)
+        self.dispatcher = kind(dist.group.WORLD.group_name, size, MOST, **options)
 
     def __call__(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         M = x.shape[0]
@@ -113,16 +121,42 @@ def forwards(rank: int, size: int) -> Iterator[tuple[str, float, float]]:
             strategy = ("linear", "round_robin")[number % 2]
             t = tokens(routing, rank, size, torch.bfloat16)
             want = moe_ops.fused_experts(t.x, w13, w2, t.weights, t.ids)
-            got = Spread(w13, w2, rank, size, strategy)(*t.local())
-            name = f"{scheme or 'bf16'}, {routing}"
-            yield name, difference(got, want[t.mine]), BF16
-            if not scheme:
-                exact = oracle.experts(t.x.nan_to_num(), w13, w2, t.weights, t.ids)
-                yield f"{name}, fp64", difference(got, exact[t.mine]), 2 * BF16
-                got16 = Spread(w13, w2, rank, size, strategy, torch.bfloat16)(*t.local())
-                yield f"{name}, added in bf16", difference(got16, want[t.mine]), 2 * BF16
+            exact = oracle.experts(t.x.nan_to_num(), w13, w2, t.weights, t.ids)
             unasked = ((t.ids < 0) | (t.ids >= E)).all(1)[t.mine]
-            yield f"{name}, rows of no expert", float(got[unasked].abs().sum()), 0.0
+            for kind in KINDS:
+                spread = Spread(w13, w2, rank, size, strategy, kind)
+                got = spread(*t.local())
+                name = f"{scheme or 'bf16'}, {routing}, {kind.name}"
+                yield name, difference(got, want[t.mine]), BF16
+                if not scheme:
+                    yield f"{name}, fp64", difference(got, exact[t.mine]), 2 * BF16
+                yield f"{name}, again", difference(spread(*t.local()), got), 0.0
+                yield f"{name}, rows of no expert", float(got[unasked].abs().sum()), 0.0
+            if not scheme:
+                for dtype in (torch.bfloat16, torch.float32):
+                    spread = Spread(w13, w2, rank, size, strategy, reduce_dtype=dtype)
+                    error = difference(spread(*t.local()), want[t.mine])
+                    yield f"{routing}, added in {dtype}", error, 2 * BF16
+        t = tokens("even", rank, size, torch.bfloat16)
+        t.x[::3] = torch.nan  # of all tokens, these alone have no numbers
+        for kind in KINDS:
+            got = Spread(w13, w2, rank, size, "linear", kind)(*t.local())
+            mixed = got.isnan().any(1) != t.x[t.mine].isnan().any(1)
+            yield f"{scheme or 'bf16'}, NaN rows, {kind.name}", float(mixed.sum()), 0.0
+
+
+def sums(rank: int, size: int) -> Iterator[tuple[str, float, float]]:
+    """all_to_all adds in fp32, in the order of ranks, and rounds once: to the bit."""
+    dispatcher = AllToAll(dist.group.WORLD.group_name, size, MOST)
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        outs = torch.randn(size, size * MOST, H).to(dtype)  # of each rank
+        outs[:, :, 0] *= torch.tensor([1, 2**-8, -1, 2**-9])[:size, None]  # which order, tells
+        mine = outs[:, rank * MOST : (rank + 1) * MOST].float()
+        want = mine[0]
+        for share in mine[1:]:
+            want = want + share
+        got = dispatcher.combine(outs[rank], MOST - 1)
+        yield f"sum of {dtype}", difference(got, want.to(dtype)[:-1]), 0.0
 
 
 def gradients(rank: int, size: int) -> Iterator[tuple[str, float, float]]:
@@ -135,20 +169,21 @@ def gradients(rank: int, size: int) -> Iterator[tuple[str, float, float]]:
             x, weights = t.x.clone().requires_grad_(), t.weights.clone().requires_grad_()
             out = moe_ops.fused_experts(x, w13, w2, weights, t.ids)
             want = torch.autograd.grad(out, (x, weights, w13, w2), upstream)
-            spread = Spread(w13.detach(), w2.detach(), rank, size, "linear")
-            local = spread.w13.requires_grad_(), spread.w2.requires_grad_()
-            x, weights = (s[t.mine].clone().requires_grad_() for s in (t.x, t.weights))
-            out = spread(x, t.ids[t.mine], weights)
-            got = torch.autograd.grad(out, (x, weights, *local), upstream[t.mine])
-            for name, part, one, all_ in zip(
-                ("x", "topk_weights", "w13", "w2"),
-                (t.mine, t.mine, spread.experts, spread.experts),
-                got,
-                want,
-                strict=True,
-            ):
-                error = difference(one, all_[part])
-                yield f"gradient of {name}, {dtype}, {routing}", error, allowed
+            for kind in KINDS:
+                spread = Spread(w13.detach(), w2.detach(), rank, size, "linear", kind)
+                local = spread.w13.requires_grad_(), spread.w2.requires_grad_()
+                x, weights = (s[t.mine].clone().requires_grad_() for s in (t.x, t.weights))
+                out = spread(x, t.ids[t.mine], weights)
+                got = torch.autograd.grad(out, (x, weights, *local), upstream[t.mine])
+                for name, part, one, all_ in zip(
+                    ("x", "topk_weights", "w13", "w2"),
+                    (t.mine, t.mine, spread.experts, spread.experts),
+                    got,
+                    want,
+                    strict=True,
+                ):
+                    error = difference(one, all_[part])
+                    yield f"gradient of {name}, {dtype}, {routing}, {kind.name}", error, allowed
 
 
 def second_gradients(rank: int, size: int) -> Iterator[tuple[str, float, float]]:
@@ -156,80 +191,139 @@ def second_gradients(rank: int, size: int) -> Iterator[tuple[str, float, float]]
     t = tokens("even", rank, size, torch.float32)
     w13, w2 = experts_weights(torch.float32)
     upstream, direction = torch.randn_like(t.x), torch.randn_like(t.x)
-    found = []
-    for call, part in (
-        (lambda x, ids, w: moe_ops.fused_experts(x, w13, w2, w, ids), slice(None)),
-        (Spread(w13, w2, rank, size, "linear"), t.mine),
-    ):
+
+    def second(call: Callable, part: slice) -> Tensor:
         x = t.x[part].clone().requires_grad_()
         out = call(x, t.ids[part], t.weights[part])
         (first,) = torch.autograd.grad(out, x, upstream[part], create_graph=True)
-        found += torch.autograd.grad(first, x, direction[part])
-    yield "gradient of the gradient of x", difference(found[1], found[0][t.mine]), 4 * FP32
+        return torch.autograd.grad(first, x, direction[part])[0]
+
+    want = second(lambda x, ids, w: moe_ops.fused_experts(x, w13, w2, w, ids), slice(None))
+    for kind in KINDS:
+        got = second(Spread(w13, w2, rank, size, "linear", kind), t.mine)
+        name = f"gradient of the gradient of x, {kind.name}"
+        yield name, difference(got, want[t.mine]), 4 * FP32
 
 
 def compiled(rank: int, size: int) -> Iterator[tuple[str, float, float]]:
     """One graph for all numbers of tokens but 0, forward and backward, with the bits of eager."""
-    graphs = []
+    for kind in KINDS:
+        graphs = []
 
-    def count(graph: torch.fx.GraphModule, inputs: list) -> Callable:
-        compiled = torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
-        graphs.append(graph)  # not before: torch may begin a graph anew here
-        return compiled
+        def count(graph: torch.fx.GraphModule, inputs: list, graphs: list = graphs) -> Callable:
+            compiled = torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
+            graphs.append(graph)  # not before: torch may begin a graph anew here
+            return compiled
 
-    spread = Spread(*experts_weights(torch.float32), rank, size, "linear")
-    call = torch.compile(spread.__call__, fullgraph=True, backend=count, dynamic=True)
-    for routing in ROUTINGS[:3]:
-        t = tokens(routing, rank, size, torch.float32)
-        # of their own memory: torch makes graphs for offsets into others, too
-        x, ids, weights = (part.clone() for part in t.local())
-        wanted, got = (f(x.requires_grad_(), ids, weights) for f in (spread, call))
-        yield f"compiled, {routing}", difference(got, wanted), 0.0
-        (want,) = torch.autograd.grad(wanted.sum(), x)
-        (gradient,) = torch.autograd.grad(got.sum(), x)
-        yield f"compiled, gradient, {routing}", difference(gradient, want), 0.0
-    layer = spread_layer(
-        moe_ops.MoEConfig(E, TOP_K, H, I, in_dtype=torch.float32, max_num_tokens=MOST),
-        rank,
-        size,
-        "linear",
-    ).eval()
-    call = torch.compile(layer, fullgraph=True, backend="aot_eager")
-    x = torch.randn(size * MOST, H)[rank::size]
-    with torch.no_grad():
-        yield "compiled layer", difference(call(x), layer(x)), 0.0
-    yield "compiled, graphs", float(len(graphs)), 2.0 if rank == 0 else 1.0
+        torch._dynamo.reset()
+        spread = Spread(*experts_weights(torch.float32), rank, size, "linear", kind)
+        call = torch.compile(spread.__call__, fullgraph=True, backend=count, dynamic=True)
+        for routing in ROUTINGS[:3]:
+            t = tokens(routing, rank, size, torch.float32)
+            # of their own memory: torch makes graphs for offsets into others, too
+            x, ids, weights = (part.clone() for part in t.local())
+            wanted, got = (f(x.requires_grad_(), ids, weights) for f in (spread, call))
+            yield f"compiled, {routing}, {kind.name}", difference(got, wanted), 0.0
+            (want,) = torch.autograd.grad(wanted.sum(), x)
+            (gradient,) = torch.autograd.grad(got.sum(), x)
+            error = difference(gradient, want)
+            yield f"compiled, gradient, {routing}, {kind.name}", error, 0.0
+        config = layer_config(torch.float32, kind)
+        layer = spread_layer(config, rank, size, "linear").eval()
+        call = torch.compile(layer, fullgraph=True, backend="aot_eager")
+        x = torch.randn(size * MOST, H)[rank::size]
+        with torch.no_grad():
+            yield f"compiled layer, {kind.name}", difference(call(x), layer(x)), 0.0
+        yield f"compiled, graphs, {kind.name}", float(len(graphs)), 2.0 if rank == 0 else 1.0
+
+
+def captured(rank: int, size: int) -> Iterator[tuple[str, float, float]]:
+    """A decode step in a CUDA graph, replayed with new tokens and so with other experts, and the
+    layer through Inductor, against one process. M differs from rank to rank.
+    """
+    for kind in KINDS:
+        config = layer_config(torch.bfloat16, kind)
+        whole = moe_ops.MoELayer.from_config(config).eval()
+        layer = spread_layer(config, rank, size, "round_robin").eval()
+        load_shares(layer, whole, rank, size, "round_robin")
+        rows = slice(rank * 3, rank * 3 + 3 + 2 * rank)
+        steps = torch.randn(4, size * MOST, H).to(torch.bfloat16)
+        x = steps[0, rows].clone()
+        with torch.no_grad():
+            compiled = torch.compile(layer, fullgraph=True)
+            for step in steps:
+                got, want = compiled(step[rows].clone()), whole(step)[rows]
+                yield f"Inductor, {kind.name}", difference(got, want), 2 * BF16
+            for _ in range(3):
+                layer(x)
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                out = layer(x)
+            for number, step in enumerate(steps):
+                x.copy_(step[rows])
+                out.fill_(torch.nan)
+                graph.replay()
+                first = out.clone()
+                name = f"CUDA graph, step {number}, {kind.name}"
+                yield name, difference(first, whole(step)[rows]), 2 * BF16
+                yield f"{name}, eager", difference(layer(x), first), 0.0
+                out.fill_(torch.nan)
+                graph.replay()
+                yield f"{name}, again", difference(out, first), 0.0
+            route = whole.gate.route
+            first, *others = [route(step[rows], TOP_K, whole.routing_method)[2] for step in steps]
+            same = [torch.equal(first, other) for other in others]
+            yield f"steps with the experts of the first, {kind.name}", float(sum(same)), 0.0
+
+
+def layer_config(dtype: torch.dtype, kind: type, **options: object) -> moe_ops.MoEConfig:
+    parallel = moe_ops.ParallelConfig(all2all_backend=kind.name)
+    return moe_ops.MoEConfig(
+        E, TOP_K, H, I, in_dtype=dtype, max_num_tokens=MOST, parallel=parallel, **options
+    )
 
 
 def spread_layer(
     config: moe_ops.MoEConfig, rank: int, size: int, strategy: str, **options: object
 ) -> moe_ops.MoELayer:
     parallel = moe_ops.ParallelConfig.make(
-        dp_size=size, dp_rank=rank, enable_expert_parallel=True, expert_placement=strategy
+        dp_size=size,
+        dp_rank=rank,
+        enable_expert_parallel=True,
+        expert_placement=strategy,
+        all2all_backend=config.parallel.all2all_backend,
     )
     config = replace(config, parallel=parallel, num_local_experts=None)
-    with torch.random.fork_rng():  # ranks that hold more experts draw more numbers
-        return moe_ops.MoELayer.from_config(config, group=dist.group.WORLD, **options)
+    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+    with torch.random.fork_rng(devices):  # ranks that hold more experts draw more numbers
+        return moe_ops.MoELayer.from_config(config, **{"group": dist.group.WORLD} | options)
+
+
+def load_shares(
+    layer: moe_ops.MoELayer, whole: moe_ops.MoELayer, rank: int, size: int, strategy: str
+) -> None:
+    """Give a rank's layer its experts of a whole one, and all else."""
+    state = whole.state_dict()
+    for name in state:
+        if name.startswith("experts."):
+            state[name] = shard_experts(state[name], Placement(E, size, strategy), rank)
+    layer.load_state_dict(state)
 
 
 def layers(rank: int, size: int) -> Iterator[tuple[str, float, float]]:
     """A MoELayer that is spread over the ranks, against one that holds everything."""
     options = {"shared_expert_intermediate_size": 32, "shared_expert_gate": True}
-    config = moe_ops.MoEConfig(
-        E, TOP_K, H, I, in_dtype=torch.float32, max_num_tokens=MOST, has_bias=True
-    )
+    config = layer_config(torch.float32, AllGatherReduceScatter, has_bias=True)
     whole = moe_ops.MoELayer.from_config(config, **options).train()
     with torch.no_grad():
         for bias in (whole.experts.w13_bias, whole.experts.down_proj_bias):
             bias.normal_()
-    for strategy, routing in zip(PLACEMENTS, ROUTINGS, strict=False):
-        layer = spread_layer(config, rank, size, strategy, **options).train()
+    for strategy, routing, kind in zip(PLACEMENTS, ROUTINGS, KINDS, strict=False):
         placement = Placement(E, size, strategy)
-        state = whole.state_dict()
-        for name in state:
-            if name.startswith("experts."):
-                state[name] = shard_experts(state[name], placement, rank)
-        layer.load_state_dict(state)
+        config = replace(config, parallel=moe_ops.ParallelConfig(all2all_backend=kind.name))
+        layer = spread_layer(config, rank, size, strategy, **options).train()
+        load_shares(layer, whole, rank, size, strategy)
         copied = copy.deepcopy(layer)
         t = tokens(routing, rank, size, torch.float32)
         whole.zero_grad()
@@ -290,26 +384,72 @@ def disagreements(rank: int, size: int) -> Iterator[tuple[str, float, float]]:
     yield f"what a layer says: {said}", float(not right), 0.0
 
 
+def faults(rank: int, size: int) -> Iterator[tuple[str, float, float]]:
+    """Too many tokens are refused before anything is sent; ranks that stay away or end are missed
+    by all others, which say in which layer.
+    """
+    config = layer_config(torch.float32, AllToAll)
+    layer = spread_layer(config, rank, size, "linear", name="model.layers.3.mlp")
+    said = refused(lambda: layer(torch.randn(MOST + rank % 2, H)) if rank % 2 else None)
+    right = not rank % 2 or said.startswith(f"x must have at most max_num_tokens={MOST} rows, got")
+    yield f"what a layer with too many tokens says: {said}", float(not right), 0.0
+    x = torch.randn(MOST, H, requires_grad=True)
+    out = layer(x)  # of all ranks: those refused above sent nothing that would be taken for this
+    dist.barrier()
+    last = size - 1
+    group = dist.new_group(timeout=timedelta(seconds=2))
+    waiting = spread_layer(config, rank, size, "linear", name="model.layers.4.mlp", group=group)
+    if rank == last:
+        time.sleep(3)
+        return  # and end, while the others wait in another layer
+    for what, call, name in (
+        ("without the last rank", lambda: waiting(x), "model.layers.4.mlp"),
+        ("when the last rank ends", lambda: layer(x), "model.layers.3.mlp"),
+        ("in its backward pass after that", out.sum().backward, "model.layers.3.mlp"),
+    ):
+        start = time.monotonic()
+        said = refused(call)
+        right = said.startswith(f"MoELayer {name} could not exchange tokens with the other ranks")
+        yield f"what a layer says {what}: {said}", float(not right), 0.0
+        yield f"seconds of a layer {what}", time.monotonic() - start, 10.0
+
+
+def refused(call: Callable[[], object]) -> str:
+    try:
+        call()
+    except (ValueError, RuntimeError) as error:
+        return str(error)
+    return "nothing"
+
+
 # by number of ranks; compiling takes the most time, and does not depend on it
 CASES = {
-    2: (forwards, gradients, second_gradients, layers, disagreements, compiled),
-    4: (forwards, gradients, second_gradients, layers, disagreements),
+    2: (forwards, sums, gradients, second_gradients, layers, disagreements, compiled),
+    4: (forwards, sums, gradients, second_gradients, layers, disagreements, faults),
 }
 
 
-def run_all(rank: int, size: int, folder: str, seconds: float) -> None:
+def run_all(rank: int, size: int, folder: str, seconds: float, gpus: bool = False) -> None:
     """All cases; what each compared goes to a file of this rank."""
     torch.set_num_threads(1)
+    device = torch.device("cuda", rank) if gpus else None
+    if device is not None:
+        os.environ.update(WITHOUT_MULTICAST)
+        torch.cuda.set_device(device)
+        torch.set_default_device(device)
     dist.init_process_group(
-        "gloo",
+        "nccl" if gpus else "gloo",
         init_method=f"file://{folder}/rendezvous",
         rank=rank,
         world_size=size,
         timeout=timedelta(seconds=seconds),
+        device_id=device,
     )
     compared = []
-    for case in CASES[size]:
+    for case in (*CASES[size], *([captured] if gpus else [])):
         torch.manual_seed(7)  # the same data on all ranks
         compared += list(case(rank, size))
     Path(folder, f"{rank}.json").write_text(json.dumps(compared))
+    if faults in CASES[size]:
+        os._exit(0)  # as one that is killed: the others find its connections closed
     dist.destroy_process_group()

@@ -83,7 +83,7 @@ def test_dispatchers_are_made_by_name_and_can_be_copied():
             lambda: make_dispatcher(
                 parallel(dp_size=2, all2all_backend="mori"), group(), max_num_tokens=4
             ),
-            "all2all_backend must be one of allgather_reducescatter .*got 'mori'",
+            "all2all_backend must be one of allgather_reducescatter, all_to_all .*got 'mori'",
         ),
         (
             lambda: make_dispatcher(parallel(dp_size=2), group(), max_num_tokens=4),
