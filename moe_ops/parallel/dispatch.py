@@ -363,7 +363,7 @@ class _ReduceScatter(torch.autograd.Function):
                 ranks, lambda op: [op.all_to_all_single(rows, splits, splits, ranks.group)]
             )
             # torch adds 16-bit numbers in fp32, here in the order of ranks, and rounds once
-            return received.unflatten(0, (ranks.size, share)).sum(0)
+            return received.view(ranks.size, share, *rows.shape[1:]).sum(0)
         wide = rows.dtype if rows.dtype == torch.float32 else ranks.reduce_dtype or rows.dtype
         sent = rows.to(wide)
         (summed,) = _exchange(
