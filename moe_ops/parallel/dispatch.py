@@ -154,9 +154,12 @@ class _PaddedDispatcher:
         check_rank("topk_weights", topk_weights, "(M, top_k)")
         M = x.shape[0]
         if guard_or_false(self.max_num_tokens < M):
+            most, got = "", "more"
+            if not torch.compiler.is_compiling():  # where they may have no numbers
+                most, got = f"={self.max_num_tokens}", str(M)
             raise ValueError(
-                f"x must have at most max_num_tokens={self.max_num_tokens} rows, got {M}; pass "
-                "them in several calls, or construct all ranks with a larger max_num_tokens"
+                f"x must have at most max_num_tokens{most} rows, got {got}; pass them in several "
+                "calls, or construct all ranks with a larger max_num_tokens"
             )
         torch._check(self.max_num_tokens >= M)  # of a size that is not known while tracing
         for name, tensor in (("topk_ids", topk_ids), ("topk_weights", topk_weights)):

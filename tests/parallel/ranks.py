@@ -42,12 +42,18 @@ WITHOUT_MULTICAST = {
 
 @dataclass
 class Tokens:
-    """Tokens of all ranks, equal on each of them; `mine` are those of this rank."""
+    """Tokens of all ranks, equal on each of them; `mine` are those of `rank`."""
 
     x: Tensor  # (M, H)
     ids: Tensor  # (M, TOP_K)
     weights: Tensor  # (M, TOP_K)
-    mine: slice
+    counts: list[int]  # of each rank
+    rank: int
+
+    @property
+    def mine(self) -> slice:
+        start = sum(self.counts[: self.rank])
+        return slice(start, start + self.counts[self.rank])
 
     def local(self) -> tuple[Tensor, Tensor, Tensor]:
         return self.x[self.mine], self.ids[self.mine], self.weights[self.mine]
@@ -57,7 +63,7 @@ def tokens(routing: str, rank: int, size: int, dtype: torch.dtype) -> Tokens:
     counts = [MOST] * size
     if routing == "one rank without tokens":
         counts = [0, *[MOST - r for r in range(size - 1)]]
-    M, start = sum(counts), sum(counts[:rank])
+    M = sum(counts)
     ids = torch.stack([torch.randperm(E)[:TOP_K] for _ in range(M)])
     if routing == "one expert":
         ids[:] = E - 1
@@ -67,7 +73,7 @@ def tokens(routing: str, rank: int, size: int, dtype: torch.dtype) -> Tokens:
         ids[::2, 0] = outside[torch.arange(len(ids[::2])) % 4]
         ids[1::4] = -1
         x[1::4] = torch.nan  # nobody asks for these rows
-    return Tokens(x, ids, torch.rand(M, TOP_K) + 0.1, slice(start, start + counts[rank]))
+    return Tokens(x, ids, torch.rand(M, TOP_K) + 0.1, counts, rank)
 
 
 def experts_weights(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -121,7 +127,6 @@ def forwards(rank: int, size: int) -> Iterator[tuple[str, float, float]]:
             strategy = ("linear", "round_robin")[number % 2]
             t = tokens(routing, rank, size, torch.bfloat16)
             want = moe_ops.fused_experts(t.x, w13, w2, t.weights, t.ids)
-            exact = oracle.experts(t.x.nan_to_num(), w13, w2, t.weights, t.ids)
             unasked = ((t.ids < 0) | (t.ids >= E)).all(1)[t.mine]
             for kind in KINDS:
                 spread = Spread(w13, w2, rank, size, strategy, kind)
@@ -129,6 +134,7 @@ def forwards(rank: int, size: int) -> Iterator[tuple[str, float, float]]:
                 name = f"{scheme or 'bf16'}, {routing}, {kind.name}"
                 yield name, difference(got, want[t.mine]), BF16
                 if not scheme:
+                    exact = oracle.experts(t.x.nan_to_num(), w13, w2, t.weights, t.ids)
                     yield f"{name}, fp64", difference(got, exact[t.mine]), 2 * BF16
                 yield f"{name}, again", difference(spread(*t.local()), got), 0.0
                 yield f"{name}, rows of no expert", float(got[unasked].abs().sum()), 0.0
@@ -143,6 +149,26 @@ def forwards(rank: int, size: int) -> Iterator[tuple[str, float, float]]:
             got = Spread(w13, w2, rank, size, "linear", kind)(*t.local())
             mixed = got.isnan().any(1) != t.x[t.mine].isnan().any(1)
             yield f"{scheme or 'bf16'}, NaN rows, {kind.name}", float(mixed.sum()), 0.0
+
+
+def dispatched(rank: int, size: int) -> Iterator[tuple[str, float, float]]:
+    """Rows of all ranks, each once, and rows of no expert where a rank has fewer than MOST."""
+    for kind in KINDS:
+        dispatcher = kind(dist.group.WORLD.group_name, size, MOST)
+        t = tokens("one rank without tokens", rank, size, torch.bfloat16)
+        for name, got, rows, missing in zip(
+            ("x", "topk_ids", "topk_weights"),
+            dispatcher.dispatch(*t.local()),
+            (t.x, t.ids, t.weights),
+            (0, -1, 0),
+            strict=True,
+        ):
+            parts = rows.split(t.counts)
+            want = [
+                torch.nn.functional.pad(part, (0, 0, 0, MOST - len(part)), value=missing)
+                for part in parts
+            ]
+            yield f"dispatched {name}, {kind.name}", difference(got, torch.cat(want)), 0.0
 
 
 def sums(rank: int, size: int) -> Iterator[tuple[str, float, float]]:
@@ -425,8 +451,8 @@ def refused(call: Callable[[], object]) -> str:
 
 # by number of ranks; compiling takes the most time, and does not depend on it
 CASES = {
-    2: (forwards, sums, gradients, second_gradients, layers, disagreements, compiled),
-    4: (forwards, sums, gradients, second_gradients, layers, disagreements, faults),
+    2: (forwards, dispatched, sums, gradients, second_gradients, layers, disagreements, compiled),
+    4: (forwards, dispatched, sums, gradients, second_gradients, layers, disagreements, faults),
 }
 
 

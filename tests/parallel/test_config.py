@@ -3,7 +3,6 @@
 import pytest
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from moe_ops.parallel.config import ALL2ALL_BACKENDS, ParallelConfig, flatten_tp_across_dp_and_pcp
 
@@ -101,20 +100,6 @@ def test_bad_parallel_config(fields, message):
 def test_make_rejects_a_rank_that_flattening_would_hide():
     with pytest.raises(ValueError, match="tp_rank must be in 0..tp_size - 1 = 1, got 2"):
         ParallelConfig.make(tp_size=2, tp_rank=2, dp_size=2)
-
-
-@pytest.fixture
-def world():
-    """A function that makes this process one rank of a group in which nothing is sent."""
-
-    def start(rank, size):
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
-
-    yield start
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])

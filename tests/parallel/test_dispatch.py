@@ -8,9 +8,15 @@ import pytest
 import torch
 
 from moe_ops import MoEConfig, MoELayer, ParallelConfig
-from moe_ops.parallel.dispatch import DISPATCHERS, AllGatherReduceScatter, make_dispatcher
+from moe_ops.parallel.dispatch import (
+    DISPATCHERS,
+    AllGatherReduceScatter,
+    AllToAll,
+    make_dispatcher,
+)
 
 DISPATCHER = AllGatherReduceScatter("group", 2, 4)
+KINDS = pytest.mark.parametrize("kind", DISPATCHERS.values(), ids=DISPATCHERS)
 
 
 def group(size=2, rank=1):
@@ -35,8 +41,9 @@ def tokens(M=3, ids=torch.int64):
         {"tp_size": 2, "sp_size": 2, "dp_size": 3},
     ],
 )
-def test_serves_devices_with_tokens_of_their_own(deployment):
-    assert AllGatherReduceScatter.why_not(parallel(**deployment)) == []
+@KINDS
+def test_serves_devices_with_tokens_of_their_own(kind, deployment):
+    assert kind.why_not(parallel(**deployment)) == []
 
 
 @pytest.mark.parametrize(
@@ -49,22 +56,64 @@ def test_serves_devices_with_tokens_of_their_own(deployment):
         ({"tp_size": 2, "enable_eplb": True}, ["2 devices hold experts", "enable_eplb is True"]),
     ],
 )
-def test_every_reason_is_given(deployment, reasons):
-    found = AllGatherReduceScatter.why_not(parallel(**deployment))
+@KINDS
+def test_every_reason_is_given(kind, deployment, reasons):
+    found = kind.why_not(parallel(**deployment))
     assert len(found) == len(reasons)
     for reason, begin in zip(found, reasons, strict=True):
         assert reason.startswith(begin)
-    with pytest.raises(ValueError, match="allgather_reducescatter cannot serve this ParallelCon"):
-        make_dispatcher(parallel(**deployment), group(), max_num_tokens=4)
+    config = parallel(**deployment, all2all_backend=kind.name)
+    with pytest.raises(ValueError, match=f"{kind.name} cannot serve this ParallelConfig: "):
+        make_dispatcher(config, group(), max_num_tokens=4)
 
 
-def test_dispatchers_are_made_by_name_and_can_be_copied():
-    made = make_dispatcher(
-        parallel(dp_size=2, dp_rank=1), group(), max_num_tokens=4, reduce_dtype=torch.bfloat16
-    )
-    assert made == AllGatherReduceScatter("group", 2, 4, torch.bfloat16)
-    assert DISPATCHERS[made.name] is type(made)
+@pytest.mark.parametrize(
+    ("wanted", "options"),
+    [
+        (AllGatherReduceScatter("group", 2, 4), {}),
+        (
+            AllGatherReduceScatter("group", 2, 4, torch.bfloat16),
+            {"reduce_dtype": torch.bfloat16},
+        ),
+        (AllToAll("group", 2, 4, label="MoELayer x"), {"label": "MoELayer x"}),
+    ],
+)
+def test_dispatchers_are_made_by_name_and_can_be_copied(wanted, options):
+    config = parallel(dp_size=2, dp_rank=1, all2all_backend=wanted.name)
+    made = make_dispatcher(config, group(), max_num_tokens=4, **options)
+    assert made == wanted and DISPATCHERS[made.name] is type(made)
     assert copy.deepcopy(made) == pickle.loads(pickle.dumps(made)) == made
+
+
+def test_layers_are_named_in_errors(world):
+    world(1, 2)
+    config = MoEConfig(4, 2, 64, 64, parallel=parallel(dp_size=2, dp_rank=1))
+    for name, label in (
+        ("layers.3.mlp", "MoELayer layers.3.mlp"),
+        ("", "a MoELayer of 4 experts"),
+    ):
+        layer = MoELayer.from_config(config, group=torch.distributed.group.WORLD, name=name)
+        assert layer.dispatcher.label == label
+
+
+@KINDS
+@pytest.mark.parametrize("unbacked", [False, True])
+def test_compiled_calls_refuse_too_many_tokens(world, kind, unbacked):
+    """Not cut off by the padding to max_num_tokens."""
+    world(0, 2)
+    dispatcher = kind(torch.distributed.group.WORLD.group_name, 2, 4)
+    torch._dynamo.reset()
+    call = torch.compile(dispatcher.dispatch, fullgraph=True, backend="eager", dynamic=True)
+    for M, most in ((3, 4), (4, 4), (5, 0)):
+        given = tokens(M)
+        if unbacked:
+            for tensor in given:
+                torch._dynamo.decorators.mark_unbacked(tensor, 0)
+        if most:
+            assert call(*given)[0].shape == (8, 8)
+        else:
+            with pytest.raises(Exception, match="max_num_tokens|Runtime assertion"):
+                call(*given)
 
 
 @pytest.mark.parametrize(
@@ -77,7 +126,17 @@ def test_dispatchers_are_made_by_name_and_can_be_copied():
         (lambda: AllGatherReduceScatter("group", 2.0, 1), "group_size must be an integer"),
         (
             lambda: AllGatherReduceScatter("group", 2, 1, torch.float64),
-            "reduce_dtype must be torch.float32, .*got torch.float64",
+            "reduce_dtype must be torch.float32, .*or None, got torch.float64",
+        ),
+        (lambda: AllToAll("group", 0, 4), "group_size must be at least 1, got 0"),
+        (
+            lambda: make_dispatcher(
+                parallel(dp_size=2, dp_rank=1, all2all_backend="all_to_all"),
+                group(),
+                max_num_tokens=4,
+                reduce_dtype=torch.float32,
+            ),
+            "reduce_dtype must be left out with all_to_all, whose options are label",
         ),
         (
             lambda: make_dispatcher(
