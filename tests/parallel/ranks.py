@@ -364,6 +364,10 @@ def layers(rank: int, size: int) -> Iterator[tuple[str, float, float]]:
         name = f"layer, {strategy}, {routing}"
         yield name, difference(got, want[t.mine]), FP32
         yield f"{name}, copied", difference(copied(t.x[t.mine], t.x[t.mine]), got), 0.0
+        with torch.no_grad():
+            copied.dispatcher = replace(copied.dispatcher, max_num_tokens=2 * MOST)
+            again = copied(t.x[t.mine], t.x[t.mine])
+        yield f"{name}, by a dispatcher of more tokens", difference(again, got), FP32
         load = layer.expert_load.clone()
         dist.all_reduce(load)
         yield f"{name}, expert_load", difference(load, whole.expert_load), 0.0

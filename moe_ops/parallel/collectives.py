@@ -1,0 +1,101 @@
+"""AllGather and ReduceScatter: differentiable collectives of a group's ranks, for eager and traced
+code.
+
+T rows of each of R ranks. torch's own formulas would add gradients of 16 bits in 16 bits. Each of
+the pair is the other's backward, so that gradients of gradients exist.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Ranks(NamedTuple):
+    """What the collectives of a dispatcher are told."""
+
+    group: str
+    size: int
+    all_to_all: bool  # send rows as they are and add them here
+    reduce_dtype: torch.dtype | None  # in which rows of 16 bits are added; None: their own
+    label: str
+
+
+class AllGather(torch.autograd.Function):
+    """Of each tensor (T, ...) the rows of all ranks, (R * T, ...), sent together."""
+
+    @staticmethod
+    def forward(ctx: Any, ranks: Ranks, *rows: Tensor) -> tuple[Tensor, ...]:
+        ctx.ranks = ranks
+        # As bytes: gloo (torch 2.11 to 2.13) mixes up coalesced tensors of different item sizes.
+        sent = [part.contiguous().view(torch.uint8) for part in rows]
+        received = _exchange(
+            ranks, lambda op: op.all_gather_into_tensor_coalesced(sent, ranks.size, ranks.group)
+        )
+        gathered = [r.view(part.dtype) for r, part in zip(received, rows, strict=True)]
+        ctx.mark_non_differentiable(*[part for part in gathered if not part.is_floating_point()])
+        ctx.set_materialize_grads(False)
+        return tuple(gathered)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        wanted = zip(grads, ctx.needs_input_grad[1:], strict=True)
+        return None, *[
+            ReduceScatter.apply(ctx.ranks, grad) if grad is not None and needed else None
+            for grad, needed in wanted
+        ]
+
+
+class ReduceScatter(torch.autograd.Function):
+    """(R * T, ...) -> (T, ...), summed over ranks and rounded once to the input's dtype."""
+
+    @staticmethod
+    def forward(ctx: Any, ranks: Ranks, rows: Tensor) -> Tensor:
+        ctx.ranks = ranks
+        rows = rows.contiguous()
+        if ranks.all_to_all:
+            share = rows.shape[0] // ranks.size
+            splits = [share] * ranks.size
+            (received,) = _exchange(
+                ranks, lambda op: [op.all_to_all_single(rows, splits, splits, ranks.group)]
+            )
+            # torch adds 16-bit numbers in fp32, here in the order of ranks, and rounds once
+            return received.view(ranks.size, share, *rows.shape[1:]).sum(0)
+        wide = rows.dtype if rows.dtype == torch.float32 else ranks.reduce_dtype or rows.dtype
+        sent = rows.to(wide)
+        (summed,) = _exchange(
+            ranks, lambda op: [op.reduce_scatter_tensor(sent, "sum", ranks.size, ranks.group)]
+        )
+        # with torch 2.11 a cast to the dtype that it has would lose compiled gradients
+        return summed if wide == rows.dtype else summed.to(rows.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return None, AllGather.apply(ctx.ranks, grads[0])[0]
+
+
+def _exchange(ranks: Ranks, start: Callable[[Any], list[Tensor]]) -> list[Tensor]:
+    """What a functional collective returns, once it is there.
+
+    Raises:
+        RuntimeError: naming the layer, where the others did not take part. NCCL has no such error:
+            it ends the process, and traced code has torch's.
+    """
+
+    def received() -> list[Tensor]:
+        op = torch.ops._c10d_functional
+        return [op.wait_tensor(tensor) for tensor in start(op)]
+
+    if torch.compiler.is_compiling():
+        return received()
+    try:
+        return received()
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"{ranks.label} could not exchange tokens with the other ranks: one of them ended, or "
+            "did not call the layer within the timeout of the process group. The first error in "
+            f"the logs of all ranks says more. Here: {error}"
+        ) from error
