@@ -10,7 +10,7 @@ EXAMPLES ?= 20000
 SEED ?= 0
 
 .PHONY: venv demo check test fuzz fuzz-sanitized native native-check docs compile-matrix test-gpu sanitize-cuda lint \
-  bench bench-gpu clean
+  bench bench-gpu bench-gpus clean
 
 venv: $(STAMP)
 
@@ -108,6 +108,11 @@ bench-gpu: venv
 	$(PY) benchmarks/end_to_end.py
 	$(PY) benchmarks/experts.py --report
 	$(PY) benchmarks/end_to_end.py --report
+
+# Needs two GPUs of one host.
+bench-gpus: venv
+	$(PY) -m torch.distributed.run --nproc-per-node 2 benchmarks/expert_parallel.py --peers
+	$(PY) benchmarks/expert_parallel.py --report
 
 clean:
 	rm -rf $(VENV) build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis

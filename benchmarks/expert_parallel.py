@@ -44,6 +44,7 @@ os.environ |= {
 import argparse
 import contextlib
 import datetime
+import functools
 import gc
 import statistics
 import sys
@@ -61,6 +62,7 @@ import torch.distributed as dist
 from harness import RESULTS, capture, interleaved_replays_us, relative_error
 from records import Results, merge
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import moe_ops
 from moe_ops.bench import layers
@@ -175,7 +177,6 @@ def transformers_ep(name: str) -> Callable[[Problem], Way]:
     """One of transformers' expert-parallel implementations around its grouped_mm."""
 
     def make(problem: Problem) -> Way:
-        from torch.distributed.device_mesh import init_device_mesh
         from transformers.distributed.expert_parallel import EPImplementationInterface
 
         cell, job = problem.cell, problem.job
@@ -185,7 +186,7 @@ def transformers_ep(name: str) -> Callable[[Problem], Way]:
             cell.case.layer, problem.w13, problem.w2, "grouped_mm"
         )
         experts.num_experts, experts._is_expert_parallel = problem.w13.shape[0], True
-        mesh = init_device_mesh(job.device.type, (job.size, 1), mesh_dim_names=("ep", "tp"))
+        mesh = mesh_of(job.device.type, job.size)
         shared = name == "all_reduce"  # of tokens that all ranks have
         layer = EPImplementationInterface()[name](
             experts, mesh["ep"], mesh["ep"] if shared else mesh["tp"]
@@ -197,6 +198,11 @@ def transformers_ep(name: str) -> Callable[[Problem], Way]:
         return Way(lambda which: layer(x, ids[which], weights[which]), rows, {}, shared)
 
     return make
+
+
+@functools.cache  # a mesh has process groups of its own
+def mesh_of(device_type: str, size: int) -> DeviceMesh:
+    return init_device_mesh(device_type, (size, 1), mesh_dim_names=("ep", "tp"))
 
 
 MAKERS = {
