@@ -8,8 +8,8 @@
     python benchmarks/expert_parallel.py --report          # table and plot of all rows
 
 --tokens are those of one GPU. All implementations get the same weights, tokens and routings, as
-many tokens in all, and give each GPU the outputs of its own tokens, except for
-`transformers all_reduce`, where every GPU has all tokens. `moe_ops one GPU` runs all tokens with
+many tokens in all, and give each GPU the outputs of its own tokens; where they are called
+`all_reduce` every GPU has all tokens, before and after. `moe_ops one GPU` runs all tokens with
 all experts on each GPU, and sends nothing. What can be captured is timed in CUDA graphs of one
 pass over all routings, the implementations in turn; `eager` is the time of calls from Python. Each
 time is the largest of all ranks, then the median. `dispatch` and `combine` are graphs of these
@@ -66,7 +66,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import moe_ops
 from moe_ops.bench import layers
-from moe_ops.parallel.dispatch import DISPATCHERS, Dispatcher
+from moe_ops.parallel.dispatch import DISPATCHERS, AllReduce, Dispatcher
 from moe_ops.parallel.placement import Placement, shard_experts
 
 SHAPES = ("qwen3", "dsv3")
@@ -148,27 +148,28 @@ def spread(name: str) -> Callable[[Problem], Way]:
     """The layer over all ranks by a dispatcher."""
 
     def make(problem: Problem) -> Way:
-        cell, mine, job = problem.cell, problem.mine, problem.job
-        x = cell.hidden_states[mine]
-        sets = [(ids[mine], weights[mine]) for weights, ids in cell.sets]
+        cell, job = problem.cell, problem.job
+        kind = DISPATCHERS.get(name, AllReduce)
+        rows = slice(None) if kind is AllReduce else problem.mine
+        x = cell.hidden_states[rows]
+        sets = [(ids[rows], weights[rows]) for weights, ids in cell.sets]
         M = x.shape[0]
-        dispatcher: Dispatcher = DISPATCHERS[name](dist.group.WORLD.group_name, job.size, M)
+        dispatcher: Dispatcher = kind(dist.group.WORLD.group_name, job.size, M)
         placement = Placement(cell.case.layer.num_experts, job.size)
         expert_map = placement.expert_map(job.rank).to(job.device)
 
         def call(which: int) -> Tensor:
-            rows, ids, weights = dispatcher.dispatch(x, *sets[which])
+            arrived, ids, weights = dispatcher.dispatch(x, *sets[which])
             out = moe_ops.fused_experts(
-                rows, problem.w13, problem.w2, weights, ids, expert_map=expert_map
+                arrived, problem.w13, problem.w2, weights, ids, expert_map=expert_map
             )
             return dispatcher.combine(out, M)
 
         out = torch.randn_like(cell.hidden_states)
-        steps = {
-            "dispatch": lambda which: dispatcher.dispatch(x, *sets[which]),
-            "combine": lambda which: dispatcher.combine(out, M),
-        }
-        return Way(call, mine, steps)
+        steps: dict[str, Callable] = {"combine": lambda which: dispatcher.combine(out, M)}
+        if kind is not AllReduce:  # which sends nothing before
+            steps["dispatch"] = lambda which: dispatcher.dispatch(x, *sets[which])
+        return Way(call, rows, steps)
 
     return make
 
@@ -209,6 +210,7 @@ MAKERS = {
     "moe_ops one GPU": one_gpu,
     "moe_ops allgather_reducescatter": spread("allgather_reducescatter"),
     "moe_ops all_to_all": spread("all_to_all"),
+    "moe_ops all_reduce": spread("all_reduce"),
     "transformers all_reduce": transformers_ep("all_reduce"),
     "transformers all_to_all": transformers_ep("all_to_all"),
 }

@@ -10,6 +10,7 @@ NAMES = (
     "moe_ops one GPU",
     "moe_ops allgather_reducescatter",
     "moe_ops all_to_all",
+    "moe_ops all_reduce",
     "transformers all_reduce",
     "transformers all_to_all",
 )
@@ -18,6 +19,7 @@ STYLES = {
     "moe_ops one GPU": ("#999999", "s", ":"),
     "moe_ops allgather_reducescatter": ("#E69F00", "P", "-"),
     "moe_ops all_to_all": ("#D55E00", "o", "-"),
+    "moe_ops all_reduce": ("#CC79A7", "D", "--"),
     "transformers all_reduce": ("#56B4E9", "v", "-"),
     "transformers all_to_all": ("#0072B2", "^", "--"),
 }

@@ -53,9 +53,10 @@ class MoELayer(nn.Module):
     `layer.experts.down_proj = nn.Parameter(quantize(w, scheme), False)`.
 
     Spread over devices there are two ways. With a process group (`from_config(config, group=...)`)
-    each rank passes tokens of its own and gets their outputs, as from a whole layer: the layer
-    sends tokens to the ranks of their experts and the outputs back. Residual, shared expert,
-    auxiliary loss and expert_load are those of the rank's own tokens.
+    each rank passes tokens and gets their outputs, as from a whole layer. Where ranks have tokens
+    of their own, the layer sends them to the ranks of their experts and the outputs back. Where
+    all have the same, it adds the outputs up. Residual, shared expert, auxiliary loss and
+    expert_load are those of the rank's tokens.
 
     Without one the layer does not communicate. Each device gets the same tokens, routes all of
     them, and returns its own experts' share of the sum (`expert_map`), or its own columns' share
@@ -237,15 +238,16 @@ class MoELayer(nn.Module):
         it was given, which must be the same on every device: sum it over the devices, and give a
         residual to one of them only.
 
-        With a process group each rank passes tokens of its own, at most config.max_num_tokens and
-        possibly none, and gets their outputs; it holds the experts of its placement and all of a
-        shared expert. All ranks of the group construct the layer, which compares their
-        configurations, and call it equally often, backwards too.
+        With a process group each rank passes at most config.max_num_tokens tokens and gets their
+        outputs; it holds the experts of its placement, or its columns of all experts
+        (`shard_w13`, `shard_w2`), and all of a shared expert. All ranks of the group construct the
+        layer, which compares their configurations, and call it equally often, backwards too.
 
         Args:
-            group: the ranks of expert parallelism in the order of `config.parallel.ep_rank`, each
-                with tokens of its own (dp_size, pcp_size, or sp_size as large as the
-                tensor-parallel group); `config.parallel.all2all_backend` names what sends them.
+            group: all devices of the deployment in the order of `config.parallel.ep_rank`, or of
+                tp_rank without whole experts. Either each has tokens of its own, possibly none
+                (dp_size, pcp_size, or sp_size as large as the tensor-parallel group), and
+                `config.parallel.all2all_backend` names what sends them; or all have the same.
             name: with a group, what errors of communication call the layer, such as its name in
                 the model.
             options: keyword arguments of the constructor that the configuration does not have;

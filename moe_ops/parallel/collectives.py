@@ -1,8 +1,8 @@
-"""AllGather and ReduceScatter: differentiable collectives of a group's ranks, for eager and traced
-code.
+"""Differentiable collectives of a group's ranks, for eager and traced code.
 
-T rows of each of R ranks. torch's own formulas would add gradients of 16 bits in 16 bits. Each of
-the pair is the other's backward, so that gradients of gradients exist.
+M or T rows of each of R ranks. torch's own formulas would add gradients of 16 bits in 16 bits. Of
+AllGather and ReduceScatter each is the other's backward, and so are Replicate and Sum: gradients
+of gradients exist.
 """
 
 from __future__ import annotations
@@ -64,17 +64,54 @@ class ReduceScatter(torch.autograd.Function):
             )
             # torch adds 16-bit numbers in fp32, here in the order of ranks, and rounds once
             return received.view(ranks.size, share, *rows.shape[1:]).sum(0)
-        wide = rows.dtype if rows.dtype == torch.float32 else ranks.reduce_dtype or rows.dtype
-        sent = rows.to(wide)
-        (summed,) = _exchange(
-            ranks, lambda op: [op.reduce_scatter_tensor(sent, "sum", ranks.size, ranks.group)]
+        return _summed(
+            ranks,
+            rows,
+            lambda op, sent: op.reduce_scatter_tensor(sent, "sum", ranks.size, ranks.group),
         )
-        # with torch 2.11 a cast to the dtype that it has would lose compiled gradients
-        return summed if wide == rows.dtype else summed.to(rows.dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         return None, AllGather.apply(ctx.ranks, grads[0])[0]
+
+
+class Replicate(torch.autograd.Function):
+    """Rows that all ranks have alike, as they are; gradients are summed over ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, ranks: Ranks, rows: Tensor) -> Tensor:
+        ctx.ranks = ranks
+        return rows.view_as(rows)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return None, Sum.apply(ctx.ranks, grads[0])
+
+
+class Sum(torch.autograd.Function):
+    """(M, ...) of each rank -> their sum on all ranks, rounded once to the input's dtype; the
+    gradient is that of one rank, which all have alike.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, ranks: Ranks, rows: Tensor) -> Tensor:
+        ctx.ranks = ranks
+        return _summed(
+            ranks, rows.contiguous(), lambda op, sent: op.all_reduce(sent, "sum", ranks.group)
+        )
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return None, Replicate.apply(ctx.ranks, grads[0])
+
+
+def _summed(ranks: Ranks, rows: Tensor, start: Callable[[Any, Tensor], Tensor]) -> Tensor:
+    """A sum by a collective, in the dtype that `ranks` names, rounded to that of the rows."""
+    wide = rows.dtype if rows.dtype == torch.float32 else ranks.reduce_dtype or rows.dtype
+    sent = rows.to(wide)
+    (summed,) = _exchange(ranks, lambda op: [start(op, sent)])
+    # with torch 2.11 a cast to the dtype that it has would lose compiled gradients
+    return summed if wide == rows.dtype else summed.to(rows.dtype)
 
 
 def _exchange(ranks: Ranks, start: Callable[[Any], list[Tensor]]) -> list[Tensor]:

@@ -1,7 +1,7 @@
 """Dispatchers: tokens to the ranks that hold their experts, and the experts' outputs back.
 
-Dimensions: M tokens of this rank, K hidden size, top_k experts per token, R ranks of the
-expert-parallel group, T = max_num_tokens.
+Dimensions: M tokens of this rank, K hidden size, top_k experts per token, R ranks of the group,
+T = max_num_tokens.
 """
 
 from __future__ import annotations
@@ -14,7 +14,13 @@ from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import guard_or_false
 
 from moe_ops.checks import check_rank, check_size
-from moe_ops.parallel.collectives import AllGather, Ranks, ReduceScatter
+from moe_ops.parallel.collectives import (
+    AllGather,
+    Ranks,
+    ReduceScatter,
+    Replicate,
+    Sum,
+)
 from moe_ops.parallel.config import ParallelConfig
 
 if TYPE_CHECKING:
@@ -24,7 +30,7 @@ _REDUCE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, None)
 
 
 class Dispatcher(Protocol):
-    """How the tokens of all ranks of an expert-parallel group reach the experts.
+    """How the tokens of all ranks of a group reach the experts, and the outputs come back.
 
     Between `dispatch` and `combine` each rank runs its own experts on what arrived:
     `fused_experts(..., expert_map=...)`, which adds nothing for experts that are elsewhere.
@@ -32,7 +38,7 @@ class Dispatcher(Protocol):
     process group, so a layer that has one can be copied and saved.
 
     Attributes:
-        name: what `ParallelConfig.all2all_backend` calls it.
+        name: what `ParallelConfig.all2all_backend` calls it, or "all_reduce".
         max_num_tokens: T, the most tokens that one rank passes in one call.
     """
 
@@ -66,54 +72,81 @@ class Dispatcher(Protocol):
 
 
 @dataclass(frozen=True)
-class _PaddedDispatcher:
+class _Dispatcher:
+    """What all dispatchers here are told, and what they check."""
+
+    name: ClassVar[str]
+    all_to_all: ClassVar[bool] = False
+
+    group_name: str
+    group_size: int
+    max_num_tokens: int
+    reduce_dtype: torch.dtype | None = None
+    label: str = field(default="a MoE layer", kw_only=True)
+
+    def __post_init__(self) -> None:
+        check_size("group_size", self.group_size)
+        check_size("max_num_tokens", self.max_num_tokens)
+        if self.reduce_dtype not in _REDUCE_DTYPES:
+            raise ValueError(
+                "reduce_dtype must be torch.float32, torch.bfloat16, torch.float16 or None, got "
+                f"{self.reduce_dtype}"
+            )
+
+    @property
+    def _ranks(self) -> Ranks:
+        reduce_dtype = self.reduce_dtype
+        if reduce_dtype is None and self.group_size > 2:
+            reduce_dtype = torch.float32
+        return Ranks(self.group_name, self.group_size, self.all_to_all, reduce_dtype, self.label)
+
+    def _check(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> None:
+        """Raise, before anything is sent, unless these are M <= T rows each."""
+        check_rank("x", x, "(M, K)")
+        check_rank("topk_ids", topk_ids, "(M, top_k)")
+        check_rank("topk_weights", topk_weights, "(M, top_k)")
+        M = x.shape[0]
+        if guard_or_false(self.max_num_tokens < M):
+            most, got = "", "more"
+            if not torch.compiler.is_compiling():  # where they may have no numbers
+                most, got = f"={self.max_num_tokens}", str(M)
+            raise ValueError(
+                f"x must have at most max_num_tokens{most} rows, got {got}; pass them in several "
+                "calls, or construct all ranks with a larger max_num_tokens"
+            )
+        torch._check(self.max_num_tokens >= M)  # of a size that is not known while tracing
+        for name, tensor in (("topk_ids", topk_ids), ("topk_weights", topk_weights)):
+            if guard_or_false(tensor.shape[0] != M):
+                raise ValueError(
+                    f"{name} must have as many rows as x, M={M}, got {tensor.shape[0]}"
+                )
+        if topk_ids.dtype not in (torch.int32, torch.int64):
+            raise ValueError(f"topk_ids must be int32 or int64, got {topk_ids.dtype}")
+
+
+@dataclass(frozen=True)
+class _PaddedDispatcher(_Dispatcher):
     """Every rank gets the tokens of all ranks, T rows of each, and returns one row for each.
 
     All shapes are static: a rank sends T rows whatever M is, those without a token with expert ids
     -1, so nothing is read on the host. No counts are known before a call, so each rank must have
     room for T rows of every other: rows stay in their place, since to pack those that a rank needs
     would save no bytes. Gradients of x, of the router weights and of the outputs flow.
+
+    A rank holds some of the experts, or with tensor parallelism its columns of all of them.
     """
-
-    name: ClassVar[str]
-    all_to_all: ClassVar[bool]
-
-    group_name: str
-    group_size: int
-    max_num_tokens: int
-    label: str = field(default="a MoE layer", kw_only=True)
-
-    def __post_init__(self) -> None:
-        check_size("group_size", self.group_size)
-        check_size("max_num_tokens", self.max_num_tokens)
 
     @staticmethod
     def why_not(parallel: ParallelConfig) -> list[str]:
         """Every reason why this dispatcher cannot serve such a deployment; none: it can."""
-        reasons = []
-        if not parallel.use_ep:
+        reasons, devices = _why_not_at_all(parallel), _devices(parallel)
+        if parallel.num_dispatchers != devices:
             reasons.append(
-                "use_ep is False; pass enable_expert_parallel=True and more than one device"
-            )
-        elif parallel.num_dispatchers != parallel.ep_size:
-            reasons.append(
-                f"{parallel.ep_size} devices hold experts, but {parallel.num_dispatchers} of them "
+                f"{devices} devices hold experts, but {parallel.num_dispatchers} of them "
                 "have tokens of their own; spread tokens over all by dp_size, or by sp_size "
                 "within tensor-parallel groups"
             )
-        if parallel.enable_eplb:
-            reasons.append("enable_eplb is True; a replicated expert would be counted twice")
         return reasons
-
-    @property
-    def _reduce_dtype(self) -> torch.dtype | None:
-        return None
-
-    @property
-    def _ranks(self) -> Ranks:
-        return Ranks(
-            self.group_name, self.group_size, self.all_to_all, self._reduce_dtype, self.label
-        )
 
     def dispatch(
         self,
@@ -139,28 +172,10 @@ class _PaddedDispatcher:
             ValueError: a tensor of another rank, number of rows or dtype, or M above
                 max_num_tokens; nothing was sent then.
         """
-        check_rank("x", x, "(M, K)")
-        check_rank("topk_ids", topk_ids, "(M, top_k)")
-        check_rank("topk_weights", topk_weights, "(M, top_k)")
-        M = x.shape[0]
-        if guard_or_false(self.max_num_tokens < M):
-            most, got = "", "more"
-            if not torch.compiler.is_compiling():  # where they may have no numbers
-                most, got = f"={self.max_num_tokens}", str(M)
-            raise ValueError(
-                f"x must have at most max_num_tokens{most} rows, got {got}; pass them in several "
-                "calls, or construct all ranks with a larger max_num_tokens"
-            )
-        torch._check(self.max_num_tokens >= M)  # of a size that is not known while tracing
-        for name, tensor in (("topk_ids", topk_ids), ("topk_weights", topk_weights)):
-            if guard_or_false(tensor.shape[0] != M):
-                raise ValueError(
-                    f"{name} must have as many rows as x, M={M}, got {tensor.shape[0]}"
-                )
-        if topk_ids.dtype not in (torch.int32, torch.int64):
-            raise ValueError(f"topk_ids must be int32 or int64, got {topk_ids.dtype}")
-        # one dtype on the wire for all ranks; int64 ids that int32 lacks must not wrap to others
-        ids = topk_ids.clamp(-1, torch.iinfo(torch.int32).max).to(torch.int32)
+        self._check(x, topk_ids, topk_weights)
+        ids = topk_ids
+        if ids.dtype != torch.int32:  # those that int32 lacks must not wrap to others
+            ids = ids.clamp(-1, torch.iinfo(torch.int32).max).to(torch.int32)
         return AllGather.apply(
             self._ranks,
             self._padded(x, 0),
@@ -195,6 +210,8 @@ class _PaddedDispatcher:
 
     def _padded(self, rows: Tensor, value: int) -> Tensor:  # (M, ...) -> (T, ...)
         missing = self.max_num_tokens - rows.shape[0]
+        if not torch.compiler.is_compiling() and missing == 0:  # padding would copy them
+            return rows
         # not cat, of which a graph for M < T could not serve M = T, an empty second part
         return torch.nn.functional.pad(rows, (0, 0, 0, missing), value=value)
 
@@ -222,23 +239,6 @@ class AllGatherReduceScatter(_PaddedDispatcher):
     """
 
     name: ClassVar[str] = "allgather_reducescatter"
-    all_to_all: ClassVar[bool] = False
-
-    reduce_dtype: torch.dtype | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.reduce_dtype not in _REDUCE_DTYPES:
-            raise ValueError(
-                "reduce_dtype must be torch.float32, torch.bfloat16, torch.float16 or None, got "
-                f"{self.reduce_dtype}"
-            )
-
-    @property
-    def _reduce_dtype(self) -> torch.dtype | None:
-        if self.reduce_dtype is None and self.group_size > 2:
-            return torch.float32
-        return self.reduce_dtype
 
 
 @dataclass(frozen=True)
@@ -263,8 +263,93 @@ class AllToAll(_PaddedDispatcher):
     name: ClassVar[str] = "all_to_all"
     all_to_all: ClassVar[bool] = True
 
+    reduce_dtype: None = field(default=None, init=False)  # always fp32
+
+
+@dataclass(frozen=True)
+class AllReduce(_Dispatcher):
+    """Every rank has the same tokens, and some of the experts or some columns of all; an
+    all-reduce adds up the outputs.
+
+    For tensor parallelism, and for expert parallelism where no device has tokens of its own.
+    Nothing is sent before the experts run. Gradients of x and of the router weights are added over
+    the ranks, as each knows those of its own experts; that of the output is each rank's own, as
+    all compute the same from it.
+
+    Args:
+        group_name, group_size, reduce_dtype, label: as in `AllGatherReduceScatter`.
+        max_num_tokens: T, the most tokens of a call.
+
+    Raises:
+        ValueError: a size that is no integer or below 1, or another reduce_dtype.
+    """
+
+    name: ClassVar[str] = "all_reduce"
+
+    @staticmethod
+    def why_not(parallel: ParallelConfig) -> list[str]:
+        """Every reason why this dispatcher cannot serve such a deployment; none: it can."""
+        reasons = _why_not_at_all(parallel)
+        if parallel.num_dispatchers > 1:
+            reasons.append(
+                f"{parallel.num_dispatchers} devices have tokens of their own, which others lack; "
+                f"all2all_backend names what sends them: {', '.join(DISPATCHERS)}"
+            )
+        return reasons
+
+    def dispatch(
+        self,
+        x: Tensor,  # (M, K)
+        topk_ids: Tensor,  # (M, top_k)
+        topk_weights: Tensor,  # (M, top_k)
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The same three.
+
+        Args:
+            x, topk_ids, topk_weights: as in `AllGatherReduceScatter.dispatch`, with the same
+                values on all ranks.
+
+        Raises:
+            ValueError: as there.
+        """
+        self._check(x, topk_ids, topk_weights)
+        return (
+            Replicate.apply(self._ranks, x),
+            topk_ids,
+            Replicate.apply(self._ranks, topk_weights),
+        )
+
+    def combine(
+        self,
+        out: Tensor,  # (M, K)
+        num_tokens: int,
+    ) -> Tensor:  # (M, K)
+        """Add up the outputs of all ranks' experts: (M, K) in out's dtype.
+
+        Raises:
+            ValueError: another number of rows than num_tokens.
+        """
+        check_rank("out", out, "(M, K)")
+        if guard_or_false(out.shape[0] != num_tokens):
+            raise ValueError(f"out must have M={num_tokens} rows, got {out.shape[0]}")
+        return Sum.apply(self._ranks, out)
+
 
 DISPATCHERS = {kind.name: kind for kind in (AllGatherReduceScatter, AllToAll)}
+
+
+def _devices(parallel: ParallelConfig) -> int:
+    """Over which the layer is spread; one of the sizes is 1."""
+    return parallel.ep_size * parallel.tp_size
+
+
+def _why_not_at_all(parallel: ParallelConfig) -> list[str]:
+    reasons = []
+    if _devices(parallel) == 1:
+        reasons.append("it has one device; pass the sizes of more, or leave the group out")
+    if parallel.enable_eplb:
+        reasons.append("enable_eplb is True; a replicated expert would be counted twice")
+    return reasons
 
 
 def make_dispatcher(
@@ -274,40 +359,44 @@ def make_dispatcher(
     max_num_tokens: int,
     **options: Any,
 ) -> Dispatcher:
-    """The dispatcher that `parallel.all2all_backend` names, on a process group.
+    """The dispatcher of a deployment, on a process group: where devices have tokens of their own,
+    the one that `parallel.all2all_backend` names; where all have the same, `AllReduce`.
 
     Args:
-        parallel: the deployment; its ep_size and ep_rank are those of the group.
-        group: the ranks that hold experts, in the order of ep_rank.
+        parallel: the deployment; its devices are those of the group.
+        group: the ranks that hold experts, in the order of ep_rank, or of tp_rank without experts
+            that are whole.
         max_num_tokens: T, the most tokens that one rank passes in one call.
-        options: label, and what that dispatcher alone takes: `reduce_dtype` of
-            `AllGatherReduceScatter`.
+        options: reduce_dtype and label of the dispatcher.
 
     Raises:
         ValueError: a name without a dispatcher here, a deployment that it cannot serve, with every
             reason, a group of other ranks, an option that it does not have, or a bad
             max_num_tokens or option.
     """
-    name = parallel.all2all_backend
-    if name not in DISPATCHERS:
+    name = parallel.all2all_backend if parallel.num_dispatchers > 1 else AllReduce.name
+    kinds = {**DISPATCHERS, AllReduce.name: AllReduce}
+    if name not in kinds:
         raise ValueError(
             f"all2all_backend must be one of {', '.join(DISPATCHERS)} for a layer that "
             f"communicates, got {name!r}; dispatch and combine yourself with any other"
         )
-    dispatcher = DISPATCHERS[name]
-    if reasons := dispatcher.why_not(parallel):
+    kind = kinds[name]
+    if reasons := kind.why_not(parallel):
         raise ValueError(f"{name} cannot serve this ParallelConfig: " + "; ".join(reasons))
     size, rank = group.size(), group.rank()
-    if (size, rank) != (parallel.ep_size, parallel.ep_rank):
+    which = "ep" if parallel.use_ep else "tp"
+    wanted = _devices(parallel), getattr(parallel, f"{which}_rank")
+    if (size, rank) != wanted:
         raise ValueError(
-            f"group must have ep_size={parallel.ep_size} ranks with this process as ep_rank="
-            f"{parallel.ep_rank}, got {size} ranks with it as {rank}; pass the group of all "
-            "devices of the deployment"
+            f"group must have {which}_size={wanted[0]} ranks with this process as {which}_rank="
+            f"{wanted[1]}, got {size} ranks with it as {rank}; pass the group of all devices of "
+            "the deployment"
         )
-    known = [field.name for field in fields(dispatcher)[3:]]
+    known = [field.name for field in fields(kind)[3:] if field.init]
     for option in options:
         if option not in known:
             raise ValueError(
                 f"{option} must be left out with {name}, whose options are {', '.join(known)}"
             )
-    return dispatcher(group.group_name, size, max_num_tokens, **options)
+    return kind(group.group_name, size, max_num_tokens, **options)

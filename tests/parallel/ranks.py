@@ -10,6 +10,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -20,7 +21,8 @@ from torch import Tensor
 
 import moe_ops
 import moe_ops.tensors  # noqa: F401 - with torchao, once for all processes
-from moe_ops.parallel.dispatch import DISPATCHERS, AllGatherReduceScatter, AllToAll
+from moe_ops.parallel.columns import shard_w2, shard_w13
+from moe_ops.parallel.dispatch import DISPATCHERS, AllGatherReduceScatter, AllReduce, AllToAll
 from moe_ops.parallel.placement import PLACEMENTS, Placement, shard_experts
 from tests.support import oracle
 
@@ -76,10 +78,10 @@ def tokens(routing: str, rank: int, size: int, dtype: torch.dtype) -> Tokens:
     return Tokens(x, ids, torch.rand(M, TOP_K) + 0.1, counts, rank)
 
 
-def experts_weights(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def experts_weights(dtype: torch.dtype, width: int = I) -> tuple[Tensor, Tensor]:
     """Weights that keep rows at unit scale."""
-    w13 = torch.randn(E, 2 * I, H) / H**0.5
-    return w13.to(dtype), (torch.randn(E, H, I) / I**0.5).to(dtype)
+    w13 = torch.randn(E, 2 * width, H) / H**0.5
+    return w13.to(dtype), (torch.randn(E, H, width) / width**0.5).to(dtype)
 
 
 def difference(got: Tensor, want: Tensor) -> float:
@@ -322,9 +324,15 @@ def spread_layer(
         all2all_backend=config.parallel.all2all_backend,
     )
     config = replace(config, parallel=parallel, num_local_experts=None)
-    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
-    with torch.random.fork_rng(devices):  # ranks that hold more experts draw more numbers
+    with forked_rng():
         return moe_ops.MoELayer.from_config(config, **{"group": dist.group.WORLD} | options)
+
+
+def forked_rng() -> AbstractContextManager:
+    """For layers: ranks that hold more experts draw more numbers."""
+    return torch.random.fork_rng(
+        [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+    )
 
 
 def load_shares(
@@ -379,6 +387,101 @@ def layers(rank: int, size: int) -> Iterator[tuple[str, float, float]]:
             else:  # each rank has its own tokens' part
                 dist.all_reduce(local)
             yield f"{name}, gradient of {key}", difference(local, gradient), 8 * FP32
+
+
+class Columns:
+    """This rank's columns of all experts, called as one would call all of them."""
+
+    def __init__(
+        self, w13: Tensor, w2: Tensor, rank: int, size: int, kind: type = AllReduce
+    ) -> None:
+        self.w13, self.w2 = shard_w13(w13, size, rank), shard_w2(w2, size, rank)
+        self.dispatcher = kind(dist.group.WORLD.group_name, size, size * MOST)
+
+    def __call__(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        M = x.shape[0]
+        x, ids, weights = self.dispatcher.dispatch(x, ids, weights)
+        out = moe_ops.fused_experts(x, self.w13, self.w2, weights, ids)
+        return self.dispatcher.combine(out, M)
+
+
+def columns(rank: int, size: int) -> Iterator[tuple[str, float, float]]:
+    """Tensor parallelism: where all ranks have the same tokens, and where each has its own."""
+    for scheme in SCHEMES:
+        w13, w2 = experts_weights(torch.bfloat16, I * size)
+        if scheme:
+            w13, w2 = moe_ops.quantize(w13, scheme), moe_ops.quantize(w2, scheme)
+        for routing in ("even", "one expert", "ids out of range"):
+            t = tokens(routing, rank, size, torch.bfloat16)
+            want = moe_ops.fused_experts(t.x, w13, w2, t.weights, t.ids)
+            got = Columns(w13, w2, rank, size)(t.x, t.ids, t.weights)
+            name = f"columns, {scheme or 'bf16'}, {routing}"
+            yield f"{name}, the same tokens", difference(got, want), 2 * BF16
+            for kind in KINDS:
+                got = Columns(w13, w2, rank, size, kind)(*t.local())
+                yield f"{name}, {kind.name}", difference(got, want[t.mine]), 2 * BF16
+    t = tokens("even", rank, size, torch.float32)
+    w13, w2 = (w.requires_grad_() for w in experts_weights(torch.float32, I * size))
+    upstream, direction = torch.randn(2, *t.x.shape)
+    found = []
+    spread = Columns(w13.detach(), w2.detach(), rank, size)
+    local = spread.w13.requires_grad_(), spread.w2.requires_grad_()
+    for call, own in (
+        (lambda x, ids, weights: moe_ops.fused_experts(x, w13, w2, weights, ids), (w13, w2)),
+        (spread, local),
+    ):
+        x, weights = t.x.clone().requires_grad_(), t.weights.clone().requires_grad_()
+        out = call(x, t.ids, weights)
+        first = torch.autograd.grad(out, (x, weights, *own), upstream, create_graph=True)
+        (second,) = torch.autograd.grad(first[0], x, direction)
+        found.append((*first, second))
+    want = [*found[0]]
+    want[2:4] = shard_w13(want[2], size, rank), shard_w2(want[3], size, rank)
+    names = ("x", "topk_weights", "w13", "w2", "the gradient of x")
+    for name, one, all_ in zip(names, found[1], want, strict=True):
+        yield f"columns, gradient of {name}", difference(one, all_), 8 * FP32
+
+
+def shared_tokens(rank: int, size: int) -> Iterator[tuple[str, float, float]]:
+    """Layers of which all ranks have the same tokens: columns of all experts, or whole experts."""
+    config = moe_ops.MoEConfig(
+        E, TOP_K, H, I * size, in_dtype=torch.float32, max_num_tokens=size * MOST
+    )
+    options = {"shared_expert_intermediate_size": 32}
+    whole = moe_ops.MoELayer.from_config(config, **options).train()
+    x, upstream = torch.randn(2, size * MOST - 1, H)
+    for whole_experts in (False, True):
+        parallel = moe_ops.ParallelConfig.make(
+            tp_size=size, tp_rank=rank, enable_expert_parallel=whole_experts
+        )
+        own = replace(config, parallel=parallel, num_local_experts=None)
+        with forked_rng():
+            layer = moe_ops.MoELayer.from_config(own, group=dist.group.WORLD, **options).train()
+
+        def share(name: str, tensor: Tensor, whole_experts: bool = whole_experts) -> Tensor:
+            if not name.startswith("experts."):
+                return tensor
+            if whole_experts:
+                return shard_experts(tensor, Placement(E, size), rank)
+            return (shard_w13 if "gate_up" in name else shard_w2)(tensor, size, rank)
+
+        layer.load_state_dict({name: share(name, w) for name, w in whole.state_dict().items()})
+        whole.zero_grad()
+        ours, theirs = (x.clone().requires_grad_() for _ in range(2))
+        got, want = layer(ours), whole(theirs)
+        (got * upstream).sum().backward()
+        (want * upstream).sum().backward()
+        name = f"layer of {'whole experts' if whole_experts else 'columns'}"
+        yield name, difference(got, want), 2 * FP32
+        yield f"{name}, gradient of x", difference(ours.grad, theirs.grad), 8 * FP32
+        mine = dict(layer.named_parameters())
+        for key, parameter in whole.named_parameters():
+            error = difference(mine[key].grad, share(key, parameter.grad))
+            yield f"{name}, gradient of {key}", error, 8 * FP32
+        if size == 2:
+            call = torch.compile(layer.eval(), fullgraph=True, backend="aot_eager")
+            with torch.no_grad():
+                yield f"{name}, compiled", difference(call(x), layer(x)), 0.0
 
 
 def disagreements(rank: int, size: int) -> Iterator[tuple[str, float, float]]:
@@ -454,10 +557,11 @@ def refused(call: Callable[[], object]) -> str:
 
 
 # by number of ranks; compiling takes the most time, and does not depend on it
-CASES = {
-    2: (forwards, dispatched, sums, gradients, second_gradients, layers, disagreements, compiled),
-    4: (forwards, dispatched, sums, gradients, second_gradients, layers, disagreements, faults),
-}
+ALWAYS = (
+    *(forwards, dispatched, sums, gradients, second_gradients, layers),
+    *(columns, shared_tokens, disagreements),
+)
+CASES = {2: (*ALWAYS, compiled), 4: (*ALWAYS, faults)}
 
 
 def run_all(rank: int, size: int, folder: str, seconds: float, gpus: bool = False) -> None:

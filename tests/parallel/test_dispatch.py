@@ -11,6 +11,7 @@ from moe_ops import MoEConfig, MoELayer, ParallelConfig
 from moe_ops.parallel.dispatch import (
     DISPATCHERS,
     AllGatherReduceScatter,
+    AllReduce,
     AllToAll,
     make_dispatcher,
 )
@@ -46,25 +47,73 @@ def test_serves_devices_with_tokens_of_their_own(kind, deployment):
     assert kind.why_not(parallel(**deployment)) == []
 
 
-@pytest.mark.parametrize(
-    ("deployment", "reasons"),
-    [
-        ({}, ["use_ep is False; pass enable_expert_parallel=True and more than one device"]),
-        ({"tp_size": 2}, ["2 devices hold experts, but 1 of them have tokens of their own"]),
-        ({"tp_size": 2, "dp_size": 2}, ["4 devices hold experts, but 2 of them"]),
-        ({"dp_size": 2, "enable_eplb": True}, ["enable_eplb is True"]),
-        ({"tp_size": 2, "enable_eplb": True}, ["2 devices hold experts", "enable_eplb is True"]),
-    ],
-)
-@KINDS
-def test_every_reason_is_given(kind, deployment, reasons):
+def expect_reasons(kind, deployment, reasons):
+    """All of them, in this order, also from make_dispatcher."""
     found = kind.why_not(parallel(**deployment))
     assert len(found) == len(reasons)
     for reason, begin in zip(found, reasons, strict=True):
         assert reason.startswith(begin)
-    config = parallel(**deployment, all2all_backend=kind.name)
-    with pytest.raises(ValueError, match=f"{kind.name} cannot serve this ParallelConfig: "):
-        make_dispatcher(config, group(), max_num_tokens=4)
+
+
+@pytest.mark.parametrize(
+    ("deployment", "reasons"),
+    [
+        ({}, ["it has one device; pass the sizes of more, or leave the group out"]),
+        ({"tp_size": 2}, ["2 devices hold experts, but 1 of them have tokens of their own"]),
+        ({"tp_size": 2, "dp_size": 2}, ["4 devices hold experts, but 2 of them"]),
+        ({"dp_size": 2, "enable_eplb": True}, ["enable_eplb is True"]),
+        (
+            {"tp_size": 2, "dp_size": 2, "enable_eplb": True},
+            ["enable_eplb is True", "4 devices hold experts"],
+        ),
+    ],
+)
+@KINDS
+def test_every_reason_is_given(kind, deployment, reasons):
+    expect_reasons(kind, deployment, reasons)
+    if "dp_size" in deployment:  # else AllReduce serves it
+        config = parallel(**deployment, all2all_backend=kind.name)
+        with pytest.raises(ValueError, match=f"{kind.name} cannot serve this ParallelConfig: "):
+            make_dispatcher(config, group(), max_num_tokens=4)
+
+
+@pytest.mark.parametrize(
+    ("deployment", "reasons"),
+    [
+        ({}, ["it has one device"]),
+        ({"tp_size": 2, "enable_eplb": True}, ["enable_eplb is True"]),
+        (
+            {"dp_size": 2},
+            ["2 devices have tokens of their own, which others lack; all2all_backend"],
+        ),
+        ({"tp_size": 2, "pcp_size": 2}, ["2 devices have tokens of their own"]),
+    ],
+)
+def test_every_reason_against_all_reduce_is_given(deployment, reasons):
+    expect_reasons(AllReduce, deployment, reasons)
+    if parallel(**deployment).num_dispatchers == 1:
+        with pytest.raises(ValueError, match="all_reduce cannot serve this ParallelConfig: "):
+            make_dispatcher(parallel(**deployment), group(), max_num_tokens=4)
+
+
+@pytest.mark.parametrize("whole_experts", [False, True])
+@pytest.mark.parametrize("backend", ["all_to_all", "mori"])  # which sends nothing here
+def test_devices_with_the_same_tokens_get_all_reduce(whole_experts, backend):
+    config = parallel(
+        tp_size=2, tp_rank=1, enable_expert_parallel=whole_experts, all2all_backend=backend
+    )
+    made = make_dispatcher(config, group(), max_num_tokens=4, reduce_dtype=torch.float32)
+    assert made == AllReduce("group", 2, 4, torch.float32)
+    with pytest.raises(ValueError, match="group must have .p_size=2 ranks .* as .p_rank=1, got 3"):
+        make_dispatcher(config, group(3), max_num_tokens=4)
+
+
+@KINDS
+def test_columns_of_experts_may_have_tokens_of_their_own(kind):
+    config = parallel(
+        dp_size=2, dp_rank=1, enable_expert_parallel=False, all2all_backend=kind.name
+    )
+    assert make_dispatcher(config, group(), max_num_tokens=4) == kind("group", 2, 4)
 
 
 @pytest.mark.parametrize(
@@ -127,6 +176,14 @@ def test_compiled_calls_refuse_too_many_tokens(world, kind, unbacked):
         (
             lambda: AllGatherReduceScatter("group", 2, 1, torch.float64),
             "reduce_dtype must be torch.float32, .*or None, got torch.float64",
+        ),
+        (
+            lambda: AllReduce("group", 2, 4).combine(torch.randn(4, 8), 3),
+            "out must have M=3 rows, got 4",
+        ),
+        (
+            lambda: AllReduce("group", 2, 4).dispatch(*tokens(5)),
+            "x must have at most max_num_tokens=4 rows, got 5",
         ),
         (lambda: AllToAll("group", 0, 4), "group_size must be at least 1, got 0"),
         (
