@@ -268,14 +268,16 @@ def compiled(rank: int, size: int) -> Iterator[tuple[str, float, float]]:
 
 def captured(rank: int, size: int) -> Iterator[tuple[str, float, float]]:
     """A decode step in a CUDA graph, replayed with new tokens and so with other experts, and the
-    layer through Inductor, against one process. M differs from rank to rank.
+    layer through Inductor, against one process. M differs from rank to rank, where tokens do.
     """
-    for kind in KINDS:
-        config = layer_config(torch.bfloat16, kind)
+    for kind in (*KINDS, AllReduce):
+        shared = kind is AllReduce
+        config = layer_config(torch.bfloat16, AllToAll if shared else kind)
         whole = moe_ops.MoELayer.from_config(config).eval()
-        layer = spread_layer(config, rank, size, "round_robin").eval()
+        layer = spread_layer(config, rank, size, "round_robin", shared).eval()
+        assert type(layer.dispatcher) is kind
         load_shares(layer, whole, rank, size, "round_robin")
-        rows = slice(rank * 3, rank * 3 + 3 + 2 * rank)
+        rows = slice(5) if shared else slice(rank * 3, rank * 3 + 3 + 2 * rank)
         steps = torch.randn(4, size * MOST, H).to(torch.bfloat16)
         x = steps[0, rows].clone()
         with torch.no_grad():
@@ -314,11 +316,17 @@ def layer_config(dtype: torch.dtype, kind: type, **options: object) -> moe_ops.M
 
 
 def spread_layer(
-    config: moe_ops.MoEConfig, rank: int, size: int, strategy: str, **options: object
+    config: moe_ops.MoEConfig,
+    rank: int,
+    size: int,
+    strategy: str,
+    shared: bool = False,
+    **options: object,
 ) -> moe_ops.MoELayer:
+    """This rank's layer of whole experts; `shared`: all ranks have the same tokens."""
+    kind = "tp" if shared else "dp"
     parallel = moe_ops.ParallelConfig.make(
-        dp_size=size,
-        dp_rank=rank,
+        **{f"{kind}_size": size, f"{kind}_rank": rank},
         enable_expert_parallel=True,
         expert_placement=strategy,
         all2all_backend=config.parallel.all2all_backend,
