@@ -46,6 +46,7 @@ import contextlib
 import datetime
 import functools
 import gc
+import math
 import statistics
 import sys
 import tempfile
@@ -270,7 +271,8 @@ def error_of(problem: Problem, way: Way, out: Tensor) -> float:
     tokens = torch.linspace(0, M - 1, min(M, CHECKED_TOKENS)).long() + problem.mine.start
     quantized = bool(cell.case.scheme)
     expected = cases.oracle(cell, len(cell.sets) - 1, tokens, quantized, quantized)
-    return relative_error(out[tokens.to(out.device) - (way.rows.start or 0)], expected)
+    error = relative_error(out[tokens.to(out.device) - (way.rows.start or 0)], expected)
+    return error if math.isfinite(error) else math.inf  # a maximum could lose NaN
 
 
 def captured(job: Job, call: Callable[[int], Any], num_sets: int) -> tuple[Any, Any]:
@@ -279,7 +281,7 @@ def captured(job: Job, call: Callable[[int], Any], num_sets: int) -> tuple[Any, 
         call(which)
     job.synchronize()
     torch.cuda.empty_cache()  # what calls left is not for a graph's own pool
-    return capture(call, num_sets, capture_error_mode="thread_local")
+    return capture(call, num_sets)
 
 
 def graph_us(job: Job, graphs: dict, num_sets: int, replays: int) -> dict[str, float]:

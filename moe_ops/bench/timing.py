@@ -42,17 +42,18 @@ def interleaved_ms(
 
 
 def capture(
-    call: Callable[[int], Tensor], num_sets: int, capture_error_mode: str = "global"
+    call: Callable[[int], Tensor], num_sets: int
 ) -> tuple[torch.cuda.CUDAGraph, list[Tensor]]:
     """A CUDA graph of one pass over the input sets, and the output of each set.
 
     The outputs stay alive, so that no later call writes over them. `call` must have run before:
-    first calls compile, which capture does not survive. capture_error_mode is torch.cuda.graph's.
+    first calls compile, which capture does not survive.
     """
     graph = torch.cuda.CUDAGraph()
     # The outer context restores the stream where a failed capture does not.
     stream = torch.cuda.stream(torch.cuda.current_stream())
-    with stream, torch.cuda.graph(graph, capture_error_mode=capture_error_mode):
+    # other threads, such as NCCL's watchdog, may ask for events
+    with stream, torch.cuda.graph(graph, capture_error_mode="thread_local"):
         outputs = [call(which) for which in range(num_sets)]
     return graph, outputs
 
