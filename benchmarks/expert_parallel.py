@@ -67,7 +67,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import moe_ops
 from moe_ops.bench import layers
-from moe_ops.parallel.dispatch import DISPATCHERS, AllReduce, Dispatcher
+from moe_ops.parallel.dispatch import DISPATCHERS, Dispatcher
+from moe_ops.parallel.dispatchers import AllReduce
 from moe_ops.parallel.placement import Placement, shard_experts
 
 SHAPES = ("qwen3", "dsv3")

@@ -22,7 +22,8 @@ from torch import Tensor
 import moe_ops
 import moe_ops.tensors  # noqa: F401 - with torchao, once for all processes
 from moe_ops.parallel.columns import shard_w2, shard_w13
-from moe_ops.parallel.dispatch import DISPATCHERS, AllGatherReduceScatter, AllReduce, AllToAll
+from moe_ops.parallel.dispatch import DISPATCHERS
+from moe_ops.parallel.dispatchers import AllGatherReduceScatter, AllReduce, AllToAll
 from moe_ops.parallel.placement import PLACEMENTS, Placement, shard_experts
 from tests.support import oracle
 

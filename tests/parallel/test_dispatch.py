@@ -8,13 +8,8 @@ import pytest
 import torch
 
 from moe_ops import MoEConfig, MoELayer, ParallelConfig
-from moe_ops.parallel.dispatch import (
-    DISPATCHERS,
-    AllGatherReduceScatter,
-    AllReduce,
-    AllToAll,
-    make_dispatcher,
-)
+from moe_ops.parallel.dispatch import DISPATCHERS, make_dispatcher
+from moe_ops.parallel.dispatchers import AllGatherReduceScatter, AllReduce, AllToAll
 
 DISPATCHER = AllGatherReduceScatter("group", 2, 4)
 KINDS = pytest.mark.parametrize("kind", DISPATCHERS.values(), ids=DISPATCHERS)
@@ -84,7 +79,7 @@ def test_every_reason_is_given(kind, deployment, reasons):
         ({"tp_size": 2, "enable_eplb": True}, ["enable_eplb is True"]),
         (
             {"dp_size": 2},
-            ["2 devices have tokens of their own, which others lack; all2all_backend"],
+            ["2 devices have tokens of their own, which others lack; allgather_reducescatter"],
         ),
         ({"tp_size": 2, "pcp_size": 2}, ["2 devices have tokens of their own"]),
     ],
