@@ -130,6 +130,8 @@ def _exchange(ranks: Ranks, start: Callable[[Any], list[Tensor]]) -> list[Tensor
         return received()
     try:
         return received()
+    except torch.OutOfMemoryError:
+        raise
     except RuntimeError as error:
         raise RuntimeError(
             f"{ranks.label} could not exchange tokens with the other ranks: one of them ended, or "
