@@ -28,7 +28,8 @@ def test_two_gpus_agree_with_one(tmp_path):
 
 def run(size, folder, seconds, gpus=False):
     """Run all cases in as many processes, and compare what they found."""
-    # all processes of the jobs come from one that has imported everything
+    # All processes of the jobs come from one that has imported everything. With GPUs they cannot:
+    # CUDA does not survive a fork, and what is imported may look for devices.
     multiprocessing.set_forkserver_preload([ranks.__name__])
     start = time.monotonic()
     job = torch.multiprocessing.start_processes(
@@ -36,7 +37,7 @@ def run(size, folder, seconds, gpus=False):
         (size, str(folder), seconds, gpus),
         nprocs=size,
         join=False,
-        start_method="forkserver",
+        start_method="spawn" if gpus else "forkserver",
     )
     try:
         while not job.join(timeout=1.0):
