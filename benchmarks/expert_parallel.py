@@ -124,6 +124,15 @@ class Problem:
         """This rank's tokens."""
         return slice(self.job.rank * self.num_tokens, (self.job.rank + 1) * self.num_tokens)
 
+    @functools.cached_property
+    def expected(self) -> tuple[Tensor, Tensor]:
+        """Some of this rank's tokens, and their outputs on the last set in fp64."""
+        M, cell = self.num_tokens, self.cell
+        tokens = torch.linspace(0, M - 1, min(M, CHECKED_TOKENS)).long() + self.mine.start
+        quantized = bool(cell.case.scheme)
+        outputs = cases.oracle(cell, len(cell.sets) - 1, tokens, quantized, quantized)
+        return tokens.to(outputs.device), outputs
+
 
 @dataclass
 class Way:
@@ -268,11 +277,8 @@ def run_case(problem: Problem, names: list[str]) -> list[dict]:
 
 def error_of(problem: Problem, way: Way, out: Tensor) -> float:
     """Of the outputs of this rank's tokens on the last set, against fp64."""
-    cell, M = problem.cell, problem.num_tokens
-    tokens = torch.linspace(0, M - 1, min(M, CHECKED_TOKENS)).long() + problem.mine.start
-    quantized = bool(cell.case.scheme)
-    expected = cases.oracle(cell, len(cell.sets) - 1, tokens, quantized, quantized)
-    error = relative_error(out[tokens.to(out.device) - (way.rows.start or 0)], expected)
+    tokens, expected = problem.expected
+    error = relative_error(out[tokens - (way.rows.start or 0)], expected)
     return error if math.isfinite(error) else math.inf  # a maximum could lose NaN
 
 
