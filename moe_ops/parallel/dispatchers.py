@@ -64,7 +64,8 @@ class _Dispatcher:
                 f"x must have at most max_num_tokens{most} rows, got {got}; pass them in several "
                 "calls, or construct all ranks with a larger max_num_tokens"
             )
-        torch._check(self.max_num_tokens >= M)  # of a size that is not known while tracing
+        # of a size that is not known while tracing
+        torch._check(self.max_num_tokens >= M, lambda: "x must have at most max_num_tokens rows")
         for name, tensor in (("topk_ids", topk_ids), ("topk_weights", topk_weights)):
             if guard_or_false(tensor.shape[0] != M):
                 raise ValueError(
