@@ -13,6 +13,7 @@ from moe_ops import pickling as _pickling  # noqa: F401 - torch.load knows it fr
 from moe_ops.activations import Activation
 from moe_ops.autograd.adapters import LoRA
 from moe_ops.backends import list_backends
+from moe_ops.batch_invariance import set_batch_invariant
 from moe_ops.experts import batched_experts, explain, fused_experts, grouped_linear
 from moe_ops.nn.config import MoEConfig
 from moe_ops.numerics import quantize_activation
@@ -69,6 +70,7 @@ __all__ = [
     "route",
     "route_tokens",
     "self_check",
+    "set_batch_invariant",
     "warmup",
 ]
 

@@ -146,6 +146,28 @@ def formula(x: Tensor, activation: Activation) -> Tensor:
     return g * torch.sigmoid(activation.alpha * g) * (u + activation.beta)
 
 
+# Vector loops of torch compute the last elements of what a thread gets by other formulas than whole
+# vectors. Rows of a multiple of so many columns are whole vectors, and blocks of at most so many
+# elements are computed by one thread.
+_COLUMNS_OF_VECTORS, _ELEMENTS_OF_A_THREAD = 64, 1 << 14
+
+
+def apply_by_blocks(gate_up: Tensor, activation: Activation, out: Tensor) -> None:
+    """out (S, I) = `apply`(gate_up (S, N)), a row with the same bits wherever it stands among how
+    many others: on a CPU, where `apply` may round the last columns of some rows otherwise.
+
+    All blocks have one shape, and so have all calls of torch.
+    """
+    S, I = out.shape  # noqa: E741
+    rows = 1 if I % _COLUMNS_OF_VECTORS else max(1, _ELEMENTS_OF_A_THREAD // max(1, I))
+    wide = torch.promote_types(out.dtype, torch.float32)
+    block = torch.zeros(rows, gate_up.shape[1], dtype=wide, device=gate_up.device)
+    for i in range(0, S, rows):
+        count = min(rows, S - i)
+        block[:count] = gate_up[i : i + count]  # rows behind are those of the block before
+        out[i : i + count] = formula(block, activation)[:count]
+
+
 def derivative(x: Tensor, grad: Tensor, activation: Activation) -> Tensor:
     """The gradient of x (..., N) from that of `formula`'s result (..., I), both fp32 or fp64.
 

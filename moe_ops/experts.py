@@ -23,6 +23,7 @@ from moe_ops.autograd import experts as autograd
 from moe_ops.autograd import lora, training
 from moe_ops.autograd.adapters import LoRA
 from moe_ops.autograd.training import explanation
+from moe_ops.batch_invariance import resolve
 from moe_ops.ops.call import BatchedCall, ExpertsCall, LinearCall, refuse_lost, take_apart
 from moe_ops.planning import bind
 from moe_ops.planning.plan import Plan
@@ -50,6 +51,7 @@ def fused_experts(
     out_dtype: torch.dtype | None = None,
     recompute: bool = False,
     adapters: LoRA | Sequence[LoRA] | None = None,
+    batch_invariant: bool | None = None,
 ) -> Tensor:
     """Run the experts of a mixture-of-experts layer on tokens that have already been routed.
 
@@ -94,6 +96,11 @@ def fused_experts(
             may be quantized. Gradients flow to the adapters, and through them to hidden_states.
             Such calls run as those that record gradients do, also where none are: with backend
             "auto" or "torch".
+        batch_invariant: a token's row has the same bits whatever other tokens are in its batch,
+            how many and in which order, and whether gradients are recorded
+            (docs/reproducibility.md). None: what `moe_ops.set_batch_invariant` says, False by
+            default. Backends that do not promise it are left out, and so are schemes whose
+            activations share one scale of the whole batch.
 
     Returns:
         (M, K) in hidden_states' dtype, or in out_dtype if they arrive quantized. Under
@@ -103,7 +110,8 @@ def fused_experts(
     Raises:
         ValueError: an argument has the wrong rank, shape, dtype, device or layout, or no backend
             (or not the named one) can run the call; or hidden_states arrive quantized and
-            gradients are required or adapters given.
+            gradients are required or adapters given; or batch_invariant is asked for of a scheme
+            whose activations share one scale of the batch.
         ImportError: the named backend's library is not installed.
         RuntimeError: a CUDA graph is being captured before the call has run once.
     """
@@ -148,6 +156,7 @@ def fused_experts(
         out_dtype,
         hidden_states_scale,
         hidden_states_global_scale,
+        resolve(batch_invariant),
     )
     bound = bind.look_up(call, backend)
     M = hidden_states.shape[0]
@@ -180,6 +189,7 @@ def batched_experts(
     hidden_states_scale: Tensor | None = None,  # (E, T, groups)
     hidden_states_global_scale: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
+    batch_invariant: bool | None = None,
 ) -> Tensor:
     """Run each expert on its own padded block of rows, as batched dispatchers deliver them.
 
@@ -191,6 +201,7 @@ def batched_experts(
             least.
         hidden_states_scale, hidden_states_global_scale, out_dtype: as in `fused_experts`, with
             scales (E, T, groups).
+        batch_invariant: as in `fused_experts`; the bits of a row may be others than there.
 
     Returns:
         (E, T, K) in hidden_states' dtype, or in out_dtype if they arrive quantized; rows past the
@@ -230,6 +241,7 @@ def batched_experts(
         out_dtype,
         hidden_states_scale,
         hidden_states_global_scale,
+        resolve(batch_invariant),
     )
     return bind.look_up(call, backend).run(call, hidden_states.shape[1])
 
@@ -244,6 +256,7 @@ def grouped_linear(
     x_scale: Tensor | None = None,  # (S, groups)
     x_global_scale: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
+    batch_invariant: bool | None = None,
 ) -> Tensor:
     """x @ weight[e].T + bias[e] for rows sorted by expert: one half of an expert layer.
 
@@ -256,6 +269,7 @@ def grouped_linear(
         bias: (E, N).
         backend: as in `fused_experts`.
         x_scale, x_global_scale, out_dtype: of x that arrives quantized, as in `fused_experts`.
+        batch_invariant: as in `fused_experts`, of the rows of x.
 
     Returns:
         (S, N) in x's dtype, or in out_dtype if x arrives quantized; rows past offsets[-1] are
@@ -273,13 +287,17 @@ def grouped_linear(
     if forward_ad._current_level >= 0:
         _refuse_tangents(x, a.data, bias)
     needs_grad = torch.is_grad_enabled() and _requires_grad(x, a.data, bias)
-    call = LinearCall(x, a, offsets, bias, needs_grad, out_dtype, x_scale, x_global_scale)
+    call = LinearCall(
+        *(x, a, offsets, bias, needs_grad, out_dtype, x_scale, x_global_scale),
+        resolve(batch_invariant),
+    )
     bound = bind.look_up(call, backend)
     if needs_grad:
         if not torch.compiler.is_compiling():
             refuse_lost(call)
             training.warn_of_plain_torch(x, "grouped_linear has no other")
-        return autograd.grouped_linear(x, a, offsets, bias).to(x.dtype)
+        y = autograd.grouped_linear(x, a, offsets, bias, batch_invariant=call.batch_invariant)
+        return y.to(x.dtype)
     return bound.run(call, x.shape[0])
 
 
@@ -300,6 +318,7 @@ def explain(
     hidden_states_scale: Tensor | None = None,
     hidden_states_global_scale: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
+    batch_invariant: bool | None = None,
     training: bool = False,
 ) -> Plan:
     """The plan `fused_experts` would follow for these arguments, without running it.
@@ -340,6 +359,7 @@ def explain(
         out_dtype,
         hidden_states_scale,
         hidden_states_global_scale,
+        resolve(batch_invariant),
     )
     plan = bind.make_plan(call, backend)
     return replace(plan, gradients=explanation(call)) if training else plan

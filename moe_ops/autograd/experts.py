@@ -45,6 +45,7 @@ def grouped_linear(
     offsets: Tensor,  # (E,)
     bias: Tensor | None,
     rows_valid: Tensor | None = None,  # (S,) bool
+    batch_invariant: bool = False,
 ) -> Tensor:
     """Differentiable grouped linear: (S, N) in x's dtype, computed in fp32 if the scheme
     quantizes.
@@ -55,7 +56,8 @@ def grouped_linear(
             rows_valid = torch.arange(x.shape[0], device=x.device) < offsets[-1]
         scale = numerics.static_scale_of_sorted(weight.activation_scale, offsets, x.shape[0])
         x = _straight_through(x, weight.scheme, scale, rows_valid)
-    return grouped_mm(x, weight.data, offsets, *weight.scales, bias, weight.scheme, False)
+    options = (weight.scheme, False, batch_invariant)
+    return grouped_mm(x, weight.data, offsets, *weight.scales, bias, *options)
 
 
 def fused_experts(call: ExpertsCall, adapters: Adapters = UNADAPTED) -> Tensor:
@@ -83,7 +85,7 @@ def combined(
     weights = (
         torch.ones_like(call.topk_weights) if call.router_weight_on_input else call.topk_weights
     )
-    return permute.combine(y, weights, pairs, call.hidden_states.dtype)
+    return permute.combine(y, weights, pairs, call.hidden_states.dtype, call.batch_invariant)
 
 
 def product(

@@ -4,6 +4,7 @@ of experts (lora.py) or nothing. training.py defines h and the index.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -12,10 +13,11 @@ from torch import Tensor
 
 from moe_ops import activations
 from moe_ops.autograd import experts as composition
-from moe_ops.autograd.adapters import Adapters, LowRank
+from moe_ops.autograd.adapters import UNADAPTED, Adapters, LowRank
 from moe_ops.backends.torch import grouped_mm as products
 from moe_ops.numerics import Scales, permute
 from moe_ops.ops.call import ExpertsCall
+from moe_ops.planning import bind
 from moe_ops.schemes import get_scheme
 
 
@@ -24,13 +26,11 @@ def forward(call: ExpertsCall, adapters: Adapters) -> tuple[Tensor, Tensor, Tens
     pairs = permute.sort_pairs(call.topk_ids, call.w13.data.shape[0], call.expert_map)
     rows = composition.gemm1_input(call, pairs)
     h, u = _first(call, rows, adapters, pairs)
-    inputs = _ActivationInput(call, h, pairs)
-
-    def activate(rows: slice) -> list[Tensor]:
-        return [activations.formula(inputs.of(rows), call.activation).to(h.dtype)]
-
-    (hidden,) = _over_rows(activate, h)
-    out = composition.combined(_multiply, hidden, call, pairs, adapters.w2)
+    if call.batch_invariant and adapters == UNADAPTED:
+        out = _of_inference(call)
+    else:
+        hidden = _activated(call, _ActivationInput(call, h, pairs))
+        out = composition.combined(_product_of(call), hidden, call, pairs, adapters.w2)
     places = torch.where(pairs.valid.flatten(), pairs.inverse, -1)
     return out, h, u, torch.cat((pairs.offsets, places.to(torch.int32)))
 
@@ -39,9 +39,34 @@ def _first(
     call: ExpertsCall, rows: Tensor, adapters: Adapters, pairs: permute.Pairs
 ) -> tuple[Tensor, Tensor | None]:
     """h and u, in the dtype that products have."""
-    adapter = adapters.w13
-    u = None if adapter is None else composition.narrowed(_multiply, rows, adapter, pairs)
-    return composition.product(_multiply, rows, call.w13, pairs, None, adapter, u), u
+    adapter, multiply = adapters.w13, _product_of(call)
+    u = None if adapter is None else composition.narrowed(multiply, rows, adapter, pairs)
+    return composition.product(multiply, rows, call.w13, pairs, None, adapter, u), u
+
+
+def _of_inference(call: ExpertsCall) -> Tensor:
+    """The output that the call has without gradients, by what computes it there: its bits are
+    those of a batch-invariant inference, at the price of a first product for h beside it.
+    """
+    inference = call._replace(needs_grad=False)
+    with torch.no_grad():
+        return bind.look_up(inference, "torch").run(inference, call.hidden_states.shape[0])
+
+
+def _activated(call: ExpertsCall, inputs: _ActivationInput) -> Tensor:
+    """(S, I): the activation's output, in h's dtype."""
+    h = inputs.h
+    if call.batch_invariant:
+        S, N = h.shape
+        hidden = h.new_empty(S, N // 2 if call.activation.gated else N)
+        activations.apply_by_blocks(inputs.of(slice(None)), call.activation, hidden)
+        return hidden
+
+    def activate(rows: slice) -> list[Tensor]:
+        return [activations.formula(inputs.of(rows), call.activation).to(h.dtype)]
+
+    (hidden,) = _over_rows(activate, h)
+    return hidden
 
 
 def kept_dtype(call: ExpertsCall) -> torch.dtype:
@@ -50,12 +75,29 @@ def kept_dtype(call: ExpertsCall) -> torch.dtype:
     return call.hidden_states.dtype if plain else torch.float32
 
 
-def _multiply(x: Tensor, weight: Tensor, offsets: Tensor, *scales_and_bias: Any) -> Tensor:
+def _multiply(
+    x: Tensor,
+    weight: Tensor,
+    offsets: Tensor,
+    *scales_and_bias: Any,
+    batch_invariant: bool = False,
+) -> Tensor:
     *scales, bias, scheme, transpose = scales_and_bias
-    of = Scales(*scales) if scheme else None
     return products.grouped_mm(
-        x, weight, offsets, scales=of, scheme=scheme, bias=bias, transpose=transpose
+        x,
+        weight,
+        offsets,
+        scales=Scales(*scales) if scheme else None,
+        scheme=scheme,
+        bias=bias,
+        transpose=transpose,
+        batch_invariant=batch_invariant,
     )
+
+
+def _product_of(call: ExpertsCall) -> Callable[..., Tensor]:
+    """`_multiply` as the forward pass of a call needs it."""
+    return functools.partial(_multiply, batch_invariant=call.batch_invariant)
 
 
 class _ActivationInput:

@@ -42,6 +42,7 @@ def _grouped_mm(
     bias: Tensor | None,
     scheme: str,
     transpose: bool,
+    batch_invariant: bool = False,
 ) -> Tensor:
     _check(x, weight, offsets, scheme, transpose)
     scales = None
@@ -49,7 +50,14 @@ def _grouped_mm(
         assert scale is not None
         scales = Scales(scale, zero_point, global_scale, channel_scale)
     return products.grouped_mm(
-        x, weight, offsets, scales=scales, scheme=scheme, bias=bias, transpose=transpose
+        x,
+        weight,
+        offsets,
+        scales=scales,
+        scheme=scheme,
+        bias=bias,
+        transpose=transpose,
+        batch_invariant=batch_invariant,
     )
 
 
@@ -64,6 +72,7 @@ def _grouped_mm_fake(
     bias: Tensor | None,
     scheme: str,
     transpose: bool,
+    batch_invariant: bool = False,
 ) -> Tensor:
     _check(x, weight, offsets, scheme, transpose)
     return x.new_empty(x.shape[0], _columns(weight, scheme, not transpose))
@@ -74,7 +83,7 @@ def _grouped_outer_fake(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
 
 
 def _save_mm(ctx: Any, inputs: tuple, output: Tensor) -> None:
-    x, weight, offsets, *scales, bias, ctx.scheme, ctx.transpose = inputs
+    x, weight, offsets, *scales, bias, ctx.scheme, ctx.transpose, _ = inputs
     ctx.save_for_backward(x, weight, offsets, *scales)
     ctx.bias_dtype = None if bias is None else bias.dtype
 
@@ -92,7 +101,7 @@ def _mm_backward(ctx: Any, grad: Tensor) -> tuple:
         # a product with ones sums each expert's rows in a fixed order; index_add would not
         ones = grad.new_ones(grad.shape[0], 8)
         dbias = grouped_outer(grad, ones, offsets)[..., 0].to(ctx.bias_dtype)
-    return dx, dweight, None, None, None, None, None, dbias, None, None
+    return dx, dweight, None, None, None, None, None, dbias, None, None, None
 
 
 def _save_outer(ctx: Any, inputs: tuple, output: Tensor) -> None:
@@ -115,8 +124,8 @@ def _outer_backward(ctx: Any, grad: Tensor) -> tuple:
 grouped_mm = register_function(
     "grouped_mm",
     "(Tensor x, Tensor weight, Tensor offsets, Tensor? scale, Tensor? zero_point, "
-    "Tensor? global_scale, Tensor? channel_scale, Tensor? bias, str scheme, bool transpose) "
-    "-> Tensor",
+    "Tensor? global_scale, Tensor? channel_scale, Tensor? bias, str scheme, bool transpose, "
+    "bool batch_invariant=False) -> Tensor",
     _grouped_mm,
     _grouped_mm_fake,
     (_mm_backward, _save_mm),

@@ -51,6 +51,7 @@ class Options(NamedTuple):
     limit: float
     router_weight_on_input: bool
     recompute: bool  # h is computed again in the backward pass
+    batch_invariant: bool = False
 
 
 class Inputs(NamedTuple):
@@ -79,6 +80,7 @@ def _inputs(values: tuple) -> Inputs:
     call = ExpertsCall(
         *(x, first, second, topk_weights, topk_ids, b13, b2, expert_map, activation),
         *(o.router_weight_on_input, True, True),
+        batch_invariant=o.batch_invariant,
     )
     return Inputs(call, o.recompute)
 
@@ -100,6 +102,8 @@ _PACKED = frozenset([name for name, scheme in SCHEMES.items() if scheme.weight_o
 def why_not_fused(call: ExpertsCall) -> str | None:
     """Why a call runs in plain torch; None if it runs in fused.py. Each operator asks once."""
     x, w13, w2 = call.hidden_states, call.w13.data, call.w2.data
+    if call.batch_invariant:
+        return "batch_invariant asks for the products that inference takes"
     if call.w13.scheme and call.w13.scheme not in _PACKED:
         return "its scheme quantizes activations, or has no name"
     if not call.topk_ids.numel():
@@ -289,4 +293,5 @@ def op_values(call: ExpertsCall, recompute: bool) -> tuple:
     # constants, also where dynamic=True makes symbols of them
     numbers = [float(guard_scalar(x)) for x in (a.alpha, a.beta, a.limit)]
     values = (call.w13.scheme, a.name, *numbers, call.router_weight_on_input, recompute)
-    return call.op_values(text_of(Options._fields, values))
+    values += (True,) if call.batch_invariant else ()  # the last one may be left out
+    return call.op_values(text_of(Options._fields[: len(values)], values))

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_ops import activations
+from moe_ops import batch_invariance as switch
 from moe_ops.activations import Activation
 from moe_ops.backends import check_backend
 from moe_ops.checks import check_number, check_size, check_tensor
@@ -90,6 +91,8 @@ class MoELayer(nn.Module):
         num_local_experts: E_local; with expert_map only.
         track_load: count tokens per expert in evaluation too, not in training alone.
         max_workspace_bytes, recompute, backend: as in `fused_experts`.
+        batch_invariant: as in `fused_experts`, of the experts alone: router and shared expert are
+            products of torch.
         device, dtype: of the parameters.
 
     Attributes:
@@ -102,9 +105,10 @@ class MoELayer(nn.Module):
 
     Raises:
         ValueError: a size that is no integer or below 1, an unknown activation, backend, scoring
-            or routing method, arguments that the method needs or does not take, top_k outside
-            1..E, an expert_map of another shape, without values or with ids of experts that the
-            layer does not hold, or arguments that contradict each other.
+            or routing method, a batch_invariant that is no bool, arguments that the method needs
+            or does not take, top_k outside 1..E, an expert_map of another shape, without values or
+            with ids of experts that the layer does not hold, or arguments that contradict each
+            other.
     """
 
     expert_load: Tensor
@@ -112,6 +116,7 @@ class MoELayer(nn.Module):
     # layers that were saved before have none of their own
     max_workspace_bytes: int | None = None
     recompute: bool = False
+    batch_invariant: bool | None = None
     dispatcher: Dispatcher | None = None
 
     def __init__(
@@ -141,6 +146,7 @@ class MoELayer(nn.Module):
         max_workspace_bytes: int | None = None,
         recompute: bool = False,
         backend: str = "auto",
+        batch_invariant: bool | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -154,6 +160,7 @@ class MoELayer(nn.Module):
         check_backend("backend", backend)
         if max_workspace_bytes is not None:
             check_size("max_workspace_bytes", max_workspace_bytes)
+        switch.resolve(batch_invariant)  # raises unless it is None or a bool
         check_method(
             routing_method,
             num_experts,
@@ -191,6 +198,7 @@ class MoELayer(nn.Module):
         self.track_load = track_load
         self.max_workspace_bytes = max_workspace_bytes
         self.recompute = recompute
+        self.batch_invariant = batch_invariant
         self.backend = backend
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         self.gate = Gate(num_experts, hidden_size, router_bias, correction_bias, factory)
@@ -459,6 +467,7 @@ class MoELayer(nn.Module):
             recompute=self.recompute,
             adapters=None if lora is None else lora.adapter(),
             backend=self.backend,
+            batch_invariant=self.batch_invariant,
         )
         if self.dispatcher is not None:
             out = self.dispatcher.combine(out, x.shape[0])

@@ -71,13 +71,21 @@ def weigh_inputs(x: Tensor, topk_weights: Tensor, pairs: Pairs) -> Tensor:
     return (x.to(wide) * weights).to(x.dtype)
 
 
-def combine(y: Tensor, topk_weights: Tensor, pairs: Pairs, dtype: torch.dtype) -> Tensor:
+def combine(
+    y: Tensor,
+    topk_weights: Tensor,
+    pairs: Pairs,
+    dtype: torch.dtype,
+    one_by_one: bool = False,
+) -> Tensor:
     """Weighted sum of expert outputs over top_k, in fp32, with one cast at the end.
 
     Args:
         y: (S, K) expert outputs in sorted pair order; rows of pairs whose expert is not here may
             hold anything.
         topk_weights: (M, top_k), any float dtype.
+        one_by_one: add the pairs of a token in order, each by an addition of its own. The order in
+            which a sum of torch adds them is the same from run to run, and may depend on M.
 
     Returns:
         (M, K) of `dtype`. Differentiable in y and topk_weights.
@@ -86,7 +94,13 @@ def combine(y: Tensor, topk_weights: Tensor, pairs: Pairs, dtype: torch.dtype) -
     valid = pairs.valid.unsqueeze(-1)
     weights = torch.where(valid, topk_weights.to(wide).unsqueeze(-1), 0)
     rows = y.index_select(0, pairs.inverse).view(*pairs.valid.shape, y.shape[1]).to(wide)
-    return (torch.where(valid, rows, 0) * weights).sum(1).to(dtype)
+    weighed = torch.where(valid, rows, 0) * weights
+    if not one_by_one:
+        return weighed.sum(1).to(dtype)
+    total = weighed[:, 0]
+    for j in range(1, weighed.shape[1]):
+        total = total + weighed[:, j]
+    return total.to(dtype)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

@@ -46,6 +46,7 @@ class ExpertsArgs(NamedTuple):
     deterministic: bool
     tiers: str = ""  # "max_M:backend,...,*:backend" for `auto`, else ""
     chunk_rows: int = 0  # tokens that the workspaces have room for (ops/chunks.py); 0: for all
+    batch_invariant: bool = False  # a token's row has the same bits in every batch
 
 
 class BatchedExpertsArgs(NamedTuple):
@@ -81,6 +82,7 @@ class BatchedExpertsArgs(NamedTuple):
     limit: float
     tiers: str = ""
     chunk_rows: int = 0  # rows E * T that the workspaces have room for; 0: for all
+    batch_invariant: bool = False
 
 
 class GroupedLinearArgs(NamedTuple):
@@ -104,3 +106,4 @@ class GroupedLinearArgs(NamedTuple):
     scheme: str
     layout: str
     tiers: str = ""
+    batch_invariant: bool = False

@@ -152,6 +152,7 @@ class ExpertsCall(NamedTuple):
     out_dtype: torch.dtype | None = None
     hidden_states_scale: Tensor | None = None
     hidden_states_global_scale: Tensor | None = None
+    batch_invariant: bool = False
 
     def key(self) -> tuple:
         """All facts but M. Raises IndexError for tensors of too few dimensions, which validation
@@ -159,7 +160,7 @@ class ExpertsCall(NamedTuple):
         """
         x, w13, w2, weights, ids = self[:5]
         act = self.activation  # its fields: hashing the dataclass takes 0.5 us
-        key = ["experts", act.name, act.alpha, act.beta, act.limit, *self[9:14]]
+        key = ["experts", act.name, act.alpha, act.beta, act.limit, *self[9:14], self[16]]
         if self[14] is not None or self[15] is not None:
             key += _input_key(self[14], self[15])
         return _key(key, (x, weights, ids), (w13, w2), self[5:8])
@@ -193,11 +194,20 @@ class BatchedCall(NamedTuple):
     out_dtype: torch.dtype | None = None
     hidden_states_scale: Tensor | None = None
     hidden_states_global_scale: Tensor | None = None
+    batch_invariant: bool = False
 
     def key(self) -> tuple:
         """All facts but T. Raises IndexError as that of `ExpertsCall`."""
         x, act = self.hidden_states, self.activation
-        key: list = ["batched_experts", act.name, act.alpha, act.beta, act.limit, *self[7:10]]
+        key: list = [
+            "batched_experts",
+            act.name,
+            act.alpha,
+            act.beta,
+            act.limit,
+            *self[7:10],
+            self[12],
+        ]
         key += (type(x), x.ndim, x.shape[0], x.shape[2], x.dtype, x.device)
         if self[10] is not None or self[11] is not None:
             key += _input_key(self[10], self[11])
@@ -228,10 +238,11 @@ class LinearCall(NamedTuple):
     out_dtype: torch.dtype | None = None
     x_scale: Tensor | None = None
     x_global_scale: Tensor | None = None
+    batch_invariant: bool = False
 
     def key(self) -> tuple:
         """All facts but S. Raises IndexError as that of `ExpertsCall`."""
-        key = ["grouped_linear", *self[4:6]]
+        key = ["grouped_linear", *self[4:6], self[8]]
         if self[6] is not None or self[7] is not None:
             key += _input_key(self[6], self[7])
         return _key(key, self[:1], self[1:2], self[2:4])

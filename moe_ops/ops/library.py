@@ -160,8 +160,10 @@ _OPTIONS = {name: kind.options for name, kind in KINDS.items()}  # for traced co
 
 
 def options_text(kind: str, values: Sequence[Any]) -> str:
-    """The `options` argument of an op: values of the fields that are no tensors, in order."""
-    return text_of(_OPTIONS[kind], values)
+    """The `options` argument of an op: values of the fields that are no tensors, in order; the
+    last ones may be left out where they have their defaults.
+    """
+    return text_of(_OPTIONS[kind][: len(values)], values)
 
 
 def text_of(names: Sequence[str], values: Sequence[Any]) -> str:
@@ -202,6 +204,11 @@ def _parse_options(
     return tuple([float(options[n]) if n in floats else options[n] for n in names])
 
 
+def _not_shown(problem: Problem, machine: Machine) -> list[str]:
+    """Of a backend that says nothing about batch invariance."""
+    return ["not shown to be batch invariant"]
+
+
 @dataclass(frozen=True)
 class Backend:
     """One registered backend. `launch` and `ops` are keyed by `Problem.kind`."""
@@ -240,6 +247,8 @@ class Backend:
     # why "auto" leaves it out on a machine where a call that names it would first build it, for
     # minutes; None where it is built
     unbuilt: Callable[[Machine], str | None] | None = None
+    # reasons why a token's row may depend on its batch (`Problem.batch_invariant`); empty: never
+    batch_invariant: Callable[[Problem, Machine], list[str]] = _not_shown
 
     @property
     def untested_version(self) -> str | None:
@@ -282,6 +291,7 @@ def register(
     library_bytes: Callable[[int, Problem], int] | None = None,
     quantized_input: tuple[str, ...] = (),
     unbuilt: Callable[[Machine], str | None] | None = None,
+    batch_invariant: Callable[[Problem, Machine], list[str]] = _not_shown,
 ) -> Backend:
     """Define `moe_ops::<name>_<kind>` for every kind in `launch` and return the backend.
 
@@ -292,6 +302,7 @@ def register(
         warm: see `Backend`. What it saves goes below `environment.cache_folder()`.
         relayouts, distribution, faster_from, missing_kernels: see `Backend`.
         newest_tested, chunked, library_bytes, quantized_input, unbuilt: see `Backend`.
+        batch_invariant: see `Backend`; without it, calls that ask for it are refused.
 
     Raises:
         ValueError: `name` is no identifier, or taken; a kind of `launch` or a key of `devices`
@@ -333,6 +344,7 @@ def register(
         library_bytes,
         quantized_input,
         unbuilt,
+        batch_invariant,
     )
     if name != "auto":
         _registered.append(backend)

@@ -40,6 +40,7 @@ class Problem:
     transposed_weights: bool = False  # plain ones, of which one is stored transposed, or both
     max_workspace_bytes: int | None = None  # None: the machine's default
     quantized_input: bool = False  # hidden_states arrive quantized, as the scheme quantizes them
+    batch_invariant: bool = False  # a token's row has the same bits in every batch
 
 
 @dataclass(frozen=True)

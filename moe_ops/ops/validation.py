@@ -33,9 +33,36 @@ def problem_of(call: Call) -> Problem:
         ValueError: it names the argument and the remedy.
     """
     _check_layouts(call)
+    if call.batch_invariant:
+        _refuse_shared_scales(call)
     if isinstance(call, ExpertsCall):
         return _experts_problem(call)
     return _batched_problem(call) if isinstance(call, BatchedCall) else _linear_problem(call)
+
+
+def _refuse_shared_scales(call: Call) -> None:
+    """Raise for schemes whose activations share a scale that follows from all rows of a batch."""
+    if isinstance(call, LinearCall):
+        weights, arrived = (call.weight,), call.x_scale is not None
+    else:
+        weights, arrived = (call.w13, call.w2), call.hidden_states_scale is not None
+    desc = get_scheme(weights[0].scheme).activation
+    if desc is None or not (desc.group.is_tensor or desc.global_scale):
+        return
+    dynamic = [weight.activation_scale is None for weight in weights]
+    dynamic[0] = dynamic[0] and not arrived
+    if any(dynamic):
+        remedy = (
+            "give its weights an activation_scale, which moe_ops.quantize takes"
+            if desc.global_scale
+            else "use one with a known scale, such as 'fp8_tensor_static' or 'int8_w8a8_static', "
+            "or with a scale of each token, such as 'fp8_channel' or 'int8_w8a8'"
+        )
+        raise ValueError(
+            f"batch_invariant must be False for scheme {weights[0].scheme!r}, got True: its "
+            "activations share one scale, which follows from all tokens of the batch; "
+            f"{remedy}"
+        )
 
 
 def _check_layouts(call: Call) -> None:
@@ -110,6 +137,7 @@ def _experts_problem(call: ExpertsCall) -> Problem:
         transposed_weights=not contiguous and in_order,
         max_workspace_bytes=_bytes(call.max_workspace_bytes),
         quantized_input=call.hidden_states_scale is not None,
+        batch_invariant=call.batch_invariant,
     )
 
 
@@ -153,6 +181,7 @@ def _batched_problem(call: BatchedCall) -> Problem:
         contiguous_weights=call.w13.contiguous and call.w2.contiguous,
         max_workspace_bytes=_bytes(call.max_workspace_bytes),
         quantized_input=call.hidden_states_scale is not None,
+        batch_invariant=call.batch_invariant,
     )
 
 
@@ -192,6 +221,7 @@ def _linear_problem(call: LinearCall) -> Problem:
         needs_grad=call.needs_grad,
         contiguous_weights=call.weight.contiguous,
         quantized_input=call.x_scale is not None,
+        batch_invariant=call.batch_invariant,
     )
 
 

@@ -84,6 +84,8 @@ class Plan:
         values += (self.tiers_text,)
         if p.kind != "grouped_linear":
             values += (self.chunk_rows,)
+        if p.batch_invariant:
+            values += (True,)
         return library.options_text(p.kind, values)
 
     @property
@@ -152,6 +154,8 @@ class Plan:
         ]
         if p.quantized_input:
             lines.append("  the input arrives quantized: no pass quantizes it")
+        if p.batch_invariant:
+            lines.append("  batch invariant: a token's row has the same bits in every batch")
         if self.not_tested_note:
             lines.append(f"  {self.not_tested_note}")
         if self.gradients:  # what they run allocates its own memory
@@ -236,6 +240,8 @@ def plan(problem: Problem, machine: Machine, backend: str = "auto") -> Plan:
     if not accepted:
         why = " | ".join([f"{name}: {'; '.join(reasons)}" for name, reasons in refused])
         raise ValueError(f"no backend can run this call: {why}")
+    if problem.batch_invariant:  # one backend for every M: they sum in different orders
+        return _bounded(Plan(problem, machine, ((-1, accepted[0]),), tuple(refused)))
     tiers, basis = _measured_tiers(problem, machine, accepted), "measured"
     timed: tuple[str, ...] = ()
     if tiers:
@@ -369,6 +375,8 @@ def _reasons(backend: library.Backend, problem: Problem, machine: Machine) -> li
         )
     if problem.max_workspace_bytes is not None and not backend.chunked:
         reasons.append("cannot run in chunks: leave max_workspace_bytes out")
+    if problem.batch_invariant:
+        reasons += backend.batch_invariant(problem, machine)
     return reasons
 
 

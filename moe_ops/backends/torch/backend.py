@@ -12,7 +12,7 @@ from torch import Tensor
 
 from moe_ops import activations, numerics
 from moe_ops.backends.torch import cpu, layer
-from moe_ops.backends.torch.grouped_mm import grouped_mm
+from moe_ops.backends.torch.grouped_mm import grouped_mm, product_of_rows
 from moe_ops.meta import workspace
 from moe_ops.numerics import permute
 from moe_ops.ops import library
@@ -53,6 +53,24 @@ def _not_on_mps(problem: Problem) -> str:
     scheme = get_scheme(problem.scheme)
     descs = [desc for desc in (scheme.weight, scheme.activation) if desc is not None]
     return "float8" if any([not desc.dtype.startswith("int") for desc in descs]) else ""
+
+
+def batch_invariant(problem: Problem, machine: Machine) -> list[str]:
+    """Reasons why a token's row may depend on its batch; none on a CPU, where products by rows are
+    those of `grouped_mm.product_of_rows`, of our grouped kernel, or of csrc/cpu/experts.cpp.
+    """
+    if machine.device_type not in ("cpu", "meta"):
+        return [
+            f"not batch invariant on {machine.device_type}: products of torch's libraries choose "
+            "their kernels by the number of rows"
+        ]
+    quantizes = get_scheme(problem.scheme).activation is not None
+    if problem.needs_grad and problem.kind == "grouped_linear" and quantizes:
+        return [
+            "not batch invariant where gradients pass through quantized activations of "
+            "grouped_linear: wrap the call in torch.no_grad()"
+        ]
+    return []
 
 
 def workspace_shapes(M: int, problem: Problem) -> Workspaces:
@@ -108,6 +126,7 @@ def _experts(a: ExpertsArgs, amax_of_x: Tensor | None, amax_of_h: Tensor | None)
         scheme=a.scheme,
         bias=a.w2_bias,
         out=workspace.carve(a.workspace2, (S, K), dtype),
+        batch_invariant=a.batch_invariant,
     )
     if a.router_weight_on_input:
         weights = torch.ones_like(weights)
@@ -115,7 +134,7 @@ def _experts(a: ExpertsArgs, amax_of_x: Tensor | None, amax_of_h: Tensor | None)
         rows = torch.where(pairs.valid, pairs.inverse.view(M, -1), -1)
         cpu.combine(y, weights, rows, a.out)
     else:
-        a.out.copy_(permute.combine(y, weights, pairs, a.out.dtype))
+        a.out.copy_(permute.combine(y, weights, pairs, a.out.dtype, a.batch_invariant))
 
 
 def _sort(a: ExpertsArgs) -> permute.Pairs:
@@ -161,9 +180,10 @@ def _hidden(a: ExpertsArgs, pairs: permute.Pairs, amax_of_x: Tensor | None) -> T
         scheme=a.scheme,
         bias=a.w13_bias,
         out=workspace.carve(a.workspace2, (S, N), dtype),
+        batch_invariant=a.batch_invariant,
     )
     hidden = workspace.carve(a.workspace13, (S, N // 2 if act.gated else N), dtype)
-    _activate(gate_up, act, hidden)
+    _activate(gate_up, act, hidden, a.batch_invariant)
     return hidden
 
 
@@ -184,10 +204,14 @@ def _has_one_scale(scheme: str) -> bool:
     return desc is not None and not desc.static and (desc.group.is_tensor or desc.global_scale)
 
 
-def _activate(gate_up: Tensor, activation: activations.Activation, out: Tensor) -> None:
+def _activate(
+    gate_up: Tensor, activation: activations.Activation, out: Tensor, batch_invariant: bool
+) -> None:
     """out (S, I) = activation(gate_up (S, N)). On a CPU in parts whose fp32 values stay
     in cache.
     """
+    if batch_invariant:
+        return activations.apply_by_blocks(gate_up, activation, out)
     step = 64 if out.device.type == "cpu" else out.shape[0]
     for i in range(0, out.shape[0], step):
         piece = gate_up[i : i + step].to(torch.promote_types(out.dtype, torch.float32))
@@ -222,7 +246,7 @@ def _batched_experts(
         )
     dtype = _compute_dtype(a.out.dtype, a.scheme)
     y = workspace.carve(a.workspace13, a.out.shape, dtype)
-    _batched_mm(hidden, a.w2, a.expert_num_tokens, _scales(a, "w2"), a.w2_bias, a.scheme, y)
+    _batched_mm(a, "w2", hidden, y)
     a.out.copy_(y)
 
 
@@ -249,32 +273,33 @@ def _batched_hidden(a: BatchedExpertsArgs, amax_of_x: Tensor | None) -> Tensor:
         scale = numerics.static_scale_of_rows(a.a13_scale, _experts_of_rows(a))
         x = numerics.fake_quantize_activation(x, a.scheme, scale, _valid(a), amax_of_x)
     gate_up = workspace.carve(a.workspace13, (E, T, N), dtype)
-    _batched_mm(x, a.w13, a.expert_num_tokens, _scales(a, "w13"), a.w13_bias, a.scheme, gate_up)
+    _batched_mm(a, "w13", x, gate_up)
     hidden = workspace.carve(a.workspace2, (E, T, N // 2 if act.gated else N), dtype)
-    _activate(gate_up.flatten(0, 1), act, hidden.flatten(0, 1))
+    _activate(gate_up.flatten(0, 1), act, hidden.flatten(0, 1), a.batch_invariant)
     return hidden
 
 
 def _batched_mm(
+    a: BatchedExpertsArgs,
+    name: str,  # of the weight (E, N, K)
     x: Tensor,  # (E, T, K)
-    weight: Tensor,  # (E, N, K)
-    counts: Tensor,  # (E,)
-    scales: numerics.Scales | None,
-    bias: Tensor | None,
-    scheme: str,
     out: Tensor,  # (E, T, N)
 ) -> None:
     """out[e] = x[e] @ weight[e].T + bias[e]; on a CPU only for the rows before each count."""
+    weight, bias, scales = getattr(a, name), getattr(a, f"{name}_bias"), _scales(a, name)
     num_experts, rows = x.shape[:2]
-    bounds = counts.tolist() if x.device.type == "cpu" else [rows] * num_experts
+    bounds = a.expert_num_tokens.tolist() if x.device.type == "cpu" else [rows] * num_experts
     for e, count in enumerate(bounds):
         count = min(count, rows)
         if count <= 0:
             continue
         w = weight[e]
         if scales is not None:
-            w = numerics.dequantize_weight(w, scheme, *scales.of(e), dtype=x.dtype)
-        if bias is None:
+            w = numerics.dequantize_weight(w, a.scheme, *scales.of(e), dtype=x.dtype)
+        if a.batch_invariant:
+            of_expert = None if bias is None else bias[e]
+            product_of_rows(x[e, :count], w.t(), of_expert, out[e, :count])
+        elif bias is None:
             torch.mm(x[e, :count], w.t(), out=out[e, :count])
         else:
             torch.addmm(bias[e].to(x.dtype), x[e, :count], w.t(), out=out[e, :count])
@@ -292,7 +317,15 @@ def _launch_grouped_linear(a: GroupedLinearArgs) -> None:
         scale = numerics.static_scale_of_sorted(a.activation_scale, a.offsets, x.shape[0])
         x = numerics.fake_quantize_activation(x, a.scheme, scale, inside)
     scales = _scales(a, "weight")
-    y = grouped_mm(x, a.weight, a.offsets, scales=scales, scheme=a.scheme, bias=a.bias)
+    y = grouped_mm(
+        x,
+        a.weight,
+        a.offsets,
+        scales=scales,
+        scheme=a.scheme,
+        bias=a.bias,
+        batch_invariant=a.batch_invariant,
+    )
     a.out.copy_(y)
 
 
@@ -333,4 +366,5 @@ BACKEND = library.register(
     differentiable=True,
     chunked=True,
     quantized_input=tuple([name for name, scheme in SCHEMES.items() if scheme.activation]),
+    batch_invariant=batch_invariant,
 )

@@ -83,12 +83,22 @@ def why_not() -> str | None:
     return "built, but this processor lacks AVX2 (or built from an older version: install again)"
 
 
-def can_multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether `grouped_mm` takes these tensors, and should be faster than a product per expert."""
+def can_multiply(
+    x: Tensor, weight: Tensor, bias: Tensor | None, batch_invariant: bool = False
+) -> bool:
+    """Whether `grouped_mm` takes these tensors, and should be faster than a product per expert; or
+    with `batch_invariant`, whether it gives a row the same bits among however many others.
+    """
+    if x.dtype not in _kernels() or weight.dtype != x.dtype:
+        return False
+    if batch_invariant:
+        # Tiles are 8 columns wide beside one or two rows and 4 beside more. Of what is left over,
+        # columns of a tile of 4 are summed in another order than single ones.
+        suited = weight.shape[1] % 8 < 4
+    else:
+        suited = x.shape[0] <= _kernels()[x.dtype].most_rows * weight.shape[0]
     return (
-        x.dtype in _kernels()
-        and weight.dtype == x.dtype
-        and x.shape[0] <= _kernels()[x.dtype].most_rows * weight.shape[0]
+        suited
         and weight.stride(2) == 1
         and x.stride(1) == 1
         and (bias is None or (bias.dtype == x.dtype and bias.is_contiguous()))

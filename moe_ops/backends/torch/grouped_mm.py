@@ -37,29 +37,33 @@ def grouped_mm(
     bias: Tensor | None = None,  # (E, N)
     transpose: bool = False,
     out: Tensor | None = None,
+    batch_invariant: bool = False,
 ) -> Tensor:
     """x @ weight[e].T + bias[e] for the rows of each expert, or x @ weight[e] with `transpose`.
 
     Quantized weights are dequantized to x's dtype, which must be fp32. Returns (S, N), or (S, K)
     with
     `transpose`; rows past offsets[-1] are zero. The result may be written to `out`, which is then
-    returned.
+    returned. With `batch_invariant`, on a CPU, a row has the same bits among however many others.
     """
     width = get_scheme(scheme).logical_shape(*weight.shape)[2 if transpose else 1]
     if x.device.type == "cpu":
         if out is None:
             out = x.new_empty(x.shape[0], width)
-        if not scheme and not transpose and cpu.can_multiply(x, weight, bias):
+        if batch_invariant and x.stride(1) != 1:  # the kernels do not take it
+            x = x.clone(memory_format=torch.contiguous_format)
+        plain = not scheme and not transpose
+        if plain and cpu.can_multiply(x, weight, bias, batch_invariant):
             cpu.grouped_mm(x, weight, offsets, bias, out)
             return out
-        start = 0
+        product, start = product_of_rows if batch_invariant else _product, 0
         for e, end in enumerate(offsets.tolist()):
             if end > start:
                 w = weight[e]
                 if scales is not None:
                     w = dequantize_weight(w, scheme, *scales.of(e), dtype=x.dtype)
                 w = w if transpose else w.t()
-                _product(x[start:end], w, None if bias is None else bias[e], out[start:end])
+                product(x[start:end], w, None if bias is None else bias[e], out[start:end])
                 start = end
         out[start:] = 0
         return out
@@ -90,6 +94,28 @@ def _product(a: Tensor, b: Tensor, bias: Tensor | None, out: Tensor) -> None:
         torch.mm(a, b, out=out)
     else:
         torch.addmm(bias.to(a.dtype), a, b, out=out)
+
+
+def product_of_rows(a: Tensor, b: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    """out = a @ b + bias on a CPU, each row with the same bits among however many others, in fp32
+    (fp64 for fp64) with one rounding at the end.
+
+    Products of libraries choose their blocks by the number of rows. Where our kernel does not take
+    the matrices, each row is a product of its own, from memory of the same alignment.
+    """
+    wide = torch.promote_types(a.dtype, torch.float32)
+    rows = a.to(wide, memory_format=torch.contiguous_format)
+    weight = b.t().to(wide, memory_format=torch.contiguous_format).unsqueeze(0)
+    y = torch.empty(out.shape, dtype=wide)
+    if cpu.can_multiply(rows, weight, None, batch_invariant=True):
+        ends = torch.tensor([rows.shape[0]], dtype=torch.int32)
+        cpu.grouped_mm(rows, weight, ends, None, y)
+    else:
+        row, columns = torch.empty(1, rows.shape[1], dtype=wide), weight[0].t()
+        for i in range(rows.shape[0]):
+            row[0] = rows[i]
+            y[i] = torch.mm(row, columns)[0]
+    out.copy_(y if bias is None else y.add_(bias))
 
 
 @functools.cache

@@ -152,6 +152,8 @@ def takes(a: ExpertsArgs) -> bool:
 
 
 def _few_bf16(a: ExpertsArgs) -> bool:
+    if a.batch_invariant:  # one path for however many rows: that of grouped products
+        return False
     few = a.topk_ids.numel() <= MOST_ROWS_OF_BF16 * a.w13.shape[0]
     return few and a.w13.dtype == a.w2.dtype == torch.bfloat16
 

@@ -1,0 +1,56 @@
+"""The process-wide switch of batch invariance, for calls whose argument `batch_invariant` is None.
+
+With it a token's row of the output has the same bits whatever other tokens are in its batch:
+docs/reproducibility.md says what that holds for. Which backend keeps it for which call is theirs
+to say (`Backend.batch_invariant`); planning/plan.py asks them.
+"""
+
+from __future__ import annotations
+
+# A global of a module: torch.compile guards graphs with what traced code reads here.
+_enabled = False
+
+
+class set_batch_invariant:
+    """Switch batch invariance on or off in the whole process, for every call that does not pass
+    `batch_invariant` itself; as a context manager, until the end of its block.
+
+    Compiled functions that were traced under the other setting are compiled again. Threads share
+    the switch. Set it outside of compiled functions.
+
+    Args:
+        enabled: whether a token's row has the same bits in every batch; False when the process
+            begins.
+
+    Raises:
+        ValueError: enabled is no bool.
+    """
+
+    def __init__(self, enabled: bool):
+        global _enabled
+        if not isinstance(enabled, bool):
+            raise ValueError(f"enabled must be True or False, got {enabled!r}")
+        self.before, _enabled = _enabled, enabled
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        global _enabled
+        _enabled = self.before
+
+
+def resolve(batch_invariant: bool | None) -> bool:
+    """What a call's argument asks for: None leaves it to the switch.
+
+    Raises:
+        ValueError: it is neither None nor a bool.
+    """
+    if batch_invariant is None:
+        return _enabled
+    if not isinstance(batch_invariant, bool):
+        raise ValueError(
+            "batch_invariant must be True, False, or None for what moe_ops.set_batch_invariant "
+            f"says, got {batch_invariant!r}"
+        )
+    return batch_invariant
