@@ -146,9 +146,9 @@ def formula(x: Tensor, activation: Activation) -> Tensor:
     return g * torch.sigmoid(activation.alpha * g) * (u + activation.beta)
 
 
-# Vector loops of torch compute the last elements of what a thread gets by other formulas than whole
-# vectors. Rows of a multiple of so many columns are whole vectors, and blocks of at most so many
-# elements are computed by one thread.
+# Vector loops of torch compute the last elements of what a thread gets by other formulas than
+# whole vectors. Rows of a multiple of so many columns are whole vectors, and blocks of at most so
+# many elements are computed by one thread.
 _COLUMNS_OF_VECTORS, _ELEMENTS_OF_A_THREAD = 64, 1 << 14
 
 

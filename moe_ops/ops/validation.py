@@ -42,6 +42,7 @@ def problem_of(call: Call) -> Problem:
 
 def _refuse_shared_scales(call: Call) -> None:
     """Raise for schemes whose activations share a scale that follows from all rows of a batch."""
+    weights: tuple[Weight, ...]
     if isinstance(call, LinearCall):
         weights, arrived = (call.weight,), call.x_scale is not None
     else:
