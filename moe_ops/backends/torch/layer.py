@@ -69,6 +69,7 @@ class Experts(ctypes.Structure):
         ("w13", Matrix),
         ("w2", Matrix),
         *[(name, _int) for name in ("scheme", "activation", "interleaved", "threads", "powers")],
+        ("batch_invariant", _int),
         *[(name, ctypes.c_float) for name in ("alpha", "beta", "limit")],
     ]
 
@@ -195,7 +196,7 @@ def run(a: ExpertsArgs) -> None:
         *(0 if expert_map is None else expert_map.numel(), a.out.shape[1]),
         *(_logical_columns(a.w2), w13, w2, _DECODERS.index(decoder)),
         *(_ACTIVATIONS[a.activation], a.activation == "swigluoai", torch.get_num_threads()),
-        *(_powers_of_two(a.scheme), a.alpha, a.beta, a.limit),
+        *(_powers_of_two(a.scheme), a.batch_invariant, a.alpha, a.beta, a.limit),
     )
     of_call = ctypes.byref(call)
     needed = library.moe_ops_cpu_experts_scratch(of_call)

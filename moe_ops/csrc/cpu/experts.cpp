@@ -50,6 +50,7 @@ struct Experts {  // struct Experts of backends/torch/layer.py
     int64_t x_row, M, top_k, E, mapped, K, I;
     Matrix w13, w2;
     int32_t scheme, activation, interleaved, threads, powers;  // powers: of two, scales of activations
+    int32_t batch_invariant;  // the bits of a token's row do not depend on other rows
     float alpha, beta, limit;
 };
 
@@ -96,18 +97,36 @@ void any_tile(int rows, const uint8_t* const* x, const Matrix& m, const Weight& 
         any_tile<D, MT + 1>(rows, x, m, w, n, cols, y, y_stride, ahead);
 }
 
+// The tile of MOST_ROWS for fewer rows too, of which the last one is repeated: the number of rows of a tile
+// decides in how many registers it adds.
+template <class D>
+void whole_tile(int rows, const uint8_t* const* x, const Matrix& m, const Weight& w, int64_t n, int64_t cols,
+                float* y, int64_t y_stride, const uint8_t* ahead) {
+    const uint8_t* all[MOST_ROWS];
+    float sums[MOST_ROWS * TILE];
+    for (int i = 0; i < MOST_ROWS; ++i) all[i] = x[std::min(i, rows - 1)];
+    D::Isa::template tile<D, MOST_ROWS>(all, m, w, n, cols, sums, TILE, ahead);
+    for (int i = 0; i < rows; ++i) std::copy_n(sums + i * TILE, TILE, y + i * y_stride);
+}
+
 // Weight rows n0 to n1 times `count` rows of x; the rows at `next` are multiplied after them.
 template <class D>
 void panel(int64_t count, const uint8_t* const* x, const Matrix& m, const Weight& w, int64_t n0, int64_t n1,
-           int64_t cols, float* y, int64_t y_stride, const uint8_t* next) {
+           int64_t cols, float* y, int64_t y_stride, const uint8_t* next, bool batch_invariant) {
     const int64_t parts = (count + MOST_ROWS - 1) / MOST_ROWS;
     for (int64_t n = n0; n < n1; n += TILE) {
         const int64_t there = n + PREFETCH;
         const uint8_t* ahead = there < n1 ? w.data + there * m.row : next + (there - n1) * m.row;
         for (int64_t p = 0; p < parts; ++p) {
             const int64_t first = count * p / parts, last = count * (p + 1) / parts;
-            any_tile<D>(int(last - first), x + first, m, w, n, cols, y + first * y_stride + (n - n0), y_stride,
-                        p || !D::FETCHES ? nullptr : ahead);
+            const auto tile = [&](auto of) {
+                of(int(last - first), x + first, m, w, n, cols, y + first * y_stride + (n - n0), y_stride,
+                   p || !D::FETCHES ? nullptr : ahead);
+            };
+            if (batch_invariant)
+                tile(whole_tile<D>);
+            else
+                tile(any_tile<D>);
         }
     }
 }
@@ -209,10 +228,10 @@ void layer(const Experts& a, uint8_t* scratch) {
                     const uint8_t** x = rows_x + first + c;
                     float* to = y + c * 2 * n;
                     if (a.interleaved) {
-                        panel<D>(rows, x, a.w13, w, 2 * i0, 2 * i1, a.K, to, 2 * n, next);
+                        panel<D>(rows, x, a.w13, w, 2 * i0, 2 * i1, a.K, to, 2 * n, next, a.batch_invariant);
                     } else {
-                        panel<D>(rows, x, a.w13, w, i0, i1, a.K, to, 2 * n, up);
-                        panel<D>(rows, x, a.w13, w, a.I + i0, a.I + i1, a.K, to + n, 2 * n, next);
+                        panel<D>(rows, x, a.w13, w, i0, i1, a.K, to, 2 * n, up, a.batch_invariant);
+                        panel<D>(rows, x, a.w13, w, a.I + i0, a.I + i1, a.K, to + n, 2 * n, next, a.batch_invariant);
                     }
                 }
                 if (a.w13.bias)
@@ -236,7 +255,7 @@ void layer(const Experts& a, uint8_t* scratch) {
                 const Weight w = of_expert(a.w2, e), after = of_expert(a.w2, hit[std::min(k + 1, hits - 1)]);
                 for (int64_t c = 0; c < count; c += several(at.h_row))
                     panel<D>(std::min(several(at.h_row), count - c), rows_h + first + c, a.w2, w, k0, k0 + n, a.I,
-                             y + c * n, n, after.data + k0 * a.w2.row);
+                             y + c * n, n, after.data + k0 * a.w2.row, a.batch_invariant);
                 if (a.w2.bias)
                     for (int64_t i = 0; i < n; ++i)
                         bias[i] = number(a.w2.bias, e * a.w2.bias_expert + k0 + i, a.w2.bias_type);
