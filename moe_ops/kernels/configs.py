@@ -24,6 +24,12 @@ LARGE_SHARED_MEMORY = 200 * 1024
 SM80_MMA, SM90_TMA, SM90_WGMMA, GEMV = "sm80_mma", "sm90_tma", "sm90_wgmma", "gemv"
 
 
+# Under `batch_invariant` kernel, tiles and order of the sums are those of so many rows an expert,
+# however many there are: a tile of 32 tokens, which wastes little of decoding and of prefilling.
+# Whether other sizes of BLOCK_M give the same bits was not probed.
+ROWS_OF_ANY_BATCH = 16
+
+
 class GemmConfig(NamedTuple):
     """Tile sizes BLOCK_N and BLOCK_K, pipeline stages and warps of one GEMM."""
 

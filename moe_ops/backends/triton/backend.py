@@ -94,6 +94,21 @@ def supports(problem: Problem, machine: Machine) -> list[str]:
     return reasons
 
 
+def batch_invariant(problem: Problem, machine: Machine) -> list[str]:
+    """Reasons why a token's row may depend on its batch. Under `Problem.batch_invariant` calls run
+    the kernels of sm80_mma.py alone, with tiles that the number of rows has no part in.
+    """
+    reasons = []
+    if problem.layout:
+        reasons.append(
+            f"triton is not batch invariant with weights in layout {problem.layout!r}, whose "
+            f"kernels are chosen by the number of tokens; {_BACK}"
+        )
+    if machine.gfx:
+        reasons.append(f"triton is not shown to be batch invariant on {machine.gfx}")
+    return reasons
+
+
 def _reasons_against_amd(problem: Problem, gfx: str) -> list[str]:
     """Why an AMD GPU cannot run a problem: its kernels are those without PTX."""
     reasons = []
@@ -243,4 +258,5 @@ BACKEND = register(
     missing_kernels=missing_kernels,
     chunked=True,
     quantized_input=tuple([*_QUANTIZING, *filter(_decoded, SCHEMES)]),
+    batch_invariant=batch_invariant,
 )

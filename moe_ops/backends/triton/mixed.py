@@ -66,6 +66,40 @@ def experts(a: ExpertsArgs) -> None:
     w13, w2 = _weights(a, gpu)
     rounding = rounding_of(a.scheme)
     dtype = x.dtype if rounding is None else rounding.dtype
+    if a.batch_invariant:
+        facts = (w2.format.bits, dtype, False, gpu.shared_memory)
+        config = configs.for_any_batch(M * top_k, w2.E, K, w2.K, *facts)
+    else:
+        config = _config(a, w13, w2, dtype, rounding, gpu)
+    activation = activated(a.activation, a.alpha, a.beta, a.limit)
+    if config.kernel == GEMV:
+        return run(gemv.launches(a, w13, w2, activation, config, gpu), device, gpu)
+    if config.kernel == SM90_WGMMA:
+        split_k = configs.split_k_of(w2, config.gemm2, config.split_k, M * top_k)
+        for part in chunks(a):
+            layer = (w13, w2, activation, rounding, config, gpu)
+            run(_wgmma_launches(part, *layer, split_k), device, gpu)
+        return
+    layer = (w13, w2, activation, rounding, config, gpu)
+    if not 0 < a.chunk_rows < M:
+        return run(_mma_launches(a, *layer), device, gpu)
+    parts, behind = chunks(a), None
+    if rounding is not None and rounding.SCALE == "nv":
+        rows = parts[0].hidden_states.shape[0]
+        behind = max(rows * top_k * K, x_elements(rows, K, rounding))
+    run_in_chunks(a, parts, lambda part, *how: _mma_launches(part, *layer, *how), behind, gpu)
+
+
+def _config(
+    a: ExpertsArgs,
+    w13: MixedOperand,
+    w2: MixedOperand,
+    dtype: torch.dtype,
+    rounding: Rounding | None,
+    gpu: Gpu,
+) -> LayerConfig:
+    """The config of a layer, by the number of tokens."""
+    (M, top_k), K, device = a.topk_ids.shape, a.out.shape[1], a.hidden_states.get_device()
     wgmma = one_token = False
     if M == 1 and rounding is None:
         one_token = gemv.why_not(w13, w2) is None
@@ -85,23 +119,7 @@ def experts(a: ExpertsArgs) -> None:
             "bytes, tiles of the kernels that read it and, beside more than one token, a GPU of "
             "compute capability 9.0; moe_ops.prepare(weight, 'torch') brings them back"
         )
-    activation = activated(a.activation, a.alpha, a.beta, a.limit)
-    if config.kernel == GEMV:
-        return run(gemv.launches(a, w13, w2, activation, config, gpu), device, gpu)
-    if config.kernel == SM90_WGMMA:
-        split_k = configs.split_k_of(w2, config.gemm2, config.split_k, M * top_k)
-        for part in chunks(a):
-            layer = (w13, w2, activation, rounding, config, gpu)
-            run(_wgmma_launches(part, *layer, split_k), device, gpu)
-        return
-    layer = (w13, w2, activation, rounding, config, gpu)
-    if not 0 < a.chunk_rows < M:
-        return run(_mma_launches(a, *layer), device, gpu)
-    parts, behind = chunks(a), None
-    if rounding is not None and rounding.SCALE == "nv":
-        rows = parts[0].hidden_states.shape[0]
-        behind = max(rows * top_k * K, x_elements(rows, K, rounding))
-    run_in_chunks(a, parts, lambda part, *how: _mma_launches(part, *layer, *how), behind, gpu)
+    return config
 
 
 def _mma_launches(
@@ -211,7 +229,8 @@ def batched_experts(a: BatchedExpertsArgs) -> None:
     _, w2 = _weights(a, gpu)
     rounding = rounding_of(a.scheme)
     dtype = x.dtype if rounding is None else rounding.dtype
-    config = configs.choose(*(E * T, E, K, w2.K, w2.format.bits, dtype, False, gpu.shared_memory))
+    choose = configs.for_any_batch if a.batch_invariant else configs.choose
+    config = choose(*(E * T, E, K, w2.K, w2.format.bits, dtype, False, gpu.shared_memory))
     parts, behind = batched_chunks(a), None
     if rounding is not None and rounding.SCALE == "nv":
         behind = x_elements(parts[0].w2.shape[0] * T, K, rounding)
@@ -267,7 +286,8 @@ def grouped_linear(a: GroupedLinearArgs) -> None:
     w = _operand("weight", a.weight, scales, a.bias, a.scheme, gpu)
     K, rounding = w.K, rounding_of(a.scheme)
     dtype = x.dtype if rounding is None else rounding.dtype
-    config = configs.choose(S, w.E, K, K, w.format.bits, dtype, False, gpu.shared_memory)
+    choose = configs.for_any_batch if a.batch_invariant else configs.choose
+    config = choose(S, w.E, K, K, w.format.bits, dtype, False, gpu.shared_memory)
     block_m = config.block_m
     # The rows past the last group are one more group, which is zeroed.
     routing = sorted_rows(a.index_workspace, w.E, num_blocks_of(S, w.E + 1, block_m))

@@ -12,7 +12,7 @@ from moe_ops.backends.triton.chunked import run_in_chunks
 from moe_ops.kernels import launch
 from moe_ops.kernels.configs import GEMV, SM90_TMA, LayerConfig, block_bound
 from moe_ops.kernels.gemm import gemv, sm80_mma, sm90_tma
-from moe_ops.kernels.gemm.configs import LARGE_ROWS, choose, for_experts
+from moe_ops.kernels.gemm.configs import LARGE_ROWS, choose, for_any_batch, for_experts
 from moe_ops.kernels.gemm.operands import (
     Activated,
     Output,
@@ -66,11 +66,16 @@ def experts(a: ExpertsArgs) -> None:
     activation = activated(a.activation, a.alpha, a.beta, a.limit)
     scaling = scaling_of(a.scheme, gpu.native)
     w_scale, x_scale, *_ = scaling
-    pairs = M * top_k
-    tma = pairs >= LARGE_ROWS * E and sm90_tma.why_not(w13, w2, activation, scaling, gpu) is None
-    one_token = M == 1 and gemv.why_not(w13, w2, top_k, scaling) is None
-    shape, scales = (M, top_k, E, K, I), (w_scale, x_scale)
-    config = for_experts(*shape, dtype, gpu, a.scheme, scales, activation.GATED, tma, one_token)
+    pairs, scales = M * top_k, (w_scale, x_scale)
+    if a.batch_invariant:
+        facts = (dtype.itemsize, False, gpu.shared_memory, *scales, activation.GATED)
+        config = for_any_batch(pairs, E, K, I, *facts)
+    else:
+        tma = pairs >= LARGE_ROWS * E
+        tma = tma and sm90_tma.why_not(w13, w2, activation, scaling, gpu) is None
+        one_token = M == 1 and gemv.why_not(w13, w2, top_k, scaling) is None
+        kernels = (activation.GATED, tma, one_token)
+        config = for_experts(M, top_k, E, K, I, dtype, gpu, a.scheme, scales, *kernels)
     if config.kernel == GEMV:
         rows = input_of(x, a.hidden_states_scale, a.scheme, gpu.native)
         return run(gemv.launches(a, rows, w13, w2, activation, scaling, config, gpu), device, gpu)
@@ -163,7 +168,7 @@ def batched_experts(a: BatchedExpertsArgs) -> None:
     scaling = scaling_of(a.scheme, gpu.native)
     w_scale, x_scale, *_ = scaling
     facts = (dtype.itemsize, False, gpu.shared_memory, w_scale, x_scale, activation.GATED)
-    config = choose(E * T, E, K, I, *facts)
+    config = (for_any_batch if a.batch_invariant else choose)(E * T, E, K, I, *facts)
     run_in_chunks(
         a,
         batched_chunks(a),
@@ -227,7 +232,7 @@ def grouped_linear(a: GroupedLinearArgs) -> None:
     w = weight_of("weight", a.weight, a.weight_scale, a.scheme, out.dtype, gpu)
     scaling = scaling_of(a.scheme, gpu.native)
     w_scale, x_scale, *_ = scaling
-    config = choose(
+    config = (for_any_batch if a.batch_invariant else choose)(
         S, E, K, K, out.dtype.itemsize, False, gpu.shared_memory, w_scale, x_scale, False
     )
     block_m = config.block_m

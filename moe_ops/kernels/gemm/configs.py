@@ -12,6 +12,7 @@ import torch
 from moe_ops.kernels.configs import (
     GEMV,
     LARGE_SHARED_MEMORY,
+    ROWS_OF_ANY_BATCH,
     SM90_TMA,
     GemmConfig,
     LayerConfig,
@@ -150,6 +151,17 @@ def for_experts(*problem: Any) -> LayerConfig:
     sm90_tma.py and of gemv.py can run.
     """
     return find(_for_experts, problem)
+
+
+def _of_any_batch(groups: int, *facts: Any, tables: bool = True) -> LayerConfig:
+    return choose(ROWS_OF_ANY_BATCH * groups, groups, *facts)
+
+
+def for_any_batch(rows: int, *problem: Any) -> LayerConfig:
+    """Config under `batch_invariant`: kernel and tiles that `rows` have no part in. Arguments as
+    for `choose`, of which no kernel is direct or that of sm90_tma.py.
+    """
+    return find(_of_any_batch, problem)._replace(sort_chunk=sort_chunk(rows))
 
 
 def _choose_fp8(

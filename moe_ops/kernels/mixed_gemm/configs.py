@@ -15,6 +15,7 @@ from moe_ops import environment
 from moe_ops.kernels.configs import (
     GEMV,
     LARGE_SHARED_MEMORY,
+    ROWS_OF_ANY_BATCH,
     SM90_WGMMA,
     GemmConfig,
     LayerConfig,
@@ -155,6 +156,17 @@ def for_experts(*problem) -> LayerConfig:
     sm90_wgmma.py and of gemv.py can run, and whether these alone read the weights' layout.
     """
     return find(_for_experts, problem)
+
+
+def _of_any_batch(groups: int, *facts, tables: bool = True) -> LayerConfig:
+    return choose(ROWS_OF_ANY_BATCH * groups, groups, *facts)
+
+
+def for_any_batch(rows: int, *problem) -> LayerConfig:
+    """Config under `batch_invariant`: kernel and tiles that `rows` have no part in. Arguments as
+    for `choose`, whose kernels are never direct then.
+    """
+    return find(_of_any_batch, problem)._replace(sort_chunk=sort_chunk(rows))
 
 
 def _gemv_k(columns: int, bits: int, num_warps: int, loads: int = 1) -> int:

@@ -1,0 +1,217 @@
+"""What runs on a GPU under `batch_invariant`: one kernel with one order of sums for every number
+of tokens. Which kernels are launched is compared here, and bits in Triton's interpreter; no GPU
+ran them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+import moe_ops
+from moe_ops.backends.triton import backend, chunked, mixed, plain
+from moe_ops.kernels import launch
+from moe_ops.kernels.launch import Gpu
+from moe_ops.kernels.mixed_gemm import configs as mixed_configs
+from moe_ops.ops.problem import Machine
+from moe_ops.planning import machine as machines
+from moe_ops.planning import plan as plans
+from moe_ops.tables import lookup
+from tests.support import oracle
+from tests.support.cases import BF16, FP32, STATIC_SCALES, fitting, prepared, tolerance
+
+E, TOP_K = 4, 2
+COUNTS = (1, 2, 16, 24, 48, 64, 200, 1024, 4096)
+SCHEMES = (
+    *("", "fp8_channel", "fp8_tensor_static", "fp8_block", "int8_w8a8", "int4_w4a16:g32"),
+    *("int4_w4a8", "fp8_w8a16:channel", "mxfp4_w4a16", "mxfp4_w4a8", "mxfp8", "nvfp4_w4a16"),
+)
+H200 = Gpu(227 * 1024, True, True, "NVIDIA H200")
+MACHINE = Machine("cuda", (9, 0), "NVIDIA H200", tuple(moe_ops.list_backends()))
+
+
+def measured(*problem: Any) -> dict:
+    """A row of a table, of other tiles for few tokens than for many."""
+    block_k = 32 if problem[-1] <= 64 else 64
+    gemm = {"block_n": 64, "block_k": block_k, "num_stages": 2, "num_warps": 4}
+    return {"kernel": "sm80_mma", "block_m": 16, "gemm1": gemm, "gemm2": gemm}
+
+
+@contextlib.contextmanager
+def launched() -> Iterator[list]:
+    """The launches of each call, which are not run, as an H200 with a measured table gets them."""
+    found: list = []
+    with contextlib.ExitStack() as stack:
+        for module in (plain, mixed, chunked):
+            keep = mock.patch.object(module, "run", lambda launches, *_: found.append(launches))
+            stack.enter_context(keep)
+        stack.enter_context(mock.patch.object(launch, "gpu", lambda device: H200))
+        stack.enter_context(mock.patch.object(lookup, "layer_config", measured))
+        yield found
+
+
+def weights(scheme: str, dtype: torch.dtype, K: int = 64, I: int = 128):  # noqa: E741
+    g = torch.Generator().manual_seed(0)
+    shapes = (
+        (E, 2 * fitting(I, scheme), fitting(K, scheme)),
+        (E, fitting(K, scheme), fitting(I, scheme)),
+    )
+    scales = STATIC_SCALES if scheme.endswith("_static") else (None, None)
+    found = []
+    for shape, scale in zip(shapes, scales, strict=True):
+        weight = (torch.randn(shape, generator=g) / shape[2] ** 0.5).to(dtype)
+        found.append(
+            moe_ops.quantize(weight, scheme, activation_scale=scale) if scheme else weight
+        )
+    return found
+
+
+def tokens(M: int, K: int, dtype: torch.dtype):
+    g = torch.Generator().manual_seed(M)
+    x = torch.randn(M, K, generator=g).to(dtype)
+    return (
+        x,
+        torch.rand(M, TOP_K, generator=g) + 0.25,
+        torch.randint(-1, E + 1, (M, TOP_K), generator=g),
+    )
+
+
+# kernels, or parts of one, that say which rows stand in which block, and compute nothing
+SORTS = ("moe_ops_route", "moe_ops_group_blocks")
+SORTING = ("CHUNK", "BLOCK_E", "BLOCK_M", "S")
+
+
+def what_computes(launches: list) -> list:
+    """Of the launches that compute values, all that decides how: kernel, warps and constants.
+    Strides say where rows are.
+    """
+    found = []
+    for one in launches:
+        name, skipped = one.kernel.name, ()
+        if name in SORTS:
+            continue
+        if name == "moe_ops_route_quantize":  # in one launch with the sort, which has the warps
+            name, skipped = "moe_ops_quantize", SORTING
+        facts = {
+            field: value
+            for field, role, value in zip(
+                one.kernel.arguments.names, one.kernel.arguments.roles, one.args, strict=True
+            )
+            if role in ("constant", "specialized")
+            and field not in skipped
+            and "stride" not in field
+        }
+        warps = 0 if skipped else one.num_warps
+        found.append((name, warps, one.maxnreg, facts))
+    return found
+
+
+def computed(kind: str, scheme: str, dtype: torch.dtype, M: int, batch_invariant: bool) -> list:
+    w13, w2 = weights(scheme, dtype)
+    x, router, ids = tokens(M, w2.shape[1], dtype)
+    options = {"backend": "triton", "batch_invariant": batch_invariant}
+    with launched() as calls:
+        if kind == "experts":
+            moe_ops.fused_experts(x, w13, w2, router, ids, **options)
+        elif kind == "batched_experts":
+            x, counts = x.expand(E, *x.shape), torch.full((E,), M)
+            moe_ops.batched_experts(x, w13, w2, counts, **options)
+        else:
+            ends = torch.tensor([0, M // 2, M // 2, M], dtype=torch.int32)
+            moe_ops.grouped_linear(x, w13, ends, **options)
+    (launches,) = calls
+    return what_computes(launches)
+
+
+@pytest.mark.parametrize("kind", ["experts", "batched_experts", "grouped_linear"])
+def test_every_number_of_tokens_is_computed_alike(kind):
+    for scheme in SCHEMES:
+        for dtype in (BF16, FP32):
+            on = [computed(kind, scheme, dtype, M, True) for M in COUNTS]
+            names = [name for name, *_ in on[0]]
+            assert any("gemm2" in name for name in names), names
+            assert not any("gemv" in name or "tma" in name or "wgmma" in name for name in names)
+            assert all(facts == on[0] for facts in on[1:]), (scheme, dtype)
+
+
+def test_a_tier_that_is_let_through_is_seen():
+    """The same comparison of calls without the mode, by scheme, and of a config that follows M."""
+    for scheme in ("", "fp8_block", "int4_w4a16:g32"):
+        off = [computed("experts", scheme, BF16, M, False) for M in COUNTS]
+        assert any(facts != off[0] for facts in off[1:]), scheme
+
+    def by_rows(rows, groups, *facts):
+        return plain.choose(rows, groups, *facts)
+
+    with mock.patch.object(plain, "for_any_batch", by_rows):
+        leaking = [computed("experts", "", BF16, M, True) for M in COUNTS]
+    assert any(facts != leaking[0] for facts in leaking[1:])
+
+
+def test_the_config_is_none_of_a_table_and_of_no_other_kernel():
+    """Also where all kernels of an SM90 could run."""
+    with (
+        mock.patch.object(mixed_configs, "on_sm90", lambda device: True),
+        mock.patch.object(mixed, "sm90_wgmma", side_effect=AssertionError("was asked for")),
+    ):
+        first, *others = [computed("experts", "int4_w4a16:g32", BF16, M, True) for M in COUNTS]
+    assert all(facts == first for facts in others)
+    assert first[0][3]["BLOCK_K"] not in (32, 64), "of the table"
+
+
+def test_plans_of_a_gpu_have_one_tier(monkeypatch):
+    x, router, ids = tokens(3, 512, BF16)
+    w13, w2 = weights("", BF16, 512, 256)
+    monkeypatch.setattr(plans, "_measured", lambda *_: ((8, "deep_gemm"), (-1, "triton")))
+    with machines.pretend(MACHINE):
+        assert len(moe_ops.explain(x, w13, w2, ids).tiers) == 2
+        plan = moe_ops.explain(x, w13, w2, ids, batch_invariant=True)
+        assert [(limit, b.name) for limit, b in plan.tiers] == [(-1, "triton")]
+        text = str(plan)
+        for name in ("deep_gemm", "flashinfer", "cutlass"):
+            assert any(
+                line.startswith(f"  not {name}: ") and "not shown to be batch invariant" in line
+                for line in text.splitlines()
+            ), text
+        assert "not torch: not batch invariant on cuda" in text
+        with pytest.raises(ValueError, match="triton: has no backward.*torch: not batch inv"):
+            moe_ops.explain(x, w13, w2, ids, batch_invariant=True, training=True)
+        monkeypatch.setattr(backend, "INTERPRETED", False)  # an SM90 reads this layout
+        words = [prepared(w) for w in weights("mxfp4_w4a16", BF16, 256, 256)]
+        x = torch.zeros(3, 256, dtype=BF16)
+        assert moe_ops.explain(x, *words, ids).tiers[0][1].name == "triton"
+        with pytest.raises(ValueError, match="triton is not batch invariant with weights in layo"):
+            moe_ops.explain(x, *words, ids, batch_invariant=True)
+    amd = Machine("cuda", gpu_name="MI300X", available=("triton", "torch"), gfx="gfx942")
+    x = torch.zeros(3, 512, dtype=BF16)
+    with machines.pretend(amd), pytest.raises(ValueError, match="not shown to be .* on gfx942"):
+        moe_ops.explain(x, w13, w2, ids, batch_invariant=True)
+
+
+@pytest.mark.parametrize("scheme", ["", "fp8_channel", "fp8_block", "int4_w4a16:g32", "mxfp8"])
+def test_bits_in_the_interpreter(scheme):
+    if torch.cuda.is_available():
+        pytest.skip("runs kernels, not the interpreter")
+    K, I, M = (32, 32, 19) if not scheme else (128, 128, 19)  # noqa: E741
+    w13, w2 = weights(scheme, FP32, K, I)
+    x, router, ids = tokens(M, K, FP32)
+    ids[5:, 0] = 1  # more rows than one block has
+
+    def run(*rows):
+        which = torch.tensor(rows)
+        return moe_ops.fused_experts(
+            *(x[which], w13, w2, router[which], ids[which]),
+            backend="triton",
+            batch_invariant=True,
+        )
+
+    want = run(*range(M))
+    rows = oracle.experts(x, w13, w2, router, ids, activation="silu")
+    assert oracle.relative_error(want, rows) <= tolerance(FP32, scheme)
+    for batch in ([0], [7], [18, 3], [4, 4, 4], torch.randperm(M)[:9].tolist()):
+        assert torch.equal(run(*batch), want[torch.tensor(batch)])
