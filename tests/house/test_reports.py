@@ -175,3 +175,14 @@ def test_cells_that_were_measured_are_left_out(tmp_path, monkeypatch):
     assert [case.num_tokens for case in experts.cases_of(arguments, results, "r")] == [1, 64]
     arguments.missing = False
     assert len(experts.cases_of(arguments, results, "r")) == 3
+
+
+@pytest.mark.slow
+def test_batch_invariance_is_fuzzed_and_timed():
+    """On a CPU by its own kernels, and without the probe, which forces those of a GPU."""
+    answer = run("batch_invariant.py", "--dry-run", "--parts", "fuzz", "cost")
+    assert answer.returncode == 0, answer.stderr
+    rows = [line.split() for line in answer.stdout.splitlines() if line.strip().startswith("tiny")]
+    assert len(rows) == 6
+    assert [row[-1] for row in rows[:2]] == ["[]", "[]"], "no batch differs"
+    assert all(float(row[-1]) > 0 for row in rows[2:])
