@@ -46,8 +46,9 @@ def route(
     scaling_factor: float = 1.0,
     scoring: str | None = None,
     generator: torch.Generator | None = None,
+    topk_ids: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Choose top_k experts for each token and weight them.
+    """Choose top_k experts for each token and weight them; or with `topk_ids`, weight those.
 
     | method | what it does |
     |---|---|
@@ -81,9 +82,13 @@ def route(
         scaling_factor: multiplies the weights.
         scoring: "softmax", "sigmoid" or "sqrtsoftplus", for default and renormalize_naive.
         generator: for simulated, on the device of router_logits; None uses the default one.
+        topk_ids: (M, top_k) int32 or int64, recorded experts, which are taken as they are: only
+            their weights are computed from router_logits, with gradients. Ids outside 0..E-1 get
+            weight 0 and are returned as -1. Callables choose themselves, and take none.
 
     Returns:
-        topk_weights (M, top_k) fp32 and topk_ids (M, top_k) int32, best expert first.
+        topk_weights (M, top_k) fp32 and topk_ids (M, top_k) int32, best expert first, or as they
+        were given.
 
     Raises:
         ValueError: an unknown method or scoring, a wrong type, shape, dtype or device, a top_k or
@@ -109,11 +114,14 @@ def route(
         scoring=scoring,
         generator=generator,
     )
+    if topk_ids is not None:
+        _check_ids(topk_ids, router_logits, top_k, method)
     if callable(method):
         return _route_custom(router_logits, top_k, method, scaling_factor)
     if choice is None:
-        return _route_simulated(router_logits, top_k, scaling_factor, generator)
+        return _route_simulated(router_logits, top_k, scaling_factor, generator, topk_ids)
     fused = router_logits.is_cuda and router_logits.shape[1] <= MAX_EXPERTS_FUSED
+    fused = fused and topk_ids is None
     needs_grad = torch.is_grad_enabled() and router_logits.requires_grad
     if fused and not needs_grad and forward_ad._current_level < 0:
         shape = (router_logits.shape[0], top_k)
@@ -133,14 +141,26 @@ def route(
         refuse_lost("router_logits", router_logits)
         if correction_bias is not None:
             refuse_lost("correction_bias", correction_bias)
+        if topk_ids is not None:
+            refuse_lost("topk_ids", topk_ids)
     recipe, scoring = choice.recipe, choice.scoring
     logits = _candidates(router_logits)
     groups = choice.num_expert_groups, choice.topk_groups
-    topk_ids = _choose(logits, top_k, scoring, correction_bias, *groups)
-    if recipe.after_topk:
-        topk_weights = _score(logits.gather(1, topk_ids), scoring)
+    absent = None
+    if topk_ids is None:
+        columns = topk_ids = _choose(logits, top_k, scoring, correction_bias, *groups)
     else:
-        topk_weights = _score(logits, scoring).gather(1, topk_ids)
+        topk_ids = _known_ids(topk_ids, logits.shape[1]).long()
+        absent, columns = topk_ids < 0, topk_ids.clamp(min=0)
+    if recipe.after_topk:
+        chosen = logits.gather(1, columns)
+        if absent is not None:
+            chosen = chosen.masked_fill(absent, _LOWEST)
+        topk_weights = _score(chosen, scoring)
+    else:
+        topk_weights = _score(logits, scoring).gather(1, columns)
+        if absent is not None:
+            topk_weights = topk_weights.masked_fill(absent, 0.0)
     if recipe.renormalize:
         topk_weights = topk_weights / (topk_weights.sum(-1, keepdim=True) + 1e-20)
     return topk_weights * scaling_factor, topk_ids.to(torch.int32)
@@ -292,13 +312,50 @@ def _route_custom(
 
 
 def _route_simulated(
-    router_logits: Tensor, top_k: int, scaling_factor: float, generator: torch.Generator | None
+    router_logits: Tensor,
+    top_k: int,
+    scaling_factor: float,
+    generator: torch.Generator | None,
+    topk_ids: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
+    weight = scaling_factor / top_k
+    if topk_ids is not None:
+        topk_ids = _known_ids(topk_ids, router_logits.shape[1]).to(torch.int32)
+        weights = torch.full_like(topk_ids, weight, dtype=torch.float32)
+        return weights.masked_fill(topk_ids < 0, 0.0), topk_ids
     # not torch.rand, which takes no symbolic sizes together with a generator
     draws = torch.empty_like(router_logits, dtype=torch.float32).uniform_(generator=generator)
     topk_ids = _best_first(draws)[:, :top_k].to(torch.int32)
-    weight = scaling_factor / top_k
     return torch.full_like(topk_ids, weight, dtype=torch.float32), topk_ids
+
+
+def _known_ids(topk_ids: Tensor, num_experts: int) -> Tensor:
+    """Recorded ids, with -1 for those that name no expert."""
+    return topk_ids.masked_fill((topk_ids < 0) | (topk_ids >= num_experts), -1)
+
+
+def _check_ids(
+    topk_ids: Tensor, router_logits: Tensor, top_k: int, method: RoutingMethod | str | Callable
+) -> None:
+    check_tensor("topk_ids", topk_ids)
+    if callable(method):
+        raise ValueError(
+            "topk_ids must be None for a callable, which chooses and weights experts itself: let "
+            "it return the recorded ids"
+        )
+    if topk_ids.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"topk_ids must be int32 or int64, got {topk_ids.dtype}")
+    wrong = topk_ids.dim() != 2 or topk_ids.shape[1] != top_k
+    if wrong or guard_or_false(topk_ids.shape[0] != router_logits.shape[0]):
+        raise ValueError(
+            f"topk_ids must have shape (M, top_k={top_k}) for router_logits "
+            f"{_shape(router_logits)}, got {_shape(topk_ids)}"
+        )
+    if topk_ids.device != router_logits.device:
+        raise ValueError(
+            f"topk_ids must be on the device of router_logits, {router_logits.device}, got "
+            f"{topk_ids.device}"
+        )
 
 
 def _check_bias(correction_bias: Tensor, num_experts: int, device: torch.device) -> None:

@@ -32,12 +32,15 @@ NEEDS_BIAS = ("deepseek_v3", "sqrtsoftplus")
 NEEDS_GROUPS = ("grouped_softmax", "grouped_softmax_renormalize")
 
 
-def oracle(logits, top_k, method, *, groups=1, kept=1, bias=None, scale=1.0, scoring=None):
-    """Weights and ids in Python floats, one token and one expert at a time."""
+def oracle(
+    logits, top_k, method, *, groups=1, kept=1, bias=None, scale=1.0, scoring=None, chosen=None
+):
+    """Weights and ids in Python floats, one token and one expert at a time; `chosen` are ids that
+    were recorded."""
     default_scoring, renormalize, _, _ = METHODS[method]
     scoring = scoring or default_scoring
     all_weights, all_ids = [], []
-    for row in logits.double().tolist():
+    for m, row in enumerate(logits.double().tolist()):
         row = [-math.inf if math.isnan(x) else x for x in row]
         if scoring == "softmax":
             top = max(row)
@@ -68,7 +71,9 @@ def oracle(logits, top_k, method, *, groups=1, kept=1, bias=None, scale=1.0, sco
         best_groups = sorted(range(groups), key=lambda g: -values[g])[:kept]
         open_experts = [e for e in range(len(row)) if e // size in best_groups]
         ids = sorted(open_experts, key=lambda e: -key[e])[:top_k]
-        weights = [scores[e] for e in ids]
+        if chosen is not None:
+            ids = [e if 0 <= e < len(row) else -1 for e in chosen[m].tolist()]
+        weights = [scores[e] if e >= 0 else 0.0 for e in ids]
         if renormalize:
             weights = [w / (sum(weights) + 1e-20) for w in weights]
         all_weights.append([scale * w for w in weights])
@@ -116,6 +121,96 @@ def test_scoring_can_be_named(method, scoring):
     groups = {"num_expert_groups": 3, "topk_groups": 2}
     result = route(logits, 3, method, scoring=scoring, correction_bias=bias, **groups)
     check(result, oracle(logits, 3, method, scoring=scoring, bias=bias, groups=3, kept=2))
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("method", METHODS)
+def test_recorded_experts_are_weighted_anew(method, biased, grouped):
+    logits = 2 * torch.randn(9, 16)
+    logits[3, 5] = math.nan  # no candidate: it has weight 0
+    top_k = 1 if method == "llama4" else 5
+    ours, theirs = options(method, 16, grouped=grouped, biased=biased)
+    weights, ids = route(logits, top_k, method, scaling_factor=2.5, **ours)
+    # what was chosen gets the same bits again
+    again = route(logits, top_k, method, scaling_factor=2.5, **ours, topk_ids=ids.long())
+    assert torch.equal(again[0], weights) and torch.equal(again[1], ids)
+    # and others what the formula gives them; ids of no expert count nothing, and divide nothing
+    chosen = torch.rand(9, 16).argsort(1)[:, :top_k]
+    chosen[3, 0] = 5
+    chosen[1, 0], chosen[2, -1], chosen[4, 0] = -1, 16, 2**32 + 3
+    result = route(logits, top_k, method, scaling_factor=2.5, **ours, topk_ids=chosen)
+    check(result, oracle(logits, top_k, method, scale=2.5, **theirs, chosen=chosen))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_gradients_of_recorded_experts(method):
+    """Those of the formula in fp64, written as sums over the experts chosen."""
+    logits = 2 * torch.randn(6, 8, dtype=torch.float64)
+    top_k = 1 if method == "llama4" else 3
+    ours, _ = options(method, 8, grouped=False, biased=False)
+    chosen = torch.rand(6, 8).argsort(1)[:, :top_k]
+    chosen[1, -1] = -1
+    here, factor = chosen >= 0, torch.randn(6, top_k, dtype=torch.float64)
+    scoring, renormalize, _, _ = METHODS[method]
+
+    def formula(x):
+        scores = {
+            "softmax": lambda: x.softmax(1),
+            "sigmoid": lambda: x.sigmoid(),
+            "none": lambda: x,
+            "sqrtsoftplus": lambda: torch.nn.functional.softplus(x).sqrt(),
+        }[scoring]()
+        of_chosen = torch.where(here, scores.gather(1, chosen.clamp(min=0)), 0)
+        return of_chosen / (of_chosen.sum(1, keepdim=True) + 1e-20) if renormalize else of_chosen
+
+    gradients = []
+    for x, run in (
+        (logits, formula),
+        (logits.float(), lambda x: route(x, top_k, method, **ours, topk_ids=chosen)[0]),
+    ):
+        leaf = x.clone().requires_grad_()
+        (gradient,) = torch.autograd.grad((run(leaf) * factor).sum(), leaf)
+        gradients.append(gradient.double())
+    torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-6)
+
+
+def test_recorded_experts_of_methods_without_a_formula():
+    logits, ids = torch.randn(3, 8), torch.tensor([[0, 7], [-1, 3], [8, 1]])
+    weights, known = route(logits, 2, "simulated", scaling_factor=3.0, topk_ids=ids)
+    assert torch.equal(weights, torch.tensor([[1.5, 1.5], [0, 1.5], [0, 1.5]]))
+    assert torch.equal(known, torch.tensor([[0, 7], [-1, 3], [-1, 1]], dtype=torch.int32))
+    with pytest.raises(ValueError, match="topk_ids must be None for a callable"):
+        route(logits, 2, lambda x, k: x, topk_ids=ids)
+    for wrong, message in (
+        (ids.short(), "topk_ids must be int32 or int64, got torch.int16"),
+        (
+            ids[:2],
+            r"topk_ids must have shape \(M, top_k=2\) for router_logits \(3, 8\), got \(2, 2\)",
+        ),
+        (ids[:, :1], r"got \(3, 1\)"),
+        (ids.tolist(), "topk_ids must be a torch.Tensor"),
+        (ids.to("meta"), "topk_ids must be on the device of router_logits, cpu, got meta"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            route(logits, 2, topk_ids=wrong)
+
+
+def test_recorded_experts_compile_to_one_graph():
+    counter = CompileCounter()
+
+    @torch.compile(backend=counter, fullgraph=True)
+    def run(logits, ids):
+        return route(logits, 2, "deepseek_v3", correction_bias=torch.ones(8), topk_ids=ids)
+
+    for M in (5, 2, 64):
+        logits, ids = torch.randn(M, 8), torch.randint(-1, 9, (M, 2))
+        for t in (logits, ids):
+            torch._dynamo.decorators.mark_unbacked(t, 0)
+        expected = route(logits, 2, "deepseek_v3", correction_bias=torch.ones(8), topk_ids=ids)
+        for got, want in zip(run(logits, ids), expected, strict=True):
+            assert torch.equal(got, want)
+    assert counter.frame_count == 1
 
 
 def test_every_method_has_a_test():
