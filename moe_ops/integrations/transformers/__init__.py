@@ -29,6 +29,11 @@ from moe_ops.integrations.transformers.config import MoeOpsConfig
 from moe_ops.integrations.transformers.fp8 import fp8_experts_forward
 from moe_ops.integrations.transformers.hook import NAME, AttachReport, LayerReport
 from moe_ops.integrations.transformers.quantize import is_experts, quantize, quantize_weights
+from moe_ops.integrations.transformers.replay import (
+    RoutingRecord,
+    record_routing,
+    replay_routing,
+)
 from moe_ops.integrations.transformers.routers import (
     RouterReport,
     RoutersReport,
@@ -45,12 +50,15 @@ __all__ = [
     "MoeOpsConfig",
     "RouterReport",
     "RoutersReport",
+    "RoutingRecord",
     "attach",
     "fp8_experts_forward",
     "fuse_routers",
     "is_experts",
     "quantize",
     "quantize_weights",
+    "record_routing",
+    "replay_routing",
     "unfuse_routers",
 ]
 

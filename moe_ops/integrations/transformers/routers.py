@@ -73,23 +73,39 @@ def router_forward(
     weight, bias = linear.weight, getattr(linear, "bias", None)
     if rule is None or not _served(rule, weight, bias, hidden_states):
         return type(module).forward(module, hidden_states, *more)
+    return routed(rule, module, linear, hidden_states)
+
+
+def routed(
+    rule: Rule,
+    module: HfModule,
+    linear: HfModule,
+    hidden_states: Tensor,
+    topk_ids: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What a router of this rule returns: of the experts that it chooses, or of recorded ones
+    (M, top_k), whose weights are computed with gradients.
+    """
+    weight, bias = linear.weight, getattr(linear, "bias", None)
     x = hidden_states.reshape(-1, hidden_states.shape[-1])
     if rule.inputs is not None:
         x = rule.inputs(module, x)
-    top_k = rule.top_k or module.top_k
-    found = fused_router(
-        x,
-        weight,
-        bias,
-        rule.logits,
-        top_k,
-        rule.method,
-        rule.options,
-        (rule.weights, torch.int64),
-    )
+    top_k, found = rule.top_k or module.top_k, None
+    if topk_ids is None:
+        found = fused_router(
+            x,
+            weight,
+            bias,
+            rule.logits,
+            top_k,
+            rule.method,
+            rule.options,
+            (rule.weights, torch.int64),
+        )
     if found is None:
-        logits = router_linear(x, weight, bias, rule.logits)
-        weights, ids = route(logits, top_k, rule.method, **rule.options)
+        # autocast takes a linear layer's operands whatever their dtype
+        logits = router_linear(x, weight, bias, None if autocasting(x.device) else rule.logits)
+        weights, ids = route(logits, top_k, rule.method, **rule.options, topk_ids=topk_ids)
         found = logits, weights.to(rule.weights), ids.long()
     if rule.outputs is not None:
         found = rule.outputs(module, *found)
@@ -162,12 +178,10 @@ def fuse_routers(model: nn.Module) -> RoutersReport:
     """
     if not isinstance(model, nn.Module):
         raise ValueError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-    reports = []
-    modules = list(model.named_modules())
-    for name, module in environment.progress_bar(modules, "checking routers"):
-        rule = _rule_of(module)
-        if rule is not None or re.search(r"Router$|TopKGating$", type(module).__name__):
-            reports.append(_fuse(name, module, rule))
+    reports = [
+        _fuse(*found)
+        for found in environment.progress_bar(find_routers(model), "checking routers")
+    ]
     if not any(report.method for report in reports):
         raise ValueError(
             "model must contain routers that moe_ops.route_tokens can run, got "
@@ -188,18 +202,32 @@ def _is_fused(module: HfModule) -> bool:
     return isinstance(forward, functools.partial) and forward.func is router_forward
 
 
-def _fuse(name: str, module: HfModule, rule: FindRule | None) -> RouterReport:
+def find_routers(model: nn.Module) -> list[tuple[str, HfModule, FindRule | None]]:
+    """(name, router, its rule) of a model, None where it has none of moe_ops."""
+    found = [(name, module, _rule_of(module)) for name, module in model.named_modules()]
+    return [
+        (name, module, rule)
+        for name, module, rule in found
+        if rule is not None or re.search(r"Router$|TopKGating$", type(module).__name__)
+    ]
+
+
+def check_router(module: HfModule, rule: FindRule | None) -> tuple[str, str, str]:
+    """(why moe_ops does not compute what a router does, or ""; method; difference from its own
+    forward).
+    """
     reason = _refusal(module, rule)
-    method = difference = ""
-    if not reason:
-        assert rule is not None
-        try:
-            method, difference = _check(module, rule)
-        except Exception as error:  # whatever the forward of another version does
-            named = (
-                "" if isinstance(error, ValueError | RuntimeError) else f"{type(error).__name__}: "
-            )
-            reason = f"{named}{error}"
+    if reason or rule is None:
+        return reason, "", ""
+    try:
+        return "", *_check(module, rule)
+    except Exception as error:  # whatever the forward of another version does
+        named = "" if isinstance(error, ValueError | RuntimeError) else f"{type(error).__name__}: "
+        return f"{named}{error}", "", ""
+
+
+def _fuse(name: str, module: HfModule, rule: FindRule | None) -> RouterReport:
+    reason, method, difference = check_router(module, rule)
     if reason or rule is None:
         return RouterReport(name, type(module).__name__, "", reason)
     families.set_forward(module, functools.partial(router_forward, rule))

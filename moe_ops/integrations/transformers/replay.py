@@ -1,0 +1,257 @@
+"""record_routing(), replay_routing(): the experts that routers choose in one forward pass, kept,
+and taken in another, whose router weights are computed anew.
+
+A rollout and a training step that compute in slightly different ways choose other experts for some
+tokens, which changes their log-probabilities more than all rounding does. Replayed, both use the
+same.
+
+Dimensions: M tokens of a call, E experts, top_k experts per token.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moe_ops.checks import check_size, check_tensor
+from moe_ops.integrations.transformers.activations import HfModule
+from moe_ops.integrations.transformers.router_rules import FindRule
+from moe_ops.integrations.transformers.routers import (
+    _linear_of,
+    check_router,
+    find_routers,
+    routed,
+)
+
+
+class RoutingRecord:
+    """The experts that the routers of a model chose while `record_routing` was active.
+
+    Attributes:
+        names: module names of the routers, in the order in which `ids` lists them.
+        max_tokens: tokens of each router for which there is room.
+    """
+
+    def __init__(
+        self, names: tuple[str, ...], max_tokens: int, slots: list[tuple[Tensor, Tensor]]
+    ):
+        self.names, self.max_tokens = names, max_tokens
+        self._slots = slots  # of each router: ids (max_tokens + 1, top_k), how many were written
+
+    def clear(self) -> None:
+        """Begin again. Enqueued on the device; nothing is read."""
+        for _, count in self._slots:
+            count.zero_()
+
+    def ids(self) -> list[Tensor]:
+        """The chosen experts of each router, (tokens, top_k) int32, call after call. Reads the
+        number of tokens on the host: not for CUDA graphs.
+
+        Raises:
+            ValueError: more than max_tokens were routed.
+        """
+        return [ids[: self._written(count)] for ids, count in self._slots]
+
+    def sequences(self, batch_size: int, prompt_tokens: int) -> list[Tensor]:
+        """`ids` of a generation, by sequence: (batch_size * tokens, top_k) of each router, in the
+        order in which one forward pass over the whole sequences (batch_size, tokens) has them.
+
+        Args:
+            batch_size: sequences that were generated together.
+            prompt_tokens: tokens of each that the first call routed; each later call routed one.
+
+        Raises:
+            ValueError: more than max_tokens were routed, or a number that is not of such calls.
+        """
+        check_size("batch_size", batch_size)
+        check_size("prompt_tokens", prompt_tokens)
+        found = []
+        for ids in self.ids():
+            first = batch_size * prompt_tokens
+            if ids.shape[0] < first or ids.shape[0] % batch_size:
+                raise ValueError(
+                    f"batch_size and prompt_tokens must be those of the calls, got {batch_size} "
+                    f"and {prompt_tokens} for {ids.shape[0]} routed tokens"
+                )
+            prompt = ids[:first].unflatten(0, (batch_size, prompt_tokens))
+            steps = ids[first:].unflatten(0, (-1, batch_size)).transpose(0, 1)
+            found.append(torch.cat((prompt, steps), 1).flatten(0, 1))
+        return found
+
+    def _written(self, count: Tensor) -> int:
+        written = int(count)
+        if written > self.max_tokens:
+            raise ValueError(
+                f"max_tokens must be at least {written}, the tokens that were routed, got "
+                f"{self.max_tokens}"
+            )
+        return written
+
+
+@contextmanager
+def record_routing(model: nn.Module, max_tokens: int) -> Iterator[RoutingRecord]:
+    """Record which experts the routers of a model choose, inside of a `with` block.
+
+    The ids are written to memory on the device that is allocated here, behind those of the calls
+    before, and nothing is read on the host: so the calls may be compiled, and captured in CUDA
+    graphs, whose replays record, too. Runs of activation checkpoints in a backward pass are not
+    recorded again. Routers behave as before, and do so again behind the block.
+
+    Args:
+        model: a transformers model, or any module that contains routers.
+        max_tokens: tokens of all calls together for which there is room.
+
+    Yields:
+        The record; `record.ids()` may be read inside of the block and behind it.
+
+    Raises:
+        ValueError: model is no module or has no routers that return ids, or max_tokens is no
+            integer or below 1.
+    """
+    check_size("max_tokens", max_tokens)
+    routers = _routers(model)
+    slots, forwards = [], []
+    for _, module, rule in routers:
+        device = _linear_of(rule, module).weight.device
+        ids = torch.full((max_tokens + 1, _top_k(module)), -1, dtype=torch.int32, device=device)
+        count = torch.zeros((), dtype=torch.int64, device=device)
+        slots.append((ids, count))
+        forwards.append(functools.partial(_record, _forward_of(module), ids, count))
+    names = tuple([name for name, _, _ in routers])
+    with _replaced([module for _, module, _ in routers], forwards):
+        yield RoutingRecord(names, max_tokens, slots)
+
+
+@contextmanager
+def replay_routing(model: nn.Module, ids: Sequence[Tensor]) -> Iterator[None]:
+    """Let the routers of a model take recorded experts, inside of a `with` block.
+
+    Logits and weights are computed as before, with gradients; the choice alone is replaced. Each
+    call of a router inside takes the same ids, which must be those of its tokens: one block is one
+    forward pass. Where activations are checkpointed, the backward pass calls routers again, and
+    belongs inside.
+
+    Args:
+        model: the model whose routing was recorded, or one of the same routers.
+        ids: for each router in the order of `RoutingRecord.names` the experts of all tokens,
+            (M, top_k) int32 or int64, on the router's device. Ids outside 0..E-1 get weight 0 and
+            become -1, which the experts of moe_ops leave out.
+
+    Raises:
+        ValueError: model is no module or has no routers, or one whose formula is none of
+            `moe_ops.route`, whose weights could not be computed anew; as many tensors as it has
+            routers are not given; or, when a router is called, as `moe_ops.route` for `topk_ids`.
+    """
+    routers = _routers(model)
+    refused = [
+        f"{name} ({type(module).__name__}): {reason}"
+        for name, module, rule in routers
+        if (reason := check_router(module, rule)[0])
+    ]
+    if refused:
+        raise ValueError(
+            "model must contain no routers but those that moe_ops.route computes, got\n"
+            + "\n".join(refused)
+        )
+    if not isinstance(ids, Sequence) or len(ids) != len(routers):
+        count = len(ids) if isinstance(ids, Sequence) else f"a {type(ids).__name__}"
+        raise ValueError(
+            f"ids must be one tensor for each of the {len(routers)} routers, got {count}"
+        )
+    for of_router in ids:
+        check_tensor("ids", of_router)
+    forwards = [
+        functools.partial(_replay, rule, module, of_router)
+        for (_, module, rule), of_router in zip(routers, ids, strict=True)
+    ]
+    with _replaced([module for _, module, _ in routers], forwards):
+        yield
+
+
+def _routers(model: nn.Module) -> list[tuple[str, HfModule, FindRule]]:
+    """The routers of a model.
+
+    Raises:
+        ValueError: it has none, or one of no rule, which may return no ids.
+    """
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    found = find_routers(model)
+    unknown = [
+        f"{name} ({type(module).__name__}): {check_router(module, rule)[0]}"
+        for name, module, rule in found
+        if rule is None
+    ]
+    if unknown or not found:
+        raise ValueError(
+            "model must contain routers that moe_ops knows, got "
+            + ("none" if not found else "\n" + "\n".join(unknown))
+        )
+    return [(name, module, rule) for name, module, rule in found if rule is not None]
+
+
+def _top_k(module: HfModule) -> int:
+    return getattr(module, "top_k", None) or module.config.top_k_experts
+
+
+def _record(own: Callable, ids: Tensor, count: Tensor, *args: Any, **options: Any) -> Any:
+    """A router's own forward, whose chosen experts are written behind those that were."""
+    out = own(*args, **options)
+    if not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1:
+        return out  # a backward pass, in which a checkpoint calls it again
+    chosen = next(t for t in out if not t.is_floating_point()).reshape(-1, ids.shape[1])
+    M = chosen.shape[0]
+    rows = count + torch.arange(M, device=ids.device)
+    # the last row takes what there is no room for
+    ids.index_copy_(0, rows.clamp(max=ids.shape[0] - 1), chosen.to(torch.int32))
+    count.add_(M)
+    return out
+
+
+def _replay(
+    find_rule: FindRule,
+    module: HfModule,
+    ids: Tensor,
+    hidden_states: Tensor,
+    *more: Any,
+    **named: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What the router returns of recorded experts."""
+    rule = find_rule(module, hidden_states, *more, *named.values())
+    if rule is None:
+        raise ValueError(
+            f"{type(module).__name__} computes a formula for {hidden_states.dtype} that is none "
+            "of moe_ops.route, so that its weights cannot be computed anew"
+        )
+    return routed(rule, module, _linear_of(find_rule, module), hidden_states, ids)
+
+
+def _name(module: HfModule) -> str:
+    """Where a module has its forward: below accelerate's hooks if it has some."""
+    return "_old_forward" if "_old_forward" in vars(module) else "forward"
+
+
+def _forward_of(module: HfModule) -> Callable:
+    found = vars(module).get(_name(module))
+    return functools.partial(type(module).forward, module) if found is None else found
+
+
+@contextmanager
+def _replaced(modules: Sequence[HfModule], forwards: Sequence[Callable]) -> Iterator[None]:
+    """Other forwards of modules, until the end of the block."""
+    before: list[Callable | None] = [vars(module).get(_name(module)) for module in modules]
+    for module, forward in zip(modules, forwards, strict=True):
+        setattr(module, _name(module), forward)
+    try:
+        yield
+    finally:
+        for module, own in zip(modules, before, strict=True):
+            if own is None:
+                delattr(module, _name(module))
+            else:
+                setattr(module, _name(module), own)
