@@ -35,6 +35,7 @@ RUNS = {
         1,
         ("transformers",),
     ),
+    "grpo": (("--group", "3", "--tokens", "8"), 3, ("transformers",)),
     "padded_batch": ((), 3, ("transformers",)),
     "quantize_and_compare": (
         ("--perplexity-bytes", "2048", "--schemes", "fp8_block,int4_w4a16,mxfp4,nvfp4"),
