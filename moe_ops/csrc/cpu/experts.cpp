@@ -123,7 +123,7 @@ void panel(int64_t count, const uint8_t* const* x, const Matrix& m, const Weight
                 of(int(last - first), x + first, m, w, n, cols, y + first * y_stride + (n - n0), y_stride,
                    p || !D::FETCHES ? nullptr : ahead);
             };
-            if (batch_invariant)
+            if (batch_invariant && !D::Isa::template ALIKE<D>)
                 tile(whole_tile<D>);
             else
                 tile(any_tile<D>);
