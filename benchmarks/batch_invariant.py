@@ -2,7 +2,7 @@
 the same bits in every batch, and what that costs.
 
     python benchmarks/batch_invariant.py [--parts probe fuzz cost] [--shapes qwen3 mixtral]
-                                         [--replays 20] [--results FOLDER]
+                                         [--replays 20] [--seconds 95] [--results FOLDER]
     python benchmarks/batch_invariant.py --dry-run  # tiny sizes on this machine; keeps nothing
 
 `probe` forces one configuration after another (kernel, BLOCK_M, BLOCK_N, BLOCK_K, warps) on a
@@ -15,8 +15,8 @@ Of every other token two experts cancel each other: they hold the same values in
 and with the other sign. What is left are the last bits of their products, so that no rounding
 hides a sum in another order.
 
-Rows are written to FOLDER/batch_invariant_<GPU>.json after each case. Each part takes about two
-minutes on an H100.
+Rows are written to FOLDER/batch_invariant_<GPU>.json after each case, and replace older ones, so
+that several short runs add up. A part that has taken --seconds ends after the case in hand.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ FUZZ_TOKENS = (*range(1, 18), 32, 64, 256, 1024, 4096)
 ROUTINGS = ("uniform", "zipf", "one expert", "padding")
 COSTS = (("qwen3", ""), ("qwen3", "fp8_block"), ("qwen3", "int4_w4a16:g128"))
 COSTS += (("mixtral", ""), ("mixtral", "fp8_block"))
-COST_TOKENS = (1, 8, 64, 256, 1024, 4096)
+COST_TOKENS = (1, 8, 64, 1024, 4096)
 
 
 class Tokens(NamedTuple):
@@ -135,16 +135,16 @@ def variants(base: LayerConfig, scheme: str, shape: Shape) -> Iterator[LayerConf
     K, I = shape.hidden_size, shape.intermediate_size  # noqa: E741
     yield base
     mixed = operands.describe(scheme) is not None
-    sizes = (8, 16, 32, 64) if mixed else (16, 32, 64, 128)
-    for block_m in sizes:
-        yield base._replace(block_m=block_m)
-        warps = 8 if block_m >= 64 else 4
-        for block_n in (64, 128):
-            gemm2 = base.gemm2._replace(block_n=block_n, num_stages=2, num_warps=warps)
-            gemm1 = base.gemm1._replace(num_stages=2, num_warps=warps)
-            if scheme != "fp8_block":  # whose GEMM1 has the columns of a scale
-                gemm1 = gemm1._replace(block_n=block_n)
-            yield base._replace(block_m=block_m, gemm1=gemm1, gemm2=gemm2)
+    fewer_stages = [g._replace(num_stages=2) for g in (base.gemm1, base.gemm2)]
+    for block_m in (8, 16, 32, 64) if mixed else (16, 32, 64, 128):
+        yield base._replace(block_m=block_m, gemm1=fewer_stages[0], gemm2=fewer_stages[1])
+    for block_n in (64, 128):
+        gemm1, gemm2 = fewer_stages
+        if scheme != "fp8_block":  # whose GEMM1 has the columns of a scale
+            gemm1 = gemm1._replace(block_n=block_n)
+        yield base._replace(gemm1=gemm1, gemm2=gemm2._replace(block_n=block_n))
+    wider = [g._replace(num_warps=8) for g in fewer_stages]
+    yield base._replace(block_m=64, gemm1=wider[0], gemm2=wider[1])
     if not scheme:
         shorter = [g._replace(block_k=g.block_k // 2) for g in (base.gemm1, base.gemm2)]
         yield base._replace(gemm1=shorter[0], gemm2=shorter[1])
@@ -166,9 +166,11 @@ def variants(base: LayerConfig, scheme: str, shape: Shape) -> Iterator[LayerConf
 
 
 def name_of(config: LayerConfig) -> str:
-    """The configuration in words: kernel, BLOCK_M, and of each GEMM BLOCK_N x BLOCK_K x warps."""
-    gemms = [f"{g.block_n}x{g.block_k}x{g.num_warps}w" for g in (config.gemm1, config.gemm2)]
-    return f"{config.kernel} m{config.block_m} {gemms[0]} {gemms[1]}"
+    """The configuration in words: kernel, BLOCK_M, and of each GEMM BLOCK_N, BLOCK_K, stages and
+    warps."""
+    gemms = [f"{n}x{k}:{stages}s{warps}w" for n, k, stages, warps in config[:2]]
+    split = f" split_m={config.split_m}" if config.split_m > 1 else ""
+    return f"{config.kernel} m{config.block_m} {gemms[0]} {gemms[1]}{split}"
 
 
 def probe_config(
@@ -337,6 +339,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["qwen3", "mixtral"])
     parser.add_argument("--replays", type=int, default=20)
+    parser.add_argument(
+        "--seconds", type=float, default=95, help="after which a part is cut short"
+    )
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder for JSON")
     parser.add_argument("--dry-run", action="store_true")
     return parser.parse_args()
@@ -369,6 +374,9 @@ def main() -> int:
             rows.append(row | {"implementation": "moe_ops", "run": run})
             results.add(rows[-1])
             results.write()  # a run that is cut short keeps what it has
+            if time.perf_counter() - start > given.seconds:
+                print(f"{part} was cut short after {given.seconds} s: name what is missing alone")
+                break
         show(rows)
         print(f"{part}: {time.perf_counter() - start:.0f} s", flush=True)
         gc.collect()

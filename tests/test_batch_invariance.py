@@ -409,6 +409,14 @@ def test_the_check_sees_what_is_let_through(leak, monkeypatch):
 # --- compiled ------------------------------------------------------------------------------------
 
 
+def different_paths(call: Call, batch: tuple[Tensor, Tensor, Tensor]) -> list[Tensor]:
+    """Results with the mode off and on, of few tokens beside plain bf16 weights."""
+    off, on = [call(*batch, batch_invariant=value) for value in (False, True)]
+    if torch.equal(off, on):
+        pytest.skip("this machine has one path, or they give the same bits")
+    return [off, on]
+
+
 @pytest.fixture
 def fresh_dynamo() -> Iterator[None]:
     torch._dynamo.reset()
@@ -441,8 +449,7 @@ def test_the_switch_is_guarded(fresh_dynamo):
     def run(*batch):
         return call(*batch, batch_invariant=None)
 
-    off, on = call(*batch, batch_invariant=False), call(*batch)
-    assert not torch.equal(off, on), "these tokens cannot tell one path from the other"
+    off, on = different_paths(call, batch)
     for _ in range(2):
         assert torch.equal(run(*batch), off)
         with moe_ops.set_batch_invariant(True):
@@ -495,8 +502,7 @@ def test_eager_calls_follow_the_switch():
     """Plans are found by what calls depend on, and that is one more fact."""
     call = Call("", BF16)
     batch = call.tokens(3, "uniform", 3)
-    off, on = (call(*batch, batch_invariant=value) for value in (False, True))
-    assert not torch.equal(off, on)
+    off, on = different_paths(call, batch)
     for _ in range(2):
         assert torch.equal(call(*batch, batch_invariant=None), off)
         with moe_ops.set_batch_invariant(True):
@@ -512,7 +518,8 @@ def test_a_layer_hands_it_on():
         off = layer(x)
         with moe_ops.set_batch_invariant(True):
             assert torch.equal(layer(x), on)
-    assert not torch.equal(on, off)
+    if cpu._kernels():
+        assert not torch.equal(on, off)
     with pytest.raises(ValueError, match="batch_invariant must be True, False, or None"):
         moe_ops.MoELayer(64, 128, E, TOP_K, batch_invariant=1)
 
