@@ -211,6 +211,17 @@ def test_values_are_the_oracles(scheme):
     assert oracle.relative_error(out, want) <= tolerance(dtype, scheme)
 
 
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
+def test_without_kernels_of_our_own(dtype, monkeypatch):
+    """As an installation without a C++ compiler runs: a product for each token."""
+    monkeypatch.setattr(cpu, "_kernels", dict)
+    monkeypatch.setattr(layer, "kernels", lambda: None)
+    for scheme in ("", "int8_w8a16:channel"):
+        for M in (1, 2, 9, 64):
+            check_rows(M, ROUTINGS[M % 4], M, scheme, dtype, SIZES[0], "swigluoai")
+    alone.cache_clear()
+
+
 def test_options_of_a_call_change_nothing():
     """Biases of another dtype, an expert map, router weights on the input, chunks, strides."""
     bias = {"w13_bias": normal(E, 384, seed=7), "w2_bias": normal(E, 288, seed=8)}
@@ -439,6 +450,18 @@ def test_one_graph_for_every_number_of_tokens(scheme, fresh_dynamo):
     assert counter.frame_count == 1
 
 
+def test_a_compiled_step_of_training_has_the_bits_of_inference(fresh_dynamo):
+    call = Call("", BF16, SIZES[1])
+    x, router, ids = call.tokens(9, "uniform", 3)
+    leaf = x.clone().requires_grad_()
+    compiled = torch.compile(call.__call__, backend="aot_eager", fullgraph=True)
+    out = compiled(leaf, router, ids)
+    assert out.requires_grad and torch.equal(out, call(x, router, ids))
+    eager = call(leaf, router, ids)
+    gradients = [torch.autograd.grad(y.float().sum(), leaf)[0] for y in (out, eager)]
+    assert torch.equal(*gradients)
+
+
 def test_the_switch_is_guarded(fresh_dynamo):
     """A graph that was traced under one setting does not run under the other."""
     call = Call("", BF16)
@@ -520,6 +543,9 @@ def test_a_layer_hands_it_on():
             assert torch.equal(layer(x), on)
     if cpu._kernels():
         assert not torch.equal(on, off)
+    layer.dispatcher, layer.batch_invariant = object(), True
+    with pytest.raises(ValueError, match="batch_invariant must be False for a layer with a proc"):
+        layer(x)
     with pytest.raises(ValueError, match="batch_invariant must be True, False, or None"):
         moe_ops.MoELayer(64, 128, E, TOP_K, batch_invariant=1)
 
@@ -581,6 +607,10 @@ def test_a_plan_has_one_tier_and_names_who_was_left_out(monkeypatch):
         assert "batch invariant: a token's row has the same bits in every batch" in text
         assert "M >= 0: torch" in text
         assert "batch invariant" not in str(moe_ops.explain(x, w13, w2, ids))
+        step = moe_ops.explain(x, w13, w2, ids, batch_invariant=True, training=True)
+        assert step.gradients == (
+            "plain torch, because batch_invariant asks for the products that inference takes"
+        )
     with machines.pretend(H200):
         for name in ("deep_gemm", "flashinfer", "cutlass"):
             with pytest.raises(ValueError, match=f"'{name}' .*not shown to be batch invariant"):

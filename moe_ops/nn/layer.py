@@ -92,7 +92,7 @@ class MoELayer(nn.Module):
         track_load: count tokens per expert in evaluation too, not in training alone.
         max_workspace_bytes, recompute, backend: as in `fused_experts`.
         batch_invariant: as in `fused_experts`, of the experts alone: router and shared expert are
-            products of torch.
+            products of torch. Refused by a layer with a process group.
         device, dtype: of the parameters.
 
     Attributes:
@@ -451,6 +451,12 @@ class MoELayer(nn.Module):
         lora = getattr(self, "lora", None)  # layers that were saved before have none
         rows, ids, weights = x, topk_ids, topk_weights
         if self.dispatcher is not None:
+            if switch.resolve(self.batch_invariant):
+                raise ValueError(
+                    "batch_invariant must be False for a layer with a process group, got True: "
+                    "libraries of collectives add the outputs of its ranks, in an order that "
+                    "depends on the rank of a token; run whole layers"
+                )
             rows, ids, weights = self.dispatcher.dispatch(x, topk_ids, topk_weights)
         out = fused_experts(
             rows,
