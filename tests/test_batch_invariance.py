@@ -246,6 +246,24 @@ def test_options_of_a_call_change_nothing():
         assert torch.equal(call(x, router[:, :1], ids[:, :1], **one)[:9], want)
 
 
+@pytest.mark.parametrize("scheme", ["", "int8_w8a16:channel"])
+@pytest.mark.parametrize("sizes", SIZES)
+def test_what_surrounds_a_call_changes_nothing(scheme, sizes):
+    """autocast, which operators do not leave, a default device, and no tokens at all."""
+    call = Call(scheme, BF16, sizes, "gelu")
+    batch = call.tokens(9, "padding", 4)
+    want = call(*batch)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(call(*batch), want)
+        x = batch[0].clone().requires_grad_()
+        assert torch.equal(call(x, *batch[1:]), want)
+    with torch.device("meta"):
+        assert torch.equal(call(*batch), want)
+    none = [t[:0] for t in batch]
+    assert call(*none).shape == (0, call.K)
+    assert call(none[0].clone().requires_grad_(), *none[1:]).shape == (0, call.K)
+
+
 @pytest.mark.parametrize("scheme", ["", "int4_w4a16:g32", "fp8_channel", "mxfp8"])
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
 def test_batches_of_each_expert(scheme, dtype):

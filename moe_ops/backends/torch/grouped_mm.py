@@ -106,15 +106,16 @@ def product_of_rows(a: Tensor, b: Tensor, bias: Tensor | None, out: Tensor) -> N
     wide = torch.promote_types(a.dtype, torch.float32)
     rows = a.to(wide, memory_format=torch.contiguous_format)
     weight = b.t().to(wide, memory_format=torch.contiguous_format).unsqueeze(0)
-    y = torch.empty(out.shape, dtype=wide)
+    y = rows.new_empty(out.shape)
     if cpu.can_multiply(rows, weight, None, batch_invariant=True):
-        ends = torch.tensor([rows.shape[0]], dtype=torch.int32)
+        ends = torch.tensor([rows.shape[0]], dtype=torch.int32, device="cpu")
         cpu.grouped_mm(rows, weight, ends, None, y)
     else:
-        row, columns = torch.empty(1, rows.shape[1], dtype=wide), weight[0].t()
+        row, product = rows.new_empty(1, rows.shape[1]), rows.new_empty(1, out.shape[1])
         for i in range(rows.shape[0]):
             row[0] = rows[i]
-            y[i] = torch.mm(row, columns)[0]
+            # `out` also prevents autocast, which is still on inside an op, from casting operands
+            y[i] = torch.mm(row, weight[0].t(), out=product)[0]
     out.copy_(y if bias is None else y.add_(bias))
 
 
