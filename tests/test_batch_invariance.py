@@ -422,9 +422,20 @@ LEAKS: dict[str, tuple[object, str, Callable, tuple]] = {
 }
 
 
+def torch_rounds_rows_alike(leak: str) -> bool:
+    """Whether torch, on this machine, gives a row the same bits anywhere by itself."""
+    x, w = normal(256, 192, seed=1), normal(288, 192, seed=2)
+    if leak == "products of a library":
+        return torch.equal(x @ w.t(), torch.cat([row @ w.t() for row in x.split(1)]))
+    x = x[:, :52].contiguous()
+    return torch.equal(x.sigmoid(), torch.cat([row.clone().sigmoid() for row in x.split(1)]))
+
+
 @pytest.mark.parametrize("leak", LEAKS)
 def test_the_check_sees_what_is_let_through(leak, monkeypatch):
     module, name, replacement, what = LEAKS[leak]
+    if name in ("product_of_rows", "apply_by_blocks") and torch_rounds_rows_alike(leak):
+        pytest.skip("torch gives a row the same bits anywhere on this machine")
     if name in ("_few_bf16", "can_multiply", "run") and not cpu._kernels():
         pytest.skip("no kernels were built")
     if leak == "columns left over" and cpu.library().moe_ops_cpu_avx(512) != 512:
