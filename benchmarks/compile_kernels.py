@@ -443,6 +443,7 @@ def compile_training(
         adapters = Adapters(*[LowRank(*pair, 2.0) for pair in matrices])
         needs += [True] * 4
     with (
+        mock.patch.object(training.native, "kernels", lambda _: None),
         mock.patch.object(training.products, "grouped_mm", multiply),
         mock.patch.object(training._Step, "outer", outer),
         _compiling(gpu, arch, compiles) as found,

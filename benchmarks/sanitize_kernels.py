@@ -41,17 +41,20 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from harness import RESULTS, format_table, machine_facts, relative_error, versions, write_json
 from sanitize_steps import run_steps
 from torch import Tensor
 
 import moe_ops
+from moe_ops.activations import NO_LIMIT
 from moe_ops.backends.cutlass import library, products
 from moe_ops.backends.cutlass.backend import BACKEND
 from moe_ops.backends.cutlass.grouped import Grouped
 from moe_ops.backends.cutlass.schemes import parts
 from moe_ops.bench.layers import quantized
 from moe_ops.csrc import build
+from moe_ops.kernels.gemm.operands import activated
 from moe_ops.schemes import get_scheme
 from moe_ops.tuning.backends import laid_out
 
@@ -62,6 +65,7 @@ OURS = {"cutlass": "cutlass", "training": "moe_ops_train"}
 SUMMARY = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (\d+) (?:error|hazard).*")
 FOUND = 9  # the exit code of a tool that found anything
 E, TOP_K, K, I = 5, 2, 256, 256
+RANK = 5  # of what a product adds
 TOKENS = (1, 100, 300, 420)  # each tile of int4; of fp8 less than one tile and more of them
 STATIC_SCALE = 0.02
 MAX_ERROR = 0.08  # from backend torch, both rounding to 8 or 4 bits
@@ -173,6 +177,23 @@ def grouped_products(device: str) -> Iterator[tuple[str, Tensor, Tensor]]:
     for call, out, exact in zip(("x w^T", "x w", "a^T b"), found, expected, strict=True):
         if out is not None:
             yield f"products of rows: {call}", out, exact
+    if found[0] is None:
+        return
+    # with steps along a rank that is filled up to 8, and biases in shared memory
+    sizes = (sum(rows), RANK), (len(rows), I, RANK)
+    u, low = [torch.randn(*size, generator=rng, device=device).to(dtype) for size in sizes]
+    more = torch.cat([a @ b.mT for a, b in zip(u.double().split(rows), low.double(), strict=True)])
+    out = products.multiply(x, w, ends, low=(u, low))
+    assert out is not None
+    yield "products of rows: x w^T and a low rank", out, expected[0] + more
+    bias, gate_up = torch.randn(len(rows), I, generator=rng, device=device), torch.zeros_like(out)
+    out = out.new_zeros(out.shape[0], I // 2)
+    of = activated("silu", 1.0, 0.0, NO_LIMIT)
+    products.activate_into(out, x, w, ends, of, bias, gate_up, (u, low))
+    h = expected[0] + more
+    yield "products of rows: gate and up, and a low rank", gate_up, h
+    h = h + bias.double().repeat_interleave(torch.tensor(rows, device=device), 0)
+    yield "products of rows: activated with biases", out, F.silu(h[:, : I // 2]) * h[:, I // 2 :]
 
 
 def run_calls(device: str, schemes: tuple[str, ...] = ("", *BACKEND.native_schemes)) -> Report:

@@ -109,13 +109,21 @@ def run_steps(
     calls: list[str] = []
     kernels: list[str] = []
     wrong: list[str] = []
-    with mock.patch.object(fused, "run", launched(kernels)):
-        for call, found, expected in steps(device, dtype):
-            calls.append(call)
-            for i, (a, b) in enumerate(zip(found, expected, strict=True)):
-                far = relative_error(a, b.double())
-                if not far <= MAX_ERROR:  # NaN, too
-                    wrong.append(f"{call}: relative error {far:.3g} of result {i}")
+    # those of csrc/cutlass, where they are there, and torch's products with what follows them
+    products = [fused.native.kernels]
+    if device != "cpu" and fused.native.kernels(torch.cuda.current_device()) is not None:
+        products.append(lambda _: None)
+    for native in products:
+        with (
+            mock.patch.object(fused, "run", launched(kernels)),
+            mock.patch.object(fused.native, "kernels", native),
+        ):
+            for call, found, expected in steps(device, dtype):
+                calls.append(call)
+                for i, (a, b) in enumerate(zip(found, expected, strict=True)):
+                    far = relative_error(a, b.double())
+                    if not far <= MAX_ERROR:  # NaN, too
+                        wrong.append(f"{call}: relative error {far:.3g} of result {i}")
     missing = sorted(training_kernels() - set(kernels))
     wrong += [f"{name} is never launched" for name in missing]
     return calls, sorted(set(kernels)), wrong

@@ -16,7 +16,7 @@ class set_batch_invariant:
     `batch_invariant` itself; as a context manager, until the end of its block.
 
     Compiled functions that were traced under the other setting are compiled again. Threads share
-    the switch. Set it outside of compiled functions.
+    the switch, so their blocks must not overlap. Set it outside of compiled functions.
 
     Args:
         enabled: whether a token's row has the same bits in every batch; False when the process
@@ -30,14 +30,21 @@ class set_batch_invariant:
         global _enabled
         if not isinstance(enabled, bool):
             raise ValueError(f"enabled must be True or False, got {enabled!r}")
-        self.before, _enabled = _enabled, enabled
+        self.enabled = enabled
+        # what each block leaves behind it: of the first one what was before this object
+        self._before, self._new = [_enabled], True
+        _enabled = enabled
 
     def __enter__(self) -> None:
-        pass
+        global _enabled
+        if not self._new or _enabled != self.enabled:
+            self._before.append(_enabled)
+            _enabled = self.enabled
+        self._new = False
 
     def __exit__(self, *_: object) -> None:
         global _enabled
-        _enabled = self.before
+        _enabled = self._before.pop()
 
 
 def resolve(batch_invariant: bool | None) -> bool:

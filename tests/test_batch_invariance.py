@@ -277,6 +277,7 @@ def test_batches_of_each_expert(scheme, dtype):
     want = run(x, *[T] * E)
     rows = oracle.batched(x, call.w13, call.w2, torch.full((E,), T), activation="gelu")
     assert oracle.relative_error(want, rows) <= tolerance(dtype, scheme)
+    assert torch.equal(run(x.mT.contiguous().mT, *[T] * E), want)
     for e in range(E):
         counts = [0] * E
         counts[e] = 1
@@ -545,6 +546,16 @@ def test_the_switch():
             assert not switch.resolve(None) and switch.resolve(True)
             raise KeyError
         assert switch.resolve(None)
+        moe_ops.set_batch_invariant(False)
+        block = moe_ops.set_batch_invariant(True)
+        moe_ops.set_batch_invariant(False)
+        for _ in range(2):  # made before, and entered again
+            with block:
+                assert switch.resolve(None)
+                with block:
+                    assert switch.resolve(None)
+                assert switch.resolve(None)
+            assert not switch.resolve(None)
     finally:
         moe_ops.set_batch_invariant(False)
     for wrong in (1, "yes", torch.tensor(True)):

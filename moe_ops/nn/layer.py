@@ -273,6 +273,7 @@ class MoELayer(nn.Module):
         parallel = config.parallel
         dispatcher = None
         if group is not _NO_GROUP:
+            _refuse_batch_invariance(options.get("batch_invariant"))
             check_agreement(_common_fields(config, {"name": name, **options}), group)
             dispatcher = make_dispatcher(
                 parallel,
@@ -451,12 +452,7 @@ class MoELayer(nn.Module):
         lora = getattr(self, "lora", None)  # layers that were saved before have none
         rows, ids, weights = x, topk_ids, topk_weights
         if self.dispatcher is not None:
-            if switch.resolve(self.batch_invariant):
-                raise ValueError(
-                    "batch_invariant must be False for a layer with a process group, got True: "
-                    "libraries of collectives add the outputs of its ranks, in an order that "
-                    "depends on the rank of a token; run whole layers"
-                )
+            _refuse_batch_invariance(self.batch_invariant)
             rows, ids, weights = self.dispatcher.dispatch(x, topk_ids, topk_weights)
         out = fused_experts(
             rows,
@@ -508,6 +504,15 @@ def tokens_per_expert(topk_ids: Tensor, num_experts: int) -> Tensor:
     counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=ids.device)
     # not bincount, which reads its output size on the host, nor histc, which needs floats
     return counts.scatter_add(0, ids, torch.ones_like(ids))[:num_experts]
+
+
+def _refuse_batch_invariance(asked: bool | None) -> None:
+    if switch.resolve(asked):
+        raise ValueError(
+            "batch_invariant must be False for a layer with a process group, got True: "
+            "libraries of collectives add the outputs of its ranks, in an order that "
+            "depends on the rank of a token; run whole layers"
+        )
 
 
 def _recomputing() -> bool:

@@ -62,7 +62,7 @@ class ReduceScatter(torch.autograd.Function):
             (received,) = _exchange(
                 ranks, lambda op: [op.all_to_all_single(rows, splits, splits, ranks.group)]
             )
-            # torch adds 16-bit numbers in fp32, here in the order of ranks, and rounds once
+            # torch adds 16-bit numbers in fp32, in a fixed order, and rounds once
             return received.view(ranks.size, share, *rows.shape[1:]).sum(0)
         return _summed(
             ranks,
@@ -107,7 +107,7 @@ class Sum(torch.autograd.Function):
 
 def _summed(ranks: Ranks, rows: Tensor, start: Callable[[Any, Tensor], Tensor]) -> Tensor:
     """A sum by a collective, in the dtype that `ranks` names, rounded to that of the rows."""
-    wide = rows.dtype if rows.dtype == torch.float32 else ranks.reduce_dtype or rows.dtype
+    wide = rows.dtype if rows.dtype.itemsize > 2 else ranks.reduce_dtype or rows.dtype
     sent = rows.to(wide)
     (summed,) = _exchange(ranks, lambda op: [start(op, sent)])
     # with torch 2.11 a cast to the dtype that it has would lose compiled gradients

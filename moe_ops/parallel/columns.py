@@ -23,6 +23,7 @@ def shard_w13(
     rank: int,
     *,
     gated: bool = True,
+    interleaved: bool = False,
 ) -> Tensor:  # (E, N / R, K) or (E, N / R)
     """A copy of a rank's rows of w13, or entries of its bias: of gate and of up alike.
 
@@ -31,14 +32,20 @@ def shard_w13(
         size: R.
         rank: whose rows to take.
         gated: the first half of N belongs to the gate, the second to up.
+        interleaved: gate and up rows take turns instead, as those of activation "swigluoai".
 
     Raises:
         ValueError: no such tensor, a rank outside 0..R - 1, rows that R does not divide, or a
             quantized weight of which a share would begin or end inside of a block that has one
             scale.
     """
-    halves = 2 if gated else 1
+    halves = 2 if gated and not interleaved else 1
     share = _share("rows of w13", weight, 1, size, rank, halves)
+    if interleaved and share % 2:
+        raise ValueError(
+            f"weight must be cut between pairs of gate and up rows, got shares of {share} rows "
+            f"for {size} ranks; choose another number of ranks"
+        )
     half = weight.shape[1] // halves
     starts = [start + rank * share for start in range(0, halves * half, half)]
     parts: list[Any] = [weight.narrow(1, start, share) for start in starts]

@@ -197,7 +197,7 @@ class AllToAll(_PaddedDispatcher):
     """Every rank gets the tokens of all ranks, and sends each its outputs, which that adds up.
 
     Outputs travel in the tokens' dtype, half the bytes of a reduce-scatter in fp32, one row for
-    each token and rank. The rank that sent the token adds them in fp32 in the order of ranks and
+    each token and rank. The rank that sent the token adds them in fp32 in a fixed order and
     rounds the sum once, so the bits do not depend on how a library of collectives adds. Gradients
     of tokens take the same way.
 

@@ -199,7 +199,8 @@ class Plan:
         """Lines of a table: microseconds a layer of every backend that was measured, by M."""
         times = lookup.backend_times(*_table_key(self.problem, self.machine))
         names = [b.name for b in backends.BACKENDS if any(b.name in us for _, us in times)]
-        claimed = [b.name for _, b in self.tiers if b.name not in names]
+        others = [backend for _, backend in self.tiers if backend.name not in names]
+        claimed = [b.name for b in others if _faster_from(b, self.problem) is not None]
         lines = ["  measured, us a layer:", "".join([f"  {name:>10}" for name in ("M", *names)])]
         for M, us in times:
             cells = [f"{us[name]:.1f}" if name in us else "-" for name in names]
@@ -248,7 +249,7 @@ def plan(problem: Problem, machine: Machine, backend: str = "auto") -> Plan:
         timed = _timed(*_table_key(problem, machine))
     else:
         tiers, basis = ((-1, accepted[0]),), "heuristic"
-    for candidate in accepted[1:]:
+    for candidate in accepted if timed else accepted[1:]:
         if candidate.name not in timed:
             tiers = _claimed(problem, tiers, candidate)
     basis = basis if len(accepted) > 1 else ""
@@ -314,11 +315,16 @@ def _measured_tiers(
     return tuple(tiers)
 
 
+def _faster_from(backend: library.Backend, problem: Problem) -> int | None:
+    """Rows an expert from which a backend says that it is faster; None if it says nothing."""
+    return None if backend.faster_from is None else backend.faster_from(problem)
+
+
 def _claimed(problem: Problem, tiers: _Tiers, candidate: library.Backend) -> _Tiers:
     """`tiers` with a backend that was not timed in the place of others, from as many rows an
     expert on as it says that it is faster from.
     """
-    rows = None if candidate.faster_from is None else candidate.faster_from(problem)
+    rows = _faster_from(candidate, problem)
     if rows is None:
         return tiers
     if problem.kind == "batched_experts":  # M is the rows of each expert
@@ -332,6 +338,8 @@ def _claimed(problem: Problem, tiers: _Tiers, candidate: library.Backend) -> _Ti
                 kept.append((fewer, backend))
             break
         kept.append((limit, backend))
+    if kept and kept[-1][1] is candidate:
+        kept.pop()
     return (*kept, (-1, candidate))
 
 

@@ -34,6 +34,22 @@ def test_rows_of_gate_and_up_go_together(gated):
             assert got.untyped_storage().nbytes() == got.nbytes
 
 
+def test_rows_of_gate_and_up_in_turns():
+    """Of two ranks that each run their part of a layer the sum is the whole layer."""
+    E, K, I = 3, 16, 24  # noqa: E741
+    w13, w2 = torch.randn(E, 2 * I, K), torch.randn(E, K, I)
+    x, ids = torch.randn(5, K), torch.arange(10).view(5, 2) % E
+    weights = torch.rand(5, 2)
+    whole = moe_ops.fused_experts(x, w13, w2, weights, ids, activation="swigluoai")
+    parts = []
+    for rank in range(2):
+        share = shard_w13(w13, 2, rank, interleaved=True), shard_w2(w2, 2, rank)
+        parts.append(moe_ops.fused_experts(x, *share, weights, ids, activation="swigluoai"))
+    torch.testing.assert_close(sum(parts), whole)
+    with pytest.raises(ValueError, match="between pairs of gate and up rows, got shares of 3"):
+        shard_w13(w13, 16, 0, interleaved=True)
+
+
 def test_columns_of_w2():
     w2 = torch.randn(3, 4, 15)
     for rank in range(3):

@@ -282,6 +282,13 @@ def test_what_was_not_timed_comes_from_where_it_is_faster(monkeypatch):
     assert "new was not timed here: faster elsewhere" in str(plan)
     everyone = planned(*rows)  # the last one's claim begins below that of the one before it
     assert names(everyone) == [(22, "few"), (39, "some"), (-1, "new")]
+    # of fewer tokens than a table has the first one runs, which need not be timed
+    monkeypatch.setattr(lookup, "backend_times", lambda *key: [(8, {"some": 1})])
+    plan = planned("few", "some", "new")
+    assert names(plan) == [(7, "few"), (39, "some"), (-1, "new")]
+    assert "few was not timed" not in str(plan)
+    monkeypatch.setattr(lookup, "backend_times", lambda *key: [(8, {"many": 1})])
+    assert names(planned("some", "many")) == [(-1, "some")]
     monkeypatch.setattr(lookup, "backend_times", lambda *key: [])
     assert names(planned(*rows)) == [(7, "few"), (39, "some"), (-1, "new")]
     assert names(planned("few", "some", "many")) == [(7, "few"), (199, "some"), (-1, "many")]

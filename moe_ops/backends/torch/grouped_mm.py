@@ -104,8 +104,7 @@ def product_of_rows(a: Tensor, b: Tensor, bias: Tensor | None, out: Tensor) -> N
     the matrices, each row is a product of its own, from memory of the same alignment.
     """
     wide = torch.promote_types(a.dtype, torch.float32)
-    rows = a.to(wide, memory_format=torch.contiguous_format)
-    weight = b.t().to(wide, memory_format=torch.contiguous_format).unsqueeze(0)
+    rows, weight = a.to(wide).contiguous(), b.t().to(wide).contiguous().unsqueeze(0)
     y = rows.new_empty(out.shape)
     if cpu.can_multiply(rows, weight, None, batch_invariant=True):
         ends = torch.tensor([rows.shape[0]], dtype=torch.int32, device="cpu")

@@ -32,7 +32,7 @@ _DECODERS = (
     *("bf16", "int4", "int4_any", "mxfp4", "nvfp4", "int8", "fp8", "fp8_blocks"),
     *("int8_tokens", "fp8_tokens", "fp8_blocks_tokens"),
 )
-_ACTIVATIONS = {  # of its Activation
+ACTIVATIONS = {  # of its Activation
     "silu": 0,
     "swigluoai": 0,
     "swigluoai_uninterleave": 0,
@@ -141,7 +141,7 @@ def takes(a: ExpertsArgs) -> bool:
         and a.out.dtype == a.hidden_states.dtype == torch.bfloat16
         and a.hidden_states_scale is None
         and not a.router_weight_on_input
-        and a.activation in _ACTIVATIONS
+        and a.activation in ACTIVATIONS
         and _decoder(a.scheme) != ""
         and all([n > 0 and n % COLUMNS == 0 for n in (a.out.shape[1], _logical_columns(a.w2))])
         and all([_readable(weight) for weight in (a.w13, a.w2)])
@@ -195,7 +195,7 @@ def run(a: ExpertsArgs) -> None:
         *(a.out.data_ptr(), x.stride(0), M, top_k, a.w13.shape[0]),
         *(0 if expert_map is None else expert_map.numel(), a.out.shape[1]),
         *(_logical_columns(a.w2), w13, w2, _DECODERS.index(decoder)),
-        *(_ACTIVATIONS[a.activation], a.activation == "swigluoai", torch.get_num_threads()),
+        *(ACTIVATIONS[a.activation], a.activation == "swigluoai", torch.get_num_threads()),
         *(_powers_of_two(a.scheme), a.batch_invariant, a.alpha, a.beta, a.limit),
     )
     of_call = ctypes.byref(call)

@@ -49,14 +49,13 @@ def quantize(model: nn.Module, scheme: str | QuantScheme | None = None) -> Attac
             given where none is fast.
         RuntimeError: as `attach`.
     """
-    pairs = [(layer, name) for layer in layers_of.find(model) for name in layer.weights]
-    if not pairs:
-        return attach(model)  # says what is wrong
+    layers = layers_of.find(model)
+    pairs = [(layer, name) for layer in layers for name in layer.weights]
     why = ""
     if scheme is None:
         for layer, name in pairs:
             _check_plain(layer, name)
-        chosen = default_scheme([layer.natural_weight(name) for layer, name in pairs])
+        chosen = default_scheme(layers)
         scheme, why = chosen.name, f", because {chosen.reason}"
     scheme = get_scheme(scheme)
     _ = scheme.quantized_weight  # raises for plain weights

@@ -38,45 +38,55 @@ class RoutingRecord:
     """
 
     def __init__(
-        self, names: tuple[str, ...], max_tokens: int, slots: list[tuple[Tensor, Tensor]]
+        self, names: tuple[str, ...], max_tokens: int, slots: list[tuple[Tensor, Tensor, Tensor]]
     ):
         self.names, self.max_tokens = names, max_tokens
-        self._slots = slots  # of each router: ids (max_tokens + 1, top_k), how many were written
+        # of each router: ids (max_tokens + 1, top_k), how many were written, and for each whether
+        # a call began with it
+        self._slots = slots
 
     def clear(self) -> None:
         """Begin again. Enqueued on the device; nothing is read."""
-        for _, count in self._slots:
+        for _, count, begins in self._slots:
             count.zero_()
+            begins.zero_()
 
     def ids(self) -> list[Tensor]:
-        """The chosen experts of each router, (tokens, top_k) int32, call after call. Reads the
-        number of tokens on the host: not for CUDA graphs.
+        """A copy of the chosen experts of each router, (tokens, top_k) int32, call after call.
+        Reads the number of tokens on the host: not for CUDA graphs.
 
         Raises:
             ValueError: more than max_tokens were routed.
         """
-        return [ids[: self._written(count)] for ids, count in self._slots]
+        return [ids[: self._written(count)].clone() for ids, count, _ in self._slots]
 
     def sequences(self, batch_size: int, prompt_tokens: int) -> list[Tensor]:
         """`ids` of a generation, by sequence: (batch_size * tokens, top_k) of each router, in the
         order in which one forward pass over the whole sequences (batch_size, tokens) has them.
+        Not for beam search, which moves sequences between calls.
 
         Args:
-            batch_size: sequences that were generated together.
+            batch_size: sequences that were generated together: prompts times
+                num_return_sequences.
             prompt_tokens: tokens of each that the first call routed; each later call routed one.
 
         Raises:
-            ValueError: more than max_tokens were routed, or a number that is not of such calls.
+            ValueError: more than max_tokens were routed, or the calls routed other numbers of
+                tokens.
         """
         check_size("batch_size", batch_size)
         check_size("prompt_tokens", prompt_tokens)
-        found = []
-        for ids in self.ids():
-            first = batch_size * prompt_tokens
-            if ids.shape[0] < first or ids.shape[0] % batch_size:
+        found, first = [], batch_size * prompt_tokens
+        for ids, (_, _, begins) in zip(self.ids(), self._slots, strict=True):
+            starts = begins[: ids.shape[0]].nonzero()[:, 0].tolist()
+            if starts != [0, *range(first, ids.shape[0], batch_size)] or ids.shape[0] < first:
+                ends = [*starts[1:], ids.shape[0]]
+                calls = [end - start for start, end in zip(starts, ends, strict=False)]
+                more = ", .." if len(calls) > 4 else ""
                 raise ValueError(
-                    f"batch_size and prompt_tokens must be those of the calls, got {batch_size} "
-                    f"and {prompt_tokens} for {ids.shape[0]} routed tokens"
+                    "batch_size and prompt_tokens must be those of the calls, whose first routes "
+                    f"{batch_size} * {prompt_tokens} tokens and each later one {batch_size}, got "
+                    f"calls of {', '.join(map(str, calls[:4])) or 'no'}{more} tokens"
                 )
             prompt = ids[:first].unflatten(0, (batch_size, prompt_tokens))
             steps = ids[first:].unflatten(0, (-1, batch_size)).transpose(0, 1)
@@ -99,8 +109,10 @@ def record_routing(model: nn.Module, max_tokens: int) -> Iterator[RoutingRecord]
 
     The ids are written to memory on the device that is allocated here, behind those of the calls
     before, and nothing is read on the host: so the calls may be compiled, and captured in CUDA
-    graphs, whose replays record, too. Runs of activation checkpoints in a backward pass are not
-    recorded again. Routers behave as before, and do so again behind the block.
+    graphs, whose replays record, too, as long as the block lasts: each block is other memory, and
+    compiles code anew. So keep one, and `record.clear()` between rollouts. Runs of checkpoints in
+    a backward pass are not recorded again. Routers behave as before, and do so again behind the
+    block.
 
     Args:
         model: a transformers model, or any module that contains routers.
@@ -120,8 +132,9 @@ def record_routing(model: nn.Module, max_tokens: int) -> Iterator[RoutingRecord]
         device = _linear_of(rule, module).weight.device
         ids = torch.full((max_tokens + 1, _top_k(module)), -1, dtype=torch.int32, device=device)
         count = torch.zeros((), dtype=torch.int64, device=device)
-        slots.append((ids, count))
-        forwards.append(functools.partial(_record, _forward_of(module), ids, count))
+        begins = torch.zeros(max_tokens + 1, dtype=torch.bool, device=device)
+        slots.append((ids, count, begins))
+        forwards.append(functools.partial(_record, _forward_of(module), ids, count, begins))
     names = tuple([name for name, _, _ in routers])
     with _replaced([module for _, module, _ in routers], forwards):
         yield RoutingRecord(names, max_tokens, slots)
@@ -134,7 +147,8 @@ def replay_routing(model: nn.Module, ids: Sequence[Tensor]) -> Iterator[None]:
     Logits and weights are computed as before, with gradients; the choice alone is replaced. Each
     call of a router inside takes the same ids, which must be those of its tokens: one block is one
     forward pass. Where activations are checkpointed, the backward pass calls routers again, and
-    belongs inside.
+    belongs inside. Compiled code is compiled anew in each block, up to torch's limit; to replay
+    other routings in it, copy their ids into the same tensors, inside of one block.
 
     Args:
         model: the model whose routing was recorded, or one of the same routers.
@@ -199,7 +213,9 @@ def _top_k(module: HfModule) -> int:
     return getattr(module, "top_k", None) or module.config.top_k_experts
 
 
-def _record(own: Callable, ids: Tensor, count: Tensor, *args: Any, **options: Any) -> Any:
+def _record(
+    own: Callable, ids: Tensor, count: Tensor, begins: Tensor, *args: Any, **options: Any
+) -> Any:
     """A router's own forward, whose chosen experts are written behind those that were."""
     out = own(*args, **options)
     if not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1:
@@ -208,7 +224,9 @@ def _record(own: Callable, ids: Tensor, count: Tensor, *args: Any, **options: An
     M = chosen.shape[0]
     rows = count + torch.arange(M, device=ids.device)
     # the last row takes what there is no room for
-    ids.index_copy_(0, rows.clamp(max=ids.shape[0] - 1), chosen.to(torch.int32))
+    most = ids.shape[0] - 1
+    ids.index_copy_(0, rows.clamp(max=most), chosen.to(torch.int32))
+    begins.index_fill_(0, count.clamp(max=most).view(1), True)
     count.add_(M)
     return out
 

@@ -201,11 +201,18 @@ def test_what_was_not_launched(status, reason):
         gemms.run("name", library.GroupedGemm())
 
 
-def few_multiprocessors(monkeypatch) -> None:
+def few_multiprocessors(monkeypatch, count: int = 4) -> None:
     """Two clusters, so that each has many tiles, whole ones and halves, one after the other."""
     found = products.kernels
-    few = {"sm_count": 4}
+    few = {"sm_count": count}
     monkeypatch.setattr(products, "kernels", lambda device: found(device)._replace(**few))
+
+
+@devices
+@pytest.mark.parametrize("count", (1, 3))
+def test_multiprocessors_without_a_pair(device, count, monkeypatch):
+    few_multiprocessors(monkeypatch, count)
+    test_multiply(device, ROWS["tiles"], 264, 72, False, False)
 
 
 @devices
@@ -215,8 +222,11 @@ def test_many_tiles_of_many_steps(device, rows, monkeypatch):
     test_multiply(device, ROWS[rows], 768, 712, False, False)
     test_multiply(device, ROWS[rows], 712, 768, True, False)
     test_outer(device, ROWS[rows], 192, 512)
-    for name in ("silu", "swigluoai, rows"):
-        test_activated(device, ROWS[rows], 384, 712, ACTIVATED[name])
+    for transpose, stored_transposed in ((False, False), (True, False), (False, True)):
+        test_multiply_adds(device, ROWS[rows], 136, transpose, stored_transposed)
+    # with biases in fp32 and fp16, and of a rank: what is in shared memory is another tile's next
+    for name in ("silu", "swigluoai, rows", "gelu", "swigluoai, halves", *ADAPTED):
+        test_activated(device, ROWS[rows], 384, 712, (ACTIVATED | ADAPTED)[name])
 
 
 @devices

@@ -1,6 +1,6 @@
 """What runs on a GPU under `batch_invariant`: one kernel with one order of sums for every number
-of tokens. Which kernels are launched is compared here, and bits in Triton's interpreter; no GPU
-ran them.
+of tokens. Which kernels are launched is compared here, and bits in Triton's interpreter; on a
+GPU benchmarks/batch_invariant.py compares them.
 """
 
 from __future__ import annotations

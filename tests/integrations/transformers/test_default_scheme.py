@@ -9,16 +9,21 @@ pytest.importorskip("transformers")
 
 import moe_ops.integrations.transformers as integration
 from moe_ops import environment
+from moe_ops.activations import Activation
 from moe_ops.backends.torch import layer
+from moe_ops.integrations.transformers import activations
 from moe_ops.integrations.transformers.default_scheme import default_scheme
-from tests.integrations.transformers.test_families import relative
+from tests.integrations.transformers.test_families import build, relative
 from tests.integrations.transformers.test_models import IDS, experts_of, logits, model_of, switches
 
 needs_kernels = pytest.mark.skipif(layer.kernels() is None, reason="the CPU kernels are not built")
 
 
-def weight(device: str, dtype=torch.bfloat16, columns=64) -> SimpleNamespace:
-    return SimpleNamespace(device=torch.device(device), dtype=dtype, shape=(4, 96, columns))
+def layer_on(device: str, dtype=torch.bfloat16, columns=64) -> SimpleNamespace:
+    weight = SimpleNamespace(device=torch.device(device), dtype=dtype, shape=(4, 96, columns))
+    owner = experts_of(model_of("mixtral"))
+    found = {"weights": ("down_proj",), "owner": owner, "family": None}
+    return SimpleNamespace(natural_weight=lambda name: weight, **found)
 
 
 @needs_kernels
@@ -44,12 +49,25 @@ def test_where_no_scheme_is_fast_one_is_asked_for(monkeypatch):
         integration.quantize(model)
     assert switches(model) == before
     with pytest.raises(ValueError, match="with 72 columns, got None"):
-        default_scheme([weight("cpu", columns=72)])
+        default_scheme([layer_on("cpu", columns=72)])
     with pytest.raises(ValueError, match="experts on mps, got None: none was timed there"):
-        default_scheme([weight("mps")])
+        default_scheme([layer_on("mps")])
     monkeypatch.setattr(layer, "kernels", lambda: None)
     with pytest.raises(ValueError, match="this CPU, got None: no scheme is fast there without"):
-        default_scheme([weight("cpu")])
+        default_scheme([layer_on("cpu")])
+
+
+@pytest.mark.parametrize("family, name", [("mixtral", "gelu"), ("llama4", ""), ("dbrx", "")])
+def test_layers_that_the_kernels_of_a_cpu_do_not_run(family, name, monkeypatch):
+    """One with another activation, one whose router weights multiply the input, and one that calls
+    grouped_linear."""
+    monkeypatch.setattr(layer, "kernels", lambda: object())
+    if name:
+        monkeypatch.setattr(activations, "_plain", lambda module: Activation(name))
+        monkeypatch.setattr(activations, "_gate_name", lambda kind: "")
+    model = build(family, 1).to(torch.bfloat16)
+    with pytest.raises(ValueError, match="on a CPU, got None: no scheme is fast there beside"):
+        integration.quantize(model)
 
 
 @pytest.mark.parametrize(
@@ -63,14 +81,14 @@ def test_where_no_scheme_is_fast_one_is_asked_for(monkeypatch):
 )
 def test_gpus(capability, name, monkeypatch):
     monkeypatch.setattr(environment, "capability", lambda device: capability)
-    assert default_scheme([weight("cuda:0"), weight("cuda:1", columns=72)]).name == name
+    assert default_scheme([layer_on("cuda:0"), layer_on("cuda:1", columns=72)]).name == name
 
 
 def test_several_kinds_of_devices(monkeypatch):
     monkeypatch.setattr(environment, "capability", lambda device: (9, 0))
     monkeypatch.setattr(layer, "kernels", lambda: object())
     with pytest.raises(ValueError, match="another default: fp8_block, int8_w8a16:channel"):
-        default_scheme([weight("cuda"), weight("cpu")])
+        default_scheme([layer_on("cuda"), layer_on("cpu")])
 
 
 def test_a_model_without_experts():

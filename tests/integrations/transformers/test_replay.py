@@ -111,8 +111,23 @@ def test_a_generation_replayed_as_whole_sequences(attached):
     torch.testing.assert_close(logits, model(input_ids=whole, use_cache=False).logits)
     logits.float().square().mean().backward()
     assert all(router.weight.grad.any() for router in routers)
-    with pytest.raises(ValueError, match="batch_size and prompt_tokens must be those of the call"):
-        record.sequences(5, 1)
+    # a number of prompts in the place of that of sequences, and a prompt that came in two calls
+    for wrong in ((5, 1), (1, 3), (1, 6), (2, 2), (3, 2)):
+        with pytest.raises(ValueError, match="got calls of 6, 2, 2, 2 tokens"):
+            record.sequences(*wrong)
+    record.clear()
+    with pytest.raises(ValueError, match="got calls of no tokens"):
+        record.sequences(2, 3)
+    with integration.record_routing(model, 64) as record, torch.no_grad():
+        for part in (whole[:, :2], whole[:, 2:]):
+            model(input_ids=part, use_cache=False)
+        with pytest.raises(ValueError, match="got calls of 4, 8 tokens"):
+            record.sequences(2, 6)
+        kept = record.ids()
+        before = [ids.clone() for ids in kept]
+        record.clear()
+        model(input_ids=whole.flip(1), use_cache=False)
+    assert all(torch.equal(ids, old) for ids, old in zip(kept, before, strict=True))
 
 
 def test_compiled_code_records_and_replays():
