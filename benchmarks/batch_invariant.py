@@ -3,6 +3,7 @@ the same bits in every batch, and what that costs.
 
     python benchmarks/batch_invariant.py [--parts probe fuzz cost] [--shapes qwen3 mixtral]
                                          [--replays 20] [--seconds 95] [--results FOLDER]
+    python benchmarks/batch_invariant.py --report   # tables and plot of all rows
     python benchmarks/batch_invariant.py --dry-run  # tiny sizes on this machine; keeps nothing
 
 `probe` forces one configuration after another (kernel, BLOCK_M, BLOCK_N, BLOCK_K, warps) on a
@@ -16,13 +17,15 @@ and with the other sign. What is left are the last bits of their products, so th
 hides a sum in another order.
 
 Rows are written to FOLDER/batch_invariant_<GPU>.json after each case, and replace older ones, so
-that several short runs add up. A part that has taken --seconds ends after the case in hand.
+that several short runs add up; a plot of the cost lies beside it. A part that has taken --seconds
+ends after the case in hand.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import json
 import statistics
 import sys
 import tempfile
@@ -53,6 +56,7 @@ from moe_ops.kernels.gemm import configs as gemm_configs
 from moe_ops.kernels.mixed_gemm import configs as mixed_configs
 from moe_ops.kernels.mixed_gemm import operands
 
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7")  # of schemes
 PARTS = ("probe", "fuzz", "cost")
 PROBED = ("", "fp8_block", "int4_w4a16:g128", "fp8_w8a16:channel")
 PROBE_SHAPE, PROBE_TOKENS = Shape(8, 2, 2048, 1024), (1, 2, 7, 16, 33, 64, 130, 300, 1000)
@@ -334,6 +338,47 @@ def show(rows: list[dict]) -> None:
         print(format_table(names, [[row.get(n, "") for n in names] for row in found]))
 
 
+def draw(rows: list[dict], path: Path) -> None:
+    """Time with the mode on over time with it off, by number of tokens."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    lines: dict[tuple[str, str], list[tuple[int, float]]] = {}
+    for row in rows:
+        if row["part"] == "cost":
+            of = lines.setdefault((row["shape"], row["scheme"] or "bf16"), [])
+            of.append((row["num_tokens"], row["ratio"]))
+    if not lines:
+        return
+    schemes = list(dict.fromkeys(scheme for _, scheme in lines))
+    figure, panel = pyplot.subplots(figsize=(7, 4), constrained_layout=True)
+    for (shape, scheme), points in lines.items():
+        style = {"color": COLORS[schemes.index(scheme) % len(COLORS)]}
+        style["linestyle"] = "-" if shape == next(iter(lines))[0] else "--"
+        panel.plot(
+            *zip(*sorted(points), strict=True), marker="o", label=f"{shape} {scheme}", **style
+        )
+    panel.axhline(1, color="black", linewidth=0.8)
+    ticks = sorted({M for points in lines.values() for M, _ in points})
+    panel.set(xlabel="tokens", ylabel="time on / time off", xscale="log", ylim=(0.9, None))
+    panel.set_xticks(ticks, [str(M) for M in ticks])
+    panel.minorticks_off()
+    panel.grid(alpha=0.3)
+    panel.legend(fontsize=8)
+    figure.savefig(path, dpi=110)
+    print(path)
+
+
+def report() -> None:
+    """Tables and plots of all results that are kept."""
+    for path in sorted(RESULTS.glob("batch_invariant_*.json")):
+        rows = json.loads(path.read_text())["rows"]
+        show(rows)
+        draw(rows, path.with_suffix(".png"))
+
+
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
@@ -343,12 +388,16 @@ def parse() -> argparse.Namespace:
         "--seconds", type=float, default=95, help="after which a part is cut short"
     )
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder for JSON")
+    parser.add_argument("--report", action="store_true")
     parser.add_argument("--dry-run", action="store_true")
     return parser.parse_args()
 
 
 def main() -> int:
     given = parse()
+    if given.report:
+        report()
+        return 0
     cuda = torch.cuda.is_available()
     device = torch.device("cuda" if cuda else "cpu")
     if given.dry_run:
@@ -382,6 +431,7 @@ def main() -> int:
         gc.collect()
         if cuda:
             torch.cuda.empty_cache()
+    draw(json.loads(results.path.read_text())["rows"], results.path.with_suffix(".png"))
     print(results.path)
     return 0
 
