@@ -112,7 +112,7 @@ def record_routing(model: nn.Module, max_tokens: int) -> Iterator[RoutingRecord]
     graphs, whose replays record, too, as long as the block lasts: each block is other memory, and
     compiles code anew. So keep one, and `record.clear()` between rollouts. Runs of checkpoints in
     a backward pass are not recorded again. Routers behave as before, and do so again behind the
-    block.
+    block. Of a replay what runs is recorded by a block inside of that of `replay_routing`.
 
     Args:
         model: a transformers model, or any module that contains routers.
