@@ -30,6 +30,7 @@ import statistics
 import sys
 import tempfile
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -51,7 +52,7 @@ from torch import Tensor
 import moe_ops
 from moe_ops import environment
 from moe_ops.bench.shapes import Shape
-from moe_ops.kernels.configs import GEMV, LayerConfig, override
+from moe_ops.kernels.configs import GEMV, GemmConfig, LayerConfig, override
 from moe_ops.kernels.gemm import configs as gemm_configs
 from moe_ops.kernels.mixed_gemm import configs as mixed_configs
 from moe_ops.kernels.mixed_gemm import operands
@@ -152,6 +153,7 @@ def variants(base: LayerConfig, scheme: str, shape: Shape) -> Iterator[LayerConf
     if not scheme:
         shorter = [g._replace(block_k=g.block_k // 2) for g in (base.gemm1, base.gemm2)]
         yield base._replace(gemm1=shorter[0], gemm2=shorter[1])
+    yield base._replace(block_m=16, direct=True, gemm1=fewer_stages[0], gemm2=fewer_stages[1])
     if mixed:
         bits = operands.describe(scheme).bits
         for rows in (2, 8, 16, 40):  # an expert
@@ -160,6 +162,8 @@ def variants(base: LayerConfig, scheme: str, shape: Shape) -> Iterator[LayerConf
             )
             if found is not None:
                 yield found._replace(split_k=1)
+                shorter = GemmConfig(128, 128, 3, 4 if found.block_m < 64 else 8)
+                yield found._replace(split_k=1, gemm1=shorter, gemm2=shorter)
         yield mixed_configs._choose_gemv(shape.top_k, K, I, bits, base.sort_chunk)
     else:
         for rows in (30, 60, 200):
@@ -174,6 +178,7 @@ def name_of(config: LayerConfig) -> str:
     warps."""
     gemms = [f"{n}x{k}:{stages}s{warps}w" for n, k, stages, warps in config[:2]]
     split = f" split_m={config.split_m}" if config.split_m > 1 else ""
+    split += " direct" if config.direct and config.kernel != GEMV else ""
     return f"{config.kernel} m{config.block_m} {gemms[0]} {gemms[1]}{split}"
 
 
@@ -183,7 +188,7 @@ def probe_config(
     """(rows of all known tokens, or of the first ones alone where the kernel takes one token; the
     numbers of tokens M whose rows differ from these)."""
     with override(config):
-        if config.kernel == GEMV:
+        if config.direct:
             few = range(min(32, known.x.shape[0]))
             return torch.cat([layer(known.rows(slice(i, i + 1))) for i in few]), []
         want = layer(known)
@@ -205,8 +210,9 @@ def probe(device: torch.device, tiny: bool) -> Iterator[dict]:
     for scheme in PROBED[:1] if tiny else PROBED:
         weights = make_weights(shape, scheme, *plain)
         layer = layer_of(weights, "triton", batch_invariant=True)
+        expected = layer(known)
         with override(None) as seen:
-            expected = layer(known)
+            layer(known.rows(slice(16)))
         configs = list(dict.fromkeys(variants(seen[-1], scheme, shape)))
         for config in configs[:2] if tiny else configs:
             row = {"part": "probe", "shape": str(shape), "scheme": scheme, "num_tokens": 0}
@@ -215,9 +221,24 @@ def probe(device: torch.device, tiny: bool) -> Iterator[dict]:
                 rows, differ = probe_config(layer, known, config, counts)
                 row["differ_at"] = differ
                 row["as_chosen"] = torch.equal(rows, expected[: rows.shape[0]])
+                row["bits"] = digest(rows)
             except Exception as error:  # tiles that do not fit, in whatever way
                 row["reason"] = f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
             yield row
+        for backend in () if tiny else ("cutlass", "deep_gemm"):
+            row = {"part": "probe", "shape": str(shape), "scheme": scheme, "num_tokens": 0}
+            row["config"] = backend
+            try:
+                rows = layer_of(weights, backend)(known)
+                row["as_chosen"], row["bits"] = torch.equal(rows, expected), digest(rows)
+            except Exception as error:
+                row["reason"] = f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
+            yield row
+
+
+def digest(rows: Tensor) -> str:
+    """A checksum of the bits of the first rows, which every configuration gives."""
+    return f"{zlib.crc32(rows[:32].contiguous().view(torch.uint8).cpu().numpy()):08x}"
 
 
 # --- fuzz ----------------------------------------------------------------------------------------

@@ -247,7 +247,8 @@ class Backend:
     # why "auto" leaves it out on a machine where a call that names it would first build it, for
     # minutes; None where it is built
     unbuilt: Callable[[Machine], str | None] | None = None
-    # reasons why a token's row may depend on its batch (`Problem.batch_invariant`); empty: never
+    # reasons why a token's row may depend on its batch (`Problem.batch_invariant`) or differ from
+    # that of another backend that takes the problem; empty: never
     batch_invariant: Callable[[Problem, Machine], list[str]] = _not_shown
 
     @property

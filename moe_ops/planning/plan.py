@@ -241,8 +241,6 @@ def plan(problem: Problem, machine: Machine, backend: str = "auto") -> Plan:
     if not accepted:
         why = " | ".join([f"{name}: {'; '.join(reasons)}" for name, reasons in refused])
         raise ValueError(f"no backend can run this call: {why}")
-    if problem.batch_invariant:  # one backend for every M: they sum in different orders
-        return _bounded(Plan(problem, machine, ((-1, accepted[0]),), tuple(refused)))
     tiers, basis = _measured_tiers(problem, machine, accepted), "measured"
     timed: tuple[str, ...] = ()
     if tiers:

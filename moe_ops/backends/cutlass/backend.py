@@ -201,6 +201,26 @@ def faster_from(problem: Problem) -> int | None:
     return 2 * rows if problem.has_expert_map else rows
 
 
+def batch_invariant(problem: Problem, machine: Machine) -> list[str]:
+    """Reasons why a token's row may differ from that of `triton`, whose kernels run fewer rows:
+    products, the activation and the weighted sum take the same steps in the same order where
+    there are none.
+    """
+    p, reasons = problem, []
+    if kind_of(p.scheme) not in (PLAIN, GROUPS):
+        reasons.append(f"cutlass is not shown to give triton's bits with scheme {p.scheme!r}")
+    if p.has_bias:
+        reasons.append("cutlass adds biases after it has rounded the products with w2")
+    if p.router_weight_on_input:
+        reasons.append("cutlass rounds hidden_states after router weights scaled them")
+    if p.activation is not None and not plain_ends_activated(p):
+        reasons.append(
+            "cutlass rounds the products with w13 before their activation, unless that is gated "
+            "and weights are contiguous"
+        )
+    return reasons
+
+
 BACKEND = register(
     "cutlass",
     available=available,
@@ -219,4 +239,5 @@ BACKEND = register(
     quantized_input=(*_FP8, *SCHEMES_OF_GROUPS, INT4_SCHEME),
     faster_from=faster_from,
     unbuilt=library.unbuilt,
+    batch_invariant=batch_invariant,
 )

@@ -96,7 +96,8 @@ def supports(problem: Problem, machine: Machine) -> list[str]:
 
 def batch_invariant(problem: Problem, machine: Machine) -> list[str]:
     """Reasons why a token's row may depend on its batch. Under `Problem.batch_invariant` calls run
-    the kernels of sm80_mma.py alone, with tiles that the number of rows has no part in.
+    the kernels of sm80_mma.py and sm90_tma.py, with tiles that the number of rows has no part in
+    unless all give the same bits, and y has the tokens' dtype.
     """
     reasons = []
     if problem.layout:

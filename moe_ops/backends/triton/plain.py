@@ -12,7 +12,13 @@ from moe_ops.backends.triton.chunked import run_in_chunks
 from moe_ops.kernels import launch
 from moe_ops.kernels.configs import GEMV, SM90_TMA, LayerConfig, block_bound
 from moe_ops.kernels.gemm import gemv, sm80_mma, sm90_tma
-from moe_ops.kernels.gemm.configs import LARGE_ROWS, choose, for_any_batch, for_experts
+from moe_ops.kernels.gemm.configs import (
+    LARGE_ROWS,
+    choose,
+    for_any_batch,
+    for_experts,
+    same_bits_in_all_tiles,
+)
 from moe_ops.kernels.gemm.operands import (
     Activated,
     Output,
@@ -67,13 +73,14 @@ def experts(a: ExpertsArgs) -> None:
     scaling = scaling_of(a.scheme, gpu.native)
     w_scale, x_scale, *_ = scaling
     pairs, scales = M * top_k, (w_scale, x_scale)
-    if a.batch_invariant:
+    if a.batch_invariant and not same_bits_in_all_tiles(w_scale, dtype.itemsize):
         facts = (dtype.itemsize, False, gpu.shared_memory, *scales, activation.GATED)
         config = for_any_batch(pairs, E, K, I, *facts)
     else:
         tma = pairs >= LARGE_ROWS * E
         tma = tma and sm90_tma.why_not(w13, w2, activation, scaling, gpu) is None
-        one_token = M == 1 and gemv.why_not(w13, w2, top_k, scaling) is None
+        one_token = M == 1 and not a.batch_invariant  # gemv.py sums in another order
+        one_token = one_token and gemv.why_not(w13, w2, top_k, scaling) is None
         kernels = (activation.GATED, tma, one_token)
         config = for_experts(M, top_k, E, K, I, dtype, gpu, a.scheme, scales, *kernels)
     if config.kernel == GEMV:
@@ -111,7 +118,8 @@ def _launches(
     on_input = valid.topk_weights
     sort = None if config.direct else sort_into(block_m, pairs, E, config.sort_chunk)
     h, h_scale = hidden(a.workspace13, pairs, I, dtype, x_scale, config, a.a2_scale, w2.data.dtype)
-    y = flat(a.workspace2, torch.float32, pairs * K)
+    # rounded, under `batch_invariant`, as `cutlass` rounds it
+    y = flat(a.workspace2, dtype if a.batch_invariant else torch.float32, pairs * K)
     launches: list[Launch]
     if shared is not None:
         h = h._replace(scale=shared.h)
@@ -168,7 +176,8 @@ def batched_experts(a: BatchedExpertsArgs) -> None:
     scaling = scaling_of(a.scheme, gpu.native)
     w_scale, x_scale, *_ = scaling
     facts = (dtype.itemsize, False, gpu.shared_memory, w_scale, x_scale, activation.GATED)
-    config = (for_any_batch if a.batch_invariant else choose)(E * T, E, K, I, *facts)
+    one_config = a.batch_invariant and not same_bits_in_all_tiles(w_scale, dtype.itemsize)
+    config = (for_any_batch if one_config else choose)(E * T, E, K, I, *facts)
     run_in_chunks(
         a,
         batched_chunks(a),
@@ -232,7 +241,8 @@ def grouped_linear(a: GroupedLinearArgs) -> None:
     w = weight_of("weight", a.weight, a.weight_scale, a.scheme, out.dtype, gpu)
     scaling = scaling_of(a.scheme, gpu.native)
     w_scale, x_scale, *_ = scaling
-    config = (for_any_batch if a.batch_invariant else choose)(
+    one_config = a.batch_invariant and not same_bits_in_all_tiles(w_scale, out.dtype.itemsize)
+    config = (for_any_batch if one_config else choose)(
         S, E, K, K, out.dtype.itemsize, False, gpu.shared_memory, w_scale, x_scale, False
     )
     block_m = config.block_m

@@ -13,7 +13,7 @@ INTERPRET = tl.constexpr(triton.knobs.runtime.interpret)
 
 @triton.jit
 def quotient(x, scale, inverse):
-    """x / scale in fp32, rounded like a division; `inverse` is 1 / scale within a few ulps.
+    """x / scale in fp32, rounded like a division; `inverse` is 1 / scale, rounded.
 
     One step of Newton's method on the quotient takes three instructions, a division takes ten.
     """
@@ -26,8 +26,8 @@ def quotient(x, scale, inverse):
 
 @triton.jit
 def reciprocal(scale):
-    """1 / scale within two ulps; finite also for subnormal scales."""
-    return tl.minimum(1.0 / scale, 3.0e38)
+    """1 / scale, rounded to nearest; finite also for subnormal scales."""
+    return tl.minimum(tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale), 3.0e38)
 
 
 @triton.jit

@@ -153,6 +153,14 @@ def for_experts(*problem: Any) -> LayerConfig:
     return find(_for_experts, problem)
 
 
+def same_bits_in_all_tiles(weight_scale: str, itemsize: int) -> bool:
+    """Whether the kernels of sm80_mma.py and sm90_tma.py give the same bits with all tiles: plain
+    products of 16 bits, and those of blocks of 128 x 128, as an H100 showed
+    (benchmarks/batch_invariant.py). Arguments as of `choose`.
+    """
+    return itemsize == 2 and weight_scale in ("", "block")
+
+
 def _of_any_batch(groups: int, *facts: Any, tables: bool = True) -> LayerConfig:
     return choose(ROWS_OF_ANY_BATCH * groups, groups, *facts)
 

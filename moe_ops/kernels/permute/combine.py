@@ -34,7 +34,7 @@ ROWS_BLOCK_N = 1024  # of combine_rows
 @arguments
 class Combine:
     out: Pointer  # (M, K), written
-    # (SPLIT_K, M * top_k, K) fp32, summed over SPLIT_K; rows of pairs whose expert is not here are
+    # (SPLIT_K, M * top_k, K), summed over SPLIT_K; rows of pairs whose expert is not here are
     # uninitialized
     y: Pointer
     topk_weights: RouterWeights
@@ -104,10 +104,10 @@ def moe_ops_combine(
     for j in tl.static_range(TOP_K):
         ok = column < ends[j]
         y_ptrs = y_ptr + (m * TOP_K + j).to(tl.int64) * K + column
-        y = tl.load(y_ptrs, mask=ok, other=0.0)
+        y = tl.load(y_ptrs, mask=ok, other=0.0).to(tl.float32)
         for _ in tl.static_range(1, SPLIT_K):
             y_ptrs += tl.num_programs(0).to(tl.int64) * TOP_K * K
-            y += tl.load(y_ptrs, mask=ok, other=0.0)
+            y += tl.load(y_ptrs, mask=ok, other=0.0).to(tl.float32)
         if WEIGHTED:
             y *= scales[j]
         total += y
