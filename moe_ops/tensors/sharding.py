@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from moe_ops.tensors.base import ExpertTensor, Types, implements
 
@@ -66,17 +66,13 @@ def fsdp_post_all_gather(
 
 def gathered(weight: Any) -> Tensor:
     """The whole of a DTensor, plain or quantized, on every process."""
-    from torch.distributed.tensor import DTensor, Replicate, Shard
+    from torch.distributed.tensor import DTensor
 
     local = weight.to_local()
     if not isinstance(local, ExpertTensor):
         return weight.full_tensor()
+    _check_sharded_by_experts(weight)
     mesh, placements = weight.device_mesh, weight.placements
-    if any(placement not in (Replicate(), Shard(0)) for placement in placements):
-        raise ValueError(
-            "a DTensor of quantized weights must be replicated or sharded along experts, "
-            f"Shard(0), got placements {placements}"
-        )
     parts = {}
     for name in local._per_expert:
         t = getattr(local, name)
@@ -88,6 +84,76 @@ def gathered(weight: Any) -> Tensor:
         ).full_tensor()
         parts[name] = whole.view(-1).view(t.dtype).view(-1, *t.shape[1:])
     return local._replace(**parts)
+
+
+def local_part(weight: Any) -> Tensor:
+    """What this process holds of a DTensor; any other tensor itself."""
+    return weight.to_local() if is_sharded(weight) else weight
+
+
+def is_sharded(weight: Any) -> bool:
+    """Whether this is a DTensor."""
+    return hasattr(weight, "device_mesh")
+
+
+def local_experts(weight: Any) -> range:
+    """Ids of the experts of a DTensor that this process holds."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    _check_sharded_by_experts(weight)
+    (count, *_), (first, *_) = compute_local_shape_and_global_offset(
+        weight.shape, weight.device_mesh, weight.placements
+    )
+    return range(first, first + count)
+
+
+def sharded_like(weight: Tensor, old: Any) -> Tensor:
+    """This process's part of a weight in the place of that of a DTensor; the part itself where
+    `old` is none.
+    """
+    if not is_sharded(old):
+        return weight
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.from_local(
+        weight,
+        old.device_mesh,
+        old.placements,
+        run_check=False,
+        shape=old.shape,
+        stride=old.stride(),
+    )
+
+
+def is_fsdp(module: nn.Module) -> bool:
+    """Whether `fully_shard` wrapped this module."""
+    return hasattr(module, "_get_fsdp_state")
+
+
+def renew_fsdp(module: nn.Module) -> None:
+    """Let FSDP2 gather parameters of a module that became quantized after `fully_shard`.
+
+    FSDP asks a parameter once, when it is wrapped, whether it gathers itself.
+    """
+    if not is_fsdp(module):
+        return
+    state: Any = module._get_fsdp_state()  # type: ignore[operator]
+    groups = getattr(state, "_fsdp_param_groups", None)  # torch 2.11 has one
+    for group in [state._fsdp_param_group] if groups is None else groups:
+        for parameter in () if group is None else group.fsdp_params:
+            parameter.reset_sharded_param()
+            parameter._init_extensions()
+
+
+def _check_sharded_by_experts(weight: Any) -> None:
+    # FSDP2 over expert parallelism: shards of shards, _StridedShard(0), which is no Shard
+    if any(getattr(placement, "dim", 0) != 0 for placement in weight.placements) or any(
+        placement.is_partial() for placement in weight.placements
+    ):
+        raise ValueError(
+            "a DTensor of quantized weights must be replicated or sharded along experts, "
+            f"Shard(0), got placements {weight.placements}"
+        )
 
 
 if torch.distributed.is_available():

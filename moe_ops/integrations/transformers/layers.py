@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from moe_ops.integrations.transformers import families
 from moe_ops.integrations.transformers.activations import OPTIONS, PREFIX, HfModule, turned
+from moe_ops.tensors import sharding
 
 
 @dataclass(frozen=True)
@@ -46,14 +47,23 @@ class Layer:
             return name in self.family.columns_first
         return bool(getattr(self.module, "is_transposed", False))
 
+    def weight(self, name: str) -> Tensor:
+        """One of `weights`, of the experts that this process holds."""
+        return sharding.local_part(getattr(self.owner, name)).detach()
+
+    def experts(self, name: str) -> range | None:
+        """Ids of the experts that this process holds of a weight that is sharded."""
+        weight = getattr(self.owner, name)
+        return sharding.local_experts(weight) if sharding.is_sharded(weight) else None
+
     @property
     def columns(self) -> int:
         """Size of the experts' input."""
         return self.natural_weight(self.weights[0]).shape[-1]
 
     def natural_weight(self, name: str) -> Tensor:
-        """A weight as (E, rows, columns), a view."""
-        weight = getattr(self.owner, name).detach()
+        """A weight as (E, rows, columns), a view, of the experts that this process holds."""
+        weight = self.weight(name)
         if weight.dim() == 2:  # dbrx joins experts and rows
             weight = weight.view(self.owner.moe_num_experts, -1, weight.shape[1])
         # longcat_flash gives its identity experts rows in gate_up_proj, which nothing reads
@@ -61,9 +71,13 @@ class Layer:
         return turned(weight) if self.columns_first(name) else weight
 
     def set_weight(self, name: str, weight: Tensor) -> None:
-        """Replace a weight by one given as (E, rows, columns), frozen."""
+        """Replace a weight by one given as (E, rows, columns), frozen; one that is sharded, by
+        this process's part.
+        """
         weight = turned(weight) if self.columns_first(name) else weight
+        weight = sharding.sharded_like(weight, getattr(self.owner, name))
         setattr(self.owner, name, nn.Parameter(weight, requires_grad=False))
+        sharding.renew_fsdp(self.owner)
 
 
 def layer_of(name: str, module: nn.Module) -> Layer | None:
