@@ -367,9 +367,12 @@ class MoeOpsQuantizer(HfQuantizer):
         self, model: nn.Module
     ) -> tuple[dict[str, Tensor], dict[str, str]]:
         state = model.state_dict()
-        for name, t in state.items():  # those of plain tensors are left to transformers
-            if isinstance(sharding.local_part(t), ExpertTensor):
-                state[name] = sharding.gathered(t).cpu()
+        for name, t in list(state.items()):  # those of plain tensors are left to transformers
+            if sharding.is_sharded(t) and isinstance(t.to_local(), ExpertTensor):
+                whole = sharding.gathered(t)
+                del state[name]
+                if model.should_save_on_this_rank(True):
+                    state[name] = whole.cpu()
         return flatten_natural(state)
 
     def is_serializable(self, *args: Any, **kwargs: Any) -> bool:
