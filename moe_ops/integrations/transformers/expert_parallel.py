@@ -76,7 +76,10 @@ class ExpertParallel(EPImplementation):
             tokens = tuple([self._divided(t) for t in tokens])
         most = largest(self.dispatcher.ranks, tokens[0].shape[0], hidden_states.device)
         out = self._run(replace(self.dispatcher, max_num_tokens=max(most, 1)), *tokens)
-        return self._joined(out, hidden_states.shape) if self.tp_mesh.size() > 1 else out
+        if self.tp_mesh.size() > 1:
+            return self._joined(out, hidden_states.shape)
+        # not the first rows of more: what is done in place to a view escapes FSDP's backward hooks
+        return out.clone() if out.requires_grad else out
 
     def _run(self, dispatcher: Any, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         rows, ids, weights = dispatcher.dispatch(x, ids, weights)
