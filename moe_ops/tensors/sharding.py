@@ -130,8 +130,14 @@ def is_fsdp(module: nn.Module) -> bool:
     return hasattr(module, "_get_fsdp_state")
 
 
+def fsdp_has_run(module: nn.Module) -> bool:
+    """Whether a module that `fully_shard` wrapped, or one around it, was called already."""
+    return is_fsdp(module) and module._get_fsdp_state()._is_root is not None  # type: ignore
+
+
 def renew_fsdp(module: nn.Module) -> None:
-    """Let FSDP2 gather parameters of a module that became quantized after `fully_shard`.
+    """Let FSDP2 gather parameters of a module that became quantized after `fully_shard`, and
+    before it ran.
 
     FSDP asks a parameter once, when it is wrapped, whether it gathers itself.
     """
@@ -141,6 +147,8 @@ def renew_fsdp(module: nn.Module) -> None:
     groups = getattr(state, "_fsdp_param_groups", None)  # torch 2.11 has one
     for group in [state._fsdp_param_group] if groups is None else groups:
         for parameter in () if group is None else group.fsdp_params:
+            # of a plain weight; its address would be compared with a wrapper's, which has none
+            parameter._sharded_param_data = torch.empty(0)
             parameter.reset_sharded_param()
             parameter._init_extensions()
 

@@ -70,10 +70,25 @@ class Layer:
         weight = weight[: getattr(self.owner, "num_routed_experts", None)]
         return turned(weight) if self.columns_first(name) else weight
 
+    def check_fsdp(self, name: str) -> None:
+        """Raise ValueError if FSDP could not gather a weight that `set_weight` put here."""
+        if sharding.fsdp_has_run(self.owner):
+            raise ValueError(
+                f"{self.parameter_name(name)} must be quantized before its model is first called "
+                "under FSDP, which keeps buffers of the plain weight's size; load it again"
+            )
+        if sharding.is_fsdp(self.owner) and self.columns_first(name):
+            raise ValueError(
+                f"{self.parameter_name(name)} must not be quantized under FSDP, which takes no "
+                "transposed views, as this family keeps its experts; spread the model by tp_size "
+                "and ep_size alone"
+            )
+
     def set_weight(self, name: str, weight: Tensor) -> None:
         """Replace a weight by one given as (E, rows, columns), frozen; one that is sharded, by
         this process's part.
         """
+        self.check_fsdp(name)
         weight = turned(weight) if self.columns_first(name) else weight
         weight = sharding.sharded_like(weight, getattr(self.owner, name))
         setattr(self.owner, name, nn.Parameter(weight, requires_grad=False))

@@ -117,6 +117,7 @@ def _check_plain(layer: Layer, weight_name: str) -> None:
         raise ValueError(
             f"{name} must carry no adapter; quantize the model before adding adapters"
         )
+    layer.check_fsdp(weight_name)
     weight = layer.weight(weight_name)
     if fp8.is_quantized(weight) or weight.element_size() == 1:
         if getattr(weight, "scheme", None) == "":  # plain, in a backend's layout

@@ -88,9 +88,9 @@ def plain(models: Models, rank: int, folder: Path) -> Iterator[tuple[str, bool]]
         yield f"saved, {name}", saved_alike(model, whole, folder / name, rank)
 
 
-def quantized(rank: int, folder: Path) -> Iterator[tuple[str, bool]]:
+def quantized(whole, rank: int, folder: Path) -> Iterator[tuple[str, bool]]:
     """On loading, and from what the ranks saved."""
-    whole, read, bytes_read = load(scheme=SCHEME), TensorFiles.read, []
+    read, bytes_read = TensorFiles.read, []
 
     def counted(self, name, *args):
         tensor = read(self, name, *args)
@@ -117,6 +117,26 @@ def quantized(rank: int, folder: Path) -> Iterator[tuple[str, bool]]:
         yield f"text, {name}", text(model, prompt) == text(whole, prompt)
         yield f"saved, {name}", saved_alike(model, whole, folder, rank)
     TensorFiles.read = read
+
+
+def quantized_later(models: Models, whole, rank: int) -> Iterator[tuple[str, bool]]:
+    said = "nothing"
+    try:
+        moe_transformers.quantize(models["fsdp"], SCHEME)
+    except ValueError as error:
+        said = str(error)
+    yield f"what is said: {said}", "must be quantized before its model is first called" in said
+    for name, model in (("tp", models["tp"]), ("fsdp", load(**SIZES["fsdp"]))):
+        report = moe_transformers.quantize(model, SCHEME)
+        check = "FSDP wants the whole model" if name == "fsdp" else "differs from its own forward"
+        yield f"report, {name}: {report}", all(check in layer.check for layer in report.layers)
+        held = sharding.local_part(experts(model, "down_proj", 3))
+        yield (
+            f"quantized later, {name}",
+            same(held, experts(whole, "down_proj", 3)[4 * rank :][:4]),
+        )
+        prompt = PROMPTS[rank if name == "fsdp" else 0]
+        yield f"text, quantized later, {name}", text(model, prompt) == text(whole, prompt)
 
 
 def loss(model, prompt: str) -> torch.Tensor:
@@ -184,11 +204,13 @@ def faults(models: Models, rank: int) -> Iterator[tuple[str, bool]]:
 def two(rank: int, folder: Path) -> Iterator[tuple[str, bool]]:
     models = {name: load(**sizes) for name, sizes in SIZES.items()}
     yield from plain(models, rank, folder)
-    yield from quantized(rank, folder)
+    yield from compiled(models["tp"])
+    whole = load(scheme=SCHEME)
+    yield from quantized(whole, rank, folder)
+    yield from quantized_later(models, whole, rank)
     whole = load(torch.float32)
     yield from gradients(whole, 1, **SIZES["tp"])
     yield from gradients(whole, 2, **SIZES["fsdp"])
-    yield from compiled(models["tp"])
     yield from faults(models, rank)
 
 

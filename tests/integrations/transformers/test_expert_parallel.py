@@ -4,6 +4,7 @@ import importlib.util
 import json
 import multiprocessing
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch.multiprocessing
@@ -12,13 +13,15 @@ pytest.importorskip("transformers")
 if importlib.util.find_spec("transformers.distributed.expert_parallel") is None:
     pytest.skip("transformers 5.23 brought expert parallelism", allow_module_level=True)
 
+import moe_ops
+from moe_ops.integrations.transformers.layers import Layer
 from tests.integrations.transformers import expert_ranks
 
 SECONDS = 60.0  # after which a job is killed
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("size", "counts"), [(2, (40, 38)), (4, (9, 9, 9, 9))])
+@pytest.mark.parametrize(("size", "counts"), [(2, (47, 45)), (4, (9, 9, 9, 9))])
 def test_ranks_agree_with_a_single_process(size, counts, tmp_path, monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     multiprocessing.set_forkserver_preload([expert_ranks.__name__])
@@ -42,3 +45,15 @@ def test_ranks_agree_with_a_single_process(size, counts, tmp_path, monkeypatch):
         found = [json.loads(line) for line in lines]
         assert not (wrong := [name for name, holds in found if not holds]), (rank, wrong)
         assert len(found) == count
+
+
+def test_fsdp_takes_no_transposed_experts():
+    class Experts(torch.nn.Module):
+        is_transposed = has_gate = True
+
+        def _get_fsdp_state(self):  # as fully_shard adds
+            return SimpleNamespace(_is_root=None)
+
+    layer = Layer("model.layers.0.mlp.experts", Experts(), None)
+    with pytest.raises(ValueError, match="model.layers.0.mlp.experts.down_proj must not be quant"):
+        layer.set_weight("down_proj", moe_ops.quantize(torch.randn(2, 32, 64), "int4_w4a16:g32"))
