@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
+_UNNAMED = "a DTensor of quantized weights"
+
+
 def fsdp_pre_all_gather(
     self: ExpertTensor,
     mesh: DeviceMesh,
@@ -96,11 +99,11 @@ def is_sharded(weight: Any) -> bool:
     return hasattr(weight, "device_mesh")
 
 
-def local_experts(weight: Any) -> range:
+def local_experts(weight: Any, name: str = _UNNAMED) -> range:
     """Ids of the experts of a DTensor that this process holds."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-    _check_sharded_by_experts(weight)
+    _check_sharded_by_experts(weight, name)
     (count, *_), (first, *_) = compute_local_shape_and_global_offset(
         weight.shape, weight.device_mesh, weight.placements
     )
@@ -153,14 +156,14 @@ def renew_fsdp(module: nn.Module) -> None:
             parameter._init_extensions()
 
 
-def _check_sharded_by_experts(weight: Any) -> None:
+def _check_sharded_by_experts(weight: Any, name: str = _UNNAMED) -> None:
     # FSDP2 over expert parallelism: shards of shards, _StridedShard(0), which is no Shard
     if any(getattr(placement, "dim", 0) != 0 for placement in weight.placements) or any(
         placement.is_partial() for placement in weight.placements
     ):
         raise ValueError(
-            "a DTensor of quantized weights must be replicated or sharded along experts, "
-            f"Shard(0), got placements {weight.placements}"
+            f"{name} must be replicated or sharded along experts, Shard(0), got placements "
+            f"{weight.placements}; use expert parallelism, in transformers by ep_size"
         )
 
 

@@ -162,7 +162,7 @@ class TensorFiles:
         piece = _bytes(entry) // count
         data = torch.empty(len(ids) * piece, dtype=torch.uint8)
         runs = [ids] if ids.step == 1 else [range(i, i + 1) for i in ids]
-        rest = memoryview(data.numpy())
+        rest = data.numpy().data
         with entry.file.open("rb", buffering=0) as f:  # a buffer would read more than is asked for
             for run in runs:
                 f.seek(entry.begin + run.start * piece)

@@ -71,9 +71,9 @@ class ExpertParallel(EPImplementation):
     ) -> Tensor:  # (M, H)
         if self.shares_batch:
             return self._run(self.dispatcher, hidden_states, top_k_index, top_k_weights)
-        tokens = hidden_states, top_k_index, top_k_weights
+        tokens = [hidden_states, top_k_index, top_k_weights]
         if self.tp_mesh.size() > 1:
-            tokens = tuple([self._divided(t) for t in tokens])
+            tokens = [self._divided(t) for t in tokens]
         most = largest(self.dispatcher.ranks, tokens[0].shape[0], hidden_states.device)
         out = self._run(replace(self.dispatcher, max_num_tokens=max(most, 1)), *tokens)
         if self.tp_mesh.size() > 1:
@@ -136,8 +136,7 @@ def _gathering(original: Callable) -> Callable:
         *,
         save_on_this_rank: bool = True,
     ) -> dict[str, Any]:
-        ours = isinstance(getattr(model_to_save, "hf_quantizer", None), MoeOpsQuantizer)
-        if distributed_config is None or not ours:
+        if distributed_config is None or not _is_quantized(model_to_save):
             return original(
                 self,
                 model_to_save,
@@ -155,7 +154,25 @@ def _gathering(original: Callable) -> Callable:
     return gather_sharded_state_dict_for_save
 
 
+def _refusing(original: Callable) -> Callable:
+    def save_distributed_checkpoint(
+        self: HfModule, model_to_save: HfModule, *args: Any, **kwargs: Any
+    ) -> None:
+        if _is_quantized(model_to_save):
+            raise ValueError(
+                "distributed_checkpoint must be False for quantized experts, got True; without it "
+                "save_pretrained writes one checkpoint that loads on any number of ranks"
+            )
+        original(self, model_to_save, *args, **kwargs)
+
+    return save_distributed_checkpoint
+
+
+def _is_quantized(model: HfModule) -> bool:
+    return isinstance(getattr(model, "hf_quantizer", None), MoeOpsQuantizer)
+
+
+_Mixin = mixin.DistributedMixin
 mixin.apply_expert_parallelism = _named(mixin.apply_expert_parallelism)
-mixin.DistributedMixin.gather_sharded_state_dict_for_save = _gathering(
-    mixin.DistributedMixin.gather_sharded_state_dict_for_save
-)
+_Mixin.gather_sharded_state_dict_for_save = _gathering(_Mixin.gather_sharded_state_dict_for_save)
+_Mixin.save_distributed_checkpoint = _refusing(_Mixin.save_distributed_checkpoint)

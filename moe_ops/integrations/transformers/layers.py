@@ -47,14 +47,16 @@ class Layer:
             return name in self.family.columns_first
         return bool(getattr(self.module, "is_transposed", False))
 
-    def weight(self, name: str) -> Tensor:
+    def weight(self, name: str) -> Any:  # an ExpertTensor has attributes of its own
         """One of `weights`, of the experts that this process holds."""
         return sharding.local_part(getattr(self.owner, name)).detach()
 
     def experts(self, name: str) -> range | None:
         """Ids of the experts that this process holds of a weight that is sharded."""
         weight = getattr(self.owner, name)
-        return sharding.local_experts(weight) if sharding.is_sharded(weight) else None
+        if not sharding.is_sharded(weight):
+            return None
+        return sharding.local_experts(weight, self.parameter_name(name))
 
     @property
     def columns(self) -> int:

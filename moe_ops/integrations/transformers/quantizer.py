@@ -309,24 +309,24 @@ class MoeOpsQuantizer(HfQuantizer):
         ids, count = layer.experts(name), getattr(layer.owner, name).shape[0]
         dtype = getattr(layer.owner, name).dtype
         if target in self._stored:
-            source, files_ = self._stored[target], self._opened.files
+            source, stored = self._stored[target], self._opened.files
             tensors = {}
             for tensor in source.values():
-                of_experts = ids is not None and files_.entries[tensor].shape[:1] == (count,)
-                pieces = (count, ids) if of_experts else ()
-                tensors[tensor] = files_.read(tensor, device, *pieces)
+                per_expert = stored.entries[tensor].shape[:1] == (count,)
+                pieces = (count, ids) if per_expert and ids is not None else ()
+                tensors[tensor] = stored.read(tensor, device, *pieces)
             key = _metadata_key(source)
-            metadata = {key: self._opened.files.metadata[key]}
+            metadata = {key: stored.metadata[key]}
             try:
                 (weight,) = unflatten(tensors, metadata).values()
             except ValueError as error:
-                file = self._opened.files.entries[source["qdata"]].file
+                file = stored.entries[source["qdata"]].file
                 raise ValueError(f"{error}, in {file}") from error
             return weight.to(dtype)
         scheme = self.quantization_config.scheme
-        weight = self._weights[target]
-        weight = weight if ids is None else weight.of(ids)
-        return self._opened.load(weight, scheme, device=device, dtype=dtype)
+        planned = self._weights[target]
+        planned = planned if ids is None else planned.of(ids)
+        return self._opened.load(planned, scheme, device=device, dtype=dtype)
 
     def _read_matrix(self, model: nn.Module, target: str, device: torch.device | str) -> Tensor:
         dtype = model.get_parameter(target).dtype
@@ -364,15 +364,16 @@ class MoeOpsQuantizer(HfQuantizer):
         return model
 
     def get_state_dict_and_metadata(
-        self, model: nn.Module
+        self, model: PreTrainedModel
     ) -> tuple[dict[str, Tensor], dict[str, str]]:
         state = model.state_dict()
         for name, t in list(state.items()):  # those of plain tensors are left to transformers
             if sharding.is_sharded(t) and isinstance(t.to_local(), ExpertTensor):
-                whole = sharding.gathered(t)
-                del state[name]
+                whole = sharding.gathered(t)  # by all ranks; one writes
                 if model.should_save_on_this_rank(True):
                     state[name] = whole.cpu()
+                else:
+                    del state[name]
         return flatten_natural(state)
 
     def is_serializable(self, *args: Any, **kwargs: Any) -> bool:

@@ -117,14 +117,30 @@ def quantized(whole, rank: int, folder: Path) -> Iterator[tuple[str, bool]]:
         yield f"text, {name}", text(model, prompt) == text(whole, prompt)
         yield f"saved, {name}", saved_alike(model, whole, folder, rank)
     TensorFiles.read = read
+    for call, right in (
+        (
+            lambda: model.save_pretrained(folder / "shards", distributed_checkpoint=True),
+            "distributed_checkpoint must be False for quantized experts",
+        ),
+        (
+            lambda: load(scheme=SCHEME, tp_size=2),
+            f"{EXPERTS.format(0)}.down_proj must be replicated or sharded along experts",
+        ),
+    ):
+        said = refused(call)
+        yield f"what is said: {said}", said.startswith(right)
+
+
+def refused(call) -> str:
+    try:
+        call()
+    except (ValueError, RuntimeError) as error:
+        return str(error)
+    return "nothing"
 
 
 def quantized_later(models: Models, whole, rank: int) -> Iterator[tuple[str, bool]]:
-    said = "nothing"
-    try:
-        moe_transformers.quantize(models["fsdp"], SCHEME)
-    except ValueError as error:
-        said = str(error)
+    said = refused(lambda: moe_transformers.quantize(models["fsdp"], SCHEME))
     yield f"what is said: {said}", "must be quantized before its model is first called" in said
     for name, model in (("tp", models["tp"]), ("fsdp", load(**SIZES["fsdp"]))):
         report = moe_transformers.quantize(model, SCHEME)
@@ -191,12 +207,11 @@ def faults(models: Models, rank: int) -> Iterator[tuple[str, bool]]:
     if rank:
         os._exit(0)
     layer = EXPERTS.format(2)
+    tokens = torch.randn(3, 128).bfloat16(), torch.zeros(3, 2).long(), torch.rand(3, 2)
     for model in models.values():
-        said, tokens = "nothing", (torch.randn(3, 128).bfloat16(), torch.zeros(3, 2).long())
-        try:  # the forward alone: FSDP's own hooks would miss the other rank first
-            model.get_submodule(layer).forward(*tokens, torch.rand(3, 2))
-        except RuntimeError as error:
-            said = str(error)
+        # the forward alone: FSDP's own hooks would miss the other rank first
+        forward = model.get_submodule(layer).forward
+        said = refused(lambda forward=forward: forward(*tokens))
         right = f"{layer} could not exchange tokens with the other ranks: one of them ended, or"
         yield f"what a layer says: {said}", said.startswith(right)
 
