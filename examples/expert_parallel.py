@@ -115,18 +115,19 @@ def model(tokens: int, device: str) -> None:
         weights = [p for n, p in language_model.named_parameters() if ".experts." in n]
         return sum(stored_bytes(local_part(w).detach()) for w in weights)
 
-    same_tokens = {"tp_size": ranks, "ep_size": ranks}
     own_tokens = {"fsdp_size": ranks, "ep_size": ranks}
+    kinds = [("a prompt each", own_tokens, PROMPTS[rank % 2])]
+    if ranks <= 2:  # each has one of the model's two key-value heads
+        kinds.append(("one prompt", {"tp_size": ranks, "ep_size": ranks}, PROMPTS[0]))
     if rank == 0:
         title(f"the tiny model on {ranks} processes: {tokens} tokens of text")
     for scheme in (None, SCHEME):
         whole = load(torch.bfloat16, scheme=scheme)
         name = scheme or "bf16"
-        for sizes, prompt in ((same_tokens, PROMPTS[0]), (own_tokens, PROMPTS[rank % 2])):
+        for kind, sizes, prompt in kinds:
             spread = load(torch.bfloat16, sizes, scheme)
             share = bytes_of(spread) * ranks == bytes_of(whole)
             right = share and text(spread, prompt) == text(whole, prompt)
-            kind = "one prompt" if sizes is same_tokens else "a prompt each"
             claim = f"{name} experts, {kind}: the text of one process, a share of its experts each"
             report(right, claim)
 
@@ -137,7 +138,7 @@ def model(tokens: int, device: str) -> None:
     def step(language_model, prompts: list[str]) -> torch.Tensor:
         """SGD on the mean of the prompts' losses, which FSDP2 takes over the processes."""
         language_model.train()
-        optimizer = torch.optim.SGD(language_model.parameters(), lr=0.1)
+        optimizer = torch.optim.SGD(language_model.parameters(), lr=1.0)
         batches = [tiny.encode(prompt, device) for prompt in prompts]
         losses = [language_model(input_ids=ids, labels=ids).loss for ids in batches]
         (sum(losses) / len(losses)).backward()

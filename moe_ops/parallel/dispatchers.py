@@ -44,8 +44,7 @@ class _Dispatcher:
             )
 
     @property
-    def ranks(self) -> Ranks:
-        """What collectives of the group are told."""
+    def _ranks(self) -> Ranks:
         reduce_dtype = self.reduce_dtype
         if reduce_dtype is None and self.group_size > 2:
             reduce_dtype = torch.float32
@@ -129,7 +128,7 @@ class _PaddedDispatcher(_Dispatcher):
         if ids.dtype != torch.int32:  # those that int32 lacks must not wrap to others
             ids = ids.clamp(-1, torch.iinfo(torch.int32).max).to(torch.int32)
         return AllGather.apply(
-            self.ranks,
+            self._ranks,
             self._padded(x, 0),
             self._padded(ids, -1),
             self._padded(topk_weights.to(torch.float32), 0),
@@ -158,7 +157,7 @@ class _PaddedDispatcher(_Dispatcher):
             raise ValueError(
                 f"out must have the {rows} rows that dispatch returned, got {out.shape[0]}"
             )
-        return ReduceScatter.apply(self.ranks, out)[:num_tokens]
+        return ReduceScatter.apply(self._ranks, out)[:num_tokens]
 
     def _padded(self, rows: Tensor, value: int) -> Tensor:  # (M, ...) -> (T, ...)
         missing = self.max_num_tokens - rows.shape[0]
@@ -266,9 +265,9 @@ class AllReduce(_Dispatcher):
         """
         self._check(x, topk_ids, topk_weights)
         return (
-            Replicate.apply(self.ranks, x),
+            Replicate.apply(self._ranks, x),
             topk_ids,
-            Replicate.apply(self.ranks, topk_weights),
+            Replicate.apply(self._ranks, topk_weights),
         )
 
     def combine(
@@ -284,7 +283,7 @@ class AllReduce(_Dispatcher):
         check_rank("out", out, "(M, K)")
         if guard_or_false(out.shape[0] != num_tokens):
             raise ValueError(f"out must have M={num_tokens} rows, got {out.shape[0]}")
-        return Sum.apply(self.ranks, out)
+        return Sum.apply(self._ranks, out)
 
 
 def num_devices(parallel: ParallelConfig) -> int:

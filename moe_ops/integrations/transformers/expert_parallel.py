@@ -28,7 +28,7 @@ from transformers.distributed.expert_parallel import EPImplementation
 
 from moe_ops.integrations.transformers.activations import HfModule
 from moe_ops.integrations.transformers.quantizer import MoeOpsQuantizer
-from moe_ops.parallel.collectives import largest
+from moe_ops.parallel.collectives import Ranks, largest
 from moe_ops.parallel.dispatchers import AllGatherReduceScatter, AllReduce
 from moe_ops.tensors import sharding
 
@@ -62,6 +62,7 @@ class ExpertParallel(EPImplementation):
         kind = AllReduce if self.shares_batch else AllGatherReduceScatter
         label = _names.get(experts) or f"an experts module ({type(experts).__name__})"
         self.dispatcher = kind(group.group_name, group.size(), _UNBOUNDED, label=label)
+        self.ranks = Ranks(group.group_name, group.size(), False, None, label)
 
     def __call__(
         self,
@@ -74,7 +75,7 @@ class ExpertParallel(EPImplementation):
         tokens = [hidden_states, top_k_index, top_k_weights]
         if self.tp_mesh.size() > 1:
             tokens = [self._divided(t) for t in tokens]
-        most = largest(self.dispatcher.ranks, tokens[0].shape[0], hidden_states.device)
+        most = largest(self.ranks, tokens[0].shape[0], hidden_states.device)
         out = self._run(replace(self.dispatcher, max_num_tokens=max(most, 1)), *tokens)
         if self.tp_mesh.size() > 1:
             return self._joined(out, hidden_states.shape)
