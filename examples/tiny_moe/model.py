@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -23,6 +24,7 @@ def load(
     dtype: torch.dtype = torch.float32,
     device: str | torch.device = "cpu",
     path: str | Path = HERE,
+    **options: Any,
 ):
     """The trained model in eval mode.
 
@@ -32,12 +34,15 @@ def load(
         dtype: the dtype to run in; the weights are stored as bf16, so float32 is exact.
         device: where to put it.
         path: the folder holding config.json and model.safetensors.
+        options: of from_pretrained, such as a quantization_config or a distributed_config.
     """
     from transformers import Qwen3MoeForCausalLM
     from transformers import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()  # 3.7 MB need none
-    model = Qwen3MoeForCausalLM.from_pretrained(path, dtype=dtype, experts_implementation=experts)
+    model = Qwen3MoeForCausalLM.from_pretrained(
+        path, dtype=dtype, experts_implementation=experts, **options
+    )
     return model.to(device).eval()
 
 

@@ -273,7 +273,7 @@ class MoELayer(nn.Module):
         parallel = config.parallel
         dispatcher = None
         if group is not _NO_GROUP:
-            _refuse_batch_invariance(options.get("batch_invariant"))
+            refuse_batch_invariance(options.get("batch_invariant"))
             check_agreement(_common_fields(config, {"name": name, **options}), group)
             dispatcher = make_dispatcher(
                 parallel,
@@ -436,6 +436,13 @@ class MoELayer(nn.Module):
         self.lora = ExpertsLoRA(w13, w2, rank, float(scale), self.gate.weight)
         return self.lora
 
+    def place_experts(self, expert_map: Tensor) -> None:
+        """Hold the experts that a map of the class's form gives local ids, of which the weights
+        are those already.
+        """
+        self._values["expert_map"] = expert_map.cpu()
+        self.expert_map = expert_map.to(self.gate.weight.device)
+
     def _routed(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Router and experts alone: x (M, H) -> out (M, H), router_logits (M, E), topk_ids (M,
         top_k).
@@ -452,7 +459,7 @@ class MoELayer(nn.Module):
         lora = getattr(self, "lora", None)  # layers that were saved before have none
         rows, ids, weights = x, topk_ids, topk_weights
         if self.dispatcher is not None:
-            _refuse_batch_invariance(self.batch_invariant)
+            refuse_batch_invariance(self.batch_invariant)
             rows, ids, weights = self.dispatcher.dispatch(x, topk_ids, topk_weights)
         out = fused_experts(
             rows,
@@ -506,7 +513,7 @@ def tokens_per_expert(topk_ids: Tensor, num_experts: int) -> Tensor:
     return counts.scatter_add(0, ids, torch.ones_like(ids))[:num_experts]
 
 
-def _refuse_batch_invariance(asked: bool | None) -> None:
+def refuse_batch_invariance(asked: bool | None) -> None:
     if switch.resolve(asked):
         raise ValueError(
             "batch_invariant must be False for a layer with a process group, got True: "

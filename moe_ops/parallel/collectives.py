@@ -105,6 +105,13 @@ class Sum(torch.autograd.Function):
         return None, Replicate.apply(ctx.ranks, grads[0])
 
 
+def largest(ranks: Ranks, number: int, device: torch.device) -> int:
+    """The largest of all ranks' numbers, which is read on the host."""
+    sent = torch.tensor(number, device=device)
+    (found,) = _exchange(ranks, lambda op: [op.all_reduce(sent, "max", ranks.group)])
+    return int(found)
+
+
 def _summed(ranks: Ranks, rows: Tensor, start: Callable[[Any, Tensor], Tensor]) -> Tensor:
     """A sum by a collective, in the dtype that `ranks` names, rounded to that of the rows."""
     wide = rows.dtype if rows.dtype.itemsize > 2 else ranks.reduce_dtype or rows.dtype

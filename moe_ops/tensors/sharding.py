@@ -13,12 +13,15 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from moe_ops.tensors.base import ExpertTensor, Types, implements
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+
+_UNNAMED = "a DTensor of quantized weights"
 
 
 def fsdp_pre_all_gather(
@@ -66,17 +69,13 @@ def fsdp_post_all_gather(
 
 def gathered(weight: Any) -> Tensor:
     """The whole of a DTensor, plain or quantized, on every process."""
-    from torch.distributed.tensor import DTensor, Replicate, Shard
+    from torch.distributed.tensor import DTensor
 
     local = weight.to_local()
     if not isinstance(local, ExpertTensor):
         return weight.full_tensor()
+    _check_sharded_by_experts(weight)
     mesh, placements = weight.device_mesh, weight.placements
-    if any(placement not in (Replicate(), Shard(0)) for placement in placements):
-        raise ValueError(
-            "a DTensor of quantized weights must be replicated or sharded along experts, "
-            f"Shard(0), got placements {placements}"
-        )
     parts = {}
     for name in local._per_expert:
         t = getattr(local, name)
@@ -88,6 +87,84 @@ def gathered(weight: Any) -> Tensor:
         ).full_tensor()
         parts[name] = whole.view(-1).view(t.dtype).view(-1, *t.shape[1:])
     return local._replace(**parts)
+
+
+def local_part(weight: Any) -> Tensor:
+    """What this process holds of a DTensor; any other tensor itself."""
+    return weight.to_local() if is_sharded(weight) else weight
+
+
+def is_sharded(weight: Any) -> bool:
+    """Whether this is a DTensor."""
+    return hasattr(weight, "device_mesh")
+
+
+def local_experts(weight: Any, name: str = _UNNAMED) -> range:
+    """Ids of the experts of a DTensor that this process holds."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    _check_sharded_by_experts(weight, name)
+    (count, *_), (first, *_) = compute_local_shape_and_global_offset(
+        weight.shape, weight.device_mesh, weight.placements
+    )
+    return range(first, first + count)
+
+
+def sharded_like(weight: Tensor, old: Any) -> Tensor:
+    """This process's part of a weight in the place of that of a DTensor; the part itself where
+    `old` is none.
+    """
+    if not is_sharded(old):
+        return weight
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.from_local(
+        weight,
+        old.device_mesh,
+        old.placements,
+        run_check=False,
+        shape=old.shape,
+        stride=old.stride(),
+    )
+
+
+def is_fsdp(module: nn.Module) -> bool:
+    """Whether `fully_shard` wrapped this module."""
+    return hasattr(module, "_get_fsdp_state")
+
+
+def fsdp_has_run(module: nn.Module) -> bool:
+    """Whether a module that `fully_shard` wrapped, or one around it, was called already."""
+    return is_fsdp(module) and module._get_fsdp_state()._is_root is not None  # type: ignore
+
+
+def renew_fsdp(module: nn.Module) -> None:
+    """Let FSDP2 gather parameters of a module that became quantized after `fully_shard`, and
+    before it ran.
+
+    FSDP asks a parameter once, when it is wrapped, whether it gathers itself.
+    """
+    if not is_fsdp(module):
+        return
+    state: Any = module._get_fsdp_state()  # type: ignore[operator]
+    groups = getattr(state, "_fsdp_param_groups", None)  # torch 2.11 has one
+    for group in [state._fsdp_param_group] if groups is None else groups:
+        for parameter in () if group is None else group.fsdp_params:
+            # of a plain weight; its address would be compared with a wrapper's, which has none
+            parameter._sharded_param_data = torch.empty(0)
+            parameter.reset_sharded_param()
+            parameter._init_extensions()
+
+
+def _check_sharded_by_experts(weight: Any, name: str = _UNNAMED) -> None:
+    # FSDP2 over expert parallelism: shards of shards, _StridedShard(0), which is no Shard
+    if any(getattr(placement, "dim", 0) != 0 for placement in weight.placements) or any(
+        placement.is_partial() for placement in weight.placements
+    ):
+        raise ValueError(
+            f"{name} must be replicated or sharded along experts, Shard(0), got placements "
+            f"{weight.placements}; use expert parallelism, in transformers by ep_size"
+        )
 
 
 if torch.distributed.is_available():

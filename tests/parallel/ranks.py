@@ -599,8 +599,10 @@ def run_all(rank: int, size: int, folder: str, seconds: float, gpus: bool = Fals
         timeout=timedelta(seconds=seconds),
         device_id=device,
     )
+    from tests.parallel.spread import distributed  # which takes its data from here
+
     compared = []
-    for case in (*CASES[size], *([captured] if gpus else [])):
+    for case in (distributed, *CASES[size], *([captured] if gpus else [])):
         torch.manual_seed(7)  # the same data on all ranks
         compared += list(case(rank, size))
     Path(folder, f"{rank}.json").write_text(json.dumps(compared))

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from torch import Tensor
 
 import moe_ops
 from moe_ops import environment
-from moe_ops.integrations.checkpoints import files
+from moe_ops.integrations.checkpoints import files, floats
 from moe_ops.integrations.checkpoints.common import VALUES_ONLY
 from moe_ops.integrations.checkpoints.configs import check_transforms, config_for
 from moe_ops.integrations.checkpoints.formats import ALIASES, ROLES, Format, Matrix, format_of
@@ -42,6 +42,26 @@ class Weight:
     stacked: bool  # the files hold (E, N, K), not E matrices
     columns_first: bool = False  # a stacked plain weight lies as (E, K, N)
     values_only: bool = False  # it is read for its values: activations stay as they are
+    ids: range | None = None  # read these experts alone; None: all
+
+    @property
+    def experts(self) -> range:
+        """Ids of the experts that are read, in their order."""
+        return range(self.shape[0]) if self.ids is None else self.ids
+
+    def of(self, ids: range) -> Weight:
+        """The same weight, of which these experts alone are read.
+
+        Raises:
+            ValueError: they are no range of ids, or none, or some that the weight does not have.
+        """
+        count = self.shape[0]
+        if not isinstance(ids, range) or not ids or min(ids) < 0 or max(ids) >= count:
+            raise ValueError(
+                f"expert_ids must be a range of ids in 0..{count - 1}, the experts of "
+                f"{self.name}, got {ids!r}"
+            )
+        return replace(self, ids=ids)
 
 
 class Checkpoint:
@@ -72,6 +92,7 @@ class Checkpoint:
         projections: tuple[str, ...] = ("gate_proj", "up_proj"),
         scheme: str | QuantScheme | None = None,
         *,
+        expert_ids: range | None = None,
         device: torch.device | str = "cpu",
     ) -> Tensor:
         """One weight of a layer's experts, as `moe_ops.fused_experts` takes it.
@@ -83,18 +104,24 @@ class Checkpoint:
                 stacked weight, e.g. ("gate_up_proj",) for ``gate_up_proj_blocks``.
             scheme: of a plain checkpoint, how to quantize it (None: not at all). Of a quantized
                 one, the scheme its weights are used with, e.g. "nvfp4_w4a16" instead of "nvfp4".
+            expert_ids: which experts to read, such as `Placement.experts_of(rank)`, in their
+                order; None: all. Of the others the files' headers are checked, and nothing is read
+                but static scales of activations, of which all experts share the largest.
             device: where the weight is made.
 
         Returns:
-            (E, N, K), an ExpertTensor or a plain tensor. Biases (``up_proj.bias``,
-            ``gate_up_proj_bias``) are not part of it.
+            (E, N, K), with expert_ids of those E = len(expert_ids): an ExpertTensor or a plain
+            tensor. Biases (``up_proj.bias``, ``gate_up_proj_bias``) are not part of it.
 
         Raises:
             ValueError: tensors are missing, contradict each other or the quantization_config, or
                 are not finite; one beside the weight, or a field of the configuration, is of no
-                known use. The message names tensor and file.
+                known use; or expert_ids are no range, or of experts that are not there. The
+                message names tensor and file.
         """
-        return self.load(self.find(experts, projections), scheme, device=device)
+        weight = self.find(experts, projections)
+        weight = weight if expert_ids is None else weight.of(expert_ids)
+        return self.load(weight, scheme, device=device)
 
     def find(self, experts: str, projections: tuple[str, ...]) -> Weight:
         """Where a weight is; arguments and errors as for `expert_weight`."""
@@ -206,15 +233,13 @@ class Checkpoint:
         """
         name = scheme_for(weight, scheme)
         if not name:
-            parts = _stack(self._plain(weight, device), weight.shape[0])
+            parts = _stack(self._plain(weight, device), len(weight.experts))
             return parts["plain"] if dtype is None else parts["plain"].to(dtype)
         matrices = self._quantized if weight.format else self._quantizing
-        parts = _stack(matrices(weight, name, device), weight.shape[0])
-        if "activation_scale" in parts:  # one for all experts: the largest any of them saw
-            activation = get_scheme(name).activation
-            used = activation is not None and (activation.static or activation.global_scale)
-            largest = parts.pop("activation_scale").amax()
-            parts |= {"activation_scale": largest} if used else {}
+        parts = _stack(matrices(weight, name, device), len(weight.experts))
+        activation = get_scheme(name).activation
+        if activation is not None and (activation.static or activation.global_scale):
+            parts |= self._activation_scale(weight, device)
         try:
             tensor = moe_ops.from_quantized(name, **parts)
         except ValueError as error:
@@ -223,6 +248,19 @@ class Checkpoint:
             ) from error
         return tensor if dtype is None else tensor.to(dtype)
 
+    def _activation_scale(self, weight: Weight, device: Any) -> dict[str, Tensor]:
+        """One for all experts, read or not: the largest any of them saw."""
+        scales = []
+        for source in (source for projection in weight.sources for source in projection):
+            for role in source.keys() & set(floats.ACTIVATION_SCALES):
+                scale = floats.activation_scale(role, self.files.read(source[role], device))
+                if not scale.isfinite():
+                    raise ValueError(
+                        f"{self._where(source)}: activation scale must be finite, got NaN or Inf"
+                    )
+                scales.append(scale)
+        return {"activation_scale": torch.stack(scales).amax()} if scales else {}
+
     def _plain(self, weight: Weight, device: Any) -> Iterator[dict[str, Tensor]]:
         for rows in self._rows(weight, device):
             yield {"plain": rows}
@@ -230,14 +268,17 @@ class Checkpoint:
     def _rows(self, weight: Weight, device: Any) -> Iterator[Tensor]:
         """The plain (N, K) matrices of a weight, one expert at a time."""
         if weight.stacked:
-            stacks = [self._read(projection[0], device)["weight"] for projection in weight.sources]
-            stacks = [t.view(weight.shape[0], -1, t.shape[-1]) for t in stacks]  # if joined
+            stacks = [
+                self._read(projection[0], device, weight)["weight"]
+                for projection in weight.sources
+            ]
+            stacks = [t.view(len(weight.experts), -1, t.shape[-1]) for t in stacks]  # if joined
             for parts in zip(*stacks, strict=True):
                 rows = parts[0] if len(parts) == 1 else torch.cat(parts)
                 yield rows.T if weight.columns_first else rows
             return
-        for expert in zip(*weight.sources, strict=True):
-            yield self._plain_rows(expert, device)
+        for e in weight.experts:
+            yield self._plain_rows(tuple([p[e] for p in weight.sources]), device)
 
     def _plain_rows(self, expert: tuple[Source, ...], device: Any) -> Tensor:
         parts = [self._read(source, device)["weight"] for source in expert]
@@ -245,7 +286,7 @@ class Checkpoint:
 
     def _quantizing(self, weight: Weight, scheme: str, device: Any) -> Iterator[dict[str, Tensor]]:
         """Quantize plain weights, one expert at a time."""
-        for e, rows in enumerate(self._rows(weight, device)):
+        for e, rows in zip(weight.experts, self._rows(weight, device), strict=True):
             source = weight.sources[0][0 if weight.stacked else e]
             try:
                 tensor = moe_ops.quantize(rows.unsqueeze(0), scheme)
@@ -259,16 +300,17 @@ class Checkpoint:
         if weight.stacked:
             first = tuple(projection[0] for projection in weight.sources)
             stacks = [self._convert(weight, source, device) for source in first]
-            for e in range(weight.shape[0]):
+            for e in range(len(weight.experts)):
                 parts = [{n: t[e] if t.dim() else t for n, t in s.items()} for s in stacks]
                 yield self._join(parts, first)
             return
-        for expert in zip(*weight.sources, strict=True):
+        for e in weight.experts:
+            expert = tuple([projection[e] for projection in weight.sources])
             yield self._join([self._convert(weight, s, device) for s in expert], expert)
 
     def _convert(self, weight: Weight, source: Source, device: Any) -> dict[str, Tensor]:
         assert weight.format is not None
-        tensors = self._read(source, device)
+        tensors = self._read(source, device, weight)
         try:
             parts = weight.format.convert(tensors, self._config(source, weight.values_only))
             for name, t in parts.items():
@@ -292,9 +334,7 @@ class Checkpoint:
         out = {}
         for name, t in joined.items():
             others = [p[name] for p in parts]
-            if name == "activation_scale":
-                out[name] = torch.stack(others).amax()
-            elif t.dim():
+            if t.dim():
                 out[name] = torch.cat(others)
             elif any(not torch.equal(o, t) for o in others):
                 values = ", ".join(f"{o.item():.9g}" for o in others)
@@ -329,8 +369,20 @@ class Checkpoint:
         config = config_for(self.config, module_of(tensor, role))
         return config | {VALUES_ONLY: True} if values_only else config
 
-    def _read(self, source: Source, device: Any) -> dict[str, Tensor]:
-        return {role: self.files.read(tensor, device) for role, tensor in source.items()}
+    def _read(
+        self, source: Source, device: Any, weight: Weight | None = None
+    ) -> dict[str, Tensor]:
+        """The tensors of a matrix; of the weight's experts, if it is a stack."""
+        if weight is None or not weight.stacked or weight.ids is None:
+            return {role: self.files.read(tensor, device) for role, tensor in source.items()}
+        E, found = weight.shape[0], {}
+        for role, tensor in source.items():
+            # a plain weight may have the experts' rows behind one another
+            shape = self.files.entries[tensor].shape
+            cut = weight.format is None or (shape[:1] == (E,) and role != "weight_shape")
+            pieces = (E, weight.ids) if cut else ()
+            found[role] = self.files.read(tensor, device, *pieces)
+        return found
 
     def _where(self, source: Source) -> str:
         """The tensor that holds the elements, and its file."""

@@ -148,15 +148,36 @@ class TensorFiles:
         elif entry.name in listed:
             self.repeated.append(entry)
 
-    def read(self, name: str, device: torch.device | str = "cpu") -> Tensor:
-        """One tensor, read from its file."""
+    def read(
+        self,
+        name: str,
+        device: torch.device | str = "cpu",
+        count: int = 1,
+        ids: range = range(1),
+    ) -> Tensor:
+        """One tensor, read from its file; of `count` pieces as long along its first dimension
+        those of `ids` alone, one after the other.
+        """
         entry = self.entries[name]
-        data = torch.empty(_bytes(entry), dtype=torch.uint8)
-        with entry.file.open("rb") as f:
-            f.seek(entry.begin)
-            if data.numel() and f.readinto(data.numpy().data) != data.numel():
-                raise ValueError(f"{entry} ends early: the file was changed while it was read")
-        return data.view(entry.dtype).reshape(entry.shape).to(device)
+        piece = _bytes(entry) // count
+        data = torch.empty(len(ids) * piece, dtype=torch.uint8)
+        runs = [ids] if ids.step == 1 else [range(i, i + 1) for i in ids]
+        rest = data.numpy().data
+        with entry.file.open("rb", buffering=0) as f:  # a buffer would read more than is asked for
+            for run in runs:
+                f.seek(entry.begin + run.start * piece)
+                part, rest = rest[: len(run) * piece], rest[len(run) * piece :]
+                while part:
+                    got = f.readinto(part)
+                    if not got:
+                        raise ValueError(
+                            f"{entry} ends early: the file was changed while it was read"
+                        )
+                    part = part[got:]
+        shape = entry.shape
+        if count > 1:
+            shape = (shape[0] // count * len(ids), *shape[1:])
+        return data.view(entry.dtype).reshape(shape).to(device)
 
 
 def _entry(name: str, file: Path, info: dict, data: int) -> tuple[Entry | str, int]:

@@ -164,10 +164,7 @@ def convert_scaled(t: dict[str, Tensor], config: Config) -> dict[str, Tensor]:
         scale = scale.reshape(*matrix.batch, matrix.rows, 1)
     elif scale.dim() > t["weight"].dim():  # ModelOpt's blocks
         scale = scale.squeeze(-1).squeeze(-2)
-    parts = {"qdata": t["weight"], "scale": scale}
-    if matrix.scheme.endswith("static"):
-        parts["activation_scale"] = t["input_scale"].float().amax()
-    return parts
+    return {"qdata": t["weight"], "scale": scale}
 
 
 _NVFP4 = {
@@ -208,15 +205,21 @@ def convert_nvfp4(t: dict[str, Tensor], config: Config) -> dict[str, Tensor]:
     if "weight_packed" in t:  # value = e2m1 * scale / global scale
         parts = {"qdata": t["weight_packed"], "scale": t["weight_scale"]}
         parts["global_scale"] = t["weight_global_scale"].float().reshape(matrix.batch)
-        activation = t.get("input_global_scale")
-        activation = None if activation is None else 1 / activation.float()
     else:  # value = e2m1 * scale * weight_scale_2
         parts = {"qdata": t["weight"], "scale": t["weight_scale"]}
         parts["global_scale"] = 1 / t["weight_scale_2"].float().reshape(matrix.batch)
-        activation = t["input_scale"].float() if "input_scale" in t else None
-    if activation is not None:
-        parts["activation_scale"] = activation.amax()
     return parts
+
+
+# --- static scales of activations, of which all experts share one ------------------------------
+
+ACTIVATION_SCALES = ("input_scale", "input_global_scale")
+
+
+def activation_scale(role: str, value: Tensor) -> Tensor:
+    """The largest of the scales in one of these tensors, () fp32; global scales divide."""
+    value = value.float()
+    return (1 / value if role == "input_global_scale" else value).amax()
 
 
 # --- mxfp4: gpt-oss, and compressed-tensors --------------------------------------------------

@@ -16,6 +16,8 @@ docs/checkpoints.md.
 
 from __future__ import annotations
 
+import importlib.util
+
 from moe_ops import environment
 
 with environment.importing_torchao():  # transformers imports more of it than tensors do
@@ -65,3 +67,9 @@ __all__ = [
 ExpertsInterface.register(NAME, experts_forward)
 FP8ExpertsInterface.register(NAME, fp8_experts_forward)
 register_finder(find)
+if importlib.util.find_spec("transformers.distributed.expert_parallel"):  # 5.23 and later
+    from transformers.distributed.expert_parallel import EPImplementationInterface
+
+    from moe_ops.integrations.transformers.expert_parallel import ExpertParallel
+
+    EPImplementationInterface.register(NAME, ExpertParallel)

@@ -18,6 +18,7 @@ from moe_ops.integrations.transformers import adapters, families, fp8
 from moe_ops.integrations.transformers import layers as layers_of
 from moe_ops.integrations.transformers.activations import HfModule
 from moe_ops.integrations.transformers.layers import Layer
+from moe_ops.tensors.sharding import is_fsdp, local_part
 
 NAME = "moe_ops"
 
@@ -109,7 +110,7 @@ def _plan_text(layer: Layer) -> str:
     yet.
     """
     owner = layer.owner
-    weights = [getattr(owner, name) for name in layer.weights]
+    weights = [layer.weight(name) for name in layer.weights]
     activation = hf_activations.activation_of(owner)
     if layer.family is not None or hf_activations.path_of(owner) != hf_activations.FUSED:
         return ""
@@ -117,7 +118,7 @@ def _plan_text(layer: Layer) -> str:
     if weights[0].device.type == "meta" or weights[0].dtype == torch.float8_e4m3fn:
         return ""
     w13, w2 = (hf_activations.rows_first(w, owner) for w in weights)
-    bias = [getattr(owner, f"{name}_bias", None) for name in layer.weights]
+    bias = [local_part(getattr(owner, f"{name}_bias", None)) for name in layer.weights]
     top_k = getattr(owner.config, "num_experts_per_tok", None) or 1
     options = hf_activations.options_of(owner)
     plan = moe_ops.explain(
@@ -161,7 +162,7 @@ class _Recorder(TorchDispatchMode):
 
 def _check(layer: Layer) -> tuple[str, str]:
     """Call a layer once as it is and once as its own forward is: (operators, difference)."""
-    weights = [getattr(layer.owner, name) for name in layer.weights]
+    weights = [layer.weight(name) for name in layer.weights]
     unchecked = "backend chosen when first called"
     if any(w.device.type == "meta" for w in weights):
         return unchecked, "not checked: weights are not loaded"
@@ -170,6 +171,8 @@ def _check(layer: Layer) -> tuple[str, str]:
         if reason:
             raise ValueError(f"{layer.name}: {reason}")
         return unchecked, "not checked: weights are quantized"
+    if is_fsdp(layer.owner):
+        return unchecked, "not checked: FSDP wants the whole model to be called first"
     inputs = _probe(layer, weights)
     with torch.no_grad(), _Recorder() as recorder:
         got = _first(layer.module(*inputs))
@@ -201,7 +204,8 @@ def _probe(layer: Layer, weights: list[Tensor]) -> tuple[Tensor, ...]:
     if layer.family is not None and layer.family.routes:
         return (x,)
     is_dbrx = weights[0].dim() == 2
-    num_experts = layer.owner.moe_num_experts if is_dbrx else weights[0].shape[0]
+    all_experts = getattr(layer.owner, layer.weights[0]).shape[0]  # also those elsewhere
+    num_experts = layer.owner.moe_num_experts if is_dbrx else all_experts
     top_k = min(2, num_experts)
     ids = torch.stack([torch.randperm(num_experts, generator=rng)[:top_k] for _ in range(3)])
     router = torch.rand(3, top_k, generator=rng) + 0.1

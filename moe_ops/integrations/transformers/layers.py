@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from moe_ops.integrations.transformers import families
 from moe_ops.integrations.transformers.activations import OPTIONS, PREFIX, HfModule, turned
+from moe_ops.tensors import sharding
 
 
 @dataclass(frozen=True)
@@ -46,24 +47,54 @@ class Layer:
             return name in self.family.columns_first
         return bool(getattr(self.module, "is_transposed", False))
 
+    def weight(self, name: str) -> Any:  # an ExpertTensor has attributes of its own
+        """One of `weights`, of the experts that this process holds."""
+        return sharding.local_part(getattr(self.owner, name)).detach()
+
+    def experts(self, name: str) -> range | None:
+        """Ids of the experts that this process holds of a weight that is sharded."""
+        weight = getattr(self.owner, name)
+        if not sharding.is_sharded(weight):
+            return None
+        return sharding.local_experts(weight, self.parameter_name(name))
+
     @property
     def columns(self) -> int:
         """Size of the experts' input."""
         return self.natural_weight(self.weights[0]).shape[-1]
 
     def natural_weight(self, name: str) -> Tensor:
-        """A weight as (E, rows, columns), a view."""
-        weight = getattr(self.owner, name).detach()
+        """A weight as (E, rows, columns), a view, of the experts that this process holds."""
+        weight = self.weight(name)
         if weight.dim() == 2:  # dbrx joins experts and rows
             weight = weight.view(self.owner.moe_num_experts, -1, weight.shape[1])
         # longcat_flash gives its identity experts rows in gate_up_proj, which nothing reads
         weight = weight[: getattr(self.owner, "num_routed_experts", None)]
         return turned(weight) if self.columns_first(name) else weight
 
+    def check_fsdp(self, name: str) -> None:
+        """Raise ValueError if FSDP could not gather a weight that `set_weight` put here."""
+        if sharding.fsdp_has_run(self.owner):
+            raise ValueError(
+                f"{self.parameter_name(name)} must be quantized before its model is first called "
+                "under FSDP, which keeps buffers of the plain weight's size; load it again"
+            )
+        if sharding.is_fsdp(self.owner) and self.columns_first(name):
+            raise ValueError(
+                f"{self.parameter_name(name)} must not be quantized under FSDP, which takes no "
+                "transposed views, as this family keeps its experts; spread the model by tp_size "
+                "and ep_size alone"
+            )
+
     def set_weight(self, name: str, weight: Tensor) -> None:
-        """Replace a weight by one given as (E, rows, columns), frozen."""
+        """Replace a weight by one given as (E, rows, columns), frozen; one that is sharded, by
+        this process's part.
+        """
+        self.check_fsdp(name)
         weight = turned(weight) if self.columns_first(name) else weight
+        weight = sharding.sharded_like(weight, getattr(self.owner, name))
         setattr(self.owner, name, nn.Parameter(weight, requires_grad=False))
+        sharding.renew_fsdp(self.owner)
 
 
 def layer_of(name: str, module: nn.Module) -> Layer | None:

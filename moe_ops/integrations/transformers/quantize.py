@@ -94,7 +94,7 @@ def quantize_weights(module: nn.Module, scheme: str, name: str | None = None) ->
         raise ValueError(f"name must be one of {layer.weights}, got {name!r}")
     for weight_name in names:
         _check_quantizable(layer, weight_name, get_scheme(scheme))
-    if not any(fp8.is_quantized(getattr(layer.owner, n)) for n in layer.weights):
+    if not any(fp8.is_quantized(layer.weight(n)) for n in layer.weights):
         attach(module)
     for weight_name in names:
         _quantize_weight(layer, weight_name, get_scheme(scheme))
@@ -117,7 +117,8 @@ def _check_plain(layer: Layer, weight_name: str) -> None:
         raise ValueError(
             f"{name} must carry no adapter; quantize the model before adding adapters"
         )
-    weight = getattr(layer.owner, weight_name)
+    layer.check_fsdp(weight_name)
+    weight = layer.weight(weight_name)
     if fp8.is_quantized(weight) or weight.element_size() == 1:
         if getattr(weight, "scheme", None) == "":  # plain, in a backend's layout
             raise ValueError(

@@ -43,7 +43,7 @@ from moe_ops.integrations.transformers.layers import Layer
 from moe_ops.meta.scales import TRANSPOSED
 from moe_ops.ops.relayout import natural as in_natural_layout
 from moe_ops.schemes import get_scheme
-from moe_ops.tensors import ExpertTensor, check_quantizable, flatten, unflatten
+from moe_ops.tensors import ExpertTensor, check_quantizable, flatten, sharding, unflatten
 from moe_ops.tensors.checks import check_groups
 
 # of attention's cache, or of its products: no weight depends on them
@@ -236,6 +236,8 @@ class MoeOpsQuantizer(HfQuantizer):
             add_tensor(source, role, tensor, target)
         layer, name = self._layers[target]
         expected = tuple(layer.natural_weight(name).shape)
+        if sharding.is_sharded(parameter := getattr(layer.owner, name)):
+            expected = (parameter.shape[0], *expected[1:])
         sources = experts_of(target, stacked, single)
         if hasattr(layer.owner, "num_routed_experts"):  # nothing reads those of identity experts
             sources = tuple(projection[: expected[0]] for projection in sources)
@@ -283,42 +285,50 @@ class MoeOpsQuantizer(HfQuantizer):
         itself.
         """
         entries = self._opened.files.entries  # without those that the index does not name
-        smallest = min(tensors.keys() & entries.keys(), key=lambda name: _bytes(entries[name]))
-        device = tensors[smallest]().device  # transformers' device map, applied
-        if target in self._matrices:
-            value = self._read_matrix(model, target, device)
-        else:
-            value = self._read_weight(target, device)
         module, name = model.get_submodule(target.rpartition(".")[0]), target.rpartition(".")[2]
-        if hasattr(getattr(module, name), "full_tensor"):
-            raise ValueError(
-                f"{target} must not be sharded while it is loaded, got a DTensor; load without "
-                "tp_plan and distributed_config, then shard by fully_shard"
-            )
-        if target in self._layers:
-            self._layers[target][0].set_weight(self._layers[target][1], value)
+        old = getattr(module, name)
+        if sharding.is_sharded(old):
+            device = old.device_mesh.device_type
         else:
-            setattr(module, name, nn.Parameter(value))
+            smallest = min(tensors.keys() & entries.keys(), key=lambda n: _bytes(entries[n]))
+            device = tensors[smallest]().device  # transformers' device map, applied
+        if target in self._layers:
+            self._layers[target][0].set_weight(name, self._read_weight(target, device))
+        else:
+            value = self._read_matrix(model, target, device)
+            if sharding.is_sharded(old):
+                from transformers.distributed.sharding_utils import DtensorShardOperation
+
+                value = DtensorShardOperation(old).shard_tensor(value)
+            setattr(module, name, nn.Parameter(sharding.sharded_like(value, old)))
         getattr(module, name)._is_hf_initialized = True
 
-    def _read_weight(self, target: str, device: torch.device) -> Tensor:
+    def _read_weight(self, target: str, device: torch.device | str) -> Tensor:
+        """A weight, of the experts that this process holds."""
         layer, name = self._layers[target]
+        ids, count = layer.experts(name), getattr(layer.owner, name).shape[0]
         dtype = getattr(layer.owner, name).dtype
         if target in self._stored:
-            source = self._stored[target]
-            tensors = {t: self._opened.files.read(t, device) for t in source.values()}
+            source, stored = self._stored[target], self._opened.files
+            tensors = {}
+            for tensor in source.values():
+                per_expert = stored.entries[tensor].shape[:1] == (count,)
+                pieces = (count, ids) if per_expert and ids is not None else ()
+                tensors[tensor] = stored.read(tensor, device, *pieces)
             key = _metadata_key(source)
-            metadata = {key: self._opened.files.metadata[key]}
+            metadata = {key: stored.metadata[key]}
             try:
                 (weight,) = unflatten(tensors, metadata).values()
             except ValueError as error:
-                file = self._opened.files.entries[source["qdata"]].file
+                file = stored.entries[source["qdata"]].file
                 raise ValueError(f"{error}, in {file}") from error
             return weight.to(dtype)
         scheme = self.quantization_config.scheme
-        return self._opened.load(self._weights[target], scheme, device=device, dtype=dtype)
+        planned = self._weights[target]
+        planned = planned if ids is None else planned.of(ids)
+        return self._opened.load(planned, scheme, device=device, dtype=dtype)
 
-    def _read_matrix(self, model: nn.Module, target: str, device: torch.device) -> Tensor:
+    def _read_matrix(self, model: nn.Module, target: str, device: torch.device | str) -> Tensor:
         dtype = model.get_parameter(target).dtype
         source = self._matrices[target]
         if source.keys() == {"weight"}:
@@ -354,9 +364,17 @@ class MoeOpsQuantizer(HfQuantizer):
         return model
 
     def get_state_dict_and_metadata(
-        self, model: nn.Module
+        self, model: PreTrainedModel
     ) -> tuple[dict[str, Tensor], dict[str, str]]:
-        return flatten_natural(model.state_dict())
+        state = model.state_dict()
+        for name, t in list(state.items()):  # those of plain tensors are left to transformers
+            if sharding.is_sharded(t) and isinstance(t.to_local(), ExpertTensor):
+                whole = sharding.gathered(t)  # by all ranks; one writes
+                if model.should_save_on_this_rank(True):
+                    state[name] = whole.cpu()
+                else:
+                    del state[name]
+        return flatten_natural(state)
 
     def is_serializable(self, *args: Any, **kwargs: Any) -> bool:
         return True
@@ -390,12 +408,15 @@ class _QuantizeConverted(loading.ConversionOps):
         (value,) = input_dict.values()
         value = value[0] if isinstance(value, list) else value
         layer, name = self.quantizer._layers[full_layer_name]
+        old = getattr(layer.owner, name)
+        value = sharding.sharded_like(value, old)  # of this process's experts alone
         setattr(layer.owner, name, nn.Parameter(value, requires_grad=False))
         natural = layer.natural_weight(name).contiguous()
         check_quantizable(full_layer_name, natural)
         scheme = self.quantizer.quantization_config.scheme
         layer.set_weight(name, moe_ops.quantize(natural, scheme))
-        return {full_layer_name: getattr(layer.owner, name)}
+        # transformers puts it into the DTensor
+        return {full_layer_name: nn.Parameter(layer.weight(name), requires_grad=False)}
 
 
 def mark_quantized(model: nn.Module, config: MoeOpsConfig) -> None:

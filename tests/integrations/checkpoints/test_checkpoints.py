@@ -3,6 +3,7 @@
 import copy
 import json
 import weakref
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -84,6 +85,82 @@ def test_values_of_every_format(form, tmp_path):
         # each
         assert np.abs(got - want).max() <= 3 * 2**-24 * np.abs(want).max()
         assert (np.abs(got - want) <= 4 * 2**-24 * np.abs(want)).all()
+
+
+@pytest.mark.parametrize("form", WRITERS)
+def test_a_range_of_experts_is_that_part_of_all(form, tmp_path):
+    write(tmp_path, WRITERS[form])
+    checkpoint = Checkpoint(tmp_path)
+    whole = checkpoint.expert_weight(PREFIX)
+    for ids in (range(1, E), range(0, E, 2)):
+        same(checkpoint.expert_weight(PREFIX, expert_ids=ids), whole[ids.start :: ids.step])
+
+
+def same(got, want):
+    """Equal tensors, bit for bit, of quantized weights all of theirs."""
+    if not hasattr(want, "scheme"):
+        assert torch.equal(got, want)
+        return
+    assert got.scheme == want.scheme and got.shape == want.shape
+    names = want.__tensor_flatten__()[0]
+    assert got.__tensor_flatten__()[0] == names
+    for name in names:
+        a, b = (getattr(w, name).contiguous() for w in (got, want))
+        assert a.shape == b.shape
+        assert torch.equal(a.view(-1).view(torch.uint8), b.view(-1).view(torch.uint8)), name
+
+
+def bytes_read():
+    """By this process so far, from files and else."""
+    return int(Path("/proc/self/io").read_text().split()[1])
+
+
+def stacks(form):
+    """Tensors of 8 experts, each with a first dimension of 8."""
+    if form == "plain":
+        return {"gate_up_proj": torch.randn(8, 2 * I, K).bfloat16()}
+    if form == "blocks":
+        (blocks, scales), _ = gpt_oss_blocks(np.random.default_rng(0), 8, 2 * I, K)
+        return {"gate_up_proj_blocks": blocks, "gate_up_proj_scales": scales}
+    matrices = [NVFP4().matrix(2 * I, K)[0] for _ in range(8)]
+    return {
+        f"gate_up_proj.{role}": torch.stack([m[role] for m in matrices]) for role in matrices[0]
+    }
+
+
+@pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="counts by /proc/self/io")
+@pytest.mark.parametrize(
+    ("form", "scheme"),
+    [("plain", None), ("plain", "int4_w4a16:g64"), ("blocks", None), ("nvfp4", None)],
+)
+@pytest.mark.parametrize("single", [False, True])
+def test_only_the_bytes_of_a_range_are_read(form, scheme, single, tmp_path):
+    tensors, projections = stacks(form), ("gate_up_proj",)
+    size = sum(t.nbytes for t in tensors.values()) // 8
+    if single:
+        tensors = {
+            f"{e}.{name}" + ".weight" * (form == "plain"): t[e]
+            for name, t in tensors.items()
+            for e in range(8)
+        }
+    save(tmp_path, {f"{PREFIX}.{name}": t for name, t in tensors.items()}, {})
+    checkpoint = Checkpoint(tmp_path, {})
+    whole = checkpoint.expert_weight(PREFIX, projections, scheme)
+    for ids in (range(3, 7), range(1, 8, 2)):
+        before = bytes_read()
+        got = checkpoint.expert_weight(PREFIX, projections, scheme, expert_ids=ids)
+        count = bytes_read() - before
+        same(got, whole[ids.start : ids.stop : ids.step])
+        # beside them static scales of all experts, and the count itself
+        assert 4 * size <= count <= 4 * size + 1024
+
+
+def test_a_range_must_be_of_experts_that_are_there(tmp_path):
+    write(tmp_path, WRITERS["fp8_block"])
+    checkpoint = Checkpoint(tmp_path)
+    for ids in (range(E, E + 1), range(-1, 2), range(0), [0, 1]):
+        with pytest.raises(ValueError, match="expert_ids must be a range of ids in 0..2"):
+            checkpoint.expert_weight(PREFIX, expert_ids=ids)
 
 
 def test_experts_of_a_checkpoint_compute(tmp_path):
@@ -189,9 +266,9 @@ def test_no_more_than_one_expert_is_in_memory(tmp_path, monkeypatch):
     checkpoint, alive, most = Checkpoint(tmp_path, {}), [], 0
     read = checkpoint.files.read
 
-    def watched(name, device="cpu"):
+    def watched(name, *args):
         nonlocal most
-        tensor = read(name, device)
+        tensor = read(name, *args)
         alive.append(weakref.ref(tensor))
         most = max(most, sum(ref() is not None for ref in alive))
         return tensor
