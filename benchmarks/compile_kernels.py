@@ -220,6 +220,7 @@ def _compiling(gpu: Gpu, arch: Arch, compiles: bool = True) -> Iterator[list[Com
             function=_Recorder(one.kernel.function, found, compiles),
             pdl_first=one.kernel.pdl_first,
             waits=one.kernel.waits,
+            asserts=one.kernel.asserts,
         )
         return start(one._replace(kernel=kernel), first, gpu)
 
