@@ -98,11 +98,13 @@ def _gathered(
     return outs
 
 
-def _reduce(x: Tensor, rows: Tensor, group: str, size: int, timeout: float, label: str) -> Tensor:
+def _reduce(
+    x: Tensor, num_tokens: int, group: str, size: int, timeout: float, label: str
+) -> Tensor:
     K = x.shape[1]
     layout = SymmetricLayout(size, x.shape[0] // size, K * x.itemsize)
     mailbox = mailbox_of(group, x.device, "outputs", layout, label)
-    out = _reduced(x, rows, group, size, timeout, label)
+    out = _reduced(x, num_tokens, group, size, timeout, label)
     if x.is_cuda:
         _run(_PUSH_SUMS(out, x.contiguous(), mailbox, _spins(timeout)), x.device)
     else:
@@ -113,8 +115,10 @@ def _reduce(x: Tensor, rows: Tensor, group: str, size: int, timeout: float, labe
     return out
 
 
-def _reduced(x: Tensor, rows: Tensor, group: str, size: int, timeout: float, label: str) -> Tensor:
-    return x.new_empty(rows.shape[0], x.shape[1])
+def _reduced(
+    x: Tensor, num_tokens: int, group: str, size: int, timeout: float, label: str
+) -> Tensor:
+    return x.new_empty(num_tokens, x.shape[1])
 
 
 _GATHER_OP = register_function(
@@ -126,35 +130,22 @@ _GATHER_OP = register_function(
 )
 _REDUCE_OP = register_function(
     "symmetric_reduce",
-    "(Tensor x, Tensor rows, str group, int size, float timeout, str label) -> Tensor",
+    "(Tensor x, int num_tokens, str group, int size, float timeout, str label) -> Tensor",
     _reduce,
     _reduced,
 )
 
 
-def _rows(x: Tensor, number: int) -> Tensor:
-    """(number, 0), which says how many rows there are: an autograd.Function that is given a
-    symbolic number cannot be traced (torch 2.13).
-    """
-    return x.new_empty(number, 0)
-
-
 class Dispatch(torch.autograd.Function):
     """Rows (M, ...) of all ranks, (R * T, ...), sent together: those from M on are zero, and name
-    no expert.
+    no expert. M is a number: see `SymmetricMemory.dispatch`.
     """
 
     @staticmethod
     def forward(
-        ctx: Any,
-        exchange: Exchange,
-        rows: Tensor,  # (M, 0)
-        x: Tensor,
-        topk_ids: Tensor,
-        topk_weights: Tensor,
+        ctx: Any, exchange: Exchange, x: Tensor, topk_ids: Tensor, topk_weights: Tensor
     ) -> tuple[Tensor, ...]:
-        ctx.exchange, ctx.dtype = exchange, topk_weights.dtype
-        ctx.save_for_backward(rows)
+        ctx.exchange, ctx.num_tokens, ctx.dtype = exchange, x.shape[0], topk_weights.dtype
         out, ids, weights = _GATHER_OP(x, topk_ids, topk_weights, *exchange)
         ctx.mark_non_differentiable(ids)
         ctx.set_materialize_grads(False)
@@ -162,44 +153,43 @@ class Dispatch(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        (x, _, weights), (rows,) = grads, ctx.saved_tensors
+        x, _, weights = grads
         if x is not None:
-            x = Combine.apply(ctx.exchange, rows, x) if ctx.needs_input_grad[2] else None
+            needed = ctx.needs_input_grad[1]
+            x = Combine.apply(ctx.exchange, x, ctx.num_tokens) if needed else None
         if weights is not None:
-            needed = ctx.needs_input_grad[4]
-            weights = Combine.apply(ctx.exchange, rows, weights) if needed else None
+            needed = ctx.needs_input_grad[3]
+            weights = Combine.apply(ctx.exchange, weights, ctx.num_tokens) if needed else None
             if needed and weights.dtype != ctx.dtype:  # a cast to its own loses gradients
                 weights = weights.to(ctx.dtype)
-        return None, None, x, None, weights
+        return None, x, None, weights
 
 
 class Gather(torch.autograd.Function):
     """Rows (M, K) of all ranks, (R * T, K); those from M on are zero."""
 
     @staticmethod
-    def forward(ctx: Any, exchange: Exchange, rows: Tensor, x: Tensor) -> Tensor:
-        ctx.exchange = exchange
-        ctx.save_for_backward(rows)
+    def forward(ctx: Any, exchange: Exchange, x: Tensor) -> Tensor:
+        ctx.exchange, ctx.num_tokens = exchange, x.shape[0]
         return _GATHER_OP(x, None, None, *exchange)[0]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, Combine.apply(ctx.exchange, *ctx.saved_tensors, grads[0])
+        return None, Combine.apply(ctx.exchange, grads[0], ctx.num_tokens)
 
 
 class Combine(torch.autograd.Function):
     """(R * T, K) -> (M, K), summed over ranks in fp32 and in their order, rounded once."""
 
     @staticmethod
-    def forward(ctx: Any, exchange: Exchange, rows: Tensor, x: Tensor) -> Tensor:
+    def forward(ctx: Any, exchange: Exchange, x: Tensor, num_tokens: int) -> Tensor:
         ctx.exchange = exchange
-        ctx.save_for_backward(rows)
         group, size, _, timeout, label = exchange
-        return _REDUCE_OP(x, rows, group, size, timeout, label)
+        return _REDUCE_OP(x, num_tokens, group, size, timeout, label)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, Gather.apply(ctx.exchange, *ctx.saved_tensors, grads[0])
+        return None, Gather.apply(ctx.exchange, grads[0]), None
 
 
 @dataclass(frozen=True)
@@ -256,8 +246,12 @@ class SymmetricMemory(PaddedDispatcher):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """As `AllGatherReduceScatter.dispatch`."""
         self._check(x, topk_ids, topk_weights)
-        rows = _rows(x, x.shape[0])
-        return Dispatch.apply(self._exchange, rows, x, topk_ids, topk_weights)
+        if torch.compiler.is_compiling():
+            # Numbers of rows that are symbols cannot be handed to an autograd.Function (torch
+            # 2.13): traced code sends all T rows.
+            x, topk_weights = self._padded(x, 0), self._padded(topk_weights, 0)
+            topk_ids = self._padded(topk_ids, -1)
+        return Dispatch.apply(self._exchange, x, topk_ids, topk_weights)
 
     def combine(
         self,
@@ -266,9 +260,6 @@ class SymmetricMemory(PaddedDispatcher):
     ) -> Tensor:  # (num_tokens, K)
         """As `AllGatherReduceScatter.combine`."""
         self._check_outputs(out)
-        if torch.compiler.is_compiling():
-            # The row count of another graph's input cannot be traced into this one (torch 2.13):
-            # all T rows are added up, as other dispatchers do.
-            rows = _rows(out, self.max_num_tokens)
-            return Combine.apply(self._exchange, rows, out)[:num_tokens]
-        return Combine.apply(self._exchange, _rows(out, num_tokens), out)
+        if torch.compiler.is_compiling():  # as in dispatch
+            return Combine.apply(self._exchange, out, self.max_num_tokens)[:num_tokens]
+        return Combine.apply(self._exchange, out, num_tokens)
