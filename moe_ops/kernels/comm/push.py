@@ -490,7 +490,7 @@ def push_sums(
 ) -> Launch:
     """The sums over all ranks of the rows of this one."""
     layout, (M, K) = mailbox.layout, out.shape
-    tile = tile_of(layout, K, _MOST_ADDED)
+    tile = tile_of(layout, K, _MOST_ADDED if layout.group_size <= 4 else _MOST_ADDED // 2)
     args = PushSums(
         out=out,
         x=x,
