@@ -65,7 +65,7 @@ def inputs(M: int) -> tuple[Tensor, Tensor, Tensor]:
 
 def check(T: int, rank: int, size: int) -> list[float]:
     group = dist.group.WORLD.group_name
-    ours, torchs = SymmetricMemory(group, size, T, timeout=20.0), AllToAll(group, size, T)
+    ours, torchs = SymmetricMemory(group, size, T, timeout=20), AllToAll(group, size, T)
     M = max(T - rank, 1)
     for _ in range(4):  # both sets of buffers, twice
         given, out = inputs(M), torch.randn(size * T, K, device="cuda").to(torch.bfloat16)

@@ -12,6 +12,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from moe_ops.checks import check_size
 from moe_ops.kernels import launch
 from moe_ops.kernels.launch import Lazy
 from moe_ops.meta.symmetric import SymmetricLayout
@@ -32,12 +33,12 @@ class Exchange(NamedTuple):
     group: str
     size: int
     max_num_tokens: int
-    timeout: float
+    timeout: int
     label: str
 
 
-def _spins(timeout: float) -> int:
-    return min(int(timeout * _SPINS_A_SECOND), 2**31 - 1)
+def _spins(timeout: int) -> int:
+    return min(timeout * _SPINS_A_SECOND, 2**31 - 1)
 
 
 def _run(launched: launch.Launch, device: torch.device) -> None:
@@ -59,7 +60,7 @@ def _gather(
     group: str,
     size: int,
     max_num_tokens: int,
-    timeout: float,
+    timeout: int,
     label: str,
 ) -> list[Tensor]:
     K = x.shape[1]
@@ -86,7 +87,7 @@ def _gathered(
     group: str,
     size: int,
     max_num_tokens: int,
-    timeout: float,
+    timeout: int,
     label: str,
 ) -> list[Tensor]:
     """What `_gather` writes."""
@@ -98,9 +99,7 @@ def _gathered(
     return outs
 
 
-def _reduce(
-    x: Tensor, num_tokens: int, group: str, size: int, timeout: float, label: str
-) -> Tensor:
+def _reduce(x: Tensor, num_tokens: int, group: str, size: int, timeout: int, label: str) -> Tensor:
     K = x.shape[1]
     layout = SymmetricLayout(size, x.shape[0] // size, K * x.itemsize)
     mailbox = mailbox_of(group, x.device, "outputs", layout, label)
@@ -116,7 +115,7 @@ def _reduce(
 
 
 def _reduced(
-    x: Tensor, num_tokens: int, group: str, size: int, timeout: float, label: str
+    x: Tensor, num_tokens: int, group: str, size: int, timeout: int, label: str
 ) -> Tensor:
     return x.new_empty(num_tokens, x.shape[1])
 
@@ -124,13 +123,13 @@ def _reduced(
 _GATHER_OP = register_function(
     "symmetric_gather",
     "(Tensor x, Tensor? topk_ids, Tensor? topk_weights, str group, int size, int max_num_tokens, "
-    "float timeout, str label) -> Tensor[]",
+    "int timeout, str label) -> Tensor[]",
     _gather,
     _gathered,
 )
 _REDUCE_OP = register_function(
     "symmetric_reduce",
-    "(Tensor x, int num_tokens, str group, int size, float timeout, str label) -> Tensor",
+    "(Tensor x, SymInt num_tokens, str group, int size, int timeout, str label) -> Tensor",
     _reduce,
     _reduced,
 )
@@ -138,7 +137,7 @@ _REDUCE_OP = register_function(
 
 class Dispatch(torch.autograd.Function):
     """Rows (M, ...) of all ranks, (R * T, ...), sent together: those from M on are zero, and name
-    no expert. M is a number: see `SymmetricMemory.dispatch`.
+    no expert.
     """
 
     @staticmethod
@@ -218,19 +217,18 @@ class SymmetricMemory(PaddedDispatcher):
         label: as in `AllGatherReduceScatter`.
 
     Raises:
-        ValueError: a size that is no integer or below 1, or a timeout that is not positive. By
+        ValueError: a size or timeout that is no integer or below 1. By
             the first call on all ranks alike: devices that cannot serve it, with every reason.
     """
 
     name: ClassVar[str] = "symmetric_memory"
 
     reduce_dtype: None = field(default=None, init=False)  # always fp32
-    timeout: float = field(default=60.0, kw_only=True)
+    timeout: int = field(default=60, kw_only=True)  # a float would be traced as a symbol
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not isinstance(self.timeout, int | float) or not self.timeout > 0:
-            raise ValueError(f"timeout must be a positive number of seconds, got {self.timeout!r}")
+        check_size("timeout", self.timeout)
 
     @property
     def _exchange(self) -> Exchange:
@@ -246,11 +244,6 @@ class SymmetricMemory(PaddedDispatcher):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """As `AllGatherReduceScatter.dispatch`."""
         self._check(x, topk_ids, topk_weights)
-        if torch.compiler.is_compiling():
-            # Numbers of rows that are symbols cannot be handed to an autograd.Function (torch
-            # 2.13): traced code sends all T rows.
-            x, topk_weights = self._padded(x, 0), self._padded(topk_weights, 0)
-            topk_ids = self._padded(topk_ids, -1)
         return Dispatch.apply(self._exchange, x, topk_ids, topk_weights)
 
     def combine(
@@ -260,6 +253,4 @@ class SymmetricMemory(PaddedDispatcher):
     ) -> Tensor:  # (num_tokens, K)
         """As `AllGatherReduceScatter.combine`."""
         self._check_outputs(out)
-        if torch.compiler.is_compiling():  # as in dispatch
-            return Combine.apply(self._exchange, out, self.max_num_tokens)[:num_tokens]
         return Combine.apply(self._exchange, out, num_tokens)
