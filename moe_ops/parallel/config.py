@@ -294,6 +294,10 @@ class ParallelConfig:
         return self._uses("all_to_all")
 
     @property
+    def use_symmetric_memory_kernels(self) -> bool:
+        return self._uses("symmetric_memory")
+
+    @property
     def use_deepep_high_throughput_kernels(self) -> bool:
         return self._uses("deepep_high_throughput")
 
