@@ -52,7 +52,8 @@ def mailbox_of(
         RuntimeError: a CUDA graph is being captured and the layout is new.
     """
     key = group_name, device, kind, layout
-    group = torch.distributed.distributed_c10d._resolve_process_group(group_name)
+    resolve: Any = torch.distributed.distributed_c10d._resolve_process_group
+    group = resolve(group_name)
     kept = _kept.get(key)
     if kept is None or kept.group is not group:
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():

@@ -69,12 +69,13 @@ def _gather(
     mailbox = mailbox_of(group, x.device, "tokens", layout, label)
     outs = _gathered(x, topk_ids, topk_weights, group, size, max_num_tokens, timeout, label)
     out, ids, weights = (*outs, None, None)[:3]
-    given = [None if t is None else t.contiguous() for t in (x, topk_ids, topk_weights)]
+    routed = [None if t is None else t.contiguous() for t in (topk_ids, topk_weights)]
+    tensors = out, ids, weights, x.contiguous(), *routed
     if x.is_cuda:
-        _run(_PUSH_ROWS(out, ids, weights, *given, mailbox, _spins(timeout)), x.device)
+        _run(_PUSH_ROWS(*tensors, mailbox, _spins(timeout)), x.device)
     else:
         try:
-            stand_in.push_rows(out, ids, weights, *given, mailbox, timeout)  # type: ignore[arg-type]
+            stand_in.push_rows(*tensors, mailbox=mailbox, timeout=timeout)  # type: ignore[misc,arg-type]
         except stand_in.Late as error:
             raise _late(label, error) from error
     return outs
@@ -156,10 +157,11 @@ class Dispatch(torch.autograd.Function):
         if x is not None:
             needed = ctx.needs_input_grad[1]
             x = Combine.apply(ctx.exchange, x, ctx.num_tokens) if needed else None
+        if weights is not None and not ctx.needs_input_grad[3]:
+            weights = None
         if weights is not None:
-            needed = ctx.needs_input_grad[3]
-            weights = Combine.apply(ctx.exchange, weights, ctx.num_tokens) if needed else None
-            if needed and weights.dtype != ctx.dtype:  # a cast to its own loses gradients
+            weights = Combine.apply(ctx.exchange, weights, ctx.num_tokens)
+            if weights.dtype != ctx.dtype:  # a cast to its own loses gradients
                 weights = weights.to(ctx.dtype)
         return None, x, None, weights
 
