@@ -43,12 +43,15 @@ from moe_ops.autograd.adapters import UNADAPTED, Adapters, LowRank
 from moe_ops.backends.cutlass import library as cutlass
 from moe_ops.backends.deep_gemm import library as deep_gemm
 from moe_ops.kernels import launch
+from moe_ops.kernels.comm import push
+from moe_ops.kernels.comm.mailbox import PROGRAMS, Mailbox
 from moe_ops.kernels.launch import Gpu, Launch
 from moe_ops.kernels.mixed_gemm import configs as mixed_configs
 from moe_ops.kernels.router import fused, topk
 from moe_ops.kernels.training.rows import zero_empty
 from moe_ops.meta.router import router_workspace
 from moe_ops.meta.scales import DEEP_GEMM_UE8M0, TRITON_E2M1
+from moe_ops.meta.symmetric import SymmetricLayout
 from moe_ops.ops import library
 from moe_ops.ops.call import ExpertsCall, Weight
 from moe_ops.ops.problem import Machine, Problem
@@ -125,6 +128,18 @@ class TrainingCall:
     rank: int = 0
 
 
+@dataclass(frozen=True)
+class ExchangeCall:
+    """Dispatch and combine through peers' memory."""
+
+    ranks: int
+    max_num_tokens: int
+    K: int
+    top_k: int
+    dtype: torch.dtype = torch.bfloat16
+    ids: torch.dtype = torch.int64
+
+
 class Compiled(NamedTuple):
     """A kernel as a call starts it."""
 
@@ -135,7 +150,7 @@ class Compiled(NamedTuple):
     registers: int | None = None  # of a thread at most, where the launch sets it
 
 
-AnyCall = Call | RouterCall | TrainingCall
+AnyCall = Call | RouterCall | TrainingCall | ExchangeCall
 
 
 class _Driver:
@@ -220,6 +235,7 @@ def _compiling(gpu: Gpu, arch: Arch, compiles: bool = True) -> Iterator[list[Com
             function=_Recorder(one.kernel.function, found, compiles),
             pdl_first=one.kernel.pdl_first,
             waits=one.kernel.waits,
+            asserts=one.kernel.asserts,
         )
         return start(one._replace(kernel=kernel), first, gpu)
 
@@ -323,6 +339,8 @@ def refused(call: AnyCall, arch: Arch) -> list[str]:
     """Why the call's backend does not take it on a GPU of `arch`, as `explain` says it."""
     if isinstance(call, RouterCall):
         return []
+    if isinstance(call, ExchangeCall):
+        return [] if isinstance(arch, int) else ["its kernels are for NVIDIA GPUs"]
     if isinstance(call, TrainingCall):
         fits = isinstance(arch, int) and arch >= 90
         return [] if fits else ["torch's grouped product needs compute capability 9.0"]
@@ -454,12 +472,40 @@ def compile_training(
     return found
 
 
+def compile_exchange(
+    call: ExchangeCall, gpu: Gpu, arch: Arch, compiles: bool = True
+) -> list[Compiled]:
+    """The kernels of dispatch and combine, compiled for `arch` or listed."""
+    R, T, K, top_k = call.ranks, call.max_num_tokens, call.K, call.top_k
+    rows, x = _empty(R * T, K, dtype=call.dtype), _empty(T, K, dtype=call.dtype)
+    ids, weights = _empty(T, top_k, dtype=call.ids), _empty(T, top_k, dtype=torch.float32)
+    out_ids = _empty(R * T, top_k, dtype=torch.int32)
+    out_weights = _empty(R * T, top_k, dtype=torch.float32)
+
+    def mailbox(words: int) -> Mailbox:
+        layout = SymmetricLayout(R, T, K * call.dtype.itemsize, words)
+        buffer = _empty(layout.num_bytes, dtype=torch.uint8)
+        peers, epochs = _empty(R, dtype=torch.int64), _empty(PROGRAMS, dtype=torch.int32)
+        return Mailbox(layout, 0, (buffer,) * R, peers, epochs)
+
+    with _compiling(gpu, arch, compiles) as found:
+        for one in (
+            push.push_rows(rows, out_ids, out_weights, x, ids, weights, mailbox(top_k), 1),
+            push.push_rows(rows, None, None, x, None, None, mailbox(0), 1),
+            push.push_sums(x, rows, mailbox(0), 1),
+        ):
+            launch.run([one], -1, gpu)
+    return found
+
+
 def compile_any(call: AnyCall, gpu: Gpu, arch: Arch, compiles: bool = True) -> list[Compiled]:
     """The kernels of a call of any kind."""
     if isinstance(call, RouterCall):
         return compile_router(call, gpu, arch, compiles)
     if isinstance(call, TrainingCall):
         return compile_training(call, gpu, arch, compiles)
+    if isinstance(call, ExchangeCall):
+        return compile_exchange(call, gpu, arch, compiles)
     return compile_call(call, gpu, arch, compiles)
 
 

@@ -42,6 +42,7 @@ from compile_kernels import (  # noqa: E402
     Arch,
     Call,
     Compiled,
+    ExchangeCall,
     RouterCall,
     TrainingCall,
     Usage,
@@ -90,6 +91,7 @@ LEFT_OUT_ON_AMD = {
     "_deep_gemm_": "runs around DeepGEMM's products, for NVIDIA GPUs",
     "_cutlass_": "runs around CUTLASS's products, for NVIDIA GPUs",
     "_train_": "runs around torch's grouped products, for NVIDIA GPUs",
+    "_push_": "writes to peers' memory, on NVIDIA GPUs",
     **dict.fromkeys(AROUND_BOTH, "runs around DeepGEMM's and CUTLASS's products, for NVIDIA GPUs"),
     "_fake_quantize": "runs before the kernels that hold PTX",
     "moe_ops_decode": "runs before the kernels that hold PTX",
@@ -146,6 +148,7 @@ def calls() -> Iterator[AnyCall]:
     yield from _around_products()
     yield from _routers()
     yield from _steps()
+    yield from _exchanges()
 
 
 def _around_products() -> Iterator[Call]:
@@ -199,6 +202,16 @@ def _steps() -> Iterator[TrainingCall]:
             yield TrainingCall(SHAPES[name], 4096, scheme="int4_w4a16:g128", rank=rank)
 
 
+def _exchanges() -> Iterator[ExchangeCall]:
+    """Dispatch and combine through peers' memory, of few rows and of many."""
+    for ranks in (2, 4, 8):
+        for name in ("qwen3", "dsv3", "gptoss20"):
+            _, top_k, K, _ = SHAPES[name]
+            for tokens in (8, 128, 512, 8192):
+                yield ExchangeCall(ranks, tokens, K, top_k)
+    yield ExchangeCall(2, 64, 130, 2, torch.float32, torch.int32)
+
+
 def _routers() -> Iterator[RouterCall]:
     deepseek: dict[str, Any] = {
         "logits": torch.float32,
@@ -239,7 +252,12 @@ def one_each(arch: Arch) -> list[Reached]:
     """(call, GPU) by which each kernel is reached: a fraction of all calls reaches all that are
     reached at all. The rest is asked only where a kernel is missing.
     """
-    rare = [*_routers(), *_around_products(), *_steps()]  # which alone reach their kernels
+    rare = [
+        *_routers(),
+        *_around_products(),
+        *_steps(),
+        *_exchanges(),
+    ]  # which alone reach their kernels
     common = [call for call in calls() if call not in rare]
     apart = 37  # has no factor in common with the number of TOKENS, so that all of these come
     in_turns = [call for start in range(apart) for call in common[start::apart]]

@@ -221,6 +221,7 @@ MAKERS = {
     "moe_ops one GPU": one_gpu,
     "moe_ops allgather_reducescatter": spread("allgather_reducescatter"),
     "moe_ops all_to_all": spread("all_to_all"),
+    "moe_ops symmetric_memory": spread("symmetric_memory"),
     "moe_ops all_reduce": spread("all_reduce"),
     "transformers all_reduce": transformers_ep("all_reduce"),
     "transformers all_to_all": transformers_ep("all_to_all"),

@@ -126,6 +126,7 @@ class Kernel:
     __slots__ = (
         "addresses",
         "arguments",
+        "asserts",
         "constants",
         "descriptors",
         "function",
@@ -134,11 +135,19 @@ class Kernel:
         "waits",
     )
 
-    def __init__(self, function: Any, arguments: Any, pdl_first: bool, waits: bool = True):
+    def __init__(
+        self,
+        function: Any,
+        arguments: Any,
+        pdl_first: bool,
+        waits: bool = True,
+        asserts: bool = False,
+    ):
         roles = arguments.roles
         # whether it executes gdc_wait: only such a kernel may start before its predecessor ends
         self.waits = waits and "PDL" in arguments.names
         self.function, self.arguments, self.pdl_first = function, arguments, pdl_first
+        self.asserts = asserts
         self.constants = _positions(roles, "specialized", "constant")
         self.pointers = _positions(roles, "pointer")
         self.addresses = _positions(roles, "address") if "address" in roles else None
@@ -154,7 +163,12 @@ class Kernel:
 
 
 def kernel(
-    arguments: Any, *, pdl_first: bool = False, waits: bool = True, jit: Callable | None = None
+    arguments: Any,
+    *,
+    pdl_first: bool = False,
+    waits: bool = True,
+    asserts: bool = False,
+    jit: Callable | None = None,
 ) -> Callable[[Callable], Kernel]:
     """Decorate a kernel: jit it, and check its parameters against its arguments.
 
@@ -168,6 +182,7 @@ def kernel(
             it must have waited for its own predecessor, as programmatic dependent launch demands.
         waits: the kernel executes gdc_wait, if it has the argument PDL. One that does not is never
             launched early: it only lets its successor be.
+        asserts: its device assertions are compiled in.
         jit: triton.jit (the default) or gluon.jit.
 
     Raises:
@@ -202,7 +217,7 @@ def kernel(
                     f"{function.__name__}: {name} must{'' if role == 'constant' else ' not'} be "
                     f"tl.constexpr, as {arguments.__name__} has it as {role}"
                 )
-        return Kernel(jitted, arguments, pdl_first, waits)
+        return Kernel(jitted, arguments, pdl_first, waits, asserts)
 
     return decorate
 
@@ -320,6 +335,8 @@ def _start(launch: Launch, first: bool, gpu: Gpu) -> Any:
     options: dict[str, Any] = {"num_warps": launch.num_warps, "enable_fp_fusion": True}
     if gpu.pdl and launch.kernel.waits and (not first or launch.kernel.pdl_first):
         options["launch_pdl"] = True
+    if launch.kernel.asserts:
+        options |= {"debug": True, "sanitize_overflow": False}
     if launch.maxnreg is not None:
         options["maxnreg"] = launch.maxnreg
     return launch.kernel.function[launch.grid](*launch.args, **options)

@@ -16,6 +16,7 @@ ALL2ALL_BACKENDS = (
     "naive",
     "allgather_reducescatter",
     "all_to_all",
+    "symmetric_memory",
     "deepep_high_throughput",
     "deepep_low_latency",
     "flashinfer_all2allv",
@@ -52,7 +53,7 @@ class ParallelConfig:
     sp_size devices of a tensor-parallel group have divided the tokens of their sequences among
     them. all2all_backend is the dispatcher of whoever runs this layer; its name says in which
     format rows arrive (`MoEConfig.dispatched_shape`). `MoELayer.from_config` with a process group
-    runs "allgather_reducescatter" and "all_to_all" itself.
+    runs "allgather_reducescatter", "all_to_all" and "symmetric_memory" itself.
     expert_placement says which experts a device holds with use_ep: "linear" a run of neighbours,
     "round_robin" every ep_size-th.
 
@@ -291,6 +292,10 @@ class ParallelConfig:
     @property
     def use_all_to_all_kernels(self) -> bool:
         return self._uses("all_to_all")
+
+    @property
+    def use_symmetric_memory_kernels(self) -> bool:
+        return self._uses("symmetric_memory")
 
     @property
     def use_deepep_high_throughput_kernels(self) -> bool:

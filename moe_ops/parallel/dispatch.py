@@ -17,6 +17,7 @@ from moe_ops.parallel.dispatchers import (
     AllToAll,
     num_devices,
 )
+from moe_ops.parallel.symmetric_memory import SymmetricMemory
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -64,7 +65,7 @@ class Dispatcher(Protocol):
         """
 
 
-DISPATCHERS = {kind.name: kind for kind in (AllGatherReduceScatter, AllToAll)}
+DISPATCHERS = {kind.name: kind for kind in (AllGatherReduceScatter, AllToAll, SymmetricMemory)}
 
 
 def make_dispatcher(

@@ -76,7 +76,7 @@ class _Dispatcher:
 
 
 @dataclass(frozen=True)
-class _PaddedDispatcher(_Dispatcher):
+class PaddedDispatcher(_Dispatcher):
     """Every rank gets the tokens of all ranks, T rows of each, and returns one row for each.
 
     All shapes are static: a rank sends T rows whatever M is, those without a token with expert ids
@@ -151,13 +151,17 @@ class _PaddedDispatcher(_Dispatcher):
         Raises:
             ValueError: another number of rows than R * T.
         """
+        self._check_outputs(out)
+        return ReduceScatter.apply(self._ranks, out)[:num_tokens]
+
+    def _check_outputs(self, out: Tensor) -> None:
+        """Raise unless these are the R * T rows that `dispatch` returned."""
         check_rank("out", out, "(R * T, K)")
         rows = self.group_size * self.max_num_tokens
         if guard_or_false(out.shape[0] != rows):
             raise ValueError(
                 f"out must have the {rows} rows that dispatch returned, got {out.shape[0]}"
             )
-        return ReduceScatter.apply(self._ranks, out)[:num_tokens]
 
     def _padded(self, rows: Tensor, value: int) -> Tensor:  # (M, ...) -> (T, ...)
         missing = self.max_num_tokens - rows.shape[0]
@@ -168,7 +172,7 @@ class _PaddedDispatcher(_Dispatcher):
 
 
 @dataclass(frozen=True)
-class AllGatherReduceScatter(_PaddedDispatcher):
+class AllGatherReduceScatter(PaddedDispatcher):
     """Every rank gets the tokens of all ranks; a reduce-scatter adds up the outputs.
 
     Every call moves R * T rows to each rank and back, also those that no expert there needs:
@@ -193,7 +197,7 @@ class AllGatherReduceScatter(_PaddedDispatcher):
 
 
 @dataclass(frozen=True)
-class AllToAll(_PaddedDispatcher):
+class AllToAll(PaddedDispatcher):
     """Every rank gets the tokens of all ranks, and sends each its outputs, which that adds up.
 
     Outputs travel in the tokens' dtype, half the bytes of a reduce-scatter in fp32, one row for

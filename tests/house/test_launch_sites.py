@@ -32,6 +32,7 @@ ADDRESSES = {
     ("backends/torch/layer.py", "_address"): "passes it to a C function",
     ("backends/torch/layer.py", "_matrix"): "passes it to a C function",
     ("backends/torch/grouped_mm.py", "_native"): "PyTorch's product needs 16 bytes",
+    ("kernels/comm/mailbox.py", "Mailbox.of"): "peers' memory is reached from this rank's",
     ("kernels/gemm/gemv.py", "why_not"): "says why it cannot run",
     ("kernels/gemm/sm90_tma.py", "_describable"): "TMA needs 16 bytes",
     ("kernels/mixed_gemm/gemv.py", "why_not"): "says why it cannot run",
@@ -41,6 +42,7 @@ ADDRESSES = {
     ("ops/memory.py", "addressable"): "says what may reach a raw pointer",
     ("ops/memory.py", "materialized"): "makes what may reach a raw pointer",
     ("ops/memory.py", "refuse_lost"): "refuses what has none",
+    ("parallel/mailboxes.py", "_symmetric"): "asks where torch's mapping begins",
     ("planning/bind.py", ""): "asks for those of each call's tensors",
     ("warmup.py", "_tensor_facts"): "which layers share their kernels",
 }

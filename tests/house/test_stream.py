@@ -45,6 +45,7 @@ FLOOR_OF = {name: floor for floor, names in enumerate(FLOORS) for name in names.
 KERNELS = (
     "launch device",
     "configs",
+    "comm",
     "permute",
     "quantize",
     "gemm",

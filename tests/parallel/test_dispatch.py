@@ -194,7 +194,7 @@ def test_compiled_calls_refuse_too_many_tokens(world, kind, unbacked):
             lambda: make_dispatcher(
                 parallel(dp_size=2, all2all_backend="mori"), group(), max_num_tokens=4
             ),
-            "all2all_backend must be one of allgather_reducescatter, all_to_all .*got 'mori'",
+            "all2all_backend must be one of allgather_reducescatter, .*symmetric_memory .*'mori'",
         ),
         (
             lambda: make_dispatcher(parallel(dp_size=2), group(), max_num_tokens=4),

@@ -1,0 +1,1 @@
+"""Rows between the GPUs of a host, through each other's memory."""

@@ -1,0 +1,38 @@
+"""Mailbox: the buffers into which the ranks of a group write. torch alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from moe_ops.meta.symmetric import SymmetricLayout
+
+# Programs of a launch at most, each of at most 256 threads. All must be on the GPU at once; two
+# fit on a multiprocessor.
+PROGRAMS = 128
+
+
+class Mailbox(NamedTuple):
+    """The buffers of all ranks for one kind of exchange, as one of them sees them."""
+
+    layout: SymmetricLayout
+    rank: int
+    buffers: tuple[Tensor, ...]  # (num_bytes,) uint8 of each rank; flags are zero at first
+    peers: Tensor  # (R,) int64, bytes from this rank's buffer to each
+    epochs: Tensor  # (PROGRAMS,) int32, zero at first: launches of each program
+
+    @classmethod
+    def of(cls, layout: SymmetricLayout, rank: int, buffers: Sequence[Tensor]) -> Mailbox:
+        """A mailbox that was never used."""
+        own = buffers[rank]
+        distances = [buffer.data_ptr() - own.data_ptr() for buffer in buffers]
+        return cls(
+            layout,
+            rank,
+            tuple(buffers),
+            torch.tensor(distances, dtype=torch.int64, device=own.device),
+            torch.zeros(PROGRAMS, dtype=torch.int32, device=own.device),
+        )

@@ -1,0 +1,503 @@
+"""Rows written into the memory of other ranks: tokens to all, partial outputs to the ranks of
+their tokens. Imported at first launch only.
+
+R ranks, of which this one is `rank`; T = max_num_tokens, the most rows of one rank; M rows that
+this rank has; K columns of a row. Buffers are laid out as `moe_ops.meta.symmetric` says. Those of
+all ranks are in this GPU's address space, `peers` bytes from this rank's own.
+
+**Blocks and flags.** A program sends blocks of ROWS rows. Behind each it sets a flag in every
+receiver's memory: the epoch, and M. The receiver's program of the same number waits for this flag,
+in its own memory, then reads the block. Flags are never reset: each epoch has its own.
+
+**Order of memory.** Sender: all threads store their part of a block; a barrier of the program
+orders these stores before what thread 0 does next; thread 0 sets the flag with release semantics
+at system scope, which are cumulative: who sees the flag sees the stores of all threads. Receiver:
+thread 0 reads the flag with acquire semantics at system scope; Triton hands the value to the other
+threads through shared memory and a barrier, which orders their loads after it. The rows that they
+load do not pass through L1 (`.cg`), which may hold what a set had two epochs ago.
+
+**Epochs.** A program counts its launches in `epochs`, in the GPU's own memory, so a CUDA graph
+that is replayed goes on counting. All launches on one buffer have the same grid, on all ranks, so
+all counters agree.
+
+**Reuse.** The sets of slots alternate. A rank that sends epoch e + 2 overwrites what it sent in
+epoch e. It has ended epoch e + 1, in which it waited for a flag of every other rank. That rank set
+this flag in its own launch of epoch e + 1, which began after its launch of epoch e had ended, with
+all its reads: both are on one stream, and neither is launched early (no programmatic dependent
+launch). So no rank overwrites what another still reads, nor a flag that another still waits for:
+an epoch's flags are read in the same launch as its rows. This is why each launch waits for at
+least one flag of each rank, also where it needs none of the rows.
+
+**Progress.** Programs wait for programs of other GPUs, so those must be running: a launch has at
+most PROGRAMS programs, which all fit on a GPU at once. A program sends a block before it waits for
+the same block of the others.
+
+Spins are counted. After `spins` of them a device assertion ends the process' work on the GPU.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from moe_ops.kernels.comm.mailbox import PROGRAMS, Mailbox
+from moe_ops.kernels.launch import (
+    Constant,
+    Launch,
+    Pointer,
+    Runtime,
+    Specialized,
+    arguments,
+    kernel,
+    unprefixed,
+)
+from moe_ops.meta.symmetric import SymmetricLayout
+
+_MOST_COPIED, _MOST_ADDED = 8192, 4096  # elements that a program holds at a time
+
+
+class Phases(NamedTuple):
+    """What a launch does. GPUs do both at once; a test that plays all ranks lets all of them send
+    before one waits.
+    """
+
+    send: bool
+    receive: bool
+
+
+BOTH = Phases(True, True)
+
+
+@unprefixed
+class Buffers(NamedTuple):
+    """A mailbox, as kernels take it."""
+
+    buffer: Pointer
+    peers: Pointer
+    epochs: Pointer
+    rank: Runtime
+    spins: Runtime
+    T: Specialized
+    META_START: Constant
+    ROWS_START: Constant
+    PITCH: Constant  # elements from one row of a buffer to the next
+    R: Constant
+    ROWS: Constant  # of a block
+    SEND: Constant
+    RECEIVE: Constant
+
+
+def _buffers(mailbox: Mailbox, spins: int, itemsize: int, phases: Phases) -> Buffers:
+    layout = mailbox.layout
+    return Buffers(
+        buffer=mailbox.buffers[mailbox.rank],
+        peers=mailbox.peers,
+        epochs=mailbox.epochs,
+        rank=mailbox.rank,
+        spins=spins,
+        T=layout.max_num_tokens,
+        META_START=layout.meta_start,
+        ROWS_START=layout.rows_start,
+        PITCH=layout.pitch // itemsize,
+        R=layout.group_size,
+        ROWS=layout.block_rows,
+        SEND=phases.send,
+        RECEIVE=phases.receive,
+    )
+
+
+class Tile(NamedTuple):
+    """Rows and columns that a program holds at a time, both powers of two."""
+
+    rows: int
+    columns: int
+
+    @property
+    def num_warps(self) -> int:
+        return 8 if self.rows * self.columns > 2048 else 4
+
+
+def tile_of(layout: SymmetricLayout, columns: int, most: int) -> Tile:
+    """The tile of a block, of at most `most` elements: whole rows, where they fit."""
+    width = min(triton.next_power_of_2(columns), most)
+    return Tile(max(1, min(layout.block_rows, most // width)), width)
+
+
+@triton.jit
+def region(buffer_ptr, peers_ptr, peer, start, element: tl.constexpr):
+    """Pointer to a region of a rank's buffer."""
+    # From an address alone, Triton would not know how pointers are aligned, and copy two bytes at
+    # a time.
+    start_ptr = buffer_ptr + tl.multiple_of(tl.load(peers_ptr + peer), 16) + start
+    return start_ptr.to(tl.pointer_type(element), bitcast=True)
+
+
+@triton.jit
+def flag_of_block(
+    buffer_ptr, peers_ptr, peer, parity, slot, block, T, R: tl.constexpr, ROWS: tl.constexpr
+):
+    """Pointer to a flag in a rank's buffer."""
+    index = (parity * (R - 1) + slot) * tl.cdiv(T, ROWS) + block
+    return region(buffer_ptr, peers_ptr, peer, 0, tl.int64) + index
+
+
+@triton.jit
+def row_of_slot(parity, slot, row, T, R: tl.constexpr):
+    """Index of a row among those of all slots."""
+    return ((parity * (R - 1) + slot) * T + row).to(tl.int64)
+
+
+@triton.jit
+def set_flag(flag_ptr, epoch, count):
+    """Tell a receiver that a block is there; count: rows of this rank."""
+    flag = (epoch.to(tl.int64) << 32) | count.to(tl.int64)
+    tl.atomic_xchg(flag_ptr, flag, sem="release", scope="sys")
+
+
+@triton.jit
+def wait_for_flag(flag_ptr, epoch, spins):
+    """Wait until a block is there; the number of rows of its sender."""
+    flag = tl.atomic_add(flag_ptr, 0, sem="acquire", scope="sys")
+    while ((flag >> 32).to(tl.int32) != epoch) & (spins > 0):
+        flag = tl.atomic_add(flag_ptr, 0, sem="acquire", scope="sys")
+        spins -= 1
+    tl.device_assert(
+        (flag >> 32).to(tl.int32) == epoch,
+        "moe_ops symmetric_memory: another rank of the group ended, or did not call the layer "
+        "within the timeout of the dispatcher",
+    )
+    return flag.to(tl.int32)
+
+
+@triton.jit
+def send_routed(
+    out_ids_ptr, out_weights_ptr, ids_ptr, weights_ptr, buffer_ptr, peers_ptr, rank, parity, t, T,
+    M, TOP_K: tl.constexpr, BLOCK_TOP_K: tl.constexpr, META_START: tl.constexpr, R: tl.constexpr,
+):  # fmt: skip
+    """Ids and weights of this rank's rows t, to all ranks."""
+    j = tl.arange(0, BLOCK_TOP_K)[None, :]
+    there = (t < M)[:, None] & (j < TOP_K)
+    at = t.to(tl.int64)[:, None] * TOP_K + j
+    ids = tl.load(ids_ptr + at, mask=there, other=-1)
+    # ids that int32 lacks must not wrap to others
+    ids = tl.minimum(tl.maximum(ids, -1), 2147483647).to(tl.int32)
+    weights = tl.load(weights_ptr + at, mask=there, other=0.0).to(tl.float32)
+    for i in tl.static_range(1, R):
+        meta_ptr = region(buffer_ptr, peers_ptr, (rank + i) % R, META_START, tl.int32)
+        row = row_of_slot(parity, R - 1 - i, t, T, R)
+        meta_ptrs = meta_ptr + row[:, None] * (2 * TOP_K) + j
+        tl.store(meta_ptrs, ids, mask=there)
+        tl.store(meta_ptrs + TOP_K, weights.to(tl.int32, bitcast=True), mask=there)
+    inside = (t < T)[:, None] & (j < TOP_K)
+    at = (rank * T + t).to(tl.int64)[:, None] * TOP_K + j
+    tl.store(out_ids_ptr + at, ids, mask=inside)
+    tl.store(out_weights_ptr + at, weights, mask=inside)
+
+
+@triton.jit
+def receive_routed(
+    out_ids_ptr, out_weights_ptr, meta_ptr, out_row, row, t, T, count, TOP_K: tl.constexpr,
+    BLOCK_TOP_K: tl.constexpr,
+):  # fmt: skip
+    """Ids and weights of rows t of a rank that has `count` of them."""
+    j = tl.arange(0, BLOCK_TOP_K)[None, :]
+    there = (t < count)[:, None] & (j < TOP_K)
+    inside = (t < T)[:, None] & (j < TOP_K)
+    meta_ptrs = meta_ptr + row[:, None] * (2 * TOP_K) + j
+    ids = tl.load(meta_ptrs, mask=there, other=-1, cache_modifier=".cg")
+    bits = tl.load(meta_ptrs + TOP_K, mask=there, other=0, cache_modifier=".cg")
+    at = out_row[:, None] * TOP_K + j
+    tl.store(out_ids_ptr + at, ids, mask=inside)
+    tl.store(out_weights_ptr + at, bits.to(tl.float32, bitcast=True), mask=inside)
+
+
+@unprefixed
+class Routed(NamedTuple):
+    """Ids and weights that travel with rows, or none: TOP_K is 0, and pointers are None."""
+
+    out_ids: Pointer  # (R * T, TOP_K) int32, written
+    out_weights: Pointer  # (R * T, TOP_K) fp32, written
+    ids: Pointer  # (M, TOP_K), any integers
+    weights: Pointer  # (M, TOP_K), any floats
+    TOP_K: Constant
+    BLOCK_TOP_K: Constant
+
+
+@arguments
+class PushRows:
+    out: Pointer  # (R * T, K), written
+    x: Pointer  # (M, K)
+    routed: Routed
+    buffers: Buffers
+    M: Runtime
+    K: Specialized
+    TILE: Constant
+    BLOCK_K: Constant
+
+
+@kernel(PushRows, asserts=True)
+def moe_ops_push_rows(
+    out_ptr,
+    x_ptr,
+    out_ids_ptr,
+    out_weights_ptr,
+    ids_ptr,
+    weights_ptr,
+    TOP_K: tl.constexpr,
+    BLOCK_TOP_K: tl.constexpr,
+    buffer_ptr,
+    peers_ptr,
+    epochs_ptr,
+    rank,
+    spins,
+    T,
+    META_START: tl.constexpr,
+    ROWS_START: tl.constexpr,
+    PITCH: tl.constexpr,
+    R: tl.constexpr,
+    ROWS: tl.constexpr,
+    SEND: tl.constexpr,
+    RECEIVE: tl.constexpr,
+    M,
+    K,
+    TILE: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """out[r * T + t] = row t of rank r, zero from its number of rows on; ids are -1 there. A
+    program sends its blocks to all other ranks, and receives each of theirs one block later, so
+    that reading what arrived overlaps with sending.
+    """
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    epoch = tl.load(epochs_ptr + program) + 1
+    parity = epoch & 1
+    blocks = tl.cdiv(T, ROWS)
+    element: tl.constexpr = x_ptr.dtype.element_ty
+    tile_row = tl.arange(0, TILE)
+    block_k = tl.arange(0, BLOCK_K)
+    for step in range(program, blocks + programs, programs):
+        if SEND and step < blocks:
+            for start in range(0, ROWS, TILE):
+                t = step * ROWS + start + tile_row
+                own = (rank * T + t).to(tl.int64)
+                for k0 in range(0, K, BLOCK_K):
+                    k = k0 + block_k
+                    there = (t < M)[:, None] & (k < K)[None, :]
+                    x = tl.load(
+                        x_ptr + t.to(tl.int64)[:, None] * K + k[None, :], mask=there, other=0.0
+                    )
+                    for i in tl.static_range(1, R):
+                        peer = (rank + i) % R
+                        rows_ptr = region(buffer_ptr, peers_ptr, peer, ROWS_START, element)
+                        row = row_of_slot(parity, R - 1 - i, t, T, R)
+                        tl.store(rows_ptr + row[:, None] * PITCH + k[None, :], x, mask=there)
+                    tl.store(
+                        out_ptr + own[:, None] * K + k[None, :],
+                        x,
+                        mask=(t < T)[:, None] & (k < K)[None, :],
+                    )
+                if TOP_K > 0:
+                    send_routed(
+                        out_ids_ptr, out_weights_ptr, ids_ptr, weights_ptr, buffer_ptr, peers_ptr,
+                        rank, parity, t, T, M, TOP_K, BLOCK_TOP_K, META_START, R,
+                    )  # fmt: skip
+            tl.debug_barrier()  # before thread 0 sets flags
+            for i in tl.static_range(1, R):
+                flag_ptr = flag_of_block(
+                    buffer_ptr, peers_ptr, (rank + i) % R, parity, R - 1 - i, step, T, R, ROWS
+                )
+                set_flag(flag_ptr, epoch, M)
+        if RECEIVE and step >= programs:
+            block = step - programs
+            received_ptr = region(buffer_ptr, peers_ptr, rank, ROWS_START, element)
+            meta_ptr = region(buffer_ptr, peers_ptr, rank, META_START, tl.int32)
+            for i in tl.static_range(1, R):
+                flag_ptr = flag_of_block(
+                    buffer_ptr, peers_ptr, rank, parity, i - 1, block, T, R, ROWS
+                )
+                count = wait_for_flag(flag_ptr, epoch, spins)
+                for start in range(0, ROWS, TILE):
+                    t = block * ROWS + start + tile_row
+                    theirs = ((rank + i) % R * T + t).to(tl.int64)
+                    row = row_of_slot(parity, i - 1, t, T, R)
+                    for k0 in range(0, K, BLOCK_K):
+                        k = k0 + block_k
+                        x = tl.load(
+                            received_ptr + row[:, None] * PITCH + k[None, :],
+                            mask=(t < count)[:, None] & (k < K)[None, :],
+                            other=0.0,
+                            cache_modifier=".cg",
+                        )
+                        tl.store(
+                            out_ptr + theirs[:, None] * K + k[None, :],
+                            x,
+                            mask=(t < T)[:, None] & (k < K)[None, :],
+                        )
+                    if TOP_K > 0:
+                        receive_routed(
+                            out_ids_ptr, out_weights_ptr, meta_ptr, theirs, row, t, T, count,
+                            TOP_K, BLOCK_TOP_K,
+                        )  # fmt: skip
+    if RECEIVE:
+        tl.store(epochs_ptr + program, epoch)
+
+
+def push_rows(
+    out: Tensor,  # (R * T, K), contiguous, written
+    out_ids: Tensor | None,  # (R * T, top_k) int32, contiguous, written
+    out_weights: Tensor | None,  # (R * T, top_k) fp32, contiguous, written
+    x: Tensor,  # (M, K), contiguous
+    topk_ids: Tensor | None,  # (M, top_k), contiguous
+    topk_weights: Tensor | None,  # (M, top_k), contiguous
+    mailbox: Mailbox,
+    spins: int,  # after which another rank is given up
+    phases: Phases = BOTH,
+) -> Launch:
+    """Rows of all ranks, with the ids and weights of their experts if given."""
+    layout, (M, K) = mailbox.layout, x.shape
+    tile = tile_of(layout, K, _MOST_COPIED)
+    args = PushRows(
+        out=out,
+        x=x,
+        routed=Routed(
+            out_ids=out_ids,
+            out_weights=out_weights,
+            ids=topk_ids,
+            weights=topk_weights,
+            TOP_K=layout.top_k,
+            BLOCK_TOP_K=triton.next_power_of_2(max(layout.top_k, 1)),
+        ),
+        buffers=_buffers(mailbox, spins, x.itemsize, phases),
+        M=M,
+        K=K,
+        TILE=tile.rows,
+        BLOCK_K=tile.columns,
+    )
+    return Launch(moe_ops_push_rows, (min(layout.blocks, PROGRAMS), 1, 1), args, tile.num_warps)
+
+
+@arguments
+class PushSums:
+    out: Pointer  # (M, K), written
+    x: Pointer  # (R * T, K)
+    buffers: Buffers
+    M: Runtime
+    K: Specialized
+    TILE: Constant
+    BLOCK_K: Constant
+
+
+@kernel(PushSums, asserts=True)
+def moe_ops_push_sums(
+    out_ptr,
+    x_ptr,
+    buffer_ptr,
+    peers_ptr,
+    epochs_ptr,
+    rank,
+    spins,
+    T,
+    META_START: tl.constexpr,
+    ROWS_START: tl.constexpr,
+    PITCH: tl.constexpr,
+    R: tl.constexpr,
+    ROWS: tl.constexpr,
+    SEND: tl.constexpr,
+    RECEIVE: tl.constexpr,
+    M,
+    K,
+    TILE: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """out[t] = sum over ranks of their row rank * T + t, in fp32, in the order of ranks, rounded
+    once. A program sends its blocks of the rows of each other rank, and adds up its own rank's
+    block one block later.
+    """
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    epoch = tl.load(epochs_ptr + program) + 1
+    parity = epoch & 1
+    blocks = tl.cdiv(T, ROWS)
+    element: tl.constexpr = x_ptr.dtype.element_ty
+    tile_row = tl.arange(0, TILE)
+    block_k = tl.arange(0, BLOCK_K)
+    for step in range(program, blocks + programs, programs):
+        if SEND and step < blocks:
+            for i in tl.static_range(1, R):
+                peer = (rank + i) % R
+                rows_ptr = region(buffer_ptr, peers_ptr, peer, ROWS_START, element)
+                for start in range(0, ROWS, TILE):
+                    t = step * ROWS + start + tile_row
+                    row = row_of_slot(parity, R - 1 - i, t, T, R)
+                    theirs = (peer * T + t).to(tl.int64)
+                    for k0 in range(0, K, BLOCK_K):
+                        k = k0 + block_k
+                        there = (t < T)[:, None] & (k < K)[None, :]
+                        x = tl.load(x_ptr + theirs[:, None] * K + k[None, :], mask=there)
+                        tl.store(rows_ptr + row[:, None] * PITCH + k[None, :], x, mask=there)
+                tl.debug_barrier()  # before thread 0 sets the flag
+                flag_ptr = flag_of_block(
+                    buffer_ptr, peers_ptr, peer, parity, R - 1 - i, step, T, R, ROWS
+                )
+                set_flag(flag_ptr, epoch, M)
+        # the first block also where there are no rows: see "Reuse" above
+        if RECEIVE and step >= programs and ((step - programs) * ROWS < M or step == programs):
+            block = step - programs
+            received_ptr = region(buffer_ptr, peers_ptr, rank, ROWS_START, element)
+            for i in tl.static_range(1, R):
+                flag_ptr = flag_of_block(
+                    buffer_ptr, peers_ptr, rank, parity, i - 1, block, T, R, ROWS
+                )
+                wait_for_flag(flag_ptr, epoch, spins)
+            for start in range(0, ROWS, TILE):
+                t = block * ROWS + start + tile_row
+                own = (rank * T + t).to(tl.int64)
+                for k0 in range(0, K, BLOCK_K):
+                    k = k0 + block_k
+                    inside = (k < K)[None, :]
+                    total = tl.zeros((TILE, BLOCK_K), tl.float32)
+                    for r in tl.static_range(R):
+                        after = (r - rank + R) % R  # ranks after this one; 0: this one
+                        row = row_of_slot(parity, after - 1, t, T, R)
+                        arrived = tl.load(
+                            received_ptr + row[:, None] * PITCH + k[None, :],
+                            mask=(t < tl.where(after > 0, M, 0))[:, None] & inside,
+                            other=0.0,
+                            cache_modifier=".cg",
+                        )
+                        local = tl.load(
+                            x_ptr + own[:, None] * K + k[None, :],
+                            mask=(t < tl.where(after > 0, 0, M))[:, None] & inside,
+                            other=0.0,
+                        )
+                        total += tl.where(after > 0, arrived, local).to(tl.float32)
+                    tl.store(
+                        out_ptr + t.to(tl.int64)[:, None] * K + k[None, :],
+                        total.to(out_ptr.dtype.element_ty),
+                        mask=(t < M)[:, None] & inside,
+                    )
+    if RECEIVE:
+        tl.store(epochs_ptr + program, epoch)
+
+
+def push_sums(
+    out: Tensor,  # (M, K), contiguous, written
+    x: Tensor,  # (R * T, K), contiguous
+    mailbox: Mailbox,
+    spins: int,  # after which another rank is given up
+    phases: Phases = BOTH,
+) -> Launch:
+    """The sums over all ranks of the rows of this one."""
+    layout, (M, K) = mailbox.layout, out.shape
+    tile = tile_of(layout, K, _MOST_ADDED if layout.group_size <= 4 else _MOST_ADDED // 2)
+    args = PushSums(
+        out=out,
+        x=x,
+        buffers=_buffers(mailbox, spins, x.itemsize, phases),
+        M=M,
+        K=K,
+        TILE=tile.rows,
+        BLOCK_K=tile.columns,
+    )
+    return Launch(moe_ops_push_sums, (min(layout.blocks, PROGRAMS), 1, 1), args, tile.num_warps)

@@ -1,0 +1,135 @@
+"""What the kernels of `kernels/comm/push` do, on CPUs: the same buffers, flags, epochs and order
+of sums, in plain torch. For processes of one host; meant for tests, not for speed.
+
+Flags are plain stores and loads: Python and torch take far longer between two of them than a
+processor may keep them apart.
+"""
+
+from __future__ import annotations
+
+import time
+
+import torch
+from torch import Tensor
+
+from moe_ops.kernels.comm.mailbox import Mailbox
+
+_PAUSE = 20e-6  # seconds between two looks at a flag
+
+
+class Late(RuntimeError):
+    """Another rank has not sent within the timeout."""
+
+
+def _region(buffer: Tensor, start: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    count = dtype.itemsize
+    for size in shape:
+        count *= size
+    return buffer[start : start + count].view(dtype).view(shape)
+
+
+class _Buffer:
+    """One rank's buffer, in one epoch."""
+
+    def __init__(self, mailbox: Mailbox, rank: int, parity: int, dtype: torch.dtype) -> None:
+        layout = mailbox.layout
+        slots, T = layout.group_size - 1, layout.max_num_tokens
+        buffer = mailbox.buffers[rank]
+        pitch, words = layout.pitch // dtype.itemsize, 2 * layout.top_k
+        self.flags = _region(buffer, 0, (2, slots, layout.blocks), torch.int64)[parity]
+        meta = _region(buffer, layout.meta_start, (2, slots, T, words), torch.int32)
+        rows = _region(buffer, layout.rows_start, (2, slots, T, pitch), dtype)
+        self.meta, self.rows = meta[parity], rows[parity]
+
+
+class Exchange:
+    """One epoch of a mailbox."""
+
+    def __init__(self, mailbox: Mailbox, dtype: torch.dtype, timeout: float) -> None:
+        self.mailbox, self.timeout = mailbox, timeout
+        self.rank, self.size = mailbox.rank, mailbox.layout.group_size
+        mailbox.epochs.add_(1)
+        self.epoch = int(mailbox.epochs[0])
+        self.buffers = [_Buffer(mailbox, rank, self.epoch & 1, dtype) for rank in range(self.size)]
+
+    def send(self, after: int, rows: Tensor, meta: Tensor | None, count: int) -> None:
+        """Rows to the rank that comes `after` places after this one."""
+        peer, slot = (self.rank + after) % self.size, self.size - 1 - after
+        buffer = self.buffers[peer]
+        buffer.rows[slot, : rows.shape[0], : rows.shape[1]] = rows
+        if meta is not None:
+            buffer.meta[slot, : meta.shape[0]] = meta
+        buffer.flags[slot] = (self.epoch << 32) | count
+
+    def wait(self, after: int) -> int:
+        """Until all rows of the rank `after` places after this one are there; how many it has."""
+        flags = self.buffers[self.rank].flags[after - 1]
+        end = time.monotonic() + self.timeout
+        while not bool((flags >> 32 == self.epoch).all()):
+            if time.monotonic() > end:
+                raise Late(
+                    f"rank {(self.rank + after) % self.size} sent nothing within {self.timeout} s"
+                )
+            time.sleep(_PAUSE)
+        return int(flags[0]) & 0xFFFFFFFF
+
+    def received(self, after: int) -> tuple[Tensor, Tensor]:
+        """(rows, metadata) that the rank `after` places after this one sent."""
+        buffer = self.buffers[self.rank]
+        return buffer.rows[after - 1], buffer.meta[after - 1]
+
+
+def push_rows(
+    out: Tensor,  # (R * T, K), written
+    out_ids: Tensor | None,  # (R * T, top_k) int32, written
+    out_weights: Tensor | None,  # (R * T, top_k) fp32, written
+    x: Tensor,  # (M, K)
+    topk_ids: Tensor | None,  # (M, top_k)
+    topk_weights: Tensor | None,  # (M, top_k)
+    mailbox: Mailbox,
+    timeout: float,
+) -> None:
+    """Rows of all ranks, with the ids and weights of their experts if given."""
+    exchange = Exchange(mailbox, x.dtype, timeout)
+    T, top_k = mailbox.layout.max_num_tokens, mailbox.layout.top_k
+    (M, K), meta = x.shape, None
+    if topk_ids is not None and topk_weights is not None:
+        ids = topk_ids.clamp(-1, torch.iinfo(torch.int32).max).to(torch.int32)
+        meta = torch.cat([ids, topk_weights.to(torch.float32).view(torch.int32)], 1)
+    for after in range(1, exchange.size):
+        exchange.send(after, x, meta, M)
+    for after in range(exchange.size):
+        rank = (exchange.rank + after) % exchange.size
+        here = slice(rank * T, (rank + 1) * T)
+        count, rows, words = M, x, meta
+        if after > 0:
+            count = exchange.wait(after)
+            rows, words = exchange.received(after)
+        out[here] = 0
+        out[here][:count] = rows[:count, :K]
+        if out_ids is not None and out_weights is not None and words is not None:
+            out_ids[here], out_weights[here] = -1, 0
+            out_ids[here][:count] = words[:count, :top_k]
+            out_weights[here][:count] = words[:count, top_k:].contiguous().view(torch.float32)
+
+
+def push_sums(
+    out: Tensor,  # (M, K), written
+    x: Tensor,  # (R * T, K)
+    mailbox: Mailbox,
+    timeout: float,
+) -> None:
+    """The sums over all ranks of the rows of this one, in fp32 and in the order of ranks."""
+    exchange = Exchange(mailbox, x.dtype, timeout)
+    T, (M, K) = mailbox.layout.max_num_tokens, out.shape
+    parts = x.view(exchange.size, T, K)
+    for after in range(1, exchange.size):
+        exchange.send(after, parts[(exchange.rank + after) % exchange.size], None, M)
+    for after in range(1, exchange.size):
+        exchange.wait(after)
+    total = torch.zeros(M, K, dtype=torch.float32)
+    for rank in range(exchange.size):
+        after = (rank - exchange.rank) % exchange.size
+        rows = exchange.received(after)[0] if after > 0 else parts[exchange.rank]
+        total += rows[:M, :K].to(torch.float32)
+    out.copy_(total)

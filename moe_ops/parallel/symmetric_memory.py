@@ -1,0 +1,258 @@
+"""The dispatcher in which ranks write tokens and outputs into each other's memory.
+
+Dimensions: M tokens of this rank, K hidden size, top_k experts per token, R ranks of the group,
+T = max_num_tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from moe_ops.checks import check_size
+from moe_ops.kernels import launch
+from moe_ops.kernels.launch import Lazy
+from moe_ops.meta.symmetric import SymmetricLayout
+from moe_ops.ops.library import register_function
+from moe_ops.parallel import stand_in
+from moe_ops.parallel.dispatchers import PaddedDispatcher
+from moe_ops.parallel.mailboxes import mailbox_of
+
+_PUSH_ROWS = Lazy("moe_ops.kernels.comm.push:push_rows")
+_PUSH_SUMS = Lazy("moe_ops.kernels.comm.push:push_sums")
+# a look at a flag in a GPU's own memory takes about half a microsecond
+_SPINS_A_SECOND = 2_000_000
+
+
+class Exchange(NamedTuple):
+    """What the operators of a dispatcher are told."""
+
+    group: str
+    size: int
+    max_num_tokens: int
+    timeout: int
+    label: str
+
+
+def _spins(timeout: int) -> int:
+    return min(timeout * _SPINS_A_SECOND, 2**31 - 1)
+
+
+def _run(launched: launch.Launch, device: torch.device) -> None:
+    launch.run([launched], device.index, launch.gpu(device.index))
+
+
+def _late(label: str, error: Exception) -> RuntimeError:
+    return RuntimeError(
+        f"{label} could not exchange tokens with the other ranks: one of them ended, or did not "
+        "call the layer within the timeout of the dispatcher. The first error in the logs of all "
+        f"ranks says more. Here: {error}"
+    )
+
+
+def _gather(
+    x: Tensor,
+    topk_ids: Tensor | None,
+    topk_weights: Tensor | None,
+    group: str,
+    size: int,
+    max_num_tokens: int,
+    timeout: int,
+    label: str,
+) -> list[Tensor]:
+    K = x.shape[1]
+    top_k = 0 if topk_ids is None else topk_ids.shape[1]
+    layout = SymmetricLayout(size, max_num_tokens, K * x.itemsize, top_k)
+    mailbox = mailbox_of(group, x.device, "tokens", layout, label)
+    outs = _gathered(x, topk_ids, topk_weights, group, size, max_num_tokens, timeout, label)
+    out, ids, weights = (*outs, None, None)[:3]
+    routed = [None if t is None else t.contiguous() for t in (topk_ids, topk_weights)]
+    tensors = out, ids, weights, x.contiguous(), *routed
+    if x.is_cuda:
+        _run(_PUSH_ROWS(*tensors, mailbox, _spins(timeout)), x.device)
+    else:
+        try:
+            stand_in.push_rows(*tensors, mailbox=mailbox, timeout=timeout)  # type: ignore[misc,arg-type]
+        except stand_in.Late as error:
+            raise _late(label, error) from error
+    return outs
+
+
+def _gathered(
+    x: Tensor,
+    topk_ids: Tensor | None,
+    topk_weights: Tensor | None,
+    group: str,
+    size: int,
+    max_num_tokens: int,
+    timeout: int,
+    label: str,
+) -> list[Tensor]:
+    """What `_gather` writes."""
+    rows = size * max_num_tokens
+    outs = [x.new_empty(rows, x.shape[1])]
+    if topk_ids is not None:
+        shape = rows, topk_ids.shape[1]
+        outs += [x.new_empty(shape, dtype=dtype) for dtype in (torch.int32, torch.float32)]
+    return outs
+
+
+def _reduce(x: Tensor, num_tokens: int, group: str, size: int, timeout: int, label: str) -> Tensor:
+    K = x.shape[1]
+    layout = SymmetricLayout(size, x.shape[0] // size, K * x.itemsize)
+    mailbox = mailbox_of(group, x.device, "outputs", layout, label)
+    out = _reduced(x, num_tokens, group, size, timeout, label)
+    if x.is_cuda:
+        _run(_PUSH_SUMS(out, x.contiguous(), mailbox, _spins(timeout)), x.device)
+    else:
+        try:
+            stand_in.push_sums(out, x.contiguous(), mailbox, timeout)
+        except stand_in.Late as error:
+            raise _late(label, error) from error
+    return out
+
+
+def _reduced(
+    x: Tensor, num_tokens: int, group: str, size: int, timeout: int, label: str
+) -> Tensor:
+    return x.new_empty(num_tokens, x.shape[1])
+
+
+_GATHER_OP = register_function(
+    "symmetric_gather",
+    "(Tensor x, Tensor? topk_ids, Tensor? topk_weights, str group, int size, int max_num_tokens, "
+    "int timeout, str label) -> Tensor[]",
+    _gather,
+    _gathered,
+)
+_REDUCE_OP = register_function(
+    "symmetric_reduce",
+    "(Tensor x, SymInt num_tokens, str group, int size, int timeout, str label) -> Tensor",
+    _reduce,
+    _reduced,
+)
+
+
+class Dispatch(torch.autograd.Function):
+    """Rows (M, ...) of all ranks, (R * T, ...), sent together: those from M on are zero, and name
+    no expert.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, exchange: Exchange, x: Tensor, topk_ids: Tensor, topk_weights: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.exchange, ctx.num_tokens, ctx.dtype = exchange, x.shape[0], topk_weights.dtype
+        out, ids, weights = _GATHER_OP(x, topk_ids, topk_weights, *exchange)
+        ctx.mark_non_differentiable(ids)
+        ctx.set_materialize_grads(False)
+        return out, ids, weights
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        x, _, weights = grads
+        if x is not None:
+            needed = ctx.needs_input_grad[1]
+            x = Combine.apply(ctx.exchange, x, ctx.num_tokens) if needed else None
+        if weights is not None and not ctx.needs_input_grad[3]:
+            weights = None
+        if weights is not None:
+            weights = Combine.apply(ctx.exchange, weights, ctx.num_tokens)
+            if weights.dtype != ctx.dtype:  # a cast to its own loses gradients
+                weights = weights.to(ctx.dtype)
+        return None, x, None, weights
+
+
+class Gather(torch.autograd.Function):
+    """Rows (M, K) of all ranks, (R * T, K); those from M on are zero."""
+
+    @staticmethod
+    def forward(ctx: Any, exchange: Exchange, x: Tensor) -> Tensor:
+        ctx.exchange, ctx.num_tokens = exchange, x.shape[0]
+        return _GATHER_OP(x, None, None, *exchange)[0]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return None, Combine.apply(ctx.exchange, grads[0], ctx.num_tokens)
+
+
+class Combine(torch.autograd.Function):
+    """(R * T, K) -> (M, K), summed over ranks in fp32 and in their order, rounded once."""
+
+    @staticmethod
+    def forward(ctx: Any, exchange: Exchange, x: Tensor, num_tokens: int) -> Tensor:
+        ctx.exchange = exchange
+        group, size, _, timeout, label = exchange
+        return _REDUCE_OP(x, num_tokens, group, size, timeout, label)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return None, Gather.apply(ctx.exchange, grads[0]), None
+
+
+@dataclass(frozen=True)
+class SymmetricMemory(PaddedDispatcher):
+    """Every rank writes its tokens into the memory of all others, and its outputs into that of the
+    ranks of their tokens, which add them up.
+
+    One kernel each way, which sends rows, sets flags and waits for those of the others: nothing is
+    copied to a library's buffers, no host is asked, and a CUDA graph can hold both. Only the M
+    tokens that a rank has travel. Outputs are added in fp32 in the order of ranks and rounded
+    once: equal bits from run to run, those of `AllToAll`. Gradients take the same ways.
+
+    For GPUs of one host with peer access, and up to 16 of them. The first call of a shape
+    allocates buffers, together with all other ranks (`symmetric_memory_bytes` says how large), and
+    cannot be captured. All layers of a group with the same max_num_tokens, hidden size, experts
+    per token and dtype share them, so their calls must be on one stream, in one order on all
+    ranks. On CPUs processes of one host share memory in the same layout, for tests.
+
+    Args:
+        group_name: of the expert-parallel process group (`group.group_name`).
+        group_size: R.
+        max_num_tokens: T.
+        timeout: seconds after which a rank that sends nothing is given up, about: a GPU counts its
+            looks at a flag. A device assertion, which ends all work of the process on its GPU,
+            then says so; on CPUs a RuntimeError.
+        label: as in `AllGatherReduceScatter`.
+
+    Raises:
+        ValueError: a size or timeout that is no integer or below 1. By
+            the first call on all ranks alike: devices that cannot serve it, with every reason.
+    """
+
+    name: ClassVar[str] = "symmetric_memory"
+
+    reduce_dtype: None = field(default=None, init=False)  # always fp32
+    timeout: int = field(default=60, kw_only=True)  # a float would be traced as a symbol
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_size("timeout", self.timeout)
+
+    @property
+    def _exchange(self) -> Exchange:
+        return Exchange(
+            self.group_name, self.group_size, self.max_num_tokens, self.timeout, self.label
+        )
+
+    def dispatch(
+        self,
+        x: Tensor,  # (M, K)
+        topk_ids: Tensor,  # (M, top_k)
+        topk_weights: Tensor,  # (M, top_k)
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """As `AllGatherReduceScatter.dispatch`."""
+        self._check(x, topk_ids, topk_weights)
+        return Dispatch.apply(self._exchange, x, topk_ids, topk_weights)
+
+    def combine(
+        self,
+        out: Tensor,  # (R * T, K)
+        num_tokens: int,
+    ) -> Tensor:  # (num_tokens, K)
+        """As `AllGatherReduceScatter.combine`."""
+        self._check_outputs(out)
+        return Combine.apply(self._exchange, out, num_tokens)

@@ -1,0 +1,156 @@
+"""Kernels that write into each other's memory, with all ranks played by one process: every rank
+sends before one waits. Buffers hold garbage at first, but for their flags.
+"""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from moe_ops.kernels import launch
+from moe_ops.kernels.comm import push
+from moe_ops.kernels.comm.mailbox import Mailbox
+from moe_ops.kernels.comm.push import Phases
+from moe_ops.meta import symmetric
+from moe_ops.meta.symmetric import SymmetricLayout
+from moe_ops.parallel import stand_in
+
+pytestmark = pytest.mark.skipif(not launch.INTERPRETED, reason="needs TRITON_INTERPRET=1")
+GPU = launch.gpu(-1)
+SPINS = 3
+
+
+def mailboxes(layout):
+    """Of all ranks of a group."""
+    buffers = []
+    for _ in range(layout.group_size):
+        buffer = torch.full((layout.num_bytes,), 0xFF, dtype=torch.uint8)  # NaN in all floats
+        buffer[: layout.meta_start] = 0
+        buffers.append(buffer)
+    return [Mailbox.of(layout, rank, buffers) for rank in range(layout.group_size)]
+
+
+def run(launched):
+    launch.run([launched], -1, GPU)
+
+
+def gather(boxes, rows, ids=None, weights=None):
+    """What each rank gets in one epoch."""
+    layout = boxes[0].layout
+    total, K = layout.group_size * layout.max_num_tokens, rows[0].shape[1]
+    outs = []
+    for _ in boxes:
+        out = [torch.full((total, K), torch.nan, dtype=rows[0].dtype), None, None]
+        if ids is not None:
+            out[1] = torch.full((total, layout.top_k), -7, dtype=torch.int32)
+            out[2] = torch.full((total, layout.top_k), torch.nan)
+        outs.append(out)
+    for phases in (Phases(True, False), Phases(False, True)):
+        for r, box in enumerate(boxes):
+            routed = (None, None) if ids is None else (ids[r], weights[r])
+            run(push.push_rows(*outs[r], rows[r], *routed, box, SPINS, phases))
+    return outs
+
+
+def reduce(boxes, rows, counts):
+    outs = [torch.full((M, rows[0].shape[1]), torch.nan, dtype=rows[0].dtype) for M in counts]
+    for phases in (Phases(True, False), Phases(False, True)):
+        for r, box in enumerate(boxes):
+            run(push.push_sums(outs[r], rows[r], box, SPINS, phases))
+    return outs
+
+
+def padded(parts, T, value):
+    return torch.cat(
+        [torch.nn.functional.pad(p, (0, 0, 0, T - len(p)), value=value) for p in parts]
+    )
+
+
+@pytest.mark.parametrize(
+    ("R", "T", "K", "dtype", "few"),
+    [
+        (2, 3, 32, torch.bfloat16, 128),
+        (4, 5, 40, torch.float32, 2),  # blocks of 4 rows
+        (2, 19, 9, torch.float16, 1),  # 2 blocks of 16 rows, which are padded in buffers
+    ],
+)
+def test_rows_of_all_ranks_arrive(R, T, K, dtype, few, monkeypatch):
+    """Whichever blocks there are, one program has all or each has one."""
+    monkeypatch.setattr(symmetric, "FEW_BLOCKS", few)
+    monkeypatch.setattr(push, "PROGRAMS", min(few, 2))
+    ids_dtype = torch.int32 if few == 2 else torch.int64
+    layout = SymmetricLayout(R, T, K * dtype.itemsize, 3)
+    boxes = mailboxes(layout)
+    for epoch in range(4):  # both sets, twice
+        counts = [(T - r - epoch) % (T + 1) for r in range(R)]
+        rows = [torch.randn(M, K).to(dtype) for M in counts]
+        ids = [torch.randint(0, 9, (M, 3), dtype=ids_dtype) for M in counts]
+        if ids_dtype == torch.int64:
+            for these in ids:
+                these[::2, 0] = 2**32 + 5
+                these[1::2, 1] = -(2**40)
+        weights = [torch.rand(M, 3).to(dtype) for M in counts]
+        for out, got_ids, got_weights in gather(boxes, rows, ids, weights):
+            assert torch.equal(out, padded(rows, T, 0))
+            want = padded([i.clamp(-1, 2**31 - 1).int() for i in ids], T, -1)
+            assert torch.equal(got_ids, want)
+            assert torch.equal(got_weights, padded([w.float() for w in weights], T, 0))
+    programs = min(layout.blocks, push.PROGRAMS)
+    for box in boxes:
+        assert box.epochs[:programs].eq(4).all() and box.epochs[programs:].eq(0).all()
+
+
+@pytest.mark.parametrize(
+    ("R", "T", "K", "dtype", "few"),
+    [
+        (2, 3, 32, torch.float16, 128),  # the interpreter cuts off bits of bf16
+        (4, 5, 40, torch.float16, 2),
+        (2, 19, 9, torch.float32, 1),
+    ],
+)
+def test_sums_are_in_the_order_of_ranks(R, T, K, dtype, few, monkeypatch):
+    monkeypatch.setattr(symmetric, "FEW_BLOCKS", few)
+    monkeypatch.setattr(push, "PROGRAMS", min(few, 2))
+    boxes = mailboxes(SymmetricLayout(R, T, K * dtype.itemsize))
+    for epoch in range(3):
+        counts = [(T - r - epoch) % (T + 1) for r in range(R)]
+        rows = [torch.randn(R * T, K).to(dtype) for _ in range(R)]
+        for r, scale in enumerate((1, 2**-8, -1, 2**-9)[:R]):  # which order, tells
+            rows[r][:, 0] *= scale
+        for r, out in enumerate(reduce(boxes, rows, counts)):
+            want = torch.zeros(counts[r], K)
+            for share in rows:
+                want += share[r * T : r * T + counts[r]].float()
+            assert torch.equal(out, want.to(dtype))
+
+
+def test_the_stand_in_reads_what_kernels_sent():
+    """Layout, flags and epochs of the one are those of the other."""
+    R, T, K, top_k = 3, 5, 24, 2
+    boxes = mailboxes(SymmetricLayout(R, T, K * 2, top_k))
+    rows = [torch.randn(T - r, K).to(torch.bfloat16) for r in range(R)]
+    ids = [torch.randint(0, 9, (T - r, top_k)) for r in range(R)]
+    weights = [torch.rand(T - r, top_k) for r in range(R)]
+    wanted = gather(boxes, rows, ids, weights)
+    for box in boxes:
+        box.epochs.zero_()  # once more, with the flags that are set
+    for r, box in enumerate(boxes):
+        outs = [torch.empty_like(t) for t in wanted[r]]
+        stand_in.push_rows(*outs, rows[r], ids[r], weights[r], box, 0.1)
+        assert all(torch.equal(got, want) for got, want in zip(outs, wanted[r], strict=True))
+
+
+def test_a_rank_that_sends_nothing_is_given_up(monkeypatch):
+    from triton.runtime.interpreter import interpreter_builder
+
+    # the interpreter leaves out assertions, whatever a launch says
+    options = replace(interpreter_builder.options, debug=True)
+    monkeypatch.setattr(interpreter_builder, "options", options)
+    boxes = mailboxes(SymmetricLayout(2, 3, 32))
+    rows, out = torch.randn(3, 8), torch.empty(6, 8)
+    with pytest.raises(Exception, match="another rank of the group ended, or did not call"):
+        run(push.push_rows(out, None, None, rows, None, None, boxes[0], SPINS))
+    with pytest.raises(stand_in.Late, match=r"rank 0 sent nothing within 0.01 s"):
+        stand_in.push_sums(torch.empty(3, 8), torch.randn(6, 8), boxes[1], 0.01)
