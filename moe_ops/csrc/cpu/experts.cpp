@@ -25,7 +25,10 @@
 namespace {
 
 constexpr int64_t BLOCK = 128;     // columns of a step
-constexpr int MOST_ROWS = 8;       // rows of x that one decoded weight row meets
+#ifndef MOE_OPS_MOST_ROWS  // fewer compile faster
+#define MOE_OPS_MOST_ROWS 8
+#endif
+constexpr int MOST_ROWS = MOE_OPS_MOST_ROWS;  // rows of x that one decoded weight row meets
 constexpr int TILE = 4;            // weight rows of a tile
 constexpr int PREFETCH = 2 * TILE; // weight rows ahead
 constexpr int64_t RESIDENT = 384 << 10;  // bytes of rows of x that stay in a core's cache
