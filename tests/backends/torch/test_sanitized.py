@@ -46,7 +46,7 @@ def run_tests(library: Path, *arguments: str) -> subprocess.CompletedProcess:
         "ASAN_OPTIONS": "detect_leaks=0",
         "OMP_NUM_THREADS": "2",
     }
-    options = ["-q", "-p", "no:cacheprovider", "-W", "ignore", *arguments]
+    options = ["-q", "-s", "-p", "no:cacheprovider", "-W", "ignore", *arguments]
     command = [sys.executable, "-c", RUN, str(library), *options]
     return subprocess.run(command, env=environment, capture_output=True, text=True)
 
