@@ -265,7 +265,7 @@ def run(a: ExpertsArgs, form: Form) -> None:
         weights = weights.to(torch.float32)
     if expert_map is not None and expert_map.dtype != torch.int64:
         expert_map = expert_map.to(torch.int64)
-    ids, weights, expert_map, *scales = [
+    values = [
         t if t is None or t.is_contiguous() else t.contiguous()
         for t in (
             *(ids, weights, expert_map),
@@ -273,7 +273,8 @@ def run(a: ExpertsArgs, form: Form) -> None:
             *(a.w2_scale, a.w2_zero_point, a.w2_global_scale, a.w2_bias),
         )
     ]
-    tensors = (x, ids, weights, expert_map, a.out, a.w13, *scales[:4], a.w2, *scales[4:])
+    # held until the kernels have run
+    tensors = (x, *values[:3], a.out, a.w13, *values[3:7], a.w2, *values[7:])
     call = CALL.pack(
         *[0 if t is None else t.data_ptr() for t in tensors],
         *(x.stride(0), *ids.shape, torch.get_num_threads()),
