@@ -401,8 +401,9 @@ def plain_activation(gate_up, activation, out):
     out.copy_(activations.apply(gate_up, activation))
 
 
-def tiles_by_rows(a):
-    layer_run(a._replace(batch_invariant=False))
+def tiles_by_rows(a, form):
+    a = a._replace(batch_invariant=False)
+    layer_run(a, layer.form_of(a))
 
 
 layer_run = layer.run

@@ -23,7 +23,7 @@ os.environ.setdefault("TRITON_INTERPRET", "1")  # before triton is imported
 import torch
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
-from moe_ops.backends.torch import cpu
+from moe_ops.backends.torch import cpu, layer
 from tests.fuzz import calls
 from tests.support.interpreter import drop_unread_checks, patch_language_once
 
@@ -65,6 +65,8 @@ def main() -> int:
     print(f"CPU kernels: {cpu.why_not() or cpu._LIBRARY}", flush=True)
     if cpu.why_not() is None:
         print(f"AVX: {ctypes.CDLL(str(cpu._LIBRARY)).moe_ops_cpu_avx(options.avx)}", flush=True)
+        if (kernels := layer.kernels()) is not None:
+            kernels.moe_ops_cpu_experts_avx(options.avx)
     answers: collections.Counter = collections.Counter()
     start, failed = time.monotonic(), 0
     for done in range(0, options.examples, BATCH):

@@ -96,9 +96,10 @@ def _launch_experts(a: ExpertsArgs) -> None:
     if a.out.shape[0] == 0:
         return
     parts, amax_of_x, amax_of_h = chunks(a), None, None
-    if layer.takes(a):
+    form = layer.form_of(a)
+    if form is not None:
         for part in parts:
-            layer.run(part)
+            layer.run(part, form)
         return
     if len(parts) > 1 and _has_one_scale(a.scheme):  # the scales are those of all tokens
         if a.hidden_states_scale is None:

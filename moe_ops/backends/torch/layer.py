@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from typing import Any
+import struct
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -45,6 +46,7 @@ COLUMNS = 32  # K and I are multiples of it
 # two EPYC cores with AVX-512 it took 0.42 of the time at one token, 0.57 at 1 row, 0.93 at 4.
 MOST_ROWS_OF_BF16 = 4
 ALIGNMENT = 64
+_DEVICE = torch.device("cpu")  # the default device may be another one
 
 _pointer, _size, _int = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
 
@@ -61,7 +63,7 @@ class Matrix(ctypes.Structure):
 
 
 class Experts(ctypes.Structure):
-    """struct Experts of csrc/cpu/experts.cpp."""
+    """struct Experts of csrc/cpu/experts.cpp, with zeros where CALL has what it holds."""
 
     _fields_ = [
         *[(name, _pointer) for name in ("x", "ids", "weights", "map", "out")],
@@ -74,19 +76,24 @@ class Experts(ctypes.Structure):
     ]
 
 
+# struct Call of csrc/cpu/experts.cpp: 15 addresses, then x_row, M, top_k and threads
+CALL = struct.Struct("15P4q")
+
+
 @functools.cache
 def kernels() -> Any:
     """The kernels, or None where they do not run."""
     library = cpu.library()
-    if library is None or not hasattr(library, "moe_ops_cpu_experts_avx"):
+    if library is None or not hasattr(library, "moe_ops_cpu_experts_run"):
         return None
     if not library.moe_ops_cpu_experts_avx(512):  # the widest that it may use
         return None
-    if library.moe_ops_cpu_experts_struct_bytes() != ctypes.sizeof(Experts):
+    if library.moe_ops_cpu_experts_struct_bytes() != ctypes.sizeof(Experts) + CALL.size:
         return None  # built from another version
-    library.moe_ops_cpu_experts_scratch.restype = ctypes.c_int64
-    library.moe_ops_cpu_experts.argtypes = [_pointer, _pointer]
-    library.moe_ops_cpu_experts.restype = None
+    library.moe_ops_cpu_experts_scratch.argtypes = [_pointer, ctypes.c_char_p]
+    library.moe_ops_cpu_experts_scratch.restype = _size
+    library.moe_ops_cpu_experts_run.argtypes = [_pointer, ctypes.c_char_p, _pointer]
+    library.moe_ops_cpu_experts_run.restype = None
     return library
 
 
@@ -133,22 +140,29 @@ def _groups(desc: QuantDesc) -> int:
     return 128 // cols if desc.group.rows == 1 and cols in (32, 64, 128) else 0
 
 
-def takes(a: ExpertsArgs) -> bool:
-    """Whether the kernels run a call."""
-    return (
-        kernels() is not None
-        and a.out.device.type == "cpu"
-        and a.out.dtype == a.hidden_states.dtype == torch.bfloat16
-        and a.hidden_states_scale is None
-        and not a.router_weight_on_input
-        and a.activation in ACTIVATIONS
-        and _decoder(a.scheme) != ""
-        and all([n > 0 and n % COLUMNS == 0 for n in (a.out.shape[1], _logical_columns(a.w2))])
-        and all([_readable(weight) for weight in (a.w13, a.w2)])
-        and all([s is None or s.dtype in _SCALE_TYPES for s in (a.w13_scale, a.w2_scale)])
-        and all([b is None or b.dtype in _TYPES for b in (a.w13_bias, a.w2_bias)])
-        and (a.scheme != "" or _few_bf16(a))
-        and a.out.is_contiguous()
+class Form(NamedTuple):
+    """What calls that differ in values, addresses and M have in common."""
+
+    experts: Experts
+    address: int  # of experts
+    run: Any  # of the kernels
+    scratch: Any
+
+
+def form_of(a: ExpertsArgs) -> Form | None:
+    """The form of a call that the kernels run, else None."""
+    if kernels() is None or not a.scheme and not _few_bf16(a):
+        return None
+    x, out = a.hidden_states, a.out
+    return _form(
+        a.scheme,
+        out.is_cpu and out.is_contiguous() and a.hidden_states_scale is None,
+        x.dtype,
+        out.dtype,
+        (a.activation, a.alpha, a.beta, a.limit, a.router_weight_on_input, a.batch_invariant),
+        _facts(a.w13, a.w13_scale, a.w13_zero_point, a.w13_bias),
+        _facts(a.w2, a.w2_scale, a.w2_zero_point, a.w2_bias),
+        0 if a.expert_map is None else a.expert_map.shape[0],
     )
 
 
@@ -159,50 +173,115 @@ def _few_bf16(a: ExpertsArgs) -> bool:
     return few and a.w13.dtype == a.w2.dtype == torch.bfloat16
 
 
+class _Facts(NamedTuple):
+    """Of a weight."""
+
+    dtype: torch.dtype
+    shape: torch.Size
+    stride: tuple[int, ...]
+    scale: tuple[torch.dtype, torch.Size] | None
+    zero_point: torch.Size | None
+    bias: torch.dtype | None
+
+
+def _facts(
+    weight: Tensor, scale: Tensor | None, zero_point: Tensor | None, bias: Tensor | None
+) -> _Facts:
+    return _Facts(
+        weight.dtype,
+        weight.shape,
+        weight.stride(),
+        None if scale is None else (scale.dtype, scale.shape),
+        None if zero_point is None else zero_point.shape,
+        None if bias is None else bias.dtype,
+    )
+
+
+@functools.lru_cache(maxsize=1024)
+def _form(
+    scheme: str,
+    plain: bool,
+    dtype: torch.dtype,
+    out_dtype: torch.dtype,
+    options: tuple,
+    w13: _Facts,
+    w2: _Facts,
+    mapped: int,
+) -> Form | None:
+    activation, alpha, beta, limit, router_weight_on_input, batch_invariant = options
+    decoder, (E, K, _) = _decoder(scheme), w2.shape
+    I = w2.shape[2] * (2 if w2.dtype == torch.uint8 else 1)  # noqa: E741
+    if (
+        not (plain and dtype == out_dtype == torch.bfloat16)
+        or router_weight_on_input
+        or activation not in ACTIVATIONS
+        or decoder == ""
+        or not all([_readable(weight) for weight in (w13, w2)])
+        or not all([n > 0 and n % COLUMNS == 0 for n in (K, I)])
+    ):
+        return None
+    groups = _groups(get_scheme(scheme).quantized_weight) if decoder == "int4_any" else 0
+    if groups and all([_is_simple(weight, groups) for weight in (w13, w2)]):
+        decoder = "int4"
+    experts = Experts(
+        **{"E": E, "mapped": mapped, "K": K, "I": I},
+        **{"w13": _matrix(w13, groups), "w2": _matrix(w2, groups)},
+        **{"scheme": _DECODERS.index(decoder), "activation": ACTIVATIONS[activation]},
+        **{"interleaved": activation == "swigluoai", "powers": _powers_of_two(scheme)},
+        **{"batch_invariant": batch_invariant, "alpha": alpha, "beta": beta, "limit": limit},
+    )
+    library = kernels()
+    return Form(
+        experts,
+        ctypes.addressof(experts),
+        library.moe_ops_cpu_experts_run,
+        library.moe_ops_cpu_experts_scratch,
+    )
+
+
 _SCALE_TYPES = (*_TYPES, torch.uint8, torch.float8_e8m0fnu, torch.float8_e4m3fn)
 
 
-def _logical_columns(weight: Tensor) -> int:
-    return weight.shape[2] * (2 if weight.dtype == torch.uint8 else 1)
+def _readable(weight: _Facts) -> bool:
+    """Whether the elements of a row lie one after the other, beside scales and a bias of known
+    types.
+    """
+    return (
+        weight.stride[2] == 1
+        and weight.stride[1] >= weight.shape[2]
+        and (weight.scale is None or weight.scale[0] in _SCALE_TYPES)
+        and (weight.bias is None or weight.bias in _TYPES)
+    )
 
 
-def _readable(weight: Tensor) -> bool:
-    """Whether the elements of a row lie one after the other."""
-    return weight.stride(2) == 1 and weight.stride(1) >= weight.shape[2]
-
-
-def run(a: ExpertsArgs) -> None:
-    """A layer, or a chunk of its tokens, that `takes`."""
-    library, decoder = kernels(), _decoder(a.scheme)
-    M, top_k = a.topk_ids.shape
-    x = a.hidden_states if a.hidden_states.stride(1) == 1 else a.hidden_states.contiguous()
-    ids = a.topk_ids.to(torch.int64).contiguous()
-    weights = a.topk_weights.to(torch.float32).contiguous()
-    expert_map = None if a.expert_map is None else a.expert_map.to(torch.int64).contiguous()
-    scales13, scales2 = (
-        [None if t is None else t.contiguous() for t in scales]
-        for scales in (
-            (a.w13_scale, a.w13_zero_point, a.w13_global_scale, a.w13_bias),
-            (a.w2_scale, a.w2_zero_point, a.w2_global_scale, a.w2_bias),
+def run(a: ExpertsArgs, form: Form) -> None:
+    """A layer, or a chunk of its tokens."""
+    x, ids, weights, expert_map = a.hidden_states, a.topk_ids, a.topk_weights, a.expert_map
+    if x.stride(1) != 1:
+        x = x.contiguous()
+    if ids.dtype != torch.int64:
+        ids = ids.to(torch.int64)
+    if weights.dtype != torch.float32:
+        weights = weights.to(torch.float32)
+    if expert_map is not None and expert_map.dtype != torch.int64:
+        expert_map = expert_map.to(torch.int64)
+    values = [
+        t if t is None or t.is_contiguous() else t.contiguous()
+        for t in (
+            *(ids, weights, expert_map),
+            *(a.w13_scale, a.w13_zero_point, a.w13_global_scale, a.w13_bias),
+            *(a.w2_scale, a.w2_zero_point, a.w2_global_scale, a.w2_bias),
         )
+    ]
+    # held until the kernels have run
+    tensors = (x, *values[:3], a.out, a.w13, *values[3:7], a.w2, *values[7:])
+    call = CALL.pack(
+        *[0 if t is None else t.data_ptr() for t in tensors],
+        *(x.stride(0), *ids.shape, torch.get_num_threads()),
     )
-    groups = _groups(get_scheme(a.scheme).quantized_weight) if decoder == "int4_any" else 0
-    w13, w2 = _matrix(a.w13, groups, *scales13), _matrix(a.w2, groups, *scales2)
-    if groups and all([_is_simple(m) for m in (w13, w2)]):
-        decoder = "int4"
-    call = Experts(
-        *(x.data_ptr(), ids.data_ptr(), weights.data_ptr(), _address(expert_map)),
-        *(a.out.data_ptr(), x.stride(0), M, top_k, a.w13.shape[0]),
-        *(0 if expert_map is None else expert_map.numel(), a.out.shape[1]),
-        *(_logical_columns(a.w2), w13, w2, _DECODERS.index(decoder)),
-        *(ACTIVATIONS[a.activation], a.activation == "swigluoai", torch.get_num_threads()),
-        *(_powers_of_two(a.scheme), a.batch_invariant, a.alpha, a.beta, a.limit),
-    )
-    of_call = ctypes.byref(call)
-    needed = library.moe_ops_cpu_experts_scratch(of_call)
-    # a default device may be another one
-    scratch = torch.empty(needed + ALIGNMENT, dtype=torch.uint8, device="cpu")
-    library.moe_ops_cpu_experts(of_call, -(-scratch.data_ptr() // ALIGNMENT) * ALIGNMENT)
+    needed = form.scratch(form.address, call)
+    scratch = torch.empty(needed + ALIGNMENT, dtype=torch.uint8, device=_DEVICE)
+    form.run(form.address, call, -(-scratch.data_ptr() // ALIGNMENT) * ALIGNMENT)
 
 
 @functools.cache
@@ -211,36 +290,28 @@ def _powers_of_two(scheme: str) -> bool:
     return tokens is not None and tokens.powers_of_two
 
 
-def _address(tensor: Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()
-
-
-def _is_simple(matrix: Matrix) -> bool:
+def _is_simple(weight: _Facts, groups: int) -> bool:
     """Whether int4 weights have a bf16 scale for 128 columns and no zero points."""
-    return matrix.groups == 1 and matrix.scale_type == 0 and not matrix.zero_point
+    bf16 = weight.scale is not None and weight.scale[0] == torch.bfloat16
+    return groups == 1 and bf16 and weight.zero_point is None
 
 
-def _matrix(
-    weight: Tensor,
-    groups: int,
-    scale: Tensor | None,
-    zero_point: Tensor | None,
-    global_scale: Tensor | None,
-    bias: Tensor | None,
-) -> Matrix:
-    """A weight with its contiguous scales and bias."""
-    size, (expert, row, _) = weight.element_size(), weight.stride()
-    scale_expert = scale_row = scale_type = 0
-    if scale is not None:
-        scale_type, of_scale = _TYPES.get(scale.dtype, 0), scale.element_size()
-        if scale.dim() == 3:
-            scale_expert, scale_row = [of_scale * stride for stride in scale.stride()[:2]]
-        elif scale.shape[0] > 1:
-            scale_expert = of_scale
-    return Matrix(
-        *(weight.data_ptr(), _address(scale), _address(zero_point), _address(global_scale)),
-        *(_address(bias), expert * size, row * size, scale_expert, scale_row),
-        *((0, 0) if zero_point is None else zero_point.stride()[:2]),
-        *(0 if bias is None else bias.shape[1], groups, scale_type),
-        0 if bias is None else _TYPES[bias.dtype],
-    )
+def _matrix(weight: _Facts, groups: int) -> Matrix:
+    """A weight beside contiguous scales and bias."""
+    size, rows = weight.dtype.itemsize, weight.shape[1]
+    expert, row, _ = weight.stride
+    found = Matrix(expert=expert * size, row=row * size, groups=groups, bias_expert=rows)
+    if weight.scale is not None:
+        dtype, shape = weight.scale
+        found.scale_type = _TYPES.get(dtype, 0)
+        if len(shape) == 3:
+            found.scale_expert = shape[1] * shape[2] * dtype.itemsize
+            found.scale_row = shape[2] * dtype.itemsize
+        elif shape[0] > 1:
+            found.scale_expert = dtype.itemsize
+    if weight.zero_point is not None:
+        found.zero_expert = weight.zero_point[1] * weight.zero_point[2]
+        found.zero_row = weight.zero_point[2]
+    if weight.bias is not None:
+        found.bias_type = _TYPES[weight.bias]
+    return found

@@ -25,7 +25,10 @@
 namespace {
 
 constexpr int64_t BLOCK = 128;     // columns of a step
-constexpr int MOST_ROWS = 8;       // rows of x that one decoded weight row meets
+#ifndef MOE_OPS_MOST_ROWS  // fewer compile faster
+#define MOE_OPS_MOST_ROWS 8
+#endif
+constexpr int MOST_ROWS = MOE_OPS_MOST_ROWS;  // rows of x that one decoded weight row meets
 constexpr int TILE = 4;            // weight rows of a tile
 constexpr int PREFETCH = 2 * TILE; // weight rows ahead
 constexpr int64_t RESIDENT = 384 << 10;  // bytes of rows of x that stay in a core's cache
@@ -41,7 +44,7 @@ struct Matrix {
     int32_t bias_type;
 };
 
-struct Experts {  // struct Experts of backends/torch/layer.py
+struct Experts {  // struct Experts of backends/torch/layer.py, which leaves 0 what is in Call
     const uint16_t* x;       // (M, K) bf16, rows at x_row elements
     const int64_t* ids;      // (M, top_k)
     const float* weights;    // (M, top_k)
@@ -53,6 +56,33 @@ struct Experts {  // struct Experts of backends/torch/layer.py
     int32_t batch_invariant;  // the bits of a token's row do not depend on other rows
     float alpha, beta, limit;
 };
+
+// What calls of one form differ in: struct Call of backends/torch/layer.py.
+struct Call {
+    struct Addresses {
+        const uint8_t *data, *scale, *zero_point;
+        const float* global;
+        const void* bias;
+    };
+    const uint16_t* x;
+    const int64_t* ids;
+    const float* weights;
+    const int64_t* map;
+    uint16_t* out;
+    Addresses w13, w2;
+    int64_t x_row, M, top_k, threads;
+};
+
+Experts filled(Experts form, const Call& call) {
+    auto take = [](Matrix& m, const Call::Addresses& at) {
+        m.data = at.data, m.scale = at.scale, m.zero_point = at.zero_point, m.global = at.global, m.bias = at.bias;
+    };
+    form.x = call.x, form.ids = call.ids, form.weights = call.weights, form.map = call.map, form.out = call.out;
+    form.x_row = call.x_row, form.M = call.M, form.top_k = call.top_k, form.threads = int32_t(call.threads);
+    take(form.w13, call.w13);
+    take(form.w2, call.w2);
+    return form;
+}
 
 struct Weight {  // of one expert
     const uint8_t *data, *scale, *zero_point;
@@ -307,12 +337,17 @@ int moe_ops_cpu_experts_avx(int most) {
     return avx = has ? 2 : 0;
 }
 
-int64_t moe_ops_cpu_experts_struct_bytes() { return sizeof(Experts); }
+int64_t moe_ops_cpu_experts_struct_bytes() { return sizeof(Experts) + sizeof(Call); }
 
-// Bytes of scratch memory that a call needs, at a multiple of 64.
-int64_t moe_ops_cpu_experts_scratch(const Experts* a) { return entry(*a).bytes(*a); }
+// `form`: what calls have in common, 0 where they differ. Bytes of scratch memory that a call needs, at a
+// multiple of 64.
+int64_t moe_ops_cpu_experts_scratch(const Experts* form, const Call* call) {
+    return entry(*form).bytes(filled(*form, *call));
+}
 
-void moe_ops_cpu_experts(const Experts* a, void* scratch) { entry(*a).run(*a, (uint8_t*)scratch); }
+void moe_ops_cpu_experts_run(const Experts* form, const Call* call, void* scratch) {
+    entry(*form).run(filled(*form, *call), (uint8_t*)scratch);
+}
 }
 #else
 extern "C" int moe_ops_cpu_experts_avx(int) { return 0; }

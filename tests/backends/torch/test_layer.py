@@ -40,7 +40,7 @@ def native(monkeypatch) -> Iterator[list]:
     """The calls that ran here, with NaN in memory that was not written before."""
     calls: list = []
     threads = torch.get_num_threads()
-    monkeypatch.setattr(layer, "run", lambda a: (calls.append(a), RUN(a)))
+    monkeypatch.setattr(layer, "run", lambda a, form: (calls.append(a), RUN(a, form)))
     torch.use_deterministic_algorithms(True)  # fills what torch.empty makes
     yield calls
     torch.use_deterministic_algorithms(False)
@@ -123,7 +123,7 @@ def test_quantized_activations_are_those_of_plain_torch(native, monkeypatch, sch
             x[3], x[4, 1], x[5] = 0, math.nan, 1e-38
         outs = [run(x, w13, w2, router, ids).double()]
         with monkeypatch.context() as patch:
-            patch.setattr(layer, "takes", lambda a: False)
+            patch.setattr(layer, "form_of", lambda a: None)
             outs.append(run(x, w13, w2, router, ids).double())
         assert torch.equal(outs[0].isnan(), outs[1].isnan())
         assert error(*[out.nan_to_num() for out in outs]) < 3e-3, M
@@ -406,4 +406,5 @@ def test_no_copy_of_a_weight_is_made(native):
 
 def test_structs_are_those_of_the_kernels():
     library = ctypes.CDLL(str(layer.cpu._LIBRARY))
-    assert library.moe_ops_cpu_experts_struct_bytes() == ctypes.sizeof(layer.Experts)
+    of_structs = ctypes.sizeof(layer.Experts) + layer.CALL.size
+    assert library.moe_ops_cpu_experts_struct_bytes() == of_structs
