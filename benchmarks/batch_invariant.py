@@ -68,7 +68,7 @@ FUZZED = (
 FUZZ_TOKENS = (*range(1, 18), 32, 64, 256, 1024, 4096)
 ROUTINGS = ("uniform", "zipf", "one expert", "padding")
 COSTS = (("qwen3", ""), ("qwen3", "fp8_block"), ("qwen3", "int4_w4a16:g128"))
-COSTS += (("mixtral", ""), ("mixtral", "fp8_block"))
+COSTS += (("mixtral", ""), ("mixtral", "fp8_block"), ("dsv3", ""), ("dsv3", "fp8_block"))
 COST_TOKENS = (1, 8, 64, 1024, 4096)
 
 

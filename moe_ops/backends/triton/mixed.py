@@ -66,7 +66,9 @@ def experts(a: ExpertsArgs) -> None:
     w13, w2 = _weights(a, gpu)
     rounding = rounding_of(a.scheme)
     dtype = x.dtype if rounding is None else rounding.dtype
-    if a.batch_invariant:
+    if a.batch_invariant and _runs_wgmma(a, w13, w2, dtype, rounding):
+        config = configs.wgmma_for_any_batch(M * top_k, w2.E, K, w2.K, w2.format.bits)
+    elif a.batch_invariant:
         facts = (w2.format.bits, dtype, False, gpu.shared_memory)
         config = configs.for_any_batch(M * top_k, w2.E, K, w2.K, *facts)
     else:
@@ -90,6 +92,21 @@ def experts(a: ExpertsArgs) -> None:
     run_in_chunks(a, parts, lambda part, *how: _mma_launches(part, *layer, *how), behind, gpu)
 
 
+def _runs_wgmma(
+    a: ExpertsArgs,
+    w13: MixedOperand,
+    w2: MixedOperand,
+    dtype: torch.dtype,
+    rounding: Rounding | None,
+) -> bool:
+    """Whether the kernels of sm90_wgmma.py can run a layer."""
+    if not configs.on_sm90(a.hidden_states.get_device()):
+        return False
+    if rounding is not None and rounding.SCALE != "row":
+        return False
+    return sm90_wgmma().why_not(w13, w2, dtype, (a.workspace13, a.workspace2)) is None
+
+
 def _config(
     a: ExpertsArgs,
     w13: MixedOperand,
@@ -99,13 +116,12 @@ def _config(
     gpu: Gpu,
 ) -> LayerConfig:
     """The config of a layer, by the number of tokens."""
-    (M, top_k), K, device = a.topk_ids.shape, a.out.shape[1], a.hidden_states.get_device()
+    (M, top_k), K = a.topk_ids.shape, a.out.shape[1]
     wgmma = one_token = False
     if M == 1 and rounding is None:
         one_token = gemv.why_not(w13, w2) is None
-    elif configs.on_sm90(device) and (rounding is None or rounding.SCALE == "row"):
-        spaces = (a.workspace13, a.workspace2)
-        wgmma = sm90_wgmma().why_not(w13, w2, dtype, spaces) is None
+    else:
+        wgmma = _runs_wgmma(a, w13, w2, dtype, rounding)
     prepared = a.layout != ""
     config = configs.for_experts(
         *(M, top_k, w2.E, K, w2.K, dtype, gpu, a.scheme, w2.format.bits),

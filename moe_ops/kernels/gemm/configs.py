@@ -127,6 +127,7 @@ def _for_experts(
     gated: bool,
     tma: bool = False,
     gemv: bool = False,
+    batch_invariant: bool = False,
     tables: bool = True,
 ) -> LayerConfig:
     facts = (dtype.itemsize, M == 1, gpu.shared_memory, *scales, gated, tma)
@@ -141,22 +142,32 @@ def _for_experts(
     # The workspace of many rows has no room for h in fp32.
     room = config.h_in_fp32 == base.h_in_fp32 or scales[1] == "group" and M * top_k <= FEW_ROWS * E
     can_run = (tma or config.kernel != SM90_TMA) and (gemv or config.kernel != GEMV)
+    if batch_invariant and scales[0]:
+        can_run = can_run and _has_wgmma_of_blocks(config)
     return config if room and can_run else base
+
+
+def _has_wgmma_of_blocks(config: LayerConfig) -> bool:
+    """Whether an SM90 multiplies e4m3 operands by wgmma in these tiles. mma.sync, which takes
+    their place in smaller ones, gave other bits; in bf16 both gave the same.
+    """
+    gemms = (config.gemm1, config.gemm2)
+    return all([gemm.num_warps >= 4 and gemm.block_n >= 64 for gemm in gemms])
 
 
 def for_experts(*problem: Any) -> LayerConfig:
     """Config of an expert layer: the one measured for its shape on its GPU, else that of `choose`.
 
-    Arguments: M, top_k, E, K, I, dtype, Gpu, scheme, scales, gated, and whether the kernels of
-    sm90_tma.py and of gemv.py can run.
+    Arguments: M, top_k, E, K, I, dtype, Gpu, scheme, scales, gated, whether the kernels of
+    sm90_tma.py and of gemv.py can run, and whether all M must give the same bits.
     """
     return find(_for_experts, problem)
 
 
 def same_bits_in_all_tiles(weight_scale: str, itemsize: int) -> bool:
     """Whether the kernels of sm80_mma.py and sm90_tma.py give the same bits with all tiles: plain
-    products of 16 bits, and those of blocks of 128 x 128, as an H100 showed
-    (benchmarks/batch_invariant.py). Arguments as of `choose`.
+    products of 16 bits, and those of blocks of 128 x 128 in tiles of `_has_wgmma_of_blocks`, as
+    an H100 showed (benchmarks/batch_invariant.py). Arguments as of `choose`.
     """
     return itemsize == 2 and weight_scale in ("", "block")
 

@@ -169,6 +169,35 @@ def for_any_batch(rows: int, *problem) -> LayerConfig:
     return find(_of_any_batch, problem)._replace(sort_chunk=sort_chunk(rows))
 
 
+def wgmma_for_any_batch(
+    rows: int,
+    groups: int,
+    K: int,
+    I: int,  # noqa: E741
+    bits: int,
+) -> LayerConfig:
+    """Config of sm90_wgmma.py under `batch_invariant`, for any number of rows: its tiles give the
+    same bits (benchmarks/batch_invariant.py), sums that SPLIT_K programs share do not.
+    """
+    return find(_wgmma_of_any_batch, (rows, groups, K, I, bits))
+
+
+def _wgmma_of_any_batch(
+    rows: int,
+    groups: int,
+    K: int,
+    I: int,  # noqa: E741
+    bits: int,
+    tables: bool = True,
+) -> LayerConfig:
+    chosen = _wgmma(rows, groups, K, I, bits, sort_chunk(rows))
+    if chosen.split_k > 1 and rows < groups and bits == 4 and I % 256 == 0:
+        # as few programs as SPLIT_K is for: narrower tiles instead. On an H100 Qwen3 in int4 took
+        # 14.8 us at M = 1, 16.4 with the wider ones.
+        chosen = chosen._replace(gemm2=GemmConfig(64, 256, 2, 4))
+    return chosen._replace(split_k=1)
+
+
 def _gemv_k(columns: int, bits: int, num_warps: int, loads: int = 1) -> int:
     """BLOCK_K of which every thread loads `loads` times 16 bytes, or less if a row is shorter."""
     return min(4096 // bits * num_warps * loads, 1 << (columns - 1).bit_length())
@@ -299,9 +328,20 @@ def choose_wgmma(
     them, and 506, 849, 1583 and 3114 us with these; in fp8 990, 1335, 2322 and 4165 us with them,
     and 850, 1412, 2485 and 5011 us with these.
     """
-    average = rows / groups
-    if bits == 8 and average > MAX_ROWS_OF_8_BITS:
+    if bits == 8 and rows / groups > MAX_ROWS_OF_8_BITS:
         return None
+    return _wgmma(rows, groups, K, I, bits, chunk)
+
+
+def _wgmma(
+    rows: int,
+    groups: int,
+    K: int,
+    I: int,  # noqa: E741
+    bits: int,
+    chunk: int,
+) -> LayerConfig:
+    average = rows / groups
     block_m = 8 if average <= 4 else 16 if average <= 10 else 32 if average <= 22 else 64
 
     def gemm(columns: int, few: bool) -> GemmConfig:
