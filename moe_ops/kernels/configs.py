@@ -25,9 +25,9 @@ SM80_MMA, SM90_TMA, SM90_WGMMA, GEMV = "sm80_mma", "sm90_tma", "sm90_wgmma", "ge
 
 
 # Under `batch_invariant` kernel, tiles and order of the sums are those of so many rows an expert,
-# however many there are: a tile of 32 tokens, which wastes little of decoding and of prefilling.
-# On an H100 tiles of 16 to 128 tokens gave the same bits in bf16 and fp8_block, of int4 those of 8
-# and 16 alone (benchmarks/batch_invariant.py).
+# however many there are, where tiles have not been shown to give the same bits
+# (`same_bits_in_all_tiles`, `wgmma_for_any_batch`): a tile of 32 tokens, which wastes little of
+# decoding and of prefilling.
 ROWS_OF_ANY_BATCH = 16
 
 
