@@ -292,9 +292,6 @@ def num_devices(parallel: ParallelConfig) -> int:
 
 
 def _why_not_at_all(parallel: ParallelConfig) -> list[str]:
-    reasons = []
     if num_devices(parallel) == 1:
-        reasons.append("it has one device; pass the sizes of more, or leave the group out")
-    if parallel.enable_eplb:
-        reasons.append("enable_eplb is True; a replicated expert would be counted twice")
-    return reasons
+        return ["it has one device; pass the sizes of more, or leave the group out"]
+    return []

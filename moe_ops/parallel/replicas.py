@@ -6,8 +6,9 @@ physical ids may be replicas of one expert.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -168,6 +169,22 @@ class Replicas(nn.Module):
         self.offset = offset
         for name, values in zip(("physical_ids", "counts"), _tables(placement), strict=True):
             self.register_buffer(name, values)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Replicas:
+        """to_empty() too keeps the tables, which are no weights."""
+        before = dict(self._buffers)
+        super()._apply(fn, recurse)
+        for name, old in before.items():
+            new = self._buffers[name]
+            if old is not None and new is not None and new is not old and not new.is_meta:
+                new.copy_(old)
+        return self
+
+    def _load_from_state_dict(self, state_dict: dict, prefix: str, *others: Any) -> None:
+        """A state dict without tables, of weights in the slots of this placement, leaves it."""
+        for name, buffer in self._buffers.items():
+            state_dict.setdefault(prefix + name, buffer)
+        super()._load_from_state_dict(state_dict, prefix, *others)
 
     @property
     def placement(self) -> ReplicatedPlacement:
