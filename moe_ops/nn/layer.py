@@ -25,13 +25,14 @@ from moe_ops import activations
 from moe_ops import batch_invariance as switch
 from moe_ops.activations import Activation
 from moe_ops.backends import check_backend
-from moe_ops.checks import check_number, check_size, check_tensor
+from moe_ops.checks import autocasting, check_number, check_size, check_tensor
 from moe_ops.experts import fused_experts
 from moe_ops.meta.workspace import maximum
 from moe_ops.nn.config import MoEConfig
 from moe_ops.nn.lora import ExpertsLoRA
 from moe_ops.nn.modules import Experts, Gate, SharedExpert, expert_map_on_host
 from moe_ops.ops.memory import refuse_lost
+from moe_ops.parallel import wire
 from moe_ops.parallel.agreement import check_agreement
 from moe_ops.parallel.dispatch import Dispatcher, make_dispatcher
 from moe_ops.parallel.replicas import Replicas, ReplicatedPlacement, balanced
@@ -486,9 +487,22 @@ class MoELayer(nn.Module):
         if replicas is not None:
             _refuse_training(self.experts)
             ids = replicas(ids)
+        quantized: dict[str, Any] = {}
         if self.dispatcher is not None:
             _refuse_batch_invariance(self.batch_invariant)
-            rows, ids, weights = self.dispatcher.dispatch(x, ids, topk_weights)
+            if self._sends_quantized(x, topk_weights):
+                sent = wire.quantize_rows(x, self.experts.w13)
+                send: Any = self.dispatcher
+                rows, scale, ids, weights = send.dispatch_quantized(
+                    sent.q, sent.scale, ids, topk_weights
+                )
+                quantized = {
+                    "hidden_states_scale": scale,
+                    "hidden_states_global_scale": sent.global_scale,
+                    "out_dtype": x.dtype,
+                }
+            else:
+                rows, ids, weights = self.dispatcher.dispatch(x, ids, topk_weights)
         out = fused_experts(
             rows,
             self.experts.w13,
@@ -505,10 +519,27 @@ class MoELayer(nn.Module):
             adapters=None if lora is None else lora.adapter(),
             backend=self.backend,
             batch_invariant=self.batch_invariant,
+            **quantized,
         )
         if self.dispatcher is not None:
             out = self.dispatcher.combine(out, x.shape[0])
         return out, router_logits, topk_ids
+
+    def _sends_quantized(self, x: Tensor, topk_weights: Tensor) -> bool:
+        """Whether tokens travel as their experts' scheme quantizes them.
+
+        Not where gradients are recorded, which do not flow through quantized rows, nor where the
+        experts would have other values to quantize.
+        """
+        if not getattr(self.dispatcher, "send_quantized", False) or self.router_weight_on_input:
+            return False
+        if getattr(self, "lora", None) is not None or autocasting(x.device):
+            return False
+        experts = self.experts
+        parts = (x, topk_weights, experts.w13_bias, experts.down_proj_bias)
+        if torch.is_grad_enabled() and any([t is not None and t.requires_grad for t in parts]):
+            return False
+        return wire.why_not_quantized(experts.w13, x.shape[1], self.backend) is None
 
 
 def load_balancing_loss(

@@ -22,6 +22,7 @@ from torch import Tensor
 import moe_ops
 import moe_ops.tensors  # noqa: F401 - with torchao, once for all processes
 from moe_ops.nn.rebalance import rebalance
+from moe_ops.parallel import wire
 from moe_ops.parallel.columns import shard_w2, shard_w13
 from moe_ops.parallel.dispatch import DISPATCHERS
 from moe_ops.parallel.dispatchers import AllGatherReduceScatter, AllReduce, AllToAll
@@ -36,6 +37,20 @@ ROUTINGS = ("even", "one rank without tokens", "one expert", "ids out of range")
 # CPU rounds gate and up where experts have many rows, and h.
 BF16, FP32 = 2**-7, 1e-6
 KINDS = tuple(DISPATCHERS.values())
+# scheme -> bytes of a row of H columns and its scales that travel
+QUANTIZED_ROWS = {
+    "fp8_block": H + 4,
+    "fp8_channel": H + 4,
+    "fp8_tensor": 2 * H,  # whose one scale is that of the rows at the experts
+    "fp8_tensor_static": H,
+    "int8_w8a8": H + 4,
+    "mxfp8": H + H // 32,
+    "mxfp4": H // 2 + H // 32,
+    "mxfp6_e3m2": H * 3 // 4 + H // 32,
+    "mxfp4_w4a8": H + 4,
+    "nvfp4": H // 2 + H // 16,
+    "int4_w4a16": 2 * H,
+}
 # NVLink multicast can take the GPUs of a host out of service
 WITHOUT_MULTICAST = {
     "NCCL_NVLS_ENABLE": "0",
@@ -521,6 +536,79 @@ def replicated_layer(
         return moe_ops.MoELayer.from_config(config, group=dist.group.WORLD, **options).eval()
 
 
+class Counting:
+    """A dispatcher that keeps how many bytes of a row of tokens travel to the experts."""
+
+    def __init__(self, dispatcher: object) -> None:
+        self.inner, self.row_bytes = dispatcher, 0
+        self.send_quantized = dispatcher.send_quantized
+        self.combine = dispatcher.combine
+
+    def dispatch(self, x: Tensor, *others: Tensor) -> tuple:
+        self.row_bytes = x.nbytes // max(len(x), 1)
+        return self.inner.dispatch(x, *others)
+
+    def dispatch_quantized(self, q: Tensor, scale: Tensor, *others: Tensor) -> tuple:
+        of_row = scale.nbytes // max(len(q), 1) if scale.dim() == 2 else 0
+        self.row_bytes = q.nbytes // max(len(q), 1) + of_row
+        return self.inner.dispatch_quantized(q, scale, *others)
+
+
+def quantized_wire(rank: int, size: int) -> Iterator[tuple[str, float, float]]:
+    """Rows that are quantized before they travel have the bits of those quantized after. Outputs
+    may differ by the order of a sum: on CPUs other kernels take rows that arrive quantized.
+    """
+    config = layer_config(torch.bfloat16, AllGatherReduceScatter)
+    for scheme, expected in QUANTIZED_ROWS.items():
+        known = torch.tensor(0.02) if scheme in ("fp8_tensor_static", "nvfp4") else None
+        w13, w2 = (
+            moe_ops.quantize(w, scheme, activation_scale=known)
+            for w in experts_weights(torch.bfloat16)
+        )
+        for kind in KINDS:
+            own = replace(config, parallel=moe_ops.ParallelConfig(all2all_backend=kind.name))
+            layer = spread_layer(own, rank, size, "linear").eval().requires_grad_(False)
+            for name, weight in (("gate_up_proj", w13), ("down_proj", w2)):
+                part = shard_experts(weight, Placement(E, size), rank)
+                setattr(layer.experts, name, torch.nn.Parameter(part, False))
+            torch.nn.init.normal_(layer.gate.weight, generator=torch.Generator().manual_seed(3))
+            t = tokens("one rank without tokens", rank, size, torch.bfloat16)
+            x = t.x[t.mine]
+            found, first = [], layer.dispatcher
+            for quantized in (True, False):
+                layer.dispatcher = Counting(replace(first, send_quantized=quantized))
+                found.append(layer(x))
+                want = (expected if quantized else 2 * H) if len(x) else 0
+                error = abs(layer.dispatcher.row_bytes - want)
+                yield f"bytes of a row, {scheme}, {kind.name}", float(error), 0.0
+            yield f"by quantized rows, {scheme}, {kind.name}", difference(*found), BF16
+            if expected != 2 * H:
+                sent = wire.quantize_rows(x, w13)
+                routing = t.ids[t.mine], t.weights[t.mine]
+                q, scale, ids, _ = first.dispatch_quantized(sent.q, sent.scale, *routing)
+                there = first.dispatch(x, *routing)[0]
+                want = moe_ops.quantize_activation(there, scheme, known)
+                asked = ids[:, 0] >= 0
+                same = torch.equal(*(r.view(torch.uint8)[asked] for r in (q, want.q)))
+                if scale.dim() == 2:
+                    same &= torch.equal(scale[asked], want.scale[asked])
+                yield f"quantized rows, {scheme}, {kind.name}", float(not same), 0.0
+            nothing = float(found[1].abs().sum() == 0) if len(x) else 0.0
+            yield f"outputs, {scheme}, {kind.name}", nothing, 0.0
+            layer.dispatcher = Counting(first)
+            x = x.clone().requires_grad_()
+            layer(x).sum().backward()  # where gradients are recorded, rows travel as they are
+            error = abs(layer.dispatcher.row_bytes - (2 * H if len(x) else 0))
+            yield f"bytes of a row with gradients, {scheme}, {kind.name}", float(error), 0.0
+            missing = not len(x) or bool(x.grad.abs().sum() > 0)
+            yield f"gradient of x, {scheme}, {kind.name}", float(not missing), 0.0
+        if scheme == "fp8_block" and size == 2:
+            layer.dispatcher = first
+            call = torch.compile(layer, fullgraph=True, backend="aot_eager", dynamic=True)
+            x = t.x[t.mine].clone()
+            yield f"quantized rows, compiled, {scheme}", difference(call(x), layer(x)), 0.0
+
+
 class Columns:
     """This rank's columns of all experts, called as one would call all of them."""
 
@@ -691,7 +779,7 @@ def refused(call: Callable[[], object]) -> str:
 # by number of ranks; compiling takes the most time, and does not depend on it
 ALWAYS = (
     *(forwards, dispatched, sums, gradients, second_gradients, layers),
-    *(columns, shared_tokens, replicated, disagreements),
+    *(columns, shared_tokens, replicated, quantized_wire, disagreements),
 )
 CASES = {2: (*ALWAYS, compiled), 4: (*ALWAYS, faults)}
 
