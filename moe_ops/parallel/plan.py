@@ -209,7 +209,7 @@ def cases(arguments: argparse.Namespace) -> list[Case]:
     Raises:
         ValueError: of the layer, a number of GPUs or hosts, or the routing.
     """
-    layer = costs.Layer(*arguments.shape, arguments.scheme)
+    layer = costs.Layer(*arguments.shape, scheme=arguments.scheme)
     for name in ("tokens", "gpus", "hosts"):
         if min(getattr(arguments, name)) < 1:
             raise ValueError(f"--{name} must be at least 1, got {getattr(arguments, name)}")
@@ -252,8 +252,10 @@ def cases(arguments: argparse.Namespace) -> list[Case]:
 
 def report(chosen: Sequence[Case], tokens: Sequence[int]) -> str:
     """Both tables, and what the numbers rest on."""
-    rows = [HEADER]
-    redundant = [("hosts", "GPUs", "tokens", "us", *[f"+{n}" for n in EXTRA_SLOTS], "pays")]
+    rows: list[tuple[str, ...]] = [HEADER]
+    redundant: list[tuple[str, ...]] = [
+        ("hosts", "GPUs", "tokens", "us", *[f"+{n}" for n in EXTRA_SLOTS], "pays")
+    ]
     for case in chosen:
         for num_tokens in tokens:
             rows += rows_of(case, num_tokens)
