@@ -25,15 +25,17 @@ from moe_ops import activations
 from moe_ops import batch_invariance as switch
 from moe_ops.activations import Activation
 from moe_ops.backends import check_backend
-from moe_ops.checks import check_number, check_size, check_tensor
+from moe_ops.checks import autocasting, check_number, check_size, check_tensor
 from moe_ops.experts import fused_experts
 from moe_ops.meta.workspace import maximum
 from moe_ops.nn.config import MoEConfig
 from moe_ops.nn.lora import ExpertsLoRA
 from moe_ops.nn.modules import Experts, Gate, SharedExpert, expert_map_on_host
 from moe_ops.ops.memory import refuse_lost
+from moe_ops.parallel import wire
 from moe_ops.parallel.agreement import check_agreement
 from moe_ops.parallel.dispatch import Dispatcher, make_dispatcher
+from moe_ops.parallel.replicas import Replicas, ReplicatedPlacement, balanced
 from moe_ops.routing.methods import RoutingMethod, check_method
 from moe_ops.routing.route import router_probabilities
 
@@ -102,6 +104,8 @@ class MoELayer(nn.Module):
             counted. A compiled layer cannot tell: around one, torch.utils.checkpoint counts tokens
             twice, with use_reentrant=False too, unless the checkpoint itself is compiled.
         dispatcher: what sends tokens between ranks, a `Dispatcher`; None: nothing is sent.
+        replicas: which slots of which ranks hold an expert, `Replicas`, in a layer with redundant
+            experts (`from_config` with a group and enable_eplb); else None.
 
     Raises:
         ValueError: a size that is no integer or below 1, an unknown activation, backend, scoring
@@ -207,6 +211,7 @@ class MoELayer(nn.Module):
             local, hidden_size, intermediate_size, self.activation.gated, expert_bias, factory
         )
         self.lora: ExpertsLoRA | None = None
+        self.replicas: Replicas | None = None
         self.shared_expert: SharedExpert | None = None
         self.shared_expert_gate: nn.Linear | None = None
         if shared_expert_intermediate_size:
@@ -251,6 +256,11 @@ class MoELayer(nn.Module):
         (`shard_w13`, `shard_w2`), and all of a shared expert. All ranks of the group construct the
         layer, which compares their configurations, and call it equally often, backwards too.
 
+        With `config.parallel.enable_eplb` each rank has num_local_experts slots, equally many, and
+        experts may be in several of them: `layer.replicas.placement` says which, and
+        `moe_ops.nn.rebalance.rebalance` changes it by the load that the layer counts. Such a layer
+        runs frozen experts: gradients reach tokens, router and shared expert alone.
+
         Args:
             group: all devices of the deployment in the order of `config.parallel.ep_rank`, or of
                 tp_rank without whole experts. Either each has tokens of its own, possibly none
@@ -265,13 +275,14 @@ class MoELayer(nn.Module):
             ValueError: config is no MoEConfig; as the constructor; with tensor parallelism an
                 expert bias, which would be added once per device; a shared expert whose width the
                 number of devices does not divide; or replicated experts without an expert_map.
-                With a group as `make_dispatcher`, an expert_map of your own, or a configuration
-                that is not the same on all of its ranks, naming field and ranks.
+                With a group as `make_dispatcher`, an expert_map of your own, fewer slots than
+                experts, or a configuration that is not the same on all of its ranks, naming field
+                and ranks.
         """
         if not isinstance(config, MoEConfig):
             raise ValueError(f"config must be a moe_ops.MoEConfig, got {type(config).__name__}")
         parallel = config.parallel
-        dispatcher = None
+        dispatcher = slots = None
         if group is not _NO_GROUP:
             refuse_batch_invariance(options.get("batch_invariant"))
             check_agreement(_common_fields(config, {"name": name, **options}), group)
@@ -288,6 +299,8 @@ class MoELayer(nn.Module):
                     "expert_map must be left out with a group; the layer places experts by "
                     "config.parallel.expert_placement"
                 )
+            if parallel.enable_eplb:
+                slots = _first_slots(config)
         same_dtype = config.router_logits_dtype == config.in_dtype
         settings: dict[str, Any] = {
             "activation": config.activation,
@@ -300,7 +313,9 @@ class MoELayer(nn.Module):
         }
         if parallel.use_ep:
             settings["num_local_experts"] = config.num_local_experts
-            if "expert_map" not in options:
+            if slots is not None:  # of experts; `_replicate` makes it one of slots
+                settings["expert_map"] = torch.full((config.num_experts,), -1, device="cpu")
+            elif "expert_map" not in options:
                 settings["expert_map"] = _placed_expert_map(config)
         settings |= options
         # One of the sizes is 1. A rank's own tokens need a whole shared expert.
@@ -327,7 +342,19 @@ class MoELayer(nn.Module):
             **settings,
         )
         layer.dispatcher = dispatcher
+        if slots is not None:
+            layer._replicate(slots, parallel.ep_rank, parallel.num_dispatchers > 1)
         return layer
+
+    def _replicate(self, placement: ReplicatedPlacement, rank: int, own_tokens: bool) -> None:
+        """Hold what a placement has on this rank, in place of each expert once."""
+        self.replicas = Replicas(placement, rank if own_tokens else 0)
+        self.replicas.to(self.gate.weight.device)
+        expert_map = placement.physical.expert_map(rank)
+        self._values["expert_map"] = expert_map
+        self.expert_map = expert_map.to(self.expert_load.device, copy=True)
+        self.track_load = True
+        self.experts.requires_grad_(False)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> MoELayer:
         """to(), to_empty() and the like: buffers keep their values, also through the meta
@@ -419,8 +446,8 @@ class MoELayer(nn.Module):
         `layer.lora = None` takes it away.
 
         Raises:
-            ValueError: the rank is no integer or below 1, the scale is no finite number, or the
-                layer names a backend that has no adapters.
+            ValueError: the rank is no integer or below 1, the scale is no finite number, the
+                layer has replicas of experts, or it names a backend that has no adapters.
         """
         check_size("rank", rank)
         check_number("scale", scale)
@@ -430,6 +457,11 @@ class MoELayer(nn.Module):
             raise ValueError(
                 "backend must be 'auto' or 'torch' for a layer with adapters, got "
                 f"{self.backend!r}"
+            )
+        if getattr(self, "replicas", None) is not None:
+            raise ValueError(
+                "layer must have each expert once to adapt it, got one with replicas; make it "
+                "without enable_eplb"
             )
         experts = self.experts.requires_grad_(False)
         w13, w2 = experts.w13, experts.down_proj
@@ -458,9 +490,26 @@ class MoELayer(nn.Module):
         )
         lora = getattr(self, "lora", None)  # layers that were saved before have none
         rows, ids, weights = x, topk_ids, topk_weights
+        replicas = getattr(self, "replicas", None)
+        if replicas is not None:
+            _refuse_training(self.experts)
+            ids = replicas(ids)
+        quantized: dict[str, Any] = {}
         if self.dispatcher is not None:
             refuse_batch_invariance(self.batch_invariant)
-            rows, ids, weights = self.dispatcher.dispatch(x, topk_ids, topk_weights)
+            if self._sends_quantized(x, topk_weights):
+                sent = wire.quantize_rows(x, self.experts.w13)
+                send: Any = self.dispatcher
+                rows, scale, ids, weights = send.dispatch_quantized(
+                    sent.q, sent.scale, ids, topk_weights
+                )
+                quantized = {
+                    "hidden_states_scale": scale,
+                    "hidden_states_global_scale": sent.global_scale,
+                    "out_dtype": x.dtype,
+                }
+            else:
+                rows, ids, weights = self.dispatcher.dispatch(x, ids, topk_weights)
         out = fused_experts(
             rows,
             self.experts.w13,
@@ -477,10 +526,27 @@ class MoELayer(nn.Module):
             adapters=None if lora is None else lora.adapter(),
             backend=self.backend,
             batch_invariant=self.batch_invariant,
+            **quantized,
         )
         if self.dispatcher is not None:
             out = self.dispatcher.combine(out, x.shape[0])
         return out, router_logits, topk_ids
+
+    def _sends_quantized(self, x: Tensor, topk_weights: Tensor) -> bool:
+        """Whether tokens travel as their experts' scheme quantizes them.
+
+        Not where gradients are recorded, which do not flow through quantized rows, nor where the
+        experts would have other values to quantize.
+        """
+        if not getattr(self.dispatcher, "send_quantized", False) or self.router_weight_on_input:
+            return False
+        if getattr(self, "lora", None) is not None or autocasting(x.device):
+            return False
+        experts = self.experts
+        parts = (x, topk_weights, experts.w13_bias, experts.down_proj_bias)
+        if torch.is_grad_enabled() and any([t is not None and t.requires_grad for t in parts]):
+            return False
+        return wire.why_not_quantized(experts.w13, x.shape[1], self.backend) is None
 
 
 def load_balancing_loss(
@@ -522,6 +588,15 @@ def refuse_batch_invariance(asked: bool | None) -> None:
         )
 
 
+def _refuse_training(experts: Experts) -> None:
+    if torch.is_grad_enabled() and any(p.requires_grad for p in experts.parameters()):
+        raise ValueError(
+            "experts must not require gradients in a layer with replicas: each would have those "
+            "of its own tokens alone. Freeze them, layer.experts.requires_grad_(False), or train "
+            "without enable_eplb"
+        )
+
+
 def _recomputing() -> bool:
     """Whether a backward is running, in which checkpoints call a forward again."""
     # use_reentrant=False alone does not help: such a run stops only after the last saved tensor
@@ -549,6 +624,19 @@ def _placed_expert_map(config: MoEConfig) -> Tensor:
     return config.placement.expert_map(rank)
 
 
+def _first_slots(config: MoEConfig) -> ReplicatedPlacement:
+    """Where replicated experts are before any load is known."""
+    size, slots = config.parallel.ep_size, config.num_local_experts
+    assert slots is not None  # the configuration has set it
+    if size * slots < config.num_experts:
+        raise ValueError(
+            f"num_local_experts must be at least {-(-config.num_experts // size)} with "
+            f"enable_eplb, for {size} ranks of equally many slots and num_experts="
+            f"{config.num_experts}, got {slots}"
+        )
+    return balanced([1.0] * config.num_experts, size, slots)
+
+
 def _common_fields(config: MoEConfig, options: dict[str, Any]) -> dict[str, object]:
     """What all ranks of a dispatcher must have alike, by name."""
     fields: dict[str, object] = {}
@@ -557,7 +645,9 @@ def _common_fields(config: MoEConfig, options: dict[str, Any]) -> dict[str, obje
             fields[field.name] = getattr(part, field.name)
     for name in [name for name in fields if name.endswith("_rank")]:
         del fields[name]
-    del fields["num_local_experts"], fields["parallel"]
+    if not config.parallel.enable_eplb:  # else as many slots on each
+        del fields["num_local_experts"]
+    del fields["parallel"]
     for name, value in options.items():  # of others, such as callables, repr has an address
         plain = isinstance(value, (str, int, float, torch.dtype, Activation))
         fields[name] = value if plain or value is None else type(value).__name__

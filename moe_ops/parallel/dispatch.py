@@ -34,6 +34,9 @@ class Dispatcher(Protocol):
     Attributes:
         name: what `ParallelConfig.all2all_backend` calls it, or "all_reduce".
         max_num_tokens: T, the most tokens that one rank passes in one call.
+
+    One with an attribute `send_quantized` that is True also has `dispatch_quantized(q, scale,
+    topk_ids, topk_weights)`, as `AllGatherReduceScatter` has it.
     """
 
     name: ClassVar[str]
@@ -83,7 +86,7 @@ def make_dispatcher(
         group: the ranks that hold experts, in the order of ep_rank, or of tp_rank without experts
             that are whole.
         max_num_tokens: T, the most tokens that one rank passes in one call.
-        options: reduce_dtype and label of the dispatcher.
+        options: reduce_dtype, label and send_quantized of the dispatcher.
 
     Raises:
         ValueError: a name without a dispatcher here, a deployment that it cannot serve, with every

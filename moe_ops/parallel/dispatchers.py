@@ -87,6 +87,8 @@ class PaddedDispatcher(_Dispatcher):
     A rank holds some of the experts, or with tensor parallelism its columns of all of them.
     """
 
+    send_quantized: bool = field(default=True, kw_only=True)
+
     @staticmethod
     def why_not(parallel: ParallelConfig) -> list[str]:
         """Every reason why this dispatcher cannot serve such a deployment; none: it can."""
@@ -124,15 +126,50 @@ class PaddedDispatcher(_Dispatcher):
                 max_num_tokens; nothing was sent then.
         """
         self._check(x, topk_ids, topk_weights)
+        return AllGather.apply(
+            self._ranks, self._padded(x, 0), *self._routing(topk_ids, topk_weights)
+        )
+
+    def dispatch_quantized(
+        self,
+        q: Tensor,  # (M, K), or fewer columns of packed elements
+        scale: Tensor,  # (M, groups), or () of all rows
+        topk_ids: Tensor,  # (M, top_k)
+        topk_weights: Tensor,  # (M, top_k)
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """`dispatch` of rows that are quantized, which `fused_experts` takes with their scales.
+
+        Args:
+            q, scale: of `moe_ops.quantize_activation`; one scale of all rows is known to all
+                ranks, and stays as it is. No gradients flow to them.
+            topk_ids, topk_weights: as in `dispatch`.
+
+        Returns:
+            q (R * T, ...) and scale (R * T, groups) in their dtypes, topk_ids and topk_weights as
+            from `dispatch`. Rows without a token are zeros.
+
+        Raises:
+            ValueError: as `dispatch`.
+        """
+        self._check(q, topk_ids, topk_weights)
+        of_rows = [scale] if scale.dim() == 2 else []
+        # e4m3 has no padding of its own
+        rows = [
+            self._padded(part.view(torch.uint8) if part.itemsize == 1 else part, 0)
+            for part in (q, *of_rows)
+        ]
+        q_, *scales, ids, weights = AllGather.apply(
+            self._ranks, *rows, *self._routing(topk_ids, topk_weights)
+        )
+        found = scales[0].view(scale.dtype) if scales else scale
+        return q_.view(q.dtype), found, ids, weights
+
+    def _routing(self, topk_ids: Tensor, topk_weights: Tensor) -> tuple[Tensor, Tensor]:
+        """Both as they travel, padded."""
         ids = topk_ids
         if ids.dtype != torch.int32:  # those that int32 lacks must not wrap to others
             ids = ids.clamp(-1, torch.iinfo(torch.int32).max).to(torch.int32)
-        return AllGather.apply(
-            self._ranks,
-            self._padded(x, 0),
-            self._padded(ids, -1),
-            self._padded(topk_weights.to(torch.float32), 0),
-        )
+        return self._padded(ids, -1), self._padded(topk_weights.to(torch.float32), 0)
 
     def combine(
         self,
@@ -188,6 +225,8 @@ class AllGatherReduceScatter(PaddedDispatcher):
             ranks there are. Gradients of x are added in it, too. None: the tokens' dtype for two
             ranks, of which the sum is rounded once either way, else fp32.
         label: what errors call the layer.
+        send_quantized: a `MoELayer` quantizes rows before they travel, as its experts would, with
+            schemes that allow it (`moe_ops.parallel.wire`); False: it sends them as they are.
 
     Raises:
         ValueError: a size that is no integer or below 1, or another reduce_dtype.
@@ -209,7 +248,7 @@ class AllToAll(PaddedDispatcher):
         group_name: of the expert-parallel process group (`group.group_name`).
         group_size: R.
         max_num_tokens: T.
-        label: as in `AllGatherReduceScatter`.
+        label, send_quantized: as in `AllGatherReduceScatter`.
 
     Raises:
         ValueError: a size that is no integer or below 1.
@@ -296,9 +335,6 @@ def num_devices(parallel: ParallelConfig) -> int:
 
 
 def _why_not_at_all(parallel: ParallelConfig) -> list[str]:
-    reasons = []
     if num_devices(parallel) == 1:
-        reasons.append("it has one device; pass the sizes of more, or leave the group out")
-    if parallel.enable_eplb:
-        reasons.append("enable_eplb is True; a replicated expert would be counted twice")
-    return reasons
+        return ["it has one device; pass the sizes of more, or leave the group out"]
+    return []

@@ -5,7 +5,9 @@ E global experts, ep_size ranks; E_local experts on one rank.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -80,9 +82,21 @@ class Placement:
         return torch.tensor(self.experts_of(rank), dtype=torch.int32, device="cpu")
 
 
+class AnyPlacement(Protocol):
+    """Which experts each rank holds: a `Placement`, or a `ReplicatedPlacement`."""
+
+    @property
+    def num_experts(self) -> int: ...
+
+    @property
+    def ep_size(self) -> int: ...
+
+    def experts_of(self, rank: int) -> Sequence[int]: ...
+
+
 def shard_experts(
     weight: Tensor,  # (E, ...)
-    placement: Placement,
+    placement: AnyPlacement,
     rank: int,
 ) -> Tensor:  # (E_local, ...)
     """A copy of the experts that a rank holds, in the order of their local ids.
@@ -90,7 +104,7 @@ def shard_experts(
     Args:
         weight: (E, ...) of all experts: weights or biases, or a quantized ExpertTensor, whose
             scales are taken with it.
-        placement: where the experts are.
+        placement: where the experts are: a `Placement` or a `ReplicatedPlacement`.
         rank: whose experts to take.
 
     Raises:
@@ -104,6 +118,8 @@ def shard_experts(
             "pass the weight of all experts, not of one rank"
         )
     experts = placement.experts_of(rank)
+    if not isinstance(experts, range):
+        return weight[torch.tensor(experts, device=weight.device)]
     # a copy: a view would keep the memory of all experts
     return weight[experts.start : experts.stop : experts.step].clone()
 

@@ -21,6 +21,8 @@ from torch import Tensor
 
 import moe_ops
 import moe_ops.tensors  # noqa: F401 - with torchao, once for all processes
+from moe_ops.nn.rebalance import rebalance
+from moe_ops.parallel import wire
 from moe_ops.parallel.columns import shard_w2, shard_w13
 from moe_ops.parallel.dispatch import DISPATCHERS
 from moe_ops.parallel.dispatchers import AllGatherReduceScatter, AllReduce, AllToAll
@@ -35,6 +37,20 @@ ROUTINGS = ("even", "one rank without tokens", "one expert", "ids out of range")
 # CPU rounds gate and up where experts have many rows, and h.
 BF16, FP32 = 2**-7, 1e-6
 KINDS = tuple(DISPATCHERS.values())
+# scheme -> bytes of a row of H columns and its scales that travel
+QUANTIZED_ROWS = {
+    "fp8_block": H + 4,
+    "fp8_channel": H + 4,
+    "fp8_tensor": 2 * H,  # whose one scale is that of the rows at the experts
+    "fp8_tensor_static": H,
+    "int8_w8a8": H + 4,
+    "mxfp8": H + H // 32,
+    "mxfp4": H // 2 + H // 32,
+    "mxfp6_e3m2": H * 3 // 4 + H // 32,
+    "mxfp4_w4a8": H + 4,
+    "nvfp4": H // 2 + H // 16,
+    "int4_w4a16": 2 * H,
+}
 # NVLink multicast can take the GPUs of a host out of service
 WITHOUT_MULTICAST = {
     "NCCL_NVLS_ENABLE": "0",
@@ -406,6 +422,193 @@ def layers(rank: int, size: int) -> Iterator[tuple[str, float, float]]:
             yield f"{name}, gradient of {key}", difference(local, gradient), 8 * FP32
 
 
+def replicated(rank: int, size: int) -> Iterator[tuple[str, float, float]]:
+    """Layers with redundant experts, before and after their experts move to other ranks."""
+    moves = 0
+    for scheme in SCHEMES:
+        for shared in (False, True):
+            dtype = torch.bfloat16 if scheme else torch.float32
+            allowed = 2 * BF16 if scheme else 2 * FP32
+            config = layer_config(dtype, AllToAll, has_bias=True)
+            whole = moe_ops.MoELayer.from_config(config).eval()
+            with torch.no_grad():
+                for bias in (whole.experts.w13_bias, whole.experts.down_proj_bias):
+                    bias.normal_()
+                whole.gate.weight[E - 1] += 0.2  # all tokens choose it, and none the first
+                whole.gate.weight[0] -= 0.2
+            layer = replicated_layer(config, rank, size, shared)
+            placement = layer.replicas.placement
+            if scheme:
+                for name in ("gate_up_proj", "down_proj"):
+                    weight = moe_ops.quantize(getattr(whole.experts, name).detach(), scheme)
+                    mine = shard_experts(weight, placement, rank)
+                    for module, part in ((whole, weight), (layer, mine)):
+                        setattr(module.experts, name, torch.nn.Parameter(part, False))
+
+            def share(placement: object = placement, whole: moe_ops.MoELayer = whole) -> dict:
+                return {
+                    name: shard_experts(w, placement, rank) if name.startswith("experts.") else w
+                    for name, w in whole.state_dict().items()
+                }
+
+            layer.load_state_dict(share())
+            t = tokens("one rank without tokens", rank, size, dtype)
+            x = t.x.abs() + 0.1 * t.x  # so that the gate's rows above are chosen more and less
+            mine = slice(None) if shared else t.mine
+            name = f"replicas, {scheme or 'fp32'}, {'the same' if shared else 'own'} tokens"
+            with torch.no_grad():
+                want = whole(x)
+                before = layer(x[mine])
+                yield name, difference(before, want[mine]), allowed
+                ids = whole.gate.route(x, TOP_K, config.routing_method)[2]
+                load = torch.bincount(ids.flatten(), minlength=E)
+                layer(x[mine])
+                after = rebalance(layer, dist.group.WORLD)
+                most = [max(p.rank_loads(load.tolist())) for p in (placement, after)]
+                yield f"{name}, the largest load", most[1] / most[0], 1.0
+                moves += after != placement
+                yield f"{name}, load is counted anew", float(layer.expert_load.sum()), 0.0
+                yield f"{name}, moved", difference(layer(x[mine]), want[mine]), allowed
+                again = rebalance(layer, dist.group.WORLD)  # by the same load
+                yield f"{name}, stays", float(again != after), 0.0
+                for key, part in share(after).items():
+                    got = layer.state_dict()[key]
+                    same = torch.equal(*(getattr(w, "qdata", w) for w in (got, part)))
+                    yield f"{name}, {key}", float(not same), 0.0
+            if not scheme:
+                yield from replicated_gradients(layer, whole, x, mine, name)
+    yield "placements that were kept", 8.0 - moves, 3.0
+    config = layer_config(torch.float32, AllToAll)
+    layer = replicated_layer(config, rank, size, False)
+    if size == 2:
+        call = torch.compile(layer, fullgraph=True, backend="aot_eager")
+        x = torch.randn(3 + rank, H) + 0.2
+        with torch.no_grad():
+            yield "replicas, compiled", difference(call(x), layer(x)), 0.0
+            rebalance(layer, dist.group.WORLD)
+            yield "replicas, compiled, moved", difference(call(x), layer(x)), 0.0
+    layer.experts.requires_grad_(True)
+    said = refused(lambda: layer(torch.randn(1, H)))
+    right = said.startswith("experts must not require gradients in a layer with replicas")
+    yield f"what a layer that is trained says: {said}", float(not right), 0.0
+    said = refused(lambda: layer.add_lora(2))
+    yield f"what it says of adapters: {said}", float("without enable_eplb" not in said), 0.0
+    said = refused(lambda: rebalance(moe_ops.MoELayer.from_config(config), dist.group.WORLD))
+    yield f"what a whole layer says: {said}", float("must have replicas" not in said), 0.0
+    wrong = {"num_local_experts": 5} if rank == size - 1 else {}
+    said = refused(lambda: replicated_layer(config, rank, size, False, **wrong))
+    right = said.startswith("num_local_experts must be equal on all ranks of the group")
+    yield f"what ranks with different slots say: {said}", float(not right), 0.0
+
+
+def replicated_gradients(
+    layer: moe_ops.MoELayer, whole: moe_ops.MoELayer, x: Tensor, mine: slice, name: str
+) -> Iterator[tuple[str, float, float]]:
+    """Of tokens and router; experts are frozen."""
+    ours, theirs = (part.clone().requires_grad_() for part in (x[mine], x))
+    upstream = torch.randn(x.shape)
+    whole.zero_grad()
+    (layer(ours) * upstream[mine]).sum().backward()
+    (whole(theirs) * upstream).sum().backward()
+    yield f"{name}, gradient of x", difference(ours.grad, theirs.grad[mine]), 8 * FP32
+    gradient = layer.gate.weight.grad
+    if mine != slice(None):  # of its own tokens
+        dist.all_reduce(gradient)
+    yield f"{name}, gradient of the gate", difference(gradient, whole.gate.weight.grad), 8 * FP32
+
+
+def replicated_layer(
+    config: moe_ops.MoEConfig, rank: int, size: int, shared: bool, **options: object
+) -> moe_ops.MoELayer:
+    """Of E + size or more slots: one more on each rank than experts need."""
+    kind = "tp" if shared else "dp"
+    parallel = moe_ops.ParallelConfig.make(
+        **{f"{kind}_size": size, f"{kind}_rank": rank},
+        enable_expert_parallel=True,
+        enable_eplb=True,
+        all2all_backend=config.parallel.all2all_backend,
+    )
+    slots = options.pop("num_local_experts", -(-E // size) + 1)
+    config = replace(
+        config, parallel=parallel, num_local_experts=slots, max_num_tokens=size * MOST
+    )
+    with forked_rng():
+        return moe_ops.MoELayer.from_config(config, group=dist.group.WORLD, **options).eval()
+
+
+class Counting:
+    """A dispatcher that keeps how many bytes of a row of tokens travel to the experts."""
+
+    def __init__(self, dispatcher: object) -> None:
+        self.inner, self.row_bytes = dispatcher, 0
+        self.send_quantized = dispatcher.send_quantized
+        self.combine = dispatcher.combine
+
+    def dispatch(self, x: Tensor, *others: Tensor) -> tuple:
+        self.row_bytes = x.nbytes // max(len(x), 1)
+        return self.inner.dispatch(x, *others)
+
+    def dispatch_quantized(self, q: Tensor, scale: Tensor, *others: Tensor) -> tuple:
+        of_row = scale.nbytes // max(len(q), 1) if scale.dim() == 2 else 0
+        self.row_bytes = q.nbytes // max(len(q), 1) + of_row
+        return self.inner.dispatch_quantized(q, scale, *others)
+
+
+def quantized_wire(rank: int, size: int) -> Iterator[tuple[str, float, float]]:
+    """Rows that are quantized before they travel have the bits of those quantized after. Outputs
+    may differ by the order of a sum: on CPUs other kernels take rows that arrive quantized.
+    """
+    config = layer_config(torch.bfloat16, AllGatherReduceScatter)
+    for scheme, expected in QUANTIZED_ROWS.items():
+        known = torch.tensor(0.02) if scheme in ("fp8_tensor_static", "nvfp4") else None
+        w13, w2 = (
+            moe_ops.quantize(w, scheme, activation_scale=known)
+            for w in experts_weights(torch.bfloat16)
+        )
+        for kind in KINDS:
+            own = replace(config, parallel=moe_ops.ParallelConfig(all2all_backend=kind.name))
+            layer = spread_layer(own, rank, size, "linear").eval().requires_grad_(False)
+            for name, weight in (("gate_up_proj", w13), ("down_proj", w2)):
+                part = shard_experts(weight, Placement(E, size), rank)
+                setattr(layer.experts, name, torch.nn.Parameter(part, False))
+            torch.nn.init.normal_(layer.gate.weight, generator=torch.Generator().manual_seed(3))
+            t = tokens("one rank without tokens", rank, size, torch.bfloat16)
+            x = t.x[t.mine]
+            found, first = [], layer.dispatcher
+            for quantized in (True, False):
+                layer.dispatcher = Counting(replace(first, send_quantized=quantized))
+                found.append(layer(x))
+                want = (expected if quantized else 2 * H) if len(x) else 0
+                error = abs(layer.dispatcher.row_bytes - want)
+                yield f"bytes of a row, {scheme}, {kind.name}", float(error), 0.0
+            yield f"by quantized rows, {scheme}, {kind.name}", difference(*found), BF16
+            if expected != 2 * H:
+                sent = wire.quantize_rows(x, w13)
+                routing = t.ids[t.mine], t.weights[t.mine]
+                q, scale, ids, _ = first.dispatch_quantized(sent.q, sent.scale, *routing)
+                there = first.dispatch(x, *routing)[0]
+                want = moe_ops.quantize_activation(there, scheme, known)
+                asked = ids[:, 0] >= 0
+                same = torch.equal(*(r.view(torch.uint8)[asked] for r in (q, want.q)))
+                if scale.dim() == 2:
+                    same &= torch.equal(scale[asked], want.scale[asked])
+                yield f"quantized rows, {scheme}, {kind.name}", float(not same), 0.0
+            nothing = float(found[1].abs().sum() == 0) if len(x) else 0.0
+            yield f"outputs, {scheme}, {kind.name}", nothing, 0.0
+            layer.dispatcher = Counting(first)
+            x = x.clone().requires_grad_()
+            layer(x).sum().backward()  # where gradients are recorded, rows travel as they are
+            error = abs(layer.dispatcher.row_bytes - (2 * H if len(x) else 0))
+            yield f"bytes of a row with gradients, {scheme}, {kind.name}", float(error), 0.0
+            missing = not len(x) or bool(x.grad.abs().sum() > 0)
+            yield f"gradient of x, {scheme}, {kind.name}", float(not missing), 0.0
+        if scheme == "fp8_block" and size == 2:
+            layer.dispatcher = first
+            call = torch.compile(layer, fullgraph=True, backend="aot_eager", dynamic=True)
+            x = t.x[t.mine].clone()
+            yield f"quantized rows, compiled, {scheme}", difference(call(x), layer(x)), 0.0
+
+
 class Columns:
     """This rank's columns of all experts, called as one would call all of them."""
 
@@ -576,7 +779,7 @@ def refused(call: Callable[[], object]) -> str:
 # by number of ranks; compiling takes the most time, and does not depend on it
 ALWAYS = (
     *(forwards, dispatched, sums, gradients, second_gradients, layers),
-    *(columns, shared_tokens, disagreements),
+    *(columns, shared_tokens, replicated, quantized_wire, disagreements),
 )
 CASES = {2: (*ALWAYS, compiled), 4: (*ALWAYS, faults)}
 

@@ -35,6 +35,7 @@ def tokens(M=3, ids=torch.int64):
         {"pcp_size": 2},
         {"tp_size": 2, "sp_size": 2},
         {"tp_size": 2, "sp_size": 2, "dp_size": 3},
+        {"dp_size": 2, "enable_eplb": True},  # whose ids are physical
     ],
 )
 @KINDS
@@ -56,11 +57,6 @@ def expect_reasons(kind, deployment, reasons):
         ({}, ["it has one device; pass the sizes of more, or leave the group out"]),
         ({"tp_size": 2}, ["2 devices hold experts, but 1 of them have tokens of their own"]),
         ({"tp_size": 2, "dp_size": 2}, ["4 devices hold experts, but 2 of them"]),
-        ({"dp_size": 2, "enable_eplb": True}, ["enable_eplb is True"]),
-        (
-            {"tp_size": 2, "dp_size": 2, "enable_eplb": True},
-            ["enable_eplb is True", "4 devices hold experts"],
-        ),
     ],
 )
 @KINDS
@@ -76,7 +72,6 @@ def test_every_reason_is_given(kind, deployment, reasons):
     ("deployment", "reasons"),
     [
         ({}, ["it has one device"]),
-        ({"tp_size": 2, "enable_eplb": True}, ["enable_eplb is True"]),
         (
             {"dp_size": 2},
             ["2 devices have tokens of their own, which others lack; allgather_reducescatter"],

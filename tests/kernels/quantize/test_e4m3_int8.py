@@ -16,7 +16,7 @@ from moe_ops.kernels import launch
 from moe_ops.kernels.device import e4m3
 from moe_ops.kernels.launch import Launch
 from moe_ops.kernels.permute.rows import NO_ROUTER_WEIGHTS
-from moe_ops.kernels.quantize import e4m3_int8
+from moe_ops.kernels.quantize import e4m3_int8, wire
 from moe_ops.kernels.quantize.scales import rows_of
 from tests.kernels.gemm.test_fp8 import INTERPRETED, ON_GPU  # noqa: E402
 
@@ -108,6 +108,20 @@ def test_quotients_round_as_divisions_do(device):
 
 
 # --- the kernels that prepare x ------------------------------------------------------------------
+
+
+@devices
+@pytest.mark.parametrize("scheme", ["fp8_block:ue8m0", "fp8_channel", "int8_w8a8"])
+def test_rows_that_travel_are_quantized_as_numerics_does(device, scheme):
+    x = torch.randn(5, 200).to(BF16 if device == "cuda" else FP32).to(device)
+    x = x.t().contiguous().t()  # any strides
+    expected, expected_scale, *_ = numerics.quantize_activation(x, scheme)
+    codes = torch.full((5, 200), 0x55, dtype=torch.uint8, device=device)
+    by_group = scheme.startswith("fp8_block")
+    scale = torch.full((2 if by_group else 1, 5), math.nan, device=device)
+    wire.quantize_rows(codes.view(expected.dtype), scale, x, scheme)
+    assert torch.equal(codes, expected.view(torch.uint8))
+    assert torch.equal(scale, expected_scale.T if by_group else x.abs().amax(1).to(FP32)[None])
 
 
 @devices

@@ -1,0 +1,55 @@
+"""Rows quantized before they travel to the ranks of their experts, by one kernel."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import torch
+from torch import Tensor
+
+from moe_ops.kernels import launch
+from moe_ops.kernels.launch import Launch, run
+from moe_ops.kernels.permute.rows import NO_ROUTER_WEIGHTS
+from moe_ops.kernels.quantize.e4m3_int8 import GROUPS, Quantize, Quantized, moe_ops_quantize
+from moe_ops.kernels.quantize.scales import rows_of, scales
+from moe_ops.meta.workspace import cdiv
+
+
+def quantize_rows(
+    q: Tensor,  # (M, K) e4m3 or int8, contiguous, written
+    scale: Tensor,  # (M, ceil(K / 128)) with the groups apart, or (M, 1): largest magnitudes
+    x: Tensor,  # (M, K), any strides
+    scheme: str,
+) -> None:
+    """Quantize rows as the triton backend does, with a scale of each 128 columns or of the row.
+
+    Of one scale a row its largest magnitude is written, of which the scale is a part.
+
+    Raises:
+        RuntimeError: a CUDA graph is being captured and this was never launched before.
+    """
+    M, K = x.shape
+    if M == 0:
+        return
+    device = x.get_device()
+    gpu = launch.gpu(device)
+    how = scales(scheme)
+    by_group = how.x == "group"
+    to = Quantized(
+        q=q if gpu.native or q.dtype == torch.int8 else q.view(torch.uint8),
+        scale=scale,
+        zero=None,
+        rows=M,
+        T=M,
+        zeros=0,
+        K=K,
+        BY_GROUP=by_group,
+        GROUPS=GROUPS,
+        NATIVE=gpu.native,
+        INT8=q.dtype == torch.int8,
+        POWERS=how.powers,
+    )
+    args = Quantize(to=to, x=rows_of(x), weights=NO_ROUTER_WEIGHTS, PDL=gpu.pdl)
+    parts = cdiv(K, GROUPS * 128) if by_group else 1
+    with torch.cuda.device(device) if device >= 0 else nullcontext():
+        run([Launch(moe_ops_quantize, (M, parts, 1), args)], device, gpu)

@@ -1,0 +1,376 @@
+"""What one step of a layer costs on several GPUs: a model of bytes, products and steps.
+
+E experts, K hidden size, I intermediate size, R GPUs, T tokens of each GPU, P (token, expert)
+pairs of one GPU.
+
+Experts of a GPU:  us = hypot(weights, products) + activations + CHAIN_US
+    weights = bytes of its experts that are hit / memory bandwidth
+    products = 6 K I (P + PADDED_ROWS per expert that is hit) / (PRODUCTS * peak)
+    activations = bytes that the steps between products read and write / memory bandwidth
+Kernels overlap weights and products in part, for which hypot stands. Where the package has a
+measured table of the GPU and shape, the whole is multiplied by measured / modelled of a whole
+layer with as many pairs.
+
+A collective:  us = COLLECTIVE_US + max(bytes over NVLink / rate, bytes over the network / rate)
+
+The constants and where they were measured stand beside them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from moe_ops.checks import check_size
+from moe_ops.parallel.placement import AnyPlacement, Placement
+from moe_ops.parallel.replicas import ReplicatedPlacement
+from moe_ops.schemes import get_scheme
+from moe_ops.tables import lookup
+
+# Part of a square product's rate that grouped products reach. On one H100 deep_gemm's fp8_block at
+# 4096 and 16384 tokens of DeepSeek-V3 gives 0.79 and 0.78 in the formula above, and triton's bf16
+# at 16384 tokens of Qwen3 0.78 (benchmarks/results/experts_NVIDIA_H100_80GB_HBM3.json).
+PRODUCTS = 0.8
+# Rows of tiles of 64 that hold no pair: half a tile of each expert.
+PADDED_ROWS = 32
+# Launches and tails of a layer's kernels: one token of Qwen3 on one H200 takes 22 us in bf16, of
+# which weights are 17, and 17 us in fp8_block, of which they are 9
+# (benchmarks/results/experts_NVIDIA_H200.json).
+CHAIN_US = 8.0
+# One collective in a CUDA graph, with the padding around it: what dispatch and combine take at one
+# token on two H100s (benchmarks/results/expert_parallel_NVIDIA_H100_80GB_HBM3_x2.json).
+COLLECTIVE_US = 15.0
+# Part of a copy between two GPUs that NCCL reaches: an all-gather of 59 MB to each of two H100s
+# took 302 us, less COLLECTIVE_US 205 GB/s of 386 (the same file). Not measured on more GPUs.
+NCCL = 0.53
+# Part of a network's line rate that collectives reach. An assumption: not measured.
+NETWORK = 0.8
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """Rates of one GPU. Peaks are those of a large copy and of a square product.
+
+    Args:
+        memory_tb_s, bf16_tflop_s: 8-bit products are taken to run at twice the latter.
+        link_gb_s: one copy to another GPU of the host.
+        network_gb_s: line rate of the network of one GPU, to other hosts.
+    """
+
+    name: str
+    memory_tb_s: float
+    bf16_tflop_s: float
+    link_gb_s: float
+    network_gb_s: float
+
+
+# H100: measured (expert_parallel_NVIDIA_H100_80GB_HBM3_x2.json). H200: memory and products were
+# measured (benchmarks/cases.py); its links are of the same generation, and taken to be as fast.
+# The network is one adapter of 400 Gb/s a GPU, as such hosts have; not measured.
+GPUS = {
+    gpu.name: gpu
+    for gpu in (
+        Gpu("NVIDIA H100 80GB HBM3", 3.014, 724.4, 386.4, 50.0),
+        Gpu("NVIDIA H200", 4.3, 790.0, 386.4, 50.0),
+    )
+}
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Sizes of a layer, and the scheme of its weights, "" for bf16.
+
+    Raises:
+        ValueError: a size that is no integer or below 1, top_k above num_experts, or an unknown
+            scheme.
+    """
+
+    num_experts: int
+    hidden_size: int
+    intermediate_size: int
+    top_k: int
+    scheme: str = ""
+
+    def __post_init__(self) -> None:
+        for name in ("num_experts", "hidden_size", "intermediate_size", "top_k"):
+            check_size(name, getattr(self, name))
+        if self.top_k > self.num_experts:
+            raise ValueError(
+                f"top_k must be in 1..num_experts={self.num_experts}, got {self.top_k}"
+            )
+        if self.scheme:
+            object.__setattr__(self, "scheme", get_scheme(self.scheme).name)
+
+    @property
+    def expert_bytes(self) -> float:
+        """Of the three matrices of one expert, with scales."""
+        return 3 * self.hidden_size * self.intermediate_size * _bits(self.scheme, weight=True) / 8
+
+    @property
+    def multiplies_8_bits(self) -> bool:
+        return bool(self.scheme) and get_scheme(self.scheme).activation is not None
+
+    def row_bytes(self, quantized: bool) -> float:
+        """Of a token that travels to experts: its row, and ids and weights of 4 bytes."""
+        bits = _bits(self.scheme, weight=False) if quantized and self.scheme else 16.0
+        return self.hidden_size * bits / 8 + 8 * self.top_k
+
+    @property
+    def pair_bytes(self) -> float:
+        """Read and written between products: the row, gate and up twice, their product twice, the
+        output twice. Those that products of 8 bits read have 8.
+        """
+        K, I = self.hidden_size, self.intermediate_size  # noqa: E741
+        read = 1 if self.multiplies_8_bits else 2
+        return read * K + 8 * I + (2 + read) * I + 4 * K
+
+
+def _bits(scheme: str, weight: bool) -> float:
+    """Of one element, and its part of the scales of groups."""
+    if not scheme:
+        return 16.0
+    found = get_scheme(scheme)
+    desc = found.weight if weight else found.activation
+    if desc is None:
+        return 16.0
+    group = max(desc.group.rows, 1) * desc.group.cols
+    scale = 0.0 if desc.group.cols < 1 else (8 if desc.is_mx or desc.global_scale else 32) / group
+    return desc.format.bits + scale
+
+
+# --- load ----------------------------------------------------------------------------------------
+
+
+def zipf(num_experts: int, exponent: float) -> list[float]:
+    """Shares of the experts where the n-th most chosen has n ** -exponent of the first's; 0: all
+    alike. The order of experts is one of no meaning, so that neighbours are not chosen alike.
+    """
+    shares = [(n + 1) ** -exponent for n in range(num_experts)]
+    step = next(
+        s
+        for s in range(int(num_experts * 0.618) + 1, 2 * num_experts + 2)
+        if math.gcd(s, num_experts) == 1
+    )
+    total = sum(shares)
+    mixed = [0.0] * num_experts
+    for n, share in enumerate(shares):
+        mixed[n * step % num_experts] = share / total
+    return mixed
+
+
+@dataclass(frozen=True)
+class Load:
+    """What one GPU's experts are asked for: pairs, and how many of its experts are hit."""
+
+    pairs: float
+    hit: float
+
+
+def loads(
+    layer: Layer,
+    shares: Sequence[float],
+    placement: AnyPlacement,
+    num_tokens: int,
+) -> list[Load]:
+    """Expected load of each GPU, of num_tokens tokens in all.
+
+    Args:
+        shares: (E,) of all pairs, each expert's share. No token chooses an expert twice, so that
+            none has more than 1 / top_k: what is above goes to the others.
+        placement: where the experts are; replicas have equal parts.
+
+    Raises:
+        ValueError: another number of shares than experts.
+    """
+    if len(shares) != layer.num_experts:
+        raise ValueError(
+            f"shares must have num_experts={layer.num_experts} entries, got {len(shares)}"
+        )
+    parts = chosen(shares, layer.top_k)
+    counts = [1] * layer.num_experts
+    if isinstance(placement, ReplicatedPlacement):
+        counts = [len(ids) for ids in placement.replicas()]
+    found = []
+    for rank in range(placement.ep_size):
+        each = [parts[e] / counts[e] for e in placement.experts_of(rank)]
+        hit = sum(1 - (1 - p) ** num_tokens for p in each)
+        found.append(Load(num_tokens * sum(each), hit))
+    return found
+
+
+def chosen(shares: Sequence[float], top_k: int) -> list[float]:
+    """The part of all tokens that choose each expert: at most 1, and top_k in all.
+
+    Raises:
+        ValueError: shares that are negative or all 0.
+    """
+    total = sum(shares)
+    if not total > 0 or min(shares) < 0:
+        raise ValueError("shares must not be negative, nor all be 0")
+    full: set[int] = set()
+    while True:
+        rest = sum(s for e, s in enumerate(shares) if e not in full)
+        left = top_k - len(full)
+        if rest <= 0:  # experts that nobody asks for fill up what is left
+            others = [e for e in range(len(shares)) if e not in full]
+            return [1.0 if e in full else left / len(others) for e in range(len(shares))]
+        parts = [1.0 if e in full else left * s / rest for e, s in enumerate(shares)]
+        above = {e for e, part in enumerate(parts) if part > 1}
+        if not above:
+            return parts
+        full |= above
+
+
+# --- times, in us --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ExpertTime:
+    weights: float
+    products: float
+    activations: float
+    factor: float  # measured / modelled; 1 where nothing was measured
+
+    @property
+    def us(self) -> float:
+        busy = math.hypot(self.weights, self.products) + self.activations + CHAIN_US
+        return busy * self.factor
+
+
+def expert_time(gpu: Gpu, layer: Layer, load: Load, rows: float) -> ExpertTime:
+    """Of one GPU's experts on `rows` tokens that are there, of which `load` says what they ask."""
+    return _modelled(gpu, layer, load, rows, _factor(gpu, layer, load))
+
+
+def _modelled(gpu: Gpu, layer: Layer, load: Load, rows: float, factor: float) -> ExpertTime:
+    per_us = gpu.memory_tb_s * 1e6
+    rate = gpu.bf16_tflop_s * 1e6 * (2 if layer.multiplies_8_bits else 1)
+    flops = 6 * layer.hidden_size * layer.intermediate_size
+    return ExpertTime(
+        weights=load.hit * layer.expert_bytes / per_us,
+        products=flops * (load.pairs + PADDED_ROWS * load.hit) / (PRODUCTS * rate),
+        activations=(load.pairs * layer.pair_bytes + rows * layer.hidden_size * 2) / per_us,
+        factor=factor,
+    )
+
+
+def _factor(gpu: Gpu, layer: Layer, load: Load) -> float:
+    """Measured / modelled time of a whole layer with as many pairs for each expert that is hit,
+    from the table of the GPU; outside of what was measured that at its end.
+    """
+    sizes = (layer.num_experts, layer.hidden_size, layer.intermediate_size, layer.top_k)
+    times = lookup.backend_times(gpu.name, *sizes, layer.scheme, "bfloat16")
+    if not times:
+        return 1.0
+    points = []
+    uniform = [1 / layer.num_experts] * layer.num_experts
+    whole = Placement(layer.num_experts, 1)
+    for M, us in times:
+        (all_,) = loads(layer, uniform, whole, M)
+        modelled = _modelled(gpu, layer, all_, M, 1.0).us
+        points.append((all_.pairs / all_.hit, min(us.values()) / modelled))
+    pairs = load.pairs / load.hit if load.hit else 0.0
+    for (low, first), (high, second) in zip(points, points[1:], strict=False):
+        if low <= pairs <= high:
+            part = math.log(pairs / low) / math.log(high / low)
+            return first + part * (second - first)
+    return points[0][1] if pairs < points[0][0] else points[-1][1]
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step of one layer on one of the GPUs, the slowest: us of its parts."""
+
+    dispatcher: str
+    dispatch: float
+    experts: ExpertTime
+    combine: float
+    num_bytes: float  # that reach one GPU, there and back
+    network_bytes: float  # of them those from other hosts
+
+    @property
+    def us(self) -> float:
+        return self.dispatch + self.experts.us + self.combine
+
+    @property
+    def bound(self) -> str:
+        """What takes the longest of it."""
+        times = {
+            "weights": self.experts.weights * self.experts.factor,
+            "products": self.experts.products * self.experts.factor,
+            "activations": self.experts.activations * self.experts.factor,
+            "transport": self.dispatch + self.combine,
+        }
+        return max(times, key=lambda name: times[name])
+
+
+@dataclass(frozen=True)
+class Fleet:
+    """R = hosts * gpus_per_host GPUs, all alike."""
+
+    gpu: Gpu
+    gpus_per_host: int
+    hosts: int = 1
+
+    def __post_init__(self) -> None:
+        check_size("gpus_per_host", self.gpus_per_host)
+        check_size("hosts", self.hosts)
+
+    @property
+    def size(self) -> int:
+        return self.gpus_per_host * self.hosts
+
+    def collective_us(self, link: float, network: float) -> float:
+        """Of a collective that brings so many bytes to each GPU."""
+        per_link = link / (self.gpu.link_gb_s * 1e3 * NCCL)
+        per_network = network / (self.gpu.network_gb_s * 1e3 * NETWORK)
+        return COLLECTIVE_US + max(per_link, per_network)
+
+
+def step(
+    fleet: Fleet,
+    layer: Layer,
+    dispatcher: str,
+    num_tokens: int,
+    load: Load,
+    quantized_wire: bool = False,
+) -> Step:
+    """One step of T = num_tokens tokens on each GPU, as the slowest of them has it.
+
+    Args:
+        dispatcher: "none" (one GPU), "allgather_reducescatter", "all_to_all" or "all_reduce" (of
+            R * T tokens that all GPUs have).
+        load: of the GPU with the most to do.
+        quantized_wire: rows travel to the experts as the scheme quantizes them.
+
+    Raises:
+        ValueError: an unknown dispatcher.
+    """
+    R, H, T = fleet.size, fleet.hosts, num_tokens
+    rows = R * T
+    experts = expert_time(fleet.gpu, layer, load, rows)
+    if dispatcher == "none":
+        return Step(dispatcher, 0.0, experts, 0.0, 0.0, 0.0)
+    out = 2 * layer.hidden_size  # bytes of a row in the tokens' dtype
+    wide = out if R == 2 else 2 * out  # added in fp32 by more than two
+    sent = layer.row_bytes(quantized_wire)
+    # Collectives that gather or add run along rings, which enter a host once for each GPU's part.
+    gathered = sent * T * (R - 1), sent * T * (H - 1)
+    added = 0.0
+    if dispatcher == "allgather_reducescatter":
+        back = wide * T * (R - 1), wide * T * (H - 1)
+    elif dispatcher == "all_to_all":
+        back = out * T * (R - 1), out * T * (R - fleet.gpus_per_host)
+        added = out * T * (R + 1) / (fleet.gpu.memory_tb_s * 1e6)
+    elif dispatcher == "all_reduce":
+        gathered = 0.0, 0.0
+        back = 2 * wide * T * (R - 1), 2 * wide * T * (H - 1)
+    else:
+        raise ValueError(f"dispatcher must be none, {', '.join(DISPATCHERS)}, got {dispatcher!r}")
+    there = fleet.collective_us(*gathered) if dispatcher != "all_reduce" else 0.0
+    here = fleet.collective_us(*back) + added
+    return Step(dispatcher, there, experts, here, gathered[0] + back[0], gathered[1] + back[1])
+
+
+DISPATCHERS = ("allgather_reducescatter", "all_to_all", "all_reduce")

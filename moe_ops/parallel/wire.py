@@ -1,0 +1,101 @@
+"""Rows that travel to the ranks of their experts quantized, as the experts would quantize them.
+
+M tokens of this rank, K hidden size.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_ops import backends, environment
+from moe_ops.kernels.launch import Lazy
+from moe_ops.numerics import quantize_activation, scaling
+from moe_ops.numerics.activations import QuantizedActivation
+from moe_ops.ops.library import register_function
+from moe_ops.schemes import QuantDesc, get_scheme
+
+_LAUNCH = Lazy("moe_ops.kernels.quantize.wire:quantize_rows")
+
+
+def why_not_quantized(
+    weight: Any,  # an ExpertTensor or a plain tensor
+    columns: int,
+    backend: str = "auto",
+) -> str | None:
+    """Why rows for experts with this w13 travel as they are; None: they travel quantized.
+
+    A row on its own must say how it is quantized, or its scale be known everywhere: then its bits
+    are those that its experts would have made of it.
+
+    Args:
+        weight: w13 of the experts.
+        columns: K.
+        backend: the one that runs the experts.
+    """
+    name = getattr(weight, "scheme", "")
+    desc = get_scheme(name).activation if name else None
+    if desc is None:
+        return "the experts' scheme does not quantize activations"
+    known = weight.activation_scale
+    if desc.channel_scale:
+        return "rows have scales of two kinds, which none of the experts' kernels takes"
+    if known is not None and known.numel() != 1:
+        return "each expert has a scale of activations of its own"
+    if known is None and (desc.group.is_tensor or desc.global_scale):
+        return "one scale of activations follows from all rows of the rank that has the experts"
+    if columns * desc.format.bits % 8:
+        return f"{columns} columns do not fill bytes"
+    if weight.weight_layout:
+        return f"weights in layout {weight.weight_layout!r} may take rows as they are alone"
+    if backend != "auto" and name not in backends.named(backend).quantized_input:
+        return f"backend {backend!r} takes no quantized rows for scheme {name!r}"
+    return None
+
+
+def quantize_rows(x: Tensor, weight: Any) -> QuantizedActivation:  # x: (M, K)
+    """Rows as `why_not_quantized` allows them; by one kernel for the schemes with one.
+
+    Scales are (M, groups) or one for all rows. They have the bits of `quantize_activation`.
+    """
+    name = weight.scheme
+    desc = get_scheme(name).activation
+    assert desc is not None
+    if not (x.is_cuda and environment.TRITON and _has_kernel(desc)):
+        return quantize_activation(x, name, weight.activation_scale)
+    q, found = _OP(x, name)
+    scale = found.t()
+    return QuantizedActivation(q, scale if desc.group.cols == 128 else scaling.plain(scale, desc))
+
+
+def _has_kernel(desc: QuantDesc) -> bool:
+    of_row = desc.group.is_row or (desc.group.rows, desc.group.cols) == (1, 128)
+    return of_row and desc.dtype in ("e4m3", "int8") and not desc.static
+
+
+def _buffers(x: Tensor, scheme: str) -> tuple[Tensor, Tensor]:
+    """What the kernel writes: q (M, K), and scales or largest magnitudes (groups, M)."""
+    desc = get_scheme(scheme).activation
+    assert desc is not None
+    M, K = x.shape
+    groups = 1 if desc.group.is_row else -(-K // 128)
+    return (
+        x.new_empty((M, K), dtype=desc.storage_dtype),
+        x.new_empty((groups, M), dtype=torch.float32),
+    )
+
+
+def _quantize(x: Tensor, scheme: str) -> tuple[Tensor, Tensor]:
+    q, scale = _buffers(x, scheme)
+    _LAUNCH(q, scale, x, scheme)
+    return q, scale
+
+
+_OP = register_function(
+    "quantize_rows",
+    "(Tensor x, str scheme) -> (Tensor, Tensor)",
+    _quantize,
+    _buffers,
+)

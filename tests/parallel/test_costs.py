@@ -1,0 +1,177 @@
+"""The cost model: against committed measurements, in its sums, and from the command line."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from moe_ops.parallel import costs, plan
+from moe_ops.parallel.placement import PLACEMENTS, Placement
+from moe_ops.parallel.replicas import balanced
+
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+MEASURED = RESULTS / "expert_parallel_NVIDIA_H100_80GB_HBM3_x2.json"
+SHAPES = {"qwen3": (128, 2048, 768, 8), "dsv3": (256, 7168, 2048, 8)}
+QWEN3 = costs.Layer(*SHAPES["qwen3"])
+H100 = costs.GPUS["NVIDIA H100 80GB HBM3"]
+# of fp8_block experts of Qwen3, whose reductions are short, products reach less than PRODUCTS
+ALLOWED = {("qwen3", ""): 0.2, ("dsv3", "fp8_block"): 0.2, ("qwen3", "fp8_block"): 0.25}
+
+
+def case(fleet, layer=QWEN3, exponent=0.0, strategy="linear", quantized_wire=False):
+    shares = costs.zipf(layer.num_experts, exponent)
+    return plan.Case(fleet, layer, shares, strategy, quantized_wire)
+
+
+@pytest.mark.skipif(not MEASURED.exists(), reason="there are no committed measurements here")
+def test_predictions_lie_near_what_two_gpus_took():
+    compared = set()
+    for row in json.loads(MEASURED.read_text())["rows"]:
+        library, _, name = row["implementation"].partition(" ")
+        M = row["num_tokens"]
+        if library != "moe_ops" or M < 512:
+            continue
+        layer = costs.Layer(*SHAPES[row["shape"]], row["scheme"])
+        if name == "one GPU":
+            predicted = case(costs.Fleet(H100, 1), layer).step("none", 2 * M)
+        else:
+            predicted = case(costs.Fleet(H100, 2), layer).step(name, M)
+        allowed = ALLOWED[row["shape"], row["scheme"]]
+        assert predicted.us == pytest.approx(row["us"], rel=allowed), (row, predicted)
+        compared.add((row["shape"], row["scheme"], M, name))
+    names = ("one GPU", *costs.DISPATCHERS)
+    wanted = [("qwen3", "", M) for M in (512, 4096, 8192)]
+    wanted += [("dsv3", "fp8_block", M) for M in (512, 4096)]
+    assert {(*cell, name) for cell in wanted for name in names} <= compared
+
+
+def test_measured_tables_replace_the_model():
+    """Of a whole layer the prediction is what the table says, between its rows as well."""
+    gpu = costs.GPUS["NVIDIA H200"]
+    for M, us in costs.lookup.backend_times(gpu.name, *SHAPES["qwen3"], "", "bfloat16"):
+        step = case(costs.Fleet(gpu, 1)).step("none", M)
+        assert step.us == pytest.approx(min(us.values()))
+        assert step.experts.factor != 1
+    between = case(costs.Fleet(gpu, 1)).step("none", 3000).us
+    assert 522 < between < 773
+    assert case(costs.Fleet(H100, 1)).step("none", 512).experts.factor == 1  # it has no table
+
+
+def test_bytes_of_rows_that_travel():
+    block = costs.Layer(*SHAPES["dsv3"], "fp8_block")
+    assert block.row_bytes(quantized=False) == 2 * 7168 + 8 * 8
+    assert block.row_bytes(quantized=True) == 7168 + 7168 / 128 * 4 + 8 * 8
+    assert costs.Layer(*SHAPES["dsv3"], "mxfp8").row_bytes(True) == 7168 * (1 + 1 / 32) + 64
+    assert QWEN3.row_bytes(quantized=True) == QWEN3.row_bytes(quantized=False)
+    weights = 3 * 7168 * 2048
+    assert block.expert_bytes == weights * (1 + 4 / 128**2)
+    fleet = costs.Fleet(H100, 8, 4)
+    plain, narrow = (case(fleet, block, 0, "linear", q).step("all_to_all", 512) for q in (0, 1))
+    saved = 31 * 512 * (7168 - 7168 / 32)
+    assert plain.num_bytes - narrow.num_bytes == pytest.approx(saved)
+    assert narrow.dispatch < 0.6 * plain.dispatch and narrow.combine == plain.combine
+
+
+@pytest.mark.parametrize("exponent", [0.0, 1.0, 3.0])
+@pytest.mark.parametrize("size", [1, 3, 8])
+def test_every_pair_is_on_one_gpu(exponent, size):
+    shares = costs.zipf(128, exponent)
+    assert sum(shares) == pytest.approx(1)
+    parts = costs.chosen(shares, 8)
+    assert sum(parts) == pytest.approx(8) and max(parts) <= 1
+    placements = [Placement(128, size, s) for s in PLACEMENTS]
+    placements.append(balanced(parts, size, -(-128 // size) + 2))
+    most = []
+    for placement in placements:
+        found = costs.loads(QWEN3, shares, placement, 100)
+        assert sum(load.pairs for load in found) == pytest.approx(800)
+        assert all(0 < load.hit <= len(placement.experts_of(0)) for load in found)
+        most.append(max(load.pairs for load in found))
+    assert most[2] <= min(most[:2]) + 1e-9
+    assert most[2] <= 1.02 * 800 / size
+
+
+def test_experts_that_nobody_asks_for():
+    assert costs.chosen([0, 5, 0, 1], 3) == [0.5, 1, 0.5, 1]
+    (load,) = costs.loads(costs.Layer(4, 64, 64, 2), [1, 1, 0, 0], Placement(4, 1), 10)
+    assert (load.pairs, load.hit) == (20, 2)
+
+
+def test_what_bounds_a_step():
+    two, wide = costs.Fleet(H100, 2), costs.Fleet(H100, 8, 4)
+    assert case(two).step("allgather_reducescatter", 64).bound == "weights"
+    assert case(two).step("allgather_reducescatter", 8192).bound == "products"
+    assert case(wide).step("allgather_reducescatter", 4096).bound == "transport"
+    near, far = case(costs.Fleet(H100, 8)), case(wide)
+    for name in costs.DISPATCHERS:
+        assert near.step(name, 512).network_bytes == 0 < far.step(name, 512).network_bytes
+        assert far.step(name, 512).network_bytes < far.step(name, 512).num_bytes
+
+
+def run(capsys, *arguments):
+    plan.main(["--shape", "128", "2048", "768", "8", *arguments])
+    return capsys.readouterr().out
+
+
+def test_the_command_prints_a_table(capsys, tmp_path):
+    out = run(capsys, "--gpus", "1", "8", "--tokens", "64", "--hosts", "1", "2")
+    rows = [line.split() for line in out.splitlines()]
+    names = [row[3] for row in rows[3:] if len(row) == len(plan.HEADER)]
+    spread = [["allgather_reducescatter", "all_to_all", "all_reduce"]]
+    assert [name.rstrip("*") for name in names] == sum([["none"], *3 * spread], [])
+    assert [name for name in names if name.endswith("*")][:1] == ["all_to_all*"]
+    assert "not compared with measurements" in out
+    skewed = run(capsys, "--gpus", "8", "--tokens", "4096", "--zipf", "2")
+    assert skewed.splitlines()[-3].endswith("1 a GPU")  # redundant experts pay
+    path = tmp_path / "load.json"
+    path.write_text(json.dumps(costs.zipf(128, 2.0)))
+    same = run(capsys, "--gpus", "8", "--tokens", "4096", "--histogram", str(path))
+    path.write_text(" ".join(map(str, costs.zipf(128, 2.0))))
+    assert (
+        same == skewed == run(capsys, "--gpus", "8", "--tokens", "4096", "--histogram", str(path))
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--gpus", "0"], r"--gpus must be at least 1, got \[0\]"),
+        (["--gpus", "256"], "make 256 GPUs, more than 128 experts"),
+        (["--scheme", "fp8_blok"], "fp8_block"),
+        (["--zipf", "-1"], r"--zipf must be in 0..10, got -1"),
+        (["--quantized-wire"], "--quantized-wire needs a scheme that quantizes activations"),
+        (["--link-gb-s", "0"], "--link-gb-s must be above 0"),
+        (["--histogram", "missing"], "--histogram missing cannot be read"),
+        (["--histogram", "FILE", "--zipf", "1"], "not allowed with"),
+    ],
+)
+def test_the_command_says_what_is_wrong(capsys, arguments, message):
+    with pytest.raises(SystemExit):
+        run(capsys, *arguments)
+    assert re.search(message, capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("1 2 3", "must have 128 numbers, none negative and not all 0, got 3 from 1.0 to 3.0"),
+        ("[1, [2]]", "must be a JSON list of numbers"),
+        ("1 two", "must hold numbers"),
+    ],
+)
+def test_histograms_that_do_not_fit(capsys, tmp_path, text, message):
+    path = tmp_path / "load"
+    path.write_text(text)
+    with pytest.raises(SystemExit):
+        run(capsys, "--histogram", str(path))
+    assert message in capsys.readouterr().err
+
+
+def test_bad_layers():
+    with pytest.raises(ValueError, match="top_k must be in 1..num_experts=4, got 5"):
+        costs.Layer(4, 64, 64, 5)
+    with pytest.raises(ValueError, match="shares must have num_experts=128 entries, got 1"):
+        costs.loads(QWEN3, [1.0], Placement(128, 1), 1)
+    with pytest.raises(ValueError, match="dispatcher must be none, allgather_reducescatter"):
+        case(costs.Fleet(H100, 2)).step("mori", 1)
