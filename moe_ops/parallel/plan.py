@@ -209,7 +209,8 @@ def cases(arguments: argparse.Namespace) -> list[Case]:
     Raises:
         ValueError: of the layer, a number of GPUs or hosts, or the routing.
     """
-    layer = costs.Layer(*arguments.shape, scheme=arguments.scheme)
+    E, K, I, top_k = arguments.shape  # noqa: E741
+    layer = costs.Layer(E, K, I, top_k, arguments.scheme)
     for name in ("tokens", "gpus", "hosts"):
         if min(getattr(arguments, name)) < 1:
             raise ValueError(f"--{name} must be at least 1, got {getattr(arguments, name)}")
