@@ -538,7 +538,8 @@ class MoELayer(nn.Module):
         Not where gradients are recorded, which do not flow through quantized rows, nor where the
         experts would have other values to quantize.
         """
-        if not getattr(self.dispatcher, "send_quantized", False) or self.router_weight_on_input:
+        asked = getattr(self.dispatcher, "send_quantized", False)
+        if not (x.is_cuda if asked is None else asked) or self.router_weight_on_input:
             return False
         if getattr(self, "lora", None) is not None or autocasting(x.device):
             return False

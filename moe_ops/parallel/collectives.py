@@ -31,7 +31,8 @@ class AllGather(torch.autograd.Function):
     def forward(ctx: Any, ranks: Ranks, *rows: Tensor) -> tuple[Tensor, ...]:
         ctx.ranks = ranks
         # As bytes: gloo (torch 2.11 to 2.13) mixes up coalesced tensors of different item sizes.
-        sent = [part.contiguous().view(torch.uint8) for part in rows]
+        # by way of one dimension: a column of scales may be contiguous with a stride above 1
+        sent = [p.reshape(-1).view(torch.uint8).view(*p.shape[:-1], -1) for p in rows]
         received = _exchange(
             ranks, lambda op: op.all_gather_into_tensor_coalesced(sent, ranks.size, ranks.group)
         )

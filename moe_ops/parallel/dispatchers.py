@@ -87,7 +87,7 @@ class PaddedDispatcher(_Dispatcher):
     A rank holds some of the experts, or with tensor parallelism its columns of all of them.
     """
 
-    send_quantized: bool = field(default=True, kw_only=True)
+    send_quantized: bool | None = field(default=None, kw_only=True)
 
     @staticmethod
     def why_not(parallel: ParallelConfig) -> list[str]:
@@ -227,6 +227,7 @@ class AllGatherReduceScatter(PaddedDispatcher):
         label: what errors call the layer.
         send_quantized: a `MoELayer` quantizes rows before they travel, as its experts would, with
             schemes that allow it (`moe_ops.parallel.wire`); False: it sends them as they are.
+            None: on GPUs it quantizes; the fast kernels of CPUs take rows that are not.
 
     Raises:
         ValueError: a size that is no integer or below 1, or another reduce_dtype.

@@ -571,7 +571,8 @@ def quantized_wire(rank: int, size: int) -> Iterator[tuple[str, float, float]]:
             for name, weight in (("gate_up_proj", w13), ("down_proj", w2)):
                 part = shard_experts(weight, Placement(E, size), rank)
                 setattr(layer.experts, name, torch.nn.Parameter(part, False))
-            torch.nn.init.normal_(layer.gate.weight, generator=torch.Generator().manual_seed(3))
+            seeded = torch.Generator(layer.gate.weight.device).manual_seed(3)
+            torch.nn.init.normal_(layer.gate.weight, generator=seeded)
             t = tokens("one rank without tokens", rank, size, torch.bfloat16)
             x = t.x[t.mine]
             found, first = [], layer.dispatcher

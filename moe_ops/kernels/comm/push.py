@@ -109,7 +109,7 @@ def _buffers(mailbox: Mailbox, spins: int, itemsize: int, phases: Phases) -> Buf
     )
 
 
-class Tile(NamedTuple):
+class PushTile(NamedTuple):
     """Rows and columns that a program holds at a time, both powers of two."""
 
     rows: int
@@ -120,10 +120,10 @@ class Tile(NamedTuple):
         return 8 if self.rows * self.columns > 2048 else 4
 
 
-def tile_of(layout: SymmetricLayout, columns: int, most: int) -> Tile:
+def tile_of(layout: SymmetricLayout, columns: int, most: int) -> PushTile:
     """The tile of a block, of at most `most` elements: whole rows, where they fit."""
     width = min(triton.next_power_of_2(columns), most)
-    return Tile(max(1, min(layout.block_rows, most // width)), width)
+    return PushTile(max(1, min(layout.block_rows, most // width)), width)
 
 
 @triton.jit
