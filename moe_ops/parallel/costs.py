@@ -44,6 +44,9 @@ COLLECTIVE_US = 15.0
 # Part of a copy between two GPUs that NCCL reaches: an all-gather of 59 MB to each of two H100s
 # took 302 us, less COLLECTIVE_US 205 GB/s of 386 (the same file). Not measured on more GPUs.
 NCCL = 0.53
+# The same of `symmetric_memory`, which writes into the other GPU's memory: 6.7 us at one token, and
+# 34 MB in 125 us, which is 283 GB/s of 386 (the same file).
+PUSH_US, PUSH = 6.5, 0.73
 # Part of a network's line rate that collectives reach. An assumption: not measured.
 NETWORK = 0.8
 
@@ -321,6 +324,10 @@ class Fleet:
     def size(self) -> int:
         return self.gpus_per_host * self.hosts
 
+    def push_us(self, link: float) -> float:
+        """Of a kernel that writes so many bytes into each GPU's memory from those of its host."""
+        return PUSH_US + link / (self.gpu.link_gb_s * 1e3 * PUSH)
+
     def collective_us(self, link: float, network: float) -> float:
         """Of a collective that brings so many bytes to each GPU."""
         per_link = link / (self.gpu.link_gb_s * 1e3 * NCCL)
@@ -339,19 +346,22 @@ def step(
     """One step of T = num_tokens tokens on each GPU, as the slowest of them has it.
 
     Args:
-        dispatcher: "none" (one GPU), "allgather_reducescatter", "all_to_all" or "all_reduce" (of
-            R * T tokens that all GPUs have).
+        dispatcher: "none" (one GPU), or one of `dispatchers_of`; "all_reduce" of R * T tokens that
+            all GPUs have.
         load: of the GPU with the most to do.
         quantized_wire: rows travel to the experts as the scheme quantizes them.
 
     Raises:
-        ValueError: an unknown dispatcher.
+        ValueError: an unknown dispatcher, or one that these GPUs cannot use.
     """
     R, H, T = fleet.size, fleet.hosts, num_tokens
     rows = R * T
     experts = expert_time(fleet.gpu, layer, load, rows)
     if dispatcher == "none":
         return Step(dispatcher, 0.0, experts, 0.0, 0.0, 0.0)
+    if dispatcher not in dispatchers_of(fleet):
+        names = ", ".join(dispatchers_of(fleet))
+        raise ValueError(f"dispatcher must be none, {names}, got {dispatcher!r}")
     out = 2 * layer.hidden_size  # bytes of a row in the tokens' dtype
     wide = out if R == 2 else 2 * out  # added in fp32 by more than two
     sent = layer.row_bytes(quantized_wire)
@@ -360,17 +370,25 @@ def step(
     added = 0.0
     if dispatcher == "allgather_reducescatter":
         back = wide * T * (R - 1), wide * T * (H - 1)
-    elif dispatcher == "all_to_all":
+    elif dispatcher in ("all_to_all", "symmetric_memory"):
         back = out * T * (R - 1), out * T * (R - fleet.gpus_per_host)
         added = out * T * (R + 1) / (fleet.gpu.memory_tb_s * 1e6)
-    elif dispatcher == "all_reduce":
+    else:
         gathered = 0.0, 0.0
         back = 2 * wide * T * (R - 1), 2 * wide * T * (H - 1)
-    else:
-        raise ValueError(f"dispatcher must be none, {', '.join(DISPATCHERS)}, got {dispatcher!r}")
+    if dispatcher == "symmetric_memory":  # on the way out rows travel as they are
+        gathered = layer.row_bytes(False) * T * (R - 1), 0.0
+        there, here = fleet.push_us(gathered[0]), fleet.push_us(back[0]) + added
+        return Step(dispatcher, there, experts, here, gathered[0] + back[0], 0.0)
     there = fleet.collective_us(*gathered) if dispatcher != "all_reduce" else 0.0
     here = fleet.collective_us(*back) + added
     return Step(dispatcher, there, experts, here, gathered[0] + back[0], gathered[1] + back[1])
 
 
-DISPATCHERS = ("allgather_reducescatter", "all_to_all", "all_reduce")
+DISPATCHERS = ("allgather_reducescatter", "all_to_all", "symmetric_memory", "all_reduce")
+
+
+def dispatchers_of(fleet: Fleet) -> tuple[str, ...]:
+    """Those that the GPUs can use: `symmetric_memory` is for up to 16 of one host."""
+    peers = fleet.hosts == 1 and fleet.size <= 16
+    return tuple([name for name in DISPATCHERS if peers or name != "symmetric_memory"])

@@ -26,7 +26,7 @@ TOKENS = (1, 64, 512, 4096)
 EXTRA_SLOTS = (1, 2, 4)  # of each GPU, for redundant experts
 PAYS = 0.03  # part of a step that redundant experts must save: the model is no better than that
 # the one for tokens that all GPUs have is no choice for others
-SENDING = costs.DISPATCHERS[:2]
+SENDING = costs.DISPATCHERS[:3]
 
 
 def parser() -> argparse.ArgumentParser:
@@ -151,7 +151,7 @@ def rows_of(case: Case, num_tokens: int) -> list[tuple[str, ...]]:
     fleet = case.fleet
     one = dataclasses.replace(case, fleet=costs.Fleet(fleet.gpu, 1))
     alone = one.step("none", fleet.size * num_tokens)
-    names = costs.DISPATCHERS if fleet.size > 1 else ("none",)
+    names = costs.dispatchers_of(fleet) if fleet.size > 1 else ("none",)
     steps = [case.step(name, num_tokens) for name in names]
     best = min((s for s in steps if s.dispatcher in SENDING), key=lambda s: s.us, default=None)
     imbalance = case.load(num_tokens)[1]
@@ -179,8 +179,9 @@ def redundant_row(case: Case, num_tokens: int) -> tuple[str, ...]:
     """us of a step with no, 1, 2 and 4 slots more on each GPU, by the fastest dispatcher, and
     whether they pay.
     """
+    sending = [name for name in costs.dispatchers_of(case.fleet) if name in SENDING]
     times = {
-        extra: min(case.step(name, num_tokens, extra).us for name in SENDING)
+        extra: min(case.step(name, num_tokens, extra).us for name in sending)
         for extra in (0, *EXTRA_SLOTS)
     }
     best = min(times, key=lambda extra: times[extra])

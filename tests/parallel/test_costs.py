@@ -43,7 +43,10 @@ def test_predictions_lie_near_what_two_gpus_took():
     names = ("one GPU", *costs.DISPATCHERS)
     wanted = [("qwen3", "", M) for M in (512, 4096, 8192)]
     wanted += [("dsv3", "fp8_block", M) for M in (512, 4096)]
-    assert {(*cell, name) for cell in wanted for name in names} <= compared
+    wanted = {(*cell, name) for cell in wanted for name in names}
+    assert {
+        cell for cell in wanted if cell[0] == "qwen3" or cell[3] != "symmetric_memory"
+    } <= compared
 
 
 def test_measured_tables_replace_the_model():
@@ -104,7 +107,7 @@ def test_what_bounds_a_step():
     assert case(two).step("allgather_reducescatter", 8192).bound == "products"
     assert case(wide).step("allgather_reducescatter", 4096).bound == "transport"
     near, far = case(costs.Fleet(H100, 8)), case(wide)
-    for name in costs.DISPATCHERS:
+    for name in costs.dispatchers_of(wide):
         assert near.step(name, 512).network_bytes == 0 < far.step(name, 512).network_bytes
         assert far.step(name, 512).network_bytes < far.step(name, 512).num_bytes
 
@@ -118,9 +121,10 @@ def test_the_command_prints_a_table(capsys, tmp_path):
     out = run(capsys, "--gpus", "1", "8", "--tokens", "64", "--hosts", "1", "2")
     rows = [line.split() for line in out.splitlines()]
     names = [row[3] for row in rows[3:] if len(row) == len(plan.HEADER)]
-    spread = [["allgather_reducescatter", "all_to_all", "all_reduce"]]
-    assert [name.rstrip("*") for name in names] == sum([["none"], *3 * spread], [])
-    assert [name for name in names if name.endswith("*")][:1] == ["all_to_all*"]
+    spread = ["allgather_reducescatter", "all_to_all", "all_reduce"]
+    near = [*spread[:2], "symmetric_memory", spread[2]]
+    assert [name.rstrip("*") for name in names] == ["none", *near, *spread, *spread]
+    assert [name for name in names if name.endswith("*")][:1] == ["symmetric_memory*"]
     assert "not compared with measurements" in out
     skewed = run(capsys, "--gpus", "8", "--tokens", "4096", "--zipf", "2")
     assert skewed.splitlines()[-3].endswith("1 a GPU")  # redundant experts pay
