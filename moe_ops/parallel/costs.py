@@ -44,8 +44,8 @@ COLLECTIVE_US = 15.0
 # Part of a copy between two GPUs that NCCL reaches: an all-gather of 59 MB to each of two H100s
 # took 302 us, less COLLECTIVE_US 205 GB/s of 386 (the same file). Not measured on more GPUs.
 NCCL = 0.53
-# The same of `symmetric_memory`, which writes into the other GPU's memory: 6.7 us at one token, and
-# 34 MB in 125 us, which is 283 GB/s of 386 (the same file).
+# The same of `symmetric_memory`, which writes into the other GPU's memory: 6.7 us at one token,
+# and 34 MB in 125 us, which is 283 GB/s of 386 (the same file).
 PUSH_US, PUSH = 6.5, 0.73
 # Part of a network's line rate that collectives reach. An assumption: not measured.
 NETWORK = 0.8
