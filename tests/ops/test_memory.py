@@ -119,6 +119,15 @@ def test_freed_tensors_are_refused(name, way, grad):
         moe_ops.fused_experts(**arguments, backend="torch")
 
 
+@pytest.mark.parametrize("name", ["w13", "w2"])
+def test_freed_weights_that_are_stored_transposed_are_refused(name):
+    arguments = case_of()
+    arguments[name] = freed(arguments[name].mT.contiguous().mT)
+    assert not arguments[name].is_contiguous()
+    with pytest.raises(ValueError, match=f"^{name} must hold .* storage was freed"):
+        moe_ops.fused_experts(**arguments, backend="torch")
+
+
 @pytest.mark.parametrize("grad", [False, True])
 @ways
 @pytest.mark.parametrize("name", ["hidden_states", "w13", "w2", "w13_bias"])
