@@ -54,8 +54,8 @@ class Weight(NamedTuple):
 
 
 def stored_transposed(data: Tensor) -> bool:
-    """Whether the transposed view of matrices is contiguous. By strides: a tensor whose storage was
-    freed has no views.
+    """Whether the transposed view of matrices is contiguous. By strides, because a tensor whose
+    storage was freed has no views.
     """
     if data.ndim != 3:
         return False
