@@ -73,7 +73,7 @@ def experts(a: ExpertsArgs) -> None:
     scaling = scaling_of(a.scheme, gpu.native)
     w_scale, x_scale, *_ = scaling
     pairs, scales = M * top_k, (w_scale, x_scale)
-    if a.batch_invariant and not same_bits_in_all_tiles(w_scale, dtype.itemsize):
+    if a.batch_invariant and not same_bits_in_all_tiles(w_scale, dtype, device):
         facts = (dtype.itemsize, False, gpu.shared_memory, *scales, activation.GATED)
         config = for_any_batch(pairs, E, K, I, *facts)
     else:
@@ -170,13 +170,13 @@ def batched_experts(a: BatchedExpertsArgs) -> None:
     E, T, K = a.out.shape
     if T == 0:
         return
-    dtype, I = a.out.dtype, a.w2.shape[2]  # noqa: E741
-    gpu = launch.gpu(a.hidden_states.get_device())
+    dtype, I, device = a.out.dtype, a.w2.shape[2], a.hidden_states.get_device()  # noqa: E741
+    gpu = launch.gpu(device)
     activation = activated(a.activation, a.alpha, a.beta, a.limit)
     scaling = scaling_of(a.scheme, gpu.native)
     w_scale, x_scale, *_ = scaling
     facts = (dtype.itemsize, False, gpu.shared_memory, w_scale, x_scale, activation.GATED)
-    one_config = a.batch_invariant and not same_bits_in_all_tiles(w_scale, dtype.itemsize)
+    one_config = a.batch_invariant and not same_bits_in_all_tiles(w_scale, dtype, device)
     config = (for_any_batch if one_config else choose)(E * T, E, K, I, *facts)
     run_in_chunks(
         a,
@@ -241,7 +241,7 @@ def grouped_linear(a: GroupedLinearArgs) -> None:
     w = weight_of("weight", a.weight, a.weight_scale, a.scheme, out.dtype, gpu)
     scaling = scaling_of(a.scheme, gpu.native)
     w_scale, x_scale, *_ = scaling
-    one_config = a.batch_invariant and not same_bits_in_all_tiles(w_scale, out.dtype.itemsize)
+    one_config = a.batch_invariant and not same_bits_in_all_tiles(w_scale, out.dtype, device)
     config = (for_any_batch if one_config else choose)(
         S, E, K, K, out.dtype.itemsize, False, gpu.shared_memory, w_scale, x_scale, False
     )

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from moe_ops import environment
 from moe_ops.kernels.configs import (
     GEMV,
     LARGE_SHARED_MEMORY,
@@ -164,12 +165,15 @@ def for_experts(*problem: Any) -> LayerConfig:
     return find(_for_experts, problem)
 
 
-def same_bits_in_all_tiles(weight_scale: str, itemsize: int) -> bool:
+@lru_cache(maxsize=64)
+def same_bits_in_all_tiles(weight_scale: str, dtype: torch.dtype, device: int) -> bool:
     """Whether the kernels of sm80_mma.py and sm90_tma.py give the same bits with all tiles: plain
-    products of 16 bits, and those of blocks of 128 x 128 in tiles of `_has_wgmma_of_blocks`, as
-    an H100 showed (benchmarks/batch_invariant.py). Arguments as of `choose`.
+    products in bf16, and those of blocks of 128 x 128 in tiles of `_has_wgmma_of_blocks`, on SM90,
+    as an H100 showed (benchmarks/batch_invariant.py). Other GPUs have other instructions for wide
+    tiles. `weight_scale` as of `choose`.
     """
-    return itemsize == 2 and weight_scale in ("", "block")
+    shown = dtype == torch.bfloat16 and weight_scale in ("", "block")
+    return shown and device >= 0 and environment.capability(device)[0] == 9
 
 
 def _of_any_batch(groups: int, *facts: Any, tables: bool = True) -> LayerConfig:

@@ -24,7 +24,7 @@ from moe_ops.planning import machine as machines
 from moe_ops.planning import plan as plans
 from moe_ops.tables import lookup
 from tests.support import oracle
-from tests.support.cases import BF16, FP32, STATIC_SCALES, fitting, prepared, tolerance
+from tests.support.cases import BF16, FP16, FP32, STATIC_SCALES, fitting, prepared, tolerance
 
 E, TOP_K = 4, 2
 COUNTS = (1, 2, 16, 24, 48, 64, 200, 1024, 4096)
@@ -54,6 +54,7 @@ def launched() -> Iterator[list]:
             keep = mock.patch.object(module, "run", lambda launches, *_: found.append(launches))
             stack.enter_context(keep)
         stack.enter_context(mock.patch.object(launch, "gpu", lambda device: H200))
+        stack.enter_context(mock.patch.object(plain, "same_bits_in_all_tiles", in_all_tiles))
         stack.enter_context(mock.patch.object(lookup, "layer_config", measured))
         yield found
 
@@ -114,6 +115,10 @@ def what_computes(launches: list) -> list:
     return found
 
 
+def in_all_tiles(weight_scale: str, dtype: torch.dtype, device: int) -> bool:
+    return dtype == BF16 and weight_scale in ("", "block")  # as on an SM90
+
+
 def computed(
     kind: str, scheme: str, dtype: torch.dtype, M: int, batch_invariant: bool, *sizes: int
 ) -> list:
@@ -155,6 +160,16 @@ def test_every_number_of_tokens_is_summed_alike(kind, scheme):
     on = [computed(kind, scheme, BF16, M, True) for M in COUNTS]
     assert not any("gemv" in name for launches in on for name, *_ in launches)
     assert all(sums(launches) == sums(on[0]) for launches in on)
+
+
+def test_tiles_follow_rows_on_sm90_alone():
+    same_bits = gemm_configs.same_bits_in_all_tiles.__wrapped__
+    for device, major, shown in ((0, 9, True), (0, 10, False), (0, 8, False), (-1, 9, False)):
+        with mock.patch.object(gemm_configs.environment, "capability", lambda _, m=major: (m, 0)):
+            for scale, dtype in (("", BF16), ("block", BF16)):
+                assert same_bits(scale, dtype, device) == shown
+            for scale, dtype in (("", FP16), ("", FP32), ("channel", BF16)):
+                assert not same_bits(scale, dtype, device)
 
 
 @pytest.mark.parametrize("kind", ["experts", "batched_experts", "grouped_linear"])
