@@ -227,6 +227,8 @@ class SymmetricMemory(PaddedDispatcher):
 
     reduce_dtype: None = field(default=None, init=False)  # always fp32
     timeout: int = field(default=60, kw_only=True)  # a float would be traced as a symbol
+    # rows that are quantized before travel by the library's collective
+    send_quantized: bool | None = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
