@@ -58,9 +58,9 @@ def distribute(
     Raises:
         ValueError: no MoE layer; one that is spread already, by a group, an expert_map or
             DTensors, that has adapters or asks for batch invariance; fewer experts than ranks;
-            columns as `shard_w13` refuses them, and biases beside them; a deployment or mesh that
-            `ParallelConfig.from_mesh` or `make_dispatcher` refuses; or ranks that differ, naming
-            layer, field and ranks. The model is then as it was.
+            columns as `shard_w13` refuses them, and biases beside them; enable_eplb; a
+            deployment or mesh that `ParallelConfig.from_mesh` or `make_dispatcher` refuses; or
+            ranks that differ, naming layer, field and ranks. The model is then as it was.
     """
     check_size("max_num_tokens", max_num_tokens)
     parallel = ParallelConfig.from_mesh(
@@ -69,6 +69,11 @@ def distribute(
         enable_expert_parallel=enable_expert_parallel,
         **options,
     )
+    if parallel.enable_eplb:
+        raise ValueError(
+            "enable_eplb must be left out of distribute, got True: replicas take slots that a "
+            "layer is made with, by MoELayer.from_config(config, group=...)"
+        )
     layers = {name: m for name, m in model.named_modules() if isinstance(m, MoELayer)}
     if not layers:
         raise ValueError(f"model must contain MoELayers, got {type(model).__name__} without any")

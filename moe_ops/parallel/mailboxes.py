@@ -130,11 +130,12 @@ def _make(
             f"symmetric_memory cannot serve {label}: {'; '.join(reasons)}; choose "
             "all2all_backend='all_to_all' or 'allgather_reducescatter'"
         )
-    if device.type == "cuda":
-        buffers, handle = _symmetric(group, device, layout.num_bytes)
-    else:
-        buffers, handle = _shared_files(group, layout.num_bytes), None
-    return _Kept(group, Mailbox.of(layout, group.rank(), buffers), handle)
+    with torch.inference_mode(False):  # calls outside of it write into these tensors, too
+        if device.type == "cuda":
+            buffers, handle = _symmetric(group, device, layout.num_bytes)
+        else:
+            buffers, handle = _shared_files(group, layout.num_bytes), None
+        return _Kept(group, Mailbox.of(layout, group.rank(), buffers), handle)
 
 
 def _symmetric(

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import guard_or_false
 
 from moe_ops.checks import check_size
 from moe_ops.kernels import launch
@@ -255,6 +256,16 @@ class SymmetricMemory(PaddedDispatcher):
         out: Tensor,  # (R * T, K)
         num_tokens: int,
     ) -> Tensor:  # (num_tokens, K)
-        """As `AllGatherReduceScatter.combine`."""
+        """As `AllGatherReduceScatter.combine`.
+
+        Raises:
+            ValueError: out as there; num_tokens above max_num_tokens, whose rows no rank sends.
+        """
         self._check_outputs(out)
+        if guard_or_false(num_tokens > self.max_num_tokens):
+            raise ValueError(
+                f"num_tokens must be at most max_num_tokens={self.max_num_tokens}, got "
+                f"{num_tokens}: pass what this rank has dispatched"
+            )
+        torch._check(num_tokens <= self.max_num_tokens, lambda: "num_tokens is too large")
         return Combine.apply(self._exchange, out, num_tokens)

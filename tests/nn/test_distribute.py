@@ -82,3 +82,10 @@ def test_what_is_refused_leaves_the_model_as_it_was(make, options, said, mesh):
         distribute(model, mesh(), **options)
     assert before == {name: id(p) for name, p in model.named_parameters()}
     assert getattr(model, "dispatcher", None) is None
+
+
+def test_redundant_experts_are_made_with_a_layer(mesh):
+    whole = layer()
+    with pytest.raises(ValueError, match="^enable_eplb must be left out of distribute, got True"):
+        distribute(whole, mesh(), enable_eplb=True)
+    assert whole.dispatcher is None

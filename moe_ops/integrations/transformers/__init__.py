@@ -68,8 +68,6 @@ ExpertsInterface.register(NAME, experts_forward)
 FP8ExpertsInterface.register(NAME, fp8_experts_forward)
 register_finder(find)
 if importlib.util.find_spec("transformers.distributed.expert_parallel"):  # 5.23 and later
-    from transformers.distributed.expert_parallel import EPImplementationInterface
+    from moe_ops.integrations.transformers import expert_parallel
 
-    from moe_ops.integrations.transformers.expert_parallel import ExpertParallel
-
-    EPImplementationInterface.register(NAME, ExpertParallel)
+    expert_parallel.register()

@@ -24,9 +24,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from transformers.distributed import mixin
-from transformers.distributed.expert_parallel import EPImplementation
+from transformers.distributed.expert_parallel import EPImplementation, EPImplementationInterface
 
 from moe_ops.integrations.transformers.activations import HfModule
+from moe_ops.integrations.transformers.hook import NAME
 from moe_ops.integrations.transformers.quantizer import MoeOpsQuantizer
 from moe_ops.parallel.collectives import Ranks, largest
 from moe_ops.parallel.dispatchers import AllGatherReduceScatter, AllReduce
@@ -173,7 +174,22 @@ def _is_quantized(model: HfModule) -> bool:
     return isinstance(getattr(model, "hf_quantizer", None), MoeOpsQuantizer)
 
 
-_Mixin = mixin.DistributedMixin
-mixin.apply_expert_parallelism = _named(mixin.apply_expert_parallelism)
-_Mixin.gather_sharded_state_dict_for_save = _gathering(_Mixin.gather_sharded_state_dict_for_save)
-_Mixin.save_distributed_checkpoint = _refusing(_Mixin.save_distributed_checkpoint)
+_METHODS = {
+    "gather_sharded_state_dict_for_save": _gathering,
+    "save_distributed_checkpoint": _refusing,
+}
+
+
+def register() -> None:
+    """Offer "moe_ops" as an `ep_implementation`. Where transformers has moved one of the functions
+    that are wrapped for it, nothing is, and transformers refuses the name.
+    """
+    owner = getattr(mixin, "DistributedMixin", None)
+    if not hasattr(mixin, "apply_expert_parallelism"):
+        return
+    if not all([hasattr(owner, name) for name in _METHODS]):
+        return
+    mixin.apply_expert_parallelism = _named(mixin.apply_expert_parallelism)
+    for name, wrapped in _METHODS.items():
+        setattr(owner, name, wrapped(getattr(owner, name)))
+    EPImplementationInterface.register(NAME, ExpertParallel)
