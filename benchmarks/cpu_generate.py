@@ -24,13 +24,13 @@ from harness import (
     interleaved_ms,
     machine_facts,
     summary,
+    use_cpu_kernels,
     versions,
     write_json,
 )
 from torch import Tensor
 
 import moe_ops.integrations.transformers as moe_transformers
-from moe_ops.backends.torch import layer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 from tiny_moe.model import encode, held_out, load, perplexity  # noqa: E402
@@ -100,12 +100,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     torch.set_grad_enabled(False)
-    kernels = layer.kernels()
-    if kernels is None:
-        raise SystemExit("the CPU kernels are not built, or this processor lacks AVX2")
-    layer.cpu.why_not()  # chooses the widest AVX, once
-    avx = kernels.moe_ops_cpu_experts_avx(arguments.avx)
-    kernels.moe_ops_cpu_avx(avx)
+    avx = use_cpu_kernels(arguments.avx)
     facts = machine_facts() | {"avx": avx} | versions("transformers")
     print(facts)
     rows = measure(arguments.schemes, arguments.tokens, arguments.perplexity_bytes)

@@ -29,6 +29,7 @@ from harness import (
     read_bandwidth_gb_s,
     relative_error,
     summary,
+    use_cpu_kernels,
     write_json,
 )
 from torch import Tensor
@@ -163,12 +164,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     torch.set_grad_enabled(False)
-    kernels = layer.kernels()
-    if kernels is None:
-        raise SystemExit("the CPU kernels are not built, or this processor lacks AVX2")
-    layer.cpu.why_not()  # chooses the widest AVX, once
-    avx = kernels.moe_ops_cpu_experts_avx(arguments.avx)
-    kernels.moe_ops_cpu_avx(avx)
+    avx = use_cpu_kernels(arguments.avx)
     gb_s = read_bandwidth_gb_s()
     facts = machine_facts() | {"read_gb_s": round(gb_s, 1), "avx": avx}
     print(facts)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from moe_ops import environment
+from moe_ops.backends.torch import layer
 from moe_ops.bench.timing import (
     capture,
     format_table,
@@ -76,6 +77,17 @@ def matmul_gflop_s(dtype: torch.dtype, size: int = 2048) -> float:
     a, b = torch.randn(size, size).to(dtype), torch.randn(size, size).to(dtype)
     times = interleaved_ms({"mm": lambda _: a @ b}, rounds=7, num_sets=1)["mm"]
     return 2 * size**3 / min(times) / 1e6
+
+
+def use_cpu_kernels(avx: int) -> int:
+    """Let the CPU kernels use AVX of at most so many bits (2: AVX2), and say which they use."""
+    kernels = layer.kernels()
+    if kernels is None:
+        raise SystemExit("the CPU kernels are not built, or this processor lacks AVX2")
+    layer.cpu.why_not()  # chooses the widest AVX, once
+    used = kernels.moe_ops_cpu_experts_avx(avx)
+    kernels.moe_ops_cpu_avx(used)
+    return used
 
 
 def write_json(name: str, content: Mapping[str, Any]) -> Path:

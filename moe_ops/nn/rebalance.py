@@ -56,10 +56,10 @@ def rebalance(layer: MoELayer, group: ProcessGroup) -> ReplicatedPlacement:
     torch.distributed.all_reduce(load, group=group)
     counted = [float(tokens) for tokens in load.tolist()]
     new = balanced(counted, old.ep_size, old.num_slots)
+    tensors = [*_tensors(layer)]  # raises before anything is changed
     layer.expert_load.zero_()
     if max(new.rank_loads(counted)) >= max(old.rank_loads(counted)):
         return old
-    tensors = [*_tensors(layer)]  # raises before anything moves
     for tensor in tensors:
         _move(tensor, old, new, group)
     replicas.place(new)

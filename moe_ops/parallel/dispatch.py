@@ -35,8 +35,8 @@ class Dispatcher(Protocol):
         name: what `ParallelConfig.all2all_backend` calls it, or "all_reduce".
         max_num_tokens: T, the most tokens that one rank passes in one call.
 
-    One with an attribute `send_quantized` that is True also has `dispatch_quantized(q, scale,
-    topk_ids, topk_weights)`, as `AllGatherReduceScatter` has it.
+    One whose attribute `send_quantized` is True, or None for GPUs alone, also has
+    `dispatch_quantized(q, scale, topk_ids, topk_weights)`, as `AllGatherReduceScatter` has it.
     """
 
     name: ClassVar[str]
