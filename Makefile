@@ -7,9 +7,10 @@ STAMP := $(VENV)/.moe_ops_dev
 PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -q -n 2 --dist worksteal
 
 EXAMPLES ?= 20000
+PART ?= $(shell echo $$(($$(date +%s) / 86400 % 3)))
 SEED ?= 0
 
-.PHONY: venv demo check test fuzz fuzz-sanitized native native-check docs compile-matrix test-gpu sanitize-cuda lint \
+.PHONY: venv demo check test test-all fuzz fuzz-sanitized native native-check docs compile-matrix test-gpu sanitize-cuda lint \
   bench bench-gpu bench-gpus clean
 
 venv: $(STAMP)
@@ -38,8 +39,13 @@ check: venv
 	$(MAKE) --no-print-directory lint && $(PYTEST) -m 'not slow and not gpu' tests && \
 	echo "make check took $$(($$(date +%s) - start)) s"
 
-# Everything that runs without a GPU, under twelve minutes on two cores.
+# All tests that run without a GPU, with a third of the cases of those that run over many: another
+# third each day, or PART=0, 1, 2. Under ten minutes on two cores.
 test: venv
+	$(PYTEST) --part $(PART) tests
+
+# With all cases: before a release, and after a change of kernels. Twenty minutes and more.
+test-all: venv
 	$(PYTEST) tests
 
 # Random calls of the public functions against the fp64 oracle, some ten minutes. A failure prints

@@ -4,6 +4,9 @@ Three tiers. A test without a mark runs in `make check` and takes at most a few 
 those that take longer, and every case of a sweep but the first. In the folders of `SWEEPS` each
 parametrized function is one, and of those in `EVERY_SCHEME` also the first of each scheme on each
 backend runs; elsewhere the mark `sweep` says so. `gpu` need a CUDA device.
+
+`make test-all` runs them all. `make test` runs a third of the cases that sweeps have beside their
+first, by `--part`, which follows the day: three days run every case.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ import gc
 import importlib
 import os
 import resource
+import zlib
 from collections.abc import Generator
 from pathlib import Path
 
@@ -49,6 +53,7 @@ HERE = Path(__file__).parent
 # folders whose tests run over many cases that differ in sizes and options alone
 SWEEPS = ("autograd", "backends", "kernels", "matrix", "numerics")
 EVERY_SCHEME = Path("matrix/test_values.py")
+PARTS = 3  # of the cases of sweeps
 # Of processor time, which a busy machine disturbs little. What a test imports first counts, too.
 MOST_SECONDS = 8.0
 
@@ -60,13 +65,28 @@ def scheme_and_backend(item: pytest.Function) -> tuple[object, ...]:
     return params.get("scheme"), backend
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--part",
+        type=int,
+        choices=range(PARTS),
+        help=f"of the cases of sweeps beside their first run one of {PARTS} parts",
+    )
+
+
+def pytest_report_header(config: pytest.Config) -> str | None:
+    part = config.getoption("part")
+    return None if part is None else f"sweeps: --part {part} of their cases"
+
+
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses by marks
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     seen: set[tuple[object, ...]] = set()
+    others = set()  # not of this part
     for item in items:
         if not isinstance(item, pytest.Function) or not hasattr(item, "callspec"):
             continue
-        if item.get_closest_marker("gpu") or item.get_closest_marker("slow"):
+        if item.get_closest_marker("gpu"):
             continue
         keys = {(item.path, item.originalname)}
         path = item.path.relative_to(HERE)
@@ -76,7 +96,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             continue
         if keys <= seen:
             item.add_marker("slow")
+            # not by their order, in which each third may have the same value of a parameter
+            if zlib.crc32(item.nodeid.encode()) % PARTS != config.getoption("part"):
+                others.add(item)
         seen |= keys
+    if config.getoption("part") is not None:
+        config.hook.pytest_deselected(items=list(others))
+        items[:] = [item for item in items if item not in others]
 
 
 def processor_seconds() -> float:

@@ -4,6 +4,7 @@ settings."""
 import argparse
 import os
 import re
+import runpy
 import subprocess
 import sys
 import warnings
@@ -109,12 +110,14 @@ def test_schemes_of_command_lines(common):
         ("train_step", "--scheme"),
     ],
 )
-def test_unknown_schemes_are_answered(name, option):
+def test_unknown_schemes_are_answered(name, option, common, monkeypatch, capsys):
     pytest.importorskip("transformers")
-    answer = run(name, [option, "fp9_block"])
-    assert answer.returncode == 2
-    assert f"error: argument {option}: scheme must be one of" in answer.stderr
-    assert "Traceback" not in answer.stderr and not answer.stdout
+    monkeypatch.setattr(sys, "argv", [name, option, "fp9_block"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
+    answer = capsys.readouterr()
+    assert ended.value.code == 2
+    assert f"error: argument {option}: scheme must be one of" in answer.err and not answer.out
 
 
 @pytest.mark.slow
