@@ -3,9 +3,9 @@ activations. A whole layer of its compiled operators, called in the order in whi
 fused_marlin_moe calls them: align the pairs, product, activation, product (which multiplies by the
 router weights), sum.
 
-Operators come from the folder of vllm_cutlass.py. Weights are brought into Marlin's order here: vLLM
-does it by a kernel, with the same result. The wheel has these kernels for SM80 and SM120, and PTX
-that a driver compiles for SM90; thin_fatbin.py can do so beforehand.
+Operators come from the folder of vllm_cutlass.py. Weights are brought into Marlin's order here:
+vLLM does it by a kernel, with the same result. The wheel has these kernels for SM80 and SM120, and
+PTX that a driver compiles for SM90; thin_fatbin.py takes it compiled.
 """
 
 from __future__ import annotations

@@ -10,9 +10,10 @@ as before. Zeros take the place of what is removed. Format: fatbinary of the CUD
 (magic, version, header bytes, bytes behind it) and entries (kind, header bytes, bytes,
 architecture).
 
-Where there is only PTX for the architecture, a driver compiles it when the library is loaded, which
-takes minutes for vLLM's Marlin. FOLDER holds it compiled: 1.fatbin, 2.fatbin and so on, for the PTX
-files that `cuobjdump -xptx all` numbers so; a missing one leaves its fat binary without code.
+Where there is only PTX for the architecture, a driver compiles it when the library is loaded,
+which takes minutes for vLLM's Marlin. FOLDER holds it compiled: 1.fatbin, 2.fatbin and so on, for
+the PTX files that `cuobjdump -xptx all` numbers so; a missing one leaves its fat binary without
+code.
 
     ptxas -arch=sm_90 -O3 FILE.1.sm_80.ptx -o 1.cubin
     fatbinary --create=1.fatbin -64 --compress-all --image3=kind=elf,sm=90,file=1.cubin
