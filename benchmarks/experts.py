@@ -278,12 +278,21 @@ def compile_kernels(cases: Iterable[Case]) -> None:
     compile_here(calls)
 
 
+def fits(shape: str, scheme: str) -> bool:
+    """Whether rows of both weights are whole groups of the scheme, where it wants that."""
+    layer, weight = SHAPES[shape], get_scheme(scheme).weight
+    if weight is None or weight.group.cols <= 0 or weight.group.rows > 1:
+        return True
+    return not any(n % weight.group.cols for n in (layer.hidden_size, layer.intermediate_size))
+
+
 def cases_of(arguments: argparse.Namespace, results: Results, run: str) -> list[Case]:
     """The cells to measure, those of a shape together, and in them those of a scheme."""
     sizes = (arguments.shapes, arguments.schemes, arguments.routing, arguments.tokens)
     cases = [
         Case(shape, scheme, tokens, routing)
         for shape, scheme, routing, tokens in itertools.product(*sizes)
+        if fits(shape, scheme)
     ]
     if not arguments.missing:
         return cases
