@@ -9,17 +9,20 @@ for the weighted sum, here it is compiled by torch.compile.
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import json
-import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
 import vllm_cutlass
-from cases import Cell, Weights
+from cases import SHAPES, Case, Cell, Weights
 from marlin_layer import ACTIVATIONS, align, pack
 from torch import Tensor
 
+import moe_ops
 from moe_ops.schemes import get_scheme
 
 SCHEMES = (
@@ -61,7 +64,12 @@ def layer_of(weight: Any, bias: Tensor | None) -> Any:
         tensors["bias"] = bias
     with torch.device(weight.device):
         layer = HummingLayer(
-            N, K, config, num_experts=E, has_bias=bias is not None, torch_dtype=torch.bfloat16
+            *(N, K, config),
+            pad_n_to_multiple=256,  # as in vLLM
+            pad_k_to_multiple=128,
+            num_experts=E,
+            has_bias=bias is not None,
+            torch_dtype=torch.bfloat16,
         )
     for name, tensor in tensors.items():
         if getattr(layer, name).shape != tensor.shape:
@@ -71,19 +79,37 @@ def layer_of(weight: Any, bias: Tensor | None) -> Any:
     return layer
 
 
-def tuned(layer: Any, rows: int) -> dict[str, Any]:
-    """The configuration that humming's heuristics have for so many pairs."""
+def tuned(config: Any, rows: int) -> dict[str, Any]:
+    """What humming's heuristics choose for a layer's configuration and so many pairs."""
     from humming.tune import get_heuristics_config
 
-    found = get_heuristics_config(
-        layer_config=layer.humming_config,
-        use_f16_accum=False,
-        use_batch_invariant=False,
-        use_m_major_input_scale=False,
-        gemm_type="indexed",
-        device=layer.weight.device,
-    )
-    return next(config for low, high, config in found if low < rows <= high)
+    found = get_heuristics_config(layer_config=config, gemm_type=COMPUTE["gemm_type"])
+    return next(chosen for low, high, chosen in found if low < rows <= high)
+
+
+def compile_kernels(cases: Iterable[Case]) -> None:
+    """Compile the products of all cases at once: one takes some seconds."""
+    from humming.kernel.humming import HummingKernel
+
+    products = []
+    for (name, scheme), group in itertools.groupby(cases, lambda case: (case.shape, case.scheme)):
+        shape, tokens = SHAPES[name], [case.num_tokens for case in group]
+        K, I = shape.hidden_size, shape.intermediate_size  # noqa: E741
+        for rows, columns in ((2 * I, K), (K, I)):
+            # kernels depend on the number of experts, their weights' layout does not
+            plain = torch.randn(1, rows, columns, device="cuda").to(torch.bfloat16)
+            bias = plain[:, :, 0].contiguous() if shape.bias else None
+            config = layer_of(moe_ops.quantize(plain, scheme), bias).humming_config
+            config = dataclasses.replace(config, num_experts=shape.num_experts)
+            products += [(config, M * shape.top_k) for M in tokens]
+
+    def compile_one(product: tuple[Any, int]) -> None:
+        config, rows = product
+        chosen = json.dumps(tuned(config, rows))
+        HummingKernel.prepare_kernels(config.to_str(), json.dumps(COMPUTE), chosen)
+
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(compile_one, products))
 
 
 def weighted_sum(y: Tensor, router: Tensor) -> Tensor:
@@ -103,8 +129,8 @@ def make(weights: Weights) -> Callable[[Cell], Callable[[int], Tensor]]:
 
     def build(cell: Cell) -> Callable[[int], Tensor]:
         x = cell.hidden_states
-        rows = math.ceil(x.shape[0] * top_k)
-        configs = [tuned(layer, rows) for layer in (first, second)]
+        rows = x.shape[0] * top_k
+        configs = [tuned(layer.humming_config, rows) for layer in (first, second)]
         block_size = configs[0]["block_shape"][0]
         locks = torch.empty(0, device=x.device)
         torch._dynamo.reset()

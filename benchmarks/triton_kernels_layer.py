@@ -86,7 +86,7 @@ def make(weights: Weights) -> Callable[[Cell], Callable[[int], Tensor]]:
             torch.full((M, E), -1e4, device=x.device).scatter_(1, s.ids.long(), s.weights.log())
             for s in cell.sets
         ]
-        ids = [s.ids.to(torch.int16) for s in cell.sets]
+        ids = [s.ids.int() for s in cell.sets]  # of 16 bits, its masks of 32 would overflow
 
         def call(which: int) -> Tensor:
             data, gather, scatter = routing(logits[which], top_k, expt_indx=ids[which])
