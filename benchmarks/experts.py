@@ -25,15 +25,13 @@ import tempfile
 import time
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import experts_report
-import humming_layer
 import torch
 import vllm_cutlass
 from cases import (
@@ -262,32 +260,19 @@ def describe_cell(case: Case, floor: float, rows: list[dict], seconds: dict[str,
     return f"{where}: floor {floor:.1f} us | {' | '.join(parts)} [{total:.1f} s: {spent}]"
 
 
-def compile_kernels(cases: Sequence[Case], only: Sequence[str]) -> None:
-    """Compile kernels for cells at once: this library's, and those of peers that can."""
-    if any(name.startswith(OURS) for name in only):
-        compile_ours(cases)
-    theirs = [case for case in cases if case.scheme in humming_layer.SCHEMES]
-    if "humming" in only and theirs:
-        # in another process: this one may be capturing a graph, beside which nothing else may run
-        with ProcessPoolExecutor(1, get_context("spawn")) as pool:
-            try:
-                pool.submit(humming_layer.compile_kernels, theirs).result()
-            except Exception as error:  # as in CellRun.prepare
-                print(f"  humming compiles nothing ahead: {reason_of(error)}", flush=True)
-
-
-def compile_ahead(cases: Sequence[Case], only: Sequence[str]) -> dict[str, Future]:
-    """For each shape what is done once its kernels are compiled: those of the next shapes are
-    while cells of the first are measured."""
+def compile_ahead(cases: Sequence[Case]) -> dict[str, Future]:
+    """For each shape what is done once this library's kernels are compiled for its cases: those of
+    the next shapes are while the first is measured."""
     pool = ThreadPoolExecutor(1)
     shapes = dict.fromkeys(case.shape for case in cases)
     return {
-        shape: pool.submit(compile_kernels, [case for case in cases if case.shape == shape], only)
+        shape: pool.submit(compile_kernels, [case for case in cases if case.shape == shape])
         for shape in shapes
     }
 
 
-def compile_ours(cases: Iterable[Case]) -> None:
+def compile_kernels(cases: Iterable[Case]) -> None:
+    """Compile this library's kernels for all cells at once."""
     from compile_kernels import TRITON_E2M1, Call, compile_here
 
     calls = []
@@ -347,7 +332,9 @@ def run_all(arguments: argparse.Namespace, results: Results, run: str, dry: bool
     told: set[tuple[str, str]] = set()
     measured = set()
     cases = cases_of(arguments, results, run)
-    compiled = {} if dry else compile_ahead(cases, arguments.only)
+    compiled = {}
+    if not dry and any(name.startswith(OURS) for name in arguments.only):
+        compiled = compile_ahead(cases)
     for shape, of_shape in itertools.groupby(cases, lambda case: case.shape):
         plain = make_plain_weights(SHAPES[shape], device)
         if shape in compiled:

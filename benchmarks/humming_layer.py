@@ -1,7 +1,7 @@
 """Experts on humming-kernels 0.1.19 as a peer of experts.py: weights of 4 and 8 bits beside bf16
 activations. A whole layer as vLLM 0.26 runs it with `indexed` products: align the pairs, product,
 activation, product, weighted sum. Its own heuristics choose the configurations, and nvrtc compiles
-the kernels at their first call.
+the kernels at their first call, some seconds each.
 
 What aligns and activates are operators of the folder of vllm_cutlass.py. vLLM has a Triton kernel
 for the weighted sum, here it is compiled by torch.compile.
@@ -9,20 +9,16 @@ for the weighted sum, here it is compiled by torch.compile.
 
 from __future__ import annotations
 
-import dataclasses
-import itertools
 import json
-from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import vllm_cutlass
-from cases import SHAPES, Case, Cell, Weights
+from cases import Cell, Weights
 from marlin_layer import ACTIVATIONS, align, pack
 from torch import Tensor
 
-import moe_ops
 from moe_ops.schemes import get_scheme
 
 SCHEMES = (
@@ -85,31 +81,6 @@ def tuned(config: Any, rows: int) -> dict[str, Any]:
 
     found = get_heuristics_config(layer_config=config, gemm_type=COMPUTE["gemm_type"])
     return next(chosen for low, high, chosen in found if low < rows <= high)
-
-
-def compile_kernels(cases: Iterable[Case]) -> None:
-    """Compile the products of all cases at once: one takes some seconds."""
-    from humming.kernel.humming import HummingKernel
-
-    products = []
-    for (name, scheme), group in itertools.groupby(cases, lambda case: (case.shape, case.scheme)):
-        shape, tokens = SHAPES[name], [case.num_tokens for case in group]
-        K, I = shape.hidden_size, shape.intermediate_size  # noqa: E741
-        for rows, columns in ((2 * I, K), (K, I)):
-            # kernels depend on the number of experts, their weights' layout does not
-            plain = torch.randn(1, rows, columns, device="cuda").to(torch.bfloat16)
-            bias = plain[:, :, 0].contiguous() if shape.bias else None
-            config = layer_of(moe_ops.quantize(plain, scheme), bias).humming_config
-            config = dataclasses.replace(config, num_experts=shape.num_experts)
-            products += [(config, M * shape.top_k) for M in tokens]
-
-    def compile_one(product: tuple[Any, int]) -> None:
-        config, rows = product
-        chosen = json.dumps(tuned(config, rows))
-        HummingKernel.prepare_kernels(config.to_str(), json.dumps(COMPUTE), chosen)
-
-    with ThreadPoolExecutor() as pool:
-        list(pool.map(compile_one, products))
 
 
 def weighted_sum(y: Tensor, router: Tensor) -> Tensor:

@@ -204,6 +204,8 @@ def make(weights: Weights) -> Callable[[Cell], Callable[[int], Tensor]]:
     shape = weights.shape
     if shape.ep_size > 1:
         raise ValueError("runs all experts on one GPU here")
+    if shape.bias and weights.scheme == "nvfp4_w4a16":
+        raise ValueError("multiplies biases by the global scale of nvfp4, too")
     E, top_k, K = shape.num_experts, shape.top_k, shape.hidden_size
     multiple = 128 if K % 128 else 64  # what its tiles of 64 x 128 and 128 x 64 leave
     I = -(-shape.intermediate_size // multiple) * multiple  # noqa: E741
