@@ -435,3 +435,41 @@ def test_weights_of_all_schemes_are_quantized_in_parts(modules, monkeypatch):
         whole = moe_ops.quantize(plain, scheme, activation_scale=scale)
         assert torch.equal(parts.dequantize(), whole.dequantize()), scheme
         assert parts.activation_scale == whole.activation_scale
+
+
+def test_a_library_keeps_the_code_of_one_architecture_and_what_was_assembled(
+    monkeypatch, tmp_path
+):
+    """Three fat binaries: with code for it; with PTX, which was assembled; with neither."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import struct
+
+    import thin_fatbin
+
+    def entry(kind, architecture, body):
+        head = struct.pack("<HHIQ", kind, 1, 64, len(body)).ljust(28, b"\0")
+        return (head + struct.pack("<I", architecture)).ljust(64, b"\0") + body
+
+    def binary(*entries):
+        body = b"".join(entries)
+        return struct.pack("<IHHQ", thin_fatbin.MAGIC, 1, 16, len(body)) + body
+
+    old, new, text = entry(2, 80, b"a" * 48), entry(2, 90, b"b" * 80), entry(1, 80, b"c" * 64)
+    code = binary(old, new) + binary(old, text) + binary(old)
+    names = b"\0.nv_fatbin\0"
+    head = bytearray(64)
+    struct.pack_into("<Q", head, 0x28, 64)
+    struct.pack_into("<HHH", head, 0x3A, 40, 2, 0)
+    table = struct.pack(thin_fatbin.ELF_SECTION, 0, 3, 0, 0, 144, len(names))
+    table += struct.pack(thin_fatbin.ELF_SECTION, 1, 1, 0, 0, 160, len(code))
+    data = bytes(head) + table + names.ljust(16, b"\0") + code
+    assembled = entry(2, 90, b"d" * 40)
+    (tmp_path / "1.fatbin").write_bytes(binary(assembled))
+    for folder, second in ((None, old), (tmp_path, assembled)):
+        out, left = thin_fatbin.thinned(data, 90, folder)
+        found = [[e.content for e in b.entries] for b in thin_fatbin.fat_binaries(bytes(out))]
+        assert found == [[new], [second], [old]] and len(out) == len(data)
+        assert left == len(new) + len(second) + len(old)
+    (tmp_path / "1.fatbin").write_bytes(binary(entry(2, 90, b"d" * 400)))
+    with pytest.raises(SystemExit, match="464 bytes of code, and there is room for 240"):
+        thin_fatbin.thinned(data, 90, tmp_path)
