@@ -212,7 +212,10 @@ DOCUMENTS: dict[str, dict[str, Callable[[], str | None]]] = {
         "steps on an H100": lambda: training_doc.steps(training_doc.ON_H100),
     },
     "docs/quantization.md": {"schemes": schemes_doc.table},
-    "docs/performance.md": {"8-bit activations": layers_doc.summary},
+    "docs/performance.md": {
+        "8-bit activations": layers_doc.summary,
+        "weight-only peers": layers_doc.weight_only,
+    },
 }
 
 

@@ -9,27 +9,40 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 import moe_ops
-from moe_ops import numerics
+from moe_ops import activations, numerics
 from moe_ops.bench.layers import quantized
 from moe_ops.bench.shapes import SHAPES as MODEL_SHAPES
 from moe_ops.bench.shapes import Shape
 from moe_ops.schemes import get_scheme
 
-SHAPES = MODEL_SHAPES | {
-    "tiny": Shape(8, 2, 256, 128),  # --dry-run only
-    "tiny_ep": Shape(4, 2, 128, 256, ep_size=2),  # --dry-run only
+
+@dataclass(frozen=True)
+class Experts(Shape):
+    """A shape, the activation of its layer, and whether both products have biases."""
+
+    activation: str = "silu"
+    bias: bool = False
+
+
+SHAPES = {name: Experts(*astuple(shape)) for name, shape in MODEL_SHAPES.items()} | {
+    "gptoss20_bias": Experts(32, 4, 2880, 2880, activation="swigluoai", bias=True),
+    "gptoss120_bias": Experts(128, 4, 2880, 2880, activation="swigluoai", bias=True),
+    "tiny": Experts(8, 2, 256, 128),  # --dry-run only
+    "tiny_ep": Experts(4, 2, 128, 256, ep_size=2),  # --dry-run only
+    "tiny_bias": Experts(8, 2, 256, 128, activation="swigluoai", bias=True),  # --dry-run only
 }
 SCHEMES = (
     *("", "fp8_block", "fp8_channel", "fp8_tensor", "fp8_tensor_static", "int8_w8a8", "int4_w4a8"),
     *("fp8_w8a16:channel", "int8_w8a16:channel"),
     *("int4_w4a16:g128", "int4_w4a16:g64", "int4_w4a16:g128:zp", "int4_w4a16:g64:zp"),
+    *("int4_w4a16:g32", "int4_w4a16:g32:zp"),
     *("mxfp4_w4a16", "nvfp4_w4a16"),
 )
 TOKENS = (1, 8, 32, 64, 256, 1024, 4096)
@@ -65,7 +78,7 @@ class Case:
     routing: str = "uniform"
 
     @property
-    def layer(self) -> Shape:
+    def layer(self) -> Experts:
         return SHAPES[self.shape]
 
     @property
@@ -104,14 +117,17 @@ class RoutingSet(NamedTuple):
 
 @dataclass(frozen=True)
 class Weights:
-    """The weights of one shape: bf16, and in the scheme (the same tensors where there is none)."""
+    """The weights of one shape: bf16, and in the scheme (the same tensors where there is none);
+    biases are bf16."""
 
-    shape: Shape
+    shape: Experts
     scheme: str
     plain13: Tensor  # (E, 2I, K)
     plain2: Tensor  # (E, K, I)
     w13: Any
     w2: Any
+    w13_bias: Tensor | None = None  # (E, 2I)
+    w2_bias: Tensor | None = None  # (E, K)
 
 
 @dataclass(frozen=True)
@@ -124,7 +140,7 @@ class Cell:
     sets: tuple[RoutingSet, ...]
 
 
-def make_plain_weights(shape: Shape, device: torch.device) -> tuple[Tensor, Tensor]:
+def make_plain_weights(shape: Experts, device: torch.device) -> tuple[Tensor, Tensor]:
     """Random bf16 w13 and w2, scaled so that unit inputs give near-unit outputs.
 
     Drawn in bf16, expert by expert: no fp32 copy exists at any time.
@@ -139,17 +155,31 @@ def make_plain_weights(shape: Shape, device: torch.device) -> tuple[Tensor, Tens
     return w13, w2
 
 
-def make_weights(shape: Shape, scheme: str, plain13: Tensor, plain2: Tensor) -> Weights:
+def make_biases(shape: Experts, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
+    """Random bf16 biases of w13 and w2, of a third of what the products are; None for a layer
+    without."""
+    if not shape.bias:
+        return None, None
+    generator = torch.Generator(device).manual_seed(1)
+    rows = (2 * shape.intermediate_size, shape.hidden_size)
+    w13_bias, w2_bias = (
+        torch.randn(shape.num_experts, n, generator=generator, device=device) / 3 for n in rows
+    )
+    return w13_bias.to(torch.bfloat16), w2_bias.to(torch.bfloat16)
+
+
+def make_weights(shape: Experts, scheme: str, plain13: Tensor, plain2: Tensor) -> Weights:
     """The weights in `scheme`, quantized some experts at a time."""
+    biases = make_biases(shape, plain13.device)
     if not scheme:
-        return Weights(shape, scheme, plain13, plain2, plain13, plain2)
+        return Weights(shape, scheme, plain13, plain2, plain13, plain2, *biases)
     activation = get_scheme(scheme).activation
     static = activation is not None and activation.static
     scales = STATIC_SCALES if static else (None, None)
     w13, w2 = (
         quantized(w, scheme, scale) for w, scale in zip((plain13, plain2), scales, strict=True)
     )
-    return Weights(shape, scheme, plain13, plain2, w13, w2)
+    return Weights(shape, scheme, plain13, plain2, w13, w2, *biases)
 
 
 def make_sets(case: Case, l2_bytes: int) -> tuple[RoutingSet, ...]:
@@ -225,11 +255,11 @@ def make_cell(case: Case, weights: Weights, sets: tuple[RoutingSet, ...]) -> Cel
     )
 
 
-def checked_tokens(num_tokens: int) -> Tensor:
-    """The tokens whose results are compared with the oracle."""
-    if num_tokens <= MAX_CHECKED_TOKENS:
-        return torch.arange(num_tokens)
-    return torch.linspace(0, num_tokens - 1, SAMPLED_TOKENS).long()
+def checked_tokens(num_tokens: int, at_most: int | None = None) -> Tensor:
+    """The tokens whose results are compared with the oracle, of which there may be a limit."""
+    if at_most is None:
+        at_most = num_tokens if num_tokens <= MAX_CHECKED_TOKENS else SAMPLED_TOKENS
+    return torch.linspace(0, num_tokens - 1, min(at_most, num_tokens)).long()
 
 
 def oracle(
@@ -261,16 +291,21 @@ def oracle(
         ).double()
     h = x.new_empty(row.numel(), shape.intermediate_size)
     groups = list(_groups(ids[row, slot], shape.num_experts))
+    activation = activations.resolve(shape.activation)
     for e, pairs in groups:
         w13 = _matrix(weights.w13 if dequantized_weights else weights.plain13, e)
-        gate, up = (x[row[pairs]] @ w13.T).chunk(2, dim=-1)
-        h[pairs] = torch.nn.functional.silu(gate) * up
+        gate_up = x[row[pairs]] @ w13.T
+        if weights.w13_bias is not None:
+            gate_up += weights.w13_bias[e].double()
+        h[pairs] = activations.formula(gate_up, activation)
     if quantized_activations:
         known = known_scale(weights.w2)
         h = numerics.fake_quantize_activation(h.float(), scheme, known).double()
     out = torch.zeros_like(x)
     for e, pairs in groups:
         y = h[pairs] @ _matrix(weights.w2 if dequantized_weights else weights.plain2, e).T
+        if weights.w2_bias is not None:
+            y += weights.w2_bias[e].double()
         out.index_add_(0, row[pairs], y * router[row[pairs], slot[pairs], None].double())
     return out
 

@@ -2,7 +2,8 @@
 
     python benchmarks/experts.py [--shapes qwen3 mixtral gptoss20] [--schemes bf16 fp8_block]
                                  [--tokens 1 8 64] [--routing uniform zipf] [--only moe_ops ...]
-                                 [--replays 15] [--results FOLDER] [--missing]
+                                 [--replays 15] [--checked-tokens 16] [--results FOLDER]
+                                 [--missing]
     python benchmarks/experts.py --merge FILE ...   # add another run's rows to the results
     python benchmarks/experts.py --report       # table, means, worst cells and plots of all rows
     python benchmarks/experts.py --dry-run      # all but graphs, tiny, on a CPU; keeps nothing
@@ -23,7 +24,8 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -70,7 +72,7 @@ from moe_ops.schemes import get_scheme
 MAX_CALL_MS = 100.0
 # Results this far from the bf16 weights' fp64 result are wrong, and not timed.
 MAX_ERROR = {4: 0.4, 8: 0.15, 16: 0.02}  # by bits of a weight
-DRY_RUN = {"shapes": ["tiny", "tiny_ep"], "tokens": [1, 64], "schemes": list(SCHEMES)}
+DRY_RUN = {"shapes": ["tiny", "tiny_ep", "tiny_bias"], "tokens": [1, 64], "schemes": list(SCHEMES)}
 
 
 def limits_of(run: dict[str, Any]) -> Limits:
@@ -114,8 +116,8 @@ def reason_of(error: Exception) -> str:
 class CellRun:
     """Builds, captures, replays and checks the implementations of one cell."""
 
-    def __init__(self, cell: Cell, dry: bool):
-        self.cell, self.dry = cell, dry
+    def __init__(self, cell: Cell, dry: bool, checked: int | None):
+        self.cell, self.dry, self.checked = cell, dry, checked
         self.layers: dict[str, Layer] = {}
         self.graphs: dict[str, Any] = {}
         self.outputs: dict[str, Tensor] = {}  # of the last set
@@ -166,7 +168,7 @@ class CellRun:
         "error_of_kernel": with the activations rounded as the scheme says too.
         """
         case, last = self.cell.case, len(self.cell.sets) - 1
-        tokens = checked_tokens(case.num_tokens)
+        tokens = checked_tokens(case.num_tokens, self.checked)
         results = {}
         for name, output in self.outputs.items():
             finish = self.layers[name].finish
@@ -188,11 +190,16 @@ class CellRun:
 
 
 def run_cell(
-    cell: Cell, builders: dict[str, Any], floor: float, replays: int, run: str, dry: bool
+    cell: Cell,
+    builders: dict[str, Any],
+    floor: float,
+    arguments: argparse.Namespace,
+    run: str,
+    dry: bool,
 ) -> tuple[list[dict], dict[str, float]]:
     """The rows of one cell, one for each implementation that ran or gave a reason; what took how
     many s."""
-    work = CellRun(cell, dry)
+    work = CellRun(cell, dry, arguments.checked_tokens)
     for name, builder in builders.items():
         with work.spending(name):
             work.prepare(name, builder)
@@ -202,7 +209,7 @@ def run_cell(
                 f"run the rest without it (--only)"
             )
     with work.spending("replays"):
-        times = work.times_us(replays)
+        times = work.times_us(arguments.replays)
     with work.spending("errors"):
         errors = work.errors() if work.outputs else {}
     rows = []
@@ -229,6 +236,9 @@ def make_builders(weights: Weights, only: list[str]) -> dict[str, Any]:
         implementation = IMPLEMENTATIONS[name]
         if weights.scheme not in implementation.schemes:
             continue
+        if weights.shape.bias and not implementation.biases:
+            builders[name] = f"takes no biases, or not with {weights.shape.activation}"
+            continue
         try:
             builders[name] = implementation.make(weights)
         except Exception as error:  # as in CellRun.prepare
@@ -250,16 +260,42 @@ def describe_cell(case: Case, floor: float, rows: list[dict], seconds: dict[str,
     return f"{where}: floor {floor:.1f} us | {' | '.join(parts)} [{total:.1f} s: {spent}]"
 
 
+def compile_ahead(cases: Sequence[Case]) -> dict[str, Future]:
+    """For each shape what is done once this library's kernels are compiled for its cases: those of
+    the next shapes are while the first is measured."""
+    pool = ThreadPoolExecutor(1)
+    shapes = dict.fromkeys(case.shape for case in cases)
+    return {
+        shape: pool.submit(compile_kernels, [case for case in cases if case.shape == shape])
+        for shape in shapes
+    }
+
+
 def compile_kernels(cases: Iterable[Case]) -> None:
     """Compile this library's kernels for all cells at once."""
-    from compile_kernels import Call, compile_here
+    from compile_kernels import TRITON_E2M1, Call, compile_here
 
     calls = []
     for case in cases:
         layer = case.layer
         sizes = (layer.num_experts, layer.top_k, layer.hidden_size, layer.intermediate_size)
-        calls.append(Call(sizes, case.num_tokens, case.scheme))
+        calls.append(
+            Call(
+                *(sizes, case.num_tokens, case.scheme),
+                activation=layer.activation,
+                bias=layer.bias,
+                layout=TRITON_E2M1 if "fp4_w4a16" in case.scheme else "",
+            )
+        )
     compile_here(calls)
+
+
+def fits(shape: str, scheme: str) -> bool:
+    """Whether rows of both weights are whole groups of the scheme, where it wants that."""
+    layer, weight = SHAPES[shape], get_scheme(scheme).weight
+    if weight is None or weight.group.cols <= 0 or weight.group.rows > 1:
+        return True
+    return not any(n % weight.group.cols for n in (layer.hidden_size, layer.intermediate_size))
 
 
 def cases_of(arguments: argparse.Namespace, results: Results, run: str) -> list[Case]:
@@ -268,6 +304,7 @@ def cases_of(arguments: argparse.Namespace, results: Results, run: str) -> list[
     cases = [
         Case(shape, scheme, tokens, routing)
         for shape, scheme, routing, tokens in itertools.product(*sizes)
+        if fits(shape, scheme)
     ]
     if not arguments.missing:
         return cases
@@ -295,10 +332,13 @@ def run_all(arguments: argparse.Namespace, results: Results, run: str, dry: bool
     told: set[tuple[str, str]] = set()
     measured = set()
     cases = cases_of(arguments, results, run)
+    compiled = {}
     if not dry and any(name.startswith(OURS) for name in arguments.only):
-        compile_kernels(cases)
+        compiled = compile_ahead(cases)
     for shape, of_shape in itertools.groupby(cases, lambda case: case.shape):
         plain = make_plain_weights(SHAPES[shape], device)
+        if shape in compiled:
+            compiled[shape].result()
         for scheme, of_scheme in itertools.groupby(of_shape, lambda case: case.scheme):
             weights = make_weights(SHAPES[shape], scheme, *plain)
             builders = make_builders(weights, arguments.only)
@@ -306,7 +346,7 @@ def run_all(arguments: argparse.Namespace, results: Results, run: str, dry: bool
                 sets = make_sets(case, l2)
                 floor = floor_us(case, sets, limits)
                 cell = make_cell(case, weights, sets)
-                rows, seconds = run_cell(cell, builders, floor, arguments.replays, run, dry)
+                rows, seconds = run_cell(cell, builders, floor, arguments, run, dry)
                 for row in rows:
                     results.add(row)
                     measured.add(experts_report.key(row)[:4])
@@ -342,6 +382,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--routing", nargs="+", choices=ROUTINGS, default=["uniform"])
     parser.add_argument("--only", nargs="+", choices=IMPLEMENTATIONS, default=list(DEFAULT))
     parser.add_argument("--replays", type=int, default=15)
+    parser.add_argument("--checked-tokens", type=int, help="tokens whose errors are taken")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder for JSON and plots")
     parser.add_argument("--missing", action="store_true", help="only cells not measured so far")
     parser.add_argument("--merge", type=Path, nargs="+", metavar="FILE", default=[])

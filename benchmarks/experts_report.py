@@ -36,6 +36,10 @@ STYLES = {
     "FlashInfer CUTLASS": ("#009E73", "D"),
     "vLLM CUTLASS": ("#56B4E9", "v"),
     "SonicMoE": ("#E69F00", "p"),
+    "Marlin": ("#0072B2", "s"),
+    "triton_kernels": ("#009E73", "^"),
+    "humming": ("#CC79A7", "D"),
+    "vLLM wna16": ("#000000", "x"),
     "DeepGEMM two GEMMs only": ("#CC79A7", "<"),
     VLLM_NAME: ("#000000", "*"),
 }

@@ -1,5 +1,6 @@
 """Tables of whole layers for documents, from the committed results of experts.py: the schemes that
-backend `cutlass` runs on an H200, beside the other backends and the peers.
+backend `cutlass` runs on an H200, beside the other backends and the peers, and weight-only schemes
+beside their peers.
 
     python benchmarks/layers_doc.py [FILE]    # print those of a file of results
 
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Collection
 from pathlib import Path
 
 FOLDER = Path(__file__).parent / "results"
@@ -25,20 +27,43 @@ PEERS = {
 }
 COLUMNS = {OURS: "`auto`", **BACKENDS, **PEERS}
 
+WEIGHT_ONLY = (
+    *("int4_w4a16:g128", "int4_w4a16:g128:zp", "int4_w4a16:g32", "mxfp4_w4a16", "nvfp4_w4a16"),
+    *("int8_w8a16:channel", "fp8_w8a16:channel"),
+)
+WEIGHT_ONLY_SHAPES = {
+    "qwen3": "Qwen3",
+    "mixtral": "Mixtral",
+    "gptoss20_bias": "gpt-oss-20b",
+    "gptoss120_bias": "gpt-oss-120b",
+    "phi35": "Phi-3.5-MoE",
+}
+WEIGHT_ONLY_PEERS = {
+    "Marlin": "Marlin",
+    "triton_kernels": "triton_kernels",
+    "humming": "humming",
+    "vLLM wna16": "wna16",
+}
+
 Cells = dict[tuple[str, int], dict[str, dict]]  # (shape, M) -> rows by implementation
 
 
-def cells(scheme: str, path: Path = RESULTS) -> Cells:
+def cells(
+    scheme: str,
+    path: Path = RESULTS,
+    shapes: Collection[str] = SHAPES,
+    names: Collection[str] = COLUMNS,
+) -> Cells:
     """The timed rows of a scheme under uniform routing, in the order of shapes and tokens."""
     found: Cells = {}
     for row in json.loads(path.read_text())["rows"]:
         case = row["case"]
         if case["scheme"] != scheme or case["routing"] != "uniform" or "us" not in row:
             continue
-        if case["shape"] in SHAPES and row["implementation"] in COLUMNS:
+        if case["shape"] in shapes and row["implementation"] in names:
             key = (case["shape"], case["num_tokens"])
             found.setdefault(key, {})[row["implementation"]] = row
-    order = list(SHAPES)
+    order = list(shapes)
     return dict(sorted(found.items(), key=lambda cell: (order.index(cell[0][0]), cell[0][1])))
 
 
@@ -47,9 +72,9 @@ def us(rows: dict[str, dict], name: str) -> float | None:
     return rows[name]["us"]["median"] if name in rows else None
 
 
-def best_peer(rows: dict[str, dict]) -> str | None:
+def best_peer(rows: dict[str, dict], peers: Collection[str] = PEERS) -> str | None:
     """The fastest of the peers."""
-    timed = {name: time for name in PEERS if (time := us(rows, name)) is not None}
+    timed = {name: time for name in peers if (time := us(rows, name)) is not None}
     return min(timed, key=lambda name: timed[name]) if timed else None
 
 
@@ -110,6 +135,31 @@ def summary(path: Path = RESULTS) -> str:
         if (path.parent / (name := f"{path.stem}_{scheme}_uniform.png")).exists()
     ]
     return "\n\n".join([*parts, "\n".join(plots)]).rstrip()
+
+
+def weight_only(path: Path = RESULTS) -> str:
+    """A table of `auto` in weight-only schemes: microseconds, the floor's share of them, and their
+    ratio to the fastest peer, where one was measured in the cell."""
+    texts: dict[tuple[str, str], dict[int, str]] = {}
+    tokens = set()
+    for scheme in WEIGHT_ONLY:
+        names = (OURS, *WEIGHT_ONLY_PEERS)
+        for (shape, M), rows in cells(scheme, path, WEIGHT_ONLY_SHAPES, names).items():
+            ours, peer = us(rows, OURS), best_peer(rows, WEIGHT_ONLY_PEERS)
+            if ours is None or peer is None:
+                continue
+            ratio, share = ours / (us(rows, peer) or 1), rows[OURS]["floor_us"] / ours
+            text = f"{number(ours)}, {share:.0%}, {ratio:.2f} {WEIGHT_ONLY_PEERS[peer]}"
+            texts.setdefault((scheme, shape), {})[M] = text.replace("%", " %")
+            tokens.add(M)
+    columns = sorted(tokens)
+    lines = [
+        f"| {scheme} | {WEIGHT_ONLY_SHAPES[shape]} | "
+        f"{' | '.join(of_cell.get(M, '-') for M in columns)} |"
+        for (scheme, shape), of_cell in texts.items()
+    ]
+    header = f"| scheme | | {' | '.join(f'M = {M}' for M in columns)} |"
+    return "\n".join([header, "|---" * (len(columns) + 2) + "|", *lines])
 
 
 if __name__ == "__main__":

@@ -12,12 +12,17 @@ import contextlib
 import io
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
+import humming_layer
+import marlin_layer
 import sonicmoe_layer
 import torch
 import torch.nn.functional as F
+import triton_kernels_layer
 import vllm_cutlass
+import wna16_layer
 from cases import SCHEMES, Cell, Weights
 from records import OURS
 from torch import Tensor
@@ -50,11 +55,12 @@ Builder = Callable[[Cell], Layer]
 @dataclass(frozen=True)
 class Implementation:
     """How to run a library: `make` for the schemes it has. `whole_layer` is False for a mere
-    part."""
+    part, `biases` says whether it runs layers with biases and the activations of their models."""
 
     make: Callable[[Weights], Builder]
     schemes: tuple[str, ...]
     whole_layer: bool = True
+    biases: bool = False
 
 
 def moe_ops_backend(backend: str) -> Callable[[Weights], Builder]:
@@ -71,12 +77,19 @@ def moe_ops_backend(backend: str) -> Callable[[Weights], Builder]:
             x = torch.empty(1, w13.shape[2], dtype=torch.bfloat16, device=w13.device)
             ids = torch.zeros(size, dtype=torch.int32, device=w13.device)
             w13, w2 = laid_out(backend, w13, w2, x, ids)
+        rest = {
+            "activation": weights.shape.activation,
+            "w13_bias": weights.w13_bias,
+            "w2_bias": weights.w2_bias,
+        }
 
         def build(cell: Cell) -> Layer:
             def call(which: int) -> Tensor:
                 routing = cell.sets[which]
                 return moe_ops.fused_experts(
-                    cell.hidden_states, w13, w2, routing.weights, routing.ids, backend=backend
+                    *(cell.hidden_states, w13, w2, routing.weights, routing.ids),
+                    backend=backend,
+                    **rest,
                 )
 
             moe_ops.warmup(lambda _: call(0), [cell.case.num_tokens], show_progress=False)
@@ -200,10 +213,14 @@ def torch_scaled_grouped_mm(weights: Weights) -> Builder:
     return build
 
 
-def vllm_layer(weights: Weights) -> Builder:
-    """vLLM's experts on CUTLASS (vllm_cutlass.py)."""
-    build = vllm_cutlass.make(weights)
-    return lambda cell: Layer(build(cell))
+def layer_of(module: ModuleType) -> Callable[[Weights], Builder]:
+    """The layer of a module whose `make` takes weights, then a cell, and returns the call."""
+
+    def make(weights: Weights) -> Builder:
+        build = module.make(weights)
+        return lambda cell: Layer(build(cell))
+
+    return make
 
 
 def flashinfer_cutlass(weights: Weights) -> Builder:
@@ -269,12 +286,6 @@ def flashinfer_cutlass(weights: Weights) -> Builder:
         return Layer(call)
 
     return build
-
-
-def sonic_moe(weights: Weights) -> Builder:
-    """SonicMoE with its default tile (sonicmoe_layer.py)."""
-    build = sonicmoe_layer.of_weights(weights)
-    return lambda cell: Layer(build(cell))
 
 
 def deep_gemm_two_gemms(weights: Weights) -> Builder:
@@ -360,9 +371,9 @@ def padded_rows(ids: Tensor, num_experts: int, alignment: int) -> tuple[Tensor, 
 
 _ALL = SCHEMES
 IMPLEMENTATIONS = {
-    OURS: Implementation(moe_ops_backend("auto"), _ALL),
+    OURS: Implementation(moe_ops_backend("auto"), _ALL, biases=True),
     **{
-        f"{OURS} {name}": Implementation(moe_ops_backend(name), _ALL)
+        f"{OURS} {name}": Implementation(moe_ops_backend(name), _ALL, biases=True)
         for name in moe_ops.list_backends()
     },
     "HF grouped_mm": Implementation(transformers_experts("grouped_mm", False), ("",)),
@@ -373,8 +384,14 @@ IMPLEMENTATIONS = {
     "FlashInfer CUTLASS": Implementation(
         flashinfer_cutlass, ("", "fp8_block", "fp8_tensor_static")
     ),
-    "vLLM CUTLASS": Implementation(vllm_layer, vllm_cutlass.SCHEMES),
-    "SonicMoE": Implementation(sonic_moe, ("",)),
+    "vLLM CUTLASS": Implementation(layer_of(vllm_cutlass), vllm_cutlass.SCHEMES),
+    "Marlin": Implementation(layer_of(marlin_layer), marlin_layer.SCHEMES, biases=True),
+    "triton_kernels": Implementation(
+        layer_of(triton_kernels_layer), triton_kernels_layer.SCHEMES, biases=True
+    ),
+    "humming": Implementation(layer_of(humming_layer), humming_layer.SCHEMES, biases=True),
+    "vLLM wna16": Implementation(layer_of(wna16_layer), wna16_layer.SCHEMES),
+    "SonicMoE": Implementation(layer_of(sonicmoe_layer), ("",)),
     "DeepGEMM two GEMMs only": Implementation(
         deep_gemm_two_gemms, ("", "fp8_block"), whole_layer=False
     ),

@@ -25,7 +25,7 @@ TILES = (
 Layer = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # of x, w13, w2, router weights
 
 
-def make(ids: Tensor, num_experts: int, tiles: tuple[tuple[int, int, bool], ...]) -> Layer:
+def layer_of(ids: Tensor, num_experts: int, tiles: tuple[tuple[int, int, bool], ...]) -> Layer:
     """A layer for ids (M, top_k) of weights w13 (E, 2I, K), gate rows first, and w2 (E, K, I).
 
     It takes the ids as int32, and each one's token: both are made here, outside of what is timed.
@@ -67,14 +67,14 @@ def make(ids: Tensor, num_experts: int, tiles: tuple[tuple[int, int, bool], ...]
     return layer
 
 
-def of_weights(weights: Weights) -> Callable[[Cell], Callable[[int], Tensor]]:
+def make(weights: Weights) -> Callable[[Cell], Callable[[int], Tensor]]:
     """A layer for experts.py: its call on each routing set of a cell, with the default tile."""
     shape = weights.shape
     if shape.ep_size > 1:
         raise ValueError("does not leave out experts held elsewhere")
 
     def build(cell: Cell) -> Callable[[int], Tensor]:
-        layers = [make(r.ids, shape.num_experts, TILES[:1]) for r in cell.sets]
+        layers = [layer_of(r.ids, shape.num_experts, TILES[:1]) for r in cell.sets]
         x, w13, w2 = cell.hidden_states, weights.w13, weights.w2
         return lambda which: layers[which](x, w13, w2, cell.sets[which].weights)
 

@@ -1,6 +1,7 @@
 """Keep the machine code of one GPU architecture in a shared object, so that it compresses well.
 
     python benchmarks/thin_fatbin.py _C_stable_libtorch.abi3.so thin.so [--architecture 90]
+    python benchmarks/thin_fatbin.py _moe_C_stable_libtorch.abi3.so thin.so --assembled FOLDER
 
 For libraries of peers that are carried to another machine: of vLLM 0.26's 79 MB, 9 are left behind
 `xz -9e`. Every fat binary keeps its place. One that has code for the architecture keeps nothing
@@ -8,6 +9,14 @@ else; of another one the smallest entry stays, so that a driver finds no code fo
 as before. Zeros take the place of what is removed. Format: fatbinary of the CUDA toolkit, a header
 (magic, version, header bytes, bytes behind it) and entries (kind, header bytes, bytes,
 architecture).
+
+Where there is only PTX for the architecture, a driver compiles it when the library is loaded,
+which takes minutes for vLLM's Marlin. FOLDER holds it compiled: 1.fatbin, 2.fatbin and so on, for
+the PTX files that `cuobjdump -xptx all` numbers so; a missing one leaves its fat binary without
+code.
+
+    ptxas -arch=sm_90 -O3 FILE.1.sm_80.ptx -o 1.cubin
+    fatbinary --create=1.fatbin -64 --compress-all --image3=kind=elf,sm=90,file=1.cubin
 """
 
 from __future__ import annotations
@@ -19,7 +28,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 MAGIC = 0xBA55ED50
-CUBIN = 2  # the kind of machine code; PTX is 1
+PTX, CUBIN = 1, 2  # kinds of entries
 ELF_SECTION = "<IIQQQQ"  # name, type, flags, address, offset, size
 
 
@@ -50,25 +59,31 @@ def sections(data: bytes, wanted: str) -> Iterator[tuple[int, int]]:
 
 def fat_binaries(data: bytes) -> Iterator[FatBinary]:
     for at, end in sections(data, ".nv_fatbin"):
-        while at + 16 <= end:
-            magic, _, header, size = struct.unpack_from("<IHHQ", data, at)
-            if magic == 0:  # padding
-                at += 8
-                continue
-            if magic != MAGIC:
-                raise SystemExit(f"no fat binary at byte {at}: {magic:#x}")
-            entries, inside = [], at + header
-            while inside < at + header + size:
-                kind, _, head, body = struct.unpack_from("<HHIQ", data, inside)
-                (architecture,) = struct.unpack_from("<I", data, inside + 28)
-                content = bytes(data[inside : inside + head + body])
-                entries.append(Entry(kind, architecture, content))
-                inside += head + body
-            yield FatBinary(at, at + header, inside, entries)
-            at = inside
+        yield from _in_range(data, at, end)
 
 
-def thinned(data: bytes, architecture: int) -> tuple[bytearray, int]:
+def _in_range(data: bytes, at: int, end: int) -> Iterator[FatBinary]:
+    while at + 16 <= end:
+        magic, _, header, size = struct.unpack_from("<IHHQ", data, at)
+        if magic == 0:  # padding
+            at += 8
+            continue
+        if magic != MAGIC:
+            raise SystemExit(f"no fat binary at byte {at}: {magic:#x}")
+        entries, inside = [], at + header
+        while inside < at + header + size:
+            kind, _, head, body = struct.unpack_from("<HHIQ", data, inside)
+            (architecture,) = struct.unpack_from("<I", data, inside + 28)
+            content = bytes(data[inside : inside + head + body])
+            entries.append(Entry(kind, architecture, content))
+            inside += head + body
+        yield FatBinary(at, at + header, inside, entries)
+        at = inside
+
+
+def thinned(
+    data: bytes, architecture: int, assembled: Path | None = None
+) -> tuple[bytearray, int]:
     """(the object with the code of one architecture alone, the bytes of code that are left)."""
     out, left = bytearray(data), 0
     binaries = list(fat_binaries(data))
@@ -79,9 +94,13 @@ def thinned(data: bytes, architecture: int) -> tuple[bytearray, int]:
         if entry.kind == CUBIN and entry.architecture != architecture
     ]
     smallest = min(others, key=lambda entry: len(entry.content), default=None)
+    ptx_files = 0
     for binary in binaries:
         entries = binary.entries
+        ptx_files += any(entry.kind == PTX for entry in entries)
         kept = [e for e in entries if e.kind == CUBIN and e.architecture == architecture]
+        if not kept and assembled and any(entry.kind == PTX for entry in entries):
+            kept = _assembled(assembled / f"{ptx_files}.fatbin", binary.end - binary.body)
         if not kept:
             fallback = entries if smallest is None else [*entries, smallest]
             kept = [min(fallback, key=lambda entry: len(entry.content))]
@@ -92,14 +111,27 @@ def thinned(data: bytes, architecture: int) -> tuple[bytearray, int]:
     return out, left
 
 
+def _assembled(path: Path, room: int) -> list[Entry]:
+    """The entries of a file of fatbinary, none where there is no file."""
+    if not path.exists():
+        return []
+    data = path.read_bytes()
+    entries = [entry for binary in _in_range(data, 0, len(data)) for entry in binary.entries]
+    size = sum(len(entry.content) for entry in entries)
+    if size > room:
+        raise SystemExit(f"{path} has {size:,} bytes of code, and there is room for {room:,}")
+    return entries
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("source", type=Path)
     parser.add_argument("target", type=Path)
     parser.add_argument("--architecture", type=int, default=90)
+    parser.add_argument("--assembled", type=Path, metavar="FOLDER")
     given = parser.parse_args()
     data = given.source.read_bytes()
-    out, left = thinned(data, given.architecture)
+    out, left = thinned(data, given.architecture, given.assembled)
     given.target.write_bytes(out)
     print(
         f"{left:,} of {sum(b.end - b.body for b in fat_binaries(data)):,} bytes of code are left"

@@ -123,7 +123,9 @@ def sonicmoe(tiles: int) -> Maker:
     """SonicMoE with its default tile, or with the best of several for each of its products."""
 
     def make(case: Case, inputs: Inputs) -> Layer:
-        own = sonicmoe_layer.make(inputs.ids, case.sizes.num_experts, sonicmoe_layer.TILES[:tiles])
+        own = sonicmoe_layer.layer_of(
+            inputs.ids, case.sizes.num_experts, sonicmoe_layer.TILES[:tiles]
+        )
 
         def layer(x: Tensor, w13: Tensor, w2: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
             return own(x, w13, w2, weights)

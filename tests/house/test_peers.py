@@ -5,15 +5,16 @@ and against the fp64 oracle."""
 from __future__ import annotations
 
 import contextlib
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from moe_ops.bench.shapes import Shape
+from moe_ops import activations
 from tests.support.paths import BENCHMARKS
 
-SHAPE = Shape(6, 2, 256, 256)
+SIZES = (6, 2, 256, 256)
 # Rounding gate and up to bf16 takes some elements of h to the next number in e4m3, 6 % away.
 TOLERANCE = 0.035
 # as vLLM 0.26.0 registers them
@@ -35,6 +36,7 @@ SCHEMAS = {
         "int[]? group_shape=None) -> ()",
         "dynamic_per_token_scaled_fp8_quant(Tensor! result, Tensor input, Tensor! scale, "
         "Tensor? scale_ub) -> ()",
+        "swigluoai_and_mul(Tensor! out, Tensor input, float alpha=1.702, float limit=7.0) -> ()",
     ),
     "_moe_C": (
         "moe_permute_with_scratch(Tensor input, Tensor topk_ids, Tensor token_expert_indices, "
@@ -46,8 +48,92 @@ SCHEMAS = {
         "Tensor inv_permuted_idx, Tensor? expert_first_token_offset, int topk, "
         "Tensor! hidden_states) -> ()",
         "moe_permute_sort_workspace_size(int num_expanded_rows, int n_expert) -> int",
+        "moe_align_block_size(Tensor topk_ids, int num_experts, int block_size, "
+        "Tensor! sorted_token_ids, Tensor! experts_ids, Tensor! num_tokens_post_pad, "
+        "Tensor? maybe_expert_map) -> ()",
+        "moe_sum(Tensor input, Tensor! output, Tensor? topk_ids=None, Tensor? expert_map=None) "
+        "-> ()",
+        "moe_wna16_gemm(Tensor input, Tensor! output, Tensor b_qweight, Tensor b_scales, "
+        "Tensor? b_qzeros, Tensor? topk_weights, Tensor sorted_token_ids, Tensor expert_ids, "
+        "Tensor num_tokens_post_pad, int top_k, int BLOCK_SIZE_M, int BLOCK_SIZE_N, "
+        "int BLOCK_SIZE_K, int bit) -> Tensor",
+        "moe_wna16_marlin_gemm(Tensor! a, Tensor? c_or_none, Tensor! b_q_weight, "
+        "Tensor? b_bias_or_none, Tensor! b_scales, Tensor? a_scales, Tensor? global_scale, "
+        "Tensor? b_zeros_or_none, Tensor? g_idx_or_none, Tensor? perm_or_none, "
+        "Tensor! workspace, Tensor sorted_token_ids, Tensor! expert_ids, "
+        "Tensor! num_tokens_past_padded, Tensor! topk_weights, int moe_block_size, int top_k, "
+        "bool mul_topk_weights, int b_type_id, int size_m, int size_n, int size_k, "
+        "bool is_full_k, bool use_atomic_add, bool use_fp32_reduce, bool is_zp_float, "
+        "int thread_k, int thread_n, int blocks_per_sm) -> Tensor",
     ),
 }
+E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64)
+E2M1 = torch.cat((E2M1, -E2M1))
+
+
+def marlins_codes(packed, bits, n, k):
+    """Codes (E, k, n) of Marlin's weights. Of each 16 rows and 64 columns, thread t of a warp has
+    for each of four tiles of 16 columns rows 0, 1, 8 and 9 from 2 * (t % 4) on, of columns t // 4
+    and t // 4 + 8."""
+    words = packed.view(-1, k // 16, n // 64, 32, 4, bits // 4)
+    codes = torch.full((len(words), k // 16, 16, n // 64, 64), -1)
+    order = {4: (0, 2, 4, 6, 1, 3, 5, 7), 8: (0, 2, 1, 3)}[bits]
+    places = [(8 * block, row) for block in (0, 1) for row in (0, 1, 8, 9)]
+    for t in range(32):
+        for tile in range(4):
+            for i in range(8):
+                word, at = divmod(i, len(order))
+                column, row = places[word * len(order) + order[at]]
+                code = words[..., t, tile, word] >> bits * at & 2**bits - 1
+                codes[:, :, t % 4 * 2 + row, :, 16 * tile + t // 4 + column] = code
+    return codes.view(-1, k, n)
+
+
+def in_order(stored, places):
+    """What Marlin has for columns of the result, (..., n), in their order."""
+    out = torch.empty_like(stored).unflatten(-1, (-1, len(places)))
+    out[..., places] = stored.unflatten(-1, (-1, len(places)))
+    return out.flatten(-2)
+
+
+OF_GROUPS = [i + 8 * j for i in range(8) for j in range(8)]
+OF_ROWS = [2 * i + 8 * j + odd for i in range(4) for j in range(4) for odd in (0, 1)]
+
+
+def marlins_weights(packed, scales, factor, zeros, kind, n, k):
+    """Marlin's weights (E, n, k) in fp64, as its kernels decode each of its formats."""
+    bits = 4 if kind in ("uint4", "uint4b8", "e2m1") else 8
+    codes = marlins_codes(packed, bits, n, k).double()
+    if kind == "e2m1":
+        codes = E2M1[codes.long()]
+        if factor is None:
+            scales = scales.double()
+        else:  # five bits of exponent, three of mantissa; elements lack 2^126
+            bits_of = scales.view(torch.uint8).to(torch.int16) << 7
+            scales = bits_of.view(torch.float16).double() * factor.view(-1, 1, 1) * 2.0**-126
+        scales = in_order(scales, [0, 2, 1, 3])
+    elif kind == "e4m3":
+        codes = codes.to(torch.uint8).view(torch.float8_e4m3fn).double() * 2.0**-120
+    elif kind == "uint4":
+        shifts = torch.arange(0, 32, 4)
+        found = in_order((zeros[..., None] >> shifts & 15).flatten(-2), [0, 2, 4, 6, 1, 3, 5, 7])
+        found = in_order(found, OF_GROUPS).double()
+        codes -= found.repeat_interleave(k // found.shape[1], 1)
+    else:
+        codes -= {"uint4b8": 8, "uint8b128": 128}[kind]
+    scales = in_order(scales.double(), OF_ROWS if scales.shape[1] == 1 else OF_GROUPS)
+    return (codes * scales.repeat_interleave(k // scales.shape[1], 1)).transpose(1, 2)
+
+
+def multiply_aligned(out, x, weights, bias, pairs, experts, count, block, top_k, router):
+    """Products of the blocks of `moe_align_block_size`."""
+    assert count.item() % block == 0
+    for i, e in enumerate(experts[: count.item() // block].tolist()):
+        rows = pairs[i * block : (i + 1) * block]
+        rows = rows[rows < x.shape[0] * top_k].long()
+        y = x[rows // top_k].double() @ weights[e].T
+        y = y if bias is None else y + bias[e].double()
+        out[rows] = (y if router is None else y * router.view(-1)[rows, None]).to(out.dtype)
 
 
 def groups(out, offsets, sizes, swapped):
@@ -140,6 +226,62 @@ class Operators:
     def moe_permute_sort_workspace_size(self, rows, experts):
         return 64
 
+    def swigluoai_and_mul(self, out, x, alpha=1.702, limit=7.0):
+        out.copy_(activations.formula(x.float(), activations.resolve("swigluoai")))
+
+    def moe_align_block_size(self, ids, experts, block, pairs, of_block, count, expert_map):
+        assert expert_map is None and pairs.dtype == of_block.dtype == torch.int32
+        flat, at = ids.view(-1), 0
+        pairs.fill_(flat.numel())
+        for e in range(experts):
+            mine = (flat == e).nonzero().view(-1)
+            pairs[at : at + len(mine)] = mine
+            blocks = -(-len(mine) // block)
+            of_block[at // block : at // block + blocks] = e
+            at += blocks * block
+        count.fill_(at)
+
+    def moe_sum(self, x, out, ids=None, expert_map=None):
+        assert ids is None and expert_map is None
+        out.copy_(x.float().sum(1))
+
+    def moe_wna16_gemm(
+        self, x, out, q, scale, zeros, router, pairs, experts, count, top_k, bm, bn, bk, bits
+    ):
+        assert bits == 4 and q.dtype == torch.uint8 and scale.dtype == torch.bfloat16
+        codes = torch.stack((q & 15, q >> 4), -1).flatten(-2).double()
+        group = codes.shape[-1] // scale.shape[-1]
+        zero = torch.full_like(scale, 8).double()
+        if zeros is not None:
+            zero[:, ::2], zero[:, 1::2] = zeros & 15, zeros >> 4
+        w = (codes - zero.repeat_interleave(group, -1)) * scale.repeat_interleave(group, -1)
+        multiply_aligned(out, x, w, None, pairs, experts, count, bm, top_k, router)
+        return out.new_empty(0)
+
+    def moe_wna16_marlin_gemm(
+        self, x, out, b, bias, scales, a_scales, factor, zeros, g_idx, perm, locks, pairs, experts,
+        count, router, block, top_k, weighted, kind, m, n, k, full, atomic, fp32, zp, *threads,
+    ):  # fmt: skip
+        import marlin_layer
+
+        names = {
+            marlin_layer.UINT4: "uint4",
+            marlin_layer.UINT4B8: "uint4b8",
+            marlin_layer.UINT8B128: "uint8b128",
+            marlin_layer.E4M3: "e4m3",
+            marlin_layer.E2M1: "e2m1",
+        }
+        assert full and fp32 and not (atomic or zp) and threads == (-1, -1, -1)
+        assert a_scales is g_idx is perm is None and not locks.any()
+        assert (m, k) == x.shape and out.shape == (m * top_k, n)
+        # its tiles are 64 rows by 128 columns, or 128 by 64
+        assert k % 64 == n % 64 == 0 and (n % 128 == 0 or k % 128 == 0)
+        w = marlins_weights(b, scales, factor, zeros, names[kind], n, k)
+        bias = bias if bias is None else in_order(bias, OF_ROWS)
+        router = router if weighted else None
+        multiply_aligned(out, x, w, bias, pairs, experts, count, block, top_k, router)
+        return out.new_empty(0)
+
 
 @pytest.fixture
 def modules(monkeypatch):
@@ -149,15 +291,33 @@ def modules(monkeypatch):
     import peers
     import vllm_cutlass
 
-    monkeypatch.setitem(cases.SHAPES, "small", SHAPE)
+    monkeypatch.setitem(cases.SHAPES, "small", cases.Experts(*SIZES))
+    # whose I Marlin's tiles do not divide
+    odd = cases.Experts(4, 2, 192, 160, activation="swigluoai", bias=True)
+    monkeypatch.setitem(cases.SHAPES, "odd", odd)
+    monkeypatch.setitem(cases.SHAPES, "odd halves", cases.Experts(4, 2, 192, 160))
     return cases, peers, vllm_cutlass
 
 
-def error(modules, make, scheme, M):
+@contextlib.contextmanager
+def registered():
+    """vLLM's operators are those of `Operators`."""
+    operators = Operators()
+    with contextlib.ExitStack() as stack:
+        for namespace, schemas in SCHEMAS.items():
+            library = stack.enter_context(torch.library._scoped_library(namespace, "FRAGMENT"))
+            for schema in schemas:
+                library.define(schema)
+                name = schema.split("(")[0]
+                library.impl(name, getattr(operators, name), "CompositeExplicitAutograd")
+        yield
+
+
+def error(modules, make, scheme, M, name="small"):
     """Of a peer's result, against the oracle with everything rounded as the scheme says."""
     cases, _, _ = modules
-    case = cases.Case("small", scheme, M)
-    weights = cases.make_weights(SHAPE, scheme, *cases.make_plain_weights(SHAPE, "cpu"))
+    case, shape = cases.Case(name, scheme, M), cases.SHAPES[name]
+    weights = cases.make_weights(shape, scheme, *cases.make_plain_weights(shape, "cpu"))
     cell = cases.make_cell(case, weights, cases.make_sets(case, 0)[-1:])
     layer = make(weights)(cell)
     expected = cases.oracle(cell, 0, torch.arange(M), True, True)
@@ -173,15 +333,50 @@ def test_vllms_layer_is_called_as_its_operators_say(modules, monkeypatch, scheme
     _, peers, vllm_cutlass = modules
     assert set(vllm_cutlass.SCHEMES) == set(peers.IMPLEMENTATIONS["vLLM CUTLASS"].schemes)
     monkeypatch.setattr(vllm_cutlass, "load", lambda: None)
-    operators = Operators()
-    with contextlib.ExitStack() as stack:
-        for namespace, schemas in SCHEMAS.items():
-            library = stack.enter_context(torch.library._scoped_library(namespace, "FRAGMENT"))
-            for schema in schemas:
-                library.define(schema)
-                name = schema.split("(")[0]
-                library.impl(name, getattr(operators, name), "CompositeExplicitAutograd")
-        assert error(modules, peers.vllm_layer, scheme, M) < TOLERANCE
+    with registered():
+        assert error(modules, peers.layer_of(vllm_cutlass), scheme, M) < TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("scheme", "name"),
+    [
+        ("int4_w4a16:g128", "small"),
+        ("int4_w4a16:g32:zp", "odd halves"),
+        ("mxfp4_w4a16", "odd"),
+        ("nvfp4_w4a16", "odd halves"),
+        ("fp8_w8a16:channel", "odd"),
+        ("int8_w8a16:channel", "small"),
+    ],
+)
+def test_marlins_layer_is_called_as_its_kernels_decode(modules, monkeypatch, scheme, name):
+    _, peers, vllm_cutlass = modules
+    import marlin_layer
+
+    monkeypatch.setattr(vllm_cutlass, "load", lambda: None)
+    with registered():
+        assert error(modules, peers.layer_of(marlin_layer), scheme, 9, name) < 0.01
+
+
+@pytest.mark.parametrize("scheme", ["int4_w4a16:g64", "int4_w4a16:g128:zp"])
+def test_vllms_wna16_layer_is_called_as_its_operator_says(modules, monkeypatch, scheme):
+    _, peers, _ = modules
+    import wna16_layer
+
+    def config(**facts):
+        assert facts["use_moe_wna16_cuda"] and facts["size_k"] == 256
+        return {"BLOCK_SIZE_N": 64, "BLOCK_SIZE_K": 64}
+
+    kernels = SimpleNamespace(get_moe_wna16_block_config=config)
+    monkeypatch.setattr(wna16_layer, "load", lambda: kernels)
+    with registered():
+        assert error(modules, peers.layer_of(wna16_layer), scheme, 9) < 0.01
+
+
+def test_cells_whose_groups_do_not_fill_rows_are_left_out(modules):
+    import experts
+
+    assert not experts.fits("odd", "int4_w4a16:g128") and experts.fits("odd", "mxfp4_w4a16")
+    assert experts.fits("small", "int4_w4a16:g128") and experts.fits("odd", "fp8_block")
 
 
 def test_vllms_layer_says_what_is_missing(modules, monkeypatch, tmp_path):
@@ -240,3 +435,41 @@ def test_weights_of_all_schemes_are_quantized_in_parts(modules, monkeypatch):
         whole = moe_ops.quantize(plain, scheme, activation_scale=scale)
         assert torch.equal(parts.dequantize(), whole.dequantize()), scheme
         assert parts.activation_scale == whole.activation_scale
+
+
+def test_a_library_keeps_the_code_of_one_architecture_and_what_was_assembled(
+    monkeypatch, tmp_path
+):
+    """Three fat binaries: with code for it; with PTX, which was assembled; with neither."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import struct
+
+    import thin_fatbin
+
+    def entry(kind, architecture, body):
+        head = struct.pack("<HHIQ", kind, 1, 64, len(body)).ljust(28, b"\0")
+        return (head + struct.pack("<I", architecture)).ljust(64, b"\0") + body
+
+    def binary(*entries):
+        body = b"".join(entries)
+        return struct.pack("<IHHQ", thin_fatbin.MAGIC, 1, 16, len(body)) + body
+
+    old, new, text = entry(2, 80, b"a" * 48), entry(2, 90, b"b" * 80), entry(1, 80, b"c" * 64)
+    code = binary(old, new) + binary(old, text) + binary(old)
+    names = b"\0.nv_fatbin\0"
+    head = bytearray(64)
+    struct.pack_into("<Q", head, 0x28, 64)
+    struct.pack_into("<HHH", head, 0x3A, 40, 2, 0)
+    table = struct.pack(thin_fatbin.ELF_SECTION, 0, 3, 0, 0, 144, len(names))
+    table += struct.pack(thin_fatbin.ELF_SECTION, 1, 1, 0, 0, 160, len(code))
+    data = bytes(head) + table + names.ljust(16, b"\0") + code
+    assembled = entry(2, 90, b"d" * 40)
+    (tmp_path / "1.fatbin").write_bytes(binary(assembled))
+    for folder, second in ((None, old), (tmp_path, assembled)):
+        out, left = thin_fatbin.thinned(data, 90, folder)
+        found = [[e.content for e in b.entries] for b in thin_fatbin.fat_binaries(bytes(out))]
+        assert found == [[new], [second], [old]] and len(out) == len(data)
+        assert left == len(new) + len(second) + len(old)
+    (tmp_path / "1.fatbin").write_bytes(binary(entry(2, 90, b"d" * 400)))
+    with pytest.raises(SystemExit, match="464 bytes of code, and there is room for 240"):
+        thin_fatbin.thinned(data, 90, tmp_path)

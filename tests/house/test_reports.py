@@ -153,6 +153,17 @@ def test_tables_of_layers_are_made_of_results(tmp_path, monkeypatch):
         "![One expert layer in fp8_channel on an H200]"
         "(../benchmarks/results/experts_NVIDIA_H200_fp8_channel_uniform.png)",
     ]
+    rows = [
+        row(8, name, us, scheme="mxfp4_w4a16")
+        for name, us in (("moe_ops", 20.0), ("Marlin", 25.0))
+    ]
+    rows.append(row(64, "moe_ops", 30.0, scheme="mxfp4_w4a16"))  # without a peer
+    path.write_text(json.dumps({"rows": rows}))
+    assert layers_doc.weight_only(path).splitlines() == [
+        "| scheme | | M = 8 |",
+        "|---|---|---|",
+        "| mxfp4_w4a16 | Qwen3 | 20.0, 50 %, 0.80 Marlin |",
+    ]
 
 
 def test_cells_that_were_measured_are_left_out(tmp_path, monkeypatch):

@@ -2,7 +2,7 @@
 launch only.
 
 Weights are decoded to fp32 exactly, products are added in fp32, and each group's sum is scaled.
-Decoding and multiplying takes 3.1 instructions a weight for int4 and 3.6 for e2m1. Loads, x and
+Decoding and multiplying takes 2.1 instructions a weight for int4 and 3.6 for e2m1. Loads, x and
 scales add 0.9 to 1.9 if a thread has eight rows.
 """
 
@@ -18,6 +18,9 @@ INTERPRET = tl.constexpr(triton.knobs.runtime.interpret)
 TO_X = tl.constexpr(2.0**46)
 E2M1_REST = tl.constexpr(2.0**80)
 E4M3_REST = tl.constexpr(2.0**74)
+# Nibbles of int4 stay where they are: the low 23 bits of a subnormal fp32 number count steps of
+# 2^-149. x may have 2^58, and the sums lose digits only if they are below 2^-46.
+INT4_REST = tl.constexpr(2.0**80)
 
 
 @triton.constexpr_function
@@ -62,11 +65,11 @@ def masked_or(w, mask, magic):
 
 @triton.jit
 def int4_product(w, x, acc, AT: tl.constexpr):
-    """acc + (nibble - 8) * x, with the nibble at bit AT of w. The bits of 2^23 + 2^AT * nibble are
-    assembled, and the difference to 2^23 + 2^AT * 8 is exact.
+    """acc + 2^-80 * nibble * x, with the nibble at bit AT <= 19 of w. The product of a subnormal
+    number is exact like any other.
     """
-    value = masked_or(w, 15 << AT, 0x4B000000) - (8388608.0 + 8.0 * (1 << AT))
-    return acc + value * (x * (1.0 / (1 << AT)))[:, None]
+    value = (w & (15 << AT)).to(tl.float32, bitcast=True)
+    return acc + value * (x * (2.0 ** (69 - AT)))[:, None]
 
 
 @triton.jit
@@ -283,15 +286,16 @@ def chunk_products(
         part = tl.zeros((CHUNKS, BLOCK_N), tl.float32)
     part = word_products(w2, x2, part, FORMAT)
     part = word_products(w3, x3, part, FORMAT)
-    if HAS_ZERO:
+    if HAS_ZERO or FORMAT == "int4":
         tl.static_assert(not TWO_GROUPS)
         sums = tl.sum(x0.to(tl.float32) + x1.to(tl.float32), 1)
         sums += tl.sum(x2.to(tl.float32) + x3.to(tl.float32), 1)
-        if FORMAT == "int4":
-            zero = zero.to(tl.float32) - 8.0
+        if FORMAT != "int4":
+            part -= zero.to(tl.int8, bitcast=True).to(tl.float32) * sums[:, None]
+        elif HAS_ZERO:
+            part -= zero.to(tl.float32) * (sums * (1 / INT4_REST))[:, None]
         else:
-            zero = zero.to(tl.int8, bitcast=True).to(tl.float32)
-        part -= zero * sums[:, None]
+            part -= (sums * (8 / INT4_REST))[:, None]
     part = scaled(part, second, FORMAT, SCALE)
     if TWO_GROUPS:
         part += total
@@ -305,4 +309,6 @@ def scaled(part, scale, FORMAT: tl.constexpr, SCALE: tl.constexpr):
         part *= E2M1_REST
     elif FORMAT == "e4m3":
         part *= E4M3_REST
+    elif FORMAT == "int4":
+        part *= INT4_REST
     return part * group_scale(scale, SCALE)
