@@ -296,8 +296,8 @@ def moe_ops_push_rows(
     TILE: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """out[r * T + t] = row t of rank r, zero from its number of rows on; ids are -1 there. Programs
-    that receive copy this rank's own rows, too, before they wait for those of the others.
+    """out[r * T + t] = row t of rank r, zero from its number of rows on; ids are -1 there.
+    Programs that receive copy this rank's own rows, too, before they wait for the others'.
     """
     program, programs = tl.program_id(0), tl.num_programs(0)
     epoch = tl.load(epochs_ptr + program) + 1
