@@ -120,7 +120,7 @@ def run(capsys, *arguments):
 def test_the_command_prints_a_table(capsys, tmp_path):
     out = run(capsys, "--gpus", "1", "8", "--tokens", "64", "--hosts", "1", "2")
     rows = [line.split() for line in out.splitlines()]
-    names = [row[3] for row in rows[3:] if len(row) == len(plan.HEADER)]
+    names = [row[3] for row in rows[4:] if len(row) == len(plan.HEADER)]
     spread = ["allgather_reducescatter", "all_to_all", "all_reduce"]
     near = [*spread[:2], "symmetric_memory", spread[2]]
     assert [name.rstrip("*") for name in names] == ["none", *near, *spread, *spread]
@@ -137,6 +137,25 @@ def test_the_command_prints_a_table(capsys, tmp_path):
     )
 
 
+def test_rows_travel_as_layers_send_them(capsys):
+    """Quantized where the scheme allows it, unless the command says otherwise."""
+    for scheme, quantized in (
+        ("", False),
+        ("fp8_block", True),
+        ("fp8_tensor_static", True),
+        ("fp8_tensor", False),
+        ("int4_w4a16", False),
+    ):
+        out = run(capsys, "--scheme", scheme, "--gpus", "2", "--tokens", "512")
+        how = f"as {scheme} quantizes them, but" if quantized else "as they are"
+        assert f"tokens travel to the experts {how}" in out
+        if quantized:
+            plain = run(
+                capsys, "--scheme", scheme, "--gpus", "2", "--tokens", "512", "--no-quantized-wire"
+            )
+            assert "as they are" in plain and plain.splitlines()[4] != out.splitlines()[4]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -144,7 +163,8 @@ def test_the_command_prints_a_table(capsys, tmp_path):
         (["--gpus", "256"], "make 256 GPUs, more than 128 experts"),
         (["--scheme", "fp8_blok"], "fp8_block"),
         (["--zipf", "-1"], r"--zipf must be in 0..10, got -1"),
-        (["--quantized-wire"], "--quantized-wire needs a scheme that quantizes activations"),
+        (["--quantized-wire"], "needs a scheme whose rows travel quantized, got '': the experts'"),
+        (["--scheme", "nvfp4", "--quantized-wire"], "got 'nvfp4': one scale of activations"),
         (["--link-gb-s", "0"], "--link-gb-s must be above 0"),
         (["--histogram", "missing"], "--histogram missing cannot be read"),
         (["--histogram", "FILE", "--zipf", "1"], "not allowed with"),
