@@ -198,12 +198,22 @@ def routed_rows(ids_ptr, weights_ptr, t, M, TOP_K: tl.constexpr, BLOCK_TOP_K: tl
 
 
 @triton.jit
+def received_routing(meta_ptr, row, t, count, TOP_K: tl.constexpr, BLOCK_TOP_K: tl.constexpr):
+    """Ids and weights of rows t of a rank that has `count` of them; -1 and 0 from there on."""
+    j = tl.arange(0, BLOCK_TOP_K)[None, :]
+    there = (t < count)[:, None] & (j < TOP_K)
+    meta_ptrs = meta_ptr + row[:, None] * (2 * TOP_K) + j
+    ids = tl.load(meta_ptrs, mask=there, other=-1, cache_modifier=".cg")
+    bits = tl.load(meta_ptrs + TOP_K, mask=there, other=0, cache_modifier=".cg")
+    return ids, bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def send_routed(
-    ids_ptr, weights_ptr, buffer_ptr, peers_ptr, rank, parity, t, T, M, TOP_K: tl.constexpr,
+    ids, weights, buffer_ptr, peers_ptr, rank, parity, t, T, M, TOP_K: tl.constexpr,
     BLOCK_TOP_K: tl.constexpr, META_START: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
     """Ids and weights of this rank's rows t, to all other ranks."""
-    ids, weights = routed_rows(ids_ptr, weights_ptr, t, M, TOP_K, BLOCK_TOP_K)
     j = tl.arange(0, BLOCK_TOP_K)[None, :]
     there = (t < M)[:, None] & (j < TOP_K)
     for i in tl.static_range(1, R):
@@ -216,31 +226,33 @@ def send_routed(
 
 @triton.jit
 def store_routed(
-    out_ids_ptr, out_weights_ptr, ids, weights, out_row, t, T, TOP_K: tl.constexpr,
+    out_ids_ptr, out_weights_ptr, ids, weights, r, t, T, TOP_K: tl.constexpr,
     BLOCK_TOP_K: tl.constexpr,
 ):  # fmt: skip
+    """Ids and weights of rows t of rank r, to the outputs."""
     j = tl.arange(0, BLOCK_TOP_K)[None, :]
     inside = (t < T)[:, None] & (j < TOP_K)
-    at = out_row[:, None] * TOP_K + j
+    at = (r * T + t).to(tl.int64)[:, None] * TOP_K + j
     tl.store(out_ids_ptr + at, ids, mask=inside)
     tl.store(out_weights_ptr + at, weights, mask=inside)
 
 
 @triton.jit
-def receive_routed(
-    out_ids_ptr, out_weights_ptr, meta_ptr, out_row, row, t, T, count, TOP_K: tl.constexpr,
-    BLOCK_TOP_K: tl.constexpr,
+def tile_of_step(
+    step, tiles, first, stride, K, ROWS: tl.constexpr, TILE: tl.constexpr, BLOCK_K: tl.constexpr
 ):  # fmt: skip
-    """Ids and weights of rows t of a rank that has `count` of them."""
-    j = tl.arange(0, BLOCK_TOP_K)[None, :]
-    there = (t < count)[:, None] & (j < TOP_K)
-    meta_ptrs = meta_ptr + row[:, None] * (2 * TOP_K) + j
-    ids = tl.load(meta_ptrs, mask=there, other=-1, cache_modifier=".cg")
-    bits = tl.load(meta_ptrs + TOP_K, mask=there, other=0, cache_modifier=".cg")
-    weights = bits.to(tl.float32, bitcast=True)
-    store_routed(
-        out_ids_ptr, out_weights_ptr, ids, weights, out_row, t, T, TOP_K, BLOCK_TOP_K
-    )  # fmt: skip
+    """Rows t and columns k of a tile: a program with the blocks first, first + stride and so on
+    takes `tiles` steps for each.
+    """
+    number, chunks = step % tiles, tl.cdiv(K, BLOCK_K)
+    block = first + step // tiles * stride
+    t = block * ROWS + number // chunks % (ROWS // TILE) * TILE + tl.arange(0, TILE)
+    return t, number % chunks * BLOCK_K + tl.arange(0, BLOCK_K)
+
+
+@triton.jit
+def load_rows(x_ptr, row, K, k, there):
+    return tl.load(x_ptr + row.to(tl.int64)[:, None] * K + k[None, :], mask=there, other=0.0)
 
 
 @unprefixed
@@ -303,83 +315,88 @@ def moe_ops_push_rows(
     epoch = tl.load(epochs_ptr + program) + 1
     parity = epoch & 1
     blocks = tl.cdiv(T, ROWS)
+    tiles = ROWS // TILE * tl.cdiv(K, BLOCK_K)
     element: tl.constexpr = x_ptr.dtype.element_ty
-    tile_row = tl.arange(0, TILE)
-    block_k = tl.arange(0, BLOCK_K)
     if SEND and program < SENDERS:
-        for block in range(program, blocks, SENDERS):
-            for start in range(0, ROWS, TILE):
-                t = block * ROWS + start + tile_row
-                for k0 in range(0, K, BLOCK_K):
-                    k = k0 + block_k
-                    there = (t < M)[:, None] & (k < K)[None, :]
-                    x = tl.load(x_ptr + t.to(tl.int64)[:, None] * K + k[None, :], mask=there)
-                    for i in tl.static_range(1, R):
-                        peer = (rank + i) % R
-                        rows_ptr = region(buffer_ptr, peers_ptr, peer, ROWS_START, element)
-                        row = row_of_slot(parity, R - 1 - i, t, T, R)
-                        tl.store(rows_ptr + row[:, None] * PITCH + k[None, :], x, mask=there)
-                if TOP_K > 0:
-                    send_routed(
-                        ids_ptr, weights_ptr, buffer_ptr, peers_ptr, rank, parity, t, T, M,
-                        TOP_K, BLOCK_TOP_K, META_START, R,
-                    )  # fmt: skip
-            tl.debug_barrier()  # before thread 0 sets flags
-            for i in tl.static_range(1, R):
-                flag_ptr = flag_of_block(
-                    buffer_ptr, peers_ptr, (rank + i) % R, parity, R - 1 - i, block, T, R, ROWS
+        steps = tl.cdiv(blocks - program, SENDERS) * tiles
+        t, k = tile_of_step(0, tiles, program, SENDERS, K, ROWS, TILE, BLOCK_K)
+        x = load_rows(x_ptr, t, K, k, (t < M)[:, None] & (k < K)[None, :])
+        for step in range(steps):
+            # what is stored after this one is loaded before, so that loads and stores overlap
+            t, k = tile_of_step(step + 1, tiles, program, SENDERS, K, ROWS, TILE, BLOCK_K)
+            following = load_rows(x_ptr, t, K, k, (t < M)[:, None] & (k < K)[None, :])
+            t, k = tile_of_step(step, tiles, program, SENDERS, K, ROWS, TILE, BLOCK_K)
+            block = program + step // tiles * SENDERS
+            ends = step % tiles == tiles - 1
+            if TOP_K > 0:
+                of_block = block * ROWS + tl.arange(0, ROWS)
+                routed = tl.where(ends, M, 0)
+                ids, weights = routed_rows(
+                    ids_ptr, weights_ptr, of_block, routed, TOP_K, BLOCK_TOP_K
                 )
-                set_flag(flag_ptr, epoch, M)
+            for i in tl.static_range(1, R):
+                rows_ptr = region(buffer_ptr, peers_ptr, (rank + i) % R, ROWS_START, element)
+                row = row_of_slot(parity, R - 1 - i, t, T, R)
+                there = (t < M)[:, None] & (k < K)[None, :]
+                tl.store(rows_ptr + row[:, None] * PITCH + k[None, :], x, mask=there)
+            if TOP_K > 0:
+                send_routed(
+                    ids, weights, buffer_ptr, peers_ptr, rank, parity, of_block, T, routed, TOP_K,
+                    BLOCK_TOP_K, META_START, R,
+                )  # fmt: skip
+            if ends:
+                tl.debug_barrier()  # before thread 0 sets flags
+                for i in tl.static_range(1, R):
+                    flag_ptr = flag_of_block(
+                        buffer_ptr, peers_ptr, (rank + i) % R, parity, R - 1 - i, block, T, R, ROWS
+                    )
+                    set_flag(flag_ptr, epoch, M)
+            x = following
         tl.store(epochs_ptr + program, epoch)
     if RECEIVE and program >= SENDERS:
         received_ptr = region(buffer_ptr, peers_ptr, rank, ROWS_START, element)
         meta_ptr = region(buffer_ptr, peers_ptr, rank, META_START, tl.int32)
         for block in range(program - SENDERS, blocks, programs - SENDERS):
-            for start in range(0, ROWS, TILE):
-                t = block * ROWS + start + tile_row
-                own = (rank * T + t).to(tl.int64)
-                for k0 in range(0, K, BLOCK_K):
-                    k = k0 + block_k
-                    inside = (k < K)[None, :]
-                    x = tl.load(
-                        x_ptr + t.to(tl.int64)[:, None] * K + k[None, :],
-                        mask=(t < M)[:, None] & inside,
-                        other=0.0,
-                    )
-                    out_ptrs = out_ptr + own[:, None] * K + k[None, :]
-                    tl.store(out_ptrs, x, mask=(t < T)[:, None] & inside)
-                if TOP_K > 0:
-                    ids, weights = routed_rows(ids_ptr, weights_ptr, t, M, TOP_K, BLOCK_TOP_K)
-                    store_routed(
-                        out_ids_ptr, out_weights_ptr, ids, weights, own, t, T, TOP_K, BLOCK_TOP_K
-                    )
+            of_block = block * ROWS + tl.arange(0, ROWS)
+            if TOP_K > 0:
+                ids, weights = routed_rows(ids_ptr, weights_ptr, of_block, M, TOP_K, BLOCK_TOP_K)
+            for number in range(tiles):
+                t, k = tile_of_step(number, tiles, block, 0, K, ROWS, TILE, BLOCK_K)
+                x = load_rows(x_ptr, t, K, k, (t < M)[:, None] & (k < K)[None, :])
+                out_ptrs = out_ptr + (rank * T + t).to(tl.int64)[:, None] * K + k[None, :]
+                tl.store(out_ptrs, x, mask=(t < T)[:, None] & (k < K)[None, :])
+            if TOP_K > 0:
+                store_routed(
+                    out_ids_ptr, out_weights_ptr, ids, weights, rank, of_block, T, TOP_K,
+                    BLOCK_TOP_K,
+                )  # fmt: skip
             for i in tl.static_range(1, R):
+                peer = (rank + i) % R
                 flag_ptr = flag_of_block(
                     buffer_ptr, peers_ptr, rank, parity, i - 1, block, T, R, ROWS
                 )
                 count = wait_for_flag(flag_ptr, epoch, spins)
-                for start in range(0, ROWS, TILE):
-                    t = block * ROWS + start + tile_row
-                    theirs = ((rank + i) % R * T + t).to(tl.int64)
-                    row = row_of_slot(parity, i - 1, t, T, R)
-                    for k0 in range(0, K, BLOCK_K):
-                        k = k0 + block_k
-                        x = tl.load(
-                            received_ptr + row[:, None] * PITCH + k[None, :],
-                            mask=(t < count)[:, None] & (k < K)[None, :],
-                            other=0.0,
-                            cache_modifier=".cg",
-                        )
-                        tl.store(
-                            out_ptr + theirs[:, None] * K + k[None, :],
-                            x,
-                            mask=(t < T)[:, None] & (k < K)[None, :],
-                        )
-                    if TOP_K > 0:
-                        receive_routed(
-                            out_ids_ptr, out_weights_ptr, meta_ptr, theirs, row, t, T, count,
-                            TOP_K, BLOCK_TOP_K,
-                        )  # fmt: skip
+                if TOP_K > 0:
+                    ids, weights = received_routing(
+                        meta_ptr, row_of_slot(parity, i - 1, of_block, T, R), of_block, count,
+                        TOP_K, BLOCK_TOP_K,
+                    )  # fmt: skip
+                for number in range(tiles):
+                    t, k = tile_of_step(number, tiles, block, 0, K, ROWS, TILE, BLOCK_K)
+                    slot_row = row_of_slot(parity, i - 1, t, T, R)
+                    x = tl.load(
+                        received_ptr + slot_row[:, None] * PITCH + k[None, :],
+                        mask=(t < count)[:, None] & (k < K)[None, :],
+                        other=0.0,
+                        cache_modifier=".cg",
+                    )
+                    out_ptrs = out_ptr + (peer * T + t).to(tl.int64)[:, None] * K + k[None, :]
+                    tl.store(out_ptrs, x, mask=(t < T)[:, None] & (k < K)[None, :])
+                if TOP_K > 0:
+                    store_routed(
+                        out_ids_ptr, out_weights_ptr, ids, weights, peer, of_block, T, TOP_K,
+                        BLOCK_TOP_K,
+                    )  # fmt: skip
         tl.store(epochs_ptr + program, epoch)
 
 
@@ -458,29 +475,38 @@ def moe_ops_push_sums(
     epoch = tl.load(epochs_ptr + program) + 1
     parity = epoch & 1
     blocks = tl.cdiv(T, ROWS)
+    tiles = ROWS // TILE * tl.cdiv(K, BLOCK_K)
     element: tl.constexpr = x_ptr.dtype.element_ty
     tile_row = tl.arange(0, TILE)
     block_k = tl.arange(0, BLOCK_K)
     if SEND and program < SENDERS:
-        for block in range(program, blocks, SENDERS):
-            for i in tl.static_range(1, R):
-                peer = (rank + i) % R
-                rows_ptr = region(buffer_ptr, peers_ptr, peer, ROWS_START, element)
-                for start in range(0, ROWS, TILE):
-                    t = block * ROWS + start + tile_row
-                    row = row_of_slot(parity, R - 1 - i, t, T, R)
-                    theirs = (peer * T + t).to(tl.int64)
-                    for k0 in range(0, K, BLOCK_K):
-                        k = k0 + block_k
-                        there = (t < T)[:, None] & (k < K)[None, :]
-                        x = tl.load(x_ptr + theirs[:, None] * K + k[None, :], mask=there)
-                        tl.store(rows_ptr + row[:, None] * PITCH + k[None, :], x, mask=there)
-            tl.debug_barrier()  # before thread 0 sets flags
-            for i in tl.static_range(1, R):
-                flag_ptr = flag_of_block(
-                    buffer_ptr, peers_ptr, (rank + i) % R, parity, R - 1 - i, block, T, R, ROWS
-                )
-                set_flag(flag_ptr, epoch, M)
+        to_all = (R - 1) * tiles  # steps of a block: one rank's tiles after another's
+        steps = tl.cdiv(blocks - program, SENDERS) * to_all
+        t, k = tile_of_step(0, to_all, program, SENDERS, K, ROWS, TILE, BLOCK_K)
+        there = (t < T)[:, None] & (k < K)[None, :]
+        x = load_rows(x_ptr, (rank + 1) % R * T + t, K, k, there)
+        for step in range(steps):
+            # what is stored after this one is loaded before, so that loads and stores overlap
+            t, k = tile_of_step(step + 1, to_all, program, SENDERS, K, ROWS, TILE, BLOCK_K)
+            there = (t < T)[:, None] & (k < K)[None, :]
+            following = load_rows(
+                x_ptr, (rank + 1 + (step + 1) % to_all // tiles) % R * T + t, K, k, there
+            )
+            t, k = tile_of_step(step, to_all, program, SENDERS, K, ROWS, TILE, BLOCK_K)
+            there = (t < T)[:, None] & (k < K)[None, :]
+            after = 1 + step % to_all // tiles
+            rows_ptr = region(buffer_ptr, peers_ptr, (rank + after) % R, ROWS_START, element)
+            row = row_of_slot(parity, R - 1 - after, t, T, R)
+            tl.store(rows_ptr + row[:, None] * PITCH + k[None, :], x, mask=there)
+            if step % to_all == to_all - 1:
+                block = program + step // to_all * SENDERS
+                tl.debug_barrier()  # before thread 0 sets flags
+                for i in tl.static_range(1, R):
+                    flag_ptr = flag_of_block(
+                        buffer_ptr, peers_ptr, (rank + i) % R, parity, R - 1 - i, block, T, R, ROWS
+                    )
+                    set_flag(flag_ptr, epoch, M)
+            x = following
         tl.store(epochs_ptr + program, epoch)
     if RECEIVE and program >= SENDERS:
         received_ptr = region(buffer_ptr, peers_ptr, rank, ROWS_START, element)
