@@ -1,6 +1,7 @@
 """Dispatchers: which deployments they serve, and what they refuse."""
 
 import copy
+import gc
 import pickle
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -9,7 +10,8 @@ import pytest
 import torch
 
 from moe_ops import MoEConfig, MoELayer, ParallelConfig
-from moe_ops.parallel import all2all, dispatch
+from moe_ops.meta.symmetric import SymmetricLayout
+from moe_ops.parallel import all2all, dispatch, mailboxes
 from moe_ops.parallel.dispatch import DISPATCHERS, make_dispatcher, register_dispatcher
 from moe_ops.parallel.dispatchers import AllGatherReduceScatter, AllReduce, AllToAll
 
@@ -164,6 +166,23 @@ def test_layers_are_named_in_errors(world):
     ):
         layer = MoELayer.from_config(config, group=torch.distributed.group.WORLD, name=name)
         assert layer.dispatcher.label == label
+
+
+def test_mailboxes_live_as_long_as_their_group(world, monkeypatch):
+    """A later group may have the same name."""
+    monkeypatch.setattr(mailboxes, "_make", lambda *_: mailboxes._Kept(object(), None))
+    found = []
+    for _ in range(2):
+        world(0, 2)
+        name = torch.distributed.group.WORLD.group_name
+        asked = name, torch.device("cpu"), "tokens", SymmetricLayout(2, 4, 32), "a layer"
+        found.append(mailboxes.mailbox_of(*asked))
+        assert mailboxes.mailbox_of(*asked) is found[-1]
+        assert len(mailboxes._kept) == 1
+    assert found[0] is not found[1]
+    torch.distributed.destroy_process_group()
+    gc.collect()
+    assert len(mailboxes._kept) == 0
 
 
 @KINDS
