@@ -126,7 +126,7 @@ def features() -> str:
         "activation": of(tuple(NAMES), activation),
         **{f"`{kind}`": lambda b, kind=kind: yes(some(b, kind=kind, top_k=0)) for kind in kinds},
         "biases": lambda b: yes(some(b, has_bias=True)),
-        "`expert_map`": lambda b: yes(some(b, has_expert_map=True)),
+        "`expert_map`": lambda b: yes(some(b, mapped_experts=256)),
         "`router_weight_on_input`": lambda b: yes(some(b, router_weight_on_input=True, top_k=1)),
         "hidden_states that arrive quantized": arriving,
         "strided weights": lambda b: yes(some(b, contiguous_weights=False)),

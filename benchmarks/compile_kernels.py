@@ -330,7 +330,7 @@ def problem_of(call: Call) -> Problem:
         call.layout,
         None if linear else activation,
         has_bias=call.bias,
-        has_expert_map=call.expert_map,
+        mapped_experts=2 * E if call.expert_map else 0,
         quantized_input=call.arrives,
     )
 

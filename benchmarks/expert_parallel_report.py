@@ -14,6 +14,7 @@ NAMES = (
     "moe_ops all_reduce",
     "transformers all_reduce",
     "transformers all_to_all",
+    "sgl-deep-gemm fp8_mega_moe",
 )
 # Okabe and Ito's colours, which colour-blind readers tell apart; shapes of the marks differ too.
 STYLES = {
@@ -24,6 +25,7 @@ STYLES = {
     "moe_ops all_reduce": ("#CC79A7", "D", "--"),
     "transformers all_reduce": ("#56B4E9", "v", "-"),
     "transformers all_to_all": ("#0072B2", "^", "--"),
+    "sgl-deep-gemm fp8_mega_moe": ("#F0E442", "d", "-"),
 }
 
 

@@ -1,39 +1,40 @@
 """Dispatch and combine through peers' memory, on the GPUs of a host: are they right, what do they
 take?
 
-    torchrun --nproc-per-node 2 benchmarks/symmetric_memory.py [--tokens 1 8 128 512 4096]
+    torchrun --nproc-per-node 2 benchmarks/symmetric_memory.py [--tokens 1 8 128 512 4096 8192]
+        [--hidden 2048] [--results FOLDER]
+    python benchmarks/symmetric_memory.py --merge FILE ...  # add another run's rows to the results
 
-First the bandwidth of a copy between two GPUs, then for each number of tokens a rank (Qwen3: K
-2048, top-8; bf16): values against torch's collectives, bitwise repeatability, the same in a CUDA
-graph replayed with new tokens, and us of graphs of 20 calls, the largest of all ranks.
+First the bandwidth of a copy between two GPUs, then for each number of tokens a rank (top-8; bf16;
+rows of --hidden, Qwen3's by default): values against torch's collectives, bitwise repeatability,
+the same in a CUDA graph replayed with new tokens, and us of one call in a graph of 20, begun on
+all ranks together, the largest of all ranks. "of a copy" is the rate at which rows reach the other
+GPU, over that of the copy.
 """
 
 from __future__ import annotations
 
-import os
-
-os.environ |= {
-    "NCCL_NVLS_ENABLE": "0",
-    "NVSHMEM_DISABLE_NVLS": "1",
-    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
-}
-
-# ruff: noqa: E402
 import argparse
+import sys
 from collections.abc import Callable
-from datetime import timedelta
+from pathlib import Path
+
+# first of all: it sets what every rank must have in its environment
+from expert_parallel import Job, joined, peer_copy_gb_s  # isort: skip
 
 import torch
 import torch.distributed as dist
+from harness import RESULTS
+from records import Results, merge
 from torch import Tensor
 
 from moe_ops.parallel.dispatchers import AllToAll
 from moe_ops.parallel.symmetric_memory import SymmetricMemory
 
-K, TOP_K, EXPERTS, CALLS = 2048, 8, 128, 20
+TOP_K, EXPERTS, CALLS = 8, 128, 20
 
 
-def us(call: Callable[[], object]) -> float:
+def us(job: Job, call: Callable[[], object]) -> float:
     """Of one call in a graph of CALLS, the median of 20 replays, the largest of all ranks."""
     for _ in range(3):
         call()
@@ -44,7 +45,7 @@ def us(call: Callable[[], object]) -> float:
             call()
     times = []
     for _ in range(25):
-        dist.barrier()
+        job.synchronize()
         torch.cuda.synchronize()
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
@@ -52,88 +53,103 @@ def us(call: Callable[[], object]) -> float:
         end.record()
         torch.cuda.synchronize()
         times.append(start.elapsed_time(end) * 1e3 / CALLS)
-    found = torch.tensor(sorted(times[5:])[10], device="cuda")
-    dist.all_reduce(found, dist.ReduceOp.MAX)
-    return float(found)
+    return round(job.largest([sorted(times[5:])[10]])[0], 2)
 
 
-def inputs(M: int) -> tuple[Tensor, Tensor, Tensor]:
+def inputs(M: int, K: int) -> tuple[Tensor, Tensor, Tensor]:
     x = torch.randn(M, K, device="cuda").to(torch.bfloat16)
     ids = torch.rand(M, EXPERTS, device="cuda").topk(TOP_K).indices
     return x, ids, torch.rand(M, TOP_K, device="cuda")
 
 
-def check(T: int, rank: int, size: int) -> list[float]:
-    group = dist.group.WORLD.group_name
+def check(job: Job, T: int, K: int) -> list[dict]:
+    """A row of numbers for each dispatcher, after their values were compared."""
+    group, size = dist.group.WORLD.group_name, job.size
     ours, torchs = SymmetricMemory(group, size, T, timeout=20), AllToAll(group, size, T)
-    M = max(T - rank, 1)
+    M = max(T - job.rank, 1)
     for _ in range(4):  # both sets of buffers, twice
-        given, out = inputs(M), torch.randn(size * T, K, device="cuda").to(torch.bfloat16)
+        given, out = inputs(M, K), torch.randn(size * T, K, device="cuda").to(torch.bfloat16)
         for got, want in zip(ours.dispatch(*given), torchs.dispatch(*given), strict=True):
             assert torch.equal(got, want), f"dispatch, T={T}"
         assert torch.equal(ours.combine(out, M), torchs.combine(out, M)), f"combine, T={T}"
-    static = inputs(M)
+    static = inputs(M, K)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         arrived = ours.dispatch(*static)
         combined = ours.combine(arrived[0], M)
     for _ in range(5):
-        for tensor, new in zip(static, inputs(M), strict=True):
+        for tensor, new in zip(static, inputs(M, K), strict=True):
             tensor.copy_(new)
         graph.replay()
         wanted = torchs.dispatch(*static)
         for got, want in zip(arrived, wanted, strict=True):
             assert torch.equal(got, want), f"replayed dispatch, T={T}"
         assert torch.equal(combined, torchs.combine(wanted[0], M)), f"replayed combine, T={T}"
-    whole = inputs(T)
+    whole = inputs(T, K)
     return [
-        us(call)
+        {
+            "hidden_size": K,
+            "num_tokens": T,
+            "implementation": f"moe_ops {dispatcher.name}",
+            "dispatch_us": us(job, lambda d=dispatcher: d.dispatch(*whole)),
+            "combine_us": us(job, lambda d=dispatcher: d.combine(out, T)),
+        }
         for dispatcher in (ours, torchs)
-        for call in (
-            lambda d=dispatcher: d.dispatch(*whole),
-            lambda d=dispatcher: d.combine(out, T),
-        )
     ]
 
 
-def peer_copy() -> float:
-    """GB/s from the first GPU to the second."""
-    if dist.get_rank() != 0:
-        return 0.0
-    source = torch.empty(64 << 20, dtype=torch.uint8, device="cuda:0")
-    target = torch.empty_like(source, device="cuda:1")
-    best = float("inf")
-    for _ in range(10):
-        torch.cuda.synchronize(0)
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        target.copy_(source, non_blocking=True)
-        end.record()
-        torch.cuda.synchronize(0)
-        best = min(best, start.elapsed_time(end))
-    return source.nbytes / best / 1e6
+def show(rows: list[dict], copied: float | None, size: int) -> None:
+    for row in rows:
+        sent = row["num_tokens"] * row["hidden_size"] * 2 * (size - 1) / 1e3
+        parts = [sent / row[f"{step}_us"] / copied if copied else 0 for step in STEPS]
+        print(
+            f"{row['hidden_size']:6d} {row['num_tokens']:6d}  {row['implementation']:24s}  "
+            f"{row['dispatch_us']:8.2f} {row['combine_us']:8.2f} us  "
+            f"{parts[0]:.2f} {parts[1]:.2f} of a copy"
+        )
+
+
+STEPS = ("dispatch", "combine")
+
+
+def key(row: dict) -> tuple:
+    return row["hidden_size"], row["num_tokens"], row["implementation"]
+
+
+def open_results(path: Path) -> Results:
+    return Results(path, key, lambda found: found)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--tokens", type=int, nargs="+", default=[1, 8, 128, 512, 4096])
+    parser.add_argument("--tokens", type=int, nargs="+", default=[1, 8, 128, 512, 4096, 8192])
+    parser.add_argument("--hidden", type=int, nargs="+", default=[2048])
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder for JSON")
+    parser.add_argument("--merge", type=Path, nargs="+", metavar="FILE", default=[])
     given = parser.parse_args()
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    torch.cuda.set_device(rank)
-    device = torch.device("cuda", rank)
-    dist.init_process_group("nccl", timeout=timedelta(seconds=60), device_id=device)
-    copied = peer_copy()
-    dist.barrier()
-    if rank == 0:
-        print(f"{torch.cuda.get_device_name()} x {size}, peer copy {copied:.0f} GB/s", flush=True)
-        print("   T  ours: dispatch  combine  all_to_all: dispatch  combine (us)  GB/s of ours")
-    for T in given.tokens:
-        times = check(T, rank, size)
-        if rank == 0:
-            sent = T * K * 2 * (size - 1)
-            rates = " ".join(f"{sent / time / 1e3:.0f}" for time in times[:2])
-            print(f"{T:5d}  " + "  ".join(f"{time:8.2f}" for time in times) + f"  {rates}")
-    dist.destroy_process_group()
+    if given.merge:
+        for results in merge(given.merge, given.results, "symmetric_memory_*.json", open_results):
+            for row in results.rows.values():
+                machine = results.runs[row["run"]]["machine"]
+                show([row], machine.get("peer_copy_gb_s"), machine["gpus"])
+        return
+    with joined(dry=False) as job:
+        copied = peer_copy_gb_s(job)
+        gpu = torch.cuda.get_device_name().replace(" ", "_")
+        results = open_results(given.results / f"symmetric_memory_{gpu}_x{job.size}.json")
+        run = results.begin(sys.argv, dry=True)
+        machine = results.runs[run]["machine"]
+        machine |= {"gpus": job.size} | copied
+        if job.rank == 0:
+            print(f"{job.size} x {gpu}: {copied}", flush=True)
+        for K in given.hidden:
+            for T in given.tokens:
+                rows = check(job, T, K)
+                for row in rows:
+                    results.add(row | {"run": run})
+                if job.rank == 0:
+                    show(rows, machine.get("peer_copy_gb_s"), job.size)
+                    results.write()
 
 
 if __name__ == "__main__":

@@ -60,6 +60,14 @@ def check_tensor(name: str, value: object) -> None:
         )
 
 
+def check_type(name: str, value: object, kind: type) -> None:
+    """Raise unless `value` is an instance of a class."""
+    if not isinstance(value, kind):
+        raise ValueError(
+            f"{name} must be a {kind.__module__}.{kind.__qualname__}, got {type(value).__name__}"
+        )
+
+
 def check_integer(name: str, value: int) -> None:
     """Raise unless `value` is an integer, also a symbolic one; True and False are none."""
     if type(value) is int:  # route asks in every call

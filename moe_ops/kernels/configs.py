@@ -109,7 +109,9 @@ def measured(
     scheme: str,
     dtype: torch.dtype,
 ) -> LayerConfig:
-    """The table's config for a layer on a GPU, or `base` if the table has none."""
+    """The table's config for a layer on a GPU, or `base` if the table has none. E: experts that
+    share the pairs, on all devices.
+    """
     name = str(dtype).removeprefix("torch.")
     rows = get_scheme(scheme).measured_as
     fields = lookup.layer_config(gpu.name, E, K, I, top_k, rows, name, M)

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from moe_ops.meta.workspace import cdiv, round_up
 
-MOST_BLOCK_ROWS = 16  # rows of a block at most
+MOST_BLOCK_ROWS = 8  # rows of a block at most
 FEW_BLOCKS = 128  # blocks have one row while there are no more: about as many as multiprocessors
 _ALIGNMENT = 128  # bytes: a cache line, of which each region begins one
 

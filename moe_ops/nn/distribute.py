@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from moe_ops.checks import check_size
+from moe_ops.checks import check_size, check_type
 from moe_ops.nn.layer import MoELayer, refuse_batch_invariance
 from moe_ops.parallel.agreement import check_agreement
 from moe_ops.parallel.columns import shard_w2, shard_w13
@@ -62,6 +62,7 @@ def distribute(
             deployment or mesh that `ParallelConfig.from_mesh` or `make_dispatcher` refuses; or
             ranks that differ, naming layer, field and ranks. The model is then as it was.
     """
+    check_type("model", model, nn.Module)
     check_size("max_num_tokens", max_num_tokens)
     parallel = ParallelConfig.from_mesh(
         mesh,

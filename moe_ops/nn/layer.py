@@ -611,6 +611,9 @@ def _fill_buffers(layer: MoELayer, incompatible_keys: object) -> None:
         buffer = layer._buffers[name]
         if buffer is not None and buffer.is_meta and device.type != "meta":
             layer._buffers[name] = value.to(device, copy=True)
+    replicas = getattr(layer, "replicas", None)
+    if replicas is not None and device.type != "meta":
+        replicas.fill(device)
 
 
 def _placed_expert_map(config: MoEConfig) -> Tensor:

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from moe_ops.checks import check_type
 from moe_ops.nn.layer import MoELayer
-from moe_ops.parallel.agreement import check_agreement
+from moe_ops.parallel.agreement import check_agreement, check_group
 from moe_ops.parallel.replicas import ReplicatedPlacement, balanced
 
 if TYPE_CHECKING:
@@ -37,9 +38,11 @@ def rebalance(layer: MoELayer, group: ProcessGroup) -> ReplicatedPlacement:
         The placement that the layer has now.
 
     Raises:
-        ValueError: a layer without replicas, a group of another size, weights that are sharded
-            otherwise, or ranks whose placements differ.
+        ValueError: no MoELayer or one without replicas, no group or one of another size, weights
+            that are sharded otherwise, or ranks whose placements differ.
     """
+    check_type("layer", layer, MoELayer)
+    check_group(group)
     replicas = getattr(layer, "replicas", None)
     if replicas is None:
         raise ValueError(

@@ -32,7 +32,7 @@ class Problem:
     layout: str = ""  # prepared layout of the weights, "" for the natural one
     activation: Activation | None = None  # None for grouped_linear
     has_bias: bool = False
-    has_expert_map: bool = False
+    mapped_experts: int = 0  # experts that ids name, through an expert_map; 0: there is none
     router_weight_on_input: bool = False
     deterministic: bool = True
     needs_grad: bool = False
@@ -41,6 +41,13 @@ class Problem:
     max_workspace_bytes: int | None = None  # None: the machine's default
     quantized_input: bool = False  # hidden_states arrive quantized, as the scheme quantizes them
     batch_invariant: bool = False  # a token's row has the same bits in every batch
+
+    @property
+    def routed_experts(self) -> int:
+        """Experts that share the tokens' pairs: those of all devices. As many pairs as measured
+        tables have for a layer of so many experts come to each of the E here.
+        """
+        return self.mapped_experts or self.num_experts
 
 
 @dataclass(frozen=True)

@@ -109,12 +109,14 @@ def _experts_problem(call: ExpertsCall) -> Problem:
         )
     _check_bias("w13_bias", call.w13_bias, (E, N), x.device)
     _check_bias("w2_bias", call.w2_bias, (E, K), x.device)
+    mapped = 0
     if expert_map is not None:
         shape = _shape(expert_map)
         if len(shape) != 1 or shape[0] == 0:
             raise ValueError(f"expert_map must have shape (global E,), got {shape}")
         _check_dtype("expert_map", expert_map.dtype, _INTS)
         _check_device("expert_map", expert_map.device, x.device)
+        mapped = shape[0]
     weights = call.w13, call.w2
     contiguous = all([weight.contiguous for weight in weights])
     in_order = contiguous or all([w.contiguous or w.transposed for w in weights])
@@ -130,7 +132,7 @@ def _experts_problem(call: ExpertsCall) -> Problem:
         layout=call.w13.layout,
         activation=call.activation,
         has_bias=call.w13_bias is not None or call.w2_bias is not None,
-        has_expert_map=expert_map is not None,
+        mapped_experts=mapped,
         router_weight_on_input=call.router_weight_on_input,
         deterministic=call.deterministic,
         needs_grad=call.needs_grad,

@@ -25,11 +25,7 @@ def check_agreement(fields: Mapping[str, object], group: ProcessGroup) -> None:
         ValueError: no group that this process belongs to; or naming the first field that differs,
             its values and the ranks that have each.
     """
-    if not isinstance(group, torch.distributed.ProcessGroup):
-        raise ValueError(
-            "group must be a torch.distributed.ProcessGroup that this process belongs to, got "
-            f"{group!r}; torch.distributed.group.WORLD is one after init_process_group"
-        )
+    check_group(group)
     mine = {name: repr(value) for name, value in fields.items()}
     gathered: list[dict[str, str]] = [{} for _ in range(group.size())]
     torch.distributed.all_gather_object(gathered, mine, group=group)
@@ -46,3 +42,12 @@ def check_agreement(fields: Mapping[str, object], group: ProcessGroup) -> None:
                 f"{name} must be equal on all ranks of the group, got {values}; construct the "
                 "layer with the same configuration everywhere"
             )
+
+
+def check_group(group: object) -> None:
+    """Raise unless this is a process group that this process belongs to."""
+    if not isinstance(group, torch.distributed.ProcessGroup):
+        raise ValueError(
+            "group must be a torch.distributed.ProcessGroup that this process belongs to, got "
+            f"{group!r}; torch.distributed.group.WORLD is one after init_process_group"
+        )

@@ -6,22 +6,14 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypedDict, Unpack
 
-from moe_ops.checks import check_integer, check_size
+import torch
+
+from moe_ops.checks import check_integer, check_size, check_type
+from moe_ops.parallel import all2all
 from moe_ops.parallel.placement import check_placement
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-
-ALL2ALL_BACKENDS = (
-    "naive",
-    "allgather_reducescatter",
-    "all_to_all",
-    "symmetric_memory",
-    "deepep_high_throughput",
-    "deepep_low_latency",
-    "flashinfer_all2allv",
-    "mori",
-)
 
 # dimensions of a mesh that devices are counted along, the slowest first
 MESH_DIMS = ("dp", "pcp", "tp")
@@ -53,9 +45,11 @@ class ParallelConfig:
     sp_size devices of a tensor-parallel group have divided the tokens of their sequences among
     them. all2all_backend is the dispatcher of whoever runs this layer; its name says in which
     format rows arrive (`MoEConfig.dispatched_shape`). `MoELayer.from_config` with a process group
-    runs "allgather_reducescatter", "all_to_all" and "symmetric_memory" itself.
+    runs "allgather_reducescatter", "all_to_all" and "symmetric_memory" itself, and those that
+    `moe_ops.parallel.dispatch.register_dispatcher` was given; other names describe what you run.
     expert_placement says which experts a device holds with use_ep: "linear" a run of neighbours,
-    "round_robin" every ep_size-th.
+    "round_robin" every ep_size-th. With enable_eplb a layer with a group has slots that hold the
+    experts which their load puts there (`moe_ops.parallel.replicas.balanced`) in its place.
 
     Raises:
         ValueError: a size that is no integer or below 1, a rank outside its size, sizes that
@@ -97,9 +91,9 @@ class ParallelConfig:
                 "enable_eplb must be False without use_ep, got True; only whole experts can be "
                 "moved between devices"
             )
-        if self.all2all_backend not in ALL2ALL_BACKENDS:
+        if self.all2all_backend not in all2all.NAMES:
             raise ValueError(
-                f"all2all_backend must be one of {', '.join(ALL2ALL_BACKENDS)}, "
+                f"all2all_backend must be one of {', '.join(all2all.NAMES)}, "
                 f"got {self.all2all_backend!r}"
             )
         check_placement("expert_placement", self.expert_placement)
@@ -174,6 +168,7 @@ class ParallelConfig:
             ValueError: as `make`; a mesh without names, with others, or with these in another
                 order; or a process that is not in the mesh.
         """
+        check_type("mesh", mesh, torch.distributed.device_mesh.DeviceMesh)
         names = mesh.mesh_dim_names
         expected = tuple(name for name in MESH_DIMS if name in (names or ()))
         if not names or tuple(names) != expected:
@@ -306,20 +301,44 @@ class ParallelConfig:
         return self._uses("deepep_low_latency")
 
     @property
-    def use_flashinfer_all2allv_kernels(self) -> bool:
-        return self._uses("flashinfer_all2allv")
+    def use_deepep_v2_kernels(self) -> bool:
+        return self._uses("deepep_v2")
+
+    @property
+    def use_flashinfer_nvlink_one_sided_kernels(self) -> bool:
+        return self._uses("flashinfer_nvlink_one_sided")
+
+    @property
+    def use_flashinfer_nvlink_two_sided_kernels(self) -> bool:
+        """Under either of its names, of which "flashinfer_all2allv" is the older."""
+        return self._uses("flashinfer_nvlink_two_sided", "flashinfer_all2allv")
+
+    use_flashinfer_all2allv_kernels = use_flashinfer_nvlink_two_sided_kernels
 
     @property
     def use_mori_kernels(self) -> bool:
-        return self._uses("mori")
+        """With its high throughput, its low latency, or "mori", which leaves that open."""
+        return self._uses("mori", "mori_high_throughput", "mori_low_latency")
+
+    @property
+    def use_mori_high_throughput_kernels(self) -> bool:
+        return self._uses("mori_high_throughput")
+
+    @property
+    def use_mori_low_latency_kernels(self) -> bool:
+        return self._uses("mori_low_latency")
+
+    @property
+    def use_nixl_ep_kernels(self) -> bool:
+        return self._uses("nixl_ep")
 
     @property
     def use_batched_activation_format(self) -> bool:
         """The dispatcher hands each local expert its own padded block of rows, (E, T, K)."""
-        return self.use_deepep_low_latency_kernels
+        return self._uses(*all2all.BATCHED)
 
-    def _uses(self, backend: str) -> bool:
-        return self.use_all2all_kernels and self.all2all_backend == backend
+    def _uses(self, *backends: str) -> bool:
+        return self.use_all2all_kernels and self.all2all_backend in backends
 
 
 def flatten_tp_across_dp_and_pcp(

@@ -44,9 +44,10 @@ COLLECTIVE_US = 15.0
 # Part of a copy between two GPUs that NCCL reaches: an all-gather of 59 MB to each of two H100s
 # took 302 us, less COLLECTIVE_US 205 GB/s of 386 (the same file). Not measured on more GPUs.
 NCCL = 0.53
-# The same of `symmetric_memory`, which writes into the other GPU's memory: 6.7 us at one token,
-# and 34 MB in 125 us, which is 283 GB/s of 386 (the same file).
-PUSH_US, PUSH = 6.5, 0.73
+# The same of `symmetric_memory`, which writes into the other GPU's memory: 5.2 us at one token,
+# and 17 and 34 MB in 60 and 109 us, of which the rest is 306 and 324 GB/s of 386
+# (benchmarks/results/expert_parallel_NVIDIA_H200_x2.json, two H200s).
+PUSH_US, PUSH = 5.2, 0.82
 # Part of a network's line rate that collectives reach. An assumption: not measured.
 NETWORK = 0.8
 
@@ -68,14 +69,14 @@ class Gpu:
     network_gb_s: float
 
 
-# H100: measured (expert_parallel_NVIDIA_H100_80GB_HBM3_x2.json). H200: memory and products were
-# measured (benchmarks/cases.py); its links are of the same generation, and taken to be as fast.
+# H100: measured (expert_parallel_NVIDIA_H100_80GB_HBM3_x2.json). H200: memory and products
+# (benchmarks/cases.py) and links (expert_parallel_NVIDIA_H200_x2.json) were measured.
 # The network is one adapter of 400 Gb/s a GPU, as such hosts have; not measured.
 GPUS = {
     gpu.name: gpu
     for gpu in (
         Gpu("NVIDIA H100 80GB HBM3", 3.014, 724.4, 386.4, 50.0),
-        Gpu("NVIDIA H200", 4.3, 790.0, 386.4, 50.0),
+        Gpu("NVIDIA H200", 4.3, 790.0, 386.3, 50.0),
     )
 }
 
@@ -378,7 +379,7 @@ def step(
         back = 2 * wide * T * (R - 1), 2 * wide * T * (H - 1)
     if dispatcher == "symmetric_memory":  # on the way out rows travel as they are
         gathered = layer.row_bytes(False) * T * (R - 1), 0.0
-        there, here = fleet.push_us(gathered[0]), fleet.push_us(back[0]) + added
+        there, here = fleet.push_us(gathered[0]), fleet.push_us(back[0])  # added on the way
         return Step(dispatcher, there, experts, here, gathered[0] + back[0], 0.0)
     there = fleet.collective_us(*gathered) if dispatcher != "all_reduce" else 0.0
     here = fleet.collective_us(*back) + added

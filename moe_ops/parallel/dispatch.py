@@ -5,11 +5,13 @@ Dimensions: M tokens of this rank, K hidden size, top_k experts per token, T = m
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from torch import Tensor
 
+from moe_ops.checks import check_type
+from moe_ops.parallel import all2all
 from moe_ops.parallel.config import ParallelConfig
 from moe_ops.parallel.dispatchers import (
     AllGatherReduceScatter,
@@ -68,7 +70,37 @@ class Dispatcher(Protocol):
         """
 
 
-DISPATCHERS = {kind.name: kind for kind in (AllGatherReduceScatter, AllToAll, SymmetricMemory)}
+DISPATCHERS: dict[str, Any] = {
+    kind.name: kind for kind in (AllGatherReduceScatter, AllToAll, SymmetricMemory)
+}
+_FIRST = ("group_name", "group_size", "max_num_tokens")  # fields that every kind begins with
+
+
+def register_dispatcher(kind: Any) -> None:
+    """Let layers run an exchange of your own, such as an adapter of DeepEP, by its name.
+
+    Args:
+        kind: a frozen dataclass of `Dispatcher`'s form whose fields begin with group_name,
+            group_size and max_num_tokens; the others are options of `make_dispatcher`. Its name is
+            one of `moe_ops.parallel.all2all.LIBRARIES`, so that configurations can have it.
+
+    Raises:
+        ValueError: no such class, or a name that is another's.
+    """
+    first = tuple(f.name for f in fields(kind)[:3]) if is_dataclass(kind) else ()
+    lacks = [a for a in ("name", "why_not", "dispatch", "combine") if not hasattr(kind, a)]
+    if not isinstance(kind, type) or first != _FIRST or lacks:
+        raise ValueError(
+            f"kind must be a dataclass with {', '.join(_FIRST)} as its first fields and with "
+            f"name, why_not, dispatch and combine, got {kind!r}"
+        )
+    name = kind.name  # type: ignore[attr-defined]
+    if name not in all2all.LIBRARIES or DISPATCHERS.get(name, kind) is not kind:
+        raise ValueError(
+            f"kind must have a name of {', '.join(all2all.LIBRARIES)} that no other has, got "
+            f"{name!r}"
+        )
+    DISPATCHERS[name] = kind
 
 
 def make_dispatcher(
@@ -93,12 +125,16 @@ def make_dispatcher(
             reason, a group of other ranks, an option that it does not have, or a bad
             max_num_tokens or option.
     """
+    check_type("parallel", parallel, ParallelConfig)
     name = parallel.all2all_backend if parallel.num_dispatchers > 1 else AllReduce.name
     kinds = {**DISPATCHERS, AllReduce.name: AllReduce}
     if name not in kinds:
+        reasons = "; ".join(all2all.why_no_dispatcher(name))
         raise ValueError(
             f"all2all_backend must be one of {', '.join(DISPATCHERS)} for a layer that "
-            f"communicates, got {name!r}; dispatch and combine yourself with any other"
+            f"communicates, got {name!r}: {reasons}. Choose one of those, give an adapter of "
+            "yours to moe_ops.parallel.dispatch.register_dispatcher, or make the layer without a "
+            "group and send its tokens yourself"
         )
     kind = kinds[name]
     if reasons := kind.why_not(parallel):

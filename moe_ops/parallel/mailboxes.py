@@ -1,4 +1,5 @@
-"""The mailboxes of this process: made at the first exchange of a kind, and kept.
+"""The mailboxes of this process: made at the first exchange of a kind, and kept as long as their
+process group.
 
 On GPUs they are symmetric memory of torch, on CPUs files that the processes of a host share.
 """
@@ -10,6 +11,7 @@ import socket
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -25,12 +27,12 @@ MAX_RANKS = 16  # kernels are unrolled over ranks
 
 
 class _Kept(NamedTuple):
-    group: ProcessGroup  # names are given anew after destroy_process_group
     mailbox: Mailbox
     handle: Any  # what keeps the peers' memory mapped
 
 
-_kept: dict[tuple, _Kept] = {}
+# not by the name of a group, which is given anew after destroy_process_group
+_kept: WeakKeyDictionary[ProcessGroup, dict[tuple, _Kept]] = WeakKeyDictionary()
 
 
 def mailbox_of(
@@ -51,18 +53,18 @@ def mailbox_of(
             ranks whose layouts differ.
         RuntimeError: a CUDA graph is being captured and the layout is new.
     """
-    key = group_name, device, kind, layout
     resolve: Any = torch.distributed.distributed_c10d._resolve_process_group
     group = resolve(group_name)
-    kept = _kept.get(key)
-    if kept is None or kept.group is not group:
+    of_group = _kept.setdefault(group, {})
+    kept = of_group.get((device, kind, layout))
+    if kept is None:
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 f"{label} has no symmetric memory for this call and cannot allocate any while a "
                 "CUDA graph is captured; call it once on all ranks with as many tokens, then "
                 "capture"
             )
-        kept = _kept[key] = _make(group, device, kind, layout, label)
+        kept = of_group[device, kind, layout] = _make(group, device, kind, layout, label)
     return kept.mailbox
 
 
@@ -135,7 +137,7 @@ def _make(
             buffers, handle = _symmetric(group, device, layout.num_bytes)
         else:
             buffers, handle = _shared_files(group, layout.num_bytes), None
-        return _Kept(group, Mailbox.of(layout, group.rank(), buffers), handle)
+        return _Kept(Mailbox.of(layout, group.rank(), buffers), handle)
 
 
 def _symmetric(

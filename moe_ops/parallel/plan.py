@@ -1,7 +1,7 @@
 """python -m moe_ops.parallel.plan: what a step of one layer would take on several GPUs.
 
     python -m moe_ops.parallel.plan --shape 128 2048 768 8 --gpus 1 2 8
-    python -m moe_ops.parallel.plan --shape 256 7168 2048 8 --scheme fp8_block --quantized-wire
+    python -m moe_ops.parallel.plan --shape 256 7168 2048 8 --scheme fp8_block
         --gpus 8 --hosts 1 2 4 --tokens 64 512 4096 --zipf 0.6
 
 Nothing runs on a GPU: the times come from the model of moe_ops.parallel.costs, which lies within
@@ -18,9 +18,10 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from moe_ops.parallel import costs
+from moe_ops.parallel import costs, wire
 from moe_ops.parallel.placement import PLACEMENTS, AnyPlacement, Placement
 from moe_ops.parallel.replicas import balanced
+from moe_ops.schemes import get_scheme
 
 TOKENS = (1, 64, 512, 4096)
 EXTRA_SLOTS = (1, 2, 4)  # of each GPU, for redundant experts
@@ -74,8 +75,9 @@ def parser() -> argparse.ArgumentParser:
     where.add_argument("--network-gb-s", type=float, help="network of each GPU, line rate")
     where.add_argument(
         "--quantized-wire",
-        action="store_true",
-        help="tokens travel as the scheme quantizes activations",
+        action=argparse.BooleanOptionalAction,
+        help="tokens travel to the experts as the scheme quantizes them, but with "
+        "symmetric_memory; default: as layers do on GPUs, with every scheme that allows it",
     )
     return made
 
@@ -217,11 +219,14 @@ def cases(arguments: argparse.Namespace) -> list[Case]:
             raise ValueError(f"--{name} must be at least 1, got {getattr(arguments, name)}")
     if not 0 <= arguments.zipf < 10:
         raise ValueError(f"--zipf must be in 0..10, got {arguments.zipf}")
-    if arguments.quantized_wire and not layer.multiplies_8_bits:
+    scheme = layer.scheme
+    reason = wire.why_not_scheme(scheme, bool(scheme) and _has_known_scale(scheme))
+    if arguments.quantized_wire and reason:
         raise ValueError(
-            f"--quantized-wire needs a scheme that quantizes activations, got {layer.scheme!r}; "
-            "fp8_block is one"
+            f"--quantized-wire needs a scheme whose rows travel quantized, got {scheme!r}: "
+            f"{reason}; fp8_block is one"
         )
+    quantized = not reason if arguments.quantized_wire is None else arguments.quantized_wire
     shares = costs.zipf(layer.num_experts, arguments.zipf)
     if arguments.histogram is not None:
         try:
@@ -246,10 +251,13 @@ def cases(arguments: argparse.Namespace) -> list[Case]:
                 f"--gpus and --hosts make {fleet.size} GPUs, more than {layer.num_experts} "
                 "experts; some would hold none"
             )
-    return [
-        Case(fleet, layer, shares, arguments.placement, arguments.quantized_wire)
-        for fleet in fleets
-    ]
+    return [Case(fleet, layer, shares, arguments.placement, quantized) for fleet in fleets]
+
+
+def _has_known_scale(scheme: str) -> bool:
+    """Whether weights of a scheme always have a scale of activations."""
+    activation = get_scheme(scheme).activation
+    return activation is not None and activation.static
 
 
 def report(chosen: Sequence[Case], tokens: Sequence[int]) -> str:
@@ -263,10 +271,14 @@ def report(chosen: Sequence[Case], tokens: Sequence[int]) -> str:
             rows += rows_of(case, num_tokens)
             if case.fleet.size > 1:
                 redundant.append(redundant_row(case, num_tokens))
-    gpu = chosen[0].fleet.gpu
+    gpu, layer = chosen[0].fleet.gpu, chosen[0].layer
+    how = "as they are"
+    if chosen[0].quantized_wire:
+        how = f"as {layer.scheme} quantizes them, but with symmetric_memory"
     lines = [
         f"{gpu.name}: {gpu.memory_tb_s} TB/s of memory, {gpu.bf16_tflop_s} TFLOP/s in bf16, "
         f"{gpu.link_gb_s} GB/s to a GPU, {gpu.network_gb_s} GB/s to other hosts",
+        f"tokens travel to the experts {how}",
         "",
         table(rows),
     ]

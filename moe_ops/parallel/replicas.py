@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -167,24 +166,42 @@ class Replicas(nn.Module):
         super().__init__()
         self.sizes = placement.num_experts, placement.ep_size, placement.num_slots
         self.offset = offset
+        # of tables on the meta device, which has none
+        self._values: dict[str, Tensor] = {}
         for name, values in zip(("physical_ids", "counts"), _tables(placement), strict=True):
             self.register_buffer(name, values)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Replicas:
-        """to_empty() too keeps the tables, which are no weights."""
+        """to_empty() too keeps the tables, which are no weights, also through the meta device."""
         before = dict(self._buffers)
         super()._apply(fn, recurse)
         for name, old in before.items():
             new = self._buffers[name]
-            if old is not None and new is not None and new is not old and not new.is_meta:
-                new.copy_(old)
+            if old is None or new is None or new is old:
+                continue
+            if not new.is_meta:
+                new.copy_(self._values[name] if old.is_meta else old)
+            elif not old.is_meta:
+                self._values[name] = old.cpu()
         return self
 
-    def _load_from_state_dict(self, state_dict: dict, prefix: str, *others: Any) -> None:
+    def fill(self, device: torch.device) -> None:
+        """Give tables on the meta device their values, after load_state_dict(assign=True)."""
+        for name, buffer in self._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                self._buffers[name] = self._values[name].to(device, copy=True)
+
+    def _load_from_state_dict(
+        self, state_dict: dict, prefix: str, metadata: dict, strict: bool, *lists: list[str]
+    ) -> None:
         """A state dict without tables, of weights in the slots of this placement, leaves it."""
+        tables = {name: state_dict.get(prefix + name) for name in self._buffers}
+        if reason := _why_not(tables, self.physical_ids.shape):
+            lists[-1].append(f"{prefix}{' and '.join(tables)} must {reason}")
+            return
         for name, buffer in self._buffers.items():
             state_dict.setdefault(prefix + name, buffer)
-        super()._load_from_state_dict(state_dict, prefix, *others)
+        super()._load_from_state_dict(state_dict, prefix, metadata, strict, *lists)
 
     @property
     def placement(self) -> ReplicatedPlacement:
@@ -222,6 +239,27 @@ class Replicas(nn.Module):
         turn = (token + torch.arange(top_k, device=device)) % self.counts[expert]
         physical = self.physical_ids[expert, turn]
         return torch.where(valid, physical, -1)
+
+
+def _why_not(tables: dict[str, Tensor | None], shape: torch.Size) -> str | None:
+    """What tables of a state dict must be, if they are none of a placement; torch itself speaks of
+    other shapes than (E, slots of all ranks).
+    """
+    given = [table for table in tables.values() if table is not None]
+    if len(given) == 1:
+        return "be given together, got one of them"
+    if [table.shape for table in given] != [shape, shape[:1]] or any(t.is_meta for t in given):
+        return None
+    physical_ids, counts = (table.cpu() for table in given)
+    slots = torch.arange(shape[1])
+    listed = slots < counts.unsqueeze(1)
+    right = bool((counts > 0).all()) and bool((physical_ids[~listed] == -1).all())
+    if right and torch.equal(physical_ids[listed].sort().values.long(), slots):
+        return None
+    return (
+        f"name each of {shape[1]} slots once: of each expert as many as are counted, then -1; got "
+        "others"
+    )
 
 
 def _tables(placement: ReplicatedPlacement) -> tuple[Tensor, Tensor]:

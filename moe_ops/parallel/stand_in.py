@@ -18,7 +18,7 @@ _PAUSE = 20e-6  # seconds between two looks at a flag
 
 
 class Late(RuntimeError):
-    """Another rank has not sent within the timeout."""
+    """Another rank has not sent within the timeout, now or in an earlier exchange."""
 
 
 def _region(buffer: Tensor, start: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -48,6 +48,8 @@ class Exchange:
     def __init__(self, mailbox: Mailbox, dtype: torch.dtype, timeout: float) -> None:
         self.mailbox, self.timeout = mailbox, timeout
         self.rank, self.size = mailbox.rank, mailbox.layout.group_size
+        if int(mailbox.epochs[0]) < 0:
+            raise Late("an earlier exchange was given up; start all ranks anew")
         mailbox.epochs.add_(1)
         self.epoch = int(mailbox.epochs[0])
         self.buffers = [_Buffer(mailbox, rank, self.epoch & 1, dtype) for rank in range(self.size)]
@@ -67,6 +69,8 @@ class Exchange:
         end = time.monotonic() + self.timeout
         while not bool((flags >> 32 == self.epoch).all()):
             if time.monotonic() > end:
+                # From now on ranks may count different epochs, and take old rows for new ones.
+                self.mailbox.epochs.fill_(-1)
                 raise Late(
                     f"rank {(self.rank + after) % self.size} sent nothing within {self.timeout} s"
                 )

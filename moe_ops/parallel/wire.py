@@ -36,22 +36,36 @@ def why_not_quantized(
         backend: the one that runs the experts.
     """
     name = getattr(weight, "scheme", "")
-    desc = get_scheme(name).activation if name else None
-    if desc is None:
-        return "the experts' scheme does not quantize activations"
-    known = weight.activation_scale
-    if desc.channel_scale:
-        return "rows have scales of two kinds, which none of the experts' kernels takes"
+    known = weight.activation_scale if name else None
+    if reason := why_not_scheme(name, known is not None):
+        return reason
+    desc = get_scheme(name).activation
+    assert desc is not None
     if known is not None and known.numel() != 1:
         return "each expert has a scale of activations of its own"
-    if known is None and (desc.group.is_tensor or desc.global_scale):
-        return "one scale of activations follows from all rows of the rank that has the experts"
     if columns * desc.format.bits % 8:
         return f"{columns} columns do not fill bytes"
     if weight.weight_layout:
         return f"weights in layout {weight.weight_layout!r} may take rows as they are alone"
     if backend != "auto" and name not in backends.named(backend).quantized_input:
         return f"backend {backend!r} takes no quantized rows for scheme {name!r}"
+    return None
+
+
+def why_not_scheme(name: str, known: bool) -> str | None:
+    """The reasons that follow from a scheme, "" for none.
+
+    Args:
+        name: of the scheme.
+        known: the weight has an activation_scale.
+    """
+    desc = get_scheme(name).activation if name else None
+    if desc is None:
+        return "the experts' scheme does not quantize activations"
+    if desc.channel_scale:
+        return "rows have scales of two kinds, which none of the experts' kernels takes"
+    if not known and (desc.group.is_tensor or desc.global_scale):
+        return "one scale of activations follows from all rows of the rank that has the experts"
     return None
 
 

@@ -328,7 +328,7 @@ def _claimed(problem: Problem, tiers: _Tiers, candidate: library.Backend) -> _Ti
     if problem.kind == "batched_experts":  # M is the rows of each expert
         fewer = rows - 1
     else:
-        fewer = (rows * problem.num_experts - 1) // max(problem.top_k, 1)
+        fewer = (rows * problem.routed_experts - 1) // max(problem.top_k, 1)
     kept: list[tuple[int, library.Backend]] = []
     for limit, backend in tiers:
         if limit < 0 or limit >= fewer:
@@ -344,7 +344,7 @@ def _claimed(problem: Problem, tiers: _Tiers, candidate: library.Backend) -> _Ti
 def _table_key(problem: Problem, machine: Machine) -> tuple:
     """What measured tables are looked up by."""
     p = problem
-    sizes = (p.num_experts, p.hidden_size, p.intermediate_size, p.top_k)
+    sizes = (p.routed_experts, p.hidden_size, p.intermediate_size, p.top_k)
     return (machine.gpu_name, *sizes, get_scheme(p.scheme).measured_as, _name(p.dtype))
 
 

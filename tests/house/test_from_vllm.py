@@ -8,7 +8,8 @@ import pytest
 import moe_ops
 from moe_ops import activations
 from moe_ops.nn.config import MoEConfig
-from moe_ops.parallel.config import ALL2ALL_BACKENDS, ParallelConfig
+from moe_ops.parallel import all2all
+from moe_ops.parallel.config import ParallelConfig
 from moe_ops.routing.methods import RoutingMethod
 from moe_ops.schemes import GroupShape, get_scheme
 from tests.support import vllm_names
@@ -103,7 +104,7 @@ def test_values_of_schemes_agree():
 def parallels():
     """Every kind of deployment, as the last of its devices sees it."""
     for ep, tp, dp, pcp, sp, backend in itertools.product(
-        (False, True), (1, 2), (1, 2), (1, 2), (1, 2), ALL2ALL_BACKENDS
+        (False, True), (1, 2), (1, 2), (1, 2), (1, 2), all2all.NAMES
     ):
         yield ParallelConfig.make(
             tp_size=tp,

@@ -73,7 +73,7 @@ def problem_like(kind: str, scheme: str) -> Problem:
         *(kind, E, K, I, 2 * I, TOP_K if routed else 0, torch.bfloat16, scheme),
         activation=activation,
         has_bias=bias,
-        has_expert_map=routed,
+        mapped_experts=2 * E if routed else 0,
     )
 
 

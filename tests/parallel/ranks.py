@@ -27,6 +27,7 @@ from moe_ops.parallel.columns import shard_w2, shard_w13
 from moe_ops.parallel.dispatch import DISPATCHERS
 from moe_ops.parallel.dispatchers import AllGatherReduceScatter, AllReduce, AllToAll
 from moe_ops.parallel.placement import PLACEMENTS, Placement, shard_experts
+from moe_ops.parallel.symmetric_memory import SymmetricMemory
 from tests.support import oracle
 
 E, H, I, TOP_K = 6, 128, 128, 2  # noqa: E741
@@ -754,19 +755,25 @@ def faults(rank: int, size: int) -> Iterator[tuple[str, float, float]]:
     last = size - 1
     group = dist.new_group(timeout=timedelta(seconds=2))
     waiting = spread_layer(config, rank, size, "linear", name="model.layers.4.mlp", group=group)
+    own = layer_config(torch.float32, SymmetricMemory)
+    pushing = spread_layer(own, rank, size, "linear", name="model.layers.5.mlp")
+    pushing.dispatcher = replace(pushing.dispatcher, timeout=1)
+    pushing(x)
     if rank == last:
         time.sleep(3)
         return  # and end, while the others wait in another layer
-    for what, call, name in (
-        ("without the last rank", lambda: waiting(x), "model.layers.4.mlp"),
-        ("when the last rank ends", lambda: layer(x), "model.layers.3.mlp"),
-        ("in its backward pass after that", out.sum().backward, "model.layers.3.mlp"),
+    for what, call, name, most in (
+        ("without the last rank", lambda: waiting(x), "model.layers.4.mlp", 10.0),
+        ("when the last rank ends", lambda: layer(x), "model.layers.3.mlp", 10.0),
+        ("in its backward pass after that", out.sum().backward, "model.layers.3.mlp", 10.0),
+        ("that pushes, when the last rank ends", lambda: pushing(x), "model.layers.5.mlp", 3.0),
+        ("that pushes, after that", lambda: pushing(x), "model.layers.5.mlp", 0.9),  # at once
     ):
         start = time.monotonic()
         said = refused(call)
         right = said.startswith(f"MoELayer {name} could not exchange tokens with the other ranks")
         yield f"what a layer says {what}: {said}", float(not right), 0.0
-        yield f"seconds of a layer {what}", time.monotonic() - start, 10.0
+        yield f"seconds of a layer {what}", time.monotonic() - start, most
 
 
 def refused(call: Callable[[], object]) -> str:

@@ -4,7 +4,8 @@ import pytest
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from moe_ops.parallel.config import ALL2ALL_BACKENDS, ParallelConfig, flatten_tp_across_dp_and_pcp
+from moe_ops.parallel import all2all
+from moe_ops.parallel.config import ParallelConfig, flatten_tp_across_dp_and_pcp
 
 # tp, dp, expert parallel -> per device r: (tp size, rank), (dp size, rank), (ep size, rank)
 SHARDING = {
@@ -64,16 +65,26 @@ def test_devices_with_tokens_of_their_own_send_them(kind):
         assert not ParallelConfig.make(tp_size=2, **sizes).use_all2all_kernels
 
 
-@pytest.mark.parametrize("backend", ALL2ALL_BACKENDS)
-def test_exactly_one_all2all_predicate_holds(backend):
+# predicates that hold for more than the backend of their own name
+ALIASES = {
+    "flashinfer_all2allv": {"flashinfer_nvlink_two_sided"},
+    "flashinfer_nvlink_two_sided": {"flashinfer_all2allv"},
+    "mori_high_throughput": {"mori"},
+    "mori_low_latency": {"mori"},
+}
+
+
+@pytest.mark.parametrize("backend", all2all.NAMES)
+def test_all2all_predicates_hold_for_their_names(backend):
     parallel = ParallelConfig.make(
         dp_size=2, dp_rank=1, enable_expert_parallel=True, all2all_backend=backend
     )
-    predicates = {name: getattr(parallel, f"use_{name}_kernels") for name in ALL2ALL_BACKENDS}
-    assert predicates == {name: name == backend for name in ALL2ALL_BACKENDS}
-    assert parallel.use_batched_activation_format == (backend == "deepep_low_latency")
+    found = {name for name in all2all.NAMES if getattr(parallel, f"use_{name}_kernels")}
+    assert found == {backend} | ALIASES.get(backend, set())
+    batched = backend in ("deepep_low_latency", "nixl_ep")
+    assert parallel.use_batched_activation_format == batched
     alone = ParallelConfig.make(tp_size=2, enable_expert_parallel=True, all2all_backend=backend)
-    assert not any(getattr(alone, f"use_{name}_kernels") for name in ALL2ALL_BACKENDS)
+    assert not any(getattr(alone, f"use_{name}_kernels") for name in all2all.NAMES)
     assert not alone.use_batched_activation_format
 
 
@@ -89,7 +100,7 @@ def test_exactly_one_all2all_predicate_holds(backend):
         ({"use_ep": True, "ep_size": 2, "tp_size": 2}, "tp_size must be 1 with use_ep, got 2"),
         ({"enable_eplb": True}, "enable_eplb must be False without use_ep"),
         ({"expert_placement": "first"}, "expert_placement must be one of linear, round_robin"),
-        ({"all2all_backend": "nccl"}, "must be one of naive, .*mori, got 'nccl'"),
+        ({"all2all_backend": "nccl"}, "must be one of naive, .*nixl_ep, got 'nccl'"),
     ],
 )
 def test_bad_parallel_config(fields, message):

@@ -1,14 +1,18 @@
 """Dispatchers: which deployments they serve, and what they refuse."""
 
 import copy
+import gc
 import pickle
+from dataclasses import dataclass
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from moe_ops import MoEConfig, MoELayer, ParallelConfig
-from moe_ops.parallel.dispatch import DISPATCHERS, make_dispatcher
+from moe_ops.meta.symmetric import SymmetricLayout
+from moe_ops.parallel import all2all, dispatch, mailboxes
+from moe_ops.parallel.dispatch import DISPATCHERS, make_dispatcher, register_dispatcher
 from moe_ops.parallel.dispatchers import AllGatherReduceScatter, AllReduce, AllToAll
 
 DISPATCHER = AllGatherReduceScatter("group", 2, 4)
@@ -124,6 +128,35 @@ def test_dispatchers_are_made_by_name_and_can_be_copied(wanted, options):
     assert copy.deepcopy(made) == pickle.loads(pickle.dumps(made)) == made
 
 
+@pytest.mark.parametrize("name", all2all.LIBRARIES)
+def test_dispatchers_of_other_libraries_are_refused_by_name(name, monkeypatch):
+    """None of them is installed here or, of FlashInfer, adapted."""
+    config = parallel(dp_size=2, dp_rank=1, all2all_backend=name)
+    library = all2all.LIBRARIES[name]
+    monkeypatch.setattr(all2all.importlib.util, "find_spec", lambda module: None)
+    said = f"got '{name}': moe_ops has no adapter for it; its library {library.module} is not inst"
+    with pytest.raises(ValueError, match=f"{said}.*register_dispatcher, or make the layer with"):
+        make_dispatcher(config, group(), max_num_tokens=4)
+    monkeypatch.setattr(all2all.importlib.util, "find_spec", lambda module: object())
+    with pytest.raises(ValueError, match=r"has no adapter for it\. Choose one of those"):
+        make_dispatcher(config, group(), max_num_tokens=4)
+
+
+def test_dispatchers_of_others_can_be_registered(monkeypatch):
+    monkeypatch.setattr(dispatch, "DISPATCHERS", dict(DISPATCHERS))
+
+    @dataclass(frozen=True)
+    class Adapter(AllToAll):
+        name = "deepep_v2"
+
+    register_dispatcher(Adapter)
+    register_dispatcher(Adapter)
+    config = parallel(dp_size=2, dp_rank=1, all2all_backend="deepep_v2")
+    assert make_dispatcher(config, group(), max_num_tokens=4) == Adapter("group", 2, 4)
+    with pytest.raises(ValueError, match="that no other has, got 'deepep_v2'"):
+        register_dispatcher(dataclass(frozen=True)(type("Other", (Adapter,), {})))
+
+
 def test_layers_are_named_in_errors(world):
     world(1, 2)
     config = MoEConfig(4, 2, 64, 64, parallel=parallel(dp_size=2, dp_rank=1))
@@ -133,6 +166,23 @@ def test_layers_are_named_in_errors(world):
     ):
         layer = MoELayer.from_config(config, group=torch.distributed.group.WORLD, name=name)
         assert layer.dispatcher.label == label
+
+
+def test_mailboxes_live_as_long_as_their_group(world, monkeypatch):
+    """A later group may have the same name."""
+    monkeypatch.setattr(mailboxes, "_make", lambda *_: mailboxes._Kept(object(), None))
+    found = []
+    for _ in range(2):
+        world(0, 2)
+        name = torch.distributed.group.WORLD.group_name
+        asked = name, torch.device("cpu"), "tokens", SymmetricLayout(2, 4, 32), "a layer"
+        found.append(mailboxes.mailbox_of(*asked))
+        assert mailboxes.mailbox_of(*asked) is found[-1]
+        assert len(mailboxes._kept) == 1
+    assert found[0] is not found[1]
+    torch.distributed.destroy_process_group()
+    gc.collect()
+    assert len(mailboxes._kept) == 0
 
 
 @KINDS
@@ -187,10 +237,15 @@ def test_compiled_calls_refuse_too_many_tokens(world, kind, unbacked):
         ),
         (
             lambda: make_dispatcher(
-                parallel(dp_size=2, all2all_backend="mori"), group(), max_num_tokens=4
+                parallel(dp_size=2, all2all_backend="naive"), group(), max_num_tokens=4
             ),
-            "all2all_backend must be one of allgather_reducescatter, .*symmetric_memory .*'mori'",
+            "must be one of allgather_reducescatter, .*got 'naive': it names no exchange",
         ),
+        (
+            lambda: register_dispatcher(AllReduce),
+            "kind must have a name of deepep_high_throughput, .*, got 'all_reduce'",
+        ),
+        (lambda: register_dispatcher(ParallelConfig), "kind must be a dataclass with group_name"),
         (
             lambda: make_dispatcher(parallel(dp_size=2), group(), max_num_tokens=4),
             "group must have ep_size=2 ranks with this process as ep_rank=0, got 2 ranks .* as 1",

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import moe_ops
+from moe_ops.nn.rebalance import rebalance
 from moe_ops.parallel.placement import shard_experts
 from moe_ops.parallel.replicas import Replicas, ReplicatedPlacement, balanced
 
@@ -73,6 +74,54 @@ def test_placements_are_replaced_in_place():
         replicas.place(balanced([1.0] * 4, 2, 2))
 
 
+def test_tables_keep_their_values_on_the_meta_device(world):
+    """Which a layer leaves by to_empty, or by a state dict with or without the tables."""
+    world(0, 2)
+    parallel = moe_ops.ParallelConfig.make(
+        dp_size=2, enable_expert_parallel=True, enable_eplb=True
+    )
+    config = moe_ops.MoEConfig(4, 2, 64, 64, num_local_experts=3, parallel=parallel)
+
+    def layer(**options):
+        group = torch.distributed.group.WORLD
+        return moe_ops.MoELayer.from_config(config, group=group, **options)
+
+    plain = layer()
+    first, moved = plain.replicas.placement, balanced([1.0, 1.0, 5.0, 9.0], 2, 3)
+    plain.replicas.place(moved)
+    state = plain.state_dict()
+    without = {name: value for name, value in state.items() if "replicas" not in name}
+    for given, wanted in ((None, first), (without, first), (state, moved)):
+        made = layer(device="meta")
+        assert made.replicas.physical_ids.is_meta
+        if given is None:
+            made.to_empty(device="cpu")
+        else:
+            made.load_state_dict(given, assign=True)
+        assert made.replicas.placement == wanted
+        assert torch.equal(made.expert_map, plain.expert_map)
+    assert plain.to("meta").to_empty(device="cpu").replicas.placement == moved
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"counts": torch.tensor([1, 1, 1, 2])}, "physical_ids and counts must name each of 6"),
+        ({"physical_ids": torch.zeros(4, 6).int()}, "must name each of 6 slots once"),
+        ({"counts": torch.tensor([0, 2, 2, 2])}, "must name each of 6 slots once"),
+        ({"counts": None}, "physical_ids and counts must be given together"),
+        ({"counts": torch.ones(3)}, "size mismatch for counts"),
+    ],
+)
+def test_tables_of_no_placement_are_not_loaded(changed, message):
+    replicas = Replicas(balanced([1.0] * 4, 2, 3), 0)
+    before = replicas.placement
+    state = {k: v for k, v in (replicas.state_dict() | changed).items() if v is not None}
+    with pytest.raises(RuntimeError, match=message):
+        replicas.load_state_dict(state)
+    assert replicas.placement == before
+
+
 @pytest.mark.parametrize("scheme", ["", "fp8_block", "nvfp4"])
 def test_shards_of_replicated_placements(scheme):
     placement = balanced([5.0, 1, 1, 1], 2, 3)
@@ -96,6 +145,8 @@ def test_shards_of_replicated_placements(scheme):
         (lambda: ReplicatedPlacement(3, ((0, 1), (0, 1))), r"some that lack \[2\]"),
         (lambda: ReplicatedPlacement(2, ((0, 1), (0, 2))), r"name no expert by \[2\]"),
         (lambda: balanced([1.0] * 4, 2, 2).experts_of(2), "rank must be in 0..ep_size - 1 = 1"),
+        (lambda: rebalance(torch.nn.Linear(2, 2), None), "layer must be a moe_ops.nn.layer.MoEL"),
+        (lambda: rebalance(moe_ops.MoELayer(8, 8, 2, 1), None), "group must be a torch.distrib"),
     ],
 )
 def test_bad_arguments(call, message):

@@ -136,6 +136,9 @@ def test_tiers_come_from_the_table(table):
     assert names(plan) == [(16, "torch"), (-1, "triton")]
     assert plan.backend == "auto" and plan.tiers_text == "16:torch,-1:triton"
     assert plan.op.name() == "moe_ops::auto_experts"
+    # half of these experts, who get as many of the tokens' pairs each
+    half = dataclasses.replace(PLAIN, num_experts=4, mapped_experts=8)
+    assert names(plans.plan(half, H200)) == [(16, "torch"), (-1, "triton")]
     # no such entry: the first in order of preference
     other = dataclasses.replace(PLAIN, hidden_size=128)
     assert names(plans.plan(other, H200)) == [(-1, backends_module.list_backends()[0])]

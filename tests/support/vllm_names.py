@@ -5,6 +5,7 @@ Written down from its sources; nothing of vLLM is imported.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -33,7 +34,6 @@ QUANTIZATION = _names("""
 PARALLEL = _names("""
     tp_size pcp_size dp_size ep_size tp_rank pcp_rank dp_rank ep_rank sp_size use_ep
     all2all_backend enable_eplb make make_no_parallel flatten_tp_across_dp_and_pcp
-    use_fi_nvl_one_sided_kernels use_nixl_ep_kernels use_deepep_v2_kernels
     needs_round_robin_routing_tables
 """)
 LAYER = _names("""
@@ -110,24 +110,21 @@ def _dispatches(p: SimpleNamespace) -> bool:
     return p.use_ep and (p.dp_size > 1 or p.pcp_size > 1 or p.sp_size > 1)
 
 
-# predicates of FusedMoEParallelConfig; our six names of all2all_backend in its words
+def _uses(*backends: str) -> Callable[[SimpleNamespace], bool]:
+    return lambda p: _dispatches(p) and p.all2all_backend in backends
+
+
+# predicates of FusedMoEParallelConfig. "mori" was the name of both of its backends before.
 PARALLEL_PREDICATES = {
     "is_sequence_parallel": lambda p: p.sp_size > 1,
     "use_all2all_kernels": _dispatches,
-    "use_deepep_ht_kernels": lambda p: (
-        _dispatches(p) and p.all2all_backend == "deepep_high_throughput"
-    ),
-    "use_deepep_ll_kernels": lambda p: (
-        _dispatches(p) and p.all2all_backend == "deepep_low_latency"
-    ),
-    "use_ag_rs_all2all_kernels": lambda p: (
-        _dispatches(p) and p.all2all_backend == "allgather_reducescatter"
-    ),
-    "use_fi_nvl_two_sided_kernels": lambda p: (
-        _dispatches(p) and p.all2all_backend == "flashinfer_all2allv"
-    ),
-    "use_mori_kernels": lambda p: _dispatches(p) and p.all2all_backend == "mori",
-    "use_batched_activation_format": lambda p: (
-        _dispatches(p) and p.all2all_backend == "deepep_low_latency"
-    ),
+    "use_deepep_ht_kernels": _uses("deepep_high_throughput"),
+    "use_deepep_ll_kernels": _uses("deepep_low_latency"),
+    "use_deepep_v2_kernels": _uses("deepep_v2"),
+    "use_ag_rs_all2all_kernels": _uses("allgather_reducescatter"),
+    "use_fi_nvl_one_sided_kernels": _uses("flashinfer_nvlink_one_sided"),
+    "use_fi_nvl_two_sided_kernels": _uses("flashinfer_nvlink_two_sided", "flashinfer_all2allv"),
+    "use_mori_kernels": _uses("mori", "mori_high_throughput", "mori_low_latency"),
+    "use_nixl_ep_kernels": _uses("nixl_ep"),
+    "use_batched_activation_format": _uses("deepep_low_latency", "nixl_ep"),
 }

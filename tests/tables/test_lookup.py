@@ -70,6 +70,10 @@ def test_configs_that_want_h_in_fp32_are_for_few_rows(table):
     problem = (2, 8, 512, 256, BF16, GPU, "fp8_block", ("block", "group"), True)
     assert configs.for_experts(8, *problem) == tuned
     assert not configs.for_experts(9, *problem).h_in_fp32
+    # half of the table's experts: its configs, by the rows that its workspace has
+    half = (2, 4, *problem[2:], False, False, False)
+    assert configs.for_experts(4, *half, 8) == tuned != configs.for_experts(4, *half)
+    assert not configs.for_experts(5, *half, 8).h_in_fp32
 
 
 def test_configs_that_want_another_workspace_are_passed_over(table):

@@ -198,7 +198,7 @@ def faster_from(problem: Problem) -> int | None:
     rows = of_kind.get(kind or "")
     if rows is None or one_scale(problem.scheme) or problem.kind != "experts":
         return None
-    return 2 * rows if problem.has_expert_map else rows
+    return rows
 
 
 def batch_invariant(problem: Problem, machine: Machine) -> list[str]:

@@ -10,9 +10,8 @@ from torch import Tensor
 
 from moe_ops.meta.symmetric import SymmetricLayout
 
-# Programs of a launch at most, each of at most 256 threads. All must be on the GPU at once; two
-# fit on a multiprocessor.
-PROGRAMS = 128
+# Programs of a launch at most, each of at most 256 threads; two fit on a multiprocessor.
+PROGRAMS = 256
 
 
 class Mailbox(NamedTuple):

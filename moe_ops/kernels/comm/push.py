@@ -5,9 +5,11 @@ R ranks, of which this one is `rank`; T = max_num_tokens, the most rows of one r
 this rank has; K columns of a row. Buffers are laid out as `moe_ops.meta.symmetric` says. Those of
 all ranks are in this GPU's address space, `peers` bytes from this rank's own.
 
-**Blocks and flags.** A program sends blocks of ROWS rows. Behind each it sets a flag in every
-receiver's memory: the epoch, and M. The receiver's program of the same number waits for this flag,
-in its own memory, then reads the block. Flags are never reset: each epoch has its own.
+**Blocks and flags.** The first SENDERS programs send blocks of ROWS rows, the others receive them.
+Behind each block a program sets a flag in every receiver's memory: the epoch, and M. A program
+there waits for this flag, in its own memory, then reads the block. Flags are never reset: each
+epoch has its own. Since sending and receiving take programs of their own, the link is busy while
+what has arrived is copied or added up, and two of them share a multiprocessor.
 
 **Order of memory.** Sender: all threads store their part of a block; a barrier of the program
 orders these stores before what thread 0 does next; thread 0 sets the flag with release semantics
@@ -28,9 +30,8 @@ launch). So no rank overwrites what another still reads, nor a flag that another
 an epoch's flags are read in the same launch as its rows. This is why each launch waits for at
 least one flag of each rank, also where it needs none of the rows.
 
-**Progress.** Programs wait for programs of other GPUs, so those must be running: a launch has at
-most PROGRAMS programs, which all fit on a GPU at once. A program sends a block before it waits for
-the same block of the others.
+**Progress.** Programs that receive wait for programs of other GPUs that send, which wait for none.
+These come first in a launch, of at most PROGRAMS programs, which fit on a GPU at once.
 
 Spins are counted. After `spins` of them a device assertion ends the process' work on the GPU.
 """
@@ -56,7 +57,7 @@ from moe_ops.kernels.launch import (
 )
 from moe_ops.meta.symmetric import SymmetricLayout
 
-_MOST_COPIED, _MOST_ADDED = 8192, 4096  # elements that a program holds at a time
+_MOST_COPIED = 8192  # elements that a program holds at a time
 
 
 class Phases(NamedTuple):
@@ -86,6 +87,7 @@ class Buffers(NamedTuple):
     PITCH: Constant  # elements from one row of a buffer to the next
     R: Constant
     ROWS: Constant  # of a block
+    SENDERS: Runtime  # programs
     SEND: Constant
     RECEIVE: Constant
 
@@ -104,9 +106,15 @@ def _buffers(mailbox: Mailbox, spins: int, itemsize: int, phases: Phases) -> Buf
         PITCH=layout.pitch // itemsize,
         R=layout.group_size,
         ROWS=layout.block_rows,
+        SENDERS=_share(layout),
         SEND=phases.send,
         RECEIVE=phases.receive,
     )
+
+
+def _share(layout: SymmetricLayout) -> int:
+    """Programs that send, and as many that receive."""
+    return min(layout.blocks, PROGRAMS // 2)
 
 
 class PushTile(NamedTuple):
@@ -124,6 +132,11 @@ def tile_of(layout: SymmetricLayout, columns: int, most: int) -> PushTile:
     """The tile of a block, of at most `most` elements: whole rows, where they fit."""
     width = min(triton.next_power_of_2(columns), most)
     return PushTile(max(1, min(layout.block_rows, most // width)), width)
+
+
+def _most_added(group_size: int) -> int:
+    """As many elements as two programs of a multiprocessor have registers for."""
+    return 8192 if group_size == 2 else 4096 if group_size <= 4 else 2048
 
 
 @triton.jit
@@ -173,45 +186,73 @@ def wait_for_flag(flag_ptr, epoch, spins):
 
 
 @triton.jit
-def send_routed(
-    out_ids_ptr, out_weights_ptr, ids_ptr, weights_ptr, buffer_ptr, peers_ptr, rank, parity, t, T,
-    M, TOP_K: tl.constexpr, BLOCK_TOP_K: tl.constexpr, META_START: tl.constexpr, R: tl.constexpr,
-):  # fmt: skip
-    """Ids and weights of this rank's rows t, to all ranks."""
+def routed_rows(ids_ptr, weights_ptr, t, M, TOP_K: tl.constexpr, BLOCK_TOP_K: tl.constexpr):
+    """Ids and weights of this rank's rows t; -1 and 0 from row M on."""
     j = tl.arange(0, BLOCK_TOP_K)[None, :]
     there = (t < M)[:, None] & (j < TOP_K)
     at = t.to(tl.int64)[:, None] * TOP_K + j
     ids = tl.load(ids_ptr + at, mask=there, other=-1)
-    # ids that int32 lacks must not wrap to others
-    ids = tl.minimum(tl.maximum(ids, -1), 2147483647).to(tl.int32)
     weights = tl.load(weights_ptr + at, mask=there, other=0.0).to(tl.float32)
+    # ids that int32 lacks must not wrap to others
+    return tl.minimum(tl.maximum(ids, -1), 2147483647).to(tl.int32), weights
+
+
+@triton.jit
+def received_routing(meta_ptr, row, t, count, TOP_K: tl.constexpr, BLOCK_TOP_K: tl.constexpr):
+    """Ids and weights of rows t of a rank that has `count` of them; -1 and 0 from there on."""
+    j = tl.arange(0, BLOCK_TOP_K)[None, :]
+    there = (t < count)[:, None] & (j < TOP_K)
+    meta_ptrs = meta_ptr + row[:, None] * (2 * TOP_K) + j
+    ids = tl.load(meta_ptrs, mask=there, other=-1, cache_modifier=".cg")
+    bits = tl.load(meta_ptrs + TOP_K, mask=there, other=0, cache_modifier=".cg")
+    return ids, bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def send_routed(
+    ids, weights, buffer_ptr, peers_ptr, rank, parity, t, T, M, TOP_K: tl.constexpr,
+    BLOCK_TOP_K: tl.constexpr, META_START: tl.constexpr, R: tl.constexpr,
+):  # fmt: skip
+    """Ids and weights of this rank's rows t, to all other ranks."""
+    j = tl.arange(0, BLOCK_TOP_K)[None, :]
+    there = (t < M)[:, None] & (j < TOP_K)
     for i in tl.static_range(1, R):
         meta_ptr = region(buffer_ptr, peers_ptr, (rank + i) % R, META_START, tl.int32)
         row = row_of_slot(parity, R - 1 - i, t, T, R)
         meta_ptrs = meta_ptr + row[:, None] * (2 * TOP_K) + j
         tl.store(meta_ptrs, ids, mask=there)
         tl.store(meta_ptrs + TOP_K, weights.to(tl.int32, bitcast=True), mask=there)
+
+
+@triton.jit
+def store_routed(
+    out_ids_ptr, out_weights_ptr, ids, weights, r, t, T, TOP_K: tl.constexpr,
+    BLOCK_TOP_K: tl.constexpr,
+):  # fmt: skip
+    """Ids and weights of rows t of rank r, to the outputs."""
+    j = tl.arange(0, BLOCK_TOP_K)[None, :]
     inside = (t < T)[:, None] & (j < TOP_K)
-    at = (rank * T + t).to(tl.int64)[:, None] * TOP_K + j
+    at = (r * T + t).to(tl.int64)[:, None] * TOP_K + j
     tl.store(out_ids_ptr + at, ids, mask=inside)
     tl.store(out_weights_ptr + at, weights, mask=inside)
 
 
 @triton.jit
-def receive_routed(
-    out_ids_ptr, out_weights_ptr, meta_ptr, out_row, row, t, T, count, TOP_K: tl.constexpr,
-    BLOCK_TOP_K: tl.constexpr,
+def tile_of_step(
+    step, tiles, first, stride, K, ROWS: tl.constexpr, TILE: tl.constexpr, BLOCK_K: tl.constexpr
 ):  # fmt: skip
-    """Ids and weights of rows t of a rank that has `count` of them."""
-    j = tl.arange(0, BLOCK_TOP_K)[None, :]
-    there = (t < count)[:, None] & (j < TOP_K)
-    inside = (t < T)[:, None] & (j < TOP_K)
-    meta_ptrs = meta_ptr + row[:, None] * (2 * TOP_K) + j
-    ids = tl.load(meta_ptrs, mask=there, other=-1, cache_modifier=".cg")
-    bits = tl.load(meta_ptrs + TOP_K, mask=there, other=0, cache_modifier=".cg")
-    at = out_row[:, None] * TOP_K + j
-    tl.store(out_ids_ptr + at, ids, mask=inside)
-    tl.store(out_weights_ptr + at, bits.to(tl.float32, bitcast=True), mask=inside)
+    """Rows t and columns k of a tile: a program with the blocks first, first + stride and so on
+    takes `tiles` steps for each.
+    """
+    number, chunks = step % tiles, tl.cdiv(K, BLOCK_K)
+    block = first + step // tiles * stride
+    t = block * ROWS + number // chunks % (ROWS // TILE) * TILE + tl.arange(0, TILE)
+    return t, number % chunks * BLOCK_K + tl.arange(0, BLOCK_K)
+
+
+@triton.jit
+def load_rows(x_ptr, row, K, k, there):
+    return tl.load(x_ptr + row.to(tl.int64)[:, None] * K + k[None, :], mask=there, other=0.0)
 
 
 @unprefixed
@@ -259,6 +300,7 @@ def moe_ops_push_rows(
     PITCH: tl.constexpr,
     R: tl.constexpr,
     ROWS: tl.constexpr,
+    SENDERS,
     SEND: tl.constexpr,
     RECEIVE: tl.constexpr,
     M,
@@ -266,81 +308,95 @@ def moe_ops_push_rows(
     TILE: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """out[r * T + t] = row t of rank r, zero from its number of rows on; ids are -1 there. A
-    program sends its blocks to all other ranks, and receives each of theirs one block later, so
-    that reading what arrived overlaps with sending.
+    """out[r * T + t] = row t of rank r, zero from its number of rows on; ids are -1 there.
+    Programs that receive copy this rank's own rows, too, before they wait for the others'.
     """
     program, programs = tl.program_id(0), tl.num_programs(0)
     epoch = tl.load(epochs_ptr + program) + 1
     parity = epoch & 1
     blocks = tl.cdiv(T, ROWS)
+    tiles = ROWS // TILE * tl.cdiv(K, BLOCK_K)
     element: tl.constexpr = x_ptr.dtype.element_ty
-    tile_row = tl.arange(0, TILE)
-    block_k = tl.arange(0, BLOCK_K)
-    for step in range(program, blocks + programs, programs):
-        if SEND and step < blocks:
-            for start in range(0, ROWS, TILE):
-                t = step * ROWS + start + tile_row
-                own = (rank * T + t).to(tl.int64)
-                for k0 in range(0, K, BLOCK_K):
-                    k = k0 + block_k
-                    there = (t < M)[:, None] & (k < K)[None, :]
-                    x = tl.load(
-                        x_ptr + t.to(tl.int64)[:, None] * K + k[None, :], mask=there, other=0.0
-                    )
-                    for i in tl.static_range(1, R):
-                        peer = (rank + i) % R
-                        rows_ptr = region(buffer_ptr, peers_ptr, peer, ROWS_START, element)
-                        row = row_of_slot(parity, R - 1 - i, t, T, R)
-                        tl.store(rows_ptr + row[:, None] * PITCH + k[None, :], x, mask=there)
-                    tl.store(
-                        out_ptr + own[:, None] * K + k[None, :],
-                        x,
-                        mask=(t < T)[:, None] & (k < K)[None, :],
-                    )
-                if TOP_K > 0:
-                    send_routed(
-                        out_ids_ptr, out_weights_ptr, ids_ptr, weights_ptr, buffer_ptr, peers_ptr,
-                        rank, parity, t, T, M, TOP_K, BLOCK_TOP_K, META_START, R,
-                    )  # fmt: skip
-            tl.debug_barrier()  # before thread 0 sets flags
-            for i in tl.static_range(1, R):
-                flag_ptr = flag_of_block(
-                    buffer_ptr, peers_ptr, (rank + i) % R, parity, R - 1 - i, step, T, R, ROWS
+    if SEND and program < SENDERS:
+        steps = tl.cdiv(blocks - program, SENDERS) * tiles
+        t, k = tile_of_step(0, tiles, program, SENDERS, K, ROWS, TILE, BLOCK_K)
+        x = load_rows(x_ptr, t, K, k, (t < M)[:, None] & (k < K)[None, :])
+        for step in range(steps):
+            # what is stored after this one is loaded before, so that loads and stores overlap
+            t, k = tile_of_step(step + 1, tiles, program, SENDERS, K, ROWS, TILE, BLOCK_K)
+            following = load_rows(x_ptr, t, K, k, (t < M)[:, None] & (k < K)[None, :])
+            t, k = tile_of_step(step, tiles, program, SENDERS, K, ROWS, TILE, BLOCK_K)
+            block = program + step // tiles * SENDERS
+            ends = step % tiles == tiles - 1
+            if TOP_K > 0:
+                of_block = block * ROWS + tl.arange(0, ROWS)
+                routed = tl.where(ends, M, 0)
+                ids, weights = routed_rows(
+                    ids_ptr, weights_ptr, of_block, routed, TOP_K, BLOCK_TOP_K
                 )
-                set_flag(flag_ptr, epoch, M)
-        if RECEIVE and step >= programs:
-            block = step - programs
-            received_ptr = region(buffer_ptr, peers_ptr, rank, ROWS_START, element)
-            meta_ptr = region(buffer_ptr, peers_ptr, rank, META_START, tl.int32)
             for i in tl.static_range(1, R):
+                rows_ptr = region(buffer_ptr, peers_ptr, (rank + i) % R, ROWS_START, element)
+                row = row_of_slot(parity, R - 1 - i, t, T, R)
+                there = (t < M)[:, None] & (k < K)[None, :]
+                tl.store(rows_ptr + row[:, None] * PITCH + k[None, :], x, mask=there)
+            if TOP_K > 0:
+                send_routed(
+                    ids, weights, buffer_ptr, peers_ptr, rank, parity, of_block, T, routed, TOP_K,
+                    BLOCK_TOP_K, META_START, R,
+                )  # fmt: skip
+            if ends:
+                tl.debug_barrier()  # before thread 0 sets flags
+                for i in tl.static_range(1, R):
+                    flag_ptr = flag_of_block(
+                        buffer_ptr, peers_ptr, (rank + i) % R, parity, R - 1 - i, block, T, R, ROWS
+                    )
+                    set_flag(flag_ptr, epoch, M)
+            x = following
+        tl.store(epochs_ptr + program, epoch)
+    if RECEIVE and program >= SENDERS:
+        received_ptr = region(buffer_ptr, peers_ptr, rank, ROWS_START, element)
+        meta_ptr = region(buffer_ptr, peers_ptr, rank, META_START, tl.int32)
+        for block in range(program - SENDERS, blocks, programs - SENDERS):
+            of_block = block * ROWS + tl.arange(0, ROWS)
+            if TOP_K > 0:
+                ids, weights = routed_rows(ids_ptr, weights_ptr, of_block, M, TOP_K, BLOCK_TOP_K)
+            for number in range(tiles):
+                t, k = tile_of_step(number, tiles, block, 0, K, ROWS, TILE, BLOCK_K)
+                x = load_rows(x_ptr, t, K, k, (t < M)[:, None] & (k < K)[None, :])
+                out_ptrs = out_ptr + (rank * T + t).to(tl.int64)[:, None] * K + k[None, :]
+                tl.store(out_ptrs, x, mask=(t < T)[:, None] & (k < K)[None, :])
+            if TOP_K > 0:
+                store_routed(
+                    out_ids_ptr, out_weights_ptr, ids, weights, rank, of_block, T, TOP_K,
+                    BLOCK_TOP_K,
+                )  # fmt: skip
+            for i in tl.static_range(1, R):
+                peer = (rank + i) % R
                 flag_ptr = flag_of_block(
                     buffer_ptr, peers_ptr, rank, parity, i - 1, block, T, R, ROWS
                 )
                 count = wait_for_flag(flag_ptr, epoch, spins)
-                for start in range(0, ROWS, TILE):
-                    t = block * ROWS + start + tile_row
-                    theirs = ((rank + i) % R * T + t).to(tl.int64)
-                    row = row_of_slot(parity, i - 1, t, T, R)
-                    for k0 in range(0, K, BLOCK_K):
-                        k = k0 + block_k
-                        x = tl.load(
-                            received_ptr + row[:, None] * PITCH + k[None, :],
-                            mask=(t < count)[:, None] & (k < K)[None, :],
-                            other=0.0,
-                            cache_modifier=".cg",
-                        )
-                        tl.store(
-                            out_ptr + theirs[:, None] * K + k[None, :],
-                            x,
-                            mask=(t < T)[:, None] & (k < K)[None, :],
-                        )
-                    if TOP_K > 0:
-                        receive_routed(
-                            out_ids_ptr, out_weights_ptr, meta_ptr, theirs, row, t, T, count,
-                            TOP_K, BLOCK_TOP_K,
-                        )  # fmt: skip
-    if RECEIVE:
+                if TOP_K > 0:
+                    ids, weights = received_routing(
+                        meta_ptr, row_of_slot(parity, i - 1, of_block, T, R), of_block, count,
+                        TOP_K, BLOCK_TOP_K,
+                    )  # fmt: skip
+                for number in range(tiles):
+                    t, k = tile_of_step(number, tiles, block, 0, K, ROWS, TILE, BLOCK_K)
+                    slot_row = row_of_slot(parity, i - 1, t, T, R)
+                    x = tl.load(
+                        received_ptr + slot_row[:, None] * PITCH + k[None, :],
+                        mask=(t < count)[:, None] & (k < K)[None, :],
+                        other=0.0,
+                        cache_modifier=".cg",
+                    )
+                    out_ptrs = out_ptr + (peer * T + t).to(tl.int64)[:, None] * K + k[None, :]
+                    tl.store(out_ptrs, x, mask=(t < T)[:, None] & (k < K)[None, :])
+                if TOP_K > 0:
+                    store_routed(
+                        out_ids_ptr, out_weights_ptr, ids, weights, peer, of_block, T, TOP_K,
+                        BLOCK_TOP_K,
+                    )  # fmt: skip
         tl.store(epochs_ptr + program, epoch)
 
 
@@ -375,7 +431,7 @@ def push_rows(
         TILE=tile.rows,
         BLOCK_K=tile.columns,
     )
-    return Launch(moe_ops_push_rows, (min(layout.blocks, PROGRAMS), 1, 1), args, tile.num_warps)
+    return Launch(moe_ops_push_rows, (2 * _share(layout), 1, 1), args, tile.num_warps)
 
 
 @arguments
@@ -404,6 +460,7 @@ def moe_ops_push_sums(
     PITCH: tl.constexpr,
     R: tl.constexpr,
     ROWS: tl.constexpr,
+    SENDERS,
     SEND: tl.constexpr,
     RECEIVE: tl.constexpr,
     M,
@@ -412,39 +469,50 @@ def moe_ops_push_sums(
     BLOCK_K: tl.constexpr,
 ):
     """out[t] = sum over ranks of their row rank * T + t, in fp32, in the order of ranks, rounded
-    once. A program sends its blocks of the rows of each other rank, and adds up its own rank's
-    block one block later.
+    once.
     """
     program, programs = tl.program_id(0), tl.num_programs(0)
     epoch = tl.load(epochs_ptr + program) + 1
     parity = epoch & 1
     blocks = tl.cdiv(T, ROWS)
+    tiles = ROWS // TILE * tl.cdiv(K, BLOCK_K)
     element: tl.constexpr = x_ptr.dtype.element_ty
     tile_row = tl.arange(0, TILE)
     block_k = tl.arange(0, BLOCK_K)
-    for step in range(program, blocks + programs, programs):
-        if SEND and step < blocks:
-            for i in tl.static_range(1, R):
-                peer = (rank + i) % R
-                rows_ptr = region(buffer_ptr, peers_ptr, peer, ROWS_START, element)
-                for start in range(0, ROWS, TILE):
-                    t = step * ROWS + start + tile_row
-                    row = row_of_slot(parity, R - 1 - i, t, T, R)
-                    theirs = (peer * T + t).to(tl.int64)
-                    for k0 in range(0, K, BLOCK_K):
-                        k = k0 + block_k
-                        there = (t < T)[:, None] & (k < K)[None, :]
-                        x = tl.load(x_ptr + theirs[:, None] * K + k[None, :], mask=there)
-                        tl.store(rows_ptr + row[:, None] * PITCH + k[None, :], x, mask=there)
-                tl.debug_barrier()  # before thread 0 sets the flag
-                flag_ptr = flag_of_block(
-                    buffer_ptr, peers_ptr, peer, parity, R - 1 - i, step, T, R, ROWS
-                )
-                set_flag(flag_ptr, epoch, M)
+    if SEND and program < SENDERS:
+        to_all = (R - 1) * tiles  # steps of a block: one rank's tiles after another's
+        steps = tl.cdiv(blocks - program, SENDERS) * to_all
+        t, k = tile_of_step(0, to_all, program, SENDERS, K, ROWS, TILE, BLOCK_K)
+        there = (t < T)[:, None] & (k < K)[None, :]
+        x = load_rows(x_ptr, (rank + 1) % R * T + t, K, k, there)
+        for step in range(steps):
+            # what is stored after this one is loaded before, so that loads and stores overlap
+            t, k = tile_of_step(step + 1, to_all, program, SENDERS, K, ROWS, TILE, BLOCK_K)
+            there = (t < T)[:, None] & (k < K)[None, :]
+            following = load_rows(
+                x_ptr, (rank + 1 + (step + 1) % to_all // tiles) % R * T + t, K, k, there
+            )
+            t, k = tile_of_step(step, to_all, program, SENDERS, K, ROWS, TILE, BLOCK_K)
+            there = (t < T)[:, None] & (k < K)[None, :]
+            after = 1 + step % to_all // tiles
+            rows_ptr = region(buffer_ptr, peers_ptr, (rank + after) % R, ROWS_START, element)
+            row = row_of_slot(parity, R - 1 - after, t, T, R)
+            tl.store(rows_ptr + row[:, None] * PITCH + k[None, :], x, mask=there)
+            if step % to_all == to_all - 1:
+                block = program + step // to_all * SENDERS
+                tl.debug_barrier()  # before thread 0 sets flags
+                for i in tl.static_range(1, R):
+                    flag_ptr = flag_of_block(
+                        buffer_ptr, peers_ptr, (rank + i) % R, parity, R - 1 - i, block, T, R, ROWS
+                    )
+                    set_flag(flag_ptr, epoch, M)
+            x = following
+        tl.store(epochs_ptr + program, epoch)
+    if RECEIVE and program >= SENDERS:
+        received_ptr = region(buffer_ptr, peers_ptr, rank, ROWS_START, element)
         # the first block also where there are no rows: see "Reuse" above
-        if RECEIVE and step >= programs and ((step - programs) * ROWS < M or step == programs):
-            block = step - programs
-            received_ptr = region(buffer_ptr, peers_ptr, rank, ROWS_START, element)
+        wanted = tl.maximum(tl.cdiv(M, ROWS), 1)
+        for block in range(program - SENDERS, wanted, programs - SENDERS):
             for i in tl.static_range(1, R):
                 flag_ptr = flag_of_block(
                     buffer_ptr, peers_ptr, rank, parity, i - 1, block, T, R, ROWS
@@ -477,7 +545,6 @@ def moe_ops_push_sums(
                         total.to(out_ptr.dtype.element_ty),
                         mask=(t < M)[:, None] & inside,
                     )
-    if RECEIVE:
         tl.store(epochs_ptr + program, epoch)
 
 
@@ -490,7 +557,7 @@ def push_sums(
 ) -> Launch:
     """The sums over all ranks of the rows of this one."""
     layout, (M, K) = mailbox.layout, out.shape
-    tile = tile_of(layout, K, _MOST_ADDED if layout.group_size <= 4 else _MOST_ADDED // 2)
+    tile = tile_of(layout, K, _most_added(layout.group_size))
     args = PushSums(
         out=out,
         x=x,
@@ -500,4 +567,4 @@ def push_sums(
         TILE=tile.rows,
         BLOCK_K=tile.columns,
     )
-    return Launch(moe_ops_push_sums, (min(layout.blocks, PROGRAMS), 1, 1), args, tile.num_warps)
+    return Launch(moe_ops_push_sums, (2 * _share(layout), 1, 1), args, tile.num_warps)

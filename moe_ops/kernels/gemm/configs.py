@@ -129,6 +129,7 @@ def _for_experts(
     tma: bool = False,
     gemv: bool = False,
     batch_invariant: bool = False,
+    routed: int = 0,
     tables: bool = True,
 ) -> LayerConfig:
     facts = (dtype.itemsize, M == 1, gpu.shared_memory, *scales, gated, tma)
@@ -139,7 +140,7 @@ def _for_experts(
     # the group of columns, and is half of a gated layer's.
     if not tables or (scheme and not gated):
         return base
-    config = measured(base, gpu, M, top_k, E, K, I, scheme, dtype)
+    config = measured(base, gpu, M, top_k, routed or E, K, I, scheme, dtype)
     # The workspace of many rows has no room for h in fp32.
     room = config.h_in_fp32 == base.h_in_fp32 or scales[1] == "group" and M * top_k <= FEW_ROWS * E
     can_run = (tma or config.kernel != SM90_TMA) and (gemv or config.kernel != GEMV)
@@ -160,7 +161,8 @@ def for_experts(*problem: Any) -> LayerConfig:
     """Config of an expert layer: the one measured for its shape on its GPU, else that of `choose`.
 
     Arguments: M, top_k, E, K, I, dtype, Gpu, scheme, scales, gated, whether the kernels of
-    sm90_tma.py and of gemv.py can run, and whether all M must give the same bits.
+    sm90_tma.py and of gemv.py can run, whether all M must give the same bits, and how many experts
+    share the pairs if these are on several devices.
     """
     return find(_for_experts, problem)
 

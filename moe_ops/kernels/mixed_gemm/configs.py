@@ -129,6 +129,7 @@ def _for_experts(
     wgmma: bool = False,
     gemv: bool = False,
     prepared: bool = False,
+    routed: int = 0,
     tables: bool = True,
 ) -> LayerConfig:
     base = choose(M * top_k, E, K, I, bits, dtype, M == 1, gpu.shared_memory)
@@ -138,9 +139,11 @@ def _for_experts(
         base = _choose_gemv(top_k, K, I, bits, base.sort_chunk)
     if not tables:
         return base
-    config = measured(base, gpu, M, top_k, E, K, I, scheme, dtype)
+    routed = routed or E
+    config = measured(base, gpu, M, top_k, routed, K, I, scheme, dtype)
     # A config that was measured at another M may have too small or too large blocks.
-    if config.kernel == SM90_WGMMA and not (wgmma and fits_wgmma(config.block_m, M * top_k / E)):
+    fits = wgmma and fits_wgmma(config.block_m, M * top_k / routed)
+    if config.kernel == SM90_WGMMA and not fits:
         return base
     if config.kernel == GEMV and not gemv:
         return base
@@ -153,7 +156,8 @@ def for_experts(*problem) -> LayerConfig:
     """Config of an expert layer: the one measured for its shape on its GPU, else that of `choose`.
 
     Arguments: M, top_k, E, K, I, dtype, Gpu, scheme, bits of a weight, whether the kernels of
-    sm90_wgmma.py and of gemv.py can run, and whether these alone read the weights' layout.
+    sm90_wgmma.py and of gemv.py can run, whether these alone read the weights' layout, and how
+    many experts share the pairs if these are on several devices.
     """
     return find(_for_experts, problem)
 

@@ -61,7 +61,7 @@ def test_auto_takes_it_for_more_rows_of_blocks_and_of_plain_weights(built, schem
     built(True)
     layer = dataclasses.replace(LAYER, scheme=scheme, hidden_size=192, dtype=torch.bfloat16)
     assert names(layer) == [(16 * rows - 1, "triton"), (-1, "cutlass")]
-    parallel = dataclasses.replace(layer, has_expert_map=True)
+    parallel = dataclasses.replace(layer, mapped_experts=2 * layer.num_experts)
     assert names(parallel) == [(32 * rows - 1, "triton"), (-1, "cutlass")]
 
 
@@ -85,7 +85,7 @@ def test_auto_leaves_out_what_was_not_measured(built):
         ({"contiguous_weights": False}, (9, 0), "contiguous weights and scales"),
         ({}, (10, 0), "int4_w4a8 for compute capability 9.0, got 10.0"),
         ({"kind": "batched_experts", "top_k": 0}, (9, 0), ""),
-        ({"has_expert_map": True, "dtype": torch.float16}, (9, 0), ""),
+        ({"mapped_experts": 512, "dtype": torch.float16}, (9, 0), ""),
     ],
 )
 def test_what_int4_needs(changes, capability, reason):
@@ -139,7 +139,7 @@ def test_auto_leaves_out_what_does_not_load(built, monkeypatch):
     assert "it cannot be loaded; delete it" in str(plans.plan(LAYER, H200, "auto"))
 
 
-def test_under_expert_parallelism_more_rows_are_asked_for(built):
+def test_under_expert_parallelism_more_tokens_are_asked_for(built):
     built(True)
-    problem = dataclasses.replace(LAYER, has_expert_map=True)
+    problem = dataclasses.replace(LAYER, mapped_experts=2 * LAYER.num_experts)
     assert names(problem) == [(511, "triton"), (-1, "cutlass")]

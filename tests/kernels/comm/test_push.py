@@ -77,9 +77,9 @@ def padded(parts, T, value):
     ],
 )
 def test_rows_of_all_ranks_arrive(R, T, K, dtype, few, monkeypatch):
-    """Whichever blocks there are, one program has all or each has one."""
+    """Whichever blocks there are, one program sends all of them or each one."""
     monkeypatch.setattr(symmetric, "FEW_BLOCKS", few)
-    monkeypatch.setattr(push, "PROGRAMS", min(few, 2))
+    monkeypatch.setattr(push, "PROGRAMS", 2 * min(few, 2))
     ids_dtype = torch.int32 if few == 2 else torch.int64
     layout = SymmetricLayout(R, T, K * dtype.itemsize, 3)
     boxes = mailboxes(layout)
@@ -97,7 +97,7 @@ def test_rows_of_all_ranks_arrive(R, T, K, dtype, few, monkeypatch):
             want = padded([i.clamp(-1, 2**31 - 1).int() for i in ids], T, -1)
             assert torch.equal(got_ids, want)
             assert torch.equal(got_weights, padded([w.float() for w in weights], T, 0))
-    programs = min(layout.blocks, push.PROGRAMS)
+    programs = 2 * min(layout.blocks, push.PROGRAMS // 2)
     for box in boxes:
         assert box.epochs[:programs].eq(4).all() and box.epochs[programs:].eq(0).all()
 
@@ -112,7 +112,7 @@ def test_rows_of_all_ranks_arrive(R, T, K, dtype, few, monkeypatch):
 )
 def test_sums_are_in_the_order_of_ranks(R, T, K, dtype, few, monkeypatch):
     monkeypatch.setattr(symmetric, "FEW_BLOCKS", few)
-    monkeypatch.setattr(push, "PROGRAMS", min(few, 2))
+    monkeypatch.setattr(push, "PROGRAMS", 2 * min(few, 2))
     boxes = mailboxes(SymmetricLayout(R, T, K * dtype.itemsize))
     for epoch in range(3):
         counts = [(T - r - epoch) % (T + 1) for r in range(R)]
@@ -152,5 +152,7 @@ def test_a_rank_that_sends_nothing_is_given_up(monkeypatch):
     rows, out = torch.randn(3, 8), torch.empty(6, 8)
     with pytest.raises(Exception, match="another rank of the group ended, or did not call"):
         run(push.push_rows(out, None, None, rows, None, None, boxes[0], SPINS))
-    with pytest.raises(stand_in.Late, match=r"rank 0 sent nothing within 0.01 s"):
-        stand_in.push_sums(torch.empty(3, 8), torch.randn(6, 8), boxes[1], 0.01)
+    box = mailboxes(SymmetricLayout(2, 3, 32))[1]
+    for said in ("rank 0 sent nothing within 0.01 s", "an earlier exchange was given up"):
+        with pytest.raises(stand_in.Late, match=said):
+            stand_in.push_sums(torch.empty(3, 8), torch.randn(6, 8), box, 0.01)
