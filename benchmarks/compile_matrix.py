@@ -98,6 +98,7 @@ LEFT_OUT_ON_AMD = {
     "_mixed_": "holds PTX",
     "_wgmma_": "holds PTX",
     "_permute_tokens": "runs before the kernels that hold PTX",
+    "_round_rows": "runs between the kernels that hold PTX",
     "_tma_": "needs NVIDIA's tensor memory accelerator",
 }
 
@@ -335,7 +336,7 @@ def why_left_out(kernel: str, arch: Arch) -> str:
         return _why_left_out_on_amd(kernel)
     if "_flashinfer_" in kernel:
         return "runs around FlashInfer's kernels, which compile_flashinfer.py compiles"
-    if "_wgmma_" in kernel or kernel == "moe_ops_permute_tokens":
+    if "_wgmma_" in kernel or kernel in ("moe_ops_permute_tokens", "moe_ops_round_rows"):
         if arch != 90:
             return "multiplies by wgmma, which compute capability 9.0 alone has"
         return environment.why_no_gluon(triton.__version__) or ""

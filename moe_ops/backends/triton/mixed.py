@@ -43,6 +43,7 @@ from moe_ops.ops.chunks import batched_chunks, chunks
 # cached: it has two sym_min of 0.8 us
 num_blocks_of = lru_cache(maxsize=8192)(block_bound)
 _sm90_wgmma: ModuleType | None = None
+E4M3 = torch.float8_e4m3fn
 
 
 def sm90_wgmma() -> ModuleType:
@@ -78,6 +79,11 @@ def experts(a: ExpertsArgs) -> None:
         return run(gemv.launches(a, w13, w2, activation, config, gpu), device, gpu)
     if config.kernel == SM90_WGMMA:
         split_k = configs.split_k_of(w2, config.gemm2, config.split_k, M * top_k)
+        if w2.wgmma_format.x_bits == 8:
+            in_e4m3 = configs.multiplies_e4m3(config, w2, split_k, M * top_k)
+            # under batch_invariant all in bf16: bits of products in e4m3 differ from theirs
+            if a.batch_invariant or not in_e4m3:
+                w13, w2 = w13.in_16_bits(), w2.in_16_bits()
         for part in chunks(a):
             layer = (w13, w2, activation, rounding, config, gpu)
             run(_wgmma_launches(part, *layer, split_k), device, gpu)
@@ -203,19 +209,22 @@ def _wgmma_launches(
     on_input = before = weights if a.router_weight_on_input else NO_ROUTER_WEIGHTS
     x = input_of(a.hidden_states, a.hidden_states_scale, a.scheme, False)
     dtype, x_scale, I = x.data.dtype, None, w2.padded_k  # noqa: E741
+    kernels = sm90_wgmma()
     if rounding is None:
         h = _unrounded(a.workspace13, dtype, pairs, I)
     else:
         dtype, start = rounding.dtype, configs.permuted_elements(pairs, K)
         x_scale = flat(a.workspace2, torch.float32, start + pairs)[start:]
-        h = round_h(rounding, pairs, I, a.workspace13, None, gpu)
+        if w2.wgmma_format.x_bits == 8:
+            dtype, h = E4M3, kernels.round_h(rounding, pairs, w2, a.workspace13, gpu)
+        else:
+            h = round_h(rounding, pairs, I, a.workspace13, None, gpu)
         if x.scale is None:  # router weights scale x before it is rounded
             on_input = NO_ROUTER_WEIGHTS
-    # where y will be
-    permuted = flat(a.workspace2, dtype, pairs * configs.padded(K))
+    # where y will be: 16 bits a column, or two numbers of 8
+    permuted = flat(a.workspace2, dtype, pairs * configs.padded(K) * 2 // dtype.itemsize)
     y = flat(a.workspace2, torch.float32, split_k * pairs * K)
     g1, g2 = config.gemm1, config.gemm2
-    kernels = sm90_wgmma()
     of_pairs = kernels.pair_routing(routing, pairs)
     # For few pairs `permute_tokens` writes before gdc_wait, so that no launch before it may use
     # workspace2. For at most `max_unsorted_pairs` the GEMMs read ids before gdc_wait, so that no

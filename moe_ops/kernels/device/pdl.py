@@ -17,8 +17,9 @@ def gdc_launch_dependents(PDL: tl.constexpr):
     executes gdc_wait before it reads what this one writes.
 
     GEMMs written in Triton execute it after their mainloop, because programs that start earlier
-    would hold shared memory while they wait. The GEMMs of mixed_gemm/sm90_wgmma.py execute it
-    first: their dependents prefetch weights into shared memory before they wait.
+    would hold shared memory while they wait. The GEMMs of mixed_gemm/sm90_wgmma.py, and the kernel
+    that rounds h to e4m3 between them, execute it first: their dependents prefetch weights into
+    shared memory before they wait.
     """
     if PDL:
         cuda.gdc_launch_dependents()
@@ -33,8 +34,8 @@ def gdc_wait(PDL: tl.constexpr):
     their predecessor). So while a kernel runs, all kernels before its direct predecessor have
     ended.
 
-    The GEMMs of mixed_gemm/sm90_wgmma.py execute gdc_launch_dependents first, so there this holds
-    only after gdc_wait. They read the table of blocks before gdc_wait: it was complete when GEMM1
+    Where kernels of mixed_gemm/sm90_wgmma.py execute gdc_launch_dependents first, this holds only
+    after gdc_wait. The GEMMs read the table of blocks before gdc_wait: it was complete when GEMM1
     started. For few pairs they instead read ids, which are older than the layer, and they read the
     order only after their mainloop: `permute_tokens` writes it together with the rows for which
     they wait.

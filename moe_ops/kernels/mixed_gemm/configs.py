@@ -29,9 +29,10 @@ from moe_ops.meta.workspace import cdiv, maximum, minimum, round_up
 
 SMALLEST_BLOCK_M = 8  # tokens: the columns of one tensor-core instruction
 MULTIPROCESSORS = 132  # of an H100 or H200 with SXM
-FORMATS = ("int4", "e2m1", "e2m1_words", "int8", "e4m3")  # of sm90_wgmma.py
+FORMATS = ("int4", "int4_e4m3", "e2m1", "e2m1_words", "int8", "e4m3")  # of sm90_wgmma.py
 MAX_SPLIT_K = 3  # programs that share the reduction of a tile of GEMM2, if it has few tiles
 SPLIT_ROWS = 1024  # rows of y in all SPLIT_K partial sums
+FEW_STEPS = 8  # K tiles of a program of GEMM2 that is short
 PAIR_BUCKETS = (64, 512)  # up to so many pairs, every program reads the ids of all
 MAX_ROWS_OF_8_BITS = 80  # average rows of an expert, up to which sm90_wgmma.py takes 8-bit weights
 
@@ -411,6 +412,21 @@ def y_rows(pairs):
     SymInt.
     """
     return maximum(pairs, minimum(MAX_SPLIT_K * pairs, SPLIT_ROWS))
+
+
+def multiplies_e4m3(config: LayerConfig, w2: MixedOperand, split_k: int, pairs: int) -> bool:
+    """Whether sm90_wgmma.py multiplies int4_w4a8 in e4m3, which decodes with fewer instructions,
+    or in bf16, which takes fewer registers beside many rows.
+
+    Measured on an H200, us in e4m3 and in bf16: Qwen3 at M = 8 46.4 and 54.6, at 256 153 and 157,
+    at 1024, with blocks of 64 rows, 543 and 374; Mixtral at M = 8 204 and 225, at 64 300 and 310,
+    at 256 (64 rows) 917 and 594. One token of Mixtral, whose GEMM2 has 128 programs of 28 K tiles,
+    took 104 and 78; one of Qwen3 (256 programs of two) 17.3 and 18.4.
+    """
+    steps = cdiv(cdiv(w2.K, w2.block_k(config.gemm2)), split_k)
+    programs = min(pairs, w2.E) * cdiv(w2.N, config.gemm2.block_n) * split_k
+    few = programs <= 2 * MULTIPROCESSORS and steps > FEW_STEPS
+    return config.block_m <= 32 and not few
 
 
 def split_k_of(w2: MixedOperand, config: GemmConfig, split_k: int, pairs: int) -> int:

@@ -15,7 +15,7 @@ from moe_ops.kernels.configs import GemmConfig
 from moe_ops.kernels.launch import Constant, Gpu, Pointer, Specialized, unprefixed
 from moe_ops.meta.scales import TRITON_E2M1
 from moe_ops.meta.workspace import cdiv
-from moe_ops.schemes import get_scheme
+from moe_ops.schemes import QuantDesc, get_scheme
 
 E2M1 = ("e2m1", "e2m1_words")
 
@@ -31,8 +31,15 @@ class Format(NamedTuple):
 
     @property
     def scales_weights(self) -> bool:
-        """Whether weights are multiplied by their scales before the product."""
-        return self.scale in ("weight", "e8m0", "e4m3")
+        """Whether weights are multiplied by their scales before the product, and sums of groups
+        are not held apart.
+        """
+        return self.scale in ("weight", "e8m0", "e4m3") and self.x_bits == 16
+
+    @property
+    def x_bits(self) -> int:
+        """Bits of a number of both operands of the products."""
+        return 8 if self.name == "int4_e4m3" else 16
 
 
 def describe(scheme: str) -> Format | None:
@@ -137,6 +144,10 @@ class MixedOperand(NamedTuple):
         """Whether it has zero points."""
         return self.pointers.w_zero is not None
 
+    def in_16_bits(self) -> MixedOperand:
+        """An operand of products in e4m3, for products in bf16 instead."""
+        return self._replace(wgmma_format=self.format)
+
     @property
     def scales_in_place(self) -> bool:
         """Whether the scales of an expert are contiguous and start at a multiple of 16 bytes."""
@@ -171,14 +182,18 @@ class _Derived(NamedTuple):
     scale_align: int
 
 
-def _wgmma_format(of: Format, scales: torch.dtype) -> Format:
-    """The Format that sm90_wgmma.py uses. It scales int4 weights with bf16 scales themselves,
-    rounded to bf16, instead of the sums.
+def _wgmma_format(of: Format, scales: torch.dtype, activation: QuantDesc | None = None) -> Format:
+    """The Format that sm90_wgmma.py uses. "int4_e4m3" is int4 whose products with e4m3 scales are
+    rounded to e4m3 and multiply activations in e4m3 that have one scale a row.
 
+    It scales int4 weights with bf16 scales themselves, rounded to bf16, instead of the sums.
     Then sums of groups take no registers and no multiplications, and nothing waits for them:
     Mixtral took 264 us instead of 273 at M = 64, 506 instead of 649 at 256. Scales of other dtypes
     would lose bits in bf16.
     """
+    in_e4m3 = activation is not None and activation.dtype == "e4m3" and activation.group.cols == -1
+    if in_e4m3 and of.name == "int4" and of.scale == "e4m3" and of.group % 128 == 0:
+        return of._replace(name="int4_e4m3")
     if of.name != "int4" or of.scale != "sum" or scales != torch.bfloat16:
         return of
     return of._replace(scale="weight")
@@ -214,7 +229,7 @@ def _derived(
     assert of is not None, scheme
     if layout == TRITON_E2M1:
         of = of._replace(name="e2m1_words")
-    for_wgmma = _wgmma_format(of, scale_dtype)
+    for_wgmma = _wgmma_format(of, scale_dtype, get_scheme(scheme).activation)
     E, N, row_bytes = shape
     K = row_bytes * 8 // of.bits
     k_chunk = _k_chunk(K, for_wgmma)

@@ -1,6 +1,6 @@
-"""Operands of the mixed GEMM on SM90: weights of 4 and 8 bits decoded to bf16 in the register
-fragments that `wgmma` reads, and the order of columns in which no data moves between threads.
-Imported at first launch only.
+"""Operands of the mixed GEMM on SM90: weights of 4 and 8 bits decoded to bf16 or e4m3 in the
+register fragments that `wgmma` reads, and the order of columns in which no data moves between
+threads. Imported at first launch only.
 
 A row of weights is decoded K_CHUNK columns at a time. Of the four threads that share a row, each
 loads a contiguous quarter of a chunk's bytes, and decodes four bytes at a time in the order that
@@ -8,7 +8,8 @@ takes the fewest instructions. A weight's place in a fragment decides which colu
 takes it for. So activations are permuted to that order (`permutation_bits`), and weights stay as
 they are.
 
-FORMAT and SCALE as in sm80_mma.py. In addition "e2m1_words": e2m1 with the bits of each word in
+FORMAT and SCALE as in sm80_mma.py. In addition "int4_e4m3": int4 with e4m3 scales, whose rounded
+products are multiplied in e4m3; and "e2m1_words": e2m1 with the bits of each word in
 the order of backends/triton/relayout.py, which takes 12 instructions to decode eight weights,
 instead of 17.
 """
@@ -39,7 +40,13 @@ def log2(n):
 @gluon.constexpr_function
 def weight_bits(FORMAT):
     """Bits of a weight."""
-    return 4 if FORMAT == "int4" or is_e2m1(FORMAT) else 8
+    return 4 if FORMAT in ("int4", "int4_e4m3") or is_e2m1(FORMAT) else 8
+
+
+@gluon.constexpr_function
+def operand_bits(FORMAT):
+    """Bits of a number of both operands of the products."""
+    return 8 if FORMAT == "int4_e4m3" else 16
 
 
 @gluon.constexpr_function
@@ -65,13 +72,17 @@ def split_scales(s, SCALE: gl.constexpr):
 
 
 @gluon.constexpr_function
-def permutation_bits(K_CHUNK, W_BITS):
+def permutation_bits(K_CHUNK, W_BITS, X_BITS):
     """The permutation of a chunk's columns, as a permutation of the bits of their indices.
 
     Bit i of a column's permuted index is bit `permutation_bits[i]` of the column. In the index of
     a byte, bits 0 and 1 are its place within a word of 4 bytes, the next bits the word of a
-    thread, and the last two the thread.
+    thread, and the last two the thread. For X_BITS = 8 it is the index of one of four columns, of
+    which a word of weights has two times four.
     """
+    if X_BITS == 8:
+        bits = log2(K_CHUNK)
+        return [0, 1, bits - 2, bits - 1, *range(2, bits - 2)]
     bits = log2(K_CHUNK * W_BITS // 8)
     order = [1, bits - 2, bits - 1, 0, *range(2, bits - 2)]
     return order if W_BITS == 8 else [bit + 1 for bit in order] + [0]
@@ -219,6 +230,99 @@ def decode_int4_e4m3(codes, low, high, offset):
         dtype=(gl.bfloat16, gl.bfloat16),
         is_pure=True,
         pack=4,
+    )
+
+
+@gluon.jit
+def load_products(ptrs):
+    """The four words of 32 bits at each pointer."""
+    return gl.inline_asm_elementwise(
+        "ld.global.nc.v4.b32 {$0, $1, $2, $3}, [$4];",
+        "=r,=r,=r,=r,l",
+        [ptrs],
+        dtype=(gl.int32, gl.int32, gl.int32, gl.int32),
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def look_up_products(codes, t0, t1, t2, t3):
+    """Of 4 bytes of int4, e4m3 numbers of the first four nibbles and of the last four, in two
+    operands: what nibbles from 8 on stand for, then magnitudes of what those below 8 stand for.
+    Each has zeros for the other's. The words of a row of PRODUCTS are t0 to t3.
+
+    Three bits of a nibble select a byte of a table. Its highest bit makes prmt replicate the sign
+    of that byte instead, which is 0.
+    """
+    return gl.inline_asm_elementwise(
+        """{
+        .reg .b32 n, h, m;
+        xor.b32 n, $4, 0x88888888; shr.u32 h, $4, 16; shr.u32 m, n, 16;
+        prmt.b32 $0, $13, $17, n; prmt.b32 $1, $13, $17, m;
+        prmt.b32 $2, $5, $9, $4; prmt.b32 $3, $5, $9, h;
+        }""",
+        "=r,=r,=r,=r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r",
+        [codes, t0, t1, t2, t3],
+        dtype=(gl.uint8, gl.uint8, gl.uint8, gl.uint8),
+        is_pure=True,
+        pack=4,
+    )
+
+
+@gluon.jit
+def decode_products(
+    codes,  # (BLOCK_N, CHUNK_BYTES) uint8, rows in the accumulator's order
+    s,  # e4m3 scales (BLOCK_N, 1), in 32 bits each
+    products_ptr,  # (256, 4) int32: PRODUCTS
+    NUM_WARPS: gl.constexpr,
+    A: gl.constexpr,
+):
+    """int4 weights times the magnitudes of their scales, rounded to e4m3, as two left operands:
+    weights that are not negative, and magnitudes of those that are. Zeros fill both.
+    """
+    BLOCK_N: gl.constexpr = codes.shape[0]
+    CHUNK_BYTES: gl.constexpr = codes.shape[1]
+    LAYOUT: gl.constexpr = grouped_layout(BLOCK_N, CHUNK_BYTES, NUM_WARPS, 1)
+    SHAPE: gl.constexpr = (BLOCK_N, 1, CHUNK_BYTES)
+    codes = gl.convert_layout(codes.reshape(SHAPE), LAYOUT, assert_trivial=True)
+    s = gl.convert_layout(s, gl.SliceLayout(2, LAYOUT), assert_trivial=True)
+    t0, t1, t2, t3 = load_products(products_ptr + s * 4)
+    p0, p1, n0, n1 = look_up_products(
+        codes,
+        gl.expand_dims(t0, 2).broadcast_to(SHAPE),
+        gl.expand_dims(t1, 2).broadcast_to(SHAPE),
+        gl.expand_dims(t2, 2).broadcast_to(SHAPE),
+        gl.expand_dims(t3, 2).broadcast_to(SHAPE),
+    )
+    return fragment_e4m3(p0, p1, A), fragment_e4m3(n0, n1, A)
+
+
+@gluon.jit
+def fragment_e4m3(low, high, LAYOUT: gl.constexpr):
+    """e4m3 numbers of the lower and of the upper half of each word as the left operand of a
+    `wgmma`. No data movement.
+    """
+    BLOCK_N: gl.constexpr = low.shape[0]
+    BYTES: gl.constexpr = low.shape[2]
+    w = gl.join(low, high).reshape((BLOCK_N, 4, BYTES // 16, 4, 2)).permute((0, 2, 4, 1, 3))
+    w = w.reshape((BLOCK_N, 2 * BYTES)).to(gl.float8e4nv, bitcast=True)
+    return gl.convert_layout(w, LAYOUT, assert_trivial=True)
+
+
+@gluon.jit
+def sign_of(s):
+    """1 or -1 in fp32, the sign of e4m3 scales in 32 bits each."""
+    return gl.inline_asm_elementwise(
+        """{
+        .reg .b32 s, o;
+        mov.b32 o, 0x3f800000; shl.b32 s, $1, 24; lop3.b32 $0, s, 0x80000000, o, 0xea;
+        }""",
+        "=r,r",
+        [s],
+        dtype=gl.float32,
+        is_pure=True,
+        pack=1,
     )
 
 

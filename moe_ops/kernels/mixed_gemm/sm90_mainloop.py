@@ -1,5 +1,5 @@
-"""The mainloop of the mixed GEMM on SM90: 16-bit activations times weights of 4 and 8 bits.
-Imported at first launch only.
+"""The mainloop of the mixed GEMM on SM90: activations of 16 bits, or in e4m3, times weights of 4
+and 8 bits. Imported at first launch only.
 
 Weights are the left operand of `wgmma`, from registers, and tokens the right operand, from shared
 memory: each weight is decoded once for all tokens of a block. A producer warp fills a ring buffer
@@ -27,15 +27,18 @@ from moe_ops.kernels.device.gluon import (
 from moe_ops.kernels.device.pdl import gdc_wait
 from moe_ops.kernels.mixed_gemm.decode import is_e2m1
 from moe_ops.kernels.mixed_gemm.sm90_decode import (
+    decode_products,
     decode_weights,
     fragment,
     grouped_layout,
     groups_per_chunk,
+    operand_bits,
     permute_rows,
     scale_layout,
     scale_rows,
     scales_by_row,
     scales_per_element,
+    sign_of,
     weight_bits,
     weight_layout,
 )
@@ -43,6 +46,13 @@ from moe_ops.kernels.mixed_gemm.sm90_decode import (
 E8M0_SHIFT = gl.constexpr(4294967296.0)  # 2^32, as in sm80_mma.py
 E4M3_SHIFT = gl.constexpr(256.0)
 INT4_SHIFT = gl.constexpr(2.0**64)
+
+
+@gluon.constexpr_function
+def accumulator_layout(FORMAT, BLOCK_M, NUM_WARPS):
+    """Layout of the accumulators."""
+    K = 256 // operand_bits(FORMAT)  # columns of one instruction
+    return gl.NVMMADistributedLayout([3, 0], [NUM_WARPS, 1], [16, BLOCK_M, K])
 
 
 @gluon.jit
@@ -100,7 +110,7 @@ def apply_row_scales(
             factor_ptr + expert64 * factor_stride_e + row.to(gl.int64) * factor_stride_n
         ).to(gl.float32)
         factor = gl.expand_dims(factor, 1)
-        acc = acc * factor if FORMAT == "int4" else acc / factor
+        acc = acc / factor if is_e2m1(FORMAT) else acc * factor
     return acc
 
 
@@ -320,29 +330,35 @@ def split_rows(t):
 
 @gluon.jit
 def issue_wgmma(
-    codes, scale, zero, x0, x1, acc,
+    codes, scale, zero, products_ptr, x0, x1, acc,
     GROUPS: gl.constexpr, NUM_WARPS: gl.constexpr, FORMAT: gl.constexpr, SCALE: gl.constexpr,
     PROMOTE: gl.constexpr, HAS_ZERO: gl.constexpr,
 ):  # fmt: skip
     """Issue the products of a chunk: into new accumulators (PROMOTE), or added to acc."""
-    A: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
-    w0, w1 = decode_weights(codes, scale, zero, GROUPS, NUM_WARPS, FORMAT, SCALE, HAS_ZERO)
-    d = warpgroup_mma(fragment(w0, A), x0, acc, use_acc=not PROMOTE, is_async=True)
+    A: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 32 // operand_bits(FORMAT))
+    if FORMAT == "int4_e4m3":
+        w0, w1 = decode_products(codes, scale, products_ptr, NUM_WARPS, A)
+    else:
+        w0, w1 = decode_weights(codes, scale, zero, GROUPS, NUM_WARPS, FORMAT, SCALE, HAS_ZERO)
+        w0, w1 = fragment(w0, A), fragment(w1, A)
+    d = warpgroup_mma(w0, x0, acc, use_acc=not PROMOTE, is_async=True)
     if weight_bits(FORMAT) == 4:
-        d = warpgroup_mma(fragment(w1, A), x1, d, is_async=True)
+        d = warpgroup_mma(w1, x1, d, is_async=True)
     return d
 
 
 @gluon.jit
-def accumulate(acc, d, scale, PROMOTE: gl.constexpr):
-    """acc plus a chunk's sums d times the scales of their rows (PROMOTE); else d, which
-    has acc.
+def accumulate(acc, d, scale, FORMAT: gl.constexpr, PROMOTE: gl.constexpr):
+    """acc plus a chunk's sums d times the scales of their rows (PROMOTE); else d, which has acc.
+    Of int4_e4m3 weights have the magnitudes of their scales, and sums get the signs.
     """
     if not PROMOTE:
         return d
     else:
         LAYOUT: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
         scale = scale.reshape((scale.shape[0],))
+        if FORMAT == "int4_e4m3":
+            scale = sign_of(scale)
         scale = gl.convert_layout(scale, LAYOUT, assert_trivial=True)
         return acc + d * gl.expand_dims(scale.to(gl.float32), 1)
 
@@ -350,7 +366,7 @@ def accumulate(acc, d, scale, PROMOTE: gl.constexpr):
 @gluon.jit
 def consumer(
     w_chunks, x_operands, s_chunks, full, empty, k_begin, k_end, K,
-    scale_ptrs, zero_ptrs, scale_stride_g, zero_stride_g,
+    scale_ptrs, zero_ptrs, products_ptr, scale_stride_g, zero_stride_g,
     FORMAT: gl.constexpr, SCALE: gl.constexpr, SCALE_GROUP: gl.constexpr, K_CHUNK: gl.constexpr,
     GATED: gl.constexpr, INTERLEAVED: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
     BLOCK_K: gl.constexpr, NUM_STAGES: gl.constexpr, NUM_WARPS: gl.constexpr,
@@ -362,7 +378,7 @@ def consumer(
     OVERLAP: a chunk is decoded while the one before is multiplied, which takes 32 more registers a
     thread.
     """
-    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [NUM_WARPS, 1], [16, BLOCK_M, 16])
+    MMA: gl.constexpr = accumulator_layout(FORMAT, BLOCK_M, NUM_WARPS)
     CHUNK_BYTES: gl.constexpr = w_chunks.shape[2]
     MMAS: gl.constexpr = K_CHUNK // CHUNK_BYTES  # products of a chunk, each with an operand of x
     WEIGHT: gl.constexpr = weight_layout(BLOCK_N, CHUNK_BYTES, NUM_WARPS, GATED, INTERLEAVED)
@@ -370,7 +386,7 @@ def consumer(
     CHUNKS: gl.constexpr = BLOCK_K // K_CHUNK
     GROUPS: gl.constexpr = groups_per_chunk(K_CHUNK, SCALE_GROUP)
     # Each group's finished sums are scaled and added to the total.
-    PROMOTE: gl.constexpr = SCALE == "sum" or SCALE == "block"
+    PROMOTE: gl.constexpr = SCALE == "sum" or SCALE == "block" or FORMAT == "int4_e4m3"
     HAS_ZERO: gl.constexpr = zero_ptrs is not None
     WIDEN: gl.constexpr = is_widened(scale_ptrs.dtype.element_ty) if PROMOTE else False
     PENDING: gl.constexpr = MMAS  # products that may stay in flight: the last chunk's
@@ -412,6 +428,8 @@ def consumer(
             if s_chunks is not None:
                 s = s_chunks.index(slot * CHUNKS + j).load(S_LAYOUT)
                 s = permute_rows(scales_by_row(s, SCALE_GROUP), GATED, INTERLEAVED)
+            elif FORMAT == "int4_e4m3":
+                s = scale
             elif WIDEN:
                 s = widen_scale(scale, scale_ptrs.dtype.element_ty)
             else:
@@ -421,44 +439,44 @@ def consumer(
                 z = unpack_scale(zero, zero_ptrs.dtype.element_ty)
             if ROWS == BLOCK_N:
                 d = issue_wgmma(
-                    codes, s, z, x0, x1, acc0,
+                    codes, s, z, products_ptr, x0, x1, acc0,
                     GROUPS, NUM_WARPS, FORMAT, SCALE, PROMOTE, HAS_ZERO,
                 )  # fmt: skip
                 if not OVERLAP:
                     d = warpgroup_mma_wait(0, [d])
-                    acc0 = accumulate(acc0, d, s, PROMOTE)
+                    acc0 = accumulate(acc0, d, s, FORMAT, PROMOTE)
                 elif not PROMOTE:
                     acc0 = warpgroup_mma_wait(PENDING, [d])
                     pending, pending_scale = acc0, s
                 else:
                     if j > 0:
                         pending = warpgroup_mma_wait(PENDING, [pending])
-                        acc0 = accumulate(acc0, pending, pending_scale, PROMOTE)
+                        acc0 = accumulate(acc0, pending, pending_scale, FORMAT, PROMOTE)
                     pending, pending_scale = d, s
             else:
                 codes0, codes1 = split_rows(codes)
                 s0, s1 = split_rows(s)
                 z0, z1 = split_rows(z)
                 d0 = issue_wgmma(
-                    codes0, s0, z0, x0, x1, acc0,
+                    codes0, s0, z0, products_ptr, x0, x1, acc0,
                     GROUPS, NUM_WARPS, FORMAT, SCALE, PROMOTE, HAS_ZERO,
                 )  # fmt: skip
                 if not OVERLAP:
                     d0 = warpgroup_mma_wait(0, [d0])
-                    acc0 = accumulate(acc0, d0, s0, PROMOTE)
+                    acc0 = accumulate(acc0, d0, s0, FORMAT, PROMOTE)
                 elif j > 0:
                     pending = warpgroup_mma_wait(PENDING, [pending])
-                    acc1 = accumulate(acc1, pending, pending_scale, PROMOTE)
+                    acc1 = accumulate(acc1, pending, pending_scale, FORMAT, PROMOTE)
                 d1 = issue_wgmma(
-                    codes1, s1, z1, x0, x1, acc1,
+                    codes1, s1, z1, products_ptr, x0, x1, acc1,
                     GROUPS, NUM_WARPS, FORMAT, SCALE, PROMOTE, HAS_ZERO,
                 )  # fmt: skip
                 if OVERLAP:
                     d0 = warpgroup_mma_wait(PENDING, [d0])
-                    acc0 = accumulate(acc0, d0, s0, PROMOTE)
+                    acc0 = accumulate(acc0, d0, s0, FORMAT, PROMOTE)
                 else:
                     d1 = warpgroup_mma_wait(0, [d1])
-                    acc1 = accumulate(acc1, d1, s1, PROMOTE)
+                    acc1 = accumulate(acc1, d1, s1, FORMAT, PROMOTE)
                 pending, pending_scale = d1, s1
             chunk = k_tile * CHUNKS + j + 2
             scale, zero = next_scale, next_zero
@@ -473,9 +491,9 @@ def consumer(
         if OVERLAP:
             pending = warpgroup_mma_wait(0, [pending])
             if ROWS == BLOCK_N:
-                acc0 = accumulate(acc0, pending, pending_scale, PROMOTE)
+                acc0 = accumulate(acc0, pending, pending_scale, FORMAT, PROMOTE)
             else:
-                acc1 = accumulate(acc1, pending, pending_scale, PROMOTE)
+                acc1 = accumulate(acc1, pending, pending_scale, FORMAT, PROMOTE)
         mbarrier.arrive(empty.index(slot), count=1)
         slot, phase = advance_slot(slot, phase, NUM_STAGES)
     return acc0, acc1
@@ -483,8 +501,8 @@ def consumer(
 
 @gluon.jit
 def mainloop(
-    # descriptor of (K / CHUNK_BYTES, BLOCK_M rows from each of S on, S, CHUNK_BYTES), with boxes
-    # [operands of a K tile, BLOCK_M, 1, CHUNK_BYTES]
+    # descriptor of (operands of a row, BLOCK_M rows from each of S on, S, columns of an operand),
+    # with boxes [operands of a K tile, BLOCK_M, 1, columns of an operand]
     x,
     # descriptor of (E, chunks, halves, rows, CHUNK_BYTES), with boxes
     # [1, chunks of a K tile, halves, BLOCK_N // halves, CHUNK_BYTES]
@@ -502,6 +520,7 @@ def mainloop(
     # (BLOCK_N, scales of a chunk) of the first chunk, from `scale_pointers`; None with `w_scales`
     scale_ptrs,
     zero_ptrs,  # as scale_ptrs, or None
+    products_ptr,  # (256, 4) int32: PRODUCTS, of int4_e4m3, or None
     scale_stride_g,
     zero_stride_g,
     FORMAT: gl.constexpr,
@@ -523,14 +542,15 @@ def mainloop(
 
     Rows are in the accumulator's order. The caller applies the scales of whole rows.
     """
-    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [NUM_WARPS, 1], [16, BLOCK_M, 16])
+    MMA: gl.constexpr = accumulator_layout(FORMAT, BLOCK_M, NUM_WARPS)
     ROWS: gl.constexpr = min(BLOCK_N, 16 * NUM_WARPS)  # rows decoded at a time
-    # bytes of a row of weights; also the columns of an operand of x: half of a chunk, or all of it
+    # bytes of a row of weights, and half of those of a row of an operand of x
     CHUNK_BYTES: gl.constexpr = K_CHUNK * weight_bits(FORMAT) // 8
     S_BYTES: gl.constexpr = 0 if w_scales is None else K_CHUNK // SCALE_GROUP  # of a row
     STAGE_BYTES: gl.constexpr = (
         BLOCK_K // K_CHUNK * (BLOCK_N * (CHUNK_BYTES + S_BYTES) + BLOCK_M * K_CHUNK * 2)
     )
+    X_COLUMNS: gl.constexpr = x.block_shape[3]
     w_smem = gl.allocate_shared_memory(gl.uint8, [NUM_STAGES] + w.block_shape, w.layout)
     x_smem = gl.allocate_shared_memory(x.dtype, [NUM_STAGES] + x.block_shape, x.layout)
     w_chunks = reinterpret(
@@ -542,8 +562,8 @@ def mainloop(
     x_operands = reinterpret(
         x_smem,
         x.dtype,
-        [NUM_STAGES * x.block_shape[0], BLOCK_M, CHUNK_BYTES],
-        gl.NVMMASharedLayout(2 * CHUNK_BYTES, 16, 2),
+        [NUM_STAGES * x.block_shape[0], BLOCK_M, X_COLUMNS],
+        gl.NVMMASharedLayout(2 * CHUNK_BYTES, operand_bits(FORMAT), 2),
     )
     s_smem, s_chunks = None, None
     if w_scales is not None:
@@ -568,7 +588,7 @@ def mainloop(
         [
             (consumer, (
                 w_chunks, x_operands, s_chunks, full, empty, k_begin, k_end, K,
-                scale_ptrs, zero_ptrs, scale_stride_g, zero_stride_g,
+                scale_ptrs, zero_ptrs, products_ptr, scale_stride_g, zero_stride_g,
                 FORMAT, SCALE, SCALE_GROUP, K_CHUNK, GATED, INTERLEAVED, BLOCK_M, BLOCK_N,
                 BLOCK_K, NUM_STAGES, NUM_WARPS, OVERLAP,
             )),

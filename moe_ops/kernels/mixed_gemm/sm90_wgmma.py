@@ -1,7 +1,9 @@
 """The two grouped GEMMs of bf16 activations and weights of 4 and 8 bits by `wgmma`, and the
-permutation of tokens before them, which rounds those of int4_w4a8 to e4m3: on SM90, for more than
-one token, of int4_w4a8 for one, too. Imported at first launch only, if the installed Triton
-compiles Gluon (`configs.on_sm90`).
+permutation of tokens before them: on SM90, for more than one token, of int4_w4a8 for one, too.
+Imported at first launch only, if the installed Triton compiles Gluon (`configs.on_sm90`).
+
+Of int4_w4a8 the permutation rounds tokens to e4m3, and a launch between the GEMMs rounds h. Both
+operands of the products are in e4m3 where that is faster (`configs.multiplies_e4m3`).
 
 Legend: S pairs sorted by expert, E local experts, K columns of the GEMM's input and weight, N its
 output columns (GEMM1: I), BLOCK_M rows (tokens) of a block, BLOCK_N rows of the weight in a tile,
@@ -10,8 +12,9 @@ decoded at a time. A program handles one block (kernels/device/blocks.py) and on
 the weight. The mainloop is in sm90_mainloop.py.
 
 Rows of x and h (S, K) are sorted by expert, and their columns are permuted within each chunk to
-the order of the weights' fragments (sm90_decode.py). A weight is described as (E, chunks of a row,
-halves, rows, bytes of a chunk): gate and up rows are two halves, other weights have one.
+the order of the weights' fragments (sm90_decode.py); in e4m3 each chunk is followed by its
+negatives, (S, 2 K). A weight is described as (E, chunks of a row, halves, rows, bytes of a chunk):
+gate and up rows are two halves, other weights have one.
 """
 
 from __future__ import annotations
@@ -27,7 +30,15 @@ from torch import Tensor
 from moe_ops.kernels.configs import GemmConfig
 from moe_ops.kernels.device.activations import activate_one, activate_two
 from moe_ops.kernels.device.blocks import local_expert
-from moe_ops.kernels.device.e4m3 import clamp, decode_activation, nearest, quotient, reciprocal
+from moe_ops.kernels.device.e4m3 import (
+    clamp,
+    decode_activation,
+    element_scale,
+    largest_magnitude,
+    nearest,
+    quotient,
+    reciprocal,
+)
 from moe_ops.kernels.device.gluon import TensorDescriptor, gl, gluon
 from moe_ops.kernels.device.pdl import gdc_launch_dependents, gdc_wait
 from moe_ops.kernels.gemm.operands import Activated
@@ -51,7 +62,7 @@ from moe_ops.kernels.mixed_gemm.operands import (
     MixedPointers,
     MixedStrides,
 )
-from moe_ops.kernels.mixed_gemm.sm90_decode import permutation_bits, weight_bits
+from moe_ops.kernels.mixed_gemm.sm90_decode import operand_bits, permutation_bits, weight_bits
 from moe_ops.kernels.mixed_gemm.sm90_mainloop import (
     accumulator_rows,
     apply_column_scales,
@@ -62,13 +73,15 @@ from moe_ops.kernels.mixed_gemm.sm90_mainloop import (
 )
 from moe_ops.kernels.mixed_gemm.sm90_occupancy import WgmmaKernel, occupancy
 from moe_ops.kernels.permute.rows import NO_ROUTER_WEIGHTS, RouterWeights, Routing
-from moe_ops.kernels.quantize.emulated import row_scale
-from moe_ops.kernels.quantize.rounding import Rounding
-from moe_ops.kernels.quantize.scales import Input
+from moe_ops.kernels.quantize.emulated import Hidden, row_scale
+from moe_ops.kernels.quantize.rounding import GAP, Rounding
+from moe_ops.kernels.quantize.scales import Input, flat
 from moe_ops.meta.scales import rows_side_by_side
 from moe_ops.meta.workspace import cdiv
+from moe_ops.numerics.elements import e4m3_to_float32, round_products_to_e4m3
 
 PERMUTED_COLUMNS = 1024  # columns of a row that a program permutes: 16 bytes a thread
+WHOLE_ROW = 4096  # columns of the longest row that one program rounds at once
 
 
 @triton.jit
@@ -81,21 +94,36 @@ def permuted_column(column, BITS: tl.constexpr):
 
 
 @triton.jit
-def permuted_column_of_row(column, K_CHUNK: tl.constexpr, W_BITS: tl.constexpr):
+def permuted_column_of_row(
+    column, K_CHUNK: tl.constexpr, W_BITS: tl.constexpr, X_BITS: tl.constexpr
+):
     """Index of a column within its row after the fragment permutation."""
-    chunk_start = column // K_CHUNK * K_CHUNK
-    return chunk_start + permuted_column(column % K_CHUNK, permutation_bits(K_CHUNK, W_BITS))
+    BITS: tl.constexpr = permutation_bits(K_CHUNK, W_BITS, X_BITS)
+    return column // K_CHUNK * K_CHUNK + permuted_column(column % K_CHUNK, BITS)
 
 
 @triton.jit
-def permute_columns(x, K_CHUNK: tl.constexpr, W_BITS: tl.constexpr):
+def permute_columns(x, K_CHUNK: tl.constexpr, W_BITS: tl.constexpr, X_BITS: tl.constexpr):
     """(N,) columns of whole chunks, each at its permuted index."""
     N: tl.constexpr = x.shape[0]
-    if W_BITS == 4:  # axes: chunk, thread, its words of 4 bytes, bits of a byte's index, nibble
+    if X_BITS == 8:  # axes: chunk, thread, its words of 4 bytes, half of a word, column
+        x = x.reshape(N // K_CHUNK, 4, K_CHUNK // 32, 2, 4).permute(0, 2, 3, 1, 4)
+    elif W_BITS == 4:  # axes: chunk, thread, its words of 4 bytes, bits of a byte's index, nibble
         x = x.reshape(N // K_CHUNK, 4, K_CHUNK // 32, 2, 2, 2).permute(0, 5, 2, 4, 1, 3)
     else:
         x = x.reshape(N // K_CHUNK, 4, K_CHUNK // 16, 2, 2).permute(0, 2, 4, 1, 3)
     return x.reshape(N)
+
+
+@triton.jit
+def store_signed(row_ptr, column, x, mask, K_CHUNK: tl.constexpr):
+    """Store e4m3 numbers x of a row, and -x one chunk further on: what weights that are not
+    negative and magnitudes of those that are get multiplied by.
+    """
+    codes = x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    ptrs = row_ptr.to(tl.pointer_type(tl.uint8)) + (column // K_CHUNK * K_CHUNK + column)
+    tl.store(ptrs, codes, mask=mask)
+    tl.store(ptrs + K_CHUNK, codes ^ 0x80, mask=mask)
 
 
 @triton.jit
@@ -168,9 +196,36 @@ class Rounded(NamedTuple):
     MANTISSA: Constant  # bits of an element's mantissa
     MIN_EXPONENT: Constant  # exponent of an element's least normal number
     MAX_VALUE: Constant  # an element's largest number
+    WHOLE_ROW: Constant  # the columns of a program are those of a row
 
 
-NOT_ROUNDED = Rounded(0, 0, 0.0)
+NOT_ROUNDED = Rounded(0, 0, 0.0, False)
+
+
+class RoundingBlock(NamedTuple):
+    """How many columns programs round at a time."""
+
+    columns: int
+    whole_row: bool
+    num_warps: int
+
+
+@lru_cache(maxsize=1024)
+def rounding_block(K: int) -> RoundingBlock:
+    """The RoundingBlock of rows of K columns. One program takes a row, unless it is long: it then
+    reads it once, where those of parts read it all for its scale. (Qwen3 at M = 8 took 47.05 us in
+    int4_w4a8 with programs of 2048 columns, the row, and 47.60 with two of 1024.)
+    """
+    columns = 1 << (K - 1).bit_length()
+    if columns > WHOLE_ROW:
+        return RoundingBlock(PERMUTED_COLUMNS, False, 4)
+    return RoundingBlock(columns, True, 8 if columns > 2048 else 4)
+
+
+def rounded_to(rounding: Rounding, block: RoundingBlock) -> Rounded:
+    """The Rounded of a scheme's activations."""
+    numbers = rounding.MANTISSA, rounding.MIN_EXPONENT, rounding.MAX_VALUE
+    return Rounded(*numbers, block.whole_row)
 
 
 @unprefixed
@@ -196,6 +251,7 @@ class Chunks(NamedTuple):
 
     K_CHUNK: Constant
     W_BITS: Constant  # bits of a weight
+    X_BITS: Constant  # bits of a number that is written; 8: e4m3, by `store_signed`
     TAIL: Constant  # the last chunk overlaps the one before
 
 
@@ -246,8 +302,10 @@ def moe_ops_permute_tokens(
     MANTISSA: tl.constexpr,
     MIN_EXPONENT: tl.constexpr,
     MAX_VALUE: tl.constexpr,
+    WHOLE_ROW: tl.constexpr,
     K_CHUNK: tl.constexpr,
     W_BITS: tl.constexpr,
+    X_BITS: tl.constexpr,
     TAIL: tl.constexpr,
     BLOCK_K: tl.constexpr,
     PAIR_BUCKET: tl.constexpr,
@@ -296,20 +354,76 @@ def moe_ops_permute_tokens(
         if topk_weights_ptr is not None:
             factor_ptr = topk_weights_ptr + m * topk_weights_stride_m
             factor = tl.load(factor_ptr, mask=here, other=0.0).to(tl.float32)
-        row_columns = tl.where(here, K, 0)
-        scale = row_scale(x_ptr + m * x_stride_m, row_columns, x_stride_k, factor, BLOCK_K)
-        q = quotient(x.to(tl.float32) * factor, scale, reciprocal(scale))
+        x = x.to(tl.float32) * factor
+        if WHOLE_ROW:
+            scale = element_scale(largest_magnitude(x, 0), False)
+        else:
+            row_columns = tl.where(here, K, 0)
+            scale = row_scale(x_ptr + m * x_stride_m, row_columns, x_stride_k, factor, BLOCK_K)
+        q = quotient(x, scale, reciprocal(scale))
         x = nearest(clamp(q, MAX_VALUE), MANTISSA, MIN_EXPONENT).to(out_ptr.dtype.element_ty)
     if out_scale_ptr is not None:
         tl.store(out_scale_ptr + position, scale, mask=here & (tl.program_id(1) == 0))
-    x = permute_columns(x, K_CHUNK, W_BITS)
-    tl.store(out_ptr + position.to(tl.int64) * columns + out_column, x, mask=ok)
+    x = permute_columns(x, K_CHUNK, W_BITS, X_BITS)
+    if X_BITS == 8:
+        store_signed(out_ptr + position.to(tl.int64) * columns * 2, out_column, x, ok, K_CHUNK)
+    else:
+        tl.store(out_ptr + position.to(tl.int64) * columns + out_column, x, mask=ok)
     if WRITE_ORDER:
         order_ptr = index_ptr + 4 * num_blocks + position
         tl.store(order_ptr, pair, mask=here & (tl.program_id(1) == 0))
     elif AT_ONCE:
         gdc_wait(PDL)
         gdc_launch_dependents(PDL)  # GEMM1 reads the sorting kernel's output before gdc_wait
+
+
+@arguments
+class RoundRows:
+    out: Pointer  # (rows, K) e4m3 and their negatives, written by `store_signed`
+    scale: Pointer  # (rows,) fp32, written
+    x: Pointer  # (rows, K) fp32
+    K: Specialized
+    rounded: Rounded
+    K_CHUNK: Constant
+    BLOCK_K: Constant  # columns at a time
+    PDL: Constant
+
+
+@kernel(RoundRows)
+def moe_ops_round_rows(
+    out_ptr,
+    scale_ptr,
+    x_ptr,
+    K,
+    MANTISSA: tl.constexpr,
+    MIN_EXPONENT: tl.constexpr,
+    MAX_VALUE: tl.constexpr,
+    WHOLE_ROW: tl.constexpr,
+    K_CHUNK: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Round rows of h, whose columns are permuted, to e4m3. Grid: rows.
+
+    The kernel after it is GEMM2, which prefetches weights while the last programs of GEMM1 run.
+    """
+    gdc_launch_dependents(PDL)
+    gdc_wait(PDL)
+    m = tl.program_id(0).to(tl.int64)
+    x_ptr += m * K
+    k = tl.arange(0, BLOCK_K)
+    x = tl.load(x_ptr + k, mask=k < K, other=0.0)
+    if WHOLE_ROW:
+        scale = element_scale(largest_magnitude(x, 0), False)
+    else:
+        scale = row_scale(x_ptr, K, 1, 1.0, BLOCK_K)
+    tl.store(scale_ptr + m, scale)
+    inverse = reciprocal(scale)
+    for _ in range(0, 1 if WHOLE_ROW else tl.cdiv(K, BLOCK_K)):
+        q = nearest(clamp(quotient(x, scale, inverse), MAX_VALUE), MANTISSA, MIN_EXPONENT)
+        store_signed(out_ptr + m * K * 2, k, q, k < K, K_CHUNK)
+        k += BLOCK_K
+        x = tl.load(x_ptr + k, mask=k < K, other=0.0)
 
 
 @gluon.jit
@@ -323,7 +437,7 @@ def exit_without_tile(PDL: gl.constexpr):
 
 
 @unprefixed
-class Hidden(NamedTuple):
+class HiddenRows(NamedTuple):
     """h as GEMM1 writes it."""
 
     h: Pointer  # (S, I in whole chunks), columns permuted as GEMM2 takes them
@@ -357,9 +471,10 @@ class Descriptors(NamedTuple):
 
 @arguments
 class Gemm1:
-    hidden: Hidden
+    hidden: HiddenRows
     descriptors: Descriptors
     pointers: MixedPointers
+    products: Pointer  # (256, 4) int32 (`products_on`), of int4_e4m3, or None
     x_scale: Pointer  # (S,) fp32, or None
     pairs: SortedPairs
     pair_strides: PairStrides
@@ -385,6 +500,7 @@ def moe_ops_wgmma_gemm1(
     w_zero_ptr,
     w_factor_ptr,
     bias_ptr,
+    products_ptr,
     x_scale_ptr,
     index_ptr,
     ids_ptr,
@@ -461,7 +577,7 @@ def moe_ops_wgmma_gemm1(
         )  # fmt: skip
     acc = mainloop(
         x, w, w_scales, first, end, e, tile_row, k_begin, k_end, K,
-        scale_ptrs, zero_ptrs, w_scale_stride_g, w_zero_stride_g,
+        scale_ptrs, zero_ptrs, products_ptr, w_scale_stride_g, w_zero_stride_g,
         FORMAT, SCALE, SCALE_GROUP, K_CHUNK, GATED, INTERLEAVED,
         BLOCK_M, BLOCK_N, BLOCK_K, NUM_STAGES, NUM_WARPS, OVERLAP, PDL,
     )  # fmt: skip
@@ -504,14 +620,16 @@ def moe_ops_wgmma_gemm1(
         columns = gl.cdiv(I, H_CHUNK) * H_CHUNK
     h_ptrs = h_ptr + gl.expand_dims(position.to(gl.int64) * columns, 0)
     W_BITS: gl.constexpr = weight_bits(FORMAT)
+    X_BITS: gl.constexpr = operand_bits(FORMAT)
     if H_TAIL:  # zeros meet the columns of the last chunk that are of the chunk before, too
         missing = columns - I
         in_tail = column >= columns - H_CHUNK
-        zero_ptrs = h_ptrs + gl.expand_dims(permuted_column_of_row(column, H_CHUNK, W_BITS), 1)
+        place = permuted_column_of_row(column, H_CHUNK, W_BITS, X_BITS)
         zeros = gl.zeros_like(h).to(h_ptr.dtype.element_ty)
+        zero_ptrs = h_ptrs + gl.expand_dims(place, 1)
         gl.store(zero_ptrs, zeros, mask=ok & gl.expand_dims(in_tail, 1))
         column = gl.where(in_tail, column + missing, column)
-    h_ptrs += gl.expand_dims(permuted_column_of_row(column, H_CHUNK, W_BITS), 1)
+    h_ptrs += gl.expand_dims(permuted_column_of_row(column, H_CHUNK, W_BITS, X_BITS), 1)
     gl.store(h_ptrs, h.to(h_ptr.dtype.element_ty), mask=ok)
 
 
@@ -520,6 +638,7 @@ class Gemm2:
     y: Pointer  # (SPLIT_K, S, N), written at the pairs: partial sums over shares of the columns
     descriptors: Descriptors
     pointers: MixedPointers
+    products: Pointer  # (256, 4) int32 (`products_on`), of int4_e4m3, or None
     x_scale: Pointer  # (S,) fp32, or None
     pairs: SortedPairs
     pair_strides: PairStrides
@@ -542,6 +661,7 @@ def moe_ops_wgmma_gemm2(
     w_zero_ptr,
     w_factor_ptr,
     bias_ptr,
+    products_ptr,
     x_scale_ptr,
     index_ptr,
     ids_ptr,
@@ -609,7 +729,7 @@ def moe_ops_wgmma_gemm2(
         )  # fmt: skip
     acc = mainloop(
         x, w, w_scales, first, end, e, n * BLOCK_N, k_begin, k_end, K,
-        scale_ptrs, zero_ptrs, w_scale_stride_g, w_zero_stride_g,
+        scale_ptrs, zero_ptrs, products_ptr, w_scale_stride_g, w_zero_stride_g,
         FORMAT, SCALE, SCALE_GROUP, K_CHUNK, False, False,
         BLOCK_M, BLOCK_N, BLOCK_K, NUM_STAGES, NUM_WARPS, OVERLAP, PDL,
     )  # fmt: skip
@@ -672,6 +792,33 @@ def why_not(
     return None
 
 
+def _products() -> Tensor:
+    """PRODUCTS (256, 4) int32: for every e4m3 scale the products of its magnitude with 8 to 1 and
+    with 0 to 7, rounded to e4m3.
+    """
+    codes = torch.arange(256, dtype=torch.uint8, device="cpu")
+    scales = e4m3_to_float32(codes.view(torch.float8_e4m3fn))
+    numbers = torch.tensor([*range(8, 0, -1), *range(8)], dtype=torch.float32, device="cpu")
+    products = round_products_to_e4m3(scales.abs()[:, None] * numbers)
+    return products.to(torch.float8_e4m3fn).view(torch.int32)
+
+
+_products_on: dict[torch.device, Tensor] = {}
+
+
+def products_on(w: MixedOperand) -> Tensor | None:
+    """PRODUCTS for a weight that needs them: 4 KB, kept on each device from the first call on. A
+    call that is captured before gets none, and `run` says that its kernels never ran.
+    """
+    if w.wgmma_format.x_bits == 16:
+        return None
+    device = w.data.device
+    found = _products_on.get(device)
+    if found is None and not (w.data.is_cuda and torch.cuda.is_current_stream_capturing()):
+        found = _products_on[device] = _products().to(device)
+    return found
+
+
 _layout = cache(gl.NVMMASharedLayout)
 
 
@@ -718,18 +865,21 @@ def chunk_boxes(
 
 
 def token_boxes(
-    K: int, chunk_bytes: int, k_chunk: int, chunks: int, rows: int, block_m: int
+    K: int, chunk_bytes: int, k_chunk: int, chunks: int, rows: int, block_m: int, bits: int
 ) -> Boxes:
-    """Boxes of `chunks` chunks of a block's rows of x or h (bf16).
+    """Boxes of `chunks` chunks of a block's rows of x or h, of so many bits a number.
 
     The descriptor has, for every row, this row and the `block_m - 1` rows after it. A box that
     starts before row 0 of such a view, and so is partly out of bounds, has just a block's own
     rows, and TMA reads no others. (With boxes of whole blocks Mixtral at M = 64 took 302 us in
     mxfp4 instead of 293, gptoss20 in nvfp4 184 instead of 180.)
     """
-    size = chunk_bytes  # columns of an operand: half a chunk, or all of it
-    box = [k_chunk // size * chunks, block_m, 1, size]
-    return Boxes([K // size, block_m, rows, size], [size, K, K, 1], box, _layout(2 * size, 16, 4))
+    row = K * 16 // bits  # of 8 bits there are negative numbers, too
+    # columns of an operand: half a chunk, or all of it
+    size = chunk_bytes * 16 // bits
+    box = [k_chunk // chunk_bytes * chunks, block_m, 1, size]
+    layout = _layout(2 * chunk_bytes, bits, 4)
+    return Boxes([row // size, block_m, rows, size], [size, row, row, 1], box, layout)
 
 
 def expected_tiles(pairs: int, experts: int, num_ids: int, block_m: int, across: int) -> int:
@@ -793,7 +943,7 @@ def _prepare(
             *(k_chunk, block_m, block_n, block_k, num_stages, num_warps, held.overlap),
             max_unsorted_pairs(pairs, E),
         ),
-        token_boxes(K, chunk_bytes, k_chunk, chunks, pairs, block_m),
+        token_boxes(K, chunk_bytes, k_chunk, chunks, pairs, block_m, of.x_bits),
         chunk_boxes(shape, strides, chunk_bytes, halves, chunks, block_n, 1),
         w_scales,
         held.registers,
@@ -869,11 +1019,13 @@ def permute_tokens(
     k_chunk, K = w13.k_chunk, w13.K
     pairs, pair_strides = routing
     S = pairs.S
-    rounded = NOT_ROUNDED
+    rounded, block = NOT_ROUNDED, RoundingBlock(PERMUTED_COLUMNS, False, 4)
     if rounding is None or x.scale is not None:
         topk_weights = NO_ROUTER_WEIGHTS
     else:
-        rounded = Rounded(rounding.MANTISSA, rounding.MIN_EXPONENT, rounding.MAX_VALUE)
+        if w13.wgmma_format.x_bits == 8:
+            block = rounding_block(w13.padded_k)
+        rounded = rounded_to(rounding, block)
     args = PermuteTokens(
         out=out,
         x=x.ptr,
@@ -884,13 +1036,39 @@ def permute_tokens(
         strides=TokenStrides(x.stride_m, x.stride_k, x.scale_stride_m),
         topk_weights=topk_weights,
         rounded=rounded,
-        chunks=Chunks(k_chunk, w13.format.bits, K % k_chunk > 0),
-        BLOCK_K=PERMUTED_COLUMNS,
+        chunks=Chunks(k_chunk, w13.format.bits, w13.wgmma_format.x_bits, K % k_chunk > 0),
+        BLOCK_K=block.columns,
         PAIR_BUCKET=pair_bucket(S),
         WRITE_ORDER=max_unsorted_pairs(S, pairs.E) > 0,
         PDL=gpu.pdl,
     )
-    return Launch(moe_ops_permute_tokens, (S, cdiv(w13.padded_k, PERMUTED_COLUMNS), 1), args)
+    grid = (S, cdiv(w13.padded_k, block.columns), 1)
+    return Launch(moe_ops_permute_tokens, grid, args, block.num_warps)
+
+
+def round_h(
+    rounding: Rounding, rows: int, w2: MixedOperand, workspace: Tensor, gpu: Gpu
+) -> Hidden:
+    """The Hidden of h (rows, I) that is multiplied in e4m3: its buffers, and the launch that
+    rounds it.
+    """
+    I, start = w2.K, rows * w2.K + GAP  # noqa: E741
+    end = start + cdiv(rows * I, 2)
+    space = flat(workspace, torch.float32, end + GAP + rows)
+    block = rounding_block(I)
+    data, scale = flat(space[start:], torch.float8_e4m3fn, 2 * rows * I), space[end + GAP :]
+    args = RoundRows(
+        out=data,
+        scale=scale,
+        x=space,
+        K=I,
+        rounded=rounded_to(rounding, block),
+        K_CHUNK=w2.k_chunk,
+        BLOCK_K=block.columns,
+        PDL=gpu.pdl,
+    )
+    launch = Launch(moe_ops_round_rows, (rows, 1, 1), args, block.num_warps)
+    return Hidden(space, None, [launch], Input(data, 0, 2 * I, 1, scale, scale_stride_m=1))
 
 
 def gemm1(
@@ -913,9 +1091,10 @@ def gemm1(
     w, w_scales, pointers, strides, prepared = _operand(w13, halves, config, block_m, 1, pairs)
     I, h_chunk = w2.K, w2.k_chunk  # noqa: E741
     args = Gemm1(
-        hidden=Hidden(h, h_chunk, I % h_chunk > 0),
+        hidden=HiddenRows(h, h_chunk, I % h_chunk > 0),
         descriptors=Descriptors(prepared.x.of(x), w, w_scales),
         pointers=pointers,
+        products=products_on(w13),
         x_scale=x_scale,
         pairs=pairs,
         pair_strides=pair_strides,
@@ -954,6 +1133,7 @@ def gemm2(
         y=y,
         descriptors=Descriptors(prepared.x.of(h), w, w_scales),
         pointers=pointers,
+        products=products_on(w2),
         x_scale=h_scale,
         pairs=pairs,
         pair_strides=pair_strides,

@@ -36,8 +36,10 @@ def fma(*registers: int) -> int:
 
 
 def prmt(a: int, b: int, selector: int) -> int:
+    """The highest bit of a selector asks for the sign of a byte, eight times."""
     source = (a | b << 32).to_bytes(8, "little")
-    return int.from_bytes(bytes(source[selector >> 4 * i & 7] for i in range(4)), "little")
+    chosen = [(source[selector >> 4 * i & 7], selector >> 4 * i & 8) for i in range(4)]
+    return int.from_bytes(bytes(255 * (b >> 7) if sign else b for b, sign in chosen), "little")
 
 
 def lop3(a: int, b: int, c: int, table: int) -> int:
@@ -51,6 +53,7 @@ INSTRUCTIONS = {
     "shl.b32": lambda a, b: a << b,
     "shf.l.wrap.b32": lambda a, b, c: (b << 32 | a) << (c & 31) >> 32,
     "and.b32": lambda a, b: a & b,
+    "xor.b32": lambda a, b: a ^ b,
     "mul.lo.u32": lambda a, b: a * b,
     "mad.lo.u32": lambda a, b, c: a * b + c,
     "prmt.b32": prmt,
@@ -59,8 +62,8 @@ INSTRUCTIONS = {
 }
 
 
-def run(name: str, *inputs: int, source: str = "mixed_gemm/decode.py") -> list[float]:
-    """The results of the assembly in function `name` for one register of each input."""
+def run_registers(name: str, *inputs: int, source: str) -> list[int]:
+    """What the assembly in function `name` writes, for one register of each input."""
     body = (KERNELS / source).read_text().split(f"def {name}(")[1].split(".jit\n")[0]
     code, constraints = re.search(r'"""\{(.*?)\}""",\s*"(.*?)"', body, re.S).groups()
     outputs = constraints.count("=")
@@ -71,7 +74,12 @@ def run(name: str, *inputs: int, source: str = "mixed_gemm/decode.py") -> list[f
             target, *sources = [operand.strip() for operand in operands.split(",")]
             values = [registers[s] if s in registers else int(s, 0) for s in sources]
             registers[target] = INSTRUCTIONS[operation](*values) & MASK
-    return [number for i in range(outputs) for number in halves(registers[f"${i}"])]
+    return [registers[f"${i}"] for i in range(outputs)]
+
+
+def run(name: str, *inputs: int, source: str = "mixed_gemm/decode.py") -> list[float]:
+    """The numbers that the assembly in function `name` writes, for one register of each input."""
+    return [n for r in run_registers(name, *inputs, source=source) for n in halves(r)]
 
 
 def words(count: int = 200) -> list[int]:

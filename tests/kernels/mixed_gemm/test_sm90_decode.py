@@ -8,7 +8,15 @@ from unittest import mock
 import pytest
 import torch
 
-from tests.kernels.mixed_gemm.test_decode import E2M1, E4M3, halves, run, scale_above, words
+from tests.kernels.mixed_gemm.test_decode import (
+    E2M1,
+    E4M3,
+    halves,
+    run,
+    run_registers,
+    scale_above,
+    words,
+)
 from tests.support import oracle
 from tests.support.cases import BF16
 
@@ -82,6 +90,32 @@ def test_int4_rounded_to_e4m3():
             assert found == expected.tolist()
 
 
+PRODUCTS = sm90_wgmma._products().tolist()  # of each scale, four words
+
+
+def products(word: int, scale: int) -> torch.Tensor:
+    """(2, 8) e4m3 numbers of a word of int4 with this e4m3 scale: those that are not negative,
+    and magnitudes of the others."""
+    table = [t & 0xFFFFFFFF for t in PRODUCTS[scale] for _ in range(4)]
+    found = run_registers("look_up_products", word, *table, source=SOURCE)
+    codes = [b for register in found for b in register.to_bytes(4, "little")]
+    return torch.tensor([E4M3[b] for b in codes]).double().view(2, 8)
+
+
+def test_int4_as_products_in_e4m3():
+    """With the magnitude of every scale: the sign is that of a group's sums."""
+    most = E4M3.index(56.0)
+    for code in [*range(most + 1), *range(128, 129 + most)]:
+        for word in (0x76543210, 0xFEDCBA98, 0x89ABCDEF, 0x01234567):
+            signed = torch.tensor([(word >> 4 * i & 15) - 8 for i in range(8)]).double()
+            expected = oracle.e4m3(signed * abs(E4M3[code]))
+            found = products(word, code)
+            assert torch.equal(found, torch.stack([expected.clamp(min=0), -expected.clamp(max=0)]))
+        (sign,) = run_registers("sign_of", code, source=SOURCE)
+        assert sign == (0xBF800000 if code >= 128 else 0x3F800000)
+    assert products(0xFFFFFFFF, 0x7F)[0].isnan().all()
+
+
 @pytest.mark.parametrize("exponent", [-93, 0, 32])
 def test_e2m1(exponent):
     scale = (127 + exponent) * 0x00800080 + 0x2F002F00  # as `scale_bf16x2` has it
@@ -137,14 +171,14 @@ def test_e4m3():
 
 
 @pytest.mark.parametrize("U", [64, 128])
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", [(4, 16), (8, 16), (4, 8)])
 def test_order_of_columns_is_a_permutation(U, bits):
     places = torch.arange(U)
-    columns = columns_at(U, bits)
+    columns = columns_at(U, *bits)
     assert sorted(columns.tolist()) == places.tolist()
     with mock.patch.object(tl, "static_range", range):
         assert torch.equal(
-            sm90_wgmma.permuted_column.fn(columns, sm90_decode.permutation_bits(U, bits)), places
+            sm90_wgmma.permuted_column.fn(columns, sm90_decode.permutation_bits(U, *bits)), places
         )
 
 
@@ -174,6 +208,31 @@ def test_product_of_a_piece(U, gated, interleaved):
     i, up = r // 16 * 8 + r % 8, r // 8 % 2
     row = (2 * i + up if interleaved else i + WN // 2 * up) if gated else r
     assert torch.equal(product * sm90_mainloop.INT4_SHIFT.value, (codes[row] - 8).double() @ x.T)
+
+
+def test_product_of_a_piece_in_e4m3():
+    """x meets the weights that are not negative, -x the magnitudes of the others."""
+    WN, U, tokens = 16, 128, 8
+    g = torch.Generator().manual_seed(U)
+    codes = torch.randint(0, 16, (WN, U), generator=g)
+    x = torch.randint(-4, 5, (tokens, U), generator=g).double()
+    tile = (codes[:, 0::2] | codes[:, 1::2] << 4).to(torch.uint8).view(torch.int32)
+    found = [products(w & 0xFFFFFFFF, E4M3.index(1.0)) for w in tile.flatten().tolist()]
+    signs = torch.stack(found).view(WN, U // 8, 2, 2, 4)  # words, signs, halves of a word
+    with (
+        mock.patch.object(sm90_decode.gl, "convert_layout", lambda t, layout, assert_trivial: t),
+        mock.patch.object(sm90_decode.gl, "join", lambda a, b: torch.stack([a, b], -1)),
+        mock.patch.object(torch.Tensor, "to", lambda t, _, bitcast: t),
+    ):
+        positive, negative = [
+            sm90_decode.fragment_e4m3.fn(
+                *[signs[:, :, sign, half].reshape(WN, 1, U // 2) for half in (0, 1)], None
+            )
+            for sign in (0, 1)
+        ]
+    arranged = x[:, columns_at(U, 4, 8)]
+    product = positive @ arranged.T + negative @ -arranged.T
+    assert torch.equal(product, (codes - 8).double() @ x.T)
 
 
 def test_product_of_a_piece_of_8_bits():

@@ -61,9 +61,9 @@ INT4_NUMBERS = [
 ]
 
 
-def columns_at(k_chunk: int, bits: int) -> torch.Tensor:
+def columns_at(k_chunk: int, bits: int, x_bits: int = 16) -> torch.Tensor:
     """The column at every permuted index of a chunk."""
-    return sm90_wgmma.permute_columns.fn(torch.arange(k_chunk), k_chunk, bits)
+    return sm90_wgmma.permute_columns.fn(torch.arange(k_chunk), k_chunk, bits, x_bits)
 
 
 def chunks_of(K: int, k_chunk: int) -> torch.Tensor:
@@ -89,6 +89,8 @@ def permute(
     scales=(None, None, 0),  # out_scale, x_scale and its stride
     weights=NO_ROUTER_WEIGHTS,
     rounded=sm90_wgmma.NOT_ROUNDED,
+    x_bits=16,
+    block_k=sm90_wgmma.PERMUTED_COLUMNS,
 ) -> None:
     """Run moe_ops_permute_tokens."""
     K = x.shape[1]
@@ -103,13 +105,13 @@ def permute(
         strides=sm90_wgmma.TokenStrides(*x.stride(), scales[2]),
         topk_weights=weights,
         rounded=rounded,
-        chunks=sm90_wgmma.Chunks(k_chunk, 4, K % k_chunk > 0),
-        BLOCK_K=sm90_wgmma.PERMUTED_COLUMNS,
+        chunks=sm90_wgmma.Chunks(k_chunk, 4, x_bits, K % k_chunk > 0),
+        BLOCK_K=block_k,
         PAIR_BUCKET=bucket,
         WRITE_ORDER=write_order,
         PDL=False,
     )
-    grid = (S, -(-out.shape[1] // sm90_wgmma.PERMUTED_COLUMNS), 1)
+    grid = (S, -(-out.shape[1] // block_k), 1)
     sm90_wgmma.moe_ops_permute_tokens.function[grid](*args)
 
 
@@ -139,56 +141,102 @@ def test_permute_tokens(K, k_chunk):
     assert out[~valid].isnan().all()
 
 
-ROUNDING = rounding_of("int4_w4a8")
+ROUNDING, E4M3_DTYPE = rounding_of("int4_w4a8"), torch.float8_e4m3fn
 
 
-@pytest.mark.parametrize("K, k_chunk", [(1280, 128), (192, 128)])
+def signed(out: torch.Tensor) -> torch.Tensor:
+    """(rows, K) of e4m3 rows (rows, 2 K) whose chunks of 128 are followed by their negatives."""
+    numbers, negatives = out.view(E4M3_DTYPE).double().unflatten(1, (-1, 2, 128)).unbind(2)
+    assert torch.equal(numbers.nan_to_num(), -negatives.nan_to_num())
+    return numbers.flatten(1)
+
+
+def assert_nearest(found: torch.Tensor, exact: torch.Tensor) -> None:
+    """Elements are e4m3 numbers nearest to quotients: in the middle of two, either one."""
+    assert torch.equal(oracle.e4m3(found), found)
+    least = (oracle.e4m3(exact) - exact).abs()
+    assert ((found - exact).abs() <= least + 1e-6 * exact.abs()).all()
+
+
+@pytest.mark.parametrize("K, whole_row", [(1280, False), (1280, True), (384, True)])
+@pytest.mark.parametrize("x_bits", [8, 16])
 @pytest.mark.parametrize("arrives", [False, True])
-def test_permute_quantized_tokens(K, k_chunk, arrives):
-    """Rows rounded to e4m3, times router weights, or decoded if they arrive so; the scale of each
-    at its position."""
+def test_permute_quantized_tokens(K, whole_row, x_bits, arrives):
+    """Rows rounded to e4m3, times router weights, or decoded if they arrive so, and their scales,
+    at their positions."""
     tokens, blocks = 5, 3
     x = torch.randn(tokens, K).to(BF16)
     x[3] = math.nan
     factors = torch.rand(tokens, 1) + 0.5
     pairs = torch.tensor([2, 0, 7, 3, 4], dtype=torch.int32)
     index = torch.cat([torch.full((4 * blocks,), -1, dtype=torch.int32), pairs])
-    columns = chunks_of(K, k_chunk).flatten()
-    out = torch.full((tokens, len(columns)), float("nan"), dtype=BF16)
+    columns = (torch.arange(0, K, 128)[:, None] + columns_at(128, 4, x_bits)).flatten()
+    out = torch.full((tokens, K), float("nan"), dtype=BF16)
+    if x_bits == 8:
+        out = torch.full((tokens, 2 * K), 0x7F, dtype=torch.uint8).view(E4M3_DTYPE)
     scales = torch.full((tokens,), -1.0)
     weighed = x.double() if arrives else x.double() * factors
     expected_scale = weighed.abs().amax(1) / 448
     quotients = weighed / expected_scale[:, None]
     elements = oracle.e4m3(quotients)
     if arrives:
-        x = elements.to(torch.float8_e4m3fn).view(torch.uint8)
+        x = elements.to(E4M3_DTYPE).view(torch.uint8)
         given = {"scales": (scales, expected_scale.float()[:, None], 1)}
     else:
-        rounded = ROUNDING.MANTISSA, ROUNDING.MIN_EXPONENT, ROUNDING.MAX_VALUE
+        rounded = ROUNDING.MANTISSA, ROUNDING.MIN_EXPONENT, ROUNDING.MAX_VALUE, whole_row
         given = {
             "scales": (scales, None, 0),
             "weights": RouterWeights(factors, 1, 1),
             "rounded": sm90_wgmma.Rounded(*rounded),
         }
     routing = Routing(index, None, None, blocks, 4, 4, 1, 0, 0, 0, "sorted")
-    permute(out, x, routing, tokens, k_chunk, **given)
+    if whole_row:
+        given["block_k"] = sm90_wgmma.rounding_block(K).columns
+        assert given["block_k"] >= K
+    permute(out, x, routing, tokens, 128, x_bits=x_bits, **given)
+    found = signed(out) if x_bits == 8 else out.double()
     for position, pair in enumerate(pairs.tolist()):
         if pair >= tokens:
-            assert out[position].isnan().all() and scales[position] == -1
+            assert found[position].isnan().all() and scales[position] == -1
             continue
         torch.testing.assert_close(
             scales[position].double(), expected_scale[pair], rtol=3e-7, atol=0, equal_nan=True
         )
-        found, own = out[position].double(), columns >= 0
-        if pair == 3:
-            assert found[own].isnan().all()
+        if pair == 3:  # in e4m3 the scale has it: the sums are multiplied by it
+            assert x_bits == 8 or found[position].isnan().all()
             continue
-        assert (found[~own] == 0).all()
-        # an element nearest to the quotient: in the middle of two, either one
-        exact = (quotients if not arrives else elements)[pair][columns[own]]
-        assert torch.equal(oracle.e4m3(found), found)
-        least = (oracle.e4m3(exact) - exact).abs()
-        assert ((found[own] - exact).abs() <= least + 1e-6 * exact.abs()).all()
+        assert_nearest(found[position], (elements if arrives else quotients)[pair][columns])
+
+
+@pytest.mark.parametrize("K", [384, 4224])
+def test_rows_of_h_are_rounded(K):
+    """At once, and 1024 columns at a time; a row of NaN stays in its row."""
+    x = torch.randn(3, K)
+    x[1] = math.nan
+    out, scale = torch.zeros(3, 2 * K, dtype=torch.uint8).view(E4M3_DTYPE), torch.zeros(3)
+    block = sm90_wgmma.rounding_block(K)
+    assert block.whole_row == (K == 384)
+    args = sm90_wgmma.RoundRows(
+        out=out,
+        scale=scale,
+        x=x,
+        K=K,
+        rounded=sm90_wgmma.rounded_to(ROUNDING, block),
+        K_CHUNK=128,
+        BLOCK_K=block.columns,
+        PDL=False,
+    )
+    sm90_wgmma.moe_ops_round_rows.function[(3, 1, 1)](*args)
+    expected = x.double().abs().amax(1) / 448
+    torch.testing.assert_close(scale.double(), expected, rtol=3e-7, atol=0, equal_nan=True)
+    assert_nearest(signed(out)[::2], (x.double() / expected[:, None])[::2])
+
+
+def test_products_are_kept_for_a_device():
+    """Of every e4m3 scale, as `look_up_products` selects from them; none for other weights."""
+    w, other = int4_e4m3(), int4(torch.zeros(2, 64, 128, dtype=torch.uint8))
+    assert sm90_wgmma.products_on(w) is sm90_wgmma.products_on(w)
+    assert sm90_wgmma.products_on(w).shape == (256, 4) and sm90_wgmma.products_on(other) is None
 
 
 @pytest.mark.parametrize("mapped", [False, True])
@@ -291,7 +339,7 @@ COMPILE = """
 from benchmarks import compile_kernels as c
 from moe_ops.kernels.configs import SM90_WGMMA, GemmConfig, LayerConfig, override
 gpu = c.gpu_of(90)
-cases = {"int4_w4a16:g64:zp": "silu", "nvfp4_w4a16": "swigluoai"}
+cases = {"int4_w4a16:g64:zp": "silu", "nvfp4_w4a16": "swigluoai", "int4_w4a8": "gelu"}
 cases |= {"fp8_w8a16:block": "relu2_no_mul"}
 cases |= {"int8_w8a16:g128:zp": "silu", "mxfp4_w4a16": "silu", "int4_w4a16:g128": "silu"}
 for scheme, activation in cases.items():
@@ -302,7 +350,8 @@ for scheme, activation in cases.items():
     ):
         prepared = block_m < 64 and scheme in ("nvfp4_w4a16", "mxfp4_w4a16")
         layout = "triton_e2m1" if prepared else ""
-        call = c.Call((4, 2, 512, 320), 9, scheme, activation=activation, bias=True, layout=layout)
+        sizes = (4, 2, 512, 384 if scheme == "int4_w4a8" else 320)
+        call = c.Call(sizes, 9, scheme, activation=activation, bias=True, layout=layout)
         with override(LayerConfig(gemm, gemm, block_m, 64, SM90_WGMMA)):
             found = c.compile_call(call, gpu, 90)
         gemms = [one for one in found if "wgmma" in one.name]
@@ -330,6 +379,13 @@ def int4(data: torch.Tensor, columns: int = 256) -> MixedOperand:
     """Weights (2, 64, columns) of int4."""
     scales = torch.zeros(2, 64, columns // 128, dtype=BF16)
     return operand("w", data, scales, None, None, None, "int4_w4a16:g128", gpu(-1))
+
+
+def int4_e4m3() -> MixedOperand:
+    """Weights (2, 64, 256) of int4_w4a8."""
+    data, channels = torch.zeros(2, 64, 128, dtype=torch.uint8), torch.ones(2, 64, 1)
+    scales = torch.ones(2, 64, 2).to(E4M3_DTYPE)
+    return operand("w", data, scales, None, None, channels, "int4_w4a8", gpu(-1))
 
 
 def mxfp4(data: torch.Tensor) -> MixedOperand:
@@ -536,27 +592,70 @@ def test_split_k(scheme, split_k, I, config):  # noqa: E741
         assert {call.args[6] for call in used.call_args_list} == {expected}
 
 
+def launches_of(
+    case: Case, M: int, config: LayerConfig | None, **options: bool
+) -> list[launch.Launch]:
+    """What a layer of M tokens would launch on SM90."""
+    x, top_k = case.args[0].new_zeros(M, case.args[0].shape[1]), case.args[4].shape[1]
+    ids, weights = torch.zeros(M, top_k).long(), torch.ones(M, top_k)
+    with (
+        mock.patch.object(configs, "on_sm90", lambda _: True),
+        mock.patch.object(sm90_wgmma, "why_not", lambda *_: None),
+        mock.patch.object(mixed, "run") as run,
+        kernel_configs.override(config),
+    ):
+        moe_ops.fused_experts(x, *case.args[1:3], weights, ids, backend="triton", **options)
+    (launches, *_) = run.call_args.args
+    return launches
+
+
+def test_which_products_of_int4_w4a8_are_in_e4m3():
+    """Those of blocks of up to 32 rows: h is rounded for them, and they get PRODUCTS. Under
+    batch_invariant none, for any number of rows."""
+    case = Case("cpu", BF16, "int4_w4a8", "silu", M=1, E=4, top_k=1, K=256, I=768)
+
+    def in_e4m3(M: int, config: LayerConfig | None = None, **options: bool) -> bool:
+        launches = launches_of(case, M, config, **options)
+        gemms = [one.named() for one in launches if "wgmma" in one.kernel.name]
+        found = {named["FORMAT"] == "int4_e4m3" for named in gemms}
+        found |= {named["products_ptr"] is not None for named in gemms}
+        found |= {named["x"].base.dtype == E4M3_DTYPE for named in gemms}
+        found.add("moe_ops_round_rows" in [one.kernel.name for one in launches])
+        assert len(gemms) == 2 and len(found) == 1
+        return found.pop()
+
+    assert in_e4m3(1) and in_e4m3(16) and in_e4m3(60) and not in_e4m3(1024)
+    assert in_e4m3(60, layer(32, 128, 256, 2, 4)) and not in_e4m3(60, layer(64, 128, 256, 2, 8))
+    assert not any(in_e4m3(M, batch_invariant=True) for M in (1, 16, 60, 1024))
+
+
+@pytest.mark.parametrize(
+    "M, sizes, expected",
+    [
+        (1, (128, 8, 2048, 768), True),  # 256 programs of GEMM2, short ones
+        (1, (8, 2, 4096, 14336), False),  # 128, of 28 K tiles
+        (8, (8, 2, 4096, 14336), True),
+        (64, (8, 2, 4096, 14336), True),
+        (256, (8, 2, 4096, 14336), False),  # blocks of 64 rows
+    ],
+)
+def test_where_products_in_e4m3_are_faster(M, sizes, expected):
+    E, top_k, K, I = sizes  # noqa: E741
+    config = configs.choose_wgmma(M * top_k, E, K, I, 4, 64)
+    w2 = int4_e4m3()._replace(E=E, N=K, K=I)
+    split_k = configs.split_k_of(w2, config.gemm2, config.split_k, M * top_k)
+    assert configs.multiplies_e4m3(config, w2, split_k, M * top_k) == expected
+
+
 @pytest.mark.parametrize("words", [False, True])
 def test_few_kernels_serve_all_numbers_of_tokens(words):
     """Calls of one specialization run one set of kernels, whatever M is."""
     case = Case("cpu", BF16, "mxfp4_w4a16", "silu", M=1, E=4, top_k=1, K=256, I=768)
-    w13, w2 = [prepared(w) if words else w for w in case.args[1:3]]
+    case.args[1:3] = [prepared(w) if words else w for w in case.args[1:3]]
     kept: dict[tuple, tuple] = {}
     config = layer(8, 128, 128, 3, 4)._replace(split_k=3)  # whatever a table or a search says
     for M in (2, 64, 65, 341, 342, 400, 512, 513, 1024, 1025):
-        x, ids, weights = (
-            torch.zeros(M, 256, dtype=BF16),
-            torch.zeros(M, 1).long(),
-            torch.ones(M, 1),
-        )
-        with (
-            mock.patch.object(configs, "on_sm90", lambda _: True),
-            mock.patch.object(sm90_wgmma, "why_not", lambda *_: None),
-            mock.patch.object(mixed, "run") as run,
-            kernel_configs.override(config),
-        ):
-            moe_ops.fused_experts(x, w13, w2, weights, ids, backend="triton")
-        (launches, *_) = run.call_args.args
+        launches = launches_of(case, M, config)
         key = launch._specialization(launches, -1)
         constants: list = [one.maxnreg for one in launches]
         for one in launches:
