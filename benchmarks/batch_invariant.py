@@ -2,7 +2,8 @@
 the same bits in every batch, and what that costs.
 
     python benchmarks/batch_invariant.py [--parts probe fuzz cost] [--shapes qwen3 mixtral]
-                                         [--replays 20] [--seconds 95] [--results FOLDER]
+                                         [--schemes "" fp8_block] [--replays 20] [--seconds 95]
+                                         [--results FOLDER]
     python benchmarks/batch_invariant.py --report   # tables and plot of all rows
     python benchmarks/batch_invariant.py --dry-run  # tiny sizes on this machine; keeps nothing
 
@@ -68,6 +69,7 @@ FUZZED = (
 FUZZ_TOKENS = (*range(1, 18), 32, 64, 256, 1024, 4096)
 ROUTINGS = ("uniform", "zipf", "one expert", "padding")
 COSTS = (("qwen3", ""), ("qwen3", "fp8_block"), ("qwen3", "int4_w4a16:g128"))
+COSTS += (("qwen3", "fp8_channel"), ("qwen3", "int8_w8a8"))
 COSTS += (("mixtral", ""), ("mixtral", "fp8_block"), ("dsv3", ""), ("dsv3", "fp8_block"))
 COST_TOKENS = (1, 8, 64, 1024, 4096)
 
@@ -244,13 +246,15 @@ def digest(rows: Tensor) -> str:
 # --- fuzz ----------------------------------------------------------------------------------------
 
 
-def fuzz(shapes: list[str], device: torch.device, tiny: bool) -> Iterator[dict]:
+def fuzz(
+    shapes: list[str], schemes: tuple[str, ...], device: torch.device, tiny: bool
+) -> Iterator[dict]:
     for name in shapes:
         shape = SHAPES[name]
         plain = cancelling(shape, device)
         known = known_tokens(shape, 64, device)
         counts = (1, 2, 5, 20) if tiny else FUZZ_TOKENS
-        for scheme in FUZZED[:2] if tiny else FUZZED:
+        for scheme in schemes[:2] if tiny else schemes:
             weights = make_weights(shape, scheme, *plain)
             layer = layer_of(weights, "auto", batch_invariant=True)
             want = layer(known)
@@ -404,6 +408,9 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["qwen3", "mixtral"])
+    parser.add_argument(
+        "--schemes", nargs="+", choices=FUZZED, default=FUZZED, help='of fuzz; "" is bf16'
+    )
     parser.add_argument("--replays", type=int, default=20)
     parser.add_argument(
         "--seconds", type=float, default=95, help="after which a part is cut short"
@@ -434,7 +441,7 @@ def main() -> int:
     run = results.begin(sys.argv, not cuda)
     parts: dict[str, Callable[[], Iterator[dict]]] = {
         "probe": lambda: probe(device, given.dry_run),
-        "fuzz": lambda: fuzz(given.shapes, device, given.dry_run),
+        "fuzz": lambda: fuzz(given.shapes, tuple(given.schemes), device, given.dry_run),
         "cost": lambda: cost(given.shapes, given.replays, device, given.dry_run),
     }
     for part in given.parts:

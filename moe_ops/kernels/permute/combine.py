@@ -5,6 +5,7 @@ from typing import NamedTuple
 import triton.language as tl
 from torch import Tensor
 
+from moe_ops.kernels.configs import sort_chunk
 from moe_ops.kernels.device.blocks import local_expert
 from moe_ops.kernels.device.experts import ends_of_experts, expert_of_row
 from moe_ops.kernels.device.pdl import gdc_wait
@@ -32,6 +33,9 @@ from moe_ops.meta.workspace import cdiv
 from moe_ops.ops.args import ExpertsArgs
 
 BLOCK_N = 512  # columns of a program of combine
+# and of blocks of experts for few tokens: each column takes 8 * top_k additions, most of which are
+# skipped. On an H200 that saved 0.2 us of a layer of one token.
+FEW_BLOCK_N = 128
 ROWS_BLOCK_N = 1024  # of combine_rows
 
 
@@ -137,6 +141,9 @@ def combine(
 ) -> Launch:
     """Sum a token's rows of y, multiplied by the router's weights if `weighted`."""
     (M, K), (stride_m, stride_k) = out.shape, out.stride()
+    # follows the number of rows as a LayerConfig does: calls with equal ones run equal kernels
+    few = num_blocks > 1 and sort_chunk(M * routing.top_k) == sort_chunk(1)
+    block_n = FEW_BLOCK_N if few else BLOCK_N
     args = Combine(
         out=out,
         y=y,
@@ -149,10 +156,10 @@ def combine(
         WEIGHTED=weighted,
         SPLIT_K=split_k,
         NUM_BLOCKS=num_blocks,
-        BLOCK_N=BLOCK_N,
+        BLOCK_N=block_n,
         PDL=gpu.pdl,
     )
-    return Launch(moe_ops_combine, (M, cdiv(K, BLOCK_N), 1), args)
+    return Launch(moe_ops_combine, (M, cdiv(K, block_n), 1), args)
 
 
 class ExpertBlocks(NamedTuple):
