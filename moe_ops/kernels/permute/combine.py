@@ -9,7 +9,7 @@ from moe_ops.kernels.configs import sort_chunk
 from moe_ops.kernels.device.blocks import local_expert
 from moe_ops.kernels.device.experts import ends_of_experts, expert_of_row
 from moe_ops.kernels.device.pdl import gdc_wait
-from moe_ops.kernels.device.sums import add_terms, block_of_pair
+from moe_ops.kernels.device.sums import add_terms, expert_of_pair
 from moe_ops.kernels.launch import (
     Constant,
     Gpu,
@@ -93,7 +93,7 @@ def moe_ops_combine(
     column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     ends = ()  # end column of each of the token's rows of y, 0 if its expert is not here
     scales = ()
-    blocks = ()
+    experts = ()
     # before gdc_wait: the kernel before writes none of these
     for j in tl.static_range(TOP_K):
         pair = m * TOP_K + j
@@ -102,10 +102,8 @@ def moe_ops_combine(
             ids_stride_m, ids_stride_k, map_stride,
         )  # fmt: skip
         ends += (tl.where(e >= 0, K, 0),)  # type: ignore[assignment]
-        block = block_of_pair(
-            ids_ptr, pair, num_ids, TOP_K, ids_stride_m, ids_stride_k, NUM_BLOCKS
-        )
-        blocks += (block,)  # type: ignore[assignment]
+        expert = expert_of_pair(ids_ptr, pair, TOP_K, ids_stride_m, ids_stride_k, NUM_BLOCKS)
+        experts += (expert,)  # type: ignore[assignment]
         if WEIGHTED:
             weight_ptr = (
                 topk_weights_ptr
@@ -124,7 +122,7 @@ def moe_ops_combine(
             y_ptrs += tl.num_programs(0).to(tl.int64) * TOP_K * K
             y += tl.load(y_ptrs, mask=ok, other=0.0).to(tl.float32)
         terms += (y,)  # type: ignore[assignment]
-    total = add_terms(terms, scales, blocks, TOP_K, WEIGHTED, NUM_BLOCKS)
+    total = add_terms(terms, scales, experts, num_ids, TOP_K, WEIGHTED, NUM_BLOCKS)
     out_ptrs = out_ptr + m.to(tl.int64) * out_stride_m + column.to(tl.int64) * out_stride_k
     tl.store(out_ptrs, total.to(out_ptr.dtype.element_ty), mask=column < K)
 
@@ -237,7 +235,7 @@ def moe_ops_combine_rows(
             tl.store(out_ptr + (e * out_stride_e + m * out_stride_m), y, mask=column < K)
     else:
         m = tl.program_id(0).to(tl.int64)
-        terms, weights, blocks = (), (), ()
+        terms, weights, experts = (), (), ()
         if bias_ptr is not None:
             ends = ends_of_experts(groups_ptr, bias_E, bias_BLOCK_E)
         for j in tl.static_range(TOP_K):
@@ -254,13 +252,15 @@ def moe_ops_combine_rows(
                 weight = tl.load(weight_ptr, mask=row >= 0, other=0.0).to(tl.float32)
                 weights += (weight,)  # type: ignore[assignment]
             terms += (y,)  # type: ignore[assignment]
-            block = block_of_pair(
-                blocks_ids_ptr, m * TOP_K + j, blocks_num_ids, TOP_K, blocks_stride_m,
-                blocks_stride_k, blocks_NUM_BLOCKS,
+            expert = expert_of_pair(
+                blocks_ids_ptr, m * TOP_K + j, TOP_K, blocks_stride_m, blocks_stride_k,
+                blocks_NUM_BLOCKS,
             )  # fmt: skip
-            blocks += (block,)  # type: ignore[assignment]
+            experts += (expert,)  # type: ignore[assignment]
         weighted: tl.constexpr = topk_weights_ptr is not None
-        total = add_terms(terms, weights, blocks, TOP_K, weighted, blocks_NUM_BLOCKS)
+        total = add_terms(
+            terms, weights, experts, blocks_num_ids, TOP_K, weighted, blocks_NUM_BLOCKS
+        )
         out = total.to(out_ptr.dtype.element_ty)
         tl.store(out_ptr + m * out_stride_m, out, mask=column < K)
 
