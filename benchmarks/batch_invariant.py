@@ -58,7 +58,8 @@ from moe_ops.kernels.gemm import configs as gemm_configs
 from moe_ops.kernels.mixed_gemm import configs as mixed_configs
 from moe_ops.kernels.mixed_gemm import operands
 
-COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7")  # of schemes
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00")  # of schemes
+LINES = ("-", "--", ":")  # of shapes
 PARTS = ("probe", "fuzz", "cost")
 PROBED = ("", "fp8_block", "int4_w4a16:g128", "fp8_w8a16:channel")
 PROBE_SHAPE, PROBE_TOKENS = Shape(8, 2, 2048, 1024), (1, 2, 7, 16, 33, 64, 130, 300, 1000)
@@ -377,17 +378,17 @@ def draw(rows: list[dict], path: Path) -> None:
             of.append((row["num_tokens"], row["ratio"]))
     if not lines:
         return
-    schemes = list(dict.fromkeys(scheme for _, scheme in lines))
+    shapes, schemes = (list(dict.fromkeys(names)) for names in zip(*lines, strict=True))
     figure, panel = pyplot.subplots(figsize=(7, 4), constrained_layout=True)
     for (shape, scheme), points in lines.items():
         style = {"color": COLORS[schemes.index(scheme) % len(COLORS)]}
-        style["linestyle"] = "-" if shape == next(iter(lines))[0] else "--"
+        style["linestyle"] = LINES[shapes.index(shape) % len(LINES)]
         panel.plot(
             *zip(*sorted(points), strict=True), marker="o", label=f"{shape} {scheme}", **style
         )
     panel.axhline(1, color="black", linewidth=0.8)
     ticks = sorted({M for points in lines.values() for M, _ in points})
-    panel.set(xlabel="tokens", ylabel="time on / time off", xscale="log", ylim=(0.9, None))
+    panel.set(xlabel="tokens", ylabel="time on / time off", xscale="log", ylim=(0.8, None))
     panel.set_xticks(ticks, [str(M) for M in ticks])
     panel.minorticks_off()
     panel.grid(alpha=0.3)

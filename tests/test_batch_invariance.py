@@ -39,8 +39,9 @@ from tests.support.cases import (
     tolerance,
 )
 
-E, TOP_K, KNOWN = 5, 2, 24  # experts, experts of a token, tokens whose rows alone are known
+E, TOP_K, KNOWN = 8, 2, 24  # experts, experts of a token, tokens whose rows alone are known
 COUNTS = (*range(1, 18), 32, 64, 256)
+MANY = (1024, 4096)
 SHARED = ("fp8_tensor", "fp8_channel_tensor", "int8_w8a8_tensor", "nvfp4")  # of the whole batch
 SCHEMES = [scheme for scheme in oracle.ACTIVATIONS if scheme not in SHARED]
 SIZES = ((288, 192), (44, 52))  # K and I: whole vectors and tiles, and neither
@@ -202,6 +203,13 @@ def test_every_number_of_plain_tokens(dtype, sizes, avx):
         check_rows(M, ROUTINGS[M // 4 % 4], M, "", dtype, sizes, activation)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_many_tokens(scheme):
+    for i, routing in enumerate(ROUTINGS):
+        check_rows(MANY[i % 2], routing, i, scheme, BF16, SIZES[0], NAMES[2 * (i // 2)])
+
+
 @pytest.mark.parametrize("scheme", variants_are_slow(SCHEMES))
 def test_values_are_the_oracles(scheme):
     dtype = BF16 if scheme else FP32
@@ -301,7 +309,7 @@ def test_rows_of_a_grouped_product(scheme, dtype):
         ends = torch.tensor(ends, dtype=torch.int32)
         return moe_ops.grouped_linear(x, call.w13, ends, bias=bias, batch_invariant=True)
 
-    ends = [3, 3, 100, 150, 170]
+    ends = [3, 3, 100, 150, 170, 170, 170, 170]
     want = run(x, ends)
     rows = oracle.grouped_linear(x, call.w13, torch.tensor(ends), bias=bias)
     assert oracle.relative_error(want[:170], rows[:170]) <= tolerance(dtype, scheme)
@@ -409,7 +417,7 @@ def test_a_grouped_product_that_records_gradients():
     for dtype in (BF16, FP16, FP32):
         call = Call("", dtype, SIZES[1])
         x = normal(30, call.K, seed=6, dtype=dtype)
-        ends = torch.tensor([3, 3, 10, 20, 28], dtype=torch.int32)
+        ends = torch.tensor([3, 3, 10, 20, *[28] * (E - 4)], dtype=torch.int32)
         want = moe_ops.grouped_linear(x, call.w13, ends, batch_invariant=True)
         leaf = x.clone().requires_grad_()
         out = moe_ops.grouped_linear(leaf, call.w13, ends, batch_invariant=True)

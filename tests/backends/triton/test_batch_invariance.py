@@ -274,10 +274,10 @@ def test_tiers_of_a_gpu_give_the_same_bits(monkeypatch):
             moe_ops.explain(x, w13, w2, ids, batch_invariant=True, training=recording)
 
 
-@pytest.mark.parametrize("scheme", ["", "fp8_channel", "fp8_block", "int4_w4a16:g32", "mxfp8"])
-def test_bits_in_the_interpreter(scheme):
-    if torch.cuda.is_available():
-        pytest.skip("runs kernels, not the interpreter")
+interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="runs kernels there")
+
+
+def check_bits(scheme: str) -> None:
     K, I, M = (32, 32, 19) if not scheme else (128, 128, 19)  # noqa: E741
     w13, w2 = weights(scheme, FP32, K, I)
     x, router, ids = tokens(M, K, FP32)
@@ -296,6 +296,27 @@ def test_bits_in_the_interpreter(scheme):
     assert oracle.relative_error(want, rows) <= tolerance(FP32, scheme)
     for batch in ([0], [7], [18, 3], [4, 4, 4], torch.randperm(M)[:9].tolist()):
         assert torch.equal(run(*batch), want[torch.tensor(batch)])
+
+
+@interpreted
+@pytest.mark.parametrize("scheme", ["", "fp8_channel", "fp8_block", "int4_w4a16:g32", "mxfp8"])
+def test_bits_in_the_interpreter(scheme):
+    check_bits(scheme)
+
+
+@interpreted
+def test_the_interpreter_sees_a_kernel_that_is_let_through(monkeypatch):
+    """That of one token."""
+    chosen = plain.for_any_batch
+
+    def leaking(rows, E, K, I, *facts):  # noqa: E741
+        config = chosen(rows, E, K, I, *facts)
+        one = gemm_configs._choose_gemv(False, 4, K, I, config.sort_chunk)
+        return one if rows == TOP_K else config
+
+    monkeypatch.setattr(plain, "for_any_batch", leaking)
+    with pytest.raises(AssertionError, match="torch.equal"):
+        check_bits("")
 
 
 class Ranks:
@@ -340,10 +361,9 @@ class Ranks:
         ]
 
 
+@interpreted
 @pytest.mark.parametrize("scheme", ["", "int4_w4a16:g32"])
 def test_ranks_add_up_to_the_bits_of_one_device_in_the_interpreter(scheme):
-    if torch.cuda.is_available():
-        pytest.skip("runs kernels, not the interpreter")
     layer = Ranks(scheme, FP32, *((64, 32) if scheme else (16, 16)), "cpu")
     batch = layer.tokens(5)
     parts = layer.parts(4, batch, backend="triton")
