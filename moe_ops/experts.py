@@ -174,7 +174,7 @@ def fused_experts(
         if call.batch_invariant and bound.plan.machine.device_type != "cpu":
             raise ValueError(
                 "batch_invariant must be False for adapters on a GPU, got True: their products "
-                "choose kernels by the number of rows; merge them into the weights"
+                "are not shown to keep it; merge them into the weights"
             )
         joined = low_rank.join(adapters, bound.plan.problem, hidden_states)
         return lora.fused_experts(call, joined, recompute)

@@ -179,7 +179,8 @@ def expert_blocks(a: ExpertsArgs) -> ExpertBlocks:
     """Those of a call."""
     if a.num_blocks == 1:
         return ONE_BLOCK
-    return ExpertBlocks(a.topk_ids, a.global_experts, *a.topk_ids.stride(), a.num_blocks)
+    stride_m, stride_k = a.topk_ids.stride()
+    return ExpertBlocks(a.topk_ids, a.global_experts, stride_m, stride_k, a.num_blocks)
 
 
 @arguments
