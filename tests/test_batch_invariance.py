@@ -330,10 +330,10 @@ def test_sums_of_ranks_add_up_to_one_process(scheme, avx):
     """Blocks of experts by the tree of `moe_ops.meta.blocks`, in fp32 until the end."""
     experts, K, I = 16, 96, 64  # noqa: E741
     w13, w2 = normal(experts, 2 * I, K, seed=1) / 10, normal(experts, K, I, seed=2) / 8
-    router, ids = normal(33, 5, seed=3).abs(), torch.randint(-2, experts + 2, (33, 5))
+    router, ids = normal(13, 5, seed=3).abs(), torch.randint(-2, experts + 2, (13, 5))
     ids[0] = -1
-    for dtype in (BF16, FP16, FP32):
-        x, weights = normal(33, K, seed=4, dtype=dtype), [w.to(dtype) for w in (w13, w2)]
+    for dtype in (BF16, FP32):
+        x, weights = normal(13, K, seed=4, dtype=dtype), [w.to(dtype) for w in (w13, w2)]
         if scheme:
             weights = [moe_ops.quantize(w, scheme) for w in weights]
         options = {"batch_invariant": True}
@@ -341,7 +341,7 @@ def test_sums_of_ranks_add_up_to_one_process(scheme, avx):
         rows = oracle.experts(x, *weights, router, ids, activation="silu")
         assert oracle.relative_error(whole, rows) <= tolerance(dtype, scheme)
         options["out_dtype"] = FP32
-        for size in (2, 4, 8):
+        for size in (2, 8):
             placement = Placement(experts, size)
             parts = [
                 moe_ops.fused_experts(
