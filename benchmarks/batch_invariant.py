@@ -2,7 +2,8 @@
 the same bits in every batch, and what that costs.
 
     python benchmarks/batch_invariant.py [--parts probe fuzz cost] [--shapes qwen3 mixtral]
-                                         [--replays 20] [--seconds 95] [--results FOLDER]
+                                         [--schemes "" fp8_block] [--replays 20] [--seconds 95]
+                                         [--results FOLDER]
     python benchmarks/batch_invariant.py --report   # tables and plot of all rows
     python benchmarks/batch_invariant.py --dry-run  # tiny sizes on this machine; keeps nothing
 
@@ -57,7 +58,8 @@ from moe_ops.kernels.gemm import configs as gemm_configs
 from moe_ops.kernels.mixed_gemm import configs as mixed_configs
 from moe_ops.kernels.mixed_gemm import operands
 
-COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7")  # of schemes
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00")  # of schemes
+LINES = ("-", "--", ":")  # of shapes
 PARTS = ("probe", "fuzz", "cost")
 PROBED = ("", "fp8_block", "int4_w4a16:g128", "fp8_w8a16:channel")
 PROBE_SHAPE, PROBE_TOKENS = Shape(8, 2, 2048, 1024), (1, 2, 7, 16, 33, 64, 130, 300, 1000)
@@ -68,6 +70,7 @@ FUZZED = (
 FUZZ_TOKENS = (*range(1, 18), 32, 64, 256, 1024, 4096)
 ROUTINGS = ("uniform", "zipf", "one expert", "padding")
 COSTS = (("qwen3", ""), ("qwen3", "fp8_block"), ("qwen3", "int4_w4a16:g128"))
+COSTS += (("qwen3", "fp8_channel"), ("qwen3", "int8_w8a8"))
 COSTS += (("mixtral", ""), ("mixtral", "fp8_block"), ("dsv3", ""), ("dsv3", "fp8_block"))
 COST_TOKENS = (1, 8, 64, 1024, 4096)
 
@@ -244,13 +247,15 @@ def digest(rows: Tensor) -> str:
 # --- fuzz ----------------------------------------------------------------------------------------
 
 
-def fuzz(shapes: list[str], device: torch.device, tiny: bool) -> Iterator[dict]:
+def fuzz(
+    shapes: list[str], schemes: tuple[str, ...], device: torch.device, tiny: bool
+) -> Iterator[dict]:
     for name in shapes:
         shape = SHAPES[name]
         plain = cancelling(shape, device)
         known = known_tokens(shape, 64, device)
         counts = (1, 2, 5, 20) if tiny else FUZZ_TOKENS
-        for scheme in FUZZED[:2] if tiny else FUZZED:
+        for scheme in schemes[:2] if tiny else schemes:
             weights = make_weights(shape, scheme, *plain)
             layer = layer_of(weights, "auto", batch_invariant=True)
             want = layer(known)
@@ -373,17 +378,17 @@ def draw(rows: list[dict], path: Path) -> None:
             of.append((row["num_tokens"], row["ratio"]))
     if not lines:
         return
-    schemes = list(dict.fromkeys(scheme for _, scheme in lines))
+    shapes, schemes = (list(dict.fromkeys(names)) for names in zip(*lines, strict=True))
     figure, panel = pyplot.subplots(figsize=(7, 4), constrained_layout=True)
     for (shape, scheme), points in lines.items():
         style = {"color": COLORS[schemes.index(scheme) % len(COLORS)]}
-        style["linestyle"] = "-" if shape == next(iter(lines))[0] else "--"
+        style["linestyle"] = LINES[shapes.index(shape) % len(LINES)]
         panel.plot(
             *zip(*sorted(points), strict=True), marker="o", label=f"{shape} {scheme}", **style
         )
     panel.axhline(1, color="black", linewidth=0.8)
     ticks = sorted({M for points in lines.values() for M, _ in points})
-    panel.set(xlabel="tokens", ylabel="time on / time off", xscale="log", ylim=(0.9, None))
+    panel.set(xlabel="tokens", ylabel="time on / time off", xscale="log", ylim=(0.8, None))
     panel.set_xticks(ticks, [str(M) for M in ticks])
     panel.minorticks_off()
     panel.grid(alpha=0.3)
@@ -404,6 +409,9 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["qwen3", "mixtral"])
+    parser.add_argument(
+        "--schemes", nargs="+", choices=FUZZED, default=FUZZED, help='of fuzz; "" is bf16'
+    )
     parser.add_argument("--replays", type=int, default=20)
     parser.add_argument(
         "--seconds", type=float, default=95, help="after which a part is cut short"
@@ -434,7 +442,7 @@ def main() -> int:
     run = results.begin(sys.argv, not cuda)
     parts: dict[str, Callable[[], Iterator[dict]]] = {
         "probe": lambda: probe(device, given.dry_run),
-        "fuzz": lambda: fuzz(given.shapes, device, given.dry_run),
+        "fuzz": lambda: fuzz(given.shapes, tuple(given.schemes), device, given.dry_run),
         "cost": lambda: cost(given.shapes, given.replays, device, given.dry_run),
     }
     for part in given.parts:

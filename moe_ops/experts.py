@@ -89,7 +89,8 @@ def fused_experts(
             `quantize_activation` makes both.
         hidden_states_global_scale: () or (1,) fp32, of nvfp4 alone: values are divided by it.
         out_dtype: the result's dtype where hidden_states arrive quantized, bf16 by default; else
-            None or their own.
+            None or their own. With batch_invariant also torch.float32: the sum as it is, for
+            ranks of an expert-parallel group, whose outputs are still to be added.
         recompute: keep the inputs alone for the backward pass, and compute the first product
             again there. Without it, (M * top_k, N) elements are kept beside them.
         adapters: low-rank adapters that are added to the weights, one `LoRA` or several. Weights
@@ -103,7 +104,7 @@ def fused_experts(
             activations share one scale of the whole batch.
 
     Returns:
-        (M, K) in hidden_states' dtype, or in out_dtype if they arrive quantized. Under
+        (M, K) in out_dtype, by default hidden_states' own unless they arrive quantized. Under
         torch.autocast inputs and weights are cast first, as torch.nn.functional.linear casts them.
         Gradients flow where inputs require them.
 
@@ -170,6 +171,11 @@ def fused_experts(
             refuse_lost(call)
         if adapters is None:
             return training.fused_experts(call, recompute)
+        if call.batch_invariant and bound.plan.machine.device_type != "cpu":
+            raise ValueError(
+                "batch_invariant must be False for adapters on a GPU, got True: their products "
+                "are not shown to keep it; merge them into the weights"
+            )
         joined = low_rank.join(adapters, bound.plan.problem, hidden_states)
         return lora.fused_experts(call, joined, recompute)
     return bound.run(call, M)

@@ -20,9 +20,11 @@ import moe_ops
 from moe_ops import activations
 from moe_ops import batch_invariance as switch
 from moe_ops.backends.torch import cpu, grouped_mm, layer
+from moe_ops.numerics.sums import add_by_tree
 from moe_ops.ops import library
 from moe_ops.ops.call import ExpertsCall, Weight
 from moe_ops.ops.problem import Machine
+from moe_ops.parallel.placement import Placement, shard_experts
 from moe_ops.planning import bind
 from moe_ops.planning import machine as machines
 from tests.support import oracle, outside
@@ -37,8 +39,9 @@ from tests.support.cases import (
     tolerance,
 )
 
-E, TOP_K, KNOWN = 5, 2, 24  # experts, experts of a token, tokens whose rows alone are known
+E, TOP_K, KNOWN = 8, 2, 24  # experts, experts of a token, tokens whose rows alone are known
 COUNTS = (*range(1, 18), 32, 64, 256)
+MANY = (1024, 4096)
 SHARED = ("fp8_tensor", "fp8_channel_tensor", "int8_w8a8_tensor", "nvfp4")  # of the whole batch
 SCHEMES = [scheme for scheme in oracle.ACTIVATIONS if scheme not in SHARED]
 SIZES = ((288, 192), (44, 52))  # K and I: whole vectors and tiles, and neither
@@ -200,6 +203,13 @@ def test_every_number_of_plain_tokens(dtype, sizes, avx):
         check_rows(M, ROUTINGS[M // 4 % 4], M, "", dtype, sizes, activation)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_many_tokens(scheme):
+    for i, routing in enumerate(ROUTINGS):
+        check_rows(MANY[i % 2], routing, i, scheme, BF16, SIZES[0], NAMES[2 * (i // 2)])
+
+
 @pytest.mark.parametrize("scheme", variants_are_slow(SCHEMES))
 def test_values_are_the_oracles(scheme):
     dtype = BF16 if scheme else FP32
@@ -299,7 +309,7 @@ def test_rows_of_a_grouped_product(scheme, dtype):
         ends = torch.tensor(ends, dtype=torch.int32)
         return moe_ops.grouped_linear(x, call.w13, ends, bias=bias, batch_invariant=True)
 
-    ends = [3, 3, 100, 150, 170]
+    ends = [3, 3, 100, 150, 170, 170, 170, 170]
     want = run(x, ends)
     rows = oracle.grouped_linear(x, call.w13, torch.tensor(ends), bias=bias)
     assert oracle.relative_error(want[:170], rows[:170]) <= tolerance(dtype, scheme)
@@ -309,6 +319,53 @@ def test_rows_of_a_grouped_product(scheme, dtype):
         at = min(row, 5)
         ends_here = [0] * e + [12] * (E - e)
         assert torch.equal(run(transposed, ends_here)[at], want[row])
+
+
+# --- ranks of an expert-parallel group -----------------------------------------------------------
+
+
+@pytest.mark.parametrize("scheme", ["", "int4_w4a16:g32", "fp8_channel", "mxfp8"])
+@pytest.mark.parametrize("avx", [512, 2], indirect=True)
+def test_sums_of_ranks_add_up_to_one_process(scheme, avx):
+    """Blocks of experts by the tree of `moe_ops.meta.blocks`, in fp32 until the end."""
+    experts, K, I = 16, 96, 64  # noqa: E741
+    w13, w2 = normal(experts, 2 * I, K, seed=1) / 10, normal(experts, K, I, seed=2) / 8
+    router, ids = normal(13, 5, seed=3).abs(), torch.randint(-2, experts + 2, (13, 5))
+    ids[0] = -1
+    for dtype in (BF16, FP32):
+        x, weights = normal(13, K, seed=4, dtype=dtype), [w.to(dtype) for w in (w13, w2)]
+        if scheme:
+            weights = [moe_ops.quantize(w, scheme) for w in weights]
+        options = {"batch_invariant": True}
+        whole = moe_ops.fused_experts(x, *weights, router, ids, **options)
+        rows = oracle.experts(x, *weights, router, ids, activation="silu")
+        assert oracle.relative_error(whole, rows) <= tolerance(dtype, scheme)
+        options["out_dtype"] = FP32
+        for size in (2, 8):
+            placement = Placement(experts, size)
+            parts = [
+                moe_ops.fused_experts(
+                    *(x, *[shard_experts(w, placement, rank) for w in weights], router, ids),
+                    expert_map=placement.expert_map(rank),
+                    **options,
+                )
+                for rank in range(size)
+            ]
+            assert torch.equal(add_by_tree(parts).to(dtype), whole), (dtype, size)
+        assert not torch.equal(sum(parts), add_by_tree(parts))  # not one after another
+        leaf = x.clone().requires_grad_()
+        wide = moe_ops.fused_experts(leaf, *weights, router, ids, **options)
+        assert wide.dtype == FP32 and torch.equal(wide.to(dtype), whole)
+        (gradient,) = torch.autograd.grad(wide.square().sum(), leaf)
+        leaf = x.clone().requires_grad_()
+        out = moe_ops.fused_experts(leaf, *weights, router, ids).float()
+        (other,) = torch.autograd.grad(out.square().sum(), leaf)
+        assert oracle.relative_error(gradient, other) <= 4 * tolerance(dtype, scheme)
+    for dtype in (torch.float16, torch.float64):
+        with pytest.raises(ValueError, match="out_dtype must be None or hidden_states's dtype"):
+            moe_ops.fused_experts(
+                x.bfloat16(), w13.bfloat16(), w2.bfloat16(), router, ids, out_dtype=dtype
+            )
 
 
 # --- training ------------------------------------------------------------------------------------
@@ -360,7 +417,7 @@ def test_a_grouped_product_that_records_gradients():
     for dtype in (BF16, FP16, FP32):
         call = Call("", dtype, SIZES[1])
         x = normal(30, call.K, seed=6, dtype=dtype)
-        ends = torch.tensor([3, 3, 10, 20, 28], dtype=torch.int32)
+        ends = torch.tensor([3, 3, 10, 20, *[28] * (E - 4)], dtype=torch.int32)
         want = moe_ops.grouped_linear(x, call.w13, ends, batch_invariant=True)
         leaf = x.clone().requires_grad_()
         out = moe_ops.grouped_linear(leaf, call.w13, ends, batch_invariant=True)
@@ -589,7 +646,7 @@ def test_a_layer_hands_it_on():
     if cpu._kernels():
         assert not torch.equal(on, off)
     layer.dispatcher, layer.batch_invariant = object(), True
-    with pytest.raises(ValueError, match="batch_invariant must be False for a layer with a proc"):
+    with pytest.raises(ValueError, match="must be False .*how its experts lie is not known"):
         layer(x)
     with pytest.raises(ValueError, match="batch_invariant must be True, False, or None"):
         moe_ops.MoELayer(64, 128, E, TOP_K, batch_invariant=1)
@@ -664,8 +721,9 @@ def test_a_plan_has_one_tier_and_names_who_was_left_out(monkeypatch):
                     batch_invariant=True,
                     backend=name,
                 )
+        ends, leaf = torch.zeros(E, dtype=torch.int32), x.clone().requires_grad_()
         with pytest.raises(ValueError, match="torch: not batch invariant on cuda"):
-            moe_ops.explain(x, w13, w2, ids, batch_invariant=True, training=True)
+            moe_ops.grouped_linear(leaf, w13, ends, batch_invariant=True)
 
 
 def test_options_of_the_operators():

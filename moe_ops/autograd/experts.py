@@ -85,7 +85,8 @@ def combined(
     weights = (
         torch.ones_like(call.topk_weights) if call.router_weight_on_input else call.topk_weights
     )
-    return permute.combine(y, weights, pairs, call.hidden_states.dtype, call.batch_invariant)
+    ids = call.topk_ids if call.batch_invariant else None
+    return permute.combine(y, weights, pairs, call.output()[1], ids, call.global_experts)
 
 
 def product(

@@ -24,6 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from moe_ops.autograd import portable
 from moe_ops.autograd.adapters import UNADAPTED, Adapters
 from moe_ops.autograd.fused_adapters import Adapter, of_products
 from moe_ops.backends.cutlass import products as native
@@ -233,9 +234,13 @@ def on_device(function: Callable[..., Any]) -> Callable[..., Any]:
 def forward(
     call: ExpertsCall, adapters: Adapters = UNADAPTED
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-    """(out, h, u, index), as training.py and lora.py define them."""
+    """(out, h, u, index), as training.py and lora.py define them. A batch-invariant call has no
+    adapters here, and takes `out` from inference's kernels.
+    """
     step = _Step(call)
     index = step.place()
+    if call.batch_invariant:
+        return portable.of_inference(call), step.multiply(step.inputs(), call.w13), None, index
     first, second = of_products(step, adapters)
     h, hidden = step.gate_up_and_activated(first)
     y = step.multiply(hidden, call.w2, adapter=second)
@@ -257,6 +262,7 @@ def backward(
     b13, a2 and b2 behind them; `h` and `u` are None if they are computed again.
     """
     needs_x, needs_w13, needs_w2, needs_weights, needs_b13, needs_b2 = needs[:6]
+    grad = grad.to(call.hidden_states.dtype)
     step = _Step(call)
     step.read(index)
     layout, top_k = step.layout, step.top_k

@@ -47,6 +47,8 @@ def why_not_fused(call: ExpertsCall, adapters: Adapters) -> str | None:
     """Why a call runs in plain torch; None if it runs in fused.py. Each operator
     asks once.
     """
+    if call.batch_invariant:
+        return "batch_invariant asks for products of rows that the others do not change"
     matrices = [t for one in adapters if one is not None for t in (one.a, one.b)]
     if not all([t.is_contiguous() and t.dtype == call.hidden_states.dtype for t in matrices]):
         return "its adapters are not contiguous, or of another dtype than hidden_states"
@@ -141,7 +143,7 @@ backward = register_function(
 
 
 def fused_experts(call: ExpertsCall, adapters: Adapters, recompute: bool) -> Tensor:
-    """Differentiable experts with adapters, (M, K) in hidden_states' dtype. With `recompute`, or
+    """Differentiable experts with adapters, (M, K) in the call's dtype. With `recompute`, or
     without gradients, nothing is kept for the backward pass but the inputs and the order of the
     pairs.
     """

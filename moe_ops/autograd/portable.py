@@ -27,7 +27,7 @@ def forward(call: ExpertsCall, adapters: Adapters) -> tuple[Tensor, Tensor, Tens
     rows = composition.gemm1_input(call, pairs)
     h, u = _first(call, rows, adapters, pairs)
     if call.batch_invariant and adapters == UNADAPTED:
-        out = _of_inference(call)
+        out = of_inference(call)
     else:
         hidden = _activated(call, _ActivationInput(call, h, pairs))
         out = composition.combined(_product_of(call), hidden, call, pairs, adapters.w2)
@@ -44,13 +44,13 @@ def _first(
     return composition.product(multiply, rows, call.w13, pairs, None, adapter, u), u
 
 
-def _of_inference(call: ExpertsCall) -> Tensor:
+def of_inference(call: ExpertsCall) -> Tensor:
     """The output that the call has without gradients, by what computes it there: its bits are
     those of a batch-invariant inference, at the price of a first product for h beside it.
     """
     inference = call._replace(needs_grad=False)
     with torch.no_grad():
-        return bind.look_up(inference, "torch").run(inference, call.hidden_states.shape[0])
+        return bind.look_up(inference, "auto").run(inference, call.hidden_states.shape[0])
 
 
 def _activated(call: ExpertsCall, inputs: _ActivationInput) -> Tensor:

@@ -52,6 +52,7 @@ class Options(NamedTuple):
     router_weight_on_input: bool
     recompute: bool  # h is computed again in the backward pass
     batch_invariant: bool = False
+    fp32_out: bool = False  # beside hidden_states of 16 bits
 
 
 class Inputs(NamedTuple):
@@ -80,6 +81,7 @@ def _inputs(values: tuple) -> Inputs:
     call = ExpertsCall(
         *(x, first, second, topk_weights, topk_ids, b13, b2, expert_map, activation),
         *(o.router_weight_on_input, True, True),
+        out_dtype=torch.float32 if o.fp32_out else None,
         batch_invariant=o.batch_invariant,
     )
     return Inputs(call, o.recompute)
@@ -102,7 +104,7 @@ _PACKED = frozenset([name for name, scheme in SCHEMES.items() if scheme.weight_o
 def why_not_fused(call: ExpertsCall) -> str | None:
     """Why a call runs in plain torch; None if it runs in fused.py. Each operator asks once."""
     x, w13, w2 = call.hidden_states, call.w13.data, call.w2.data
-    if call.batch_invariant:
+    if call.batch_invariant and x.device.type == "cpu":
         return "batch_invariant asks for the products that inference takes"
     if call.w13.scheme and call.w13.scheme not in _PACKED:
         return "its scheme quantizes activations, or has no name"
@@ -138,7 +140,8 @@ def explanation(call: ExpertsCall) -> str:
         products = "products that decode weights"
     elif native.kernels(call.hidden_states.get_device()) is not None:
         products = "grouped products of csrc/cutlass"
-    return f"fused kernels, {products}"
+    output = ", the output by inference's kernels" if call.batch_invariant else ""
+    return f"fused kernels, {products}{output}"
 
 
 _warned = False
@@ -199,7 +202,7 @@ def _forward_fake(*values: Any) -> tuple[Tensor, Tensor, Tensor]:
     x = call.hidden_states
     S = x.shape[0] * top_k
     h = x.new_empty((0 if inputs.recompute else S, N), dtype=portable.kept_dtype(call))
-    out = x.new_empty(x.shape)
+    out = x.new_empty(x.shape, dtype=call.output()[1])
     return out, h, call.topk_ids.new_empty((E + S,), dtype=torch.int32)
 
 
@@ -280,7 +283,7 @@ backward = register_function(
 
 
 def fused_experts(call: ExpertsCall, recompute: bool) -> Tensor:
-    """Differentiable experts, (M, K) in hidden_states' dtype. With `recompute` nothing is kept for
+    """Differentiable experts, (M, K) in the call's dtype. With `recompute` nothing is kept for
     the backward pass but the inputs and the order of the pairs.
     """
     composition.refuse_transforms()
@@ -293,5 +296,6 @@ def op_values(call: ExpertsCall, recompute: bool) -> tuple:
     # constants, also where dynamic=True makes symbols of them
     numbers = [float(guard_scalar(x)) for x in (a.alpha, a.beta, a.limit)]
     values = (call.w13.scheme, a.name, *numbers, call.router_weight_on_input, recompute)
-    values += (True,) if call.batch_invariant else ()  # the last one may be left out
+    fp32_out = call.output()[1] != call.hidden_states.dtype
+    values += (True, fp32_out) if call.batch_invariant else ()  # the last ones may be left out
     return call.op_values(text_of(Options._fields[: len(values)], values))

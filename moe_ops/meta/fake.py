@@ -136,10 +136,15 @@ def sizes_grouped_linear(a: Any, bits: int, x_bits: int) -> None:
         )
 
 
-def _check_input(name: str, x: Any, scale: Any, out: Any, x_bits: int) -> Any:
-    """The columns that an input stands for. Unless it arrives quantized, `out` has its dtype."""
+def _check_input(
+    name: str, x: Any, scale: Any, out: Any, x_bits: int, may_be_fp32: bool = False
+) -> Any:
+    """The columns that an input stands for. Unless it arrives quantized, `out` has its dtype, or
+    where it may be, fp32.
+    """
     if scale is None:
-        _check(x.dtype == out.dtype, f"out must have the dtype of {name}")
+        fits = x.dtype == out.dtype or (may_be_fp32 and out.dtype == torch.float32)
+        _check(fits, f"out must have the dtype of {name}")
         return x.shape[-1]
     _check(out.dtype.is_floating_point, "out must be floating point")
     if scale.ndim == x.ndim:
@@ -159,7 +164,8 @@ def check_experts(a: Any, bits: int, x_bits: int) -> None:
     _check_rows(weights.shape[0], rows, "topk_weights must have one row per row of hidden_states")
     _check_rows(a.out.shape[0], rows, "out must have one row per row of hidden_states")
     _check(ids.shape[1] == weights.shape[1], "topk_ids and topk_weights must have equal top_k")
-    K = _check_input("hidden_states", x, a.hidden_states_scale, a.out, x_bits)
+    scale = a.hidden_states_scale
+    K = _check_input("hidden_states", x, scale, a.out, x_bits, a.batch_invariant)
     _check(a.out.shape[1] == K, "out must have hidden_states' width")
     _check(ids.dtype in _IDS, "topk_ids must be int32 or int64")
     _check(weights.dtype.is_floating_point, "topk_weights must be floating point")

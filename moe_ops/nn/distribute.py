@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from moe_ops.checks import check_size, check_type
-from moe_ops.nn.layer import MoELayer, refuse_batch_invariance
+from moe_ops.nn.layer import MoELayer
+from moe_ops.parallel import invariance
 from moe_ops.parallel.agreement import check_agreement
 from moe_ops.parallel.columns import shard_w2, shard_w13
 from moe_ops.parallel.config import ParallelConfig
@@ -57,10 +58,11 @@ def distribute(
 
     Raises:
         ValueError: no MoE layer; one that is spread already, by a group, an expert_map or
-            DTensors, that has adapters or asks for batch invariance; fewer experts than ranks;
-            columns as `shard_w13` refuses them, and biases beside them; enable_eplb; a
-            deployment or mesh that `ParallelConfig.from_mesh` or `make_dispatcher` refuses; or
-            ranks that differ, naming layer, field and ranks. The model is then as it was.
+            DTensors, or that has adapters; one that asks for batch invariance where sums are not
+            those of one device; fewer experts than ranks; columns as `shard_w13` refuses them,
+            and biases beside them; enable_eplb; a deployment or mesh that
+            `ParallelConfig.from_mesh` or `make_dispatcher` refuses; or ranks that differ, naming
+            layer, field and ranks. The model is then as it was.
     """
     check_type("model", model, nn.Module)
     check_size("max_num_tokens", max_num_tokens)
@@ -107,12 +109,13 @@ def distribute(
         if parallel.use_ep:
             layer.place_experts(_placement(layer, parallel).expert_map(parallel.ep_rank))
         layer.dispatcher = dispatcher
+        layer.not_invariant = invariance.why_not(parallel, layer.num_experts)
     return model
 
 
 def _check(name: str, layer: MoELayer, parallel: ParallelConfig) -> None:
     where = f"layer {name!r}"
-    refuse_batch_invariance(layer.batch_invariant)
+    invariance.check(layer.batch_invariant, invariance.why_not(parallel, layer.num_experts))
     if layer.dispatcher is not None or layer.expert_map is not None:
         raise ValueError(f"{where} must hold all of its experts, got one that is spread already")
     if getattr(layer, "lora", None) is not None:

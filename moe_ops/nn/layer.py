@@ -32,7 +32,7 @@ from moe_ops.nn.config import MoEConfig
 from moe_ops.nn.lora import ExpertsLoRA
 from moe_ops.nn.modules import Experts, Gate, SharedExpert, expert_map_on_host
 from moe_ops.ops.memory import refuse_lost
-from moe_ops.parallel import wire
+from moe_ops.parallel import invariance, wire
 from moe_ops.parallel.agreement import check_agreement
 from moe_ops.parallel.dispatch import Dispatcher, make_dispatcher
 from moe_ops.parallel.replicas import Replicas, ReplicatedPlacement, balanced
@@ -94,7 +94,8 @@ class MoELayer(nn.Module):
         track_load: count tokens per expert in evaluation too, not in training alone.
         max_workspace_bytes, recompute, backend: as in `fused_experts`.
         batch_invariant: as in `fused_experts`, of the experts alone: router and shared expert are
-            products of torch. Refused by a layer with a process group.
+            products of torch. With a process group the bits are those of one device where each
+            rank holds whole eighths of the experts (docs/reproducibility.md).
         device, dtype: of the parameters.
 
     Attributes:
@@ -122,6 +123,11 @@ class MoELayer(nn.Module):
     recompute: bool = False
     batch_invariant: bool | None = None
     dispatcher: Dispatcher | None = None
+    # why a layer with a dispatcher does not return the bits of one device
+    not_invariant: tuple[str, ...] = (
+        "how its experts lie is not known; spread it by from_config(config, group=...) or "
+        "distribute",
+    )
 
     def __init__(
         self,
@@ -276,15 +282,17 @@ class MoELayer(nn.Module):
                 expert bias, which would be added once per device; a shared expert whose width the
                 number of devices does not divide; or replicated experts without an expert_map.
                 With a group as `make_dispatcher`, an expert_map of your own, fewer slots than
-                experts, or a configuration that is not the same on all of its ranks, naming field
-                and ranks.
+                experts, a configuration that is not the same on all of its ranks, naming field
+                and ranks, or batch_invariant where sums are not those of one device, with every
+                reason.
         """
         if not isinstance(config, MoEConfig):
             raise ValueError(f"config must be a moe_ops.MoEConfig, got {type(config).__name__}")
         parallel = config.parallel
         dispatcher = slots = None
+        not_invariant = invariance.why_not(parallel, config.num_experts)
         if group is not _NO_GROUP:
-            refuse_batch_invariance(options.get("batch_invariant"))
+            invariance.check(options.get("batch_invariant"), not_invariant)
             check_agreement(_common_fields(config, {"name": name, **options}), group)
             dispatcher = make_dispatcher(
                 parallel,
@@ -341,7 +349,7 @@ class MoELayer(nn.Module):
             config.experts_per_token,
             **settings,
         )
-        layer.dispatcher = dispatcher
+        layer.dispatcher, layer.not_invariant = dispatcher, not_invariant
         if slots is not None:
             layer._replicate(slots, parallel.ep_rank, parallel.num_dispatchers > 1)
         return layer
@@ -494,22 +502,25 @@ class MoELayer(nn.Module):
         if replicas is not None:
             _refuse_training(self.experts)
             ids = replicas(ids)
-        quantized: dict[str, Any] = {}
+        options: dict[str, Any] = {}
+        by_tree = False
         if self.dispatcher is not None:
-            refuse_batch_invariance(self.batch_invariant)
-            if self._sends_quantized(x, topk_weights):
+            by_tree = invariance.check(self.batch_invariant, self.not_invariant)
+            if not by_tree and self._sends_quantized(x, topk_weights):
                 sent = wire.quantize_rows(x, self.experts.w13)
                 send: Any = self.dispatcher
                 rows, scale, ids, weights = send.dispatch_quantized(
                     sent.q, sent.scale, ids, topk_weights
                 )
-                quantized = {
+                options = {
                     "hidden_states_scale": scale,
                     "hidden_states_global_scale": sent.global_scale,
                     "out_dtype": x.dtype,
                 }
             else:
                 rows, ids, weights = self.dispatcher.dispatch(x, ids, topk_weights)
+            if by_tree and x.dtype != torch.float64:
+                options = {"out_dtype": torch.float32}
         out = fused_experts(
             rows,
             self.experts.w13,
@@ -526,9 +537,15 @@ class MoELayer(nn.Module):
             adapters=None if lora is None else lora.adapter(),
             backend=self.backend,
             batch_invariant=self.batch_invariant,
-            **quantized,
+            **options,
         )
-        if self.dispatcher is not None:
+        if by_tree:
+            combine: Any = self.dispatcher
+            out = combine.combine_by_tree(out, x.shape[0])
+            dtype = torch.get_autocast_dtype(x.device.type) if autocasting(x.device) else x.dtype
+            if out.dtype == torch.float32 != dtype:  # else a cast loses compiled gradients
+                out = out.to(dtype)
+        elif self.dispatcher is not None:
             out = self.dispatcher.combine(out, x.shape[0])
         return out, router_logits, topk_ids
 
@@ -578,15 +595,6 @@ def tokens_per_expert(topk_ids: Tensor, num_experts: int) -> Tensor:
     counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=ids.device)
     # not bincount, which reads its output size on the host, nor histc, which needs floats
     return counts.scatter_add(0, ids, torch.ones_like(ids))[:num_experts]
-
-
-def refuse_batch_invariance(asked: bool | None) -> None:
-    if switch.resolve(asked):
-        raise ValueError(
-            "batch_invariant must be False for a layer with a process group, got True: "
-            "libraries of collectives add the outputs of its ranks, in an order that "
-            "depends on the rank of a token; run whole layers"
-        )
 
 
 def _refuse_training(experts: Experts) -> None:

@@ -12,6 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from moe_ops.numerics import sums
+
 
 class Pairs(NamedTuple):
     """The S = M * top_k token-expert pairs, sorted by local expert."""
@@ -76,7 +78,8 @@ def combine(
     topk_weights: Tensor,
     pairs: Pairs,
     dtype: torch.dtype,
-    one_by_one: bool = False,
+    ids: Tensor | None = None,
+    num_experts: int = 0,
 ) -> Tensor:
     """Weighted sum of expert outputs over top_k, in fp32, with one cast at the end.
 
@@ -84,8 +87,8 @@ def combine(
         y: (S, K) expert outputs in sorted pair order; rows of pairs whose expert is not here may
             hold anything.
         topk_weights: (M, top_k), any float dtype.
-        one_by_one: add the pairs of a token in order, each by an addition of its own. The order in
-            which a sum of torch adds them is the same from run to run, and may depend on M.
+        ids: (M, top_k) of num_experts experts, for sums in the order of meta/blocks.py. None: by a
+            sum of torch, whose order is the same from run to run, and may depend on M.
 
     Returns:
         (M, K) of `dtype`. Differentiable in y and topk_weights.
@@ -95,12 +98,10 @@ def combine(
     weights = torch.where(valid, topk_weights.to(wide).unsqueeze(-1), 0)
     rows = y.index_select(0, pairs.inverse).view(*pairs.valid.shape, y.shape[1]).to(wide)
     weighed = torch.where(valid, rows, 0) * weights
-    if not one_by_one:
+    if ids is None:
         return weighed.sum(1).to(dtype)
-    total = weighed[:, 0]
-    for j in range(1, weighed.shape[1]):
-        total = total + weighed[:, j]
-    return total.to(dtype)
+    blocks = sums.block_of(ids, num_experts)
+    return sums.add_blocks(weighed, blocks, num_experts).to(dtype)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

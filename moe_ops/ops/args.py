@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, NamedTuple
 
+import torch
 from torch import Tensor
+
+from moe_ops.meta.blocks import num_blocks
 
 Scale = Annotated[Tensor | None, "scale"]
 
@@ -47,6 +50,22 @@ class ExpertsArgs(NamedTuple):
     tiers: str = ""  # "max_M:backend,...,*:backend" for `auto`, else ""
     chunk_rows: int = 0  # tokens that the workspaces have room for (ops/chunks.py); 0: for all
     batch_invariant: bool = False  # a token's row has the same bits in every batch
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of hidden_states' values. `out` may be wider, unless they arrive quantized."""
+        arrived = self.hidden_states_scale is not None
+        return (self.out if arrived else self.hidden_states).dtype
+
+    @property
+    def global_experts(self) -> int:
+        """How many experts topk_ids name."""
+        return (self.w2 if self.expert_map is None else self.expert_map).shape[0]
+
+    @property
+    def num_blocks(self) -> int:
+        """Of experts, each of which is summed alone (meta/blocks.py)."""
+        return num_blocks(self.global_experts) if self.batch_invariant else 1
 
 
 class BatchedExpertsArgs(NamedTuple):

@@ -161,6 +161,11 @@ class ExpertsCall(NamedTuple):
     hidden_states_global_scale: Tensor | None = None
     batch_invariant: bool = False
 
+    @property
+    def global_experts(self) -> int:
+        """How many experts topk_ids name."""
+        return (self.w2.data if self.expert_map is None else self.expert_map).shape[0]
+
     def key(self) -> tuple:
         """All facts but M. Raises IndexError for tensors of too few dimensions, which validation
         refuses.
@@ -176,7 +181,7 @@ class ExpertsCall(NamedTuple):
         """Shape and dtype of the result."""
         x = self.hidden_states
         if self.hidden_states_scale is None:
-            return tuple(x.shape), x.dtype
+            return tuple(x.shape), self.out_dtype or x.dtype
         return (x.shape[0], self.w2.data.shape[1]), self.out_dtype or _DEFAULT_OUT
 
     def op_values(self, options: str) -> tuple:

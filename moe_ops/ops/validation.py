@@ -87,7 +87,7 @@ def _experts_problem(call: ExpertsCall) -> Problem:
     check_rank("topk_ids", call.topk_ids, "(M, top_k)")
     dtype, width = _check_input(
         *("hidden_states", x, call.hidden_states_scale, call.hidden_states_global_scale),
-        *(call.out_dtype, call.w13.scheme, call.needs_grad),
+        *(call.out_dtype, call.w13.scheme, call.needs_grad, call.batch_invariant),
     )
     E, N, K, I = _check_weights(call.w13, call.w2, x, width, call.activation)  # noqa: E741
     top_k = static_size(call.topk_ids.shape[1])
@@ -236,8 +236,11 @@ def _check_input(
     out_dtype: torch.dtype | None,
     scheme_name: str,
     needs_grad: bool,
+    may_be_fp32: bool = False,  # whether the output may be fp32 beside an input of 16 bits
 ) -> tuple[torch.dtype, int]:
-    """(dtype of the output, columns that the input stands for)."""
+    """(dtype of the input's values, or if it arrives quantized of the output; columns that the
+    input stands for).
+    """
     if scale is None:
         if global_scale is not None:
             raise ValueError(
@@ -250,10 +253,12 @@ def _check_input(
                 f"{name} must be a floating-point tensor, got {x.dtype}"
                 + hint * (x.dtype.itemsize == 1)
             )
-        if out_dtype is not None and out_dtype != x.dtype:
+        wide = may_be_fp32 and out_dtype == torch.float32 and x.dtype != torch.float64
+        if out_dtype not in (None, x.dtype) and not wide:
+            or_fp32 = ", or torch.float32 with batch_invariant," * (x.dtype.itemsize == 2)
             raise ValueError(
-                f"out_dtype must be None or {name}'s dtype {x.dtype} unless {name} arrives "
-                f"quantized, got {out_dtype}; convert the result with .to()"
+                f"out_dtype must be None or {name}'s dtype {x.dtype}{or_fp32} unless {name} "
+                f"arrives quantized, got {out_dtype}; convert the result with .to()"
             )
         return x.dtype, static_size(x.shape[-1])
     if needs_grad:

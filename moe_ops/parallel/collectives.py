@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from moe_ops.numerics.sums import add_by_tree
+
 
 class Ranks(NamedTuple):
     """What the collectives of a dispatcher are told."""
@@ -22,6 +24,7 @@ class Ranks(NamedTuple):
     all_to_all: bool  # send rows as they are and add them here
     reduce_dtype: torch.dtype | None  # in which rows of 16 bits are added; None: their own
     label: str
+    by_tree: bool = False  # send rows as they are and add them here by a binary tree
 
 
 class AllGather(torch.autograd.Function):
@@ -57,14 +60,15 @@ class ReduceScatter(torch.autograd.Function):
     def forward(ctx: Any, ranks: Ranks, rows: Tensor) -> Tensor:
         ctx.ranks = ranks
         rows = rows.contiguous()
-        if ranks.all_to_all:
+        if ranks.all_to_all or ranks.by_tree:
             share = rows.shape[0] // ranks.size
             splits = [share] * ranks.size
             (received,) = _exchange(
                 ranks, lambda op: [op.all_to_all_single(rows, splits, splits, ranks.group)]
             )
+            parts = received.view(ranks.size, share, *rows.shape[1:])
             # torch adds 16-bit numbers in fp32, in a fixed order, and rounds once
-            return received.view(ranks.size, share, *rows.shape[1:]).sum(0)
+            return add_by_tree(parts.unbind()) if ranks.by_tree else parts.sum(0)
         return _summed(
             ranks,
             rows,
@@ -96,10 +100,13 @@ class Sum(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, ranks: Ranks, rows: Tensor) -> Tensor:
-        ctx.ranks = ranks
-        return _summed(
-            ranks, rows.contiguous(), lambda op, sent: op.all_reduce(sent, "sum", ranks.group)
-        )
+        ctx.ranks, rows = ranks, rows.contiguous()
+        if ranks.by_tree:
+            (received,) = _exchange(
+                ranks, lambda op: [op.all_gather_into_tensor(rows, ranks.size, ranks.group)]
+            )
+            return add_by_tree(received.view(ranks.size, *rows.shape).unbind())
+        return _summed(ranks, rows, lambda op, sent: op.all_reduce(sent, "sum", ranks.group))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:

@@ -38,7 +38,8 @@ class Dispatcher(Protocol):
         max_num_tokens: T, the most tokens that one rank passes in one call.
 
     One whose attribute `send_quantized` is True, or None for GPUs alone, also has
-    `dispatch_quantized(q, scale, topk_ids, topk_weights)`, as `AllGatherReduceScatter` has it.
+    `dispatch_quantized(q, scale, topk_ids, topk_weights)`, as `AllGatherReduceScatter` has it. One
+    that serves layers under `batch_invariant` has its `combine_by_tree(out, num_tokens)`.
     """
 
     name: ClassVar[str]

@@ -191,6 +191,17 @@ class PaddedDispatcher(_Dispatcher):
         self._check_outputs(out)
         return ReduceScatter.apply(self._ranks, out)[:num_tokens]
 
+    def combine_by_tree(
+        self,
+        out: Tensor,  # (R * T, K)
+        num_tokens: int,
+    ) -> Tensor:  # (num_tokens, K)
+        """`combine` of fp32 sums over each rank's blocks of experts (`moe_ops.meta.blocks`). They
+        travel as they are, and are added by a binary tree of ranks; nothing is rounded.
+        """
+        self._check_outputs(out)
+        return ReduceScatter.apply(self._ranks._replace(by_tree=True), out)[:num_tokens]
+
     def _check_outputs(self, out: Tensor) -> None:
         """Raise unless these are the R * T rows that `dispatch` returned."""
         check_rank("out", out, "(R * T, K)")
@@ -324,10 +335,22 @@ class AllReduce(_Dispatcher):
         Raises:
             ValueError: another number of rows than num_tokens.
         """
+        self._check_outputs(out, num_tokens)
+        return Sum.apply(self._ranks, out)
+
+    def combine_by_tree(
+        self,
+        out: Tensor,  # (M, K)
+        num_tokens: int,
+    ) -> Tensor:  # (M, K)
+        """As `AllGatherReduceScatter.combine_by_tree`; every rank gets the rows of all others."""
+        self._check_outputs(out, num_tokens)
+        return Sum.apply(self._ranks._replace(by_tree=True), out)
+
+    def _check_outputs(self, out: Tensor, num_tokens: int) -> None:
         check_rank("out", out, "(M, K)")
         if guard_or_false(out.shape[0] != num_tokens):
             raise ValueError(f"out must have M={num_tokens} rows, got {out.shape[0]}")
-        return Sum.apply(self._ranks, out)
 
 
 def num_devices(parallel: ParallelConfig) -> int:

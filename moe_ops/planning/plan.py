@@ -220,6 +220,8 @@ def plan(problem: Problem, machine: Machine, backend: str = "auto") -> Plan:
         ValueError: the name is unknown, or no backend takes the problem; every reason is listed.
         ImportError: the named backend's library is not installed.
     """
+    if _trains_invariantly(problem):  # the output of its forward pass is that of inference
+        plan(replace(problem, needs_grad=False), machine)
     if backend != "auto":
         chosen = backends.named(backend)
         reasons = _reasons(chosen, problem, machine)
@@ -381,9 +383,13 @@ def _reasons(backend: library.Backend, problem: Problem, machine: Machine) -> li
         )
     if problem.max_workspace_bytes is not None and not backend.chunked:
         reasons.append("cannot run in chunks: leave max_workspace_bytes out")
-    if problem.batch_invariant:
+    if problem.batch_invariant and not _trains_invariantly(problem):
         reasons += backend.batch_invariant(problem, machine)
     return reasons
+
+
+def _trains_invariantly(problem: Problem) -> bool:
+    return problem.batch_invariant and problem.needs_grad and problem.kind == "experts"
 
 
 def not_tested_note(architecture: str) -> str | None:

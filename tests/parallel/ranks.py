@@ -611,6 +611,49 @@ def quantized_wire(rank: int, size: int) -> Iterator[tuple[str, float, float]]:
             yield f"quantized rows, compiled, {scheme}", difference(call(x), layer(x)), 0.0
 
 
+def invariant(rank: int, size: int) -> Iterator[tuple[str, float, float]]:
+    """Under `batch_invariant` layers have the bits of one process, with and without gradients."""
+    experts, top_k = 16, 4
+    for scheme in SCHEMES:
+        w13, w2 = torch.randn(experts, 2 * I, H) / H**0.5, torch.randn(experts, H, I) / I**0.5
+        w13, w2 = w13.bfloat16(), w2.bfloat16()
+        if scheme:
+            w13, w2 = moe_ops.quantize(w13, scheme), moe_ops.quantize(w2, scheme)
+        t = tokens("one rank without tokens", rank, size, torch.bfloat16)
+        t.ids = torch.randint(-2, experts + 2, (len(t.x), top_k))
+        t.weights = torch.rand(len(t.x), top_k) + 0.1
+        want = moe_ops.fused_experts(t.x, w13, w2, t.weights, t.ids, batch_invariant=True)
+        for kind in (*KINDS, AllReduce):
+            shared = kind is AllReduce
+            mine = slice(None) if shared else t.mine
+            backend = (AllToAll if shared else kind).name
+            config = moe_ops.MoEConfig(
+                *(experts, top_k, H, I),
+                in_dtype=torch.bfloat16,
+                max_num_tokens=size * MOST,
+                parallel=moe_ops.ParallelConfig(all2all_backend=backend),
+            )
+            layer = spread_layer(config, rank, size, "linear", shared, batch_invariant=None).eval()
+            for name, weight in (("gate_up_proj", w13), ("down_proj", w2)):
+                share = shard_experts(weight, Placement(experts, size), rank)
+                setattr(layer.experts, name, torch.nn.Parameter(share, requires_grad=False))
+            routed = t.x[mine], t.weights[mine], t.ids[mine]
+            layer.gate.route = lambda *_, routed=routed, **__: routed  # products of torch differ
+            name = f"batch invariant, {scheme or 'bf16'}, {kind.name}"
+            with moe_ops.set_batch_invariant(True):
+                got = layer(t.x[mine])
+                trained = layer(t.x[mine].clone().requires_grad_())
+                yield name, float(not torch.equal(got, want[mine])), 0.0
+                yield f"{name}, trained", float(not torch.equal(trained, got)), 0.0
+                if size == 2 and kind is AllToAll and not scheme:
+                    call = torch.compile(layer, fullgraph=True, backend="aot_eager")
+                    yield f"{name}, compiled", float(not torch.equal(call(t.x[mine]), got)), 0.0
+            off = layer(t.x[mine])
+            if len(off):  # the bits of a rank's sum that is rounded tell
+                same = torch.equal(off, want[mine])
+                yield f"{name}, with the mode off", float(same), 0.0
+
+
 class Columns:
     """This rank's columns of all experts, called as one would call all of them."""
 
@@ -787,7 +830,7 @@ def refused(call: Callable[[], object]) -> str:
 # by number of ranks; compiling takes the most time, and does not depend on it
 ALWAYS = (
     *(forwards, dispatched, sums, gradients, second_gradients, layers),
-    *(columns, shared_tokens, replicated, quantized_wire, disagreements),
+    *(columns, shared_tokens, replicated, quantized_wire, invariant, disagreements),
 )
 CASES = {2: (*ALWAYS, compiled), 4: (*ALWAYS, faults)}
 

@@ -17,7 +17,7 @@ from moe_ops.backends.cutlass.schemes import grouped_bytes
 from moe_ops.kernels import launch
 from moe_ops.kernels.gemm.operands import activated
 from moe_ops.kernels.launch import run
-from moe_ops.kernels.permute.combine import combine_rows
+from moe_ops.kernels.permute.combine import combine_rows, expert_blocks
 from moe_ops.kernels.permute.place import place
 from moe_ops.kernels.permute.scatter import GroupedRows, scatter
 from moe_ops.meta.workspace import carve, cdiv, round_up
@@ -75,4 +75,5 @@ def _run(a: ExpertsArgs) -> None:
     products.activate_blocks_into(h, rows, w13, layout.groups, activation, powers, bias)
     products.multiply_blocks_into(y, h, w2, layout.groups)
     bias = None if a.w2_bias is None else a.w2_bias.contiguous()
-    run([combine_rows(a.out, y, on_output, layout, top_k, bias)], device, gpu)
+    summed = combine_rows(a.out, y, on_output, layout, top_k, bias, expert_blocks(a))
+    run([summed], device, gpu)

@@ -15,7 +15,7 @@ from moe_ops.backends.cutlass import library, products
 from moe_ops.kernels import launch
 from moe_ops.kernels.gemm.operands import activated
 from moe_ops.kernels.launch import run
-from moe_ops.kernels.permute.combine import combine_rows
+from moe_ops.kernels.permute.combine import combine_rows, expert_blocks
 from moe_ops.kernels.permute.place import place
 from moe_ops.kernels.training.rows import activate, scatter
 from moe_ops.meta.workspace import carve
@@ -65,4 +65,5 @@ def _run(a: ExpertsArgs) -> None:
         y = carve(a.workspace2, (S, K), torch.bfloat16)
     products.multiply_into(y, h, a.w2, layout.groups)
     bias = _contiguous(a.w2_bias)
-    run([combine_rows(a.out, y, on_output, layout, top_k, bias)], device, gpu)
+    summed = combine_rows(a.out, y, on_output, layout, top_k, bias, expert_blocks(a))
+    run([summed], device, gpu)

@@ -14,7 +14,7 @@ from moe_ops import activations, numerics
 from moe_ops.backends.torch import cpu, layer
 from moe_ops.backends.torch.grouped_mm import grouped_mm, product_of_rows
 from moe_ops.meta import workspace
-from moe_ops.numerics import permute
+from moe_ops.numerics import permute, sums
 from moe_ops.ops import library
 from moe_ops.ops.args import BatchedExpertsArgs, ExpertsArgs, GroupedLinearArgs
 from moe_ops.ops.chunks import batched_chunks, chunks
@@ -112,7 +112,7 @@ def _launch_experts(a: ExpertsArgs) -> None:
 def _experts(a: ExpertsArgs, amax_of_x: Tensor | None, amax_of_h: Tensor | None) -> None:
     """A layer, or a chunk of its tokens."""
     (M, K), S, pairs, weights = a.out.shape, a.topk_ids.numel(), _sort(a), a.topk_weights
-    dtype = _compute_dtype(a.out.dtype, a.scheme)
+    dtype = _compute_dtype(a.w2.dtype, a.scheme)
     hidden = _hidden(a, pairs, amax_of_x)
     if a.scheme:
         valid = pairs.experts < a.w13.shape[0]
@@ -133,9 +133,12 @@ def _experts(a: ExpertsArgs, amax_of_x: Tensor | None, amax_of_h: Tensor | None)
         weights = torch.ones_like(weights)
     if cpu.can_combine(y, a.out):
         rows = torch.where(pairs.valid, pairs.inverse.view(M, -1), -1)
-        cpu.combine(y, weights, rows, a.out)
+        one_block = a.num_blocks == 1
+        blocks = None if one_block else sums.block_of(a.topk_ids, a.global_experts)
+        cpu.combine(y, weights, rows, a.out, blocks)
     else:
-        a.out.copy_(permute.combine(y, weights, pairs, a.out.dtype, a.batch_invariant))
+        ids = a.topk_ids if a.batch_invariant else None
+        a.out.copy_(permute.combine(y, weights, pairs, a.out.dtype, ids, a.global_experts))
 
 
 def _sort(a: ExpertsArgs) -> permute.Pairs:
@@ -158,7 +161,7 @@ def _hidden(a: ExpertsArgs, pairs: permute.Pairs, amax_of_x: Tensor | None) -> T
     """The activation's output h (S, I)."""
     N, K, S = a.w13.shape[1], a.out.shape[1], a.topk_ids.numel()
     act = activations.from_op(a.activation, a.alpha, a.beta, a.limit)
-    dtype = _compute_dtype(a.out.dtype, a.scheme)
+    dtype = _compute_dtype(a.w2.dtype, a.scheme)
     tokens = torch.floor_divide(pairs.order, a.topk_ids.shape[1])
     x = _inputs(a, pairs)
     quantizes = a.scheme != "" and a.hidden_states_scale is None

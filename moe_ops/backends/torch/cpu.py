@@ -41,7 +41,7 @@ def library() -> ctypes.CDLL | None:
     except OSError:  # not there; or CXX compiles for another machine, or libgomp is missing
         return None
     # built from a version whose kernels take other arguments
-    return found if hasattr(found, "moe_ops_cpu_avx") else None
+    return found if hasattr(found, "moe_ops_cpu_sum_bf16") else None
 
 
 @functools.cache
@@ -60,8 +60,8 @@ def _kernels() -> dict[torch.dtype, _Kernels]:
         grouped.argtypes = [pointer, size, pointer, size, size, pointer, pointer, size, pointer]
         grouped.argtypes += [size, size, size, size, ctypes.c_int]
         grouped.restype = None
-        combined = getattr(built, f"moe_ops_cpu_combine_{suffix}")
-        combined.argtypes = [pointer, pointer, pointer, pointer, size, size, size, ctypes.c_int]
+        combined = getattr(built, f"moe_ops_cpu_sum_{suffix}")
+        combined.argtypes = [pointer] * 5 + [ctypes.c_int, size, size, size, ctypes.c_int]
         combined.restype = None
         most_rows = _MOST_ROWS[avx][dtype]
         if dtype == torch.bfloat16 and built.moe_ops_cpu_amx():
@@ -141,7 +141,7 @@ def can_combine(y: Tensor, out: Tensor) -> bool:
     return (
         y.device.type == "cpu"  # a GPU's pointers would crash the process
         and y.dtype in _kernels()
-        and out.dtype == y.dtype
+        and out.dtype in (y.dtype, torch.float32)
         and y.is_contiguous()
         and out.is_contiguous()
     )
@@ -152,16 +152,22 @@ def combine(
     weights: Tensor,  # (M, top_k)
     rows: Tensor,  # (M, top_k) int64: row of y of each pair, -1 for none
     out: Tensor,  # (M, K), contiguous
+    blocks: Tensor | None = None,  # (M, top_k) int64: block of experts of each pair
 ) -> None:
-    """out[m] = sum over j of weights[m, j] * y[rows[m, j]], in order and in fp32."""
+    """out[m] = sum over j of weights[m, j] * y[rows[m, j]], in order and in fp32; with `blocks`
+    as numerics/sums.py says.
+    """
     M, top_k = rows.shape
     weights = weights.to(torch.float32).contiguous()
     rows = rows.contiguous()
+    blocks = None if blocks is None else blocks.contiguous()
     _kernels()[y.dtype].combine(
         y.data_ptr(),
         weights.data_ptr(),
         rows.data_ptr(),
+        None if blocks is None else blocks.data_ptr(),
         out.data_ptr(),
+        out.dtype != y.dtype,
         M,
         top_k,
         y.shape[1],

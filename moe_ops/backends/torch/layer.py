@@ -71,7 +71,7 @@ class Experts(ctypes.Structure):
         ("w13", Matrix),
         ("w2", Matrix),
         *[(name, _int) for name in ("scheme", "activation", "interleaved", "threads", "powers")],
-        ("batch_invariant", _int),
+        *[(name, _int) for name in ("batch_invariant", "wide")],
         *[(name, ctypes.c_float) for name in ("alpha", "beta", "limit")],
     ]
 
@@ -212,7 +212,7 @@ def _form(
     decoder, (E, K, _) = _decoder(scheme), w2.shape
     I = w2.shape[2] * (2 if w2.dtype == torch.uint8 else 1)  # noqa: E741
     if (
-        not (plain and dtype == out_dtype == torch.bfloat16)
+        not (plain and dtype == torch.bfloat16 and out_dtype in (dtype, torch.float32))
         or router_weight_on_input
         or activation not in ACTIVATIONS
         or decoder == ""
@@ -228,7 +228,8 @@ def _form(
         **{"w13": _matrix(w13, groups), "w2": _matrix(w2, groups)},
         **{"scheme": _DECODERS.index(decoder), "activation": ACTIVATIONS[activation]},
         **{"interleaved": activation == "swigluoai", "powers": _powers_of_two(scheme)},
-        **{"batch_invariant": batch_invariant, "alpha": alpha, "beta": beta, "limit": limit},
+        **{"batch_invariant": batch_invariant, "wide": out_dtype != dtype},
+        **{"alpha": alpha, "beta": beta, "limit": limit},
     )
     library = kernels()
     return Form(

@@ -162,7 +162,7 @@ def _mma_launches(
     blocks = pairs if config.direct else num_blocks_of(pairs, E, block_m)
     routing = route_pairs(a.index_workspace, ids, a.expert_map, E, blocks, config.direct)
     weights, valid = router_weights(a.topk_weights), valid_pairs(a, routing)
-    on_input = valid.topk_weights
+    on_input, weighted = valid.topk_weights, not a.router_weight_on_input
     y = flat(a.workspace2, torch.float32, pairs * K)
     launches: list[Launch] = []
     if not config.direct:
@@ -183,7 +183,7 @@ def _mma_launches(
     launches += (
         *h.launches,
         sm80_mma.gemm2(Output(y, 0, K, 1), h.read, w2, routing, config.gemm2, block_m, gpu),
-        combine(a.out, y, weights, routing, not a.router_weight_on_input, gpu),
+        combine(a.out, y, weights, routing, weighted, gpu, num_blocks=a.num_blocks),
     )
     return launches
 
@@ -206,7 +206,8 @@ def _wgmma_launches(
     blocks = 0 if unsorted else num_blocks_of(pairs, E, block_m)
     routing = route_pairs(a.index_workspace, ids, a.expert_map, E, blocks, False)
     weights = router_weights(a.topk_weights)
-    on_input = before = weights if a.router_weight_on_input else NO_ROUTER_WEIGHTS
+    weighted = not a.router_weight_on_input
+    on_input = before = NO_ROUTER_WEIGHTS if weighted else weights
     x = input_of(a.hidden_states, a.hidden_states_scale, a.scheme, False)
     dtype, x_scale, I = x.data.dtype, None, w2.padded_k  # noqa: E741
     kernels = sm90_wgmma()
@@ -240,7 +241,7 @@ def _wgmma_launches(
         ),
         *h.launches,
         kernels.gemm2(y, h.read.data, w2, of_pairs, g2, block_m, split_k, gpu, h.read.scale),
-        combine(a.out, y, weights, routing, not a.router_weight_on_input, gpu, split_k),
+        combine(a.out, y, weights, routing, weighted, gpu, split_k, a.num_blocks),
     )
     return launches
 

@@ -65,7 +65,7 @@ def experts(a: ExpertsArgs) -> None:
     if M == 0:
         return
     E, K, I = a.w2.shape  # noqa: E741
-    dtype, device = a.out.dtype, x.get_device()
+    dtype, device = a.dtype, x.get_device()
     gpu = launch.gpu(device)
     w13 = weight_of("w13", a.w13, a.w13_scale, a.scheme, dtype, gpu)
     w2 = weight_of("w2", a.w2, a.w2_scale, a.scheme, dtype, gpu)
@@ -111,7 +111,7 @@ def _launches(
     """
     ids, out = a.topk_ids, a.out
     (M, top_k), (E, K, I) = ids.shape, a.w2.shape  # noqa: E741
-    pairs, block_m, x_scale, dtype = M * top_k, config.block_m, scaling.X_SCALE, out.dtype
+    pairs, block_m, x_scale, dtype = M * top_k, config.block_m, scaling.X_SCALE, a.dtype
     rows, first = _input(a, scaling, gpu)
     blocks = pairs if config.direct else num_blocks_of(pairs, E, block_m)
     routing = route_pairs(a.index_workspace, ids, a.expert_map, E, blocks, config.direct)
@@ -152,7 +152,8 @@ def _launches(
         )  # fmt: skip
     if gemm1_alone:
         return launches[:-1]
-    launches.append(combine(out, y, weights, routing, not a.router_weight_on_input, gpu))
+    weighted = not a.router_weight_on_input
+    launches.append(combine(out, y, weights, routing, weighted, gpu, num_blocks=a.num_blocks))
     return launches
 
 

@@ -49,11 +49,12 @@ struct Experts {  // struct Experts of backends/torch/layer.py, which leaves 0 w
     const int64_t* ids;      // (M, top_k)
     const float* weights;    // (M, top_k)
     const int64_t* map;      // (mapped,) of ids to experts here or -1, or null
-    uint16_t* out;           // (M, K)
+    void* out;               // (M, K) bf16, or fp32
     int64_t x_row, M, top_k, E, mapped, K, I;
     Matrix w13, w2;
     int32_t scheme, activation, interleaved, threads, powers;  // powers: of two, scales of activations
     int32_t batch_invariant;  // the bits of a token's row do not depend on other rows
+    int32_t wide;             // `out` is fp32
     float alpha, beta, limit;
 };
 
@@ -68,7 +69,7 @@ struct Call {
     const int64_t* ids;
     const float* weights;
     const int64_t* map;
-    uint16_t* out;
+    void* out;
     Addresses w13, w2;
     int64_t x_row, M, top_k, threads;
 };
@@ -163,13 +164,42 @@ void panel(int64_t count, const uint8_t* const* x, const Matrix& m, const Weight
 
 int64_t rounded(int64_t bytes) { return (bytes + 63) / 64 * 64; }
 
+constexpr int BLOCKS = 8;     // of experts: EXPERT_BLOCKS of meta/blocks.py
+constexpr int TREE_ROWS = 4;  // rows of sums that the tree over them needs
+
+// Of token m the n columns of y, whose rows are at `place` of its pairs, or nowhere: terms of one block of experts are
+// added in order, then the blocks [first, first + count) by a binary tree. `sums` are TREE_ROWS of n. False: there are
+// no terms, and nothing is written. They would be +0, which changes no bit of the other sums, as none is -0.
+template <class Of>
+bool add_blocks(const Experts& a, int64_t m, const int64_t* place, const float* y, int64_t n, int first, int count,
+                float* sums) {
+    if (count > 1) {
+        const int half = count / 2;
+        if (!add_blocks<Of>(a, m, place, y, n, first, half, sums))
+            return add_blocks<Of>(a, m, place, y, n, first + half, half, sums);
+        if (add_blocks<Of>(a, m, place, y, n, first + half, half, sums + n))
+            for (int64_t i = 0; i < n; ++i) sums[i] += sums[n + i];
+        return true;
+    }
+    const int64_t ids = a.map ? a.mapped : a.E, blocks = ids % BLOCKS ? 1 : BLOCKS;
+    bool any = false;
+    for (int64_t p = m * a.top_k; p < (m + 1) * a.top_k; ++p) {
+        if (place[p] < 0 || a.ids[p] * blocks / ids != first) continue;
+        if (!any) std::fill_n(sums, n, 0.f);
+        any = true;
+        Of::add(sums, y + place[p] * n, nullptr, a.weights[p], n);
+    }
+    for (int64_t i = 0; i < n && any; ++i) sums[i] += 0.f;
+    return any;
+}
+
 // Where everything lies in the scratch memory.
 template <class D>
 struct Layout {
     // what is quantized is not rounded before
     using H = std::conditional_t<D::ROUNDS && D::TOKENS == WIDE, uint16_t, float>;
     int64_t x_row, h_row, share13, share2, width;  // bytes of packed rows; rows of a thread's share
-    int64_t x, h, packed_h, sums, local, wide, rows_x, rows_h, pair, start, hit, bytes;
+    int64_t x, h, packed_h, sums, local, wide, rows_x, rows_h, place, pair, start, hit, bytes;
 
     explicit Layout(const Experts& a) {
         const int64_t P = a.M * a.top_k;
@@ -185,11 +215,12 @@ struct Layout {
         x = take(a.M * x_row);
         h = take(P * a.I * sizeof(H));
         packed_h = take(P * h_row);
-        sums = take(a.M * a.K * 4);
+        sums = take(a.batch_invariant ? a.threads * TREE_ROWS * share2 * 4 : a.M * a.K * 4);
         local = take(a.threads * rounded((P + 1) * width * 4));  // and a row of biases
         wide = take(D::TOKENS == WIDE ? 0 : a.threads * rounded(std::max(a.K, a.I) * 2));
         rows_x = take(P * 8);
         rows_h = take(P * 8);
+        place = take(P * 8);
         pair = take(P * 8);
         start = take((a.E + 1) * 8);
         hit = take(a.E * 8);
@@ -233,6 +264,15 @@ void layer(const Experts& a, uint8_t* scratch) {
         rows_x[s] = scratch + at.x + pair[s] / a.top_k * at.x_row;
         rows_h[s] = scratch + at.packed_h + s * at.h_row;
     }
+    auto* place = (int64_t*)(scratch + at.place);
+    std::fill_n(place, a.M * a.top_k, -1);
+    for (int64_t s = 0; s < pairs; ++s) place[pair[s]] = s;
+    auto write = [&](int64_t m, int64_t k0, int64_t n, const float* from) {
+        if (a.wide)
+            std::copy_n(from, n, (float*)a.out + m * a.K + k0);
+        else
+            Of::narrow(from, (uint16_t*)a.out + m * a.K + k0, n);
+    };
     // rows of x at a time: weights are read again for the next ones
     auto several = [](int64_t row) { return std::max<int64_t>(MOST_ROWS, RESIDENT / row / MOST_ROWS * MOST_ROWS); };
     auto* h = (typename Layout<D>::H*)(scratch + at.h);
@@ -279,22 +319,34 @@ void layer(const Experts& a, uint8_t* scratch) {
 #pragma omp barrier
         for (int64_t part = t; part < a.threads; part += T) {
             const int64_t k0 = std::min(part * at.share2, a.K), n = std::min(k0 + at.share2, a.K) - k0;
-            for (int64_t m = 0; m < a.M && n > 0; ++m) std::fill_n(sums + m * a.K + k0, n, 0.f);
+            for (int64_t m = 0; m < a.M && n > 0 && !a.batch_invariant; ++m) std::fill_n(sums + m * a.K + k0, n, 0.f);
             for (int64_t k = 0; k < hits && n > 0; ++k) {
                 const int64_t e = hit[k], first = start[e], count = start[e + 1] - first;
                 const Weight w = of_expert(a.w2, e), after = of_expert(a.w2, hit[std::min(k + 1, hits - 1)]);
+                float* to = a.batch_invariant ? y + first * n : y;  // all rows, or those of one expert
                 for (int64_t c = 0; c < count; c += several(at.h_row))
                     panel<D>(std::min(several(at.h_row), count - c), rows_h + first + c, a.w2, w, k0, k0 + n, a.I,
-                             y + c * n, n, after.data + k0 * a.w2.row, a.batch_invariant);
+                             to + c * n, n, after.data + k0 * a.w2.row, a.batch_invariant);
                 if (a.w2.bias)
                     for (int64_t i = 0; i < n; ++i)
                         bias[i] = number(a.w2.bias, e * a.w2.bias_expert + k0 + i, a.w2.bias_type);
                 for (int64_t c = 0; c < count; ++c) {
                     const int64_t p = pair[first + c];
-                    Of::add(sums + p / a.top_k * a.K + k0, y + c * n, a.w2.bias ? bias : nullptr, a.weights[p], n);
+                    if (!a.batch_invariant)
+                        Of::add(sums + p / a.top_k * a.K + k0, to + c * n, a.w2.bias ? bias : nullptr, a.weights[p], n);
+                    else if (a.w2.bias)
+                        for (int64_t i = 0; i < n; ++i) to[c * n + i] += bias[i];
                 }
             }
-            for (int64_t m = 0; m < a.M && n > 0; ++m) Of::narrow(sums + m * a.K + k0, a.out + m * a.K + k0, n);
+            float* of_token = sums + t * TREE_ROWS * at.share2;
+            for (int64_t m = 0; m < a.M && n > 0; ++m) {
+                if (!a.batch_invariant)
+                    write(m, k0, n, sums + m * a.K + k0);
+                else {
+                    if (!add_blocks<Of>(a, m, place, y, n, 0, BLOCKS, of_token)) std::fill_n(of_token, n, 0.f);
+                    write(m, k0, n, of_token);
+                }
+            }
         }
     }
 }

@@ -19,6 +19,8 @@
 
 namespace {
 
+constexpr int BLOCKS = 8;  // of experts: EXPERT_BLOCKS of meta/blocks.py
+
 inline int64_t cut(int64_t end, int64_t S) { return end < 0 ? 0 : end < S ? end : S; }
 
 namespace avx512 {
@@ -239,12 +241,12 @@ int moe_ops_cpu_amx() {
         run((const scalar*)x, x_stride, (const scalar*)weight, expert_stride, w_stride,           \
             (const scalar*)bias, (scalar*)out, out_stride, ends, S, E, N, K, threads);            \
     }                                                                                             \
-    void moe_ops_cpu_combine_##suffix(const void* y, const float* weights, const int64_t* rows,   \
-                                      void* out, int64_t M, int64_t top_k, int64_t K,             \
-                                      int threads) {                                              \
+    void moe_ops_cpu_sum_##suffix(const void* y, const float* weights, const int64_t* rows,   \
+                                      const int64_t* blocks, void* out, int wide, int64_t M,      \
+                                      int64_t top_k, int64_t K, int threads) {                    \
         const auto run =                                                                          \
             has_avx512() ? avx512::combine<avx512::TYPE> : avx2::combine<avx2::TYPE>;             \
-        run((const scalar*)y, weights, rows, (scalar*)out, M, top_k, K, threads);                 \
+        run((const scalar*)y, weights, rows, blocks, out, wide, M, top_k, K, threads);            \
     }
 
 ENTRIES(bf16, BF16, uint16_t)

@@ -31,9 +31,14 @@ from moe_ops.integrations.transformers.hook import NAME
 from moe_ops.integrations.transformers.quantizer import MoeOpsQuantizer
 from moe_ops.parallel.collectives import Ranks, largest
 from moe_ops.parallel.dispatchers import AllGatherReduceScatter, AllReduce
+from moe_ops.parallel.invariance import check
 from moe_ops.tensors import sharding
 
 _UNBOUNDED = 2**31 - 1
+_NOT_INVARIANT = (
+    "an experts_implementation of transformers rounds the sum of each rank to the tokens' dtype; "
+    "use MoELayer with a process group",
+)
 
 # Of the modules of a model while transformers builds its layers' implementations.
 _names: dict[Any, str] = {}
@@ -52,6 +57,7 @@ class ExpertParallel(EPImplementation):
     weights and experts as in one process; those of experts are sums over all tokens.
 
     Raises:
+        ValueError: in a call, if `moe_ops.set_batch_invariant` is on.
         RuntimeError: in a call, naming the layer, if another rank ended or did not call it within
             the timeout of the process group (gloo; NCCL ends the process).
     """
@@ -84,6 +90,7 @@ class ExpertParallel(EPImplementation):
         return out.clone() if out.requires_grad else out
 
     def _run(self, dispatcher: Any, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        check(None, _NOT_INVARIANT)
         rows, ids, weights = dispatcher.dispatch(x, ids, weights)
         local = ids - self.first_expert
         elsewhere = (local < 0) | (local >= self.num_local_experts)

@@ -14,6 +14,7 @@ if importlib.util.find_spec("transformers.distributed.expert_parallel") is None:
     pytest.skip("transformers 5.23 brought expert parallelism", allow_module_level=True)
 
 import moe_ops
+from moe_ops.integrations.transformers.expert_parallel import ExpertParallel
 from moe_ops.integrations.transformers.layers import Layer
 from tests.integrations.transformers import expert_ranks
 
@@ -45,6 +46,11 @@ def test_ranks_agree_with_a_single_process(size, counts, tmp_path, monkeypatch):
         found = [json.loads(line) for line in lines]
         assert not (wrong := [name for name, holds in found if not holds]), (rank, wrong)
         assert len(found) == count
+
+
+def test_sums_of_ranks_that_are_rounded_are_refused():
+    with moe_ops.set_batch_invariant(True), pytest.raises(ValueError, match="rounds the sum of"):
+        ExpertParallel._run(None, None, None, None, None)
 
 
 def test_fsdp_takes_no_transposed_experts():
