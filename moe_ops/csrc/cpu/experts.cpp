@@ -1,12 +1,12 @@
 // Whole expert layers of weights of 4, 8 and 16 bits on a CPU: every weight is read once for up to eight rows,
-// in the layout it is stored in, and decoded in registers, with AVX-512 to bf16, with AVX2 and NEON to fp32. No
-// copy of a weight is made.
+// in the layout it is stored in, and decoded in registers: with AVX-512 and AVX2 to whole numbers of 16 bits beside
+// tokens as such, or to bf16 and fp32; with NEON to fp32. No copy of a weight is made.
 //
 // One parallel region: tokens are put into the order in which weights are decoded | product with w13 and
 // activation | the same of h | product with w2 and weighted sum. Thread t of T takes the same share of rows of
 // every expert in use, so that bytes are even whatever the routing is; after the second product it owns its
 // columns of the sum, whose order is that of experts. How weights are decoded and multiplied is in
-// experts_avx512.inc and experts_fp32.inc.
+// experts_avx512.inc, experts_int16.inc (AVX2) and experts_fp32.inc (AVX2 and NEON).
 //
 // Plain C interface without torch's headers, as in grouped_mm.cpp: one build serves every torch.
 //
@@ -34,7 +34,6 @@ constexpr int64_t BLOCK = 128;     // columns of a step
 #endif
 constexpr int MOST_ROWS = MOE_OPS_MOST_ROWS;  // rows of x that one decoded weight row meets
 constexpr int TILE = 4;            // weight rows of a tile
-constexpr int PREFETCH = 2 * TILE; // weight rows ahead
 constexpr int64_t RESIDENT = 384 << 10;  // bytes of rows of x that stay in a core's cache
 
 // A weight of all experts: struct Matrix of backends/torch/layer.py. Strides in bytes.
@@ -98,6 +97,15 @@ Weight of_expert(const Matrix& m, int64_t e) {
             m.zero_point ? m.zero_point + e * m.zero_expert : nullptr, m.global ? m.global[e] : 1.f};
 }
 
+// Of tokens as whole numbers of 16 bits, where the largest magnitude among some has these bits, NaN's being the
+// largest.
+inline float scale_of_whole(uint32_t bits) {
+    float most;
+    memcpy(&most, &bits, 4);
+    const float scale = most / 32767;
+    return scale < 0x1p-126f ? 0x1p-126f : scale;  // whose inverse is finite
+}
+
 enum Tokens { WIDE, GROUPS, ROWS };  // how activations are quantized, and whose scales are: WIDE is not
 enum Activation { SWIGLU, GELU_TANH, SWIGLUSTEP };
 
@@ -118,7 +126,7 @@ inline float number(const void* p, int64_t i, int type) {
 #define INLINED TARGET __attribute__((always_inline))  // a lambda
 #if defined(__x86_64__)
 namespace avx512 {
-#define TARGET __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx512vbmi,gfni,f16c")))
+#define TARGET __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx512vbmi,avx512vnni,f16c")))
 #include "experts_avx512.inc"
 #undef TARGET
 }  // namespace avx512
@@ -127,6 +135,7 @@ namespace avx2 {
 #define LANES avx2
 #include "lanes_avx2.inc"
 #include "experts_fp32.inc"
+#include "experts_int16.inc"
 #undef LANES
 #undef TARGET
 }  // namespace avx2
@@ -168,13 +177,13 @@ void panel(int64_t count, const uint8_t* const* x, const Matrix& m, const Weight
            int64_t cols, float* y, int64_t y_stride, const uint8_t* next, bool batch_invariant) {
     const int64_t parts = (count + MOST_ROWS - 1) / MOST_ROWS;
     for (int64_t n = n0; n < n1; n += TILE) {
-        const int64_t there = n + PREFETCH;
+        const int64_t there = n + D::AHEAD;
         const uint8_t* ahead = there < n1 ? w.data + there * m.row : next + (there - n1) * m.row;
         for (int64_t p = 0; p < parts; ++p) {
             const int64_t first = count * p / parts, last = count * (p + 1) / parts;
             const auto tile = [&](auto of) {
                 of(int(last - first), x + first, m, w, n, cols, y + first * y_stride + (n - n0), y_stride,
-                   p || !D::FETCHES ? nullptr : ahead);
+                   p || !D::AHEAD ? nullptr : ahead);
             };
             if (batch_invariant && !D::Isa::template ALIKE<D>)
                 tile(whole_tile<D>);
@@ -210,7 +219,7 @@ struct Layout {
         packed_h = take(P * h_row);
         sums = take(a.M * a.K * 4);
         local = take(a.threads * rounded((P + 1) * width * 4));  // and a row of biases
-        wide = take(D::TOKENS == WIDE ? 0 : a.threads * rounded(std::max(a.K, a.I) * 2));
+        wide = take(D::TOKENS == WIDE && !D::WHOLE ? 0 : a.threads * rounded(std::max(a.K, a.I) * 2));
         rows_x = take(P * 8);
         rows_h = take(P * 8);
         pair = take(P * 8);
@@ -329,13 +338,13 @@ struct Entry {
 template <class D>
 constexpr Entry ENTRY = {[](const Experts& a) { return Layout<D>(a).bytes; }, layer<D>};
 // in the order of _DECODERS of backends/torch/layer.py
-#define ENTRIES(isa)                                                                                          \
-    {ENTRY<isa::Bf16>, ENTRY<isa::Int4>, ENTRY<isa::Int4Any>, ENTRY<isa::Mxfp4>, ENTRY<isa::Nvfp4>,           \
-     ENTRY<isa::Int8>, ENTRY<isa::Fp8>, ENTRY<isa::Fp8Blocks>, ENTRY<isa::Int8Tokens>, ENTRY<isa::Fp8Tokens>, \
-     ENTRY<isa::Fp8BlocksTokens>}
+#define ENTRIES(isa, of_integers)                                                                           \
+    {ENTRY<isa::Bf16>, ENTRY<of_integers::Int4>, ENTRY<of_integers::Int4Any>, ENTRY<of_integers::Mxfp4>,    \
+     ENTRY<of_integers::Nvfp4>, ENTRY<of_integers::Int8>, ENTRY<isa::Fp8>, ENTRY<isa::Fp8Blocks>,           \
+     ENTRY<of_integers::Int8Tokens>, ENTRY<isa::Fp8Tokens>, ENTRY<isa::Fp8BlocksTokens>}
 
 #if defined(__x86_64__)
-const Entry OF_AVX512[] = ENTRIES(avx512), OF_AVX2[] = ENTRIES(avx2);
+const Entry OF_AVX512[] = ENTRIES(avx512, avx512), OF_AVX2[] = ENTRIES(avx2, avx2::whole);
 const Entry* entries = OF_AVX2;
 
 // Instructions in use from now on, no wider than `most`: 512 (AVX-512), 2 (AVX2), or 0 where there are neither.
@@ -343,13 +352,13 @@ int use(int most) {
     const bool wide = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
                       __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vbmi") &&
-                      __builtin_cpu_supports("gfni");
+                      __builtin_cpu_supports("avx512vnni");
     entries = most >= 512 && wide ? OF_AVX512 : OF_AVX2;
     if (entries == OF_AVX512) return 512;
     return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c") ? 2 : 0;
 }
 #else
-const Entry entries[] = ENTRIES(neon);
+const Entry entries[] = ENTRIES(neon, neon);
 
 int use(int) { return 128; }
 #endif
