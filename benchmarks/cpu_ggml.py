@@ -201,9 +201,7 @@ def run_case(
             "layer": name,
             "num_tokens": M,
             "ms": summary(found),
-            "error_against_bf16_weights": float(
-                f"{relative_error(calls[name](0), expected):.2e}"
-            ),
+            "error_against_bf16_weights": float(f"{relative_error(calls[name](0), expected):.2e}"),
         }
         for name, found in times.items()
     ]

@@ -1,8 +1,8 @@
-"""Whole layers of bf16 tokens on a CPU with AVX2 or AVX-512: csrc/cpu/experts.cpp, called through
-ctypes if it was built. Weights of 4 and 8 bits, and bf16 ones, are read where they lie; nothing of
-their size is allocated.
+"""Whole layers of bf16 tokens on a CPU with AVX2, AVX-512 or NEON: csrc/cpu/experts.cpp, called
+through ctypes if it was built. Weights of 4 and 8 bits, and bf16 ones, are read where they lie;
+nothing of their size is allocated.
 
-Error against fp64 at unit scale: 2.5e-3, nearly all of it from rounding h to bf16.
+Error against fp64 at unit scale: 1.7e-3 from rounding the output; 2.5e-3 where h is rounded, too.
 """
 
 from __future__ import annotations

@@ -18,11 +18,13 @@ pytestmark = [
 ]
 SOURCES = Path(moe_ops.__file__).parent / "csrc" / "cpu"
 SUPPORT = Path(__file__).parents[2] / "support"
-FLAGS = "-O1 -std=c++20 -fopenmp -DMOE_OPS_MOST_ROWS=3"  # tiles of up to 3 rows: it compiles faster
+FLAGS = (
+    "-O1 -std=c++20 -fopenmp -DMOE_OPS_MOST_ROWS=3"  # tiles of up to 3 rows: it compiles faster
+)
 # a step of 128 columns and the rest of one, codes and scales of each kind, tokens in parts
 TESTS = (
-    "avx2 and (test_schemes and 320-224 or quantized_activations and 96-160 or every_code or nan or "
-    "any_code or out_of_range or biases and (gelu_tanh or swigluoai) and dtype1 or threads)"
+    "avx2 and (test_schemes and 320-224 or quantized_activations and 96-160 or every_code or "
+    "nan or any_code or out_of_range or biases and (gelu_tanh or swigluoai) and dtype1 or threads)"
 )
 
 
