@@ -18,6 +18,7 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 SOURCES = ("moe_ops/csrc/cpu/grouped_mm.cpp", "moe_ops/csrc/cpu/experts.cpp")
 LIBRARY = "moe_ops/cpu_grouped_mm.so"
+MACHINES = ("x86_64", "aarch64")
 CUDA_BUILD = "moe_ops/csrc/build.py"
 # no -march: the kernels name their instruction sets themselves and are entered only where these
 # exist
@@ -42,8 +43,8 @@ def compiler() -> list[str]:
 def build(sources: list[Path], library: Path) -> str | None:
     """Compile the kernels; None, or why there is no library."""
     library.unlink(missing_ok=True)
-    if platform.machine() != "x86_64":
-        return f"the kernels are for x86-64, this is {platform.machine()}"
+    if platform.machine() not in MACHINES:
+        return f"the kernels are for {' and '.join(MACHINES)}, this is {platform.machine()}"
     try:
         command = [*compiler(), *FLAGS, "-o", str(library), *map(str, sources)]
         result = subprocess.run(command, capture_output=True, text=True, errors="replace")

@@ -205,7 +205,7 @@ DOCUMENTS: dict[str, dict[str, Callable[[], str | None]]] = {
         "tiers": tiers,
         "plots": plots,
     },
-    "docs/kernels/cpu.md": {"quantized": cpu_doc.quantized},
+    "docs/kernels/cpu.md": {"quantized": cpu_doc.quantized, "ggml": cpu_doc.ggml},
     "docs/kernels/cutlass.md": {"layers": layers_doc.whole_layers},
     "docs/kernels/training.md": {
         "steps": training_doc.steps,

@@ -1,5 +1,5 @@
-"""The table of quantized layers on a CPU for docs/kernels/cpu.md, from the committed results of
-cpu_quantized.py. backends_doc.py writes it. Standard library alone.
+"""The tables of quantized layers on a CPU for docs/kernels/cpu.md, from the committed results of
+cpu_quantized.py and cpu_ggml.py. backends_doc.py writes them. Standard library alone.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ def quantized() -> str | None:
         tokens = sorted({row["num_tokens"] for row in rows})
         plain = [M for M in (1, 64) if M in tokens]
         name = "AVX-512" if avx == 512 else "AVX2"
-        header = [name, *[f"M = {M}" for M in tokens], *[f"plain torch, {M}" for M in plain]]
+        header = [name, *[f"M = {M}" for M in tokens], "host"]
+        header += [f"plain torch, {M}" for M in plain]
         lines += ["", f"| {' | '.join(header)} |", "|---" * len(header) + "|"]
         for scheme in dict.fromkeys(row["scheme"] for row in rows):
             of = {row["num_tokens"]: row for row in rows if row["scheme"] == scheme}
@@ -31,8 +32,28 @@ def quantized() -> str | None:
                 + (f" ({of[M]['speed_against_bf16']:.1f})" if scheme else "")
                 for M in tokens
             ]
+            cells.append(f"{of[tokens[0]]['host_ms']:.3f}")
             cells += [number(of[M]["plain_torch_ms"]) for M in plain]
             lines.append(f"| {' | '.join([scheme or 'bf16', *cells])} |")
+    return "\n".join(lines[1:]) if lines else None
+
+
+def ggml() -> str | None:
+    """Median ms of a layer, ours and ggml's, and its error against the layer of bf16 weights."""
+    lines: list[str] = []
+    for avx, name in ((512, "AVX-512"), (2, "AVX2")):
+        path = RESULTS / f"cpu_ggml_AVX{avx}.json"
+        if not path.exists():
+            continue
+        rows = json.loads(path.read_text())["rows"]
+        tokens = sorted({row["num_tokens"] for row in rows})
+        header = [name, *[f"M = {M}" for M in tokens], "error"]
+        lines += ["", f"| {' | '.join(header)} |", "|---" * len(header) + "|"]
+        for layer in dict.fromkeys(row["layer"] for row in rows):
+            of = {row["num_tokens"]: row for row in rows if row["layer"] == layer}
+            cells = [number(of[M]["ms"]["median"]) for M in tokens]
+            cells.append(f"{of[tokens[0]]['error_against_bf16_weights']:.2g}")
+            lines.append(f"| {' | '.join([layer, *cells])} |")
     return "\n".join(lines[1:]) if lines else None
 
 

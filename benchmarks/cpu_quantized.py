@@ -7,7 +7,8 @@ Every scheme gets NUM_LAYERS layers of random weights, more than the caches hold
 through in turn, so that weights come from memory as they do in a model; calls of all schemes are
 interleaved. `plain torch` is the path through dequantized copies, which runs where the kernels of
 csrc/cpu/experts.cpp do not. The floor is the bytes of the experts that a call reads over the
-measured read bandwidth. ``--write`` keeps the times in
+measured read bandwidth. `host` is a call of one token through a layer of as many experts that is
+HOST_COLUMNS wide: all work but that on weights. ``--write`` keeps the times in
 benchmarks/results/cpu_quantized_AVX512.json, and a plot beside it; ``--avx 2`` uses no wider
 instructions than AVX2.
 """
@@ -17,7 +18,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -46,19 +47,38 @@ SCHEMES = (
 NUM_EXPERTS, TOP_K, HIDDEN, INTERMEDIATE = 32, 4, 1024, 512
 NUM_LAYERS = 12  # of 25 MB and more
 PLAIN_CALLS = 3
+HOST_COLUMNS = 128
 
 Weights = tuple[Tensor, Tensor]
 
 
-def make_layers(scheme: str) -> list[Weights]:
+def make_layers(
+    scheme: str,
+    K: int = HIDDEN,
+    I: int = INTERMEDIATE,  # noqa: E741
+    count: int = NUM_LAYERS,
+) -> list[Weights]:
     """Layers with the same numbers at different places in memory."""
-    generator = torch.Generator().manual_seed(0)
-    E, K, I = NUM_EXPERTS, HIDDEN, INTERMEDIATE  # noqa: E741
+    generator, E = torch.Generator().manual_seed(0), NUM_EXPERTS
     w13 = (torch.randn(E, 2 * I, K, generator=generator) / K**0.5).to(torch.bfloat16)
     w2 = (torch.randn(E, K, I, generator=generator) / I**0.5).to(torch.bfloat16)
     if scheme:
         w13, w2 = moe_ops.quantize(w13, scheme), moe_ops.quantize(w2, scheme)
-    return [(w13.clone(), w2.clone()) for _ in range(NUM_LAYERS)]
+    return [(w13.clone(), w2.clone()) for _ in range(count)]
+
+
+def host_ms(schemes: Iterable[str], rounds: int = 300) -> dict[str, float]:
+    """Median ms of a call that reads next to no weights."""
+    x = torch.randn(1, HOST_COLUMNS).to(torch.bfloat16)
+    router = torch.full((1, TOP_K), 1 / TOP_K)
+    ids = [torch.randperm(NUM_EXPERTS)[None, :TOP_K] for _ in range(NUM_LAYERS)]
+
+    def call(scheme: str) -> Callable[[int], Tensor]:
+        [weights] = make_layers(scheme, HOST_COLUMNS, HOST_COLUMNS, 1)
+        return lambda i: moe_ops.fused_experts(x, *weights, router, ids[i])
+
+    times = interleaved_ms({s: call(s) for s in schemes}, rounds=rounds, num_sets=NUM_LAYERS)
+    return {scheme: round(statistics.median(found), 4) for scheme, found in times.items()}
 
 
 def stored_bytes(weights: Weights) -> int:
@@ -168,22 +188,25 @@ def main() -> None:
     gb_s = read_bandwidth_gb_s()
     facts = machine_facts() | {"read_gb_s": round(gb_s, 1), "avx": avx}
     print(facts)
-    layers = {scheme: make_layers(scheme) for scheme in ("", *arguments.schemes)}
+    schemes = ("", *arguments.schemes)
+    host = host_ms(schemes)
+    layers = {scheme: make_layers(scheme) for scheme in schemes}
     rows: list[dict[str, Any]] = []
     for M in arguments.tokens:
         rounds = max(12, arguments.rounds if M <= 8 else arguments.rounds * 8 // M)
         found = run_case(M, layers, rounds, gb_s)
-        rows += found.values()
+        rows += [row | {"host_ms": host[row["scheme"]]} for row in found.values()]
         table = [
             [
                 *(row["scheme"] or "bf16", M, row["floor_ms"]),
                 f"{row['ms']['median']:.3f} [{row['ms']['min']:.3f}]",
-                *(row["speed_against_bf16"], row["plain_torch_ms"], row["relative_error"]),
+                *(row["speed_against_bf16"], host[row["scheme"]]),
+                *(row["plain_torch_ms"], row["relative_error"]),
             ]
             for row in found.values()
         ]
-        header = ["scheme", "M", "floor ms", "median [least] ms", "against bf16", "plain torch"]
-        print(format_table([*header, "error"], table), flush=True)
+        header = ["scheme", "M", "floor ms", "median [least] ms", "against bf16", "host"]
+        print(format_table([*header, "plain torch", "error"], table), flush=True)
     if arguments.write:
         name = f"cpu_quantized_AVX{avx}"
         print(write_json(name, {"machine": facts, "rows": rows}))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import platform
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -73,13 +74,15 @@ def _kernels() -> dict[torch.dtype, _Kernels]:
 def why_not() -> str | None:
     """Why the kernels are not used, or None."""
     if not _LIBRARY.exists():
-        return "not built: installing builds it on x86-64 Linux, where there is a C++ compiler"
+        return "not built: installing builds it on Linux, x86-64 and aarch64, with a C++ compiler"
     if _kernels():
         return None
     try:
         ctypes.CDLL(str(_LIBRARY))
     except OSError as error:
         return f"built, but cannot be loaded: {error}"
+    if platform.machine() == "aarch64":
+        return "built, for whole layers alone: grouped products need AVX2"
     return "built, but this processor lacks AVX2 (or built from an older version: install again)"
 
 

@@ -1,19 +1,23 @@
 // Whole expert layers of weights of 4, 8 and 16 bits on a CPU: every weight is read once for up to eight rows,
-// in the layout it is stored in, and decoded in registers, with AVX-512 to bf16, with AVX2 to fp32. No copy of a
-// weight is made.
+// in the layout it is stored in, and decoded in registers: with AVX-512 and AVX2 to whole numbers of 16 bits beside
+// tokens as such, or to bf16 and fp32; with NEON to fp32. No copy of a weight is made.
 //
 // One parallel region: tokens are put into the order in which weights are decoded | product with w13 and
 // activation | the same of h | product with w2 and weighted sum. Thread t of T takes the same share of rows of
 // every expert in use, so that bytes are even whatever the routing is; after the second product it owns its
 // columns of the sum, whose order is that of experts. How weights are decoded and multiplied is in
-// experts_avx512.inc and experts_avx2.inc.
+// experts_avx512.inc, experts_int16.inc (AVX2) and experts_fp32.inc (AVX2 and NEON).
 //
 // Plain C interface without torch's headers, as in grouped_mm.cpp: one build serves every torch.
 //
 // Legend: M tokens, K hidden size, I intermediate size, E experts, P = M * top_k pairs, N = 2 I.
 #include <cstdint>
+#if defined(__x86_64__) || defined(__aarch64__)
 #if defined(__x86_64__)
 #include <immintrin.h>
+#else
+#include <arm_neon.h>
+#endif
 #include <omp.h>
 
 #include <algorithm>
@@ -30,7 +34,6 @@ constexpr int64_t BLOCK = 128;     // columns of a step
 #endif
 constexpr int MOST_ROWS = MOE_OPS_MOST_ROWS;  // rows of x that one decoded weight row meets
 constexpr int TILE = 4;            // weight rows of a tile
-constexpr int PREFETCH = 2 * TILE; // weight rows ahead
 constexpr int64_t RESIDENT = 384 << 10;  // bytes of rows of x that stay in a core's cache
 
 // A weight of all experts: struct Matrix of backends/torch/layer.py. Strides in bytes.
@@ -95,29 +98,58 @@ Weight of_expert(const Matrix& m, int64_t e) {
             m.zero_point ? m.zero_point + e * m.zero_expert : nullptr, m.global ? m.global[e] : 1.f};
 }
 
+// Of tokens as whole numbers of 16 bits, where the largest magnitude among some has these bits, NaN's being the
+// largest.
+inline float scale_of_whole(uint32_t bits) {
+    float most;
+    memcpy(&most, &bits, 4);
+    const float scale = most / 32767;
+    return scale < 0x1p-126f ? 0x1p-126f : scale;  // whose inverse is finite
+}
+
 enum Tokens { WIDE, GROUPS, ROWS };  // how activations are quantized, and whose scales are: WIDE is not
 enum Activation { SWIGLU, GELU_TANH, SWIGLUSTEP };
 
+#if defined(__x86_64__)
+__attribute__((target("f16c"))) inline float widen_fp16(uint16_t bits) { return _cvtsh_ss(bits); }
+#else
+inline float widen_fp16(uint16_t bits) { return vgetq_lane_f32(vcvt_f32_f16(vreinterpret_f16_u16(vdup_n_u16(bits))), 0); }
+#endif
+
 // Number i of bf16 (type 0), fp16 (1) or fp32 (2).
-__attribute__((target("f16c"))) inline float number(const void* p, int64_t i, int type) {
+inline float number(const void* p, int64_t i, int type) {
     if (type == 2) return ((const float*)p)[i];
     const uint16_t bits = ((const uint16_t*)p)[i];
-    return type == 1 ? _cvtsh_ss(bits) : widen_bf16(bits);
+    return type == 1 ? widen_fp16(bits) : widen_bf16(bits);
 }
 
-#define INLINE __attribute__((target(ISA), always_inline)) inline
-#define INLINED __attribute__((target(ISA), always_inline))  // a lambda
-#define TARGET __attribute__((target(ISA)))
+#define INLINE TARGET __attribute__((always_inline)) inline
+#define INLINED TARGET __attribute__((always_inline))  // a lambda
+#if defined(__x86_64__)
 namespace avx512 {
-#define ISA "avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx512vbmi,gfni,f16c"
+#define TARGET __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx512vbmi,avx512vnni,f16c")))
 #include "experts_avx512.inc"
-#undef ISA
+#undef TARGET
 }  // namespace avx512
 namespace avx2 {
-#define ISA "avx2,fma,f16c"
-#include "experts_avx2.inc"
-#undef ISA
+#define TARGET __attribute__((target("avx2,fma,f16c")))
+#define LANES avx2
+#include "lanes_avx2.inc"
+#include "experts_fp32.inc"
+#include "experts_int16.inc"
+#undef LANES
+#undef TARGET
 }  // namespace avx2
+#else
+namespace neon {
+#define TARGET  // every processor has it
+#define LANES neon
+#include "lanes_neon.inc"
+#include "experts_fp32.inc"
+#undef LANES
+#undef TARGET
+}  // namespace neon
+#endif
 
 template <class D, int MT = 1>
 void any_tile(int rows, const uint8_t* const* x, const Matrix& m, const Weight& w, int64_t n, int64_t cols,
@@ -146,13 +178,13 @@ void panel(int64_t count, const uint8_t* const* x, const Matrix& m, const Weight
            int64_t cols, float* y, int64_t y_stride, const uint8_t* next, bool batch_invariant) {
     const int64_t parts = (count + MOST_ROWS - 1) / MOST_ROWS;
     for (int64_t n = n0; n < n1; n += TILE) {
-        const int64_t there = n + PREFETCH;
+        const int64_t there = n + D::AHEAD;
         const uint8_t* ahead = there < n1 ? w.data + there * m.row : next + (there - n1) * m.row;
         for (int64_t p = 0; p < parts; ++p) {
             const int64_t first = count * p / parts, last = count * (p + 1) / parts;
             const auto tile = [&](auto of) {
                 of(int(last - first), x + first, m, w, n, cols, y + first * y_stride + (n - n0), y_stride,
-                   p || !D::FETCHES ? nullptr : ahead);
+                   p || !D::AHEAD ? nullptr : ahead);
             };
             if (batch_invariant && !D::Isa::template ALIKE<D>)
                 tile(whole_tile<D>);
@@ -217,7 +249,7 @@ struct Layout {
         packed_h = take(P * h_row);
         sums = take(a.batch_invariant ? a.threads * TREE_ROWS * share2 * 4 : a.M * a.K * 4);
         local = take(a.threads * rounded((P + 1) * width * 4));  // and a row of biases
-        wide = take(D::TOKENS == WIDE ? 0 : a.threads * rounded(std::max(a.K, a.I) * 2));
+        wide = take(D::TOKENS == WIDE && !D::WHOLE ? 0 : a.threads * rounded(std::max(a.K, a.I) * 2));
         rows_x = take(P * 8);
         rows_h = take(P * 8);
         place = take(P * 8);
@@ -358,47 +390,49 @@ struct Entry {
 template <class D>
 constexpr Entry ENTRY = {[](const Experts& a) { return Layout<D>(a).bytes; }, layer<D>};
 // in the order of _DECODERS of backends/torch/layer.py
-const Entry ENTRIES[][11] = {
-    {ENTRY<avx512::Bf16>, ENTRY<avx512::Int4>, ENTRY<avx512::Int4Any>, ENTRY<avx512::Mxfp4>, ENTRY<avx512::Nvfp4>,
-     ENTRY<avx512::Int8>, ENTRY<avx512::Fp8>, ENTRY<avx512::Fp8Blocks>, ENTRY<avx512::Int8Tokens>,
-     ENTRY<avx512::Fp8Tokens>, ENTRY<avx512::Fp8BlocksTokens>},
-    {ENTRY<avx2::Bf16>, ENTRY<avx2::Int4>, ENTRY<avx2::Int4>, ENTRY<avx2::Mxfp4>, ENTRY<avx2::Nvfp4>,
-     ENTRY<avx2::Int8>, ENTRY<avx2::Fp8>, ENTRY<avx2::Fp8Blocks>, ENTRY<avx2::Int8Tokens>, ENTRY<avx2::Fp8Tokens>,
-     ENTRY<avx2::Fp8BlocksTokens>},
-};
+#define ENTRIES(isa, of_integers)                                                                           \
+    {ENTRY<isa::Bf16>, ENTRY<of_integers::Int4>, ENTRY<of_integers::Int4Any>, ENTRY<of_integers::Mxfp4>,    \
+     ENTRY<of_integers::Nvfp4>, ENTRY<of_integers::Int8>, ENTRY<isa::Fp8>, ENTRY<isa::Fp8Blocks>,           \
+     ENTRY<of_integers::Int8Tokens>, ENTRY<isa::Fp8Tokens>, ENTRY<isa::Fp8BlocksTokens>}
 
-int avx = 0;  // the widest AVX to use: 512, 2, or 0 before it was asked
+#if defined(__x86_64__)
+const Entry OF_AVX512[] = ENTRIES(avx512, avx512), OF_AVX2[] = ENTRIES(avx2, avx2::whole);
+const Entry* entries = OF_AVX2;
 
-bool has_avx512() {
-    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-           __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
-           __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vbmi") &&
-           __builtin_cpu_supports("gfni");
+// Instructions in use from now on, no wider than `most`: 512 (AVX-512), 2 (AVX2), or 0 where there are neither.
+int use(int most) {
+    const bool wide = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
+                      __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vbmi") &&
+                      __builtin_cpu_supports("avx512vnni");
+    entries = most >= 512 && wide ? OF_AVX512 : OF_AVX2;
+    if (entries == OF_AVX512) return 512;
+    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c") ? 2 : 0;
 }
+#else
+const Entry entries[] = ENTRIES(neon, neon);
 
-const Entry& entry(const Experts& a) { return ENTRIES[avx == 512 ? 0 : 1][a.scheme]; }
+int use(int) { return 128; }
+#endif
 
 }  // namespace
 
 extern "C" {
 
-// Which AVX is in use from now on, no wider than `most`: 512, 2 or, where this processor has neither, 0.
-int moe_ops_cpu_experts_avx(int most) {
-    if (most >= 512 && has_avx512()) return avx = 512;
-    const bool has = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
-    return avx = has ? 2 : 0;
-}
+// Which instructions are in use from now on, no wider than `most` on x86-64: 512 (AVX-512), 2 (AVX2) or, where
+// this processor has neither, 0; 128 (NEON).
+int moe_ops_cpu_experts_avx(int most) { return use(most); }
 
 int64_t moe_ops_cpu_experts_struct_bytes() { return sizeof(Experts) + sizeof(Call); }
 
 // `form`: what calls have in common, 0 where they differ. Bytes of scratch memory that a call needs, at a
 // multiple of 64.
 int64_t moe_ops_cpu_experts_scratch(const Experts* form, const Call* call) {
-    return entry(*form).bytes(filled(*form, *call));
+    return entries[form->scheme].bytes(filled(*form, *call));
 }
 
 void moe_ops_cpu_experts_run(const Experts* form, const Call* call, void* scratch) {
-    entry(*form).run(filled(*form, *call), (uint8_t*)scratch);
+    entries[form->scheme].run(filled(*form, *call), (uint8_t*)scratch);
 }
 }
 #else
