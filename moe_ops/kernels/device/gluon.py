@@ -3,8 +3,8 @@ through this module.
 
 What differs between these versions has one name here, that of the newest: copies by the tensor
 memory accelerator were called `async_copy_global_to_shared` before 3.8, `barrier` was
-`thread_barrier` in 3.6, and `reinterpret` was a private method before 3.9. `environment.why_no_gluon` says which versions compile the kernels.
-Imported at first launch only.
+`thread_barrier` in 3.6, and `reinterpret` was a private method before 3.9.
+`environment.why_no_gluon` says which versions compile the kernels. Imported at first launch only.
 """
 
 from triton.experimental import gluon

@@ -484,8 +484,8 @@ def multiply(
     low: tuple[Tensor, Tensor] | None = None,
 ) -> Launch | None:
     """As packed.multiply; None for operands that this kernel does not take: other dtypes than
-    bf16, weights of 6 or 8 bits, sizes that tiles do not divide, other ranks than RANKS, and rows of
-    weights that are not contiguous or begin elsewhere than at multiples of 16 bytes.
+    bf16, weights of 6 or 8 bits, sizes that tiles do not divide, other ranks than RANKS, and
+    weights whose rows are not contiguous or begin elsewhere than at multiples of 16 bytes.
     """
     of = w.format
     block_n, block_k = (STEP, BLOCK_OUT) if transpose else (BLOCK_OUT, STEP)
