@@ -68,8 +68,9 @@ from moe_ops.kernels.training.decode import (
 from moe_ops.kernels.training.packed import BLOCK_M, BLOCK_OUT, STEP, decoding_of
 
 FORMATS = ("int4", "e2m1")
-RANKS = (16, 32, 64)
-NUM_WARPS = 4  # two programs share a multiprocessor
+RANKS = (16, 32)
+# columns of the output that a program writes -> its warps
+WARPS = {256: 8, 128: 4}
 NUM_STAGES = 4  # of x
 W_BUFFERS = gl.constexpr(3)  # of decoded weights
 
@@ -487,8 +488,9 @@ def multiply(
     bf16, weights of 6 or 8 bits, sizes that tiles do not divide, other ranks than RANKS, and
     weights whose rows are not contiguous or begin elsewhere than at multiples of 16 bytes.
     """
-    of = w.format
-    block_n, block_k = (STEP, BLOCK_OUT) if transpose else (BLOCK_OUT, STEP)
+    of, size = w.format, w.K if transpose else w.N
+    out = next((out for out in WARPS if size % out == 0), BLOCK_OUT)
+    block_n, block_k = (STEP, out) if transpose else (out, STEP)
     aligned = w.data.data_ptr() % 16 == 0 and (w.stride.e | w.stride.n) % 16 == 0
     if x.dtype != torch.bfloat16 or of.name not in FORMATS or w.stride.k != 1 or not aligned:
         return None
@@ -501,7 +503,7 @@ def multiply(
             return None
         rows = _boxes(low[0], [BLOCK_M, rank])
         flat = low[1].flatten(0, 1)
-        matrix = _boxes(flat, [rank, BLOCK_OUT] if transpose else [BLOCK_OUT, rank])
+        matrix = _boxes(flat, [rank, out] if transpose else [out, rank])
     args = PackedSm90(
         y=y,
         x=_boxes(x, [BLOCK_M, STEP]),
@@ -523,7 +525,7 @@ def multiply(
         BLOCK_N=block_n,
         BLOCK_K=block_k,
         NUM_STAGES=NUM_STAGES,
-        NUM_WARPS=NUM_WARPS,
+        NUM_WARPS=WARPS[out],
     )
-    grid = (routing.num_blocks * (y.shape[1] // BLOCK_OUT), 1, 1)
-    return Launch(moe_ops_train_packed_sm90, grid, args, NUM_WARPS)
+    grid = (routing.num_blocks * (size // out), 1, 1)
+    return Launch(moe_ops_train_packed_sm90, grid, args, WARPS[out])
