@@ -4,11 +4,11 @@ one before. Imported at first launch only, if the installed Triton compiles Gluo
 
 Legend as in packed.py. Tiles must divide N and K, and the rank be that of a box.
 
-The threads of a program do both: they issue the products of a step, which run on their own, load
-the packed weights of the step after the next, decode those of the next one, wait for the products
-of the step before, and store what they decoded. Rows of x come by TMA into a ring of stages. A
-thread has 16 neighbouring bytes of a row of the weight, and eight threads beside each other eight
-rows, so that 16 bytes of a decoded row go to banks of their own.
+The threads of a program do both: they issue the products of a step, which run on their own, decode
+the weights of the next step, store them, and wait for the products of the step before. Rows of x
+and packed weights come by TMA into rings of stages: what a thread loads itself, it waits for at
+the fence behind its stores. A thread has 16 neighbouring bytes of a row of the weight, and eight
+threads beside each other eight rows, so that 16 bytes of a decoded row go to banks of their own.
 """
 
 from __future__ import annotations
@@ -49,7 +49,6 @@ from moe_ops.kernels.mixed_gemm.operands import (
     MixedOperand,
     MixedPointers,
     MixedStrides,
-    WeightStride,
 )
 from moe_ops.kernels.mixed_gemm.sm90_decode import log2
 from moe_ops.kernels.mixed_gemm.sm90_mainloop import advance_slot
@@ -69,9 +68,9 @@ from moe_ops.kernels.training.packed import BLOCK_M, BLOCK_OUT, STEP, decoding_o
 
 FORMATS = ("int4", "e2m1")
 RANKS = (16, 32)
-# columns of the output that a program writes -> its warps
-WARPS = {256: 8, 128: 4}
-NUM_STAGES = 4  # of x
+NUM_WARPS = 4  # two programs share a multiprocessor
+NUM_STAGES = 3  # of x
+PACKED_STAGES = gl.constexpr(4)  # of packed weights
 W_BUFFERS = gl.constexpr(3)  # of decoded weights
 
 
@@ -230,37 +229,43 @@ def load_scales(
 
 
 @gluon.jit
-def load_tile(
-    p_ptrs, scale_ptr, zero_ptr, n, k, scale_stride_n, scale_stride_g, zero_stride_n,
+def scales_of_step(
+    step, steps, scale_ptr, zero_ptr, column, scale_stride_n, scale_stride_g, zero_stride_n,
     zero_stride_g,
-    GROUPS: gl.constexpr, SCALE_ROWS: gl.constexpr, SCALE_GROUP: gl.constexpr,
-    SCALES: gl.constexpr,
+    TRANSPOSE: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUPS: gl.constexpr,
+    SCALE_ROWS: gl.constexpr, SCALE_GROUP: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """(packed weights, scales, zero points) of a tile; without zero points the scales again."""
-    BLOCK_N: gl.constexpr = p_ptrs.shape[0]
-    p = gl.load(p_ptrs)
+    """(scales, zero points) of a step, or of the last one; without zero points the scales
+    again.
+    """
+    step = gl.minimum(step, steps - 1)
+    n, k = (step * BLOCK_N, column) if TRANSPOSE else (column, step * BLOCK_K)
     s = load_scales(
         scale_ptr, n, k, scale_stride_n, scale_stride_g,
-        BLOCK_N, GROUPS, SCALE_ROWS, SCALE_GROUP, SCALES,
+        BLOCK_N, GROUPS, SCALE_ROWS, SCALE_GROUP, LAYOUT,
     )  # fmt: skip
     zero = s
     if zero_ptr is not None:
         zero = load_scales(
             zero_ptr, n, k, zero_stride_n, zero_stride_g,
-            BLOCK_N, GROUPS, SCALE_ROWS, SCALE_GROUP, SCALES,
+            BLOCK_N, GROUPS, SCALE_ROWS, SCALE_GROUP, LAYOUT,
         )  # fmt: skip
-    return p, s, zero
+    return s, zero
 
 
 @gluon.jit
-def advance(p_ptrs, n, k, more, p_step, IN: gl.constexpr, TRANSPOSE: gl.constexpr):
-    """Pointers, row and column of the next tile, if there is one more."""
-    p_ptrs += gl.where(more, p_step, 0)
-    if TRANSPOSE:
-        n += gl.where(more, IN, 0)
-    else:
-        k += gl.where(more, IN, 0)
-    return p_ptrs, n, k
+def load_packed(
+    w, w_smem, full, step, steps, row, column,
+    TRANSPOSE: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Start the copy of a step's packed weights, if there is such a step."""
+    BLOCK_N: gl.constexpr = w.block_shape[0]
+    WORDS: gl.constexpr = w.block_shape[1]
+    slot = step % STAGES
+    more = step < steps
+    at = [row + step * BLOCK_N, column // 8] if TRANSPOSE else [row + column, step * WORDS]
+    mbarrier.expect(full.index(slot), BLOCK_N * WORDS * 4, more)
+    async_load(w, at, full.index(slot), w_smem.index(slot), more)
 
 
 @gluon.jit
@@ -278,14 +283,13 @@ class PackedSm90:
     x: Descriptor  # (S, K), or (S, N) if TRANSPOSE
     low_rows: Descriptor  # (S, R), or None
     low_matrix: Descriptor  # (E N, R), or (E R, K) if TRANSPOSE
-    w: Pointer  # (E, N, bytes of K columns)
+    w: Descriptor  # (E N, K / 8) int32
     pointers: MixedPointers
     index: Pointer  # kernels/device/blocks.py
     num_blocks: Runtime
     E: Runtime
     N: Specialized
     K: Specialized
-    w_stride: WeightStride
     strides: MixedStrides
     decoding: Decoding
     SCALE_ROWS: Constant  # rows of the weight that share a scale
@@ -303,7 +307,7 @@ def moe_ops_train_packed_sm90(
     x,
     low_rows,
     low_matrix,
-    w_ptr,
+    w,
     w_scale_ptr,
     w_zero_ptr,
     w_factor_ptr,
@@ -313,9 +317,6 @@ def moe_ops_train_packed_sm90(
     E,
     N,
     K,
-    w_stride_e,
-    w_stride_n,
-    w_stride_k,
     w_scale_stride_e,
     w_scale_stride_n,
     w_scale_stride_g,
@@ -362,61 +363,64 @@ def moe_ops_train_packed_sm90(
     column = tile * OUT
 
     x_smem = gl.allocate_shared_memory(dtype, [NUM_STAGES, BLOCK_M, IN], x.layout)
+    p_smem = gl.allocate_shared_memory(gl.int32, [PACKED_STAGES, BLOCK_N, WORDS], w.layout)
     w_smem = gl.allocate_shared_memory(
         dtype, [W_BUFFERS, BLOCK_N, BLOCK_K], gl.NVMMASharedLayout(128, 16, 2)
     )
     full = gl.allocate_shared_memory(gl.int64, [NUM_STAGES, 1], mbarrier.MBarrierLayout())
+    p_full = gl.allocate_shared_memory(gl.int64, [PACKED_STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(NUM_STAGES):
         mbarrier.init(full.index(i), 1)
+    for i in gl.static_range(PACKED_STAGES):
+        mbarrier.init(p_full.index(i), 1)
     fence_async_shared()  # makes the mbarriers visible to TMA
     barrier()
+    row = e * N
+    for i in gl.static_range(PACKED_STAGES):
+        load_packed(w, p_smem, p_full, i, steps, row, column, TRANSPOSE, PACKED_STAGES)
     for i in gl.static_range(NUM_STAGES):
         mbarrier.expect(full.index(i), BLOCK_M * IN * 2, i < steps)
         async_load(x, [first, i * IN], full.index(i), x_smem.index(i), i < steps)
 
     expert = e
     e = e.to(gl.int64)
-    n, k = (0, column) if TRANSPOSE else (column, 0)
-    row = gl.arange(0, BLOCK_N, gl.SliceLayout(1, PACKED))
-    word = gl.arange(0, WORDS, gl.SliceLayout(0, PACKED))
-    p_ptrs = w_ptr.to(gl.pointer_type(gl.int32)) + e * (w_stride_e // 4)
-    p_ptrs += gl.expand_dims((n + row).to(gl.int64) * (w_stride_n // 4), 1)
-    p_ptrs += gl.expand_dims(k // 8 + word, 0)
-    p_step = IN * (w_stride_n // 4) if TRANSPOSE else WORDS
     if SCALE == "e4m3":
         w_scale_ptr = w_scale_ptr.to(gl.pointer_type(gl.uint8))
     w_scale_ptr += e * w_scale_stride_e
     if HAS_ZERO:
         w_zero_ptr = w_zero_ptr.to(gl.pointer_type(gl.uint8)) + e * w_zero_stride_e
-
-    p, s, zero = load_tile(
-        p_ptrs, w_scale_ptr, w_zero_ptr, n, k,
+    s, zero = scales_of_step(
+        0, steps, w_scale_ptr, w_zero_ptr, column,
         w_scale_stride_n, w_scale_stride_g, w_zero_stride_n, w_zero_stride_g,
-        GROUPS, SCALE_ROWS, SCALE_GROUP, SCALES,
+        TRANSPOSE, BLOCK_N, BLOCK_K, GROUPS, SCALE_ROWS, SCALE_GROUP, SCALES,
     )  # fmt: skip
-    w = decode(p, s, zero, GROUPS, FORMAT, SCALE, HAS_ZERO)
-    w_smem.index(0).store(w)
+    mbarrier.wait(p_full.index(0), 0)
+    w_smem.index(0).store(
+        decode(p_smem.index(0).load(PACKED), s, zero, GROUPS, FORMAT, SCALE, HAS_ZERO)
+    )
     fence_async_shared()
-    p_ptrs, n, k = advance(p_ptrs, n, k, steps > 1, p_step, IN, TRANSPOSE)
-    p, s, zero = load_tile(
-        p_ptrs, w_scale_ptr, w_zero_ptr, n, k,
-        w_scale_stride_n, w_scale_stride_g, w_zero_stride_n, w_zero_stride_g,
-        GROUPS, SCALE_ROWS, SCALE_GROUP, SCALES,
-    )  # fmt: skip
     barrier()
+    load_packed(w, p_smem, p_full, PACKED_STAGES, steps, row, column, TRANSPOSE, PACKED_STAGES)
+    s, zero = scales_of_step(
+        1, steps, w_scale_ptr, w_zero_ptr, column,
+        w_scale_stride_n, w_scale_stride_g, w_zero_stride_n, w_zero_stride_g,
+        TRANSPOSE, BLOCK_N, BLOCK_K, GROUPS, SCALE_ROWS, SCALE_GROUP, SCALES,
+    )  # fmt: skip
+    next_s, next_zero = scales_of_step(
+        2, steps, w_scale_ptr, w_zero_ptr, column,
+        w_scale_stride_n, w_scale_stride_g, w_zero_stride_n, w_zero_stride_g,
+        TRANSPOSE, BLOCK_N, BLOCK_K, GROUPS, SCALE_ROWS, SCALE_GROUP, SCALES,
+    )  # fmt: skip
     acc = gl.zeros([BLOCK_M, OUT], gl.float32, MMA)
     slot, phase = steps * 0, steps * 0
     for i in range(steps - 1):
         mbarrier.wait(full.index(slot), phase)
         acc = issue(x_smem.index(slot), w_smem.index(i % W_BUFFERS), acc, TRANSPOSE)
-        p_ptrs, n, k = advance(p_ptrs, n, k, i + 2 < steps, p_step, IN, TRANSPOSE)
-        next_p, next_s, next_zero = load_tile(
-            p_ptrs, w_scale_ptr, w_zero_ptr, n, k,
-            w_scale_stride_n, w_scale_stride_g, w_zero_stride_n, w_zero_stride_g,
-            GROUPS, SCALE_ROWS, SCALE_GROUP, SCALES,
-        )  # fmt: skip
+        following = i + 1
+        mbarrier.wait(p_full.index(following % PACKED_STAGES), following // PACKED_STAGES & 1)
+        p = p_smem.index(following % PACKED_STAGES).load(PACKED)
         # this buffer was read by step i - 2, for which all warps have waited
-        w_smem.index((i + 1) % W_BUFFERS).store(
+        w_smem.index(following % W_BUFFERS).store(
             decode(p, s, zero, GROUPS, FORMAT, SCALE, HAS_ZERO)
         )
         fence_async_shared()
@@ -427,7 +431,17 @@ def moe_ops_train_packed_sm90(
         acc = warpgroup_mma_wait(1, [acc])
         barrier()
         async_load(x, [first, ahead * IN], full.index(before), x_smem.index(before), more)
-        p, s, zero = next_p, next_s, next_zero
+        load_packed(
+            w, p_smem, p_full, following + PACKED_STAGES, steps, row, column,
+            TRANSPOSE, PACKED_STAGES,
+        )  # fmt: skip
+        # the fence waits for loads that are under way, so they begin as long before it as can be
+        s, zero = next_s, next_zero
+        next_s, next_zero = scales_of_step(
+            i + 3, steps, w_scale_ptr, w_zero_ptr, column,
+            w_scale_stride_n, w_scale_stride_g, w_zero_stride_n, w_zero_stride_g,
+            TRANSPOSE, BLOCK_N, BLOCK_K, GROUPS, SCALE_ROWS, SCALE_GROUP, SCALES,
+        )  # fmt: skip
         slot, phase = advance_slot(slot, phase, NUM_STAGES)
     next_slot, next_phase = advance_slot(slot, phase, NUM_STAGES)
     if low_rows is not None:  # one more step, into places that nobody reads any more
@@ -472,7 +486,8 @@ def _boxes(t: Tensor, block: list[int]) -> Any:
     """A descriptor of a contiguous matrix, in boxes whose rows are at most 128 bytes or swizzled
     in parts of 128.
     """
-    layout = _layout(min(2 * block[1], 128), 16, 2)
+    size = t.element_size()
+    layout = _layout(min(size * block[1], 128), 8 * size, 2)
     return TensorDescriptor(t, list(t.shape), [t.shape[1], 1], block, layout)
 
 
@@ -488,11 +503,10 @@ def multiply(
     bf16, weights of 6 or 8 bits, sizes that tiles do not divide, other ranks than RANKS, and
     weights whose rows are not contiguous or begin elsewhere than at multiples of 16 bytes.
     """
-    of, size = w.format, w.K if transpose else w.N
-    out = next((out for out in WARPS if size % out == 0), BLOCK_OUT)
-    block_n, block_k = (STEP, out) if transpose else (out, STEP)
-    aligned = w.data.data_ptr() % 16 == 0 and (w.stride.e | w.stride.n) % 16 == 0
-    if x.dtype != torch.bfloat16 or of.name not in FORMATS or w.stride.k != 1 or not aligned:
+    of = w.format
+    block_n, block_k = (STEP, BLOCK_OUT) if transpose else (BLOCK_OUT, STEP)
+    aligned = w.data.data_ptr() % 16 == 0 and w.data.is_contiguous()
+    if x.dtype != torch.bfloat16 or of.name not in FORMATS or not aligned:
         return None
     if w.N % block_n or w.K % block_k or (of.group and block_k % of.group and of.group % block_k):
         return None
@@ -503,20 +517,19 @@ def multiply(
             return None
         rows = _boxes(low[0], [BLOCK_M, rank])
         flat = low[1].flatten(0, 1)
-        matrix = _boxes(flat, [rank, out] if transpose else [out, rank])
+        matrix = _boxes(flat, [rank, BLOCK_OUT] if transpose else [BLOCK_OUT, rank])
     args = PackedSm90(
         y=y,
         x=_boxes(x, [BLOCK_M, STEP]),
         low_rows=rows,
         low_matrix=matrix,
-        w=w.data,
+        w=_boxes(w.data.view(torch.int32).flatten(0, 1), [block_n, block_k // 8]),
         pointers=w.pointers,
         index=routing.index,
         num_blocks=routing.num_blocks,
         E=routing.E,
         N=w.N,
         K=w.K,
-        w_stride=w.stride,
         strides=w.strides,
         decoding=decoding_of(of),
         SCALE_ROWS=of.group if of.scale == "block" else 1,
@@ -525,7 +538,7 @@ def multiply(
         BLOCK_N=block_n,
         BLOCK_K=block_k,
         NUM_STAGES=NUM_STAGES,
-        NUM_WARPS=WARPS[out],
+        NUM_WARPS=NUM_WARPS,
     )
-    grid = (routing.num_blocks * (size // out), 1, 1)
-    return Launch(moe_ops_train_packed_sm90, grid, args, WARPS[out])
+    grid = (routing.num_blocks * (y.shape[1] // BLOCK_OUT), 1, 1)
+    return Launch(moe_ops_train_packed_sm90, grid, args, NUM_WARPS)
