@@ -67,7 +67,7 @@ from moe_ops.kernels.training.decode import (
 from moe_ops.kernels.training.packed import BLOCK_M, BLOCK_OUT, STEP, decoding_of
 
 FORMATS = ("int4", "e2m1")
-RANKS = (16, 32)
+RANKS = (16, 32, 64)
 NUM_WARPS = 4  # two programs share a multiprocessor
 NUM_STAGES = 3  # of x
 PACKED_STAGES = gl.constexpr(4)  # of packed weights
