@@ -1,7 +1,7 @@
 """Decode and prefill of compiled transformers models on a GPU, under each experts implementation.
 
     python benchmarks/end_to_end.py [--models qwen3 mixtral dsv3 gptoss]
-                                    [--only grouped_mm moe_ops ...] [--batch 1 8 64] [--layers N]
+                                    [--only grouped_mm moe_ops ...] [--batch [1 8 64]] [--layers N]
                                     [--results FOLDER]
     python benchmarks/end_to_end.py --merge FILE ...   # add another run's rows to the results
     python benchmarks/end_to_end.py --report           # table and plot of all rows
@@ -11,7 +11,8 @@ Models have their full layer width, random weights and few layers. Decoding: sta
 fullgraph, mode="reduce-overhead"; a time counts only if its steps replayed a CUDA graph. Prefill:
 4096 tokens, fullgraph; beside its time stands that of the experts of all layers alone, compiled,
 on the tokens and routing of that prompt. Rows are written to FOLDER/end_to_end_<GPU>.json after
-each implementation of a model, replacing older ones.
+each implementation of a model, replacing older ones; those of prompts alone (--batch with no
+number behind it) to prompts_<GPU>.json.
 """
 
 from __future__ import annotations
@@ -335,6 +336,7 @@ def main() -> None:
     warnings.filterwarnings("ignore", "Dynamo detected a call to a `functools.lru_cache`")
     if arguments.merge or arguments.report:
         files = merge(arguments.merge, arguments.results, "end_to_end_*.json", open_results)
+        files += merge([], arguments.results, "prompts_*.json", open_results)
         for results in files:
             end_to_end_report.report(results, arguments.results)
         return
@@ -347,7 +349,8 @@ def main() -> None:
         return
     else:
         where = torch.cuda.get_device_name().replace(" ", "_")
-    results = open_results(arguments.results / f"end_to_end_{where}.json")
+    kind = "end_to_end" if arguments.batch else "prompts"
+    results = open_results(arguments.results / f"{kind}_{where}.json")
     run(arguments, results, arguments.dry_run)
     if arguments.dry_run:
         end_to_end_report.report(results, arguments.results)

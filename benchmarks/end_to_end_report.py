@@ -140,7 +140,7 @@ def draw(results: Results, path: Path) -> None:
         labels = [cell.replace("decode ", "batch ").replace(" ", "\n") for cell in cells]
         panel.set_xticks(range(len(cells)), labels, fontsize=8)
         panel.set_title(f"{view.model}, {next(iter(view.rows.values()))['layers']} layers")
-    panels[0][0].set_ylabel("speed-up of a decode step, a prefill")
+    panels[0][0].set_ylabel("speed-up of a decode step, a prompt")
     figure.legend(
         list(drawn.values()),
         [f"{name} (built-in in bf16)" if "fp8" in name else name for name in drawn],
