@@ -101,11 +101,13 @@ def fine_tuned(implementation, dtype, folder):
         gradient_checkpointing=False,
         dataset_kwargs={"skip_prepare_dataset": True},
     )
-    rows = TOKENS.tolist()
+    rows = datasets.table.InMemoryTable.from_pydict(
+        dict.fromkeys(("input_ids", "labels"), TOKENS.tolist())
+    )
     trainer = trl.SFTTrainer(
         model=model,
         args=arguments,
-        train_dataset=datasets.Dataset.from_dict(dict.fromkeys(("input_ids", "labels"), rows)),
+        train_dataset=datasets.Dataset(rows, fingerprint="tokens"),
         processing_class=tokenizer,
         peft_config=peft.LoraConfig(
             target_modules=[],
