@@ -136,7 +136,7 @@ def test_sizes_of_whole_tiles(scheme, rank, size):
     with mock.patch.object(fused, "run", wraps=fused.run) as run:
         first, second = gradients(case), gradients(case)
     kernels = {one.kernel for given in run.call_args_list for one in given.args[0]}
-    assert sm90_packed.moe_ops_train_packed_sm90 in kernels
+    assert sm90_packed.moe_ops_train_wgmma_packed in kernels
     assert packed.moe_ops_train_packed not in kernels
     assert all(torch.equal(first[name], second[name]) for name in first)
 

@@ -302,7 +302,7 @@ class PackedSm90:
 
 
 @kernel(PackedSm90, jit=gluon.jit)
-def moe_ops_train_packed_sm90(
+def moe_ops_train_wgmma_packed(
     y_ptr,
     x,
     low_rows,
@@ -541,4 +541,4 @@ def multiply(
         NUM_WARPS=NUM_WARPS,
     )
     grid = (routing.num_blocks * (y.shape[1] // BLOCK_OUT), 1, 1)
-    return Launch(moe_ops_train_packed_sm90, grid, args, NUM_WARPS)
+    return Launch(moe_ops_train_wgmma_packed, grid, args, NUM_WARPS)
