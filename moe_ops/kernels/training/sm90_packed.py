@@ -14,7 +14,7 @@ threads beside each other eight rows, so that 16 bytes of a decoded row go to ba
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -42,6 +42,7 @@ from moe_ops.kernels.launch import (
     Specialized,
     arguments,
     kernel,
+    unprefixed,
 )
 from moe_ops.kernels.mixed_gemm.decode import scale_bf16x2, spread
 from moe_ops.kernels.mixed_gemm.operands import (
@@ -277,6 +278,18 @@ def issue(x, w, acc, TRANSPOSE: gl.constexpr):
         return warpgroup_mma(x, w.permute((1, 0)), acc, is_async=True)
 
 
+@unprefixed
+class WgmmaTile(NamedTuple):
+    """A tile of the weight, (BLOCK_N, BLOCK_K)."""
+
+    TRANSPOSE: Constant
+    GROUP_M: Constant
+    BLOCK_N: Constant
+    BLOCK_K: Constant
+    NUM_STAGES: Constant
+    NUM_WARPS: Constant
+
+
 @arguments
 class PackedSm90:
     y: Pointer  # (S, N), or (S, K) if TRANSPOSE; written
@@ -293,12 +306,7 @@ class PackedSm90:
     strides: MixedStrides
     decoding: Decoding
     SCALE_ROWS: Constant  # rows of the weight that share a scale
-    TRANSPOSE: Constant
-    GROUP_M: Constant
-    BLOCK_N: Constant
-    BLOCK_K: Constant
-    NUM_STAGES: Constant
-    NUM_WARPS: Constant
+    tile: WgmmaTile
 
 
 @kernel(PackedSm90, jit=gluon.jit)
@@ -533,12 +541,7 @@ def multiply(
         strides=w.strides,
         decoding=decoding_of(of),
         SCALE_ROWS=of.group if of.scale == "block" else 1,
-        TRANSPOSE=transpose,
-        GROUP_M=GROUP_M,
-        BLOCK_N=block_n,
-        BLOCK_K=block_k,
-        NUM_STAGES=NUM_STAGES,
-        NUM_WARPS=NUM_WARPS,
+        tile=WgmmaTile(transpose, GROUP_M, block_n, block_k, NUM_STAGES, NUM_WARPS),
     )
     grid = (routing.num_blocks * (y.shape[1] // BLOCK_OUT), 1, 1)
     return Launch(moe_ops_train_wgmma_packed, grid, args, NUM_WARPS)
