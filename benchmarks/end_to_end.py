@@ -1,7 +1,7 @@
 """Decode and prefill of compiled transformers models on a GPU, under each experts implementation.
 
     python benchmarks/end_to_end.py [--models qwen3 mixtral dsv3 gptoss]
-                                    [--only grouped_mm moe_ops ...] [--batch 1 8 64] [--layers N]
+                                    [--only grouped_mm moe_ops ...] [--batch [1 8 64]] [--layers N]
                                     [--results FOLDER]
     python benchmarks/end_to_end.py --merge FILE ...   # add another run's rows to the results
     python benchmarks/end_to_end.py --report           # table and plot of all rows
@@ -9,8 +9,10 @@
 
 Models have their full layer width, random weights and few layers. Decoding: static cache,
 fullgraph, mode="reduce-overhead"; a time counts only if its steps replayed a CUDA graph. Prefill:
-4096 tokens, fullgraph. Rows are written to FOLDER/end_to_end_<GPU>.json after each implementation
-of a model, replacing older ones.
+4096 tokens, fullgraph; beside its time stands that of the experts of all layers alone, compiled,
+on the tokens and routing of that prompt. Rows are written to FOLDER/end_to_end_<GPU>.json after
+each implementation of a model, replacing older ones; those of prompts alone (--batch with no
+number behind it) to prompts_<GPU>.json.
 """
 
 from __future__ import annotations
@@ -200,7 +202,34 @@ class Bench:
             compiled(tokens)
         compiled_after = time.perf_counter() - start
         ms = self.median_ms(lambda: compiled(tokens), 10)
-        return {"ms": round(ms, 4), "tokens": length, "compile_s": round(compiled_after, 1)}
+        of_experts = self.experts_ms(tokens)
+        return {
+            "ms": round(ms, 4),
+            "experts_ms": round(of_experts, 4),
+            "tokens": length,
+            "compile_s": round(compiled_after, 1),
+        }
+
+    def experts_ms(self, tokens: Tensor) -> float:
+        """Time of the experts of all layers alone, compiled, on what a forward pass gives them."""
+        modules = [m for n, m in self.module.named_modules() if n.endswith(".experts")]
+        given: list[tuple[Any, tuple, dict]] = []
+
+        def keep(module: Any, args: tuple, kwargs: dict) -> None:
+            given.append((module, args, kwargs))
+
+        hooks = [m.register_forward_pre_hook(keep, with_kwargs=True) for m in modules]
+        self.module(input_ids=tokens, use_cache=False, logits_to_keep=1)
+        for hook in hooks:
+            hook.remove()
+
+        def experts() -> list[Tensor]:
+            return [module(*args, **kwargs) for module, args, kwargs in given]
+
+        compiled = self.compile(experts)
+        for _ in range(3):
+            compiled()
+        return self.median_ms(compiled, 10)
 
     def cell(self, measure: Callable[[int], dict], size: int) -> dict:
         """One cell, or why there is none."""
@@ -292,7 +321,9 @@ def main() -> None:
     parser.add_argument(
         "--only", nargs="+", choices=IMPLEMENTATIONS, default=list(IMPLEMENTATIONS)
     )
-    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 64])
+    parser.add_argument(
+        "--batch", type=int, nargs="*", default=[1, 8, 64], help="none: prompts alone"
+    )
     parser.add_argument("--layers", type=int, help="in place of each model's own number")
     parser.add_argument("--prefill", type=int, default=PREFILL, metavar="TOKENS")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder for JSON and plot")
@@ -305,6 +336,7 @@ def main() -> None:
     warnings.filterwarnings("ignore", "Dynamo detected a call to a `functools.lru_cache`")
     if arguments.merge or arguments.report:
         files = merge(arguments.merge, arguments.results, "end_to_end_*.json", open_results)
+        files += merge([], arguments.results, "prompts_*.json", open_results)
         for results in files:
             end_to_end_report.report(results, arguments.results)
         return
@@ -317,7 +349,8 @@ def main() -> None:
         return
     else:
         where = torch.cuda.get_device_name().replace(" ", "_")
-    results = open_results(arguments.results / f"end_to_end_{where}.json")
+    kind = "end_to_end" if arguments.batch else "prompts"
+    results = open_results(arguments.results / f"{kind}_{where}.json")
     run(arguments, results, arguments.dry_run)
     if arguments.dry_run:
         end_to_end_report.report(results, arguments.results)

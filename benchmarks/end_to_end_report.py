@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from end_to_end_cases import AIMS, BUILT_IN, IMPLEMENTATIONS, MODELS
+from end_to_end_cases import AIMS, BUILT_IN, IMPLEMENTATIONS, MODELS, PROMPT_AIMS
 from harness import format_table
 from records import OURS, Results
 
@@ -48,7 +48,9 @@ class View:
 
     def aim(self, name: str, cell: str) -> float | None:
         kind, size = cell.split()
-        return AIMS.get((self.model, name), {}).get(int(size)) if kind == "decode" else None
+        if kind == "prefill":
+            return PROMPT_AIMS[self.model] if name == OURS else None
+        return AIMS.get((self.model, name), {}).get(int(size))
 
 
 def views(results: Results) -> list[View]:
@@ -68,7 +70,10 @@ def table(results: Results) -> str:
             for name in IMPLEMENTATIONS:
                 found = view.rows.get(name, {}).get("cells", {}).get(cell, {})
                 time = found.get("ms")
-                line.append(f"{time:.3f} {found['tokens'] / time * 1e3:.0f}/s" if time else "-")
+                text = f"{time:.3f} {found['tokens'] / time * 1e3:.0f}/s" if time else "-"
+                if "experts_ms" in found:
+                    text += f" (experts {found['experts_ms'] / time:.0%})"
+                line.append(text)
             for name in ours:
                 ratio, aim = view.speed_up(name, cell), view.aim(name, cell)
                 missed = "" if ratio is None or aim is None or ratio >= aim else " missed"
@@ -135,7 +140,7 @@ def draw(results: Results, path: Path) -> None:
         labels = [cell.replace("decode ", "batch ").replace(" ", "\n") for cell in cells]
         panel.set_xticks(range(len(cells)), labels, fontsize=8)
         panel.set_title(f"{view.model}, {next(iter(view.rows.values()))['layers']} layers")
-    panels[0][0].set_ylabel("speed-up of a decode step, a prefill")
+    panels[0][0].set_ylabel("speed-up of a decode step, a prompt")
     figure.legend(
         list(drawn.values()),
         [f"{name} (built-in in bf16)" if "fp8" in name else name for name in drawn],

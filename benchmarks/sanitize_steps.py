@@ -22,7 +22,8 @@ from moe_ops.bench.layers import quantized
 from moe_ops.kernels import launch
 from moe_ops.kernels import training as package
 
-E, TOP_K, K, I = 5, 2, 224, 160
+E, TOP_K = 5, 2
+SIZES = 224, 160  # K, I
 # scheme, rank of adapters or 0, and what a layer has beside its weights. Sizes are no multiples of
 # tiles, and an expert has more rows than a block.
 STEPS: tuple[tuple[str, int, dict[str, Any]], ...] = (
@@ -35,7 +36,10 @@ STEPS: tuple[tuple[str, int, dict[str, Any]], ...] = (
     ("", 16, {"bias": True}),
     ("", 70, {"on_input": True, "activation": "relu2_no_mul"}),  # more ranks than a program takes
     ("int4_w4a16:g32", 16, {}),
+    ("int4_w4a16:g64:zp", 16, {"of whole tiles": True}),  # for the kernel of SM90
+    ("mxfp4_w4a16", 0, {"of whole tiles": True}),
 )
+WHOLE_TILES = 256, 128  # K, I
 TOKENS = (1, 300)
 # of gradients, between products in bf16 and in fp32 for packed weights
 MAX_ERROR = 0.05
@@ -60,6 +64,7 @@ def steps(device: str, dtype: torch.dtype) -> Iterator[tuple[str, list[Tensor], 
         return t.to(dtype).requires_grad_()
 
     for scheme, rank, has in STEPS:
+        K, I = WHOLE_TILES if has.get("of whole tiles") else SIZES  # noqa: E741
         of = Activation(has.get("activation", "silu"))
         N = 2 * I if of.gated else I
         top_k = 1 if has.get("on_input") else TOP_K

@@ -32,7 +32,8 @@ from moe_ops.backends.torch import grouped_mm as products
 from moe_ops.kernels import launch
 from moe_ops.kernels.configs import block_bound
 from moe_ops.kernels.gemm.operands import activated
-from moe_ops.kernels.launch import Launch, run
+from moe_ops.kernels.launch import Launch, Lazy, run
+from moe_ops.kernels.mixed_gemm import configs
 from moe_ops.kernels.mixed_gemm.operands import operand
 from moe_ops.kernels.permute.combine import combine_rows
 from moe_ops.kernels.permute.layout import Layout, index_parts
@@ -45,6 +46,8 @@ from moe_ops.kernels.training.sums import add_dot, dot, sum_rows
 from moe_ops.ops.call import ExpertsCall, Weight
 from moe_ops.schemes import get_scheme
 
+# where Triton compiles Gluon
+_sm90_packed = Lazy("moe_ops.kernels.training.sm90_packed:multiply")
 _ROWS = torch.contiguous_format
 
 
@@ -163,8 +166,10 @@ class _Step:
         y = self.rows(w.K if transpose else w.N)
         if not rows.is_cuda:  # rows of no expert are zeros, as those of grouped_mm
             y.zero_()
-        blocks = self.blocks(packed.BLOCK_M)
-        self.run(packed.multiply(y, rows, w, blocks, transpose, self.gpu, low))
+        blocks, one = self.blocks(packed.BLOCK_M), None
+        if configs.on_sm90(self.device):
+            one = _sm90_packed(y, rows, w, blocks, transpose, low)
+        self.run(one or packed.multiply(y, rows, w, blocks, transpose, self.gpu, low))
         return y
 
     def outer(self, a: Tensor, b: Tensor) -> Tensor:

@@ -3,14 +3,17 @@ interpreter, and on a GPU. Every call of these tests but the last runs through t
 """
 
 import math
+from unittest import mock
 
 import pytest
 import torch
 
 import moe_ops
 from moe_ops.autograd import fused, training
+from moe_ops.kernels.mixed_gemm import configs
 from moe_ops.kernels.training import packed
 from moe_ops.ops.call import ExpertsCall, take_apart
+from tests.autograd import test_lora
 from tests.autograd.test_fused import every_call_is_fused, everywhere  # noqa: F401
 from tests.autograd.test_gradients import (
     TOLERANCE,
@@ -108,6 +111,34 @@ def test_a_nan_gradient_stays_with_its_token(where):
     assert found["hidden_states"][4].isnan().all()
     for name in ("hidden_states", "topk_weights"):
         assert torch.equal(found[name].cpu()[others], clean[name].cpu()[others])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not CUDA, reason="needs a CUDA device")
+@pytest.mark.parametrize("rank", [0, 16, 32, 64])
+@pytest.mark.parametrize(
+    "scheme",
+    ["int4_w4a16:g32", "int4_w4a16:g64:zp", "int4_w4a16:g128", "mxfp4_w4a16", "nvfp4_w4a16"],
+)
+@pytest.mark.parametrize("size", [(64, 128, 128), (300, 384, 256)], ids=("short", "long"))
+def test_sizes_of_whole_tiles(scheme, rank, size):
+    """Those that the kernel of SM90 takes: rings of stages that are not filled, and that wrap."""
+    M, K, I = size  # noqa: E741
+    case = Case("cuda", BF16, scheme, M=M, E=3, top_k=2, K=K, I=I)
+    if rank:
+        test_lora.check(case, [test_lora.adapter(case, (rank, rank))], within=0.02)
+    else:
+        check(case)
+    if not configs.on_sm90(torch.cuda.current_device()):
+        return
+    from moe_ops.kernels.training import sm90_packed
+
+    with mock.patch.object(fused, "run", wraps=fused.run) as run:
+        first, second = gradients(case), gradients(case)
+    kernels = {one.kernel for given in run.call_args_list for one in given.args[0]}
+    assert sm90_packed.moe_ops_train_wgmma_packed in kernels
+    assert packed.moe_ops_train_packed not in kernels
+    assert all(torch.equal(first[name], second[name]) for name in first)
 
 
 # --- no copy of a weight -------------------------------------------------------------------------

@@ -64,7 +64,9 @@ def test_steps_launch_every_kernel_of_training(sanitize, monkeypatch):
 
     monkeypatch.setattr(sanitize_steps, "TOKENS", (1, 9))
     report = sanitize.Report(*sanitize_steps.run_steps("cpu", torch.float32))
-    of_gpus = {"moe_ops_train_zero_empty is never launched"}  # it follows products of GPUs
+    # one follows products of GPUs, the other one is in Gluon, which has no interpreter
+    missing = ("zero_empty", "wgmma_packed")
+    of_gpus = {f"moe_ops_train_{name} is never launched" for name in missing}
     assert set(report.wrong) <= of_gpus
     assert len(report.calls) == 2 * len(sanitize_steps.STEPS)
     assert len(sanitize_steps.training_kernels() - set(report.kernels)) == len(report.wrong)

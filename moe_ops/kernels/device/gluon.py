@@ -2,9 +2,9 @@
 through this module.
 
 What differs between these versions has one name here, that of the newest: copies by the tensor
-memory accelerator were called `async_copy_global_to_shared` before 3.8, and `reinterpret` was a
-private method before 3.9. `environment.why_no_gluon` says which versions compile the kernels.
-Imported at first launch only.
+memory accelerator were called `async_copy_global_to_shared` before 3.8, `barrier` was
+`thread_barrier` in 3.6, and `reinterpret` was a private method before 3.9.
+`environment.why_no_gluon` says which versions compile the kernels. Imported at first launch only.
 """
 
 from triton.experimental import gluon
@@ -21,6 +21,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 __all__ = [
     "TensorDescriptor",
     "async_load",
+    "barrier",
     "fence_async_shared",
     "gl",
     "gluon",
@@ -32,6 +33,7 @@ __all__ = [
 
 # (descriptor, coordinates, barrier, shared memory, predicate)
 async_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 
 _PUBLIC_REINTERPRET = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
 

@@ -171,6 +171,10 @@ def moe_ops_train_narrow(
             mask=inside[:, None] & (w < W)[None, :],
             other=0.0,
         )
+        if copy_ptr is not None:
+            # Triton gives a load one buffer if a store takes it beside a product, which still
+            # reads that buffer while the next load fills it. What is selected has its own.
+            x = tl.where(inside[:, None], x, 0.0)
         if weights_ptr is not None:
             x = (x.to(tl.float32) * s[:, None]).to(u_ptr.dtype.element_ty)
         matrix = tl.load(

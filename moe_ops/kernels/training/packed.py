@@ -38,6 +38,7 @@ from moe_ops.kernels.launch import (
 from moe_ops.kernels.mixed_gemm.decode import six_bits
 from moe_ops.kernels.mixed_gemm.operands import (
     Decoding,
+    Format,
     MixedOperand,
     MixedPointers,
     MixedStrides,
@@ -289,6 +290,11 @@ def tile_of(w: MixedOperand, transpose: bool) -> PackedTile:
     return PackedTile(transpose, even, GROUP_M, BLOCK_M, block_n, block_k, NUM_STAGES)
 
 
+def decoding_of(of: Format) -> Decoding:
+    """How both kernels decode a weight: each weight times its scale."""
+    return Decoding(of.name, of.scale if of.scale in ("e8m0", "e4m3") else "weight", of.group)
+
+
 def multiply(
     y: Tensor,
     x: Tensor,
@@ -323,9 +329,7 @@ def multiply(
         K=w.K,
         w_stride=w.stride,
         strides=w.strides,
-        decoding=Decoding(
-            of.name, of.scale if of.scale in ("e8m0", "e4m3") else "weight", of.group
-        ),
+        decoding=decoding_of(of),
         SCALE_ROWS=of.group if of.scale == "block" else 1,
         low=LowRank(u, matrix, R, min(MOST_R, block_r(R))),
         tile=tile,

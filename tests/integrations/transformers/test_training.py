@@ -7,6 +7,7 @@ import torch.distributed as dist
 
 transformers = pytest.importorskip("transformers")
 
+import moe_ops.integrations.transformers as moe_transformers
 from moe_ops.autograd import training
 from tests.integrations.transformers.test_families import Calls, build, relative
 
@@ -81,6 +82,62 @@ def test_trainer(family, checkpointing, tmp_path):
 
 
 # --- routers -------------------------------------------------------------------------------------
+
+
+def fine_tuned(implementation, dtype, folder):
+    """The losses of TRL's steps with adapters on the experts alone, and the adapters behind
+    them."""
+    trl, peft = pytest.importorskip("trl"), pytest.importorskip("peft")
+    datasets, tokenizers = pytest.importorskip("datasets"), pytest.importorskip("tokenizers")
+    words = tokenizers.models.WordLevel({str(i): i for i in range(90)}, unk_token="0")
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizers.Tokenizer(words), eos_token="1", pad_token="2"
+    )
+    model = model_of("qwen3_moe", implementation, dtype)
+    arguments = trl.SFTConfig(
+        **{"output_dir": str(folder), "save_strategy": "no", "report_to": [], "use_cpu": True},
+        **{"max_steps": STEPS, "per_device_train_batch_size": 2, "disable_tqdm": True},
+        **{"optim": "sgd", "learning_rate": 0.1, "lr_scheduler_type": "constant", "bf16": False},
+        gradient_checkpointing=False,
+        dataset_kwargs={"skip_prepare_dataset": True},
+    )
+    rows = datasets.table.InMemoryTable.from_pydict(
+        dict.fromkeys(("input_ids", "labels"), TOKENS.tolist())
+    )
+    trainer = trl.SFTTrainer(
+        model=model,
+        args=arguments,
+        train_dataset=datasets.Dataset(rows, fingerprint="tokens"),
+        processing_class=tokenizer,
+        peft_config=peft.LoraConfig(
+            target_modules=[],
+            target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+            r=4,
+            init_lora_weights=False,
+        ),
+    )
+    generator = torch.Generator().manual_seed(4)
+    adapters = {n: p for n, p in trainer.model.named_parameters() if p.requires_grad}
+    for p in adapters.values():
+        p.data = (torch.randn(p.shape, generator=generator) * 0.1).to(dtype)
+    if implementation == "moe_ops":
+        moe_transformers.attach(trainer.model)
+    before = {n: p.detach().clone() for n, p in adapters.items()}
+    with Calls() as calls:
+        trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    moved = {n: p.detach() - before[n] for n, p in adapters.items()}
+    return losses, moved, calls.names
+
+
+@pytest.mark.slow
+def test_trl(tmp_path):
+    _, want, calls = fine_tuned("eager", torch.float64, tmp_path)
+    assert not calls and len(want) == 4 * LAYERS
+    _, got, calls = fine_tuned("moe_ops", torch.float32, tmp_path)
+    assert calls.count("lora_experts_forward") == calls.count("lora_experts_backward")
+    assert calls.count("lora_experts_forward") == STEPS * LAYERS
+    compare(got, want, within=1e-4)
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])

@@ -1,0 +1,547 @@
+"""The products of packed.py on SM90: a tile of the weight is decoded while `wgmma` multiplies the
+one before. Imported at first launch only, if the installed Triton compiles Gluon
+(`mixed_gemm.configs.on_sm90`).
+
+Legend as in packed.py. Tiles must divide N and K, and the rank be that of a box.
+
+The threads of a program do both: they issue the products of a step, which run on their own, decode
+the weights of the next step, store them, and wait for the products of the step before. Rows of x
+and packed weights come by TMA into rings of stages: what a thread loads itself, it waits for at
+the fence behind its stores. A thread has 16 neighbouring bytes of a row of the weight, and eight
+threads beside each other eight rows, so that 16 bytes of a decoded row go to banks of their own.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from moe_ops.kernels.configs import GROUP_M
+from moe_ops.kernels.device.blocks import block_and_tile
+from moe_ops.kernels.device.gluon import (
+    TensorDescriptor,
+    async_load,
+    barrier,
+    fence_async_shared,
+    gl,
+    gluon,
+    mbarrier,
+    reinterpret,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from moe_ops.kernels.launch import (
+    Constant,
+    Descriptor,
+    Launch,
+    Pointer,
+    Runtime,
+    Specialized,
+    arguments,
+    kernel,
+    unprefixed,
+)
+from moe_ops.kernels.mixed_gemm.decode import scale_bf16x2, spread
+from moe_ops.kernels.mixed_gemm.operands import (
+    Decoding,
+    MixedOperand,
+    MixedPointers,
+    MixedStrides,
+)
+from moe_ops.kernels.mixed_gemm.sm90_decode import log2
+from moe_ops.kernels.mixed_gemm.sm90_mainloop import advance_slot
+from moe_ops.kernels.permute.rows import Routing
+from moe_ops.kernels.training.decode import (
+    INT4_FACTORS,
+    INT4_HIGH,
+    INT4_LOW,
+    INT4_SHIFT,
+    MINUS_EIGHT,
+    MINUS_ZERO,
+    bits,
+    fma_words,
+    shift,
+)
+from moe_ops.kernels.training.packed import BLOCK_M, BLOCK_OUT, STEP, decoding_of
+
+FORMATS = ("int4", "e2m1")
+RANKS = (16, 32, 64)
+NUM_WARPS = 4  # two programs share a multiprocessor
+NUM_STAGES = 3  # of x
+PACKED_STAGES = gl.constexpr(4)  # of packed weights
+W_BUFFERS = gl.constexpr(3)  # of decoded weights
+
+
+@gluon.constexpr_function
+def weight_layout(BLOCK_N, WORDS, NUM_WARPS):
+    """Layout of a tile (BLOCK_N, WORDS) of packed rows in the threads that decode it."""
+    rows = [[1 << i, 0] for i in range(log2(BLOCK_N))]
+    parts = [[0, 4 << i] for i in range(log2(WORDS // 4))]
+    others = parts + rows[3:]
+    lanes, others = rows[:3] + others[:2], others[2:]
+    warps, others = others[: log2(NUM_WARPS)], others[log2(NUM_WARPS) :]
+    registers = [[0, 1], [0, 2], *others]
+    return gl.DistributedLinearLayout(registers, lanes, warps, [], [BLOCK_N, WORDS])
+
+
+@gluon.constexpr_function
+def scale_layout(BLOCK_N, WORDS, NUM_WARPS, GROUPS):
+    """Layout of the scales (BLOCK_N,) or (BLOCK_N, GROUPS) of such a tile in the same threads."""
+    flat = weight_layout(BLOCK_N, WORDS, NUM_WARPS)
+    if GROUPS == 1:
+        return gl.SliceLayout(1, flat)
+    each = WORDS // GROUPS
+
+    def split(base):
+        return [base[0], base[1] // each, base[1] % each]
+
+    bases = [[split(b) for b in f] for f in (flat.reg_bases, flat.lane_bases, flat.warp_bases)]
+    return gl.SliceLayout(2, gl.DistributedLinearLayout(*bases, [], [BLOCK_N, GROUPS, each]))
+
+
+@gluon.jit
+def int4_pairs(words, factors, offsets):
+    """`decode.int4_words` of eight columns in 32 bits: columns 0 and 1, 2 and 3, 4 and 5, 6 and 7
+    in the halves of 32 bits each.
+    """
+    return gl.inline_asm_elementwise(
+        """{
+        .reg .b32 a, b, c, d;
+        prmt.b32 a, $4, 0, 0x4040; prmt.b32 b, $4, 0, 0x4141;
+        prmt.b32 c, $4, 0, 0x4242; prmt.b32 d, $4, 0, 0x4343;
+        and.b32 a, a, 0x00f0000f; and.b32 b, b, 0x00f0000f;
+        and.b32 c, c, 0x00f0000f; and.b32 d, d, 0x00f0000f;
+        fma.rn.bf16x2 $0, a, $5, $6; fma.rn.bf16x2 $1, b, $5, $6;
+        fma.rn.bf16x2 $2, c, $5, $6; fma.rn.bf16x2 $3, d, $5, $6;
+        }""",
+        "=&r,=&r,=&r,=&r,r,r,r",
+        [words, factors, offsets],
+        dtype=(gl.int32, gl.int32, gl.int32, gl.int32),
+        is_pure=False,  # keeps it before the wait for products
+        pack=1,
+    )
+
+
+@gluon.jit
+def e2m1_pairs(words, s):
+    """As int4_pairs of e2m1: nibbles times 2^-126 times a scale, which is in both halves."""
+    return gl.inline_asm_elementwise(
+        """{
+        .reg .b32 a, b, c, d, r, z;
+        mov.b32 z, 0x80008000; shl.b32 r, $4, 4;
+        prmt.b32 a, $4, r, 0x0040; prmt.b32 b, $4, r, 0x1050;
+        prmt.b32 c, $4, r, 0x2060; prmt.b32 d, $4, r, 0x3070;
+        shr.u32 $0, a, 6; shr.u32 $1, b, 6; shr.u32 $2, c, 6; shr.u32 $3, d, 6;
+        and.b32 $0, $0, 0x01c001c0; and.b32 $1, $1, 0x01c001c0;
+        and.b32 $2, $2, 0x01c001c0; and.b32 $3, $3, 0x01c001c0;
+        lop3.b32 a, a, z, $0, 0xea; lop3.b32 b, b, z, $1, 0xea;
+        lop3.b32 c, c, z, $2, 0xea; lop3.b32 d, d, z, $3, 0xea;
+        fma.rn.bf16x2 $0, a, $5, z; fma.rn.bf16x2 $1, b, $5, z;
+        fma.rn.bf16x2 $2, c, $5, z; fma.rn.bf16x2 $3, d, $5, z;
+        }""",
+        "=&r,=&r,=&r,=&r,r,r",
+        [words, s],
+        dtype=(gl.int32, gl.int32, gl.int32, gl.int32),
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def both(x):
+    """A number's bits in bf16, in both halves of 32 bits."""
+    return bits(x) * 0x10001
+
+
+@gluon.jit
+def decode(
+    words,  # int32 (BLOCK_N, WORDS), eight columns each
+    s,
+    zero,
+    GROUPS: gl.constexpr,
+    FORMAT: gl.constexpr,
+    SCALE: gl.constexpr,
+    HAS_ZERO: gl.constexpr,
+):
+    """(BLOCK_N, 8 WORDS) weights in bf16, rounded as `decode.columns` does, smaller by `shift`."""
+    BLOCK_N: gl.constexpr = words.shape[0]
+    WORDS: gl.constexpr = words.shape[1]
+    EACH: gl.constexpr = WORDS // GROUPS
+    if FORMAT == "e2m1":
+        w0, w1, w2, w3 = e2m1_pairs(words, spread(scale_bf16x2(s, SCALE), BLOCK_N, GROUPS, EACH))
+    else:
+        wide = s.to(gl.float32)
+        if s.dtype == gl.bfloat16 and not HAS_ZERO:
+            factors = bits(wide * INT4_LOW) | bits(wide * INT4_HIGH) << 16
+            offsets = both(wide * (-8.0 / INT4_SHIFT))
+        else:
+            factors = (s * 0).to(gl.int32) + INT4_FACTORS
+            offsets = factors * 0 + MINUS_EIGHT
+            if HAS_ZERO:
+                offsets = both(zero.to(gl.float32) * (-1.0 / INT4_SHIFT))
+        factors = spread(factors, BLOCK_N, GROUPS, EACH)
+        w0, w1, w2, w3 = int4_pairs(words, factors, spread(offsets, BLOCK_N, GROUPS, EACH))
+        if s.dtype != gl.bfloat16 or HAS_ZERO:
+            high = s.to(gl.bfloat16)
+            low = spread(both(wide - high.to(gl.float32)), BLOCK_N, GROUPS, EACH)
+            high = spread(both(high), BLOCK_N, GROUPS, EACH)
+            w0, w1 = scaled(w0, high, low), scaled(w1, high, low)
+            w2, w3 = scaled(w2, high, low), scaled(w3, high, low)
+    pairs = gl.join(gl.join(w0, w2), gl.join(w1, w3)).reshape((BLOCK_N, 4 * WORDS))
+    even = pairs.to(gl.int16).to(gl.bfloat16, bitcast=True)
+    odd = (pairs >> 16).to(gl.int16).to(gl.bfloat16, bitcast=True)
+    return gl.join(even, odd).reshape((BLOCK_N, 8 * WORDS))
+
+
+@gluon.jit
+def scaled(w, high, low):
+    """w times a scale that is the sum of two numbers of bf16."""
+    return fma_words(w, high, fma_words(w, low, low * 0 + MINUS_ZERO))
+
+
+@gluon.jit
+def load_scales(
+    ptr,  # of one expert
+    n,
+    k,
+    stride_n,
+    stride_g,
+    BLOCK_N: gl.constexpr,
+    GROUPS: gl.constexpr,
+    SCALE_ROWS: gl.constexpr,
+    SCALE_GROUP: gl.constexpr,
+    LAYOUT: gl.constexpr,
+):
+    """Scales or zero points, (BLOCK_N,) or (BLOCK_N, GROUPS), from row n and column k on."""
+    if GROUPS == 1:
+        row = n + gl.arange(0, BLOCK_N, LAYOUT)
+        ptrs = ptr + (row // SCALE_ROWS).to(gl.int64) * stride_n
+        if SCALE_GROUP > 0:
+            ptrs += k // SCALE_GROUP * stride_g
+        return gl.load(ptrs)
+    else:
+        row = n + gl.arange(0, BLOCK_N, gl.SliceLayout(1, LAYOUT))
+        group = k // SCALE_GROUP + gl.arange(0, GROUPS, gl.SliceLayout(0, LAYOUT))
+        ptrs = gl.expand_dims((row // SCALE_ROWS).to(gl.int64) * stride_n, 1)
+        return gl.load(ptr + ptrs + gl.expand_dims(group * stride_g, 0))
+
+
+@gluon.jit
+def scales_of_step(
+    step, steps, scale_ptr, zero_ptr, column, scale_stride_n, scale_stride_g, zero_stride_n,
+    zero_stride_g,
+    TRANSPOSE: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUPS: gl.constexpr,
+    SCALE_ROWS: gl.constexpr, SCALE_GROUP: gl.constexpr, LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """(scales, zero points) of a step, or of the last one; without zero points the scales
+    again.
+    """
+    step = gl.minimum(step, steps - 1)
+    n, k = (step * BLOCK_N, column) if TRANSPOSE else (column, step * BLOCK_K)
+    s = load_scales(
+        scale_ptr, n, k, scale_stride_n, scale_stride_g,
+        BLOCK_N, GROUPS, SCALE_ROWS, SCALE_GROUP, LAYOUT,
+    )  # fmt: skip
+    zero = s
+    if zero_ptr is not None:
+        zero = load_scales(
+            zero_ptr, n, k, zero_stride_n, zero_stride_g,
+            BLOCK_N, GROUPS, SCALE_ROWS, SCALE_GROUP, LAYOUT,
+        )  # fmt: skip
+    return s, zero
+
+
+@gluon.jit
+def load_packed(
+    w, w_smem, full, step, steps, row, column,
+    TRANSPOSE: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Start the copy of a step's packed weights, if there is such a step."""
+    BLOCK_N: gl.constexpr = w.block_shape[0]
+    WORDS: gl.constexpr = w.block_shape[1]
+    slot = step % STAGES
+    more = step < steps
+    at = [row + step * BLOCK_N, column // 8] if TRANSPOSE else [row + column, step * WORDS]
+    mbarrier.expect(full.index(slot), BLOCK_N * WORDS * 4, more)
+    async_load(w, at, full.index(slot), w_smem.index(slot), more)
+
+
+@gluon.jit
+def issue(x, w, acc, TRANSPOSE: gl.constexpr):
+    """Issue acc + x @ w.T, or acc + x @ w if TRANSPOSE."""
+    if TRANSPOSE:
+        return warpgroup_mma(x, w, acc, is_async=True)
+    else:
+        return warpgroup_mma(x, w.permute((1, 0)), acc, is_async=True)
+
+
+@unprefixed
+class WgmmaTile(NamedTuple):
+    """A tile of the weight, (BLOCK_N, BLOCK_K)."""
+
+    TRANSPOSE: Constant
+    GROUP_M: Constant
+    BLOCK_N: Constant
+    BLOCK_K: Constant
+    NUM_STAGES: Constant
+    NUM_WARPS: Constant
+
+
+@arguments
+class PackedSm90:
+    y: Pointer  # (S, N), or (S, K) if TRANSPOSE; written
+    x: Descriptor  # (S, K), or (S, N) if TRANSPOSE
+    low_rows: Descriptor  # (S, R), or None
+    low_matrix: Descriptor  # (E N, R), or (E R, K) if TRANSPOSE
+    w: Descriptor  # (E N, K / 8) int32
+    pointers: MixedPointers
+    index: Pointer  # kernels/device/blocks.py
+    num_blocks: Runtime
+    E: Runtime
+    N: Specialized
+    K: Specialized
+    strides: MixedStrides
+    decoding: Decoding
+    SCALE_ROWS: Constant  # rows of the weight that share a scale
+    tile: WgmmaTile
+
+
+@kernel(PackedSm90, jit=gluon.jit)
+def moe_ops_train_wgmma_packed(
+    y_ptr,
+    x,
+    low_rows,
+    low_matrix,
+    w,
+    w_scale_ptr,
+    w_zero_ptr,
+    w_factor_ptr,
+    bias_ptr,
+    index_ptr,
+    num_blocks,
+    E,
+    N,
+    K,
+    w_scale_stride_e,
+    w_scale_stride_n,
+    w_scale_stride_g,
+    w_zero_stride_e,
+    w_zero_stride_n,
+    w_zero_stride_g,
+    w_factor_stride_e,
+    w_factor_stride_n,
+    bias_stride_e,
+    bias_stride_n,
+    FORMAT: gl.constexpr,
+    SCALE: gl.constexpr,
+    SCALE_GROUP: gl.constexpr,
+    SCALE_ROWS: gl.constexpr,
+    TRANSPOSE: gl.constexpr,
+    GROUP_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    NUM_STAGES: gl.constexpr,
+    NUM_WARPS: gl.constexpr,
+):
+    """y = x @ w.T, or x @ w if TRANSPOSE, for the rows of each expert, and the same product of
+    rows and matrices of the rank; other rows are left as they are. Grid: blocks times column tiles
+    of the output.
+    """
+    BLOCK_M: gl.constexpr = x.block_shape[0]
+    OUT: gl.constexpr = BLOCK_K if TRANSPOSE else BLOCK_N
+    IN: gl.constexpr = BLOCK_N if TRANSPOSE else BLOCK_K
+    WORDS: gl.constexpr = BLOCK_K // 8
+    GROUPS: gl.constexpr = max(BLOCK_K // SCALE_GROUP, 1) if SCALE_GROUP > 0 else 1
+    HAS_ZERO: gl.constexpr = w_zero_ptr is not None
+    PACKED: gl.constexpr = weight_layout(BLOCK_N, WORDS, NUM_WARPS)
+    SCALES: gl.constexpr = scale_layout(BLOCK_N, WORDS, NUM_WARPS, GROUPS)
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [NUM_WARPS, 1], [16, OUT, 16])
+    dtype: gl.constexpr = x.dtype
+    out_size = K if TRANSPOSE else N
+    steps = (N if TRANSPOSE else K) // IN
+
+    b, tile = block_and_tile(num_blocks, out_size // OUT, GROUP_M)
+    e = gl.load(index_ptr + 4 * b)
+    if (e < 0) | (e >= E):
+        return
+    first, end = gl.load(index_ptr + 4 * b + 1), gl.load(index_ptr + 4 * b + 2)
+    column = tile * OUT
+
+    x_smem = gl.allocate_shared_memory(dtype, [NUM_STAGES, BLOCK_M, IN], x.layout)
+    p_smem = gl.allocate_shared_memory(gl.int32, [PACKED_STAGES, BLOCK_N, WORDS], w.layout)
+    w_smem = gl.allocate_shared_memory(
+        dtype, [W_BUFFERS, BLOCK_N, BLOCK_K], gl.NVMMASharedLayout(128, 16, 2)
+    )
+    full = gl.allocate_shared_memory(gl.int64, [NUM_STAGES, 1], mbarrier.MBarrierLayout())
+    p_full = gl.allocate_shared_memory(gl.int64, [PACKED_STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(NUM_STAGES):
+        mbarrier.init(full.index(i), 1)
+    for i in gl.static_range(PACKED_STAGES):
+        mbarrier.init(p_full.index(i), 1)
+    fence_async_shared()  # makes the mbarriers visible to TMA
+    barrier()
+    row = e * N
+    for i in gl.static_range(PACKED_STAGES):
+        load_packed(w, p_smem, p_full, i, steps, row, column, TRANSPOSE, PACKED_STAGES)
+    for i in gl.static_range(NUM_STAGES):
+        mbarrier.expect(full.index(i), BLOCK_M * IN * 2, i < steps)
+        async_load(x, [first, i * IN], full.index(i), x_smem.index(i), i < steps)
+
+    expert = e
+    e = e.to(gl.int64)
+    if SCALE == "e4m3":
+        w_scale_ptr = w_scale_ptr.to(gl.pointer_type(gl.uint8))
+    w_scale_ptr += e * w_scale_stride_e
+    if HAS_ZERO:
+        w_zero_ptr = w_zero_ptr.to(gl.pointer_type(gl.uint8)) + e * w_zero_stride_e
+    s, zero = scales_of_step(
+        0, steps, w_scale_ptr, w_zero_ptr, column,
+        w_scale_stride_n, w_scale_stride_g, w_zero_stride_n, w_zero_stride_g,
+        TRANSPOSE, BLOCK_N, BLOCK_K, GROUPS, SCALE_ROWS, SCALE_GROUP, SCALES,
+    )  # fmt: skip
+    mbarrier.wait(p_full.index(0), 0)
+    w_smem.index(0).store(
+        decode(p_smem.index(0).load(PACKED), s, zero, GROUPS, FORMAT, SCALE, HAS_ZERO)
+    )
+    fence_async_shared()
+    barrier()
+    load_packed(w, p_smem, p_full, PACKED_STAGES, steps, row, column, TRANSPOSE, PACKED_STAGES)
+    s, zero = scales_of_step(
+        1, steps, w_scale_ptr, w_zero_ptr, column,
+        w_scale_stride_n, w_scale_stride_g, w_zero_stride_n, w_zero_stride_g,
+        TRANSPOSE, BLOCK_N, BLOCK_K, GROUPS, SCALE_ROWS, SCALE_GROUP, SCALES,
+    )  # fmt: skip
+    next_s, next_zero = scales_of_step(
+        2, steps, w_scale_ptr, w_zero_ptr, column,
+        w_scale_stride_n, w_scale_stride_g, w_zero_stride_n, w_zero_stride_g,
+        TRANSPOSE, BLOCK_N, BLOCK_K, GROUPS, SCALE_ROWS, SCALE_GROUP, SCALES,
+    )  # fmt: skip
+    acc = gl.zeros([BLOCK_M, OUT], gl.float32, MMA)
+    slot, phase = steps * 0, steps * 0
+    for i in range(steps - 1):
+        mbarrier.wait(full.index(slot), phase)
+        acc = issue(x_smem.index(slot), w_smem.index(i % W_BUFFERS), acc, TRANSPOSE)
+        following = i + 1
+        mbarrier.wait(p_full.index(following % PACKED_STAGES), following // PACKED_STAGES & 1)
+        p = p_smem.index(following % PACKED_STAGES).load(PACKED)
+        # this buffer was read by step i - 2, for which all warps have waited
+        w_smem.index(following % W_BUFFERS).store(
+            decode(p, s, zero, GROUPS, FORMAT, SCALE, HAS_ZERO)
+        )
+        fence_async_shared()
+        before = gl.where(slot == 0, NUM_STAGES - 1, slot - 1)  # the slot of step i - 1
+        ahead = i - 1 + NUM_STAGES
+        more = (i > 0) & (ahead < steps)
+        mbarrier.expect(full.index(before), BLOCK_M * IN * 2, more)
+        acc = warpgroup_mma_wait(1, [acc])
+        barrier()
+        async_load(x, [first, ahead * IN], full.index(before), x_smem.index(before), more)
+        load_packed(
+            w, p_smem, p_full, following + PACKED_STAGES, steps, row, column,
+            TRANSPOSE, PACKED_STAGES,
+        )  # fmt: skip
+        # the fence waits for loads that are under way, so they begin as long before it as can be
+        s, zero = next_s, next_zero
+        next_s, next_zero = scales_of_step(
+            i + 3, steps, w_scale_ptr, w_zero_ptr, column,
+            w_scale_stride_n, w_scale_stride_g, w_zero_stride_n, w_zero_stride_g,
+            TRANSPOSE, BLOCK_N, BLOCK_K, GROUPS, SCALE_ROWS, SCALE_GROUP, SCALES,
+        )  # fmt: skip
+        slot, phase = advance_slot(slot, phase, NUM_STAGES)
+    next_slot, next_phase = advance_slot(slot, phase, NUM_STAGES)
+    if low_rows is not None:  # one more step, into places that nobody reads any more
+        R: gl.constexpr = low_rows.block_shape[1]
+        ROWS_LAYOUT: gl.constexpr = low_rows.layout
+        MATRIX_LAYOUT: gl.constexpr = low_matrix.layout
+        free = w_smem.index(steps % W_BUFFERS)
+        rows_smem = reinterpret(x_smem.index(next_slot), dtype, [BLOCK_M, R], ROWS_LAYOUT)
+        if TRANSPOSE:
+            matrix_smem = reinterpret(free, dtype, [R, OUT], MATRIX_LAYOUT)
+            at = [expert * R, column]
+        else:
+            matrix_smem = reinterpret(free, dtype, [OUT, R], MATRIX_LAYOUT)
+            at = [expert * N + column, 0]
+        mbarrier.expect(full.index(next_slot), (BLOCK_M + OUT) * R * 2)
+        async_load(low_rows, [first, 0], full.index(next_slot), rows_smem)
+        async_load(low_matrix, at, full.index(next_slot), matrix_smem)
+    mbarrier.wait(full.index(slot), phase)
+    acc = issue(x_smem.index(slot), w_smem.index((steps - 1) % W_BUFFERS), acc, TRANSPOSE)
+    acc = warpgroup_mma_wait(0, [acc])
+
+    acc *= shift(dtype, FORMAT, SCALE)
+    if w_factor_ptr is not None:  # the global scale of an expert
+        acc /= gl.load(w_factor_ptr + e * w_factor_stride_e)
+    if low_rows is not None:
+        mbarrier.wait(full.index(next_slot), next_phase)
+        acc = issue(rows_smem, matrix_smem, acc, TRANSPOSE)
+        acc = warpgroup_mma_wait(0, [acc])
+    ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [NUM_WARPS, 1], [1, 0])
+    y = gl.convert_layout(acc.to(y_ptr.dtype.element_ty), ROWS)
+    position = first + gl.arange(0, BLOCK_M, gl.SliceLayout(1, ROWS))
+    columns_of = column + gl.arange(0, OUT, gl.SliceLayout(0, ROWS))
+    y_ptrs = y_ptr + gl.expand_dims(position.to(gl.int64) * out_size, 1)
+    y_ptrs += gl.expand_dims(columns_of, 0)
+    gl.store(y_ptrs, y, mask=gl.expand_dims(position < end, 1))
+
+
+_layout = cache(gl.NVMMASharedLayout)  # one object each: launches are keyed by it
+
+
+def _boxes(t: Tensor, block: list[int]) -> Any:
+    """A descriptor of a contiguous matrix, in boxes whose rows are at most 128 bytes or swizzled
+    in parts of 128.
+    """
+    size = t.element_size()
+    layout = _layout(min(size * block[1], 128), 8 * size, 2)
+    return TensorDescriptor(t, list(t.shape), [t.shape[1], 1], block, layout)
+
+
+def multiply(
+    y: Tensor,
+    x: Tensor,
+    w: MixedOperand,
+    routing: Routing,
+    transpose: bool,
+    low: tuple[Tensor, Tensor] | None = None,
+) -> Launch | None:
+    """As packed.multiply; None for operands that this kernel does not take: other dtypes than
+    bf16, weights of 6 or 8 bits, sizes that tiles do not divide, other ranks than RANKS, and
+    weights whose rows are not contiguous or begin elsewhere than at multiples of 16 bytes.
+    """
+    of = w.format
+    block_n, block_k = (STEP, BLOCK_OUT) if transpose else (BLOCK_OUT, STEP)
+    aligned = w.data.data_ptr() % 16 == 0 and w.data.is_contiguous()
+    if x.dtype != torch.bfloat16 or of.name not in FORMATS or not aligned:
+        return None
+    if w.N % block_n or w.K % block_k or (of.group and block_k % of.group and of.group % block_k):
+        return None
+    rows = matrix = None
+    if low is not None:
+        rank = low[0].shape[1]
+        if rank not in RANKS:
+            return None
+        rows = _boxes(low[0], [BLOCK_M, rank])
+        flat = low[1].flatten(0, 1)
+        matrix = _boxes(flat, [rank, BLOCK_OUT] if transpose else [BLOCK_OUT, rank])
+    args = PackedSm90(
+        y=y,
+        x=_boxes(x, [BLOCK_M, STEP]),
+        low_rows=rows,
+        low_matrix=matrix,
+        w=_boxes(w.data.view(torch.int32).flatten(0, 1), [block_n, block_k // 8]),
+        pointers=w.pointers,
+        index=routing.index,
+        num_blocks=routing.num_blocks,
+        E=routing.E,
+        N=w.N,
+        K=w.K,
+        strides=w.strides,
+        decoding=decoding_of(of),
+        SCALE_ROWS=of.group if of.scale == "block" else 1,
+        tile=WgmmaTile(transpose, GROUP_M, block_n, block_k, NUM_STAGES, NUM_WARPS),
+    )
+    grid = (routing.num_blocks * (y.shape[1] // BLOCK_OUT), 1, 1)
+    return Launch(moe_ops_train_wgmma_packed, grid, args, NUM_WARPS)
