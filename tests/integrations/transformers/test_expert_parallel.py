@@ -18,7 +18,7 @@ from moe_ops.integrations.transformers.expert_parallel import ExpertParallel
 from moe_ops.integrations.transformers.layers import Layer
 from tests.integrations.transformers import expert_ranks
 
-SECONDS = 60.0  # after which a job is killed
+SECONDS = 300.0  # after which a job hangs: alone it takes a fifth of that, on a busy machine more
 
 
 @pytest.mark.slow
