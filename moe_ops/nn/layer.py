@@ -13,7 +13,6 @@ experts.up_proj for experts without a gate half (Nemotron-H).
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -25,25 +24,21 @@ from moe_ops import activations
 from moe_ops import batch_invariance as switch
 from moe_ops.activations import Activation
 from moe_ops.backends import check_backend
-from moe_ops.checks import autocasting, check_number, check_size, check_tensor
+from moe_ops.checks import check_number, check_size, check_tensor
 from moe_ops.experts import fused_experts
-from moe_ops.meta.workspace import maximum
 from moe_ops.nn.config import MoEConfig
+from moe_ops.nn.load import load_balancing_loss, tokens_per_expert
 from moe_ops.nn.lora import ExpertsLoRA
 from moe_ops.nn.modules import Experts, Gate, SharedExpert, expert_map_on_host
+from moe_ops.nn.spread import NO_GROUP, combine_outputs, send_tokens, spread_of
 from moe_ops.ops.memory import refuse_lost
-from moe_ops.parallel import invariance, wire
-from moe_ops.parallel.agreement import check_agreement
-from moe_ops.parallel.dispatch import Dispatcher, make_dispatcher
-from moe_ops.parallel.replicas import Replicas, ReplicatedPlacement, balanced
+from moe_ops.parallel.dispatch import Dispatcher
+from moe_ops.parallel.replicas import Replicas, ReplicatedPlacement
 from moe_ops.routing.methods import RoutingMethod, check_method
 from moe_ops.routing.route import router_probabilities
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-
-# not None, which torch.distributed.group.WORLD is where init_process_group was forgotten
-_NO_GROUP: Any = object()
 
 
 class MoELayer(nn.Module):
@@ -243,7 +238,7 @@ class MoELayer(nn.Module):
         cls,
         config: MoEConfig,
         *,
-        group: ProcessGroup = _NO_GROUP,
+        group: ProcessGroup = NO_GROUP,
         name: str = "",
         **options: Any,
     ) -> MoELayer:
@@ -286,72 +281,18 @@ class MoELayer(nn.Module):
                 and ranks, or batch_invariant where sums are not those of one device, with every
                 reason.
         """
-        if not isinstance(config, MoEConfig):
-            raise ValueError(f"config must be a moe_ops.MoEConfig, got {type(config).__name__}")
+        spread = spread_of(config, group, name, options)
         parallel = config.parallel
-        dispatcher = slots = None
-        not_invariant = invariance.why_not(parallel, config.num_experts)
-        if group is not _NO_GROUP:
-            invariance.check(options.get("batch_invariant"), not_invariant)
-            check_agreement(_common_fields(config, {"name": name, **options}), group)
-            dispatcher = make_dispatcher(
-                parallel,
-                group,
-                max_num_tokens=config.max_num_tokens,
-                label=f"MoELayer {name}"
-                if name
-                else f"a MoELayer of {config.num_experts} experts",
-            )
-            if "expert_map" in options:
-                raise ValueError(
-                    "expert_map must be left out with a group; the layer places experts by "
-                    "config.parallel.expert_placement"
-                )
-            if parallel.enable_eplb:
-                slots = _first_slots(config)
-        same_dtype = config.router_logits_dtype == config.in_dtype
-        settings: dict[str, Any] = {
-            "activation": config.activation,
-            "routing_method": config.routing_method,
-            # None if nothing is cast, so that autocast still applies
-            "router_logits_dtype": None if same_dtype else config.router_logits_dtype,
-            "expert_bias": config.has_bias,
-            "backend": config.moe_backend,
-            "dtype": config.in_dtype,
-        }
-        if parallel.use_ep:
-            settings["num_local_experts"] = config.num_local_experts
-            if slots is not None:  # of experts; `_replicate` makes it one of slots
-                settings["expert_map"] = torch.full((config.num_experts,), -1, device="cpu")
-            elif "expert_map" not in options:
-                settings["expert_map"] = _placed_expert_map(config)
-        settings |= options
-        # One of the sizes is 1. A rank's own tokens need a whole shared expert.
-        devices = 1 if dispatcher is not None else parallel.ep_size * parallel.tp_size
-        if width := settings.get("shared_expert_intermediate_size", 0):
-            check_size("shared_expert_intermediate_size", width)
-            if width % devices:
-                raise ValueError(
-                    "shared_expert_intermediate_size must be a multiple of the "
-                    f"{devices} devices over which the layer is spread, got {width}; pad it with "
-                    "zeros, or give none and add the shared expert after the sum"
-                )
-            settings["shared_expert_intermediate_size"] = width // devices
-        if parallel.tp_size > 1 and settings["expert_bias"]:
-            raise ValueError(
-                f"has_bias must be False with tp_size={parallel.tp_size}: each device would add "
-                "the bias of the second projection; use expert parallelism"
-            )
         layer = cls(
             config.hidden_dim,
             config.intermediate_size_per_partition,
             config.num_experts,
             config.experts_per_token,
-            **settings,
+            **spread.settings,
         )
-        layer.dispatcher, layer.not_invariant = dispatcher, not_invariant
-        if slots is not None:
-            layer._replicate(slots, parallel.ep_rank, parallel.num_dispatchers > 1)
+        layer.dispatcher, layer.not_invariant = spread.dispatcher, spread.not_invariant
+        if spread.slots is not None:
+            layer._replicate(spread.slots, parallel.ep_rank, parallel.num_dispatchers > 1)
         return layer
 
     def _replicate(self, placement: ReplicatedPlacement, rank: int, own_tokens: bool) -> None:
@@ -497,36 +438,13 @@ class MoELayer(nn.Module):
             scoring=self.scoring,
         )
         lora = getattr(self, "lora", None)  # layers that were saved before have none
-        rows, ids, weights = x, topk_ids, topk_weights
-        replicas = getattr(self, "replicas", None)
-        if replicas is not None:
-            _refuse_training(self.experts)
-            ids = replicas(ids)
-        options: dict[str, Any] = {}
-        by_tree = False
-        if self.dispatcher is not None:
-            by_tree = invariance.check(self.batch_invariant, self.not_invariant)
-            if not by_tree and self._sends_quantized(x, topk_weights):
-                sent = wire.quantize_rows(x, self.experts.w13)
-                send: Any = self.dispatcher
-                rows, scale, ids, weights = send.dispatch_quantized(
-                    sent.q, sent.scale, ids, topk_weights
-                )
-                options = {
-                    "hidden_states_scale": scale,
-                    "hidden_states_global_scale": sent.global_scale,
-                    "out_dtype": x.dtype,
-                }
-            else:
-                rows, ids, weights = self.dispatcher.dispatch(x, ids, topk_weights)
-            if by_tree and x.dtype != torch.float64:
-                options = {"out_dtype": torch.float32}
+        sent = send_tokens(self, x, topk_ids, topk_weights)
         out = fused_experts(
-            rows,
+            sent.rows,
             self.experts.w13,
             self.experts.down_proj,
-            weights,
-            ids,
+            sent.weights,
+            sent.ids,
             activation=self.activation,
             w13_bias=self.experts.w13_bias,
             w2_bias=self.experts.down_proj_bias,
@@ -537,73 +455,10 @@ class MoELayer(nn.Module):
             adapters=None if lora is None else lora.adapter(),
             backend=self.backend,
             batch_invariant=self.batch_invariant,
-            **options,
+            **sent.options,
         )
-        if by_tree:
-            combine: Any = self.dispatcher
-            out = combine.combine_by_tree(out, x.shape[0])
-            dtype = torch.get_autocast_dtype(x.device.type) if autocasting(x.device) else x.dtype
-            if out.dtype == torch.float32 != dtype:  # else a cast loses compiled gradients
-                out = out.to(dtype)
-        elif self.dispatcher is not None:
-            out = self.dispatcher.combine(out, x.shape[0])
+        out = combine_outputs(self, out, x, sent.by_tree)
         return out, router_logits, topk_ids
-
-    def _sends_quantized(self, x: Tensor, topk_weights: Tensor) -> bool:
-        """Whether tokens travel as their experts' scheme quantizes them.
-
-        Not where gradients are recorded, which do not flow through quantized rows, nor where the
-        experts would have other values to quantize.
-        """
-        asked = getattr(self.dispatcher, "send_quantized", False)
-        if not (x.is_cuda if asked is None else asked) or self.router_weight_on_input:
-            return False
-        if getattr(self, "lora", None) is not None or autocasting(x.device):
-            return False
-        experts = self.experts
-        parts = (x, topk_weights, experts.w13_bias, experts.down_proj_bias)
-        if torch.is_grad_enabled() and any([t is not None and t.requires_grad for t in parts]):
-            return False
-        return wire.why_not_quantized(experts.w13, x.shape[1], self.backend) is None
-
-
-def load_balancing_loss(
-    router_probabilities: Tensor,  # (M, E)
-    topk_ids: Tensor,  # (M, top_k)
-) -> Tensor:
-    """E * sum_e f_e * P_e, which is top_k when all experts get equally many tokens.
-
-    f_e is the number of assignments to expert e per token and P_e the mean router probability of
-    e (Switch Transformers, arXiv:2101.03961, equations 4 to 6, after GShard, arXiv:2006.16668).
-    For top_k > 1 f_e counts all top_k choices and is not divided by top_k, as in transformers, so
-    that its coefficients carry over. Gradients flow through P_e.
-
-    Returns:
-        A scalar fp32 tensor; 0 for M = 0.
-    """
-    num_tokens, num_experts = router_probabilities.shape
-    at_least_one = maximum(num_tokens, 1)
-    fraction = tokens_per_expert(topk_ids, num_experts).float() / at_least_one
-    mean_probability = router_probabilities.float().sum(0) / at_least_one
-    return num_experts * (fraction * mean_probability).sum()
-
-
-def tokens_per_expert(topk_ids: Tensor, num_experts: int) -> Tensor:
-    """(num_experts,) int64 counts of the ids, on their device; ids out of range are left out."""
-    ids = topk_ids.flatten().long()
-    ids = torch.where((ids >= 0) & (ids < num_experts), ids, num_experts)
-    counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=ids.device)
-    # not bincount, which reads its output size on the host, nor histc, which needs floats
-    return counts.scatter_add(0, ids, torch.ones_like(ids))[:num_experts]
-
-
-def _refuse_training(experts: Experts) -> None:
-    if torch.is_grad_enabled() and any(p.requires_grad for p in experts.parameters()):
-        raise ValueError(
-            "experts must not require gradients in a layer with replicas: each would have those "
-            "of its own tokens alone. Freeze them, layer.experts.requires_grad_(False), or train "
-            "without enable_eplb"
-        )
 
 
 def _recomputing() -> bool:
@@ -622,46 +477,3 @@ def _fill_buffers(layer: MoELayer, incompatible_keys: object) -> None:
     replicas = getattr(layer, "replicas", None)
     if replicas is not None and device.type != "meta":
         replicas.fill(device)
-
-
-def _placed_expert_map(config: MoEConfig) -> Tensor:
-    """Global id -> local id or -1, by the configuration's placement."""
-    rank = config.parallel.ep_rank
-    count = len(config.placement.experts_of(rank))
-    if config.num_local_experts != count:
-        raise ValueError(
-            f"expert_map must be given for num_local_experts={config.num_local_experts}, more "
-            f"than the {count} of a {config.parallel.expert_placement} placement"
-        )
-    return config.placement.expert_map(rank)
-
-
-def _first_slots(config: MoEConfig) -> ReplicatedPlacement:
-    """Where replicated experts are before any load is known."""
-    size, slots = config.parallel.ep_size, config.num_local_experts
-    assert slots is not None  # the configuration has set it
-    if size * slots < config.num_experts:
-        raise ValueError(
-            f"num_local_experts must be at least {-(-config.num_experts // size)} with "
-            f"enable_eplb, for {size} ranks of equally many slots and num_experts="
-            f"{config.num_experts}, got {slots}"
-        )
-    return balanced([1.0] * config.num_experts, size, slots)
-
-
-def _common_fields(config: MoEConfig, options: dict[str, Any]) -> dict[str, object]:
-    """What all ranks of a dispatcher must have alike, by name."""
-    fields: dict[str, object] = {}
-    for part in (config, config.parallel):
-        for field in dataclasses.fields(part):
-            fields[field.name] = getattr(part, field.name)
-    for name in [name for name in fields if name.endswith("_rank")]:
-        del fields[name]
-    if not config.parallel.enable_eplb:  # else as many slots on each
-        del fields["num_local_experts"]
-    del fields["parallel"]
-    for name, value in options.items():  # of others, such as callables, repr has an address
-        plain = isinstance(value, (str, int, float, torch.dtype, Activation))
-        fields[name] = value if plain or value is None else type(value).__name__
-    fields.pop("device", None)
-    return fields

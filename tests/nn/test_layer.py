@@ -16,7 +16,8 @@ from torch.utils.checkpoint import checkpoint
 
 import moe_ops
 from moe_ops.nn.config import MoEConfig
-from moe_ops.nn.layer import MoELayer, load_balancing_loss, tokens_per_expert
+from moe_ops.nn.layer import MoELayer
+from moe_ops.nn.load import load_balancing_loss, tokens_per_expert
 from moe_ops.parallel.config import ParallelConfig
 from tests.support.cases import poisoned_memory
 from tests.support.fake_cuda import fake_gpu
