@@ -6,6 +6,7 @@ import re
 import pytest
 
 import moe_ops
+import moe_ops.parallel.dispatch
 from moe_ops import activations
 from moe_ops.nn.config import MoEConfig
 from moe_ops.parallel import all2all
