@@ -3,6 +3,7 @@ through ctypes if it was built. Weights of 4 and 8 bits, and bf16 ones, are read
 nothing of their size is allocated.
 
 Error against fp64 at unit scale: 1.7e-3 from rounding the output; 2.5e-3 where h is rounded, too.
+Integers and e2m1 meet tokens and h in whole numbers of 16 bits, under a scale for 128 columns.
 """
 
 from __future__ import annotations

@@ -426,9 +426,14 @@ int moe_ops_cpu_experts_avx(int most) { return use(most); }
 int64_t moe_ops_cpu_experts_struct_bytes() { return sizeof(Experts) + sizeof(Call); }
 
 // `form`: what calls have in common, 0 where they differ. Bytes of scratch memory that a call needs, at a
-// multiple of 64.
+// multiple of 64, whichever instructions are in use: callers remember it.
 int64_t moe_ops_cpu_experts_scratch(const Experts* form, const Call* call) {
-    return entries[form->scheme].bytes(filled(*form, *call));
+    const Experts a = filled(*form, *call);
+#if defined(__x86_64__)
+    return std::max(OF_AVX512[a.scheme].bytes(a), OF_AVX2[a.scheme].bytes(a));
+#else
+    return entries[a.scheme].bytes(a);
+#endif
 }
 
 void moe_ops_cpu_experts_run(const Experts* form, const Call* call, void* scratch) {

@@ -508,13 +508,15 @@ def multiply(
     low: tuple[Tensor, Tensor] | None = None,
 ) -> Launch | None:
     """As packed.multiply; None for operands that this kernel does not take: other dtypes than
-    bf16, weights of 6 or 8 bits, sizes that tiles do not divide, other ranks than RANKS, and
-    weights whose rows are not contiguous or begin elsewhere than at multiples of 16 bytes.
+    bf16, weights of 6 or 8 bits, sizes that tiles do not divide, other ranks than RANKS, weights
+    whose rows are not contiguous, and tensors that begin elsewhere than at multiples of 16 bytes.
     """
     of = w.format
     block_n, block_k = (STEP, BLOCK_OUT) if transpose else (BLOCK_OUT, STEP)
-    aligned = w.data.data_ptr() % 16 == 0 and w.data.is_contiguous()
-    if x.dtype != torch.bfloat16 or of.name not in FORMATS or not aligned:
+    askew = any([t.data_ptr() % 16 for t in (x, w.data, *(low or ()))])
+    if x.dtype != torch.bfloat16 or of.name not in FORMATS:
+        return None
+    if askew or not w.data.is_contiguous():
         return None
     if w.N % block_n or w.K % block_k or (of.group and block_k % of.group and of.group % block_k):
         return None

@@ -107,6 +107,26 @@ def test_schemes(native, scheme, K, I):  # noqa: E741
     assert native
 
 
+@pytest.mark.parametrize("size", [30, 300])
+@pytest.mark.parametrize("scheme", ["int4_w4a16:g128", "mxfp4_w4a16", "int8_w8a16:channel"])
+def test_tokens_of_very_different_size(native, scheme, size):
+    """One number in 128 is `size` times the others and meets weights of zero: these are rounded to
+    2^-16 of it. Tokens without such a number lose nothing.
+    """
+    w13, w2 = normal(3, 256, 256, seed=0) / 16, normal(3, 256, 128, seed=1) / 11
+    w13[:, :, ::128] = 0
+    w13, w2 = [moe_ops.quantize(w.to(BF16), scheme) for w in (w13, w2)]
+    exact = [w.dequantize(torch.float32).double() for w in (w13, w2)]
+    x, (ids, router) = normal(12, 256, seed=2), routing(12, 3, 2)
+    x[:6, ::128] = size * (1 + x[:6, ::128].abs())
+    x = x.to(BF16)
+    out, reference = run(x, w13, w2, router, ids), expected(x, *exact, router, ids)
+    assert error(out[6:], reference[6:]) < TOLERANCE
+    most = x[:6, ::128].abs().max().item()
+    assert error(out[:6], reference[:6]) < TOLERANCE + most * 2**-16
+    assert native
+
+
 @pytest.mark.parametrize(("K", "I"), [(256, 128), (320, 224), (96, 160)])
 @pytest.mark.parametrize("scheme", ["fp8_block", "fp8_block:ue8m0", "fp8_channel", "int8_w8a8"])
 def test_quantized_activations_are_those_of_plain_torch(native, monkeypatch, scheme, K, I):  # noqa: E741
