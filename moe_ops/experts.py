@@ -90,7 +90,8 @@ def fused_experts(
         hidden_states_global_scale: () or (1,) fp32, of nvfp4 alone: values are divided by it.
         out_dtype: the result's dtype where hidden_states arrive quantized, bf16 by default; else
             None or their own. With batch_invariant also torch.float32: the sum as it is, for
-            ranks of an expert-parallel group, whose outputs are still to be added.
+            ranks of an expert-parallel group, whose outputs are still to be added. Those have
+            the bits of one device if the tokens did not arrive quantized.
         recompute: keep the inputs alone for the backward pass, and compute the first product
             again there. Without it, (M * top_k, N) elements are kept beside them.
         adapters: low-rank adapters that are added to the weights, one `LoRA` or several. Weights

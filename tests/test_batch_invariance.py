@@ -327,13 +327,17 @@ def test_rows_of_a_grouped_product(scheme, dtype):
 @pytest.mark.parametrize("scheme", ["", "int4_w4a16:g32", "fp8_channel", "mxfp8"])
 @pytest.mark.parametrize("avx", [512, 2], indirect=True)
 def test_sums_of_ranks_add_up_to_one_process(scheme, avx):
-    """Blocks of experts by the tree of `moe_ops.meta.blocks`, in fp32 until the end."""
+    """Blocks of experts by the tree of `moe_ops.meta.blocks`, in fp32 until the end. For every
+    other token two experts nearly cancel each other: the last bits of fp32 are seen in 16.
+    """
     experts, K, I = 16, 96, 64  # noqa: E741
     w13, w2 = normal(experts, 2 * I, K, seed=1) / 10, normal(experts, K, I, seed=2) / 8
-    router, ids = normal(13, 5, seed=3).abs(), torch.randint(-2, experts + 2, (13, 5))
+    w13[1], w2[1] = w13[0], w2[0] * (-63 / 64)
+    router, ids = normal(200, 5, seed=3).abs(), torch.randint(-2, experts + 2, (200, 5))
     ids[0] = -1
-    for dtype in (BF16, FP32):
-        x, weights = normal(13, K, seed=4, dtype=dtype), [w.to(dtype) for w in (w13, w2)]
+    ids[1::2], router[1::2, 1] = torch.tensor([0, 1, -1, -1, -1]), router[1::2, 0]
+    for dtype in (BF16, torch.float16, FP32):
+        x, weights = normal(200, K, seed=4, dtype=dtype), [w.to(dtype) for w in (w13, w2)]
         if scheme:
             weights = [moe_ops.quantize(w, scheme) for w in weights]
         options = {"batch_invariant": True}

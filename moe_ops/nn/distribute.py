@@ -109,7 +109,7 @@ def distribute(
         if parallel.use_ep:
             layer.place_experts(_placement(layer, parallel).expert_map(parallel.ep_rank))
         layer.dispatcher = dispatcher
-        layer.not_invariant = invariance.why_not(parallel, layer.num_experts)
+        layer.not_invariant = invariance.why_not(parallel, layer.num_experts, dispatcher)
     return model
 
 

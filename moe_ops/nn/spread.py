@@ -55,6 +55,8 @@ def spread_of(
             max_num_tokens=config.max_num_tokens,
             label=f"MoELayer {name}" if name else f"a MoELayer of {config.num_experts} experts",
         )
+        not_invariant = invariance.why_not(parallel, config.num_experts, dispatcher)
+        invariance.check(options.get("batch_invariant"), not_invariant)
         if "expert_map" in options:
             raise ValueError(
                 "expert_map must be left out with a group; the layer places experts by "

@@ -9,9 +9,15 @@ from moe_ops.parallel.config import ParallelConfig
 SIZES = (1, 2, 4, 8)  # of a group: each rank holds whole blocks of experts
 
 
-def why_not(parallel: ParallelConfig, num_experts: int) -> tuple[str, ...]:
-    """Every reason why the sum over a token's experts is not that of one device."""
+def why_not(
+    parallel: ParallelConfig, num_experts: int, dispatcher: object = None
+) -> tuple[str, ...]:
+    """Every reason why the sum over a token's experts is not that of one device; those of a
+    dispatcher, too, if there is one already.
+    """
     reasons = []
+    if dispatcher is not None and not hasattr(dispatcher, "combine_by_tree"):
+        reasons.append(f"{type(dispatcher).__name__} has no combine_by_tree")
     if parallel.tp_size > 1:
         reasons.append(
             "ranks hold columns of all experts, so that every product is a sum over ranks; place "

@@ -53,7 +53,7 @@ def why_not_quantized(
 
 
 def why_not_scheme(name: str, known: bool) -> str | None:
-    """The reasons that follow from a scheme, "" for none.
+    """The reasons that follow from a scheme, None where there are none.
 
     Args:
         name: of the scheme.

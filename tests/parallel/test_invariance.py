@@ -50,3 +50,8 @@ def test_layers_refuse_when_they_are_made_and_when_they_run(world):
     layer = MoELayer.from_config(config, group=group)
     with moe_ops.set_batch_invariant(True), pytest.raises(ValueError, match=said):
         layer(torch.randn(3, 64))
+
+
+def test_a_dispatcher_must_add_by_the_tree():
+    (reason,) = invariance.why_not(ParallelConfig(), 8, object())
+    assert reason == "object has no combine_by_tree"

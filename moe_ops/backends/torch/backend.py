@@ -131,11 +131,16 @@ def _experts(a: ExpertsArgs, amax_of_x: Tensor | None, amax_of_h: Tensor | None)
     )
     if a.router_weight_on_input:
         weights = torch.ones_like(weights)
-    if cpu.can_combine(y, a.out):
+    # the sum of a rank, which is asked for in fp32, adds no otherwise than that of one device
+    in_fp32 = a.batch_invariant and y.dtype == torch.float32 != a.out.dtype
+    total = torch.empty_like(a.out, dtype=torch.float32) if in_fp32 else a.out
+    if cpu.can_combine(y, total):
         rows = torch.where(pairs.valid, pairs.inverse.view(M, -1), -1)
         one_block = a.num_blocks == 1
         blocks = None if one_block else sums.block_of(a.topk_ids, a.global_experts)
-        cpu.combine(y, weights, rows, a.out, blocks)
+        cpu.combine(y, weights, rows, total, blocks)
+        if in_fp32:
+            a.out.copy_(total)
     else:
         ids = a.topk_ids if a.batch_invariant else None
         a.out.copy_(permute.combine(y, weights, pairs, a.out.dtype, ids, a.global_experts))

@@ -41,8 +41,7 @@ def library() -> ctypes.CDLL | None:
         found = ctypes.CDLL(str(_LIBRARY))
     except OSError:  # not there; or CXX compiles for another machine, or libgomp is missing
         return None
-    # built from a version whose kernels take other arguments
-    return found if hasattr(found, "moe_ops_cpu_sum_bf16") else None
+    return found if hasattr(found, "moe_ops_cpu_avx") else None
 
 
 @functools.cache
@@ -52,7 +51,8 @@ def _kernels() -> dict[torch.dtype, _Kernels]:
     if built is None:
         return {}
     avx = built.moe_ops_cpu_avx(512)  # the widest that it may use
-    if not avx:
+    # without AVX2; or built from a version whose kernels take other arguments
+    if not avx or not hasattr(built, "moe_ops_cpu_sum_bf16"):
         return {}
     pointer, size = ctypes.c_void_p, ctypes.c_int64
     kernels = {}

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from moe_ops.meta.symmetric import SymmetricLayout
 
-# Programs of a launch at most, each of at most 256 threads; two fit on a multiprocessor.
+# Programs of a launch at most, each of at most 256 threads, of which two fit on a multiprocessor.
 PROGRAMS = 256
 
 

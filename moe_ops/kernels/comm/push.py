@@ -31,7 +31,8 @@ an epoch's flags are read in the same launch as its rows. This is why each launc
 least one flag of each rank, also where it needs none of the rows.
 
 **Progress.** Programs that receive wait for programs of other GPUs that send, which wait for none.
-These come first in a launch, of at most PROGRAMS programs, which fit on a GPU at once.
+These come first in a launch of at most PROGRAMS programs, and those that do not fit on a GPU at
+once, as on one of less than 128 multiprocessors, are receivers, which start as others end.
 
 Spins are counted. After `spins` of them a device assertion ends the process' work on the GPU.
 """

@@ -19,7 +19,8 @@ TO_X = tl.constexpr(2.0**46)
 E2M1_REST = tl.constexpr(2.0**80)
 E4M3_REST = tl.constexpr(2.0**74)
 # Nibbles of int4 stay where they are: the low 23 bits of a subnormal fp32 number count steps of
-# 2^-149. x may have 2^58, and the sums lose digits only if they are below 2^-46.
+# 2^-149. x and h may have 2^58, and the sums lose digits only if they are below 2^-46. (Gated h is
+# about as large as the square of x, which so may have 2^29.)
 INT4_REST = tl.constexpr(2.0**80)
 
 

@@ -19,6 +19,7 @@ gate and up rows are two halves, other weights have one.
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
@@ -809,13 +810,17 @@ _products_on: dict[torch.device, Tensor] = {}
 def products_on(w: MixedOperand) -> Tensor | None:
     """PRODUCTS for a weight that needs them: 4 KB, kept on each device from the first call on. A
     call that is captured before gets none, and `run` says that its kernels never ran.
+
+    Another thread allocates them: before Inductor captures, all that this one allocates comes from
+    the memory pool of its graphs.
     """
     if w.wgmma_format.x_bits == 16:
         return None
     device = w.data.device
     found = _products_on.get(device)
     if found is None and not (w.data.is_cuda and torch.cuda.is_current_stream_capturing()):
-        found = _products_on[device] = _products().to(device)
+        with ThreadPoolExecutor(1) as other:
+            found = _products_on[device] = other.submit(lambda: _products().to(device)).result()
     return found
 
 

@@ -7,6 +7,7 @@ import platform
 import shutil
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -228,3 +229,12 @@ def test_the_source_compiles(tmp_path):
     subprocess.run(["g++", *flags, "-o", str(library), str(source)], check=True)
     exported = subprocess.run(["nm", "-D", str(library)], capture_output=True, text=True).stdout
     assert "moe_ops_cpu_grouped_mm_" in exported
+
+
+def test_a_library_for_whole_layers_alone_is_loaded(monkeypatch):
+    """As it is built for aarch64: without the products of this file."""
+    built = SimpleNamespace(moe_ops_cpu_avx=lambda most: 0)
+    monkeypatch.setattr(cpu.ctypes, "CDLL", lambda path: built)
+    assert cpu.library.__wrapped__() is built
+    monkeypatch.setattr(cpu, "library", lambda: built)
+    assert cpu._kernels.__wrapped__() == {}

@@ -103,7 +103,7 @@ def products(word: int, scale: int) -> torch.Tensor:
 
 
 def test_int4_as_products_in_e4m3():
-    """With the magnitude of every scale: the sign is that of a group's sums."""
+    """With all magnitudes of scales up to 56, the largest. The sign is that of a group's sums."""
     most = E4M3.index(56.0)
     for code in [*range(most + 1), *range(128, 129 + most)]:
         for word in (0x76543210, 0xFEDCBA98, 0x89ABCDEF, 0x01234567):
