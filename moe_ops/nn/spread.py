@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -19,8 +19,6 @@ from moe_ops.parallel.replicas import ReplicatedPlacement, balanced
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-
-    from moe_ops.nn.layer import MoELayer
 
 # not None, which torch.distributed.group.WORLD is where init_process_group was forgotten
 NO_GROUP: Any = object()
@@ -100,6 +98,17 @@ def spread_of(
     return Spread(settings, dispatcher, not_invariant, slots)
 
 
+class SpreadLayer(Protocol):
+    """What is asked of a MoELayer, which imports this module."""
+
+    experts: Experts
+    dispatcher: Dispatcher | None
+    not_invariant: tuple[str, ...]
+    batch_invariant: bool | None
+    router_weight_on_input: bool
+    backend: str
+
+
 class Sent(NamedTuple):
     """Tokens for the experts of this device; its own where nothing is sent."""
 
@@ -110,7 +119,7 @@ class Sent(NamedTuple):
     by_tree: bool  # whether outputs are added as one device adds them
 
 
-def send_tokens(layer: MoELayer, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Sent:
+def send_tokens(layer: SpreadLayer, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Sent:
     """x (M, H), ids and weights (M, top_k) -> what the layer's experts on this device multiply."""
     # layers that were saved before have no replicas
     replicas = getattr(layer, "replicas", None)
@@ -137,7 +146,7 @@ def send_tokens(layer: MoELayer, x: Tensor, topk_ids: Tensor, topk_weights: Tens
     return Sent(rows, ids, weights, {"out_dtype": torch.float32} if in_fp32 else {}, by_tree)
 
 
-def combine_outputs(layer: MoELayer, out: Tensor, x: Tensor, by_tree: bool) -> Tensor:
+def combine_outputs(layer: SpreadLayer, out: Tensor, x: Tensor, by_tree: bool) -> Tensor:
     """What this device's experts returned for `Sent` -> the outputs (M, H) of its own tokens x."""
     if layer.dispatcher is None:
         return out
@@ -150,7 +159,7 @@ def combine_outputs(layer: MoELayer, out: Tensor, x: Tensor, by_tree: bool) -> T
     return out.to(dtype) if out.dtype == torch.float32 != dtype else out
 
 
-def _sends_quantized(layer: MoELayer, x: Tensor, topk_weights: Tensor) -> bool:
+def _sends_quantized(layer: SpreadLayer, x: Tensor, topk_weights: Tensor) -> bool:
     """Whether tokens travel as their experts' scheme quantizes them.
 
     Not where gradients are recorded, which do not flow through quantized rows, nor where the

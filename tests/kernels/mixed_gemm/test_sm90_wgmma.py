@@ -314,6 +314,7 @@ def test_partial_sums_are_combined(split_k):
         TOP_K=top_k,
         WEIGHTED=True,
         SPLIT_K=split_k,
+        NUM_BLOCKS=1,
         BLOCK_N=64,
         PDL=False,
     )
