@@ -26,6 +26,7 @@ from moe_ops.activations import Activation
 from moe_ops.backends import check_backend
 from moe_ops.checks import check_number, check_size, check_tensor
 from moe_ops.experts import fused_experts
+from moe_ops.meta.buffers import KeepsBuffers
 from moe_ops.nn.config import MoEConfig
 from moe_ops.nn.load import load_balancing_loss, tokens_per_expert
 from moe_ops.nn.lora import ExpertsLoRA
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-class MoELayer(nn.Module):
+class MoELayer(KeepsBuffers):
     """A mixture-of-experts feed-forward layer.
 
     out = residual + residual_scale * (sum_j weight_j * expert_j(x) + shared_expert(x)), where the
@@ -305,22 +306,6 @@ class MoELayer(nn.Module):
         self.track_load = True
         self.experts.requires_grad_(False)
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> MoELayer:
-        """to(), to_empty() and the like: buffers keep their values, also through the meta
-        device.
-        """
-        before = dict(self._buffers)
-        super()._apply(fn, recurse)
-        for name, old in before.items():
-            new = self._buffers[name]
-            if old is None or new is None or new is old:
-                continue
-            if not new.is_meta:
-                new.copy_(self._values[name] if old.is_meta else old)
-            elif not old.is_meta:
-                self._values[name] = old.cpu()
-        return self
-
     def forward(
         self,
         hidden_states: Tensor,  # (..., H)
@@ -470,10 +455,7 @@ def _recomputing() -> bool:
 def _fill_buffers(layer: MoELayer, incompatible_keys: object) -> None:
     """After load_state_dict(assign=True) replaced the parameters of a layer on the meta device."""
     device = layer.gate.weight.device
-    for name, value in layer._values.items():
-        buffer = layer._buffers[name]
-        if buffer is not None and buffer.is_meta and device.type != "meta":
-            layer._buffers[name] = value.to(device, copy=True)
+    layer.fill_buffers(device)
     replicas = getattr(layer, "replicas", None)
-    if replicas is not None and device.type != "meta":
-        replicas.fill(device)
+    if replicas is not None:
+        replicas.fill_buffers(device)

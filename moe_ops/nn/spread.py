@@ -43,9 +43,7 @@ def spread_of(
         raise ValueError(f"config must be a moe_ops.MoEConfig, got {type(config).__name__}")
     parallel = config.parallel
     dispatcher = slots = None
-    not_invariant = invariance.why_not(parallel, config.num_experts)
     if group is not NO_GROUP:
-        invariance.check(options.get("batch_invariant"), not_invariant)
         check_agreement(_common_fields(config, {"name": name, **options}), group)
         dispatcher = make_dispatcher(
             parallel,
@@ -53,8 +51,6 @@ def spread_of(
             max_num_tokens=config.max_num_tokens,
             label=f"MoELayer {name}" if name else f"a MoELayer of {config.num_experts} experts",
         )
-        not_invariant = invariance.why_not(parallel, config.num_experts, dispatcher)
-        invariance.check(options.get("batch_invariant"), not_invariant)
         if "expert_map" in options:
             raise ValueError(
                 "expert_map must be left out with a group; the layer places experts by "
@@ -62,6 +58,9 @@ def spread_of(
             )
         if parallel.enable_eplb:
             slots = _first_slots(config)
+    not_invariant = invariance.why_not(parallel, config.num_experts, dispatcher)
+    if dispatcher is not None:  # after ranks agreed: else one might wait for others that refuse
+        invariance.check(options.get("batch_invariant"), not_invariant)
     same_dtype = config.router_logits_dtype == config.in_dtype
     settings: dict[str, Any] = {
         "activation": config.activation,

@@ -6,13 +6,14 @@ physical ids may be replicas of one expert.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from moe_ops.checks import check_integer, check_number, check_rank, check_size
+from moe_ops.meta.buffers import KeepsBuffers
 from moe_ops.parallel.placement import Placement
 
 
@@ -141,7 +142,7 @@ def balanced(load: Sequence[float], ep_size: int, num_slots: int) -> ReplicatedP
     return ReplicatedPlacement(E, tuple(tuple(sorted(rank)) for rank in ranks))
 
 
-class Replicas(nn.Module):
+class Replicas(KeepsBuffers):
     """Where the replicas of each expert are, on the device: expert ids to physical ids.
 
     Of the n replicas of an expert, a token takes number (m + j + offset) % n, where m is the index
@@ -166,30 +167,8 @@ class Replicas(nn.Module):
         super().__init__()
         self.sizes = placement.num_experts, placement.ep_size, placement.num_slots
         self.offset = offset
-        # of tables on the meta device, which has none
-        self._values: dict[str, Tensor] = {}
         for name, values in zip(("physical_ids", "counts"), _tables(placement), strict=True):
             self.register_buffer(name, values)
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Replicas:
-        """to_empty() too keeps the tables, which are no weights, also through the meta device."""
-        before = dict(self._buffers)
-        super()._apply(fn, recurse)
-        for name, old in before.items():
-            new = self._buffers[name]
-            if old is None or new is None or new is old:
-                continue
-            if not new.is_meta:
-                new.copy_(self._values[name] if old.is_meta else old)
-            elif not old.is_meta:
-                self._values[name] = old.cpu()
-        return self
-
-    def fill(self, device: torch.device) -> None:
-        """Give tables on the meta device their values, after load_state_dict(assign=True)."""
-        for name, buffer in self._buffers.items():
-            if buffer is not None and buffer.is_meta:
-                self._buffers[name] = self._values[name].to(device, copy=True)
 
     def _load_from_state_dict(
         self, state_dict: dict, prefix: str, metadata: dict, strict: bool, *lists: list[str]

@@ -81,8 +81,7 @@ def experts(a: ExpertsArgs) -> None:
         tma = tma and sm90_tma.why_not(w13, w2, activation, scaling, gpu) is None
         one_token = M == 1 and not a.batch_invariant  # gemv.py sums in another order
         one_token = one_token and gemv.why_not(w13, w2, top_k, scaling) is None
-        routed = 0 if a.expert_map is None else a.expert_map.shape[0]
-        kernels = (activation.GATED, tma, one_token, a.batch_invariant, routed)
+        kernels = (activation.GATED, tma, one_token, a.batch_invariant, a.global_experts)
         config = for_experts(M, top_k, E, K, I, dtype, gpu, a.scheme, scales, *kernels)
     if config.kernel == GEMV:
         rows = input_of(x, a.hidden_states_scale, a.scheme, gpu.native)
