@@ -173,12 +173,16 @@ def spread(name: str) -> Callable[[Problem], Way]:
         placement = Placement(cell.case.layer.num_experts, job.size)
         expert_map = placement.expert_map(job.rank).to(job.device)
 
+        exchange = getattr(dispatcher, "exchange", "")
+
         def call(which: int) -> Tensor:
             arrived, ids, weights = dispatcher.dispatch(x, *sets[which])
             out = moe_ops.fused_experts(
-                arrived, problem.w13, problem.w2, weights, ids, expert_map=expert_map
+                *(arrived, problem.w13, problem.w2, weights, ids),
+                expert_map=expert_map,
+                exchange=exchange,
             )
-            return dispatcher.combine(out, M)
+            return out[:M] if exchange else dispatcher.combine(out, M)
 
         out = torch.randn_like(cell.hidden_states)
         steps: dict[str, Callable] = {"combine": lambda which: dispatcher.combine(out, M)}

@@ -6,6 +6,7 @@ T = max_num_tokens.
 
 from __future__ import annotations
 
+import ast
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
@@ -15,8 +16,10 @@ from torch.fx.experimental.symbolic_shapes import guard_or_false
 
 from moe_ops.checks import check_size
 from moe_ops.kernels import launch
+from moe_ops.kernels.comm.mailbox import Mailbox
 from moe_ops.kernels.launch import Lazy
 from moe_ops.meta.symmetric import SymmetricLayout
+from moe_ops.ops.exchange import register_opener
 from moe_ops.ops.library import register_function
 from moe_ops.parallel import stand_in
 from moe_ops.parallel.dispatchers import PaddedDispatcher
@@ -120,6 +123,35 @@ def _reduced(
     x: Tensor, num_tokens: int, group: str, size: int, timeout: int, label: str
 ) -> Tensor:
     return x.new_empty(num_tokens, x.shape[1])
+
+
+@dataclass(frozen=True)
+class _Outputs:
+    """The exchange that an operator of experts is told of: `moe_ops.ops.exchange.Opened`."""
+
+    out: Tensor  # (R * T, K)
+    group: str
+    size: int
+    timeout: int
+    label: str
+
+    @property
+    def mailbox(self) -> Mailbox:
+        rows, K = self.out.shape
+        layout = SymmetricLayout(self.size, rows // self.size, K * self.out.itemsize)
+        return mailbox_of(self.group, self.out.device, "outputs", layout, self.label)
+
+    @property
+    def spins(self) -> int:
+        return _spins(self.timeout)
+
+    def add(self) -> None:
+        T = self.out.shape[0] // self.size
+        how = self.group, self.size, self.timeout, self.label
+        self.out[:T] = _reduce(self.out, T, *how)
+
+
+register_opener(lambda name, out: _Outputs(out, *ast.literal_eval(name)))
 
 
 _GATHER_OP = register_function(
@@ -240,6 +272,14 @@ class SymmetricMemory(PaddedDispatcher):
         return Exchange(
             self.group_name, self.group_size, self.max_num_tokens, self.timeout, self.label
         )
+
+    @property
+    def exchange(self) -> str:
+        """What `fused_experts(exchange=...)` takes for calls that record no gradients, in the
+        place of `combine`. Its weighted sum then writes into the memory of the other ranks, and
+        the first M of the rows that it returns are the outputs of this rank's tokens.
+        """
+        return repr((self.group_name, self.group_size, self.timeout, self.label))
 
     def dispatch(
         self,

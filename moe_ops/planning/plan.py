@@ -84,8 +84,10 @@ class Plan:
         values += (self.tiers_text,)
         if p.kind != "grouped_linear":
             values += (self.chunk_rows,)
-        if p.batch_invariant:
-            values += (True,)
+        if p.batch_invariant or p.exchange:
+            values += (p.batch_invariant,)
+        if p.exchange:
+            values += (p.exchange,)
         return library.options_text(p.kind, values)
 
     @property
@@ -156,6 +158,8 @@ class Plan:
             lines.append("  the input arrives quantized: no pass quantizes it")
         if p.batch_invariant:
             lines.append("  batch invariant: a token's row has the same bits in every batch")
+        if p.exchange:
+            lines.append("  the outputs of all ranks are added up by the same operator")
         if self.not_tested_note:
             lines.append(f"  {self.not_tested_note}")
         if self.gradients:  # what they run allocates its own memory
