@@ -41,6 +41,14 @@ class Exchange(NamedTuple):
     label: str
 
 
+def _words(rows: Tensor) -> Tensor:
+    """Rows as integers, of 32 bits if they fill those, for kernels that copy them."""
+    if not rows.is_contiguous() or rows.stride(1) != 1:  # one column may have any stride
+        rows = rows.new_empty(rows.shape).copy_(rows)
+    found = rows.view(torch.uint8)
+    return found.view(torch.int32) if found.shape[1] % 4 == 0 else found
+
+
 def _spins(timeout: int) -> int:
     return min(timeout * _SPINS_A_SECOND, 2**31 - 1)
 
@@ -250,6 +258,8 @@ class SymmetricMemory(PaddedDispatcher):
             looks at a flag. A device assertion, which ends all work of the process on its GPU,
             then says so; on CPUs a RuntimeError.
         label: as in `AllGatherReduceScatter`.
+        send_quantized: as there, but False unless it is given: a kernel that quantizes rows, and
+            one that sends their scales, take longer than few tokens save. It was not timed.
 
     Raises:
         ValueError: a size or timeout that is no integer or below 1. By
@@ -260,7 +270,6 @@ class SymmetricMemory(PaddedDispatcher):
 
     reduce_dtype: None = field(default=None, init=False)  # always fp32
     timeout: int = field(default=60, kw_only=True)  # a float would be traced as a symbol
-    # rows that are quantized before travel by the library's collective
     send_quantized: bool | None = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
@@ -290,6 +299,21 @@ class SymmetricMemory(PaddedDispatcher):
         """As `AllGatherReduceScatter.dispatch`."""
         self._check(x, topk_ids, topk_weights)
         return Dispatch.apply(self._exchange, x, topk_ids, topk_weights)
+
+    def dispatch_quantized(
+        self,
+        q: Tensor,  # (M, K), or fewer columns of packed elements
+        scale: Tensor,  # (M, groups), or () of all rows
+        topk_ids: Tensor,  # (M, top_k)
+        topk_weights: Tensor,  # (M, top_k)
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """As `AllGatherReduceScatter.dispatch_quantized`."""
+        self._check(q, topk_ids, topk_weights)
+        out, ids, weights = _GATHER_OP(_words(q), topk_ids, topk_weights, *self._exchange)
+        if scale.dim() == 2:
+            (found,) = _GATHER_OP(_words(scale), None, None, *self._exchange)
+            scale = found.view(scale.dtype)
+        return out.view(q.dtype), scale, ids, weights
 
     def combine(
         self,
