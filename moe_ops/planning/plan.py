@@ -158,8 +158,6 @@ class Plan:
             lines.append("  the input arrives quantized: no pass quantizes it")
         if p.batch_invariant:
             lines.append("  batch invariant: a token's row has the same bits in every batch")
-        if p.exchange:
-            lines.append("  the outputs of all ranks are added up by the same operator")
         if self.not_tested_note:
             lines.append(f"  {self.not_tested_note}")
         if self.gradients:  # what they run allocates its own memory
