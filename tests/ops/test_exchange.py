@@ -34,8 +34,6 @@ def test_a_step_behind_the_backend_adds(both):
     given = arguments()
     alone, added = moe_ops.fused_experts(*given), moe_ops.fused_experts(*given, exchange="both")
     assert torch.equal(added[:3], 2 * alone[:3])
-    compiled = torch.compile(moe_ops.fused_experts, backend="aot_eager", fullgraph=True)
-    assert torch.equal(compiled(*given, exchange="both"), added)
     assert torch.equal(moe_ops.fused_experts(*given), alone)  # a plan of its own
 
 
