@@ -12,6 +12,7 @@ from torch import Tensor
 
 from moe_ops.backends.triton.chunked import run_in_chunks
 from moe_ops.kernels import launch
+from moe_ops.kernels.comm.push import sum_ranks
 from moe_ops.kernels.configs import GEMV, SM90_WGMMA, LayerConfig, block_bound
 from moe_ops.kernels.gemm.operands import Activated, Output, activated
 from moe_ops.kernels.launch import Gpu, Launch, run
@@ -183,8 +184,10 @@ def _mma_launches(
     launches += (
         *h.launches,
         sm80_mma.gemm2(Output(y, 0, K, 1), h.read, w2, routing, config.gemm2, block_m, gpu),
-        combine(a.out, y, weights, routing, weighted, gpu, num_blocks=a.num_blocks),
     )
+    if a.exchange:
+        return [*launches, sum_ranks(a, y, None)]
+    launches.append(combine(a.out, y, weights, routing, weighted, gpu, num_blocks=a.num_blocks))
     return launches
 
 
@@ -241,9 +244,11 @@ def _wgmma_launches(
         ),
         *h.launches,
         kernels.gemm2(y, h.read.data, w2, of_pairs, g2, block_m, split_k, gpu, h.read.scale),
-        combine(a.out, y, weights, routing, weighted, gpu, split_k, a.num_blocks),
     )
-    return launches
+    if a.exchange:
+        return [*launches, sum_ranks(a, y, None, split_k)]
+    last = combine(a.out, y, weights, routing, weighted, gpu, split_k, a.num_blocks)
+    return [*launches, last]
 
 
 def batched_experts(a: BatchedExpertsArgs) -> None:
