@@ -178,7 +178,9 @@ def e2m1_pairs(words, s, offsets, tables):
 
 @gluon.jit
 def e2m1_scales(s, SCALE: gl.constexpr):
-    """(scale, -192 scales) in both halves of 32 bits each: e8m0 codes, or half of e4m3 codes."""
+    """(scale, -192 scales) in both halves of 32 bits each: e8m0 codes, of which those above 2^120
+    overflow, or half of e4m3 codes.
+    """
     if SCALE == "e8m0":
         s = s.to(gl.int32) * 0x00800080
     else:  # bits in their places in bf16 are smaller by 2^120
