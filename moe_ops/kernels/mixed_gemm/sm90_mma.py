@@ -598,6 +598,8 @@ def why_not(x: Tensor, w13: MixedOperand, w2: MixedOperand, top_k: int) -> str |
         return "the token must be contiguous and start at a multiple of 4 bytes"
     if w13.has_zero or w2.has_zero or w13.stride[2] != 1 or w2.stride[2] != 1:
         return "weights must have contiguous rows and no zero points"
+    if (w13.scale.data_ptr() | w2.scale.data_ptr()) % 16:
+        return "scales must start at multiples of 16 bytes"
     formats = (w13.wgmma_format, w2.wgmma_format)
     return _why_not(formats, (w13.K, w2.K), (w13.k_chunk, w2.k_chunk), top_k)
 
