@@ -485,17 +485,24 @@ def compile_exchange(
     out_ids = _empty(R * T, top_k, dtype=torch.int32)
     out_weights = _empty(R * T, top_k, dtype=torch.float32)
 
-    def mailbox(words: int) -> Mailbox:
+    def mailbox(words: int, T: int = T) -> Mailbox:
         layout = SymmetricLayout(R, T, K * call.dtype.itemsize, words)
         buffer = _empty(layout.num_bytes, dtype=torch.uint8)
         peers, epochs = _empty(R, dtype=torch.int64), _empty(PROGRAMS, dtype=torch.int32)
         return Mailbox(layout, 0, (buffer,) * R, peers, epochs)
 
+    of_all = _empty(R * T, top_k, dtype=torch.int32), _empty(2 * R, dtype=torch.int32), 1
+    pairs = push.pairs_of(*of_all, None, out_weights)
+    sorted_pairs = push.pairs_of(*of_all, _empty(R * T * top_k, dtype=torch.int32), out_weights)
+    pairs_y = _empty(R * T * top_k, K, dtype=call.dtype)
     with _compiling(gpu, arch, compiles) as found:
         for one in (
             push.push_rows(rows, out_ids, out_weights, x, ids, weights, mailbox(top_k), 1),
             push.push_rows(rows, None, None, x, None, None, mailbox(0), 1),
             push.push_sums(x, rows, mailbox(0), 1),
+            push.push_sums(x[:1], rows[:R], mailbox(0, 1), 1),  # to Triton, T = 1 is a constant
+            push.push_sums(x, pairs_y.float(), mailbox(0), 1, pairs=pairs),
+            push.push_sums(x, pairs_y, mailbox(0), 1, pairs=sorted_pairs),
         ):
             launch.run([one], -1, gpu)
     return found

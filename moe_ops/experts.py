@@ -106,8 +106,9 @@ def fused_experts(
             activations share one scale of the whole batch.
         exchange: of a dispatcher (`SymmetricMemory.exchange`) that sent these tokens, T of each
             rank of its group: the first T rows of the result are the sums over all ranks of this
-            rank's tokens, the others are unspecified. All ranks call it, in one order. For calls
-            that record no gradients, without batch_invariant.
+            rank's tokens, the others are unspecified. All ranks call it, in one order, and use its
+            result: compiled graphs leave out calls whose result nothing uses. For calls that
+            record no gradients, without batch_invariant.
 
     Returns:
         (M, K) in out_dtype, by default hidden_states' own unless they arrive quantized. Under

@@ -170,8 +170,11 @@ def _records_gradients(layer: SpreadLayer, x: Tensor, topk_weights: Tensor) -> b
     """Whether the experts run as calls that record gradients do."""
     if getattr(layer, "lora", None) is not None:
         return True
-    parts = (x, topk_weights, *layer.experts.parameters())
-    return torch.is_grad_enabled() and any([t.requires_grad for t in parts])
+    if not torch.is_grad_enabled():
+        return False
+    experts = layer.experts  # whose weights may be no parameters
+    weights = (experts.w13, experts.down_proj, experts.w13_bias, experts.down_proj_bias)
+    return any([t is not None and t.requires_grad for t in (x, topk_weights, *weights)])
 
 
 def _sends_quantized(layer: SpreadLayer, x: Tensor, topk_weights: Tensor) -> bool:

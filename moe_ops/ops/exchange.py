@@ -37,8 +37,16 @@ def register_opener(function: Callable[[str, Tensor], Opened]) -> None:
 
 
 def opened(args: ExpertsArgs) -> Opened:
-    """The exchange of a call."""
-    assert _open is not None, args.exchange  # who names one has loaded `parallel`
+    """The exchange of a call.
+
+    Raises:
+        ValueError: the name is none of a dispatcher's, or there are not T rows of each rank.
+        RuntimeError: dispatchers were not loaded, in a process that runs an exported program.
+    """
+    if _open is None:
+        raise RuntimeError(
+            f"exchange {args.exchange!r} needs moe_ops.parallel.symmetric_memory: import it first"
+        )
     return _open(args.exchange, args.out)
 
 
@@ -50,7 +58,8 @@ def adding_ranks(launch: Callable[[ExpertsArgs], None], itself: bool) -> Callabl
     def run(args: ExpertsArgs) -> None:
         if not args.exchange or (itself and not 0 < args.chunk_rows < args.topk_ids.shape[0]):
             return launch(args)
+        exchange = opened(args)
         launch(args._replace(exchange=""))
-        opened(args).add()
+        exchange.add()
 
     return run

@@ -89,6 +89,8 @@ def _experts_problem(call: ExpertsCall) -> Problem:
         *("hidden_states", x, call.hidden_states_scale, call.hidden_states_global_scale),
         *(call.out_dtype, call.w13.scheme, call.needs_grad, call.batch_invariant),
     )
+    if not isinstance(call.exchange, str):
+        raise ValueError(f"exchange must be a string, got {type(call.exchange).__name__}")
     if call.exchange and (call.needs_grad or call.batch_invariant):
         which = "that record gradients" if call.needs_grad else "with batch_invariant"
         raise ValueError(

@@ -39,7 +39,9 @@ class Dispatcher(Protocol):
 
     One whose attribute `send_quantized` is True, or None for GPUs alone, also has
     `dispatch_quantized(q, scale, topk_ids, topk_weights)`, as `AllGatherReduceScatter` has it. One
-    that serves layers under `batch_invariant` has its `combine_by_tree(out, num_tokens)`.
+    that serves layers under `batch_invariant` has its `combine_by_tree(out, num_tokens)`. Of one
+    with an `exchange`, as `SymmetricMemory` has it, layers use `combine` where gradients are
+    recorded alone.
     """
 
     name: ClassVar[str]

@@ -159,7 +159,24 @@ class _Outputs:
         self.out[:T] = _reduce(self.out, T, *how)
 
 
-register_opener(lambda name, out: _Outputs(out, *ast.literal_eval(name)))
+def _open(name: str, out: Tensor) -> _Outputs:
+    """The exchange that `SymmetricMemory.exchange` names, of a call's outputs."""
+    try:
+        group, size, timeout, label = ast.literal_eval(name)
+    except (ValueError, SyntaxError, TypeError):
+        raise ValueError(
+            f"exchange must be a dispatcher's `SymmetricMemory.exchange`, got {name!r}"
+        ) from None
+    rows = out.shape[0]
+    if rows == 0 or rows % size:
+        raise ValueError(
+            f"hidden_states must have equally many rows of each of the {size} ranks, as the "
+            f"dispatcher of this exchange sends them, got {rows}"
+        )
+    return _Outputs(out, group, size, timeout, label)
+
+
+register_opener(_open)
 
 
 _GATHER_OP = register_function(
@@ -261,6 +278,12 @@ class SymmetricMemory(PaddedDispatcher):
         send_quantized: as there, but False unless it is given: a kernel that quantizes rows, and
             one that sends their scales, take longer than few tokens save. It was not timed.
 
+    Attributes:
+        exchange: what `fused_experts(exchange=...)` takes for calls that record no gradients, in
+            the place of `combine`. Its weighted sum then writes into the memory of the other
+            ranks, and the first M of the rows that it returns are the outputs of this rank's
+            tokens.
+
     Raises:
         ValueError: a size or timeout that is no integer or below 1. By
             the first call on all ranks alike: devices that cannot serve it, with every reason.
@@ -271,24 +294,20 @@ class SymmetricMemory(PaddedDispatcher):
     reduce_dtype: None = field(default=None, init=False)  # always fp32
     timeout: int = field(default=60, kw_only=True)  # a float would be traced as a symbol
     send_quantized: bool | None = field(default=False, kw_only=True)
+    # kept, since traced code cannot print integers that may be symbols
+    exchange: str = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_size("timeout", self.timeout)
+        told = self.group_name, self.group_size, self.timeout, self.label
+        object.__setattr__(self, "exchange", repr(told))
 
     @property
     def _exchange(self) -> Exchange:
         return Exchange(
             self.group_name, self.group_size, self.max_num_tokens, self.timeout, self.label
         )
-
-    @property
-    def exchange(self) -> str:
-        """What `fused_experts(exchange=...)` takes for calls that record no gradients, in the
-        place of `combine`. Its weighted sum then writes into the memory of the other ranks, and
-        the first M of the rows that it returns are the outputs of this rank's tokens.
-        """
-        return repr((self.group_name, self.group_size, self.timeout, self.label))
 
     def dispatch(
         self,

@@ -7,6 +7,7 @@ import moe_ops
 from moe_ops.backends import named
 from moe_ops.ops import exchange
 from moe_ops.ops.args import ExpertsArgs
+from moe_ops.parallel.symmetric_memory import SymmetricMemory
 
 
 class Doubled:
@@ -55,3 +56,25 @@ def test_calls_that_cannot_are_refused():
     given[1].requires_grad_()
     with pytest.raises(ValueError, match="exchange must be left out of calls that record grad"):
         moe_ops.fused_experts(*given, exchange="both")
+
+
+@pytest.mark.parametrize(
+    ("name", "M", "message"),
+    [
+        ("both", 6, "exchange must be a dispatcher's `SymmetricMemory.exchange`, got 'both'"),
+        ("('group', 2)", 6, "exchange must be a dispatcher's"),
+        (2, 6, "exchange must be a string, got int"),
+        (SymmetricMemory("group", 2, 3).exchange, 5, "rows of each of the 2 ranks, .* got 5"),
+        (SymmetricMemory("group", 2, 3).exchange, 0, "rows of each of the 2 ranks, .* got 0"),
+    ],
+)
+def test_wrong_exchanges_are_refused(name, M, message):
+    x, w13, w2, weights, ids = arguments()
+    with pytest.raises(ValueError, match=message):
+        moe_ops.fused_experts(x[:M], w13, w2, weights[:M], ids[:M], exchange=name)
+
+
+def test_processes_without_dispatchers_say_so(monkeypatch):
+    monkeypatch.setattr(exchange, "_open", None)
+    with pytest.raises(RuntimeError, match="'its name' needs .*symmetric_memory: import it first"):
+        moe_ops.fused_experts(*arguments(), exchange="its name")

@@ -11,9 +11,11 @@ import torch
 
 from moe_ops import MoEConfig, MoELayer, ParallelConfig
 from moe_ops.meta.symmetric import SymmetricLayout
+from moe_ops.nn.spread import send_tokens
 from moe_ops.parallel import all2all, dispatch, mailboxes
 from moe_ops.parallel.dispatch import DISPATCHERS, make_dispatcher, register_dispatcher
 from moe_ops.parallel.dispatchers import AllGatherReduceScatter, AllReduce, AllToAll
+from moe_ops.parallel.symmetric_memory import SymmetricMemory
 
 DISPATCHER = AllGatherReduceScatter("group", 2, 4)
 KINDS = pytest.mark.parametrize("kind", DISPATCHERS.values(), ids=DISPATCHERS)
@@ -168,6 +170,22 @@ def test_layers_are_named_in_errors(world):
         assert layer.dispatcher.label == label
 
 
+def test_experts_add_outputs_up_where_no_gradients_are_recorded(world):
+    world(1, 2)
+    config = MoEConfig(4, 2, 8, 8, parallel=parallel(dp_size=2, dp_rank=1))
+    layer = MoELayer.from_config(config, group=torch.distributed.group.WORLD).requires_grad_(False)
+    layer.dispatcher = SimpleNamespace(exchange="its name", dispatch=lambda *given: given)
+    experts, given = layer.experts, tokens()
+    assert send_tokens(layer, *given).added
+    assert not send_tokens(layer, given[0].requires_grad_(), *given[1:]).added
+    with torch.no_grad():
+        assert send_tokens(layer, *given).added
+    made, given = experts.down_proj.detach().clone().requires_grad_(), tokens()
+    del experts.down_proj
+    experts.down_proj = made  # no parameter
+    assert not send_tokens(layer, *given).added
+
+
 def test_mailboxes_live_as_long_as_their_group(world, monkeypatch):
     """A later group may have the same name."""
     monkeypatch.setattr(mailboxes, "_make", lambda *_: mailboxes._Kept(object(), None))
@@ -203,6 +221,16 @@ def test_compiled_calls_refuse_too_many_tokens(world, kind, unbacked):
         else:
             with pytest.raises(Exception, match="max_num_tokens|Runtime assertion"):
                 call(*given)
+
+
+def test_traced_code_names_an_exchange():
+    """Where integers of a dispatcher may be symbols."""
+    dispatcher = SymmetricMemory("group", 2, 4)
+    torch._dynamo.reset()
+    call = torch.compile(
+        lambda: dispatcher.exchange, fullgraph=True, backend="eager", dynamic=True
+    )
+    assert call() == dispatcher.exchange
 
 
 @pytest.mark.parametrize(

@@ -565,7 +565,7 @@ def moe_ops_push_sums(
     blocks = tl.cdiv(T, ROWS)
     tiles = ROWS // TILE * tl.cdiv(K, BLOCK_K)
     element: tl.constexpr = out_ptr.dtype.element_ty
-    split_stride = (R * T).to(tl.int64) * TOP_K * K
+    split_stride = tl.cast(R * T, tl.int64) * TOP_K * K  # T = 1 is a constant
     if SEND and program < SENDERS:
         to_all = (R - 1) * tiles  # steps of a block: one rank's tiles after another's
         steps = tl.cdiv(blocks - program, SENDERS) * to_all
