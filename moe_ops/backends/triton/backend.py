@@ -10,9 +10,10 @@ A layer takes four launches: route (none for one token), GEMM1 with the activati
 epilogue, GEMM2, and combine; one more may quantize activations. One token takes two launches, with
 plain or block-scaled weights (kernels/gemm/gemv.py), and with weights of 4 and 8 bits
 (kernels/mixed_gemm/gemv.py). With the latter, more tokens take five launches on SM90, or four if
-they are few (kernels/mixed_gemm/sm90_wgmma.py). Nothing is allocated, and the host reads no device
-memory. On a machine without a GPU the kernels run under Triton's interpreter, if
-TRITON_INTERPRET=1 was set before this import.
+they are few (kernels/mixed_gemm/sm90_wgmma.py). Under `batch_invariant` one token takes those of
+more there, or with 4 bits and short rows two of its own (kernels/mixed_gemm/sm90_mma.py). Nothing
+is allocated, and the host reads no device memory. On a machine without a GPU the kernels run under
+Triton's interpreter, if TRITON_INTERPRET=1 was set before this import.
 """
 
 from __future__ import annotations
@@ -96,8 +97,9 @@ def supports(problem: Problem, machine: Machine) -> list[str]:
 
 def batch_invariant(problem: Problem, machine: Machine) -> list[str]:
     """Reasons why a token's row may depend on its batch. Under `Problem.batch_invariant` calls run
-    the kernels of sm80_mma.py and sm90_tma.py, with tiles that the number of rows has no part in
-    unless all give the same bits, and y has the tokens' dtype.
+    the kernels of sm80_mma.py and sm90_tma.py and, with narrow weights on SM90, of sm90_wgmma.py
+    and sm90_mma.py, with tiles that the number of rows has no part in unless all give the same
+    bits. y of plain kernels has the tokens' dtype.
     """
     reasons = []
     if problem.layout:

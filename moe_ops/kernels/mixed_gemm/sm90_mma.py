@@ -67,6 +67,8 @@ from moe_ops.meta.workspace import cdiv
 from moe_ops.ops.args import ExpertsArgs
 
 ALL_PAIRS = gl.constexpr(1 << 30)  # passed as top_k, so that every pair is of token 0
+# FORMAT and SCALE of weights; of e2m1_words scales of several rows lie side by side
+TAKEN = (("int4", "weight"), ("int4", "sum"), ("e2m1", "e8m0"))
 
 
 @gluon.constexpr_function
@@ -580,8 +582,8 @@ def _why_not(
     formats: tuple[Format, ...], columns: tuple[int, ...], chunks: tuple[int, ...], top_k: int
 ) -> str | None:
     """The part of `why_not` that is the same for every call."""
-    if any([of.bits != 4 or of.scale not in ("weight", "sum", "e8m0") for of in formats]):
-        return "one token has kernels of its own with weights in int4 and mxfp4 alone"
+    if any([(of.name, of.scale) not in TAKEN for of in formats]):
+        return "one token has kernels of its own with int4 and mxfp4 alone, not prepared"
     if any([K % chunk for K, chunk in zip(columns, chunks, strict=True)]):
         return f"rows of weights must be whole chunks of {chunks} columns, got {columns}"
     if top_k > MAX_TOP_K:

@@ -1,0 +1,102 @@
+"""One token in two launches on SM90: the order of columns and rows, and which layers it takes.
+Bits are compared on a GPU (tests/backends/triton/test_batch_invariance.py)."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import pytest
+import torch
+
+from tests.kernels.mixed_gemm.test_decode import run
+from tests.support.cases import BF16, FP32
+
+pytest.importorskip("triton.experimental.gluon")
+
+from moe_ops.kernels.launch import Gpu
+from moe_ops.kernels.mixed_gemm import sm90_decode, sm90_mainloop, sm90_mma
+from moe_ops.kernels.mixed_gemm.operands import MixedOperand, operand
+from moe_ops.meta.scales import TRITON_E2M1
+from moe_ops.schemes import get_scheme
+from tests.kernels.mixed_gemm.test_sm90_decode import SOURCE, in_pairs
+from tests.kernels.mixed_gemm.test_sm90_wgmma import INT4_NUMBERS
+
+GPU = Gpu(227 * 1024, True, True)
+
+
+def halves_of_words(code, constraints, tensors, pack, **_):
+    """The two bf16 of each word, which `right_operands` has twice side by side."""
+    assert (code, constraints, pack) == ("mov.b32 $0, $1;", "=r,r,r", 2)
+    return tensors[0][..., :1].contiguous().view(BF16)
+
+
+@pytest.mark.parametrize("chunk", [64, 128])
+def test_product_of_a_chunk(chunk):
+    """Bytes of two warps' rows through the kernel's own steps, times a row of x for each warp."""
+    warps = 2
+    g = torch.Generator().manual_seed(chunk)
+    codes = torch.randint(0, 16, (16 * warps, chunk), generator=g)
+    x = torch.randint(-4, 5, (warps, chunk), generator=g).to(BF16)
+    tile = (codes[:, 0::2] | codes[:, 1::2] << 4).to(torch.uint8)
+    numbers = in_pairs(*INT4_NUMBERS)
+    found = [
+        run("decode_int4", word & 0xFFFFFFFF, *numbers, source=SOURCE)
+        for word in tile.view(torch.int32).flatten().tolist()
+    ]
+    pairs = torch.tensor(found, dtype=torch.float64).view(16 * warps, chunk // 8, 2, 4)
+    with (
+        mock.patch.object(sm90_mma.gl, "convert_layout", lambda t, layout, assert_trivial: t),
+        mock.patch.object(sm90_mma.gl, "expand_dims", torch.unsqueeze),
+        mock.patch.object(sm90_mma.gl, "inline_asm_elementwise", halves_of_words),
+        mock.patch.object(torch.Tensor, "split", lambda t: t.unbind(-1)),
+    ):
+        rows = sm90_mma.right_operands.fn(x.view(torch.int32), None)
+        weights = [
+            sm90_mma.left_operand.fn(pairs[:, :, i].reshape(16 * warps, chunk // 2), None)
+            for i in (0, 1)
+        ]
+    sums = sum(w @ operand.double() for w, operand in zip(weights, rows, strict=True))
+    each = (codes.view(warps, 16, chunk) - 8).double() @ x.double()[:, :, None]
+    assert torch.equal(sums * sm90_mainloop.INT4_SHIFT.value, each.expand(warps, 16, 8))
+
+
+@pytest.mark.parametrize("chunk", [64, 128])
+def test_threads_hold_the_columns_that_their_weights_meet(chunk):
+    """A lane's bytes of a chunk are of the pairs of columns that it has of x."""
+    words = sm90_decode.weight_layout(16, chunk // 2, 1, False, False)
+    x = sm90_mma.pair_layout(chunk, 1)
+    bytes_of = [base[1] for base in words.lane_bases]
+    pairs_of = [base[1] for base in x.lane_bases]
+    assert bytes_of[:2] == pairs_of[:2] and not any(bytes_of[2:] + pairs_of[2:])
+    columns = {1 << i for i in range(chunk.bit_length() - 4)}  # a byte is a pair of columns
+    assert {base[1] for base in words.reg_bases} - {0} == columns
+    assert {base[1] for base in x.reg_bases} - {0} == columns
+
+
+def weight(scheme: str, K: int, scales: torch.dtype = BF16, layout: str = "") -> MixedOperand:
+    found = get_scheme(scheme)
+    data = torch.zeros(found.qdata_shape(1, 64, K), dtype=torch.uint8)
+    scale = torch.zeros(found.scale_shapes(1, 64, K, layout)["scale"], dtype=scales)
+    return operand("w", data, scale, None, None, None, scheme, GPU, layout)
+
+
+def taken(w13: MixedOperand, w2: MixedOperand, top_k: int, shift: int = 0) -> bool:
+    x = torch.zeros(shift + w13.K, dtype=BF16)[None, shift:]
+    return sm90_mma.why_not(x, w13, w2, top_k) is None
+
+
+def test_layers_that_one_token_takes():
+    """As many columns as the registers of a program hold, by the token's experts."""
+    int4 = {K: weight("int4_w4a16:g128", K) for K in (512, 1024, 2048, 2176)}
+    for top_k, most in ((1, 2048), (4, 2048), (5, 1024), (8, 1024), (9, 512), (16, 512)):
+        for K in (512, 1024, 2048):
+            assert taken(int4[2048], int4[K], top_k) == (most >= K)
+    assert not taken(int4[512], int4[512], 17) and not taken(int4[2176], int4[512], 1)
+    assert taken(int4[512], int4[512], 1, shift=2) and not taken(int4[512], int4[512], 1, shift=1)
+    halved = {K: weight("int4_w4a16:g64", K, FP32) for K in (1024, 1088)}
+    assert [taken(w, int4[512], 1) for w in halved.values()] == [True, False]
+    assert not taken(int4[512], weight("int4_w4a8", 512, torch.float8_e4m3fn), 1)
+    mxfp4 = {K: weight("mxfp4_w4a16", K, torch.uint8) for K in (512, 576)}
+    assert taken(mxfp4[512], mxfp4[512], 1) and not taken(mxfp4[512], mxfp4[576], 1)
+    # whose scales are of several rows side by side
+    assert not taken(mxfp4[512], weight("mxfp4_w4a16", 512, torch.uint8, TRITON_E2M1), 1)
