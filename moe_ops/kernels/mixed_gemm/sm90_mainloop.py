@@ -428,10 +428,10 @@ def consumer(
         acc1 = warpgroup_mma_init(acc1)
         w0 = gl.zeros([ROWS, CHUNK_BYTES], gl.bfloat16, A)
         w1 = w0
+        # Without this, ptxas waits for each product: where a loop of no K tiles would end, sums in
+        # flight meet zeros.
+        gl.assume(k_begin < k_end)
     slot, phase, previous = k_begin * 0, k_begin * 0, k_begin * 0
-    # Without this, ptxas waits for each product of STREAM: where a loop of no K tiles would end,
-    # sums in flight meet zeros.
-    gl.assume(k_begin < k_end)
     for k_tile in range(k_begin, k_end):
         mbarrier.wait(full.index(slot), phase)
         for j in gl.static_range(CHUNKS):
