@@ -148,7 +148,7 @@ def _config(
     prepared = a.layout != ""
     config = configs.for_experts(
         *(M, top_k, w2.E, K, w2.K, dtype, gpu, a.scheme, w2.format.bits),
-        *(wgmma, one_token, prepared, a.global_experts),
+        *(wgmma, one_token, prepared, a.global_experts, w13.streams and w2.streams),
     )
     use_wgmma = wgmma and config.kernel == SM90_WGMMA
     use_gemv = one_token and config.kernel == GEMV

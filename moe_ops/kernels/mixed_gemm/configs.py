@@ -135,11 +135,12 @@ def _for_experts(
     gemv: bool = False,
     prepared: bool = False,
     routed: int = 0,
+    streams: bool = False,
     tables: bool = True,
 ) -> LayerConfig:
     base = choose(M * top_k, E, K, I, bits, dtype, M == 1, gpu.shared_memory)
     if wgmma:
-        base = choose_wgmma(M * top_k, E, K, I, bits, base.sort_chunk) or base
+        base = choose_wgmma(M * top_k, E, K, I, bits, base.sort_chunk, streams) or base
     if gemv:
         base = _choose_gemv(top_k, K, I, bits, base.sort_chunk)
     if not tables:
@@ -161,8 +162,9 @@ def for_experts(*problem) -> LayerConfig:
     """Config of an expert layer: the one measured for its shape on its GPU, else that of `choose`.
 
     Arguments: M, top_k, E, K, I, dtype, Gpu, scheme, bits of a weight, whether the kernels of
-    sm90_wgmma.py and of gemv.py can run, whether these alone read the weights' layout, and how
-    many experts share the pairs if these are on several devices.
+    sm90_wgmma.py and of gemv.py can run, whether these alone read the weights' layout, how many
+    experts share the pairs if these are on several devices, and whether sm90_wgmma.py may stream
+    the weights (`MixedOperand.streams`).
     """
     return find(_for_experts, problem)
 
@@ -341,6 +343,7 @@ def choose_wgmma(
     I: int,  # noqa: E741
     bits: int,
     chunk: int,
+    streams: bool = False,
 ) -> LayerConfig | None:
     """Config of the two GEMMs of sm90_wgmma.py, or None if other kernels are faster for so many
     rows. An expert's rows should usually fit one block.
@@ -349,7 +352,9 @@ def choose_wgmma(
     a multiprocessor were faster than more stages, which leave less of the L1 cache for scales. A
     GEMM2 of few tiles was faster with SPLIT_K: for Mixtral's 64 tokens, SPLIT_K = 3 makes two
     waves of three blocks a multiprocessor. With BLOCK_K = 256 instead of 128, Mixtral in nvfp4,
-    prepared, took 236 us instead of 244 at M = 32, 548 instead of 566 at 256.
+    prepared, took 236 us instead of 244 at M = 32, 548 instead of 566 at 256. In 8 bits it took,
+    with that BLOCK_K and SPLIT_K = 3 in GEMM2, 319 us instead of 337 (int8) and 322 instead of 343
+    (fp8) at M = 8.
 
     For many rows, the kernels of sm80_mma.py decode each weight as often, but more slowly. With
     64, 128, 256 and 512 rows an expert, Mixtral in int4 took 1132, 1759, 3015 and 5308 us with
@@ -358,7 +363,7 @@ def choose_wgmma(
     """
     if bits == 8 and rows / groups > MAX_ROWS_OF_8_BITS:
         return None
-    return _wgmma(rows, groups, K, I, bits, chunk)
+    return _wgmma(rows, groups, K, I, bits, chunk, streams)
 
 
 def _wgmma(
@@ -368,12 +373,15 @@ def _wgmma(
     I: int,  # noqa: E741
     bits: int,
     chunk: int,
+    streams: bool = False,
 ) -> LayerConfig:
     average = rows / groups
     block_m = 8 if average <= 4 else 16 if average <= 10 else 32 if average <= 22 else 64
 
     def gemm(columns: int, few: bool) -> GemmConfig:
         wide = bits == 4 and columns % 256 == 0
+        if block_m == 64 and streams:  # two blocks of four warps, which have room for both
+            return GemmConfig(128, 128, 4, 4)
         if block_m == 64:  # four warps lack registers for accumulators and operands
             return GemmConfig(128, 256, 2, 8) if wide else GemmConfig(128, 128, 4, 8)
         if not wide:
@@ -383,6 +391,8 @@ def _wgmma(
     few = min(rows, groups) * cdiv(K, 128) <= 2 * MULTIPROCESSORS
     split_k = (3 if block_m == 32 else 2) if few else 1
     gemm1, gemm2 = gemm(K, average < 1), gemm(I, False)
+    if bits == 8 and few and block_m == 8 and I % 256 == 0:
+        gemm2, split_k = GemmConfig(128, 256, 2, 4), 3
     return LayerConfig(gemm1, gemm2, block_m, chunk, SM90_WGMMA, split_k=split_k)
 
 

@@ -144,6 +144,15 @@ class MixedOperand(NamedTuple):
         """Whether it has zero points."""
         return self.pointers.w_zero is not None
 
+    @property
+    def streams(self) -> bool:
+        """Whether sm90_wgmma.py may decode it without a wait between K tiles: int4 with one scale
+        for a chunk, which multiplies the weights themselves.
+        """
+        of = self.wgmma_format
+        whole = self.k_chunk > 0 and of.group % self.k_chunk == 0
+        return of.name == "int4" and of.scale == "weight" and whole and not self.has_zero
+
     def in_16_bits(self) -> MixedOperand:
         """An operand of products in e4m3, for products in bf16 instead."""
         return self._replace(wgmma_format=self.format)

@@ -22,6 +22,7 @@ from moe_ops.kernels.device.gluon import (
     mbarrier,
     reinterpret,
     warpgroup_mma,
+    warpgroup_mma_init,
     warpgroup_mma_wait,
 )
 from moe_ops.kernels.device.pdl import gdc_wait
@@ -344,7 +345,9 @@ def issue_wgmma(
     GROUPS: gl.constexpr, NUM_WARPS: gl.constexpr, FORMAT: gl.constexpr, SCALE: gl.constexpr,
     PROMOTE: gl.constexpr, HAS_ZERO: gl.constexpr,
 ):  # fmt: skip
-    """Issue the products of a chunk: into new accumulators (PROMOTE), or added to acc."""
+    """Issue the products of a chunk: into new accumulators (PROMOTE), or added to acc. Returns
+    them and the two left operands.
+    """
     A: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 32 // operand_bits(FORMAT))
     if FORMAT == "int4_e4m3":
         w0, w1 = decode_products(codes, scale, products_ptr, NUM_WARPS, A)
@@ -354,7 +357,7 @@ def issue_wgmma(
     d = warpgroup_mma(w0, x0, acc, use_acc=not PROMOTE, is_async=True)
     if weight_bits(FORMAT) == 4:
         d = warpgroup_mma(w1, x1, d, is_async=True)
-    return d
+    return d, w0, w1
 
 
 @gluon.jit
@@ -380,13 +383,14 @@ def consumer(
     FORMAT: gl.constexpr, SCALE: gl.constexpr, SCALE_GROUP: gl.constexpr, K_CHUNK: gl.constexpr,
     GATED: gl.constexpr, INTERLEAVED: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
     BLOCK_K: gl.constexpr, NUM_STAGES: gl.constexpr, NUM_WARPS: gl.constexpr,
-    OVERLAP: gl.constexpr,
+    OVERLAP: gl.constexpr, STREAM: gl.constexpr,
 ):  # fmt: skip
     """The consumer warps: decode and multiply the chunks in the ring buffer. Returns the
     accumulators of the first and of the second half of the rows.
 
     OVERLAP: a chunk is decoded while the one before is multiplied, which takes 32 more registers a
-    thread.
+    thread. STREAM: so is the first chunk of a K tile, while the last one of the K tile before is,
+    whose slot it then frees. The sums must need no scales, and threads have rows of both halves.
     """
     MMA: gl.constexpr = accumulator_layout(FORMAT, BLOCK_M, NUM_WARPS)
     CHUNK_BYTES: gl.constexpr = w_chunks.shape[2]
@@ -397,6 +401,7 @@ def consumer(
     GROUPS: gl.constexpr = groups_per_chunk(K_CHUNK, SCALE_GROUP)
     # Each group's finished sums are scaled and added to the total.
     PROMOTE: gl.constexpr = SCALE == "sum" or SCALE == "block" or FORMAT == "int4_e4m3"
+    gl.static_assert(not STREAM or (OVERLAP and ROWS < BLOCK_N and not PROMOTE))
     HAS_ZERO: gl.constexpr = zero_ptrs is not None
     WIDEN: gl.constexpr = is_widened(scale_ptrs.dtype.element_ty) if PROMOTE else False
     PENDING: gl.constexpr = MMAS  # products that may stay in flight: the last chunk's
@@ -426,7 +431,17 @@ def consumer(
         )
     acc0 = gl.zeros([ROWS, BLOCK_M], gl.float32, MMA)
     acc1 = acc0  # of the second half of the rows, if threads have rows of both
-    slot, phase = k_begin * 0, k_begin * 0
+    if STREAM:
+        # From here on sums of products that may be in flight, and these products' left operands:
+        # ptxas, which does not see that they are read, must not put anything else there.
+        A: gl.constexpr = gl.DotOperandLayout(0, MMA, 32 // operand_bits(FORMAT))
+        acc1 = warpgroup_mma_init(acc1)
+        w0 = gl.zeros([ROWS, CHUNK_BYTES], gl.bfloat16, A)
+        w1 = w0
+        # Without this, ptxas waits for each product: where a loop of no K tiles would end, sums in
+        # flight meet zeros.
+        gl.assume(k_begin < k_end)
+    slot, phase, previous = k_begin * 0, k_begin * 0, k_begin * 0
     for k_tile in range(k_begin, k_end):
         mbarrier.wait(full.index(slot), phase)
         for j in gl.static_range(CHUNKS):
@@ -448,7 +463,7 @@ def consumer(
             if HAS_ZERO:
                 z = unpack_scale(zero, zero_ptrs.dtype.element_ty)
             if ROWS == BLOCK_N:
-                d = issue_wgmma(
+                d, _, _ = issue_wgmma(
                     codes, s, z, products_ptr, x0, x1, acc0,
                     GROUPS, NUM_WARPS, FORMAT, SCALE, PROMOTE, HAS_ZERO,
                 )  # fmt: skip
@@ -467,17 +482,21 @@ def consumer(
                 codes0, codes1 = split_rows(codes)
                 s0, s1 = split_rows(s)
                 z0, z1 = split_rows(z)
-                d0 = issue_wgmma(
+                d0, _, _ = issue_wgmma(
                     codes0, s0, z0, products_ptr, x0, x1, acc0,
                     GROUPS, NUM_WARPS, FORMAT, SCALE, PROMOTE, HAS_ZERO,
                 )  # fmt: skip
                 if not OVERLAP:
                     d0 = warpgroup_mma_wait(0, [d0])
                     acc0 = accumulate(acc0, d0, s0, FORMAT, PROMOTE)
+                elif STREAM:
+                    acc1, _, _ = warpgroup_mma_wait(PENDING, [acc1, w0, w1])
+                    if j == 0:
+                        mbarrier.arrive(empty.index(previous), count=1, pred=k_tile > k_begin)
                 elif j > 0:
                     pending = warpgroup_mma_wait(PENDING, [pending])
                     acc1 = accumulate(acc1, pending, pending_scale, FORMAT, PROMOTE)
-                d1 = issue_wgmma(
+                d1, w0, w1 = issue_wgmma(
                     codes1, s1, z1, products_ptr, x0, x1, acc1,
                     GROUPS, NUM_WARPS, FORMAT, SCALE, PROMOTE, HAS_ZERO,
                 )  # fmt: skip
@@ -487,7 +506,10 @@ def consumer(
                 else:
                     d1 = warpgroup_mma_wait(0, [d1])
                     acc1 = accumulate(acc1, d1, s1, FORMAT, PROMOTE)
-                pending, pending_scale = d1, s1
+                if STREAM:
+                    acc1 = d1
+                else:
+                    pending, pending_scale = d1, s1
             chunk = k_tile * CHUNKS + j + 2
             scale, zero = next_scale, next_zero
             if s_chunks is None:
@@ -498,14 +520,18 @@ def consumer(
                 next_zero = prefetch_scale(
                     zero_ptrs + group_index(chunk, K, K_CHUNK, SCALE_GROUP) * zero_stride_g
                 )
-        if OVERLAP:
+        if OVERLAP and not STREAM:
             pending = warpgroup_mma_wait(0, [pending])
             if ROWS == BLOCK_N:
                 acc0 = accumulate(acc0, pending, pending_scale, FORMAT, PROMOTE)
             else:
                 acc1 = accumulate(acc1, pending, pending_scale, FORMAT, PROMOTE)
-        mbarrier.arrive(empty.index(slot), count=1)
+        if not STREAM:
+            mbarrier.arrive(empty.index(slot), count=1)
+        previous = slot
         slot, phase = advance_slot(slot, phase, NUM_STAGES)
+    if STREAM:
+        acc1, _, _ = warpgroup_mma_wait(0, [acc1, w0, w1])
     return acc0, acc1
 
 
@@ -545,6 +571,7 @@ def mainloop(
     NUM_STAGES: gl.constexpr,
     NUM_WARPS: gl.constexpr,
     OVERLAP: gl.constexpr,
+    STREAM: gl.constexpr,
     PDL: gl.constexpr,
 ):
     """w @ x.T (BLOCK_N, BLOCK_M) in fp32, for the BLOCK_M positions before `end`; those before
@@ -600,7 +627,7 @@ def mainloop(
                 w_chunks, x_operands, s_chunks, full, empty, k_begin, k_end, K,
                 scale_ptrs, zero_ptrs, products_ptr, scale_stride_g, zero_stride_g,
                 FORMAT, SCALE, SCALE_GROUP, K_CHUNK, GATED, INTERLEAVED, BLOCK_M, BLOCK_N,
-                BLOCK_K, NUM_STAGES, NUM_WARPS, OVERLAP,
+                BLOCK_K, NUM_STAGES, NUM_WARPS, OVERLAP, STREAM,
             )),
             (producer, (
                 x, w, w_scales, x_smem, w_smem, s_smem, full, empty, first, end, e, tile_row,

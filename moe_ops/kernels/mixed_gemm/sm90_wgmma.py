@@ -457,6 +457,7 @@ class WgmmaTile(NamedTuple):
     NUM_STAGES: Constant
     NUM_WARPS: Constant
     OVERLAP: Constant  # a chunk is decoded while the one before is multiplied
+    STREAM: Constant  # across K tiles, too
     # up to so many pairs, programs find their blocks themselves; 0: they read the table of blocks
     MAX_UNSORTED_PAIRS: Constant
 
@@ -546,6 +547,7 @@ def moe_ops_wgmma_gemm1(
     NUM_STAGES: gl.constexpr,
     NUM_WARPS: gl.constexpr,
     OVERLAP: gl.constexpr,
+    STREAM: gl.constexpr,
     MAX_UNSORTED_PAIRS: gl.constexpr,
     PDL: gl.constexpr,
 ):
@@ -580,7 +582,7 @@ def moe_ops_wgmma_gemm1(
         x, w, w_scales, first, end, e, tile_row, k_begin, k_end, K,
         scale_ptrs, zero_ptrs, products_ptr, w_scale_stride_g, w_zero_stride_g,
         FORMAT, SCALE, SCALE_GROUP, K_CHUNK, GATED, INTERLEAVED,
-        BLOCK_M, BLOCK_N, BLOCK_K, NUM_STAGES, NUM_WARPS, OVERLAP, PDL,
+        BLOCK_M, BLOCK_N, BLOCK_K, NUM_STAGES, NUM_WARPS, OVERLAP, STREAM, PDL,
     )  # fmt: skip
     ACC_ROWS: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
     i, up = accumulator_rows(ACC_ROWS, BLOCK_N, GATED)
@@ -698,6 +700,7 @@ def moe_ops_wgmma_gemm2(
     NUM_STAGES: gl.constexpr,
     NUM_WARPS: gl.constexpr,
     OVERLAP: gl.constexpr,
+    STREAM: gl.constexpr,
     MAX_UNSORTED_PAIRS: gl.constexpr,
     PDL: gl.constexpr,
 ):
@@ -732,7 +735,7 @@ def moe_ops_wgmma_gemm2(
         x, w, w_scales, first, end, e, n * BLOCK_N, k_begin, k_end, K,
         scale_ptrs, zero_ptrs, products_ptr, w_scale_stride_g, w_zero_stride_g,
         FORMAT, SCALE, SCALE_GROUP, K_CHUNK, False, False,
-        BLOCK_M, BLOCK_N, BLOCK_K, NUM_STAGES, NUM_WARPS, OVERLAP, PDL,
+        BLOCK_M, BLOCK_N, BLOCK_K, NUM_STAGES, NUM_WARPS, OVERLAP, STREAM, PDL,
     )  # fmt: skip
     column = n * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(1, acc.type.layout))
     row = gl.minimum(column, N - 1)
@@ -914,6 +917,7 @@ def _prepare(
     strides: tuple[int, ...],  # of the weight's bytes
     k_chunk: int,
     has_zero: bool,
+    streams: bool,
     scale_shape: tuple[int, ...] | None,  # of scales in the order of prepared weights
     scale_strides: tuple[int, ...],
     halves: int,
@@ -934,7 +938,9 @@ def _prepare(
     chunks = max(1, block_k // k_chunk) if K % k_chunk == 0 else 1
     block_k = chunks * k_chunk
     tiles = split_k * expected_tiles(pairs, E, num_ids, block_m, cdiv(N, block_n))
-    held = occupancy(WgmmaKernel(of, k_chunk, has_zero, config, block_m, block_k), tiles)
+    steps = cdiv(cdiv(K, block_k), split_k)
+    kernel = WgmmaKernel(of, k_chunk, has_zero, config, block_m, block_k, steps, streams)
+    held = occupancy(kernel, tiles)
     w_scales = None
     if scale_shape is not None:
         rows, itemsize = rows_side_by_side(of.group), 2 if of.scale == "e4m3" else 1
@@ -945,8 +951,8 @@ def _prepare(
     return _Prepared(
         Decoding(of.name, of.scale, of.group),
         WgmmaTile(
-            *(k_chunk, block_m, block_n, block_k, num_stages, num_warps, held.overlap),
-            max_unsorted_pairs(pairs, E),
+            *(k_chunk, block_m, block_n, block_k, num_stages, num_warps),
+            *(held.overlap, held.stream, max_unsorted_pairs(pairs, E)),
         ),
         token_boxes(K, chunk_bytes, k_chunk, chunks, pairs, block_m, of.x_bits),
         chunk_boxes(shape, strides, chunk_bytes, halves, chunks, block_n, 1),
@@ -996,7 +1002,8 @@ def _operand(
             pointers = MixedPointers(scale.view(torch.int16), *pointers[1:])
             strides = MixedStrides(stride_e // 2, stride_n // 2, 1, *strides[3:])
     prepared = _prepare(
-        *(of, data.shape, data.stride(), k_chunk, w.has_zero, scale_shape, scale_strides),
+        *(of, data.shape, data.stride(), k_chunk, w.has_zero, w.streams),
+        *(scale_shape, scale_strides),
         *(halves, config, block_m, split_k, pairs.S, pairs.num_ids),
     )
     w_scales = None

@@ -13,7 +13,7 @@ pytest.importorskip("triton.experimental.gluon")
 from moe_ops.kernels.configs import SM90_WGMMA, GemmConfig
 from moe_ops.kernels.mixed_gemm import configs, sm90_occupancy, sm90_wgmma
 from moe_ops.kernels.mixed_gemm.sm90_occupancy import occupancy
-from tests.kernels.mixed_gemm.test_sm90_wgmma import mxfp4, wgmma_kernel
+from tests.kernels.mixed_gemm.test_sm90_wgmma import int4, mxfp4, wgmma_kernel
 
 
 @pytest.mark.parametrize(
@@ -52,6 +52,25 @@ def test_blocks_follow_from_waves():
         assert (found.blocks, found.overlap) == expected
     natural = wgmma_kernel("nvfp4_w4a16", 8, (128, 128, 3, 4))
     assert {occupancy(natural, n).blocks for n in range(0, 5000, 50)} == {most}
+
+
+def test_which_weights_are_streamed():
+    """int4 with a scale for a whole chunk: one token's few experts if their rows are long, and
+    blocks of 64 rows, whose config has four warps for it. Four blocks of the first fit."""
+    p = wgmma_kernel("int4_w4a16:g128", 8, (128, 256, 2, 4))._replace(streams=True, steps=16)
+    assert occupancy(p, 256) == (4, 64, True, True)
+    assert not occupancy(p._replace(steps=15), 256).stream
+    assert not occupancy(p._replace(streams=False), 256).stream
+    assert not occupancy(p._replace(block_m=32), 256).stream
+    of_64_rows = configs.choose_wgmma(512, 8, 4096, 14336, 4, 256, True)
+    assert of_64_rows.gemm1 == of_64_rows.gemm2 == GemmConfig(128, 128, 4, 4)
+    p = p._replace(config=of_64_rows.gemm1, block_m=64, block_k=128)
+    assert occupancy(p, 256) == (2, 128, True, True)
+    assert configs.choose_wgmma(512, 8, 4096, 14336, 4, 256).gemm1 == GemmConfig(128, 256, 2, 8)
+    w = int4(torch.zeros(2, 64, 128, dtype=torch.uint8))
+    assert w.streams and not w._replace(k_chunk=0).streams
+    zero = w.pointers._replace(w_zero=torch.zeros(1))
+    assert not w._replace(pointers=zero).streams
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ pytest.importorskip("triton.experimental.gluon")
 
 
 import moe_ops
+from benchmarks import wgmma_registers
 from moe_ops import environment
 from moe_ops.backends.triton import mixed
 from moe_ops.kernels import configs as kernel_configs
@@ -338,16 +339,18 @@ def test_first_block_says_how_many_are_used(experts):
 
 COMPILE = """
 from benchmarks import compile_kernels as c
+from benchmarks.wgmma_registers import overwritten, product_loop
 from moe_ops.kernels.configs import SM90_WGMMA, GemmConfig, LayerConfig, override
 gpu = c.gpu_of(90)
 cases = {"int4_w4a16:g64:zp": "silu", "nvfp4_w4a16": "swigluoai", "int4_w4a8": "gelu"}
 cases |= {"fp8_w8a16:block": "relu2_no_mul"}
 cases |= {"int8_w8a16:g128:zp": "silu", "mxfp4_w4a16": "silu", "int4_w4a16:g128": "silu"}
+streamed = 0
 for scheme, activation in cases.items():
     for block_m, gemm in (
         (8, GemmConfig(64, 256, 2, 4)),
         (16, GemmConfig(128, 128, 3, 4)),
-        (64, GemmConfig(128, 256, 2, 8)),
+        (64, GemmConfig(128, 128, 4, 4) if "g128" in scheme else GemmConfig(128, 256, 2, 8)),
     ):
         prepared = block_m < 64 and scheme in ("nvfp4_w4a16", "mxfp4_w4a16")
         layout = "triton_e2m1" if prepared else ""
@@ -360,6 +363,13 @@ for scheme, activation in cases.items():
         for one in gemms:
             assert "wgmma.mma_async" in one.binary.asm["ptx"]
             assert c.usage(one.binary).spilled <= 96, (scheme, block_m, c.usage(one.binary))
+            sass = c._run_tool("nvdisasm", one.binary, "-c")
+            assert product_loop(sass) and overwritten(sass) == [], (scheme, block_m)
+            if one.constants["STREAM"]:  # ptxas has not made it wait for each product
+                streamed += 1
+                waits = [text for text in product_loop(sass) if "DEPBAR" in text]
+                assert waits and not any(text.endswith("0x0 ;") for text in waits)
+assert streamed
 """
 
 
@@ -368,6 +378,31 @@ for scheme, activation in cases.items():
 def test_compiles_for_sm90():
     variables = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     subprocess.run([sys.executable, "-c", COMPILE], check=True, env=variables)
+
+
+LOOP = """
+.L_x_1:
+        /*0010*/                   LDS.128 R12, [R7] ;
+        /*0020*/                   HGMMA.64x8x16.F32.BF16 R24, R32, gdesc[UR8], R24 ;
+        /*0030*/                   HGMMA.64x8x16.F32.BF16 R24, R36, gdesc[UR8], R24, gsb0 ;
+        /*0040*/                   WARPGROUP.DEPBAR.LE gsb0, {left} ;
+        /*0050*/                   LOP3.LUT {written}, R12, 0xf000f, RZ, 0xc0, !PT ;
+        /*0060*/               @P1 BRA `(.L_x_1) ;
+"""
+
+
+@pytest.mark.parametrize(
+    "left, written, early",
+    [
+        ("0x0", "R36", False),  # after all products
+        ("0x1", "R36", True),  # an operand of the last group
+        ("0x1", "R27", True),  # sums
+        ("0x1", "R40", False),
+    ],
+)
+def test_registers_of_products_in_flight_are_seen(left, written, early):
+    found = wgmma_registers.overwritten(LOOP.format(left=left, written=written))
+    assert [text.split()[1] for text in found] == ([f"{written},"] if early else [])
 
 
 def taken(w: MixedOperand, dtype=BF16) -> bool:
@@ -561,6 +596,7 @@ CONFIGS = [  # block_m, and those of both GEMMs
     (32, 128, 256, 3, 8),
     (64, 128, 128, 4, 8),
     (64, 128, 256, 2, 8),
+    (64, 128, 128, 4, 4),
 ]
 
 
