@@ -42,6 +42,7 @@ ACTIVATIONS = {  # of its Activation
     "swiglustep": 2,
 }
 _TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
+WIDEST = 1024  # AMX beside AVX-512, of the instructions that the kernels may use
 COLUMNS = 32  # K and I are multiples of it
 # bf16 weights: rows an expert up to which the layer is faster than a grouped product at a time. On
 # two EPYC cores with AVX-512 it took 0.42 of the time at one token, 0.57 at 1 row, 0.93 at 4.
@@ -87,7 +88,7 @@ def kernels() -> Any:
     library = cpu.library()
     if library is None or not hasattr(library, "moe_ops_cpu_experts_run"):
         return None
-    if not library.moe_ops_cpu_experts_avx(512):  # the widest that it may use
+    if not library.moe_ops_cpu_experts_avx(WIDEST):
         return None
     if library.moe_ops_cpu_experts_struct_bytes() != ctypes.sizeof(Experts) + CALL.size:
         return None  # built from another version

@@ -23,7 +23,7 @@ RUN = layer.run
 pytestmark = pytest.mark.skipif(layer.kernels() is None, reason="not built, or no AVX2")
 
 
-@pytest.fixture(autouse=True, params=[512, 2], ids=["avx512", "avx2"])
+@pytest.fixture(autouse=True, params=[1024, 512, 2], ids=["amx", "avx512", "avx2"])
 def avx(request) -> Iterator[None]:
     """Every form of the kernels that this processor runs."""
     library = layer.kernels()
@@ -32,7 +32,7 @@ def avx(request) -> Iterator[None]:
             pytest.skip("this processor lacks it")
         yield
     finally:
-        library.moe_ops_cpu_experts_avx(512)
+        library.moe_ops_cpu_experts_avx(layer.WIDEST)
 
 
 @pytest.fixture(autouse=True)
