@@ -111,7 +111,7 @@ Weight of_expert(const Matrix& m, int64_t e) {
 inline float scale_of_whole(uint32_t bits) {
     float most;
     memcpy(&most, &bits, 4);
-    const float scale = most / 32767;
+    const float scale = most / 32639;  // 127 * 256 + 127: two bytes with a sign hold it
     return scale < 0x1p-126f ? 0x1p-126f : scale;  // whose inverse is finite
 }
 
@@ -266,9 +266,13 @@ struct Layout {
             packed_x = packed_pairs = P / TOKENS_OF_BLOCK + std::min(P, a.E);
             most = (most + BLOCK - 1) / BLOCK * BLOCK * ROWS_OF_PANEL;
         } else {
-            const int64_t behind = D::TOKENS == ROWS ? 64 : 0;
-            x_row = (a.K + BLOCK - 1) / BLOCK * D::PACKED + behind;
-            h_row = (a.I + BLOCK - 1) / BLOCK * D::PACKED + behind;
+            auto bytes_of = [](int64_t n) {
+                const int64_t steps = (n + BLOCK - 1) / BLOCK;
+                const int64_t behind = D::TOKENS == ROWS ? 64 : D::WHOLE ? rounded(steps * 8) : 0;
+                return steps * D::PACKED + behind;
+            };
+            x_row = bytes_of(a.K);
+            h_row = bytes_of(a.I);
         }
         const int64_t unit = a.interleaved ? 2 : TILE;
         share13 = ((a.I + unit - 1) / unit + a.threads - 1) / a.threads * unit;
