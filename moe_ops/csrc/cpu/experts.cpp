@@ -1,12 +1,13 @@
 // Whole expert layers of weights of 4, 8 and 16 bits on a CPU: every weight is read once for up to eight rows,
-// in the layout it is stored in, and decoded in registers: with AVX-512 and AVX2 to whole numbers of 16 bits beside
-// tokens as such, or to bf16 and fp32; with NEON to fp32. No copy of a weight is made.
+// in the layout it is stored in, and decoded in registers: with AVX-512 and AVX2 to whole numbers of 8 or 16 bits
+// beside tokens as such, or to bf16 and fp32; with NEON to fp32. With AMX, from a few rows an expert on, 32 rows of a
+// weight at a time become bf16, once for all rows of x. No copy of a weight is made.
 //
 // One parallel region: tokens are put into the order in which weights are decoded | product with w13 and
 // activation | the same of h | product with w2 and weighted sum. Thread t of T takes the same share of rows of
 // every expert in use, so that bytes are even whatever the routing is; after the second product it owns its
 // columns of the sum, whose order is that of experts. How weights are decoded and multiplied is in
-// experts_avx512.inc, experts_int16.inc (AVX2) and experts_fp32.inc (AVX2 and NEON).
+// experts_avx512.inc, experts_amx.inc, experts_int16.inc (AVX2) and experts_fp32.inc (AVX2 and NEON).
 //
 // Plain C interface without torch's headers, as in grouped_mm.cpp: one build serves every torch.
 //
@@ -41,7 +42,7 @@ constexpr int64_t BLOCK = 128;     // columns of a step
 constexpr int MOST_ROWS = MOE_OPS_MOST_ROWS;  // rows of x that one decoded weight row meets
 constexpr int TILE = 4;            // weight rows of a tile
 constexpr int TOKENS_OF_BLOCK = 16, ROWS_OF_PANEL = 32;  // of tiles
-constexpr int64_t ROWS_OF_TILES = 3;                     // rows an expert from which tiles are faster
+constexpr int64_t ROWS_OF_TILES = 3;  // rows an expert from which tiles are used: by instructions' times, not timed
 constexpr int64_t RESIDENT = 384 << 10;  // bytes of rows of x that stay in a core's cache
 
 // A weight of all experts: struct Matrix of backends/torch/layer.py. Strides in bytes.
@@ -504,8 +505,10 @@ int use(int most) {
     return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c") ? 2 : 0;
 }
 
-// Whether experts have so many rows on average that tiles are faster.
-bool many_rows(const Experts& a) { return !a.batch_invariant && a.M * a.top_k >= ROWS_OF_TILES * a.E; }
+// Whether experts have so many rows on average, those of other processes included, that tiles are faster.
+bool many_rows(const Experts& a) {
+    return !a.batch_invariant && a.M * a.top_k >= ROWS_OF_TILES * std::max(a.E, a.mapped);
+}
 
 const Entry& entry_of(const Experts& a) { return (tiles && many_rows(a) ? OF_AMX : entries)[a.scheme]; }
 #else
@@ -523,6 +526,15 @@ extern "C" {
 // Which instructions are in use from now on, no wider than `most` on x86-64: 1024 (AMX for several rows an expert,
 // else AVX-512), 512 (AVX-512), 2 (AVX2) or, where this processor has none of them, 0; 128 (NEON).
 int moe_ops_cpu_experts_avx(int most) { return use(most); }
+
+// 1 if calls of several rows an expert run on tiles (AMX) from now on.
+int moe_ops_cpu_experts_tiles() {
+#if defined(__x86_64__)
+    return tiles;
+#else
+    return 0;
+#endif
+}
 
 int64_t moe_ops_cpu_experts_struct_bytes() { return sizeof(Experts) + sizeof(Call); }
 
