@@ -145,6 +145,7 @@ inline void multiply(int c, int a, int b) {
 }  // namespace emulated
 
 #define __m512h __m512i
+#undef _mm512_abs_ps
 #undef _mm512_broadcast_i32x4
 #undef _mm512_extractf32x8_ps
 #undef _mm512_madd_epi16
@@ -169,6 +170,8 @@ inline void multiply(int c, int a, int b) {
 #define _mm512_maskz_loadu_epi8(k, p) emulated::load<__m512i, int8_t>(k, p)
 #define _mm512_maskz_loadu_ps(k, p) emulated::load<__m512, float>(k, p)
 #define _mm512_mask_storeu_ps(p, k, v) emulated::store<float>(p, k, v)
+// SIMDe's leaves -0 as it is
+#define _mm512_abs_ps(v) emulated::map<float, float, __m512>(v, [](float x) { return std::fabs(x); })
 #define _mm512_broadcast_i32x4(v) emulated::cast<__m512i>(std::array<__m128i, 4>{v, v, v, v})
 #define _mm512_extractf32x8_ps(v, half) emulated::cast<std::array<__m256, 2>>(v)[half]
 #define _mm512_cvtepi32_epi16(v) emulated::map<int16_t, int32_t, __m256i>(v, [](int32_t x) { return int16_t(x); })

@@ -4,10 +4,9 @@
 
 Builds csrc/cpu/experts.cpp over tests/support/emulated.h, which needs g++ and SIMDe's headers
 (Debian: libsimde-dev), for processors with AVX2, in a minute or more. Values are those of the
-instructions but for the order of sums in a tile; nothing can be said about time. One token in 80
-of int8_w8a8 is quantized otherwise here, for a reason that was not found, and fails its test in
-two cases. With --sanitize the build is one under
-AddressSanitizer and UndefinedBehaviorSanitizer, whose libraries must be loaded first:
+instructions but for the order of sums in a tile; nothing can be said about time. With --sanitize
+the build is one under AddressSanitizer and UndefinedBehaviorSanitizer, whose libraries must be
+loaded first:
 
     LD_PRELOAD="$(g++ -print-file-name=libasan.so) $(g++ -print-file-name=libubsan.so)" \
         ASAN_OPTIONS=detect_leaks=0 python -m tests.support.emulated --sanitize
