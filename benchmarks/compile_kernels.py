@@ -97,6 +97,7 @@ class Call:
     backend: str = "triton"  # or another one, for what runs around its products
     layout: str = ""  # of quantized weights: DEEP_GEMM_UE8M0 or TRITON_E2M1
     arrives: bool = False  # the input arrives quantized
+    batch_invariant: bool = False
 
 
 @dataclass(frozen=True)
@@ -332,6 +333,7 @@ def problem_of(call: Call) -> Problem:
         has_bias=call.bias,
         mapped_experts=2 * E if call.expert_map else 0,
         quantized_input=call.arrives,
+        batch_invariant=call.batch_invariant,
     )
 
 
@@ -370,6 +372,7 @@ def compile_call(call: Call, gpu: Gpu, arch: Arch, compiles: bool = True) -> lis
     }
     fields |= {name: getattr(activation, name) for name in ("alpha", "beta", "limit")}
     fields |= {"router_weight_on_input": False, "deterministic": True, "chunk_rows": 0}
+    fields["batch_invariant"] = call.batch_invariant
     fields |= {"a13_scale": scale, "a2_scale": scale, "activation_scale": scale}
     for names, size in ((("w13", "weight"), (N, K)), (("w2",), (K, I))):
         data, parts = _weight(call, *size)

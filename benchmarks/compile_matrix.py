@@ -97,6 +97,7 @@ LEFT_OUT_ON_AMD = {
     "moe_ops_decode": "runs before the kernels that hold PTX",
     "_mixed_": "holds PTX",
     "_wgmma_": "holds PTX",
+    "_token_gemm": "holds PTX",
     "_permute_tokens": "runs before the kernels that hold PTX",
     "_round_rows": "runs between the kernels that hold PTX",
     "_tma_": "needs NVIDIA's tensor memory accelerator",
@@ -136,6 +137,15 @@ def calls() -> Iterator[AnyCall]:
         for size in (qwen3, gptoss, SHAPES["mixtral"]):
             for M in TOKENS:
                 yield Call(size, M, scheme, layout=TRITON_E2M1)
+    for scheme in ("int4_w4a16:g128", "int4_w4a16:g32", "mxfp4_w4a16"):
+        yield Call(qwen3, 1, scheme, batch_invariant=True)
+        yield Call(
+            *(qwen3, 1, scheme),
+            activation="swigluoai",
+            bias=True,
+            expert_map=True,
+            batch_invariant=True,
+        )
     for scheme in filter(None, SCHEMES):
         if SCHEMES[scheme].activation is not None:
             for M in (1, 64, 1024, 4096):
@@ -336,9 +346,10 @@ def why_left_out(kernel: str, arch: Arch) -> str:
         return _why_left_out_on_amd(kernel)
     if "_flashinfer_" in kernel:
         return "runs around FlashInfer's kernels, which compile_flashinfer.py compiles"
-    if "_wgmma_" in kernel or kernel in ("moe_ops_permute_tokens", "moe_ops_round_rows"):
+    around = ("moe_ops_permute_tokens", "moe_ops_round_rows")
+    if "_wgmma_" in kernel or "_token_gemm" in kernel or kernel in around:
         if arch != 90:
-            return "multiplies by wgmma, which compute capability 9.0 alone has"
+            return "takes part in products of wgmma or their bits, of compute capability 9.0 alone"
         return environment.why_no_gluon(triton.__version__) or ""
     if "_tma_" in kernel and arch not in (90, 100):
         return "needs the shared memory of compute capability 9.0"

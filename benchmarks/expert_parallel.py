@@ -9,7 +9,8 @@
 
 --tokens are those of one GPU. All implementations get the same weights, tokens and routings, as
 many tokens in all, and give each GPU the outputs of its own tokens; where they are called
-`all_reduce` every GPU has all tokens, before and after. `moe_ops one GPU` runs all tokens with
+`all_reduce` every GPU has all tokens, before and after; `quantized` sends tokens as the scheme
+quantizes them, others in bf16. `moe_ops one GPU` runs all tokens with
 all experts on each GPU, and sends nothing. What can be captured is timed in CUDA graphs of one
 pass over all routings, the implementations in turn; `eager` is the time of calls from Python. Each
 time is the largest of all ranks, then the median. `dispatch` and `combine` are graphs of these
@@ -70,6 +71,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import moe_ops
 from moe_ops.bench import layers
+from moe_ops.parallel import wire
 from moe_ops.parallel.dispatch import DISPATCHERS, Dispatcher
 from moe_ops.parallel.dispatchers import AllReduce
 from moe_ops.parallel.placement import Placement, shard_experts
@@ -159,11 +161,17 @@ def one_gpu(problem: Problem) -> Way:
     return Way(call, slice(None), {})
 
 
-def spread(name: str) -> Callable[[Problem], Way]:
-    """The layer over all ranks by a dispatcher."""
+def spread(name: str, quantized: bool = False) -> Callable[[Problem], Way]:
+    """The layer over all ranks by a dispatcher, which sends tokens as they are or as the experts'
+    scheme quantizes them.
+    """
 
     def make(problem: Problem) -> Way:
         cell, job = problem.cell, problem.job
+        if quantized and (
+            reason := wire.why_not_quantized(problem.w13, cell.case.layer.hidden_size)
+        ):
+            raise ValueError(reason)
         kind = DISPATCHERS.get(name, AllReduce)
         rows = slice(None) if kind is AllReduce else problem.mine
         x = cell.hidden_states[rows]
@@ -173,17 +181,30 @@ def spread(name: str) -> Callable[[Problem], Way]:
         placement = Placement(cell.case.layer.num_experts, job.size)
         expert_map = placement.expert_map(job.rank).to(job.device)
 
-        def call(which: int) -> Tensor:
+        exchange = getattr(dispatcher, "exchange", "")
+
+        def dispatch(which: int) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+            if quantized:
+                sent = wire.quantize_rows(x, problem.w13)
+                return dispatcher.dispatch_quantized(sent.q, sent.scale, *sets[which])  # type: ignore[attr-defined]
             arrived, ids, weights = dispatcher.dispatch(x, *sets[which])
+            return arrived, None, ids, weights
+
+        def call(which: int) -> Tensor:
+            arrived, scale, ids, weights = dispatch(which)
             out = moe_ops.fused_experts(
-                arrived, problem.w13, problem.w2, weights, ids, expert_map=expert_map
+                *(arrived, problem.w13, problem.w2, weights, ids),
+                expert_map=expert_map,
+                hidden_states_scale=scale,
+                out_dtype=x.dtype if quantized else None,
+                exchange=exchange,
             )
-            return dispatcher.combine(out, M)
+            return out[:M] if exchange else dispatcher.combine(out, M)
 
         out = torch.randn_like(cell.hidden_states)
         steps: dict[str, Callable] = {"combine": lambda which: dispatcher.combine(out, M)}
         if kind is not AllReduce:  # which sends nothing before
-            steps["dispatch"] = lambda which: dispatcher.dispatch(x, *sets[which])
+            steps["dispatch"] = dispatch
         return Way(call, rows, steps)
 
     return make
@@ -261,6 +282,7 @@ MAKERS = {
     "moe_ops allgather_reducescatter": spread("allgather_reducescatter"),
     "moe_ops all_to_all": spread("all_to_all"),
     "moe_ops symmetric_memory": spread("symmetric_memory"),
+    "moe_ops symmetric_memory, quantized": spread("symmetric_memory", quantized=True),
     "moe_ops all_reduce": spread("all_reduce"),
     "transformers all_reduce": transformers_ep("all_reduce"),
     "transformers all_to_all": transformers_ep("all_to_all"),

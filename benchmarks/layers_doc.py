@@ -26,6 +26,8 @@ PEERS = {
     "F.scaled_grouped_mm": "torch",
 }
 COLUMNS = {OURS: "`auto`", **BACKENDS, **PEERS}
+# "auto" was timed on weights prepared for this backend. As they are, `triton` alone takes them.
+PREPARED = {"int4_w4a8": "cutlass"}
 
 WEIGHT_ONLY = (
     *("int4_w4a16:g128", "int4_w4a16:g128:zp", "int4_w4a16:g32", "mxfp4_w4a16", "nvfp4_w4a16"),
@@ -114,17 +116,19 @@ def summary(path: Path = RESULTS) -> str:
     lines, tokens = [], set()
     by_scheme = {scheme: cells(scheme, path) for scheme in SCHEMES}
     compared: dict[tuple[str, str], dict[int, str]] = {}
-    for scheme, found in by_scheme.items():
-        for (shape, M), rows in found.items():
-            ours, peer = us(rows, OURS), best_peer(rows)
+    lines_of = {s: (s, f"{OURS} triton" if s in PREPARED else OURS) for s in SCHEMES}
+    lines_of |= {f"{s}, prepared for `{b}`": (s, OURS) for s, b in PREPARED.items()}
+    for title, (scheme, name) in lines_of.items():
+        for (shape, M), rows in by_scheme[scheme].items():
+            ours, peer = us(rows, name), best_peer(rows)
             if ours is not None and peer is not None:
                 ratio = ours / (us(rows, peer) or 1)
-                compared.setdefault((scheme, shape), {})[M] = f"{ratio:.2f} {PEERS[peer]}"
+                compared.setdefault((title, shape), {})[M] = f"{ratio:.2f} {PEERS[peer]}"
                 tokens.add(M)
     columns = sorted(tokens)
-    for (scheme, shape), ratios in compared.items():
+    for (title, shape), ratios in compared.items():
         texts = [ratios.get(M, "-") for M in columns]
-        lines.append(f"| {scheme} | {SHAPES[shape]} | {' | '.join(texts)} |")
+        lines.append(f"| {title} | {SHAPES[shape]} | {' | '.join(texts)} |")
     if not lines:
         return "No results are committed yet."
     header = f"| scheme | | {' | '.join(f'M = {M}' for M in columns)} |"

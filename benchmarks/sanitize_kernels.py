@@ -2,14 +2,14 @@
 kernels of training steps.
 
     python benchmarks/sanitize_kernels.py [--calls cutlass training] [--tools memcheck racecheck]
-                                          [--timeout 120] [--write]
+                                          [--timeout 120] [--together] [--write]
 
 `cutlass`: every scheme and dtype that backend `cutlass` takes on this GPU is run, on few and on
 many tokens, with an expert that no token picks, and on batches; results are compared with backend
 `torch`. `training`: the steps of sanitize_steps.py, compared with plain torch. A kernel of the
 GPU's object, or of kernels/training, that none of these calls launches is an error, so that a new
 one is not forgotten. Each tool is a run of its own, after one without any, which compiles Triton's
-kernels.
+kernels; with --together the runs of all tools share the GPU.
 
 memcheck and initcheck look at all kernels, each tensor in an allocation of its own: initcheck has
 to see what Triton's kernels write for CUTLASS's. racecheck and synccheck look at CUTLASS's alone,
@@ -37,6 +37,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -318,6 +319,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--calls", choices=OURS, default="cutlass")
     parser.add_argument("--tools", nargs="+", choices=TOOLS, default=list(TOOLS))
     parser.add_argument("--timeout", type=float, default=120, help="seconds a tool may take")
+    parser.add_argument("--together", action="store_true", help="run all tools at the same time")
     parser.add_argument("--write", action="store_true")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
@@ -333,13 +335,18 @@ def main(argv: list[str] | None = None) -> int:
     name = object_of(calls)  # built before anything is timed
     results = {"no tool": run_tool([], 10 * arguments.timeout, calls)}
     print("no tool:", "clean" if clean(results["no tool"]) else results["no tool"], flush=True)
-    for tool in arguments.tools:
+
+    def run_of(tool: str) -> dict[str, Any]:
         some = ["--kernel-regex", f"kns={OURS[calls]}"] if tool in OF_OURS else []
         prefix = [command, "--tool", tool, "--error-exitcode", str(FOUND), *some]
-        results[tool] = run_tool(prefix, arguments.timeout, calls)
-        for line in results[tool].get("said", []):
-            print(f"  {line}")
-        print(f"{tool}: {'clean' if clean(results[tool]) else 'NOT CLEAN'}", flush=True)
+        return run_tool(prefix, arguments.timeout, calls)
+
+    with ThreadPoolExecutor(len(arguments.tools) if arguments.together else 1) as pool:
+        for tool, result in zip(arguments.tools, pool.map(run_of, arguments.tools), strict=True):
+            results[tool] = result
+            for line in result.get("said", []):
+                print(f"  {line}")
+            print(f"{tool}: {'clean' if clean(result) else 'NOT CLEAN'}", flush=True)
     if arguments.write:
         ran = results["no tool"].get("calls", [])
         for result in results.values():

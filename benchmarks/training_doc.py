@@ -25,7 +25,8 @@ COLUMNS = {
 
 def steps(path: Path = RESULTS) -> str | None:
     """Milliseconds of a forward pass without gradients and of a step that trains all weights, of
-    each implementation in each cell; the shortest step is bold. None where no result is there."""
+    each implementation in each cell; the shortest step of a run is bold, and a time of another run
+    than ours in brackets. None where no result is there."""
     cells: dict[tuple[str, int], dict[str, dict]] = {}
     for row in json.loads(path.read_text())["rows"]:
         if row["trains"] == "full" and row["shape"] in SHAPES and "step_ms" in row:
@@ -38,7 +39,8 @@ def steps(path: Path = RESULTS) -> str | None:
     lines = [f"| {' | '.join(header)} |", "|---" * len(header) + "|"]
     order, last = list(SHAPES), ""
     for (shape, tokens), rows in sorted(cells.items(), key=lambda c: (order.index(c[0][0]), c)):
-        least = min(row["step_ms"] for row in rows.values())
+        run = rows.get("moe_ops", {}).get("run")
+        least = min((row["step_ms"] for row in rows.values() if row["run"] == run), default=0)
         texts = []
         for name in names:
             if name not in rows:
@@ -46,7 +48,8 @@ def steps(path: Path = RESULTS) -> str | None:
                 continue
             step = number(rows[name]["step_ms"])
             bold = f"**{step}**" if rows[name]["step_ms"] == least else step
-            texts.append(f"{number(rows[name]['infer_ms'])}, {bold}")
+            text = f"{number(rows[name]['infer_ms'])}, {bold}"
+            texts.append(text if rows[name]["run"] == run else f"({text})")
         named, last = SHAPES[shape] if shape != last else "", shape
         lines.append(f"| {' | '.join([named, str(tokens), *texts])} |")
     return "\n".join(lines)

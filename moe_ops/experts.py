@@ -52,6 +52,7 @@ def fused_experts(
     recompute: bool = False,
     adapters: LoRA | Sequence[LoRA] | None = None,
     batch_invariant: bool | None = None,
+    exchange: str = "",
 ) -> Tensor:
     """Run the experts of a mixture-of-experts layer on tokens that have already been routed.
 
@@ -103,6 +104,10 @@ def fused_experts(
             (docs/reproducibility.md). None: what `moe_ops.set_batch_invariant` says, False by
             default. Backends that do not promise it are left out, and so are schemes whose
             activations share one scale of the whole batch.
+        exchange: of a dispatcher (`SymmetricMemory.exchange`) that sent these tokens, T of each
+            rank of its group: the first T rows of the result are the sums over all ranks of this
+            rank's tokens, the others are unspecified. All ranks call it, in one order. For calls
+            that record no gradients, without batch_invariant.
 
     Returns:
         (M, K) in out_dtype, by default hidden_states' own unless they arrive quantized. Under
@@ -159,6 +164,7 @@ def fused_experts(
         hidden_states_scale,
         hidden_states_global_scale,
         resolve(batch_invariant),
+        exchange,
     )
     bound = bind.look_up(call, backend)
     M = hidden_states.shape[0]

@@ -20,6 +20,7 @@ def of_module(module):
     return type("Preference", (), {"__module__": module})
 
 
+@pytest.mark.sweep
 @pytest.mark.slow  # fresh processes, 5 s each
 @pytest.mark.parametrize(
     "use",

@@ -442,7 +442,7 @@ class MoELayer(KeepsBuffers):
             batch_invariant=self.batch_invariant,
             **sent.options,
         )
-        out = combine_outputs(self, out, x, sent.by_tree)
+        out = combine_outputs(self, out, x, sent)
         return out, router_logits, topk_ids
 
 

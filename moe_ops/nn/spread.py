@@ -116,6 +116,7 @@ class Sent(NamedTuple):
     weights: Tensor
     options: dict[str, Any]  # of `fused_experts`
     by_tree: bool  # whether outputs are added as one device adds them
+    added: bool = False  # whether `fused_experts` adds them, in the first rows of what it returns
 
 
 def send_tokens(layer: SpreadLayer, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Sent:
@@ -128,34 +129,49 @@ def send_tokens(layer: SpreadLayer, x: Tensor, topk_ids: Tensor, topk_weights: T
     if layer.dispatcher is None:
         return Sent(x, topk_ids, topk_weights, {}, False)
     by_tree = invariance.check(layer.batch_invariant, layer.not_invariant)
+    options: dict[str, Any] = {}
+    if not by_tree and not _records_gradients(layer, x, topk_weights):
+        options["exchange"] = getattr(layer.dispatcher, "exchange", "")
+    added = bool(options.get("exchange"))
     if not by_tree and _sends_quantized(layer, x, topk_weights):
         sent = wire.quantize_rows(x, layer.experts.w13)
         send: Any = layer.dispatcher
         rows, scale, ids, weights = send.dispatch_quantized(
             sent.q, sent.scale, topk_ids, topk_weights
         )
-        options = {
+        options |= {
             "hidden_states_scale": scale,
             "hidden_states_global_scale": sent.global_scale,
             "out_dtype": x.dtype,
         }
-        return Sent(rows, ids, weights, options, by_tree)
+        return Sent(rows, ids, weights, options, by_tree, added)
     rows, ids, weights = layer.dispatcher.dispatch(x, topk_ids, topk_weights)
-    in_fp32 = by_tree and x.dtype != torch.float64
-    return Sent(rows, ids, weights, {"out_dtype": torch.float32} if in_fp32 else {}, by_tree)
+    if by_tree and x.dtype != torch.float64:
+        options["out_dtype"] = torch.float32
+    return Sent(rows, ids, weights, options, by_tree, added)
 
 
-def combine_outputs(layer: SpreadLayer, out: Tensor, x: Tensor, by_tree: bool) -> Tensor:
+def combine_outputs(layer: SpreadLayer, out: Tensor, x: Tensor, sent: Sent) -> Tensor:
     """What this device's experts returned for `Sent` -> the outputs (M, H) of its own tokens x."""
     if layer.dispatcher is None:
         return out
-    if not by_tree:
+    if sent.added:
+        return out[: x.shape[0]]
+    if not sent.by_tree:
         return layer.dispatcher.combine(out, x.shape[0])
     combine: Any = layer.dispatcher
     out = combine.combine_by_tree(out, x.shape[0])
     dtype = torch.get_autocast_dtype(x.device.type) if autocasting(x.device) else x.dtype
     # only where it changes the dtype: else compiled gradients are lost
     return out.to(dtype) if out.dtype == torch.float32 != dtype else out
+
+
+def _records_gradients(layer: SpreadLayer, x: Tensor, topk_weights: Tensor) -> bool:
+    """Whether the experts run as calls that record gradients do."""
+    if getattr(layer, "lora", None) is not None:
+        return True
+    parts = (x, topk_weights, *layer.experts.parameters())
+    return torch.is_grad_enabled() and any([t.requires_grad for t in parts])
 
 
 def _sends_quantized(layer: SpreadLayer, x: Tensor, topk_weights: Tensor) -> bool:

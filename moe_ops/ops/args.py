@@ -50,6 +50,7 @@ class ExpertsArgs(NamedTuple):
     tiers: str = ""  # "max_M:backend,...,*:backend" for `auto`, else ""
     chunk_rows: int = 0  # tokens that the workspaces have room for (ops/chunks.py); 0: for all
     batch_invariant: bool = False  # a token's row has the same bits in every batch
+    exchange: str = ""  # adds up the outputs of all ranks (ops/exchange.py)
 
     @property
     def dtype(self) -> torch.dtype:

@@ -160,6 +160,7 @@ class ExpertsCall(NamedTuple):
     hidden_states_scale: Tensor | None = None
     hidden_states_global_scale: Tensor | None = None
     batch_invariant: bool = False
+    exchange: str = ""
 
     @property
     def global_experts(self) -> int:
@@ -172,7 +173,7 @@ class ExpertsCall(NamedTuple):
         """
         x, w13, w2, weights, ids = self[:5]
         act = self.activation  # its fields: hashing the dataclass takes 0.5 us
-        key = ["experts", act.name, act.alpha, act.beta, act.limit, *self[9:14], self[16]]
+        key = ["experts", act.name, act.alpha, act.beta, act.limit, *self[9:14], *self[16:]]
         if self[14] is not None or self[15] is not None:
             key += _input_key(self[14], self[15])
         return _key(key, (x, weights, ids), (w13, w2), self[5:8])

@@ -41,6 +41,7 @@ class Problem:
     max_workspace_bytes: int | None = None  # None: the machine's default
     quantized_input: bool = False  # hidden_states arrive quantized, as the scheme quantizes them
     batch_invariant: bool = False  # a token's row has the same bits in every batch
+    exchange: str = ""  # which adds up the outputs of all ranks (ops/exchange.py)
 
     @property
     def routed_experts(self) -> int:

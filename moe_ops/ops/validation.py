@@ -89,6 +89,12 @@ def _experts_problem(call: ExpertsCall) -> Problem:
         *("hidden_states", x, call.hidden_states_scale, call.hidden_states_global_scale),
         *(call.out_dtype, call.w13.scheme, call.needs_grad, call.batch_invariant),
     )
+    if call.exchange and (call.needs_grad or call.batch_invariant):
+        which = "that record gradients" if call.needs_grad else "with batch_invariant"
+        raise ValueError(
+            f"exchange must be left out of calls {which}, got {call.exchange!r}; add outputs up "
+            "by the dispatcher's combine or combine_by_tree"
+        )
     E, N, K, I = _check_weights(call.w13, call.w2, x, width, call.activation)  # noqa: E741
     top_k = static_size(call.topk_ids.shape[1])
     _check_dtype("topk_ids", call.topk_ids.dtype, _INTS)
@@ -141,6 +147,7 @@ def _experts_problem(call: ExpertsCall) -> Problem:
         max_workspace_bytes=_bytes(call.max_workspace_bytes),
         quantized_input=call.hidden_states_scale is not None,
         batch_invariant=call.batch_invariant,
+        exchange=call.exchange,
     )
 
 

@@ -6,6 +6,7 @@ T = max_num_tokens.
 
 from __future__ import annotations
 
+import ast
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
@@ -15,8 +16,10 @@ from torch.fx.experimental.symbolic_shapes import guard_or_false
 
 from moe_ops.checks import check_size
 from moe_ops.kernels import launch
+from moe_ops.kernels.comm.mailbox import Mailbox
 from moe_ops.kernels.launch import Lazy
 from moe_ops.meta.symmetric import SymmetricLayout
+from moe_ops.ops.exchange import register_opener
 from moe_ops.ops.library import register_function
 from moe_ops.parallel import stand_in
 from moe_ops.parallel.dispatchers import PaddedDispatcher
@@ -36,6 +39,14 @@ class Exchange(NamedTuple):
     max_num_tokens: int
     timeout: int
     label: str
+
+
+def _words(rows: Tensor) -> Tensor:
+    """Rows as integers, of 32 bits if they fill those, for kernels that copy them."""
+    if not rows.is_contiguous() or rows.stride(1) != 1:  # one column may have any stride
+        rows = rows.new_empty(rows.shape).copy_(rows)
+    found = rows.view(torch.uint8)
+    return found.view(torch.int32) if found.shape[1] % 4 == 0 else found
 
 
 def _spins(timeout: int) -> int:
@@ -120,6 +131,35 @@ def _reduced(
     x: Tensor, num_tokens: int, group: str, size: int, timeout: int, label: str
 ) -> Tensor:
     return x.new_empty(num_tokens, x.shape[1])
+
+
+@dataclass(frozen=True)
+class _Outputs:
+    """The exchange that an operator of experts is told of: `moe_ops.ops.exchange.Opened`."""
+
+    out: Tensor  # (R * T, K)
+    group: str
+    size: int
+    timeout: int
+    label: str
+
+    @property
+    def mailbox(self) -> Mailbox:
+        rows, K = self.out.shape
+        layout = SymmetricLayout(self.size, rows // self.size, K * self.out.itemsize)
+        return mailbox_of(self.group, self.out.device, "outputs", layout, self.label)
+
+    @property
+    def spins(self) -> int:
+        return _spins(self.timeout)
+
+    def add(self) -> None:
+        T = self.out.shape[0] // self.size
+        how = self.group, self.size, self.timeout, self.label
+        self.out[:T] = _reduce(self.out, T, *how)
+
+
+register_opener(lambda name, out: _Outputs(out, *ast.literal_eval(name)))
 
 
 _GATHER_OP = register_function(
@@ -218,6 +258,8 @@ class SymmetricMemory(PaddedDispatcher):
             looks at a flag. A device assertion, which ends all work of the process on its GPU,
             then says so; on CPUs a RuntimeError.
         label: as in `AllGatherReduceScatter`.
+        send_quantized: as there, but False unless it is given: a kernel that quantizes rows, and
+            one that sends their scales, take longer than few tokens save. It was not timed.
 
     Raises:
         ValueError: a size or timeout that is no integer or below 1. By
@@ -228,7 +270,6 @@ class SymmetricMemory(PaddedDispatcher):
 
     reduce_dtype: None = field(default=None, init=False)  # always fp32
     timeout: int = field(default=60, kw_only=True)  # a float would be traced as a symbol
-    # rows that are quantized before travel by the library's collective
     send_quantized: bool | None = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
@@ -241,6 +282,14 @@ class SymmetricMemory(PaddedDispatcher):
             self.group_name, self.group_size, self.max_num_tokens, self.timeout, self.label
         )
 
+    @property
+    def exchange(self) -> str:
+        """What `fused_experts(exchange=...)` takes for calls that record no gradients, in the
+        place of `combine`. Its weighted sum then writes into the memory of the other ranks, and
+        the first M of the rows that it returns are the outputs of this rank's tokens.
+        """
+        return repr((self.group_name, self.group_size, self.timeout, self.label))
+
     def dispatch(
         self,
         x: Tensor,  # (M, K)
@@ -250,6 +299,21 @@ class SymmetricMemory(PaddedDispatcher):
         """As `AllGatherReduceScatter.dispatch`."""
         self._check(x, topk_ids, topk_weights)
         return Dispatch.apply(self._exchange, x, topk_ids, topk_weights)
+
+    def dispatch_quantized(
+        self,
+        q: Tensor,  # (M, K), or fewer columns of packed elements
+        scale: Tensor,  # (M, groups), or () of all rows
+        topk_ids: Tensor,  # (M, top_k)
+        topk_weights: Tensor,  # (M, top_k)
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """As `AllGatherReduceScatter.dispatch_quantized`."""
+        self._check(q, topk_ids, topk_weights)
+        out, ids, weights = _GATHER_OP(_words(q), topk_ids, topk_weights, *self._exchange)
+        if scale.dim() == 2:
+            (found,) = _GATHER_OP(_words(scale), None, None, *self._exchange)
+            scale = found.view(scale.dtype)
+        return out.view(q.dtype), scale, ids, weights
 
     def combine(
         self,

@@ -84,8 +84,10 @@ class Plan:
         values += (self.tiers_text,)
         if p.kind != "grouped_linear":
             values += (self.chunk_rows,)
-        if p.batch_invariant:
-            values += (True,)
+        if p.batch_invariant or p.exchange:
+            values += (p.batch_invariant,)
+        if p.exchange:
+            values += (p.exchange,)
         return library.options_text(p.kind, values)
 
     @property

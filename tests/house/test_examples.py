@@ -120,6 +120,7 @@ def test_unknown_schemes_are_answered(name, option, common, monkeypatch, capsys)
     assert f"error: argument {option}: scheme must be one of" in answer.err and not answer.out
 
 
+@pytest.mark.sweep
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RUNS)
 def test_example(name):

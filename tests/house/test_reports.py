@@ -153,6 +153,13 @@ def test_tables_of_layers_are_made_of_results(tmp_path, monkeypatch):
         "![One expert layer in fp8_channel on an H200]"
         "(../benchmarks/results/experts_NVIDIA_H200_fp8_channel_uniform.png)",
     ]
+    both = {"moe_ops": 90.0, "moe_ops triton": 60.0, "vLLM CUTLASS": 120.0}
+    rows = [row(8, name, us, scheme="int4_w4a8") for name, us in both.items()]
+    path.write_text(json.dumps({"rows": rows}))
+    assert layers_doc.summary(path).splitlines()[2:4] == [
+        "| int4_w4a8 | Qwen3 | 0.50 vLLM |",
+        "| int4_w4a8, prepared for `cutlass` | Qwen3 | 0.75 vLLM |",
+    ]
     rows = [
         row(8, name, us, scheme="mxfp4_w4a16")
         for name, us in (("moe_ops", 20.0), ("Marlin", 25.0))

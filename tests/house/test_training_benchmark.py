@@ -60,12 +60,12 @@ def test_table_of_steps(training, tmp_path):
     import training_doc
 
     path = tmp_path / "training_GPU.json"
-    rows = [row(1024, "liger", 4), row(1024, "moe_ops", 2)]
+    rows = [row(1024, "liger", 4), row(1024, "moe_ops", 2), row(1024, "sonicmoe", 1, "before")]
     path.write_text(json.dumps({"runs": {}, "rows": rows}))
     assert training_doc.steps(path).splitlines() == [
-        "|  | T | moe_ops | Liger |",
-        "|---|---|---|---|",
-        "| Qwen3 | 1024 | 2.00, **6.00** | 4.00, 12.0 |",
+        "|  | T | moe_ops | Liger | SonicMoE |",
+        "|---|---|---|---|---|",
+        "| Qwen3 | 1024 | 2.00, **6.00** | 4.00, 12.0 | (1.00, 3.00) |",
     ]
     path.write_text(json.dumps({"runs": {}, "rows": []}))
     assert training_doc.steps(path) is None

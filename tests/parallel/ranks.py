@@ -132,9 +132,17 @@ class Spread:
 
     def __call__(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         M = x.shape[0]
+        return self.dispatcher.combine(self.experts_of(x, ids, weights), M)
+
+    def by_exchange(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        """The same, where the experts' operator adds up outputs."""
+        return self.experts_of(x, ids, weights, exchange=self.dispatcher.exchange)[: x.shape[0]]
+
+    def experts_of(self, x: Tensor, ids: Tensor, weights: Tensor, **options: str) -> Tensor:
         x, ids, weights = self.dispatcher.dispatch(x, ids, weights)
-        out = moe_ops.fused_experts(x, self.w13, self.w2, weights, ids, expert_map=self.expert_map)
-        return self.dispatcher.combine(out, M)
+        return moe_ops.fused_experts(
+            x, self.w13, self.w2, weights, ids, expert_map=self.expert_map, **options
+        )
 
 
 def forwards(rank: int, size: int) -> Iterator[tuple[str, float, float]]:
@@ -158,6 +166,8 @@ def forwards(rank: int, size: int) -> Iterator[tuple[str, float, float]]:
                     yield f"{name}, fp64", difference(got, exact[t.mine]), 2 * BF16
                 yield f"{name}, again", difference(spread(*t.local()), got), 0.0
                 yield f"{name}, rows of no expert", float(got[unasked].abs().sum()), 0.0
+                if kind is SymmetricMemory:
+                    yield f"{name}, exchange", difference(spread.by_exchange(*t.local()), got), 0.0
             if not scheme:
                 for dtype in (torch.bfloat16, torch.float32):
                     spread = Spread(w13, w2, rank, size, strategy, reduce_dtype=dtype)

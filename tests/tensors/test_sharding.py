@@ -166,19 +166,22 @@ def run_checkpoints(rank, folder, world):
     dist.destroy_process_group()
 
 
+@pytest.mark.sweep
 @pytest.mark.slow
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [2, 1])
 def test_processes(world, tmp_path):
     torch.multiprocessing.spawn(run, (str(tmp_path / "rendezvous"), world), nprocs=world)
 
 
+@pytest.mark.sweep
 @pytest.mark.slow
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [2, 1])
 def test_distributed_data_parallel(world, tmp_path):
     torch.multiprocessing.spawn(run_replicas, (str(tmp_path / "rendezvous"), world), nprocs=world)
 
 
+@pytest.mark.sweep
 @pytest.mark.slow
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [2, 1])
 def test_distributed_checkpoints(world, tmp_path):
     torch.multiprocessing.spawn(run_checkpoints, (str(tmp_path), world), nprocs=world)

@@ -205,6 +205,7 @@ BACKEND = register(
     distribution=DISTRIBUTION,
     newest_tested=TESTED[1],
     chunked=True,
+    adds_ranks=True,
     faster_from=faster_from,
     quantized_input=("fp8_block", "mxfp8"),
 )
@@ -222,4 +223,5 @@ FP4 = register(
     distribution=DISTRIBUTION,
     newest_tested=TESTED[1],
     chunked=True,
+    adds_ranks=True,
 )

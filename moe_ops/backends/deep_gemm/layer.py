@@ -17,6 +17,7 @@ from torch import Tensor
 from moe_ops.backends.deep_gemm import library as dg
 from moe_ops.backends.deep_gemm.rows import activate
 from moe_ops.kernels import launch
+from moe_ops.kernels.comm.push import sum_ranks
 from moe_ops.kernels.gemm.operands import activated
 from moe_ops.kernels.launch import Gpu, run
 from moe_ops.kernels.permute.combine import combine_rows
@@ -139,7 +140,11 @@ def _experts(
     dg.grouped_gemm(gate_up, permuted, w13, layout.groups, expected)
     run([activate(a, h, gate_up, layout, after, gpu)], device, gpu)
     dg.grouped_gemm(y, h, w2, layout.groups, expected)
-    run([combine_rows(a.out, y, on_output, layout, top_k)], device, gpu)
+    if a.exchange:
+        last = sum_ranks(a, y, layout.rows)
+    else:
+        last = combine_rows(a.out, y, on_output, layout, top_k)
+    run([last], device, gpu)
 
 
 def _readable(scale: Tensor | None, rows: int, form: Format) -> bool:

@@ -258,6 +258,7 @@ BACKEND = register(
     distribution="triton",
     missing_kernels=missing_kernels,
     chunked=True,
+    adds_ranks=True,
     quantized_input=tuple([*_QUANTIZING, *filter(_decoded, SCHEMES)]),
     batch_invariant=batch_invariant,
 )

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from moe_ops.backends.triton.chunked import run_in_chunks
 from moe_ops.kernels import launch
-from moe_ops.kernels.configs import GEMV, SM90_WGMMA, LayerConfig, block_bound
+from moe_ops.kernels.comm.push import sum_ranks
+from moe_ops.kernels.configs import GEMV, SM90_MMA, SM90_WGMMA, LayerConfig, block_bound
 from moe_ops.kernels.gemm.operands import Activated, Output, activated
 from moe_ops.kernels.launch import Gpu, Launch, run
 from moe_ops.kernels.mixed_gemm import configs, gemv, sm80_mma
@@ -43,6 +44,7 @@ from moe_ops.ops.chunks import batched_chunks, chunks
 # cached: it has two sym_min of 0.8 us
 num_blocks_of = lru_cache(maxsize=8192)(block_bound)
 _sm90_wgmma: ModuleType | None = None
+_sm90_mma: ModuleType | None = None
 E4M3 = torch.float8_e4m3fn
 
 
@@ -54,6 +56,16 @@ def sm90_wgmma() -> ModuleType:
 
         _sm90_wgmma = found
     return _sm90_wgmma
+
+
+def sm90_mma() -> ModuleType:
+    """kernels/mixed_gemm/sm90_mma.py, likewise."""
+    global _sm90_mma
+    if _sm90_mma is None:
+        from moe_ops.kernels.mixed_gemm import sm90_mma as found
+
+        _sm90_mma = found
+    return _sm90_mma
 
 
 def experts(a: ExpertsArgs) -> None:
@@ -68,7 +80,10 @@ def experts(a: ExpertsArgs) -> None:
     rounding = rounding_of(a.scheme)
     dtype = x.dtype if rounding is None else rounding.dtype
     if a.batch_invariant and _runs_wgmma(a, w13, w2, dtype, rounding):
-        config = configs.wgmma_for_any_batch(M * top_k, w2.E, K, w2.K, w2.format.bits)
+        if M == 1 and rounding is None and sm90_mma().why_not(x, w13, w2, top_k) is None:
+            config = configs.for_token(top_k)
+        else:
+            config = configs.wgmma_for_any_batch(M * top_k, w2.E, K, w2.K, w2.format.bits)
     elif a.batch_invariant:
         facts = (w2.format.bits, dtype, False, gpu.shared_memory)
         config = configs.for_any_batch(M * top_k, w2.E, K, w2.K, *facts)
@@ -77,6 +92,8 @@ def experts(a: ExpertsArgs) -> None:
     activation = activated(a.activation, a.alpha, a.beta, a.limit)
     if config.kernel == GEMV:
         return run(gemv.launches(a, w13, w2, activation, config, gpu), device, gpu)
+    if config.kernel == SM90_MMA:
+        return run(sm90_mma().launches(a, w13, w2, activation, config, gpu), device, gpu)
     if config.kernel == SM90_WGMMA:
         split_k = configs.split_k_of(w2, config.gemm2, config.split_k, M * top_k)
         if w2.wgmma_format.x_bits == 8:
@@ -183,8 +200,10 @@ def _mma_launches(
     launches += (
         *h.launches,
         sm80_mma.gemm2(Output(y, 0, K, 1), h.read, w2, routing, config.gemm2, block_m, gpu),
-        combine(a.out, y, weights, routing, weighted, gpu, num_blocks=a.num_blocks),
     )
+    if a.exchange:
+        return [*launches, sum_ranks(a, y, None)]
+    launches.append(combine(a.out, y, weights, routing, weighted, gpu, num_blocks=a.num_blocks))
     return launches
 
 
@@ -241,9 +260,11 @@ def _wgmma_launches(
         ),
         *h.launches,
         kernels.gemm2(y, h.read.data, w2, of_pairs, g2, block_m, split_k, gpu, h.read.scale),
-        combine(a.out, y, weights, routing, weighted, gpu, split_k, a.num_blocks),
     )
-    return launches
+    if a.exchange:
+        return [*launches, sum_ranks(a, y, None, split_k)]
+    last = combine(a.out, y, weights, routing, weighted, gpu, split_k, a.num_blocks)
+    return [*launches, last]
 
 
 def batched_experts(a: BatchedExpertsArgs) -> None:

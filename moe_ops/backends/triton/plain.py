@@ -10,6 +10,7 @@ import torch
 
 from moe_ops.backends.triton.chunked import run_in_chunks
 from moe_ops.kernels import launch
+from moe_ops.kernels.comm.push import sum_ranks
 from moe_ops.kernels.configs import GEMV, SM90_TMA, LayerConfig, block_bound
 from moe_ops.kernels.gemm import gemv, sm80_mma, sm90_tma
 from moe_ops.kernels.gemm.configs import (
@@ -151,6 +152,8 @@ def _launches(
         )  # fmt: skip
     if gemm1_alone:
         return launches[:-1]
+    if a.exchange:
+        return [*launches, sum_ranks(a, y, None)]
     weighted = not a.router_weight_on_input
     launches.append(combine(out, y, weights, routing, weighted, gpu, num_blocks=a.num_blocks))
     return launches

@@ -1,5 +1,5 @@
 """Rows written into the memory of other ranks: tokens to all, partial outputs to the ranks of
-their tokens. Imported at first launch only.
+their tokens, which may be sums that are made on the way. Imported at first launch only.
 
 R ranks, of which this one is `rank`; T = max_num_tokens, the most rows of one rank; M rows that
 this rank has; K columns of a row. Buffers are laid out as `moe_ops.meta.symmetric` says. Those of
@@ -46,6 +46,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moe_ops.kernels.comm.mailbox import PROGRAMS, Mailbox
+from moe_ops.kernels.device.blocks import local_expert
 from moe_ops.kernels.launch import (
     Constant,
     Launch,
@@ -57,8 +58,15 @@ from moe_ops.kernels.launch import (
     unprefixed,
 )
 from moe_ops.meta.symmetric import SymmetricLayout
+from moe_ops.ops.args import ExpertsArgs
+from moe_ops.ops.exchange import opened
 
 _MOST_COPIED = 8192  # elements that a program holds at a time
+# of one expert's outputs: with as many, 256 threads have those of eight experts in flight
+_MOST_SUMMED_BYTES = 8192
+# of a thread, so that two programs share a multiprocessor: those that receive must not be left to
+# wait until all have sent
+_MAX_REGISTERS = 128
 
 
 class Phases(NamedTuple):
@@ -435,10 +443,35 @@ def push_rows(
     return Launch(moe_ops_push_rows, (2 * _share(layout), 1, 1), args, tile.num_warps)
 
 
+@unprefixed
+class Pairs(NamedTuple):
+    """Pairs whose rows are weighed and added up as they are sent, or none: TOP_K is 0."""
+
+    # (R * T * TOP_K,) int32 row of each pair, -1 if its expert is not here. None: rows are in the
+    # order of pairs, and ids and map say whose expert is here.
+    rows: Pointer
+    ids: Pointer  # (R * T, TOP_K)
+    map: Pointer  # (num_ids,) global id -> local id, or None
+    E: Runtime
+    num_ids: Runtime
+    ids_stride_m: Runtime
+    ids_stride_k: Runtime
+    map_stride: Runtime
+    weights: Pointer  # (R * T, TOP_K), or None
+    weights_stride_m: Runtime
+    weights_stride_k: Runtime
+    TOP_K: Constant
+    SPLIT_K: Constant  # parts of each row, (SPLIT_K, R * T * TOP_K, K)
+
+
+NO_PAIRS = Pairs(None, None, None, 0, 0, 0, 0, 0, None, 0, 0, 0, 1)
+
+
 @arguments
 class PushSums:
     out: Pointer  # (M, K), written
-    x: Pointer  # (R * T, K)
+    x: Pointer  # (R * T, K), or rows of pairs
+    pairs: Pairs
     buffers: Buffers
     M: Runtime
     K: Specialized
@@ -446,10 +479,63 @@ class PushSums:
     BLOCK_K: Constant
 
 
+@triton.jit
+def share_of_tokens(
+    x_ptr, rows_ptr, ids_ptr, map_ptr, E, num_ids, ids_stride_m, ids_stride_k, map_stride,
+    weights_ptr, weights_stride_m, weights_stride_k, t, there, k, K, split_stride,
+    element: tl.constexpr, TOP_K: tl.constexpr, SPLIT_K: tl.constexpr,
+):  # fmt: skip
+    """This rank's share of the outputs of tokens t: a row of x, or the sum of a token's pairs as
+    kernels/permute/combine.py adds it up. 0 for tokens that are not there (TILE,).
+    """
+    if TOP_K == 0:
+        return load_rows(x_ptr, t, K, k, there[:, None] & (k < K)[None, :])
+    else:
+        total = tl.zeros((t.shape[0], k.shape[0]), tl.float32)
+        for j in tl.static_range(TOP_K):
+            pair = t * TOP_K + j
+            if rows_ptr is not None:
+                row = tl.load(rows_ptr + pair, mask=there, other=-1)
+            else:
+                e = local_expert(
+                    ids_ptr, map_ptr, pair, there, E, num_ids, TOP_K,
+                    ids_stride_m, ids_stride_k, map_stride,
+                )  # fmt: skip
+                row = tl.where(e >= 0, pair, -1)
+            here = row >= 0
+            y_ptrs = x_ptr + row.to(tl.int64)[:, None] * K + k[None, :]
+            inside = here[:, None] & (k < K)[None, :]
+            y = tl.load(y_ptrs, mask=inside, other=0.0).to(tl.float32)
+            for _ in tl.static_range(1, SPLIT_K):
+                y_ptrs += split_stride
+                y += tl.load(y_ptrs, mask=inside, other=0.0).to(tl.float32)
+            if weights_ptr is not None:
+                weight_ptrs = weights_ptr + t.to(tl.int64) * weights_stride_m
+                weight = tl.load(weight_ptrs + j * weights_stride_k, mask=here, other=0.0)
+                weight = tl.broadcast_to(weight.to(tl.float32)[:, None], y.shape)
+                total = tl.fma(y, weight, total)
+            else:
+                total += y
+        return (total + 0.0).to(element)  # where products vanish at -0, the sum is +0
+
+
 @kernel(PushSums, asserts=True)
 def moe_ops_push_sums(
     out_ptr,
     x_ptr,
+    rows_ptr,
+    ids_ptr,
+    map_ptr,
+    E,
+    num_ids,
+    ids_stride_m,
+    ids_stride_k,
+    map_stride,
+    weights_ptr,
+    weights_stride_m,
+    weights_stride_k,
+    TOP_K: tl.constexpr,
+    SPLIT_K: tl.constexpr,
     buffer_ptr,
     peers_ptr,
     epochs_ptr,
@@ -469,44 +555,46 @@ def moe_ops_push_sums(
     TILE: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """out[t] = sum over ranks of their row rank * T + t, in fp32, in the order of ranks, rounded
-    once.
+    """out[t] = sum over ranks of their shares of token rank * T + t, each rounded to out's dtype,
+    in fp32, in the order of ranks, rounded once. Programs that receive compute this rank's own
+    share before they wait for the others'.
     """
     program, programs = tl.program_id(0), tl.num_programs(0)
     epoch = tl.load(epochs_ptr + program) + 1
     parity = epoch & 1
     blocks = tl.cdiv(T, ROWS)
     tiles = ROWS // TILE * tl.cdiv(K, BLOCK_K)
-    element: tl.constexpr = x_ptr.dtype.element_ty
-    tile_row = tl.arange(0, TILE)
-    block_k = tl.arange(0, BLOCK_K)
+    element: tl.constexpr = out_ptr.dtype.element_ty
+    split_stride = (R * T).to(tl.int64) * TOP_K * K
     if SEND and program < SENDERS:
         to_all = (R - 1) * tiles  # steps of a block: one rank's tiles after another's
         steps = tl.cdiv(blocks - program, SENDERS) * to_all
-        t, k = tile_of_step(0, to_all, program, SENDERS, K, ROWS, TILE, BLOCK_K)
-        there = (t < T)[:, None] & (k < K)[None, :]
-        x = load_rows(x_ptr, (rank + 1) % R * T + t, K, k, there)
-        for step in range(steps):
+        x = tl.zeros((TILE, BLOCK_K), element)
+        for step in range(steps + 1):
             # what is stored after this one is loaded before, so that loads and stores overlap
-            t, k = tile_of_step(step + 1, to_all, program, SENDERS, K, ROWS, TILE, BLOCK_K)
-            there = (t < T)[:, None] & (k < K)[None, :]
-            following = load_rows(
-                x_ptr, (rank + 1 + (step + 1) % to_all // tiles) % R * T + t, K, k, there
-            )
             t, k = tile_of_step(step, to_all, program, SENDERS, K, ROWS, TILE, BLOCK_K)
-            there = (t < T)[:, None] & (k < K)[None, :]
-            after = 1 + step % to_all // tiles
-            rows_ptr = region(buffer_ptr, peers_ptr, (rank + after) % R, ROWS_START, element)
-            row = row_of_slot(parity, R - 1 - after, t, T, R)
-            tl.store(rows_ptr + row[:, None] * PITCH + k[None, :], x, mask=there)
-            if step % to_all == to_all - 1:
-                block = program + step // to_all * SENDERS
-                tl.debug_barrier()  # before thread 0 sets flags
-                for i in tl.static_range(1, R):
-                    flag_ptr = flag_of_block(
-                        buffer_ptr, peers_ptr, (rank + i) % R, parity, R - 1 - i, block, T, R, ROWS
-                    )
-                    set_flag(flag_ptr, epoch, M)
+            following = share_of_tokens(
+                x_ptr, rows_ptr, ids_ptr, map_ptr, E, num_ids, ids_stride_m, ids_stride_k,
+                map_stride, weights_ptr, weights_stride_m, weights_stride_k,
+                (rank + 1 + step % to_all // tiles) % R * T + t, t < tl.where(step < steps, T, 0),
+                k, K, split_stride, element, TOP_K, SPLIT_K,
+            )  # fmt: skip
+            if step > 0:
+                last = step - 1
+                t, k = tile_of_step(last, to_all, program, SENDERS, K, ROWS, TILE, BLOCK_K)
+                after = 1 + last % to_all // tiles
+                rows_ptrs = region(buffer_ptr, peers_ptr, (rank + after) % R, ROWS_START, element)
+                rows_ptrs += row_of_slot(parity, R - 1 - after, t, T, R)[:, None] * PITCH
+                tl.store(rows_ptrs + k[None, :], x, mask=(t < T)[:, None] & (k < K)[None, :])
+                if step % to_all == 0:
+                    block = program + last // to_all * SENDERS
+                    tl.debug_barrier()  # before thread 0 sets flags
+                    for i in tl.static_range(1, R):
+                        flag_ptr = flag_of_block(
+                            buffer_ptr, peers_ptr, (rank + i) % R, parity, R - 1 - i, block, T,
+                            R, ROWS,
+                        )  # fmt: skip
+                        set_flag(flag_ptr, epoch, M)
             x = following
         tl.store(epochs_ptr + program, epoch)
     if RECEIVE and program >= SENDERS:
@@ -514,58 +602,102 @@ def moe_ops_push_sums(
         # the first block also where there are no rows: see "Reuse" above
         wanted = tl.maximum(tl.cdiv(M, ROWS), 1)
         for block in range(program - SENDERS, wanted, programs - SENDERS):
-            for i in tl.static_range(1, R):
-                flag_ptr = flag_of_block(
-                    buffer_ptr, peers_ptr, rank, parity, i - 1, block, T, R, ROWS
-                )
-                wait_for_flag(flag_ptr, epoch, spins)
-            for start in range(0, ROWS, TILE):
-                t = block * ROWS + start + tile_row
-                own = (rank * T + t).to(tl.int64)
-                for k0 in range(0, K, BLOCK_K):
-                    k = k0 + block_k
-                    inside = (k < K)[None, :]
-                    total = tl.zeros((TILE, BLOCK_K), tl.float32)
-                    for r in tl.static_range(R):
-                        after = (r - rank + R) % R  # ranks after this one; 0: this one
-                        row = row_of_slot(parity, after - 1, t, T, R)
-                        arrived = tl.load(
-                            received_ptr + row[:, None] * PITCH + k[None, :],
-                            mask=(t < tl.where(after > 0, M, 0))[:, None] & inside,
-                            other=0.0,
-                            cache_modifier=".cg",
+            for number in range(tiles):
+                t, k = tile_of_step(number, tiles, block, 0, K, ROWS, TILE, BLOCK_K)
+                inside = (k < K)[None, :]
+                own = share_of_tokens(
+                    x_ptr, rows_ptr, ids_ptr, map_ptr, E, num_ids, ids_stride_m, ids_stride_k,
+                    map_stride, weights_ptr, weights_stride_m, weights_stride_k, rank * T + t,
+                    t < M, k, K, split_stride, element, TOP_K, SPLIT_K,
+                )  # fmt: skip
+                if number == 0:
+                    for i in tl.static_range(1, R):
+                        flag_ptr = flag_of_block(
+                            buffer_ptr, peers_ptr, rank, parity, i - 1, block, T, R, ROWS
                         )
-                        local = tl.load(
-                            x_ptr + own[:, None] * K + k[None, :],
-                            mask=(t < tl.where(after > 0, 0, M))[:, None] & inside,
-                            other=0.0,
-                        )
-                        total += tl.where(after > 0, arrived, local).to(tl.float32)
-                    tl.store(
-                        out_ptr + t.to(tl.int64)[:, None] * K + k[None, :],
-                        total.to(out_ptr.dtype.element_ty),
-                        mask=(t < M)[:, None] & inside,
+                        wait_for_flag(flag_ptr, epoch, spins)
+                total = tl.zeros((TILE, BLOCK_K), tl.float32)
+                for r in tl.static_range(R):
+                    after = (r - rank + R) % R  # ranks after this one; 0: this one
+                    row = row_of_slot(parity, after - 1, t, T, R)
+                    arrived = tl.load(
+                        received_ptr + row[:, None] * PITCH + k[None, :],
+                        mask=(t < tl.where(after > 0, M, 0))[:, None] & inside,
+                        other=0.0,
+                        cache_modifier=".cg",
                     )
+                    total += tl.where(after > 0, arrived, own).to(tl.float32)
+                tl.store(
+                    out_ptr + t.to(tl.int64)[:, None] * K + k[None, :],
+                    total.to(element),
+                    mask=(t < M)[:, None] & inside,
+                )
         tl.store(epochs_ptr + program, epoch)
 
 
 def push_sums(
     out: Tensor,  # (M, K), contiguous, written
-    x: Tensor,  # (R * T, K), contiguous
+    x: Tensor,  # (R * T, K), contiguous, or the rows of pairs
     mailbox: Mailbox,
     spins: int,  # after which another rank is given up
     phases: Phases = BOTH,
+    pairs: Pairs = NO_PAIRS,
 ) -> Launch:
-    """The sums over all ranks of the rows of this one."""
+    """The sums over all ranks of the rows of this one, or of the weighted sums of its pairs."""
     layout, (M, K) = mailbox.layout, out.shape
-    tile = tile_of(layout, K, _most_added(layout.group_size))
+    most, num_warps = _most_added(layout.group_size), None
+    if pairs.TOP_K:
+        most, num_warps = min(most, _MOST_SUMMED_BYTES // x.itemsize), 8
+    tile = tile_of(layout, K, most)
     args = PushSums(
         out=out,
         x=x,
-        buffers=_buffers(mailbox, spins, x.itemsize, phases),
+        pairs=pairs,
+        buffers=_buffers(mailbox, spins, out.itemsize, phases),
         M=M,
         K=K,
         TILE=tile.rows,
         BLOCK_K=tile.columns,
     )
-    return Launch(moe_ops_push_sums, (2 * _share(layout), 1, 1), args, tile.num_warps)
+    grid = (2 * _share(layout), 1, 1)
+    return Launch(moe_ops_push_sums, grid, args, num_warps or tile.num_warps, _MAX_REGISTERS)
+
+
+def pairs_of(
+    ids: Tensor,  # (R * T, top_k)
+    expert_map: Tensor | None,
+    num_experts: int,  # here
+    rows: Tensor | None,  # (R * T * top_k,) int32: see `Pairs`
+    weights: Tensor | None,  # (R * T, top_k)
+    split_k: int = 1,
+) -> Pairs:
+    """The Pairs of all ranks' tokens; ids are left out where rows say what they would."""
+    known, map_stride = num_experts, 0
+    if expert_map is not None:
+        known, map_stride = expert_map.shape[0], expert_map.stride(0)
+    return Pairs(
+        rows=rows,
+        ids=ids if rows is None else None,
+        map=expert_map if rows is None else None,
+        E=num_experts,
+        num_ids=known,
+        ids_stride_m=ids.stride(0),
+        ids_stride_k=ids.stride(1),
+        map_stride=map_stride,
+        weights=weights,
+        weights_stride_m=0 if weights is None else weights.stride(0),
+        weights_stride_k=0 if weights is None else weights.stride(1),
+        TOP_K=ids.shape[1],
+        SPLIT_K=split_k,
+    )
+
+
+def sum_ranks(a: ExpertsArgs, y: Tensor, rows: Tensor | None, split_k: int = 1) -> Launch:
+    """The last kernel of a call with an exchange: each rank's weighted sums of y, the rows of
+    pairs, added up over ranks.
+    """
+    exchange = opened(a)
+    weights = None if a.router_weight_on_input else a.topk_weights
+    pairs = pairs_of(a.topk_ids, a.expert_map, a.w2.shape[0], rows, weights, split_k)
+    out = a.out[: exchange.mailbox.layout.max_num_tokens]
+    return push_sums(out, y, exchange.mailbox, exchange.spins, pairs=pairs)

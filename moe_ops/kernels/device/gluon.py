@@ -9,6 +9,7 @@ memory accelerator were called `async_copy_global_to_shared` before 3.8, `barrie
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -26,6 +27,7 @@ __all__ = [
     "gl",
     "gluon",
     "mbarrier",
+    "mma_v2",
     "reinterpret",
     "warpgroup_mma",
     "warpgroup_mma_wait",

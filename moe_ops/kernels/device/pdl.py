@@ -19,7 +19,8 @@ def gdc_launch_dependents(PDL: tl.constexpr):
     GEMMs written in Triton execute it after their mainloop, because programs that start earlier
     would hold shared memory while they wait. The GEMMs of mixed_gemm/sm90_wgmma.py, and the kernel
     that rounds h to e4m3 between them, execute it first: their dependents prefetch weights into
-    shared memory before they wait.
+    shared memory before they wait. So does GEMM1 of mixed_gemm/sm90_mma.py, always the first of
+    its call, whose GEMM2 loads weights into registers.
     """
     if PDL:
         cuda.gdc_launch_dependents()

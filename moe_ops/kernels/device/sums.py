@@ -16,17 +16,18 @@ def expert_of_pair(ids_ptr, pair, top_k, ids_stride_m, ids_stride_k, NUM_BLOCKS:
 
 @triton.jit
 def add_terms(
-    terms, weights, experts, num_experts, TOP_K: tl.constexpr, WEIGHTED: tl.constexpr,
+    zero, terms, weights, experts, num_experts, TOP_K: tl.constexpr, WEIGHTED: tl.constexpr,
     NUM_BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """The sum of fp32 terms, times weights, in order: those of each block of experts alone, and
     then the blocks by a binary tree. Terms of experts that are not here, and their weights, are 0.
+    `zero` is shaped like a term (Gluon's kernels cannot call tl.zeros_like).
 
     Fused multiply-adds are asked for, so that all kernels round alike. Branches find the block:
     with a conditional addition for each of eight, a layer of Qwen3 took 50 us more at 4096 tokens
     on an H200.
     """
-    s0 = tl.zeros_like(terms[0])
+    s0 = zero
     if NUM_BLOCKS == 1:
         for j in tl.static_range(TOP_K):
             s0 = tl.fma(terms[j], weights[j], s0) if WEIGHTED else s0 + terms[j]

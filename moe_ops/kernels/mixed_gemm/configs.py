@@ -16,6 +16,7 @@ from moe_ops.kernels.configs import (
     GEMV,
     LARGE_SHARED_MEMORY,
     ROWS_OF_ANY_BATCH,
+    SM90_MMA,
     SM90_WGMMA,
     GemmConfig,
     LayerConfig,
@@ -34,6 +35,9 @@ MAX_SPLIT_K = 3  # programs that share the reduction of a tile of GEMM2, if it h
 SPLIT_ROWS = 1024  # rows of y in all SPLIT_K partial sums
 FEW_STEPS = 8  # K tiles of a program of GEMM2 that is short
 PAIR_BUCKETS = (64, 512)  # up to so many pairs, every program reads the ids of all
+# of sm90_mma.py, which holds the weights of a program in registers: chunks of a row at most, and
+# of the rows of w2 that the warps of a program have
+MAX_CHUNKS, MAX_PROGRAM_CHUNKS, MAX_TOP_K = 16, 64, 16
 MAX_ROWS_OF_8_BITS = 80  # average rows of an expert, up to which sm90_wgmma.py takes 8-bit weights
 
 
@@ -235,6 +239,25 @@ def _choose_gemv(
         GEMV,
         direct=True,
     )
+
+
+def token_slots(top_k: int) -> int:
+    """Warps of a program of GEMM2 of sm90_mma.py, each of which has an expert."""
+    return 1 << (top_k - 1).bit_length()
+
+
+@lru_cache(maxsize=64)
+def _for_token(top_k: int, tables: bool = True) -> LayerConfig:
+    slots = token_slots(top_k)
+    gemm1, gemm2 = GemmConfig(32, 128, 1, 2), GemmConfig(16 * slots, 128, 2, slots)
+    return LayerConfig(gemm1, gemm2, 1, sort_chunk(1), SM90_MMA, direct=True)
+
+
+def for_token(top_k: int) -> LayerConfig:
+    """Config of the kernels of sm90_mma.py: 16 rows of weights a warp, and as stages the chunks of
+    x or h that a thread asks for ahead.
+    """
+    return find(_for_token, (top_k,))
 
 
 def gemv_space(

@@ -96,6 +96,16 @@ def scale_pointers(
 
 
 @gluon.jit
+def unshifted(acc, FORMAT: gl.constexpr, SCALE: gl.constexpr):
+    """Sums of products without the power of two that weights were decoded with."""
+    if is_e2m1(FORMAT):
+        acc *= E8M0_SHIFT if SCALE == "e8m0" else E4M3_SHIFT
+    elif FORMAT == "int4":
+        acc *= INT4_SHIFT
+    return acc
+
+
+@gluon.jit
 def apply_row_scales(
     acc, scale_ptr, factor_ptr, expert64, row,
     scale_stride_e, scale_stride_n, factor_stride_e, factor_stride_n,
@@ -604,8 +614,4 @@ def mainloop(
     if ROWS < BLOCK_N:
         acc = gl.join(acc0, acc1).permute((2, 0, 1)).reshape((BLOCK_N, BLOCK_M))
         acc = gl.convert_layout(acc, MMA, assert_trivial=True)
-    if is_e2m1(FORMAT):
-        acc *= E8M0_SHIFT if SCALE == "e8m0" else E4M3_SHIFT
-    elif FORMAT == "int4":
-        acc *= INT4_SHIFT
-    return acc
+    return unshifted(acc, FORMAT, SCALE)

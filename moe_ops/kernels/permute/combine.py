@@ -122,7 +122,8 @@ def moe_ops_combine(
             y_ptrs += tl.num_programs(0).to(tl.int64) * TOP_K * K
             y += tl.load(y_ptrs, mask=ok, other=0.0).to(tl.float32)
         terms += (y,)  # type: ignore[assignment]
-    total = add_terms(terms, scales, experts, num_ids, TOP_K, WEIGHTED, NUM_BLOCKS)
+    zero = tl.zeros((BLOCK_N,), tl.float32)
+    total = add_terms(zero, terms, scales, experts, num_ids, TOP_K, WEIGHTED, NUM_BLOCKS)
     out_ptrs = out_ptr + m.to(tl.int64) * out_stride_m + column.to(tl.int64) * out_stride_k
     tl.store(out_ptrs, total.to(out_ptr.dtype.element_ty), mask=column < K)
 
@@ -259,8 +260,9 @@ def moe_ops_combine_rows(
             )  # fmt: skip
             experts += (expert,)  # type: ignore[assignment]
         weighted: tl.constexpr = topk_weights_ptr is not None
+        zero = tl.zeros((BLOCK_N,), tl.float32)
         total = add_terms(
-            terms, weights, experts, blocks_num_ids, TOP_K, weighted, blocks_NUM_BLOCKS
+            zero, terms, weights, experts, blocks_num_ids, TOP_K, weighted, blocks_NUM_BLOCKS
         )
         out = total.to(out_ptr.dtype.element_ty)
         tl.store(out_ptr + m * out_stride_m, out, mask=column < K)

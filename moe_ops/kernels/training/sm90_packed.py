@@ -44,7 +44,7 @@ from moe_ops.kernels.launch import (
     kernel,
     unprefixed,
 )
-from moe_ops.kernels.mixed_gemm.decode import scale_bf16x2, spread
+from moe_ops.kernels.mixed_gemm.decode import spread
 from moe_ops.kernels.mixed_gemm.operands import (
     Decoding,
     MixedOperand,
@@ -63,7 +63,6 @@ from moe_ops.kernels.training.decode import (
     MINUS_ZERO,
     bits,
     fma_words,
-    shift,
 )
 from moe_ops.kernels.training.packed import BLOCK_M, BLOCK_OUT, STEP, decoding_of
 
@@ -73,6 +72,8 @@ NUM_WARPS = 4  # two programs share a multiprocessor
 NUM_STAGES = 3  # of x
 PACKED_STAGES = gl.constexpr(4)  # of packed weights
 W_BUFFERS = gl.constexpr(3)  # of decoded weights
+TWO_TO_119 = gl.constexpr(0x7B007B00)  # in bf16, twice
+MINUS_192 = gl.constexpr(-0x3CBF3CC0)
 
 
 @gluon.constexpr_function
@@ -126,28 +127,72 @@ def int4_pairs(words, factors, offsets):
 
 
 @gluon.jit
-def e2m1_pairs(words, s):
-    """As int4_pairs of e2m1: nibbles times 2^-126 times a scale, which is in both halves."""
+def e2m1_tables(x):
+    """What e2m1_pairs looks up, of any index x: 64 and twice a number that is not negative, 64
+    less twice the magnitude of another one, each in two words, and 0x43.
+
+    A constant would be written anew for each use. Sums with a zero that the compiler does not know
+    stay in registers.
+    """
+    zero = gl.inline_asm_elementwise(
+        "{ .reg .b32 a; shr.s32 a, $1, 31; shfl.sync.idx.b32 $0, a, 0, 0x1f, 0xffffffff; }",
+        "=r,r",
+        [x],
+        dtype=gl.int32,
+        is_pure=True,
+        pack=1,
+    )
+    above = zero + 0x43424140, zero + 0x4C484644
+    below = zero + 0x3D3E3F40, zero + 0x34383A3C
+    return above[0], above[1], below[0], below[1], zero + 0x43434343
+
+
+@gluon.jit
+def e2m1_pairs(words, s, offsets, tables):
+    """As int4_pairs of e2m1: 192 and twice a number, times a scale, plus -192 scales.
+
+    `prmt` looks a number up by the low 3 bits of a nibble, and gives zero where the highest bit,
+    here the sign, is set. So numbers that are not negative come from one look-up, others from one
+    by nibbles with their highest bits inverted. The sum of both is a byte; beneath a byte of 0x43
+    it is in bf16 128 more. Instructions that move bits issue at half rate, and these are 11 for
+    eight columns, where shifts and masks take 17.
+    """
     return gl.inline_asm_elementwise(
         """{
-        .reg .b32 a, b, c, d, r, z;
-        mov.b32 z, 0x80008000; shl.b32 r, $4, 4;
-        prmt.b32 a, $4, r, 0x0040; prmt.b32 b, $4, r, 0x1050;
-        prmt.b32 c, $4, r, 0x2060; prmt.b32 d, $4, r, 0x3070;
-        shr.u32 $0, a, 6; shr.u32 $1, b, 6; shr.u32 $2, c, 6; shr.u32 $3, d, 6;
-        and.b32 $0, $0, 0x01c001c0; and.b32 $1, $1, 0x01c001c0;
-        and.b32 $2, $2, 0x01c001c0; and.b32 $3, $3, 0x01c001c0;
-        lop3.b32 a, a, z, $0, 0xea; lop3.b32 b, b, z, $1, 0xea;
-        lop3.b32 c, c, z, $2, 0xea; lop3.b32 d, d, z, $3, 0xea;
-        fma.rn.bf16x2 $0, a, $5, z; fma.rn.bf16x2 $1, b, $5, z;
-        fma.rn.bf16x2 $2, c, $5, z; fma.rn.bf16x2 $3, d, $5, z;
+        .reg .b32 a, b, n, h, m;
+        xor.b32 n, $4, 0x88888888; shr.u32 h, $4, 16; shr.u32 m, n, 16;
+        prmt.b32 a, $7, $8, $4; prmt.b32 n, $9, $10, n; add.u32 a, a, n;
+        prmt.b32 b, $7, $8, h; prmt.b32 m, $9, $10, m; add.u32 b, b, m;
+        prmt.b32 $0, a, $11, 0x4140; prmt.b32 $1, a, $11, 0x4342;
+        prmt.b32 $2, b, $11, 0x4140; prmt.b32 $3, b, $11, 0x4342;
+        fma.rn.bf16x2 $0, $0, $5, $6; fma.rn.bf16x2 $1, $1, $5, $6;
+        fma.rn.bf16x2 $2, $2, $5, $6; fma.rn.bf16x2 $3, $3, $5, $6;
         }""",
-        "=&r,=&r,=&r,=&r,r,r",
-        [words, s],
+        "=&r,=&r,=&r,=&r,r,r,r,r,r,r,r,r",
+        [words, s, offsets, tables[0], tables[1], tables[2], tables[3], tables[4]],
         dtype=(gl.int32, gl.int32, gl.int32, gl.int32),
         is_pure=False,
         pack=1,
     )
+
+
+@gluon.jit
+def e2m1_scales(s, SCALE: gl.constexpr):
+    """(scale, -192 scales) in both halves of 32 bits each: e8m0 codes, of which those above 2^120
+    overflow, or half of e4m3 codes.
+    """
+    if SCALE == "e8m0":
+        s = s.to(gl.int32) * 0x00800080
+    else:  # bits in their places in bf16 are smaller by 2^120
+        s = s.to(gl.int32) * 0x00100010
+        s = fma_words(s, s * 0 + TWO_TO_119, s * 0 + MINUS_ZERO)
+    return s, fma_words(s, s * 0 + MINUS_192, s * 0 + MINUS_ZERO)
+
+
+@gluon.constexpr_function
+def e2m1_shift(SCALE):
+    """The power of two by which finished sums of e2m1 are multiplied."""
+    return 0.5 if SCALE == "e8m0" else 1.0
 
 
 @gluon.jit
@@ -161,6 +206,7 @@ def decode(
     words,  # int32 (BLOCK_N, WORDS), eight columns each
     s,
     zero,
+    tables,
     GROUPS: gl.constexpr,
     FORMAT: gl.constexpr,
     SCALE: gl.constexpr,
@@ -171,7 +217,9 @@ def decode(
     WORDS: gl.constexpr = words.shape[1]
     EACH: gl.constexpr = WORDS // GROUPS
     if FORMAT == "e2m1":
-        w0, w1, w2, w3 = e2m1_pairs(words, spread(scale_bf16x2(s, SCALE), BLOCK_N, GROUPS, EACH))
+        factors, offsets = e2m1_scales(s, SCALE)
+        factors = spread(factors, BLOCK_N, GROUPS, EACH)
+        w0, w1, w2, w3 = e2m1_pairs(words, factors, spread(offsets, BLOCK_N, GROUPS, EACH), tables)
     else:
         wide = s.to(gl.float32)
         if s.dtype == gl.bfloat16 and not HAS_ZERO:
@@ -391,6 +439,7 @@ def moe_ops_train_wgmma_packed(
         async_load(x, [first, i * IN], full.index(i), x_smem.index(i), i < steps)
 
     expert = e
+    tables = e2m1_tables(first)
     e = e.to(gl.int64)
     if SCALE == "e4m3":
         w_scale_ptr = w_scale_ptr.to(gl.pointer_type(gl.uint8))
@@ -404,7 +453,7 @@ def moe_ops_train_wgmma_packed(
     )  # fmt: skip
     mbarrier.wait(p_full.index(0), 0)
     w_smem.index(0).store(
-        decode(p_smem.index(0).load(PACKED), s, zero, GROUPS, FORMAT, SCALE, HAS_ZERO)
+        decode(p_smem.index(0).load(PACKED), s, zero, tables, GROUPS, FORMAT, SCALE, HAS_ZERO)
     )
     fence_async_shared()
     barrier()
@@ -429,7 +478,7 @@ def moe_ops_train_wgmma_packed(
         p = p_smem.index(following % PACKED_STAGES).load(PACKED)
         # this buffer was read by step i - 2, for which all warps have waited
         w_smem.index(following % W_BUFFERS).store(
-            decode(p, s, zero, GROUPS, FORMAT, SCALE, HAS_ZERO)
+            decode(p, s, zero, tables, GROUPS, FORMAT, SCALE, HAS_ZERO)
         )
         fence_async_shared()
         before = gl.where(slot == 0, NUM_STAGES - 1, slot - 1)  # the slot of step i - 1
@@ -471,7 +520,7 @@ def moe_ops_train_wgmma_packed(
     acc = issue(x_smem.index(slot), w_smem.index((steps - 1) % W_BUFFERS), acc, TRANSPOSE)
     acc = warpgroup_mma_wait(0, [acc])
 
-    acc *= shift(dtype, FORMAT, SCALE)
+    acc *= e2m1_shift(SCALE) if FORMAT == "e2m1" else INT4_SHIFT
     if w_factor_ptr is not None:  # the global scale of an expert
         acc /= gl.load(w_factor_ptr + e * w_factor_stride_e)
     if low_rows is not None:

@@ -212,16 +212,25 @@ def test_a_tier_that_is_let_through_is_seen():
 
 @pytest.mark.parametrize("scheme", ["int4_w4a16:g128", "int4_w4a8", "fp8_w8a16:channel"])
 def test_mixed_schemes_run_one_kernel_of_sm90(scheme):
-    """For every number of rows, none of a table's, and with no sum that programs share."""
+    """For every number of rows, none of a table's, and with no sum that programs share. One token
+    in int4 has kernels of its own, which take the same chunks of columns.
+    """
     with mock.patch.object(mixed, "_runs_wgmma", lambda *_: True):
         on = [computed("experts", scheme, BF16, M, True, 512, 512) for M in COUNTS]
-    steps = []
-    for launches in on:
+    of_token = [scheme.startswith("int4_w4a16") and M == 1 for M in COUNTS]
+    steps, chunks = [], []
+    for launches, token in zip(on, of_token, strict=True):
         gemms = [(name, facts) for name, _, _, facts in launches if "gem" in name]
-        assert len(gemms) == 2 and all("wgmma" in name for name, _ in gemms), launches
+        expected = "moe_ops_token_gemm" if token else "wgmma"
+        assert len(gemms) == 2 and all(expected in name for name, _ in gemms), launches
+        assert len(launches) == 2 or not token, launches
         assert all(facts.get("SPLIT_K", 1) == 1 for _, facts in gemms)
-        steps.append([facts["BLOCK_K"] for _, facts in gemms])
+        if not token:
+            steps.append([facts["BLOCK_K"] for _, facts in gemms])
+        names = ("FORMAT", "SCALE", "SCALE_GROUP", "K_CHUNK")
+        chunks.append([[facts[name] for name in names] for _, facts in gemms])
     assert all(step == steps[0] for step in steps), steps
+    assert all(chunk == chunks[0] for chunk in chunks), chunks
 
 
 def test_tiers_of_a_gpu_give_the_same_bits(monkeypatch):
@@ -436,6 +445,52 @@ def test_ranks_and_recording_calls_have_the_bits_of_one_device(scheme):
     a13, b13 = layer.normal(16, 8, 1024).to(BF16), layer.normal(16, 1024, 8).to(BF16)
     with pytest.raises(ValueError, match="batch_invariant must be False for adapters on a GPU"):
         layer.run(batch, adapters=moe_ops.LoRA(a13, b13, None, None))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scheme", ["int4_w4a16:g128", "int4_w4a16:g32", "mxfp4_w4a16"])
+def test_one_token_has_the_bits_of_many(scheme):
+    """Kernels of one token on SM90: with absent experts, biases, a map of experts, router weights
+    on the input, and int4 with scales of fp32, which multiply sums.
+    """
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("one token has kernels of its own on SM90 alone")
+    experts, M, K, I = 16, 12, 1024, 512  # noqa: E741
+    g = torch.Generator("cuda").manual_seed(0)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=g, device="cuda")
+
+    plain = [normal(experts, 2 * I, K) / K**0.5, normal(experts, K, I) / I**0.5]
+    biases = [normal(experts, n).to(BF16) for n in (2 * I, K)]
+    moved = torch.randperm(2 * experts, generator=g, device="cuda")
+    expert_map = torch.where(moved < experts, moved, -1).to(torch.int32)
+    x, router = normal(M, K).to(BF16), torch.rand(M, 10, generator=g, device="cuda") + 0.25
+    ids = torch.randint(-1, experts + 1, (M, 10), generator=g, device="cuda")
+    dtype = FP32 if "g128" in scheme else BF16  # of other scales; sums have groups of 64 or more
+    layers = [[moe_ops.quantize(w.to(t), scheme).to(BF16) for w in plain] for t in (BF16, dtype)]
+    for layer, top_k, options in (
+        (0, 8, {}),
+        (0, 4, {"w13_bias": biases[0], "w2_bias": biases[1], "activation": "swigluoai"}),
+        (1, 10, {"expert_map": expert_map}),
+        (1, 1, {"router_weight_on_input": True, "out_dtype": FP32}),
+    ):
+
+        def run(rows: slice, layer=layer, top_k=top_k, options=options):
+            return moe_ops.fused_experts(
+                *(x[rows], *layers[layer], router[rows, :top_k], ids[rows, :top_k]),
+                backend="triton",
+                batch_invariant=True,
+                **options,
+            )
+
+        want = run(slice(M))
+        assert want.isfinite().all() and want.float().square().mean() > 0.01
+        own = mixed.sm90_mma()
+        with mock.patch.object(own, "launches", wraps=own.launches) as launches:
+            alone = torch.cat([run(slice(m, m + 1)) for m in range(M)])
+        assert launches.call_count == M
+        assert torch.equal(alone, want), (top_k, options.keys())
 
 
 @pytest.mark.gpu

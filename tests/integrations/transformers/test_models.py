@@ -54,6 +54,7 @@ def test_every_way_to_choose_it(tmp_path):
         assert calls.names == ["torch_experts"]
 
 
+@pytest.mark.sweep
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss"])
 def test_compiled_generation_gives_eager_tokens(family):

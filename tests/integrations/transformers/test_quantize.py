@@ -65,6 +65,7 @@ def test_prepared_weights_in_a_compiled_model(family, scheme, monkeypatch):
             assert relative(logits(model, ids), want) < 2e-2
 
 
+@pytest.mark.sweep
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="interpreted")
 @pytest.mark.parametrize("family", ["gpt_oss", "mixtral"])

@@ -67,6 +67,7 @@ def trained(family, implementation, dtype, folder, checkpointing):
     return torch.stack(trainer.losses), after, moved, calls.names
 
 
+@pytest.mark.sweep
 @pytest.mark.slow
 @pytest.mark.parametrize("checkpointing", [True, False])
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])

@@ -126,6 +126,50 @@ def test_sums_are_in_the_order_of_ranks(R, T, K, dtype, few, monkeypatch):
             assert torch.equal(out, want.to(dtype))
 
 
+@pytest.mark.parametrize(
+    ("R", "T", "K", "top_k", "split_k", "few"),
+    [(2, 5, 40, 3, 1, 128), (3, 7, 24, 2, 2, 2), (2, 19, 9, 1, 1, 1)],
+)
+def test_pairs_are_summed_on_the_way(R, T, K, top_k, split_k, few, monkeypatch):
+    """As each rank's weighted sums, rounded, and then the ranks in their order. Rows of experts
+    that are elsewhere hold NaN.
+    """
+    monkeypatch.setattr(symmetric, "FEW_BLOCKS", few)
+    monkeypatch.setattr(push, "PROGRAMS", 2 * min(few, 2))
+    E, S = 4, R * T * top_k
+    boxes = mailboxes(SymmetricLayout(R, T, K * 2))
+    ids = torch.randint(-1, R * E + 1, (R * T, top_k))
+    # sums without rounding, so that it does not matter how they are made
+    weights = None if top_k == 1 else torch.randint(1, 9, (top_k, R * T)).T / 8
+    parts, shares = [], []
+    for r in range(R):
+        expert_map = torch.full((R * E,), -1, dtype=torch.int32)
+        expert_map[r * E : (r + 1) * E] = torch.arange(E)
+        flat = ids.flatten()
+        here = (flat >= r * E) & (flat < (r + 1) * E)
+        y = torch.randint(-99, 99, (split_k, S, K)) / 16
+        factor = 1 if weights is None else weights[..., None]
+        terms = torch.where(here[:, None], y.sum(0), 0).view(R * T, top_k, K)
+        shares.append((terms * factor).sum(1).half().float())
+        y[:, ~here] = torch.nan
+        rows, split = None, split_k
+        if r % 2 and split_k == 1:  # sorted, with room between experts
+            order = torch.randperm(2 * S)[:S]
+            rows = torch.where(here, order, -1).int()
+            y, given = torch.full((2 * S, K), torch.nan), y
+            y[order] = given[0]
+        parts.append((y, push.pairs_of(ids, expert_map, E, rows, weights, split)))
+    outs = [torch.full((T - r, K), torch.nan).half() for r in range(R)]
+    for phases in (Phases(True, False), Phases(False, True)):
+        for out, (y, pairs), box in zip(outs, parts, boxes, strict=True):
+            run(push.push_sums(out, y.contiguous(), box, SPINS, phases, pairs))
+    for r, out in enumerate(outs):
+        want = torch.zeros(T - r, K)
+        for share in shares:
+            want += share[r * T : r * T + T - r]
+        assert want.abs().sum() > 0 and torch.equal(out, want.half())
+
+
 def test_the_stand_in_reads_what_kernels_sent():
     """Layout, flags and epochs of the one are those of the other."""
     R, T, K, top_k = 3, 5, 24, 2
