@@ -58,7 +58,7 @@ fuzz-sanitized: venv
 	mkdir -p build
 	g++ -g -O1 -std=c++20 -shared -fPIC -fopenmp -fsanitize=address,undefined \
 	  -fno-sanitize-recover=undefined -o build/sanitized.so moe_ops/csrc/cpu/*.cpp
-	for avx in 512 2; do \
+	for avx in 1024 512 2; do \
 	  LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)" \
 	  ASAN_OPTIONS=detect_leaks=0 OMP_NUM_THREADS=1 $(PY) -W ignore -m tests.fuzz \
 	    --examples $(EXAMPLES) --seed $(SEED) --kernels build/sanitized.so --avx $$avx || exit 1; \

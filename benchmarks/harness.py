@@ -80,7 +80,9 @@ def matmul_gflop_s(dtype: torch.dtype, size: int = 2048) -> float:
 
 
 def use_cpu_kernels(avx: int) -> int:
-    """Let the CPU kernels use AVX of at most so many bits (2: AVX2), and say which they use."""
+    """Let the CPU kernels use AVX of at most so many bits (2: AVX2; 1024: AMX beside AVX-512), and
+    say which they use.
+    """
     kernels = layer.kernels()
     if kernels is None:
         raise SystemExit("the CPU kernels are not built, or this processor lacks AVX2")

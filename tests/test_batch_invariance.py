@@ -69,7 +69,7 @@ def avx(request) -> Iterator[None]:
         torch.set_num_threads(threads)
         if built is not None:
             built.moe_ops_cpu_avx(512)
-            built.moe_ops_cpu_experts_avx(512)
+            built.moe_ops_cpu_experts_avx(layer.WIDEST)
 
 
 def normal(*shape: int, seed: int, dtype=FP32) -> Tensor:

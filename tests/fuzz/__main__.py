@@ -1,6 +1,6 @@
 """make fuzz: random calls in batches, with their seeds.
 
-    python -m tests.fuzz [--examples 20000] [--seed 0] [--kernels grouped_mm.so] [--avx 512]
+    python -m tests.fuzz [--examples 20000] [--seed 0] [--kernels grouped_mm.so] [--avx 1024]
 
 A batch that fails prints its seed and the smallest example found; `--examples 500 --seed THAT`
 runs it again. `--kernels` runs the CPU kernels of another build, as `make fuzz-sanitized` does,
@@ -53,7 +53,7 @@ def main() -> int:
     parser.add_argument("--examples", type=int, default=20_000)
     parser.add_argument("--seed", type=int, default=0, help="of the first batch")
     parser.add_argument("--kernels", type=Path, help="a build of csrc/cpu")
-    parser.add_argument("--avx", type=int, default=512, help="the widest that kernels may use")
+    parser.add_argument("--avx", type=int, default=1024, help="the widest that kernels may use")
     parser.add_argument("--keep-going", action="store_true", help="after a failure")
     options = parser.parse_args()
     patch_language_once()

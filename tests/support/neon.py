@@ -31,6 +31,9 @@ class Emulated:
     def moe_ops_cpu_experts_avx(self, most: int) -> int:
         return 2
 
+    def moe_ops_cpu_experts_tiles(self) -> int:
+        return 0
+
     def moe_ops_cpu_experts_scratch(self, form: int, call: bytes) -> int:
         return 0
 

@@ -1,9 +1,10 @@
-"""Whole layers of bf16 tokens on a CPU with AVX2, AVX-512 or NEON: csrc/cpu/experts.cpp, called
-through ctypes if it was built. Weights of 4 and 8 bits, and bf16 ones, are read where they lie;
-nothing of their size is allocated.
+"""Whole layers of bf16 tokens on a CPU with AVX2, AVX-512, AMX or NEON: csrc/cpu/experts.cpp,
+called through ctypes if it was built. Weights of 4 and 8 bits, and bf16 ones, are read where they
+lie; nothing of their size is allocated.
 
 Error against fp64 at unit scale: 1.7e-3 from rounding the output; 2.5e-3 where h is rounded, too.
-Integers and e2m1 meet tokens and h in whole numbers of 16 bits, under a scale for 128 columns.
+Integers and e2m1 meet tokens and h in whole numbers of 16 bits, under a scale for 128 columns;
+with AMX in bf16, h as a sum of two such numbers.
 """
 
 from __future__ import annotations
@@ -42,10 +43,13 @@ ACTIVATIONS = {  # of its Activation
     "swiglustep": 2,
 }
 _TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
+WIDEST = 1024  # AMX beside AVX-512, of the instructions that the kernels may use
 COLUMNS = 32  # K and I are multiples of it
 # bf16 weights: rows an expert up to which the layer is faster than a grouped product at a time. On
 # two EPYC cores with AVX-512 it took 0.42 of the time at one token, 0.57 at 1 row, 0.93 at 4.
 MOST_ROWS_OF_BF16 = 4
+# The same where tiles (AMX) multiply them: not timed. Up to 32 rows a weight is read once.
+MOST_ROWS_OF_BF16_TILES = 32
 ALIGNMENT = 64
 _DEVICE = torch.device("cpu")  # the default device may be another one
 
@@ -87,10 +91,12 @@ def kernels() -> Any:
     library = cpu.library()
     if library is None or not hasattr(library, "moe_ops_cpu_experts_run"):
         return None
-    if not library.moe_ops_cpu_experts_avx(512):  # the widest that it may use
+    if not library.moe_ops_cpu_experts_avx(WIDEST):
         return None
-    if library.moe_ops_cpu_experts_struct_bytes() != ctypes.sizeof(Experts) + CALL.size:
-        return None  # built from another version
+    of_this_version = hasattr(library, "moe_ops_cpu_experts_tiles")
+    structs = library.moe_ops_cpu_experts_struct_bytes()
+    if not of_this_version or structs != ctypes.sizeof(Experts) + CALL.size:
+        return None
     library.moe_ops_cpu_experts_scratch.argtypes = [_pointer, ctypes.c_char_p]
     library.moe_ops_cpu_experts_scratch.restype = _size
     library.moe_ops_cpu_experts_run.argtypes = [_pointer, ctypes.c_char_p, _pointer]
@@ -171,8 +177,12 @@ def form_of(a: ExpertsArgs) -> Form | None:
 def _few_bf16(a: ExpertsArgs) -> bool:
     if a.batch_invariant:  # one path for however many rows: that of grouped products
         return False
-    few = a.topk_ids.numel() <= MOST_ROWS_OF_BF16 * a.w13.shape[0]
-    return few and a.w13.dtype == a.w2.dtype == torch.bfloat16
+    if not a.w13.dtype == a.w2.dtype == torch.bfloat16:
+        return False
+    pairs, E = a.topk_ids.numel(), a.w13.shape[0]
+    if pairs <= MOST_ROWS_OF_BF16 * E:
+        return True
+    return pairs <= MOST_ROWS_OF_BF16_TILES * E and bool(kernels().moe_ops_cpu_experts_tiles())
 
 
 class _Facts(NamedTuple):

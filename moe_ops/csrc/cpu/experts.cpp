@@ -1,12 +1,13 @@
 // Whole expert layers of weights of 4, 8 and 16 bits on a CPU: every weight is read once for up to eight rows,
-// in the layout it is stored in, and decoded in registers: with AVX-512 and AVX2 to whole numbers of 16 bits beside
-// tokens as such, or to bf16 and fp32; with NEON to fp32. No copy of a weight is made.
+// in the layout it is stored in, and decoded in registers: with AVX-512 and AVX2 to whole numbers of 8 or 16 bits
+// beside tokens as such, or to bf16 and fp32; with NEON to fp32. With AMX, from a few rows an expert on, 32 rows of a
+// weight at a time become bf16, once for all rows of x. No copy of a weight is made.
 //
 // One parallel region: tokens are put into the order in which weights are decoded | product with w13 and
 // activation | the same of h | product with w2 and weighted sum. Thread t of T takes the same share of rows of
 // every expert in use, so that bytes are even whatever the routing is; after the second product it owns its
 // columns of the sum, whose order is that of experts. How weights are decoded and multiplied is in
-// experts_avx512.inc, experts_int16.inc (AVX2) and experts_fp32.inc (AVX2 and NEON).
+// experts_avx512.inc, experts_amx.inc, experts_int16.inc (AVX2) and experts_fp32.inc (AVX2 and NEON).
 //
 // Plain C interface without torch's headers, as in grouped_mm.cpp: one build serves every torch.
 //
@@ -15,6 +16,12 @@
 #if defined(__x86_64__) || defined(__aarch64__)
 #if defined(__x86_64__)
 #include <immintrin.h>
+#if defined(__linux__) && (defined(__clang__) ? __clang_major__ >= 14 : __GNUC__ >= 12)
+#define MOE_OPS_AMX
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 #else
 #include <arm_neon.h>
 #endif
@@ -34,6 +41,8 @@ constexpr int64_t BLOCK = 128;     // columns of a step
 #endif
 constexpr int MOST_ROWS = MOE_OPS_MOST_ROWS;  // rows of x that one decoded weight row meets
 constexpr int TILE = 4;            // weight rows of a tile
+constexpr int TOKENS_OF_BLOCK = 16, ROWS_OF_PANEL = 32;  // of tiles
+constexpr int64_t ROWS_OF_TILES = 3;  // rows an expert from which tiles are used: by instructions' times, not timed
 constexpr int64_t RESIDENT = 384 << 10;  // bytes of rows of x that stay in a core's cache
 
 // A weight of all experts: struct Matrix of backends/torch/layer.py. Strides in bytes.
@@ -103,7 +112,7 @@ Weight of_expert(const Matrix& m, int64_t e) {
 inline float scale_of_whole(uint32_t bits) {
     float most;
     memcpy(&most, &bits, 4);
-    const float scale = most / 32767;
+    const float scale = most / 32639;  // 127 * 256 + 127: two bytes with a sign hold it
     return scale < 0x1p-126f ? 0x1p-126f : scale;  // whose inverse is finite
 }
 
@@ -131,6 +140,15 @@ namespace avx512 {
 #include "experts_avx512.inc"
 #undef TARGET
 }  // namespace avx512
+#ifdef MOE_OPS_AMX
+namespace amx {
+#define TARGET                                                                                       \
+    __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx512vbmi,avx512vnni,f16c," \
+                          "avx512fp16,amx-tile,amx-bf16")))
+#include "experts_amx.inc"
+#undef TARGET
+}  // namespace amx
+#endif
 namespace avx2 {
 #define TARGET __attribute__((target("avx2,fma,f16c")))
 #define LANES avx2
@@ -225,31 +243,51 @@ bool add_blocks(const Experts& a, int64_t m, const int64_t* place, const float* 
     return any;
 }
 
+// Whether rows are packed and multiplied in blocks of TOKENS_OF_BLOCK of one expert (AMX), or by themselves.
+template <class D>
+constexpr bool TILED = requires { D::Isa::begin(); };
+// bf16 numbers whose sum is an activation of h
+template <class D>
+constexpr int PLANES = D::TOKENS == WIDE && !D::ROUNDS ? 2 : 1;
+
 // Where everything lies in the scratch memory.
 template <class D>
 struct Layout {
     // what is quantized is not rounded before
     using H = std::conditional_t<D::ROUNDS && D::TOKENS == WIDE, uint16_t, float>;
-    int64_t x_row, h_row, share13, share2, width;  // bytes of packed rows; rows of a thread's share
-    int64_t x, h, packed_h, sums, local, wide, rows_x, rows_h, place, pair, start, hit, bytes;
+    int64_t x_row, h_row, share13, share2, width;  // bytes of packed rows or blocks; rows of a thread's share
+    int64_t x, h, packed_h, sums, local, wide, wide_bytes, rows_x, rows_h, place, pair, start, hit, bytes;
 
     explicit Layout(const Experts& a) {
         const int64_t P = a.M * a.top_k;
-        const int64_t behind = D::TOKENS == ROWS ? 64 : 0;
-        x_row = (a.K + BLOCK - 1) / BLOCK * D::PACKED + behind;
-        h_row = (a.I + BLOCK - 1) / BLOCK * D::PACKED + behind;
+        int64_t packed_x = a.M, packed_pairs = P, most = std::max(a.K, a.I);  // numbers of rows or blocks
+        if constexpr (TILED<D>) {
+            x_row = typename D::Isa::template Block<D>(a.K, 1).bytes;
+            h_row = typename D::Isa::template Block<D>(a.I, PLANES<D>).bytes;
+            packed_x = packed_pairs = P / TOKENS_OF_BLOCK + std::min(P, a.E);
+            most = (most + BLOCK - 1) / BLOCK * BLOCK * ROWS_OF_PANEL;
+        } else {
+            auto bytes_of = [](int64_t n) {
+                const int64_t steps = (n + BLOCK - 1) / BLOCK;
+                const int64_t behind = D::TOKENS == ROWS ? 64 : D::WHOLE ? rounded(steps * 8) : 0;
+                return steps * D::PACKED + behind;
+            };
+            x_row = bytes_of(a.K);
+            h_row = bytes_of(a.I);
+        }
         const int64_t unit = a.interleaved ? 2 : TILE;
         share13 = ((a.I + unit - 1) / unit + a.threads - 1) / a.threads * unit;
         share2 = ((a.K + TILE - 1) / TILE + a.threads - 1) / a.threads * TILE;
         width = std::max(2 * share13, share2);
         bytes = 0;
         auto take = [&](int64_t size) { const int64_t at = bytes; bytes += rounded(size); return at; };
-        x = take(a.M * x_row);
+        x = take(packed_x * x_row);
         h = take(P * a.I * sizeof(H));
-        packed_h = take(P * h_row);
+        packed_h = take(packed_pairs * h_row);
         sums = take(a.batch_invariant ? a.threads * TREE_ROWS * share2 * 4 : a.M * a.K * 4);
         local = take(a.threads * rounded((P + 1) * width * 4));  // and a row of biases
-        wide = take(D::TOKENS == WIDE && !D::WHOLE ? 0 : a.threads * rounded(std::max(a.K, a.I) * 2));
+        wide_bytes = !TILED<D> && D::TOKENS == WIDE && !D::WHOLE ? 0 : rounded(most * 2);
+        wide = take(a.threads * wide_bytes);
         rows_x = take(P * 8);
         rows_h = take(P * 8);
         place = take(P * 8);
@@ -280,6 +318,20 @@ int64_t sort(const Experts& a, int64_t* start, int64_t* pair, int64_t* hit) {
     for (int64_t e = a.E; e > 0; --e) start[e] = start[e - 1];
     start[0] = 0;
     return hits;
+}
+
+// Packs the blocks of all experts in use, thread t of T every Tth: row(s) is sorted row s of n activations.
+template <class D, class Row>
+void pack_blocks(const Experts& a, const int64_t* start, const int64_t* hit, int64_t hits, int64_t t, int64_t T,
+                 int64_t n, int groups, uint16_t* wide, uint8_t* out, int64_t bytes, Row row) {
+    for (int64_t k = 0, block = 0; k < hits; ++k)
+        for (int64_t s = start[hit[k]], end = start[hit[k] + 1]; s < end; s += TOKENS_OF_BLOCK, ++block) {
+            if (block % T != t) continue;
+            decltype(row(s)) rows[TOKENS_OF_BLOCK];
+            const int count = int(std::min<int64_t>(TOKENS_OF_BLOCK, end - s));
+            for (int i = 0; i < count; ++i) rows[i] = row(s + i);
+            D::Isa::template take<D>(rows, count, n, a.powers, groups, wide, out + block * bytes);
+        }
 }
 
 template <class D>
@@ -313,29 +365,46 @@ void layer(const Experts& a, uint8_t* scratch) {
         const int64_t t = omp_get_thread_num(), T = omp_get_num_threads();
         float* y = (float*)(scratch + at.local + t * rounded((a.M * a.top_k + 1) * at.width * 4));
         float* bias = y + a.M * a.top_k * at.width;
-        auto* wide = (uint16_t*)(scratch + at.wide + t * rounded(std::max(a.K, a.I) * 2));
-        for (int64_t m = t; m < a.M; m += T)
-            Of::template take<D>(a.x + m * a.x_row, a.K, a.powers, wide, scratch + at.x + m * at.x_row);
+        auto* wide = (uint16_t*)(scratch + at.wide + t * at.wide_bytes);
+        // rows of one expert from sorted row `first` on, whose blocks begin with number `block`
+        auto product = [&](const uint8_t* packed, const uint8_t** rows, int64_t bytes, int planes, int64_t first,
+                           int64_t block, int64_t count, const Matrix& m, const Weight& w, int64_t n0, int64_t n1, int64_t cols,
+                           float* to, int64_t stride, const uint8_t* next) {
+            if constexpr (TILED<D>)
+                Of::template panel<D>(count, packed + block * bytes, typename Of::template Block<D>(cols, planes), m, w,
+                                      n0, n1, cols, to, stride, next, (uint8_t*)wide);
+            else
+                for (int64_t c = 0; c < count; c += several(bytes))
+                    panel<D>(std::min(several(bytes), count - c), rows + first + c, m, w, n0, n1, cols,
+                             to + c * stride, stride, next, a.batch_invariant);
+        };
+        if constexpr (TILED<D>) {
+            Of::begin();
+            pack_blocks<D>(a, start, hit, hits, t, T, a.K, a.w13.groups, wide, scratch + at.x, at.x_row,
+                           [&](int64_t s) { return a.x + pair[s] / a.top_k * a.x_row; });
+        } else {
+            for (int64_t m = t; m < a.M; m += T)
+                Of::template take<D>(a.x + m * a.x_row, a.K, a.powers, wide, scratch + at.x + m * at.x_row);
+        }
 #pragma omp barrier
         // fewer threads than asked for share what is left in turns
         for (int64_t part = t; part < a.threads; part += T) {
             const int64_t i0 = std::min(part * at.share13, a.I), i1 = std::min(i0 + at.share13, a.I), n = i1 - i0;
-            for (int64_t k = 0; k < hits && n > 0; ++k) {
+            for (int64_t k = 0, block = 0; k < hits && n > 0; ++k) {
                 const int64_t e = hit[k], first = start[e], count = start[e + 1] - first;
                 const Weight w = of_expert(a.w13, e), after = of_expert(a.w13, hit[std::min(k + 1, hits - 1)]);
                 const uint8_t* next = after.data + (a.interleaved ? 2 * i0 : i0) * a.w13.row;
-                const uint8_t* up = w.data + (a.I + i0) * a.w13.row;
-                for (int64_t c = 0; c < count; c += several(at.x_row)) {
-                    const int64_t rows = std::min(several(at.x_row), count - c);
-                    const uint8_t** x = rows_x + first + c;
-                    float* to = y + c * 2 * n;
-                    if (a.interleaved) {
-                        panel<D>(rows, x, a.w13, w, 2 * i0, 2 * i1, a.K, to, 2 * n, next, a.batch_invariant);
-                    } else {
-                        panel<D>(rows, x, a.w13, w, i0, i1, a.K, to, 2 * n, up, a.batch_invariant);
-                        panel<D>(rows, x, a.w13, w, a.I + i0, a.I + i1, a.K, to + n, 2 * n, next, a.batch_invariant);
-                    }
+                auto rows = [&](int64_t n0, int64_t n1, float* to, const uint8_t* then) {
+                    product(scratch + at.x, rows_x, at.x_row, 1, first, block, count, a.w13, w, n0, n1, a.K, to, 2 * n,
+                            then);
+                };
+                if (a.interleaved) {
+                    rows(2 * i0, 2 * i1, y, next);
+                } else {
+                    rows(i0, i1, y, w.data + (a.I + i0) * a.w13.row);
+                    rows(a.I + i0, a.I + i1, y + n, next);
                 }
+                block += (count + TOKENS_OF_BLOCK - 1) / TOKENS_OF_BLOCK;
                 if (a.w13.bias)
                     for (int64_t i = 0; i < 2 * n; ++i) {
                         const int64_t of = a.interleaved ? 2 * i0 + i : i < n ? i0 + i : a.I + i0 + i - n;
@@ -346,19 +415,23 @@ void layer(const Experts& a, uint8_t* scratch) {
             }
         }
 #pragma omp barrier
-        for (int64_t s = t; s < pairs; s += T)
-            Of::template take<D>(h + s * a.I, a.I, a.powers, wide, scratch + at.packed_h + s * at.h_row);
+        if constexpr (TILED<D>)
+            pack_blocks<D>(a, start, hit, hits, t, T, a.I, a.w2.groups, wide, scratch + at.packed_h, at.h_row,
+                           [&](int64_t s) { return h + s * a.I; });
+        else
+            for (int64_t s = t; s < pairs; s += T)
+                Of::template take<D>(h + s * a.I, a.I, a.powers, wide, scratch + at.packed_h + s * at.h_row);
 #pragma omp barrier
         for (int64_t part = t; part < a.threads; part += T) {
             const int64_t k0 = std::min(part * at.share2, a.K), n = std::min(k0 + at.share2, a.K) - k0;
             for (int64_t m = 0; m < a.M && n > 0 && !a.batch_invariant; ++m) std::fill_n(sums + m * a.K + k0, n, 0.f);
-            for (int64_t k = 0; k < hits && n > 0; ++k) {
+            for (int64_t k = 0, block = 0; k < hits && n > 0; ++k) {
                 const int64_t e = hit[k], first = start[e], count = start[e + 1] - first;
                 const Weight w = of_expert(a.w2, e), after = of_expert(a.w2, hit[std::min(k + 1, hits - 1)]);
                 float* to = a.batch_invariant ? y + first * n : y;  // all rows, or those of one expert
-                for (int64_t c = 0; c < count; c += several(at.h_row))
-                    panel<D>(std::min(several(at.h_row), count - c), rows_h + first + c, a.w2, w, k0, k0 + n, a.I,
-                             to + c * n, n, after.data + k0 * a.w2.row, a.batch_invariant);
+                product(scratch + at.packed_h, rows_h, at.h_row, PLANES<D>, first, block, count, a.w2, w, k0, k0 + n, a.I, to, n,
+                        after.data + k0 * a.w2.row);
+                block += (count + TOKENS_OF_BLOCK - 1) / TOKENS_OF_BLOCK;
                 if (a.w2.bias)
                     for (int64_t i = 0; i < n; ++i)
                         bias[i] = number(a.w2.bias, e * a.w2.bias_expert + k0 + i, a.w2.bias_type);
@@ -380,6 +453,7 @@ void layer(const Experts& a, uint8_t* scratch) {
                 }
             }
         }
+        if constexpr (TILED<D>) Of::end();
     }
 }
 
@@ -398,30 +472,69 @@ constexpr Entry ENTRY = {[](const Experts& a) { return Layout<D>(a).bytes; }, la
 #if defined(__x86_64__)
 const Entry OF_AVX512[] = ENTRIES(avx512, avx512), OF_AVX2[] = ENTRIES(avx2, avx2::whole);
 const Entry* entries = OF_AVX2;
+bool tiles = false;  // whether AMX is in use
 
-// Instructions in use from now on, no wider than `most`: 512 (AVX-512), 2 (AVX2), or 0 where there are neither.
+#ifdef MOE_OPS_AMX
+const Entry OF_AMX[] = ENTRIES(amx, amx);
+
+// Whether this processor has AMX, beside AVX-512 in fp16, and Linux lets this process use it from now on.
+bool has_tiles() {
+    static const bool has = [] {
+        unsigned a, b, c, d;
+        if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return false;
+        const bool bf16 = d >> 22 & 1, fp16 = d >> 23 & 1, tile = d >> 24 & 1;
+        return bf16 && fp16 && tile && !syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18);
+    }();
+    return has;
+}
+#else
+const Entry* const OF_AMX = OF_AVX512;
+bool has_tiles() { return false; }
+#endif
+
+// Instructions in use from now on, no wider than `most`: 1024 (AMX beside AVX-512), 512 (AVX-512), 2 (AVX2), or 0
+// where there are none.
 int use(int most) {
     const bool wide = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
                       __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vbmi") &&
                       __builtin_cpu_supports("avx512vnni");
     entries = most >= 512 && wide ? OF_AVX512 : OF_AVX2;
-    if (entries == OF_AVX512) return 512;
+    tiles = most >= 1024 && entries == OF_AVX512 && has_tiles();
+    if (entries == OF_AVX512) return tiles ? 1024 : 512;
     return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c") ? 2 : 0;
 }
+
+// Whether experts have so many rows on average, those of other processes included, that tiles are faster.
+bool many_rows(const Experts& a) {
+    return !a.batch_invariant && a.M * a.top_k >= ROWS_OF_TILES * std::max(a.E, a.mapped);
+}
+
+const Entry& entry_of(const Experts& a) { return (tiles && many_rows(a) ? OF_AMX : entries)[a.scheme]; }
 #else
 const Entry entries[] = ENTRIES(neon, neon);
 
 int use(int) { return 128; }
+
+const Entry& entry_of(const Experts& a) { return entries[a.scheme]; }
 #endif
 
 }  // namespace
 
 extern "C" {
 
-// Which instructions are in use from now on, no wider than `most` on x86-64: 512 (AVX-512), 2 (AVX2) or, where
-// this processor has neither, 0; 128 (NEON).
+// Which instructions are in use from now on, no wider than `most` on x86-64: 1024 (AMX for several rows an expert,
+// else AVX-512), 512 (AVX-512), 2 (AVX2) or, where this processor has none of them, 0; 128 (NEON).
 int moe_ops_cpu_experts_avx(int most) { return use(most); }
+
+// 1 if calls of several rows an expert run on tiles (AMX) from now on.
+int moe_ops_cpu_experts_tiles() {
+#if defined(__x86_64__)
+    return tiles;
+#else
+    return 0;
+#endif
+}
 
 int64_t moe_ops_cpu_experts_struct_bytes() { return sizeof(Experts) + sizeof(Call); }
 
@@ -430,14 +543,16 @@ int64_t moe_ops_cpu_experts_struct_bytes() { return sizeof(Experts) + sizeof(Cal
 int64_t moe_ops_cpu_experts_scratch(const Experts* form, const Call* call) {
     const Experts a = filled(*form, *call);
 #if defined(__x86_64__)
-    return std::max(OF_AVX512[a.scheme].bytes(a), OF_AVX2[a.scheme].bytes(a));
+    const int64_t most = std::max(OF_AVX512[a.scheme].bytes(a), OF_AVX2[a.scheme].bytes(a));
+    return many_rows(a) ? std::max(most, OF_AMX[a.scheme].bytes(a)) : most;
 #else
     return entries[a.scheme].bytes(a);
 #endif
 }
 
 void moe_ops_cpu_experts_run(const Experts* form, const Call* call, void* scratch) {
-    entries[form->scheme].run(filled(*form, *call), (uint8_t*)scratch);
+    const Experts a = filled(*form, *call);
+    entry_of(a).run(a, (uint8_t*)scratch);
 }
 }
 #else

@@ -23,7 +23,7 @@ RUN = layer.run
 pytestmark = pytest.mark.skipif(layer.kernels() is None, reason="not built, or no AVX2")
 
 
-@pytest.fixture(autouse=True, params=[512, 2], ids=["avx512", "avx2"])
+@pytest.fixture(autouse=True, params=[1024, 512, 2], ids=["amx", "avx512", "avx2"])
 def avx(request) -> Iterator[None]:
     """Every form of the kernels that this processor runs."""
     library = layer.kernels()
@@ -32,7 +32,7 @@ def avx(request) -> Iterator[None]:
             pytest.skip("this processor lacks it")
         yield
     finally:
-        library.moe_ops_cpu_experts_avx(512)
+        library.moe_ops_cpu_experts_avx(layer.WIDEST)
 
 
 @pytest.fixture(autouse=True)
@@ -96,9 +96,11 @@ def test_schemes(native, scheme, K, I):  # noqa: E741
         w13, w2, exact13, exact2 = weights(5, K, I, scheme)
     except ValueError as reason:
         pytest.skip(str(reason))  # columns are no multiple of a group's
+    tiles = layer.kernels().moe_ops_cpu_experts_tiles()
+    most = 5 * (layer.MOST_ROWS_OF_BF16_TILES if tiles else layer.MOST_ROWS_OF_BF16)
     # 1 to 8 rows an expert, some more, and rows in parts
     for M, threads in ((1, 1), (3, 2), (7, 1), (20, 2), (70, 1)):
-        if not scheme and 2 * M > layer.MOST_ROWS_OF_BF16 * 5:
+        if not scheme and most < 2 * M:
             continue
         torch.set_num_threads(threads)
         x, (ids, router) = normal(M, K, seed=M).to(BF16), routing(M, 5, 2, seed=M)
