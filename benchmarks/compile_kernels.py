@@ -485,6 +485,12 @@ def compile_exchange(
     out_ids = _empty(R * T, top_k, dtype=torch.int32)
     out_weights = _empty(R * T, top_k, dtype=torch.float32)
 
+    ids_of_all, expert_map = _empty(R * T, top_k, dtype=call.ids), _empty(2 * R, dtype=torch.int32)
+    of_all = ids_of_all, expert_map, 2
+    y = _empty(R * T * top_k, K, dtype=call.dtype)
+    where = _empty(R * T * top_k, dtype=torch.int32)
+    forms = push.pairs_of(*of_all, where, out_weights), push.pairs_of(*of_all, None, None, 2)
+
     def mailbox(words: int) -> Mailbox:
         layout = SymmetricLayout(R, T, K * call.dtype.itemsize, words)
         buffer = _empty(layout.num_bytes, dtype=torch.uint8)
@@ -496,6 +502,10 @@ def compile_exchange(
             push.push_rows(rows, out_ids, out_weights, x, ids, weights, mailbox(top_k), 1),
             push.push_rows(rows, None, None, x, None, None, mailbox(0), 1),
             push.push_sums(x, rows, mailbox(0), 1),
+            push.push_sums(x, y, mailbox(0), 1, pairs=forms[0]),
+            push.push_sums(
+                x, _empty(*y.shape, dtype=torch.float32), mailbox(0), 1, pairs=forms[1]
+            ),
         ):
             launch.run([one], -1, gpu)
     return found
