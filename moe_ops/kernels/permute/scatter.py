@@ -250,10 +250,12 @@ def moe_ops_scatter_groups(
         gdc_wait(PDL)  # the kernel before this one writes `rows`, and may not have ended
         # the GEMM executes gdc_wait too, if it was launched with PDL (deep_gemm.set_pdl)
         gdc_launch_dependents(PDL)
+        rows = ()
+        for j in tl.static_range(TOP_K):  # before any store, behind which each would wait in turn
+            rows += (tl.load(rows_ptr + m * TOP_K + j).to(tl.int64),)  # type: ignore[assignment]
         for j in tl.static_range(TOP_K):
-            row = tl.load(rows_ptr + m * TOP_K + j).to(tl.int64)
-            end = tl.where(row >= 0, K, 0)
-            store_columns(y_ptr, scale_ptr, y, scale, row, k, part, end, K, R, SCALES, WIDTH)
+            end = tl.where(rows[j] >= 0, K, 0)
+            store_columns(y_ptr, scale_ptr, y, scale, rows[j], k, part, end, K, R, SCALES, WIDTH)
 
 
 def quantized(operand: OperandRows, gpu: Gpu) -> tuple[Tensor, Quantized]:
