@@ -1,5 +1,6 @@
 """torch.library.opcheck, every utility of it, for every op registered in moe_ops::."""
 
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import pytest
@@ -27,6 +28,17 @@ QUANTIZED = {
     "quantized": "fp8_channel",
     "zero_points": "int4_w4a16:channel:zp",
     "global_scale": "nvfp4",
+}
+# of backends whose kernels take bf16 and sizes of 128 alone: the same
+SCHEMES_OF_LIBRARIES = {
+    "deep_gemm": {"quantized": "fp8_block"},
+    "deep_gemm_fp4": {"quantized": "mxfp4_w4a8"},
+    "flashinfer": {"quantized": "fp8_tensor_static"},
+    "cutlass": {
+        "quantized": "fp8_channel",
+        "static": "fp8_tensor_static",
+        "prepared": "int4_w4a8",
+    },
 }
 CUDA = torch.cuda.is_available()
 OF_BACKENDS = {
@@ -136,17 +148,23 @@ def experts_call(
     return lambda: moe_ops.fused_experts(x, w13, w2, weights, ids, **options)
 
 
+@contextmanager
+def skipped_where_refused(backend: str):
+    try:
+        yield
+    except ValueError as error:
+        if backend not in ("triton", "torch") or "got scheme" in str(error):
+            pytest.skip(str(error))
+        raise
+
+
 def backend_calls(name: str, variant: str, device: str) -> list[Call]:
     """Samples of a backend's op; of the tiered one, with all backends that take the call as
     tiers."""
     backend, kind = OF_BACKENDS[name]
     if backend is not auto.AUTO:
-        try:
+        with skipped_where_refused(backend.name):
             return recorded(experts_call(kind, variant, device, backend.name), name)
-        except ValueError as error:
-            if backend.name not in ("triton", "torch") or "got scheme" in str(error):
-                pytest.skip(str(error))
-            raise
     machine = machines.machine(torch.device(device))
 
     def all_tiers(problem, machine, accepted):
@@ -165,23 +183,31 @@ def backend_calls(name: str, variant: str, device: str) -> list[Call]:
         return recorded(experts_call(kind, variant, device, "auto"), name)
 
 
-def deep_gemm_calls(name: str, variant: str, device: str) -> list[Call]:
-    """Samples of the sizes and the dtype that DeepGEMM takes."""
+def library_calls(name: str, variant: str, device: str) -> list[Call]:
+    """Samples of the sizes and the dtype that kernels on matrix instructions take."""
+    backend, kind = OF_BACKENDS[name]
     everything, sizes = variant == "everything", {"device": device, "dtype": torch.bfloat16}
     w13, w2 = torch.randn(E, 256, 128, **sizes), torch.randn(E, 128, 128, **sizes)
-    if variant == "quantized":
-        w13, w2 = [moe_ops.quantize(w, "fp8_block") for w in (w13, w2)]
-    options = {"backend": "deep_gemm", "activation": "swigluoai" if everything else "silu"}
-    if name.endswith("batched_experts"):
-        x = torch.randn(E, M, 128, **sizes)
-        counts = torch.tensor([M, 0, 2], device=device)
-        return recorded(lambda: moe_ops.batched_experts(x, w13, w2, counts, **options), name)
+    if scheme := SCHEMES_OF_LIBRARIES[backend.name].get(variant):
+        scale = torch.full((), 0.01, device=device) if scheme.endswith("static") else None
+        w13, w2 = [moe_ops.quantize(w, scheme, activation_scale=scale) for w in (w13, w2)]
+    if variant == "prepared":
+        w13, w2 = [moe_ops.prepare(w, backend.name) for w in (w13, w2)]
+    options = {"backend": backend.name, "activation": "swigluoai" if everything else "silu"}
+    weights = torch.rand(TOP_K, M, device=device).t()
     x = torch.randn(M, 256, **sizes)[:, :: 2 if everything else 1][:, :128]
     ids = torch.tensor([[0, 1], [2, 0], [-1, 2], [7, 0]], device=device)
-    if everything:
+    blocks, counts = torch.randn(E, M, 128, **sizes), torch.tensor([M, 0, 2], device=device)
+
+    def call():
+        if kind == "batched_experts":
+            return moe_ops.batched_experts(blocks, w13, w2, counts, **options)
+        return moe_ops.fused_experts(x, w13, w2, weights, ids, **options)
+
+    if everything and kind == "experts":
         options["expert_map"] = torch.tensor([2, -1, 0, 1], device=device)
-    weights = torch.rand(TOP_K, M, device=device).t()
-    return recorded(lambda: moe_ops.fused_experts(x, w13, w2, weights, ids, **options), name)
+    with skipped_where_refused(backend.name):
+        return recorded(call, name)
 
 
 def training_calls(name: str, variant: str, device: str) -> list[Call]:
@@ -211,8 +237,9 @@ SAMPLES |= {
     for name in ("torch", "triton")
 }
 SAMPLES |= {
-    f"deep_gemm_{kind}": (deep_gemm_calls, ("plain", "everything", "quantized"))
-    for kind in ("experts", "batched_experts")
+    f"{name}_{kind}": (library_calls, ("plain", "everything", *schemes))
+    for name, schemes in SCHEMES_OF_LIBRARIES.items()
+    for kind in backends.named(name).ops
 }
 SAMPLES |= {
     "experts_forward": (training_calls, ("plain", "everything", *QUANTIZED)),
@@ -271,7 +298,7 @@ def test_opcheck(name, variant, device, monkeypatch):
     if not can_run(backend, device):
         pytest.skip(f"{backend.name} has no kernel for {device} here")
     calls = SAMPLES[name][0](name, variant, device)
-    if variant in QUANTIZED:
+    if variant not in ("plain", "everything"):
         allow_eight_bits(monkeypatch)
     for op, args, kwargs in calls:
         results = opcheck(op, args, kwargs, test_utils=UTILITIES)
