@@ -363,7 +363,10 @@ def choose_wgmma(
     """
     if bits == 8 and rows / groups > MAX_ROWS_OF_8_BITS:
         return None
-    return _wgmma(rows, groups, K, I, bits, chunk, streams)
+    chosen = _wgmma(rows, groups, K, I, bits, chunk, streams)
+    if bits == 8 and chosen.split_k > 1 and chosen.block_m == 8 and I % 256 == 0:
+        chosen = chosen._replace(gemm2=GemmConfig(128, 256, 2, 4), split_k=3)
+    return chosen
 
 
 def _wgmma(
@@ -391,8 +394,6 @@ def _wgmma(
     few = min(rows, groups) * cdiv(K, 128) <= 2 * MULTIPROCESSORS
     split_k = (3 if block_m == 32 else 2) if few else 1
     gemm1, gemm2 = gemm(K, average < 1), gemm(I, False)
-    if bits == 8 and few and block_m == 8 and I % 256 == 0:
-        gemm2, split_k = GemmConfig(128, 256, 2, 4), 3
     return LayerConfig(gemm1, gemm2, block_m, chunk, SM90_WGMMA, split_k=split_k)
 
 
