@@ -3,11 +3,11 @@
     python benchmarks/wgmma_registers.py FILE ...   # what `nvdisasm -c` prints of a kernel
 
 `ptxas` keeps registers of products apart from all else between instructions that follow one
-another, but not across the end of a loop: a loop whose products stay in flight must say itself
-that their operands are alive (kernels/mixed_gemm/sm90_mainloop.py, STREAM). Where one did not,
-results were wrong on an H200, in some runs. This walks through the first loop of products three
-times, as the hardware would, with the groups of products that no DEPBAR has waited for. Standard
-library alone.
+another, but not across the end of a loop: a loop whose products stay in flight must wait for them
+before it decodes into the variables that were their operands (kernels/mixed_gemm/sm90_mainloop.py,
+STREAM). Where one did not, results were wrong on an H200, in some runs. This walks through the
+first loop of products three times, as the hardware would, with the groups of products that no
+DEPBAR has waited for. Standard library alone.
 """
 
 from __future__ import annotations

@@ -345,9 +345,7 @@ def issue_wgmma(
     GROUPS: gl.constexpr, NUM_WARPS: gl.constexpr, FORMAT: gl.constexpr, SCALE: gl.constexpr,
     PROMOTE: gl.constexpr, HAS_ZERO: gl.constexpr,
 ):  # fmt: skip
-    """Issue the products of a chunk: into new accumulators (PROMOTE), or added to acc. Returns
-    them and the two left operands.
-    """
+    """Issue the products of a chunk: into new accumulators (PROMOTE), or added to acc."""
     A: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 32 // operand_bits(FORMAT))
     if FORMAT == "int4_e4m3":
         w0, w1 = decode_products(codes, scale, products_ptr, NUM_WARPS, A)
@@ -357,7 +355,7 @@ def issue_wgmma(
     d = warpgroup_mma(w0, x0, acc, use_acc=not PROMOTE, is_async=True)
     if weight_bits(FORMAT) == 4:
         d = warpgroup_mma(w1, x1, d, is_async=True)
-    return d, w0, w1
+    return d
 
 
 @gluon.jit
@@ -402,6 +400,7 @@ def consumer(
     # Each group's finished sums are scaled and added to the total.
     PROMOTE: gl.constexpr = SCALE == "sum" or SCALE == "block" or FORMAT == "int4_e4m3"
     gl.static_assert(not STREAM or (OVERLAP and ROWS < BLOCK_N and not PROMOTE))
+    gl.static_assert(not STREAM or NUM_STAGES > 1)  # a slot is freed once the next one is full
     HAS_ZERO: gl.constexpr = zero_ptrs is not None
     WIDEN: gl.constexpr = is_widened(scale_ptrs.dtype.element_ty) if PROMOTE else False
     PENDING: gl.constexpr = MMAS  # products that may stay in flight: the last chunk's
@@ -432,12 +431,7 @@ def consumer(
     acc0 = gl.zeros([ROWS, BLOCK_M], gl.float32, MMA)
     acc1 = acc0  # of the second half of the rows, if threads have rows of both
     if STREAM:
-        # From here on sums of products that may be in flight, and these products' left operands:
-        # ptxas, which does not see that they are read, must not put anything else there.
-        A: gl.constexpr = gl.DotOperandLayout(0, MMA, 32 // operand_bits(FORMAT))
-        acc1 = warpgroup_mma_init(acc1)
-        w0 = gl.zeros([ROWS, CHUNK_BYTES], gl.bfloat16, A)
-        w1 = w0
+        acc1 = warpgroup_mma_init(acc1)  # from here on sums of products that may be in flight
         # Without this, ptxas waits for each product: where a loop of no K tiles would end, sums in
         # flight meet zeros.
         gl.assume(k_begin < k_end)
@@ -463,7 +457,7 @@ def consumer(
             if HAS_ZERO:
                 z = unpack_scale(zero, zero_ptrs.dtype.element_ty)
             if ROWS == BLOCK_N:
-                d, _, _ = issue_wgmma(
+                d = issue_wgmma(
                     codes, s, z, products_ptr, x0, x1, acc0,
                     GROUPS, NUM_WARPS, FORMAT, SCALE, PROMOTE, HAS_ZERO,
                 )  # fmt: skip
@@ -482,7 +476,7 @@ def consumer(
                 codes0, codes1 = split_rows(codes)
                 s0, s1 = split_rows(s)
                 z0, z1 = split_rows(z)
-                d0, _, _ = issue_wgmma(
+                d0 = issue_wgmma(
                     codes0, s0, z0, products_ptr, x0, x1, acc0,
                     GROUPS, NUM_WARPS, FORMAT, SCALE, PROMOTE, HAS_ZERO,
                 )  # fmt: skip
@@ -490,13 +484,15 @@ def consumer(
                     d0 = warpgroup_mma_wait(0, [d0])
                     acc0 = accumulate(acc0, d0, s0, FORMAT, PROMOTE)
                 elif STREAM:
-                    acc1, _, _ = warpgroup_mma_wait(PENDING, [acc1, w0, w1])
+                    # Before the next ones are decoded: across the end of a loop, ptxas does not
+                    # keep registers apart that products in flight still read.
+                    acc1 = warpgroup_mma_wait(PENDING, [acc1])
                     if j == 0:
                         mbarrier.arrive(empty.index(previous), count=1, pred=k_tile > k_begin)
                 elif j > 0:
                     pending = warpgroup_mma_wait(PENDING, [pending])
                     acc1 = accumulate(acc1, pending, pending_scale, FORMAT, PROMOTE)
-                d1, w0, w1 = issue_wgmma(
+                d1 = issue_wgmma(
                     codes1, s1, z1, products_ptr, x0, x1, acc1,
                     GROUPS, NUM_WARPS, FORMAT, SCALE, PROMOTE, HAS_ZERO,
                 )  # fmt: skip
@@ -531,7 +527,7 @@ def consumer(
         previous = slot
         slot, phase = advance_slot(slot, phase, NUM_STAGES)
     if STREAM:
-        acc1, _, _ = warpgroup_mma_wait(0, [acc1, w0, w1])
+        acc1 = warpgroup_mma_wait(0, [acc1])
     return acc0, acc1
 
 

@@ -152,7 +152,8 @@ def _may_stream(kernel: WgmmaKernel) -> bool:
     With 16 and 32 rows in a block it was no faster, and short programs gain nothing.
     """
     (block_n, _, num_stages, num_warps) = kernel.config
-    if not kernel.streams or (block_n, num_warps) != (128, 4):
+    # a slot of the ring is freed once the next one is full, so that one alone would wait for ever
+    if not kernel.streams or (block_n, num_warps) != (128, 4) or num_stages < 2:
         return False
     if kernel.block_m == 8:
         return num_stages == 2 and kernel.steps >= LONG
