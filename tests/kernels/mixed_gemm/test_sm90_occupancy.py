@@ -66,6 +66,8 @@ def test_which_weights_are_streamed():
     assert of_64_rows.gemm1 == of_64_rows.gemm2 == GemmConfig(128, 128, 4, 4)
     p = p._replace(config=of_64_rows.gemm1, block_m=64, block_k=128)
     assert occupancy(p, 256) == (2, 128, True, True)
+    one_slot = p._replace(config=p.config._replace(num_stages=1))  # it would never be freed
+    assert not occupancy(one_slot, 256).stream
     assert configs.choose_wgmma(512, 8, 4096, 14336, 4, 256).gemm1 == GemmConfig(128, 256, 2, 8)
     w = int4(torch.zeros(2, 64, 128, dtype=torch.uint8))
     assert w.streams and not w._replace(k_chunk=0).streams

@@ -351,10 +351,13 @@ for scheme, activation in cases.items():
         (8, GemmConfig(64, 256, 2, 4)),
         (16, GemmConfig(128, 128, 3, 4)),
         (64, GemmConfig(128, 128, 4, 4) if "g128" in scheme else GemmConfig(128, 256, 2, 8)),
+        *[(8, GemmConfig(128, 256, 2, 4))] * (scheme == "int4_w4a16:g128"),
     ):
         prepared = block_m < 64 and scheme in ("nvfp4_w4a16", "mxfp4_w4a16")
         layout = "triton_e2m1" if prepared else ""
         sizes = (4, 2, 512, 384 if scheme == "int4_w4a8" else 320)
+        if block_m == 8 and gemm.block_n == 128:  # long rows, which are streamed
+            sizes = (4, 2, 4096, 4096)
         call = c.Call(sizes, 9, scheme, activation=activation, bias=True, layout=layout)
         with override(LayerConfig(gemm, gemm, block_m, 64, SM90_WGMMA)):
             found = c.compile_call(call, gpu, 90)
@@ -369,7 +372,7 @@ for scheme, activation in cases.items():
                 streamed += 1
                 waits = [text for text in product_loop(sass) if "DEPBAR" in text]
                 assert waits and not any(text.endswith("0x0 ;") for text in waits)
-assert streamed
+assert streamed == 4  # both GEMMs, in blocks of 8 rows and of 64
 """
 
 
@@ -760,6 +763,28 @@ def test_activations_map_and_weights_on_input(scheme, activation):
 def test_rings_that_wrap(scheme, config):
     """Several times as many steps as places, of either parity."""
     check(scheme, layer(*config), M=20, E=3, top_k=2, K=2304, I=1280)
+
+
+@pytest.mark.parametrize("scheme", [pytest.param("int4_w4a16:g128", marks=ON_GPU)])
+@pytest.mark.parametrize(
+    "config, split_k, K, I, streamed",
+    [
+        ((8, 128, 256, 2, 4), 1, 4352, 256, [True, False]),  # 17 K tiles in two slots
+        ((8, 128, 256, 2, 4), 1, 256, 4096, [False, True]),
+        ((64, 128, 128, 4, 4), 1, 128, 128, [True, True]),  # one K tile, fewer than slots
+        ((64, 128, 128, 4, 4), 2, 512, 384, [True, True]),  # shares of two K tiles and of one
+        ((64, 128, 128, 4, 4), 3, 2304, 896, [True, True]),  # 18 K tiles, shares of 3, 3 and 1
+        ((64, 128, 128, 2, 4), 3, 640, 512, [True, True]),  # four K tiles: two shares, not three
+    ],
+    ids=str,
+)
+def test_products_in_flight_across_k_tiles(scheme, config, split_k, K, I, streamed):  # noqa: E741
+    sizes = {"M": 40, "E": 3, "top_k": 2, "K": K, "I": I, "bias": True}
+    with mock.patch.object(mixed, "run", wraps=mixed.run) as run:
+        check(scheme, layer(*config)._replace(split_k=split_k), **sizes)
+    launches = [one for call in run.call_args_list for one in call.args[0]]
+    gemms = [one.named() for one in launches if "wgmma_gemm" in one.kernel.name]
+    assert [named["STREAM"] for named in gemms] == streamed * (len(gemms) // 2) != []
 
 
 @pytest.mark.parametrize(
