@@ -765,16 +765,22 @@ def test_rings_that_wrap(scheme, config):
     check(scheme, layer(*config), M=20, E=3, top_k=2, K=2304, I=1280)
 
 
-@pytest.mark.parametrize("scheme", [pytest.param("int4_w4a16:g128", marks=ON_GPU)])
 @pytest.mark.parametrize(
-    "config, split_k, K, I, streamed",
+    "scheme, config, split_k, K, I, streamed",
     [
-        ((8, 128, 256, 2, 4), 1, 4352, 256, [True, False]),  # 17 K tiles in two slots
-        ((8, 128, 256, 2, 4), 1, 256, 4096, [False, True]),
-        ((64, 128, 128, 4, 4), 1, 128, 128, [True, True]),  # one K tile, fewer than slots
-        ((64, 128, 128, 4, 4), 2, 512, 384, [True, True]),  # shares of two K tiles and of one
-        ((64, 128, 128, 4, 4), 3, 2304, 896, [True, True]),  # 18 K tiles, shares of 3, 3 and 1
-        ((64, 128, 128, 2, 4), 3, 640, 512, [True, True]),  # four K tiles: two shares, not three
+        pytest.param(f"int4_w4a16:{group}", *case, marks=ON_GPU)
+        for group, *case in (
+            # 17 K tiles in two slots, and 16
+            ("g128", (8, 128, 256, 2, 4), 1, 4352, 256, [True, False]),
+            ("g128", (8, 128, 256, 2, 4), 1, 256, 4096, [False, True]),
+            # one K tile, fewer than slots; one that ends after half
+            ("g128", (64, 128, 128, 4, 4), 1, 128, 128, [True, True]),
+            ("g64", (64, 128, 128, 4, 4), 1, 64, 64, [True, True]),
+            # shares of two K tiles and of one; of three, three and one; of four K tiles: two
+            ("g128", (64, 128, 128, 4, 4), 2, 512, 384, [True, True]),
+            ("g128", (64, 128, 128, 4, 4), 3, 2304, 896, [True, True]),
+            ("g128", (64, 128, 128, 2, 4), 3, 640, 512, [True, True]),
+        )
     ],
     ids=str,
 )
