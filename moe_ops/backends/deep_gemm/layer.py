@@ -138,7 +138,7 @@ def _experts(
     launches.append(scatter(x, permuted, layout, top_k, gpu, scale, before))
     run(launches, device, gpu)
     dg.grouped_gemm(gate_up, permuted, w13, layout.groups, expected)
-    run([activate(a, h, gate_up, layout, after, gpu, alignment)], device, gpu)
+    run([activate(a, h, gate_up, layout, after, gpu)], device, gpu)
     dg.grouped_gemm(y, h, w2, layout.groups, expected)
     if a.exchange:
         last = sum_ranks(a, y, layout.rows)

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from moe_ops.backends.deep_gemm.library import Operand
 from moe_ops.kernels.device.activations import activate_one, activate_two
-from moe_ops.kernels.device.experts import ends_of_experts
 from moe_ops.kernels.device.pdl import gdc_launch_dependents
 from moe_ops.kernels.gemm.operands import Activated, activated
 from moe_ops.kernels.launch import (
@@ -26,7 +25,7 @@ from moe_ops.kernels.launch import (
     arguments,
     kernel,
 )
-from moe_ops.kernels.permute.layout import MAX_PROGRAMS, Layout, block_e, programs_of_expert
+from moe_ops.kernels.permute.layout import Layout, programs_of_expert
 from moe_ops.kernels.permute.scatter import (
     GROUPS,
     Quantized,
@@ -39,33 +38,26 @@ from moe_ops.ops.args import BatchedExpertsArgs, ExpertsArgs
 
 
 @triton.jit
-def row_of(rows_ptr, ends, first, unit, end, per_row, ALIGNMENT: tl.constexpr):
-    """The rows of units, of which each has `per_row`, from row `first` on; with rows_ptr those of
-    pairs. -1 for units from `end` on, where an expert is not here, and with the ends of experts
-    between one expert's last row and the next one's first.
+def row_of(rows_ptr, first, pair, pairs):
+    """The rows of pairs; for batches, of the pairs of an expert whose first row is `first`. -1 for
+    pairs from `pairs` on, and if an expert is not here.
     """
-    index = unit // per_row
-    if rows_ptr is not None:
-        return tl.load(rows_ptr + index, mask=unit < end, other=-1).to(tl.int64)
+    if rows_ptr is None:
+        return tl.where(pair < pairs, first + pair, -1)
     else:
-        ok = unit < end
-        if ends is not None:
-            padded = tl.cdiv(ends, ALIGNMENT) * ALIGNMENT
-            before = tl.where(ends[None, :] <= index[:, None], padded[None, :], 0)
-            ok = ok & (index >= tl.max(before, 1))
-        return tl.where(ok, first + index, -1)
+        return tl.load(rows_ptr + pair, mask=pair < pairs, other=-1).to(tl.int64)
 
 
 @triton.jit
 def activate_units(
-    h_ptr, scale_ptr, x_ptr, rows_ptr, ends, weights_ptr, weights_stride, first, begin, row, end,
-    R, I, alpha, beta, limit,  # noqa: E741
+    h_ptr, scale_ptr, x_ptr, rows_ptr, weights_ptr, weights_stride, first, begin, row, pairs, R,
+    I, alpha, beta, limit,  # noqa: E741
     ACTIVATION: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
     HAS_LIMIT: tl.constexpr, SCALES: tl.constexpr, WIDTH: tl.constexpr, GROUPS: tl.constexpr,
-    NATIVE: tl.constexpr, ALIGNMENT: tl.constexpr,
+    NATIVE: tl.constexpr,
 ):  # fmt: skip
-    """Activate GROUPS units from `begin` on, whose rows are `row`, -1 of those that are left out.
-    A unit is 128 columns of a row, or of a pair's.
+    """Activate GROUPS units from `begin` on, out of those of `pairs` pairs. A unit is 128 columns
+    of a pair, and `row` (GROUPS,) holds the units' rows.
     """
     lane = tl.arange(0, 128)[None, :]
     unit = begin + tl.arange(0, GROUPS)
@@ -94,7 +86,7 @@ def activate_units(
     if SCALES == "ue8m0":
         PARTS: tl.constexpr = 128 // WIDTH
         part = begin * PARTS + tl.arange(0, GROUPS * PARTS)
-        owner = row_of(rows_ptr, ends, first, part, end * PARTS, I // WIDTH, ALIGNMENT)
+        owner = row_of(rows_ptr, first, part // (I // WIDTH), pairs)
         part %= I // WIDTH
         store_scale(scale_ptr, scale, owner, part, I // WIDTH, R, owner >= 0, SCALES)
     elif SCALES != "":
@@ -111,12 +103,9 @@ class Activate:
     weights: Pointer  # (S,) that multiply x first, or None
     weights_stride: Runtime
     S: Runtime
-    E: Runtime
     I: Specialized  # noqa: E741
     activation: Activated
     programs: Runtime
-    BLOCK_E: Constant
-    ALIGNMENT: Constant  # of the first rows of experts; 1 in the masked layout
     PDL: Constant
 
 
@@ -135,7 +124,6 @@ def moe_ops_deep_gemm_activate(
     weights_ptr,
     weights_stride,
     S,
-    E,
     I,  # noqa: E741
     alpha,
     beta,
@@ -145,41 +133,38 @@ def moe_ops_deep_gemm_activate(
     INTERLEAVED: tl.constexpr,
     HAS_LIMIT: tl.constexpr,
     programs,
-    BLOCK_E: tl.constexpr,
-    ALIGNMENT: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """h = activation(x), GROUPS groups of 128 columns at a time: those of one row, then those of
-    the next. `programs` programs share the rows of each expert of the masked layout, or all rows
-    of the contiguous one up to the last expert's end, which the host does not know.
+    """h = activation(x), GROUPS groups of 128 columns at a time: those of one pair, then those of
+    the next.
 
     I is a multiple of 128. Router weights that scale the input multiply the GEMM's output instead,
     which is linear in the input, so that they are applied in fp32 without rounding; but rows that
-    are quantized here they multiply before. With such weights pairs come in their order, since a
-    row does not say whose it is.
+    are quantized here they multiply before.
     """
     gdc_launch_dependents(PDL)
     per_row = I // 128
-    program, first = tl.program_id(0), tl.cast(0, tl.int64)
-    ends = None
     if rows_ptr is None:
-        e = program // programs
-        first, end = e.to(tl.int64) * R, tl.load(groups_ptr + e) * per_row
-    elif weights_ptr is not None:
-        end = S * per_row
-    else:
-        ends = ends_of_experts(groups_ptr, E, BLOCK_E)
-        end = tl.load(groups_ptr + E - 1) * per_row
-        rows_ptr = None
-    for begin in range(program % programs * GROUPS, end, programs * GROUPS):
-        unit = begin + tl.arange(0, GROUPS)
-        row = row_of(rows_ptr, ends, first, unit, end, per_row, ALIGNMENT)
-        if tl.max(row, 0) >= 0:
+        e = tl.program_id(0) // programs
+        first, count = e.to(tl.int64) * R, tl.load(groups_ptr + e)
+        begin = tl.program_id(0) % programs * GROUPS
+        for unit in range(begin, count * per_row, programs * GROUPS):
+            row = row_of(rows_ptr, first, (unit + tl.arange(0, GROUPS)) // per_row, count)
             activate_units(
-                h_ptr, scale_ptr, x_ptr, rows_ptr, ends, weights_ptr, weights_stride, first,
-                begin, row, end, R, I, alpha, beta, limit, ACTIVATION, GATED, INTERLEAVED,
-                HAS_LIMIT, SCALES, WIDTH, GROUPS, NATIVE, ALIGNMENT,
+                h_ptr, scale_ptr, x_ptr, rows_ptr, weights_ptr, weights_stride, first, unit, row,
+                count, R, I, alpha, beta, limit, ACTIVATION, GATED, INTERLEAVED, HAS_LIMIT, SCALES,
+                WIDTH, GROUPS, NATIVE,
             )  # fmt: skip
+    else:
+        unit = tl.program_id(0) * GROUPS
+        row = row_of(rows_ptr, 0, (unit + tl.arange(0, GROUPS)) // per_row, S)
+        if tl.max(row, 0) < 0:
+            return
+        activate_units(
+            h_ptr, scale_ptr, x_ptr, rows_ptr, weights_ptr, weights_stride, 0, unit, row, S, R,
+            I, alpha, beta, limit, ACTIVATION, GATED, INTERLEAVED, HAS_LIMIT, SCALES, WIDTH,
+            GROUPS, NATIVE,
+        )  # fmt: skip
 
 
 def activate(
@@ -189,17 +174,14 @@ def activate(
     layout: Layout,
     weights: Tensor | None,  # (S, 1) that multiply x first
     gpu: Gpu,
-    alignment: int = 1,  # of the first rows of experts, in the contiguous layout
 ) -> Launch:
     """h = activation(x), quantized if h has scales."""
     I = h.data.shape[-1]  # noqa: E741
-    E = layout.groups.numel()
     if layout.rows is not None:
-        pairs = layout.rows.numel()
-        units = (layout.R if weights is None else pairs) * (I // 128)
-        programs = shared = min(cdiv(units, GROUPS), MAX_PROGRAMS)
+        pairs, shared = layout.rows.numel(), 1
+        programs = cdiv(pairs * (I // 128), GROUPS)
     else:
-        pairs = 0
+        E, pairs = h.data.shape[0], 0
         shared = programs_of_expert(cdiv(layout.R * (I // 128), GROUPS), E)
         programs = E * shared
     data, how = quantized(h, gpu)
@@ -211,12 +193,9 @@ def activate(
         weights=weights,
         weights_stride=0 if weights is None else weights.stride(0),
         S=pairs,
-        E=E,
         I=I,
         activation=activated(a.activation, a.alpha, a.beta, a.limit),
         programs=shared,
-        BLOCK_E=block_e(E),
-        ALIGNMENT=alignment,
         PDL=gpu.pdl,
     )
     return Launch(moe_ops_deep_gemm_activate, (programs, 1, 1), args)
