@@ -501,7 +501,10 @@ def compile_exchange(
     size = 2 * R * T * top_k
     layout = Layout(sorted_pairs.rows, of_all[0], size)
     whole = K // 128 * 128
-    data, scale = _empty(size, whole, dtype=torch.float8_e4m3fn), _empty(whole // 128, size, dtype=torch.float32)
+    data, scale = (
+        _empty(size, whole, dtype=torch.float8_e4m3fn),
+        _empty(whole // 128, size, dtype=torch.float32),
+    )
     scatters = [
         push_scatter(y, x[:, : y.data.shape[1]], layout, top_k, mailbox(0), 1, gpu)
         for y in (GroupedRows(pairs_y, None, ""), GroupedRows(data, scale, "fp32"))

@@ -296,9 +296,7 @@ def send_rows(
         if TOP_K > 0:
             of_block = block * ROWS + tl.arange(0, ROWS)
             routed = tl.where(ends, M, 0)
-            ids, weights = routed_rows(
-                ids_ptr, weights_ptr, of_block, routed, TOP_K, BLOCK_TOP_K
-            )
+            ids, weights = routed_rows(ids_ptr, weights_ptr, of_block, routed, TOP_K, BLOCK_TOP_K)
         for i in tl.static_range(1, R):
             rows_ptr = region(buffer_ptr, peers_ptr, (rank + i) % R, ROWS_START, element)
             row = row_of_slot(parity, R - 1 - i, t, T, R)

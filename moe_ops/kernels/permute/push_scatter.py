@@ -18,7 +18,6 @@ from moe_ops.kernels.comm.mailbox import Mailbox
 from moe_ops.kernels.comm.push import (
     BOTH,
     MAX_REGISTERS,
-    MOST_COPIED,
     Buffers,
     Phases,
     buffers_of,
@@ -51,6 +50,8 @@ from moe_ops.kernels.permute.scatter import (
     store_scale,
 )
 
+_MOST_SCATTERED = 4096  # elements that a program holds at a time, beside their rows
+
 
 def why_not(columns: int, y: OperandRows) -> str | None:
     """Why rows of so many columns cannot be copied to these on their way; None: they can."""
@@ -64,8 +65,7 @@ def rows_of_tokens(rows_ptr, t, there, TOP_K: tl.constexpr):
     """The rows of each of the TOP_K pairs of tokens t (TILE,), -1 where none is here."""
     rows = ()
     for j in tl.static_range(TOP_K):
-        row = tl.load(rows_ptr + t * TOP_K + j, mask=there, other=-1)
-        rows += (row.to(tl.int64),)  # type: ignore[assignment]
+        rows += (tl.load(rows_ptr + t * TOP_K + j, mask=there, other=-1),)  # type: ignore[assignment]
     return rows
 
 
@@ -82,7 +82,7 @@ def scatter_tile(
         scale = tl.reshape(scale, (x.shape[0], x.shape[1] // 128))
         group = tl.min(k, 0) // 128 + tl.arange(0, x.shape[1] // 128)
     for j in tl.static_range(TOP_K):
-        row = rows[j][:, None]
+        row = rows[j].to(tl.int64)[:, None]
         inside = (row >= 0) & (k < K)[None, :]
         tl.store(y_ptr + row * K + k[None, :], y.to(y_ptr.dtype.element_ty), mask=inside)
         if SCALES != "":
@@ -210,7 +210,7 @@ def push_scatter(
     For operands of which `why_not` is None.
     """
     M, K = x.shape
-    tile = tile_of(mailbox.layout, K, MOST_COPIED)
+    tile = tile_of(mailbox.layout, K, _MOST_SCATTERED)
     data, how = quantized(y, gpu)
     args = PushScatter(
         y=data,
