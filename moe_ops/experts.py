@@ -108,8 +108,8 @@ def fused_experts(
             rank of its group: the first T rows of the result are the sums over all ranks of this
             rank's tokens, the others are unspecified. Or it sent their experts alone
             (`dispatch_routing`), (R * T, top_k), and hidden_states are this rank's own, at most
-            T, which are sent here; M is R * T then, too. All ranks call it, in one order, and use its
-            result: compiled graphs leave out calls whose result nothing uses. For calls that
+            T, which are sent here; M is R * T then, too. All ranks call it, in one order, and use
+            its result: compiled graphs leave out calls whose result nothing uses. For calls that
             record no gradients, without batch_invariant.
 
     Returns:

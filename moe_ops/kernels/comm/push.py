@@ -381,8 +381,8 @@ def moe_ops_push_rows(
     element: tl.constexpr = x_ptr.dtype.element_ty
     if SEND and program < SENDERS:
         send_rows(
-            x_ptr, ids_ptr, weights_ptr, buffer_ptr, peers_ptr, rank, program, SENDERS, epoch, T, M,
-            K, TOP_K, BLOCK_TOP_K, META_START, ROWS_START, PITCH, R, ROWS, TILE, BLOCK_K,
+            x_ptr, ids_ptr, weights_ptr, buffer_ptr, peers_ptr, rank, program, SENDERS, epoch, T,
+            M, K, TOP_K, BLOCK_TOP_K, META_START, ROWS_START, PITCH, R, ROWS, TILE, BLOCK_K,
         )  # fmt: skip
         tl.store(epochs_ptr + program, epoch)
     if RECEIVE and program >= SENDERS:
