@@ -18,8 +18,9 @@ from typing import NamedTuple
 
 from moe_ops.meta.workspace import cdiv, round_up
 
-MOST_BLOCK_ROWS = 8  # rows of a block at most
-MANY_TOKENS = 2048  # of a rank, from which rows are sent behind their routing
+MOST_BLOCK_ROWS = 8  # rows of a block at most, but
+MOST_BLOCK_BYTES = 2048  # more of them, where they are so small
+MANY_TOKENS = 4096  # of a rank, from which rows are sent behind their routing
 FEW_BLOCKS = 128  # blocks have one row while there are no more: about as many as multiprocessors
 _ALIGNMENT = 128  # bytes: a cache line, of which each region begins one
 
@@ -34,11 +35,11 @@ class SymmetricLayout(NamedTuple):
 
     @property
     def block_rows(self) -> int:
-        """The least power of two with which there are at most FEW_BLOCKS blocks, up to
-        MOST_BLOCK_ROWS. It depends on T alone, so that senders and receivers agree.
+        """The least power of two with which there are at most FEW_BLOCKS blocks, up to a size at
+        which the link is busy. It does not depend on M, so that senders and receivers agree.
         """
-        rows = 1
-        while rows < MOST_BLOCK_ROWS and rows * FEW_BLOCKS < self.max_num_tokens:
+        rows, most = 1, max(MOST_BLOCK_ROWS, MOST_BLOCK_BYTES // self.row_bytes)
+        while rows < most and rows * FEW_BLOCKS < self.max_num_tokens:
             rows *= 2
         return rows
 

@@ -503,37 +503,10 @@ class PushSums:
 
 
 @triton.jit
-def rows_of_pairs(
-    rows_ptr, ids_ptr, map_ptr, E, num_ids, ids_stride_m, ids_stride_k, map_stride, weights_ptr,
-    weights_stride_m, weights_stride_k, t, there, TOP_K: tl.constexpr,
-):  # fmt: skip
-    """(row, weight) of each of the TOP_K pairs of tokens t (TILE,); -1 and 0 where the expert, or
-    the token, is not there.
-    """
-    found = ()
-    for j in tl.static_range(TOP_K):
-        pair = t * TOP_K + j
-        if rows_ptr is not None:
-            row = tl.load(rows_ptr + pair, mask=there, other=-1)
-        else:
-            e = local_expert(
-                ids_ptr, map_ptr, pair, there, E, num_ids, TOP_K, ids_stride_m, ids_stride_k,
-                map_stride,
-            )  # fmt: skip
-            row = tl.where(e >= 0, pair, -1)
-        weight = 1.0
-        if weights_ptr is not None:
-            weight_ptrs = weights_ptr + t.to(tl.int64) * weights_stride_m
-            weight = tl.load(weight_ptrs + j * weights_stride_k, mask=there, other=0.0)
-            weight = weight.to(tl.float32)
-        found += ((row, weight),)  # type: ignore[assignment]
-    return found
-
-
-@triton.jit
 def share_of_tokens(
-    x_ptr, pairs, weighted, t, there, k, K, split_stride, element: tl.constexpr,
-    TOP_K: tl.constexpr, SPLIT_K: tl.constexpr,
+    x_ptr, rows_ptr, ids_ptr, map_ptr, E, num_ids, ids_stride_m, ids_stride_k, map_stride,
+    weights_ptr, weights_stride_m, weights_stride_k, t, there, k, K, split_stride,
+    element: tl.constexpr, TOP_K: tl.constexpr, SPLIT_K: tl.constexpr,
 ):  # fmt: skip
     """This rank's share of the outputs of tokens t: a row of x, or the sum of a token's pairs as
     kernels/permute/combine.py adds it up. 0 for tokens that are not there (TILE,).
@@ -543,15 +516,27 @@ def share_of_tokens(
     else:
         total = tl.zeros((t.shape[0], k.shape[0]), tl.float32)
         for j in tl.static_range(TOP_K):
-            row, weight = pairs[j]
+            pair = t * TOP_K + j
+            if rows_ptr is not None:
+                row = tl.load(rows_ptr + pair, mask=there, other=-1)
+            else:
+                e = local_expert(
+                    ids_ptr, map_ptr, pair, there, E, num_ids, TOP_K,
+                    ids_stride_m, ids_stride_k, map_stride,
+                )  # fmt: skip
+                row = tl.where(e >= 0, pair, -1)
+            here = row >= 0
             y_ptrs = x_ptr + row.to(tl.int64)[:, None] * K + k[None, :]
-            inside = (row >= 0)[:, None] & (k < K)[None, :]
+            inside = here[:, None] & (k < K)[None, :]
             y = tl.load(y_ptrs, mask=inside, other=0.0).to(tl.float32)
             for _ in tl.static_range(1, SPLIT_K):
                 y_ptrs += split_stride
                 y += tl.load(y_ptrs, mask=inside, other=0.0).to(tl.float32)
-            if weighted:
-                total = tl.fma(y, tl.broadcast_to(weight[:, None], y.shape), total)
+            if weights_ptr is not None:
+                weight_ptrs = weights_ptr + t.to(tl.int64) * weights_stride_m
+                weight = tl.load(weight_ptrs + j * weights_stride_k, mask=here, other=0.0)
+                weight = tl.broadcast_to(weight.to(tl.float32)[:, None], y.shape)
+                total = tl.fma(y, weight, total)
             else:
                 total += y
         return (total + 0.0).to(element)  # where products vanish at -0, the sum is +0
@@ -608,26 +593,14 @@ def moe_ops_push_sums(
         to_all = (R - 1) * tiles  # steps of a block: one rank's tiles after another's
         steps = tl.cdiv(blocks - program, SENDERS) * to_all
         x = tl.zeros((TILE, BLOCK_K), element)
-        t, k = tile_of_step(0, to_all, program, SENDERS, K, ROWS, TILE, BLOCK_K)
-        pairs = rows_of_pairs(
-            rows_ptr, ids_ptr, map_ptr, E, num_ids, ids_stride_m, ids_stride_k, map_stride,
-            weights_ptr, weights_stride_m, weights_stride_k, (rank + 1) % R * T + t, t < T, TOP_K,
-        )  # fmt: skip
         for step in range(steps + 1):
-            # what is stored after this one is loaded before, so that loads and stores overlap,
-            # and where the next one's are, too
+            # what is stored after this one is loaded before, so that loads and stores overlap
             t, k = tile_of_step(step, to_all, program, SENDERS, K, ROWS, TILE, BLOCK_K)
             following = share_of_tokens(
-                x_ptr, pairs, weights_ptr is not None,
+                x_ptr, rows_ptr, ids_ptr, map_ptr, E, num_ids, ids_stride_m, ids_stride_k,
+                map_stride, weights_ptr, weights_stride_m, weights_stride_k,
                 (rank + 1 + step % to_all // tiles) % R * T + t, t < tl.where(step < steps, T, 0),
                 k, K, split_stride, element, TOP_K, SPLIT_K,
-            )  # fmt: skip
-            t, k = tile_of_step(step + 1, to_all, program, SENDERS, K, ROWS, TILE, BLOCK_K)
-            pairs = rows_of_pairs(
-                rows_ptr, ids_ptr, map_ptr, E, num_ids, ids_stride_m, ids_stride_k, map_stride,
-                weights_ptr, weights_stride_m, weights_stride_k,
-                (rank + 1 + (step + 1) % to_all // tiles) % R * T + t,
-                t < tl.where(step + 1 < steps, T, 0), TOP_K,
             )  # fmt: skip
             if step > 0:
                 last = step - 1
@@ -651,48 +624,37 @@ def moe_ops_push_sums(
         received_ptr = region(buffer_ptr, peers_ptr, rank, ROWS_START, element)
         # the first block also where there are no rows: see "Reuse" above
         wanted = tl.maximum(tl.cdiv(M, ROWS), 1)
-        first, stride = program - SENDERS, programs - SENDERS
-        t, k = tile_of_step(0, tiles, first, stride, K, ROWS, TILE, BLOCK_K)
-        pairs = rows_of_pairs(
-            rows_ptr, ids_ptr, map_ptr, E, num_ids, ids_stride_m, ids_stride_k, map_stride,
-            weights_ptr, weights_stride_m, weights_stride_k, rank * T + t, t < M, TOP_K,
-        )  # fmt: skip
-        for step in range(tl.cdiv(wanted - first, stride) * tiles):
-            t, k = tile_of_step(step, tiles, first, stride, K, ROWS, TILE, BLOCK_K)
-            inside = (k < K)[None, :]
-            own = share_of_tokens(
-                x_ptr, pairs, weights_ptr is not None, rank * T + t, t < M, k, K, split_stride,
-                element, TOP_K, SPLIT_K,
-            )  # fmt: skip
-            following, _ = tile_of_step(step + 1, tiles, first, stride, K, ROWS, TILE, BLOCK_K)
-            pairs = rows_of_pairs(
-                rows_ptr, ids_ptr, map_ptr, E, num_ids, ids_stride_m, ids_stride_k, map_stride,
-                weights_ptr, weights_stride_m, weights_stride_k, rank * T + following,
-                following < M, TOP_K,
-            )  # fmt: skip
-            if step % tiles == 0:
-                for i in tl.static_range(1, R):
-                    flag_ptr = flag_of_block(
-                        buffer_ptr, peers_ptr, rank, parity, i - 1, first + step // tiles * stride,
-                        T, R, ROWS,
-                    )  # fmt: skip
-                    wait_for_flag(flag_ptr, epoch, spins)
-            total = tl.zeros((TILE, BLOCK_K), tl.float32)
-            for r in tl.static_range(R):
-                after = (r - rank + R) % R  # ranks after this one; 0: this one
-                row = row_of_slot(parity, after - 1, t, T, R)
-                arrived = tl.load(
-                    received_ptr + row[:, None] * PITCH + k[None, :],
-                    mask=(t < tl.where(after > 0, M, 0))[:, None] & inside,
-                    other=0.0,
-                    cache_modifier=".cg",
+        for block in range(program - SENDERS, wanted, programs - SENDERS):
+            for number in range(tiles):
+                t, k = tile_of_step(number, tiles, block, 0, K, ROWS, TILE, BLOCK_K)
+                inside = (k < K)[None, :]
+                own = share_of_tokens(
+                    x_ptr, rows_ptr, ids_ptr, map_ptr, E, num_ids, ids_stride_m, ids_stride_k,
+                    map_stride, weights_ptr, weights_stride_m, weights_stride_k, rank * T + t,
+                    t < M, k, K, split_stride, element, TOP_K, SPLIT_K,
+                )  # fmt: skip
+                if number == 0:
+                    for i in tl.static_range(1, R):
+                        flag_ptr = flag_of_block(
+                            buffer_ptr, peers_ptr, rank, parity, i - 1, block, T, R, ROWS
+                        )
+                        wait_for_flag(flag_ptr, epoch, spins)
+                total = tl.zeros((TILE, BLOCK_K), tl.float32)
+                for r in tl.static_range(R):
+                    after = (r - rank + R) % R  # ranks after this one; 0: this one
+                    row = row_of_slot(parity, after - 1, t, T, R)
+                    arrived = tl.load(
+                        received_ptr + row[:, None] * PITCH + k[None, :],
+                        mask=(t < tl.where(after > 0, M, 0))[:, None] & inside,
+                        other=0.0,
+                        cache_modifier=".cg",
+                    )
+                    total += tl.where(after > 0, arrived, own).to(tl.float32)
+                tl.store(
+                    out_ptr + t.to(tl.int64)[:, None] * K + k[None, :],
+                    total.to(element),
+                    mask=(t < M)[:, None] & inside,
                 )
-                total += tl.where(after > 0, arrived, own).to(tl.float32)
-            tl.store(
-                out_ptr + t.to(tl.int64)[:, None] * K + k[None, :],
-                total.to(element),
-                mask=(t < M)[:, None] & inside,
-            )
         tl.store(epochs_ptr + program, epoch)
 
 
@@ -708,7 +670,7 @@ def push_sums(
     layout, (M, K) = mailbox.layout, out.shape
     most, num_warps = _most_added(layout.group_size), None
     if pairs.TOP_K:
-        most, num_warps = min(most, _MOST_SUMMED_BYTES // (x.itemsize * pairs.SPLIT_K)), 8
+        most, num_warps = min(most, _MOST_SUMMED_BYTES // x.itemsize), 8
     tile = tile_of(layout, K, most)
     args = PushSums(
         out=out,

@@ -18,6 +18,7 @@ from moe_ops.kernels.comm.mailbox import Mailbox
 from moe_ops.kernels.comm.push import (
     BOTH,
     MAX_REGISTERS,
+    MOST_COPIED,
     Buffers,
     Phases,
     buffers_of,
@@ -50,7 +51,9 @@ from moe_ops.kernels.permute.scatter import (
     store_scale,
 )
 
-_MOST_SCATTERED = 4096  # elements that a program holds at a time, beside their rows
+# of the programs of a launch, a quarter sends: the link is as busy as with a half, and more of
+# them copy to experts, several rows for each that arrives
+_SENDERS = 4
 
 
 def why_not(columns: int, y: OperandRows) -> str | None:
@@ -209,8 +212,9 @@ def push_scatter(
     """The rows of all ranks' pairs, of which each rank has the tokens, quantized if y has scales.
     For operands of which `why_not` is None.
     """
-    M, K = x.shape
-    tile = tile_of(mailbox.layout, K, _MOST_SCATTERED)
+    (M, K), grid = x.shape, grid_of(mailbox.layout)
+    buffers = buffers_of(mailbox, spins, x.itemsize, phases)
+    tile = tile_of(mailbox.layout, K, MOST_COPIED)
     data, how = quantized(y, gpu)
     args = PushScatter(
         y=data,
@@ -218,12 +222,11 @@ def push_scatter(
         x=x,
         rows=layout.rows,
         size=layout.R,
-        buffers=buffers_of(mailbox, spins, x.itemsize, phases),
+        buffers=buffers._replace(SENDERS=max(1, grid[0] // _SENDERS)),
         M=M,
         K=K,
         TOP_K=top_k,
         TILE=tile.rows,
         BLOCK_K=tile.columns,
     )
-    grid = grid_of(mailbox.layout)
     return Launch(moe_ops_push_scatter, grid, args, tile.num_warps, MAX_REGISTERS)
