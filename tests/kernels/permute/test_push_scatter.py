@@ -28,6 +28,7 @@ def test_rows_of_pairs_have_their_tokens(R, T, K, top_k, scales, few, monkeypatc
     without scattering it sees the same blocks.
     """
     monkeypatch.setattr(symmetric, "FEW_BLOCKS", few)
+    monkeypatch.setattr(symmetric, "MOST_BLOCK_BYTES", 0)
     monkeypatch.setattr(push, "PROGRAMS", 2 * min(few, 2))
     S, size = R * T * top_k, 2 * R * T * top_k
     boxes = mailboxes(SymmetricLayout(R, T, K * 2))
