@@ -287,8 +287,8 @@ def _factor(gpu: Gpu, layer: Layer, load: Load) -> float:
 
 @dataclass(frozen=True)
 class Step:
-    """A step of one layer on one of the GPUs, the slowest: us of its parts, of dispatch and combine
-    what does not run beside the experts' own steps.
+    """A step of one layer on one of the GPUs, the slowest: us of its parts, of dispatch and
+    combine what does not run beside the experts' own steps.
     """
 
     dispatcher: str

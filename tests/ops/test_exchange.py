@@ -80,12 +80,15 @@ def test_calls_that_cannot_are_refused():
         (2, 6, "exchange must be a string, got int"),
         (SymmetricMemory("group", 2, 3).exchange, 5, "rows of each of the 2 ranks, .* got 5"),
         (SymmetricMemory("group", 2, 3).exchange, 0, "rows of each of the 2 ranks, .* got 0"),
+        (SymmetricMemory("group", 2, 3).exchange, -2, "the 6 rows of all .* at most 3 .* got 4"),
     ],
 )
 def test_wrong_exchanges_are_refused(name, M, message):
     x, w13, w2, weights, ids = arguments()
+    if M >= 0:
+        weights, ids = weights[:M], ids[:M]
     with pytest.raises(ValueError, match=message):
-        moe_ops.fused_experts(x[:M], w13, w2, weights[:M], ids[:M], exchange=name)
+        moe_ops.fused_experts(x[:M], w13, w2, weights, ids, exchange=name)
 
 
 def test_processes_without_dispatchers_say_so(monkeypatch):

@@ -908,7 +908,11 @@ def run_all(rank: int, size: int, folder: str, seconds: float, gpus: bool = Fals
     compared = []
     for case in (distributed, *CASES[size], *([captured, pushed] if gpus else [])):
         torch.manual_seed(7)  # the same data on all ranks
+        start, before = time.monotonic(), len(compared)
         compared += list(case(rank, size))
+        if rank == 0:  # `pytest -s` shows where the time goes
+            seconds, number = time.monotonic() - start, len(compared) - before
+            print(f"{case.__name__}: {number} compared, {seconds:.1f} s", flush=True)
     Path(folder, f"{rank}.json").write_text(json.dumps(compared))
     if faults in CASES[size]:
         os._exit(0)  # as one that is killed: the others find its connections closed
