@@ -47,6 +47,9 @@ from moe_ops.kernels.comm import push
 from moe_ops.kernels.comm.mailbox import PROGRAMS, Mailbox
 from moe_ops.kernels.launch import Gpu, Launch
 from moe_ops.kernels.mixed_gemm import configs as mixed_configs
+from moe_ops.kernels.permute.layout import Layout
+from moe_ops.kernels.permute.push_scatter import push_scatter
+from moe_ops.kernels.permute.scatter import GroupedRows
 from moe_ops.kernels.router import fused, topk
 from moe_ops.kernels.training.rows import zero_empty
 from moe_ops.meta.router import router_workspace
@@ -495,10 +498,23 @@ def compile_exchange(
     pairs = push.pairs_of(*of_all, None, out_weights)
     sorted_pairs = push.pairs_of(*of_all, _empty(R * T * top_k, dtype=torch.int32), out_weights)
     pairs_y = _empty(R * T * top_k, K, dtype=call.dtype)
+    size = 2 * R * T * top_k
+    layout = Layout(sorted_pairs.rows, of_all[0], size)
+    whole = K // 128 * 128
+    data, scale = (
+        _empty(size, whole, dtype=torch.float8_e4m3fn),
+        _empty(whole // 128, size, dtype=torch.float32),
+    )
+    scatters = [
+        push_scatter(y, x[:, : y.data.shape[1]], layout, top_k, mailbox(0), 1, gpu)
+        for y in (GroupedRows(pairs_y, None, ""), GroupedRows(data, scale, "fp32"))
+        if y.data.shape[1]
+    ]
     with _compiling(gpu, arch, compiles) as found:
         for one in (
             push.push_rows(rows, out_ids, out_weights, x, ids, weights, mailbox(top_k), 1),
             push.push_rows(rows, None, None, x, None, None, mailbox(0), 1),
+            *scatters,
             push.push_sums(x, rows, mailbox(0), 1),
             push.push_sums(x[:1], rows[:R], mailbox(0, 1), 1),  # to Triton, T = 1 is a constant
             push.push_sums(x, pairs_y.float(), mailbox(0), 1, pairs=pairs),

@@ -182,6 +182,7 @@ def spread(name: str, quantized: bool = False) -> Callable[[Problem], Way]:
         expert_map = placement.expert_map(job.rank).to(job.device)
 
         exchange = getattr(dispatcher, "exchange", "")
+        later = not quantized and getattr(dispatcher, "sends_rows_later", False)
 
         def dispatch(which: int) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
             if quantized:
@@ -191,7 +192,11 @@ def spread(name: str, quantized: bool = False) -> Callable[[Problem], Way]:
             return arrived, None, ids, weights
 
         def call(which: int) -> Tensor:
-            arrived, scale, ids, weights = dispatch(which)
+            if later:
+                ids, weights = dispatcher.dispatch_routing(*sets[which])  # type: ignore[attr-defined]
+                arrived, scale = x, None
+            else:
+                arrived, scale, ids, weights = dispatch(which)
             out = moe_ops.fused_experts(
                 *(arrived, problem.w13, problem.w2, weights, ids),
                 expert_map=expert_map,

@@ -106,8 +106,10 @@ def fused_experts(
             activations share one scale of the whole batch.
         exchange: of a dispatcher (`SymmetricMemory.exchange`) that sent these tokens, T of each
             rank of its group: the first T rows of the result are the sums over all ranks of this
-            rank's tokens, the others are unspecified. All ranks call it, in one order, and use its
-            result: compiled graphs leave out calls whose result nothing uses. For calls that
+            rank's tokens, the others are unspecified. Or it sent their experts alone
+            (`dispatch_routing`), (R * T, top_k), and hidden_states are this rank's own, at most
+            T, which are sent here; M is R * T then, too. All ranks call it, in one order, and use
+            its result: compiled graphs leave out calls whose result nothing uses. For calls that
             record no gradients, without batch_invariant.
 
     Returns:
@@ -168,7 +170,7 @@ def fused_experts(
         exchange,
     )
     bound = bind.look_up(call, backend)
-    M = hidden_states.shape[0]
+    M = call.num_tokens
     if needs_grad or torch.compiler.is_compiling():  # else the op compares them, on real sizes
         _check_rows("topk_ids", topk_ids, M)
         _check_rows("topk_weights", topk_weights, M)

@@ -77,8 +77,10 @@ def _width(x: Any, scale: Any, x_bits: int) -> int:
 
 
 def rows_experts(a: Any) -> None:
-    """Check the real numbers of rows of `<backend>_experts`, before anything is launched."""
-    rows = a.hidden_states.shape[0]
+    """Check the real numbers of rows of `<backend>_experts`, before anything is launched. With an
+    exchange hidden_states may be those of this rank, of which whoever opens it has the number.
+    """
+    rows = (a.topk_ids if a.exchange else a.hidden_states).shape[0]
     if a.hidden_states_scale is not None:
         _rows_of_scale("hidden_states", a.hidden_states, a.hidden_states_scale)
     ids, weights, out = a.topk_ids.shape[0], a.topk_weights.shape[0], a.out.shape[0]
@@ -159,7 +161,7 @@ def check_experts(a: Any, bits: int, x_bits: int) -> None:
     x, ids, weights = a.hidden_states, a.topk_ids, a.topk_weights
     _check(x.ndim == 2 and a.out.ndim == 2, "hidden_states and out must be 2-D")
     _check(ids.ndim == 2 and weights.ndim == 2, "topk_ids and topk_weights must be 2-D")
-    rows = x.shape[0]
+    rows = (ids if a.exchange else x).shape[0]  # as in rows_experts
     _check_rows(ids.shape[0], rows, "topk_ids must have one row per row of hidden_states")
     _check_rows(weights.shape[0], rows, "topk_weights must have one row per row of hidden_states")
     _check_rows(a.out.shape[0], rows, "out must have one row per row of hidden_states")

@@ -18,7 +18,9 @@ from typing import NamedTuple
 
 from moe_ops.meta.workspace import cdiv, round_up
 
-MOST_BLOCK_ROWS = 8  # rows of a block at most
+MOST_BLOCK_ROWS = 8  # rows of a block at most, but
+MOST_BLOCK_BYTES = 2048  # more of them, where they are so small
+MANY_TOKENS = 4096  # of a rank, from which rows are sent behind their routing
 FEW_BLOCKS = 128  # blocks have one row while there are no more: about as many as multiprocessors
 _ALIGNMENT = 128  # bytes: a cache line, of which each region begins one
 
@@ -33,11 +35,11 @@ class SymmetricLayout(NamedTuple):
 
     @property
     def block_rows(self) -> int:
-        """The least power of two with which there are at most FEW_BLOCKS blocks, up to
-        MOST_BLOCK_ROWS. It depends on T alone, so that senders and receivers agree.
+        """The least power of two with which there are at most FEW_BLOCKS blocks, up to a size at
+        which the link is busy. It does not depend on M, so that senders and receivers agree.
         """
-        rows = 1
-        while rows < MOST_BLOCK_ROWS and rows * FEW_BLOCKS < self.max_num_tokens:
+        rows, most = 1, max(MOST_BLOCK_ROWS, MOST_BLOCK_BYTES // self.row_bytes)
+        while rows < most and rows * FEW_BLOCKS < self.max_num_tokens:
             rows *= 2
         return rows
 
@@ -73,6 +75,13 @@ class SymmetricLayout(NamedTuple):
         return self.rows_start + self.slots * self.max_num_tokens * self.pitch
 
 
+def rows_later(group_size: int, max_num_tokens: int) -> bool:
+    """Whether layers that record no gradients send rows behind their routing: an exchange more,
+    of 8 us, after which rows travel while a GPU copies its own to their experts.
+    """
+    return group_size > 1 and max_num_tokens >= MANY_TOKENS
+
+
 def symmetric_memory_bytes(
     group_size: int, max_num_tokens: int, hidden_size: int, top_k: int, itemsize: int = 2
 ) -> int:
@@ -80,7 +89,9 @@ def symmetric_memory_bytes(
 
     One buffer for dispatch and one for combine, shared by all layers of a process group whose
     max_num_tokens, hidden size, experts per token and dtype are equal. They are allocated at the
-    first call and kept. Gradients of router weights take one more, of top_k * 4 bytes a row.
+    first call and kept. Gradients of router weights take one more, of top_k * 4 bytes a row; and
+    where rows are sent behind their routing (`rows_later`), layers that also record gradients one
+    more for dispatch.
 
     Args:
         group_size: R, ranks of the group.
@@ -90,6 +101,9 @@ def symmetric_memory_bytes(
         itemsize: bytes of one number of a token.
     """
     row = hidden_size * itemsize
-    dispatch = SymmetricLayout(group_size, max_num_tokens, row, top_k)
     combine = SymmetricLayout(group_size, max_num_tokens, row)
+    if rows_later(group_size, max_num_tokens):
+        routing = SymmetricLayout(group_size, max_num_tokens, top_k * 4, top_k)
+        return routing.num_bytes + 2 * combine.num_bytes
+    dispatch = SymmetricLayout(group_size, max_num_tokens, row, top_k)
     return dispatch.num_bytes + combine.num_bytes

@@ -145,6 +145,10 @@ def send_tokens(layer: SpreadLayer, x: Tensor, topk_ids: Tensor, topk_weights: T
             "out_dtype": x.dtype,
         }
         return Sent(rows, ids, weights, options, by_tree, added)
+    if added and getattr(layer.dispatcher, "sends_rows_later", False):
+        dispatcher: Any = layer.dispatcher
+        ids, weights = dispatcher.dispatch_routing(topk_ids, topk_weights)
+        return Sent(x, ids, weights, options, by_tree, added)
     rows, ids, weights = layer.dispatcher.dispatch(x, topk_ids, topk_weights)
     if by_tree and x.dtype != torch.float64:
         options["out_dtype"] = torch.float32

@@ -180,10 +180,15 @@ class ExpertsCall(NamedTuple):
 
     def output(self) -> tuple[tuple, torch.dtype]:
         """Shape and dtype of the result."""
-        x = self.hidden_states
+        x, M = self.hidden_states, self.num_tokens
         if self.hidden_states_scale is None:
-            return tuple(x.shape), self.out_dtype or x.dtype
-        return (x.shape[0], self.w2.data.shape[1]), self.out_dtype or _DEFAULT_OUT
+            return (M, x.shape[1]), self.out_dtype or x.dtype
+        return (M, self.w2.data.shape[1]), self.out_dtype or _DEFAULT_OUT
+
+    @property
+    def num_tokens(self) -> int:
+        """M: of all ranks in calls with an exchange, in which this one may have only its own."""
+        return (self.topk_ids if self.exchange else self.hidden_states).shape[0]
 
     def op_values(self, options: str) -> tuple:
         """The op's arguments behind the buffers it writes."""

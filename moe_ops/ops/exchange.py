@@ -1,5 +1,5 @@
-"""How the ranks of a group add up what their experts return, inside of the operator that runs
-them: `ExpertsArgs.exchange` names it, and `parallel` opens what it names.
+"""How the ranks of a group send tokens to the operator that runs their experts, and add up what
+it returns, inside of it: `ExpertsArgs.exchange` names it, and `parallel` opens what it names.
 """
 
 from __future__ import annotations
@@ -13,25 +13,34 @@ from moe_ops.ops.args import ExpertsArgs
 
 
 class Opened(Protocol):
-    """An exchange of outputs (R * T, K), of T tokens of each of R ranks."""
+    """An exchange of tokens and of outputs (R * T, K), of T tokens of each of R ranks."""
+
+    @property
+    def arrivals(self) -> Any:
+        """Into which ranks write tokens (`kernels.comm.mailbox`)."""
 
     @property
     def mailbox(self) -> Any:
-        """Into which ranks write (`kernels.comm.mailbox`)."""
+        """Into which ranks write outputs."""
 
     @property
     def spins(self) -> int:
         """Looks at a flag after which another rank is given up."""
 
+    def gather(self, x: Tensor) -> Tensor:
+        """The tokens (R * T, K) of all ranks, of which this one has x (M, K)."""
+
     def add(self) -> None:
         """Let the first T rows be the sums over all ranks of this one's tokens."""
 
 
-_open: Callable[[str, Tensor], Opened] | None = None
+_open: Callable[[str, Tensor, int], Opened] | None = None
 
 
-def register_opener(function: Callable[[str, Tensor], Opened]) -> None:
-    """Open exchanges by this function of an exchange's name and the outputs."""
+def register_opener(function: Callable[[str, Tensor, int], Opened]) -> None:
+    """Open exchanges by this function of an exchange's name, the outputs, and the rows of
+    hidden_states.
+    """
     global _open
     _open = function
 
@@ -40,23 +49,47 @@ def opened(args: ExpertsArgs) -> Opened:
     """The exchange of a call.
 
     Raises:
-        ValueError: the name is none of a dispatcher's, or there are not T rows of each rank.
+        ValueError: the name is none of a dispatcher's, or there are not T rows of each rank, or
+            more than T of this one.
         RuntimeError: dispatchers were not loaded, in a process that runs an exported program.
     """
     if _open is None:
         raise RuntimeError(
             f"exchange {args.exchange!r} needs moe_ops.parallel.symmetric_memory: import it first"
         )
-    return _open(args.exchange, args.out)
+    return _open(args.exchange, args.out, args.hidden_states.shape[0])
 
 
-def adding_ranks(launch: Callable[[ExpertsArgs], None], itself: bool) -> Callable:
-    """A launcher that also serves calls with an exchange: by itself, unless they run in chunks, or
-    by a step behind it.
+def has_own_rows(args: ExpertsArgs) -> bool:
+    """Whether hidden_states are this rank's tokens, which are still to be sent."""
+    return bool(args.exchange) and args.hidden_states.shape[0] != args.topk_ids.shape[0]
+
+
+def gathered(args: ExpertsArgs) -> ExpertsArgs:
+    """The same with the tokens of all ranks."""
+    if not has_own_rows(args):
+        return args
+    exchange, x = opened(args), args.hidden_states
+    if args.hidden_states_scale is not None:
+        raise ValueError(
+            "hidden_states must have the rows of all ranks where they arrive quantized, got "
+            f"{x.shape[0]} rows: send them by the dispatcher's dispatch_quantized"
+        )
+    return args._replace(hidden_states=exchange.gather(x))
+
+
+def over_ranks(launch: Callable[[ExpertsArgs], None], sends: bool, adds: bool) -> Callable:
+    """A launcher that also serves calls with an exchange. What it does not do by itself, send
+    tokens or add up outputs, is a step before or behind it; and both are if they run in chunks.
     """
 
     def run(args: ExpertsArgs) -> None:
-        if not args.exchange or (itself and not 0 < args.chunk_rows < args.topk_ids.shape[0]):
+        if not args.exchange:
+            return launch(args)
+        whole = not 0 < args.chunk_rows < args.topk_ids.shape[0]
+        if not (sends and whole and args.hidden_states_scale is None):
+            args = gathered(args)
+        if adds and whole:
             return launch(args)
         exchange = opened(args)
         launch(args._replace(exchange=""))

@@ -27,7 +27,7 @@ from moe_ops.environment import when_imported
 from moe_ops.meta import fake, flops
 from moe_ops.ops import memory
 from moe_ops.ops.args import BatchedExpertsArgs, ExpertsArgs, GroupedLinearArgs, Scale
-from moe_ops.ops.exchange import adding_ranks
+from moe_ops.ops.exchange import over_ranks
 from moe_ops.ops.problem import Machine, Problem, Workspaces
 from moe_ops.ops.relayout import RELAYOUTS, Relayout
 from moe_ops.schemes import get_scheme
@@ -247,6 +247,8 @@ class Backend:
     quantized_input: tuple[str, ...] = ()
     # its launcher of experts adds up the outputs of ranks itself (ops/exchange.py)
     adds_ranks: bool = False
+    # and takes this rank's tokens, which it sends to the others (`has_own_rows` there)
+    sends_rows: bool = False
     # why "auto" leaves it out on a machine where a call that names it would first build it, for
     # minutes; None where it is built
     unbuilt: Callable[[Machine], str | None] | None = None
@@ -295,6 +297,7 @@ def register(
     library_bytes: Callable[[int, Problem], int] | None = None,
     quantized_input: tuple[str, ...] = (),
     adds_ranks: bool = False,
+    sends_rows: bool = False,
     unbuilt: Callable[[Machine], str | None] | None = None,
     batch_invariant: Callable[[Problem, Machine], list[str]] = _not_shown,
 ) -> Backend:
@@ -306,7 +309,8 @@ def register(
             so that a missing kernel is an error and not a silent use of the fake.
         warm: see `Backend`. What it saves goes below `environment.cache_folder()`.
         relayouts, distribution, faster_from, missing_kernels: see `Backend`.
-        newest_tested, chunked, library_bytes, quantized_input, adds_ranks, unbuilt: see `Backend`.
+        newest_tested, chunked, library_bytes, quantized_input, adds_ranks, sends_rows, unbuilt:
+            see `Backend`.
         batch_invariant: see `Backend`; without it, calls that ask for it are refused.
 
     Raises:
@@ -316,7 +320,7 @@ def register(
     _check_new(name, launch, devices)
     ops, kernels = {}, {}
     if "experts" in launch and name != "auto":  # whose backends do
-        launch = launch | {"experts": adding_ranks(launch["experts"], adds_ranks)}
+        launch = launch | {"experts": over_ranks(launch["experts"], sends_rows, adds_ranks)}
     for kind_name, function in launch.items():
         kind = KINDS[kind_name]
         op_name = f"{name}_{kind_name}"
@@ -351,6 +355,7 @@ def register(
         library_bytes,
         quantized_input,
         adds_ranks,
+        sends_rows,
         unbuilt,
         batch_invariant,
     )

@@ -23,6 +23,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from moe_ops.checks import check_size
+from moe_ops.meta.symmetric import rows_later
 from moe_ops.parallel.placement import AnyPlacement, Placement
 from moe_ops.parallel.replicas import ReplicatedPlacement
 from moe_ops.schemes import get_scheme
@@ -46,7 +47,9 @@ COLLECTIVE_US = 15.0
 NCCL = 0.53
 # The same of `symmetric_memory`, which writes into the other GPU's memory: 5.2 us at one token,
 # and 17 and 34 MB in 60 and 109 us, of which the rest is 306 and 324 GB/s of 386
-# (benchmarks/results/expert_parallel_NVIDIA_H200_x2.json, two H200s).
+# (benchmarks/results/expert_parallel_NVIDIA_H200_x2.json, two H200s). While outputs travel, those
+# of a token's experts are read and added up; and many rows are copied to their experts on arrival,
+# behind their routing. The longer of both is what counts.
 PUSH_US, PUSH = 5.2, 0.82
 # Part of a network's line rate that collectives reach. An assumption: not measured.
 NETWORK = 0.8
@@ -284,7 +287,9 @@ def _factor(gpu: Gpu, layer: Layer, load: Load) -> float:
 
 @dataclass(frozen=True)
 class Step:
-    """A step of one layer on one of the GPUs, the slowest: us of its parts."""
+    """A step of one layer on one of the GPUs, the slowest: us of its parts, of dispatch and
+    combine what does not run beside the experts' own steps.
+    """
 
     dispatcher: str
     dispatch: float
@@ -379,7 +384,13 @@ def step(
         back = 2 * wide * T * (R - 1), 2 * wide * T * (H - 1)
     if dispatcher == "symmetric_memory":  # on the way out rows travel as they are
         gathered = layer.row_bytes(False) * T * (R - 1), 0.0
-        there, here = fleet.push_us(gathered[0]), fleet.push_us(back[0])  # added on the way
+        per_us, routing = fleet.gpu.memory_tb_s * 1e6, 8 * layer.top_k * T * (R - 1)
+        there, here = fleet.push_us(gathered[0]), fleet.push_us(back[0])
+        # what experts take is counted with these
+        if rows_later(R, T):
+            copied = load.pairs * (1 if layer.multiplies_8_bits else 2) * layer.hidden_size
+            there = fleet.push_us(routing) + max(there - copied / per_us, 0.0)
+        here = max(here - load.pairs * 2 * layer.hidden_size / per_us, 0.0)
         return Step(dispatcher, there, experts, here, gathered[0] + back[0], 0.0)
     there = fleet.collective_us(*gathered) if dispatcher != "all_reduce" else 0.0
     here = fleet.collective_us(*back) + added

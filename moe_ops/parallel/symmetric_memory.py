@@ -18,7 +18,7 @@ from moe_ops.checks import check_size
 from moe_ops.kernels import launch
 from moe_ops.kernels.comm.mailbox import Mailbox
 from moe_ops.kernels.launch import Lazy
-from moe_ops.meta.symmetric import SymmetricLayout
+from moe_ops.meta.symmetric import SymmetricLayout, rows_later
 from moe_ops.ops.exchange import register_opener
 from moe_ops.ops.library import register_function
 from moe_ops.parallel import stand_in
@@ -134,7 +134,7 @@ def _reduced(
 
 
 @dataclass(frozen=True)
-class _Outputs:
+class _Opened:
     """The exchange that an operator of experts is told of: `moe_ops.ops.exchange.Opened`."""
 
     out: Tensor  # (R * T, K)
@@ -143,15 +143,27 @@ class _Outputs:
     timeout: int
     label: str
 
-    @property
-    def mailbox(self) -> Mailbox:
+    def _mailbox(self, kind: str) -> Mailbox:
         rows, K = self.out.shape
         layout = SymmetricLayout(self.size, rows // self.size, K * self.out.itemsize)
-        return mailbox_of(self.group, self.out.device, "outputs", layout, self.label)
+        return mailbox_of(self.group, self.out.device, kind, layout, self.label)
+
+    @property
+    def arrivals(self) -> Mailbox:
+        return self._mailbox("tokens")
+
+    @property
+    def mailbox(self) -> Mailbox:
+        return self._mailbox("outputs")
 
     @property
     def spins(self) -> int:
         return _spins(self.timeout)
+
+    def gather(self, x: Tensor) -> Tensor:
+        T = self.out.shape[0] // self.size
+        how = self.group, self.size, T, self.timeout, self.label
+        return _gather(x, None, None, *how)[0]
 
     def add(self) -> None:
         T = self.out.shape[0] // self.size
@@ -159,7 +171,7 @@ class _Outputs:
         self.out[:T] = _reduce(self.out, T, *how)
 
 
-def _open(name: str, out: Tensor) -> _Outputs:
+def _open(name: str, out: Tensor, num_rows: int) -> _Opened:
     """The exchange that `SymmetricMemory.exchange` names, of a call's outputs."""
     try:
         group, size, timeout, label = ast.literal_eval(name)
@@ -170,10 +182,15 @@ def _open(name: str, out: Tensor) -> _Outputs:
     rows = out.shape[0]
     if rows == 0 or rows % size:
         raise ValueError(
-            f"hidden_states must have equally many rows of each of the {size} ranks, as the "
+            f"topk_ids must have equally many rows of each of the {size} ranks, as the "
             f"dispatcher of this exchange sends them, got {rows}"
         )
-    return _Outputs(out, group, size, timeout, label)
+    if rows // size < num_rows != rows:
+        raise ValueError(
+            f"hidden_states must have the {rows} rows of all ranks, or at most {rows // size} of "
+            f"this one, got {num_rows}"
+        )
+    return _Opened(out, group, size, timeout, label)
 
 
 register_opener(_open)
@@ -276,7 +293,7 @@ class SymmetricMemory(PaddedDispatcher):
             then says so; on CPUs a RuntimeError.
         label: as in `AllGatherReduceScatter`.
         send_quantized: as there, but False unless it is given: a kernel that quantizes rows, and
-            one that sends their scales, take longer than few tokens save. It was not timed.
+            one that sends their scales, take longer than few tokens save, and of many as long.
 
     Attributes:
         exchange: what `fused_experts(exchange=...)` takes for calls that record no gradients, in
@@ -333,6 +350,34 @@ class SymmetricMemory(PaddedDispatcher):
             (found,) = _GATHER_OP(_words(scale), None, None, *self._exchange)
             scale = found.view(scale.dtype)
         return out.view(q.dtype), scale, ids, weights
+
+    @property
+    def sends_rows_later(self) -> bool:
+        """Whether it pays to call `dispatch_routing` in the place of `dispatch`."""
+        return rows_later(self.group_size, self.max_num_tokens)
+
+    def dispatch_routing(
+        self,
+        topk_ids: Tensor,  # (M, top_k)
+        topk_weights: Tensor,  # (M, top_k)
+    ) -> tuple[Tensor, Tensor]:
+        """The routing of all ranks' tokens alone: `fused_experts(exchange=...)`, called with this
+        rank's own tokens, sends them while it copies those that it has to their experts.
+
+        Args:
+            topk_ids, topk_weights: as in `dispatch`. No gradients flow to them.
+
+        Returns:
+            topk_ids int32 and topk_weights fp32, (R * T, top_k), as `dispatch` returns them.
+
+        Raises:
+            ValueError: as in `dispatch`.
+        """
+        weights = topk_weights.float()
+        self._check(weights, topk_ids, weights)
+        # rows that nobody reads: the smallest there are
+        _, ids, weights = _GATHER_OP(weights, topk_ids, weights, *self._exchange)
+        return ids, weights
 
     def combine(
         self,

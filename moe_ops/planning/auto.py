@@ -29,10 +29,10 @@ def forget() -> None:
 
 
 def _launch_auto(kind: str, rows_of: int) -> Callable[[Any], None]:
-    """Launcher of the tiered op; `rows_of` is the dimension of the first input that holds M."""
+    """Launcher of the tiered op; `rows_of` is the dimension of the output that holds M."""
 
     def launch(args: Any) -> None:
-        _of_rows(_parse_tiers(args.tiers), args[4].shape[rows_of]).launch[kind](args)
+        _of_rows(_parse_tiers(args.tiers), args[0].shape[rows_of]).launch[kind](args)
 
     return launch
 
@@ -66,7 +66,7 @@ def served_by(op: Any, values: Sequence[Any]) -> tuple[library.Backend, int] | N
     for backend in (*backends.BACKENDS, AUTO):
         for kind, known in backend.ops.items():
             if known == op:
-                rows = values[4].shape[_ROWS_OF[kind]]
+                rows = values[0].shape[_ROWS_OF[kind]]
                 if backend is AUTO:
                     backend = _of_rows(
                         _parse_tiers(library.KINDS[kind].unpack(values).tiers), rows

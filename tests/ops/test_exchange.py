@@ -13,9 +13,12 @@ from moe_ops.parallel.symmetric_memory import SymmetricMemory
 class Doubled:
     """An exchange of two ranks that have the same outputs, of which one plays both."""
 
-    def __init__(self, name, out):
+    def __init__(self, name, out, num_rows):
         assert name == "both"
         self.out = out
+
+    def gather(self, x):
+        return torch.cat((x, x))
 
     def add(self):
         self.out[: len(self.out) // 2] *= 2
@@ -38,15 +41,26 @@ def test_a_step_behind_the_backend_adds(both):
     assert torch.equal(moe_ops.fused_experts(*given), alone)  # a plan of its own
 
 
-def test_backends_that_add_do_so_unless_they_run_in_chunks(both):
+def test_a_step_before_the_backend_sends(both):
+    x, *weights, router, ids = arguments()
+    x = x[:3]
+    alone = moe_ops.fused_experts(torch.cat((x, x)), *weights, router, ids)
+    added = moe_ops.fused_experts(x, *weights, router, ids, exchange="both")
+    assert added.shape == alone.shape and torch.equal(added[:3], 2 * alone[:3])
+
+
+def test_backends_do_what_they_can_unless_they_run_in_chunks(both):
     ran = []
-    launch = exchange.adding_ranks(lambda args: ran.append(args.exchange), itself=True)
-    out, ids = torch.zeros(6, 2), torch.zeros(6, 1)
-    args = dict.fromkeys(ExpertsArgs._fields) | {"out": out, "topk_ids": ids}
-    for chunk_rows, seen in ((0, "both"), (6, "both"), (4, "")):
+    out, ids, x = torch.zeros(6, 2), torch.zeros(6, 1), torch.zeros(3, 2)
+    args = dict.fromkeys(ExpertsArgs._fields) | {"out": out, "topk_ids": ids, "hidden_states": x}
+    for sends, chunk_rows, seen in ((1, 0, 3), (1, 6, 3), (1, 4, 6), (0, 0, 6)):
+        launch = exchange.over_ranks(ran.append, bool(sends), adds=True)
         launch(ExpertsArgs(**args | {"exchange": "both", "chunk_rows": chunk_rows}))
-        assert ran.pop() == seen
+        given = ran.pop()
+        assert given.exchange == ("" if chunk_rows == 4 else "both")
+        assert len(given.hidden_states) == seen
     assert named("deep_gemm").adds_ranks and not named("torch").adds_ranks
+    assert named("deep_gemm").sends_rows and not named("triton").sends_rows
 
 
 def test_calls_that_cannot_are_refused():
@@ -66,12 +80,15 @@ def test_calls_that_cannot_are_refused():
         (2, 6, "exchange must be a string, got int"),
         (SymmetricMemory("group", 2, 3).exchange, 5, "rows of each of the 2 ranks, .* got 5"),
         (SymmetricMemory("group", 2, 3).exchange, 0, "rows of each of the 2 ranks, .* got 0"),
+        (SymmetricMemory("group", 2, 3).exchange, -2, "the 6 rows of all .* at most 3 .* got 4"),
     ],
 )
 def test_wrong_exchanges_are_refused(name, M, message):
     x, w13, w2, weights, ids = arguments()
+    if M >= 0:
+        weights, ids = weights[:M], ids[:M]
     with pytest.raises(ValueError, match=message):
-        moe_ops.fused_experts(x[:M], w13, w2, weights[:M], ids[:M], exchange=name)
+        moe_ops.fused_experts(x[:M], w13, w2, weights, ids, exchange=name)
 
 
 def test_processes_without_dispatchers_say_so(monkeypatch):

@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,8 @@ from torch import Tensor
 
 import moe_ops
 import moe_ops.tensors  # noqa: F401 - with torchao, once for all processes
+from moe_ops import backends
+from moe_ops.meta import symmetric
 from moe_ops.nn.rebalance import rebalance
 from moe_ops.parallel import wire
 from moe_ops.parallel.columns import shard_w2, shard_w13
@@ -134,9 +137,20 @@ class Spread:
         M = x.shape[0]
         return self.dispatcher.combine(self.experts_of(x, ids, weights), M)
 
-    def by_exchange(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    def by_exchange(self, x: Tensor, ids: Tensor, weights: Tensor, **options: str) -> Tensor:
         """The same, where the experts' operator adds up outputs."""
-        return self.experts_of(x, ids, weights, exchange=self.dispatcher.exchange)[: x.shape[0]]
+        options["exchange"] = self.dispatcher.exchange
+        return self.experts_of(x, ids, weights, **options)[: x.shape[0]]
+
+    def behind_routing(
+        self, x: Tensor, ids: Tensor, weights: Tensor, backend: str = "auto"
+    ) -> Tensor:
+        """The same, where the experts' operator sends rows, too."""
+        M, options = x.shape[0], {"exchange": self.dispatcher.exchange, "backend": backend}
+        ids, weights = self.dispatcher.dispatch_routing(ids, weights)
+        return moe_ops.fused_experts(
+            x, self.w13, self.w2, weights, ids, expert_map=self.expert_map, **options
+        )[:M]
 
     def experts_of(self, x: Tensor, ids: Tensor, weights: Tensor, **options: str) -> Tensor:
         x, ids, weights = self.dispatcher.dispatch(x, ids, weights)
@@ -168,6 +182,8 @@ def forwards(rank: int, size: int) -> Iterator[tuple[str, float, float]]:
                 yield f"{name}, rows of no expert", float(got[unasked].abs().sum()), 0.0
                 if kind is SymmetricMemory:
                     yield f"{name}, exchange", difference(spread.by_exchange(*t.local()), got), 0.0
+                    own = spread.behind_routing(*t.local())
+                    yield f"{name}, rows behind their routing", difference(own, got), 0.0
             if not scheme:
                 for dtype in (torch.bfloat16, torch.float32):
                     spread = Spread(w13, w2, rank, size, strategy, reduce_dtype=dtype)
@@ -299,6 +315,10 @@ def compiled(rank: int, size: int) -> Iterator[tuple[str, float, float]]:
         x = torch.randn(size * MOST, H)[rank::size]
         with torch.no_grad():
             yield f"compiled layer, {kind.name}", difference(call(x), layer(x)), 0.0
+            if kind is SymmetricMemory:
+                want = layer(x)
+                with mock.patch.object(symmetric, "MANY_TOKENS", 1):
+                    yield "rows behind their routing, compiled", difference(call(x), want), 0.0
         yield f"compiled, graphs, {kind.name}", float(len(graphs)), 2.0 if rank == 0 else 1.0
 
 
@@ -342,6 +362,26 @@ def captured(rank: int, size: int) -> Iterator[tuple[str, float, float]]:
             first, *others = [route(step[rows], TOP_K, whole.routing_method)[2] for step in steps]
             same = [torch.equal(first, other) for other in others]
             yield f"steps with the experts of the first, {kind.name}", float(sum(same)), 0.0
+
+
+def pushed(rank: int, size: int) -> Iterator[tuple[str, float, float]]:
+    """Rows that one kernel sends and copies to their experts, quantized or not, against those that
+    a dispatcher sends: where deep_gemm runs, which alone does so.
+    """
+    if backends.named("deep_gemm").available():
+        return
+    for scheme in ("", "fp8_block"):
+        w13, w2 = experts_weights(torch.bfloat16)
+        if scheme:
+            w13, w2 = moe_ops.quantize(w13, scheme), moe_ops.quantize(w2, scheme)
+        for routing in ROUTINGS:
+            t = tokens(routing, rank, size, torch.bfloat16)
+            spread = Spread(w13, w2, rank, size, "linear", SymmetricMemory)
+            want = spread.by_exchange(*t.local(), backend="deep_gemm")
+            for step in range(3):
+                got = spread.behind_routing(*t.local(), backend="deep_gemm")
+                name = f"pushed rows, {scheme or 'bf16'}, {routing}, {step}"
+                yield name, difference(got, want), 0.0
 
 
 def layer_config(dtype: torch.dtype, kind: type, **options: object) -> moe_ops.MoEConfig:
@@ -866,9 +906,13 @@ def run_all(rank: int, size: int, folder: str, seconds: float, gpus: bool = Fals
     from tests.parallel.spread import distributed  # which takes its data from here
 
     compared = []
-    for case in (distributed, *CASES[size], *([captured] if gpus else [])):
+    for case in (distributed, *CASES[size], *([captured, pushed] if gpus else [])):
         torch.manual_seed(7)  # the same data on all ranks
+        start, before = time.monotonic(), len(compared)
         compared += list(case(rank, size))
+        if rank == 0:  # `pytest -s` shows where the time goes
+            seconds, number = time.monotonic() - start, len(compared) - before
+            print(f"{case.__name__}: {number} compared, {seconds:.1f} s", flush=True)
     Path(folder, f"{rank}.json").write_text(json.dumps(compared))
     if faults in CASES[size]:
         os._exit(0)  # as one that is killed: the others find its connections closed

@@ -180,6 +180,10 @@ def test_experts_add_outputs_up_where_no_gradients_are_recorded(world):
     assert not send_tokens(layer, given[0].requires_grad_(), *given[1:]).added
     with torch.no_grad():
         assert send_tokens(layer, *given).added
+        layer.dispatcher.sends_rows_later = True
+        layer.dispatcher.dispatch_routing = lambda *routing: routing[::-1]
+        sent = send_tokens(layer, *given)
+        assert (sent.rows, sent.ids, sent.weights) == (given[0], given[2], given[1])
     made, given = experts.down_proj.detach().clone().requires_grad_(), tokens()
     del experts.down_proj
     experts.down_proj = made  # no parameter

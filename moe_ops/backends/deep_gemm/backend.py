@@ -206,6 +206,7 @@ BACKEND = register(
     newest_tested=TESTED[1],
     chunked=True,
     adds_ranks=True,
+    sends_rows=True,
     faster_from=faster_from,
     quantized_input=("fp8_block", "mxfp8"),
 )
@@ -224,4 +225,5 @@ FP4 = register(
     newest_tested=TESTED[1],
     chunked=True,
     adds_ranks=True,
+    sends_rows=True,
 )

@@ -22,10 +22,12 @@ from moe_ops.kernels.gemm.operands import activated
 from moe_ops.kernels.launch import Gpu, run
 from moe_ops.kernels.permute.combine import combine_rows
 from moe_ops.kernels.permute.place import place, place_batches
+from moe_ops.kernels.permute.push_scatter import push_scatter, why_not
 from moe_ops.kernels.permute.scatter import scatter
 from moe_ops.meta.workspace import carve, cdiv, padded_rows, round_up
 from moe_ops.ops.args import BatchedExpertsArgs, ExpertsArgs
 from moe_ops.ops.chunks import batched_chunks, chunks
+from moe_ops.ops.exchange import gathered, has_own_rows, opened
 
 
 class Format(NamedTuple):
@@ -121,10 +123,13 @@ def _experts(
     gpu: Gpu,
 ) -> None:
     """A layer, or a chunk of its tokens, with the kernels for `expected` rows an expert."""
-    (M, top_k), x, device = a.topk_ids.shape, a.hidden_states, a.hidden_states.get_device()
-    (E, N), K, I = a.w13.shape[:2], x.shape[1], intermediate_size(a)  # noqa: E741
+    (M, top_k), K, device = a.topk_ids.shape, a.hidden_states.shape[1], a.out.get_device()
+    (E, N), I = a.w13.shape[:2], intermediate_size(a)  # noqa: E741
     size = padded_rows(M, top_k, E, alignment)
     permuted = rows_in(a.workspace13, (size, K), form)
+    if a.router_weight_on_input or why_not(K, permuted):
+        a = gathered(a)
+    x = a.hidden_states
     h = rows_in(a.workspace13, (size, I), form)
     gate_up = carve(a.workspace2, (size, N), torch.bfloat16)
     y = carve(a.workspace2, (size, K), torch.bfloat16)
@@ -135,7 +140,12 @@ def _experts(
     launches, layout = place(
         a.topk_ids, a.expert_map, a.index_workspace, a.w13.shape[0], size, alignment, gpu
     )
-    launches.append(scatter(x, permuted, layout, top_k, gpu, scale, before))
+    if has_own_rows(a):
+        sent = opened(a)
+        to = permuted, x.contiguous(), layout, top_k, sent.arrivals, sent.spins
+        launches.append(push_scatter(*to, gpu))
+    else:
+        launches.append(scatter(x, permuted, layout, top_k, gpu, scale, before))
     run(launches, device, gpu)
     dg.grouped_gemm(gate_up, permuted, w13, layout.groups, expected)
     run([activate(a, h, gate_up, layout, after, gpu)], device, gpu)

@@ -61,12 +61,12 @@ from moe_ops.meta.symmetric import SymmetricLayout
 from moe_ops.ops.args import ExpertsArgs
 from moe_ops.ops.exchange import opened
 
-_MOST_COPIED = 8192  # elements that a program holds at a time
+MOST_COPIED = 8192  # elements that a program holds at a time
 # of one expert's outputs: with as many, 256 threads have those of eight experts in flight
 _MOST_SUMMED_BYTES = 8192
 # of a thread, so that two programs share a multiprocessor: those that receive must not be left to
 # wait until all have sent
-_MAX_REGISTERS = 128
+MAX_REGISTERS = 128
 
 
 class Phases(NamedTuple):
@@ -101,7 +101,7 @@ class Buffers(NamedTuple):
     RECEIVE: Constant
 
 
-def _buffers(mailbox: Mailbox, spins: int, itemsize: int, phases: Phases) -> Buffers:
+def buffers_of(mailbox: Mailbox, spins: int, itemsize: int, phases: Phases) -> Buffers:
     layout = mailbox.layout
     return Buffers(
         buffer=mailbox.buffers[mailbox.rank],
@@ -124,6 +124,11 @@ def _buffers(mailbox: Mailbox, spins: int, itemsize: int, phases: Phases) -> Buf
 def _share(layout: SymmetricLayout) -> int:
     """Programs that send, and as many that receive."""
     return min(layout.blocks, PROGRAMS // 2)
+
+
+def grid_of(layout: SymmetricLayout) -> tuple[int, int, int]:
+    """Of every launch on a mailbox."""
+    return 2 * _share(layout), 1, 1
 
 
 class PushTile(NamedTuple):
@@ -264,6 +269,54 @@ def load_rows(x_ptr, row, K, k, there):
     return tl.load(x_ptr + row.to(tl.int64)[:, None] * K + k[None, :], mask=there, other=0.0)
 
 
+@triton.jit
+def send_rows(
+    x_ptr, ids_ptr, weights_ptr, buffer_ptr, peers_ptr, rank, program, SENDERS, epoch, T, M, K,
+    TOP_K: tl.constexpr, BLOCK_TOP_K: tl.constexpr, META_START: tl.constexpr,
+    ROWS_START: tl.constexpr, PITCH: tl.constexpr, R: tl.constexpr, ROWS: tl.constexpr,
+    TILE: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """The blocks of this rank's rows that a program sends, to all other ranks, with ids and
+    weights if TOP_K is not 0.
+    """
+    parity = epoch & 1
+    blocks = tl.cdiv(T, ROWS)
+    tiles = ROWS // TILE * tl.cdiv(K, BLOCK_K)
+    element: tl.constexpr = x_ptr.dtype.element_ty
+    steps = tl.cdiv(blocks - program, SENDERS) * tiles
+    t, k = tile_of_step(0, tiles, program, SENDERS, K, ROWS, TILE, BLOCK_K)
+    x = load_rows(x_ptr, t, K, k, (t < M)[:, None] & (k < K)[None, :])
+    for step in range(steps):
+        # what is stored after this one is loaded before, so that loads and stores overlap
+        t, k = tile_of_step(step + 1, tiles, program, SENDERS, K, ROWS, TILE, BLOCK_K)
+        following = load_rows(x_ptr, t, K, k, (t < M)[:, None] & (k < K)[None, :])
+        t, k = tile_of_step(step, tiles, program, SENDERS, K, ROWS, TILE, BLOCK_K)
+        block = program + step // tiles * SENDERS
+        ends = step % tiles == tiles - 1
+        if TOP_K > 0:
+            of_block = block * ROWS + tl.arange(0, ROWS)
+            routed = tl.where(ends, M, 0)
+            ids, weights = routed_rows(ids_ptr, weights_ptr, of_block, routed, TOP_K, BLOCK_TOP_K)
+        for i in tl.static_range(1, R):
+            rows_ptr = region(buffer_ptr, peers_ptr, (rank + i) % R, ROWS_START, element)
+            row = row_of_slot(parity, R - 1 - i, t, T, R)
+            there = (t < M)[:, None] & (k < K)[None, :]
+            tl.store(rows_ptr + row[:, None] * PITCH + k[None, :], x, mask=there)
+        if TOP_K > 0:
+            send_routed(
+                ids, weights, buffer_ptr, peers_ptr, rank, parity, of_block, T, routed, TOP_K,
+                BLOCK_TOP_K, META_START, R,
+            )  # fmt: skip
+        if ends:
+            tl.debug_barrier()  # before thread 0 sets flags
+            for i in tl.static_range(1, R):
+                flag_ptr = flag_of_block(
+                    buffer_ptr, peers_ptr, (rank + i) % R, parity, R - 1 - i, block, T, R, ROWS
+                )
+                set_flag(flag_ptr, epoch, M)
+        x = following
+
+
 @unprefixed
 class Routed(NamedTuple):
     """Ids and weights that travel with rows, or none: TOP_K is 0, and pointers are None."""
@@ -327,40 +380,10 @@ def moe_ops_push_rows(
     tiles = ROWS // TILE * tl.cdiv(K, BLOCK_K)
     element: tl.constexpr = x_ptr.dtype.element_ty
     if SEND and program < SENDERS:
-        steps = tl.cdiv(blocks - program, SENDERS) * tiles
-        t, k = tile_of_step(0, tiles, program, SENDERS, K, ROWS, TILE, BLOCK_K)
-        x = load_rows(x_ptr, t, K, k, (t < M)[:, None] & (k < K)[None, :])
-        for step in range(steps):
-            # what is stored after this one is loaded before, so that loads and stores overlap
-            t, k = tile_of_step(step + 1, tiles, program, SENDERS, K, ROWS, TILE, BLOCK_K)
-            following = load_rows(x_ptr, t, K, k, (t < M)[:, None] & (k < K)[None, :])
-            t, k = tile_of_step(step, tiles, program, SENDERS, K, ROWS, TILE, BLOCK_K)
-            block = program + step // tiles * SENDERS
-            ends = step % tiles == tiles - 1
-            if TOP_K > 0:
-                of_block = block * ROWS + tl.arange(0, ROWS)
-                routed = tl.where(ends, M, 0)
-                ids, weights = routed_rows(
-                    ids_ptr, weights_ptr, of_block, routed, TOP_K, BLOCK_TOP_K
-                )
-            for i in tl.static_range(1, R):
-                rows_ptr = region(buffer_ptr, peers_ptr, (rank + i) % R, ROWS_START, element)
-                row = row_of_slot(parity, R - 1 - i, t, T, R)
-                there = (t < M)[:, None] & (k < K)[None, :]
-                tl.store(rows_ptr + row[:, None] * PITCH + k[None, :], x, mask=there)
-            if TOP_K > 0:
-                send_routed(
-                    ids, weights, buffer_ptr, peers_ptr, rank, parity, of_block, T, routed, TOP_K,
-                    BLOCK_TOP_K, META_START, R,
-                )  # fmt: skip
-            if ends:
-                tl.debug_barrier()  # before thread 0 sets flags
-                for i in tl.static_range(1, R):
-                    flag_ptr = flag_of_block(
-                        buffer_ptr, peers_ptr, (rank + i) % R, parity, R - 1 - i, block, T, R, ROWS
-                    )
-                    set_flag(flag_ptr, epoch, M)
-            x = following
+        send_rows(
+            x_ptr, ids_ptr, weights_ptr, buffer_ptr, peers_ptr, rank, program, SENDERS, epoch, T,
+            M, K, TOP_K, BLOCK_TOP_K, META_START, ROWS_START, PITCH, R, ROWS, TILE, BLOCK_K,
+        )  # fmt: skip
         tl.store(epochs_ptr + program, epoch)
     if RECEIVE and program >= SENDERS:
         received_ptr = region(buffer_ptr, peers_ptr, rank, ROWS_START, element)
@@ -422,7 +445,7 @@ def push_rows(
 ) -> Launch:
     """Rows of all ranks, with the ids and weights of their experts if given."""
     layout, (M, K) = mailbox.layout, x.shape
-    tile = tile_of(layout, K, _MOST_COPIED)
+    tile = tile_of(layout, K, MOST_COPIED)
     args = PushRows(
         out=out,
         x=x,
@@ -434,13 +457,13 @@ def push_rows(
             TOP_K=layout.top_k,
             BLOCK_TOP_K=triton.next_power_of_2(max(layout.top_k, 1)),
         ),
-        buffers=_buffers(mailbox, spins, x.itemsize, phases),
+        buffers=buffers_of(mailbox, spins, x.itemsize, phases),
         M=M,
         K=K,
         TILE=tile.rows,
         BLOCK_K=tile.columns,
     )
-    return Launch(moe_ops_push_rows, (2 * _share(layout), 1, 1), args, tile.num_warps)
+    return Launch(moe_ops_push_rows, grid_of(layout), args, tile.num_warps)
 
 
 @unprefixed
@@ -653,14 +676,14 @@ def push_sums(
         out=out,
         x=x,
         pairs=pairs,
-        buffers=_buffers(mailbox, spins, out.itemsize, phases),
+        buffers=buffers_of(mailbox, spins, out.itemsize, phases),
         M=M,
         K=K,
         TILE=tile.rows,
         BLOCK_K=tile.columns,
     )
-    grid = (2 * _share(layout), 1, 1)
-    return Launch(moe_ops_push_sums, grid, args, num_warps or tile.num_warps, _MAX_REGISTERS)
+    grid = grid_of(layout)
+    return Launch(moe_ops_push_sums, grid, args, num_warps or tile.num_warps, MAX_REGISTERS)
 
 
 def pairs_of(

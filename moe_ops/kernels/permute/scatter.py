@@ -63,9 +63,9 @@ class OperandRows(Protocol):
 class GroupedRows(NamedTuple):
     """The rows of a GEMM with fp32 scales."""
 
-    data: Tensor  # (S, K) e4m3
-    scale: Tensor  # (ceil(K / 128), S)
-    scales: str  # "fp32" or "powers"
+    data: Tensor  # (S, K) e4m3, or as x
+    scale: Tensor | None  # (ceil(K / 128), S)
+    scales: str  # "fp32", "powers" or ""
     width: int = 128
 
 

@@ -73,15 +73,18 @@ def padded(parts, T, value):
     [
         (2, 3, 32, torch.bfloat16, 128),
         (4, 5, 40, torch.float32, 2),  # blocks of 4 rows
-        (2, 19, 9, torch.float16, 1),  # 2 blocks of 16 rows, which are padded in buffers
+        (2, 19, 9, torch.float16, 1),  # 3 blocks of 8 rows, which are padded in buffers
+        (2, 40, 4, torch.float32, 1),  # 3 blocks of 16 small rows
     ],
 )
 def test_rows_of_all_ranks_arrive(R, T, K, dtype, few, monkeypatch):
     """Whichever blocks there are, one program sends all of them or each one."""
     monkeypatch.setattr(symmetric, "FEW_BLOCKS", few)
+    monkeypatch.setattr(symmetric, "MOST_BLOCK_BYTES", 256 * (T == 40))
     monkeypatch.setattr(push, "PROGRAMS", 2 * min(few, 2))
     ids_dtype = torch.int32 if few == 2 else torch.int64
     layout = SymmetricLayout(R, T, K * dtype.itemsize, 3)
+    assert layout.blocks == {3: 3, 5: 2, 19: 3, 40: 3}[T]
     boxes = mailboxes(layout)
     for epoch in range(4):  # both sets, twice
         counts = [(T - r - epoch) % (T + 1) for r in range(R)]
@@ -112,6 +115,7 @@ def test_rows_of_all_ranks_arrive(R, T, K, dtype, few, monkeypatch):
 )
 def test_sums_are_in_the_order_of_ranks(R, T, K, dtype, few, monkeypatch):
     monkeypatch.setattr(symmetric, "FEW_BLOCKS", few)
+    monkeypatch.setattr(symmetric, "MOST_BLOCK_BYTES", 0)
     monkeypatch.setattr(push, "PROGRAMS", 2 * min(few, 2))
     boxes = mailboxes(SymmetricLayout(R, T, K * dtype.itemsize))
     for epoch in range(3):
@@ -135,6 +139,7 @@ def test_pairs_are_summed_on_the_way(R, T, K, top_k, split_k, few, monkeypatch):
     that are elsewhere hold NaN.
     """
     monkeypatch.setattr(symmetric, "FEW_BLOCKS", few)
+    monkeypatch.setattr(symmetric, "MOST_BLOCK_BYTES", 0)
     monkeypatch.setattr(push, "PROGRAMS", 2 * min(few, 2))
     E, S = 4, R * T * top_k
     boxes = mailboxes(SymmetricLayout(R, T, K * 2))

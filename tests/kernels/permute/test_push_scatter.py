@@ -1,0 +1,74 @@
+"""Tokens of all ranks, which one process plays, copied to the rows of their pairs on arrival."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from moe_ops import numerics
+from moe_ops.kernels import launch
+from moe_ops.kernels.comm import push
+from moe_ops.kernels.comm.push import Phases
+from moe_ops.kernels.permute.layout import Layout
+from moe_ops.kernels.permute.push_scatter import push_scatter, why_not
+from moe_ops.kernels.permute.scatter import GroupedRows
+from moe_ops.meta import symmetric
+from moe_ops.meta.symmetric import SymmetricLayout
+from tests.kernels.comm.test_push import GPU, SPINS, mailboxes, run
+
+pytestmark = pytest.mark.skipif(not launch.INTERPRETED, reason="needs TRITON_INTERPRET=1")
+
+
+@pytest.mark.parametrize(
+    ("R", "T", "K", "top_k", "scales", "few"),
+    [(2, 19, 40, 3, "", 1), (3, 5, 256, 2, "fp32", 2), (2, 3, 384, 1, "powers", 128)],
+)
+def test_rows_of_pairs_have_their_tokens(R, T, K, top_k, scales, few, monkeypatch):
+    """Quantized as the tokens are; other rows are left alone, and a rank that copies what arrives
+    without scattering it sees the same blocks.
+    """
+    monkeypatch.setattr(symmetric, "FEW_BLOCKS", few)
+    monkeypatch.setattr(symmetric, "MOST_BLOCK_BYTES", 0)
+    monkeypatch.setattr(push, "PROGRAMS", 2 * min(few, 2))
+    S, size = R * T * top_k, 2 * R * T * top_k
+    boxes = mailboxes(SymmetricLayout(R, T, K * 2))
+    for epoch in range(3):
+        counts = [max(0, T - 2 * ((r + epoch) % R)) for r in range(R)]
+        tokens = [torch.randn(M, K).half() for M in counts]
+        whole = torch.cat([torch.cat((x, x.new_zeros(T - len(x), K))) for x in tokens])
+        there = torch.cat([torch.arange(T) < M for M in counts])[:, None]
+        launches, wanted = [], []
+        for r in range(R - 1):
+            here = there & (torch.rand(R * T, top_k) < 0.6)
+            rows = torch.where(here, torch.randperm(size)[:S].view(R * T, top_k), -1)
+            y = GroupedRows(torch.full((size, K), torch.nan).half(), None, "")
+            want = y.data.clone()
+            want[rows[here]] = whole[:, None].expand(-1, top_k, -1)[here]
+            scale = torch.full((K // 128, size), torch.nan)
+            if scales:
+                data = torch.zeros(size, K, dtype=torch.float8_e4m3fn)
+                y = GroupedRows(data, scale.clone(), scales)
+            assert why_not(K, y) is None
+            wanted.append((want, rows[here], y))
+            layout = Layout(rows.flatten().int(), torch.empty(0), size)
+            launches.append((y, tokens[r], layout, top_k, boxes[r]))
+        out = torch.full((R * T, K), torch.nan).half()
+        for phases in (Phases(True, False), Phases(False, True)):
+            for given in launches:
+                run(push_scatter(*given, SPINS, GPU, phases))
+            box = boxes[-1]
+            run(push.push_rows(out, None, None, tokens[-1], None, None, box, SPINS, phases))
+        assert torch.equal(out, whole)
+        for want, rows, y in wanted:
+            if not scales:
+                assert torch.equal(y.data.nan_to_num(77), want.nan_to_num(77))
+                continue
+            scheme = "fp8_block:ue8m0" if scales == "powers" else "fp8_block"
+            q = numerics.quantize_activation(want[rows].float(), scheme)
+            assert torch.equal(y.data[rows].float(), q[0].float())
+            assert torch.equal(y.scale[:, rows].T, q[1])
+            left = torch.ones(size, dtype=torch.bool)
+            left[rows] = False
+            assert y.scale[:, left].isnan().all() and y.data[left].float().eq(0).all()
+    programs = push.grid_of(boxes[0].layout)[0]
+    assert all(box.epochs[:programs].eq(3).all() for box in boxes)
