@@ -2,7 +2,8 @@
 kernels of training steps.
 
     python benchmarks/sanitize_kernels.py [--calls cutlass training] [--tools memcheck racecheck]
-                                          [--timeout 120] [--together] [--write]
+                                          [--leave-out NAME] [--timeout 120] [--together]
+                                          [--write]
 
 `cutlass`: every scheme and dtype that backend `cutlass` takes on this GPU is run, on few and on
 many tokens, with an expert that no token picks, and on batches; results are compared with backend
@@ -327,6 +328,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--calls", choices=OURS, default="cutlass")
     parser.add_argument("--tools", nargs="+", choices=TOOLS, help="by default all of these calls")
     parser.add_argument("--timeout", type=float, default=120, help="seconds a tool may take")
+    parser.add_argument("--leave-out", metavar="NAME", help="kernels whose names hold it")
     parser.add_argument("--together", action="store_true", help="run all tools at the same time")
     parser.add_argument("--write", action="store_true")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
@@ -348,6 +350,8 @@ def main(argv: list[str] | None = None) -> int:
 
     def run_of(tool: str) -> dict[str, Any]:
         some = ["--kernel-regex", f"kns={OURS[calls]}"] if tool in OF_OURS[calls] else []
+        if arguments.leave_out:
+            some += ["--kernel-regex-exclude", f"kns={arguments.leave_out}"]
         prefix = [command, "--tool", tool, "--error-exitcode", str(FOUND), *some]
         return run_tool(prefix, arguments.timeout, calls)
 
@@ -367,6 +371,7 @@ def main(argv: list[str] | None = None) -> int:
             "versions": versions("torch", "triton"),
             "compute_sanitizer": found[1] if found else None,
             "object": name,
+            "left_out": arguments.leave_out,
             "calls": ran,
             "tools": results,
         }

@@ -9,15 +9,15 @@
     python benchmarks/training.py --dry-run         # a tiny shape on this machine; keeps nothing
 
 Every implementation gets the same bf16 weights, tokens, routing and gradient of the output.
-Timed in rounds, each in another order, by events around one eager or compiled call, medians in ms: `infer` is the forward
-pass under torch.no_grad(), `forward` the one that records gradients, `step` forward and backward
-pass. `full` trains the weights, `frozen` passes gradients through them to tokens and router
-weights. `--schemes` adds frozen weights that are quantized, which moe_ops alone takes. `lora`
-trains adapters of rank 16 over frozen weights, and `qlora_int4` and `qlora_mxfp4` over weights of
-4 bits; transformers' adapters are added to the weights, as PEFT adds them. gptoss20 has biases and
-the activation of gpt-oss. `kept` are the bytes that wait for the backward pass beside inputs and
-weights, `peak` the most that a step allocates. `error` is the largest relative error of a gradient
-against fp64, if there are at most 1024 tokens.
+Timed in rounds, each in another order, by events around one eager or compiled call, medians in ms:
+`infer` is the forward pass under torch.no_grad(), `forward` the one that records gradients, `step`
+forward and backward pass. `full` trains the weights, `frozen` passes gradients through them to
+tokens and router weights. `--schemes` adds frozen weights that are quantized, which moe_ops alone
+takes. `lora` trains adapters of rank 16 over frozen weights, and `qlora_int4` and `qlora_mxfp4`
+over weights of 4 bits; transformers' adapters are added to the weights, as PEFT adds them.
+gptoss20 has biases and the activation of gpt-oss. `kept` are the bytes that wait for the backward
+pass beside inputs and weights, `peak` the most that a step allocates. `error` is the largest
+relative error of a gradient against fp64, if there are at most 1024 tokens.
 
 The floor is the FLOPs of its products over the measured rate of a large bf16 product. Rows are
 written to FOLDER/training_<GPU>.json after each case, replacing older ones, so that several short
