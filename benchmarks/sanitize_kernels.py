@@ -2,7 +2,8 @@
 kernels of training steps.
 
     python benchmarks/sanitize_kernels.py [--calls cutlass training] [--tools memcheck racecheck]
-                                          [--timeout 120] [--together] [--write]
+                                          [--leave-out NAME] [--timeout 120] [--together]
+                                          [--write]
 
 `cutlass`: every scheme and dtype that backend `cutlass` takes on this GPU is run, on few and on
 many tokens, with an expert that no token picks, and on batches; results are compared with backend
@@ -12,8 +13,10 @@ one is not forgotten. Each tool is a run of its own, after one without any, whic
 kernels; with --together the runs of all tools share the GPU.
 
 memcheck and initcheck look at all kernels, each tensor in an allocation of its own: initcheck has
-to see what Triton's kernels write for CUTLASS's. racecheck and synccheck look at CUTLASS's alone,
-or at those of training steps.
+to see what Triton's kernels write for CUTLASS's. racecheck and synccheck look at CUTLASS's alone.
+Of training steps each tool looks at the kernels of kernels/training alone, and the steps are
+compared with plain torch in the run without a tool alone, whose thousands of launches no tool has
+to follow. initcheck is not run there: products write by the tensor memory accelerator, too.
 Where CUTLASS writes is zeroed before a call, because initcheck misses what it does: it does not
 see copies of the tensor memory accelerator to global memory, and takes it for a read that
 tensormap.cp_fenceproxy exchanges each word of a tensor map (on SM90 ATOMG.EXCH, result unused).
@@ -60,8 +63,11 @@ from moe_ops.schemes import get_scheme
 from moe_ops.tuning.backends import laid_out
 
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
-# these look at kernels whose names hold what stands here for each set of calls
-OF_OURS = ("racecheck", "synccheck")
+# the tools of each set of calls that look at the kernels alone whose names hold what stands below
+OF_OURS = {
+    "cutlass": ("racecheck", "synccheck"),
+    "training": ("memcheck", "racecheck", "synccheck"),
+}
 OURS = {"cutlass": "cutlass", "training": "moe_ops_train"}
 SUMMARY = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (\d+) (?:error|hazard).*")
 FOUND = 9  # the exit code of a tool that found anything
@@ -264,7 +270,7 @@ def run_tool(prefix: list[str], timeout: float, calls: str = "cutlass") -> dict[
     """Run all of these calls behind the command of a tool, or of none; what came of it."""
     environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     worker = [sys.executable, str(Path(__file__).resolve()), "--worker", "--calls", calls]
-    command = [*prefix, *worker]
+    command = [*prefix, *worker, *(["--uncompared"] if prefix else [])]
     start = time.monotonic()
     try:
         done = subprocess.run(
@@ -295,9 +301,12 @@ def clean(result: dict[str, Any]) -> bool:
     return right and result.get("found", 0) == 0
 
 
-def worker(calls: str) -> int:
+def worker(calls: str, compared: bool) -> int:
     """Run the calls in this process, and print what they launched."""
-    report = Report(*run_steps("cuda")) if calls == "training" else run_calls("cuda")
+    if calls == "training":
+        report = Report(*run_steps("cuda", compared=compared))
+    else:
+        report = run_calls("cuda")
     torch.cuda.synchronize()
     wrong = report.wrong
     if calls == "cutlass":
@@ -317,18 +326,21 @@ def object_of(calls: str) -> str | None:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--calls", choices=OURS, default="cutlass")
-    parser.add_argument("--tools", nargs="+", choices=TOOLS, default=list(TOOLS))
+    parser.add_argument("--tools", nargs="+", choices=TOOLS, help="by default all of these calls")
     parser.add_argument("--timeout", type=float, default=120, help="seconds a tool may take")
+    parser.add_argument("--leave-out", metavar="NAME", help="kernels whose names hold it")
     parser.add_argument("--together", action="store_true", help="run all tools at the same time")
     parser.add_argument("--write", action="store_true")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--uncompared", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
     calls = arguments.calls
     if not torch.cuda.is_available():
         print("The kernels need a GPU; none found, nothing was run.")
         return 0
     if arguments.worker:
-        return worker(calls)
+        return worker(calls, not arguments.uncompared)
+    tools = arguments.tools or (OF_OURS[calls] if calls == "training" else TOOLS)
     command = compute_sanitizer()
     said = subprocess.run([command, "--version"], capture_output=True, text=True).stdout
     found = re.search(r"Version ([\d.]+)", said)
@@ -337,12 +349,14 @@ def main(argv: list[str] | None = None) -> int:
     print("no tool:", "clean" if clean(results["no tool"]) else results["no tool"], flush=True)
 
     def run_of(tool: str) -> dict[str, Any]:
-        some = ["--kernel-regex", f"kns={OURS[calls]}"] if tool in OF_OURS else []
+        some = ["--kernel-regex", f"kns={OURS[calls]}"] if tool in OF_OURS[calls] else []
+        if arguments.leave_out:
+            some += ["--kernel-regex-exclude", f"kns={arguments.leave_out}"]
         prefix = [command, "--tool", tool, "--error-exitcode", str(FOUND), *some]
         return run_tool(prefix, arguments.timeout, calls)
 
-    with ThreadPoolExecutor(len(arguments.tools) if arguments.together else 1) as pool:
-        for tool, result in zip(arguments.tools, pool.map(run_of, arguments.tools), strict=True):
+    with ThreadPoolExecutor(len(tools) if arguments.together else 1) as pool:
+        for tool, result in zip(tools, pool.map(run_of, tools), strict=True):
             results[tool] = result
             for line in result.get("said", []):
                 print(f"  {line}")
@@ -357,6 +371,7 @@ def main(argv: list[str] | None = None) -> int:
             "versions": versions("torch", "triton"),
             "compute_sanitizer": found[1] if found else None,
             "object": name,
+            "left_out": arguments.leave_out,
             "calls": ran,
             "tools": results,
         }

@@ -55,8 +55,12 @@ def launched(names: list[str]) -> Callable[..., None]:
     return run
 
 
-def steps(device: str, dtype: torch.dtype) -> Iterator[tuple[str, list[Tensor], list[Tensor]]]:
-    """(call, its result and gradients, those of plain torch) of training steps."""
+def steps(
+    device: str, dtype: torch.dtype, packed: bool, compared: bool
+) -> Iterator[tuple[str, list[Tensor], list[Tensor]]]:
+    """(call, its result and gradients, those of plain torch if they are compared) of training
+    steps, with or without those of packed weights.
+    """
     rng = torch.Generator(device).manual_seed(2)
 
     def random(*size: int) -> Tensor:
@@ -64,6 +68,8 @@ def steps(device: str, dtype: torch.dtype) -> Iterator[tuple[str, list[Tensor], 
         return t.to(dtype).requires_grad_()
 
     for scheme, rank, has in STEPS:
+        if scheme and not packed:
+            continue
         K, I = WHOLE_TILES if has.get("of whole tiles") else SIZES  # noqa: E741
         of = Activation(has.get("activation", "silu"))
         N = 2 * I if of.gated else I
@@ -85,8 +91,8 @@ def steps(device: str, dtype: torch.dtype) -> Iterator[tuple[str, list[Tensor], 
                 ids[0] = E
             given = [x, router, *([] if scheme else weights), *biases, *matrices]
             leaves = [t for t in given if t is not None]
-            found = []
-            for plain in (False, True):
+            found: list[list[Tensor]] = []
+            for plain in (False, True) if compared else (False,):
                 with ExitStack() as stack:
                     for module in (training, lora) if plain else ():
                         stack.enter_context(mock.patch.object(module, "why_not_fused", _plain))
@@ -100,7 +106,7 @@ def steps(device: str, dtype: torch.dtype) -> Iterator[tuple[str, list[Tensor], 
                     )
                     found.append([out.detach(), *torch.autograd.grad(out, leaves, grad)])
             name = " ".join([scheme or "plain", f"rank {rank}", *map(str, has)])
-            yield f"{name} M={M}", found[0], found[1]
+            yield f"{name} M={M}", found[0], found[-1]
 
 
 def _plain(*call: Any) -> str:
@@ -108,9 +114,11 @@ def _plain(*call: Any) -> str:
 
 
 def run_steps(
-    device: str, dtype: torch.dtype = torch.bfloat16
+    device: str, dtype: torch.dtype = torch.bfloat16, compared: bool = True
 ) -> tuple[list[str], list[str], list[str]]:
-    """Run the steps: their names, the kernels that they launched, and what was wrong."""
+    """Run the steps: their names, the kernels that they launched, and what was wrong. Without
+    comparison nothing runs but they.
+    """
     calls: list[str] = []
     kernels: list[str] = []
     wrong: list[str] = []
@@ -118,14 +126,15 @@ def run_steps(
     products = [fused.native.kernels]
     if device != "cpu" and fused.native.kernels(torch.cuda.current_device()) is not None:
         products.append(lambda _: None)
-    for native in products:
+    for native in products:  # those of packed weights are the same with both
+        first = native is products[0]
         with (
             mock.patch.object(fused, "run", launched(kernels)),
             mock.patch.object(fused.native, "kernels", native),
         ):
-            for call, found, expected in steps(device, dtype):
+            for call, found, expected in steps(device, dtype, first, compared):
                 calls.append(call)
-                for i, (a, b) in enumerate(zip(found, expected, strict=True)):
+                for i, (a, b) in enumerate(zip(found, expected, strict=True) if compared else ()):
                     far = relative_error(a, b.double())
                     if not far <= MAX_ERROR:  # NaN, too
                         wrong.append(f"{call}: relative error {far:.3g} of result {i}")

@@ -36,6 +36,7 @@ from moe_ops.meta.workspace import cdiv
 
 BLOCK_M = 64  # rows of a block
 BLOCK_W = 128  # wide columns of a program, or of a step of its loop
+COPY_W = 64  # of a step that also copies them, in registers: 72 a thread, with BLOCK_W 136
 STEPS = 4  # of BLOCK_W columns that a program of widen takes
 BLOCK_S = 256  # pairs of a program
 MOST_R = 64  # ranks of a program
@@ -164,7 +165,8 @@ def moe_ops_train_narrow(
     copied = tl.where(tl.program_id(1) == 0, W, 0)  # columns that this program copies
     matrix_ptr += e.to(tl.int64) * R * W
     total = tl.zeros((BLOCK_M, BLOCK_R), tl.float32)
-    for start in tl.range(0, W, BLOCK_W, num_stages=2):
+    STAGES: tl.constexpr = 2 if copy_ptr is None else 3
+    for start in tl.range(0, W, BLOCK_W, num_stages=STAGES):
         w = start + tl.arange(0, BLOCK_W)
         x = tl.load(
             x_ptr + at[:, None] * stride_m + w.to(tl.int64)[None, :] * stride_k,
@@ -341,6 +343,8 @@ def narrow(
 ) -> Launch:
     """u = scale * x matrix[e]^T, and tokens, times weights if there are any, copied as rows."""
     operand, tile = _matrix(matrix, rank_first)
+    if copy is not None:
+        tile = tile._replace(BLOCK_W=COPY_W)
     args = Narrow(
         u=u,
         copy=copy,

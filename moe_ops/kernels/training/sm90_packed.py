@@ -303,18 +303,20 @@ def scales_of_step(
 
 
 @gluon.jit
-def load_packed(
-    w, w_smem, full, step, steps, row, column,
-    TRANSPOSE: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
+def expect_packed(w, full, step, steps):
+    """Say how much will come of a step's packed weights, if there is such a step."""
+    size: gl.constexpr = w.block_shape[0] * w.block_shape[1] * 4
+    mbarrier.expect(full.index(step % PACKED_STAGES), size, step < steps)
+
+
+@gluon.jit
+def load_packed(w, w_smem, full, step, steps, row, column, TRANSPOSE: gl.constexpr):
     """Start the copy of a step's packed weights, if there is such a step."""
     BLOCK_N: gl.constexpr = w.block_shape[0]
     WORDS: gl.constexpr = w.block_shape[1]
-    slot = step % STAGES
-    more = step < steps
+    slot = step % PACKED_STAGES
     at = [row + step * BLOCK_N, column // 8] if TRANSPOSE else [row + column, step * WORDS]
-    mbarrier.expect(full.index(slot), BLOCK_N * WORDS * 4, more)
-    async_load(w, at, full.index(slot), w_smem.index(slot), more)
+    async_load(w, at, full.index(slot), w_smem.index(slot), step < steps)
 
 
 @gluon.jit
@@ -433,7 +435,8 @@ def moe_ops_train_wgmma_packed(
     barrier()
     row = e * N
     for i in gl.static_range(PACKED_STAGES):
-        load_packed(w, p_smem, p_full, i, steps, row, column, TRANSPOSE, PACKED_STAGES)
+        expect_packed(w, p_full, i, steps)
+        load_packed(w, p_smem, p_full, i, steps, row, column, TRANSPOSE)
     for i in gl.static_range(NUM_STAGES):
         mbarrier.expect(full.index(i), BLOCK_M * IN * 2, i < steps)
         async_load(x, [first, i * IN], full.index(i), x_smem.index(i), i < steps)
@@ -456,8 +459,9 @@ def moe_ops_train_wgmma_packed(
         decode(p_smem.index(0).load(PACKED), s, zero, tables, GROUPS, FORMAT, SCALE, HAS_ZERO)
     )
     fence_async_shared()
+    expect_packed(w, p_full, PACKED_STAGES, steps)
     barrier()
-    load_packed(w, p_smem, p_full, PACKED_STAGES, steps, row, column, TRANSPOSE, PACKED_STAGES)
+    load_packed(w, p_smem, p_full, PACKED_STAGES, steps, row, column, TRANSPOSE)
     s, zero = scales_of_step(
         1, steps, w_scale_ptr, w_zero_ptr, column,
         w_scale_stride_n, w_scale_stride_g, w_zero_stride_n, w_zero_stride_g,
@@ -476,22 +480,17 @@ def moe_ops_train_wgmma_packed(
         following = i + 1
         mbarrier.wait(p_full.index(following % PACKED_STAGES), following // PACKED_STAGES & 1)
         p = p_smem.index(following % PACKED_STAGES).load(PACKED)
-        # this buffer was read by step i - 2, for which all warps have waited
+        next_slot, next_phase = advance_slot(slot, phase, NUM_STAGES)
+        # of step i - 2, for which all warps have waited, as of its decoded weights
+        at = [first, following * IN]
+        async_load(x, at, full.index(next_slot), x_smem.index(next_slot), i > 1)
+        after, _ = advance_slot(next_slot, next_phase, NUM_STAGES)  # the slot of step i - 1
+        mbarrier.expect(full.index(after), BLOCK_M * IN * 2, (i > 0) & (i + 2 < steps))
+        expect_packed(w, p_full, following + PACKED_STAGES, steps)
         w_smem.index(following % W_BUFFERS).store(
             decode(p, s, zero, tables, GROUPS, FORMAT, SCALE, HAS_ZERO)
         )
         fence_async_shared()
-        before = gl.where(slot == 0, NUM_STAGES - 1, slot - 1)  # the slot of step i - 1
-        ahead = i - 1 + NUM_STAGES
-        more = (i > 0) & (ahead < steps)
-        mbarrier.expect(full.index(before), BLOCK_M * IN * 2, more)
-        acc = warpgroup_mma_wait(1, [acc])
-        barrier()
-        async_load(x, [first, ahead * IN], full.index(before), x_smem.index(before), more)
-        load_packed(
-            w, p_smem, p_full, following + PACKED_STAGES, steps, row, column,
-            TRANSPOSE, PACKED_STAGES,
-        )  # fmt: skip
         # the fence waits for loads that are under way, so they begin as long before it as can be
         s, zero = next_s, next_zero
         next_s, next_zero = scales_of_step(
@@ -499,7 +498,10 @@ def moe_ops_train_wgmma_packed(
             w_scale_stride_n, w_scale_stride_g, w_zero_stride_n, w_zero_stride_g,
             TRANSPOSE, BLOCK_N, BLOCK_K, GROUPS, SCALE_ROWS, SCALE_GROUP, SCALES,
         )  # fmt: skip
-        slot, phase = advance_slot(slot, phase, NUM_STAGES)
+        acc = warpgroup_mma_wait(1, [acc])
+        barrier()
+        load_packed(w, p_smem, p_full, following + PACKED_STAGES, steps, row, column, TRANSPOSE)
+        slot, phase = next_slot, next_phase
     next_slot, next_phase = advance_slot(slot, phase, NUM_STAGES)
     if low_rows is not None:  # one more step, into places that nobody reads any more
         R: gl.constexpr = low_rows.block_shape[1]
