@@ -144,7 +144,7 @@ namespace avx512 {
 namespace amx {
 #define TARGET                                                                                       \
     __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx512vbmi,avx512vnni,f16c," \
-                          "avx512fp16,amx-tile,amx-bf16")))
+                          "avx512fp16,amx-tile,amx-bf16,amx-int8")))
 #include "experts_amx.inc"
 #undef TARGET
 }  // namespace amx
@@ -482,8 +482,8 @@ bool has_tiles() {
     static const bool has = [] {
         unsigned a, b, c, d;
         if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return false;
-        const bool bf16 = d >> 22 & 1, fp16 = d >> 23 & 1, tile = d >> 24 & 1;
-        return bf16 && fp16 && tile && !syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18);
+        const bool bf16 = d >> 22 & 1, fp16 = d >> 23 & 1, tile = d >> 24 & 1, int8 = d >> 25 & 1;
+        return bf16 && fp16 && tile && int8 && !syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18);
     }();
     return has;
 }
