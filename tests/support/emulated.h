@@ -156,6 +156,9 @@ inline void multiply_bytes(int c, int a, int b) {  // both with signs
 }  // namespace emulated
 
 #define __m512h __m512i
+#undef _mm256_maskz_loadu_epi8
+#undef _mm512_cvtepi8_epi16
+#undef _mm512_cvtepu8_epi16
 #undef _mm512_abs_ps
 #undef _mm512_broadcast_i32x4
 #undef _mm512_cvtph_ps
@@ -178,6 +181,7 @@ inline void multiply_bytes(int c, int a, int b) {  // both with signs
 #define _mm_maskz_loadu_epi16(k, p) emulated::load<__m128i, int16_t>(k, p)
 #define _mm_maskz_loadu_epi8(k, p) emulated::load<__m128i, int8_t>(k, p)
 #define _mm_maskz_loadu_ps(k, p) emulated::load<__m128, float>(k, p)
+#define _mm256_maskz_loadu_epi8(k, p) emulated::load<__m256i, int8_t>(k, p)
 #define _mm256_maskz_loadu_epi16(k, p) emulated::load<__m256i, int16_t>(k, p)
 #define _mm256_mask_storeu_epi16(p, k, v) emulated::store<int16_t>(p, k, v)
 #define _mm512_maskz_loadu_epi8(k, p) emulated::load<__m512i, int8_t>(k, p)
@@ -192,6 +196,8 @@ inline void multiply_bytes(int c, int a, int b) {  // both with signs
 #define _mm512_cvtepi32_ps(v) emulated::map<float, int32_t, __m512>(v, [](int32_t x) { return float(x); })
 #define _mm512_cvtepi8_epi32(v) emulated::map<int32_t, int8_t, __m512i>(v, [](int8_t x) { return int32_t(x); })
 #define _mm512_cvtepu8_epi32(v) emulated::map<int32_t, uint8_t, __m512i>(v, [](uint8_t x) { return int32_t(x); })
+#define _mm512_cvtepi8_epi16(v) emulated::map<int16_t, int8_t, __m512i>(v, [](int8_t x) { return int16_t(x); })
+#define _mm512_cvtepu8_epi16(v) emulated::map<int16_t, uint8_t, __m512i>(v, [](uint8_t x) { return int16_t(x); })
 #define _mm512_cvtepu16_epi32(v) emulated::map<int32_t, uint16_t, __m512i>(v, [](uint16_t x) { return int32_t(x); })
 #define _mm512_cvtph_ps(v) emulated::map<float, uint16_t, __m512>(v, [](uint16_t x) { return _cvtsh_ss(x); })
 #define _mm512_cvtneps_pbh(v) emulated::map<uint16_t, float, __m256i>(v, emulated::narrow)

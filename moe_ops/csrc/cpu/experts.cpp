@@ -42,7 +42,6 @@ constexpr int64_t BLOCK = 128;     // columns of a step
 constexpr int MOST_ROWS = MOE_OPS_MOST_ROWS;  // rows of x that one decoded weight row meets
 constexpr int TILE = 4;            // weight rows of a tile
 constexpr int TOKENS_OF_BLOCK = 16, ROWS_OF_PANEL = 32;  // of tiles
-constexpr int64_t ROWS_OF_TILES = 3;  // rows an expert from which tiles are used: by instructions' times, not timed
 constexpr int64_t RESIDENT = 384 << 10;  // bytes of rows of x that stay in a core's cache
 
 // A weight of all experts: struct Matrix of backends/torch/layer.py. Strides in bytes.
@@ -457,12 +456,19 @@ void layer(const Experts& a, uint8_t* scratch) {
     }
 }
 
+template <class D>
+constexpr int64_t FROM_ROWS = 0;
+template <class D>
+    requires TILED<D>
+constexpr int64_t FROM_ROWS<D> = D::FROM_ROWS;
+
 struct Entry {
     int64_t (*bytes)(const Experts&);
     void (*run)(const Experts&, uint8_t*);
+    int64_t from_rows;  // an expert from which it is faster than others
 };
 template <class D>
-constexpr Entry ENTRY = {[](const Experts& a) { return Layout<D>(a).bytes; }, layer<D>};
+constexpr Entry ENTRY = {[](const Experts& a) { return Layout<D>(a).bytes; }, layer<D>, FROM_ROWS<D>};
 // in the order of _DECODERS of backends/torch/layer.py
 #define ENTRIES(isa, of_integers)                                                                           \
     {ENTRY<isa::Bf16>, ENTRY<of_integers::Int4>, ENTRY<of_integers::Int4Any>, ENTRY<of_integers::Mxfp4>,    \
@@ -507,7 +513,8 @@ int use(int most) {
 
 // Whether experts have so many rows on average, those of other processes included, that tiles are faster.
 bool many_rows(const Experts& a) {
-    return !a.batch_invariant && a.M * a.top_k >= ROWS_OF_TILES * std::max(a.E, a.mapped);
+    const int64_t from_rows = OF_AMX[a.scheme].from_rows + a.w13.groups;
+    return !a.batch_invariant && a.M * a.top_k >= from_rows * std::max(a.E, a.mapped);
 }
 
 const Entry& entry_of(const Experts& a) { return (tiles && many_rows(a) ? OF_AMX : entries)[a.scheme]; }
