@@ -14,14 +14,13 @@ def quantized() -> str | None:
     """Median ms of a layer and, in brackets, its speed against bf16, by scheme and M; the last
     columns are of plain torch."""
     lines: list[str] = []
-    for avx in (512, 2):
-        path = RESULTS / f"cpu_quantized_AVX{avx}.json"
+    for name in ("AMX", "AVX-512", "AVX2"):
+        path = RESULTS / f"cpu_quantized_{name.replace('-', '')}.json"
         if not path.exists():
             continue
         rows = json.loads(path.read_text())["rows"]
         tokens = sorted({row["num_tokens"] for row in rows})
         plain = [M for M in (1, 64) if M in tokens]
-        name = "AVX-512" if avx == 512 else "AVX2"
         header = [name, *[f"M = {M}" for M in tokens], "host"]
         header += [f"plain torch, {M}" for M in plain]
         lines += ["", f"| {' | '.join(header)} |", "|---" * len(header) + "|"]

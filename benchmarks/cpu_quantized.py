@@ -1,16 +1,16 @@
 """One expert layer of quantized weights on a CPU, beside the same layer in bf16.
 
     python benchmarks/cpu_quantized.py [--tokens 1 8 64 512] [--schemes int4_w4a16:g128 ...]
-                                       [--rounds 60] [--threads 2] [--avx 512] [--write]
+                                       [--rounds 60] [--threads 2] [--avx 1024 512] [--write]
 
 Every scheme gets NUM_LAYERS layers of random weights, more than the caches hold, which calls go
 through in turn, so that weights come from memory as they do in a model; calls of all schemes are
 interleaved. `plain torch` is the path through dequantized copies, which runs where the kernels of
 csrc/cpu/experts.cpp do not. The floor is the bytes of the experts that a call reads over the
 measured read bandwidth. `host` is a call of one token through a layer of as many experts that is
-HOST_COLUMNS wide: all work but that on weights. ``--write`` keeps the times in
-benchmarks/results/cpu_quantized_AVX512.json, and a plot beside it; ``--avx 2`` uses no wider
-instructions than AVX2.
+HOST_COLUMNS wide: all work but that on weights. ``--avx`` names the widest instructions, one after
+the other: 1024 (AMX where it is faster, beside AVX-512), 512 (AVX-512) and 2 (AVX2). ``--write``
+keeps the times in results/cpu_quantized_AMX.json (or AVX512, AVX2), and a plot beside it.
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ NUM_EXPERTS, TOP_K, HIDDEN, INTERMEDIATE = 32, 4, 1024, 512
 NUM_LAYERS = 12  # of 25 MB and more
 PLAIN_CALLS = 3
 HOST_COLUMNS = 128
+INSTRUCTIONS = {1024: "AMX", 512: "AVX512", 2: "AVX2"}
 
 Weights = tuple[Tensor, Tensor]
 
@@ -93,10 +94,8 @@ def stored_bytes(weights: Weights) -> int:
     return total
 
 
-def run_case(
-    M: int, layers: dict[str, list[Weights]], rounds: int, gb_s: float
-) -> dict[str, dict[str, Any]]:
-    """A row of each scheme."""
+def make_inputs(M: int) -> tuple[Tensor, list[Tensor], Tensor]:
+    """Tokens, an expert of each pair for every layer, and the router's weights."""
     generator = torch.Generator().manual_seed(M)
     x = torch.randn(M, HIDDEN, generator=generator).to(torch.bfloat16)
     ids = [
@@ -104,43 +103,57 @@ def run_case(
         for _ in range(NUM_LAYERS)
     ]
     router = torch.rand(M, TOP_K, generator=generator) + 0.5
-    router /= router.sum(1, keepdim=True)
+    return x, ids, router / router.sum(1, keepdim=True)
+
+
+def reference(M: int, weights: Weights) -> Tensor:
+    """The first layer in fp64."""
+    x, ids, router = make_inputs(M)
+    w13, w2 = [
+        w.dequantize(torch.float32) if isinstance(w, moe_ops.ExpertTensor) else w for w in weights
+    ]
+    return per_expert_loop(x.double(), w13, w2, router, ids[0])
+
+
+def plain_torch_ms(M: int, layers: list[Weights]) -> float:
+    """Least ms of the path through dequantized copies."""
+    x, ids, router = make_inputs(M)
+    form_of, found = layer.form_of, []
+    layer.form_of = lambda a: None
+    try:
+        for i in range(PLAIN_CALLS):
+            start = time.perf_counter()
+            moe_ops.fused_experts(x, *layers[i], router, ids[i])
+            found.append((time.perf_counter() - start) * 1e3)
+    finally:
+        layer.form_of = form_of
+    return round(min(found), 3)
+
+
+def run_case(
+    M: int, layers: dict[str, list[Weights]], rounds: int, gb_s: float, expected: dict[str, Tensor]
+) -> dict[str, dict[str, Any]]:
+    """A row of each scheme."""
+    x, ids, router = make_inputs(M)
 
     def call(scheme: str) -> Callable[[int], Tensor]:
         return lambda i: moe_ops.fused_experts(x, *layers[scheme][i], router, ids[i])
 
     times = interleaved_ms({s: call(s) for s in layers}, rounds=rounds, num_sets=NUM_LAYERS)
     hit = statistics.mean(i.unique().numel() for i in ids) / NUM_EXPERTS
+    bf16 = statistics.median(times[""])
     rows = {}
     for scheme, found in times.items():
-        w13, w2 = [
-            w.dequantize(torch.float32) if isinstance(w, moe_ops.ExpertTensor) else w
-            for w in layers[scheme][0]
-        ]
-        expected = per_expert_loop(x.double(), w13, w2, router, ids[0])
         size = stored_bytes(layers[scheme][0])
-        row: dict[str, Any] = {
+        rows[scheme] = {
             "scheme": scheme,
             "num_tokens": M,
             "bytes": size,
             "floor_ms": round(hit * size / gb_s / 1e6, 4),
             "ms": summary(found),
-            "relative_error": float(f"{relative_error(call(scheme)(0), expected):.2e}"),
+            "relative_error": float(f"{relative_error(call(scheme)(0), expected[scheme]):.2e}"),
+            "speed_against_bf16": round(bf16 / statistics.median(found), 2),
         }
-        form_of = layer.form_of
-        layer.form_of = lambda a: None
-        try:
-            plain = []
-            for i in range(PLAIN_CALLS):
-                start = time.perf_counter()
-                call(scheme)(i)
-                plain.append((time.perf_counter() - start) * 1e3)
-        finally:
-            layer.form_of = form_of
-        row["plain_torch_ms"] = round(min(plain), 3)
-        rows[scheme] = row
-    for row in rows.values():
-        row["speed_against_bf16"] = round(rows[""]["ms"]["median"] / row["ms"]["median"], 2)
     return rows
 
 
@@ -180,40 +193,49 @@ def main() -> None:
     parser.add_argument("--schemes", nargs="+", default=list(SCHEMES))
     parser.add_argument("--rounds", type=int, default=60, help="calls of each at one token")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument(
-        *("--avx",), type=int, choices=[1024, 512, 2], default=1024, help="the widest: 1024 is AMX"
-    )
+    parser.add_argument("--avx", type=int, nargs="+", choices=INSTRUCTIONS, default=[1024])
     parser.add_argument("--write", action="store_true", help="keep the times in results/")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     torch.set_grad_enabled(False)
-    avx = use_cpu_kernels(arguments.avx)
     gb_s = read_bandwidth_gb_s()
-    facts = machine_facts() | {"read_gb_s": round(gb_s, 1), "avx": avx}
-    print(facts)
     schemes = ("", *arguments.schemes)
-    host = host_ms(schemes)
-    layers = {scheme: make_layers(scheme) for scheme in schemes}
-    rows: list[dict[str, Any]] = []
+    measure(arguments, {scheme: make_layers(scheme) for scheme in schemes}, gb_s)
+
+
+def measure(arguments: argparse.Namespace, layers: dict[str, list[Weights]], gb_s: float) -> None:
+    host, rows = {}, {}
+    for avx in {use_cpu_kernels(avx): None for avx in arguments.avx}:
+        use_cpu_kernels(avx)
+        host[avx], rows[avx] = host_ms(layers), []
     for M in arguments.tokens:
+        expected = {scheme: reference(M, found[0]) for scheme, found in layers.items()}
+        plain = {scheme: plain_torch_ms(M, found) for scheme, found in layers.items()}
         rounds = max(12, arguments.rounds if M <= 8 else arguments.rounds * 8 // M)
-        found = run_case(M, layers, rounds, gb_s)
-        rows += [row | {"host_ms": host[row["scheme"]]} for row in found.values()]
-        table = [
-            [
-                *(row["scheme"] or "bf16", M, row["floor_ms"]),
-                f"{row['ms']['median']:.3f} [{row['ms']['min']:.3f}]",
-                *(row["speed_against_bf16"], host[row["scheme"]]),
-                *(row["plain_torch_ms"], row["relative_error"]),
+        for avx in rows:
+            use_cpu_kernels(avx)
+            found = run_case(M, layers, rounds, gb_s, expected)
+            for scheme, row in found.items():
+                row |= {"plain_torch_ms": plain[scheme], "host_ms": host[avx][scheme]}
+            rows[avx] += found.values()
+            table = [
+                [
+                    *(row["scheme"] or "bf16", M, row["floor_ms"]),
+                    f"{row['ms']['median']:.3f} [{row['ms']['min']:.3f}]",
+                    *(row["speed_against_bf16"], row["host_ms"]),
+                    *(row["plain_torch_ms"], row["relative_error"]),
+                ]
+                for row in found.values()
             ]
-            for row in found.values()
-        ]
-        header = ["scheme", "M", "floor ms", "median [least] ms", "against bf16", "host"]
-        print(format_table([*header, "plain torch", "error"], table), flush=True)
-    if arguments.write:
-        name = f"cpu_quantized_AVX{min(avx, 512)}"
-        print(write_json(name, {"machine": facts, "rows": rows}))
-        draw(rows, facts, name)
+            header = [INSTRUCTIONS[avx], "M", "floor ms", "median [least] ms", "against bf16"]
+            print(format_table([*header, "host", "plain torch", "error"], table), flush=True)
+    for avx, found in rows.items():
+        facts = machine_facts() | {"read_gb_s": round(gb_s, 1), "avx": avx}
+        print(facts)
+        if arguments.write:
+            name = f"cpu_quantized_{INSTRUCTIONS[avx]}"
+            print(write_json(name, {"machine": facts, "rows": found}))
+            draw(found, facts, name)
 
 
 if __name__ == "__main__":

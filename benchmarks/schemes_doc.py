@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from cases import Case
 
 FOLDER = Path(__file__).parent / "results"
-GPU, CPU = FOLDER / "experts_NVIDIA_H200.json", FOLDER / "cpu_quantized_AVX512.json"
+GPU, CPU = FOLDER / "experts_NVIDIA_H200.json", FOLDER / "cpu_quantized_AMX.json"
 PICTURE = FOLDER / "schemes.png"
 SHAPE, TOKENS = "qwen3", (1, 8, 64)
 DRAWN = 8  # tokens of the picture
@@ -98,7 +98,7 @@ def draw() -> None:
     figure, panels = pyplot.subplots(1, 2, figsize=(12, 5), constrained_layout=True)
     titles = (
         f"Qwen3's layer on an H200, {DRAWN} tokens: us",
-        f"E 32, top-4, K 1024, I 512 on two cores with AVX-512, {DRAWN} tokens: ms",
+        f"E 32, top-4, K 1024, I 512 on two cores with AVX-512 and AMX, {DRAWN} tokens: ms",
     )
     for panel, title, name in zip(panels, titles, ("gpu", "cpu"), strict=True):
         _panel(panel, title, [(one, getattr(one, name).get(DRAWN)) for one in schemes])

@@ -142,11 +142,26 @@ inline void multiply(int c, int a, int b) {
     tile(c) = cast<Tile>(sums);
 }
 
+inline void multiply_bytes(int c, int a, int b) {  // both with signs
+    using Row = std::array<int32_t, 16>;
+    auto sums = cast<std::array<Row, 16>>(tile(c));
+    const auto left = cast<std::array<std::array<int8_t, 64>, 16>>(tile(a));
+    const auto right = cast<std::array<std::array<int8_t, 64>, 16>>(tile(b));
+    for (int m = 0; m < 16; ++m)
+        for (int k = 0; k < 64; ++k)
+            for (int n = 0; n < 16; ++n) sums[m][n] += left[m][k] * right[k / 4][4 * n + k % 4];
+    tile(c) = cast<Tile>(sums);
+}
+
 }  // namespace emulated
 
 #define __m512h __m512i
+#undef _mm256_maskz_loadu_epi8
+#undef _mm512_cvtepi8_epi16
+#undef _mm512_cvtepu8_epi16
 #undef _mm512_abs_ps
 #undef _mm512_broadcast_i32x4
+#undef _mm512_cvtph_ps
 #undef _mm512_extractf32x8_ps
 #undef _mm512_madd_epi16
 #undef _mm512_maskz_loadu_epi8
@@ -157,6 +172,7 @@ inline void multiply(int c, int a, int b) {
 #undef _mm_maskz_loadu_epi8
 #undef _mm_maskz_loadu_ps
 #undef _tile_dpbf16ps
+#undef _tile_dpbssd
 #undef _tile_loadconfig
 #undef _tile_loadd
 #undef _tile_release
@@ -165,6 +181,7 @@ inline void multiply(int c, int a, int b) {
 #define _mm_maskz_loadu_epi16(k, p) emulated::load<__m128i, int16_t>(k, p)
 #define _mm_maskz_loadu_epi8(k, p) emulated::load<__m128i, int8_t>(k, p)
 #define _mm_maskz_loadu_ps(k, p) emulated::load<__m128, float>(k, p)
+#define _mm256_maskz_loadu_epi8(k, p) emulated::load<__m256i, int8_t>(k, p)
 #define _mm256_maskz_loadu_epi16(k, p) emulated::load<__m256i, int16_t>(k, p)
 #define _mm256_mask_storeu_epi16(p, k, v) emulated::store<int16_t>(p, k, v)
 #define _mm512_maskz_loadu_epi8(k, p) emulated::load<__m512i, int8_t>(k, p)
@@ -179,7 +196,10 @@ inline void multiply(int c, int a, int b) {
 #define _mm512_cvtepi32_ps(v) emulated::map<float, int32_t, __m512>(v, [](int32_t x) { return float(x); })
 #define _mm512_cvtepi8_epi32(v) emulated::map<int32_t, int8_t, __m512i>(v, [](int8_t x) { return int32_t(x); })
 #define _mm512_cvtepu8_epi32(v) emulated::map<int32_t, uint8_t, __m512i>(v, [](uint8_t x) { return int32_t(x); })
+#define _mm512_cvtepi8_epi16(v) emulated::map<int16_t, int8_t, __m512i>(v, [](int8_t x) { return int16_t(x); })
+#define _mm512_cvtepu8_epi16(v) emulated::map<int16_t, uint8_t, __m512i>(v, [](uint8_t x) { return int16_t(x); })
 #define _mm512_cvtepu16_epi32(v) emulated::map<int32_t, uint16_t, __m512i>(v, [](uint16_t x) { return int32_t(x); })
+#define _mm512_cvtph_ps(v) emulated::map<float, uint16_t, __m512>(v, [](uint16_t x) { return _cvtsh_ss(x); })
 #define _mm512_cvtneps_pbh(v) emulated::map<uint16_t, float, __m256i>(v, emulated::narrow)
 #define _mm512_cvtne2ps_pbh(high, low) emulated::narrow_two(high, low)
 #define _mm512_cvtps_epi32(v)                   \
@@ -202,3 +222,4 @@ inline void multiply(int c, int a, int b) {
 #define _tile_loadd(number, p, stride) emulated::load_tile(number, p, stride)
 #define _tile_stored(number, p, stride) emulated::store_tile(number, p, stride)
 #define _tile_dpbf16ps(c, a, b) emulated::multiply(c, a, b)
+#define _tile_dpbssd(c, a, b) emulated::multiply_bytes(c, a, b)

@@ -42,7 +42,6 @@ constexpr int64_t BLOCK = 128;     // columns of a step
 constexpr int MOST_ROWS = MOE_OPS_MOST_ROWS;  // rows of x that one decoded weight row meets
 constexpr int TILE = 4;            // weight rows of a tile
 constexpr int TOKENS_OF_BLOCK = 16, ROWS_OF_PANEL = 32;  // of tiles
-constexpr int64_t ROWS_OF_TILES = 3;  // rows an expert from which tiles are used: by instructions' times, not timed
 constexpr int64_t RESIDENT = 384 << 10;  // bytes of rows of x that stay in a core's cache
 
 // A weight of all experts: struct Matrix of backends/torch/layer.py. Strides in bytes.
@@ -144,7 +143,7 @@ namespace avx512 {
 namespace amx {
 #define TARGET                                                                                       \
     __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx512vbmi,avx512vnni,f16c," \
-                          "avx512fp16,amx-tile,amx-bf16")))
+                          "avx512fp16,amx-tile,amx-bf16,amx-int8")))
 #include "experts_amx.inc"
 #undef TARGET
 }  // namespace amx
@@ -457,12 +456,19 @@ void layer(const Experts& a, uint8_t* scratch) {
     }
 }
 
+template <class D>
+constexpr int64_t FROM_ROWS = 0;
+template <class D>
+    requires TILED<D>
+constexpr int64_t FROM_ROWS<D> = D::FROM_ROWS;
+
 struct Entry {
     int64_t (*bytes)(const Experts&);
     void (*run)(const Experts&, uint8_t*);
+    int64_t from_rows;  // an expert from which it is faster than others
 };
 template <class D>
-constexpr Entry ENTRY = {[](const Experts& a) { return Layout<D>(a).bytes; }, layer<D>};
+constexpr Entry ENTRY = {[](const Experts& a) { return Layout<D>(a).bytes; }, layer<D>, FROM_ROWS<D>};
 // in the order of _DECODERS of backends/torch/layer.py
 #define ENTRIES(isa, of_integers)                                                                           \
     {ENTRY<isa::Bf16>, ENTRY<of_integers::Int4>, ENTRY<of_integers::Int4Any>, ENTRY<of_integers::Mxfp4>,    \
@@ -482,8 +488,8 @@ bool has_tiles() {
     static const bool has = [] {
         unsigned a, b, c, d;
         if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return false;
-        const bool bf16 = d >> 22 & 1, fp16 = d >> 23 & 1, tile = d >> 24 & 1;
-        return bf16 && fp16 && tile && !syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18);
+        const bool bf16 = d >> 22 & 1, fp16 = d >> 23 & 1, tile = d >> 24 & 1, int8 = d >> 25 & 1;
+        return bf16 && fp16 && tile && int8 && !syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18);
     }();
     return has;
 }
@@ -507,7 +513,8 @@ int use(int most) {
 
 // Whether experts have so many rows on average, those of other processes included, that tiles are faster.
 bool many_rows(const Experts& a) {
-    return !a.batch_invariant && a.M * a.top_k >= ROWS_OF_TILES * std::max(a.E, a.mapped);
+    const int64_t from_rows = OF_AMX[a.scheme].from_rows + a.w13.groups;
+    return !a.batch_invariant && a.M * a.top_k >= from_rows * std::max(a.E, a.mapped);
 }
 
 const Entry& entry_of(const Experts& a) { return (tiles && many_rows(a) ? OF_AMX : entries)[a.scheme]; }
