@@ -22,7 +22,7 @@ GROUP_M = 16  # blocks that use one weight tile in turn, while it is in L2
 # bytes a block may use: GPUs with more have the tensor memory accelerator (TMA)
 LARGE_SHARED_MEMORY = 200 * 1024
 SM80_MMA, SM90_TMA, SM90_WGMMA, GEMV = "sm80_mma", "sm90_tma", "sm90_wgmma", "gemv"
-SM90_MMA = "sm90_mma"  # one token, with the bits of sm90_wgmma
+SM90_MMA = "sm90_mma"  # one token
 
 
 # Under `batch_invariant` kernel, tiles and order of the sums are those of so many rows an expert,

@@ -36,6 +36,7 @@ ADDRESSES = {
     ("kernels/mixed_gemm/gemv.py", "why_not"): "says why it cannot run",
     ("kernels/mixed_gemm/operands.py", "MixedOperand.scales_in_place"): "why_not asks for it",
     ("kernels/mixed_gemm/sm90_mma.py", "why_not"): "says why it cannot run",
+    ("kernels/mixed_gemm/sm90_mma.py", "_scales"): "scales are read in pairs where they can be",
     ("kernels/mixed_gemm/sm90_wgmma.py", "why_not"): "says why it cannot run",
     ("kernels/training/sm90_packed.py", "multiply"): "says whether TMA reads the weight",
     ("kernels/mixed_gemm/sm90_wgmma.py", "_operand"): "scales are read in pairs where they can be",

@@ -9,9 +9,10 @@ a token is rounded once.
 A layer takes four launches: route (none for one token), GEMM1 with the activation in its
 epilogue, GEMM2, and combine; one more may quantize activations. One token takes two launches, with
 plain or block-scaled weights (kernels/gemm/gemv.py), and with weights of 4 and 8 bits
-(kernels/mixed_gemm/gemv.py). With the latter, more tokens take five launches on SM90, or four if
-they are few (kernels/mixed_gemm/sm90_wgmma.py). Under `batch_invariant` one token takes those of
-more there, or with 4 bits and short rows two of its own (kernels/mixed_gemm/sm90_mma.py). Nothing
+(kernels/mixed_gemm/gemv.py; of some formats of 4 bits kernels/mixed_gemm/sm90_mma.py). With the
+latter, more tokens take five launches on SM90, or four if they are few
+(kernels/mixed_gemm/sm90_wgmma.py). Under `batch_invariant` one token takes those of more there, or
+with 4 bits and short rows the two of sm90_mma.py. Nothing
 is allocated, and the host reads no device memory. On a machine without a GPU the kernels run under
 Triton's interpreter, if TRITON_INTERPRET=1 was set before this import.
 """

@@ -80,8 +80,8 @@ def experts(a: ExpertsArgs) -> None:
     rounding = rounding_of(a.scheme)
     dtype = x.dtype if rounding is None else rounding.dtype
     if a.batch_invariant and _runs_wgmma(a, w13, w2, dtype, rounding):
-        if M == 1 and rounding is None and sm90_mma().why_not(x, w13, w2, top_k) is None:
-            config = configs.for_token(top_k)
+        if rounding is None and M == 1 and sm90_mma().has_bits_of_many(x, w13, w2, top_k):
+            config = configs.token_of_any_batch(top_k)
         else:
             config = configs.wgmma_for_any_batch(M * top_k, w2.E, K, w2.K, w2.format.bits)
     elif a.batch_invariant:
@@ -141,18 +141,26 @@ def _config(
     """The config of a layer, by the number of tokens."""
     (M, top_k), K = a.topk_ids.shape, a.out.shape[1]
     wgmma = one_token = False
+    token = None
     if M == 1 and rounding is None:
         one_token = gemv.why_not(w13, w2) is None
+        token = configs.token_facts(w13, w2)
+        if token is not None and not (
+            _runs_wgmma(a, w13, w2, dtype, rounding)
+            and sm90_mma().why_not(a.hidden_states, w13, w2, top_k) is None
+        ):
+            token = None
     else:
         wgmma = _runs_wgmma(a, w13, w2, dtype, rounding)
     prepared = a.layout != ""
     config = configs.for_experts(
         *(M, top_k, w2.E, K, w2.K, dtype, gpu, a.scheme, w2.format.bits),
-        *(wgmma, one_token, prepared, a.global_experts, w13.streams and w2.streams),
+        *(wgmma, one_token, prepared, a.global_experts),
+        *(min(w13.stages_of_many, w2.stages_of_many), token),
     )
     use_wgmma = wgmma and config.kernel == SM90_WGMMA
-    use_gemv = one_token and config.kernel == GEMV
-    if prepared and not (use_wgmma or use_gemv):
+    use_one = config.kernel == SM90_MMA or (one_token and config.kernel == GEMV)
+    if prepared and not (use_wgmma or use_one):
         raise RuntimeError(
             f"w13 and w2 in layout {a.layout!r} need tensors that start at a multiple of 16 "
             "bytes, tiles of the kernels that read it and, beside more than one token, a GPU of "

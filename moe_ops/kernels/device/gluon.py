@@ -9,7 +9,7 @@ memory accelerator were called `async_copy_global_to_shared` before 3.8, `barrie
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -22,8 +22,10 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 __all__ = [
     "TensorDescriptor",
+    "async_copy",
     "async_load",
     "barrier",
+    "copy_elements",
     "fence_async_shared",
     "gl",
     "gluon",
@@ -37,6 +39,8 @@ __all__ = [
 
 # (descriptor, coordinates, barrier, shared memory, predicate)
 async_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+# (shared memory, pointers, mask): each thread copies what its pointers point to
+copy_elements = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 
 _PUBLIC_REINTERPRET = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))

@@ -19,8 +19,8 @@ def gdc_launch_dependents(PDL: tl.constexpr):
     GEMMs written in Triton execute it after their mainloop, because programs that start earlier
     would hold shared memory while they wait. The GEMMs of mixed_gemm/sm90_wgmma.py, and the kernel
     that rounds h to e4m3 between them, execute it first: their dependents prefetch weights into
-    shared memory before they wait. So does GEMM1 of mixed_gemm/sm90_mma.py, whose GEMM2
-    loads weights into registers: the first of its call, it is never launched early.
+    shared memory before they wait. So does GEMM1 of mixed_gemm/sm90_mma.py, which is the first of
+    its call and never launched early.
     """
     if PDL:
         cuda.gdc_launch_dependents()

@@ -35,9 +35,10 @@ MAX_SPLIT_K = 3  # programs that share the reduction of a tile of GEMM2, if it h
 SPLIT_ROWS = 1024  # rows of y in all SPLIT_K partial sums
 FEW_STEPS = 8  # K tiles of a program of GEMM2 that is short
 PAIR_BUCKETS = (64, 512)  # up to so many pairs, every program reads the ids of all
-# of sm90_mma.py, which holds the weights of a program in registers: chunks of a row at most, and
-# of the rows of w2 that the warps of a program have
-MAX_CHUNKS, MAX_PROGRAM_CHUNKS, MAX_TOP_K = 16, 64, 16
+MAX_TOP_K = 16  # experts of a token of sm90_mma.py
+# chunks of a row, up to which sm90_mma.py was shown to have the bits of sm90_wgmma.py, and to be
+# faster with zero points than gemv.py
+MAX_CHUNKS = 16
 MAX_ROWS_OF_8_BITS = 80  # average rows of an expert, up to which sm90_wgmma.py takes 8-bit weights
 
 
@@ -135,13 +136,16 @@ def _for_experts(
     gemv: bool = False,
     prepared: bool = False,
     routed: int = 0,
-    streams: bool = False,
+    many: int = 0,
+    token: tuple[int, int] | None = None,
     tables: bool = True,
 ) -> LayerConfig:
     base = choose(M * top_k, E, K, I, bits, dtype, M == 1, gpu.shared_memory)
     if wgmma:
-        base = choose_wgmma(M * top_k, E, K, I, bits, base.sort_chunk, streams) or base
-    if gemv:
+        base = choose_wgmma(M * top_k, E, K, I, bits, base.sort_chunk, many) or base
+    if token is not None:
+        base = _choose_token(top_k, K, I, *token, base.sort_chunk)
+    elif gemv:
         base = _choose_gemv(top_k, K, I, bits, base.sort_chunk)
     if not tables:
         return base
@@ -153,7 +157,7 @@ def _for_experts(
         return base
     if config.kernel == GEMV and not gemv:
         return base
-    if prepared and config.kernel not in (SM90_WGMMA, GEMV):
+    if prepared and config.kernel not in (SM90_WGMMA, SM90_MMA, GEMV):
         return base
     return config
 
@@ -163,8 +167,8 @@ def for_experts(*problem) -> LayerConfig:
 
     Arguments: M, top_k, E, K, I, dtype, Gpu, scheme, bits of a weight, whether the kernels of
     sm90_wgmma.py and of gemv.py can run, whether these alone read the weights' layout, how many
-    experts share the pairs if these are on several devices, and whether sm90_wgmma.py may stream
-    the weights (`MixedOperand.streams`).
+    experts share the pairs if these are on several devices, `MixedOperand.stages_of_many`, and
+    K_CHUNK and the columns that share a scale if sm90_mma.py serves one token (`token_facts`).
     """
     return find(_for_experts, problem)
 
@@ -249,17 +253,76 @@ def token_slots(top_k: int) -> int:
 
 
 @lru_cache(maxsize=64)
-def _for_token(top_k: int, tables: bool = True) -> LayerConfig:
+def _token_of_any_batch(top_k: int, tables: bool = True) -> LayerConfig:
     slots = token_slots(top_k)
-    gemm1, gemm2 = GemmConfig(32, 128, 1, 2), GemmConfig(16 * slots, 128, 2, slots)
+    gemm1, gemm2 = GemmConfig(16, 128, 16, 1), GemmConfig(16 * slots, 128, 8, slots)
     return LayerConfig(gemm1, gemm2, 1, sort_chunk(1), SM90_MMA, direct=True)
 
 
-def for_token(top_k: int) -> LayerConfig:
-    """Config of the kernels of sm90_mma.py: 16 rows of weights a warp, and as stages the chunks of
-    x or h that a thread asks for ahead.
+def token_of_any_batch(top_k: int) -> LayerConfig:
+    """Config of sm90_mma.py under `batch_invariant`: each warp has 16 whole rows of weights. (Of
+    those kernels BLOCK_N counts rows, which 16 warps' rows may share, and stages are chunks that a
+    thread has asked for.)
     """
-    return find(_for_token, (top_k,))
+    return find(_token_of_any_batch, (top_k,))
+
+
+def token_facts(w13: MixedOperand, w2: MixedOperand) -> tuple[int, int] | None:
+    """(K_CHUNK, columns that share a scale) of weights of which sm90_mma.py is faster than gemv.py
+    for one token: prepared e2m1, and int4 with scales of whole chunks.
+
+    Measured on H200s, us with gemv.py and with sm90_mma.py: Qwen3 in int4 11.2 and 9.7, with zero
+    points 11.7 and 11.4, in mxfp4 12.6 and 11.2, in nvfp4 13.5 and 12.1; Mixtral in int4 64.1 and
+    57.2, in mxfp4 72.1 and 64.3, in nvfp4 79.0 and 68.1; gptoss120 in mxfp4 27.1 and 25.2, but in
+    int4 in groups of 32 24.7 and 25.0.
+    """
+    of, chunk = w2.wgmma_format, w2.k_chunk
+    whole = of.name == "int4" and of.scale == "weight" and chunk > 0 and of.group % chunk == 0
+    if w13.k_chunk != chunk or not (whole or of.name == "e2m1_words"):
+        return None
+    if w2.has_zero and max(w13.K, w2.K) > MAX_CHUNKS * chunk:  # not measured
+        return None
+    return chunk, of.group
+
+
+def parts_of_row(columns: int, k_chunk: int, group: int, most: int) -> int:
+    """Warps of sm90_mma.py that share a row, at most `most`: a power of two. Each has as many
+    whole chunks, begins at a group of columns, and has some that the others do not have.
+    """
+    for parts in (16, 8, 4, 2):
+        part = cdiv(cdiv(columns, k_chunk), parts) * k_chunk
+        starts = part | (columns - part)
+        if parts <= most and part * (parts - 1) < columns and starts % max(group, 64) == 0:
+            return parts
+    return 1
+
+
+def _choose_token(
+    top_k: int,
+    K: int,
+    I: int,  # noqa: E741
+    k_chunk: int,
+    group: int,
+    chunk: int,
+) -> LayerConfig:
+    """Config of sm90_mma.py for a token alone.
+
+    A thread of GEMM1 asks for all its weights at once, eight chunks at most if it can: with four,
+    Qwen3 took 11.6 us in int4 instead of 9.5. GEMM2 has few programs, whose 16 warps leave room
+    for no second one on a multiprocessor: gptoss120, which has 180, took 28.8 us in mxfp4 with
+    16 warps, and 25.2 with eight. Beside long rows fewer chunks are better than more: Mixtral took
+    57.2 us in int4 with two, 60.7 with four.
+    """
+    slots, programs = token_slots(top_k), cdiv(K, 16)
+    parts = parts_of_row(K, k_chunk, group, 4 if 16 * k_chunk < K else 2)
+    chunks = cdiv(cdiv(K, k_chunk), parts)
+    gemm1 = GemmConfig(16, k_chunk, min(chunks, 8), parts)
+    few = MULTIPROCESSORS < programs < 1.5 * MULTIPROCESSORS
+    parts = parts_of_row(I, k_chunk, group, max(1, (8 if few else 16) // slots))
+    chunks = cdiv(cdiv(I, k_chunk), parts)
+    depth = min(chunks, 6 if parts * slots <= 8 else 3 if chunks <= 3 else 2)
+    gemm2 = GemmConfig(16 * slots, k_chunk, depth, parts * slots)
+    return LayerConfig(gemm1, gemm2, 1, chunk, SM90_MMA, direct=True)
 
 
 def gemv_space(
@@ -343,7 +406,7 @@ def choose_wgmma(
     I: int,  # noqa: E741
     bits: int,
     chunk: int,
-    streams: bool = False,
+    many: int = 0,
 ) -> LayerConfig | None:
     """Config of the two GEMMs of sm90_wgmma.py, or None if other kernels are faster for so many
     rows. An expert's rows should usually fit one block.
@@ -356,6 +419,12 @@ def choose_wgmma(
     with that BLOCK_K and SPLIT_K = 3 in GEMM2, 319 us instead of 337 (int8) and 322 instead of 343
     (fp8) at M = 8.
 
+    About half of the experts of which each has 64 rows on average have more, and a second block
+    takes as long as the first: so blocks of 80 rows are faster from there on, and slower where
+    experts have several of either. With 64 and 80 rows Qwen3 took 327 and 294 us in int4 at
+    M = 1024, 328 and 290 in mxfp4, Mixtral at M = 256 531 and 467, 505 and 472, but at 1024 1591
+    and 1742. (Blocks of 24 rows instead of 32: Mixtral at M = 64 284 for 236.)
+
     For many rows, the kernels of sm80_mma.py decode each weight as often, but more slowly. With
     64, 128, 256 and 512 rows an expert, Mixtral in int4 took 1132, 1759, 3015 and 5308 us with
     them, and 506, 849, 1583 and 3114 us with these; in fp8 990, 1335, 2322 and 4165 us with them,
@@ -363,7 +432,7 @@ def choose_wgmma(
     """
     if bits == 8 and rows / groups > MAX_ROWS_OF_8_BITS:
         return None
-    chosen = _wgmma(rows, groups, K, I, bits, chunk, streams)
+    chosen = _wgmma(rows, groups, K, I, bits, chunk, many)
     if bits == 8 and chosen.split_k > 1 and chosen.block_m == 8 and I % 256 == 0:
         chosen = chosen._replace(gemm2=GemmConfig(128, 256, 2, 4), split_k=3)
     return chosen
@@ -376,14 +445,18 @@ def _wgmma(
     I: int,  # noqa: E741
     bits: int,
     chunk: int,
-    streams: bool = False,
+    many: int = 0,
 ) -> LayerConfig:
     average = rows / groups
     block_m = 8 if average <= 4 else 16 if average <= 10 else 32 if average <= 22 else 64
+    if many and 56 < average <= 80:
+        block_m = 80
 
     def gemm(columns: int, few: bool) -> GemmConfig:
         wide = bits == 4 and columns % 256 == 0
-        if block_m == 64 and streams:  # two blocks of four warps, which have room for both
+        if block_m == 80:
+            return GemmConfig(128, 128, many, 4)
+        if block_m == 64 and many:  # two blocks of four warps, which have room for both
             return GemmConfig(128, 128, 4, 4)
         if block_m == 64:  # four warps lack registers for accumulators and operands
             return GemmConfig(128, 256, 2, 8) if wide else GemmConfig(128, 128, 4, 8)
@@ -392,7 +465,7 @@ def _wgmma(
         return GemmConfig(64 if block_m == 8 and few else 128, 256, 2, 4)
 
     few = min(rows, groups) * cdiv(K, 128) <= 2 * MULTIPROCESSORS
-    split_k = (3 if block_m == 32 else 2) if few else 1
+    split_k = (3 if block_m == 32 else 2) if few and block_m < 80 else 1
     gemm1, gemm2 = gemm(K, average < 1), gemm(I, False)
     return LayerConfig(gemm1, gemm2, block_m, chunk, SM90_WGMMA, split_k=split_k)
 

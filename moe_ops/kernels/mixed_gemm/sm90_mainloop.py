@@ -223,14 +223,18 @@ def load_weights(
 
 
 @gluon.jit
-def load_tokens(x, x_smem, full, slot, k_tile, pred, first, end):
-    """Issue the copy of a K tile of the block's rows, which are the last rows of the box. The rows
-    before them are out of bounds, and TMA fills them with zeros.
+def load_tokens(x, x_more, x_smem, more_smem, full, slot, k_tile, pred, first, end):
+    """Issue the copies of a K tile of the block's rows, which are the last rows of the box, and of
+    those before them (`x_more`). Rows before `first` are out of bounds, and TMA fills them with
+    zeros.
     """
     PARTS: gl.constexpr = x.block_shape[0]
     BLOCK_M: gl.constexpr = x.block_shape[1]
     at = [k_tile * PARTS, end - first - BLOCK_M, first, 0]
     async_load(x, at, full.index(slot), x_smem.index(slot), pred)
+    if x_more is not None:
+        at = [k_tile * PARTS, end - first - BLOCK_M - x_more.block_shape[1], first, 0]
+        async_load(x_more, at, full.index(slot), more_smem.index(slot), pred)
 
 
 @gluon.jit
@@ -242,8 +246,8 @@ def advance_slot(slot, phase, NUM_STAGES: gl.constexpr):
 
 @gluon.jit
 def producer(
-    x, w, w_scales, x_smem, w_smem, s_smem, full, empty, first, end, e, row, k_begin, k_end, K,
-    STAGE_BYTES: gl.constexpr, SCALE_GROUP: gl.constexpr, K_CHUNK: gl.constexpr,
+    x, x_more, w, w_scales, x_smem, more_smem, w_smem, s_smem, full, empty, first, end, e, row,
+    k_begin, k_end, K, STAGE_BYTES: gl.constexpr, SCALE_GROUP: gl.constexpr, K_CHUNK: gl.constexpr,
     NUM_STAGES: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """The producer warp: fill the ring buffer, with the first weights before gdc_wait, and tokens
@@ -256,7 +260,9 @@ def producer(
         )  # fmt: skip
     gdc_wait(PDL)
     for i in gl.static_range(NUM_STAGES):
-        load_tokens(x, x_smem, full, i, k_begin + i, k_begin + i < k_end, first, end)
+        load_tokens(
+            x, x_more, x_smem, more_smem, full, i, k_begin + i, k_begin + i < k_end, first, end
+        )
     slot, phase = k_begin * 0, k_begin * 0
     for k_tile in range(k_begin + NUM_STAGES, k_end):
         mbarrier.wait(empty.index(slot), phase)
@@ -264,7 +270,7 @@ def producer(
             w, w_scales, w_smem, s_smem, full, slot, k_tile, True, e, row, K,
             STAGE_BYTES, SCALE_GROUP, K_CHUNK,
         )  # fmt: skip
-        load_tokens(x, x_smem, full, slot, k_tile, True, first, end)
+        load_tokens(x, x_more, x_smem, more_smem, full, slot, k_tile, True, first, end)
         slot, phase = advance_slot(slot, phase, NUM_STAGES)
 
 
@@ -345,7 +351,9 @@ def issue_wgmma(
     GROUPS: gl.constexpr, NUM_WARPS: gl.constexpr, FORMAT: gl.constexpr, SCALE: gl.constexpr,
     PROMOTE: gl.constexpr, HAS_ZERO: gl.constexpr,
 ):  # fmt: skip
-    """Issue the products of a chunk: into new accumulators (PROMOTE), or added to acc."""
+    """Issue the products of a chunk: into new accumulators (PROMOTE), or added to acc. Returns
+    them and the two left operands.
+    """
     A: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 32 // operand_bits(FORMAT))
     if FORMAT == "int4_e4m3":
         w0, w1 = decode_products(codes, scale, products_ptr, NUM_WARPS, A)
@@ -355,7 +363,19 @@ def issue_wgmma(
     d = warpgroup_mma(w0, x0, acc, use_acc=not PROMOTE, is_async=True)
     if weight_bits(FORMAT) == 4:
         d = warpgroup_mma(w1, x1, d, is_async=True)
-    return d
+    return d, w0, w1
+
+
+@gluon.jit
+def issue_more(w0, w1, x0, x1, acc):
+    """Issue the products of a chunk's left operands with the rows of x that a block has besides
+    BLOCK_M, added to acc.
+    """
+    A: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
+    w0 = gl.convert_layout(w0, A, assert_trivial=True)
+    w1 = gl.convert_layout(w1, A, assert_trivial=True)
+    acc = warpgroup_mma(w0, x0, acc, is_async=True)
+    return warpgroup_mma(w1, x1, acc, is_async=True)
 
 
 @gluon.jit
@@ -376,15 +396,17 @@ def accumulate(acc, d, scale, FORMAT: gl.constexpr, PROMOTE: gl.constexpr):
 
 @gluon.jit
 def consumer(
-    w_chunks, x_operands, s_chunks, full, empty, k_begin, k_end, K,
+    w_chunks, x_operands, more_operands, s_chunks, full, empty, k_begin, k_end, K,
     scale_ptrs, zero_ptrs, products_ptr, scale_stride_g, zero_stride_g,
     FORMAT: gl.constexpr, SCALE: gl.constexpr, SCALE_GROUP: gl.constexpr, K_CHUNK: gl.constexpr,
-    GATED: gl.constexpr, INTERLEAVED: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
+    GATED: gl.constexpr, INTERLEAVED: gl.constexpr, BLOCK_M: gl.constexpr,
+    MORE_M: gl.constexpr, BLOCK_N: gl.constexpr,
     BLOCK_K: gl.constexpr, NUM_STAGES: gl.constexpr, NUM_WARPS: gl.constexpr,
     OVERLAP: gl.constexpr, STREAM: gl.constexpr,
 ):  # fmt: skip
     """The consumer warps: decode and multiply the chunks in the ring buffer. Returns the
-    accumulators of the first and of the second half of the rows.
+    accumulators of the first and of the second half of the rows, and with MORE_M those of the
+    block's other rows of x, too.
 
     OVERLAP: a chunk is decoded while the one before is multiplied, which takes 32 more registers a
     thread. STREAM: so is the first chunk of a K tile, while the last one of the K tile before is,
@@ -403,7 +425,9 @@ def consumer(
     gl.static_assert(not STREAM or NUM_STAGES > 1)  # a slot is freed once the next one is full
     HAS_ZERO: gl.constexpr = zero_ptrs is not None
     WIDEN: gl.constexpr = is_widened(scale_ptrs.dtype.element_ty) if PROMOTE else False
-    PENDING: gl.constexpr = MMAS  # products that may stay in flight: the last chunk's
+    # products that may stay in flight: the last chunk's
+    PENDING: gl.constexpr = 2 * MMAS if MORE_M else MMAS
+    gl.static_assert(MORE_M == 0 or (OVERLAP and ROWS < BLOCK_N and not PROMOTE))
     # Scales that are not in the ring buffer are prefetched two chunks ahead. Past the row's end,
     # the last ones are loaded again.
     chunk = k_begin * CHUNKS
@@ -430,8 +454,14 @@ def consumer(
         )
     acc0 = gl.zeros([ROWS, BLOCK_M], gl.float32, MMA)
     acc1 = acc0  # of the second half of the rows, if threads have rows of both
+    if MORE_M:
+        MMA_MORE: gl.constexpr = accumulator_layout(FORMAT, MORE_M, NUM_WARPS)
+        more0 = gl.zeros([ROWS, MORE_M], gl.float32, MMA_MORE)
+        more1 = more0
     if STREAM:
         acc1 = warpgroup_mma_init(acc1)  # from here on sums of products that may be in flight
+        if MORE_M:
+            more1 = warpgroup_mma_init(more1)
         # Without this, ptxas waits for each product: where a loop of no K tiles would end, sums in
         # flight meet zeros.
         gl.assume(k_begin < k_end)
@@ -444,6 +474,9 @@ def consumer(
             operand = (slot * CHUNKS + j) * MMAS
             x0 = x_operands.index(operand).permute((1, 0))
             x1 = x_operands.index(operand + MMAS - 1).permute((1, 0))
+            if MORE_M:
+                x2 = more_operands.index(operand).permute((1, 0))
+                x3 = more_operands.index(operand + MMAS - 1).permute((1, 0))
             if s_chunks is not None:
                 s = s_chunks.index(slot * CHUNKS + j).load(S_LAYOUT)
                 s = permute_rows(scales_by_row(s, SCALE_GROUP), GATED, INTERLEAVED)
@@ -457,7 +490,7 @@ def consumer(
             if HAS_ZERO:
                 z = unpack_scale(zero, zero_ptrs.dtype.element_ty)
             if ROWS == BLOCK_N:
-                d = issue_wgmma(
+                d, _, _ = issue_wgmma(
                     codes, s, z, products_ptr, x0, x1, acc0,
                     GROUPS, NUM_WARPS, FORMAT, SCALE, PROMOTE, HAS_ZERO,
                 )  # fmt: skip
@@ -476,28 +509,41 @@ def consumer(
                 codes0, codes1 = split_rows(codes)
                 s0, s1 = split_rows(s)
                 z0, z1 = split_rows(z)
-                d0 = issue_wgmma(
+                d0, a0, a1 = issue_wgmma(
                     codes0, s0, z0, products_ptr, x0, x1, acc0,
                     GROUPS, NUM_WARPS, FORMAT, SCALE, PROMOTE, HAS_ZERO,
                 )  # fmt: skip
+                if MORE_M:
+                    more0 = issue_more(a0, a1, x2, x3, more0)
                 if not OVERLAP:
                     d0 = warpgroup_mma_wait(0, [d0])
                     acc0 = accumulate(acc0, d0, s0, FORMAT, PROMOTE)
                 elif STREAM:
                     # Before the next ones are decoded: across the end of a loop, ptxas does not
                     # keep registers apart that products in flight still read.
-                    acc1 = warpgroup_mma_wait(PENDING, [acc1])
+                    if MORE_M:
+                        acc1, more1 = warpgroup_mma_wait(PENDING, [acc1, more1])
+                    else:
+                        acc1 = warpgroup_mma_wait(PENDING, [acc1])
                     if j == 0:
                         mbarrier.arrive(empty.index(previous), count=1, pred=k_tile > k_begin)
                 elif j > 0:
-                    pending = warpgroup_mma_wait(PENDING, [pending])
+                    if MORE_M:
+                        pending, more1 = warpgroup_mma_wait(PENDING, [pending, more1])
+                    else:
+                        pending = warpgroup_mma_wait(PENDING, [pending])
                     acc1 = accumulate(acc1, pending, pending_scale, FORMAT, PROMOTE)
-                d1 = issue_wgmma(
+                d1, w0, w1 = issue_wgmma(
                     codes1, s1, z1, products_ptr, x0, x1, acc1,
                     GROUPS, NUM_WARPS, FORMAT, SCALE, PROMOTE, HAS_ZERO,
                 )  # fmt: skip
+                if MORE_M:
+                    more1 = issue_more(w0, w1, x2, x3, more1)
                 if OVERLAP:
-                    d0 = warpgroup_mma_wait(PENDING, [d0])
+                    if MORE_M:
+                        d0, more0 = warpgroup_mma_wait(PENDING, [d0, more0])
+                    else:
+                        d0 = warpgroup_mma_wait(PENDING, [d0])
                     acc0 = accumulate(acc0, d0, s0, FORMAT, PROMOTE)
                 else:
                     d1 = warpgroup_mma_wait(0, [d1])
@@ -517,7 +563,10 @@ def consumer(
                     zero_ptrs + group_index(chunk, K, K_CHUNK, SCALE_GROUP) * zero_stride_g
                 )
         if OVERLAP and not STREAM:
-            pending = warpgroup_mma_wait(0, [pending])
+            if MORE_M:
+                pending, more1 = warpgroup_mma_wait(0, [pending, more1])
+            else:
+                pending = warpgroup_mma_wait(0, [pending])
             if ROWS == BLOCK_N:
                 acc0 = accumulate(acc0, pending, pending_scale, FORMAT, PROMOTE)
             else:
@@ -526,9 +575,22 @@ def consumer(
             mbarrier.arrive(empty.index(slot), count=1)
         previous = slot
         slot, phase = advance_slot(slot, phase, NUM_STAGES)
-    if STREAM:
-        acc1 = warpgroup_mma_wait(0, [acc1])
-    return acc0, acc1
+    if MORE_M:
+        if STREAM:
+            acc1, more1 = warpgroup_mma_wait(0, [acc1, more1])
+        return acc0, acc1, more0, more1
+    else:
+        if STREAM:
+            acc1 = warpgroup_mma_wait(0, [acc1])
+        return acc0, acc1
+
+
+@gluon.jit
+def join_halves(acc0, acc1):
+    """The accumulator of all rows, of those of both halves."""
+    MMA: gl.constexpr = acc0.type.layout
+    acc = gl.join(acc0, acc1).permute((2, 0, 1)).reshape((2 * acc0.shape[0], acc0.shape[1]))
+    return gl.convert_layout(acc, MMA, assert_trivial=True)
 
 
 @gluon.jit
@@ -536,6 +598,7 @@ def mainloop(
     # descriptor of (operands of a row, BLOCK_M rows from each of S on, S, columns of an operand),
     # with boxes [operands of a K tile, BLOCK_M, 1, columns of an operand]
     x,
+    x_more,  # likewise, with boxes of the rows of a block besides BLOCK_M, or None
     # descriptor of (E, chunks, halves, rows, CHUNK_BYTES), with boxes
     # [1, chunks of a K tile, halves, BLOCK_N // halves, CHUNK_BYTES]
     w,
@@ -570,19 +633,18 @@ def mainloop(
     STREAM: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """w @ x.T (BLOCK_N, BLOCK_M) in fp32, for the BLOCK_M positions before `end`; those before
-    `first` are zero.
+    """w @ x.T (BLOCK_N, BLOCK_M) in fp32, for the BLOCK_M positions before `end`, and, with
+    `x_more`, for the positions before these; those before `first` are zero.
 
     Rows are in the accumulator's order. The caller applies the scales of whole rows.
     """
-    MMA: gl.constexpr = accumulator_layout(FORMAT, BLOCK_M, NUM_WARPS)
     ROWS: gl.constexpr = min(BLOCK_N, 16 * NUM_WARPS)  # rows decoded at a time
     # bytes of a row of weights, and half of those of a row of an operand of x
     CHUNK_BYTES: gl.constexpr = K_CHUNK * weight_bits(FORMAT) // 8
     S_BYTES: gl.constexpr = 0 if w_scales is None else K_CHUNK // SCALE_GROUP  # of a row
-    STAGE_BYTES: gl.constexpr = (
-        BLOCK_K // K_CHUNK * (BLOCK_N * (CHUNK_BYTES + S_BYTES) + BLOCK_M * K_CHUNK * 2)
-    )
+    MORE_M: gl.constexpr = 0 if x_more is None else x_more.block_shape[1]
+    X_BYTES: gl.constexpr = (BLOCK_M + MORE_M) * K_CHUNK * 2
+    STAGE_BYTES: gl.constexpr = BLOCK_K // K_CHUNK * (BLOCK_N * (CHUNK_BYTES + S_BYTES) + X_BYTES)
     X_COLUMNS: gl.constexpr = x.block_shape[3]
     w_smem = gl.allocate_shared_memory(gl.uint8, [NUM_STAGES] + w.block_shape, w.layout)
     x_smem = gl.allocate_shared_memory(x.dtype, [NUM_STAGES] + x.block_shape, x.layout)
@@ -598,6 +660,17 @@ def mainloop(
         [NUM_STAGES * x.block_shape[0], BLOCK_M, X_COLUMNS],
         gl.NVMMASharedLayout(2 * CHUNK_BYTES, operand_bits(FORMAT), 2),
     )
+    more_smem, more_operands = None, None
+    if x_more is not None:
+        more_smem = gl.allocate_shared_memory(
+            x.dtype, [NUM_STAGES] + x_more.block_shape, x_more.layout
+        )
+        more_operands = reinterpret(
+            more_smem,
+            x.dtype,
+            [NUM_STAGES * x.block_shape[0], MORE_M, X_COLUMNS],
+            gl.NVMMASharedLayout(2 * CHUNK_BYTES, operand_bits(FORMAT), 2),
+        )
     s_smem, s_chunks = None, None
     if w_scales is not None:
         ELEMENTS: gl.constexpr = 4 * scale_rows(SCALE_GROUP)
@@ -617,24 +690,27 @@ def mainloop(
         mbarrier.init(full.index(i), 1)
         mbarrier.init(empty.index(i), 1)
     fence_async_shared()  # makes the mbarriers visible to TMA
-    acc0, acc1 = gl.warp_specialize(
+    accs = gl.warp_specialize(
         [
             (consumer, (
-                w_chunks, x_operands, s_chunks, full, empty, k_begin, k_end, K,
+                w_chunks, x_operands, more_operands, s_chunks, full, empty, k_begin, k_end, K,
                 scale_ptrs, zero_ptrs, products_ptr, scale_stride_g, zero_stride_g,
-                FORMAT, SCALE, SCALE_GROUP, K_CHUNK, GATED, INTERLEAVED, BLOCK_M, BLOCK_N,
+                FORMAT, SCALE, SCALE_GROUP, K_CHUNK, GATED, INTERLEAVED, BLOCK_M, MORE_M, BLOCK_N,
                 BLOCK_K, NUM_STAGES, NUM_WARPS, OVERLAP, STREAM,
             )),
             (producer, (
-                x, w, w_scales, x_smem, w_smem, s_smem, full, empty, first, end, e, tile_row,
-                k_begin, k_end, K, STAGE_BYTES, SCALE_GROUP, K_CHUNK, NUM_STAGES, PDL,
+                x, x_more, w, w_scales, x_smem, more_smem, w_smem, s_smem, full, empty, first, end,
+                e, tile_row, k_begin, k_end, K, STAGE_BYTES, SCALE_GROUP, K_CHUNK, NUM_STAGES, PDL,
             )),
         ],
         [1],
         [24],
     )  # fmt: skip
-    acc = acc0
+    acc = accs[0]
     if ROWS < BLOCK_N:
-        acc = gl.join(acc0, acc1).permute((2, 0, 1)).reshape((BLOCK_N, BLOCK_M))
-        acc = gl.convert_layout(acc, MMA, assert_trivial=True)
-    return unshifted(acc, FORMAT, SCALE)
+        acc = join_halves(accs[0], accs[1])
+    acc = unshifted(acc, FORMAT, SCALE)
+    more = acc
+    if MORE_M:
+        more = unshifted(join_halves(accs[2], accs[3]), FORMAT, SCALE)
+    return acc, more

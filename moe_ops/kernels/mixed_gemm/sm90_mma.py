@@ -1,19 +1,19 @@
-"""A layer of one bf16 token and weights of 4 bits in two launches of `mma.sync`, with the bits of
-sm90_wgmma.py. Imported at first launch only, if the installed Triton compiles Gluon
-(`configs.on_sm90`).
+"""A layer of one bf16 token and weights of 4 bits, in two launches of `mma.sync`. Imported
+at first launch only, if the installed Triton compiles Gluon (`configs.on_sm90`).
 
-A warp multiplies 16 rows of weights, whole rows, with one row of x or h. As in sm90_wgmma.py
-weights are the left operand and are decoded in the order in which they lie in memory; here the 16
-bytes of a row and chunk that a thread loads are its fragments. All eight columns of the right
-operand are the row of x. In GEMM2 each of the token's experts has a warp with its own row of h, so
-that a program sums over experts what its warps multiplied.
+As in sm90_wgmma.py weights are the left operand and are decoded in the order in which they lie in
+memory. Each thread copies its own through shared memory: the 16 bytes of a row and chunk are its
+fragments. An instruction multiplies 16 rows of weights with eight columns, all of which are x. In
+GEMM2 each of the token's experts has warps with its own row of h, so that a program sums over
+experts what its warps multiplied.
 
-The tensor core adds the 16 products of an instruction alike in `mma.sync` and `wgmma`, and both
-take the columns of a row in one order. So the bits are the same.
+SPLIT warps share 16 rows, each for a part of their columns, which begin at a whole group. Where a
+warp has whole rows, bits are those of sm90_wgmma.py: the tensor core adds the 16 products of an
+instruction alike in `mma.sync` and `wgmma`, and both take columns in one order, chunk by chunk.
 
-Legend: a row of weights has CHUNKS chunks of K_CHUNK columns, a program BLOCK_N rows, a thread has
-asked for AHEAD chunks of x or h. TOP_K: the token's experts; GEMM2 has a power of two of warps, at
-least TOP_K. FORMAT, SCALE and K_CHUNK as in sm90_decode.py.
+Legend: K columns of the GEMM's input, K_PART those of a warp, DEPTH chunks of weights that a
+thread has asked for, BLOCK_N rows of all warps, SLOTS a power of two, at least the token's experts
+(TOP_K), TILE_N columns of the output of a program. FORMAT, SCALE and K_CHUNK as in sm90_decode.py.
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ import math
 from functools import lru_cache
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from moe_ops.kernels.configs import GemmConfig, LayerConfig
 from moe_ops.kernels.device.activations import activate_one, activate_two
 from moe_ops.kernels.device.blocks import local_expert
-from moe_ops.kernels.device.gluon import gl, gluon, mma_v2
+from moe_ops.kernels.device.gluon import async_copy, copy_elements, gl, gluon, mma_v2
 from moe_ops.kernels.device.pdl import gdc_launch_dependents, gdc_wait
 from moe_ops.kernels.device.sums import add_terms, expert_of_pair
 from moe_ops.kernels.gemm.operands import Activated
@@ -41,21 +42,25 @@ from moe_ops.kernels.launch import (
     kernel,
     unprefixed,
 )
-from moe_ops.kernels.mixed_gemm.configs import (
-    MAX_CHUNKS,
-    MAX_PROGRAM_CHUNKS,
-    MAX_TOP_K,
-    token_slots,
+from moe_ops.kernels.mixed_gemm.configs import MAX_CHUNKS, MAX_TOP_K, token_slots
+from moe_ops.kernels.mixed_gemm.operands import (
+    Decoding,
+    Format,
+    MixedOperand,
+    MixedPointers,
+    MixedStrides,
 )
-from moe_ops.kernels.mixed_gemm.operands import Decoding, Format, MixedOperand
 from moe_ops.kernels.mixed_gemm.sm90_decode import (
     decode_weights,
     grouped_layout,
     groups_per_chunk,
     log2,
+    scale_rows,
+    scales_per_element,
 )
 from moe_ops.kernels.mixed_gemm.sm90_mainloop import (
-    accumulator_rows,
+    apply_row_scales,
+    group_index,
     is_widened,
     unpack_scale,
     unshifted,
@@ -67,8 +72,8 @@ from moe_ops.meta.workspace import cdiv
 from moe_ops.ops.args import ExpertsArgs
 
 ALL_PAIRS = gl.constexpr(1 << 30)  # passed as top_k, so that every pair is of token 0
-# FORMAT and SCALE of weights; of e2m1_words scales of several rows lie side by side
-TAKEN = (("int4", "weight"), ("int4", "sum"), ("e2m1", "e8m0"))
+# FORMAT and SCALE of weights whose token has the bits of many
+SAME_BITS = (("int4", "weight"), ("int4", "sum"), ("e2m1", "e8m0"))
 
 
 @gluon.constexpr_function
@@ -101,6 +106,21 @@ def token_layout(K_CHUNK, NUM_WARPS):
     return gl.SliceLayout(2, gl.SliceLayout(3, pair_layout(K_CHUNK, NUM_WARPS)))
 
 
+@gluon.constexpr_function
+def copy_layout(PAIRS, NUM_WARPS):
+    """Layout (warps, pairs of columns) in which a chunk of the rows of x is copied, 16 bytes a
+    thread.
+    """
+    lanes = PAIRS // 4
+    return gl.BlockedLayout([1, 4], [32 // lanes, lanes], [NUM_WARPS, 1], [1, 0])
+
+
+@gluon.constexpr_function
+def row_layout(PAIRS, NUM_WARPS):
+    """Layout (warps,) of what the rows of `copy_layout` share."""
+    return gl.SliceLayout(1, copy_layout(PAIRS, NUM_WARPS))
+
+
 @gluon.jit
 def bytes_of_words(w):
     """Words of 32 bits (rows, n) as bytes (rows, 4 n). Each word stays in its register until it is
@@ -117,9 +137,7 @@ def bytes_of_words(w):
 
 @gluon.jit
 def left_operand(w, A: gl.constexpr):
-    """Decoded weights (rows, BYTES) as fragments (warps, 16, BYTES): `fragment` of sm90_decode.py.
-    No data movement.
-    """
+    """Decoded weights (rows, BYTES) as fragments (warps, 16, BYTES). No data movement."""
     BLOCK_N: gl.constexpr = w.shape[0]
     BYTES: gl.constexpr = w.shape[1]
     w = w.reshape((BLOCK_N, 4, BYTES // 16, 2, 2)).permute((0, 2, 3, 1, 4))
@@ -146,6 +164,37 @@ def right_operands(x, B: gl.constexpr):
     return x0, gl.convert_layout(x1, B, assert_trivial=True)
 
 
+@gluon.jit
+def first_column(chunk, K: gl.constexpr, K_CHUNK: gl.constexpr):
+    """First column of a chunk. The last chunk of a row overlaps the one before if they would not
+    fit, and so do all that would be past the row's end.
+    """
+    return gl.multiple_of(gl.minimum(chunk * K_CHUNK, K - K_CHUNK), 64)
+
+
+@gluon.jit
+def copy_codes(stage, w_ptrs, here, chunk, K: gl.constexpr, K_CHUNK: gl.constexpr):
+    """Ask for a chunk of weights (rows, words) in shared memory, past the row's end for none."""
+    ptrs = w_ptrs + gl.multiple_of(first_column(chunk, K, K_CHUNK) // 8, 4)
+    copy_elements(stage, ptrs, mask=here & (chunk * K_CHUNK < K))
+
+
+@gluon.jit
+def copy_tokens(stage, row_ptrs, own_from, here, chunk, K: gl.constexpr, K_CHUNK: gl.constexpr):
+    """Ask for a chunk of a row of x for each warp in shared memory (warps, pairs of columns).
+    Columns that the chunk before has are zero, as are chunks past the row's end, rows that are not
+    `here`, and pairs of columns before a warp's `own_from`, which another warp has.
+    """
+    WARPS: gl.constexpr = stage.shape[0]
+    PAIRS: gl.constexpr = stage.shape[1]
+    LAYOUT: gl.constexpr = copy_layout(PAIRS, WARPS)
+    start = gl.multiple_of(first_column(chunk, K, K_CHUNK) // 2, 32)
+    pair = gl.expand_dims(start + gl.arange(0, PAIRS, gl.SliceLayout(0, LAYOUT)), 0)
+    own = (pair >= chunk * PAIRS) & (pair >= gl.expand_dims(own_from, 1))
+    ptrs = gl.expand_dims(row_ptrs, 1) + pair
+    copy_elements(stage, ptrs, mask=own & gl.expand_dims(here, 1))
+
+
 @gluon.constexpr_function
 def load_instruction(dtype):
     """PTX that loads a `dtype` into 32 bits. The assembler moves what may come from the read-only
@@ -155,21 +204,24 @@ def load_instruction(dtype):
 
 
 @gluon.jit
-def load_scales(ptrs, j: gl.constexpr, AT_ONCE: gl.constexpr):
-    """The j-th chunk's scales, 32 bits each, as a tuple; with AT_ONCE > 1, where each chunk has
-    one of 16 bits and they lie side by side, those of AT_ONCE chunks with the first of them, two
-    in a word.
+def load_group(
+    ptrs, chunk, stride_g, K: gl.constexpr, K_CHUNK: gl.constexpr, COLUMNS: gl.constexpr
+):
+    """Scales or zero points of a chunk, in 32 bits each. COLUMNS: those of an element."""
+    ASSEMBLY: gl.constexpr = load_instruction(ptrs.dtype.element_ty)
+    return gl.inline_asm_elementwise(
+        ASSEMBLY, "=r,l", [ptrs + group_index(chunk, K, K_CHUNK, COLUMNS) * stride_g],
+        dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def load_neighbours(ptrs, chunk, CHUNKS: gl.constexpr, AT_ONCE: gl.constexpr):
+    """Scales of AT_ONCE chunks from `chunk` on, 16 bits each and side by side, as a tuple of words
+    of two. Past the row's end they are the last ones.
     """
-    if AT_ONCE == 1:
-        ASSEMBLY: gl.constexpr = load_instruction(ptrs.dtype.element_ty)
-        return (
-            gl.inline_asm_elementwise(
-                ASSEMBLY, "=r,l", [ptrs], dtype=gl.int32, is_pure=False, pack=1
-            ),
-        )
-    elif j % AT_ONCE:
-        return ()
-    elif AT_ONCE == 2:
+    ptrs += gl.multiple_of(gl.minimum(chunk, CHUNKS - AT_ONCE), AT_ONCE)
+    if AT_ONCE == 2:
         return (
             gl.inline_asm_elementwise(
                 "ld.global.L2::128B.b32 $0, [$1];", "=r,l", [ptrs],
@@ -190,8 +242,24 @@ def load_scales(ptrs, j: gl.constexpr, AT_ONCE: gl.constexpr):
 
 
 @gluon.jit
+def load_scales(
+    ptrs, chunk, stride_g, j: gl.constexpr, K: gl.constexpr, K_CHUNK: gl.constexpr,
+    COLUMNS: gl.constexpr, AT_ONCE: gl.constexpr,
+):  # fmt: skip
+    """What is loaded with the j-th of neighbouring chunks, as a tuple: a chunk's scales, or those
+    of AT_ONCE chunks with the first of them.
+    """
+    if AT_ONCE == 1:
+        return (load_group(ptrs, chunk, stride_g, K, K_CHUNK, COLUMNS),)
+    elif j % AT_ONCE == 0:
+        return load_neighbours(ptrs, chunk, (K + K_CHUNK - 1) // K_CHUNK, AT_ONCE)
+    else:
+        return ()
+
+
+@gluon.jit
 def scale_of_chunk(scales, j: gl.constexpr, AT_ONCE: gl.constexpr):
-    """The j-th chunk's scales of all that `load_scales` loaded, in 32 bits each."""
+    """The scales of the j-th of neighbouring chunks, in 32 bits each."""
     if AT_ONCE == 1:
         return scales[j]
     elif j % 2 == 0:
@@ -201,149 +269,239 @@ def scale_of_chunk(scales, j: gl.constexpr, AT_ONCE: gl.constexpr):
 
 
 @gluon.jit
-def weight_pointers(w_ptr, row, expert64, stride_e, stride_n, LAYOUT: gl.constexpr):
-    """Pointers (rows, words) to the first chunk of rows of experts. Strides are in bytes."""
-    offset = expert64 * gl.multiple_of(stride_e // 4, 4)
-    offset += row.to(gl.int64) * gl.multiple_of(stride_n // 4, 4)
-    word = gl.arange(0, LAYOUT.parent.shape[1], gl.SliceLayout(0, LAYOUT))
-    ptrs = w_ptr.to(gl.pointer_type(gl.int32)) + gl.expand_dims(offset, 1)
-    return ptrs + gl.expand_dims(word, 0)
+def added(acc, d, s, PROMOTE: gl.constexpr):
+    """`accumulate` of sm90_mainloop.py."""
+    if PROMOTE:
+        LAYOUT: gl.constexpr = gl.SliceLayout(2, acc.type.layout)
+        s = s.reshape((acc.shape[0], acc.shape[1]))
+        s = gl.convert_layout(s, LAYOUT, assert_trivial=True)
+        return acc + d * gl.expand_dims(s.to(gl.float32), 2)
+    else:
+        return d
 
 
 @gluon.jit
-def scale_pointers(
-    ptr, row, expert64, stride_e, stride_n, stride_g,
-    SCALE_GROUP: gl.constexpr, K_CHUNK: gl.constexpr, BLOCK_N: gl.constexpr,
-    NUM_WARPS: gl.constexpr,
+def weight_pointers(
+    w_ptr, row, expert64, first, stride_e, stride_n, LAYOUT: gl.constexpr,
+    K_CHUNK: gl.constexpr,
 ):  # fmt: skip
-    """Pointers (BLOCK_N, scales of a chunk) to those of the first chunk of rows of experts."""
-    GROUPS: gl.constexpr = groups_per_chunk(K_CHUNK, SCALE_GROUP)
+    """Pointers (rows, words) to the chunk of rows of experts that begins at the column `first`.
+    Strides are in bytes.
+    """
+    offset = expert64 * gl.multiple_of(stride_e // 4, 4)
+    offset += gl.multiple_of(first // 8, 4)
+    offset += row.to(gl.int64) * gl.multiple_of(stride_n // 4, 4)
+    word = gl.expand_dims(gl.arange(0, K_CHUNK // 8, gl.SliceLayout(0, LAYOUT)), 0)
+    return w_ptr.to(gl.pointer_type(gl.int32)) + gl.expand_dims(offset, 1) + word
+
+
+@gluon.jit
+def group_pointers(
+    ptr, row, expert64, first, stride_e, stride_n, stride_g,
+    SCALE: gl.constexpr, SCALE_GROUP: gl.constexpr, K_CHUNK: gl.constexpr, BLOCK_N: gl.constexpr,
+    NUM_WARPS: gl.constexpr, SIDE_BY_SIDE: gl.constexpr,
+):  # fmt: skip
+    """Pointers (BLOCK_N, elements of a chunk) to the scales or zero points of the chunk that
+    begins at the column `first`.
+
+    SIDE_BY_SIDE: in the order of backends/triton/relayout.py.
+    """
+    GROUPS: gl.constexpr = groups_per_chunk(K_CHUNK, SCALE_GROUP) // scales_per_element(
+        ptr.dtype.element_ty, SCALE
+    )
     LAYOUT: gl.constexpr = gl.SliceLayout(
         2, grouped_layout(BLOCK_N, K_CHUNK // 2, NUM_WARPS, GROUPS)
     )
     ROWS: gl.constexpr = gl.SliceLayout(1, LAYOUT)
-    row = gl.convert_layout(row, ROWS).to(gl.int64)
-    offset = gl.convert_layout(expert64, ROWS) * stride_e + row * stride_n
-    group = gl.arange(0, GROUPS, gl.SliceLayout(0, LAYOUT))
-    return ptr + (gl.expand_dims(offset, 1) + gl.expand_dims(group * stride_g, 0))
+    group = gl.expand_dims(gl.arange(0, GROUPS, gl.SliceLayout(0, LAYOUT)), 0)
+    row = gl.expand_dims(gl.convert_layout(row, ROWS), 1).to(gl.int64)
+    offset = gl.expand_dims(gl.convert_layout(expert64, ROWS), 1) * stride_e
+    if SCALE_GROUP > 0:
+        COLUMNS: gl.constexpr = element_columns(ptr.dtype.element_ty, SCALE, SCALE_GROUP)
+        offset += gl.expand_dims(gl.convert_layout(first // COLUMNS, ROWS), 1) * stride_g
+    if ptr.dtype.element_ty.primitive_bitwidth == 8:
+        ptr = ptr.to(gl.pointer_type(gl.uint8))
+    if SIDE_BY_SIDE:
+        R: gl.constexpr = scale_rows(SCALE_GROUP)
+        in_rows = row % R * 2 + group % 2 + group // 2 * (2 * R)
+        return ptr + (offset + row // R * stride_n + in_rows)
+    else:
+        return ptr + (offset + row * stride_n + group * stride_g)
 
 
-@gluon.jit
-def load_tokens(x_ptrs, here, chunk: gl.constexpr):
-    """A chunk of a row of x for each warp, in words (warps, pairs of columns); zeros unless the
-    row is `here`.
-    """
-    return gl.load(x_ptrs + chunk * x_ptrs.shape[1], mask=here, other=0)
+@gluon.constexpr_function
+def element_columns(dtype, SCALE, SCALE_GROUP):
+    """Columns of a row that an element of scales belongs to."""
+    return SCALE_GROUP * scales_per_element(dtype, SCALE)
 
 
 @gluon.jit
 def token_products(
     w_ptrs,  # (BLOCK_N, words), of the first chunk
     here,  # whether weights of rows are read: (BLOCK_N, 1) or one for all
-    scale_ptrs,  # (BLOCK_N, scales of a chunk), of the first chunk
+    scale_ptrs,  # (BLOCK_N, elements of a chunk), of the first chunk
+    zero_ptrs,  # as scale_ptrs, or None
     scale_stride_g,
-    x_ptrs,  # (warps, pairs of columns), of the first chunk
-    x_here,  # whether a warp's row of x is read: (warps, 1) or one for all
+    zero_stride_g,
+    x_ptrs,  # (warps,), in pairs of columns, of each warp's row of x
+    x_from,  # (warps,) pairs of columns before it are zero
+    x_here,  # (warps,) whether it is read
+    X_FIRST: gl.constexpr,  # x is older than the kernel before: it is copied before weights
     FORMAT: gl.constexpr,
     SCALE: gl.constexpr,
     SCALE_GROUP: gl.constexpr,
-    CHUNKS: gl.constexpr,
+    K: gl.constexpr,
     K_CHUNK: gl.constexpr,
     AT_ONCE: gl.constexpr,
-    AHEAD: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    DEPTH: gl.constexpr,
+    TWO: gl.constexpr,  # the two products of a chunk are summed apart
     NUM_WARPS: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """w @ x (BLOCK_N,) in fp32, of each warp's rows and its row of x, as `mainloop` of
-    sm90_mainloop.py computes it.
-
-    All weights are asked for before gdc_wait. The assembler has six scoreboards for loads, so that
-    the first product waits for all of a thread's weights.
+    """w @ x (BLOCK_N, 1) in fp32, of each warp's rows and its row of x, as `mainloop` of
+    sm90_mainloop.py computes it. The caller applies the scales of whole rows.
     """
     MMA: gl.constexpr = mma_layout(NUM_WARPS)
     A: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     B: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
+    X: gl.constexpr = token_layout(K_CHUNK, NUM_WARPS)
     GROUPS: gl.constexpr = groups_per_chunk(K_CHUNK, SCALE_GROUP)
     PROMOTE: gl.constexpr = SCALE == "sum"
+    HAS_ZERO: gl.constexpr = zero_ptrs is not None
     SCALE_DTYPE: gl.constexpr = scale_ptrs.dtype.element_ty
     WIDEN: gl.constexpr = is_widened(SCALE_DTYPE) if PROMOTE else False
-    codes, scales, rows = (), (), ()
-    for j in gl.static_range(CHUNKS):
-        ptrs = w_ptrs + j * (K_CHUNK // 8)
-        codes += (gl.load(ptrs, mask=here, eviction_policy="evict_first"),)  # type: ignore[assignment]
-        group = j * K_CHUNK // SCALE_GROUP
-        scales += load_scales(scale_ptrs + group * scale_stride_g, j, AT_ONCE)
-    gdc_wait(PDL)
-    for j in gl.static_range(AHEAD):
-        rows += (load_tokens(x_ptrs, x_here, j),)  # type: ignore[assignment]
-    acc = gl.zeros([NUM_WARPS, 16, 8], gl.float32, MMA)
-    for j in gl.static_range(CHUNKS):
-        if j + AHEAD < CHUNKS:
-            rows += (load_tokens(x_ptrs, x_here, j + AHEAD),)  # type: ignore[assignment]
-        s = scale_of_chunk(scales, j, AT_ONCE)
-        s = widen_scale(s, SCALE_DTYPE) if WIDEN else unpack_scale(s, SCALE_DTYPE)
-        w0, w1 = decode_weights(
-            bytes_of_words(codes[j]), s, s, GROUPS, NUM_WARPS, FORMAT, SCALE, False
+    S_COLUMNS: gl.constexpr = element_columns(SCALE_DTYPE, SCALE, SCALE_GROUP)
+    CHUNKS: gl.constexpr = (K + K_CHUNK - 1) // K_CHUNK
+    gl.static_assert(BLOCK_N == 16 * NUM_WARPS)
+    WORDS: gl.constexpr = word_layout(BLOCK_N, K_CHUNK, NUM_WARPS)
+    PAIRS: gl.constexpr = K_CHUNK // 2
+    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    ALL: gl.constexpr = DEPTH >= CHUNKS
+    # a buffer for each chunk: between copies into parts of one, programs would be synchronized
+    codes, rows = (), ()
+    for _ in gl.static_range(DEPTH):
+        codes += (gl.allocate_shared_memory(gl.int32, [BLOCK_N, K_CHUNK // 8], FLAT),)  # type: ignore[assignment]
+        rows += (gl.allocate_shared_memory(gl.int32, [NUM_WARPS, PAIRS], FLAT),)  # type: ignore[assignment]
+    first = gl.to_tensor(0)
+    if X_FIRST:
+        gdc_wait(PDL)
+    scales, zeros = (), ()
+    for j in gl.static_range(DEPTH):
+        scales += load_scales(
+            scale_ptrs, first + j, scale_stride_g, j, K, K_CHUNK, S_COLUMNS, AT_ONCE
         )
-        x0, x1 = right_operands(rows[j], B)
-        d = acc
-        if PROMOTE:
-            d = gl.zeros([NUM_WARPS, 16, 8], gl.float32, MMA)
-        d = mma_v2(left_operand(w0, A), x0, d)
-        d = mma_v2(left_operand(w1, A), x1, d)
-        if PROMOTE:
-            s = gl.convert_layout(
-                s.reshape((NUM_WARPS, 16)), gl.SliceLayout(2, MMA), assert_trivial=True
+        if HAS_ZERO:
+            zeros += (load_group(zero_ptrs, first + j, zero_stride_g, K, K_CHUNK, SCALE_GROUP),)  # type: ignore[assignment]
+    for j in gl.static_range(DEPTH):
+        copy_codes(codes[j], w_ptrs, here, first + j, K, K_CHUNK)
+        if X_FIRST:
+            copy_tokens(rows[j], x_ptrs, x_from, x_here, first + j, K, K_CHUNK)
+            async_copy.commit_group()
+    if not X_FIRST:
+        gdc_wait(PDL)
+        for j in gl.static_range(DEPTH):
+            copy_tokens(rows[j], x_ptrs, x_from, x_here, first + j, K, K_CHUNK)
+            async_copy.commit_group()
+    acc = gl.zeros([NUM_WARPS, 16, 8], gl.float32, MMA)
+    other = acc
+    for start in range(0, CHUNKS, DEPTH):
+        next_scales, next_zeros = (), ()
+        for j in gl.static_range(DEPTH):
+            chunk = start + j
+            s = scale_of_chunk(scales, j, AT_ONCE)
+            s = widen_scale(s, SCALE_DTYPE) if WIDEN else unpack_scale(s, SCALE_DTYPE)
+            z = s
+            if HAS_ZERO:
+                z = unpack_scale(zeros[j], zero_ptrs.dtype.element_ty)
+            async_copy.wait_group(DEPTH - 1 - j if ALL else DEPTH - 1)
+            w0, w1 = decode_weights(
+                bytes_of_words(codes[j].load(WORDS)),
+                s,
+                z,
+                GROUPS,
+                NUM_WARPS,
+                FORMAT,
+                SCALE,
+                HAS_ZERO,
             )
-            d = acc + d * gl.expand_dims(s.to(gl.float32), 2)
-        acc = d
+            x0, x1 = right_operands(rows[j].load(X), B)
+            d = acc
+            if PROMOTE:
+                d = gl.zeros([NUM_WARPS, 16, 8], gl.float32, MMA)
+            d = mma_v2(left_operand(w0, A), x0, d)
+            if TWO:
+                other = mma_v2(left_operand(w1, A), x1, other)
+            else:
+                d = mma_v2(left_operand(w1, A), x1, d)
+            acc = added(acc, d, s, PROMOTE)
+            if not ALL:
+                ahead = chunk + DEPTH
+                copy_codes(codes[j], w_ptrs, here, ahead, K, K_CHUNK)
+                copy_tokens(rows[j], x_ptrs, x_from, x_here, ahead, K, K_CHUNK)
+                async_copy.commit_group()
+                next_scales += load_scales(
+                    scale_ptrs, ahead, scale_stride_g, j, K, K_CHUNK, S_COLUMNS, AT_ONCE
+                )
+                if HAS_ZERO:
+                    z = load_group(zero_ptrs, ahead, zero_stride_g, K, K_CHUNK, SCALE_GROUP)
+                    next_zeros += (z,)
+        if not ALL:
+            scales, zeros = next_scales, next_zeros
+    if TWO:
+        acc += other
     acc = unshifted(acc, FORMAT, SCALE)
     column = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(0, MMA)))
     first = gl.expand_dims(gl.expand_dims(column == 0, 0), 0)
-    return gl.sum(gl.where(first, acc, 0.0), 2).reshape((16 * NUM_WARPS,))
+    return gl.sum(gl.where(first, acc, 0.0), 2).reshape((BLOCK_N, 1))
 
 
 @gluon.jit
 def weight_rows(
-    column, I, BLOCK_N: gl.constexpr, GATED: gl.constexpr, INTERLEAVED: gl.constexpr,
-    LAYOUT: gl.constexpr,
+    column, I, ROWS: gl.constexpr, SPLIT: gl.constexpr, GATED: gl.constexpr,
+    INTERLEAVED: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """Rows of w13 of a tile whose first output column is `column` of I."""
-    i, up = accumulator_rows(LAYOUT, BLOCK_N, GATED)
+    """Rows of w13 of a tile of ROWS whose first output column is `column` of I, 16 of them for
+    SPLIT warps in turn.
+    """
+    r = gl.arange(0, ROWS * SPLIT, LAYOUT)
+    r = r // (16 * SPLIT) * 16 + r % 16
+    i, up = r, r * 0
+    if GATED:
+        i, up = r // 16 * 8 + r % 8, r // 8 % 2
     i = gl.minimum(column + i, I - 1)
     return 2 * i + up if INTERLEAVED else i + up * I
 
 
-@unprefixed
-class ScaledPointers(NamedTuple):
-    """A weight's scales and bias."""
-
-    w_scale: Pointer
-    bias: Pointer  # (E, N), or None
-
-
-@unprefixed
-class ScaledStrides(NamedTuple):
-    """Strides of a weight whose rows are contiguous, of its scales and its bias."""
-
-    w_stride_e: Specialized
-    w_stride_n: Specialized
-    w_scale_stride_e: Specialized
-    w_scale_stride_n: Specialized
-    w_scale_stride_g: Specialized
-    bias_stride_e: Specialized
-    bias_stride_n: Specialized
+@gluon.jit
+def first_of_part(part, K: gl.constexpr, SPLIT: gl.constexpr, K_PART: gl.constexpr):
+    """First column of one of SPLIT parts of a row, K_PART columns each. The last one overlaps the
+    one before if they are not K in all.
+    """
+    return gl.multiple_of(gl.minimum(part * K_PART, K - K_PART), 64)
 
 
 @unprefixed
 class TokenTile(NamedTuple):
     """What a GEMM's config and weight decide."""
 
-    CHUNKS: Constant
+    K: Constant
+    K_PART: Constant  # columns that a warp has
+    SPLIT: Constant  # warps that share a row
     K_CHUNK: Constant
+    SIDE_BY_SIDE: Constant  # scales are in the order of prepared weights
     AT_ONCE: Constant  # chunks whose scales are loaded together
-    AHEAD: Constant
+    BLOCK_N: Constant  # rows of weights of a program
+    DEPTH: Constant
     NUM_WARPS: Constant
+
+
+@unprefixed
+class RowStrides(NamedTuple):
+    """Strides of a weight whose rows are contiguous."""
+
+    w_stride_e: Specialized
+    w_stride_n: Specialized
 
 
 @arguments
@@ -351,10 +509,11 @@ class Gemm1:
     h: Pointer  # (TOP_K, I), written
     x: Pointer  # (K,)
     w: Pointer  # (E, N, bytes of K columns)
-    pointers: ScaledPointers
+    pointers: MixedPointers
     routing: TokenRouting  # with router weights, if they scale the input
     I: Specialized
-    strides: ScaledStrides
+    row_strides: RowStrides
+    strides: MixedStrides
     activation: Activated
     decoding: Decoding
     tile: TokenTile
@@ -367,6 +526,8 @@ def moe_ops_token_gemm1(
     x_ptr,
     w_ptr,
     w_scale_ptr,
+    w_zero_ptr,
+    w_factor_ptr,
     bias_ptr,
     ids_ptr,
     map_ptr,
@@ -383,6 +544,11 @@ def moe_ops_token_gemm1(
     w_scale_stride_e,
     w_scale_stride_n,
     w_scale_stride_g,
+    w_zero_stride_e,
+    w_zero_stride_n,
+    w_zero_stride_g,
+    w_factor_stride_e,
+    w_factor_stride_n,
     bias_stride_e,
     bias_stride_n,
     alpha,
@@ -395,16 +561,20 @@ def moe_ops_token_gemm1(
     FORMAT: gl.constexpr,
     SCALE: gl.constexpr,
     SCALE_GROUP: gl.constexpr,
-    CHUNKS: gl.constexpr,
+    K: gl.constexpr,
+    K_PART: gl.constexpr,
+    SPLIT: gl.constexpr,
     K_CHUNK: gl.constexpr,
+    SIDE_BY_SIDE: gl.constexpr,
     AT_ONCE: gl.constexpr,
-    AHEAD: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    DEPTH: gl.constexpr,
     NUM_WARPS: gl.constexpr,
     PDL: gl.constexpr,
 ):
     """h = activation(x @ w13.T + bias). Grid: (TOP_K, tiles of BLOCK_N rows of w13)."""
-    BLOCK_N: gl.constexpr = 16 * NUM_WARPS
-    BLOCK_I: gl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
+    ROWS: gl.constexpr = BLOCK_N // SPLIT
+    BLOCK_I: gl.constexpr = ROWS // 2 if GATED else ROWS
     gdc_launch_dependents(PDL)  # GEMM2 asks for its weights while these programs run
     pair = gl.program_id(0)
     e = local_expert(
@@ -416,27 +586,46 @@ def moe_ops_token_gemm1(
         return
     W: gl.constexpr = word_layout(BLOCK_N, K_CHUNK, NUM_WARPS)
     column = gl.program_id(1) * BLOCK_I
-    row = weight_rows(column, I, BLOCK_N, GATED, INTERLEAVED, gl.SliceLayout(1, W))
+    row = weight_rows(column, I, ROWS, SPLIT, GATED, INTERLEAVED, gl.SliceLayout(1, W))
+    part = gl.arange(0, BLOCK_N, gl.SliceLayout(1, W)) // 16 % SPLIT
+    first = first_of_part(part, K, SPLIT, K_PART)
     expert64 = e.to(gl.int64) + gl.zeros_like(row).to(gl.int64)
-    X: gl.constexpr = token_layout(K_CHUNK, NUM_WARPS)
-    x_ptrs = x_ptr.to(gl.pointer_type(gl.int32))
-    x_ptrs += gl.expand_dims(gl.arange(0, K_CHUNK // 2, gl.SliceLayout(0, X)), 0)
-    w_ptrs = weight_pointers(w_ptr, row, expert64, w_stride_e, w_stride_n, W)
-    scale_ptrs = scale_pointers(
-        w_scale_ptr, row, expert64, w_scale_stride_e, w_scale_stride_n, w_scale_stride_g,
-        SCALE_GROUP, K_CHUNK, BLOCK_N, NUM_WARPS,
+    w_ptrs = weight_pointers(w_ptr, row, expert64, first, w_stride_e, w_stride_n, W, K_CHUNK)
+    scale_ptrs = group_pointers(
+        w_scale_ptr, row, expert64, first, w_scale_stride_e, w_scale_stride_n, w_scale_stride_g,
+        SCALE, SCALE_GROUP, K_CHUNK, BLOCK_N, NUM_WARPS, SIDE_BY_SIDE,
     )  # fmt: skip
-    sums = token_products(
-        w_ptrs, True, scale_ptrs, w_scale_stride_g,
-        x_ptrs.broadcast_to((NUM_WARPS, K_CHUNK // 2)), True,
-        FORMAT, SCALE, SCALE_GROUP, CHUNKS, K_CHUNK, AT_ONCE, AHEAD, NUM_WARPS, PDL,
+    zero_ptrs = None
+    if w_zero_ptr is not None:
+        zero_ptrs = group_pointers(
+            w_zero_ptr, row, expert64, first, w_zero_stride_e, w_zero_stride_n, w_zero_stride_g,
+            SCALE, SCALE_GROUP, K_CHUNK, BLOCK_N, NUM_WARPS, False,
+        )  # fmt: skip
+    warp = gl.arange(0, NUM_WARPS, row_layout(K_CHUNK // 2, NUM_WARPS))
+    first = first_of_part(warp % SPLIT, K, SPLIT, K_PART)
+    x_ptrs = x_ptr.to(gl.pointer_type(gl.int32)) + first // 2
+    x_from = (warp % SPLIT * K_PART - first) // 2
+    acc = token_products(
+        w_ptrs, True, scale_ptrs, zero_ptrs, w_scale_stride_g, w_zero_stride_g, x_ptrs, x_from,
+        warp >= 0, True, FORMAT, SCALE, SCALE_GROUP, K_PART, K_CHUNK, AT_ONCE, BLOCK_N, DEPTH,
+        SPLIT > 1, NUM_WARPS, PDL,
     )  # fmt: skip
+    row = weight_rows(
+        column, I, ROWS, SPLIT, GATED, INTERLEAVED, gl.SliceLayout(1, acc.type.layout)
+    )
+    sums = apply_row_scales(
+        acc, w_scale_ptr, w_factor_ptr, e.to(gl.int64), row,
+        w_scale_stride_e, w_scale_stride_n, w_factor_stride_e, w_factor_stride_n, FORMAT, SCALE,
+    ).reshape((BLOCK_N,))  # fmt: skip
     if topk_weights_ptr is not None:
         sums *= gl.load(topk_weights_ptr + pair * topk_weights_stride_k).to(gl.float32)
     if bias_ptr is not None:
         bias_ptr += e.to(gl.int64) * bias_stride_e
-        row = gl.convert_layout(row, sums.type.layout)
-        sums += gl.load(bias_ptr + row * bias_stride_n).to(gl.float32)
+        bias = gl.load(bias_ptr + gl.convert_layout(row, sums.type.layout) * bias_stride_n)
+        first_part = gl.convert_layout(part == 0, sums.type.layout)
+        sums += gl.where(first_part, bias.to(gl.float32), 0.0)
+    if SPLIT > 1:
+        sums = gl.sum(sums.reshape((ROWS // 16, SPLIT, 16)), 1).reshape((ROWS,))
     if GATED:
         gate, up = sums.reshape((BLOCK_I // 8, 2, 8)).permute((0, 2, 1)).split()
         h = activate_two(
@@ -455,12 +644,14 @@ class Gemm2:
     out: Pointer  # (N,), written
     h: Pointer  # (TOP_K, K)
     w: Pointer  # (E, N, bytes of K columns)
-    pointers: ScaledPointers
+    pointers: MixedPointers
     routing: TokenRouting  # with router weights, if they scale outputs
     N: Specialized
     out_stride_n: Specialized
-    strides: ScaledStrides
+    row_strides: RowStrides
+    strides: MixedStrides
     TOP_K: Constant
+    SLOTS: Constant
     NUM_BLOCKS: Constant  # of experts: meta/blocks.py
     decoding: Decoding
     tile: TokenTile
@@ -473,6 +664,8 @@ def moe_ops_token_gemm2(
     h_ptr,
     w_ptr,
     w_scale_ptr,
+    w_zero_ptr,
+    w_factor_ptr,
     bias_ptr,
     ids_ptr,
     map_ptr,
@@ -490,139 +683,192 @@ def moe_ops_token_gemm2(
     w_scale_stride_e,
     w_scale_stride_n,
     w_scale_stride_g,
+    w_zero_stride_e,
+    w_zero_stride_n,
+    w_zero_stride_g,
+    w_factor_stride_e,
+    w_factor_stride_n,
     bias_stride_e,
     bias_stride_n,
     TOP_K: gl.constexpr,
+    SLOTS: gl.constexpr,
     NUM_BLOCKS: gl.constexpr,
     FORMAT: gl.constexpr,
     SCALE: gl.constexpr,
     SCALE_GROUP: gl.constexpr,
-    CHUNKS: gl.constexpr,
+    K: gl.constexpr,
+    K_PART: gl.constexpr,
+    SPLIT: gl.constexpr,
     K_CHUNK: gl.constexpr,
+    SIDE_BY_SIDE: gl.constexpr,
     AT_ONCE: gl.constexpr,
-    AHEAD: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    DEPTH: gl.constexpr,
     NUM_WARPS: gl.constexpr,
     PDL: gl.constexpr,
 ):
     """out = sum over the token's experts of router weight * (h @ w2.T + bias), as
-    `moe_ops_combine` adds it. Grid: tiles of 16 columns; each expert has a warp.
+    `moe_ops_combine` adds it. Grid: tiles of TILE_N columns.
 
-    The kernel before this one writes h alone, so all else is loaded before gdc_wait.
+    The kernel before this one writes h alone, so weights are loaded before gdc_wait.
     """
-    BLOCK_N: gl.constexpr = 16 * NUM_WARPS
-    tile = gl.program_id(0) * 16
+    TILE_N: gl.constexpr = BLOCK_N // (SLOTS * SPLIT)
+    tile = gl.program_id(0) * TILE_N
     W: gl.constexpr = word_layout(BLOCK_N, K_CHUNK, NUM_WARPS)
     r = gl.arange(0, BLOCK_N, gl.SliceLayout(1, W))
-    e = local_expert(
-        ids_ptr, map_ptr, r // 16, r // 16 < TOP_K, E, num_ids, ALL_PAIRS,
-        ids_stride_m, ids_stride_k, map_stride,
-    )  # fmt: skip
-    row = gl.minimum(tile + r % 16, N - 1)
-    here = gl.expand_dims(e >= 0, 1)
-    expert64 = gl.maximum(e, 0).to(gl.int64)
-    w_ptrs = weight_pointers(w_ptr, row, expert64, w_stride_e, w_stride_n, W)
-    scale_ptrs = scale_pointers(
-        w_scale_ptr, row, expert64, w_scale_stride_e, w_scale_stride_n, w_scale_stride_g,
-        SCALE_GROUP, K_CHUNK, BLOCK_N, NUM_WARPS,
-    )  # fmt: skip
-    X: gl.constexpr = token_layout(K_CHUNK, NUM_WARPS)
-    slot = gl.arange(0, NUM_WARPS, gl.SliceLayout(1, X))
+    slot = r // (TILE_N * SPLIT)
     e = local_expert(
         ids_ptr, map_ptr, slot, slot < TOP_K, E, num_ids, ALL_PAIRS,
         ids_stride_m, ids_stride_k, map_stride,
     )  # fmt: skip
-    h_ptrs = h_ptr.to(gl.pointer_type(gl.int32))
-    h_ptrs += gl.expand_dims(slot * (CHUNKS * K_CHUNK // 2), 1)
-    h_ptrs += gl.expand_dims(gl.arange(0, K_CHUNK // 2, gl.SliceLayout(0, X)), 0)
+    part = r // 16 % SPLIT
+    first = first_of_part(part, K, SPLIT, K_PART)
+    row = gl.minimum(tile + r // (16 * SPLIT) * 16 % TILE_N + r % 16, N - 1)
+    here = gl.expand_dims(e >= 0, 1)
+    expert64 = gl.maximum(e, 0).to(gl.int64)
+    w_ptrs = weight_pointers(w_ptr, row, expert64, first, w_stride_e, w_stride_n, W, K_CHUNK)
+    scale_ptrs = group_pointers(
+        w_scale_ptr, row, expert64, first, w_scale_stride_e, w_scale_stride_n, w_scale_stride_g,
+        SCALE, SCALE_GROUP, K_CHUNK, BLOCK_N, NUM_WARPS, SIDE_BY_SIDE,
+    )  # fmt: skip
+    zero_ptrs = None
+    if w_zero_ptr is not None:
+        zero_ptrs = group_pointers(
+            w_zero_ptr, row, expert64, first, w_zero_stride_e, w_zero_stride_n, w_zero_stride_g,
+            SCALE, SCALE_GROUP, K_CHUNK, BLOCK_N, NUM_WARPS, False,
+        )  # fmt: skip
+    warp = gl.arange(0, NUM_WARPS, row_layout(K_CHUNK // 2, NUM_WARPS))
+    slot = warp * 16 // (TILE_N * SPLIT)
+    x_here = local_expert(
+        ids_ptr, map_ptr, slot, slot < TOP_K, E, num_ids, ALL_PAIRS,
+        ids_stride_m, ids_stride_k, map_stride,
+    ) >= 0  # fmt: skip
+    first = first_of_part(warp % SPLIT, K, SPLIT, K_PART)
+    h_ptrs = h_ptr.to(gl.pointer_type(gl.int32)) + (slot * (K // 2) + first // 2)
+    h_from = (warp % SPLIT * K_PART - first) // 2
     found, weights, experts = (), (), ()
     for j in gl.static_range(TOP_K):
         pair = gl.to_tensor(j)
-        of_pair = local_expert(
+        e = local_expert(
             ids_ptr, map_ptr, pair, pair >= 0, E, num_ids, ALL_PAIRS,
             ids_stride_m, ids_stride_k, map_stride,
         )  # fmt: skip
-        found += (of_pair >= 0,)  # type: ignore[assignment]
+        found += (e >= 0,)  # type: ignore[assignment]
         experts += (  # type: ignore[assignment]
             expert_of_pair(ids_ptr, pair, ALL_PAIRS, ids_stride_m, ids_stride_k, NUM_BLOCKS),
         )
         if topk_weights_ptr is not None:
             weight_ptr = topk_weights_ptr + pair * topk_weights_stride_k
-            weights += (gl.load(weight_ptr, mask=of_pair >= 0, other=0.0).to(gl.float32),)  # type: ignore[assignment]
+            weights += (gl.load(weight_ptr, mask=e >= 0, other=0.0).to(gl.float32),)  # type: ignore[assignment]
     bias = gl.zeros_like(row).to(gl.float32)
     if bias_ptr is not None:
         bias_ptrs = bias_ptr + expert64 * bias_stride_e + row * bias_stride_n
-        bias = gl.load(bias_ptrs).to(gl.float32)
-    y = token_products(
-        w_ptrs, here, scale_ptrs, w_scale_stride_g, h_ptrs, gl.expand_dims(e >= 0, 1),
-        FORMAT, SCALE, SCALE_GROUP, CHUNKS, K_CHUNK, AT_ONCE, AHEAD, NUM_WARPS, PDL,
+        bias = gl.where(part == 0, gl.load(bias_ptrs).to(gl.float32), 0.0)
+    acc = token_products(
+        w_ptrs, here, scale_ptrs, zero_ptrs, w_scale_stride_g, w_zero_stride_g, h_ptrs, h_from,
+        x_here, False, FORMAT, SCALE, SCALE_GROUP, K_PART, K_CHUNK, AT_ONCE, BLOCK_N, DEPTH,
+        SPLIT > 1, NUM_WARPS, PDL,
     )  # fmt: skip
     gdc_launch_dependents(PDL)
+    ROWS: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
+    y = apply_row_scales(
+        acc, w_scale_ptr, w_factor_ptr,
+        gl.convert_layout(expert64, ROWS), gl.convert_layout(row, ROWS),
+        w_scale_stride_e, w_scale_stride_n, w_factor_stride_e, w_factor_stride_n, FORMAT, SCALE,
+    ).reshape((BLOCK_N,))  # fmt: skip
     if bias_ptr is not None:
         y += gl.convert_layout(bias, y.type.layout)
-    shared = gl.allocate_shared_memory(
-        gl.float32, [BLOCK_N], gl.SwizzledSharedLayout(1, 1, 1, [0])
-    )
+    if SPLIT > 1:
+        y = gl.sum(y.reshape((BLOCK_N // (16 * SPLIT), SPLIT, 16)), 1)
+        y = y.reshape((BLOCK_N // SPLIT,))
+    ONE_ROW: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    shared = gl.allocate_shared_memory(gl.float32, [BLOCK_N // SPLIT], ONE_ROW)
     shared.store(y)
     OUT: gl.constexpr = gl.BlockedLayout([1], [32], [NUM_WARPS], [0])
     terms = ()
     for j in gl.static_range(TOP_K):
-        term = shared.slice(j * 16, 16).load(OUT)
+        term = shared.slice(j * TILE_N, TILE_N).load(OUT)
         terms += (gl.where(found[j], term, 0.0),)  # type: ignore[assignment]
-    total = add_terms(
-        gl.zeros([16], gl.float32, OUT), terms, weights, experts, num_ids, TOP_K,
-        topk_weights_ptr is not None, NUM_BLOCKS,
-    )  # fmt: skip
-    column = tile + gl.arange(0, 16, OUT)
+    WEIGHTED: gl.constexpr = topk_weights_ptr is not None
+    zero = gl.zeros([TILE_N], gl.float32, OUT)
+    total = add_terms(zero, terms, weights, experts, num_ids, TOP_K, WEIGHTED, NUM_BLOCKS)
+    column = tile + gl.arange(0, TILE_N, OUT)
     out_ptrs = out_ptr + column.to(gl.int64) * out_stride_n
     gl.store(out_ptrs, total.to(out_ptr.dtype.element_ty), mask=column < N)
-
-
-@lru_cache(maxsize=1024)
-def _why_not(
-    formats: tuple[Format, ...], columns: tuple[int, ...], chunks: tuple[int, ...], top_k: int
-) -> str | None:
-    """The part of `why_not` that is the same for every call."""
-    if any([(of.name, of.scale) not in TAKEN for of in formats]):
-        return "one token has kernels of its own with int4 and mxfp4 alone, not prepared"
-    if any([K % chunk for K, chunk in zip(columns, chunks, strict=True)]):
-        return f"rows of weights must be whole chunks of {chunks} columns, got {columns}"
-    if top_k > MAX_TOP_K:
-        return f"the token must have at most {MAX_TOP_K} experts, got {top_k}"
-    most = (MAX_CHUNKS, min(MAX_CHUNKS, MAX_PROGRAM_CHUNKS // token_slots(top_k)))
-    if any([n * chunk < K for K, n, chunk in zip(columns, most, chunks, strict=True)]):
-        return f"rows of weights must have at most {most} chunks of {chunks} columns"
-    return None
 
 
 def why_not(x: Tensor, w13: MixedOperand, w2: MixedOperand, top_k: int) -> str | None:
     """Why the kernels cannot run a layer of one token that those of sm90_wgmma.py can, or None."""
     if x.stride(1) != 1 or x.data_ptr() % 4:
         return "the token must be contiguous and start at a multiple of 4 bytes"
-    if w13.has_zero or w2.has_zero or w13.stride[2] != 1 or w2.stride[2] != 1:
-        return "weights must have contiguous rows and no zero points"
     if (w13.scale.data_ptr() | w2.scale.data_ptr()) % 16:
         return "scales must start at multiples of 16 bytes"
-    formats = (w13.wgmma_format, w2.wgmma_format)
-    return _why_not(formats, (w13.K, w2.K), (w13.k_chunk, w2.k_chunk), top_k)
+    if top_k > MAX_TOP_K:
+        return f"the token must have at most {MAX_TOP_K} experts, got {top_k}"
+    for w in (w13, w2):
+        if w.format.bits != 4 or w.wgmma_format.x_bits != 16:
+            return "weights must have 4 bits, and activations 16"
+        if w.stride[2] != 1:
+            return "rows of weights must be contiguous"
+    return None
 
 
-def _tile(w: MixedOperand, config: GemmConfig) -> TokenTile:
-    chunks, at_once = w.K // w.k_chunk, 1
-    if w.wgmma_format.group == w.k_chunk and w.scale.element_size() == 2:
-        at_once = math.gcd(8, w.scale_align, chunks)
-    ahead = min(config.num_stages, chunks)
-    return TokenTile(chunks, w.k_chunk, at_once, ahead, config.num_warps)
+@lru_cache(maxsize=1024)
+def _has_bits(of: Format, has_zero: bool, K: int, k_chunk: int) -> bool:
+    return (of.name, of.scale) in SAME_BITS and not (
+        has_zero or K % k_chunk or MAX_CHUNKS * k_chunk < K
+    )
 
 
-def _strides(w: MixedOperand) -> ScaledStrides:
-    stride_e, stride_n, _ = w.stride
-    se, sn, sg, *_, be, bn = w.strides
-    return ScaledStrides(stride_e, stride_n, se, sn, sg, be, bn)
+def has_bits_of_many(x: Tensor, w13: MixedOperand, w2: MixedOperand, top_k: int) -> bool:
+    """Whether the kernels run a layer of one token, and were shown on a GPU to give it the bits of
+    sm90_wgmma.py with weights like these.
+    """
+    if why_not(x, w13, w2, top_k) is not None:
+        return False
+    return all([_has_bits(w.wgmma_format, w.has_zero, w.K, w.k_chunk) for w in (w13, w2)])
 
 
-def _decoding(w: MixedOperand) -> Decoding:
-    of = w.wgmma_format
-    return Decoding(of.name, of.scale, of.group)
+@lru_cache(maxsize=1024)
+def _tile(
+    of: Format, K: int, k_chunk: int, scale_size: int, scale_align: int, config: GemmConfig
+) -> TokenTile:
+    """The TokenTile of rows of K columns, with scales of `scale_size` bytes."""
+    block_n, _, depth, num_warps = config
+    split, chunks, at_once = 16 * num_warps // block_n, cdiv(K, k_chunk), 1
+    part = K
+    if split > 1:
+        chunks = cdiv(chunks, split)
+        part = chunks * k_chunk
+    depth = min(chunks, depth)
+    if of.group == k_chunk and split * part == K and K % k_chunk == 0 and scale_size == 2:
+        at_once = math.gcd(8, scale_align, depth, chunks)
+    words = of.name == "e2m1_words"
+    return TokenTile(K, part, split, k_chunk, words, at_once, 16 * num_warps, depth, num_warps)
+
+
+def _tile_of(w: MixedOperand, config: GemmConfig) -> TokenTile:
+    size = w.scale.element_size()
+    return _tile(w.wgmma_format, w.K, w.k_chunk, size, w.scale_align, config)
+
+
+def _scales(w: MixedOperand) -> tuple[MixedPointers, MixedStrides]:
+    """Scales as the kernels take them, those of a thread's two groups of e4m3 as one element."""
+    pointers, strides, of = w.pointers, w.strides, w.wgmma_format
+    if of.scale != "e4m3" or of.group != 16:
+        if of.name == "e2m1_words":
+            return pointers, strides._replace(w_scale_stride_g=of.group // 4)
+        return pointers, strides
+    stride_e, stride_n, stride_g = strides[:3]
+    scale = w.scale
+    if of.name == "e2m1_words":
+        stride_g = 1
+    odd = stride_e | stride_n | int(scale.storage_offset()) | scale.data_ptr()
+    if stride_g != 1 or odd % 2:
+        return pointers, strides
+    pointers = MixedPointers(scale.view(torch.int16), *pointers[1:])
+    step = of.group // 4 if of.name == "e2m1_words" else 1
+    return pointers, MixedStrides(stride_e // 2, stride_n // 2, step, *strides[3:])
 
 
 def launches(
@@ -635,44 +881,57 @@ def launches(
 ) -> list[Launch]:
     """Both launches of a layer of one token."""
     x, ids, out = a.hidden_states, a.topk_ids, a.out
-    N, I = w2.N, w2.K  # noqa: E741
+    E, N, I = w2.E, w2.N, w2.K  # noqa: E741
     top_k = ids.shape[1]
+    slots = token_slots(top_k)
     h = flat(a.workspace13, x.dtype, top_k * I)
-    on_input, on_output = route_token(ids, a.expert_map, a.topk_weights, w2.E)
+    on_input, on_output = route_token(ids, a.expert_map, a.topk_weights, E)
     if a.router_weight_on_input:
         on_input, on_output = on_output, on_input
-    first, second = config.gemm1, config.gemm2
+    first, second = _tile_of(w13, config.gemm1), _tile_of(w2, config.gemm2)
+    pointers, strides = _scales(w13)
     args1 = Gemm1(
         h=h,
         x=x,
         w=w13.data,
-        pointers=ScaledPointers(w13.scale, w13.pointers.bias),
+        pointers=pointers,
         routing=on_input,
         I=I,
-        strides=_strides(w13),
+        row_strides=RowStrides(*w13.stride[:2]),
+        strides=strides,
         activation=activation,
         decoding=_decoding(w13),
-        tile=_tile(w13, first),
+        tile=first,
         PDL=gpu.pdl,
     )
+    pointers, strides = _scales(w2)
     args2 = Gemm2(
         out=out,
         h=h,
         w=w2.data,
-        pointers=ScaledPointers(w2.scale, w2.pointers.bias),
+        pointers=pointers,
         routing=on_output,
         N=N,
         out_stride_n=out.stride(1),
-        strides=_strides(w2),
+        row_strides=RowStrides(*w2.stride[:2]),
+        strides=strides,
         TOP_K=top_k,
+        SLOTS=slots,
         NUM_BLOCKS=a.num_blocks,
         decoding=_decoding(w2),
-        tile=_tile(w2, second),
+        tile=second,
         PDL=gpu.pdl,
     )
-    block_i = first.block_n // 2 if activation.GATED else first.block_n
-    grid1, grid2 = (top_k, cdiv(I, block_i), 1), (cdiv(N, 16), 1, 1)
+    rows = first.BLOCK_N // first.SPLIT
+    block_i = rows // 2 if activation.GATED else rows
+    grid1 = (top_k, cdiv(I, block_i), 1)
+    grid2 = (cdiv(N, second.BLOCK_N // (slots * second.SPLIT)), 1, 1)
     return [
-        Launch(moe_ops_token_gemm1, grid1, args1, first.num_warps),
-        Launch(moe_ops_token_gemm2, grid2, args2, second.num_warps),
+        Launch(moe_ops_token_gemm1, grid1, args1, first.NUM_WARPS),
+        Launch(moe_ops_token_gemm2, grid2, args2, second.NUM_WARPS),
     ]
+
+
+def _decoding(w: MixedOperand) -> Decoding:
+    of = w.wgmma_format
+    return Decoding(of.name, of.scale, of.group)

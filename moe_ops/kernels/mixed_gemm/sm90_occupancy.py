@@ -19,6 +19,13 @@ MAX_CONSUMER_REGISTERS = 232  # registers a thread in the consumer warps, at mos
 LONG = 16  # K tiles of a program that gains from streaming them
 
 
+def columns_of(block_m: int) -> int:
+    """Rows of x in the first of a block's operands, the largest power of two of them; the others
+    are in a second one.
+    """
+    return 1 << (block_m.bit_length() - 1)
+
+
 class WgmmaKernel(NamedTuple):
     """The facts of a GEMM on which its registers depend."""
 
@@ -30,6 +37,11 @@ class WgmmaKernel(NamedTuple):
     block_k: int
     steps: int = 1  # K tiles of a program
     streams: bool = False  # `MixedOperand.streams`
+
+    @property
+    def more(self) -> int:
+        """Rows of x in the second operand of a block."""
+        return self.block_m - columns_of(self.block_m)
 
     @property
     def threads(self) -> int:
@@ -137,6 +149,10 @@ def _may_overlap(kernel: WgmmaKernel) -> bool:
         return of.bits == 8 or (
             config.num_stages > 2 and (of.scale != "sum" or kernel.k_chunk == 128)
         )
+    if kernel.block_m > 32 and of.name == "e2m1_words":
+        return (config.block_n, config.num_warps) == (128, 4)
+    if kernel.more:
+        return True
     if kernel.block_m == 32:
         return of.scales_weights and not kernel.has_zero
     whole = config.block_n == 16 * config.num_warps

@@ -72,7 +72,7 @@ from moe_ops.kernels.mixed_gemm.sm90_mainloop import (
     scale_pointers,
     schedule_tile,
 )
-from moe_ops.kernels.mixed_gemm.sm90_occupancy import WgmmaKernel, occupancy
+from moe_ops.kernels.mixed_gemm.sm90_occupancy import WgmmaKernel, columns_of, occupancy
 from moe_ops.kernels.permute.rows import NO_ROUTER_WEIGHTS, RouterWeights, Routing
 from moe_ops.kernels.quantize.emulated import Hidden, row_scale
 from moe_ops.kernels.quantize.rounding import GAP, Rounding
@@ -437,153 +437,20 @@ def exit_without_tile(PDL: gl.constexpr):
         gdc_wait(PDL)
 
 
-@unprefixed
-class HiddenRows(NamedTuple):
-    """h as GEMM1 writes it."""
-
-    h: Pointer  # (S, I in whole chunks), columns permuted as GEMM2 takes them
-    H_CHUNK: Constant  # GEMM2's K_CHUNK
-    H_TAIL: Constant  # GEMM2's last chunk overlaps the one before
-
-
-@unprefixed
-class WgmmaTile(NamedTuple):
-    """What a GEMM's config and weight decide."""
-
-    K_CHUNK: Constant
-    BLOCK_M: Constant
-    BLOCK_N: Constant
-    BLOCK_K: Constant
-    NUM_STAGES: Constant
-    NUM_WARPS: Constant
-    OVERLAP: Constant  # a chunk is decoded while the one before is multiplied
-    STREAM: Constant  # across K tiles, too
-    # up to so many pairs, programs find their blocks themselves; 0: they read the table of blocks
-    MAX_UNSORTED_PAIRS: Constant
-
-
-@unprefixed
-class Descriptors(NamedTuple):
-    """What the tensor memory accelerator copies."""
-
-    x: Descriptor  # (S, K in whole chunks)
-    w: Descriptor  # (E, N, K)
-    w_scales: Descriptor  # scales in the order of prepared weights, or None
-
-
-@arguments
-class Gemm1:
-    hidden: HiddenRows
-    descriptors: Descriptors
-    pointers: MixedPointers
-    products: Pointer  # (256, 4) int32 (`products_on`), of int4_e4m3, or None
-    x_scale: Pointer  # (S,) fp32, or None
-    pairs: SortedPairs
-    pair_strides: PairStrides
-    topk_weights: RouterWeights  # (M, top_k), if they scale the input
-    K: Specialized
-    I: Specialized
-    strides: MixedStrides
-    activation: Activated
-    decoding: Decoding
-    tile: WgmmaTile
-    PDL: Constant
-
-
-@kernel(Gemm1, jit=gluon.jit)
-def moe_ops_wgmma_gemm1(
-    h_ptr,
-    H_CHUNK: gl.constexpr,
-    H_TAIL: gl.constexpr,
-    x,
-    w,
-    w_scales,
-    w_scale_ptr,
-    w_zero_ptr,
-    w_factor_ptr,
-    bias_ptr,
-    products_ptr,
-    x_scale_ptr,
-    index_ptr,
-    ids_ptr,
-    map_ptr,
-    num_blocks,
-    S,
-    E,
-    num_ids,
-    top_k,
-    ids_stride_m,
-    ids_stride_k,
-    map_stride,
-    topk_weights_ptr,
-    topk_weights_stride_m,
-    topk_weights_stride_k,
-    K,
-    I,  # noqa: E741
-    w_scale_stride_e,
-    w_scale_stride_n,
-    w_scale_stride_g,
-    w_zero_stride_e,
-    w_zero_stride_n,
-    w_zero_stride_g,
-    w_factor_stride_e,
-    w_factor_stride_n,
-    bias_stride_e,
-    bias_stride_n,
-    alpha,
-    beta,
-    limit,
-    ACTIVATION: gl.constexpr,
-    GATED: gl.constexpr,
-    INTERLEAVED: gl.constexpr,
-    HAS_LIMIT: gl.constexpr,
-    FORMAT: gl.constexpr,
-    SCALE: gl.constexpr,
-    SCALE_GROUP: gl.constexpr,
-    K_CHUNK: gl.constexpr,
-    BLOCK_M: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    BLOCK_K: gl.constexpr,
-    NUM_STAGES: gl.constexpr,
-    NUM_WARPS: gl.constexpr,
-    OVERLAP: gl.constexpr,
-    STREAM: gl.constexpr,
-    MAX_UNSORTED_PAIRS: gl.constexpr,
-    PDL: gl.constexpr,
-):
-    """h = activation(x @ w13.T + bias). Grid: blocks times tiles of BLOCK_N rows of w13."""
+@gluon.jit
+def store_hidden(
+    acc, first, end, e, n, h_ptr, w_scale_ptr, w_factor_ptr, bias_ptr, x_scale_ptr, index_ptr,
+    num_blocks, top_k, topk_weights_ptr, topk_weights_stride_m, topk_weights_stride_k, I,
+    w_scale_stride_e, w_scale_stride_n, w_factor_stride_e, w_factor_stride_n,
+    bias_stride_e, bias_stride_n, alpha, beta, limit,
+    ACTIVATION: gl.constexpr, GATED: gl.constexpr, INTERLEAVED: gl.constexpr,
+    HAS_LIMIT: gl.constexpr, FORMAT: gl.constexpr, SCALE: gl.constexpr, H_CHUNK: gl.constexpr,
+    H_TAIL: gl.constexpr, BLOCK_N: gl.constexpr,
+):  # fmt: skip
+    """GEMM1's end: h of a tile, of the positions before `end` that are not before `first`."""
+    BLOCK_M: gl.constexpr = acc.shape[1]
     BLOCK_I: gl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
-    gdc_launch_dependents(PDL)
-    has_tile, e, first, end, n, _, k_begin, k_end = schedule_tile(
-        index_ptr, ids_ptr, map_ptr, num_blocks, S, E, num_ids, top_k,
-        ids_stride_m, ids_stride_k, map_stride, gl.cdiv(I, BLOCK_I), gl.cdiv(K, BLOCK_K),
-        1, MAX_UNSORTED_PAIRS, BLOCK_M, NUM_WARPS,
-    )  # fmt: skip
-    if not has_tile:
-        exit_without_tile(PDL)
-        return
     expert64 = e.to(gl.int64)
-    tile_row = n * (BLOCK_N if INTERLEAVED else BLOCK_I)
-    scale_ptrs = None
-    if w_scale_ptr is not None:
-        scale_ptrs = scale_pointers(
-            w_scale_ptr, expert64 * w_scale_stride_e, w_scale_stride_n, w_scale_stride_g,
-            n * BLOCK_I, I, FORMAT, SCALE, GATED, INTERLEAVED,
-            BLOCK_N, K_CHUNK, SCALE_GROUP, NUM_WARPS,
-        )  # fmt: skip
-    zero_ptrs = None
-    if w_zero_ptr is not None:
-        zero_ptrs = scale_pointers(
-            w_zero_ptr, expert64 * w_zero_stride_e, w_zero_stride_n, w_zero_stride_g,
-            n * BLOCK_I, I, FORMAT, SCALE, GATED, INTERLEAVED,
-            BLOCK_N, K_CHUNK, SCALE_GROUP, NUM_WARPS,
-        )  # fmt: skip
-    acc = mainloop(
-        x, w, w_scales, first, end, e, tile_row, k_begin, k_end, K,
-        scale_ptrs, zero_ptrs, products_ptr, w_scale_stride_g, w_zero_stride_g,
-        FORMAT, SCALE, SCALE_GROUP, K_CHUNK, GATED, INTERLEAVED,
-        BLOCK_M, BLOCK_N, BLOCK_K, NUM_STAGES, NUM_WARPS, OVERLAP, STREAM, PDL,
-    )  # fmt: skip
     ACC_ROWS: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
     i, up = accumulator_rows(ACC_ROWS, BLOCK_N, GATED)
     i = gl.minimum(n * BLOCK_I + i, I - 1)
@@ -636,6 +503,205 @@ def moe_ops_wgmma_gemm1(
     gl.store(h_ptrs, h.to(h_ptr.dtype.element_ty), mask=ok)
 
 
+@gluon.jit
+def store_sums(
+    acc, first, end, e, n, split, y_ptr, w_scale_ptr, w_factor_ptr, bias_ptr, x_scale_ptr,
+    index_ptr, num_blocks, S, N, w_scale_stride_e, w_scale_stride_n, w_factor_stride_e,
+    w_factor_stride_n, bias_stride_e, bias_stride_n,
+    FORMAT: gl.constexpr, SCALE: gl.constexpr, BLOCK_N: gl.constexpr,
+):  # fmt: skip
+    """GEMM2's end: y of a tile, of the positions before `end` that are not before `first`."""
+    BLOCK_M: gl.constexpr = acc.shape[1]
+    expert64 = e.to(gl.int64)
+    column = n * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(1, acc.type.layout))
+    row = gl.minimum(column, N - 1)
+    acc = apply_row_scales(
+        acc, w_scale_ptr, w_factor_ptr, expert64, row,
+        w_scale_stride_e, w_scale_stride_n, w_factor_stride_e, w_factor_stride_n, FORMAT, SCALE,
+    )  # fmt: skip
+    position = end - BLOCK_M + gl.arange(0, BLOCK_M, gl.SliceLayout(0, acc.type.layout))
+    acc = apply_column_scales(acc, x_scale_ptr, position, first)
+    if bias_ptr is not None:
+        bias_ptrs = bias_ptr + expert64 * bias_stride_e + row * bias_stride_n
+        bias = gl.load(bias_ptrs).to(gl.float32)
+        acc += gl.expand_dims(gl.where(split == 0, bias, 0.0), 1)
+    pair = gl.load(index_ptr + 4 * num_blocks + position, mask=position >= first, other=0)
+    y_ptrs = (
+        y_ptr + gl.expand_dims((split * S + pair).to(gl.int64) * N, 0) + gl.expand_dims(column, 1)
+    )
+    gl.store(
+        y_ptrs, acc, mask=gl.expand_dims(position >= first, 0) & gl.expand_dims(column < N, 1)
+    )
+
+
+@unprefixed
+class HiddenRows(NamedTuple):
+    """h as GEMM1 writes it."""
+
+    h: Pointer  # (S, I in whole chunks), columns permuted as GEMM2 takes them
+    H_CHUNK: Constant  # GEMM2's K_CHUNK
+    H_TAIL: Constant  # GEMM2's last chunk overlaps the one before
+
+
+@unprefixed
+class WgmmaTile(NamedTuple):
+    """What a GEMM's config and weight decide."""
+
+    K_CHUNK: Constant
+    BLOCK_M: Constant
+    MORE_M: Constant  # rows of x that a block has besides, a second operand of its products
+    BLOCK_N: Constant
+    BLOCK_K: Constant
+    NUM_STAGES: Constant
+    NUM_WARPS: Constant
+    OVERLAP: Constant  # a chunk is decoded while the one before is multiplied
+    STREAM: Constant  # across K tiles, too
+    # up to so many pairs, programs find their blocks themselves; 0: they read the table of blocks
+    MAX_UNSORTED_PAIRS: Constant
+
+
+@unprefixed
+class Descriptors(NamedTuple):
+    """What the tensor memory accelerator copies."""
+
+    x: Descriptor  # (S, K in whole chunks)
+    x_more: Descriptor  # likewise, for the rows of MORE_M; or None
+    w: Descriptor  # (E, N, K)
+    w_scales: Descriptor  # scales in the order of prepared weights, or None
+
+
+@arguments
+class Gemm1:
+    hidden: HiddenRows
+    descriptors: Descriptors
+    pointers: MixedPointers
+    products: Pointer  # (256, 4) int32 (`products_on`), of int4_e4m3, or None
+    x_scale: Pointer  # (S,) fp32, or None
+    pairs: SortedPairs
+    pair_strides: PairStrides
+    topk_weights: RouterWeights  # (M, top_k), if they scale the input
+    K: Specialized
+    I: Specialized
+    strides: MixedStrides
+    activation: Activated
+    decoding: Decoding
+    tile: WgmmaTile
+    PDL: Constant
+
+
+@kernel(Gemm1, jit=gluon.jit)
+def moe_ops_wgmma_gemm1(
+    h_ptr,
+    H_CHUNK: gl.constexpr,
+    H_TAIL: gl.constexpr,
+    x,
+    x_more,
+    w,
+    w_scales,
+    w_scale_ptr,
+    w_zero_ptr,
+    w_factor_ptr,
+    bias_ptr,
+    products_ptr,
+    x_scale_ptr,
+    index_ptr,
+    ids_ptr,
+    map_ptr,
+    num_blocks,
+    S,
+    E,
+    num_ids,
+    top_k,
+    ids_stride_m,
+    ids_stride_k,
+    map_stride,
+    topk_weights_ptr,
+    topk_weights_stride_m,
+    topk_weights_stride_k,
+    K,
+    I,  # noqa: E741
+    w_scale_stride_e,
+    w_scale_stride_n,
+    w_scale_stride_g,
+    w_zero_stride_e,
+    w_zero_stride_n,
+    w_zero_stride_g,
+    w_factor_stride_e,
+    w_factor_stride_n,
+    bias_stride_e,
+    bias_stride_n,
+    alpha,
+    beta,
+    limit,
+    ACTIVATION: gl.constexpr,
+    GATED: gl.constexpr,
+    INTERLEAVED: gl.constexpr,
+    HAS_LIMIT: gl.constexpr,
+    FORMAT: gl.constexpr,
+    SCALE: gl.constexpr,
+    SCALE_GROUP: gl.constexpr,
+    K_CHUNK: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    MORE_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    NUM_STAGES: gl.constexpr,
+    NUM_WARPS: gl.constexpr,
+    OVERLAP: gl.constexpr,
+    STREAM: gl.constexpr,
+    MAX_UNSORTED_PAIRS: gl.constexpr,
+    PDL: gl.constexpr,
+):
+    """h = activation(x @ w13.T + bias). Grid: blocks times tiles of BLOCK_N rows of w13."""
+    BLOCK_I: gl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
+    gdc_launch_dependents(PDL)
+    has_tile, e, first, end, n, _, k_begin, k_end = schedule_tile(
+        index_ptr, ids_ptr, map_ptr, num_blocks, S, E, num_ids, top_k,
+        ids_stride_m, ids_stride_k, map_stride, gl.cdiv(I, BLOCK_I), gl.cdiv(K, BLOCK_K),
+        1, MAX_UNSORTED_PAIRS, BLOCK_M + MORE_M, NUM_WARPS,
+    )  # fmt: skip
+    if not has_tile:
+        exit_without_tile(PDL)
+        return
+    expert64 = e.to(gl.int64)
+    tile_row = n * (BLOCK_N if INTERLEAVED else BLOCK_I)
+    scale_ptrs = None
+    if w_scale_ptr is not None:
+        scale_ptrs = scale_pointers(
+            w_scale_ptr, expert64 * w_scale_stride_e, w_scale_stride_n, w_scale_stride_g,
+            n * BLOCK_I, I, FORMAT, SCALE, GATED, INTERLEAVED,
+            BLOCK_N, K_CHUNK, SCALE_GROUP, NUM_WARPS,
+        )  # fmt: skip
+    zero_ptrs = None
+    if w_zero_ptr is not None:
+        zero_ptrs = scale_pointers(
+            w_zero_ptr, expert64 * w_zero_stride_e, w_zero_stride_n, w_zero_stride_g,
+            n * BLOCK_I, I, FORMAT, SCALE, GATED, INTERLEAVED,
+            BLOCK_N, K_CHUNK, SCALE_GROUP, NUM_WARPS,
+        )  # fmt: skip
+    acc, more = mainloop(
+        x, x_more, w, w_scales, first, end, e, tile_row, k_begin, k_end, K,
+        scale_ptrs, zero_ptrs, products_ptr, w_scale_stride_g, w_zero_stride_g,
+        FORMAT, SCALE, SCALE_GROUP, K_CHUNK, GATED, INTERLEAVED,
+        BLOCK_M, BLOCK_N, BLOCK_K, NUM_STAGES, NUM_WARPS, OVERLAP, STREAM, PDL,
+    )  # fmt: skip
+    store_hidden(
+        acc, first, end, e, n, h_ptr, w_scale_ptr, w_factor_ptr, bias_ptr, x_scale_ptr, index_ptr,
+        num_blocks, top_k, topk_weights_ptr, topk_weights_stride_m, topk_weights_stride_k, I,
+        w_scale_stride_e, w_scale_stride_n, w_factor_stride_e, w_factor_stride_n,
+        bias_stride_e, bias_stride_n, alpha, beta, limit,
+        ACTIVATION, GATED, INTERLEAVED, HAS_LIMIT, FORMAT, SCALE, H_CHUNK, H_TAIL, BLOCK_N,
+    )  # fmt: skip
+    if MORE_M:
+        store_hidden(
+            more, first, end - BLOCK_M, e, n, h_ptr, w_scale_ptr, w_factor_ptr, bias_ptr,
+            x_scale_ptr, index_ptr, num_blocks, top_k, topk_weights_ptr, topk_weights_stride_m,
+            topk_weights_stride_k, I, w_scale_stride_e, w_scale_stride_n, w_factor_stride_e,
+            w_factor_stride_n, bias_stride_e, bias_stride_n, alpha, beta, limit,
+            ACTIVATION, GATED, INTERLEAVED, HAS_LIMIT, FORMAT, SCALE, H_CHUNK, H_TAIL, BLOCK_N,
+        )  # fmt: skip
+
+
 @arguments
 class Gemm2:
     y: Pointer  # (SPLIT_K, S, N), written at the pairs: partial sums over shares of the columns
@@ -658,6 +724,7 @@ class Gemm2:
 def moe_ops_wgmma_gemm2(
     y_ptr,
     x,
+    x_more,
     w,
     w_scales,
     w_scale_ptr,
@@ -695,6 +762,7 @@ def moe_ops_wgmma_gemm2(
     SPLIT_K: gl.constexpr,
     K_CHUNK: gl.constexpr,
     BLOCK_M: gl.constexpr,
+    MORE_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
     BLOCK_K: gl.constexpr,
     NUM_STAGES: gl.constexpr,
@@ -711,7 +779,7 @@ def moe_ops_wgmma_gemm2(
     has_tile, e, first, end, n, split, k_begin, k_end = schedule_tile(
         index_ptr, ids_ptr, map_ptr, num_blocks, S, E, num_ids, top_k,
         ids_stride_m, ids_stride_k, map_stride, gl.cdiv(N, BLOCK_N) * SPLIT_K,
-        gl.cdiv(K, BLOCK_K), SPLIT_K, MAX_UNSORTED_PAIRS, BLOCK_M, NUM_WARPS,
+        gl.cdiv(K, BLOCK_K), SPLIT_K, MAX_UNSORTED_PAIRS, BLOCK_M + MORE_M, NUM_WARPS,
     )  # fmt: skip
     if not has_tile:
         exit_without_tile(PDL)
@@ -731,31 +799,24 @@ def moe_ops_wgmma_gemm2(
             n * BLOCK_N, N, FORMAT, SCALE, False, False,
             BLOCK_N, K_CHUNK, SCALE_GROUP, NUM_WARPS,
         )  # fmt: skip
-    acc = mainloop(
-        x, w, w_scales, first, end, e, n * BLOCK_N, k_begin, k_end, K,
+    acc, more = mainloop(
+        x, x_more, w, w_scales, first, end, e, n * BLOCK_N, k_begin, k_end, K,
         scale_ptrs, zero_ptrs, products_ptr, w_scale_stride_g, w_zero_stride_g,
         FORMAT, SCALE, SCALE_GROUP, K_CHUNK, False, False,
         BLOCK_M, BLOCK_N, BLOCK_K, NUM_STAGES, NUM_WARPS, OVERLAP, STREAM, PDL,
     )  # fmt: skip
-    column = n * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(1, acc.type.layout))
-    row = gl.minimum(column, N - 1)
-    acc = apply_row_scales(
-        acc, w_scale_ptr, w_factor_ptr, expert64, row,
-        w_scale_stride_e, w_scale_stride_n, w_factor_stride_e, w_factor_stride_n, FORMAT, SCALE,
+    store_sums(
+        acc, first, end, e, n, split, y_ptr, w_scale_ptr, w_factor_ptr, bias_ptr, x_scale_ptr,
+        index_ptr, num_blocks, S, N, w_scale_stride_e, w_scale_stride_n, w_factor_stride_e,
+        w_factor_stride_n, bias_stride_e, bias_stride_n, FORMAT, SCALE, BLOCK_N,
     )  # fmt: skip
-    position = end - BLOCK_M + gl.arange(0, BLOCK_M, gl.SliceLayout(0, acc.type.layout))
-    acc = apply_column_scales(acc, x_scale_ptr, position, first)
-    if bias_ptr is not None:
-        bias_ptrs = bias_ptr + expert64 * bias_stride_e + row * bias_stride_n
-        bias = gl.load(bias_ptrs).to(gl.float32)
-        acc += gl.expand_dims(gl.where(split == 0, bias, 0.0), 1)
-    pair = gl.load(index_ptr + 4 * num_blocks + position, mask=position >= first, other=0)
-    y_ptrs = (
-        y_ptr + gl.expand_dims((split * S + pair).to(gl.int64) * N, 0) + gl.expand_dims(column, 1)
-    )
-    gl.store(
-        y_ptrs, acc, mask=gl.expand_dims(position >= first, 0) & gl.expand_dims(column < N, 1)
-    )
+    if MORE_M:
+        store_sums(
+            more, first, end - BLOCK_M, e, n, split, y_ptr, w_scale_ptr, w_factor_ptr, bias_ptr,
+            x_scale_ptr, index_ptr, num_blocks, S, N, w_scale_stride_e, w_scale_stride_n,
+            w_factor_stride_e, w_factor_stride_n, bias_stride_e, bias_stride_n,
+            FORMAT, SCALE, BLOCK_N,
+        )  # fmt: skip
 
 
 @lru_cache(maxsize=1024)
@@ -873,9 +934,16 @@ def chunk_boxes(
 
 
 def token_boxes(
-    K: int, chunk_bytes: int, k_chunk: int, chunks: int, rows: int, block_m: int, bits: int
+    K: int,
+    chunk_bytes: int,
+    k_chunk: int,
+    chunks: int,
+    rows: int,
+    block_m: int,
+    box_rows: int,
+    bits: int,
 ) -> Boxes:
-    """Boxes of `chunks` chunks of a block's rows of x or h, of so many bits a number.
+    """Boxes of `chunks` chunks of `box_rows` of a block's rows, x or h of so many bits a number.
 
     The descriptor has, for every row, this row and the `block_m - 1` rows after it. A box that
     starts before row 0 of such a view, and so is partly out of bounds, has just a block's own
@@ -885,7 +953,7 @@ def token_boxes(
     row = K * 16 // bits  # of 8 bits there are negative numbers, too
     # columns of an operand: half a chunk, or all of it
     size = chunk_bytes * 16 // bits
-    box = [k_chunk // chunk_bytes * chunks, block_m, 1, size]
+    box = [k_chunk // chunk_bytes * chunks, box_rows, 1, size]
     layout = _layout(2 * chunk_bytes, bits, 4)
     return Boxes([row // size, block_m, rows, size], [size, row, row, 1], box, layout)
 
@@ -905,6 +973,7 @@ class _Prepared(NamedTuple):
     decoding: Decoding
     tile: WgmmaTile
     x: Boxes
+    x_more: Boxes | None
     w: Boxes
     w_scales: Boxes | None
     maxnreg: int
@@ -948,13 +1017,18 @@ def _prepare(
             scale_shape, scale_strides, 4 * rows, halves, chunks, block_n // rows, itemsize
         )
     K = cdiv(K, k_chunk) * k_chunk
+    columns, more = columns_of(block_m), None
+    facts = (K, chunk_bytes, k_chunk, chunks, pairs, block_m)
+    if columns < block_m:
+        more = token_boxes(*facts, block_m - columns, of.x_bits)
     return _Prepared(
         Decoding(of.name, of.scale, of.group),
         WgmmaTile(
-            *(k_chunk, block_m, block_n, block_k, num_stages, num_warps),
+            *(k_chunk, columns, block_m - columns, block_n, block_k, num_stages, num_warps),
             *(held.overlap, held.stream, max_unsorted_pairs(pairs, E)),
         ),
-        token_boxes(K, chunk_bytes, k_chunk, chunks, pairs, block_m, of.x_bits),
+        token_boxes(*facts, columns, of.x_bits),
+        more,
         chunk_boxes(shape, strides, chunk_bytes, halves, chunks, block_n, 1),
         w_scales,
         held.registers,
@@ -1010,6 +1084,11 @@ def _operand(
     if elements is not None and prepared.w_scales is not None:
         w_scales = prepared.w_scales.of(elements)
     return _Operand(prepared.w.of(data), w_scales, pointers, strides, prepared)
+
+
+def _descriptors(prepared: _Prepared, x: Tensor, w: Any, w_scales: Any) -> Descriptors:
+    more = prepared.x_more
+    return Descriptors(prepared.x.of(x), None if more is None else more.of(x), w, w_scales)
 
 
 def permute_tokens(
@@ -1104,7 +1183,7 @@ def gemm1(
     I, h_chunk = w2.K, w2.k_chunk  # noqa: E741
     args = Gemm1(
         hidden=HiddenRows(h, h_chunk, I % h_chunk > 0),
-        descriptors=Descriptors(prepared.x.of(x), w, w_scales),
+        descriptors=_descriptors(prepared, x, w, w_scales),
         pointers=pointers,
         products=products_on(w13),
         x_scale=x_scale,
@@ -1143,7 +1222,7 @@ def gemm2(
     N = w2.N
     args = Gemm2(
         y=y,
-        descriptors=Descriptors(prepared.x.of(h), w, w_scales),
+        descriptors=_descriptors(prepared, h, w, w_scales),
         pointers=pointers,
         products=products_on(w2),
         x_scale=h_scale,

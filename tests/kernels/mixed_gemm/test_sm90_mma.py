@@ -9,19 +9,21 @@ import pytest
 import torch
 
 from tests.kernels.mixed_gemm.test_decode import run
-from tests.support.cases import BF16, FP32
+from tests.support.cases import BF16, FP32, Case
 
 pytest.importorskip("triton.experimental.gluon")
 
+from moe_ops.kernels.configs import SM90_MMA
 from moe_ops.kernels.launch import Gpu
-from moe_ops.kernels.mixed_gemm import sm90_decode, sm90_mainloop, sm90_mma
+from moe_ops.kernels.mixed_gemm import configs, sm90_decode, sm90_mainloop, sm90_mma
 from moe_ops.kernels.mixed_gemm.operands import MixedOperand, operand
 from moe_ops.meta.scales import TRITON_E2M1
 from moe_ops.schemes import get_scheme
 from tests.kernels.mixed_gemm.test_sm90_decode import SOURCE, in_pairs
-from tests.kernels.mixed_gemm.test_sm90_wgmma import INT4_NUMBERS
+from tests.kernels.mixed_gemm.test_sm90_wgmma import INT4_NUMBERS, ON_GPU
 
 GPU = Gpu(227 * 1024, True, True)
+E2M1 = (("mxfp4", torch.uint8), ("nvfp4", torch.float8_e4m3fn))
 
 
 def halves_of_words(code, constraints, tensors, pack, **_):
@@ -80,23 +82,81 @@ def weight(scheme: str, K: int, scales: torch.dtype = BF16, layout: str = "") ->
     return operand("w", data, scale, None, None, None, scheme, GPU, layout)
 
 
-def taken(w13: MixedOperand, w2: MixedOperand, top_k: int, shift: int = 0) -> bool:
+def has_bits(w13: MixedOperand, w2: MixedOperand, top_k: int, shift: int = 0) -> bool:
     x = torch.zeros(shift + w13.K, dtype=BF16)[None, shift:]
-    return sm90_mma.why_not(x, w13, w2, top_k) is None
+    return sm90_mma.has_bits_of_many(x, w13, w2, top_k)
 
 
-def test_layers_that_one_token_takes():
-    """As many columns as the registers of a program hold, by the token's experts."""
-    int4 = {K: weight("int4_w4a16:g128", K) for K in (512, 1024, 2048, 2176)}
-    for top_k, most in ((1, 2048), (4, 2048), (5, 1024), (8, 1024), (9, 512), (16, 512)):
-        for K in (512, 1024, 2048):
-            assert taken(int4[2048], int4[K], top_k) == (most >= K)
-    assert not taken(int4[512], int4[512], 17) and not taken(int4[2176], int4[512], 1)
-    assert taken(int4[512], int4[512], 1, shift=2) and not taken(int4[512], int4[512], 1, shift=1)
+def test_layers_that_one_token_takes_under_batch_invariant():
+    """Those whose bits were compared on a GPU."""
+    int4 = {K: weight("int4_w4a16:g128", K) for K in (512, 2048, 2176)}
+    for top_k in (1, 5, 16):
+        assert has_bits(int4[2048], int4[512], top_k) and has_bits(int4[2048], int4[2048], top_k)
+    assert not has_bits(int4[512], int4[512], 17) and not has_bits(int4[2176], int4[512], 1)
+    assert has_bits(int4[512], int4[512], 1, 2) and not has_bits(int4[512], int4[512], 1, 1)
     halved = {K: weight("int4_w4a16:g64", K, FP32) for K in (1024, 1088)}
-    assert [taken(w, int4[512], 1) for w in halved.values()] == [True, False]
-    assert not taken(int4[512], weight("int4_w4a8", 512, torch.float8_e4m3fn), 1)
+    assert [has_bits(w, int4[512], 1) for w in halved.values()] == [True, False]
+    assert not has_bits(int4[512], weight("int4_w4a8", 512, torch.float8_e4m3fn), 1)
     mxfp4 = {K: weight("mxfp4_w4a16", K, torch.uint8) for K in (512, 576)}
-    assert taken(mxfp4[512], mxfp4[512], 1) and not taken(mxfp4[512], mxfp4[576], 1)
+    assert has_bits(mxfp4[512], mxfp4[512], 1) and not has_bits(mxfp4[512], mxfp4[576], 1)
     # whose scales are of several rows side by side
-    assert not taken(mxfp4[512], weight("mxfp4_w4a16", 512, torch.uint8, TRITON_E2M1), 1)
+    prepared = weight("mxfp4_w4a16", 512, torch.uint8, TRITON_E2M1)
+    assert not has_bits(mxfp4[512], prepared, 1)
+
+
+@pytest.mark.parametrize("columns", range(64, 8192, 64))
+def test_warps_share_all_columns_of_a_row(columns):
+    """Parts begin at whole groups, and the last one ends with the row; no warp's are all others'
+    too."""
+    for group in (16, 32, 128):
+        if columns % group:
+            continue
+        chunk = 128 if columns >= 128 else 64
+        for most in (1, 4, 16):
+            parts = configs.parts_of_row(columns, chunk, group, most)
+            assert 1 <= parts <= most
+            if parts == 1:
+                continue
+            part = -(-columns // (chunk * parts)) * chunk
+            starts = [min(i * part, columns - part) for i in range(parts)]
+            assert all(start >= 0 and start % max(group, 64) == 0 for start in starts)
+            assert starts[-1] + part == columns and (parts - 1) * part < columns
+
+
+def test_which_token_these_kernels_serve():
+    """Prepared e2m1, and int4 with scales of whole chunks; with the configs that were measured."""
+    taken = [weight("int4_w4a16:g128", 512)]
+    taken += [weight(f"{name}_w4a16", 512, dtype, TRITON_E2M1) for name, dtype in E2M1]
+    found = [configs.token_facts(w, w) for w in taken]
+    assert found == [(128, 128), (128, 32), (128, 16)]
+    others = [weight("int4_w4a16:g32", 512), weight("int4_w4a16:g128", 512, FP32)]
+    others += [weight("mxfp4_w4a16", 512, torch.uint8)]
+    assert not any(configs.token_facts(w, w) for w in others)
+    for sizes, expected in {
+        (8, 2048, 768, 128, 128): ((16, 8, 2), (128, 3, 16)),
+        (2, 4096, 14336, 128, 128): ((16, 8, 4), (32, 2, 16)),
+        (4, 2880, 2880, 128, 32): ((16, 6, 4), (64, 6, 8)),
+    }.items():
+        found = configs._choose_token(*sizes, 64)
+        gemms = [(g.block_n, g.num_stages, g.num_warps) for g in (found.gemm1, found.gemm2)]
+        assert found.kernel == SM90_MMA and tuple(gemms) == expected
+
+
+@pytest.mark.parametrize(
+    "scheme, options",
+    [
+        pytest.param(*case, marks=ON_GPU)
+        for case in (
+            ("int4_w4a16:g128", {"K": 2176, "I": 896, "top_k": 8}),
+            ("int4_w4a16:g128:zp", {"K": 2048, "I": 1920, "top_k": 1, "on_input": True}),
+            ("mxfp4_w4a16", {"K": 2880, "I": 320, "top_k": 4, "bias": True}),
+            ("nvfp4_w4a16", {"K": 4096, "I": 2880, "top_k": 2, "expert_map": True}),
+        )
+    ],
+)
+def test_values_of_one_token(scheme, options):
+    """Rows that several warps share, with parts that overlap, longer than what threads ask for."""
+    case = Case("cuda", BF16, scheme, "swigluoai", M=1, E=16, **options)
+    with mock.patch.object(sm90_mma, "launches", wraps=sm90_mma.launches) as used:
+        case.check("triton")
+    assert used.called

@@ -62,17 +62,31 @@ def test_which_weights_are_streamed():
     assert not occupancy(p._replace(steps=15), 256).stream
     assert not occupancy(p._replace(streams=False), 256).stream
     assert not occupancy(p._replace(block_m=32), 256).stream
-    of_64_rows = configs.choose_wgmma(512, 8, 4096, 14336, 4, 256, True)
+    of_64_rows = configs.choose_wgmma(256, 8, 4096, 14336, 4, 256, 4)
     assert of_64_rows.gemm1 == of_64_rows.gemm2 == GemmConfig(128, 128, 4, 4)
     p = p._replace(config=of_64_rows.gemm1, block_m=64, block_k=128)
     assert occupancy(p, 256) == (2, 128, True, True)
     one_slot = p._replace(config=p.config._replace(num_stages=1))  # it would never be freed
     assert not occupancy(one_slot, 256).stream
-    assert configs.choose_wgmma(512, 8, 4096, 14336, 4, 256).gemm1 == GemmConfig(128, 256, 2, 8)
+    assert configs.choose_wgmma(256, 8, 4096, 14336, 4, 256).gemm1 == GemmConfig(128, 256, 2, 8)
     w = int4(torch.zeros(2, 64, 128, dtype=torch.uint8))
     assert w.streams and not w._replace(k_chunk=0).streams
     zero = w.pointers._replace(w_zero=torch.zeros(1))
     assert not w._replace(pointers=zero).streams
+
+
+def test_blocks_of_80_rows():
+    """Where about half of the experts have more than 64, two blocks fit, of int4 and prepared."""
+    for name, stages in (("int4_w4a16:g128", 4), ("mxfp4_w4a16 prepared", 3)):
+        for average, block_m in ((56, 64), (57, 80), (80, 80), (81, 64)):
+            found = configs.choose_wgmma(8 * average, 8, 4096, 14336, 4, 256, stages)
+            assert found.block_m == block_m
+        assert configs.choose_wgmma(512, 8, 4096, 14336, 4, 256).block_m == 64
+        found = configs.choose_wgmma(512, 8, 4096, 14336, 4, 256, stages)
+        assert found.gemm1 == found.gemm2 == GemmConfig(128, 128, stages, 4)
+        kernel = wgmma_kernel(name, 80, found.gemm1)._replace(streams=stages == 4, steps=32)
+        assert (kernel.more, sm90_occupancy.columns_of(80)) == (16, 64)
+        assert occupancy(kernel, 256) == (2, 128, True, False)
 
 
 @pytest.mark.parametrize(

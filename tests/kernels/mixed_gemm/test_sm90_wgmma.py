@@ -350,10 +350,12 @@ for scheme, activation in cases.items():
     for block_m, gemm in (
         (8, GemmConfig(64, 256, 2, 4)),
         (16, GemmConfig(128, 128, 3, 4)),
-        (64, GemmConfig(128, 128, 4, 4) if "g128" in scheme else GemmConfig(128, 256, 2, 8)),
+        (80, GemmConfig(128, 128, 3, 4))
+        if scheme == "mxfp4_w4a16"
+        else (64, GemmConfig(128, 128, 4, 4) if "g128" in scheme else GemmConfig(128, 256, 2, 8)),
         *[(8, GemmConfig(128, 256, 2, 4))] * (scheme == "int4_w4a16:g128"),
     ):
-        prepared = block_m < 64 and scheme in ("nvfp4_w4a16", "mxfp4_w4a16")
+        prepared = block_m != 64 and scheme in ("nvfp4_w4a16", "mxfp4_w4a16")
         layout = "triton_e2m1" if prepared else ""
         sizes = (4, 2, 512, 384 if scheme == "int4_w4a8" else 320)
         if block_m == 8 and gemm.block_n == 128:  # long rows, which are streamed
@@ -614,6 +616,21 @@ def test_values(scheme, config):
     "scheme",
     [
         pytest.param(n, marks=ON_GPU)
+        for n in ("int4_w4a16:g128", "int4_w4a16:g128:zp", "int4_w4a16:g32", *PREPARED)
+    ],
+)
+def test_blocks_of_two_operands(scheme):
+    """Of 80 rows, 64 and 16: experts have fewer than 64, up to 80, and more."""
+    config = layer(80, 128, 128, 3, 4)
+    for top_k, on_input in ((2, False), (1, True)):
+        sizes = {"M": 300 // top_k, "E": 4, "top_k": top_k, "K": 640, "I": 384}
+        check(scheme, config, "swigluoai", bias=True, on_input=on_input, **sizes)
+
+
+@pytest.mark.parametrize(
+    "scheme",
+    [
+        pytest.param(n, marks=ON_GPU)
         for n in ("int4_w4a16:g64:zp", "int4_w4a16:g64 float32", "nvfp4_w4a16", *PREPARED)
     ],
 )
@@ -726,7 +743,7 @@ def test_rows_that_end_within_128_columns(scheme, config):
 
 
 @pytest.mark.parametrize("scheme", [pytest.param(n, marks=ON_GPU) for n in PREPARED])
-@pytest.mark.parametrize("M", [2, 5, 31, 64, 65, 200, 700])
+@pytest.mark.parametrize("M", [2, 5, 31, 64, 65, 140, 700])
 @pytest.mark.parametrize("sizes", [(256, 128), (2880, 320)], ids=str)
 def test_prepared_weights_of_any_number_of_tokens(scheme, M, sizes):
     """With the config that is chosen: no other kernels read this layout, however many rows an
