@@ -27,7 +27,14 @@ import torch
 
 import moe_ops
 from moe_ops import environment
-from moe_ops.kernels.configs import GEMV, SM90_TMA, GemmConfig, LayerConfig, override
+from moe_ops.kernels.configs import (
+    GEMV,
+    SM90_MMA,
+    SM90_TMA,
+    GemmConfig,
+    LayerConfig,
+    override,
+)
 from moe_ops.kernels.gemm import configs
 from moe_ops.kernels.mixed_gemm import configs as mixed_configs
 from moe_ops.kernels.mixed_gemm import operands as mixed_operands
@@ -251,6 +258,8 @@ def search_space(
     K, I = target.hidden_size, target.intermediate_size  # noqa: E741
     average = num_tokens * target.top_k / target.num_experts
     mixed = mixed_operands.describe(target.scheme)
+    if mixed is not None and base.kernel == SM90_MMA:
+        return [mixed_configs.token_space(base, target.top_k, K, I, mixed.group)]
     if mixed is not None and base.kernel == GEMV:
         return [mixed_configs.gemv_space(base, target.top_k, K, I, mixed.bits)]
     if mixed is not None:

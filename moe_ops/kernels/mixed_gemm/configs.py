@@ -157,6 +157,8 @@ def _for_experts(
         return base
     if config.kernel == GEMV and not gemv:
         return base
+    if config.kernel == SM90_MMA and token is None:
+        return base
     if prepared and config.kernel not in (SM90_WGMMA, SM90_MMA, GEMV):
         return base
     return config
@@ -323,6 +325,31 @@ def _choose_token(
     depth = min(chunks, 6 if parts * slots <= 8 else 3 if chunks <= 3 else 2)
     gemm2 = GemmConfig(16 * slots, k_chunk, depth, parts * slots)
     return LayerConfig(gemm1, gemm2, 1, chunk, SM90_MMA, direct=True)
+
+
+def token_space(
+    base: LayerConfig,
+    top_k: int,
+    K: int,
+    I: int,  # noqa: E741
+    group: int,
+) -> tuple[list[LayerConfig], list[LayerConfig]]:
+    """Configs of sm90_mma.py that the search (moe_ops.tuning) tries for GEMM1 and GEMM2."""
+    k_chunk, slots = base.gemm1.block_k, token_slots(top_k)
+
+    def gemms(columns: int, rows: int, all_parts: list[int]) -> list[GemmConfig]:
+        found = [
+            GemmConfig(rows, k_chunk, min(depth, cdiv(cdiv(columns, k_chunk), parts)), warps)
+            for parts in all_parts
+            if parts_of_row(columns, k_chunk, group, parts) == parts
+            for warps in [parts * rows // 16]
+            for depth in (2, 3, 4, 6, 8)
+        ]
+        return list(dict.fromkeys(found))
+
+    ones = [base._replace(gemm1=gemm) for gemm in gemms(K, 16, [1, 2, 4, 8])]
+    parts = [n for n in (1, 2, 4, 8, 16) if n * slots in (4, 8, 16)]
+    return ones, [base._replace(gemm2=gemm) for gemm in gemms(I, 16 * slots, parts)]
 
 
 def gemv_space(

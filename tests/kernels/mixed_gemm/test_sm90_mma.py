@@ -142,6 +142,24 @@ def test_which_token_these_kernels_serve():
         assert found.kernel == SM90_MMA and tuple(gemms) == expected
 
 
+@pytest.mark.parametrize("top_k, K, I, group", [(8, 2048, 768, 128), (1, 2880, 2880, 32)])
+def test_search_tries_parts_that_rows_have(top_k, K, I, group):  # noqa: E741
+    """And as many warps of GEMM2 as slots and parts."""
+    base = configs._choose_token(top_k, K, I, 128, group, 64)
+    ones, twos = configs.token_space(base, top_k, K, I, group)
+    assert base.gemm1 in [one.gemm1 for one in ones] and base.gemm2 in [t.gemm2 for t in twos]
+    slots = configs.token_slots(top_k)
+    for gemms, columns, rows in (
+        ([one.gemm1 for one in ones], K, 16),
+        ([two.gemm2 for two in twos], I, 16 * slots),
+    ):
+        assert len(gemms) == len(set(gemms)) > 3
+        for block_n, block_k, _, warps in gemms:
+            parts = 16 * warps // rows
+            assert (block_n, block_k) == (rows, 128) and warps <= 16
+            assert configs.parts_of_row(columns, 128, group, parts) == parts
+
+
 @pytest.mark.parametrize(
     "scheme, options",
     [
