@@ -183,6 +183,7 @@ def spread(name: str, quantized: bool = False) -> Callable[[Problem], Way]:
 
         exchange = getattr(dispatcher, "exchange", "")
         later = not quantized and getattr(dispatcher, "sends_rows_later", False)
+        later = later and wire.pays_later(cell.case.scheme)
 
         def dispatch(which: int) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
             if quantized:

@@ -76,8 +76,9 @@ class SymmetricLayout(NamedTuple):
 
 
 def rows_later(group_size: int, max_num_tokens: int) -> bool:
-    """Whether layers that record no gradients send rows behind their routing: an exchange more,
-    of 8 us, after which rows travel while a GPU copies its own to their experts.
+    """Whether layers that record no gradients send rows behind their routing, if a backend may run
+    that sends them (`moe_ops.parallel.wire.pays_later`): an exchange more, after which rows travel
+    while a GPU copies its own to their experts.
     """
     return group_size > 1 and max_num_tokens >= MANY_TOKENS
 

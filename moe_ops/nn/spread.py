@@ -145,7 +145,7 @@ def send_tokens(layer: SpreadLayer, x: Tensor, topk_ids: Tensor, topk_weights: T
             "out_dtype": x.dtype,
         }
         return Sent(rows, ids, weights, options, by_tree, added)
-    if added and getattr(layer.dispatcher, "sends_rows_later", False):
+    if added and _sends_later(layer):
         dispatcher: Any = layer.dispatcher
         ids, weights = dispatcher.dispatch_routing(topk_ids, topk_weights)
         return Sent(x, ids, weights, options, by_tree, added)
@@ -197,6 +197,15 @@ def _sends_quantized(layer: SpreadLayer, x: Tensor, topk_weights: Tensor) -> boo
     if torch.is_grad_enabled() and any([t is not None and t.requires_grad for t in parts]):
         return False
     return wire.why_not_quantized(experts.w13, x.shape[1], layer.backend) is None
+
+
+def _sends_later(layer: SpreadLayer) -> bool:
+    """Whether tokens travel behind their routing."""
+    if not getattr(layer.dispatcher, "sends_rows_later", False) or layer.router_weight_on_input:
+        return False
+    w13 = layer.experts.w13
+    scheme, layout = getattr(w13, "scheme", ""), getattr(w13, "weight_layout", "")
+    return wire.pays_later(scheme, layout, layer.backend)
 
 
 def _refuse_training(experts: Experts) -> None:

@@ -247,8 +247,9 @@ class Backend:
     quantized_input: tuple[str, ...] = ()
     # its launcher of experts adds up the outputs of ranks itself (ops/exchange.py)
     adds_ranks: bool = False
-    # and takes this rank's tokens, which it sends to the others (`has_own_rows` there)
-    sends_rows: bool = False
+    # and of these schemes, in their natural layout, it takes this rank's tokens, which it sends to
+    # the others (`has_own_rows` there)
+    sends_rows: tuple[str, ...] = ()
     # why "auto" leaves it out on a machine where a call that names it would first build it, for
     # minutes; None where it is built
     unbuilt: Callable[[Machine], str | None] | None = None
@@ -297,7 +298,7 @@ def register(
     library_bytes: Callable[[int, Problem], int] | None = None,
     quantized_input: tuple[str, ...] = (),
     adds_ranks: bool = False,
-    sends_rows: bool = False,
+    sends_rows: tuple[str, ...] = (),
     unbuilt: Callable[[Machine], str | None] | None = None,
     batch_invariant: Callable[[Problem, Machine], list[str]] = _not_shown,
 ) -> Backend:
@@ -320,7 +321,8 @@ def register(
     _check_new(name, launch, devices)
     ops, kernels = {}, {}
     if "experts" in launch and name != "auto":  # whose backends do
-        launch = launch | {"experts": over_ranks(launch["experts"], sends_rows, adds_ranks)}
+        run = over_ranks(launch["experts"], bool(sends_rows), adds_ranks)
+        launch = launch | {"experts": run}
     for kind_name, function in launch.items():
         kind = KINDS[kind_name]
         op_name = f"{name}_{kind_name}"

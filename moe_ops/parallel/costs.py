@@ -24,6 +24,7 @@ from dataclasses import dataclass
 
 from moe_ops.checks import check_size
 from moe_ops.meta.symmetric import rows_later
+from moe_ops.parallel import wire
 from moe_ops.parallel.placement import AnyPlacement, Placement
 from moe_ops.parallel.replicas import ReplicatedPlacement
 from moe_ops.schemes import get_scheme
@@ -387,7 +388,7 @@ def step(
         per_us, routing = fleet.gpu.memory_tb_s * 1e6, 8 * layer.top_k * T * (R - 1)
         there, here = fleet.push_us(gathered[0]), fleet.push_us(back[0])
         # what experts take is counted with these
-        if rows_later(R, T):
+        if rows_later(R, T) and wire.pays_later(layer.scheme):
             copied = load.pairs * (1 if layer.multiplies_8_bits else 2) * layer.hidden_size
             there = fleet.push_us(routing) + max(there - copied / per_us, 0.0)
         here = max(here - load.pairs * 2 * layer.hidden_size / per_us, 0.0)

@@ -41,7 +41,8 @@ class Dispatcher(Protocol):
     `dispatch_quantized(q, scale, topk_ids, topk_weights)`, as `AllGatherReduceScatter` has it. One
     that serves layers under `batch_invariant` has its `combine_by_tree(out, num_tokens)`. Of one
     with an `exchange`, as `SymmetricMemory` has it, layers use `combine` where gradients are
-    recorded alone, and where its `sends_rows_later` is true, so they do `dispatch`.
+    recorded alone, and where its `sends_rows_later` is true, so they do `dispatch`, unless no
+    backend may run that sends rows (`moe_ops.parallel.wire.pays_later`).
     """
 
     name: ClassVar[str]

@@ -353,7 +353,9 @@ class SymmetricMemory(PaddedDispatcher):
 
     @property
     def sends_rows_later(self) -> bool:
-        """Whether it pays to call `dispatch_routing` in the place of `dispatch`."""
+        """Whether it pays to call `dispatch_routing` in the place of `dispatch`, for experts whose
+        backend sends rows itself (`moe_ops.parallel.wire.pays_later`). All ranks call the same.
+        """
         return rows_later(self.group_size, self.max_num_tokens)
 
     def dispatch_routing(

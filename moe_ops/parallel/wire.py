@@ -52,6 +52,15 @@ def why_not_quantized(
     return None
 
 
+def pays_later(scheme: str, layout: str = "", backend: str = "auto") -> bool:
+    """Whether rows may travel while they are copied to experts with such weights.
+
+    By what all ranks have alike, since all must send rows behind their routing, or none.
+    """
+    found = backends.BACKENDS if backend == "auto" else (backends.named(backend),)
+    return not layout and any([scheme in one.sends_rows for one in found])
+
+
 def why_not_scheme(name: str, known: bool) -> str | None:
     """The reasons that follow from a scheme, None where there are none.
 

@@ -111,6 +111,15 @@ def test_what_bounds_a_step():
         assert far.step(name, 512).network_bytes < far.step(name, 512).num_bytes
 
 
+def test_rows_travel_beside_copies_where_a_backend_sends_them():
+    two, T = costs.Fleet(H100, 2), 4096
+    alone = two.push_us(2 * 2048 * T)
+    for scheme, T_, hides in (("", T, True), ("", T - 1, False), ("int4_w4a16", T, False)):
+        layer = costs.Layer(*SHAPES["qwen3"], scheme)
+        dispatch = case(two, layer).step("symmetric_memory", T_).dispatch
+        assert dispatch < 0.9 * alone if hides else dispatch == pytest.approx(alone, rel=0.02)
+
+
 def run(capsys, *arguments):
     plan.main(["--shape", "128", "2048", "768", "8", *arguments])
     return capsys.readouterr().out

@@ -12,7 +12,7 @@ import torch
 from moe_ops import MoEConfig, MoELayer, ParallelConfig
 from moe_ops.meta.symmetric import SymmetricLayout
 from moe_ops.nn.spread import send_tokens
-from moe_ops.parallel import all2all, dispatch, mailboxes
+from moe_ops.parallel import all2all, dispatch, mailboxes, wire
 from moe_ops.parallel.dispatch import DISPATCHERS, make_dispatcher, register_dispatcher
 from moe_ops.parallel.dispatchers import AllGatherReduceScatter, AllReduce, AllToAll
 from moe_ops.parallel.symmetric_memory import SymmetricMemory
@@ -184,10 +184,20 @@ def test_experts_add_outputs_up_where_no_gradients_are_recorded(world):
         layer.dispatcher.dispatch_routing = lambda *routing: routing[::-1]
         sent = send_tokens(layer, *given)
         assert (sent.rows, sent.ids, sent.weights) == (given[0], given[2], given[1])
+        layer.backend = "triton"  # which would gather rows before it begins
+        assert send_tokens(layer, *given)[:3] == given
+        layer.backend, layer.router_weight_on_input = "auto", True
+        assert send_tokens(layer, *given)[:3] == given
     made, given = experts.down_proj.detach().clone().requires_grad_(), tokens()
     del experts.down_proj
     experts.down_proj = made  # no parameter
     assert not send_tokens(layer, *given).added
+
+
+def test_rows_are_sent_later_where_a_backend_sends_them():
+    assert wire.pays_later("") and wire.pays_later("fp8_block", backend="deep_gemm")
+    assert not wire.pays_later("", backend="triton") and not wire.pays_later("int4_w4a16")
+    assert not wire.pays_later("fp8_block", "deep_gemm_ue8m0")
 
 
 def test_mailboxes_live_as_long_as_their_group(world, monkeypatch):

@@ -206,7 +206,7 @@ BACKEND = register(
     newest_tested=TESTED[1],
     chunked=True,
     adds_ranks=True,
-    sends_rows=True,
+    sends_rows=("", *_BLOCK),
     faster_from=faster_from,
     quantized_input=("fp8_block", "mxfp8"),
 )
@@ -225,5 +225,4 @@ FP4 = register(
     newest_tested=TESTED[1],
     chunked=True,
     adds_ranks=True,
-    sends_rows=True,
 )

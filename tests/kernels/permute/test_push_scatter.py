@@ -1,5 +1,8 @@
 """Tokens of all ranks, which one process plays, copied to the rows of their pairs on arrival."""
 
+import sys
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -20,20 +23,27 @@ pytestmark = pytest.mark.skipif(not launch.INTERPRETED, reason="needs TRITON_INT
 
 
 @pytest.mark.parametrize(
-    ("R", "T", "K", "top_k", "scales", "few"),
-    [(2, 19, 40, 3, "", 1), (3, 5, 256, 2, "fp32", 2), (2, 3, 384, 1, "powers", 128)],
+    ("R", "T", "K", "top_k", "scales", "few", "held"),
+    [
+        (2, 19, 40, 3, "", 1, 8192),
+        (2, 19, 40, 3, "", 1, 128),  # 4 tiles of 2 rows
+        (3, 5, 256, 2, "fp32", 2, 8192),
+        (3, 5, 256, 2, "fp32", 2, 128),  # 8 tiles of half a row
+        (2, 3, 384, 1, "powers", 128, 8192),
+    ],
 )
-def test_rows_of_pairs_have_their_tokens(R, T, K, top_k, scales, few, monkeypatch):
+def test_rows_of_pairs_have_their_tokens(R, T, K, top_k, scales, few, held, monkeypatch):
     """Quantized as the tokens are; other rows are left alone, and a rank that copies what arrives
     without scattering it sees the same blocks.
     """
     monkeypatch.setattr(symmetric, "FEW_BLOCKS", few)
     monkeypatch.setattr(symmetric, "MOST_BLOCK_BYTES", 0)
     monkeypatch.setattr(push, "PROGRAMS", 2 * min(few, 2))
+    monkeypatch.setattr(sys.modules[push_scatter.__module__], "MOST_COPIED", held)
     S, size = R * T * top_k, 2 * R * T * top_k
     boxes = mailboxes(SymmetricLayout(R, T, K * 2))
     for epoch in range(3):
-        counts = [max(0, T - 2 * ((r + epoch) % R)) for r in range(R)]
+        counts = [max(0, T - 4 * ((r + epoch) % R)) for r in range(R)]  # 0 of one, where T is 3
         tokens = [torch.randn(M, K).half() for M in counts]
         whole = torch.cat([torch.cat((x, x.new_zeros(T - len(x), K))) for x in tokens])
         there = torch.cat([torch.arange(T) < M for M in counts])[:, None]
@@ -72,3 +82,28 @@ def test_rows_of_pairs_have_their_tokens(R, T, K, top_k, scales, few, monkeypatc
             assert y.scale[:, left].isnan().all() and y.data[left].float().eq(0).all()
     programs = push.grid_of(boxes[0].layout)[0]
     assert all(box.epochs[:programs].eq(3).all() for box in boxes)
+
+
+def test_every_block_of_every_rank_is_awaited(monkeypatch):
+    """Also those of which no row is wanted: a rank that runs ahead must not overwrite them."""
+    from triton.runtime.interpreter import interpreter_builder
+
+    # the interpreter leaves out assertions, whatever a launch says
+    options = replace(interpreter_builder.options, debug=True)
+    monkeypatch.setattr(interpreter_builder, "options", options)
+    monkeypatch.setattr(symmetric, "FEW_BLOCKS", 2)
+    layout, x = SymmetricLayout(2, 3, 32), torch.randn(3, 16).half()
+    y = GroupedRows(torch.zeros(6, 16).half(), None, "")
+    nowhere = Layout(torch.full((6,), -1, dtype=torch.int32), torch.empty(0), 6)
+    assert layout.blocks == 2
+    for late in (None, 0, 1):
+        boxes = mailboxes(layout)
+        run(push_scatter(y, x, nowhere, 1, boxes[0], SPINS, GPU, Phases(True, False)))
+        if late is not None:
+            boxes[1].buffers[1][8 * (2 + late) : 8 * (3 + late)] = 0  # of the set of epoch 1
+        given = y, x, nowhere, 1, boxes[1], SPINS, GPU, Phases(False, True)
+        if late is None:
+            run(push_scatter(*given))
+            continue
+        with pytest.raises(Exception, match="another rank of the group ended, or did not call"):
+            run(push_scatter(*given))
