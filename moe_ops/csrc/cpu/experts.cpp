@@ -1,7 +1,7 @@
 // Whole expert layers of weights of 4, 8 and 16 bits on a CPU: every weight is read once for up to eight rows,
 // in the layout it is stored in, and decoded in registers: with AVX-512 and AVX2 to whole numbers of 8 or 16 bits
 // beside tokens as such, or to bf16 and fp32; with NEON to fp32. With AMX, from a few rows an expert on, 32 rows of a
-// weight at a time become bf16, once for all rows of x. No copy of a weight is made.
+// weight at a time become bf16, once for all rows of x, and int8 is multiplied as it lies. No copy of a weight is made.
 //
 // One parallel region: tokens are put into the order in which weights are decoded | product with w13 and
 // activation | the same of h | product with w2 and weighted sum. Thread t of T takes the same share of rows of
@@ -245,9 +245,6 @@ bool add_blocks(const Experts& a, int64_t m, const int64_t* place, const float* 
 // Whether rows are packed and multiplied in blocks of TOKENS_OF_BLOCK of one expert (AMX), or by themselves.
 template <class D>
 constexpr bool TILED = requires { D::Isa::begin(); };
-// bf16 numbers whose sum is an activation of h
-template <class D>
-constexpr int PLANES = D::TOKENS == WIDE && !D::ROUNDS ? 2 : 1;
 
 // Where everything lies in the scratch memory.
 template <class D>
@@ -261,8 +258,8 @@ struct Layout {
         const int64_t P = a.M * a.top_k;
         int64_t packed_x = a.M, packed_pairs = P, most = std::max(a.K, a.I);  // numbers of rows or blocks
         if constexpr (TILED<D>) {
-            x_row = typename D::Isa::template Block<D>(a.K, 1).bytes;
-            h_row = typename D::Isa::template Block<D>(a.I, PLANES<D>).bytes;
+            x_row = typename D::Isa::template Block<D>(a.K).bytes;
+            h_row = typename D::Isa::template Block<D>(a.I).bytes;
             packed_x = packed_pairs = P / TOKENS_OF_BLOCK + std::min(P, a.E);
             most = (most + BLOCK - 1) / BLOCK * BLOCK * ROWS_OF_PANEL;
         } else {
@@ -366,12 +363,12 @@ void layer(const Experts& a, uint8_t* scratch) {
         float* bias = y + a.M * a.top_k * at.width;
         auto* wide = (uint16_t*)(scratch + at.wide + t * at.wide_bytes);
         // rows of one expert from sorted row `first` on, whose blocks begin with number `block`
-        auto product = [&](const uint8_t* packed, const uint8_t** rows, int64_t bytes, int planes, int64_t first,
-                           int64_t block, int64_t count, const Matrix& m, const Weight& w, int64_t n0, int64_t n1, int64_t cols,
-                           float* to, int64_t stride, const uint8_t* next) {
+        auto product = [&](const uint8_t* packed, const uint8_t** rows, int64_t bytes, int64_t first,
+                           int64_t block, int64_t count, const Matrix& m, const Weight& w, int64_t n0, int64_t n1,
+                           int64_t cols, float* to, int64_t stride, const uint8_t* next) {
             if constexpr (TILED<D>)
-                Of::template panel<D>(count, packed + block * bytes, typename Of::template Block<D>(cols, planes), m, w,
-                                      n0, n1, cols, to, stride, next, (uint8_t*)wide);
+                Of::template panel<D>(count, packed + block * bytes, typename Of::template Block<D>(cols), m, w, n0, n1,
+                                      cols, to, stride, next, (uint8_t*)wide);
             else
                 for (int64_t c = 0; c < count; c += several(bytes))
                     panel<D>(std::min(several(bytes), count - c), rows + first + c, m, w, n0, n1, cols,
@@ -394,7 +391,7 @@ void layer(const Experts& a, uint8_t* scratch) {
                 const Weight w = of_expert(a.w13, e), after = of_expert(a.w13, hit[std::min(k + 1, hits - 1)]);
                 const uint8_t* next = after.data + (a.interleaved ? 2 * i0 : i0) * a.w13.row;
                 auto rows = [&](int64_t n0, int64_t n1, float* to, const uint8_t* then) {
-                    product(scratch + at.x, rows_x, at.x_row, 1, first, block, count, a.w13, w, n0, n1, a.K, to, 2 * n,
+                    product(scratch + at.x, rows_x, at.x_row, first, block, count, a.w13, w, n0, n1, a.K, to, 2 * n,
                             then);
                 };
                 if (a.interleaved) {
@@ -428,7 +425,7 @@ void layer(const Experts& a, uint8_t* scratch) {
                 const int64_t e = hit[k], first = start[e], count = start[e + 1] - first;
                 const Weight w = of_expert(a.w2, e), after = of_expert(a.w2, hit[std::min(k + 1, hits - 1)]);
                 float* to = a.batch_invariant ? y + first * n : y;  // all rows, or those of one expert
-                product(scratch + at.packed_h, rows_h, at.h_row, PLANES<D>, first, block, count, a.w2, w, k0, k0 + n, a.I, to, n,
+                product(scratch + at.packed_h, rows_h, at.h_row, first, block, count, a.w2, w, k0, k0 + n, a.I, to, n,
                         after.data + k0 * a.w2.row);
                 block += (count + TOKENS_OF_BLOCK - 1) / TOKENS_OF_BLOCK;
                 if (a.w2.bias)
