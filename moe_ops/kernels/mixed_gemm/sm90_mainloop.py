@@ -427,7 +427,7 @@ def consumer(
     WIDEN: gl.constexpr = is_widened(scale_ptrs.dtype.element_ty) if PROMOTE else False
     # products that may stay in flight: the last chunk's
     PENDING: gl.constexpr = 2 * MMAS if MORE_M else MMAS
-    gl.static_assert(MORE_M == 0 or (OVERLAP and ROWS < BLOCK_N and not PROMOTE))
+    gl.static_assert(MORE_M == 0 or (OVERLAP and ROWS < BLOCK_N and not PROMOTE and not STREAM))
     # Scales that are not in the ring buffer are prefetched two chunks ahead. Past the row's end,
     # the last ones are loaded again.
     chunk = k_begin * CHUNKS
@@ -460,8 +460,6 @@ def consumer(
         more1 = more0
     if STREAM:
         acc1 = warpgroup_mma_init(acc1)  # from here on sums of products that may be in flight
-        if MORE_M:
-            more1 = warpgroup_mma_init(more1)
         # Without this, ptxas waits for each product: where a loop of no K tiles would end, sums in
         # flight meet zeros.
         gl.assume(k_begin < k_end)
@@ -521,10 +519,7 @@ def consumer(
                 elif STREAM:
                     # Before the next ones are decoded: across the end of a loop, ptxas does not
                     # keep registers apart that products in flight still read.
-                    if MORE_M:
-                        acc1, more1 = warpgroup_mma_wait(PENDING, [acc1, more1])
-                    else:
-                        acc1 = warpgroup_mma_wait(PENDING, [acc1])
+                    acc1 = warpgroup_mma_wait(PENDING, [acc1])
                     if j == 0:
                         mbarrier.arrive(empty.index(previous), count=1, pred=k_tile > k_begin)
                 elif j > 0:
@@ -575,13 +570,11 @@ def consumer(
             mbarrier.arrive(empty.index(slot), count=1)
         previous = slot
         slot, phase = advance_slot(slot, phase, NUM_STAGES)
+    if STREAM:
+        acc1 = warpgroup_mma_wait(0, [acc1])
     if MORE_M:
-        if STREAM:
-            acc1, more1 = warpgroup_mma_wait(0, [acc1, more1])
         return acc0, acc1, more0, more1
     else:
-        if STREAM:
-            acc1 = warpgroup_mma_wait(0, [acc1])
         return acc0, acc1
 
 

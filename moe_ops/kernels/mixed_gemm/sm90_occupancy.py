@@ -163,14 +163,11 @@ def _may_stream(kernel: WgmmaKernel) -> bool:
     """Whether products of a K tile may be in flight while the next K tile is decoded, so that the
     tensor cores never wait between them.
 
-    Measured on an H200 for int4 with scales of whole chunks, us without and with: Mixtral at M = 8
-    183.7 and 177.7, Qwen3 at M = 1024 327.4 (eight warps) and 316.4, Mixtral there 1549 and 1550.
-    With 16 and 32 rows in a block it was no faster, and short programs gain nothing.
+    Measured on an H200 for int4 with scales of whole chunks: Mixtral at M = 8 took 177.7 us
+    instead of 183.7. With 16 and 32 rows in a block it was no faster; blocks of 64 took 0 to 7 %
+    longer than with eight warps, which do not stream; and short programs gain nothing.
     """
     (block_n, _, num_stages, num_warps) = kernel.config
-    # a slot of the ring is freed once the next one is full, so that one alone would wait for ever
-    if not kernel.streams or (block_n, num_warps) != (128, 4) or num_stages < 2:
-        return False
-    if kernel.block_m == 8:
-        return num_stages == 2 and kernel.steps >= LONG
-    return kernel.block_m == 64
+    # (a slot of the ring is freed once the next one is full: one alone would wait for ever)
+    fits = kernel.block_m == 8 and (block_n, num_stages, num_warps) == (128, 2, 4)
+    return kernel.streams and fits and kernel.steps >= LONG

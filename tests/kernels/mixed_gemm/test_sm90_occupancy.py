@@ -55,24 +55,33 @@ def test_blocks_follow_from_waves():
 
 
 def test_which_weights_are_streamed():
-    """int4 with a scale for a whole chunk: one token's few experts if their rows are long, and
-    blocks of 64 rows, whose config has four warps for it. Four blocks of the first fit."""
+    """int4 with a scale for a whole chunk, beside few tokens if its rows are long. Four blocks
+    fit."""
     p = wgmma_kernel("int4_w4a16:g128", 8, (128, 256, 2, 4))._replace(streams=True, steps=16)
     assert occupancy(p, 256) == (4, 64, True, True)
     assert not occupancy(p._replace(steps=15), 256).stream
     assert not occupancy(p._replace(streams=False), 256).stream
     assert not occupancy(p._replace(block_m=32), 256).stream
-    of_64_rows = configs.choose_wgmma(256, 8, 4096, 14336, 4, 256, 4)
-    assert of_64_rows.gemm1 == of_64_rows.gemm2 == GemmConfig(128, 128, 4, 4)
-    p = p._replace(config=of_64_rows.gemm1, block_m=64, block_k=128)
-    assert occupancy(p, 256) == (2, 128, True, True)
+    assert not occupancy(p._replace(config=GemmConfig(128, 128, 4, 4), block_m=64), 256).stream
     one_slot = p._replace(config=p.config._replace(num_stages=1))  # it would never be freed
     assert not occupancy(one_slot, 256).stream
-    assert configs.choose_wgmma(256, 8, 4096, 14336, 4, 256).gemm1 == GemmConfig(128, 256, 2, 8)
     w = int4(torch.zeros(2, 64, 128, dtype=torch.uint8))
     assert w.streams and not w._replace(k_chunk=0).streams
     zero = w.pointers._replace(w_zero=torch.zeros(1))
     assert not w._replace(pointers=zero).streams
+
+
+def test_warps_of_blocks_of_64_rows():
+    """Four of prepared e2m1 whose rows are no whole K tiles of 256, eight elsewhere."""
+    for many, K, expected in (
+        (3, 2880, GemmConfig(128, 128, 4, 4)),
+        (4, 2880, GemmConfig(128, 128, 4, 8)),
+        (0, 2880, GemmConfig(128, 128, 4, 8)),
+        (3, 4096, GemmConfig(128, 256, 2, 8)),
+        (4, 4096, GemmConfig(128, 256, 2, 8)),
+    ):
+        found = configs.choose_wgmma(256, 8, K, K, 4, 256, many)
+        assert found.block_m == 64 and found.gemm1 == found.gemm2 == expected
 
 
 def test_blocks_of_80_rows():
