@@ -325,6 +325,26 @@ def test_replay_follows_the_routing(scheme, M):
         assert_matches(out, rounded(BF16, case.reference), within)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("M", [5, 600])
+@pytest.mark.parametrize("scheme", ["", "fp8_channel", "fp8_block", "int4_w4a8"])
+def test_two_streams_at_once(scheme, M):
+    """Calls that run side by side share nothing: each returns what it returns alone."""
+    sizes = {"M": M, "E": 5, "K": 256, "I": 128}
+    calls = [case_of("cuda", scheme, **sizes, seed=seed).args_for("cutlass") for seed in range(2)]
+    alone = [moe_ops.fused_experts(*args, backend="cutlass") for args in calls]
+    assert not torch.equal(*alone)
+    streams = [torch.cuda.Stream() for _ in calls]
+    torch.cuda.synchronize()
+    found = []
+    for _ in range(10):
+        for i, stream in enumerate(streams):
+            with torch.cuda.stream(stream):
+                found.append((i, moe_ops.fused_experts(*calls[i], backend="cutlass")))
+    torch.cuda.synchronize()
+    assert all(torch.equal(out, alone[i]) for i, out in found)
+
+
 @pytest.mark.parametrize("kind", library_schemes.DESCRIPTOR_BYTES)
 def test_parts_do_not_overlap(kind):
     for E in (1, 8, 128, 513):
