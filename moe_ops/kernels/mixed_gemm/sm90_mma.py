@@ -374,6 +374,7 @@ def token_products(
     S_COLUMNS: gl.constexpr = element_columns(SCALE_DTYPE, SCALE, SCALE_GROUP)
     CHUNKS: gl.constexpr = (K + K_CHUNK - 1) // K_CHUNK
     gl.static_assert(BLOCK_N == 16 * NUM_WARPS)
+    gl.static_assert(not (TWO and PROMOTE))  # sums of groups would need scales in both
     WORDS: gl.constexpr = word_layout(BLOCK_N, K_CHUNK, NUM_WARPS)
     PAIRS: gl.constexpr = K_CHUNK // 2
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
@@ -448,6 +449,8 @@ def token_products(
                     next_zeros += (z,)
         if not ALL:
             scales, zeros = next_scales, next_zeros
+    if not ALL:  # what is summed next may use the memory that copies past the row's end fill
+        async_copy.wait_group(0)
     if TWO:
         acc += other
     acc = unshifted(acc, FORMAT, SCALE)

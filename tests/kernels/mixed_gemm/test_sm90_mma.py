@@ -3,6 +3,9 @@ Bits are compared on a GPU (tests/backends/triton/test_batch_invariance.py)."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from unittest import mock
 
 import pytest
@@ -20,7 +23,7 @@ from moe_ops.kernels.mixed_gemm.operands import MixedOperand, operand
 from moe_ops.meta.scales import TRITON_E2M1
 from moe_ops.schemes import get_scheme
 from tests.kernels.mixed_gemm.test_sm90_decode import SOURCE, in_pairs
-from tests.kernels.mixed_gemm.test_sm90_wgmma import INT4_NUMBERS, ON_GPU
+from tests.kernels.mixed_gemm.test_sm90_wgmma import INT4_NUMBERS, ON_GPU, WHY_NO_GLUON
 
 GPU = Gpu(227 * 1024, True, True)
 E2M1 = (("mxfp4", torch.uint8), ("nvfp4", torch.float8_e4m3fn))
@@ -160,6 +163,26 @@ def test_search_tries_parts_that_rows_have(top_k, K, I, group):  # noqa: E741
             assert configs.parts_of_row(columns, 128, group, parts) == parts
 
 
+COMPILE = """
+import re
+from benchmarks import compile_kernels as c
+call = c.Call((8, 2, 512, 8192), 1, "int4_w4a16:g128")  # GEMM2's rows are longer than its buffers
+found = [one for one in c.compile_call(call, c.gpu_of(90), 90) if "token" in one.name]
+assert len(found) == 2
+for one in found:
+    ptx = one.binary.asm["ptx"].split("cp.async.commit_group")[-1]
+    waits = re.findall(r"cp.async.wait_group\\s+(\\d+)", ptx[: ptx.index("st.shared")])
+    assert waits and waits[-1] == "0", one.name
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(WHY_NO_GLUON is not None, reason=str(WHY_NO_GLUON))
+def test_no_copy_is_under_way_when_sums_take_its_memory():
+    variables = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    subprocess.run([sys.executable, "-c", COMPILE], check=True, env=variables)
+
+
 @pytest.mark.parametrize(
     "scheme, options",
     [
@@ -167,6 +190,7 @@ def test_search_tries_parts_that_rows_have(top_k, K, I, group):  # noqa: E741
         for case in (
             ("int4_w4a16:g128", {"K": 2176, "I": 896, "top_k": 8}),
             ("int4_w4a16:g128:zp", {"K": 2048, "I": 1920, "top_k": 1, "on_input": True}),
+            ("int4_w4a16:g128", {"K": 1024, "I": 1024, "top_k": 3, "bias": True}),
             ("mxfp4_w4a16", {"K": 2880, "I": 320, "top_k": 4, "bias": True}),
             ("nvfp4_w4a16", {"K": 4096, "I": 2880, "top_k": 2, "expert_map": True}),
         )

@@ -622,9 +622,12 @@ def test_values(scheme, config):
 def test_blocks_of_two_operands(scheme):
     """Of 80 rows, 64 and 16: experts have fewer than 64, up to 80, and more."""
     config = layer(80, 128, 128, 3, 4)
-    for top_k, on_input in ((2, False), (1, True)):
-        sizes = {"M": 300 // top_k, "E": 4, "top_k": top_k, "K": 640, "I": 384}
-        check(scheme, config, "swigluoai", bias=True, on_input=on_input, **sizes)
+    experts = torch.tensor([-1] * 2 + [0] * 33 + [1] * 65 + [2] * 79 + [3] * 153)
+    experts = experts[torch.randperm(332, generator=torch.Generator().manual_seed(0))]
+    for top_k, on_input, split_k in ((2, False, 1), (1, True, 2)):
+        sizes = {"M": 332 // top_k, "E": 4, "top_k": top_k, "K": 640, "I": 384}
+        sizes |= {"ids": experts.view(-1, top_k), "bias": True, "on_input": on_input}
+        check(scheme, config._replace(split_k=split_k), "swigluoai", **sizes)
 
 
 @pytest.mark.parametrize(
