@@ -90,13 +90,11 @@ CALL = struct.Struct("15P4q")
 def kernels() -> Any:
     """The kernels, or None where they do not run."""
     library = cpu.library()
-    if library is None or not hasattr(library, "moe_ops_cpu_experts_run"):
+    if library is None:
         return None
     if not library.moe_ops_cpu_experts_avx(WIDEST):
         return None
-    of_this_version = hasattr(library, "moe_ops_cpu_experts_tiles")
-    structs = library.moe_ops_cpu_experts_struct_bytes()
-    if not of_this_version or structs != ctypes.sizeof(Experts) + CALL.size:
+    if library.moe_ops_cpu_experts_struct_bytes() != ctypes.sizeof(Experts) + CALL.size:
         return None
     library.moe_ops_cpu_experts_scratch.argtypes = [_pointer, ctypes.c_char_p]
     library.moe_ops_cpu_experts_scratch.restype = _size
