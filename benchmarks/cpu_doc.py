@@ -40,8 +40,8 @@ def quantized() -> str | None:
 def ggml() -> str | None:
     """Median ms of a layer, ours and ggml's, and its error against the layer of bf16 weights."""
     lines: list[str] = []
-    for avx, name in ((512, "AVX-512"), (2, "AVX2")):
-        path = RESULTS / f"cpu_ggml_AVX{avx}.json"
+    for name in ("AMX", "AVX-512", "AVX2"):
+        path = RESULTS / f"cpu_ggml_{name.replace('-', '')}.json"
         if not path.exists():
             continue
         rows = json.loads(path.read_text())["rows"]

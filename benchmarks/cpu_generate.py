@@ -8,7 +8,7 @@ Steps of all schemes are taken in turn, eager and on one thread, whose CPU time 
 measured, so that a busy machine disturbs it little. Its experts fit the caches: what is compared
 is the work of a call, host and decoding. `next token` is the share of places of bf16's text at
 which a scheme, given the text before, says the same byte. ``--write`` keeps the numbers in
-benchmarks/results/cpu_generate_AVX512.json (or AVX2).
+benchmarks/results/cpu_generate_AVX512.json (or AMX, AVX2).
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from harness import (
+    INSTRUCTIONS,
     format_table,
     interleaved_ms,
     machine_facts,
@@ -122,7 +123,7 @@ def main() -> None:
     print(format_table(header, table))
     if arguments.write:
         content = {"machine": facts, "tokens": arguments.tokens, "rows": rows}
-        print(write_json(f"cpu_generate_AVX{min(avx, 512)}", content))
+        print(write_json(f"cpu_generate_{INSTRUCTIONS[avx]}", content))
 
 
 if __name__ == "__main__":

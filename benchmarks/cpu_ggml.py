@@ -12,7 +12,7 @@ them when it loads a model on a CPU. ggml multiplies weights of 4 and 8 bits by 
 quantizes to 8 bits, 32 columns a scale, so the error stands beside every time; it is that against
 the bf16 weights, the weights' own included. Layers, routing and times are those of
 cpu_quantized.py; ours and ggml's calls are interleaved in one process. ``--write`` keeps the times
-in benchmarks/results/cpu_ggml_AVX512.json.
+in benchmarks/results/cpu_ggml_AVX512.json (or AMX, AVX2).
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from cpu_quantized import HIDDEN, INTERMEDIATE, NUM_EXPERTS, NUM_LAYERS, TOP_K, make_layers
 from harness import (
+    INSTRUCTIONS,
     format_table,
     interleaved_ms,
     machine_facts,
@@ -248,7 +249,7 @@ def main() -> None:
     ]
     print(format_table(["layer", "M", "median [least] ms", "error"], table))
     if arguments.write:
-        print(write_json(f"cpu_ggml_AVX{min(avx, 512)}", {"machine": facts, "rows": rows}))
+        print(write_json(f"cpu_ggml_{INSTRUCTIONS[avx]}", {"machine": facts, "rows": rows}))
 
 
 if __name__ == "__main__":

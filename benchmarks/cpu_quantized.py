@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from harness import (
+    INSTRUCTIONS,
     RESULTS,
     format_table,
     interleaved_ms,
@@ -48,7 +49,6 @@ NUM_EXPERTS, TOP_K, HIDDEN, INTERMEDIATE = 32, 4, 1024, 512
 NUM_LAYERS = 12  # of 25 MB and more
 PLAIN_CALLS = 3
 HOST_COLUMNS = 128
-INSTRUCTIONS = {1024: "AMX", 512: "AVX512", 2: "AVX2"}
 
 Weights = tuple[Tensor, Tensor]
 
@@ -175,7 +175,8 @@ def draw(rows: list[dict[str, Any]], facts: dict[str, Any], name: str) -> None:
     panel.axhline(1, color="black", linestyle="dotted")
     panel.set_xticks(range(len(schemes)), schemes, rotation=20, ha="right", fontsize=8)
     panel.set_ylabel("times as fast as bf16")
-    instructions = {1024: "AMX and AVX-512", 512: "AVX-512", 2: "AVX2"}[facts["avx"]]
+    widest = INSTRUCTIONS[facts["avx"]]
+    instructions = {"AMX": "AMX and AVX-512", "AVX512": "AVX-512"}.get(widest, widest)
     panel.set_title(
         f"One expert layer, E={NUM_EXPERTS} top_k={TOP_K} K={HIDDEN} I={INTERMEDIATE}, weights "
         f"from memory\n{facts['processor']}, kernels for {instructions}, "
@@ -193,7 +194,7 @@ def main() -> None:
     parser.add_argument("--schemes", nargs="+", default=list(SCHEMES))
     parser.add_argument("--rounds", type=int, default=60, help="calls of each at one token")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--avx", type=int, nargs="+", choices=INSTRUCTIONS, default=[1024])
+    parser.add_argument("--avx", type=int, nargs="+", choices=[1024, 512, 2], default=[1024])
     parser.add_argument("--write", action="store_true", help="keep the times in results/")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)

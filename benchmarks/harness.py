@@ -79,6 +79,10 @@ def matmul_gflop_s(dtype: torch.dtype, size: int = 2048) -> float:
     return 2 * size**3 / min(times) / 1e6
 
 
+# by what `use_cpu_kernels` says, in names of results
+INSTRUCTIONS = {1024: "AMX", 512: "AVX512", 128: "NEON", 2: "AVX2"}
+
+
 def use_cpu_kernels(avx: int) -> int:
     """Let the CPU kernels use AVX of at most so many bits (2: AVX2; 1024: AMX beside AVX-512), and
     say which they use.

@@ -120,7 +120,7 @@ def explain(
             {
                 "tokens": tokens,
                 "backend": chosen.name,
-                "native": chosen.native(problem.scheme, plan.machine),
+                "native": not chosen.emulates(problem, plan.machine),
                 "workspace_bytes": sum(_num_bytes(buffer) for buffer in buffers),
                 "chunks": plan.num_chunks(tokens),
             }

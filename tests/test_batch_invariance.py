@@ -60,7 +60,7 @@ def avx(request) -> Iterator[None]:
     try:
         if built is not None:
             widest = (built.moe_ops_cpu_avx, built.moe_ops_cpu_experts_avx)
-            if {use(form or 512) for use in widest} != {form} and form:
+            if {use(form or layer.WIDEST) for use in widest} != {form} and form:
                 pytest.skip("this processor lacks it")
         elif form:
             pytest.skip("no kernels were built")

@@ -256,6 +256,8 @@ class Backend:
     # reasons why a token's row may depend on its batch (`Problem.batch_invariant`) or differ from
     # that of another backend that takes the problem; empty: never
     batch_invariant: Callable[[Problem, Machine], list[str]] = _not_shown
+    # whether kernels here decode a scheme that is not in `native_schemes` as they multiply
+    decodes: Callable[[Problem, Machine], bool] | None = None
 
     @property
     def untested_version(self) -> str | None:
@@ -274,6 +276,11 @@ class Backend:
         if activation is None or activation.dtype == "int8":  # any tensor core multiplies int8
             return True
         return not machine.capability < self.native_capability  # Dynamo of torch 2.11 has no >=
+
+    def emulates(self, problem: Problem, machine: Machine) -> bool:
+        """Whether a call on `machine` multiplies dequantized copies of its operands."""
+        decodes = self.decodes is not None and self.decodes(problem, machine)
+        return not (decodes or self.native(problem.scheme, machine))
 
 
 def register(
@@ -301,6 +308,7 @@ def register(
     sends_rows: tuple[str, ...] = (),
     unbuilt: Callable[[Machine], str | None] | None = None,
     batch_invariant: Callable[[Problem, Machine], list[str]] = _not_shown,
+    decodes: Callable[[Problem, Machine], bool] | None = None,
 ) -> Backend:
     """Define `moe_ops::<name>_<kind>` for every kind in `launch` and return the backend.
 
@@ -313,6 +321,7 @@ def register(
         newest_tested, chunked, library_bytes, quantized_input, adds_ranks, sends_rows, unbuilt:
             see `Backend`.
         batch_invariant: see `Backend`; without it, calls that ask for it are refused.
+        decodes: see `Backend`.
 
     Raises:
         ValueError: `name` is no identifier, or taken; a kind of `launch` or a key of `devices`
@@ -360,6 +369,7 @@ def register(
         sends_rows,
         unbuilt,
         batch_invariant,
+        decodes,
     )
     if name != "auto":
         _registered.append(backend)

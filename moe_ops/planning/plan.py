@@ -173,8 +173,8 @@ class Plan:
         for limit, backend in self.tiers:
             reach = f"M >= {low}" if limit < 0 else f"M in {low}..{limit}"
             how = " (emulated: operands dequantized, products in a wider type)"
-            native = backend.native(self.problem.scheme, m)
-            lines.append(f"  {reach}: {backend.name}{'' if native else how}")
+            emulated = backend.emulates(self.problem, m)
+            lines.append(f"  {reach}: {backend.name}{how if emulated else ''}")
             low = limit + 1
         if self.basis == "measured":
             lines += self._times()

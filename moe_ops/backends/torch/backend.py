@@ -376,4 +376,5 @@ BACKEND = library.register(
     chunked=True,
     quantized_input=tuple([name for name, scheme in SCHEMES.items() if scheme.activation]),
     batch_invariant=batch_invariant,
+    decodes=layer.decodes,
 )

@@ -41,7 +41,8 @@ def library() -> ctypes.CDLL | None:
         found = ctypes.CDLL(str(_LIBRARY))
     except OSError:  # not there; or CXX compiles for another machine, or libgomp is missing
         return None
-    return found if hasattr(found, "moe_ops_cpu_avx") else None
+    newest = "moe_ops_cpu_experts_tiles"  # what older versions lack
+    return found if hasattr(found, newest) else None
 
 
 @functools.cache
@@ -51,8 +52,7 @@ def _kernels() -> dict[torch.dtype, _Kernels]:
     if built is None:
         return {}
     avx = built.moe_ops_cpu_avx(512)  # the widest that it may use
-    # without AVX2; or built from a version whose kernels take other arguments
-    if not avx or not hasattr(built, "moe_ops_cpu_sum_bf16"):
+    if not avx:  # without AVX2
         return {}
     pointer, size = ctypes.c_void_p, ctypes.c_int64
     kernels = {}

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from moe_ops.backends.torch import cpu
 from moe_ops.ops.args import ExpertsArgs
+from moe_ops.ops.problem import Machine, Problem
 from moe_ops.schemes import (
     PER_BLOCK,
     PER_MX_BLOCK,
@@ -90,13 +91,11 @@ CALL = struct.Struct("15P4q")
 def kernels() -> Any:
     """The kernels, or None where they do not run."""
     library = cpu.library()
-    if library is None or not hasattr(library, "moe_ops_cpu_experts_run"):
+    if library is None:
         return None
     if not library.moe_ops_cpu_experts_avx(WIDEST):
         return None
-    of_this_version = hasattr(library, "moe_ops_cpu_experts_tiles")
-    structs = library.moe_ops_cpu_experts_struct_bytes()
-    if not of_this_version or structs != ctypes.sizeof(Experts) + CALL.size:
+    if library.moe_ops_cpu_experts_struct_bytes() != ctypes.sizeof(Experts) + CALL.size:
         return None
     library.moe_ops_cpu_experts_scratch.argtypes = [_pointer, ctypes.c_char_p]
     library.moe_ops_cpu_experts_scratch.restype = _size
@@ -172,6 +171,20 @@ def form_of(a: ExpertsArgs) -> Form | None:
         _facts(a.w13, a.w13_scale, a.w13_zero_point, a.w13_bias),
         _facts(a.w2, a.w2_scale, a.w2_zero_point, a.w2_bias),
         0 if a.expert_map is None else a.expert_map.shape[0],
+    )
+
+
+def decodes(problem: Problem, machine: Machine) -> bool:
+    """Whether the kernels run calls with quantized weights, by all that a problem says."""
+    p, columns = problem, (problem.hidden_size, problem.intermediate_size)
+    return (
+        (machine.device_type, p.kind, p.dtype) == ("cpu", "experts", torch.bfloat16)
+        and not (p.quantized_input or p.needs_grad or p.router_weight_on_input or p.layout)
+        and p.activation is not None
+        and p.activation.name in ACTIVATIONS
+        and all([n > 0 and n % COLUMNS == 0 for n in columns])
+        and bool(p.scheme and _decoder(p.scheme))
+        and kernels() is not None
     )
 
 

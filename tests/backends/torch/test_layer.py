@@ -1,6 +1,5 @@
 """Whole layers on a CPU, by csrc/cpu/experts.cpp, against fp64."""
 
-import ctypes
 import math
 from collections.abc import Iterator
 
@@ -14,6 +13,7 @@ from moe_ops.backends.torch import layer
 BF16 = torch.bfloat16
 # sums are fp32; h and the output are rounded to bf16, by 2^-9 of a number at most
 TOLERANCE = 3.5e-3
+ROWS_OF_TILES = 8  # an expert, from which every format takes tiles
 SCHEMES = (
     *("", "int4_w4a16:g128", "int4_w4a16:g64", "int4_w4a16:g32", "int4_w4a16:g128:zp"),
     *("int4_w4a16:g32:zp", "mxfp4_w4a16", "nvfp4_w4a16", "int8_w8a16:channel"),
@@ -85,7 +85,17 @@ def error(out, reference):
 
 
 def run(x, w13, w2, router, ids, **options):
-    return moe_ops.fused_experts(x, w13, w2, router, ids, backend="torch", **options)
+    """The layer. Where AMX is in use, of so many copies of the tokens that experts have the rows
+    from which every format takes tiles.
+    """
+    M, copies = x.shape[0], 1
+    if layer.kernels().moe_ops_cpu_experts_tiles():
+        expert_map = options.get("expert_map")
+        experts = max(w2.shape[0], 0 if expert_map is None else expert_map.shape[0])
+        copies = -(-ROWS_OF_TILES * experts // ids.numel())
+    x, router, ids = [t.repeat(copies, 1) if copies > 1 else t for t in (x, router, ids)]
+    out = moe_ops.fused_experts(x, w13, w2, router, ids, backend="torch", **options)
+    return out[-M:]
 
 
 # K and I with a whole last step of 128 columns, and with 32, 64 and 96 of one
@@ -106,7 +116,7 @@ def test_schemes(native, scheme, K, I):  # noqa: E741
         x, (ids, router) = normal(M, K, seed=M).to(BF16), routing(M, 5, 2, seed=M)
         out = run(x, w13, w2, router, ids)
         assert error(out, expected(x, exact13, exact2, router, ids)) < TOLERANCE, (M, threads)
-    assert native
+    assert native and "emulated" not in str(moe_ops.explain(x, w13, w2, ids))
 
 
 @pytest.mark.parametrize("size", [30, 300])
@@ -208,6 +218,20 @@ def test_the_number_of_threads_changes_no_bit(native):
         torch.set_num_threads(threads)
         outs.append(run(x, w13, w2, router, ids))
     assert all(torch.equal(out, outs[0]) for out in outs) and len(native) == 3
+
+
+@pytest.mark.parametrize("scheme", ["int4_w4a16:g128", "mxfp4_w4a16", "fp8_w8a16:channel"])
+def test_batch_invariant_rows_are_those_of_one_token(native, scheme):
+    """Though a batch has the rows from which tiles are faster."""
+    w13, w2, *_ = weights(3, 256, 128, scheme)
+    x, (ids, router) = normal(24, 256, seed=3).to(BF16), routing(24, 3, 2)
+    options = {"backend": "torch", "batch_invariant": True}
+    out = moe_ops.fused_experts(x, w13, w2, router, ids, **options)
+    for m in range(0, 24, 5):
+        alone = [t[m : m + 1] for t in (router, ids)]
+        row = moe_ops.fused_experts(x[m : m + 1], w13, w2, *alone, **options)
+        assert torch.equal(out[m : m + 1], row), m
+    assert len(native) == 6
 
 
 def test_ids_out_of_range_and_an_expert_map(native):
@@ -378,8 +402,8 @@ def test_gate_far_below_zero_gives_nothing(native):
 
 def test_views_of_tokens_and_weights(native):
     w13, w2, exact13, exact2 = weights(5, 128, 128, "int4_w4a16:g64")
-    wide = normal(4, 300, seed=3).to(BF16)
-    x, (ids, router) = wide[:, 7:135], routing(4, 2, 2)
+    wide = normal(8, 300, seed=3).to(BF16)  # as many as `run` copies none of
+    x, (ids, router) = wide[:, 7:135], routing(8, 2, 2)
     out = run(x, w13[2:4], w2[2:4], router, ids.to(torch.int32))
     assert error(out, expected(x, exact13[2:4], exact2[2:4], router, ids)) < TOLERANCE
     assert native
@@ -406,6 +430,7 @@ def test_the_rest_runs_as_before(native, change):
     loose = 0.06 if scheme == "fp8_tensor" else TOLERANCE  # its activations have three bits
     assert error(out, expected(x, exact13, exact2, router, ids, activation)) < loose
     assert not native
+    assert "emulated" in str(moe_ops.explain(x, w13, w2, ids, activation=activation))
 
 
 def test_no_copy_of_a_weight_is_made(native):
@@ -421,12 +446,6 @@ def test_no_copy_of_a_weight_is_made(native):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(layer.torch, "empty", spy)
-        run(x, w13, w2, router, ids)
+        moe_ops.fused_experts(x, w13, w2, router, ids, backend="torch")
     # tokens, pairs of h, sums: some 30 KB, where a bf16 copy of one expert's w13 is 1 MB
     assert native and max(scratch) < 100_000
-
-
-def test_structs_are_those_of_the_kernels():
-    library = ctypes.CDLL(str(layer.cpu._LIBRARY))
-    of_structs = ctypes.sizeof(layer.Experts) + layer.CALL.size
-    assert library.moe_ops_cpu_experts_struct_bytes() == of_structs
