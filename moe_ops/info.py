@@ -178,7 +178,7 @@ def format_facts(found: dict[str, Any]) -> str:
         "tested on ", f"CPUs and {tested}; what they have for other GPUs was not run on hardware"
     )
     in_use = found["cpu_kernel"] or "built and in use"
-    lines += _wrapped("on a CPU, the kernels for AVX2 and AVX-512: ", in_use, hanging=2)
+    lines += _wrapped("on a CPU, the kernels for AVX2, AVX-512, AMX and NEON: ", in_use, hanging=2)
     tables = [f"{name}, {count} problems" for name, count in found["tuning"].items()]
     lines += _wrapped(
         "measured: ", "; ".join(tables) or "nothing: backends are taken in the order above"
