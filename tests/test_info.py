@@ -279,12 +279,12 @@ def test_facts_tell_whether_the_cpu_kernel_is_in_use(monkeypatch, tmp_path):
     library.touch()
     assert re.match("built, but cannot be loaded: .* file too short", cpu.why_not())
     monkeypatch.setattr(cpu.ctypes, "CDLL", lambda path: None)
-    assert "AVX2 and AVX-512: built, but this processor lacks AVX2" in flat(
+    assert "AMX and NEON: built, but this processor lacks AVX2" in flat(
         info.format_facts(info.facts())
     )
     monkeypatch.setattr(cpu, "_kernels", lambda: {torch.bfloat16: None})
     assert info.facts()["cpu_kernel"] is None
-    assert "AVX2 and AVX-512: built and in use" in info.format_facts(info.facts())
+    assert "AMX and NEON: built and in use" in info.format_facts(info.facts())
 
 
 def test_a_library_that_cannot_be_loaded_is_left_alone(monkeypatch, tmp_path):
