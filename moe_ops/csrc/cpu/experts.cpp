@@ -561,4 +561,5 @@ void moe_ops_cpu_experts_run(const Experts* form, const Call* call, void* scratc
 }
 #else
 extern "C" int moe_ops_cpu_experts_avx(int) { return 0; }
+extern "C" int moe_ops_cpu_experts_tiles() { return 0; }
 #endif
