@@ -25,7 +25,7 @@ from moe_ops.kernels.configs import (
     sort_chunk,
 )
 from moe_ops.kernels.launch import INTERPRETED, Gpu
-from moe_ops.kernels.mixed_gemm.operands import MixedOperand
+from moe_ops.kernels.mixed_gemm.operands import STAGES_OF_WORDS, MixedOperand
 from moe_ops.meta.workspace import cdiv, maximum, minimum, round_up
 
 SMALLEST_BLOCK_M = 8  # tokens: the columns of one tensor-core instruction
@@ -489,7 +489,7 @@ def _wgmma(
             return GemmConfig(128, 128, many, 4)
         if block_m == 64:  # four warps lack registers for accumulators and operands
             # (of prepared e2m1 they have room: gptoss20 took 518 us at M = 1024, 588 with eight)
-            narrow = GemmConfig(128, 128, 4, 4 if many == 3 else 8)
+            narrow = GemmConfig(128, 128, 4, 4 if many == STAGES_OF_WORDS else 8)
             return GemmConfig(128, 256, 2, 8) if wide else narrow
         if not wide:
             return GemmConfig(128, 128, 3, 4)

@@ -17,6 +17,8 @@ from moe_ops.meta.scales import TRITON_E2M1
 from moe_ops.meta.workspace import cdiv
 from moe_ops.schemes import QuantDesc, get_scheme
 
+STAGES_OF_WORDS = 3  # `MixedOperand.stages_of_many` of prepared e2m1
+
 E2M1 = ("e2m1", "e2m1_words")
 
 
@@ -155,17 +157,12 @@ class MixedOperand(NamedTuple):
 
     @property
     def stages_of_many(self) -> int:
-        """How many K tiles of 128 columns blocks of 80 rows have in shared memory, so that two fit
-        on a multiprocessor, if weights are faster by blocks of four warps then, which decode a
-        chunk while the one before is multiplied; else 0. Prepared weights have their scales there,
-        too.
-
-        (Blocks of 64 rows, four warps instead of eight, in us on an H200 at M = 1024: gptoss20 in
-        mxfp4 518 instead of 588, Qwen3 in nvfp4 333 instead of 343, Mixtral 1557 instead of 1612;
-        but of int4 in groups of 32 1708 instead of 1614, with zero points 1784 instead of 1712.)
+        """How many K tiles of 128 columns blocks of 80 rows have in shared memory, so that two of
+        four warps fit on a multiprocessor; 0 of weights that do not run in such blocks. Prepared
+        weights (STAGES_OF_WORDS) have their scales there, too.
         """
         words = self.wgmma_format.name == "e2m1_words" and self.k_chunk == 128
-        return 4 if self.streams else 3 if words else 0
+        return 4 if self.streams else STAGES_OF_WORDS if words else 0
 
     def in_16_bits(self) -> MixedOperand:
         """An operand of products in e4m3, for products in bf16 instead."""
