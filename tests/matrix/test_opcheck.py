@@ -253,7 +253,11 @@ SAMPLES |= {
 
 
 def can_run(backend, device: str) -> bool:
-    """Whether a backend's kernels run on a device here."""
+    """Whether a backend's kernels run on a device here: without a GPU those of torch, and Triton's
+    in its interpreter.
+    """
+    if device == "cpu" and backend.name not in (auto.AUTO.name, "torch", "triton"):
+        return False
     op = next(iter(backend.ops.values()))
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), device.upper())
     return has_kernel and backend.available() is None
