@@ -8,8 +8,10 @@ take?
 First the bandwidth of a copy between two GPUs, then for each number of tokens a rank (top-8; bf16;
 rows of --hidden, Qwen3's by default): values against torch's collectives, bitwise repeatability,
 the same in a CUDA graph replayed with new tokens, and us of one call in a graph of 20, begun on
-all ranks together, the largest of all ranks. "of a copy" is the rate at which rows reach the other
-GPU, over that of the copy.
+all ranks together, the largest of all ranks. "copy" is that of a copy of the same rows into the
+next GPU's memory by its copy engine, while the other GPUs do so, too. "of a copy" is the rate at
+which rows reach the other GPU, over that of this copy, and over that of the first one, which is
+one way and of 256 MiB.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from expert_parallel import Job, joined, peer_copy_gb_s  # isort: skip
 
 import torch
 import torch.distributed as dist
+import torch.distributed._symmetric_memory as symm_mem
 from harness import RESULTS
 from records import Results, merge
 from torch import Tensor
@@ -62,6 +65,17 @@ def inputs(M: int, K: int) -> tuple[Tensor, Tensor, Tensor]:
     return x, ids, torch.rand(M, TOP_K, device="cuda")
 
 
+def copy_us(job: Job, T: int, K: int) -> float:
+    """Of a copy of T rows into the memory of the next rank, all ranks at a time."""
+    own = symm_mem.empty(T * K, dtype=torch.bfloat16, device=job.device)
+    handle = symm_mem.rendezvous(own, dist.group.WORLD.group_name)
+    target = handle.get_buffer((job.rank + 1) % job.size, own.shape, own.dtype)
+    rows = torch.randn(T * K, device=job.device).to(torch.bfloat16)
+    found = us(job, lambda: target.copy_(rows))
+    job.synchronize()  # nobody frees what others write into
+    return found
+
+
 def check(job: Job, T: int, K: int) -> list[dict]:
     """A row of numbers for each dispatcher, after their values were compared."""
     group, size = dist.group.WORLD.group_name, job.size
@@ -86,6 +100,7 @@ def check(job: Job, T: int, K: int) -> list[dict]:
             assert torch.equal(got, want), f"replayed dispatch, T={T}"
         assert torch.equal(combined, torchs.combine(wanted[0], M)), f"replayed combine, T={T}"
     whole = inputs(T, K)
+    copied = copy_us(job, T, K)
     return [
         {
             "hidden_size": K,
@@ -93,6 +108,7 @@ def check(job: Job, T: int, K: int) -> list[dict]:
             "implementation": f"moe_ops {dispatcher.name}",
             "dispatch_us": us(job, lambda d=dispatcher: d.dispatch(*whole)),
             "combine_us": us(job, lambda d=dispatcher: d.combine(out, T)),
+            "copy_us": copied,
         }
         for dispatcher in (ours, torchs)
     ]
@@ -100,12 +116,18 @@ def check(job: Job, T: int, K: int) -> list[dict]:
 
 def show(rows: list[dict], copied: float | None, size: int) -> None:
     for row in rows:
-        sent = row["num_tokens"] * row["hidden_size"] * 2 * (size - 1) / 1e3
-        parts = [sent / row[f"{step}_us"] / copied if copied else 0 for step in STEPS]
+        took = [row[f"{step}_us"] for step in STEPS]
+        same, large = "", ""
+        if row.get("copy_us"):
+            same = "{:8.2f} us a copy: {:.2f} {:.2f} of it".format(
+                row["copy_us"], *(row["copy_us"] / us for us in took)
+            )
+        if copied:
+            sent = row["num_tokens"] * row["hidden_size"] * 2 * (size - 1) / 1e3 / copied
+            large = "{:.2f} {:.2f} of a large one".format(*(sent / us for us in took))
         print(
             f"{row['hidden_size']:6d} {row['num_tokens']:6d}  {row['implementation']:24s}  "
-            f"{row['dispatch_us']:8.2f} {row['combine_us']:8.2f} us  "
-            f"{parts[0]:.2f} {parts[1]:.2f} of a copy"
+            f"{took[0]:8.2f} {took[1]:8.2f} us  {same:42s}  {large}"
         )
 
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from moe_ops.kernels.launch import Gpu
-from moe_ops.meta.workspace import minimum
+from moe_ops.meta.workspace import cdiv, minimum
 from moe_ops.schemes import get_scheme
 from moe_ops.tables import lookup
 
@@ -66,6 +66,13 @@ def block_bound(rows: Any, groups: int, block_m: int) -> Any:
     min(rows, groups) groups have rows. The bound falls as block_m grows.
     """
     return minimum(rows, (rows + minimum(rows, groups) * (block_m - 1)) // block_m)
+
+
+def pairs_here(pairs: int, experts: int, routed: int) -> int:
+    """As many of the pairs as come to `experts` of `routed` experts that are chosen alike: those
+    here, of experts that are on several devices. `routed` 0: all are here.
+    """
+    return cdiv(pairs * experts, routed) if routed else pairs
 
 
 def sort_chunk(rows: int) -> int:

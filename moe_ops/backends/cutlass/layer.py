@@ -54,14 +54,14 @@ def experts(a: ExpertsArgs) -> None:
     if of_kind is not None:
         of_kind(a)
     else:
-        _run(a, a.topk_ids.numel(), chunks(a), _Pairs)
+        _run(a, a.topk_ids.numel(), a.global_experts, chunks(a), _Pairs)
 
 
 def batched_experts(a: BatchedExpertsArgs) -> None:
     """Launch `moe_ops::cutlass_batched_experts`."""
     E, T, _ = a.hidden_states.shape
     if T:
-        _run(a, E * T, batched_chunks(a), _Batches)
+        _run(a, E * T, E, batched_chunks(a), _Batches)
 
 
 class Whole(NamedTuple):
@@ -77,11 +77,13 @@ class Whole(NamedTuple):
     h: Tensor | None  # (1,) fp32
 
 
-def _run(a: Any, num_rows: int, parts: list[Any], layer_of: Callable[..., _Layer]) -> None:
+def _run(
+    a: Any, num_rows: int, num_experts: int, parts: list[Any], layer_of: Callable[..., _Layer]
+) -> None:
     """Run the parts of a call, one after the other. Where all rows share one dynamic scale of h,
     that is known once the first GEMM has run for all of them.
     """
-    whole = _whole(a, num_rows)
+    whole = _whole(a, num_rows, num_experts)
     layers = [layer_of(part, whole) for part in parts]
     if whole.h is not None:
         for layer in layers:
@@ -93,9 +95,9 @@ def _run(a: Any, num_rows: int, parts: list[Any], layer_of: Callable[..., _Layer
         layer.second()
 
 
-def _whole(a: ExpertsArgs | BatchedExpertsArgs, num_rows: int) -> Whole:
-    """What the parts of a call share. Raises ValueError for what kernels need and plans cannot
-    check.
+def _whole(a: ExpertsArgs | BatchedExpertsArgs, num_rows: int, num_experts: int) -> Whole:
+    """What the parts of a call share, which has so many rows of so many experts. Raises ValueError
+    for what kernels need and plans cannot check.
     """
     kind = kind_of(a.scheme)
     assert kind is not None
@@ -107,8 +109,8 @@ def _whole(a: ExpertsArgs | BatchedExpertsArgs, num_rows: int) -> Whole:
     library.check_addresses(a)
     device = a.hidden_states.get_device()
     gemms, gpu = library.gemms(device, may_build=not a.tiers), launch.gpu(device)
-    E = a.w13.shape[0]
-    kernel = library.kernel_of(a.scheme, gemms.architecture, a.out.dtype, num_rows, E)
+    many = num_rows, num_experts
+    kernel = library.kernel_of(a.scheme, gemms.architecture, a.out.dtype, *many)
     x, h = None, None
     if one_scale(a.scheme):
         found = library.shared(a.index_workspace)

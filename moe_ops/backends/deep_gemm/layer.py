@@ -100,12 +100,12 @@ def experts(a: ExpertsArgs) -> None:
     M, top_k = a.topk_ids.shape
     if M == 0:
         return
-    E, device = a.w13.shape[0], a.hidden_states.get_device()
+    device = a.hidden_states.get_device()
     gpu, form = launch.gpu(device), format_of(a.scheme, a.layout)
     w13, w2 = _weights(a, form)
     dg.check_warm((), device)  # before the library is loaded
     alignment = dg.alignment()
-    expected = dg.expected_rows(M * top_k, E)
+    expected = dg.expected_rows(M * top_k, a.global_experts)
     gemms = dg.gemm_keys("contiguous", w13, w2, expected, alignment)
     dg.check_warm(gemms, device)
     for part in chunks(a):

@@ -108,8 +108,8 @@ def gemm_keys(
 
 
 def expected_rows(pairs: int, experts: int) -> int:
-    """Rows that an expert is expected to have: its share of the pairs, rounded to a power of two
-    of blocks.
+    """Rows that an expert is expected to have: its share of the pairs of `experts`, of all
+    devices, rounded to a power of two of blocks.
 
     The library chooses a kernel by the number of blocks, so that this keeps the number of kernels
     to compile small.

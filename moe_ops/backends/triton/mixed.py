@@ -13,7 +13,15 @@ from torch import Tensor
 from moe_ops.backends.triton.chunked import run_in_chunks
 from moe_ops.kernels import launch
 from moe_ops.kernels.comm.push import sum_ranks
-from moe_ops.kernels.configs import GEMV, SM90_MMA, SM90_WGMMA, LayerConfig, block_bound
+from moe_ops.kernels.configs import (
+    GEMV,
+    SM90_MMA,
+    SM90_WGMMA,
+    LayerConfig,
+    block_bound,
+    pairs_here,
+    sort_chunk,
+)
 from moe_ops.kernels.gemm.operands import Activated, Output, activated
 from moe_ops.kernels.launch import Gpu, Launch, run
 from moe_ops.kernels.mixed_gemm import configs, gemv, sm80_mma
@@ -79,11 +87,13 @@ def experts(a: ExpertsArgs) -> None:
     w13, w2 = _weights(a, gpu)
     rounding = rounding_of(a.scheme)
     dtype = x.dtype if rounding is None else rounding.dtype
+    here = pairs_here(M * top_k, w2.E, a.global_experts)
     if a.batch_invariant and _runs_wgmma(a, w13, w2, dtype, rounding):
         if rounding is None and M == 1 and sm90_mma().has_bits_of_many(x, w13, w2, top_k):
             config = configs.token_of_any_batch(top_k)
         else:
-            config = configs.wgmma_for_any_batch(M * top_k, w2.E, K, w2.K, w2.format.bits)
+            config = configs.wgmma_for_any_batch(here, w2.E, K, w2.K, w2.format.bits)
+            config = config._replace(sort_chunk=sort_chunk(M * top_k))
     elif a.batch_invariant:
         facts = (w2.format.bits, dtype, False, gpu.shared_memory)
         config = configs.for_any_batch(M * top_k, w2.E, K, w2.K, *facts)
@@ -97,7 +107,7 @@ def experts(a: ExpertsArgs) -> None:
     if config.kernel == SM90_WGMMA:
         split_k = configs.split_k_of(w2, config.gemm2, config.split_k, M * top_k)
         if w2.wgmma_format.x_bits == 8:
-            in_e4m3 = configs.multiplies_e4m3(config, w2, split_k, M * top_k)
+            in_e4m3 = configs.multiplies_e4m3(config, w2, split_k, here)
             # under batch_invariant all in bf16: bits of products in e4m3 differ from theirs
             if a.batch_invariant or not in_e4m3:
                 w13, w2 = w13.in_16_bits(), w2.in_16_bits()

@@ -78,7 +78,7 @@ def experts(a: ExpertsArgs) -> None:
         facts = (dtype.itemsize, False, gpu.shared_memory, *scales, activation.GATED)
         config = for_any_batch(pairs, E, K, I, *facts)
     else:
-        tma = pairs >= LARGE_ROWS * E
+        tma = pairs >= LARGE_ROWS * a.global_experts
         tma = tma and sm90_tma.why_not(w13, w2, activation, scaling, gpu) is None
         one_token = M == 1 and not a.batch_invariant  # gemv.py sums in another order
         one_token = one_token and gemv.why_not(w13, w2, top_k, scaling) is None

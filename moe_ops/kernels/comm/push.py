@@ -682,8 +682,11 @@ def push_sums(
         TILE=tile.rows,
         BLOCK_K=tile.columns,
     )
-    grid = grid_of(layout)
-    return Launch(moe_ops_push_sums, grid, args, num_warps or tile.num_warps, MAX_REGISTERS)
+    # Parts of sums are for so few pairs that programs with many of them share no multiprocessor;
+    # with as few registers, 23 to 114 of a thread spilled.
+    most_registers = MAX_REGISTERS if pairs.SPLIT_K == 1 else None
+    grid, num_warps = grid_of(layout), num_warps or tile.num_warps
+    return Launch(moe_ops_push_sums, grid, args, num_warps, most_registers)
 
 
 def pairs_of(

@@ -19,6 +19,7 @@ from moe_ops.kernels.configs import (
     LayerConfig,
     find,
     measured,
+    pairs_here,
     sort_chunk,
 )
 from moe_ops.kernels.launch import Gpu
@@ -133,7 +134,9 @@ def _for_experts(
     tables: bool = True,
 ) -> LayerConfig:
     facts = (dtype.itemsize, M == 1, gpu.shared_memory, *scales, gated, tma)
-    base = choose(M * top_k, E, K, I, *facts)
+    # of one token, whose h may need the room of all its pairs, no tile follows from their number
+    rows = M * top_k if M == 1 else pairs_here(M * top_k, E, routed)
+    base = choose(rows, E, K, I, *facts)._replace(sort_chunk=sort_chunk(M * top_k))
     if gemv:
         base = _choose_gemv(bool(scheme), dtype.itemsize, K, I, base.sort_chunk)
     # Tables hold gated layers. A GEMM1 that quantizes its output has a tile size that follows from

@@ -22,6 +22,7 @@ from moe_ops.kernels.configs import (
     LayerConfig,
     find,
     measured,
+    pairs_here,
     sort_chunk,
 )
 from moe_ops.kernels.launch import INTERPRETED, Gpu
@@ -140,10 +141,11 @@ def _for_experts(
     token: tuple[int, int] | None = None,
     tables: bool = True,
 ) -> LayerConfig:
-    base = choose(M * top_k, E, K, I, bits, dtype, M == 1, gpu.shared_memory)
+    rows = pairs_here(M * top_k, E, routed)
+    base = choose(rows, E, K, I, bits, dtype, M == 1, gpu.shared_memory)
+    base = base._replace(sort_chunk=sort_chunk(M * top_k))
     if wgmma:
-        facts = (bits, base.sort_chunk, many, M * top_k / (routed or E))
-        base = choose_wgmma(M * top_k, E, K, I, *facts) or base
+        base = choose_wgmma(rows, E, K, I, bits, base.sort_chunk, many) or base
     if token is not None:
         base = _choose_token(top_k, K, I, *token, base.sort_chunk)
     elif gemv:
@@ -435,7 +437,6 @@ def choose_wgmma(
     bits: int,
     chunk: int,
     many: int = 0,
-    average: float = 0,  # rows of an expert, if experts are on several devices
 ) -> LayerConfig | None:
     """Config of the two GEMMs of sm90_wgmma.py, or None if other kernels are faster for so many
     rows. An expert's rows should usually fit one block.
@@ -452,7 +453,7 @@ def choose_wgmma(
     takes as long as the first: so blocks of 80 rows are faster from there on, and slower where
     experts have several of either. With 64 and 80 rows Qwen3 took 327 and 295 us in int4 at
     M = 1024, 328 and 293 in mxfp4, Mixtral at M = 256 531 and 467, 505 and 480, but at 1024 1591
-    and 1742 (streamed). Of experts that are on several devices only some pairs are here.
+    and 1742 (streamed).
     (Blocks of 24 rows instead of 32: Mixtral at M = 64 284 for 236.)
 
     For many rows, the kernels of sm80_mma.py decode each weight as often, but more slowly. With
@@ -462,7 +463,7 @@ def choose_wgmma(
     """
     if bits == 8 and rows / groups > MAX_ROWS_OF_8_BITS:
         return None
-    chosen = _wgmma(rows, groups, K, I, bits, chunk, many, average)
+    chosen = _wgmma(rows, groups, K, I, bits, chunk, many)
     if bits == 8 and chosen.split_k > 1 and chosen.block_m == 8 and I % 256 == 0:
         chosen = chosen._replace(gemm2=GemmConfig(128, 256, 2, 4), split_k=3)
     return chosen
@@ -476,11 +477,10 @@ def _wgmma(
     bits: int,
     chunk: int,
     many: int = 0,
-    here: float = 0,  # `average` of choose_wgmma
 ) -> LayerConfig:
     average = rows / groups
     block_m = 8 if average <= 4 else 16 if average <= 10 else 32 if average <= 22 else 64
-    if many and 56 < (here or average) <= 80:
+    if many and 56 < average <= 80:
         block_m = 80
 
     def gemm(columns: int, few: bool) -> GemmConfig:

@@ -1,8 +1,12 @@
-"""Tiles of the kernels of plain and 8-bit weights."""
+"""Tiles of the kernels of plain and 8-bit weights, and of experts on several devices."""
 
 import pytest
+import torch
 
+from moe_ops.kernels.configs import sort_chunk
 from moe_ops.kernels.gemm import configs
+from moe_ops.kernels.launch import Gpu
+from moe_ops.kernels.mixed_gemm import configs as mixed_configs
 
 
 @pytest.mark.parametrize("shared_memory", [65536, 101376, 166912, 232448])
@@ -17,3 +21,37 @@ def test_tiles_that_quantize_h_hold_whole_groups(shared_memory):
             assert config.h_in_fp32 or config.gemm1.block_n == rows
             used = (rows + config.block_m) * 128 * config.gemm1.num_stages
             assert config.h_in_fp32 or used <= shared_memory
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_experts_on_several_devices_have_tiles_for_the_rows_that_come_to_them(mixed):
+    """Of a device that has an eighth of the experts: those of as many experts alone with an eighth
+    of the tokens, whatever all pairs over the experts here would say.
+    """
+    E, K, I, top_k = 16, 4096, 2048, 2  # noqa: E741
+    gpu, seen = Gpu(232448, True, True), set()
+    for M in (2, 8, 64, 160, 240, 448, 512, 4096, 32768):
+        for scheme, scales in (("", ("", "")), ("fp8_block", ("block", "group"))):
+
+            def config(M, routed, scheme=scheme, scales=scales):
+                problem = M, top_k, E, K, I, torch.bfloat16, gpu
+                if mixed:
+                    how = "int4_w4a16", 4, True, False, False, routed, 4
+                    return mixed_configs._for_experts.__wrapped__(*problem, *how)
+                tma = M * top_k >= configs.LARGE_ROWS * routed
+                how = scheme, scales, True, tma, False, False, routed
+                return configs._for_experts.__wrapped__(*problem, *how)
+
+            spread, alone = config(8 * M, 8 * E), config(M, E)
+            assert spread == alone._replace(sort_chunk=spread.sort_chunk)
+            assert spread.sort_chunk == sort_chunk(8 * M * top_k)
+            seen.add((spread.kernel, spread.block_m))
+    assert len(seen) >= 4
+
+
+def test_one_token_keeps_the_room_of_all_its_pairs():
+    """h in fp32 has room for two rows of each expert here, and all pairs may come to these."""
+    facts = torch.bfloat16, Gpu(232448, True, True), "fp8_block", ("block", "group"), True
+    for E, in_fp32 in ((4, True), (2, False)):
+        config = configs._for_experts.__wrapped__(1, 8, E, 2048, 768, *facts, routed=128)
+        assert config.h_in_fp32 == in_fp32

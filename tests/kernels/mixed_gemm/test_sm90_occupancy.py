@@ -91,11 +91,6 @@ def test_blocks_of_80_rows():
             found = configs.choose_wgmma(8 * average, 8, 4096, 14336, 4, 256, stages)
             assert found.block_m == block_m
         assert configs.choose_wgmma(512, 8, 4096, 14336, 4, 256).block_m == 64
-        # experts on eight devices: by the rows that one has, not by all pairs over those here
-        for pairs, block_m in ((512, 64), (4096, 80)):
-            few = (stages, pairs / 64)
-            found = configs.choose_wgmma(pairs, 8, 4096, 14336, 4, 256, *few)
-            assert found.block_m == block_m
         found = configs.choose_wgmma(512, 8, 4096, 14336, 4, 256, stages)
         assert found.gemm1 == found.gemm2 == GemmConfig(128, 128, stages, 4)
         kernel = wgmma_kernel(name, 80, found.gemm1)._replace(streams=stages == 4, steps=32)
