@@ -203,6 +203,7 @@ def test_no_copy_is_under_way_when_sums_take_its_memory():
             ("int4_w4a16:g128:zp", {"K": 2048, "I": 1920, "top_k": 1, "on_input": True}),
             ("int4_w4a16:g128", {"K": 1024, "I": 1024, "top_k": 3, "bias": True}),
             ("mxfp4_w4a16", {"K": 2880, "I": 320, "top_k": 4, "bias": True}),
+            ("mxfp4_w4a16", {"K": 5120, "I": 1536, "top_k": 6}),
             ("nvfp4_w4a16", {"K": 4096, "I": 2880, "top_k": 2, "expert_map": True}),
         )
     ],
