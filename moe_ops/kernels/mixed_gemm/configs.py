@@ -40,6 +40,7 @@ MAX_TOP_K = 16  # experts of a token of sm90_mma.py
 # chunks of a row, up to which sm90_mma.py was shown to have the bits of sm90_wgmma.py, and to be
 # faster with zero points than gemv.py
 MAX_CHUNKS = 16
+MAX_CHUNKS_OF_W13 = 32  # of int4, up to which sm90_mma.py was shown to be faster than gemv.py
 MAX_ROWS_OF_8_BITS = 80  # average rows of an expert, up to which sm90_wgmma.py takes 8-bit weights
 
 
@@ -274,18 +275,23 @@ def token_of_any_batch(top_k: int) -> LayerConfig:
 
 def token_facts(w13: MixedOperand, w2: MixedOperand) -> tuple[int, int] | None:
     """(K_CHUNK, columns that share a scale) of weights of which sm90_mma.py is faster than gemv.py
-    for one token: prepared e2m1, and int4 with scales of whole chunks.
+    for one token: prepared e2m1, and int4 with scales of whole chunks, of which w13's rows have at
+    most 32.
 
     Measured on H200s, us with gemv.py and with sm90_mma.py: Qwen3 in int4 11.2 and 9.7, with zero
     points 11.7 and 11.4, in mxfp4 12.6 and 11.2, in nvfp4 13.5 and 12.1; Mixtral in int4 64.1 and
     57.2, in mxfp4 72.1 and 64.3, in nvfp4 79.0 and 68.1; gptoss120 in mxfp4 27.1 and 25.2, but in
-    int4 in groups of 32 24.7 and 25.0.
+    int4 in groups of 32 24.7 and 25.0. In int4 E 64, top-6, K 2048, I 1408 17.7 and 14.1; Phi-3.5
+    35.0 and 31.7; but E 160, K 5120, I 1536 30.2 and 30.3, Scout (K 5120) 25.6 and 26.4, and
+    DeepSeek-V3 (K 7168) 60.2 and 61.9.
     """
     of, chunk = w2.wgmma_format, w2.k_chunk
     whole = of.name == "int4" and of.scale == "weight" and chunk > 0 and of.group % chunk == 0
     if w13.k_chunk != chunk or not (whole or of.name == "e2m1_words"):
         return None
     if w2.has_zero and max(w13.K, w2.K) > MAX_CHUNKS * chunk:  # not measured
+        return None
+    if whole and MAX_CHUNKS_OF_W13 * chunk < w13.K:
         return None
     return chunk, of.group
 
@@ -302,6 +308,13 @@ def parts_of_row(columns: int, k_chunk: int, group: int, most: int) -> int:
     return 1
 
 
+def _depth(chunks: int, most: int) -> int:
+    """Chunks that a thread of sm90_mma.py asks for at once, at most `most`, so that few of its
+    rounds' are past the row's end.
+    """
+    return cdiv(chunks, cdiv(chunks, most))
+
+
 def _choose_token(
     top_k: int,
     K: int,
@@ -310,23 +323,33 @@ def _choose_token(
     group: int,
     chunk: int,
 ) -> LayerConfig:
-    """Config of sm90_mma.py for a token alone.
+    """Config of sm90_mma.py for a token alone, measured in int4 on H200s.
 
-    A thread of GEMM1 asks for all its weights at once, eight chunks at most if it can: with four,
-    Qwen3 took 11.6 us in int4 instead of 9.5. GEMM2 has few programs, whose 16 warps leave room
-    for no second one on a multiprocessor: gptoss120, which has 180, took 28.8 us in mxfp4 with
-    16 warps, and 25.2 with eight. Beside long rows fewer chunks are better than more: Mixtral took
-    57.2 us in int4 with two, 60.7 with four.
+    A thread of GEMM1 asks for all its weights at once where they are few: with four of eight
+    chunks, Qwen3 took 11.6 us instead of 9.5; E 160, top-6, K 5120, I 1536 with eight, five and
+    ten of ten 48.0, 39.9 and 38.1; DeepSeek-V3 with seven and 14 of 14 68.3 and 61.9.
+
+    16 warps of GEMM2 are best where no multiprocessor has two programs. Elsewhere eight are: two
+    programs of 16 warps do not fit if a token has more than two experts, with which registers
+    grow. gptoss120 took 28.8 us in mxfp4 with 16 warps, and 25.2 with eight, E 160 38.1 and 30.3.
+    Beside long rows 16 are better, and fewer chunks than more: Mixtral took 54.9 us with 16 warps
+    and two chunks, 60.7 with four chunks, 59.9 with eight warps.
     """
     slots, programs = token_slots(top_k), cdiv(K, 16)
     parts = parts_of_row(K, k_chunk, group, 4 if 16 * k_chunk < K else 2)
     chunks = cdiv(cdiv(K, k_chunk), parts)
-    gemm1 = GemmConfig(16, k_chunk, min(chunks, 8), parts)
-    few = MULTIPROCESSORS < programs < 1.5 * MULTIPROCESSORS
-    parts = parts_of_row(I, k_chunk, group, max(1, (8 if few else 16) // slots))
+    gemm1 = GemmConfig(16, k_chunk, _depth(chunks, 14), parts)
+    chunks_of_eight = cdiv(cdiv(I, k_chunk), max(1, 8 // slots))
+    eight = programs > MULTIPROCESSORS and (slots > 2 or chunks_of_eight <= 12)
+    parts = parts_of_row(I, k_chunk, group, max(1, (8 if eight else 16) // slots))
     chunks = cdiv(cdiv(I, k_chunk), parts)
-    depth = min(chunks, 6 if parts * slots <= 8 else 3 if chunks <= 3 else 2)
-    gemm2 = GemmConfig(16 * slots, k_chunk, depth, parts * slots)
+    if parts * slots > 8:
+        most = 4 if chunks <= 6 else 2
+    elif slots > 4:
+        most = 3 if chunks % 3 == 0 else 4
+    else:
+        most = 8
+    gemm2 = GemmConfig(16 * slots, k_chunk, _depth(chunks, most), parts * slots)
     return LayerConfig(gemm1, gemm2, 1, chunk, SM90_MMA, direct=True)
 
 
@@ -342,11 +365,11 @@ def token_space(
 
     def gemms(columns: int, rows: int, all_parts: list[int]) -> list[GemmConfig]:
         found = [
-            GemmConfig(rows, k_chunk, min(depth, cdiv(cdiv(columns, k_chunk), parts)), warps)
+            GemmConfig(rows, k_chunk, _depth(cdiv(cdiv(columns, k_chunk), parts), depth), warps)
             for parts in all_parts
             if parts_of_row(columns, k_chunk, group, parts) == parts
             for warps in [parts * rows // 16]
-            for depth in (2, 3, 4, 6, 8)
+            for depth in (2, 3, 4, 6, 8, 14)
         ]
         return list(dict.fromkeys(found))
 

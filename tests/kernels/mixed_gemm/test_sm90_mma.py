@@ -127,25 +127,36 @@ def test_warps_share_all_columns_of_a_row(columns):
 
 
 def test_which_token_these_kernels_serve():
-    """Prepared e2m1, and int4 with scales of whole chunks; with the configs that were measured."""
+    """Prepared e2m1, and int4 with scales of whole chunks in rows that are not too long; with the
+    configs that were measured."""
     taken = [weight("int4_w4a16:g128", 512)]
     taken += [weight(f"{name}_w4a16", 512, dtype, TRITON_E2M1) for name, dtype in E2M1]
     found = [configs.token_facts(w, w) for w in taken]
     assert found == [(128, 128), (128, 32), (128, 16)]
     others = [weight("int4_w4a16:g32", 512), weight("int4_w4a16:g128", 512, FP32)]
-    others += [weight("mxfp4_w4a16", 512, torch.uint8)]
+    others += [weight("mxfp4_w4a16", 512, torch.uint8), weight("int4_w4a16:g128", 4224)]
     assert not any(configs.token_facts(w, w) for w in others)
     for sizes, expected in {
         (8, 2048, 768, 128, 128): ((16, 8, 2), (128, 3, 16)),
         (2, 4096, 14336, 128, 128): ((16, 8, 4), (32, 2, 16)),
         (4, 2880, 2880, 128, 32): ((16, 6, 4), (64, 6, 8)),
+        # no tuning table has these
+        (6, 5120, 1536, 128, 128): ((16, 10, 4), (128, 3, 8)),
+        (6, 2048, 1408, 128, 128): ((16, 8, 2), (128, 3, 16)),
+        (1, 5120, 8192, 128, 128): ((16, 10, 4), (16, 8, 8)),
+        (8, 7168, 2048, 128, 128): ((16, 14, 4), (128, 4, 8)),
+        (10, 2048, 512, 128, 128): ((16, 8, 2), (256, 4, 16)),
+        (2, 4096, 6400, 128, 128): ((16, 8, 4), (32, 2, 16)),
+        (4, 3072, 1024, 128, 128): ((16, 6, 4), (64, 4, 8)),
     }.items():
         found = configs._choose_token(*sizes, 64)
         gemms = [(g.block_n, g.num_stages, g.num_warps) for g in (found.gemm1, found.gemm2)]
         assert found.kernel == SM90_MMA and tuple(gemms) == expected
 
 
-@pytest.mark.parametrize("top_k, K, I, group", [(8, 2048, 768, 128), (1, 2880, 2880, 32)])
+@pytest.mark.parametrize(
+    "top_k, K, I, group", [(8, 2048, 768, 128), (1, 2880, 2880, 32), (6, 5120, 1536, 128)]
+)
 def test_search_tries_parts_that_rows_have(top_k, K, I, group):  # noqa: E741
     """And as many warps of GEMM2 as slots and parts."""
     base = configs._choose_token(top_k, K, I, 128, group, 64)
@@ -192,6 +203,7 @@ def test_no_copy_is_under_way_when_sums_take_its_memory():
             ("int4_w4a16:g128:zp", {"K": 2048, "I": 1920, "top_k": 1, "on_input": True}),
             ("int4_w4a16:g128", {"K": 1024, "I": 1024, "top_k": 3, "bias": True}),
             ("mxfp4_w4a16", {"K": 2880, "I": 320, "top_k": 4, "bias": True}),
+            ("mxfp4_w4a16", {"K": 5120, "I": 1536, "top_k": 6}),
             ("nvfp4_w4a16", {"K": 4096, "I": 2880, "top_k": 2, "expert_map": True}),
         )
     ],
