@@ -18,6 +18,7 @@ class Step(Protocol):
     """What an adapter needs of a pass."""
 
     x: Tensor
+    tokens: Tensor
     of_input: Tensor | None
     layout: Layout
     top_k: int
@@ -112,7 +113,9 @@ def of_products(
     makes narrow, where it is known.
     """
     first, second = adapters
-    tokens = step.x if step.of_input is None else None
+    tokens = step.tokens if first is not None and step.of_input is None else None
+    if u is not None:
+        u = u.to(step.x.dtype)
     return (
         None if first is None else Adapter(step, first, tokens=tokens, u=u),
         None if second is None else Adapter(step, second, outputs=grad),
