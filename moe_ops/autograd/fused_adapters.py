@@ -18,11 +18,12 @@ class Step(Protocol):
     """What an adapter needs of a pass."""
 
     x: Tensor
-    tokens: Tensor
     of_input: Tensor | None
     layout: Layout
     top_k: int
 
+    @property
+    def tokens(self) -> Tensor: ...
     @property
     def order(self) -> Tensor: ...
     def run(self, *launches: Launch) -> None: ...
