@@ -35,7 +35,7 @@ SCHEMES = [
     *("int8_w8a16:channel", "int8_w8a16:g32:zp", "fp8_w8a16:channel", "fp8_w8a16:block"),
     *("mxfp4_w4a16", "nvfp4_w4a16", "mxfp6_e2m3_w6a16"),
 ]
-# These quantize activations, too. In bf16 what they round was rounded before, so that some elements
+# These quantize activations, too. In bf16 what they round was rounded before, so some elements
 # come to the other neighbour.
 ROUNDED = [
     *("fp8_block", "fp8_block:ue8m0", "fp8_channel", "fp8_tensor_static", "int8_w8a8"),
