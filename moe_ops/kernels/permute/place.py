@@ -7,8 +7,8 @@ The contiguous layout: rows grouped by expert, every group padded to a multiple 
 the pairs of an expert keep their order. There are two launches, because no program may wait for
 another: in the first, each program counts the experts in its part of the pairs; in the second, it
 sums the counts of the parts before its own, and counts what precedes its share of that part.
-kernels/permute/sort.py counts all pairs once for each
-expert, beside other work; here that would leave the GPU idle.
+kernels/permute/sort.py counts all pairs once for each expert, beside other work; here that would
+leave the GPU idle.
 """
 
 from __future__ import annotations
