@@ -32,6 +32,7 @@ STEPS: tuple[tuple[str, int, dict[str, Any]], ...] = (
     ("", 0, {"bias": True, "on_input": True, "activation": "relu2_no_mul"}),
     ("int4_w4a16:g32:zp", 0, {"bias": True}),
     ("mxfp6_e2m3_w6a16", 0, {}),
+    ("fp8_block", 0, {"bias": True}),
     ("", 5, {"activation": "swigluoai"}),
     ("", 16, {"bias": True}),
     ("", 70, {"on_input": True, "activation": "relu2_no_mul"}),  # more ranks than a program takes

@@ -11,7 +11,13 @@ from pathlib import Path
 
 RESULTS = Path(__file__).parent / "results" / "training_NVIDIA_H200.json"
 ON_H100 = RESULTS.with_name("training_NVIDIA_H100_80GB_HBM3.json")
-SHAPES = {"qwen3": "Qwen3", "mixtral": "Mixtral", "olmoe": "OLMoE", "gptoss20": "gpt-oss-20b"}
+SHAPES = {
+    "qwen3": "Qwen3",
+    "mixtral": "Mixtral",
+    "olmoe": "OLMoE",
+    "gptoss20": "gpt-oss-20b",
+    "qwen3next": "Qwen3-Next",
+}
 COLUMNS = {
     "moe_ops": "moe_ops",
     "moe_ops compiled": "compiled",

@@ -9,6 +9,9 @@ copied to the rows of their pairs, one kernel goes back through activation and r
 one sums the rows of a token. Biases are added, and router weights multiplied, where a kernel reads
 those rows anyway; the gradients of biases are sums over the rows of an expert.
 
+Where the scheme of frozen experts quantizes activations, too, tokens and the rows that w2
+multiplies are rounded as it says, and h is fp32; gradients take the rounding for the identity.
+
 Adapters make rows narrow, and then wide again. The copy of tokens makes them narrow on its way,
 other rows a kernel of its own; a product makes them wide and adds them to its sums, in steps
 behind those of its weight. Torch's products add nothing: a kernel does it behind them.
@@ -41,6 +44,8 @@ from moe_ops.kernels.permute.place import place
 from moe_ops.kernels.permute.rows import Routing, sorted_rows
 from moe_ops.kernels.permute.sort import group_blocks
 from moe_ops.kernels.training import low_rank, packed
+from moe_ops.kernels.training.frozen import frozen
+from moe_ops.kernels.training.rounding import round_rows
 from moe_ops.kernels.training.rows import Gradients, activate, derive, scatter, zero_empty
 from moe_ops.kernels.training.sums import add_dot, dot, sum_rows
 from moe_ops.ops.call import ExpertsCall, Weight
@@ -62,6 +67,9 @@ class _Step:
         self.I = logical(*call.w2.data.shape)[2]
         a = call.activation
         self.activation = activated(a.name, a.alpha, a.beta, a.limit)
+        how = frozen(call.w13.scheme)
+        self.rounding = None if how is None or how.elements is None else how
+        self.h_dtype = portable.kept_dtype(call)
         self.device = self.x.get_device()
         self.gpu = launch.gpu(self.device)
         self.b13, self.b2 = [
@@ -113,9 +121,24 @@ class _Step:
             adapter.narrow(x, transpose, self.order, weights, y)
         return y
 
+    @functools.cached_property
+    def tokens(self) -> Tensor:
+        """hidden_states as the scheme rounds them, then also times router weights of the input."""
+        if self.rounding is None:
+            return self.x
+        return self.rounded(self.x, self.call.w13, self.of_input)
+
+    def rounded(self, x: Tensor, weight: Weight, factors: Tensor | None = None) -> Tensor:
+        """Rows x, times factors, as the scheme of a weight quantizes what it multiplies."""
+        assert self.rounding is not None
+        out = self.x.new_empty(x.shape)
+        self.run(round_rows(self.rounding, out, x, factors, weight.activation_scale))
+        return out
+
     def inputs(self, adapter: Adapter | None = None) -> Tensor:
         """The rows that w13 multiplies."""
-        return self.gathered(self.x, self.of_input, adapter)
+        weights = self.of_input if self.rounding is None else None
+        return self.gathered(self.tokens, weights, adapter)
 
     def blocks(self, block_m: int) -> Routing:
         """Blocks of at most block_m rows of an expert, found once a pass."""
@@ -139,11 +162,12 @@ class _Step:
         weight: Weight,
         transpose: bool = False,
         adapter: Adapter | None = None,
+        dtype: torch.dtype | None = None,  # of the product with a quantized weight
     ) -> Tensor:
         """Rows times the weight of their expert, and what adapts it."""
         low = None if adapter is None else adapter.added(rows, transpose)
         if weight.scheme:
-            return self.multiply_packed(rows, weight, transpose, low)
+            return self.multiply_packed(rows, weight, transpose, low, dtype or rows.dtype)
         w, ends = weight.data, self.layout.groups
         y = native.multiply(rows, w, ends, transpose, low)
         if y is not None:
@@ -157,17 +181,24 @@ class _Step:
         return y
 
     def multiply_packed(
-        self, rows: Tensor, weight: Weight, transpose: bool, low: tuple[Tensor, Tensor] | None
+        self,
+        rows: Tensor,
+        weight: Weight,
+        transpose: bool,
+        low: tuple[Tensor, Tensor] | None,
+        dtype: torch.dtype,
     ) -> Tensor:
         scale, zero, global_scale, channel_scale = weight.scales
         assert scale is not None
         parts = (weight.data, scale, zero, global_scale, channel_scale)
-        w = operand("weight", *parts, weight.scheme, self.gpu)
-        y = self.rows(w.K if transpose else w.N)
+        how = frozen(weight.scheme)
+        assert how is not None
+        w = operand("weight", *parts, how.weight, self.gpu)
+        y = rows.new_empty(self.S, w.K if transpose else w.N, dtype=dtype)
         if not rows.is_cuda:  # rows of no expert are zeros, as those of grouped_mm
             y.zero_()
         blocks, one = self.blocks(packed.BLOCK_M), None
-        if configs.on_sm90(self.device):
+        if configs.on_sm90(self.device) and dtype == rows.dtype:
             one = _sm90_packed(y, rows, w, blocks, transpose, low)
         self.run(one or packed.multiply(y, rows, w, blocks, transpose, self.gpu, low))
         return y
@@ -185,9 +216,13 @@ class _Step:
 
     def activated(self, h: Tensor) -> Tensor:
         """The rows that w2 multiplies."""
-        out = self.rows(self.I)
+        out = h.new_empty(self.S, self.I)
         self.run(activate(self.activation, out, h, self.b13, self.layout))
-        return out
+        return out if self.rounding is None else self.rounded(out, self.call.w2)
+
+    def first(self, rows: Tensor, adapter: Adapter | None) -> Tensor:
+        """h."""
+        return self.multiply(rows, self.call.w13, adapter=adapter, dtype=self.h_dtype)
 
     def gate_up_and_activated(self, adapter: Adapter | None) -> tuple[Tensor, Tensor]:
         """h, and the rows that w2 multiplies."""
@@ -195,7 +230,7 @@ class _Step:
         rows = self.inputs(adapter)
         fused = not w13.scheme and w13.data.is_contiguous() and of.GATED and not of.INTERLEAVED
         if not fused or native.kernels(self.device) is None or self.x.dtype != torch.bfloat16:
-            h = self.multiply(rows, w13, adapter=adapter)
+            h = self.first(rows, adapter)
             return h, self.activated(h)
         h, out = self.rows(self.N), self.rows(self.I)
         low = None if adapter is None else adapter.added(rows, False)
@@ -205,8 +240,11 @@ class _Step:
 
     def derive(self, to: Gradients, h: Tensor, dhidden: Tensor | None) -> None:
         """Back through the activation and router weights of the output."""
-        args = self.activation, to, h, self.b13, dhidden, self.of_output, self.I, self.top_k
-        self.run(derive(*args, self.layout))
+        hidden = None
+        if self.rounding is not None and (to.scaled is not None or to.dweights is not None):
+            hidden = self.activated(h)
+        args = self.activation, to, h, self.b13, hidden, dhidden, self.of_output
+        self.run(derive(*args, self.I, self.top_k, self.layout))
 
     def summed(self, y: Tensor, weights: Tensor | None, bias: Tensor | None = None) -> Tensor:
         """(M, K): the sums of the rows of each token, plus biases, times weights."""
@@ -245,7 +283,7 @@ def forward(
     step = _Step(call)
     index = step.place()
     if call.batch_invariant:
-        return portable.of_inference(call), step.multiply(step.inputs(), call.w13), None, index
+        return portable.of_inference(call), step.first(step.inputs(), None), None, index
     first, second = of_products(step, adapters)
     h, hidden = step.gate_up_and_activated(first)
     y = step.multiply(hidden, call.w2, adapter=second)
@@ -286,7 +324,7 @@ def backward(
     x = None
     if h is None:
         x = step.inputs(first)
-        h = step.multiply(x, call.w13, adapter=first)
+        h = step.first(x, first)
     through_w2 = needs_dh or ds is not None
     if through_w2 or needs_w2 or needs_b2:
         dout = step.gathered(grad, None, second if through_w2 else None, True)

@@ -23,6 +23,8 @@ class Step(Protocol):
     top_k: int
 
     @property
+    def tokens(self) -> Tensor: ...
+    @property
     def order(self) -> Tensor: ...
     def run(self, *launches: Launch) -> None: ...
     def rows(self, columns: int) -> Tensor: ...
@@ -112,7 +114,9 @@ def of_products(
     makes narrow, where it is known.
     """
     first, second = adapters
-    tokens = step.x if step.of_input is None else None
+    tokens = step.tokens if first is not None and step.of_input is None else None
+    if u is not None:
+        u = u.to(step.x.dtype)
     return (
         None if first is None else Adapter(step, first, tokens=tokens, u=u),
         None if second is None else Adapter(step, second, outputs=grad),

@@ -7,7 +7,7 @@ checkpointing of one loses what it wrote. A compiler that partitions forward fro
 what these two say: hidden_states, h and the index.
 
 Both run in plain torch (portable.py), for any device and any call, and in fused.py for bf16 rows
-on GPUs, beside weights in bf16 or weights that alone are quantized.
+on GPUs, beside weights in bf16 or frozen quantized ones.
 """
 
 from __future__ import annotations
@@ -27,11 +27,12 @@ from moe_ops.autograd.record import recorded
 from moe_ops.backends.cutlass import products as native
 from moe_ops.environment import INTERPRETED
 from moe_ops.kernels.launch import Lazy
+from moe_ops.kernels.training import frozen
 from moe_ops.meta import flops
 from moe_ops.ops.call import ExpertsCall, Weight
 from moe_ops.ops.library import TORCH_DEVICES, options_of, register_function, text_of
 from moe_ops.ops.memory import addressable
-from moe_ops.schemes import SCHEMES, get_scheme
+from moe_ops.schemes import get_scheme
 
 _INPUTS = (
     "Tensor hidden_states, Tensor w13, Tensor w2, Tensor topk_weights, Tensor topk_ids, "
@@ -97,8 +98,6 @@ _MULTIPLE = 8  # of sizes: rows of 16-bit numbers begin at multiples of 16 bytes
 # experts it takes. Elsewhere, and for other dtypes, F.grouped_mm copies the offsets to the host
 # and loops over experts.
 _GROUPED_MM_ON, _MOST_EXPERTS = (9, 10), 1023
-# the kernels decode these weights
-_PACKED = frozenset([name for name, scheme in SCHEMES.items() if scheme.weight_only])
 
 
 def why_not_fused(call: ExpertsCall) -> str | None:
@@ -106,8 +105,9 @@ def why_not_fused(call: ExpertsCall) -> str | None:
     x, w13, w2 = call.hidden_states, call.w13.data, call.w2.data
     if call.batch_invariant and x.device.type == "cpu":
         return "batch_invariant asks for the products that inference takes"
-    if call.w13.scheme and call.w13.scheme not in _PACKED:
-        return "its scheme quantizes activations, or has no name"
+    unfrozen = frozen.why_not(call.w13, call.w2) if call.w13.scheme else None
+    if unfrozen:
+        return unfrozen
     if not call.topk_ids.numel():
         return "it has no tokens"
     logical = get_scheme(call.w13.scheme).logical_shape
@@ -138,6 +138,9 @@ def explanation(call: ExpertsCall) -> str:
     products = "torch's grouped products"
     if call.w13.scheme:
         products = "products that decode weights"
+        how = frozen.frozen(call.w13.scheme)
+        if how is not None and how.elements is not None:
+            products += f", of activations rounded to {how.elements.DTYPE}"
     elif native.kernels(call.hidden_states.get_device()) is not None:
         products = "grouped products of csrc/cutlass"
     output = ", the output by inference's kernels" if call.batch_invariant else ""

@@ -235,6 +235,8 @@ class Backend:
     # rows an expert has on average from which "auto" takes it where it was not timed, in the place
     # of all that are registered before it; None: never for that
     faster_from: Callable[[Problem], int | None] | None = None
+    # and rows from which the last one of those is faster again, if that one names some as well
+    faster_to: Callable[[Problem], int | None] | None = None
     # kernels of its own that it must do without here, and why: `explain` says so
     missing_kernels: Callable[[Problem, Machine], list[str]] | None = None
     newest_tested: str = ""  # the newest version of its distribution that its tests ran with
@@ -299,6 +301,7 @@ def register(
     relayouts: tuple[Relayout, ...] = (),
     distribution: str = "",
     faster_from: Callable[[Problem], int | None] | None = None,
+    faster_to: Callable[[Problem], int | None] | None = None,
     missing_kernels: Callable[[Problem, Machine], list[str]] | None = None,
     newest_tested: str = "",
     chunked: bool = False,
@@ -317,7 +320,7 @@ def register(
         devices: dispatch keys that have a kernel ("CPU", "CUDA"). Fakes serve every other purpose,
             so that a missing kernel is an error and not a silent use of the fake.
         warm: see `Backend`. What it saves goes below `environment.cache_folder()`.
-        relayouts, distribution, faster_from, missing_kernels: see `Backend`.
+        relayouts, distribution, faster_from, faster_to, missing_kernels: see `Backend`.
         newest_tested, chunked, library_bytes, quantized_input, adds_ranks, sends_rows, unbuilt:
             see `Backend`.
         batch_invariant: see `Backend`; without it, calls that ask for it are refused.
@@ -360,6 +363,7 @@ def register(
         relayouts,
         distribution,
         faster_from,
+        faster_to,
         missing_kernels,
         newest_tested,
         chunked,

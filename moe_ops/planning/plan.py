@@ -328,15 +328,18 @@ def _faster_from(backend: library.Backend, problem: Problem) -> int | None:
 
 def _claimed(problem: Problem, tiers: _Tiers, candidate: library.Backend) -> _Tiers:
     """`tiers` with a backend that was not timed in the place of others, from as many rows an
-    expert on as it says that it is faster from.
+    expert on as it says that it is faster from. What it gives back to the last of them starts a
+    tier of that one, if that one claims rows as well.
     """
     rows = _faster_from(candidate, problem)
     if rows is None:
         return tiers
-    if problem.kind == "batched_experts":  # M is the rows of each expert
-        fewer = rows - 1
-    else:
-        fewer = (rows * problem.routed_experts - 1) // max(problem.top_k, 1)
+    last = tiers[-1][1]
+    to = None if candidate.faster_to is None else candidate.faster_to(problem)
+    behind: _Tiers = ()
+    if to is not None and _faster_from(last, problem) is not None:
+        behind = ((-1, last),)
+    fewer = _fewer(problem, rows)
     kept: list[tuple[int, library.Backend]] = []
     for limit, backend in tiers:
         if limit < 0 or limit >= fewer:
@@ -346,7 +349,17 @@ def _claimed(problem: Problem, tiers: _Tiers, candidate: library.Backend) -> _Ti
         kept.append((limit, backend))
     if kept and kept[-1][1] is candidate:
         kept.pop()
+    if behind:
+        assert to is not None
+        return (*kept, (_fewer(problem, to), candidate), *behind)
     return (*kept, (-1, candidate))
+
+
+def _fewer(problem: Problem, rows: int) -> int:
+    """The largest M with fewer rows an expert on average."""
+    if problem.kind == "batched_experts":  # M is the rows of each expert
+        return rows - 1
+    return (rows * problem.routed_experts - 1) // max(problem.top_k, 1)
 
 
 def _table_key(problem: Problem, machine: Machine) -> tuple:

@@ -295,6 +295,13 @@ def test_what_was_not_timed_comes_from_where_it_is_faster(monkeypatch):
     monkeypatch.setattr(lookup, "backend_times", lambda *key: [])
     assert names(planned(*rows)) == [(7, "few"), (39, "some"), (-1, "new")]
     assert names(planned("few", "some", "many")) == [(7, "few"), (199, "some"), (-1, "many")]
+    # the last one may leave more rows to the one before it, if that one claims any
+    back = dataclasses.replace(backend("new", 10), faster_to=lambda problem: 100)
+    known = tuple([backend(name, rows[name]) for name in ("few", "some")])
+    monkeypatch.setattr(backends_module, "BACKENDS", (*known, back))
+    tiers = [(7, "few"), (39, "some"), (399, "new"), (-1, "some")]
+    assert names(planned("few", "some", "new")) == tiers
+    assert names(planned("few", "new")) == [(39, "few"), (-1, "new")]
 
 
 @pytest.mark.parametrize("kind, top_k, rows, limit", [
@@ -394,7 +401,14 @@ def test_explain_plans_the_call_it_is_given():
             True,
             torch.float32,
             "fp8_channel",
-            "plain torch, because its scheme quantizes activations, or has no name",
+            "fused kernels, products that decode weights, of activations rounded to e4m3",
+        ),
+        (
+            True,
+            torch.float32,
+            "fp8_tensor",
+            "plain torch, because its scheme has no name, channel scales, or a scale of all "
+            "activations of a call",
         ),
     ],
 )

@@ -187,6 +187,11 @@ PLAIN_FASTER_FROM = 64
 # 0.97 up to 320 rows, 0.98 at 512 (DeepSeek-V3), 1.03 and 1.00 at 1024 and 4096 (Mixtral): so it
 # comes before it.
 GROUPS_FASTER_FROM = 24
+# Rows from which deep_gemm is faster again, by elements of an expert's w2: on an H200 this backend
+# took 0.97, 0.98, 1.06, 1.03 and 1.00 of deep_gemm's time at 8, 32, 128, 512 and 2048 rows of
+# Phi-3.5-MoE (26 million elements); on an H100 0.97, 1.03, 1.00 at 256, 1024 and 4096 of Mixtral
+# (59 million). Of the 15 million of DeepSeek-V3 and fewer it was the faster one everywhere.
+GROUPS_FASTER_TO = ((1 << 25, 512), (1 << 24, 80))
 
 
 def faster_from(problem: Problem) -> int | None:
@@ -199,6 +204,14 @@ def faster_from(problem: Problem) -> int | None:
     if rows is None or one_scale(problem.scheme) or problem.kind != "experts":
         return None
     return rows
+
+
+def faster_to(problem: Problem) -> int | None:
+    """Rows an expert from which "auto" takes deep_gemm for it, where that is there."""
+    if kind_of(problem.scheme) != GROUPS or problem.kind != "experts":
+        return None
+    size = problem.hidden_size * problem.intermediate_size
+    return next((rows for least, rows in GROUPS_FASTER_TO if size >= least), None)
 
 
 def batch_invariant(problem: Problem, machine: Machine) -> list[str]:
@@ -240,6 +253,7 @@ BACKEND = register(
     chunked=True,
     quantized_input=(*_FP8, *SCHEMES_OF_GROUPS, INT4_SCHEME),
     faster_from=faster_from,
+    faster_to=faster_to,
     unbuilt=library.unbuilt,
     batch_invariant=batch_invariant,
 )

@@ -18,14 +18,14 @@ def above(x, limit):
 
 
 @triton.jit
-def times_sigmoid(x, z):
-    """x / (1 + exp(-z)). On NVIDIA GPUs by the instructions of csrc/cutlass/sm90_tiles.cuh, so
+def sigmoid(z):
+    """1 / (1 + exp(-z)). On NVIDIA GPUs by the instructions of csrc/cutlass/sm90_tiles.cuh, so
     that both give the same bits: what is below 2^-126 counts as zero on the way.
     """
     if INTERPRET or not is_cuda():
-        return x * tl.sigmoid(z)
+        return tl.sigmoid(z)
     else:
-        return x * tl.inline_asm_elementwise(
+        return tl.inline_asm_elementwise(
             """
             {
             .reg .f32 e;
@@ -41,6 +41,12 @@ def times_sigmoid(x, z):
             is_pure=True,
             pack=1,
         )
+
+
+@triton.jit
+def times_sigmoid(x, z):
+    """x / (1 + exp(-z))."""
+    return x * sigmoid(z)
 
 
 @triton.jit
@@ -77,20 +83,23 @@ def activate_two(g, u, alpha, beta, limit, ACTIVATION: tl.constexpr, HAS_LIMIT: 
 
 
 @triton.jit
-def derivative_of_one(x, ACTIVATION: tl.constexpr):
-    """The derivative of `activate_one`."""
+def one_and_derivative(x, ACTIVATION: tl.constexpr):
+    """(`activate_one`, its derivative), which share what takes long."""
     if ACTIVATION == "silu":
-        s = tl.sigmoid(x)
-        return s * (1.0 + x * (1.0 - s))
+        s = sigmoid(x)
+        y = x * s
+        return y, s + y * (1.0 - s)
     elif ACTIVATION == "gelu":
         density = 0.3989422804014327 * tl.exp(-0.5 * x * x)
-        return 0.5 * (1.0 + tl.erf(x * 0.7071067811865476)) + x * density
+        y = activate_one(x, "gelu")
+        return y, 0.5 * (1.0 + tl.erf(x * 0.7071067811865476)) + x * density
     elif ACTIVATION == "gelu_tanh":
-        s = tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
-        return s + x * s * (1.0 - s) * 1.5957691216057308 * (1.0 + 0.134145 * x * x)
+        s = sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+        y = x * s
+        return y, s + y * (1.0 - s) * 1.5957691216057308 * (1.0 + 0.134145 * x * x)
     else:
         tl.static_assert(ACTIVATION == "relu2")
-        return tl.where(x < 0.0, 0.0, 2.0 * x)
+        return activate_one(x, "relu2"), tl.where(x < 0.0, 0.0, 2.0 * x)
 
 
 @triton.jit
@@ -99,29 +108,28 @@ def derivatives_of_two(
 ):
     """(`activate_two`, its derivatives by g and by u). These are 0 beyond a limit, not at it."""
     if ACTIVATION == "swiglustep":
-        silu = activate_one(g, "silu")
+        silu, derivative = one_and_derivative(g, "silu")
         clamped = clamp(u, limit)
-        dg = tl.where(silu <= limit, derivative_of_one(g, "silu") * clamped, 0.0)
+        dg = tl.where(silu <= limit, derivative * clamped, 0.0)
         du = tl.where((u >= -limit) & (u <= limit), above(silu, limit), 0.0)
         return above(silu, limit) * clamped, dg, du
     elif ACTIVATION == "gelu" or ACTIVATION == "gelu_tanh":
-        one = activate_one(g, ACTIVATION)
-        return one * u, derivative_of_one(g, ACTIVATION) * u, one
+        one, derivative = one_and_derivative(g, ACTIVATION)
+        return one * u, derivative * u, one
     else:
         x, factor = g, u
         if HAS_LIMIT:
             x = above(g, limit)
             factor = clamp(u, limit)
         if ACTIVATION == "silu":
-            du = activate_one(x, "silu")
-            dg = derivative_of_one(x, "silu") * factor
+            du, dg = one_and_derivative(x, "silu")
         else:
             tl.static_assert(ACTIVATION == "swigluoai")
-            s = tl.sigmoid(alpha * x)
+            s = sigmoid(alpha * x)
             factor += beta
             du = x * s
-            dg = s * (1.0 + alpha * x * (1.0 - s)) * factor
-        value = du * factor
+            dg = s + alpha * du * (1.0 - s)
+        value, dg = du * factor, dg * factor
         if HAS_LIMIT:
             dg = tl.where(g <= limit, dg, 0.0)
             du = tl.where((u >= -limit) & (u <= limit), du, 0.0)

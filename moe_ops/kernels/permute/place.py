@@ -6,14 +6,16 @@ experts, BLOCK_E a power of two, at least E, CHUNK pairs handled at a time.
 The contiguous layout: rows grouped by expert, every group padded to a multiple of ALIGNMENT rows;
 the pairs of an expert keep their order. There are two launches, because no program may wait for
 another: in the first, each program counts the experts in its part of the pairs; in the second, it
-sums the counts of the parts before its own. kernels/permute/sort.py counts all pairs once for each
-expert, beside other work; here that would leave the GPU idle.
+sums the counts of the parts before its own, and counts what precedes its share of that part.
+kernels/permute/sort.py counts all pairs once for each expert, beside other work; here that would
+leave the GPU idle.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
+import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -34,6 +36,8 @@ from moe_ops.meta.workspace import cdiv, round_up
 from moe_ops.ops.args import BatchedExpertsArgs
 
 CHUNK = 128
+SHARE = 4 * CHUNK  # pairs of a part that one program places
+COUNTED = tl.constexpr(4 * CHUNK)  # pairs counted at a time
 PARTS_PER_LOAD = tl.constexpr(64)  # each step of the loop over parts waits for memory
 
 
@@ -53,6 +57,24 @@ class Pairs(NamedTuple):
     part_size: Runtime  # pairs of a program, a multiple of CHUNK
     BLOCK_E: Constant
     CHUNK: Constant
+
+
+@triton.jit
+def count_experts(
+    first, end,
+    ids_ptr, map_ptr, E, num_ids, top_k, ids_stride_m, ids_stride_k, map_stride,
+    BLOCK_E: tl.constexpr,
+):  # fmt: skip
+    """(BLOCK_E,): how many of the pairs from `first` to `end` each expert has."""
+    counts = tl.zeros((BLOCK_E,), tl.int32)
+    for start in range(first, end, COUNTED):
+        p = start + tl.arange(0, COUNTED)
+        e = local_expert(
+            ids_ptr, map_ptr, p, p < end, E, num_ids, top_k,
+            ids_stride_m, ids_stride_k, map_stride,
+        )  # fmt: skip
+        counts += tl.histogram(tl.where(e >= 0, e, 0), BLOCK_E, mask=e >= 0)
+    return counts
 
 
 @arguments
@@ -82,14 +104,10 @@ def moe_ops_count_pairs(
     """Count the pairs of each expert in each part."""
     gdc_launch_dependents(PDL)
     part = tl.program_id(0)
-    counts = tl.zeros((BLOCK_E,), tl.int32)
-    for start in range(part * part_size, tl.minimum(S, (part + 1) * part_size), CHUNK):
-        p = start + tl.arange(0, CHUNK)
-        e = local_expert(
-            ids_ptr, map_ptr, p, p < S, E, num_ids, top_k,
-            ids_stride_m, ids_stride_k, map_stride,
-        )  # fmt: skip
-        counts += tl.histogram(tl.where(e >= 0, e, 0), BLOCK_E, mask=e >= 0)
+    counts = count_experts(
+        part * part_size, tl.minimum(S, (part + 1) * part_size),
+        ids_ptr, map_ptr, E, num_ids, top_k, ids_stride_m, ids_stride_k, map_stride, BLOCK_E,
+    )  # fmt: skip
     tl.store(counts_ptr + part * BLOCK_E + tl.arange(0, BLOCK_E), counts)
 
 
@@ -99,6 +117,7 @@ class Place:
     ends: Pointer  # (E,), written: the row after each expert's last pair
     counts: Pointer  # (programs, BLOCK_E)
     pairs: Pairs
+    SHARE: Constant
     ALIGNMENT: Constant
     PDL: Constant
 
@@ -120,15 +139,20 @@ def moe_ops_place_pairs(
     part_size,
     BLOCK_E: tl.constexpr,
     CHUNK: tl.constexpr,
+    SHARE: tl.constexpr,
     ALIGNMENT: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Compute the row of each pair. An expert without pairs ends where it would begin, at a
-    multiple of ALIGNMENT.
+    multiple of ALIGNMENT. Grid: (parts, shares of a part).
     """
     gdc_launch_dependents(PDL)
     gdc_wait(PDL)
     part, parts = tl.program_id(0), tl.num_programs(0)
+    end = tl.minimum(S, (part + 1) * part_size)
+    begin = part * part_size + tl.program_id(1) * SHARE
+    if begin >= end:
+        return
     group = tl.arange(0, BLOCK_E)
     total = tl.zeros((BLOCK_E,), tl.int32)
     before = tl.zeros((BLOCK_E,), tl.int32)
@@ -140,22 +164,26 @@ def moe_ops_place_pairs(
         before += tl.sum(tl.where((other < part)[:, None], counts, 0), 0)
     padded = tl.cdiv(total, ALIGNMENT) * ALIGNMENT
     first = tl.cumsum(padded) - padded
-    if part == 0:
+    if begin == 0:
         tl.store(ends_ptr + group, first + total, mask=group < E)
     next_row = first + before
+    if begin > part * part_size:
+        next_row += count_experts(
+            part * part_size, begin,
+            ids_ptr, map_ptr, E, num_ids, top_k, ids_stride_m, ids_stride_k, map_stride, BLOCK_E,
+        )  # fmt: skip
     lane = tl.arange(0, CHUNK)
-    for start in range(part * part_size, tl.minimum(S, (part + 1) * part_size), CHUNK):
+    for start in range(begin, tl.minimum(begin + SHARE, end), CHUNK):
         p = start + lane
         e = local_expert(
-            ids_ptr, map_ptr, p, p < S, E, num_ids, top_k,
+            ids_ptr, map_ptr, p, p < end, E, num_ids, top_k,
             ids_stride_m, ids_stride_k, map_stride,
         )  # fmt: skip
-        mine = e[:, None] == group[None, :]
-        row = tl.sum(tl.where(mine, next_row[None, :], 0), 1)
-        earlier = (e[:, None] == e[None, :]) & (lane[None, :] < lane[:, None])
-        row += tl.sum(earlier.to(tl.int32), 1)
-        tl.store(rows_ptr + p, tl.where(e >= 0, row, -1), mask=p < S)
-        next_row += tl.sum(mine.to(tl.int32), 0)
+        row = tl.gather(next_row, tl.where(e >= 0, e, 0), 0)
+        earlier = (e[:, None] == e[None, :]) & (lane[:, None] < lane[None, :])
+        row += tl.sum(earlier.to(tl.int32), 0)
+        tl.store(rows_ptr + p, tl.where(e >= 0, row, -1), mask=p < end)
+        next_row += tl.histogram(tl.where(e >= 0, e, 0), BLOCK_E, mask=e >= 0)
 
 
 def place(
@@ -191,11 +219,18 @@ def place(
     )
     grid = (cdiv(S, part_size), 1, 1)
     placed = Place(
-        rows=rows, ends=ends, counts=counts, pairs=pairs, ALIGNMENT=alignment, PDL=gpu.pdl
+        rows=rows,
+        ends=ends,
+        counts=counts,
+        pairs=pairs,
+        SHARE=SHARE,
+        ALIGNMENT=alignment,
+        PDL=gpu.pdl,
     )
+    shares = (*grid[:1], cdiv(part_size, SHARE), 1)
     launches = [
         Launch(moe_ops_count_pairs, grid, Count(counts=counts, pairs=pairs, PDL=gpu.pdl)),
-        Launch(moe_ops_place_pairs, grid, placed, 8),
+        Launch(moe_ops_place_pairs, shares, placed, 4),
     ]
     return launches, Layout(rows, ends, size)
 

@@ -17,9 +17,9 @@ from torch import Tensor
 from moe_ops.kernels.device.activations import (
     activate_one,
     activate_two,
-    derivative_of_one,
     derivatives_of_two,
     gate_and_up,
+    one_and_derivative,
 )
 from moe_ops.kernels.device.experts import ends_of_experts, expert_of_row
 from moe_ops.kernels.gemm.operands import Activated
@@ -40,9 +40,10 @@ from moe_ops.kernels.permute.layout import (
     rows_of,
 )
 from moe_ops.kernels.permute.rows import RouterWeights, router_weights
-from moe_ops.meta.workspace import cdiv
+from moe_ops.meta.workspace import cdiv, round_up
 
-BLOCK = 1024  # columns of a program
+BLOCK = 1024  # columns of a program of scatter
+WARP = 256  # columns that a warp takes at a time: 16 bytes a thread
 ZEROS = 8192  # elements that a program of zero_empty writes at a time
 
 
@@ -103,26 +104,41 @@ def scatter(x: Tensor, y: Tensor, weights: Tensor | None, layout: Layout, top_k:
     return Launch(moe_ops_train_scatter, (M, cdiv(K, BLOCK), 1), args)
 
 
+def tile_of(I: int) -> tuple[int, int]:  # noqa: E741
+    """(columns that a program takes at a time, its warps) for rows of I columns: 8 columns a
+    thread, as few behind the last one as can be.
+    """
+    warps = min((4, 2, 1), key=lambda warps: round_up(I, WARP * warps))
+    return WARP * warps, warps
+
+
 @triton.jit
-def activation_input(
-    x_ptr, bias_ptr, first, I,  # noqa: E741
+def columns_of_row(
+    x_ptr, first, I,  # noqa: E741
     GATED: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_I: tl.constexpr,
 ):  # fmt: skip
-    """Gate and up, fp32, of a row x + bias from column `first` on; of activations that are not
-    gated twice the same.
+    """Gate and up of a row x from column `first` on; of activations that are not gated twice the
+    same.
     """
     if GATED:
         g, u = gate_and_up(x_ptr, first, I, INTERLEAVED, BLOCK_I)
-        g, u = g.to(tl.float32), u.to(tl.float32)
-        if bias_ptr is not None:
-            g_bias, u_bias = gate_and_up(bias_ptr, first, I, INTERLEAVED, BLOCK_I)
-            g, u = g + g_bias.to(tl.float32), u + u_bias.to(tl.float32)
     else:
         i = first + tl.arange(0, BLOCK_I)
-        g = tl.load(x_ptr + i, mask=i < I, other=0.0).to(tl.float32)
-        if bias_ptr is not None:
-            g += tl.load(bias_ptr + i, mask=i < I, other=0.0).to(tl.float32)
+        g = tl.load(x_ptr + i, mask=i < I, other=0.0)
         u = g
+    return g, u
+
+
+@triton.jit
+def activation_input(
+    g, u, bias_ptr, first, I,  # noqa: E741
+    GATED: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_I: tl.constexpr,
+):  # fmt: skip
+    """What `columns_of_row` returns plus a bias, fp32."""
+    g, u = g.to(tl.float32), u.to(tl.float32)
+    if bias_ptr is not None:
+        g_bias, u_bias = columns_of_row(bias_ptr, first, I, GATED, INTERLEAVED, BLOCK_I)
+        g, u = g + g_bias.to(tl.float32), u + u_bias.to(tl.float32)
     return g, u
 
 
@@ -168,7 +184,8 @@ def moe_ops_train_activate(
         bias_ptr += e.to(tl.int64) * N
     first = tl.program_id(1) * BLOCK_I
     i = first + tl.arange(0, BLOCK_I)
-    g, u = activation_input(x_ptr + row * N, bias_ptr, first, I, GATED, INTERLEAVED, BLOCK_I)
+    g, u = columns_of_row(x_ptr + row * N, first, I, GATED, INTERLEAVED, BLOCK_I)
+    g, u = activation_input(g, u, bias_ptr, first, I, GATED, INTERLEAVED, BLOCK_I)
     if GATED:
         h = activate_two(g, u, alpha, beta, limit, ACTIVATION, HAS_LIMIT)
     else:
@@ -181,6 +198,7 @@ def activate(
 ) -> Launch:
     """h (S, I) = activation(x (S, N) + bias (E, N))."""
     (S, N), I = x.shape, h.shape[1]  # noqa: E741
+    columns, warps = tile_of(I)
     args = Activate(
         h=h,
         x=x,
@@ -190,9 +208,9 @@ def activate(
         N=N,
         I=I,
         activation=activation,
-        BLOCK_I=BLOCK,
+        BLOCK_I=columns,
     )
-    return Launch(moe_ops_train_activate, (S, cdiv(I, BLOCK), 1), args)
+    return Launch(moe_ops_train_activate, (S, cdiv(I, columns), 1), args, warps)
 
 
 class Gradients(NamedTuple):
@@ -209,6 +227,7 @@ class Derive:
     to: Gradients
     x: Pointer  # (S, N)
     bias: ExpertBias  # (E, N), added to x
+    hidden: Pointer  # (S, I): the activation's output rounded, or None: as it is
     dh: Pointer  # (S, I): the gradient of the activation, without the router weight; or None
     weights: RouterWeights  # or none: 1
     layout: Layout
@@ -229,6 +248,7 @@ def moe_ops_train_derive(
     bias_ptr,
     bias_E,
     bias_BLOCK_E: tl.constexpr,
+    hidden_ptr,
     dh_ptr,
     weights_ptr,
     weights_stride_m,
@@ -249,8 +269,10 @@ def moe_ops_train_derive(
     BLOCK_I: tl.constexpr,
 ):
     """Through the activation and the router weight s of a pair, from the gradient dh of s * h:
-    dx = s * dh * activation'(x), ds = sum of dh * h, and s * h, with h = activation(x + bias).
-    Grid: S.
+    dx = s * dh * activation'(x), ds = sum of dh * h, and s * h, with h = activation(x + bias) or
+    what it was rounded to.
+    Grid: S. A program loads columns one step ahead of their use: a store may write what the next
+    load reads, as far as a compiler knows, so that none moves the load before it.
     """
     pair = tl.program_id(0)
     row = tl.load(rows_ptr + pair).to(tl.int64)
@@ -270,25 +292,38 @@ def moe_ops_train_derive(
     x_ptr += row * N
     if to_dx_ptr is not None:
         to_dx_ptr += row * N
+    if dh_ptr is not None:
+        dh_ptr += row * I
     total = tl.zeros((BLOCK_I,), tl.float32)
+    lane = tl.arange(0, BLOCK_I)
+    next_g, next_u = columns_of_row(x_ptr, 0, I, GATED, INTERLEAVED, BLOCK_I)
+    if dh_ptr is not None:
+        next_dh = tl.load(dh_ptr + lane, mask=lane < I, other=0.0)
     for first in tl.range(0, I, BLOCK_I):
-        i = first + tl.arange(0, BLOCK_I)
+        i = first + lane
         ok = i < I
-        g, u = activation_input(x_ptr, bias_ptr, first, I, GATED, INTERLEAVED, BLOCK_I)
+        g, u = activation_input(next_g, next_u, bias_ptr, first, I, GATED, INTERLEAVED, BLOCK_I)
+        following = first + BLOCK_I
+        next_g, next_u = columns_of_row(x_ptr, following, I, GATED, INTERLEAVED, BLOCK_I)
+        if dh_ptr is not None:
+            dh = next_dh.to(tl.float32)
+            next_dh = tl.load(dh_ptr + following + lane, mask=following + lane < I, other=0.0)
         if GATED:
             h, dg, du = derivatives_of_two(g, u, alpha, beta, limit, ACTIVATION, HAS_LIMIT)
         else:
-            h, dg = activate_one(g, ACTIVATION), derivative_of_one(g, ACTIVATION)
+            h, dg = one_and_derivative(g, ACTIVATION)
+        if hidden_ptr is not None:
+            h = tl.load(hidden_ptr + row * I + i, mask=ok, other=0.0).to(tl.float32)
         if to_scaled_ptr is not None:
             scaled = (s * h).to(to_scaled_ptr.dtype.element_ty)
             tl.store(to_scaled_ptr + row * I + i, scaled, mask=ok)
         if dh_ptr is not None:
-            dh = tl.load(dh_ptr + row * I + i, mask=ok, other=0.0).to(tl.float32)
-            total += tl.where(ok, dh * h, 0.0)
+            total += dh * h  # behind the last column both are 0
             if to_dx_ptr is not None:
-                dg = (s * dh * dg).to(to_dx_ptr.dtype.element_ty)
+                dh *= s
+                dg = (dh * dg).to(to_dx_ptr.dtype.element_ty)
                 if GATED:
-                    du = (s * dh * du).to(to_dx_ptr.dtype.element_ty)
+                    du = (dh * du).to(to_dx_ptr.dtype.element_ty)
                 if GATED and INTERLEAVED:
                     wide = 2 * first + tl.arange(0, 2 * BLOCK_I)
                     both = tl.reshape(tl.join(dg, du), (2 * BLOCK_I,))
@@ -306,6 +341,7 @@ def derive(
     to: Gradients,
     x: Tensor,
     bias: Tensor | None,
+    hidden: Tensor | None,
     dh: Tensor | None,
     weights: Tensor | None,  # (M, top_k)
     I: int,  # noqa: E741
@@ -316,10 +352,12 @@ def derive(
     `to.factors` alone are asked for.
     """
     S, N = x.shape
+    columns, warps = tile_of(I)
     args = Derive(
         to=to,
         x=x,
         bias=expert_bias(bias),
+        hidden=hidden,
         dh=dh,
         weights=router_weights(weights),
         layout=layout,
@@ -327,9 +365,9 @@ def derive(
         I=I,
         activation=activation,
         TOP_K=top_k,
-        BLOCK_I=min(BLOCK, triton.next_power_of_2(I)),
+        BLOCK_I=columns,
     )
-    return Launch(moe_ops_train_derive, (S, 1, 1), args)
+    return Launch(moe_ops_train_derive, (S, 1, 1), args, warps)
 
 
 @arguments

@@ -40,8 +40,8 @@ def built(monkeypatch, tmp_path):
     return say
 
 
-def names(problem: Problem) -> list[tuple[int, str]]:
-    return [(limit, chosen.name) for limit, chosen in plans.plan(problem, H200, "auto").tiers]
+def names(problem: Problem, machine: Machine = H200) -> list[tuple[int, str]]:
+    return [(limit, chosen.name) for limit, chosen in plans.plan(problem, machine, "auto").tiers]
 
 
 @pytest.mark.parametrize("scheme", backend._FP8)
@@ -63,6 +63,20 @@ def test_auto_takes_it_for_more_rows_of_blocks_and_of_plain_weights(built, schem
     assert names(layer) == [(16 * rows - 1, "triton"), (-1, "cutlass")]
     parallel = dataclasses.replace(layer, mapped_experts=2 * layer.num_experts)
     assert names(parallel) == [(32 * rows - 1, "triton"), (-1, "cutlass")]
+
+
+@pytest.mark.parametrize("size, rows", [(7168 * 2048, None), (4096 * 6400, 80), (1 << 25, 512)])
+def test_auto_leaves_large_experts_to_deep_gemm(built, size, rows):
+    """From so many rows on, where deep_gemm is installed; without it cutlass keeps them."""
+    built(True)
+    layer = dataclasses.replace(
+        LAYER, scheme="fp8_block", hidden_size=4096, intermediate_size=size // 4096
+    )
+    layer = dataclasses.replace(layer, num_rows=2 * layer.intermediate_size)
+    assert names(layer) == [(16 * 24 - 1, "triton"), (-1, "cutlass")]
+    both = dataclasses.replace(H200, available=(*H200.available, "deep_gemm"))
+    end = [(-1, "cutlass")] if rows is None else [(16 * rows - 1, "cutlass"), (-1, "deep_gemm")]
+    assert names(layer, both) == [(16 * 24 - 1, "triton"), *end]
 
 
 def test_auto_leaves_out_what_was_not_measured(built):
