@@ -183,12 +183,7 @@ def spread(name: str, quantized: bool = False) -> Callable[[Problem], Way]:
 
         exchange = getattr(dispatcher, "exchange", "")
         later = not quantized and getattr(dispatcher, "sends_rows_later", False)
-        if later and wire.pays_later(cell.case.scheme):
-            given = cell.hidden_states, problem.w13, problem.w2, cell.sets[0].ids
-            plan = moe_ops.explain(*given, expert_map=expert_map)
-            later = cell.case.scheme in plan.backend_of(job.size * M).sends_rows  # as in layers
-        else:
-            later = False
+        later = later and wire.pays_later(cell.case.scheme)
 
         def dispatch(which: int) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
             if quantized:

@@ -18,6 +18,7 @@ from moe_ops.parallel.agreement import check_agreement
 from moe_ops.parallel.dispatch import Dispatcher, make_dispatcher
 from moe_ops.parallel.replicas import ReplicatedPlacement, balanced
 from moe_ops.planning import bind
+from moe_ops.planning.auto import of_rows
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -236,7 +237,8 @@ def _sends_later(layer: SpreadLayer, x: Tensor, topk_ids: Tensor, topk_weights: 
     )
     plan = bind.look_up(call, layer.backend).plan
     rows = dispatcher.group_size * dispatcher.max_num_tokens
-    return plan.num_chunks(rows) == 1 and w13.scheme in plan.backend_of(rows).sends_rows
+    backend = of_rows(plan.tiers, rows)
+    return plan.num_chunks(rows) == 1 and w13.scheme in backend.sends_rows
 
 
 def _refuse_training(experts: Experts) -> None:

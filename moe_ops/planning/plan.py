@@ -19,7 +19,7 @@ from moe_ops.meta.workspace import cdiv, maximum, minimum
 from moe_ops.ops import library
 from moe_ops.ops.chunks import ALIGNMENT, experts_of_chunk
 from moe_ops.ops.problem import Buffer, Machine, Problem, Workspaces
-from moe_ops.planning.auto import AUTO, of_rows
+from moe_ops.planning.auto import AUTO
 from moe_ops.schemes import get_scheme
 from moe_ops.tables import lookup
 
@@ -62,10 +62,6 @@ class Plan:
         """
         backend = self.tiers[0][1] if len(self.tiers) == 1 else AUTO
         return backend.kernels[self.problem.kind].get(self.machine.device_type)
-
-    def backend_of(self, M: int) -> library.Backend:
-        """The backend that runs calls of M rows."""
-        return of_rows(self.tiers, M)
 
     @property
     def tiers_text(self) -> str:

@@ -24,6 +24,7 @@ import moe_ops
 import moe_ops.tensors  # noqa: F401 - with torchao, once for all processes
 from moe_ops import backends
 from moe_ops.meta import symmetric
+from moe_ops.nn import spread as spread_layers
 from moe_ops.nn.rebalance import rebalance
 from moe_ops.parallel import wire
 from moe_ops.parallel.columns import shard_w2, shard_w13
@@ -31,7 +32,6 @@ from moe_ops.parallel.dispatch import DISPATCHERS
 from moe_ops.parallel.dispatchers import AllGatherReduceScatter, AllReduce, AllToAll
 from moe_ops.parallel.placement import PLACEMENTS, Placement, shard_experts
 from moe_ops.parallel.symmetric_memory import SymmetricMemory
-from moe_ops.planning.plan import Plan
 from tests.support import oracle
 
 E, H, I, TOP_K = 6, 128, 128, 2  # noqa: E741
@@ -320,7 +320,9 @@ def compiled(rank: int, size: int) -> Iterator[tuple[str, float, float]]:
                 want = layer(x)
                 with (
                     mock.patch.object(symmetric, "MANY_TOKENS", 1),
-                    mock.patch.object(Plan, "backend_of", lambda *_: backends.named("deep_gemm")),
+                    mock.patch.object(
+                        spread_layers, "of_rows", lambda *_: backends.named("deep_gemm")
+                    ),
                 ):
                     yield "rows behind their routing, compiled", difference(call(x), want), 0.0
         yield f"compiled, graphs, {kind.name}", float(len(graphs)), 2.0 if rank == 0 else 1.0

@@ -22,6 +22,7 @@ from moe_ops.kernels.configs import (
 from moe_ops.kernels.gemm import configs
 from moe_ops.kernels.launch import Gpu
 from moe_ops.ops.problem import Machine, Problem
+from moe_ops.planning import auto
 from moe_ops.planning import machine as machines
 from moe_ops.planning import plan as plans
 from moe_ops.tables import lookup, record
@@ -280,6 +281,6 @@ def test_auto_runs_what_was_measured(scheme, tmp_path, monkeypatch):
     plan = plans.plan(problem, here)
     lookup._entries.cache_clear()
     for M, us in times.items():
-        chosen = plan.backend_of(M).name
+        chosen = auto._of_rows(plan.tiers, M).name
         takes = {n: t for n, t in us.items() if n not in dict(plan.refused)}
         assert takes[chosen] <= min(takes.values()) * (1 + lookup.MARGIN) * 1.001
