@@ -12,13 +12,10 @@ from moe_ops.activations import Activation
 from moe_ops.checks import autocasting, check_size
 from moe_ops.nn.config import MoEConfig
 from moe_ops.nn.modules import Experts
-from moe_ops.ops.call import ExpertsCall, take_apart
 from moe_ops.parallel import invariance, wire
 from moe_ops.parallel.agreement import check_agreement
 from moe_ops.parallel.dispatch import Dispatcher, make_dispatcher
 from moe_ops.parallel.replicas import ReplicatedPlacement, balanced
-from moe_ops.planning import bind
-from moe_ops.planning.auto import of_rows
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -109,9 +106,6 @@ class SpreadLayer(Protocol):
     batch_invariant: bool | None
     router_weight_on_input: bool
     backend: str
-    activation: Activation
-    expert_map: Tensor | None
-    max_workspace_bytes: int | None
 
 
 class Sent(NamedTuple):
@@ -151,7 +145,7 @@ def send_tokens(layer: SpreadLayer, x: Tensor, topk_ids: Tensor, topk_weights: T
             "out_dtype": x.dtype,
         }
         return Sent(rows, ids, weights, options, by_tree, added)
-    if added and _sends_later(layer, x, topk_ids, topk_weights):
+    if added and _sends_later(layer):
         dispatcher: Any = layer.dispatcher
         ids, weights = dispatcher.dispatch_routing(topk_ids, topk_weights)
         return Sent(x, ids, weights, options, by_tree, added)
@@ -205,40 +199,13 @@ def _sends_quantized(layer: SpreadLayer, x: Tensor, topk_weights: Tensor) -> boo
     return wire.why_not_quantized(experts.w13, x.shape[1], layer.backend) is None
 
 
-def _sends_later(layer: SpreadLayer, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> bool:
-    """Whether tokens travel behind their routing: where the backend that the tokens of all ranks
-    fall to sends them. All ranks must do so, or none: they plan alike, on GPUs and libraries that
-    are alike.
-    """
-    dispatcher: Any = layer.dispatcher
-    if not getattr(dispatcher, "sends_rows_later", False) or layer.router_weight_on_input:
+def _sends_later(layer: SpreadLayer) -> bool:
+    """Whether tokens travel behind their routing."""
+    if not getattr(layer.dispatcher, "sends_rows_later", False) or layer.router_weight_on_input:
         return False
-    experts = layer.experts
-    w13, w2 = take_apart(experts.w13), take_apart(experts.down_proj)
-    if not wire.pays_later(w13.scheme, w13.layout, layer.backend):
-        return False
-    if autocasting(x.device):  # the call has other dtypes than x
-        return True
-    call = ExpertsCall(
-        x,
-        w13,
-        w2,
-        topk_weights,
-        topk_ids,
-        experts.w13_bias,
-        experts.down_proj_bias,
-        layer.expert_map,
-        layer.activation,
-        router_weight_on_input=False,
-        deterministic=True,
-        needs_grad=False,
-        max_workspace_bytes=layer.max_workspace_bytes,
-        exchange=dispatcher.exchange,
-    )
-    plan = bind.look_up(call, layer.backend).plan
-    rows = dispatcher.group_size * dispatcher.max_num_tokens
-    backend = of_rows(plan.tiers, rows)
-    return plan.num_chunks(rows) == 1 and w13.scheme in backend.sends_rows
+    w13 = layer.experts.w13
+    scheme, layout = getattr(w13, "scheme", ""), getattr(w13, "weight_layout", "")
+    return wire.pays_later(scheme, layout, layer.backend)
 
 
 def _refuse_training(experts: Experts) -> None:

@@ -32,12 +32,12 @@ def _launch_auto(kind: str, rows_of: int) -> Callable[[Any], None]:
     """Launcher of the tiered op; `rows_of` is the dimension of the output that holds M."""
 
     def launch(args: Any) -> None:
-        of_rows(_parse_tiers(args.tiers), args[0].shape[rows_of]).launch[kind](args)
+        _of_rows(_parse_tiers(args.tiers), args[0].shape[rows_of]).launch[kind](args)
 
     return launch
 
 
-def of_rows(tiers: tuple[tuple[int, library.Backend], ...], rows: int) -> library.Backend:
+def _of_rows(tiers: tuple[tuple[int, library.Backend], ...], rows: int) -> library.Backend:
     """The backend of the tier that so many rows fall into."""
     for limit, backend in tiers:
         if limit < 0 or rows <= limit:
@@ -68,6 +68,8 @@ def served_by(op: Any, values: Sequence[Any]) -> tuple[library.Backend, int] | N
             if known == op:
                 rows = values[0].shape[_ROWS_OF[kind]]
                 if backend is AUTO:
-                    backend = of_rows(_parse_tiers(library.KINDS[kind].unpack(values).tiers), rows)
+                    backend = _of_rows(
+                        _parse_tiers(library.KINDS[kind].unpack(values).tiers), rows
+                    )
                 return backend, rows
     return None

@@ -5,20 +5,17 @@ import gc
 import pickle
 from dataclasses import dataclass
 from types import SimpleNamespace
-from unittest import mock
 
 import pytest
 import torch
 
-from moe_ops import MoEConfig, MoELayer, ParallelConfig, quantize
+from moe_ops import MoEConfig, MoELayer, ParallelConfig
 from moe_ops.meta.symmetric import SymmetricLayout
 from moe_ops.nn.spread import send_tokens
-from moe_ops.ops.problem import Machine
 from moe_ops.parallel import all2all, dispatch, mailboxes, wire
 from moe_ops.parallel.dispatch import DISPATCHERS, make_dispatcher, register_dispatcher
 from moe_ops.parallel.dispatchers import AllGatherReduceScatter, AllReduce, AllToAll
 from moe_ops.parallel.symmetric_memory import SymmetricMemory
-from moe_ops.planning import machine
 
 DISPATCHER = AllGatherReduceScatter("group", 2, 4)
 KINDS = pytest.mark.parametrize("kind", DISPATCHERS.values(), ids=DISPATCHERS)
@@ -183,46 +180,18 @@ def test_experts_add_outputs_up_where_no_gradients_are_recorded(world):
     assert not send_tokens(layer, given[0].requires_grad_(), *given[1:]).added
     with torch.no_grad():
         assert send_tokens(layer, *given).added
+        layer.dispatcher.sends_rows_later = True
+        layer.dispatcher.dispatch_routing = lambda *routing: routing[::-1]
+        sent = send_tokens(layer, *given)
+        assert (sent.rows, sent.ids, sent.weights) == (given[0], given[2], given[1])
+        layer.backend = "triton"  # which would gather rows before it begins
+        assert send_tokens(layer, *given)[:3] == given
+        layer.backend, layer.router_weight_on_input = "auto", True
+        assert send_tokens(layer, *given)[:3] == given
     made, given = experts.down_proj.detach().clone().requires_grad_(), tokens()
     del experts.down_proj
     experts.down_proj = made  # no parameter
     assert not send_tokens(layer, *given).added
-
-
-def test_tokens_travel_behind_their_routing_where_the_backend_that_runs_sends_them(world):
-    world(1, 2)
-    config = MoEConfig(4, 2, 128, 128, parallel=parallel(dp_size=2, dp_rank=1))
-    layer = MoELayer.from_config(config, group=torch.distributed.group.WORLD)
-    layer.to(torch.bfloat16)
-    for name in ("gate_up_proj", "down_proj"):
-        weight = quantize(getattr(layer.experts, name).detach(), "fp8_block")
-        setattr(layer.experts, name, torch.nn.Parameter(weight, requires_grad=False))
-    layer.requires_grad_(False)
-    given = torch.randn(3, 128).bfloat16(), *tokens()[1:]
-
-    def later(rows=8192, available=("torch", "triton", "deep_gemm"), backend="auto", **changed):
-        """Whether they do on an H200, tokens of two such ranks together."""
-        layer.dispatcher = SimpleNamespace(
-            exchange="its name",
-            group_size=2,
-            max_num_tokens=rows // 2,
-            sends_rows_later=True,
-            dispatch=lambda *given: given,
-            dispatch_routing=lambda *routing: routing[::-1],
-        )
-        with mock.patch.multiple(layer, backend=backend, **changed):
-            hopper = Machine("cuda", (9, 0), "NVIDIA H200", available, total_memory=2**37)
-            with machine.pretend(hopper):
-                sent = send_tokens(layer, *given)
-        assert sent.added and sent.rows is given[0]
-        return sent.ids is given[2]  # as the stand-in for an exchange of routings has them
-
-    assert later() and later(backend="deep_gemm")
-    assert not later(available=("torch", "triton"))
-    assert not later(rows=8)  # few, for which another backend is faster
-    assert not later(backend="triton")  # which would gather rows before it begins
-    assert not later(router_weight_on_input=True)
-    assert not later(max_workspace_bytes=2**21)  # in chunks
 
 
 def test_rows_are_sent_later_where_a_backend_sends_them():
