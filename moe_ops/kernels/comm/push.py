@@ -67,6 +67,7 @@ _MOST_SUMMED_BYTES = 8192
 # of a thread, so that two programs share a multiprocessor: those that receive must not be left to
 # wait until all have sent
 MAX_REGISTERS = 128
+MULTIPROCESSORS = 132  # of an H100 or H200 with SXM
 
 
 class Phases(NamedTuple):
@@ -682,11 +683,12 @@ def push_sums(
         TILE=tile.rows,
         BLOCK_K=tile.columns,
     )
-    # Parts of sums are for so few pairs that programs with many of them share no multiprocessor;
-    # with as few registers, 23 to 114 of a thread spilled.
-    most_registers = MAX_REGISTERS if pairs.SPLIT_K == 1 else None
-    grid, num_warps = grid_of(layout), num_warps or tile.num_warps
-    return Launch(moe_ops_push_sums, grid, args, num_warps, most_registers)
+    grid = grid_of(layout)
+    # Sums of parts spill 23 to 114 of a thread's registers with so few. They are of few pairs,
+    # whose programs mostly have a multiprocessor each.
+    alone = pairs.SPLIT_K > 1 and grid[0] <= MULTIPROCESSORS
+    most_registers = None if alone else MAX_REGISTERS
+    return Launch(moe_ops_push_sums, grid, args, num_warps or tile.num_warps, most_registers)
 
 
 def pairs_of(

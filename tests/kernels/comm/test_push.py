@@ -175,6 +175,18 @@ def test_pairs_are_summed_on_the_way(R, T, K, top_k, split_k, few, monkeypatch):
         assert want.abs().sum() > 0 and torch.equal(out, want.half())
 
 
+@pytest.mark.parametrize("tokens, split_k, bound", [(8, 1, 128), (8, 2, None), (512, 2, 128)])
+def test_registers_of_programs_that_may_share_a_multiprocessor(tokens, split_k, bound):
+    """All are bound but those of parts of sums that have a multiprocessor each."""
+    (box, _) = mailboxes(SymmetricLayout(2, tokens, 64))
+    ids = torch.zeros(2 * tokens, 1, dtype=torch.int64)
+    pairs = push.pairs_of(ids, None, 1, None, None, split_k)
+    out, y = torch.empty(tokens, 32).half(), torch.empty(split_k, 2 * tokens, 32)
+    found = push.push_sums(out, y, box, SPINS, pairs=pairs)
+    assert (found.grid[0] > push.MULTIPROCESSORS) == (tokens == 512)
+    assert found.maxnreg == bound
+
+
 def test_the_stand_in_reads_what_kernels_sent():
     """Layout, flags and epochs of the one are those of the other."""
     R, T, K, top_k = 3, 5, 24, 2
