@@ -261,7 +261,7 @@ struct Layout {
             x_row = typename D::Isa::template Block<D>(a.K).bytes;
             h_row = typename D::Isa::template Block<D>(a.I).bytes;
             packed_x = packed_pairs = P / TOKENS_OF_BLOCK + std::min(P, a.E);
-            most = (most + BLOCK - 1) / BLOCK * BLOCK * ROWS_OF_PANEL;
+            most = std::max((most + BLOCK - 1) / BLOCK, int64_t{2}) * BLOCK * ROWS_OF_PANEL;  // two steps at least
         } else {
             auto bytes_of = [](int64_t n) {
                 const int64_t steps = (n + BLOCK - 1) / BLOCK;
@@ -330,6 +330,9 @@ void pack_blocks(const Experts& a, const int64_t* start, const int64_t* hit, int
         }
 }
 
+// Groups of a step whose sums of tokens zero points need.
+int sums_of(const Matrix& m) { return m.zero_point ? m.groups : 0; }
+
 template <class D>
 void layer(const Experts& a, uint8_t* scratch) {
     using Of = typename D::Isa;
@@ -376,7 +379,7 @@ void layer(const Experts& a, uint8_t* scratch) {
         };
         if constexpr (TILED<D>) {
             Of::begin();
-            pack_blocks<D>(a, start, hit, hits, t, T, a.K, a.w13.groups, wide, scratch + at.x, at.x_row,
+            pack_blocks<D>(a, start, hit, hits, t, T, a.K, sums_of(a.w13), wide, scratch + at.x, at.x_row,
                            [&](int64_t s) { return a.x + pair[s] / a.top_k * a.x_row; });
         } else {
             for (int64_t m = t; m < a.M; m += T)
@@ -412,7 +415,7 @@ void layer(const Experts& a, uint8_t* scratch) {
         }
 #pragma omp barrier
         if constexpr (TILED<D>)
-            pack_blocks<D>(a, start, hit, hits, t, T, a.I, a.w2.groups, wide, scratch + at.packed_h, at.h_row,
+            pack_blocks<D>(a, start, hit, hits, t, T, a.I, sums_of(a.w2), wide, scratch + at.packed_h, at.h_row,
                            [&](int64_t s) { return h + s * a.I; });
         else
             for (int64_t s = t; s < pairs; s += T)
@@ -508,8 +511,11 @@ int use(int most) {
     return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c") ? 2 : 0;
 }
 
+constexpr int64_t MOST_COLUMNS = 1 << 16;  // of bytes whose products have sums of 32 bits
+
 // Whether experts have so many rows on average, those of other processes included, that tiles are faster.
 bool many_rows(const Experts& a) {
+    if (std::max(a.K, a.I) > MOST_COLUMNS) return false;
     const int64_t from_rows = OF_AMX[a.scheme].from_rows + a.w13.groups;
     return !a.batch_invariant && a.M * a.top_k >= from_rows * std::max(a.E, a.mapped);
 }

@@ -389,6 +389,17 @@ def test_large_numbers_of_an_expert_map_do_not_wrap(native):
     assert (out[[0, 1, 2, 4]] == 0).all() and (out[3] != 0).any() and native
 
 
+def test_sums_of_many_columns(native):
+    """Those of bytes would not fit 32 bits."""
+    K = 135168  # 127 * 127 * K > 2 ** 31
+    w13 = moe_ops.quantize(torch.full((1, 64, K), 2**-17, dtype=BF16), "int8_w8a16:channel")
+    w2 = moe_ops.quantize(torch.full((1, K, 32), 2**-5, dtype=BF16), "int8_w8a16:channel")
+    x, ids = torch.ones(8, K, dtype=BF16), torch.zeros(8, 1, dtype=torch.int64)
+    out, gate = run(x, w13, w2, torch.ones(8, 1), ids), K * 2**-17
+    expected = torch.full_like(out, gate**2 / (1 + math.exp(-gate)), dtype=torch.float64)
+    assert error(out, expected) < TOLERANCE and native
+
+
 def test_gate_far_below_zero_gives_nothing(native):
     w13, w2, *_ = weights(1, 128, 128, "")
     w13[0, :128], w13[0, 128:] = -1, 1
