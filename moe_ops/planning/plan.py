@@ -324,17 +324,18 @@ def _faster_from(backend: library.Backend, problem: Problem) -> int | None:
 
 def _claimed(problem: Problem, tiers: _Tiers, candidate: library.Backend) -> _Tiers:
     """`tiers` with a backend that was not timed in the place of others, from as many rows an
-    expert on as it says that it is faster from. What it gives back to the last of them starts a
-    tier of that one, if that one claims rows as well.
+    expert on as it says that it is faster from. Rows that it gives back are run as before, if the
+    last of `tiers` claims such as well.
     """
     rows = _faster_from(candidate, problem)
     if rows is None:
         return tiers
-    last = tiers[-1][1]
+    end, behind = -1, tiers[:0]
     to = None if candidate.faster_to is None else candidate.faster_to(problem)
-    behind: _Tiers = ()
-    if to is not None and _faster_from(last, problem) is not None:
-        behind = ((-1, last),)
+    last_from = _faster_from(tiers[-1][1], problem)
+    if to is not None and last_from is not None and max(to, last_from) > rows:
+        end = _fewer(problem, max(to, last_from))
+        behind = tuple([tier for tier in tiers if tier[0] < 0 or tier[0] > end])
     fewer = _fewer(problem, rows)
     kept: list[tuple[int, library.Backend]] = []
     for limit, backend in tiers:
@@ -345,10 +346,7 @@ def _claimed(problem: Problem, tiers: _Tiers, candidate: library.Backend) -> _Ti
         kept.append((limit, backend))
     if kept and kept[-1][1] is candidate:
         kept.pop()
-    if behind:
-        assert to is not None
-        return (*kept, (_fewer(problem, to), candidate), *behind)
-    return (*kept, (-1, candidate))
+    return (*kept, (end, candidate), *behind)
 
 
 def _fewer(problem: Problem, rows: int) -> int:

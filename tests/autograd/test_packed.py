@@ -39,13 +39,16 @@ SCHEMES = [
 # come to the other neighbour.
 ROUNDED = [
     *("fp8_block", "fp8_block:ue8m0", "fp8_channel", "fp8_tensor_static", "int8_w8a8"),
-    *("mxfp8", "mxfp4_mxfp8", "mxfp4:ceil", "mxfp6_e3m2"),
+    *("int8_w8a8_static", "mxfp8", "mxfp4_mxfp8", "mxfp4:ceil", "mxfp6_e3m2"),
 ]
 
 
 def tolerance(where, scheme: str) -> float:
     """Of outputs and gradients."""
-    return 0.03 if where[1] == BF16 and scheme in ROUNDED else TOLERANCE[where[1]]
+    if where[1] != BF16 or scheme not in ROUNDED:
+        return TOLERANCE[where[1]]
+    # of a step of e4m3 6 %; scales that are powers of two leave rounded values exact
+    return 0.03 if scheme in ("fp8_block", "fp8_channel", "fp8_tensor_static") else 0.0156
 
 
 @pytest.fixture(autouse=True)

@@ -302,6 +302,18 @@ def test_what_was_not_timed_comes_from_where_it_is_faster(monkeypatch):
     tiers = [(7, "few"), (39, "some"), (399, "new"), (-1, "some")]
     assert names(planned("few", "some", "new")) == tiers
     assert names(planned("few", "new")) == [(39, "few"), (-1, "new")]
+    # to what a table says of them, and of rows that the one before it claims, if they are more
+    measured = [(8, {"few": 1, "some": 2}), (2000, {"few": 1, "some": 2}), (4000, {"some": 1})]
+    monkeypatch.setattr(lookup, "backend_times", lambda *key: measured)
+    tiers = [(39, "few"), (399, "new"), (2828, "few"), (-1, "some")]
+    assert names(planned("few", "some", "new")) == tiers
+    monkeypatch.setattr(lookup, "backend_times", lambda *key: [])
+    for to, end in ((100, 799), (5, None)):
+        late = dataclasses.replace(backend("some", 200 if to == 100 else 2))
+        back = dataclasses.replace(backend("new", 10), faster_to=lambda problem, to=to: to)
+        monkeypatch.setattr(backends_module, "BACKENDS", (known[0], late, back))
+        found = names(planned("few", "some", "new"))
+        assert found[-2:] == ([(end, "new"), (-1, "some")] if end else [(39, "some"), (-1, "new")])
 
 
 @pytest.mark.parametrize("kind, top_k, rows, limit", [

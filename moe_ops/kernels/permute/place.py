@@ -156,8 +156,9 @@ def moe_ops_place_pairs(
     group = tl.arange(0, BLOCK_E)
     total = tl.zeros((BLOCK_E,), tl.int32)
     before = tl.zeros((BLOCK_E,), tl.int32)
-    for start in range(0, parts, PARTS_PER_LOAD):
-        other = start + tl.arange(0, PARTS_PER_LOAD)
+    AT_ONCE: tl.constexpr = max(8, min(PARTS_PER_LOAD, 32768 // BLOCK_E))
+    for start in range(0, parts, AT_ONCE):
+        other = start + tl.arange(0, AT_ONCE)
         ok = (other < parts)[:, None] & (group >= 0)[None, :]
         counts = tl.load(counts_ptr + other[:, None] * BLOCK_E + group[None, :], mask=ok, other=0)
         total += tl.sum(counts, 0)

@@ -106,7 +106,11 @@ def moe_ops_train_round_rows(
             inverse = reciprocal(scale)
     # the product with a power of two is exact
     q = x * inverse[:, None] if MX else quotient(x, scale[:, None], inverse[:, None])
-    y = nearest(clamp(q, MAX_VALUE), MANTISSA, MIN_EXPONENT) * scale[:, None]
+    if DTYPE == "int8":  # which has one number more below zero
+        q = tl.where(q < -MAX_VALUE - 1, -MAX_VALUE - 1, tl.where(q > MAX_VALUE, MAX_VALUE, q))
+    else:
+        q = clamp(q, MAX_VALUE)
+    y = nearest(q, MANTISSA, MIN_EXPONENT) * scale[:, None]
     tl.store(y_ptr + m * K + k, y.to(y_ptr.dtype.element_ty), mask=k < K)
 
 
