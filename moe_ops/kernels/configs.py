@@ -21,6 +21,7 @@ from moe_ops.tables import lookup
 GROUP_M = 16  # blocks that use one weight tile in turn, while it is in L2
 # bytes a block may use: GPUs with more have the tensor memory accelerator (TMA)
 LARGE_SHARED_MEMORY = 200 * 1024
+MULTIPROCESSORS = 132  # of an H100 or H200 with SXM
 SM80_MMA, SM90_TMA, SM90_WGMMA, GEMV = "sm80_mma", "sm90_tma", "sm90_wgmma", "gemv"
 SM90_MMA = "sm90_mma"  # one token
 

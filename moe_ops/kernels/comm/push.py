@@ -46,6 +46,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moe_ops.kernels.comm.mailbox import PROGRAMS, Mailbox
+from moe_ops.kernels.configs import MULTIPROCESSORS
 from moe_ops.kernels.device.blocks import local_expert
 from moe_ops.kernels.launch import (
     Constant,
@@ -67,7 +68,6 @@ _MOST_SUMMED_BYTES = 8192
 # of a thread, so that two programs share a multiprocessor: those that receive must not be left to
 # wait until all have sent
 MAX_REGISTERS = 128
-MULTIPROCESSORS = 132  # of an H100 or H200 with SXM
 
 
 class Phases(NamedTuple):

@@ -15,6 +15,7 @@ from moe_ops import environment
 from moe_ops.kernels.configs import (
     GEMV,
     LARGE_SHARED_MEMORY,
+    MULTIPROCESSORS,
     ROWS_OF_ANY_BATCH,
     SM90_MMA,
     SM90_WGMMA,
@@ -30,7 +31,6 @@ from moe_ops.kernels.mixed_gemm.operands import STAGES_OF_WORDS, MixedOperand
 from moe_ops.meta.workspace import cdiv, maximum, minimum, round_up
 
 SMALLEST_BLOCK_M = 8  # tokens: the columns of one tensor-core instruction
-MULTIPROCESSORS = 132  # of an H100 or H200 with SXM
 FORMATS = ("int4", "int4_e4m3", "e2m1", "e2m1_words", "int8", "e4m3")  # of sm90_wgmma.py
 MAX_SPLIT_K = 3  # programs that share the reduction of a tile of GEMM2, if it has few tiles
 SPLIT_ROWS = 1024  # rows of y in all SPLIT_K partial sums

@@ -7,8 +7,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import NamedTuple
 
-from moe_ops.kernels.configs import GemmConfig
-from moe_ops.kernels.mixed_gemm.configs import MULTIPROCESSORS
+from moe_ops.kernels.configs import MULTIPROCESSORS, GemmConfig
 from moe_ops.kernels.mixed_gemm.operands import Format
 from moe_ops.meta.workspace import cdiv
 
