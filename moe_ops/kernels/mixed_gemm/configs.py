@@ -191,16 +191,14 @@ def for_any_batch(rows: int, *problem) -> LayerConfig:
 
 
 def wgmma_for_any_batch(
-    rows: int,
-    groups: int,
-    K: int,
-    I: int,  # noqa: E741
-    bits: int,
+    rows: int, w13: MixedOperand, w2: MixedOperand, groups: int
 ) -> LayerConfig:
-    """Config of sm90_wgmma.py under `batch_invariant`, for any number of rows: its tiles give the
-    same bits (benchmarks/batch_invariant.py), sums that SPLIT_K programs share do not.
+    """Config of sm90_wgmma.py under `batch_invariant`, for any number of rows, which `groups`
+    experts share: its tiles give the same bits (benchmarks/batch_invariant.py), sums that SPLIT_K
+    programs share do not.
     """
-    return find(_wgmma_of_any_batch, (rows, groups, K, I, bits))
+    facts = (w13.K, w2.K, w2.format.bits, w13.parts, w2.parts)
+    return find(_wgmma_of_any_batch, (rows, groups, *facts))
 
 
 def _wgmma_of_any_batch(
@@ -209,6 +207,8 @@ def _wgmma_of_any_batch(
     K: int,
     I: int,  # noqa: E741
     bits: int,
+    parts13: int,
+    parts2: int,
     tables: bool = True,
 ) -> LayerConfig:
     chosen = _wgmma(rows, groups, K, I, bits, sort_chunk(rows))
@@ -216,7 +216,20 @@ def _wgmma_of_any_batch(
         # as few programs as SPLIT_K is for: narrower tiles instead. On an H100 Qwen3 in int4 took
         # 14.8 us at M = 1, 16.4 with the wider ones.
         chosen = chosen._replace(gemm2=GemmConfig(64, 256, 2, 4))
+    if chosen.block_m == 64:
+        gemm1, gemm2 = _of_parts(chosen.gemm1, K, parts13), _of_parts(chosen.gemm2, I, parts2)
+        chosen = chosen._replace(gemm1=gemm1, gemm2=gemm2)
     return chosen._replace(split_k=1)
+
+
+def _of_parts(config: GemmConfig, columns: int, parts: int) -> GemmConfig:
+    """A config with registers for the sums of a row's parts beside 64 rows: Qwen3 at M = 4096 took
+    1383 us with four warps on an H100, 1481 with eight (with one part 1358).
+    """
+    if parts == 1:
+        return config
+    wide = columns // parts % 256 == 0
+    return GemmConfig(128, 256, 2, 4) if wide else GemmConfig(128, 128, 4, 4)
 
 
 def _gemv_k(columns: int, bits: int, num_warps: int, loads: int = 1) -> int:
@@ -259,18 +272,19 @@ def token_slots(top_k: int) -> int:
 
 
 @lru_cache(maxsize=64)
-def _token_of_any_batch(top_k: int, tables: bool = True) -> LayerConfig:
+def _token_of_any_batch(top_k: int, parts13: int, parts2: int, tables: bool = True) -> LayerConfig:
     slots = token_slots(top_k)
-    gemm1, gemm2 = GemmConfig(16, 128, 16, 1), GemmConfig(16 * slots, 128, 8, slots)
+    gemm1 = GemmConfig(16, 128, 16, parts13)
+    gemm2 = GemmConfig(16 * slots, 128, 8, parts2 * slots)
     return LayerConfig(gemm1, gemm2, 1, sort_chunk(1), SM90_MMA, direct=True)
 
 
-def token_of_any_batch(top_k: int) -> LayerConfig:
-    """Config of sm90_mma.py under `batch_invariant`: each warp has 16 whole rows of weights. (Of
-    those kernels BLOCK_N counts rows, which 16 warps' rows may share, and stages are chunks that a
-    thread has asked for.)
+def token_of_any_batch(top_k: int, w13: MixedOperand, w2: MixedOperand) -> LayerConfig:
+    """Config of sm90_mma.py under `batch_invariant`: a warp has one of `MixedOperand.parts` of 16
+    rows of weights. (Of those kernels BLOCK_N counts rows, which 16 warps' rows may share, and
+    stages are chunks that a thread has asked for.)
     """
-    return find(_token_of_any_batch, (top_k,))
+    return find(_token_of_any_batch, (top_k, w13.parts, w2.parts))
 
 
 def token_facts(w13: MixedOperand, w2: MixedOperand) -> tuple[int, int] | None:
