@@ -113,7 +113,7 @@ def test_layers_that_one_token_takes_under_batch_invariant():
 def test_rows_under_batch_invariant_are_summed_in_parts(scheme, scales, K, parts):
     """In as many by a token's warps as by the kernels for many rows, whose K tiles divide them."""
     w = weight(scheme, K, scales).in_parts()
-    assert w.parts == parts and sm90_mma.has_bits_of_many(w, w)
+    assert w.parts == parts and sm90_mma.has_bits_of_many(w, w) == (K <= 16 * w.k_chunk)
     for top_k in (1, 6, 8):
         found = configs.token_of_any_batch(top_k, w, w)
         for gemm in (found.gemm1, found.gemm2):
