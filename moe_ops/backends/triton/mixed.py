@@ -91,9 +91,9 @@ def experts(a: ExpertsArgs) -> None:
     if a.batch_invariant and _runs_wgmma(a, w13, w2, dtype, rounding):
         one = rounding is None and sm90_mma().has_bits_of_many(w13, w2)
         if one:
-            w13 = w13.in_parts()
+            w13 = w13.in_segments()
             if configs.token_slots(top_k) <= 8:  # with more, a program would have 32 warps
-                w2 = w2.in_parts()
+                w2 = w2.in_segments()
         if one and M == 1 and sm90_mma().why_not(x, w13, w2, top_k) is None:
             config = configs.token_of_any_batch(top_k, w13, w2)
         else:

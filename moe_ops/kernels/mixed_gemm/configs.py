@@ -197,7 +197,7 @@ def wgmma_for_any_batch(
     experts share: its tiles give the same bits (benchmarks/batch_invariant.py), sums that SPLIT_K
     programs share do not.
     """
-    facts = (w13.K, w2.K, w2.format.bits, w13.parts, w2.parts)
+    facts = (w13.K, w2.K, w2.format.bits, w13.segments, w2.segments)
     return find(_wgmma_of_any_batch, (rows, groups, *facts))
 
 
@@ -207,8 +207,8 @@ def _wgmma_of_any_batch(
     K: int,
     I: int,  # noqa: E741
     bits: int,
-    parts13: int,
-    parts2: int,
+    segments13: int,
+    segments2: int,
     tables: bool = True,
 ) -> LayerConfig:
     chosen = _wgmma(rows, groups, K, I, bits, sort_chunk(rows))
@@ -217,18 +217,21 @@ def _wgmma_of_any_batch(
         # 14.8 us at M = 1, 16.4 with the wider ones.
         chosen = chosen._replace(gemm2=GemmConfig(64, 256, 2, 4))
     if chosen.block_m == 64:
-        gemm1, gemm2 = _of_parts(chosen.gemm1, K, parts13), _of_parts(chosen.gemm2, I, parts2)
+        gemm1, gemm2 = (
+            _of_segments(chosen.gemm1, K, segments13),
+            _of_segments(chosen.gemm2, I, segments2),
+        )
         chosen = chosen._replace(gemm1=gemm1, gemm2=gemm2)
     return chosen._replace(split_k=1)
 
 
-def _of_parts(config: GemmConfig, columns: int, parts: int) -> GemmConfig:
-    """A config with registers for the sums of a row's parts beside 64 rows: Qwen3 at M = 4096 took
-    1383 us with four warps on an H100, 1481 with eight (with one part 1358).
+def _of_segments(config: GemmConfig, columns: int, segments: int) -> GemmConfig:
+    """A config with registers for the sums of two segments beside 64 rows: Qwen3 at M = 4096 took
+    1383 us with four warps on an H100, 1481 with eight (with one segment 1358).
     """
-    if parts == 1:
+    if segments == 1:
         return config
-    wide = columns // parts % 256 == 0
+    wide = columns // segments % 256 == 0
     return GemmConfig(128, 256, 2, 4) if wide else GemmConfig(128, 128, 4, 4)
 
 
@@ -272,19 +275,21 @@ def token_slots(top_k: int) -> int:
 
 
 @lru_cache(maxsize=64)
-def _token_of_any_batch(top_k: int, parts13: int, parts2: int, tables: bool = True) -> LayerConfig:
+def _token_of_any_batch(
+    top_k: int, segments13: int, segments2: int, tables: bool = True
+) -> LayerConfig:
     slots = token_slots(top_k)
-    gemm1 = GemmConfig(16, 128, 16, parts13)
-    gemm2 = GemmConfig(16 * slots, 128, 8, parts2 * slots)
+    gemm1 = GemmConfig(16, 128, 16, segments13)
+    gemm2 = GemmConfig(16 * slots, 128, 8, segments2 * slots)
     return LayerConfig(gemm1, gemm2, 1, sort_chunk(1), SM90_MMA, direct=True)
 
 
 def token_of_any_batch(top_k: int, w13: MixedOperand, w2: MixedOperand) -> LayerConfig:
-    """Config of sm90_mma.py under `batch_invariant`: a warp has one of `MixedOperand.parts` of 16
-    rows of weights. (Of those kernels BLOCK_N counts rows, which 16 warps' rows may share, and
-    stages are chunks that a thread has asked for.)
+    """Config of sm90_mma.py under `batch_invariant`: a warp has one segment of 16 rows of weights
+    (`MixedOperand.segments`). (Of those kernels BLOCK_N counts rows, which 16 warps' rows may
+    share, and stages are chunks that a thread has asked for.)
     """
-    return find(_token_of_any_batch, (top_k, w13.parts, w2.parts))
+    return find(_token_of_any_batch, (top_k, w13.segments, w2.segments))
 
 
 def token_facts(w13: MixedOperand, w2: MixedOperand) -> tuple[int, int] | None:

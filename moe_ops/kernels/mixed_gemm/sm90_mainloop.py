@@ -395,11 +395,11 @@ def accumulate(acc, d, scale, FORMAT: gl.constexpr, PROMOTE: gl.constexpr):
 
 
 @gluon.jit
-def add_parts(sums, accs, FORMAT: gl.constexpr, SCALE: gl.constexpr):
-    """The sums of parts of the K tiles with those of one more, as sm90_mma.py adds them."""
+def add_segment(totals, accs, FORMAT: gl.constexpr, SCALE: gl.constexpr):
+    """The sums of segments of a row with those of one more, as sm90_mma.py adds them."""
     more = ()
-    for i in gl.static_range(len(sums)):
-        more += (sums[i] + unshifted(accs[i], FORMAT, SCALE),)
+    for i in gl.static_range(len(totals)):
+        more += (totals[i] + unshifted(accs[i], FORMAT, SCALE),)
     return more
 
 
@@ -411,13 +411,13 @@ def consumer(
     GATED: gl.constexpr, INTERLEAVED: gl.constexpr, BLOCK_M: gl.constexpr,
     MORE_M: gl.constexpr, BLOCK_N: gl.constexpr,
     BLOCK_K: gl.constexpr, NUM_STAGES: gl.constexpr, NUM_WARPS: gl.constexpr,
-    OVERLAP: gl.constexpr, STREAM: gl.constexpr, PARTS: gl.constexpr,
+    OVERLAP: gl.constexpr, STREAM: gl.constexpr, SEGMENTS: gl.constexpr,
 ):  # fmt: skip
     """The consumer warps: decode and multiply the chunks in the ring buffer. Returns the
     sums of the first and of the second half of the rows, and with MORE_M those of the block's
     other rows of x, too.
 
-    PARTS: that many equal parts of the K tiles have sums of their own, which are then added.
+    SEGMENTS: so many equal parts of the K tiles have sums of their own, which are then added.
 
     OVERLAP: a chunk is decoded while the one before is multiplied, which takes 32 more registers a
     thread. STREAM: so is the first chunk of a K tile, while the last one of the K tile before is,
@@ -465,20 +465,20 @@ def consumer(
         )
     acc0 = gl.zeros([ROWS, BLOCK_M], gl.float32, MMA)
     acc1 = acc0  # of the second half of the rows, if threads have rows of both
-    sums = (acc0,)  # of the parts before
+    totals = (acc0,)  # of the segments before
     if ROWS < BLOCK_N:
-        sums += (acc1,)
+        totals += (acc1,)
     if MORE_M:
         MMA_MORE: gl.constexpr = accumulator_layout(FORMAT, MORE_M, NUM_WARPS)
         more0 = gl.zeros([ROWS, MORE_M], gl.float32, MMA_MORE)
         more1 = more0
-        sums += (more0, more1)
+        totals += (more0, more1)
     slot, phase, previous = k_begin * 0, k_begin * 0, k_begin * 0
     begin, end = k_begin, k_end
-    for part in range(PARTS):
-        if PARTS > 1:
-            begin = k_begin + part * ((k_end - k_begin) // PARTS)
-            end = begin + (k_end - k_begin) // PARTS
+    for segment in range(SEGMENTS):
+        if SEGMENTS > 1:
+            begin = k_begin + segment * ((k_end - k_begin) // SEGMENTS)
+            end = begin + (k_end - k_begin) // SEGMENTS
             acc0 = gl.zeros([ROWS, BLOCK_M], gl.float32, MMA)
             acc1 = acc0
             if MORE_M:
@@ -597,15 +597,15 @@ def consumer(
             slot, phase = advance_slot(slot, phase, NUM_STAGES)
         if STREAM:
             acc1 = warpgroup_mma_wait(0, [acc1])
-        if PARTS > 1:
+        if SEGMENTS > 1:
             if ROWS == BLOCK_N:
-                sums = add_parts(sums, (acc0,), FORMAT, SCALE)
+                totals = add_segment(totals, (acc0,), FORMAT, SCALE)
             elif MORE_M:
-                sums = add_parts(sums, (acc0, acc1, more0, more1), FORMAT, SCALE)
+                totals = add_segment(totals, (acc0, acc1, more0, more1), FORMAT, SCALE)
             else:
-                sums = add_parts(sums, (acc0, acc1), FORMAT, SCALE)
-    if PARTS > 1:
-        return sums
+                totals = add_segment(totals, (acc0, acc1), FORMAT, SCALE)
+    if SEGMENTS > 1:
+        return totals
     elif MORE_M:
         return acc0, acc1, more0, more1
     else:
@@ -658,7 +658,7 @@ def mainloop(
     NUM_WARPS: gl.constexpr,
     OVERLAP: gl.constexpr,
     STREAM: gl.constexpr,
-    PARTS: gl.constexpr,  # of the K tiles, with sums of their own
+    SEGMENTS: gl.constexpr,  # of the K tiles, with sums of their own
     PDL: gl.constexpr,
 ):
     """w @ x.T (BLOCK_N, BLOCK_M) in fp32, for the BLOCK_M positions before `end`, and, with
@@ -724,7 +724,7 @@ def mainloop(
                 w_chunks, x_operands, more_operands, s_chunks, full, empty, k_begin, k_end, K,
                 scale_ptrs, zero_ptrs, products_ptr, scale_stride_g, zero_stride_g,
                 FORMAT, SCALE, SCALE_GROUP, K_CHUNK, GATED, INTERLEAVED, BLOCK_M, MORE_M, BLOCK_N,
-                BLOCK_K, NUM_STAGES, NUM_WARPS, OVERLAP, STREAM, PARTS,
+                BLOCK_K, NUM_STAGES, NUM_WARPS, OVERLAP, STREAM, SEGMENTS,
             )),
             (producer, (
                 x, x_more, w, w_scales, x_smem, more_smem, w_smem, s_smem, full, empty, first, end,
@@ -740,7 +740,7 @@ def mainloop(
     more = acc
     if MORE_M:
         more = join_halves(accs[2], accs[3])
-    if PARTS > 1:
+    if SEGMENTS > 1:
         return acc, more
     else:
         return unshifted(acc, FORMAT, SCALE), unshifted(more, FORMAT, SCALE)

@@ -8,7 +8,7 @@ GEMM2 each of the token's experts has warps with its own row of h, so that a pro
 experts what its warps multiplied.
 
 SPLIT warps share 16 rows, each for a part of their columns, which begin at a whole group. Where
-these are as many as `MixedOperand.parts`, and TWO is off, bits are those of sm90_wgmma.py: the
+these are as many as `MixedOperand.segments`, and TWO is off, bits are those of sm90_wgmma.py: the
 tensor core adds the 16 products of an instruction alike in `mma.sync` and `wgmma`, and both take
 columns in one order, chunk by chunk.
 
@@ -43,7 +43,7 @@ from moe_ops.kernels.launch import (
     kernel,
     unprefixed,
 )
-from moe_ops.kernels.mixed_gemm.configs import MAX_CHUNKS, MAX_TOP_K, token_slots
+from moe_ops.kernels.mixed_gemm.configs import MAX_TOP_K, token_slots
 from moe_ops.kernels.mixed_gemm.operands import (
     Decoding,
     Format,
@@ -829,18 +829,16 @@ def why_not(x: Tensor, w13: MixedOperand, w2: MixedOperand, top_k: int) -> str |
     return None
 
 
-@lru_cache(maxsize=1024)
-def _has_bits(of: Format, has_zero: bool, K: int, k_chunk: int) -> bool:
-    return (of.name, of.scale) in SAME_BITS and not (
-        has_zero or K % k_chunk or MAX_CHUNKS * k_chunk < K
-    )
-
-
 def has_bits_of_many(w13: MixedOperand, w2: MixedOperand) -> bool:
     """Whether the kernels were shown on a GPU to give a token the bits of sm90_wgmma.py with
-    weights like these, whose rows both sum `in_parts`.
+    weights like these, whose rows both sum `in_segments`.
     """
-    return all([_has_bits(w.wgmma_format, w.has_zero, w.K, w.k_chunk) for w in (w13, w2)])
+    return all([_has_bits(w) for w in (w13, w2)])
+
+
+def _has_bits(w: MixedOperand) -> bool:
+    of = w.wgmma_format
+    return (of.name, of.scale) in SAME_BITS and w.K % w.k_chunk == 0 and not w.has_zero
 
 
 @lru_cache(maxsize=1024)
@@ -850,11 +848,11 @@ def _tile(
     k_chunk: int,
     scale_size: int,
     scale_align: int,
-    parts: int,
+    segments: int,
     config: GemmConfig,
 ) -> TokenTile:
-    """The TokenTile of rows of K columns, with scales of `scale_size` bytes. `parts`: of the
-    operand, which has one where any sums will do.
+    """The TokenTile of rows of K columns, with scales of `scale_size` bytes. `segments`: of
+    the operand, which has one where any order of sums will do.
     """
     block_n, _, depth, num_warps = config
     split, chunks, at_once = 16 * num_warps // block_n, cdiv(K, k_chunk), 1
@@ -865,7 +863,7 @@ def _tile(
     depth = min(chunks, depth)
     if of.group == k_chunk and split * part == K and K % k_chunk == 0 and scale_size == 2:
         at_once = math.gcd(8, scale_align, depth, chunks)
-    shares = (split, split > parts)
+    shares = (split, split > segments)
     words = of.name == "e2m1_words"
     rows = 16 * num_warps
     return TokenTile(K, part, *shares, k_chunk, words, at_once, rows, depth, num_warps)
@@ -873,7 +871,7 @@ def _tile(
 
 def _tile_of(w: MixedOperand, config: GemmConfig) -> TokenTile:
     size = w.scale.element_size()
-    return _tile(w.wgmma_format, w.K, w.k_chunk, size, w.scale_align, w.parts, config)
+    return _tile(w.wgmma_format, w.K, w.k_chunk, size, w.scale_align, w.segments, config)
 
 
 def _scales(w: MixedOperand) -> tuple[MixedPointers, MixedStrides]:
