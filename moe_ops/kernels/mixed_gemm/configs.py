@@ -216,23 +216,22 @@ def _wgmma_of_any_batch(
         # as few programs as SPLIT_K is for: narrower tiles instead. On an H100 Qwen3 in int4 took
         # 14.8 us at M = 1, 16.4 with the wider ones.
         chosen = chosen._replace(gemm2=GemmConfig(64, 256, 2, 4))
-    if chosen.block_m == 64:
-        gemm1, gemm2 = (
-            _of_segments(chosen.gemm1, K, segments13),
-            _of_segments(chosen.gemm2, I, segments2),
-        )
-        chosen = chosen._replace(gemm1=gemm1, gemm2=gemm2)
-    return chosen._replace(split_k=1)
+    gemm1 = _of_segments(chosen.gemm1, chosen.block_m, K, segments13)
+    gemm2 = _of_segments(chosen.gemm2, chosen.block_m, I, segments2)
+    return chosen._replace(gemm1=gemm1, gemm2=gemm2, split_k=1)
 
 
-def _of_segments(config: GemmConfig, columns: int, segments: int) -> GemmConfig:
-    """A config with registers for the sums of two segments beside 64 rows: Qwen3 at M = 4096 took
-    1383 us with four warps on an H100, 1481 with eight (with one segment 1358).
+def _of_segments(config: GemmConfig, block_m: int, columns: int, segments: int) -> GemmConfig:
+    """The config of a GEMM whose rows have `columns` columns in so many segments, with registers
+    for the sums of both. Measured on an H100: docs/kernels/mixed_gemm.md.
     """
-    if segments == 1:
+    if segments == 1 or (block_m == 8 and columns < 4096):
         return config
     wide = columns // segments % 256 == 0
-    return GemmConfig(128, 256, 2, 4) if wide else GemmConfig(128, 128, 4, 4)
+    num_warps = 8 if block_m in (8, 32) else 4
+    if wide:
+        return GemmConfig(128, 256, 3 if block_m in (16, 32) else 2, num_warps)
+    return GemmConfig(128, 128, 3 if block_m == 16 else 4, num_warps)
 
 
 def _gemv_k(columns: int, bits: int, num_warps: int, loads: int = 1) -> int:
