@@ -395,15 +395,6 @@ def accumulate(acc, d, scale, FORMAT: gl.constexpr, PROMOTE: gl.constexpr):
 
 
 @gluon.jit
-def add_segment(totals, accs, FORMAT: gl.constexpr, SCALE: gl.constexpr):
-    """The sums of segments of a row with those of one more, as sm90_mma.py adds them."""
-    more = ()
-    for i in gl.static_range(len(totals)):
-        more += (totals[i] + unshifted(accs[i], FORMAT, SCALE),)
-    return more
-
-
-@gluon.jit
 def consumer(
     w_chunks, x_operands, more_operands, s_chunks, full, empty, k_begin, k_end, K,
     scale_ptrs, zero_ptrs, products_ptr, scale_stride_g, zero_stride_g,
@@ -439,6 +430,7 @@ def consumer(
     # products that may stay in flight: the last chunk's
     PENDING: gl.constexpr = 2 * MMAS if MORE_M else MMAS
     gl.static_assert(MORE_M == 0 or (OVERLAP and ROWS < BLOCK_N and not PROMOTE and not STREAM))
+    gl.static_assert(MORE_M == 0 or SEGMENTS == 1)
     # Scales that are not in the ring buffer are prefetched two chunks ahead. Past the row's end,
     # the last ones are loaded again.
     chunk = k_begin * CHUNKS
@@ -465,14 +457,11 @@ def consumer(
         )
     acc0 = gl.zeros([ROWS, BLOCK_M], gl.float32, MMA)
     acc1 = acc0  # of the second half of the rows, if threads have rows of both
-    totals = (acc0,)  # of the segments before
-    if ROWS < BLOCK_N:
-        totals += (acc1,)
+    total0, total1 = acc0, acc1  # of the segments before
     if MORE_M:
         MMA_MORE: gl.constexpr = accumulator_layout(FORMAT, MORE_M, NUM_WARPS)
         more0 = gl.zeros([ROWS, MORE_M], gl.float32, MMA_MORE)
         more1 = more0
-        totals += (more0, more1)
     slot, phase, previous = k_begin * 0, k_begin * 0, k_begin * 0
     begin, end = k_begin, k_end
     for segment in range(SEGMENTS):
@@ -481,9 +470,6 @@ def consumer(
             end = begin + (k_end - k_begin) // SEGMENTS
             acc0 = gl.zeros([ROWS, BLOCK_M], gl.float32, MMA)
             acc1 = acc0
-            if MORE_M:
-                more0 = gl.zeros([ROWS, MORE_M], gl.float32, MMA_MORE)
-                more1 = more0
         if STREAM:
             acc1 = warpgroup_mma_init(acc1)  # now on sums of products that may be in flight
             # Without this, ptxas waits for each product: where a loop of no K tiles would end,
@@ -597,15 +583,12 @@ def consumer(
             slot, phase = advance_slot(slot, phase, NUM_STAGES)
         if STREAM:
             acc1 = warpgroup_mma_wait(0, [acc1])
-        if SEGMENTS > 1:
-            if ROWS == BLOCK_N:
-                totals = add_segment(totals, (acc0,), FORMAT, SCALE)
-            elif MORE_M:
-                totals = add_segment(totals, (acc0, acc1, more0, more1), FORMAT, SCALE)
-            else:
-                totals = add_segment(totals, (acc0, acc1), FORMAT, SCALE)
+        if SEGMENTS > 1:  # as sm90_mma.py adds them
+            total0 += unshifted(acc0, FORMAT, SCALE)
+            if ROWS < BLOCK_N:
+                total1 += unshifted(acc1, FORMAT, SCALE)
     if SEGMENTS > 1:
-        return totals
+        return total0, total1
     elif MORE_M:
         return acc0, acc1, more0, more1
     else:
