@@ -139,7 +139,8 @@ def calls() -> Iterator[AnyCall]:
             for M in TOKENS:
                 yield Call(size, M, scheme, layout=TRITON_E2M1)
     for scheme in ("int4_w4a16:g128", "int4_w4a16:g32", "mxfp4_w4a16"):
-        yield Call(qwen3, 1, scheme, batch_invariant=True)
+        for M in (1, 8, 100, 300, 1024):  # one token, and blocks of 8 to 64
+            yield Call(qwen3, M, scheme, batch_invariant=True)
         # experts that eight does not divide, and the most of a token
         few = {"activation": "relu2_no_mul", "ids": torch.int64, "batch_invariant": True}
         yield Call((60, 16, 2048, 512), 1, scheme, **few)

@@ -89,10 +89,15 @@ def experts(a: ExpertsArgs) -> None:
     dtype = x.dtype if rounding is None else rounding.dtype
     here = pairs_here(M * top_k, w2.E, a.global_experts)
     if a.batch_invariant and _runs_wgmma(a, w13, w2, dtype, rounding):
-        if rounding is None and M == 1 and sm90_mma().has_bits_of_many(x, w13, w2, top_k):
-            config = configs.token_of_any_batch(top_k)
+        one = rounding is None and sm90_mma().has_bits_of_many(w13, w2)
+        if one:
+            w13 = w13.in_segments()
+            if configs.token_slots(top_k) <= 8:  # with more, a program would have 32 warps
+                w2 = w2.in_segments()
+        if one and M == 1 and sm90_mma().why_not(x, w13, w2, top_k) is None:
+            config = configs.token_of_any_batch(top_k, w13, w2)
         else:
-            config = configs.wgmma_for_any_batch(here, w2.E, K, w2.K, w2.format.bits)
+            config = configs.wgmma_for_any_batch(here, w13, w2, w2.E)
             config = config._replace(sort_chunk=sort_chunk(M * top_k))
     elif a.batch_invariant:
         facts = (w2.format.bits, dtype, False, gpu.shared_memory)

@@ -191,16 +191,14 @@ def for_any_batch(rows: int, *problem) -> LayerConfig:
 
 
 def wgmma_for_any_batch(
-    rows: int,
-    groups: int,
-    K: int,
-    I: int,  # noqa: E741
-    bits: int,
+    rows: int, w13: MixedOperand, w2: MixedOperand, groups: int
 ) -> LayerConfig:
-    """Config of sm90_wgmma.py under `batch_invariant`, for any number of rows: its tiles give the
-    same bits (benchmarks/batch_invariant.py), sums that SPLIT_K programs share do not.
+    """Config of sm90_wgmma.py under `batch_invariant`, for any number of rows, which `groups`
+    experts share: its tiles give the same bits (benchmarks/batch_invariant.py), sums that SPLIT_K
+    programs share do not.
     """
-    return find(_wgmma_of_any_batch, (rows, groups, K, I, bits))
+    facts = (w13.K, w2.K, w2.format.bits, w13.segments, w2.segments)
+    return find(_wgmma_of_any_batch, (rows, groups, *facts))
 
 
 def _wgmma_of_any_batch(
@@ -209,6 +207,8 @@ def _wgmma_of_any_batch(
     K: int,
     I: int,  # noqa: E741
     bits: int,
+    segments13: int,
+    segments2: int,
     tables: bool = True,
 ) -> LayerConfig:
     chosen = _wgmma(rows, groups, K, I, bits, sort_chunk(rows))
@@ -216,7 +216,22 @@ def _wgmma_of_any_batch(
         # as few programs as SPLIT_K is for: narrower tiles instead. On an H100 Qwen3 in int4 took
         # 14.8 us at M = 1, 16.4 with the wider ones.
         chosen = chosen._replace(gemm2=GemmConfig(64, 256, 2, 4))
-    return chosen._replace(split_k=1)
+    gemm1 = _of_segments(chosen.gemm1, chosen.block_m, K, segments13)
+    gemm2 = _of_segments(chosen.gemm2, chosen.block_m, I, segments2)
+    return chosen._replace(gemm1=gemm1, gemm2=gemm2, split_k=1)
+
+
+def _of_segments(config: GemmConfig, block_m: int, columns: int, segments: int) -> GemmConfig:
+    """The config of a GEMM whose rows have `columns` columns in so many segments, with registers
+    for the sums of both. Measured on an H100: docs/kernels/mixed_gemm.md.
+    """
+    if segments == 1 or (block_m == 8 and columns < 4096):
+        return config
+    wide = columns // segments % 256 == 0
+    num_warps = 8 if block_m in (8, 32) else 4
+    if wide:
+        return GemmConfig(128, 256, 3 if block_m in (16, 32) else 2, num_warps)
+    return GemmConfig(128, 128, 3 if block_m == 16 else 4, num_warps)
 
 
 def _gemv_k(columns: int, bits: int, num_warps: int, loads: int = 1) -> int:
@@ -259,18 +274,21 @@ def token_slots(top_k: int) -> int:
 
 
 @lru_cache(maxsize=64)
-def _token_of_any_batch(top_k: int, tables: bool = True) -> LayerConfig:
+def _token_of_any_batch(
+    top_k: int, segments13: int, segments2: int, tables: bool = True
+) -> LayerConfig:
     slots = token_slots(top_k)
-    gemm1, gemm2 = GemmConfig(16, 128, 16, 1), GemmConfig(16 * slots, 128, 8, slots)
+    gemm1 = GemmConfig(16, 128, 16, segments13)
+    gemm2 = GemmConfig(16 * slots, 128, 8, segments2 * slots)
     return LayerConfig(gemm1, gemm2, 1, sort_chunk(1), SM90_MMA, direct=True)
 
 
-def token_of_any_batch(top_k: int) -> LayerConfig:
-    """Config of sm90_mma.py under `batch_invariant`: each warp has 16 whole rows of weights. (Of
-    those kernels BLOCK_N counts rows, which 16 warps' rows may share, and stages are chunks that a
-    thread has asked for.)
+def token_of_any_batch(top_k: int, w13: MixedOperand, w2: MixedOperand) -> LayerConfig:
+    """Config of sm90_mma.py under `batch_invariant`: a warp has one segment of 16 rows of weights
+    (`MixedOperand.segments`). (Of those kernels BLOCK_N counts rows, which 16 warps' rows may
+    share, and stages are chunks that a thread has asked for.)
     """
-    return find(_token_of_any_batch, (top_k,))
+    return find(_token_of_any_batch, (top_k, w13.segments, w2.segments))
 
 
 def token_facts(w13: MixedOperand, w2: MixedOperand) -> tuple[int, int] | None:

@@ -134,6 +134,8 @@ class MixedOperand(NamedTuple):
     padded_k: int  # columns of a row in whole chunks
     # contiguous scales start at a multiple of so many in every row, and are a multiple of so many
     scale_align: int
+    # of a row's columns, which have sums of their own in sm90_wgmma.py: `in_segments`
+    segments: int = 1
 
     @property
     def scale(self) -> Tensor:
@@ -168,6 +170,15 @@ class MixedOperand(NamedTuple):
         """An operand of products in e4m3, for products in bf16 instead."""
         return self._replace(wgmma_format=self.format)
 
+    def in_segments(self) -> MixedOperand:
+        """The operand with its columns in two segments, if they are whole chunks and groups. So
+        sm90_mma.py sums them, of which two warps share a row, and so must sm90_wgmma.py to give a
+        token the same bits.
+        """
+        half, of = self.K // 2, self.wgmma_format
+        whole = self.K % 2 == half % 128 == half % self.k_chunk == half % max(1, of.group) == 0
+        return self._replace(segments=2 if whole else 1)
+
     @property
     def scales_in_place(self) -> bool:
         """Whether the scales of an expert are contiguous and start at a multiple of 16 bytes."""
@@ -176,12 +187,15 @@ class MixedOperand(NamedTuple):
         return (scale.data_ptr() | expert) % 16 == 0 and (row, one) == (scale.shape[2], 1)
 
     def chunks(self, config: GemmConfig) -> int:
-        """Chunks of a BLOCK_K of sm90_wgmma.py: one if a row's last chunk may overlap the one
-        before.
+        """Chunks of a BLOCK_K of sm90_wgmma.py, of which a segment has whole ones: one if a
+        row's last chunk may overlap the one before.
         """
         if self.K % self.k_chunk:
             return 1
-        return max(1, config.block_k // self.k_chunk)
+        chunks = max(1, config.block_k // self.k_chunk)
+        if self.segments > 1:
+            chunks = math.gcd(chunks, self.K // self.segments // self.k_chunk)
+        return chunks
 
     def block_k(self, config: GemmConfig) -> int:
         """BLOCK_K of sm90_wgmma.py."""

@@ -402,11 +402,13 @@ def consumer(
     GATED: gl.constexpr, INTERLEAVED: gl.constexpr, BLOCK_M: gl.constexpr,
     MORE_M: gl.constexpr, BLOCK_N: gl.constexpr,
     BLOCK_K: gl.constexpr, NUM_STAGES: gl.constexpr, NUM_WARPS: gl.constexpr,
-    OVERLAP: gl.constexpr, STREAM: gl.constexpr,
+    OVERLAP: gl.constexpr, STREAM: gl.constexpr, SEGMENTS: gl.constexpr,
 ):  # fmt: skip
     """The consumer warps: decode and multiply the chunks in the ring buffer. Returns the
-    accumulators of the first and of the second half of the rows, and with MORE_M those of the
-    block's other rows of x, too.
+    sums of the first and of the second half of the rows, and with MORE_M those of the block's
+    other rows of x, too.
+
+    SEGMENTS: so many equal parts of the K tiles have sums of their own, which are then added.
 
     OVERLAP: a chunk is decoded while the one before is multiplied, which takes 32 more registers a
     thread. STREAM: so is the first chunk of a K tile, while the last one of the K tile before is,
@@ -428,6 +430,7 @@ def consumer(
     # products that may stay in flight: the last chunk's
     PENDING: gl.constexpr = 2 * MMAS if MORE_M else MMAS
     gl.static_assert(MORE_M == 0 or (OVERLAP and ROWS < BLOCK_N and not PROMOTE and not STREAM))
+    gl.static_assert(MORE_M == 0 or SEGMENTS == 1)
     # Scales that are not in the ring buffer are prefetched two chunks ahead. Past the row's end,
     # the last ones are loaded again.
     chunk = k_begin * CHUNKS
@@ -454,125 +457,139 @@ def consumer(
         )
     acc0 = gl.zeros([ROWS, BLOCK_M], gl.float32, MMA)
     acc1 = acc0  # of the second half of the rows, if threads have rows of both
+    total0, total1 = acc0, acc1  # of the segments before
     if MORE_M:
         MMA_MORE: gl.constexpr = accumulator_layout(FORMAT, MORE_M, NUM_WARPS)
         more0 = gl.zeros([ROWS, MORE_M], gl.float32, MMA_MORE)
         more1 = more0
-    if STREAM:
-        acc1 = warpgroup_mma_init(acc1)  # from here on sums of products that may be in flight
-        # Without this, ptxas waits for each product: where a loop of no K tiles would end, sums in
-        # flight meet zeros.
-        gl.assume(k_begin < k_end)
     slot, phase, previous = k_begin * 0, k_begin * 0, k_begin * 0
-    for k_tile in range(k_begin, k_end):
-        mbarrier.wait(full.index(slot), phase)
-        for j in gl.static_range(CHUNKS):
-            codes = w_chunks.index(slot * CHUNKS + j).load(WEIGHT)
-            codes = permute_rows(codes, GATED, INTERLEAVED)
-            operand = (slot * CHUNKS + j) * MMAS
-            x0 = x_operands.index(operand).permute((1, 0))
-            x1 = x_operands.index(operand + MMAS - 1).permute((1, 0))
-            if MORE_M:
-                x2 = more_operands.index(operand).permute((1, 0))
-                x3 = more_operands.index(operand + MMAS - 1).permute((1, 0))
-            if s_chunks is not None:
-                s = s_chunks.index(slot * CHUNKS + j).load(S_LAYOUT)
-                s = permute_rows(scales_by_row(s, SCALE_GROUP), GATED, INTERLEAVED)
-            elif FORMAT == "int4_e4m3":
-                s = scale
-            elif WIDEN:
-                s = widen_scale(scale, scale_ptrs.dtype.element_ty)
-            else:
-                s = unpack_scale(scale, scale_ptrs.dtype.element_ty)
-            z = s
-            if HAS_ZERO:
-                z = unpack_scale(zero, zero_ptrs.dtype.element_ty)
-            if ROWS == BLOCK_N:
-                d, _, _ = issue_wgmma(
-                    codes, s, z, products_ptr, x0, x1, acc0,
-                    GROUPS, NUM_WARPS, FORMAT, SCALE, PROMOTE, HAS_ZERO,
-                )  # fmt: skip
-                if not OVERLAP:
-                    d = warpgroup_mma_wait(0, [d])
-                    acc0 = accumulate(acc0, d, s, FORMAT, PROMOTE)
-                elif not PROMOTE:
-                    acc0 = warpgroup_mma_wait(PENDING, [d])
-                    pending, pending_scale = acc0, s
-                else:
-                    if j > 0:
-                        pending = warpgroup_mma_wait(PENDING, [pending])
-                        acc0 = accumulate(acc0, pending, pending_scale, FORMAT, PROMOTE)
-                    pending, pending_scale = d, s
-            else:
-                codes0, codes1 = split_rows(codes)
-                s0, s1 = split_rows(s)
-                z0, z1 = split_rows(z)
-                d0, a0, a1 = issue_wgmma(
-                    codes0, s0, z0, products_ptr, x0, x1, acc0,
-                    GROUPS, NUM_WARPS, FORMAT, SCALE, PROMOTE, HAS_ZERO,
-                )  # fmt: skip
+    begin, end = k_begin, k_end
+    for segment in range(SEGMENTS):
+        if SEGMENTS > 1:
+            begin = k_begin + segment * ((k_end - k_begin) // SEGMENTS)
+            end = begin + (k_end - k_begin) // SEGMENTS
+            acc0 = gl.zeros([ROWS, BLOCK_M], gl.float32, MMA)
+            acc1 = acc0
+        if STREAM:
+            acc1 = warpgroup_mma_init(acc1)  # now on sums of products that may be in flight
+            # Without this, ptxas waits for each product: where a loop of no K tiles would end,
+            # sums in flight meet zeros.
+            gl.assume(begin < end)
+        for k_tile in range(begin, end):
+            mbarrier.wait(full.index(slot), phase)
+            for j in gl.static_range(CHUNKS):
+                codes = w_chunks.index(slot * CHUNKS + j).load(WEIGHT)
+                codes = permute_rows(codes, GATED, INTERLEAVED)
+                operand = (slot * CHUNKS + j) * MMAS
+                x0 = x_operands.index(operand).permute((1, 0))
+                x1 = x_operands.index(operand + MMAS - 1).permute((1, 0))
                 if MORE_M:
-                    more0 = issue_more(a0, a1, x2, x3, more0)
-                if not OVERLAP:
-                    d0 = warpgroup_mma_wait(0, [d0])
-                    acc0 = accumulate(acc0, d0, s0, FORMAT, PROMOTE)
-                elif STREAM:
-                    # Before the next ones are decoded: across the end of a loop, ptxas does not
-                    # keep registers apart that products in flight still read.
-                    acc1 = warpgroup_mma_wait(PENDING, [acc1])
-                    if j == 0:
-                        mbarrier.arrive(empty.index(previous), count=1, pred=k_tile > k_begin)
-                elif j > 0:
-                    if MORE_M:
-                        pending, more1 = warpgroup_mma_wait(PENDING, [pending, more1])
+                    x2 = more_operands.index(operand).permute((1, 0))
+                    x3 = more_operands.index(operand + MMAS - 1).permute((1, 0))
+                if s_chunks is not None:
+                    s = s_chunks.index(slot * CHUNKS + j).load(S_LAYOUT)
+                    s = permute_rows(scales_by_row(s, SCALE_GROUP), GATED, INTERLEAVED)
+                elif FORMAT == "int4_e4m3":
+                    s = scale
+                elif WIDEN:
+                    s = widen_scale(scale, scale_ptrs.dtype.element_ty)
+                else:
+                    s = unpack_scale(scale, scale_ptrs.dtype.element_ty)
+                z = s
+                if HAS_ZERO:
+                    z = unpack_scale(zero, zero_ptrs.dtype.element_ty)
+                if ROWS == BLOCK_N:
+                    d, _, _ = issue_wgmma(
+                        codes, s, z, products_ptr, x0, x1, acc0,
+                        GROUPS, NUM_WARPS, FORMAT, SCALE, PROMOTE, HAS_ZERO,
+                    )  # fmt: skip
+                    if not OVERLAP:
+                        d = warpgroup_mma_wait(0, [d])
+                        acc0 = accumulate(acc0, d, s, FORMAT, PROMOTE)
+                    elif not PROMOTE:
+                        acc0 = warpgroup_mma_wait(PENDING, [d])
+                        pending, pending_scale = acc0, s
                     else:
-                        pending = warpgroup_mma_wait(PENDING, [pending])
+                        if j > 0:
+                            pending = warpgroup_mma_wait(PENDING, [pending])
+                            acc0 = accumulate(acc0, pending, pending_scale, FORMAT, PROMOTE)
+                        pending, pending_scale = d, s
+                else:
+                    codes0, codes1 = split_rows(codes)
+                    s0, s1 = split_rows(s)
+                    z0, z1 = split_rows(z)
+                    d0, a0, a1 = issue_wgmma(
+                        codes0, s0, z0, products_ptr, x0, x1, acc0,
+                        GROUPS, NUM_WARPS, FORMAT, SCALE, PROMOTE, HAS_ZERO,
+                    )  # fmt: skip
+                    if MORE_M:
+                        more0 = issue_more(a0, a1, x2, x3, more0)
+                    if not OVERLAP:
+                        d0 = warpgroup_mma_wait(0, [d0])
+                        acc0 = accumulate(acc0, d0, s0, FORMAT, PROMOTE)
+                    elif STREAM:
+                        # Before the next ones are decoded: across the end of a loop, ptxas does
+                        # not keep registers apart that products in flight still read.
+                        acc1 = warpgroup_mma_wait(PENDING, [acc1])
+                        if j == 0:
+                            mbarrier.arrive(empty.index(previous), count=1, pred=k_tile > k_begin)
+                    elif j > 0:
+                        if MORE_M:
+                            pending, more1 = warpgroup_mma_wait(PENDING, [pending, more1])
+                        else:
+                            pending = warpgroup_mma_wait(PENDING, [pending])
+                        acc1 = accumulate(acc1, pending, pending_scale, FORMAT, PROMOTE)
+                    d1, w0, w1 = issue_wgmma(
+                        codes1, s1, z1, products_ptr, x0, x1, acc1,
+                        GROUPS, NUM_WARPS, FORMAT, SCALE, PROMOTE, HAS_ZERO,
+                    )  # fmt: skip
+                    if MORE_M:
+                        more1 = issue_more(w0, w1, x2, x3, more1)
+                    if OVERLAP:
+                        if MORE_M:
+                            d0, more0 = warpgroup_mma_wait(PENDING, [d0, more0])
+                        else:
+                            d0 = warpgroup_mma_wait(PENDING, [d0])
+                        acc0 = accumulate(acc0, d0, s0, FORMAT, PROMOTE)
+                    else:
+                        d1 = warpgroup_mma_wait(0, [d1])
+                        acc1 = accumulate(acc1, d1, s1, FORMAT, PROMOTE)
+                    if STREAM:
+                        acc1 = d1
+                    else:
+                        pending, pending_scale = d1, s1
+                chunk = k_tile * CHUNKS + j + 2
+                scale, zero = next_scale, next_zero
+                if s_chunks is None:
+                    next_scale = prefetch_scale(
+                        scale_ptrs + group_index(chunk, K, K_CHUNK, S_COLUMNS) * scale_stride_g
+                    )
+                if HAS_ZERO:
+                    next_zero = prefetch_scale(
+                        zero_ptrs + group_index(chunk, K, K_CHUNK, SCALE_GROUP) * zero_stride_g
+                    )
+            if OVERLAP and not STREAM:
+                if MORE_M:
+                    pending, more1 = warpgroup_mma_wait(0, [pending, more1])
+                else:
+                    pending = warpgroup_mma_wait(0, [pending])
+                if ROWS == BLOCK_N:
+                    acc0 = accumulate(acc0, pending, pending_scale, FORMAT, PROMOTE)
+                else:
                     acc1 = accumulate(acc1, pending, pending_scale, FORMAT, PROMOTE)
-                d1, w0, w1 = issue_wgmma(
-                    codes1, s1, z1, products_ptr, x0, x1, acc1,
-                    GROUPS, NUM_WARPS, FORMAT, SCALE, PROMOTE, HAS_ZERO,
-                )  # fmt: skip
-                if MORE_M:
-                    more1 = issue_more(w0, w1, x2, x3, more1)
-                if OVERLAP:
-                    if MORE_M:
-                        d0, more0 = warpgroup_mma_wait(PENDING, [d0, more0])
-                    else:
-                        d0 = warpgroup_mma_wait(PENDING, [d0])
-                    acc0 = accumulate(acc0, d0, s0, FORMAT, PROMOTE)
-                else:
-                    d1 = warpgroup_mma_wait(0, [d1])
-                    acc1 = accumulate(acc1, d1, s1, FORMAT, PROMOTE)
-                if STREAM:
-                    acc1 = d1
-                else:
-                    pending, pending_scale = d1, s1
-            chunk = k_tile * CHUNKS + j + 2
-            scale, zero = next_scale, next_zero
-            if s_chunks is None:
-                next_scale = prefetch_scale(
-                    scale_ptrs + group_index(chunk, K, K_CHUNK, S_COLUMNS) * scale_stride_g
-                )
-            if HAS_ZERO:
-                next_zero = prefetch_scale(
-                    zero_ptrs + group_index(chunk, K, K_CHUNK, SCALE_GROUP) * zero_stride_g
-                )
-        if OVERLAP and not STREAM:
-            if MORE_M:
-                pending, more1 = warpgroup_mma_wait(0, [pending, more1])
-            else:
-                pending = warpgroup_mma_wait(0, [pending])
-            if ROWS == BLOCK_N:
-                acc0 = accumulate(acc0, pending, pending_scale, FORMAT, PROMOTE)
-            else:
-                acc1 = accumulate(acc1, pending, pending_scale, FORMAT, PROMOTE)
-        if not STREAM:
-            mbarrier.arrive(empty.index(slot), count=1)
-        previous = slot
-        slot, phase = advance_slot(slot, phase, NUM_STAGES)
-    if STREAM:
-        acc1 = warpgroup_mma_wait(0, [acc1])
-    if MORE_M:
+            if not STREAM:
+                mbarrier.arrive(empty.index(slot), count=1)
+            previous = slot
+            slot, phase = advance_slot(slot, phase, NUM_STAGES)
+        if STREAM:
+            acc1 = warpgroup_mma_wait(0, [acc1])
+        if SEGMENTS > 1:  # as sm90_mma.py adds them
+            total0 += unshifted(acc0, FORMAT, SCALE)
+            if ROWS < BLOCK_N:
+                total1 += unshifted(acc1, FORMAT, SCALE)
+    if SEGMENTS > 1:
+        return total0, total1
+    elif MORE_M:
         return acc0, acc1, more0, more1
     else:
         return acc0, acc1
@@ -624,6 +641,7 @@ def mainloop(
     NUM_WARPS: gl.constexpr,
     OVERLAP: gl.constexpr,
     STREAM: gl.constexpr,
+    SEGMENTS: gl.constexpr,  # of the K tiles, with sums of their own
     PDL: gl.constexpr,
 ):
     """w @ x.T (BLOCK_N, BLOCK_M) in fp32, for the BLOCK_M positions before `end`, and, with
@@ -689,7 +707,7 @@ def mainloop(
                 w_chunks, x_operands, more_operands, s_chunks, full, empty, k_begin, k_end, K,
                 scale_ptrs, zero_ptrs, products_ptr, scale_stride_g, zero_stride_g,
                 FORMAT, SCALE, SCALE_GROUP, K_CHUNK, GATED, INTERLEAVED, BLOCK_M, MORE_M, BLOCK_N,
-                BLOCK_K, NUM_STAGES, NUM_WARPS, OVERLAP, STREAM,
+                BLOCK_K, NUM_STAGES, NUM_WARPS, OVERLAP, STREAM, SEGMENTS,
             )),
             (producer, (
                 x, x_more, w, w_scales, x_smem, more_smem, w_smem, s_smem, full, empty, first, end,
@@ -702,8 +720,10 @@ def mainloop(
     acc = accs[0]
     if ROWS < BLOCK_N:
         acc = join_halves(accs[0], accs[1])
-    acc = unshifted(acc, FORMAT, SCALE)
     more = acc
     if MORE_M:
-        more = unshifted(join_halves(accs[2], accs[3]), FORMAT, SCALE)
-    return acc, more
+        more = join_halves(accs[2], accs[3])
+    if SEGMENTS > 1:
+        return acc, more
+    else:
+        return unshifted(acc, FORMAT, SCALE), unshifted(more, FORMAT, SCALE)

@@ -7,9 +7,10 @@ fragments. An instruction multiplies 16 rows of weights with eight columns, all 
 GEMM2 each of the token's experts has warps with its own row of h, so that a program sums over
 experts what its warps multiplied.
 
-SPLIT warps share 16 rows, each for a part of their columns, which begin at a whole group. Where a
-warp has whole rows, bits are those of sm90_wgmma.py: the tensor core adds the 16 products of an
-instruction alike in `mma.sync` and `wgmma`, and both take columns in one order, chunk by chunk.
+SPLIT warps share 16 rows, each for a part of their columns, which begin at a whole group. Where
+these are as many as `MixedOperand.segments`, and TWO is off, bits are those of sm90_wgmma.py: the
+tensor core adds the 16 products of an instruction alike in `mma.sync` and `wgmma`, and both take
+columns in one order, chunk by chunk.
 
 Legend: K columns of the GEMM's input, K_PART those of a warp, DEPTH chunks of weights that a
 thread has asked for, BLOCK_N rows of all warps, SLOTS a power of two, at least the token's experts
@@ -42,7 +43,7 @@ from moe_ops.kernels.launch import (
     kernel,
     unprefixed,
 )
-from moe_ops.kernels.mixed_gemm.configs import MAX_CHUNKS, MAX_TOP_K, token_slots
+from moe_ops.kernels.mixed_gemm.configs import MAX_TOP_K, token_slots
 from moe_ops.kernels.mixed_gemm.operands import (
     Decoding,
     Format,
@@ -491,6 +492,7 @@ class TokenTile(NamedTuple):
     K: Constant
     K_PART: Constant  # columns that a warp has
     SPLIT: Constant  # warps that share a row
+    TWO: Constant  # the two products of a chunk are summed apart
     K_CHUNK: Constant
     SIDE_BY_SIDE: Constant  # scales are in the order of prepared weights
     AT_ONCE: Constant  # chunks whose scales are loaded together
@@ -567,6 +569,7 @@ def moe_ops_token_gemm1(
     K: gl.constexpr,
     K_PART: gl.constexpr,
     SPLIT: gl.constexpr,
+    TWO: gl.constexpr,
     K_CHUNK: gl.constexpr,
     SIDE_BY_SIDE: gl.constexpr,
     AT_ONCE: gl.constexpr,
@@ -608,10 +611,16 @@ def moe_ops_token_gemm1(
     first = first_of_part(warp % SPLIT, K, SPLIT, K_PART)
     x_ptrs = x_ptr.to(gl.pointer_type(gl.int32)) + first // 2
     x_from = (warp % SPLIT * K_PART - first) // 2
+    OUT: gl.constexpr = gl.BlockedLayout([1], [32], [NUM_WARPS], [0])
+    summed = weight_rows(column, I, ROWS, 1, GATED, INTERLEAVED, OUT)
+    bias = (summed * 0).to(gl.float32)
+    if bias_ptr is not None:
+        bias_ptr += e.to(gl.int64) * bias_stride_e
+        bias = gl.load(bias_ptr + summed * bias_stride_n).to(gl.float32)
     acc = token_products(
         w_ptrs, True, scale_ptrs, zero_ptrs, w_scale_stride_g, w_zero_stride_g, x_ptrs, x_from,
         warp >= 0, True, FORMAT, SCALE, SCALE_GROUP, K_PART, K_CHUNK, AT_ONCE, BLOCK_N, DEPTH,
-        SPLIT > 1, NUM_WARPS, PDL,
+        TWO, NUM_WARPS, PDL,
     )  # fmt: skip
     row = weight_rows(
         column, I, ROWS, SPLIT, GATED, INTERLEAVED, gl.SliceLayout(1, acc.type.layout)
@@ -620,15 +629,12 @@ def moe_ops_token_gemm1(
         acc, w_scale_ptr, w_factor_ptr, e.to(gl.int64), row,
         w_scale_stride_e, w_scale_stride_n, w_factor_stride_e, w_factor_stride_n, FORMAT, SCALE,
     ).reshape((BLOCK_N,))  # fmt: skip
+    if SPLIT > 1:
+        sums = gl.sum(sums.reshape((ROWS // 16, SPLIT, 16)), 1).reshape((ROWS,))
     if topk_weights_ptr is not None:
         sums *= gl.load(topk_weights_ptr + pair * topk_weights_stride_k).to(gl.float32)
     if bias_ptr is not None:
-        bias_ptr += e.to(gl.int64) * bias_stride_e
-        bias = gl.load(bias_ptr + gl.convert_layout(row, sums.type.layout) * bias_stride_n)
-        first_part = gl.convert_layout(part == 0, sums.type.layout)
-        sums += gl.where(first_part, bias.to(gl.float32), 0.0)
-    if SPLIT > 1:
-        sums = gl.sum(sums.reshape((ROWS // 16, SPLIT, 16)), 1).reshape((ROWS,))
+        sums += gl.convert_layout(bias, sums.type.layout)
     if GATED:
         gate, up = sums.reshape((BLOCK_I // 8, 2, 8)).permute((0, 2, 1)).split()
         h = activate_two(
@@ -702,6 +708,7 @@ def moe_ops_token_gemm2(
     K: gl.constexpr,
     K_PART: gl.constexpr,
     SPLIT: gl.constexpr,
+    TWO: gl.constexpr,
     K_CHUNK: gl.constexpr,
     SIDE_BY_SIDE: gl.constexpr,
     AT_ONCE: gl.constexpr,
@@ -763,14 +770,21 @@ def moe_ops_token_gemm2(
         if topk_weights_ptr is not None:
             weight_ptr = topk_weights_ptr + pair * topk_weights_stride_k
             weights += (gl.load(weight_ptr, mask=e >= 0, other=0.0).to(gl.float32),)  # type: ignore[assignment]
-    bias = gl.zeros_like(row).to(gl.float32)
+    OUT: gl.constexpr = gl.BlockedLayout([1], [32], [NUM_WARPS], [0])
+    r = gl.arange(0, BLOCK_N // SPLIT, OUT)
+    bias = (r * 0).to(gl.float32)
     if bias_ptr is not None:
-        bias_ptrs = bias_ptr + expert64 * bias_stride_e + row * bias_stride_n
-        bias = gl.where(part == 0, gl.load(bias_ptrs).to(gl.float32), 0.0)
+        e = local_expert(
+            ids_ptr, map_ptr, r // TILE_N, r // TILE_N < TOP_K, E, num_ids, ALL_PAIRS,
+            ids_stride_m, ids_stride_k, map_stride,
+        )  # fmt: skip
+        bias_ptrs = bias_ptr + gl.maximum(e, 0).to(gl.int64) * bias_stride_e
+        bias_ptrs += gl.minimum(tile + r % TILE_N, N - 1) * bias_stride_n
+        bias = gl.load(bias_ptrs).to(gl.float32)
     acc = token_products(
         w_ptrs, here, scale_ptrs, zero_ptrs, w_scale_stride_g, w_zero_stride_g, h_ptrs, h_from,
         x_here, False, FORMAT, SCALE, SCALE_GROUP, K_PART, K_CHUNK, AT_ONCE, BLOCK_N, DEPTH,
-        SPLIT > 1, NUM_WARPS, PDL,
+        TWO, NUM_WARPS, PDL,
     )  # fmt: skip
     gdc_launch_dependents(PDL)
     ROWS: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
@@ -779,15 +793,14 @@ def moe_ops_token_gemm2(
         gl.convert_layout(expert64, ROWS), gl.convert_layout(row, ROWS),
         w_scale_stride_e, w_scale_stride_n, w_factor_stride_e, w_factor_stride_n, FORMAT, SCALE,
     ).reshape((BLOCK_N,))  # fmt: skip
-    if bias_ptr is not None:
-        y += gl.convert_layout(bias, y.type.layout)
     if SPLIT > 1:
         y = gl.sum(y.reshape((BLOCK_N // (16 * SPLIT), SPLIT, 16)), 1)
         y = y.reshape((BLOCK_N // SPLIT,))
+    if bias_ptr is not None:
+        y += gl.convert_layout(bias, y.type.layout)
     ONE_ROW: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     shared = gl.allocate_shared_memory(gl.float32, [BLOCK_N // SPLIT], ONE_ROW)
     shared.store(y)
-    OUT: gl.constexpr = gl.BlockedLayout([1], [32], [NUM_WARPS], [0])
     terms = ()
     for j in gl.static_range(TOP_K):
         term = shared.slice(j * TILE_N, TILE_N).load(OUT)
@@ -816,27 +829,31 @@ def why_not(x: Tensor, w13: MixedOperand, w2: MixedOperand, top_k: int) -> str |
     return None
 
 
-@lru_cache(maxsize=1024)
-def _has_bits(of: Format, has_zero: bool, K: int, k_chunk: int) -> bool:
-    return (of.name, of.scale) in SAME_BITS and not (
-        has_zero or K % k_chunk or MAX_CHUNKS * k_chunk < K
-    )
-
-
-def has_bits_of_many(x: Tensor, w13: MixedOperand, w2: MixedOperand, top_k: int) -> bool:
-    """Whether the kernels run a layer of one token, and were shown on a GPU to give it the bits of
-    sm90_wgmma.py with weights like these.
+def has_bits_of_many(w13: MixedOperand, w2: MixedOperand) -> bool:
+    """Whether the kernels were shown on a GPU to give a token the bits of sm90_wgmma.py with
+    weights like these, whose rows both sum `in_segments`.
     """
-    if why_not(x, w13, w2, top_k) is not None:
-        return False
-    return all([_has_bits(w.wgmma_format, w.has_zero, w.K, w.k_chunk) for w in (w13, w2)])
+    return all([_has_bits(w) for w in (w13, w2)])
+
+
+def _has_bits(w: MixedOperand) -> bool:
+    of = w.wgmma_format
+    return (of.name, of.scale) in SAME_BITS and w.K % w.k_chunk == 0 and not w.has_zero
 
 
 @lru_cache(maxsize=1024)
 def _tile(
-    of: Format, K: int, k_chunk: int, scale_size: int, scale_align: int, config: GemmConfig
+    of: Format,
+    K: int,
+    k_chunk: int,
+    scale_size: int,
+    scale_align: int,
+    segments: int,
+    config: GemmConfig,
 ) -> TokenTile:
-    """The TokenTile of rows of K columns, with scales of `scale_size` bytes."""
+    """The TokenTile of rows of K columns, with scales of `scale_size` bytes. `segments`: of
+    the operand, which has one where any order of sums will do.
+    """
     block_n, _, depth, num_warps = config
     split, chunks, at_once = 16 * num_warps // block_n, cdiv(K, k_chunk), 1
     part = K
@@ -846,13 +863,15 @@ def _tile(
     depth = min(chunks, depth)
     if of.group == k_chunk and split * part == K and K % k_chunk == 0 and scale_size == 2:
         at_once = math.gcd(8, scale_align, depth, chunks)
+    shares = (split, split > segments)
     words = of.name == "e2m1_words"
-    return TokenTile(K, part, split, k_chunk, words, at_once, 16 * num_warps, depth, num_warps)
+    rows = 16 * num_warps
+    return TokenTile(K, part, *shares, k_chunk, words, at_once, rows, depth, num_warps)
 
 
 def _tile_of(w: MixedOperand, config: GemmConfig) -> TokenTile:
     size = w.scale.element_size()
-    return _tile(w.wgmma_format, w.K, w.k_chunk, size, w.scale_align, config)
+    return _tile(w.wgmma_format, w.K, w.k_chunk, size, w.scale_align, w.segments, config)
 
 
 def _scales(w: MixedOperand) -> tuple[MixedPointers, MixedStrides]:

@@ -556,6 +556,7 @@ class WgmmaTile(NamedTuple):
     NUM_WARPS: Constant
     OVERLAP: Constant  # a chunk is decoded while the one before is multiplied
     STREAM: Constant  # across K tiles, too
+    SEGMENTS: Constant  # of the K tiles, with sums of their own
     # up to so many pairs, programs find their blocks themselves; 0: they read the table of blocks
     MAX_UNSORTED_PAIRS: Constant
 
@@ -649,6 +650,7 @@ def moe_ops_wgmma_gemm1(
     NUM_WARPS: gl.constexpr,
     OVERLAP: gl.constexpr,
     STREAM: gl.constexpr,
+    SEGMENTS: gl.constexpr,
     MAX_UNSORTED_PAIRS: gl.constexpr,
     PDL: gl.constexpr,
 ):
@@ -683,7 +685,7 @@ def moe_ops_wgmma_gemm1(
         x, x_more, w, w_scales, first, end, e, tile_row, k_begin, k_end, K,
         scale_ptrs, zero_ptrs, products_ptr, w_scale_stride_g, w_zero_stride_g,
         FORMAT, SCALE, SCALE_GROUP, K_CHUNK, GATED, INTERLEAVED,
-        BLOCK_M, BLOCK_N, BLOCK_K, NUM_STAGES, NUM_WARPS, OVERLAP, STREAM, PDL,
+        BLOCK_M, BLOCK_N, BLOCK_K, NUM_STAGES, NUM_WARPS, OVERLAP, STREAM, SEGMENTS, PDL,
     )  # fmt: skip
     store_hidden(
         acc, first, end, e, n, h_ptr, w_scale_ptr, w_factor_ptr, bias_ptr, x_scale_ptr, index_ptr,
@@ -769,6 +771,7 @@ def moe_ops_wgmma_gemm2(
     NUM_WARPS: gl.constexpr,
     OVERLAP: gl.constexpr,
     STREAM: gl.constexpr,
+    SEGMENTS: gl.constexpr,
     MAX_UNSORTED_PAIRS: gl.constexpr,
     PDL: gl.constexpr,
 ):
@@ -803,7 +806,7 @@ def moe_ops_wgmma_gemm2(
         x, x_more, w, w_scales, first, end, e, n * BLOCK_N, k_begin, k_end, K,
         scale_ptrs, zero_ptrs, products_ptr, w_scale_stride_g, w_zero_stride_g,
         FORMAT, SCALE, SCALE_GROUP, K_CHUNK, False, False,
-        BLOCK_M, BLOCK_N, BLOCK_K, NUM_STAGES, NUM_WARPS, OVERLAP, STREAM, PDL,
+        BLOCK_M, BLOCK_N, BLOCK_K, NUM_STAGES, NUM_WARPS, OVERLAP, STREAM, SEGMENTS, PDL,
     )  # fmt: skip
     store_sums(
         acc, first, end, e, n, split, y_ptr, w_scale_ptr, w_factor_ptr, bias_ptr, x_scale_ptr,
@@ -985,8 +988,10 @@ def _prepare(
     shape: tuple[int, ...],  # of the weight's bytes
     strides: tuple[int, ...],  # of the weight's bytes
     k_chunk: int,
+    chunks: int,  # of a K tile
     has_zero: bool,
     streams: bool,
+    segments: int,
     scale_shape: tuple[int, ...] | None,  # of scales in the order of prepared weights
     scale_strides: tuple[int, ...],
     halves: int,
@@ -1000,11 +1005,9 @@ def _prepare(
     takes 3 us.
     """
     E, N, row_bytes = shape
-    block_n, block_k, num_stages, num_warps = config
+    block_n, _, num_stages, num_warps = config
     K = row_bytes * 8 // of.bits
     chunk_bytes = k_chunk * of.bits // 8
-    # one chunk a K tile if the last chunk overlaps the one before
-    chunks = max(1, block_k // k_chunk) if K % k_chunk == 0 else 1
     block_k = chunks * k_chunk
     tiles = split_k * expected_tiles(pairs, E, num_ids, block_m, cdiv(N, block_n))
     steps = cdiv(cdiv(K, block_k), split_k)
@@ -1025,7 +1028,7 @@ def _prepare(
         Decoding(of.name, of.scale, of.group),
         WgmmaTile(
             *(k_chunk, columns, block_m - columns, block_n, block_k, num_stages, num_warps),
-            *(held.overlap, held.stream, max_unsorted_pairs(pairs, E)),
+            *(held.overlap, held.stream, segments, max_unsorted_pairs(pairs, E)),
         ),
         token_boxes(*facts, columns, of.x_bits),
         more,
@@ -1076,7 +1079,8 @@ def _operand(
             pointers = MixedPointers(scale.view(torch.int16), *pointers[1:])
             strides = MixedStrides(stride_e // 2, stride_n // 2, 1, *strides[3:])
     prepared = _prepare(
-        *(of, data.shape, data.stride(), k_chunk, w.has_zero, w.streams),
+        *(of, data.shape, data.stride(), k_chunk, w.chunks(config)),
+        *(w.has_zero, w.streams, w.segments),
         *(scale_shape, scale_strides),
         *(halves, config, block_m, split_k, pairs.S, pairs.num_ids),
     )

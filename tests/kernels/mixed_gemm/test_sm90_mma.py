@@ -16,7 +16,7 @@ from tests.support.cases import BF16, FP32, Case
 
 pytest.importorskip("triton.experimental.gluon")
 
-from moe_ops.kernels.configs import SM90_MMA
+from moe_ops.kernels.configs import SM90_MMA, GemmConfig
 from moe_ops.kernels.launch import Gpu
 from moe_ops.kernels.mixed_gemm import configs, sm90_decode, sm90_mainloop, sm90_mma
 from moe_ops.kernels.mixed_gemm.operands import MixedOperand, operand
@@ -87,24 +87,45 @@ def weight(scheme: str, K: int, scales: torch.dtype = BF16, layout: str = "") ->
 
 def has_bits(w13: MixedOperand, w2: MixedOperand, top_k: int, shift: int = 0) -> bool:
     x = torch.zeros(shift + w13.K, dtype=BF16)[None, shift:]
-    return sm90_mma.has_bits_of_many(x, w13, w2, top_k)
+    runs = sm90_mma.why_not(x, w13, w2, top_k) is None
+    return runs and sm90_mma.has_bits_of_many(w13, w2)
 
 
 def test_layers_that_one_token_takes_under_batch_invariant():
     """Those whose bits were compared on a GPU."""
-    int4 = {K: weight("int4_w4a16:g128", K) for K in (512, 2048, 2176)}
+    int4 = {K: weight("int4_w4a16:g128", K) for K in (512, 4096)}
     for top_k in (1, 5, 16):
-        assert has_bits(int4[2048], int4[512], top_k) and has_bits(int4[2048], int4[2048], top_k)
-    assert not has_bits(int4[512], int4[512], 17) and not has_bits(int4[2176], int4[512], 1)
+        assert has_bits(int4[4096], int4[512], top_k) and has_bits(int4[512], int4[4096], top_k)
+    assert not has_bits(int4[512], int4[512], 17)
     assert has_bits(int4[512], int4[512], 1, 2) and not has_bits(int4[512], int4[512], 1, 1)
-    halved = {K: weight("int4_w4a16:g64", K, FP32) for K in (1024, 1088)}
-    assert [has_bits(w, int4[512], 1) for w in halved.values()] == [True, False]
+    assert has_bits(weight("int4_w4a16:g64", 1088, FP32), int4[512], 1)
     assert not has_bits(int4[512], weight("int4_w4a8", 512, torch.float8_e4m3fn), 1)
     mxfp4 = {K: weight("mxfp4_w4a16", K, torch.uint8) for K in (512, 576)}
     assert has_bits(mxfp4[512], mxfp4[512], 1) and not has_bits(mxfp4[512], mxfp4[576], 1)
     # whose scales are of several rows side by side
     prepared = weight("mxfp4_w4a16", 512, torch.uint8, TRITON_E2M1)
     assert not has_bits(mxfp4[512], prepared, 1)
+
+
+@pytest.mark.parametrize("scheme, scales", [("int4_w4a16:g128", BF16), ("int4_w4a16:g64", FP32)])
+@pytest.mark.parametrize("K, parts", [(128, 1), (256, 2), (384, 1), (768, 2), (2048, 2)])
+def test_rows_under_batch_invariant_are_summed_in_segments(scheme, scales, K, parts):
+    """In as many by a token's warps as by the kernels for many rows, whose K tiles divide them."""
+    w = weight(scheme, K, scales).in_segments()
+    assert w.segments == parts and sm90_mma.has_bits_of_many(w, w)
+    for top_k in (1, 6, 8):
+        found = configs.token_of_any_batch(top_k, w, w)
+        for gemm in (found.gemm1, found.gemm2):
+            tile = sm90_mma._tile_of(w, gemm)
+            assert (tile.SPLIT, tile.K_PART * parts, tile.TWO) == (parts, K, False)
+    for rows in (1, 8, 100, 300, 1000, 10000):
+        found = configs.wgmma_for_any_batch(rows, w, w, 16)
+        for gemm in (found.gemm1, found.gemm2):
+            assert K // parts % w.block_k(gemm) == 0 and found.split_k == 1
+        if found.block_m == 64:  # registers for two sums
+            assert found.gemm1.num_warps == (4 if parts > 1 else 8)
+    forced = GemmConfig(128, 256, 2, 4)  # whatever config is forced on it
+    assert K // parts % w.block_k(forced) == 0 or parts == 1
 
 
 @pytest.mark.parametrize("columns", range(64, 8192, 64))
