@@ -350,15 +350,16 @@ def _choose_token(
     16 warps of GEMM2 are best where no multiprocessor has two programs. Elsewhere eight are: two
     programs of 16 warps do not fit if a token has more than two experts, with which registers
     grow. gptoss120 took 28.8 us in mxfp4 with 16 warps, and 25.2 with eight, E 160 38.1 and 30.3.
-    Beside long rows 16 are better, and fewer chunks than more: Mixtral took 54.9 us with 16 warps
-    and two chunks, 60.7 with four chunks, 59.9 with eight warps.
+    Of two experts with long rows they ask for four chunks, beside all of h (`rows_of_h` in
+    sm90_mma.py): Mixtral took 72.5 us on an H100 with 16 warps and two chunks, 68.3 so. Rows of 13
+    to 16 chunks a warp, as Phi-3.5-MoE's, were measured with 16 alone.
     """
     slots, programs = token_slots(top_k), cdiv(K, 16)
     parts = parts_of_row(K, k_chunk, group, 4 if 16 * k_chunk < K else 2)
     chunks = cdiv(cdiv(K, k_chunk), parts)
     gemm1 = GemmConfig(16, k_chunk, _depth(chunks, 14), parts)
     chunks_of_eight = cdiv(cdiv(I, k_chunk), max(1, 8 // slots))
-    eight = programs > MULTIPROCESSORS and (slots > 2 or chunks_of_eight <= 12)
+    eight = programs > MULTIPROCESSORS and (slots > 2 or not 12 < chunks_of_eight <= 16)
     parts = parts_of_row(I, k_chunk, group, max(1, (8 if eight else 16) // slots))
     chunks = cdiv(cdiv(I, k_chunk), parts)
     if parts * slots > 8:
@@ -366,7 +367,7 @@ def _choose_token(
     elif slots > 4:
         most = 3 if chunks % 3 == 0 else 4
     else:
-        most = 8
+        most = 8 if chunks <= 16 else 4
     gemm2 = GemmConfig(16 * slots, k_chunk, _depth(chunks, most), parts * slots)
     return LayerConfig(gemm1, gemm2, 1, chunk, SM90_MMA, direct=True)
 

@@ -29,9 +29,17 @@ GPU = Gpu(227 * 1024, True, True)
 E2M1 = (("mxfp4", torch.uint8), ("nvfp4", torch.float8_e4m3fn))
 
 
-def halves_of_words(code, constraints, tensors, pack, **_):
-    """The two bf16 of each word, which `right_operands` has twice side by side."""
-    assert (code, constraints, pack) == ("mov.b32 $0, $1;", "=r,r,r", 2)
+def of_words(code, constraints, tensors, pack, **_):
+    """Instructions of `operand_words`, and the two bf16 of each word, which `right_operands` has
+    twice side by side.
+    """
+    assert constraints == "=r,r,r"
+    if code.startswith("prmt.b32 $0, $1, $2, "):
+        assert pack == 1
+        halves = torch.stack(tensors, -1).contiguous().view(torch.int16)
+        low, high = {"0x5410;": (0, 2), "0x7632;": (1, 3)}[code.split()[-1]]
+        return halves[..., (low, high)].contiguous().view(torch.int32)[..., 0]
+    assert (code, pack) == ("mov.b32 $0, $1;", 2)
     return tensors[0][..., :1].contiguous().view(BF16)
 
 
@@ -52,10 +60,13 @@ def test_product_of_a_chunk(chunk):
     with (
         mock.patch.object(sm90_mma.gl, "convert_layout", lambda t, layout, assert_trivial: t),
         mock.patch.object(sm90_mma.gl, "expand_dims", torch.unsqueeze),
-        mock.patch.object(sm90_mma.gl, "inline_asm_elementwise", halves_of_words),
+        mock.patch.object(sm90_mma.gl, "inline_asm_elementwise", of_words),
+        mock.patch.object(sm90_mma.gl, "join", lambda a, b: torch.stack((a, b), -1)),
         mock.patch.object(torch.Tensor, "split", lambda t: t.unbind(-1)),
+        mock.patch.object(torch.Tensor, "type", mock.Mock()),
     ):
-        rows = sm90_mma.right_operands.fn(x.view(torch.int32), None)
+        words = sm90_mma.operand_words.fn(x.view(torch.int32))
+        rows = sm90_mma.right_operands.fn(words, None)
         weights = [
             sm90_mma.left_operand.fn(pairs[:, :, i].reshape(16 * warps, chunk // 2), None)
             for i in (0, 1)
@@ -76,6 +87,33 @@ def test_threads_hold_the_columns_that_their_weights_meet(chunk):
     columns = {1 << i for i in range(chunk.bit_length() - 4)}  # a byte is a pair of columns
     assert {base[1] for base in words.reg_bases} - {0} == columns
     assert {base[1] for base in x.reg_bases} - {0} == columns
+
+
+@pytest.mark.parametrize("warps", [1, 2, 8, 16])
+def test_warps_copy_their_own_rows_of_x(warps):
+    """No barrier of the program is between copies and reads."""
+    for chunk in (64, 128):
+        copied = sm90_mma.copy_layout(warps, chunk // 2, warps)
+        assert (copied.threads_per_warp[0], copied.warps_per_cta) == (1, [warps, 1])
+        read = sm90_mma.pair_layout(chunk, warps)
+        rows = [base[0] for base in read.warp_bases]
+        assert rows == [1 << i for i in range(warps.bit_length() - 1)]
+        assert not any(base[0] for base in read.lane_bases + read.reg_bases)
+
+
+@pytest.mark.parametrize(
+    "tile, rows",
+    [
+        ((1536, 128, 6, 8, 4), 8 * 16),  # gptoss120
+        ((3584, 128, 4, 8, 2), 8 * 32),  # mixtral
+        ((1536, 128, 12, 8, 4), 8),  # all weights are asked for at once
+        ((1536, 128, 3, 8, 8), 8),
+        ((1792, 128, 2, 16, 2), 16),
+        ((8192, 128, 8, 8, 1), 8),  # 128 KB
+    ],
+)
+def test_where_all_of_h_is_brought_at_once(tile, rows):
+    assert sm90_mma.rows_of_h(*tile) == rows
 
 
 def weight(scheme: str, K: int, scales: torch.dtype = BF16, layout: str = "") -> MixedOperand:
@@ -159,7 +197,7 @@ def test_which_token_these_kernels_serve():
     assert not any(configs.token_facts(w, w) for w in others)
     for sizes, expected in {
         (8, 2048, 768, 128, 128): ((16, 8, 2), (128, 3, 16)),
-        (2, 4096, 14336, 128, 128): ((16, 8, 4), (32, 2, 16)),
+        (2, 4096, 14336, 128, 128): ((16, 8, 4), (32, 4, 8)),
         (4, 2880, 2880, 128, 32): ((16, 6, 4), (64, 6, 8)),
         # no tuning table has these
         (6, 5120, 1536, 128, 128): ((16, 10, 4), (128, 3, 8)),
