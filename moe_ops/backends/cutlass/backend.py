@@ -189,8 +189,9 @@ PLAIN_FASTER_FROM = 64
 GROUPS_FASTER_FROM = 24
 # Rows from which deep_gemm is faster again, by elements of an expert's w2: on an H200 this backend
 # took 0.97, 0.98, 1.06, 1.03 and 1.00 of deep_gemm's time at 8, 32, 128, 512 and 2048 rows of
-# Phi-3.5-MoE (26 million elements); on an H100 0.97, 1.03, 1.00 at 256, 1024 and 4096 of Mixtral
-# (59 million). Of the 15 million of DeepSeek-V3 and fewer it was the faster one everywhere.
+# Phi-3.5-MoE (26 million elements); on an H100 0.98 and 1.01 at 128 and 512 of these, and 0.97,
+# 1.03, 1.00 at 256, 1024 and 4096 of Mixtral (59 million). Of the 15 million of DeepSeek-V3 and
+# fewer it was the faster one everywhere.
 GROUPS_FASTER_TO = ((1 << 25, 512), (1 << 24, 80))
 
 
