@@ -37,9 +37,7 @@ SPLIT_ROWS = 1024  # rows of y in all SPLIT_K partial sums
 FEW_STEPS = 8  # K tiles of a program of GEMM2 that is short
 PAIR_BUCKETS = (64, 512)  # up to so many pairs, every program reads the ids of all
 MAX_TOP_K = 16  # experts of a token of sm90_mma.py
-# chunks of a row, up to which sm90_mma.py was shown to have the bits of sm90_wgmma.py, and to be
-# faster with zero points than gemv.py
-MAX_CHUNKS = 16
+MAX_CHUNKS = 16  # of a row with zero points, up to which sm90_mma.py is faster than gemv.py
 MAX_CHUNKS_OF_W13 = 32  # of int4, up to which sm90_mma.py was shown to be faster than gemv.py
 MAX_ROWS_OF_8_BITS = 80  # average rows of an expert, up to which sm90_wgmma.py takes 8-bit weights
 
@@ -190,15 +188,12 @@ def for_any_batch(rows: int, *problem) -> LayerConfig:
     return find(_of_any_batch, problem)._replace(sort_chunk=sort_chunk(rows))
 
 
-def wgmma_for_any_batch(
-    rows: int, w13: MixedOperand, w2: MixedOperand, groups: int
-) -> LayerConfig:
-    """Config of sm90_wgmma.py under `batch_invariant`, for any number of rows, which `groups`
-    experts share: its tiles give the same bits (benchmarks/batch_invariant.py), sums that SPLIT_K
-    programs share do not.
+def wgmma_for_any_batch(rows: int, w13: MixedOperand, w2: MixedOperand) -> LayerConfig:
+    """Config of sm90_wgmma.py under `batch_invariant`, for any number of rows: its tiles give the
+    same bits (benchmarks/batch_invariant.py), sums that SPLIT_K programs share do not.
     """
     facts = (w13.K, w2.K, w2.format.bits, w13.segments, w2.segments)
-    return find(_wgmma_of_any_batch, (rows, groups, *facts))
+    return find(_wgmma_of_any_batch, (rows, w2.E, *facts))
 
 
 def _wgmma_of_any_batch(
@@ -281,6 +276,18 @@ def _token_of_any_batch(
     gemm1 = GemmConfig(16, 128, 16, segments13)
     gemm2 = GemmConfig(16 * slots, 128, 8, segments2 * slots)
     return LayerConfig(gemm1, gemm2, 1, sort_chunk(1), SM90_MMA, direct=True)
+
+
+def in_segments(
+    w13: MixedOperand, w2: MixedOperand, top_k: int
+) -> tuple[MixedOperand, MixedOperand] | None:
+    """The weights under `batch_invariant` with the sums of one token by sm90_mma.py, whatever the
+    number of tokens. None if that does not serve them.
+    """
+    if not (w13.segments_of_one and w2.segments_of_one) or top_k > MAX_TOP_K:
+        return None
+    # with more experts a program would have 32 warps
+    return w13.in_segments(), w2.in_segments() if token_slots(top_k) <= 8 else w2
 
 
 def token_of_any_batch(top_k: int, w13: MixedOperand, w2: MixedOperand) -> LayerConfig:

@@ -82,8 +82,6 @@ from moe_ops.meta.workspace import cdiv
 from moe_ops.ops.args import ExpertsArgs
 
 ALL_PAIRS = gl.constexpr(1 << 30)  # passed as top_k, so that every pair is of token 0
-# FORMAT and SCALE of weights whose token has the bits of many
-SAME_BITS = (("int4", "weight"), ("int4", "sum"), ("e2m1", "e8m0"))
 
 
 @gluon.constexpr_function
@@ -925,18 +923,6 @@ def why_not(x: Tensor, w13: MixedOperand, w2: MixedOperand, top_k: int) -> str |
         if w.stride[2] != 1:
             return "rows of weights must be contiguous"
     return None
-
-
-def has_bits_of_many(w13: MixedOperand, w2: MixedOperand) -> bool:
-    """Whether the kernels were shown on a GPU to give a token the bits of sm90_wgmma.py with
-    weights like these, whose rows both sum `in_segments`.
-    """
-    return all([_has_bits(w) for w in (w13, w2)])
-
-
-def _has_bits(w: MixedOperand) -> bool:
-    of = w.wgmma_format
-    return (of.name, of.scale) in SAME_BITS and w.K % w.k_chunk == 0 and not w.has_zero
 
 
 @lru_cache(maxsize=1024)

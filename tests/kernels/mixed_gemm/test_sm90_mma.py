@@ -126,11 +126,11 @@ def weight(scheme: str, K: int, scales: torch.dtype = BF16, layout: str = "") ->
 def has_bits(w13: MixedOperand, w2: MixedOperand, top_k: int, shift: int = 0) -> bool:
     x = torch.zeros(shift + w13.K, dtype=BF16)[None, shift:]
     runs = sm90_mma.why_not(x, w13, w2, top_k) is None
-    return runs and sm90_mma.has_bits_of_many(w13, w2)
+    return runs and configs.in_segments(w13, w2, top_k) is not None
 
 
 def test_layers_that_one_token_takes_under_batch_invariant():
-    """Those whose bits were compared on a GPU."""
+    """Those like the ones whose bits were compared on a GPU (docs/kernels/mixed_gemm.md)."""
     int4 = {K: weight("int4_w4a16:g128", K) for K in (512, 4096)}
     for top_k in (1, 5, 16):
         assert has_bits(int4[4096], int4[512], top_k) and has_bits(int4[512], int4[4096], top_k)
@@ -146,24 +146,29 @@ def test_layers_that_one_token_takes_under_batch_invariant():
 
 
 @pytest.mark.parametrize("scheme, scales", [("int4_w4a16:g128", BF16), ("int4_w4a16:g64", FP32)])
-@pytest.mark.parametrize("K, parts", [(128, 1), (256, 2), (384, 1), (768, 2), (2048, 2)])
-def test_rows_under_batch_invariant_are_summed_in_segments(scheme, scales, K, parts):
+@pytest.mark.parametrize(
+    "K, parts", [(128, 1), (256, 2), (384, 1), (768, 2), (2048, 2), (4096, 2)]
+)
+@pytest.mark.parametrize("top_k", [1, 6, 8, 9, 16])
+def test_rows_under_batch_invariant_are_summed_in_segments(scheme, scales, K, parts, top_k):
     """In as many by a token's warps as by the kernels for many rows, whose K tiles divide them."""
-    w = weight(scheme, K, scales).in_segments()
-    assert w.segments == parts and sm90_mma.has_bits_of_many(w, w)
-    for top_k in (1, 6, 8):
-        found = configs.token_of_any_batch(top_k, w, w)
-        for gemm in (found.gemm1, found.gemm2):
-            tile = sm90_mma._tile_of(w, gemm)
-            assert (tile.SPLIT, tile.K_PART * parts, tile.TWO) == (parts, K, False)
+    w = weight(scheme, K, scales)
+    assert w.segments == 1 and configs.in_segments(w, w, 17) is None
+    found = configs.in_segments(w, w, top_k)
+    assert found is not None
+    assert [one.segments for one in found] == [parts, parts if top_k <= 8 else 1]
+    token = configs.token_of_any_batch(top_k, *found)
+    for one, gemm in zip(found, (token.gemm1, token.gemm2), strict=True):
+        tile = sm90_mma._tile_of(one, gemm)
+        assert (tile.SPLIT, tile.K_PART * one.segments, tile.TWO) == (one.segments, K, False)
     for rows in (1, 8, 100, 300, 1000, 10000):
-        found = configs.wgmma_for_any_batch(rows, w, w, 16)
-        for gemm in (found.gemm1, found.gemm2):
-            assert K // parts % w.block_k(gemm) == 0 and found.split_k == 1
-        if found.block_m == 64:  # registers for two sums
-            assert found.gemm1.num_warps == (4 if parts > 1 else 8)
+        many = configs.wgmma_for_any_batch(rows, *found)
+        for one, gemm in zip(found, (many.gemm1, many.gemm2), strict=True):
+            assert K // one.segments % one.block_k(gemm) == 0 and many.split_k == 1
+            if many.block_m == 64:  # registers for two sums
+                assert gemm.num_warps == (4 if one.segments > 1 else 8)
     forced = GemmConfig(128, 256, 2, 4)  # whatever config is forced on it
-    assert K // parts % w.block_k(forced) == 0 or parts == 1
+    assert parts == 1 or K // parts % found[0].block_k(forced) == 0
 
 
 @pytest.mark.parametrize("columns", range(64, 8192, 64))
