@@ -37,7 +37,7 @@ REPLACED = (
     (r"#include <immintrin.h>", '#include "emulated.h"'),
     (r"#include <cpuid.h>", ""),
     (r'__attribute__\(\(target\((?:"[^"]*"[\s\\]*)+\)\)\)', ""),
-    (r'__builtin_cpu_supports\("[^"]*"\)', "1"),
+    (r'__builtin_cpu_(supports|is)\("[^"]*"\)', "1"),
     (r"static const bool has = \[\] \{.*?\n    \}\(\);", "static const bool has = true;"),
     (r"OF_AVX2\[\] = ENTRIES\(avx2, avx2::whole\)", "*const OF_AVX2 = OF_AVX512"),
 )
