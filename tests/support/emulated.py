@@ -6,8 +6,8 @@ Builds csrc/cpu/experts.cpp over tests/support/emulated.h, which needs g++ and S
 (Debian: libsimde-dev), for processors with AVX2, in a minute or more. Values are those of the
 instructions but for the order of sums in a tile; nothing can be said about time. With --sanitize
 the build is one under AddressSanitizer and UndefinedBehaviorSanitizer, whose libraries must be
-loaded first. Unoptimized it takes two minutes (with -O1 15, which the checks of all that is inlined
-take), and tests of a shape of each kind three more:
+loaded first. Unoptimized it takes two minutes (with -O1 15, for the checks of all that is
+inlined), and tests of a shape of each kind three more:
 
     LD_PRELOAD="$(g++ -print-file-name=libasan.so) $(g++ -print-file-name=libubsan.so)" \
         ASAN_OPTIONS=detect_leaks=0 python -m tests.support.emulated --sanitize
