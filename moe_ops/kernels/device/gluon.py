@@ -29,6 +29,7 @@ __all__ = [
     "fence_async_shared",
     "gl",
     "gluon",
+    "keep_loads_before",
     "mbarrier",
     "mma_v2",
     "reinterpret",
@@ -56,6 +57,15 @@ def reinterpret(
         return memory.reinterpret(dtype, shape, layout)
     else:
         return memory._reinterpret(dtype, shape, layout)
+
+
+@gluon.jit
+def keep_loads_before():
+    """Loads before this are issued before copies after it, as the assembler may not move either
+    across a barrier of the warp.
+    """
+    ASSEMBLY: gl.constexpr = "bar.warp.sync 0xffffffff; // dummy $0"
+    gl.inline_asm_elementwise(ASSEMBLY, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.constexpr_function

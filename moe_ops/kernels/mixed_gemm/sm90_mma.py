@@ -35,6 +35,7 @@ from moe_ops.kernels.device.gluon import (
     copy_elements,
     gl,
     gluon,
+    keep_loads_before,
     mma_v2,
     reinterpret,
     wait_warp_copies,
@@ -477,6 +478,8 @@ def token_products(
         )
         if HAS_ZERO:
             zeros += (load_group(zero_ptrs, first + j, zero_stride_g, K, K_CHUNK, SCALE_GROUP),)  # type: ignore[assignment]
+    if AT_ONCE > 1:  # few loads: else they come back after all that is copied
+        keep_loads_before()
     for j in gl.static_range(DEPTH):
         copy_codes(codes[j], w_ptrs, here, first + j, K, K_CHUNK)
         if X_FIRST:
