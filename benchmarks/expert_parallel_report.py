@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 from harness import format_table
@@ -102,14 +103,15 @@ def plot(rows: list[dict], path: Path) -> None:
         floors = {row["num_tokens"]: row["floor_us"] for row in part if row.get("floor_us")}
         if floors:
             (drawn["floor"],) = axis.plot(*zip(*sorted(floors.items()), strict=True), "k--")
-        for name in reversed(NAMES):  # ours on top
-            points = [(r["num_tokens"], r["us"]) for r in part if r["implementation"] == name]
-            if points:
-                color, marker, line = STYLES[name]
-                (drawn[name],) = axis.plot(
-                    *zip(*sorted(points), strict=True), color=color, marker=marker, linestyle=line
-                )
         ticks = sorted({row["num_tokens"] for row in part})
+        for name in reversed(NAMES):  # ours on top
+            found = {r["num_tokens"]: r["us"] for r in part if r["implementation"] == name}
+            if found:
+                color, marker, line = STYLES[name]
+                times = [found.get(tokens, math.nan) for tokens in ticks]  # no line past a gap
+                (drawn[name],) = axis.plot(
+                    ticks, times, color=color, marker=marker, linestyle=line
+                )
         axis.set(title=panel, xlabel="tokens of a GPU", xscale="log", yscale="log")
         axis.set_xticks(ticks, [str(tokens) for tokens in ticks])
         axis.set_xticks([], minor=True)

@@ -7,7 +7,7 @@ take?
 
 First the bandwidth of a copy between two GPUs, then for each number of tokens a rank (top-8; bf16;
 rows of --hidden, Qwen3's by default): values against torch's collectives, bitwise repeatability,
-the same in a CUDA graph replayed with new tokens, and us of one call in a graph of 20, begun on
+the same in a CUDA graph replayed with new tokens, and us of one call in a graph of 100, begun on
 all ranks together, the largest of all ranks. "copy" is that of a copy of the same rows into the
 next GPU's memory by its copy engine, while the other GPUs do so, too. "of a copy" is the rate at
 which rows reach the other GPU, over that of this copy, and over that of the first one, which is
@@ -34,7 +34,8 @@ from torch import Tensor
 from moe_ops.parallel.dispatchers import AllToAll
 from moe_ops.parallel.symmetric_memory import SymmetricMemory
 
-TOP_K, EXPERTS, CALLS = 8, 128, 20
+TOP_K, EXPERTS = 8, 128
+CALLS = 100  # of a graph: each bears its share of the time by which ranks begin apart
 
 
 def us(job: Job, call: Callable[[], object]) -> float:

@@ -88,8 +88,7 @@ def quantize_rows(x: Tensor, weight: Any) -> QuantizedActivation:  # x: (M, K)
     assert desc is not None
     if not (x.is_cuda and environment.TRITON and _has_kernel(desc)):
         return quantize_activation(x, name, weight.activation_scale)
-    q, found = _OP(x, name)
-    scale = found.t()
+    q, scale = _OP(x, name)
     return QuantizedActivation(q, scale if desc.group.cols == 128 else scaling.plain(scale, desc))
 
 
@@ -99,14 +98,14 @@ def _has_kernel(desc: QuantDesc) -> bool:
 
 
 def _buffers(x: Tensor, scheme: str) -> tuple[Tensor, Tensor]:
-    """What the kernel writes: q (M, K), and scales or largest magnitudes (groups, M)."""
+    """What the kernel writes: q (M, K), and scales or largest magnitudes (M, groups)."""
     desc = get_scheme(scheme).activation
     assert desc is not None
     M, K = x.shape
     groups = 1 if desc.group.is_row else -(-K // 128)
     return (
         x.new_empty((M, K), dtype=desc.storage_dtype),
-        x.new_empty((groups, M), dtype=torch.float32),
+        x.new_empty((M, groups), dtype=torch.float32),
     )
 
 

@@ -89,15 +89,12 @@ def experts(a: ExpertsArgs) -> None:
     dtype = x.dtype if rounding is None else rounding.dtype
     here = pairs_here(M * top_k, w2.E, a.global_experts)
     if a.batch_invariant and _runs_wgmma(a, w13, w2, dtype, rounding):
-        one = rounding is None and sm90_mma().has_bits_of_many(w13, w2)
-        if one:
-            w13 = w13.in_segments()
-            if configs.token_slots(top_k) <= 8:  # with more, a program would have 32 warps
-                w2 = w2.in_segments()
+        one = configs.in_segments(w13, w2, top_k) if rounding is None else None
+        w13, w2 = one or (w13, w2)
         if one and M == 1 and sm90_mma().why_not(x, w13, w2, top_k) is None:
             config = configs.token_of_any_batch(top_k, w13, w2)
         else:
-            config = configs.wgmma_for_any_batch(here, w13, w2, w2.E)
+            config = configs.wgmma_for_any_batch(here, w13, w2)
             config = config._replace(sort_chunk=sort_chunk(M * top_k))
     elif a.batch_invariant:
         facts = (w2.format.bits, dtype, False, gpu.shared_memory)
@@ -111,6 +108,9 @@ def experts(a: ExpertsArgs) -> None:
         return run(sm90_mma().launches(a, w13, w2, activation, config, gpu), device, gpu)
     if config.kernel == SM90_WGMMA:
         split_k = configs.split_k_of(w2, config.gemm2, config.split_k, M * top_k)
+        if max(w13.segments, w2.segments) > 1 and (split_k > 1 or config.block_m > 64):
+            # a config that is forced: `wgmma_for_any_batch` has none such
+            w13, w2 = w13._replace(segments=1), w2._replace(segments=1)
         if w2.wgmma_format.x_bits == 8:
             in_e4m3 = configs.multiplies_e4m3(config, w2, split_k, here)
             # under batch_invariant all in bf16: bits of products in e4m3 differ from theirs

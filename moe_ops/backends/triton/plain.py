@@ -130,7 +130,7 @@ def _launches(
     elif x_scale:
         launches, rows, on_input = quantize_x(
             rows, M, M, K, x_scale, config, y, a.a13_scale, valid, h.scale,
-            top_k, w13.data.dtype, scaling.POWERS, gpu, sort,
+            top_k, w13.data.dtype, scaling.POWERS, gpu, sort, gathered=True,
         )  # fmt: skip
     else:
         launches = [] if sort is None else [route(routing, sort, gpu)]

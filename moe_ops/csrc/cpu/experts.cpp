@@ -43,6 +43,7 @@ constexpr int MOST_ROWS = MOE_OPS_MOST_ROWS;  // rows of x that one decoded weig
 constexpr int TILE = 4;            // weight rows of a tile
 constexpr int TOKENS_OF_BLOCK = 16, ROWS_OF_PANEL = 32;  // of tiles
 constexpr int64_t RESIDENT = 384 << 10;  // bytes of rows of x that stay in a core's cache
+constexpr int64_t WINDOW = 16 << 10;     // bytes of rows that are prefetched in streams
 
 // A weight of all experts: struct Matrix of backends/torch/layer.py. Strides in bytes.
 struct Matrix {
@@ -115,6 +116,12 @@ inline float scale_of_whole(uint32_t bits) {
     return scale < 0x1p-126f ? 0x1p-126f : scale;  // whose inverse is finite
 }
 
+// Rows that are prefetched beside those of a tile, one beside each: the first, or null, and the bytes between two.
+struct Ahead {
+    const uint8_t* from;
+    int64_t row;
+};
+
 enum Tokens { WIDE, GROUPS, ROWS };  // how activations are quantized, and whose scales are: WIDE is not
 enum Activation { SWIGLU, GELU_TANH, SWIGLUSTEP };
 
@@ -170,7 +177,7 @@ namespace neon {
 
 template <class D, int MT = 1>
 void any_tile(int rows, const uint8_t* const* x, const Matrix& m, const Weight& w, int64_t n, int64_t cols,
-              float* y, int64_t y_stride, const uint8_t* ahead) {
+              float* y, int64_t y_stride, Ahead ahead) {
     if (rows == MT)
         D::Isa::template tile<D, MT>(x, m, w, n, cols, y, y_stride, ahead);
     else if constexpr (MT < MOST_ROWS)
@@ -181,7 +188,7 @@ void any_tile(int rows, const uint8_t* const* x, const Matrix& m, const Weight& 
 // decides in how many registers it adds.
 template <class D>
 void whole_tile(int rows, const uint8_t* const* x, const Matrix& m, const Weight& w, int64_t n, int64_t cols,
-                float* y, int64_t y_stride, const uint8_t* ahead) {
+                float* y, int64_t y_stride, Ahead ahead) {
     const uint8_t* all[MOST_ROWS];
     float sums[MOST_ROWS * TILE];
     for (int i = 0; i < MOST_ROWS; ++i) all[i] = x[std::min(i, rows - 1)];
@@ -189,24 +196,43 @@ void whole_tile(int rows, const uint8_t* const* x, const Matrix& m, const Weight
     for (int i = 0; i < rows; ++i) std::copy_n(sums + i * TILE, TILE, y + i * y_stride);
 }
 
-// Weight rows n0 to n1 times `count` rows of x; the rows at `next` are multiplied after them.
+// Whether this processor reads on by itself in several pages at once, so that streams in each are faster than one.
+bool reads_on() {
+#if defined(__x86_64__)
+    static const bool does = __builtin_cpu_is("intel");
+    return does;
+#else
+    return false;
+#endif
+}
+
+// Weight rows n0 to n1 times `count` rows of x; the rows at `next` are multiplied after them. While others are
+// multiplied rows are prefetched: two tiles ahead, or those of a window, beside each tile of the window before it one
+// row of every quarter.
 template <class D>
 void panel(int64_t count, const uint8_t* const* x, const Matrix& m, const Weight& w, int64_t n0, int64_t n1,
            int64_t cols, float* y, int64_t y_stride, const uint8_t* next, bool batch_invariant) {
     const int64_t parts = (count + MOST_ROWS - 1) / MOST_ROWS;
-    for (int64_t n = n0; n < n1; n += TILE) {
-        const int64_t there = n + D::AHEAD;
-        const uint8_t* ahead = there < n1 ? w.data + there * m.row : next + (there - n1) * m.row;
-        for (int64_t p = 0; p < parts; ++p) {
-            const int64_t first = count * p / parts, last = count * (p + 1) / parts;
-            const auto tile = [&](auto of) {
-                of(int(last - first), x + first, m, w, n, cols, y + first * y_stride + (n - n0), y_stride,
-                   p || !D::AHEAD ? nullptr : ahead);
-            };
-            if (batch_invariant && !D::Isa::template ALIKE<D>)
-                tile(whole_tile<D>);
-            else
-                tile(any_tile<D>);
+    const bool windows = D::Isa::WINDOWS && reads_on();
+    const int64_t size = std::min((windows ? std::max<int64_t>(WINDOW / m.row / TILE, TILE) : 1) * TILE, n1 - n0);
+    for (int64_t begin = n0; begin < n1; begin += size) {
+        const int64_t end = std::min(begin + size, n1), there = windows ? end : end + TILE;
+        const uint8_t* from = there < n1 ? w.data + there * m.row : next + (there - n1) * m.row;
+        const int64_t of_stream = (there < n1 ? std::min(size, n1 - there) : size) / TILE;  // rows
+        for (int64_t n = begin; n < end; n += TILE) {
+            const int64_t number = (n - begin) / TILE;
+            for (int64_t p = 0; p < parts; ++p) {
+                const bool fetch = D::PREFETCH && !p && number < of_stream;
+                const Ahead ahead{fetch ? from + number * m.row : nullptr, of_stream * m.row};
+                const int64_t first = count * p / parts, last = count * (p + 1) / parts;
+                const auto tile = [&](auto of) {
+                    of(int(last - first), x + first, m, w, n, cols, y + first * y_stride + (n - n0), y_stride, ahead);
+                };
+                if (batch_invariant && !D::Isa::template ALIKE<D>)
+                    tile(whole_tile<D>);
+                else
+                    tile(any_tile<D>);
+            }
         }
     }
 }

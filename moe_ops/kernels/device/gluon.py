@@ -29,9 +29,11 @@ __all__ = [
     "fence_async_shared",
     "gl",
     "gluon",
+    "keep_loads_before",
     "mbarrier",
     "mma_v2",
     "reinterpret",
+    "wait_warp_copies",
     "warpgroup_mma",
     "warpgroup_mma_init",
     "warpgroup_mma_wait",
@@ -55,3 +57,27 @@ def reinterpret(
         return memory.reinterpret(dtype, shape, layout)
     else:
         return memory._reinterpret(dtype, shape, layout)
+
+
+@gluon.jit
+def keep_loads_before():
+    """Loads before this are issued before copies after it, as the assembler may not move either
+    across a barrier of the warp.
+    """
+    ASSEMBLY: gl.constexpr = "bar.warp.sync 0xffffffff; // dummy $0"
+    gl.inline_asm_elementwise(ASSEMBLY, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.constexpr_function
+def _wait_instructions(outstanding):
+    return f"cp.async.wait_group {outstanding}; bar.warp.sync 0xffffffff; // dummy $0"
+
+
+@gluon.jit
+def wait_warp_copies(outstanding: gl.constexpr):
+    """Wait until of the groups of copies of each thread at most so many are outstanding, for what
+    the threads of a warp have copied. `async_copy.wait_group`, for what all have copied, is a
+    barrier of the program.
+    """
+    ASSEMBLY: gl.constexpr = _wait_instructions(outstanding)
+    gl.inline_asm_elementwise(ASSEMBLY, "=r", [], dtype=gl.int32, is_pure=False, pack=1)

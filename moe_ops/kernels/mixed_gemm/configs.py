@@ -37,9 +37,7 @@ SPLIT_ROWS = 1024  # rows of y in all SPLIT_K partial sums
 FEW_STEPS = 8  # K tiles of a program of GEMM2 that is short
 PAIR_BUCKETS = (64, 512)  # up to so many pairs, every program reads the ids of all
 MAX_TOP_K = 16  # experts of a token of sm90_mma.py
-# chunks of a row, up to which sm90_mma.py was shown to have the bits of sm90_wgmma.py, and to be
-# faster with zero points than gemv.py
-MAX_CHUNKS = 16
+MAX_CHUNKS = 16  # of a row with zero points, up to which sm90_mma.py is faster than gemv.py
 MAX_CHUNKS_OF_W13 = 32  # of int4, up to which sm90_mma.py was shown to be faster than gemv.py
 MAX_ROWS_OF_8_BITS = 80  # average rows of an expert, up to which sm90_wgmma.py takes 8-bit weights
 
@@ -190,15 +188,12 @@ def for_any_batch(rows: int, *problem) -> LayerConfig:
     return find(_of_any_batch, problem)._replace(sort_chunk=sort_chunk(rows))
 
 
-def wgmma_for_any_batch(
-    rows: int, w13: MixedOperand, w2: MixedOperand, groups: int
-) -> LayerConfig:
-    """Config of sm90_wgmma.py under `batch_invariant`, for any number of rows, which `groups`
-    experts share: its tiles give the same bits (benchmarks/batch_invariant.py), sums that SPLIT_K
-    programs share do not.
+def wgmma_for_any_batch(rows: int, w13: MixedOperand, w2: MixedOperand) -> LayerConfig:
+    """Config of sm90_wgmma.py under `batch_invariant`, for any number of rows: its tiles give the
+    same bits (benchmarks/batch_invariant.py), sums that SPLIT_K programs share do not.
     """
     facts = (w13.K, w2.K, w2.format.bits, w13.segments, w2.segments)
-    return find(_wgmma_of_any_batch, (rows, groups, *facts))
+    return find(_wgmma_of_any_batch, (rows, w2.E, *facts))
 
 
 def _wgmma_of_any_batch(
@@ -283,6 +278,18 @@ def _token_of_any_batch(
     return LayerConfig(gemm1, gemm2, 1, sort_chunk(1), SM90_MMA, direct=True)
 
 
+def in_segments(
+    w13: MixedOperand, w2: MixedOperand, top_k: int
+) -> tuple[MixedOperand, MixedOperand] | None:
+    """The weights under `batch_invariant` with the sums of one token by sm90_mma.py, whatever the
+    number of tokens. None if that does not serve them.
+    """
+    if not (w13.segments_of_one and w2.segments_of_one) or top_k > MAX_TOP_K:
+        return None
+    # with more experts a program would have 32 warps
+    return w13.in_segments(), w2.in_segments() if token_slots(top_k) <= 8 else w2
+
+
 def token_of_any_batch(top_k: int, w13: MixedOperand, w2: MixedOperand) -> LayerConfig:
     """Config of sm90_mma.py under `batch_invariant`: a warp has one segment of 16 rows of weights
     (`MixedOperand.segments`). (Of those kernels BLOCK_N counts rows, which 16 warps' rows may
@@ -350,15 +357,16 @@ def _choose_token(
     16 warps of GEMM2 are best where no multiprocessor has two programs. Elsewhere eight are: two
     programs of 16 warps do not fit if a token has more than two experts, with which registers
     grow. gptoss120 took 28.8 us in mxfp4 with 16 warps, and 25.2 with eight, E 160 38.1 and 30.3.
-    Beside long rows 16 are better, and fewer chunks than more: Mixtral took 54.9 us with 16 warps
-    and two chunks, 60.7 with four chunks, 59.9 with eight warps.
+    Of two experts with long rows they ask for four chunks, beside all of h (`rows_of_h` in
+    sm90_mma.py): Mixtral took 72.5 us on an H100 with 16 warps and two chunks, 68.3 so. Rows of 13
+    to 16 chunks a warp, as Phi-3.5-MoE's, were measured with 16 alone.
     """
     slots, programs = token_slots(top_k), cdiv(K, 16)
     parts = parts_of_row(K, k_chunk, group, 4 if 16 * k_chunk < K else 2)
     chunks = cdiv(cdiv(K, k_chunk), parts)
     gemm1 = GemmConfig(16, k_chunk, _depth(chunks, 14), parts)
     chunks_of_eight = cdiv(cdiv(I, k_chunk), max(1, 8 // slots))
-    eight = programs > MULTIPROCESSORS and (slots > 2 or chunks_of_eight <= 12)
+    eight = programs > MULTIPROCESSORS and (slots > 2 or not 12 < chunks_of_eight <= 16)
     parts = parts_of_row(I, k_chunk, group, max(1, (8 if eight else 16) // slots))
     chunks = cdiv(cdiv(I, k_chunk), parts)
     if parts * slots > 8:
@@ -366,7 +374,7 @@ def _choose_token(
     elif slots > 4:
         most = 3 if chunks % 3 == 0 else 4
     else:
-        most = 8
+        most = 8 if chunks <= 16 else 4
     gemm2 = GemmConfig(16 * slots, k_chunk, _depth(chunks, most), parts * slots)
     return LayerConfig(gemm1, gemm2, 1, chunk, SM90_MMA, direct=True)
 

@@ -20,6 +20,9 @@ from moe_ops.schemes import QuantDesc, get_scheme
 STAGES_OF_WORDS = 3  # `MixedOperand.stages_of_many` of prepared e2m1
 
 E2M1 = ("e2m1", "e2m1_words")
+# FORMAT and SCALE of weights whose token has the bits of many: sm90_mma.py and sm90_wgmma.py gave
+# the same on a GPU
+SAME_BITS = (("int4", "weight"), ("int4", "sum"), ("e2m1", "e8m0"))
 
 
 class Format(NamedTuple):
@@ -134,8 +137,10 @@ class MixedOperand(NamedTuple):
     padded_k: int  # columns of a row in whole chunks
     # contiguous scales start at a multiple of so many in every row, and are a multiple of so many
     scale_align: int
-    # of a row's columns, which have sums of their own in sm90_wgmma.py: `in_segments`
-    segments: int = 1
+    # equal parts of a row that sm90_mma.py sums apart for a token under batch_invariant, and then
+    # sm90_wgmma.py too; 0 of weights whose bits of both were not shown to be the same
+    segments_of_one: int
+    segments: int = 1  # those of this call
 
     @property
     def scale(self) -> Tensor:
@@ -171,13 +176,8 @@ class MixedOperand(NamedTuple):
         return self._replace(wgmma_format=self.format)
 
     def in_segments(self) -> MixedOperand:
-        """The operand with its columns in two segments, if they are whole chunks and groups. So
-        sm90_mma.py sums them, of which two warps share a row, and so must sm90_wgmma.py to give a
-        token the same bits.
-        """
-        half, of = self.K // 2, self.wgmma_format
-        whole = self.K % 2 == half % 128 == half % self.k_chunk == half % max(1, of.group) == 0
-        return self._replace(segments=2 if whole else 1)
+        """The operand with the sums of one token under batch_invariant."""
+        return self._replace(segments=max(1, self.segments_of_one))
 
     @property
     def scales_in_place(self) -> bool:
@@ -214,6 +214,7 @@ class _Derived(NamedTuple):
     chunk_bytes: int
     padded_k: int
     scale_align: int
+    segments_of_one: int
 
 
 def _wgmma_format(of: Format, scales: torch.dtype, activation: QuantDesc | None = None) -> Format:
@@ -249,6 +250,14 @@ def _k_chunk(K: int, of: Format) -> int:
     return 64 if of.bits == 8 or of.group == 64 or K % 128 else 128
 
 
+def _segments_of_one(of: Format, K: int, k_chunk: int, has_zero: bool) -> int:
+    """Two, so that two warps share a row, if the halves are whole chunks and groups."""
+    if (of.name, of.scale) not in SAME_BITS or has_zero or k_chunk == 0 or K % k_chunk:
+        return 0
+    half = K // 2
+    return 2 if K % 256 == 0 and half % max(1, of.group) == 0 else 1
+
+
 @lru_cache(maxsize=4096)
 def _derived(
     scheme: str,
@@ -274,7 +283,8 @@ def _derived(
             16, scale_columns, *[stride for found in strides for stride in found[:2]]
         )
     chunk_bytes = k_chunk * of.bits // 8
-    return _Derived(of, for_wgmma, E, N, K, k_chunk, chunk_bytes, padded_k, together)
+    segments = _segments_of_one(for_wgmma, K, k_chunk, len(strides) > 1)
+    return _Derived(of, for_wgmma, E, N, K, k_chunk, chunk_bytes, padded_k, together, segments)
 
 
 def operand(

@@ -5,7 +5,7 @@ As in sm90_wgmma.py weights are the left operand and are decoded in the order in
 memory. Each thread copies its own through shared memory: the 16 bytes of a row and chunk are its
 fragments. An instruction multiplies 16 rows of weights with eight columns, all of which are x. In
 GEMM2 each of the token's experts has warps with its own row of h, so that a program sums over
-experts what its warps multiplied.
+experts what its warps multiplied. Until then no warp waits for another, but for all of h.
 
 SPLIT warps share 16 rows, each for a part of their columns, which begin at a whole group. Where
 these are as many as `MixedOperand.segments`, and TWO is off, bits are those of sm90_wgmma.py: the
@@ -29,7 +29,17 @@ from torch import Tensor
 from moe_ops.kernels.configs import GemmConfig, LayerConfig
 from moe_ops.kernels.device.activations import activate_one, activate_two
 from moe_ops.kernels.device.blocks import local_expert
-from moe_ops.kernels.device.gluon import async_copy, copy_elements, gl, gluon, mma_v2
+from moe_ops.kernels.device.gluon import (
+    async_copy,
+    barrier,
+    copy_elements,
+    gl,
+    gluon,
+    keep_loads_before,
+    mma_v2,
+    reinterpret,
+    wait_warp_copies,
+)
 from moe_ops.kernels.device.pdl import gdc_launch_dependents, gdc_wait
 from moe_ops.kernels.device.sums import add_terms, expert_of_pair
 from moe_ops.kernels.gemm.operands import Activated
@@ -73,8 +83,6 @@ from moe_ops.meta.workspace import cdiv
 from moe_ops.ops.args import ExpertsArgs
 
 ALL_PAIRS = gl.constexpr(1 << 30)  # passed as top_k, so that every pair is of token 0
-# FORMAT and SCALE of weights whose token has the bits of many
-SAME_BITS = (("int4", "weight"), ("int4", "sum"), ("e2m1", "e8m0"))
 
 
 @gluon.constexpr_function
@@ -108,18 +116,41 @@ def token_layout(K_CHUNK, NUM_WARPS):
 
 
 @gluon.constexpr_function
-def copy_layout(PAIRS, NUM_WARPS):
-    """Layout (warps, pairs of columns) in which a chunk of the rows of x is copied, 16 bytes a
-    thread.
+def copy_layout(ROWS, PAIRS, NUM_WARPS):
+    """Layout (ROWS, pairs of columns) in which chunks of rows of x go to shared memory, 16 bytes a
+    thread. Where there are as many rows as warps, each has its own.
     """
-    lanes = PAIRS // 4
+    lanes = 32 if ROWS == NUM_WARPS else PAIRS // 4
     return gl.BlockedLayout([1, 4], [32 // lanes, lanes], [NUM_WARPS, 1], [1, 0])
 
 
 @gluon.constexpr_function
-def row_layout(PAIRS, NUM_WARPS):
-    """Layout (warps,) of what the rows of `copy_layout` share."""
-    return gl.SliceLayout(1, copy_layout(PAIRS, NUM_WARPS))
+def row_layout(ROWS, PAIRS, NUM_WARPS):
+    """Layout (ROWS,) of what the rows of `copy_layout` share."""
+    return gl.SliceLayout(1, copy_layout(ROWS, PAIRS, NUM_WARPS))
+
+
+@gluon.constexpr_function
+def rows_of_h(K_PART, K_CHUNK, DEPTH, NUM_WARPS, SLOTS):
+    """Chunks of rows of h that GEMM2 brings to shared memory at a time: one for each warp, or all,
+    of each warp a power of two.
+
+    All are faster where a warp takes several rounds of weights and a token has few experts: on an
+    H100 gptoss120 took 27.5 us for 28.6 in mxfp4, Mixtral 68.5 for 70.1 in int4, but E 160, top-6,
+    K 5120, I 1536 34.7 for 33.7.
+    """
+    chunks = (K_PART + K_CHUNK - 1) // K_CHUNK
+    rows = NUM_WARPS << (chunks - 1).bit_length()
+    whole = chunks > DEPTH and SLOTS <= 4 and NUM_WARPS == 8 and rows * K_CHUNK * 2 <= 65536
+    return rows if whole else NUM_WARPS
+
+
+@gluon.constexpr_function
+def step_of(DEPTH):
+    """Chunks that a thread asks for together in the rounds after the first one, of DEPTH a round:
+    the compiler puts a barrier before they are written over others.
+    """
+    return DEPTH // 2 if DEPTH % 2 == 0 else 1
 
 
 @gluon.jit
@@ -146,9 +177,29 @@ def left_operand(w, A: gl.constexpr):
 
 
 @gluon.jit
+def operand_words(x):
+    """Pairs of columns (rows, pairs) as words of right operands: of eight columns the even ones,
+    which meet low nibbles, then the odd ones. A column is beside the one four columns after it.
+    """
+    ROWS: gl.constexpr = x.shape[0]
+    PAIRS: gl.constexpr = x.shape[1]
+    first, second = x.reshape((ROWS, PAIRS // 4, 2, 2)).permute((0, 1, 3, 2)).split()
+    even = gl.inline_asm_elementwise(
+        "prmt.b32 $0, $1, $2, 0x5410;", "=r,r,r", [first, second],
+        dtype=gl.int32, is_pure=True, pack=1,
+    )  # fmt: skip
+    odd = gl.inline_asm_elementwise(
+        "prmt.b32 $0, $1, $2, 0x7632;", "=r,r,r", [first, second],
+        dtype=gl.int32, is_pure=True, pack=1,
+    )  # fmt: skip
+    words = gl.join(even, odd).permute((0, 1, 3, 2)).reshape((ROWS, PAIRS))
+    return gl.convert_layout(words, x.type.layout, assert_trivial=True)
+
+
+@gluon.jit
 def right_operands(x, B: gl.constexpr):
-    """A chunk of a row of x for each warp, in words (warps, pairs of columns), as the right
-    operands of its two products, all columns of which are x. The order is that of
+    """`operand_words` of a chunk of a row of x for each warp (warps, pairs of columns), as the
+    right operands of its two products, all columns of which are x. The order is that of
     `permute_columns` in sm90_wgmma.py. No data movement.
     """
     WARPS: gl.constexpr = x.shape[0]
@@ -158,8 +209,8 @@ def right_operands(x, B: gl.constexpr):
     x = gl.inline_asm_elementwise(
         "mov.b32 $0, $1;", "=r,r,r", [x], dtype=gl.bfloat16, is_pure=True, pack=2
     )
-    # axes: warp, thread, its words of 4 bytes, bits of a byte's index, column, nibble
-    x = x.reshape((WARPS, 4, PAIRS // 16, 2, 2, 8, 2)).permute((0, 2, 4, 1, 3, 5, 6))
+    # axes: warp, thread, its words of 4 bytes, nibble, low bit of a byte's index, column, high bit
+    x = x.reshape((WARPS, 4, PAIRS // 16, 2, 2, 8, 2)).permute((0, 2, 4, 1, 6, 5, 3))
     x0, x1 = x.reshape((WARPS, PAIRS, 8, 2)).split()
     x0 = gl.convert_layout(x0, B, assert_trivial=True)
     return x0, gl.convert_layout(x1, B, assert_trivial=True)
@@ -181,19 +232,46 @@ def copy_codes(stage, w_ptrs, here, chunk, K: gl.constexpr, K_CHUNK: gl.constexp
 
 
 @gluon.jit
+def token_pointers(
+    row_ptrs, own_from, here, chunk, K: gl.constexpr, K_CHUNK: gl.constexpr, LAYOUT: gl.constexpr
+):  # fmt: skip
+    """Pointers (rows, pairs of columns) to chunks of rows of x, and whether they are read. Columns
+    that the chunk before has are not, nor are chunks past the row's end, rows that are not `here`,
+    and pairs of columns before a row's `own_from`, which another warp has.
+    """
+    PAIRS: gl.constexpr = K_CHUNK // 2
+    start = gl.multiple_of(first_column(chunk, K, K_CHUNK) // 2, 32)
+    pair = gl.expand_dims(gl.arange(0, PAIRS, gl.SliceLayout(0, LAYOUT)), 0)
+    pair += gl.expand_dims(start, 1)
+    own = (pair >= gl.expand_dims(chunk * PAIRS, 1)) & (pair >= gl.expand_dims(own_from, 1))
+    return gl.expand_dims(row_ptrs, 1) + pair, own & gl.expand_dims(here, 1)
+
+
+@gluon.jit
 def copy_tokens(stage, row_ptrs, own_from, here, chunk, K: gl.constexpr, K_CHUNK: gl.constexpr):
-    """Ask for a chunk of a row of x for each warp in shared memory (warps, pairs of columns).
-    Columns that the chunk before has are zero, as are chunks past the row's end, rows that are not
-    `here`, and pairs of columns before a warp's `own_from`, which another warp has.
+    """Ask for a chunk of a row of x for each warp in shared memory (warps, pairs of columns), with
+    zeros where `token_pointers` are not read.
     """
     WARPS: gl.constexpr = stage.shape[0]
-    PAIRS: gl.constexpr = stage.shape[1]
-    LAYOUT: gl.constexpr = copy_layout(PAIRS, WARPS)
-    start = gl.multiple_of(first_column(chunk, K, K_CHUNK) // 2, 32)
-    pair = gl.expand_dims(start + gl.arange(0, PAIRS, gl.SliceLayout(0, LAYOUT)), 0)
-    own = (pair >= chunk * PAIRS) & (pair >= gl.expand_dims(own_from, 1))
-    ptrs = gl.expand_dims(row_ptrs, 1) + pair
-    copy_elements(stage, ptrs, mask=own & gl.expand_dims(here, 1))
+    LAYOUT: gl.constexpr = copy_layout(WARPS, stage.shape[1], WARPS)
+    chunk += gl.zeros_like(own_from)
+    ptrs, mask = token_pointers(row_ptrs, own_from, here, chunk, K, K_CHUNK, LAYOUT)
+    copy_elements(stage, ptrs, mask=mask)
+
+
+@gluon.jit
+def load_tokens(
+    memory, row_ptrs, own_from, here, K: gl.constexpr, K_CHUNK: gl.constexpr,
+    NUM_WARPS: gl.constexpr,
+):  # fmt: skip
+    """All chunks of a row of x for each warp, as `operand_words` in shared memory (chunks of
+    warps, pairs of columns). Zeros as in `copy_tokens`.
+    """
+    ROWS: gl.constexpr = memory.shape[0]
+    LAYOUT: gl.constexpr = copy_layout(ROWS, memory.shape[1], NUM_WARPS)
+    chunk = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT)) // NUM_WARPS
+    ptrs, mask = token_pointers(row_ptrs, own_from, here, chunk, K, K_CHUNK, LAYOUT)
+    memory.store(operand_words(gl.load(ptrs, mask=mask, other=0)))
 
 
 @gluon.constexpr_function
@@ -344,9 +422,9 @@ def token_products(
     zero_ptrs,  # as scale_ptrs, or None
     scale_stride_g,
     zero_stride_g,
-    x_ptrs,  # (warps,), in pairs of columns, of each warp's row of x
-    x_from,  # (warps,) pairs of columns before it are zero
-    x_here,  # (warps,) whether it is read
+    x_ptrs,  # (X_ROWS,), in pairs of columns, of each warp's row of x, for all chunks or for one
+    x_from,  # (X_ROWS,) pairs of columns before it are zero
+    x_here,  # (X_ROWS,) whether it is read
     X_FIRST: gl.constexpr,  # x is older than the kernel before: it is copied before weights
     FORMAT: gl.constexpr,
     SCALE: gl.constexpr,
@@ -380,11 +458,16 @@ def token_products(
     PAIRS: gl.constexpr = K_CHUNK // 2
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     ALL: gl.constexpr = DEPTH >= CHUNKS
+    STEP: gl.constexpr = DEPTH if ALL else step_of(DEPTH)
+    X_ROWS: gl.constexpr = x_ptrs.shape[0]
+    WHOLE: gl.constexpr = X_ROWS > NUM_WARPS
+    gl.static_assert(not (WHOLE and X_FIRST))
     # a buffer for each chunk: between copies into parts of one, programs would be synchronized
     codes, rows = (), ()
     for _ in gl.static_range(DEPTH):
         codes += (gl.allocate_shared_memory(gl.int32, [BLOCK_N, K_CHUNK // 8], FLAT),)  # type: ignore[assignment]
-        rows += (gl.allocate_shared_memory(gl.int32, [NUM_WARPS, PAIRS], FLAT),)  # type: ignore[assignment]
+        if not WHOLE:
+            rows += (gl.allocate_shared_memory(gl.int32, [NUM_WARPS, PAIRS], FLAT),)  # type: ignore[assignment]
     first = gl.to_tensor(0)
     if X_FIRST:
         gdc_wait(PDL)
@@ -395,16 +478,30 @@ def token_products(
         )
         if HAS_ZERO:
             zeros += (load_group(zero_ptrs, first + j, zero_stride_g, K, K_CHUNK, SCALE_GROUP),)  # type: ignore[assignment]
+    if AT_ONCE > 1:  # few loads: else they come back after all that is copied
+        keep_loads_before()
     for j in gl.static_range(DEPTH):
         copy_codes(codes[j], w_ptrs, here, first + j, K, K_CHUNK)
         if X_FIRST:
             copy_tokens(rows[j], x_ptrs, x_from, x_here, first + j, K, K_CHUNK)
+        if X_FIRST or WHOLE:
             async_copy.commit_group()
     if not X_FIRST:
         gdc_wait(PDL)
+    all_rows = None
+    if WHOLE:
+        all_rows = gl.allocate_shared_memory(
+            gl.int32, [X_ROWS // NUM_WARPS, NUM_WARPS, PAIRS], FLAT
+        )
+        memory = reinterpret(all_rows, gl.int32, [X_ROWS, PAIRS], FLAT)
+        load_tokens(memory, x_ptrs, x_from, x_here, K, K_CHUNK, NUM_WARPS)
+    elif not X_FIRST:
         for j in gl.static_range(DEPTH):
             copy_tokens(rows[j], x_ptrs, x_from, x_here, first + j, K, K_CHUNK)
             async_copy.commit_group()
+    # Of what threads copy to shared memory, a warp reads nothing but its own. The compiler, which
+    # does not know it, needs a barrier between copies and reads: one, before any has arrived.
+    barrier()
     acc = gl.zeros([NUM_WARPS, 16, 8], gl.float32, MMA)
     other = acc
     for start in range(0, CHUNKS, DEPTH):
@@ -416,7 +513,7 @@ def token_products(
             z = s
             if HAS_ZERO:
                 z = unpack_scale(zeros[j], zero_ptrs.dtype.element_ty)
-            async_copy.wait_group(DEPTH - 1 - j if ALL else DEPTH - 1)
+            wait_warp_copies(DEPTH - 1 - j % STEP)
             w0, w1 = decode_weights(
                 bytes_of_words(codes[j].load(WORDS)),
                 s,
@@ -427,7 +524,8 @@ def token_products(
                 SCALE,
                 HAS_ZERO,
             )
-            x0, x1 = right_operands(rows[j].load(X), B)
+            x = all_rows.index(chunk).load(X) if WHOLE else operand_words(rows[j].load(X))
+            x0, x1 = right_operands(x, B)
             d = acc
             if PROMOTE:
                 d = gl.zeros([NUM_WARPS, 16, 8], gl.float32, MMA)
@@ -438,10 +536,14 @@ def token_products(
                 d = mma_v2(left_operand(w1, A), x1, d)
             acc = added(acc, d, s, PROMOTE)
             if not ALL:
+                if (j + 1) % STEP == 0:
+                    for i in gl.static_range(j + 1 - STEP, j + 1):
+                        ahead = start + (i + DEPTH)
+                        copy_codes(codes[i], w_ptrs, here, ahead, K, K_CHUNK)
+                        if not WHOLE:
+                            copy_tokens(rows[i], x_ptrs, x_from, x_here, ahead, K, K_CHUNK)
+                        async_copy.commit_group()
                 ahead = chunk + DEPTH
-                copy_codes(codes[j], w_ptrs, here, ahead, K, K_CHUNK)
-                copy_tokens(rows[j], x_ptrs, x_from, x_here, ahead, K, K_CHUNK)
-                async_copy.commit_group()
                 next_scales += load_scales(
                     scale_ptrs, ahead, scale_stride_g, j, K, K_CHUNK, S_COLUMNS, AT_ONCE
                 )
@@ -607,7 +709,7 @@ def moe_ops_token_gemm1(
             w_zero_ptr, row, expert64, first, w_zero_stride_e, w_zero_stride_n, w_zero_stride_g,
             SCALE, SCALE_GROUP, K_CHUNK, BLOCK_N, NUM_WARPS, False,
         )  # fmt: skip
-    warp = gl.arange(0, NUM_WARPS, row_layout(K_CHUNK // 2, NUM_WARPS))
+    warp = gl.arange(0, NUM_WARPS, row_layout(NUM_WARPS, K_CHUNK // 2, NUM_WARPS))
     first = first_of_part(warp % SPLIT, K, SPLIT, K_PART)
     x_ptrs = x_ptr.to(gl.pointer_type(gl.int32)) + first // 2
     x_from = (warp % SPLIT * K_PART - first) // 2
@@ -747,12 +849,9 @@ def moe_ops_token_gemm2(
             w_zero_ptr, row, expert64, first, w_zero_stride_e, w_zero_stride_n, w_zero_stride_g,
             SCALE, SCALE_GROUP, K_CHUNK, BLOCK_N, NUM_WARPS, False,
         )  # fmt: skip
-    warp = gl.arange(0, NUM_WARPS, row_layout(K_CHUNK // 2, NUM_WARPS))
-    slot = warp * 16 // (TILE_N * SPLIT)
-    x_here = local_expert(
-        ids_ptr, map_ptr, slot, slot < TOP_K, E, num_ids, ALL_PAIRS,
-        ids_stride_m, ids_stride_k, map_stride,
-    ) >= 0  # fmt: skip
+    H_ROWS: gl.constexpr = rows_of_h(K_PART, K_CHUNK, DEPTH, NUM_WARPS, SLOTS)
+    warp = gl.arange(0, H_ROWS, row_layout(H_ROWS, K_CHUNK // 2, NUM_WARPS)) % NUM_WARPS
+    slot = warp * 16 // (TILE_N * SPLIT)  # of experts that are not here, h is anything: `found`
     first = first_of_part(warp % SPLIT, K, SPLIT, K_PART)
     h_ptrs = h_ptr.to(gl.pointer_type(gl.int32)) + (slot * (K // 2) + first // 2)
     h_from = (warp % SPLIT * K_PART - first) // 2
@@ -783,7 +882,7 @@ def moe_ops_token_gemm2(
         bias = gl.load(bias_ptrs).to(gl.float32)
     acc = token_products(
         w_ptrs, here, scale_ptrs, zero_ptrs, w_scale_stride_g, w_zero_stride_g, h_ptrs, h_from,
-        x_here, False, FORMAT, SCALE, SCALE_GROUP, K_PART, K_CHUNK, AT_ONCE, BLOCK_N, DEPTH,
+        slot < TOP_K, False, FORMAT, SCALE, SCALE_GROUP, K_PART, K_CHUNK, AT_ONCE, BLOCK_N, DEPTH,
         TWO, NUM_WARPS, PDL,
     )  # fmt: skip
     gdc_launch_dependents(PDL)
@@ -827,18 +926,6 @@ def why_not(x: Tensor, w13: MixedOperand, w2: MixedOperand, top_k: int) -> str |
         if w.stride[2] != 1:
             return "rows of weights must be contiguous"
     return None
-
-
-def has_bits_of_many(w13: MixedOperand, w2: MixedOperand) -> bool:
-    """Whether the kernels were shown on a GPU to give a token the bits of sm90_wgmma.py with
-    weights like these, whose rows both sum `in_segments`.
-    """
-    return all([_has_bits(w) for w in (w13, w2)])
-
-
-def _has_bits(w: MixedOperand) -> bool:
-    of = w.wgmma_format
-    return (of.name, of.scale) in SAME_BITS and w.K % w.k_chunk == 0 and not w.has_zero
 
 
 @lru_cache(maxsize=1024)

@@ -51,6 +51,7 @@ def quantize_row(
     part,
     T,
     zeros,
+    scale_stride_m,
     scale_stride_g,
     K,
     x_stride_e,
@@ -84,7 +85,8 @@ def quantize_row(
         v, scale = quantize_groups(x.to(tl.float32) * factor, POWERS)
         tl.store(q_ptr + k, stored(v, NATIVE), mask=k < K)
         g = first + group
-        tl.store(scale_ptr + m + g.to(tl.int64) * scale_stride_g, scale, mask=g < tl.cdiv(K, 128))
+        scale_ptrs = scale_ptr + m * scale_stride_m + g.to(tl.int64) * scale_stride_g
+        tl.store(scale_ptrs, scale, mask=g < tl.cdiv(K, 128))
     else:
         if q_ptr is not None:
             amax = tl.zeros((GROUPS, 128), tl.float32)
@@ -119,8 +121,10 @@ class Quantized(NamedTuple):
     """Outputs of a kernel that quantizes rows, and how it quantizes."""
 
     q: Pointer  # (rows, K) e4m3 or int8, written, or None
-    # written: scales (ceil(K / 128), rows) if BY_GROUP, else the largest magnitudes (rows,)
+    # written: scales (rows, ceil(K / 128)) if BY_GROUP, else the largest magnitudes (rows,)
     scale: Pointer
+    scale_stride_m: Runtime
+    scale_stride_g: Runtime
     zero: Pointer  # (rows * zeros,) fp32, set to zero, or None
     rows: Runtime
     T: Runtime  # rows of a batch
@@ -145,6 +149,8 @@ class Quantize:
 def moe_ops_quantize(
     q_ptr,
     scale_ptr,
+    scale_stride_m,
+    scale_stride_g,
     zero_ptr,
     rows,
     T,
@@ -174,9 +180,9 @@ def moe_ops_quantize(
     """
     gdc_launch_dependents(PDL)
     quantize_row(
-        q_ptr, scale_ptr, zero_ptr, x_ptr, tl.program_id(0), tl.program_id(1), T, zeros, rows,
-        K, x_stride_e, x_stride_m, x_stride_k, weights_ptr, weights_stride_m,
-        BY_GROUP, GROUPS, NATIVE, INT8, POWERS,
+        q_ptr, scale_ptr, zero_ptr, x_ptr, tl.program_id(0), tl.program_id(1), T, zeros,
+        scale_stride_m, scale_stride_g, K, x_stride_e, x_stride_m, x_stride_k,
+        weights_ptr, weights_stride_m, BY_GROUP, GROUPS, NATIVE, INT8, POWERS,
     )  # fmt: skip
     gdc_wait(PDL)
 
@@ -211,6 +217,8 @@ def moe_ops_route_quantize(
     PDL: tl.constexpr,
     q_ptr,
     scale_ptr,
+    scale_stride_m,
+    scale_stride_g,
     zero_ptr,
     rows,
     T,
@@ -248,9 +256,9 @@ def moe_ops_route_quantize(
     else:
         program -= E
         quantize_row(
-            q_ptr, scale_ptr, zero_ptr, x_ptr, program % rows, program // rows, T, zeros, rows,
-            K, x_stride_e, x_stride_m, x_stride_k, weights_ptr, weights_stride_m,
-            BY_GROUP, GROUPS, NATIVE, INT8, POWERS,
+            q_ptr, scale_ptr, zero_ptr, x_ptr, program % rows, program // rows, T, zeros,
+            scale_stride_m, scale_stride_g, K, x_stride_e, x_stride_m, x_stride_k,
+            weights_ptr, weights_stride_m, BY_GROUP, GROUPS, NATIVE, INT8, POWERS,
         )  # fmt: skip
 
 
@@ -402,6 +410,7 @@ def quantize_x(
     powers: bool,  # scales of groups are powers of two
     gpu: Gpu,
     sort: Sort | None = None,  # if a kernel sorts the pairs
+    gathered: bool = False,  # GEMM1 takes rows in any order: a row's scales are neighbours
 ) -> tuple[list[Launch], Input, RouterWeights]:
     """(launches before GEMM1, the sorting kernel's among them; GEMM1's x; router weights that it
     is yet to be multiplied by). x that has scales arrived quantized, and nothing quantizes it.
@@ -416,6 +425,8 @@ def quantize_x(
         to = Quantized(
             q=None,
             scale=None,
+            scale_stride_m=0,
+            scale_stride_g=0,
             zero=h_scale,
             rows=rows,
             T=rows,
@@ -438,10 +449,14 @@ def quantize_x(
     if not config.quantize_x:
         return before, x, weights
     by_group = x_scale == "group"
-    data, scale = split(workspace, rows, K, codes, rows * (cdiv(K, 128) if by_group else 1))
+    groups = cdiv(K, 128) if by_group else 1
+    data, scale = split(workspace, rows, K, codes, rows * groups)
+    stride_m, stride_g = (groups, 1) if gathered else (1, rows)
     to = Quantized(
         q=data,
         scale=scale,
+        scale_stride_m=stride_m,
+        scale_stride_g=stride_g,
         zero=h_scale,
         rows=rows,
         T=rows_of_expert,
@@ -456,7 +471,7 @@ def quantize_x(
     parts_of_row = cdiv(K, GROUPS * 128) if by_group else 1
     return (
         [_quantize(to, x, weights, parts_of_row, routing, sort, gpu)],
-        Input(data, 0, K, 1, scale, 0, 1, rows),
+        Input(data, 0, K, 1, scale, 0, stride_m, stride_g),
         NO_ROUTER_WEIGHTS,
     )
 

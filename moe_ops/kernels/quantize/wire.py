@@ -17,7 +17,7 @@ from moe_ops.meta.workspace import cdiv
 
 def quantize_rows(
     q: Tensor,  # (M, K) e4m3 or int8, contiguous, written
-    scale: Tensor,  # (M, ceil(K / 128)) with the groups apart, or (M, 1): largest magnitudes
+    scale: Tensor,  # (M, ceil(K / 128)), or (M, 1): largest magnitudes; written
     x: Tensor,  # (M, K), any strides
     scheme: str,
 ) -> None:
@@ -38,6 +38,8 @@ def quantize_rows(
     to = Quantized(
         q=q if gpu.native or q.dtype == torch.int8 else q.view(torch.uint8),
         scale=scale,
+        scale_stride_m=scale.stride(0),
+        scale_stride_g=scale.stride(1),
         zero=None,
         rows=M,
         T=M,

@@ -213,7 +213,8 @@ def test_a_tier_that_is_let_through_is_seen():
 @pytest.mark.parametrize("scheme", ["int4_w4a16:g128", "int4_w4a8", "fp8_w8a16:channel"])
 def test_mixed_schemes_run_one_kernel_of_sm90(scheme):
     """For every number of rows, none of a table's, and with no sum that programs share. One token
-    in int4 has kernels of its own, which take the same chunks of columns.
+    in int4 has kernels of its own, which take the same chunks of columns and sum as many parts of
+    a row apart.
     """
     with mock.patch.object(mixed, "_runs_wgmma", lambda *_: True):
         on = [computed("experts", scheme, BF16, M, True, 512, 512) for M in COUNTS]
@@ -228,7 +229,10 @@ def test_mixed_schemes_run_one_kernel_of_sm90(scheme):
         if not token:
             steps.append([facts["BLOCK_K"] for _, facts in gemms])
         names = ("FORMAT", "SCALE", "SCALE_GROUP", "K_CHUNK")
-        chunks.append([[facts[name] for name in names] for _, facts in gemms])
+        parts = [facts["SPLIT"] if token else facts["SEGMENTS"] for _, facts in gemms]
+        assert not any(facts.get("TWO") for _, facts in gemms)
+        of_gemms = [[facts[name] for name in names] for _, facts in gemms]
+        chunks.append([*of_gemms, parts])
     assert all(step == steps[0] for step in steps), steps
     assert all(chunk == chunks[0] for chunk in chunks), chunks
 

@@ -29,9 +29,17 @@ GPU = Gpu(227 * 1024, True, True)
 E2M1 = (("mxfp4", torch.uint8), ("nvfp4", torch.float8_e4m3fn))
 
 
-def halves_of_words(code, constraints, tensors, pack, **_):
-    """The two bf16 of each word, which `right_operands` has twice side by side."""
-    assert (code, constraints, pack) == ("mov.b32 $0, $1;", "=r,r,r", 2)
+def of_words(code, constraints, tensors, pack, **_):
+    """Instructions of `operand_words`, and the two bf16 of each word, which `right_operands` has
+    twice side by side.
+    """
+    assert constraints == "=r,r,r"
+    if code.startswith("prmt.b32 $0, $1, $2, "):
+        assert pack == 1
+        halves = torch.stack(tensors, -1).contiguous().view(torch.int16)
+        low, high = {"0x5410;": (0, 2), "0x7632;": (1, 3)}[code.split()[-1]]
+        return halves[..., (low, high)].contiguous().view(torch.int32)[..., 0]
+    assert (code, pack) == ("mov.b32 $0, $1;", 2)
     return tensors[0][..., :1].contiguous().view(BF16)
 
 
@@ -52,10 +60,13 @@ def test_product_of_a_chunk(chunk):
     with (
         mock.patch.object(sm90_mma.gl, "convert_layout", lambda t, layout, assert_trivial: t),
         mock.patch.object(sm90_mma.gl, "expand_dims", torch.unsqueeze),
-        mock.patch.object(sm90_mma.gl, "inline_asm_elementwise", halves_of_words),
+        mock.patch.object(sm90_mma.gl, "inline_asm_elementwise", of_words),
+        mock.patch.object(sm90_mma.gl, "join", lambda a, b: torch.stack((a, b), -1)),
         mock.patch.object(torch.Tensor, "split", lambda t: t.unbind(-1)),
+        mock.patch.object(torch.Tensor, "type", mock.Mock()),
     ):
-        rows = sm90_mma.right_operands.fn(x.view(torch.int32), None)
+        words = sm90_mma.operand_words.fn(x.view(torch.int32))
+        rows = sm90_mma.right_operands.fn(words, None)
         weights = [
             sm90_mma.left_operand.fn(pairs[:, :, i].reshape(16 * warps, chunk // 2), None)
             for i in (0, 1)
@@ -78,6 +89,33 @@ def test_threads_hold_the_columns_that_their_weights_meet(chunk):
     assert {base[1] for base in x.reg_bases} - {0} == columns
 
 
+@pytest.mark.parametrize("warps", [1, 2, 8, 16])
+def test_warps_copy_their_own_rows_of_x(warps):
+    """No barrier of the program is between copies and reads."""
+    for chunk in (64, 128):
+        copied = sm90_mma.copy_layout(warps, chunk // 2, warps)
+        assert (copied.threads_per_warp[0], copied.warps_per_cta) == (1, [warps, 1])
+        read = sm90_mma.pair_layout(chunk, warps)
+        rows = [base[0] for base in read.warp_bases]
+        assert rows == [1 << i for i in range(warps.bit_length() - 1)]
+        assert not any(base[0] for base in read.lane_bases + read.reg_bases)
+
+
+@pytest.mark.parametrize(
+    "tile, rows",
+    [
+        ((1536, 128, 6, 8, 4), 8 * 16),  # gptoss120
+        ((3584, 128, 4, 8, 2), 8 * 32),  # mixtral
+        ((1536, 128, 12, 8, 4), 8),  # all weights are asked for at once
+        ((1536, 128, 3, 8, 8), 8),
+        ((1792, 128, 2, 16, 2), 16),
+        ((8192, 128, 8, 8, 1), 8),  # 128 KB
+    ],
+)
+def test_where_all_of_h_is_brought_at_once(tile, rows):
+    assert sm90_mma.rows_of_h(*tile) == rows
+
+
 def weight(scheme: str, K: int, scales: torch.dtype = BF16, layout: str = "") -> MixedOperand:
     found = get_scheme(scheme)
     data = torch.zeros(found.qdata_shape(1, 64, K), dtype=torch.uint8)
@@ -88,11 +126,11 @@ def weight(scheme: str, K: int, scales: torch.dtype = BF16, layout: str = "") ->
 def has_bits(w13: MixedOperand, w2: MixedOperand, top_k: int, shift: int = 0) -> bool:
     x = torch.zeros(shift + w13.K, dtype=BF16)[None, shift:]
     runs = sm90_mma.why_not(x, w13, w2, top_k) is None
-    return runs and sm90_mma.has_bits_of_many(w13, w2)
+    return runs and configs.in_segments(w13, w2, top_k) is not None
 
 
 def test_layers_that_one_token_takes_under_batch_invariant():
-    """Those whose bits were compared on a GPU."""
+    """Those like the ones whose bits were compared on a GPU (docs/kernels/mixed_gemm.md)."""
     int4 = {K: weight("int4_w4a16:g128", K) for K in (512, 4096)}
     for top_k in (1, 5, 16):
         assert has_bits(int4[4096], int4[512], top_k) and has_bits(int4[512], int4[4096], top_k)
@@ -108,24 +146,29 @@ def test_layers_that_one_token_takes_under_batch_invariant():
 
 
 @pytest.mark.parametrize("scheme, scales", [("int4_w4a16:g128", BF16), ("int4_w4a16:g64", FP32)])
-@pytest.mark.parametrize("K, parts", [(128, 1), (256, 2), (384, 1), (768, 2), (2048, 2)])
-def test_rows_under_batch_invariant_are_summed_in_segments(scheme, scales, K, parts):
+@pytest.mark.parametrize(
+    "K, parts", [(128, 1), (256, 2), (384, 1), (768, 2), (2048, 2), (4096, 2)]
+)
+@pytest.mark.parametrize("top_k", [1, 6, 8, 9, 16])
+def test_rows_under_batch_invariant_are_summed_in_segments(scheme, scales, K, parts, top_k):
     """In as many by a token's warps as by the kernels for many rows, whose K tiles divide them."""
-    w = weight(scheme, K, scales).in_segments()
-    assert w.segments == parts and sm90_mma.has_bits_of_many(w, w)
-    for top_k in (1, 6, 8):
-        found = configs.token_of_any_batch(top_k, w, w)
-        for gemm in (found.gemm1, found.gemm2):
-            tile = sm90_mma._tile_of(w, gemm)
-            assert (tile.SPLIT, tile.K_PART * parts, tile.TWO) == (parts, K, False)
+    w = weight(scheme, K, scales)
+    assert w.segments == 1 and configs.in_segments(w, w, 17) is None
+    found = configs.in_segments(w, w, top_k)
+    assert found is not None
+    assert [one.segments for one in found] == [parts, parts if top_k <= 8 else 1]
+    token = configs.token_of_any_batch(top_k, *found)
+    for one, gemm in zip(found, (token.gemm1, token.gemm2), strict=True):
+        tile = sm90_mma._tile_of(one, gemm)
+        assert (tile.SPLIT, tile.K_PART * one.segments, tile.TWO) == (one.segments, K, False)
     for rows in (1, 8, 100, 300, 1000, 10000):
-        found = configs.wgmma_for_any_batch(rows, w, w, 16)
-        for gemm in (found.gemm1, found.gemm2):
-            assert K // parts % w.block_k(gemm) == 0 and found.split_k == 1
-        if found.block_m == 64:  # registers for two sums
-            assert found.gemm1.num_warps == (4 if parts > 1 else 8)
+        many = configs.wgmma_for_any_batch(rows, *found)
+        for one, gemm in zip(found, (many.gemm1, many.gemm2), strict=True):
+            assert K // one.segments % one.block_k(gemm) == 0 and many.split_k == 1
+            if many.block_m == 64:  # registers for two sums
+                assert gemm.num_warps == (4 if one.segments > 1 else 8)
     forced = GemmConfig(128, 256, 2, 4)  # whatever config is forced on it
-    assert K // parts % w.block_k(forced) == 0 or parts == 1
+    assert parts == 1 or K // parts % found[0].block_k(forced) == 0
 
 
 @pytest.mark.parametrize("columns", range(64, 8192, 64))
@@ -159,7 +202,7 @@ def test_which_token_these_kernels_serve():
     assert not any(configs.token_facts(w, w) for w in others)
     for sizes, expected in {
         (8, 2048, 768, 128, 128): ((16, 8, 2), (128, 3, 16)),
-        (2, 4096, 14336, 128, 128): ((16, 8, 4), (32, 2, 16)),
+        (2, 4096, 14336, 128, 128): ((16, 8, 4), (32, 4, 8)),
         (4, 2880, 2880, 128, 32): ((16, 6, 4), (64, 6, 8)),
         # no tuning table has these
         (6, 5120, 1536, 128, 128): ((16, 10, 4), (128, 3, 8)),
