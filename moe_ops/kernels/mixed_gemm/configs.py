@@ -358,8 +358,8 @@ def _choose_token(
     programs of 16 warps do not fit if a token has more than two experts, with which registers
     grow. gptoss120 took 28.8 us in mxfp4 with 16 warps, and 25.2 with eight, E 160 38.1 and 30.3.
     Of two experts with long rows they ask for four chunks, beside all of h (`rows_of_h` in
-    sm90_mma.py): Mixtral took 72.5 us on an H100 with 16 warps and two chunks, 68.3 so. Rows of 13
-    to 16 chunks a warp, as Phi-3.5-MoE's, were measured with 16 alone.
+    sm90_mma.py): Mixtral took 72.5 us on an H100 with 16 warps and two chunks, 68.3 so; other
+    widths were not measured, and rows of 13 to 16 chunks a warp, as Phi-3.5-MoE's, with 16 alone.
     """
     slots, programs = token_slots(top_k), cdiv(K, 16)
     parts = parts_of_row(K, k_chunk, group, 4 if 16 * k_chunk < K else 2)

@@ -177,7 +177,7 @@ class MixedOperand(NamedTuple):
 
     def in_segments(self) -> MixedOperand:
         """The operand with the sums of one token under batch_invariant."""
-        return self._replace(segments=max(1, self.segments_of_one))
+        return self._replace(segments=self.segments_of_one)
 
     @property
     def scales_in_place(self) -> bool:

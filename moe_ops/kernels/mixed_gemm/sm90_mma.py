@@ -132,15 +132,16 @@ def row_layout(ROWS, PAIRS, NUM_WARPS):
 
 @gluon.constexpr_function
 def rows_of_h(K_PART, K_CHUNK, DEPTH, NUM_WARPS, SLOTS):
-    """Chunks of rows of h that GEMM2 brings to shared memory at a time: one for each warp, or all,
-    of each warp a power of two.
+    """Chunks of rows of h that GEMM2 brings to shared memory at a time: one for each warp, or all
+    of its rounds, of each warp a power of two.
 
     All are faster where a warp takes several rounds of weights and a token has few experts: on an
     H100 gptoss120 took 27.5 us for 28.6 in mxfp4, Mixtral 68.5 for 70.1 in int4, but E 160, top-6,
     K 5120, I 1536 34.7 for 33.7.
     """
     chunks = (K_PART + K_CHUNK - 1) // K_CHUNK
-    rows = NUM_WARPS << (chunks - 1).bit_length()
+    rounds = (chunks + DEPTH - 1) // DEPTH
+    rows = NUM_WARPS << (rounds * DEPTH - 1).bit_length()
     whole = chunks > DEPTH and SLOTS <= 4 and NUM_WARPS == 8 and rows * K_CHUNK * 2 <= 65536
     return rows if whole else NUM_WARPS
 

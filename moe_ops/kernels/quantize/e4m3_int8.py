@@ -121,9 +121,10 @@ class Quantized(NamedTuple):
     """Outputs of a kernel that quantizes rows, and how it quantizes."""
 
     q: Pointer  # (rows, K) e4m3 or int8, written, or None
-    # written: scales (rows, ceil(K / 128)) if BY_GROUP, else the largest magnitudes (rows,)
+    # written: scales (rows, ceil(K / 128)) if BY_GROUP, else the largest magnitudes (rows,), which
+    # are contiguous
     scale: Pointer
-    scale_stride_m: Runtime
+    scale_stride_m: Runtime  # BY_GROUP
     scale_stride_g: Runtime
     zero: Pointer  # (rows * zeros,) fp32, set to zero, or None
     rows: Runtime

@@ -21,6 +21,7 @@ from moe_ops.kernels.launch import Gpu
 from moe_ops.kernels.mixed_gemm import configs, sm90_decode, sm90_mainloop, sm90_mma
 from moe_ops.kernels.mixed_gemm.operands import MixedOperand, operand
 from moe_ops.meta.scales import TRITON_E2M1
+from moe_ops.meta.workspace import cdiv
 from moe_ops.schemes import get_scheme
 from tests.kernels.mixed_gemm.test_sm90_decode import SOURCE, in_pairs
 from tests.kernels.mixed_gemm.test_sm90_wgmma import INT4_NUMBERS, ON_GPU, WHY_NO_GLUON
@@ -110,10 +111,27 @@ def test_warps_copy_their_own_rows_of_x(warps):
         ((1536, 128, 3, 8, 8), 8),
         ((1792, 128, 2, 16, 2), 16),
         ((8192, 128, 8, 8, 1), 8),  # 128 KB
+        ((2048, 128, 6, 8, 2), 8 * 32),  # three rounds of six chunks are more than 16
     ],
 )
 def test_where_all_of_h_is_brought_at_once(tile, rows):
     assert sm90_mma.rows_of_h(*tile) == rows
+
+
+@pytest.mark.parametrize("top_k, I", [(1, 8192), (2, 8192), (2, 14336), (4, 2880), (4, 4096)])
+def test_all_of_h_has_the_chunks_of_all_rounds(top_k, I):  # noqa: E741
+    """Whatever config a search tries: those past the row's end are zeros, too."""
+    base = configs._choose_token(top_k, 2880, I, 128, 32, 64)
+    slots, whole = configs.token_slots(top_k), 0
+    _, twos = configs.token_space(base, top_k, 2880, I, 32)
+    for block_n, _, depth, warps in {two.gemm2 for two in (base, *twos)}:
+        parts = 16 * warps // block_n
+        chunks = cdiv(cdiv(I, 128), parts)
+        rows = sm90_mma.rows_of_h(chunks * 128, 128, min(depth, chunks), warps, slots)
+        if rows > warps:
+            whole += 1
+            assert rows // warps >= cdiv(chunks, depth) * depth
+    assert whole
 
 
 def weight(scheme: str, K: int, scales: torch.dtype = BF16, layout: str = "") -> MixedOperand:
@@ -241,13 +259,20 @@ def test_search_tries_parts_that_rows_have(top_k, K, I, group):  # noqa: E741
 COMPILE = """
 import re
 from benchmarks import compile_kernels as c
-call = c.Call((8, 2, 512, 8192), 1, "int4_w4a16:g128")  # GEMM2's rows are longer than its buffers
-found = [one for one in c.compile_call(call, c.gpu_of(90), 90) if "token" in one.name]
-assert len(found) == 2
-for one in found:
-    ptx = one.binary.asm["ptx"].split("cp.async.commit_group")[-1]
-    waits = re.findall(r"cp.async.wait_group\\s+(\\d+)", ptx[: ptx.index("st.shared")])
-    assert waits and waits[-1] == "0", one.name
+for I in (8192, 14336):  # GEMM2's rows are longer than its buffers; then all of h is there at once
+    call = c.Call((8, 2, 512 if I == 8192 else 4096, I), 1, "int4_w4a16:g128")
+    found = [one for one in c.compile_call(call, c.gpu_of(90), 90) if "token" in one.name]
+    assert len(found) == 2
+    for one in found:
+        text = one.binary.asm["ptx"]
+        ptx = text.split("cp.async.commit_group")[-1]
+        waits = re.findall(r"cp.async.wait_group\\s+(\\d+)", ptx[: ptx.index("st.shared")])
+        assert waits and waits[-1] == "0", one.name
+        # memory that a warp has read is written again after a barrier alone
+        read = False
+        for step in re.findall(r"ld\\.shared|bar\\.sync|cp\\.async\\.c[ag]", text):
+            assert not (read and step.startswith("cp")), one.name
+            read = step.startswith("ld") or (read and step != "bar.sync")
 """
 
 
@@ -269,6 +294,9 @@ def test_no_copy_is_under_way_when_sums_take_its_memory():
             ("mxfp4_w4a16", {"K": 2880, "I": 320, "top_k": 4, "bias": True}),
             ("mxfp4_w4a16", {"K": 5120, "I": 1536, "top_k": 6}),
             ("nvfp4_w4a16", {"K": 4096, "I": 2880, "top_k": 2, "expert_map": True}),
+            # all of h at once, in rounds of six and of five chunks
+            ("mxfp4_w4a16", {"K": 2880, "I": 2880, "top_k": 4, "bias": True}),
+            ("int4_w4a16:g128", {"K": 2176, "I": 5120, "top_k": 2, "expert_map": True}),
         )
     ],
 )

@@ -126,9 +126,10 @@ def test_rows_that_travel_are_quantized_as_numerics_does(device, scheme):
 
 
 @devices
-@pytest.mark.parametrize("K", [16, 128, 200, 4112])
+@pytest.mark.parametrize("K, groups_apart", [(16, 0), (128, 0), (200, 1), (4112, 0), (4112, 1)])
 @pytest.mark.parametrize("scheme", ["fp8_block", "fp8_block:ue8m0", "fp8_channel"])
-def test_quantized_rows_are_those_of_numerics(device, scheme, K):
+def test_quantized_rows_are_those_of_numerics(device, scheme, K, groups_apart):
+    """With the scales of a row side by side, and those of a group (`groups_apart`)."""
     g = torch.Generator().manual_seed(K)
     x = torch.randn(5, K, generator=g).to(BF16 if device == "cuda" else FP32).to(device)
     x[1] = 0
@@ -137,8 +138,8 @@ def test_quantized_rows_are_those_of_numerics(device, scheme, K):
     groups = -(-K // 128) if by_group else 1
     codes = torch.full((5, K), 255, dtype=torch.uint8, device=device)
     scale = torch.full((5, groups), math.nan, device=device)
-    if K > 200:
-        scale = scale.t().contiguous().t()  # the scales of a group side by side
+    if groups_apart:
+        scale = scale.t().contiguous().t()
     zeros = torch.full((10,), math.nan, device=device)
     gpu = launch.gpu(x.get_device())._replace(pdl=False)
     q = codes.view(torch.float8_e4m3fn) if gpu.native else codes
