@@ -43,7 +43,8 @@ constexpr int MOST_ROWS = MOE_OPS_MOST_ROWS;  // rows of x that one decoded weig
 constexpr int TILE = 4;            // weight rows of a tile
 constexpr int TOKENS_OF_BLOCK = 16, ROWS_OF_PANEL = 32;  // of tiles
 constexpr int64_t RESIDENT = 384 << 10;  // bytes of rows of x that stay in a core's cache
-constexpr int64_t WINDOW = 16 << 10;     // bytes of rows that are prefetched in streams
+// bytes of rows that are prefetched in streams; more where that is not a row for each
+constexpr int64_t WINDOW = 16 << 10;
 
 // A weight of all experts: struct Matrix of backends/torch/layer.py. Strides in bytes.
 struct Matrix {
@@ -121,6 +122,12 @@ struct Ahead {
     const uint8_t* from;
     int64_t row;
 };
+
+// `all` in parts of at most `most`, and as alike as may be: that many in each but the last.
+inline int64_t even(int64_t all, int64_t most) {
+    const int64_t parts = std::max<int64_t>((all + most - 1) / most, 1);
+    return (all + parts - 1) / parts;
+}
 
 enum Tokens { WIDE, GROUPS, ROWS };  // how activations are quantized, and whose scales are: WIDE is not
 enum Activation { SWIGLU, GELU_TANH, SWIGLUSTEP };
@@ -207,18 +214,20 @@ bool reads_on() {
 }
 
 // Weight rows n0 to n1 times `count` rows of x; the rows at `next` are multiplied after them. While others are
-// multiplied rows are prefetched: two tiles ahead, or those of a window, beside each tile of the window before it one
-// row of every quarter.
+// multiplied rows are prefetched: those PREFETCH tiles ahead, or those of a window, beside each tile of the window
+// before it one row of every stream.
 template <class D>
 void panel(int64_t count, const uint8_t* const* x, const Matrix& m, const Weight& w, int64_t n0, int64_t n1,
            int64_t cols, float* y, int64_t y_stride, const uint8_t* next, bool batch_invariant) {
+    constexpr int64_t STREAMS = TILE;  // one beside each row of a tile
     const int64_t parts = (count + MOST_ROWS - 1) / MOST_ROWS;
     const bool windows = D::Isa::WINDOWS && reads_on();
-    const int64_t size = std::min((windows ? std::max<int64_t>(WINDOW / m.row / TILE, TILE) : 1) * TILE, n1 - n0);
+    const int64_t most = windows ? std::max<int64_t>(WINDOW / m.row / TILE, STREAMS) : 1;
+    const int64_t size = even((n1 - n0) / TILE, most) * TILE;
     for (int64_t begin = n0; begin < n1; begin += size) {
-        const int64_t end = std::min(begin + size, n1), there = windows ? end : end + TILE;
+        const int64_t end = std::min(begin + size, n1), there = windows ? end : end + (D::PREFETCH - 1) * TILE;
         const uint8_t* from = there < n1 ? w.data + there * m.row : next + (there - n1) * m.row;
-        const int64_t of_stream = (there < n1 ? std::min(size, n1 - there) : size) / TILE;  // rows
+        const int64_t of_stream = (there < n1 ? std::min(size, n1 - there) : size) / STREAMS;  // rows
         for (int64_t n = begin; n < end; n += TILE) {
             const int64_t number = (n - begin) / TILE;
             for (int64_t p = 0; p < parts; ++p) {
