@@ -108,9 +108,6 @@ def experts(a: ExpertsArgs) -> None:
         return run(sm90_mma().launches(a, w13, w2, activation, config, gpu), device, gpu)
     if config.kernel == SM90_WGMMA:
         split_k = configs.split_k_of(w2, config.gemm2, config.split_k, M * top_k)
-        if max(w13.segments, w2.segments) > 1 and (split_k > 1 or config.block_m > 64):
-            # a config that is forced: `wgmma_for_any_batch` has none such
-            w13, w2 = w13._replace(segments=1), w2._replace(segments=1)
         if w2.wgmma_format.x_bits == 8:
             in_e4m3 = configs.multiplies_e4m3(config, w2, split_k, here)
             # under batch_invariant all in bf16: bits of products in e4m3 differ from theirs

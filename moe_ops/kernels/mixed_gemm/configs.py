@@ -286,8 +286,10 @@ def in_segments(
     """
     if not (w13.segments_of_one and w2.segments_of_one) or top_k > MAX_TOP_K:
         return None
-    # with more experts a program would have 32 warps
-    return w13.in_segments(), w2.in_segments() if token_slots(top_k) <= 8 else w2
+    w13 = w13._replace(segments=w13.segments_of_one)
+    if token_slots(top_k) <= 8:  # with more experts a program would have 32 warps
+        w2 = w2._replace(segments=w2.segments_of_one)
+    return w13, w2
 
 
 def token_of_any_batch(top_k: int, w13: MixedOperand, w2: MixedOperand) -> LayerConfig:
@@ -617,11 +619,14 @@ def multiplies_e4m3(config: LayerConfig, w2: MixedOperand, split_k: int, pairs: 
 
 
 def split_k_of(w2: MixedOperand, config: GemmConfig, split_k: int, pairs: int) -> int:
-    """SPLIT_K of GEMM2: at most `split_k`, and at most what y has room for.
+    """SPLIT_K of GEMM2: at most `split_k`, and at most what y has room for; 1 if a program sums
+    segments of a row apart.
 
     Every program has at least one K tile. Without one it would not wait for GEMM1, and would write
     y over GEMM1's x.
     """
+    if w2.segments > 1:
+        return 1
     steps = cdiv(w2.K, w2.block_k(config))
     split_k = min(split_k, y_rows(pairs) // pairs)
     return cdiv(steps, cdiv(steps, split_k))

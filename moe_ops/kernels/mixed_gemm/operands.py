@@ -140,7 +140,7 @@ class MixedOperand(NamedTuple):
     # equal parts of a row that sm90_mma.py sums apart for a token under batch_invariant, and then
     # sm90_wgmma.py too; 0 of weights whose bits of both were not shown to be the same
     segments_of_one: int
-    segments: int = 1  # those of this call
+    segments: int = 1  # those of this call: `configs.in_segments`
 
     @property
     def scale(self) -> Tensor:
@@ -174,10 +174,6 @@ class MixedOperand(NamedTuple):
     def in_16_bits(self) -> MixedOperand:
         """An operand of products in e4m3, for products in bf16 instead."""
         return self._replace(wgmma_format=self.format)
-
-    def in_segments(self) -> MixedOperand:
-        """The operand with the sums of one token under batch_invariant."""
-        return self._replace(segments=self.segments_of_one)
 
     @property
     def scales_in_place(self) -> bool:

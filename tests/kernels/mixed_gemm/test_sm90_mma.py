@@ -185,8 +185,9 @@ def test_rows_under_batch_invariant_are_summed_in_segments(scheme, scales, K, pa
             assert K // one.segments % one.block_k(gemm) == 0 and many.split_k == 1
             if many.block_m == 64:  # registers for two sums
                 assert gemm.num_warps == (4 if one.segments > 1 else 8)
-    forced = GemmConfig(128, 256, 2, 4)  # whatever config is forced on it
+    forced = GemmConfig(128, 256, 2, 4)  # whatever config is forced on them
     assert parts == 1 or K // parts % found[0].block_k(forced) == 0
+    assert found[1].segments == 1 or configs.split_k_of(found[1], forced, 3, 8) == 1
 
 
 @pytest.mark.parametrize("columns", range(64, 8192, 64))
