@@ -40,6 +40,7 @@ import torch
 from cases import (
     SHAPES,
     Case,
+    Experts,
     Weights,
     make_cell,
     make_plain_weights,
@@ -52,7 +53,6 @@ from torch import Tensor
 
 import moe_ops
 from moe_ops import environment
-from moe_ops.bench.shapes import Shape
 from moe_ops.kernels.configs import GEMV, GemmConfig, LayerConfig, override
 from moe_ops.kernels.gemm import configs as gemm_configs
 from moe_ops.kernels.mixed_gemm import configs as mixed_configs
@@ -61,12 +61,14 @@ from moe_ops.kernels.mixed_gemm import operands
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00")  # of schemes
 LINES = ("-", "--", ":")  # of shapes
 PARTS = ("probe", "fuzz", "cost")
-PROBED = ("", "fp8_block", "int4_w4a16:g128", "fp8_w8a16:channel")
-PROBE_SHAPE, PROBE_TOKENS = Shape(8, 2, 2048, 1024), (1, 2, 7, 16, 33, 64, 130, 300, 1000)
+PROBED = ("", "fp8_block", "fp8_channel", "fp8_tensor_static", "int8_w8a8")
+PROBED += ("int4_w4a16:g128", "fp8_w8a16:channel")
+PROBE_SHAPE, PROBE_TOKENS = Experts(8, 2, 2048, 1024), (1, 2, 7, 16, 33, 64, 130, 300, 1000)
 FUZZED = (
-    *("", "fp8_block", "fp8_channel", "int8_w8a8", "int4_w4a16:g128", "int4_w4a8"),
-    *("fp8_w8a16:channel", "mxfp4_w4a16"),
+    *("", "fp8_block", "fp8_channel", "fp8_tensor_static", "int8_w8a8", "int4_w4a16:g128"),
+    *("int4_w4a8", "fp8_w8a16:channel", "mxfp4_w4a16"),
 )
+ALL_SCHEMES = tuple(dict.fromkeys((*FUZZED, *PROBED)))
 FUZZ_TOKENS = (*range(1, 18), 32, 64, 256, 1024, 4096)
 ROUTINGS = ("uniform", "zipf", "one expert", "padding")
 COSTS = (("qwen3", ""), ("qwen3", "fp8_block"), ("qwen3", "int4_w4a16:g128"))
@@ -86,7 +88,7 @@ class Tokens(NamedTuple):
         return Tokens(*[t[which] for t in self])
 
 
-def cancelling(shape: Shape, device: torch.device) -> tuple[Tensor, Tensor]:
+def cancelling(shape: Experts, device: torch.device) -> tuple[Tensor, Tensor]:
     """Plain w13 and w2 of which the last expert is the first one in another order and with the
     other sign. Groups of 16 columns stay together, so that scales of groups do."""
     w13, w2 = make_plain_weights(shape, device)
@@ -98,7 +100,7 @@ def cancelling(shape: Shape, device: torch.device) -> tuple[Tensor, Tensor]:
     return w13, w2
 
 
-def make_tokens(shape: Shape, M: int, routing: str, seed: int, device: torch.device) -> Tokens:
+def make_tokens(shape: Experts, M: int, routing: str, seed: int, device: torch.device) -> Tokens:
     g, E = torch.Generator().manual_seed(seed), shape.num_experts
     x = torch.randn(M, shape.hidden_size, generator=g).to(torch.bfloat16)
     router = torch.rand(M, shape.top_k, generator=g) + 0.25
@@ -113,7 +115,7 @@ def make_tokens(shape: Shape, M: int, routing: str, seed: int, device: torch.dev
     return Tokens(x.to(device), router.to(device), ids.to(device))
 
 
-def known_tokens(shape: Shape, M: int, device: torch.device) -> Tokens:
+def known_tokens(shape: Experts, M: int, device: torch.device) -> Tokens:
     """Tokens of which two experts of every other one cancel each other, and others are absent."""
     known = make_tokens(shape, M, "uniform", 1, device)
     E = shape.num_experts
@@ -137,7 +139,7 @@ def layer_of(weights: Weights, backend: str, **options: Any) -> Callable[[Tokens
 # --- probe ---------------------------------------------------------------------------------------
 
 
-def variants(base: LayerConfig, scheme: str, shape: Shape) -> Iterator[LayerConfig]:
+def variants(base: LayerConfig, scheme: str, shape: Experts) -> Iterator[LayerConfig]:
     """Configurations to compare with `base`, which is the one of `batch_invariant`; those that a
     GPU cannot run give a reason."""
     K, I = shape.hidden_size, shape.intermediate_size  # noqa: E741
@@ -168,7 +170,7 @@ def variants(base: LayerConfig, scheme: str, shape: Shape) -> Iterator[LayerConf
                 shorter = GemmConfig(128, 128, 3, 4 if found.block_m < 64 else 8)
                 yield found._replace(split_k=1, gemm1=shorter, gemm2=shorter)
         yield mixed_configs._choose_gemv(shape.top_k, K, I, bits, base.sort_chunk)
-    else:
+    elif scheme in ("", "fp8_block"):
         for rows in (30, 60, 200):
             pairs = rows * shape.num_experts
             yield gemm_configs._choose_tma(pairs, shape.num_experts, I, bool(scheme), True)
@@ -205,12 +207,12 @@ def probe_config(
         return want, differ
 
 
-def probe(device: torch.device, tiny: bool) -> Iterator[dict]:
-    shape = Shape(4, 2, 64, 128) if tiny else PROBE_SHAPE
+def probe(schemes: tuple[str, ...], device: torch.device, tiny: bool) -> Iterator[dict]:
+    shape = Experts(4, 2, 64, 128) if tiny else PROBE_SHAPE
     counts = (1, 3, 20) if tiny else PROBE_TOKENS
     plain = cancelling(shape, device)
     known = known_tokens(shape, max(counts) + 24, device)
-    for scheme in PROBED[:1] if tiny else PROBED:
+    for scheme in PROBED[:1] if tiny else [scheme for scheme in PROBED if scheme in schemes]:
         weights = make_weights(shape, scheme, *plain)
         layer = layer_of(weights, "triton", batch_invariant=True)
         expected = layer(known)
@@ -255,7 +257,7 @@ def fuzz(
         plain = cancelling(shape, device)
         known = known_tokens(shape, 64, device)
         counts = (1, 2, 5, 20) if tiny else FUZZ_TOKENS
-        for scheme in schemes[:2] if tiny else schemes:
+        for scheme in FUZZED[:2] if tiny else [scheme for scheme in FUZZED if scheme in schemes]:
             weights = make_weights(shape, scheme, *plain)
             layer = layer_of(weights, "auto", batch_invariant=True)
             want = layer(known)
@@ -281,7 +283,7 @@ def fuzz(
 
 
 def random_batch(
-    shape: Shape, known: Tokens, M: int, routing: str, seed: int
+    shape: Experts, known: Tokens, M: int, routing: str, seed: int
 ) -> tuple[Tokens, Tensor]:
     """M tokens, and of each its number among the known ones, negative for others."""
     count, device = known.x.shape[0], known.x.device
@@ -302,13 +304,15 @@ def same_rows(out: Tensor, which: Tensor, want: Tensor) -> bool:
 # --- cost ----------------------------------------------------------------------------------------
 
 
-def cost(shapes: list[str], replays: int, device: torch.device, tiny: bool) -> Iterator[dict]:
+def cost(
+    shapes: list[str], schemes: tuple[str, ...], replays: int, device: torch.device, tiny: bool
+) -> Iterator[dict]:
     cuda = device.type == "cuda"
     l2_bytes = torch.cuda.get_device_properties(device).L2_cache_size if cuda else 0
     cases = [("tiny", ""), ("tiny", "fp8_block")] if tiny else COSTS
     for name in shapes:
         plain = make_plain_weights(SHAPES[name], device)
-        for scheme in [scheme for shape, scheme in cases if shape == name]:
+        for scheme in [of for shape, of in cases if shape == name and of in schemes]:
             weights = make_weights(SHAPES[name], scheme, *plain)
             for M in (1, 64) if tiny else COST_TOKENS:
                 case = Case(name, scheme, M)
@@ -410,7 +414,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["qwen3", "mixtral"])
     parser.add_argument(
-        "--schemes", nargs="+", choices=FUZZED, default=FUZZED, help='of fuzz; "" is bf16'
+        "--schemes", nargs="+", choices=ALL_SCHEMES, default=ALL_SCHEMES, help='"" is bf16'
     )
     parser.add_argument("--replays", type=int, default=20)
     parser.add_argument(
@@ -440,10 +444,11 @@ def main() -> int:
     gpu = torch.cuda.get_device_name().replace(" ", "_") if cuda else "cpu"
     results = Results(given.results / f"batch_invariant_{gpu}.json", key, order)
     run = results.begin(sys.argv, not cuda)
+    schemes = tuple(given.schemes)
     parts: dict[str, Callable[[], Iterator[dict]]] = {
-        "probe": lambda: probe(device, given.dry_run),
-        "fuzz": lambda: fuzz(given.shapes, tuple(given.schemes), device, given.dry_run),
-        "cost": lambda: cost(given.shapes, given.replays, device, given.dry_run),
+        "probe": lambda: probe(schemes, device, given.dry_run),
+        "fuzz": lambda: fuzz(given.shapes, schemes, device, given.dry_run),
+        "cost": lambda: cost(given.shapes, schemes, given.replays, device, given.dry_run),
     }
     for part in given.parts:
         start = time.perf_counter()

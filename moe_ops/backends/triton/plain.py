@@ -74,7 +74,7 @@ def experts(a: ExpertsArgs) -> None:
     scaling = scaling_of(a.scheme, gpu.native)
     w_scale, x_scale, *_ = scaling
     pairs, scales = M * top_k, (w_scale, x_scale)
-    if a.batch_invariant and not same_bits_in_all_tiles(w_scale, dtype, device):
+    if a.batch_invariant and not same_bits_in_all_tiles(dtype, device):
         facts = (dtype.itemsize, False, gpu.shared_memory, *scales, activation.GATED)
         config = for_any_batch(pairs, E, K, I, *facts)
     else:
@@ -180,7 +180,7 @@ def batched_experts(a: BatchedExpertsArgs) -> None:
     scaling = scaling_of(a.scheme, gpu.native)
     w_scale, x_scale, *_ = scaling
     facts = (dtype.itemsize, False, gpu.shared_memory, w_scale, x_scale, activation.GATED)
-    one_config = a.batch_invariant and not same_bits_in_all_tiles(w_scale, dtype, device)
+    one_config = a.batch_invariant and not same_bits_in_all_tiles(dtype, device)
     config = (for_any_batch if one_config else choose)(E * T, E, K, I, *facts)
     run_in_chunks(
         a,
@@ -245,7 +245,7 @@ def grouped_linear(a: GroupedLinearArgs) -> None:
     w = weight_of("weight", a.weight, a.weight_scale, a.scheme, out.dtype, gpu)
     scaling = scaling_of(a.scheme, gpu.native)
     w_scale, x_scale, *_ = scaling
-    one_config = a.batch_invariant and not same_bits_in_all_tiles(w_scale, out.dtype, device)
+    one_config = a.batch_invariant and not same_bits_in_all_tiles(out.dtype, device)
     config = (for_any_batch if one_config else choose)(
         S, E, K, K, out.dtype.itemsize, False, gpu.shared_memory, w_scale, x_scale, False
     )

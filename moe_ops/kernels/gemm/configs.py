@@ -148,16 +148,17 @@ def _for_experts(
     room = config.h_in_fp32 == base.h_in_fp32 or scales[1] == "group" and M * top_k <= FEW_ROWS * E
     can_run = (tma or config.kernel != SM90_TMA) and (gemv or config.kernel != GEMV)
     if batch_invariant and scales[0]:
-        can_run = can_run and _has_wgmma_of_blocks(config)
+        can_run = can_run and _has_wgmma_of_8_bits(config)
     return config if room and can_run else base
 
 
-def _has_wgmma_of_blocks(config: LayerConfig) -> bool:
-    """Whether an SM90 multiplies e4m3 operands by wgmma in these tiles. mma.sync, which takes
-    their place in smaller ones, gave other bits; in bf16 both gave the same.
+def _has_wgmma_of_8_bits(config: LayerConfig) -> bool:
+    """Whether an SM90 multiplies e4m3 operands by wgmma in these tiles, and adds 128 columns to the
+    fp32 total at a time, as in those of `choose`. mma.sync, which takes wgmma's place in smaller
+    tiles, gave other bits; in bf16 both gave the same.
     """
     gemms = (config.gemm1, config.gemm2)
-    return all([gemm.num_warps >= 4 and gemm.block_n >= 64 for gemm in gemms])
+    return all([g.num_warps >= 4 and g.block_n >= 64 and g.block_k == 128 for g in gemms])
 
 
 def for_experts(*problem: Any) -> LayerConfig:
@@ -171,14 +172,13 @@ def for_experts(*problem: Any) -> LayerConfig:
 
 
 @lru_cache(maxsize=64)
-def same_bits_in_all_tiles(weight_scale: str, dtype: torch.dtype, device: int) -> bool:
-    """Whether the kernels of sm80_mma.py and sm90_tma.py give the same bits with all tiles: plain
-    products in bf16, and those of blocks of 128 x 128 in tiles of `_has_wgmma_of_blocks`, on SM90,
-    as an H100 showed (benchmarks/batch_invariant.py). Other GPUs have other instructions for wide
-    tiles. `weight_scale` as of `choose`.
+def same_bits_in_all_tiles(dtype: torch.dtype, device: int) -> bool:
+    """Whether the kernels of sm80_mma.py and sm90_tma.py give the same bits with all tiles: in
+    bf16 on SM90, with plain weights, and with e4m3 and int8 times the same in tiles of
+    `_has_wgmma_of_8_bits`, as an H100 showed (benchmarks/batch_invariant.py). Other GPUs have
+    other instructions for wide tiles.
     """
-    shown = dtype == torch.bfloat16 and weight_scale in ("", "block")
-    return shown and device >= 0 and environment.capability(device)[0] == 9
+    return dtype == torch.bfloat16 and device >= 0 and environment.capability(device)[0] == 9
 
 
 def _of_any_batch(groups: int, *facts: Any, tables: bool = True) -> LayerConfig:
