@@ -31,7 +31,7 @@ from moe_ops.backends.torch import cpu
 SOURCES = Path(moe_ops.__file__).parent / "csrc" / "cpu"
 TESTS = Path(__file__).parents[1] / "backends" / "torch" / "test_layer.py"
 FLAGS = "-w -std=c++20 -mavx2 -mfma -mf16c -shared -fPIC -fopenmp"
-PLAIN = "-O1 -DMOE_OPS_MOST_ROWS=3"  # tiles of up to 3 rows alone: it compiles faster
+PLAIN = "-Og -DMOE_OPS_MOST_ROWS=3"  # tiles of up to 3 rows alone: it compiles faster
 SANITIZED = (
     "-O0 -DMOE_OPS_MOST_ROWS=3 -fsanitize=address,undefined -fno-sanitize-recover=undefined"
 )

@@ -166,8 +166,17 @@ def run_checkpoints(rank, folder, world):
     dist.destroy_process_group()
 
 
+@pytest.fixture
+def compiled_kernels(monkeypatch):
+    """Launched processes run what users' processes do: in the interpreter the kernels of training
+    took ten times as long as the rest.
+    """
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+
+
 @pytest.mark.sweep
 @pytest.mark.slow
+@pytest.mark.usefixtures("compiled_kernels")
 @pytest.mark.parametrize("world", [2, 1])
 def test_processes(world, tmp_path):
     torch.multiprocessing.spawn(run, (str(tmp_path / "rendezvous"), world), nprocs=world)
@@ -175,6 +184,7 @@ def test_processes(world, tmp_path):
 
 @pytest.mark.sweep
 @pytest.mark.slow
+@pytest.mark.usefixtures("compiled_kernels")
 @pytest.mark.parametrize("world", [2, 1])
 def test_distributed_data_parallel(world, tmp_path):
     torch.multiprocessing.spawn(run_replicas, (str(tmp_path / "rendezvous"), world), nprocs=world)
@@ -182,6 +192,7 @@ def test_distributed_data_parallel(world, tmp_path):
 
 @pytest.mark.sweep
 @pytest.mark.slow
+@pytest.mark.usefixtures("compiled_kernels")
 @pytest.mark.parametrize("world", [2, 1])
 def test_distributed_checkpoints(world, tmp_path):
     torch.multiprocessing.spawn(run_checkpoints, (str(tmp_path), world), nprocs=world)

@@ -45,6 +45,7 @@ def run_tests(library: Path, *arguments: str) -> subprocess.CompletedProcess:
         "LD_PRELOAD": f"{runtime('libasan.so')} {runtime('libubsan.so')}",
         "ASAN_OPTIONS": "detect_leaks=0",
         "OMP_NUM_THREADS": "2",
+        "OMP_WAIT_POLICY": "passive",  # the other core runs other tests
     }
     options = ["-q", "-s", "-p", "no:cacheprovider", "-W", "ignore", *arguments]
     command = [sys.executable, "-c", RUN, str(library), *options]

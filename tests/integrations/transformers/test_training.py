@@ -218,5 +218,6 @@ def shard_and_step(rank, file, world):
 
 
 @pytest.mark.slow
-def test_fsdp(tmp_path):
+def test_fsdp(tmp_path, monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)  # processes run what users' do
     torch.multiprocessing.spawn(shard_and_step, (str(tmp_path / "rendezvous"), 2), nprocs=2)
