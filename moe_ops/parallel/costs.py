@@ -3,15 +3,16 @@
 E experts, K hidden size, I intermediate size, R GPUs, T tokens of each GPU, P (token, expert)
 pairs of one GPU.
 
-Experts of a GPU:  us = hypot(weights, products) + activations + CHAIN_US
+Experts of a GPU:  us = hypot(weights + rows, products) + activations + CHAIN_US
     weights = bytes of its experts that are hit / memory bandwidth
+    rows = bytes of pairs that products read and write / memory bandwidth
     products = 6 K I (P + PADDED_ROWS per expert that is hit) / (PRODUCTS * peak)
     activations = bytes that the steps between products read and write / memory bandwidth
-Kernels overlap weights and products in part, for which hypot stands. Where the package has a
-measured table of the GPU and shape, the whole is multiplied by measured / modelled of a whole
-layer with as many pairs.
+Kernels overlap what they multiply with what they read and write in part, for which hypot stands.
+Where the package has a measured table of the GPU and shape, the whole is multiplied by measured /
+modelled of a whole layer with as many pairs.
 
-A collective:  us = COLLECTIVE_US + max(bytes over NVLink / rate, bytes over the network / rate)
+A collective:  us = COLLECTIVE_US + max(time over NVLink, bytes over the network / rate)
 
 The constants and where they were measured stand beside them.
 """
@@ -30,10 +31,15 @@ from moe_ops.parallel.replicas import ReplicatedPlacement
 from moe_ops.schemes import get_scheme
 from moe_ops.tables import lookup
 
-# Part of a square product's rate that grouped products reach. On one H100 deep_gemm's fp8_block at
-# 4096 and 16384 tokens of DeepSeek-V3 gives 0.79 and 0.78 in the formula above, and triton's bf16
-# at 16384 tokens of Qwen3 0.78 (benchmarks/results/experts_NVIDIA_H100_80GB_HBM3.json).
+# Part of a square product's rate that grouped products reach, by the formula above solved for it.
+# On one H100 deep_gemm's fp8_block gives 0.71 to 0.88 from 256 rows an expert on (Qwen3, Mixtral,
+# DeepSeek-V3), bf16 of the faster backend 0.80 to 1.02 from 64 rows on
+# (benchmarks/results/experts_NVIDIA_H100_80GB_HBM3.json).
 PRODUCTS = 0.8
+# The same of fp8_block with fewer rows an expert than FEW_ROWS, a tile of deep_gemm: with 32 and
+# 64 rows of DeepSeek-V3 and Qwen3 triton gives 0.43 to 0.46, and with more of them 0.41 to 0.58,
+# deep_gemm 0.45 to 0.54 (the same file and that of the H200).
+PRODUCTS_OF_FEW, FEW_ROWS = 0.46, 128
 # Rows of tiles of 64 that hold no pair: half a tile of each expert.
 PADDED_ROWS = 32
 # Launches and tails of a layer's kernels: one token of Qwen3 on one H200 takes 22 us in bf16, of
@@ -43,11 +49,13 @@ CHAIN_US = 8.0
 # One collective in a CUDA graph, with the padding around it: what dispatch and combine take at one
 # token on two H100s (benchmarks/results/expert_parallel_NVIDIA_H100_80GB_HBM3_x2.json).
 COLLECTIVE_US = 15.0
-# Part of a copy between two GPUs that NCCL reaches: an all-gather of 59 MB to each of two H100s
-# took 302 us, less COLLECTIVE_US 205 GB/s of 386 (the same file). Not measured on more GPUs.
-NCCL = 0.53
-# The same of `symmetric_memory`, which writes into the other GPU's memory: 5.2 us at one token,
-# and 17 and 34 MB in 60 and 109 us, of which the rest is 306 and 324 GB/s of 386
+# Parts of a copy between two GPUs that NCCL reaches with small messages, and with large ones,
+# which take LARGE_US more: 64, 128, 512, 4096 and 8192 tokens of Qwen3 are gathered in 20, 23, 36,
+# 101 and 171 us (0.3 to 34 MB), 8192 of DeepSeek-V3 (118 MB) in 555 us (the same file). Not
+# measured on more GPUs.
+NCCL_SMALL, NCCL, LARGE_US = 0.18, 0.60, 13.0
+# The part that `symmetric_memory` reaches, which writes into the other GPU's memory: 5.2 us at one
+# token, and 17 and 34 MB in 60 and 109 us, of which the rest is 306 and 324 GB/s of 386
 # (benchmarks/results/expert_parallel_NVIDIA_H200_x2.json, two H200s). While outputs travel, those
 # of a token's experts are read and added up; and many rows are copied to their experts on arrival,
 # behind their routing. The longer of both is what counts.
@@ -126,12 +134,13 @@ class Layer:
 
     @property
     def pair_bytes(self) -> float:
-        """Read and written between products: the row, gate and up twice, their product twice, the
-        output twice. Those that products of 8 bits read have 8.
+        """That products read and write: the row, gate and up, what the activation makes of them,
+        and the output. The steps between products write and read as many. What products of 8 bits
+        read has 8.
         """
         K, I = self.hidden_size, self.intermediate_size  # noqa: E741
         read = 1 if self.multiplies_8_bits else 2
-        return read * K + 8 * I + (2 + read) * I + 4 * K
+        return read * (K + I) + 2 * (2 * I + K)
 
 
 def _bits(scheme: str, weight: bool) -> float:
@@ -236,14 +245,15 @@ def chosen(shares: Sequence[float], top_k: int) -> list[float]:
 @dataclass(frozen=True)
 class ExpertTime:
     weights: float
+    rows: float  # that products read and write
     products: float
     activations: float
     factor: float  # measured / modelled; 1 where nothing was measured
 
     @property
     def us(self) -> float:
-        busy = math.hypot(self.weights, self.products) + self.activations + CHAIN_US
-        return busy * self.factor
+        busy = math.hypot(self.weights + self.rows, self.products)
+        return (busy + self.activations + CHAIN_US) * self.factor
 
 
 def expert_time(gpu: Gpu, layer: Layer, load: Load, rows: float) -> ExpertTime:
@@ -253,12 +263,16 @@ def expert_time(gpu: Gpu, layer: Layer, load: Load, rows: float) -> ExpertTime:
 
 def _modelled(gpu: Gpu, layer: Layer, load: Load, rows: float, factor: float) -> ExpertTime:
     per_us = gpu.memory_tb_s * 1e6
+    few = layer.scheme == "fp8_block" and load.pairs < FEW_ROWS * load.hit
     rate = gpu.bf16_tflop_s * 1e6 * (2 if layer.multiplies_8_bits else 1)
+    rate *= PRODUCTS_OF_FEW if few else PRODUCTS
     flops = 6 * layer.hidden_size * layer.intermediate_size
+    passed = load.pairs * layer.pair_bytes / per_us
     return ExpertTime(
         weights=load.hit * layer.expert_bytes / per_us,
-        products=flops * (load.pairs + PADDED_ROWS * load.hit) / (PRODUCTS * rate),
-        activations=(load.pairs * layer.pair_bytes + rows * layer.hidden_size * 2) / per_us,
+        rows=passed,
+        products=flops * (load.pairs + PADDED_ROWS * load.hit) / rate,
+        activations=passed + rows * layer.hidden_size * 2 / per_us,
         factor=factor,
     )
 
@@ -309,7 +323,7 @@ class Step:
         times = {
             "weights": self.experts.weights * self.experts.factor,
             "products": self.experts.products * self.experts.factor,
-            "activations": self.experts.activations * self.experts.factor,
+            "activations": (self.experts.rows + self.experts.activations) * self.experts.factor,
             "transport": self.dispatch + self.combine,
         }
         return max(times, key=lambda name: times[name])
@@ -337,7 +351,8 @@ class Fleet:
 
     def collective_us(self, link: float, network: float) -> float:
         """Of a collective that brings so many bytes to each GPU."""
-        per_link = link / (self.gpu.link_gb_s * 1e3 * NCCL)
+        rate = self.gpu.link_gb_s * 1e3
+        per_link = min(link / (rate * NCCL_SMALL), LARGE_US + link / (rate * NCCL))
         per_network = network / (self.gpu.network_gb_s * 1e3 * NETWORK)
         return COLLECTIVE_US + max(per_link, per_network)
 
