@@ -513,8 +513,8 @@ def choose_wgmma(
     (Blocks of 24 rows instead of 32: Mixtral at M = 64 284 for 236.)
 
     Blocks of 48 rows beside 32 and 64 serve averages between theirs: with 64, 48 and 32 rows,
-    experts of 32 on average, Mixtral in int4 took 346, 307 and 340 us, in mxfp4 336, 298 and 326,
-    Phi-3.5 in int8 474, 370 and 398, gptoss20 329, 262 and 278. An average of 24 rows fits 32: E
+    experts of 32 on average, Mixtral in int4 took 346, 308 and 340 us, in mxfp4 336, 298 and 326,
+    Phi-3.5 in int8 474, 369 and 398, gptoss20 329, 262 and 278. An average of 24 rows fits 32: E
     64, K 2048, I 1408 took 163 us with 64, 153 with 48, 126 with 32.
 
     A last wave that is nearly empty is avoided where programs are long: Scout's GEMM2 of 4.9
@@ -535,9 +535,9 @@ def _in_8_bits(chosen: LayerConfig, experts: int, K: int, I: int) -> LayerConfig
     """The config of weights of 8 bits with wider tiles beside few rows. `experts`: at most so many
     are in use.
 
-    Measured on an H200 in int8, us with tiles of 128 columns and so: Phi-3.5 at M = 8 214 and 203,
-    at 64, where two blocks of GEMM2 leave no short last wave as three do, 342 and 316; gptoss120
-    at M = 64 704 and 683; Qwen3-Next at 64 319 and 309, at 256 477 and 469.
+    Measured on an H200 in int8, us with tiles of 128 columns and within 1 % so: Phi-3.5 at M = 8
+    214 and 203, at 64, where three blocks of GEMM2 would leave a short last wave, 342 and 316;
+    gptoss120 at M = 64 704 and 683; Qwen3-Next at 64 319 and 309, at 256 477 and 469.
     """
     wide, narrow = GemmConfig(128, 256, 2, 4), GemmConfig(64, 256, 2, 4)
     if chosen.block_m > 16 or min(K, I) < 256:
