@@ -215,6 +215,7 @@ DOCUMENTS: dict[str, dict[str, Callable[[], str | None]]] = {
     "docs/performance.md": {
         "8-bit activations": layers_doc.summary,
         "weight-only peers": layers_doc.weight_only,
+        "weight-only peers on an H100": lambda: layers_doc.weight_only(layers_doc.ON_H100),
     },
 }
 

@@ -16,6 +16,7 @@ from pathlib import Path
 
 FOLDER = Path(__file__).parent / "results"
 RESULTS = FOLDER / "experts_NVIDIA_H200.json"
+ON_H100 = FOLDER / "experts_NVIDIA_H100_80GB_HBM3.json"
 SCHEMES = ("fp8_channel", "fp8_tensor_static", "int4_w4a8")
 SHAPES = {"qwen3": "Qwen3", "mixtral": "Mixtral", "dsv3": "DeepSeek-V3"}
 OURS = "moe_ops"
@@ -39,6 +40,7 @@ WEIGHT_ONLY_SHAPES = {
     "gptoss20_bias": "gpt-oss-20b",
     "gptoss120_bias": "gpt-oss-120b",
     "phi35": "Phi-3.5-MoE",
+    "qwen3next": "Qwen3-Next",
 }
 WEIGHT_ONLY_PEERS = {
     "Marlin": "Marlin",

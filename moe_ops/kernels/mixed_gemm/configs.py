@@ -34,6 +34,7 @@ SMALLEST_BLOCK_M = 8  # tokens: the columns of one tensor-core instruction
 FORMATS = ("int4", "int4_e4m3", "e2m1", "e2m1_words", "int8", "e4m3")  # of sm90_wgmma.py
 MAX_SPLIT_K = 3  # programs that share the reduction of a tile of GEMM2, if it has few tiles
 SPLIT_ROWS = 1024  # rows of y in all SPLIT_K partial sums
+LONG_ROWS = 8192  # columns of w2, from which a wave of GEMM2 is long
 FEW_STEPS = 8  # K tiles of a program of GEMM2 that is short
 PAIR_BUCKETS = (64, 512)  # up to so many pairs, every program reads the ids of all
 MAX_TOP_K = 16  # experts of a token of sm90_mma.py
@@ -362,10 +363,16 @@ def _choose_token(
     Of two experts with long rows they ask for four chunks, beside all of h (`rows_of_h` in
     sm90_mma.py): Mixtral took 72.5 us on an H100 with 16 warps and two chunks, 68.3 so; other
     widths were not measured, and rows of 13 to 16 chunks a warp, as Phi-3.5-MoE's, with 16 alone.
+
+    They ask for four chunks too where a warp has 12, or a token one expert: E 160 took 36.7 us in
+    mxfp4 with three, and 32.3 so, K 4096, I 1536 with eight experts in int4 28.9 and 27.4, Scout
+    in mxfp4 29.1 with eight, and 27.3 so. Rows of GEMM1 of more than 32 chunks have eight warps,
+    with which E 160 then took 31.6 and Scout 26.5; of 32, as Mixtral's, they took 6 to 8 % longer.
     """
     slots, programs = token_slots(top_k), cdiv(K, 16)
-    parts = parts_of_row(K, k_chunk, group, 4 if 16 * k_chunk < K else 2)
-    chunks = cdiv(cdiv(K, k_chunk), parts)
+    chunks = cdiv(K, k_chunk)
+    parts = parts_of_row(K, k_chunk, group, 2 if chunks <= 16 else 4 if chunks <= 32 else 8)
+    chunks = cdiv(chunks, parts)
     gemm1 = GemmConfig(16, k_chunk, _depth(chunks, 14), parts)
     chunks_of_eight = cdiv(cdiv(I, k_chunk), max(1, 8 // slots))
     eight = programs > MULTIPROCESSORS and (slots > 2 or not 12 < chunks_of_eight <= 16)
@@ -373,10 +380,8 @@ def _choose_token(
     chunks = cdiv(cdiv(I, k_chunk), parts)
     if parts * slots > 8:
         most = 4 if chunks <= 6 else 2
-    elif slots > 4:
-        most = 3 if chunks % 3 == 0 else 4
     else:
-        most = 8 if chunks <= 16 else 4
+        most = 8 if slots == 4 and chunks <= 16 else 4
     gemm2 = GemmConfig(16 * slots, k_chunk, _depth(chunks, most), parts * slots)
     return LayerConfig(gemm1, gemm2, 1, chunk, SM90_MMA, direct=True)
 
@@ -507,6 +512,14 @@ def choose_wgmma(
     and 1742 (streamed).
     (Blocks of 24 rows instead of 32: Mixtral at M = 64 284 for 236.)
 
+    Blocks of 48 rows beside 32 and 64 serve averages between theirs: with 64, 48 and 32 rows,
+    experts of 32 on average, Mixtral in int4 took 346, 308 and 340 us, in mxfp4 336, 298 and 326,
+    Phi-3.5 in int8 474, 369 and 398, gptoss20 329, 262 and 278. An average of 24 rows fits 32: E
+    64, K 2048, I 1408 took 163 us with 64, 153 with 48, 126 with 32.
+
+    A last wave that is nearly empty is avoided where programs are long: Scout's GEMM2 of 4.9
+    tiles a multiprocessor, four of which fit, took 4 % of the layer's time less with SPLIT_K = 2.
+
     For many rows, the kernels of sm80_mma.py decode each weight as often, but more slowly. With
     64, 128, 256 and 512 rows an expert, Mixtral in int4 took 1132, 1759, 3015 and 5308 us with
     them, and 506, 849, 1583 and 3114 us with these; in fp8 990, 1335, 2322 and 4165 us with them,
@@ -515,9 +528,26 @@ def choose_wgmma(
     if bits == 8 and rows / groups > MAX_ROWS_OF_8_BITS:
         return None
     chosen = _wgmma(rows, groups, K, I, bits, chunk, many)
-    if bits == 8 and chosen.split_k > 1 and chosen.block_m == 8 and I % 256 == 0:
-        chosen = chosen._replace(gemm2=GemmConfig(128, 256, 2, 4), split_k=3)
-    return chosen
+    return _in_8_bits(chosen, min(rows, groups), K, I) if bits == 8 else chosen
+
+
+def _in_8_bits(chosen: LayerConfig, experts: int, K: int, I: int) -> LayerConfig:  # noqa: E741
+    """The config of weights of 8 bits with wider tiles beside few rows. `experts`: at most so many
+    are in use.
+
+    Measured on an H200 in int8, us with tiles of 128 columns and within 1 % so: Phi-3.5 at M = 8
+    214 and 203, at 64, where three blocks of GEMM2 would leave a short last wave, 342 and 316;
+    gptoss120 at M = 64 704 and 683; Qwen3-Next at 64 319 and 309, at 256 477 and 469.
+    """
+    wide, narrow = GemmConfig(128, 256, 2, 4), GemmConfig(64, 256, 2, 4)
+    if chosen.block_m > 16 or min(K, I) < 256:
+        return chosen
+    if chosen.block_m == 8:
+        split_k = 3 if chosen.split_k > 1 else 1
+        return chosen._replace(gemm1=narrow, gemm2=wide, split_k=split_k)
+    if _short_last_wave(experts * cdiv(K, 128), 3):
+        return chosen._replace(gemm1=wide, gemm2=narrow)
+    return chosen._replace(gemm1=wide)
 
 
 def _wgmma(
@@ -530,26 +560,45 @@ def _wgmma(
     many: int = 0,
 ) -> LayerConfig:
     average = rows / groups
-    block_m = 8 if average <= 4 else 16 if average <= 10 else 32 if average <= 22 else 64
-    if many and 56 < average <= 80:
+    block_m = 8 if average <= 4 else 16 if average <= 10 else 32 if average <= 30 else 64
+    if many and 30 < average <= (44 if bits == 8 else 38):
+        block_m = 48
+    if many and bits == 4 and 56 < average <= 80:
         block_m = 80
 
     def gemm(columns: int, few: bool) -> GemmConfig:
         wide = bits == 4 and columns % 256 == 0
         if block_m == 80:
             return GemmConfig(128, 128, many, 4)
+        if block_m == 48:
+            return GemmConfig(128, 128, 4 if bits == 8 else 3, 4)
         if block_m == 64:  # four warps lack registers for accumulators and operands
             # (of prepared e2m1 they have room: gptoss20 took 518 us at M = 1024, 588 with eight)
             narrow = GemmConfig(128, 128, 4, 4 if many == STAGES_OF_WORDS else 8)
             return GemmConfig(128, 256, 2, 8) if wide else narrow
+        # One chunk a K tile: in groups of 32 gptoss20 and gptoss120 took 167 and 484 us at M = 64
+        # with 128 rows, 156 and 462 so. (Other formats in their natural order: not measured.)
+        if bits == 4 and columns % 128 and not many and block_m <= 16:
+            return GemmConfig(64, 128, 4, 4)
         if not wide:
             return GemmConfig(128, 128, 3, 4)
         return GemmConfig(64 if block_m == 8 and few else 128, 256, 2, 4)
 
-    few = min(rows, groups) * cdiv(K, 128) <= 2 * MULTIPROCESSORS
-    split_k = (3 if block_m == 32 else 2) if few and block_m < 80 else 1
+    tiles = min(rows, groups) * cdiv(K, 128)  # of GEMM2
+    few = tiles <= 2 * MULTIPROCESSORS
+    split_k = (3 if block_m == 32 else 2) if few and block_m not in (48, 80) else 1
+    blocks = 4 if block_m <= 16 else 3 if block_m == 32 else 2  # a multiprocessor
+    if bits == 4 and I >= LONG_ROWS and _short_last_wave(tiles, blocks):
+        split_k = 2  # three waves of half the time
     gemm1, gemm2 = gemm(K, average < 1), gemm(I, False)
     return LayerConfig(gemm1, gemm2, block_m, chunk, SM90_WGMMA, split_k=split_k)
+
+
+def _short_last_wave(tiles: int, blocks: int) -> bool:
+    """Whether tiles are a wave of `blocks` a multiprocessor and a second one of at most half as
+    many.
+    """
+    return 1 < tiles / (blocks * MULTIPROCESSORS) <= 1.5
 
 
 def fits_wgmma(block_m: int, average: float) -> bool:

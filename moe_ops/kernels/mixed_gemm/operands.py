@@ -164,12 +164,14 @@ class MixedOperand(NamedTuple):
 
     @property
     def stages_of_many(self) -> int:
-        """How many K tiles of 128 columns blocks of 80 rows have in shared memory, so that two of
-        four warps fit on a multiprocessor; 0 of weights that do not run in such blocks. Prepared
-        weights (STAGES_OF_WORDS) have their scales there, too.
+        """How many K tiles of 128 columns blocks of 80 rows, or in 8 bits of 48, have in shared
+        memory, so that two of four warps fit on a multiprocessor; 0 of weights that do not run in
+        such blocks. Prepared weights (STAGES_OF_WORDS) have their scales there, too.
         """
-        words = self.wgmma_format.name == "e2m1_words" and self.k_chunk == 128
-        return 4 if self.streams else STAGES_OF_WORDS if words else 0
+        of = self.wgmma_format
+        words = of.name == "e2m1_words" and self.k_chunk == 128
+        whole_rows = of.bits == 8 and of.scale == "end" and not self.has_zero
+        return 4 if self.streams or whole_rows else STAGES_OF_WORDS if words else 0
 
     def in_16_bits(self) -> MixedOperand:
         """An operand of products in e4m3, for products in bf16 instead."""

@@ -367,15 +367,17 @@ def issue_wgmma(
 
 
 @gluon.jit
-def issue_more(w0, w1, x0, x1, acc):
+def issue_more(w0, w1, x0, x1, acc, FORMAT: gl.constexpr):
     """Issue the products of a chunk's left operands with the rows of x that a block has besides
     BLOCK_M, added to acc.
     """
     A: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
     w0 = gl.convert_layout(w0, A, assert_trivial=True)
-    w1 = gl.convert_layout(w1, A, assert_trivial=True)
     acc = warpgroup_mma(w0, x0, acc, is_async=True)
-    return warpgroup_mma(w1, x1, acc, is_async=True)
+    if weight_bits(FORMAT) == 4:
+        w1 = gl.convert_layout(w1, A, assert_trivial=True)
+        acc = warpgroup_mma(w1, x1, acc, is_async=True)
+    return acc
 
 
 @gluon.jit
@@ -523,7 +525,7 @@ def consumer(
                         GROUPS, NUM_WARPS, FORMAT, SCALE, PROMOTE, HAS_ZERO,
                     )  # fmt: skip
                     if MORE_M:
-                        more0 = issue_more(a0, a1, x2, x3, more0)
+                        more0 = issue_more(a0, a1, x2, x3, more0, FORMAT)
                     if not OVERLAP:
                         d0 = warpgroup_mma_wait(0, [d0])
                         acc0 = accumulate(acc0, d0, s0, FORMAT, PROMOTE)
@@ -544,7 +546,7 @@ def consumer(
                         GROUPS, NUM_WARPS, FORMAT, SCALE, PROMOTE, HAS_ZERO,
                     )  # fmt: skip
                     if MORE_M:
-                        more1 = issue_more(w0, w1, x2, x3, more1)
+                        more1 = issue_more(w0, w1, x2, x3, more1, FORMAT)
                     if OVERLAP:
                         if MORE_M:
                             d0, more0 = warpgroup_mma_wait(PENDING, [d0, more0])

@@ -80,7 +80,7 @@ def test_warps_of_blocks_of_64_rows():
         (3, 4096, GemmConfig(128, 256, 2, 8)),
         (4, 4096, GemmConfig(128, 256, 2, 8)),
     ):
-        found = configs.choose_wgmma(256, 8, K, K, 4, 256, many)
+        found = configs.choose_wgmma(400, 8, K, K, 4, 256, many)
         assert found.block_m == 64 and found.gemm1 == found.gemm2 == expected
 
 
@@ -96,6 +96,53 @@ def test_blocks_of_80_rows():
         kernel = wgmma_kernel(name, 80, found.gemm1)._replace(streams=stages == 4, steps=32)
         assert (kernel.more, sm90_occupancy.columns_of(80)) == (16, 64)
         assert occupancy(kernel, 256) == (2, 128, True, False)
+
+
+def test_blocks_of_48_rows():
+    """Between blocks of 32 and of 64, as two operands of 32 and 16 rows, two on a
+    multiprocessor; others have the nearest of these."""
+    stages = {"int4_w4a16:g128": 4, "mxfp4_w4a16 prepared": 3, "int8_w8a16:channel": 4}
+    for name, many in stages.items():
+        bits = 8 if name.startswith("int8") else 4
+        most = 44 if bits == 8 else 38
+        for average, block_m in ((30, 32), (31, 48), (most, 48), (most + 1, 64)):
+            found = configs.choose_wgmma(8 * average, 8, 4096, 14336, bits, 256, many)
+            assert found.block_m == block_m
+        assert configs.choose_wgmma(8 * 31, 8, 4096, 14336, bits, 256).block_m == 64
+        found = configs.choose_wgmma(8 * 31, 8, 4096, 14336, bits, 256, many)
+        kernel = wgmma_kernel(name, 48, found.gemm1)
+        assert (kernel.more, sm90_occupancy.columns_of(48), found.split_k) == (16, 32, 1)
+        assert occupancy(kernel, 256) == (2, 128, True, False)
+
+
+def test_tiles_that_were_measured():
+    """Beside few rows in 8 bits, and of rows that are no whole chunks; where programs of GEMM2 are
+    long and its last wave would be short, it is split, or has other tiles."""
+    wide, half, narrow = (GemmConfig(*t, 4) for t in ((128, 256, 2), (64, 256, 2), (64, 128, 4)))
+    usual = GemmConfig(128, 128, 3, 4)
+    for sizes, expected in {
+        (16, 16, 4096, 6400, 8): (half, wide, 1),
+        (128, 16, 4096, 6400, 8): (wide, half, 1),
+        (1024, 128, 2880, 2880, 8): (wide, usual, 1),
+        (2560, 512, 2048, 512, 8): (wide, usual, 1),
+        (16, 8, 4096, 14336, 8): (half, wide, 3),
+        (16, 8, 192, 192, 8): (usual, usual, 2),
+        (256, 128, 2880, 2880, 4): (narrow, narrow, 1),
+        (256, 32, 2880, 2880, 4): (narrow, narrow, 1),
+        (32, 16, 5120, 8192, 4): (wide, wide, 2),
+        (32, 16, 4096, 6400, 4): (wide, wide, 1),
+        (128, 16, 5120, 8192, 4): (wide, wide, 2),
+        (256, 16, 5120, 8192, 4): (wide, wide, 1),
+    }.items():
+        found = configs.choose_wgmma(*sizes, 256)
+        assert (found.gemm1, found.gemm2, found.split_k) == expected, sizes
+
+
+def test_int4_overlaps_where_three_blocks_hold_all_tiles():
+    """Others have a fourth block in place of the overlap."""
+    kernel = wgmma_kernel("int4_w4a16:g32", 8, (128, 256, 2, 4))
+    assert occupancy(kernel, 3 * 132) == (3, 80, True, False)
+    assert occupancy(kernel, 3 * 132 + 1) == (4, 64, False, False)
 
 
 @pytest.mark.parametrize(

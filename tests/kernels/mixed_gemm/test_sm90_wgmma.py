@@ -352,6 +352,8 @@ for scheme, activation in cases.items():
         (16, GemmConfig(128, 128, 3, 4)),
         (80, GemmConfig(128, 128, 3, 4))
         if scheme == "mxfp4_w4a16"
+        else (48, GemmConfig(128, 128, 3, 4))
+        if scheme == "int4_w4a16:g128"
         else (64, GemmConfig(128, 256, 2, 8)),
         *[(8, GemmConfig(128, 256, 2, 4))] * (scheme == "int4_w4a16:g128"),
     ):
@@ -621,15 +623,20 @@ def test_values(scheme, config):
 
 
 @pytest.mark.parametrize(
-    "scheme",
+    "scheme, block_m",
     [
-        pytest.param(n, marks=ON_GPU)
-        for n in ("int4_w4a16:g128", "int4_w4a16:g128:zp", "int4_w4a16:g32", *PREPARED)
+        pytest.param(name, block_m, marks=ON_GPU)
+        for block_m, names in {
+            80: ("int4_w4a16:g128", "int4_w4a16:g128:zp", "int4_w4a16:g32", *PREPARED),
+            48: ("int4_w4a16:g128", "int8_w8a16:channel", "fp8_w8a16:channel", *PREPARED),
+        }.items()
+        for name in names
     ],
 )
-def test_blocks_of_two_operands(scheme):
-    """Of 80 rows, 64 and 16: experts have fewer than 64, up to 80, and more."""
-    config = layer(80, 128, 128, 3, 4)
+def test_blocks_of_two_operands(scheme, block_m):
+    """Of 80 rows, 64 and 16: experts have fewer than 64, up to 80, and more. Of 48, 32 and 16:
+    likewise."""
+    config = layer(block_m, 128, 128, 3, 4)
     experts = torch.tensor([-1] * 2 + [0] * 33 + [1] * 65 + [2] * 79 + [3] * 153)
     experts = experts[torch.randperm(332, generator=torch.Generator().manual_seed(0))]
     for top_k, on_input, split_k in ((2, False, 1), (1, True, 2)):
