@@ -32,7 +32,7 @@ from moe_ops.kernels.mixed_gemm import configs as mixed_configs
 from moe_ops.kernels.mixed_gemm import operands
 from moe_ops.kernels.quantize import rounding, scales
 from moe_ops.meta.scales import TRITON_E2M1
-from moe_ops.meta.workspace import cdiv, maximum
+from moe_ops.meta.workspace import cdiv, maximum, round_up
 from moe_ops.ops.library import KINDS, register
 from moe_ops.ops.problem import Buffer, Machine, Problem, Workspaces
 from moe_ops.schemes import SCHEMES, get_scheme
@@ -189,6 +189,8 @@ def workspace_shapes(M: int, problem: Problem) -> Workspaces:
         pairs = M * problem.top_k
         h, y = pairs, pairs * K
         index = 4 * block_bound(pairs, experts, block_m) + pairs
+        if mixed:  # the end rows of experts and one block more: kernels/training/sm90_packed.py
+            index = index + round_up(experts, 4) + 8
     elif problem.kind == "batched_experts":
         h = rows = experts * M
         index = 4 * experts * cdiv(M, block_m)

@@ -18,6 +18,7 @@ from moe_ops.kernels.configs import (
     MULTIPROCESSORS,
     ROWS_OF_ANY_BATCH,
     SM90_MMA,
+    SM90_PACKED,
     SM90_WGMMA,
     GemmConfig,
     LayerConfig,
@@ -39,7 +40,15 @@ PAIR_BUCKETS = (64, 512)  # up to so many pairs, every program reads the ids of 
 MAX_TOP_K = 16  # experts of a token of sm90_mma.py
 MAX_CHUNKS = 16  # of a row with zero points, up to which sm90_mma.py is faster than gemv.py
 MAX_CHUNKS_OF_W13 = 32  # of int4, up to which sm90_mma.py was shown to be faster than gemv.py
+ROWS_OF_PACKED = (
+    128,
+    96,
+)  # average rows of an expert from which training/sm90_packed.py is faster
 MAX_ROWS_OF_8_BITS = 80  # average rows of an expert, up to which sm90_wgmma.py takes 8-bit weights
+# training/sm90_packed.py has these tiles alone: rows of a block, columns, step, stages and warps
+MANY_ROWS = LayerConfig(
+    GemmConfig(128, 64, 3, 4), GemmConfig(128, 64, 3, 4), 128, 0, SM90_PACKED
+)  # fmt: skip
 
 
 @cache
@@ -138,9 +147,12 @@ def _for_experts(
     routed: int = 0,
     many: int = 0,
     token: tuple[int, int] | None = None,
+    packed: bool = False,
     tables: bool = True,
 ) -> LayerConfig:
     rows = pairs_here(M * top_k, E, routed)
+    if packed:
+        return MANY_ROWS
     base = choose(rows, E, K, I, bits, dtype, M == 1, gpu.shared_memory)
     base = base._replace(sort_chunk=sort_chunk(M * top_k))
     if wgmma:
@@ -171,10 +183,18 @@ def for_experts(*problem) -> LayerConfig:
 
     Arguments: M, top_k, E, K, I, dtype, Gpu, scheme, bits of a weight, whether the kernels of
     sm90_wgmma.py and of gemv.py can run, whether these alone read the weights' layout, how many
-    experts share the pairs if these are on several devices, `MixedOperand.stages_of_many`, and
-    K_CHUNK and the columns that share a scale if sm90_mma.py serves one token (`token_facts`).
+    experts share the pairs if these are on several devices, `MixedOperand.stages_of_many`,
+    K_CHUNK and the columns that share a scale if sm90_mma.py serves one token (`token_facts`), and
+    whether training/sm90_packed.py can run and is faster (`many_rows`).
     """
     return find(_for_experts, problem)
+
+
+def many_rows(rows: int, experts: int, bits: int) -> bool:
+    """Whether so many rows of as many experts are faster by training/sm90_packed.py, whose blocks
+    of 128 rows share a decoded weight.
+    """
+    return rows >= ROWS_OF_PACKED[bits == 8] * experts
 
 
 def _of_any_batch(groups: int, *facts, tables: bool = True) -> LayerConfig:
@@ -444,6 +464,8 @@ def search_space(
         experts: number of experts.
         K: rows of GEMM2's weights.
     """
+    if base.kernel == SM90_PACKED:  # which has one tile
+        return [([base], [base])]
     if base.kernel == SM90_WGMMA:
         return _wgmma_space(base, average, experts, K)
     few = [t for t in _ROWS_AND_WARPS if average / 2 <= t <= max(8, 8 * average)]

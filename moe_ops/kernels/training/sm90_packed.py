@@ -531,8 +531,9 @@ def moe_ops_train_wgmma_packed(
     p_smem = gl.allocate_shared_memory(gl.int32, [PACKED_STAGES, BLOCK_N, WORDS], w.layout)
     halves = p_smem
     if HALVES == 2:
+        PACKED_LAYOUT: gl.constexpr = w.layout
         shape: gl.constexpr = [2 * PACKED_STAGES, BLOCK_N // 2, WORDS]
-        halves = reinterpret(p_smem, gl.int32, shape, w.layout)
+        halves = reinterpret(p_smem, gl.int32, shape, PACKED_LAYOUT)
     w_smem = gl.allocate_shared_memory(
         dtype, [W_BUFFERS, BLOCK_N, BLOCK_K], gl.NVMMASharedLayout(128, 16, 2)
     )
