@@ -36,6 +36,7 @@ FORMATS = ("int4", "int4_e4m3", "e2m1", "e2m1_words", "int8", "e4m3")  # of sm90
 MAX_SPLIT_K = 3  # programs that share the reduction of a tile of GEMM2, if it has few tiles
 SPLIT_ROWS = 1024  # rows of y in all SPLIT_K partial sums
 FEW_STEPS = 8  # K tiles of a program of GEMM2 that is short
+GROUP_BYTES = 24 << 20  # of rows of x that the L2 (50 MB) keeps
 PAIR_BUCKETS = (64, 512)  # up to so many pairs, every program reads the ids of all
 MAX_TOP_K = 16  # experts of a token of sm90_mma.py
 MAX_CHUNKS = 16  # of a row with zero points, up to which sm90_mma.py is faster than gemv.py
@@ -652,6 +653,13 @@ def split_k_of(w2: MixedOperand, config: GemmConfig, split_k: int, pairs: int) -
     steps = cdiv(w2.K, w2.block_k(config))
     split_k = min(split_k, y_rows(pairs) // pairs)
     return cdiv(steps, cdiv(steps, split_k))
+
+
+def blocks_together(block_m: int, K: int) -> int:
+    """GROUP_M of sm90_wgmma.py: as many blocks as have GROUP_BYTES of x, so that the L2 keeps
+    them for all tiles of weight rows; 0 of blocks that hold all rows of an expert.
+    """
+    return max(4, GROUP_BYTES // (2 * block_m * K)) if block_m >= 64 else 0
 
 
 def pair_bucket(pairs: int) -> int:
