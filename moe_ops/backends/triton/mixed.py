@@ -189,7 +189,8 @@ def _config(
     (M, top_k), K = a.topk_ids.shape, a.out.shape[1]
     wgmma = one_token = False
     here = pairs_here(M * top_k, w2.E, a.global_experts)
-    many = configs.many_rows(here, w2.E, w2.format.bits) and _runs_packed(a, w13, w2, rounding)
+    many = configs.many_rows(here, w2.E, w2.K, w2.format.bits)
+    many = many and _runs_packed(a, w13, w2, rounding)
     token = None
     if M == 1 and rounding is None:
         one_token = gemv.why_not(w13, w2) is None

@@ -41,10 +41,7 @@ PAIR_BUCKETS = (64, 512)  # up to so many pairs, every program reads the ids of 
 MAX_TOP_K = 16  # experts of a token of sm90_mma.py
 MAX_CHUNKS = 16  # of a row with zero points, up to which sm90_mma.py is faster than gemv.py
 MAX_CHUNKS_OF_W13 = 32  # of int4, up to which sm90_mma.py was shown to be faster than gemv.py
-ROWS_OF_PACKED = (
-    128,
-    96,
-)  # average rows of an expert from which training/sm90_packed.py is faster
+MAX_I_OF_PACKED = 4096  # up to which training/sm90_packed.py is faster with weights of 4 bits
 MAX_ROWS_OF_8_BITS = 80  # average rows of an expert, up to which sm90_wgmma.py takes 8-bit weights
 # training/sm90_packed.py has these tiles alone: rows of a block, columns, step, stages and warps
 MANY_ROWS = LayerConfig(
@@ -191,11 +188,21 @@ def for_experts(*problem) -> LayerConfig:
     return find(_for_experts, problem)
 
 
-def many_rows(rows: int, experts: int, bits: int) -> bool:
-    """Whether so many rows of as many experts are faster by training/sm90_packed.py, whose blocks
-    of 128 rows share a decoded weight.
+def many_rows(rows: int, experts: int, I: int, bits: int) -> bool:  # noqa: E741
+    """Whether a layer of so many rows is faster by training/sm90_packed.py, whose blocks of 128
+    rows share a decoded weight.
+
+    In 8 bits it is from 64 rows an expert on: on an H100 fp8_w8a16:block of Qwen3 took 451 us so
+    and 589 without at M = 1024, Mixtral 878 and 998 at 256; with 56 rows, on an H200, 392 and 412,
+    but 773 and 648. In 4 bits sm90_wgmma.py needs no copy of rows and pads them to 64, but writes
+    y in fp32: that is most of it where rows of w2 are short. On an H200, so and without, in us:
+    Qwen3 in int4 526 and 530 with 128 rows, 871 and 959 with 256; gptoss20 in mxfp4 683 and 594
+    with 128, 1749 and 1918 with 512; Mixtral in int4 1863 and 1415 with 256, 23.9 and 23.4 ms with
+    4096.
     """
-    return rows >= ROWS_OF_PACKED[bits == 8] * experts
+    if bits == 8:
+        return rows >= 64 * experts
+    return I <= MAX_I_OF_PACKED and rows >= (128 + I // 16) * experts
 
 
 def _of_any_batch(groups: int, *facts, tables: bool = True) -> LayerConfig:
@@ -657,7 +664,8 @@ def split_k_of(w2: MixedOperand, config: GemmConfig, split_k: int, pairs: int) -
 
 def blocks_together(block_m: int, K: int) -> int:
     """GROUP_M of sm90_wgmma.py: as many blocks as have GROUP_BYTES of x, so that the L2 keeps
-    them for all tiles of weight rows; 0 of blocks that hold all rows of an expert.
+    them for all tiles of weight rows; 0 of blocks that hold all rows of an expert. Measured on an
+    H200: docs/kernels/mixed_gemm.md.
     """
     return max(4, GROUP_BYTES // (2 * block_m * K)) if block_m >= 64 else 0
 

@@ -40,7 +40,7 @@ from moe_ops.kernels.device.e4m3 import (
     quotient,
     reciprocal,
 )
-from moe_ops.kernels.device.gluon import TensorDescriptor, gl, gluon
+from moe_ops.kernels.device.gluon import Boxes, gl, gluon
 from moe_ops.kernels.device.pdl import gdc_launch_dependents, gdc_wait
 from moe_ops.kernels.gemm.operands import Activated
 from moe_ops.kernels.launch import (
@@ -900,24 +900,6 @@ def products_on(w: MixedOperand) -> Tensor | None:
 
 
 _layout = cache(gl.NVMMASharedLayout)
-
-
-class Boxes(NamedTuple):
-    """A tensor descriptor without its tensor."""
-
-    shape: list[int]
-    strides: list[int]
-    block_shape: list[int]
-    layout: Any
-
-    def of(self, base: Tensor) -> Any:
-        """The descriptor of a tensor. Its constructor is skipped: it takes 7 us to check what
-        `why_not` has checked.
-        """
-        found = object.__new__(TensorDescriptor)
-        found.base = base
-        found.shape, found.strides, found.block_shape, found.layout = self
-        return found
 
 
 def chunk_boxes(

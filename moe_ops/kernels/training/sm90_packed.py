@@ -15,8 +15,8 @@ threads beside each other eight rows, so that 16 bytes of a decoded row go to ba
 
 from __future__ import annotations
 
-from functools import cache
-from typing import Any, NamedTuple
+from functools import cache, lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ from moe_ops.kernels.configs import GROUP_M
 from moe_ops.kernels.device.activations import activate_one, activate_two
 from moe_ops.kernels.device.blocks import block_and_tile
 from moe_ops.kernels.device.gluon import (
-    TensorDescriptor,
+    Boxes,
     async_load,
     barrier,
     fence_async_shared,
@@ -681,13 +681,13 @@ def moe_ops_train_wgmma_packed(
 _layout = cache(gl.NVMMASharedLayout)  # one object each: launches are keyed by it
 
 
-def _boxes(t: Tensor, block: list[int]) -> Any:
-    """A descriptor of a contiguous matrix, in boxes whose rows are at most 128 bytes or swizzled
-    in parts of 128.
+@lru_cache(maxsize=4096)
+def _boxes(rows: int, columns: int, size: int, *block: int) -> Boxes:
+    """Boxes of a contiguous matrix of elements of so many bytes, whose rows are at most 128 bytes
+    or swizzled in parts of 128.
     """
-    size = t.element_size()
     layout = _layout(min(size * block[1], 128), 8 * size, 2)
-    return TensorDescriptor(t, list(t.shape), [t.shape[1], 1], block, layout)
+    return Boxes([rows, columns], [columns, 1], list(block), layout)
 
 
 def why_not(w: MixedOperand, dtype: torch.dtype, transpose: bool) -> str | None:
@@ -732,23 +732,23 @@ def multiply(
         rank = low[0].shape[1]
         if rank not in RANKS:
             return None
-        rows = _boxes(low[0], [BLOCK_M, rank])
-        flat = low[1].flatten(0, 1)
-        matrix = _boxes(flat, [rank, BLOCK_OUT] if transpose else [BLOCK_OUT, rank])
+        rows = _boxes(*low[0].shape, 2, BLOCK_M, rank).of(low[0])
+        box = (rank, BLOCK_OUT) if transpose else (BLOCK_OUT, rank)
+        _, low_rows, low_columns = low[1].shape
+        matrix = _boxes(w.E * low_rows, low_columns, 2, *box).of(low[1])
     gated = activation.GATED
     assert not gated or (w.N % BLOCK_OUT == 0 and low is None)
-    box = [
-        block_n // 2 if gated and not activation.INTERLEAVED else block_n,
-        block_k * of.bits // 32,
-    ]
+    box_rows = block_n // 2 if gated and not activation.INTERLEAVED else block_n
+    words = w.K * of.bits // 32
+    w_boxes = _boxes(w.E * w.N, words, 4, box_rows, block_k * of.bits // 32)
     out_size = w.K if transpose else w.N
     even = out_size % BLOCK_OUT == 0
     args = PackedSm90(
         y=y,
-        x=_boxes(x, [BLOCK_M, STEP]),
+        x=_boxes(*x.shape, 2, BLOCK_M, STEP).of(x),
         low_rows=rows,
         low_matrix=matrix,
-        w=_boxes(w.data.view(torch.int32).flatten(0, 1), box),
+        w=w_boxes.of(w.data.view(torch.int32)),
         pointers=w.pointers,
         index=routing.index,
         num_blocks=routing.num_blocks,
