@@ -11,7 +11,8 @@ epilogue, GEMM2, and combine; one more may quantize activations. One token takes
 plain or block-scaled weights (kernels/gemm/gemv.py), and with weights of 4 and 8 bits
 (kernels/mixed_gemm/gemv.py; of some formats of 4 bits kernels/mixed_gemm/sm90_mma.py). With the
 latter, more tokens take five launches on SM90, or four if they are few
-(kernels/mixed_gemm/sm90_wgmma.py). Under `batch_invariant` one token takes those of more there, or
+(kernels/mixed_gemm/sm90_wgmma.py), and where experts have many rows seven
+(kernels/training/sm90_packed.py). Under `batch_invariant` one token takes those of more there, or
 with 4 bits and short rows the two of sm90_mma.py. Nothing
 is allocated, and the host reads no device memory. On a machine without a GPU the kernels run under
 Triton's interpreter, if TRITON_INTERPRET=1 was set before this import.
