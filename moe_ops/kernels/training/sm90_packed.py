@@ -432,13 +432,19 @@ class WgmmaTile(NamedTuple):
     NUM_WARPS: Constant
 
 
+class LowRankBoxes(NamedTuple):
+    """What is added: rows times the matrix of their expert, or None."""
+
+    rows: Descriptor  # (S, R)
+    matrix: Descriptor  # (E N, R), or (E R, K) if TRANSPOSE
+
+
 @arguments
 class PackedSm90:
     # (S, N), or (S, K) if TRANSPOSE, or what an activation makes of (S, N); written
     y: Pointer
     x: Descriptor  # (S, K), or (S, N) if TRANSPOSE
-    low_rows: Descriptor  # (S, R), or None
-    low_matrix: Descriptor  # (E N, R), or (E R, K) if TRANSPOSE
+    low: LowRankBoxes
     w: Descriptor  # (E N, words of K columns) int32
     pointers: MixedPointers
     index: Pointer  # kernels/device/blocks.py
@@ -746,8 +752,7 @@ def multiply(
     args = PackedSm90(
         y=y,
         x=_boxes(*x.shape, 2, BLOCK_M, STEP).of(x),
-        low_rows=rows,
-        low_matrix=matrix,
+        low=LowRankBoxes(rows, matrix),
         w=w_boxes.of(w.data.view(torch.int32)),
         pointers=w.pointers,
         index=routing.index,
