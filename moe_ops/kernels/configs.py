@@ -24,6 +24,7 @@ LARGE_SHARED_MEMORY = 200 * 1024
 MULTIPROCESSORS = 132  # of an H100 or H200 with SXM
 SM80_MMA, SM90_TMA, SM90_WGMMA, GEMV = "sm80_mma", "sm90_tma", "sm90_wgmma", "gemv"
 SM90_MMA = "sm90_mma"  # one token
+SM90_PACKED = "sm90_packed"  # many rows an expert
 
 
 # Under `batch_invariant` kernel, tiles and order of the sums are those of so many rows an expert,
@@ -51,7 +52,7 @@ class LayerConfig(NamedTuple):
     gemm2: GemmConfig
     block_m: int  # rows of a block
     sort_chunk: int  # pairs that the sorting kernel handles at a time
-    kernel: str = SM80_MMA  # the kernel file of the GEMMs, in `gemm` or `mixed_gemm`
+    kernel: str = SM80_MMA  # the kernel file of the GEMMs: in `gemm`, `mixed_gemm` or `training`
     direct: bool = False  # block b is pair b, and no sorting kernel runs
     quantize_x: bool = False  # a kernel of its own quantizes x, not GEMM1
     h_in_fp32: bool = False  # h is fp32, and GEMM2 quantizes it, not GEMM1

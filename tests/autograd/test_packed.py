@@ -154,7 +154,8 @@ def test_a_nan_gradient_stays_with_its_token(where):
 @pytest.mark.parametrize("rank", [0, 16, 32, 64])
 @pytest.mark.parametrize(
     "scheme",
-    ["int4_w4a16:g32", "int4_w4a16:g64:zp", "int4_w4a16:g128", "mxfp4_w4a16", "nvfp4_w4a16"],
+    ["int4_w4a16:g32", "int4_w4a16:g64:zp", "int4_w4a16:g128", "mxfp4_w4a16", "nvfp4_w4a16"]
+    + ["fp8_w8a16:block", "int8_w8a16:channel", "int8_w8a16:g32"],
 )
 @pytest.mark.parametrize("size", [(64, 128, 128), (300, 384, 256)], ids=("short", "long"))
 def test_sizes_of_whole_tiles(scheme, rank, size):

@@ -11,7 +11,8 @@ epilogue, GEMM2, and combine; one more may quantize activations. One token takes
 plain or block-scaled weights (kernels/gemm/gemv.py), and with weights of 4 and 8 bits
 (kernels/mixed_gemm/gemv.py; of some formats of 4 bits kernels/mixed_gemm/sm90_mma.py). With the
 latter, more tokens take five launches on SM90, or four if they are few
-(kernels/mixed_gemm/sm90_wgmma.py). Under `batch_invariant` one token takes those of more there, or
+(kernels/mixed_gemm/sm90_wgmma.py), and where experts have many rows seven
+(kernels/training/sm90_packed.py). Under `batch_invariant` one token takes those of more there, or
 with 4 bits and short rows the two of sm90_mma.py. Nothing
 is allocated, and the host reads no device memory. On a machine without a GPU the kernels run under
 Triton's interpreter, if TRITON_INTERPRET=1 was set before this import.
@@ -32,7 +33,7 @@ from moe_ops.kernels.mixed_gemm import configs as mixed_configs
 from moe_ops.kernels.mixed_gemm import operands
 from moe_ops.kernels.quantize import rounding, scales
 from moe_ops.meta.scales import TRITON_E2M1
-from moe_ops.meta.workspace import cdiv, maximum
+from moe_ops.meta.workspace import cdiv, maximum, round_up
 from moe_ops.ops.library import KINDS, register
 from moe_ops.ops.problem import Buffer, Machine, Problem, Workspaces
 from moe_ops.schemes import SCHEMES, get_scheme
@@ -189,6 +190,8 @@ def workspace_shapes(M: int, problem: Problem) -> Workspaces:
         pairs = M * problem.top_k
         h, y = pairs, pairs * K
         index = 4 * block_bound(pairs, experts, block_m) + pairs
+        if mixed:  # the end rows of experts and one block more: kernels/training/sm90_packed.py
+            index = index + round_up(experts, 4) + 8
     elif problem.kind == "batched_experts":
         h = rows = experts * M
         index = 4 * experts * cdiv(M, block_m)

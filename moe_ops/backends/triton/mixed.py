@@ -16,6 +16,7 @@ from moe_ops.kernels.comm.push import sum_ranks
 from moe_ops.kernels.configs import (
     GEMV,
     SM90_MMA,
+    SM90_PACKED,
     SM90_WGMMA,
     LayerConfig,
     block_bound,
@@ -26,7 +27,9 @@ from moe_ops.kernels.gemm.operands import Activated, Output, activated
 from moe_ops.kernels.launch import Gpu, Launch, run
 from moe_ops.kernels.mixed_gemm import configs, gemv, sm80_mma
 from moe_ops.kernels.mixed_gemm.operands import MixedOperand, operand
-from moe_ops.kernels.permute.combine import combine
+from moe_ops.kernels.permute.combine import combine, combine_rows
+from moe_ops.kernels.permute.layout import index_parts
+from moe_ops.kernels.permute.place import place
 from moe_ops.kernels.permute.rows import (
     NO_ROUTER_WEIGHTS,
     route_pairs,
@@ -45,6 +48,8 @@ from moe_ops.kernels.quantize.scales import (
     input_of,
 )
 from moe_ops.kernels.quantize.shared import valid_pairs
+from moe_ops.kernels.training import packed
+from moe_ops.kernels.training.rows import scatter
 from moe_ops.meta.workspace import cdiv
 from moe_ops.ops.args import BatchedExpertsArgs, ExpertsArgs, GroupedLinearArgs
 from moe_ops.ops.chunks import batched_chunks, chunks
@@ -53,7 +58,9 @@ from moe_ops.ops.chunks import batched_chunks, chunks
 num_blocks_of = lru_cache(maxsize=8192)(block_bound)
 _sm90_wgmma: ModuleType | None = None
 _sm90_mma: ModuleType | None = None
+_sm90_packed: ModuleType | None = None
 E4M3 = torch.float8_e4m3fn
+MAX_EXPERTS = 1024  # fewer of whose rows kernels/permute/place.py counts in workspace2
 
 
 def sm90_wgmma() -> ModuleType:
@@ -74,6 +81,16 @@ def sm90_mma() -> ModuleType:
 
         _sm90_mma = found
     return _sm90_mma
+
+
+def sm90_packed() -> ModuleType:
+    """kernels/training/sm90_packed.py, likewise."""
+    global _sm90_packed
+    if _sm90_packed is None:
+        from moe_ops.kernels.training import sm90_packed as found
+
+        _sm90_packed = found
+    return _sm90_packed
 
 
 def experts(a: ExpertsArgs) -> None:
@@ -106,6 +123,10 @@ def experts(a: ExpertsArgs) -> None:
         return run(gemv.launches(a, w13, w2, activation, config, gpu), device, gpu)
     if config.kernel == SM90_MMA:
         return run(sm90_mma().launches(a, w13, w2, activation, config, gpu), device, gpu)
+    if config.kernel == SM90_PACKED:
+        for part in chunks(a):
+            run(_packed_launches(part, w13, w2, activation, gpu), device, gpu)
+        return
     if config.kernel == SM90_WGMMA:
         split_k = configs.split_k_of(w2, config.gemm2, config.split_k, M * top_k)
         if w2.wgmma_format.x_bits == 8:
@@ -142,6 +163,20 @@ def _runs_wgmma(
     return sm90_wgmma().why_not(w13, w2, dtype, (a.workspace13, a.workspace2)) is None
 
 
+def _runs_packed(
+    a: ExpertsArgs, w13: MixedOperand, w2: MixedOperand, rounding: Rounding | None
+) -> bool:
+    """Whether the kernels of training/sm90_packed.py can run a layer."""
+    if not configs.on_sm90(a.hidden_states.get_device()) or rounding is not None:
+        return False
+    if a.layout or a.exchange or a.router_weight_on_input or w2.E >= MAX_EXPERTS:
+        return False
+    if w13.N != w2.K and w13.N % packed.BLOCK_OUT:  # gate and up rows
+        return False
+    why_not, dtype = sm90_packed().why_not, a.hidden_states.dtype
+    return why_not(w13, dtype, False) is why_not(w2, dtype, False) is None
+
+
 def _config(
     a: ExpertsArgs,
     w13: MixedOperand,
@@ -153,6 +188,9 @@ def _config(
     """The config of a layer, by the number of tokens."""
     (M, top_k), K = a.topk_ids.shape, a.out.shape[1]
     wgmma = one_token = False
+    here = pairs_here(M * top_k, w2.E, a.global_experts)
+    many = configs.many_rows(here, w2.E, w2.K, w2.format.bits)
+    many = many and _runs_packed(a, w13, w2, rounding)
     token = None
     if M == 1 and rounding is None:
         one_token = gemv.why_not(w13, w2) is None
@@ -168,7 +206,7 @@ def _config(
     config = configs.for_experts(
         *(M, top_k, w2.E, K, w2.K, dtype, gpu, a.scheme, w2.format.bits),
         *(wgmma, one_token, prepared, a.global_experts),
-        *(min(w13.stages_of_many, w2.stages_of_many), token),
+        *(min(w13.stages_of_many, w2.stages_of_many), token, many),
     )
     use_wgmma = wgmma and config.kernel == SM90_WGMMA
     use_one = config.kernel == SM90_MMA or (one_token and config.kernel == GEMV)
@@ -285,6 +323,30 @@ def _wgmma_launches(
         return [*launches, sum_ranks(a, y, None, split_k)]
     last = combine(a.out, y, weights, routing, weighted, gpu, split_k, a.num_blocks)
     return [*launches, last]
+
+
+def _packed_launches(
+    a: ExpertsArgs, w13: MixedOperand, w2: MixedOperand, activation: Activated, gpu: Gpu
+) -> list[Launch]:
+    """A layer of experts, or a chunk of its tokens, by kernels/training/sm90_packed.py."""
+    ids, x = a.topk_ids, a.hidden_states
+    (M, top_k), E, K, I = ids.shape, w2.E, w2.N, w2.K  # noqa: E741
+    S, multiply = M * top_k, sm90_packed().multiply
+    # workspace2 holds the counts of experts, then rows of x, then y
+    counts = flat(a.workspace2, torch.int32, S * K)
+    rows = flat(a.workspace2, x.dtype, S * K)[: S * K].view(S, K)
+    h = flat(a.workspace13, x.dtype, S * I)[: S * I].view(S, I)
+    launches, layout = place(ids, a.expert_map, a.index_workspace, E, S, 1, gpu, counts)
+    blocks = num_blocks_of(S, E + 1, packed.BLOCK_M)  # rows of no expert are one more
+    routing = sorted_rows(a.index_workspace[index_parts(S, E).counts :], E, blocks)
+    return [
+        *launches,
+        group_blocks(routing, layout.groups, S, 0, packed.BLOCK_M, gpu),
+        scatter(x, rows, None, layout, top_k),
+        multiply(h, rows, w13, routing, False, activation=activation),
+        multiply(rows, h, w2, routing, False),
+        combine_rows(a.out, rows, a.topk_weights, layout, top_k),
+    ]
 
 
 def batched_experts(a: BatchedExpertsArgs) -> None:

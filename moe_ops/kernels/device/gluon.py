@@ -7,6 +7,9 @@ memory accelerator were called `async_copy_global_to_shared` before 3.8, `barrie
 `environment.why_no_gluon` says which versions compile the kernels. Imported at first launch only.
 """
 
+from typing import Any, NamedTuple
+
+from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
@@ -21,6 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 __all__ = [
+    "Boxes",
     "TensorDescriptor",
     "async_copy",
     "async_load",
@@ -44,6 +48,25 @@ async_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_gl
 # (shared memory, pointers, mask): each thread copies what its pointers point to
 copy_elements = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
+
+
+class Boxes(NamedTuple):
+    """A tensor descriptor without its tensor."""
+
+    shape: list[int]
+    strides: list[int]
+    block_shape: list[int]
+    layout: Any
+
+    def of(self, base: Tensor) -> Any:
+        """The descriptor of a tensor. Its constructor is skipped: it takes 7 us to check what
+        callers know.
+        """
+        found = object.__new__(TensorDescriptor)
+        found.base = base
+        found.shape, found.strides, found.block_shape, found.layout = self
+        return found
+
 
 _PUBLIC_REINTERPRET = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
 

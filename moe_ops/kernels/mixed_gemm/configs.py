@@ -18,6 +18,7 @@ from moe_ops.kernels.configs import (
     MULTIPROCESSORS,
     ROWS_OF_ANY_BATCH,
     SM90_MMA,
+    SM90_PACKED,
     SM90_WGMMA,
     GemmConfig,
     LayerConfig,
@@ -36,11 +37,17 @@ MAX_SPLIT_K = 3  # programs that share the reduction of a tile of GEMM2, if it h
 SPLIT_ROWS = 1024  # rows of y in all SPLIT_K partial sums
 LONG_ROWS = 8192  # columns of w2, from which a wave of GEMM2 is long
 FEW_STEPS = 8  # K tiles of a program of GEMM2 that is short
+GROUP_BYTES = 24 << 20  # of rows of x that the L2 (50 MB) keeps
 PAIR_BUCKETS = (64, 512)  # up to so many pairs, every program reads the ids of all
 MAX_TOP_K = 16  # experts of a token of sm90_mma.py
 MAX_CHUNKS = 16  # of a row with zero points, up to which sm90_mma.py is faster than gemv.py
 MAX_CHUNKS_OF_W13 = 32  # of int4, up to which sm90_mma.py was shown to be faster than gemv.py
+MAX_I_OF_PACKED = 4096  # up to which training/sm90_packed.py is faster with weights of 4 bits
 MAX_ROWS_OF_8_BITS = 80  # average rows of an expert, up to which sm90_wgmma.py takes 8-bit weights
+# training/sm90_packed.py has these tiles alone: rows of a block, columns, step, stages and warps
+MANY_ROWS = LayerConfig(
+    GemmConfig(128, 64, 3, 4), GemmConfig(128, 64, 3, 4), 128, 0, SM90_PACKED
+)  # fmt: skip
 
 
 @cache
@@ -139,9 +146,12 @@ def _for_experts(
     routed: int = 0,
     many: int = 0,
     token: tuple[int, int] | None = None,
+    packed: bool = False,
     tables: bool = True,
 ) -> LayerConfig:
     rows = pairs_here(M * top_k, E, routed)
+    if packed:
+        return MANY_ROWS
     base = choose(rows, E, K, I, bits, dtype, M == 1, gpu.shared_memory)
     base = base._replace(sort_chunk=sort_chunk(M * top_k))
     if wgmma:
@@ -172,10 +182,28 @@ def for_experts(*problem) -> LayerConfig:
 
     Arguments: M, top_k, E, K, I, dtype, Gpu, scheme, bits of a weight, whether the kernels of
     sm90_wgmma.py and of gemv.py can run, whether these alone read the weights' layout, how many
-    experts share the pairs if these are on several devices, `MixedOperand.stages_of_many`, and
-    K_CHUNK and the columns that share a scale if sm90_mma.py serves one token (`token_facts`).
+    experts share the pairs if these are on several devices, `MixedOperand.stages_of_many`,
+    K_CHUNK and the columns that share a scale if sm90_mma.py serves one token (`token_facts`), and
+    whether training/sm90_packed.py can run and is faster (`many_rows`).
     """
     return find(_for_experts, problem)
+
+
+def many_rows(rows: int, experts: int, I: int, bits: int) -> bool:  # noqa: E741
+    """Whether a layer of so many rows is faster by training/sm90_packed.py, whose blocks of 128
+    rows share a decoded weight.
+
+    In 8 bits it is from 64 rows an expert on: on an H100 fp8_w8a16:block of Qwen3 took 451 us so
+    and 589 without at M = 1024, Mixtral 878 and 998 at 256; with 56 rows, on an H200, 392 and 412,
+    but 773 and 648. In 4 bits sm90_wgmma.py needs no copy of rows and pads them to 64, but writes
+    y in fp32: that is most of it where rows of w2 are short. On an H200, so and without, in us:
+    Qwen3 in int4 526 and 530 with 128 rows, 871 and 959 with 256; gptoss20 in mxfp4 683 and 594
+    with 128, 1749 and 1918 with 512; Mixtral in int4 1863 and 1415 with 256, 23.9 and 23.4 ms with
+    4096.
+    """
+    if bits == 8:
+        return rows >= 64 * experts
+    return I <= MAX_I_OF_PACKED and rows >= (128 + I // 16) * experts
 
 
 def _of_any_batch(groups: int, *facts, tables: bool = True) -> LayerConfig:
@@ -449,6 +477,8 @@ def search_space(
         experts: number of experts.
         K: rows of GEMM2's weights.
     """
+    if base.kernel == SM90_PACKED:  # which has one tile
+        return [([base], [base])]
     if base.kernel == SM90_WGMMA:
         return _wgmma_space(base, average, experts, K)
     few = [t for t in _ROWS_AND_WARPS if average / 2 <= t <= max(8, 8 * average)]
@@ -679,6 +709,14 @@ def split_k_of(w2: MixedOperand, config: GemmConfig, split_k: int, pairs: int) -
     steps = cdiv(w2.K, w2.block_k(config))
     split_k = min(split_k, y_rows(pairs) // pairs)
     return cdiv(steps, cdiv(steps, split_k))
+
+
+def blocks_together(block_m: int, K: int) -> int:
+    """GROUP_M of sm90_wgmma.py: as many blocks as have GROUP_BYTES of x, so that the L2 keeps
+    them for all tiles of weight rows; 0 of blocks that hold all rows of an expert. Measured on an
+    H200: docs/kernels/mixed_gemm.md.
+    """
+    return max(4, GROUP_BYTES // (2 * block_m * K)) if block_m >= 64 else 0
 
 
 def pair_bucket(pairs: int) -> int:

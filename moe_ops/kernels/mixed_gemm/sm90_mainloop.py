@@ -167,8 +167,8 @@ def find_block(
 def schedule_tile(
     index_ptr, ids_ptr, map_ptr, num_blocks, S, E, num_ids, top_k,
     ids_stride_m, ids_stride_k, map_stride, tiles_per_block, k_tiles,
-    SPLIT_K: gl.constexpr, MAX_UNSORTED_PAIRS: gl.constexpr, BLOCK_M: gl.constexpr,
-    NUM_WARPS: gl.constexpr,
+    SPLIT_K: gl.constexpr, GROUP_M: gl.constexpr, MAX_UNSORTED_PAIRS: gl.constexpr,
+    BLOCK_M: gl.constexpr, NUM_WARPS: gl.constexpr,
 ):  # fmt: skip
     """The tile of this program: (whether there is one; its expert, first and end position of at
     most BLOCK_M, tile of weight rows, share of the reduction out of SPLIT_K, first and end K
@@ -176,7 +176,8 @@ def schedule_tile(
 
     Consecutive programs take different blocks, because programs of one block would all read the
     same rows of x at the same time. (Mixtral's GEMM1 of 64 tokens took 182 us with this order and
-    216 us with the other. Persistent programs were no faster.)
+    216 us with the other. Persistent programs were no faster.) They take all tiles of GROUP_M
+    blocks before those of the next blocks, so that the L2 keeps the rows of x; 0: of all blocks.
     """
     tile = gl.program_id(0)
     if MAX_UNSORTED_PAIRS:
@@ -187,10 +188,15 @@ def schedule_tile(
         n = tile // S
     else:
         used = gl.load(index_ptr + 3, cache_modifier=".cg")
-        blocks = gl.maximum(used, 1)
-        n = tile // blocks
         has_tile = tile < used * tiles_per_block
-        block_ptr = index_ptr + 4 * gl.where(has_tile, tile % blocks, 0)
+        block = used * 0  # the first one of a group
+        blocks = gl.maximum(used, 1)
+        if GROUP_M:
+            block = tile // (GROUP_M * tiles_per_block) * GROUP_M
+            tile -= block * tiles_per_block
+            blocks = gl.minimum(gl.maximum(used - block, 1), GROUP_M)
+        n = tile // blocks
+        block_ptr = index_ptr + 4 * gl.where(has_tile, block + tile % blocks, 0)
         e = gl.load(block_ptr, cache_modifier=".cg")
         first = gl.load(block_ptr + 1, cache_modifier=".cg")
         end = gl.load(block_ptr + 2, cache_modifier=".cg")

@@ -40,7 +40,7 @@ from moe_ops.kernels.device.e4m3 import (
     quotient,
     reciprocal,
 )
-from moe_ops.kernels.device.gluon import TensorDescriptor, gl, gluon
+from moe_ops.kernels.device.gluon import Boxes, gl, gluon
 from moe_ops.kernels.device.pdl import gdc_launch_dependents, gdc_wait
 from moe_ops.kernels.gemm.operands import Activated
 from moe_ops.kernels.launch import (
@@ -55,7 +55,12 @@ from moe_ops.kernels.launch import (
     kernel,
     unprefixed,
 )
-from moe_ops.kernels.mixed_gemm.configs import FORMATS, max_unsorted_pairs, pair_bucket
+from moe_ops.kernels.mixed_gemm.configs import (
+    FORMATS,
+    blocks_together,
+    max_unsorted_pairs,
+    pair_bucket,
+)
 from moe_ops.kernels.mixed_gemm.operands import (
     Decoding,
     Format,
@@ -557,6 +562,7 @@ class WgmmaTile(NamedTuple):
     OVERLAP: Constant  # a chunk is decoded while the one before is multiplied
     STREAM: Constant  # across K tiles, too
     SEGMENTS: Constant  # of the K tiles, with sums of their own
+    GROUP_M: Constant  # blocks whose rows of x stay in the L2 for all their tiles; 0: all blocks
     # up to so many pairs, programs find their blocks themselves; 0: they read the table of blocks
     MAX_UNSORTED_PAIRS: Constant
 
@@ -651,6 +657,7 @@ def moe_ops_wgmma_gemm1(
     OVERLAP: gl.constexpr,
     STREAM: gl.constexpr,
     SEGMENTS: gl.constexpr,
+    GROUP_M: gl.constexpr,
     MAX_UNSORTED_PAIRS: gl.constexpr,
     PDL: gl.constexpr,
 ):
@@ -660,7 +667,7 @@ def moe_ops_wgmma_gemm1(
     has_tile, e, first, end, n, _, k_begin, k_end = schedule_tile(
         index_ptr, ids_ptr, map_ptr, num_blocks, S, E, num_ids, top_k,
         ids_stride_m, ids_stride_k, map_stride, gl.cdiv(I, BLOCK_I), gl.cdiv(K, BLOCK_K),
-        1, MAX_UNSORTED_PAIRS, BLOCK_M + MORE_M, NUM_WARPS,
+        1, GROUP_M, MAX_UNSORTED_PAIRS, BLOCK_M + MORE_M, NUM_WARPS,
     )  # fmt: skip
     if not has_tile:
         exit_without_tile(PDL)
@@ -772,6 +779,7 @@ def moe_ops_wgmma_gemm2(
     OVERLAP: gl.constexpr,
     STREAM: gl.constexpr,
     SEGMENTS: gl.constexpr,
+    GROUP_M: gl.constexpr,
     MAX_UNSORTED_PAIRS: gl.constexpr,
     PDL: gl.constexpr,
 ):
@@ -782,7 +790,7 @@ def moe_ops_wgmma_gemm2(
     has_tile, e, first, end, n, split, k_begin, k_end = schedule_tile(
         index_ptr, ids_ptr, map_ptr, num_blocks, S, E, num_ids, top_k,
         ids_stride_m, ids_stride_k, map_stride, gl.cdiv(N, BLOCK_N) * SPLIT_K,
-        gl.cdiv(K, BLOCK_K), SPLIT_K, MAX_UNSORTED_PAIRS, BLOCK_M + MORE_M, NUM_WARPS,
+        gl.cdiv(K, BLOCK_K), SPLIT_K, GROUP_M, MAX_UNSORTED_PAIRS, BLOCK_M + MORE_M, NUM_WARPS,
     )  # fmt: skip
     if not has_tile:
         exit_without_tile(PDL)
@@ -892,24 +900,6 @@ def products_on(w: MixedOperand) -> Tensor | None:
 
 
 _layout = cache(gl.NVMMASharedLayout)
-
-
-class Boxes(NamedTuple):
-    """A tensor descriptor without its tensor."""
-
-    shape: list[int]
-    strides: list[int]
-    block_shape: list[int]
-    layout: Any
-
-    def of(self, base: Tensor) -> Any:
-        """The descriptor of a tensor. Its constructor is skipped: it takes 7 us to check what
-        `why_not` has checked.
-        """
-        found = object.__new__(TensorDescriptor)
-        found.base = base
-        found.shape, found.strides, found.block_shape, found.layout = self
-        return found
 
 
 def chunk_boxes(
@@ -1028,7 +1018,8 @@ def _prepare(
         Decoding(of.name, of.scale, of.group),
         WgmmaTile(
             *(k_chunk, columns, block_m - columns, block_n, block_k, num_stages, num_warps),
-            *(held.overlap, held.stream, segments, max_unsorted_pairs(pairs, E)),
+            *(held.overlap, held.stream, segments, blocks_together(block_m, K)),
+            max_unsorted_pairs(pairs, E),
         ),
         token_boxes(*facts, columns, of.x_bits),
         more,

@@ -195,11 +195,15 @@ def place(
     size: int,
     alignment: int,
     gpu: Gpu,
+    counts: Tensor | None = None,
 ) -> tuple[list[Launch], Layout]:
-    """Sort pairs by expert into the contiguous layout of `size` rows."""
+    """Sort pairs by expert into the contiguous layout of `size` rows. `counts`: int32 scratch that
+    takes the place of the index's.
+    """
     S = ids.numel()
     at = index_parts(S, E)
-    rows, counts, ends = index[at.rows : at.rows + S], index[at.counts : at.end], index[:E]
+    rows, ends = index[at.rows : at.rows + S], index[:E]
+    counts = index[at.counts : at.end] if counts is None else counts
     num_ids, map_stride = E, 0
     if expert_map is not None:
         num_ids, map_stride = expert_map.shape[0], expert_map.stride(0)

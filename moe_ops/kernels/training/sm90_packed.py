@@ -1,8 +1,10 @@
 """The products of packed.py on SM90: a tile of the weight is decoded while `wgmma` multiplies the
-one before. Imported at first launch only, if the installed Triton compiles Gluon
+one before. Layers of many rows an expert run on them without gradients, too, and then GEMM1 ends
+with the activation. Imported at first launch only, if the installed Triton compiles Gluon
 (`mixed_gemm.configs.on_sm90`).
 
-Legend as in packed.py. Tiles must divide N and K, and the rank be that of a box.
+Legend as in packed.py. Tiles must divide the columns of x, and the rank be that of a box. Where
+gate and up rows of a weight are apart, a tile has as many of both (HALVES).
 
 The threads of a program do both: they issue the products of a step, which run on their own, decode
 the weights of the next step, store them, and wait for the products of the step before. Rows of x
@@ -13,16 +15,17 @@ threads beside each other eight rows, so that 16 bytes of a decoded row go to ba
 
 from __future__ import annotations
 
-from functools import cache
-from typing import Any, NamedTuple
+from functools import cache, lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from moe_ops.kernels.configs import GROUP_M
+from moe_ops.kernels.device.activations import activate_one, activate_two
 from moe_ops.kernels.device.blocks import block_and_tile
 from moe_ops.kernels.device.gluon import (
-    TensorDescriptor,
+    Boxes,
     async_load,
     barrier,
     fence_async_shared,
@@ -33,6 +36,7 @@ from moe_ops.kernels.device.gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from moe_ops.kernels.gemm.operands import Activated
 from moe_ops.kernels.launch import (
     Constant,
     Descriptor,
@@ -65,15 +69,17 @@ from moe_ops.kernels.training.decode import (
     fma_words,
 )
 from moe_ops.kernels.training.packed import BLOCK_M, BLOCK_OUT, STEP, decoding_of
+from moe_ops.meta.workspace import cdiv
 
-FORMATS = ("int4", "e2m1")
+FORMATS = ("int4", "e2m1", "int8", "e4m3")
 RANKS = (16, 32, 64)
 NUM_WARPS = 4  # two programs share a multiprocessor
 NUM_STAGES = 3  # of x
-PACKED_STAGES = gl.constexpr(4)  # of packed weights
 W_BUFFERS = gl.constexpr(3)  # of decoded weights
 TWO_TO_119 = gl.constexpr(0x7B007B00)  # in bf16, twice
 MINUS_192 = gl.constexpr(-0x3CBF3CC0)
+E4M3_SCALE = gl.constexpr(2.0**56)  # with the 2^-120 of e4m3_pairs, 1 / INT4_SHIFT
+NOTHING = Activated(0.0, 0.0, 0.0, "", False, False, False)
 
 
 @gluon.constexpr_function
@@ -122,6 +128,45 @@ def int4_pairs(words, factors, offsets):
         [words, factors, offsets],
         dtype=(gl.int32, gl.int32, gl.int32, gl.int32),
         is_pure=False,  # keeps it before the wait for products
+        pack=1,
+    )
+
+
+@gluon.jit
+def int8_pairs(words):
+    """Four columns in 32 bits: columns 0 and 1, 2 and 3 in the halves of 32 bits each, in bf16 and
+    smaller by INT4_SHIFT. As bf16, an integer of 8 bits is that multiple of 2^-133; here it is the
+    number plus 128.
+    """
+    return gl.inline_asm_elementwise(
+        """{
+        .reg .b32 a, b, m, z;
+        mov.b32 m, 0x62006200; mov.b32 z, 0xa300a300;
+        xor.b32 b, $2, 0x80808080; prmt.b32 a, b, 0, 0x4140; prmt.b32 b, b, 0, 0x4342;
+        fma.rn.bf16x2 $0, a, m, z; fma.rn.bf16x2 $1, b, m, z;
+        }""",
+        "=&r,=&r,r",
+        [words],
+        dtype=(gl.int32, gl.int32),
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def e4m3_pairs(words):
+    """As int8_pairs of e4m3, in bf16 and smaller by 2^120; the NaN code becomes 480."""
+    return gl.inline_asm_elementwise(
+        """{
+        .reg .b32 a, b, c, d;
+        prmt.b32 a, $2, 0, 0x1404; prmt.b32 b, $2, 0, 0x3424;
+        shr.u32 c, a, 4; shr.u32 d, b, 4; and.b32 c, c, 0x07f007f0; and.b32 d, d, 0x07f007f0;
+        lop3.b32 $0, a, 0x80008000, c, 0xea; lop3.b32 $1, b, 0x80008000, d, 0xea;
+        }""",
+        "=&r,=&r,r",
+        [words],
+        dtype=(gl.int32, gl.int32),
+        is_pure=False,
         pack=1,
     )
 
@@ -203,7 +248,7 @@ def both(x):
 
 @gluon.jit
 def decode(
-    words,  # int32 (BLOCK_N, WORDS), eight columns each
+    words,  # int32 (BLOCK_N, WORDS), eight columns each, or four of 8 bits
     s,
     zero,
     tables,
@@ -212,14 +257,27 @@ def decode(
     SCALE: gl.constexpr,
     HAS_ZERO: gl.constexpr,
 ):
-    """(BLOCK_N, 8 WORDS) weights in bf16, rounded as `decode.columns` does, smaller by `shift`."""
+    """(BLOCK_N, columns) weights in bf16, rounded as `decode.columns` does, smaller by `shift`."""
     BLOCK_N: gl.constexpr = words.shape[0]
     WORDS: gl.constexpr = words.shape[1]
     EACH: gl.constexpr = WORDS // GROUPS
-    if FORMAT == "e2m1":
+    PAIRS: gl.constexpr = WORDS * 4 if FORMAT == "int4" or FORMAT == "e2m1" else WORDS * 2
+    if FORMAT == "int8" or FORMAT == "e4m3":
+        wide = s.to(gl.float32)
+        if FORMAT == "int8":
+            w0, w1 = int8_pairs(words)
+        else:
+            wide *= E4M3_SCALE
+            w0, w1 = e4m3_pairs(words)
+        high = wide.to(gl.bfloat16)
+        low = spread(both(wide - high.to(gl.float32)), BLOCK_N, GROUPS, EACH)
+        high = spread(both(high), BLOCK_N, GROUPS, EACH)
+        pairs = gl.join(scaled(w0, high, low), scaled(w1, high, low))
+    elif FORMAT == "e2m1":
         factors, offsets = e2m1_scales(s, SCALE)
         factors = spread(factors, BLOCK_N, GROUPS, EACH)
         w0, w1, w2, w3 = e2m1_pairs(words, factors, spread(offsets, BLOCK_N, GROUPS, EACH), tables)
+        pairs = gl.join(gl.join(w0, w2), gl.join(w1, w3))
     else:
         wide = s.to(gl.float32)
         if s.dtype == gl.bfloat16 and not HAS_ZERO:
@@ -238,10 +296,11 @@ def decode(
             high = spread(both(high), BLOCK_N, GROUPS, EACH)
             w0, w1 = scaled(w0, high, low), scaled(w1, high, low)
             w2, w3 = scaled(w2, high, low), scaled(w3, high, low)
-    pairs = gl.join(gl.join(w0, w2), gl.join(w1, w3)).reshape((BLOCK_N, 4 * WORDS))
+        pairs = gl.join(gl.join(w0, w2), gl.join(w1, w3))
+    pairs = pairs.reshape((BLOCK_N, PAIRS))
     even = pairs.to(gl.int16).to(gl.bfloat16, bitcast=True)
     odd = (pairs >> 16).to(gl.int16).to(gl.bfloat16, bitcast=True)
-    return gl.join(even, odd).reshape((BLOCK_N, 8 * WORDS))
+    return gl.join(even, odd).reshape((BLOCK_N, 2 * PAIRS))
 
 
 @gluon.jit
@@ -251,27 +310,48 @@ def scaled(w, high, low):
 
 
 @gluon.jit
+def tile_rows(first, gap, BLOCK_N: gl.constexpr, HALVES: gl.constexpr, LAYOUT: gl.constexpr):
+    """The rows of the weight that a tile has: from `first` on, of two halves the second one `gap`
+    rows behind the first.
+    """
+    row = gl.arange(0, BLOCK_N, LAYOUT)
+    if HALVES == 2:
+        row += row // (BLOCK_N // 2) * (gap - BLOCK_N // 2)
+    return first + row
+
+
+@gluon.jit
 def load_scales(
     ptr,  # of one expert
     n,
     k,
+    N,
+    gap,
     stride_n,
     stride_g,
     BLOCK_N: gl.constexpr,
+    HALVES: gl.constexpr,
     GROUPS: gl.constexpr,
     SCALE_ROWS: gl.constexpr,
     SCALE_GROUP: gl.constexpr,
+    EVEN: gl.constexpr,
     LAYOUT: gl.constexpr,
 ):
-    """Scales or zero points, (BLOCK_N,) or (BLOCK_N, GROUPS), from row n and column k on."""
+    """Scales or zero points, (BLOCK_N,) or (BLOCK_N, GROUPS), of a tile from row n and column k
+    on; of the last row for those behind it.
+    """
     if GROUPS == 1:
-        row = n + gl.arange(0, BLOCK_N, LAYOUT)
+        row = tile_rows(n, gap, BLOCK_N, HALVES, LAYOUT)
+        if not EVEN:
+            row = gl.minimum(row, N - 1)
         ptrs = ptr + (row // SCALE_ROWS).to(gl.int64) * stride_n
         if SCALE_GROUP > 0:
             ptrs += k // SCALE_GROUP * stride_g
         return gl.load(ptrs)
     else:
-        row = n + gl.arange(0, BLOCK_N, gl.SliceLayout(1, LAYOUT))
+        row = tile_rows(n, gap, BLOCK_N, HALVES, gl.SliceLayout(1, LAYOUT))
+        if not EVEN:
+            row = gl.minimum(row, N - 1)
         group = k // SCALE_GROUP + gl.arange(0, GROUPS, gl.SliceLayout(0, LAYOUT))
         ptrs = gl.expand_dims((row // SCALE_ROWS).to(gl.int64) * stride_n, 1)
         return gl.load(ptr + ptrs + gl.expand_dims(group * stride_g, 0))
@@ -279,10 +359,11 @@ def load_scales(
 
 @gluon.jit
 def scales_of_step(
-    step, steps, scale_ptr, zero_ptr, column, scale_stride_n, scale_stride_g, zero_stride_n,
-    zero_stride_g,
-    TRANSPOSE: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUPS: gl.constexpr,
-    SCALE_ROWS: gl.constexpr, SCALE_GROUP: gl.constexpr, LAYOUT: gl.constexpr,
+    step, steps, scale_ptr, zero_ptr, column, N, gap, scale_stride_n, scale_stride_g,
+    zero_stride_n, zero_stride_g,
+    TRANSPOSE: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, HALVES: gl.constexpr,
+    GROUPS: gl.constexpr, SCALE_ROWS: gl.constexpr, SCALE_GROUP: gl.constexpr, EVEN: gl.constexpr,
+    LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """(scales, zero points) of a step, or of the last one; without zero points the scales
     again.
@@ -290,33 +371,42 @@ def scales_of_step(
     step = gl.minimum(step, steps - 1)
     n, k = (step * BLOCK_N, column) if TRANSPOSE else (column, step * BLOCK_K)
     s = load_scales(
-        scale_ptr, n, k, scale_stride_n, scale_stride_g,
-        BLOCK_N, GROUPS, SCALE_ROWS, SCALE_GROUP, LAYOUT,
+        scale_ptr, n, k, N, gap, scale_stride_n, scale_stride_g,
+        BLOCK_N, HALVES, GROUPS, SCALE_ROWS, SCALE_GROUP, EVEN, LAYOUT,
     )  # fmt: skip
     zero = s
     if zero_ptr is not None:
         zero = load_scales(
-            zero_ptr, n, k, zero_stride_n, zero_stride_g,
-            BLOCK_N, GROUPS, SCALE_ROWS, SCALE_GROUP, LAYOUT,
+            zero_ptr, n, k, N, gap, zero_stride_n, zero_stride_g,
+            BLOCK_N, HALVES, GROUPS, SCALE_ROWS, SCALE_GROUP, EVEN, LAYOUT,
         )  # fmt: skip
     return s, zero
 
 
 @gluon.jit
-def expect_packed(w, full, step, steps):
+def expect_packed(w, full, step, steps, HALVES: gl.constexpr, STAGES: gl.constexpr):
     """Say how much will come of a step's packed weights, if there is such a step."""
-    size: gl.constexpr = w.block_shape[0] * w.block_shape[1] * 4
-    mbarrier.expect(full.index(step % PACKED_STAGES), size, step < steps)
+    size: gl.constexpr = HALVES * w.block_shape[0] * w.block_shape[1] * 4
+    mbarrier.expect(full.index(step % STAGES), size, step < steps)
 
 
 @gluon.jit
-def load_packed(w, w_smem, full, step, steps, row, column, TRANSPOSE: gl.constexpr):
-    """Start the copy of a step's packed weights, if there is such a step."""
-    BLOCK_N: gl.constexpr = w.block_shape[0]
+def load_packed(
+    w, w_smem, full, step, steps, row, column, gap,
+    TRANSPOSE: gl.constexpr, HALVES: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Start the copies of a step's packed weights, if there is such a step."""
+    ROWS: gl.constexpr = w.block_shape[0]
     WORDS: gl.constexpr = w.block_shape[1]
-    slot = step % PACKED_STAGES
-    at = [row + step * BLOCK_N, column // 8] if TRANSPOSE else [row + column, step * WORDS]
-    async_load(w, at, full.index(slot), w_smem.index(slot), step < steps)
+    slot = step % STAGES
+    if TRANSPOSE:  # `column` is that of words
+        at = [row + step * ROWS, column]
+        async_load(w, at, full.index(slot), w_smem.index(slot), step < steps)
+    else:
+        for half in gl.static_range(HALVES):
+            at = [row + column + half * gap, step * WORDS]
+            place = w_smem.index(slot * HALVES + half)
+            async_load(w, at, full.index(slot), place, step < steps)
 
 
 @gluon.jit
@@ -333,20 +423,29 @@ class WgmmaTile(NamedTuple):
     """A tile of the weight, (BLOCK_N, BLOCK_K)."""
 
     TRANSPOSE: Constant
+    EVEN: Constant  # tiles divide N
     GROUP_M: Constant
     BLOCK_N: Constant
     BLOCK_K: Constant
     NUM_STAGES: Constant
+    PACKED_STAGES: Constant
     NUM_WARPS: Constant
+
+
+class LowRankBoxes(NamedTuple):
+    """What is added: rows times the matrix of their expert, or None."""
+
+    rows: Descriptor  # (S, R)
+    matrix: Descriptor  # (E N, R), or (E R, K) if TRANSPOSE
 
 
 @arguments
 class PackedSm90:
-    y: Pointer  # (S, N), or (S, K) if TRANSPOSE; written
+    # (S, N), or (S, K) if TRANSPOSE, or what an activation makes of (S, N); written
+    y: Pointer
     x: Descriptor  # (S, K), or (S, N) if TRANSPOSE
-    low_rows: Descriptor  # (S, R), or None
-    low_matrix: Descriptor  # (E N, R), or (E R, K) if TRANSPOSE
-    w: Descriptor  # (E N, K / 8) int32
+    low: LowRankBoxes
+    w: Descriptor  # (E N, words of K columns) int32
     pointers: MixedPointers
     index: Pointer  # kernels/device/blocks.py
     num_blocks: Runtime
@@ -356,6 +455,7 @@ class PackedSm90:
     strides: MixedStrides
     decoding: Decoding
     SCALE_ROWS: Constant  # rows of the weight that share a scale
+    activation: Activated  # or NOTHING
     tile: WgmmaTile
 
 
@@ -389,21 +489,32 @@ def moe_ops_train_wgmma_packed(
     SCALE: gl.constexpr,
     SCALE_GROUP: gl.constexpr,
     SCALE_ROWS: gl.constexpr,
+    alpha,
+    beta,
+    limit,
+    ACTIVATION: gl.constexpr,
+    GATED: gl.constexpr,
+    INTERLEAVED: gl.constexpr,
+    HAS_LIMIT: gl.constexpr,
     TRANSPOSE: gl.constexpr,
+    EVEN: gl.constexpr,
     GROUP_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
     BLOCK_K: gl.constexpr,
     NUM_STAGES: gl.constexpr,
+    PACKED_STAGES: gl.constexpr,
     NUM_WARPS: gl.constexpr,
 ):
-    """y = x @ w.T, or x @ w if TRANSPOSE, for the rows of each expert, and the same product of
-    rows and matrices of the rank; other rows are left as they are. Grid: blocks times column tiles
-    of the output.
+    """y = x @ w.T, or x @ w if TRANSPOSE, for the rows of each expert, plus a bias, and the same
+    product of rows and matrices of the rank; or the activation of that. Other rows are left as
+    they are. Grid: blocks times column tiles of the product.
     """
     BLOCK_M: gl.constexpr = x.block_shape[0]
     OUT: gl.constexpr = BLOCK_K if TRANSPOSE else BLOCK_N
     IN: gl.constexpr = BLOCK_N if TRANSPOSE else BLOCK_K
-    WORDS: gl.constexpr = BLOCK_K // 8
+    COLUMNS: gl.constexpr = 8 if FORMAT == "int4" or FORMAT == "e2m1" else 4  # in a word
+    WORDS: gl.constexpr = BLOCK_K // COLUMNS
+    HALVES: gl.constexpr = 2 if GATED and not INTERLEAVED else 1
     GROUPS: gl.constexpr = max(BLOCK_K // SCALE_GROUP, 1) if SCALE_GROUP > 0 else 1
     HAS_ZERO: gl.constexpr = w_zero_ptr is not None
     PACKED: gl.constexpr = weight_layout(BLOCK_N, WORDS, NUM_WARPS)
@@ -413,15 +524,22 @@ def moe_ops_train_wgmma_packed(
     out_size = K if TRANSPOSE else N
     steps = (N if TRANSPOSE else K) // IN
 
-    b, tile = block_and_tile(num_blocks, out_size // OUT, GROUP_M)
+    b, tile = block_and_tile(num_blocks, gl.cdiv(out_size, OUT), GROUP_M)
     e = gl.load(index_ptr + 4 * b)
     if (e < 0) | (e >= E):
         return
     first, end = gl.load(index_ptr + 4 * b + 1), gl.load(index_ptr + 4 * b + 2)
-    column = tile * OUT
+    column = tile * (OUT // HALVES)  # of the output, or the first row of the weight
+    gap = N // 2  # between gate and up rows
+    word = tile * WORDS if TRANSPOSE else column
 
     x_smem = gl.allocate_shared_memory(dtype, [NUM_STAGES, BLOCK_M, IN], x.layout)
     p_smem = gl.allocate_shared_memory(gl.int32, [PACKED_STAGES, BLOCK_N, WORDS], w.layout)
+    halves = p_smem
+    if HALVES == 2:
+        PACKED_LAYOUT: gl.constexpr = w.layout
+        shape: gl.constexpr = [2 * PACKED_STAGES, BLOCK_N // 2, WORDS]
+        halves = reinterpret(p_smem, gl.int32, shape, PACKED_LAYOUT)
     w_smem = gl.allocate_shared_memory(
         dtype, [W_BUFFERS, BLOCK_N, BLOCK_K], gl.NVMMASharedLayout(128, 16, 2)
     )
@@ -435,8 +553,11 @@ def moe_ops_train_wgmma_packed(
     barrier()
     row = e * N
     for i in gl.static_range(PACKED_STAGES):
-        expect_packed(w, p_full, i, steps)
-        load_packed(w, p_smem, p_full, i, steps, row, column, TRANSPOSE)
+        expect_packed(w, p_full, i, steps, HALVES, PACKED_STAGES)
+        load_packed(
+            w, halves, p_full, i, steps, row, word, gap,
+            TRANSPOSE, HALVES, PACKED_STAGES,
+        )  # fmt: skip
     for i in gl.static_range(NUM_STAGES):
         mbarrier.expect(full.index(i), BLOCK_M * IN * 2, i < steps)
         async_load(x, [first, i * IN], full.index(i), x_smem.index(i), i < steps)
@@ -450,27 +571,30 @@ def moe_ops_train_wgmma_packed(
     if HAS_ZERO:
         w_zero_ptr = w_zero_ptr.to(gl.pointer_type(gl.uint8)) + e * w_zero_stride_e
     s, zero = scales_of_step(
-        0, steps, w_scale_ptr, w_zero_ptr, column,
+        0, steps, w_scale_ptr, w_zero_ptr, column, N, gap,
         w_scale_stride_n, w_scale_stride_g, w_zero_stride_n, w_zero_stride_g,
-        TRANSPOSE, BLOCK_N, BLOCK_K, GROUPS, SCALE_ROWS, SCALE_GROUP, SCALES,
+        TRANSPOSE, BLOCK_N, BLOCK_K, HALVES, GROUPS, SCALE_ROWS, SCALE_GROUP, EVEN, SCALES,
     )  # fmt: skip
     mbarrier.wait(p_full.index(0), 0)
     w_smem.index(0).store(
         decode(p_smem.index(0).load(PACKED), s, zero, tables, GROUPS, FORMAT, SCALE, HAS_ZERO)
     )
     fence_async_shared()
-    expect_packed(w, p_full, PACKED_STAGES, steps)
+    expect_packed(w, p_full, PACKED_STAGES, steps, HALVES, PACKED_STAGES)
     barrier()
-    load_packed(w, p_smem, p_full, PACKED_STAGES, steps, row, column, TRANSPOSE)
+    load_packed(
+        w, halves, p_full, PACKED_STAGES, steps, row, word, gap,
+        TRANSPOSE, HALVES, PACKED_STAGES,
+    )  # fmt: skip
     s, zero = scales_of_step(
-        1, steps, w_scale_ptr, w_zero_ptr, column,
+        1, steps, w_scale_ptr, w_zero_ptr, column, N, gap,
         w_scale_stride_n, w_scale_stride_g, w_zero_stride_n, w_zero_stride_g,
-        TRANSPOSE, BLOCK_N, BLOCK_K, GROUPS, SCALE_ROWS, SCALE_GROUP, SCALES,
+        TRANSPOSE, BLOCK_N, BLOCK_K, HALVES, GROUPS, SCALE_ROWS, SCALE_GROUP, EVEN, SCALES,
     )  # fmt: skip
     next_s, next_zero = scales_of_step(
-        2, steps, w_scale_ptr, w_zero_ptr, column,
+        2, steps, w_scale_ptr, w_zero_ptr, column, N, gap,
         w_scale_stride_n, w_scale_stride_g, w_zero_stride_n, w_zero_stride_g,
-        TRANSPOSE, BLOCK_N, BLOCK_K, GROUPS, SCALE_ROWS, SCALE_GROUP, SCALES,
+        TRANSPOSE, BLOCK_N, BLOCK_K, HALVES, GROUPS, SCALE_ROWS, SCALE_GROUP, EVEN, SCALES,
     )  # fmt: skip
     acc = gl.zeros([BLOCK_M, OUT], gl.float32, MMA)
     slot, phase = steps * 0, steps * 0
@@ -486,7 +610,7 @@ def moe_ops_train_wgmma_packed(
         async_load(x, at, full.index(next_slot), x_smem.index(next_slot), i > 1)
         after, _ = advance_slot(next_slot, next_phase, NUM_STAGES)  # the slot of step i - 1
         mbarrier.expect(full.index(after), BLOCK_M * IN * 2, (i > 0) & (i + 2 < steps))
-        expect_packed(w, p_full, following + PACKED_STAGES, steps)
+        expect_packed(w, p_full, following + PACKED_STAGES, steps, HALVES, PACKED_STAGES)
         w_smem.index(following % W_BUFFERS).store(
             decode(p, s, zero, tables, GROUPS, FORMAT, SCALE, HAS_ZERO)
         )
@@ -494,13 +618,16 @@ def moe_ops_train_wgmma_packed(
         # the fence waits for loads that are under way, so they begin as long before it as can be
         s, zero = next_s, next_zero
         next_s, next_zero = scales_of_step(
-            i + 3, steps, w_scale_ptr, w_zero_ptr, column,
+            i + 3, steps, w_scale_ptr, w_zero_ptr, column, N, gap,
             w_scale_stride_n, w_scale_stride_g, w_zero_stride_n, w_zero_stride_g,
-            TRANSPOSE, BLOCK_N, BLOCK_K, GROUPS, SCALE_ROWS, SCALE_GROUP, SCALES,
+            TRANSPOSE, BLOCK_N, BLOCK_K, HALVES, GROUPS, SCALE_ROWS, SCALE_GROUP, EVEN, SCALES,
         )  # fmt: skip
         acc = warpgroup_mma_wait(1, [acc])
         barrier()
-        load_packed(w, p_smem, p_full, following + PACKED_STAGES, steps, row, column, TRANSPOSE)
+        load_packed(
+            w, halves, p_full, following + PACKED_STAGES, steps, row, word, gap,
+            TRANSPOSE, HALVES, PACKED_STAGES,
+        )  # fmt: skip
         slot, phase = next_slot, next_phase
     next_slot, next_phase = advance_slot(slot, phase, NUM_STAGES)
     if low_rows is not None:  # one more step, into places that nobody reads any more
@@ -529,25 +656,64 @@ def moe_ops_train_wgmma_packed(
         mbarrier.wait(full.index(next_slot), next_phase)
         acc = issue(rows_smem, matrix_smem, acc, TRANSPOSE)
         acc = warpgroup_mma_wait(0, [acc])
-    ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [NUM_WARPS, 1], [1, 0])
-    y = gl.convert_layout(acc.to(y_ptr.dtype.element_ty), ROWS)
+    if bias_ptr is not None:
+        n = tile_rows(column, gap, OUT, HALVES, gl.SliceLayout(0, MMA))
+        bias = gl.load(bias_ptr + e * bias_stride_e + n * bias_stride_n, mask=n < N, other=0.0)
+        acc += gl.expand_dims(bias.to(gl.float32), 0)
+    if ACTIVATION == "":
+        y = acc
+    elif GATED:
+        if INTERLEAVED:
+            gate, up = acc.reshape((BLOCK_M, OUT // 2, 2)).split()
+            column //= 2
+        else:
+            gate, up = acc.reshape((BLOCK_M, 2, OUT // 2)).permute((0, 2, 1)).split()
+        y = activate_two(gate, up, alpha, beta, limit, ACTIVATION, HAS_LIMIT)
+        out_size //= 2
+    else:
+        y = activate_one(acc, ACTIVATION)
+    LANES: gl.constexpr = y.shape[1] // 8
+    ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [NUM_WARPS, 1], [1, 0])
+    y = gl.convert_layout(y.to(y_ptr.dtype.element_ty), ROWS)
     position = first + gl.arange(0, BLOCK_M, gl.SliceLayout(1, ROWS))
-    columns_of = column + gl.arange(0, OUT, gl.SliceLayout(0, ROWS))
-    y_ptrs = y_ptr + gl.expand_dims(position.to(gl.int64) * out_size, 1)
-    y_ptrs += gl.expand_dims(columns_of, 0)
-    gl.store(y_ptrs, y, mask=gl.expand_dims(position < end, 1))
+    columns_of = gl.expand_dims(column + gl.arange(0, y.shape[1], gl.SliceLayout(0, ROWS)), 0)
+    ok = gl.expand_dims(position < end, 1)
+    if not EVEN:
+        ok &= columns_of < out_size
+    y_ptrs = y_ptr + gl.expand_dims(position.to(gl.int64) * out_size, 1) + columns_of
+    gl.store(y_ptrs, y, mask=ok)
 
 
 _layout = cache(gl.NVMMASharedLayout)  # one object each: launches are keyed by it
 
 
-def _boxes(t: Tensor, block: list[int]) -> Any:
-    """A descriptor of a contiguous matrix, in boxes whose rows are at most 128 bytes or swizzled
-    in parts of 128.
+@lru_cache(maxsize=4096)
+def _boxes(rows: int, columns: int, size: int, *block: int) -> Boxes:
+    """Boxes of a contiguous matrix of elements of so many bytes, whose rows are at most 128 bytes
+    or swizzled in parts of 128.
     """
-    size = t.element_size()
     layout = _layout(min(size * block[1], 128), 8 * size, 2)
-    return TensorDescriptor(t, list(t.shape), [t.shape[1], 1], block, layout)
+    return Boxes([rows, columns], [columns, 1], list(block), layout)
+
+
+def why_not(w: MixedOperand, dtype: torch.dtype, transpose: bool) -> str | None:
+    """Why this kernel does not multiply rows of a dtype with a weight; None if it does."""
+    of = w.format
+    block_n, block_k = (STEP, BLOCK_OUT) if transpose else (BLOCK_OUT, STEP)
+    if dtype != torch.bfloat16:
+        return "its rows are not in bf16"
+    coded = of.name != "e2m1" and of.scale in ("e8m0", "e4m3")  # scales of e2m1 alone
+    if of.name not in FORMATS or coded or (of.bits == 8 and w.has_zero):
+        return "its format is none of this kernel's"
+    if w.data.data_ptr() % 16 or not w.data.is_contiguous():
+        return "it is not contiguous, or begins elsewhere than at a multiple of 16 bytes"
+    if w.strides.w_factor_stride_n:
+        return "it has scales of channels"
+    if w.K % block_k or (transpose and w.N % block_n):
+        return "tiles do not divide its size"
+    if of.group and block_k % of.group and of.group % block_k:
+        return "tiles do not divide its groups"
+    return None
 
 
 def multiply(
@@ -557,34 +723,37 @@ def multiply(
     routing: Routing,
     transpose: bool,
     low: tuple[Tensor, Tensor] | None = None,
+    activation: Activated = NOTHING,
 ) -> Launch | None:
-    """As packed.multiply; None for operands that this kernel does not take: other dtypes than
-    bf16, weights of 6 or 8 bits, sizes that tiles do not divide, other ranks than RANKS, weights
-    whose rows are not contiguous, and tensors that begin elsewhere than at multiples of 16 bytes.
+    """As packed.multiply; None for operands that this kernel does not take (`why_not`, other ranks
+    than RANKS, tensors that begin elsewhere than at multiples of 16 bytes). With an activation y
+    is that of the product; if it is gated, N must be a multiple of BLOCK_OUT, and no `low` there.
     """
     of = w.format
     block_n, block_k = (STEP, BLOCK_OUT) if transpose else (BLOCK_OUT, STEP)
-    askew = any([t.data_ptr() % 16 for t in (x, w.data, *(low or ()))])
-    if x.dtype != torch.bfloat16 or of.name not in FORMATS:
-        return None
-    if askew or not w.data.is_contiguous():
-        return None
-    if w.N % block_n or w.K % block_k or (of.group and block_k % of.group and of.group % block_k):
+    if why_not(w, x.dtype, transpose) or any([t.data_ptr() % 16 for t in (x, *(low or ()))]):
         return None
     rows = matrix = None
     if low is not None:
         rank = low[0].shape[1]
         if rank not in RANKS:
             return None
-        rows = _boxes(low[0], [BLOCK_M, rank])
-        flat = low[1].flatten(0, 1)
-        matrix = _boxes(flat, [rank, BLOCK_OUT] if transpose else [BLOCK_OUT, rank])
+        rows = _boxes(*low[0].shape, 2, BLOCK_M, rank).of(low[0])
+        box = (rank, BLOCK_OUT) if transpose else (BLOCK_OUT, rank)
+        _, low_rows, low_columns = low[1].shape
+        matrix = _boxes(w.E * low_rows, low_columns, 2, *box).of(low[1])
+    gated = activation.GATED
+    assert not gated or (w.N % BLOCK_OUT == 0 and low is None)
+    box_rows = block_n // 2 if gated and not activation.INTERLEAVED else block_n
+    words = w.K * of.bits // 32
+    w_boxes = _boxes(w.E * w.N, words, 4, box_rows, block_k * of.bits // 32)
+    out_size = w.K if transpose else w.N
+    even = out_size % BLOCK_OUT == 0
     args = PackedSm90(
         y=y,
-        x=_boxes(x, [BLOCK_M, STEP]),
-        low_rows=rows,
-        low_matrix=matrix,
-        w=_boxes(w.data.view(torch.int32).flatten(0, 1), [block_n, block_k // 8]),
+        x=_boxes(*x.shape, 2, BLOCK_M, STEP).of(x),
+        low=LowRankBoxes(rows, matrix),
+        w=w_boxes.of(w.data.view(torch.int32)),
         pointers=w.pointers,
         index=routing.index,
         num_blocks=routing.num_blocks,
@@ -594,7 +763,10 @@ def multiply(
         strides=w.strides,
         decoding=decoding_of(of),
         SCALE_ROWS=of.group if of.scale == "block" else 1,
-        tile=WgmmaTile(transpose, GROUP_M, block_n, block_k, NUM_STAGES, NUM_WARPS),
+        activation=activation,
+        tile=WgmmaTile(
+            transpose, even, GROUP_M, block_n, block_k, NUM_STAGES, 16 // of.bits, NUM_WARPS
+        ),
     )
-    grid = (routing.num_blocks * (y.shape[1] // BLOCK_OUT), 1, 1)
+    grid = (routing.num_blocks * cdiv(out_size, BLOCK_OUT), 1, 1)
     return Launch(moe_ops_train_wgmma_packed, grid, args, NUM_WARPS)

@@ -1,0 +1,143 @@
+"""Weight-only layers of many rows an expert, which run on the products of training steps
+(kernels/training/sm90_packed.py): when they do, what they launch, and values on a GPU."""
+
+from __future__ import annotations
+
+import math
+from unittest import mock
+
+import pytest
+import torch
+
+import moe_ops
+from moe_ops import environment
+from moe_ops.kernels import configs as kernel_configs
+from moe_ops.kernels.mixed_gemm import configs
+from tests.support import oracle
+from tests.support.cases import BF16, FP16, Case
+
+pytest.importorskip("triton")
+WHY_NO_GLUON = environment.why_no_gluon(environment.TRITON)
+if WHY_NO_GLUON is not None:
+    pytest.skip(WHY_NO_GLUON, allow_module_level=True)
+
+from moe_ops.backends.triton import mixed
+from moe_ops.kernels.mixed_gemm import sm90_wgmma
+
+SM90 = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+ON_GPU = (pytest.mark.gpu, pytest.mark.skipif(not SM90, reason="needs SM90"))
+PRODUCT = "moe_ops_train_wgmma_packed"
+SIZES = {"E": 4, "top_k": 2, "K": 128, "I": 64}
+
+
+@pytest.mark.parametrize(
+    "rows, I, bits, expected",
+    [
+        (63, 768, 8, False),
+        (64, 14336, 8, True),
+        (175, 768, 4, False),
+        (176, 768, 4, True),  # 4096 tokens of Qwen3 give an expert 256
+        (256, 2880, 4, False),
+        (512, 2880, 4, True),
+        (10**6, 14336, 4, False),
+    ],
+)
+def test_from_how_many_rows_on(rows, I, bits, expected):  # noqa: E741
+    assert configs.many_rows(rows * 8, 8, I, bits) == expected
+
+
+def launches_of(case: Case, **options) -> list:
+    """All launches of a call, as SM90 would get them."""
+    with (
+        mock.patch.object(configs, "on_sm90", lambda _: True),
+        mock.patch.object(mixed, "run") as run,
+    ):
+        moe_ops.fused_experts(*case.args, **case.options, backend="triton", **options)
+    return [one for call in run.call_args_list for one in call.args[0]]
+
+
+@pytest.mark.parametrize("options", [{}, {"max_workspace_bytes": 60000}], ids=("whole", "chunks"))
+@pytest.mark.parametrize("scheme", ["fp8_w8a16:channel", "int4_w4a16:g32"])
+def test_workspaces_hold_what_kernels_read(scheme, options):
+    """Also where experts outnumber the tokens of a chunk: blocks are as many as a table has."""
+    case = Case("cpu", BF16, scheme, "silu", **SIZES | {"M": 2048, "E": 16})
+    found = launches_of(case, **options)
+    products = [one for one in found if one.kernel.name == PRODUCT]
+    chunks = len(products) // 2
+    assert len(found) == 7 * chunks and (chunks > 1) == bool(options)
+    for first, second in zip(products[::2], products[1::2], strict=True):
+        rows, h, y = first.named()["x"], second.named()["x"], second.named()["y_ptr"]
+        assert y.data_ptr() == rows.base.data_ptr() != h.base.data_ptr()
+        assert first.named()["y_ptr"].data_ptr() == h.base.data_ptr()
+        for named in (first.named(), second.named()):
+            assert named["index_ptr"].numel() >= 4 * named["num_blocks"]
+            assert first.grid[0] == named["num_blocks"]  # N and K are one tile
+
+
+@pytest.mark.parametrize(
+    "of, options",
+    [
+        ({"scheme": "fp8_w8a16:channel"}, {"batch_invariant": True}),
+        ({"scheme": "int4_w4a8"}, {}),
+        ({"scheme": "int8_w8a16:channel:zp"}, {}),
+        ({"scheme": "fp8_w8a16:channel", "M": 100}, {}),
+        ({"scheme": "fp8_w8a16:channel", "I": 96}, {}),
+        ({"scheme": "fp8_w8a16:channel", "on_input": True, "top_k": 1}, {}),
+        ({"scheme": "fp8_w8a16:channel", "dtype": FP16}, {}),
+    ],
+    ids=("invariant", "rounded", "zero", "few", "size", "on_input", "fp16"),
+)
+def test_who_does_not(of, options):
+    """Among them: under `batch_invariant` the number of rows has no part in the instruction."""
+    given = {"dtype": BF16, "activation": "silu", "M": 1024, **SIZES, **of}
+    case = Case("cpu", given.pop("dtype"), given.pop("scheme"), **given)
+    with mock.patch.object(sm90_wgmma, "why_not", lambda *_: "left out"):
+        assert PRODUCT not in [one.kernel.name for one in launches_of(case, **options)]
+
+
+# --- on a GPU ------------------------------------------------------------------------------------
+
+FORMATS = ["fp8_w8a16:tensor", "fp8_w8a16:channel", "fp8_w8a16:block", "int8_w8a16:channel"]
+FORMATS += ["int8_w8a16:g32", "int8_w8a16:g128", "int4_w4a16:g32", "int4_w4a16:g128:zp"]
+FORMATS += ["mxfp4_w4a16", "nvfp4_w4a16"]
+
+
+@pytest.mark.parametrize("scheme", [pytest.param(name, marks=ON_GPU) for name in FORMATS])
+@pytest.mark.parametrize("activation", ["silu", "swigluoai", "relu2_no_mul"])
+def test_values(scheme, activation):
+    """Blocks that are full and not, and columns that no tile divides; experts that are elsewhere,
+    ids of none, and biases."""
+    sizes = {"M": 301, "E": 5, "top_k": 3, "K": 448, "I": 192, "bias": True, "expert_map": True}
+    case = Case("cuda", BF16, scheme, activation, **sizes)
+    with (
+        kernel_configs.override(configs.MANY_ROWS) as seen,
+        mock.patch.object(mixed, "_packed_launches", wraps=mixed._packed_launches) as used,
+    ):
+        case.check("triton")
+    assert used.called and seen
+
+
+@pytest.mark.parametrize("scheme", [pytest.param("fp8_w8a16:block", marks=ON_GPU)])
+def test_nan_stays_with_its_token(scheme):
+    case = Case("cuda", BF16, scheme, "silu", M=300, E=4, top_k=2, K=256, I=128)
+    with kernel_configs.override(configs.MANY_ROWS):
+        clean = moe_ops.fused_experts(*case.args, backend="triton")
+        case.args[0][7] = math.nan
+        spoiled = moe_ops.fused_experts(*case.args, backend="triton")
+    others = torch.arange(300) != 7
+    assert spoiled[7].isnan().all() and torch.equal(spoiled[others], clean[others])
+
+
+@pytest.mark.parametrize("scheme", [pytest.param("int4_w4a16:g128", marks=ON_GPU)])
+def test_the_order_of_blocks_leaves_bits_alone(scheme, monkeypatch):
+    """Of sm90_wgmma.py, which takes four blocks, and all of them, at a time."""
+    case = Case("cuda", BF16, scheme, "silu", M=1500, E=6, top_k=2, K=640, I=384)
+    found = []
+    for size in (1, 1 << 30):
+        monkeypatch.setattr(configs, "GROUP_BYTES", size)
+        sm90_wgmma._prepare.cache_clear()
+        with mock.patch.object(configs, "many_rows", lambda *_: False):
+            found.append(moe_ops.fused_experts(*case.args, backend="triton"))
+    sm90_wgmma._prepare.cache_clear()
+    assert torch.equal(*found)
+    assert oracle.relative_error(found[0], case.reference()) < 0.02
