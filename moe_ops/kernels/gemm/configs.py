@@ -153,8 +153,8 @@ def _for_experts(
 
 
 def _has_wgmma_of_8_bits(config: LayerConfig) -> bool:
-    """Whether an SM90 multiplies e4m3 operands by wgmma in these tiles, and adds 128 columns to the
-    fp32 total at a time, as in those of `choose`. mma.sync, which takes wgmma's place in smaller
+    """Whether an SM90 multiplies e4m3 operands by wgmma in these tiles, and adds 128 columns at a
+    time to the fp32 total, as in those of `choose`. mma.sync, which takes wgmma's place in smaller
     tiles, gave other bits; in bf16 both gave the same.
     """
     gemms = (config.gemm1, config.gemm2)
