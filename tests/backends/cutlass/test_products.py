@@ -33,8 +33,7 @@ ROWS = {
     "many": [5 * e % 13 for e in range(70)],
     "long": [2500, 0, 130],  # more tiles than blocks take at a time
 }
-# (N, K): less than a tile, with tails, whole tiles, and with one and two narrow ones; sums are along
-# either
+# (N, K): less than a tile, with tails, whole tiles, one narrow one and two; sums are along either
 SIZES = ((8, 16), (264, 192), (832, 136))
 
 
