@@ -242,7 +242,7 @@ __device__ void compute(Shared<KIND>& shared, Maps const& maps, Sizes const& p, 
   Ring<KIND> ring;
   Turns turns(warp / 4);
   Work w;
-  for (int i = blockIdx.x / 2; schedule.find(i, w); i += gridDim.x / 2) {
+  while (schedule.next(w)) {
     if (w.half && warp >= 4) {  // no rows
       for (int k = 0; k < w.steps; ++k, ring.next()) {
         shared.full[ring.at].wait(ring.phase);

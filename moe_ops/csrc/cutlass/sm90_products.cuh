@@ -21,37 +21,46 @@
 
 namespace moe_ops::cutlass_products {
 
-template <Kind KIND>
+template <int COLUMNS, cute::SM90::GMMA::Major A, cute::SM90::GMMA::Major B>
+struct InstructionOf;
+template <cute::SM90::GMMA::Major A, cute::SM90::GMMA::Major B>
+struct InstructionOf<192, A, B> : cute::SM90::GMMA::MMA_64x192x16_F32BF16BF16_SS<A, B> {};
+template <cute::SM90::GMMA::Major A, cute::SM90::GMMA::Major B>
+struct InstructionOf<128, A, B> : cute::SM90::GMMA::MMA_64x128x16_F32BF16BF16_SS<A, B> {};
+template <cute::SM90::GMMA::Major A, cute::SM90::GMMA::Major B>
+struct InstructionOf<96, A, B> : cute::SM90::GMMA::MMA_64x96x16_F32BF16BF16_SS<A, B> {};
+
+template <Kind KIND, int COLUMNS>
 struct Instruction {
   static constexpr auto K = cute::SM90::GMMA::Major::K, MN = cute::SM90::GMMA::Major::MN;
   static constexpr auto A = KIND == OUTER ? MN : K;
   static constexpr auto B = KIND == X_WT || KIND == GATED ? K : MN;
-  using Type = cute::SM90::GMMA::MMA_64x192x16_F32BF16BF16_SS<A, B>;
+  using Type = InstructionOf<COLUMNS, A, B>;
 
   // Between 16 numbers along the sum and the next, in 16 bytes.
   static constexpr uint64_t step(cute::SM90::GMMA::Major major) { return major == K ? 2 : 128; }
 
   template <size_t... I>
-  __device__ static void add(uint64_t a, uint64_t b, float (&d)[TILE_N / 2],
+  __device__ static void add(uint64_t a, uint64_t b, float (&d)[COLUMNS / 2],
                              std::index_sequence<I...>) {
     Type::fma(a, b, d[I]..., cute::SM90::GMMA::ScaleOut::One);
   }
   // All parts of A with 16 numbers along the sum.
   template <int PARTS>
-  __device__ static void add(Stage<KIND>& stage, int j, float (&d)[PARTS][TILE_N / 2]) {
+  __device__ static void add(Stage<KIND>& stage, int j, float (&d)[PARTS][COLUMNS / 2]) {
     uint64_t b = matrix(stage.b, B == MN) + j * step(B);
 #pragma unroll
     for (int part = 0; part < PARTS; ++part) {
       uint64_t a = matrix(stage.a[part], A == MN) + j * step(A);
-      add(a, b, d[part], std::make_index_sequence<TILE_N / 2>{});
+      add(a, b, d[part], std::make_index_sequence<COLUMNS / 2>{});
     }
   }
 };
 
-template <int PARTS>
-__device__ void fence(float (&d)[PARTS][TILE_N / 2]) {
+template <int PARTS, int SUMS>
+__device__ void fence(float (&d)[PARTS][SUMS]) {
 #pragma unroll
-  for (int i = 0; i < PARTS * TILE_N / 2; ++i) cute::warpgroup_fence_operand(d[0][i]);
+  for (int i = 0; i < PARTS * SUMS; ++i) cute::warpgroup_fence_operand(d[0][i]);
 }
 
 // Rows `from` to `to` of parts of a stage, which are another expert's.
@@ -64,13 +73,13 @@ __device__ inline void erase(uint8_t (*parts)[PART_BYTES], int count, int from, 
 
 // A warpgroup's sums of a tile: of the first PARTS parts of A. Warpgroups wait for stages in turns:
 // one that waited for a stage's second next phase would take its last one for it.
-template <Kind KIND, int PARTS>
-__device__ void multiply(float (&d)[PARTS][TILE_N / 2], Shared<KIND>& shared, Ring<KIND>& ring,
+template <Kind KIND, int PARTS, int SUMS>
+__device__ void multiply(float (&d)[PARTS][SUMS], Shared<KIND>& shared, Ring<KIND>& ring,
                          Work const& w, Turns& turns) {
-  using I = Instruction<KIND>;
+  using I = Instruction<KIND, 2 * SUMS>;
   int rest = KIND == OUTER ? w.rows % TILE_K : 0, whole = w.steps - (rest > 0), previous = 0;
 #pragma unroll
-  for (int i = 0; i < PARTS * TILE_N / 2; ++i) d[0][i] = 0;
+  for (int i = 0; i < PARTS * SUMS; ++i) d[0][i] = 0;
   turns.wait();
   for (int k = 0; k < whole; ++k) {
     shared.full[ring.at].wait(ring.phase);
@@ -111,15 +120,16 @@ __device__ void multiply(float (&d)[PARTS][TILE_N / 2], Shared<KIND>& shared, Ri
 }
 
 // Of a part's sums, which are gate and up columns in quarters of a tile.
-template <int ACTIVATION>
-__device__ void store_activated(float (&d)[TILE_N / 2], Stored<GATED>& store, Maps const& maps,
+template <int ACTIVATION, int SUMS>
+__device__ void store_activated(float (&d)[SUMS], Stored<GATED>& store, Maps const& maps,
                                 Sizes const& p, int x, float const* bias) {
-  constexpr int QUARTER = TILE_N / 4, COLUMNS = STORED_BYTES<GATED> / 2;
+  constexpr int QUARTER = TILE_N / 4, STORED = STORED_BYTES<GATED> / 2;
   Gated const& of = p.gated;
 #pragma unroll
-  for (int first = 0; first < TILE_N / 2; first += COLUMNS, x += COLUMNS) {
-    auto sums = [&](int j) {  // of a gate's 16 columns
-      int at = first + 16 * j;
+  for (int first = 0; first < SUMS; first += STORED, x += STORED) {
+    // Of a gate's 16 columns. Those behind a narrow tile, which lie behind D too, are the last ones.
+    auto sums = [&](int j) {
+      int at = min(first + 16 * j, SUMS - 16);
       return d + (at / QUARTER * 2 * QUARTER + at % QUARTER) / 2;
     };
     if (of.gate_up) {
@@ -149,23 +159,22 @@ __device__ void store_activated(float (&d)[TILE_N / 2], Stored<GATED>& store, Ma
 }
 
 // A warpgroup's tile.
-template <Kind KIND, int PARTS>
+template <Kind KIND, int PARTS, int COLUMNS>
 __device__ void tile(Shared<KIND>& shared, Ring<KIND>& ring, Stored<KIND>& store,
                      Maps const& maps, Sizes const& p, Work const& w, Turns& turns) {
-  float d[PARTS][TILE_N / 2];
+  float d[PARTS][COLUMNS / 2];
   multiply<KIND>(d, shared, ring, w, turns);
   float const* bias = nullptr;
   if constexpr (KIND == GATED) bias = biases(shared, p, w, turns.group);
 #pragma unroll
   for (int part = 0; part < PARTS; ++part) {
     int m = w.m * TILE_M + part * PART + threadIdx.x % 128 / 32 * STORED_ROWS;
-    int n = w.n * COLUMNS_OF_D<KIND>;
     store.y = m + (KIND == OUTER ? 0 : w.start);
     // what is behind an outer product's rows its own map leaves out
     store.rows = KIND == OUTER ? STORED_ROWS : w.rows - m;
     if constexpr (KIND == GATED) {
       auto stored = [&](auto activation) {
-        store_activated<decltype(activation)::value>(d[part], store, maps, p, n, bias);
+        store_activated<decltype(activation)::value>(d[part], store, maps, p, w.x, bias);
       };
       switch (p.gated.activation) {
         case SILU: stored(cute::Int<SILU>{}); break;
@@ -176,8 +185,8 @@ __device__ void tile(Shared<KIND>& shared, Ring<KIND>& ring, Stored<KIND>& store
       }
     } else {
 #pragma unroll
-      for (int at = 0; at < TILE_N; at += STORED_BYTES<KIND> / 2) {
-        store(maps.d, d_of(p), p.n, n + at, KIND == OUTER ? w.expert : 0, [&](int j, float (&s)[8]) {
+      for (int at = 0; at < COLUMNS; at += STORED_BYTES<KIND> / 2) {
+        store(maps.d, d_of(p), p.n, w.x + at, KIND == OUTER ? w.expert : 0, [&](int j, float (&s)[8]) {
 #pragma unroll
           for (int i = 0; i < 8; ++i) s[i] = d[part][at / 2 + 8 * j + i];
         });
@@ -194,13 +203,21 @@ __device__ void compute(Shared<KIND>& shared, Maps const& maps, Sizes const& p, 
   Stored<KIND> store{shared.out[warp], p.n};
   Ring<KIND> ring;
   Work w;
-  for (int i = blockIdx.x / 2, turn = 0; schedule.find(i, w); i += gridDim.x / 2, turn ^= 1) {
+  auto take = [&](auto columns) {
+    constexpr int COLUMNS = decltype(columns)::value;
+    if (w.half) {
+      tile<KIND, 1, COLUMNS>(shared, ring, store, maps, p, w, turns);
+    } else {
+      tile<KIND, 2, COLUMNS>(shared, ring, store, maps, p, w, turns);
+    }
+  };
+  for (int turn = 0; schedule.next(w); turn ^= 1) {
     if (turn != turns.group) {
       ring.skip(w.steps);
-    } else if (w.half) {
-      tile<KIND, 1>(shared, ring, store, maps, p, w, turns);
+    } else if (w.narrow) {
+      take(cute::Int<NARROW<KIND>>{});
     } else {
-      tile<KIND, 2>(shared, ring, store, maps, p, w, turns);
+      take(cute::Int<TILE_N>{});
     }
   }
   cute::tma_store_wait<0>();

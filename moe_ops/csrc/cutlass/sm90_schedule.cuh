@@ -21,6 +21,7 @@ constexpr int TILE_M = 128, TILE_N = 192, TILE_K = 64;  // of bf16
 constexpr int BLOCK = 128;          // columns of e4m3 that share a scale, and two of them a tile
 constexpr int PART = 64;            // rows or columns of a part of a tile: 128 bytes of the other
 constexpr int PAIRS = 8;            // pairs of tiles of rows that are done for the same columns
+constexpr int PLACES = 5;           // that a cluster moves on by in each round
 constexpr int PART_BYTES = PART * 128;
 constexpr int STORED_ROWS = 16;     // what a warp stores at a time
 template <Kind KIND>
@@ -29,6 +30,13 @@ template <Kind KIND>
 constexpr int COLUMNS_OF_TILE = OF_BLOCKS<KIND> ? 2 * BLOCK : TILE_N;
 template <Kind KIND>
 constexpr int COLUMNS_OF_D = COLUMNS_OF_TILE<KIND> / (IS_GATED<KIND> ? 2 : 1);
+// Columns of narrow tiles of bf16, gate and up ones together. D's last ones are narrow where its
+// columns fill no whole number of wide tiles: one or two of them, and one of a gated kind. They load
+// as much as wide ones. A cluster with a narrow tile runs ahead of the others by a third of a tile,
+// or a half, and what they all read has to stay in L2 so long: sums of few steps have them alone.
+template <Kind KIND>
+constexpr int NARROW = IS_GATED<KIND> ? TILE_N / 2 : TILE_N - 64;
+constexpr int MOST_STEPS = 48;
 template <Kind KIND>
 constexpr int STEP = OF_BLOCKS<KIND> ? BLOCK : TILE_K;  // along the sum: 128 bytes
 // Outer products store as much as they multiply where experts have few rows: with five stages and
@@ -91,8 +99,10 @@ struct Sizes {
 struct Work {
   int expert, start, rows;  // the expert, its first row and their number
   int m, n;                 // this block's tile
+  int x;                    // its first column of D
   bool pair;                // the blocks share columns; else they share rows
   bool half;                // of at most 64 rows
+  bool narrow;              // of fewer columns
   int steps;                // along the sum
 };
 
@@ -101,7 +111,8 @@ struct Work {
 template <Kind KIND>
 struct Schedule {
   Sizes const& p;
-  int lane, block, first = 0;  // experts first to first + 31
+  int lane, block, round = 0;
+  int first = 0;               // experts first to first + 31
   int start, end, last;        // rows of this lane's expert; work of all experts up to it
 
   __device__ explicit Schedule(Sizes const& p)
@@ -130,6 +141,14 @@ struct Schedule {
     last += before;
   }
 
+  // The next work of this cluster, if there is any. Clusters take work in rounds, in each of them at
+  // another place: tiles that take less time come at regular places, and a cluster that got most of
+  // them would run ahead and read for itself what the others read together.
+  __device__ bool next(Work& w) {
+    int clusters = gridDim.x / 2, at = (blockIdx.x / 2 + round * PLACES) % clusters;
+    return find(round++ * clusters + at, w);
+  }
+
   __device__ bool find(int index, Work& w) {
     for (int all; index >= (all = __shfl_sync(~0u, last, 31)); read(all)) {
       first += 32;
@@ -155,6 +174,17 @@ struct Schedule {
     w.half = !w.pair && rows - w.m * TILE_M <= PART;
     w.steps = divided(KIND == OUTER ? w.rows : p.k, STEP<KIND>);
     if constexpr (ADDS_LOW_RANK<KIND>) w.steps += divided(p.rank, STEP<KIND>);
+    w.x = w.n * COLUMNS_OF_D<KIND>;
+    w.narrow = false;
+    if constexpr (!OF_BLOCKS<KIND>) {
+      constexpr int LESS = (TILE_N - NARROW<KIND>) / (IS_GATED<KIND> ? 2 : 1);
+      int narrow = min((tiles_n * COLUMNS_OF_D<KIND> - p.n) / LESS, tiles_n);
+      int before = w.n - (tiles_n - narrow);  // of them
+      if (w.steps <= MOST_STEPS && before >= 0) {
+        w.narrow = true;
+        w.x -= before * LESS;
+      }
+    }
     return true;
   }
 };

@@ -50,8 +50,8 @@ __device__ void load(Shared<KIND>& shared, Maps const& maps, Sizes const& p) {
   Schedule<KIND> schedule(p);
   Ring<KIND> ring;
   Work w;
-  for (int i = blockIdx.x / 2; schedule.find(i, w); i += gridDim.x / 2) {
-    int m = w.m * TILE_M, n = w.n * COLUMNS_OF_D<KIND>;
+  while (schedule.next(w)) {
+    int m = w.m * TILE_M, n = w.x;
     int whole = Schedule<KIND>::divided(p.k, STEP<KIND>);  // steps of a and b
     for (int step = 0; step < w.steps && threadIdx.x == 0; ++step, ring.next()) {
       bool low = ADDS_LOW_RANK<KIND> && step >= whole;
@@ -253,7 +253,7 @@ __device__ float const* biases(Shared<KIND>& shared, Sizes const& p, Work const&
   float* found = shared.bias[group];
   int64_t row = int64_t(w.expert) * 2 * p.n;
   for (int i = threadIdx.x % 128; i < 2 * COLUMNS; i += 128) {
-    int up = i / COLUMNS, column = w.n * COLUMNS + i % COLUMNS;
+    int up = i / COLUMNS, column = w.x + i % COLUMNS;
     int at = of.interleaved ? 2 * column + up : up * p.n + column;
     found[i] = column < p.n ? of.bias_at(row + at) : 0;
   }

@@ -33,8 +33,8 @@ ROWS = {
     "many": [5 * e % 13 for e in range(70)],
     "long": [2500, 0, 130],  # more tiles than blocks take at a time
 }
-# (N, K): less than a tile, with tails, and more tiles than one; sums are along either
-SIZES = ((8, 16), (264, 72), (768, 136))
+# (N, K): less than a tile, with tails, whole tiles, one narrow one and two; sums are along either
+SIZES = ((8, 16), (264, 192), (832, 136))
 
 
 @pytest.fixture(autouse=True)
