@@ -168,8 +168,6 @@ class ExpertsCall(NamedTuple):
     batch_invariant: bool = False
     exchange: str = ""
 
-    ROWS = 0, (0, 3, 4, 15)  # dimension of M, and which of `tensors()` have it
-
     @property
     def global_experts(self) -> int:
         """How many experts topk_ids name."""
@@ -194,6 +192,10 @@ class ExpertsCall(NamedTuple):
         x, w13, w2, weights, ids, b13, b2, expert_map = self[:8]
         scales = (*w13[1:6], *w2[1:6], *self[14:16])
         return (x, w13[0], w2[0], weights, ids, *scales, b13, b2, expert_map)
+
+    def rows(self) -> tuple[int, tuple[int, ...]]:
+        """The dimension of M, and which of `tensors()` have it."""
+        return 0, (0, 3, 4, 15)
 
     def output(self) -> tuple[tuple, torch.dtype]:
         """Shape and dtype of the result."""
@@ -231,8 +233,6 @@ class BatchedCall(NamedTuple):
     hidden_states_global_scale: Tensor | None = None
     batch_invariant: bool = False
 
-    ROWS = 1, (0, 14)
-
     @property
     def num_tokens(self) -> int:
         """T, of each expert."""
@@ -255,6 +255,10 @@ class BatchedCall(NamedTuple):
         """All tensors, or None, in the order of BatchedExpertsArgs."""
         x, w13, w2, counts, b13, b2 = self[:6]
         return (x, w13[0], w2[0], counts, *w13[1:6], *w2[1:6], *self[10:12], b13, b2)
+
+    def rows(self) -> tuple[int, tuple[int, ...]]:
+        """The dimension of T, and which of `tensors()` have it."""
+        return 1, (0, 14)
 
     def output(self) -> tuple[tuple, torch.dtype]:
         """Shape and dtype of the result."""
@@ -283,8 +287,6 @@ class LinearCall(NamedTuple):
     x_global_scale: Tensor | None = None
     batch_invariant: bool = False
 
-    ROWS = 0, (0, 8)
-
     @property
     def num_tokens(self) -> int:
         """S."""
@@ -303,6 +305,10 @@ class LinearCall(NamedTuple):
         """All tensors, or None, in the order of GroupedLinearArgs."""
         x, weight, offsets, bias = self[:4]
         return (x, weight[0], offsets, *weight[1:6], *self[6:8], bias)
+
+    def rows(self) -> tuple[int, tuple[int, ...]]:
+        """The dimension of S, and which of `tensors()` have it."""
+        return 0, (0, 8)
 
     def output(self) -> tuple[tuple, torch.dtype]:
         """Shape and dtype of the result."""

@@ -197,7 +197,7 @@ def _guards(call: Call) -> Callable[..., bool]:
     """Whether tensors are like those of a call: any number of rows where they have M, and there
     with any strides but that of their columns if it is one.
     """
-    (dim, of_rows), x = call.ROWS, call.hidden_states
+    (dim, of_rows), x = call.rows(), call.hidden_states
     tensors, sizes, strides = [], [], []
     for i, tensor in enumerate(call.tensors()):
         if tensor is None:
@@ -210,6 +210,7 @@ def _guards(call: Call) -> Callable[..., bool]:
         tensors.append(tensor)
         sizes.append(size)
         strides.append(stride)
+    assert _TensorGuards is not None
     return _TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
 
 

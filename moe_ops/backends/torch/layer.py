@@ -58,8 +58,10 @@ MOST_ROWS_OF_BF16 = 4
 # grouped products took 8.6. Up to 32 rows a weight is read once; more were not timed.
 MOST_ROWS_OF_BF16_TILES = 32
 ALIGNMENT = 64
-# of ExpertsArgs: scales and biases, behind which is the expert map alone
-_SCALES = slice(*[ExpertsArgs._fields.index(name) for name in ("w13_scale", "expert_map")])
+# of ExpertsArgs: tensors; scales and biases; and behind them the expert map alone
+_FIRST, _FIRST_SCALE, _MAP = [
+    ExpertsArgs._fields.index(name) for name in ("hidden_states", "w13_scale", "expert_map")
+]
 
 _pointer, _size, _int = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
 
@@ -303,7 +305,7 @@ def run(a: ExpertsArgs, form: Form) -> None:
     if rows[1].dtype not in _TYPES:
         rows[1] = rows[1].to(torch.float32)
     expert_map = None if a.expert_map is None else a.expert_map.to(torch.int64)
-    others = [t if t is None else t.contiguous() for t in (*a[_SCALES], expert_map)]
+    others = [t if t is None else t.contiguous() for t in (*_scales(a), expert_map)]
     x, weights, ids = rows
     # held until the kernels have run
     tensors = (a.out, x, a.w13, a.w2, weights, ids, *others)
@@ -319,13 +321,13 @@ def shortcut(a: ExpertsArgs) -> Shortcut | None:
         return None
     if expert_map is not None and expert_map.dtype != torch.int64:
         return None
-    others = [t for t in (*a[_SCALES], expert_map) if t is not None]
+    others = [t for t in (*_scales(a), expert_map) if t is not None]
     if not all([t.stride(1) == 1 for t in _rows(a)] + [t.is_contiguous() for t in others]):
         return None
     K, dtype, most = a.out.shape[1], a.out.dtype, a.chunk_rows or sys.maxsize
     if not a.scheme:
         most = min(most, _most_pairs_of_bf16(a.w13.shape[0]) // a.topk_ids.shape[1])
-    tensors = (a.out, *a[a._fields.index("hidden_states") : _SCALES.stop], expert_map)
+    tensors = (a.out, *tuple(a)[_FIRST : _MAP + 1])
     pack = struct.Struct("".join(["8x" if t is None else "P" for t in tensors]) + _NUMBERS).pack
 
     def launch(call: ExpertsCall, M: int, addresses: Sequence[int]) -> Tensor:
@@ -335,6 +337,11 @@ def shortcut(a: ExpertsArgs) -> Shortcut | None:
         return out
 
     return Shortcut(most, launch)
+
+
+def _scales(a: ExpertsArgs) -> tuple[Any, ...]:
+    """And biases."""
+    return tuple(a)[_FIRST_SCALE:_MAP]
 
 
 def _rows(a: ExpertsArgs | ExpertsCall) -> list[Tensor]:
