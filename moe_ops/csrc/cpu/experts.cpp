@@ -26,8 +26,10 @@
 #include <arm_neon.h>
 #endif
 #include <omp.h>
+#include <sched.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstring>
 #include <type_traits>
 
@@ -381,6 +383,37 @@ void pack_blocks(const Experts& a, const int64_t* start, const int64_t* hit, int
 // Groups of a step whose sums of tokens zero points need.
 int sums_of(const Matrix& m) { return m.zero_point ? m.groups : 0; }
 
+// Where the threads of a call wait for each other: soon in the system's hands, so that on a busy machine the slowest one
+// gets its turn. That of libgomp spins for milliseconds, and asks the system to wake threads whether or not one sleeps.
+class Barrier {
+    alignas(64) std::atomic<int64_t> arrived = 0;
+    alignas(64) std::atomic<int64_t> turn = 0;
+    static constexpr int SPINS = 1 << 12;  // 80 to 200 us
+
+    static void pause() {
+#if defined(__x86_64__)
+        _mm_pause();
+#else
+        asm volatile("yield");
+#endif
+    }
+
+public:
+    void wait(int64_t threads) {
+        const int64_t now = turn.load(std::memory_order_relaxed);
+        if (arrived.fetch_add(1, std::memory_order_acq_rel) + 1 == threads) {
+            arrived.store(0, std::memory_order_relaxed);
+            turn.store(now + 1, std::memory_order_release);
+            return;
+        }
+        for (int spins = 0; turn.load(std::memory_order_acquire) == now; ++spins)
+            if (spins < SPINS)
+                pause();
+            else
+                sched_yield();
+    }
+};
+
 template <class D>
 void layer(const Experts& a, uint8_t* scratch) {
     using Of = typename D::Isa;
@@ -407,6 +440,7 @@ void layer(const Experts& a, uint8_t* scratch) {
     // rows of x at a time: weights are read again for the next ones
     auto several = [](int64_t row) { return std::max<int64_t>(MOST_ROWS, RESIDENT / row / MOST_ROWS * MOST_ROWS); };
     auto* h = (typename Layout<D>::H*)(scratch + at.h);
+    Barrier barrier;
 #pragma omp parallel num_threads(a.threads)
     {
         const int64_t t = omp_get_thread_num(), T = omp_get_num_threads();
@@ -433,7 +467,7 @@ void layer(const Experts& a, uint8_t* scratch) {
             for (int64_t m = t; m < a.M; m += T)
                 Of::template take<D>(a.x + m * a.x_row, a.K, a.powers, wide, scratch + at.x + m * at.x_row);
         }
-#pragma omp barrier
+        barrier.wait(T);
         // fewer threads than asked for share what is left in turns
         for (int64_t part = t; part < a.threads; part += T) {
             const int64_t i0 = std::min(part * at.share13, a.I), i1 = std::min(i0 + at.share13, a.I), n = i1 - i0;
@@ -461,14 +495,14 @@ void layer(const Experts& a, uint8_t* scratch) {
                     Of::activate(a, y + c * 2 * n, a.w13.bias ? bias : nullptr, i0, i1, h + (first + c) * a.I);
             }
         }
-#pragma omp barrier
+        barrier.wait(T);
         if constexpr (TILED<D>)
             pack_blocks<D>(a, start, hit, hits, t, T, a.I, sums_of(a.w2), wide, scratch + at.packed_h, at.h_row,
                            [&](int64_t s) { return h + s * a.I; });
         else
             for (int64_t s = t; s < pairs; s += T)
                 Of::template take<D>(h + s * a.I, a.I, a.powers, wide, scratch + at.packed_h + s * at.h_row);
-#pragma omp barrier
+        barrier.wait(T);
         for (int64_t part = t; part < a.threads; part += T) {
             const int64_t k0 = std::min(part * at.share2, a.K), n = std::min(k0 + at.share2, a.K) - k0;
             for (int64_t m = 0; m < a.M && n > 0 && !a.batch_invariant; ++m) std::fill_n(sums + m * a.K + k0, n, 0.f);
