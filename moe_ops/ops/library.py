@@ -270,8 +270,9 @@ class Backend:
     batch_invariant: Callable[[Problem, Machine], list[str]] = _not_shown
     # whether kernels here decode a scheme that is not in `native_schemes` as they multiply
     decodes: Callable[[Problem, Machine], bool] | None = None
-    # the shortcut past its launcher of calls like that of an argument tuple, if there is one:
-    # tensors of the same types, sizes but M, and strides (of those with M, of columns of stride 1)
+    # the shortcut past its launcher of calls like that of an argument tuple, which has no
+    # workspaces, if there is one: tensors of the same types, sizes but M, and strides (of those
+    # with M, of columns of stride 1)
     shortcut: Callable[[Any], Shortcut | None] | None = None
 
     @property

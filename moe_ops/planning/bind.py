@@ -87,9 +87,10 @@ class BoundPlan:
         make = plan.tiers[0][1].shortcut
         if make is None or len(plan.tiers) > 1 or plan.problem.exchange:
             return None
-        buffers = self.allocate(True, call, call.num_tokens)
+        device, (shape, dtype) = call.hidden_states.device, call.output()
+        out, none = torch.empty(*shape, dtype=dtype, device=device), torch.empty(0, device=device)
         kind = library.KINDS[plan.problem.kind]
-        return make(kind.unpack((*buffers, *call.op_values(self.options))))
+        return make(kind.unpack((out, none, none, none, *call.op_values(self.options))))
 
     def allocate(self, direct: bool, call: Call, M: int) -> list[Tensor]:
         """The output and the three workspaces, uninitialised."""
