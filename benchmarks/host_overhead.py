@@ -99,7 +99,7 @@ def calls_of(case: Case, device: torch.device) -> list[Callable[[], object]]:
         return bound.allocate(True, arguments, case.num_tokens)
 
     def call_operator() -> None:
-        with mock.patch.object(bind.BoundPlan, "skips_dispatcher", lambda *_: False):
+        with mock.patch.object(bind, "_profiling", lambda: True):
             for _ in range(16):
                 call()
 

@@ -169,13 +169,14 @@ def fused_experts(
         resolve(batch_invariant),
         exchange,
     )
+    if not (needs_grad or torch.compiler.is_compiling()):
+        return bind.run(call, backend)
     bound = bind.look_up(call, backend)
     M = call.num_tokens
-    if needs_grad or torch.compiler.is_compiling():  # else the op compares them, on real sizes
-        _check_rows("topk_ids", topk_ids, M)
-        _check_rows("topk_weights", topk_weights, M)
-        if hidden_states_scale is not None and hidden_states_scale.ndim == 2:
-            _check_rows("hidden_states_scale", hidden_states_scale, M)
+    _check_rows("topk_ids", topk_ids, M)  # elsewhere the op compares them, on real sizes
+    _check_rows("topk_weights", topk_weights, M)
+    if hidden_states_scale is not None and hidden_states_scale.ndim == 2:
+        _check_rows("hidden_states_scale", hidden_states_scale, M)
     if needs_grad:  # gradients allocate their own
         if not torch.compiler.is_compiling():
             refuse_lost(call)
@@ -259,7 +260,7 @@ def batched_experts(
         hidden_states_global_scale,
         resolve(batch_invariant),
     )
-    return bind.look_up(call, backend).run(call, hidden_states.shape[1])
+    return bind.run(call, backend)
 
 
 def grouped_linear(
@@ -307,14 +308,14 @@ def grouped_linear(
         *(x, a, offsets, bias, needs_grad, out_dtype, x_scale, x_global_scale),
         resolve(batch_invariant),
     )
-    bound = bind.look_up(call, backend)
     if needs_grad:
+        bind.look_up(call, backend)  # which refuses what no backend runs
         if not torch.compiler.is_compiling():
             refuse_lost(call)
             training.warn_of_plain_torch(x, "grouped_linear has no other")
         y = autograd.grouped_linear(x, a, offsets, bias, batch_invariant=call.batch_invariant)
         return y.to(x.dtype)
-    return bound.run(call, x.shape[0])
+    return bind.run(call, backend)
 
 
 def explain(

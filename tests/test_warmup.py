@@ -148,7 +148,7 @@ def test_every_tier_that_is_reached_is_tuned_and_run(monkeypatch):
     few, many = backend("few"), backend("many")
     monkeypatch.setattr(backends, "BACKENDS", (few, many, torch_backend))
     monkeypatch.setattr(plans_module, "_measured", lambda *_: ((2, "few"), (-1, "many")))
-    bind._bound.clear()
+    bind.forget()
     layer = layer_of()
     with machines.pretend(Machine("cpu", available=("few", "many", "torch"))):
         report = moe_ops.warmup(layer, (1, 2, 3))
@@ -165,7 +165,7 @@ def test_every_tier_that_is_reached_is_tuned_and_run(monkeypatch):
         log.clear()
         layer(torch.randn(3, 64))
     assert log == ["many runs 3"], "nothing is tuned in a forward"
-    bind._bound.clear()
+    bind.forget()
 
 
 @pytest.mark.slow

@@ -50,7 +50,7 @@ def of_inference(call: ExpertsCall) -> Tensor:
     """
     inference = call._replace(needs_grad=False)
     with torch.no_grad():
-        return bind.look_up(inference, "auto").run(inference, call.hidden_states.shape[0])
+        return bind.run(inference, "auto")
 
 
 def _activated(call: ExpertsCall, inputs: _ActivationInput) -> Tensor:

@@ -77,25 +77,27 @@ def _width(x: Any, scale: Any, x_bits: int) -> int:
 
 
 def rows_experts(a: Any) -> None:
-    """Check the real numbers of rows of `<backend>_experts`, before anything is launched. With an
-    exchange hidden_states may be those of this rank, of which whoever opens it has the number.
+    """Check the real numbers of rows of `<backend>_experts`, of an ExpertsArgs or ExpertsCall,
+    before anything is launched. With an exchange hidden_states may be those of this rank, of which
+    whoever opens it has the number.
     """
     rows = (a.topk_ids if a.exchange else a.hidden_states).shape[0]
     if a.hidden_states_scale is not None:
         _rows_of_scale("hidden_states", a.hidden_states, a.hidden_states_scale)
-    ids, weights, out = a.topk_ids.shape[0], a.topk_weights.shape[0], a.out.shape[0]
+    ids, weights = a.topk_ids.shape[0], a.topk_weights.shape[0]
     if ids != rows:
         _rows("topk_ids", ids, "hidden_states", rows)
     if weights != rows:
         _rows("topk_weights", weights, "hidden_states", rows)
-    if out != rows:
-        _rows("out", out, "hidden_states", rows)
 
 
 def sizes_experts(a: Any, bits: int, x_bits: int) -> None:
-    """Check the real sizes of `<backend>_experts` but for rows: those that a plan has checked,
-    which operators in graphs are called without.
+    """Check the real sizes of `<backend>_experts` but for rows of inputs: those that a plan has
+    checked, which operators in graphs are called without.
     """
+    rows, out = a.topk_ids.shape[0], a.out.shape[0]
+    if out != rows:
+        _rows("out", out, "hidden_states", rows)
     if a.topk_weights.shape[1] != a.topk_ids.shape[1]:
         raise ValueError("topk_ids and topk_weights must have equal top_k")
     K = _width(a.hidden_states, a.hidden_states_scale, x_bits)

@@ -1,8 +1,9 @@
 """Calls: what the user gave to an operation, with quantized weights taken apart.
 
 `key()` has all facts of a call that its plan depends on, which is everything but the number of
-tokens M. It is made of attributes as they come: eager calls look their plans up by it. Sizes may
-be symbols where a call is traced.
+tokens M. It is made of attributes as they come: eager calls look their plans up by it, unless
+their `options()` and what guards `tensors()` are those of a call before. Sizes may be symbols
+where a call is traced.
 """
 
 from __future__ import annotations
@@ -98,20 +99,23 @@ def _scales_value(
 
 
 def _key(
-    key: list, rows: Sequence[Tensor], weights: Sequence[Weight], others: Sequence[Tensor | None]
+    options: tuple,
+    rows: Sequence[Tensor],
+    weights: Sequence[Weight],
+    others: Sequence[Tensor | None],
 ) -> tuple:
-    """`key` and the facts of tensors: of `rows`, which must be 2-D, all but their first size, of
-    the others all.
+    """`options` and the facts of tensors: of `rows`, which must be 2-D, all but their first size,
+    of the others all.
 
     A slice of a shape takes 0.3 us, its second entry half of that. There is none where a tensor
     has too few dimensions: IndexError.
     """
+    key = [*options]
     for t in rows:
         key += (type(t), t.ndim, t.shape[1], t.dtype, t.device)
-    for data, scale, zero, global_, channel, static, scheme, layout in weights:
+    for data, scale, zero, global_, channel, static, *_ in weights:
         in_order = data.is_contiguous() or (stored_transposed(data) and "transposed")
         key += (type(data), data.shape, data.dtype, data.device, in_order)
-        key += (scheme, layout)
         if scale is not None:
             key += (scale.shape, scale.device, scale.is_contiguous())
             key += (None,) if static is None else (static.device, static.shape)
@@ -131,6 +135,8 @@ def _key(
 
 def _input_key(scale: Tensor | None, global_scale: Tensor | None) -> tuple:
     """The facts of the scales of an input that arrives quantized, whose first sizes may be M."""
+    if scale is None and global_scale is None:
+        return ()
     key: tuple = ()
     for t in (scale, global_scale):
         if t is None:
@@ -172,11 +178,24 @@ class ExpertsCall(NamedTuple):
         refuses.
         """
         x, w13, w2, weights, ids = self[:5]
-        act = self.activation  # its fields: hashing the dataclass takes 0.5 us
-        key = ["experts", act.name, act.alpha, act.beta, act.limit, *self[9:14], *self[16:]]
-        if self[14] is not None or self[15] is not None:
-            key += _input_key(self[14], self[15])
+        key = self.options() + _input_key(self[14], self[15])
         return _key(key, (x, weights, ids), (w13, w2), self[5:8])
+
+    def options(self) -> tuple:
+        """All that is no tensor."""
+        act = self[8]  # its fields: hashing the dataclass takes 0.5 us
+        of_act = (act.name, act.alpha, act.beta, act.limit)
+        return ("experts", *of_act, *self[9:14], *self[16:], *self[1][6:], *self[2][6:])
+
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """All tensors, or None, in the order of ExpertsArgs."""
+        x, w13, w2, weights, ids, b13, b2, expert_map = self[:8]
+        scales = (*w13[1:6], *w2[1:6], *self[14:16])
+        return (x, w13[0], w2[0], weights, ids, *scales, b13, b2, expert_map)
+
+    def rows(self) -> tuple[int, tuple[int, ...]]:
+        """The dimension of M, and which of `tensors()` have it."""
+        return 0, (0, 3, 4, 15)
 
     def output(self) -> tuple[tuple, torch.dtype]:
         """Shape and dtype of the result."""
@@ -214,22 +233,32 @@ class BatchedCall(NamedTuple):
     hidden_states_global_scale: Tensor | None = None
     batch_invariant: bool = False
 
+    @property
+    def num_tokens(self) -> int:
+        """T, of each expert."""
+        return self.hidden_states.shape[1]
+
     def key(self) -> tuple:
         """All facts but T. Raises IndexError as that of `ExpertsCall`."""
-        x, act = self.hidden_states, self.activation
-        key: list = [
-            "batched_experts",
-            act.name,
-            act.alpha,
-            act.beta,
-            act.limit,
-            *self[7:10],
-            self[12],
-        ]
+        x = self.hidden_states
+        key = self.options() + _input_key(self[10], self[11])
         key += (type(x), x.ndim, x.shape[0], x.shape[2], x.dtype, x.device)
-        if self[10] is not None or self[11] is not None:
-            key += _input_key(self[10], self[11])
         return _key(key, (), self[1:3], self[3:6])
+
+    def options(self) -> tuple:
+        """All that is no tensor."""
+        act = self.activation
+        of_act = (act.name, act.alpha, act.beta, act.limit)
+        return ("batched_experts", *of_act, *self[7:10], self[12], *self[1][6:], *self[2][6:])
+
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """All tensors, or None, in the order of BatchedExpertsArgs."""
+        x, w13, w2, counts, b13, b2 = self[:6]
+        return (x, w13[0], w2[0], counts, *w13[1:6], *w2[1:6], *self[10:12], b13, b2)
+
+    def rows(self) -> tuple[int, tuple[int, ...]]:
+        """The dimension of T, and which of `tensors()` have it."""
+        return 1, (0, 14)
 
     def output(self) -> tuple[tuple, torch.dtype]:
         """Shape and dtype of the result."""
@@ -258,12 +287,28 @@ class LinearCall(NamedTuple):
     x_global_scale: Tensor | None = None
     batch_invariant: bool = False
 
+    @property
+    def num_tokens(self) -> int:
+        """S."""
+        return self.hidden_states.shape[0]
+
     def key(self) -> tuple:
         """All facts but S. Raises IndexError as that of `ExpertsCall`."""
-        key = ["grouped_linear", *self[4:6], self[8]]
-        if self[6] is not None or self[7] is not None:
-            key += _input_key(self[6], self[7])
+        key = self.options() + _input_key(self[6], self[7])
         return _key(key, self[:1], self[1:2], self[2:4])
+
+    def options(self) -> tuple:
+        """All that is no tensor."""
+        return ("grouped_linear", *self[4:6], self[8], *self[1][6:])
+
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """All tensors, or None, in the order of GroupedLinearArgs."""
+        x, weight, offsets, bias = self[:4]
+        return (x, weight[0], offsets, *weight[1:6], *self[6:8], bias)
+
+    def rows(self) -> tuple[int, tuple[int, ...]]:
+        """The dimension of S, and which of `tensors()` have it."""
+        return 0, (0, 8)
 
     def output(self) -> tuple[tuple, torch.dtype]:
         """Shape and dtype of the result."""

@@ -17,7 +17,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, get_type_hints
+from typing import Any, NamedTuple, get_type_hints
 
 import torch
 from torch import Tensor
@@ -210,6 +210,16 @@ def _not_shown(problem: Problem, machine: Machine) -> list[str]:
     return ["not shown to be batch invariant"]
 
 
+class Shortcut(NamedTuple):
+    """What runs calls that differ from one in values, addresses, rows and their strides alone, at
+    most so many rows: (call, M, addresses of all tensors of the op's arguments that are given, in
+    order) -> out. The dispatcher would take their tensors to the kernel as they are.
+    """
+
+    most_rows: int
+    run: Callable[[Any, int, Sequence[int]], Tensor]
+
+
 @dataclass(frozen=True)
 class Backend:
     """One registered backend. `launch` and `ops` are keyed by `Problem.kind`."""
@@ -260,6 +270,10 @@ class Backend:
     batch_invariant: Callable[[Problem, Machine], list[str]] = _not_shown
     # whether kernels here decode a scheme that is not in `native_schemes` as they multiply
     decodes: Callable[[Problem, Machine], bool] | None = None
+    # the shortcut past its launcher of calls like that of an argument tuple, which has no
+    # workspaces, if there is one: tensors of the same types, sizes but M, and strides (of those
+    # with M, of columns of stride 1)
+    shortcut: Callable[[Any], Shortcut | None] | None = None
 
     @property
     def untested_version(self) -> str | None:
@@ -312,6 +326,7 @@ def register(
     unbuilt: Callable[[Machine], str | None] | None = None,
     batch_invariant: Callable[[Problem, Machine], list[str]] = _not_shown,
     decodes: Callable[[Problem, Machine], bool] | None = None,
+    shortcut: Callable[[Any], Shortcut | None] | None = None,
 ) -> Backend:
     """Define `moe_ops::<name>_<kind>` for every kind in `launch` and return the backend.
 
@@ -324,7 +339,7 @@ def register(
         newest_tested, chunked, library_bytes, quantized_input, adds_ranks, sends_rows, unbuilt:
             see `Backend`.
         batch_invariant: see `Backend`; without it, calls that ask for it are refused.
-        decodes: see `Backend`.
+        decodes, shortcut: see `Backend`.
 
     Raises:
         ValueError: `name` is no identifier, or taken; a kind of `launch` or a key of `devices`
@@ -374,6 +389,7 @@ def register(
         unbuilt,
         batch_invariant,
         decodes,
+        shortcut,
     )
     if name != "auto":
         _registered.append(backend)

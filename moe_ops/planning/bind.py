@@ -5,46 +5,25 @@ from __future__ import annotations
 import dataclasses
 import operator
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch._prims_common import make_contiguous_strides_for
 
+from moe_ops.ops import library
 from moe_ops.ops.call import Call, refuse_lost
 from moe_ops.ops.library import current_device, dispatcher_is_idle
-from moe_ops.ops.memory import addressable
+from moe_ops.ops.memory import EMPTY_STRIDED, addressable
 from moe_ops.ops.validation import problem_of
 from moe_ops.planning import machine as machines
 from moe_ops.planning import plan as plans
-
-# What the code that torch.compile generates allocates by: two thirds of torch.empty's time is its
-# way through argument parsing and the dispatcher, of which each call would take four.
-_EMPTY = {
-    kind: getattr(torch._C._dynamo.guards, f"_empty_strided_{kind}", None)
-    for kind in ("cpu", "cuda")
-}
 
 _ADDRESS = Tensor.data_ptr
 _TensorGuards = getattr(torch._C._dynamo.guards, "TensorGuards", None)
 _modes_entered = torch._C._len_torch_dispatch_stack
 _profiling = torch._C._autograd._profiler_enabled
-
-
-def _never(*tensors: Tensor) -> bool:
-    return False
-
-
-def _picker(values: tuple) -> Callable[[tuple], tuple]:
-    """A function from an op's inputs, which are None where these are, to the tensors in them."""
-    at = [i for i, value in enumerate(values) if isinstance(value, Tensor)]
-    pick: Callable[[tuple], tuple] = operator.itemgetter(*at)
-    scales = [i for i, value in enumerate(values) if isinstance(value, list) and value]
-    if not scales:
-        return pick
-    (where,) = scales
-    given = [i for i, scale in enumerate(values[where]) if scale is not None]
-    pick_scales = operator.itemgetter(*given, given[0])  # a tuple, also of one
-    return lambda values: pick(values) + pick_scales(values[where])[:-1]
+_deterministic = torch._C._get_deterministic_algorithms
 
 
 class BoundPlan:
@@ -52,34 +31,32 @@ class BoundPlan:
     run it.
     """
 
-    __slots__ = ("op", "kernel", "options", "pick", "plan", "shapes", "tiers", "unchanged")
+    __slots__ = ("op", "kernel", "options", "plan", "shapes", "tiers")
 
-    def __init__(self, plan: plans.Plan, plain: bool = False):
+    def __init__(self, plan: plans.Plan):
         self.plan, self.op, self.options = plan, plan.op, plan.options
-        self.kernel = plan.kernel if plain else None
-        self.pick: Callable[[tuple], tuple] | None = None
-        self.unchanged: Callable[..., bool] = _never
+        self.kernel: Callable | None = None  # eager calls have it
         self.shapes: dict[int, list] = {}
         self.tiers: tuple[tuple[int, BoundPlan], ...] = ()  # of a tiered plan, each tier alone
 
     def split(self) -> BoundPlan:
         """Let calls whose M is known run their tier's operator, with no larger workspaces than it
-        needs.
+        needs, or the kernel that it would call.
         """
+        self.kernel = self.plan.kernel
         if len(self.plan.tiers) > 1:
             alone = [
                 (limit, dataclasses.replace(self.plan, tiers=((-1, backend),)))
                 for limit, backend in self.plan.tiers
             ]
-            plain = self.kernel is not None
-            self.tiers = tuple([(limit, BoundPlan(plan, plain)) for limit, plan in alone])
+            self.tiers = tuple([(limit, BoundPlan(plan).split()) for limit, plan in alone])
         return self
 
-    def run(self, call: Call, M: int) -> Tensor:
+    def run(self, call: Call, M: int, direct: bool = False) -> Tensor:
         """Allocate the output, and workspaces for M rows; call the op.
 
-        On plain tensors, where nothing listens to the dispatcher, what the op would call is
-        called: that saves 5 us of 24, the cost of handing arguments to C++ and back.
+        `direct`: what the op would call is called, because the dispatcher has nothing to do. That
+        saves 5 us of 24, the cost of handing arguments to C++ and back.
         """
         if torch.compiler.is_compiling() or type(M) is not int:
             device = call.hidden_states.device
@@ -87,44 +64,33 @@ class BoundPlan:
             buffers = [torch.empty(*size, dtype=t, device=device) for size, t in shapes]
             self.op(*buffers, *call.op_values(self.options))
             return buffers[0]
-        bound = self
-        for limit, alone in self.tiers:
-            if limit < 0 or limit >= M:
-                bound = alone
-                break
-        values, direct = call.op_values(bound.options), False
-        if bound.kernel is not None:  # plain tensors, by their types
-            direct = bound.skips_dispatcher(values)
-            if not direct and not addressable(bound.pick(values)):  # type: ignore[misc]
-                refuse_lost(call)
-        buffers = bound.allocate(direct, call, M)
-        if direct:
-            bound.kernel(*buffers, *values)  # type: ignore[misc]
+        bound = self.alone(M)
+        buffers, values = bound.allocate(direct, call, M), call.op_values(bound.options)
+        if direct and bound.kernel is not None:
+            bound.kernel(*buffers, *values)
         else:
             bound.op(*buffers, *values)
         return buffers[0]
 
-    def skips_dispatcher(self, values: tuple) -> bool:
-        """Whether the dispatcher would take these inputs to the op's kernel as they are, and each
-        tensor has an address.
+    def alone(self, M: int) -> BoundPlan:
+        """The plan of M rows alone."""
+        for limit, alone in self.tiers:
+            if limit < 0 or limit >= M:
+                return alone
+        return self
 
-        What it looks at, the keys of the tensors and of this thread, is compared with those of
-        the last call of which this was true, by what torch.compile guards graphs with: half of
-        the time that asking for the thread's alone takes.
+    def shortcut(self, call: Call) -> library.Shortcut | None:
+        """What runs calls with tensors like these by their addresses, where the backend has such
+        a way.
         """
-        if self.pick is None:
-            self.pick = _picker(values)
-        tensors = self.pick(values)
-        # of modes: the guard looks past a FakeTensorMode
-        if self.unchanged(*tensors) and not _modes_entered() and not _profiling():
-            return all(map(_ADDRESS, tensors))
-        if not dispatcher_is_idle() or not addressable(tensors):
-            return False
-        if _TensorGuards is not None:
-            free = [[None] * tensor.ndim for tensor in tensors]
-            guards = _TensorGuards(*tensors, dynamic_dims_sizes=free, dynamic_dims_strides=free)
-            self.unchanged = guards.check
-        return True
+        plan = self.plan
+        make = plan.tiers[0][1].shortcut
+        if make is None or len(plan.tiers) > 1 or plan.problem.exchange:
+            return None
+        device, (shape, dtype) = call.hidden_states.device, call.output()
+        out, none = torch.empty(*shape, dtype=dtype, device=device), torch.empty(0, device=device)
+        kind = library.KINDS[plan.problem.kind]
+        return make(kind.unpack((out, none, none, none, *call.op_values(self.options))))
 
     def allocate(self, direct: bool, call: Call, M: int) -> list[Tensor]:
         """The output and the three workspaces, uninitialised."""
@@ -138,16 +104,115 @@ class BoundPlan:
             ]
         empty, device = None, call.hidden_states.device
         # determinism may mean that torch.empty fills what it allocates
-        direct = direct and not torch._C._get_deterministic_algorithms()
+        direct = direct and not _deterministic()
         if direct and (device.index is None or device.index == current_device()):
-            empty = _EMPTY.get(device.type)
+            empty = EMPTY_STRIDED.get(device.type)
         if empty is None:
             return [torch.empty(*size, dtype=t, device=device) for size, _, t in shapes]
         return [empty(size, strides, t) for size, strides, t in shapes]
 
 
-_PLAIN = (Tensor, torch.nn.Parameter)
+_PLAIN = {Tensor, torch.nn.Parameter, type(None)}
 _bound: dict[tuple, BoundPlan] = {}
+
+
+class _Guarded(NamedTuple):
+    """A plan of calls whose tensors have what guards compare: types, sizes but M, strides, dtypes,
+    and the dispatch keys of the tensors and of the thread.
+    """
+
+    check: Callable[..., bool]
+    bound: BoundPlan
+    check_rows: Callable[[Call], None]  # where there is a shortcut
+    shortcut: library.Shortcut | None
+
+
+class _Alike(NamedTuple):
+    """What is known of calls with equal options whose tensors have equal types."""
+
+    pick: Callable[[tuple], tuple]  # the tensors among those that may be None
+    guarded: tuple[_Guarded, ...]  # the newest first
+
+
+_MOST_GUARDED = 8
+_alike: dict[tuple, _Alike] = {}
+
+
+def run(call: Call, backend: str) -> Tensor:
+    """The result of a call that records no gradients.
+
+    Eager calls of plain tensors are recognised by what torch.compile guards graphs with: a fifth
+    of the time that a key of all sizes takes. The guards hold where the dispatcher would take the
+    tensors to the kernel as they are, and it is not asked, unless a mode or profiler listens.
+    """
+    if torch.compiler.is_compiling() or machines.pretending():
+        return look_up(call, backend).run(call, call.num_tokens)
+    alike, tensors = _alike, call.tensors()
+    types = tuple(map(type, tensors))
+    options = (backend, call.options(), types)
+    try:
+        known = alike.get(options)
+    except TypeError:  # options without a hash
+        return look_up(call, backend).run(call, call.num_tokens)
+    if known is not None:
+        given = known.pick(tensors)
+        for check, bound, check_rows, shortcut in known.guarded:
+            if not check(*given):
+                continue
+            addresses, M = [*map(_ADDRESS, given)], call.num_tokens
+            if not all(addresses):
+                break
+            if _modes_entered() or _profiling():  # the guards look past a FakeTensorMode
+                return bound.run(call, M)
+            if shortcut is not None and shortcut.most_rows >= M and not _deterministic():
+                check_rows(call)
+                return shortcut.run(call, M, addresses)
+            return bound.run(call, M, True)
+    bound = look_up(call, backend)
+    if not _PLAIN.issuperset(types):
+        return bound.run(call, call.num_tokens)
+    given = tuple([t for t in tensors if t is not None])
+    if not addressable(given):
+        refuse_lost(call)
+        return bound.run(call, call.num_tokens)
+    if not dispatcher_is_idle():
+        return bound.run(call, call.num_tokens)
+    if _TensorGuards is not None:
+        check_rows = library.KINDS[bound.plan.problem.kind].check_rows
+        new = _Guarded(_guards(call), bound, check_rows, bound.shortcut(call))
+        _remember(alike, options, new)
+    return bound.run(call, call.num_tokens, True)
+
+
+def _remember(alike: dict[tuple, _Alike], options: tuple, new: _Guarded) -> None:
+    known = alike.get(options)
+    if known is None:
+        if len(alike) >= 1024:
+            alike.clear()
+        at = [i for i, kind in enumerate(options[-1]) if kind is not type(None)]
+        known = _Alike(operator.itemgetter(*at), ())
+    alike[options] = known._replace(guarded=(new, *known.guarded[: _MOST_GUARDED - 1]))
+
+
+def _guards(call: Call) -> Callable[..., bool]:
+    """Whether tensors are like those of a call: any number of rows where they have M, and there
+    with any strides but that of their columns if it is one.
+    """
+    (dim, of_rows), x = call.rows(), call.hidden_states
+    tensors, sizes, strides = [], [], []
+    for i, tensor in enumerate(call.tensors()):
+        if tensor is None:
+            continue
+        size: list = list(tensor.shape)
+        stride: list = list(tensor.stride())
+        if i in of_rows and tensor.ndim == x.ndim:
+            size[dim] = None
+            stride = [None] * (len(stride) - 1) + [1 if stride[-1] == 1 else None]
+        tensors.append(tensor)
+        sizes.append(size)
+        strides.append(stride)
+    assert _TensorGuards is not None
+    return _TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
 
 
 def make_plan(call: Call, backend: str) -> plans.Plan:
@@ -173,16 +238,15 @@ def look_up(call: Call, backend: str) -> BoundPlan:
         if len(bound_plans) >= 4096:
             bound_plans.clear()
         plan = make_plan(call, backend)
-        plain = all([entry in _PLAIN for entry in key[1] if isinstance(entry, type)])
-        bound = bound_plans[key] = BoundPlan(plan, plain).split()
+        bound = bound_plans[key] = BoundPlan(plan).split()
     return bound
 
 
 def forget() -> None:
     """Plan all calls again: the backends are others.
 
-    A new dict, so that a call that plans in another thread does not put its old plan among the
+    New dicts, so that a call that plans in another thread does not put its old plan among the
     new ones.
     """
-    global _bound
-    _bound = {}
+    global _bound, _alike
+    _bound, _alike = {}, {}

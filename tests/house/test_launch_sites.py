@@ -29,6 +29,8 @@ ADDRESSES = {
     ("backends/torch/cpu.py", "grouped_mm"): "passes them to a C function",
     ("backends/torch/cpu.py", "combine"): "passes them to a C function",
     ("backends/torch/layer.py", "run"): "passes them to a C function",
+    ("backends/torch/layer.py", "shortcut.launch"): "passes that of the output to a C function",
+    ("backends/torch/layer.py", "_launch"): "passes that of scratch memory to a C function",
     ("backends/torch/grouped_mm.py", "_native"): "PyTorch's product needs 16 bytes",
     ("kernels/comm/mailbox.py", "Mailbox.of"): "peers' memory is reached from this rank's",
     ("kernels/gemm/gemv.py", "why_not"): "says why it cannot run",

@@ -32,7 +32,7 @@ def test_calls_launch_every_kernel(sanitize, monkeypatch):
 
     def forget() -> None:
         machines._machine_facts_cached.cache_clear()
-        bind._bound.clear()
+        bind.forget()
 
     with monkeypatch.context() as patch:
         fake_cutlass.install(patch)

@@ -576,7 +576,7 @@ def test_make_fx(scheme, tracing_mode):
 @pytest.mark.slow
 def test_eager_plans_of_one_size_serve_another():
     """Eager calls after a compiled one, and the reverse, at other sizes."""
-    bind._bound.clear()
+    bind.forget()
     layers = Layers()
     compiled = torch.compile(layers, fullgraph=True, backend="aot_eager", dynamic=True)
     for run, M in ((compiled, 4), (layers, 9), (compiled, 3), (layers, 1), (layers, 0)):

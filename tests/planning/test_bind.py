@@ -53,19 +53,12 @@ def direct(monkeypatch) -> list[bool]:
     """Whether each call so far went past the dispatcher."""
     seen = []
 
-    def run(bound, *values):
-        asked = len(seen)
-        out = run_(bound, *values)
-        seen.extend([False] * (asked == len(seen)))  # some are never asked
-        return out
+    def run(bound, call, M, direct=False):
+        seen.append(direct)
+        return run_(bound, call, M, direct)
 
-    def record(bound, values):
-        seen.append(ask(bound, values))
-        return seen[-1]
-
-    run_, ask = bind.BoundPlan.run, bind.BoundPlan.skips_dispatcher
+    run_ = bind.BoundPlan.run
     monkeypatch.setattr(bind.BoundPlan, "run", run)
-    monkeypatch.setattr(bind.BoundPlan, "skips_dispatcher", record)
     return seen
 
 

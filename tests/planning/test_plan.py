@@ -481,13 +481,13 @@ def test_no_plan_knows_the_number_of_tokens(monkeypatch):
         backend, supports=lambda p, m: asked.append(p) or backend.supports(p, m)
     )
     monkeypatch.setattr(backends_module, "BACKENDS", (counting,))
-    bind._bound.clear()
+    bind.forget()
     w13, w2 = torch.randn(2, 8, 6), torch.randn(2, 6, 4)
     for M in (3, 1, 0, 700):
         ids = torch.zeros(M, 1, dtype=torch.int64)
         moe_ops.fused_experts(torch.randn(M, 6), w13, w2, torch.ones(M, 1), ids)
     assert len(asked) == 1
-    bind._bound.clear()
+    bind.forget()
 
 
 def test_every_difference_that_matters_is_planned_anew():
@@ -531,7 +531,7 @@ def test_every_difference_that_matters_is_planned_anew():
 
 def test_threads_share_the_plans():
     """Eight threads, each with sizes of its own, meeting in an empty and overflowing look-up."""
-    bind._bound.clear()
+    bind.forget()
     problems = []
     for i in range(24):
         E, K, I = 2 + i % 3, 4 + 2 * i, 3 + i  # noqa: E741
@@ -539,7 +539,7 @@ def test_threads_share_the_plans():
         args = torch.randn(M, K), torch.randn(E, 2 * I, K), torch.randn(E, K, I)
         args += torch.rand(M, 2), torch.randint(0, E, (M, 2))
         problems.append((args, moe_ops.fused_experts(*args)))
-    bind._bound.clear()
+    bind.forget()
     wrong, start = [], threading.Barrier(8)
 
     def work(seed: int) -> None:
@@ -547,7 +547,7 @@ def test_threads_share_the_plans():
         for step in range(60):
             args, want = problems[(seed * 7 + step * 5) % len(problems)]
             if step % 20 == 0:
-                bind._bound.clear()
+                bind.forget()
             try:
                 if not torch.equal(moe_ops.fused_experts(*args), want):
                     wrong.append("another result")

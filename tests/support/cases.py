@@ -22,6 +22,7 @@ import moe_ops
 from moe_ops.activations import Activation
 from moe_ops.backends.triton.relayout import lay_out
 from moe_ops.meta.scales import TRITON_E2M1
+from moe_ops.ops import memory
 from moe_ops.planning import bind
 from moe_ops.schemes import get_scheme
 from tests.support import oracle
@@ -93,10 +94,11 @@ def poisoned_memory():
         ours = sys._getframe(1).f_globals["__name__"].startswith("moe_ops")
         return garbage(empty(*args, **options)) if ours else empty(*args, **options)
 
+    bind.forget()  # shortcuts that have an allocator
     with (
         mock.patch.object(torch.Tensor, "new_empty", lambda *a, **k: garbage(new_empty(*a, **k))),
         mock.patch.object(torch, "empty", poisoned_empty),
-        mock.patch.object(bind, "_EMPTY", {}),
+        mock.patch.dict(memory.EMPTY_STRIDED, clear=True),
         mock.patch.object(torch, "empty_like", lambda *a, **k: garbage(empty_like(*a, **k))),
     ):
         yield

@@ -39,26 +39,29 @@ class Emulated:
 
     def moe_ops_cpu_experts_run(self, form: int, call: bytes, scratch: int) -> None:
         a, numbers = layer.Experts.from_address(form), layer.CALL.unpack(call)
-        addresses, (x_row, M, top_k, _) = numbers[:15], numbers[15:]
+        addresses, (x_row, weights_row, ids_row, M, top_k, _) = numbers[:21], numbers[21:]
         bits = BITS.get(layer._DECODERS[a.scheme], 8)
-        sizes = [((M - 1) * x_row + a.K) * 2, M * top_k * 8, M * top_k * 4, a.mapped * 8]
-        sizes.append(M * a.K * 2)
+        data, scales, biases = [], [], []
         for matrix, rows, columns in ((a.w13, 2 * a.I, a.K), (a.w2, a.K, a.I)):
             last_row = (a.E - 1) * matrix.expert + (rows - 1) * matrix.row
-            of_bias = a.E * matrix.bias_expert * (4 if matrix.bias_type == 2 else 2)
-            sizes += [last_row + columns * bits // 8, a.E * matrix.scale_expert or 4]
-            sizes += [a.E * matrix.zero_expert, a.E * 4, of_bias]
+            data.append(last_row + columns * bits // 8)
+            scales += [a.E * matrix.scale_expert or 4, a.E * matrix.zero_expert, a.E * 4, 0, 0]
+            biases.append(a.E * matrix.bias_expert * (4 if matrix.bias_type == 2 else 2))
+        of_weights = ((M - 1) * weights_row + top_k) * (4 if a.weights_type == 2 else 2)
+        of_ids = ((M - 1) * ids_row + top_k) * a.ids_bytes
+        sizes = [M * a.K * (4 if a.wide else 2), ((M - 1) * x_row + a.K) * 2, *data]
+        sizes += [of_weights, of_ids, *scales, 0, 0, *biases, a.mapped * 8]
         sizes = [size if at else 0 for at, size in zip(addresses, sizes, strict=True)]
         send = self.process.stdin
         send.write(ctypes.string_at(form, ctypes.sizeof(layer.Experts)) + call)
-        send.write(struct.pack("15q", *sizes))
+        send.write(struct.pack("21q", *sizes))
         for at, size in zip(addresses, sizes, strict=True):
             if at:
                 send.write(ctypes.string_at(at, size))
         send.flush()
-        out = self.process.stdout.read(sizes[4])
-        assert len(out) == sizes[4], "the emulated kernels ended"
-        ctypes.memmove(addresses[4], out, len(out))
+        out = self.process.stdout.read(sizes[0])
+        assert len(out) == sizes[0], "the emulated kernels ended"
+        ctypes.memmove(addresses[0], out, len(out))
 
 
 if __name__ == "__main__":

@@ -109,6 +109,10 @@ def _launch_experts(a: ExpertsArgs) -> None:
         _experts(part, amax_of_x, amax_of_h)
 
 
+def _shortcut(a: ExpertsArgs | BatchedExpertsArgs | GroupedLinearArgs) -> library.Shortcut | None:
+    return layer.shortcut(a) if isinstance(a, ExpertsArgs) else None
+
+
 def _experts(a: ExpertsArgs, amax_of_x: Tensor | None, amax_of_h: Tensor | None) -> None:
     """A layer, or a chunk of its tokens."""
     (M, K), S, pairs, weights = a.out.shape, a.topk_ids.numel(), _sort(a), a.topk_weights
@@ -377,4 +381,5 @@ BACKEND = library.register(
     quantized_input=tuple([name for name, scheme in SCHEMES.items() if scheme.activation]),
     batch_invariant=batch_invariant,
     decodes=layer.decodes,
+    shortcut=_shortcut,
 )

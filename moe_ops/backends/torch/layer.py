@@ -12,6 +12,8 @@ from __future__ import annotations
 import ctypes
 import functools
 import struct
+import sys
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +21,9 @@ from torch import Tensor
 
 from moe_ops.backends.torch import cpu
 from moe_ops.ops.args import ExpertsArgs
+from moe_ops.ops.call import ExpertsCall
+from moe_ops.ops.library import Shortcut
+from moe_ops.ops.memory import EMPTY_STRIDED
 from moe_ops.ops.problem import Machine, Problem
 from moe_ops.schemes import (
     PER_BLOCK,
@@ -53,7 +58,10 @@ MOST_ROWS_OF_BF16 = 4
 # grouped products took 8.6. Up to 32 rows a weight is read once; more were not timed.
 MOST_ROWS_OF_BF16_TILES = 32
 ALIGNMENT = 64
-_DEVICE = torch.device("cpu")  # the default device may be another one
+# of ExpertsArgs: tensors; scales and biases; and behind them the expert map alone
+_FIRST, _FIRST_SCALE, _MAP = [
+    ExpertsArgs._fields.index(name) for name in ("hidden_states", "w13_scale", "expert_map")
+]
 
 _pointer, _size, _int = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
 
@@ -74,17 +82,20 @@ class Experts(ctypes.Structure):
 
     _fields_ = [
         *[(name, _pointer) for name in ("x", "ids", "weights", "map", "out")],
-        *[(name, _size) for name in ("x_row", "M", "top_k", "E", "mapped", "K", "I")],
+        *[(name, _size) for name in ("x_row", "weights_row", "ids_row", "M", "top_k", "E")],
+        *[(name, _size) for name in ("mapped", "K", "I")],
         ("w13", Matrix),
         ("w2", Matrix),
         *[(name, _int) for name in ("scheme", "activation", "interleaved", "threads", "powers")],
-        *[(name, _int) for name in ("batch_invariant", "wide")],
+        *[(name, _int) for name in ("batch_invariant", "wide", "ids_bytes", "weights_type")],
         *[(name, ctypes.c_float) for name in ("alpha", "beta", "limit")],
     ]
 
 
-# struct Call of csrc/cpu/experts.cpp: 15 addresses, then x_row, M, top_k and threads
-CALL = struct.Struct("15P4q")
+# struct Call of csrc/cpu/experts.cpp: `out` and the other tensors of ExpertsArgs, then strides of
+# rows of hidden_states, topk_weights and topk_ids, M, top_k and threads
+_NUMBERS = "6q"
+CALL = struct.Struct("21P" + _NUMBERS)
 
 
 @functools.cache
@@ -171,6 +182,7 @@ def form_of(a: ExpertsArgs) -> Form | None:
         _facts(a.w13, a.w13_scale, a.w13_zero_point, a.w13_bias),
         _facts(a.w2, a.w2_scale, a.w2_zero_point, a.w2_bias),
         0 if a.expert_map is None else a.expert_map.shape[0],
+        (a.topk_ids.dtype, a.topk_weights.dtype),
     )
 
 
@@ -193,10 +205,12 @@ def _few_bf16(a: ExpertsArgs) -> bool:
         return False
     if not a.w13.dtype == a.w2.dtype == torch.bfloat16:
         return False
-    pairs, E = a.topk_ids.numel(), a.w13.shape[0]
-    if pairs <= MOST_ROWS_OF_BF16 * E:
-        return True
-    return pairs <= MOST_ROWS_OF_BF16_TILES * E and bool(kernels().moe_ops_cpu_experts_tiles())
+    return a.topk_ids.numel() <= _most_pairs_of_bf16(a.w13.shape[0])
+
+
+def _most_pairs_of_bf16(E: int) -> int:
+    tiles = kernels().moe_ops_cpu_experts_tiles()
+    return E * (MOST_ROWS_OF_BF16_TILES if tiles else MOST_ROWS_OF_BF16)
 
 
 class _Facts(NamedTuple):
@@ -233,7 +247,9 @@ def _form(
     w13: _Facts,
     w2: _Facts,
     mapped: int,
+    of_router: tuple[torch.dtype, torch.dtype],
 ) -> Form | None:
+    ids, weights = of_router
     activation, alpha, beta, limit, router_weight_on_input, batch_invariant = options
     decoder, (E, K, _) = _decoder(scheme), w2.shape
     I = w2.shape[2] * (2 if w2.dtype == torch.uint8 else 1)  # noqa: E741
@@ -256,6 +272,7 @@ def _form(
         **{"interleaved": activation == "swigluoai", "powers": _powers_of_two(scheme)},
         **{"batch_invariant": batch_invariant, "wide": out_dtype != dtype},
         **{"alpha": alpha, "beta": beta, "limit": limit},
+        **{"ids_bytes": ids.itemsize, "weights_type": _TYPES.get(weights, 2)},
     )
     library = kernels()
     return Form(
@@ -284,33 +301,69 @@ def _readable(weight: _Facts) -> bool:
 
 def run(a: ExpertsArgs, form: Form) -> None:
     """A layer, or a chunk of its tokens."""
-    x, ids, weights, expert_map = a.hidden_states, a.topk_ids, a.topk_weights, a.expert_map
-    if x.stride(1) != 1:
-        x = x.contiguous()
-    if ids.dtype != torch.int64:
-        ids = ids.to(torch.int64)
-    if weights.dtype != torch.float32:
-        weights = weights.to(torch.float32)
-    if expert_map is not None and expert_map.dtype != torch.int64:
-        expert_map = expert_map.to(torch.int64)
-    values = [
-        t if t is None or t.is_contiguous() else t.contiguous()
-        for t in (
-            *(ids, weights, expert_map),
-            *(a.w13_scale, a.w13_zero_point, a.w13_global_scale, a.w13_bias),
-            *(a.w2_scale, a.w2_zero_point, a.w2_global_scale, a.w2_bias),
-        )
-    ]
+    rows = [t if t.stride(1) == 1 else t.contiguous() for t in _rows(a)]
+    if rows[1].dtype not in _TYPES:
+        rows[1] = rows[1].to(torch.float32)
+    expert_map = None if a.expert_map is None else a.expert_map.to(torch.int64)
+    others = [t if t is None else t.contiguous() for t in (*_scales(a), expert_map)]
+    x, weights, ids = rows
     # held until the kernels have run
-    tensors = (x, *values[:3], a.out, a.w13, *values[3:7], a.w2, *values[7:])
+    tensors = (a.out, x, a.w13, a.w2, weights, ids, *others)
+    addresses = [0 if t is None else t.data_ptr() for t in tensors]
+    call, needed = _call_of(form, CALL.pack, addresses, rows)
+    _launch(form, call, torch.empty(needed, dtype=torch.uint8, device=a.out.device))
+
+
+def shortcut(a: ExpertsArgs) -> Shortcut | None:
+    """Calls like this one past the launcher, where nothing of them is to be converted."""
+    form, empty, expert_map = form_of(a), EMPTY_STRIDED.get("cpu"), a.expert_map
+    if form is None or empty is None or a.topk_weights.dtype not in _TYPES:
+        return None
+    if expert_map is not None and expert_map.dtype != torch.int64:
+        return None
+    others = [t for t in (*_scales(a), expert_map) if t is not None]
+    if not all([t.stride(1) == 1 for t in _rows(a)] + [t.is_contiguous() for t in others]):
+        return None
+    K, dtype, most = a.out.shape[1], a.out.dtype, a.chunk_rows or sys.maxsize
+    if not a.scheme:
+        most = min(most, _most_pairs_of_bf16(a.w13.shape[0]) // a.topk_ids.shape[1])
+    tensors = (a.out, *tuple(a)[_FIRST : _MAP + 1])
+    pack = struct.Struct("".join(["8x" if t is None else "P" for t in tensors]) + _NUMBERS).pack
+
+    def launch(call: ExpertsCall, M: int, addresses: Sequence[int]) -> Tensor:
+        out = empty((M, K), (K, 1), dtype)
+        packed, needed = _call_of(form, pack, (out.data_ptr(), *addresses), _rows(call))
+        _launch(form, packed, empty((needed,), (1,), torch.uint8))
+        return out
+
+    return Shortcut(most, launch)
+
+
+def _scales(a: ExpertsArgs) -> tuple[Any, ...]:
+    """And biases."""
+    return tuple(a)[_FIRST_SCALE:_MAP]
+
+
+def _rows(a: ExpertsArgs | ExpertsCall) -> list[Tensor]:
+    return [a.hidden_states, a.topk_weights, a.topk_ids]
+
+
+def _call_of(
+    form: Form, pack: Callable[..., bytes], addresses: Sequence[int], rows: Sequence[Tensor]
+) -> tuple[bytes, int]:
+    """A CALL, and bytes of scratch memory for it."""
+    x, weights, ids = rows
     size = (*ids.shape, torch.get_num_threads())
-    call = CALL.pack(*[0 if t is None else t.data_ptr() for t in tensors], x.stride(0), *size)
+    packed = pack(*addresses, x.stride(0), weights.stride(0), ids.stride(0), *size)
     needed = form.sizes.get(size)
     if needed is None:
         if len(form.sizes) >= 256:
             form.sizes.clear()
-        needed = form.sizes[size] = form.scratch(form.address, call) + ALIGNMENT
-    scratch = torch.empty(needed, dtype=torch.uint8, device=_DEVICE)
+        needed = form.sizes[size] = form.scratch(form.address, packed) + ALIGNMENT
+    return packed, needed
+
+
+def _launch(form: Form, call: bytes, scratch: Tensor) -> None:
     form.run(form.address, call, -(-scratch.data_ptr() // ALIGNMENT) * ALIGNMENT)
 
 

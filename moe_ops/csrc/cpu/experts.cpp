@@ -26,8 +26,10 @@
 #include <arm_neon.h>
 #endif
 #include <omp.h>
+#include <sched.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstring>
 #include <type_traits>
 
@@ -59,42 +61,45 @@ struct Matrix {
 
 struct Experts {  // struct Experts of backends/torch/layer.py, which leaves 0 what is in Call
     const uint16_t* x;       // (M, K) bf16, rows at x_row elements
-    const int64_t* ids;      // (M, top_k)
-    const float* weights;    // (M, top_k)
+    const void* ids;         // (M, top_k) int64, or int32
+    const void* weights;     // (M, top_k) bf16, fp16 or fp32
     const int64_t* map;      // (mapped,) of ids to experts here or -1, or null
     void* out;               // (M, K) bf16, or fp32
-    int64_t x_row, M, top_k, E, mapped, K, I;
+    int64_t x_row, weights_row, ids_row, M, top_k, E, mapped, K, I;  // rows: strides in elements
     Matrix w13, w2;
     int32_t scheme, activation, interleaved, threads, powers;  // powers: of two, scales of activations
     int32_t batch_invariant;  // the bits of a token's row do not depend on other rows
     int32_t wide;             // `out` is fp32
+    int32_t ids_bytes, weights_type;
     float alpha, beta, limit;
 };
 
 // What calls of one form differ in: struct Call of backends/torch/layer.py.
-struct Call {
-    struct Addresses {
-        const uint8_t *data, *scale, *zero_point;
+struct Call {  // the tensors in the order of ExpertsArgs; null where there are none, or no scheme here has them
+    struct Scales {
+        const uint8_t *scale, *zero_point;
         const float* global;
-        const void* bias;
+        const void *channel, *activation;
     };
-    const uint16_t* x;
-    const int64_t* ids;
-    const float* weights;
-    const int64_t* map;
     void* out;
-    Addresses w13, w2;
-    int64_t x_row, M, top_k, threads;
+    const uint16_t* x;
+    const uint8_t *w13, *w2;
+    const void *weights, *ids;
+    Scales scales13, scales2;
+    const void *x_scale, *x_global, *bias13, *bias2;
+    const int64_t* map;
+    int64_t x_row, weights_row, ids_row, M, top_k, threads;
 };
 
 Experts filled(Experts form, const Call& call) {
-    auto take = [](Matrix& m, const Call::Addresses& at) {
-        m.data = at.data, m.scale = at.scale, m.zero_point = at.zero_point, m.global = at.global, m.bias = at.bias;
+    auto take = [](Matrix& m, const uint8_t* data, const Call::Scales& of, const void* bias) {
+        m.data = data, m.scale = of.scale, m.zero_point = of.zero_point, m.global = of.global, m.bias = bias;
     };
     form.x = call.x, form.ids = call.ids, form.weights = call.weights, form.map = call.map, form.out = call.out;
-    form.x_row = call.x_row, form.M = call.M, form.top_k = call.top_k, form.threads = int32_t(call.threads);
-    take(form.w13, call.w13);
-    take(form.w2, call.w2);
+    form.x_row = call.x_row, form.weights_row = call.weights_row, form.ids_row = call.ids_row;
+    form.M = call.M, form.top_k = call.top_k, form.threads = int32_t(call.threads);
+    take(form.w13, call.w13, call.scales13, call.bias13);
+    take(form.w2, call.w2, call.scales2, call.bias2);
     return form;
 }
 
@@ -143,6 +148,16 @@ inline float number(const void* p, int64_t i, int type) {
     if (type == 2) return ((const float*)p)[i];
     const uint16_t bits = ((const uint16_t*)p)[i];
     return type == 1 ? widen_fp16(bits) : widen_bf16(bits);
+}
+
+// Of pair p.
+inline int64_t id_of(const Experts& a, int64_t p) {
+    const int64_t i = p / a.top_k * a.ids_row + p % a.top_k;
+    return a.ids_bytes == 8 ? ((const int64_t*)a.ids)[i] : ((const int32_t*)a.ids)[i];
+}
+
+inline float weight_of(const Experts& a, int64_t p) {
+    return number(a.weights, p / a.top_k * a.weights_row + p % a.top_k, a.weights_type);
 }
 
 #define INLINE TARGET __attribute__((always_inline)) inline
@@ -268,10 +283,10 @@ bool add_blocks(const Experts& a, int64_t m, const int64_t* place, const float* 
     const int64_t ids = a.map ? a.mapped : a.E, blocks = ids % BLOCKS ? 1 : BLOCKS;
     bool any = false;
     for (int64_t p = m * a.top_k; p < (m + 1) * a.top_k; ++p) {
-        if (place[p] < 0 || a.ids[p] * blocks / ids != first) continue;
+        if (place[p] < 0 || id_of(a, p) * blocks / ids != first) continue;
         if (!any) std::fill_n(sums, n, 0.f);
         any = true;
-        Of::add(sums, y + place[p] * n, nullptr, a.weights[p], n);
+        Of::add(sums, y + place[p] * n, nullptr, weight_of(a, p), n);
     }
     for (int64_t i = 0; i < n && any; ++i) sums[i] += 0.f;
     return any;
@@ -332,7 +347,7 @@ struct Layout {
 int64_t sort(const Experts& a, int64_t* start, int64_t* pair, int64_t* hit) {
     const int64_t P = a.M * a.top_k;
     auto expert = [&](int64_t p) -> int64_t {
-        int64_t e = a.ids[p];
+        int64_t e = id_of(a, p);
         if (a.map) e = e >= 0 && e < a.mapped ? a.map[e] : -1;
         return e >= 0 && e < a.E ? e : -1;
     };
@@ -368,6 +383,37 @@ void pack_blocks(const Experts& a, const int64_t* start, const int64_t* hit, int
 // Groups of a step whose sums of tokens zero points need.
 int sums_of(const Matrix& m) { return m.zero_point ? m.groups : 0; }
 
+// Where the threads of a call wait for each other: soon in the system's hands, so that on a busy machine the slowest one
+// gets its turn. That of libgomp spins for milliseconds, and asks the system to wake threads whether or not one sleeps.
+class Barrier {
+    alignas(64) std::atomic<int64_t> arrived = 0;
+    alignas(64) std::atomic<int64_t> turn = 0;
+    static constexpr int SPINS = 1 << 12;  // 80 to 200 us
+
+    static void pause() {
+#if defined(__x86_64__)
+        _mm_pause();
+#else
+        asm volatile("yield");
+#endif
+    }
+
+public:
+    void wait(int64_t threads) {
+        const int64_t now = turn.load(std::memory_order_relaxed);
+        if (arrived.fetch_add(1, std::memory_order_acq_rel) + 1 == threads) {
+            arrived.store(0, std::memory_order_relaxed);
+            turn.store(now + 1, std::memory_order_release);
+            return;
+        }
+        for (int spins = 0; turn.load(std::memory_order_acquire) == now; ++spins)
+            if (spins < SPINS)
+                pause();
+            else
+                sched_yield();
+    }
+};
+
 template <class D>
 void layer(const Experts& a, uint8_t* scratch) {
     using Of = typename D::Isa;
@@ -394,6 +440,7 @@ void layer(const Experts& a, uint8_t* scratch) {
     // rows of x at a time: weights are read again for the next ones
     auto several = [](int64_t row) { return std::max<int64_t>(MOST_ROWS, RESIDENT / row / MOST_ROWS * MOST_ROWS); };
     auto* h = (typename Layout<D>::H*)(scratch + at.h);
+    Barrier barrier;
 #pragma omp parallel num_threads(a.threads)
     {
         const int64_t t = omp_get_thread_num(), T = omp_get_num_threads();
@@ -420,7 +467,7 @@ void layer(const Experts& a, uint8_t* scratch) {
             for (int64_t m = t; m < a.M; m += T)
                 Of::template take<D>(a.x + m * a.x_row, a.K, a.powers, wide, scratch + at.x + m * at.x_row);
         }
-#pragma omp barrier
+        barrier.wait(T);
         // fewer threads than asked for share what is left in turns
         for (int64_t part = t; part < a.threads; part += T) {
             const int64_t i0 = std::min(part * at.share13, a.I), i1 = std::min(i0 + at.share13, a.I), n = i1 - i0;
@@ -448,14 +495,14 @@ void layer(const Experts& a, uint8_t* scratch) {
                     Of::activate(a, y + c * 2 * n, a.w13.bias ? bias : nullptr, i0, i1, h + (first + c) * a.I);
             }
         }
-#pragma omp barrier
+        barrier.wait(T);
         if constexpr (TILED<D>)
             pack_blocks<D>(a, start, hit, hits, t, T, a.I, sums_of(a.w2), wide, scratch + at.packed_h, at.h_row,
                            [&](int64_t s) { return h + s * a.I; });
         else
             for (int64_t s = t; s < pairs; s += T)
                 Of::template take<D>(h + s * a.I, a.I, a.powers, wide, scratch + at.packed_h + s * at.h_row);
-#pragma omp barrier
+        barrier.wait(T);
         for (int64_t part = t; part < a.threads; part += T) {
             const int64_t k0 = std::min(part * at.share2, a.K), n = std::min(k0 + at.share2, a.K) - k0;
             for (int64_t m = 0; m < a.M && n > 0 && !a.batch_invariant; ++m) std::fill_n(sums + m * a.K + k0, n, 0.f);
@@ -472,7 +519,8 @@ void layer(const Experts& a, uint8_t* scratch) {
                 for (int64_t c = 0; c < count; ++c) {
                     const int64_t p = pair[first + c];
                     if (!a.batch_invariant)
-                        Of::add(sums + p / a.top_k * a.K + k0, to + c * n, a.w2.bias ? bias : nullptr, a.weights[p], n);
+                        Of::add(sums + p / a.top_k * a.K + k0, to + c * n, a.w2.bias ? bias : nullptr, weight_of(a, p),
+                                n);
                     else if (a.w2.bias)
                         for (int64_t i = 0; i < n; ++i) to[c * n + i] += bias[i];
                 }

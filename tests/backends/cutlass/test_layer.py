@@ -37,7 +37,7 @@ schemes = pytest.mark.parametrize("scheme", [*backend._FP8, "int4_w4a8"])
 
 def forget() -> None:
     machines._machine_facts_cached.cache_clear()
-    bind._bound.clear()
+    bind.forget()
 
 
 @pytest.fixture(autouse=True)

@@ -49,7 +49,7 @@ schemes = pytest.mark.parametrize("scheme", FORMATS, ids=["plain", "fp8_block", 
 
 def forget() -> None:
     machines._machine_facts_cached.cache_clear()
-    bind._bound.clear()
+    bind.forget()
     dg.library.cache_clear()
 
 

@@ -444,6 +444,42 @@ def test_the_rest_runs_as_before(native, change):
     assert "emulated" in str(moe_ops.explain(x, w13, w2, ids, activation=activation))
 
 
+@pytest.mark.parametrize("scheme", ["", "int4_w4a16:g64:zp", "nvfp4_w4a16", "fp8_block"])
+def test_calls_like_one_before_go_past_the_launcher(native, scheme):
+    """Whatever differs in values, addresses, rows and their strides; with the same bits."""
+    layers = [weights(5, 128, 128, scheme, seed) for seed in (0, 2)]
+    wide = normal(8, 300, seed=4).to(BF16)
+    ids, router = [t.repeat(1, 2) for t in routing(8, 5, 2)]
+    calls = [
+        (wide[:M, at : at + 128], *layer_[:2], router[:M, :2], ids[:M, :2])
+        for M, at, layer_ in ((2, 7, layers[0]), (1, 100, layers[1]), (8, 0, layers[0]))
+    ]
+    calls.append((*[t.contiguous() for t in (calls[2][0],)], *calls[2][1:]))
+    long_way = [moe_ops.fused_experts(*call) for call in calls]
+    assert len(native) == 4
+    moe_ops.planning.bind.forget()
+    torch.use_deterministic_algorithms(False)
+    for call, want in zip(calls, long_way, strict=True):
+        assert torch.equal(moe_ops.fused_experts(*call), want)
+    assert len(native) == 5
+    x, w13, w2, router, ids = calls[2]
+    exact = layers[0][2:]
+    for of_router in (torch.float16, BF16, torch.float64):  # the last one is converted each time
+        for of_ids in (torch.int32, torch.int64):
+            given = router.to(of_router), ids.to(of_ids)
+            for _ in range(2):
+                out = moe_ops.fused_experts(x, w13, w2, *given)
+            tolerance = 0.08 if scheme == "fp8_block" else TOLERANCE
+            assert error(out, expected(x, *exact, given[0], ids)) < tolerance
+    assert len(native) == 5 + 4 + 4
+    with pytest.raises(ValueError, match="topk_ids must have one row per row of hidden_states"):
+        moe_ops.fused_experts(x, w13, w2, router, ids[:3])
+    w2.copy_(layers[1][1])
+    other = moe_ops.fused_experts(x, w13, w2, router, ids)
+    assert torch.equal(other, moe_ops.fused_experts(x, w13, layers[1][1], router, ids))
+    assert not torch.equal(other, long_way[2]) and len(native) == 13
+
+
 def test_no_copy_of_a_weight_is_made(native):
     w13, w2, *_ = weights(16, 512, 512, "int4_w4a16:g128")
     x, (ids, router) = normal(2, 512, seed=3).to(BF16), routing(2, 16, 2)
