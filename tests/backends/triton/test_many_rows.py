@@ -60,13 +60,18 @@ def launches_of(case: Case, **options) -> list:
 
 @pytest.mark.parametrize("options", [{}, {"max_workspace_bytes": 60000}], ids=("whole", "chunks"))
 @pytest.mark.parametrize("scheme", ["fp8_w8a16:channel", "int4_w4a16:g32"])
-def test_workspaces_hold_what_kernels_read(scheme, options):
+@pytest.mark.parametrize("sizes", [{"M": 2048, "E": 16}, {"M": 60, "E": 300}], ids=("many", "few"))
+def test_workspaces_hold_what_kernels_read(scheme, options, sizes):
     """Also where experts outnumber the tokens of a chunk: blocks are as many as a table has."""
-    case = Case("cpu", BF16, scheme, "silu", **SIZES | {"M": 2048, "E": 16})
-    found = launches_of(case, **options)
+    case = Case("cpu", BF16, scheme, "silu", **SIZES | sizes)
+    with mock.patch.object(configs, "many_rows", lambda *_: True):
+        found = launches_of(case, **options)
     products = [one for one in found if one.kernel.name == PRODUCT]
     chunks = len(products) // 2
     assert len(found) == 7 * chunks and (chunks > 1) == bool(options)
+    for one in found[::7]:
+        named = one.named()
+        assert named["counts_ptr"].numel() >= one.grid[0] * named["BLOCK_E"]
     for first, second in zip(products[::2], products[1::2], strict=True):
         rows, h, y = first.named()["x"], second.named()["x"], second.named()["y_ptr"]
         assert y.data_ptr() == rows.base.data_ptr() != h.base.data_ptr()
@@ -113,7 +118,7 @@ def test_workspaces_begin_where_tma_reads(name):
 
 
 def test_too_many_experts():
-    """For the table of blocks, which has a group of pairs of no expert."""
+    """From MAX_EXPERTS on, up to which counts were shown to fit workspace2."""
     case = Case("cpu", BF16, "fp8_w8a16:channel", "silu", M=1024, **SIZES)
     for most, expected in ((4, False), (5, True)):
         with mock.patch.object(mixed, "MAX_EXPERTS", most):
@@ -225,6 +230,7 @@ def test_the_order_of_blocks_leaves_bits_alone(scheme, monkeypatch):
         sm90_wgmma._prepare.cache_clear()
         with mock.patch.object(configs, "many_rows", lambda *_: False):
             found.append(moe_ops.fused_experts(*case.args, backend="triton"))
+        assert sm90_wgmma._prepare.cache_info().currsize  # it ran, with this order
     sm90_wgmma._prepare.cache_clear()
     assert torch.equal(*found)
     assert oracle.relative_error(found[0], case.reference()) < 0.02
