@@ -32,6 +32,7 @@ ADDRESSES = {
     ("backends/torch/layer.py", "shortcut.launch"): "passes that of the output to a C function",
     ("backends/torch/layer.py", "_launch"): "passes that of scratch memory to a C function",
     ("backends/torch/grouped_mm.py", "_native"): "PyTorch's product needs 16 bytes",
+    ("backends/triton/mixed.py", "_runs_packed"): "TMA needs 16 bytes",
     ("kernels/comm/mailbox.py", "Mailbox.of"): "peers' memory is reached from this rank's",
     ("kernels/gemm/gemv.py", "why_not"): "says why it cannot run",
     ("kernels/gemm/sm90_tma.py", "_describable"): "TMA needs 16 bytes",

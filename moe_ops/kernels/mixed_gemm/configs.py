@@ -168,6 +168,8 @@ def _for_experts(
     fits = wgmma and fits_wgmma(config.block_m, M * top_k / routed)
     if config.kernel == SM90_WGMMA and not fits:
         return base
+    if config.kernel == SM90_PACKED:  # measured with more rows, or where it can run
+        return base
     if config.kernel == GEMV and not gemv:
         return base
     if config.kernel == SM90_MMA and token is None:
@@ -194,10 +196,10 @@ def many_rows(rows: int, experts: int, I: int, bits: int) -> bool:  # noqa: E741
     rows share a decoded weight.
 
     In 8 bits it is from 64 rows an expert on: on an H100 fp8_w8a16:block of Qwen3 took 451 us so
-    and 589 without at M = 1024, Mixtral 878 and 998 at 256; with 56 rows, on an H200, 392 and 412,
-    but 773 and 648. In 4 bits sm90_wgmma.py needs no copy of rows and pads them to 64, but writes
+    and 589 without at M = 1024, Mixtral 878 and 999 at 256; with 56 rows, on an H200, 392 and 412,
+    but 773 and 649. In 4 bits sm90_wgmma.py needs no copy of rows and pads them to 64, but writes
     y in fp32: that is most of it where rows of w2 are short. On an H200, so and without, in us:
-    Qwen3 in int4 526 and 530 with 128 rows, 871 and 959 with 256; gptoss20 in mxfp4 683 and 594
+    Qwen3 in int4 526 and 530 with 128 rows, 871 and 959 with 256; gptoss20 in mxfp4 683 and 595
     with 128, 1749 and 1918 with 512; Mixtral in int4 1863 and 1415 with 256, 23.9 and 23.4 ms with
     4096.
     """

@@ -12,6 +12,8 @@ import torch
 import moe_ops
 from moe_ops import environment
 from moe_ops.kernels import configs as kernel_configs
+from moe_ops.kernels import launch
+from moe_ops.kernels.launch import Gpu
 from moe_ops.kernels.mixed_gemm import configs
 from tests.support import oracle
 from tests.support.cases import BF16, FP16, Case
@@ -58,13 +60,18 @@ def launches_of(case: Case, **options) -> list:
 
 @pytest.mark.parametrize("options", [{}, {"max_workspace_bytes": 60000}], ids=("whole", "chunks"))
 @pytest.mark.parametrize("scheme", ["fp8_w8a16:channel", "int4_w4a16:g32"])
-def test_workspaces_hold_what_kernels_read(scheme, options):
+@pytest.mark.parametrize("sizes", [{"M": 2048, "E": 16}, {"M": 60, "E": 300}], ids=("many", "few"))
+def test_workspaces_hold_what_kernels_read(scheme, options, sizes):
     """Also where experts outnumber the tokens of a chunk: blocks are as many as a table has."""
-    case = Case("cpu", BF16, scheme, "silu", **SIZES | {"M": 2048, "E": 16})
-    found = launches_of(case, **options)
+    case = Case("cpu", BF16, scheme, "silu", **SIZES | sizes)
+    with mock.patch.object(configs, "many_rows", lambda *_: True):
+        found = launches_of(case, **options)
     products = [one for one in found if one.kernel.name == PRODUCT]
     chunks = len(products) // 2
     assert len(found) == 7 * chunks and (chunks > 1) == bool(options)
+    for one in found[::7]:
+        named = one.named()
+        assert named["counts_ptr"].numel() >= one.grid[0] * named["BLOCK_E"]
     for first, second in zip(products[::2], products[1::2], strict=True):
         rows, h, y = first.named()["x"], second.named()["x"], second.named()["y_ptr"]
         assert y.data_ptr() == rows.base.data_ptr() != h.base.data_ptr()
@@ -93,6 +100,91 @@ def test_who_does_not(of, options):
     case = Case("cpu", given.pop("dtype"), given.pop("scheme"), **given)
     with mock.patch.object(sm90_wgmma, "why_not", lambda *_: "left out"):
         assert PRODUCT not in [one.kernel.name for one in launches_of(case, **options)]
+
+
+@pytest.mark.parametrize("name", ["workspace13", "workspace2"])
+def test_workspaces_begin_where_tma_reads(name):
+    case = Case("cpu", BF16, "fp8_w8a16:channel", "silu", M=1024, **SIZES)
+    runs, answers = mixed._runs_packed, []
+
+    def shifted(a, *layer):
+        where = torch.empty(getattr(a, name).numel() + 1)[1:]
+        answers.append((runs(a, *layer), runs(a._replace(**{name: where}), *layer)))
+        return False
+
+    with mock.patch.object(mixed, "_runs_packed", shifted):
+        launches_of(case)
+    assert answers == [(True, False)]
+
+
+def test_too_many_experts():
+    """From MAX_EXPERTS on, up to which counts were shown to fit workspace2."""
+    case = Case("cpu", BF16, "fp8_w8a16:channel", "silu", M=1024, **SIZES)
+    for most, expected in ((4, False), (5, True)):
+        with mock.patch.object(mixed, "MAX_EXPERTS", most):
+            names = [one.kernel.name for one in launches_of(case)]
+        assert (PRODUCT in names) == expected
+
+
+def test_a_table_does_not_choose_it():
+    """A table has what was measured at the nearest M, where experts may have had more rows, in a
+    layer without router weights on the input."""
+    problem = (192, 2, 8, 4096, 14336, BF16, Gpu(227 * 1024, True, True), "fp8_w8a16:block", 8)
+    with mock.patch.object(configs, "measured", lambda *_: configs.MANY_ROWS):
+        found = configs.for_experts(*problem, True, False)
+    assert found.kernel == kernel_configs.SM90_WGMMA
+
+
+def emulated(case: Case, launches: list, device: int, gpu: Gpu) -> None:
+    """Run launches, but the products in torch, from the rows and blocks that they are given."""
+    for one in launches:
+        if one.kernel.name != PRODUCT:
+            launch.run([one], device, gpu)
+            continue
+        named = one.named()
+        first = named["ACTIVATION"] != ""
+        w, bias = case.args[1 if first else 2].dequantize().float(), named["bias_ptr"].float()
+        x, y = named["x"].base, named["y_ptr"]
+        done = torch.full_like(y, math.nan)  # x is read while y is written
+        for e, begin, end, _ in named["index_ptr"][: 4 * named["num_blocks"]].view(-1, 4).tolist():
+            if 0 <= e < named["E"]:
+                h = x[begin : min(end, begin + 128)].float() @ w[e].T + bias[e]
+                if first:
+                    gate, up = h.chunk(2, dim=1)
+                    h = torch.nn.functional.silu(gate) * up
+                done[begin : begin + len(h)] = h.to(y.dtype)
+        y.copy_(done)
+
+
+@pytest.mark.skipif(not launch.INTERPRETED, reason="products run on the GPU below")
+@pytest.mark.parametrize(
+    "options", [{}, {"max_workspace_bytes": 1 << 16}], ids=("whole", "chunks")
+)
+@pytest.mark.parametrize("ids_dtype", [torch.int32, torch.int64], ids=str)
+def test_rows_and_sums(options, ids_dtype):
+    """All but the products: counts, rows of x and y share a workspace of garbage; ids of none,
+    experts elsewhere, strided inputs, and an expert of several blocks."""
+    of = {"bias": True, "expert_map": True, "ids_dtype": ids_dtype}
+    case = Case("cpu", BF16, "int8_w8a16:channel", "silu", **SIZES | {"M": 150}, **of)
+    case.args[4][3:140] = case.args[4][0]  # more than a block of 128 rows
+    case.nowhere[3:140] = False
+    case.args[0], case.args[3] = case.args[0].nan_to_num(0.5), case.args[3].nan_to_num(0.5)
+    case.args[0][case.nowhere] = math.nan
+    for i in (0, 3, 4):
+        case.args[i] = case.args[i].T.contiguous().T
+    case.options |= options
+    run = mock.Mock(side_effect=lambda *given: emulated(case, *given))
+    with (
+        mock.patch.object(configs, "on_sm90", lambda _: True),
+        mock.patch.object(configs, "many_rows", lambda *_: True),
+        mock.patch.object(mixed, "run", run),
+    ):
+        out = case.run("triton")
+    case.options = {k: v for k, v in case.options.items() if k not in options}
+    assert oracle.relative_error(out, case.reference()) < 0.01
+    assert (out[case.nowhere] == 0).all() and (run.call_count > 1) == bool(options)
+    names = [one.kernel.name for call in run.call_args_list for one in call.args[0]]
+    assert names.count(PRODUCT) == 2 * run.call_count
 
 
 # --- on a GPU ------------------------------------------------------------------------------------
@@ -138,6 +230,7 @@ def test_the_order_of_blocks_leaves_bits_alone(scheme, monkeypatch):
         sm90_wgmma._prepare.cache_clear()
         with mock.patch.object(configs, "many_rows", lambda *_: False):
             found.append(moe_ops.fused_experts(*case.args, backend="triton"))
+        assert sm90_wgmma._prepare.cache_info().currsize  # it ran, with this order
     sm90_wgmma._prepare.cache_clear()
     assert torch.equal(*found)
     assert oracle.relative_error(found[0], case.reference()) < 0.02
