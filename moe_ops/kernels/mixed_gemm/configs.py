@@ -166,6 +166,8 @@ def _for_experts(
     config = measured(base, gpu, M, top_k, routed, K, I, scheme, dtype)
     # A config that was measured at another M may have too small or too large blocks.
     fits = wgmma and fits_wgmma(config.block_m, M * top_k / routed)
+    # Not all weights of a scheme run in blocks of two operands: of fp32 scales sums are apart.
+    fits = fits and (many > 0 or config.block_m.bit_count() == 1)
     if config.kernel == SM90_WGMMA and not fits:
         return base
     if config.kernel == SM90_PACKED:  # measured with more rows, or where it can run
@@ -411,7 +413,7 @@ def _choose_token(
     if parts * slots > 8:
         most = 4 if chunks <= 6 else 2
     else:
-        most = 8 if slots == 4 and chunks <= 16 else 4
+        most = 8 if 1 < slots <= 4 and chunks <= 16 else 4
     gemm2 = GemmConfig(16 * slots, k_chunk, _depth(chunks, most), parts * slots)
     return LayerConfig(gemm1, gemm2, 1, chunk, SM90_MMA, direct=True)
 
@@ -560,12 +562,40 @@ def choose_wgmma(
     if bits == 8 and rows / groups > MAX_ROWS_OF_8_BITS:
         return None
     chosen = _wgmma(rows, groups, K, I, bits, chunk, many)
-    return _in_8_bits(chosen, min(rows, groups), K, I) if bits == 8 else chosen
+    blocks = max(min(rows, groups), cdiv(rows, chosen.block_m))
+    if bits == 8:
+        return _in_8_bits(chosen, blocks, K, I)
+    return _in_4_bits(chosen, blocks, K, I, many)
 
 
-def _in_8_bits(chosen: LayerConfig, experts: int, K: int, I: int) -> LayerConfig:  # noqa: E741
-    """The config of weights of 8 bits with wider tiles beside few rows. `experts`: at most so many
-    are in use.
+def _in_4_bits(
+    chosen: LayerConfig,
+    blocks: int,
+    K: int,
+    I: int,  # noqa: E741
+    many: int,
+) -> LayerConfig:
+    """The config of weights of 4 bits with tiles of 64 weight rows where their rows are no whole
+    chunks, and a GEMM2 of long rows in halves where its last wave would be short. `blocks`: an
+    estimate of the blocks of the rows.
+    """
+    block_m = chosen.block_m
+    held = 4 if block_m <= 16 else 3 if block_m == 32 else 2  # blocks of a multiprocessor
+    if I >= LONG_ROWS and _short_last_wave(blocks * cdiv(K, 128), held):
+        chosen = chosen._replace(split_k=2)  # three waves of half the time
+    if many or block_m > 16:
+        return chosen
+    # One chunk a K tile: in groups of 32 gptoss20 and gptoss120 took 167 and 484 us at M = 64
+    # with 128 rows, 156 and 462 so. (Other formats in their natural order: not measured.)
+    narrow = GemmConfig(64, 128, 4, 4)
+    return chosen._replace(
+        gemm1=narrow if K % 128 else chosen.gemm1, gemm2=narrow if I % 128 else chosen.gemm2
+    )
+
+
+def _in_8_bits(chosen: LayerConfig, blocks: int, K: int, I: int) -> LayerConfig:  # noqa: E741
+    """The config of weights of 8 bits with wider tiles beside few rows. `blocks`: an estimate of
+    the blocks of the rows.
 
     Measured on an H200 in int8, us with tiles of 128 columns and within 1 % so: Phi-3.5 at M = 8
     214 and 203, at 64, where three blocks of GEMM2 would leave a short last wave, 342 and 316;
@@ -577,7 +607,7 @@ def _in_8_bits(chosen: LayerConfig, experts: int, K: int, I: int) -> LayerConfig
     if chosen.block_m == 8:
         split_k = 3 if chosen.split_k > 1 else 1
         return chosen._replace(gemm1=narrow, gemm2=wide, split_k=split_k)
-    if _short_last_wave(experts * cdiv(K, 128), 3):
+    if _short_last_wave(blocks * cdiv(K, 128), 3):
         return chosen._replace(gemm1=wide, gemm2=narrow)
     return chosen._replace(gemm1=wide)
 
@@ -608,20 +638,12 @@ def _wgmma(
             # (of prepared e2m1 they have room: gptoss20 took 518 us at M = 1024, 588 with eight)
             narrow = GemmConfig(128, 128, 4, 4 if many == STAGES_OF_WORDS else 8)
             return GemmConfig(128, 256, 2, 8) if wide else narrow
-        # One chunk a K tile: in groups of 32 gptoss20 and gptoss120 took 167 and 484 us at M = 64
-        # with 128 rows, 156 and 462 so. (Other formats in their natural order: not measured.)
-        if bits == 4 and columns % 128 and not many and block_m <= 16:
-            return GemmConfig(64, 128, 4, 4)
         if not wide:
             return GemmConfig(128, 128, 3, 4)
         return GemmConfig(64 if block_m == 8 and few else 128, 256, 2, 4)
 
-    tiles = min(rows, groups) * cdiv(K, 128)  # of GEMM2
-    few = tiles <= 2 * MULTIPROCESSORS
+    few = min(rows, groups) * cdiv(K, 128) <= 2 * MULTIPROCESSORS
     split_k = (3 if block_m == 32 else 2) if few and block_m not in (48, 80) else 1
-    blocks = 4 if block_m <= 16 else 3 if block_m == 32 else 2  # a multiprocessor
-    if bits == 4 and I >= LONG_ROWS and _short_last_wave(tiles, blocks):
-        split_k = 2  # three waves of half the time
     gemm1, gemm2 = gemm(K, average < 1), gemm(I, False)
     return LayerConfig(gemm1, gemm2, block_m, chunk, SM90_WGMMA, split_k=split_k)
 
@@ -652,9 +674,15 @@ def _wgmma_space(
     gemms += [(128, 128, 3, 4), (128, 128, 4, 4), (128, 256, 2, 4)]
     gemms += [(128, 128, 4, 8), (128, 256, 2, 8), (128, 256, 3, 8)]
     space = []
-    for block_m in [t for t in (8, 16, 32, 64) if fits_wgmma(t, average)] or [64]:
+    tried = {8, 16, 32, 64, base.block_m}
+    for block_m in [t for t in sorted(tried) if fits_wgmma(t, average)] or [64]:
         whole = base._replace(block_m=block_m, split_k=1)
-        ones = [whole._replace(gemm1=GemmConfig(*g), gemm2=GemmConfig(*g)) for g in gemms]
+        ones = [
+            whole._replace(gemm1=GemmConfig(*g), gemm2=GemmConfig(*g))
+            for g in gemms
+            # with two operands a thread has rows of both halves of a tile
+            if block_m in (8, 16, 32, 64) or (g[0], g[3]) == (128, 4)
+        ]
         twos = ones + [
             one._replace(split_k=split_k)
             for one in ones

@@ -10,7 +10,8 @@ import torch
 pytest.importorskip("triton.experimental.gluon")
 
 
-from moe_ops.kernels.configs import SM90_WGMMA, GemmConfig
+from moe_ops.kernels.configs import SM90_WGMMA, GemmConfig, LayerConfig
+from moe_ops.kernels.launch import Gpu
 from moe_ops.kernels.mixed_gemm import configs, sm90_occupancy, sm90_wgmma
 from moe_ops.kernels.mixed_gemm.sm90_occupancy import occupancy
 from tests.kernels.mixed_gemm.test_sm90_wgmma import int4, mxfp4, wgmma_kernel
@@ -136,6 +137,23 @@ def test_tiles_that_were_measured():
     }.items():
         found = configs.choose_wgmma(*sizes, 256)
         assert (found.gemm1, found.gemm2, found.split_k) == expected, sizes
+    # of 3 experts one block each, and three: 288 tiles of GEMM2, and 864
+    assert [configs.choose_wgmma(n, 3, 12288, 8192, 4, 256).split_k for n in (150, 510)] == [2, 1]
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_tiles_of_any_batch_are_those_whose_bits_were_compared(bits):
+    """`batch_invariant` takes none of the tiles that were added since."""
+    sizes = itertools.product((4, 14, 60, 120, 150, 250, 400, 800), (1024, 2880, 5120, 8192))
+    for (rows, K), I in itertools.product(sizes, (320, 2880, 8192)):  # noqa: E741
+        found = configs._wgmma_of_any_batch(rows, 8, K, I, bits, 1, 1)
+        assert found.block_m in (8, 16, 32, 64) and found.split_k == 1
+        for gemm, columns in ((found.gemm1, K), (found.gemm2, I)):
+            wide = bits == 4 and columns % 256 == 0
+            assert gemm.block_k == (256 if wide else 128)
+            assert gemm.block_n == 128 or (wide and found.block_m == 8)
+    scout = configs._wgmma_of_any_batch(14, 16, 5120, 8192, bits, 1, 1)  # of many programs
+    assert scout.gemm2.block_n == 128
 
 
 def test_int4_overlaps_where_three_blocks_hold_all_tiles():
@@ -167,6 +185,28 @@ def test_search_tries_split_k_and_none():
         assert {t.split_k for t in ones} == {1} and {t.split_k for t in twos} >= {1, 2, 3}
     for _, twos in configs.search_space(base, 4, 4, 128, 2048):
         assert {t.split_k for t in twos} == {1}
+
+
+@pytest.mark.parametrize("average, block_m", [(34, 48), (64, 80)])
+def test_search_tries_blocks_of_two_operands(average, block_m):
+    """Where the default has them, with the tiles that such kernels compile with."""
+    base = configs.choose_wgmma(8 * average, 8, 4096, 14336, 4, 256, 4)
+    space = configs.search_space(base, average, 4, 8, 4096)
+    of_two = [t for ones, twos in space for t in ones + twos if t.block_m == block_m]
+    assert base.block_m == block_m and base in of_two
+    assert {(g.block_n, g.num_warps) for t in of_two for g in t[:2]} == {(128, 4)}
+    assert {t.block_m for ones, _ in space for t in ones} == {64, block_m}
+
+
+def test_tables_give_blocks_of_two_operands_to_weights_that_run_in_them(monkeypatch):
+    """A scheme has others, too: of fp32 scales sums are apart, for which no such kernel compiles."""
+    gemm = GemmConfig(128, 128, 3, 4)
+    tuned = LayerConfig(gemm, gemm, 48, 256, SM90_WGMMA)
+    monkeypatch.setattr(configs, "measured", lambda *_: tuned)
+    problem = 140, 2, 8, 4096, 14336, torch.bfloat16, Gpu(232448, True, True), "int4_w4a16", 4
+    for many, expected in ((4, 48), (0, 64)):
+        found = configs._for_experts.__wrapped__(*problem, True, many=many)
+        assert found.block_m == expected
 
 
 @pytest.mark.parametrize("columns", range(128, 1700, 128))

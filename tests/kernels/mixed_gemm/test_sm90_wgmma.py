@@ -345,6 +345,7 @@ gpu = c.gpu_of(90)
 cases = {"int4_w4a16:g64:zp": "silu", "nvfp4_w4a16": "swigluoai", "int4_w4a8": "gelu"}
 cases |= {"fp8_w8a16:block": "relu2_no_mul"}
 cases |= {"int8_w8a16:g128:zp": "silu", "mxfp4_w4a16": "silu", "int4_w4a16:g128": "silu"}
+cases |= {"int8_w8a16:channel": "silu"}
 streamed = 0
 for scheme, activation in cases.items():
     for block_m, gemm in (
@@ -353,7 +354,7 @@ for scheme, activation in cases.items():
         (80, GemmConfig(128, 128, 3, 4))
         if scheme == "mxfp4_w4a16"
         else (48, GemmConfig(128, 128, 3, 4))
-        if scheme == "int4_w4a16:g128"
+        if scheme in ("int4_w4a16:g128", "int8_w8a16:channel")
         else (64, GemmConfig(128, 256, 2, 8)),
         *[(8, GemmConfig(128, 256, 2, 4))] * (scheme == "int4_w4a16:g128"),
     ):
