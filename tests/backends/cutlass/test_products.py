@@ -230,6 +230,18 @@ def test_many_tiles_of_many_steps(device, rows, monkeypatch):
 
 
 @devices
+@pytest.mark.parametrize("K", (3072, 3080))
+def test_narrow_tiles_of_few_steps_alone(device, K):
+    """48 steps and 49; of a low rank, and of an expert beside ones with few, more than 48."""
+    test_outer(device, [K, 0, 130, 1], 136, 832)
+    rows = [300, 0, 60]  # two tiles that share columns, and some with half of the rows
+    test_multiply(device, rows, 264, K, False, False)
+    test_multiply(device, rows, K, 264, True, False)
+    for name in ("swigluoai, rows", "swigluoai, adapted"):
+        test_activated(device, rows, 136, K, (ACTIVATED | ADAPTED)[name])
+
+
+@devices
 def test_rows_of_no_expert_are_not_written(device, monkeypatch):
     ends, experts = layout([130, 7, 64], device)
     x = torch.randn(len(experts), 72, device=device, dtype=BF16)
