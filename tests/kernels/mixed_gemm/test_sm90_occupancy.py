@@ -199,7 +199,7 @@ def test_search_tries_blocks_of_two_operands(average, block_m):
 
 
 def test_tables_give_blocks_of_two_operands_to_weights_that_run_in_them(monkeypatch):
-    """A scheme has others, too: of fp32 scales sums are apart, for which no such kernel compiles."""
+    """A scheme has others, too: with fp32 scales sums are apart, and no such kernel compiles."""
     gemm = GemmConfig(128, 128, 3, 4)
     tuned = LayerConfig(gemm, gemm, 48, 256, SM90_WGMMA)
     monkeypatch.setattr(configs, "measured", lambda *_: tuned)
