@@ -128,7 +128,7 @@ class _Guarded(NamedTuple):
 
 
 class _Alike(NamedTuple):
-    """What is known of calls with equal options whose tensors have equal types."""
+    """What is known of calls with equal options, types of tensors and shape of w13."""
 
     pick: Callable[[tuple], tuple]  # the tensors among those that may be None
     guarded: tuple[_Guarded, ...]  # the newest first
