@@ -128,7 +128,7 @@ class _Guarded(NamedTuple):
 
 
 class _Alike(NamedTuple):
-    """What is known of calls with equal options whose tensors have equal types."""
+    """What is known of calls with equal options, types of tensors and shape of w13."""
 
     pick: Callable[[tuple], tuple]  # the tensors among those that may be None
     guarded: tuple[_Guarded, ...]  # the newest first
@@ -149,10 +149,11 @@ def run(call: Call, backend: str) -> Tensor:
         return look_up(call, backend).run(call, call.num_tokens)
     alike, tensors = _alike, call.tensors()
     types = tuple(map(type, tensors))
-    options = (backend, call.options(), types)
     try:
+        # the shape of a weight: a model of many kinds of layers does not try the guards of all
+        options = (backend, call.options(), tensors[1].shape, types)
         known = alike.get(options)
-    except TypeError:  # options without a hash
+    except (TypeError, RuntimeError):  # no hash; tensors without sizes
         return look_up(call, backend).run(call, call.num_tokens)
     if known is not None:
         given = known.pick(tensors)
@@ -177,10 +178,10 @@ def run(call: Call, backend: str) -> Tensor:
         return bound.run(call, call.num_tokens)
     if not dispatcher_is_idle():
         return bound.run(call, call.num_tokens)
-    if _TensorGuards is not None:
+    check = _guards(call)
+    if check is not None:
         check_rows = library.KINDS[bound.plan.problem.kind].check_rows
-        new = _Guarded(_guards(call), bound, check_rows, bound.shortcut(call))
-        _remember(alike, options, new)
+        _remember(alike, options, _Guarded(check, bound, check_rows, bound.shortcut(call)))
     return bound.run(call, call.num_tokens, True)
 
 
@@ -194,10 +195,13 @@ def _remember(alike: dict[tuple, _Alike], options: tuple, new: _Guarded) -> None
     alike[options] = known._replace(guarded=(new, *known.guarded[: _MOST_GUARDED - 1]))
 
 
-def _guards(call: Call) -> Callable[..., bool]:
+def _guards(call: Call) -> Callable[..., bool] | None:
     """Whether tensors are like those of a call: any number of rows where they have M, and there
-    with any strides but that of their columns if it is one.
+    with any strides but that of their columns if it is one. None where this torch has no such
+    guards, or they know no call with one tensor in two places.
     """
+    if _TensorGuards is None:
+        return None
     (dim, of_rows), x = call.rows(), call.hidden_states
     tensors, sizes, strides = [], [], []
     for i, tensor in enumerate(call.tensors()):
@@ -211,8 +215,11 @@ def _guards(call: Call) -> Callable[..., bool]:
         tensors.append(tensor)
         sizes.append(size)
         strides.append(stride)
-    assert _TensorGuards is not None
-    return _TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
+    try:
+        guards = _TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
+        return guards.check if guards.check(*tensors) is True else None
+    except Exception:  # they are private to torch, which may change them
+        return None
 
 
 def make_plan(call: Call, backend: str) -> plans.Plan:

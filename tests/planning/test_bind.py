@@ -113,6 +113,56 @@ def test_a_subclass_goes_through_the_dispatcher(direct):
     assert direct == [False] * 3
 
 
+def test_a_torch_of_other_guards(direct, monkeypatch):
+    """They are private to it: where they are called otherwise, calls are looked up."""
+
+    class Fewer:
+        def __init__(self, *tensors):
+            pass
+
+    class Unlike:
+        def __init__(self, *tensors, dynamic_dims_sizes, dynamic_dims_strides):
+            pass
+
+        def check(self, tensors):
+            return True
+
+    args = arguments()
+    want = moe_ops.fused_experts(*args, backend="torch")
+    for guards in (None, Fewer, Unlike):
+        monkeypatch.setattr(bind, "_TensorGuards", guards)
+        bind.forget()
+        for _ in range(2):
+            assert torch.equal(moe_ops.fused_experts(*args, backend="torch"), want)
+        assert not bind._alike
+    assert direct == [True] * 7
+
+
+def test_many_kinds_of_layers_keep_their_guards(monkeypatch):
+    x, _, _, *of_router = arguments()
+    layers = [
+        (x, torch.randn(E, 2 * n, K), torch.randn(E, K, n), *of_router)
+        for n in range(1, bind._MOST_GUARDED + 3)
+    ]
+    bind.forget()
+    want = [moe_ops.fused_experts(*args, backend="torch") for args in layers]
+    monkeypatch.setattr(bind, "look_up", lambda *_: pytest.fail("looked up"))
+    for args, out in zip(layers, want, strict=True):
+        assert torch.equal(moe_ops.fused_experts(*args, backend="torch"), out)
+
+
+def test_a_tensor_in_two_places_leaves_no_guards():
+    """They never hold for it, and would push out others."""
+    args, bias = arguments(), torch.randn(E, 2 * I)
+    bind.forget()
+    outs = [
+        moe_ops.fused_experts(*args, w13_bias=bias, w2_bias=of_w2, backend="torch")
+        for of_w2 in (bias.clone(), bias, bias)
+    ]
+    assert torch.equal(outs[0], outs[1]) and torch.equal(outs[0], outs[2])
+    assert [len(known.guarded) for known in bind._alike.values()] == [1]
+
+
 def test_not_idle_in_modes_transforms_and_tracers():
     seen = {}
 

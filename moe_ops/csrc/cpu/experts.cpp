@@ -388,7 +388,7 @@ int sums_of(const Matrix& m) { return m.zero_point ? m.groups : 0; }
 class Barrier {
     alignas(64) std::atomic<int64_t> arrived = 0;
     alignas(64) std::atomic<int64_t> turn = 0;
-    static constexpr int SPINS = 1 << 12;  // 80 to 200 us
+    static constexpr int SPINS = 1 << 12;  // 80 to 200 us on x86-64 that is not old; less where `pause` is short
 
     static void pause() {
 #if defined(__x86_64__)

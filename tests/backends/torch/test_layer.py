@@ -480,6 +480,32 @@ def test_calls_like_one_before_go_past_the_launcher(native, scheme):
     assert not torch.equal(other, long_way[2]) and len(native) == 13
 
 
+def test_ids_of_other_widths_are_not_read(native):
+    """An op that is called by itself may get them."""
+    w13, w2, *_ = weights(2, 64, 64, "int8_w8a16:channel")
+    ids, router = routing(3, 2, 2)
+    moe_ops.fused_experts(normal(3, 64, seed=4).to(BF16), w13, w2, router, ids)
+    (a,) = native
+    assert layer.form_of(a) is not None
+    for dtype in (torch.uint8, torch.int16):
+        assert layer.form_of(a._replace(topk_ids=ids.to(dtype))) is None
+
+
+def test_few_rows_after_many_go_past_the_launcher(native, monkeypatch):
+    """bf16 weights, which many rows meet elsewhere."""
+    w13, w2, *exact = weights(2, 64, 64, "")
+    x, (ids, router) = normal(128, 64, seed=4).to(BF16), routing(128, 2, 2)
+    torch.use_deterministic_algorithms(False)
+    moe_ops.planning.bind.forget()
+    for M in (128, 2, 128):
+        out = moe_ops.fused_experts(x[:M], w13, w2, router[:M], ids[:M])
+        assert error(out, expected(x[:M], *exact, router[:M], ids[:M])) < 2 * TOLERANCE
+    launched, launch = [], layer._launch
+    monkeypatch.setattr(layer, "_launch", lambda *a: (launched.append(a), launch(*a)))
+    moe_ops.fused_experts(x[:2], w13, w2, router[:2], ids[:2])
+    assert launched and not native
+
+
 def test_no_copy_of_a_weight_is_made(native):
     w13, w2, *_ = weights(16, 512, 512, "int4_w4a16:g128")
     x, (ids, router) = normal(2, 512, seed=3).to(BF16), routing(2, 16, 2)
