@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import operator
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -151,7 +151,7 @@ def run(call: Call, backend: str) -> Tensor:
     types = tuple(map(type, tensors))
     try:
         # the shape of a weight: a model of many kinds of layers does not try the guards of all
-        options = (backend, call.options(), tensors[1].shape, types)
+        options = (backend, call.options(), cast(Tensor, tensors[1]).shape, types)
         known = alike.get(options)
     except (TypeError, RuntimeError):  # no hash; tensors without sizes
         return look_up(call, backend).run(call, call.num_tokens)
@@ -178,10 +178,10 @@ def run(call: Call, backend: str) -> Tensor:
         return bound.run(call, call.num_tokens)
     if not dispatcher_is_idle():
         return bound.run(call, call.num_tokens)
-    check = _guards(call)
-    if check is not None:
+    guards = _guards(call)
+    if guards is not None:
         check_rows = library.KINDS[bound.plan.problem.kind].check_rows
-        _remember(alike, options, _Guarded(check, bound, check_rows, bound.shortcut(call)))
+        _remember(alike, options, _Guarded(guards, bound, check_rows, bound.shortcut(call)))
     return bound.run(call, call.num_tokens, True)
 
 
