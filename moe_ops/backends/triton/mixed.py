@@ -4,7 +4,8 @@ at first launch only.
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache, lru_cache, partial
+from importlib import import_module
 from types import ModuleType
 
 import torch
@@ -56,41 +57,19 @@ from moe_ops.ops.chunks import batched_chunks, chunks
 
 # cached: it has two sym_min of 0.8 us
 num_blocks_of = lru_cache(maxsize=8192)(block_bound)
-_sm90_wgmma: ModuleType | None = None
-_sm90_mma: ModuleType | None = None
-_sm90_packed: ModuleType | None = None
 E4M3 = torch.float8_e4m3fn
 MAX_EXPERTS = 1024  # fewer of whose rows kernels/permute/place.py counts in workspace2
 
 
-def sm90_wgmma() -> ModuleType:
-    """kernels/mixed_gemm/sm90_wgmma.py, which not every Triton can import."""
-    global _sm90_wgmma
-    if _sm90_wgmma is None:
-        from moe_ops.kernels.mixed_gemm import sm90_wgmma as found
-
-        _sm90_wgmma = found
-    return _sm90_wgmma
+@cache
+def _kernels(name: str) -> ModuleType:
+    """A module of moe_ops.kernels that not every Triton can import."""
+    return import_module(f"moe_ops.kernels.{name}")
 
 
-def sm90_mma() -> ModuleType:
-    """kernels/mixed_gemm/sm90_mma.py, likewise."""
-    global _sm90_mma
-    if _sm90_mma is None:
-        from moe_ops.kernels.mixed_gemm import sm90_mma as found
-
-        _sm90_mma = found
-    return _sm90_mma
-
-
-def sm90_packed() -> ModuleType:
-    """kernels/training/sm90_packed.py, likewise."""
-    global _sm90_packed
-    if _sm90_packed is None:
-        from moe_ops.kernels.training import sm90_packed as found
-
-        _sm90_packed = found
-    return _sm90_packed
+sm90_wgmma = partial(_kernels, "mixed_gemm.sm90_wgmma")
+sm90_mma = partial(_kernels, "mixed_gemm.sm90_mma")
+sm90_packed = partial(_kernels, "training.sm90_packed")
 
 
 def experts(a: ExpertsArgs) -> None:
