@@ -4,7 +4,7 @@ at first launch only.
 
 from __future__ import annotations
 
-from functools import cache, lru_cache, partial
+from functools import cache, lru_cache
 from importlib import import_module
 from types import ModuleType
 
@@ -62,14 +62,21 @@ MAX_EXPERTS = 1024  # fewer of whose rows kernels/permute/place.py counts in wor
 
 
 @cache
-def _kernels(name: str) -> ModuleType:
-    """A module of moe_ops.kernels that not every Triton can import."""
-    return import_module(f"moe_ops.kernels.{name}")
+def sm90_wgmma() -> ModuleType:
+    """Its kernels, which not every Triton can import."""
+    return import_module("moe_ops.kernels.mixed_gemm.sm90_wgmma")
 
 
-sm90_wgmma = partial(_kernels, "mixed_gemm.sm90_wgmma")
-sm90_mma = partial(_kernels, "mixed_gemm.sm90_mma")
-sm90_packed = partial(_kernels, "training.sm90_packed")
+@cache
+def sm90_mma() -> ModuleType:
+    """Likewise."""
+    return import_module("moe_ops.kernels.mixed_gemm.sm90_mma")
+
+
+@cache
+def sm90_packed() -> ModuleType:
+    """Likewise."""
+    return import_module("moe_ops.kernels.training.sm90_packed")
 
 
 def experts(a: ExpertsArgs) -> None:
