@@ -31,8 +31,11 @@ class Emulated:
     def moe_ops_cpu_experts_avx(self, most: int) -> int:
         return 2
 
-    def moe_ops_cpu_experts_tiles(self) -> int:
-        return 0
+    def moe_ops_cpu_experts_as_bf16(self, as_bf16: int) -> None:
+        pass
+
+    def moe_ops_cpu_experts_in_use(self) -> int:
+        return 2
 
     def moe_ops_cpu_experts_scratch(self, form: int, call: bytes) -> int:
         return 0

@@ -41,7 +41,7 @@ def library() -> ctypes.CDLL | None:
         found = ctypes.CDLL(str(_LIBRARY))
     except OSError:  # not there; or CXX compiles for another machine, or libgomp is missing
         return None
-    newest = "moe_ops_cpu_experts_tiles"  # what older versions lack
+    newest = "moe_ops_cpu_experts_in_use"  # what older versions lack
     return found if hasattr(found, newest) else None
 
 

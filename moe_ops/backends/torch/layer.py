@@ -51,12 +51,11 @@ ACTIVATIONS = {  # of its Activation
 _TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 WIDEST = 1024  # AMX beside AVX-512, of the instructions that the kernels may use
 COLUMNS = 32  # K and I are multiples of it
-# bf16 weights: rows an expert up to which the layer is faster than a grouped product at a time. On
-# two EPYC cores with AVX-512 it took 0.42 of the time at one token, 0.57 at 1 row, 0.93 at 4.
-MOST_ROWS_OF_BF16 = 4
-# The same where tiles (AMX) multiply them: at 8 rows they took 5.7 ms on two cores of a Xeon where
-# grouped products took 8.6. Up to 32 rows a weight is read once; more were not timed.
-MOST_ROWS_OF_BF16_TILES = 32
+# bf16 weights: rows an expert up to which the layer is faster than a grouped product at a time, by
+# the instructions in use. On two cores of an EPYC (Zen 4) it took, with AVX-512, 0.82 of the time
+# at 1 row, 0.85 at 8, 0.96 at 12 and 0.94 to 1.04 beyond; with AVX2 0.85 at 1, 0.90 at 2 and 1.06
+# at 4. With AMX, on two cores of a Xeon, 0.66 at 8; up to 32 rows a weight is read once there.
+MOST_ROWS_OF_BF16 = {1024: 32, 512: 12, 128: 4, 2: 3}
 ALIGNMENT = 64
 # of ExpertsArgs: tensors; scales and biases; and behind them the expert map alone
 _FIRST, _FIRST_SCALE, _MAP = [
@@ -209,8 +208,7 @@ def _few_bf16(a: ExpertsArgs) -> bool:
 
 
 def _most_pairs_of_bf16(E: int) -> int:
-    tiles = kernels().moe_ops_cpu_experts_tiles()
-    return E * (MOST_ROWS_OF_BF16_TILES if tiles else MOST_ROWS_OF_BF16)
+    return E * MOST_ROWS_OF_BF16[kernels().moe_ops_cpu_experts_in_use()]
 
 
 class _Facts(NamedTuple):

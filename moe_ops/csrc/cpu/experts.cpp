@@ -34,6 +34,7 @@
 #include <type_traits>
 
 #include "bf16.h"
+#include "processor.h"
 
 namespace {
 
@@ -218,16 +219,6 @@ void whole_tile(int rows, const uint8_t* const* x, const Matrix& m, const Weight
     for (int i = 0; i < rows; ++i) std::copy_n(sums + i * TILE, TILE, y + i * y_stride);
 }
 
-// Whether this processor reads on by itself in several pages at once, so that streams in each are faster than one.
-bool reads_on() {
-#if defined(__x86_64__)
-    static const bool does = __builtin_cpu_is("intel");
-    return does;
-#else
-    return false;
-#endif
-}
-
 // Weight rows n0 to n1 times `count` rows of x; the rows at `next` are multiplied after them. While others are
 // multiplied rows are prefetched: those PREFETCH tiles ahead, or those of a window, beside each tile of the window
 // before it one row of every stream.
@@ -236,7 +227,7 @@ void panel(int64_t count, const uint8_t* const* x, const Matrix& m, const Weight
            int64_t cols, float* y, int64_t y_stride, const uint8_t* next, bool batch_invariant) {
     constexpr int64_t STREAMS = TILE;  // one beside each row of a tile
     const int64_t parts = (count + MOST_ROWS - 1) / MOST_ROWS;
-    const bool windows = D::Isa::WINDOWS && reads_on();
+    const bool windows = D::Isa::WINDOWS && is_intel();
     const int64_t most = windows ? std::max<int64_t>(WINDOW / m.row / TILE, STREAMS) : 1;
     const int64_t size = even((n1 - n0) / TILE, most) * TILE;
     for (int64_t begin = n0; begin < n1; begin += size) {
@@ -542,7 +533,7 @@ void layer(const Experts& a, uint8_t* scratch) {
 template <class D>
 constexpr int64_t FROM_ROWS = 0;
 template <class D>
-    requires TILED<D>
+    requires requires { D::FROM_ROWS; }
 constexpr int64_t FROM_ROWS<D> = D::FROM_ROWS;
 
 struct Entry {
@@ -560,8 +551,10 @@ constexpr Entry ENTRY = {[](const Experts& a) { return Layout<D>(a).bytes; }, la
 
 #if defined(__x86_64__)
 const Entry OF_AVX512[] = ENTRIES(avx512, avx512), OF_AVX2[] = ENTRIES(avx2, avx2::whole);
+const Entry OF_AVX512_AS_BF16[] = ENTRIES(avx512, avx512::as_bf16);
 const Entry* entries = OF_AVX2;
 bool tiles = false;  // whether AMX is in use
+int as_bf16 = -1;    // whether 4 bits become bf16 with AVX-512; -1: where that is faster
 
 #ifdef MOE_OPS_AMX
 const Entry OF_AMX[] = ENTRIES(amx, amx);
@@ -596,14 +589,20 @@ int use(int most) {
 
 constexpr int64_t MOST_COLUMNS = 1 << 16;  // of bytes whose products have sums of 32 bits
 
-// Whether experts have so many rows on average, those of other processes included, that tiles are faster.
-bool many_rows(const Experts& a) {
-    if (std::max(a.K, a.I) > MOST_COLUMNS) return false;
-    const int64_t from_rows = OF_AMX[a.scheme].from_rows + a.w13.groups;
+// Whether experts have so many rows on average, those of other processes included, that these entries are faster.
+bool many_rows(const Experts& a, const Entry* of) {
+    const int64_t from_rows = of[a.scheme].from_rows + a.w13.groups;
     return !a.batch_invariant && a.M * a.top_k >= from_rows * std::max(a.E, a.mapped);
 }
 
-const Entry& entry_of(const Experts& a) { return (tiles && many_rows(a) ? OF_AMX : entries)[a.scheme]; }
+bool of_tiles(const Experts& a) { return std::max(a.K, a.I) <= MOST_COLUMNS && many_rows(a, OF_AMX); }
+
+const Entry& entry_of(const Experts& a) {
+    if (tiles && of_tiles(a)) return OF_AMX[a.scheme];
+    if (entries == OF_AVX512 && (as_bf16 < 0 ? !is_intel() && many_rows(a, OF_AVX512_AS_BF16) : as_bf16))
+        return OF_AVX512_AS_BF16[a.scheme];
+    return entries[a.scheme];
+}
 #else
 const Entry entries[] = ENTRIES(neon, neon);
 
@@ -612,22 +611,25 @@ int use(int) { return 128; }
 const Entry& entry_of(const Experts& a) { return entries[a.scheme]; }
 #endif
 
+int in_use = 0;  // what `use` said
+
 }  // namespace
 
 extern "C" {
 
-// Which instructions are in use from now on, no wider than `most` on x86-64: 1024 (AMX for several rows an expert,
+// Chooses the instructions in use from now on, no wider than `most` on x86-64, and says which they are: 1024 (AMX for several rows an expert,
 // else AVX-512), 512 (AVX-512), 2 (AVX2) or, where this processor has none of them, 0; 128 (NEON).
-int moe_ops_cpu_experts_avx(int most) { return use(most); }
+int moe_ops_cpu_experts_avx(int most) { return in_use = use(most); }
 
-// 1 if calls of several rows an expert run on tiles (AMX) from now on.
-int moe_ops_cpu_experts_tiles() {
+// Whether weights of 4 bits become bf16 with AVX-512 from now on: 1, 0, or -1, where a call is faster so.
+void moe_ops_cpu_experts_as_bf16(int as) {
 #if defined(__x86_64__)
-    return tiles;
-#else
-    return 0;
+    as_bf16 = as;
 #endif
 }
+
+// Which instructions are in use, as of the last choice.
+int moe_ops_cpu_experts_in_use() { return in_use; }
 
 int64_t moe_ops_cpu_experts_struct_bytes() { return sizeof(Experts) + sizeof(Call); }
 
@@ -636,8 +638,9 @@ int64_t moe_ops_cpu_experts_struct_bytes() { return sizeof(Experts) + sizeof(Cal
 int64_t moe_ops_cpu_experts_scratch(const Experts* form, const Call* call) {
     const Experts a = filled(*form, *call);
 #if defined(__x86_64__)
-    const int64_t most = std::max(OF_AVX512[a.scheme].bytes(a), OF_AVX2[a.scheme].bytes(a));
-    return many_rows(a) ? std::max(most, OF_AMX[a.scheme].bytes(a)) : most;
+    int64_t most = 0;
+    for (const Entry* of : {OF_AVX512, OF_AVX512_AS_BF16, OF_AVX2}) most = std::max(most, of[a.scheme].bytes(a));
+    return of_tiles(a) ? std::max(most, OF_AMX[a.scheme].bytes(a)) : most;
 #else
     return entries[a.scheme].bytes(a);
 #endif
@@ -650,5 +653,6 @@ void moe_ops_cpu_experts_run(const Experts* form, const Call* call, void* scratc
 }
 #else
 extern "C" int moe_ops_cpu_experts_avx(int) { return 0; }
-extern "C" int moe_ops_cpu_experts_tiles() { return 0; }
+extern "C" void moe_ops_cpu_experts_as_bf16(int) {}
+extern "C" int moe_ops_cpu_experts_in_use() { return 0; }
 #endif

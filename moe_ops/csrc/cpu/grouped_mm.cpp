@@ -16,6 +16,7 @@
 #include <immintrin.h>
 
 #include "bf16.h"
+#include "processor.h"
 
 namespace {
 

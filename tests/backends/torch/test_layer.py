@@ -23,15 +23,21 @@ RUN = layer.run
 pytestmark = pytest.mark.skipif(layer.kernels() is None, reason="not built, or no AVX2")
 
 
-@pytest.fixture(autouse=True, params=[1024, 512, 2], ids=["amx", "avx512", "avx2"])
+# instructions, and whether weights of 4 bits become bf16, whichever this processor does faster
+FORMS = {"amx": (1024, 0), "avx512": (512, 0), "avx512_bf16": (512, 1), "avx2": (2, -1)}
+
+
+@pytest.fixture(autouse=True, params=FORMS.values(), ids=FORMS)
 def avx(request) -> Iterator[None]:
     """Every form of the kernels that this processor runs."""
-    library = layer.kernels()
+    library, (widest, as_bf16) = layer.kernels(), request.param
     try:
-        if library.moe_ops_cpu_experts_avx(request.param) != request.param:
+        library.moe_ops_cpu_experts_as_bf16(as_bf16)
+        if library.moe_ops_cpu_experts_avx(widest) != widest:
             pytest.skip("this processor lacks it")
         yield
     finally:
+        library.moe_ops_cpu_experts_as_bf16(-1)
         library.moe_ops_cpu_experts_avx(layer.WIDEST)
 
 
@@ -89,7 +95,7 @@ def run(x, w13, w2, router, ids, **options):
     from which every format takes tiles.
     """
     M, copies = x.shape[0], 1
-    if layer.kernels().moe_ops_cpu_experts_tiles():
+    if layer.kernels().moe_ops_cpu_experts_in_use() == 1024:
         expert_map = options.get("expert_map")
         experts = max(w2.shape[0], 0 if expert_map is None else expert_map.shape[0])
         copies = -(-ROWS_OF_TILES * experts // ids.numel())
@@ -106,8 +112,7 @@ def test_schemes(native, scheme, K, I):  # noqa: E741
         w13, w2, exact13, exact2 = weights(5, K, I, scheme)
     except ValueError as reason:
         pytest.skip(str(reason))  # columns are no multiple of a group's
-    tiles = layer.kernels().moe_ops_cpu_experts_tiles()
-    most = 5 * (layer.MOST_ROWS_OF_BF16_TILES if tiles else layer.MOST_ROWS_OF_BF16)
+    most = 5 * layer.MOST_ROWS_OF_BF16[layer.kernels().moe_ops_cpu_experts_in_use()]
     # 1 to 8 rows an expert, some more, and rows in parts
     for M, threads in ((1, 1), (3, 2), (7, 1), (20, 2), (70, 1)):
         if not scheme and most < 2 * M:
