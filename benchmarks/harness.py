@@ -24,6 +24,7 @@ from moe_ops.bench.timing import (
     relative_error,
     summary,
 )
+from moe_ops.planning import bind
 
 __all__ = [
     "capture",
@@ -91,6 +92,7 @@ def use_cpu_kernels(avx: int) -> int:
     if kernels is None:
         raise SystemExit("the CPU kernels are not built, or this processor lacks AVX2")
     layer.cpu.why_not()  # chooses the widest AVX, once
+    bind.forget()  # shortcuts past what is chosen by these instructions
     used = kernels.moe_ops_cpu_experts_avx(avx)
     kernels.moe_ops_cpu_avx(used)
     return used

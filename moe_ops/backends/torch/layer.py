@@ -4,7 +4,8 @@ lie; nothing of their size is allocated.
 
 Error against fp64 at unit scale: 1.7e-3 from rounding the output; 2.5e-3 where h is rounded, too.
 Integers and e2m1 meet tokens and h in whole numbers of 16 bits, under a scale for 128 columns;
-with AMX, int8 alone, under one for all columns: the others meet both in bf16.
+with AMX, int8 alone, under one for all columns: the others meet both in bf16. So do 4 bits in
+calls of many rows with AVX-512 on processors that are not Intel's.
 """
 
 from __future__ import annotations

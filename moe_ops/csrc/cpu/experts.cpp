@@ -617,8 +617,8 @@ int in_use = 0;  // what `use` said
 
 extern "C" {
 
-// Chooses the instructions in use from now on, no wider than `most` on x86-64, and says which they are: 1024 (AMX for several rows an expert,
-// else AVX-512), 512 (AVX-512), 2 (AVX2) or, where this processor has none of them, 0; 128 (NEON).
+// Chooses the instructions in use from now on, no wider than `most` on x86-64, and says which they are: 1024 (AMX for
+// several rows an expert, else AVX-512), 512 (AVX-512), 2 (AVX2) or, where this processor has none of them, 0; 128 (NEON).
 int moe_ops_cpu_experts_avx(int most) { return in_use = use(most); }
 
 // Whether weights of 4 bits become bf16 with AVX-512 from now on: 1, 0, or -1, where a call is faster so.

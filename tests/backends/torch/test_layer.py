@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from moe_ops.backends.torch import layer
 BF16 = torch.bfloat16
 # sums are fp32; h and the output are rounded to bf16, by 2^-9 of a number at most
 TOLERANCE = 3.5e-3
+CPU_FACTS = Path("/proc/cpuinfo")
 ROWS_OF_TILES = 8  # an expert, from which every format takes tiles
 SCHEMES = (
     *("", "int4_w4a16:g128", "int4_w4a16:g64", "int4_w4a16:g32", "int4_w4a16:g128:zp"),
@@ -23,22 +25,33 @@ RUN = layer.run
 pytestmark = pytest.mark.skipif(layer.kernels() is None, reason="not built, or no AVX2")
 
 
-# instructions, and whether weights of 4 bits become bf16, whichever this processor does faster
-FORMS = {"amx": (1024, 0), "avx512": (512, 0), "avx512_bf16": (512, 1), "avx2": (2, -1)}
+# instructions, and whether weights of 4 bits become bf16 (1), bytes (0) or what is faster (-1)
+FORMS = {
+    "amx": (1024, -1),
+    "avx512": (512, -1),
+    "avx512_bytes": (512, 0),
+    "avx512_bf16": (512, 1),
+    "avx2": (2, -1),
+}
 
 
-@pytest.fixture(autouse=True, params=FORMS.values(), ids=FORMS)
-def avx(request) -> Iterator[None]:
+def use(form):
+    library, (widest, as_bf16) = layer.kernels(), FORMS[form]
+    library.moe_ops_cpu_experts_as_bf16(as_bf16)
+    moe_ops.planning.bind.forget()  # shortcuts, up to so many rows
+    return library.moe_ops_cpu_experts_avx(widest) == widest
+
+
+@pytest.fixture(autouse=True, params=FORMS)
+def avx(request) -> Iterator[str]:
     """Every form of the kernels that this processor runs."""
-    library, (widest, as_bf16) = layer.kernels(), request.param
     try:
-        library.moe_ops_cpu_experts_as_bf16(as_bf16)
-        if library.moe_ops_cpu_experts_avx(widest) != widest:
+        if not use(request.param):
             pytest.skip("this processor lacks it")
-        yield
+        yield request.param
     finally:
-        library.moe_ops_cpu_experts_as_bf16(-1)
-        library.moe_ops_cpu_experts_avx(layer.WIDEST)
+        layer.kernels().moe_ops_cpu_experts_as_bf16(-1)
+        layer.kernels().moe_ops_cpu_experts_avx(layer.WIDEST)
 
 
 @pytest.fixture(autouse=True)
@@ -237,6 +250,24 @@ def test_batch_invariant_rows_are_those_of_one_token(native, scheme):
         row = moe_ops.fused_experts(x[m : m + 1], w13, w2, *alone, **options)
         assert torch.equal(out[m : m + 1], row), m
     assert len(native) == 6
+
+
+@pytest.mark.parametrize("scheme", ["int4_w4a16:g128", "int4_w4a16:g32:zp", "nvfp4_w4a16"])
+def test_rows_of_4_bits_that_become_bf16(avx, scheme):
+    """On processors that are not Intel's those of calls with many rows an expert."""
+    if avx != "avx512" or not CPU_FACTS.exists():
+        pytest.skip("what is chosen depends on the processor with AVX-512 alone")
+    w13, w2, *_ = weights(3, 256, 128, scheme)
+    x, (ids, router) = normal(24, 256, seed=3).to(BF16), routing(24, 3, 2)
+    is_intel = "GenuineIntel" in CPU_FACTS.read_text()
+    for M in (1, 24):
+        outs = {}
+        for form in ("avx512", "avx512_bytes", "avx512_bf16"):
+            use(form)
+            outs[form] = moe_ops.fused_experts(x[:M], w13, w2, router[:M], ids[:M])
+        assert not torch.equal(outs["avx512_bytes"], outs["avx512_bf16"])
+        chosen = "avx512_bytes" if M == 1 or is_intel else "avx512_bf16"
+        assert torch.equal(outs["avx512"], outs[chosen])
 
 
 def test_ids_out_of_range_and_an_expert_map(native):
@@ -453,11 +484,11 @@ def test_the_rest_runs_as_before(native, change):
 def test_calls_like_one_before_go_past_the_launcher(native, scheme):
     """Whatever differs in values, addresses, rows and their strides; with the same bits."""
     layers = [weights(5, 128, 128, scheme, seed) for seed in (0, 2)]
-    wide = normal(8, 300, seed=4).to(BF16)
-    ids, router = [t.repeat(1, 2) for t in routing(8, 5, 2)]
+    wide = normal(7, 300, seed=4).to(BF16)
+    ids, router = [t.repeat(1, 2) for t in routing(7, 5, 2)]
     calls = [
         (wide[:M, at : at + 128], *layer_[:2], router[:M, :2], ids[:M, :2])
-        for M, at, layer_ in ((2, 7, layers[0]), (1, 100, layers[1]), (8, 0, layers[0]))
+        for M, at, layer_ in ((2, 7, layers[0]), (1, 100, layers[1]), (7, 0, layers[0]))
     ]
     calls.append((*[t.contiguous() for t in (calls[2][0],)], *calls[2][1:]))
     long_way = [moe_ops.fused_experts(*call) for call in calls]
