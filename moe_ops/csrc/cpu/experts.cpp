@@ -552,6 +552,7 @@ constexpr Entry ENTRY = {[](const Experts& a) { return Layout<D>(a).bytes; }, la
 #if defined(__x86_64__)
 const Entry OF_AVX512[] = ENTRIES(avx512, avx512), OF_AVX2[] = ENTRIES(avx2, avx2::whole);
 const Entry OF_AVX512_AS_BF16[] = ENTRIES(avx512, avx512::as_bf16);
+const Entry OF_AVX512_ALIKE[] = ENTRIES(avx512::alike, avx512);
 const Entry* entries = OF_AVX2;
 bool tiles = false;  // whether AMX is in use
 int as_bf16 = -1;    // whether 4 bits become bf16 with AVX-512; -1: where that is faster
@@ -599,6 +600,7 @@ bool of_tiles(const Experts& a) { return std::max(a.K, a.I) <= MOST_COLUMNS && m
 
 const Entry& entry_of(const Experts& a) {
     if (tiles && of_tiles(a)) return OF_AMX[a.scheme];
+    if (entries == OF_AVX512 && a.batch_invariant) return OF_AVX512_ALIKE[a.scheme];
     if (entries == OF_AVX512 && (as_bf16 < 0 ? !is_intel() && many_rows(a, OF_AVX512_AS_BF16) : as_bf16))
         return OF_AVX512_AS_BF16[a.scheme];
     return entries[a.scheme];
