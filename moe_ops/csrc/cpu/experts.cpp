@@ -549,13 +549,13 @@ constexpr Entry ENTRY = {[](const Experts& a) { return Layout<D>(a).bytes; }, la
      ENTRY<of_integers::Nvfp4>, ENTRY<of_integers::Int8>, ENTRY<isa::Fp8>, ENTRY<isa::Fp8Blocks>,           \
      ENTRY<of_integers::Int8Tokens>, ENTRY<isa::Fp8Tokens>, ENTRY<isa::Fp8BlocksTokens>}
 
+int in_use = 0;  // instructions, as `widest` names them
+
 #if defined(__x86_64__)
 const Entry OF_AVX512[] = ENTRIES(avx512, avx512), OF_AVX2[] = ENTRIES(avx2, avx2::whole);
 const Entry OF_AVX512_AS_BF16[] = ENTRIES(avx512, avx512::as_bf16);
 const Entry OF_AVX512_ALIKE[] = ENTRIES(avx512::alike, avx512);
-const Entry* entries = OF_AVX2;
-bool tiles = false;  // whether AMX is in use
-int as_bf16 = -1;    // whether 4 bits become bf16 with AVX-512; -1: where that is faster
+int as_bf16 = -1;  // whether 4 bits become bf16 with AVX-512; -1: where that is faster
 
 #ifdef MOE_OPS_AMX
 const Entry OF_AMX[] = ENTRIES(amx, amx);
@@ -575,16 +575,14 @@ const Entry* const OF_AMX = OF_AVX512;
 bool has_tiles() { return false; }
 #endif
 
-// Instructions in use from now on, no wider than `most`: 1024 (AMX beside AVX-512), 512 (AVX-512), 2 (AVX2), or 0
+// The widest instructions here that are no wider than `most`: 1024 (AMX beside AVX-512), 512 (AVX-512), 2 (AVX2), or 0
 // where there are none.
-int use(int most) {
+int widest(int most) {
     const bool wide = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
                       __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vbmi") &&
                       __builtin_cpu_supports("avx512vnni");
-    entries = most >= 512 && wide ? OF_AVX512 : OF_AVX2;
-    tiles = most >= 1024 && entries == OF_AVX512 && has_tiles();
-    if (entries == OF_AVX512) return tiles ? 1024 : 512;
+    if (most >= 512 && wide) return most >= 1024 && has_tiles() ? 1024 : 512;
     return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c") ? 2 : 0;
 }
 
@@ -599,21 +597,19 @@ bool many_rows(const Experts& a, const Entry* of) {
 bool of_tiles(const Experts& a) { return std::max(a.K, a.I) <= MOST_COLUMNS && many_rows(a, OF_AMX); }
 
 const Entry& entry_of(const Experts& a) {
-    if (tiles && of_tiles(a)) return OF_AMX[a.scheme];
-    if (entries == OF_AVX512 && a.batch_invariant) return OF_AVX512_ALIKE[a.scheme];
-    if (entries == OF_AVX512 && (as_bf16 < 0 ? !is_intel() && many_rows(a, OF_AVX512_AS_BF16) : as_bf16))
-        return OF_AVX512_AS_BF16[a.scheme];
-    return entries[a.scheme];
+    if (in_use < 512) return OF_AVX2[a.scheme];
+    if (in_use == 1024 && of_tiles(a)) return OF_AMX[a.scheme];
+    if (a.batch_invariant) return OF_AVX512_ALIKE[a.scheme];
+    const bool of_words = as_bf16 < 0 ? !is_intel() && many_rows(a, OF_AVX512_AS_BF16) : as_bf16;
+    return (of_words ? OF_AVX512_AS_BF16 : OF_AVX512)[a.scheme];
 }
 #else
 const Entry entries[] = ENTRIES(neon, neon);
 
-int use(int) { return 128; }
+int widest(int) { return 128; }
 
 const Entry& entry_of(const Experts& a) { return entries[a.scheme]; }
 #endif
-
-int in_use = 0;  // what `use` said
 
 }  // namespace
 
@@ -621,7 +617,7 @@ extern "C" {
 
 // Chooses the instructions in use from now on, no wider than `most` on x86-64, and says which they are: 1024 (AMX for
 // several rows an expert, else AVX-512), 512 (AVX-512), 2 (AVX2) or, where this processor has none of them, 0; 128 (NEON).
-int moe_ops_cpu_experts_avx(int most) { return in_use = use(most); }
+int moe_ops_cpu_experts_avx(int most) { return in_use = widest(most); }
 
 // Whether weights of 4 bits become bf16 with AVX-512 from now on: 1, 0, or -1, where a call is faster so.
 void moe_ops_cpu_experts_as_bf16(int as) {
