@@ -287,7 +287,8 @@ def _wgmma_launches(
             on_input = NO_ROUTER_WEIGHTS
     # where y will be: 16 bits a column, or two numbers of 8
     permuted = flat(a.workspace2, dtype, pairs * configs.padded(K) * 2 // dtype.itemsize)
-    y = flat(a.workspace2, torch.float32, split_k * pairs * K)
+    # rounded, under `batch_invariant`, as products of plain weights are: half the bytes of a prompt
+    y = flat(a.workspace2, a.dtype if a.batch_invariant else torch.float32, split_k * pairs * K)
     g1, g2 = config.gemm1, config.gemm2
     of_pairs = kernels.pair_routing(routing, pairs)
     # For few pairs `permute_tokens` writes before gdc_wait, so that no launch before it may use

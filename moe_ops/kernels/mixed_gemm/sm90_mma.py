@@ -765,6 +765,7 @@ class Gemm2:
     TOP_K: Constant
     SLOTS: Constant
     NUM_BLOCKS: Constant  # of experts: meta/blocks.py
+    ROUNDED: Constant  # products are rounded to the dtype of h, as sm90_wgmma.py stores them then
     decoding: Decoding
     tile: TokenTile
     PDL: Constant
@@ -805,6 +806,7 @@ def moe_ops_token_gemm2(
     TOP_K: gl.constexpr,
     SLOTS: gl.constexpr,
     NUM_BLOCKS: gl.constexpr,
+    ROUNDED: gl.constexpr,
     FORMAT: gl.constexpr,
     SCALE: gl.constexpr,
     SCALE_GROUP: gl.constexpr,
@@ -898,6 +900,8 @@ def moe_ops_token_gemm2(
         y = y.reshape((BLOCK_N // SPLIT,))
     if bias_ptr is not None:
         y += gl.convert_layout(bias, y.type.layout)
+    if ROUNDED:
+        y = y.to(h_ptr.dtype.element_ty).to(gl.float32)
     ONE_ROW: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     shared = gl.allocate_shared_memory(gl.float32, [BLOCK_N // SPLIT], ONE_ROW)
     shared.store(y)
@@ -1028,6 +1032,7 @@ def launches(
         TOP_K=top_k,
         SLOTS=slots,
         NUM_BLOCKS=a.num_blocks,
+        ROUNDED=a.batch_invariant,
         decoding=_decoding(w2),
         tile=second,
         PDL=gpu.pdl,

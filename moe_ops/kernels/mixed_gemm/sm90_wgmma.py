@@ -534,9 +534,8 @@ def store_sums(
     y_ptrs = (
         y_ptr + gl.expand_dims((split * S + pair).to(gl.int64) * N, 0) + gl.expand_dims(column, 1)
     )
-    gl.store(
-        y_ptrs, acc, mask=gl.expand_dims(position >= first, 0) & gl.expand_dims(column < N, 1)
-    )
+    mask = gl.expand_dims(position >= first, 0) & gl.expand_dims(column < N, 1)
+    gl.store(y_ptrs, acc.to(y_ptr.dtype.element_ty), mask=mask)
 
 
 @unprefixed
@@ -783,8 +782,8 @@ def moe_ops_wgmma_gemm2(
     MAX_UNSORTED_PAIRS: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """y = x @ w2.T + bias in fp32, as SPLIT_K partial sums. Grid: blocks times tiles of BLOCK_N
-    rows of w2 times SPLIT_K.
+    """y = x @ w2.T + bias, as SPLIT_K partial sums. Grid: blocks times tiles of BLOCK_N rows of w2
+    times SPLIT_K.
     """
     gdc_launch_dependents(PDL)
     has_tile, e, first, end, n, split, k_begin, k_end = schedule_tile(
@@ -1209,8 +1208,8 @@ def gemm2(
     gpu: Gpu,
     h_scale: Tensor | None = None,  # (pairs,) fp32
 ) -> Launch:
-    """y (split_k, pairs, N) in fp32, whose sum over split_k is h @ w2.T + bias, with rows of h
-    times their scales. h is sorted by expert, y has the order of the pairs.
+    """y (split_k, pairs, N), whose sum over split_k is h @ w2.T + bias, with rows of h times their
+    scales. h is sorted by expert, y has the order of the pairs.
     """
     pairs, pair_strides = routing
     w, w_scales, pointers, strides, prepared = _operand(w2, 1, config, block_m, split_k, pairs)
