@@ -54,6 +54,7 @@ from moe_ops.schemes import get_scheme
 # where Triton compiles Gluon
 _sm90_packed = Lazy("moe_ops.kernels.training.sm90_packed:multiply")
 _ROWS = torch.contiguous_format
+SPARE, SPARE_FROM, SPARE_UP_TO = 6, 65536, 4096
 
 
 class _Step:
@@ -110,13 +111,14 @@ class _Step:
         weights: Tensor | None = None,
         adapter: Adapter | None = None,
         transpose: bool = False,
+        beside: bool = False,
     ) -> Tensor:
         """x (M, K) as rows of its pairs, times weights (M, top_k) if there are any. On its way it
         is made narrow for an adapter.
         """
         y = self.rows(self.K)
         if adapter is None or adapter.found[transpose] is not None:
-            self.run(scatter(x, y, weights, self.layout, self.top_k))
+            self.run(scatter(x, y, weights, self.layout, self.top_k, beside))
         else:
             adapter.narrow(x, transpose, self.order, weights, y)
         return y
@@ -135,10 +137,10 @@ class _Step:
         self.run(round_rows(self.rounding, out, x, factors, weight.activation_scale))
         return out
 
-    def inputs(self, adapter: Adapter | None = None) -> Tensor:
+    def inputs(self, adapter: Adapter | None = None, beside: bool = False) -> Tensor:
         """The rows that w13 multiplies."""
         weights = self.of_input if self.rounding is None else None
-        return self.gathered(self.tokens, weights, adapter)
+        return self.gathered(self.tokens, weights, adapter, beside=beside)
 
     def blocks(self, block_m: int) -> Routing:
         """Blocks of at most block_m rows of an expert, found once a pass."""
@@ -163,13 +165,14 @@ class _Step:
         transpose: bool = False,
         adapter: Adapter | None = None,
         dtype: torch.dtype | None = None,  # of the product with a quantized weight
+        spare: int = 0,
     ) -> Tensor:
         """Rows times the weight of their expert, and what adapts it."""
         low = None if adapter is None else adapter.added(rows, transpose)
         if weight.scheme:
             return self.multiply_packed(rows, weight, transpose, low, dtype or rows.dtype)
         w, ends = weight.data, self.layout.groups
-        y = native.multiply(rows, w, ends, transpose, low)
+        y = native.multiply(rows, w, ends, transpose, low, spare)
         if y is not None:
             return y
         if rows.is_cuda:
@@ -203,9 +206,9 @@ class _Step:
         self.run(one or packed.multiply(y, rows, w, blocks, transpose, self.gpu, low))
         return y
 
-    def outer(self, a: Tensor, b: Tensor) -> Tensor:
+    def outer(self, a: Tensor, b: Tensor, spare: int = 0) -> Tensor:
         """a^T b for the rows of each expert."""
-        out = native.outer(a, b, self.layout.groups)
+        out = native.outer(a, b, self.layout.groups, spare)
         if out is not None:
             return out
         if not a.is_cuda:
@@ -246,11 +249,24 @@ class _Step:
         args = self.activation, to, h, self.b13, hidden, dhidden, self.of_output
         self.run(derive(*args, self.I, self.top_k, self.layout))
 
-    def summed(self, y: Tensor, weights: Tensor | None, bias: Tensor | None = None) -> Tensor:
+    def summed(
+        self,
+        y: Tensor,
+        weights: Tensor | None,
+        bias: Tensor | None = None,
+        beside: bool = False,
+    ) -> Tensor:
         """(M, K): the sums of the rows of each token, plus biases, times weights."""
         out = torch.empty_like(self.x, memory_format=_ROWS)
-        self.run(combine_rows(out, y, weights, self.layout, self.top_k, bias))
+        launch = combine_rows(out, y, weights, self.layout, self.top_k, bias, beside=beside)
+        self.run(launch)
         return out
+
+    @functools.cached_property
+    def spare(self) -> int:
+        """Multiprocessors that products leave to kernels that copy or sum rows beside them."""
+        here = native.kernels(self.device) is not None and self.x.dtype == torch.bfloat16
+        return SPARE if here and self.S >= SPARE_FROM and self.N <= SPARE_UP_TO else 0
 
     def sum_of_experts(self, rows: Tensor, factors: Tensor | None, bias: Tensor | None) -> Tensor:
         """The gradient of a bias (E, columns): the sum of each expert's rows, times factors."""
@@ -356,22 +372,30 @@ def backward(
     if needs_b13:
         assert dh is not None
         found[4] = step.sum_of_experts(dh, None, step.b13)
+    # Tokens are copied, and rows of their gradients summed, beside products.
+    spare = step.spare if needs_w13 and through_w13 and first is None else 0
+    drows = None
+    if spare:
+        assert dh is not None
+        drows = step.multiply(dh, call.w13, transpose=True, spare=spare)
     if x is None and (needs_w13 or (first_trained and step.of_input is not None)):
-        x = step.inputs()
+        x = step.inputs(beside=spare > 0)
     if needs_w13:
         assert x is not None and dh is not None
-        found[1] = step.outer(dh, x)
+        found[1] = step.outer(dh, x, spare)
     if first_trained:
         assert first is not None and dh is not None
         found[6:8] = first.gradients(x, dh)
-    del x
+    if not spare:  # else what is allocated next would be written while x is read
+        del x
     if through_w13:
         assert dh is not None
-        drows = step.multiply(dh, call.w13, transpose=True, adapter=first)
+        if drows is None:
+            drows = step.multiply(dh, call.w13, transpose=True, adapter=first)
         if of_input is not None:
             step.run(dot(of_input, call.hidden_states, drows, layout, top_k))
         if needs_x:
-            found[0] = step.summed(drows, step.of_input)
+            found[0] = step.summed(drows, step.of_input, beside=spare > 0)
     if dweights is not None:
         found[3] = dweights.to(call.topk_weights.dtype)
     return found

@@ -333,7 +333,8 @@ def _start(launch: Launch, first: bool, gpu: Gpu) -> Any:
     """Compile and launch one kernel. Returns the compiled kernel."""
     # Triton 3.9 warns where fusion into FMA is not asked for, since 3.10 changes the default.
     options: dict[str, Any] = {"num_warps": launch.num_warps, "enable_fp_fusion": True}
-    if gpu.pdl and launch.kernel.waits and (not first or launch.kernel.pdl_first):
+    early = gpu.pdl and launch.kernel.waits and (not first or launch.kernel.pdl_first)
+    if early or launch.named().get("BESIDE"):  # gdc_wait_at_the_end
         options["launch_pdl"] = True
     if launch.kernel.asserts:
         options |= {"debug": True, "sanitize_overflow": False}

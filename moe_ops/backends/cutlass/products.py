@@ -95,17 +95,19 @@ def multiply(
     ends: Tensor,  # (E,) int32, the row after each expert's last
     transpose: bool = False,
     low: tuple[Tensor, Tensor] | None = None,  # rows (S, r), matrices (E, N, r) or (E, r, K)
+    spare: int = 0,
 ) -> Tensor | None:
     """rows @ weight[e].T for the rows of each expert, or with `transpose` rows (S, N) @ weight[e];
     plus the same product of `low`, whose matrices are contiguous and of any rank r.
 
     Sizes are multiples of 8, and addresses of 16. Rows past ends[-1] are neither read into others
-    nor written. None where there is no kernel.
+    nor written. `spare` multiprocessors are left to a kernel that is launched to run beside this
+    one. None where there is no kernel.
     """
     if rows.dtype != torch.bfloat16 or kernels(rows.get_device()) is None:
         return None
     out = rows.new_empty(rows.shape[0], weight.shape[2 if transpose else 1])
-    multiply_into(out, rows, weight, ends, transpose, low)
+    multiply_into(out, rows, weight, ends, transpose, low, spare)
     return out
 
 
@@ -116,6 +118,7 @@ def multiply_into(
     ends: Tensor,
     transpose: bool = False,
     low: tuple[Tensor, Tensor] | None = None,
+    spare: int = 0,
 ) -> None:
     """`multiply` where there is a kernel, written to `out`."""
     gemms = kernels(rows.get_device())
@@ -127,7 +130,7 @@ def multiply_into(
     # stored (E, n, k), or (E, k, n)
     name = "x_wt" if weight.is_contiguous() != transpose else "x_w"
     added = _added(low, transpose, weight.is_contiguous())
-    _run(gemms, name, rows, weight, out, ends, added, n=n, k=k)
+    _run(gemms, name, rows, weight, out, ends, added, spare, n=n, k=k)
 
 
 def _added(
@@ -152,9 +155,10 @@ def outer(
     a: Tensor,  # (S, M) bf16
     b: Tensor,  # (S, N) bf16
     ends: Tensor,  # (E,) int32
+    spare: int = 0,
 ) -> Tensor | None:
-    """(E, M, N): a.T @ b for the rows of each expert, zeros of one without rows. None where there
-    is no kernel.
+    """(E, M, N): a.T @ b for the rows of each expert, zeros of one without rows. `spare` as in
+    `multiply`. None where there is no kernel.
     """
     gemms = kernels(a.get_device())
     if gemms is None or a.dtype != torch.bfloat16:
@@ -162,7 +166,7 @@ def outer(
     assert b.is_contiguous()
     m, n = a.shape[1], b.shape[1]
     out = a.new_empty(ends.shape[0], m, n)
-    _run(gemms, "outer", a, b, out, ends, m=m, n=n)
+    _run(gemms, "outer", a, b, out, ends, spare=spare, m=m, n=n)
     return out
 
 
@@ -282,6 +286,7 @@ def _product(
     d: Tensor,
     ends: Tensor,
     added: tuple[Tensor, Tensor] | None = None,
+    spare: int = 0,
     **sizes: Any,
 ) -> GroupedProduct:
     assert a.dtype == b.dtype and d.is_contiguous() and a.is_contiguous()
@@ -295,7 +300,7 @@ def _product(
         sizes |= {"low_a": low_a.data_ptr(), "low_b": low_b.data_ptr(), "rank": low_a.shape[1]}
     return GroupedProduct(
         groups=ends.shape[0],
-        sm_count=gemms.sm_count,
+        sm_count=gemms.sm_count - spare,
         a=a.data_ptr(),
         b=b.data_ptr(),
         d=d.data_ptr(),
@@ -314,10 +319,11 @@ def _run(
     d: Tensor,
     ends: Tensor,
     added: tuple[Tensor, Tensor] | None = None,
+    spare: int = 0,
     **sizes: Any,
 ) -> None:
     assert a.dtype == d.dtype == torch.bfloat16
     if a.shape[0] > 0:
-        gemms.run(f"{_KERNEL}_{name}", _product(gemms, a, b, d, ends, added, **sizes))
+        gemms.run(f"{_KERNEL}_{name}", _product(gemms, a, b, d, ends, added, spare, **sizes))
     elif name == "outer":
         d.zero_()

@@ -43,3 +43,15 @@ def gdc_wait(PDL: tl.constexpr):
     """
     if PDL:
         cuda.gdc_wait()
+
+
+@triton.jit
+def gdc_wait_at_the_end(BESIDE: tl.constexpr):
+    """Of a kernel with two axes that reads nothing that the one before it writes, and runs beside
+    it: its last program waits, so that it ends after that one. Others would keep their place from
+    programs that have work to do.
+    """
+    if BESIDE:
+        last = tl.program_id(0) == tl.num_programs(0) - 1
+        if last & (tl.program_id(1) == tl.num_programs(1) - 1):
+            cuda.gdc_wait()

@@ -8,7 +8,7 @@ from torch import Tensor
 from moe_ops.kernels.configs import sort_chunk
 from moe_ops.kernels.device.blocks import local_expert
 from moe_ops.kernels.device.experts import ends_of_experts, expert_of_row
-from moe_ops.kernels.device.pdl import gdc_wait
+from moe_ops.kernels.device.pdl import gdc_wait, gdc_wait_at_the_end
 from moe_ops.kernels.device.sums import add_terms, expert_of_pair
 from moe_ops.kernels.launch import (
     Constant,
@@ -196,6 +196,7 @@ class CombineRows:
     programs: Runtime
     TOP_K: Constant
     BLOCK_N: Constant
+    BESIDE: Constant  # it runs beside the kernel before, which does not write y
 
 
 @kernel(CombineRows)
@@ -223,6 +224,7 @@ def moe_ops_combine_rows(
     programs,
     TOP_K: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    BESIDE: tl.constexpr,
 ):
     """out[m] = sum of router weight * (y + bias) over the token's pairs, in fp32, and of one block
     of experts in their order, rounded once.
@@ -266,6 +268,7 @@ def moe_ops_combine_rows(
         )
         out = total.to(out_ptr.dtype.element_ty)
         tl.store(out_ptr + m * out_stride_m, out, mask=column < K)
+    gdc_wait_at_the_end(BESIDE)
 
 
 def combine_rows(
@@ -276,9 +279,11 @@ def combine_rows(
     top_k: int,
     bias: Tensor | None = None,
     blocks: ExpertBlocks = ONE_BLOCK,
+    beside: bool = False,
 ) -> Launch:
     """out (M, K) or (E, T, K): the sum of a token's rows of y, each plus the bias (E, K) of its
     expert and multiplied by weights (M, top_k) if there are any. Batches take no bias.
+    `beside` the kernel before, which does not write y and does not use `out`.
     """
     K, (programs, shared) = out.shape[-1], programs_of_rows(out, layout, top_k)
     args = CombineRows(
@@ -292,5 +297,6 @@ def combine_rows(
         programs=shared,
         TOP_K=top_k,
         BLOCK_N=ROWS_BLOCK_N,
+        BESIDE=beside,
     )
     return Launch(moe_ops_combine_rows, (programs, cdiv(K, ROWS_BLOCK_N), 1), args)

@@ -22,6 +22,7 @@ from moe_ops.kernels.device.activations import (
     one_and_derivative,
 )
 from moe_ops.kernels.device.experts import ends_of_experts, expert_of_row
+from moe_ops.kernels.device.pdl import gdc_wait_at_the_end
 from moe_ops.kernels.gemm.operands import Activated
 from moe_ops.kernels.launch import (
     Constant,
@@ -56,6 +57,7 @@ class Scatter:
     K: Specialized
     TOP_K: Constant
     BLOCK_K: Constant
+    BESIDE: Constant  # it runs beside the kernel before, which does not write x
 
 
 @kernel(Scatter)
@@ -72,6 +74,7 @@ def moe_ops_train_scatter(
     K,
     TOP_K: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    BESIDE: tl.constexpr,
 ):
     """Read a token once and write it, times the router weight if there is one, to the rows of its
     pairs. Grid: (M, column tiles).
@@ -87,10 +90,20 @@ def moe_ops_train_scatter(
             y = y.to(tl.float32) * tl.load(weights_ptr + at).to(tl.float32)
         y = y.to(y_ptr.dtype.element_ty)
         tl.store(y_ptr + row * K + k, y, mask=k < tl.where(row >= 0, K, 0))
+    gdc_wait_at_the_end(BESIDE)
 
 
-def scatter(x: Tensor, y: Tensor, weights: Tensor | None, layout: Layout, top_k: int) -> Launch:
-    """x (M, K) copied to the rows of its pairs, times weights (M, top_k) if there are any."""
+def scatter(
+    x: Tensor,
+    y: Tensor,
+    weights: Tensor | None,
+    layout: Layout,
+    top_k: int,
+    beside: bool = False,
+) -> Launch:
+    """x (M, K) copied to the rows of its pairs, times weights (M, top_k) if there are any.
+    `beside` the kernel before, which does not write x and does not use y.
+    """
     M, K = x.shape
     args = Scatter(
         y=y,
@@ -100,6 +113,7 @@ def scatter(x: Tensor, y: Tensor, weights: Tensor | None, layout: Layout, top_k:
         K=K,
         TOP_K=top_k,
         BLOCK_K=BLOCK,
+        BESIDE=beside,
     )
     return Launch(moe_ops_train_scatter, (M, cdiv(K, BLOCK), 1), args)
 

@@ -203,6 +203,7 @@ def test_values(scheme, activation):
     case = Case("cuda", BF16, scheme, activation, **sizes)
     with (
         kernel_configs.override(configs.MANY_ROWS) as seen,
+        mock.patch.object(case, "args_for", lambda _: case.args),  # prepared weights do not run so
         mock.patch.object(mixed, "_packed_launches", wraps=mixed._packed_launches) as used,
     ):
         case.check("triton")
