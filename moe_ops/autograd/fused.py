@@ -54,7 +54,7 @@ from moe_ops.schemes import get_scheme
 # where Triton compiles Gluon
 _sm90_packed = Lazy("moe_ops.kernels.training.sm90_packed:multiply")
 _ROWS = torch.contiguous_format
-SPARE, SPARE_FROM, SPARE_UP_TO = 6, 65536, 4096
+SPARE, SPARE_FROM, SPARE_UP_TO = 4, 65536, 4096
 
 
 class _Step:
