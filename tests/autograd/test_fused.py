@@ -3,6 +3,7 @@ GPU around torch's grouped products. Every call of these tests runs through them
 """
 
 import math
+import weakref
 
 import pytest
 import torch
@@ -11,7 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import moe_ops
 from moe_ops import activations
 from moe_ops.activations import NAMES, Activation
-from moe_ops.autograd import training
+from moe_ops.autograd import fused, training
+from moe_ops.backends.cutlass import products as native
 from moe_ops.environment import INTERPRETED
 from moe_ops.ops.call import ExpertsCall, Weight
 from tests.autograd import test_gradients
@@ -26,7 +28,7 @@ from tests.autograd.test_gradients import (
     leaves,
 )
 from tests.support import oracle
-from tests.support.cases import BF16, FP32, Case, poisoned_memory
+from tests.support.cases import BF16, FP32, Case, poisoned_memory, refill
 
 CUDA = torch.cuda.is_available()
 ON_GPU = (pytest.mark.gpu, pytest.mark.skipif(not CUDA, reason="needs a CUDA device"))
@@ -243,6 +245,75 @@ def test_plain_torch_and_these_kernels_read_one_another(options, fused_first, mo
     monkeypatch.setattr(training, "INTERPRETED", not fused_first)
     found = torch.autograd.grad(out, list(given.values()), cotangent(case))
     compare(case, dict(zip(given, found, strict=True)), expected_gradients(case))
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="the kernels run below")
+@pytest.mark.parametrize("recompute", [False, True])
+def test_what_runs_beside_products(recompute, monkeypatch):
+    """Tokens are copied beside the product with w13, and the rows of their gradients summed beside
+    the one that gives the gradient of w13. What a product reads is kept until the kernel beside it
+    has its memory.
+    """
+    seen, read = [], []
+
+    def product(name):
+        run = getattr(fused._Step, name)
+
+        def noted(step, *args, **options):
+            spare = options.get("spare", args[2] if name == "outer" and len(args) > 2 else 0)
+            seen.append((name, spare))
+            read[:] = [weakref.ref(t) for t in args[:2] if isinstance(t, torch.Tensor)]
+            return run(step, *args, **options)
+
+        monkeypatch.setattr(fused._Step, name, noted)
+
+    def rows(name):
+        launch = getattr(fused, name)
+
+        def noted(*args, beside=False, **options):
+            if name == "scatter" and len(args) > 5:
+                *args, beside = args
+            seen.append((name, beside))
+            assert not beside or all(ref() is not None for ref in read)
+            return launch(*args, **options)  # the interpreter knows no kernel beside another
+
+        monkeypatch.setattr(fused, name, noted)
+
+    for name in ("multiply", "outer"):
+        product(name)
+    for name in ("scatter", "combine_rows"):
+        rows(name)
+    monkeypatch.setattr(fused._Step, "spare", 6)
+
+    def step(*args, **options):
+        return moe_ops.fused_experts(*args, **options, recompute=recompute)
+
+    test_gradients.check(Case("cpu", M=9, E=6), step)
+    assert seen[-4 + recompute :] == [
+        ("multiply", 6),
+        *([] if recompute else [("scatter", True)]),
+        ("outer", 6),
+        ("combine_rows", True),
+    ]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not CUDA, reason="needs a CUDA device")
+def test_bits_of_what_runs_beside_products(monkeypatch):
+    """In memory that is used again and again, with tokens and routing that change."""
+    if native.kernels(0) is None:
+        pytest.skip("needs the kernels of backend cutlass")
+    monkeypatch.setattr(fused, "SPARE_FROM", 0)
+    for seed in range(12):
+        case = Case("cuda", BF16, M=2048 + 700 * (seed % 3), E=32, top_k=4, K=1024, I=384)
+        refill(case, seed)
+        found = []
+        for spare in (0, 6, 6):
+            monkeypatch.setattr(fused, "SPARE", spare)
+            found.append(gradients(case))
+        for name, want in found[0].items():
+            assert torch.isfinite(want).all()
+            assert torch.equal(found[1][name], want) and torch.equal(found[2][name], want), name
 
 
 @pytest.mark.gpu

@@ -239,17 +239,13 @@ def moe_ops_combine_rows(
             tl.store(out_ptr + (e * out_stride_e + m * out_stride_m), y, mask=column < K)
     else:
         m = tl.program_id(0).to(tl.int64)
-        # a kernel beside this one has its operands in the L2
-        EVICT: tl.constexpr = "evict_first" if BESIDE == 1 else ""
         terms, weights, experts = (), (), ()
         if bias_ptr is not None:
             ends = ends_of_experts(groups_ptr, bias_E, bias_BLOCK_E)
         for j in tl.static_range(TOP_K):
             row = tl.load(rows_ptr + m * TOP_K + j).to(tl.int64)
             end = tl.where(row >= 0, K, 0)  # nothing is read for a pair whose expert is not here
-            y_ptrs = y_ptr + row * K + column
-            y = tl.load(y_ptrs, mask=column < end, other=0.0, eviction_policy=EVICT)
-            y = y.to(tl.float32)
+            y = tl.load(y_ptr + row * K + column, mask=column < end, other=0.0).to(tl.float32)
             if bias_ptr is not None:
                 bias_ptrs = bias_ptr + expert_of_row(ends, row).to(tl.int64) * K + column
                 y += tl.load(bias_ptrs, mask=column < end, other=0.0).to(tl.float32)

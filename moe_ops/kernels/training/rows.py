@@ -81,10 +81,7 @@ def moe_ops_train_scatter(
     """
     m = tl.program_id(0).to(tl.int64)
     k = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
-    # a kernel beside this one has its operands in the L2
-    EVICT: tl.constexpr = "evict_first" if BESIDE == 1 else ""
-    x_ptrs = x_ptr + m * x_stride_m + k.to(tl.int64) * x_stride_k
-    x = tl.load(x_ptrs, mask=k < K, other=0.0, eviction_policy=EVICT)
+    x = tl.load(x_ptr + m * x_stride_m + k.to(tl.int64) * x_stride_k, mask=k < K, other=0.0)
     for j in tl.static_range(TOP_K):
         row = tl.load(rows_ptr + m * TOP_K + j).to(tl.int64)
         y = x
@@ -92,8 +89,7 @@ def moe_ops_train_scatter(
             at = m * weights_stride_m + j * weights_stride_k
             y = y.to(tl.float32) * tl.load(weights_ptr + at).to(tl.float32)
         y = y.to(y_ptr.dtype.element_ty)
-        ok = k < tl.where(row >= 0, K, 0)
-        tl.store(y_ptr + row * K + k, y, mask=ok, eviction_policy=EVICT)
+        tl.store(y_ptr + row * K + k, y, mask=k < tl.where(row >= 0, K, 0))
     gdc_wait_at_the_end(BESIDE)
 
 
