@@ -236,6 +236,7 @@ def _compiling(gpu: Gpu, arch: Arch, compiles: bool = True) -> Iterator[list[Com
 
     def compile_one(one: Launch, first: bool, gpu: Gpu) -> Any:
         kernel: Any = SimpleNamespace(
+            arguments=one.kernel.arguments,
             function=_Recorder(one.kernel.function, found, compiles),
             pdl_first=one.kernel.pdl_first,
             waits=one.kernel.waits,
