@@ -210,14 +210,18 @@ def test_a_tier_that_is_let_through_is_seen():
             gemm_configs._for_experts.cache_clear()
 
 
-@pytest.mark.parametrize("scheme", ["int4_w4a16:g128", "int4_w4a8", "fp8_w8a16:channel"])
-def test_mixed_schemes_run_one_kernel_of_sm90(scheme):
+@pytest.mark.parametrize(
+    "scheme, I",
+    [("int4_w4a16:g128", 512), ("int4_w4a16:g128", 2304), ("int4_w4a8", 512)]
+    + [("fp8_w8a16:channel", 512)],
+)
+def test_mixed_schemes_run_one_kernel_of_sm90(scheme, I):  # noqa: E741
     """For every number of rows, none of a table's, and with no sum that programs share. One token
     in int4 has kernels of its own, which take the same chunks of columns and sum as many parts of
     a row apart.
     """
     with mock.patch.object(mixed, "_runs_wgmma", lambda *_: True):
-        on = [computed("experts", scheme, BF16, M, True, 512, 512) for M in COUNTS]
+        on = [computed("experts", scheme, BF16, M, True, 512, I) for M in COUNTS]
     of_token = [scheme.startswith("int4_w4a16") and M == 1 for M in COUNTS]
     steps, chunks = [], []
     for launches, token in zip(on, of_token, strict=True):
@@ -232,6 +236,7 @@ def test_mixed_schemes_run_one_kernel_of_sm90(scheme):
         parts = [facts["SPLIT"] if token else facts["SEGMENTS"] for _, facts in gemms]
         assert not any(facts.get("TWO") for _, facts in gemms)
         of_gemms = [[facts[name] for name in names] for _, facts in gemms]
+        assert parts == [1, 2 if I > 2048 else 1]
         chunks.append([*of_gemms, parts])
     assert all(step == steps[0] for step in steps), steps
     assert all(chunk == chunks[0] for chunk in chunks), chunks

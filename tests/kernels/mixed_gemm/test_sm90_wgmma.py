@@ -378,8 +378,8 @@ for scheme, activation in cases.items():
                 waits = [text for text in product_loop(sass) if "DEPBAR" in text]
                 assert waits and not any(text.endswith("0x0 ;") for text in waits)
 assert streamed == 2  # both GEMMs
-for M, K in ((9, 1024), (9, 4096), (9, 2304), (60, 1024)):  # rows summed in two segments
-    call = c.Call((4, 2, K, 512), M, "int4_w4a16:g128", batch_invariant=True)
+for M, K in ((9, 2560), (9, 4096), (9, 2304), (60, 2560)):  # rows summed in two segments
+    call = c.Call((4, 2, K, K), M, "int4_w4a16:g128", batch_invariant=True)
     found = [one for one in c.compile_call(call, gpu, 90) if "wgmma" in one.name]
     assert [one.constants["SEGMENTS"] for one in found] == [2, 2]
     for one in found:
