@@ -54,9 +54,9 @@ from moe_ops.schemes import get_scheme
 # where Triton compiles Gluon
 _sm90_packed = Lazy("moe_ops.kernels.training.sm90_packed:multiply")
 _ROWS = torch.contiguous_format
-SPARE = 6  # multiprocessors that a product leaves to a kernel that copies or sums rows beside it
-SPARE_FROM = 65536  # pairs, from which on it does
-SPARE_UP_TO = 4096  # columns of h; beside products of more, such kernels are short
+# Pairs from which on products leave multiprocessors to kernels that copy or sum rows beside them,
+# and columns of h up to which they do: beside products of more, such kernels are short.
+SPARE_FROM, SPARE_UP_TO = 65536, 4096
 
 
 class _Step:
@@ -113,14 +113,14 @@ class _Step:
         weights: Tensor | None = None,
         adapter: Adapter | None = None,
         transpose: bool = False,
-        beside: bool = False,
+        into: Tensor | None = None,
     ) -> Tensor:
         """x (M, K) as rows of its pairs, times weights (M, top_k) if there are any. On its way it
-        is made narrow for an adapter.
+        is made narrow for an adapter. With `into`, where they go, beside the kernel before.
         """
-        y = self.rows(self.K)
+        y = self.rows(self.K) if into is None else into
         if adapter is None or adapter.found[transpose] is not None:
-            self.run(scatter(x, y, weights, self.layout, self.top_k, beside))
+            self.run(scatter(x, y, weights, self.layout, self.top_k, into is not None))
         else:
             adapter.narrow(x, transpose, self.order, weights, y)
         return y
@@ -139,10 +139,10 @@ class _Step:
         self.run(round_rows(self.rounding, out, x, factors, weight.activation_scale))
         return out
 
-    def inputs(self, adapter: Adapter | None = None, beside: bool = False) -> Tensor:
+    def inputs(self, adapter: Adapter | None = None, into: Tensor | None = None) -> Tensor:
         """The rows that w13 multiplies."""
         weights = self.of_input if self.rounding is None else None
-        return self.gathered(self.tokens, weights, adapter, beside=beside)
+        return self.gathered(self.tokens, weights, adapter, into=into)
 
     def blocks(self, block_m: int) -> Routing:
         """Blocks of at most block_m rows of an expert, found once a pass."""
@@ -256,13 +256,18 @@ class _Step:
         y: Tensor,
         weights: Tensor | None,
         bias: Tensor | None = None,
-        beside: bool = False,
+        into: Tensor | None = None,
     ) -> Tensor:
-        """(M, K): the sums of the rows of each token, plus biases, times weights."""
-        out = torch.empty_like(self.x, memory_format=_ROWS)
-        launch = combine_rows(out, y, weights, self.layout, self.top_k, bias, beside=beside)
-        self.run(launch)
+        """(M, K): the sums of the rows of each token, plus biases, times weights. `into` as in
+        `gathered`.
+        """
+        out = self.sums() if into is None else into
+        beside = into is not None
+        self.run(combine_rows(out, y, weights, self.layout, self.top_k, bias, beside=beside))
         return out
+
+    def sums(self) -> Tensor:
+        return torch.empty_like(self.x, memory_format=_ROWS)
 
     @functools.cached_property
     def spare(self) -> int:
@@ -274,8 +279,31 @@ class _Step:
         4.18, 4.05, 4.03, 4.09, then 7.47, 7.36, 7.26, 7.30, and 13.6, 13.3, 13.6, 13.8. With 4096
         tokens they took the same.
         """
-        here = native.kernels(self.device) is not None and self.x.dtype == torch.bfloat16
-        return SPARE if here and self.S >= SPARE_FROM and self.N <= SPARE_UP_TO else 0
+        gemms = native.kernels(self.device)
+        if gemms is None or self.x.dtype != torch.bfloat16:
+            return 0
+        many = self.S >= SPARE_FROM and self.N <= SPARE_UP_TO
+        return gemms.sm_count // 44 * 2 if many else 0  # 6 of 132, whole clusters of two
+
+    def gradients_of_x_and_w13(
+        self, dh: Tensor, x: Tensor | None, of_input: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Of hidden_states and of w13. Tokens are copied to rows x, where there are none, and rows
+        of their gradients summed beside products.
+
+        What a kernel writes beside a product is allocated before it: later it could be memory that
+        the product reads and that was given back since, or filled by a kernel between the two.
+        """
+        tokens = self.rows(self.K) if x is None else None
+        beside = 0 if x is not None else self.spare
+        drows = self.multiply(dh, self.call.w13, transpose=True, spare=beside)
+        if x is None:
+            x = self.inputs(into=tokens)
+        if of_input is not None:
+            self.run(dot(of_input, self.call.hidden_states, drows, self.layout, self.top_k))
+        dx = self.sums()
+        dw13 = self.outer(dh, x, self.spare)
+        return self.summed(drows, self.of_input, into=dx), dw13
 
     def sum_of_experts(self, rows: Tensor, factors: Tensor | None, bias: Tensor | None) -> Tensor:
         """The gradient of a bias (E, columns): the sum of each expert's rows, times factors."""
@@ -381,30 +409,26 @@ def backward(
     if needs_b13:
         assert dh is not None
         found[4] = step.sum_of_experts(dh, None, step.b13)
-    # Tokens are copied, and rows of their gradients summed, beside products.
-    spare = step.spare if needs_w13 and through_w13 and first is None else 0
-    drows = None
-    if spare:
+    if needs_x and needs_w13 and first is None and step.spare:
         assert dh is not None
-        drows = step.multiply(dh, call.w13, transpose=True, spare=spare)
+        found[0], found[1] = step.gradients_of_x_and_w13(dh, x, of_input)
+        needs_w13 = through_w13 = False
     if x is None and (needs_w13 or (first_trained and step.of_input is not None)):
-        x = step.inputs(beside=spare > 0)
+        x = step.inputs()
     if needs_w13:
         assert x is not None and dh is not None
-        found[1] = step.outer(dh, x, spare)
+        found[1] = step.outer(dh, x)
     if first_trained:
         assert first is not None and dh is not None
         found[6:8] = first.gradients(x, dh)
-    if not spare:  # else what is allocated next would be written while x is read
-        del x
+    del x
     if through_w13:
         assert dh is not None
-        if drows is None:
-            drows = step.multiply(dh, call.w13, transpose=True, adapter=first)
+        drows = step.multiply(dh, call.w13, transpose=True, adapter=first)
         if of_input is not None:
             step.run(dot(of_input, call.hidden_states, drows, layout, top_k))
         if needs_x:
-            found[0] = step.summed(drows, step.of_input, beside=spare > 0)
+            found[0] = step.summed(drows, step.of_input)
     if dweights is not None:
         found[3] = dweights.to(call.topk_weights.dtype)
     return found

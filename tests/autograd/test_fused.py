@@ -2,8 +2,8 @@
 GPU around torch's grouped products. Every call of these tests runs through them.
 """
 
+import functools
 import math
-import weakref
 
 import pytest
 import torch
@@ -247,73 +247,116 @@ def test_plain_torch_and_these_kernels_read_one_another(options, fused_first, mo
     compare(case, dict(zip(given, found, strict=True)), expected_gradients(case))
 
 
+BESIDE = [{}, {"recompute": True}, {"on_input": True, "top_k": 1}, {"bias": True}]
+beside = pytest.mark.parametrize("options", BESIDE, ids=lambda options: "-".join(options))
+
+
+def split(options: dict):
+    """(those of a case, the function that takes the others)."""
+    of_call = {name: options[name] for name in ("recompute",) if name in options}
+    of_case = {name: value for name, value in options.items() if name not in of_call}
+    return of_case, functools.partial(moe_ops.fused_experts, **of_call)
+
+
 @pytest.mark.skipif(not INTERPRETED, reason="the kernels run below")
-@pytest.mark.parametrize("recompute", [False, True])
-def test_what_runs_beside_products(recompute, monkeypatch):
-    """Tokens are copied beside the product with w13, and the rows of their gradients summed beside
-    the one that gives the gradient of w13. What a product reads is kept until the kernel beside it
-    has its memory.
+@beside
+def test_what_runs_beside_products(options, monkeypatch):
+    """Tokens are copied beside the product with w13, if they are not there, and rows of their
+    gradients summed beside the one that gives the gradient of w13. What is written there is
+    allocated before the product, and no other kernel comes between.
     """
-    seen, read = [], []
+    seen, before = [], []
 
     def product(name):
         run = getattr(fused._Step, name)
 
-        def noted(step, *args, **options):
-            spare = options.get("spare", args[2] if name == "outer" and len(args) > 2 else 0)
+        def noted(step, *args, **given):
+            spare = given.get("spare", args[2] if name == "outer" and len(args) > 2 else 0)
+            before[:] = allocated
             seen.append((name, spare))
-            read[:] = [weakref.ref(t) for t in args[:2] if isinstance(t, torch.Tensor)]
-            return run(step, *args, **options)
+            return run(step, *args, **given)
 
         monkeypatch.setattr(fused._Step, name, noted)
 
-    def rows(name):
+    def rows(name, written):
         launch = getattr(fused, name)
 
-        def noted(*args, beside=False, **options):
+        def noted(*args, beside=False, **given):
             if name == "scatter" and len(args) > 5:
                 *args, beside = args
             seen.append((name, beside))
-            assert not beside or all(ref() is not None for ref in read)
-            return launch(*args, **options)  # the interpreter knows no kernel beside another
+            assert not beside or any(args[written] is t for t in before)
+            return launch(*args, **given)  # the interpreter knows no kernel beside another
 
         monkeypatch.setattr(fused, name, noted)
 
-    for name in ("multiply", "outer"):
-        product(name)
-    for name in ("scatter", "combine_rows"):
-        rows(name)
+    allocated = []
+    for name in ("rows", "sums"):
+        make = getattr(fused._Step, name)
+
+        def noted(step, *args, make=make):
+            allocated.append(make(step, *args))
+            return allocated[-1]
+
+        monkeypatch.setattr(fused._Step, name, noted)
+    product("multiply")
+    product("outer")
+    rows("scatter", 1)
+    rows("combine_rows", 0)
+    dot = fused.dot
+    monkeypatch.setattr(fused, "dot", lambda *args: seen.append(("dot", False)) or dot(*args))
     monkeypatch.setattr(fused._Step, "spare", 6)
-
-    def step(*args, **options):
-        return moe_ops.fused_experts(*args, **options, recompute=recompute)
-
-    test_gradients.check(Case("cpu", M=9, E=6), step)
-    assert seen[-4 + recompute :] == [
-        ("multiply", 6),
-        *([] if recompute else [("scatter", True)]),
-        ("outer", 6),
-        ("combine_rows", True),
-    ]
+    of_case, step = split(options)
+    test_gradients.check(Case("cpu", M=9, E=6, **of_case), step)
+    want = [("multiply", 6), ("scatter", True)]
+    if "recompute" in options:  # the rows are there
+        want = [("multiply", 0)]
+    if "on_input" in options:
+        want.append(("dot", False))
+    want += [("outer", 6), ("combine_rows", True)]
+    assert seen[-len(want) :] == want
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not CUDA, reason="needs a CUDA device")
-def test_bits_of_what_runs_beside_products(monkeypatch):
+@beside
+def test_bits_of_what_runs_beside_products(options, monkeypatch):
     """In memory that is used again and again, with tokens and routing that change."""
     if native.kernels(0) is None:
         pytest.skip("needs the kernels of backend cutlass")
     monkeypatch.setattr(fused, "SPARE_FROM", 0)
-    for seed in range(12):
-        case = Case("cuda", BF16, M=2048 + 700 * (seed % 3), E=32, top_k=4, K=1024, I=384)
+    asked = []
+    for name in ("scatter", "combine_rows"):
+        launch = getattr(fused, name)
+
+        def noted(*args, launch=launch, **given):
+            one = launch(*args, **given)
+            asked.append(one.named()["BESIDE"])
+            return one
+
+        monkeypatch.setattr(fused, name, noted)
+    of_case, step = split(options)
+    sizes = {"E": 32, "K": 1024, "I": 384, "top_k": 4} | of_case
+    for seed in range(8):
+        case = Case("cuda", BF16, M=2048 + 700 * (seed % 3), **sizes)
         refill(case, seed)
         found = []
-        for spare in (0, 6, 6):
-            monkeypatch.setattr(fused, "SPARE", spare)
-            found.append(gradients(case))
+        for up_to in (0, 4096, 4096):
+            monkeypatch.setattr(fused, "SPARE_UP_TO", up_to)
+            asked.clear()
+            found.append(gradients(case, step))
+            assert any(asked) == (up_to > 0)
         for name, want in found[0].items():
             assert torch.isfinite(want).all()
             assert torch.equal(found[1][name], want) and torch.equal(found[2][name], want), name
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not CUDA, reason="needs a CUDA device")
+def test_a_captured_step_has_kernels_beside_products(monkeypatch):
+    monkeypatch.setattr(fused, "SPARE_FROM", 0)
+    sizes = {"M": 300, "E": 8, "top_k": 2, "K": 512, "I": 256}
+    check_captured_step([Case("cuda", BF16, **sizes, seed=seed) for seed in range(3)])
 
 
 @pytest.mark.gpu

@@ -173,9 +173,10 @@ def _reasons_against_e2m1_words(problem: Problem, machine: Machine) -> list[str]
 def workspace_shapes(M: int, problem: Problem) -> Workspaces:
     """Shapes of the workspaces. workspace13 holds the activation's output h (rows, I; for mixed
     GEMMs in whole chunks) in the input's dtype, workspace2 its product with w2, y (M * top_k, K),
-    in fp32, and the index workspace the table of blocks (.., 4) and the order of pairs. Where
-    experts have many rows (kernels/training/sm90_packed.py), workspace2 holds counts of experts,
-    then rows of x, then y in the input's dtype, and the index also the end rows of experts.
+    in fp32 or less, and the index workspace the table of blocks (.., 4) and the order of pairs.
+    Where experts have many rows (kernels/training/sm90_packed.py), workspace2 holds counts of
+    experts, then rows of x, then y in the input's dtype, and the index also the end rows of
+    experts.
 
     If activations are quantized, workspace13 holds h and its scales, and workspace2 first
     quantized x and its scales, then y. If that is emulated, workspace13 holds h in fp32, and after

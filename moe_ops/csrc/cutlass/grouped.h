@@ -52,7 +52,7 @@ struct GroupedGemm {
 // it in place of GroupedGemm, and of e4m3 as a part of BlockScaledProduct.
 struct GroupedProduct {
   int32_t groups;     // experts
-  int32_t sm_count;   // of the GPU, asked once
+  int32_t sm_count;   // multiprocessors that it takes; others are left to a kernel beside it
   const void* a;      // (rows, k), or of an outer product (rows, m)
   const void* b;      // (groups, n, k) or (groups, k, n), or of an outer product (rows, n)
   void* d;            // (rows, n), or of an outer product (groups, m, n)

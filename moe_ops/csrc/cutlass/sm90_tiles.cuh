@@ -285,8 +285,8 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 1)
   extern __shared__ __align__(1024) uint8_t memory[];
   auto& shared = *reinterpret_cast<Shared<KIND>*>(memory);
   int warp = __shfl_sync(~0u, int(threadIdx.x / 32), 0);  // the same number for the whole warp
-  // A kernel that is launched to run beside this one, on multiprocessors that it leaves, starts when
-  // all blocks are here: sm_count of grouped.h.
+  // A kernel that is launched to run beside this one starts when all of its blocks are here, and so
+  // on multiprocessors that it leaves: GroupedProduct.sm_count.
   asm volatile("griddepcontrol.launch_dependents;");
   if (threadIdx.x == 0) {
     for (int i = 0; i < STAGES<KIND>; ++i) {

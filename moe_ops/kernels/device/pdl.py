@@ -31,9 +31,9 @@ def gdc_wait(PDL: tl.constexpr):
     """Wait until the kernel before this one has ended and its writes are visible.
 
     In every kernel, every program executes gdc_wait before it ends (of programs without work, one
-    does), and executes gdc_launch_dependents only after it (except in kernels that read nothing of
-    their predecessor). So while a kernel runs, all kernels before its direct predecessor have
-    ended.
+    does, and of all with gdc_wait_at_the_end), and executes gdc_launch_dependents only after it
+    (except in kernels that read nothing of their predecessor). So while a kernel runs, all kernels
+    before its direct predecessor have ended.
 
     Where kernels of mixed_gemm/sm90_wgmma.py execute gdc_launch_dependents first, this holds only
     after gdc_wait. The GEMMs read the table of blocks before gdc_wait: it was complete when GEMM1
@@ -47,9 +47,11 @@ def gdc_wait(PDL: tl.constexpr):
 
 @triton.jit
 def gdc_wait_at_the_end(BESIDE: tl.constexpr):
-    """Of a kernel with two axes that reads nothing that the one before it writes, and runs beside
-    it: its last program waits, so that it ends after that one. Others would keep their place from
-    programs that have work to do.
+    """Of a kernel with two axes that runs beside the one before it: its last program waits, so
+    that it ends after that one. Others would keep their place from programs that have work to do.
+
+    It reads nothing that the one before writes, and writes nothing that that one uses. That one
+    was itself launched after all before it had ended, so that what is older is there.
     """
     if BESIDE:
         last = tl.program_id(0) == tl.num_programs(0) - 1

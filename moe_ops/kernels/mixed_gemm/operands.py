@@ -23,7 +23,8 @@ E2M1 = ("e2m1", "e2m1_words")
 # FORMAT and SCALE of weights whose token has the bits of many: sm90_mma.py and sm90_wgmma.py gave
 # the same on a GPU
 SAME_BITS = (("int4", "weight"), ("int4", "sum"), ("e2m1", "e8m0"))
-# columns of a row that has one sum there: the chunks that a thread of sm90_mma.py asks for at once
+# columns of a row up to which it has one sum there: 16 chunks of 128, which a thread of GEMM1 of
+# sm90_mma.py asks for at once
 MAX_IN_ONE = 2048
 
 

@@ -822,7 +822,7 @@ def moe_ops_token_gemm2(
     NUM_WARPS: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """out = sum over the token's experts of router weight * (h @ w2.T + bias), as
+    """out = sum over the token's experts of router weight * (h @ w2.T + bias), ROUNDED or not, as
     `moe_ops_combine` adds it. Grid: tiles of TILE_N columns.
 
     The kernel before this one writes h alone, so weights are loaded before gdc_wait.

@@ -196,7 +196,7 @@ class CombineRows:
     programs: Runtime
     TOP_K: Constant
     BLOCK_N: Constant
-    BESIDE: Constant  # it runs beside the kernel before, which does not write y
+    BESIDE: Constant  # it runs beside the kernel before: gdc_wait_at_the_end
 
 
 @kernel(CombineRows)
@@ -283,7 +283,7 @@ def combine_rows(
 ) -> Launch:
     """out (M, K) or (E, T, K): the sum of a token's rows of y, each plus the bias (E, K) of its
     expert and multiplied by weights (M, top_k) if there are any. Batches take no bias.
-    `beside` the kernel before, which does not write y and does not use `out`.
+    `beside`: it runs beside the kernel before, which does not write y and does not use `out`.
     """
     K, (programs, shared) = out.shape[-1], programs_of_rows(out, layout, top_k)
     args = CombineRows(

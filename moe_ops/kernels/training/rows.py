@@ -57,7 +57,7 @@ class Scatter:
     K: Specialized
     TOP_K: Constant
     BLOCK_K: Constant
-    BESIDE: Constant  # it runs beside the kernel before, which does not write x
+    BESIDE: Constant  # it runs beside the kernel before: gdc_wait_at_the_end
 
 
 @kernel(Scatter)
@@ -102,7 +102,7 @@ def scatter(
     beside: bool = False,
 ) -> Launch:
     """x (M, K) copied to the rows of its pairs, times weights (M, top_k) if there are any.
-    `beside` the kernel before, which does not write x and does not use y.
+    `beside`: it runs beside the kernel before, which does not write x and does not use y.
     """
     M, K = x.shape
     args = Scatter(

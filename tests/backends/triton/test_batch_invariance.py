@@ -117,6 +117,9 @@ def what_computes(launches: list) -> list:
             and field not in skipped
             and "stride" not in field
         }
+        y = one.named().get("y_ptr")
+        if y is not None:
+            facts["y"] = y.dtype  # sums are rounded to it
         warps = 0 if skipped else one.num_warps
         found.append((name, warps, one.maxnreg, facts))
     return found
@@ -237,6 +240,8 @@ def test_mixed_schemes_run_one_kernel_of_sm90(scheme, I):  # noqa: E741
         assert not any(facts.get("TWO") for _, facts in gemms)
         of_gemms = [[facts[name] for name in names] for _, facts in gemms]
         assert parts == [1, 2 if I > 2048 else 1]
+        second = gemms[1][1]
+        assert second["ROUNDED"] if token else second["y"] == BF16
         chunks.append([*of_gemms, parts])
     assert all(step == steps[0] for step in steps), steps
     assert all(chunk == chunks[0] for chunk in chunks), chunks
@@ -460,13 +465,14 @@ def test_ranks_and_recording_calls_have_the_bits_of_one_device(scheme):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("scheme", ["int4_w4a16:g128", "int4_w4a16:g32", "mxfp4_w4a16"])
-def test_one_token_has_the_bits_of_many(scheme):
+@pytest.mark.parametrize("K, I", [(1024, 512), (2304, 1536), (4096, 2560)])
+def test_one_token_has_the_bits_of_many(scheme, K, I):  # noqa: E741
     """Kernels of one token on SM90: with absent experts, biases, a map of experts, router weights
-    on the input, and int4 with scales of fp32, which multiply sums.
+    on the input, int4 with scales of fp32, which multiply sums, and rows of one sum and of two.
     """
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("one token has kernels of its own on SM90 alone")
-    experts, M, K, I = 16, 12, 1024, 512  # noqa: E741
+    experts, M = 16, 12
     g = torch.Generator("cuda").manual_seed(0)
 
     def normal(*shape: int) -> torch.Tensor:
