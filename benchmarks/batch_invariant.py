@@ -69,7 +69,7 @@ FUZZED = (
     *("int4_w4a8", "fp8_w8a16:channel", "mxfp4_w4a16"),
 )
 ALL_SCHEMES = tuple(dict.fromkeys((*FUZZED, *PROBED)))
-FUZZ_TOKENS = (*range(1, 18), 32, 64, 256, 1024, 4096)
+FUZZ_TOKENS = (*range(1, 18), 32, 64, 256, 512, 1024, 4096)
 ROUTINGS = ("uniform", "zipf", "one expert", "padding")
 COSTS = (("qwen3", ""), ("qwen3", "fp8_block"), ("qwen3", "int4_w4a16:g128"))
 COSTS += (("qwen3", "fp8_channel"), ("qwen3", "int8_w8a8"))

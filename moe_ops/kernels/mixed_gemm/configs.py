@@ -226,7 +226,10 @@ def wgmma_for_any_batch(rows: int, w13: MixedOperand, w2: MixedOperand) -> Layer
     same bits (benchmarks/batch_invariant.py), sums that SPLIT_K programs share do not.
     """
     facts = (w13.K, w2.K, w2.format.bits, w13.segments, w2.segments)
-    return find(_wgmma_of_any_batch, (rows, w2.E, *facts))
+    many = 0  # blocks of two operands have registers for one sum of each
+    if w13.segments == w2.segments == 1:
+        many = min(w13.stages_of_many, w2.stages_of_many)
+    return find(_wgmma_of_any_batch, (rows, w2.E, *facts, many))
 
 
 def _wgmma_of_any_batch(
@@ -237,9 +240,10 @@ def _wgmma_of_any_batch(
     bits: int,
     segments13: int,
     segments2: int,
+    many: int = 0,
     tables: bool = True,
 ) -> LayerConfig:
-    chosen = _wgmma(rows, groups, K, I, bits, sort_chunk(rows))
+    chosen = _wgmma(rows, groups, K, I, bits, sort_chunk(rows), many)
     if chosen.split_k > 1 and rows < groups and bits == 4 and I % 256 == 0:
         # as few programs as SPLIT_K is for: narrower tiles instead. On an H100 Qwen3 in int4 took
         # 14.8 us at M = 1, 16.4 with the wider ones.
