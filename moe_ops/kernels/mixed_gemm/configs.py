@@ -38,6 +38,7 @@ SPLIT_ROWS = 1024  # rows of y in all SPLIT_K partial sums
 LONG_ROWS = 8192  # columns of w2, from which a wave of GEMM2 is long
 FEW_STEPS = 8  # K tiles of a program of GEMM2 that is short
 GROUP_BYTES = 24 << 20  # of rows of x that the L2 (50 MB) keeps
+SHORT_ROWS = 2048  # columns, up to which half of them is faster
 PAIR_BUCKETS = (64, 512)  # up to so many pairs, every program reads the ids of all
 MAX_TOP_K = 16  # experts of a token of sm90_mma.py
 MAX_CHUNKS = 16  # of a row with zero points, up to which sm90_mma.py is faster than gemv.py
@@ -746,11 +747,14 @@ def split_k_of(w2: MixedOperand, config: GemmConfig, split_k: int, pairs: int) -
 
 
 def blocks_together(block_m: int, K: int) -> int:
-    """GROUP_M of sm90_wgmma.py: as many blocks as have GROUP_BYTES of x, so that the L2 keeps
-    them for all tiles of weight rows; 0 of blocks that hold all rows of an expert. Measured on an
-    H200: docs/kernels/mixed_gemm.md.
+    """GROUP_M of sm90_wgmma.py: as many blocks as have GROUP_BYTES of x, of short rows half, so
+    that the L2 keeps them for all tiles of weight rows; 0 of blocks that hold all rows of an
+    expert. Measured on an H200 and an H100: docs/kernels/mixed_gemm.md.
     """
-    return max(4, GROUP_BYTES // (2 * block_m * K)) if block_m >= 64 else 0
+    if block_m < 64:
+        return 0
+    group = GROUP_BYTES if K > SHORT_ROWS else GROUP_BYTES // 2
+    return max(4, group // (2 * block_m * K))
 
 
 def pair_bucket(pairs: int) -> int:

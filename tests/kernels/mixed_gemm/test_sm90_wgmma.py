@@ -240,6 +240,13 @@ def test_products_are_kept_for_a_device():
     assert sm90_wgmma.products_on(w).shape == (256, 4) and sm90_wgmma.products_on(other) is None
 
 
+@pytest.mark.parametrize(
+    "block_m, K, blocks", [(32, 2048, 0), (64, 2048, 48), (64, 4096, 48), (80, 14336, 10)]
+)
+def test_blocks_whose_rows_stay_in_the_l2(block_m, K, blocks):
+    assert configs.blocks_together(block_m, K) == blocks
+
+
 @pytest.mark.parametrize("mapped", [False, True])
 @pytest.mark.parametrize("most", configs.PAIR_BUCKETS)
 def test_permute_few_tokens(most, mapped):
