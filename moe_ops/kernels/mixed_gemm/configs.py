@@ -200,8 +200,8 @@ def many_rows(rows: int, experts: int, I: int, bits: int) -> bool:  # noqa: E741
 
     In 8 bits it is from 64 rows an expert on: on an H100 fp8_w8a16:block of Qwen3 took 451 us so
     and 589 without at M = 1024, Mixtral 878 and 999 at 256; with 56 rows, on an H200, 392 and 412,
-    but 773 and 649. In 4 bits sm90_wgmma.py needs no copy of rows and pads them to 64, but writes
-    y in fp32: that is most of it where rows of w2 are short. On an H200, so and without, in us:
+    but 773 and 649. In 4 bits sm90_wgmma.py needs no copy of rows and pads them to 64. On an H200,
+    when it wrote y in fp32, most of it where rows of w2 are short, so and without, in us:
     Qwen3 in int4 526 and 530 with 128 rows, 871 and 959 with 256; gptoss20 in mxfp4 683 and 595
     with 128, 1749 and 1918 with 512; Mixtral in int4 1863 and 1415 with 256, 23.9 and 23.4 ms with
     4096.
@@ -241,7 +241,7 @@ def _wgmma_of_any_batch(
     bits: int,
     segments13: int,
     segments2: int,
-    many: int = 0,
+    many: int,
     tables: bool = True,
 ) -> LayerConfig:
     chosen = _wgmma(rows, groups, K, I, bits, sort_chunk(rows), many)

@@ -34,7 +34,7 @@ from tests.support.cases import BF16, FP16, FP32, STATIC_SCALES, fitting, prepar
 from tests.support.fake_cuda import fake_gpu
 
 E, TOP_K = 4, 2
-COUNTS = (1, 2, 16, 24, 48, 64, 200, 1024, 4096)
+COUNTS = (1, 2, 16, 24, 48, 64, 128, 200, 1024, 4096)
 SCHEMES = (
     *("", "fp8_channel", "fp8_tensor_static", "fp8_block", "int8_w8a8", "int4_w4a16:g32"),
     *("int4_w4a8", "fp8_w8a16:channel", "mxfp4_w4a16", "mxfp4_w4a8", "mxfp8", "nvfp4_w4a16"),
@@ -505,6 +505,34 @@ def test_one_token_has_the_bits_of_many(scheme, K, I):  # noqa: E741
             alone = torch.cat([run(slice(m, m + 1)) for m in range(M)])
         assert launches.call_count == M
         assert torch.equal(alone, want), (top_k, options.keys())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "scheme, blocks",
+    [
+        ("int4_w4a16:g128", {(64, 0), (32, 16), (64, 16)}),
+        ("fp8_w8a16:channel", {(64, 0), (32, 16)}),
+    ],
+)
+def test_blocks_of_two_operands_have_the_bits_of_one(scheme, blocks):
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("the kernels need SM90")
+    layer, seen = Ranks(scheme, BF16, 2048, 768, "cuda"), set()
+    batch, start = layer.tokens(1000), launch._specialization
+
+    def noted(launches, device):
+        for one in launches:
+            named = one.named()
+            if "MORE_M" in named:
+                seen.add((named["BLOCK_M"], named["MORE_M"]))
+        return start(launches, device)
+
+    with mock.patch.object(launch, "_specialization", noted):
+        whole = layer.run(batch)
+        for M in (20, 140, 260, 700):  # of which an expert has a quarter
+            assert torch.equal(layer.run(tuple(t[:M] for t in batch)), whole[:M]), M
+    assert seen >= blocks
 
 
 @pytest.mark.gpu

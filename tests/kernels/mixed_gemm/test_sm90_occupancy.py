@@ -143,17 +143,25 @@ def test_tiles_that_were_measured():
 
 @pytest.mark.parametrize("bits", [4, 8])
 def test_tiles_of_any_batch_are_those_whose_bits_were_compared(bits):
-    """`batch_invariant` takes none of the tiles that were added since."""
+    """`batch_invariant` takes none of the tiles that were added since but blocks of two
+    operands.
+    """
     sizes = itertools.product((4, 14, 60, 120, 150, 250, 400, 800), (1024, 2880, 5120, 8192))
     for (rows, K), I in itertools.product(sizes, (320, 2880, 8192)):  # noqa: E741
-        found = configs._wgmma_of_any_batch(rows, 8, K, I, bits, 1, 1)
+        found = configs._wgmma_of_any_batch(rows, 8, K, I, bits, 1, 1, 0)
         assert found.block_m in (8, 16, 32, 64) and found.split_k == 1
         for gemm, columns in ((found.gemm1, K), (found.gemm2, I)):
             wide = bits == 4 and columns % 256 == 0
             assert gemm.block_k == (256 if wide else 128)
             assert gemm.block_n == 128 or (wide and found.block_m == 8)
-    scout = configs._wgmma_of_any_batch(14, 16, 5120, 8192, bits, 1, 1)  # of many programs
+    scout = configs._wgmma_of_any_batch(14, 16, 5120, 8192, bits, 1, 1, 0)  # of many programs
     assert scout.gemm2.block_n == 128
+    averages = (30, 31, 38, 39, 44, 45, 56, 57, 80, 81)
+    of_4_bits = (32, 48, 48, 64, 64, 64, 64, 80, 80, 64)
+    of_8_bits = (32, 48, 48, 48, 48, 64, 64, 64, 64, 64)
+    for average, *expected in zip(averages, of_4_bits, of_8_bits, strict=True):
+        found = configs._wgmma_of_any_batch(8 * average, 8, 2048, 768, bits, 1, 1, 4)
+        assert (found.block_m, found.split_k) == (expected[bits == 8], 1)
 
 
 def test_int4_overlaps_where_three_blocks_hold_all_tiles():
