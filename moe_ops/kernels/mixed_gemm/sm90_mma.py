@@ -751,6 +751,16 @@ def moe_ops_token_gemm1(
     gl.store(h_ptrs, h.to(h_ptr.dtype.element_ty), mask=i < I)
 
 
+@unprefixed
+class TokenSum(NamedTuple):
+    """How the products of a token's experts are added."""
+
+    TOP_K: Constant
+    SLOTS: Constant  # rows of a tile have so many experts, of which TOP_K are a token's
+    NUM_BLOCKS: Constant  # of experts: meta/blocks.py
+    ROUNDED: Constant  # products are rounded to the dtype of h, as sm90_wgmma.py stores them then
+
+
 @arguments
 class Gemm2:
     out: Pointer  # (N,), written
@@ -762,10 +772,7 @@ class Gemm2:
     out_stride_n: Specialized
     row_strides: RowStrides
     strides: MixedStrides
-    TOP_K: Constant
-    SLOTS: Constant
-    NUM_BLOCKS: Constant  # of experts: meta/blocks.py
-    ROUNDED: Constant  # products are rounded to the dtype of h, as sm90_wgmma.py stores them then
+    token: TokenSum
     decoding: Decoding
     tile: TokenTile
     PDL: Constant
@@ -1029,10 +1036,7 @@ def launches(
         out_stride_n=out.stride(1),
         row_strides=RowStrides(*w2.stride[:2]),
         strides=strides,
-        TOP_K=top_k,
-        SLOTS=slots,
-        NUM_BLOCKS=a.num_blocks,
-        ROUNDED=a.batch_invariant,
+        token=TokenSum(top_k, slots, a.num_blocks, a.batch_invariant),
         decoding=_decoding(w2),
         tile=second,
         PDL=gpu.pdl,
