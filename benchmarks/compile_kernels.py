@@ -54,7 +54,7 @@ from moe_ops.kernels.router import fused, topk
 from moe_ops.kernels.training.rows import zero_empty
 from moe_ops.meta.router import router_workspace
 from moe_ops.meta.scales import DEEP_GEMM_UE8M0, TRITON_E2M1
-from moe_ops.meta.symmetric import SymmetricLayout
+from moe_ops.meta.symmetric import SymmetricLayout, packed_bytes
 from moe_ops.ops import library
 from moe_ops.ops.call import ExpertsCall, Weight
 from moe_ops.ops.problem import Machine, Problem
@@ -489,8 +489,8 @@ def compile_exchange(
     out_ids = _empty(R * T, top_k, dtype=torch.int32)
     out_weights = _empty(R * T, top_k, dtype=torch.float32)
 
-    def mailbox(words: int, T: int = T) -> Mailbox:
-        layout = SymmetricLayout(R, T, K * call.dtype.itemsize, words)
+    def mailbox(words: int, T: int = T, row_bytes: int = K * call.dtype.itemsize) -> Mailbox:
+        layout = SymmetricLayout(R, T, row_bytes, words)
         buffer = _empty(layout.num_bytes, dtype=torch.uint8)
         peers, epochs = _empty(R, dtype=torch.int64), _empty(PROGRAMS, dtype=torch.int32)
         return Mailbox(layout, 0, (buffer,) * R, peers, epochs)
@@ -511,6 +511,10 @@ def compile_exchange(
         for y in (GroupedRows(pairs_y, None, ""), GroupedRows(data, scale, "fp32"))
         if y.data.shape[1]
     ]
+    if whole:
+        to = GroupedRows(data, scale, "fp32")
+        packed = mailbox(0, T, packed_bytes(whole))
+        scatters.append(push_scatter(to, x[:, :whole], layout, top_k, packed, 1, gpu, True))
     with _compiling(gpu, arch, compiles) as found:
         for one in (
             push.push_rows(rows, out_ids, out_weights, x, ids, weights, mailbox(top_k), 1),

@@ -184,6 +184,8 @@ def spread(name: str, quantized: bool = False) -> Callable[[Problem], Way]:
         exchange = getattr(dispatcher, "exchange", "")
         later = not quantized and getattr(dispatcher, "sends_rows_later", False)
         later = later and wire.pays_later(cell.case.scheme)
+        if later and wire.quantizes_later(cell.case.scheme, cell.case.layer.hidden_size):
+            exchange = dispatcher.exchange_quantized  # type: ignore[attr-defined]
 
         def dispatch(which: int) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
             if quantized:

@@ -75,6 +75,11 @@ class SymmetricLayout(NamedTuple):
         return self.rows_start + self.slots * self.max_num_tokens * self.pitch
 
 
+def packed_bytes(columns: int) -> int:
+    """Of a row of e4m3 and the fp32 scales of its groups of 128 columns behind it."""
+    return columns + 4 * cdiv(columns, 128)
+
+
 def rows_later(group_size: int, max_num_tokens: int) -> bool:
     """Whether layers that record no gradients send rows behind their routing, if a backend may run
     that sends them (`moe_ops.parallel.wire.pays_later`): an exchange more, after which rows travel
@@ -84,7 +89,12 @@ def rows_later(group_size: int, max_num_tokens: int) -> bool:
 
 
 def symmetric_memory_bytes(
-    group_size: int, max_num_tokens: int, hidden_size: int, top_k: int, itemsize: int = 2
+    group_size: int,
+    max_num_tokens: int,
+    hidden_size: int,
+    top_k: int,
+    itemsize: int = 2,
+    quantized: bool = False,
 ) -> int:
     """Bytes of symmetric memory that a rank holds for layers of one shape.
 
@@ -100,11 +110,14 @@ def symmetric_memory_bytes(
         hidden_size: K.
         top_k: experts per token.
         itemsize: bytes of one number of a token.
+        quantized: for experts of fp8_block, whose tokens behind their routing travel quantized.
     """
     row = hidden_size * itemsize
     combine = SymmetricLayout(group_size, max_num_tokens, row)
     if rows_later(group_size, max_num_tokens):
         routing = SymmetricLayout(group_size, max_num_tokens, top_k * 4, top_k)
-        return routing.num_bytes + 2 * combine.num_bytes
+        packed = SymmetricLayout(group_size, max_num_tokens, packed_bytes(hidden_size))
+        rows = packed if quantized else combine
+        return routing.num_bytes + rows.num_bytes + combine.num_bytes
     dispatch = SymmetricLayout(group_size, max_num_tokens, row, top_k)
     return dispatch.num_bytes + combine.num_bytes

@@ -17,7 +17,9 @@ class Opened(Protocol):
 
     @property
     def arrivals(self) -> Any:
-        """Into which ranks write tokens (`kernels.comm.mailbox`)."""
+        """Into which ranks write tokens (`kernels.comm.mailbox`), as they are or quantized
+        (`sends_quantized`).
+        """
 
     @property
     def mailbox(self) -> Any:
@@ -30,9 +32,14 @@ class Opened(Protocol):
     def gather(self, x: Tensor) -> Tensor:
         """The tokens (R * T, K) of all ranks, of which this one has x (M, K)."""
 
+    def gather_quantized(self, x: Tensor, scheme: str) -> tuple[Tensor, Tensor]:
+        """The same, quantized before they travel: rows, and scales (R * T, groups)."""
+
     def add(self) -> None:
         """Let the first T rows be the sums over all ranks of this one's tokens."""
 
+
+QUANTIZED = "quantized "  # how exchanges begin that send tokens quantized
 
 _open: Callable[[str, Tensor, int], Opened] | None = None
 
@@ -65,6 +72,13 @@ def has_own_rows(args: ExpertsArgs) -> bool:
     return bool(args.exchange) and args.hidden_states.shape[0] != args.topk_ids.shape[0]
 
 
+def sends_quantized(exchange: str) -> bool:
+    """Whether this rank's tokens travel as the scheme quantizes them, with the bits that their
+    experts would have made of them: to their experts they arrive quantized.
+    """
+    return exchange.startswith(QUANTIZED)
+
+
 def gathered(args: ExpertsArgs) -> ExpertsArgs:
     """The same with the tokens of all ranks."""
     if not has_own_rows(args):
@@ -75,6 +89,9 @@ def gathered(args: ExpertsArgs) -> ExpertsArgs:
             "hidden_states must have the rows of all ranks where they arrive quantized, got "
             f"{x.shape[0]} rows: send them by the dispatcher's dispatch_quantized"
         )
+    if sends_quantized(args.exchange):
+        x, scale = exchange.gather_quantized(x, args.scheme)
+        return args._replace(hidden_states=x, hidden_states_scale=scale)
     return args._replace(hidden_states=exchange.gather(x))
 
 
@@ -86,6 +103,12 @@ def over_ranks(launch: Callable[[ExpertsArgs], None], sends: bool, adds: bool) -
     def run(args: ExpertsArgs) -> None:
         if not args.exchange:
             return launch(args)
+        if sends_quantized(args.exchange) and not has_own_rows(args):
+            raise ValueError(
+                "hidden_states must be this rank's tokens alone with an exchange that quantizes "
+                f"them, got {args.hidden_states.shape[0]} rows, as many as topk_ids has: call "
+                "`dispatch_routing`, or pass the dispatcher's `exchange`"
+            )
         whole = not 0 < args.chunk_rows < args.topk_ids.shape[0]
         if not (sends and whole and args.hidden_states_scale is None):
             args = gathered(args)

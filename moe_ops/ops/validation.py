@@ -19,6 +19,7 @@ from moe_ops.meta.scales import (
     unpacked_size,
 )
 from moe_ops.ops.call import BatchedCall, Call, ExpertsCall, LinearCall, Weight
+from moe_ops.ops.exchange import sends_quantized
 from moe_ops.ops.problem import Problem
 from moe_ops.schemes import QuantScheme, get_scheme
 
@@ -97,6 +98,13 @@ def _experts_problem(call: ExpertsCall) -> Problem:
             f"exchange must be left out of calls {which}, got {call.exchange!r}; add outputs up "
             "by the dispatcher's combine or combine_by_tree"
         )
+    quantizes = sends_quantized(call.exchange)
+    if quantizes and (call.w13.scheme != "fp8_block" or call.router_weight_on_input):
+        raise ValueError(
+            "exchange must leave tokens as they are, as the dispatcher's `exchange` does, with "
+            f"scheme {call.w13.scheme!r} and router_weight_on_input="
+            f"{call.router_weight_on_input}: those that travel quantized are for fp8_block"
+        )
     E, N, K, I = _check_weights(call.w13, call.w2, x, width, call.activation)  # noqa: E741
     top_k = static_size(call.topk_ids.shape[1])
     _check_dtype("topk_ids", call.topk_ids.dtype, _INTS)
@@ -147,7 +155,7 @@ def _experts_problem(call: ExpertsCall) -> Problem:
         contiguous_weights=contiguous,
         transposed_weights=not contiguous and in_order,
         max_workspace_bytes=_bytes(call.max_workspace_bytes),
-        quantized_input=call.hidden_states_scale is not None,
+        quantized_input=call.hidden_states_scale is not None or quantizes,
         batch_invariant=call.batch_invariant,
         exchange=call.exchange,
     )

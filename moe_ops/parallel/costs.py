@@ -3,12 +3,14 @@
 E experts, K hidden size, I intermediate size, R GPUs, T tokens of each GPU, P (token, expert)
 pairs of one GPU.
 
-Experts of a GPU:  us = hypot(weights + rows, products) + activations + CHAIN_US
+Experts of a GPU:  us = norm(weights + rows, products) + activations + CHAIN_US
     weights = bytes of its experts that are hit / memory bandwidth
     rows = bytes of pairs that products read and write / memory bandwidth
     products = 6 K I (P + PADDED_ROWS per expert that is hit) / (PRODUCTS * peak)
     activations = bytes that the steps between products read and write / memory bandwidth
-Kernels overlap what they multiply with what they read and write in part, for which hypot stands.
+    norm(a, b) = (a ** OVERLAP + b ** OVERLAP) ** (1 / OVERLAP)
+Kernels overlap what they multiply with what they read and write in part: that of infinity would be
+all of it, that of 1 nothing.
 Where the package has a measured table of the GPU and shape, the whole is multiplied by measured /
 modelled of a whole layer with as many pairs.
 
@@ -31,11 +33,10 @@ from moe_ops.parallel.replicas import ReplicatedPlacement
 from moe_ops.schemes import get_scheme
 from moe_ops.tables import lookup
 
-# Part of a square product's rate that grouped products reach, by the formula above solved for it.
-# On one H100 deep_gemm's fp8_block gives 0.71 to 0.88 from 256 rows an expert on (Qwen3, Mixtral,
-# DeepSeek-V3), bf16 of the faster backend 0.80 to 1.02 from 64 rows on
-# (benchmarks/results/experts_NVIDIA_H100_80GB_HBM3.json).
-PRODUCTS = 0.8
+# Part of a square product's rate that grouped products reach, and OVERLAP, by the formula above
+# fitted to what one and two H100s took with 512 tokens and more, of Qwen3 and DeepSeek-V3
+# (benchmarks/results/expert_parallel_NVIDIA_H100_80GB_HBM3_x2.json). Plain weights have their own.
+PRODUCTS, PRODUCTS_OF_PLAIN, OVERLAP = 0.8, 0.9, 2.5
 # The same of fp8_block with fewer rows an expert than FEW_ROWS, a tile of deep_gemm: with 32 and
 # 64 rows of DeepSeek-V3 and Qwen3 triton gives 0.43 to 0.46, and with more of them 0.41 to 0.58,
 # deep_gemm 0.45 to 0.54 (the same file and that of the H200).
@@ -133,14 +134,17 @@ class Layer:
         return self.hidden_size * bits / 8 + 8 * self.top_k
 
     @property
-    def pair_bytes(self) -> float:
-        """That products read and write: the row, gate and up, what the activation makes of them,
-        and the output. The steps between products write and read as many. What products of 8 bits
-        read has 8.
+    def pair_bytes(self) -> tuple[float, float]:
+        """That products read and write, and the steps between them: the row, gate and up, what the
+        activation makes of them, and the output. What products of 8 bits read has 8. Those of
+        plain weights end with the activation: nothing else sees gate and up.
         """
         K, I = self.hidden_size, self.intermediate_size  # noqa: E741
+        if not self.scheme:
+            return 2 * (2 * K + 2 * I), 2 * 2 * K
         read = 1 if self.multiplies_8_bits else 2
-        return read * (K + I) + 2 * (2 * I + K)
+        passed = read * (K + I) + 2 * (2 * I + K)
+        return passed, passed
 
 
 def _bits(scheme: str, weight: bool) -> float:
@@ -252,7 +256,8 @@ class ExpertTime:
 
     @property
     def us(self) -> float:
-        busy = math.hypot(self.weights + self.rows, self.products)
+        parts = self.weights + self.rows, self.products
+        busy = sum([part**OVERLAP for part in parts]) ** (1 / OVERLAP)
         return (busy + self.activations + CHAIN_US) * self.factor
 
 
@@ -265,14 +270,15 @@ def _modelled(gpu: Gpu, layer: Layer, load: Load, rows: float, factor: float) ->
     per_us = gpu.memory_tb_s * 1e6
     few = layer.scheme == "fp8_block" and load.pairs < FEW_ROWS * load.hit
     rate = gpu.bf16_tflop_s * 1e6 * (2 if layer.multiplies_8_bits else 1)
-    rate *= PRODUCTS_OF_FEW if few else PRODUCTS
+    of_many = PRODUCTS if layer.scheme else PRODUCTS_OF_PLAIN
+    rate *= PRODUCTS_OF_FEW if few else of_many
     flops = 6 * layer.hidden_size * layer.intermediate_size
-    passed = load.pairs * layer.pair_bytes / per_us
+    rows_of_products, others = [load.pairs * size / per_us for size in layer.pair_bytes]
     return ExpertTime(
         weights=load.hit * layer.expert_bytes / per_us,
-        rows=passed,
+        rows=rows_of_products,
         products=flops * (load.pairs + PADDED_ROWS * load.hit) / rate,
-        activations=passed + rows * layer.hidden_size * 2 / per_us,
+        activations=others + rows * layer.hidden_size * 2 / per_us,
         factor=factor,
     )
 
@@ -398,12 +404,14 @@ def step(
     else:
         gathered = 0.0, 0.0
         back = 2 * wide * T * (R - 1), 2 * wide * T * (H - 1)
-    if dispatcher == "symmetric_memory":  # on the way out rows travel as they are
-        gathered = layer.row_bytes(False) * T * (R - 1), 0.0
+    if dispatcher == "symmetric_memory":
+        later = rows_later(R, T) and wire.pays_later(layer.scheme)
+        packed = later and wire.quantizes_later(layer.scheme, layer.hidden_size)
+        gathered = layer.row_bytes(packed) * T * (R - 1), 0.0  # else rows travel as they are
         per_us, routing = fleet.gpu.memory_tb_s * 1e6, 8 * layer.top_k * T * (R - 1)
         there, here = fleet.push_us(gathered[0]), fleet.push_us(back[0])
         # what experts take is counted with these
-        if rows_later(R, T) and wire.pays_later(layer.scheme):
+        if later:
             copied = load.pairs * (1 if layer.multiplies_8_bits else 2) * layer.hidden_size
             there = fleet.push_us(routing) + max(there - copied / per_us, 0.0)
         here = max(here - load.pairs * 2 * layer.hidden_size / per_us, 0.0)

@@ -18,12 +18,13 @@ from moe_ops.checks import check_size
 from moe_ops.kernels import launch
 from moe_ops.kernels.comm.mailbox import Mailbox
 from moe_ops.kernels.launch import Lazy
-from moe_ops.meta.symmetric import SymmetricLayout, rows_later
-from moe_ops.ops.exchange import register_opener
+from moe_ops.meta.symmetric import SymmetricLayout, packed_bytes, rows_later
+from moe_ops.ops.exchange import QUANTIZED, register_opener, sends_quantized
 from moe_ops.ops.library import register_function
 from moe_ops.parallel import stand_in
 from moe_ops.parallel.dispatchers import PaddedDispatcher
 from moe_ops.parallel.mailboxes import mailbox_of
+from moe_ops.parallel.wire import quantize_for
 
 _PUSH_ROWS = Lazy("moe_ops.kernels.comm.push:push_rows")
 _PUSH_SUMS = Lazy("moe_ops.kernels.comm.push:push_sums")
@@ -47,6 +48,18 @@ def _words(rows: Tensor) -> Tensor:
         rows = rows.new_empty(rows.shape).copy_(rows)
     found = rows.view(torch.uint8)
     return found.view(torch.int32) if found.shape[1] % 4 == 0 else found
+
+
+def packed_rows(q: Tensor, scale: Tensor) -> Tensor:
+    """(M, K) e4m3 with scales (M, K / 128) behind them, as int32 (M, words)."""
+    parts = [
+        part.contiguous()
+        .view(-1)
+        .view(torch.uint8)
+        .view(part.shape[0], part.itemsize * part.shape[1])
+        for part in (q, scale)
+    ]  # flat at first: one column may have any stride
+    return torch.cat(parts, 1).view(torch.int32)
 
 
 def _spins(timeout: int) -> int:
@@ -142,19 +155,20 @@ class _Opened:
     size: int
     timeout: int
     label: str
+    quantized: bool  # tokens are, before they travel
 
-    def _mailbox(self, kind: str) -> Mailbox:
-        rows, K = self.out.shape
-        layout = SymmetricLayout(self.size, rows // self.size, K * self.out.itemsize)
+    def _mailbox(self, kind: str, row_bytes: int) -> Mailbox:
+        layout = SymmetricLayout(self.size, self.out.shape[0] // self.size, row_bytes)
         return mailbox_of(self.group, self.out.device, kind, layout, self.label)
 
     @property
     def arrivals(self) -> Mailbox:
-        return self._mailbox("tokens")
+        K, itemsize = self.out.shape[1], self.out.itemsize
+        return self._mailbox("tokens", packed_bytes(K) if self.quantized else K * itemsize)
 
     @property
     def mailbox(self) -> Mailbox:
-        return self._mailbox("outputs")
+        return self._mailbox("outputs", self.out.shape[1] * self.out.itemsize)
 
     @property
     def spins(self) -> int:
@@ -165,6 +179,12 @@ class _Opened:
         how = self.group, self.size, T, self.timeout, self.label
         return _gather(x, None, None, *how)[0]
 
+    def gather_quantized(self, x: Tensor, scheme: str) -> tuple[Tensor, Tensor]:
+        sent, K = quantize_for(x, scheme), x.shape[1]
+        packed = self.gather(packed_rows(sent.q, sent.scale))
+        rows = packed.view(torch.uint8)[:, :K].view(sent.q.dtype)
+        return rows, packed[:, K // 4 :].view(torch.float32)
+
     def add(self) -> None:
         T = self.out.shape[0] // self.size
         how = self.group, self.size, self.timeout, self.label
@@ -174,7 +194,7 @@ class _Opened:
 def _open(name: str, out: Tensor, num_rows: int) -> _Opened:
     """The exchange that `SymmetricMemory.exchange` names, of a call's outputs."""
     try:
-        group, size, timeout, label = ast.literal_eval(name)
+        group, size, timeout, label = ast.literal_eval(name.removeprefix(QUANTIZED))
     except (ValueError, SyntaxError, TypeError):
         raise ValueError(
             f"exchange must be a dispatcher's `SymmetricMemory.exchange`, got {name!r}"
@@ -190,7 +210,7 @@ def _open(name: str, out: Tensor, num_rows: int) -> _Opened:
             f"hidden_states must have the {rows} rows of all ranks, or at most {rows // size} of "
             f"this one, got {num_rows}"
         )
-    return _Opened(out, group, size, timeout, label)
+    return _Opened(out, group, size, timeout, label, sends_quantized(name))
 
 
 register_opener(_open)
@@ -300,6 +320,9 @@ class SymmetricMemory(PaddedDispatcher):
             the place of `combine`. Its weighted sum then writes into the memory of the other
             ranks, and the first M of the rows that it returns are the outputs of this rank's
             tokens.
+        exchange_quantized: the same for calls behind `dispatch_routing` with fp8_block weights,
+            whose tokens are quantized on their way (`moe_ops.parallel.wire.quantizes_later`): 1.03
+            bytes a column in place of 2, with the same bits. All ranks name the same one.
 
     Raises:
         ValueError: a size or timeout that is no integer or below 1. By
@@ -313,12 +336,14 @@ class SymmetricMemory(PaddedDispatcher):
     send_quantized: bool | None = field(default=False, kw_only=True)
     # kept, since traced code cannot print integers that may be symbols
     exchange: str = field(init=False, repr=False, compare=False)
+    exchange_quantized: str = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_size("timeout", self.timeout)
         told = self.group_name, self.group_size, self.timeout, self.label
         object.__setattr__(self, "exchange", repr(told))
+        object.__setattr__(self, "exchange_quantized", QUANTIZED + repr(told))
 
     @property
     def _exchange(self) -> Exchange:

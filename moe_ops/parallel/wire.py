@@ -61,6 +61,13 @@ def pays_later(scheme: str, layout: str = "", backend: str = "auto") -> bool:
     return not layout and any([scheme in one.sends_rows for one in found])
 
 
+def quantizes_later(scheme: str, columns: int) -> bool:
+    """Whether rows that travel behind their routing do so quantized: where a kernel makes one of
+    quantizing, sending and copying (kernels/permute/push_scatter.py).
+    """
+    return scheme == "fp8_block" and columns % 128 == 0
+
+
 def why_not_scheme(name: str, known: bool) -> str | None:
     """The reasons that follow from a scheme, None where there are none.
 
@@ -83,11 +90,19 @@ def quantize_rows(x: Tensor, weight: Any) -> QuantizedActivation:  # x: (M, K)
 
     Scales are (M, groups) or one for all rows. They have the bits of `quantize_activation`.
     """
-    name = weight.scheme
+    return quantize_for(x, weight.scheme, weight.activation_scale)
+
+
+def quantize_for(
+    x: Tensor,
+    name: str,  # of the scheme
+    known: Tensor | None = None,  # its activation_scale
+) -> QuantizedActivation:
+    """`quantize_rows` for any weight of a scheme."""
     desc = get_scheme(name).activation
     assert desc is not None
     if not (x.is_cuda and environment.TRITON and _has_kernel(desc)):
-        return quantize_activation(x, name, weight.activation_scale)
+        return quantize_activation(x, name, known)
     q, scale = _OP(x, name)
     return QuantizedActivation(q, scale if desc.group.cols == 128 else scaling.plain(scale, desc))
 

@@ -59,7 +59,7 @@ BACKEND = (
     "binding",
     "relayout library schemes cpu",
     "rows blocks setup grouped inputs grouped_mm chunked products",
-    "scatter activate scatter_blocks activate_blocks",
+    "scatter activate scatter_blocks activate_blocks sums",
     "layer plain groups mixed",
     "backend",
 )

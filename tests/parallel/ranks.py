@@ -31,6 +31,7 @@ from moe_ops.parallel.dispatch import DISPATCHERS
 from moe_ops.parallel.dispatchers import AllGatherReduceScatter, AllReduce, AllToAll
 from moe_ops.parallel.placement import PLACEMENTS, Placement, shard_experts
 from moe_ops.parallel.symmetric_memory import SymmetricMemory
+from moe_ops.planning import machine as machines
 from tests.support import oracle
 
 E, H, I, TOP_K = 6, 128, 128, 2  # noqa: E741
@@ -143,10 +144,16 @@ class Spread:
         return self.experts_of(x, ids, weights, **options)[: x.shape[0]]
 
     def behind_routing(
-        self, x: Tensor, ids: Tensor, weights: Tensor, backend: str = "auto"
+        self,
+        x: Tensor,
+        ids: Tensor,
+        weights: Tensor,
+        backend: str = "auto",
+        quantized: bool = False,
     ) -> Tensor:
-        """The same, where the experts' operator sends rows, too."""
-        M, options = x.shape[0], {"exchange": self.dispatcher.exchange, "backend": backend}
+        """The same, where the experts' operator sends rows, too, quantized or not."""
+        exchange = self.dispatcher.exchange_quantized if quantized else self.dispatcher.exchange
+        M, options = x.shape[0], {"exchange": exchange, "backend": backend}
         ids, weights = self.dispatcher.dispatch_routing(ids, weights)
         return moe_ops.fused_experts(
             x, self.w13, self.w2, weights, ids, expert_map=self.expert_map, **options
@@ -184,6 +191,11 @@ def forwards(rank: int, size: int) -> Iterator[tuple[str, float, float]]:
                     yield f"{name}, exchange", difference(spread.by_exchange(*t.local()), got), 0.0
                     own = spread.behind_routing(*t.local())
                     yield f"{name}, rows behind their routing", difference(own, got), 0.0
+                    if wire.quantizes_later(scheme, H):
+                        own = spread.behind_routing(*t.local(), quantized=True)
+                        # a CPU's kernels multiply tokens that are not quantized
+                        most = 0.0 if own.is_cuda else BF16
+                        yield f"{name}, quantized on their way", difference(own, got), most
             if not scheme:
                 for dtype in (torch.bfloat16, torch.float32):
                     spread = Spread(w13, w2, rank, size, strategy, reduce_dtype=dtype)
@@ -366,22 +378,26 @@ def captured(rank: int, size: int) -> Iterator[tuple[str, float, float]]:
 
 def pushed(rank: int, size: int) -> Iterator[tuple[str, float, float]]:
     """Rows that one kernel sends and copies to their experts, quantized or not, against those that
-    a dispatcher sends: where deep_gemm runs, which alone does so.
+    a dispatcher sends, by the backends that do so and run here.
     """
-    if backends.named("deep_gemm").available():
-        return
-    for scheme in ("", "fp8_block"):
-        w13, w2 = experts_weights(torch.bfloat16)
-        if scheme:
-            w13, w2 = moe_ops.quantize(w13, scheme), moe_ops.quantize(w2, scheme)
-        for routing in ROUTINGS:
-            t = tokens(routing, rank, size, torch.bfloat16)
-            spread = Spread(w13, w2, rank, size, "linear", SymmetricMemory)
-            want = spread.by_exchange(*t.local(), backend="deep_gemm")
-            for step in range(3):
-                got = spread.behind_routing(*t.local(), backend="deep_gemm")
-                name = f"pushed rows, {scheme or 'bf16'}, {routing}, {step}"
-                yield name, difference(got, want), 0.0
+    for backend in ("deep_gemm", "cutlass"):
+        known = backends.named(backend)
+        machine = machines.machine(torch.device("cuda", torch.cuda.current_device()))
+        if known.available() or (known.unbuilt is not None and known.unbuilt(machine)):
+            continue
+        for scheme in ("", "fp8_block"):
+            w13, w2 = experts_weights(torch.bfloat16)
+            if scheme:
+                w13, w2 = moe_ops.quantize(w13, scheme), moe_ops.quantize(w2, scheme)
+            for routing in ROUTINGS:
+                t = tokens(routing, rank, size, torch.bfloat16)
+                spread = Spread(w13, w2, rank, size, "linear", SymmetricMemory)
+                want = spread.by_exchange(*t.local(), backend=backend)
+                for step in range(4):
+                    quantized = step % 2 == 1 and wire.quantizes_later(scheme, H)
+                    got = spread.behind_routing(*t.local(), backend, quantized)
+                    name = f"{backend}, pushed rows, {scheme or 'bf16'}, {routing}, {step}"
+                    yield name, difference(got, want), 0.0
 
 
 def layer_config(dtype: torch.dtype, kind: type, **options: object) -> moe_ops.MoEConfig:

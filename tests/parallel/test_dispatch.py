@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from moe_ops import MoEConfig, MoELayer, ParallelConfig
+from moe_ops import MoEConfig, MoELayer, ParallelConfig, quantize
 from moe_ops.meta.symmetric import SymmetricLayout
 from moe_ops.nn.spread import send_tokens
 from moe_ops.parallel import all2all, dispatch, mailboxes, wire
@@ -198,6 +198,35 @@ def test_rows_are_sent_later_where_a_backend_sends_them():
     assert wire.pays_later("") and wire.pays_later("fp8_block", backend="deep_gemm")
     assert not wire.pays_later("", backend="triton") and not wire.pays_later("int4_w4a16")
     assert not wire.pays_later("fp8_block", "deep_gemm_ue8m0")
+    assert wire.pays_later("fp8_block", backend="cutlass")
+
+
+def test_rows_behind_their_routing_travel_quantized_where_a_kernel_does_so(world, monkeypatch):
+    world(1, 2)
+    given = parallel(dp_size=2, dp_rank=1, all2all_backend="symmetric_memory")
+    config = MoEConfig(4, 2, 128, 128, parallel=given, max_num_tokens=4096)
+    for scheme, on_gpu, quantized in (
+        ("fp8_block", True, True),
+        ("fp8_block", False, False),
+        ("fp8_block:ue8m0", True, False),
+        ("", True, False),
+    ):
+        layer = MoELayer.from_config(config, group=torch.distributed.group.WORLD)
+        layer.requires_grad_(False)
+        experts = layer.experts
+        for name in ("gate_up_proj", "down_proj") if scheme else ():
+            packed = quantize(getattr(experts, name).data, scheme)
+            setattr(experts, name, torch.nn.Parameter(packed, False))
+        x, *routing = torch.randn(3, 128), torch.zeros(3, 2).int(), torch.rand(3, 2)
+        told = type(layer.dispatcher)
+        monkeypatch.setattr(told, "dispatch_routing", lambda self, *routing: routing)
+        x = x.to("meta") if on_gpu else x
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.Tensor, "is_cuda", property(lambda t: t.is_meta))
+            sent = send_tokens(layer, x, *routing)
+        assert sent.rows is x and sent.added
+        known = layer.dispatcher.exchange_quantized if quantized else layer.dispatcher.exchange
+        assert sent.options["exchange"] == known
 
 
 def test_mailboxes_live_as_long_as_their_group(world, monkeypatch):

@@ -14,15 +14,17 @@ from torch import Tensor
 from moe_ops.backends.cutlass import library, products
 from moe_ops.backends.cutlass.products import Scaled
 from moe_ops.backends.cutlass.schemes import grouped_bytes
+from moe_ops.backends.cutlass.sums import add_up
 from moe_ops.kernels import launch
 from moe_ops.kernels.gemm.operands import activated
 from moe_ops.kernels.launch import run
-from moe_ops.kernels.permute.combine import combine_rows, expert_blocks
 from moe_ops.kernels.permute.place import place
+from moe_ops.kernels.permute.push_scatter import push_own_rows, why_not
 from moe_ops.kernels.permute.scatter import GroupedRows, scatter
 from moe_ops.meta.workspace import carve, cdiv, round_up
 from moe_ops.ops.args import ExpertsArgs
 from moe_ops.ops.chunks import chunks
+from moe_ops.ops.exchange import gathered
 
 
 def experts(a: ExpertsArgs) -> None:
@@ -54,26 +56,26 @@ def _rows(buffer: Tensor, rows: int, columns: int) -> Scaled:
 
 
 def _run(a: ExpertsArgs) -> None:
-    x, (S, top_k) = a.hidden_states, (a.topk_ids.numel(), a.topk_ids.shape[1])
-    device = x.get_device()
+    (S, top_k), device = (a.topk_ids.numel(), a.topk_ids.shape[1]), a.out.get_device()
     gpu = launch.gpu(device)
     E, K, I = a.w2.shape  # noqa: E741
     on_input = a.topk_weights if a.router_weight_on_input else None
-    on_output = None if a.router_weight_on_input else a.topk_weights
     before, layout = place(a.topk_ids, a.expert_map, a.index_workspace, E, S, 1, gpu)
     activation = activated(a.activation, a.alpha, a.beta, a.limit)
     rows, h = _rows(a.workspace13, S, K), _rows(a.workspace2, S, I)
     y = carve(a.workspace13, (S, K), torch.bfloat16)
     powers = a.scheme.endswith(":ue8m0")
     copied = GroupedRows(*rows, "powers" if powers else "fp32")
-    quantized = a.hidden_states_scale
-    copies = scatter(x, copied, layout, top_k, gpu, quantized, on_input)
+    if a.router_weight_on_input or why_not(K, copied):
+        a = gathered(a)
+    copies = push_own_rows(a, copied, layout, gpu)
+    if copies is None:
+        quantized = a.hidden_states_scale
+        copies = scatter(a.hidden_states, copied, layout, top_k, gpu, quantized, on_input)
     run([*before, copies], device, gpu)
     bias = None if a.w13_bias is None else a.w13_bias.contiguous()
     assert a.w13_scale is not None and a.w2_scale is not None
     w13, w2 = Scaled(a.w13, a.w13_scale), Scaled(a.w2, a.w2_scale)
     products.activate_blocks_into(h, rows, w13, layout.groups, activation, powers, bias)
     products.multiply_blocks_into(y, h, w2, layout.groups)
-    bias = None if a.w2_bias is None else a.w2_bias.contiguous()
-    summed = combine_rows(a.out, y, on_output, layout, top_k, bias, expert_blocks(a))
-    run([summed], device, gpu)
+    add_up(a, y, layout, gpu)

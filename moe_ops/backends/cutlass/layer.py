@@ -32,6 +32,7 @@ from moe_ops.backends.cutlass.schemes import (
     scale_rows,
 )
 from moe_ops.kernels import launch
+from moe_ops.kernels.comm.push import sum_ranks
 from moe_ops.kernels.gemm.operands import activated
 from moe_ops.kernels.launch import Gpu, Launch, run
 from moe_ops.kernels.permute.combine import combine_rows
@@ -41,6 +42,7 @@ from moe_ops.kernels.quantize.shared import amax_of
 from moe_ops.meta.workspace import carve
 from moe_ops.ops.args import BatchedExpertsArgs, ExpertsArgs
 from moe_ops.ops.chunks import batched_chunks, chunks
+from moe_ops.ops.exchange import gathered
 
 E4M3 = torch.float8_e4m3fn
 Operand = rows.Operand | blocks.Operand
@@ -54,6 +56,7 @@ def experts(a: ExpertsArgs) -> None:
     if of_kind is not None:
         of_kind(a)
     else:
+        a = gathered(a)
         _run(a, a.topk_ids.numel(), a.global_experts, chunks(a), _Pairs)
 
 
@@ -246,6 +249,9 @@ class _Pairs(_Layer):
                 self.weights_after = a.topk_weights
 
     def after(self) -> list[Launch]:
+        assert isinstance(self.a, ExpertsArgs)
+        if self.a.exchange:
+            return [sum_ranks(self.a, self.y, self.layout.rows)]
         out, weights = self.a.out, self.weights_on_output
         return [combine_rows(out, self.y, weights, self.layout, self.top_k)]
 

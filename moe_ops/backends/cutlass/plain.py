@@ -9,19 +9,21 @@ is a kernel of its own; the product with w2 and a weighted sum follow.
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from moe_ops.backends.cutlass import library, products
+from moe_ops.backends.cutlass.sums import add_up
 from moe_ops.kernels import launch
 from moe_ops.kernels.gemm.operands import activated
 from moe_ops.kernels.launch import run
-from moe_ops.kernels.permute.combine import combine_rows, expert_blocks
 from moe_ops.kernels.permute.place import place
+from moe_ops.kernels.permute.push_scatter import push_own_rows
+from moe_ops.kernels.permute.scatter import GroupedRows
 from moe_ops.kernels.training.rows import activate, scatter
 from moe_ops.meta.workspace import carve
 from moe_ops.ops.args import ExpertsArgs
 from moe_ops.ops.call import stored_transposed
 from moe_ops.ops.chunks import chunks
+from moe_ops.ops.exchange import gathered
 
 
 def experts(a: ExpertsArgs) -> None:
@@ -38,22 +40,22 @@ def experts(a: ExpertsArgs) -> None:
         _run(part)
 
 
-def _contiguous(bias: Tensor | None) -> Tensor | None:
-    return None if bias is None else bias.contiguous()
-
-
 def _run(a: ExpertsArgs) -> None:
+    if a.router_weight_on_input:
+        a = gathered(a)
     x, (S, top_k) = a.hidden_states, (a.topk_ids.numel(), a.topk_ids.shape[1])
     device = x.get_device()
     gpu = launch.gpu(device)
     (E, N, K), I = a.w13.shape, a.w2.shape[2]  # noqa: E741
     on_input = a.topk_weights if a.router_weight_on_input else None
-    on_output = None if a.router_weight_on_input else a.topk_weights
     before, layout = place(a.topk_ids, a.expert_map, a.index_workspace, E, S, 1, gpu)
     activation = activated(a.activation, a.alpha, a.beta, a.limit)
-    bias = _contiguous(a.w13_bias)
+    bias = None if a.w13_bias is None else a.w13_bias.contiguous()
     rows = carve(a.workspace13, (S, K), torch.bfloat16)
-    run([*before, scatter(x, rows, on_input, layout, top_k)], device, gpu)
+    copies = push_own_rows(a, GroupedRows(rows, None, ""), layout, gpu)
+    if copies is None:
+        copies = scatter(x, rows, on_input, layout, top_k)
+    run([*before, copies], device, gpu)
     if activation.GATED and a.w13.is_contiguous() and a.w2.is_contiguous():
         h, y = carve(a.workspace2, (S, I), torch.bfloat16), rows
         products.activate_into(h, rows, a.w13, layout.groups, activation, bias)
@@ -64,6 +66,4 @@ def _run(a: ExpertsArgs) -> None:
         run([activate(activation, h, y, bias, layout)], device, gpu)
         y = carve(a.workspace2, (S, K), torch.bfloat16)
     products.multiply_into(y, h, a.w2, layout.groups)
-    bias = _contiguous(a.w2_bias)
-    summed = combine_rows(a.out, y, on_output, layout, top_k, bias, expert_blocks(a))
-    run([summed], device, gpu)
+    add_up(a, y, layout, gpu)

@@ -22,12 +22,12 @@ from moe_ops.kernels.gemm.operands import activated
 from moe_ops.kernels.launch import Gpu, run
 from moe_ops.kernels.permute.combine import combine_rows
 from moe_ops.kernels.permute.place import place, place_batches
-from moe_ops.kernels.permute.push_scatter import push_scatter, why_not
+from moe_ops.kernels.permute.push_scatter import push_own_rows, why_not
 from moe_ops.kernels.permute.scatter import scatter
 from moe_ops.meta.workspace import carve, cdiv, padded_rows, round_up
 from moe_ops.ops.args import BatchedExpertsArgs, ExpertsArgs
 from moe_ops.ops.chunks import batched_chunks, chunks
-from moe_ops.ops.exchange import gathered, has_own_rows, opened
+from moe_ops.ops.exchange import gathered
 
 
 class Format(NamedTuple):
@@ -140,13 +140,10 @@ def _experts(
     launches, layout = place(
         a.topk_ids, a.expert_map, a.index_workspace, a.w13.shape[0], size, alignment, gpu
     )
-    if has_own_rows(a):
-        sent = opened(a)
-        to = permuted, x.contiguous(), layout, top_k, sent.arrivals, sent.spins
-        launches.append(push_scatter(*to, gpu))
-    else:
-        launches.append(scatter(x, permuted, layout, top_k, gpu, scale, before))
-    run(launches, device, gpu)
+    copies = push_own_rows(a, permuted, layout, gpu)
+    if copies is None:
+        copies = scatter(x, permuted, layout, top_k, gpu, scale, before)
+    run([*launches, copies], device, gpu)
     dg.grouped_gemm(gate_up, permuted, w13, layout.groups, expected)
     run([activate(a, h, gate_up, layout, after, gpu)], device, gpu)
     dg.grouped_gemm(y, h, w2, layout.groups, expected)

@@ -6,6 +6,9 @@ Legend and protocol as in kernels/comm/push.py, whose blocks of rows these are: 
 by this kernel what others send by that one. The ids of all ranks' tokens have arrived, and S = R *
 T * TOP_K pairs are placed, `rows` (S,): -1 for experts that are elsewhere, and for tokens that a
 rank does not have.
+
+Rows travel as they are, or (PACKED) as they are quantized: K bytes of e4m3 and then K / 128 fp32
+scales, 1.03 bytes a column in place of 2.
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ from moe_ops.kernels.comm.push import (
     region,
     row_of_slot,
     send_rows,
+    set_flag,
     tile_of,
     tile_of_step,
     wait_for_flag,
@@ -50,6 +54,8 @@ from moe_ops.kernels.permute.scatter import (
     rounded_columns,
     store_scale,
 )
+from moe_ops.ops.args import ExpertsArgs
+from moe_ops.ops.exchange import has_own_rows, opened, sends_quantized
 
 # of the programs of a launch, a quarter sends: the link is as busy as with a half, and more of
 # them copy to experts, several rows for each that arrives
@@ -73,24 +79,91 @@ def rows_of_tokens(rows_ptr, t, there, TOP_K: tl.constexpr):
 
 
 @triton.jit
-def scatter_tile(
-    y_ptr, scale_ptr, x, rows, k, K, size, SCALES: tl.constexpr, WIDTH: tl.constexpr,
-    GROUPS: tl.constexpr, NATIVE: tl.constexpr, TOP_K: tl.constexpr,
+def rounded_tile(
+    x, element: tl.constexpr, SCALES: tl.constexpr, WIDTH: tl.constexpr, GROUPS: tl.constexpr,
+    NATIVE: tl.constexpr,
 ):  # fmt: skip
-    """Columns k of tokens, x (TILE, BLOCK_K), quantized once and copied to all of their rows."""
+    """(columns of tokens, x (TILE, BLOCK_K), as they are stored, their scales (TILE, BLOCK_K /
+    128)); twice x where there are none.
+    """
     y, scale = x, x
     if SCALES != "":
         y, scale = rounded_columns(tl.reshape(x, (GROUPS, 128)), SCALES, WIDTH, NATIVE)
-        y = tl.reshape(y, x.shape)
+        y = tl.reshape(y, x.shape).to(element)
         scale = tl.reshape(scale, (x.shape[0], x.shape[1] // 128))
-        group = tl.min(k, 0) // 128 + tl.arange(0, x.shape[1] // 128)
+    return y, scale
+
+
+@triton.jit
+def groups_of(k):
+    """Groups of 128 columns of a tile's columns k."""
+    return tl.min(k, 0) // 128 + tl.arange(0, k.shape[0] // 128)
+
+
+@triton.jit
+def store_tile(
+    y_ptr, scale_ptr, y, scale, rows, k, K, size, SCALES: tl.constexpr, TOP_K: tl.constexpr
+):
+    """Columns k of tokens, and their scales, copied to all rows of the tokens."""
     for j in tl.static_range(TOP_K):
         row = rows[j].to(tl.int64)[:, None]
         inside = (row >= 0) & (k < K)[None, :]
-        tl.store(y_ptr + row * K + k[None, :], y.to(y_ptr.dtype.element_ty), mask=inside)
+        tl.store(y_ptr + row * K + k[None, :], y, mask=inside)
         if SCALES != "":
+            group = groups_of(k)
             inside = (row >= 0) & (group < K // 128)[None, :]
             store_scale(scale_ptr, scale, row, group[None, :], K // 128, size, inside, SCALES)
+
+
+@triton.jit
+def packed_scales(
+    buffer_ptr, peers_ptr, peer, row, k, K, ROWS_START: tl.constexpr, PITCH: tl.constexpr
+):  # fmt: skip
+    """Pointers to the scales behind packed rows of a rank's buffer, of the groups of columns k."""
+    scales_ptr = region(buffer_ptr, peers_ptr, peer, ROWS_START + K, tl.float32)
+    return scales_ptr + row[:, None] * (PITCH // 4) + groups_of(k)[None, :]
+
+
+@triton.jit
+def send_packed(
+    x_ptr, buffer_ptr, peers_ptr, rank, program, SENDERS, epoch, T, M, K,
+    element: tl.constexpr, SCALES: tl.constexpr, WIDTH: tl.constexpr, GROUPS: tl.constexpr,
+    NATIVE: tl.constexpr, ROWS_START: tl.constexpr, PITCH: tl.constexpr, R: tl.constexpr,
+    ROWS: tl.constexpr, TILE: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """The blocks of this rank's rows that a program sends, quantized, to all other ranks."""
+    parity = epoch & 1
+    blocks = tl.cdiv(T, ROWS)
+    tiles = ROWS // TILE * tl.cdiv(K, BLOCK_K)
+    steps = tl.cdiv(blocks - program, SENDERS) * tiles
+    t, k = tile_of_step(0, tiles, program, SENDERS, K, ROWS, TILE, BLOCK_K)
+    x = load_rows(x_ptr, t, K, k, (t < M)[:, None] & (k < K)[None, :])
+    for step in range(steps):
+        # what is stored after this one is loaded before, so that loads and stores overlap
+        t, k = tile_of_step(step + 1, tiles, program, SENDERS, K, ROWS, TILE, BLOCK_K)
+        following = load_rows(x_ptr, t, K, k, (t < M)[:, None] & (k < K)[None, :])
+        t, k = tile_of_step(step, tiles, program, SENDERS, K, ROWS, TILE, BLOCK_K)
+        y, scale = rounded_tile(x, element, SCALES, WIDTH, GROUPS, NATIVE)
+        there = (t < M)[:, None]
+        for i in tl.static_range(1, R):
+            rows_ptr = region(buffer_ptr, peers_ptr, (rank + i) % R, ROWS_START, element)
+            row = row_of_slot(parity, R - 1 - i, t, T, R)
+            row_ptrs = rows_ptr + row[:, None] * PITCH + k[None, :]
+            tl.store(row_ptrs, y, mask=there & (k < K)[None, :])
+            scale_ptrs = packed_scales(
+                buffer_ptr, peers_ptr, (rank + i) % R, row, k, K, ROWS_START, PITCH
+            )
+            inside = there & (groups_of(k) < K // 128)[None, :]
+            tl.store(scale_ptrs, scale, mask=inside)
+        if step % tiles == tiles - 1:
+            tl.debug_barrier()  # before thread 0 sets flags
+            for i in tl.static_range(1, R):
+                flag_ptr = flag_of_block(
+                    buffer_ptr, peers_ptr, (rank + i) % R, parity, R - 1 - i,
+                    program + step // tiles * SENDERS, T, R, ROWS,
+                )  # fmt: skip
+                set_flag(flag_ptr, epoch, M)
+        x = following
 
 
 @arguments
@@ -104,6 +177,7 @@ class PushScatter:
     M: Runtime
     K: Specialized
     TOP_K: Constant
+    PACKED: Constant
     TILE: Constant
     BLOCK_K: Constant
 
@@ -136,6 +210,7 @@ def moe_ops_push_scatter(
     M,
     K,
     TOP_K: tl.constexpr,
+    PACKED: tl.constexpr,
     TILE: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
@@ -147,12 +222,19 @@ def moe_ops_push_scatter(
     parity = epoch & 1
     blocks = tl.cdiv(T, ROWS)
     tiles = ROWS // TILE * tl.cdiv(K, BLOCK_K)
-    element: tl.constexpr = x_ptr.dtype.element_ty
+    element: tl.constexpr = y_ptr.dtype.element_ty
+    sent: tl.constexpr = element if PACKED else x_ptr.dtype.element_ty
     if SEND and program < SENDERS:
-        send_rows(
-            x_ptr, None, None, buffer_ptr, peers_ptr, rank, program, SENDERS, epoch, T, M, K, 0, 1,
-            META_START, ROWS_START, PITCH, R, ROWS, TILE, BLOCK_K,
-        )  # fmt: skip
+        if PACKED:
+            send_packed(
+                x_ptr, buffer_ptr, peers_ptr, rank, program, SENDERS, epoch, T, M, K, element,
+                SCALES, WIDTH, GROUPS, NATIVE, ROWS_START, PITCH, R, ROWS, TILE, BLOCK_K,
+            )  # fmt: skip
+        else:
+            send_rows(
+                x_ptr, None, None, buffer_ptr, peers_ptr, rank, program, SENDERS, epoch, T, M, K,
+                0, 1, META_START, ROWS_START, PITCH, R, ROWS, TILE, BLOCK_K,
+            )  # fmt: skip
         tl.store(epochs_ptr + program, epoch)
     if RECEIVE and program >= SENDERS:
         first, stride = program - SENDERS, programs - SENDERS
@@ -166,12 +248,11 @@ def moe_ops_push_scatter(
             next_rows = rows_of_tokens(rows_ptr, rank * T + t, t < M, TOP_K)
             following = load_rows(x_ptr, t, K, k, (t < M)[:, None] & (k < K)[None, :])
             _, k = tile_of_step(step, tiles, first, stride, K, ROWS, TILE, BLOCK_K)
-            scatter_tile(
-                y_ptr, scale_ptr, x, rows, k, K, size, SCALES, WIDTH, GROUPS, NATIVE, TOP_K
-            )
+            y, scale = rounded_tile(x, element, SCALES, WIDTH, GROUPS, NATIVE)
+            store_tile(y_ptr, scale_ptr, y, scale, rows, k, K, size, SCALES, TOP_K)
             rows = next_rows
             x = following
-        received_ptr = region(buffer_ptr, peers_ptr, rank, ROWS_START, element)
+        received_ptr = region(buffer_ptr, peers_ptr, rank, ROWS_START, sent)
         for i in tl.static_range(1, R):
             of_rank = (rank + i) % R * T
             for step in range(steps):
@@ -186,16 +267,20 @@ def moe_ops_push_scatter(
                         buffer_ptr, peers_ptr, rank, parity, i - 1, block, T, R, ROWS
                     )
                     wait_for_flag(flag_ptr, epoch, spins)
-                slot_row = row_of_slot(parity, i - 1, t, T, R)
-                x = tl.load(
-                    received_ptr + slot_row[:, None] * PITCH + k[None, :],
-                    mask=wanted[:, None] & (k < K)[None, :],
-                    other=0.0,
-                    cache_modifier=".cg",
-                )
-                scatter_tile(
-                    y_ptr, scale_ptr, x, rows, k, K, size, SCALES, WIDTH, GROUPS, NATIVE, TOP_K
-                )
+                row = row_of_slot(parity, i - 1, t, T, R)
+                row_ptrs = received_ptr + row[:, None] * PITCH + k[None, :]
+                inside = wanted[:, None] & (k < K)[None, :]
+                if PACKED:
+                    y = tl.load(row_ptrs, mask=inside, cache_modifier=".cg")
+                    scale_ptrs = packed_scales(
+                        buffer_ptr, peers_ptr, rank, row, k, K, ROWS_START, PITCH
+                    )
+                    inside = wanted[:, None] & (groups_of(k) < K // 128)[None, :]
+                    scale = tl.load(scale_ptrs, mask=inside, cache_modifier=".cg")
+                else:
+                    x = tl.load(row_ptrs, mask=inside, other=0.0, cache_modifier=".cg")
+                    y, scale = rounded_tile(x, element, SCALES, WIDTH, GROUPS, NATIVE)
+                store_tile(y_ptr, scale_ptr, y, scale, rows, k, K, size, SCALES, TOP_K)
         tl.store(epochs_ptr + program, epoch)
 
 
@@ -207,13 +292,15 @@ def push_scatter(
     mailbox: Mailbox,
     spins: int,  # after which another rank is given up
     gpu: Gpu,
+    packed: bool = False,
     phases: Phases = BOTH,
 ) -> Launch:
     """The rows of all ranks' pairs, of which each rank has the tokens, quantized if y has scales.
-    For operands of which `why_not` is None.
+    For operands of which `why_not` is None. `packed`: they travel quantized, through a mailbox of
+    rows of `packed_bytes`; y has fp32 scales then.
     """
     (M, K), grid = x.shape, grid_of(mailbox.layout)
-    buffers = buffers_of(mailbox, spins, x.itemsize, phases)
+    buffers = buffers_of(mailbox, spins, 1 if packed else x.itemsize, phases)
     tile = tile_of(mailbox.layout, K, MOST_COPIED)
     data, how = quantized(y, gpu)
     args = PushScatter(
@@ -226,7 +313,18 @@ def push_scatter(
         M=M,
         K=K,
         TOP_K=top_k,
+        PACKED=packed,
         TILE=tile.rows,
         BLOCK_K=tile.columns,
     )
     return Launch(moe_ops_push_scatter, grid, args, tile.num_warps, MAX_REGISTERS)
+
+
+def push_own_rows(a: ExpertsArgs, y: OperandRows, layout: Layout, gpu: Gpu) -> Launch | None:
+    """The kernel of a call that has this rank's tokens alone; None where all are here already."""
+    if not has_own_rows(a):
+        return None
+    sent, top_k = opened(a), a.topk_ids.shape[1]
+    x = a.hidden_states.contiguous()
+    packed = sends_quantized(a.exchange)
+    return push_scatter(y, x, layout, top_k, sent.arrivals, sent.spins, gpu, packed)

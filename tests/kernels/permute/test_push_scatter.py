@@ -17,31 +17,44 @@ from moe_ops.kernels.permute.push_scatter import push_scatter, why_not
 from moe_ops.kernels.permute.scatter import GroupedRows
 from moe_ops.meta import symmetric
 from moe_ops.meta.symmetric import SymmetricLayout
+from moe_ops.parallel.symmetric_memory import packed_rows
 from tests.kernels.comm.test_push import GPU, SPINS, mailboxes, run
 
 pytestmark = pytest.mark.skipif(not launch.INTERPRETED, reason="needs TRITON_INTERPRET=1")
 
 
 @pytest.mark.parametrize(
-    ("R", "T", "K", "top_k", "scales", "few", "held"),
+    ("R", "T", "K", "top_k", "scales", "few", "held", "packed"),
     [
-        (2, 19, 40, 3, "", 1, 8192),
-        (2, 19, 40, 3, "", 1, 128),  # 4 tiles of 2 rows
-        (3, 5, 256, 2, "fp32", 2, 8192),
-        (3, 5, 256, 2, "fp32", 2, 128),  # 8 tiles of half a row
-        (2, 3, 384, 1, "powers", 128, 8192),
+        (2, 19, 40, 3, "", 1, 8192, False),
+        (2, 19, 40, 3, "", 1, 128, False),  # 4 tiles of 2 rows
+        (3, 5, 256, 2, "fp32", 2, 8192, False),
+        (3, 5, 256, 2, "fp32", 2, 128, False),  # 8 tiles of half a row
+        (2, 3, 384, 1, "powers", 128, 8192, False),
+        (3, 5, 256, 2, "fp32", 2, 8192, True),
+        (2, 19, 384, 3, "fp32", 1, 256, True),  # tiles of some columns of a row
+        (2, 3, 128, 1, "powers", 128, 8192, True),
     ],
 )
-def test_rows_of_pairs_have_their_tokens(R, T, K, top_k, scales, few, held, monkeypatch):
+def test_rows_of_pairs_have_their_tokens(R, T, K, top_k, scales, few, held, packed, monkeypatch):
     """Quantized as the tokens are; other rows are left alone, and a rank that copies what arrives
-    without scattering it sees the same blocks.
+    without scattering it sees the same blocks, of rows that were quantized before they travelled.
     """
     monkeypatch.setattr(symmetric, "FEW_BLOCKS", few)
     monkeypatch.setattr(symmetric, "MOST_BLOCK_BYTES", 0)
     monkeypatch.setattr(push, "PROGRAMS", 2 * min(few, 2))
     monkeypatch.setattr(sys.modules[push_scatter.__module__], "MOST_COPIED", held)
     S, size = R * T * top_k, 2 * R * T * top_k
-    boxes = mailboxes(SymmetricLayout(R, T, K * 2))
+    boxes = mailboxes(SymmetricLayout(R, T, symmetric.packed_bytes(K) if packed else K * 2))
+    scheme = "fp8_block:ue8m0" if scales == "powers" else "fp8_block"
+
+    def sent(x):
+        """As a rank sends it that does not quantize on the way."""
+        if not packed:
+            return x
+        q, scale, *_ = numerics.quantize_activation(x.float(), scheme)
+        return packed_rows(q, scale)
+
     for epoch in range(3):
         counts = [max(0, T - 4 * ((r + epoch) % R)) for r in range(R)]  # 0 of one, where T is 3
         tokens = [torch.randn(M, K).half() for M in counts]
@@ -62,18 +75,19 @@ def test_rows_of_pairs_have_their_tokens(R, T, K, top_k, scales, few, held, monk
             wanted.append((want, rows[here], y))
             layout = Layout(rows.flatten().int(), torch.empty(0), size)
             launches.append((y, tokens[r], layout, top_k, boxes[r]))
-        out = torch.full((R * T, K), torch.nan).half()
+        whole = torch.cat([sent(x) for x in whole.split(T)])
+        whole[~there[:, 0]] = 0
+        out = torch.full_like(whole, 77)
         for phases in (Phases(True, False), Phases(False, True)):
             for given in launches:
-                run(push_scatter(*given, SPINS, GPU, phases))
-            box = boxes[-1]
-            run(push.push_rows(out, None, None, tokens[-1], None, None, box, SPINS, phases))
+                run(push_scatter(*given, SPINS, GPU, packed, phases))
+            box, last = boxes[-1], sent(tokens[-1])
+            run(push.push_rows(out, None, None, last, None, None, box, SPINS, phases))
         assert torch.equal(out, whole)
         for want, rows, y in wanted:
             if not scales:
                 assert torch.equal(y.data.nan_to_num(77), want.nan_to_num(77))
                 continue
-            scheme = "fp8_block:ue8m0" if scales == "powers" else "fp8_block"
             q = numerics.quantize_activation(want[rows].float(), scheme)
             assert torch.equal(y.data[rows].float(), q[0].float())
             assert torch.equal(y.scale[:, rows].T, q[1])
@@ -98,10 +112,10 @@ def test_every_block_of_every_rank_is_awaited(monkeypatch):
     assert layout.blocks == 2
     for late in (None, 0, 1):
         boxes = mailboxes(layout)
-        run(push_scatter(y, x, nowhere, 1, boxes[0], SPINS, GPU, Phases(True, False)))
+        run(push_scatter(y, x, nowhere, 1, boxes[0], SPINS, GPU, False, Phases(True, False)))
         if late is not None:
             boxes[1].buffers[1][8 * (2 + late) : 8 * (3 + late)] = 0  # of the set of epoch 1
-        given = y, x, nowhere, 1, boxes[1], SPINS, GPU, Phases(False, True)
+        given = y, x, nowhere, 1, boxes[1], SPINS, GPU, False, Phases(False, True)
         if late is None:
             run(push_scatter(*given))
             continue
