@@ -3,6 +3,7 @@ GPU (`-m gpu`)."""
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import subprocess
@@ -644,13 +645,14 @@ def test_values(scheme, config):
 def test_blocks_of_two_operands(scheme, block_m):
     """Of 80 rows, 64 and 16: experts have fewer than 64, up to 80, and more. Of 48, 32 and 16:
     likewise."""
-    config = layer(block_m, 128, 128, 3, 4)
+    gemms = [(128, 128, 3, 4)] + [(128, 256, 2, 4)] * ("8_w8a16" in scheme or "fp8" in scheme)
     experts = torch.tensor([-1] * 2 + [0] * 33 + [1] * 65 + [2] * 79 + [3] * 153)
     experts = experts[torch.randperm(332, generator=torch.Generator().manual_seed(0))]
-    for top_k, on_input, split_k in ((2, False, 1), (1, True, 2)):
+    cases = itertools.product(gemms, ((2, False, 1), (1, True, 2)))
+    for gemm, (top_k, on_input, split_k) in cases:
         sizes = {"M": 332 // top_k, "E": 4, "top_k": top_k, "K": 640, "I": 384}
         sizes |= {"ids": experts.view(-1, top_k), "bias": True, "on_input": on_input}
-        check(scheme, config._replace(split_k=split_k), "swigluoai", **sizes)
+        check(scheme, layer(block_m, *gemm)._replace(split_k=split_k), "swigluoai", **sizes)
 
 
 @pytest.mark.parametrize(
@@ -758,10 +760,12 @@ def test_few_kernels_serve_all_numbers_of_tokens(words):
             *PREPARED,
             *SHORT_INT4,
             "int4_w4a16:g64:zp float16",
+            "int8_w8a16:channel",
+            "fp8_w8a16:channel",
         )
     ],
 )
-@pytest.mark.parametrize("config", [(8, 64, 64, 4, 4), (16, 64, 256, 3, 4)], ids=str)
+@pytest.mark.parametrize("config", [(8, 64, 64, 4, 4), (16, 64, 256, 4, 4)], ids=str)
 def test_rows_that_end_within_128_columns(scheme, config):
     """Chunks of 64 columns, or of 128 whose last one reaches back."""
     sizes = {"M": 16, "E": 2, "top_k": 1, "K": 2880, "I": 320}
