@@ -108,9 +108,10 @@ def fused_experts(
             rank of its group: the first T rows of the result are the sums over all ranks of this
             rank's tokens, the others are unspecified. Or it sent their experts alone
             (`dispatch_routing`), (R * T, top_k), and hidden_states are this rank's own, at most
-            T, which are sent here; M is R * T then, too. All ranks call it, in one order, and use
-            its result: compiled graphs leave out calls whose result nothing uses. For calls that
-            record no gradients, without batch_invariant.
+            T, which are sent here, by `SymmetricMemory.exchange_quantized` as the scheme
+            (fp8_block) quantizes them; M is R * T then, too. All ranks call it, in one order, and
+            use its result: compiled graphs leave out calls whose result nothing uses. For calls
+            that record no gradients, without batch_invariant.
 
     Returns:
         (M, K) in out_dtype, by default hidden_states' own unless they arrive quantized. Under

@@ -100,7 +100,8 @@ def symmetric_memory_bytes(
 
     One buffer for dispatch and one for combine, shared by all layers of a process group whose
     max_num_tokens, hidden size, experts per token and dtype are equal. They are allocated at the
-    first call and kept. Gradients of router weights take one more, of top_k * 4 bytes a row; and
+    first call and kept; a group with layers of fp8_block and others of equal sizes holds dispatch
+    buffers of both kinds. Gradients of router weights take one more, of top_k * 4 bytes a row; and
     where rows are sent behind their routing (`rows_later`), layers that also record gradients one
     more for dispatch.
 
@@ -110,7 +111,9 @@ def symmetric_memory_bytes(
         hidden_size: K.
         top_k: experts per token.
         itemsize: bytes of one number of a token.
-        quantized: for experts of fp8_block, whose tokens behind their routing travel quantized.
+        quantized: on GPUs with experts of fp8_block and hidden sizes that are multiples of 128,
+            whose tokens travel quantized behind their routing
+            (`moe_ops.parallel.wire.quantizes_later`).
     """
     row = hidden_size * itemsize
     combine = SymmetricLayout(group_size, max_num_tokens, row)

@@ -148,9 +148,10 @@ def send_tokens(layer: SpreadLayer, x: Tensor, topk_ids: Tensor, topk_weights: T
     if added and _sends_later(layer):
         dispatcher: Any = layer.dispatcher
         ids, weights = dispatcher.dispatch_routing(topk_ids, topk_weights)
+        quantized = getattr(dispatcher, "exchange_quantized", "")  # an adapter may have none
         scheme = getattr(layer.experts.w13, "scheme", "")
-        if x.is_cuda and wire.quantizes_later(scheme, x.shape[1]):
-            options["exchange"] = dispatcher.exchange_quantized
+        if quantized and x.is_cuda and wire.quantizes_later(scheme, x.shape[1]):
+            options["exchange"] = quantized
         return Sent(x, ids, weights, options, by_tree, added)
     rows, ids, weights = layer.dispatcher.dispatch(x, topk_ids, topk_weights)
     if by_tree and x.dtype != torch.float64:

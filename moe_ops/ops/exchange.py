@@ -103,11 +103,14 @@ def over_ranks(launch: Callable[[ExpertsArgs], None], sends: bool, adds: bool) -
     def run(args: ExpertsArgs) -> None:
         if not args.exchange:
             return launch(args)
+        # Plans of such calls take it that a backend without `sends_rows` gets quantized rows, and
+        # size its workspaces so.
         if sends_quantized(args.exchange) and not has_own_rows(args):
             raise ValueError(
                 "hidden_states must be this rank's tokens alone with an exchange that quantizes "
                 f"them, got {args.hidden_states.shape[0]} rows, as many as topk_ids has: call "
-                "`dispatch_routing`, or pass the dispatcher's `exchange`"
+                "`dispatch_routing` in a group of several ranks, or pass the dispatcher's "
+                "`exchange`"
             )
         whole = not 0 < args.chunk_rows < args.topk_ids.shape[0]
         if not (sends and whole and args.hidden_states_scale is None):

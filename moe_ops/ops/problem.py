@@ -39,7 +39,8 @@ class Problem:
     contiguous_weights: bool = True
     transposed_weights: bool = False  # plain ones, of which one is stored transposed, or both
     max_workspace_bytes: int | None = None  # None: the machine's default
-    quantized_input: bool = False  # hidden_states arrive quantized, as the scheme quantizes them
+    # hidden_states arrive quantized, as the scheme quantizes them, or travel so to other ranks
+    quantized_input: bool = False
     batch_invariant: bool = False  # a token's row has the same bits in every batch
     exchange: str = ""  # which adds up the outputs of all ranks (ops/exchange.py)
 

@@ -98,14 +98,16 @@ def _experts_problem(call: ExpertsCall) -> Problem:
             f"exchange must be left out of calls {which}, got {call.exchange!r}; add outputs up "
             "by the dispatcher's combine or combine_by_tree"
         )
+    E, N, K, I = _check_weights(call.w13, call.w2, x, width, call.activation)  # noqa: E741
     quantizes = sends_quantized(call.exchange)
-    if quantizes and (call.w13.scheme != "fp8_block" or call.router_weight_on_input):
+    fits = call.w13.scheme == "fp8_block" and K % 128 == 0 and not call.router_weight_on_input
+    if quantizes and not fits:
         raise ValueError(
             "exchange must leave tokens as they are, as the dispatcher's `exchange` does, with "
-            f"scheme {call.w13.scheme!r} and router_weight_on_input="
-            f"{call.router_weight_on_input}: those that travel quantized are for fp8_block"
+            f"scheme {call.w13.scheme!r}, K={K} and router_weight_on_input="
+            f"{call.router_weight_on_input}: those that travel quantized are for fp8_block, K a "
+            "multiple of 128 and router weights on the output"
         )
-    E, N, K, I = _check_weights(call.w13, call.w2, x, width, call.activation)  # noqa: E741
     top_k = static_size(call.topk_ids.shape[1])
     _check_dtype("topk_ids", call.topk_ids.dtype, _INTS)
     _check_float("topk_weights", call.topk_weights.dtype)

@@ -42,7 +42,8 @@ class Dispatcher(Protocol):
     that serves layers under `batch_invariant` has its `combine_by_tree(out, num_tokens)`. Of one
     with an `exchange`, as `SymmetricMemory` has it, layers use `combine` where gradients are
     recorded alone, and where its `sends_rows_later` is true, so they do `dispatch`, unless no
-    backend may run that sends rows (`moe_ops.parallel.wire.pays_later`).
+    backend may run that sends rows (`moe_ops.parallel.wire.pays_later`). They name its
+    `exchange_quantized` there if it has one and tokens may travel quantized.
     """
 
     name: ClassVar[str]

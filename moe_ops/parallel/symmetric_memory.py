@@ -51,7 +51,9 @@ def _words(rows: Tensor) -> Tensor:
 
 
 def packed_rows(q: Tensor, scale: Tensor) -> Tensor:
-    """(M, K) e4m3 with scales (M, K / 128) behind them, as int32 (M, words)."""
+    """(M, K) e4m3 with fp32 scales (M, K / 128) behind them, as int32 (M, words): K is a multiple
+    of 128.
+    """
     parts = [
         part.contiguous()
         .view(-1)
@@ -197,7 +199,8 @@ def _open(name: str, out: Tensor, num_rows: int) -> _Opened:
         group, size, timeout, label = ast.literal_eval(name.removeprefix(QUANTIZED))
     except (ValueError, SyntaxError, TypeError):
         raise ValueError(
-            f"exchange must be a dispatcher's `SymmetricMemory.exchange`, got {name!r}"
+            "exchange must be a dispatcher's `SymmetricMemory.exchange` or `exchange_quantized`, "
+            f"got {name!r}"
         ) from None
     rows = out.shape[0]
     if rows == 0 or rows % size:
@@ -301,8 +304,9 @@ class SymmetricMemory(PaddedDispatcher):
     For GPUs of one host with peer access, and up to 16 of them. The first call of a shape
     allocates buffers, together with all other ranks (`symmetric_memory_bytes` says how large), and
     cannot be captured. All layers of a group with the same max_num_tokens, hidden size, experts
-    per token and dtype share them, so their calls must be on one stream, in one order on all
-    ranks. On CPUs processes of one host share memory in the same layout, for tests.
+    per token and dtype, whose tokens travel alike, share them, so their calls must be on one
+    stream, in one order on all ranks. On CPUs processes of one host share memory in the same
+    layout, for tests.
 
     Args:
         group_name: of the expert-parallel process group (`group.group_name`).
@@ -320,9 +324,6 @@ class SymmetricMemory(PaddedDispatcher):
             the place of `combine`. Its weighted sum then writes into the memory of the other
             ranks, and the first M of the rows that it returns are the outputs of this rank's
             tokens.
-        exchange_quantized: the same for calls behind `dispatch_routing` with fp8_block weights,
-            whose tokens are quantized on their way (`moe_ops.parallel.wire.quantizes_later`): 1.03
-            bytes a column in place of 2, with the same bits. All ranks name the same one.
 
     Raises:
         ValueError: a size or timeout that is no integer or below 1. By
@@ -336,14 +337,20 @@ class SymmetricMemory(PaddedDispatcher):
     send_quantized: bool | None = field(default=False, kw_only=True)
     # kept, since traced code cannot print integers that may be symbols
     exchange: str = field(init=False, repr=False, compare=False)
-    exchange_quantized: str = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_size("timeout", self.timeout)
         told = self.group_name, self.group_size, self.timeout, self.label
         object.__setattr__(self, "exchange", repr(told))
-        object.__setattr__(self, "exchange_quantized", QUANTIZED + repr(told))
+
+    @property
+    def exchange_quantized(self) -> str:
+        """`exchange` for calls behind `dispatch_routing` with fp8_block weights, whose tokens are
+        quantized on their way (`moe_ops.parallel.wire.quantizes_later`): 1.03 bytes a column in
+        place of 2, with the same bits. For more than one rank; all of them name the same one.
+        """
+        return QUANTIZED + self.exchange
 
     @property
     def _exchange(self) -> Exchange:

@@ -18,6 +18,7 @@ from moe_ops.environment import constant
 from moe_ops.meta.workspace import cdiv, maximum, minimum
 from moe_ops.ops import library
 from moe_ops.ops.chunks import ALIGNMENT, experts_of_chunk
+from moe_ops.ops.exchange import sends_quantized
 from moe_ops.ops.problem import Buffer, Machine, Problem, Workspaces
 from moe_ops.planning.auto import AUTO
 from moe_ops.schemes import get_scheme
@@ -155,7 +156,9 @@ class Plan:
             f"I={p.intermediate_size} {p.scheme or 'plain'} {_name(p.dtype)} on {where}"
         ]
         if p.quantized_input:
-            lines.append("  the input arrives quantized: no pass quantizes it")
+            arrives = "the input arrives quantized: no pass quantizes it"
+            travels = "tokens are quantized before they travel to other ranks"
+            lines.append(f"  {travels if sends_quantized(p.exchange) else arrives}")
         if p.batch_invariant:
             lines.append("  batch invariant: a token's row has the same bits in every batch")
         if self.not_tested_note:
@@ -388,7 +391,7 @@ def _reasons(backend: library.Backend, problem: Problem, machine: Machine) -> li
     if problem.quantized_input and problem.scheme not in backend.quantized_input:
         reasons.append(
             f"takes no input that arrives quantized for scheme {problem.scheme!r}: pass it "
-            "unquantized"
+            "unquantized, and of a dispatcher's exchanges `exchange`"
         )
     if problem.needs_grad and not backend.differentiable:
         reasons.append(

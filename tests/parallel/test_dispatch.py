@@ -225,8 +225,14 @@ def test_rows_behind_their_routing_travel_quantized_where_a_kernel_does_so(world
             patch.setattr(torch.Tensor, "is_cuda", property(lambda t: t.is_meta))
             sent = send_tokens(layer, x, *routing)
         assert sent.rows is x and sent.added
-        known = layer.dispatcher.exchange_quantized if quantized else layer.dispatcher.exchange
+        told = layer.dispatcher
+        known = told.exchange_quantized if quantized else told.exchange
         assert sent.options["exchange"] == known
+        layer.dispatcher = SimpleNamespace(
+            exchange="its name", sends_rows_later=True, dispatch_routing=lambda *routing: routing
+        )
+        sent = send_tokens(layer, torch.randn(3, 128), *routing)
+        assert sent.options["exchange"] == "its name"
 
 
 def test_mailboxes_live_as_long_as_their_group(world, monkeypatch):

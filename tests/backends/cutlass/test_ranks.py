@@ -19,7 +19,7 @@ from moe_ops.kernels.comm.push import Phases
 from moe_ops.meta.symmetric import SymmetricLayout, packed_bytes
 from moe_ops.numerics import quantize_activation
 from moe_ops.ops import exchange
-from moe_ops.parallel.symmetric_memory import packed_rows
+from moe_ops.parallel.symmetric_memory import _Opened, packed_rows
 from tests.backends.cutlass.test_layer import devices, products  # noqa: F401  (a fixture)
 from tests.support import oracle
 from tests.support.cases import BF16, FP16, assert_matches, poisoned_memory, tolerance
@@ -44,10 +44,7 @@ class Played(NamedTuple):
         return out
 
     def gather_quantized(self, x, scheme):
-        q, scale, *_ = quantize_activation(x, scheme)
-        packed = self.gather(packed_rows(q, scale))
-        rows = packed.view(torch.uint8)[:, :K].view(torch.float8_e4m3fn)
-        return rows, packed[:, K // 4 :].view(torch.float32)
+        return _Opened.gather_quantized(self, x, scheme)  # which asks for `gather` alone
 
     def add(self):
         out = torch.full_like(self.out[: COUNTS[0]], torch.nan)
@@ -155,9 +152,11 @@ def test_tokens_of_all_ranks_are_not_quantized_again():
     name = exchange.QUANTIZED + "played"
     with pytest.raises(ValueError, match="hidden_states must be this rank's tokens .* got 4 rows"):
         moe_ops.fused_experts(x, *packed, *given, exchange=name)
-    for weights, options, why in (
-        ((w13, w2), {}, "scheme '' and router_weight_on_input=False: .* are for fp8_block"),
-        (packed, {"router_weight_on_input": True}, "'fp8_block' and router_weight_on_input=True"),
+    odd = [moe_ops.quantize(torch.randn(size), "fp8_block") for size in ((2, 8, 130), (2, 130, 4))]
+    for rows, weights, options, why in (
+        (x, (w13, w2), {}, "scheme '', K=256 and router_weight_on_input=False: .* for fp8_block"),
+        (x, packed, {"router_weight_on_input": True}, "router_weight_on_input=True: .*"),
+        (x[:, :130], odd, {}, "scheme 'fp8_block', K=130 .* a multiple of 128"),
     ):
         with pytest.raises(ValueError, match=f"exchange must leave tokens as they are, .*{why}"):
-            moe_ops.fused_experts(x, *weights, *given, exchange=name, **options)
+            moe_ops.fused_experts(rows, *weights, *given, exchange=name, **options)

@@ -98,7 +98,8 @@ def test_rows_of_pairs_have_their_tokens(R, T, K, top_k, scales, few, held, pack
     assert all(box.epochs[:programs].eq(3).all() for box in boxes)
 
 
-def test_every_block_of_every_rank_is_awaited(monkeypatch):
+@pytest.mark.parametrize("packed", [False, True])
+def test_every_block_of_every_rank_is_awaited(packed, monkeypatch):
     """Also those of which no row is wanted: a rank that runs ahead must not overwrite them."""
     from triton.runtime.interpreter import interpreter_builder
 
@@ -106,16 +107,20 @@ def test_every_block_of_every_rank_is_awaited(monkeypatch):
     options = replace(interpreter_builder.options, debug=True)
     monkeypatch.setattr(interpreter_builder, "options", options)
     monkeypatch.setattr(symmetric, "FEW_BLOCKS", 2)
-    layout, x = SymmetricLayout(2, 3, 32), torch.randn(3, 16).half()
-    y = GroupedRows(torch.zeros(6, 16).half(), None, "")
+    K = 128 if packed else 16
+    row_bytes = symmetric.packed_bytes(K) if packed else 2 * K
+    layout, x = SymmetricLayout(2, 3, row_bytes), torch.randn(3, K).half()
+    y = GroupedRows(torch.zeros(6, K).half(), None, "")
+    if packed:
+        y = GroupedRows(torch.zeros(6, K, dtype=torch.float8_e4m3fn), torch.zeros(1, 6), "fp32")
     nowhere = Layout(torch.full((6,), -1, dtype=torch.int32), torch.empty(0), 6)
     assert layout.blocks == 2
     for late in (None, 0, 1):
         boxes = mailboxes(layout)
-        run(push_scatter(y, x, nowhere, 1, boxes[0], SPINS, GPU, False, Phases(True, False)))
+        run(push_scatter(y, x, nowhere, 1, boxes[0], SPINS, GPU, packed, Phases(True, False)))
         if late is not None:
             boxes[1].buffers[1][8 * (2 + late) : 8 * (3 + late)] = 0  # of the set of epoch 1
-        given = y, x, nowhere, 1, boxes[1], SPINS, GPU, False, Phases(False, True)
+        given = y, x, nowhere, 1, boxes[1], SPINS, GPU, packed, Phases(False, True)
         if late is None:
             run(push_scatter(*given))
             continue
