@@ -48,6 +48,22 @@ def test_predictions_lie_near_what_two_gpus_took(path):
     assert wanted <= compared
 
 
+def test_predictions_hold_for_four_gpus():
+    """Which were measured after the model was fitted to two."""
+    measured = json.loads((RESULTS / "expert_parallel_NVIDIA_H200_x4.json").read_text())
+    compared = 0
+    for row in measured["rows"]:
+        _, _, name = row["implementation"].partition(" ")
+        M = row["num_tokens"]
+        if M < 4096 or name not in costs.DISPATCHERS:
+            continue
+        layer = costs.Layer(*SHAPES[row["shape"]], row["scheme"])
+        predicted = case(costs.Fleet(costs.GPUS["NVIDIA H200"], 4), layer).step(name, M)
+        assert predicted.us == pytest.approx(row["us"], rel=0.13), (row, predicted)
+        compared += 1
+    assert compared == 3 * len(costs.DISPATCHERS)
+
+
 def test_measured_tables_replace_the_model():
     """Of a whole layer the prediction is what the table says, between its rows as well."""
     gpu = costs.GPUS["NVIDIA H200"]
