@@ -409,23 +409,23 @@ def backward(
     if needs_x and needs_w13 and first is None and step.spare:
         assert dh is not None
         found[0], found[1] = step.gradients_of_x_and_w13(dh, x, of_input)
-        needs_w13 = through_w13 = False
-    if x is None and (needs_w13 or (first_trained and step.of_input is not None)):
-        x = step.inputs()
-    if needs_w13:
-        assert x is not None and dh is not None
-        found[1] = step.outer(dh, x)
-    if first_trained:
-        assert first is not None and dh is not None
-        found[6:8] = first.gradients(x, dh)
-    del x
-    if through_w13:
-        assert dh is not None
-        drows = step.multiply(dh, call.w13, transpose=True, adapter=first)
-        if of_input is not None:
-            step.run(dot(of_input, call.hidden_states, drows, layout, top_k))
-        if needs_x:
-            found[0] = step.summed(drows, step.of_input)
+    else:
+        if x is None and (needs_w13 or (first_trained and step.of_input is not None)):
+            x = step.inputs()
+        if needs_w13:
+            assert x is not None and dh is not None
+            found[1] = step.outer(dh, x)
+        if first_trained:
+            assert first is not None and dh is not None
+            found[6:8] = first.gradients(x, dh)
+        del x
+        if through_w13:
+            assert dh is not None
+            drows = step.multiply(dh, call.w13, transpose=True, adapter=first)
+            if of_input is not None:
+                step.run(dot(of_input, call.hidden_states, drows, layout, top_k))
+            if needs_x:
+                found[0] = step.summed(drows, step.of_input)
     if dweights is not None:
         found[3] = dweights.to(call.topk_weights.dtype)
     return found
