@@ -5,8 +5,9 @@
         --gpus 8 --hosts 1 2 4 --tokens 64 512 4096 --zipf 0.6
 
 Nothing runs on a GPU: the times come from the model of moe_ops.parallel.costs, which lies within
-12 % of what two H100s and two H200s took from 512 tokens a GPU on, for experts of Qwen3 in bf16
-and fp8_block and of DeepSeek-V3 in fp8_block. More GPUs and several hosts were not measured.
+12 % of what two H100s and two H200s took from 512 tokens a GPU on, for experts of Qwen3 and
+DeepSeek-V3 in bf16 and fp8_block, and 13 % of what four H200s took in fp8_block from 4096 on. More
+GPUs and several hosts were not measured.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from moe_ops.meta.symmetric import MANY_TOKENS
 from moe_ops.parallel import costs, wire
 from moe_ops.parallel.placement import PLACEMENTS, AnyPlacement, Placement
 from moe_ops.parallel.replicas import balanced
@@ -275,6 +277,8 @@ def report(chosen: Sequence[Case], tokens: Sequence[int]) -> str:
     how = "as they are"
     if chosen[0].quantized_wire:
         how = f"as {layer.scheme} quantizes them, but with symmetric_memory"
+        if wire.quantizes_later(layer.scheme, layer.hidden_size):
+            how += f" below {MANY_TOKENS} tokens"
     lines = [
         f"{gpu.name}: {gpu.memory_tb_s} TB/s of memory, {gpu.bf16_tflop_s} TFLOP/s in bf16, "
         f"{gpu.link_gb_s} GB/s to a GPU, {gpu.network_gb_s} GB/s to other hosts",
