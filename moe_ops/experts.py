@@ -61,7 +61,7 @@ def fused_experts(
     one final cast.
 
     Args:
-        hidden_states: (M, K) bf16, fp16 or fp32; M may be 0, and symbolic while compiling.
+        hidden_states: (M, K) of floats; M may be 0, and symbolic while compiling.
         w13: (E, N, K) of hidden_states' dtype with N = 2I, gate rows first, then up (N = I for
             activations that are not gated); or an ExpertTensor from `quantize` or `prepare`.
         w2: (E, K, I), like w13.
@@ -212,7 +212,7 @@ def batched_experts(
     """Run each expert on its own padded block of rows, as batched dispatchers deliver them.
 
     Args:
-        hidden_states: (E, T, K) bf16, fp16 or fp32; rows past an expert's count may hold anything.
+        hidden_states: (E, T, K) of floats; rows past an expert's count may hold anything.
         w13, w2, activation, w13_bias, w2_bias, backend: as in `fused_experts`.
         expert_num_tokens: (E,) int32 or int64, on the device; counts above T mean T.
         max_workspace_bytes: as in `fused_experts`; a chunk has all rows of some experts, of one at
@@ -281,7 +281,7 @@ def grouped_linear(
     Models whose gate is not one of our activations run two of these around their own gate.
 
     Args:
-        x: (S, K) bf16, fp16 or fp32, rows sorted by expert.
+        x: (S, K) of floats, rows sorted by expert.
         weight: (E, N, K) of x's dtype, or an ExpertTensor.
         offsets: (E,) int32 on x's device: cumulative end row of each expert, not decreasing.
         bias: (E, N).
@@ -442,12 +442,15 @@ def _requires_grad(*tensors: Tensor | None) -> bool:
 
 
 def _autocast(cast_x: bool, x: Tensor, *others: Any) -> tuple:
-    """Cast as torch.nn.functional.linear's arguments are: all but fp64 and what is quantized."""
+    """Cast as torch.nn.functional.linear's arguments are: all but fp64 and what is quantized, also
+    where nothing says so but its dtype of one byte. That is refused later: without its scales it
+    would be wrong.
+    """
     dtype = torch.get_autocast_dtype(x.device.type)
     cast = []
     t: Any
     for t in (x, *others):
         plain = t is not None and getattr(t, "scheme", None) is None and (cast_x or t is not x)
-        eligible = plain and t.dtype.is_floating_point and t.dtype != torch.float64
+        eligible = plain and t.dtype.is_floating_point and t.dtype.itemsize in (2, 4)
         cast.append(t.to(dtype) if eligible else t)
     return tuple(cast)

@@ -461,15 +461,17 @@ def in_memory(function: Callable, op_name: str) -> Callable:
     def run(*values: Any) -> Any:
         flat: list = []
         for i in inputs:
-            flat += values[i] if names[i] == "scales" else (values[i],)
+            # AOTInductor passes an empty list as None
+            flat += (values[i] or ()) if names[i] == "scales" else (values[i],)
         if memory.addressable(flat):
             return function(*values)
         given = list(values)
         for i in inputs:
             if names[i] == "scales":
+                scales = given[i] or ()
                 given[i] = [
-                    _materialized(_name_of_scale(op_name, k, len(given[i])), scale)
-                    for k, scale in enumerate(given[i])
+                    _materialized(_name_of_scale(op_name, k, len(scales)), scale)
+                    for k, scale in enumerate(scales)
                 ]
             else:
                 given[i] = _materialized(names[i], given[i])

@@ -385,6 +385,11 @@ def _check_weight(name: str, weight: Weight, x: Tensor, x_name: str) -> tuple[in
     if stored[0] == 0:
         raise ValueError(f"{name} must hold at least one expert, got shape {stored}")
     if not weight.scheme:
+        if data.dtype.itemsize == 1:
+            raise ValueError(
+                f"{name} must have dtype {x.dtype} like {x_name}, got {data.dtype}; wrap it with "
+                f"its scales: moe_ops.from_quantized(scheme, {name}, scale)"
+            )
         if data.dtype != x.dtype:
             raise ValueError(
                 f"{name} must have dtype {x.dtype} like {x_name}, got {data.dtype}; convert one "

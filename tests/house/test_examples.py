@@ -26,7 +26,7 @@ RUNS = {
     "compile_layer": (("--layers", "2"), 9, ()),
     "cuda_graph_decode": (("--tokens", "4"), 0, ("transformers",)),
     "expert_parallel": (("--text", "4"), 9 if HAS_EXPERT_PARALLEL else 3, ()),
-    "export_layer": (("--schemes", "fp8_block"), 6, ()),
+    "export_layer": (("--schemes", "", "fp8_block"), 12, ()),
     "finetune": (("--steps", "3", "--rank", "2"), 4, ("transformers", "peft")),
     "generate": (
         (

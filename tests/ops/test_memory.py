@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import moe_ops
-from moe_ops.ops import memory
+from moe_ops.ops import library, memory
 from tests.support import oracle
 from tests.support.cases import BF16, FP16, FP32, TOLERANCE, Case
 
@@ -255,3 +255,17 @@ def test_tensors_without_elements_have_no_address():
     assert memory.addressable([None, torch.ones(1)])
     assert not memory.addressable([negated(torch.ones(1))])
     assert not memory.addressable([torch.ones(1, 1).to_sparse()])
+
+
+def test_an_empty_list_of_scales_may_be_none():
+    """As AOTInductor passes it."""
+    given = []
+    run = library.in_memory(lambda *values: given.append(values), "torch_grouped_linear")
+    names = [a.name for a in torch.ops.moe_ops.torch_grouped_linear.default._schema.arguments]
+    x, weight = torch.randn(3, 8), torch.randn(2, 4, 8)
+    values = {"out": torch.empty(3, 4), "x": x, "weight": weight, "scales": None}
+    run(*[values.get(name) for name in names])
+    values["x"] = negated(x)  # which is copied
+    run(*[values.get(name) for name in names])
+    first, second = [dict(zip(names, one, strict=True)) for one in given]
+    assert torch.equal(first["x"], second["x"]) and not second["x"].is_neg()

@@ -94,6 +94,10 @@ DTYPE = (
     "{} must have dtype torch.float32 like {}, got {}; convert one of them, run under "
     "torch.autocast, or wrap quantized data with moe_ops.from_quantized"
 )
+BARE = (
+    "{} must have dtype torch.float32 like {}, got {}; wrap it with its scales: "
+    "moe_ops.from_quantized(scheme, {}, scale)"
+)
 NO_BACKWARD = "has no backward: wrap the call in torch.no_grad() or use backend='auto' or 'torch'"
 
 # what is wrong -> (changes, sentence)
@@ -199,7 +203,7 @@ FUSED = {
     ),
     "w2 bare e4m3": (
         {"w2": lambda t: t.to(torch.float8_e4m3fn)},
-        DTYPE.format("w2", "hidden_states", "torch.float8_e4m3fn"),
+        BARE.format("w2", "hidden_states", "torch.float8_e4m3fn", "w2"),
     ),
     **{
         f"{name} elsewhere": ({name: meta}, DEVICE.format(name))
@@ -548,3 +552,18 @@ def test_jit_trace(function, scheme):
         torch.jit.trace(
             lambda x: function(x, *positional[1:], **good), positional[0], check_trace=False
         )
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_quantized_data_without_scales_are_refused(autocast):
+    """Also under autocast, which would cast e4m3 as if it were the values."""
+    w13, w2 = [moe_ops.quantize(torch.randn(2, n, 128), "fp8_block") for n in (256, 128)]
+    x, routing = torch.randn(3, 128), (torch.rand(3, 1), zeros(3, 1))
+    remedy = r", got torch.float8_e4m3fn; wrap it with its scales: moe_ops.from_quantized\("
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        with pytest.raises(ValueError, match="w13 must have dtype .*" + remedy):
+            moe_ops.fused_experts(x, w13.qdata, w2.qdata, *routing)
+        with pytest.raises(ValueError, match="weight must have dtype .*" + remedy):
+            moe_ops.grouped_linear(x, w13.qdata, zeros(2) + 3)
+        with pytest.raises(ValueError, match="must be a floating-point tensor, got torch.float8"):
+            moe_ops.fused_experts(x.to(torch.float8_e4m3fn), w13, w2, *routing)
