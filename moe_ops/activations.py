@@ -45,8 +45,8 @@ class Activation:
             (1.702, 1.0, 7.0 for swigluoai, limit 7.0 for swiglustep, no limit for silu).
 
     Raises:
-        ValueError: unknown name, a parameter the formula does not have, or a limit that is not
-            positive.
+        ValueError: unknown name, a parameter the formula does not have, alpha or beta that is not
+            finite in fp32, or a limit that is not positive.
     """
 
     name: str
@@ -70,6 +70,9 @@ class Activation:
             raise ValueError(f"activation {name!r} takes no limit; silu, swiglustep, swigluoai do")
         if limit is not None and not limit > 0:
             raise ValueError(f"limit must be positive, got {limit}")
+        for what, value in (("alpha", alpha), ("beta", beta)):
+            if value is not None and not abs(value) <= NO_LIMIT:
+                raise ValueError(f"{what} must be a finite number of fp32, got {value}")
         defaults = _DEFAULTS.get(name, (1.0, 0.0, NO_LIMIT))
         object.__setattr__(self, "name", name)
         object.__setattr__(self, "alpha", defaults[0] if alpha is None else float(alpha))

@@ -121,6 +121,8 @@ def test_gates_and_layouts(name):
         (lambda: Activation("gelu", limit=1.0), "activation 'gelu' takes no limit"),
         (lambda: Activation("relu2_no_mul", limit=1.0), "'relu2_no_mul' takes no limit"),
         (lambda: Activation("silu", limit=0.0), "limit must be positive, got 0.0"),
+        (lambda: Activation("swigluoai", alpha=float("nan")), "alpha must be a finite .* got nan"),
+        (lambda: Activation("swigluoai", beta=1e39), "beta must be a finite .* got 1e"),
         (lambda: Activation("swigluoai", limit=float("nan")), "limit must be positive, got nan"),
     ],
 )

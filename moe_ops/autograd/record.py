@@ -57,7 +57,13 @@ def recorded(
             return tuple(found)
         wanted = [i for i, need in zip(gradients, needs, strict=True) if need]
         if torch.is_grad_enabled():  # create_graph: derivatives of these gradients are asked for
-            inputs = [values[i] for i in wanted]
+            # Of aliases: the inner gradient ends at them, and derivatives go on through them. Of
+            # the inputs themselves it would go on to what they depend on, such as the router
+            # weights of tokens, which the outer one counts, too; it would count a tensor twice
+            # that is passed twice, and call its hooks.
+            inputs = [values[i].view_as(values[i]) for i in wanted]
+            for i, alias in zip(wanted, inputs, strict=True):
+                values[i] = alias
             out = layer(tuple(values))
             made = torch.autograd.grad(out, inputs, grad, create_graph=True)
         else:

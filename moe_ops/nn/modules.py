@@ -42,6 +42,10 @@ class Gate(nn.Module):
         )
         self.register_buffer("e_score_correction_bias", correction)
 
+    def extra_repr(self) -> str:
+        num_experts, hidden_size = self.weight.shape
+        return f"num_experts={num_experts}, hidden_size={hidden_size}"
+
     def forward(self, x: Tensor) -> Tensor:  # (M, H) -> (M, E)
         self._check(x)
         return router_linear(x, self.weight, self.bias, self.logits_dtype)
@@ -112,6 +116,14 @@ class Experts(nn.Module):
     @property
     def w13_bias(self) -> Tensor | None:  # (E_local, N)
         return getattr(self, f"{self.w13_name}_bias")
+
+    def extra_repr(self) -> str:
+        num_experts, hidden_size, width = self.down_proj.shape
+        held = getattr(self.down_proj, "scheme", "") or self.down_proj.dtype
+        return (
+            f"num_experts={num_experts}, hidden_size={hidden_size}, intermediate_size={width}, "
+            f"{self.w13_name} and down_proj in {held}"
+        )
 
 
 class SharedExpert(nn.Module):

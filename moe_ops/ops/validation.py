@@ -225,7 +225,11 @@ def _linear_problem(call: LinearCall) -> Problem:
     if width != K:
         raise ValueError(f"weight must have shape (E, N, {width}) for x, got {(E, N, K)}")
     if _shape(offsets) != (E,):
-        raise ValueError(f"offsets must have shape ({E},), got {_shape(offsets)}")
+        without = "; leave the leading 0 out" if _shape(offsets) == (E + 1,) else ""
+        raise ValueError(
+            f"offsets must have shape ({E},), the end row of each expert, got {_shape(offsets)}"
+            + without
+        )
     _check_dtype("offsets", offsets.dtype, (torch.int32,))
     _check_device("offsets", offsets.device, x.device)
     _check_bias("bias", call.bias, (E, N), x.device)

@@ -285,7 +285,11 @@ def _choose(
         if correction_bias is None:
             group_score = key.amax(-1)
         else:
-            group_score = key.topk(min(2, key.shape[2]), -1).values.sum(-1)
+            best = key.topk(min(2, key.shape[2]), -1).values
+            there = best.masked_fill(best == _LOWEST, 0.0).sum(
+                -1
+            )  # of one candidate, if it has one
+            group_score = there.masked_fill(best[..., 0] == _LOWEST, _LOWEST)
         groups = _best_first(group_score)[:, :topk_groups]
         kept = torch.zeros_like(group_score, dtype=torch.bool).scatter(1, groups, True)
         key = key.masked_fill(~kept.unsqueeze(-1), float("-inf")).flatten(1)

@@ -142,7 +142,8 @@ def take(self: ExpertTensor, index: Tensor) -> ExpertTensor:
 
 def index_select(self: ExpertTensor, dim: int, index: Tensor) -> ExpertTensor:
     require_experts(self, dim, "index_select")
-    return take(self, index)
+    # no negative ones, as index_select of torch has it
+    return self._with_weights(lambda t: aten.index_select(t, 0, index))
 
 
 def narrow(self: ExpertTensor, dim: int, start: int, length: int) -> ExpertTensor:

@@ -306,6 +306,38 @@ def test_second_derivatives():
     torch.testing.assert_close(penalised(moe_ops.fused_experts), want)
 
 
+def test_gradients_of_inputs_that_depend_on_each_other():
+    """With create_graph, too, which takes them of a graph within the outer one."""
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape):
+        return torch.randn(shape, generator=generator, dtype=FP64)
+
+    x, gate = normal(5, 8).requires_grad_(), normal(4, 8)
+    w13, w2, tied = normal(4, 16, 8), normal(4, 8, 8), normal(4, 8, 8).requires_grad_()
+    weights, ids = torch.softmax(normal(5, 2), -1), torch.randint(0, 4, (5, 2))
+
+    def routed(x):
+        of_tokens, chosen = torch.softmax(x @ gate.T, -1).topk(2, -1)
+        return moe_ops.fused_experts(x, w13, w2, of_tokens, chosen)
+
+    def passed_twice(w):
+        return moe_ops.fused_experts(x.detach(), w, w, weights, ids, activation="silu_no_mul")
+
+    for function, leaf in ((routed, x), (passed_twice, tied)):
+        (want,) = torch.autograd.grad(function(leaf).sum(), leaf)
+        (got,) = torch.autograd.grad(function(leaf).sum(), leaf, create_graph=True)
+        torch.testing.assert_close(got, want)
+        assert torch.autograd.gradgradcheck(function, leaf)
+    calls = []
+    hooked = x * 1.0
+    hooked.register_hook(lambda gradient: calls.append(1) or 2 * gradient)
+    (got,) = torch.autograd.grad(routed(hooked).sum(), x, create_graph=True)
+    (want,) = torch.autograd.grad(routed(x).sum(), x)
+    torch.testing.assert_close(got, 2 * want)
+    assert len(calls) == 1
+
+
 @pytest.mark.parametrize("name", ["hidden_states", "w13", "topk_weights"])
 def test_forward_mode_is_refused(name):
     case = Case()

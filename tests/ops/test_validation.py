@@ -312,7 +312,10 @@ OTHERS = {
         "weight's scale must have shape (4,) for scheme fp8_tensor, got (3,)",
     ),
     "weight elsewhere": ({"weight": meta}, DEVICE.format("weight")),
-    "offsets shape": ({"offsets": lambda t: t[1:]}, "offsets must have shape (4,), got (3,)"),
+    "offsets shape": (
+        {"offsets": lambda t: t[1:]},
+        "offsets must have shape (4,), the end row of each expert, got (3,)",
+    ),
     "offsets int64": (
         {"offsets": integer},
         "offsets must be int32, got torch.int64; convert it with .to()",

@@ -257,6 +257,17 @@ def test_any_shape_and_any_logits(data):
         )
 
 
+def test_groups_with_one_candidate_have_its_score():
+    """Of logits that mask the others, as the sigmoid of -inf is 0."""
+    masked = torch.tensor([[-5.0, -5.0, 5.0, -math.inf], [math.nan, 1.0, 2.0, -2.0]])
+    groups = {"num_expert_groups": 2, "topk_groups": 1}
+    _, ids = route(masked, 1, "deepseek_v3", correction_bias=torch.zeros(4), **groups)
+    assert ids.flatten().tolist() == [2, 2]
+    absent = torch.tensor([[-math.inf, -math.inf, -9.0, -math.inf]])
+    _, ids = route(absent, 1, "deepseek_v3", correction_bias=torch.zeros(4), **groups)
+    assert ids.item() == 2
+
+
 def test_ties_go_to_the_lower_index():
     logits = torch.zeros(3, 64)
     logits[1, 40] = logits[1, 7] = 1.0

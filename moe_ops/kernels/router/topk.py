@@ -126,7 +126,8 @@ def choose(
         if bias_ptr is not None and S > 1:
             is_first = key == group_score[:, None]
             first = tl.min(tl.where(is_first, member, BLOCK_S), 1)
-            group_score += tl.max(tl.where(member == first[:, None], float("-inf"), key), 1)
+            second = tl.max(tl.where(member == first[:, None], float("-inf"), key), 1)
+            group_score += tl.where(second > _LOWEST, second, 0.0)
         groups = _ordered(group_score)
         index = tl.arange(0, BLOCK_G)
         for _ in range(TOPK_GROUPS):
