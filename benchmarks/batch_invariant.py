@@ -10,8 +10,9 @@ the same bits in every batch, and what that costs.
 `probe` forces one configuration after another (kernel, BLOCK_M, BLOCK_N, BLOCK_K, warps) on a
 layer, and compares rows over numbers of tokens M, and with those of the configuration that
 `batch_invariant` takes. `fuzz` compares rows of random batches (any M, order, duplicates, padding
-ids, Zipf and one-expert routing; one in a CUDA graph) with rows of one large batch. `cost` times
-a layer with the mode on and off by CUDA-graph replay, routing rotated past the L2, in us a layer.
+ids, Zipf and one-expert routing; one in a CUDA graph) with rows of one large batch, of qwen3 in
+every scheme that the mode takes, of others in one for each kind of kernel. `cost` times a layer
+with the mode on and off by CUDA-graph replay, routing rotated past the L2, in us a layer.
 
 Of every other token two experts cancel each other: they hold the same values in another order
 and with the other sign. What is left are the last bits of their products, so that no rounding
@@ -57,6 +58,7 @@ from moe_ops.kernels.configs import GEMV, GemmConfig, LayerConfig, override
 from moe_ops.kernels.gemm import configs as gemm_configs
 from moe_ops.kernels.mixed_gemm import configs as mixed_configs
 from moe_ops.kernels.mixed_gemm import operands
+from moe_ops.schemes import SCHEMES
 
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00")  # of schemes
 LINES = ("-", "--", ":")  # of shapes
@@ -64,11 +66,14 @@ PARTS = ("probe", "fuzz", "cost")
 PROBED = ("", "fp8_block", "fp8_channel", "fp8_tensor_static", "int8_w8a8")
 PROBED += ("int4_w4a16:g128", "fp8_w8a16:channel")
 PROBE_SHAPE, PROBE_TOKENS = Experts(8, 2, 2048, 1024), (1, 2, 7, 16, 33, 64, 130, 300, 1000)
-FUZZED = (
+KNOWN_SCALE = "nvfp4"  # which the mode takes where the activations' scale is known
+SHARED = ("fp8_tensor", "fp8_channel_tensor", "int8_w8a8_tensor")  # scales of the whole batch
+EVERY = tuple(scheme for scheme in SCHEMES if scheme not in SHARED)
+FUZZED = (  # of the larger shapes: one for each kind of kernel
     *("", "fp8_block", "fp8_channel", "fp8_tensor_static", "int8_w8a8", "int4_w4a16:g128"),
     *("int4_w4a8", "fp8_w8a16:channel", "mxfp4_w4a16"),
 )
-ALL_SCHEMES = tuple(dict.fromkeys((*FUZZED, *PROBED)))
+FUZZED_WHOLE = "qwen3"  # the shape of which every scheme is compared
 FUZZ_TOKENS = (*range(1, 18), 32, 64, 256, 512, 1024, 4096)
 ROUTINGS = ("uniform", "zipf", "one expert", "padding")
 COSTS = (("qwen3", ""), ("qwen3", "fp8_block"), ("qwen3", "int4_w4a16:g128"))
@@ -257,8 +262,9 @@ def fuzz(
         plain = cancelling(shape, device)
         known = known_tokens(shape, 64, device)
         counts = (1, 2, 5, 20) if tiny else FUZZ_TOKENS
-        for scheme in FUZZED[:2] if tiny else [scheme for scheme in FUZZED if scheme in schemes]:
-            weights = make_weights(shape, scheme, *plain)
+        found = EVERY if name == FUZZED_WHOLE else FUZZED
+        for scheme in FUZZED[:2] if tiny else [scheme for scheme in found if scheme in schemes]:
+            weights = make_weights(shape, scheme, *plain, known_scales=scheme == KNOWN_SCALE)
             layer = layer_of(weights, "auto", batch_invariant=True)
             want = layer(known)
             assert want.isfinite().all()
@@ -414,7 +420,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["qwen3", "mixtral"])
     parser.add_argument(
-        "--schemes", nargs="+", choices=ALL_SCHEMES, default=ALL_SCHEMES, help='"" is bf16'
+        "--schemes", nargs="+", choices=EVERY, default=EVERY, metavar="SCHEME", help='"" is bf16'
     )
     parser.add_argument("--replays", type=int, default=20)
     parser.add_argument(

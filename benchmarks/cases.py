@@ -168,13 +168,16 @@ def make_biases(shape: Experts, device: torch.device) -> tuple[Tensor | None, Te
     return w13_bias.to(torch.bfloat16), w2_bias.to(torch.bfloat16)
 
 
-def make_weights(shape: Experts, scheme: str, plain13: Tensor, plain2: Tensor) -> Weights:
-    """The weights in `scheme`, quantized some experts at a time."""
+def make_weights(
+    shape: Experts, scheme: str, plain13: Tensor, plain2: Tensor, known_scales: bool = False
+) -> Weights:
+    """The weights in `scheme`, quantized some experts at a time; with static scales of the
+    activations where the scheme has them always, or where it may and `known_scales`."""
     biases = make_biases(shape, plain13.device)
     if not scheme:
         return Weights(shape, scheme, plain13, plain2, plain13, plain2, *biases)
     activation = get_scheme(scheme).activation
-    static = activation is not None and activation.static
+    static = known_scales or (activation is not None and activation.static)
     scales = STATIC_SCALES if static else (None, None)
     w13, w2 = (
         quantized(w, scheme, scale) for w, scale in zip((plain13, plain2), scales, strict=True)

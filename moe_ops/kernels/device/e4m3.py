@@ -13,7 +13,8 @@ INTERPRET = tl.constexpr(triton.knobs.runtime.interpret)
 
 @triton.jit
 def quotient(x, scale, inverse):
-    """x / scale in fp32, rounded like a division; `inverse` is 1 / scale, rounded.
+    """x / scale in fp32, rounded like a division; `inverse` is 1 / scale within two ulps, and
+    rounded where other kernels must give the same bits.
 
     One step of Newton's method on the quotient takes three instructions, a division takes ten.
     """
@@ -28,6 +29,14 @@ def quotient(x, scale, inverse):
 def reciprocal(scale):
     """1 / scale, rounded to nearest; finite also for subnormal scales."""
     return tl.minimum(tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale), 3.0e38)
+
+
+@triton.jit
+def near_reciprocal(scale):
+    """1 / scale within two ulps; finite also for subnormal scales. It has no branch for subnormal
+    numbers, across which registers would have to live.
+    """
+    return tl.minimum(1.0 / scale, 3.0e38)
 
 
 @triton.jit
