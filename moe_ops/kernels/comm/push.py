@@ -13,7 +13,8 @@ what has arrived is copied or added up, and two of them share a multiprocessor.
 
 **Order of memory.** Sender: all threads store their part of a block; a barrier of the program
 orders these stores before what thread 0 does next; thread 0 sets the flag with release semantics
-at system scope, which are cumulative: who sees the flag sees the stores of all threads. Receiver:
+at system scope, which are cumulative: who sees the flag sees the stores of all threads. (Or, of
+the flags of several receivers, all after one fence of thread 0.) Receiver:
 thread 0 reads the flag with acquire semantics at system scope; Triton hands the value to the other
 threads through shared memory and a barrier, which orders their loads after it. The rows that they
 load do not pass through L1 (`.cg`), which may hold what a set had two epochs ago.
@@ -49,6 +50,7 @@ from moe_ops.kernels.comm.mailbox import PROGRAMS, Mailbox
 from moe_ops.kernels.configs import MULTIPROCESSORS
 from moe_ops.kernels.device.blocks import local_expert
 from moe_ops.kernels.launch import (
+    INTERPRETED,
     Constant,
     Launch,
     Pointer,
@@ -178,11 +180,44 @@ def row_of_slot(parity, slot, row, T, R: tl.constexpr):
     return ((parity * (R - 1) + slot) * T + row).to(tl.int64)
 
 
+# A store by thread 0, after what it has seen: other threads' stores before a barrier, too.
+_STORE = """
+{
+.reg .pred first;
+.reg .b32 thread;
+mov.u32 thread, %tid.x;
+setp.eq.u32 first, thread, 0;
+FENCE
+@first st.relaxed.sys.global.b64 [$1], $2;
+mov.b32 $0, thread;
+}
+"""
+FENCE_AND_STORE = tl.constexpr(_STORE.replace("FENCE", "@first fence.acq_rel.sys;"))
+STORE = tl.constexpr(_STORE.replace("FENCE", ""))
+_INTERPRETED = tl.constexpr(INTERPRETED)
+
+
 @triton.jit
-def set_flag(flag_ptr, epoch, count):
-    """Tell a receiver that a block is there; count: rows of this rank."""
+def set_flags(
+    buffer_ptr, peers_ptr, rank, parity, block, epoch, count, T, R: tl.constexpr,
+    ROWS: tl.constexpr, ONE_FENCE: tl.constexpr,
+):  # fmt: skip
+    """Tell all receivers that a block is there; count: rows of this rank. ONE_FENCE serves the
+    flags of several receivers, where a release of each has a fence of its own.
+    """
     flag = (epoch.to(tl.int64) << 32) | count.to(tl.int64)
-    tl.atomic_xchg(flag_ptr, flag, sem="release", scope="sys")
+    for i in tl.static_range(1, R):
+        flag_ptr = flag_of_block(
+            buffer_ptr, peers_ptr, (rank + i) % R, parity, R - 1 - i, block, T, R, ROWS
+        )
+        if _INTERPRETED or R == 2 or not ONE_FENCE:
+            tl.atomic_xchg(flag_ptr, flag, sem="release", scope="sys")
+        else:
+            address = flag_ptr.to(tl.int64)
+            tl.inline_asm_elementwise(
+                FENCE_AND_STORE if i == 1 else STORE, "=r,l,l", [address, flag],
+                dtype=tl.int32, is_pure=False, pack=1,
+            )  # fmt: skip
 
 
 @triton.jit
@@ -310,11 +345,12 @@ def send_rows(
             )  # fmt: skip
         if ends:
             tl.debug_barrier()  # before thread 0 sets flags
-            for i in tl.static_range(1, R):
-                flag_ptr = flag_of_block(
-                    buffer_ptr, peers_ptr, (rank + i) % R, parity, R - 1 - i, block, T, R, ROWS
-                )
-                set_flag(flag_ptr, epoch, M)
+            # On four H200s dispatch of 128 tokens takes 11 us with one fence and 16 with three; of
+            # 4096 and 8192, 176 and 338 for 170 and 312.
+            set_flags(
+                buffer_ptr, peers_ptr, rank, parity, block, epoch, M, T, R, ROWS,
+                ONE_FENCE=ROWS == 1,
+            )  # fmt: skip
         x = following
 
 
@@ -613,12 +649,11 @@ def moe_ops_push_sums(
                 if step % to_all == 0:
                     block = program + last // to_all * SENDERS
                     tl.debug_barrier()  # before thread 0 sets flags
-                    for i in tl.static_range(1, R):
-                        flag_ptr = flag_of_block(
-                            buffer_ptr, peers_ptr, (rank + i) % R, parity, R - 1 - i, block, T,
-                            R, ROWS,
-                        )  # fmt: skip
-                        set_flag(flag_ptr, epoch, M)
+                    # on four H200s combine takes 11 us for 16 of 128 tokens, 166 for 178 of 4096
+                    set_flags(
+                        buffer_ptr, peers_ptr, rank, parity, block, epoch, M, T, R, ROWS,
+                        ONE_FENCE=True,
+                    )  # fmt: skip
             x = following
         tl.store(epochs_ptr + program, epoch)
     if RECEIVE and program >= SENDERS:

@@ -31,7 +31,7 @@ from moe_ops.kernels.comm.push import (
     region,
     row_of_slot,
     send_rows,
-    set_flag,
+    set_flags,
     tile_of,
     tile_of_step,
     wait_for_flag,
@@ -95,33 +95,34 @@ def rounded_tile(
 
 
 @triton.jit
-def groups_of(k):
-    """Groups of 128 columns of a tile's columns k."""
-    return tl.min(k, 0) // 128 + tl.arange(0, k.shape[0] // 128)
+def groups_of_step(step, tiles, K, BLOCK_K: tl.constexpr):
+    """Groups of 128 columns of the tile of a step (`tile_of_step`)."""
+    first = step % tiles % tl.cdiv(K, BLOCK_K) * (BLOCK_K // 128)
+    return first + tl.arange(0, BLOCK_K // 128)
 
 
 @triton.jit
 def store_tile(
-    y_ptr, scale_ptr, y, scale, rows, k, K, size, SCALES: tl.constexpr, TOP_K: tl.constexpr
-):
-    """Columns k of tokens, and their scales, copied to all rows of the tokens."""
+    y_ptr, scale_ptr, y, scale, rows, k, group, K, size, SCALES: tl.constexpr,
+    TOP_K: tl.constexpr,
+):  # fmt: skip
+    """Columns k of tokens, and the scales of their groups, copied to all rows of the tokens."""
     for j in tl.static_range(TOP_K):
         row = rows[j].to(tl.int64)[:, None]
         inside = (row >= 0) & (k < K)[None, :]
         tl.store(y_ptr + row * K + k[None, :], y, mask=inside)
         if SCALES != "":
-            group = groups_of(k)
             inside = (row >= 0) & (group < K // 128)[None, :]
             store_scale(scale_ptr, scale, row, group[None, :], K // 128, size, inside, SCALES)
 
 
 @triton.jit
 def packed_scales(
-    buffer_ptr, peers_ptr, peer, row, k, K, ROWS_START: tl.constexpr, PITCH: tl.constexpr
+    buffer_ptr, peers_ptr, peer, row, group, K, ROWS_START: tl.constexpr, PITCH: tl.constexpr
 ):  # fmt: skip
-    """Pointers to the scales behind packed rows of a rank's buffer, of the groups of columns k."""
+    """Pointers to the scales of groups behind packed rows of a rank's buffer."""
     scales_ptr = region(buffer_ptr, peers_ptr, peer, ROWS_START + K, tl.float32)
-    return scales_ptr + row[:, None] * (PITCH // 4) + groups_of(k)[None, :]
+    return scales_ptr + row[:, None] * (PITCH // 4) + group[None, :]
 
 
 @triton.jit
@@ -144,6 +145,7 @@ def send_packed(
         following = load_rows(x_ptr, t, K, k, (t < M)[:, None] & (k < K)[None, :])
         t, k = tile_of_step(step, tiles, program, SENDERS, K, ROWS, TILE, BLOCK_K)
         y, scale = rounded_tile(x, element, SCALES, WIDTH, GROUPS, NATIVE)
+        group = groups_of_step(step, tiles, K, BLOCK_K)
         there = (t < M)[:, None]
         for i in tl.static_range(1, R):
             rows_ptr = region(buffer_ptr, peers_ptr, (rank + i) % R, ROWS_START, element)
@@ -151,18 +153,16 @@ def send_packed(
             row_ptrs = rows_ptr + row[:, None] * PITCH + k[None, :]
             tl.store(row_ptrs, y, mask=there & (k < K)[None, :])
             scale_ptrs = packed_scales(
-                buffer_ptr, peers_ptr, (rank + i) % R, row, k, K, ROWS_START, PITCH
+                buffer_ptr, peers_ptr, (rank + i) % R, row, group, K, ROWS_START, PITCH
             )
-            inside = there & (groups_of(k) < K // 128)[None, :]
+            inside = there & (group < K // 128)[None, :]
             tl.store(scale_ptrs, scale, mask=inside)
         if step % tiles == tiles - 1:
             tl.debug_barrier()  # before thread 0 sets flags
-            for i in tl.static_range(1, R):
-                flag_ptr = flag_of_block(
-                    buffer_ptr, peers_ptr, (rank + i) % R, parity, R - 1 - i,
-                    program + step // tiles * SENDERS, T, R, ROWS,
-                )  # fmt: skip
-                set_flag(flag_ptr, epoch, M)
+            block = program + step // tiles * SENDERS
+            set_flags(
+                buffer_ptr, peers_ptr, rank, parity, block, epoch, M, T, R, ROWS, ONE_FENCE=True
+            )
         x = following
 
 
@@ -249,7 +249,8 @@ def moe_ops_push_scatter(
             following = load_rows(x_ptr, t, K, k, (t < M)[:, None] & (k < K)[None, :])
             _, k = tile_of_step(step, tiles, first, stride, K, ROWS, TILE, BLOCK_K)
             y, scale = rounded_tile(x, element, SCALES, WIDTH, GROUPS, NATIVE)
-            store_tile(y_ptr, scale_ptr, y, scale, rows, k, K, size, SCALES, TOP_K)
+            group = groups_of_step(step, tiles, K, BLOCK_K) if SCALES != "" else k
+            store_tile(y_ptr, scale_ptr, y, scale, rows, k, group, K, size, SCALES, TOP_K)
             rows = next_rows
             x = following
         received_ptr = region(buffer_ptr, peers_ptr, rank, ROWS_START, sent)
@@ -270,17 +271,18 @@ def moe_ops_push_scatter(
                 row = row_of_slot(parity, i - 1, t, T, R)
                 row_ptrs = received_ptr + row[:, None] * PITCH + k[None, :]
                 inside = wanted[:, None] & (k < K)[None, :]
+                group = groups_of_step(step, tiles, K, BLOCK_K) if SCALES != "" else k
                 if PACKED:
                     y = tl.load(row_ptrs, mask=inside, cache_modifier=".cg")
                     scale_ptrs = packed_scales(
-                        buffer_ptr, peers_ptr, rank, row, k, K, ROWS_START, PITCH
+                        buffer_ptr, peers_ptr, rank, row, group, K, ROWS_START, PITCH
                     )
-                    inside = wanted[:, None] & (groups_of(k) < K // 128)[None, :]
+                    inside = wanted[:, None] & (group < K // 128)[None, :]
                     scale = tl.load(scale_ptrs, mask=inside, cache_modifier=".cg")
                 else:
                     x = tl.load(row_ptrs, mask=inside, other=0.0, cache_modifier=".cg")
                     y, scale = rounded_tile(x, element, SCALES, WIDTH, GROUPS, NATIVE)
-                store_tile(y_ptr, scale_ptr, y, scale, rows, k, K, size, SCALES, TOP_K)
+                store_tile(y_ptr, scale_ptr, y, scale, rows, k, group, K, size, SCALES, TOP_K)
         tl.store(epochs_ptr + program, epoch)
 
 
