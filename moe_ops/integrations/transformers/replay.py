@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.fx.experimental.symbolic_shapes import guard_or_false
 
 from moe_ops.checks import check_size, check_tensor
 from moe_ops.integrations.transformers.activations import HfModule
@@ -159,7 +160,8 @@ def replay_routing(model: nn.Module, ids: Sequence[Tensor]) -> Iterator[None]:
     Raises:
         ValueError: model is no module or has no routers, or one whose formula is none of
             `moe_ops.route`, whose weights could not be computed anew; as many tensors as it has
-            routers are not given; or, when a router is called, as `moe_ops.route` for `topk_ids`.
+            routers are not given; or, when a router is called, ids of another number of tokens,
+            and as `moe_ops.route` for `topk_ids`.
     """
     routers = _routers(model)
     refused = [
@@ -245,6 +247,13 @@ def _replay(
         raise ValueError(
             f"{type(module).__name__} computes a formula for {hidden_states.dtype} that is none "
             "of moe_ops.route, so that its weights cannot be computed anew"
+        )
+    M = hidden_states.shape[:-1].numel()
+    if ids.ndim == 2 and guard_or_false(ids.shape[0] != M):
+        raise ValueError(
+            f"ids of {type(module).__name__} must have a row for each of the {M} tokens of this "
+            f"call, got {ids.shape[0]}: a block of replay_routing is one forward pass of the "
+            "tokens that were recorded"
         )
     return routed(rule, module, _linear_of(find_rule, module), hidden_states, ids)
 
