@@ -2,7 +2,7 @@
 the same bits in every batch, and what that costs.
 
     python benchmarks/batch_invariant.py [--parts probe fuzz cost] [--shapes qwen3 mixtral]
-                                         [--schemes "" fp8_block] [--replays 20] [--seconds 95]
+                                         [--schemes "" fp8_block] [--replays 20] [--seconds 600]
                                          [--results FOLDER]
     python benchmarks/batch_invariant.py --report   # tables and plot of all rows
     python benchmarks/batch_invariant.py --dry-run  # tiny sizes on this machine; keeps nothing
@@ -424,7 +424,7 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--replays", type=int, default=20)
     parser.add_argument(
-        "--seconds", type=float, default=95, help="after which a part is cut short"
+        "--seconds", type=float, default=600, help="after which a part is cut short"
     )
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder for JSON")
     parser.add_argument("--report", action="store_true")

@@ -6,8 +6,8 @@
 
 Nothing runs on a GPU: the times come from the model of moe_ops.parallel.costs, which lies within
 12 % of what two H100s and two H200s took from 512 tokens a GPU on, for experts of Qwen3 and
-DeepSeek-V3 in bf16 and fp8_block, and 13 % of what four H200s took in fp8_block from 4096 on. More
-GPUs and several hosts were not measured.
+DeepSeek-V3 in bf16 and fp8_block (one case of one H200 within 15 %), and 11 % of what four H200s
+took in fp8_block from 4096 on. More GPUs and several hosts were not measured.
 """
 
 from __future__ import annotations

@@ -38,8 +38,11 @@ def test_predictions_lie_near_what_two_gpus_took(path):
         else:
             predicted = case(costs.Fleet(gpu, 2), layer).step(name, M)
         # the H200's table of DeepSeek-V3 is older than backend cutlass
-        within = 0.15 if (row["shape"], M, name) == ("dsv3", 512, "one GPU") else 0.12
-        assert predicted.us == pytest.approx(row["us"], rel=within), (row, predicted)
+        old = "H200" in path.stem and (row["shape"], M, name) == ("dsv3", 512, "one GPU")
+        assert predicted.us == pytest.approx(row["us"], rel=0.15 if old else 0.12), (
+            row,
+            predicted,
+        )
         compared.add((row["shape"], row["scheme"], M, name))
     names = ("one GPU", *costs.DISPATCHERS)
     cells = [("qwen3", scheme, M) for scheme in ("", "fp8_block") for M in (512, 4096, 8192)]
@@ -74,7 +77,7 @@ def test_measured_tables_replace_the_model():
         assert step.us == pytest.approx(min(us.values()))
         assert step.experts.factor != 1
     between = case(costs.Fleet(gpu, 1)).step("none", 3000).us
-    assert 522 < between < 773
+    assert 461 < between < 684
     assert case(costs.Fleet(H100, 1)).step("none", 512).experts.factor == 1  # it has no table
 
 

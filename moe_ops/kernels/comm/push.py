@@ -215,7 +215,7 @@ def set_flags(
         else:
             address = flag_ptr.to(tl.int64)
             tl.inline_asm_elementwise(
-                FENCE_AND_STORE if i == 1 else STORE, "=r,l,l", [address, flag],
+                FENCE_AND_STORE if i == 1 else STORE, "=r,l,l,~{memory}", [address, flag],
                 dtype=tl.int32, is_pure=False, pack=1,
             )  # fmt: skip
 

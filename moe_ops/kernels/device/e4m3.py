@@ -13,8 +13,8 @@ INTERPRET = tl.constexpr(triton.knobs.runtime.interpret)
 
 @triton.jit
 def quotient(x, scale, inverse):
-    """x / scale in fp32, rounded like a division; `inverse` is 1 / scale within two ulps, and
-    rounded where other kernels must give the same bits.
+    """x / scale in fp32, rounded like a division if `inverse` is 1 / scale, rounded. If that is
+    within two ulps, all 16-bit x give the same, and all but one of some million fp32 x.
 
     One step of Newton's method on the quotient takes three instructions, a division takes ten.
     """

@@ -236,8 +236,10 @@ def _choose_fp8(
             # On an H200 within 4 % of the best of 19 configs of GEMM1 and of 12 of GEMM2, for 1 to
             # 256 tokens of qwen3, mixtral and dsv3
             # Tiles of one token that are more than multiprocessors, and at most twice as many, run
-            # in one wave with fewer stages: Mixtral's 224 took 98.0 us of a layer for 101.3.
+            # in one wave with fewer stages, on GPUs whose shared memory holds two such blocks: on
+            # an H200 a layer of Mixtral, which has 224, took 98.0 us for 101.3 in turns.
             two_each = direct and MULTIPROCESSORS < rows * cdiv(I, 128) <= 2 * MULTIPROCESSORS
+            two_each = two_each and shared_memory > LARGE_SHARED_MEMORY
             gemm1 = GemmConfig(256, 128, 3 if two_each else 5, 4 if block_m <= 32 else 8)
             gemm2 = GemmConfig(64, 128, 3, 4)
             if min(rows, groups) * K <= 64 * 132:  # one block a multiprocessor: more stages

@@ -55,3 +55,24 @@ def test_one_token_keeps_the_room_of_all_its_pairs():
     for E, in_fp32 in ((4, True), (2, False)):
         config = configs._for_experts.__wrapped__(1, 8, E, 2048, 768, *facts, routed=128)
         assert config.h_in_fp32 == in_fp32
+
+
+@pytest.mark.parametrize(
+    "pairs, I, shared_memory, stages",
+    [
+        (2, 14336, 232448, 3),  # Mixtral: 224 tiles for 132 multiprocessors
+        (8, 2048, 232448, 5),  # DeepSeek-V3: 128
+        (4, 14336, 232448, 5),  # 448, in several waves
+        (2, 14336, 166912, 4),  # an A100 holds one such block, with three stages, too
+    ],
+)
+def test_tiles_of_one_token_share_multiprocessors_that_would_take_turns(
+    pairs,
+    I,
+    shared_memory,
+    stages,  # noqa: E741
+):
+    config = configs.choose(
+        pairs, 64, 7168, I, 2, True, shared_memory, "block", "group", True, False
+    )
+    assert config.gemm1.block_n == 256 and config.gemm1.num_stages == stages

@@ -46,11 +46,12 @@ def decode_all(out_ptr, code_ptr, dtype: tl.constexpr):
 
 
 @triton.jit
-def divide(out_ptr, x_ptr, scale_ptr, N: tl.constexpr):
+def divide(out_ptr, x_ptr, scale_ptr, N: tl.constexpr, NEAR: tl.constexpr):
     lane = tl.arange(0, N)
     scale = tl.load(scale_ptr + lane)
     x = tl.load(x_ptr + lane)
-    tl.store(out_ptr + lane, e4m3.quotient(x, scale, e4m3.reciprocal(scale)))
+    inverse = e4m3.near_reciprocal(scale) if NEAR else e4m3.reciprocal(scale)
+    tl.store(out_ptr + lane, e4m3.quotient(x, scale, inverse))
 
 
 def e4m3_values() -> torch.Tensor:
@@ -93,17 +94,20 @@ def test_decoding_every_code(device, dtype):
 
 
 @devices
-def test_quotients_round_as_divisions_do(device):
-    """Exact ties of e4m3 among them: x = m * amax / 448 for midpoints m."""
+@pytest.mark.parametrize("near", [False, True])
+def test_quotients_round_as_divisions_do(device, near):
+    """Exact ties of e4m3 among them: x = m * amax / 448 for midpoints m. Without a rounded
+    inverse those of numbers of 16 bits do.
+    """
     g = torch.Generator().manual_seed(0)
     amax = torch.randn(4096, generator=g).abs().to(BF16).to(FP32) * 2.0 ** torch.randint(
         -40, 40, (4096,), generator=g
     )
     amax[::2] = 7.0 * torch.randint(19, 36, (2048,), generator=g)
     x = amax * torch.randint(-448, 449, (4096,), generator=g) / 448
-    x, scale = x.to(device), (amax / 448).to(device)
-    out = torch.empty_like(x)
-    divide[(1,)](out, x, scale, 4096)
+    x, scale = (x.to(BF16).to(FP32) if near else x).to(device), (amax / 448).to(device)
+    out = torch.full_like(x, math.nan)
+    divide[(1,)](out, x, scale, 4096, near)
     assert torch.equal(out, x / scale)
 
 
