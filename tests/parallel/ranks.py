@@ -899,6 +899,7 @@ ALWAYS = (
     *(columns, shared_tokens, replicated, quantized_wire, invariant, disagreements),
 )
 CASES = {2: (*ALWAYS, compiled), 4: (*ALWAYS, faults)}
+ON_GPUS = (*ALWAYS, compiled, captured, pushed)
 
 
 def run_all(rank: int, size: int, folder: str, seconds: float, gpus: bool = False) -> None:
@@ -922,7 +923,8 @@ def run_all(rank: int, size: int, folder: str, seconds: float, gpus: bool = Fals
     from tests.parallel.spread import distributed  # which takes its data from here
 
     compared = []
-    for case in (distributed, *CASES[size], *([captured, pushed] if gpus else [])):
+    cases = ON_GPUS if gpus else CASES[size]
+    for case in (distributed, *cases):
         torch.manual_seed(7)  # the same data on all ranks
         start, before = time.monotonic(), len(compared)
         compared += list(case(rank, size))
@@ -930,6 +932,6 @@ def run_all(rank: int, size: int, folder: str, seconds: float, gpus: bool = Fals
             seconds, number = time.monotonic() - start, len(compared) - before
             print(f"{case.__name__}: {number} compared, {seconds:.1f} s", flush=True)
     Path(folder, f"{rank}.json").write_text(json.dumps(compared))
-    if faults in CASES[size]:
+    if faults in cases:
         os._exit(0)  # as one that is killed: the others find its connections closed
     dist.destroy_process_group()

@@ -21,9 +21,11 @@ def test_ranks_agree_with_a_single_process(size, tmp_path, monkeypatch):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
-def test_two_gpus_agree_with_one(tmp_path):
-    run(2, tmp_path, GPU_SECONDS, gpus=True)
+@pytest.mark.parametrize("size", [2, 4])
+def test_gpus_agree_with_one(size, tmp_path):
+    if torch.cuda.device_count() < size:
+        pytest.skip(f"needs {size} CUDA devices")
+    run(size, tmp_path, GPU_SECONDS, gpus=True)
 
 
 def run(size, folder, seconds, gpus=False):
