@@ -99,8 +99,8 @@ class Layer:
     """Sizes of a layer, and the scheme of its weights, "" for bf16.
 
     Raises:
-        ValueError: a size that is no integer or below 1, top_k above num_experts, or an unknown
-            scheme.
+        ValueError: a size that is no integer or below 1, top_k above num_experts, or a scheme that
+            is unknown or cannot quantize weights of these sizes.
     """
 
     num_experts: int
@@ -117,7 +117,15 @@ class Layer:
                 f"top_k must be in 1..num_experts={self.num_experts}, got {self.top_k}"
             )
         if self.scheme:
-            object.__setattr__(self, "scheme", get_scheme(self.scheme).name)
+            scheme = get_scheme(self.scheme)
+            object.__setattr__(self, "scheme", scheme.name)
+            K, I = self.hidden_size, self.intermediate_size  # noqa: E741
+            for name, N, columns in (("hidden_size", 2 * I, K), ("intermediate_size", K, I)):
+                if reason := scheme.why_not_shape(N, columns):
+                    raise ValueError(
+                        f"{name} must suit scheme {scheme.name!r}, got {columns}: a weight cannot "
+                        f"be quantized so, {reason}"
+                    )
 
     @property
     def expert_bytes(self) -> float:

@@ -163,7 +163,7 @@ def route(
             topk_weights = topk_weights.masked_fill(absent, 0.0)
     if recipe.renormalize:
         topk_weights = topk_weights / (topk_weights.sum(-1, keepdim=True) + 1e-20)
-    return topk_weights * scaling_factor, topk_ids.to(torch.int32)
+    return topk_weights * scaling_factor, _of_rows(topk_ids)
 
 
 @dataclass(frozen=True)
@@ -296,6 +296,13 @@ def _choose(
     return _best_first(key)[:, :top_k]
 
 
+def _of_rows(topk_ids: Tensor) -> Tensor:
+    """int32 ids with the strides that many rows have: one row of a slice keeps that of the whole,
+    and a graph that was traced with others is not taken for it.
+    """
+    return topk_ids.to(torch.int32, memory_format=torch.contiguous_format)
+
+
 def _best_first(key: Tensor) -> Tensor:
     # not torch.topk, which leaves the order of equal values undefined
     return torch.sort(key, dim=-1, descending=True, stable=True).indices
@@ -329,7 +336,7 @@ def _route_simulated(
         return weights.masked_fill(topk_ids < 0, 0.0), topk_ids
     # not torch.rand, which takes no symbolic sizes together with a generator
     draws = torch.empty_like(router_logits, dtype=torch.float32).uniform_(generator=generator)
-    topk_ids = _best_first(draws)[:, :top_k].to(torch.int32)
+    topk_ids = _of_rows(_best_first(draws)[:, :top_k])
     return torch.full_like(topk_ids, weight, dtype=torch.float32), topk_ids
 
 

@@ -222,6 +222,8 @@ def test_histograms_that_do_not_fit(capsys, tmp_path, text, message):
 
 
 def test_bad_layers():
+    with pytest.raises(ValueError, match="intermediate_size must suit .*, got 700: .* 128"):
+        costs.Layer(8, 2048, 700, 2, "int4_w4a16:g128")
     with pytest.raises(ValueError, match="top_k must be in 1..num_experts=4, got 5"):
         costs.Layer(4, 64, 64, 5)
     with pytest.raises(ValueError, match="shares must have num_experts=128 entries, got 1"):

@@ -213,6 +213,14 @@ def test_recorded_experts_compile_to_one_graph():
     assert counter.frame_count == 1
 
 
+@pytest.mark.parametrize("method", ["renormalize", "topk", "simulated"])
+def test_ids_of_one_token_have_the_strides_of_many(method):
+    """Which a graph that was traced with many expects."""
+    for M in (1, 3):
+        for found in route(torch.randn(M, 8), 2, method):
+            assert found.stride() == (2, 1)
+
+
 def test_every_method_has_a_test():
     routed_otherwise = {"custom", "simulated", "unspecified"}
     assert set(METHODS) == {str(method) for method in RECIPES}
