@@ -58,7 +58,7 @@ from moe_ops.kernels.configs import GEMV, GemmConfig, LayerConfig, override
 from moe_ops.kernels.gemm import configs as gemm_configs
 from moe_ops.kernels.mixed_gemm import configs as mixed_configs
 from moe_ops.kernels.mixed_gemm import operands
-from moe_ops.schemes import SCHEMES
+from moe_ops.schemes import SCHEMES, get_scheme
 
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00")  # of schemes
 LINES = ("-", "--", ":")  # of shapes
@@ -66,9 +66,15 @@ PARTS = ("probe", "fuzz", "cost")
 PROBED = ("", "fp8_block", "fp8_channel", "fp8_tensor_static", "int8_w8a8")
 PROBED += ("int4_w4a16:g128", "fp8_w8a16:channel")
 PROBE_SHAPE, PROBE_TOKENS = Experts(8, 2, 2048, 1024), (1, 2, 7, 16, 33, 64, 130, 300, 1000)
-KNOWN_SCALE = "nvfp4"  # which the mode takes where the activations' scale is known
-SHARED = ("fp8_tensor", "fp8_channel_tensor", "int8_w8a8_tensor")  # scales of the whole batch
-EVERY = tuple(scheme for scheme in SCHEMES if scheme not in SHARED)
+
+
+def shares_scale(scheme: str) -> bool:
+    """Whether activations have a scale of the whole batch, which the mode refuses."""
+    desc = get_scheme(scheme).activation
+    return desc is not None and desc.group.is_tensor and not desc.static
+
+
+EVERY = tuple(scheme for scheme in SCHEMES if not shares_scale(scheme))
 FUZZED = (  # of the larger shapes: one for each kind of kernel
     *("", "fp8_block", "fp8_channel", "fp8_tensor_static", "int8_w8a8", "int4_w4a16:g128"),
     *("int4_w4a8", "fp8_w8a16:channel", "mxfp4_w4a16"),
@@ -264,7 +270,9 @@ def fuzz(
         counts = (1, 2, 5, 20) if tiny else FUZZ_TOKENS
         found = EVERY if name == FUZZED_WHOLE else FUZZED
         for scheme in FUZZED[:2] if tiny else [scheme for scheme in found if scheme in schemes]:
-            weights = make_weights(shape, scheme, *plain, known_scales=scheme == KNOWN_SCALE)
+            desc = get_scheme(scheme).activation
+            known_scale = desc is not None and desc.global_scale  # else the mode refuses it
+            weights = make_weights(shape, scheme, *plain, known_scale)
             layer = layer_of(weights, "auto", batch_invariant=True)
             want = layer(known)
             assert want.isfinite().all()

@@ -286,9 +286,8 @@ def _choose(
             group_score = key.amax(-1)
         else:
             best = key.topk(min(2, key.shape[2]), -1).values
-            there = best.masked_fill(best == _LOWEST, 0.0).sum(
-                -1
-            )  # of one candidate, if it has one
+            # that of one candidate, if the group has no more
+            there = best.masked_fill(best == _LOWEST, 0.0).sum(-1)
             group_score = there.masked_fill(best[..., 0] == _LOWEST, _LOWEST)
         groups = _best_first(group_score)[:, :topk_groups]
         kept = torch.zeros_like(group_score, dtype=torch.bool).scatter(1, groups, True)

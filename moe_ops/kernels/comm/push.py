@@ -49,8 +49,8 @@ from torch import Tensor
 from moe_ops.kernels.comm.mailbox import PROGRAMS, Mailbox
 from moe_ops.kernels.configs import MULTIPROCESSORS
 from moe_ops.kernels.device.blocks import local_expert
+from moe_ops.kernels.device.interpreter import INTERPRET
 from moe_ops.kernels.launch import (
-    INTERPRETED,
     Constant,
     Launch,
     Pointer,
@@ -194,7 +194,6 @@ mov.b32 $0, thread;
 """
 FENCE_AND_STORE = tl.constexpr(_STORE.replace("FENCE", "@first fence.acq_rel.sys;"))
 STORE = tl.constexpr(_STORE.replace("FENCE", ""))
-_INTERPRETED = tl.constexpr(INTERPRETED)
 
 
 @triton.jit
@@ -210,7 +209,7 @@ def set_flags(
         flag_ptr = flag_of_block(
             buffer_ptr, peers_ptr, (rank + i) % R, parity, R - 1 - i, block, T, R, ROWS
         )
-        if _INTERPRETED or R == 2 or not ONE_FENCE:
+        if INTERPRET or R == 2 or not ONE_FENCE:
             tl.atomic_xchg(flag_ptr, flag, sem="release", scope="sys")
         else:
             address = flag_ptr.to(tl.int64)

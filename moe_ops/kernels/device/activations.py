@@ -7,8 +7,7 @@ import triton.language as tl
 from triton.language.target_info import is_cuda
 
 from moe_ops.kernels.device.e4m3 import clamp
-
-INTERPRET = tl.constexpr(triton.knobs.runtime.interpret)
+from moe_ops.kernels.device.interpreter import INTERPRET
 
 
 @triton.jit

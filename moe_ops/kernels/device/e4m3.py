@@ -8,7 +8,7 @@ conversions. On others, e4m3 codes are uint8 and their values fp16, which holds 
 import triton
 import triton.language as tl
 
-INTERPRET = tl.constexpr(triton.knobs.runtime.interpret)
+from moe_ops.kernels.device.interpreter import INTERPRET
 
 
 @triton.jit

@@ -234,7 +234,7 @@ def _choose_fp8(
         gemm2 = GemmConfig(128, 128, 4, 4)
         if gemm1.block_n == 256:
             # On an H200 within 4 % of the best of 19 configs of GEMM1 and of 12 of GEMM2, for 1 to
-            # 256 tokens of qwen3, mixtral and dsv3
+            # 256 tokens of qwen3, mixtral and dsv3.
             # Tiles of one token that are more than multiprocessors, and at most twice as many, run
             # in one wave with fewer stages, on GPUs whose shared memory holds two such blocks: on
             # an H200 a layer of Mixtral, which has 224, took 98.0 us for 101.3 in turns.

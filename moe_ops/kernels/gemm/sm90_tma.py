@@ -31,6 +31,7 @@ from moe_ops.kernels.device.e4m3 import (
     reciprocal,
     stored,
 )
+from moe_ops.kernels.device.interpreter import INTERPRET
 from moe_ops.kernels.device.pdl import gdc_launch_dependents, gdc_wait
 from moe_ops.kernels.gemm.operands import Activated, Bias, GemmTile, Scaling, Weight, tile_of
 from moe_ops.kernels.launch import (
@@ -47,8 +48,6 @@ from moe_ops.kernels.launch import (
 from moe_ops.kernels.permute.rows import RouterWeights, Routing
 from moe_ops.kernels.quantize.scales import Input
 from moe_ops.meta.workspace import cdiv
-
-INTERPRET = tl.constexpr(triton.knobs.runtime.interpret)
 
 
 @triton.jit

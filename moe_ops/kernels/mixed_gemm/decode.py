@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 
 from moe_ops.kernels.device.e4m3 import decode, round_e4m3
+from moe_ops.kernels.device.interpreter import INTERPRET
 
-INTERPRET = tl.constexpr(triton.knobs.runtime.interpret)
 # What `scale_above` adds: four bits for each of the eight mantissas of e4m3, the first in the
 # lowest bits. These may be 0 to 8, 5 to 9, 4 or 5, 7 to 15, 0 to 8, 5 to 10, 6 to 9, and anything.
 ABOVE = tl.constexpr(0x77777550)

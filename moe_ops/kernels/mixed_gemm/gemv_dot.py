@@ -9,9 +9,9 @@ scales add 0.9 to 1.9 if a thread has eight rows.
 import triton
 import triton.language as tl
 
+from moe_ops.kernels.device.interpreter import INTERPRET
 from moe_ops.kernels.mixed_gemm.decode import group_scale, is_e2m1
 
-INTERPRET = tl.constexpr(triton.knobs.runtime.interpret)
 # The bits of e2m1 and e4m3 are moved to fp32, whose exponent has another bias, which gives values
 # times 2^-126 and 2^-120. x is multiplied by a part of the correction, and the sum by the rest: so
 # x may have 2^80, and loses digits only below 2^-40.

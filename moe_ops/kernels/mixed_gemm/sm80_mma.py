@@ -41,6 +41,7 @@ from torch import Tensor
 from moe_ops.kernels.configs import GROUP_M, GemmConfig
 from moe_ops.kernels.device.activations import activate_one, activate_two
 from moe_ops.kernels.device.blocks import block_and_tile, block_rows, pairs_at
+from moe_ops.kernels.device.interpreter import INTERPRET
 from moe_ops.kernels.device.pdl import gdc_launch_dependents, gdc_wait
 from moe_ops.kernels.gemm.operands import Activated, Output
 from moe_ops.kernels.launch import (
@@ -65,7 +66,6 @@ from moe_ops.kernels.permute.rows import RouterWeights, Routing
 from moe_ops.kernels.quantize.scales import Input
 from moe_ops.meta.workspace import cdiv
 
-INTERPRET = tl.constexpr(triton.knobs.runtime.interpret)
 # Scaled e2m1 weights are smaller by these powers of two, to fit the range of bf16, and the
 # finished sum is multiplied by them. e8m0 scales from 2^-93 to 2^33 are exact; larger ones are
 # refused when a tensor is made (tensors/checks.py).

@@ -23,6 +23,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from moe_ops.kernels.configs import GROUP_M, LARGE_SHARED_MEMORY
 from moe_ops.kernels.device.blocks import block_and_tile
+from moe_ops.kernels.device.interpreter import INTERPRET
 from moe_ops.kernels.launch import (
     Constant,
     Descriptor,
@@ -50,7 +51,6 @@ from moe_ops.kernels.training.decode import columns, shift
 from moe_ops.kernels.training.low_rank import block_r
 from moe_ops.meta.workspace import cdiv
 
-INTERPRET = tl.constexpr(triton.knobs.runtime.interpret)
 BLOCK_M = 128  # rows of a block
 BLOCK_OUT = 128  # columns of the output that a program writes
 STEP = 64  # columns of the rows that it multiplies at a time
