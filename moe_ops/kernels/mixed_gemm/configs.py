@@ -8,6 +8,7 @@ an expert has so many rows that products take longer than decoding.
 from __future__ import annotations
 
 from functools import cache, lru_cache
+from math import exp
 
 import torch
 
@@ -36,6 +37,7 @@ FORMATS = ("int4", "int4_e4m3", "e2m1", "e2m1_words", "int8", "e4m3")  # of sm90
 MAX_SPLIT_K = 3  # programs that share the reduction of a tile of GEMM2, if it has few tiles
 SPLIT_ROWS = 1024  # rows of y in all SPLIT_K partial sums
 LONG_ROWS = 8192  # columns of w2, from which a wave of GEMM2 is long
+LONG_OF_8_BITS = 4096  # columns of w2 of 8 bits, from which the same holds
 FEW_STEPS = 8  # K tiles of a program of GEMM2 that is short
 GROUP_BYTES = 24 << 20  # of rows of x that the L2 (50 MB) keeps
 SHORT_ROWS = 2048  # columns, up to which half of them is faster
@@ -567,9 +569,9 @@ def choose_wgmma(
     if bits == 8 and rows / groups > MAX_ROWS_OF_8_BITS:
         return None
     chosen = _wgmma(rows, groups, K, I, bits, chunk, many)
-    blocks = max(min(rows, groups), cdiv(rows, chosen.block_m))
     if bits == 8:
-        return _in_8_bits(chosen, blocks, rows / groups, K, I)
+        return _in_8_bits(chosen, groups, rows / groups, K, I)
+    blocks = max(min(rows, groups), cdiv(rows, chosen.block_m))
     return _in_4_bits(chosen, blocks, K, I, many)
 
 
@@ -600,35 +602,31 @@ def _in_4_bits(
 
 def _in_8_bits(
     chosen: LayerConfig,
-    blocks: int,
+    groups: int,
     average: float,  # rows of an expert
     K: int,
     I: int,  # noqa: E741
 ) -> LayerConfig:
-    """The config of weights of 8 bits with wider tiles beside few rows. `blocks`: an estimate of
-    the blocks of the rows.
-
-    Measured on an H200 in int8, us with tiles of 128 columns and within 1 % so: Phi-3.5 at M = 8
-    214 and 203, at 64, where three blocks of GEMM2 would leave a short last wave, 342 and 316;
-    gptoss120 at M = 64 704 and 683; Qwen3-Next at 64 319 and 309, at 256 477 and 469.
-
-    gptoss120, whose rows are no whole tiles of 128, took 826 us on an H100 before and 801 with
-    twice the stages at M = 64, 1214 and 1175 at 256. (Qwen3-Next, of short rows, takes 2 to 3 %
-    longer with these. In blocks of 48 rows wide tiles took 501 us for 522 of Phi-3.5 on an H100,
-    and no less on an H200.)
+    """The config of weights of 8 bits with wider tiles beside few rows. Measured on an H200, in
+    part on an H100: docs/kernels/mixed_gemm.md.
     """
-    wide, narrow = GemmConfig(128, 256, 2, 4), GemmConfig(64, 256, 2, 4)
     if chosen.block_m > 16 or min(K, I) < 256:
         return chosen
+    wide, narrow = GemmConfig(128, 256, 2, 4), GemmConfig(64, 256, 2, 4)
     if average >= 1 and K % 128:
-        deep = GemmConfig(64, 256, 4, 4)
+        deep = GemmConfig(64, 256, 3, 4)
         return chosen._replace(gemm1=deep, gemm2=deep)
-    if chosen.block_m == 8:
-        split_k = 3 if chosen.split_k > 1 else 1
-        return chosen._replace(gemm1=narrow, gemm2=wide, split_k=split_k)
-    if _short_last_wave(blocks * cdiv(K, 128), 3):
-        return chosen._replace(gemm1=wide, gemm2=narrow)
-    return chosen._replace(gemm1=wide)
+    few = chosen.block_m == 8
+    split_k = (3 if few else 2) if chosen.split_k > 1 else 1
+    tiles = groups * (1 - exp(-average)) * cdiv(K, 128)  # of GEMM2: of experts that have a row
+    gemm2, long = wide if few else chosen.gemm2, I >= LONG_OF_8_BITS
+    if long and _short_last_wave(tiles, 3):
+        gemm2 = narrow
+    elif long and not few:
+        gemm2 = wide
+        if tiles > MULTIPROCESSORS:  # a wave of two blocks holds those of Mixtral
+            split_k = 1
+    return chosen._replace(gemm1=narrow if few else wide, gemm2=gemm2, split_k=split_k)
 
 
 def _wgmma(
@@ -667,7 +665,7 @@ def _wgmma(
     return LayerConfig(gemm1, gemm2, block_m, chunk, SM90_WGMMA, split_k=split_k)
 
 
-def _short_last_wave(tiles: int, blocks: int) -> bool:
+def _short_last_wave(tiles: float, blocks: int) -> bool:
     """Whether tiles are a wave of `blocks` a multiprocessor and a second one of at most half as
     many.
     """

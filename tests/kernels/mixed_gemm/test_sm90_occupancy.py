@@ -120,10 +120,13 @@ def test_tiles_that_were_measured():
     """Beside few rows in 8 bits, and of rows that are no whole chunks; where programs of GEMM2 are
     long and its last wave would be short, it is split, or has other tiles."""
     wide, half, narrow = (GemmConfig(*t, 4) for t in ((128, 256, 2), (64, 256, 2), (64, 128, 4)))
-    usual, deep = GemmConfig(128, 128, 3, 4), GemmConfig(64, 256, 4, 4)
+    usual, deep = GemmConfig(128, 128, 3, 4), GemmConfig(64, 256, 3, 4)
     for sizes, expected in {
         (16, 16, 4096, 6400, 8): (half, wide, 1),
+        (64, 16, 4096, 6400, 8): (half, half, 1),
         (128, 16, 4096, 6400, 8): (wide, half, 1),
+        (64, 8, 4096, 14336, 8): (wide, wide, 1),
+        (32, 4, 4096, 14336, 8): (wide, wide, 2),
         (1024, 128, 2880, 2880, 8): (deep, deep, 1),
         (256, 128, 2880, 2880, 8): (deep, deep, 1),
         (32, 128, 2880, 2880, 8): (half, wide, 1),
