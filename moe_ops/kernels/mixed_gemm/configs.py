@@ -29,7 +29,11 @@ from moe_ops.kernels.configs import (
     sort_chunk,
 )
 from moe_ops.kernels.launch import INTERPRETED, Gpu
-from moe_ops.kernels.mixed_gemm.operands import STAGES_OF_WORDS, MixedOperand
+from moe_ops.kernels.mixed_gemm.operands import (
+    STAGES_OF_STREAMED,
+    STAGES_OF_WORDS,
+    MixedOperand,
+)
 from moe_ops.meta.workspace import cdiv, maximum, minimum, round_up
 
 SMALLEST_BLOCK_M = 8  # tokens: the columns of one tensor-core instruction
@@ -37,6 +41,7 @@ FORMATS = ("int4", "int4_e4m3", "e2m1", "e2m1_words", "int8", "e4m3")  # of sm90
 MAX_SPLIT_K = 3  # programs that share the reduction of a tile of GEMM2, if it has few tiles
 SPLIT_ROWS = 1024  # rows of y in all SPLIT_K partial sums
 LONG_ROWS = 8192  # columns of w2, from which a wave of GEMM2 is long
+LONG_ROWS_OF_W13 = 4096  # columns, from which narrower tiles of GEMM1 are faster in int4
 LONG_OF_8_BITS = 4096  # columns of w2 of 8 bits, from which the same holds
 FEW_STEPS = 8  # K tiles of a program of GEMM2 that is short
 GROUP_BYTES = 24 << 20  # of rows of x that the L2 (50 MB) keeps
@@ -583,13 +588,19 @@ def _in_4_bits(
     many: int,
 ) -> LayerConfig:
     """The config of weights of 4 bits with tiles of 64 weight rows where their rows are no whole
-    chunks, and a GEMM2 of long rows in halves where its last wave would be short. `blocks`: an
-    estimate of the blocks of the rows.
+    chunks or, in GEMM1, long, and a GEMM2 of long rows in halves where its last wave would be
+    short. `blocks`: an estimate of the blocks of the rows.
     """
     block_m = chosen.block_m
     held = 4 if block_m <= 16 else 3 if block_m == 32 else 2  # blocks of a multiprocessor
     if I >= LONG_ROWS and _short_last_wave(blocks * cdiv(K, 128), held):
         chosen = chosen._replace(split_k=2)  # three waves of half the time
+    wide = block_m == 8 and chosen.gemm1.block_n == 128
+    if many == STAGES_OF_STREAMED and wide and K >= LONG_ROWS_OF_W13:
+        # With 128 rows and with 64, of three stages: Mixtral at M = 8 and 16 192.5 and 187.5,
+        # 213.2 and 207.6 us, Phi-3.5 at 8 and 32 135.0 and 130.3, 198.1 and 186.4. Of rows of 2048
+        # columns Qwen3 took 42.9 and 44.0 at 8, 98.0 and 99.7 at 64.
+        return chosen._replace(gemm1=GemmConfig(64, 256, 3, 4))
     if many or block_m > 16:
         return chosen
     # One chunk a K tile: in groups of 32 gptoss20 and gptoss120 took 167 and 484 us at M = 64

@@ -17,7 +17,9 @@ from moe_ops.meta.scales import TRITON_E2M1
 from moe_ops.meta.workspace import cdiv
 from moe_ops.schemes import QuantDesc, get_scheme
 
-STAGES_OF_WORDS = 3  # `MixedOperand.stages_of_many` of prepared e2m1
+# `MixedOperand.stages_of_many`
+STAGES_OF_WORDS = 3  # of prepared e2m1
+STAGES_OF_STREAMED = 4  # of `MixedOperand.streams`, and in 8 bits of a scale for each row
 
 E2M1 = ("e2m1", "e2m1_words")
 # FORMAT and SCALE of weights whose token has the bits of many: sm90_mma.py and sm90_wgmma.py gave
@@ -174,7 +176,9 @@ class MixedOperand(NamedTuple):
         of = self.wgmma_format
         words = of.name == "e2m1_words" and self.k_chunk == 128
         whole_rows = of.bits == 8 and of.scale == "end" and not self.has_zero
-        return 4 if self.streams or whole_rows else STAGES_OF_WORDS if words else 0
+        if self.streams or whole_rows:
+            return STAGES_OF_STREAMED
+        return STAGES_OF_WORDS if words else 0
 
     def in_16_bits(self) -> MixedOperand:
         """An operand of products in e4m3, for products in bf16 instead."""

@@ -142,6 +142,16 @@ def test_tiles_that_were_measured():
     }.items():
         found = configs.choose_wgmma(*sizes, 256)
         assert (found.gemm1, found.gemm2, found.split_k) == expected, sizes
+    in_three = half._replace(num_stages=3)  # GEMM1 of long rows of streamed int4
+    for rows, K, many, expected in (
+        (16, 4096, 4, in_three),
+        (15, 4096, 4, half),
+        (16, 2048, 4, wide),
+        (16, 4096, 3, wide),
+        (80, 4096, 4, wide),
+    ):
+        found = configs.choose_wgmma(rows, 16, K, 6400, 4, 256, many)
+        assert (found.gemm1, found.gemm2) == (expected, wide)
     # of 3 experts one block each, and three: 288 tiles of GEMM2, and 864
     assert [configs.choose_wgmma(n, 3, 12288, 8192, 4, 256).split_k for n in (150, 510)] == [2, 1]
 
