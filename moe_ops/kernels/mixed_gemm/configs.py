@@ -595,11 +595,11 @@ def _in_4_bits(
     held = 4 if block_m <= 16 else 3 if block_m == 32 else 2  # blocks of a multiprocessor
     if I >= LONG_ROWS and _short_last_wave(blocks * cdiv(K, 128), held):
         chosen = chosen._replace(split_k=2)  # three waves of half the time
-    wide = block_m == 8 and chosen.gemm1.block_n == 128
+    wide = block_m == 8 and chosen.gemm1 == GemmConfig(128, 256, 2, 4)
     if many == STAGES_OF_STREAMED and wide and K >= LONG_ROWS_OF_W13:
         # With 128 rows and with 64, of three stages: Mixtral at M = 8 and 16 192.5 and 187.5,
-        # 213.2 and 207.6 us, Phi-3.5 at 8 and 32 135.0 and 130.3, 198.1 and 186.4. Of rows of 2048
-        # columns Qwen3 took 42.9 and 44.0 at 8, 98.0 and 99.7 at 64.
+        # 213.2 and 207.6 us, Phi-3.5 at 8 and 32 135.0 and 130.3, 198.1 and 186.4. Of 2048
+        # columns Qwen3 took 42.9 and 44.0 at 8, 98.0 and 99.7 at 64. (More than 4096: not timed.)
         return chosen._replace(gemm1=GemmConfig(64, 256, 3, 4))
     if many or block_m > 16:
         return chosen
@@ -633,10 +633,9 @@ def _in_8_bits(
     gemm2, long = wide if few else chosen.gemm2, I >= LONG_OF_8_BITS
     if long and _short_last_wave(tiles, 3):
         gemm2 = narrow
-    elif long and not few:
+    elif long and not few and not _short_last_wave(tiles, 2):  # two blocks a multiprocessor
         gemm2 = wide
-        if tiles > MULTIPROCESSORS:  # a wave of two blocks holds those of Mixtral
-            split_k = 1
+        split_k = 1 if 2 * tiles > 3 * MULTIPROCESSORS else split_k
     return chosen._replace(gemm1=narrow if few else wide, gemm2=gemm2, split_k=split_k)
 
 
@@ -698,7 +697,7 @@ def _wgmma_space(
     base: LayerConfig, average: float, experts: int, K: int
 ) -> list[tuple[list[LayerConfig], list[LayerConfig]]]:
     """`search_space` of the kernels of sm90_wgmma.py."""
-    gemms = [(64, 128, 4, 4), (64, 256, 2, 4), (64, 256, 4, 4)]
+    gemms = [(64, 128, 4, 4), (64, 256, 2, 4), (64, 256, 3, 4), (64, 256, 4, 4)]
     gemms += [(128, 128, 3, 4), (128, 128, 4, 4), (128, 256, 2, 4)]
     gemms += [(128, 128, 4, 8), (128, 256, 2, 8), (128, 256, 3, 8)]
     space = []

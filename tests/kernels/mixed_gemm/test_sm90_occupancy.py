@@ -127,6 +127,14 @@ def test_tiles_that_were_measured():
         (128, 16, 4096, 6400, 8): (wide, half, 1),
         (64, 8, 4096, 14336, 8): (wide, wide, 1),
         (32, 4, 4096, 14336, 8): (wide, wide, 2),
+        (32, 4, 5120, 8192, 8): (wide, wide, 2),  # 160 tiles of GEMM2
+        (48, 6, 4096, 14336, 8): (wide, wide, 2),  # 192
+        (64, 8, 6144, 16384, 8): (wide, usual, 1),  # 384, of which three fit
+        (64, 8, 4096, 4096, 8): (wide, wide, 1),
+        (64, 8, 4096, 4032, 8): (wide, usual, 2),
+        (128, 16, 4096, 6464, 8): (wide, half, 1),
+        (1024, 128, 2048, 768, 8): (wide, usual, 1),
+        (32, 128, 2048, 768, 8): (half, wide, 1),  # 453, but of short rows
         (1024, 128, 2880, 2880, 8): (deep, deep, 1),
         (256, 128, 2880, 2880, 8): (deep, deep, 1),
         (32, 128, 2880, 2880, 8): (half, wide, 1),
@@ -147,6 +155,7 @@ def test_tiles_that_were_measured():
         (16, 4096, 4, in_three),
         (15, 4096, 4, half),
         (16, 2048, 4, wide),
+        (16, 3840, 4, wide),
         (16, 4096, 3, wide),
         (80, 4096, 4, wide),
     ):

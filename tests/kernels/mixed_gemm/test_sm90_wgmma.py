@@ -365,6 +365,9 @@ for scheme, activation in cases.items():
         if scheme in ("int4_w4a16:g128", "int8_w8a16:channel")
         else (64, GemmConfig(128, 256, 2, 8)),
         *[(8, GemmConfig(128, 256, 2, 4))] * (scheme == "int4_w4a16:g128"),
+        *[(8, GemmConfig(64, 256, 3, 4))] * (scheme in ("int4_w4a16:g128", "int8_w8a16:channel")),
+        *[(16, GemmConfig(64, 256, 3, 4))] * (scheme == "int8_w8a16:channel"),
+        *[(16, GemmConfig(128, 256, 2, 4))] * (scheme == "int8_w8a16:channel"),
     ):
         prepared = block_m != 64 and scheme in ("nvfp4_w4a16", "mxfp4_w4a16")
         layout = "triton_e2m1" if prepared else ""
