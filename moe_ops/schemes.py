@@ -127,8 +127,8 @@ class QuantDesc:
         scale_rule: of e8m0 scales, how their exponent follows from the largest magnitude of a
             group: "ocp" floor(log2(amax)) - floor(log2(format's max)), as the OCP MX specification
             has it; "round" the same of amax rounded to the format's mantissa; "ceil"
-            ceil(log2(amax / format's max)). Of float32 scales, "ceil" makes them powers of two in
-            the same way, and "" leaves them as they are.
+            ceil(log2(amax / format's max)), of e2m1 with amax at least 1e-4. Of float32 scales,
+            "ceil" makes them powers of two in the same way, and "" leaves them as they are.
 
     Raises:
         ValueError: for a combination that has no meaning; the message says why.

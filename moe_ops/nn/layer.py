@@ -319,16 +319,17 @@ class MoELayer(KeepsBuffers):
             hidden_states: (..., H) bf16, fp16 or fp32; leading dimensions are tokens. Not what
                 arrives quantized: the router and the shared expert need values of 16 bits or
                 more. Route where those are, and call `fused_experts` with hidden_states_scale.
-            residual: (..., H), added to the scaled output.
+            residual: of hidden_states' shape, added to the scaled output.
             return_aux_loss: also return `load_balancing_loss`, a scalar fp32 tensor; scale it by
                 a coefficient of your choice and add it to the training loss.
 
         Returns:
-            (..., H) in hidden_states' dtype (autocast's under torch.autocast), or (that, loss).
+            (..., H) in hidden_states' dtype (autocast's under torch.autocast; a wider residual's),
+            or (that, loss).
 
         Raises:
-            ValueError: no tensor, quantized hidden_states, a wrong last dimension, a dtype that is
-                not the layer's, and as `route` and `fused_experts`.
+            ValueError: no tensor, quantized hidden_states, a wrong last dimension, a residual of
+                another shape, a dtype that is not the layer's, and as `route` and `fused_experts`.
         """
         check_tensor("hidden_states", hidden_states)
         if residual is not None:
@@ -348,6 +349,11 @@ class MoELayer(KeepsBuffers):
             )
         if residual is not None and not torch.compiler.is_compiling():
             refuse_lost("residual", residual)
+            if residual.shape != hidden_states.shape:
+                raise ValueError(
+                    f"residual must have hidden_states' shape {tuple(hidden_states.shape)}, got "
+                    f"{tuple(residual.shape)}; expand it"
+                )
         x = hidden_states.flatten(0, -2)
         out, router_logits, topk_ids = self._routed(x)
         if self.shared_expert is not None:

@@ -17,13 +17,18 @@ from torch import Tensor
 
 from moe_ops.activations import Activation
 from moe_ops.ops import memory
+from moe_ops.ops.library import LIB
 
-_ATTRIBUTES = (  # of an ExpertTensor, as `Weight` orders them
-    *("qdata", "scale", "zero_point", "global_scale", "channel_scale", "activation_scale"),
-    *("scheme", "weight_layout"),
-)
+# of an ExpertTensor, as `Weight` orders them
+_TENSORS = ("qdata", "scale", "zero_point", "global_scale", "channel_scale", "activation_scale")
+_ATTRIBUTES = (*_TENSORS, "scheme", "weight_layout")
 _DEFAULT_OUT = torch.bfloat16  # dtype of the output where the input arrives quantized
 _attributes = operator.itemgetter(*_ATTRIBUTES)
+
+# One of the tensors of a quantized weight, by name. A compiler that reads an attribute makes an
+# input of the graph of it, of which it does not know that it is part of the weight: it read what
+# was there before `copy_`, a view or another operator wrote the weight in the same graph.
+LIB.define("part(Tensor(a) weight, str name) -> Tensor(a)")
 
 
 class Weight(NamedTuple):
@@ -79,7 +84,11 @@ def take_apart(weight: Any, gather: Callable[[Any], Tensor] | None = None) -> We
             return take_apart(gather(weight))
         return Weight(weight)
     if torch.compiler.is_compiling():
-        return Weight(*[getattr(weight, name) for name in _ATTRIBUTES])
+        parts = [getattr(weight, name) for name in _ATTRIBUTES]
+        for i, name in enumerate(_TENSORS):
+            if parts[i] is not None:
+                parts[i] = torch.ops.moe_ops.part(weight, name)
+        return Weight(*parts)
     return Weight._make(_attributes(vars(weight)))  # half the time of eight attributes
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -257,20 +257,34 @@ class ExpertTensor(TorchAOBaseTensor):
         else:  # under inference_mode composite operators arrive whole
             result = func.decompose(*args, **kwargs)
         if result is NotImplemented:
-            remedy = "call it on weight.dequantize()"
-            if func._schema.is_mutable:
-                remedy = (
-                    "merge adapters into plain weights, and quantize the result: "
-                    "moe_ops.quantize(weight.dequantize() + change, weight.scheme)"
-                )
-            raise NotImplementedError(
-                f"{func} has no meaning for a quantized {cls.__name__}; {remedy}"
-            )
+            refuse(func, cls, writes=func._schema.is_mutable)
         return result
 
 
 implements = ExpertTensor.implements
 implements_torch_function = ExpertTensor.implements_torch_function
+
+
+def refuse(func: Any, cls: type, writes: bool) -> NoReturn:
+    """Raise for a function that quantized weights do not have."""
+    remedy = "call it on weight.dequantize()"
+    if writes:
+        remedy = (
+            "merge adapters into plain weights, and quantize the result: "
+            "moe_ops.quantize(weight.dequantize() + change, weight.scheme); weights that are "
+            "quantized alike are written by copy_"
+        )
+    name = getattr(func, "__name__", func) if not hasattr(func, "_schema") else func
+    raise NotImplementedError(f"{name} has no meaning for a quantized {cls.__name__}; {remedy}")
+
+
+def mark_written(weight: ExpertTensor) -> None:
+    """Tell autograd, which saw that the weight was written, that its tensors were: these are what
+    a backward pass keeps, and checks.
+    """
+    parts = [getattr(weight, name) for name in weight.__tensor_flatten__()[0]]
+    seen = [t for t in parts if type(t) is Tensor and not t.is_inference()]
+    torch.autograd.graph.increment_version(seen)
 
 
 def refuse_grad(requires_grad: bool) -> None:

@@ -16,6 +16,8 @@ from moe_ops.tensors.base import (
     Types,
     implements,
     implements_torch_function,
+    mark_written,
+    refuse,
     refuse_grad,
 )
 from moe_ops.tensors.checks import known
@@ -64,9 +66,16 @@ def _(func: Callable, types: Types, args: tuple, kwargs: dict) -> Any:
     ]
 )
 def _(func: Callable, types: Types, args: tuple, kwargs: dict) -> Any:
+    if isinstance(kwargs.get("out"), ExpertTensor):
+        refuse(func, type(kwargs["out"]), writes=True)
     plain = [a.dequantize() if isinstance(a, ExpertTensor) else a for a in args]
     named = {k: a.dequantize() if isinstance(a, ExpertTensor) else a for k, a in kwargs.items()}
     return func(*plain, **named)
+
+
+@implements(torch.ops.moe_ops.part.default)
+def _(func: Callable, types: Types, args: tuple, kwargs: dict) -> Any:
+    return getattr(*args)
 
 
 @implements(aten._to_copy.default)
@@ -153,7 +162,14 @@ def _(func: Callable, types: Types, args: tuple, kwargs: dict) -> Any:
         )
     for name in self.__tensor_flatten__()[0]:
         getattr(self, name).copy_(getattr(src, name), *args[2:])
+    mark_written(self)
     return self
+
+
+@implements(aten._foreach_copy_.default)
+def _(func: Callable, types: Types, args: tuple, kwargs: dict) -> None:
+    for target, source in zip(args[0], args[1], strict=True):
+        target.copy_(source, *args[2:])
 
 
 @implements_torch_function(torch.Tensor.data.__set__)  # type: ignore[attr-defined]

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from moe_ops.tensors.base import ExpertTensor, Types, implements
+from moe_ops.tensors.base import ExpertTensor, Types, implements, mark_written
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -182,6 +182,7 @@ if torch.distributed.is_available():
                 work.wait()
                 if sent is not data:
                     data.copy_(sent)
+            mark_written(tensor)
         return args[0], work
 
 

@@ -166,15 +166,18 @@ def chunk(self: ExpertTensor, chunks: int, dim: int = 0) -> tuple[ExpertTensor, 
     return split(self, -(-total // chunks) if total else [0] * chunks, dim)
 
 
-def split(
-    self: ExpertTensor, split_size: int | list[int], dim: int = 0
-) -> tuple[ExpertTensor, ...]:
+def split(self: ExpertTensor, split_size: Any, dim: int = 0) -> tuple[ExpertTensor, ...]:
     axis(self, dim)
     total = self.shape[dim]
-    if not isinstance(split_size, int):
+    if not isinstance(split_size, (int, torch.SymInt)):
         sizes = list(split_size)
     elif split_size > 0:
-        sizes = [min(split_size, total - start) for start in range(0, max(total, 1), split_size)]
+        left: Any = total
+        sizes = []
+        while left > split_size:  # not range(), which would ask for the value of a symbol
+            sizes.append(split_size)
+            left = left - split_size
+        sizes.append(left)
     else:
         sizes = [0] if split_size == 0 else [split_size]
     if any([size < 0 for size in sizes]) or sum(sizes) != total:
@@ -263,9 +266,10 @@ def getitem(self: ExpertTensor, key: Any) -> ExpertTensor:
         before = view.dim()
         if isinstance(k, slice):
             view = slice_(view, dim, k.start, k.stop, 1 if k.step is None else k.step)
-        elif isinstance(k, (Tensor, list)):
+        elif hasattr(k, "__len__"):  # a tensor, an array, a list, a range
             require_experts(view, dim, "indexing by a tensor")
-            view = take(view, torch.as_tensor(k, device=view.device))
+            index = list(k) if isinstance(k, range) else k
+            view = take(view, torch.as_tensor(index, device=view.device))
         elif k is None or isinstance(k, bool):
             raise ValueError(f"an index into {self} must not be {k}; index dequantize()")
         else:

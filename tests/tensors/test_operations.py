@@ -6,6 +6,7 @@ import io
 import itertools
 import pickle
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -377,6 +378,110 @@ def test_changes_in_place_say_how_to_change_a_weight():
     assert q.copy_(same_values) is q
     with pytest.raises(ValueError, match="a plain tensor of other values; .*moe_ops.quantize"):
         q.copy_(same_values + 1)
+
+
+def layer(scheme):
+    """What `fused_experts` computes of w13, and two weights."""
+    w2 = make(scheme, E, K, N // 2)
+    rows, weights, ids = sample(3, K), torch.rand(3, 2), torch.tensor([[0, 1], [1, 2], [3, 0]])
+
+    def run(w13):
+        return moe_ops.fused_experts(rows, w13, w2, weights, ids)
+
+    return run, make(scheme), moe_ops.quantize(sample(E, N, K).roll(2, 0), scheme)
+
+
+def set_all(w, new):
+    w.copy_(new)
+
+
+def set_one(w, new):
+    w[1] = new[2]
+
+
+def set_some(w, new):
+    w[1:3].copy_(new[:2])
+
+
+def swap(w, new):
+    kept = w[0].clone()
+    w[0].copy_(w[3])
+    w[3].copy_(kept)
+
+
+@pytest.mark.parametrize("scheme", ["fp8_block", "int8_w8a16", "int4_w4a16:g32", "nvfp4"])
+@pytest.mark.parametrize("write", [set_all, set_one, set_some, swap])
+def test_compiled_code_uses_a_weight_that_it_has_written(scheme, write):
+    """As expert caches do: the weight is an input of the graph, and so were its tensors."""
+    run, w, new = layer(scheme)
+
+    def step(w, new):
+        before = run(w)
+        write(w, new)
+        return before, run(w)
+
+    want = step(w.clone(), new)
+    assert not torch.equal(*want)
+    for backend in ("eager", "aot_eager"):
+        torch._dynamo.reset()
+        written = w.clone()
+        got = torch.compile(step, backend=backend, fullgraph=True)(written, new)
+        for one, other in zip(got, want, strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=1e-6)
+        again = w.clone()
+        write(again, new)
+        assert same(written, again)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_weight_written_before_the_backward_pass_is_noticed(scheme, compiled):
+    w13, w2, new = make(scheme, E, 2 * N, K), make(scheme, E, K, N), make(scheme, E, 2 * N, K)
+    x = sample(3, K).requires_grad_()
+    weights, ids = torch.rand(3, 2), torch.tensor([[0, 1], [1, 2], [3, 0]])
+    torch._dynamo.reset()
+    call = torch.compile(moe_ops.fused_experts, backend="aot_eager") if compiled else None
+    out = (call or moe_ops.fused_experts)(x, w13, w2, weights, ids)
+    with torch.no_grad():
+        w13.copy_(new)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+def test_weights_are_written_together():
+    """As weights are sent to the engine that serves them."""
+    targets, sources = [make("fp8_block"), sample(3)], [make("fp8_block"), sample(3)]
+    torch._foreach_copy_(targets, sources)
+    assert same(targets[0], sources[0]) and torch.equal(targets[1], sources[1])
+
+
+@pytest.mark.parametrize("function", [torch.baddbmm, torch.bmm, torch.matmul])
+def test_products_are_not_lost_in_a_weight(function):
+    q = make("int8_w8a16")
+    factors = (sample(E, N, 2), sample(E, 2, K))
+    with pytest.raises(NotImplementedError, match="merge adapters into plain weights"):
+        function(*((q,) if function is torch.baddbmm else ()), *factors, out=q)
+
+
+def test_parts_of_symbolic_sizes():
+    """Of a second number of experts, which a compiler makes a symbol."""
+
+    def parts(w):
+        return [t.dequantize() for t in (*w.chunk(2), *w.chunk(3, 1), *w.split(w.shape[0] // 2))]
+
+    torch._dynamo.reset()
+    call = torch.compile(parts, backend="aot_eager", fullgraph=True)
+    for experts in (4, 6, 8):
+        w = make("int8_w8a16", experts, 6, 32)
+        for got, want in zip(call(w), parts(w), strict=True):
+            assert torch.equal(got, want)
+
+
+def test_arrays_and_ranges_are_indices():
+    w = make("int8_w8a16")
+    for index in (np.array([2, 0]), range(2, -1, -2), [2, 0], torch.tensor([2, 0])):
+        assert same(w[index], w[[2, 0]])
+    assert same(w[np.int64(2)], w[2])
 
 
 def test_jit_trace_is_refused_by_name():

@@ -18,7 +18,7 @@ from torch import nn
 
 from moe_ops import LoRA
 from moe_ops.integrations.transformers.activations import ADAPTERS
-from moe_ops.integrations.transformers.layers import Layer
+from moe_ops.integrations.transformers.layers import Layer, is_wrapper
 
 
 def attach_wrappers(model: nn.Module, layers: Sequence[Layer], implementation: str) -> set[str]:
@@ -29,7 +29,7 @@ def attach_wrappers(model: nn.Module, layers: Sequence[Layer], implementation: s
     owners = {id(layer.owner): layer for layer in layers if layer.family is None}
     module: Any
     for module in model.modules():
-        if not _is_wrapper(module):
+        if not is_wrapper(module):
             continue
         layer = owners.get(id(module.get_base_layer()))
         if layer is not None and module.parameter_name in layer.weights:
@@ -38,12 +38,6 @@ def attach_wrappers(model: nn.Module, layers: Sequence[Layer], implementation: s
             setattr(layer.owner, ADAPTERS, ())  # from here on: graphs are guarded by it
             found.add(layer.name)
     return found
-
-
-def _is_wrapper(module: nn.Module) -> bool:
-    """Whether a module is a ParamWrapper: by name, for PEFT need not be installed."""
-    names = [(cls.__module__.partition(".")[0], cls.__name__) for cls in type(module).__mro__]
-    return ("peft", "ParamWrapper") in names
 
 
 @contextmanager

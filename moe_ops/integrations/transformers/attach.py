@@ -6,10 +6,12 @@ from torch import nn
 
 from moe_ops.backends import check_backend
 from moe_ops.checks import check_size
+from moe_ops.integrations.transformers import layers as layers_of
 from moe_ops.integrations.transformers.config import MoeOpsConfig
 from moe_ops.integrations.transformers.hook import AttachReport, attach_layers
 from moe_ops.integrations.transformers.mxfp4 import restore_modules
 from moe_ops.integrations.transformers.quantizer import mark_quantized
+from moe_ops.tensors import ExpertTensor
 
 
 def attach(
@@ -53,4 +55,11 @@ def attach(
         "max_workspace_bytes": max_workspace_bytes,
         "recompute": recompute,
     }
-    return attach_layers(model, options)
+    report = attach_layers(model, options)
+    if any(
+        isinstance(layer.weight(name), ExpertTensor) and layer.weight(name).scheme
+        for layer in layers_of.find(model)
+        for name in layer.weights
+    ):
+        mark_quantized(model, MoeOpsConfig(), keep=True)
+    return report

@@ -28,6 +28,8 @@ class MoeOpsConfig(QuantizationConfigMixin):
         ValueError: an unknown scheme or backend, or a scheme that does not quantize weights.
     """
 
+    of_file = False  # whether it is what a config.json says
+
     def __init__(
         self,
         scheme: str | QuantScheme | None = None,
@@ -43,6 +45,17 @@ class MoeOpsConfig(QuantizationConfigMixin):
         self.quant_method = METHOD
         self.scheme = None if scheme is None else scheme.name
         self.backend = backend
+
+    @classmethod
+    def from_dict(
+        cls, config_dict: dict, return_unused_kwargs: bool = False, **kwargs: Any
+    ) -> Any:
+        found = super().from_dict(config_dict, return_unused_kwargs, **kwargs)
+        (found[0] if return_unused_kwargs else found).of_file = True
+        return found
+
+    def to_dict(self) -> dict[str, Any]:
+        return {name: value for name, value in super().to_dict().items() if name != "of_file"}
 
 
 class _ModelOptConfig(MoeOpsConfig):

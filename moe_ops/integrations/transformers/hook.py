@@ -181,9 +181,15 @@ def _check(layer: Layer) -> tuple[str, str]:
             f"{layer.name} did not call moe_ops: its forward is replaced by something else; "
             "remove that, or attach before it is added"
         )
-    with torch.no_grad():
-        want = _first(_own_forward(layer, inputs))
     operators = ", ".join(sorted(recorder.names))
+    try:
+        with torch.no_grad():
+            want = _first(_own_forward(layer, inputs))
+    except (RuntimeError, IndexError) as failed:
+        if not layer.sharded:
+            raise
+        # that of gpt_oss and nemotron_h does not take the id of experts that are elsewhere
+        return operators, f"not checked: its own forward fails on some of the experts: {failed}"
     if not want.isfinite().all():
         return operators, "not checked: its own forward is not finite on random tokens"
     error = (got.float() - want.float()).abs().max().item()

@@ -27,7 +27,16 @@ class Layer:
         """The module that owns the weights."""
         if self.family is None or not self.family.owner:
             return self.module
-        return getattr(self.module, self.family.owner)
+        owner = getattr(self.module, self.family.owner)
+        return owner.get_base_layer() if is_wrapper(owner) else owner
+
+    @property
+    def wrapped(self) -> bool:
+        """Whether PEFT has wrapped the module that owns the weights."""
+        inside = self.family is not None and self.family.owner
+        return "base_layer" in self.name.split(".") or bool(
+            inside and is_wrapper(getattr(self.module, inside))
+        )
 
     @property
     def weights(self) -> tuple[str, ...]:
@@ -46,6 +55,11 @@ class Layer:
         if self.family is not None:
             return name in self.family.columns_first
         return bool(getattr(self.module, "is_transposed", False))
+
+    @property
+    def sharded(self) -> bool:
+        """Whether this process holds some of the experts."""
+        return sharding.is_sharded(getattr(self.owner, self.weights[0]))
 
     def weight(self, name: str) -> Any:  # an ExpertTensor has attributes of its own
         """One of `weights`, of the experts that this process holds."""
@@ -95,6 +109,12 @@ class Layer:
         weight = sharding.sharded_like(weight, getattr(self.owner, name))
         setattr(self.owner, name, nn.Parameter(weight, requires_grad=False))
         sharding.renew_fsdp(self.owner)
+
+
+def is_wrapper(module: nn.Module) -> bool:
+    """Whether a module is PEFT's ParamWrapper: by name, for PEFT need not be installed."""
+    names = [(cls.__module__.partition(".")[0], cls.__name__) for cls in type(module).__mro__]
+    return ("peft", "ParamWrapper") in names
 
 
 def layer_of(name: str, module: nn.Module) -> Layer | None:

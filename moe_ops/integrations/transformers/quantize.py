@@ -113,7 +113,7 @@ def _check_quantizable(layer: Layer, weight_name: str, scheme: QuantScheme) -> N
 def _check_plain(layer: Layer, weight_name: str) -> None:
     name = layer.parameter_name(weight_name)
     # PEFT wraps the module, as "base_layer", and parametrizes its weights during the forward only
-    if "base_layer" in name.split(".") or parametrize.is_parametrized(layer.owner, weight_name):
+    if layer.wrapped or parametrize.is_parametrized(layer.owner, weight_name):
         raise ValueError(
             f"{name} must carry no adapter; quantize the model before adding adapters"
         )

@@ -100,8 +100,11 @@ class MoeOpsQuantizer(HfQuantizer):
             raise ValueError("device_map must not have 'disk', got one: offload to 'cpu' instead")
         _check_index(Path(checkpoint_files[0]))
         config = files.quantization_config(Path(checkpoint_files[0]).parent)
-        self._own_names = config.get("quant_method") == METHOD
-        self._checkpoint = Checkpoint(list(checkpoint_files), {} if self._own_names else config)
+        ours = config.get("quant_method") == METHOD
+        self._checkpoint = Checkpoint(list(checkpoint_files), {} if ours else config)
+        # a plain model may have been saved with the configuration of a quantized one
+        stored = any(name.endswith(".qdata") for name in self._opened.files.entries)
+        self._own_names = ours and stored
         for entry in self._checkpoint.files.repeated:
             raise ValueError(
                 f"{entry} must not be there, because the index has it in another file and "
@@ -171,6 +174,14 @@ class MoeOpsQuantizer(HfQuantizer):
             raise ValueError(
                 "scheme must be given to quantize a plain checkpoint, got None; leave "
                 "quantization_config out to load it plain"
+            )
+        if self.quantization_config.of_file and not quantized:
+            raise ValueError(
+                "the checkpoint's experts must be quantized, as the quantization_config of its "
+                "config.json says, got plain ones: a plain model was saved with the configuration "
+                "of a quantized one. Remove quantization_config and experts_implementation from "
+                "config.json to load it plain, or pass quantization_config=MoeOpsConfig(scheme) "
+                "to quantize it"
             )
 
     def _check_plain(self, tensor: str, parameter: Tensor) -> None:
@@ -419,20 +430,29 @@ class _QuantizeConverted(loading.ConversionOps):
         return {full_layer_name: nn.Parameter(layer.weight(name), requires_grad=False)}
 
 
-def mark_quantized(model: nn.Module, config: MoeOpsConfig) -> None:
-    """Make `save_pretrained` write the experts as they are."""
-    if not isinstance(model, PreTrainedModel):
+def mark_quantized(model: nn.Module, config: MoeOpsConfig, keep: bool = False) -> None:
+    """Make `save_pretrained` write the experts as they are: that of the model, of one inside of a
+    wrapper of PEFT or of torch.compile, and of its backbone, which shares its configuration.
+    `keep`: not where it has a quantizer already.
+    """
+    models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+    if keep and models and getattr(models[0], "hf_quantizer", None) is not None:
         return
-    model.hf_quantizer = MoeOpsQuantizer(config)
-    model.config.quantization_config = config
-    # In config.json: where nobody imported this package, transformers would skip a quant_method
-    # that it does not know, and leave the experts random. It raises for this name.
-    model.config.experts_implementation = METHOD
-    model.is_quantized = True
-    model.quantization_method = METHOD
-    # the tensors keep the model's names: conversions would take quantized weights apart as if
-    # plain
-    model._weight_conversions = []
+    for module in models:
+        if module.config is not models[0].config:
+            continue
+        module.hf_quantizer = MoeOpsQuantizer(config)
+        module.is_quantized = True
+        module.quantization_method = METHOD
+        # the tensors keep the model's names: conversions would take quantized weights apart as if
+        # plain
+        module._weight_conversions = []
+    if models:
+        models[0].config.quantization_config = config
+        # In config.json: where nobody imported this package, transformers would skip a
+        # quant_method that it does not know, and leave the experts random. It raises for this
+        # name.
+        models[0].config.experts_implementation = METHOD
 
 
 def flatten_natural(state_dict: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:

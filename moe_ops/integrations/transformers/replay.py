@@ -28,6 +28,7 @@ from moe_ops.integrations.transformers.routers import (
     find_routers,
     routed,
 )
+from moe_ops.tensors.sharding import is_sharded
 
 
 class RoutingRecord:
@@ -130,7 +131,7 @@ def record_routing(model: nn.Module, max_tokens: int) -> Iterator[RoutingRecord]
     routers = _routers(model)
     slots, forwards = [], []
     for _, module, rule in routers:
-        device = _linear_of(rule, module).weight.device
+        device = _device_of(module, _linear_of(rule, module))
         ids = torch.full((max_tokens + 1, _top_k(module)), -1, dtype=torch.int32, device=device)
         count = torch.zeros((), dtype=torch.int64, device=device)
         begins = torch.zeros(max_tokens + 1, dtype=torch.bool, device=device)
@@ -167,7 +168,7 @@ def replay_routing(model: nn.Module, ids: Sequence[Tensor]) -> Iterator[None]:
     refused = [
         f"{name} ({type(module).__name__}): {reason}"
         for name, module, rule in routers
-        if (reason := check_router(module, rule)[0])
+        if (reason := check_router(module, rule, sharded=True)[0])
     ]
     if refused:
         raise ValueError(
@@ -209,6 +210,21 @@ def _routers(model: nn.Module) -> list[tuple[str, HfModule, FindRule]]:
             + ("none" if not found else "\n" + "\n".join(unknown))
         )
     return [(name, module, rule) for name, module, rule in found if rule is not None]
+
+
+def _device_of(module: HfModule, linear: HfModule) -> torch.device:
+    """Where a router computes: accelerate keeps offloaded weights elsewhere."""
+    if not linear.weight.is_meta:
+        return linear.weight.device
+    hooks = [getattr(m, "_hf_hook", None) for m in (linear, module)]
+    hooks += [inner for hook in hooks for inner in getattr(hook, "hooks", ())]
+    found = [getattr(hook, "execution_device", None) for hook in hooks]
+    device = next((d for d in found if d is not None), None)
+    if device is None:
+        raise ValueError(
+            f"the weight of {type(module).__name__} must be loaded, got the meta device"
+        )
+    return torch.device(device)
 
 
 def _top_k(module: HfModule) -> int:
@@ -255,7 +271,13 @@ def _replay(
             f"call, got {ids.shape[0]}: a block of replay_routing is one forward pass of the "
             "tokens that were recorded"
         )
-    return routed(rule, module, _linear_of(find_rule, module), hidden_states, ids)
+    linear = _linear_of(find_rule, module)
+    if is_sharded(linear.weight):
+        raise ValueError(
+            f"the weight of {type(module).__name__} must be whole when it is called, got a "
+            "DTensor; replay_routing takes models that FSDP2 shards, and gathers for a forward"
+        )
+    return routed(rule, module, linear, hidden_states, ids)
 
 
 def _name(module: HfModule) -> str:

@@ -48,6 +48,7 @@ from moe_ops.integrations.transformers.router_rules import (
 )
 from moe_ops.routing.route import route
 from moe_ops.routing.tokens import fused_router, router_linear
+from moe_ops.tensors.sharding import is_sharded
 
 # tokens of the check; one may fall the other way where scores nearly tie
 _ROWS, _FEW, _AGREEING = (8, 4, 7)
@@ -70,8 +71,8 @@ def router_forward(
     more += tuple(named.values())  # no router takes more than one
     rule = find_rule(module, hidden_states, *more)
     linear = _linear_of(find_rule, module)
-    weight, bias = linear.weight, getattr(linear, "bias", None)
-    if rule is None or not _served(rule, weight, bias, hidden_states):
+    own = linear is not module and _carries(linear)  # an adapter, since the router was checked
+    if own or rule is None or not _served(rule, linear, hidden_states):
         return type(module).forward(module, hidden_states, *more)
     return routed(rule, module, linear, hidden_states)
 
@@ -119,7 +120,15 @@ def _linear_of(find_rule: FindRule, module: HfModule) -> HfModule:
     return module if name is None else getattr(module, name)
 
 
-def _served(rule: Rule, weight: Tensor, bias: Tensor | None, x: Tensor) -> bool:
+def _carries(linear: HfModule) -> bool:
+    """Whether the linear layer inside of a router computes more than a linear layer: an adapter's
+    class, or a forward of its own, by which accelerate brings offloaded weights.
+    """
+    return type(linear) is not nn.Linear or "forward" in vars(linear)
+
+
+def _served(rule: Rule, linear: HfModule, x: Tensor) -> bool:
+    weight, bias = linear.weight, getattr(linear, "bias", None)
     tensors = (x, weight) if bias is None else (x, weight, bias)
     if torch.is_grad_enabled() and any([t.requires_grad for t in (*tensors, *rule.learned)]):
         return False
@@ -212,11 +221,13 @@ def find_routers(model: nn.Module) -> list[tuple[str, HfModule, FindRule | None]
     ]
 
 
-def check_router(module: HfModule, rule: FindRule | None) -> tuple[str, str, str]:
+def check_router(
+    module: HfModule, rule: FindRule | None, sharded: bool = False
+) -> tuple[str, str, str]:
     """(why moe_ops does not compute what a router does, or ""; method; difference from its own
-    forward).
+    forward). `sharded`: its weight may be one that FSDP gathers for a forward.
     """
-    reason = _refusal(module, rule)
+    reason = _refusal(module, rule, sharded)
     if reason or rule is None:
         return reason, "", ""
     try:
@@ -234,18 +245,19 @@ def _fuse(name: str, module: HfModule, rule: FindRule | None) -> RouterReport:
     return RouterReport(name, type(module).__name__, method, difference)
 
 
-def _refusal(module: HfModule, rule: FindRule | None) -> str:
+def _refusal(module: HfModule, rule: FindRule | None, sharded: bool = False) -> str:
     """Why a router is left as it is, before it is called; empty if it need not be."""
     if rule is None:
         why = NOT_COVERED.get(type(module).__name__)
         return "its formula is none of moe_ops" + (f": {why}" if why else "")
     linear = _linear_of(rule, module)
+    gathered = sharded and is_sharded(linear.weight)
     if parametrize.is_parametrized(linear):
         return "its weight carries an adapter"
     if linear is not module and type(linear) is not nn.Linear:
         return f"its linear layer is a {type(linear).__name__}"
     weight = linear.weight
-    if type(weight) not in (Tensor, nn.Parameter) or weight.element_size() == 1:
+    if not (type(weight) in (Tensor, nn.Parameter) or gathered) or weight.element_size() == 1:
         return f"its weight is a {type(weight).__name__} of {weight.dtype}"
     # accelerate keeps the forward below its hooks as _old_forward, and leaves it behind as forward
     # when they go
@@ -299,7 +311,7 @@ def _check(module: HfModule, find_rule: FindRule) -> tuple[str, str]:
         raise ValueError("its settings make a formula that is none of moe_ops")
     with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
         error = _difference(find_rule, clone, x, more, 1e-4)
-        if weight.is_meta:
+        if weight.is_meta or is_sharded(weight):
             return rule.method, "checked with random weights: its own are not loaded"
         low = torch.finfo(weight.dtype).bits < 32
         more = tuple([t.to(weight.dtype) for t in more])

@@ -24,13 +24,22 @@ def find(model: nn.Module, dtype: torch.dtype | None) -> Iterator[Subject]:
         layer = layers_of.layer_of(name, module)
         if layer is None or not _runs_here(layer):
             continue
-        block_name = name if _routes(layer) else name.rpartition(".")[0]
+        block_name = name if _routes(layer) else _outside(name, modules)
         block = modules[block_name]
         of_tokens = dtype or _dtype(layer, model)
         if not (_routes(layer) or (name and _is_block(block))):
             yield of_module(name, module, _experts(layer, of_tokens))
         else:
             yield of_module(block_name, block, _block(layer, block, of_tokens))
+
+
+def _outside(name: str, modules: dict[str, nn.Module]) -> str:
+    """The name of the module around experts, and around what PEFT wraps them with."""
+    while True:
+        name = name.rpartition(".")[0]
+        of_peft = type(modules[name]).__module__.startswith("peft.")
+        if not name or not (of_peft or isinstance(modules[name], nn.ModuleDict)):
+            return name
 
 
 def _runs_here(layer: Layer) -> bool:

@@ -13,7 +13,7 @@ peft = pytest.importorskip("peft")
 import moe_ops
 import moe_ops.integrations.transformers as integration
 from moe_ops.integrations.transformers.activations import ADAPTERS
-from tests.integrations.transformers.test_families import Calls, build, relative
+from tests.integrations.transformers.test_families import Calls, build, outputs, relative
 
 IDS = torch.tensor([[27, 54, 47, 78, 38], [4, 29, 33, 45, 61]])
 W13, W2 = "experts.gate_up_proj", "experts.down_proj"
@@ -67,6 +67,42 @@ def check(model, reference, within=1e-12, operators=BOTH) -> dict:
     for name, grad in grads.items():
         assert relative(grad, wanted[name]) < 10 * within, name
     return grads
+
+
+@pytest.mark.parametrize("family", ["hunyuan_v1_moe", "afmoe", "gemma4"])
+def test_adapters_of_a_router_that_was_fused_before(family):
+    """Those of the linear layer inside of it, which PEFT replaces."""
+    model = build(family, 1).to(torch.float32)
+    integration.fuse_routers(model)
+    names = {"hunyuan_v1_moe": "wg", "afmoe": "router.gate", "gemma4": "router.proj"}
+    lora = peft.LoraConfig(r=2, init_lora_weights=False, target_modules=[names[family]])
+    model = peft.get_peft_model(model, lora)
+    with torch.no_grad():
+        got = outputs(model, IDS)
+        with model.disable_adapter():
+            without = outputs(model, IDS)
+        integration.unfuse_routers(model)
+        want = outputs(model, IDS)
+    assert relative(got, want) < 1e-6 < 1e-3 < relative(got, without)
+
+
+def test_adapters_of_experts_beside_a_block():
+    """llama4's keep PEFT's own sum, in whichever order PEFT and moe_ops come."""
+    names = ("experts.gate_up_proj", "experts.down_proj")
+    first, second = (adapted("llama4", names, dtype=torch.float32) for _ in range(2))
+    want = outputs(first, IDS)
+    integration.attach(first)
+    assert relative(outputs(first, IDS), want) < 1e-5
+    with pytest.raises(ValueError, match="must carry no adapter"):
+        integration.quantize(second, "int8_w8a16")
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "llama4"])
+def test_warmup_with_adapters(family):
+    model = adapted(family, dtype=torch.float32)
+    integration.attach(model)
+    report = moe_ops.warmup(model, token_counts=(1, 3))
+    assert "experts" not in str(report).split(":")[0].rpartition(".")[2]
 
 
 @pytest.mark.parametrize(

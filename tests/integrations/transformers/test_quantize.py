@@ -375,6 +375,59 @@ def test_the_saved_configuration_needs_us_only_while_quantized(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("way", ["backbone", "compiled", "layers", "torchao", "adapters"])
+def test_saved_however_it_was_quantized(way, tmp_path):
+    model = model_of("mixtral")
+    saved = model
+    if way == "backbone":
+        integration.quantize(model, "int8_w8a16")
+        saved = model.model
+    elif way == "compiled":
+        integration.quantize(torch.compile(model, backend="eager"), "int8_w8a16")
+    elif way == "layers":
+        for layer in model.model.layers:
+            integration.quantize_weights(layer.mlp.experts, "int8_w8a16")
+        integration.attach(model)
+    elif way == "torchao":
+        torchao = pytest.importorskip("moe_ops.integrations.torchao")
+        config = torchao.ExpertsConfig("int8_w8a16")
+        pytest.importorskip("torchao.quantization").quantize_(model, config, torchao.is_experts)
+        integration.attach(model)
+    else:
+        peft = pytest.importorskip("peft")
+        adapted = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"]))
+        integration.quantize(adapted, "int8_w8a16")
+        saved = adapted.merge_and_unload()
+    saved.save_pretrained(tmp_path)
+    again = type(saved).from_pretrained(tmp_path)
+    for name, t in saved.state_dict().items():
+        other = again.state_dict()[name]
+        if isinstance(t, moe_ops.ExpertTensor):
+            assert isinstance(other, moe_ops.ExpertTensor) and t.scheme == other.scheme
+            t, other = t.dequantize(), other.dequantize()
+        assert torch.equal(t, other), name
+
+
+def test_a_plain_model_with_the_configuration_of_a_quantized_one(tmp_path):
+    """It is never quantized without being asked."""
+    config = build("mixtral", 1).config
+    first, second = (transformers.AutoModelForCausalLM.from_config(config) for _ in range(2))
+    assert first.config is second.config
+    integration.quantize(first, "int4_w4a16:g32")
+    second.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="got plain ones: a plain model was saved with"):
+        type(second).from_pretrained(tmp_path)
+    asked = integration.MoeOpsConfig("int8_w8a16")
+    again = type(second).from_pretrained(tmp_path, quantization_config=asked)
+    assert again.model.layers[0].mlp.experts.down_proj.scheme == "int8_w8a16:channel"
+    saved = json.loads((tmp_path / "config.json").read_text())
+    del saved["quantization_config"], saved["experts_implementation"]
+    (tmp_path / "config.json").write_text(json.dumps(saved))
+    again = type(second).from_pretrained(tmp_path)
+    torch.testing.assert_close(logits(again), logits(second))
+
+
+@pytest.mark.filterwarnings("ignore")
 def test_adapters_of_quantized_experts():
     """peft adds them to the dequantized weights in every forward; to merge them is refused, with
     what to do instead.

@@ -214,6 +214,17 @@ def shard_and_step(rank, file, world):
     compare({n: g.full_tensor() for n, g in gradients(models[1]).items()}, gradients(models[0]))
     weights = {n: p.detach().full_tensor() for n, p in models[1].named_parameters()}
     compare(weights, {n: p.detach() for n, p in models[0].named_parameters()})
+    steps = []
+    for replayed in (False, True):  # routers of sharded weights, whole in a forward
+        models[1].zero_grad()
+        within = moe_transformers.record_routing(models[1], share.numel())
+        if replayed:
+            within = moe_transformers.replay_routing(models[1], ids)
+        with within as record:
+            models[1](input_ids=share, labels=share, use_cache=False).loss.backward()
+        ids = ids if replayed else record.ids()
+        steps.append({n: grad.full_tensor() for n, grad in gradients(models[1]).items()})
+    compare(steps[1], steps[0])
     dist.destroy_process_group()
 
 
