@@ -170,6 +170,23 @@ def test_checkpoints_record_once():
     assert ids.shape[0] == IDS.numel()
 
 
+@pytest.mark.parametrize("family", ["mixtral", "hunyuan_v1_moe"])
+def test_weights_that_accelerate_brings(family):
+    """It keeps them elsewhere between calls; routers that were fused before run as their own."""
+    accelerate = pytest.importorskip("accelerate")
+    model = build(family, 2)
+    want = outputs(model, IDS)
+    with integration.record_routing(model, IDS.numel()) as record:
+        outputs(model, IDS)
+    ids = record.ids()
+    integration.fuse_routers(model)
+    accelerate.cpu_offload(model)
+    assert any(p.is_meta for p in model.parameters())
+    with integration.record_routing(model, IDS.numel()) as record:
+        torch.testing.assert_close(outputs(model, IDS), want)
+    assert all(torch.equal(a, b) for a, b in zip(record.ids(), ids, strict=True))
+
+
 def test_room_and_arguments():
     model = build("qwen3_moe", 2)
     with integration.record_routing(model, 7) as record:
