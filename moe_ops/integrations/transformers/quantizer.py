@@ -122,9 +122,13 @@ class MoeOpsQuantizer(HfQuantizer):
     ) -> list:
         """Replace the conversions of expert weights, and check the whole checkpoint's headers."""
         model = self._model if model is None else model
-        known = (
-            [] if self._own_names else weight_conversions
-        )  # we save under the model's own names
+        known = weight_conversions
+        if self._own_names:  # we save under the model's own names
+            entries = self._opened.files.entries
+            same = all(name in entries or f"{name}.qdata" in entries for name in self._layers)
+            # the text model of a composite one has others
+            renamings = [t for t in known if isinstance(t, loading.WeightRenaming)]
+            known = [] if same else renamings
         kept, table = conversions.own_readers(known, self._layers, self._opened)
         self._assign(model, kept, table)
         return kept
@@ -217,16 +221,24 @@ class MoeOpsQuantizer(HfQuantizer):
                 raise ValueError(f"{where} must be absent: {why_refused(role)}")
 
     def _check_unclaimed(self, tensor: str, renamings: list, converters: list) -> None:
-        """Raise for a quantized tensor that transformers would join or split by its own
+        """Raise for a tensor of experts that transformers would join or split by its own
         conversions.
         """
         others = [c for c in converters if not isinstance(c, conversions.OwnReader)]
         target, pattern = loading.rename_source_key(tensor, renamings, others)
-        if pattern is not None:
+        if pattern is None:
+            return
+        entry = self._opened.files.entries[tensor]
+        if entry.dtype in FLOATS:
             raise ValueError(
-                f"{self._opened.files.entries[tensor]} must not be quantized: transformers "
-                f"converts it to {target}, which only plain weights can be"
+                f"{entry} cannot be quantized while it is read, because transformers converts it "
+                f"to {target}; load the checkpoint without quantization_config, and call "
+                "moe_ops.integrations.transformers.quantize"
             )
+        raise ValueError(
+            f"{entry} must not be quantized: transformers converts it to {target}, which only "
+            "plain weights can be"
+        )
 
     def _assign_weight(self, target: str, tensors: dict[str, tuple[int, str]]) -> None:
         if any(role in conversions.STORED for _, role in tensors.values()):

@@ -627,3 +627,25 @@ def test_saved_under_the_models_own_names(tmp_path):
             assert torch.equal(got.scale, want.scale)
             got, want = got.qdata.view(torch.uint8), want.qdata.view(torch.uint8)
         assert torch.equal(got, want), name
+
+
+def test_the_text_model_of_a_composite_one(tmp_path):
+    """transformers renames the tensors of a composite model's folder, quantized ones, too."""
+    if not hasattr(transformers, "Qwen3_5MoeConfig"):
+        pytest.skip(f"transformers {transformers.__version__} has no qwen3_5_moe")
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
+    text = {"hidden_size": 32, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32}
+    text |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4}
+    text |= {"head_dim": 8, "num_experts": 6, "num_experts_per_tok": 2, "vocab_size": 96}
+    text |= {"layer_types": ["full_attention"] * 2}
+    text["rope_parameters"] = rope | {"partial_rotary_factor": 1.0}
+    vision = {"hidden_size": 32, "intermediate_size": 32, "depth": 1, "num_heads": 4}
+    config = transformers.Qwen3_5MoeConfig(
+        text_config=text, vision_config=vision | {"out_hidden_size": 32}
+    )
+    model = transformers.Qwen3_5MoeForConditionalGeneration(config).eval()
+    quantize(model, "int8_w8a16")
+    model.save_pretrained(tmp_path)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    assert type(loaded).__name__ == "Qwen3_5MoeForCausalLM" and len(weights_of(loaded)) == 4
+    assert torch.equal(logits(loaded), logits(model))
