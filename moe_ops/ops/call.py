@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from moe_ops import environment
 from moe_ops.activations import Activation
 from moe_ops.ops import memory
 from moe_ops.ops.library import LIB
@@ -25,10 +26,28 @@ _ATTRIBUTES = (*_TENSORS, "scheme", "weight_layout")
 _DEFAULT_OUT = torch.bfloat16  # dtype of the output where the input arrives quantized
 _attributes = operator.itemgetter(*_ATTRIBUTES)
 
-# One of the tensors of a quantized weight, by name. A compiler that reads an attribute makes an
-# input of the graph of it, of which it does not know that it is part of the weight: it read what
-# was there before `copy_`, a view or another operator wrote the weight in the same graph.
+# One of the tensors of a quantized weight, by name. torch.compile makes an input of the graph of
+# an attribute, and does not know that it is part of the weight: where `copy_`, a view or another
+# operator had written the weight in the same graph, the input had what was there before.
 LIB.define("part(Tensor(a) weight, str name) -> Tensor(a)")
+
+
+def _no_part(weight: Tensor, name: str) -> Tensor:
+    raise ValueError(f"weight must be a quantized weight, got a {type(weight).__name__}")
+
+
+LIB.impl("part", _no_part, "CompositeExplicitAutograd")
+
+
+@environment.constant
+def _as_attributes() -> bool:
+    """Whether torch.compile traces what quantized weights cannot be inputs of: branches of
+    torch.cond, loops and regions. torch.export takes them as they are.
+    """
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    inside = InstructionTranslator.current_tx().output.current_tracer.parent is not None
+    return inside or torch.compiler.is_exporting()
 
 
 class Weight(NamedTuple):
@@ -85,9 +104,10 @@ def take_apart(weight: Any, gather: Callable[[Any], Tensor] | None = None) -> We
         return Weight(weight)
     if torch.compiler.is_compiling():
         parts = [getattr(weight, name) for name in _ATTRIBUTES]
-        for i, name in enumerate(_TENSORS):
-            if parts[i] is not None:
-                parts[i] = torch.ops.moe_ops.part(weight, name)
+        if torch.compiler.is_dynamo_compiling() and not _as_attributes():
+            for i, name in enumerate(_TENSORS):
+                if parts[i] is not None:
+                    parts[i] = torch.ops.moe_ops.part(weight, name)
         return Weight(*parts)
     return Weight._make(_attributes(vars(weight)))  # half the time of eight attributes
 

@@ -433,6 +433,39 @@ def test_compiled_code_uses_a_weight_that_it_has_written(scheme, write):
         assert same(written, again)
 
 
+def test_compiled_branches_take_quantized_weights():
+    """Which cannot be their inputs: their tensors are."""
+    run, w, _ = layer("int8_w8a16")
+
+    def chosen(x, w):
+        return torch.cond(x.sum() > 0, run, lambda w: run(w) * 2, (w,))
+
+    torch._dynamo.reset()
+    call = torch.compile(chosen, backend="aot_eager", fullgraph=True)
+    with torch.no_grad():
+        for x in (torch.ones(2), -torch.ones(2)):
+            torch.testing.assert_close(call(x, w), chosen(x, w), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_weights_that_are_no_parameters_are_exported(strict):
+    run, w, _ = layer("int8_w8a16")
+
+    class Module(nn.Module):
+        def forward(self, x):
+            return x + run(w)
+
+    program = torch.export.export(Module(), (sample(3, K),), strict=strict).run_decompositions()
+    assert not any("part" in str(node.target) for node in program.graph.nodes)
+    x = sample(3, K)
+    torch.testing.assert_close(program.module()(x), x + run(w), rtol=0, atol=1e-6)
+
+
+def test_parts_are_those_of_quantized_weights():
+    with pytest.raises(ValueError, match="weight must be a quantized weight, got a Tensor"):
+        torch.ops.moe_ops.part(sample(3), "qdata")
+
+
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_weight_written_before_the_backward_pass_is_noticed(scheme, compiled):
@@ -482,6 +515,8 @@ def test_arrays_and_ranges_are_indices():
     for index in (np.array([2, 0]), range(2, -1, -2), [2, 0], torch.tensor([2, 0])):
         assert same(w[index], w[[2, 0]])
     assert same(w[np.int64(2)], w[2])
+    for index in ([], range(0), np.array([], int), torch.tensor([], dtype=torch.int64)):
+        assert w[index].shape == (0, N, K)
 
 
 def test_jit_trace_is_refused_by_name():

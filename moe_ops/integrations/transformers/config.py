@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -28,7 +29,7 @@ class MoeOpsConfig(QuantizationConfigMixin):
         ValueError: an unknown scheme or backend, or a scheme that does not quantize weights.
     """
 
-    of_file = False  # whether it is what a config.json says
+    of_file = False  # whether nobody gave it to from_pretrained
 
     def __init__(
         self,
@@ -45,14 +46,6 @@ class MoeOpsConfig(QuantizationConfigMixin):
         self.quant_method = METHOD
         self.scheme = None if scheme is None else scheme.name
         self.backend = backend
-
-    @classmethod
-    def from_dict(
-        cls, config_dict: dict, return_unused_kwargs: bool = False, **kwargs: Any
-    ) -> Any:
-        found = super().from_dict(config_dict, return_unused_kwargs, **kwargs)
-        (found[0] if return_unused_kwargs else found).of_file = True
-        return found
 
     def to_dict(self) -> dict[str, Any]:
         return {name: value for name, value in super().to_dict().items() if name != "of_file"}
@@ -80,9 +73,14 @@ def _merge_quantization_configs(original: Callable) -> Any:
     def merge_quantization_configs(
         cls: type, quantization_config: Any, quantization_config_from_args: Any
     ) -> Any:
-        if isinstance(quantization_config_from_args, MoeOpsConfig):
-            return quantization_config_from_args
-        return original(quantization_config, quantization_config_from_args)
+        given = quantization_config_from_args
+        if not isinstance(given, MoeOpsConfig):
+            found = original(quantization_config, given)
+            if not isinstance(found, MoeOpsConfig):
+                return found
+        found = copy.copy(found if given is None else given)
+        found.of_file = given is None
+        return found
 
     return classmethod(merge_quantization_configs)
 

@@ -65,7 +65,8 @@ class MoeOpsQuantizer(HfQuantizer):
         # False makes transformers ask for one tensor after the other; threads would read ahead
         self.pre_quantized = False
         self._model: PreTrainedModel | None = None
-        self._own_names = False  # whether the files were written by save_pretrained
+        self._own_names = False  # whether save_pretrained wrote quantized experts
+        self._unlike_its_config = False  # whether it wrote plain ones, and a quantization_config
         self._checkpoint: Checkpoint | None = None
         self._layers: dict[str, tuple[Layer, str]] = {}  # parameter -> its layer and weight
         self._weights: dict[str, Weight] = {}
@@ -104,7 +105,7 @@ class MoeOpsQuantizer(HfQuantizer):
         self._checkpoint = Checkpoint(list(checkpoint_files), {} if ours else config)
         # a plain model may have been saved with the configuration of a quantized one
         stored = any(name.endswith(".qdata") for name in self._opened.files.entries)
-        self._own_names = ours and stored
+        self._own_names, self._unlike_its_config = ours and stored, ours and not stored
         for entry in self._checkpoint.files.repeated:
             raise ValueError(
                 f"{entry} must not be there, because the index has it in another file and "
@@ -179,7 +180,7 @@ class MoeOpsQuantizer(HfQuantizer):
                 "scheme must be given to quantize a plain checkpoint, got None; leave "
                 "quantization_config out to load it plain"
             )
-        if self.quantization_config.of_file and not quantized:
+        if self._unlike_its_config and self.quantization_config.of_file and not quantized:
             raise ValueError(
                 "the checkpoint's experts must be quantized, as the quantization_config of its "
                 "config.json says, got plain ones: a plain model was saved with the configuration "
@@ -411,6 +412,14 @@ class MoeOpsQuantizer(HfQuantizer):
                 if isinstance(weight, ExpertTensor):
                     layer.set_weight(name, weight.dequantize(dtype))
         vars(model.config).pop("experts_implementation", None)  # as `mark_quantized` set it
+        for module in model.modules():  # and of its backbone, which transformers leaves
+            if module is model or not isinstance(module, PreTrainedModel):
+                continue
+            if isinstance(getattr(module, "hf_quantizer", None), MoeOpsQuantizer):
+                for name in _MARKS:
+                    vars(module).pop(name, None)
+                for name in ("quantization_config", "experts_implementation"):
+                    vars(module.config).pop(name, None)
         return model
 
 
@@ -440,6 +449,9 @@ class _QuantizeConverted(loading.ConversionOps):
         layer.set_weight(name, moe_ops.quantize(natural, scheme))
         # transformers puts it into the DTensor
         return {full_layer_name: nn.Parameter(layer.weight(name), requires_grad=False)}
+
+
+_MARKS = ("hf_quantizer", "is_quantized", "quantization_method", "_weight_conversions")
 
 
 def mark_quantized(model: nn.Module, config: MoeOpsConfig, keep: bool = False) -> None:

@@ -370,6 +370,7 @@ def test_the_saved_configuration_needs_us_only_while_quantized(tmp_path):
     again.save_pretrained(tmp_path)
     assert json.loads((tmp_path / "config.json").read_text()) == saved
     again.dequantize()
+    again.model.half()  # as nothing quantized does
     again.save_pretrained(tmp_path)
     assert "experts_implementation" not in json.loads((tmp_path / "config.json").read_text())
 
@@ -423,6 +424,13 @@ def test_a_plain_model_with_the_configuration_of_a_quantized_one(tmp_path):
     saved = json.loads((tmp_path / "config.json").read_text())
     del saved["quantization_config"], saved["experts_implementation"]
     (tmp_path / "config.json").write_text(json.dumps(saved))
+    for given in (
+        integration.MoeOpsConfig.from_dict({"scheme": "int8_w8a16"}),
+        {"quant_method": "moe_ops", "scheme": "int8_w8a16"},
+        again.config.quantization_config,
+    ):
+        again = type(second).from_pretrained(tmp_path, quantization_config=given)
+        assert again.model.layers[0].mlp.experts.down_proj.scheme == "int8_w8a16:channel"
     again = type(second).from_pretrained(tmp_path)
     torch.testing.assert_close(logits(again), logits(second))
 
