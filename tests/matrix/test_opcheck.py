@@ -271,7 +271,7 @@ def test_every_op_has_samples():
         name for name in torch._C._dispatch_get_all_op_names() if name.startswith("moe_ops::")
     }
     names -= {"moe_ops::route_tokens"}  # tests/routing/test_tokens.py has its samples
-    # of a quantized weight alone, and never in a graph: tests/tensors/test_operations.py
+    # it takes a quantized weight alone: tests/tensors/test_operations.py
     names -= {"moe_ops::part"}
     # they need a process group, or a GPU: tests/parallel/ranks.py compares what they return
     names -= {f"moe_ops::{op}" for op in ("symmetric_gather", "symmetric_reduce", "quantize_rows")}
