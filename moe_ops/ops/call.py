@@ -18,25 +18,13 @@ from torch import Tensor
 from moe_ops import environment
 from moe_ops.activations import Activation
 from moe_ops.ops import memory
-from moe_ops.ops.library import LIB
+from moe_ops.ops.library import part
 
 # of an ExpertTensor, as `Weight` orders them
 _TENSORS = ("qdata", "scale", "zero_point", "global_scale", "channel_scale", "activation_scale")
 _ATTRIBUTES = (*_TENSORS, "scheme", "weight_layout")
 _DEFAULT_OUT = torch.bfloat16  # dtype of the output where the input arrives quantized
 _attributes = operator.itemgetter(*_ATTRIBUTES)
-
-# One of the tensors of a quantized weight, by name. torch.compile makes an input of the graph of
-# an attribute, and does not know that it is part of the weight: where `copy_`, a view or another
-# operator had written the weight in the same graph, the input had what was there before.
-LIB.define("part(Tensor(a) weight, str name) -> Tensor(a)")
-
-
-def _no_part(weight: Tensor, name: str) -> Tensor:
-    raise ValueError(f"weight must be a quantized weight, got a {type(weight).__name__}")
-
-
-LIB.impl("part", _no_part, "CompositeExplicitAutograd")
 
 
 @environment.constant
@@ -107,7 +95,7 @@ def take_apart(weight: Any, gather: Callable[[Any], Tensor] | None = None) -> We
         if torch.compiler.is_dynamo_compiling() and not _as_attributes():
             for i, name in enumerate(_TENSORS):
                 if parts[i] is not None:
-                    parts[i] = torch.ops.moe_ops.part(weight, name)
+                    parts[i] = part(weight, name)
         return Weight(*parts)
     return Weight._make(_attributes(vars(weight)))  # half the time of eight attributes
 

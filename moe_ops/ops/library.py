@@ -603,3 +603,15 @@ def register_function(
         backward, save = derivative
         torch.library.register_autograd(f"moe_ops::{name}", backward, setup_context=save, lib=LIB)
     return getattr(torch.ops.moe_ops, name).default
+
+
+def _no_part(weight: Tensor, name: str) -> Tensor:
+    raise ValueError(f"weight must be a quantized weight, got a {type(weight).__name__}")
+
+
+# One of the tensors of a quantized weight, by name, which the weight's class returns. For
+# torch.compile an attribute is an input of the graph, and no part of the weight: where `copy_`, a
+# view or another operator had written the weight in the same graph, it had what was there before.
+LIB.define("part(Tensor(a) weight, str name) -> Tensor(a)")
+LIB.impl("part", _no_part, "CompositeExplicitAutograd")
+part = torch.ops.moe_ops.part.default

@@ -274,7 +274,7 @@ def refuse(func: Any, cls: type, writes: bool) -> NoReturn:
             "moe_ops.quantize(weight.dequantize() + change, weight.scheme); weights that are "
             "quantized alike are written by copy_"
         )
-    name = getattr(func, "__name__", func) if not hasattr(func, "_schema") else func
+    name = func if isinstance(func, torch._ops.OpOverload) else func.__name__
     raise NotImplementedError(f"{name} has no meaning for a quantized {cls.__name__}; {remedy}")
 
 

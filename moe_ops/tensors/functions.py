@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import return_and_correct_aliasing
 from torchao.utils import fill_defaults
 
+from moe_ops.ops.library import part
 from moe_ops.tensors import views
 from moe_ops.tensors.base import (
     ExpertTensor,
@@ -73,7 +74,7 @@ def _(func: Callable, types: Types, args: tuple, kwargs: dict) -> Any:
     return func(*plain, **named)
 
 
-@implements(torch.ops.moe_ops.part.default)
+@implements(part)
 def _(func: Callable, types: Types, args: tuple, kwargs: dict) -> Any:
     return getattr(*args)
 

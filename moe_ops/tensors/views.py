@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -269,8 +268,10 @@ def getitem(self: ExpertTensor, key: Any) -> ExpertTensor:
             view = slice_(view, dim, k.start, k.stop, 1 if k.step is None else k.step)
         elif hasattr(k, "__len__"):  # a tensor, an array, a list, a range
             require_experts(view, dim, "indexing by a tensor")
-            index = k if isinstance(k, Tensor) else np.asarray(k, None if len(k) else np.int64)
-            view = take(view, torch.as_tensor(index, device=view.device))
+            index = list(k) if isinstance(k, range) else k
+            empty = not isinstance(k, Tensor) and len(k) == 0
+            dtype = torch.int64 if empty else None
+            view = take(view, torch.as_tensor(index, dtype=dtype, device=view.device))
         elif k is None or isinstance(k, bool):
             raise ValueError(f"an index into {self} must not be {k}; index dequantize()")
         else:

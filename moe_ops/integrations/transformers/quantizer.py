@@ -66,7 +66,6 @@ class MoeOpsQuantizer(HfQuantizer):
         self.pre_quantized = False
         self._model: PreTrainedModel | None = None
         self._own_names = False  # whether save_pretrained wrote quantized experts
-        self._unlike_its_config = False  # whether it wrote plain ones, and a quantization_config
         self._checkpoint: Checkpoint | None = None
         self._layers: dict[str, tuple[Layer, str]] = {}  # parameter -> its layer and weight
         self._weights: dict[str, Weight] = {}
@@ -103,9 +102,16 @@ class MoeOpsQuantizer(HfQuantizer):
         config = files.quantization_config(Path(checkpoint_files[0]).parent)
         ours = config.get("quant_method") == METHOD
         self._checkpoint = Checkpoint(list(checkpoint_files), {} if ours else config)
-        # a plain model may have been saved with the configuration of a quantized one
         stored = any(name.endswith(".qdata") for name in self._opened.files.entries)
-        self._own_names, self._unlike_its_config = ours and stored, ours and not stored
+        if ours and not stored and self.quantization_config.of_file:
+            raise ValueError(
+                "the checkpoint's experts must be quantized, as the quantization_config of its "
+                "config.json says, got plain ones: a plain model was saved with the configuration "
+                "of a quantized one. Remove quantization_config and experts_implementation from "
+                "config.json to load it plain, or pass quantization_config=MoeOpsConfig(scheme) "
+                "to quantize it"
+            )
+        self._own_names = ours and stored
         for entry in self._checkpoint.files.repeated:
             raise ValueError(
                 f"{entry} must not be there, because the index has it in another file and "
@@ -179,14 +185,6 @@ class MoeOpsQuantizer(HfQuantizer):
             raise ValueError(
                 "scheme must be given to quantize a plain checkpoint, got None; leave "
                 "quantization_config out to load it plain"
-            )
-        if self._unlike_its_config and self.quantization_config.of_file and not quantized:
-            raise ValueError(
-                "the checkpoint's experts must be quantized, as the quantization_config of its "
-                "config.json says, got plain ones: a plain model was saved with the configuration "
-                "of a quantized one. Remove quantization_config and experts_implementation from "
-                "config.json to load it plain, or pass quantization_config=MoeOpsConfig(scheme) "
-                "to quantize it"
             )
 
     def _check_plain(self, tensor: str, parameter: Tensor) -> None:

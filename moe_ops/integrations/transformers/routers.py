@@ -254,8 +254,9 @@ def _refusal(module: HfModule, rule: FindRule | None, sharded: bool = False) -> 
     gathered = sharded and is_sharded(linear.weight)
     if parametrize.is_parametrized(linear):
         return "its weight carries an adapter"
-    if linear is not module and type(linear) is not nn.Linear:
-        return f"its linear layer is a {type(linear).__name__}"
+    if linear is not module and _carries(linear):
+        own = " with a forward of its own" if type(linear) is nn.Linear else ""
+        return f"its linear layer is a {type(linear).__name__}{own}"
     weight = linear.weight
     if not (type(weight) in (Tensor, nn.Parameter) or gathered) or weight.element_size() == 1:
         return f"its weight is a {type(weight).__name__} of {weight.dtype}"
