@@ -519,6 +519,9 @@ def compile_exchange(
         for one in (
             push.push_rows(rows, out_ids, out_weights, x, ids, weights, mailbox(top_k), 1),
             push.push_rows(rows, None, None, x, None, None, mailbox(0), 1),
+            push.push_rows(
+                out_ids, None, None, ids.int(), None, None, mailbox(0, T, 4 * top_k), 1
+            ),
             *scatters,
             push.push_sums(x, rows, mailbox(0), 1),
             push.push_sums(x[:1], rows[:R], mailbox(0, 1), 1),  # to Triton, T = 1 is a constant

@@ -3,8 +3,9 @@
 R ranks, T = max_num_tokens, the most rows of one rank. Every rank has a buffer of the same layout,
 with a slot for each other rank, two sets of slots, and in each slot flags, metadata and rows:
 
-    flags     (2, R - 1, blocks) int64; bits 32 to 63 are the epoch in which the block was sent,
-              bits 0 to 31 the number of rows that the sender has
+    flags     (2, R - 1, blocks + 1) int64; bits 32 to 63 are the epoch in which the block was
+              sent, bits 0 to 31 the number of rows that the sender has, which the last one tells
+              before any row is sent. Rows of floats have no other flags
     metadata  (2, R - 1, T, words) int32: expert ids of a row, then its router weights as fp32 bits
     rows      (2, R - 1, T, pitch), each row padded to a multiple of 16 bytes
 
@@ -61,7 +62,7 @@ class SymmetricLayout(NamedTuple):
     @property
     def meta_start(self) -> int:
         """Bytes before the metadata: the flags."""
-        return round_up(self.slots * self.blocks * 8, _ALIGNMENT)
+        return round_up(self.slots * (self.blocks + 1) * 8, _ALIGNMENT)
 
     @property
     def rows_start(self) -> int:

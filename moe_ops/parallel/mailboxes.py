@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from moe_ops.kernels.comm.mailbox import Mailbox
+from moe_ops.kernels.comm.mailbox import EMPTY, Mailbox
 from moe_ops.meta.symmetric import SymmetricLayout
 from moe_ops.parallel.agreement import check_agreement
 
@@ -134,21 +134,23 @@ def _make(
         )
     with torch.inference_mode(False):  # calls outside of it write into these tensors, too
         if device.type == "cuda":
-            buffers, handle = _symmetric(group, device, layout.num_bytes)
+            buffers, handle = _symmetric(group, device, layout)
         else:
             buffers, handle = _shared_files(group, layout.num_bytes), None
         return _Kept(Mailbox.of(layout, group.rank(), buffers), handle)
 
 
 def _symmetric(
-    group: ProcessGroup, device: torch.device, num_bytes: int
+    group: ProcessGroup, device: torch.device, layout: SymmetricLayout
 ) -> tuple[list[Tensor], Any]:
-    """Buffers of all ranks in the memory of their GPUs, zero at first."""
+    """Buffers of all ranks in the memory of their GPUs, in which nothing was sent yet."""
     from torch.distributed import _symmetric_memory
 
+    num_bytes = layout.num_bytes
     # of more than 1 MiB torch's pool gives each tensor a segment of its own
     own = _symmetric_memory.empty(max(num_bytes, 2 << 20), dtype=torch.uint8, device=device)
-    own.zero_()
+    own.fill_(EMPTY)
+    own[: layout.meta_start] = 0  # flags
     torch.cuda.synchronize(device)  # before any rank can write to it
     handle = _symmetric_memory.rendezvous(own, group.group_name)
     # where this tensor begins in what torch has mapped, alike on all ranks

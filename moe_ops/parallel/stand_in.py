@@ -36,7 +36,7 @@ class _Buffer:
         slots, T = layout.group_size - 1, layout.max_num_tokens
         buffer = mailbox.buffers[rank]
         pitch, words = layout.pitch // dtype.itemsize, 2 * layout.top_k
-        self.flags = _region(buffer, 0, (2, slots, layout.blocks), torch.int64)[parity]
+        self.flags = _region(buffer, 0, (2, slots, layout.blocks + 1), torch.int64)[parity]
         meta = _region(buffer, layout.meta_start, (2, slots, T, words), torch.int32)
         rows = _region(buffer, layout.rows_start, (2, slots, T, pitch), dtype)
         self.meta, self.rows = meta[parity], rows[parity]

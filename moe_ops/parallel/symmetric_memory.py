@@ -16,7 +16,7 @@ from torch.fx.experimental.symbolic_shapes import guard_or_false
 
 from moe_ops.checks import check_size
 from moe_ops.kernels import launch
-from moe_ops.kernels.comm.mailbox import Mailbox
+from moe_ops.kernels.comm.mailbox import Mailbox, has_flags
 from moe_ops.kernels.launch import Lazy
 from moe_ops.meta.symmetric import SymmetricLayout, packed_bytes, rows_later
 from moe_ops.ops.exchange import QUANTIZED, register_opener, sends_quantized
@@ -93,7 +93,9 @@ def _gather(
     K = x.shape[1]
     top_k = 0 if topk_ids is None else topk_ids.shape[1]
     layout = SymmetricLayout(size, max_num_tokens, K * x.itemsize, top_k)
-    mailbox = mailbox_of(group, x.device, "tokens", layout, label)
+    # rows without flags leave a mailbox as they found it, others do not
+    kind = "packed tokens" if has_flags(x.dtype) else "tokens"
+    mailbox = mailbox_of(group, x.device, kind, layout, label)
     outs = _gathered(x, topk_ids, topk_weights, group, size, max_num_tokens, timeout, label)
     out, ids, weights = (*outs, None, None)[:3]
     routed = [None if t is None else t.contiguous() for t in (topk_ids, topk_weights)]
@@ -166,7 +168,9 @@ class _Opened:
     @property
     def arrivals(self) -> Mailbox:
         K, itemsize = self.out.shape[1], self.out.itemsize
-        return self._mailbox("tokens", packed_bytes(K) if self.quantized else K * itemsize)
+        if self.quantized:
+            return self._mailbox("packed tokens", packed_bytes(K))
+        return self._mailbox("tokens", K * itemsize)
 
     @property
     def mailbox(self) -> Mailbox:

@@ -14,12 +14,24 @@ from moe_ops.meta.symmetric import SymmetricLayout
 PROGRAMS = 256
 
 
+EMPTY = 0xFF  # each byte of metadata and rows that nobody has sent
+
+
+def has_flags(dtype: torch.dtype) -> bool:
+    """Whether rows travel with a flag behind each block, since any bits may be in them. Floats of
+    16 bits and more are NaN where all their bits are ones: that tells whether they are there.
+    """
+    return not dtype.is_floating_point or dtype.itemsize < 2
+
+
 class Mailbox(NamedTuple):
     """The buffers of all ranks for one kind of exchange, as one of them sees them."""
 
     layout: SymmetricLayout
     rank: int
-    buffers: tuple[Tensor, ...]  # (num_bytes,) uint8 of each rank; flags are zero at first
+    buffers: tuple[
+        Tensor, ...
+    ]  # (num_bytes,) uint8 of each rank; flags are zero at first, all else EMPTY
     peers: Tensor  # (R,) int64, bytes from this rank's buffer to each
     epochs: Tensor  # (PROGRAMS,) int32, zero at first: launches of each program
 

@@ -5,37 +5,43 @@ R ranks, of which this one is `rank`; T = max_num_tokens, the most rows of one r
 this rank has; K columns of a row. Buffers are laid out as `moe_ops.meta.symmetric` says. Those of
 all ranks are in this GPU's address space, `peers` bytes from this rank's own.
 
-**Blocks and flags.** The first SENDERS programs send blocks of ROWS rows, the others receive them.
-Behind each block a program sets a flag in every receiver's memory: the epoch, and M. A program
-there waits for this flag, in its own memory, then reads the block. Flags are never reset: each
-epoch has its own. Since sending and receiving take programs of their own, the link is busy while
-what has arrived is copied or added up, and two of them share a multiprocessor.
+**Blocks.** The first SENDERS programs send blocks of ROWS rows, the others receive them. Since
+both take programs of their own, the link is busy while what has arrived is copied or added up,
+and two of them share a multiprocessor. The first of all tells how many rows this rank has.
 
-**Order of memory.** Sender: all threads store their part of a block; a barrier of the program
-orders these stores before what thread 0 does next; thread 0 sets the flag with release semantics
-at system scope, which are cumulative: who sees the flag sees the stores of all threads. (Or, of
-the flags of several receivers, all after one fence of thread 0.) Receiver:
-thread 0 reads the flag with acquire semantics at system scope; Triton hands the value to the other
-threads through shared memory and a barrier, which orders their loads after it. The rows that they
-load do not pass through L1 (`.cg`), which may hold what a set had two epochs ago.
+**Rows of floats are their own flags.** Where nothing was sent, a buffer is all ones (EMPTY). No
+float that travels is: a NaN of all ones loses its sign. A program that receives looks at its part
+of a slot until no float there is all ones, takes it, and leaves all ones behind. So it needs no
+order of memory between what it reads: each float is there or not. A sender never waits for its
+stores to arrive, as it would between rows and a flag, and the link is never idle. Ids and weights
+of experts travel like this, too, -1 as -2.
+
+**Rows of other bits have a flag behind each block,** the epoch and M. All threads store their
+part of a block; a barrier of the program orders these stores before what thread 0 does next;
+thread 0 sets the flag with release semantics at system scope, which are cumulative: who sees the
+flag sees the stores of all threads. (Or, of the flags of several receivers, all after one fence of
+thread 0.) Receiver: thread 0 reads the flag with acquire semantics at system scope; Triton hands
+the value to the other threads through shared memory and a barrier, which orders their loads after
+it. The rows that they load do not pass through L1 (`.cg`), which may hold what a set had two
+epochs ago. Flags are never reset: each epoch has its own.
 
 **Epochs.** A program counts its launches in `epochs`, in the GPU's own memory, so a CUDA graph
 that is replayed goes on counting. All launches on one buffer have the same grid, on all ranks, so
 all counters agree.
 
 **Reuse.** The sets of slots alternate. A rank that sends epoch e + 2 overwrites what it sent in
-epoch e. It has ended epoch e + 1, in which it waited for a flag of every other rank. That rank set
-this flag in its own launch of epoch e + 1, which began after its launch of epoch e had ended, with
-all its reads: both are on one stream, and neither is launched early (no programmatic dependent
-launch). So no rank overwrites what another still reads, nor a flag that another still waits for:
-an epoch's flags are read in the same launch as its rows. This is why each launch waits for at
-least one flag of each rank, also where it needs none of the rows.
+epoch e. It has ended epoch e + 1, in which it took what every other rank had sent in that epoch,
+or its count. That rank sent it in its own launch of epoch e + 1, which began after its launch of
+epoch e had ended, with all that it read and emptied: both are on one stream, and neither is
+launched early (no programmatic dependent launch). So no rank overwrites what another still reads,
+nor a flag that another still waits for, and what it writes is not emptied: an epoch's rows are
+taken in its own launch, all of them, also those that nobody wants.
 
 **Progress.** Programs that receive wait for programs of other GPUs that send, which wait for none.
 These come first in a launch of at most PROGRAMS programs, and those that do not fit on a GPU at
 once, as on one of less than 128 multiprocessors, are receivers, which start as others end.
 
-Spins are counted. After `spins` of them a device assertion ends the process' work on the GPU.
+Looks are counted. After `spins` of them a device assertion ends the process' work on the GPU.
 """
 
 from __future__ import annotations
@@ -46,7 +52,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moe_ops.kernels.comm.mailbox import PROGRAMS, Mailbox
+from moe_ops.kernels.comm.mailbox import PROGRAMS, Mailbox, has_flags
 from moe_ops.kernels.configs import MULTIPROCESSORS
 from moe_ops.kernels.device.blocks import local_expert
 from moe_ops.kernels.device.interpreter import INTERPRET
@@ -64,7 +70,15 @@ from moe_ops.meta.symmetric import SymmetricLayout
 from moe_ops.ops.args import ExpertsArgs
 from moe_ops.ops.exchange import opened
 
-MOST_COPIED = 8192  # elements that a program holds at a time
+THREADS = 256  # of a program at most
+# Programs that send, at most. Few keep the link busy, and those that receive need the more of a
+# launch's 256: on two H200s dispatch of 4096 tokens takes 54, 53, 53 and 55 us with 24, 32, 48 and
+# 64, and 73 with 128.
+SENDERS = 40
+# Of sums that are made on the way: 73, 65, 66 and 86 us with 72, 88, 96 and 128.
+ADDING_SENDERS = 88
+MOST_COPIED = 16384  # bytes that a program holds at a time
+MOST_ROUTED = 1024  # pairs whose ids it does
 # of one expert's outputs: with as many, 256 threads have those of eight experts in flight
 _MOST_SUMMED_BYTES = 8192
 # of a thread, so that two programs share a multiprocessor: those that receive must not be left to
@@ -82,6 +96,10 @@ class Phases(NamedTuple):
 
 
 BOTH = Phases(True, True)
+LATE = tl.constexpr(
+    "moe_ops symmetric_memory: another rank of the group ended, or did not call the layer within "
+    "the timeout of the dispatcher"
+)
 
 
 @unprefixed
@@ -98,13 +116,21 @@ class Buffers(NamedTuple):
     ROWS_START: Constant
     PITCH: Constant  # elements from one row of a buffer to the next
     R: Constant
+    BLOCKS: Constant  # that have flags
     ROWS: Constant  # of a block
     SENDERS: Runtime  # programs
     SEND: Constant
     RECEIVE: Constant
 
 
-def buffers_of(mailbox: Mailbox, spins: int, itemsize: int, phases: Phases) -> Buffers:
+def buffers_of(
+    mailbox: Mailbox,
+    spins: int,
+    itemsize: int,
+    phases: Phases,
+    rows: int,  # of a block
+    senders: int,  # at most
+) -> Buffers:
     layout = mailbox.layout
     return Buffers(
         buffer=mailbox.buffers[mailbox.rank],
@@ -117,21 +143,26 @@ def buffers_of(mailbox: Mailbox, spins: int, itemsize: int, phases: Phases) -> B
         ROWS_START=layout.rows_start,
         PITCH=layout.pitch // itemsize,
         R=layout.group_size,
-        ROWS=layout.block_rows,
-        SENDERS=_share(layout),
+        BLOCKS=layout.blocks,
+        ROWS=rows,
+        SENDERS=min(layout.blocks, senders, PROGRAMS // 2),
         SEND=phases.send,
         RECEIVE=phases.receive,
     )
 
 
-def _share(layout: SymmetricLayout) -> int:
-    """Programs that send, and as many that receive."""
-    return min(layout.blocks, PROGRAMS // 2)
-
-
 def grid_of(layout: SymmetricLayout) -> tuple[int, int, int]:
     """Of every launch on a mailbox."""
-    return 2 * _share(layout), 1, 1
+    return min(2 * layout.blocks, PROGRAMS), 1, 1
+
+
+def whole_words(x: Tensor) -> tuple[Tensor, int]:
+    """(Rows, bytes that are stored and looked at together): two 16-bit floats, where rows have
+    pairs of them. That follows from their shape alone, since all ranks must have it alike.
+    """
+    if x.itemsize != 2 or x.shape[1] % 2:
+        return x, x.itemsize
+    return x.clone() if x.data_ptr() % 4 else x, 4
 
 
 class PushTile(NamedTuple):
@@ -147,7 +178,7 @@ class PushTile(NamedTuple):
 
 def tile_of(layout: SymmetricLayout, columns: int, most: int) -> PushTile:
     """The tile of a block, of at most `most` elements: whole rows, where they fit."""
-    width = min(triton.next_power_of_2(columns), most)
+    width = max(min(triton.next_power_of_2(columns), most), THREADS)  # see `received`
     return PushTile(max(1, min(layout.block_rows, most // width)), width)
 
 
@@ -157,21 +188,93 @@ def _most_added(group_size: int) -> int:
 
 
 @triton.jit
-def region(buffer_ptr, peers_ptr, peer, start, element: tl.constexpr):
-    """Pointer to a region of a rank's buffer."""
-    # From an address alone, Triton would not know how pointers are aligned, and copy two bytes at
-    # a time.
-    start_ptr = buffer_ptr + tl.multiple_of(tl.load(peers_ptr + peer), 16) + start
-    return start_ptr.to(tl.pointer_type(element), bitcast=True)
+def peers_of(peers_ptr, rank, R: tl.constexpr):
+    """Bytes from this rank's buffer to those of the R - 1 others, of the next rank first. Loaded
+    once: each would keep what is stored behind it waiting.
+    """
+    peers = ()
+    for i in tl.static_range(1, R):
+        # From an address alone, Triton would not know how pointers are aligned, and copy two
+        # bytes at a time.
+        peers += (tl.multiple_of(tl.load(peers_ptr + (rank + i) % R), 16),)  # type: ignore[assignment]
+    return peers
 
 
 @triton.jit
-def flag_of_block(
-    buffer_ptr, peers_ptr, peer, parity, slot, block, T, R: tl.constexpr, ROWS: tl.constexpr
-):
-    """Pointer to a flag in a rank's buffer."""
-    index = (parity * (R - 1) + slot) * tl.cdiv(T, ROWS) + block
-    return region(buffer_ptr, peers_ptr, peer, 0, tl.int64) + index
+def peer_after(peers, after, R: tl.constexpr):
+    """That of the rank so many after this one."""
+    peer = peers[0]
+    for i in tl.static_range(2, R):
+        peer = tl.where(after == i, peers[i - 1], peer)
+    return peer
+
+
+@triton.jit
+def region(buffer_ptr, peer, start, element: tl.constexpr):
+    """Pointer to a region of the buffer that is `peer` bytes from this rank's."""
+    return (buffer_ptr + peer + start).to(tl.pointer_type(element), bitcast=True)
+
+
+@triton.jit
+def flag_of_block(buffer_ptr, peer, parity, slot, block, R: tl.constexpr, BLOCKS: tl.constexpr):
+    """Pointer to a flag in a buffer; that of block BLOCKS is the count."""
+    index = (parity * (R - 1) + slot) * (BLOCKS + 1) + block
+    return region(buffer_ptr, peer, 0, tl.int64) + index
+
+
+@triton.jit
+def as_bits(ptr, WIDTH: tl.constexpr):
+    """The pointer, to integers of as many bits."""
+    if WIDTH == 8:
+        return ptr.to(tl.pointer_type(tl.int8), bitcast=True)
+    elif WIDTH == 16:
+        return ptr.to(tl.pointer_type(tl.int16), bitcast=True)
+    elif WIDTH == 32:
+        return ptr.to(tl.pointer_type(tl.int32), bitcast=True)
+    else:
+        return ptr.to(tl.pointer_type(tl.int64), bitcast=True)
+
+
+@triton.jit
+def filled(bits, WIDTH: tl.constexpr):
+    """Bits of floats of WIDTH bits without any float that is all ones, which says that nothing is
+    there: such a NaN loses its sign.
+    """
+    WHOLE: tl.constexpr = bits.dtype.primitive_bitwidth
+    if WIDTH == WHOLE:
+        return tl.where(bits == -1, 2 ** (WHOLE - 1) - 1, bits)
+    else:  # two in a word
+        bits = tl.where((bits & 0xFFFF) == 0xFFFF, bits ^ 0x8000, bits)
+        return tl.where(bits >> 16 == -1, bits ^ -2147483648, bits)
+
+
+@triton.jit
+def look(ptrs, inside, N: tl.constexpr):
+    """(N tiles of bits, whether any of them is not there yet)."""
+    found = ()
+    empty = tl.zeros(inside[0].shape, tl.int32)
+    for i in tl.static_range(N):
+        bits = tl.load(ptrs[i], mask=inside[i], other=0, volatile=True)
+        empty |= (bits == -1).to(tl.int32)
+        found += (bits,)  # type: ignore[assignment]
+    return found, tl.max(empty)
+
+
+@triton.jit
+def received(ptrs, inside, spins, N: tl.constexpr):
+    """N tiles of bits that others send, waited for; nothing is there any more afterwards.
+
+    Each has at least as many elements as a program has threads, so that one thread alone loads an
+    element, looks at it and stores it.
+    """
+    found, empty = look(ptrs, inside, N)
+    while (empty != 0) & (spins > 0):
+        found, empty = look(ptrs, inside, N)
+        spins -= 1
+    tl.device_assert(empty == 0, LATE)
+    for i in tl.static_range(N):
+        tl.store(ptrs[i], tl.full(found[i].shape, -1, found[i].dtype), mask=inside[i])
+    return found
 
 
 @triton.jit
@@ -198,17 +301,15 @@ STORE = tl.constexpr(_STORE.replace("FENCE", ""))
 
 @triton.jit
 def set_flags(
-    buffer_ptr, peers_ptr, rank, parity, block, epoch, count, T, R: tl.constexpr,
-    ROWS: tl.constexpr, ONE_FENCE: tl.constexpr,
+    buffer_ptr, peers, parity, block, epoch, count, R: tl.constexpr, BLOCKS: tl.constexpr,
+    ONE_FENCE: tl.constexpr,
 ):  # fmt: skip
     """Tell all receivers that a block is there; count: rows of this rank. ONE_FENCE serves the
     flags of several receivers, where a release of each has a fence of its own.
     """
     flag = (epoch.to(tl.int64) << 32) | count.to(tl.int64)
     for i in tl.static_range(1, R):
-        flag_ptr = flag_of_block(
-            buffer_ptr, peers_ptr, (rank + i) % R, parity, R - 1 - i, block, T, R, ROWS
-        )
+        flag_ptr = flag_of_block(buffer_ptr, peers[i - 1], parity, R - 1 - i, block, R, BLOCKS)
         if INTERPRET or R == 2 or not ONE_FENCE:
             tl.atomic_xchg(flag_ptr, flag, sem="release", scope="sys")
         else:
@@ -220,17 +321,22 @@ def set_flags(
 
 
 @triton.jit
+def tell_count(buffer_ptr, peers, parity, epoch, count, R: tl.constexpr, BLOCKS: tl.constexpr):
+    """Tell all receivers how many rows this rank has."""
+    flag = (epoch.to(tl.int64) << 32) | count.to(tl.int64)
+    for i in tl.static_range(1, R):
+        flag_ptr = flag_of_block(buffer_ptr, peers[i - 1], parity, R - 1 - i, BLOCKS, R, BLOCKS)
+        tl.atomic_xchg(flag_ptr, flag, sem="relaxed", scope="sys")
+
+
+@triton.jit
 def wait_for_flag(flag_ptr, epoch, spins):
-    """Wait until a block is there; the number of rows of its sender."""
+    """Wait until a flag of this epoch is set; the number of rows of its sender."""
     flag = tl.atomic_add(flag_ptr, 0, sem="acquire", scope="sys")
     while ((flag >> 32).to(tl.int32) != epoch) & (spins > 0):
         flag = tl.atomic_add(flag_ptr, 0, sem="acquire", scope="sys")
         spins -= 1
-    tl.device_assert(
-        (flag >> 32).to(tl.int32) == epoch,
-        "moe_ops symmetric_memory: another rank of the group ended, or did not call the layer "
-        "within the timeout of the dispatcher",
-    )
+    tl.device_assert((flag >> 32).to(tl.int32) == epoch, LATE)
     return flag.to(tl.int32)
 
 
@@ -247,30 +353,47 @@ def routed_rows(ids_ptr, weights_ptr, t, M, TOP_K: tl.constexpr, BLOCK_TOP_K: tl
 
 
 @triton.jit
-def received_routing(meta_ptr, row, t, count, TOP_K: tl.constexpr, BLOCK_TOP_K: tl.constexpr):
-    """Ids and weights of rows t of a rank that has `count` of them; -1 and 0 from there on."""
+def send_routing(
+    ids_ptr, weights_ptr, buffer_ptr, peers, program, SENDERS, parity, T, M,
+    META_START: tl.constexpr, R: tl.constexpr, TOP_K: tl.constexpr, BLOCK_TOP_K: tl.constexpr,
+    TOKENS: tl.constexpr,
+):  # fmt: skip
+    """A program's part of this rank's ids and weights, to all other ranks."""
     j = tl.arange(0, BLOCK_TOP_K)[None, :]
-    there = (t < count)[:, None] & (j < TOP_K)
-    meta_ptrs = meta_ptr + row[:, None] * (2 * TOP_K) + j
-    ids = tl.load(meta_ptrs, mask=there, other=-1, cache_modifier=".cg")
-    bits = tl.load(meta_ptrs + TOP_K, mask=there, other=0, cache_modifier=".cg")
-    return ids, bits.to(tl.float32, bitcast=True)
+    for start in range(program * TOKENS, M, SENDERS * TOKENS):
+        t = start + tl.arange(0, TOKENS)
+        there = (t < M)[:, None] & (j < TOP_K)
+        ids, weights = routed_rows(ids_ptr, weights_ptr, t, M, TOP_K, BLOCK_TOP_K)
+        ids = tl.where(ids == -1, -2, ids)
+        bits = filled(weights.to(tl.int32, bitcast=True), 32)
+        for i in tl.static_range(1, R):
+            meta_ptr = region(buffer_ptr, peers[i - 1], META_START, tl.int32)
+            row = row_of_slot(parity, R - 1 - i, t, T, R)
+            meta_ptrs = meta_ptr + row[:, None] * (2 * TOP_K) + j
+            tl.store(meta_ptrs, ids, mask=there)
+            tl.store(meta_ptrs + TOP_K, bits, mask=there)
 
 
 @triton.jit
-def send_routed(
-    ids, weights, buffer_ptr, peers_ptr, rank, parity, t, T, M, TOP_K: tl.constexpr,
-    BLOCK_TOP_K: tl.constexpr, META_START: tl.constexpr, R: tl.constexpr,
+def receive_routing(
+    out_ids_ptr, out_weights_ptr, buffer_ptr, r, slot, program, PROGRAMS, parity, T, count, spins,
+    META_START: tl.constexpr, R: tl.constexpr, TOP_K: tl.constexpr, BLOCK_TOP_K: tl.constexpr,
+    TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """Ids and weights of this rank's rows t, to all other ranks."""
+    """A program's part of the ids and weights of rank r, which has `count` rows."""
+    meta_ptr = region(buffer_ptr, 0, META_START, tl.int32)
     j = tl.arange(0, BLOCK_TOP_K)[None, :]
-    there = (t < M)[:, None] & (j < TOP_K)
-    for i in tl.static_range(1, R):
-        meta_ptr = region(buffer_ptr, peers_ptr, (rank + i) % R, META_START, tl.int32)
-        row = row_of_slot(parity, R - 1 - i, t, T, R)
+    for start in range(program * TOKENS, T, PROGRAMS * TOKENS):
+        t = start + tl.arange(0, TOKENS)
+        there = (t < count)[:, None] & (j < TOP_K)
+        row = row_of_slot(parity, slot, t, T, R)
         meta_ptrs = meta_ptr + row[:, None] * (2 * TOP_K) + j
-        tl.store(meta_ptrs, ids, mask=there)
-        tl.store(meta_ptrs + TOP_K, weights.to(tl.int32, bitcast=True), mask=there)
+        ids, bits = received((meta_ptrs, meta_ptrs + TOP_K), (there, there), spins, 2)
+        ids = tl.where(there, tl.maximum(ids, -1), -1)
+        weights = bits.to(tl.float32, bitcast=True)
+        store_routed(
+            out_ids_ptr, out_weights_ptr, ids, weights, r, t, T, TOP_K, BLOCK_TOP_K
+        )  # fmt: skip
 
 
 @triton.jit
@@ -306,19 +429,17 @@ def load_rows(x_ptr, row, K, k, there):
 
 @triton.jit
 def send_rows(
-    x_ptr, ids_ptr, weights_ptr, buffer_ptr, peers_ptr, rank, program, SENDERS, epoch, T, M, K,
-    TOP_K: tl.constexpr, BLOCK_TOP_K: tl.constexpr, META_START: tl.constexpr,
-    ROWS_START: tl.constexpr, PITCH: tl.constexpr, R: tl.constexpr, ROWS: tl.constexpr,
-    TILE: tl.constexpr, BLOCK_K: tl.constexpr,
+    x_ptr, buffer_ptr, peers, program, SENDERS, epoch, T, M, K, ROWS_START: tl.constexpr,
+    PITCH: tl.constexpr, R: tl.constexpr, BLOCKS: tl.constexpr, ROWS: tl.constexpr,
+    FLAGS: tl.constexpr, WORD: tl.constexpr, TILE: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """The blocks of this rank's rows that a program sends, to all other ranks, with ids and
-    weights if TOP_K is not 0.
-    """
+    """The blocks of this rank's rows that a program sends, to all other ranks."""
     parity = epoch & 1
-    blocks = tl.cdiv(T, ROWS)
     tiles = ROWS // TILE * tl.cdiv(K, BLOCK_K)
+    WIDTH: tl.constexpr = x_ptr.dtype.element_ty.primitive_bitwidth
+    x_ptr = as_bits(x_ptr, WORD)
     element: tl.constexpr = x_ptr.dtype.element_ty
-    steps = tl.cdiv(blocks - program, SENDERS) * tiles
+    steps = tl.cdiv(tl.cdiv(T, ROWS) - program, SENDERS) * tiles
     t, k = tile_of_step(0, tiles, program, SENDERS, K, ROWS, TILE, BLOCK_K)
     x = load_rows(x_ptr, t, K, k, (t < M)[:, None] & (k < K)[None, :])
     for step in range(steps):
@@ -326,28 +447,18 @@ def send_rows(
         t, k = tile_of_step(step + 1, tiles, program, SENDERS, K, ROWS, TILE, BLOCK_K)
         following = load_rows(x_ptr, t, K, k, (t < M)[:, None] & (k < K)[None, :])
         t, k = tile_of_step(step, tiles, program, SENDERS, K, ROWS, TILE, BLOCK_K)
-        block = program + step // tiles * SENDERS
-        ends = step % tiles == tiles - 1
-        if TOP_K > 0:
-            of_block = block * ROWS + tl.arange(0, ROWS)
-            routed = tl.where(ends, M, 0)
-            ids, weights = routed_rows(ids_ptr, weights_ptr, of_block, routed, TOP_K, BLOCK_TOP_K)
+        bits = x if FLAGS else filled(x, WIDTH)
         for i in tl.static_range(1, R):
-            rows_ptr = region(buffer_ptr, peers_ptr, (rank + i) % R, ROWS_START, element)
+            rows_ptr = region(buffer_ptr, peers[i - 1], ROWS_START, element)
             row = row_of_slot(parity, R - 1 - i, t, T, R)
             there = (t < M)[:, None] & (k < K)[None, :]
-            tl.store(rows_ptr + row[:, None] * PITCH + k[None, :], x, mask=there)
-        if TOP_K > 0:
-            send_routed(
-                ids, weights, buffer_ptr, peers_ptr, rank, parity, of_block, T, routed, TOP_K,
-                BLOCK_TOP_K, META_START, R,
-            )  # fmt: skip
-        if ends:
+            tl.store(rows_ptr + row[:, None] * PITCH + k[None, :], bits, mask=there)
+        if FLAGS and step % tiles == tiles - 1:
             tl.debug_barrier()  # before thread 0 sets flags
             # On four H200s dispatch of 128 tokens takes 11 us with one fence and 16 with three; of
             # 4096 and 8192, 176 and 338 for 170 and 312.
             set_flags(
-                buffer_ptr, peers_ptr, rank, parity, block, epoch, M, T, R, ROWS,
+                buffer_ptr, peers, parity, program + step // tiles * SENDERS, epoch, M, R, BLOCKS,
                 ONE_FENCE=ROWS == 1,
             )  # fmt: skip
         x = following
@@ -363,6 +474,7 @@ class Routed(NamedTuple):
     weights: Pointer  # (M, TOP_K), any floats
     TOP_K: Constant
     BLOCK_TOP_K: Constant
+    TOKENS: Constant  # of a tile of ids
 
 
 @arguments
@@ -373,6 +485,8 @@ class PushRows:
     buffers: Buffers
     M: Runtime
     K: Specialized
+    FLAGS: Constant
+    WORD: Constant
     TILE: Constant
     BLOCK_K: Constant
 
@@ -387,6 +501,7 @@ def moe_ops_push_rows(
     weights_ptr,
     TOP_K: tl.constexpr,
     BLOCK_TOP_K: tl.constexpr,
+    TOKENS: tl.constexpr,
     buffer_ptr,
     peers_ptr,
     epochs_ptr,
@@ -397,12 +512,15 @@ def moe_ops_push_rows(
     ROWS_START: tl.constexpr,
     PITCH: tl.constexpr,
     R: tl.constexpr,
+    BLOCKS: tl.constexpr,
     ROWS: tl.constexpr,
     SENDERS,
     SEND: tl.constexpr,
     RECEIVE: tl.constexpr,
     M,
     K,
+    FLAGS: tl.constexpr,
+    WORD: tl.constexpr,
     TILE: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
@@ -412,59 +530,62 @@ def moe_ops_push_rows(
     program, programs = tl.program_id(0), tl.num_programs(0)
     epoch = tl.load(epochs_ptr + program) + 1
     parity = epoch & 1
-    blocks = tl.cdiv(T, ROWS)
     tiles = ROWS // TILE * tl.cdiv(K, BLOCK_K)
-    element: tl.constexpr = x_ptr.dtype.element_ty
     if SEND and program < SENDERS:
+        peers = peers_of(peers_ptr, rank, R)
+        if program == 0:
+            tell_count(buffer_ptr, peers, parity, epoch, M, R, BLOCKS)
+        if TOP_K > 0:
+            send_routing(
+                ids_ptr, weights_ptr, buffer_ptr, peers, program, SENDERS, parity, T, M,
+                META_START, R, TOP_K, BLOCK_TOP_K, TOKENS,
+            )  # fmt: skip
         send_rows(
-            x_ptr, ids_ptr, weights_ptr, buffer_ptr, peers_ptr, rank, program, SENDERS, epoch, T,
-            M, K, TOP_K, BLOCK_TOP_K, META_START, ROWS_START, PITCH, R, ROWS, TILE, BLOCK_K,
+            x_ptr, buffer_ptr, peers, program, SENDERS, epoch, T, M, K, ROWS_START, PITCH, R,
+            BLOCKS, ROWS, FLAGS, WORD, TILE, BLOCK_K,
         )  # fmt: skip
         tl.store(epochs_ptr + program, epoch)
     if RECEIVE and program >= SENDERS:
-        received_ptr = region(buffer_ptr, peers_ptr, rank, ROWS_START, element)
-        meta_ptr = region(buffer_ptr, peers_ptr, rank, META_START, tl.int32)
-        for block in range(program - SENDERS, blocks, programs - SENDERS):
-            of_block = block * ROWS + tl.arange(0, ROWS)
-            if TOP_K > 0:
-                ids, weights = routed_rows(ids_ptr, weights_ptr, of_block, M, TOP_K, BLOCK_TOP_K)
-            for number in range(tiles):
-                t, k = tile_of_step(number, tiles, block, 0, K, ROWS, TILE, BLOCK_K)
-                x = load_rows(x_ptr, t, K, k, (t < M)[:, None] & (k < K)[None, :])
-                out_ptrs = out_ptr + (rank * T + t).to(tl.int64)[:, None] * K + k[None, :]
-                tl.store(out_ptrs, x, mask=(t < T)[:, None] & (k < K)[None, :])
-            if TOP_K > 0:
+        first, stride = program - SENDERS, programs - SENDERS
+        steps = tl.cdiv(tl.cdiv(T, ROWS) - first, stride) * tiles
+        from_ptr, to_ptr = as_bits(x_ptr, WORD), as_bits(out_ptr, WORD)
+        for step in range(steps):
+            t, k = tile_of_step(step, tiles, first, stride, K, ROWS, TILE, BLOCK_K)
+            x = load_rows(from_ptr, t, K, k, (t < M)[:, None] & (k < K)[None, :])
+            to_ptrs = to_ptr + (rank * T + t).to(tl.int64)[:, None] * K + k[None, :]
+            tl.store(to_ptrs, x, mask=(t < T)[:, None] & (k < K)[None, :])
+        if TOP_K > 0:
+            for start in range(first * TOKENS, T, stride * TOKENS):
+                t = start + tl.arange(0, TOKENS)
+                ids, weights = routed_rows(ids_ptr, weights_ptr, t, M, TOP_K, BLOCK_TOP_K)
                 store_routed(
-                    out_ids_ptr, out_weights_ptr, ids, weights, rank, of_block, T, TOP_K,
-                    BLOCK_TOP_K,
+                    out_ids_ptr, out_weights_ptr, ids, weights, rank, t, T, TOP_K, BLOCK_TOP_K
                 )  # fmt: skip
-            for i in tl.static_range(1, R):
-                peer = (rank + i) % R
-                flag_ptr = flag_of_block(
-                    buffer_ptr, peers_ptr, rank, parity, i - 1, block, T, R, ROWS
-                )
-                count = wait_for_flag(flag_ptr, epoch, spins)
-                if TOP_K > 0:
-                    ids, weights = received_routing(
-                        meta_ptr, row_of_slot(parity, i - 1, of_block, T, R), of_block, count,
-                        TOP_K, BLOCK_TOP_K,
-                    )  # fmt: skip
-                for number in range(tiles):
-                    t, k = tile_of_step(number, tiles, block, 0, K, ROWS, TILE, BLOCK_K)
-                    slot_row = row_of_slot(parity, i - 1, t, T, R)
-                    x = tl.load(
-                        received_ptr + slot_row[:, None] * PITCH + k[None, :],
-                        mask=(t < count)[:, None] & (k < K)[None, :],
-                        other=0.0,
-                        cache_modifier=".cg",
-                    )
-                    out_ptrs = out_ptr + (peer * T + t).to(tl.int64)[:, None] * K + k[None, :]
-                    tl.store(out_ptrs, x, mask=(t < T)[:, None] & (k < K)[None, :])
-                if TOP_K > 0:
-                    store_routed(
-                        out_ids_ptr, out_weights_ptr, ids, weights, peer, of_block, T, TOP_K,
-                        BLOCK_TOP_K,
-                    )  # fmt: skip
+        from_ptr = region(buffer_ptr, 0, ROWS_START, to_ptr.dtype.element_ty)
+        for i in tl.static_range(1, R):
+            peer = (rank + i) % R
+            count_ptr = flag_of_block(buffer_ptr, 0, parity, i - 1, BLOCKS, R, BLOCKS)
+            count = wait_for_flag(count_ptr, epoch, spins)
+            if TOP_K > 0:
+                receive_routing(
+                    out_ids_ptr, out_weights_ptr, buffer_ptr, peer, i - 1, first, stride, parity,
+                    T, count, spins, META_START, R, TOP_K, BLOCK_TOP_K, TOKENS,
+                )  # fmt: skip
+            for step in range(steps):
+                t, k = tile_of_step(step, tiles, first, stride, K, ROWS, TILE, BLOCK_K)
+                row = row_of_slot(parity, i - 1, t, T, R)
+                row_ptrs = from_ptr + row[:, None] * PITCH + k[None, :]
+                there = (t < count)[:, None] & (k < K)[None, :]
+                if FLAGS:
+                    if step % tiles == 0:
+                        block = first + step // tiles * stride
+                        flag_ptr = flag_of_block(buffer_ptr, 0, parity, i - 1, block, R, BLOCKS)
+                        wait_for_flag(flag_ptr, epoch, spins)
+                    bits = tl.load(row_ptrs, mask=there, other=0, cache_modifier=".cg")
+                else:
+                    (bits,) = received((row_ptrs,), (there,), spins, 1)
+                to_ptrs = to_ptr + (peer * T + t).to(tl.int64)[:, None] * K + k[None, :]
+                tl.store(to_ptrs, bits, mask=(t < T)[:, None] & (k < K)[None, :])
         tl.store(epochs_ptr + program, epoch)
 
 
@@ -480,8 +601,12 @@ def push_rows(
     phases: Phases = BOTH,
 ) -> Launch:
     """Rows of all ranks, with the ids and weights of their experts if given."""
-    layout, (M, K) = mailbox.layout, x.shape
-    tile = tile_of(layout, K, MOST_COPIED)
+    layout, M, flags = mailbox.layout, x.shape[0], has_flags(x.dtype)
+    x, word = whole_words(x)
+    K = x.shape[1] * x.itemsize // word
+    tile = tile_of(layout, K, MOST_COPIED // word)
+    width = max(triton.next_power_of_2(layout.top_k), 1)
+    rows, senders = (layout.block_rows, PROGRAMS // 2) if flags else (tile.rows, SENDERS)
     args = PushRows(
         out=out,
         x=x,
@@ -491,11 +616,14 @@ def push_rows(
             ids=topk_ids,
             weights=topk_weights,
             TOP_K=layout.top_k,
-            BLOCK_TOP_K=triton.next_power_of_2(max(layout.top_k, 1)),
+            BLOCK_TOP_K=width,
+            TOKENS=max(MOST_ROUTED // width, THREADS // width, 1),
         ),
-        buffers=buffers_of(mailbox, spins, x.itemsize, phases),
+        buffers=buffers_of(mailbox, spins, word, phases, rows, senders),
         M=M,
         K=K,
+        FLAGS=flags,
+        WORD=8 * word,
         TILE=tile.rows,
         BLOCK_K=tile.columns,
     )
@@ -605,6 +733,7 @@ def moe_ops_push_sums(
     ROWS_START: tl.constexpr,
     PITCH: tl.constexpr,
     R: tl.constexpr,
+    BLOCKS: tl.constexpr,
     ROWS: tl.constexpr,
     SENDERS,
     SEND: tl.constexpr,
@@ -624,10 +753,13 @@ def moe_ops_push_sums(
     blocks = tl.cdiv(T, ROWS)
     tiles = ROWS // TILE * tl.cdiv(K, BLOCK_K)
     element: tl.constexpr = out_ptr.dtype.element_ty
+    WIDTH: tl.constexpr = element.primitive_bitwidth
+    bits_type: tl.constexpr = as_bits(out_ptr, WIDTH).dtype.element_ty
     split_stride = tl.cast(R * T, tl.int64) * TOP_K * K  # T = 1 is a constant
     if SEND and program < SENDERS:
         to_all = (R - 1) * tiles  # steps of a block: one rank's tiles after another's
         steps = tl.cdiv(blocks - program, SENDERS) * to_all
+        peers = peers_of(peers_ptr, rank, R)
         x = tl.zeros((TILE, BLOCK_K), element)
         for step in range(steps + 1):
             # what is stored after this one is loaded before, so that loads and stores overlap
@@ -642,53 +774,38 @@ def moe_ops_push_sums(
                 last = step - 1
                 t, k = tile_of_step(last, to_all, program, SENDERS, K, ROWS, TILE, BLOCK_K)
                 after = 1 + last % to_all // tiles
-                rows_ptrs = region(buffer_ptr, peers_ptr, (rank + after) % R, ROWS_START, element)
+                peer = peer_after(peers, after, R)
+                rows_ptrs = region(buffer_ptr, peer, ROWS_START, bits_type)
                 rows_ptrs += row_of_slot(parity, R - 1 - after, t, T, R)[:, None] * PITCH
-                tl.store(rows_ptrs + k[None, :], x, mask=(t < T)[:, None] & (k < K)[None, :])
-                if step % to_all == 0:
-                    block = program + last // to_all * SENDERS
-                    tl.debug_barrier()  # before thread 0 sets flags
-                    # on four H200s combine takes 11 us for 16 of 128 tokens, 166 for 178 of 4096
-                    set_flags(
-                        buffer_ptr, peers_ptr, rank, parity, block, epoch, M, T, R, ROWS,
-                        ONE_FENCE=True,
-                    )  # fmt: skip
+                bits = filled(x.to(bits_type, bitcast=True), WIDTH)
+                tl.store(rows_ptrs + k[None, :], bits, mask=(t < T)[:, None] & (k < K)[None, :])
             x = following
         tl.store(epochs_ptr + program, epoch)
     if RECEIVE and program >= SENDERS:
-        received_ptr = region(buffer_ptr, peers_ptr, rank, ROWS_START, element)
-        # the first block also where there are no rows: see "Reuse" above
-        wanted = tl.maximum(tl.cdiv(M, ROWS), 1)
-        for block in range(program - SENDERS, wanted, programs - SENDERS):
+        received_ptr = region(buffer_ptr, 0, ROWS_START, bits_type)
+        for block in range(program - SENDERS, blocks, programs - SENDERS):
             for number in range(tiles):
                 t, k = tile_of_step(number, tiles, block, 0, K, ROWS, TILE, BLOCK_K)
-                inside = (k < K)[None, :]
                 own = share_of_tokens(
                     x_ptr, rows_ptr, ids_ptr, map_ptr, E, num_ids, ids_stride_m, ids_stride_k,
                     map_stride, weights_ptr, weights_stride_m, weights_stride_k, rank * T + t,
                     t < M, k, K, split_stride, element, TOP_K, SPLIT_K,
                 )  # fmt: skip
-                if number == 0:
-                    for i in tl.static_range(1, R):
-                        flag_ptr = flag_of_block(
-                            buffer_ptr, peers_ptr, rank, parity, i - 1, block, T, R, ROWS
-                        )
-                        wait_for_flag(flag_ptr, epoch, spins)
-                total = tl.zeros((TILE, BLOCK_K), tl.float32)
+                ptrs, there = (), ()
                 for r in tl.static_range(R):
                     after = (r - rank + R) % R  # ranks after this one; 0: this one
                     row = row_of_slot(parity, after - 1, t, T, R)
-                    arrived = tl.load(
-                        received_ptr + row[:, None] * PITCH + k[None, :],
-                        mask=(t < tl.where(after > 0, M, 0))[:, None] & inside,
-                        other=0.0,
-                        cache_modifier=".cg",
-                    )
-                    total += tl.where(after > 0, arrived, own).to(tl.float32)
+                    ptrs += (received_ptr + row[:, None] * PITCH + k[None, :],)  # type: ignore[assignment]
+                    there += ((t < tl.where(after > 0, T, 0))[:, None] & (k < K)[None, :],)  # type: ignore[assignment]
+                arrived = received(ptrs, there, spins, R)  # all that were sent, see "Reuse" above
+                total = tl.zeros((TILE, BLOCK_K), tl.float32)
+                for r in tl.static_range(R):
+                    share = tl.where(r == rank, own, arrived[r].to(element, bitcast=True))
+                    total += share.to(tl.float32)
                 tl.store(
                     out_ptr + t.to(tl.int64)[:, None] * K + k[None, :],
                     total.to(element),
-                    mask=(t < M)[:, None] & inside,
+                    mask=(t < M)[:, None] & (k < K)[None, :],
                 )
         tl.store(epochs_ptr + program, epoch)
 
@@ -703,15 +820,16 @@ def push_sums(
 ) -> Launch:
     """The sums over all ranks of the rows of this one, or of the weighted sums of its pairs."""
     layout, (M, K) = mailbox.layout, out.shape
-    most, num_warps = _most_added(layout.group_size), None
+    most, num_warps, senders = _most_added(layout.group_size), None, SENDERS
     if pairs.TOP_K:
+        senders = ADDING_SENDERS
         most, num_warps = min(most, _MOST_SUMMED_BYTES // x.itemsize), 8
     tile = tile_of(layout, K, most)
     args = PushSums(
         out=out,
         x=x,
         pairs=pairs,
-        buffers=buffers_of(mailbox, spins, out.itemsize, phases),
+        buffers=buffers_of(mailbox, spins, out.itemsize, phases, tile.rows, senders),
         M=M,
         K=K,
         TILE=tile.rows,

@@ -1,5 +1,5 @@
 """Kernels that write into each other's memory, with all ranks played by one process: every rank
-sends before one waits. Buffers hold garbage at first, but for their flags.
+sends before one waits.
 """
 
 from dataclasses import replace
@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 
 from moe_ops.kernels import launch
 from moe_ops.kernels.comm import push
-from moe_ops.kernels.comm.mailbox import Mailbox
+from moe_ops.kernels.comm.mailbox import EMPTY, Mailbox
 from moe_ops.kernels.comm.push import Phases
 from moe_ops.meta import symmetric
 from moe_ops.meta.symmetric import SymmetricLayout
@@ -26,7 +26,7 @@ def mailboxes(layout):
     """Of all ranks of a group."""
     buffers = []
     for _ in range(layout.group_size):
-        buffer = torch.full((layout.num_bytes,), 0xFF, dtype=torch.uint8)  # NaN in all floats
+        buffer = torch.full((layout.num_bytes,), EMPTY, dtype=torch.uint8)
         buffer[: layout.meta_start] = 0
         buffers.append(buffer)
     return [Mailbox.of(layout, rank, buffers) for rank in range(layout.group_size)]
@@ -40,9 +40,10 @@ def gather(boxes, rows, ids=None, weights=None):
     """What each rank gets in one epoch."""
     layout = boxes[0].layout
     total, K = layout.group_size * layout.max_num_tokens, rows[0].shape[1]
+    poison = torch.nan if rows[0].is_floating_point() else 77
     outs = []
     for _ in boxes:
-        out = [torch.full((total, K), torch.nan, dtype=rows[0].dtype), None, None]
+        out = [torch.full((total, K), poison, dtype=rows[0].dtype), None, None]
         if ids is not None:
             out[1] = torch.full((total, layout.top_k), -7, dtype=torch.int32)
             out[2] = torch.full((total, layout.top_k), torch.nan)
@@ -75,26 +76,36 @@ def padded(parts, T, value):
         (4, 5, 40, torch.float32, 2),  # blocks of 4 rows
         (2, 19, 9, torch.float16, 1),  # 3 blocks of 8 rows, which are padded in buffers
         (2, 40, 4, torch.float32, 1),  # 3 blocks of 16 small rows
+        (2, 19, 10, torch.float16, 1),  # words of two floats
+        (3, 5, 6, torch.float64, 2),
+        (2, 19, 9, torch.int32, 1),  # any bits
+        (3, 5, 7, torch.uint8, 2),
     ],
 )
 def test_rows_of_all_ranks_arrive(R, T, K, dtype, few, monkeypatch):
-    """Whichever blocks there are, one program sends all of them or each one."""
+    """Whichever blocks there are, one program sends all of them or each one. Rows of floats leave
+    nothing behind.
+    """
     monkeypatch.setattr(symmetric, "FEW_BLOCKS", few)
     monkeypatch.setattr(symmetric, "MOST_BLOCK_BYTES", 256 * (T == 40))
     monkeypatch.setattr(push, "PROGRAMS", 2 * min(few, 2))
     ids_dtype = torch.int32 if few == 2 else torch.int64
     layout = SymmetricLayout(R, T, K * dtype.itemsize, 3)
     assert layout.blocks == {3: 3, 5: 2, 19: 3, 40: 3}[T]
+    floats = dtype.is_floating_point
     boxes = mailboxes(layout)
     for epoch in range(4):  # both sets, twice
         counts = [(T - r - epoch) % (T + 1) for r in range(R)]
         rows = [torch.randn(M, K).to(dtype) for M in counts]
+        if not floats:
+            rows = [torch.randint(0, 256, (M, K * dtype.itemsize)) for M in counts]
+            rows = [torch.where(x > 200, 255, x).to(torch.uint8).view(dtype) for x in rows]
         ids = [torch.randint(0, 9, (M, 3), dtype=ids_dtype) for M in counts]
         if ids_dtype == torch.int64:
             for these in ids:
                 these[::2, 0] = 2**32 + 5
                 these[1::2, 1] = -(2**40)
-        weights = [torch.rand(M, 3).to(dtype) for M in counts]
+        weights = [torch.rand(M, 3).to(dtype if floats else torch.float32) for M in counts]
         for out, got_ids, got_weights in gather(boxes, rows, ids, weights):
             assert torch.equal(out, padded(rows, T, 0))
             want = padded([i.clamp(-1, 2**31 - 1).int() for i in ids], T, -1)
@@ -103,6 +114,9 @@ def test_rows_of_all_ranks_arrive(R, T, K, dtype, few, monkeypatch):
     programs = 2 * min(layout.blocks, push.PROGRAMS // 2)
     for box in boxes:
         assert box.epochs[:programs].eq(4).all() and box.epochs[programs:].eq(0).all()
+        for left in box.buffers:
+            assert left[layout.meta_start : layout.rows_start].eq(EMPTY).all()
+            assert left[layout.rows_start :].eq(EMPTY).all() == floats
 
 
 @pytest.mark.parametrize(
@@ -188,32 +202,109 @@ def test_registers_of_programs_that_may_share_a_multiprocessor(tokens, split_k, 
 
 
 def test_the_stand_in_reads_what_kernels_sent():
-    """Layout, flags and epochs of the one are those of the other."""
+    """Layout, flags and epochs of the one are those of the other, for rows with flags."""
     R, T, K, top_k = 3, 5, 24, 2
-    boxes = mailboxes(SymmetricLayout(R, T, K * 2, top_k))
-    rows = [torch.randn(T - r, K).to(torch.bfloat16) for r in range(R)]
+    boxes = mailboxes(SymmetricLayout(R, T, K * 4, top_k))
+    rows = [torch.randint(-9, 9, (T - r, K), dtype=torch.int32) for r in range(R)]
     ids = [torch.randint(0, 9, (T - r, top_k)) for r in range(R)]
     weights = [torch.rand(T - r, top_k) for r in range(R)]
-    wanted = gather(boxes, rows, ids, weights)
-    for box in boxes:
-        box.epochs.zero_()  # once more, with the flags that are set
+    shapes = (R * T, K), (R * T, top_k)
     for r, box in enumerate(boxes):
-        outs = [torch.empty_like(t) for t in wanted[r]]
+        outs = torch.empty(shapes[0]).int(), torch.empty(shapes[1]).int(), torch.empty(shapes[1])
+        sends = Phases(True, False)
+        run(push.push_rows(*outs, rows[r], ids[r], weights[r], box, SPINS, sends))
+    for box in boxes:
+        box.epochs.zero_()  # the stand-in sends as much once more
+    for r, box in enumerate(boxes):
+        outs = torch.empty(shapes[0]).int(), torch.empty(shapes[1]).int(), torch.empty(shapes[1])
         stand_in.push_rows(*outs, rows[r], ids[r], weights[r], box, 0.1)
-        assert all(torch.equal(got, want) for got, want in zip(outs, wanted[r], strict=True))
+        wanted = padded(rows, T, 0), padded(ids, T, -1).int(), padded(weights, T, 0)
+        assert all(torch.equal(got, want) for got, want in zip(outs, wanted, strict=True))
 
 
-def test_a_rank_that_sends_nothing_is_given_up(monkeypatch):
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_rows_and_weights_of_ones_arrive_as_nan(dtype):
+    """Where all bits are ones, nothing would seem to be there: a NaN like this loses its sign."""
+    layout = SymmetricLayout(2, 3, 8 * dtype.itemsize, 2)
+    boxes = mailboxes(layout)
+    whole = torch.int16 if dtype == torch.float16 else torch.int32
+    ones = torch.tensor(-1, dtype=whole).view(dtype)
+    for _ in range(3):
+        rows = [torch.randn(3, 8).to(dtype) for _ in range(2)]
+        weights = [torch.rand(3, 2) for _ in range(2)]
+        for x, w in zip(rows, weights, strict=True):
+            x[0], x[1, ::2], x[2, 7] = ones, ones, ones
+            w[1, 0] = torch.tensor(-1, dtype=torch.int32).view(torch.float32)
+        ids = [torch.full((3, 2), -1), torch.arange(6).view(3, 2)]
+        for out, got_ids, got_weights in gather(boxes, rows, ids, weights):
+            want = torch.cat(rows)
+            assert want.isnan().sum() == 26
+            assert torch.equal(out.isnan(), want.isnan())
+            assert torch.equal(out.nan_to_num(7), want.nan_to_num(7))
+            assert torch.equal(got_ids, torch.cat(ids).int())
+            assert torch.equal(got_weights.nan_to_num(7), torch.cat(weights).nan_to_num(7))
+    sums = mailboxes(SymmetricLayout(2, 3, 8 * dtype.itemsize))
+    shares = [torch.randn(6, 8).to(dtype) for _ in range(2)]
+    for share in shares:
+        share[::2, 3] = ones
+    for r, out in enumerate(reduce(sums, shares, [3, 2])):
+        here = slice(3 * r, 3 * r + len(out))
+        want = shares[0][here].float() + shares[1][here].float()
+        assert torch.equal(out.nan_to_num(7), want.to(dtype).nan_to_num(7)) and out.isnan().any()
+
+
+def test_rows_of_an_address_that_is_no_word_s():
+    """Two 16-bit floats travel together, wherever they begin on one rank."""
+    boxes = mailboxes(SymmetricLayout(2, 3, 16))
+    rows = [torch.randn(25).half()[1:].view(3, 8), torch.randn(3, 8).half()]
+    assert rows[0].data_ptr() % 4
+    for out, _, _ in gather(boxes, rows):
+        assert torch.equal(out, torch.cat(rows))
+
+
+@pytest.fixture
+def asserting(monkeypatch):
+    """The interpreter leaves out assertions, whatever a launch says."""
     from triton.runtime.interpreter import interpreter_builder
 
-    # the interpreter leaves out assertions, whatever a launch says
     options = replace(interpreter_builder.options, debug=True)
     monkeypatch.setattr(interpreter_builder, "options", options)
-    boxes = mailboxes(SymmetricLayout(2, 3, 32))
-    rows, out = torch.randn(3, 8), torch.empty(6, 8)
-    with pytest.raises(Exception, match="another rank of the group ended, or did not call"):
-        run(push.push_rows(out, None, None, rows, None, None, boxes[0], SPINS))
-    box = mailboxes(SymmetricLayout(2, 3, 32))[1]
+
+
+def given_up():
+    return pytest.raises(Exception, match="another rank of the group ended, or did not call")
+
+
+def pushed_rows(x, box, phases):
+    return push.push_rows(x.new_empty(6, 8), None, None, x, None, None, box, SPINS, phases)
+
+
+def pushed_sums(x, box, phases):
+    return push.push_sums(torch.empty(3, 8), torch.cat([x, x]), box, SPINS, phases)
+
+
+@pytest.mark.parametrize("push_it", [pushed_rows, pushed_sums])
+@pytest.mark.parametrize("element", [0, 8 * 3 - 1])
+def test_each_element_is_awaited(push_it, element, asserting):
+    layout, x = SymmetricLayout(2, 3, 32), torch.randn(3, 8)
+    for missing in (False, True):
+        boxes = mailboxes(layout)
+        run(push_it(x, boxes[0], Phases(True, False)))
+        if not missing:
+            run(push_it(x, boxes[1], Phases(False, True)))
+            continue
+        start = layout.rows_start + 3 * layout.pitch + 4 * element  # in the set of epoch 1
+        boxes[1].buffers[1][start : start + 4] = EMPTY
+        with given_up():
+            run(push_it(x, boxes[1], Phases(False, True)))
+
+
+def test_a_rank_that_sends_nothing_is_given_up(asserting):
+    x, layout = torch.randn(3, 8), SymmetricLayout(2, 3, 32)
+    for push_it, rows in ((pushed_rows, x), (pushed_rows, x.view(torch.int32)), (pushed_sums, x)):
+        with given_up():
+            run(push_it(rows, mailboxes(layout)[0], push.BOTH))
+    box = mailboxes(layout)[1]
     for said in ("rank 0 sent nothing within 0.01 s", "an earlier exchange was given up"):
         with pytest.raises(stand_in.Late, match=said):
             stand_in.push_sums(torch.empty(3, 8), torch.randn(6, 8), box, 0.01)

@@ -11,6 +11,7 @@ pytest.importorskip("triton")
 from moe_ops import numerics
 from moe_ops.kernels import launch
 from moe_ops.kernels.comm import push
+from moe_ops.kernels.comm.mailbox import EMPTY
 from moe_ops.kernels.comm.push import Phases
 from moe_ops.kernels.permute.layout import Layout
 from moe_ops.kernels.permute.push_scatter import push_scatter, why_not
@@ -100,7 +101,9 @@ def test_rows_of_pairs_have_their_tokens(R, T, K, top_k, scales, few, held, pack
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_every_block_of_every_rank_is_awaited(packed, monkeypatch):
-    """Also those of which no row is wanted: a rank that runs ahead must not overwrite them."""
+    """Also those of which no row is wanted: a rank that runs ahead must not overwrite them. Rows
+    of floats are taken, whether they are wanted or not.
+    """
     from triton.runtime.interpreter import interpreter_builder
 
     # the interpreter leaves out assertions, whatever a launch says
@@ -115,14 +118,20 @@ def test_every_block_of_every_rank_is_awaited(packed, monkeypatch):
         y = GroupedRows(torch.zeros(6, K, dtype=torch.float8_e4m3fn), torch.zeros(1, 6), "fp32")
     nowhere = Layout(torch.full((6,), -1, dtype=torch.int32), torch.empty(0), 6)
     assert layout.blocks == 2
-    for late in (None, 0, 1):
+    for late in (None, 0, 1, 2):
         boxes = mailboxes(layout)
         run(push_scatter(y, x, nowhere, 1, boxes[0], SPINS, GPU, packed, Phases(True, False)))
-        if late is not None:
-            boxes[1].buffers[1][8 * (2 + late) : 8 * (3 + late)] = 0  # of the set of epoch 1
+        own = boxes[1].buffers[1]
+        # of the set of epoch 1: a flag or the count, or the last element of a row
+        at = layout.rows_start + (3 + (late or 0)) * layout.pitch + row_bytes - 2
+        if packed and late is not None:
+            own[8 * (3 + late) : 8 * (4 + late)] = 0
+        elif late is not None:
+            own[at : at + 2] = 0xFF
         given = y, x, nowhere, 1, boxes[1], SPINS, GPU, packed, Phases(False, True)
-        if late is None:
-            run(push_scatter(*given))
+        if late is not None:
+            with pytest.raises(Exception, match="another rank of the group ended, or did not"):
+                run(push_scatter(*given))
             continue
-        with pytest.raises(Exception, match="another rank of the group ended, or did not call"):
-            run(push_scatter(*given))
+        run(push_scatter(*given))
+        assert packed or own[layout.rows_start :].eq(EMPTY).all()
