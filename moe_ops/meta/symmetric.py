@@ -10,7 +10,7 @@ with a slot for each other rank, two sets of slots, and in each slot flags, meta
     rows      (2, R - 1, T, pitch), each row padded to a multiple of 16 bytes
 
 The sets are used in turn: that of an epoch is its lowest bit. Rank r keeps what rank (r + 1 + s) %
-R sends in slot s. A block is `block_rows` rows, sent behind one flag.
+R sends in slot s. A block is `block_rows` rows, behind one flag where rows have flags.
 """
 
 from __future__ import annotations

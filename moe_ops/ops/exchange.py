@@ -27,7 +27,7 @@ class Opened(Protocol):
 
     @property
     def spins(self) -> int:
-        """Looks at a flag after which another rank is given up."""
+        """Looks after which another rank is given up."""
 
     def gather(self, x: Tensor) -> Tensor:
         """The tokens (R * T, K) of all ranks, of which this one has x (M, K)."""

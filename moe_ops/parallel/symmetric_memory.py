@@ -28,7 +28,7 @@ from moe_ops.parallel.wire import quantize_for
 
 _PUSH_ROWS = Lazy("moe_ops.kernels.comm.push:push_rows")
 _PUSH_SUMS = Lazy("moe_ops.kernels.comm.push:push_sums")
-# a look at a flag in a GPU's own memory takes about half a microsecond
+# a look at a flag in a GPU's own memory takes about half a microsecond; at rows it counts as two
 _SPINS_A_SECOND = 2_000_000
 
 
@@ -300,10 +300,11 @@ class SymmetricMemory(PaddedDispatcher):
     """Every rank writes its tokens into the memory of all others, and its outputs into that of the
     ranks of their tokens, which add them up.
 
-    One kernel each way, which sends rows, sets flags and waits for those of the others: nothing is
-    copied to a library's buffers, no host is asked, and a CUDA graph can hold both. Only the M
-    tokens that a rank has travel. Outputs are added in fp32 in the order of ranks and rounded
-    once: equal bits from run to run, those of `AllToAll`. Gradients take the same ways.
+    One kernel each way, which sends rows and waits for those of the others: nothing is copied to a
+    library's buffers, no host is asked, and a CUDA graph can hold both. Only the M tokens that a
+    rank has travel. On GPUs a NaN of which all bits are ones, which is what buffers hold where
+    nothing was sent, arrives without its sign. Outputs are added in fp32 in the order of ranks and
+    rounded once: equal bits from run to run, those of `AllToAll`. Gradients take the same ways.
 
     For GPUs of one host with peer access, and up to 16 of them. The first call of a shape
     allocates buffers, together with all other ranks (`symmetric_memory_bytes` says how large), and
@@ -317,8 +318,8 @@ class SymmetricMemory(PaddedDispatcher):
         group_size: R.
         max_num_tokens: T.
         timeout: seconds after which a rank that sends nothing is given up, about: a GPU counts its
-            looks at a flag. A device assertion, which ends all work of the process on its GPU,
-            then says so; on CPUs a RuntimeError.
+            looks at what others send. A device assertion, which ends all work of the process on
+            its GPU, then says so; on CPUs a RuntimeError.
         label: as in `AllGatherReduceScatter`.
         send_quantized: as there, but False unless it is given: a kernel that quantizes rows, and
             one that sends their scales, take longer than few tokens save, and of many as long.

@@ -14,7 +14,8 @@ from moe_ops.meta.symmetric import SymmetricLayout
 PROGRAMS = 256
 
 
-EMPTY = 0xFF  # each byte of metadata and rows that nobody has sent
+# each byte of metadata and rows that nobody has sent, for kernels; flags are zero at first
+EMPTY = 0xFF
 
 
 def has_flags(dtype: torch.dtype) -> bool:
@@ -29,9 +30,7 @@ class Mailbox(NamedTuple):
 
     layout: SymmetricLayout
     rank: int
-    buffers: tuple[
-        Tensor, ...
-    ]  # (num_bytes,) uint8 of each rank; flags are zero at first, all else EMPTY
+    buffers: tuple[Tensor, ...]  # (num_bytes,) uint8 of each rank, see `moe_ops.meta.symmetric`
     peers: Tensor  # (R,) int64, bytes from this rank's buffer to each
     epochs: Tensor  # (PROGRAMS,) int32, zero at first: launches of each program
 

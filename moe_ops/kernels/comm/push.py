@@ -35,7 +35,8 @@ or its count. That rank sent it in its own launch of epoch e + 1, which began af
 epoch e had ended, with all that it read and emptied: both are on one stream, and neither is
 launched early (no programmatic dependent launch). So no rank overwrites what another still reads,
 nor a flag that another still waits for, and what it writes is not emptied: an epoch's rows are
-taken in its own launch, all of them, also those that nobody wants.
+taken in its own launch, all of them, also those that nobody wants. (Between launches it is their
+order on a stream that orders memory, since looks have no acquire semantics.)
 
 **Progress.** Programs that receive wait for programs of other GPUs that send, which wait for none.
 These come first in a launch of at most PROGRAMS programs, and those that do not fit on a GPU at
@@ -178,13 +179,16 @@ class PushTile(NamedTuple):
 
 def tile_of(layout: SymmetricLayout, columns: int, most: int) -> PushTile:
     """The tile of a block, of at most `most` elements: whole rows, where they fit."""
-    width = max(min(triton.next_power_of_2(columns), most), THREADS)  # see `received`
-    return PushTile(max(1, min(layout.block_rows, most // width)), width)
+    width = min(triton.next_power_of_2(columns), most)
+    rows = max(1, min(layout.block_rows, most // width))
+    return PushTile(rows, max(width, THREADS // rows))  # see `received`
 
 
 def _most_added(group_size: int) -> int:
-    """As many elements as two programs of a multiprocessor have registers for."""
-    return 8192 if group_size == 2 else 4096 if group_size <= 4 else 2048
+    """As many elements as two programs of a multiprocessor have registers for, from all ranks."""
+    return (
+        8192 if group_size == 2 else 4096 if group_size <= 4 else 1024 if group_size <= 8 else 512
+    )
 
 
 @triton.jit
@@ -203,8 +207,8 @@ def peers_of(peers_ptr, rank, R: tl.constexpr):
 @triton.jit
 def peer_after(peers, after, R: tl.constexpr):
     """That of the rank so many after this one."""
-    peer = peers[0]
-    for i in tl.static_range(2, R):
+    peer = tl.cast(0, tl.int64)
+    for i in tl.static_range(1, R):
         peer = tl.where(after == i, peers[i - 1], peer)
     return peer
 
@@ -270,11 +274,17 @@ def received(ptrs, inside, spins, N: tl.constexpr):
     found, empty = look(ptrs, inside, N)
     while (empty != 0) & (spins > 0):
         found, empty = look(ptrs, inside, N)
-        spins -= 1
+        spins -= 2  # it takes about as long as two looks at a flag
     tl.device_assert(empty == 0, LATE)
     for i in tl.static_range(N):
         tl.store(ptrs[i], tl.full(found[i].shape, -1, found[i].dtype), mask=inside[i])
     return found
+
+
+@triton.jit
+def end_epoch(epoch_ptr, epoch):
+    tl.debug_barrier()  # all threads have loaded the last one
+    tl.store(epoch_ptr, epoch)
 
 
 @triton.jit
@@ -544,7 +554,7 @@ def moe_ops_push_rows(
             x_ptr, buffer_ptr, peers, program, SENDERS, epoch, T, M, K, ROWS_START, PITCH, R,
             BLOCKS, ROWS, FLAGS, WORD, TILE, BLOCK_K,
         )  # fmt: skip
-        tl.store(epochs_ptr + program, epoch)
+        end_epoch(epochs_ptr + program, epoch)
     if RECEIVE and program >= SENDERS:
         first, stride = program - SENDERS, programs - SENDERS
         steps = tl.cdiv(tl.cdiv(T, ROWS) - first, stride) * tiles
@@ -586,7 +596,7 @@ def moe_ops_push_rows(
                     (bits,) = received((row_ptrs,), (there,), spins, 1)
                 to_ptrs = to_ptr + (peer * T + t).to(tl.int64)[:, None] * K + k[None, :]
                 tl.store(to_ptrs, bits, mask=(t < T)[:, None] & (k < K)[None, :])
-        tl.store(epochs_ptr + program, epoch)
+        end_epoch(epochs_ptr + program, epoch)
 
 
 def push_rows(
@@ -780,7 +790,7 @@ def moe_ops_push_sums(
                 bits = filled(x.to(bits_type, bitcast=True), WIDTH)
                 tl.store(rows_ptrs + k[None, :], bits, mask=(t < T)[:, None] & (k < K)[None, :])
             x = following
-        tl.store(epochs_ptr + program, epoch)
+        end_epoch(epochs_ptr + program, epoch)
     if RECEIVE and program >= SENDERS:
         received_ptr = region(buffer_ptr, 0, ROWS_START, bits_type)
         for block in range(program - SENDERS, blocks, programs - SENDERS):
@@ -791,23 +801,26 @@ def moe_ops_push_sums(
                     map_stride, weights_ptr, weights_stride_m, weights_stride_k, rank * T + t,
                     t < M, k, K, split_stride, element, TOP_K, SPLIT_K,
                 )  # fmt: skip
-                ptrs, there = (), ()
-                for r in tl.static_range(R):
-                    after = (r - rank + R) % R  # ranks after this one; 0: this one
-                    row = row_of_slot(parity, after - 1, t, T, R)
-                    ptrs += (received_ptr + row[:, None] * PITCH + k[None, :],)  # type: ignore[assignment]
-                    there += ((t < tl.where(after > 0, T, 0))[:, None] & (k < K)[None, :],)  # type: ignore[assignment]
-                arrived = received(ptrs, there, spins, R)  # all that were sent, see "Reuse" above
                 total = tl.zeros((TILE, BLOCK_K), tl.float32)
-                for r in tl.static_range(R):
-                    share = tl.where(r == rank, own, arrived[r].to(element, bitcast=True))
-                    total += share.to(tl.float32)
+                if R > 1:
+                    ptrs, there = (), ()
+                    for i in tl.static_range(R - 1):  # of the others, in their order
+                        after = (i + (i >= rank).to(tl.int32) - rank + R) % R
+                        row = row_of_slot(parity, after - 1, t, T, R)
+                        ptrs += (received_ptr + row[:, None] * PITCH + k[None, :],)  # type: ignore[assignment]
+                        # all rows that were sent, see "Reuse" above
+                        there += ((t < T)[:, None] & (k < K)[None, :],)  # type: ignore[assignment]
+                    arrived = received(ptrs, there, spins, R - 1)
+                    for i in tl.static_range(R - 1):
+                        total = tl.where(i == rank, total + own.to(tl.float32), total)
+                        total += arrived[i].to(element, bitcast=True).to(tl.float32)
+                total = tl.where(rank == R - 1, total + own.to(tl.float32), total)
                 tl.store(
                     out_ptr + t.to(tl.int64)[:, None] * K + k[None, :],
                     total.to(element),
                     mask=(t < M)[:, None] & (k < K)[None, :],
                 )
-        tl.store(epochs_ptr + program, epoch)
+        end_epoch(epochs_ptr + program, epoch)
 
 
 def push_sums(
@@ -823,6 +836,7 @@ def push_sums(
     most, num_warps, senders = _most_added(layout.group_size), None, SENDERS
     if pairs.TOP_K:
         senders = ADDING_SENDERS
+        most = most if layout.group_size == 2 else most // 2
         most, num_warps = min(most, _MOST_SUMMED_BYTES // x.itemsize), 8
     tile = tile_of(layout, K, most)
     args = PushSums(

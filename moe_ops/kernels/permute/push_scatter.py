@@ -26,6 +26,7 @@ from moe_ops.kernels.comm.push import (
     Phases,
     as_bits,
     buffers_of,
+    end_epoch,
     flag_of_block,
     grid_of,
     load_rows,
@@ -246,7 +247,7 @@ def moe_ops_push_scatter(
                 x_ptr, buffer_ptr, peers, program, SENDERS, epoch, T, M, K // PARTS, ROWS_START,
                 PITCH // PARTS, R, BLOCKS, ROWS, False, WORD, TILE, BLOCK_K // PARTS,
             )  # fmt: skip
-        tl.store(epochs_ptr + program, epoch)
+        end_epoch(epochs_ptr + program, epoch)
     if RECEIVE and program >= SENDERS:
         first, stride = program - SENDERS, programs - SENDERS
         steps = tl.cdiv(blocks - first, stride) * tiles
@@ -295,7 +296,7 @@ def moe_ops_push_scatter(
                     x = bits.to(sent, bitcast=True)
                     y, scale = rounded_tile(x, element, SCALES, WIDTH, GROUPS, NATIVE)
                 store_tile(y_ptr, scale_ptr, y, scale, rows, k, group, K, size, SCALES, TOP_K)
-        tl.store(epochs_ptr + program, epoch)
+        end_epoch(epochs_ptr + program, epoch)
 
 
 def push_scatter(

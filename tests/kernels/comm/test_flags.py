@@ -15,12 +15,16 @@ from benchmarks import compile_kernels as c
 STEPS = r"bar\\.sync|fence\\.acq_rel\\.sys|st\\.relaxed\\.sys|st\\.global|\\bbra\\b"
 STEPS += r"|atom\\.[\\w.]*release"
 fenced, free = set(), set()
-for R, T, K in ((4, 128, 2048), (4, 4096, 2048), (2, 8, 96), (3, 5, 33)):
+for R, T, K in ((1, 5, 96), (2, 4096, 2048), (4, 128, 2048), (4, 4096, 2048), (3, 5, 33)):
     for one in c.compile_any(c.ExchangeCall(R, T, K, 8), c.gpu_of(90), 90):
         ptx, constants = one.binary.asm["ptx"], one.constants
+        if "push_sums" in one.name:
+            assert c.usage(one.binary)[1] == 0, one.name  # no bytes are spilled
         steps = re.findall(STEPS, ptx)
         at = [i for i, step in enumerate(steps) if step.startswith("fence")]
         released = [step for step in steps if "release" in step]
+        if R == 1:  # nobody to exchange with
+            continue
         if constants.get("FLAGS") or constants.get("PACKED"):
             assert len(at) == (not released) and len(released) in (0, R - 1), one.name
             assert ("ld.global.cg" in ptx), one.name

@@ -222,6 +222,48 @@ def test_the_stand_in_reads_what_kernels_sent():
         assert all(torch.equal(got, want) for got, want in zip(outs, wanted, strict=True))
 
 
+@pytest.mark.parametrize("sums", [False, True])
+def test_a_rank_may_run_ahead(sums):
+    """By as much as it can: to the rows of the next epoch, before others have taken any."""
+    T, K, epochs = 5, 24, 5
+    boxes = mailboxes(SymmetricLayout(2, T, K * 2))
+    given = torch.randn(2, epochs, T * (1 + sums), K).half()
+    counts = torch.randint(0, T + 1, (2, epochs))
+    outs = [[None] * epochs, [None] * epochs]
+
+    def step(rank, epoch, send):
+        M = int(counts[rank, epoch])
+        phases = Phases(send, not send)
+        if sums:
+            out = torch.full((M, K), torch.nan).half()
+            run(push.push_sums(out, given[rank, epoch], boxes[rank], SPINS, phases))
+        else:
+            out = torch.full((2 * T, K), torch.nan).half()
+            x = given[rank, epoch, :M]
+            run(push.push_rows(out, None, None, x, None, None, boxes[rank], SPINS, phases))
+        outs[rank][epoch] = out
+
+    step(1, 0, True)
+    for epoch in range(epochs):
+        ahead, behind = epoch % 2, 1 - epoch % 2
+        step(ahead, epoch, True) if epoch == 0 else None
+        step(ahead, epoch, False)
+        if epoch + 1 < epochs:
+            step(ahead, epoch + 1, True)
+        step(behind, epoch, False)
+        if epoch + 1 < epochs:
+            step(behind, epoch + 1, True)
+    for epoch in range(epochs):
+        for rank in range(2):
+            if sums:
+                here = slice(rank * T, rank * T + int(counts[rank, epoch]))
+                want = (given[0, epoch, here].float() + given[1, epoch, here].float()).half()
+            else:
+                parts = [given[r, epoch, : int(counts[r, epoch])] for r in range(2)]
+                want = padded(parts, T, 0)
+            assert torch.equal(outs[rank][epoch], want), (rank, epoch)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_rows_and_weights_of_ones_arrive_as_nan(dtype):
     """Where all bits are ones, nothing would seem to be there: a NaN like this loses its sign."""

@@ -84,6 +84,10 @@ def test_rows_of_pairs_have_their_tokens(R, T, K, top_k, scales, few, held, pack
                 run(push_scatter(*given, SPINS, GPU, packed, phases))
             box, last = boxes[-1], sent(tokens[-1])
             run(push.push_rows(out, None, None, last, None, None, box, SPINS, phases))
+        if packed:  # the interpreter rounds small negative numbers to 0, not to -0
+            for rows in out, whole:
+                q = rows.view(torch.uint8)[:, :K]
+                q[q == 0x80] = 0
         assert torch.equal(out, whole)
         for want, rows, y in wanted:
             if not scales:
