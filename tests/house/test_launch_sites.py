@@ -34,6 +34,7 @@ ADDRESSES = {
     ("backends/torch/grouped_mm.py", "_native"): "PyTorch's product needs 16 bytes",
     ("backends/triton/mixed.py", "_runs_packed"): "TMA needs 16 bytes",
     ("kernels/comm/mailbox.py", "Mailbox.of"): "peers' memory is reached from this rank's",
+    ("kernels/comm/push.py", "whole_words"): "two 16-bit floats are loaded as one word",
     ("kernels/gemm/gemv.py", "why_not"): "says why it cannot run",
     ("kernels/gemm/sm90_tma.py", "_describable"): "TMA needs 16 bytes",
     ("kernels/mixed_gemm/gemv.py", "why_not"): "says why it cannot run",
