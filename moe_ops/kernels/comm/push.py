@@ -73,10 +73,10 @@ from moe_ops.ops.exchange import opened
 
 THREADS = 256  # of a program at most
 # Programs that send, at most. Few keep the link busy, and those that receive need the more of a
-# launch's 256: on two H200s dispatch of 4096 tokens takes 54, 53, 53 and 55 us with 24, 32, 48 and
-# 64, and 73 with 128.
+# launch's 256: on two H200s dispatch of 4096 tokens takes 54.1, 52.6, 52.9, 52.3, 54.4 and 72.8 us
+# with 24, 32, 40, 48, 64 and 128, of 8192 110, 103, 101, 104, 112 and 144 (several runs).
 SENDERS = 40
-# Of sums that are made on the way: 73, 65, 66 and 86 us with 72, 88, 96 and 128.
+# Of sums that are made on the way: 72, 65, 66 and 85 us with 72, 88, 96 and 128.
 ADDING_SENDERS = 88
 MOST_COPIED = 16384  # bytes that a program holds at a time
 MOST_ROUTED = 1024  # pairs whose ids it does
@@ -771,7 +771,7 @@ def moe_ops_push_sums(
         steps = tl.cdiv(blocks - program, SENDERS) * to_all
         peers = peers_of(peers_ptr, rank, R)
         x = tl.zeros((TILE, BLOCK_K), element)
-        for step in range(steps + 1):
+        for step in range(steps + 1 if R > 1 else 0):
             # what is stored after this one is loaded before, so that loads and stores overlap
             t, k = tile_of_step(step, to_all, program, SENDERS, K, ROWS, TILE, BLOCK_K)
             following = share_of_tokens(
@@ -837,7 +837,9 @@ def push_sums(
     if pairs.TOP_K:
         senders = ADDING_SENDERS
         most = most if layout.group_size == 2 else most // 2
-        most, num_warps = min(most, _MOST_SUMMED_BYTES // x.itemsize), 8
+        # so that threads hold four elements at least, where there are up to eight ranks
+        num_warps = 8 if layout.group_size <= 4 else 4
+        most = min(most, _MOST_SUMMED_BYTES // x.itemsize)
     tile = tile_of(layout, K, most)
     args = PushSums(
         out=out,

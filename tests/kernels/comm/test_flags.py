@@ -39,6 +39,8 @@ for R, T, K in ((1, 5, 96), (2, 4096, 2048), (4, 128, 2048), (4, 4096, 2048), (3
             assert min(tiles) >= 32 * one.warps, (one.name, tiles, one.warps)
             if constants.get("WORD") == 32 and "push_rows" in one.name:
                 assert "st.global.b16" not in ptx and "st.global.b8" not in ptx, one.name
+            if K >= 2048 and T > 1 and constants.get("R") == R and "pairs" not in constants:
+                assert "st.global.v4" in ptx, one.name  # rows are stored by 16 bytes
             free.add((one.name, T))
         if at:
             # all threads have stored before the barrier, thread 0 sets all flags behind a fence

@@ -22,6 +22,17 @@ GPU = launch.gpu(-1)
 SPINS = 3
 
 
+@pytest.fixture(autouse=True)
+def asserting(monkeypatch):
+    """The interpreter leaves out assertions, whatever a launch says: without them, who waits in
+    vain would go on.
+    """
+    from triton.runtime.interpreter import interpreter_builder
+
+    options = replace(interpreter_builder.options, debug=True)
+    monkeypatch.setattr(interpreter_builder, "options", options)
+
+
 def mailboxes(layout):
     """Of all ranks of a group."""
     buffers = []
@@ -124,7 +135,10 @@ def test_rows_of_all_ranks_arrive(R, T, K, dtype, few, monkeypatch):
     [
         (2, 3, 32, torch.float16, 128),  # the interpreter cuts off bits of bf16
         (4, 5, 40, torch.float16, 2),
+        (3, 5, 40, torch.float32, 2),
+        (4, 7, 24, torch.float32, 128),
         (2, 19, 9, torch.float32, 1),
+        (1, 3, 40, torch.float32, 128),
     ],
 )
 def test_sums_are_in_the_order_of_ranks(R, T, K, dtype, few, monkeypatch):
@@ -142,6 +156,8 @@ def test_sums_are_in_the_order_of_ranks(R, T, K, dtype, few, monkeypatch):
             for share in rows:
                 want += share[r * T : r * T + counts[r]].float()
             assert torch.equal(out, want.to(dtype))
+    for box in boxes:  # also of rows that no token is behind
+        assert box.buffers[box.rank][box.layout.rows_start :].eq(EMPTY).all()
 
 
 @pytest.mark.parametrize(
@@ -300,17 +316,10 @@ def test_rows_of_an_address_that_is_no_word_s():
     boxes = mailboxes(SymmetricLayout(2, 3, 16))
     rows = [torch.randn(25).half()[1:].view(3, 8), torch.randn(3, 8).half()]
     assert rows[0].data_ptr() % 4
+    assert push.whole_words(rows[0])[0].data_ptr() % 4 == 0
+    assert [push.whole_words(x)[1] for x in (rows[0], rows[0][:, 1:])] == [4, 2]
     for out, _, _ in gather(boxes, rows):
         assert torch.equal(out, torch.cat(rows))
-
-
-@pytest.fixture
-def asserting(monkeypatch):
-    """The interpreter leaves out assertions, whatever a launch says."""
-    from triton.runtime.interpreter import interpreter_builder
-
-    options = replace(interpreter_builder.options, debug=True)
-    monkeypatch.setattr(interpreter_builder, "options", options)
 
 
 def given_up():
@@ -318,34 +327,48 @@ def given_up():
 
 
 def pushed_rows(x, box, phases):
-    return push.push_rows(x.new_empty(6, 8), None, None, x, None, None, box, SPINS, phases)
+    R = box.layout.group_size
+    ids, weights = torch.randint(0, 9, (3, 2)), torch.rand(3, 2)
+    outs = x.new_empty(3 * R, 8), torch.empty(3 * R, 2).int(), torch.empty(3 * R, 2)
+    return push.push_rows(*outs, x, ids, weights, box, SPINS, phases)
 
 
 def pushed_sums(x, box, phases):
-    return push.push_sums(torch.empty(3, 8), torch.cat([x, x]), box, SPINS, phases)
+    parts = torch.cat([x] * box.layout.group_size)
+    return push.push_sums(torch.empty(3, 8), parts, box, SPINS, phases)
 
 
+@pytest.mark.parametrize("R", [2, 3])
 @pytest.mark.parametrize("push_it", [pushed_rows, pushed_sums])
-@pytest.mark.parametrize("element", [0, 8 * 3 - 1])
-def test_each_element_is_awaited(push_it, element, asserting):
-    layout, x = SymmetricLayout(2, 3, 32), torch.randn(3, 8)
-    for missing in (False, True):
+def test_each_element_is_awaited(push_it, R):
+    """Of rows, and of ids and weights that travel with them, from every rank."""
+    top_k = 2 if push_it is pushed_rows else 0
+    layout, x = SymmetricLayout(R, 3, 32, top_k), torch.randn(3, 8)
+    at, words = [], 2 * top_k
+    for row in [3 * (R - 1 + slot) + row for slot in range(R - 1) for row in (0, 2)]:  # of epoch 1
+        at += [layout.rows_start + row * layout.pitch + 4 * k for k in (0, 7)]
+        at += [layout.meta_start + 4 * (words * row + word) for word in (0, words - 1) if words]
+    for missing in (None, *at):
         boxes = mailboxes(layout)
-        run(push_it(x, boxes[0], Phases(True, False)))
-        if not missing:
-            run(push_it(x, boxes[1], Phases(False, True)))
+        for box in boxes[:-1]:
+            run(push_it(x, box, Phases(True, False)))
+        if missing is None:
+            run(push_it(x, boxes[-1], Phases(False, True)))
             continue
-        start = layout.rows_start + 3 * layout.pitch + 4 * element  # in the set of epoch 1
-        boxes[1].buffers[1][start : start + 4] = EMPTY
+        boxes[-1].buffers[-1][missing : missing + 4] = EMPTY
         with given_up():
-            run(push_it(x, boxes[1], Phases(False, True)))
+            run(push_it(x, boxes[-1], Phases(False, True)))
 
 
-def test_a_rank_that_sends_nothing_is_given_up(asserting):
-    x, layout = torch.randn(3, 8), SymmetricLayout(2, 3, 32)
-    for push_it, rows in ((pushed_rows, x), (pushed_rows, x.view(torch.int32)), (pushed_sums, x)):
+def test_a_rank_that_sends_nothing_is_given_up():
+    x, layout, routed = torch.randn(3, 8), SymmetricLayout(2, 3, 32), SymmetricLayout(2, 3, 32, 2)
+    for push_it, rows, of in (
+        (pushed_rows, x, routed),
+        (pushed_rows, x.view(torch.int32), routed),
+        (pushed_sums, x, layout),
+    ):
         with given_up():
-            run(push_it(rows, mailboxes(layout)[0], push.BOTH))
+            run(push_it(rows, mailboxes(of)[0], push.BOTH))
     box = mailboxes(layout)[1]
     for said in ("rank 0 sent nothing within 0.01 s", "an earlier exchange was given up"):
         with pytest.raises(stand_in.Late, match=said):

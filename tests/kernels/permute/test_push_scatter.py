@@ -1,7 +1,6 @@
 """Tokens of all ranks, which one process plays, copied to the rows of their pairs on arrival."""
 
 import sys
-from dataclasses import replace
 
 import pytest
 import torch
@@ -19,8 +18,9 @@ from moe_ops.kernels.permute.scatter import GroupedRows
 from moe_ops.meta import symmetric
 from moe_ops.meta.symmetric import SymmetricLayout
 from moe_ops.parallel.symmetric_memory import packed_rows
-from tests.kernels.comm.test_push import GPU, SPINS, mailboxes, run
+from tests.kernels.comm.test_push import GPU, SPINS, asserting, mailboxes, run
 
+__all__ = ["asserting"]  # a fixture of all tests
 pytestmark = pytest.mark.skipif(not launch.INTERPRETED, reason="needs TRITON_INTERPRET=1")
 
 
@@ -108,11 +108,6 @@ def test_every_block_of_every_rank_is_awaited(packed, monkeypatch):
     """Also those of which no row is wanted: a rank that runs ahead must not overwrite them. Rows
     of floats are taken, whether they are wanted or not.
     """
-    from triton.runtime.interpreter import interpreter_builder
-
-    # the interpreter leaves out assertions, whatever a launch says
-    options = replace(interpreter_builder.options, debug=True)
-    monkeypatch.setattr(interpreter_builder, "options", options)
     monkeypatch.setattr(symmetric, "FEW_BLOCKS", 2)
     K = 128 if packed else 16
     row_bytes = symmetric.packed_bytes(K) if packed else 2 * K
@@ -139,3 +134,20 @@ def test_every_block_of_every_rank_is_awaited(packed, monkeypatch):
             continue
         run(push_scatter(*given))
         assert packed or own[layout.rows_start :].eq(EMPTY).all()
+
+
+@pytest.mark.parametrize("ones", [(0, 1), (0,), (1,)])
+def test_floats_of_ones_are_copied_as_nan(ones):
+    """Two floats travel as one word, and are looked at one by one."""
+    boxes = mailboxes(SymmetricLayout(2, 3, 32))
+    x = torch.randn(3, 16).half()
+    for column in ones:
+        x[1, 6 + column] = torch.tensor(-1, dtype=torch.int16).view(torch.float16)
+    rows = torch.arange(6, dtype=torch.int32)
+    outs = [GroupedRows(torch.full((6, 16), 77.0).half(), None, "") for _ in range(2)]
+    for phases in (Phases(True, False), Phases(False, True)):
+        for y, box in zip(outs, boxes, strict=True):
+            run(push_scatter(y, x, Layout(rows, rows, 6), 1, box, SPINS, GPU, False, phases))
+    for y in outs:
+        assert y.data.isnan().sum() == 2 * len(ones)
+        assert torch.equal(y.data.nan_to_num(7), torch.cat([x, x]).nan_to_num(7))
