@@ -627,7 +627,7 @@ def push_rows(
             weights=topk_weights,
             TOP_K=layout.top_k,
             BLOCK_TOP_K=width,
-            TOKENS=max(MOST_ROUTED // width, THREADS // width, 1),
+            TOKENS=max(MOST_ROUTED // width, 1),
         ),
         buffers=buffers_of(mailbox, spins, word, phases, rows, senders),
         M=M,

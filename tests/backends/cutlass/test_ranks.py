@@ -21,6 +21,7 @@ from moe_ops.numerics import quantize_activation
 from moe_ops.ops import exchange
 from moe_ops.parallel.symmetric_memory import _Opened, packed_rows
 from tests.backends.cutlass.test_layer import devices, products  # noqa: F401  (a fixture)
+from tests.kernels.comm.test_push import asserting  # noqa: F401  (a fixture)
 from tests.support import oracle
 from tests.support.cases import BF16, FP16, assert_matches, poisoned_memory, tolerance
 

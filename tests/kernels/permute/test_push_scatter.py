@@ -18,9 +18,14 @@ from moe_ops.kernels.permute.scatter import GroupedRows
 from moe_ops.meta import symmetric
 from moe_ops.meta.symmetric import SymmetricLayout
 from moe_ops.parallel.symmetric_memory import packed_rows
-from tests.kernels.comm.test_push import GPU, SPINS, asserting, mailboxes, run
+from tests.kernels.comm.test_push import (
+    GPU,
+    SPINS,
+    asserting,  # noqa: F401  (a fixture)
+    mailboxes,
+    run,
+)
 
-__all__ = ["asserting"]  # a fixture of all tests
 pytestmark = pytest.mark.skipif(not launch.INTERPRETED, reason="needs TRITON_INTERPRET=1")
 
 
