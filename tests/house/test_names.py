@@ -49,7 +49,7 @@ RENAMED = [
     Renamed("MENDED", "EXPONENT_CORRECTION", ("kernels/mixed_gemm/decode.py",)),
     Renamed("asked arrived soon", "prefetch_scale unpack_scale next_scale", _MAINLOOP),
     Renamed("started added following", "issue_wgmma accumulate advance_slot", _MAINLOOP),
-    Renamed("fill sums", "producer consumer", _MAINLOOP),
+    Renamed("fill sums", "producer consume", _MAINLOOP),
     Renamed("leave", "exit_without_tile", _WGMMA),
     Renamed(
         "place_of in_place",

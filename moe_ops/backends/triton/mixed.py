@@ -266,7 +266,7 @@ def _wgmma_launches(
     (M, top_k), E, K = ids.shape, w2.E, w2.N
     pairs, block_m = M * top_k, config.block_m
     unsorted = configs.max_unsorted_pairs(pairs, E) > 0
-    blocks = 0 if unsorted else num_blocks_of(pairs, E, block_m)
+    blocks = pairs if unsorted else num_blocks_of(pairs, E, block_m)
     routing = route_pairs(a.index_workspace, ids, a.expert_map, E, blocks, False)
     weights = router_weights(a.topk_weights)
     weighted = not a.router_weight_on_input
@@ -301,7 +301,9 @@ def _wgmma_launches(
     if not unsorted:
         launches.append(route(routing, sort_into(block_m, pairs, E, config.sort_chunk), gpu))
     launches += (
-        kernels.permute_tokens(permuted, x, w13, of_pairs, before, rounding, x_scale, gpu),
+        kernels.permute_tokens(
+            *(permuted, x, w13, of_pairs, before, rounding, x_scale, block_m), gpu
+        ),
         kernels.gemm1(
             *(h.written, permuted, w13, w2, of_pairs, on_input, activation, g1, block_m, gpu),
             x_scale,

@@ -5,13 +5,20 @@ experts, BLOCK_M the most rows of a block.
 
 Index workspace, int32:
     blocks (num_blocks, 4): expert (-1: unused block, E: rows to be zeroed), first row, end row of
-                            the expert, and in the first block the number of used blocks
+                            the expert; besides, in the first block the number of used blocks,
+                            in the second and third those tiles of the first and second GEMM that
+                            programs have taken (kernels/mixed_gemm/sm90_mainloop.py)
     order (S,):             the pairs sorted by expert, stable; absent if the input is sorted
 A block covers rows [first, min(first + BLOCK_M, end)) of `order`, or of the sorted input itself.
 """
 
 import triton
 import triton.language as tl
+
+# in the index workspace, of at least one and of at least three blocks
+USED = tl.constexpr(3)
+TAKEN1, TAKEN2 = tl.constexpr(7), tl.constexpr(11)
+BLOCKS_WITH_COUNTERS = 3
 
 
 @triton.jit

@@ -13,14 +13,12 @@ FORMAT and SCALE as in sm80_mma.py; K_CHUNK and the accumulator's order of rows 
 sm90_decode.py.
 """
 
-from moe_ops.kernels.device.blocks import local_expert
+from moe_ops.kernels.device.blocks import USED, local_expert
 from moe_ops.kernels.device.gluon import (
     async_load,
-    fence_async_shared,
     gl,
     gluon,
     mbarrier,
-    reinterpret,
     warpgroup_mma,
     warpgroup_mma_init,
     warpgroup_mma_wait,
@@ -47,6 +45,7 @@ from moe_ops.kernels.mixed_gemm.sm90_decode import (
 E8M0_SHIFT = gl.constexpr(4294967296.0)  # 2^32, as in sm80_mma.py
 E4M3_SHIFT = gl.constexpr(256.0)
 INT4_SHIFT = gl.constexpr(2.0**64)
+HANDED = gl.constexpr(2)  # tiles of which the producer may be ahead of the consumers
 
 
 @gluon.constexpr_function
@@ -164,47 +163,102 @@ def find_block(
 
 
 @gluon.jit
-def schedule_tile(
-    index_ptr, ids_ptr, map_ptr, num_blocks, S, E, num_ids, top_k,
-    ids_stride_m, ids_stride_k, map_stride, tiles_per_block, k_tiles,
-    SPLIT_K: gl.constexpr, GROUP_M: gl.constexpr, MAX_UNSORTED_PAIRS: gl.constexpr,
+def tile_of_table(
+    tile, used, index_ptr, tiles_per_block, GROUP_M: gl.constexpr, BLOCK_M: gl.constexpr
+):  # fmt: skip
+    """(Expert, first and end position of at most BLOCK_M, tile out of `tiles_per_block`) of a tile
+    of the `used` blocks in the table.
+
+    Consecutive tiles have different blocks, because programs of one block would all read the same
+    rows of x at the same time. (Mixtral's GEMM1 of 64 tokens took 182 us with this order and 216
+    with the other.) All tiles of GROUP_M blocks come before those of the next blocks, so that the
+    L2 keeps the rows of x; 0: of all blocks.
+    """
+    block = used * 0  # the first one of a group
+    blocks = gl.maximum(used, 1)
+    if GROUP_M:
+        block = tile // (GROUP_M * tiles_per_block) * GROUP_M
+        tile -= block * tiles_per_block
+        blocks = gl.minimum(gl.maximum(used - block, 1), GROUP_M)
+    block_ptr = index_ptr + 4 * (block + tile % blocks)
+    e = gl.load(block_ptr, cache_modifier=".cg")
+    first = gl.load(block_ptr + 1, cache_modifier=".cg")
+    end = gl.load(block_ptr + 2, cache_modifier=".cg")
+    return e, first, gl.minimum(end, first + BLOCK_M), tile // blocks
+
+
+@gluon.jit
+def first_tile(
+    index_ptr, ids_ptr, map_ptr, S, E, num_ids, top_k, ids_stride_m, ids_stride_k, map_stride,
+    tiles_per_block, GROUP_M: gl.constexpr, MAX_UNSORTED_PAIRS: gl.constexpr,
     BLOCK_M: gl.constexpr, NUM_WARPS: gl.constexpr,
 ):  # fmt: skip
-    """The tile of this program: (whether there is one; its expert, first and end position of at
-    most BLOCK_M, tile of weight rows, share of the reduction out of SPLIT_K, first and end K
-    tile).
-
-    Consecutive programs take different blocks, because programs of one block would all read the
-    same rows of x at the same time. (Mixtral's GEMM1 of 64 tokens took 182 us with this order and
-    216 us with the other. Persistent programs were no faster.) They take all tiles of GROUP_M
-    blocks before those of the next blocks, so that the L2 keeps the rows of x; 0: of all blocks.
-    """
+    """(Whether this program has a tile; what `tile_of_table` says of it)."""
     tile = gl.program_id(0)
-    if MAX_UNSORTED_PAIRS:
+    if MAX_UNSORTED_PAIRS:  # the table is yet to be written
         has_tile, e, first, end = find_block(
             tile % S, ids_ptr, map_ptr, S, E, num_ids, top_k,
             ids_stride_m, ids_stride_k, map_stride, MAX_UNSORTED_PAIRS, BLOCK_M, NUM_WARPS,
         )  # fmt: skip
-        n = tile // S
+        return has_tile, e, first, gl.minimum(end, first + BLOCK_M), tile // S
     else:
-        used = gl.load(index_ptr + 3, cache_modifier=".cg")
+        used = gl.load(index_ptr + USED, cache_modifier=".cg")
         has_tile = tile < used * tiles_per_block
-        block = used * 0  # the first one of a group
-        blocks = gl.maximum(used, 1)
-        if GROUP_M:
-            block = tile // (GROUP_M * tiles_per_block) * GROUP_M
-            tile -= block * tiles_per_block
-            blocks = gl.minimum(gl.maximum(used - block, 1), GROUP_M)
-        n = tile // blocks
-        block_ptr = index_ptr + 4 * gl.where(has_tile, block + tile % blocks, 0)
-        e = gl.load(block_ptr, cache_modifier=".cg")
-        first = gl.load(block_ptr + 1, cache_modifier=".cg")
-        end = gl.load(block_ptr + 2, cache_modifier=".cg")
-    split = n % SPLIT_K
-    k_begin = split * gl.cdiv(k_tiles, SPLIT_K)
-    k_end = gl.minimum(k_begin + gl.cdiv(k_tiles, SPLIT_K), k_tiles)
-    end = gl.minimum(end, first + BLOCK_M)
-    return has_tile, e, first, end, n // SPLIT_K, split, k_begin, k_end
+        tile = gl.where(has_tile, tile, 0)
+        e, first, end, n = tile_of_table(tile, used, index_ptr, tiles_per_block, GROUP_M, BLOCK_M)
+        return has_tile, e, first, end, n
+
+
+@gluon.jit
+def share_of(n, k_tiles, SPLIT_K: gl.constexpr):
+    """First and end K tile of a tile, which has one of SPLIT_K shares of them. None is empty."""
+    begin = n % SPLIT_K * gl.cdiv(k_tiles, SPLIT_K)
+    return begin, gl.minimum(begin + gl.cdiv(k_tiles, SPLIT_K), k_tiles)
+
+
+@gluon.jit
+def mbarriers(NUMBER: gl.constexpr):
+    """So many mbarriers, each for one arrival."""
+    found = gl.allocate_shared_memory(gl.int64, [NUMBER, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(NUMBER):
+        mbarrier.init(found.index(i), 1)
+    return found
+
+
+@gluon.jit
+def number_of(numbers, i, NUM_WARPS: gl.constexpr):
+    """A number in shared memory."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [NUM_WARPS], [0])
+    return gl.max(numbers.index(i).load(LAYOUT), 0)
+
+
+@gluon.jit
+def next_tile(handed, i, NUM_WARPS: gl.constexpr):
+    """The i-th tile that the producer hands to the consumers; expert -1 after the last one."""
+    numbers, written, read = handed
+    slot, phase = i % HANDED, i // HANDED & 1
+    mbarrier.wait(written.index(slot), phase)
+    e = number_of(numbers, 4 * slot, NUM_WARPS)
+    first = number_of(numbers, 4 * slot + 1, NUM_WARPS)
+    end = number_of(numbers, 4 * slot + 2, NUM_WARPS)
+    n = number_of(numbers, 4 * slot + 3, NUM_WARPS)
+    mbarrier.arrive(read.index(slot), count=1)
+    return e, first, end, n
+
+
+@gluon.jit
+def hand_tile(handed, i, e, first, end, n):
+    """Hand the i-th tile to the consumers, by the one warp of the producer."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    numbers, written, read = handed
+    slot, phase = i % HANDED, i // HANDED & 1
+    mbarrier.wait(read.index(slot), phase ^ 1)
+    zero = gl.full([1], 0, gl.int32, LAYOUT)
+    numbers.index(4 * slot).store(zero + e)
+    numbers.index(4 * slot + 1).store(zero + first)
+    numbers.index(4 * slot + 2).store(zero + end)
+    numbers.index(4 * slot + 3).store(zero + n)
+    mbarrier.arrive(written.index(slot), count=1)
 
 
 @gluon.jit
@@ -251,14 +305,53 @@ def advance_slot(slot, phase, NUM_STAGES: gl.constexpr):
 
 
 @gluon.jit
+def slot_before(slot, NUM_STAGES: gl.constexpr):
+    """The slot of the ring buffer before this one."""
+    return gl.where(slot == 0, NUM_STAGES, slot) - 1
+
+
+@gluon.jit
+def load_tile(
+    x, x_more, w, w_scales, ring, slot, phase, e, first, end, row, k_begin, k_end, K,
+    STAGE_BYTES: gl.constexpr, SCALE_GROUP: gl.constexpr, K_CHUNK: gl.constexpr,
+    NUM_STAGES: gl.constexpr,
+):  # fmt: skip
+    """Copy K tiles of a tile into the ring buffer's slots, from `slot` on, as they become empty.
+    Returns the next slot, and the phase of its mbarriers.
+    """
+    x_smem, more_smem, w_smem, s_smem, full, empty = ring
+    for k_tile in range(k_begin, k_end):
+        mbarrier.wait(empty.index(slot), phase)
+        load_weights(
+            w, w_scales, w_smem, s_smem, full, slot, k_tile, True, e, row, K,
+            STAGE_BYTES, SCALE_GROUP, K_CHUNK,
+        )  # fmt: skip
+        load_tokens(x, x_more, x_smem, more_smem, full, slot, k_tile, True, first, end)
+        slot, phase = advance_slot(slot, phase, NUM_STAGES)
+    return slot, phase
+
+
+@gluon.jit
 def producer(
-    x, x_more, w, w_scales, x_smem, more_smem, w_smem, s_smem, full, empty, first, end, e, row,
-    k_begin, k_end, K, STAGE_BYTES: gl.constexpr, SCALE_GROUP: gl.constexpr, K_CHUNK: gl.constexpr,
-    NUM_STAGES: gl.constexpr, PDL: gl.constexpr,
+    x, x_more, w, w_scales, ring, handed, index_ptr, num_blocks, taken_ptr, e, first, end, n,
+    tiles_per_block, K,
+    TILE_ROWS: gl.constexpr, SPLIT_K: gl.constexpr, GROUP_M: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_K: gl.constexpr, STAGE_BYTES: gl.constexpr,
+    SCALE_GROUP: gl.constexpr, K_CHUNK: gl.constexpr, NUM_STAGES: gl.constexpr,
+    UNSORTED: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """The producer warp: fill the ring buffer, with the first weights before gdc_wait, and tokens
-    after it.
+    after it. It then takes one tile after the other, as this GEMM's counter in the index workspace
+    says, and hands it to the consumers while they still have all of the tile before.
+
+    So short rows cost no time in which nothing is copied: 256 tokens of Qwen3 in int4, whose tiles
+    have eight and three K tiles, took 123 us for 135. (Programs with fixed tiles end at different
+    times: gptoss20 in mxfp4 took 127 us so, and 112 with twice as many of them.)
     """
+    x_smem, more_smem, w_smem, s_smem, full, _ = ring
+    k_tiles = gl.cdiv(K, BLOCK_K)
+    k_begin, k_end = share_of(n, k_tiles, SPLIT_K)
+    row = n // SPLIT_K * TILE_ROWS
     for i in gl.static_range(NUM_STAGES):
         load_weights(
             w, w_scales, w_smem, s_smem, full, i, k_begin + i, k_begin + i < k_end, e, row, K,
@@ -269,15 +362,37 @@ def producer(
         load_tokens(
             x, x_more, x_smem, more_smem, full, i, k_begin + i, k_begin + i < k_end, first, end
         )
-    slot, phase = k_begin * 0, k_begin * 0
-    for k_tile in range(k_begin + NUM_STAGES, k_end):
-        mbarrier.wait(empty.index(slot), phase)
-        load_weights(
-            w, w_scales, w_smem, s_smem, full, slot, k_tile, True, e, row, K,
-            STAGE_BYTES, SCALE_GROUP, K_CHUNK,
-        )  # fmt: skip
-        load_tokens(x, x_more, x_smem, more_smem, full, slot, k_tile, True, first, end)
-        slot, phase = advance_slot(slot, phase, NUM_STAGES)
+    loaded = gl.minimum(k_end - k_begin, NUM_STAGES)
+    # a slot that is filled for the first time is waited for in the phase before its first one
+    slot, phase = loaded % NUM_STAGES, (loaded < NUM_STAGES).to(gl.int32)
+    slot, phase = load_tile(
+        x, x_more, w, w_scales, ring, slot, phase, e, first, end, row, k_begin + loaded, k_end, K,
+        STAGE_BYTES, SCALE_GROUP, K_CHUNK, NUM_STAGES,
+    )  # fmt: skip
+    used = num_blocks
+    if not UNSORTED:
+        used = gl.load(index_ptr + USED, cache_modifier=".cg")
+    tiles = used * tiles_per_block
+    programs = gl.num_programs(0)
+    i = used * 0
+    more = programs < tiles
+    while more:
+        tile = gl.atomic_add(taken_ptr, 1, sem="relaxed") + programs
+        more = tile < tiles
+        if more:
+            e, first, end, n = tile_of_table(
+                tile, used, index_ptr, tiles_per_block, GROUP_M, BLOCK_M
+            )
+            if e >= 0:  # where pairs are not sorted, blocks may be empty
+                hand_tile(handed, i, e, first, end, n)
+                i += 1
+                k_begin, k_end = share_of(n, k_tiles, SPLIT_K)
+                slot, phase = load_tile(
+                    x, x_more, w, w_scales, ring, slot, phase, e, first, end,
+                    n // SPLIT_K * TILE_ROWS, k_begin, k_end, K,
+                    STAGE_BYTES, SCALE_GROUP, K_CHUNK, NUM_STAGES,
+                )  # fmt: skip
+    hand_tile(handed, i, -1, 0, 0, 0)
 
 
 @gluon.jit
@@ -403,18 +518,60 @@ def accumulate(acc, d, scale, FORMAT: gl.constexpr, PROMOTE: gl.constexpr):
 
 
 @gluon.jit
-def consumer(
-    w_chunks, x_operands, more_operands, s_chunks, full, empty, k_begin, k_end, K,
-    scale_ptrs, zero_ptrs, products_ptr, scale_stride_g, zero_stride_g,
+def join_halves(acc0, acc1):
+    """The accumulator of all rows, of those of both halves."""
+    MMA: gl.constexpr = acc0.type.layout
+    acc = gl.join(acc0, acc1).permute((2, 0, 1)).reshape((2 * acc0.shape[0], acc0.shape[1]))
+    return gl.convert_layout(acc, MMA, assert_trivial=True)
+
+
+@gluon.jit
+def prefetch_first(
+    scale_ptrs, zero_ptrs, scale_stride_g, zero_stride_g, k_begin, K,
+    HAS_SCALE: gl.constexpr, HAS_ZERO: gl.constexpr, SCALE: gl.constexpr,
+    SCALE_GROUP: gl.constexpr, K_CHUNK: gl.constexpr, BLOCK_K: gl.constexpr,
+):  # fmt: skip
+    """Scales of a tile's first and second chunk, and zero points of these. (Scales that are not
+    in the ring buffer are prefetched two chunks ahead.)
+    """
+    chunk = k_begin * (BLOCK_K // K_CHUNK)
+    scale, next_scale = k_begin, k_begin
+    if HAS_SCALE:
+        S_COLUMNS: gl.constexpr = SCALE_GROUP * scales_per_element(  # columns of an element
+            scale_ptrs.dtype.element_ty, SCALE
+        )
+        scale = prefetch_scale(
+            scale_ptrs + group_index(chunk, K, K_CHUNK, S_COLUMNS) * scale_stride_g
+        )
+        next_scale = prefetch_scale(
+            scale_ptrs + group_index(chunk + 1, K, K_CHUNK, S_COLUMNS) * scale_stride_g
+        )
+    zero, next_zero = scale, next_scale
+    if HAS_ZERO:
+        zero = prefetch_scale(
+            zero_ptrs + group_index(chunk, K, K_CHUNK, SCALE_GROUP) * zero_stride_g
+        )
+        next_zero = prefetch_scale(
+            zero_ptrs + group_index(chunk + 1, K, K_CHUNK, SCALE_GROUP) * zero_stride_g
+        )
+    return scale, next_scale, zero, next_zero
+
+
+@gluon.jit
+def consume(
+    ring, slot, phase, k_begin, k_end, K, scales, scale_ptrs, zero_ptrs, products_ptr,
+    scale_stride_g, zero_stride_g, HAS_ZERO: gl.constexpr,
     FORMAT: gl.constexpr, SCALE: gl.constexpr, SCALE_GROUP: gl.constexpr, K_CHUNK: gl.constexpr,
     GATED: gl.constexpr, INTERLEAVED: gl.constexpr, BLOCK_M: gl.constexpr,
-    MORE_M: gl.constexpr, BLOCK_N: gl.constexpr,
-    BLOCK_K: gl.constexpr, NUM_STAGES: gl.constexpr, NUM_WARPS: gl.constexpr,
-    OVERLAP: gl.constexpr, STREAM: gl.constexpr, SEGMENTS: gl.constexpr,
+    MORE_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
+    NUM_STAGES: gl.constexpr, NUM_WARPS: gl.constexpr, OVERLAP: gl.constexpr,
+    STREAM: gl.constexpr, SEGMENTS: gl.constexpr,
 ):  # fmt: skip
-    """The consumer warps: decode and multiply the chunks in the ring buffer. Returns the
-    sums of the first and of the second half of the rows, and with MORE_M those of the block's
-    other rows of x, too.
+    """The consumer warps: decode and multiply a tile's chunks in the ring buffer, from `slot` on,
+    with the first scales from `prefetch_first`. Returns the next slot, the phase of its mbarriers,
+    and w @ x.T (BLOCK_N, BLOCK_M) in fp32, for the BLOCK_M positions before the block's end and,
+    with MORE_M, for the positions before these; those before its first one are zero. Rows are in
+    the accumulator's order. The caller applies the scales of whole rows.
 
     SEGMENTS: so many equal parts of the K tiles have sums of their own, which are then added.
 
@@ -422,6 +579,7 @@ def consumer(
     thread. STREAM: so is the first chunk of a K tile, while the last one of the K tile before is,
     whose slot it then frees. The sums must need no scales, and threads have rows of both halves.
     """
+    w_chunks, x_operands, more_operands, s_chunks, full, empty = ring
     MMA: gl.constexpr = accumulator_layout(FORMAT, BLOCK_M, NUM_WARPS)
     CHUNK_BYTES: gl.constexpr = w_chunks.shape[2]
     MMAS: gl.constexpr = K_CHUNK // CHUNK_BYTES  # products of a chunk, each with an operand of x
@@ -433,36 +591,18 @@ def consumer(
     PROMOTE: gl.constexpr = SCALE == "sum" or SCALE == "block" or FORMAT == "int4_e4m3"
     gl.static_assert(not STREAM or (OVERLAP and ROWS < BLOCK_N and not PROMOTE))
     gl.static_assert(not STREAM or NUM_STAGES > 1)  # a slot is freed once the next one is full
-    HAS_ZERO: gl.constexpr = zero_ptrs is not None
     WIDEN: gl.constexpr = is_widened(scale_ptrs.dtype.element_ty) if PROMOTE else False
     # products that may stay in flight: the last chunk's
     PENDING: gl.constexpr = 2 * MMAS if MORE_M else MMAS
     gl.static_assert(MORE_M == 0 or (OVERLAP and ROWS < BLOCK_N and not PROMOTE and not STREAM))
     gl.static_assert(MORE_M == 0 or SEGMENTS == 1)
-    # Scales that are not in the ring buffer are prefetched two chunks ahead. Past the row's end,
-    # the last ones are loaded again.
-    chunk = k_begin * CHUNKS
+    scale, next_scale, zero, next_zero = scales
     if s_chunks is None:
         S_COLUMNS: gl.constexpr = SCALE_GROUP * scales_per_element(  # columns of an element
             scale_ptrs.dtype.element_ty, SCALE
         )
-        scale = prefetch_scale(
-            scale_ptrs + group_index(chunk, K, K_CHUNK, S_COLUMNS) * scale_stride_g
-        )
-        next_scale = prefetch_scale(
-            scale_ptrs + group_index(chunk + 1, K, K_CHUNK, S_COLUMNS) * scale_stride_g
-        )
     else:
         S_LAYOUT: gl.constexpr = scale_layout(BLOCK_N, SCALE_GROUP, NUM_WARPS, GATED, INTERLEAVED)
-        scale, next_scale = k_begin, k_begin
-    zero, next_zero = scale, scale
-    if HAS_ZERO:
-        zero = prefetch_scale(
-            zero_ptrs + group_index(chunk, K, K_CHUNK, SCALE_GROUP) * zero_stride_g
-        )
-        next_zero = prefetch_scale(
-            zero_ptrs + group_index(chunk + 1, K, K_CHUNK, SCALE_GROUP) * zero_stride_g
-        )
     acc0 = gl.zeros([ROWS, BLOCK_M], gl.float32, MMA)
     acc1 = acc0  # of the second half of the rows, if threads have rows of both
     total0, total1 = acc0, acc1  # of the segments before
@@ -470,7 +610,6 @@ def consumer(
         MMA_MORE: gl.constexpr = accumulator_layout(FORMAT, MORE_M, NUM_WARPS)
         more0 = gl.zeros([ROWS, MORE_M], gl.float32, MMA_MORE)
         more1 = more0
-    slot, phase, previous = k_begin * 0, k_begin * 0, k_begin * 0
     begin, end = k_begin, k_end
     for segment in range(SEGMENTS):
         if SEGMENTS > 1:
@@ -540,6 +679,7 @@ def consumer(
                         # not keep registers apart that products in flight still read.
                         acc1 = warpgroup_mma_wait(PENDING, [acc1])
                         if j == 0:
+                            previous = slot_before(slot, NUM_STAGES)
                             mbarrier.arrive(empty.index(previous), count=1, pred=k_tile > k_begin)
                     elif j > 0:
                         if MORE_M:
@@ -568,7 +708,7 @@ def consumer(
                         pending, pending_scale = d1, s1
                 chunk = k_tile * CHUNKS + j + 2
                 scale, zero = next_scale, next_zero
-                if s_chunks is None:
+                if s_chunks is None:  # past the row's end, the last scales are loaded again
                     next_scale = prefetch_scale(
                         scale_ptrs + group_index(chunk, K, K_CHUNK, S_COLUMNS) * scale_stride_g
                     )
@@ -587,7 +727,6 @@ def consumer(
                     acc1 = accumulate(acc1, pending, pending_scale, FORMAT, PROMOTE)
             if not STREAM:
                 mbarrier.arrive(empty.index(slot), count=1)
-            previous = slot
             slot, phase = advance_slot(slot, phase, NUM_STAGES)
         if STREAM:
             acc1 = warpgroup_mma_wait(0, [acc1])
@@ -595,143 +734,17 @@ def consumer(
             total0 += unshifted(acc0, FORMAT, SCALE)
             if ROWS < BLOCK_N:
                 total1 += unshifted(acc1, FORMAT, SCALE)
+    if STREAM:
+        mbarrier.arrive(empty.index(slot_before(slot, NUM_STAGES)), count=1)
+    acc = acc0
     if SEGMENTS > 1:
-        return total0, total1
-    elif MORE_M:
-        return acc0, acc1, more0, more1
-    else:
-        return acc0, acc1
-
-
-@gluon.jit
-def join_halves(acc0, acc1):
-    """The accumulator of all rows, of those of both halves."""
-    MMA: gl.constexpr = acc0.type.layout
-    acc = gl.join(acc0, acc1).permute((2, 0, 1)).reshape((2 * acc0.shape[0], acc0.shape[1]))
-    return gl.convert_layout(acc, MMA, assert_trivial=True)
-
-
-@gluon.jit
-def mainloop(
-    # descriptor of (operands of a row, BLOCK_M rows from each of S on, S, columns of an operand),
-    # with boxes [operands of a K tile, BLOCK_M, 1, columns of an operand]
-    x,
-    x_more,  # likewise, with boxes of the rows of a block besides BLOCK_M, or None
-    # descriptor of (E, chunks, halves, rows, CHUNK_BYTES), with boxes
-    # [1, chunks of a K tile, halves, BLOCK_N // halves, CHUNK_BYTES]
-    w,
-    # descriptor of (E, chunks, halves, rows // R, 4 R elements) in the order of `scale_layout`,
-    # with boxes like those of w, or None
-    w_scales,
-    first,
-    end,
-    e,
-    tile_row,
-    k_begin,  # first and end K tile
-    k_end,
-    K,
-    # (BLOCK_N, scales of a chunk) of the first chunk, from `scale_pointers`; None with `w_scales`
-    scale_ptrs,
-    zero_ptrs,  # as scale_ptrs, or None
-    products_ptr,  # (256, 4) int32: PRODUCTS, of int4_e4m3, or None
-    scale_stride_g,
-    zero_stride_g,
-    FORMAT: gl.constexpr,
-    SCALE: gl.constexpr,
-    SCALE_GROUP: gl.constexpr,
-    K_CHUNK: gl.constexpr,
-    GATED: gl.constexpr,
-    INTERLEAVED: gl.constexpr,
-    BLOCK_M: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    BLOCK_K: gl.constexpr,
-    NUM_STAGES: gl.constexpr,
-    NUM_WARPS: gl.constexpr,
-    OVERLAP: gl.constexpr,
-    STREAM: gl.constexpr,
-    SEGMENTS: gl.constexpr,  # of the K tiles, with sums of their own
-    PDL: gl.constexpr,
-):
-    """w @ x.T (BLOCK_N, BLOCK_M) in fp32, for the BLOCK_M positions before `end`, and, with
-    `x_more`, for the positions before these; those before `first` are zero.
-
-    Rows are in the accumulator's order. The caller applies the scales of whole rows.
-    """
-    ROWS: gl.constexpr = min(BLOCK_N, 16 * NUM_WARPS)  # rows decoded at a time
-    # bytes of a row of weights, and half of those of a row of an operand of x
-    CHUNK_BYTES: gl.constexpr = K_CHUNK * weight_bits(FORMAT) // 8
-    S_BYTES: gl.constexpr = 0 if w_scales is None else K_CHUNK // SCALE_GROUP  # of a row
-    MORE_M: gl.constexpr = 0 if x_more is None else x_more.block_shape[1]
-    X_BYTES: gl.constexpr = (BLOCK_M + MORE_M) * K_CHUNK * 2
-    STAGE_BYTES: gl.constexpr = BLOCK_K // K_CHUNK * (BLOCK_N * (CHUNK_BYTES + S_BYTES) + X_BYTES)
-    X_COLUMNS: gl.constexpr = x.block_shape[3]
-    w_smem = gl.allocate_shared_memory(gl.uint8, [NUM_STAGES] + w.block_shape, w.layout)
-    x_smem = gl.allocate_shared_memory(x.dtype, [NUM_STAGES] + x.block_shape, x.layout)
-    w_chunks = reinterpret(
-        w_smem,
-        gl.uint8,
-        [NUM_STAGES * (BLOCK_K // K_CHUNK), BLOCK_N, CHUNK_BYTES],
-        gl.NVMMASharedLayout(CHUNK_BYTES, 8, 2),
-    )
-    x_operands = reinterpret(
-        x_smem,
-        x.dtype,
-        [NUM_STAGES * x.block_shape[0], BLOCK_M, X_COLUMNS],
-        gl.NVMMASharedLayout(2 * CHUNK_BYTES, operand_bits(FORMAT), 2),
-    )
-    more_smem, more_operands = None, None
-    if x_more is not None:
-        more_smem = gl.allocate_shared_memory(
-            x.dtype, [NUM_STAGES] + x_more.block_shape, x_more.layout
-        )
-        more_operands = reinterpret(
-            more_smem,
-            x.dtype,
-            [NUM_STAGES * x.block_shape[0], MORE_M, X_COLUMNS],
-            gl.NVMMASharedLayout(2 * CHUNK_BYTES, operand_bits(FORMAT), 2),
-        )
-    s_smem, s_chunks = None, None
-    if w_scales is not None:
-        ELEMENTS: gl.constexpr = 4 * scale_rows(SCALE_GROUP)
-        BITS: gl.constexpr = w_scales.dtype.primitive_bitwidth
-        s_smem = gl.allocate_shared_memory(
-            w_scales.dtype, [NUM_STAGES] + w_scales.block_shape, w_scales.layout
-        )
-        s_chunks = reinterpret(
-            s_smem,
-            w_scales.dtype,
-            [NUM_STAGES * (BLOCK_K // K_CHUNK), BLOCK_N // scale_rows(SCALE_GROUP), ELEMENTS],
-            gl.NVMMASharedLayout(ELEMENTS * BITS // 8, BITS, 2),
-        )
-    full = gl.allocate_shared_memory(gl.int64, [NUM_STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [NUM_STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(NUM_STAGES):
-        mbarrier.init(full.index(i), 1)
-        mbarrier.init(empty.index(i), 1)
-    fence_async_shared()  # makes the mbarriers visible to TMA
-    accs = gl.warp_specialize(
-        [
-            (consumer, (
-                w_chunks, x_operands, more_operands, s_chunks, full, empty, k_begin, k_end, K,
-                scale_ptrs, zero_ptrs, products_ptr, scale_stride_g, zero_stride_g,
-                FORMAT, SCALE, SCALE_GROUP, K_CHUNK, GATED, INTERLEAVED, BLOCK_M, MORE_M, BLOCK_N,
-                BLOCK_K, NUM_STAGES, NUM_WARPS, OVERLAP, STREAM, SEGMENTS,
-            )),
-            (producer, (
-                x, x_more, w, w_scales, x_smem, more_smem, w_smem, s_smem, full, empty, first, end,
-                e, tile_row, k_begin, k_end, K, STAGE_BYTES, SCALE_GROUP, K_CHUNK, NUM_STAGES, PDL,
-            )),
-        ],
-        [1],
-        [24],
-    )  # fmt: skip
-    acc = accs[0]
+        acc, acc1 = total0, total1
     if ROWS < BLOCK_N:
-        acc = join_halves(accs[0], accs[1])
+        acc = join_halves(acc, acc1)
     more = acc
     if MORE_M:
-        more = join_halves(accs[2], accs[3])
+        more = join_halves(more0, more1)
     if SEGMENTS > 1:
-        return acc, more
+        return slot, phase, acc, more
     else:
-        return unshifted(acc, FORMAT, SCALE), unshifted(more, FORMAT, SCALE)
+        return slot, phase, unshifted(acc, FORMAT, SCALE), unshifted(more, FORMAT, SCALE)

@@ -28,9 +28,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moe_ops.kernels.configs import GemmConfig
+from moe_ops.kernels.configs import MULTIPROCESSORS, GemmConfig
 from moe_ops.kernels.device.activations import activate_one, activate_two
-from moe_ops.kernels.device.blocks import local_expert
+from moe_ops.kernels.device.blocks import (
+    BLOCKS_WITH_COUNTERS,
+    TAKEN1,
+    TAKEN2,
+    local_expert,
+)
 from moe_ops.kernels.device.e4m3 import (
     clamp,
     decode_activation,
@@ -40,7 +45,7 @@ from moe_ops.kernels.device.e4m3 import (
     quotient,
     reciprocal,
 )
-from moe_ops.kernels.device.gluon import Boxes, gl, gluon
+from moe_ops.kernels.device.gluon import Boxes, fence_async_shared, gl, gluon, reinterpret
 from moe_ops.kernels.device.pdl import gdc_launch_dependents, gdc_wait
 from moe_ops.kernels.gemm.operands import Activated
 from moe_ops.kernels.launch import (
@@ -68,14 +73,26 @@ from moe_ops.kernels.mixed_gemm.operands import (
     MixedPointers,
     MixedStrides,
 )
-from moe_ops.kernels.mixed_gemm.sm90_decode import operand_bits, permutation_bits, weight_bits
+from moe_ops.kernels.mixed_gemm.sm90_decode import (
+    operand_bits,
+    permutation_bits,
+    scale_rows,
+    weight_bits,
+)
 from moe_ops.kernels.mixed_gemm.sm90_mainloop import (
+    HANDED,
+    accumulator_layout,
     accumulator_rows,
     apply_column_scales,
     apply_row_scales,
-    mainloop,
+    consume,
+    first_tile,
+    mbarriers,
+    next_tile,
+    prefetch_first,
+    producer,
     scale_pointers,
-    schedule_tile,
+    share_of,
 )
 from moe_ops.kernels.mixed_gemm.sm90_occupancy import WgmmaKernel, columns_of, occupancy
 from moe_ops.kernels.permute.rows import NO_ROUTER_WEIGHTS, RouterWeights, Routing
@@ -87,6 +104,7 @@ from moe_ops.meta.workspace import cdiv
 from moe_ops.numerics.elements import e4m3_to_float32, round_products_to_e4m3
 
 PERMUTED_COLUMNS = 1024  # columns of a row that a program permutes: 16 bytes a thread
+MAX_EARLY_PAIRS = gl.constexpr(16)  # of a tile, for which its pairs are asked for before
 WHOLE_ROW = 4096  # columns of the longest row that one program rounds at once
 
 
@@ -137,23 +155,31 @@ def sorted_position(
     pair, ids_ptr, map_ptr, S, E, num_ids, top_k, ids_stride_m, ids_stride_k, map_stride,
     MAX_PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """Sorted position of one of at most MAX_PAIRS (token, expert) pairs, and whether this rank
-    holds its expert.
+    """Of one of at most MAX_PAIRS (token, expert) pairs: (its expert, -1 if this rank does not
+    hold it; how many pairs experts before it have; how many of its own come before it, and in
+    all). One reduction computes three counts.
     """
+    tl.static_assert(MAX_PAIRS < 1024)
     other = tl.arange(0, MAX_PAIRS)
     experts = local_expert(
         ids_ptr, map_ptr, other, other < S, E, num_ids, top_k,
         ids_stride_m, ids_stride_k, map_stride,
     )  # fmt: skip
     e = tl.sum(tl.where(other == pair, experts, 0))
-    before = (experts >= 0) & (experts < e) | (experts == e) & (other < pair)
-    return tl.sum(before.to(tl.int32)), e >= 0
+    same = (experts == e).to(tl.int32)
+    less = (experts >= 0) & (experts < e)
+    before = tl.where(other < pair, same, 0)
+    counts = tl.sum(less.to(tl.int32) + (same << 10) + (before << 20))
+    return e, counts & 1023, counts >> 20, counts >> 10 & 1023
 
 
 @unprefixed
 class SortedPairs(NamedTuple):
     """S pairs sorted by expert, and the tensors that they are sorted from. Kernels are not
     specialized on its numbers.
+
+    For few pairs (`max_unsorted_pairs`) the table has a block for each pair: at those that are the
+    first of a block this block, and no expert at the others.
     """
 
     index: Pointer  # type: ignore[assignment]  # hides a method of tuples
@@ -277,7 +303,8 @@ class PermuteTokens:
     BLOCK_K: Constant  # columns of a program
     # up to so many pairs, programs compute their positions; 0: they read the order
     PAIR_BUCKET: Constant
-    WRITE_ORDER: Constant  # no sorting kernel runs, and this one writes the order
+    # rows of a block, if no sorting kernel runs and this one writes the table and the order; or 0
+    TABLE_BLOCK_M: Constant
     PDL: Constant
 
 
@@ -315,7 +342,7 @@ def moe_ops_permute_tokens(
     TAIL: tl.constexpr,
     BLOCK_K: tl.constexpr,
     PAIR_BUCKET: tl.constexpr,
-    WRITE_ORDER: tl.constexpr,
+    TABLE_BLOCK_M: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Rows of tokens, sorted by expert, with permuted columns; rounded with MANTISSA, or decoded
@@ -324,16 +351,17 @@ def moe_ops_permute_tokens(
     For few pairs (PAIR_BUCKET) programs compute positions from ids instead of waiting for the
     sorting kernel's order. Unused rows stay uninitialized.
     """
-    AT_ONCE: tl.constexpr = PAIR_BUCKET > 0 and not WRITE_ORDER
+    AT_ONCE: tl.constexpr = PAIR_BUCKET > 0 and TABLE_BLOCK_M == 0
     if not AT_ONCE:
         gdc_wait(PDL)
         gdc_launch_dependents(PDL)
     if PAIR_BUCKET:
         pair = tl.program_id(0)
-        position, here = sorted_position(
+        e, of_others, rank, count = sorted_position(
             pair, ids_ptr, map_ptr, S, E, num_ids, top_k,
             ids_stride_m, ids_stride_k, map_stride, PAIR_BUCKET,
         )  # fmt: skip
+        position, here = of_others + rank, e >= 0
     else:
         position = tl.program_id(0)
         pair = tl.load(index_ptr + 4 * num_blocks + position, cache_modifier=".cg")
@@ -375,9 +403,15 @@ def moe_ops_permute_tokens(
         store_signed(out_ptr + position.to(tl.int64) * columns * 2, out_column, x, ok, K_CHUNK)
     else:
         tl.store(out_ptr + position.to(tl.int64) * columns + out_column, x, mask=ok)
-    if WRITE_ORDER:
-        order_ptr = index_ptr + 4 * num_blocks + position
-        tl.store(order_ptr, pair, mask=here & (tl.program_id(1) == 0))
+    if TABLE_BLOCK_M:
+        first = tl.program_id(1) == 0
+        tl.store(index_ptr + 4 * num_blocks + position, pair, mask=here & first)
+        block_ptr = index_ptr + 4 * pair
+        tl.store(block_ptr, tl.where(rank % TABLE_BLOCK_M == 0, e, -1), mask=first)
+        tl.store(block_ptr + 1, position, mask=first)
+        tl.store(block_ptr + 2, of_others + count, mask=first)
+        # of the first block the number of blocks, of the second and third the counters
+        tl.store(block_ptr + 3, tl.where(pair == 0, num_blocks, 0), mask=first)
     elif AT_ONCE:
         gdc_wait(PDL)
         gdc_launch_dependents(PDL)  # GEMM1 reads the sorting kernel's output before gdc_wait
@@ -510,8 +544,8 @@ def store_hidden(
 
 @gluon.jit
 def store_sums(
-    acc, first, end, e, n, split, y_ptr, w_scale_ptr, w_factor_ptr, bias_ptr, x_scale_ptr,
-    index_ptr, num_blocks, S, N, w_scale_stride_e, w_scale_stride_n, w_factor_stride_e,
+    acc, pair, first, end, e, n, split, y_ptr, w_scale_ptr, w_factor_ptr, bias_ptr, x_scale_ptr,
+    S, N, w_scale_stride_e, w_scale_stride_n, w_factor_stride_e,
     w_factor_stride_n, bias_stride_e, bias_stride_n,
     FORMAT: gl.constexpr, SCALE: gl.constexpr, BLOCK_N: gl.constexpr,
 ):  # fmt: skip
@@ -530,12 +564,290 @@ def store_sums(
         bias_ptrs = bias_ptr + expert64 * bias_stride_e + row * bias_stride_n
         bias = gl.load(bias_ptrs).to(gl.float32)
         acc += gl.expand_dims(gl.where(split == 0, bias, 0.0), 1)
-    pair = gl.load(index_ptr + 4 * num_blocks + position, mask=position >= first, other=0)
     y_ptrs = (
         y_ptr + gl.expand_dims((split * S + pair).to(gl.int64) * N, 0) + gl.expand_dims(column, 1)
     )
     mask = gl.expand_dims(position >= first, 0) & gl.expand_dims(column < N, 1)
     gl.store(y_ptrs, acc.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@gluon.jit
+def pairs_at(
+    index_ptr, num_blocks, first, end,
+    FORMAT: gl.constexpr, BLOCK_M: gl.constexpr, NUM_WARPS: gl.constexpr,
+):  # fmt: skip
+    """Pairs at the BLOCK_M positions before `end`, from `first` on."""
+    LAYOUT: gl.constexpr = accumulator_layout(FORMAT, BLOCK_M, NUM_WARPS)
+    position = end - BLOCK_M + gl.arange(0, BLOCK_M, gl.SliceLayout(0, LAYOUT))
+    return gl.load(index_ptr + 4 * num_blocks + position, mask=position >= first, other=0)
+
+
+@gluon.jit
+def pairs_of_tile(
+    index_ptr, num_blocks, first, end, FORMAT: gl.constexpr, BLOCK_M: gl.constexpr,
+    MORE_M: gl.constexpr, NUM_WARPS: gl.constexpr,
+):  # fmt: skip
+    """Pairs at the last BLOCK_M positions of a tile, and at the MORE_M before these."""
+    pair = pairs_at(index_ptr, num_blocks, first, end, FORMAT, BLOCK_M, NUM_WARPS)
+    more = pair
+    if MORE_M:
+        more = pairs_at(index_ptr, num_blocks, first, end - BLOCK_M, FORMAT, MORE_M, NUM_WARPS)
+    return pair, more
+
+
+@gluon.jit
+def begin_tile(
+    e, first, end, n, columns, K, index_ptr, num_blocks, scales, zeros,
+    FORMAT: gl.constexpr, SCALE: gl.constexpr, SCALE_GROUP: gl.constexpr, SPLIT_K: gl.constexpr,
+    PAIRS: gl.constexpr, K_CHUNK: gl.constexpr, GATED: gl.constexpr, INTERLEAVED: gl.constexpr,
+    BLOCK_M: gl.constexpr, MORE_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
+    NUM_WARPS: gl.constexpr,
+):  # fmt: skip
+    """Ask for what the consumers of a tile need besides what the producer copies: (pointers to
+    scales and to zero points, and the first of each as `prefetch_first` has them; with PAIRS the
+    pairs of BLOCK_M and of MORE_M positions). What there is not is a number.
+    """
+    BLOCK_I: gl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
+    scale_ptr, scale_stride_e, scale_stride_n, scale_stride_g = scales
+    zero_ptr, zero_stride_e, zero_stride_n, zero_stride_g = zeros
+    e64, column = e.to(gl.int64), n // SPLIT_K * BLOCK_I
+    scale_ptrs, zero_ptrs = n, n
+    if scale_ptr is not None:
+        scale_ptrs = scale_pointers(
+            scale_ptr, e64 * scale_stride_e, scale_stride_n, scale_stride_g, column, columns,
+            FORMAT, SCALE, GATED, INTERLEAVED, BLOCK_N, K_CHUNK, SCALE_GROUP, NUM_WARPS,
+        )  # fmt: skip
+    if zero_ptr is not None:
+        zero_ptrs = scale_pointers(
+            zero_ptr, e64 * zero_stride_e, zero_stride_n, zero_stride_g, column, columns,
+            FORMAT, SCALE, GATED, INTERLEAVED, BLOCK_N, K_CHUNK, SCALE_GROUP, NUM_WARPS,
+        )  # fmt: skip
+    k_begin, _ = share_of(n, gl.cdiv(K, BLOCK_K), SPLIT_K)
+    first_scales = prefetch_first(
+        scale_ptrs, zero_ptrs, scale_stride_g, zero_stride_g, k_begin, K,
+        scale_ptr is not None, zero_ptr is not None, SCALE, SCALE_GROUP, K_CHUNK, BLOCK_K,
+    )  # fmt: skip
+    pair, more_pair = n, n
+    if PAIRS:
+        pair, more_pair = pairs_of_tile(
+            index_ptr, num_blocks, first, end, FORMAT, BLOCK_M, MORE_M, NUM_WARPS
+        )
+    return scale_ptrs, zero_ptrs, first_scales, pair, more_pair
+
+
+@gluon.jit
+def store_tile(
+    acc, more, of_tile, out, columns, index_ptr, num_blocks, scales, factors, biases, x_scale_ptr,
+    PAIRS: gl.constexpr, ACTIVATION: gl.constexpr, GATED: gl.constexpr,
+    INTERLEAVED: gl.constexpr, HAS_LIMIT: gl.constexpr, FORMAT: gl.constexpr, SCALE: gl.constexpr,
+    SPLIT_K: gl.constexpr, H_CHUNK: gl.constexpr, H_TAIL: gl.constexpr, BLOCK_M: gl.constexpr,
+    MORE_M: gl.constexpr, BLOCK_N: gl.constexpr, NUM_WARPS: gl.constexpr,
+):  # fmt: skip
+    """A GEMM's end: h of a tile (H_CHUNK) or y, of BLOCK_M and of MORE_M positions."""
+    pair, more_pair, e, first, end, n = of_tile
+    scale_ptr, scale_stride_e, scale_stride_n, _ = scales
+    factor_ptr, factor_stride_e, factor_stride_n = factors
+    bias_ptr, bias_stride_e, bias_stride_n = biases
+    if H_CHUNK:
+        h_ptr, top_k, weights_ptr, weights_stride_m, weights_stride_k, alpha, beta, limit = out
+        for part in gl.static_range(2 if MORE_M else 1):
+            store_hidden(
+                more if part else acc, first, end - part * BLOCK_M, e, n, h_ptr, scale_ptr,
+                factor_ptr, bias_ptr, x_scale_ptr, index_ptr, num_blocks, top_k, weights_ptr,
+                weights_stride_m, weights_stride_k, columns, scale_stride_e, scale_stride_n,
+                factor_stride_e, factor_stride_n, bias_stride_e, bias_stride_n, alpha, beta, limit,
+                ACTIVATION, GATED, INTERLEAVED, HAS_LIMIT, FORMAT, SCALE, H_CHUNK, H_TAIL, BLOCK_N,
+            )  # fmt: skip
+    else:
+        y_ptr, S = out
+        if not PAIRS:
+            pair, more_pair = pairs_of_tile(
+                index_ptr, num_blocks, first, end, FORMAT, BLOCK_M, MORE_M, NUM_WARPS
+            )
+        for part in gl.static_range(2 if MORE_M else 1):
+            store_sums(
+                more if part else acc, more_pair if part else pair, first, end - part * BLOCK_M, e,
+                n // SPLIT_K, n % SPLIT_K, y_ptr, scale_ptr, factor_ptr, bias_ptr, x_scale_ptr, S,
+                columns, scale_stride_e, scale_stride_n, factor_stride_e, factor_stride_n,
+                bias_stride_e, bias_stride_n, FORMAT, SCALE, BLOCK_N,
+            )  # fmt: skip
+
+
+@gluon.jit
+def consumer(
+    ring, handed, e, first, end, n, out, columns, K, index_ptr, num_blocks, scales, zeros, factors,
+    biases, products_ptr, x_scale_ptr,
+    ACTIVATION: gl.constexpr, GATED: gl.constexpr, INTERLEAVED: gl.constexpr,
+    HAS_LIMIT: gl.constexpr, FORMAT: gl.constexpr, SCALE: gl.constexpr, SCALE_GROUP: gl.constexpr,
+    SPLIT_K: gl.constexpr, H_CHUNK: gl.constexpr, H_TAIL: gl.constexpr, K_CHUNK: gl.constexpr,
+    BLOCK_M: gl.constexpr, MORE_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
+    NUM_STAGES: gl.constexpr, NUM_WARPS: gl.constexpr, OVERLAP: gl.constexpr,
+    STREAM: gl.constexpr, SEGMENTS: gl.constexpr, UNSORTED: gl.constexpr,
+):  # fmt: skip
+    """The consumer warps: this program's first tile, and those that the producer hands to them."""
+    HAS_ZERO: gl.constexpr = zeros[0] is not None
+    # y is in the order of the pairs; of many rows they would take registers of the mainloop
+    PAIRS: gl.constexpr = H_CHUNK == 0 and BLOCK_M <= MAX_EARLY_PAIRS
+    k_tiles = gl.cdiv(K, BLOCK_K)
+    # the order of unsorted pairs is being written: none of them is asked for
+    pairs_from = end if UNSORTED else first
+    scale_ptrs, zero_ptrs, first_scales, pair, more_pair = begin_tile(
+        e, pairs_from, end, n, columns, K, index_ptr, num_blocks, scales, zeros,
+        FORMAT, SCALE, SCALE_GROUP, SPLIT_K, PAIRS, K_CHUNK, GATED, INTERLEAVED,
+        BLOCK_M, MORE_M, BLOCK_N, BLOCK_K, NUM_WARPS,
+    )  # fmt: skip
+    slot, phase, i = n * 0, n * 0, n * 0
+    more = True
+    while more:
+        k_begin, k_end = share_of(n, k_tiles, SPLIT_K)
+        slot, phase, acc, more_acc = consume(
+            ring, slot, phase, k_begin, k_end, K, first_scales, scale_ptrs, zero_ptrs,
+            products_ptr, scales[3], zeros[3], HAS_ZERO,
+            FORMAT, SCALE, SCALE_GROUP, K_CHUNK, GATED, INTERLEAVED, BLOCK_M, MORE_M, BLOCK_N,
+            BLOCK_K, NUM_STAGES, NUM_WARPS, OVERLAP, STREAM, SEGMENTS,
+        )  # fmt: skip
+        if PAIRS and UNSORTED and i == 0:  # tokens have come, and so has the order
+            pair, more_pair = pairs_of_tile(
+                index_ptr, num_blocks, first, end, FORMAT, BLOCK_M, MORE_M, NUM_WARPS
+            )
+        of_tile = (pair, more_pair, e, first, end, n)
+        # what the next tile needs is asked for before this one is stored
+        next_e, first, end, n = next_tile(handed, i, NUM_WARPS)
+        more = next_e >= 0
+        e = gl.maximum(next_e, 0)
+        i += 1
+        scale_ptrs, zero_ptrs, first_scales, pair, more_pair = begin_tile(
+            e, first, end, n, columns, K, index_ptr, num_blocks, scales, zeros,
+            FORMAT, SCALE, SCALE_GROUP, SPLIT_K, PAIRS, K_CHUNK, GATED, INTERLEAVED,
+            BLOCK_M, MORE_M, BLOCK_N, BLOCK_K, NUM_WARPS,
+        )  # fmt: skip
+        store_tile(
+            acc, more_acc, of_tile, out, columns, index_ptr, num_blocks, scales, factors, biases,
+            x_scale_ptr, PAIRS, ACTIVATION, GATED, INTERLEAVED, HAS_LIMIT, FORMAT, SCALE,
+            SPLIT_K, H_CHUNK, H_TAIL, BLOCK_M, MORE_M, BLOCK_N, NUM_WARPS,
+        )  # fmt: skip
+
+
+@gluon.jit
+def run_tiles(
+    x,  # descriptors: see Descriptors
+    x_more,
+    w,
+    w_scales,
+    e,  # of this program's first tile, from `first_tile`, like the next three
+    first,
+    end,
+    n,
+    tiles_per_block,
+    taken_ptr,  # number of tiles that programs have taken after their first ones
+    out,  # (h, top_k, router weights on the input, alpha, beta, limit), or (y, S)
+    columns,  # I or N
+    K,
+    index_ptr,
+    num_blocks,
+    scales,  # (pointer, strides of the expert, row and group), likewise zero points
+    zeros,
+    factors,  # (pointer, strides of the expert and row), likewise biases
+    biases,
+    products_ptr,
+    x_scale_ptr,
+    ACTIVATION: gl.constexpr,
+    GATED: gl.constexpr,
+    INTERLEAVED: gl.constexpr,
+    HAS_LIMIT: gl.constexpr,
+    FORMAT: gl.constexpr,
+    SCALE: gl.constexpr,
+    SCALE_GROUP: gl.constexpr,
+    SPLIT_K: gl.constexpr,
+    H_CHUNK: gl.constexpr,  # 0: of y
+    H_TAIL: gl.constexpr,
+    K_CHUNK: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    MORE_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    NUM_STAGES: gl.constexpr,
+    NUM_WARPS: gl.constexpr,
+    OVERLAP: gl.constexpr,
+    STREAM: gl.constexpr,
+    SEGMENTS: gl.constexpr,
+    GROUP_M: gl.constexpr,
+    MAX_UNSORTED_PAIRS: gl.constexpr,
+    PDL: gl.constexpr,
+):
+    """The tiles of a program, by one producer warp and NUM_WARPS consumer warps."""
+    # rows of w from one tile to the next: of each half, or of all
+    TILE_ROWS: gl.constexpr = BLOCK_N // 2 if GATED and not INTERLEAVED else BLOCK_N
+    # bytes of a row of weights, and half of those of a row of an operand of x
+    CHUNK_BYTES: gl.constexpr = K_CHUNK * weight_bits(FORMAT) // 8
+    S_BYTES: gl.constexpr = 0 if w_scales is None else K_CHUNK // SCALE_GROUP  # of a row
+    X_BYTES: gl.constexpr = (BLOCK_M + MORE_M) * K_CHUNK * 2
+    STAGE_BYTES: gl.constexpr = BLOCK_K // K_CHUNK * (BLOCK_N * (CHUNK_BYTES + S_BYTES) + X_BYTES)
+    X_COLUMNS: gl.constexpr = x.block_shape[3]
+    w_smem = gl.allocate_shared_memory(gl.uint8, [NUM_STAGES] + w.block_shape, w.layout)
+    x_smem = gl.allocate_shared_memory(x.dtype, [NUM_STAGES] + x.block_shape, x.layout)
+    w_chunks = reinterpret(
+        w_smem,
+        gl.uint8,
+        [NUM_STAGES * (BLOCK_K // K_CHUNK), BLOCK_N, CHUNK_BYTES],
+        gl.NVMMASharedLayout(CHUNK_BYTES, 8, 2),
+    )
+    x_operands = reinterpret(
+        x_smem,
+        x.dtype,
+        [NUM_STAGES * x.block_shape[0], BLOCK_M, X_COLUMNS],
+        gl.NVMMASharedLayout(2 * CHUNK_BYTES, operand_bits(FORMAT), 2),
+    )
+    more_smem, more_operands = None, None
+    if x_more is not None:
+        more_smem = gl.allocate_shared_memory(
+            x.dtype, [NUM_STAGES] + x_more.block_shape, x_more.layout
+        )
+        more_operands = reinterpret(
+            more_smem,
+            x.dtype,
+            [NUM_STAGES * x.block_shape[0], MORE_M, X_COLUMNS],
+            gl.NVMMASharedLayout(2 * CHUNK_BYTES, operand_bits(FORMAT), 2),
+        )
+    s_smem, s_chunks = None, None
+    if w_scales is not None:
+        ELEMENTS: gl.constexpr = 4 * scale_rows(SCALE_GROUP)
+        BITS: gl.constexpr = w_scales.dtype.primitive_bitwidth
+        s_smem = gl.allocate_shared_memory(
+            w_scales.dtype, [NUM_STAGES] + w_scales.block_shape, w_scales.layout
+        )
+        s_chunks = reinterpret(
+            s_smem,
+            w_scales.dtype,
+            [NUM_STAGES * (BLOCK_K // K_CHUNK), BLOCK_N // scale_rows(SCALE_GROUP), ELEMENTS],
+            gl.NVMMASharedLayout(ELEMENTS * BITS // 8, BITS, 2),
+        )
+    full = mbarriers(NUM_STAGES)
+    empty = mbarriers(NUM_STAGES)
+    LAYOUT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    numbers = gl.allocate_shared_memory(gl.int32, [4 * HANDED, 1], LAYOUT)
+    handed = numbers, mbarriers(HANDED), mbarriers(HANDED)
+    fence_async_shared()  # makes the mbarriers visible to TMA
+    gl.warp_specialize(
+        [
+            (consumer, (
+                (w_chunks, x_operands, more_operands, s_chunks, full, empty),
+                handed, e, first, end, n, out, columns, K, index_ptr, num_blocks, scales, zeros,
+                factors, biases, products_ptr, x_scale_ptr,
+                ACTIVATION, GATED, INTERLEAVED, HAS_LIMIT, FORMAT, SCALE, SCALE_GROUP, SPLIT_K,
+                H_CHUNK, H_TAIL, K_CHUNK, BLOCK_M, MORE_M, BLOCK_N, BLOCK_K, NUM_STAGES, NUM_WARPS,
+                OVERLAP, STREAM, SEGMENTS, MAX_UNSORTED_PAIRS > 0,
+            )),
+            (producer, (
+                x, x_more, w, w_scales, (x_smem, more_smem, w_smem, s_smem, full, empty), handed,
+                index_ptr, num_blocks, taken_ptr, e, first, end, n, tiles_per_block, K,
+                TILE_ROWS, SPLIT_K, GROUP_M, BLOCK_M + MORE_M, BLOCK_K, STAGE_BYTES, SCALE_GROUP,
+                K_CHUNK, NUM_STAGES, MAX_UNSORTED_PAIRS > 0, PDL,
+            )),
+        ],
+        [1],
+        [24],
+    )  # fmt: skip
 
 
 @unprefixed
@@ -663,51 +975,26 @@ def moe_ops_wgmma_gemm1(
     """h = activation(x @ w13.T + bias). Grid: blocks times tiles of BLOCK_N rows of w13."""
     BLOCK_I: gl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
     gdc_launch_dependents(PDL)
-    has_tile, e, first, end, n, _, k_begin, k_end = schedule_tile(
-        index_ptr, ids_ptr, map_ptr, num_blocks, S, E, num_ids, top_k,
-        ids_stride_m, ids_stride_k, map_stride, gl.cdiv(I, BLOCK_I), gl.cdiv(K, BLOCK_K),
-        1, GROUP_M, MAX_UNSORTED_PAIRS, BLOCK_M + MORE_M, NUM_WARPS,
+    tiles_per_block = gl.cdiv(I, BLOCK_I)
+    has_tile, e, first, end, n = first_tile(
+        index_ptr, ids_ptr, map_ptr, S, E, num_ids, top_k, ids_stride_m, ids_stride_k, map_stride,
+        tiles_per_block, GROUP_M, MAX_UNSORTED_PAIRS, BLOCK_M + MORE_M, NUM_WARPS,
     )  # fmt: skip
     if not has_tile:
         exit_without_tile(PDL)
         return
-    expert64 = e.to(gl.int64)
-    tile_row = n * (BLOCK_N if INTERLEAVED else BLOCK_I)
-    scale_ptrs = None
-    if w_scale_ptr is not None:
-        scale_ptrs = scale_pointers(
-            w_scale_ptr, expert64 * w_scale_stride_e, w_scale_stride_n, w_scale_stride_g,
-            n * BLOCK_I, I, FORMAT, SCALE, GATED, INTERLEAVED,
-            BLOCK_N, K_CHUNK, SCALE_GROUP, NUM_WARPS,
-        )  # fmt: skip
-    zero_ptrs = None
-    if w_zero_ptr is not None:
-        zero_ptrs = scale_pointers(
-            w_zero_ptr, expert64 * w_zero_stride_e, w_zero_stride_n, w_zero_stride_g,
-            n * BLOCK_I, I, FORMAT, SCALE, GATED, INTERLEAVED,
-            BLOCK_N, K_CHUNK, SCALE_GROUP, NUM_WARPS,
-        )  # fmt: skip
-    acc, more = mainloop(
-        x, x_more, w, w_scales, first, end, e, tile_row, k_begin, k_end, K,
-        scale_ptrs, zero_ptrs, products_ptr, w_scale_stride_g, w_zero_stride_g,
-        FORMAT, SCALE, SCALE_GROUP, K_CHUNK, GATED, INTERLEAVED,
-        BLOCK_M, BLOCK_N, BLOCK_K, NUM_STAGES, NUM_WARPS, OVERLAP, STREAM, SEGMENTS, PDL,
+    run_tiles(
+        x, x_more, w, w_scales, e, first, end, n, tiles_per_block, index_ptr + TAKEN1,
+        (h_ptr, top_k, topk_weights_ptr, topk_weights_stride_m, topk_weights_stride_k, alpha, beta,
+         limit), I, K, index_ptr, num_blocks,
+        (w_scale_ptr, w_scale_stride_e, w_scale_stride_n, w_scale_stride_g),
+        (w_zero_ptr, w_zero_stride_e, w_zero_stride_n, w_zero_stride_g),
+        (w_factor_ptr, w_factor_stride_e, w_factor_stride_n),
+        (bias_ptr, bias_stride_e, bias_stride_n), products_ptr, x_scale_ptr,
+        ACTIVATION, GATED, INTERLEAVED, HAS_LIMIT, FORMAT, SCALE, SCALE_GROUP, 1, H_CHUNK, H_TAIL,
+        K_CHUNK, BLOCK_M, MORE_M, BLOCK_N, BLOCK_K, NUM_STAGES, NUM_WARPS, OVERLAP, STREAM,
+        SEGMENTS, GROUP_M, MAX_UNSORTED_PAIRS, PDL,
     )  # fmt: skip
-    store_hidden(
-        acc, first, end, e, n, h_ptr, w_scale_ptr, w_factor_ptr, bias_ptr, x_scale_ptr, index_ptr,
-        num_blocks, top_k, topk_weights_ptr, topk_weights_stride_m, topk_weights_stride_k, I,
-        w_scale_stride_e, w_scale_stride_n, w_factor_stride_e, w_factor_stride_n,
-        bias_stride_e, bias_stride_n, alpha, beta, limit,
-        ACTIVATION, GATED, INTERLEAVED, HAS_LIMIT, FORMAT, SCALE, H_CHUNK, H_TAIL, BLOCK_N,
-    )  # fmt: skip
-    if MORE_M:
-        store_hidden(
-            more, first, end - BLOCK_M, e, n, h_ptr, w_scale_ptr, w_factor_ptr, bias_ptr,
-            x_scale_ptr, index_ptr, num_blocks, top_k, topk_weights_ptr, topk_weights_stride_m,
-            topk_weights_stride_k, I, w_scale_stride_e, w_scale_stride_n, w_factor_stride_e,
-            w_factor_stride_n, bias_stride_e, bias_stride_n, alpha, beta, limit,
-            ACTIVATION, GATED, INTERLEAVED, HAS_LIMIT, FORMAT, SCALE, H_CHUNK, H_TAIL, BLOCK_N,
-        )  # fmt: skip
 
 
 @arguments
@@ -786,47 +1073,25 @@ def moe_ops_wgmma_gemm2(
     times SPLIT_K.
     """
     gdc_launch_dependents(PDL)
-    has_tile, e, first, end, n, split, k_begin, k_end = schedule_tile(
-        index_ptr, ids_ptr, map_ptr, num_blocks, S, E, num_ids, top_k,
-        ids_stride_m, ids_stride_k, map_stride, gl.cdiv(N, BLOCK_N) * SPLIT_K,
-        gl.cdiv(K, BLOCK_K), SPLIT_K, GROUP_M, MAX_UNSORTED_PAIRS, BLOCK_M + MORE_M, NUM_WARPS,
+    tiles_per_block = gl.cdiv(N, BLOCK_N) * SPLIT_K
+    has_tile, e, first, end, n = first_tile(
+        index_ptr, ids_ptr, map_ptr, S, E, num_ids, top_k, ids_stride_m, ids_stride_k, map_stride,
+        tiles_per_block, GROUP_M, MAX_UNSORTED_PAIRS, BLOCK_M + MORE_M, NUM_WARPS,
     )  # fmt: skip
     if not has_tile:
         exit_without_tile(PDL)
         return
-    expert64 = e.to(gl.int64)
-    scale_ptrs = None
-    if w_scale_ptr is not None:
-        scale_ptrs = scale_pointers(
-            w_scale_ptr, expert64 * w_scale_stride_e, w_scale_stride_n, w_scale_stride_g,
-            n * BLOCK_N, N, FORMAT, SCALE, False, False,
-            BLOCK_N, K_CHUNK, SCALE_GROUP, NUM_WARPS,
-        )  # fmt: skip
-    zero_ptrs = None
-    if w_zero_ptr is not None:
-        zero_ptrs = scale_pointers(
-            w_zero_ptr, expert64 * w_zero_stride_e, w_zero_stride_n, w_zero_stride_g,
-            n * BLOCK_N, N, FORMAT, SCALE, False, False,
-            BLOCK_N, K_CHUNK, SCALE_GROUP, NUM_WARPS,
-        )  # fmt: skip
-    acc, more = mainloop(
-        x, x_more, w, w_scales, first, end, e, n * BLOCK_N, k_begin, k_end, K,
-        scale_ptrs, zero_ptrs, products_ptr, w_scale_stride_g, w_zero_stride_g,
-        FORMAT, SCALE, SCALE_GROUP, K_CHUNK, False, False,
-        BLOCK_M, BLOCK_N, BLOCK_K, NUM_STAGES, NUM_WARPS, OVERLAP, STREAM, SEGMENTS, PDL,
+    run_tiles(
+        x, x_more, w, w_scales, e, first, end, n, tiles_per_block, index_ptr + TAKEN2, (y_ptr, S),
+        N, K, index_ptr, num_blocks,
+        (w_scale_ptr, w_scale_stride_e, w_scale_stride_n, w_scale_stride_g),
+        (w_zero_ptr, w_zero_stride_e, w_zero_stride_n, w_zero_stride_g),
+        (w_factor_ptr, w_factor_stride_e, w_factor_stride_n),
+        (bias_ptr, bias_stride_e, bias_stride_n), products_ptr, x_scale_ptr,
+        "", False, False, False, FORMAT, SCALE, SCALE_GROUP, SPLIT_K, 0, False, K_CHUNK, BLOCK_M,
+        MORE_M, BLOCK_N, BLOCK_K, NUM_STAGES, NUM_WARPS, OVERLAP, STREAM, SEGMENTS, GROUP_M,
+        MAX_UNSORTED_PAIRS, PDL,
     )  # fmt: skip
-    store_sums(
-        acc, first, end, e, n, split, y_ptr, w_scale_ptr, w_factor_ptr, bias_ptr, x_scale_ptr,
-        index_ptr, num_blocks, S, N, w_scale_stride_e, w_scale_stride_n, w_factor_stride_e,
-        w_factor_stride_n, bias_stride_e, bias_stride_n, FORMAT, SCALE, BLOCK_N,
-    )  # fmt: skip
-    if MORE_M:
-        store_sums(
-            more, first, end - BLOCK_M, e, n, split, y_ptr, w_scale_ptr, w_factor_ptr, bias_ptr,
-            x_scale_ptr, index_ptr, num_blocks, S, N, w_scale_stride_e, w_scale_stride_n,
-            w_factor_stride_e, w_factor_stride_n, bias_stride_e, bias_stride_n,
-            FORMAT, SCALE, BLOCK_N,
-        )  # fmt: skip
 
 
 @lru_cache(maxsize=1024)
@@ -969,6 +1234,16 @@ class _Prepared(NamedTuple):
     w: Boxes
     w_scales: Boxes | None
     maxnreg: int
+    programs: int  # of which as many have a first tile as run at once
+
+    def grid(self, pairs: SortedPairs, tiles_per_block: int) -> tuple[int, int, int]:
+        """Programs take the tiles of the table's blocks one after the other. If it has no room for
+        counters, each has one.
+        """
+        tiles = pairs.num_blocks * tiles_per_block
+        if pairs.num_blocks >= BLOCKS_WITH_COUNTERS:
+            tiles = min(tiles, self.programs)
+        return tiles, 1, 1
 
 
 @lru_cache(maxsize=4096)
@@ -1002,6 +1277,10 @@ def _prepare(
     steps = cdiv(cdiv(K, block_k), split_k)
     kernel = WgmmaKernel(of, k_chunk, has_zero, config, block_m, block_k, steps, streams)
     held = occupancy(kernel, tiles)
+    programs = held.blocks * MULTIPROCESSORS
+    unsorted = max_unsorted_pairs(pairs, E)
+    if unsorted:  # of the table's blocks, one a pair, few may be empty
+        programs = cdiv(programs * pairs, max(1, expected_tiles(pairs, E, num_ids, block_m, 1)))
     w_scales = None
     if scale_shape is not None:
         rows, itemsize = rows_side_by_side(of.group), 2 if of.scale == "e4m3" else 1
@@ -1018,13 +1297,14 @@ def _prepare(
         WgmmaTile(
             *(k_chunk, columns, block_m - columns, block_n, block_k, num_stages, num_warps),
             *(held.overlap, held.stream, segments, blocks_together(block_m, K)),
-            max_unsorted_pairs(pairs, E),
+            unsorted,
         ),
         token_boxes(*facts, columns, of.x_bits),
         more,
         chunk_boxes(shape, strides, chunk_bytes, halves, chunks, block_n, 1),
         w_scales,
         held.registers,
+        programs,
     )
 
 
@@ -1093,10 +1373,12 @@ def permute_tokens(
     topk_weights: RouterWeights,  # that scale x before it is rounded
     rounding: Rounding | None,
     out_scale: Tensor | None,  # of quantized rows
+    block_m: int,
     gpu: Gpu,
 ) -> Launch:
     """Sort rows of x by expert, and permute their columns for `w13`. They are rounded, or decoded
-    if they arrive quantized.
+    if they arrive quantized. For at most `max_unsorted_pairs` it also sorts pairs into blocks of
+    `block_m` rows.
 
     For few pairs (`pair_bucket`) the kernel writes before gdc_wait, so that the kernel before it
     must not use its output.
@@ -1124,7 +1406,7 @@ def permute_tokens(
         chunks=Chunks(k_chunk, w13.format.bits, w13.wgmma_format.x_bits, K % k_chunk > 0),
         BLOCK_K=block.columns,
         PAIR_BUCKET=pair_bucket(S),
-        WRITE_ORDER=max_unsorted_pairs(S, pairs.E) > 0,
+        TABLE_BLOCK_M=block_m if max_unsorted_pairs(S, pairs.E) else 0,
         PDL=gpu.pdl,
     )
     grid = (S, cdiv(w13.padded_k, block.columns), 1)
@@ -1193,7 +1475,7 @@ def gemm1(
         PDL=gpu.pdl,
     )
     block_i = config.block_n // 2 if gated else config.block_n
-    grid = ((pairs.num_blocks or pairs.S) * cdiv(I, block_i), 1, 1)
+    grid = prepared.grid(pairs, cdiv(I, block_i))
     return Launch(moe_ops_wgmma_gemm1, grid, args, config.num_warps, prepared.maxnreg)
 
 
@@ -1230,5 +1512,5 @@ def gemm2(
         tile=prepared.tile,
         PDL=gpu.pdl,
     )
-    grid = ((pairs.num_blocks or pairs.S) * cdiv(N, config.block_n) * split_k, 1, 1)
+    grid = prepared.grid(pairs, cdiv(N, config.block_n) * split_k)
     return Launch(moe_ops_wgmma_gemm2, grid, args, config.num_warps, prepared.maxnreg)

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moe_ops.kernels.device.blocks import local_expert
+from moe_ops.kernels.device.blocks import TAKEN1, TAKEN2, USED, local_expert
 from moe_ops.kernels.device.pdl import gdc_launch_dependents, gdc_wait
 from moe_ops.kernels.launch import (
     Constant,
@@ -38,7 +38,9 @@ def write_blocks(
     """
     lane = tl.arange(0, CHUNK)
     if group == 0:
-        tl.store(index_ptr + 3, used, mask=num_blocks > 0)
+        tl.store(index_ptr + USED, used, mask=num_blocks > 0)
+        tl.store(index_ptr + TAKEN1, 0, mask=num_blocks > 2)
+        tl.store(index_ptr + TAKEN2, 0, mask=num_blocks > 2)
     mine = tl.minimum(tl.cdiv(count, BLOCK_M), num_blocks - base)
     for start in range(0, mine, CHUNK):
         i = start + lane

@@ -243,7 +243,7 @@ def test_tables_give_blocks_of_two_operands_to_weights_that_run_in_them(monkeypa
 
 @pytest.mark.parametrize("columns", range(128, 1700, 128))
 def test_every_split_has_a_step(columns):
-    """Shared out as `schedule_tile` does."""
+    """Shared out as `share_of` does."""
     w = mxfp4(torch.zeros(1, 128, columns // 2, dtype=torch.uint8))
     for k, most in itertools.product((128, 256), (1, 2, 3)):
         steps = -(-columns // k)

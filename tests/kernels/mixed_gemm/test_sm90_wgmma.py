@@ -26,6 +26,7 @@ from moe_ops.backends.triton import mixed
 from moe_ops.kernels import configs as kernel_configs
 from moe_ops.kernels import launch
 from moe_ops.kernels.configs import SM90_WGMMA, GemmConfig, LayerConfig
+from moe_ops.kernels.device.blocks import TAKEN1, TAKEN2
 from moe_ops.kernels.launch import gpu
 from moe_ops.kernels.mixed_gemm import (
     configs,
@@ -87,7 +88,7 @@ def permute(
     S: int,
     k_chunk: int,
     bucket=0,
-    write_order=False,
+    table_block_m=0,
     scales=(None, None, 0),  # out_scale, x_scale and its stride
     weights=NO_ROUTER_WEIGHTS,
     rounded=sm90_wgmma.NOT_ROUNDED,
@@ -110,7 +111,7 @@ def permute(
         chunks=sm90_wgmma.Chunks(k_chunk, 4, x_bits, K % k_chunk > 0),
         BLOCK_K=block_k,
         PAIR_BUCKET=bucket,
-        WRITE_ORDER=write_order,
+        TABLE_BLOCK_M=table_block_m,
         PDL=False,
     )
     grid = (S, -(-out.shape[1] // block_k), 1)
@@ -265,11 +266,16 @@ def test_permute_few_tokens(most, mapped):
     nowhere = torch.empty(0, dtype=torch.int32)  # the order is not read
     permute(out, x, routing._replace(index=nowhere), S, k_chunk, most)
     order = index[4 * blocks :]
-    if most == configs.PAIR_BUCKETS[0]:  # without a sorting kernel it writes the order, too
-        found, again = torch.full((S,), -1, dtype=torch.int32), torch.full_like(out, math.nan)
-        unsorted = routing._replace(index=found, num_blocks=0)
-        permute(again, x, unsorted, S, k_chunk, most, write_order=True)
-        assert torch.equal(found, order) and torch.equal(again[order >= 0], out[order >= 0])
+    if most == configs.PAIR_BUCKETS[0]:  # without a sorting kernel it writes what that one does
+        found, again = torch.full((5 * S,), -1, dtype=torch.int32), torch.full_like(out, math.nan)
+        unsorted = routing._replace(index=found, num_blocks=S)
+        permute(again, x, unsorted, S, k_chunk, most, table_block_m=8)
+        assert torch.equal(found[4 * S :], order)
+        assert torch.equal(again[order >= 0], out[order >= 0])
+        table, counts = found[: 4 * S].view(S, 4)[:, :3], found[3 : 4 * S : 4]
+        blocks_found = sorted(row for row in table.tolist() if row[0] >= 0)
+        assert blocks_found == index[: 4 * blocks].view(-1, 4)[: index[3], :3].tolist()
+        assert counts.tolist() == [S, *[0] * (S - 1)]  # among them those of tiles taken
     used = order >= 0
     assert 0 < used.sum() < S and used.tolist() == sorted(used.tolist(), reverse=True)
     columns = (torch.arange(0, K, k_chunk)[:, None] + columns_at(k_chunk, 4)).flatten()
@@ -342,6 +348,7 @@ def test_first_block_says_how_many_are_used(experts):
     sort(route_pairs(index, ids, None, E, blocks, False), len(experts), block_m)
     used = sum(-(-experts.count(e) // block_m) for e in range(E))
     assert index[3] == used
+    assert index[[TAKEN1.value, TAKEN2.value]].tolist() == [0, 0]
     assert (index[: 4 * blocks : 4] >= 0).tolist() == [i < used for i in range(blocks)]
 
 
@@ -559,7 +566,7 @@ def test_rows_are_those_of_pairs():
     routing = route_pairs(index, ids, None, 2, 2, False)
     of_pairs = sm90_wgmma.pair_routing(routing, 6)
     found = sm90_wgmma.permute_tokens(
-        *(workspace, rows_of(x), w, of_pairs, NO_ROUTER_WEIGHTS, None, None, gpu(-1))
+        *(workspace, rows_of(x), w, of_pairs, NO_ROUTER_WEIGHTS, None, None, 8, gpu(-1))
     )
     named = found.named()
     assert found.grid == (6, 1, 1) and (named["num_blocks"], named["S"]) == (2, 6)
