@@ -41,7 +41,6 @@ FORMATS = ("int4", "int4_e4m3", "e2m1", "e2m1_words", "int8", "e4m3")  # of sm90
 MAX_SPLIT_K = 3  # programs that share the reduction of a tile of GEMM2, if it has few tiles
 SPLIT_ROWS = 1024  # rows of y in all SPLIT_K partial sums
 LONG_ROWS = 8192  # columns of w2, from which a wave of GEMM2 is long
-LONG_ROWS_OF_W13 = 4096  # columns, from which narrower tiles of GEMM1 are faster in int4
 LONG_OF_8_BITS = 4096  # columns of w2 of 8 bits, from which the same holds
 FEW_STEPS = 8  # K tiles of a program of GEMM2 that is short
 GROUP_BYTES = 24 << 20  # of rows of x that the L2 (50 MB) keeps
@@ -577,7 +576,7 @@ def choose_wgmma(
     if bits == 8:
         return _in_8_bits(chosen, groups, rows / groups, K, I)
     blocks = max(min(rows, groups), cdiv(rows, chosen.block_m))
-    return _in_4_bits(chosen, blocks, K, I, many)
+    return _in_4_bits(chosen, blocks, K, I, many, rows / groups)
 
 
 def _in_4_bits(
@@ -586,9 +585,10 @@ def _in_4_bits(
     K: int,
     I: int,  # noqa: E741
     many: int,
+    average: float,  # rows of an expert
 ) -> LayerConfig:
     """The config of weights of 4 bits with tiles of 64 weight rows where their rows are no whole
-    chunks or, in GEMM1, long, and a GEMM2 of long rows in halves where its last wave would be
+    chunks or, in GEMM1, streamed, and a GEMM2 of long rows in halves where its last wave would be
     short. `blocks`: an estimate of the blocks of the rows.
     """
     block_m = chosen.block_m
@@ -596,15 +596,17 @@ def _in_4_bits(
     if I >= LONG_ROWS and _short_last_wave(blocks * cdiv(K, 128), held):
         chosen = chosen._replace(split_k=2)  # three waves of half the time
     wide = block_m == 8 and chosen.gemm1 == GemmConfig(128, 256, 2, 4)
-    if many == STAGES_OF_STREAMED and wide and K >= LONG_ROWS_OF_W13:
+    if many == STAGES_OF_STREAMED and wide:
         # With 128 rows and with 64, of three stages: Mixtral at M = 8 and 16 192.5 and 187.5,
-        # 213.2 and 207.6 us, Phi-3.5 at 8 and 32 135.0 and 130.3, 198.1 and 186.4. Of 2048
-        # columns Qwen3 took 42.9 and 44.0 at 8, 98.0 and 99.7 at 64. (More than 4096: not timed.)
+        # 213.2 and 207.6 us, Phi-3.5 at 8 and 32 135.0 and 130.3, 198.1 and 186.4, Qwen3 at 16,
+        # 32 and 64 60.6 and 60.0, 82.4 and 80.0, 92.4 and 91.4. (More columns than 4096: not
+        # timed.)
         return chosen._replace(gemm1=GemmConfig(64, 256, 3, 4))
-    if many or block_m > 16:
+    if block_m > 16 or (many and average >= 1):
         return chosen
     # One chunk a K tile: in groups of 32 gptoss20 and gptoss120 took 167 and 484 us at M = 64
-    # with 128 rows, 156 and 462 so. (Other formats in their natural order: not measured.)
+    # with 128 rows, 156 and 462 so. (Other formats in their natural order: not measured.) Prepared
+    # mxfp4 of gptoss120 took 116.5 and 112.7 at M = 8, but 312 and 340 at 32.
     narrow = GemmConfig(64, 128, 4, 4)
     return chosen._replace(
         gemm1=narrow if K % 128 else chosen.gemm1, gemm2=narrow if I % 128 else chosen.gemm2

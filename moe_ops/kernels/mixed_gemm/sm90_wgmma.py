@@ -712,9 +712,11 @@ def consumer(
             )
         of_tile = (pair, more_pair, e, first, end, n)
         # what the next tile needs is asked for before this one is stored
-        next_e, first, end, n = next_tile(handed, i, NUM_WARPS)
+        next_e, first, end, next_n = next_tile(handed, i, NUM_WARPS)
         more = next_e >= 0
-        e = gl.maximum(next_e, 0)
+        # After the last tile its own scales are loaded again, which are in a cache. (With a branch
+        # around this, threads spill.)
+        e, n = gl.where(more, next_e, e), gl.where(more, next_n, n)
         i += 1
         scale_ptrs, zero_ptrs, first_scales, pair, more_pair = begin_tile(
             e, first, end, n, columns, K, index_ptr, num_blocks, scales, zeros,

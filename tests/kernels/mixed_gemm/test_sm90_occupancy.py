@@ -150,17 +150,20 @@ def test_tiles_that_were_measured():
     }.items():
         found = configs.choose_wgmma(*sizes, 256)
         assert (found.gemm1, found.gemm2, found.split_k) == expected, sizes
-    in_three = half._replace(num_stages=3)  # GEMM1 of long rows of streamed int4
+    in_three = half._replace(num_stages=3)  # GEMM1 of streamed int4
     for rows, K, many, expected in (
         (16, 4096, 4, in_three),
         (15, 4096, 4, half),
-        (16, 2048, 4, wide),
-        (16, 3840, 4, wide),
+        (16, 2048, 4, in_three),
         (16, 4096, 3, wide),
         (80, 4096, 4, wide),
     ):
         found = configs.choose_wgmma(rows, 16, K, 6400, 4, 256, many)
         assert (found.gemm1, found.gemm2) == (expected, wide)
+    # rows of prepared e2m1 that are no whole chunks, of experts with less than one of them
+    for rows, expected in ((32, narrow), (127, narrow), (128, usual)):
+        found = configs.choose_wgmma(rows, 128, 2880, 2880, 4, 256, 3)
+        assert found.gemm1 == found.gemm2 == expected
     # of 3 experts one block each, and three: 288 tiles of GEMM2, and 864
     assert [configs.choose_wgmma(n, 3, 12288, 8192, 4, 256).split_k for n in (150, 510)] == [2, 1]
 
