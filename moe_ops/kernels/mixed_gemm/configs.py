@@ -602,11 +602,13 @@ def _in_4_bits(
         # 32 and 64 60.6 and 60.0, 82.4 and 80.0, 92.4 and 91.4. (More columns than 4096: not
         # timed.)
         return chosen._replace(gemm1=GemmConfig(64, 256, 3, 4))
-    if block_m > 16 or (many and average >= 1):
+    several = average < 1 and blocks * cdiv(I, 64) > 8 * MULTIPROCESSORS  # tiles of a program
+    if block_m > 16 or (many and not several):
         return chosen
     # One chunk a K tile: in groups of 32 gptoss20 and gptoss120 took 167 and 484 us at M = 64
     # with 128 rows, 156 and 462 so. (Other formats in their natural order: not measured.) Prepared
-    # mxfp4 of gptoss120 took 116.5 and 112.7 at M = 8, but 312 and 340 at 32.
+    # mxfp4 of gptoss120 took 116.5 and 112.7 at M = 8, 200.0 and 188.8 at 16, but 312 and 340 at
+    # 32 and, where few programs had a second tile, 37.1 and 41.4 at 2.
     narrow = GemmConfig(64, 128, 4, 4)
     return chosen._replace(
         gemm1=narrow if K % 128 else chosen.gemm1, gemm2=narrow if I % 128 else chosen.gemm2

@@ -345,7 +345,7 @@ def producer(
     says, and hands it to the consumers while they still have all of the tile before.
 
     So short rows cost no time in which nothing is copied: 256 tokens of Qwen3 in int4, whose tiles
-    have eight and three K tiles, took 123 us for 135. (Programs with fixed tiles end at different
+    have eight and three K tiles, took 119 us for 134. (Programs with fixed tiles end at different
     times: gptoss20 in mxfp4 took 127 us so, and 112 with twice as many of them.)
     """
     x_smem, more_smem, w_smem, s_smem, full, _ = ring

@@ -161,7 +161,7 @@ def test_tiles_that_were_measured():
         found = configs.choose_wgmma(rows, 16, K, 6400, 4, 256, many)
         assert (found.gemm1, found.gemm2) == (expected, wide)
     # rows of prepared e2m1 that are no whole chunks, of experts with less than one of them
-    for rows, expected in ((32, narrow), (127, narrow), (128, usual)):
+    for rows, expected in ((8, usual), (16, usual), (32, narrow), (127, narrow), (128, usual)):
         found = configs.choose_wgmma(rows, 128, 2880, 2880, 4, 256, 3)
         assert found.gemm1 == found.gemm2 == expected
     # of 3 experts one block each, and three: 288 tiles of GEMM2, and 864
