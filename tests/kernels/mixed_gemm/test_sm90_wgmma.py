@@ -8,6 +8,8 @@ import math
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from unittest import mock
 
 import pytest
@@ -685,6 +687,56 @@ def test_split_k(scheme, split_k, I, config):  # noqa: E741
         with watched("gemm2") as used:
             check(scheme, layer(*config)._replace(split_k=split_k), bias=True, **sizes)
         assert {call.args[6] for call in used.call_args_list} == {expected}
+
+
+@contextmanager
+def few_programs() -> Iterator[None]:
+    """As on a GPU of one multiprocessor: each program has many tiles."""
+    with mock.patch.object(sm90_wgmma, "MULTIPROCESSORS", 1):
+        sm90_wgmma._prepare.cache_clear()
+        try:
+            yield
+        finally:
+            sm90_wgmma._prepare.cache_clear()
+
+
+@pytest.mark.parametrize(
+    "scheme, config",
+    [
+        pytest.param(name, config, marks=ON_GPU, id=f"{name} {config}")
+        for config, names in {
+            (8, 64, 256, 3, 4): ("int4_w4a16:g128", "int8_w8a16:g64:zp", "int4_w4a8", *PREPARED),
+            (8, 128, 256, 2, 4): ("int4_w4a16:g128", "int4_w4a16:g64:zp", *PREPARED),
+            (32, 128, 128, 4, 4): ("int4_w4a16:g128:zp", "fp8_w8a16:block", "mxfp4_w4a16"),
+            (48, 128, 128, 3, 4): ("int4_w4a16:g128", "int8_w8a16:channel"),
+            (64, 128, 256, 2, 8): ("int4_w4a16:g32", "int4_w4a8", "nvfp4_w4a16"),
+            (80, 128, 128, 3, 4): ("int4_w4a16:g128", *PREPARED),
+        }.items()
+        for name in names
+    ],
+)
+def test_programs_take_one_tile_after_the_other(scheme, config):
+    """Of sorted pairs and of few that are not, whose table has empty blocks; of several splits,
+    and of rows that are streamed from one K tile to the next (int4 from 16 of them on)."""
+    long = scheme == "int4_w4a16:g128" and config[0] == 8
+    K, I, most = (4096, 4096, 16) if long else (640, 384, 40)  # noqa: E741
+    sizes = {"top_k": 2, "K": K, "I": I}
+    with few_programs():
+        for M, E, split_k in ((11 * config[0], 5, 1), (9, 5, 2), (7, 16, 1), (most // 3, most, 2)):
+            check(scheme, layer(*config)._replace(split_k=split_k), M=M, E=E, **sizes)
+
+
+@pytest.mark.parametrize("M, E, blocks", [(1, 1, 1), (2, 8, 2), (3, 8, 3), (15, 1, 2), (40, 1, 5)])
+def test_as_many_programs_as_run_at_once(M, E, blocks):
+    """Unless the table has no room for counters, or there are fewer tiles."""
+    case = Case("cpu", BF16, "mxfp4_w4a16", "silu", M=1, E=E, top_k=1, K=2560, I=5120)
+    with few_programs():
+        launches = launches_of(case, M, layer(8, 128, 128, 3, 4))
+    gemms = [one for one in launches if "wgmma" in one.kernel.name]
+    assert [one.named()["num_blocks"] for one in gemms] == [blocks] * 2
+    for one, tiles in zip(gemms, (blocks * 80, blocks * 20), strict=True):
+        held = one.grid[0]
+        assert held == tiles if blocks < 3 else 3 <= held < tiles
 
 
 def launches_of(
