@@ -37,9 +37,10 @@ def gdc_wait(PDL: tl.constexpr):
 
     Where kernels of mixed_gemm/sm90_wgmma.py execute gdc_launch_dependents first, this holds only
     after gdc_wait. The GEMMs read the table of blocks before gdc_wait: it was complete when GEMM1
-    started. For few pairs they instead read ids, which are older than the layer, and they read the
-    order only after their mainloop: `permute_tokens` writes it together with the rows for which
-    they wait.
+    started. For few pairs they instead read ids, which are older than the layer, for their first
+    tile, and the table and the order only after gdc_wait, or after what the producer copies then
+    has come: `permute_tokens` writes them together with the rows. Tiles taken are counted after
+    gdc_wait alone.
     """
     if PDL:
         cuda.gdc_wait()

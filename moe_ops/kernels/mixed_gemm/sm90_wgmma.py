@@ -8,8 +8,8 @@ operands of the products are in e4m3 where that is faster (`configs.multiplies_e
 Legend: S pairs sorted by expert, E local experts, K columns of the GEMM's input and weight, N its
 output columns (GEMM1: I), BLOCK_M rows (tokens) of a block, BLOCK_N rows of the weight in a tile,
 which give BLOCK_I columns of h (half as many if gated), BLOCK_K the step along K, K_CHUNK columns
-decoded at a time. A program handles one block (kernels/device/blocks.py) and one tile of rows of
-the weight. The mainloop is in sm90_mainloop.py.
+decoded at a time. A tile is one block (kernels/device/blocks.py) and BLOCK_N rows of the weight.
+As many programs as a GPU holds take one tile after the other. The mainloop is in sm90_mainloop.py.
 
 Rows of x and h (S, K) are sorted by expert, and their columns are permuted within each chunk to
 the order of the weights' fragments (sm90_decode.py); in e4m3 each chunk is followed by its
@@ -876,7 +876,8 @@ class WgmmaTile(NamedTuple):
     STREAM: Constant  # across K tiles, too
     SEGMENTS: Constant  # of the K tiles, with sums of their own
     GROUP_M: Constant  # blocks whose rows of x stay in the L2 for all their tiles; 0: all blocks
-    # up to so many pairs, programs find their blocks themselves; 0: they read the table of blocks
+    # up to so many pairs, programs find the blocks of their first tiles themselves; 0: they read
+    # the table of blocks
     MAX_UNSORTED_PAIRS: Constant
 
 
