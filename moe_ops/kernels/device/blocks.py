@@ -1,4 +1,5 @@
-"""How the GEMMs read the table of blocks that kernels/permute/sort.py writes.
+"""How the GEMMs read the table of blocks that kernels/permute/sort.py writes, or, for few pairs of
+the mixed GEMM on SM90, the launch that permutes tokens.
 
 Legend: M tokens, S = M * top_k pairs (pair p is entry p % top_k of token p // top_k), E local
 experts, BLOCK_M the most rows of a block.

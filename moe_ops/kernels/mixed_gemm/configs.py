@@ -792,7 +792,7 @@ def max_unsorted_pairs(pairs: int, experts: int) -> int:
     """The most pairs for which programs of the GEMMs find their blocks themselves, without a
     sorting kernel; 0 if a sorting kernel runs.
 
-    There is a program for each pair, of which most would have no block if many pairs shared few
-    experts.
+    The first programs are those of as many pairs each, of which most would have no block if many
+    pairs shared few experts.
     """
     return PAIR_BUCKETS[0] if pairs <= min(PAIR_BUCKETS[0], experts) else 0

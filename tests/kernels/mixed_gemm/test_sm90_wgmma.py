@@ -28,7 +28,7 @@ from moe_ops.backends.triton import mixed
 from moe_ops.kernels import configs as kernel_configs
 from moe_ops.kernels import launch
 from moe_ops.kernels.configs import SM90_WGMMA, GemmConfig, LayerConfig
-from moe_ops.kernels.device.blocks import TAKEN1, TAKEN2
+from moe_ops.kernels.device.blocks import TAKEN1, TAKEN2, USED
 from moe_ops.kernels.launch import gpu
 from moe_ops.kernels.mixed_gemm import (
     configs,
@@ -261,6 +261,7 @@ def test_permute_few_tokens(most, mapped):
     ids = torch.randint(-2, E + 3, (top_k, tokens)).T  # strided, some of no expert
     expert_map = torch.randperm(E + 2).to(torch.int32) - 2 if mapped else None
     x = torch.randn(tokens, K).to(BF16)
+    ids[tokens // 2 :, 1] = 0 if expert_map is None else expert_map.argmax()  # many of one
     index = torch.full((4 * blocks + S,), -1, dtype=torch.int32)
     out = torch.full((S, K), float("nan"), dtype=BF16)
     routing = route_pairs(index, ids, expert_map, E, blocks, False)
@@ -274,10 +275,9 @@ def test_permute_few_tokens(most, mapped):
         permute(again, x, unsorted, S, k_chunk, most, table_block_m=8)
         assert torch.equal(found[4 * S :], order)
         assert torch.equal(again[order >= 0], out[order >= 0])
-        table, counts = found[: 4 * S].view(S, 4)[:, :3], found[3 : 4 * S : 4]
-        blocks_found = sorted(row for row in table.tolist() if row[0] >= 0)
-        assert blocks_found == index[: 4 * blocks].view(-1, 4)[: index[3], :3].tolist()
-        assert counts.tolist() == [S, *[0] * (S - 1)]  # among them those of tiles taken
+        assert found[[USED.value, TAKEN1.value, TAKEN2.value]].tolist() == [index[3], 0, 0]
+        tables = (t.view(-1, 4)[: index[3], :3].tolist() for t in (found[: 4 * S], index))
+        assert sorted(next(tables)) == next(tables)
     used = order >= 0
     assert 0 < used.sum() < S and used.tolist() == sorted(used.tolist(), reverse=True)
     columns = (torch.arange(0, K, k_chunk)[:, None] + columns_at(k_chunk, 4)).flatten()
@@ -723,7 +723,66 @@ def test_programs_take_one_tile_after_the_other(scheme, config):
     sizes = {"top_k": 2, "K": K, "I": I}
     with few_programs():
         for M, E, split_k in ((11 * config[0], 5, 1), (9, 5, 2), (7, 16, 1), (most // 3, most, 2)):
-            check(scheme, layer(*config)._replace(split_k=split_k), M=M, E=E, **sizes)
+            options = {"M": M, "E": E, **sizes}
+            if split_k == 2 and scheme != "int4_w4a8":
+                options |= {"top_k": 1, "on_input": True}
+            check(scheme, layer(*config)._replace(split_k=split_k), **options)
+
+
+@pytest.mark.parametrize("M", [pytest.param(M, marks=ON_GPU) for M in (5, 16, 90)])
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_tiles_are_counted_anew_in_each_replay(M, batch_invariant):
+    """Bits are those of programs of one tile each, also where all tokens have the same experts."""
+    sizes = {"M": M, "E": 16, "top_k": 2, "K": 2048, "I": 768}
+    case = Case("cuda", BF16, "int4_w4a16:g128", "silu", **sizes)
+    x, w13, w2, weights, ids = case.args[:5]
+    options = {"backend": "triton", "batch_invariant": batch_invariant}
+    routings = [torch.rand(M, 16, device="cuda").topk(2).indices.to(ids) for _ in range(4)]
+    routings += [ids[:1].expand_as(ids), routings[0]]
+    with torch.no_grad():
+        with mock.patch.object(sm90_wgmma, "MULTIPROCESSORS", 10**6):
+            sm90_wgmma._prepare.cache_clear()
+            wanted = [moe_ops.fused_experts(x, w13, w2, weights, r, **options) for r in routings]
+        with few_programs():
+            graph = torch.cuda.CUDAGraph()
+            moe_ops.fused_experts(x, w13, w2, weights, ids, **options)
+            with torch.cuda.graph(graph):
+                found = moe_ops.fused_experts(x, w13, w2, weights, ids, **options)
+        for routing, expected in zip(routings, wanted, strict=True):
+            ids.copy_(routing)
+            found.fill_(math.nan)
+            graph.replay()
+            assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("alike", [False, True])
+@pytest.mark.parametrize("at_once", [1, 40, 132, 660, 10**6])
+def test_tiles_of_unsorted_pairs_have_one_program_each(at_once, alike):
+    """Programs whose pair starts a block have a first tile; the others of the table are taken."""
+    S, E, tiles_per_block = 56, 64, 24
+    experts = torch.randint(0, E, (S,))
+    if alike:
+        experts = torch.arange(8).repeat(7)  # of seven tokens
+    starts = [p for p in range(S) if int((experts[:p] == experts[p]).sum()) % 8 == 0]
+    pairs = mock.Mock(num_blocks=S, S=S)
+    prepared_ = mock.Mock(programs=at_once, blocks=37)
+    programs, *_ = sm90_wgmma._Prepared.grid(prepared_, pairs, tiles_per_block)
+    found = [(p % S, p // S) for p in range(programs) if p % S in starts]
+    assert len(found) <= max(programs, 1) and programs % S == 0
+    first = programs // S * len(starts)  # as `producer` has it
+    numbers = range(first, len(starts) * tiles_per_block)
+    found += [(starts[i % len(starts)], i // len(starts)) for i in numbers]
+    assert sorted(found) == sorted(itertools.product(starts, range(tiles_per_block)))
+    few = configs.blocks_together(64, 2048)
+    w = int4(torch.zeros(2, 64, 1024, dtype=torch.uint8), 2048)
+    gemm = GemmConfig(128, 256, 2, 8)
+    for number, expected in ((64, 0), (65, few)):  # a last chunk of a call, and a larger one
+        options = (w.k_chunk, w.chunks(gemm), False, False, 1, None, (), 1, gemm, 64, 1)
+        shape, strides = (128, 256, 1024), (256 * 1024, 1024, 1)
+        made = sm90_wgmma._prepare(w.wgmma_format, shape, strides, *options, number, 128)
+        grouped = made.tile.GROUP_M
+        assert grouped == expected
+    assert few > 0
 
 
 @pytest.mark.parametrize("M, E, blocks", [(1, 1, 1), (2, 8, 2), (3, 8, 3), (15, 1, 2), (40, 1, 5)])
