@@ -187,6 +187,8 @@ def write_table(
         ids_ptr, map_ptr, other, other < S, E, num_ids, top_k,
         ids_stride_m, ids_stride_k, map_stride,
     )  # fmt: skip
+    # or they would be loaded again in two dimensions
+    experts = tl.gather(experts, other, 0)
     before = other[None, :] < other[:, None]
     ranks = tl.sum(((experts[None, :] == experts[:, None]) & before).to(tl.int32), 1)
     starts = ((experts >= 0) & (ranks % BLOCK_M == 0)).to(tl.int32)
@@ -408,6 +410,14 @@ def moe_ops_permute_tokens(
         scale = tl.load(x_scale_ptr + m * x_scale_stride_m, mask=here, other=0.0)
     else:
         x = tl.load(x_ptrs, mask=own, other=0.0)
+    if TABLE_BLOCK_M:  # noqa: SIM102  # while x is loaded
+        if tl.program_id(1) == 0:
+            tl.store(index_ptr + 4 * num_blocks + position, pair, mask=here)
+            write_table(
+                index_ptr, pair, e, position, rank, of_others + count, num_blocks,
+                ids_ptr, map_ptr, S, E, num_ids, top_k, ids_stride_m, ids_stride_k, map_stride,
+                TABLE_BLOCK_M, PAIR_BUCKET,
+            )  # fmt: skip
     if MANTISSA:
         factor = 1.0
         if topk_weights_ptr is not None:
@@ -428,15 +438,7 @@ def moe_ops_permute_tokens(
         store_signed(out_ptr + position.to(tl.int64) * columns * 2, out_column, x, ok, K_CHUNK)
     else:
         tl.store(out_ptr + position.to(tl.int64) * columns + out_column, x, mask=ok)
-    if TABLE_BLOCK_M:
-        if tl.program_id(1) == 0:
-            tl.store(index_ptr + 4 * num_blocks + position, pair, mask=here)
-            write_table(
-                index_ptr, pair, e, position, rank, of_others + count, num_blocks,
-                ids_ptr, map_ptr, S, E, num_ids, top_k, ids_stride_m, ids_stride_k, map_stride,
-                TABLE_BLOCK_M, PAIR_BUCKET,
-            )  # fmt: skip
-    elif AT_ONCE:
+    if AT_ONCE:
         gdc_wait(PDL)
         gdc_launch_dependents(PDL)  # GEMM1 reads the sorting kernel's output before gdc_wait
 
