@@ -469,7 +469,7 @@ def test_first_kernels_wait_before_anything_else():
 
 
 # functions that execute gdc_wait for the kernel that calls them
-WAITING = ("gdc_wait(", "mainloop(", "token_products(", "quantize_rows(")
+WAITING = ("gdc_wait(", "run_tiles(", "token_products(", "quantize_rows(")
 
 
 def test_kernels_say_whether_they_wait():
