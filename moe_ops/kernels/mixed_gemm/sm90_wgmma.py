@@ -34,7 +34,6 @@ from moe_ops.kernels.device.blocks import (
     BLOCKS_WITH_COUNTERS,
     TAKEN1,
     TAKEN2,
-    USED,
     local_expert,
 )
 from moe_ops.kernels.device.e4m3 import (
@@ -174,39 +173,13 @@ def sorted_position(
     return e, counts & 1023, counts >> 20, counts >> 10 & 1023
 
 
-@triton.jit
-def write_table(
-    index_ptr, pair, e, first, rank, end, num_blocks, ids_ptr, map_ptr, S, E, num_ids, top_k,
-    ids_stride_m, ids_stride_k, map_stride, BLOCK_M: tl.constexpr, MAX_PAIRS: tl.constexpr,
-):  # fmt: skip
-    """The block that starts at one of at most MAX_PAIRS pairs, if one does, in the slot of as many
-    as start at pairs before it; with the first pair also their number, and no tiles taken.
-    """
-    other = tl.arange(0, MAX_PAIRS)
-    experts = local_expert(
-        ids_ptr, map_ptr, other, other < S, E, num_ids, top_k,
-        ids_stride_m, ids_stride_k, map_stride,
-    )  # fmt: skip
-    # or they would be loaded again in two dimensions
-    experts = tl.gather(experts, other, 0)
-    before = other[None, :] < other[:, None]
-    ranks = tl.sum(((experts[None, :] == experts[:, None]) & before).to(tl.int32), 1)
-    starts = ((experts >= 0) & (ranks % BLOCK_M == 0)).to(tl.int32)
-    if (e >= 0) & (rank % BLOCK_M == 0):
-        block_ptr = index_ptr + 4 * tl.sum(tl.where(other < pair, starts, 0))
-        tl.store(block_ptr, e)
-        tl.store(block_ptr + 1, first)
-        tl.store(block_ptr + 2, end)
-    if pair == 0:
-        tl.store(index_ptr + USED, tl.sum(starts))
-        tl.store(index_ptr + TAKEN1, 0, mask=num_blocks > 2)
-        tl.store(index_ptr + TAKEN2, 0, mask=num_blocks > 2)
-
-
 @unprefixed
 class SortedPairs(NamedTuple):
     """S pairs sorted by expert, and the tensors that they are sorted from. Kernels are not
     specialized on its numbers.
+
+    For few pairs (`max_unsorted_pairs`) the table has a block for each pair: at those that are the
+    first of a block this block, and no expert at the others.
     """
 
     index: Pointer  # type: ignore[assignment]  # hides a method of tuples
@@ -410,14 +383,6 @@ def moe_ops_permute_tokens(
         scale = tl.load(x_scale_ptr + m * x_scale_stride_m, mask=here, other=0.0)
     else:
         x = tl.load(x_ptrs, mask=own, other=0.0)
-    if TABLE_BLOCK_M:  # noqa: SIM102  # while x is loaded
-        if tl.program_id(1) == 0:
-            tl.store(index_ptr + 4 * num_blocks + position, pair, mask=here)
-            write_table(
-                index_ptr, pair, e, position, rank, of_others + count, num_blocks,
-                ids_ptr, map_ptr, S, E, num_ids, top_k, ids_stride_m, ids_stride_k, map_stride,
-                TABLE_BLOCK_M, PAIR_BUCKET,
-            )  # fmt: skip
     if MANTISSA:
         factor = 1.0
         if topk_weights_ptr is not None:
@@ -438,7 +403,16 @@ def moe_ops_permute_tokens(
         store_signed(out_ptr + position.to(tl.int64) * columns * 2, out_column, x, ok, K_CHUNK)
     else:
         tl.store(out_ptr + position.to(tl.int64) * columns + out_column, x, mask=ok)
-    if AT_ONCE:
+    if TABLE_BLOCK_M:
+        first = tl.program_id(1) == 0
+        tl.store(index_ptr + 4 * num_blocks + position, pair, mask=here & first)
+        block_ptr = index_ptr + 4 * pair
+        tl.store(block_ptr, tl.where(rank % TABLE_BLOCK_M == 0, e, -1), mask=first)
+        tl.store(block_ptr + 1, position, mask=first)
+        tl.store(block_ptr + 2, of_others + count, mask=first)
+        # of the first block the number of blocks, of the second and third the counters
+        tl.store(block_ptr + 3, tl.where(pair == 0, num_blocks, 0), mask=first)
+    elif AT_ONCE:
         gdc_wait(PDL)
         gdc_launch_dependents(PDL)  # GEMM1 reads the sorting kernel's output before gdc_wait
 
@@ -1001,7 +975,7 @@ def moe_ops_wgmma_gemm1(
     MAX_UNSORTED_PAIRS: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """h = activation(x @ w13.T + bias). Grid: blocks times tiles of BLOCK_N rows of w13."""
+    """h = activation(x @ w13.T + bias). Grid: programs that take tiles."""
     BLOCK_I: gl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
     gdc_launch_dependents(PDL)
     tiles_per_block = gl.cdiv(I, BLOCK_I)
@@ -1098,8 +1072,8 @@ def moe_ops_wgmma_gemm2(
     MAX_UNSORTED_PAIRS: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """y = x @ w2.T + bias, as SPLIT_K partial sums. Grid: blocks times tiles of BLOCK_N rows of w2
-    times SPLIT_K.
+    """y = x @ w2.T + bias, as SPLIT_K partial sums. Grid: programs that take tiles of BLOCK_N rows
+    of w2 and of one of SPLIT_K shares of the columns.
     """
     gdc_launch_dependents(PDL)
     tiles_per_block = gl.cdiv(N, BLOCK_N) * SPLIT_K
@@ -1263,21 +1237,16 @@ class _Prepared(NamedTuple):
     w: Boxes
     w_scales: Boxes | None
     maxnreg: int
-    programs: int  # that run at once
-    blocks: int  # that the pairs are expected to have if they are not sorted; else 0
+    programs: int  # of which as many have a first tile as run at once
 
     def grid(self, pairs: SortedPairs, tiles_per_block: int) -> tuple[int, int, int]:
-        """As many programs as run at once take the tiles of the table's blocks one after the
-        other. Unsorted pairs have as many programs each, and those of pairs at which no block
-        starts end at once. If the table has no room for counters, each tile has a program.
+        """Programs take the tiles of the table's blocks one after the other. If it has no room for
+        counters, each has one.
         """
-        programs = pairs.num_blocks * tiles_per_block
+        tiles = pairs.num_blocks * tiles_per_block
         if pairs.num_blocks >= BLOCKS_WITH_COUNTERS:
-            at_once = self.programs
-            if self.blocks:
-                at_once = pairs.S * max(1, at_once // self.blocks)
-            programs = min(programs, at_once)
-        return programs, 1, 1
+            tiles = min(tiles, self.programs)
+        return tiles, 1, 1
 
 
 @lru_cache(maxsize=4096)
@@ -1311,8 +1280,12 @@ def _prepare(
     steps = cdiv(cdiv(K, block_k), split_k)
     kernel = WgmmaKernel(of, k_chunk, has_zero, config, block_m, block_k, steps, streams)
     held = occupancy(kernel, tiles)
+    programs = held.blocks * MULTIPROCESSORS
     unsorted = max_unsorted_pairs(pairs, E)
-    blocks = max(1, expected_tiles(pairs, E, num_ids, block_m, 1)) if unsorted else 0
+    if unsorted:  # of the table's blocks, one a pair, few may be empty
+        # (and each pair needs one, or a block that starts there would have none)
+        blocks = max(1, expected_tiles(pairs, E, num_ids, block_m, 1))
+        programs = max(pairs, cdiv(programs * pairs, blocks))
     w_scales = None
     if scale_shape is not None:
         rows, itemsize = rows_side_by_side(of.group), 2 if of.scale == "e4m3" else 1
@@ -1328,7 +1301,9 @@ def _prepare(
         Decoding(of.name, of.scale, of.group),
         WgmmaTile(
             *(k_chunk, columns, block_m - columns, block_n, block_k, num_stages, num_warps),
-            *(held.overlap, held.stream, segments, 0 if unsorted else blocks_together(block_m, K)),
+            # (first tiles of unsorted pairs are numbered without groups of blocks)
+            *(held.overlap, held.stream, segments),
+            0 if unsorted else blocks_together(block_m, K),
             unsorted,
         ),
         token_boxes(*facts, columns, of.x_bits),
@@ -1336,8 +1311,7 @@ def _prepare(
         chunk_boxes(shape, strides, chunk_bytes, halves, chunks, block_n, 1),
         w_scales,
         held.registers,
-        held.blocks * MULTIPROCESSORS,
-        blocks,
+        programs,
     )
 
 
