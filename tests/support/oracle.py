@@ -156,10 +156,10 @@ def code_values(fmt: str) -> list[float]:
 
 def codes(qdata: Tensor, bits: int) -> Tensor:
     """int64 codes (..., K) of packed bytes: bit i of a row is bit i % 8 of its byte i // 8."""
-    bytes_ = qdata.view(torch.uint8).long()
+    bytes_ = qdata.view(torch.uint8)
     flat = torch.stack([(bytes_ >> i) & 1 for i in range(8)], -1).flatten(-2)
     grouped = flat.unflatten(-1, (-1, bits))
-    return sum(grouped[..., i] << i for i in range(bits))
+    return sum(grouped[..., i] << i for i in range(bits)).long()
 
 
 def _over(amax, divisor: float):
@@ -279,7 +279,10 @@ def static_scale(w: Tensor, experts: Tensor) -> Tensor | None:
 
 def _linear(rows, w, bias, experts):
     """rows (S, K) through the weights of their experts (S,)."""
-    y = torch.einsum("sk,snk->sn", rows, w[experts])
+    y = rows.new_zeros(len(rows), w.shape[1])
+    for e in experts.unique().tolist():  # (weights of each row would take gigabytes)
+        here = (experts == e).nonzero().flatten()
+        y = y.index_add(0, here, rows[here] @ w[e].T)
     return y if bias is None else y + bias.double()[experts]
 
 

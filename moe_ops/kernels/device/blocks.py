@@ -1,5 +1,4 @@
-"""How the GEMMs read the table of blocks that kernels/permute/sort.py writes, or, for few pairs of
-the mixed GEMM on SM90, the launch that permutes tokens.
+"""How the GEMMs read the table of blocks that kernels/permute/sort.py writes.
 
 Legend: M tokens, S = M * top_k pairs (pair p is entry p % top_k of token p // top_k), E local
 experts, BLOCK_M the most rows of a block.
@@ -11,6 +10,10 @@ Index workspace, int32:
                             programs have taken (kernels/mixed_gemm/sm90_mainloop.py)
     order (S,):             the pairs sorted by expert, stable; absent if the input is sorted
 A block covers rows [first, min(first + BLOCK_M, end)) of `order`, or of the sorted input itself.
+
+For few pairs of the mixed GEMM on SM90 no kernel sorts. The one that permutes tokens writes the
+order and, in place of the blocks above, an int32 for each pair, the block that starts at it
+(`pack_block`) or -1, and then the numbers of tiles taken of the first and second GEMM.
 """
 
 import triton
@@ -20,6 +23,19 @@ import triton.language as tl
 USED = tl.constexpr(3)
 TAKEN1, TAKEN2 = tl.constexpr(7), tl.constexpr(11)
 BLOCKS_WITH_COUNTERS = 3
+MAX_PACKED = tl.constexpr(127)
+
+
+@triton.jit
+def pack_block(e, first, end):
+    """A block of at most MAX_PACKED pairs in one number."""
+    return e << 14 | first << 7 | end
+
+
+@triton.jit
+def unpack_block(block):
+    """(expert, first and end row) of a block, which is not -1."""
+    return block >> 14, block >> 7 & 127, block & 127
 
 
 @triton.jit

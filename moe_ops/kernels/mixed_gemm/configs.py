@@ -792,7 +792,6 @@ def max_unsorted_pairs(pairs: int, experts: int) -> int:
     """The most pairs for which programs of the GEMMs find their blocks themselves, without a
     sorting kernel; 0 if a sorting kernel runs.
 
-    The first programs are those of as many pairs each, of which most would have no block if many
-    pairs shared few experts.
+    With a sorting kernel Mixtral's 8 tokens, 16 pairs of 8 experts, took 215 us, without 225.
     """
     return PAIR_BUCKETS[0] if pairs <= min(PAIR_BUCKETS[0], experts) else 0

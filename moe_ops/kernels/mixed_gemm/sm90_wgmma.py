@@ -32,9 +32,11 @@ from moe_ops.kernels.configs import MULTIPROCESSORS, GemmConfig
 from moe_ops.kernels.device.activations import activate_one, activate_two
 from moe_ops.kernels.device.blocks import (
     BLOCKS_WITH_COUNTERS,
+    MAX_PACKED,
     TAKEN1,
     TAKEN2,
     local_expert,
+    pack_block,
 )
 from moe_ops.kernels.device.e4m3 import (
     clamp,
@@ -178,8 +180,8 @@ class SortedPairs(NamedTuple):
     """S pairs sorted by expert, and the tensors that they are sorted from. Kernels are not
     specialized on its numbers.
 
-    For few pairs (`max_unsorted_pairs`) the table has a block for each pair: at those that are the
-    first of a block this block, and no expert at the others.
+    For few pairs (`max_unsorted_pairs`) `num_blocks` is their number, and the index is as
+    device/blocks.py says of these.
     """
 
     index: Pointer  # type: ignore[assignment]  # hides a method of tuples
@@ -404,14 +406,13 @@ def moe_ops_permute_tokens(
     else:
         tl.store(out_ptr + position.to(tl.int64) * columns + out_column, x, mask=ok)
     if TABLE_BLOCK_M:
+        tl.static_assert(PAIR_BUCKET <= MAX_PACKED)
         first = tl.program_id(1) == 0
         tl.store(index_ptr + 4 * num_blocks + position, pair, mask=here & first)
-        block_ptr = index_ptr + 4 * pair
-        tl.store(block_ptr, tl.where(rank % TABLE_BLOCK_M == 0, e, -1), mask=first)
-        tl.store(block_ptr + 1, position, mask=first)
-        tl.store(block_ptr + 2, of_others + count, mask=first)
-        # of the first block the number of blocks, of the second and third the counters
-        tl.store(block_ptr + 3, tl.where(pair == 0, num_blocks, 0), mask=first)
+        end = tl.minimum(of_others + count, position + TABLE_BLOCK_M)
+        starts = here & (rank % TABLE_BLOCK_M == 0)
+        tl.store(index_ptr + pair, tl.where(starts, pack_block(e, position, end), -1), mask=first)
+        tl.store(index_ptr + S + pair, 0, mask=first & (pair < 2))  # no tiles are taken
     elif AT_ONCE:
         gdc_wait(PDL)
         gdc_launch_dependents(PDL)  # GEMM1 reads the sorting kernel's output before gdc_wait
@@ -474,6 +475,17 @@ def exit_without_tile(PDL: gl.constexpr):
     """
     if gl.program_id(0) == 0:
         gdc_wait(PDL)
+
+
+@gluon.jit
+def taken_ptr(index_ptr, S, GEMM: gl.constexpr, MAX_UNSORTED_PAIRS: gl.constexpr):
+    """Number of tiles of the first (0) or second GEMM (1) that programs took after their first."""
+    if MAX_UNSORTED_PAIRS:
+        return index_ptr + S + GEMM
+    elif GEMM == 0:
+        return index_ptr + TAKEN1
+    else:
+        return index_ptr + TAKEN2
 
 
 @gluon.jit
@@ -844,7 +856,7 @@ def run_tiles(
                 x, x_more, w, w_scales, (x_smem, more_smem, w_smem, s_smem, full, empty), handed,
                 index_ptr, num_blocks, taken_ptr, e, first, end, n, tiles_per_block, K,
                 TILE_ROWS, SPLIT_K, GROUP_M, BLOCK_M + MORE_M, BLOCK_K, STAGE_BYTES, SCALE_GROUP,
-                K_CHUNK, NUM_STAGES, MAX_UNSORTED_PAIRS > 0, PDL,
+                K_CHUNK, NUM_STAGES, MAX_UNSORTED_PAIRS, PDL,
             )),
         ],
         [1],
@@ -987,7 +999,8 @@ def moe_ops_wgmma_gemm1(
         exit_without_tile(PDL)
         return
     run_tiles(
-        x, x_more, w, w_scales, e, first, end, n, tiles_per_block, index_ptr + TAKEN1,
+        x, x_more, w, w_scales, e, first, end, n, tiles_per_block,
+        taken_ptr(index_ptr, S, 0, MAX_UNSORTED_PAIRS),
         (h_ptr, top_k, topk_weights_ptr, topk_weights_stride_m, topk_weights_stride_k, alpha, beta,
          limit), I, K, index_ptr, num_blocks,
         (w_scale_ptr, w_scale_stride_e, w_scale_stride_n, w_scale_stride_g),
@@ -1085,8 +1098,8 @@ def moe_ops_wgmma_gemm2(
         exit_without_tile(PDL)
         return
     run_tiles(
-        x, x_more, w, w_scales, e, first, end, n, tiles_per_block, index_ptr + TAKEN2, (y_ptr, S),
-        N, K, index_ptr, num_blocks,
+        x, x_more, w, w_scales, e, first, end, n, tiles_per_block,
+        taken_ptr(index_ptr, S, 1, MAX_UNSORTED_PAIRS), (y_ptr, S), N, K, index_ptr, num_blocks,
         (w_scale_ptr, w_scale_stride_e, w_scale_stride_n, w_scale_stride_g),
         (w_zero_ptr, w_zero_stride_e, w_zero_stride_n, w_zero_stride_g),
         (w_factor_ptr, w_factor_stride_e, w_factor_stride_n),
@@ -1218,13 +1231,21 @@ def token_boxes(
     return Boxes([row // size, block_m, rows, size], [size, row, row, 1], box, layout)
 
 
-def expected_tiles(pairs: int, experts: int, num_ids: int, block_m: int, across: int) -> int:
-    """Expected number of tiles of a layer, `across` for each block, if experts are equally likely.
-    Blocks are at least the experts that get a pair.
+def expected_blocks(pairs: int, experts: int, num_ids: int, block_m: int) -> float:
+    """Expected number of blocks of a layer, if experts are equally likely. Blocks are at least the
+    experts that get a pair.
     """
     pairs_here = pairs * experts / num_ids
-    blocks = max(experts * (1 - (1 - 1 / experts) ** pairs_here), pairs_here / block_m)
-    return int(blocks * across)
+    return max(experts * (1 - (1 - 1 / experts) ** pairs_here), pairs_here / block_m)
+
+
+def programs_of_pair(at_once: int, blocks: float, pairs: float, tiles_per_block: int) -> int:
+    """As many programs for each pair as run at once, so that none waits for one that takes tile
+    after tile; or one for each tile, if those of all blocks run at once.
+    """
+    if blocks * tiles_per_block <= at_once:
+        return tiles_per_block
+    return max(1, int(at_once / max(1.0, pairs)))
 
 
 class _Prepared(NamedTuple):
@@ -1237,7 +1258,7 @@ class _Prepared(NamedTuple):
     w: Boxes
     w_scales: Boxes | None
     maxnreg: int
-    programs: int  # of which as many have a first tile as run at once
+    programs: int  # of which those that have a tile run at once
 
     def grid(self, pairs: SortedPairs, tiles_per_block: int) -> tuple[int, int, int]:
         """Programs take the tiles of the table's blocks one after the other. If it has no room for
@@ -1276,16 +1297,16 @@ def _prepare(
     K = row_bytes * 8 // of.bits
     chunk_bytes = k_chunk * of.bits // 8
     block_k = chunks * k_chunk
-    tiles = split_k * expected_tiles(pairs, E, num_ids, block_m, cdiv(N, block_n))
+    tiles_per_block = split_k * cdiv(N, block_n)
+    blocks = expected_blocks(pairs, E, num_ids, block_m)
     steps = cdiv(cdiv(K, block_k), split_k)
     kernel = WgmmaKernel(of, k_chunk, has_zero, config, block_m, block_k, steps, streams)
-    held = occupancy(kernel, tiles)
+    held = occupancy(kernel, int(blocks * tiles_per_block))
     programs = held.blocks * MULTIPROCESSORS
     unsorted = max_unsorted_pairs(pairs, E)
-    if unsorted:  # of the table's blocks, one a pair, few may be empty
-        # (and each pair needs one, or a block that starts there would have none)
-        blocks = max(1, expected_tiles(pairs, E, num_ids, block_m, 1))
-        programs = max(pairs, cdiv(programs * pairs, blocks))
+    if unsorted:
+        pairs_here = pairs * E / num_ids
+        programs = pairs * programs_of_pair(programs, blocks, pairs_here, tiles_per_block)
     w_scales = None
     if scale_shape is not None:
         rows, itemsize = rows_side_by_side(of.group), 2 if of.scale == "e4m3" else 1

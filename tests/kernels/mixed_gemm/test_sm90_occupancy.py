@@ -209,8 +209,22 @@ def test_int4_overlaps_where_three_blocks_hold_all_tiles():
 )
 def test_tiles_of_a_layer(sizes, tiles):
     pairs, experts, num_ids, split_k = sizes
-    found = sm90_wgmma.expected_tiles(pairs, experts, num_ids, 8, 3) * split_k
+    found = sm90_wgmma.expected_blocks(pairs, experts, num_ids, 8) * 3 * split_k
     assert found == pytest.approx(tiles, rel=0.03)
+
+
+@pytest.mark.parametrize(
+    "of, expected",
+    [  # that run at once, blocks, pairs, tiles of a block
+        ((528, 21, 32, 90), 16),  # those of all pairs
+        ((528, 10.6, 12, 45), 45),  # those of second pairs have no tile
+        ((528, 15.6, 20, 45), 26),
+        ((528, 70, 600, 12), 1),
+        ((528, 0.1, 0.1, 45), 45),
+    ],
+)
+def test_programs_of_a_pair(of, expected):
+    assert sm90_wgmma.programs_of_pair(*of) == expected
 
 
 def test_search_tries_split_k_and_none():

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -28,7 +29,7 @@ from moe_ops.backends.triton import mixed
 from moe_ops.kernels import configs as kernel_configs
 from moe_ops.kernels import launch
 from moe_ops.kernels.configs import SM90_WGMMA, GemmConfig, LayerConfig
-from moe_ops.kernels.device.blocks import TAKEN1, TAKEN2
+from moe_ops.kernels.device.blocks import TAKEN1, TAKEN2, pack_block, unpack_block
 from moe_ops.kernels.launch import gpu
 from moe_ops.kernels.mixed_gemm import (
     configs,
@@ -274,10 +275,10 @@ def test_permute_few_tokens(most, tokens, mapped):
         permute(again, x, unsorted, S, k_chunk, most, table_block_m=8)
         assert torch.equal(found[4 * S :], order)
         assert torch.equal(again[order >= 0], out[order >= 0])
-        table, numbers = found[: 4 * S].view(S, 4)[:, :3].tolist(), found[3 : 4 * S : 4]
-        assert numbers.tolist() == [S, *[0] * (S - 1)]  # among them those of tiles taken
-        wanted = index[: 4 * blocks].view(-1, 4)[: index[3], :3].tolist()
-        assert sorted(row for row in table if row[0] >= 0) == wanted
+        assert S == 1 or found[S : S + 2].tolist() == [0, 0]  # tiles taken
+        blocks = [unpack_block.fn(block) for block in found[:S].tolist() if block >= 0]
+        wanted = index[: 4 * E * tokens].view(-1, 4)[: index[3], :3].tolist()
+        assert sorted(blocks) == [(e, at, min(at + 8, end)) for e, at, end in wanted]
     used = order >= 0
     assert used.tolist() == sorted(used.tolist(), reverse=True)
     assert tokens < 20 or 0 < used.sum() < S
@@ -286,32 +287,72 @@ def test_permute_few_tokens(most, tokens, mapped):
     assert out[~used].isnan().all()
 
 
-@pytest.mark.parametrize("block_m", [8, 16])
-@pytest.mark.parametrize("S, most", [(1, 3), (9, 3), (64, 1), (64, 4), (64, 70)])
-def test_programs_find_the_blocks_of_the_sorting_kernel(block_m, S, most):
-    """Those of at most 64 pairs, from the experts alone; of any order, with some of no expert."""
-    experts = torch.randint(-1, most, (S,))
-    gl = sm90_mainloop.gl
+@contextmanager
+def on_torch_tensors(experts: torch.Tensor, table: torch.Tensor) -> Iterator[None]:
+    """What the mainloop calls of Gluon, of pairs with these experts; pointers are places in
+    `table`."""
+
+    def load(place: Any, mask: Any = True, other: int = 0, cache_modifier: str = "") -> Any:
+        mask = torch.as_tensor(mask)
+        return torch.where(mask, table[torch.where(mask, place, 0)], other)
+
+    def local_expert(_ids: Any, _map: Any, pair: Any, mask: Any, *_: Any) -> Any:
+        return torch.where(mask, experts[pair.clamp(max=len(experts) - 1)], -1)
+
+    replaced = {
+        "arange": lambda a, b, layout: torch.arange(a, b),
+        "associative_scan": lambda t, axis, _: t.cumsum(axis),
+        "cdiv": lambda a, b: -(-a // b),
+        "minimum": lambda a, b: torch.as_tensor(a).clamp(max=b),
+        "maximum": lambda a, b: torch.as_tensor(a).clamp(min=b),
+        "where": torch.where,
+        "sum": torch.sum,
+        "load": load,
+    }
     with (
-        mock.patch.object(gl, "arange", lambda a, b, layout: torch.arange(a, b)),
-        mock.patch.object(gl, "where", torch.where),
-        mock.patch.object(gl, "sum", torch.sum),
-        mock.patch.object(
-            sm90_mainloop,
-            "local_expert",
-            lambda *a: torch.where(a[3], experts[a[2].clamp(max=S - 1)], -1),
-        ),
+        mock.patch.multiple(sm90_mainloop.gl, **replaced),
+        mock.patch.object(sm90_mainloop, "local_expert", local_expert),
+        mock.patch.object(sm90_mainloop, "unpack_block", unpack_block.fn),
         mock.patch.object(torch.Tensor, "to", lambda t, _: t.int()),
     ):
-        args = (None, None, S, most, most, 1, 1, 1, 0, 64, block_m, 4)
-        found = [sm90_mainloop.find_block.fn(torch.tensor(p), *args) for p in range(S)]
-    blocks = sorted([[int(v) for v in numbers] for here, *numbers in found if here])
-    expected, first = [], 0
+        yield
+
+
+@pytest.mark.parametrize("programs", [1, 3, 12])
+@pytest.mark.parametrize("block_m", [8, 16])
+@pytest.mark.parametrize("S, most", [(3, 3), (9, 3), (64, 1), (64, 4), (64, 70)])
+def test_programs_of_few_pairs_have_all_tiles_once(block_m, S, most, programs):
+    """First tiles, from the experts alone, and those that they take then: the blocks of at most 64
+    pairs of any order, some of no expert, with 12 tiles each."""
+    experts = torch.randint(-1, most, (S,))
+    if most == 4:
+        experts[: S // 2] = 2  # its first block has more programs than tiles
+    blocks, first = [], 0
     for e in range(most):
         end = first + int((experts == e).sum())
-        expected += [[e, at, end] for at in range(first, end, block_m)]
+        blocks += [(e, at, min(end, at + block_m)) for at in range(first, end, block_m)]
         first = end
-    assert blocks == expected
+    table = torch.full((S,), -1)
+    order = torch.randperm(len(blocks)).tolist()
+    table[torch.randperm(S)[: len(blocks)]] = torch.tensor(
+        [pack_block.fn(*blocks[i]) for i in order], dtype=table.dtype
+    )
+    with on_torch_tensors(experts, table):
+        args = (programs, None, None, S, most, most, 1, 1, 1, 0, 12, 64, block_m, 4)
+        found = [
+            sm90_mainloop.first_tile_of_pair.fn(torch.tensor(i % S), torch.tensor(i // S), *args)
+            for i in range(S * programs)
+        ]
+        found = [tile for here, *tile in found if here]
+        left = sm90_mainloop.tiles_left.fn(torch.tensor(0), S, programs, 12, 64)
+        *_, used, average = left
+        assert not blocks or {int(n) for *_, n in found} >= set(range(programs))
+        for i in range(used * average):
+            e, *tile = sm90_mainloop.tile_of_left.fn(torch.tensor(i), left, 12)
+            found += [(e, *tile)] if e >= 0 else []
+    assert sorted(tuple(int(v) for v in tile) for tile in found) == [
+        (*block, n) for block in blocks for n in range(12)
+    ]
 
 
 @pytest.mark.parametrize("split_k", [1, 3])
@@ -720,10 +761,15 @@ def test_programs_take_one_tile_after_the_other(scheme, config):
     """Of sorted pairs and of few that are not, of which some start no block; of several splits,
     and of rows that are streamed from one K tile to the next (int4 from 16 of them on)."""
     long = scheme == "int4_w4a16:g128" and config[0] == 8
-    K, I, most = (4096, 4096, 16) if long else (640, 384, 40)  # noqa: E741
+    K, I, few, most = (4096, 4096, 8, 12) if long else (640, 384, 16, 40)  # noqa: E741
     sizes = {"top_k": 2, "K": K, "I": I}
     with few_programs():
-        for M, E, split_k in ((11 * config[0], 5, 1), (9, 5, 2), (7, 16, 1), (most // 3, most, 2)):
+        for M, E, split_k in (
+            (11 * config[0], 5, 1),
+            (9, 5, 2),
+            (few // 2 - 1, few, 1),
+            (most // 3, most, 2),
+        ):
             options = {"M": M, "E": E, **sizes}
             if split_k == 2 and scheme != "int4_w4a8":
                 options |= {"top_k": 1, "on_input": True}
@@ -782,6 +828,7 @@ def test_as_many_programs_as_run_at_once(M, E, blocks):
     for one, tiles in zip(gemms, (blocks * 16, blocks * 8), strict=True):
         held = one.grid[0]
         assert held == tiles if blocks < 3 else 3 <= held < tiles
+        assert E == 1 or held % blocks == 0  # each pair has as many
 
 
 def launches_of(
