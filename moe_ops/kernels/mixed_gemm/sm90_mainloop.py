@@ -219,9 +219,9 @@ def tiles_left(index_ptr, S, programs, tiles_per_block, MAX_PAIRS: gl.constexpr)
 
 @gluon.jit
 def tile_of_left(i, left, tiles_per_block):
-    """What `tile_of_table` says of the i-th of the tiles of `tiles_left`, in an order in which
-    consecutive ones are of different blocks; expert -1 for some numbers, as there are used times
-    average. (With tiles 61 apart gptoss120's 16 tokens took 2 % longer.)
+    """What `tile_of_table` says of the i-th of the tiles of `tiles_left`; expert -1 for some of
+    the used times average numbers. Consecutive ones are of different blocks if these have about
+    as many tiles left. (With tiles 61 apart gptoss120's 16 tokens took 2 % longer.)
     """
     blocks, begin, end, used, average = left
     tile = i % used * average + i // used

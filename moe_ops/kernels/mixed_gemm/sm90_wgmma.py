@@ -1240,8 +1240,9 @@ def expected_blocks(pairs: int, experts: int, num_ids: int, block_m: int) -> flo
 
 
 def programs_of_pair(at_once: int, blocks: float, pairs: float, tiles_per_block: int) -> int:
-    """As many programs for each pair as run at once, so that none waits for one that takes tile
-    after tile; or one for each tile, if those of all blocks run at once.
+    """Programs of each of so many pairs expected here, all of which run at once together: none
+    should wait for one that takes tile after tile. Or one for each tile, if those of all blocks
+    run at once.
     """
     if blocks * tiles_per_block <= at_once:
         return tiles_per_block
@@ -1258,7 +1259,7 @@ class _Prepared(NamedTuple):
     w: Boxes
     w_scales: Boxes | None
     maxnreg: int
-    programs: int  # of which those that have a tile run at once
+    programs: int  # of which those that are expected to have a tile run at once
 
     def grid(self, pairs: SortedPairs, tiles_per_block: int) -> tuple[int, int, int]:
         """Programs take the tiles of the table's blocks one after the other. If it has no room for

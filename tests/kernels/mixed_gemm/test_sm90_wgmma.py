@@ -275,7 +275,7 @@ def test_permute_few_tokens(most, tokens, mapped):
         permute(again, x, unsorted, S, k_chunk, most, table_block_m=8)
         assert torch.equal(found[4 * S :], order)
         assert torch.equal(again[order >= 0], out[order >= 0])
-        assert S == 1 or found[S : S + 2].tolist() == [0, 0]  # tiles taken
+        assert found[S : S + 2].tolist() == [0, 0]  # tiles taken
         blocks = [unpack_block.fn(block) for block in found[:S].tolist() if block >= 0]
         wanted = index[: 4 * E * tokens].view(-1, 4)[: index[3], :3].tolist()
         assert sorted(blocks) == [(e, at, min(at + 8, end)) for e, at, end in wanted]
@@ -313,8 +313,18 @@ def on_torch_tensors(experts: torch.Tensor, table: torch.Tensor) -> Iterator[Non
         mock.patch.multiple(sm90_mainloop.gl, **replaced),
         mock.patch.object(sm90_mainloop, "local_expert", local_expert),
         mock.patch.object(sm90_mainloop, "unpack_block", unpack_block.fn),
+        mock.patch.object(
+            sm90_mainloop, "first_tile_of_pair", sm90_mainloop.first_tile_of_pair.fn
+        ),
         mock.patch.object(torch.Tensor, "to", lambda t, _: t.int()),
     ):
+        yield
+
+
+@contextmanager
+def program_of(number: int, programs: int) -> Iterator[None]:
+    numbers = {"program_id": lambda _: torch.tensor(number), "num_programs": lambda _: programs}
+    with mock.patch.multiple(sm90_mainloop.gl, **numbers):
         yield
 
 
@@ -338,11 +348,11 @@ def test_programs_of_few_pairs_have_all_tiles_once(block_m, S, most, programs):
         [pack_block.fn(*blocks[i]) for i in order], dtype=table.dtype
     )
     with on_torch_tensors(experts, table):
-        args = (programs, None, None, S, most, most, 1, 1, 1, 0, 12, 64, block_m, 4)
-        found = [
-            sm90_mainloop.first_tile_of_pair.fn(torch.tensor(i % S), torch.tensor(i // S), *args)
-            for i in range(S * programs)
-        ]
+        args = (None, None, S, most, most, 1, 1, 1, 0, 12, 0, 64, block_m, 4)
+        found = []
+        for program in range(S * programs):
+            with program_of(program, S * programs):
+                found.append(sm90_mainloop.first_tile.fn(None, *args))
         found = [tile for here, *tile in found if here]
         left = sm90_mainloop.tiles_left.fn(torch.tensor(0), S, programs, 12, 64)
         *_, used, average = left
@@ -732,9 +742,9 @@ def test_split_k(scheme, split_k, I, config):  # noqa: E741
 
 
 @contextmanager
-def few_programs() -> Iterator[None]:
-    """As on a GPU of one multiprocessor: each program has many tiles."""
-    with mock.patch.object(sm90_wgmma, "MULTIPROCESSORS", 1):
+def few_programs(multiprocessors: int = 1) -> Iterator[None]:
+    """As on a GPU of so many multiprocessors: each program has many tiles."""
+    with mock.patch.object(sm90_wgmma, "MULTIPROCESSORS", multiprocessors):
         sm90_wgmma._prepare.cache_clear()
         try:
             yield
@@ -776,9 +786,12 @@ def test_programs_take_one_tile_after_the_other(scheme, config):
             check(scheme, layer(*config)._replace(split_k=split_k), **options)
 
 
-@pytest.mark.parametrize("M", [pytest.param(M, marks=ON_GPU) for M in (5, 16, 90)])
+@pytest.mark.parametrize(
+    "M, multiprocessors",
+    [pytest.param(*m, marks=ON_GPU) for m in ((5, 1), (7, 12), (16, 1), (90, 1))],
+)
 @pytest.mark.parametrize("batch_invariant", [False, True])
-def test_tiles_are_counted_anew_in_each_replay(M, batch_invariant):
+def test_tiles_are_counted_anew_in_each_replay(M, multiprocessors, batch_invariant):
     """Bits are those of programs of one tile each, also where all tokens have the same experts."""
     sizes = {"M": M, "E": 16, "top_k": 2, "K": 2048, "I": 768}
     case = Case("cuda", BF16, "int4_w4a16:g128", "silu", **sizes)
@@ -791,7 +804,7 @@ def test_tiles_are_counted_anew_in_each_replay(M, batch_invariant):
         with mock.patch.object(sm90_wgmma, "MULTIPROCESSORS", 10**6):
             sm90_wgmma._prepare.cache_clear()
             wanted = [moe_ops.fused_experts(x, w13, w2, weights, r, **options) for r in routings]
-        with few_programs():
+        with few_programs(multiprocessors):
             graph = torch.cuda.CUDAGraph()
             moe_ops.fused_experts(x, w13, w2, weights, ids, **options)
             with torch.cuda.graph(graph):
