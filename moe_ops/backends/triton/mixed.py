@@ -120,6 +120,8 @@ def experts(a: ExpertsArgs) -> None:
             # under batch_invariant all in bf16: bits of products in e4m3 differ from theirs
             if a.batch_invariant or not in_e4m3:
                 w13, w2 = w13.in_16_bits(), w2.in_16_bits()
+        elif configs.scales_sums(config) and not a.batch_invariant:
+            w13, w2 = w13.scaling_sums(), w2.scaling_sums()
         for part in chunks(a):
             layer = (w13, w2, activation, rounding, config, gpu)
             run(_wgmma_launches(part, *layer, split_k), device, gpu)
@@ -193,6 +195,7 @@ def _config(
         *(M, top_k, w2.E, K, w2.K, dtype, gpu, a.scheme, w2.format.bits),
         *(wgmma, one_token, prepared, a.global_experts),
         *(min(w13.stages_of_many, w2.stages_of_many), token, many),
+        w13.scales_sums and w2.scales_sums,
     )
     use_wgmma = wgmma and config.kernel == SM90_WGMMA
     use_one = config.kernel == SM90_MMA or (one_token and config.kernel == GEMV)

@@ -41,7 +41,8 @@ FORMATS = ("int4", "int4_e4m3", "e2m1", "e2m1_words", "int8", "e4m3")  # of sm90
 MAX_SPLIT_K = 3  # programs that share the reduction of a tile of GEMM2, if it has few tiles
 SPLIT_ROWS = 1024  # rows of y in all SPLIT_K partial sums
 LONG_ROWS = 8192  # columns of w2, from which a wave of GEMM2 is long
-LONG_OF_8_BITS = 4096  # columns of w2 of 8 bits, from which the same holds
+LONG_W2 = 4096  # columns of w2, from which the same holds in 8 bits, and tiles of it are narrower
+SCALED_SUMS = 32  # BLOCK_M up to which int4 has its sums scaled, not its weights
 FEW_STEPS = 8  # K tiles of a program of GEMM2 that is short
 GROUP_BYTES = 24 << 20  # of rows of x that the L2 (50 MB) keeps
 SHORT_ROWS = 2048  # columns, up to which half of them is faster
@@ -154,6 +155,7 @@ def _for_experts(
     many: int = 0,
     token: tuple[int, int] | None = None,
     packed: bool = False,
+    sums: bool = False,
     tables: bool = True,
 ) -> LayerConfig:
     rows = pairs_here(M * top_k, E, routed)
@@ -162,7 +164,7 @@ def _for_experts(
     base = choose(rows, E, K, I, bits, dtype, M == 1, gpu.shared_memory)
     base = base._replace(sort_chunk=sort_chunk(M * top_k))
     if wgmma:
-        base = choose_wgmma(rows, E, K, I, bits, base.sort_chunk, many) or base
+        base = choose_wgmma(rows, E, K, I, bits, base.sort_chunk, many, sums) or base
     if token is not None:
         base = _choose_token(top_k, K, I, *token, base.sort_chunk)
     elif gemv:
@@ -194,8 +196,9 @@ def for_experts(*problem) -> LayerConfig:
     Arguments: M, top_k, E, K, I, dtype, Gpu, scheme, bits of a weight, whether the kernels of
     sm90_wgmma.py and of gemv.py can run, whether these alone read the weights' layout, how many
     experts share the pairs if these are on several devices, `MixedOperand.stages_of_many`,
-    K_CHUNK and the columns that share a scale if sm90_mma.py serves one token (`token_facts`), and
-    whether training/sm90_packed.py can run and is faster (`many_rows`).
+    K_CHUNK and the columns that share a scale if sm90_mma.py serves one token (`token_facts`),
+    whether training/sm90_packed.py can run and is faster (`many_rows`), and whether sm90_wgmma.py
+    scales sums of groups (`MixedOperand.scaling_sums`).
     """
     return find(_for_experts, problem)
 
@@ -538,6 +541,7 @@ def choose_wgmma(
     bits: int,
     chunk: int,
     many: int = 0,
+    sums: bool = False,
 ) -> LayerConfig | None:
     """Config of the two GEMMs of sm90_wgmma.py, or None if other kernels are faster for so many
     rows. An expert's rows should usually fit one block.
@@ -572,11 +576,11 @@ def choose_wgmma(
     """
     if bits == 8 and rows / groups > MAX_ROWS_OF_8_BITS:
         return None
-    chosen = _wgmma(rows, groups, K, I, bits, chunk, many)
+    chosen = _wgmma(rows, groups, K, I, bits, chunk, many, sums)
     if bits == 8:
         return _in_8_bits(chosen, groups, rows / groups, K, I)
     blocks = max(min(rows, groups), cdiv(rows, chosen.block_m))
-    return _in_4_bits(chosen, blocks, K, I, many, rows / groups)
+    return _in_4_bits(chosen, blocks, K, I, many, sums, rows / groups)
 
 
 def _in_4_bits(
@@ -585,16 +589,20 @@ def _in_4_bits(
     K: int,
     I: int,  # noqa: E741
     many: int,
+    sums: bool,
     average: float,  # rows of an expert
 ) -> LayerConfig:
     """The config of weights of 4 bits with tiles of 64 weight rows where their rows are no whole
-    chunks or, in GEMM1, streamed, and a GEMM2 of long rows in halves where its last wave would be
-    short. `blocks`: an estimate of the blocks of the rows.
+    chunks, in GEMM1 of those that are not prepared, and in GEMM2 of long rows beside blocks of 16
+    that do not stream; and a GEMM2 of long rows in halves where its last wave would be short.
+    `blocks`: an estimate of the blocks of the rows. Measured on H200s: docs/kernels/mixed_gemm.md.
     """
     block_m = chosen.block_m
     held = 4 if block_m <= 16 else 3 if block_m == 32 else 2  # blocks of a multiprocessor
     if I >= LONG_ROWS and _short_last_wave(blocks * cdiv(K, 128), held):
         chosen = chosen._replace(split_k=2)  # three waves of half the time
+    if sums and block_m <= SCALED_SUMS:
+        return _of_sums(chosen, blocks, K, I)
     wide = block_m == 8 and chosen.gemm1 == GemmConfig(128, 256, 2, 4)
     if many == STAGES_OF_STREAMED and wide:
         # With 128 rows and with 64, of three stages: Mixtral at M = 8 and 16 192.5 and 187.5,
@@ -602,6 +610,12 @@ def _in_4_bits(
         # 32 and 64 60.6 and 60.0, 82.4 and 80.0, 92.4 and 91.4. (More columns than 4096: not
         # timed.)
         return chosen._replace(gemm1=GemmConfig(64, 256, 3, 4))
+    if not many and block_m <= 16:
+        narrow = GemmConfig(64, 256, 2, 4)
+        if K % 256 == 0:
+            chosen = chosen._replace(gemm1=narrow)
+        if I % 256 == 0 and I >= LONG_W2 and block_m == 16:
+            chosen = chosen._replace(gemm2=narrow)
     several = average < 1 and blocks * cdiv(I, 64) > 8 * MULTIPROCESSORS  # tiles of a program
     if block_m > 16 or (many and not several):
         return chosen
@@ -615,6 +629,27 @@ def _in_4_bits(
     )
 
 
+def _of_sums(
+    chosen: LayerConfig,
+    blocks: int,
+    K: int,
+    I: int,  # noqa: E741
+) -> LayerConfig:
+    """The config of int4 whose sums are scaled, with narrower tiles of rows in GEMM1 beside few
+    rows of x, and in GEMM2 of long rows. Measured on H200s: docs/kernels/mixed_gemm.md.
+    """
+    block_m = chosen.block_m
+    deep = GemmConfig(64, 256, 3, 4)
+    if K % 256 == 0 and block_m == 8:
+        chosen = chosen._replace(gemm1=deep)
+    if I % 256 or I < LONG_W2:
+        return chosen
+    if block_m == 32:
+        split_k = 1 if 2 * blocks * cdiv(K, 128) > 3 * MULTIPROCESSORS else chosen.split_k
+        return chosen._replace(gemm2=GemmConfig(128, 256, 2, 8), split_k=split_k)
+    return chosen._replace(gemm2=GemmConfig(64, 256, 2, 4) if block_m == 8 else deep)
+
+
 def _in_8_bits(
     chosen: LayerConfig,
     groups: int,
@@ -625,16 +660,20 @@ def _in_8_bits(
     """The config of weights of 8 bits with wider tiles beside few rows. Measured on an H200, in
     part on an H100: docs/kernels/mixed_gemm.md.
     """
-    if chosen.block_m > 16 or min(K, I) < 256:
+    if chosen.block_m > 32 or min(K, I) < 256:
         return chosen
-    wide, narrow = GemmConfig(128, 256, 2, 4), GemmConfig(64, 256, 2, 4)
-    if average >= 1 and K % 128:
-        deep = GemmConfig(64, 256, 3, 4)
-        return chosen._replace(gemm1=deep, gemm2=deep)
-    few = chosen.block_m == 8
-    split_k = (3 if few else 2) if chosen.split_k > 1 else 1
     tiles = groups * (1 - exp(-average)) * cdiv(K, 128)  # of GEMM2: of experts that have a row
-    gemm2, long = wide if few else chosen.gemm2, I >= LONG_OF_8_BITS
+    if chosen.block_m == 32:
+        eight = GemmConfig(128, 256, 2, 8)
+        split_k = 1 if 2 * tiles > 3 * MULTIPROCESSORS else chosen.split_k
+        return chosen._replace(gemm1=eight, gemm2=eight, split_k=split_k)
+    wide, narrow = GemmConfig(128, 256, 2, 4), GemmConfig(64, 256, 2, 4)
+    few = chosen.block_m == 8
+    if average >= 1 and K % 128:
+        deep = GemmConfig(64, 256, 3 if few else 4, 4)
+        return chosen._replace(gemm1=deep, gemm2=deep)
+    split_k = (3 if few else 2) if chosen.split_k > 1 else 1
+    gemm2, long = wide if few else chosen.gemm2, I >= LONG_W2
     if long and _short_last_wave(tiles, 3):
         gemm2 = narrow
     elif long and not few and not _short_last_wave(tiles, 2):  # two blocks a multiprocessor
@@ -651,9 +690,11 @@ def _wgmma(
     bits: int,
     chunk: int,
     many: int = 0,
+    sums: bool = False,
 ) -> LayerConfig:
     average = rows / groups
-    block_m = 8 if average <= 4 else 16 if average <= 10 else 32 if average <= 30 else 64
+    few = 6 if sums else 4  # rows an expert, up to which blocks of 8 are best
+    block_m = 8 if average <= few else 16 if average <= 10 else 32 if average <= 30 else 64
     if many and 30 < average <= (44 if bits == 8 else 38):
         block_m = 48
     if many and bits == 4 and 56 < average <= 80:
@@ -756,6 +797,13 @@ def multiplies_e4m3(config: LayerConfig, w2: MixedOperand, split_k: int, pairs: 
     programs = min(pairs, w2.E) * cdiv(w2.N, config.gemm2.block_n) * split_k
     few = programs <= 2 * MULTIPROCESSORS and steps > FEW_STEPS
     return config.block_m <= 32 and not few
+
+
+def scales_sums(config: LayerConfig) -> bool:
+    """Whether sm90_wgmma.py scales sums of groups of int4 with zero points
+    (`MixedOperand.scaling_sums`), or weights, which is faster beside many rows.
+    """
+    return config.block_m <= SCALED_SUMS
 
 
 def split_k_of(w2: MixedOperand, config: GemmConfig, split_k: int, pairs: int) -> int:

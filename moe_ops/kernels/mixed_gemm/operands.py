@@ -185,6 +185,23 @@ class MixedOperand(NamedTuple):
         return self._replace(wgmma_format=self.format)
 
     @property
+    def scales_sums(self) -> bool:
+        """Whether sm90_wgmma.py may scale the sums of groups of int4, of which a chunk of 128
+        columns has one scale: those of scales that are not bf16, and of weights with zero points,
+        two of which would take a multiplication more than without.
+        """
+        of = self.wgmma_format
+        whole = self.k_chunk == 128 and of.group % 128 == self.K % 128 == 0 < of.group
+        scaled = of.scale == "sum" or (of.scale == "weight" and self.has_zero)
+        return of.name == "int4" and whole and scaled
+
+    def scaling_sums(self) -> MixedOperand:
+        """The operand that scales sums, if it `scales_sums`, or as it is."""
+        if not self.scales_sums:
+            return self
+        return self._replace(wgmma_format=self.wgmma_format._replace(scale="sum"))
+
+    @property
     def scales_in_place(self) -> bool:
         """Whether the scales of an expert are contiguous and start at a multiple of 16 bytes."""
         scale = self.scale

@@ -117,10 +117,12 @@ def test_blocks_of_48_rows():
 
 
 def test_tiles_that_were_measured():
-    """Beside few rows in 8 bits, and of rows that are no whole chunks; where programs of GEMM2 are
-    long and its last wave would be short, it is split, or has other tiles."""
+    """Beside few rows in 8 bits and of 4 bits that do not stream, and of rows that are no whole
+    chunks; where programs of GEMM2 are long and its last wave would be short, it is split, or has
+    other tiles."""
     wide, half, narrow = (GemmConfig(*t, 4) for t in ((128, 256, 2), (64, 256, 2), (64, 128, 4)))
     usual, deep = GemmConfig(128, 128, 3, 4), GemmConfig(64, 256, 3, 4)
+    deeper, eight = GemmConfig(64, 256, 4, 4), GemmConfig(128, 256, 2, 8)
     for sizes, expected in {
         (16, 16, 4096, 6400, 8): (half, wide, 1),
         (64, 16, 4096, 6400, 8): (half, half, 1),
@@ -135,17 +137,23 @@ def test_tiles_that_were_measured():
         (128, 16, 4096, 6464, 8): (wide, half, 1),
         (1024, 128, 2048, 768, 8): (wide, usual, 1),
         (32, 128, 2048, 768, 8): (half, wide, 1),  # 453, but of short rows
-        (1024, 128, 2880, 2880, 8): (deep, deep, 1),
+        (1024, 128, 2880, 2880, 8): (deeper, deeper, 1),
         (256, 128, 2880, 2880, 8): (deep, deep, 1),
         (32, 128, 2880, 2880, 8): (half, wide, 1),
         (2560, 512, 2048, 512, 8): (wide, usual, 1),
         (16, 8, 4096, 14336, 8): (half, wide, 3),
+        (128, 8, 4096, 14336, 8): (eight, eight, 1),
+        (64, 4, 4096, 14336, 8): (eight, eight, 3),  # 128
+        (2048, 128, 2048, 768, 8): (eight, eight, 1),
         (16, 8, 192, 192, 8): (usual, usual, 2),
+        (128, 8, 192, 192, 8): (usual, usual, 3),
         (256, 128, 2880, 2880, 4): (narrow, narrow, 1),
         (256, 32, 2880, 2880, 4): (narrow, narrow, 1),
-        (32, 16, 5120, 8192, 4): (wide, wide, 2),
-        (32, 16, 4096, 6400, 4): (wide, wide, 1),
-        (128, 16, 5120, 8192, 4): (wide, wide, 2),
+        (32, 16, 5120, 8192, 4): (half, wide, 2),
+        (32, 16, 4096, 6400, 4): (half, wide, 1),
+        (128, 16, 5120, 8192, 4): (half, half, 2),
+        (128, 16, 4096, 6400, 4): (half, half, 1),
+        (1024, 128, 2048, 768, 4): (half, wide, 1),
         (256, 16, 5120, 8192, 4): (wide, wide, 1),
     }.items():
         found = configs.choose_wgmma(*sizes, 256)
@@ -160,6 +168,19 @@ def test_tiles_that_were_measured():
     ):
         found = configs.choose_wgmma(rows, 16, K, 6400, 4, 256, many)
         assert (found.gemm1, found.gemm2) == (expected, wide)
+    for sizes, expected in {  # of sums that are scaled
+        (16, 8, 4096, 14336): (8, deep, half, 2),
+        (48, 8, 4096, 14336): (8, deep, half, 2),
+        (49, 8, 4096, 14336): (16, wide, deep, 2),
+        (128, 8, 4096, 14336): (32, wide, eight, 1),
+        (64, 4, 4096, 14336): (32, wide, eight, 3),
+        (64, 128, 2048, 768): (8, deep, wide, 1),
+        (2048, 128, 2048, 768): (32, wide, wide, 1),
+        (32, 16, 5120, 8192): (8, deep, half, 2),
+        (512, 8, 4096, 14336): (64, eight, eight, 2),
+    }.items():
+        found = configs.choose_wgmma(*sizes, 4, 256, 0, True)
+        assert (found.block_m, found.gemm1, found.gemm2, found.split_k) == expected, sizes
     # rows of prepared e2m1 that are no whole chunks, of experts with less than one of them
     for rows, expected in ((8, usual), (16, usual), (32, narrow), (127, narrow), (128, usual)):
         found = configs.choose_wgmma(rows, 128, 2880, 2880, 4, 256, 3)

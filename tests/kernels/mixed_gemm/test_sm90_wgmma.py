@@ -414,7 +414,7 @@ gpu = c.gpu_of(90)
 cases = {"int4_w4a16:g64:zp": "silu", "nvfp4_w4a16": "swigluoai", "int4_w4a8": "gelu"}
 cases |= {"fp8_w8a16:block": "relu2_no_mul"}
 cases |= {"int8_w8a16:g128:zp": "silu", "mxfp4_w4a16": "silu", "int4_w4a16:g128": "silu"}
-cases |= {"int8_w8a16:channel": "silu"}
+cases |= {"int8_w8a16:channel": "silu", "int4_w4a16:g128:zp": "silu"}
 streamed = 0
 for scheme, activation in cases.items():
     for block_m, gemm in (
@@ -426,13 +426,18 @@ for scheme, activation in cases.items():
         if scheme in ("int4_w4a16:g128", "int8_w8a16:channel")
         else (64, GemmConfig(128, 256, 2, 8)),
         *[(8, GemmConfig(128, 256, 2, 4))] * (scheme == "int4_w4a16:g128"),
-        *[(8, GemmConfig(64, 256, 3, 4))] * (scheme in ("int4_w4a16:g128", "int8_w8a16:channel")),
+        *[(8, GemmConfig(64, 256, 3, 4))]
+        * (scheme in ("int4_w4a16:g128", "int4_w4a16:g128:zp", "int8_w8a16:channel")),
         *[(16, GemmConfig(64, 256, 3, 4))] * (scheme == "int8_w8a16:channel"),
         *[(16, GemmConfig(128, 256, 2, 4))] * (scheme == "int8_w8a16:channel"),
+        *[(16, GemmConfig(64, 256, 3, 4))] * (scheme == "int4_w4a16:g128:zp"),
+        *[(32, GemmConfig(128, 256, 2, 8))]
+        * (scheme in ("int4_w4a16:g128:zp", "int8_w8a16:channel")),
     ):
         prepared = block_m != 64 and scheme in ("nvfp4_w4a16", "mxfp4_w4a16")
         layout = "triton_e2m1" if prepared else ""
-        sizes = (4, 2, 512, 384 if scheme == "int4_w4a8" else 320)
+        whole = scheme in ("int4_w4a8", "int4_w4a16:g128:zp")
+        sizes = (4, 2, 512, 384 if whole else 320)
         if block_m == 8 and gemm.block_n == 128:  # long rows, which are streamed
             sizes = (4, 2, 4096, 4096)
         call = c.Call(sizes, 9, scheme, activation=activation, bias=True, layout=layout)
@@ -680,7 +685,9 @@ CONFIGS = [  # block_m, and those of both GEMMs
     (8, 64, 256, 4, 4),
     (16, 128, 128, 4, 4),
     (32, 128, 128, 4, 4),
+    (16, 64, 256, 3, 4),
     (16, 128, 256, 2, 4),
+    (32, 128, 256, 2, 8),
     (32, 128, 256, 3, 8),
     (64, 128, 128, 4, 8),
     (64, 128, 256, 2, 8),
@@ -759,6 +766,8 @@ def few_programs(multiprocessors: int = 1) -> Iterator[None]:
         for config, names in {
             (8, 64, 256, 3, 4): ("int4_w4a16:g128", "int8_w8a16:g64:zp", "int4_w4a8", *PREPARED),
             (8, 128, 256, 2, 4): ("int4_w4a16:g128", "int4_w4a16:g64:zp", *PREPARED),
+            (16, 64, 256, 3, 4): ("int4_w4a16:g128:zp", "int4_w4a16:g32"),
+            (32, 128, 256, 2, 8): ("int4_w4a16:g128:zp", "int8_w8a16:channel"),
             (32, 128, 128, 4, 4): ("int4_w4a16:g128:zp", "fp8_w8a16:block", "mxfp4_w4a16"),
             (48, 128, 128, 3, 4): ("int4_w4a16:g128", "int8_w8a16:channel"),
             (64, 128, 256, 2, 8): ("int4_w4a16:g32", "int4_w4a8", "nvfp4_w4a16"),
@@ -879,6 +888,32 @@ def test_which_products_of_int4_w4a8_are_in_e4m3():
     assert in_e4m3(1) and in_e4m3(16) and in_e4m3(60) and not in_e4m3(1024)
     assert in_e4m3(60, layer(32, 128, 256, 2, 4)) and not in_e4m3(60, layer(64, 128, 256, 2, 8))
     assert not any(in_e4m3(M, batch_invariant=True) for M in (1, 16, 60, 1024))
+
+
+def test_which_sums_of_int4_are_scaled():
+    """Those of zero points beside few rows, if a chunk has one scale; for any number of rows those
+    of scales that are not bf16. Under batch_invariant, whose bits are those of any number of rows,
+    weights are."""
+
+    def scaled(scheme: str, M: int, **options: bool) -> set[str]:
+        scheme, _, dtype = scheme.partition(" ")
+        case = Case("cpu", BF16, scheme, "silu", M=1, E=4, top_k=1, K=256, I=768)
+        if dtype:
+            case.args[1:3] = [
+                w._replace(scale=w.scale.to(getattr(torch, dtype))) for w in case.args[1:3]
+            ]
+        launches = launches_of(case, M, None, **options)
+        gemms = [one.named() for one in launches if "wgmma" in one.kernel.name]
+        assert len(gemms) == 2
+        return {named["SCALE"] for named in gemms}
+
+    zero = "int4_w4a16:g128:zp"
+    assert [scaled(zero, M) for M in (2, 16, 60, 100, 250)] == [{"sum"}] * 4 + [{"weight"}]
+    assert {*scaled(zero, 2, batch_invariant=True)} == {"weight"}
+    for scheme in ("int4_w4a16:g128", "int4_w4a16:g64:zp", "int4_w4a16:g32:zp"):
+        assert scaled(scheme, 2) == {"weight"}
+    for scheme in (f"{zero} float16", "int4_w4a16:g128 float32"):
+        assert scaled(scheme, 2) == scaled(scheme, 250) == {"sum"}
 
 
 @pytest.mark.parametrize(
