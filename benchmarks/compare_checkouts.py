@@ -32,12 +32,14 @@ MIXED = (
     *("fp8_w8a16:channel", "int8_w8a16:channel", "int4_w4a16:g64", "int4_w4a16:g64:zp"),
     *("mxfp4_w4a16", "nvfp4_w4a16"),
 )
-MIXED_128 = tuple(name.replace("g64", "g128") for name in MIXED)
+MIXED_128 = (*(name.replace("g64", "g128") for name in MIXED), "int4_w4a16:g32")
 TABLE = {  # shape -> schemes with all numbers of tokens, schemes with those of decoding
     "qwen3": (("bf16", "fp8_block"), ("fp8_channel", "fp8_tensor", "int8_w8a8", *MIXED_128)),
     "mixtral": (("bf16", "fp8_block"), ("fp8_channel", *MIXED_128)),
     "gptoss20": (("bf16",), MIXED),
     "gptoss120": ((), MIXED),
+    "phi35": ((), MIXED_128),
+    "qwen3next": ((), MIXED_128),
     "dsv3": (("fp8_block",), ()),
     "glm45air": (("bf16", "fp8_block"), ()),
     "scout": (("bf16",), ()),
