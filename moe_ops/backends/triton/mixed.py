@@ -195,7 +195,7 @@ def _config(
         *(M, top_k, w2.E, K, w2.K, dtype, gpu, a.scheme, w2.format.bits),
         *(wgmma, one_token, prepared, a.global_experts),
         *(min(w13.stages_of_many, w2.stages_of_many), token, many),
-        w13.scales_sums and w2.scales_sums,
+        w13.scaling if w13.scaling == w2.scaling else "",
     )
     use_wgmma = wgmma and config.kernel == SM90_WGMMA
     use_one = config.kernel == SM90_MMA or (one_token and config.kernel == GEMV)

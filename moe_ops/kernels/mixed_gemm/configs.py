@@ -42,7 +42,8 @@ MAX_SPLIT_K = 3  # programs that share the reduction of a tile of GEMM2, if it h
 SPLIT_ROWS = 1024  # rows of y in all SPLIT_K partial sums
 LONG_ROWS = 8192  # columns of w2, from which a wave of GEMM2 is long
 LONG_W2 = 4096  # columns of w2, from which the same holds in 8 bits, and tiles of it are narrower
-SCALED_SUMS = 32  # BLOCK_M up to which int4 has its sums scaled, not its weights
+SCALED_SUMS = 32  # BLOCK_M up to which int4 with bf16 scales and zero points has sums scaled
+EIGHT_WARPS = GemmConfig(128, 256, 2, 8)  # of blocks of 32 rows
 FEW_STEPS = 8  # K tiles of a program of GEMM2 that is short
 GROUP_BYTES = 24 << 20  # of rows of x that the L2 (50 MB) keeps
 SHORT_ROWS = 2048  # columns, up to which half of them is faster
@@ -155,7 +156,7 @@ def _for_experts(
     many: int = 0,
     token: tuple[int, int] | None = None,
     packed: bool = False,
-    sums: bool = False,
+    scaling: str = "",
     tables: bool = True,
 ) -> LayerConfig:
     rows = pairs_here(M * top_k, E, routed)
@@ -164,7 +165,7 @@ def _for_experts(
     base = choose(rows, E, K, I, bits, dtype, M == 1, gpu.shared_memory)
     base = base._replace(sort_chunk=sort_chunk(M * top_k))
     if wgmma:
-        base = choose_wgmma(rows, E, K, I, bits, base.sort_chunk, many, sums) or base
+        base = choose_wgmma(rows, E, K, I, bits, base.sort_chunk, many, scaling) or base
     if token is not None:
         base = _choose_token(top_k, K, I, *token, base.sort_chunk)
     elif gemv:
@@ -197,8 +198,8 @@ def for_experts(*problem) -> LayerConfig:
     sm90_wgmma.py and of gemv.py can run, whether these alone read the weights' layout, how many
     experts share the pairs if these are on several devices, `MixedOperand.stages_of_many`,
     K_CHUNK and the columns that share a scale if sm90_mma.py serves one token (`token_facts`),
-    whether training/sm90_packed.py can run and is faster (`many_rows`), and whether sm90_wgmma.py
-    scales sums of groups (`MixedOperand.scaling_sums`).
+    whether training/sm90_packed.py can run and is faster (`many_rows`), and
+    `MixedOperand.scaling`.
     """
     return find(_for_experts, problem)
 
@@ -541,7 +542,7 @@ def choose_wgmma(
     bits: int,
     chunk: int,
     many: int = 0,
-    sums: bool = False,
+    scaling: str = "",
 ) -> LayerConfig | None:
     """Config of the two GEMMs of sm90_wgmma.py, or None if other kernels are faster for so many
     rows. An expert's rows should usually fit one block.
@@ -576,11 +577,11 @@ def choose_wgmma(
     """
     if bits == 8 and rows / groups > MAX_ROWS_OF_8_BITS:
         return None
-    chosen = _wgmma(rows, groups, K, I, bits, chunk, many, sums)
+    chosen = _wgmma(rows, groups, K, I, bits, chunk, many, scaling)
     if bits == 8:
         return _in_8_bits(chosen, groups, rows / groups, K, I)
     blocks = max(min(rows, groups), cdiv(rows, chosen.block_m))
-    return _in_4_bits(chosen, blocks, K, I, many, sums, rows / groups)
+    return _in_4_bits(chosen, blocks, K, I, many, scaling, rows / groups)
 
 
 def _in_4_bits(
@@ -589,20 +590,39 @@ def _in_4_bits(
     K: int,
     I: int,  # noqa: E741
     many: int,
-    sums: bool,
+    scaling: str,
     average: float,  # rows of an expert
 ) -> LayerConfig:
-    """The config of weights of 4 bits with tiles of 64 weight rows where their rows are no whole
-    chunks, in GEMM1 of those that are not prepared, and in GEMM2 of long rows beside blocks of 16
-    that do not stream; and a GEMM2 of long rows in halves where its last wave would be short.
-    `blocks`: an estimate of the blocks of the rows. Measured on H200s: docs/kernels/mixed_gemm.md.
+    """The config of weights of 4 bits: its tiles, and a GEMM2 of long rows in halves where its
+    last wave would be short. `blocks`: an estimate of the blocks of the rows.
+    """
+    block_m, sums = chosen.block_m, scaling == "sums"
+    if sums and block_m <= SCALED_SUMS:
+        chosen = _tiles_of_sums(chosen, blocks, K, I)
+    else:
+        chosen = _tiles_of_4_bits(chosen, blocks, K, I, many, scaling, average)
+    held = 4 if block_m <= (8 if sums else 16) else 3  # blocks of a multiprocessor
+    if block_m > 32 or chosen.gemm2.num_warps == 8:
+        held = 2
+    if I >= LONG_ROWS and _short_last_wave(blocks * cdiv(K, chosen.gemm2.block_n), held):
+        chosen = chosen._replace(split_k=2)  # three waves of half the time
+    return chosen
+
+
+def _tiles_of_4_bits(
+    chosen: LayerConfig,
+    blocks: int,
+    K: int,
+    I: int,  # noqa: E741
+    many: int,
+    scaling: str,
+    average: float,
+) -> LayerConfig:
+    """Narrower tiles beside blocks of 8 and 16 rows: in GEMM1 of weights that are scaled in their
+    natural order, in GEMM2 of their long rows beside 16, and where rows are no whole chunks.
+    Measured on H200s: docs/kernels/mixed_gemm.md.
     """
     block_m = chosen.block_m
-    held = 4 if block_m <= 16 else 3 if block_m == 32 else 2  # blocks of a multiprocessor
-    if I >= LONG_ROWS and _short_last_wave(blocks * cdiv(K, 128), held):
-        chosen = chosen._replace(split_k=2)  # three waves of half the time
-    if sums and block_m <= SCALED_SUMS:
-        return _of_sums(chosen, blocks, K, I)
     wide = block_m == 8 and chosen.gemm1 == GemmConfig(128, 256, 2, 4)
     if many == STAGES_OF_STREAMED and wide:
         # With 128 rows and with 64, of three stages: Mixtral at M = 8 and 16 192.5 and 187.5,
@@ -610,7 +630,7 @@ def _in_4_bits(
         # 32 and 64 60.6 and 60.0, 82.4 and 80.0, 92.4 and 91.4. (More columns than 4096: not
         # timed.)
         return chosen._replace(gemm1=GemmConfig(64, 256, 3, 4))
-    if not many and block_m <= 16:
+    if not many and scaling == "weights" and block_m <= 16:
         narrow = GemmConfig(64, 256, 2, 4)
         if K % 256 == 0:
             chosen = chosen._replace(gemm1=narrow)
@@ -629,25 +649,32 @@ def _in_4_bits(
     )
 
 
-def _of_sums(
+def _tiles_of_sums(
     chosen: LayerConfig,
     blocks: int,
     K: int,
     I: int,  # noqa: E741
 ) -> LayerConfig:
-    """The config of int4 whose sums are scaled, with narrower tiles of rows in GEMM1 beside few
-    rows of x, and in GEMM2 of long rows. Measured on H200s: docs/kernels/mixed_gemm.md.
+    """Tiles of int4 whose sums are scaled: narrower ones in GEMM1 beside 8 rows, and in GEMM2 of
+    long rows beside 8 and 16; beside 32 rows eight warps, unless two blocks a multiprocessor would
+    leave a short last wave. Measured on H200s: docs/kernels/mixed_gemm.md.
     """
-    block_m = chosen.block_m
+    block_m, tiles = chosen.block_m, blocks * cdiv(K, 128)
     deep = GemmConfig(64, 256, 3, 4)
     if K % 256 == 0 and block_m == 8:
         chosen = chosen._replace(gemm1=deep)
     if I % 256 or I < LONG_W2:
         return chosen
-    if block_m == 32:
-        split_k = 1 if 2 * blocks * cdiv(K, 128) > 3 * MULTIPROCESSORS else chosen.split_k
-        return chosen._replace(gemm2=GemmConfig(128, 256, 2, 8), split_k=split_k)
-    return chosen._replace(gemm2=GemmConfig(64, 256, 2, 4) if block_m == 8 else deep)
+    if block_m < 32:
+        return chosen._replace(gemm2=GemmConfig(64, 256, 2, 4) if block_m == 8 else deep)
+    if _short_last_wave(tiles, 2):
+        return chosen
+    return chosen._replace(gemm2=EIGHT_WARPS, split_k=_split_of_eight(chosen, tiles))
+
+
+def _split_of_eight(chosen: LayerConfig, tiles: float) -> int:
+    """SPLIT_K of a GEMM2 by EIGHT_WARPS, two blocks of which fit on a multiprocessor."""
+    return 1 if 2 * tiles > 3 * MULTIPROCESSORS else chosen.split_k
 
 
 def _in_8_bits(
@@ -664,9 +691,10 @@ def _in_8_bits(
         return chosen
     tiles = groups * (1 - exp(-average)) * cdiv(K, 128)  # of GEMM2: of experts that have a row
     if chosen.block_m == 32:
-        eight = GemmConfig(128, 256, 2, 8)
-        split_k = 1 if 2 * tiles > 3 * MULTIPROCESSORS else chosen.split_k
-        return chosen._replace(gemm1=eight, gemm2=eight, split_k=split_k)
+        chosen = chosen._replace(gemm1=EIGHT_WARPS)
+        if _short_last_wave(tiles, 2):  # as Mixtral-8x22B would have
+            return chosen
+        return chosen._replace(gemm2=EIGHT_WARPS, split_k=_split_of_eight(chosen, tiles))
     wide, narrow = GemmConfig(128, 256, 2, 4), GemmConfig(64, 256, 2, 4)
     few = chosen.block_m == 8
     if average >= 1 and K % 128:
@@ -690,10 +718,10 @@ def _wgmma(
     bits: int,
     chunk: int,
     many: int = 0,
-    sums: bool = False,
+    scaling: str = "",
 ) -> LayerConfig:
     average = rows / groups
-    few = 6 if sums else 4  # rows an expert, up to which blocks of 8 are best
+    few = 6 if scaling == "sums" else 4  # rows an expert, up to which blocks of 8 are best
     block_m = 8 if average <= few else 16 if average <= 10 else 32 if average <= 30 else 64
     if many and 30 < average <= (44 if bits == 8 else 38):
         block_m = 48
@@ -800,8 +828,8 @@ def multiplies_e4m3(config: LayerConfig, w2: MixedOperand, split_k: int, pairs: 
 
 
 def scales_sums(config: LayerConfig) -> bool:
-    """Whether sm90_wgmma.py scales sums of groups of int4 with zero points
-    (`MixedOperand.scaling_sums`), or weights, which is faster beside many rows.
+    """Whether sm90_wgmma.py scales sums of int4 with zero points (`MixedOperand.scaling_sums`).
+    Beside more rows it was faster to scale weights.
     """
     return config.block_m <= SCALED_SUMS
 

@@ -145,6 +145,7 @@ class MixedOperand(NamedTuple):
     # equal parts of a row that sm90_mma.py sums apart for a token under batch_invariant, and then
     # sm90_wgmma.py too; 0 of weights whose bits of both were not shown to be the same
     segments_of_one: int
+    scaling: str  # what sm90_wgmma.py may scale beside few rows (`_scaling`)
     segments: int = 1  # those of this call: `configs.in_segments`
 
     @property
@@ -184,22 +185,11 @@ class MixedOperand(NamedTuple):
         """An operand of products in e4m3, for products in bf16 instead."""
         return self._replace(wgmma_format=self.format)
 
-    @property
-    def scales_sums(self) -> bool:
-        """Whether sm90_wgmma.py may scale the sums of groups of int4, of which a chunk of 128
-        columns has one scale: those of scales that are not bf16, and of weights with zero points,
-        two of which would take a multiplication more than without.
-        """
-        of = self.wgmma_format
-        whole = self.k_chunk == 128 and of.group % 128 == self.K % 128 == 0 < of.group
-        scaled = of.scale == "sum" or (of.scale == "weight" and self.has_zero)
-        return of.name == "int4" and whole and scaled
-
     def scaling_sums(self) -> MixedOperand:
-        """The operand that scales sums, if it `scales_sums`, or as it is."""
-        if not self.scales_sums:
+        """The operand that scales sums of groups, if its `scaling` is "sums", or as it is."""
+        if self.scaling != "sums" or self.wgmma_format.scale == "sum":
             return self
-        return self._replace(wgmma_format=self.wgmma_format._replace(scale="sum"))
+        return self._replace(wgmma_format=_with_sums(self.wgmma_format))
 
     @property
     def scales_in_place(self) -> bool:
@@ -237,13 +227,15 @@ class _Derived(NamedTuple):
     padded_k: int
     scale_align: int
     segments_of_one: int
+    scaling: str
 
 
 def _wgmma_format(of: Format, scales: torch.dtype, activation: QuantDesc | None = None) -> Format:
     """The Format that sm90_wgmma.py uses. "int4_e4m3" is int4 whose products with e4m3 scales are
     rounded to e4m3 and multiply activations in e4m3 that have one scale a row.
 
-    It scales int4 weights with bf16 scales themselves, rounded to bf16, instead of the sums.
+    It scales int4 weights with bf16 scales themselves, rounded to bf16, instead of the sums (of
+    those with zero points beside few rows the sums, too: `MixedOperand.scaling_sums`).
     Then sums of groups take no registers and no multiplications, and nothing waits for them:
     Mixtral took 264 us instead of 273 at M = 64, 506 instead of 649 at 256. Scales of other dtypes
     would lose bits in bf16.
@@ -286,6 +278,23 @@ def _segments_of_one(of: Format, K: int, k_chunk: int, has_zero: bool) -> int:
     return 2 if halved else 1
 
 
+def _scaling(of: Format, K: int, k_chunk: int, has_zero: bool) -> str:
+    """What sm90_wgmma.py may scale beside few rows: "weights", or "sums" of groups of int4, of
+    which a chunk of 128 columns has one scale, if scales are not bf16 or weights have zero points.
+    To take these off exactly and then scale weights would take four instructions more for eight
+    of them. "" of other formats.
+    """
+    whole = k_chunk == 128 and K % 128 == 0 < of.group and of.group % 128 == 0
+    if of.name == "int4" and whole and (of.scale == "sum" or (of.scale == "weight" and has_zero)):
+        return "sums"
+    return "weights" if of.scales_weights else ""
+
+
+@cache
+def _with_sums(of: Format) -> Format:
+    return of._replace(scale="sum")
+
+
 @lru_cache(maxsize=4096)
 def _derived(
     scheme: str,
@@ -312,7 +321,10 @@ def _derived(
         )
     chunk_bytes = k_chunk * of.bits // 8
     segments = _segments_of_one(for_wgmma, K, k_chunk, len(strides) > 1)
-    return _Derived(of, for_wgmma, E, N, K, k_chunk, chunk_bytes, padded_k, together, segments)
+    scaling = _scaling(for_wgmma, K, k_chunk, len(strides) > 1)
+    return _Derived(
+        of, for_wgmma, E, N, K, k_chunk, chunk_bytes, padded_k, together, segments, scaling
+    )
 
 
 def operand(

@@ -143,17 +143,16 @@ def test_tiles_that_were_measured():
         (2560, 512, 2048, 512, 8): (wide, usual, 1),
         (16, 8, 4096, 14336, 8): (half, wide, 3),
         (128, 8, 4096, 14336, 8): (eight, eight, 1),
-        (64, 4, 4096, 14336, 8): (eight, eight, 3),  # 128
+        (64, 4, 4096, 14336, 8): (eight, eight, 3),  # 128 tiles of GEMM2
+        (160, 8, 6144, 16384, 8): (eight, usual, 1),  # 384, of which three fit
         (2048, 128, 2048, 768, 8): (eight, eight, 1),
         (16, 8, 192, 192, 8): (usual, usual, 2),
         (128, 8, 192, 192, 8): (usual, usual, 3),
         (256, 128, 2880, 2880, 4): (narrow, narrow, 1),
         (256, 32, 2880, 2880, 4): (narrow, narrow, 1),
-        (32, 16, 5120, 8192, 4): (half, wide, 2),
-        (32, 16, 4096, 6400, 4): (half, wide, 1),
-        (128, 16, 5120, 8192, 4): (half, half, 2),
-        (128, 16, 4096, 6400, 4): (half, half, 1),
-        (1024, 128, 2048, 768, 4): (half, wide, 1),
+        (32, 16, 5120, 8192, 4): (wide, wide, 2),
+        (32, 16, 4096, 6400, 4): (wide, wide, 1),
+        (128, 16, 5120, 8192, 4): (wide, wide, 2),
         (256, 16, 5120, 8192, 4): (wide, wide, 1),
     }.items():
         found = configs.choose_wgmma(*sizes, 256)
@@ -168,18 +167,31 @@ def test_tiles_that_were_measured():
     ):
         found = configs.choose_wgmma(rows, 16, K, 6400, 4, 256, many)
         assert (found.gemm1, found.gemm2) == (expected, wide)
+    for sizes, expected in {  # of weights that are scaled in their natural order
+        (32, 16, 5120, 8192): (8, half, wide, 2),  # 640 tiles of GEMM2, of which four fit
+        (32, 16, 4096, 6400): (8, half, wide, 1),
+        (128, 16, 5120, 8192): (16, half, half, 1),  # 1280
+        (128, 16, 4096, 6400): (16, half, half, 1),
+        (1024, 128, 2048, 768): (16, half, wide, 1),
+        (256, 128, 2880, 2880): (8, narrow, narrow, 1),
+        (128, 8, 4096, 14336): (32, wide, wide, 3),
+    }.items():
+        found = configs.choose_wgmma(*sizes, 4, 256, 0, "weights")
+        assert (found.block_m, found.gemm1, found.gemm2, found.split_k) == expected, sizes
     for sizes, expected in {  # of sums that are scaled
         (16, 8, 4096, 14336): (8, deep, half, 2),
         (48, 8, 4096, 14336): (8, deep, half, 2),
         (49, 8, 4096, 14336): (16, wide, deep, 2),
         (128, 8, 4096, 14336): (32, wide, eight, 1),
         (64, 4, 4096, 14336): (32, wide, eight, 3),
+        (160, 8, 6144, 16384): (32, wide, wide, 1),  # 384, of which three fit, and two do not
+        (16, 8, 6144, 16384): (8, deep, half, 2),  # 768, of which four fit
         (64, 128, 2048, 768): (8, deep, wide, 1),
         (2048, 128, 2048, 768): (32, wide, wide, 1),
-        (32, 16, 5120, 8192): (8, deep, half, 2),
+        (32, 16, 5120, 8192): (8, deep, half, 1),  # 1280
         (512, 8, 4096, 14336): (64, eight, eight, 2),
     }.items():
-        found = configs.choose_wgmma(*sizes, 4, 256, 0, True)
+        found = configs.choose_wgmma(*sizes, 4, 256, 0, "sums")
         assert (found.block_m, found.gemm1, found.gemm2, found.split_k) == expected, sizes
     # rows of prepared e2m1 that are no whole chunks, of experts with less than one of them
     for rows, expected in ((8, usual), (16, usual), (32, narrow), (127, narrow), (128, usual)):

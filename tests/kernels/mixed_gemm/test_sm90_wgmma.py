@@ -892,8 +892,8 @@ def test_which_products_of_int4_w4a8_are_in_e4m3():
 
 def test_which_sums_of_int4_are_scaled():
     """Those of zero points beside few rows, if a chunk has one scale; for any number of rows those
-    of scales that are not bf16. Under batch_invariant, whose bits are those of any number of rows,
-    weights are."""
+    of scales that are not bf16. Blocks of 8 rows serve more rows of these. Under batch_invariant,
+    whose bits are those of any number of rows, weights are."""
 
     def scaled(scheme: str, M: int, **options: bool) -> set[str]:
         scheme, _, dtype = scheme.partition(" ")
@@ -905,8 +905,10 @@ def test_which_sums_of_int4_are_scaled():
         launches = launches_of(case, M, None, **options)
         gemms = [one.named() for one in launches if "wgmma" in one.kernel.name]
         assert len(gemms) == 2
+        blocks.add(gemms[0]["BLOCK_M"])
         return {named["SCALE"] for named in gemms}
 
+    blocks: set[int] = set()
     zero = "int4_w4a16:g128:zp"
     assert [scaled(zero, M) for M in (2, 16, 60, 100, 250)] == [{"sum"}] * 4 + [{"weight"}]
     assert {*scaled(zero, 2, batch_invariant=True)} == {"weight"}
@@ -914,6 +916,10 @@ def test_which_sums_of_int4_are_scaled():
         assert scaled(scheme, 2) == {"weight"}
     for scheme in (f"{zero} float16", "int4_w4a16:g128 float32"):
         assert scaled(scheme, 2) == scaled(scheme, 250) == {"sum"}
+    for scheme in (zero, "int4_w4a16:g128 float16", "int4_w4a16:g128", "int4_w4a16:g64:zp"):
+        blocks.clear()
+        assert scaled(scheme, 20)
+        assert blocks == {8 if scheme in (zero, "int4_w4a16:g128 float16") else 16}
 
 
 @pytest.mark.parametrize(
