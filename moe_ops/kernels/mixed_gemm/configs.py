@@ -618,9 +618,9 @@ def _tiles_of_4_bits(
     scaling: str,
     average: float,
 ) -> LayerConfig:
-    """Narrower tiles beside blocks of 8 and 16 rows: in GEMM1 of weights that are scaled in their
-    natural order, in GEMM2 of their long rows beside 16, and where rows are no whole chunks.
-    Measured on H200s: docs/kernels/mixed_gemm.md.
+    """Narrower tiles beside blocks of 8 and 16 rows: in GEMM1 of streamed int4 (beside 8 alone)
+    and of weights that are scaled in their natural order, in GEMM2 of long rows of the latter
+    beside 16, and where rows are no whole chunks. Measured on H200s: docs/kernels/mixed_gemm.md.
     """
     block_m = chosen.block_m
     wide = block_m == 8 and chosen.gemm1 == GemmConfig(128, 256, 2, 4)
@@ -669,11 +669,11 @@ def _tiles_of_sums(
         return chosen._replace(gemm2=GemmConfig(64, 256, 2, 4) if block_m == 8 else deep)
     if _short_last_wave(tiles, 2):
         return chosen
-    return chosen._replace(gemm2=EIGHT_WARPS, split_k=_split_of_eight(chosen, tiles))
+    return chosen._replace(gemm2=EIGHT_WARPS, split_k=_split_of_two_blocks(chosen, tiles))
 
 
-def _split_of_eight(chosen: LayerConfig, tiles: float) -> int:
-    """SPLIT_K of a GEMM2 by EIGHT_WARPS, two blocks of which fit on a multiprocessor."""
+def _split_of_two_blocks(chosen: LayerConfig, tiles: float) -> int:
+    """SPLIT_K of a GEMM2 of which two blocks fit on a multiprocessor."""
     return 1 if 2 * tiles > 3 * MULTIPROCESSORS else chosen.split_k
 
 
@@ -694,20 +694,20 @@ def _in_8_bits(
         chosen = chosen._replace(gemm1=EIGHT_WARPS)
         if _short_last_wave(tiles, 2):  # as Mixtral-8x22B would have
             return chosen
-        return chosen._replace(gemm2=EIGHT_WARPS, split_k=_split_of_eight(chosen, tiles))
+        return chosen._replace(gemm2=EIGHT_WARPS, split_k=_split_of_two_blocks(chosen, tiles))
     wide, narrow = GemmConfig(128, 256, 2, 4), GemmConfig(64, 256, 2, 4)
     few = chosen.block_m == 8
     if average >= 1 and K % 128:
         deep = GemmConfig(64, 256, 3 if few else 4, 4)
         return chosen._replace(gemm1=deep, gemm2=deep)
-    split_k = (3 if few else 2) if chosen.split_k > 1 else 1
-    gemm2, long = wide if few else chosen.gemm2, I >= LONG_W2
-    if long and _short_last_wave(tiles, 3):
-        gemm2 = narrow
-    elif long and not few and not _short_last_wave(tiles, 2):  # two blocks a multiprocessor
-        gemm2 = wide
-        split_k = 1 if 2 * tiles > 3 * MULTIPROCESSORS else split_k
-    return chosen._replace(gemm1=narrow if few else wide, gemm2=gemm2, split_k=split_k)
+    if chosen.split_k > 1:
+        chosen = chosen._replace(split_k=3 if few else 2)
+    chosen = chosen._replace(gemm1=narrow if few else wide, gemm2=wide if few else chosen.gemm2)
+    if I >= LONG_W2 and _short_last_wave(tiles, 3):
+        return chosen._replace(gemm2=narrow)
+    if I >= LONG_W2 and not few and not _short_last_wave(tiles, 2):
+        return chosen._replace(gemm2=wide, split_k=_split_of_two_blocks(chosen, tiles))
+    return chosen
 
 
 def _wgmma(

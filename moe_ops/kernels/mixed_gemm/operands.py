@@ -282,7 +282,7 @@ def _scaling(of: Format, K: int, k_chunk: int, has_zero: bool) -> str:
     """What sm90_wgmma.py may scale beside few rows: "weights", or "sums" of groups of int4, of
     which a chunk of 128 columns has one scale, if scales are not bf16 or weights have zero points.
     To take these off exactly and then scale weights would take four instructions more for eight
-    of them. "" of other formats.
+    of them. "" of all others.
     """
     whole = k_chunk == 128 and K % 128 == 0 < of.group and of.group % 128 == 0
     if of.name == "int4" and whole and (of.scale == "sum" or (of.scale == "weight" and has_zero)):

@@ -7,7 +7,7 @@ of NUM_STAGES slots by TMA. Consumer warps decode and multiply. Both synchronize
 mbarriers alone. (If a consumer thread issued the copies, the compiler would put a fence of all
 memory accesses into each K tile, which waits for the scales just prefetched.) Depending on the
 tile, and with everything included, this takes 1.7 to 2.0 instructions a weight for int4, 2.3 to
-2.7 with zero points, 2.8 to 3.1 for e2m1, and 2.0 to 2.5 for prepared e2m1.
+2.7 with zero points if weights are scaled, 2.8 to 3.1 for e2m1, and 2.0 to 2.5 for prepared e2m1.
 
 FORMAT and SCALE as in sm80_mma.py; K_CHUNK and the accumulator's order of rows and columns as in
 sm90_decode.py.
