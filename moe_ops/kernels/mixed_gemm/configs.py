@@ -580,30 +580,14 @@ def choose_wgmma(
     chosen = _wgmma(rows, groups, K, I, bits, chunk, many, scaling)
     if bits == 8:
         return _in_8_bits(chosen, groups, rows / groups, K, I)
-    blocks = max(min(rows, groups), cdiv(rows, chosen.block_m))
-    return _in_4_bits(chosen, blocks, K, I, many, scaling, rows / groups)
-
-
-def _in_4_bits(
-    chosen: LayerConfig,
-    blocks: int,
-    K: int,
-    I: int,  # noqa: E741
-    many: int,
-    scaling: str,
-    average: float,  # rows of an expert
-) -> LayerConfig:
-    """The config of weights of 4 bits: its tiles, and a GEMM2 of long rows in halves where its
-    last wave would be short. `blocks`: an estimate of the blocks of the rows.
-    """
-    block_m, sums = chosen.block_m, scaling == "sums"
-    if sums and block_m <= SCALED_SUMS:
+    blocks = max(min(rows, groups), cdiv(rows, chosen.block_m))  # an estimate
+    if scaling == "sums" and scales_sums(chosen):
         chosen = _tiles_of_sums(chosen, blocks, K, I)
     else:
-        chosen = _tiles_of_4_bits(chosen, blocks, K, I, many, scaling, average)
-    held = 4 if block_m <= (8 if sums else 16) else 3  # blocks of a multiprocessor
-    if block_m > 32 or chosen.gemm2.num_warps == 8:
-        held = 2
+        chosen = _tiles_of_4_bits(chosen, blocks, K, I, many, scaling, rows / groups)
+    held = 4 if chosen.block_m <= (8 if scaling == "sums" else 16) else 3
+    if chosen.block_m > 32 or chosen.gemm2.num_warps == 8:
+        held = 2  # blocks of a multiprocessor
     if I >= LONG_ROWS and _short_last_wave(blocks * cdiv(K, chosen.gemm2.block_n), held):
         chosen = chosen._replace(split_k=2)  # three waves of half the time
     return chosen
@@ -616,7 +600,7 @@ def _tiles_of_4_bits(
     I: int,  # noqa: E741
     many: int,
     scaling: str,
-    average: float,
+    average: float,  # rows of an expert
 ) -> LayerConfig:
     """Narrower tiles beside blocks of 8 and 16 rows: in GEMM1 of streamed int4 (beside 8 alone)
     and of weights that are scaled in their natural order, in GEMM2 of long rows of the latter
