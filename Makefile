@@ -85,7 +85,7 @@ compile-matrix: venv
 	env -u TRITON_INTERPRET $(PY) benchmarks/compile_matrix.py --triton
 
 test-gpu: venv
-	$(PY) -m pytest -q -m gpu tests
+	MOE_OPS_FAILURES_AT_ONCE=1 $(PY) -m pytest -q -m gpu tests
 
 # The kernels of moe_ops/csrc under compute-sanitizer's four tools; needs a GPU.
 sanitize-cuda: venv
