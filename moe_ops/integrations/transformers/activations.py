@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers import activations as hf
 
 import moe_ops
+from moe_ops import LoRA
 from moe_ops.activations import Activation
 from moe_ops.meta.scales import TRANSPOSED
 from moe_ops.numerics import permute
@@ -31,8 +32,6 @@ GROUPED = "grouped_linear around the module's gate"
 # attributes of these names behind PREFIX
 OPTIONS: dict[str, Any] = {"backend": "auto", "max_workspace_bytes": None, "recompute": False}
 PREFIX = "_moe_ops_"
-# where a module finds the adapters (moe_ops.LoRA) that are active in a forward
-ADAPTERS = "_moe_ops_adapters"
 
 # Pointwise functions of ours. NewGELUActivation writes out the tanh approximation that GELUTanh
 # calls.
@@ -150,6 +149,7 @@ def run_experts(
     top_k_weights: Tensor,  # (M, top_k)
     w13: Tensor,  # (E, 2I, H), without a gate (E, I, H)
     w2: Tensor,  # (E, H, I)
+    adapters: Sequence[LoRA] = (),
 ) -> Tensor:
     """The module's experts through moe_ops, (M, H) in hidden_states' dtype."""
     gated = getattr(module, "has_gate", True)
@@ -157,7 +157,7 @@ def run_experts(
     if getattr(module, "has_bias", False):
         w13_bias = module.gate_up_proj_bias if gated else module.up_proj_bias
         w2_bias = module.down_proj_bias
-    backend, adapters = backend_of(module), getattr(module, ADAPTERS, ())
+    backend = backend_of(module)
     # as transformers' own grouped_mm: the weights' dtype decides, e.g. fp32 residuals beside bf16
     plain = getattr(w13, "scheme", None) is None
     x = hidden_states.to(w13.dtype) if plain else hidden_states
@@ -216,7 +216,11 @@ def options_of(module: HfModule) -> dict[str, Any]:
 
 
 def experts_forward(
-    module: HfModule, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+    module: HfModule,
+    hidden_states: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    moe_ops_adapters: Sequence[LoRA] = (),  # of PEFT's wrappers
 ) -> Tensor:
     """Forward of every experts module in transformers' common form; see `run_experts`."""
     w13 = module.gate_up_proj if getattr(module, "has_gate", True) else module.up_proj
@@ -227,4 +231,5 @@ def experts_forward(
         top_k_weights,
         rows_first(w13, module),
         rows_first(module.down_proj, module),
+        moe_ops_adapters,
     )

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 import moe_ops
+from moe_ops import LoRA
 from moe_ops.integrations.transformers import activations as hf_activations
 from moe_ops.integrations.transformers.activations import HfModule
 
@@ -15,6 +18,7 @@ def fp8_experts_forward(
     hidden_states: Tensor,  # (M, H)
     top_k_index: Tensor,  # (M, top_k)
     top_k_weights: Tensor,  # (M, top_k)
+    moe_ops_adapters: Sequence[LoRA] = (),  # of PEFT's wrappers
 ) -> Tensor:
     """Forward of transformers' FP8Experts: e4m3 weights with one scale for each 128 x 128 block.
 
@@ -31,7 +35,7 @@ def fp8_experts_forward(
     w13, w2 = getattr(module, name), module.down_proj
     if is_quantized(w13) or w13.element_size() > 1:  # by quantize(), or dequantized on loading
         return hf_activations.run_experts(
-            module, hidden_states, top_k_index, top_k_weights, w13, w2
+            module, hidden_states, top_k_index, top_k_weights, w13, w2, moe_ops_adapters
         )
     reason = refusal(module, w13)
     if reason:
@@ -43,6 +47,7 @@ def fp8_experts_forward(
         top_k_weights,
         _wrap_fp8(module, w13, getattr(module, f"{name}_scale_inv")),
         _wrap_fp8(module, w2, module.down_proj_scale_inv),
+        moe_ops_adapters,
     )
 
 

@@ -1,18 +1,20 @@
 """PEFT's adapters on expert parameters through moe_ops, against its own forward and gradients."""
 
+import concurrent.futures
 import contextlib
 import copy
 import pickle
+import threading
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
 
 import moe_ops
 import moe_ops.integrations.transformers as integration
-from moe_ops.integrations.transformers.activations import ADAPTERS
 from tests.integrations.transformers.test_families import Calls, build, outputs, relative
 
 IDS = torch.tensor([[27, 54, 47, 78, 38], [4, 29, 33, 45, 61]])
@@ -296,9 +298,9 @@ def test_several_adapters_compile_whole():
         one.base_model.set_adapter(["default", "other"])
     integration.attach(model)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    before = kept_by(model)
     assert len(check(compiled, reference, operators=None)) == 8
-    experts = next(m for m in model.modules() if hasattr(m, "is_transposed"))
-    assert getattr(experts, ADAPTERS, ()) == ()
+    assert kept_by(model) == before
 
 
 @pytest.mark.slow
@@ -357,11 +359,61 @@ def test_checkpointed_layers():
     check(model, reference, operators=None)
 
 
+def experts_of(model):
+    return next(m for m in model.modules() if hasattr(m, "is_transposed"))
+
+
+def kept_by(model) -> list[set]:
+    """What attributes all modules have."""
+    return [set(vars(module)) for module in model.modules()]
+
+
 def test_an_error_leaves_no_adapter_behind():
     model = adapted()
     integration.attach(model)
-    experts = next(m for m in model.modules() if hasattr(m, "is_transposed"))
+    want, before = logits_of(model), kept_by(model)
     wrapper = next(m for m in model.modules() if hasattr(m, "parameter_name"))
     with pytest.raises(ValueError, match="hidden_states"):
         wrapper(torch.zeros(2, 3, 5), torch.zeros(2, 2, dtype=torch.int64), torch.zeros(2, 2))
-    assert getattr(experts, ADAPTERS, ()) == ()
+    assert kept_by(model) == before
+    assert torch.equal(logits_of(model), want)
+
+
+def test_threads():
+    """Two calls that are in the experts at once have each its own adapters."""
+    model, reference = adapted(), adapted()
+    integration.attach(model)
+    want = logits_of(reference)
+    both = threading.Barrier(2, timeout=60)
+
+    def hook(*_):
+        both.wait()
+
+    handle = experts_of(model).register_forward_pre_hook(hook)
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        results = list(pool.map(logits_of, [model, model]))
+    handle.remove()
+    for got in (*results, logits_of(model)):
+        assert relative(got, want) < 1e-12
+
+
+def test_experts_that_are_recomputed_alone():
+    """By autograd, when PEFT's wrappers have returned."""
+    model, reference = adapted(), adapted()
+    integration.attach(model)
+    experts = experts_of(model)
+    forward = experts.forward
+    experts.forward = lambda *args, **kwargs: checkpoint(
+        forward, *args, use_reentrant=False, **kwargs
+    )
+    assert len(check(model, reference, operators=None)) == 4
+
+
+def test_expert_parallelism_is_refused():
+    model = adapted()
+    experts_of(model)._is_expert_parallel = True
+    with pytest.raises(ValueError, match="must hold all experts .* got expert parallel"):
+        integration.attach(model)
+    with Calls() as calls:
+        logits_of(model)
+    assert calls.names == []
