@@ -1,6 +1,6 @@
 """The tables of docs/backends.md, made from the code, the measured tables and the plots, and those
-of other documents that are made from committed results (cpu_doc.py, layers_doc.py, schemes_doc.py,
-training_doc.py).
+of other documents that are made from committed results (cpu_doc.py, layers_doc.py, readme_doc.py,
+schemes_doc.py, training_doc.py).
 
     python benchmarks/backends_doc.py            # say whether the documents are up to date
     python benchmarks/backends_doc.py --write    # bring them up to date
@@ -20,6 +20,7 @@ from pathlib import Path
 
 import cpu_doc
 import layers_doc
+import readme_doc
 import schemes_doc
 import torch
 import training_doc
@@ -198,6 +199,7 @@ def plots() -> str:
 
 # Of each document its blocks. One that makes None stays as it is.
 DOCUMENTS: dict[str, dict[str, Callable[[], str | None]]] = {
+    "README.md": {"gains": readme_doc.gains},
     "docs/backends.md": {
         "accepts": accepts,
         "features": features,
@@ -211,8 +213,9 @@ DOCUMENTS: dict[str, dict[str, Callable[[], str | None]]] = {
         "steps": training_doc.steps,
         "steps on an H100": lambda: training_doc.steps(training_doc.ON_H100),
     },
-    "docs/quantization.md": {"schemes": schemes_doc.table},
+    "docs/which_scheme.md": {"choices": schemes_doc.choices, "schemes": schemes_doc.table},
     "docs/performance.md": {
+        "whole models": readme_doc.whole_models,
         "8-bit activations": layers_doc.summary,
         "weight-only peers": layers_doc.weight_only,
         "weight-only peers on an H100": lambda: layers_doc.weight_only(layers_doc.ON_H100),

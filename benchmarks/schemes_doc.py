@@ -1,5 +1,5 @@
 """Memory, error and speed of each scheme on a GPU and on a CPU, from the committed results of
-experts.py and cpu_quantized.py: a table for docs/quantization.md, which backends_doc.py writes,
+experts.py and cpu_quantized.py: two tables for docs/which_scheme.md, which backends_doc.py writes,
 and a picture.
 
     python benchmarks/schemes_doc.py    # draw the picture anew; needs matplotlib
@@ -18,6 +18,24 @@ GPU, CPU = FOLDER / "experts_NVIDIA_H200.json", FOLDER / "cpu_quantized_AMX.json
 PICTURE = FOLDER / "schemes.png"
 SHAPE, TOKENS = "qwen3", (1, 8, 64)
 DRAWN = 8  # tokens of the picture
+# What docs/which_scheme.md advises: by hardware what is wanted, and the scheme for it.
+LEAST_LOSS, LEAST_MEMORY = "weights as they are", "the least memory, the fastest decode"
+ADVICE = {
+    "H200": {
+        LEAST_LOSS: "",
+        "half the memory, the least loss": "int8_w8a16:channel",
+        "half the memory, fast prompts too": "fp8_block",
+        LEAST_MEMORY: "int4_w4a16:g128",
+        "4 bits with the least loss": "nvfp4_w4a16",
+    },
+    "CPU": {
+        LEAST_LOSS: "",
+        "half the memory, the least loss": "int8_w8a16:channel",
+        "half the memory, many tokens at once": "int8_w8a8",
+        LEAST_MEMORY: "int4_w4a16:g128",
+    },
+}
+ADVISED_TOKENS = (*TOKENS, 4096)
 COLORS = {4: "#0072B2", 8: "#D55E00", 16: "#555555"}
 
 
@@ -54,6 +72,27 @@ def measured() -> list[Scheme]:
         for name in dict.fromkeys((*gpu, *cpu))
     ]
     return sorted(found, key=lambda one: (-round(one.bits), one.name))
+
+
+def choices() -> str:
+    """A row for each of `ADVICE`: memory, error, and speed against bf16 on that hardware."""
+    schemes = {one.name: one for one in measured()}
+    header = ["hardware", "wanted", "scheme", "memory", "error"]
+    header += [f"speed, {M} token{'s' if M > 1 else ''}" for M in ADVISED_TOKENS]
+    lines = [f"| {' | '.join(header)} |", "|---" * len(header) + "|"]
+    for hardware, advice in ADVICE.items():
+        for turn, (wanted, name) in enumerate(advice.items()):
+            one, plain = schemes[name], schemes[""]
+            times = [(s.cpu if hardware == "CPU" else s.gpu) for s in (plain, one)]
+            speeds = [
+                f"{times[0][M] / times[1][M]:.1f}" if all(M in t for t in times) else "-"
+                for M in ADVISED_TOKENS
+            ]
+            error = "-" if one.error is None else f"{one.error:.2g}"
+            cells = ["" if turn else hardware, wanted, f"`{name}`" if name else "bf16"]
+            cells += [f"{one.bits / 16:.2f}", error, *speeds]
+            lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
 def bits(scheme: str) -> float:
